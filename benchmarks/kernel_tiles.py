@@ -92,7 +92,7 @@ def kernels_of(problem: AttentionProblem, tensors: AttentionTensors) -> Callable
             with use_config(kind, tile):
                 fwd.attention_forward(problem, tensors, out, lse)
         else:
-            launch_kernel(backward.gradient(kind, tile, **results[kind]))
+            launch_kernel(backward.gradient(kind, tile, results[kind]))
 
     return launch
 

@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 import diyfa
 from diyfa import fast_path, flash_attn_interface, kvcache, ops
-from diyfa.backends.cuda.attention import append, bwd, bwd_dbias, clear, configs, decode, decode_configs, fwd
+from diyfa.backends.cuda.attention import append, bwd, bwd_dbias, bwd_parts, clear, configs, decode, decode_configs, fwd
 from diyfa.backends.cuda.attention import launch as attention_launch
 from diyfa.backends.cuda.gluon.tile_counter import counter_of
 from diyfa.backends.cuda.hopper import configs as hopper_configs
@@ -105,7 +105,7 @@ def recorder(monkeypatch):
     monkeypatch.setattr(hopper_bwd_configs, "MIN_SCORES", 1 << 60)  # where variant="sm90" asks for it, and only there
     for module, kernel in (
         (decode, "_decode_kernel"), (decode, "_combine_kernel"), (decode, "_fold_kernel"), (append, "_append_kernel"),
-        (bwd_dbias, "_bwd_dbias_kernel"), (clear, "_clear_kernel"),
+        (bwd_dbias, "_bwd_dbias_kernel"), (bwd_parts, "_sum_parts_kernel"), (clear, "_clear_kernel"),
     ):  # fmt: skip
         monkeypatch.setattr(module, kernel, fake_kernel(getattr(module, kernel), recorder))
     monkeypatch.setattr(decode_configs, "multiprocessors", lambda device: 132)
@@ -240,11 +240,14 @@ def test_views_are_repeated_with_their_strides(recorder, ways, layout):
     assert are_same(*([call] for call in same))
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_repeated_backward_launches_what_the_ordinary_one_does(recorder, ways, case):
-    inputs, options = CASES[case]
+@pytest.mark.parametrize("case", [*CASES, "divided"])
+def test_a_repeated_backward_launches_what_the_ordinary_one_does(recorder, ways, case, monkeypatch):
+    inputs, options = CASES["gqa" if case == "divided" else case]
     q, k, v = qkv(grad=True, **inputs)
     kernels = ["_bwd_preprocess_kernel", "_bwd_dkdv_kernel", "_bwd_dq_kernel"]
+    if case == "divided":
+        monkeypatch.setattr(bwd_parts, "parts_of", lambda *_: 2)
+        kernels.insert(2, "_sum_parts_kernel")
     if case == "descriptors_of_gluon":
         kernels = HOPPER_BACKWARD[:-1]  # the last one is for sequences of different lengths
     dout = torch.zeros_like(q)

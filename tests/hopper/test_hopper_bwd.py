@@ -28,12 +28,13 @@ from simulators.gluon import KernelBug  # noqa: E402
 
 from diyfa import ops, registry  # noqa: E402
 from diyfa.attention import checked_options  # noqa: E402
+from diyfa.backends.cuda.attention import bwd_parts  # noqa: E402
 from diyfa.backends.cuda.gluon import tma  # noqa: E402
 from diyfa.backends.cuda.hopper import bwd as hopper_bwd  # noqa: E402
 from diyfa.backends.cuda.hopper import bwd_configs, bwd_launch  # noqa: E402
 from diyfa.backends.cuda.runtime.launch import is_interpreting, launch_kernel  # noqa: E402
 from diyfa.options import LENGTHS, Lengths  # noqa: E402
-from diyfa.problem import VARLEN, AttentionGradients, AttentionProblem, AttentionTensors  # noqa: E402
+from diyfa.problem import VARLEN, AttentionGradients, AttentionProblem, AttentionTensors, Launch  # noqa: E402
 from diyfa.testing import AttentionCase, make_inputs  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not is_interpreting(), reason="CPU tensors are refused: here the kernel itself is run")
@@ -198,10 +199,19 @@ PARTS = {
 def test_groups_divided_among_programs(main: str, case: AttentionCase, monkeypatch: pytest.MonkeyPatch) -> None:
     """Into parts of two query heads or, where a group is small or odd, of one: more programs, the same gradients."""
     group = case.heads // case.heads_kv
-    monkeypatch.setattr(bwd_launch, "parts_of", lambda *_: group // 2 if group > 2 and group % 2 == 0 else group)
+    monkeypatch.setattr(bwd_parts, "parts_of", lambda *_: group // 2 if group > 2 and group % 2 == 0 else group)
+    sums: list[int] = []
+    launches_of = bwd_parts.launches_of
+
+    def counted(*arguments: Any) -> tuple[Launch, ...]:
+        found = launches_of(*arguments)
+        sums.append(len(found))
+        return found
+
+    monkeypatch.setattr(bwd_parts, "launches_of", counted)
     kernel = interpret_backward(monkeypatch, seed=5, main=main, interleave=True, multiprocessors=3)
     assert not run_backward(case)
-    assert kernel.launches == bwd_launch._sum_parts_kernel.launches == 1
+    assert (kernel.launches, sums) == (1, [1])
 
 
 def test_how_many_parts_a_group_has() -> None:
@@ -211,7 +221,7 @@ def test_how_many_parts_a_group_has() -> None:
     tile = bwd_configs.config_of(one)
 
     def parts(**changes: Any) -> int:
-        return bwd_configs.parts_of(one.replace(**changes), tile, 132)
+        return bwd_parts.parts_of(one.replace(**changes), tile.block_n, 132)
 
     assert [parts(heads_kv=heads) for heads in (1, 2, 4, 8)] == [4, 2, 1, 1]
     assert [parts(batch=batch) for batch in (1, 2, 4)] == [4, 2, 1]
@@ -219,7 +229,7 @@ def test_how_many_parts_a_group_has() -> None:
     assert parts(heads_q=71) == 1 and parts(heads_q=61) == 61  # blocks, 64 for each head, of 128 KiB
     assert [parts(batch=1, seqlen_k=n, heads_q=7) for n in (224 * 128, 225 * 128)] == [7, 1]  # 1.7 times 132
     wide = bwd_configs.CONFIGS[256]
-    assert [bwd_configs.parts_of(one.replace(heads_kv=n), wide, 132) for n in (1, 2, 4)] == [2, 1, 1]
+    assert [bwd_parts.parts_of(one.replace(heads_kv=n), wide.block_n, 132) for n in (1, 2, 4)] == [2, 1, 1]
     for mask in ({"window_right": -1}, {"window_left": 512}):
         assert [parts(batch=batch, **mask) for batch in (1, 2)] == [2, 1]
     assert [parts(seqlen_q=n) for n in (1024, 128, 64, 1)] == [4, 2, 1, 1]
@@ -324,7 +334,7 @@ def test_programs_wait_for_lower_numbers_only(
         monkeypatch.setattr(bwd_launch, "multiprocessors", lambda device, count=multiprocessors: count)
         for heads, seqlen_k in itertools.product((1, 2, 3, 4, 5, 7, 40, 300), (1, 128, 129, 500, 5000)):
             heads_kv = 1 if divided else heads
-            monkeypatch.setattr(bwd_launch, "parts_of", lambda *_, parts=heads // heads_kv: parts)
+            monkeypatch.setattr(bwd_parts, "parts_of", lambda *_, parts=heads // heads_kv: parts)
             some = problem.replace(heads_q=heads, heads_kv=heads_kv, seqlen_k=seqlen_k)
             q, k = (torch.empty(1, heads, n, 64, device="meta").bfloat16() for n in (64, seqlen_k))
             lse = torch.empty(1, heads, 64, device="meta")
@@ -420,7 +430,7 @@ def test_deterministic(sizes: tuple[Any, ...]) -> None:
 
 
 def test_deterministic_with_a_group_divided(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bwd_launch, "parts_of", lambda problem, *_: problem.heads_q // problem.heads_kv)
+    monkeypatch.setattr(bwd_parts, "parts_of", lambda problem, *_: problem.heads_q // problem.heads_kv)
     first, other = (sums(DETERMINISTIC["full"], seed) for seed in (0, 5))
     assert first[0].count_nonzero()
     assert all(torch.equal(x, y) for x, y in zip(first, other, strict=True))
@@ -467,7 +477,7 @@ def test_turns_where_blocks_end_or_begin(seqlen_q: int, seqlen_k: int, n_keys: i
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_parts_of_the_workspace_are_aligned(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where blocks of queries are odd in number: Triton compiles a kernel again for an address that is not."""
-    monkeypatch.setattr(bwd_launch, "parts_of", lambda *_: 3)
+    monkeypatch.setattr(bwd_parts, "parts_of", lambda *_: 3)
     problem = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", 1, 3, 1, 64, 64, 64, 64)
     problem = problem.replace(deterministic=deterministic)
     q, lse = torch.zeros(1, 3, 64, 64, dtype=torch.bfloat16), torch.zeros(1, 3, 64)
@@ -483,7 +493,7 @@ def test_parts_of_the_workspace_are_aligned(deterministic: bool, monkeypatch: py
 ])  # fmt: skip
 def test_calls_can_be_repeated_past_the_launcher(changes: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """What repeats a launch for other addresses (`runtime/replay.py`) takes kernels whose tensors come first only."""
-    monkeypatch.setattr(bwd_launch, "parts_of", lambda problem, *_: problem.heads_q // problem.heads_kv)
+    monkeypatch.setattr(bwd_parts, "parts_of", lambda problem, *_: problem.heads_q // problem.heads_kv)
     problem = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", 1, 2, 2, 64, 64, 64, 64).replace(**changes)
     problem = problem.replace(head_dim_v=problem.head_dim)
     q, k, v, out, dout, dq, dk, dv = (torch.zeros(1, 2, 64, problem.head_dim).bfloat16() for _ in range(8))

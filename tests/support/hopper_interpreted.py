@@ -21,7 +21,6 @@ from diyfa.backends.cuda.hopper import bwd_configs as hopper_bwd_configs
 from diyfa.backends.cuda.hopper import bwd_dq as hopper_bwd_dq
 from diyfa.backends.cuda.hopper import bwd_launch as hopper_bwd_launch
 from diyfa.backends.cuda.hopper import bwd_mla as hopper_bwd_mla
-from diyfa.backends.cuda.hopper import bwd_parts as hopper_bwd_parts
 from diyfa.backends.cuda.hopper import bwd_wide as hopper_bwd_wide
 from diyfa.backends.cuda.hopper import bwd_wide_dq as hopper_bwd_wide_dq
 from diyfa.backends.cuda.hopper import configs as hopper_configs
@@ -58,7 +57,6 @@ BACKWARD_KERNELS = {
     "_bwd_wide_dq_kernel": hopper_bwd_wide_dq,
     "_bwd_mla_kernel": hopper_bwd_mla,
     "_convert_kernel": hopper_bwd_dq,
-    "_sum_parts_kernel": hopper_bwd_parts,
 }
 FORWARD = hopper_configs.Sm90Config(1, 64, 4, True, 232, 24)  # one that takes all that the backward takes
 MULTIPROCESSORS = 2

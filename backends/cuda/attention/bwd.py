@@ -2,10 +2,10 @@
 
 Up to four kernels. `_bwd_preprocess_kernel` reduces delta = rowsum(dO * O) - dLSE, the part of dS that is the same for
 a whole row (the gradient of the log-sum-exp enters here, so it costs nothing later). `_bwd_dkdv_kernel` gives each
-program a block of keys and loops over the queries of every head in the group; `_bwd_dq_kernel` gives each program a
-block of queries and loops over the keys; `_bwd_dbias_kernel` runs when the bias wants a gradient. The paper computes
-dQ, dK and dV in one loop and adds dQ atomically; two loops cost two more products out of seven, and are bitwise
-reproducible.
+program a block of keys and loops over the queries of every head in the group, which is divided where blocks of keys are
+few (`bwd_parts.py`); `_bwd_dq_kernel` gives each program a block of queries and loops over the keys;
+`_bwd_dbias_kernel` runs when the bias wants a gradient. The paper computes dQ, dK and dV in one loop and adds dQ
+atomically; two loops cost two more products out of seven, and are bitwise reproducible.
 
     P = exp(S - LSE),  dV = Pᵀ dO,  dP = dO Vᵀ,  dS = P * (dP - delta),  dQ = dS K * scale,  dK = dSᵀ Q * scale
 
@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from diyfa.backends.cuda.attention import bwd_dbias
+from diyfa.backends.cuda.attention import bwd_dbias, bwd_parts
 from diyfa.backends.cuda.attention.bwd_dkdv import _bwd_dkdv_kernel
 from diyfa.backends.cuda.attention.bwd_dq import _bwd_dq_kernel
 from diyfa.backends.cuda.attention.clear import backward_launches, clear
@@ -34,7 +34,9 @@ from diyfa.backends.cuda.attention.launch import (
     choice,
     described_launch,
     feature_arguments,
+    heads_in_turns,
     own_objects,
+    programs_at_once,
     read_by,
     settled_config,
     strides,
@@ -131,6 +133,7 @@ class Backward:
         self.out, self.lse, self.dout, self.dlse = out, lse.contiguous(), dout, dlse
         self.delta = torch.empty_like(self.lse) if delta is None else delta
         self.scale = tensors.sm_scale / (problem.softcap or 1.0)  # signed: no maximum is taken here
+        self.memory: torch.Tensor | None = None  # of the parts of groups (`key_gradients`)
 
     def preprocess(self) -> Launch:
         """Fills delta."""
@@ -159,8 +162,8 @@ class Backward:
         )
         return described_launch(_bwd_preprocess_kernel, grid, values, constants, {"num_warps": PREPROCESS_WARPS})
 
-    def gradient(self, kind: str, config: AttentionConfig, **results: torch.Tensor) -> Launch:
-        """The launch of the kernel `kind` ("dkdv", "dq"), which fills `results`."""
+    def gradient(self, kind: str, config: AttentionConfig, results: dict[str, torch.Tensor], parts: int = 1) -> Launch:
+        """The launch of the kernel `kind` ("dkdv", "dq"), which fills `results`: for dK and dV as many as `parts`."""
         problem, tensors = self.problem, self.tensors
         q, k, v, dout = tensors.q, tensors.k, tensors.v, self.dout
         m, n = config.block_m, config.block_n
@@ -172,16 +175,34 @@ class Backward:
             **{f"{name}_ptr": x for name, x in results.items()},
             **strides(problem.layout, q=q, k=k, v=v, do=dout, **results),
             **feature_arguments(problem, tensors, self.scale),
+            "group": problem.heads_q // problem.heads_kv // parts,
             "sm_scale": tensors.sm_scale,
+            "parts": parts,
         }
         blocks, heads = (
-            (cdiv(problem.seqlen_k, n), problem.heads_kv)
+            (cdiv(problem.seqlen_k, n), problem.heads_kv * parts)
             if kind == "dkdv"
             else (cdiv(problem.seqlen_q, m), problem.heads_q)
         )
-        grid = problem.batch * blocks * heads
+        heads *= problem.batch
+        values["heads_in_turns"] = heads_in_turns(problem, config, blocks, heads, q.device)
         constants = TileConstants(**tile_constants(problem, config))
-        return described_launch(_GRADIENT_KERNELS[kind], grid, values, constants, schedule(config))
+        return described_launch(_GRADIENT_KERNELS[kind], blocks * heads, values, constants, schedule(config))
+
+    def key_gradients(self, config: AttentionConfig, dk: torch.Tensor, dv: torch.Tensor) -> list[Launch]:
+        """What fills dk and dv."""
+        problem = self.problem
+        parts = bwd_parts.parts_of(problem, config.block_n, programs_at_once(config, dk.device))
+        if parts == 1:
+            return [self.gradient("dkdv", config, {"dk": dk, "dv": dv})]
+        sizes = bwd_parts.sizes_of(problem, parts)
+        self.memory = self.lse.new_empty(sum(sizes))
+        memory = self.memory.split(sizes)
+        of_parts = dict(zip(("dk", "dv"), bwd_parts.in_layout(problem, memory, parts), strict=True))
+        return [
+            self.gradient("dkdv", config, of_parts, parts),
+            *bwd_parts.launches_of(problem, self.tensors, memory, parts, dk, dv),
+        ]
 
 
 def fill_dsinks(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor, dsinks: torch.Tensor) -> None:
@@ -204,10 +225,11 @@ def attention_backward(
     problem, lse, delta = backward.problem, backward.lse, backward.delta
 
     def run_dkdv(config: AttentionConfig) -> None:
-        launch_kernel(backward.gradient("dkdv", config, dk=gradients.dk, dv=gradients.dv))
+        for launch in backward.key_gradients(config, gradients.dk, gradients.dv):
+            launch_kernel(launch)
 
     def run_dq(config: AttentionConfig) -> None:
-        launch_kernel(backward.gradient("dq", config, dq=gradients.dq))
+        launch_kernel(backward.gradient("dq", config, {"dq": gradients.dq}))
 
     with on_device(tensors.q):
         clear(backward_launches(problem, tensors, gradients, delta))
@@ -245,10 +267,11 @@ def repeat(
     launches = (
         *backward_launches(problem, tensors, gradients, delta),
         backward.preprocess(),
-        backward.gradient("dkdv", dkdv_config, dk=gradients.dk, dv=gradients.dv),
-        backward.gradient("dq", dq_config, dq=gradients.dq),
+        *backward.key_gradients(dkdv_config, gradients.dk, gradients.dv),
+        backward.gradient("dq", dq_config, {"dq": gradients.dq}),
     )
-    return repeat_of(launches, tensors, (out, lse, dout), owners, [delta])
+    memory = [delta] if backward.memory is None else [backward.memory, delta]
+    return repeat_of(launches, tensors, (out, lse, dout), owners, memory)
 
 
 def repeat_of(

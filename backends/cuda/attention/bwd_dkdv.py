@@ -1,4 +1,5 @@
-"""dK and dV: each program owns a block of keys and loops over the queries of every head in the group.
+"""dK and dV: each program owns a block of keys and loops over the queries of every head in the group, or in a part of
+it (`bwd_parts.py`).
 
 Scores are formed transposed, [BLOCK_N, BLOCK_M], so that P and dS are left operands of the products that accumulate.
 Grouped heads are summed in the accumulators: no atomics, the same bits in every run. See bwd.py for the formulas.
@@ -14,6 +15,7 @@ from diyfa.backends.cuda.attention.dropout import keep_tile, position_words
 from diyfa.backends.cuda.attention.launch import RUNTIME_SIZES, UNALIGNED_POINTERS
 from diyfa.backends.cuda.attention.scores import (
     first_row,
+    head_and_block,
     head_features,
     product_gradient,
     query_blocks,
@@ -105,7 +107,7 @@ def _dkdv_blocks(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=RUNTIME_SIZES, do_not_specialize_on_alignment=UNALIGNED_POINTERS)
+@triton.jit(do_not_specialize=(*RUNTIME_SIZES, "parts"), do_not_specialize_on_alignment=UNALIGNED_POINTERS)
 def _bwd_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr,
     q_rows_ptr, do_rows_ptr,  # addresses of what FORM reads through descriptors, for EDGE_FORM
@@ -115,17 +117,20 @@ def _bwd_dkdv_kernel(
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_dob, stride_doh, stride_dom, stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn,
     stride_per_headb, stride_biasb, stride_biash, stride_biasm, stride_biasn,
-    heads_q, group, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
+    heads_q, group, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right, heads_in_turns,
     scale, softcap, threshold, keep_scale,
     sm_scale,  # what the gradient is multiplied by in the end
+    parts,  # of a group, which share a head of K (`bwd_parts.py`)
     c: tl.constexpr,
 ):  # fmt: skip
     blocks_n = tl.cdiv(seqlen_k, c.BLOCK_N)
     pid = tl.program_id(0)
-    col0 = (pid % blocks_n) * c.BLOCK_N  # under a causal mask the first key blocks have the most queries: longest first
-    heads_kv = heads_q // group
-    b = (pid // blocks_n) // heads_kv
-    hk = (pid // blocks_n) % heads_kv
+    heads_kv = heads_q // group  # one for each part
+    # Under a causal mask the first key blocks have the most queries: longest first.
+    head, block_n = head_and_block(pid, blocks_n, tl.num_programs(0) // blocks_n, heads_in_turns)
+    col0 = block_n * c.BLOCK_N
+    b = head // heads_kv
+    hk = head % heads_kv
     lengths = (cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, seqlen_q, seqlen_k, total_q, total_k)
     first_q, first_k, n_queries, n_keys = sequence_of(b, lengths, c)
     if c.LENGTHS == PACKED and col0 >= n_keys:
@@ -137,7 +142,7 @@ def _bwd_dkdv_kernel(
     ONE_LOOP: tl.constexpr = HAS_MASK and c.BLOCK_D > 128
 
     offs_n = col0 + tl.arange(0, c.BLOCK_N)
-    of_k = (b, hk, first_k, n_keys)
+    of_k = (b, hk // parts, first_k, n_keys)
     keys = head_of(k_ptr, (stride_kb, stride_kh, stride_kn), of_k, c.FORM, c)
     values = head_of(v_ptr, (stride_vb, stride_vh, stride_vn), of_k, c.FORM, c)
     k = load_tile(keys, col0, c.BLOCK_N, c.HEAD_DIM, c.BLOCK_D, True, c.FORM, c)

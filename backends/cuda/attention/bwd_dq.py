@@ -11,6 +11,7 @@ from diyfa.backends.cuda.attention.launch import RUNTIME_SIZES, UNALIGNED_POINTE
 from diyfa.backends.cuda.attention.scores import (
     bias_corner,
     first_row,
+    head_and_block,
     head_features,
     key_blocks,
     load_statistics,
@@ -95,17 +96,17 @@ def _bwd_dq_kernel(
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_dob, stride_doh, stride_dom, stride_dqb, stride_dqh, stride_dqm,
     stride_per_headb, stride_biasb, stride_biash, stride_biasm, stride_biasn,
-    heads_q, group, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
+    heads_q, group, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right, heads_in_turns,
     scale, softcap, threshold, keep_scale, sm_scale,
     c: tl.constexpr,
 ):  # fmt: skip
     blocks_m = tl.cdiv(seqlen_q, c.BLOCK_M)
     pid = tl.program_id(0)
-    block_m = pid % blocks_m
+    head, block_m = head_and_block(pid, blocks_m, tl.num_programs(0) // blocks_m, heads_in_turns)
     if c.HAS_RIGHT:  # longest first
         block_m = blocks_m - 1 - block_m
-    b = (pid // blocks_m) // heads_q
-    h = (pid // blocks_m) % heads_q
+    b = head // heads_q
+    h = head % heads_q
     hk = h // group
     lengths = (cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, seqlen_q, seqlen_k, total_q, total_k)
     first_q, first_k, n_queries, n_keys = sequence_of(b, lengths, c)

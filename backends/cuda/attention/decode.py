@@ -27,7 +27,6 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from diyfa.arch import gpu_spec
 from diyfa.backends.cuda.attention.clear import clear, forward_launches
 from diyfa.backends.cuda.attention.decode_configs import (
     COMBINED_ELEMENTS,
@@ -63,7 +62,7 @@ from diyfa.backends.cuda.attention.launch import (
 from diyfa.backends.cuda.attention.scores import score_without_bias, scores_log2, visible_pairs
 from diyfa.backends.cuda.attention.tile_io import padded_head_dim
 from diyfa.backends.cuda.runtime.constants import Constants
-from diyfa.backends.cuda.runtime.launch import is_interpreting, launch_kernel, on_device
+from diyfa.backends.cuda.runtime.launch import can_overlap, is_interpreting, launch_kernel, on_device
 from diyfa.problem import (
     KVCACHE_FEATURES,
     VARLEN,
@@ -805,12 +804,6 @@ def _fold_kernel(
                 m_i, l_i, acc = _add_part(m_i, l_i, acc, m_part, l_part, acc_part)
         packed: tl.constexpr = cu_seqlens_q_ptr is not None
         _store_rows(acc, l_i, m_i, rows, 0, b, owner % heads_kv, first_q, n_queries, outputs, packed, c)
-
-
-def can_overlap(arch: str) -> bool:
-    """Whether a kernel may be launched before the one that it waits for ends (programmatic dependent launch)."""
-    spec = gpu_spec(arch)
-    return spec is not None and spec.has_tma and not is_interpreting()
 
 
 def constants_of(problem: KVCacheProblem, config: DecodeConfig, parts: int = 1, together: int = 1) -> DecodeConstants:

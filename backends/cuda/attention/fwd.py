@@ -27,6 +27,7 @@ from diyfa.backends.cuda.attention.launch import (
     described_launch,
     feature_arguments,
     forward_replay,
+    heads_in_turns,
     read_by,
     settled_config,
     softmax_scale,
@@ -37,6 +38,7 @@ from diyfa.backends.cuda.attention.launch import (
 from diyfa.backends.cuda.attention.scores import (
     bias_corner,
     first_row,
+    head_and_block,
     head_features,
     key_blocks,
     masked_keys,
@@ -164,12 +166,11 @@ def _fwd_kernel(
     stride_per_headb, stride_biasb, stride_biash, stride_biasm, stride_biasn,
     heads_q,
     group,  # query heads that share one key head
-    batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
+    batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right, heads_in_turns,
     scale, softcap, threshold,
     keep_scale,  # 1 / (1 - p) of the dropout
     c: tl.constexpr,
 ):  # fmt: skip
-    # One-dimensional grid, query blocks of one head next to each other: they read the same keys from L2.
     blocks_m = tl.cdiv(seqlen_q, c.BLOCK_M)
     pid = tl.program_id(0)
     if c.LENGTHS == PACKED:
@@ -178,11 +179,11 @@ def _fwd_kernel(
             out, longest, clearing = (o_ptr, stride_om, stride_oh), blocks_m * c.BLOCK_M, tl.num_programs(0) - tiles
             clear_others(cu_seqlens_q_ptr, batch, longest, pid - tiles, clearing, out, lse_ptr, heads_q, total_q, c)
             return
-    block_m = pid % blocks_m
+    head, block_m = head_and_block(pid, blocks_m, batch * heads_q, heads_in_turns)
     if c.HAS_RIGHT:  # longest first: the last programs to start are short ones
         block_m = blocks_m - 1 - block_m
-    b = (pid // blocks_m) // heads_q
-    h = (pid // blocks_m) % heads_q
+    b = head // heads_q
+    h = head % heads_q
     hk = h // group
     lengths = (cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, seqlen_q, seqlen_k, total_q, total_k)
     first_q, first_k, n_queries, n_keys = sequence_of(b, lengths, c)
@@ -260,6 +261,7 @@ def launch_of(
     scale, negate = softmax_scale(problem, tensors.sm_scale)
     block_d, block_dv = padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
     m, n = config.block_m, config.block_n
+    blocks, heads = cdiv(problem.seqlen_q, m), problem.batch * problem.heads_q
     values = {
         **read_by(problem, config, q=(q, m, block_d), k=(k, n, block_d), v=(v, n, block_dv)),
         "o_ptr": out,
@@ -267,9 +269,9 @@ def launch_of(
         "batch": problem.batch,
         **strides(problem.layout, q=q, k=k, v=v, o=out),
         **feature_arguments(problem, tensors, scale),
+        "heads_in_turns": heads_in_turns(problem, config, blocks, heads, q.device),
     }
-    tiles = cdiv(problem.seqlen_q, m) * problem.batch * problem.heads_q
-    grid = tiles + clearing_programs(problem)
+    grid = blocks * heads + clearing_programs(problem)
     return described_launch(_fwd_kernel, grid, values, constants(problem, config, negate), schedule(config))
 
 

@@ -12,9 +12,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from diyfa.backends.cuda.attention.configs import AttentionConfig, candidates, edge_form_of, form_of, reads_rows
 from diyfa.backends.cuda.attention.dropout import keep_threshold
-from diyfa.backends.cuda.attention.tile_io import lengths_of, padded_head_dim
+from diyfa.backends.cuda.attention.tile_io import cdiv, lengths_of, padded_head_dim
 from diyfa.backends.cuda.runtime import tune
 from diyfa.backends.cuda.runtime.constants import Constants
+from diyfa.backends.cuda.runtime.launch import multiprocessors
 from diyfa.backends.cuda.runtime.replay import Replay, replay_of
 from diyfa.features import ADJUSTING, TENSORS, Broadcast
 from diyfa.problem import (
@@ -42,8 +43,10 @@ Tensors = TypeVar("Tensors", AttentionTensors, KVCacheTensors, NewKeys)
 RUNTIME_SIZES = (
     "stride_per_headb", "total_q", "total_k", "window_left",
     "window_right", "threshold",
+    "heads_in_turns",
     "group",  # a variant for 1 has no loop over heads; ptxas serialises its wgmma in the dK/dV kernel (C7515)
 )  # fmt: skip
+WARPS_AT_ONCE = 8  # whose tiles fill the registers of a multiprocessor
 UNALIGNED_POINTERS = ("per_head_ptr", *(f"{x.name}_ptr" for x in TENSORS if not isinstance(x.shape, Broadcast)))
 
 
@@ -118,6 +121,21 @@ def feature_arguments(problem: AttentionProblem, tensors: AttentionTensors, scal
         "threshold": keep_threshold(tensors.dropout_p),
         "keep_scale": 1.0 / (1.0 - tensors.dropout_p),
     }
+
+
+def programs_at_once(config: AttentionConfig, device: torch.device) -> int:
+    """About how many programs with this tile run at once; 0 where there is no GPU."""
+    return multiprocessors(device) * max(WARPS_AT_ONCE // config.num_warps, 1)
+
+
+def heads_in_turns(
+    problem: AttentionProblem, config: AttentionConfig, blocks: int, heads: int, device: torch.device
+) -> int:
+    """How many heads, the last of all, take turns (`head_and_block`): where blocks of a head differ as many as are at
+    work at a time, for the longest block takes twice the average."""
+    if problem.window_right < 0 or problem.window_left >= 0:
+        return 1
+    return min(1 + cdiv(2 * programs_at_once(config, device), blocks), heads)
 
 
 def cache_arguments(problem: KVCacheProblem, tensors: KVCacheTensors) -> dict[str, Any]:

@@ -42,6 +42,19 @@ def sequence_of(b, lengths, c: tl.constexpr):
 
 
 @triton.jit
+def head_and_block(pid, blocks, heads, in_turns):
+    """Program number -> (head of all samples, block): head after head, so that what they share stays in L2.
+
+    The last `in_turns` heads take turns: the longest blocks of the very last one, under a causal mask, would begin when
+    there is little else to do (`heads_in_turns` in launch.py).
+    """
+    first = heads - in_turns
+    rest = pid - first * blocks
+    head = tl.where(rest < 0, pid // blocks, first + rest % in_turns)
+    return head, tl.where(rest < 0, pid % blocks, rest // in_turns)
+
+
+@triton.jit
 def first_row(b, h, first, heads_q, seqlen_q, total_q, c: tl.constexpr):
     """Where the statistics (lse, delta) of head h of sample b begin: (B, H, Sq) or (H, Tq), contiguous."""
     if c.LENGTHS == PACKED:

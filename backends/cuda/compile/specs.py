@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from diyfa.arch import gpu_spec
-from diyfa.backends.cuda.attention import append, bwd, bwd_dbias, clear, decode, fwd, fwd_v1, merge
+from diyfa.backends.cuda.attention import append, bwd, bwd_dbias, bwd_parts, clear, decode, fwd, fwd_v1, merge
 from diyfa.backends.cuda.attention.configs import (
     PER_SCORE_FEATURES,
     AttentionConfig,
@@ -91,7 +91,7 @@ def feature_problems(arch: str) -> Iterator[AttentionProblem]:
 FEATURE_SPILLS: dict[str, dict[str, int]] = {
     "fwd": {"small": 64, "large": 32},
     "dkdv": {
-        "wgmma": 192, "wgmma 128": 1824, "wgmma ragged": 352, "large": 1856, "small": 128, "small 256": 160,
+        "wgmma": 208, "wgmma 128": 1824, "wgmma ragged": 352, "large": 1856, "small": 128, "small 256": 160,
         "turing": 32, "turing 256": 2368,
     },
     "dq": {"wgmma": 96, "large": 384, "small": 32, "turing": 32},
@@ -164,7 +164,7 @@ def _gradient(kind: str, problem: AttentionProblem, config: AttentionConfig) -> 
     written = {"dq": q} if kind == "dq" else {"dk": k, "dv": v}
     dtype = getattr(torch, problem.out_dtype or problem.dtype)
     results = {name: torch.empty_like(x, dtype=dtype) for name, x in written.items()}
-    return _spec(f"attention_bwd/{kind}", problem, config, backward.gradient(kind, config, **results))
+    return _spec(f"attention_bwd/{kind}", problem, config, backward.gradient(kind, config, results))
 
 
 def _preprocess(problem: AttentionProblem, has_dlse: bool) -> CompileSpec:
@@ -178,6 +178,17 @@ def _merges() -> Iterator[CompileSpec]:
     for d in (64, 80, 128, 512):
         out, lse = torch.empty(2, 8, 1024, d, device="meta"), torch.empty(2, 8, 1024, device="meta")
         yield spec_of(merge.launch_of(out, lse, out, lse), "attention_merge", f"float32 D={d}")
+
+
+def _sums(arch: str) -> Iterator[CompileSpec]:
+    """Parts of a group added up: of heads that fill tiles, and of packed ones that do not."""
+    packed = {"layout": VARLEN, "total_q": 2048, "total_k": 2048, "head_dim_v": 128}
+    for d, changes in ((128, {}), (80, packed)):
+        problem = _problem(arch, "float16", d).replace(**changes)
+        tensors, _, _ = tensors_of(problem)
+        memory = [torch.empty(n, device="meta") for n in bwd_parts.sizes_of(problem, 2)]
+        for launch in bwd_parts.launches_of(problem, tensors, memory, 2, tensors.k, tensors.v):
+            yield spec_of(launch, "attention_bwd/sum_parts", f"float16 D={d}")
 
 
 def _clearing() -> Iterator[CompileSpec]:
@@ -463,6 +474,7 @@ def compile_specs(arch: str) -> Iterator[CompileSpec]:
     yield from _hopper_decode_specs(arch)
     yield from _hopper_prefill_specs(arch)
     yield from _merges()
+    yield from _sums(arch)
     yield from _clearing()
     for problem in problems(arch):
         for config in candidates("fwd", problem):

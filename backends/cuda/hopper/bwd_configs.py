@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from diyfa.backends.cuda.attention.bwd_parts import MIN_QUERIES
 from diyfa.backends.cuda.hopper.configs import ARCH, DTYPES, MIN_HEAD_DIM, environment_refusal, keys_seen, widest
 from diyfa.problem import AttentionProblem, refuse_features
 
@@ -14,10 +15,6 @@ CONSUMERS = 2  # warpgroups
 # From how many elements of K for a query, and scores in all, the kernel is chosen by itself. With less, both it and the
 # portable ones take some 30 us, and which takes fewer varies (docs/log/hopper-backward.md).
 MIN_KV_LOOP, MIN_SCORES = 1 << 16, 1 << 24
-MIN_QUERIES = 512  # that pass by a block of keys, all heads of its group together: fewer do not repay its beginning
-# How many blocks of keys are enough for each multiprocessor: nearly one, since parts cost a tenth; under a causal mask,
-# where the longest takes twice the average, nearly two. dK and dV of MOST_BLOCKS in float32 take 512 MiB.
-BLOCKS_EACH, BLOCKS_EACH_CAUSAL, MOST_BLOCKS = 0.85, 1.7, 4096
 BOX_COLUMNS = 64  # of the TMA boxes that make up a tile
 SHARED_MEMORY = 226 * 1024  # for tiles; what is left is for barriers
 
@@ -53,21 +50,6 @@ def config_of(problem: AttentionProblem) -> Sm90BwdConfig:
     # 1.7 KB.
     mla = dv <= WIDE < d <= 192 and not problem.softcap and not problem.deterministic
     return CONFIGS[192 if mla else 256]
-
-
-def parts_of(problem: AttentionProblem, config: Sm90BwdConfig, multiprocessors: int) -> int:
-    """Into how many parts the query heads of a group are divided, so that other programs take them (`bwd_parts.py`).
-
-    The fewest with which there are enough blocks of keys, if so many have MIN_QUERIES each, and room.
-    """
-    group = problem.heads_q // problem.heads_kv
-    rows = problem.total_k if problem.varlen else problem.batch * problem.seqlen_k
-    blocks = rows * problem.heads_kv // config.block_n
-    divisors = [n for n in range(1, group + 1) if group % n == 0]
-    most = min(problem.seqlen_q * group // MIN_QUERIES, MOST_BLOCKS // max(blocks, 1))
-    few_enough = [n for n in divisors if n == 1 or n <= most]
-    each = BLOCKS_EACH_CAUSAL if problem.window_right >= 0 and problem.window_left < 0 else BLOCKS_EACH
-    return next((n for n in few_enough if blocks * n >= each * multiprocessors), few_enough[-1])
 
 
 def dq_stages(boxes: int, boxes_v: int) -> int:

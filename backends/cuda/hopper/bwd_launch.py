@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import prod
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from diyfa.backends.cuda.attention import bwd as portable
+from diyfa.backends.cuda.attention import bwd_parts
 from diyfa.backends.cuda.attention.clear import backward_launches, clear
 from diyfa.backends.cuda.attention.launch import forced_config, own_objects, strides
 from diyfa.backends.cuda.attention.tile_io import cdiv, lengths_of
@@ -18,7 +18,7 @@ from diyfa.backends.cuda.gluon.compat import ptxas_options
 from diyfa.backends.cuda.gluon.inline_ptx import post_processing
 from diyfa.backends.cuda.gluon.tma import dense_descriptor, has_few_steps, ragged_descriptor, steps_of
 from diyfa.backends.cuda.hopper.bwd import Sm90BwdConstants, _bwd_sm90_kernel
-from diyfa.backends.cuda.hopper.bwd_configs import BOX_COLUMNS, CONSUMERS, Sm90BwdConfig, config_of, dq_stages, parts_of
+from diyfa.backends.cuda.hopper.bwd_configs import BOX_COLUMNS, CONSUMERS, Sm90BwdConfig, config_of, dq_stages
 from diyfa.backends.cuda.hopper.bwd_dq import (
     DQ_COLUMNS,
     DQ_ROWS,
@@ -28,7 +28,6 @@ from diyfa.backends.cuda.hopper.bwd_dq import (
     _prepare_kernel,
 )
 from diyfa.backends.cuda.hopper.bwd_mla import BOXES, BOXES_V, _bwd_mla_kernel
-from diyfa.backends.cuda.hopper.bwd_parts import COLUMNS, SUM_ROWS, PartsConstants, _sum_parts_kernel
 from diyfa.backends.cuda.hopper.bwd_wide import _bwd_wide_dkdv_kernel
 from diyfa.backends.cuda.hopper.bwd_wide_dq import BLOCK_M, Sm90BwdDqConstants, _bwd_wide_dq_kernel
 from diyfa.backends.cuda.hopper.configs import FULL_GPU, heads_together
@@ -61,7 +60,7 @@ class Sm90Backward:
             self.boxes, self.boxes_v = BOXES.value, BOXES_V.value
         blocks = blocks_of(problem, config.block_m)
         self.multiprocessors = multiprocessors(dq.device) or FULL_GPU
-        self.parts = parts_of(problem, config, self.multiprocessors)
+        self.parts = bwd_parts.parts_of(problem, config.block_n, self.multiprocessors)
         self.heads_kv = problem.heads_kv * self.parts  # each with a part of a group
         self.programs = cdiv(problem.seqlen_k, config.block_n) * problem.batch * self.heads_kv
         if config.form == "keys":
@@ -76,19 +75,15 @@ class Sm90Backward:
             of_counts = cdiv(2 * problem.batch * problem.heads_q, 4) * 4
         # One allocation, of which the parts begin at multiples of 16 bytes.
         of_dq, of_statistics = self.dq_blocks * config.block_m * self.boxes * BOX_COLUMNS, blocks * config.block_m * 2
-        rows = (problem.total_k,) if problem.varlen else (problem.batch, problem.seqlen_k)
-        shapes = [(*rows, self.heads_kv, d) for d in (problem.head_dim, problem.head_dim_v)]
-        of_parts = [prod(shape) if self.parts > 1 else 0 for shape in shapes]
         of_semaphores = cdiv(blocks * CONSUMERS, 4) * 4 if self.in_order else 0
-        sizes = (of_dq, of_statistics, 4, of_counts, of_semaphores, *of_parts)
+        sizes = (of_dq, of_statistics, 4, of_counts, of_semaphores, *bwd_parts.sizes_of(problem, self.parts))
         self.workspace = lse.new_empty(sum(sizes))
-        dq_sums, statistics, counter, counts, semaphores, *dk_dv = self.workspace.split(sizes)
+        dq_sums, statistics, counter, counts, semaphores, *self.dk_dv_parts = self.workspace.split(sizes)
         self.dq = dq_sums.view(-1, DQ_COLUMNS.value) if of_dq else None
         self.statistics = statistics.view(-1, config.block_m)
         self.counter = counter.view(torch.int32)
         self.counts = counts.view(torch.int32) if self.rolling else None
         self.semaphores = semaphores.view(torch.int32) if self.in_order else None
-        self.dk_dv_parts = [x.view(shape) for x, shape in zip(dk_dv, shapes, strict=True)] if self.parts > 1 else []
         self.lengths = (
             (tensors.cu_seqlens_q, tensors.cu_seqlens_k) if problem.varlen else (tensors.seq_lens, tensors.seq_lens)
         )
@@ -214,7 +209,7 @@ class Sm90Backward:
         `rolling`."""
         problem, config = self.problem, self.config
         if self.parts > 1:
-            dk, dv = (x.transpose(1, 2) if problem.layout == "bhsd" else x for x in self.dk_dv_parts)
+            dk, dv = bwd_parts.in_layout(problem, self.dk_dv_parts, self.parts)
         rows = gl.NVMMASharedLayout(0, 32, 2)
         dq_box = [DQ_ROWS.value, DQ_COLUMNS.value]
         of_dq: dict[str, Any] = {"dq_ptr": self.dq}
@@ -288,30 +283,6 @@ class Sm90Backward:
         grid = blocks_of(problem, BLOCK_M.value)
         return Launch(_bwd_wide_dq_kernel, grid, arguments, {"config": values}, OPTIONS)
 
-    def sum_parts(self, dk: torch.Tensor, dv: torch.Tensor) -> tuple[Launch, ...]:
-        """Fills dk and dv from their parts, where there are any."""
-        problem = self.problem
-        if self.parts == 1:
-            return ()
-        dk_parts, dv_parts = self.dk_dv_parts
-        arguments = {
-            "dk_parts_ptr": dk_parts,
-            "dv_parts_ptr": dv_parts,
-            "lengths_q_ptr": self.lengths[0],
-            "lengths_k_ptr": self.lengths[1],
-            "dk_ptr": dk,
-            "dv_ptr": dv,
-            **strides(problem.layout, dk=dk, dv=dv),
-            **self._sizes(),
-            "group_size": problem.heads_q // problem.heads_kv,
-            "parts": self.parts,
-            "head_dim": problem.head_dim,
-            "head_dim_v": problem.head_dim_v,
-        }
-        rows = cdiv(problem.seqlen_k, SUM_ROWS.value) * problem.batch * problem.heads_kv
-        grid = rows, cdiv(max(problem.head_dim, problem.head_dim_v), COLUMNS.value)
-        return (Launch(_sum_parts_kernel, grid, arguments, {"config": PartsConstants(lengths_of(problem))}, OPTIONS),)
-
     def convert(self) -> tuple[Launch, ...]:
         """Fills dq from the fp32 one, where that is not done."""
         problem = self.problem
@@ -342,7 +313,10 @@ class Sm90Backward:
         """All of a backward pass."""
         first, main = self.prepare(out, dout, dlse, delta), self.gradient(dout, gradients.dk, gradients.dv)
         of_dq = (self.query_gradient(dout, gradients.dq),) if self.config.form == "columns" else self.convert()
-        return first, main, *of_dq, *self.sum_parts(gradients.dk, gradients.dv)
+        of_parts = bwd_parts.launches_of(
+            self.problem, self.tensors, self.dk_dv_parts, self.parts, gradients.dk, gradients.dv
+        )
+        return first, main, *of_dq, *of_parts
 
 
 def _can_roll(problem: AttentionProblem, config: Sm90BwdConfig, dq: torch.Tensor) -> bool:

@@ -10,6 +10,7 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
+from diyfa.arch import gpu_spec
 from diyfa.problem import Launch
 
 
@@ -30,6 +31,12 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 def is_interpreting() -> bool:
     """Whether `@triton.jit` functions run in Triton's interpreter (on CPU tensors) instead of being compiled."""
     return _INTERPRETING
+
+
+def can_overlap(arch: str) -> bool:
+    """Whether a kernel may be launched before the one that it waits for ends (programmatic dependent launch)."""
+    spec = gpu_spec(arch)
+    return spec is not None and spec.has_tma and not is_interpreting()
 
 
 @lru_cache(maxsize=64)

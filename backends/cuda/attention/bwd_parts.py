@@ -1,0 +1,165 @@
+"""Parts of a group: query heads that share a head of K, divided among programs.
+
+A block of keys is a program's work, with the queries of all heads that see it. One head of K for many of Q leaves fewer
+blocks of keys than there are multiprocessors. So the query heads of a group may be divided into parts of the same size:
+to the kernels that form dK and dV each part is a group with a head of K of its own, whose K and V are those of the
+group. What they find, in float32, `_sum_parts_kernel` adds up, always in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+from diyfa.backends.cuda.attention.dots import round_to
+from diyfa.backends.cuda.attention.launch import strides
+from diyfa.backends.cuda.attention.scores import sequence_of
+from diyfa.backends.cuda.attention.tile_io import EQUAL, PACKED, cdiv
+from diyfa.backends.cuda.runtime.constants import Constants
+from diyfa.backends.cuda.runtime.launch import can_overlap
+from diyfa.problem import AttentionProblem, AttentionTensors, Launch
+
+MIN_QUERIES = 512  # that pass by a block of keys, all heads of its group together: fewer do not repay its beginning
+# How many blocks of keys are enough for each program that runs at once: nearly one, since parts cost a tenth; under a
+# causal mask, where the longest takes twice the average, nearly two. dK and dV of MOST_KEYS in float32 take 512 MiB at
+# 128 columns.
+BLOCKS_EACH, BLOCKS_EACH_CAUSAL, MOST_KEYS = 0.85, 1.7, 4096 * 128
+# What a program adds up, and of how many parts at once: small, so that enough of it is on its way.
+SUM_ROWS, SUM_COLUMNS, AT_ONCE = tl.constexpr(32), tl.constexpr(64), tl.constexpr(4)
+
+
+def parts_of(problem: AttentionProblem, block_n: int, at_once: int) -> int:
+    """Into how many parts the query heads of a group are divided.
+
+    The fewest with which there are enough blocks of `block_n` keys for programs of which `at_once` run, if so many have
+    MIN_QUERIES each, and room.
+    """
+    group = problem.heads_q // problem.heads_kv
+    rows = problem.total_k if problem.varlen else problem.batch * problem.seqlen_k
+    blocks = rows * problem.heads_kv // block_n
+    most = min(problem.seqlen_q * group // MIN_QUERIES, MOST_KEYS // max(rows * problem.heads_kv, 1))
+    few_enough = [n for n in range(1, group + 1) if group % n == 0 and (n == 1 or n <= most)]
+    each = BLOCKS_EACH_CAUSAL if problem.window_right >= 0 and problem.window_left < 0 else BLOCKS_EACH
+    return next((n for n in few_enough if blocks * n >= each * at_once), few_enough[-1])
+
+
+def sizes_of(problem: AttentionProblem, parts: int) -> list[int]:
+    """How many numbers dK and dV of all parts are: none of groups that are not divided."""
+    rows = problem.total_k if problem.varlen else problem.batch * problem.seqlen_k
+    return [rows * problem.heads_kv * parts * d if parts > 1 else 0 for d in (problem.head_dim, problem.head_dim_v)]
+
+
+def in_layout(problem: AttentionProblem, memory: Sequence[torch.Tensor], parts: int) -> list[torch.Tensor]:
+    """Memory of `sizes_of` numbers each -> dK and dV with a head for each part, in the layout of the problem."""
+    rows = (problem.total_k,) if problem.varlen else (problem.batch, problem.seqlen_k)
+    shapes = [(*rows, problem.heads_kv * parts, d) for d in (problem.head_dim, problem.head_dim_v)]
+    found = [x.view(shape) for x, shape in zip(memory, shapes, strict=True)]
+    return [x.transpose(1, 2) for x in found] if problem.layout == "bhsd" else found
+
+
+@dataclass(frozen=True)
+class PartsConstants(Constants):
+    """Constants of `_sum_parts_kernel`."""
+
+    lengths: int  # EQUAL or PACKED
+    head_dim: int
+    head_dim_v: int
+    overlap: bool  # launched before the kernel that it waits for ends
+
+
+@triton.jit
+def _sum_tile(parts_ptr, out, row0, column0, rows, stride_row, heads, first, parts, HEAD_DIM: tl.constexpr):
+    """Add up SUM_ROWS x SUM_COLUMNS numbers: of `parts_ptr`, [rows, heads, HEAD_DIM], `parts` heads from `first` on."""
+    at, end = rows
+    offs = row0 + tl.arange(0, SUM_ROWS)
+    columns = column0 + tl.arange(0, SUM_COLUMNS)
+    inside = (offs < end)[:, None] & (columns < HEAD_DIM)[None, :]
+    places = ((at + offs.to(tl.int64)) * heads + first)[:, None] * HEAD_DIM + columns[None, :]
+    total = tl.zeros([SUM_ROWS, SUM_COLUMNS], tl.float32)
+    for part in range(0, parts, AT_ONCE):
+        for i in tl.static_range(AT_ONCE):
+            there = inside & (part + i < parts)
+            total += tl.load(parts_ptr + places + (part + i) * HEAD_DIM, mask=there, other=0.0)
+    place = out + offs.to(tl.int64)[:, None] * stride_row + columns[None, :]
+    tl.store(place, round_to(total, out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(
+    do_not_specialize=("heads_kv", "seqlen_k", "total_k", "parts"),
+    do_not_specialize_on_alignment=("cu_seqlens_k_ptr",),
+)
+def _sum_parts_kernel(
+    dk_parts_ptr, dv_parts_ptr,  # (B, Sk, Hk * parts, D) or (Tk, Hk * parts, D) fp32
+    cu_seqlens_k_ptr,
+    dk_ptr, dv_ptr,
+    stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn,
+    heads_kv, seqlen_k, total_k, parts,
+    c: tl.constexpr,
+):  # fmt: skip
+    """A tile of dK and one of dV of a head."""
+    blocks = tl.cdiv(seqlen_k, SUM_ROWS)
+    pid = tl.program_id(0)
+    column0 = tl.program_id(1) * SUM_COLUMNS
+    row0 = pid % blocks * SUM_ROWS
+    hk = pid // blocks % heads_kv
+    b = pid // blocks // heads_kv
+    at = b.to(tl.int64) * seqlen_k
+    end = seqlen_k
+    dk = dk_ptr + hk.to(tl.int64) * stride_dkh
+    dv = dv_ptr + hk.to(tl.int64) * stride_dvh
+    if c.LENGTHS == PACKED:
+        offsets = cu_seqlens_k_ptr
+        _, first_k, _, n_keys = sequence_of(b, (offsets, offsets, None, seqlen_k, seqlen_k, total_k, total_k), c)
+        at = first_k.to(tl.int64)
+        end = tl.minimum(n_keys, seqlen_k)  # of a sequence that is longer than said nobody may have formed more
+        dk += at * stride_dkn
+        dv += at * stride_dvn
+    else:
+        dk += b.to(tl.int64) * stride_dkb
+        dv += b.to(tl.int64) * stride_dvb
+    if c.OVERLAP:
+        gdc_wait()
+    if row0 < end:
+        heads = heads_kv * parts
+        rows = (at, end)
+        if column0 < c.HEAD_DIM:
+            _sum_tile(dk_parts_ptr, dk, row0, column0, rows, stride_dkn, heads, hk * parts, parts, c.HEAD_DIM)
+        if column0 < c.HEAD_DIM_V:
+            _sum_tile(dv_parts_ptr, dv, row0, column0, rows, stride_dvn, heads, hk * parts, parts, c.HEAD_DIM_V)
+
+
+def launches_of(
+    problem: AttentionProblem,
+    tensors: AttentionTensors,
+    memory: Sequence[torch.Tensor],
+    parts: int,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+) -> tuple[Launch, ...]:
+    """What fills dk and dv from their parts, which lie in `memory`, where groups are divided."""
+    if parts == 1:
+        return ()
+    d, dv_columns = problem.head_dim, problem.head_dim_v
+    arguments = {
+        "dk_parts_ptr": memory[0],
+        "dv_parts_ptr": memory[1],
+        "cu_seqlens_k_ptr": tensors.cu_seqlens_k,
+        "dk_ptr": dk,
+        "dv_ptr": dv,
+        **strides(problem.layout, dk=dk, dv=dv),
+        "heads_kv": problem.heads_kv,
+        "seqlen_k": problem.seqlen_k,
+        "total_k": problem.total_k,
+        "parts": parts,
+    }
+    overlap = can_overlap(problem.arch)
+    constants = PartsConstants((PACKED if problem.varlen else EQUAL).value, d, dv_columns, overlap)
+    rows = cdiv(problem.seqlen_k, SUM_ROWS.value) * problem.batch * problem.heads_kv
+    options = {"num_warps": 4, **({"launch_pdl": True} if overlap else {})}
+    grid = rows, cdiv(max(d, dv_columns), SUM_COLUMNS.value)
+    return (Launch(_sum_parts_kernel, grid, arguments, {"c": constants}, options),)
