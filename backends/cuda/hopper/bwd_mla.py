@@ -186,8 +186,11 @@ def _blocks(
             block = consumer.keys.masked_block(i)
         else:
             block = i
-        stage = ring.stage(item)
-        zero = optimisation_barrier(item * 0)  # as in `bwd.py`
+        # As in `bwd.py`. An address for each kind of buffer would be carried through the loop, too, and Triton 3.9
+        # would form the descriptors of all products at its beginning and spill them: those behind a new zero it
+        # forms later.
+        stage = optimisation_barrier(ring.stage(item))
+        zero = optimisation_barrier(item * 0)
         ring.wait_full(item)
         s = _start_scores(shared.k_buffers, shared.q_buffers, stage, c + zero, BOXES, BOXES, config.BLOCK_M)
         s = warpgroup_mma_wait(0, deps=[s])
@@ -195,17 +198,21 @@ def _blocks(
         p, _ = _weights(s, lse, block * config.BLOCK_M, consumer, MASKED)
         p = paired(p, DTYPE, False)
         ring.wait_do(item)
-        dp = _start_scores(shared.v_buffers, shared.do_buffers, stage, c + zero, BOXES_V, BOXES_V, config.BLOCK_M)
-        dp = warpgroup_mma_wait(0, deps=[dp])
-        dv = warpgroup_mma(
-            unpaired(p, DTYPE, OPERAND), run_of(shared.do_buffers, stage, BOXES_V, 0, BOXES_V), dv, is_async=True
+        zero = optimisation_barrier(zero)
+        dp = _start_scores(
+            shared.v_buffers, shared.do_buffers, stage + zero, c + zero, BOXES_V, BOXES_V, config.BLOCK_M
         )
+        dp = warpgroup_mma_wait(0, deps=[dp])
+        zero = optimisation_barrier(zero)
+        do = run_of(shared.do_buffers, stage + zero, BOXES_V, 0, BOXES_V)
+        dv = warpgroup_mma(unpaired(p, DTYPE, OPERAND), do, dv, is_async=True)
 
         delta = shared.statistics.index(2 * stage + 1).load(S_LAYOUT)
         ds = (unpaired(p, DTYPE, S_LAYOUT).to(gl.float32) * (dp - delta)).to(DTYPE)
         shared.score_gradients.store(ds, item, c)
         ds = gl.convert_layout(ds, OPERAND)
-        dk = warpgroup_mma(ds, run_of(shared.q_buffers, stage, BOXES, 0, BOXES), dk, is_async=True)
+        zero = optimisation_barrier(zero)
+        dk = warpgroup_mma(ds, run_of(shared.q_buffers, stage + zero, BOXES, 0, BOXES), dk, is_async=True)
         ds = gl.convert_layout(ds, OF_LAST)
         dk_last = warpgroup_mma(ds, box_of(shared.q_buffers, stage, BOXES - 1, BOXES), dk_last, is_async=True)
         dv, dk, dk_last = warpgroup_mma_wait(0, deps=[dv, dk, dk_last])
