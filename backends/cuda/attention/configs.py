@@ -144,7 +144,7 @@ _BACKWARD_DKDV: dict[str, tuple[Row, ...]] = {
         (128, C(32, 64, 8, 1)),
         (128, C(32, 32, 4, 1, spill_budget=32)),
         (256, C(16, 32, 4, 1)),
-        (256, C(16, 16, 4, 1)),
+        (256, C(16, 16, 4, 1, spill_budget=160)),
     ),
     "float32": (
         (64, C(32, 32, 8, 1, spill_budget=32)),

@@ -50,8 +50,13 @@ def head_and_block(pid, blocks, heads, in_turns):
     """
     first = heads - in_turns
     rest = pid - first * blocks
-    head = tl.where(rest < 0, pid // blocks, first + rest % in_turns)
-    return head, tl.where(rest < 0, pid % blocks, rest // in_turns)
+    if rest < 0:
+        head = pid // blocks
+        block = pid % blocks
+    else:
+        head = first + rest % in_turns
+        block = rest // in_turns
+    return head, block
 
 
 @triton.jit
