@@ -14,7 +14,7 @@ if "cuda" not in TARGETS:
 
 from diyfa.backends.cuda.attention import bwd, bwd_parts
 from diyfa.backends.cuda.attention import launch as attention_launch
-from diyfa.problem import AttentionProblem, AttentionTensors, Launch
+from diyfa.problem import VARLEN, AttentionGradients, AttentionProblem, AttentionTensors, Launch
 from diyfa.testing import AttentionCase, attention_function, check_budget, make_inputs, run_case
 
 DEVICE = TARGETS["cuda"].device
@@ -70,7 +70,9 @@ def test_parts_are_taken_where_blocks_of_keys_are_few(monkeypatch: pytest.Monkey
     grids = {}
     for count in (0, 20, 108):
         monkeypatch.setattr(attention_launch, "multiprocessors", lambda device, count=count: count)
-        grids[count] = [launch.grid for launch in backward.key_gradients(config, k, k)]
+        launches, memory = backward.key_gradients(config, k, k)
+        grids[count] = [launch.grid for launch in launches]
+        assert [x.numel() for x in memory] == ([2 * 4096 * 64 * 4] if count == 108 else [])
     # Where there is no GPU nothing is divided.
     assert grids == {0: [64], 20: [64], 108: [256, (128, 1)]}
 
@@ -95,3 +97,33 @@ def test_sums(d: int, dv: int, layout: str, parts: int) -> None:
     for x, y in zip(found, got, strict=True):
         if parts > 1:
             assert torch.equal(x.unflatten(heads, (3, parts)).sum(heads + 1), y.float())
+
+
+def test_sums_end_where_a_sequence_is_said_to_end() -> None:
+    """Of the first one, which is longer, nobody has formed more."""
+    longest, total = 33, 80
+    problem = AttentionProblem("cuda", "sm_80", "float16", VARLEN, 2, 4, 2, 1, longest, 16, 24)
+    problem = problem.replace(total_q=1, total_k=total)
+    offsets = torch.tensor([0, 60, total], dtype=torch.int32, device=DEVICE)
+    memory = [torch.ones(n, device=DEVICE) for n in bwd_parts.sizes_of(problem, 2)]
+    got = [torch.full((total, 2, d), -7.0, dtype=torch.float16, device=DEVICE) for d in (16, 24)]
+    tensors = AttentionTensors(*[got[0]] * 3, 1.0, cu_seqlens_q=offsets, cu_seqlens_k=offsets)
+    for launch in bwd_parts.launches_of(problem, tensors, memory, 2, *got):
+        bwd.launch_kernel(launch)
+    for x in got:
+        assert (x[:longest] == 2).all() and (x[longest:60] == -7).all() and (x[60:] == 2).all()
+
+
+def test_delta_is_the_last_of_what_a_repeated_call_allocates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient of sinks is made of it."""
+    given: list[Any] = []
+    monkeypatch.setattr(bwd_parts, "parts_of", lambda *_: 2)
+    monkeypatch.setattr(bwd, "repeat_of", lambda *arguments: given.append(arguments))
+    monkeypatch.setattr(bwd, "settled_config", lambda *_: bwd.AttentionConfig(32, 32, 4, 1))
+    problem = AttentionProblem("cuda", "sm_80", "float16", "bhsd", 1, 4, 2, 40, 40, 16, 16).replace(sinks=True)
+    q, k = (torch.empty(1, heads, 40, 16, dtype=torch.float16, device="meta") for heads in (4, 2))
+    lse, sinks = torch.empty(1, 4, 40, device="meta"), torch.empty(4, device="meta")
+    tensors, gradients = AttentionTensors(q, k, k, 1.0, sinks=sinks), AttentionGradients(q, k, k)
+    bwd.repeat(problem, tensors, q, lse, q, gradients, [q, k, k])
+    [(_, _, _, _, memory)] = given
+    assert [x.shape for x in memory] == [(sum(bwd_parts.sizes_of(problem, 2)),), lse.shape]

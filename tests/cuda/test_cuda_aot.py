@@ -86,25 +86,37 @@ def test_tensor_descriptors(tmp_path, arch):
     assert report["ok"], report["notes"]
 
 
-PTX_OF_MERGE = """
-import json
+PTX_OF = """
+import json, sys
 import triton
 from diyfa.backends.cuda.compile import aot, specs
 def ptx(spec):
     options = {"num_warps": spec.num_warps, **aot.COMPILE_OPTIONS}
     return triton.compile(aot._source(spec), target=aot.target("sm_90"), options=options).asm["ptx"]
-print(json.dumps([ptx(spec) for spec in specs._merges()]))
+found = {"merges": specs._merges, "sums": lambda: specs._sums("sm_90")}[sys.argv[1]]()
+print(json.dumps([ptx(spec) for spec in found]))
 """
 
 
 def test_merging_overwrites_statistics_after_every_warp_has_read_them(tmp_path):
     """Each warp reads the log-sum-exps of all its program's rows, one of them writes."""
-    done = run_python("-c", PTX_OF_MERGE, cache=tmp_path)
+    done = run_python("-c", PTX_OF, "merges", cache=tmp_path)
     assert done.returncode == 0, done.stderr
     for ptx in json.loads(done.stdout):
         last = {word: ptx.rindex(word) for word in ("ld.global", "bar.sync", "st.global.b32")}
         assert last["ld.global"] < last["bar.sync"] < last["st.global.b32"]
         assert ptx.count("st.global.b32") == 1
+
+
+def test_sums_of_parts_wait_for_them_in_every_program(tmp_path):
+    """One without rows may not end first: kernels behind it would not wait for the one before it."""
+    done = run_python("-c", PTX_OF, "sums", cache=tmp_path)
+    assert done.returncode == 0, done.stderr
+    whole, packed = json.loads(done.stdout)
+    for ptx in (whole, packed):
+        before, behind = ptx.split("griddepcontrol.wait")
+        assert "bra" not in before and before.count("ld.global") == (2 if ptx is packed else 0)  # two offsets
+        assert behind.count("ld.global") > 4
 
 
 def test_interpreter_is_refused(tmp_path):

@@ -14,10 +14,11 @@ if "cuda" not in TARGETS:
 import triton
 import triton.language as tl
 
+from diyfa.backends.cuda.attention import bwd, fwd
 from diyfa.backends.cuda.attention import launch as attention_launch
 from diyfa.backends.cuda.attention.configs import AttentionConfig
 from diyfa.backends.cuda.attention.scores import head_and_block
-from diyfa.problem import AttentionProblem
+from diyfa.problem import AttentionProblem, AttentionTensors
 from diyfa.testing import AttentionCase, attention_function, check_budget, make_inputs, run_case
 
 DEVICE = torch.device(TARGETS["cuda"].device)
@@ -58,18 +59,35 @@ def test_how_many_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert turns(count=0) == 1
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+def test_launches(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads of all samples are counted, and of dK and dV those of all parts."""
+    monkeypatch.setattr(attention_launch, "multiprocessors", lambda device: 4)
+    problem = AttentionProblem("cuda", "sm_80", "float16", "bhsd", 3, 4, 2, 64, 96, 16, 16, -1, 0)
+    q, k = (torch.empty(3, h, s, 16, dtype=torch.float16, device="meta") for h, s in ((4, 64), (2, 96)))
+    lse, config = torch.empty(3, 4, 64, device="meta"), AttentionConfig(32, 32, 8, 1)
+    tensors = AttentionTensors(q, k, k, 1.0)
+    backward = bwd.Backward(problem, tensors, q, lse, q, None)
+    found = [
+        fwd.launch_of(problem, tensors, q, lse, config),
+        backward.gradient("dq", config, {"dq": q}),
+        backward.gradient("dkdv", config, {"dk": k, "dv": k}, parts),
+    ]
+    assert [(x.grid, x.arguments["heads_in_turns"]) for x in found] == [(24, 5), (24, 5), (18 * parts, 4)]
+
+
 CASES = [
-    AttentionCase("all", heads=3, seqlen_q=150, seqlen_k=190, causal=True),
-    AttentionCase("samples", batch=3, heads=2, heads_kv=1, seq_lens=(300, 20, 161), seqlen_q=300, causal=True),
+    AttentionCase("dense", heads=5, seqlen_q=150, seqlen_k=190, causal=True),
+    AttentionCase("samples", batch=3, heads=2, heads_kv=1, seq_lens=(160, 20, 81), seqlen_q=160, causal=True),
     AttentionCase("sequences", heads=3, layout="thd", lens_q=(140, 0, 9), lens_k=(165, 3, 170), slack=5, causal=True),
-    AttentionCase("right", batch=2, heads=3, seqlen_q=140, window=(-1, 20), bias="bhqk"),
+    AttentionCase("right", heads=4, seqlen_q=140, window=(-1, 20)),
 ]
 
 
-@pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_results(case: AttentionCase, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With some heads in turns, and with all."""
-    monkeypatch.setattr(attention_launch, "multiprocessors", lambda device: count)
+def test_results(case: AttentionCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With some heads in turns, and packed ones beside programs that clear what no sequence has."""
+    monkeypatch.setattr(attention_launch, "multiprocessors", lambda device: 1)
+    monkeypatch.setattr(fwd, "clearing_programs", lambda problem: 9 if problem.varlen else 0)
     results = run_case(attention_function(case, backend="cuda", variant="v2"), make_inputs(case, str(DEVICE)))
     assert not {name: check for name, check in check_budget(results, case, str(DEVICE)).items() if not check.share <= 1}

@@ -449,7 +449,7 @@ def test_kernels_of_cuda_are_compiled_with_it_and_are_given_it(feature: Feature,
             return bwd_dbias.launch_of(problem, backward.tensors, *arguments)[0], backward.tensors
         q, k, v = backward.tensors[:3]
         like = {"dq": q} if kernel == "dq" else {"dk": k, "dv": v}
-        return backward.gradient(kernel, tile, **{n: torch.empty_like(x) for n, x in like.items()}), backward.tensors
+        return backward.gradient(kernel, tile, {n: torch.empty_like(x) for n, x in like.items()}), backward.tensors
 
     base: dict[str, Any] = {"bias": "float16", "bias_grad": True} if kernel == "dbias" else {}
     if kernel == "dbias" and feature.name == "cu_seqlens_q":

@@ -133,7 +133,6 @@ class Backward:
         self.out, self.lse, self.dout, self.dlse = out, lse.contiguous(), dout, dlse
         self.delta = torch.empty_like(self.lse) if delta is None else delta
         self.scale = tensors.sm_scale / (problem.softcap or 1.0)  # signed: no maximum is taken here
-        self.memory: torch.Tensor | None = None  # of the parts of groups (`key_gradients`)
 
     def preprocess(self) -> Launch:
         """Fills delta."""
@@ -189,20 +188,20 @@ class Backward:
         constants = TileConstants(**tile_constants(problem, config))
         return described_launch(_GRADIENT_KERNELS[kind], blocks * heads, values, constants, schedule(config))
 
-    def key_gradients(self, config: AttentionConfig, dk: torch.Tensor, dv: torch.Tensor) -> list[Launch]:
-        """What fills dk and dv."""
+    def key_gradients(
+        self, config: AttentionConfig, dk: torch.Tensor, dv: torch.Tensor
+    ) -> tuple[list[Launch], list[torch.Tensor]]:
+        """What fills dk and dv, and the memory that lies between."""
         problem = self.problem
         parts = bwd_parts.parts_of(problem, config.block_n, programs_at_once(config, dk.device))
         if parts == 1:
-            return [self.gradient("dkdv", config, {"dk": dk, "dv": dv})]
+            return [self.gradient("dkdv", config, {"dk": dk, "dv": dv})], []
         sizes = bwd_parts.sizes_of(problem, parts)
-        self.memory = self.lse.new_empty(sum(sizes))
-        memory = self.memory.split(sizes)
-        of_parts = dict(zip(("dk", "dv"), bwd_parts.in_layout(problem, memory, parts), strict=True))
-        return [
-            self.gradient("dkdv", config, of_parts, parts),
-            *bwd_parts.launches_of(problem, self.tensors, memory, parts, dk, dv),
-        ]
+        memory = self.lse.new_empty(sum(sizes))
+        each = memory.split(sizes)
+        of_parts = dict(zip(("dk", "dv"), bwd_parts.in_layout(problem, each, parts), strict=True))
+        main = self.gradient("dkdv", config, of_parts, parts)
+        return [main, *bwd_parts.launches_of(problem, self.tensors, each, parts, dk, dv)], [memory]
 
 
 def fill_dsinks(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor, dsinks: torch.Tensor) -> None:
@@ -225,7 +224,8 @@ def attention_backward(
     problem, lse, delta = backward.problem, backward.lse, backward.delta
 
     def run_dkdv(config: AttentionConfig) -> None:
-        for launch in backward.key_gradients(config, gradients.dk, gradients.dv):
+        launches, _ = backward.key_gradients(config, gradients.dk, gradients.dv)
+        for launch in launches:
             launch_kernel(launch)
 
     def run_dq(config: AttentionConfig) -> None:
@@ -264,14 +264,14 @@ def repeat(
     dkdv_config, dq_config = settled_config("dkdv", problem), settled_config("dq", problem)
     if dkdv_config is None or dq_config is None:
         return None
+    of_keys, memory = backward.key_gradients(dkdv_config, gradients.dk, gradients.dv)
     launches = (
         *backward_launches(problem, tensors, gradients, delta),
         backward.preprocess(),
-        *backward.key_gradients(dkdv_config, gradients.dk, gradients.dv),
+        *of_keys,
         backward.gradient("dq", dq_config, {"dq": gradients.dq}),
     )
-    memory = [delta] if backward.memory is None else [backward.memory, delta]
-    return repeat_of(launches, tensors, (out, lse, dout), owners, memory)
+    return repeat_of(launches, tensors, (out, lse, dout), owners, [*memory, delta])
 
 
 def repeat_of(

@@ -26,9 +26,9 @@ from diyfa.problem import AttentionProblem, AttentionTensors, Launch
 
 MIN_QUERIES = 512  # that pass by a block of keys, all heads of its group together: fewer do not repay its beginning
 # How many blocks of keys are enough for each program that runs at once: nearly one, since parts cost a tenth; under a
-# causal mask, where the longest takes twice the average, nearly two. dK and dV of MOST_KEYS in float32 take 512 MiB at
-# 128 columns.
-BLOCKS_EACH, BLOCKS_EACH_CAUSAL, MOST_KEYS = 0.85, 1.7, 4096 * 128
+# causal mask, where the longest takes twice the average, nearly two.
+BLOCKS_EACH, BLOCKS_EACH_CAUSAL = 0.85, 1.7
+MOST_NUMBERS = 1 << 27  # of dK and dV of all parts, which take 512 MiB
 # What a program adds up, and of how many parts at once: small, so that enough of it is on its way.
 SUM_ROWS, SUM_COLUMNS, AT_ONCE = tl.constexpr(32), tl.constexpr(64), tl.constexpr(4)
 
@@ -42,7 +42,8 @@ def parts_of(problem: AttentionProblem, block_n: int, at_once: int) -> int:
     group = problem.heads_q // problem.heads_kv
     rows = problem.total_k if problem.varlen else problem.batch * problem.seqlen_k
     blocks = rows * problem.heads_kv // block_n
-    most = min(problem.seqlen_q * group // MIN_QUERIES, MOST_KEYS // max(rows * problem.heads_kv, 1))
+    room = MOST_NUMBERS // max(rows * problem.heads_kv * (problem.head_dim + problem.head_dim_v), 1)
+    most = min(problem.seqlen_q * group // MIN_QUERIES, room)
     few_enough = [n for n in range(1, group + 1) if group % n == 0 and (n == 1 or n <= most)]
     each = BLOCKS_EACH_CAUSAL if problem.window_right >= 0 and problem.window_left < 0 else BLOCKS_EACH
     return next((n for n in few_enough if blocks * n >= each * at_once), few_enough[-1])
