@@ -51,6 +51,10 @@ _PIVOTS = (
     _Pivot("Peak memory", "peak_mib", "MiB", ("pass", "S"), _has("peak_mib", "S", "pass"), False),
     _Pivot("Host time of a call", "host_us", "µs", ("pass",), _has("host_us"), False),
     _Pivot("Attention over a KV cache", "ms", "ms", ("table", "case"), _has("ms", "GB/s"), False),
+    _Pivot(
+        "Tiles of a kernel", "tflops", "TFLOP/s", ("table", "D", "causal", "feature", "case", "tile"),
+        _has("tflops", "table", "tile", "case"),
+    ),
     _Pivot("Tiles over a KV cache", "ms", "ms", ("case", "tile"), _has("ms", "tile"), False),
     _Pivot("Whole models", "ms", "ms", ("work",), _has("work", "ms"), False),
     _Pivot("Features", "ratio", "times the plain call", ("case", "D", "pass"), _has("ratio"), False),
