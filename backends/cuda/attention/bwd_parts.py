@@ -84,7 +84,7 @@ def _sum_tile(parts_ptr, out, row0, column0, rows, stride_row, heads, first, par
     total = tl.zeros([SUM_ROWS, SUM_COLUMNS], tl.float32)
     for part in range(0, parts, AT_ONCE):
         for i in tl.static_range(AT_ONCE):
-            there = inside & (part + i < parts)
+            there = inside & (part + i + 0 * offs < parts)[:, None]
             total += tl.load(parts_ptr + places + (part + i) * HEAD_DIM, mask=there, other=0.0)
     place = out + offs.to(tl.int64)[:, None] * stride_row + columns[None, :]
     tl.store(place, round_to(total, out.dtype.element_ty), mask=inside)
