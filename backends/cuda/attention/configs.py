@@ -121,7 +121,7 @@ _FORWARD: dict[str, tuple[Row, ...]] = {
 }
 _BACKWARD_DKDV: dict[str, tuple[Row, ...]] = {
     "wgmma": (
-        (64, C(128, 64, 4, 2, "tma", _LATER + "451/518, causal 336/480", 64)),
+        (64, C(128, 64, 4, 2, "tma", _LATER + "451/518, causal 336/480", 96)),
         (64, C(64, 64, 4, 3, "tma", _LATER + "447/484, causal 335/445; features: first")),
         (64, C(64, 128, 4, 3, "portable", _H200 + "396/446/460")),
         (64, C(32, 64, 4, 1, "portable", _H200 + "causal 1k 308")),

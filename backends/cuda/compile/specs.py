@@ -91,7 +91,7 @@ def feature_problems(arch: str) -> Iterator[AttentionProblem]:
 FEATURE_SPILLS: dict[str, dict[str, int]] = {
     "fwd": {"small": 64, "large": 32},
     "dkdv": {
-        "wgmma": 208, "wgmma 128": 1824, "wgmma ragged": 352, "large": 1856, "small": 128, "small 256": 160,
+        "wgmma": 224, "wgmma 128": 1824, "wgmma ragged": 352, "large": 1856, "small": 128, "small 256": 160,
         "turing": 32, "turing 256": 2368,
     },
     "dq": {"wgmma": 96, "large": 384, "small": 32, "turing": 32},
