@@ -40,6 +40,10 @@ if has_gluon():
     reinterpret: Any = getattr(_shared_memory, "reinterpret", None) or _shared_memory._reinterpret
 
 
+# Triton 3.9 forms the descriptors of all products of a block at its beginning and spills them, but for those of an
+# index that it does not know until later (`hopper/bwd_mla.py`).
+FORMS_DESCRIPTORS_EARLY = TRITON >= (3, 9)
+
 # Triton 3.9 brings two versions of ptxas and takes the newer one for sm_90. With the older one the Hopper kernel spills
 # less in every config in which it spills at all (docs/log/hopper.md, "Versions of Triton").
 NEWER_PTXAS, OLDER_PTXAS = "13.4", "12.9"

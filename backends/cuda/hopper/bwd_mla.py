@@ -28,7 +28,7 @@ from diyfa.backends.cuda.gluon.barriers import (
     wait_for_previous_kernels,
     wait_full,
 )
-from diyfa.backends.cuda.gluon.compat import aggregate
+from diyfa.backends.cuda.gluon.compat import FORMS_DESCRIPTORS_EARLY, aggregate
 from diyfa.backends.cuda.hopper.bwd import (
     DS_STAGES,
     Inputs,
@@ -54,25 +54,23 @@ from diyfa.backends.cuda.hopper.bwd_tiles import (
 from diyfa.backends.cuda.hopper.mma import ROWS, accumulator_layout, box_of, buffer_of, paired, run_of, unpaired
 from diyfa.backends.cuda.hopper.softmax import LOG2E
 from diyfa.backends.cuda.hopper.tiles import start_store
-from diyfa.backends.cuda.runtime.versions import TRITON
 
 BOXES = gl.constexpr(3)  # of Q and K
 BOXES_V = gl.constexpr(2)
-# Triton 3.9 forms the descriptors of all products at the beginning of a block and spills them, 1.9 KB, but for those of
-# an index that it does not know until later. Earlier ones do not, and with 3.6 a causal pass would be 5 % slower.
-FORMS_EARLY = gl.constexpr(TRITON >= (3, 9))
+# Where it is so 1.9 KB would spill. Elsewhere indices are as they are: hidden, they cost 5 % of a causal pass.
+HIDES_INDICES = gl.constexpr(FORMS_DESCRIPTORS_EARLY)
 
 
 @gluon.jit
 def _unknown(index):
-    """The index, as a number of which Triton 3.9 knows nothing before this place."""
-    return optimisation_barrier(index) if FORMS_EARLY else index
+    """The index, as a number of which the compiler knows nothing before this place."""
+    return optimisation_barrier(index) if HIDES_INDICES else index
 
 
 @gluon.jit
 def _plus(index, zero):
-    """The index, which Triton 3.9 shall not know before a zero."""
-    return index + zero if FORMS_EARLY else index
+    """The index, as a number that the compiler does not know before the zero."""
+    return index + zero if HIDES_INDICES else index
 
 
 @aggregate
