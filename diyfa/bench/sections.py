@@ -44,7 +44,7 @@ def _has(*names: str) -> Callable[[Row], bool]:
 
 _PIVOTS = (
     _Pivot(
-        "Attention", "tflops", "TFLOP/s", ("pass", "dtype", "D", "causal", "S", "B", "H"),
+        "Attention", "tflops", "TFLOP/s", ("pass", "dtype", "D", "causal", "S", "B", "H", "group"),
         lambda row: "tflops" in row and "S" in row and "implementation" in row and "block_m" not in row,
     ),
     _Pivot("Matrix product", "tflops", "TFLOP/s", ("dtype", "M", "N", "K"), _has("tflops", "M", "implementation")),

@@ -88,6 +88,15 @@ def test_recorded_numbers_are_shown() -> None:
     assert [row[0] for row in table.rows] == sorted((row[0] for row in table.rows), reverse=True)  # forward first
 
 
+def test_grouped_heads_have_lines_of_their_own() -> None:
+    row = {"pass": "forward", "dtype": "bfloat16", "D": 64, "causal": True, "S": 8, "B": 1, "H": 4}
+    rows = [
+        {**row, "group": group, "implementation": "diyfa", "tflops": tflops} for group, tflops in ((1, 5.0), (4, 3.0))
+    ]
+    table = section(build_sections([Document("x.json", "x", "GPU", "", {}, rows)]), "Attention")
+    assert [row[-2:] for row in table.rows] == [[1, 5.0], [4, 3.0]]
+
+
 def test_sections_of_a_first_run(npu_file: Path) -> None:
     document = read_document(npu_file)
     assert document.facts == {"chip": {"cube_cores": 20}}
