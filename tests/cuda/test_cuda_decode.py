@@ -64,9 +64,11 @@ def drawn_lengths(generator: torch.Generator, batch: int, most: int) -> torch.Te
         (1, 10, 3, False), (1, 15, 3, False),
     ],
 )  # fmt: skip
-def test_each_block_of_keys_is_seen_once(monkeypatch, batch, programs, heads_kv, long_line):
+@pytest.mark.parametrize("rows_each", [1, 4, 32])  # of a program of the combine kernel, of 21
+def test_each_block_of_keys_is_seen_once(monkeypatch, rows_each, batch, programs, heads_kv, long_line):
     """Scores are all 0, and the value of a key is a number of its head at its block's feature: the sums of weights
     count keys."""
+    monkeypatch.setattr(decode, "combined_rows", lambda programs: rows_each)
     generator = torch.Generator().manual_seed(programs)
     monkeypatch.setattr(decode_configs, "multiprocessors", lambda device: programs)
     monkeypatch.setattr(decode, "has_long_line", lambda problem, config: long_line)
@@ -203,6 +205,10 @@ def test_a_cache_that_grows_needs_few_compiled_kernels(changes):
     launched = [launches_without_memory(call.replace(capacity=64 << n)) for n in range(11)]
     constants = {main.constants["c"] for main, *_ in launched}
     assert len(constants) == (2 if call.batch_invariant else 1)  # there are parts with programs of their own
+
+
+def test_programs_of_the_combine_kernel_have_several_rows_where_there_are_many() -> None:
+    assert [decode_configs.combined_rows(n) for n in (1, 2047, 2048, 4095, 8192, 8448)] == [1, 1, 2, 2, 8, 8]
 
 
 @pytest.mark.parametrize(("programs", "columns"), [(8, 32), (9, 32), (17, 32), (9, 16), (17, 16)])

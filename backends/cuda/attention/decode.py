@@ -33,6 +33,7 @@ from diyfa.backends.cuda.attention.decode_configs import (
     PART_KEYS,
     DecodeConfig,
     combined_columns,
+    combined_rows,
     decode_config,
     feature_blocks,
     has_long_line,
@@ -60,7 +61,7 @@ from diyfa.backends.cuda.attention.launch import (
     strides,
 )
 from diyfa.backends.cuda.attention.scores import score_without_bias, scores_log2, visible_pairs
-from diyfa.backends.cuda.attention.tile_io import padded_head_dim
+from diyfa.backends.cuda.attention.tile_io import cdiv, padded_head_dim
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launch import can_overlap, is_interpreting, launch_kernel, on_device
 from diyfa.problem import (
@@ -542,7 +543,7 @@ def _attend_parts(b, hk, block_m, begin, end, sequence, inputs, mask, c: tl.cons
 _RUNTIME = (
     "stride_slopeb", "stride_table", "stride_kdb", "stride_kdh", "stride_vdb", "stride_vdh", "batch", "heads_kv",
     "group", "blocks_m", "entries", "seqlen_q", "total_q", "total_k", "length", "added", "capacity", "window_left",
-    "window_right", "rows_per_tile", "parts", "sharers",
+    "window_right", "rows_per_tile", "parts", "sharers", "rows_each",
 )  # fmt: skip
 _UNALIGNED = (
     "cu_seqlens_q_ptr", "cu_seqlens_k_ptr", "seqlens_ptr", "block_table_ptr", "cache_batch_idx_ptr", "leftpad_ptr",
@@ -680,9 +681,10 @@ def _combine_kernel(
     stride_ob, stride_oh, stride_om, stride_vdb, stride_vdh, batch, heads_kv, group, blocks_m, seqlen_q, total_q,
     total_k, added, window_left, window_right,
     sharers,  # of the line of work
+    rows_each,  # that a program has, one after another
     c: tl.constexpr,
 ):  # fmt: skip
-    """Columns of one row of a tile, if programs of `_decode_kernel` share it: of the tile that one of them leaves
+    """Columns of some rows of a tile, if programs of `_decode_kernel` share it: of the tile that one of them leaves
     unfinished, or BY_TILE. Which they are, follows from the same line of work, before there is anything to read."""
     lengths = (
         (cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, leftpad_ptr),
@@ -694,7 +696,7 @@ def _combine_kernel(
         (stride_ob, stride_oh, stride_om, stride_vdb, stride_vdh),
         (heads_kv, group, seqlen_q, total_q),
     )  # fmt: skip
-    row = tl.program_id(0) // (c.BLOCK_DV // c.COLUMNS)
+    row0 = tl.program_id(0) // (c.BLOCK_DV // c.COLUMNS) * rows_each
     first_column = tl.program_id(0) % (c.BLOCK_DV // c.COLUMNS) * c.COLUMNS
     hk = tl.program_id(1)
     together = tl.num_programs(1)
@@ -726,10 +728,12 @@ def _combine_kernel(
     end = first_block + count
     is_left = (owner * share <= first_block) & (first_block < stop) & (stop < end)
     last = ((end - 1) // share).to(tl.int32)  # the sharer that finishes it
-    rows = (tile % blocks_m) * c.BLOCK_M + row + tl.arange(0, 1)
     if c.OVERLAP:
         gdc_wait()
-    if is_left & (tl.max(rows, 0) < n_queries * group):
+    first_row = tile % blocks_m * c.BLOCK_M
+    rows_end = tl.minimum(row0 + rows_each, n_queries * group - first_row)
+    for row in range(row0, tl.where(is_left, rows_end, 0)):
+        rows = first_row + row + tl.arange(0, 1)
         cols = first_column + tl.arange(0, c.COLUMNS)
         m_i = tl.full([1], LOWEST, tl.float32)
         l_i = tl.zeros([1], tl.float32)
@@ -920,15 +924,18 @@ def launches_of(
     ]
     if memory is not None:
         rows = rows_per_tile(problem, config)
+        rows_each = 1
         grid: int | tuple[int, int, int] = count // parts * rows
         kernel, merging = _fold_kernel, c
         if parts == 1:  # constants that differ with batch and capacity are not those of `_decode_kernel`
             tiles = problem.batch * row_blocks(problem, config) * problem.heads_kv
             by_tile, columns = c.one_scan and tiles < count, combined_columns(problem, config, count)
-            grid = rows * (c.block_dv // columns), together, (tiles if by_tile else count) // together
+            shared, wide = tiles if by_tile else count, c.block_dv // columns
+            rows_each = min(combined_rows(rows * wide * shared), rows)
+            grid = cdiv(rows, rows_each) * wide, together, shared // together
             kernel = _combine_kernel
             merging = replace(c, by_tile=by_tile, columns=columns, parts=max(8, COMBINED_ELEMENTS // columns))
-        given = arguments | {"sharers": count // together}
+        given = arguments | {"sharers": count // together, "rows_each": rows_each}
         merged = {name: given[name] for name in kernel.arg_names if name in given}
         early = {"launch_pdl": True} if c.overlap else {}
         # With one warp all of them fit beside `_decode_kernel`, and wait there with everything known but the sums.

@@ -169,6 +169,7 @@ SCANS = (1, 32, 128)  # tiles whose work is added up at once
 INTERPRETED = 2  # and of the interpreter, where programs run one after another
 COMBINED_ELEMENTS = 4096  # sums that a program of the combine kernel reads at once
 COMBINED_COLUMNS = 128  # at least so many of a row, where one is divided
+COMBINED_PROGRAMS = 1024  # at least so many of it, where they have several rows
 # How many times the programs that run at once `num_splits` may ask for: their workspace is what bounds it.
 MAX_WAVES = 16
 
@@ -230,6 +231,18 @@ def combined_columns(problem: KVCacheProblem, config: DecodeConfig, programs: in
     while columns > COMBINED_COLUMNS and parts * columns > COMBINED_ELEMENTS:
         columns //= 2
     return columns
+
+
+def combined_rows(programs: int) -> int:
+    """Rows that one program of the combine kernel has, which has `programs` if each has one.
+
+    Most find that nobody shares their tile. More than run at once find out the same again, and where the main kernel
+    leaves no registers beside it, all do so after its end.
+    """
+    rows = 1
+    while programs >= 2 * rows * COMBINED_PROGRAMS:
+        rows *= 2
+    return rows
 
 
 def parts_apart(problem: KVCacheProblem, config: DecodeConfig, device: torch.device) -> int:
