@@ -211,6 +211,27 @@ def test_programs_of_the_combine_kernel_have_several_rows_where_there_are_many()
     assert [decode_configs.combined_rows(n) for n in (1, 2047, 2048, 4095, 8192, 8448)] == [1, 1, 2, 2, 8, 8]
 
 
+# Three tiles of a sequence, the last with four rows; one of twelve. The combine kernel has programs for what each
+# program leaves, or for each tile.
+@pytest.mark.parametrize(("batch", "seqlen_q", "programs"), [(2, 9, 5), (1, 9, 11), (3, 3, 2), (2, 3, 7)])
+@pytest.mark.parametrize("least", [1, 4, 7])  # programs, so that each has all rows, or some
+def test_rows_that_a_program_of_the_combine_kernel_has_change_no_bit(batch, seqlen_q, programs, least, monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(batch, seqlen_q, 8, 32, generator=generator)
+    k, v = torch.randn(2, batch, 200, 2, 32, generator=generator)
+    lengths = torch.tensor([200, 70, 33][:batch], dtype=torch.int32)
+    monkeypatch.setattr(decode_configs, "multiprocessors", lambda device: programs)
+    results, launched, launch = [], [], decode.launch_kernel
+    monkeypatch.setattr(decode, "launch_kernel", lambda one: launched.append(one) or launch(one))
+    for at_least in (1 << 20, least):
+        monkeypatch.setattr(decode_configs, "COMBINED_PROGRAMS", at_least)
+        with use_config("decode", DecodeConfig(16, BLOCK_N, 4, 1, 1)):
+            results.append(attend(q, k, v, cache_seqlens=lengths, causal=True))
+    rows = [one.arguments["rows_each"] for one in launched if one.kernel is decode._combine_kernel]
+    assert rows[0] == 1 < rows[1] and (least > 1 or rows[1] == min(4 * seqlen_q, 16))
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(("programs", "columns"), [(8, 32), (9, 32), (17, 32), (9, 16), (17, 16)])
 def test_more_parts_of_a_tile_than_are_read_at_once(programs, columns, monkeypatch):
     """Each program has one block of the keys. Scores are all 0."""
