@@ -237,7 +237,8 @@ def combined_rows(programs: int) -> int:
     """Rows that one program of the combine kernel has, which has `programs` if each has one.
 
     Most find that nobody shares their tile. More than run at once find out the same again, and where the main kernel
-    leaves no registers beside it, all do so after its end.
+    leaves no registers beside it, all do so after its end. A power of two, as `block_m` is: else a program
+    would have rows of two tiles.
     """
     rows = 1
     while programs >= 2 * rows * COMBINED_PROGRAMS:
