@@ -45,7 +45,7 @@ from diyfa.backends.cuda.gluon.inline_ptx import post_processing
 from diyfa.backends.cuda.gluon.tma import has_few_steps, ragged_descriptor, steps_of
 from diyfa.backends.cuda.hopper import decode_mla_configs as configs
 from diyfa.backends.cuda.hopper.mma import ROWS, accumulator_layout, mma_operand, rescaled, unpaired, zero_output
-from diyfa.backends.cuda.hopper.softmax import LAZY_RISE, LN2, Rows, Score, softmax_step
+from diyfa.backends.cuda.hopper.softmax import LN2, Rows, Score, softmax_step
 from diyfa.backends.cuda.hopper.tiles import BOUND, end_of
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launch import on_device
@@ -437,13 +437,13 @@ def _attend_blocks(
         o = (sums,)
         shared.release(item + i - 1, LEFT)
         shared.release(item + i, KEYS_ONLY)
-        weights, m_i, l_i, alpha = softmax_step(
-            s, m_i, l_i, part.pad + (part.end - 1 - i) * BLOCK_N, rows, score, Mask(True, False, True), MASKED,
-            LAZY_RISE,
+        weights, m_i, alpha = softmax_step(
+            s, m_i, part.pad + (part.end - 1 - i) * BLOCK_N, rows, score, Mask(True, False, True), MASKED, 0.0
         )  # fmt: skip
+        l_i = l_i * alpha + gl.sum(weights, 1)
         shared.hand_weights(weights, alpha, l_i, item + i)
         p = mma_operand(weights, o, shared.halves.dtype, True)
-        o = rescaled(o, alpha, 1)
+        o = rescaled(o, alpha)
     return o, p, m_i, l_i
 
 
@@ -520,10 +520,10 @@ def _first_consumer(line, sizes, shared, outputs, score):
         s = warpgroup_mma_wait(0, deps=[s])
         shared.release(item, KEYS_ONLY)
         m_i = gl.full([ROWS], float("-inf"), gl.float32, S_ROWS)
-        l_i = gl.full([ROWS], 0.0, gl.float32, S_ROWS)
-        weights, m_i, l_i, alpha = softmax_step(
-            s, m_i, l_i, part.pad + (part.end - 1) * BLOCK_N, rows, score, Mask(True, False, True), True, LAZY_RISE
+        weights, m_i, alpha = softmax_step(
+            s, m_i, part.pad + (part.end - 1) * BLOCK_N, rows, score, Mask(True, False, True), True, 0.0
         )
+        l_i = gl.sum(weights, 1)
         shared.hand_weights(weights, alpha, l_i, item)
         o = zero_output(HALF, 1)
         p = mma_operand(weights, o, shared.halves.dtype, True)
@@ -551,7 +551,7 @@ def _second_consumer(line, sizes, shared, outputs):
         l_i = gl.full([ROWS], 0.0, gl.float32, BY_ROW)
         for _ in range(part.end - part.begin):
             wait_full(shared.weights_full, item & 1)
-            o = rescaled(o, shared.statistics.index(0).load(BY_ROW), 1)
+            o = rescaled(o, shared.statistics.index(0).load(BY_ROW))
             l_i = shared.statistics.index(1).load(BY_ROW)
             # The keys are there, for the first consumer has waited for them.
             o = (warpgroup_mma(shared.weights, shared.keys(item, RIGHT), o[0], is_async=True),)

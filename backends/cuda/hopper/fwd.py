@@ -52,6 +52,7 @@ from diyfa.backends.cuda.hopper.mma import (
     ROWS,
     Queries,
     accumulator_layout,
+    allocate_ones,
     buffer_count,
     buffer_of,
     finish_values,
@@ -64,6 +65,7 @@ from diyfa.backends.cuda.hopper.mma import (
     start_scores,
     start_values,
     zero_output,
+    zero_sums,
 )
 from diyfa.backends.cuda.hopper.overflow import OverflowFlags, allocate_flags, overflown_rows
 from diyfa.backends.cuda.hopper.softmax import (
@@ -75,7 +77,7 @@ from diyfa.backends.cuda.hopper.softmax import (
     add_sink,
     fixed_max_step,
     softmax_step,
-    zero_sums,
+    sums_by_thread,
 )
 from diyfa.backends.cuda.hopper.tiles import (
     KeyCache,
@@ -145,6 +147,7 @@ class Shared:
     ring: KVRing
     tile_infos: TileInfos
     flags: OverflowFlags
+    ones: gl.shared_memory_descriptor  # see `start_values`
 
 
 @aggregate
@@ -348,15 +351,17 @@ class Consumer:
 @gluon.jit
 def _attend_blocks(
     consumer, q, rows, order, start, end,
-    o,  # [64, Dv] fp32 in parts
+    o,  # [64, Dv] fp32 in parts, and the rounded weights' sums [64, 8]
     p,  # weights of the block before, a `mma_operand`
-    m_i, l_i, item,
+    m_i,
+    l_i,  # [64, 4] fp32, `sums_by_thread`
+    item,
     MASKED: gl.constexpr, FIXED_MAX: gl.constexpr,
 ):  # fmt: skip
     """The KV loop over blocks `start` to `end` of the order: scores of each one together with the values of the one
     before.
 
-    FIXED_MAX: m_i stays, and l_i are the sums of `fixed_max_step`.
+    FIXED_MAX: m_i stays.
     """
     config: gl.constexpr = consumer.shared.config
     ring = consumer.shared.ring
@@ -366,22 +371,24 @@ def _attend_blocks(
         consumer.wait_turn()
         s = start_scores(q, consumer.shared.queries, ring, item, consumer.INDEX, config)
         ring.wait_full(item - 1)
-        o = start_values(p, o, ring, item - 1, config)
+        o = start_values(p, o, ring, consumer.shared.ones, item - 1, config)
         consumer.hand_over()
-        s = warpgroup_mma_wait(run_count(config.BOXES_V), deps=[s])  # the values may still run
+        s = warpgroup_mma_wait(len(o), deps=[s])  # the values may still run
         ring.release(item)
         start_n = order.block(i) * config.BLOCK_N
         if FIXED_MAX:
-            weights, l_i = fixed_max_step(s, m_i, l_i, start_n, rows, consumer.score)
+            weights = fixed_max_step(s, m_i, start_n, rows, consumer.score)
         else:
-            weights, m_i, l_i, alpha = softmax_step(
-                s, m_i, l_i, start_n, rows, consumer.score, consumer.problem, MASKED, config.RISE
+            weights, m_i, alpha = softmax_step(
+                s, m_i, start_n, rows, consumer.score, consumer.problem, MASKED, config.RISE
             )  # fmt: skip
-        o = finish_values(o, config.BOXES_V)
+            l_i *= gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout))[:, None]
+        l_i += sums_by_thread(weights)
+        o = finish_values(o)
         ring.release(item - 1)
         p = mma_operand(weights, o, ring.v_buffers.dtype, config.PAIRS)
         if not FIXED_MAX:
-            o = rescaled(o, alpha, config.BOXES_V)
+            o = rescaled(o, alpha)
     return o, p, m_i, l_i, item
 
 
@@ -457,12 +464,11 @@ def _attend_tile(consumer, tile, item, used):
     s = warpgroup_mma_wait(0, deps=[s])
     ring.release(item)
     m_i = gl.full([ROWS], float("-inf"), gl.float32, S_ROWS)
-    l_i = gl.full([ROWS], 0.0, gl.float32, S_ROWS)
-    weights, m_i, l_i, _ = softmax_step(
-        s, m_i, l_i, (order.end_block - 1) * config.BLOCK_N, rows, consumer.score, problem, MASKED,
-        config.RISE,
+    weights, m_i, _ = softmax_step(
+        s, m_i, (order.end_block - 1) * config.BLOCK_N, rows, consumer.score, problem, MASKED, config.RISE
     )  # fmt: skip
-    o = zero_output(WIDTH, config.BOXES_V)
+    l_i = sums_by_thread(weights)
+    o = zero_output(WIDTH, config.BOXES_V) + (zero_sums(),)
     p = mma_operand(weights, o, DTYPE, config.PAIRS)
 
     # The KV loop: blocks that a mask cuts, blocks that set the maximum, all others.
@@ -478,25 +484,29 @@ def _attend_tile(consumer, tile, item, used):
         # Nothing but -inf so far, of a row that sees the next blocks: a product that overflowed, or infinite inputs.
         lost = (m_i == float("-inf")) & (n_first < n_blocks)
         m_i = gl.where(m_i == float("-inf"), 0.0, m_i)
-        sums = zero_sums(ROWS, config.BLOCK_N, accumulator_layout(config.BLOCK_N))
-        o, p, m_i, sums, item = _attend_blocks(
-            consumer, q, rows, order, n_first, n_blocks, o, p, m_i, sums, item, False, True
+        o, p, m_i, l_i, item = _attend_blocks(
+            consumer, q, rows, order, n_first, n_blocks, o, p, m_i, l_i, item, False, True
         )  # fmt: skip
-        l_i += gl.convert_layout(gl.sum(sums, 1), S_ROWS)
     else:
         o, p, m_i, l_i, item = _attend_blocks(
             consumer, q, rows, order, n_masked, n_blocks, o, p, m_i, l_i, item, False, False
         )  # fmt: skip
 
-    # Epilogue: the last block's values, and meanwhile lse.
+    # Epilogue: the last block's values.
     if (config.OWN_O or config.DIRECT) and config.Q_IN_REGISTERS < config.BOXES:  # the last scores are there
         queries.release(CONSUMER)
     ring.wait_full(item + 1)
-    o = start_values(p, o, ring, item + 1, config)
+    o = start_values(p, o, ring, consumer.shared.ones, item + 1, config)
+    o = finish_values(o)
+    ring.release(item + 1)
+    # Out is divided by the sum of the rounded weights. So it stays a mean of the values, where the rounding of a
+    # dominant weight cancels, and agrees with the weights of the backward pass: delta is rowsum(dout * out).
+    l_rounded = gl.convert_layout(gl.max(o[run_count(config.BOXES_V)], 1), S_ROWS)
+    l_i = gl.convert_layout(gl.sum(l_i, 1), S_ROWS)
     # A row that saw no key, or lies beyond its sample's end: out 0, lse +inf.
     seen = l_i != 0.0
     total = gl.where(seen, l_i, 1.0)
-    factor = gl.where(seen, 1.0 / total, 0.0)
+    factor = gl.where(seen, 1.0 / gl.where(seen, l_rounded, 1.0), 0.0)
     lse_log2 = gl.where(seen, m_i + gl.log2(total), float("-inf"))
     share = factor
     if outputs.SINKS:
@@ -513,8 +523,6 @@ def _attend_tile(consumer, tile, item, used):
     else:
         lse_ptr = outputs.lse_ptr + (tile.b * problem.heads_q + tile.h).to(gl.int64) * problem.seqlen_q
         gl.store(lse_ptr + offs_m, lse, mask=offs_m < problem.seqlen_q)
-    o = finish_values(o, config.BOXES_V)
-    ring.release(item + 1)
     overflown = 0
     if config.FIXED_MAX:
         overflown = (lost | overflown_rows(l_i, o, config.BOXES_V)).to(gl.int32)
@@ -704,6 +712,7 @@ def _fwd_sm90_kernel(
         flags = allocate_flags(config.CONSUMERS, config.TILE_INFOS)
     else:
         flags = OverflowFlags(None, config.CONSUMERS, config.TILE_INFOS)
+    ones = allocate_ones(DTYPE, config.BLOCK_N)
     fence_async_shared()
     wait_for_previous_kernels()
 
@@ -715,7 +724,7 @@ def _fwd_sm90_kernel(
         ),
         config.LENGTHS, config.LENGTHS_K, config.CAUSAL, config.HAS_LEFT, config.HAS_RIGHT, config.CHECK_KEYS,
     )  # fmt: skip
-    shared = Shared(config, queries, ring, tile_infos, flags)
+    shared = Shared(config, queries, ring, tile_infos, flags, ones)
     inputs = Inputs(
         q_tensor, k_tensor, v_tensor, group_size, steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn,
         TileScheduler(counter_ptr, config.SCHEDULE),
@@ -730,7 +739,7 @@ def _fwd_sm90_kernel(
             queries.init()
             ring.init()
             fence_async_shared()
-            again = Shared(for_fallback(config), queries, ring, tile_infos, flags)
+            again = Shared(for_fallback(config), queries, ring, tile_infos, flags, ones)
             _attend(problem, again, inputs, outputs)
     if config.LENGTHS == PACKED:
         clear_others(lengths_q_ptr, batch, total_q, heads_q, matrix(o_ptr, o_tensor, 0), lse_ptr)

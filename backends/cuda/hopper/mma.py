@@ -197,6 +197,12 @@ def start_scores(
 
 
 @gluon.jit
+def zero_sums():
+    """The accumulator of the rounded weights' sums before the first block: [64, 8], whose columns are equal."""
+    return gl.zeros([ROWS, 8], gl.float32, accumulator_layout(8))
+
+
+@gluon.jit
 def zero_output(WIDTH: gl.constexpr, BOXES_V: gl.constexpr):
     """Accumulators of out before the first block."""
     o = ()
@@ -249,8 +255,20 @@ def unpaired(p, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def start_values(p, o, ring, item, config):
-    """Start adding p v to each part of o; p is a `mma_operand`."""
+def allocate_ones(DTYPE: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Make the columns of ones [8, BLOCK_N] that `start_values` multiplies weights by, as few as a product can have."""
+    ones = gl.allocate_shared_memory(DTYPE, [8, BLOCK_N], gl.NVMMASharedLayout(128, 16, 2))
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0])
+    ones.store(gl.full([8, BLOCK_N], 1.0, gl.float32, LAYOUT).to(DTYPE))
+    return ones
+
+
+@gluon.jit
+def start_values(p, o, ring, ones, item, config):
+    """Start adding p v to each accumulator of out, and p times `ones` to the last one of o; p is a `mma_operand`.
+
+    So the tensor cores sum the weights as they multiply V, rounded to 16 bits.
+    """
     started = ()
     if config.PAIRS:
         p = unpaired(p, ring.v_buffers.dtype, gl.DotOperandLayout(0, o[0].type.layout, 2))
@@ -258,13 +276,16 @@ def start_values(p, o, ring, item, config):
         v = run_of(ring.v_buffers, ring.buffer_of(item), config.BOXES_V, run, config.BOXES_V)
         weights = gl.convert_layout(p, gl.DotOperandLayout(0, o[run].type.layout, 2))  # costs nothing
         started += (warpgroup_mma(weights, v, o[run], is_async=True),)
+    sums = o[run_count(config.BOXES_V)]
+    weights = gl.convert_layout(p, gl.DotOperandLayout(0, sums.type.layout, 2))
+    started += (warpgroup_mma(weights, ones.permute((1, 0)), sums, is_async=True),)
     return started
 
 
 @gluon.jit
-def finish_values(o, BOXES_V: gl.constexpr):
-    """Wait for what `start_values` started."""
-    if run_count(BOXES_V) == 1:
+def finish_values(o):
+    """Wait for what was started in a tuple of accumulators."""
+    if len(o) == 1:
         done = (warpgroup_mma_wait(0, deps=[o[0]]),)
     else:
         done = warpgroup_mma_wait(0, deps=o)
@@ -297,13 +318,13 @@ def _rescaled_unless_zero(o, alpha, changed):
 
 
 @gluon.jit
-def rescaled(o, alpha, BOXES_V: gl.constexpr):
-    """Each row of o times its alpha.
+def rescaled(o, alpha):
+    """Each row of the accumulators o times its alpha.
 
     Each warp looks for itself whether one of its rows needs that. All four together would have to wait for each other.
     """
     changed = any_in_warp(alpha)
     result = ()
-    for run in gl.static_range(run_count(BOXES_V)):
-        result += (_rescaled_unless_zero(o[run], alpha, changed),)
+    for i in gl.static_range(len(o)):
+        result += (_rescaled_unless_zero(o[i], alpha, changed),)
     return result

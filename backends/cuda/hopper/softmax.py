@@ -100,13 +100,11 @@ def _masked(s, start_n, rows, problem):
 
 
 @gluon.jit
-def softmax_step(
-    s, m_i, l_i, start_n, rows, score, problem, MASKED: gl.constexpr, RISE: gl.constexpr
-):  # fmt: skip
-    """Products s [64, BLOCK_N] -> (weights p, maximum, running sum, factor of what was summed before).
+def softmax_step(s, m_i, start_n, rows, score, problem, MASKED: gl.constexpr, RISE: gl.constexpr):
+    """Products s [64, BLOCK_N] -> (weights p, maximum, factor of what was summed before).
 
     A row's old maximum does until scores exceed it by RISE, in units of log2 (lazy rescale, as in FlashAttention-4).
-    Weights stay below 2^RISE, which is as exact, and the factor is almost always 1.
+    Weights stay below 2^RISE, and the factor is almost always 1.
 
     The maximum is in units of log2. MASKED: a mask or the end of the keys cuts the block; a row may see none of it.
     """
@@ -119,29 +117,13 @@ def softmax_step(
     m_new = gl.maximum(m_i, gl.max(s, 1) * scale)
     m_new = gl.where(m_new - m_i > RISE, m_new, m_i)
     m_ref = gl.where(m_new == float("-inf"), 0.0, m_new)  # nothing but -inf so far: avoid inf - inf
-    x = s * scale - m_ref[:, None]
-    p = gl.exp2(x)
-    alpha = gl.exp2(m_i - m_ref)
-    return p, m_new, l_i * alpha + gl.sum(p, 1), alpha
+    p = gl.exp2(s * scale - m_ref[:, None])
+    return p, m_new, gl.exp2(m_i - m_ref)
 
 
 @gluon.jit
-def zero_sums(ROWS: gl.constexpr, BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr):
-    """What `fixed_max_step` begins its sums with."""
-    return _by_thread(gl.zeros([ROWS, BLOCK_N], gl.float32, LAYOUT))
-
-
-@gluon.jit
-def _by_thread(p):
-    """[64, BLOCK_N] -> [64, 4]: the sum of each thread's own elements of a row."""
-    # A column is 8 * n + 2 * (lane % 4) + bit.
-    columns = p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]).permute(0, 2, 1, 3)
-    return gl.sum(columns.reshape([p.shape[0], 4, p.shape[1] // 4]), 2)
-
-
-@gluon.jit
-def fixed_max_step(s, m_i, sums, start_n, rows, score):
-    """Products s [64, BLOCK_N] that no mask cuts -> (weights p, `sums`), measured from the maximum of earlier blocks.
+def fixed_max_step(s, m_i, start_n, rows, score):
+    """Products s [64, BLOCK_N] that no mask cuts -> weights p, measured from the maximum of earlier blocks.
 
     The weights are exponentials of scores less any number near the row's maximum. As bfloat16 has float32's range, that
     of the first blocks will do for the rest of the KV loop, whatever it holds, up to a sum that float32 cannot hold.
@@ -150,8 +132,15 @@ def fixed_max_step(s, m_i, sums, start_n, rows, score):
     x = s * scale - m_i[:, None]
     if score.ALIBI:
         x = x - _alibi(s, start_n, rows)
-    p = gl.exp2(x)
-    return p, sums + _by_thread(p)
+    return gl.exp2(x)
+
+
+@gluon.jit
+def sums_by_thread(p):
+    """Sum each thread's own elements of each row: weights [64, BLOCK_N] -> [64, 4]."""
+    # A column is 8 * n + 2 * (lane % 4) + bit.
+    columns = p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]).permute(0, 2, 1, 3)
+    return gl.sum(columns.reshape([p.shape[0], 4, p.shape[1] // 4]), 2)
 
 
 @gluon.jit
