@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 from targets import TARGETS
 
-from diyfa.backends.cuda.attention.dots import round_to
-
 if "cuda" not in TARGETS:
-    pytest.skip("neither a GPU nor the interpreter", allow_module_level=True)
+    pytest.skip("neither a GPU nor the interpreter of a Triton that the CUDA kernels are for", allow_module_level=True)
+
+from diyfa.backends.cuda.attention.dots import round_to
 
 LOW_BITS = (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)  # beside a tie, on it, and next to both ends
 
