@@ -31,6 +31,7 @@ from diyfa.npu_stacks import (
     torch_npu_for,
     triton_problem,
 )
+from diyfa.tuning import home_folder
 
 FINE, UNTESTED, WRONG = "fine", "untested", "wrong"
 CANN_VARIABLES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
@@ -61,7 +62,7 @@ class Machine:
 
     root: Path = Path("/")
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
-    home: Path = field(default_factory=Path.home)
+    home: Path | None = field(default_factory=home_folder)
     python: tuple[int, int] = sys.version_info[:2]
     versions: Mapping[str, str] = field(default_factory=_versions)  # of installed distributions
     triton: Callable[[], str | None] = triton_problem
@@ -74,9 +75,9 @@ class Machine:
         return cls(chip=detect_npu() if npu_status().available else None)
 
     @property
-    def folders(self) -> tuple[Path, Path]:
+    def folders(self) -> list[Path]:
         """Where CANN is installed by default: by root, and by others."""
-        return self.root / "usr/local/Ascend", self.home / "Ascend"
+        return [self.root / "usr/local/Ascend", *([self.home / "Ascend"] if self.home else [])]
 
 
 def _cann_in(folder: Path) -> str | None:

@@ -14,8 +14,10 @@ import datetime
 import importlib.metadata
 import json
 import logging
+import math
 import os
 import re
+import stat
 import statistics
 import tempfile
 import threading
@@ -41,6 +43,7 @@ ROUNDS = 3  # every candidate is measured so often, in turns, so that a drifting
 # How much faster than the default a candidate must be. The defaults come from long measurements over many sizes; the
 # same kernel timed twice differs by up to 5 % on an H200, whose clock follows its power.
 MARGIN = 0.05
+NO_FOLDER = "there is no home folder to keep results in: DIYFA_CACHE_DIR names another folder"
 MOST_REMEMBERED = 4096  # buckets of which a process remembers the tile, and as many that nothing is kept for
 
 
@@ -49,12 +52,29 @@ def bucket_size(n: int) -> int:
     return 1 << (max(n, 1) - 1).bit_length()
 
 
-def cache_dir() -> Path:
-    """Folder of the tuning files: DIYFA_CACHE_DIR, or `diyfa` in the user's cache folder; then `tune`."""
-    if explicit := os.environ.get("DIYFA_CACHE_DIR"):
-        return Path(explicit) / "tune"
+def home_folder() -> Path | None:
+    """The user's home folder. None where neither HOME nor the system's list of users tells one, as in a container that
+    runs under a bare number."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        return None
+
+
+def user_cache() -> Path | None:
+    """Folder `diyfa` in the user's cache folder; None without a home."""
     base = os.environ.get("LOCALAPPDATA") if os.name == "nt" else os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "diyfa" / "tune"
+    if base:
+        return Path(base) / "diyfa"
+    home = home_folder()
+    return home and home / ".cache" / "diyfa"
+
+
+def cache_dir() -> Path | None:
+    """Folder of the tuning files: `tune` in DIYFA_CACHE_DIR or `user_cache()`; None where nothing can be kept."""
+    explicit = os.environ.get("DIYFA_CACHE_DIR")
+    base = Path(explicit) if explicit else user_cache()
+    return base and base / "tune"
 
 
 def diyfa_version() -> str:
@@ -62,6 +82,19 @@ def diyfa_version() -> str:
         return importlib.metadata.version("diyfa")
     except importlib.metadata.PackageNotFoundError:  # run from a source tree that is not installed
         return "source"
+
+
+def _is_row(row: Any) -> bool:
+    """Whether an entry of a file is a row as `Tuner` writes it: a plain tile, a finite time and a date."""
+    return (
+        isinstance(row, dict)
+        and row.keys() >= ROW
+        and isinstance(row["config"], dict)
+        and not any(isinstance(value, (dict, list)) for value in row["config"].values())
+        and isinstance(row["ms"], float)
+        and 0 <= row["ms"] < math.inf
+        and isinstance(row["measured"], str)
+    )
 
 
 class TuneFile:
@@ -75,6 +108,8 @@ class TuneFile:
     def read(self) -> Rows:
         """The rows on disk; none when there is no file, or it is not one of ours."""
         try:
+            if not stat.S_ISREG(self.path.stat().st_mode):  # reading a pipe would wait for a writer
+                raise OSError("it is no regular file")
             text = self.path.read_text(encoding="utf-8")
         except FileNotFoundError:
             return {}
@@ -86,12 +121,10 @@ class TuneFile:
             if content["format"] != FILE_FORMAT or content["identity"] != self.versions:
                 raise ValueError("made by another version or for another device")
             return {
-                kernel: {
-                    bucket: row for bucket, row in rows.items() if row.keys() >= ROW and isinstance(row["config"], dict)
-                }
+                kernel: {bucket: row for bucket, row in rows.items() if _is_row(row)}
                 for kernel, rows in content["rows"].items()
             }
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             log.warning("ignoring %s, measuring again: %s", self.path, error)
             return {}
 
@@ -127,7 +160,8 @@ class TuneFile:
             return 0
         with self._locked():
             count = sum(len(rows) for rows in self.read().values())
-            self.path.unlink(missing_ok=True)
+            if not self.path.is_dir():  # a folder of that name has no rows, and is not ours to remove
+                self.path.unlink(missing_ok=True)
         return count
 
     @contextmanager
@@ -262,16 +296,20 @@ class Tuner:
         if not self.enabled:
             return "tuning is off (DIYFA_AUTOTUNE=0)"
         device = self._device()
-        return self.device_needed if device is None else self._file(device).unwritable()
+        if device is None:
+            return self.device_needed
+        file = self._file(device)
+        return NO_FOLDER if file is None else file.unwritable()
 
     def stored(self) -> list[TunedTile]:
         """The rows on disk for the current device and these versions."""
         device = self._device()
-        if device is None:
+        file = device and self._file(device)
+        if file is None:
             return []
         return [
             TunedTile(kernel, bucket, row["config"], row["ms"], row["measured"])
-            for kernel, buckets in sorted(self._file(device).read().items())
+            for kernel, buckets in sorted(file.read().items())
             for bucket, row in sorted(buckets.items())
         ]
 
@@ -284,14 +322,17 @@ class Tuner:
             self._known = {key: config for key, config in self._known.items() if key[0] != device[0]}
             self._unmeasured.clear()
             self.cleared += 1
-            return self._file(device).clear()
+            file = self._file(device)
+            return 0 if file is None else file.clear()
 
-    def _file(self, device: tuple[int, str]) -> TuneFile:
-        return TuneFile(cache_dir(), self._identity(device[1]))
+    def _file(self, device: tuple[int, str]) -> TuneFile | None:
+        """The file of this device; None where there is no folder to keep it in."""
+        folder = cache_dir()
+        return None if folder is None else TuneFile(folder, self._identity(device[1]))
 
     @staticmethod
-    def _stored(file: TuneFile, kernel: str, bucket: Hashable, candidates: Sequence[Config]) -> Config | None:
-        row = file.read().get(kernel, {}).get(repr(bucket))
+    def _stored(file: TuneFile | None, kernel: str, bucket: Hashable, candidates: Sequence[Config]) -> Config | None:
+        row = None if file is None else file.read().get(kernel, {}).get(repr(bucket))
         if row is None:
             return None
         # A row that is no longer among the candidates was measured against another table.
@@ -299,7 +340,7 @@ class Tuner:
 
     def _measure(
         self,
-        file: TuneFile,
+        file: TuneFile | None,
         kernel: str,
         bucket: Hashable,
         candidates: Sequence[Config],
@@ -338,6 +379,9 @@ class Tuner:
             "ms": ms,
             "measured": datetime.date.today().isoformat(),
         }
+        if file is None:
+            log.warning("the result holds for this process only: %s", NO_FOLDER)
+            return chosen
         try:
             file.add(kernel, repr(bucket), row)
         except OSError as error:

@@ -44,6 +44,18 @@ def rows_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
 
 
+@pytest.fixture
+def no_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container whose user is a bare number: no HOME, no entry in the list of users, no cache folder named."""
+    for variable in ("HOME", "XDG_CACHE_HOME", "DIYFA_CACHE_DIR"):
+        monkeypatch.delenv(variable, raising=False)
+
+    def unknown(user: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {user}")
+
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+
+
 @pytest.fixture(params=list(TARGETS), scope="session")
 def target(request: pytest.FixtureRequest) -> Target:
     """Each backend that is tested here."""

@@ -185,7 +185,9 @@ class NPUBackend:
         if device.type != "cpu":
             return f"it runs npu tensors, got tensors on {device}"
         if os.environ.get("TRITON_INTERPRET", "0") == "1":
-            return None
+            from diyfa.backends.npu.runtime.compat import interpreter_problem  # which asks whether it interprets
+
+            return interpreter_problem()
         return "it runs CPU tensors only in Triton's interpreter (set TRITON_INTERPRET=1 before Triton is imported)"
 
     def arch(self, device: torch.device) -> str:

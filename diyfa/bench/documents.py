@@ -37,7 +37,7 @@ def read_document(path: Path) -> Document:
     """
     try:
         content = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no JSON file: {error}") from error
     if not isinstance(content, dict) or not isinstance(content.get("rows"), list) or "device" not in content:
         raise ValueError(f"{path} is no benchmark file: it needs an object with device and rows")

@@ -27,6 +27,7 @@ from diyfa.cli.output import err, out, print_json, progress_bar
 
 MARK = "@diyfa "  # before each answer of the worker; CANN prints to the same stream
 WORKER = (sys.executable, "-m", "diyfa.cli.first_run_worker")
+ENDING_S = 3.0  # that a process may take to end after its last word
 START_LIMIT_S = 300.0  # importing torch_npu and opening the device
 PARTS = {"date": str, "done": list, "replaced": list, "rows": list}  # of the JSON file that a run goes on with
 KEPT_OUTPUT = 20  # the last lines that a process printed, for the row of its crash
@@ -71,21 +72,28 @@ class Worker:
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            _, mark, answer = line.partition(MARK)
-            if mark:
-                self._answers.put(json.loads(answer))
+            _, mark, text = line.partition(MARK)
+            answer = _answer_in(text) if mark else None
+            if answer is not None:
+                self._answers.put(answer)
             elif line.strip():
                 self.printed.append(line.rstrip())
+            if mark and answer is None:  # what is missing from it may be a result: nothing after it counts
+                break
         self._answers.put(None)
 
     def answer(self, limit_s: float) -> dict[str, Any]:
-        """The next answer. Raises TimeoutError, and EOFError where the process ended."""
+        """The next answer. Raises TimeoutError, and EOFError where no more can come: the process ended, or its last
+        answer could not be read."""
         try:
             answer = self._answers.get(timeout=limit_s)
         except queue.Empty:
             raise TimeoutError(f"no answer within {limit_s:g} s") from None
         if answer is None:
-            code = self._process.wait()
+            try:
+                code = self._process.wait(timeout=ENDING_S)
+            except subprocess.TimeoutExpired:
+                raise EOFError(f"the process gave an answer that cannot be read: {self.printed[-1]}") from None
             how = f"signal {-code}" if code < 0 else f"exit status {code}"
             last = f"; last printed: {self.printed[-1]}" if self.printed else ""
             raise EOFError(f"the process ended with {how}{last}")
@@ -111,6 +119,15 @@ class Worker:
         self._process.wait()
 
 
+def _answer_in(text: str) -> dict[str, Any] | None:
+    """The JSON object in the rest of a line after MARK; None where it is cut off or spoilt."""
+    try:
+        answer = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return answer if isinstance(answer, dict) else None
+
+
 class Run:
     """One run, or what is left of it. `document` is the JSON file."""
 
@@ -118,14 +135,14 @@ class Run:
         self.request, self.command = request, command
         self._worker: Worker | None = None
         self._lock: IO[str] | None = None
-        if request.output and request.output.suffix == ".txt":
-            better = request.output.with_suffix(".json")
-            raise ValueError(f"{request.output}: the page goes there; name the JSON file, such as {better}")
+        if request.output:
+            _check_place(request.output)
         self._worker, ready = self._started()
         ready["switches"] = {name: x for name, x in sorted(os.environ.items()) if name.startswith("DIYFA_NPU_")}
         name = str(ready["device"]).replace(" ", "-").replace("/", "-")
         self.path = request.output or Path(f"diyfa-first-run-{name}.json")
         try:
+            _check_place(self.path)
             self._lock = _locked(self.path)
             self.document = self._earlier(ready) or {
                 "benchmark": "ascend first run", **ready, "smoke": request.smoke, "info": _info(), "done": [],
@@ -139,20 +156,24 @@ class Run:
         """What an earlier run of the same things on the same device wrote."""
         if self.request.again or not self.path.exists():
             return None
+        remedy = "--again starts afresh, --output names another file"
         try:
             earlier = json.loads(self.path.read_text(encoding="utf-8"))
             same = all(earlier[name] == ready[name] for name in ("device", "versions", "chip", "switches"))
             same = same and earlier["smoke"] == self.request.smoke
             whole = all(isinstance(earlier[part], kind) for part, kind in PARTS.items())
-            if not (whole and all("stage" in row for row in earlier["rows"])):
-                raise ValueError
-        except (ValueError, KeyError, TypeError) as error:
-            remedy = "--again starts afresh, --output names another file"
+            whole = whole and all(isinstance(text, str) for text in (*earlier["done"], *earlier["replaced"]))
+            if not (whole and all(isinstance(tiles, list) for tiles in earlier.get("without", {}).values())):
+                raise ValueError("a part has another type")
+            if same:
+                page(earlier, [self.path])  # its rows have what the page tells of them
+        except OSError as error:
+            raise ValueError(f"{self.path} cannot be read ({error.strerror}): {remedy}") from error
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{self.path} is no file of a first run: {remedy}") from error
         if not same:
             raise ValueError(
-                f"{self.path} is from another device, other versions or switches, or another size of run: --again "
-                "starts afresh, --output names another file"
+                f"{self.path} is from another device, other versions or switches, or another size of run: {remedy}"
             )
         return earlier
 
@@ -214,7 +235,7 @@ class Run:
     def save(self) -> None:
         """Write the file whole, so that a run that is cut off leaves one that can be read."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.path.with_suffix(".tmp")
+        temporary = _beside(self.path, ".tmp")
         try:
             temporary.write_text(json.dumps(self.document, indent=1) + "\n", encoding="utf-8")
             temporary.replace(self.path)
@@ -230,13 +251,28 @@ class Run:
             self._lock.close()
 
 
+def _check_place(path: Path) -> None:
+    """Raise ValueError where neither the JSON file nor the page may come."""
+    if path.suffix == ".txt":
+        better = path.with_suffix(".json")
+        raise ValueError(f"{path}: the page goes there; name the JSON file, such as {better}")
+    for place in (path, path.parent / f"{path.stem}.txt"):
+        if place.exists() and not place.is_file():  # a folder, a device
+            raise ValueError(f"{place} is no file that can be written: name the JSON file with --output")
+
+
+def _beside(path: Path, ending: str) -> Path:
+    """A file for `path`'s own use, whatever its suffix is: a longer name can be no name of a result."""
+    return path.with_name(path.name + ending)
+
+
 def _locked(path: Path) -> IO[str]:
     """A file that is locked while it is open. Two runs at once would overwrite each other's rows, and spoil each
     other's times."""
     import fcntl  # an Ascend machine runs Linux
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = path.with_suffix(".lock").open("w")
+    file = _beside(path, ".lock").open("a")  # "w" would empty a file of that name
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

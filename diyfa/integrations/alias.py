@@ -208,7 +208,7 @@ def handle_of_alias(package: Package) -> AliasHandle | None:
 def _alias(package: Package, version: str) -> AliasHandle:
     if not isinstance(version, str):
         raise TypeError(f"version must be a str such as '2.8.3', got {version!r}")
-    if not re.fullmatch(r"\d+(\.\d+)*([.+-]?\w+)*", version):
+    if not re.fullmatch(r"\d\w*([.+-]\w+)*", version):
         raise ValueError(f"version must look like 2.8.3, got {version!r}")
     handle, name = handle_of_alias(package), package.distribution
     if handle is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import multiprocessing
+import os
 import threading
 import time
 from dataclasses import dataclass
@@ -122,8 +123,12 @@ def test_stored_config_that_left_the_table_is_measured_again():
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{", b"[]", b'{"format": 99}', b"\xff\xfe\x00", b'{"format": 1, "identity": {}, "rows": {}}', b"7"],
-)
+    [
+        b"", b"{", b"[]", b'{"format": 99}', b"\xff\xfe\x00", b'{"format": 1, "identity": {}, "rows": {}}', b"7",
+        b"NaN", b"null", b"9" * 5000, b"[" * 200_000, b'{"rows":' * 100_000,
+    ],
+    ids=lambda content: content[:20].decode(errors="replace"),
+)  # fmt: skip
 def test_corrupt_or_foreign_file_is_measured_over(own_cache, content, caplog):
     kernel = FakeKernel()
     make_tuner(kernel).best("k", 1, TILES, kernel.run, TILES[0])
@@ -147,6 +152,78 @@ def test_corrupt_row_is_measured_again(own_cache):
     again = FakeKernel()
     assert make_tuner(again).best("k", 1, TILES, again.run, TILES[0]) == Tile(64)
     assert len(again.runs) == len(TILES)
+
+
+HOSTILE_ROWS = {
+    "no object": 7,
+    "no config": {"ms": 1.0, "measured": "2026-01-01"},
+    "a list": [],
+    "config of text": {"config": "fast", "ms": 1.0, "measured": "2026-01-01"},
+    "nested config": {"config": {"block": {"block": [64]}}, "ms": 1.0, "measured": "2026-01-01"},
+    "no time": {"config": {"block": 64, "num_warps": 4}, "ms": float("nan"), "measured": "2026-01-01"},
+    "endless": {"config": {"block": 64, "num_warps": 4}, "ms": float("inf"), "measured": "2026-01-01"},
+    "huge": {"config": {"block": 64, "num_warps": 4}, "ms": 10**400, "measured": "2026-01-01"},
+    "text": {"config": {"block": 64, "num_warps": 4}, "ms": "1.0", "measured": "2026-01-01"},
+    "no date": {"config": {"block": 64, "num_warps": 4}, "ms": 1.0, "measured": None},
+}
+
+
+def test_rows_that_make_no_sense_go_and_the_others_stay(own_cache):
+    kernel = FakeKernel()
+    tuner = make_tuner(kernel)
+    tuner.best("k", 1, TILES, kernel.run, TILES[0])
+    path = the_file(own_cache)
+    content = json.loads(path.read_text())
+    content["rows"]["k"].update(HOSTILE_ROWS)
+    path.write_text(json.dumps(content))
+    assert [row.bucket for row in tuner.stored()] == ["1"]
+    again = FakeKernel()
+    tuner = make_tuner(again)
+    assert tuner.best("k", 1, TILES, again.run, TILES[0]) == Tile(64) and again.runs == []
+    tuner.best("k", 2, TILES, again.run, TILES[0])
+    assert set(json.loads(path.read_text())["rows"]["k"]) == {"1", "2"}
+    assert tuner.clear() == 2
+
+
+def plant_folder(path):
+    path.mkdir()
+
+
+def plant_loop(path):
+    path.symlink_to(path)
+
+
+def plant_pipe(path):
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize("plant", [plant_folder, plant_loop, plant_pipe])
+def test_what_is_no_file_in_the_place_of_one(own_cache, plant, caplog):
+    """Each call works; a folder stays, whoever's it is, and no temporary file is left beside it."""
+    kernel = FakeKernel()
+    make_tuner(kernel).best("k", 1, TILES, kernel.run, TILES[0])
+    path = the_file(own_cache)
+    path.unlink()
+    plant(path)
+    tuner = make_tuner(kernel)
+    assert tuner.stored() == [] and str(path) in caplog.text
+    assert tuner.best("k", 1, TILES, kernel.run, TILES[0]) == Tile(64)
+    assert not list(path.parent.glob("*.tmp"))
+    assert tuner.clear() == (0 if path.is_dir() else 1)
+    assert path.is_dir() == (plant is plant_folder)
+
+
+def test_without_a_home_nothing_is_kept(no_home, tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    kernel = FakeKernel()
+    tuner = make_tuner(kernel)
+    for _ in range(2):
+        assert tuner.best("k", 1, TILES, kernel.run, TILES[0]) == Tile(64)
+    assert len(kernel.runs) == 3 and "no home folder" in caplog.text
+    assert tuner.is_settled("k", 1)
+    assert "DIYFA_CACHE_DIR" in tuner.unavailable()
+    assert tuner.stored() == [] and tuner.clear() == 0
+    assert not tuner.is_settled("k", 1) and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("changed", ["diyfa", "triton", "cuda"])
@@ -190,6 +267,18 @@ def test_a_tuner_that_waits_to_be_asked(own_cache):
     assert tuner.best("k", 2, TILES, kernel.run, Tile(32)) == Tile(32) and len(kernel.runs) == 3
     tuner.clear()
     assert tuner.best("k", 1, TILES, kernel.run, Tile(32)) == Tile(32) and len(kernel.runs) == 3
+
+
+def test_another_device_of_the_model_takes_what_was_measured(own_cache):
+    """It had asked before, and found nothing."""
+    kernel, index = FakeKernel(), [1]
+    tuner = AskedTuner(kernel.timer, device=lambda: (index[0], "Test GPU"), may_measure=lambda: True, rounds=1)
+    assert tuner.best("k", 1, TILES, kernel.run, Tile(32)) == Tile(32)
+    index[0] = 0
+    with tuner.measuring():
+        assert tuner.best("k", 1, TILES, kernel.run, Tile(32)) == Tile(64)
+    index[0] = 1
+    assert tuner.best("k", 1, TILES, kernel.run, Tile(32)) == Tile(64) and len(kernel.runs) == 3
 
 
 def test_where_nothing_is_kept_the_file_is_read_once(monkeypatch):
@@ -309,8 +398,6 @@ def test_nested_tuning_does_not_deadlock():
 
 
 def _write_rows(folder, name, count, start):
-    import os
-
     os.environ["DIYFA_CACHE_DIR"] = folder
     kernel = FakeKernel()
     tuner = make_tuner(kernel)

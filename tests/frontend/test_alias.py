@@ -190,6 +190,22 @@ def test_versions_that_are_none(version: str) -> None:
         alias_flash_attn(version)
 
 
+def test_long_versions_are_judged_at_once() -> None:
+    """The alarm ends the process: matching must take time in proportion to the length."""
+    code = """
+import signal
+from diyfa.integrations import alias_flash_attn
+signal.alarm(20)
+for version in ("2.8" + "a" * 32 + "!", "1" * 50000 + "!", "2" + ".1a" * 20000 + "!"):
+    try:
+        alias_flash_attn(version)
+    except ValueError:
+        print("refused")
+print(alias_flash_attn("2.8" + ".post1+local" * 5000).active)
+"""
+    assert run_python(code).split() == ["refused", "refused", "refused", "True"]
+
+
 @pytest.mark.parametrize("version", [None, 2, 2.8])
 def test_a_version_is_text(version: object) -> None:
     from diyfa.integrations import alias_flash_attn

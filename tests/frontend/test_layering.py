@@ -114,6 +114,16 @@ def test_the_protocol_imports_little_of_diyfa(module: str, allowed: set[str]) ->
     assert {name for name in imports(ROOT / "diyfa" / module) if name.startswith("diyfa")} == allowed
 
 
+def test_one_function_asks_for_the_home_folder() -> None:
+    """There may be none: Python raises, `home_folder` says so."""
+    asks = {
+        str(path.relative_to(ROOT)): text.count("Path.home") + text.count("expanduser")
+        for path in (*FRONT_END_FILES, *BACKEND_FILES)
+        if "Path.home" in (text := path.read_text(encoding="utf-8")) or "expanduser" in text
+    }
+    assert asks == {"diyfa/tuning.py": 1}
+
+
 def test_every_cache_is_accounted_for() -> None:
     """A decision, a compiled launch, a tuned tile, or a fact of the process: when it fails, see its tables."""
     structure = runpy.run_path(str(ROOT / "tests" / "tools" / "structure.py"))

@@ -87,6 +87,11 @@ def test_another_machine_has_no_such_lines(tmp_path: Path) -> None:
     assert len(findings(machine)) == len(PARTS) + 1
 
 
+def test_a_user_without_a_home(no_home: None, healthy: Machine) -> None:
+    assert Machine(versions={}, status=healthy.status).home is None
+    assert findings(replace(healthy, home=None)) == findings(healthy)
+
+
 @pytest.mark.parametrize(
     ("place", "script"), [("cann", "cann/set_env.sh"), ("ascend-toolkit/latest", "ascend-toolkit/set_env.sh")]
 )

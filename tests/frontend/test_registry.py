@@ -38,6 +38,35 @@ def test_preferred_and_named_kernels(cpu: Backend) -> None:
     assert registry.choose("attention_fwd", problem(), cpu, "v1") in cpu.kernels
 
 
+@pytest.mark.parametrize(
+    ("installed", "refused"),
+    [
+        ({"triton": "3.9.0"}, True),
+        ({"triton": "4.0.0+git1"}, True),
+        ({"triton": "3.8.1"}, False),
+        ({"triton": "3.9.0", "triton-ascend": "3.2.0"}, False),
+        ({}, False),
+    ],
+)
+def test_an_interpreter_without_block_pointers(
+    monkeypatch: pytest.MonkeyPatch, installed: dict[str, str], refused: bool
+) -> None:
+    """The NPU kernels are refused before a launch, with the reason, wherever a backend is chosen or explained."""
+    from diyfa.backends.npu.runtime import compat
+
+    for name in ("has_ascend_compiler", "interpreter_problem"):  # what they remember is of the real installation
+        monkeypatch.setattr(compat, name, getattr(compat, name).__wrapped__)
+    monkeypatch.setattr(compat, "installed_version", installed.get)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    reason = registry.load_backend("npu").accepts(torch.device("cpu"))
+    assert (reason is not None) == refused
+    if refused:
+        q = torch.randn(1, 2, 16, 16)
+        for call in (diyfa.flash_attention, diyfa.explain):
+            with pytest.raises(ValueError, match=rf"backend 'npu' cannot run.*{installed['triton'][:5]}.*up to 3\.8"):
+                call(q, q, q, backend="npu")
+
+
 @pytest.fixture
 def picky(cpu: Backend) -> Backend:
     """The CPU backend with kernels that refuse: v2 dropout, v1 dropout and softcaps."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -135,6 +136,11 @@ for line in sys.stdin:
         time.sleep(60)
     if name in sys.argv and sys.argv[1] == "crash":
         sys.exit(7)
+    torn = {"half": '{"row": {"table"', "nested": "[" * 100000, "spoilt": '{"row"EZ9999'}
+    if name in sys.argv and sys.argv[1] in torn:
+        print("@diyfa " + torn[sys.argv[1]], flush=True)
+        time.sleep(600 if sys.argv[1] == "spoilt" else 0)
+        sys.exit(7)
     if step["kind"] == "tiles":
         for tile in ("a", "b", "c"):
             if {"tile": tile} in step["arguments"].get("without", []):
@@ -159,10 +165,10 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(first_run, "_info", dict)
 
     def run(*arguments: str, stages: tuple[str, ...] = ("small tiles",), **options) -> dict:
-        path = tmp_path / "fake.json"
         command = (sys.executable, "-c", FAKE, *arguments)
-        first_run.run(first_run.Request(path, stages, smoke=True, limit_s=3, **options), True, command)
-        return json.loads(path.read_text())
+        options = {"limit_s": 3, **options}
+        first_run.run(first_run.Request(run.path, stages, smoke=True, **options), True, command)
+        return json.loads(run.path.read_text())
 
     run.path = tmp_path / "fake.json"
     return run
@@ -182,6 +188,28 @@ def test_a_step_that_ends_the_process(fake, fault: str, reason: str) -> None:
     assert (failed["case"], failed["status"], failed["reason"]) == ("causal, tile 32x32", "error", reason)
     assert [row["name"] for row in others] == ["plain", "grouped heads", "window"] and len(document["done"]) == 4
     assert all(row["environment"] == {"DIYFA_NPU_TILE": "32x32"} for row in others)
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("half", 'the process ended with exit status 7; last printed: @diyfa {"row": {"table"'),
+        ("nested", "the process ended with exit status 7; last printed: @diyfa [[["),
+        ("spoilt", 'the process gave an answer that cannot be read: @diyfa {"row"EZ9999'),
+    ],
+)
+def test_an_answer_that_is_not_whole(fake, monkeypatch: pytest.MonkeyPatch, fault: str, reason: str) -> None:
+    """It ends the step at once, long before the limit, and the next step has a new process."""
+    from diyfa.cli import first_run
+
+    monkeypatch.setattr(first_run, "ENDING_S", 1.0)
+    start = time.monotonic()
+    document = fake(fault, "causal", limit_s=300)
+    assert time.monotonic() - start < 60
+    failed, *others = sorted(document["rows"], key=lambda row: row["table"] == "done")
+    assert (failed["case"], failed["status"]) == ("causal, tile 32x32", "error")
+    assert failed["reason"].startswith(reason), failed
+    assert [row["name"] for row in others] == ["plain", "grouped heads", "window"]
 
 
 def test_a_tile_search_goes_on_without_the_tile_that_ended_it(fake) -> None:
@@ -214,10 +242,25 @@ def test_it_goes_on_where_it_was(fake) -> None:
 def test_results_that_make_no_sense(fake) -> None:
     """A file that lost a part, or that somebody edited."""
     before = fake()
-    for change in ({"done": None}, {"rows": None}, {"rows": [{}]}, {"replaced": 3}, {"date": None}):
-        fake.path.write_text(json.dumps({**before, **change}))
+    half_a_row = {"stage": "small tiles", "table": "numerics", "status": "FAIL"}
+    changes = (
+        {"done": None}, {"done": [["x"]]}, {"rows": None}, {"rows": [{}]}, {"rows": ["stage"]}, {"rows": [half_a_row]},
+        {"replaced": 3}, {"replaced": [3]}, {"date": None}, {"without": []}, {"without": {"tiles": 3}},
+    )  # fmt: skip
+    contents = [json.dumps({**before, **change}).encode() for change in changes]
+    for content in (
+        *contents,
+        b"",
+        b"[]",
+        b"\xff\xfe\x00",
+        b"9" * 5000,
+        b"[" * 200_000,
+        json.dumps(before).encode()[:-9],
+    ):
+        fake.path.write_bytes(content)
         with pytest.raises(ValueError, match=r"is no file of a first run.*--again"):
             fake()
+        assert fake.path.read_bytes() == content
 
 
 def test_the_page_does_not_take_the_place_of_the_results(fake, tmp_path: Path) -> None:
@@ -226,6 +269,58 @@ def test_the_page_does_not_take_the_place_of_the_results(fake, tmp_path: Path) -
     request = first_run.Request(tmp_path / "out.txt", ("small tiles",), smoke=True)
     with pytest.raises(ValueError, match=r"out\.txt: the page goes there.*out\.json"):
         first_run.run(request, True, (sys.executable, "-c", FAKE))
+
+
+@pytest.mark.parametrize("name", ["run.lock", "run.tmp", "run", "run.json.lock", "run.json.tmp"])
+def test_results_of_any_name_are_kept(fake, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """No file that the command uses itself may be the one with the results."""
+    fake.path = fake.path.with_name(name)
+    before = fake()
+    assert (
+        fake("crash", "plain", "causal", "grouped heads", "window")["rows"] == before["rows"]
+    )  # nothing is done again
+    text, replaced = fake.path.read_text(), Path.replace
+
+    def cut_off(path: Path, target: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        fake(again=True)
+    assert fake.path.read_text() == text
+    monkeypatch.setattr(Path, "replace", replaced)
+
+
+def test_a_lock_file_of_somebody_else_keeps_its_content(fake) -> None:
+    lock = fake.path.with_name("fake.json.lock")
+    lock.write_text("mine")
+    fake()
+    assert lock.read_text() == "mine"
+
+
+def test_a_place_that_takes_no_results(fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder, a pipe, a file that nobody may read: said before a step is done, and nothing is changed."""
+    path = fake.path
+    path.mkdir()
+    with pytest.raises(ValueError, match=r"fake\.json is no file that can be written"):
+        fake()
+    path.rmdir()
+    os.mkfifo(path)
+    with pytest.raises(ValueError, match=r"fake\.json is no file that can be written"):
+        fake(again=True)
+    path.unlink()
+    path.with_suffix(".txt").mkdir()
+    with pytest.raises(ValueError, match=r"fake\.txt is no file that can be written"):
+        fake()
+    path.with_suffix(".txt").rmdir()
+    path.write_text("{}")
+
+    def closed(path: Path, **options: str) -> str:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_text", closed)  # root may read all
+    with pytest.raises(ValueError, match=r"fake\.json cannot be read \(Permission denied\): --again"):
+        fake()
 
 
 def test_a_tile_search_that_was_cut_off(fake, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
@@ -290,7 +385,7 @@ def test_no_process_is_left(fake, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_two_at_once(fake) -> None:
     import fcntl
 
-    with open(fake.path.with_suffix(".lock"), "w") as lock:
+    with open(fake.path.with_name("fake.json.lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(ValueError, match=r"another first-run writes .*fake\.json"):
             fake()

@@ -376,6 +376,19 @@ def test_compilations_are_found_again(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(lowered) == 5
 
 
+def test_without_a_home_compilations_last_as_long_as_the_search(
+    no_home: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = []
+    monkeypatch.setattr(aot, "check_front_half", lambda: None)
+    monkeypatch.setattr(aot, "back_halves", lambda target: [])
+    monkeypatch.setattr(search.Search, "row", lambda self, place: seen.append(self.cache.folder.is_dir()))
+    assert search.cache_folder() is None
+    assert search.main([A2, "--kernel", "fwd", "--head-dim", "64", "--mode", "even"]) == 1
+    folder = Path(capsys.readouterr().out.split()[-1])
+    assert seen == [True] and not folder.exists()
+
+
 # --- compiling a selection --------------------------------------------------------------------------------------------
 
 

@@ -1,11 +1,18 @@
-"""Makes Triton's interpreter faster: for each call of a kernel and of each of its helpers it looks for the builtins of
-`triton.language` among all names there are, to replace them, which takes a third of the time. Their names are fixed."""
+"""Makes Triton's interpreter faster, and right where it converts bfloat16.
+
+Faster: for each call of a kernel and of each of its helpers it looks for the builtins of `triton.language` among all
+names there are, to replace them, which takes a third of the time. Their names are fixed.
+
+Right: Triton cuts float32 off where it becomes bfloat16, so that some NaN become infinite, and subnormal numbers of
+either type become others.
+"""
 
 from __future__ import annotations
 
 import inspect
 from typing import Any
 
+import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
@@ -26,7 +33,28 @@ def _patch_builtin(owner: Any, *how: Any) -> None:
             interpreter._patch_attr(owner, name, getattr(owner, name), *how)
 
 
+def round_to_bfloat16(data: np.ndarray) -> np.ndarray:
+    """float32 -> bits, to nearest even, as cvt.rn.bf16 does."""
+    bits = np.asarray(data, dtype=np.float32).view(np.uint32)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return np.where(np.isnan(data), np.uint16(0x7FC0), rounded)
+
+
+_convert_other = interpreter._convert_float
+
+
+def _convert_float(input: Any, input_dtype: Any, output_dtype: Any, rounding_mode: Any) -> Any:
+    """`input` as the bits of `output_dtype`; to bfloat16 rounded to nearest even, as the hardware does."""
+    if (input_dtype, output_dtype) == (tl.bfloat16, tl.float32):
+        return input.view(np.uint16).astype(np.uint32) << 16
+    if (input_dtype, output_dtype) == (tl.float32, tl.bfloat16):
+        return round_to_bfloat16(input)
+    return _convert_other(input, input_dtype, output_dtype, rounding_mode)
+
+
 def install() -> None:
-    """For Triton since 3.6; that of triton-ascend never takes its replacements back, see `npu_interpreter.py`."""
+    """The builtins are for Triton since 3.6: that of triton-ascend never takes its replacements back, see
+    `npu_interpreter.py`."""
+    interpreter._convert_float = _convert_float
     if hasattr(interpreter, "_LangPatchScope"):
         interpreter._patch_builtin = _patch_builtin

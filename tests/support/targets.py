@@ -6,10 +6,10 @@ import importlib.util
 import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
+from diyfa.registry import load_backend
 from diyfa.testing import AttentionCase
 
 # Kernels for a few large problems, or for a mode, which refuse most cases of `cases.py`; they have tests of their own.
@@ -43,13 +43,11 @@ def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def _has_block_pointers() -> bool:
-    """Whether this Triton still has what the NPU kernels read tiles by."""
-    try:
-        release = version("triton")
-    except PackageNotFoundError:  # triton-ascend has them, and another name; or there is none
-        return _has_triton()
-    return tuple(int(part) for part in release.split(".")[:2]) < (3, 9)
+def _npu_refusal() -> str | None:
+    """Why the NPU kernels do not run on CPU tensors here, or None."""
+    if not (_exists("npu") and _has_triton()):
+        return "no diyfa.backends.npu, or no Triton"
+    return load_backend("npu").accepts(torch.device("cpu"))
 
 
 def _has_npu() -> bool:
@@ -73,7 +71,7 @@ def available_targets() -> dict[str, Target]:
             interpreted = os.environ.get("TRITON_INTERPRET") == "1"
             if asked and _has_npu():
                 found[name] = Target("npu", "npu", interpreted)
-            elif asked or (interpreted and _exists("npu") and _has_block_pointers()):
+            elif asked or (interpreted and _npu_refusal() is None):
                 found[name] = Target("npu", "cpu", True)
         elif name not in ("cpu", "cuda"):
             raise ValueError(f"DIYFA_TEST_BACKENDS names an unknown backend: {name!r}")
@@ -94,7 +92,10 @@ def absent() -> list[str]:
             reason = "no diyfa.backends.cuda: not tested"
         lines.append(reason)
     if not _has_npu():
-        lines.append("no NPU (torch_npu finds none): npu kernels run in the Triton interpreter on CPU tensors")
+        how = "run in the Triton interpreter on CPU tensors"
+        if reason := _npu_refusal():
+            how = f"are not tested: {reason}"
+        lines.append(f"no NPU (torch_npu finds none): npu kernels {how}")
     return lines
 
 

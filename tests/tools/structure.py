@@ -42,6 +42,7 @@ FACTS = {
     "backends/cuda/runtime/launch.py:multiprocessors": "of a device; asked in each launch",
     "backends/npu/__init__.py:device_name": "of a device; asked in each call",
     "backends/npu/runtime/compat.py:has_ascend_compiler": "searches the installed packages; asked in each call",
+    "backends/npu/runtime/compat.py:interpreter_problem": "the same",
     "backends/npu/runtime/compiler.py:compiler_version": "runs the compiler",
     "backends/npu/runtime/launch.py:_core_counts": "of a device, from the driver; asked in each launch",
     "diyfa/integrations/transformers.py:_attends_by_itself": "of a model's file, which is read for it",

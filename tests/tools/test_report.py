@@ -248,6 +248,8 @@ def test_a_page_without_its_libraries_says_what_to_install(
     ("content", "message"),
     [
         ("not json", "is no JSON file"),
+        ("[" * 200_000, "is no JSON file"),
+        ("9" * 5000, "is no JSON file"),
         ('{"rows": []}', "needs an object with device and rows"),
         ('{"device": "x", "rows": [1]}', "every row must be an object"),
         ("[]", "needs an object with device and rows"),

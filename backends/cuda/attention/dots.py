@@ -37,7 +37,7 @@ def round_to(x, DTYPE: tl.constexpr):
     and loses carries and small numbers where it is float8, so there, and only there, the rounding is done first."""
     if _INTERPRETING and DTYPE == tl.bfloat16:  # noqa: SIM300
         bits = x.to(tl.int32, bitcast=True)
-        rounded = bits + (0x7FFF + ((bits >> 16) & 1))
+        rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) & ~0xFFFF  # bits left behind would be a number where x is 0
         x = tl.where(x == x, rounded, bits).to(tl.float32, bitcast=True)  # a NaN keeps its bits
     if _INTERPRETING and DTYPE == tl.float8e4nv:  # noqa: SIM300
         bits = x.to(tl.int32, bitcast=True)

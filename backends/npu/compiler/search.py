@@ -22,9 +22,11 @@ import json
 import os
 import re
 import sys
+import tempfile
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from importlib import metadata
@@ -37,6 +39,7 @@ from diyfa.backends.npu.compiler import aot, best_case, cost, gate, hivm, specs
 from diyfa.backends.npu.compiler.metrics import REFERENCE
 from diyfa.backends.npu.tables import configs, tiles
 from diyfa.problem import AttentionProblem
+from diyfa.tuning import user_cache
 
 KERNELS = ("fwd", "dq", "dkdv", "dbias")
 ROWS = (16, 32, 64, 128, 256)
@@ -67,10 +70,10 @@ SIBLINGS = {
 RANKED_CAUSAL = frozenset({"causal", "biased", "featured", "crowded"})
 
 
-def cache_folder() -> Path:
-    """Where compilations are kept unless --cache says otherwise."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "diyfa" / "npu-compile"
+def cache_folder() -> Path | None:
+    """Where compilations are kept unless --cache says otherwise; None without a home."""
+    base = user_cache()
+    return base and base / "npu-compile"
 
 
 class Cache:
@@ -510,7 +513,12 @@ def main(arguments: list[str] | None = None) -> int:
         "error against published figures is 0.13",
     )
     parser.add_argument("--verbose", action="store_true", help="print each candidate")
-    parser.add_argument("--cache", type=Path, default=cache_folder(), help="folder of finished compilations")
+    parser.add_argument(
+        "--cache",
+        type=Path,
+        default=cache_folder(),
+        help="folder of finished compilations (in the user's cache; without a home they last as long as the search)",
+    )
     parser.add_argument("--output", type=Path, default=tiles.PATH, help="the table to write")
     parser.add_argument("--dry-run", action="store_true", help="print, write nothing")
     asked = parser.parse_args(arguments)
@@ -525,20 +533,22 @@ def main(arguments: list[str] | None = None) -> int:
     except aot.CompilerMissing as missing:
         print(missing, file=sys.stderr)
         return 2
-    search = Search(target, Cache(asked.cache, compilers), asked.jobs, asked.budget, asked.verbose, asked.margin)
     dtypes, head_dims = asked.dtype or ("float16",), asked.head_dim or (64, 128, 256)
     wanted = places(target, asked.kernel or KERNELS, dtypes, head_dims, asked.mode or configs.MODES)
     nothing = False
-    for place in wanted:
-        row = search.row(place)
-        if row is None:
-            nothing = True
-            print(f"{place}: nothing compiles", flush=True)
-            continue
-        print(describe(row), flush=True)
-        if not asked.dry_run:
-            tiles.save(tiles.merged(tiles.load(asked.output), row), asked.output)
-    print(f"{search.cache.misses} compiled, {search.cache.hits} from {asked.cache}", flush=True)
+    with nullcontext(asked.cache) if asked.cache else tempfile.TemporaryDirectory() as folder:
+        cache = Cache(Path(folder), compilers)
+        search = Search(target, cache, asked.jobs, asked.budget, asked.verbose, asked.margin)
+        for place in wanted:
+            row = search.row(place)
+            if row is None:
+                nothing = True
+                print(f"{place}: nothing compiles", flush=True)
+                continue
+            print(describe(row), flush=True)
+            if not asked.dry_run:
+                tiles.save(tiles.merged(tiles.load(asked.output), row), asked.output)
+        print(f"{cache.misses} compiled, {cache.hits} from {folder}", flush=True)
     return int(nothing)
 
 

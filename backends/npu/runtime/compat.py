@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from diyfa.npu_stacks import installed_version
+from diyfa.npu_stacks import installed_version, release
 
 # In the interpreter the kernels run on CPU memory. Its `tl.dot` of bfloat16 multiplies bit patterns, so the kernels
 # widen bfloat16 operands there (the INTERPRET flag); float32 products of bfloat16 values are what the cube unit forms.
@@ -26,6 +26,18 @@ INTERPRETER_PROGRAMS = 3
 def has_ascend_compiler() -> bool:
     """Whether the installed package `triton` is triton-ascend."""
     return installed_version("triton-ascend") is not None
+
+
+@lru_cache(maxsize=1)
+def interpreter_problem() -> str | None:
+    """Why the kernels do not run in the interpreter of the installed Triton, or None: 3.9 took block pointers away."""
+    version = None if has_ascend_compiler() else installed_version("triton")
+    if version is None or release(version) < (3, 9):
+        return None
+    return (
+        f"Triton {version} has no block pointers, through which its kernels read tiles: in the interpreter they run "
+        "with triton-ascend, or with Triton up to 3.8"
+    )
 
 
 def padded_head_dim(head_dim: int) -> int:

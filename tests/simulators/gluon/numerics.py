@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
+from fast_interpreter import round_to_bfloat16
 from triton.runtime.interpreter import _get_np_dtype
 
 _STORED = {dtype: _get_np_dtype(dtype) for dtype in map(tl.dtype, tl.dtype.SINT_TYPES + tl.dtype.UINT_TYPES + ["int1"])}
@@ -19,13 +20,6 @@ def widen(data: np.ndarray, dtype: tl.dtype) -> np.ndarray:
     if dtype == tl.bfloat16:
         return (data.astype(np.uint32) << 16).view(np.float32)
     return data if dtype == tl.float64 else data.astype(np.float32)
-
-
-def round_to_bfloat16(data: np.ndarray) -> np.ndarray:
-    """float32 -> bits, to nearest even, as cvt.rn.bf16 does."""
-    bits = np.ascontiguousarray(data, dtype=np.float32).view(np.uint32)
-    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-    return np.where(np.isnan(data), np.uint16(NAN_BITS[tl.bfloat16]), rounded)
 
 
 def flush(data: np.ndarray) -> np.ndarray:
