@@ -301,7 +301,7 @@ def test_a_sliding_cache_that_records_its_past(how: str) -> None:
             layer.crop(0)
         found = model(ids[:, 9:11], past_key_values=cache).logits
         torch.testing.assert_close(found, want[:, 9:11], **TOLERANCE)
-        with pytest.raises((ValueError, RuntimeError), match="made for 5 keys, but MistralAttention has 7|must match"):
+        with pytest.raises((ValueError, RuntimeError), match=r"made for 5 keys, but MistralAttention has 7|must match"):
             model(ids[:, 11:], past_key_values=cache)
 
 
