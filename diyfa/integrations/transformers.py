@@ -166,10 +166,8 @@ def _by_position(positions: torch.Tensor) -> Sequences | None:
     return None if found[0].shape[0] == 2 else found
 
 
-def _room(mask: torch.Tensor) -> tuple[int, torch.Tensor | None]:
-    """How many rows of a cache are seen, and their padding (True: a token), None where there is none."""
-    if mask.dim() == 3:
-        return mask.shape[2], None
+def _room(mask: torch.Tensor) -> tuple[int, torch.Tensor]:
+    """How many rows of a cache are seen, and their padding: True for a token."""
     keys = int((mask[0] >= 0).sum())
     return keys, mask[:, :keys] > 0
 
@@ -301,7 +299,7 @@ def attention(
         if mask.dtype in OF_WINDOWS and not causal and handed_on:  # others hand on one more, as flash_attn counts
             options["window"] = (window, window)
         if mask.dtype in ROOM:
-            keys, mask = _once(mask, _room)
+            keys, mask = (mask.shape[2], None) if mask.dim() == 3 else _once(mask, _room)
             k, v = k[:, :keys], v[:, :keys]
             bias = None if bias is None else bias[..., :keys]
         elif not mask.shape[0]:
