@@ -3,13 +3,16 @@
     import diyfa
     out = diyfa.flash_attention(q, k, v, causal=True)
 
-Importing the package loads no kernel language and touches no device; every public name is resolved when first used.
+Importing the package loads no kernel language and touches no device; every public name is resolved when first used, and
+so are the operators `torch.ops.diyfa.…`.
 """
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
+
+from diyfa import import_hooks
 
 __version__ = "0.1.0"
 
@@ -89,3 +92,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_PUBLIC})
+
+
+import_hooks.register()

@@ -108,6 +108,13 @@ def _attend(
         if plan.reads_values:
             validation.check_values(lengths, q, k, given["layout"])
         return ops.run_plan(plan, qkv, optional, return_lse, None, found)
+    if key is None and any(validation.is_dtensor(x) for x in qkv):
+        from diyfa.distributed.dtensor import attend_with_shards
+
+        def attend(qkv: tuple[Any, ...], lengths: Lengths, given: dict[str, Any]) -> Result:
+            return _attend(qkv, lengths, return_lse, given)
+
+        return attend_with_shards(attend, {"q": q, "k": k, "v": v}, lengths, given)
     if given["layout"] == VARLEN:
         validation.check_tensors(q=q, k=k, v=v)
         q, k, v = autocast(q, k, v)

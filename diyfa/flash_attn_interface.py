@@ -79,6 +79,14 @@ def _attend(
     optional = tensors_given(lengths, given)
     views: Any = owners
     plan, found, key = (None, (), None) if packing else fast_path.find_attention(views, lengths, given, optional)
+    if key is None and plan is None and any(validation.is_dtensor(x) for x in owners):
+        from diyfa.distributed.dtensor import attend_with_shards
+
+        def attend(owners: tuple[Any, ...], lengths: Lengths, given: dict[str, Any]) -> FlashAttnResult:
+            packed = None if given["layout"] == "bshd" else lengths
+            return _attend(dict(zip(named, owners, strict=True)), packed, return_attn_probs, given)
+
+        return attend_with_shards(attend, named, lengths, given)
     if plan is None:
         validation.check_tensors(**named)
         owners = autocast(*owners)

@@ -95,6 +95,12 @@ def _unpack(names: dict[str, str], values: tuple[Any, ...]) -> list[Any]:
     return [part(**{name: given[name] for name in part._fields if name in given}) for part in parts]
 
 
+def unpack_call(values: tuple[Any, ...]) -> tuple[KVCacheTensors, KVCacheOptions]:
+    """The flat arguments of `kvcache_fwd` as the two objects of a call."""
+    tensors, options = _unpack(_CALL, values)
+    return tensors, options
+
+
 # ---- A call described -------------------------------------------------------------------------------------------
 
 
@@ -439,12 +445,12 @@ def run_plan(
 
 
 def _kvcache_fwd(*flat: Any) -> Pair:
-    tensors, options = _unpack(_CALL, flat)
+    tensors, options = unpack_call(flat)
     return _forward(tensors, options, None)
 
 
 def _kvcache_fwd_out(out: torch.Tensor, *flat: Any) -> torch.Tensor:
-    tensors, options = _unpack(_CALL, flat)
+    tensors, options = unpack_call(flat)
     check_out(out, tensors, options.layout)
     return _forward(tensors, options, out)[1]
 
@@ -459,12 +465,12 @@ def _kvcache_append(out: torch.Tensor | None, *flat: Any) -> torch.Tensor:
 
 
 def _kvcache_fwd_fake(*flat: Any) -> Pair:
-    tensors, options = _unpack(_CALL, flat)
+    tensors, options = unpack_call(flat)
     return empty_output(tensors.q, tensors.v_cache.shape[-1]), empty_lse(tensors.q, options.layout)
 
 
 def _kvcache_fwd_out_fake(out: torch.Tensor, *flat: Any) -> torch.Tensor:
-    tensors, options = _unpack(_CALL, flat)
+    tensors, options = unpack_call(flat)
     return empty_lse(tensors.q, options.layout)
 
 

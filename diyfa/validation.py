@@ -8,6 +8,7 @@ traced.
 from __future__ import annotations
 
 import operator
+import sys
 from itertools import pairwise
 from numbers import Real
 from typing import Any
@@ -41,6 +42,18 @@ def check_tensors(**tensors: object) -> None:
         if x.layout is not torch.strided or x.is_nested:
             what = "a nested tensor" if x.layout is torch.strided else f"layout {x.layout}"
             raise TypeError(f"{name} must be a dense tensor, got {what}")
+        if is_dtensor(x):  # those that are taken have become each rank's part
+            raise TypeError(
+                f"{name} is a DTensor: give each rank's part, {name}.to_local(). flash_attention and flash_attn's "
+                "functions take DTensors as q, k and v, diyfa.distributed.context_parallel_attention those sharded "
+                "along the sequence"
+            )
+
+
+def is_dtensor(x: object) -> bool:
+    """Whether x is a DTensor of PyTorch."""
+    module = sys.modules.get("torch.distributed.tensor")  # slow to import; without it there are none
+    return module is not None and isinstance(x, module.DTensor)
 
 
 def check_booleans(**options: object) -> None:

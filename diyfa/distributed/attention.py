@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -98,11 +97,6 @@ def _chosen(
     return method
 
 
-def _is_dtensor(x: object) -> bool:
-    module = sys.modules.get("torch.distributed.tensor")  # slow to import; without it there are none
-    return module is not None and isinstance(x, module.DTensor)
-
-
 def context_parallel_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -167,7 +161,7 @@ def context_parallel_attention(
         "dropout_p": dropout_p, "rng_state": rng_state, "deterministic": deterministic, "return_lse": return_lse,
         "variant": variant, "backend": backend,
     }  # fmt: skip
-    if torch.compiler.is_compiling() and not any(_is_dtensor(x) for x in (q, k, v)):
+    if torch.compiler.is_compiling() and not any(validation.is_dtensor(x) for x in (q, k, v)):
         from diyfa.distributed import compiled
 
         return compiled.attend(q, k, v, group, given)
@@ -234,7 +228,7 @@ def layout_of(given: dict[str, Any]) -> str:
 
 def _checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Group, given: dict[str, Any]) -> Any:
     """`context_parallel_attention` with its options by name."""
-    if any(_is_dtensor(x) for x in (q, k, v)):
+    if any(validation.is_dtensor(x) for x in (q, k, v)):
         from diyfa.distributed.dtensor import with_local_tensors
 
         return with_local_tensors(_checked, (q, k, v), group, layout_of(given), given)

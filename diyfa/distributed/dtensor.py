@@ -1,4 +1,8 @@
-"""DTensors in, DTensors out: the mesh dimensions along which the sequence is sharded are the group of the call."""
+"""DTensors in, DTensors out.
+
+Context parallel attention: the mesh dimensions along which the sequence is sharded are the group of the call.
+`flash_attention` and its relatives: each rank computes the samples and heads that it holds, and nothing is exchanged.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,11 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from diyfa.distributed.merge import head_dim, row_dim
-from diyfa.distributed.sharding import Group
+from diyfa.distributed.sharding import Group, gather_parts
+from diyfa.dropout import with_origins
+from diyfa.features import TENSORS, Feature, Sizes
+from diyfa.ops import new_rng_state
+from diyfa.options import LENGTHS, Lengths
 from diyfa.problem import LAYOUTS, VARLEN
 
 
@@ -98,3 +106,164 @@ def with_local_tensors(
     of_lse = [Shard(where.get(p.dim, p.dim)) if isinstance(p, Shard) else p for p in placements]
     sizes = *q.shape[: lse.dim() - 2], q.shape[heads], q.shape[row_dim(layout)]
     return _placed(out, q, placements, shape), _placed(lse, q, of_lse, sizes)
+
+
+# ---- Sharded over batch or heads ------------------------------------------------------------------------------------
+
+BATCH, HEADS, WHOLE = "batch", "heads", "whole"  # how a mesh dimension cuts a call
+
+
+def _dims(x: torch.Tensor, layout: str) -> dict[int, str]:
+    """How each dimension of q, k, v, or of what packs them (2 or 3 before the heads), cuts a call; others cannot."""
+    if layout == VARLEN:
+        return {x.dim() - 2: HEADS}
+    return {0: BATCH, 1 if layout == "bhsd" else x.dim() - 2: HEADS}
+
+
+def _dim_of(cut: str, x: torch.Tensor, layout: str) -> int:
+    """The dimension of x along which `cut` cuts."""
+    return {found: dim for dim, found in _dims(x, layout).items()}[cut]
+
+
+def _cuts_of(name: str, x: DTensor, layout: str) -> list[str]:
+    """How each mesh dimension cuts the call, by the placements of one of its tensors.
+
+    Raises:
+        ValueError: it is sharded in another way, or a partial sum.
+    """
+    dims = _dims(x, layout)
+    found = []
+    for placement in x.placements:
+        if placement == Replicate():
+            found.append(WHOLE)
+        elif type(placement) is Shard and placement.dim in dims:
+            found.append(dims[placement.dim])
+        elif placement == Shard(row_dim(layout)):
+            raise ValueError(
+                f"{name} is sharded along its sequence, {placement}: call "
+                "diyfa.distributed.context_parallel_attention, or redistribute it over batch or heads"
+            )
+        else:
+            wanted = ", ".join(f"Shard({dim}) ({cut})" for dim, cut in dims.items())
+            raise ValueError(f"{name} must be replicated or {wanted}, got placements {x.placements}: redistribute it")
+    return found
+
+
+def _placements_of(feature: Feature, x: torch.Tensor, cuts: Sequence[str], sizes: Sizes) -> list[Any]:
+    """What of an optional tensor a rank needs, by the letters of its shape's row.
+
+    Raises:
+        TypeError, ValueError: it is no tensor, or does not fit the whole.
+    """
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{feature.name} must be a torch.Tensor, got {type(x).__name__}")
+    assert feature.shape is not None, "every optional tensor has a shape"
+    if problem := feature.shape.refuses(x, sizes):
+        raise ValueError(f"{feature.name} must {problem}")
+    letters = max(feature.shape.letters, key=len)
+    missing = len(letters) - x.dim()  # dimensions that it is broadcast over
+    found: list[Any] = []
+    for cut in cuts:
+        dim = letters.find(cut[0]) - missing if cut[0] in letters else -1
+        found.append(Shard(dim) if dim >= 0 and x.shape[dim] == sizes[cut[0]] else Replicate())
+    return found
+
+
+def _local_of(
+    feature: Feature, x: torch.Tensor | None, first: DTensor, cuts: Sequence[str], sizes: Sizes
+) -> torch.Tensor | None:
+    """This rank's part of an optional tensor; its gradient is a share where another mesh dimension cuts the call."""
+    if x is None:
+        return None
+    wanted = _placements_of(feature, x, cuts, sizes)
+    if not isinstance(x, DTensor):
+        if any(placement != Replicate() for placement in wanted):
+            raise TypeError(f"{feature.name} must be a DTensor beside q, k and v, got {type(x).__name__}")
+        return x
+    if x.device_mesh != first.device_mesh:
+        raise ValueError(
+            f"all tensors must be on one mesh: q is on {first.device_mesh}, {feature.name} {x.device_mesh}"
+        )
+    shares = [Partial() if p == Replicate() and cut != WHOLE else p for p, cut in zip(wanted, cuts, strict=True)]
+    return x.redistribute(placements=wanted).to_local(grad_placements=shares)
+
+
+def _dropout_state(first: DTensor, state: torch.Tensor | None, samples: int, layout: str) -> torch.Tensor:
+    """The state of the dropout mask of the whole, with where this rank's part stands in it; drawn by the first rank."""
+    if state is not None and state.shape != (2,):
+        raise ValueError(f"rng_state must have shape (2,), seed and offset, got {tuple(state.shape)}")
+    if state is None:
+        mesh = first.device_mesh
+        state = gather_parts(new_rng_state(first.device), [mesh.get_group(n) for n in range(mesh.ndim)])[:2]
+    begins = dict.fromkeys((BATCH, HEADS), 0) | {cut: _first(first, dim) for dim, cut in _dims(first, layout).items()}
+    return with_origins(state, [(begins[BATCH] + b, begins[HEADS], 0, 0) for b in range(samples)])
+
+
+def attend_with_shards(
+    attend: Callable[[tuple[Any, ...], Lengths, dict[str, Any]], Any],
+    owners: dict[str, Any],
+    lengths: Lengths,
+    given: dict[str, Any],
+) -> Any:
+    """`attend(owners, lengths, given)` of the samples and heads that this rank holds; its tensors are placed alike.
+
+    `owners` are q, k and v by name, or what packs them.
+
+    Raises:
+        TypeError, ValueError: some are no DTensors, sharded otherwise than over batch or heads, or not alike.
+    """
+    layout, names = given["layout"], list(owners)
+    if not all(isinstance(x, DTensor) for x in owners.values()):
+        kinds = ", ".join(type(x).__name__ for x in owners.values())
+        raise TypeError(f"{', '.join(names)} must all be DTensors or none, got {kinds}")
+    whole = list(owners.values())
+    first = whole[0]
+    if layout != VARLEN and min(x.dim() for x in whole) < 4:
+        raise ValueError(f"DTensors must have 4 dimensions, got {[tuple(x.shape) for x in whole]}")
+    cuts = _cuts_of(names[0], first, layout)
+    for name, x in owners.items():
+        if x.device_mesh != first.device_mesh or _cuts_of(name, x, layout) != cuts:
+            placed = f"{names[0]} {first.placements} and {name} {x.placements}"
+            raise ValueError(f"{', '.join(names)} must be placed alike on one mesh, got {placed}")
+    shards = math.prod([first.device_mesh.size(n) for n, cut in enumerate(cuts) if cut == HEADS])
+    for name, x in owners.items():
+        heads = x.shape[_dim_of(HEADS, x, layout)]
+        if heads % shards:  # uneven parts would pair query heads with others' keys
+            raise ValueError(
+                f"the {heads} heads of {name} must be a multiple of {shards} shards: shard fewer mesh dimensions over "
+                "heads, or repeat k and v"
+            )
+    optional = {feature.name: feature for feature in TENSORS}
+    of_call = {**lengths._asdict(), **given}
+    keys, offsets = whole[-1], lengths.cu_seqlens_q
+    if layout == VARLEN:
+        batch, rows = 0 if offsets is None else offsets.shape[0] - 1, (lengths.max_seqlen_q, lengths.max_seqlen_k)
+    else:
+        batch, rows = first.shape[0], (first.shape[row_dim(layout)], keys.shape[row_dim(layout)])
+    sizes = {"b": batch, "h": first.shape[_dim_of(HEADS, first, layout)], "q": rows[0], "k": rows[1]}
+    local: dict[str, Any] = {
+        name: _local_of(optional[name], of_call[name], first, cuts, sizes) for name in optional if name in of_call
+    }
+    parts = tuple(x.to_local() for x in whole)
+    if given["dropout_p"]:
+        samples = batch if layout == VARLEN else parts[0].shape[0]
+        local["rng_state"] = _dropout_state(first, local.get("rng_state"), samples, layout)
+    lengths = lengths._replace(**{name: local.pop(name) for name in LENGTHS if name in local})
+    result = attend(parts, lengths, {**given, **local})
+    results = (result,) if isinstance(result, torch.Tensor) else result
+    wholes = tuple(_placed_result(x, n == 0, first, cuts, layout) for n, x in enumerate(results))
+    return wholes[0] if isinstance(result, torch.Tensor) else wholes
+
+
+def _placed_result(x: torch.Tensor, is_out: bool, first: DTensor, cuts: Sequence[str], layout: str) -> DTensor:
+    """out, or what has its batch and heads first (log-sum-exp, weights), or is empty."""
+    sizes = {cut: first.shape[dim] for dim, cut in _dims(first, layout).items()}
+    dims = {HEADS: 0} if layout == VARLEN else {BATCH: 0, HEADS: 1}
+    if is_out:
+        dims = {cut: dim for dim, cut in _dims(x, layout).items()}
+    elif x.dim() == 1:
+        dims = {}
+    shape = list(x.shape)
+    for cut, dim in dims.items():
+        shape[dim] = sizes[cut]
+    return _placed(x, first, [Shard(dims[cut]) if cut in dims else Replicate() for cut in cuts], tuple(shape))

@@ -6,6 +6,7 @@ name. The UNets of Stable Diffusion call PyTorch's `scaled_dot_product_attention
 
 from __future__ import annotations
 
+import warnings
 from contextlib import ExitStack
 
 import torch
@@ -16,6 +17,16 @@ from diyfa.options import UNBOUNDED
 
 NAME = "diyfa"
 SEAM = "diffusers"
+
+
+def _with_features_side_by_side(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """q, k and v, copied where their last stride is not 1; diffusers' native backend takes such tensors."""
+    if all(x.stride(-1) == 1 for x in tensors):
+        return tensors
+    if not torch.compiler.is_compiling():  # a compiled graph shows the copy, and cannot warn
+        # By Python's default filter the warning of a line is shown once.
+        warnings.warn("diyfa copies q, k or v of diffusers, whose last stride is not 1", UserWarning, stacklevel=1)
+    return tuple(x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format) for x in tensors)
 
 
 def attention(
@@ -43,6 +54,7 @@ def attention(
         key, value, window = causal_from_the_top_left(query, key, value, "bshd")
     if attn_mask is not None and attn_mask.shape == (query.shape[0], key.shape[1]):
         attn_mask = attn_mask[:, None, None, :]
+    query, key, value = _with_features_side_by_side(query, key, value)
     record(SEAM, f"attention{'' if attn_mask is None else ' with a mask'}: diyfa")
     return attend(query, key, value, attn_mask, "bshd", window=window, dropout_p=dropout_p, sm_scale=scale)
 

@@ -5,11 +5,14 @@ sliding window, padding, packed sequences, a cache with room left, anything else
 function gets that tensor in every layer. What diyfa's options express stays small:
 
     None                    nothing but the model's own causality and window
-    bool (B, n)             padding, False where there is no token; (0, n): none. Only the first n keys exist: a static
-                            cache has more rows
-    uint8 (B, n)            the same in a layer with a sliding window
-    int32 (B, S)            packed sequences, the same number in the rows of one; int64: with a sliding window
+    bool (B, Sk)            padding, False where there is no token; (0, Sk): none
+    int8 (B, Sk)            padding of a cache with room left: 1 a token, 0 padding, -1 a row that no query sees yet
+    int8 (0, Sk, n)         a cache with room left and no padding, whose first n rows are seen
+    int32 (B, S)            packed sequences, the same number in the rows of one
     bool (B, 1, Sq, Sk)     any other mask, and whatever a program passes itself: the whole truth, made a bias
+
+With a sliding window bool becomes uint8, int8 int16, and int32 int64. A layer must have the Sk keys that its mask was
+made for.
 
 The meaning is always that of the model's eager attention.
 """
@@ -31,8 +34,9 @@ from diyfa.kvcache import flash_attn_with_kvcache
 
 NAME = "diyfa"
 SEAM = "transformers"
-WITH_WINDOW = {torch.bool: torch.uint8, torch.int32: torch.int64}
+WITH_WINDOW = {torch.bool: torch.uint8, torch.int8: torch.int16, torch.int32: torch.int64}
 OF_WINDOWS = frozenset(WITH_WINDOW.values())
+ROOM = (torch.int8, WITH_WINDOW[torch.int8])
 PACKED = (torch.int32, WITH_WINDOW[torch.int32])
 
 # ---- The mask ------------------------------------------------------------------------------------------------------
@@ -103,20 +107,28 @@ def attention_mask_of(
         if rows is not None and attention_mask is None:
             return rows.to(torch.int64 if slides else torch.int32)
     decodes = isinstance(q_offset, torch.Tensor) and (tracing or q_length == 1)  # a static cache: nobody waits for it
-    if not (causal or both_ways) or (causal and decodes):
+    keys = kv_length
+    if causal and not decodes:
+        keys = min(kv_length, int(q_offset) + q_length - kv_offset)
+    has_room = keys < kv_length
+    # A traced program cannot ask how many rows of a padded cache are seen.
+    asks = tracing and has_room and attention_mask is not None
+    if not (causal or both_ways) or (causal and decodes) or asks:
         kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
         return sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **kwargs)
-    if isinstance(q_offset, torch.Tensor):
-        q_offset = int(q_offset)
-    keys = min(kv_length, q_offset + q_length - kv_offset) if causal else kv_length
     padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
     if padding is not None:
-        padding = padding[:, kv_offset : kv_offset + keys]
-        if not tracing and bool(padding.all()):
+        padding = padding[:, kv_offset : kv_offset + kv_length]
+        if not tracing and bool(padding[:, :keys].all()):
             padding = None
-    if padding is None and (slides or keys < kv_length):
+    if padding is not None and has_room:
+        padding = padding.to(torch.int8, copy=True)
+        padding[:, keys:] = -1
+    elif padding is None and has_room:
+        padding = torch.empty((0, kv_length, keys), dtype=torch.int8, device=kwargs.get("device"))
+    elif padding is None and slides:
         padding = torch.empty((0, keys), dtype=torch.bool, device=kwargs.get("device"))
-    return padding.to(WITH_WINDOW[torch.bool]) if padding is not None and slides else padding
+    return padding.to(WITH_WINDOW[padding.dtype]) if padding is not None and slides else padding
 
 
 # ---- The attention -------------------------------------------------------------------------------------------------
@@ -148,8 +160,16 @@ def _by_number(numbers: torch.Tensor) -> Sequences:
 
 
 def _by_position(positions: torch.Tensor) -> Sequences | None:
-    found = _sequences(positions != positions.roll(1, 1) + 1)
+    """Sequences that begin where the smallest position comes again, the rule of Transformers' flash attention. Any
+    other step is a position of its own: of an image, of a token that was skipped, of an interpolation."""
+    found = _sequences(positions == positions.min())
     return None if found[0].shape[0] == 2 else found
+
+
+def _room(mask: torch.Tensor) -> tuple[int, torch.Tensor]:
+    """How many rows of a cache are seen, and their padding: True for a token."""
+    keys = int((mask[0] >= 0).sum())
+    return keys, mask[:, :keys] > 0
 
 
 def _by_padding(mask: torch.Tensor) -> tuple[Sequences | None, torch.Tensor | None, torch.Tensor | None]:
@@ -237,12 +257,12 @@ def _check(module: Any, mask: torch.Tensor | None, window: int | None, extras: d
     for name in ("block_indices", "head_mask"):
         if extras.get(name) is not None:
             raise ValueError(f"{name} is not supported by diyfa: use attn_implementation='eager'")
-    if mask is not None and mask.dim() == 2 and (mask.dtype in OF_WINDOWS) > bool(window):
+    if mask is not None and mask.dim() < 4 and (mask.dtype in OF_WINDOWS) > bool(window):
         raise ValueError(_no_window(module))
     pads = mask is not None and mask.dim() == 2 and mask.shape[0] > 0 and mask.dtype not in PACKED
     if pads and extras.get("cu_seq_lens_q") is not None:
         raise ValueError("an attention_mask with padding and the lengths of packed sequences exclude each other")
-    if mask is not None and mask.dim() not in (2, 4):
+    if mask is not None and mask.dim() not in (2, 4) and mask.dtype not in ROOM:
         raise ValueError(f"a mask must be (batch, keys) or (batch, heads, queries, keys), got {tuple(mask.shape)}")
 
 
@@ -269,14 +289,21 @@ def attention(
         "sinks": None if sinks is None else sinks.flatten().float(),
         "causal": causal, "window": (window - 1, window - 1) if window else (-1, -1),
     }  # fmt: skip
-    if mask is not None and mask.dim() == 2 and mask.dtype not in PACKED:
-        keys = mask.shape[1]
-        k, v = k[:, :keys], v[:, :keys]
+    if mask is not None and mask.dim() < 4 and mask.dtype not in PACKED:
+        if k.shape[1] != mask.shape[1]:
+            raise ValueError(
+                f"the mask was made for {mask.shape[1]} keys, but {type(module).__name__} has {k.shape[1]}: a sliding "
+                "cache that records its past is cropped before its next use"
+            )
         handed_on = window == getattr(getattr(module, "config", None), "sliding_window", None)
         if mask.dtype in OF_WINDOWS and not causal and handed_on:  # others hand on one more, as flash_attn counts
             options["window"] = (window, window)
-        bias = None if bias is None else bias[..., :keys]
-        mask = mask if mask.shape[0] else None
+        if mask.dtype in ROOM:
+            keys, mask = (mask.shape[2], None) if mask.dim() == 3 else _once(mask, _room)
+            k, v = k[:, :keys], v[:, :keys]
+            bias = None if bias is None else bias[..., :keys]
+        elif not mask.shape[0]:
+            mask = None
     lengths = _packed_lengths(mask, q, k, causal, extras)
     if lengths:
         if bias is not None:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
+import pytest
+import torch
 from subprocesses import run_python
+
+import diyfa
 
 MEASURE = """
 import json, sys, time
@@ -19,6 +24,7 @@ print(json.dumps({
     "kernel_languages": sorted(n for n in new if n.split(".")[0] in ("triton", "torch_npu")),
     "backends": sorted(n for n in new if n.startswith("diyfa.backends.")),
     "cuda": torch.cuda.is_initialized(),
+    "diyfa": sorted(n for n in new if n.split(".")[0] == "diyfa"),
 }))
 """
 
@@ -40,6 +46,7 @@ def test_import_is_fast_and_touches_no_device() -> None:
     assert runs[0]["kernel_languages"] == []
     assert runs[0]["backends"] == []
     assert runs[0]["cuda"] is False
+    assert runs[0]["diyfa"] == ["diyfa", "diyfa.import_hooks"]  # the operators' modules wait until one is looked up
 
 
 def test_cpu_call_loads_no_kernel_language() -> None:
@@ -50,3 +57,63 @@ def test_unknown_attribute() -> None:
     assert run_python("import diyfa\ntry: diyfa.flash\nexcept AttributeError as e: print(e)").strip() == (
         "module 'diyfa' has no attribute 'flash'"
     )
+
+
+ORDERS = {
+    "torch first": "import torch, diyfa",
+    "diyfa first": "import diyfa, sys; assert 'torch' not in sys.modules; import torch",
+    "diyfa, and a look whether there is torch": (
+        "import diyfa, importlib.util as util; util.find_spec('torch'); util.find_spec('torch.utils.flop_counter')\n"
+        "import torch"
+    ),
+    "torch.ops.diyfa first": "import torch; torch.ops.diyfa; import diyfa",
+}
+
+LOOK_UP = """
+assert not hasattr(torch.ops.diyfa, "nothing_of_that_name")
+for name in ("kvcache_append", "kvcache_fwd", "kvcache_fwd_out", "attention_fwd", "attention_bwd_out", "matmul"):
+    print(getattr(torch.ops.diyfa, name))
+import diyfa.ops
+assert torch.ops.diyfa.attention_fwd.default is diyfa.ops._fwd
+"""
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_operators_are_found_after_the_import_alone(order: str) -> None:
+    names = ("kvcache_append", "kvcache_fwd", "kvcache_fwd_out", "attention_fwd", "attention_bwd_out", "matmul")
+    assert run_python(f"{ORDERS[order]}\n{LOOK_UP}").split() == [f"diyfa.{name}" for name in names]
+
+
+def test_an_operator_is_looked_up_in_a_compiled_graph() -> None:
+    code = """
+import torch, diyfa
+graph = torch.compile(lambda a: torch.ops.diyfa.matmul(
+    a, a, None, False, "ieee", torch.float32, torch.float32, "cpu"), backend="eager", fullgraph=True)
+a = torch.randn(4, 4)
+torch.testing.assert_close(graph(a), a @ a)
+"""
+    run_python(code)
+
+
+@pytest.mark.parametrize("order", ["torch first", "diyfa first"])
+def test_a_saved_program_is_loaded_after_the_import_alone(order: str, tmp_path: Path) -> None:
+    class Attention(torch.nn.Module):
+        def forward(self, q: torch.Tensor, k_cache: torch.Tensor) -> torch.Tensor:
+            out = diyfa.flash_attention_v2(q, q, q, causal=True, backend="cpu")
+            return diyfa.flash_attn_with_kvcache(out, k_cache, k_cache.clone())
+
+    q, cache = torch.randn(2, 5, 4, 16), torch.randn(2, 9, 2, 16)
+    with diyfa.use_backend("cpu"):
+        torch.export.save(torch.export.export(Attention(), (q, cache)), tmp_path / "program.pt2")
+        torch.save((q, cache, Attention()(q, cache)), tmp_path / "tensors.pt")
+    code = f"""
+{ORDERS[order]}
+import sys
+folder = sys.argv[1]
+program = torch.export.load(folder + "/program.pt2").module()
+q, cache, want = torch.load(folder + "/tensors.pt")
+assert torch.equal(program(q, cache), want)
+print(sorted(str(node.target) for node in program.graph.nodes if "diyfa" in str(node.target)))
+"""
+    found = run_python(code, arguments=[str(tmp_path)]).strip()
+    assert found == "['diyfa.attention_fwd.default', 'diyfa.kvcache_fwd.default']"

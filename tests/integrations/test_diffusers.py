@@ -3,6 +3,7 @@ there is one."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -178,6 +179,36 @@ def test_calls(handle: Any, name: str) -> None:
     for got, want in zip(ours, native, strict=True):
         torch.testing.assert_close(got, want, **TOLERANCE)
     assert sum(handle.calls.values()) == 1
+
+
+STRIDED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "features apart": lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
+    "every second feature": lambda x: torch.stack((x, x), -1).flatten(3)[..., ::2],
+    "one value": lambda x: x[..., :1].expand(x.shape),
+}
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", STRIDED)
+def test_features_that_are_not_side_by_side(handle: Any, name: str, compiled: bool) -> None:
+    """diffusers' native backend takes them; here they are copied, which is said once."""
+    inputs = leaves((2, 17, 2, 16), (2, 23, 2, 16), (2, 23, 2, 16), dtype=torch.float32)
+
+    def attend(backend: str, q: torch.Tensor, *kv: torch.Tensor) -> torch.Tensor:
+        q, k, v = (STRIDED[name](x) for x in (q, *kv))
+        return dispatch_attention_fn(q, k, v, backend=AttentionBackendName(backend))
+
+    call = torch.compile(attend, backend="aot_eager", fullgraph=True) if compiled else attend
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("default")
+        native, ours, _ = (
+            with_gradients(on_device(partial(how, backend)), inputs)
+            for how, backend in ((attend, "native"), (call, "diyfa"), (call, "diyfa"))
+        )
+    for got, want in zip(ours, native, strict=True):
+        torch.testing.assert_close(got, want, **TOLERANCE)
+    assert len([x for x in told if "last stride is not 1" in str(x.message)]) == (0 if compiled else 1)
 
 
 def test_dropout_and_compiled_graphs(handle: Any) -> None:

@@ -250,6 +250,78 @@ def test_position_ids_that_the_mask_does_not_tell(handle: Any, name: str) -> Non
     torch.testing.assert_close(model(ids, position_ids=positions, use_cache=False).logits, whole, **TOLERANCE)
 
 
+ROWS_OF_ONE_SEQUENCE = {
+    "gap": torch.tensor([0, 1, 2, 9, 10, 11]),
+    "image": torch.tensor([0, 1, 2, 2, 2, 2, 3, 4]),
+    "every second": torch.arange(0, 16, 2),
+    "interpolated": torch.arange(8) * 0.5,
+    "backwards": torch.tensor([0, 1, 2, 5, 4, 3, 6, 7]),
+}
+
+
+@pytest.mark.parametrize("name", ROWS_OF_ONE_SEQUENCE)
+def test_position_ids_of_one_sequence(name: str) -> None:
+    """Steps other than 1 cut no row: alone or in a batch, by eager attention or by diyfa, its logits are the same."""
+    positions = ROWS_OF_ONE_SEQUENCE[name][None]
+    ids, found = tokens(1, positions.shape[1]), []
+    for how in ("eager", "diyfa"):
+        model = decoder("Llama", how)  # a cache keeps Transformers from a look at the positions
+        found.append(model(ids, position_ids=positions, use_cache=True).logits)
+        found.append(model(ids.repeat(2, 1), position_ids=positions.repeat(2, 1), use_cache=True).logits[:1])
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], **TOLERANCE)
+    # Without a cache the mask function of Transformers cuts, which eager attention and diyfa follow.
+    side_by_side(
+        lambda attention: decoder("Llama", attention),
+        lambda model: model(ids, position_ids=positions, use_cache=False).logits,
+    )
+
+
+def test_position_ids_of_three_dimensions(handle: Any) -> None:
+    """Time, height and width of an image's tokens repeat within a sequence."""
+    q, k, v = (torch.randn(1, heads, 6, 16) for heads in (4, 2, 2))
+    positions = torch.tensor([[0, 1, 1, 1, 1, 2], [0, 1, 1, 2, 2, 3], [0, 1, 2, 1, 2, 3]])[:, None]
+    found, _ = attention(SimpleNamespace(is_causal=True), q, k, v, None, position_ids=positions)
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(found.transpose(1, 2), want, **TOLERANCE)
+    assert handle.calls == {"attention: diyfa": 1}
+
+
+@pytest.mark.parametrize("how", ["eager", "diyfa"])
+def test_a_sliding_cache_that_records_its_past(how: str) -> None:
+    """It hands its layers more keys than the mask was made for, until it is cropped."""
+    model = decoder("Mistral", how)
+    cache = hf.DynamicCache(config=model.config)
+    cache.activate_past_recording()
+    ids = tokens(1, 12)
+    want = decoder("Mistral", "eager")(ids, use_cache=False).logits
+    with torch.no_grad():
+        model(ids[:, :9], past_key_values=cache)
+        for layer in cache.layers:
+            layer.crop(0)
+        found = model(ids[:, 9:11], past_key_values=cache).logits
+        torch.testing.assert_close(found, want[:, 9:11], **TOLERANCE)
+        with pytest.raises((ValueError, RuntimeError), match=r"made for 5 keys, but MistralAttention has 7|must match"):
+            model(ids[:, 11:], past_key_values=cache)
+
+
+@pytest.mark.parametrize("masked", ["whole", "padded left", "padded right"])
+@pytest.mark.parametrize("name", ["Llama", "Gemma3"])
+def test_a_static_cache_in_two_steps(handle: Any, name: str, masked: str) -> None:
+    """Rows of the cache that no token has reached are not seen, with and without padding."""
+    mask, found = MASKS[masked], []
+    for how in ("eager", "diyfa"):
+        model = decoder(name, how)
+        cache = hf.StaticCache(config=model.config, max_cache_len=24)
+        with torch.no_grad():
+            for rows in (slice(0, 11), slice(11, 17)):
+                seen = None if mask is None else mask[:, : rows.stop].long()
+                logits = model(tokens()[:, rows], attention_mask=seen, past_key_values=cache).logits
+                found.append(logits if mask is None else logits[mask[:, rows]])
+    for want, got in zip(found[:2], found[2:], strict=True):
+        torch.testing.assert_close(got, want, **TOLERANCE)
+
+
 def test_packed_lengths_that_a_collator_counted(handle: Any) -> None:
     offsets = torch.tensor([0, 5, 16, 17], dtype=torch.int32)
     counted = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 11, "max_length_k": 11}
@@ -395,6 +467,7 @@ def test_offsets_of_sequences() -> None:
     assert _by_number(one)[0].tolist() == [0, 3, 6] and _by_number(one)[1] == 3
     assert _by_position(torch.tensor([[4, 5, 6]])) is None
     assert _by_position(torch.tensor([[0, 1, 0]]))[0].tolist() == [0, 2, 3]
+    assert _by_position(torch.tensor([[2, 3, 2, 3, 9]]))[0].tolist() == [0, 2, 5]
     (offsets, longest), padding, samples = _by_padding(left)
     assert (offsets.tolist(), longest, padding.tolist()) == ([0, 3, 4, 6], 3, [0, 1])
     assert samples.tolist() == [0, 1, 1, 2]
@@ -442,7 +515,7 @@ def test_one_token_that_learns() -> None:
 
 def test_a_position_bias_over_a_cache_with_room_left() -> None:
     q, k, v = (torch.randn(2, 4, n, 16) for n in (3, 17, 17))
-    bias, room = torch.randn(1, 4, 3, 17), torch.empty((0, 9), dtype=torch.bool)
+    bias, room = torch.randn(1, 4, 3, 17), torch.empty((0, 17, 9), dtype=torch.int8)
     found, _ = attention(SimpleNamespace(is_causal=False), q, k, v, room, position_bias=bias)
     want = torch.nn.functional.scaled_dot_product_attention(q, k[:, :, :9], v[:, :, :9], bias[..., :9])
     torch.testing.assert_close(found.transpose(1, 2), want, **TOLERANCE)
@@ -573,6 +646,11 @@ def test_refusals() -> None:
         attention(None, x, x, x, torch.ones((1, 1, 3, 3), dtype=torch.int64))
     with pytest.raises(ValueError, match="block_indices is not supported"):
         attention(None, x, x, x, None, block_indices=torch.zeros(1))
+    for keys in (2, 4):
+        with pytest.raises(ValueError, match=f"the mask was made for {keys} keys, but Linear has 3"):
+            attention(torch.nn.Linear(1, 1), x, x, x, torch.ones((1, keys), dtype=torch.bool))
+    with pytest.raises(ValueError, match="the mask was made for 9 keys, but Linear has 3"):
+        attention(torch.nn.Linear(1, 1), x, x, x, torch.empty((0, 9, 3), dtype=torch.int8))
     with pytest.raises(ValueError, match="a mask must be"):
         attention(None, x, x, x, torch.zeros(1, 3, 3))
     model = decoder("Llama", "diyfa")

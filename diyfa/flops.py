@@ -1,0 +1,114 @@
+"""FLOP formulas of the operators for `torch.utils.flop_counter`, counted as PyTorch counts its own attention.
+
+Two matrix products forward and five backward, over all pairs of a query and a key of one sequence: masks and windows do
+not count, nor does anything but products. Packed and padded sequences count as long as they are, which waits for the
+device; where only shapes are known (fake tensors) each is as long as the longest may be.
+
+`diyfa.import_hooks` imports this module, once somebody has imported PyTorch's counter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from diyfa.kvcache_ops import capacity_of, unpack_call
+from diyfa.options import Lengths, unpack
+from diyfa.problem import LAYOUTS, VARLEN
+
+
+def _values(x: torch.Tensor, otherwise: int) -> list[int]:
+    """The values of a vector of lengths, or as many of `otherwise` where the host cannot know them."""
+    return [otherwise] * x.shape[0] if type(x) is not torch.Tensor or x.is_meta else x.tolist()
+
+
+def _lengths_between(offsets: torch.Tensor, longest: int) -> list[int]:
+    """Lengths of the sequences that lie between these offsets."""
+    unknown = type(offsets) is not torch.Tensor or offsets.is_meta
+    return [longest] * (offsets.shape[0] - 1) if unknown else offsets.diff().tolist()
+
+
+def _pairs(q_shape: Sequence[int], k_shape: Sequence[int], lengths: Lengths, layout: str) -> int:
+    """Pairs of a query and a key of one sequence, of one head."""
+    if layout == VARLEN:
+        assert lengths.cu_seqlens_q is not None, "a varlen call comes with cu_seqlens"
+        queries = _lengths_between(lengths.cu_seqlens_q, lengths.max_seqlen_q)
+        of_keys = lengths.cu_seqlens_k
+        keys = queries if of_keys is None else _lengths_between(of_keys, lengths.max_seqlen_k)
+        return sum(q * k for q, k in zip(queries, keys, strict=True))
+    batch, _, seqlen, _ = LAYOUTS[layout]
+    if lengths.seq_lens is None:
+        return q_shape[batch] * q_shape[seqlen] * k_shape[seqlen]
+    return sum(min(n, q_shape[seqlen]) * n for n in _values(lengths.seq_lens, k_shape[seqlen]))
+
+
+def _heads(q_shape: Sequence[int], layout: str) -> int:
+    return q_shape[-2] if layout == VARLEN else q_shape[LAYOUTS[layout][1]]
+
+
+@register_flop_formula(torch.ops.diyfa.attention_fwd, get_raw=True)
+def attention_fwd_flop(q: Any, k: Any, v: Any, packing: str, *features: Any, out_val: Any = None) -> int:
+    """q kᵀ and p v."""
+    lengths, options = unpack(features, packing)
+    first = q if packing == "qkv" else k  # the shapes of those that lie in one tensor, without the 3 or 2
+    k_shape = (*first.shape[:-3], *first.shape[-2:]) if packing else k.shape
+    q_shape = k_shape if packing == "qkv" else q.shape
+    dims = q_shape[-1] + (k_shape if packing else v.shape)[-1]
+    return 2 * _heads(q_shape, options.layout) * _pairs(q_shape, k_shape, lengths, options.layout) * dims
+
+
+def _backward(q: Any, k: Any, v: Any, features: Sequence[Any]) -> int:
+    """q kᵀ again, dout vᵀ, and the products for dq, dk and dv."""
+    lengths, options = unpack(features)
+    dims = 3 * q.shape[-1] + 2 * v.shape[-1]
+    return 2 * _heads(q.shape, options.layout) * _pairs(q.shape, k.shape, lengths, options.layout) * dims
+
+
+@register_flop_formula(torch.ops.diyfa.attention_bwd, get_raw=True)
+def attention_bwd_flop(dout: Any, dlse: Any, q: Any, k: Any, v: Any, *rest: Any, out_val: Any = None) -> int:
+    _, _, _, *features = rest  # out, lse and packing: q, k and v are views
+    return _backward(q, k, v, features)
+
+
+@register_flop_formula(torch.ops.diyfa.attention_bwd_out, get_raw=True)
+def attention_bwd_out_flop(dout: Any, dlse: Any, q: Any, k: Any, v: Any, *rest: Any, out_val: Any = None) -> int:
+    _, _, _, _, _, _, *features = rest  # out, lse, dq, dk, dv and delta
+    return _backward(q, k, v, features)
+
+
+@register_flop_formula(torch.ops.diyfa.kvcache_fwd, get_raw=True)
+def kvcache_fwd_flop(*call: Any, out_val: Any = None) -> int:
+    """q kᵀ and p v over the keys that each sequence has."""
+    tensors, options = unpack_call(call)
+    q, dims = tensors.q, tensors.q.shape[-1] + tensors.v_cache.shape[-1]
+    capacity = capacity_of(tensors, options.max_seqlen_k)
+    offsets = tensors.cu_seqlens_q
+    queries = [q.shape[1]] * q.shape[0] if offsets is None else _lengths_between(offsets, options.max_seqlen_q)
+    if tensors.seqlens is not None:
+        keys = [n + tensors.added for n in _values(tensors.seqlens, capacity - tensors.added)]
+    elif tensors.cu_seqlens_k is not None:
+        keys = _lengths_between(tensors.cu_seqlens_k, capacity)
+    else:
+        keys = [tensors.length + tensors.added] * len(queries)
+    skipped = [0] * len(queries) if tensors.leftpad is None else _values(tensors.leftpad, 0)
+    pairs = sum(m * max(0, min(n, capacity) - left) for m, n, left in zip(queries, keys, skipped, strict=True))
+    return 2 * q.shape[-2] * pairs * dims
+
+
+@register_flop_formula(torch.ops.diyfa.kvcache_fwd_out, get_raw=True)
+def kvcache_fwd_out_flop(out: Any, *call: Any, out_val: Any = None) -> int:
+    return kvcache_fwd_flop(*call)
+
+
+@register_flop_formula(torch.ops.diyfa.kvcache_append, get_raw=True)
+def kvcache_append_flop(*call: Any, out_val: Any = None) -> int:
+    """No products: it writes, and rotates."""
+    return 0
+
+
+@register_flop_formula(torch.ops.diyfa.matmul, get_raw=True)
+def matmul_flop(a: Any, b: Any, *rest: Any, out_val: Any = None) -> int:
+    return 2 * a.shape[0] * a.shape[1] * b.shape[1]

@@ -1,0 +1,84 @@
+"""Registers diyfa with modules of PyTorch when they are imported, so that `import diyfa` imports none of them.
+
+`torch.ops.diyfa.…` finds the operators after `import diyfa` alone, whichever of torch and diyfa is imported first, and
+`FlopCounterMode` counts them. The modules that define them are imported when one is looked up or counted.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # they take longer than all of this
+    from collections.abc import Callable, Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
+
+class _Waiting:
+    """A finder of `sys.meta_path` that calls `register` once somebody has imported the module `name`."""
+
+    def __init__(self, name: str, register: Callable[[], None]) -> None:
+        self.name, self.register = name, register
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self.name:
+            return None
+        finders = [finder for finder in sys.meta_path if finder is not self]
+        found = (finder.find_spec(fullname, path, target) for finder in finders)
+        spec = next((spec for spec in found if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            loader: Any = spec.loader
+            execute = loader.exec_module
+
+            def execute_and_register(module: ModuleType) -> None:
+                loader.exec_module = execute
+                execute(module)
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
+                self.register()
+
+            loader.exec_module = execute_and_register
+        return spec
+
+
+def when_imported(name: str, register: Callable[[], None]) -> None:
+    """Call `register` now if the module `name` has been imported, else as soon as somebody imports it."""
+    if name in sys.modules:
+        register()
+    else:
+        sys.meta_path.insert(0, _Waiting(name, register))
+
+
+def _define_on_look_up() -> None:
+    """Let `torch.ops.diyfa` import the module that defines an operator when the operator is looked up."""
+    import torch
+
+    namespace: Any = torch.ops.diyfa
+    plain = type(namespace)
+
+    def look_up(self: Any, name: str) -> Any:
+        try:
+            return plain.__getattr__(self, name)
+        except AttributeError:
+            if name.startswith("__"):  # Python asks every module for these
+                raise
+        # Imported in part if it is defining the operator just now: PyTorch looks whether there is one already.
+        import_module("diyfa.kvcache_ops" if name.startswith("kvcache_") else "diyfa.ops")
+        return plain.__getattr__(self, name)
+
+    # Operators are named, also in saved programs, after the module of their namespace's class.
+    namespace.__class__ = type(plain.__name__, (plain,), {"__getattr__": look_up, "__module__": plain.__module__})
+
+
+def _define_flop_formulas() -> None:
+    import_module("diyfa.flops")
+
+
+def register() -> None:
+    """Register everything, now or later."""
+    when_imported("torch", _define_on_look_up)
+    when_imported("torch.utils.flop_counter", _define_flop_formulas)
