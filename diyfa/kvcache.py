@@ -14,7 +14,7 @@ import torch
 
 from diyfa import fast_path, registry, validation
 from diyfa.features import ATTENTION_DTYPES
-from diyfa.kvcache_ops import KVCacheOptions, KVCachePlan, bucket, check_new_values, describe_kvcache, run, run_plan
+from diyfa.kvcache_ops import KVCacheOptions, KVCachePlan, bucket, describe_kvcache, run, run_plan
 from diyfa.options import UNBOUNDED
 from diyfa.problem import VARLEN, KVCacheTensors, NewKeys
 
@@ -138,8 +138,6 @@ def _check_new_keys(
         _check("v", v, q, (*of_new, v_cache.shape[3]), q.dtype)
         _check_stride(v=v)
     _check_not_expanded(k_cache=k_cache, v_cache=v_cache)
-    if not torch.compiler.is_compiling() and all(type(x) in _IN_MEMORY and not x.is_meta for x in (k_cache, v_cache)):
-        check_new_values(k_cache, v_cache, v)
     if cos is None and sin is None:
         return
     if cos is None or sin is None:
