@@ -26,6 +26,7 @@ from diyfa.problem import (
     NewKeys,
     dtype_name,
     empty_output,
+    has_few_steps,
     is_aligned,
 )
 
@@ -181,8 +182,10 @@ def capacity_of(tensors: KVCacheTensors, max_seqlen_k: int) -> int:
     return min(rows, bucket(max_seqlen_k)) if max_seqlen_k else rows
 
 
-def describe_kvcache(backend: Backend, tensors: KVCacheTensors, options: KVCacheOptions) -> KVCacheProblem:
-    """The problem of one call."""
+def describe_kvcache(
+    backend: Backend, tensors: KVCacheTensors, options: KVCacheOptions, out: torch.Tensor | None = None
+) -> KVCacheProblem:
+    """The problem of one call; `out` is what the caller gives to be filled."""
     q, k_cache, v_cache = tensors.q, tensors.k_cache, tensors.v_cache
     packed, capacity = options.layout == VARLEN, capacity_of(tensors, options.max_seqlen_k)
     offsets = tensors.cu_seqlens_q
@@ -219,13 +222,17 @@ def describe_kvcache(backend: Backend, tensors: KVCacheTensors, options: KVCache
         num_splits=options.num_splits,
         batch_invariant=options.batch_invariant,
         aligned=is_aligned(q, k_cache, v_cache),
+        aligned_out=out is None or is_aligned(out),
+        few_steps=has_few_steps(VARLEN if k_cache.dim() == 3 else "bshd", k_cache, v_cache),
     )
 
 
-def kernel_of(op: str, tensors: KVCacheTensors, options: KVCacheOptions) -> tuple[KVCacheProblem, Kernel]:
+def kernel_of(
+    op: str, tensors: KVCacheTensors, options: KVCacheOptions, out: torch.Tensor | None = None
+) -> tuple[KVCacheProblem, Kernel]:
     """How a call is run. Raises ValueError when no kernel runs it."""
     backend = registry.resolve_backend(tensors.q.device, options.backend)
-    problem = describe_kvcache(backend, tensors, options)
+    problem = describe_kvcache(backend, tensors, options, out)
     return problem, registry.choose(op, problem, backend, options.variant if op == "kvcache_fwd" else "auto")
 
 
@@ -399,7 +406,7 @@ def _append(
 def _forward(
     tensors: KVCacheTensors, options: KVCacheOptions, out: torch.Tensor | None, plan: KVCachePlan | None = None
 ) -> Pair:
-    step = _Step(*kernel_of("kvcache_fwd", tensors, options))
+    step = _Step(*kernel_of("kvcache_fwd", tensors, options, out))
     if not _computes_nothing(tensors, options):
         if plan is not None:
             plan.attend = step
@@ -432,7 +439,7 @@ def run(
     plan = KVCachePlan(tensors)
     if new is not None:
         # Before anything is written: that the attention can be run, too.
-        kernel_of("kvcache_fwd", tensors, options)
+        kernel_of("kvcache_fwd", tensors, options, out)
         rotated = _append(tensors, options, new, plan)
         if rotated is not None:
             tensors = tensors._replace(q=rotated)
@@ -476,7 +483,7 @@ def _kvcache_append(out: torch.Tensor | None, *flat: Any) -> torch.Tensor:
     tensors, options, new = _unpack(_APPEND, flat)
     check_out(out, tensors, options.layout)
     check_new_values(tensors.k_cache, tensors.v_cache, new.v)
-    kernel_of("kvcache_fwd", tensors, options)
+    kernel_of("kvcache_fwd", tensors, options, out)
     rotated = _append(tensors, options, new)
     return tensors.q.new_empty(0) if rotated is None else rotated
 
