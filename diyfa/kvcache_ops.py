@@ -342,9 +342,7 @@ class KVCachePlan:
         self.binds_given = False  # whether kernels read the tensors of a call themselves, no copies or views of them
         self.on_host = tensors.q.device.type == "cpu"  # where values of tensors are checked
 
-    def check_caches(
-        self, k_cache: torch.Tensor, v_cache: torch.Tensor, v: torch.Tensor | None, distance: int
-    ) -> None:
+    def check_caches(self, k_cache: torch.Tensor, v_cache: torch.Tensor, v: torch.Tensor | None, distance: int) -> None:
         """`check_new_values` of a call like the first one, whose caches may overlap although those of the first did
         not: it depends on the `distance` of their addresses."""
         if distance != self.v_distance and -self.reach < distance < self.reach:

@@ -107,8 +107,9 @@ class AttentionProblem(_AttentionShape, _Problem):
     `window_left` and `window_right` are normalised: -1 is unbounded, causal is `window_right == 0`. `dtype` is the
     short name ("float16"). `aligned` says that every base address and every stride but the last of q, k and v is a
     multiple of 16 bytes (what TMA needs), `aligned_gradients` the same of the buffers of dq, dk and dv; `few_steps`
-    what `has_few_steps` says of q, k and v where there are `seq_lens`. In the layout "thd" `batch` counts the sequences, `seqlen_q` and `seqlen_k` are the longest
-    lengths, `total_q` and `total_k` the rows of the packed tensors (0 in other layouts).
+    what `has_few_steps` says of q, k and v where there are `seq_lens`. In the layout "thd" `batch` counts the
+    sequences, `seqlen_q` and `seqlen_k` are the longest lengths, `total_q` and `total_k` the rows of the packed tensors
+    (0 in other layouts).
     """
 
     layout: str
