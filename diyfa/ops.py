@@ -338,7 +338,7 @@ def _backward_into(
     options: AttentionOptions,
     aligned: bool = True,
 ) -> None:
-    """Fill the gradients of one call; `saved` is (q, k, v, out, lse). `aligned`: what `problem.aligned_gradients` says."""
+    """Fill the gradients of one call; `saved` is (q, k, v, out, lse), `aligned` the problem's `aligned_gradients`."""
     q, k, v, out, lse = saved
     nothing = _computes_nothing(q, k, lengths, options)
     plan = None if nothing else _plan("attention_bwd", q, k, v, lengths, options, aligned)

@@ -424,11 +424,11 @@ class RowSteps(NamedTuple):
     step: int  # elements; 16 bytes at least, if the tensor is aligned
     per_sample: int  # steps from one sample to the next
     per_row: int  # steps from one row to the next
-    count: int  # steps from the first row to the end of the last
+    total: int  # steps from the first row to the end of the last
 
 
 def row_steps(x: torch.Tensor, layout: str) -> RowSteps:
-    """The steps of a 4-D tensor. Packed sequences are counted in rows, and by nobody."""
+    """The steps of a tensor. Packed sequences are read from the first row of all: they have no bound to keep."""
     stride_b, _, stride_row, _ = bhsd_strides(x, layout)
     if layout == VARLEN:
         return RowSteps(stride_row, 0, 1, 0)
@@ -442,7 +442,7 @@ def row_steps(x: torch.Tensor, layout: str) -> RowSteps:
 
 def has_few_steps(layout: str, *tensors: torch.Tensor) -> bool:
     """Whether 32 bits count the steps to every row, which TMA needs where samples end at lengths of their own."""
-    return all(row_steps(x, layout).count < MAX_STEPS for x in tensors)
+    return all(row_steps(x, layout).total < MAX_STEPS for x in tensors)
 
 
 def as_bhsd(x: torch.Tensor, layout: str) -> torch.Tensor:

@@ -40,6 +40,6 @@ def ragged_descriptor(x: torch.Tensor, layout: str, rows: int, columns: int) -> 
 
 def steps_of(x: torch.Tensor, layout: str) -> tuple[int, int]:
     """(steps from one sample to the next, steps from one row to the next) in a ragged descriptor."""
-    _, per_sample, per_row, count = row_steps(x, layout)
-    assert count < MAX_STEPS, "a problem without few_steps is refused"
+    _, per_sample, per_row, total = row_steps(x, layout)
+    assert total < MAX_STEPS, "a problem without few_steps is refused"
     return per_sample, per_row
