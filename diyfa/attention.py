@@ -316,6 +316,7 @@ def explain(
     backend: str | None = None,
     block_table: torch.Tensor | None = None,
     seqused_k: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> registry.Explanation:
     """Which backend, kernel and tile `flash_attention` with these arguments would run, why, and why no other.
 
@@ -326,9 +327,9 @@ def explain(
     if layout not in (*LAYOUTS, VARLEN):
         raise ValueError(f"layout must be one of {', '.join((*LAYOUTS, VARLEN))}, got {layout!r}")
     validation.check_booleans(causal=causal, deterministic=deterministic, return_lse=return_lse)
-    if block_table is not None or seqused_k is not None:
+    if block_table is not None or seqused_k is not None or out is not None:
         if layout != VARLEN:
-            raise ValueError(f"block_table and seqused_k belong to the layout 'thd', got {layout!r}")
+            raise ValueError(f"block_table, seqused_k and out belong to the layout 'thd', got {layout!r}")
         if seq_lens is not None or attn_bias is not None:
             raise ValueError("layout 'thd' takes no seq_lens and no attn_bias")
         return explain_packed(q, k, v, {
@@ -337,7 +338,7 @@ def explain(
             "max_seqlen_k": validation.check_length("max_seqlen_k", max_seqlen_k),
             "block_table": block_table, "causal": causal, "sm_scale": sm_scale, "variant": variant,
             "window": validation.check_window(window), "softcap": softcap, "alibi_slopes": alibi_slopes,
-            "sinks": sinks, "dropout_p": dropout_p, "backend": backend, "out": None, "scale_name": "sm_scale",
+            "sinks": sinks, "dropout_p": dropout_p, "backend": backend, "out": out, "scale_name": "sm_scale",
         })  # fmt: skip
     if layout == VARLEN:
         if cu_seqlens_q is None or cu_seqlens_k is None or seq_lens is not None or attn_bias is not None:

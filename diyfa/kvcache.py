@@ -14,7 +14,7 @@ import torch
 
 from diyfa import fast_path, registry, validation
 from diyfa.features import ATTENTION_DTYPES
-from diyfa.kvcache_ops import KVCacheOptions, KVCachePlan, bucket, check_new_values, describe_kvcache, run, run_plan
+from diyfa.kvcache_ops import KVCacheOptions, KVCachePlan, bucket, check_out, describe_kvcache, run, run_plan
 from diyfa.options import UNBOUNDED
 from diyfa.problem import VARLEN, KVCacheTensors, NewKeys
 
@@ -138,8 +138,6 @@ def _check_new_keys(
         _check("v", v, q, (*of_new, v_cache.shape[3]), q.dtype)
         _check_stride(v=v)
     _check_not_expanded(k_cache=k_cache, v_cache=v_cache)
-    if not torch.compiler.is_compiling() and all(type(x) in _IN_MEMORY and not x.is_meta for x in (k_cache, v_cache)):
-        check_new_values(k_cache, v_cache, v)
     if cos is None and sin is None:
         return
     if cos is None or sin is None:
@@ -640,6 +638,7 @@ def explain_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: dic
         given["block_table"], alibi_slopes=given["alibi_slopes"], sinks=given["sinks"],
     )  # fmt: skip
     _check_packed_values(tensors, given["max_seqlen_q"], given["max_seqlen_k"])
-    options = _packed_options(given)
-    problem = describe_kvcache(registry.resolve_backend(q.device, options.backend), tensors, options)
+    options, out = _packed_options(given), given["out"]
+    check_out(out, tensors, options.layout)
+    problem = describe_kvcache(registry.resolve_backend(q.device, options.backend), tensors, options, out)
     return registry.explain_choice("kvcache_fwd", problem, q.device, options.backend, options.variant)

@@ -26,6 +26,7 @@ from diyfa.problem import (
     NewKeys,
     dtype_name,
     empty_output,
+    has_few_steps,
     is_aligned,
 )
 
@@ -137,12 +138,17 @@ def _meet(distance: int, dims: list[tuple[int, int, int]]) -> bool:
     return any(-other < n < size and _meet(distance - n * stride, inner) for n in (steps, steps + 1))
 
 
+def _span(x: torch.Tensor) -> int:
+    """Elements from the first to the last of x, which has some."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+
+
 def share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
     """Whether x and y have an element in common: known for dense tensors and for views with the same strides, and else
     denied, as neighbours in one buffer have not."""
     if x.untyped_storage().data_ptr() != y.untyped_storage().data_ptr() or not x.numel() or not y.numel():
         return False
-    spans = [1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True)) for t in (x, y)]
+    spans = [_span(x), _span(y)]
     size = x.element_size()
     begins = x.data_ptr(), y.data_ptr()
     if begins[0] + spans[0] * size <= begins[1] or begins[1] + spans[1] * y.element_size() <= begins[0]:
@@ -182,8 +188,10 @@ def capacity_of(tensors: KVCacheTensors, max_seqlen_k: int) -> int:
     return min(rows, bucket(max_seqlen_k)) if max_seqlen_k else rows
 
 
-def describe_kvcache(backend: Backend, tensors: KVCacheTensors, options: KVCacheOptions) -> KVCacheProblem:
-    """The problem of one call."""
+def describe_kvcache(
+    backend: Backend, tensors: KVCacheTensors, options: KVCacheOptions, out: torch.Tensor | None = None
+) -> KVCacheProblem:
+    """The problem of one call; `out` is what the caller gives to be filled."""
     q, k_cache, v_cache = tensors.q, tensors.k_cache, tensors.v_cache
     packed, capacity = options.layout == VARLEN, capacity_of(tensors, options.max_seqlen_k)
     offsets = tensors.cu_seqlens_q
@@ -220,13 +228,17 @@ def describe_kvcache(backend: Backend, tensors: KVCacheTensors, options: KVCache
         num_splits=options.num_splits,
         batch_invariant=options.batch_invariant,
         aligned=is_aligned(q, k_cache, v_cache),
+        aligned_out=out is None or is_aligned(out),
+        few_steps=has_few_steps(VARLEN if k_cache.dim() == 3 else "bshd", k_cache, v_cache),
     )
 
 
-def kernel_of(op: str, tensors: KVCacheTensors, options: KVCacheOptions) -> tuple[KVCacheProblem, Kernel]:
+def kernel_of(
+    op: str, tensors: KVCacheTensors, options: KVCacheOptions, out: torch.Tensor | None = None
+) -> tuple[KVCacheProblem, Kernel]:
     """How a call is run. Raises ValueError when no kernel runs it."""
     backend = registry.resolve_backend(tensors.q.device, options.backend)
-    problem = describe_kvcache(backend, tensors, options)
+    problem = describe_kvcache(backend, tensors, options, out)
     return problem, registry.choose(op, problem, backend, options.variant if op == "kvcache_fwd" else "auto")
 
 
@@ -323,14 +335,25 @@ class _Step:
 class KVCachePlan:
     """What an earlier equal call came to: the kernels that append and attend. None where there is nothing to launch."""
 
-    __slots__ = ("append", "attend", "begins_alike", "binds_given", "on_host")
+    __slots__ = ("append", "attend", "begins_alike", "binds_given", "on_host", "reach", "v_distance")
 
     def __init__(self, tensors: KVCacheTensors) -> None:
         self.append: _Step | None = None
         self.attend: _Step | None = None
-        self.begins_alike = tensors.k_cache.data_ptr() == tensors.v_cache.data_ptr()
+        # Bytes from the keys to the values, of which `check_caches` knows that the two do not overlap.
+        self.v_distance = tensors.v_cache.data_ptr() - tensors.k_cache.data_ptr()
+        self.begins_alike = self.v_distance == 0
+        caches = tensors.k_cache, tensors.v_cache
+        self.reach = max(_span(x) * x.element_size() for x in caches)  # bytes: caches further apart do not overlap
         self.binds_given = False  # whether kernels read the tensors of a call themselves, no copies or views of them
         self.on_host = tensors.q.device.type == "cpu"  # where values of tensors are checked
+
+    def check_caches(self, k_cache: torch.Tensor, v_cache: torch.Tensor, v: torch.Tensor | None, distance: int) -> None:
+        """`check_new_values` of a call like the first one, whose caches may overlap although those of the first did
+        not: it depends on the `distance` of their addresses."""
+        if distance != self.v_distance and -self.reach < distance < self.reach:
+            check_new_values(k_cache, v_cache, v)
+            self.v_distance = distance
 
     def again(
         self, found: Found, length: int, out: torch.Tensor | None, returns_lse: bool, new: int = 0
@@ -347,6 +370,7 @@ class KVCachePlan:
             place = len(given) - new - 1
             given, addresses = (*given[:place], *given[place + 1 :]), addresses[:place] + addresses[place + 1 :]
         if new:
+            self.check_caches(given[1], given[2], given[-1] if new == 2 else None, addresses[2] - addresses[1])
             # What is appended twice, where the attention is not repeated, is the same.
             append = None if self.append is None else self.append.repeat
             if append is None or append(length, addresses, given) is None:
@@ -374,7 +398,6 @@ def _append(
     tensors: KVCacheTensors, options: KVCacheOptions, new: NewKeys, plan: KVCachePlan | None = None
 ) -> torch.Tensor | None:
     """Write new keys to the caches; returns the rotated queries, None where nothing is rotated."""
-    check_new_values(tensors.k_cache, tensors.v_cache, new.v)
     step = _Step(*kernel_of("kvcache_append", tensors, options))
     if plan is not None:
         plan.append = step
@@ -387,7 +410,7 @@ def _append(
 def _forward(
     tensors: KVCacheTensors, options: KVCacheOptions, out: torch.Tensor | None, plan: KVCachePlan | None = None
 ) -> Pair:
-    step = _Step(*kernel_of("kvcache_fwd", tensors, options))
+    step = _Step(*kernel_of("kvcache_fwd", tensors, options, out))
     if not _computes_nothing(tensors, options):
         if plan is not None:
             plan.attend = step
@@ -415,10 +438,12 @@ def run(
             return out, torch.ops.diyfa.kvcache_fwd_out(out, *_pack(tensors, options)), None
         return *torch.ops.diyfa.kvcache_fwd(*_pack(tensors, options)), None
     check_out(out, tensors, options.layout)
+    if new is not None:
+        check_new_values(tensors.k_cache, tensors.v_cache, new.v)
     plan = KVCachePlan(tensors)
     if new is not None:
         # Before anything is written: that the attention can be run, too.
-        kernel_of("kvcache_fwd", tensors, options)
+        kernel_of("kvcache_fwd", tensors, options, out)
         rotated = _append(tensors, options, new, plan)
         if rotated is not None:
             tensors = tensors._replace(q=rotated)
@@ -434,6 +459,8 @@ def run_plan(
     check_out(out, tensors, plan.attend.problem.layout)
     if new is not None:
         assert plan.append is not None, "the plan of a call that appends"
+        k_cache, v_cache = tensors.k_cache, tensors.v_cache
+        plan.check_caches(k_cache, v_cache, new.v, v_cache.data_ptr() - k_cache.data_ptr())
         new = _rotates(new, tensors.q)
         plan.append.append(tensors, new)
         if new.rotated_q is not None:
@@ -459,7 +486,8 @@ def _kvcache_append(out: torch.Tensor | None, *flat: Any) -> torch.Tensor:
     """An operator returns a tensor: without rotary embedding one without elements."""
     tensors, options, new = _unpack(_APPEND, flat)
     check_out(out, tensors, options.layout)
-    kernel_of("kvcache_fwd", tensors, options)
+    check_new_values(tensors.k_cache, tensors.v_cache, new.v)
+    kernel_of("kvcache_fwd", tensors, options, out)
     rotated = _append(tensors, options, new)
     return tensors.q.new_empty(0) if rotated is None else rotated
 

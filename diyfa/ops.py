@@ -47,6 +47,7 @@ from diyfa.problem import (
     as_bhsd,
     dtype_name,
     empty_output,
+    has_few_steps,
     is_aligned,
 )
 
@@ -117,12 +118,19 @@ def describe_attention(
         head_dim=head_dim,
         head_dim_v=v.shape[-1],
         aligned=is_aligned(q, k, v),
+        few_steps=lengths.seq_lens is None or has_few_steps(options.layout, q, k, v),
         **facts,
     )
 
 
 def _plan(
-    op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, options: AttentionOptions
+    op: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: Lengths,
+    options: AttentionOptions,
+    aligned_gradients: bool = True,
 ) -> Plan:
     """The kernel of a call and what it is launched with. Raises ValueError when no kernel runs it."""
     backend, variant = options.backend, options.variant
@@ -147,6 +155,7 @@ def _plan(
         backend,  # which the plan keeps for the backward pass
         backend or registry.forced_backend(),
         variant,
+        aligned_gradients,
     )
     plan = find(key)
     if plan is None:
@@ -155,7 +164,7 @@ def _plan(
         # The mode is about results: gradients are computed as ever.
         backward = problem.replace(batch_invariant=False) if options.batch_invariant else problem
         if op == "attention_bwd":
-            problem = backward
+            problem = backward if aligned_gradients else backward.replace(aligned_gradients=False)
         kernel = registry.choose(op, problem, chosen, registry.variant_of(op, chosen, variant, problem))
         if op == "attention_fwd" and problem.needs_grad:  # refuse now rather than in the backward pass
             of_backward = registry.variant_of("attention_bwd", chosen, variant, backward)
@@ -271,6 +280,8 @@ def _run_backward(
     plan: Plan, saved: tuple[torch.Tensor, ...], optional: Sequence[torch.Tensor], dout: torch.Tensor
 ) -> list[torch.Tensor | None]:
     """`_gradients` of a planned call; `saved`: its unchanged (q, k, v, out, lse)."""
+    if dout.stride(-1) != 1:  # an expanded gradient, as from out.sum()
+        dout = dout.contiguous()
     key = (dout.stride(), registry.forced_backend())
     q, k, v, out, lse = saved
     repeat = plan.backward_repeats.get(key)
@@ -283,7 +294,7 @@ def _run_backward(
     owners, rest = found[:3], found[3:]
     of_backward = _plan("attention_bwd", q, k, v, lengths, options)
     make = of_backward.kernel.repeat
-    if make is not None and dout.stride(-1) == 1:  # else it was copied first
+    if make is not None:
         tensors = bind(q, k, v, lengths, options)
         if _binds_as_given(tensors, q, k, v, *optional):
             of_features: dict[str, Any] = dict(zip(_FEATURE_GRADIENTS, rest, strict=True))
@@ -325,11 +336,12 @@ def _backward_into(
     grads: AttentionGradients,
     lengths: Lengths,
     options: AttentionOptions,
+    aligned: bool = True,
 ) -> None:
-    """Fill the gradients of one call; `saved` is (q, k, v, out, lse)."""
+    """Fill the gradients of one call; `saved` is (q, k, v, out, lse), `aligned` the problem's `aligned_gradients`."""
     q, k, v, out, lse = saved
     nothing = _computes_nothing(q, k, lengths, options)
-    plan = None if nothing else _plan("attention_bwd", q, k, v, lengths, options)
+    plan = None if nothing else _plan("attention_bwd", q, k, v, lengths, options, aligned)
     if plan is None or (options.layout == VARLEN and not plan.kernel.clears):
         for x in _given(*grads[:3], grads.delta):
             x.zero_()
@@ -389,7 +401,8 @@ def _attention_bwd(dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: 
 
 def _attention_bwd_out(dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *rest: Any) -> None:
     dq, dk, dv, delta, *features = rest
-    _backward_into(dout, dlse, (q, k, v, out, lse), AttentionGradients(dq, dk, dv, delta=delta), *unpack(features))
+    grads, saved = AttentionGradients(dq, dk, dv, delta=delta), (q, k, v, out, lse)
+    _backward_into(dout, dlse, saved, grads, *unpack(features), aligned=is_aligned(dq, dk, dv))
 
 
 def _attention_fwd_fake(q: Any, k: Any, v: Any, packing: str, *features: Any) -> Any:

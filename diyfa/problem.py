@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, replace
 from functools import wraps
+from math import gcd
 from typing import Any, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 from zlib import crc32
 
@@ -30,6 +31,7 @@ LAYOUTS: dict[str, tuple[int, int, int, int]] = {
 }
 # Sequences packed one after another, (T, H, D): no batch dimension, cu_seqlens says where each begins (flash_attn).
 VARLEN = "thd"
+MAX_STEPS = 0x7FFF0000  # as many as 32 bits count, in the box of a TMA descriptor
 Function = TypeVar("Function", bound=Callable[..., Any])
 P = TypeVar("P", bound="_Problem")
 
@@ -103,9 +105,11 @@ class AttentionProblem(_AttentionShape, _Problem):
     """One attention call without its tensors.
 
     `window_left` and `window_right` are normalised: -1 is unbounded, causal is `window_right == 0`. `dtype` is the
-    short name ("float16"). `aligned` says that every base address and every stride but the last is a multiple of 16
-    bytes (what TMA needs). In the layout "thd" `batch` counts the sequences, `seqlen_q` and `seqlen_k` are the longest
-    lengths, `total_q` and `total_k` the rows of the packed tensors (0 in other layouts).
+    short name ("float16"). `aligned` says that every base address and every stride but the last of q, k and v is a
+    multiple of 16 bytes (what TMA needs), `aligned_gradients` the same of the buffers of dq, dk and dv; `few_steps`
+    what `has_few_steps` says of q, k and v where there are `seq_lens`. In the layout "thd" `batch` counts the
+    sequences, `seqlen_q` and `seqlen_k` are the longest lengths, `total_q` and `total_k` the rows of the packed tensors
+    (0 in other layouts).
     """
 
     layout: str
@@ -135,6 +139,8 @@ class AttentionProblem(_AttentionShape, _Problem):
     # Of out and, in the backward pass, of dq, dk and dv; "": `dtype`. Results that are still to be added up are
     # "float32". A kernel writes its buffers in their dtype.
     out_dtype: str = ""
+    few_steps: bool = True
+    aligned_gradients: bool = True
 
     @property
     def masked(self) -> bool:
@@ -183,6 +189,8 @@ class KVCacheProblem(_AttentionShape, _Problem):
     num_splits: int = 0  # 0: the kernel chooses
     batch_invariant: bool = False  # see `diyfa.batch_invariant`
     aligned: bool = True  # base addresses and all strides but the last of q and both caches are multiples of 16 bytes
+    aligned_out: bool = True  # the same of out, where the caller gives it
+    few_steps: bool = True  # `has_few_steps` of both caches
 
     @property
     def paged(self) -> bool:
@@ -408,6 +416,33 @@ def is_aligned(*tensors: torch.Tensor) -> bool:
         if x.data_ptr() % 16 or any(s % step for s in x.stride()[:-1]):
             return False
     return True
+
+
+class RowSteps(NamedTuple):
+    """How a tensor's rows are counted in steps, the elements that the strides of samples and of rows both divide by."""
+
+    step: int  # elements; 16 bytes at least, if the tensor is aligned
+    per_sample: int  # steps from one sample to the next
+    per_row: int  # steps from one row to the next
+    total: int  # steps from the first row to the end of the last
+
+
+def row_steps(x: torch.Tensor, layout: str) -> RowSteps:
+    """The steps of a tensor. Packed sequences are read from the first row of all: they have no bound to keep."""
+    stride_b, _, stride_row, _ = bhsd_strides(x, layout)
+    if layout == VARLEN:
+        return RowSteps(stride_row, 0, 1, 0)
+    batch, rows = x.shape[0], x.shape[LAYOUTS[layout][2]]
+    if batch == 1:
+        stride_b = 0
+    step = gcd(stride_b, stride_row) or 16 // x.element_size()  # with strides of 0 all rows are one
+    per_sample, per_row = stride_b // step, stride_row // step
+    return RowSteps(step, per_sample, per_row, (batch - 1) * per_sample + rows * per_row)
+
+
+def has_few_steps(layout: str, *tensors: torch.Tensor) -> bool:
+    """Whether 32 bits count the steps to every row, which TMA needs where samples end at lengths of their own."""
+    return all(row_steps(x, layout).total < MAX_STEPS for x in tensors)
 
 
 def as_bhsd(x: torch.Tensor, layout: str) -> torch.Tensor:

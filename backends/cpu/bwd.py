@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 
 from diyfa.backends.cpu.configs import attention_config
-from diyfa.backends.cpu.tiles import INF, Call, both, masked_product, without_autocast
+from diyfa.backends.cpu.tiles import INF, Call, both, masked_product, row_products, without_autocast
 from diyfa.backends.cpu.varlen import sequences
 from diyfa.features import GRADIENTS
 from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors, as_bhsd
@@ -81,7 +81,7 @@ def _backward(
             dout_tile = call.query_rows(dout_rows, m0, m1)  # [B, Hk, G * BLOCK_M, Dv]
             s, tanh = call.scores(q_tile, k_tile, m0, m1, n0, n1, seen)  # [B, Hk, G * BLOCK_M, BLOCK_N]
             p = torch.exp_(s.sub_(lse_rows[:, :, :, m0:m1].flatten(2, 3).unsqueeze(-1)))
-            dp = dout_tile @ v_tile.transpose(-1, -2)
+            dp = row_products(dout_tile, v_tile)
             if kept is not None:  # filled, not multiplied: a dropped pair depends on no NaN in v
                 dp.mul_(call.keep_scale).masked_fill_(~kept, 0.0)
             ds = dp.sub_(delta_rows[:, :, :, m0:m1].flatten(2, 3).unsqueeze(-1)).mul_(p)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from diyfa.backends.cpu.tiles import INF, without_autocast
+from diyfa.backends.cpu.tiles import INF, row_products, without_autocast
 from diyfa.problem import AttentionProblem, AttentionTensors, KVCacheProblem, KVCacheTensors, NewKeys, as_kvcache
 
 CHUNK = 64  # keys
@@ -121,7 +121,7 @@ def _scores(problem: KVCacheProblem, sequence: _Sequence, rows: torch.Tensor, m0
     if problem.batch_invariant:
         s = (rows * k.contiguous()).sum(-1).unsqueeze(-2)
     else:
-        s = rows @ k.transpose(-1, -2)
+        s = row_products(rows, k)
     if problem.softcap:
         s = problem.softcap * torch.tanh(s / problem.softcap)
     i, j = torch.arange(m0, m0 + rows.shape[2])[:, None], torch.arange(n0, n0 + CHUNK)

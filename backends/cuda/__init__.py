@@ -97,7 +97,8 @@ def _kernels() -> tuple[Kernel, ...]:
             name="sm90",
             op="attention_bwd",
             clears=True,
-            summary="Hopper: dQ, dK and dV in one loop; a producer warp with TMA, dQ added up in fp32",
+            summary="Hopper: dQ, dK and dV in one loop; a producer warp with TMA, dQ added up in fp32; a dout that TMA "
+            "cannot read is copied first",
             launch=_hopper("bwd_launch", "attention_backward"),
             unsupported=hopper_bwd_configs.unsupported,
             config=hopper_bwd_configs.config_of,

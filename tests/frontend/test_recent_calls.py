@@ -61,6 +61,18 @@ def among_keys(given: dict[str, Any]) -> torch.Tensor:
     return given["k_cache"].flatten()[: given["q"].numel()].view_as(given["q"])
 
 
+def overlapping_caches() -> dict[str, Any]:
+    """Of which the last row of one is the first of the other."""
+    both = torch.randn(B + 1, 40, HK, D)
+    return {"k_cache": both[:B], "v_cache": both[1:]}
+
+
+def entwined_caches() -> dict[str, Any]:
+    """Views of one buffer that have no element in common, with the strides of dense ones."""
+    both = torch.randn(B, 40, HK, 2 * D)
+    return {"k_cache": both[..., :D], "v_cache": both[..., D:]}
+
+
 # ---- The calls ----------------------------------------------------------------------------------------------------
 
 
@@ -275,6 +287,10 @@ OWN: dict[str, dict[str, Change]] = {
         "sinks instead": lambda given: {**given, "alibi_slopes": None, "sinks": given["alibi_slopes"]},
         "both": lambda given: {**given, "sinks": given["alibi_slopes"]},
     },
+    "appending": {
+        "overlapping caches": lambda given: {**given, **overlapping_caches()},
+        "entwined caches": lambda given: {**given, **entwined_caches()},
+    },
     "latent": {"not latent": with_changed("v_cache", torch.clone)},
     "float8": {
         "numbers": with_(k_descale=0.5, v_descale=0.25),
@@ -293,7 +309,7 @@ OF_VALUES = {
     ("packed", "values"), ("packed_once", "other offsets"), ("decode", "lengths beyond"), ("of_length", "beyond"),
     ("of_length", "negative"), ("of_length", "other"), ("into_out", "out is q"), ("into_out", "out among keys"),
     ("of_number", "another number"), ("paged", "no page"), ("packed_pages", "beyond"), ("dense", "alone"),
-    ("packed_pages", "longer"), ("with_lengths", "beyond"),
+    ("packed_pages", "longer"), ("with_lengths", "beyond"), ("appending", "overlapping caches"),
 }  # fmt: skip
 
 
@@ -351,6 +367,11 @@ AROUND: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 # ---- What is compared -----------------------------------------------------------------------------------------------
 
 
+def names_of_tensors(given: Any) -> list[str]:
+    """Of a named tuple."""
+    return [name for name, x in given._asdict().items() if isinstance(x, torch.Tensor)]
+
+
 def world(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Without earlier calls -> of each call from now on, whether a recent one served it.
 
@@ -361,7 +382,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
     def repeated(kernel: Any) -> Any:
         def repeat(problem: Any, tensors: Any, *results: torch.Tensor) -> Any:
-            names = [name for name, x in tensors._asdict().items() if isinstance(x, torch.Tensor)]
+            names = names_of_tensors(tensors)
             without, like = tensors._replace(**dict.fromkeys(names)), [(x.shape, x.stride(), x.dtype) for x in results]
 
             def run(out: torch.Tensor | None, present: tuple[torch.Tensor, ...], **numbers: int) -> list[torch.Tensor]:
@@ -389,7 +410,22 @@ def world(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
         return replace(kernel, repeat=repeat) if kernel.op in ("attention_fwd", "kvcache_fwd") else kernel
 
-    kernels = tuple(repeated(kernel) for kernel in backend.kernels)
+    def appended(kernel: Any) -> Any:
+        def repeat(problem: Any, tensors: Any, new: Any) -> Any:
+            of_call, of_new = (names_of_tensors(x) for x in (tensors, new))
+
+            def run(length: int, addresses: list[int], present: Any) -> bool:
+                assert addresses == [x.data_ptr() for x in present]
+                named = dict(zip(of_call, present[: len(of_call)], strict=True))
+                appended = dict(zip(of_new, present[len(of_call) :], strict=True))
+                kernel.launch(problem, tensors._replace(length=length, **named), new._replace(**appended))
+                return True
+
+            return run
+
+        return replace(kernel, repeat=repeat)
+
+    kernels = tuple(appended(x) if x.op == "kvcache_append" else repeated(x) for x in backend.kernels)
     monkeypatch.setitem(registry._loaded, "cpu", type("Stub", (type(backend),), {"kernels": kernels})())
     monkeypatch.setattr(fast_path, "plans", {})
     for module, name in ((fast_path, "find_attention"), (kvcache, "_find")):
@@ -538,6 +574,8 @@ PLANTED: list[tuple[Any, str, str, Callable[[], Given], Change | tuple[str, str]
     (OVER_CACHE, "if plan.begins_alike is", "if True or", latent, with_changed("v_cache", torch.clone)),
     (kvcache_ops.KVCachePlan.again, "check_out(", "(lambda *_: None)(", into_out,
      lambda given: {**given, "out": among_keys(given)}),
+    (kvcache_ops.KVCachePlan.again, "self.check_caches(", "(lambda *_: None)(", appending,
+     lambda given: {**given, **overlapping_caches()}),
     (diyfa.flash_attn_with_kvcache, "plan.on_host or isinstance(cache_seqlens, int)", "False", of_length,
      with_(cache_seqlens=41)),
 ]  # fmt: skip
@@ -570,6 +608,40 @@ def test_each_check_is_needed(number, monkeypatch):
         patch.setattr(owner, function.__name__, scope[function.__name__])
         patch.setattr(diyfa, "flash_attn_with_kvcache", kvcache.flash_attn_with_kvcache)
         assert is_shown()
+
+
+@pytest.mark.parametrize("compares", [True, False], ids=["recent", "by its key"])
+def test_caches_that_overlap_are_refused_at_each_call(compares, monkeypatch, served):
+    """It depends on addresses, and an equal call with other caches may have run before. Nothing is written."""
+    if not compares:
+        monkeypatch.setattr(fast_path, "_TensorGuards", None)
+    caches = overlapping_caches()
+    before = {name: x.clone() for name, x in caches.items()}
+    for _ in range(WARM):
+        assert isinstance(outcome(appending()), list)
+        kind, why = outcome({**appending(), **caches})
+        assert kind == "ValueError" and why.startswith("v_cache must not overlap k_cache")
+        assert all(torch.equal(x, before[name]) for name, x in caches.items())
+    assert served[-1] is compares
+    for changes in (entwined_caches(), {}, entwined_caches()):
+        given = {**appending(), **changes}
+        assert isinstance(outcome(given), list)
+
+
+def test_a_way_to_run_a_call_again_that_no_longer_holds_is_made_anew(served):
+    """A backend's `repeat` says that by None: what was decided about the tile may change meanwhile."""
+    for _ in range(WARM):
+        outcome(decode())
+    (recent,) = recent_calls()
+
+    def outdated(*arguments: Any) -> None:
+        return None
+
+    recent.again = outdated
+    want = fresh(decode())
+    for _ in range(2):
+        assert are_same(outcome(decode()), want)
+    assert recent.again not in (None, outdated)
 
 
 # ---- What is kept ---------------------------------------------------------------------------------------------------

@@ -26,14 +26,15 @@ from hopper_interpreted import (  # noqa: E402
 from poison import poisoned_allocations  # noqa: E402
 from simulators.gluon import KernelBug  # noqa: E402
 
+import diyfa  # noqa: E402
 from diyfa import ops, registry  # noqa: E402
+from diyfa import problem as problems  # noqa: E402
 from diyfa.attention import checked_options  # noqa: E402
 from diyfa.backends.cuda.attention import bwd_parts  # noqa: E402
-from diyfa.backends.cuda.gluon import tma  # noqa: E402
 from diyfa.backends.cuda.hopper import bwd as hopper_bwd  # noqa: E402
 from diyfa.backends.cuda.hopper import bwd_configs, bwd_launch  # noqa: E402
 from diyfa.backends.cuda.runtime.launch import is_interpreting, launch_kernel  # noqa: E402
-from diyfa.options import LENGTHS, Lengths  # noqa: E402
+from diyfa.options import LENGTHS, WHOLE, Lengths, pack  # noqa: E402
 from diyfa.problem import VARLEN, AttentionGradients, AttentionProblem, AttentionTensors, Launch  # noqa: E402
 from diyfa.testing import AttentionCase, make_inputs  # noqa: E402
 
@@ -357,17 +358,17 @@ def test_programs_wait_for_lower_numbers_only(
 
 
 @pytest.mark.parametrize("head_dim", [64, 96])
-def test_dq_that_tma_cannot_reach_is_converted_by_another_kernel(
-    head_dim: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dq_is_the_same_whoever_converts_it(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The main kernel, or where that cannot one behind it."""
     interpret_backward(monkeypatch)
     torch.manual_seed(0)
     q, k, v, out, dout = (torch.randn(2, 1, n, head_dim).bfloat16() for n in (130, 200, 200, 130, 130))
     problem = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", 2, 1, 1, 130, 200, head_dim, head_dim)
     problem = problem.replace(deterministic=True)
     found = []
-    for shift in (0, 1):
-        dq = torch.full((q.numel() + shift,), float("nan"), dtype=q.dtype)[shift:].view(q.shape)
+    for rolls in (True, False):
+        monkeypatch.setattr(bwd_launch, "_can_roll", lambda *_, rolls=rolls: rolls)
+        dq = torch.full_like(q, float("nan"))
         gradients = AttentionGradients(dq, torch.empty_like(k), torch.empty_like(v))
         tensors = AttentionTensors(q, k, v, 0.1)
         bwd_launch.attention_backward(problem, tensors, out, torch.zeros(2, 1, 130), dout, None, gradients)
@@ -607,26 +608,83 @@ def test_rows_beyond_a_sample_are_zeros_whatever_its_keys_are(monkeypatch: pytes
     assert not any(x[:, :, 70:].count_nonzero() for x in gradients[:3])
 
 
-@pytest.mark.parametrize("what", ["address", "steps", "dq of a wide head"])
-def test_what_tma_cannot_reach_goes_to_the_portable_kernels(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+OFF = {  # ways of a gradient to lie so that TMA cannot read it: of (1, 1, 64, 64)
+    "address": lambda x: torch.zeros(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape).copy_(x),
+    "rows": lambda x: torch.zeros(1, 1, 64, 65, dtype=x.dtype)[..., :64].copy_(x),
+    "steps": lambda x: torch.zeros(1, 1, 64, 128, dtype=x.dtype)[..., :64].copy_(x),
+    "expanded": lambda x: x,
+}
+
+
+@pytest.mark.parametrize("where", OFF)
+def test_a_gradient_that_tma_cannot_read_is_copied(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel was chosen with the forward pass, when nobody knew how the gradient would lie."""
     kernel = interpret_backward(monkeypatch)
-    calls = []
-    monkeypatch.setattr(bwd_launch.portable, "attention_backward", lambda *arguments: calls.append(arguments))
-    problem = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", 1, 1, 1, 64, 64, 64, 64)
-    q, k, v, out = (torch.zeros(1, 1, 64, 64, dtype=torch.bfloat16) for _ in range(4))
-    dout = torch.zeros(64 * 64 + 1, dtype=torch.bfloat16)[1:].view(1, 1, 64, 64)
-    if what == "steps":
-        problem, dout = problem.replace(seq_lens=True), torch.zeros_like(q)
-        monkeypatch.setattr(tma, "_STEPS", 64)
-    gradients = AttentionGradients(*(torch.empty_like(x) for x in (q, k, v)))
-    if what == "dq of a wide head":
-        problem = problem.replace(head_dim=136, head_dim_v=136)
-        q, k, v, out, dout = (torch.zeros(1, 1, 64, 136, dtype=torch.bfloat16) for _ in range(5))
-        dq = torch.zeros(64 * 136 + 1, dtype=torch.bfloat16)[1:].view(q.shape)
-        gradients = AttentionGradients(dq, torch.empty_like(k), torch.empty_like(v))
-    arguments = (problem, AttentionTensors(q, k, v, 1.0), out, torch.zeros(1, 1, 64), dout, None, gradients)
-    bwd_launch.attention_backward(*arguments)
-    assert calls == [arguments] and kernel.launches == 0
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 1, 64, 64).bfloat16() for _ in range(4))
+    if where == "expanded":
+        dout = torch.ones((), dtype=q.dtype).expand(q.shape)
+    options: dict[str, Any] = {"variant": "sm90", "backend": "cuda"}
+    if where == "steps":
+        options["seq_lens"] = torch.tensor([60], dtype=torch.int32)
+
+    def differentiated(dout: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        return torch.autograd.grad(diyfa.flash_attention(*leaves, **options), leaves, dout)
+
+    want = differentiated(dout.contiguous())
+    if where == "steps":
+        monkeypatch.setattr(bwd_launch, "has_few_steps", lambda layout, x: x.is_contiguous())  # and no others
+    found = differentiated(OFF[where](dout))
+    assert kernel.launches == 2 and all(map(torch.equal, found, want))
+
+
+@pytest.mark.parametrize("wanted", ["dq", "dk", "dv"])
+def test_gradients_that_tma_cannot_write_are_refused(wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operator that fills given buffers chooses with them."""
+    kernel = interpret_backward(monkeypatch)
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 1, 64, 64).bfloat16() for _ in range(4))
+    options = checked_options(q, k, v, WHOLE, {"layout": "bhsd", "backend": "cuda", "variant": "sm90"})
+    options = options._replace(needs_grad=True)
+    packed = pack(WHOLE, options)
+    out, lse = torch.ops.diyfa.attention_fwd(q, k, v, "", *packed)
+
+    def differentiated(**buffers: torch.Tensor) -> list[torch.Tensor]:
+        into = {name: torch.empty_like(x) for name, x in zip(("dq", "dk", "dv"), (q, k, v), strict=True)} | buffers
+        torch.ops.diyfa.attention_bwd_out(dout, None, q, k, v, out, lse, *into.values(), torch.empty_like(lse), *packed)
+        return list(into.values())
+
+    want = differentiated()
+    assert kernel.launches == 1
+    found = differentiated(**{wanted: OFF["address"](torch.zeros_like(q))})
+    assert kernel.launches == 1
+    torch.testing.assert_close(found, want, rtol=2e-2, atol=2e-2)
+    backend = registry.load_backend("cuda")
+    described = ops.describe_attention(backend, q, k, v, WHOLE, options).replace(aligned_gradients=False)
+    with pytest.raises(ValueError, match="sm90: sm90 writes dq, dk and dv through TMA"):
+        registry.choose("attention_bwd", described, backend, "sm90")
+
+
+def test_inputs_that_32_bits_do_not_count_the_steps_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name raises; without it the portable kernels are chosen for both passes, and `explain` says why."""
+    kernel = interpret_backward(monkeypatch)
+    monkeypatch.setattr(bwd_configs, "by_name_only", lambda problem: None)
+    monkeypatch.setattr(problems, "MAX_STEPS", 64)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 1, 64, 64).bfloat16().requires_grad_() for _ in range(3))
+    options: dict[str, Any] = {"seq_lens": torch.tensor([60], dtype=torch.int32), "backend": "cuda"}
+    for call in (diyfa.flash_attention, diyfa.explain):
+        with pytest.raises(ValueError, match="cannot run this attention_fwd: sm90: sm90 counts the steps"):
+            call(q, k, v, variant="sm90", **options)
+    explained = diyfa.explain(q, k, v, **options)
+    assert explained.backward is not None
+    for each, name in ((explained, "v2"), (explained.backward, "split")):
+        assert each.kernel == name
+        assert any("counts the steps" in x.reason for x in each.alternatives if x.kernel == "sm90")
+    assert "a dout that TMA cannot read is copied" in str(diyfa.explain(q, k, v, variant="sm90", backend="cuda"))
+    diyfa.flash_attention(q, k, v, **options).sum().backward()
+    assert kernel.launches == 0
 
 
 @pytest.mark.parametrize("mask", ["left", "right", "both", "none", "left, in order"])

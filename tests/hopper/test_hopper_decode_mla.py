@@ -21,9 +21,8 @@ from simulators.gluon import InterpretedKernel, KernelBug  # noqa: E402
 from triton.experimental.gluon import language as gl  # noqa: E402
 
 import diyfa  # noqa: E402
-from diyfa import fast_path, registry  # noqa: E402
+from diyfa import fast_path, problem, registry  # noqa: E402
 from diyfa.backends.cuda.attention import decode, decode_configs  # noqa: E402
-from diyfa.backends.cuda.gluon import tma  # noqa: E402
 from diyfa.backends.cuda.hopper import decode_mla, decode_mla_configs  # noqa: E402
 from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
 from diyfa.problem import KVCacheProblem, KVCacheTensors  # noqa: E402
@@ -120,9 +119,15 @@ def test_both_kernels_decide_alike_whether_programs_have_whole_tiles(
     check(case("whole_or_not", *lens, heads=8))
 
 
-def test_a_cache_that_tma_cannot_reach_goes_to_the_portable_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_tma_cannot_reach_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`flash_attn_with_kvcache` has no name for a kernel: the portable one is chosen."""
     kernel = interpret(monkeypatch, programs=3)
-    monkeypatch.setattr(tma, "_STEPS", 64)
+    described = KVCacheProblem(
+        "cuda", "sm_90", "bfloat16", "bfloat16", "bshd", 2, 16, 1, 1, 4096, 576, 512, latent=True
+    )  # fmt: skip
+    for few_steps, reason in ((True, None), (False, decode_mla_configs.TOO_MANY_STEPS)):
+        assert decode_mla_configs.refuses(described.replace(few_steps=few_steps)) == reason
+    monkeypatch.setattr(problem, "MAX_STEPS", 64)
     check(case("far", 20, 90, heads=4))
     assert kernel.launches == 0
 

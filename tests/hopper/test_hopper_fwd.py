@@ -16,7 +16,7 @@ from diyfa.backends.cuda import backend as cuda
 from diyfa.backends.cuda.attention import configs
 from diyfa.backends.cuda.gluon import compat
 from diyfa.backends.cuda.hopper import configs as hopper_configs
-from diyfa.problem import VARLEN, AttentionProblem
+from diyfa.problem import VARLEN, AttentionProblem, has_few_steps, row_steps
 from diyfa.testing import (
     AttentionCase,
     Results,
@@ -79,6 +79,7 @@ def test_accepts(changes: dict) -> None:
         ({"dropout": True, "bias": "bfloat16"}, "does not implement attn_bias, dropout"),
         ({"dropout": True}, "does not implement dropout"),
         ({"aligned": False}, "multiples of 16 bytes"),
+        ({"seq_lens": True, "few_steps": False}, "counts the steps"),
         ({"seqlen_k": 4, "batch": 1}, "multiply-adds in the scores"),
         ({"batch": 1, "seqlen_q": 127, "seqlen_k": 127}, "16384 elements of K"),
         ({"batch": 1, "heads_q": 4, "seqlen_q": 500, "seqlen_k": 500, "seq_lens": True}, "without seq_lens"),
@@ -157,11 +158,16 @@ def test_a_sequence_ends_where_its_descriptor_does(layout: str, columns: int) ->
         assert all(stride % 8 == 0 and stride < 1 << 39 for stride in box.strides[:-1])  # what TMA can hold
 
 
-def test_steps_that_32_bits_do_not_count_are_refused() -> None:
-    boxes = pytest.importorskip("diyfa.backends.cuda.gluon.tma", reason="needs a Triton with Gluon")
-    x = torch.empty_strided((2, 1, 4, 8), (1 << 40, 8, 8, 1), device="meta")
-    with pytest.raises(ValueError, match="counts 2147418112 steps"):
-        boxes.steps_of(x, "bhsd")
+def test_steps_that_32_bits_do_not_count_are_many() -> None:
+    far = torch.empty_strided((2, 1, 4, 8), (1 << 40, 8, 8, 1), device="meta")
+    near = torch.empty_strided((2, 1, 4, 8), (1 << 40, 8, 1 << 30, 1), device="meta")
+    assert not has_few_steps("bhsd", near, far) and has_few_steps("bhsd", near)
+
+
+def test_rows_that_are_all_one_are_no_steps_apart() -> None:
+    """As of a tensor that was expanded."""
+    x = torch.empty(8, dtype=torch.bfloat16).expand(3, 2, 50, 8)
+    assert row_steps(x, "bhsd") == (8, 0, 0, 0) and row_steps(x[:1], "bhsd") == (8, 0, 0, 0)
 
 
 @pytest.mark.parametrize("rows", [64, 128, 192])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +16,7 @@ from kvcache_cases import CacheCase, assert_appended, assert_in_budget, run_case
 from poison import poisoned_allocations  # noqa: E402
 
 import diyfa  # noqa: E402
-from diyfa import kvcache  # noqa: E402
-from diyfa.backends.cuda.gluon import tma  # noqa: E402
+from diyfa import fast_path, kvcache, problem  # noqa: E402
 from diyfa.backends.cuda.hopper import configs, prefill_configs  # noqa: E402
 from diyfa.backends.cuda.hopper.configs import Sm90Config  # noqa: E402
 from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
@@ -83,11 +83,39 @@ def test_out_and_lse(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernel.launches == 1
 
 
-def test_a_cache_that_tma_cannot_reach_goes_to_the_portable_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def paged_call() -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(0)
+    pages = torch.randn(5, 16, 1, 64, generator=generator).bfloat16()
+    return {
+        "q": torch.randn(70, 2, 64, generator=generator).bfloat16(), "k": pages, "v": pages.flip(0),
+        "cu_seqlens_q": torch.tensor([0, 70], dtype=torch.int32), "cu_seqlens_k": None, "max_seqlen_q": 70,
+        "max_seqlen_k": 80, "block_table": torch.tensor([[3, 1, 2, 0, 4]], dtype=torch.int32),
+        "seqused_k": torch.tensor([75], dtype=torch.int32),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("what", ["cache", "out"])
+def test_what_tma_cannot_reach_is_refused(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name raises; without it the portable kernel is chosen, and `explain` says why."""
     kernel = interpret_prefill(monkeypatch, PLAIN)
-    monkeypatch.setattr(tma, "_STEPS", 64)
-    check(case("far", 80, page_size=16))
-    assert kernel.launches == 0
+    call, reason = paged_call(), "counts the steps"
+    with diyfa.use_backend("cuda"):
+        want = diyfa.flash_attention_varlen(**call, variant="sm90_prefill")
+        assert kernel.launches == 1
+        if what == "cache":
+            monkeypatch.setattr(problem, "MAX_STEPS", 64)
+            monkeypatch.setattr(fast_path, "plans", {})
+        else:
+            call["out"] = torch.empty(want.numel() + 1, dtype=want.dtype)[1:].view(want.shape)
+            reason = "writes out through TMA"
+        with pytest.raises(ValueError, match=f"sm90_prefill: .*{reason}"):
+            diyfa.flash_attention_varlen(**call, variant="sm90_prefill")
+        out = diyfa.flash_attention_varlen(**call)
+        explained = diyfa.explain(**call, layout="thd")
+    assert kernel.launches == 1
+    torch.testing.assert_close(out, want, rtol=1e-2, atol=1e-2)
+    assert explained.kernel == "split_kv"
+    assert any(reason in x.reason for x in explained.alternatives if x.kernel == "sm90_prefill")
 
 
 def test_pages_that_nobody_checked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,12 +45,13 @@ def test_against_float64(npu: torch.device, case: CacheCase) -> None:
     assert_appended(case, *caches)
 
 
-@pytest.mark.parametrize("seqlen_q", [16, 17])
-@pytest.mark.parametrize("window", [(-1, -1), (5, -1), (30, -1)], ids=str)
+@pytest.mark.parametrize("seqlen_q", [1, 16, 17])
+@pytest.mark.parametrize("window", [(-1, -1), (1, -1), (5, -1), (30, -1)], ids=str)
 def test_blocks_of_which_one_key_differs(
     npu: torch.device, monkeypatch, seqlen_q: int, window: tuple[int, int]
 ) -> None:
-    """Or all but one: the last query's last key lies alone in its block, or its first key is the second of one."""
+    """Or all but one: the last query's last key lies alone in its block, or its first key is the second or the last of
+    one."""
     monkeypatch.setenv("DIYFA_NPU_TILE", "decode=16x16")
     case = Case("alone", (17, 33, 48), heads=1, heads_kv=1, seqlen_q=seqlen_q, head_dim=16, window=window)
     out, lse, *_ = run_case(case, str(npu))

@@ -9,6 +9,7 @@ from subprocesses import run_python
 import diyfa
 from diyfa import registry
 from diyfa.problem import AttentionProblem
+from diyfa.yardstick import plain_flash_attention
 
 PEAK = """
 import resource, torch, diyfa
@@ -86,6 +87,37 @@ def test_float64_is_exact_to_float64(variant: str) -> None:
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
     grads = [torch.autograd.grad(x, (q, k, v), (torch.ones_like(x[0]), torch.ones_like(x[1]))) for x in (got, want)]
     torch.testing.assert_close(*grads, rtol=1e-11, atol=1e-11)
+
+
+def rms(x: torch.Tensor) -> float:
+    return float(x.double().square().mean().sqrt())
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+def test_a_single_query_is_as_exact_as_several(head_dim: int) -> None:
+    """BLAS sums the product of one row in another order, and worse. The yardstick has four rows here: with one it
+    would call the same product."""
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(8, 8, rows, head_dim) for rows in (1, 300, 300, 1))
+    four, dout_four = (torch.cat([x, *[y] * 3], 2) for x, y in ((q, q), (dout, torch.zeros_like(dout))))
+
+    def differentiated(attend, dout: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        out = attend(*leaves)
+        dq, dk, dv = torch.autograd.grad(out, leaves, dout)
+        return out.detach()[:, :, :1], dq[:, :, :1], dk, dv
+
+    scale = {"sm_scale": 1.0}
+    exact = differentiated(
+        lambda q, k, v: diyfa.reference_attention(q, k, v, **scale), *(x.double() for x in (dout, q, k, v))
+    )
+    plain = differentiated(lambda q, k, v: plain_flash_attention(q, k, v, **scale), dout_four, four, k, v)
+    got = differentiated(lambda q, k, v: diyfa.flash_attention(q, k, v, backend="cpu", **scale), dout, q, k, v)
+    for x, other, want in zip(got, plain, exact, strict=True):
+        assert rms(x - want) <= rms(other - want)
+    with diyfa.use_backend("cpu"):
+        out = diyfa.flash_attn_with_kvcache(*(x.transpose(1, 2) for x in (q, k, v)), softmax_scale=1.0)
+    assert rms(out.transpose(1, 2) - exact[0]) <= rms(plain[0] - exact[0])
 
 
 FEATURES = {

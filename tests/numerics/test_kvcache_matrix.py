@@ -98,6 +98,31 @@ def test_packed_keys_of_which_some_are_used(backend: str) -> None:
         torch.testing.assert_close(got[queries].double(), want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_window_that_begins_with_the_last_key_of_a_block(backend: str) -> None:
+    """Of 16 keys, or of as many as 256."""
+    _check(backend, CacheCase("last", (257, 17, 65), window=(1, -1), head_dim=16))
+
+
+@pytest.mark.parametrize("grow", [True, False], ids=["growing", "falling"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_more_partial_results_than_are_read_at_once(backend: str, grow: bool) -> None:
+    """Each has another maximum: earlier ones are rescaled where scores grow, later ones where they fall."""
+    target, generator, splits = TARGETS[backend], torch.Generator().manual_seed(0), 40
+    q, k, v = (torch.zeros(1, 1, 1, 128), *torch.randn(2, 1, 64 * splits, 1, 128, generator=generator))
+    q[..., 0], k[..., 0] = 1, torch.linspace(0, 30, 64 * splits)[:, None]
+    k = k if grow else k.flip(1)
+    with registry.use_backend(target.backend), poisoned_allocations():
+        out, lse = diyfa.flash_attn_with_kvcache(
+            *(x.to(target.device) for x in (q, k, v)), softmax_scale=1.0, num_splits=splits, return_softmax_lse=True
+        )
+    want, want_lse = diyfa.reference_attention(
+        q.double(), k.double(), v.double(), sm_scale=1.0, layout="bshd", return_lse=True
+    )
+    torch.testing.assert_close(out.cpu().double(), want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(lse.cpu().double(), want_lse, rtol=1e-6, atol=1e-6)
+
+
 UNCHECKED: dict[str, tuple[int, list[int], list[Any] | None]] = {  # page size, lengths, rows of the batch or page table
     "last rows": (0, [17, 16], None),
     "some beyond": (0, [18, 19], None),

@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from diyfa.backends.cuda.attention.bwd_parts import MIN_QUERIES
-from diyfa.backends.cuda.hopper.configs import ARCH, DTYPES, MIN_HEAD_DIM, environment_refusal, keys_seen, widest
+from diyfa.backends.cuda.hopper.configs import (
+    ARCH,
+    DTYPES,
+    MIN_HEAD_DIM,
+    TOO_MANY_STEPS,
+    environment_refusal,
+    keys_seen,
+    widest,
+)
 from diyfa.problem import AttentionProblem, refuse_features
 
 FEATURES = frozenset({"causal", "gqa", "seq_lens", "varlen", "window", "softcap", "sinks", "head_dim_v"})
@@ -77,6 +85,10 @@ def refuses(problem: AttentionProblem) -> str | None:
         return f"sm90 writes gradients in {problem.dtype} or float32, not in {problem.out_dtype}"
     if not problem.aligned:
         return "sm90 reads through TMA, which needs addresses and strides that are multiples of 16 bytes"
+    if not problem.aligned_gradients:
+        return "sm90 writes dq, dk and dv through TMA: their addresses and strides must be multiples of 16 bytes"
+    if problem.seq_lens and not problem.few_steps:
+        return TOO_MANY_STEPS
     return None
 
 

@@ -16,7 +16,7 @@ from diyfa.backends.cuda.attention.launch import forced_config, own_objects, str
 from diyfa.backends.cuda.attention.tile_io import cdiv, lengths_of
 from diyfa.backends.cuda.gluon.compat import ptxas_options
 from diyfa.backends.cuda.gluon.inline_ptx import post_processing
-from diyfa.backends.cuda.gluon.tma import dense_descriptor, has_few_steps, ragged_descriptor, steps_of
+from diyfa.backends.cuda.gluon.tma import dense_descriptor, ragged_descriptor, steps_of
 from diyfa.backends.cuda.hopper.bwd import Sm90BwdConstants, _bwd_sm90_kernel
 from diyfa.backends.cuda.hopper.bwd_configs import BOX_COLUMNS, CONSUMERS, Sm90BwdConfig, config_of, dq_stages
 from diyfa.backends.cuda.hopper.bwd_dq import (
@@ -33,7 +33,7 @@ from diyfa.backends.cuda.hopper.bwd_wide_dq import BLOCK_M, Sm90BwdDqConstants, 
 from diyfa.backends.cuda.hopper.configs import FULL_GPU, heads_together
 from diyfa.backends.cuda.hopper.mma import ROWS
 from diyfa.backends.cuda.runtime.launch import launch_kernel, multiprocessors, on_device
-from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors, Launch, is_aligned
+from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors, Launch, has_few_steps, is_aligned
 
 
 def blocks_of(problem: AttentionProblem, block_m: int) -> int:
@@ -323,7 +323,7 @@ def _can_roll(problem: AttentionProblem, config: Sm90BwdConfig, dq: torch.Tensor
     """Whether the main kernel converts dQ (`RollingDq`)."""
     if problem.seq_lens or problem.varlen or problem.softcap:  # which has no registers for it: it would spill 600 bytes
         return False
-    return config.form == "keys" and dq.dtype != torch.float32 and is_aligned(dq)
+    return config.form == "keys" and dq.dtype != torch.float32
 
 
 def _config(problem: AttentionProblem) -> Sm90BwdConfig:
@@ -335,16 +335,15 @@ def _delta(problem: AttentionProblem, lse: torch.Tensor, given: torch.Tensor | N
     return torch.empty_like(lse) if given is None and problem.sinks else given
 
 
-def _can_describe(
-    problem: AttentionProblem, tensors: AttentionTensors, dout: torch.Tensor, gradients: AttentionGradients
-) -> bool:
-    """Whether TMA can reach all that is read and written, which nobody knew when the kernel was chosen."""
-    through_tma = [dout, gradients.dk, gradients.dv]
-    if _config(problem).form == "columns":
-        through_tma.append(gradients.dq)
-    if not is_aligned(*through_tma):
-        return False
-    return not problem.seq_lens or has_few_steps(problem.layout, *tensors[:3], dout)
+def _readable(problem: AttentionProblem, dout: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """dout, or where TMA cannot read it a copy that lies in memory as out does.
+
+    It is the one tensor of a backward pass that whatever follows the attention has made, when the kernel had been
+    chosen long before.
+    """
+    if is_aligned(dout) and (not problem.seq_lens or has_few_steps(problem.layout, dout)):
+        return dout
+    return torch.empty_like(out, dtype=dout.dtype).copy_(dout)
 
 
 def attention_backward(
@@ -357,10 +356,7 @@ def attention_backward(
     gradients: AttentionGradients,
 ) -> None:
     """Launch the kernels, which fill the gradients."""
-    if not _can_describe(problem, tensors, dout, gradients):
-        portable.attention_backward(problem, tensors, out, lse, dout, dlse, gradients)
-        return
-    lse = lse.contiguous()
+    lse, dout = lse.contiguous(), _readable(problem, dout, out)
     backward = Sm90Backward(problem, tensors, _config(problem), lse, gradients.dq)
     delta = _delta(problem, lse, gradients.delta)
     with on_device(tensors.q), post_processing():
@@ -382,7 +378,7 @@ def repeat(
     owners: Sequence[torch.Tensor],
 ) -> Callable[..., list[torch.Tensor | None] | None] | None:
     """`Kernel.repeat`."""
-    if not lse.is_contiguous() or not _can_describe(problem, tensors, dout, gradients):
+    if not lse.is_contiguous() or _readable(problem, dout, out) is not dout:
         return None
     tensors = own_objects(tensors)
     backward = Sm90Backward(problem, tensors, _config(problem), lse, gradients.dq)

@@ -269,6 +269,12 @@ def grid_of(problem: AttentionProblem, config: Sm90Config, device: torch.device)
     return programs
 
 
+TOO_MANY_STEPS = (
+    "sm90 counts the steps that samples and rows are apart in 32 bits where samples have lengths of their own: the "
+    "strides of these tensors have too small a common divisor"
+)
+
+
 def refuses(problem: AttentionProblem) -> str | None:
     """Why the kernel does not take `problem`, or None: what it cannot do, and what the portable kernel does as fast."""
     if problem.arch != ARCH:
@@ -283,6 +289,8 @@ def refuses(problem: AttentionProblem) -> str | None:
         return f"sm90 writes rows of out that are multiples of 16 bytes, head_dim {problem.head_dim_v} is not"
     if not problem.aligned:
         return "sm90 reads through TMA, which needs addresses and strides that are multiples of 16 bytes"
+    if problem.seq_lens and not problem.few_steps:
+        return TOO_MANY_STEPS
     if not has_tma(problem) and not has_long_kv_loop(problem):
         return (
             f"sm90 pays from {TMA_MIN_WORK} multiply-adds in the scores on,"

@@ -42,7 +42,7 @@ from diyfa.backends.cuda.attention.tile_io import SEQ_LENS
 from diyfa.backends.cuda.gluon.barriers import WARPS, idle_warps, optimisation_barrier, order_lanes, release, wait_full
 from diyfa.backends.cuda.gluon.compat import aggregate, async_load, ptxas_options
 from diyfa.backends.cuda.gluon.inline_ptx import post_processing
-from diyfa.backends.cuda.gluon.tma import has_few_steps, ragged_descriptor, steps_of
+from diyfa.backends.cuda.gluon.tma import ragged_descriptor, steps_of
 from diyfa.backends.cuda.hopper import decode_mla_configs as configs
 from diyfa.backends.cuda.hopper.mma import ROWS, accumulator_layout, mma_operand, rescaled, unpaired, zero_output
 from diyfa.backends.cuda.hopper.softmax import LN2, Rows, Score, softmax_step
@@ -670,10 +670,7 @@ def launches_of(
 
 
 def kvcache_forward(problem: KVCacheProblem, tensors: KVCacheTensors, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """Launch the kernels that fill out and lse: the portable ones over a cache that TMA cannot reach as a whole."""
-    if not has_few_steps("bshd", tensors.k_cache):
-        portable.kvcache_forward(problem, tensors, out, lse)
-        return
+    """Launch the kernels that fill out and lse."""
     with on_device(tensors.q), post_processing():
         portable.kvcache_forward(problem, tensors, out, lse, configs.CONFIG, launches_of)
 
@@ -682,8 +679,6 @@ def repeat(
     problem: KVCacheProblem, tensors: KVCacheTensors, out: torch.Tensor, lse: torch.Tensor
 ) -> KVCacheRepeat | None:
     """`Kernel.repeat`."""
-    if not has_few_steps("bshd", tensors.k_cache):
-        return portable.repeat(problem, tensors, out, lse)
     with post_processing():
         again = portable.replay(problem, tensors, out, lse, configs.CONFIG, launches_of, ("length",))
     if again is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from diyfa.backends.cuda.attention.decode_configs import DecodeConfig, is_split
-from diyfa.backends.cuda.hopper.configs import ARCH, DTYPES, environment_refusal
+from diyfa.backends.cuda.hopper.configs import ARCH, DTYPES, TOO_MANY_STEPS, environment_refusal
 from diyfa.problem import KVCacheProblem
 
 HEAD_DIM, HEAD_DIM_V = 576, 512
@@ -43,6 +43,8 @@ def refuses(problem: KVCacheProblem) -> str | None:
         return f"sm90 copies boxes of {ROWS} queries: {group} heads that share keys neither divide nor multiply it"
     if not problem.aligned:
         return "sm90 reads through TMA, which needs addresses and strides that are multiples of 16 bytes"
+    if not problem.few_steps:
+        return TOO_MANY_STEPS
     return None
 
 

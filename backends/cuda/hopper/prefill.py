@@ -8,17 +8,15 @@ from typing import Any
 
 import torch
 
-from diyfa.backends.cuda.attention import decode as portable
 from diyfa.backends.cuda.attention.launch import KVCacheRepeat, forced_config, kvcache_replay, own_objects
 from diyfa.backends.cuda.attention.tile_io import CACHED, PACKED
 from diyfa.backends.cuda.gluon.inline_ptx import post_processing
 from diyfa.backends.cuda.gluon.tile_counter import counter_of
-from diyfa.backends.cuda.gluon.tma import has_few_steps
 from diyfa.backends.cuda.hopper import fwd
 from diyfa.backends.cuda.hopper.configs import Sm90Config
 from diyfa.backends.cuda.hopper.prefill_configs import as_forward, config_of
 from diyfa.backends.cuda.runtime.launch import launch_kernel, on_device
-from diyfa.problem import VARLEN, AttentionTensors, KVCacheProblem, KVCacheTensors, Launch, is_aligned
+from diyfa.problem import VARLEN, AttentionTensors, KVCacheProblem, KVCacheTensors, Launch
 
 
 def _keys_layout(problem: KVCacheProblem) -> str:
@@ -66,16 +64,8 @@ def _is_in_place(q: torch.Tensor, out: torch.Tensor) -> bool:
     return out.data_ptr() == q.data_ptr()
 
 
-def _reaches(problem: KVCacheProblem, tensors: KVCacheTensors, out: torch.Tensor) -> bool:
-    """Whether TMA gets to the whole cache, and can write out."""
-    return has_few_steps(_keys_layout(problem), tensors.k_cache, tensors.v_cache) and is_aligned(out)
-
-
 def kvcache_forward(problem: KVCacheProblem, tensors: KVCacheTensors, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """Launch the kernel that fills out and lse: the portable ones where TMA does not serve."""
-    if not _reaches(problem, tensors, out):
-        portable.kvcache_forward(problem, tensors, out, lse)
-        return
+    """Launch the kernel that fills out and lse."""
     config = _config(problem)
     if _is_in_place(tensors.q, out):
         config = replace(config, fixed_max=False)
@@ -87,8 +77,6 @@ def repeat(
     problem: KVCacheProblem, tensors: KVCacheTensors, out: torch.Tensor, lse: torch.Tensor
 ) -> KVCacheRepeat | None:
     """`Kernel.repeat`."""
-    if not _reaches(problem, tensors, out):
-        return portable.repeat(problem, tensors, out, lse)
     if _is_in_place(tensors.q, out):
         return None
     config, tensors, out = _config(problem), own_objects(tensors), out.detach()

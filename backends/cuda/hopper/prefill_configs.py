@@ -70,6 +70,10 @@ def refuses(problem: KVCacheProblem) -> str | None:
         return f"sm90_prefill pays from {fewest} queries of a sequence on, these have {queries} on average"
     if reason := configs.refuses(as_forward(problem)):
         return reason
+    if not problem.few_steps:  # of packed queries' pages, which the forward pass does not ask about
+        return configs.TOO_MANY_STEPS
+    if not problem.aligned_out:
+        return "sm90_prefill writes out through TMA, which needs an address and strides that are multiples of 16 bytes"
     block_n, page = config_of(problem).block_n, problem.page_size
     if problem.paged and (page < SMALLEST_PAGE or (page % block_n and block_n % page)):
         return (

@@ -1,0 +1,25 @@
+"""The handles that integrations return."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from diyfa.integrations.seams import handle_of, switch_on
+
+
+def test_an_old_handle_leaves_the_new_one_alone() -> None:
+    undone: list[str] = []
+
+    def undo(name: str) -> ExitStack:
+        stack = ExitStack()
+        stack.callback(undone.append, name)
+        return stack
+
+    old = switch_on("a seam of tests", undo("old"))
+    old.remove()
+    new = switch_on("a seam of tests", undo("new"))
+    old.remove()
+    assert undone == ["old"] and new.active and not old.active and handle_of("a seam of tests") is new
+    new.remove()
+    new.remove()
+    assert undone == ["old", "new"] and not new.active and handle_of("a seam of tests") is None
