@@ -48,10 +48,10 @@ class AttentionCase:
     "kv" the call takes the packed tensor itself and gives it one gradient (layouts "bshd" and "thd"). `bias` is the
     shape of attn_bias with "b", "h", "q", "k" for the full dimensions and "1" for broadcast ones ("11qk", "qk");
     `bias_dtype` is its dtype where it is not the case's, `bias_grad` says whether it wants a gradient. `alibi` is "h"
-    or "bh". `bias_scale` multiplies the bias, `sink_offset` is added to the sinks. Without packing, `rise` (nats) is added
-    to the scores, from nothing at the first key to all of it at the last, and each of `peaks`, which are (place, nats),
-    to those of one key: place 0 is the first key of its sequence, 1 the last. Every `peaked_rows`-th query has them.
-    `spread` multiplies all other features of q and k. `dropout_p` comes with an rng_state drawn from `seed`, with
+    or "bh". `bias_scale` multiplies the bias, `sink_offset` is added to the sinks. Without packing, `rise` (nats) is
+    added to the scores, from nothing at the first key to all of it at the last, and each of `peaks`, which are (place,
+    nats), to those of one key: place 0 is the first key of its sequence, 1 the last. Every `peaked_rows`-th query has
+    them. `spread` multiplies all other features of q and k. `dropout_p` comes with an rng_state drawn from `seed`, with
     `dropout_origins` one of a part of a larger problem. A `nudge` other than 0 changes every number drawn by up to 1/32
     of itself, each `nudge` otherwise: enough for other rounding errors, of the same size. Without `lse_gradient` the
     lse's gradient is 0, and delta is nothing but what cancels dout * v in a row with one dominant key. Memory beyond
