@@ -17,7 +17,7 @@ from hopper_gluon import need_hopper_gluon
 
 need_hopper_gluon()
 
-from hopper_interpreted import interpret, take_all  # noqa: E402
+from hopper_interpreted import interpret, interpret_backward, run_backward, take_all  # noqa: E402
 from poison import poisoned_allocations  # noqa: E402
 from test_hopper_features import DYNAMIC, TWO  # noqa: E402
 
@@ -113,3 +113,20 @@ def test_gradients_that_follow(case: AttentionCase, config: Sm90Config, monkeypa
     with torch.no_grad(), poisoned_allocations():
         out, lse = attend(*inputs.leaves, return_lse=True, **inputs.options)
     assert_within_budget(results_of(case, out.cpu(), lse.cpu()), case)
+
+
+@pytest.mark.skipif(not is_interpreting(), reason="runs the kernels in the interpreter")
+@pytest.mark.parametrize(
+    "case",
+    [
+        case("16", (MIDDLE, 16)),
+        pytest.param(case("30_causal", (0.4, 30), causal=True, seqlen_q=300), marks=pytest.mark.slow),
+        pytest.param(packed("60_packed", (MIDDLE, 60)), marks=pytest.mark.slow),
+        pytest.param(case("20_d128_gqa", (MIDDLE, 20), heads=2, heads_kv=1, head_dim=128), marks=pytest.mark.slow),
+        pytest.param(case("30_float16", (MIDDLE, 30), dtype="float16"), marks=pytest.mark.slow),
+    ],
+    ids=lambda case: case.name,
+)
+def test_both_passes(case: AttentionCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    interpret_backward(monkeypatch)
+    assert not run_backward(case)
