@@ -85,7 +85,7 @@ CASES = [
     # Rows that follow their maximum late.
     *((case(f"lazy_{nats}", (MIDDLE, nats)), LAZY) for nats in (5.4, 16, 60)),
     *(
-        (case(f"lazy_above_{nats}_{dtype}_{seed}", (MIDDLE, 16 + nats), (0.95, 16.0), dtype=dtype, seed=seed), LAZY)
+        (case(f"late_above_{nats}_{dtype}_{seed}", (MIDDLE, 16 + nats), (0.95, 16.0), dtype=dtype, seed=seed), LAZY)
         for dtype, nats, seed in (
             ("float16", 5.3, 3), ("float16", 5.3, 5), ("float16", 2.1, 6), ("float16", 2.1, 13),
             ("bfloat16", 5.3, 5), ("bfloat16", 5.3, 16), ("bfloat16", 5.3, 18), ("bfloat16", 2.1, 0),
