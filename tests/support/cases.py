@@ -285,7 +285,7 @@ DOMINANT: dict[str, Any] = {
 }  # fmt: skip
 DOMINATED = [
     *(
-        Case(f"dominant_{nats}_{name}", **{**DOMINANT, "dtype": dtype}, peaks=((place, nats),))
+        Case(f"dominant_{nats}_{name}", **{**DOMINANT, "dtype": dtype}, peaks=((place, nats),), all_variants=nats == 16)
         for nats, dtype in ((10, "float16"), (16, "bfloat16"), (30, "float16"), (60, "bfloat16"))
         for name, place in (("first", 0.0), ("middle", 0.55), ("last", 1.0))
     ),
