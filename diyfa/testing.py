@@ -48,10 +48,13 @@ class AttentionCase:
     "kv" the call takes the packed tensor itself and gives it one gradient (layouts "bshd" and "thd"). `bias` is the
     shape of attn_bias with "b", "h", "q", "k" for the full dimensions and "1" for broadcast ones ("11qk", "qk");
     `bias_dtype` is its dtype where it is not the case's, `bias_grad` says whether it wants a gradient. `alibi` is "h"
-    or "bh". `bias_scale` multiplies the bias, `sink_offset` is added to the sinks and `rise` (nats; without packing) to
-    the scores, from nothing at the first key to all of it at the last. `dropout_p` comes with an rng_state drawn from
-    `seed`, with `dropout_origins` one of a part of a larger problem. A `nudge` other than 0 changes every number drawn
-    by up to 1/32 of itself, each `nudge` otherwise: enough for other rounding errors, of the same size. Memory beyond
+    or "bh". `bias_scale` multiplies the bias, `sink_offset` is added to the sinks. Without packing, `rise` (nats) is
+    added to the scores, from nothing at the first key to all of it at the last, and each of `peaks`, which are (place,
+    nats), to those of one key: place 0 is the first key of its sequence, 1 the last. Every `peaked_rows`-th query has
+    them. `spread` multiplies all other features of q and k. `dropout_p` comes with an rng_state drawn from `seed`, with
+    `dropout_origins` one of a part of a larger problem. A `nudge` other than 0 changes every number drawn by up to 1/32
+    of itself, each `nudge` otherwise: enough for other rounding errors, of the same size. Without `lse_gradient` the
+    lse's gradient is 0, and delta is nothing but what cancels dout * v in a row with one dominant key. Memory beyond
     `seq_lens` and beyond the last packed sequence holds NaN. `large` cases are left out where kernels run in an
     interpreter.
     """
@@ -84,6 +87,10 @@ class AttentionCase:
     sinks: bool = False
     sink_offset: float = 0.0
     rise: float = 0.0
+    peaks: tuple[tuple[float, float], ...] = ()
+    peaked_rows: int = 1
+    spread: float = 1.0
+    lse_gradient: bool = True
     dropout_p: float = 0.0
     dropout_origins: bool = False
     all_variants: bool = False  # worth running on every kernel, not only the preferred one
@@ -96,6 +103,8 @@ class AttentionCase:
             raise ValueError(f"case {self.name}: the layout thd and lens_q belong together")
         if self.packing and (self.packing not in PACKINGS or self.layout not in ("bshd", VARLEN)):
             raise ValueError(f"case {self.name}: packing is qkv or kv, in the layouts bshd and thd")
+        if self.packing and (self.rise or self.peaks or self.spread != 1):
+            raise ValueError(f"case {self.name}: rise, peaks and spread are for q and k that are not packed")
         _, heads, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v = self.sizes
         keys = (heads_kv, seqlen_k, self.key_lens, head_dim)
         alike = head_dim == head_dim_v and (self.packing == "kv" or keys == (heads, seqlen_q, self.lens_q, head_dim))
@@ -201,6 +210,20 @@ def _offsets(lens: tuple[int, ...]) -> torch.Tensor:
     return torch.tensor([0, *accumulate(lens)], dtype=torch.int32)
 
 
+def _shape_scores(case: AttentionCase, q: torch.Tensor, k: torch.Tensor) -> None:
+    """Give (B, H, S, D) q and k the case's `rise` and `peaks`, by one feature that queries share."""
+    scale = case.head_dim**-0.5 if case.sm_scale is None else case.sm_scale
+    q[..., 0] = 0.0
+    q[:, :, :: case.peaked_rows, 0] = 1.0
+    k[..., 0] = torch.linspace(0, case.rise / scale, k.shape[2])
+    first = 0  # of a packed sequence
+    for sample, length in enumerate(case.key_lens or case.seq_lens or (k.shape[2],) * len(k)):
+        keys = k[sample] if case.lens_q is None else k[0, :, first:]
+        for place, nats in case.peaks if length else ():
+            keys[:, round(place * (length - 1)), 0] += nats / scale
+        first += length
+
+
 def make_inputs(case: AttentionCase, device: torch.device | str = "cpu") -> Inputs:
     """The tensors of `case`: the same values on every device, standard normal, leaves that require gradients.
 
@@ -220,15 +243,14 @@ def make_inputs(case: AttentionCase, device: torch.device | str = "cpu") -> Inpu
         return x.to(dtype)
 
     owners = _buffers(case, random)
-    if case.rise:  # by one feature that all queries share
-        q, k = owners[:2]
-        q[..., 0] = 1.0
-        k[..., 0] = torch.linspace(
-            0, case.rise / (case.head_dim**-0.5 if case.sm_scale is None else case.sm_scale), k.shape[2]
-        )
+    if case.spread != 1:
+        for x in owners[:2]:
+            x *= case.spread
+    if case.rise or case.peaks:
+        _shape_scores(case, *owners[:2])
     dout = random(samples, heads, rows_q, head_dim_v)
     stat_dtype = torch.promote_types(dtype, torch.float32)
-    dlse = random(samples, heads, rows_q, dtype=stat_dtype)
+    dlse = random(samples, heads, rows_q, dtype=stat_dtype) * case.lse_gradient
     # Beyond a sequence's end lies NaN. Packed tensors are (B, S, parts, H, D), all others have S after the heads.
     by_row = [x if x.dim() == 5 else x.transpose(1, 2) for x in (*owners, dout, dlse)]
     for x in by_row:

@@ -277,6 +277,49 @@ PEAKED = [
          large=True, all_variants=True),
 ]  # fmt: skip
 
+# Keys that dominate their rows, wherever they are. Their gradients tell whether out and lse fit together: delta, which
+# is rowsum(dout * out), must cancel dout * v. The lse has no gradient, in which that would drown.
+DOMINANT: dict[str, Any] = {
+    "heads": 1, "seqlen_q": 40, "seqlen_k": 150, "head_dim": 64, "dtype": "bfloat16", "sm_scale": 1.0, "spread": 0.1,
+    "lse_gradient": False,
+}  # fmt: skip
+DOMINATED = [
+    *(
+        Case(f"dominant_{nats}_{name}", **{**DOMINANT, "dtype": dtype}, peaks=((place, nats),), all_variants=nats == 16)
+        for nats, dtype in ((10, "float16"), (16, "bfloat16"), (30, "float16"), (60, "bfloat16"))
+        for name, place in (("first", 0.0), ("middle", 0.55), ("last", 1.0))
+    ),
+    Case("dominant_0", **DOMINANT, peaks=((0.5, 0),)),
+    Case("dominant_16_fp32", **{**DOMINANT, "dtype": "float32"}, peaks=((0.55, 16),)),
+    Case("dominant_equal", **DOMINANT, peaks=((0.05, 30), (0.95, 30))),
+    Case("dominant_near", **DOMINANT, peaks=((0.05, 16.5), (0.4, 16), (0.95, 15.5))),
+    Case("dominant_late", **{**DOMINANT, "dtype": "float16"}, peaks=((0.05, 16), (0.95, 21.3)), seed=3),
+    Case("dominant_early", **DOMINANT, peaks=((0.05, 35.3), (0.95, 30)), seed=18),
+    Case("dominant_rise", **DOMINANT, rise=30.0),
+    Case("dominant_fall", **{**DOMINANT, "dtype": "float16"}, rise=-30.0),
+    Case("dominant_in_some_rows", **DOMINANT, peaks=((0.55, 30),), peaked_rows=7),
+    Case("dominant_alone", **{**DOMINANT, "seqlen_k": 40}, peaks=((0.5, 16),), window=(0, 0)),
+    Case("dominant_sinks", **{**DOMINANT, "heads": 3}, peaks=((0.55, 16),), sinks=True, sink_offset=15),
+    Case("dominant_sinks_below", **{**DOMINANT, "heads": 3}, peaks=((0.55, 30),), sinks=True),
+    Case("dominant_gqa_bshd", **{**DOMINANT, "heads": 4}, heads_kv=2, layout="bshd", peaks=((0.55, 16),)),
+    Case("dominant_causal", **{**DOMINANT, "seqlen_q": 150}, causal=True, peaks=((0.4, 16),), all_variants=True),
+    Case("dominant_window", **{**DOMINANT, "seqlen_q": 150}, window=(70, 0), peaks=((0.1, 16), (0.6, 16))),
+    Case("dominant_lens", **{**DOMINANT, "batch": 2, "seqlen_q": 150}, seq_lens=(150, 70), peaks=((0.55, 30),)),
+    Case("dominant_varlen", **DOMINANT, layout="thd", lens_q=(40, 0, 9), lens_k=(150, 3, 70), slack=3,
+         peaks=((0.55, 30),)),
+    Case("dominant_varlen_causal", **DOMINANT, layout="thd", lens_q=(130, 9), causal=True, peaks=((0.4, 16),)),
+    *(
+        Case(f"dominant_d{d}_{dv or d}", **{**DOMINANT, "head_dim": d}, head_dim_v=dv, peaks=((0.55, 16),))
+        for d, dv in ((96, 0), (128, 0), (192, 0), (192, 128), (256, 0))
+    ),
+    *(
+        Case(f"dominant_large_{nats}_{dtype}", **{
+            **DOMINANT, "heads": 2, "seqlen_q": 700, "seqlen_k": 700, "head_dim": d, "dtype": dtype
+        }, causal=nats == 30, peaks=((0.5, nats),), large=True, all_variants=True)
+        for nats, d, dtype in ((16, 64, "bfloat16"), (30, 128, "bfloat16"), (60, 128, "float16"))
+    ),
+]  # fmt: skip
+
 WIDE: dict[str, Any] = {
     "heads_kv": 1, "seqlen_q": 20, "head_dim": 576, "head_dim_v": 16, "sm_scale": -0.1, "dtype": "float32"
 }  # fmt: skip
@@ -296,7 +339,7 @@ EACH_FEATURE = [
 CASES: dict[str, Case] = {}
 for _case in [
     *BASIC, *DTYPES, *HEAD_DIMS, *LENGTHS, *HEADS, *SEQ_LENS, *LAYOUTS, *FEATURES, *VARLEN, *PACKING, *DROPOUT,
-    *COMBINED, *PEAKED, *EACH_FEATURE,
+    *COMBINED, *PEAKED, *DOMINATED, *EACH_FEATURE,
 ]:  # fmt: skip
     if _case.name in CASES:
         raise ValueError(f"two cases are called {_case.name}")

@@ -51,6 +51,7 @@ EVERY = {
     "hopper/test_hopper_interpreted.py::test_results": 4,
     "hopper/test_hopper_interpreted.py::test_tiles_drawn_by_programs_side_by_side": 5,
     "hopper/test_hopper_packed_rows.py::test_no_row_is_left_unwritten": 5,
+    "hopper/test_hopper_peaked_gradients.py::test_gradients_that_follow": 8,
     "hopper/test_hopper_prefill.py::test_out_and_lse": 4,
     "hopper/test_hopper_synchronisation.py::test_nothing_is_superfluous": 4,
     "integrations/test_pytorch_flash.py::test_another_implementation_in_the_registry": 3,

@@ -1,0 +1,55 @@
+"""Gradients that follow from another forward pass: the yardstick's backward, as exact as kernels, from its out and lse.
+
+With a kernel's forward pass alone, on a machine that cannot run its backward in reasonable time, this shows whether its
+out and lse fit together: delta = rowsum(dout * out) must cancel dout * v where one key has all the weight.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from diyfa.options import AttentionOptions, Lengths
+from diyfa.problem import VARLEN
+from diyfa.reference import as_bhsd, attention_by
+from diyfa.testing import AttentionCase, Results, _plain_options, make_inputs, run_case
+from diyfa.yardstick import _FlashAttention, _prepared
+
+
+class _Given(torch.autograd.Function):
+    """The yardstick but for out and lse, which are given."""
+
+    @staticmethod
+    def forward(ctx: Any, q, k, v, bias, sinks, call, out, lse):
+        ctx.save_for_backward(q, k, v, bias, sinks, out, lse)
+        ctx.call = call
+        return out.clone(), lse.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dout, dlse):
+        return (*_FlashAttention.backward(ctx, dout, dlse), None, None)
+
+
+def results_of(case: AttentionCase, out: torch.Tensor, lse: torch.Tensor) -> Results:
+    """`out` and `lse`, which a forward pass of `case` gave, and the gradients that follow from them."""
+    first = 0  # row of the next packed sequence
+
+    def attend(q, k, v, lengths: Lengths, options: AttentionOptions, keep):
+        nonlocal first
+        rows = slice(first, first + q.shape[2])
+        q, k, v, valid_q, call = _prepared(q, k, v, lengths, options, keep)
+        if case.layout == VARLEN:
+            own_out, own_lse = out[rows].transpose(0, 1)[None], lse[:, rows][None]
+            first = rows.stop
+        else:
+            own_out = as_bhsd(out, case.layout) if out.dim() == 4 else out
+            own_out, own_lse = own_out.reshape(*q.shape[:3], -1), lse.reshape(q.shape[:3])
+        own_out, own_lse = _Given.apply(q, k, v, options.attn_bias, options.sinks, call, own_out, own_lse)
+        return torch.where(valid_q, own_out, 0), own_lse.masked_fill(~valid_q.squeeze(-1), float("inf"))
+
+    def plain(q, k, v, return_lse: bool, **options: Any):
+        return attention_by(attend, q, k, v, **options)
+
+    inputs = make_inputs(case)
+    return run_case(plain, inputs._replace(options=_plain_options(case, inputs)))
