@@ -52,8 +52,8 @@ def target(request: pytest.FixtureRequest) -> Target:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of many cases alike some run by default, and some folders are quick (`sampled.py`). On CPU tensors the NPU kernels take part in the matrix
-    only: `make test-npu` has all of their tests."""
+    """Of many cases alike some run by default, and some folders are quick (`sampled.py`). On CPU tensors the NPU
+    kernels take part in the matrix only: `make test-npu` has all of their tests."""
     for item in left_out(items):
         item.add_marker(pytest.mark.slow)
     for item in quick([item for item in items if not any(item.iter_markers("slow"))]):

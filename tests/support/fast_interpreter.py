@@ -1,8 +1,8 @@
 """Makes Triton's interpreter faster, and lets it run with every NumPy.
 
-For each call of a kernel and of each of its helpers it looks for the builtins of `triton.language` among all names there
-are, to replace them, which takes a third of the time. Their names are fixed. And up to Triton 3.6 it makes an index of an
-array of one element with `int`, which NumPy has deprecated.
+For each call of a kernel and of each of its helpers the interpreter looks for the builtins of `triton.language` among
+all names there are, to replace them, which takes a third of the time. Their names are fixed. And up to Triton 3.6 it
+makes an index of an array of one element with `int`, which NumPy has deprecated.
 """
 
 from __future__ import annotations

@@ -75,8 +75,8 @@ def sources(root: Path) -> dict[str, ast.Module]:
     """Path -> syntax tree, of all code that is installed."""
     files = [*(root / "diyfa").rglob("*.py"), *(root / "backends").rglob("*.py")]
     named = {f.relative_to(root).as_posix(): f for f in sorted(files)}
-    # diyfa/backends is a link to backends.
-    return {name: ast.parse(f.read_text(), str(f)) for name, f in named.items() if not name.startswith("diyfa/backends/")}
+    link = "diyfa/backends/"  # to backends/
+    return {name: ast.parse(f.read_text(), str(f)) for name, f in named.items() if not name.startswith(link)}
 
 
 def _language(node: ast.FunctionDef) -> str:
