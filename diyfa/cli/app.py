@@ -93,7 +93,7 @@ def demo(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Train a small GPT with diyfa's attention beside PyTorch's, compare the losses, write text with it."""
+    """Train a small GPT with diyfa's attention beside PyTorch's, compare the losses, write text and sort letters."""
     from diyfa.cli.demo import run
 
     raise typer.Exit(run(backend, steps, seed, prompt, length, plot, json))

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -369,6 +370,7 @@ def test_demo_text_and_plot(tiny, tmp_path):
     result = invoke("demo", "--backend", "cpu", "--steps", "4", "--length", "10", "--plot", str(plot))
     assert result.exit_code == 0, result.output
     assert "The two curves agree" in result.output
+    assert result.output.rstrip().endswith("of 8 right.")
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
@@ -394,6 +396,17 @@ def test_a_folder_that_is_missing_is_not_made(tmp_path, monkeypatch):
     monkeypatch.setattr("diyfa.bench.timing.time_calls", lambda *a, **k: pytest.fail("began"))
     result = invoke("bench", "--backend", "cpu", "--output", str(tmp_path / "missing" / "x.json"))
     assert result.exit_code == 2 and "there is no folder" in result.output and not (tmp_path / "missing").exists()
+
+
+def test_the_model_of_the_demo_learns_to_sort():
+    from diyfa.cli import demo_task
+
+    cpu = torch.device("cpu")
+    attention = partial(diyfa.flash_attention, causal=True, backend="cpu")
+    model = demo_task.train(cpu, demo_train.PRESETS["cpu"], 0, attention, steps=125)
+    answers = demo_task.ask(model, cpu, 0)
+    assert [each.answer for each in answers] == ["".join(sorted(each.question)) for each in answers]
+    assert all(each.is_right for each in answers) and len({each.question for each in answers}) == demo_task.QUESTIONS
 
 
 def test_demo_asks_for_matplotlib_before_it_trains(monkeypatch, tmp_path):
