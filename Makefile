@@ -9,6 +9,7 @@
 #   make test-npu-oldest what depends on torch_npu, with the oldest torch and torch_npu of diyfa/npu_stacks.py
 #   make test-triton3.9  the CUDA backend with Triton 3.9, or any other version that it is written for
 #   make test-integrations  diyfa inside Transformers and diffusers
+#   make stubs           the types of the public functions, from their signatures
 #   make tables          the feature tables of both READMEs, from what the backends say
 #   make docs            the documentation as a site in ./site
 #   make clean           remove what these made
@@ -37,12 +38,18 @@ PYTEST_ARGS ?=
 # nothing, so there the CPU build is asked for by its version's suffix and pip fails rather than fetch the other.
 ifneq ($(shell nvidia-smi -L 2>/dev/null),)
 TORCH_INSTALL ?= torch==$(TORCH_VERSION)
+TORCH_SIZE := 3 GB with CUDA
+DIYFA_SIZE := 80 MB
 TRITON_INSTALL ?=
 else ifeq ($(shell uname -s),Linux)
 TORCH_INSTALL ?= torch==$(TORCH_VERSION)+cpu
+TORCH_SIZE := 200 MB
+DIYFA_SIZE := 270 MB
 TRITON_INSTALL ?= triton==3.6.0
 else
 TORCH_INSTALL ?= torch==$(TORCH_VERSION)
+TORCH_SIZE := 100 MB
+DIYFA_SIZE := 80 MB
 TRITON_INSTALL ?=
 endif
 
@@ -79,10 +86,10 @@ TRITON_TESTS ?= tests/cuda $(addprefix tests/hopper/, test_gluon_compat.py test_
 # What needs a client; the rest of the folder does not.
 INTEGRATION_TESTS ?= $(addprefix tests/integrations/, test_transformers.py test_diffusers.py test_hub_kernel.py test_guide.py)
 
-.PHONY: help demo test test-all test-rest lint format compile-gate compile-gate-cuda compile-gate-npu test-npu test-npu-oldest test-integrations tables docs clean
+.PHONY: help demo test test-all test-rest lint format compile-gate compile-gate-cuda compile-gate-npu test-npu test-npu-oldest test-integrations stubs tables docs clean
 
 help:
-	@sed -n '3,16s/^#   //p' Makefile
+	@sed -n '3,17s/^#   //p' Makefile
 
 # --- environments ---------------------------------------------------------------------------------------------------
 
@@ -90,7 +97,7 @@ help:
 define install_torch
 	@test -n "$(PYTHON)" || { echo "Python 3.10 to 3.14 is needed: make ... PYTHON=/path/to/python3" >&2; exit 1; }
 	$(PYTHON) -m venv $(1)
-	@echo "PyTorch for $(1): pip install $(TORCH_INSTALL)"
+	@echo "--- $(1): PyTorch, about $(TORCH_SIZE) to download: pip install $(TORCH_INSTALL)"
 	@$(1)/bin/python -m pip install -q $(TORCH_INSTALL) || { \
 	  echo >&2; \
 	  echo "PyTorch did not install. No NVIDIA GPU was found, so its CPU build was asked for ($(TORCH_INSTALL))." >&2; \
@@ -104,6 +111,7 @@ $(VENV)/.torch:
 	touch $@
 
 $(VENV)/.ready: $(VENV)/.torch pyproject.toml
+	@echo "--- $(VENV): diyfa from this folder, its command line, tests and plots$(if $(TRITON_INSTALL),; $(TRITON_INSTALL)), about $(DIYFA_SIZE) to download"
 	$(VENV)/bin/python -m pip install -q $(TRITON_INSTALL) -e '.[cli,test,plot,report]'
 	touch $@
 
@@ -173,6 +181,7 @@ lint: $(VENV)/.lint
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	cd tests/support && $(abspath $(VENV))/bin/mypy --config-file $(CURDIR)/pyproject.toml typed_user.py  # as installed
 
 format: $(VENV)/.lint
 	$(VENV)/bin/ruff check --fix .
@@ -207,6 +216,9 @@ test-triton%: $(CACHE)/triton%/.ready
 
 test-integrations: $(CACHE)/integrations/.ready
 	PYTHONPATH='$(CURDIR)/$(CACHE)/integrations' $(VENV)/bin/python -m pytest $(INTEGRATION_TESTS) --numprocesses $(JOBS) $(PYTEST_ARGS)
+
+stubs: $(VENV)/.ready
+	$(VENV)/bin/python tests/tools/stubs.py
 
 tables: $(VENV)/.ready
 	$(VENV)/bin/python tests/tools/feature_tables.py
