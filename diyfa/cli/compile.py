@@ -142,8 +142,8 @@ def run(target: str, only: str | None, json: bool, select: Mapping[str, Any] | N
         for report in compiler.compile(target, only, every, **arguments):
             reports.append(report)
             done = len({(each.kernel, each.case) for each in reports})  # some are compiled by several releases
-            failed = sum(not each.ok for each in reports)
-            note = f"{report.kernel} {report.case}" + (f", {failed} failed" if failed else "")
+            n_failed = sum(not each.ok for each in reports)
+            note = f"{report.kernel} {report.case}" + (f", {n_failed} failed" if n_failed else "")
             progress.update(task, completed=done, note=note)
     failed = [r for r in reports if not r.ok]
     if json:
