@@ -1,18 +1,20 @@
 # Everything a user or a developer runs, from nothing: each target makes the virtual environment it needs, once.
 #
 #   make demo            train a small GPT with diyfa's attention beside PyTorch's, and write text with it
-#   make test            every test that runs on this machine
+#   make test            does it work here: what users call, refusals, tools, documentation, a sample of the numerics
+#   make test-all        every test that runs on this machine
 #   make lint            ruff and mypy
 #   make compile-gate    every kernel compiled for every architecture of CUDA_TARGETS and every Ascend chip, without them
 #   make test-npu        the NPU backend on real torch_npu over host memory
 #   make test-npu-oldest what depends on torch_npu, with the oldest torch and torch_npu of diyfa/npu_stacks.py
 #   make test-triton3.9  the CUDA backend with Triton 3.9, or any other version that it is written for
 #   make test-integrations  diyfa inside Transformers and diffusers
+#   make stubs           the types of the public functions, from their signatures
 #   make tables          the feature tables of both READMEs, from what the backends say
 #   make docs            the documentation as a site in ./site
 #   make clean           remove what these made
 #
-# Overridable: PYTHON (3.10 to 3.13; 3.10 or 3.11 for the NPU), VENV, VENV_NPU, TORCH_INSTALL (arguments of the `pip install` that brings
+# Overridable: PYTHON (3.10 to 3.14; 3.10 or 3.11 for the NPU), VENV, VENV_NPU, TORCH_INSTALL (arguments of the `pip install` that brings
 # PyTorch), TRITON_INSTALL, PYTEST_ARGS.
 
 SHELL := /bin/bash
@@ -24,8 +26,8 @@ VENV ?= .venv
 VENV_NPU ?= .venv-npu
 VENV_NPU_OLDEST ?= .venv-npu-oldest
 CACHE := .cache
-PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.10; do \
-  "$$p" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' 2>/dev/null && echo "$$p" && break; done)
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python3.10; do \
+  "$$p" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 15))' 2>/dev/null && echo "$$p" && break; done)
 TORCH_VERSION ?= 2.13.0
 # Of `make test-npu-oldest`; any other pair of diyfa/npu_stacks.py runs the same way, in a VENV_NPU_OLDEST of its own.
 OLDEST_TORCH ?= 2.7.1
@@ -36,12 +38,18 @@ PYTEST_ARGS ?=
 # nothing, so there the CPU build is asked for by its version's suffix and pip fails rather than fetch the other.
 ifneq ($(shell nvidia-smi -L 2>/dev/null),)
 TORCH_INSTALL ?= torch==$(TORCH_VERSION)
+TORCH_SIZE := 3 GB with CUDA
+DIYFA_SIZE := 80 MB
 TRITON_INSTALL ?=
 else ifeq ($(shell uname -s),Linux)
 TORCH_INSTALL ?= torch==$(TORCH_VERSION)+cpu
+TORCH_SIZE := 200 MB
+DIYFA_SIZE := 270 MB
 TRITON_INSTALL ?= triton==3.6.0
 else
 TORCH_INSTALL ?= torch==$(TORCH_VERSION)
+TORCH_SIZE := 100 MB
+DIYFA_SIZE := 80 MB
 TRITON_INSTALL ?=
 endif
 
@@ -78,18 +86,18 @@ TRITON_TESTS ?= tests/cuda $(addprefix tests/hopper/, test_gluon_compat.py test_
 # What needs a client; the rest of the folder does not.
 INTEGRATION_TESTS ?= $(addprefix tests/integrations/, test_transformers.py test_diffusers.py test_hub_kernel.py test_guide.py)
 
-.PHONY: help demo test lint format compile-gate compile-gate-cuda compile-gate-npu test-npu test-npu-oldest test-integrations tables docs clean
+.PHONY: help demo test test-all test-rest lint format compile-gate compile-gate-cuda compile-gate-npu test-npu test-npu-oldest test-integrations stubs tables docs clean
 
 help:
-	@sed -n '3,15s/^#   //p' Makefile
+	@sed -n '3,17s/^#   //p' Makefile
 
 # --- environments ---------------------------------------------------------------------------------------------------
 
 # $(1): the environment's folder
 define install_torch
-	@test -n "$(PYTHON)" || { echo "Python 3.10 to 3.13 is needed: make ... PYTHON=/path/to/python3" >&2; exit 1; }
+	@test -n "$(PYTHON)" || { echo "Python 3.10 to 3.14 is needed: make ... PYTHON=/path/to/python3" >&2; exit 1; }
 	$(PYTHON) -m venv $(1)
-	@echo "PyTorch for $(1): pip install $(TORCH_INSTALL)"
+	@echo "--- $(1): PyTorch, about $(TORCH_SIZE) to download: pip install $(TORCH_INSTALL)"
 	@$(1)/bin/python -m pip install -q $(TORCH_INSTALL) || { \
 	  echo >&2; \
 	  echo "PyTorch did not install. No NVIDIA GPU was found, so its CPU build was asked for ($(TORCH_INSTALL))." >&2; \
@@ -103,6 +111,7 @@ $(VENV)/.torch:
 	touch $@
 
 $(VENV)/.ready: $(VENV)/.torch pyproject.toml
+	@echo "--- $(VENV): diyfa from this folder, its command line, tests and plots$(if $(TRITON_INSTALL),; $(TRITON_INSTALL)), about $(DIYFA_SIZE) to download"
 	$(VENV)/bin/python -m pip install -q $(TRITON_INSTALL) -e '.[cli,test,plot,report]'
 	touch $@
 
@@ -159,12 +168,20 @@ demo: $(VENV)/.ready
 	$(VENV)/bin/diyfa demo $(DEMO_ARGS)
 
 test: $(VENV)/.ready
+	$(VENV)/bin/python -m pytest -m 'quick and not slow' --numprocesses $(JOBS) $(PYTEST_ARGS)
+
+test-all: $(VENV)/.ready
 	$(VENV)/bin/python -m pytest --numprocesses $(JOBS) $(PYTEST_ARGS)
+
+# What `make test-all` runs and `make test` does not.
+test-rest: $(VENV)/.ready
+	$(VENV)/bin/python -m pytest -m 'not quick and not slow' --numprocesses $(JOBS) $(PYTEST_ARGS)
 
 lint: $(VENV)/.lint
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	cd tests/support && $(abspath $(VENV))/bin/mypy --config-file $(CURDIR)/pyproject.toml typed_user.py  # as installed
 
 format: $(VENV)/.lint
 	$(VENV)/bin/ruff check --fix .
@@ -194,11 +211,14 @@ test-npu-oldest: $(VENV_NPU_OLDEST)/.ready
 
 # `make test-triton3.7` takes Triton 3.7, TRITON_FORMS='' compiles every kernel.
 test-triton%: $(CACHE)/triton%/.ready
-	PYTHONPATH=$(CURDIR)/$(CACHE)/triton$* COLUMNS=140 $(VENV)/bin/diyfa compile sm_90 --only '$(TRITON_FORMS)'
-	PYTHONPATH=$(CURDIR)/$(CACHE)/triton$* $(VENV)/bin/python -m pytest $(TRITON_TESTS) -k 'not [cpu-' --numprocesses $(JOBS) $(PYTEST_ARGS)
+	PYTHONPATH='$(CURDIR)/$(CACHE)/triton$*' COLUMNS=140 $(VENV)/bin/diyfa compile sm_90 --only '$(TRITON_FORMS)'
+	PYTHONPATH='$(CURDIR)/$(CACHE)/triton$*' $(VENV)/bin/python -m pytest $(TRITON_TESTS) -k 'not [cpu-' --numprocesses $(JOBS) $(PYTEST_ARGS)
 
 test-integrations: $(CACHE)/integrations/.ready
-	PYTHONPATH=$(CURDIR)/$(CACHE)/integrations $(VENV)/bin/python -m pytest $(INTEGRATION_TESTS) --numprocesses $(JOBS) $(PYTEST_ARGS)
+	PYTHONPATH='$(CURDIR)/$(CACHE)/integrations' $(VENV)/bin/python -m pytest $(INTEGRATION_TESTS) --numprocesses $(JOBS) $(PYTEST_ARGS)
+
+stubs: $(VENV)/.ready
+	$(VENV)/bin/python tests/tools/stubs.py
 
 tables: $(VENV)/.ready
 	$(VENV)/bin/python tests/tools/feature_tables.py

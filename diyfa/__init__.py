@@ -60,13 +60,24 @@ _PUBLIC: dict[str, str] = {
 }
 __all__ = ["__version__", *sorted(_PUBLIC)]
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # for editors, which look up docstrings here; types are those of __init__.pyi
     from diyfa.arch import GPUArch as GPUArch
     from diyfa.arch import NPUArch as NPUArch
     from diyfa.attention import explain as explain
     from diyfa.attention import flash_attention as flash_attention
     from diyfa.attention import flash_attention_v2 as flash_attention_v2
     from diyfa.attention import flash_attention_varlen as flash_attention_varlen
+    from diyfa.bench import BenchmarkResult as BenchmarkResult
+    from diyfa.bench import BenchmarkRunner as BenchmarkRunner
+    from diyfa.bench import benchmark_fn as benchmark_fn
+    from diyfa.device import GPUCapabilities as GPUCapabilities
+    from diyfa.device import NPUCapabilities as NPUCapabilities
+    from diyfa.device import check_hopper_features as check_hopper_features
+    from diyfa.device import detect as detect
+    from diyfa.device import detect_gpu as detect_gpu
+    from diyfa.device import detect_npu as detect_npu
+    from diyfa.device import print_gpu_info as print_gpu_info
+    from diyfa.device import supports_fp8 as supports_fp8
     from diyfa.dropout import dropout_mask as dropout_mask
     from diyfa.flash_attn_interface import flash_attn_func as flash_attn_func
     from diyfa.flash_attn_interface import flash_attn_kvpacked_func as flash_attn_kvpacked_func
@@ -76,9 +87,19 @@ if TYPE_CHECKING:
     from diyfa.flash_attn_interface import flash_attn_varlen_qkvpacked_func as flash_attn_varlen_qkvpacked_func
     from diyfa.kvcache import flash_attn_with_kvcache as flash_attn_with_kvcache
     from diyfa.matmul import triton_matmul as triton_matmul
+    from diyfa.reference import reference_attention as reference_attention
+    from diyfa.reference import reference_kvcache as reference_kvcache
     from diyfa.registry import batch_invariant as batch_invariant
     from diyfa.registry import kernels_for as kernels_for
     from diyfa.registry import use_backend as use_backend
+    from diyfa.selector import AdaptiveKernelSelector as AdaptiveKernelSelector
+    from diyfa.selector import BackendSelector as BackendSelector
+    from diyfa.selector import get_attention_config as get_attention_config
+    from diyfa.selector import get_matmul_config as get_matmul_config
+    from diyfa.selector import get_optimal_attention as get_optimal_attention
+    from diyfa.selector import get_optimal_matmul as get_optimal_matmul
+    from diyfa.testing import validate_attention as validate_attention
+    from diyfa.testing import validate_matmul as validate_matmul
 
 
 def __getattr__(name: str) -> Any:

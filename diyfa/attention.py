@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from diyfa import fast_path, ops, registry, validation
+from diyfa.keywords import refuse_unknown, without_unknown
 from diyfa.kvcache import attend_packed, explain_packed
 from diyfa.ops import new_rng_state
 from diyfa.options import DIFFERENTIABLE, UNBOUNDED, WHOLE, AttentionOptions, Lengths, tensors_given
@@ -130,6 +131,7 @@ def _attend(
     return (out, lse) if return_lse else out
 
 
+@without_unknown
 def flash_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -149,6 +151,7 @@ def flash_attention(
     deterministic: bool = False,
     return_lse: bool = False,
     backend: str | None = None,
+    **unknown: NoReturn,
 ) -> Result:
     """softmax(q kᵀ · sm_scale) v without ever storing the (Sq, Sk) matrix.
 
@@ -183,6 +186,8 @@ def flash_attention(
     Raises:
         ValueError, TypeError: an argument does not fit, or what was asked for explicitly cannot run, with the reason.
     """
+    if unknown:
+        refuse_unknown(flash_attention, unknown)
     return _attend((q, k, v), WHOLE if seq_lens is None else Lengths(seq_lens=seq_lens), return_lse, {
         "layout": "bhsd", "causal": causal, "sm_scale": sm_scale, "variant": variant, "window": window,
         "softcap": softcap, "alibi_slopes": alibi_slopes, "attn_bias": attn_bias, "sinks": sinks,
@@ -190,6 +195,7 @@ def flash_attention(
     })  # fmt: skip
 
 
+@without_unknown
 def flash_attention_v2(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -209,11 +215,14 @@ def flash_attention_v2(
     deterministic: bool = False,
     return_lse: bool = False,
     backend: str | None = None,
+    **unknown: NoReturn,
 ) -> Result:
     """`flash_attention` for the layout (B, S, H, D) of q, k, v and the output; everything else is the same.
 
     The log-sum-exp stays (B, H, Sq).
     """
+    if unknown:
+        refuse_unknown(flash_attention_v2, unknown)
     return _attend((q, k, v), WHOLE if seq_lens is None else Lengths(seq_lens=seq_lens), return_lse, {
         "layout": "bshd", "causal": causal, "sm_scale": sm_scale, "variant": variant, "window": window,
         "softcap": softcap, "alibi_slopes": alibi_slopes, "attn_bias": attn_bias, "sinks": sinks,
@@ -221,6 +230,7 @@ def flash_attention_v2(
     })  # fmt: skip
 
 
+@without_unknown
 def flash_attention_varlen(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -245,6 +255,7 @@ def flash_attention_varlen(
     block_table: torch.Tensor | None = None,
     seqused_k: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    **unknown: NoReturn,
 ) -> Result:
     """`flash_attention` for sequences of different lengths packed one after another, without padding.
 
@@ -271,6 +282,8 @@ def flash_attention_varlen(
     Raises:
         ValueError, TypeError: as for `flash_attention`.
     """
+    if unknown:
+        refuse_unknown(flash_attention_varlen, unknown)
     if block_table is not None or seqused_k is not None or out is not None:
         validation.check_booleans(causal=causal, deterministic=deterministic, return_lse=return_lse)
         pair = attend_packed(q, k, v, {
@@ -290,6 +303,7 @@ def flash_attention_varlen(
     })  # fmt: skip
 
 
+@without_unknown
 def explain(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -317,6 +331,7 @@ def explain(
     block_table: torch.Tensor | None = None,
     seqused_k: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    **unknown: NoReturn,
 ) -> registry.Explanation:
     """Which backend, kernel and tile `flash_attention` with these arguments would run, why, and why no other.
 
@@ -324,6 +339,8 @@ def explain(
     Nothing is launched. `layout` is "bhsd" (`flash_attention`), "bshd" (`flash_attention_v2`) or "thd"
     (`flash_attention_varlen`, with its lengths and pages). Raises what the call itself would raise.
     """
+    if unknown:
+        refuse_unknown(explain, unknown)
     if layout not in (*LAYOUTS, VARLEN):
         raise ValueError(f"layout must be one of {', '.join((*LAYOUTS, VARLEN))}, got {layout!r}")
     validation.check_booleans(causal=causal, deterministic=deterministic, return_lse=return_lse)

@@ -18,13 +18,14 @@ Below the public functions stand the private ones that sequence-parallel librari
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from diyfa import fast_path, ops, registry, validation
 from diyfa.attention import autocast, checked_options, packed_lengths
 from diyfa.attn_probs import signed_probabilities
+from diyfa.keywords import refuse_unknown, without_unknown
 from diyfa.kvcache import attend_packed, flash_attn_with_kvcache
 from diyfa.options import UNBOUNDED, WHOLE, AttentionOptions, Lengths, pack, tensors_given
 from diyfa.problem import VARLEN
@@ -123,6 +124,7 @@ def _attend_pages(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **given: An
     return attend_packed(q, k, v, {**nothing, "variant": "auto", "scale_name": "softmax_scale", **given})
 
 
+@without_unknown
 def flash_attn_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -135,6 +137,7 @@ def flash_attn_func(
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    **unknown: NoReturn,
 ) -> FlashAttnResult:
     """Attention of (B, S, H, D) tensors.
 
@@ -163,12 +166,15 @@ def flash_attn_func(
     Raises:
         ValueError, TypeError: an argument does not fit or no kernel can run the call, before anything is launched.
     """
+    if unknown:
+        refuse_unknown(flash_attn_func, unknown)
     return _attend({"q": q, "k": k, "v": v}, None, return_attn_probs, {
         "dropout_p": dropout_p, "sm_scale": softmax_scale, "causal": causal, "window": window_size,
         "softcap": softcap, "alibi_slopes": alibi_slopes, "deterministic": deterministic,
     })  # fmt: skip
 
 
+@without_unknown
 def flash_attn_kvpacked_func(
     q: torch.Tensor,
     kv: torch.Tensor,
@@ -180,14 +186,18 @@ def flash_attn_kvpacked_func(
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    **unknown: NoReturn,
 ) -> FlashAttnResult:
     """`flash_attn_func` of q (B, Sq, H, D) and kv (B, Sk, 2, Hk, D), whose gradient comes packed like it."""
+    if unknown:
+        refuse_unknown(flash_attn_kvpacked_func, unknown)
     return _attend({"q": q, "kv": kv}, None, return_attn_probs, {
         "dropout_p": dropout_p, "sm_scale": softmax_scale, "causal": causal, "window": window_size,
         "softcap": softcap, "alibi_slopes": alibi_slopes, "deterministic": deterministic,
     })  # fmt: skip
 
 
+@without_unknown
 def flash_attn_qkvpacked_func(
     qkv: torch.Tensor,
     dropout_p: float = 0.0,
@@ -198,14 +208,18 @@ def flash_attn_qkvpacked_func(
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    **unknown: NoReturn,
 ) -> FlashAttnResult:
     """`flash_attn_func` of qkv (B, S, 3, H, D), whose gradient comes packed like it."""
+    if unknown:
+        refuse_unknown(flash_attn_qkvpacked_func, unknown)
     return _attend({"qkv": qkv}, None, return_attn_probs, {
         "dropout_p": dropout_p, "sm_scale": softmax_scale, "causal": causal, "window": window_size,
         "softcap": softcap, "alibi_slopes": alibi_slopes, "deterministic": deterministic,
     })  # fmt: skip
 
 
+@without_unknown
 def flash_attn_varlen_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -223,6 +237,7 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     block_table: torch.Tensor | None = None,
+    **unknown: NoReturn,
 ) -> FlashAttnResult:
     """`flash_attn_func` for sequences of different lengths packed one after another.
 
@@ -237,6 +252,8 @@ def flash_attn_varlen_func(
     Returns:
         out (Tq, H, Dv), or (out, softmax_lse (H, Tq), S_dmask (B, H, max_seqlen_q, max_seqlen_k) padded likewise).
     """
+    if unknown:
+        refuse_unknown(flash_attn_varlen_func, unknown)
     if block_table is not None:
         validation.check_booleans(causal=causal, deterministic=deterministic, return_attn_probs=return_attn_probs)
         out, lse = _attend_pages(
@@ -252,6 +269,7 @@ def flash_attn_varlen_func(
     })  # fmt: skip
 
 
+@without_unknown
 def flash_attn_varlen_kvpacked_func(
     q: torch.Tensor,
     kv: torch.Tensor,
@@ -267,8 +285,11 @@ def flash_attn_varlen_kvpacked_func(
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    **unknown: NoReturn,
 ) -> FlashAttnResult:
     """`flash_attn_varlen_func` of q (Tq, H, D) and kv (Tk, 2, Hk, D), whose gradient comes packed like it."""
+    if unknown:
+        refuse_unknown(flash_attn_varlen_kvpacked_func, unknown)
     lengths = packed_lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return _attend({"q": q, "kv": kv}, lengths, return_attn_probs, {
         "dropout_p": dropout_p, "sm_scale": softmax_scale, "causal": causal, "window": window_size,
@@ -276,6 +297,7 @@ def flash_attn_varlen_kvpacked_func(
     })  # fmt: skip
 
 
+@without_unknown
 def flash_attn_varlen_qkvpacked_func(
     qkv: torch.Tensor,
     cu_seqlens: torch.Tensor,
@@ -288,8 +310,11 @@ def flash_attn_varlen_qkvpacked_func(
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    **unknown: NoReturn,
 ) -> FlashAttnResult:
     """`flash_attn_varlen_func` of qkv (T, 3, H, D), whose gradient comes packed like it."""
+    if unknown:
+        refuse_unknown(flash_attn_varlen_qkvpacked_func, unknown)
     longest = validation.check_length("max_seqlen", max_seqlen)
     lengths = Lengths(cu_seqlens, cu_seqlens, None, longest, longest)
     return _attend({"qkv": qkv}, lengths, return_attn_probs, {

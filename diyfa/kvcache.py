@@ -8,12 +8,13 @@ read by the host, so a captured graph may be replayed with others.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from diyfa import fast_path, registry, validation
 from diyfa.features import ATTENTION_DTYPES
+from diyfa.keywords import refuse_unknown, without_unknown
 from diyfa.kvcache_ops import KVCacheOptions, KVCachePlan, bucket, check_out, describe_kvcache, run, run_plan
 from diyfa.options import UNBOUNDED
 from diyfa.problem import VARLEN, KVCacheTensors, NewKeys
@@ -392,6 +393,7 @@ def _key_of_alike(key: tuple[Hashable, ...], q: Any, k_cache: Any, v_cache: Any,
     )  # fmt: skip
 
 
+@without_unknown
 def flash_attn_with_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -417,6 +419,7 @@ def flash_attn_with_kvcache(
     k_descale: Descale = None,
     v_descale: Descale = None,
     out: torch.Tensor | None = None,
+    **unknown: NoReturn,
 ) -> KVCacheResult:
     """Attention of new queries over a cache, to which new keys and values are appended first, in place.
 
@@ -462,6 +465,8 @@ def flash_attn_with_kvcache(
         ValueError, TypeError: an argument does not fit, a gradient is wanted, or no kernel can run the call, before
             anything is written.
     """
+    if unknown:
+        refuse_unknown(flash_attn_with_kvcache, unknown)
     if not (type(causal) is type(rotary_interleaved) is type(return_softmax_lse) is bool):
         flags = (causal, rotary_interleaved, return_softmax_lse)
         validation.check_booleans(**dict(zip(_FLAGS, flags, strict=True)))

@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+import warnings
+from typing import NoReturn
+
 import torch
 
 from diyfa import ops, registry, validation
 from diyfa.attention import autocast
+from diyfa.keywords import refuse_unknown, without_unknown
 
 PRECISIONS = ("tf32", "ieee")
+_has_warned = False
 
 
+def _warn_of_half() -> None:
+    """Once in a process: the documented result of float32 matrices is float16, which surprises."""
+    global _has_warned
+    if not _has_warned:
+        _has_warned = True
+        warnings.warn(
+            "triton_matmul computes and returns float16 of float32 matrices; for float32 pass precision='tf32' or "
+            "precision='ieee', and out_dtype=torch.float16 if float16 is meant",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
+@without_unknown
 def triton_matmul(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -21,6 +40,7 @@ def triton_matmul(
     precision: str | None = None,
     out_dtype: torch.dtype | None = None,
     backend: str | None = None,
+    **unknown: NoReturn,
 ) -> torch.Tensor:
     """c = a @ b with float32 accumulation.
 
@@ -29,8 +49,9 @@ def triton_matmul(
         b: (K, N), of a's dtype and device; any strides.
         block_m, block_n, block_k: the tile; all three or none. Powers of two from 16, not beyond M, N, K.
         use_autotune: when no tile is given, measure candidates once for each bucket of sizes; else use the table's.
-        precision: for float32 inputs: None computes in float16 and returns float16 (inside torch.autocast: in its
-            dtype), "tf32" and "ieee" compute in that precision and return float32. Not allowed with other dtypes.
+        precision: for float32 inputs: None computes in float16 and returns float16, which a warning says once (inside
+            torch.autocast: in its dtype); "tf32" and "ieee" compute in that precision and return float32. Not allowed
+            with other dtypes.
         out_dtype: dtype of the result; default: the inputs' (float16 for float32 inputs without `precision`).
         backend: name of a backend that must run the call.
 
@@ -41,6 +62,8 @@ def triton_matmul(
         ValueError: not 2-D, not on a supported device, devices or inner dimensions differ, bad tile or precision.
         TypeError: unsupported or differing dtypes.
     """
+    if unknown:
+        refuse_unknown(triton_matmul, unknown)
     validation.check_tensors(a=a, b=b)
     if precision is None:
         a, b = autocast(a, b)
@@ -52,11 +75,15 @@ def triton_matmul(
         raise ValueError(f"precision must be None, 'tf32' or 'ieee', got {precision!r}")
     if precision is not None and a.dtype != torch.float32:
         raise ValueError(f"precision={precision!r} applies to float32 inputs, got {a.dtype}")
+    is_unasked = a.dtype == torch.float32 and precision is None and out_dtype is None
     compute_dtype = torch.float16 if a.dtype == torch.float32 and precision is None else a.dtype
     out_dtype = compute_dtype if out_dtype is None else out_dtype
     if out_dtype not in validation.MATMUL_DTYPES:
         raise TypeError(f"Unsupported dtype {out_dtype} for the result: expected float16, bfloat16 or float32")
     tile = None if block_m is None else [block_m, block_n, block_k]
-    return ops.matmul(
+    product = ops.matmul(
         a, b, tile, use_autotune, precision or "ieee", compute_dtype, out_dtype, backend or registry.forced_backend()
     )
+    if is_unasked and not torch.compiler.is_compiling():
+        _warn_of_half()
+    return product

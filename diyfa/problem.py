@@ -630,8 +630,9 @@ class Tuning(Protocol):
 class Backend(Protocol):
     """What an accelerator offers: the object called `backend` in its package, or behind an entry point.
 
-    A backend that can compile ahead of time also has `compile(target, only=None) -> Iterator[CompileReport]`, one that
-    measures its tiles `tuning`, a `Tuning`, and one with a kernel for it `merge(out, lse, part, part_lse)`: see
+    A backend that can compile ahead of time also has `compile(target, only=None, every=1) -> Iterator[CompileReport]`
+    and may have `cases` of these arguments, which lists kernel and case of each beforehand. One that measures its tiles
+    has `tuning`, a `Tuning`, and one with a kernel for it `merge(out, lse, part, part_lse)`: see
     `diyfa.distributed.merge`, where PyTorch's operators do the same.
     """
 

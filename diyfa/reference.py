@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from diyfa.dropout import drop_threshold, element_levels, kept, keys_of, position_words
+from diyfa.keywords import refuse_unknown, without_unknown
 from diyfa.options import LENGTHS, UNBOUNDED, WHOLE, AttentionOptions, Lengths
 from diyfa.problem import LAYOUTS, VARLEN, KVCacheTensors, NewKeys, as_bhsd
 
@@ -160,6 +161,7 @@ def _attend_each(
     return out, lse
 
 
+@without_unknown
 def reference_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -180,6 +182,7 @@ def reference_attention(
     layout: str = "bhsd",
     return_lse: bool = False,
     dtype: torch.dtype | None = None,
+    **unknown: NoReturn,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(q kᵀ · sm_scale) v by forming the whole score matrix.
 
@@ -202,6 +205,8 @@ def reference_attention(
         ValueError: unknown layout, ranks that do not fit it, a layout without what it needs or with what it cannot
             combine, dropout without rng_state; shapes that do not fit raise what PyTorch raises.
     """
+    if unknown:
+        refuse_unknown(reference_attention, unknown)
     out, lse = attention_by(
         _attend, q, k, v, causal=causal, sm_scale=sm_scale, seq_lens=seq_lens, window=window, softcap=softcap,
         alibi_slopes=alibi_slopes, attn_bias=attn_bias, sinks=sinks, dropout_p=dropout_p, rng_state=rng_state,
@@ -340,6 +345,7 @@ def reference_append(tensors: KVCacheTensors, new: NewKeys, rotates_each_query: 
     return tensors._replace(q=q, k_cache=k_cache, v_cache=v_cache)
 
 
+@without_unknown
 def reference_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -367,6 +373,7 @@ def reference_kvcache(
     cu_seqlens_q: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
     attend: Callable[..., Any] | None = None,
+    **unknown: NoReturn,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`diyfa.flash_attn_with_kvcache` by gathering the keys of each sequence for `reference_attention`.
 
@@ -379,6 +386,8 @@ def reference_kvcache(
     Returns:
         out (B, Sq, H, Dv) or (Tq, H, Dv); with `return_softmax_lse` also lse (B, H, Sq) or (H, Tq).
     """
+    if unknown:
+        refuse_unknown(reference_kvcache, unknown)
     compute: Callable[..., Any] = attend or reference_attention
     dtype = dtype or q.dtype
     batch = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1

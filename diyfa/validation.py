@@ -18,6 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from diyfa.features import ATTENTION_DTYPES as ATTENTION_DTYPES
 from diyfa.features import Sizes
+from diyfa.keywords import BOOLEAN_MASK
 from diyfa.options import CHECKED_TENSORS, Lengths, checked_tensors_in
 from diyfa.problem import LAYOUTS, VARLEN
 from diyfa.problem import dtype_name as dtype_name
@@ -283,7 +284,8 @@ def check_optional_tensors(q: torch.Tensor, sizes: Sizes, given: dict[str, Any])
         feature = CHECKED_TENSORS[name]
         check_tensors(**{name: x})
         if x.dtype not in feature.dtypes:
-            raise TypeError(f"{name} must be {feature.dtypes_in_words}, got {x.dtype}")
+            hint = f"; {BOOLEAN_MASK}" if x.dtype == torch.bool and name == "attn_bias" else ""
+            raise TypeError(f"{name} must be {feature.dtypes_in_words}, got {x.dtype}{hint}")
         assert feature.shape is not None, "or it is not checked here"
         if problem := feature.shape.refuses(x, sizes):
             raise ValueError(f"{name} must {problem}")

@@ -18,7 +18,7 @@ if not torch.cuda.is_available():
     # Without a GPU the CUDA kernels run in Triton's interpreter, which must be chosen before Triton is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from sampled import left_out  # noqa: E402
+from sampled import left_out, quick  # noqa: E402
 from targets import TARGETS, Target, absent  # noqa: E402
 
 if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None:
@@ -64,16 +64,37 @@ def target(request: pytest.FixtureRequest) -> Target:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of many cases alike some run by default (`sampled.py`). On CPU tensors the NPU kernels take part in the matrix
-    only: `make test-npu` has all of their tests."""
+    """Of many cases alike some run by default, and some folders are quick (`sampled.py`). On CPU tensors the NPU
+    kernels take part in the matrix only: `make test-npu` has all of their tests."""
     for item in left_out(items):
         item.add_marker(pytest.mark.slow)
+    for item in quick([item for item in items if not any(item.iter_markers("slow"))]):
+        item.add_marker(pytest.mark.quick)
     if "npu" not in TARGETS or TARGETS["npu"].device == "npu" or os.environ.get("DIYFA_TEST_BACKENDS"):
         return
     elsewhere = [item for item in items if "[npu-" in item.nodeid and "test_attention_matrix.py" not in item.nodeid]
     elsewhere += [item for item in items if item.nodeid.endswith("[npu]")]
     config.hook.pytest_deselected(items=elsewhere)
     items[:] = [item for item in items if item not in set(elsewhere)]
+
+
+class ShowFailures:
+    """Prints each failure when it happens: the summary of thousands of tests is minutes away."""
+
+    def __init__(self, terminal: pytest.TerminalReporter) -> None:
+        self.terminal = terminal
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.terminal.write_line("")
+            self.terminal.section(f"{report.when} of {report.nodeid}", "_", red=True)
+            self.terminal.write_line(report.longreprtext)
+
+
+@pytest.hookimpl(trylast=True)  # once there is a reporter
+def pytest_configure(config: pytest.Config) -> None:
+    if terminal := config.pluginmanager.get_plugin("terminalreporter"):  # the workers of pytest-xdist have none
+        config.pluginmanager.register(ShowFailures(terminal))
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -212,6 +212,12 @@ class CudaBackend:
 
         merge.merge(out, lse, part, part_lse)
 
+    def cases(self, target: str, only: str | None = None, every: int = 1) -> list[tuple[str, str]]:
+        """Kernel and case of all that `compile` compiles."""
+        from diyfa.backends.cuda.compile import aot
+
+        return [(spec.kernel, spec.case) for spec in aot.specs_for(target, only=only, every=every)]
+
     def compile(self, target: str, only: str | None = None, every: int = 1) -> Iterator[CompileReport]:
         """Compile every kernel ahead of time for `target` ("sm_90"); see `diyfa.backends.cuda.compile.aot`."""
         from diyfa.backends.cuda.compile import aot

@@ -203,6 +203,14 @@ class NPUBackend:
     def merge(self, out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
         _kernel_module("attention.merge").merge(self.arch(out.device), out, lse, part, part_lse)
 
+    def cases(
+        self, target: str, only: str | None = None, every: int = 1, select: Mapping[str, Any] | None = None
+    ) -> list[tuple[str, str]]:
+        """Kernel and case of all that `compile` compiles."""
+        from diyfa.backends.npu.compiler.aot import jobs_for
+
+        return [(job.kernel, job.case) for job in jobs_for(target, only, every=every, select=select)]
+
     def compile(
         self, target: str, only: str | None = None, every: int = 1, select: Mapping[str, Any] | None = None
     ) -> Iterator[CompileReport]:

@@ -13,6 +13,7 @@ import torch
 from diyfa.bench.peers import PeerUnavailable, attention_peers, check_peer
 from diyfa.bench.timing import peak_memory_mb, quantiles_of, time_calls
 from diyfa.bench.work import attention_flops, matmul_flops, tflops
+from diyfa.validation import MAX_HEAD_DIM_V
 
 
 @dataclass
@@ -125,12 +126,14 @@ class BenchmarkRunner:
         name: str = "FlashAttention",
     ) -> list[BenchmarkResult]:
         """`flash_fn(q, k, v, causal=…)`, called `name` in the results, beside each of PyTorch's implementations on
-        (B, H, S, D) tensors."""
+        (B, H, S, D) tensors; V has 512 features at most."""
         measured = []
         for seq_len in seq_lengths:
             size = (batch_size, num_heads, seq_len, head_dim)
-            flops = attention_flops(batch_size, num_heads, seq_len, seq_len, head_dim, causal)
-            q, k, v = (self._randn(*size, dtype=dtype) for _ in range(3))
+            head_dim_v = min(head_dim, MAX_HEAD_DIM_V)
+            flops = attention_flops(batch_size, num_heads, seq_len, seq_len, (head_dim + head_dim_v) / 2, causal)
+            q, k = (self._randn(*size, dtype=dtype) for _ in range(2))
+            v = self._randn(*size[:3], head_dim_v, dtype=dtype)
             for peer, run in attention_peers(self.device).items():
                 try:
                     check_peer(peer, run, q, k, v, causal)

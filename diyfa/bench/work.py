@@ -5,8 +5,13 @@ from __future__ import annotations
 BACKWARD_FACTOR = 2.5  # five products of the forward's size against two
 
 
-def attention_flops(batch: int, heads: int, seqlen_q: int, seqlen_k: int, head_dim: int, causal: bool = False) -> float:
-    """Floating-point operations of the forward pass: 4·B·H·Sq·Sk·D, causal half (Dao 2023, arXiv:2307.08691, 4.1)."""
+def attention_flops(
+    batch: int, heads: int, seqlen_q: int, seqlen_k: int, head_dim: float, causal: bool = False
+) -> float:
+    """Floating-point operations of the forward pass: 4·B·H·Sq·Sk·D, causal half (Dao 2023, arXiv:2307.08691, 4.1).
+
+    Where V has another head dim than Q and K, D is the mean of both.
+    """
     flops = 4.0 * batch * heads * seqlen_q * seqlen_k * head_dim
     return flops / 2 if causal else flops
 

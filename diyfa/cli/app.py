@@ -48,7 +48,7 @@ class Commands(TyperGroup):
 app = typer.Typer(
     cls=Commands,
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_show_locals=False,
     rich_markup_mode="rich",
     help="Exact, fast attention for PyTorch on NVIDIA GPUs and Ascend NPUs.",
@@ -93,7 +93,7 @@ def demo(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Train a small GPT with diyfa's attention beside PyTorch's, compare the losses, write text with it."""
+    """Train a small GPT with diyfa's attention beside PyTorch's, compare the losses, write text and sort letters."""
     from diyfa.cli.demo import run
 
     raise typer.Exit(run(backend, steps, seed, prompt, length, plot, json))
@@ -116,7 +116,9 @@ def bench(
     seq_len: Annotated[list[int] | None, typer.Option(min=1, help="Sequence length; may be repeated.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 4,
     heads: Annotated[int, typer.Option(min=1, help="Heads.")] = 8,
-    head_dim: Annotated[int, typer.Option(min=1, max=512, help="Features of a head.")] = 64,
+    head_dim: Annotated[
+        int, typer.Option(min=1, max=576, help="Features of a head of Q and K; of V 512 at most.")
+    ] = 64,
     causal: Annotated[bool, typer.Option("--causal/--full", help="Whether queries see earlier keys only.")] = False,
     size: Annotated[list[int] | None, typer.Option(min=1, help="Square matmul size; may be repeated.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float16, bfloat16 or float32; default: by device.")] = None,
@@ -141,7 +143,8 @@ def bench(
 def tune(
     seq_len: Annotated[list[int] | None, typer.Option(min=1, help="Sequence length; may be repeated.")] = None,
     head_dim: Annotated[
-        list[int] | None, typer.Option(min=1, max=512, help="Features of a head; may be repeated.")
+        list[int] | None,
+        typer.Option(min=1, max=576, help="Features of a head of Q and K, of V 512 at most; may be repeated."),
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 4,
     heads: Annotated[int, typer.Option(min=1, help="Heads.")] = 16,
@@ -233,17 +236,19 @@ def compile(
         list[str] | None,
         typer.Option(help="Ascend: query rows x keys, not the table's: 128x256; may be repeated."),
     ] = None,
-    list_targets: Annotated[bool, typer.Option("--list", help="List the targets and compile nothing.")] = False,
+    listing: Annotated[
+        bool, typer.Option("--list", help="List the targets, or of TARGET kernels and cases, and compile nothing.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Compile every kernel for a chip without having it; exit status 1 when one does not pass the gate.
 
     With --kernel, --dtype, --head-dim, --mode or --tile (Ascend) only what they name, else all that is shipped.
     """
-    from diyfa.cli.compile import list_known, run
+    from diyfa.cli.compile import list_cases, list_known, run
     from diyfa.cli.compile_npu import parse_tile
 
-    if list_targets:
+    if listing and target is None and chip is None:
         list_known(json)
         return
     if target is not None and chip is not None:
@@ -255,4 +260,4 @@ def compile(
     select: dict[str, object] = {field: tuple(values) for field, values in asked.items() if values}
     if tile:
         select["tile"] = tuple(parse_tile(text) for text in tile)
-    raise typer.Exit(run(name, only, json, select or None, every))
+    raise typer.Exit((list_cases if listing else run)(name, only, json, select or None, every))

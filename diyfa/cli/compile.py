@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -61,16 +61,43 @@ def resolve(target: str) -> str:
     return compile_npu.chip_name(target) or target
 
 
-def _reports(target: str, only: str | None, select: Mapping[str, Any] | None, every: int) -> Iterator[CompileReport]:
+def _compiler(target: str, select: Mapping[str, Any] | None) -> Any:
+    """The backend that compiles for `target`, whose own errors are typer.BadParameter and ValueError."""
     name = backend_for(target)
     if select is not None and name != "npu":
         raise typer.BadParameter("--kernel, --dtype, --head-dim, --mode and --tile are for Ascend chips; use --only")
     if name not in backend_names():
         raise typer.BadParameter(f"backend {name!r} is not registered", param_hint="TARGET")
-    compile_ = getattr(load_backend(name), "compile", None)
-    if compile_ is None:
+    backend = load_backend(name)
+    if getattr(backend, "compile", None) is None:
         raise ValueError(f"the {name} backend does not compile ahead of time")
-    yield from compile_(target, only, every) if select is None else compile_(target, only, every, select=select)
+    return backend
+
+
+def _cases(
+    compiler: Any, target: str, only: str | None, select: Mapping[str, Any] | None, every: int
+) -> list[tuple[str, str]] | None:
+    """Kernel and case of all that is to be compiled; None from a backend that does not say so beforehand."""
+    cases_of = getattr(compiler, "cases", None)
+    if cases_of is None:
+        return None
+    return list(cases_of(target, only, every) if select is None else cases_of(target, only, every, select=select))
+
+
+def list_cases(
+    target: str, only: str | None, json: bool, select: Mapping[str, Any] | None = None, every: int = 1
+) -> int:
+    """Print kernels and cases that `run` would compile; returns the exit status, 2 when there is none."""
+    target = resolve(target)
+    cases = _cases(_compiler(target, select), target, only, select, every)
+    if cases is None:
+        raise ValueError(f"the {backend_for(target)} backend does not list what it compiles")
+    if json:
+        print_json({"target": target, "cases": [{"kernel": kernel, "case": case} for kernel, case in cases]})
+    else:
+        for kernel, case in cases:
+            out.print(f"{kernel} {case}", markup=False, highlight=False, soft_wrap=True)
+    return 0 if cases else 2
 
 
 def _spills(report: CompileReport) -> str:
@@ -106,11 +133,18 @@ def run(target: str, only: str | None, json: bool, select: Mapping[str, Any] | N
     """
     target = resolve(target)
     reports: list[CompileReport] = []
+    compiler = _compiler(target, select)
+    cases = _cases(compiler, target, only, select, every)
+    arguments: dict[str, Any] = {} if select is None else {"select": select}
     with progress_bar(not json) as progress:
-        task = progress.add_task(f"compiling for {target}", total=None, note="")
-        for report in _reports(target, only, select, every):
+        total = None if cases is None else len({*cases})
+        task = progress.add_task(f"compiling for {target}", total=total, note="")
+        for report in compiler.compile(target, only, every, **arguments):
             reports.append(report)
-            progress.update(task, advance=1, note=f"{report.kernel} {report.case}")
+            done = len({(each.kernel, each.case) for each in reports})  # some are compiled by several releases
+            n_failed = sum(not each.ok for each in reports)
+            note = f"{report.kernel} {report.case}" + (f", {n_failed} failed" if n_failed else "")
+            progress.update(task, completed=done, note=note)
     failed = [r for r in reports if not r.ok]
     if json:
         print_json({"target": target, "ok": not failed and bool(reports), "reports": [asdict(r) for r in reports]})

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 out = Console()
 err = Console(stderr=True)
@@ -20,14 +21,16 @@ def print_json(document: Any) -> None:
 
 
 def writable(path: Path | None) -> Path | None:
-    """`path`, once it is certain that a file can be written there; makes its folder.
+    """`path`, once it is certain that a file can be written there.
 
-    Asked before a command begins, so that minutes of work are not lost for a wrong name. Raises typer.BadParameter.
+    Asked before a command begins, so that minutes of work are not lost for a wrong name. A folder that does not exist
+    is mostly a slip, so it is not made. Raises typer.BadParameter.
     """
     if path is None:
         return None
+    if not path.parent.exists():
+        raise typer.BadParameter(f"cannot write {path}: there is no folder {path.parent}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         is_new = not path.exists()
         path.open("ab").close()
         if is_new:
@@ -37,9 +40,30 @@ def writable(path: Path | None) -> Path | None:
     return path
 
 
+class LoggedProgress(Progress):
+    """A progress bar, or in a log, where a bar cannot move, a line every `SECONDS` at most."""
+
+    SECONDS = 10.0
+    logs = False
+    _last = 0.0
+
+    def start(self) -> None:
+        self._last = time.monotonic()
+        super().start()
+
+    def update(self, task_id: TaskID, **changes: Any) -> None:
+        super().update(task_id, **changes)
+        if self.logs and time.monotonic() - self._last >= self.SECONDS:
+            self._last = time.monotonic()
+            task = next(task for task in self.tasks if task.id == task_id)
+            done = f"{task.completed:.0f}" + ("" if task.total is None else f" of {task.total:.0f}")
+            line = f"{task.description}: {done} after {task.elapsed or 0.0:.0f} s, {task.fields['note']}"
+            err.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
 def progress_bar(enabled: bool = True) -> Progress:
-    """A progress bar on standard error, where that is a terminal; `enabled` is false for --json."""
-    return Progress(
+    """A progress bar on standard error, lines where that is no terminal; `enabled` is false for --json."""
+    progress = LoggedProgress(
         SpinnerColumn("line"),
         TextColumn("{task.description}"),
         BarColumn(),
@@ -49,3 +73,5 @@ def progress_bar(enabled: bool = True) -> Progress:
         console=err,
         disable=not enabled or not err.is_terminal,
     )
+    progress.logs = enabled and not err.is_terminal
+    return progress

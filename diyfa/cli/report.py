@@ -84,7 +84,6 @@ def run(paths: Sequence[Path], output: Path | None, json: bool) -> int:
     documents = [read_document(path) for path in paths]
     sections = build_sections(documents)
     if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(render_page(documents, sections), encoding="utf-8")
     if json:
         about = [{**asdict(document), "rows": len(document.rows)} for document in documents]

@@ -21,6 +21,7 @@ from diyfa.cli.devices import device_for
 from diyfa.cli.output import out, print_json, progress_bar
 from diyfa.problem import TunedTile, Tuning
 from diyfa.registry import load_backend
+from diyfa.validation import MAX_HEAD_DIM_V
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,8 @@ def _calls(request: Request, device: torch.device) -> list[tuple[str, Callable[[
 
     def attend(seq_len: int, head_dim: int, causal: bool) -> None:
         q, k, v = (
-            torch.randn(request.batch, heads, seq_len, head_dim, device=device, dtype=dtype)
-            for heads in (request.heads, heads_kv, heads_kv)
+            torch.randn(request.batch, heads, seq_len, d, device=device, dtype=dtype)
+            for heads, d in ((request.heads, head_dim), (heads_kv, head_dim), (heads_kv, min(head_dim, MAX_HEAD_DIM_V)))
         )
         for x in (q, k, v):
             x.requires_grad_(request.backward)
@@ -60,7 +61,10 @@ def _calls(request: Request, device: torch.device) -> list[tuple[str, Callable[[
     def decode(seq_len: int, head_dim: int, page_size: int) -> None:
         pages = -(-seq_len // page_size) if page_size else 1
         rows = (request.batch * pages, page_size) if page_size else (request.batch, seq_len)
-        k, v = (torch.randn(*rows, heads_kv, head_dim, device=device, dtype=dtype) for _ in range(2))
+        k, v = (
+            torch.randn(*rows, heads_kv, d, device=device, dtype=dtype)
+            for d in (head_dim, min(head_dim, MAX_HEAD_DIM_V))
+        )
         table = torch.arange(request.batch * pages, device=device, dtype=torch.int32).view(request.batch, pages)
         flash_attn_with_kvcache(
             torch.randn(request.batch, 1, request.heads, head_dim, device=device, dtype=dtype), k, v,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from diyfa.distributed.sharding import (
 )
 from diyfa.distributed.steps import normalised, steps_of
 from diyfa.dropout import with_origins
+from diyfa.keywords import refuse_unknown, without_unknown
 from diyfa.options import UNBOUNDED, WHOLE, AttentionOptions, Lengths
 from diyfa.problem import LAYOUTS, VARLEN
 
@@ -97,6 +98,7 @@ def _chosen(
     return method
 
 
+@without_unknown
 def context_parallel_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -119,6 +121,7 @@ def context_parallel_attention(
     return_lse: bool = False,
     variant: str = "auto",
     backend: str | None = None,
+    **unknown: NoReturn,
 ) -> Result:
     """`flash_attention` of a sequence of which every rank of `group` holds its rows (`shard_sequence`).
 
@@ -155,6 +158,8 @@ def context_parallel_attention(
     Raises:
         ValueError, TypeError: an argument does not fit, or cannot run, with the reason; ranks disagree.
     """
+    if unknown:
+        refuse_unknown(context_parallel_attention, unknown)
     given: dict[str, Any] = {
         "causal": causal, "sm_scale": sm_scale, "method": method, "load_balance": load_balance, "layout": layout,
         "cu_seqlens": cu_seqlens, "window": window, "softcap": softcap, "alibi_slopes": alibi_slopes, "sinks": sinks,

@@ -1,15 +1,18 @@
-"""Makes Triton's interpreter faster, and right where it converts bfloat16.
+"""Makes Triton's interpreter faster, right where it converts bfloat16, and able to run with every NumPy.
 
 Faster: for each call of a kernel and of each of its helpers it looks for the builtins of `triton.language` among all
 names there are, to replace them, which takes a third of the time. Their names are fixed.
 
 Right: Triton cuts float32 off where it becomes bfloat16, so that some NaN become infinite, and subnormal numbers of
 either type become others.
+
+Every NumPy: up to Triton 3.6 it makes an index of an array of one element with `int`, which NumPy has deprecated.
 """
 
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -52,9 +55,16 @@ def _convert_float(input: Any, input_dtype: Any, output_dtype: Any, rounding_mod
     return _convert_other(input, input_dtype, output_dtype, rounding_mode)
 
 
+def _patch_lang_tensor(patch: Any, tensor: Any, *scope: Any) -> None:
+    patch(tensor, *scope)
+    set_attr = scope[0].set_attr if scope else setattr
+    set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+
 def install() -> None:
-    """The builtins are for Triton since 3.6: that of triton-ascend never takes its replacements back, see
+    """The faster search is for Triton since 3.6; that of triton-ascend never takes its replacements back, see
     `npu_interpreter.py`."""
     interpreter._convert_float = _convert_float
+    interpreter._patch_lang_tensor = partial(_patch_lang_tensor, interpreter._patch_lang_tensor)
     if hasattr(interpreter, "_LangPatchScope"):
         interpreter._patch_builtin = _patch_builtin

@@ -1,4 +1,8 @@
-"""Tests of many cases alike, of which some run by default: with all of them the tests take twice as long.
+"""Which tests run: `make test` runs the quick ones, `make test-all` all that are not slow.
+
+Quick are the folders of QUICK, which prove an installation: what users call, with its refusals, the tools and the
+documentation, and a sample of the numerics on each backend. Slow are most of the cases of tests with many cases alike:
+with all of them the tests take twice as long.
 
 One in so many, by a checksum of their names, since every nth of a list may have the same value of a parameter
 throughout. The others are slow tests. `pytest -m slow` runs those, `pytest -m ''` all there are. With
@@ -14,6 +18,9 @@ from typing import Any
 from zlib import crc32
 
 from targets import TARGETS
+
+# Folder of tests -> of each test the first case and one in so many of the others.
+QUICK = {"frontend": 1, "tools": 1, "numerics": 4}
 
 # By file and name; "[npu" for those of that backend where its tensors lie on the CPU.
 EVERY = {
@@ -81,3 +88,14 @@ def left_out(items: list[Any]) -> Iterator[Any]:
             if name in seen and crc32(item.nodeid.encode()) % every:
                 yield item
             seen.add(name)
+
+
+def quick(items: list[Any]) -> Iterator[Any]:
+    """The items that `make test` runs, but for slow ones; of each test of a quick folder the first one is."""
+    seen = set()
+    for item in items:
+        test = item.nodeid.split("[")[0]
+        every = QUICK.get(test.removeprefix("tests/").split("/")[0])
+        if every is not None and (test not in seen or crc32(item.nodeid.encode()) % every == 0):
+            yield item
+        seen.add(test)

@@ -9,6 +9,21 @@ from diyfa.registry import load_backend
 
 ROOT = Path(__file__).parents[2]
 READMES = ("README.md", "README.zh-CN.md")
+# Heading of the first column, which says the language -> the first row: what the marks of a column rest on.
+STATE = {
+    "feature": {
+        "": "how far",
+        "cuda": "measured on H100 and H200",
+        "npu": "compiled and simulated, not yet run on a device",
+        "cpu": "runs",
+    },
+    "功能": {
+        "": "验证程度",
+        "cuda": "已在 H100 与 H200 上实测",
+        "npu": "已编译并模拟,尚未在设备上运行",
+        "cpu": "可运行",
+    },
+}
 BEGIN, END = "<!-- features: rows are the names of `diyfa.cli.info.FEATURES` -->\n", "<!-- end of features -->"
 
 
@@ -32,7 +47,8 @@ def with_table(page: str) -> str:
     there = {name: marks for name, *marks in ([cell.strip() for cell in row.split("|")[1:-1]] for row in rows)}
     backends = [cell.strip() for cell in head.split("|")[2:-1]]
     known = refused()
-    written = []
+    state = STATE[head.split("|")[1].strip()]
+    written = [f"| {' | '.join(state[name] for name in ('', *backends))} |"]
     for feature in FEATURES:
         old = there.get(feature, ["?"] * len(backends))
         marks = [

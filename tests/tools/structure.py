@@ -75,8 +75,9 @@ class Function:
 def sources(root: Path) -> dict[str, ast.Module]:
     """Path -> syntax tree, of all code that is installed."""
     files = [*(root / "diyfa").rglob("*.py"), *(root / "backends").rglob("*.py")]
-    inside = sorted({f for f in files if "diyfa/backends" not in f.as_posix()})
-    return {f.relative_to(root).as_posix(): ast.parse(f.read_text(), str(f)) for f in inside}
+    named = {f.relative_to(root).as_posix(): f for f in sorted(files)}
+    link = "diyfa/backends/"  # to backends/
+    return {name: ast.parse(f.read_text(), str(f)) for name, f in named.items() if not name.startswith(link)}
 
 
 def _language(node: ast.FunctionDef) -> str:

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -116,6 +117,19 @@ def test_a_refusal_is_one_line(arguments, reason):
     refused = invoke(*arguments, "--json")
     assert refused.exit_code == 2
     assert json.loads(refused.stdout)["ok"] is False and reason in json.loads(refused.stdout)["error"]
+
+
+def test_help_has_a_short_name_and_shells_complete():
+    assert invoke("-h").output == invoke("--help").output
+    assert invoke("bench", "-h").output == invoke("bench", "--help").output
+    assert "--show-completion" in invoke("-h").output
+
+
+def test_bench_takes_every_head_dim():
+    arguments = ["--backend", "cpu", "--op", "attention", "--seq-len", "16", "--batch", "1", "--heads", "1"]
+    code, document = invoke_json("bench", *arguments, "--head-dim", "576", "--rep", "1", "--warmup", "0")
+    assert code == 0 and "diyfa" in {row["name"] for row in document["rows"]}
+    assert invoke("bench", *arguments, "--head-dim", "577").exit_code == 2
 
 
 def test_a_backend_that_cannot_run_the_benchmark_is_one_line(monkeypatch):
@@ -356,6 +370,7 @@ def test_demo_text_and_plot(tiny, tmp_path):
     result = invoke("demo", "--backend", "cpu", "--steps", "4", "--length", "10", "--plot", str(plot))
     assert result.exit_code == 0, result.output
     assert "The two curves agree" in result.output
+    assert result.output.rstrip().endswith("of 8 right.")
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
@@ -375,6 +390,23 @@ def test_a_file_that_cannot_be_written_is_named_before_the_work(arguments, tmp_p
     result = invoke(*arguments, str(tmp_path / "file" / "x.out"))
     assert (result.exit_code, isinstance(result.exception, SystemExit)) == (2, True), result.output
     assert "cannot write" in result.output and (tmp_path / "file").read_text() == "kept"
+
+
+def test_a_folder_that_is_missing_is_not_made(tmp_path, monkeypatch):
+    monkeypatch.setattr("diyfa.bench.timing.time_calls", lambda *a, **k: pytest.fail("began"))
+    result = invoke("bench", "--backend", "cpu", "--output", str(tmp_path / "missing" / "x.json"))
+    assert result.exit_code == 2 and "there is no folder" in result.output and not (tmp_path / "missing").exists()
+
+
+def test_the_model_of_the_demo_learns_to_sort():
+    from diyfa.cli import demo_task
+
+    cpu = torch.device("cpu")
+    attention = partial(diyfa.flash_attention, causal=True, backend="cpu")
+    model = demo_task.train(cpu, demo_train.PRESETS["cpu"], 0, attention, steps=125)
+    answers = demo_task.ask(model, cpu, 0)
+    assert [each.answer for each in answers] == ["".join(sorted(each.question)) for each in answers]
+    assert all(each.is_right for each in answers) and len({each.question for each in answers}) == demo_task.QUESTIONS
 
 
 def test_demo_asks_for_matplotlib_before_it_trains(monkeypatch, tmp_path):
@@ -548,7 +580,7 @@ def test_validate_goes_on_after_a_kernel_that_breaks(monkeypatch):
 
 
 def test_bench_writes_json(tmp_path):
-    path = tmp_path / "new" / "bench.json"
+    path = tmp_path / "bench.json"
     arguments = ("bench", "--backend", "cpu", "--seq-len", "32", "--seq-len", "48", "--size", "64", "--head-dim", "16")
     code, document = invoke_json(*arguments, "--rep", "1", "--warmup", "0", "--causal", "--output", str(path))
     assert code == 0
@@ -778,6 +810,45 @@ def test_compile_where_the_backend_does_not_load(monkeypatch):
     result = invoke("compile", "sm_90")
     assert result.exit_code == 2
     assert "pip install triton" in result.output
+
+
+def test_compile_lists_kernels_and_cases_of_a_target():
+    try:
+        load_backend("cuda")
+    except ImportError as reason:  # triton-ascend's Triton
+        pytest.skip(str(reason))
+    code = """if True:
+        import sys
+        from diyfa.cli import main
+        only = ["--only", "attention_fwd/v1"]
+        for arguments in (only, [*only, "--json"], ["--every", "1000"]):
+            sys.argv = ["diyfa", "compile", "sm_90", "--list", *arguments]
+            try:
+                main()
+            except SystemExit as status:
+                assert not status.code, status
+            print("---")
+    """
+    printed, document, few = run_python(code, TRITON_INTERPRET="0").split("---\n")[:3]
+    cases = json.loads(document)["cases"]
+    assert cases and all("attention_fwd/v1" in each["kernel"] for each in cases)
+    assert printed.splitlines() == [f"{each['kernel']} {each['case']}" for each in cases]
+    kernels = [line.split()[0] for line in few.splitlines()]
+    assert len(kernels) == len({*kernels}) > 10, "of each kernel one"
+
+
+def test_a_bar_has_a_total_and_a_log_gets_lines(monkeypatch):
+    compiler = Compiler(False)
+    compiler.cases = lambda target, only=None, every=1: [
+        ("attention_fwd/v2", "float16 D=64"),
+        ("attention_bwd/v2", "x"),
+    ]
+    monkeypatch.setattr("diyfa.cli.compile.load_backend", lambda name: compiler)
+    monkeypatch.setattr(output.LoggedProgress, "SECONDS", 0.0)
+    lines = invoke("compile", "sm_90", "--only", "x").stderr.splitlines()
+    assert [line.split(" after")[0] for line in lines] == [f"compiling for sm_90: {n} of 2" for n in (1, 2)]
+    assert lines[0].endswith("s, attention_fwd/v2 float16 D=64") and lines[1].endswith("attention_bwd/v2 x, 1 failed")
+    assert not invoke("compile", "sm_90", "--json").stderr
 
 
 # --- compile for Ascend chips -----------------------------------------------------------------------------------------

@@ -194,7 +194,7 @@ def test_json(npu_file: Path) -> None:
 def test_page(npu_file: Path, tmp_path: Path) -> None:
     pytest.importorskip("jinja2")
     pytest.importorskip("plotly")
-    page = tmp_path / "folder" / "report.html"
+    page = tmp_path / "report.html"
     result = invoke(npu_file, next(p for p in RESULTS if p.stem.endswith("-attention")), "--output", page)
     assert result.exit_code == 0 and f"written: {page}" in result.output.replace("\n", "")
     html = page.read_text(encoding="utf-8")

@@ -6,9 +6,10 @@ from __future__ import annotations
 import importlib.util
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from sampled import EVERY
+from sampled import EVERY, QUICK, quick
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted([*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "tests" / "manual").glob("*.py")])
@@ -30,3 +31,13 @@ def test_imports(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tests_of_which_some_cases_run(name: str) -> None:
     path, test = name.split("[")[0].split("::")
     assert f"\ndef {test}(" in (ROOT / "tests" / path).read_text()
+
+
+def test_quick_tests_are_whole_folders_and_a_sample_of_the_numerics() -> None:
+    cases = [f"test_{name}.py::test_it[{n}]" for name in ("one", "other") for n in range(40)]
+    items = [SimpleNamespace(nodeid=f"tests/{folder}/{case}") for folder in (*QUICK, "hopper") for case in cases]
+    chosen = [item.nodeid for item in quick(items)]
+    in_folder = {folder: [name for name in chosen if f"/{folder}/" in name] for folder in (*QUICK, "hopper")}
+    assert len(in_folder["frontend"]) == len(in_folder["tools"]) == len(cases) and not in_folder["hopper"]
+    assert {f"tests/numerics/test_{name}.py::test_it[0]" for name in ("one", "other")} <= {*in_folder["numerics"]}
+    assert len(cases) // 8 < len(in_folder["numerics"]) < len(cases) // 2

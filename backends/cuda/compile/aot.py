@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import os
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -208,6 +209,20 @@ def matches(spec: CompileSpec, only: str | None) -> bool:
     return only is None or only in f"{spec.kernel} {spec.case}"
 
 
+def specs_for(
+    arch: str, spec_sources: Sequence[SpecSource] | None = None, only: str | None = None, every: int = 1
+) -> list[CompileSpec]:
+    """The specs that `compile_all` compiles with these arguments; it says what this raises."""
+    target(arch)
+    if spec_sources is None:
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            raise ValueError("nothing is compiled with TRITON_INTERPRET=1; unset it")
+        modules = [importlib.import_module(f"diyfa.backends.cuda.{name}") for name in KERNEL_MODULES]
+        spec_sources = [module.compile_specs for module in modules]
+    specs = [spec for source in spec_sources for spec in source(arch)]
+    return list(one_in(every, [spec for spec in specs if matches(spec, only)], arch))
+
+
 def compile_all(
     arch: str, spec_sources: Sequence[SpecSource] | None = None, only: str | None = None, every: int = 1
 ) -> Iterator[CompileReport]:
@@ -220,13 +235,7 @@ def compile_all(
         every: compile one in so many cases of a kernel.
 
     Raises:
-        ValueError: unknown architecture, or a spec that does not fit its kernel.
-        RuntimeError: the kernels are not compilable because Triton's interpreter is on.
+        ValueError: unknown architecture, a spec that does not fit its kernel, or Triton's interpreter is on.
+        RuntimeError: a kernel of `spec_sources` is the interpreter's.
     """
-    target(arch)
-    if spec_sources is None:
-        modules = [importlib.import_module(f"diyfa.backends.cuda.{name}") for name in KERNEL_MODULES]
-        spec_sources = [module.compile_specs for module in modules]
-    specs = [spec for source in spec_sources for spec in source(arch)]
-    chosen = one_in(every, [spec for spec in specs if matches(spec, only)], arch)
-    yield from (compile_spec(arch, spec) for spec in chosen)
+    yield from (compile_spec(arch, spec) for spec in specs_for(arch, spec_sources, only, every))

@@ -347,6 +347,16 @@ def compile_jobs(
             yield report(*waiting)
 
 
+def jobs_for(
+    target: str, only: str | None = None, full: bool = False, every: int = 1, select: Mapping[str, Any] | None = None
+) -> Iterator[Job]:
+    """The jobs that `compile_all` compiles with these arguments; it says what it raises."""
+    if npu_spec(target) is None:
+        raise ValueError(f"unknown Ascend chip {target!r}: expected a name such as 'Ascend910B3' or 'Ascend950PR_9589'")
+    source = shipped_jobs(target, full) if select is None else selected_jobs(target, select)
+    yield from one_in(every, (job for job in source if only is None or only in f"{job.kernel} {job.case}"), target)
+
+
 def compile_all(
     target: str, only: str | None = None, full: bool = False, every: int = 1, select: Mapping[str, Any] | None = None
 ) -> Iterator[CompileReport]:
@@ -356,11 +366,7 @@ def compile_all(
     `select` compiles what it names instead (see selection.py). Raises ValueError for an unknown chip or a selection
     that names nothing, CompilerMissing when a compiler is not installed.
     """
-    if npu_spec(target) is None:
-        raise ValueError(f"unknown Ascend chip {target!r}: expected a name such as 'Ascend910B3' or 'Ascend950PR_9589'")
-    source = shipped_jobs(target, full) if select is None else selected_jobs(target, select)
-    jobs = (job for job in source if only is None or only in f"{job.kernel} {job.case}")
-    yield from compile_jobs(one_in(every, jobs, target), target)
+    yield from compile_jobs(jobs_for(target, only, full, every, select), target)
 
 
 def compile_conservative(target: str, only: str | None = None) -> Iterator[CompileReport]:

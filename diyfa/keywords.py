@@ -1,0 +1,74 @@
+"""Arguments under the names that other libraries give them: the TypeError says what diyfa calls them.
+
+A public function takes `**unknown`, which costs a call an empty dictionary, and `without_unknown` hides it from the
+function's signature.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from difflib import get_close_matches
+from typing import Any, NoReturn, TypeVar
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+BOOLEAN_MASK = "of a boolean mask, True where a key is seen: torch.zeros(mask.shape).masked_fill(~mask, float('-inf'))"
+BOTTOM_RIGHT = "aligned to the bottom right, PyTorch's to the top left"
+# Name elsewhere -> diyfa's names, of which a function has one at most, and what else to know.
+ELSEWHERE: dict[str, tuple[tuple[str, ...], str]] = {
+    "query": (("q",), ""),
+    "key": (("k",), ""),
+    "value": (("v",), ""),
+    "attn_mask": (("attn_bias",), f"added to the scores; {BOOLEAN_MASK}"),
+    "attention_mask": (("attn_bias",), f"added to the scores; {BOOLEAN_MASK}"),
+    "mask": (("attn_bias",), f"added to the scores; {BOOLEAN_MASK}"),
+    "bias": (("attn_bias",), ""),
+    "is_causal": (("causal",), BOTTOM_RIGHT),
+    "causal_mask": (("causal",), BOTTOM_RIGHT),
+    "scale": (("sm_scale", "softmax_scale"), ""),
+    "scaling": (("sm_scale", "softmax_scale"), ""),
+    "softmax_scale": (("sm_scale",), ""),
+    "sm_scale": (("softmax_scale",), ""),
+    "dropout": (("dropout_p",), ""),
+    "window_size": (("window",), "(left, right), -1 is unbounded"),
+    "window": (("window_size",), "(left, right), -1 is unbounded"),
+    "sliding_window": (("window", "window_size"), "(left, right): of n keys (n - 1, 0)"),
+    "logits_soft_cap": (("softcap",), ""),
+    "soft_cap": (("softcap",), ""),
+    "s_aux": (("sinks",), ""),
+    "learnable_sink": (("sinks",), ""),
+    "alibi_bias": (("alibi_slopes",), ""),
+    "return_lse": (("return_softmax_lse", "return_attn_probs"), ""),
+    "return_softmax_lse": (("return_lse", "return_attn_probs"), ""),
+    "return_attn_probs": (("return_lse", "return_softmax_lse"), ""),
+    "page_table": (("block_table",), ""),
+    "block_tables": (("block_table",), ""),
+    "enable_gqa": ((), "k and v may have fewer heads than q without it"),
+}
+
+
+def without_unknown(function: Function) -> Function:
+    """`function`, whose signature hides its `**unknown`."""
+    signature = inspect.signature(function)
+    named = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+    function.__signature__ = signature.replace(parameters=named)  # type: ignore[attr-defined]
+    return function
+
+
+def refuse_unknown(function: Callable[..., Any], unknown: dict[str, Any]) -> NoReturn:
+    """Raise what Python raises of an argument that a function does not have, and name the one that it has."""
+    name = next(iter(unknown))
+    arguments = inspect.signature(function).parameters
+    names, note = ELSEWHERE.get(name, ((), ""))
+    here = next((each for each in names if each in arguments), None)
+    message = f"{function.__name__}() got an unexpected keyword argument {name!r}"
+    if here is not None:
+        message += f": here it is {here}=" + (f", {note}" if note else "")
+    elif note and not names:
+        message += f": {note}"
+    elif near := get_close_matches(name, arguments):
+        message += f": did you mean {near[0]}=?"
+    else:
+        message += f": it takes {', '.join(arguments)}"
+    raise TypeError(message)
