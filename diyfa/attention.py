@@ -251,8 +251,9 @@ def flash_attention_varlen(
         max_seqlen_q, max_seqlen_k: at least the longest sequence of each side.
         block_table: (B, pages of a sequence) int32: k and v are pages (pages, page size, Hk, D), and key j of sequence
             b lies in row j % page size of page block_table[b, j // page size]. cu_seqlens_k then says lengths only,
-            and may be None where seqused_k says them. A table on the CPU is checked for entries that name no page, one
-            on the device is not, and what keys of no page count is undefined there.
+            and may be None where seqused_k says them. Entries of pages that the window hides from every query are not
+            read. All others must name pages: a table on the CPU is checked for that, one on the device is not, and what
+            keys of no page count is undefined there.
         seqused_k: (B,) int32: how many of a sequence's keys there are.
         out: what the result is written to, (Tq, H, Dv) in q's dtype with last stride 1; not the memory of q, k or v.
         others: as for `flash_attention`; masks, windows, ALiBi and dropout count positions within each sequence.

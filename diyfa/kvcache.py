@@ -169,17 +169,26 @@ def _check_table(q: torch.Tensor, block_table: object, batch: int) -> None:
     _check("block_table", block_table, q, (batch, columns), torch.int32)
 
 
-def _check_pages(block_table: torch.Tensor, keys: torch.Tensor, cache: torch.Tensor) -> None:
-    """On the CPU: block_table names pages of the cache wherever a sequence has some of its `keys` (B,)."""
+def _check_pages(tensors: KVCacheTensors, keys: torch.Tensor, queries: torch.Tensor | int, window_left: int) -> None:
+    """On the CPU: block_table names pages of the cache wherever a sequence has `keys` (B,) that some query can see, or
+    that are appended."""
+    block_table, cache = tensors.block_table, tensors.k_cache
+    assert block_table is not None, "asked for pages only"
     if validation.is_capturing(block_table) or not block_table.numel() or not cache.shape[1]:
         return
     pages, page_size = cache.shape[:2]
-    used = torch.arange(block_table.shape[1]) < ((keys + page_size - 1) // page_size)[:, None]
+    first = torch.zeros_like(keys) if tensors.leftpad is None else tensors.leftpad
+    if window_left >= 0:
+        first = torch.maximum(first, keys - queries - window_left)
+    if tensors.added:
+        first = torch.minimum(first, keys - tensors.added)
+    columns = torch.arange(block_table.shape[1], device=block_table.device)
+    used = (columns >= (first // page_size)[:, None]) & (columns < ((keys + page_size - 1) // page_size)[:, None])
     outside = used & ((block_table < 0) | (block_table >= pages))
     if bool(outside.any()):
         b, column = outside.nonzero()[0].tolist()
         raise ValueError(
-            f"block_table must name pages from 0 to {pages - 1} where a sequence has keys, got "
+            f"block_table must name pages from 0 to {pages - 1} where a query can see keys, got "
             f"{int(block_table[b, column])} in column {column} of row {b}"
         )
 
@@ -194,7 +203,7 @@ def _check_lengths(name: str, seqlens: torch.Tensor, added: int, capacity: int, 
         raise ValueError(f"{name} must be from 0 to what {room} holds, {capacity}; got {low} to {high}{more}")
 
 
-def _check_values(tensors: KVCacheTensors) -> None:
+def _check_values(tensors: KVCacheTensors, window_left: int) -> None:
     """What the host may read without waiting: lengths that are an int, and tensors on the CPU."""
     k_cache, table, seqlens, added = tensors.k_cache, tensors.block_table, tensors.seqlens, tensors.added
     capacity = _capacity(k_cache, table)
@@ -207,8 +216,8 @@ def _check_values(tensors: KVCacheTensors) -> None:
     if seqlens is not None:
         _check_lengths("cache_seqlens", seqlens, added, capacity, room)
     if table is not None:
-        length = torch.full(table.shape[:1], tensors.length) if seqlens is None else seqlens
-        _check_pages(table, length + added, k_cache)
+        length = table.new_full(table.shape[:1], tensors.length) if seqlens is None else seqlens
+        _check_pages(tensors, length + added, tensors.q.shape[1], window_left)
     if tensors.cache_batch_idx is not None:
         _check_lengths("cache_batch_idx", tensors.cache_batch_idx, 1, k_cache.shape[0], "the batch of the cache")
     if tensors.leftpad is not None:
@@ -442,7 +451,8 @@ def flash_attn_with_kvcache(
         cache_leftpad: (B,) int32, rows at a sequence's beginning that hold no keys.
         block_table: (B, pages of a sequence) int32: key j lies in row j % page size of page
             block_table[b, j // page size]. Any order; sequences may share pages; entries beyond the last page are
-            not read. Those before it must name pages: a table on the CPU is checked for that, one on the device is not,
+            not read, nor are those of pages that the window or cache_leftpad hides from every query, whatever such
+            pages hold. All others must name pages: a table on the CPU is checked for that, one on the device is not,
             and what keys of no page count is undefined there (nothing outside the cache is read).
         softmax_scale: factor of the scores; default 1/sqrt(D).
         causal, window_size, softcap: as for `flash_attn_func`.
@@ -479,7 +489,7 @@ def flash_attn_with_kvcache(
     plan, found, key, of_recent = _find(tensors, softmax_scale, causal, window, softcap, rotary_interleaved, num_splits)
     if plan is not None and found and rotary_cos is None:
         if plan.on_host or isinstance(cache_seqlens, int):
-            _check_values(_bind(tensors, softmax_scale))
+            _check_values(_bind(tensors, softmax_scale), window[0])
         length = 0 if isinstance(cache_seqlens, torch.Tensor) else _length(cache_seqlens, k_cache, block_table)
         appended = 0 if k is None else 1 if v is None else 2
         made = plan.again(found, length, out, return_softmax_lse, appended)
@@ -501,7 +511,7 @@ def flash_attn_with_kvcache(
     elif key is not None:
         fast_path.keep_recent(of_recent, tensors, plan)
     bound = _bind(tensors, softmax_scale)
-    _check_values(bound)
+    _check_values(bound, window[0])
     new = None if k is None else NewKeys(k, v, rotary_cos, rotary_sin, rotary_interleaved)
     if plan is not None:
         result, lse = run_plan(plan, bound, new, out, return_softmax_lse)
@@ -558,7 +568,7 @@ def _check_packed(q: Any, k: Any, v: Any, given: dict[str, Any]) -> int:
     return batch
 
 
-def _check_packed_values(tensors: KVCacheTensors, max_seqlen_q: int, max_seqlen_k: int) -> None:
+def _check_packed_values(tensors: KVCacheTensors, max_seqlen_q: int, max_seqlen_k: int, window_left: int) -> None:
     """What the host may read without waiting: tensors on the CPU."""
     q, k, cu_q, cu_k = tensors.q, tensors.k_cache, tensors.cu_seqlens_q, tensors.cu_seqlens_k
     assert cu_q is not None, "packed queries come with it"
@@ -580,7 +590,7 @@ def _check_packed_values(tensors: KVCacheTensors, max_seqlen_q: int, max_seqlen_
         raise ValueError(f"seqused_k must be from 0 to max_seqlen_k={max_seqlen_k}, got {lengths.tolist()}")
     if table is not None:
         _check_lengths("the number of keys", lengths, 0, _capacity(k, table), "block_table")
-        _check_pages(table, lengths, k)
+        _check_pages(tensors, lengths, cu_q.diff(), window_left)
 
 
 def attend_packed(
@@ -615,7 +625,7 @@ def attend_packed(
         q, k, v, scale, 0, 0, _vector(used), _vector(cu_q), _vector(cu_k), _rows_first(table),
         alibi_slopes=_vector(slopes), sinks=_vector(sinks),
     )  # fmt: skip
-    _check_packed_values(bound, max_q, max_k)
+    _check_packed_values(bound, max_q, max_k, given["window"][0])
     if plan is not None:
         return run_plan(plan, bound, None, out, returns_lse)
     result, lse, plan = run(bound, _packed_options(given), None, out, key is not None)
@@ -639,7 +649,7 @@ def explain_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: dic
         q, k, v, 1.0, 0, 0, given["seqused_k"], given["cu_seqlens_q"], given["cu_seqlens_k"],
         given["block_table"], alibi_slopes=given["alibi_slopes"], sinks=given["sinks"],
     )  # fmt: skip
-    _check_packed_values(tensors, given["max_seqlen_q"], given["max_seqlen_k"])
+    _check_packed_values(tensors, given["max_seqlen_q"], given["max_seqlen_k"], given["window"][0])
     options = _packed_options(given)
     problem = describe_kvcache(registry.resolve_backend(q.device, options.backend), tensors, options)
     return registry.explain_choice("kvcache_fwd", problem, q.device, options.backend, options.variant)
