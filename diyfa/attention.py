@@ -18,10 +18,9 @@ Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Inside torch.autocast, single-precision inputs are computed in the autocast dtype, as PyTorch's attention is."""
-    device_type = tensors[0].device.type
-    if device_type == "meta" or not torch.is_autocast_enabled(device_type):  # meta has no autocast to ask about
+    dtype = fast_path.autocast_dtype(tensors[0])
+    if dtype is None:
         return tensors
-    dtype = torch.get_autocast_dtype(device_type)
     return tuple(x.to(dtype) if x.dtype == torch.float32 else x for x in tensors)
 
 
@@ -241,8 +240,9 @@ def flash_attention_varlen(
 ) -> Result:
     """`flash_attention` for sequences of different lengths packed one after another, without padding.
 
-    With `block_table`, `seqused_k` or `out` the call is inference over a cache: there is no backward pass (ValueError
-    where a gradient is wanted) and no dropout, and `variant` is a name of `diyfa.kernels_for(op="kvcache_fwd")`.
+    With `block_table`, `seqused_k` or `out` the call is inference over a cache: there is no backward pass (the result
+    of inputs that require a gradient has a grad_fn that raises) and no dropout, and `variant` is a name of
+    `diyfa.kernels_for(op="kvcache_fwd")`.
 
     Args:
         q: (Tq, H, D); k, v: (Tk, Hk, D) and (Tk, Hk, Dv). Last stride 1, others free.

@@ -184,7 +184,7 @@ def dropout_mask(
     """
     sizes = {"batch": batch, "heads": heads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
     for name, size in sizes.items():
-        if not isinstance(size, (int, torch.SymInt)):
+        if isinstance(size, bool) or not isinstance(size, (int, torch.SymInt)):
             raise TypeError(f"{name} must be an integer, got {size!r}")
         if size < 0:
             raise ValueError(f"{name} must not be negative, got {size}")
