@@ -274,6 +274,7 @@ def flash_attention_varlen(
             "block_table": block_table, "causal": causal, "sm_scale": sm_scale, "variant": variant,
             "window": validation.check_window(window), "softcap": softcap, "alibi_slopes": alibi_slopes,
             "sinks": sinks, "dropout_p": dropout_p, "backend": backend, "out": out, "scale_name": "sm_scale",
+            "num_splits": 0,
         }, return_lse)  # fmt: skip
         return pair if return_lse else pair[0]
     lengths = packed_lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
@@ -332,6 +333,7 @@ def explain(
             "block_table": block_table, "causal": causal, "sm_scale": sm_scale, "variant": variant,
             "window": validation.check_window(window), "softcap": softcap, "alibi_slopes": alibi_slopes,
             "sinks": sinks, "dropout_p": dropout_p, "backend": backend, "out": None, "scale_name": "sm_scale",
+            "num_splits": 0,
         })  # fmt: skip
     if layout == VARLEN:
         if cu_seqlens_q is None or cu_seqlens_k is None or seq_lens is not None or attn_bias is not None:

@@ -663,7 +663,7 @@ def attend_packed(
     options = (
         max_q, max_k if table is None else bucket(max_k),
         given["sm_scale"], given["causal"], given["window"], given["softcap"],
-        given["dropout_p"], backend, variant,
+        given["dropout_p"], given["num_splits"], backend, variant,
     )  # fmt: skip
     plan, found, key, of_recent = _find(tensors, *options)
     if plan is None and (cast := _autocast_packed(q, k, v, table)) is not None:
@@ -698,7 +698,7 @@ def _packed_options(given: dict[str, Any]) -> KVCacheOptions:
     left, right = given["window"]
     return KVCacheOptions(
         VARLEN, left, 0 if given["causal"] else right, float(given["softcap"]), given["max_seqlen_q"],
-        given["max_seqlen_k"], batch_invariant=registry.is_batch_invariant(),
+        given["max_seqlen_k"], num_splits=given["num_splits"], batch_invariant=registry.is_batch_invariant(),
         backend=given["backend"] or registry.forced_backend(), variant=given["variant"],
     )  # fmt: skip
 

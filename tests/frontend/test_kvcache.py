@@ -625,6 +625,37 @@ def test_the_private_varlen_forward_takes_pages() -> None:
     assert torch.equal(out, want) and torch.equal(lse, want_lse) and dmask.numel() == 0
 
 
+def test_the_private_varlen_forward_takes_a_number_of_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reaches the kernel over pages, and is part of what a call is found by; any value gives the result."""
+    backend, seen = registry.load_backend("cpu"), []
+
+    def recorded(kernel: Any) -> Any:
+        def launch(problem: KVCacheProblem, *rest: Any) -> None:
+            seen.append(problem.num_splits)
+            kernel.launch(problem, *rest)
+
+        return replace(kernel, launch=launch)
+
+    kernels = tuple(recorded(k) if k.op == "kvcache_fwd" else k for k in backend.kernels)
+    monkeypatch.setitem(registry._loaded, "cpu", type("Stub", (type(backend),), {"kernels": kernels})())
+    monkeypatch.setattr(fast_path, "plans", {})
+    given = packed()
+    want = diyfa.flash_attention_varlen(**given)
+    keys = torch.randn(33, HK, D)
+    offsets = torch.tensor([0, 10, 33], dtype=torch.int32)
+    positional = given["cu_seqlens_q"], offsets, 5, 33, 0.0, 0.25, True
+    pages = {"block_table": given["block_table"], "seqused_k": given["seqused_k"]}
+    for splits in (3, 3, 0, 1, 3):
+        out = _flash_attn_varlen_forward(given["q"], given["k"], given["v"], *positional, **pages, num_splits=splits)[0]
+        torch.testing.assert_close(out, want)
+        dense = _flash_attn_varlen_forward(given["q"], keys, keys, *positional, num_splits=splits)[0]
+        assert torch.equal(dense, _flash_attn_varlen_forward(given["q"], keys, keys, *positional)[0])
+    assert seen == [0, 3, 3, 0, 1, 3]
+    for wrong, error in ((-1, ValueError), (True, TypeError), (1.0, TypeError)):
+        with pytest.raises(error, match="num_splits must"):
+            _flash_attn_varlen_forward(given["q"], keys, keys, *positional, num_splits=wrong)
+
+
 def test_packed_keys_without_pages() -> None:
     """seqused_k and out serve packed keys, too: the same as cutting the sequences."""
     given = packed(block_table=None, k=torch.randn(40, HK, D), v=torch.randn(40, HK, D))
