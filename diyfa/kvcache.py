@@ -267,6 +267,7 @@ def _check_descale(name: str, x: Descale, q: torch.Tensor, cache: torch.Tensor, 
     if isinstance(x, (int, float)) and not isinstance(x, bool):
         return
     validation.check_tensors(**{name: x})
+    assert isinstance(x, torch.Tensor), "checked above"
     _check(name, x, q, _shape(x) if x.numel() == 1 else (batch, cache.shape[-2]), torch.float32)
 
 
@@ -687,11 +688,11 @@ def attend_packed(
     wants_grad = needs_grad(tensors, out) if plan is None else plan.wants_grad
     with torch.no_grad() if wants_grad else nullcontext():
         if plan is not None:
-            pair = run_plan(plan, bound, None, out, returns_lse)
+            result, lse = run_plan(plan, bound, None, out, returns_lse)
         else:
-            *pair, plan = run(bound, _packed_options(given), None, out, key is not None)
+            result, lse, plan = run(bound, _packed_options(given), None, out, key is not None)
             _remember(key, plan, tensors, bound, wants_grad)
-    return without_backward(pair, tensors, out) if wants_grad else tuple(pair)
+    return without_backward((result, lse), tensors, out) if wants_grad else (result, lse)
 
 
 def _packed_options(given: dict[str, Any]) -> KVCacheOptions:

@@ -1,4 +1,4 @@
-"""`torch.set_default_device`: what it says is no business of the library, which names the device of all that it makes."""
+"""`torch.set_default_device` changes nothing: the library names the device of all that it makes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from diyfa.reference import reference_kvcache
 
 ROOT = Path(diyfa.__file__).parent
 # What PyTorch makes on its default device. `new_empty`, `empty_like` and the like follow a tensor.
-FACTORIES = frozenset(
-    "arange asarray as_tensor empty empty_strided eye full linspace logspace normal ones rand randint randn randperm "
-    "range scalar_tensor tensor tril_indices triu_indices zeros".split()
-)
+FACTORIES = frozenset([
+    "arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "normal", "ones",
+    "rand", "randint", "randn", "randperm", "range", "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros",
+])  # fmt: skip
 
 
 def _without_device(source: str) -> list[str]:

@@ -421,7 +421,7 @@ def test_a_repeated_call_has_a_grad_fn_too(monkeypatch: pytest.MonkeyPatch, want
     """A call that differs in whether a gradient is wanted has another plan."""
     seen: list[Any] = []
     _recording(monkeypatch, seen)
-    for step in range(6):
+    for _ in range(6):
         for wants_grad in (False, True):
             given = call(v=torch.randn(B, SQ, HK, D))
             want = reference_kvcache(return_softmax_lse=True, **given)

@@ -153,9 +153,10 @@ def first_key(table_ptr, first, count, page_size, pages):
 
 @triton.jit
 def gathered_rows(table_ptr, key0, lo, count, own_page, own_row, page_size, pages, c: tl.constexpr):
-    """Where each key from `key0` on lies -> (page, row in it), [BLOCK_N] each: before key `lo`, behind the window of all
-    queries, where that one lies, beyond the keys of the sequence where the last one lies, and for an entry that names
-    no page at `own_row` of `own_page`, a key that is seen, too.
+    """Where each key from `key0` on lies -> (page, row in it), [BLOCK_N] each.
+
+    Keys before `lo`, which the window hides from all queries, are replaced by key `lo`, those beyond the sequence by
+    its last key, and those whose entry names no page by the key at `own_row` of `own_page`, which is seen, too.
 
     Nothing else may be read: a weight of 0 times a NaN is NaN. A select, by whatever mask, on the loaded values or on
     addresses costs the split over the vector cores or the pipeline with AscendNPU IR 1.1.0; this arithmetic does not.
