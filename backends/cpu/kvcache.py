@@ -81,8 +81,8 @@ def _number_of_keys(problem: KVCacheProblem, tensors: KVCacheTensors, b: int) ->
 
 
 def _gathered(problem: KVCacheProblem, tensors: KVCacheTensors, b: int, start: int, n: int) -> list[torch.Tensor]:
-    """Keys `start` to `n` of sequence b and their values in the dtype of all arithmetic, [Hk, n rounded up to CHUNK, …].
-    What lies before `start` and from `n` on is 0."""
+    """Keys and values of sequence b in the dtype of all arithmetic, [Hk, n rounded up to CHUNK, …]: 0 before `start`,
+    and from `n` on."""
     dtype = torch.float64 if problem.dtype == "float64" else torch.float32
     rows = rows_of_keys(problem, tensors, b, start, n)
     found = []
