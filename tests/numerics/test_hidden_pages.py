@@ -50,6 +50,7 @@ def test_hidden_pages_are_not_read(backend: str, page_size: int, n: int, holds: 
     target = TARGETS[backend]
     for queries, splits, mode in ((1, 0, nullcontext), (3, 2, nullcontext), (5, 0, diyfa.batch_invariant)):
         given, want = call(page_size, n, queries, holds, torch.float32)
+        packed_q = given["q"][0].to(target.device)
         q, k, v, table, lengths = (x.to(target.device) for x in given.values())
         offsets = torch.tensor([0, queries], dtype=torch.int32, device=target.device)
         with registry.use_backend(target.backend), poisoned_allocations(), mode():
@@ -57,7 +58,7 @@ def test_hidden_pages_are_not_read(backend: str, page_size: int, n: int, holds: 
                 q, k, v, cache_seqlens=lengths, block_table=table, window_size=WINDOW, num_splits=splits
             )
             packed = diyfa.flash_attention_varlen(
-                q[0], k, v, offsets, None, queries, n, window=WINDOW, block_table=table, seqused_k=lengths
+                packed_q, k, v, offsets, None, queries, n, window=WINDOW, block_table=table, seqused_k=lengths
             )
         torch.testing.assert_close(got.cpu(), want, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(packed.cpu(), want[0], rtol=1e-4, atol=1e-4)
