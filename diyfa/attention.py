@@ -19,10 +19,9 @@ Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Inside torch.autocast, single-precision inputs are computed in the autocast dtype, as PyTorch's attention is."""
-    device_type = tensors[0].device.type
-    if device_type == "meta" or not torch.is_autocast_enabled(device_type):  # meta has no autocast to ask about
+    dtype = fast_path.autocast_dtype(tensors[0])
+    if dtype is None:
         return tensors
-    dtype = torch.get_autocast_dtype(device_type)
     return tuple(x.to(dtype) if x.dtype == torch.float32 else x for x in tensors)
 
 
@@ -259,8 +258,9 @@ def flash_attention_varlen(
 ) -> Result:
     """`flash_attention` for sequences of different lengths packed one after another, without padding.
 
-    With `block_table`, `seqused_k` or `out` the call is inference over a cache: there is no backward pass (ValueError
-    where a gradient is wanted) and no dropout, and `variant` is a name of `diyfa.kernels_for(op="kvcache_fwd")`.
+    With `block_table`, `seqused_k` or `out` the call is inference over a cache: there is no backward pass (the result
+    of inputs that require a gradient has a grad_fn that raises) and no dropout, and `variant` is a name of
+    `diyfa.kernels_for(op="kvcache_fwd")`.
 
     Args:
         q: (Tq, H, D); k, v: (Tk, Hk, D) and (Tk, Hk, Dv). Last stride 1, others free.
@@ -269,8 +269,9 @@ def flash_attention_varlen(
         max_seqlen_q, max_seqlen_k: at least the longest sequence of each side.
         block_table: (B, pages of a sequence) int32: k and v are pages (pages, page size, Hk, D), and key j of sequence
             b lies in row j % page size of page block_table[b, j // page size]. cu_seqlens_k then says lengths only,
-            and may be None where seqused_k says them. A table on the CPU is checked for entries that name no page, one
-            on the device is not, and what keys of no page count is undefined there.
+            and may be None where seqused_k says them. Entries of pages that the window hides from every query are not
+            read. All others must name pages: a table on the CPU is checked for that, one on the device is not, and what
+            keys of no page count is undefined there.
         seqused_k: (B,) int32: how many of a sequence's keys there are.
         out: what the result is written to, (Tq, H, Dv) in q's dtype with last stride 1; not the memory of q, k or v.
         others: as for `flash_attention`; masks, windows, ALiBi and dropout count positions within each sequence.
@@ -293,6 +294,7 @@ def flash_attention_varlen(
             "block_table": block_table, "causal": causal, "sm_scale": sm_scale, "variant": variant,
             "window": validation.check_window(window), "softcap": softcap, "alibi_slopes": alibi_slopes,
             "sinks": sinks, "dropout_p": dropout_p, "backend": backend, "out": out, "scale_name": "sm_scale",
+            "num_splits": 0,
         }, return_lse)  # fmt: skip
         return pair if return_lse else pair[0]
     lengths = packed_lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
@@ -356,6 +358,7 @@ def explain(
             "block_table": block_table, "causal": causal, "sm_scale": sm_scale, "variant": variant,
             "window": validation.check_window(window), "softcap": softcap, "alibi_slopes": alibi_slopes,
             "sinks": sinks, "dropout_p": dropout_p, "backend": backend, "out": out, "scale_name": "sm_scale",
+            "num_splits": 0,
         })  # fmt: skip
     if layout == VARLEN:
         if cu_seqlens_q is None or cu_seqlens_k is None or seq_lens is not None or attn_bias is not None:

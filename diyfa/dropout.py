@@ -134,7 +134,7 @@ def keys_of(rng_state: torch.Tensor, batch: int, heads: int) -> Words:
 def with_origins(rng_state: torch.Tensor, origins: Sequence[Sequence[int]]) -> torch.Tensor:
     """The state of a call that computes a part of a problem: that of the problem, with (b0, h0, i0, j0) of each sample
     of the call. Nothing waits for the device."""
-    own = torch.tensor(origins, dtype=torch.int64).flatten()
+    own = torch.tensor(origins, dtype=torch.int64, device="cpu").flatten()
     return torch.cat([rng_state[:2], own.to(rng_state.device, non_blocking=True)])
 
 
@@ -184,7 +184,7 @@ def dropout_mask(
     """
     sizes = {"batch": batch, "heads": heads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
     for name, size in sizes.items():
-        if not isinstance(size, (int, torch.SymInt)):
+        if isinstance(size, bool) or not isinstance(size, (int, torch.SymInt)):
             raise TypeError(f"{name} must be an integer, got {size!r}")
         if size < 0:
             raise ValueError(f"{name} must not be negative, got {size}")

@@ -104,6 +104,14 @@ def takes_fast_path(*tensors: torch.Tensor) -> bool:
     return is_unseen()
 
 
+def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
+    """What torch.autocast casts to on x's device, None outside of it."""
+    device_type = x.device.type
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):  # meta has no autocast to ask about
+        return None
+    return torch.get_autocast_dtype(device_type)
+
+
 def may_be_read(x: Any, other: type[torch.Tensor] = _Tensor) -> bool:
     """Whether this is a tensor, or one of the `other` type, that may be read by its address."""
     kind = type(x)

@@ -120,8 +120,9 @@ def _attend_pages(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **given: An
     for name in ("max_seqlen_q", "max_seqlen_k"):
         given[name] = validation.check_length(name, given[name])
     given["window"] = validation.check_window(given["window"], "window_size")
-    nothing = dict.fromkeys(("seqused_k", "sinks", "out", "backend"))
-    return attend_packed(q, k, v, {**nothing, "variant": "auto", "scale_name": "softmax_scale", **given})
+    default: dict[str, Any] = dict.fromkeys(("seqused_k", "sinks", "out", "backend"))
+    default |= {"variant": "auto", "scale_name": "softmax_scale", "num_splits": 0}
+    return attend_packed(q, k, v, {**default, **given})
 
 
 @without_unknown
@@ -433,8 +434,14 @@ def _flash_attn_varlen_forward(
     leftpad_k: torch.Tensor | None = None,
     seqused_k: torch.Tensor | None = None,
     zero_tensors: bool = False,
+    num_splits: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`_flash_attn_forward` of packed sequences. Rows of no sequence are zero with or without `zero_tensors`."""
+    """`_flash_attn_forward` of packed sequences. Rows of no sequence are zero with or without `zero_tensors`.
+
+    `num_splits` parts of the keys, 0: chosen for the device, are computed side by side over pages; other keys are not
+    divided.
+    """
+    num_splits = validation.check_length("num_splits", num_splits)
     if leftpad_k is not None:
         raise ValueError("leftpad_k is not implemented: cut the sequences with cu_seqlens_k")
     if block_table is not None or seqused_k is not None:
@@ -444,7 +451,7 @@ def _flash_attn_varlen_forward(
                 q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
                 max_seqlen_k=max_seqlen_k, dropout_p=dropout_p, sm_scale=softmax_scale, causal=causal,
                 window=(window_size_left, window_size_right), softcap=softcap, alibi_slopes=alibi_slopes,
-                block_table=block_table, seqused_k=seqused_k,
+                block_table=block_table, seqused_k=seqused_k, num_splits=num_splits,
             )  # fmt: skip
             return out, lse, q.new_empty(0), q.new_empty(2, dtype=torch.int64)
     lengths = packed_lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)

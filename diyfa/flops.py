@@ -109,6 +109,12 @@ def kvcache_append_flop(*call: Any, out_val: Any = None) -> int:
     return 0
 
 
+@register_flop_formula(torch.ops.diyfa.kvcache_bwd, get_raw=True)
+def kvcache_bwd_flop(*call: Any, out_val: Any = None) -> int:
+    """No products: it raises."""
+    return 0
+
+
 @register_flop_formula(torch.ops.diyfa.matmul, get_raw=True)
 def matmul_flop(a: Any, b: Any, *rest: Any, out_val: Any = None) -> int:
     return 2 * a.shape[0] * a.shape[1] * b.shape[1]

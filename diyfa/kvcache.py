@@ -8,6 +8,7 @@ read by the host, so a captured graph may be replayed with others.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -15,7 +16,17 @@ import torch
 from diyfa import fast_path, registry, validation
 from diyfa.features import ATTENTION_DTYPES
 from diyfa.keywords import refuse_unknown, without_unknown
-from diyfa.kvcache_ops import KVCacheOptions, KVCachePlan, bucket, check_out, describe_kvcache, run, run_plan
+from diyfa.kvcache_ops import (
+    KVCacheOptions,
+    KVCachePlan,
+    bucket,
+    check_out,
+    describe_kvcache,
+    needs_grad,
+    run,
+    run_plan,
+    without_backward,
+)
 from diyfa.options import UNBOUNDED
 from diyfa.problem import VARLEN, KVCacheTensors, NewKeys
 
@@ -88,17 +99,6 @@ def _check_caches(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
     _check_stride(**{q_name: q, k_name: k_cache, v_name: v_cache})
 
 
-def _check_no_grad(tensors: dict[str, Any]) -> None:
-    """No gradient is wanted: there is no backward pass."""
-    if torch.is_grad_enabled():
-        wanted = [name for name, x in tensors.items() if isinstance(x, torch.Tensor) and x.requires_grad]
-        if wanted:
-            raise ValueError(
-                f"attention over a cache has no backward pass, but {', '.join(wanted)} requires a gradient: call it "
-                "inside torch.no_grad() or torch.inference_mode(), or detach the input"
-            )
-
-
 def _check_not_expanded(**tensors: torch.Tensor) -> None:
     """What is written has memory for each of its elements."""
     for name, x in tensors.items():
@@ -168,17 +168,26 @@ def _check_table(q: torch.Tensor, block_table: object, batch: int) -> None:
     _check("block_table", block_table, q, (batch, columns), torch.int32)
 
 
-def _check_pages(block_table: torch.Tensor, keys: torch.Tensor, cache: torch.Tensor) -> None:
-    """On the CPU: block_table names pages of the cache wherever a sequence has some of its `keys` (B,)."""
+def _check_pages(tensors: KVCacheTensors, keys: torch.Tensor, queries: torch.Tensor | int, window_left: int) -> None:
+    """On the CPU: block_table names pages of the cache wherever a sequence has `keys` (B,) that some query can see, or
+    that are appended."""
+    block_table, cache = tensors.block_table, tensors.k_cache
+    assert block_table is not None, "asked for pages only"
     if validation.is_capturing(block_table) or not block_table.numel() or not cache.shape[1]:
         return
     pages, page_size = cache.shape[:2]
-    used = torch.arange(block_table.shape[1]) < ((keys + page_size - 1) // page_size)[:, None]
+    first = torch.zeros_like(keys) if tensors.leftpad is None else tensors.leftpad
+    if window_left >= 0:
+        first = torch.maximum(first, keys - queries - window_left)
+    if tensors.added:
+        first = torch.minimum(first, keys - tensors.added)
+    columns = torch.arange(block_table.shape[1], device=block_table.device)
+    used = (columns >= (first // page_size)[:, None]) & (columns < ((keys + page_size - 1) // page_size)[:, None])
     outside = used & ((block_table < 0) | (block_table >= pages))
     if bool(outside.any()):
         b, column = outside.nonzero()[0].tolist()
         raise ValueError(
-            f"block_table must name pages from 0 to {pages - 1} where a sequence has keys, got "
+            f"block_table must name pages from 0 to {pages - 1} where a query can see keys, got "
             f"{int(block_table[b, column])} in column {column} of row {b}"
         )
 
@@ -193,7 +202,7 @@ def _check_lengths(name: str, seqlens: torch.Tensor, added: int, capacity: int, 
         raise ValueError(f"{name} must be from 0 to what {room} holds, {capacity}; got {low} to {high}{more}")
 
 
-def _check_values(tensors: KVCacheTensors) -> None:
+def _check_values(tensors: KVCacheTensors, window_left: int) -> None:
     """What the host may read without waiting: lengths that are an int, and tensors on the CPU."""
     k_cache, table, seqlens, added = tensors.k_cache, tensors.block_table, tensors.seqlens, tensors.added
     capacity = _capacity(k_cache, table)
@@ -206,8 +215,8 @@ def _check_values(tensors: KVCacheTensors) -> None:
     if seqlens is not None:
         _check_lengths("cache_seqlens", seqlens, added, capacity, room)
     if table is not None:
-        length = torch.full(table.shape[:1], tensors.length) if seqlens is None else seqlens
-        _check_pages(table, length + added, k_cache)
+        length = table.new_full(table.shape[:1], tensors.length) if seqlens is None else seqlens
+        _check_pages(tensors, length + added, tensors.q.shape[1], window_left)
     if tensors.cache_batch_idx is not None:
         _check_lengths("cache_batch_idx", tensors.cache_batch_idx, 1, k_cache.shape[0], "the batch of the cache")
     if tensors.leftpad is not None:
@@ -217,7 +226,6 @@ def _check_values(tensors: KVCacheTensors) -> None:
 def _check_call(q: Any, k_cache: Any, v_cache: Any, given: dict[str, Any]) -> None:
     """All that shapes, strides, dtypes and devices say."""
     validation.check_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
-    _check_no_grad({"q": q, "k_cache": k_cache, "v_cache": v_cache, **given})
     if q.dim() != 4 or k_cache.dim() != 4:
         raise ValueError(
             "q must be (batch, seqlen, heads, head_dim), k_cache (cache batch, rows, heads, head_dim) or (pages, page "
@@ -255,10 +263,44 @@ def _check_descale(name: str, x: Descale, q: torch.Tensor, cache: torch.Tensor, 
         return
     if cache.dtype != FLOAT8:
         raise ValueError(f"{name} belongs to a cache of {FLOAT8}, got one of {cache.dtype}")
-    if isinstance(x, (int, float)):
+    if isinstance(x, (int, float)) and not isinstance(x, bool):
         return
     validation.check_tensors(**{name: x})
+    assert isinstance(x, torch.Tensor), "checked above"
     _check(name, x, q, _shape(x) if x.numel() == 1 else (batch, cache.shape[-2]), torch.float32)
+
+
+# ---- Inside torch.autocast --------------------------------------------------------------------------------------
+
+
+def _autocast(cache: Any, q: Any, *others: Any) -> tuple[Any, ...] | None:
+    """q and others that are no float64 in the dtype of the cache, of a float8 one in that of autocast. None where
+    nothing is cast. The arguments are not checked yet."""
+    if not isinstance(q, torch.Tensor) or not isinstance(cache, torch.Tensor):
+        return None
+    dtype = fast_path.autocast_dtype(q)
+    if dtype is None:
+        return None
+    if cache.dtype is not FLOAT8:
+        dtype = cache.dtype
+    return _cast((q, *others), dtype, (torch.float32, torch.float16, torch.bfloat16))
+
+
+def _autocast_packed(q: Any, k: Any, v: Any, block_table: Any) -> tuple[Any, ...] | None:
+    """The same of packed queries over pages. Keys without pages are cast, too, and float32 alone, as in training."""
+    if block_table is not None:
+        cast = _autocast(k, q)
+        return None if cast is None else (*cast, k, v)
+    dtype = fast_path.autocast_dtype(q) if isinstance(q, torch.Tensor) else None
+    return None if dtype is None else _cast((q, k, v), dtype, (torch.float32,))
+
+
+def _cast(given: tuple[Any, ...], dtype: torch.dtype, dtypes: tuple[torch.dtype, ...]) -> tuple[Any, ...] | None:
+    """What is in one of `dtypes` in `dtype`; None where all is."""
+    casts = [isinstance(x, torch.Tensor) and x.dtype in dtypes and x.dtype is not dtype for x in given]
+    if dtype not in ATTENTION_DTYPES or not any(casts):
+        return None
+    return tuple(x.to(dtype) if casts_it else x for x, casts_it in zip(given, casts, strict=True))
 
 
 # ---- The call ---------------------------------------------------------------------------------------------------
@@ -335,12 +377,13 @@ def _key_of(tensors: tuple[Any, ...], *options: Any) -> Any:
             return None
         else:
             parts.append(type(x))
-    k, v = tensors[1:3]
-    return (
-        "kvcache",
-        isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor) and k.data_ptr() == v.data_ptr(),  # latent or not
-        *parts, *options
-    )  # fmt: skip
+    q, k, v = tensors[:3]
+    is_latent = autocast = None
+    if isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor):
+        is_latent = k.data_ptr() == v.data_ptr()
+        if isinstance(q, torch.Tensor) and (q.dtype is torch.float32 or k.dtype is FLOAT8):  # what autocast may cast
+            autocast = fast_path.autocast_dtype(q)
+    return "kvcache", is_latent, *parts, *options, autocast
 
 
 def _find(
@@ -364,9 +407,18 @@ def _find(
     return fast_path.find(key), (), key, of_recent
 
 
-def _remember(key: Any, plan: KVCachePlan | None, given: Sequence[Any], bound: KVCacheTensors) -> None:
+def _keep_recent(options: Any, tensors: Sequence[Any], plan: KVCachePlan) -> None:
+    """`fast_path.keep_recent`, unless autocast casts 16-bit queries too: what it casts to is not compared."""
+    if tensors[1].dtype is not FLOAT8 or fast_path.autocast_dtype(tensors[0]) is None:
+        fast_path.keep_recent(options, tensors, plan)
+
+
+def _remember(
+    key: Any, plan: KVCachePlan | None, given: Sequence[Any], bound: KVCacheTensors, wants_grad: bool
+) -> None:
     """Keep what a call came to, whose tensors were `bound` for a backend."""
     if plan is not None:
+        plan.wants_grad = wants_grad
         plan.binds_given = all(any(x is y for y in given) for x in bound.present())
     fast_path.remember(key, plan)
 
@@ -424,7 +476,9 @@ def flash_attn_with_kvcache(
     """Attention of new queries over a cache, to which new keys and values are appended first, in place.
 
     A sequence has n keys: `cache_seqlens` and the new ones. Its last query stands at its last key: query i sees keys
-    as in `flash_attn_func` with Sk = n. Nothing waits for the device, and there is no backward pass.
+    as in `flash_attn_func` with Sk = n. Nothing waits for the device. There is no backward pass: the result of inputs
+    that require a gradient has a grad_fn that raises. Inside torch.autocast q, k and v are cast to the dtype of the
+    cache, or to autocast's beside a float8 cache.
 
     Args:
         q: (B, Sq, H, D); float16, bfloat16 or float32. Last stride 1, others free.
@@ -443,7 +497,8 @@ def flash_attn_with_kvcache(
         cache_leftpad: (B,) int32, rows at a sequence's beginning that hold no keys.
         block_table: (B, pages of a sequence) int32: key j lies in row j % page size of page
             block_table[b, j // page size]. Any order; sequences may share pages; entries beyond the last page are
-            not read. Those before it must name pages: a table on the CPU is checked for that, one on the device is not,
+            not read, nor are those of pages that the window or cache_leftpad hides from every query, whatever such
+            pages hold. All others must name pages: a table on the CPU is checked for that, one on the device is not,
             and what keys of no page count is undefined there (nothing outside the cache is read).
         softmax_scale: factor of the scores; default 1/sqrt(D).
         causal, window_size, softcap: as for `flash_attn_func`.
@@ -455,15 +510,15 @@ def flash_attn_with_kvcache(
         k_descale, v_descale: factors of what a float8 cache holds: a number, a float32 tensor of one element or
             (B, Hk). What is appended is divided by them.
         out: what the result is written to, (B, Sq, H, Dv) in q's dtype with last stride 1; no memory of the caches, and
-            none of q, or exactly q.
+            none of q, or exactly q. Where a gradient is wanted and out is a view, a leaf that requires one, or q, the
+            result is an alias of it, for that has a grad_fn.
 
     Returns:
         out (B, Sq, H, Dv), or with `return_softmax_lse` (out, lse (B, H, Sq) float32); a row that sees no key has
         output 0 and lse +inf.
 
     Raises:
-        ValueError, TypeError: an argument does not fit, a gradient is wanted, or no kernel can run the call, before
-            anything is written.
+        ValueError, TypeError: an argument does not fit, or no kernel can run the call, before anything is written.
     """
     if unknown:
         refuse_unknown(flash_attn_with_kvcache, unknown)
@@ -471,7 +526,7 @@ def flash_attn_with_kvcache(
         flags = (causal, rotary_interleaved, return_softmax_lse)
         validation.check_booleans(**dict(zip(_FLAGS, flags, strict=True)))
     window = window_size if window_size is UNBOUNDED else validation.check_window(window_size, "window_size")
-    if cache_seqlens is not None and not isinstance(cache_seqlens, (int, torch.Tensor)):
+    if cache_seqlens is not None and type(cache_seqlens) is not int and not isinstance(cache_seqlens, torch.Tensor):
         cache_seqlens = validation.check_length("cache_seqlens", cache_seqlens)
     if type(num_splits) is not int:
         num_splits = validation.check_length("num_splits", num_splits)
@@ -479,14 +534,21 @@ def flash_attn_with_kvcache(
         q, k_cache, v_cache, cache_seqlens, block_table, cache_batch_idx, cache_leftpad, alibi_slopes, sinks, k_descale,
         v_descale, out, k, v, rotary_cos, rotary_sin,
     )  # fmt: skip
-    plan, found, key, of_recent = _find(tensors, softmax_scale, causal, window, softcap, rotary_interleaved, num_splits)
+    options = softmax_scale, causal, window, softcap, rotary_interleaved, num_splits
+    plan, found, key, of_recent = _find(tensors, *options)
+    if plan is None and (cast := _autocast(k_cache, q, k, v)) is not None:
+        q, k, v = cast
+        tensors = (q, *tensors[1:12], k, v, *tensors[14:])
+        plan, found, key, of_recent = _find(tensors, *options)
     if plan is not None and found and rotary_cos is None:
         if plan.on_host or isinstance(cache_seqlens, int):
-            _check_values(_bind(tensors, softmax_scale))
+            _check_values(_bind(tensors, softmax_scale), window[0])
         length = 0 if isinstance(cache_seqlens, torch.Tensor) else _length(cache_seqlens, k_cache, block_table)
         appended = 0 if k is None else 1 if v is None else 2
         made = plan.again(found, length, out, return_softmax_lse, appended)
         if made is not None:
+            if plan.wants_grad:
+                made = without_backward(made, tensors, out)
             return (made[0], made[1]) if return_softmax_lse else made[0]
     key_alike = None
     if plan is None and key is not None and k is None and block_table is None:
@@ -502,22 +564,26 @@ def flash_attn_with_kvcache(
         }  # fmt: skip
         _check_call(q, k_cache, v_cache, given)
     elif key is not None:
-        fast_path.keep_recent(of_recent, tensors, plan)
+        _keep_recent(of_recent, tensors, plan)
     bound = _bind(tensors, softmax_scale)
-    _check_values(bound)
+    _check_values(bound, window[0])
     new = None if k is None else NewKeys(k, v, rotary_cos, rotary_sin, rotary_interleaved)
-    if plan is not None:
-        result, lse = run_plan(plan, bound, new, out, return_softmax_lse)
-    else:
-        left, right = window
-        options = KVCacheOptions(
-            "bshd", left, 0 if causal else right, float(softcap), num_splits=num_splits,
-            batch_invariant=registry.is_batch_invariant(), backend=registry.forced_backend(),
-        )  # fmt: skip
-        result, lse, plan = run(bound, options, new, out, key is not None)
-        _remember(key, plan, tensors, bound)
-        if plan is not None and plan.serves_alike():
-            fast_path.remember(key_alike, plan)
+    wants_grad = needs_grad(tensors, out) if plan is None else plan.wants_grad
+    with torch.no_grad() if wants_grad else nullcontext():
+        if plan is not None:
+            result, lse = run_plan(plan, bound, new, out, return_softmax_lse)
+        else:
+            left, right = window
+            call_options = KVCacheOptions(
+                "bshd", left, 0 if causal else right, float(softcap), num_splits=num_splits,
+                batch_invariant=registry.is_batch_invariant(), backend=registry.forced_backend(),
+            )  # fmt: skip
+            result, lse, plan = run(bound, call_options, new, out, key is not None)
+            _remember(key, plan, tensors, bound, wants_grad)
+            if plan is not None and plan.serves_alike():
+                fast_path.remember(key_alike, plan)
+    if wants_grad:
+        result, lse = without_backward((result, lse), tensors, out)
     return (result, lse) if return_softmax_lse else result
 
 
@@ -527,7 +593,6 @@ def flash_attn_with_kvcache(
 def _check_packed(q: Any, k: Any, v: Any, given: dict[str, Any]) -> int:
     """All that shapes, strides, dtypes and devices say; returns the number of sequences."""
     validation.check_tensors(q=q, k=k, v=v)
-    _check_no_grad({"q": q, "k": k, "v": v, **given})
     cu_q, cu_k, used, table = (given[name] for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table"))
     rank = 3 if table is None else 4
     if q.dim() != 3 or k.dim() != rank:
@@ -561,7 +626,7 @@ def _check_packed(q: Any, k: Any, v: Any, given: dict[str, Any]) -> int:
     return batch
 
 
-def _check_packed_values(tensors: KVCacheTensors, max_seqlen_q: int, max_seqlen_k: int) -> None:
+def _check_packed_values(tensors: KVCacheTensors, max_seqlen_q: int, max_seqlen_k: int, window_left: int) -> None:
     """What the host may read without waiting: tensors on the CPU."""
     q, k, cu_q, cu_k = tensors.q, tensors.k_cache, tensors.cu_seqlens_q, tensors.cu_seqlens_k
     assert cu_q is not None, "packed queries come with it"
@@ -583,7 +648,7 @@ def _check_packed_values(tensors: KVCacheTensors, max_seqlen_q: int, max_seqlen_
         raise ValueError(f"seqused_k must be from 0 to max_seqlen_k={max_seqlen_k}, got {lengths.tolist()}")
     if table is not None:
         _check_lengths("the number of keys", lengths, 0, _capacity(k, table), "block_table")
-        _check_pages(table, lengths, k)
+        _check_pages(tensors, lengths, cu_q.diff(), window_left)
 
 
 def attend_packed(
@@ -591,58 +656,66 @@ def attend_packed(
 ) -> tuple[Any, Any]:
     """Attention of packed queries (Tq, H, D) over pages or packed keys -> out and, if it is returned, lse.
 
-    There is no backward pass. `given` are the other arguments of `flash_attention_varlen`, checked booleans and window
-    among them, and `scale_name`, what the scale is called.
+    There is no backward pass, as in `flash_attn_with_kvcache`. `given` are the other arguments of
+    `flash_attention_varlen`, checked booleans and window among them, and `scale_name`, what the scale is called.
     """
     tensor_names = ("seqused_k", "cu_seqlens_q", "cu_seqlens_k", "block_table", "alibi_slopes", "sinks", "out")
     used, cu_q, cu_k, table, slopes, sinks, out = (given[name] for name in tensor_names)
     max_q, max_k = given["max_seqlen_q"], given["max_seqlen_k"]
     backend, variant = given["backend"] or registry.forced_backend(), given["variant"]
     tensors = (q, k, v, used, cu_q, cu_k, table, slopes, sinks, out)
-    plan, found, key, of_recent = _find(
-        tensors,
+    options = (
         max_q, max_k if table is None else bucket(max_k),
         given["sm_scale"], given["causal"], given["window"], given["softcap"],
-        given["dropout_p"], backend, variant,
+        given["dropout_p"], given["num_splits"], backend, variant,
     )  # fmt: skip
+    plan, found, key, of_recent = _find(tensors, *options)
+    if plan is None and (cast := _autocast_packed(q, k, v, table)) is not None:
+        q, k, v = cast
+        tensors = (*cast, *tensors[3:])
+        plan, found, key, of_recent = _find(tensors, *options)
     if plan is not None and found and not plan.on_host:
         made = plan.again(found, 0, out, returns_lse)
         if made is not None:
-            return made[0], made[1]
+            return without_backward(made, tensors, out) if plan.wants_grad else (made[0], made[1])
     if plan is None:
         _check_packed(q, k, v, given)
     elif key is not None:
-        fast_path.keep_recent(of_recent, tensors, plan)
+        _keep_recent(of_recent, tensors, plan)
     scale = q.shape[-1] ** -0.5 if given["sm_scale"] is None else float(given["sm_scale"])
     bound = KVCacheTensors(
         q, k, v, scale, 0, 0, _vector(used), _vector(cu_q), _vector(cu_k), _rows_first(table),
         alibi_slopes=_vector(slopes), sinks=_vector(sinks),
     )  # fmt: skip
-    _check_packed_values(bound, max_q, max_k)
-    if plan is not None:
-        return run_plan(plan, bound, None, out, returns_lse)
-    result, lse, plan = run(bound, _packed_options(given), None, out, key is not None)
-    _remember(key, plan, tensors, bound)
-    return result, lse
+    _check_packed_values(bound, max_q, max_k, given["window"][0])
+    wants_grad = needs_grad(tensors, out) if plan is None else plan.wants_grad
+    with torch.no_grad() if wants_grad else nullcontext():
+        if plan is not None:
+            result, lse = run_plan(plan, bound, None, out, returns_lse)
+        else:
+            result, lse, plan = run(bound, _packed_options(given), None, out, key is not None)
+            _remember(key, plan, tensors, bound, wants_grad)
+    return without_backward((result, lse), tensors, out) if wants_grad else (result, lse)
 
 
 def _packed_options(given: dict[str, Any]) -> KVCacheOptions:
     left, right = given["window"]
     return KVCacheOptions(
         VARLEN, left, 0 if given["causal"] else right, float(given["softcap"]), given["max_seqlen_q"],
-        given["max_seqlen_k"], batch_invariant=registry.is_batch_invariant(),
+        given["max_seqlen_k"], num_splits=given["num_splits"], batch_invariant=registry.is_batch_invariant(),
         backend=given["backend"] or registry.forced_backend(), variant=given["variant"],
     )  # fmt: skip
 
 
 def explain_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: dict[str, Any]) -> registry.Explanation:
     """What `attend_packed` with the same arguments would run, without running it."""
+    q, k, v = _autocast_packed(q, k, v, given["block_table"]) or (q, k, v)
     _check_packed(q, k, v, given)
     tensors = KVCacheTensors(
         q, k, v, 1.0, 0, 0, given["seqused_k"], given["cu_seqlens_q"], given["cu_seqlens_k"],
         given["block_table"], alibi_slopes=given["alibi_slopes"], sinks=given["sinks"],
     )  # fmt: skip
-    _check_packed_values(tensors, given["max_seqlen_q"], given["max_seqlen_k"])
+    _check_packed_values(tensors, given["max_seqlen_q"], given["max_seqlen_k"], given["window"][0])
     options, out = _packed_options(given), given["out"]
     check_out(out, tensors, options.layout)
     problem = describe_kvcache(registry.resolve_backend(q.device, options.backend), tensors, options, out)

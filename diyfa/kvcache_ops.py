@@ -1,6 +1,7 @@
 """The operators `diyfa::kvcache_append` and `diyfa::kvcache_fwd` (and `_out`), and how calls with a cache are run.
 
-They have no autograd. Their flat schema is made from the fields of `KVCacheTensors`, `KVCacheOptions` and `NewKeys`,
+They have no backward pass: results of inputs that require a gradient have a grad_fn that raises. Their flat schema is
+made from the fields of `KVCacheTensors`, `KVCacheOptions` and `NewKeys`,
 which is the only list of them; calls are packed and unpacked by name. As in `diyfa.ops`, calls that nothing traces or
 transforms bypass the dispatcher, and an equal call runs by what an earlier one came to: a `KVCachePlan`.
 """
@@ -80,6 +81,7 @@ _lib.define(f"kvcache_fwd_out(Tensor(a!) out, {_schema(_CALL)}) -> Tensor lse")
 _lib.define(
     f"kvcache_append(Tensor? out, {_schema(_APPEND, k_cache='Tensor(a!)', v_cache='Tensor(b!)')}) -> Tensor"
 )  # the rotated queries, without elements where nothing is rotated; out is looked at before anything is written
+_lib.define("kvcache_bwd(SymInt[] shape, ScalarType dtype, Device device) -> Tensor")  # raises
 
 
 def _pack(*parts: Any) -> list[Any]:
@@ -335,7 +337,7 @@ class _Step:
 class KVCachePlan:
     """What an earlier equal call came to: the kernels that append and attend. None where there is nothing to launch."""
 
-    __slots__ = ("append", "attend", "begins_alike", "binds_given", "on_host", "reach", "v_distance")
+    __slots__ = ("append", "attend", "begins_alike", "binds_given", "on_host", "reach", "v_distance", "wants_grad")
 
     def __init__(self, tensors: KVCacheTensors) -> None:
         self.append: _Step | None = None
@@ -347,6 +349,7 @@ class KVCachePlan:
         self.reach = max(_span(x) * x.element_size() for x in caches)  # bytes: caches further apart do not overlap
         self.binds_given = False  # whether kernels read the tensors of a call themselves, no copies or views of them
         self.on_host = tensors.q.device.type == "cpu"  # where values of tensors are checked
+        self.wants_grad = False  # whether an input requires a gradient, in grad mode
 
     def check_caches(self, k_cache: torch.Tensor, v_cache: torch.Tensor, v: torch.Tensor | None, distance: int) -> None:
         """`check_new_values` of a call like the first one, whose caches may overlap although those of the first did
@@ -362,6 +365,9 @@ class KVCachePlan:
 
         The last `new` of its tensors are appended as they are; `out` stands before them.
         """
+        if self.wants_grad and torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.again(found, length, out, returns_lse, new)
         step, (recent, given, addresses) = self.attend, found
         if not self.binds_given or step is None or step.repeat is None:
             return None
@@ -468,6 +474,47 @@ def run_plan(
     return plan.attend.attend(tensors, out, returns_lse)
 
 
+# ---- No backward pass -------------------------------------------------------------------------------------------
+
+
+def _differentiable(tensors: Sequence[Any], out: torch.Tensor | None) -> list[torch.Tensor]:
+    """Those of a call's `tensors`, q first, that require a gradient; what `out` was before does not matter."""
+    given = [x for x in tensors if isinstance(x, torch.Tensor) and x.requires_grad]
+    return [x for x in given if x is not out or x is tensors[0]]
+
+
+def needs_grad(tensors: Sequence[Any], out: torch.Tensor | None) -> bool:
+    """Whether a gradient of one of a call's `tensors` is wanted."""
+    return torch.is_grad_enabled() and bool(_differentiable(tensors, out))
+
+
+class _NoBackward(torch.autograd.Function):
+    """Gives results of inputs that require a gradient a grad_fn that raises when it is called."""
+
+    @staticmethod
+    def forward(ctx: Any, pair: Pair, *inputs: torch.Tensor) -> Pair:
+        """`pair` is no input of autograd's: its tensors themselves get the grad_fn."""
+        ctx.inputs = [(x.shape, x.dtype, x.device) for x in inputs]
+        return pair
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, ...]:
+        return (None, *(torch.ops.diyfa.kvcache_bwd(*x) for x in ctx.inputs))  # an operator: tracing must not raise
+
+
+def _takes_grad_fn(x: torch.Tensor, inputs: Sequence[torch.Tensor]) -> bool:
+    """Whether a result can get a grad_fn itself: no view, no leaf that requires a gradient, and no input."""
+    is_leaf = x.is_leaf and x.requires_grad
+    return not (torch.compiler.is_compiling() or x._is_view() or is_leaf or any(x is y for y in inputs))
+
+
+def without_backward(pair: Sequence[Any], tensors: Sequence[Any], out: torch.Tensor | None) -> Pair:
+    """out and lse of a call whose `tensors` require a gradient, or aliases of them, with a grad_fn that raises."""
+    inputs = _differentiable(tensors, out)
+    results = tuple(x if _takes_grad_fn(x, inputs) else x.detach() for x in pair[:2])
+    return _NoBackward.apply(results, *inputs)
+
+
 # ---- The operators ----------------------------------------------------------------------------------------------
 
 
@@ -507,10 +554,22 @@ def _kvcache_append_fake(out: torch.Tensor | None, *flat: Any) -> torch.Tensor:
     return tensors.q.new_empty(0) if new.cos is None else torch.empty_like(tensors.q)
 
 
+def _kvcache_bwd(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    raise NotImplementedError(
+        "attention over a cache has no backward pass: detach its result or its inputs, or call it inside "
+        "torch.no_grad(); to train, call flash_attn_func, or flash_attn_varlen_func without a block_table"
+    )
+
+
+def _kvcache_bwd_fake(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
 for _name, _implementation, _fake in (
     ("kvcache_fwd", _kvcache_fwd, _kvcache_fwd_fake),
     ("kvcache_fwd_out", _kvcache_fwd_out, _kvcache_fwd_out_fake),
     ("kvcache_append", _kvcache_append, _kvcache_append_fake),
+    ("kvcache_bwd", _kvcache_bwd, _kvcache_bwd_fake),
 ):
     _lib.impl(_name, _implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"diyfa::{_name}", _fake, lib=_lib)

@@ -393,7 +393,7 @@ def reference_kvcache(
     batch = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
     seqlens = cache_seqlens if isinstance(cache_seqlens, torch.Tensor) else None
     descales = [
-        None if x is None else torch.as_tensor(x, dtype=torch.float32).expand(batch, k_cache.shape[2])
+        None if x is None else torch.as_tensor(x, dtype=torch.float32, device=q.device).expand(batch, k_cache.shape[2])
         for x in (k_descale, v_descale)
     ]
     tensors = KVCacheTensors(

@@ -207,7 +207,7 @@ def _buffers(case: AttentionCase, random: Callable[..., torch.Tensor]) -> list[t
 
 
 def _offsets(lens: tuple[int, ...]) -> torch.Tensor:
-    return torch.tensor([0, *accumulate(lens)], dtype=torch.int32)
+    return torch.tensor([0, *accumulate(lens)], dtype=torch.int32, device="cpu")
 
 
 def _shape_scores(case: AttentionCase, q: torch.Tensor, k: torch.Tensor) -> None:
@@ -215,7 +215,7 @@ def _shape_scores(case: AttentionCase, q: torch.Tensor, k: torch.Tensor) -> None
     scale = case.head_dim**-0.5 if case.sm_scale is None else case.sm_scale
     q[..., 0] = 0.0
     q[:, :, :: case.peaked_rows, 0] = 1.0
-    k[..., 0] = torch.linspace(0, case.rise / scale, k.shape[2])
+    k[..., 0] = torch.linspace(0, case.rise / scale, k.shape[2], device="cpu")
     first = 0  # of a packed sequence
     for sample, length in enumerate(case.key_lens or case.seq_lens or (k.shape[2],) * len(k)):
         keys = k[sample] if case.lens_q is None else k[0, :, first:]
@@ -237,9 +237,9 @@ def make_inputs(case: AttentionCase, device: torch.device | str = "cpu") -> Inpu
     nudges = torch.Generator().manual_seed(case.nudge)
 
     def random(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
-        x = torch.randn(shape, generator=generator, dtype=torch.float64)
+        x = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
         if case.nudge:
-            x *= 1 + (2 * torch.rand(shape, generator=nudges, dtype=torch.float64) - 1) / 32
+            x *= 1 + (2 * torch.rand(shape, generator=nudges, dtype=torch.float64, device="cpu") - 1) / 32
         return x.to(dtype)
 
     owners = _buffers(case, random)
@@ -277,7 +277,7 @@ def make_inputs(case: AttentionCase, device: torch.device | str = "cpu") -> Inpu
     dlse = place(dlse.flatten(0, 1) if case.layout == "3d" else dlse[0] if case.layout == VARLEN else dlse)
     options: dict[str, Any] = {"causal": case.causal, "sm_scale": case.sm_scale}
     if case.seq_lens is not None:
-        options["seq_lens"] = place(torch.tensor(case.seq_lens, dtype=torch.int32))
+        options["seq_lens"] = place(torch.tensor(case.seq_lens, dtype=torch.int32, device="cpu"))
     if case.lens_q is not None:
         options["cu_seqlens_q"], options["cu_seqlens_k"] = (
             place(_offsets(lens)) for lens in (case.lens_q, case.key_lens or ())
@@ -298,9 +298,9 @@ def make_inputs(case: AttentionCase, device: torch.device | str = "cpu") -> Inpu
         options["sinks"] = place(random(heads, dtype=torch.float32) + case.sink_offset, True)
     if case.dropout_p:
         options["dropout_p"] = case.dropout_p
-        state = torch.randint(2**32, (2,), generator=generator, dtype=torch.int64)
+        state = torch.randint(2**32, (2,), generator=generator, dtype=torch.int64, device="cpu")
         if case.dropout_origins:
-            origins = torch.randint(2**31, (batch, 4), generator=generator, dtype=torch.int64)
+            origins = torch.randint(2**31, (batch, 4), generator=generator, dtype=torch.int64, device="cpu")
             state = torch.cat([state, origins.flatten()])
         options["rng_state"] = place(state)
     return Inputs(q, k, v, dout, dlse, options, leaves if case.packing else ())
@@ -577,8 +577,8 @@ def validate_matmul(
     """
     device = present_device() if device is None else device
     generator = torch.Generator().manual_seed(0)
-    a = torch.randn((m, k), generator=generator).to(dtype)
-    b = torch.randn((k, n), generator=generator).to(dtype)
+    a = torch.randn((m, k), generator=generator, device="cpu").to(dtype)
+    b = torch.randn((k, n), generator=generator, device="cpu").to(dtype)
     where = _reference_device(device)
     actual = triton_fn(a.to(device), b.to(device))
     # float32 inputs are computed in float16 unless asked otherwise: then the rounded inputs are what is multiplied.
@@ -614,7 +614,9 @@ def validate_attention(
     """
     device = present_device() if device is None else device
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn((batch, heads, seq_len, head_dim), generator=generator).to(dtype) for _ in range(3))
+    q, k, v = (
+        torch.randn((batch, heads, seq_len, head_dim), generator=generator, device="cpu").to(dtype) for _ in range(3)
+    )
     where = _reference_device(device)
     actual = flash_fn(q.to(device), k.to(device), v.to(device), causal=causal)
     expected = torch.nn.functional.scaled_dot_product_attention(

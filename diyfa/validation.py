@@ -127,12 +127,15 @@ def check_sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dims: tuple[i
 def as_integer(value: Any) -> int:
     """An int, a symbolic one as it is, or what stands for one: a NumPy integer, an integer tensor of one element.
 
-    The value of a tensor on an accelerator has to be waited for. Raises TypeError for everything else, floats too.
+    The value of a tensor on an accelerator has to be waited for. Raises TypeError for everything else, floats and
+    booleans too.
     """
+    if isinstance(value, bool):
+        raise TypeError(f"not an integer: {value}")
     if isinstance(value, (int, torch.SymInt)):  # symbolic lengths stay symbolic
         return value  # type: ignore[return-value]
     if isinstance(value, torch.Tensor):
-        if value.numel() != 1 or value.is_floating_point() or value.is_complex():
+        if value.numel() != 1 or value.is_floating_point() or value.is_complex() or value.dtype is torch.bool:
             raise TypeError(f"not one integer: a {value.dtype} tensor of shape {_shape(value)}")
         return int(value)
     return operator.index(value)

@@ -55,11 +55,11 @@ def _backward(
     """Fill the gradients of one call, but return those `PER_HEAD`, unrounded."""
     problem, tensors, config = call.problem, call.tensors, attention_config(call.problem)
     dq_rows, dk_rows, dv_rows = (as_bhsd(x, problem.layout) for x in gradients[:3])
-    dq_acc = torch.zeros(call.q.shape, dtype=call.dtype)  # [B, Hk, G, Sq, D]
+    dq_acc = torch.zeros(call.q.shape, dtype=call.dtype, device="cpu")  # [B, Hk, G, Sq, D]
     dbias = None  # in the precision of the sums
     if gradients.dbias is not None:
         assert call.bias is not None
-        dbias = torch.zeros(call.bias.shape, dtype=call.dtype)
+        dbias = torch.zeros(call.bias.shape, dtype=call.dtype, device="cpu")
     delta = _delta(call, out, lse, dout, dlse)
     if gradients.delta is not None:
         gradients.delta.copy_(delta)

@@ -32,7 +32,7 @@ def _rows(call: Call, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tenso
 def _initial_statistics(call: Call, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """m and l [B, Hk, G * rows, 1] before any key."""
     shape = (call.problem.batch, call.problem.heads_kv, call.group * rows, 1)
-    return torch.full(shape, -INF, dtype=call.dtype), torch.zeros(shape, dtype=call.dtype)
+    return torch.full(shape, -INF, dtype=call.dtype, device="cpu"), torch.zeros(shape, dtype=call.dtype, device="cpu")
 
 
 def _online_softmax_update(s: torch.Tensor, m: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -67,7 +67,7 @@ def _log_sum_exp(m: torch.Tensor, l: torch.Tensor) -> torch.Tensor:  # noqa: E74
 def _end_sequences(call: Call, out: torch.Tensor, lse: torch.Tensor) -> None:
     """out is 0 and lse +inf beyond each sequence's end; only a sink makes them anything else there."""
     if call.sink_rows is not None and call.tensors.seq_lens is not None:
-        beyond = torch.arange(call.problem.seqlen_q) >= call.visibility.len_q[:, 0, 0]  # [B, Sq]
+        beyond = torch.arange(call.problem.seqlen_q, device="cpu") >= call.visibility.len_q[:, 0, 0]  # [B, Sq]
         lse.masked_fill_(beyond[:, None], INF)
         as_bhsd(out, call.problem.layout).masked_fill_(beyond[:, None, :, None], 0.0)
 

@@ -60,7 +60,7 @@ class _Sequence(NamedTuple):
 
 def rows_of_keys(problem: KVCacheProblem, tensors: KVCacheTensors, b: int, start: int, stop: int) -> tuple:
     """What indexes keys `start` to `stop` of sequence b in a cache: (page or batch entry, row), or packed rows."""
-    j = torch.arange(start, max(start, stop))
+    j = torch.arange(start, max(start, stop), device=tensors.q.device)
     if problem.packed_keys:
         assert tensors.cu_seqlens_k is not None, "packed keys come with it"
         return (int(tensors.cu_seqlens_k[b]) + j,)
@@ -81,7 +81,8 @@ def _number_of_keys(problem: KVCacheProblem, tensors: KVCacheTensors, b: int) ->
 
 
 def _gathered(problem: KVCacheProblem, tensors: KVCacheTensors, b: int, start: int, n: int) -> list[torch.Tensor]:
-    """Keys and values of sequence b in the dtype of all arithmetic, [Hk, n rounded up to CHUNK, …]."""
+    """Keys and values of sequence b in the dtype of all arithmetic, [Hk, n rounded up to CHUNK, …]: 0 before `start`,
+    and from `n` on."""
     dtype = torch.float64 if problem.dtype == "float64" else torch.float32
     rows = rows_of_keys(problem, tensors, b, start, n)
     found = []
@@ -106,7 +107,10 @@ def _sequences(
             continue
         n = _number_of_keys(problem, tensors, b)
         start = 0 if tensors.leftpad is None else max(0, min(int(tensors.leftpad[b]), n))
-        k, v = _gathered(problem, tensors, b, start, n)
+        seen = start  # the first key that a query can see; pages before it may hold anything, or not be there
+        if problem.window_left >= 0:
+            seen = max(start, min(n, n - q.shape[0] - problem.window_left))
+        k, v = _gathered(problem, tensors, b, seen, n)
         slopes = tensors.alibi_slopes
         if slopes is not None:
             slopes = (slopes[b] if slopes.dim() == 2 else slopes).to(k.dtype).reshape(problem.heads_kv, -1, 1, 1)
@@ -124,7 +128,8 @@ def _scores(problem: KVCacheProblem, sequence: _Sequence, rows: torch.Tensor, m0
         s = row_products(rows, k)
     if problem.softcap:
         s = problem.softcap * torch.tanh(s / problem.softcap)
-    i, j = torch.arange(m0, m0 + rows.shape[2])[:, None], torch.arange(n0, n0 + CHUNK)
+    i = torch.arange(m0, m0 + rows.shape[2], device=rows.device)[:, None]
+    j = torch.arange(n0, n0 + CHUNK, device=rows.device)
     distance = j - (i + sequence.n - sequence.q.shape[0])
     if sequence.slopes is not None:
         s = s - sequence.slopes * distance.abs()
@@ -243,7 +248,7 @@ def kvcache_append(problem: KVCacheProblem, tensors: KVCacheTensors, new: NewKey
     for b in range(problem.batch):
         first = tensors.length if tensors.seqlens is None else int(tensors.seqlens[b])
         if new.rotated_q is not None:
-            i = torch.arange(problem.seqlen_q)
+            i = torch.arange(problem.seqlen_q, device=tensors.q.device)
             position = first + (i if rotates_each else torch.zeros_like(i))
             new.rotated_q[b] = _rotated(tensors.q[b], new, position).to(new.rotated_q.dtype)
         # Rows i0 to i1 of k land inside the capacity, and of those the ones whose page there is.
@@ -255,7 +260,7 @@ def kvcache_append(problem: KVCacheProblem, tensors: KVCacheTensors, new: NewKey
         rows = tuple(x[there] for x in rows)
         k = new.k[b, i0:i1]
         if new.cos is not None:
-            k = _rotated(k, new, torch.arange(first + i0, first + i1))
+            k = _rotated(k, new, torch.arange(first + i0, first + i1, device=k.device))
         for cache, x, descale in ((tensors.k_cache, k, tensors.k_descale), (tensors.v_cache, new.v, tensors.v_descale)):
             if x is not None:
                 x = x if x is k else x[b, i0:i1]

@@ -36,8 +36,8 @@ class Visibility:
     def __init__(self, problem: AttentionProblem, seq_lens: torch.Tensor | None) -> None:
         self.left, self.right = problem.window_left, problem.window_right
         if seq_lens is None:
-            len_k = torch.tensor([problem.seqlen_k])
-            len_q = torch.tensor([problem.seqlen_q])
+            len_k = torch.tensor([problem.seqlen_k], device="cpu")
+            len_q = torch.tensor([problem.seqlen_q], device="cpu")
         else:
             len_k = seq_lens.to(torch.int64).clamp(0, problem.seqlen_k)  # their values are not checked while tracing
             len_q = len_k.clamp(max=problem.seqlen_q)
@@ -65,7 +65,7 @@ class Visibility:
             and (self.right < 0 or n1 - 1 <= m0 + self.min_shift + self.right)
         ):
             return None
-        i, j = torch.arange(m0, m1)[:, None], torch.arange(n0, n1)
+        i, j = torch.arange(m0, m1, device="cpu")[:, None], torch.arange(n0, n1, device="cpu")
         distance = j - i - self.shift
         seen = (i < self.len_q) & (j < self.len_k)
         if self.left >= 0:
@@ -140,7 +140,7 @@ class Call:
         self.words: Words | None = None  # of every query and key position, [B, H, S]
         keys = keys or dropout_keys(problem, tensors)
         if keys is not None:
-            rows, columns = torch.arange(problem.seqlen_q), torch.arange(problem.seqlen_k)
+            rows, columns = torch.arange(problem.seqlen_q, device="cpu"), torch.arange(problem.seqlen_k, device="cpu")
             r0, r1, c0, c1 = keys
             self.words = (
                 position_words(r0, rows),
@@ -157,7 +157,7 @@ class Call:
         """Rows [m0, m1) of [B, Hk, G, Sq, D] as [B, Hk, G * BLOCK_M, D]; 0 beyond a sequence's end."""
         tile = x[:, :, :, m0:m1].to(self.dtype)
         if m1 > self.visibility.min_len_q:
-            inside = torch.arange(m0, m1)[:, None] < self.visibility.len_q
+            inside = torch.arange(m0, m1, device="cpu")[:, None] < self.visibility.len_q
             tile = torch.where(inside.unsqueeze(1), tile, 0)
         return tile.flatten(2, 3)
 
@@ -169,7 +169,7 @@ class Call:
         """Rows [n0, n1) of [B, Hk, Sk, D]; 0 beyond a sequence's end."""
         tile = x[:, :, n0:n1].to(self.dtype)
         if n1 > self.visibility.min_len_k:
-            tile = torch.where(torch.arange(n0, n1)[:, None] < self.visibility.len_k, tile, 0)
+            tile = torch.where(torch.arange(n0, n1, device="cpu")[:, None] < self.visibility.len_k, tile, 0)
         return tile
 
     def per_head(self, tile: torch.Tensor) -> torch.Tensor:
@@ -208,7 +208,9 @@ class Call:
             s = self.problem.softcap * tanh
         heads = self.per_head(s)  # a view: what follows changes s in place
         if self.slopes is not None:
-            distance = torch.arange(n0, n1) - torch.arange(m0, m1)[:, None] - self.visibility.shift
+            distance = (
+                torch.arange(n0, n1, device="cpu") - torch.arange(m0, m1, device="cpu")[:, None] - self.visibility.shift
+            )
             heads -= self.slopes * distance.abs()
         if self.bias is not None:
             heads += self.bias_tile(self.bias, m0, m1, n0, n1)

@@ -68,10 +68,10 @@ def time_calls(fn: Callable[[], Any], device: torch.device, warmup: int = 25, re
 
 def quantiles_of(times: Sequence[float], quantiles: Iterable[float] = DEFAULT_QUANTILES) -> tuple[float, ...]:
     """The given quantiles (0 to 1, linear interpolation) of `times`."""
-    wanted = torch.tensor(list(quantiles), dtype=torch.float64)
+    wanted = torch.tensor(list(quantiles), dtype=torch.float64, device="cpu")
     if wanted.numel() == 0 or bool(((wanted < 0) | (wanted > 1)).any()):
         raise ValueError(f"quantiles must be one or more numbers from 0 to 1, got {wanted.tolist()}")
-    return tuple(torch.quantile(torch.tensor(list(times), dtype=torch.float64), wanted).tolist())
+    return tuple(torch.quantile(torch.tensor(list(times), dtype=torch.float64, device="cpu"), wanted).tolist())
 
 
 def _device_of(arguments: Iterable[Any]) -> torch.device:

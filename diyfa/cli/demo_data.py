@@ -43,6 +43,6 @@ class Batches:
     def next(self, part: str = "train") -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs and next-byte targets, both (batch, context) int64 on the device."""
         data = self._parts[part]
-        starts = torch.randint(len(data) - self._context - 1, (self._batch,), generator=self._generator)
+        starts = torch.randint(len(data) - self._context - 1, (self._batch,), generator=self._generator, device="cpu")
         windows = torch.stack([data[i : i + self._context + 1] for i in starts.tolist()]).long().to(self._device)
         return windows[:, :-1], windows[:, 1:]

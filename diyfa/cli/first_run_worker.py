@@ -107,7 +107,7 @@ def operator_arguments(
     heads_kv = case.heads_kv or heads
 
     def leaf(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).half().to(dtype).to(device).requires_grad_()
+        return torch.randn(shape, generator=generator, device="cpu").half().to(dtype).to(device).requires_grad_()
 
     def arranged(s: int, n: int) -> torch.Tensor:
         shapes = {"BSH": (2, s, n * head_dim), "SBH": (s, 2, n * head_dim), "BSND": (2, s, n, head_dim)}
@@ -124,7 +124,7 @@ def operator_arguments(
     if case.mask == "compressed":
         arguments["atten_mask"] = compressed_mask(device)
     elif case.mask == "dense":
-        mask = torch.rand(2, 1, seqlen_q, seqlen_k, generator=generator) < 0.3
+        mask = torch.rand(2, 1, seqlen_q, seqlen_k, generator=generator, device="cpu") < 0.3
         mask[..., 0] = False  # no row without keys: the operator leaves those open
         arguments["atten_mask"] = mask.to(device)
     if case.pse:
@@ -138,7 +138,7 @@ def operator_results(function: Callable[..., Any], arguments: dict[str, Any]) ->
     """out, lse and gradients of q, k, v on the CPU in float64."""
     result = function(**arguments)
     out = result[0]
-    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype).to(out.device)
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), device="cpu").to(out.dtype).to(out.device)
     leaves = [arguments[name] for name in ("query", "key", "value")]
     gradients = torch.autograd.grad(out, leaves, dout)
     maximum, total = (x[..., 0].detach().cpu().double() for x in result[1:3])
@@ -186,7 +186,7 @@ class Timed:
         self.batch, self.heads = max(1, size["tokens"] // self.seq_len), max(1, size["hidden"] // self.head_dim)
         torch.manual_seed(0)
         shape = (self.batch, self.heads, self.seq_len, self.head_dim)
-        *leaves, self.dout = (torch.randn(shape).to(DTYPES[self.dtype]).to(device) for _ in range(4))
+        *leaves, self.dout = (torch.randn(shape, device="cpu").to(DTYPES[self.dtype]).to(device) for _ in range(4))
         self.leaves = [x.requires_grad_() for x in leaves]
         self.flops = attention_flops(self.batch, self.heads, self.seq_len, self.seq_len, self.head_dim, self.causal)
         self.row = {
@@ -235,7 +235,7 @@ def vendors_passes(leaves: list[torch.Tensor], causal: bool) -> dict[str, Callab
     q, k, v = leaves
     arguments = fusion_attention_arguments(q, k, v, causal)
     out = vendors_operator(**arguments)[0]
-    dout = torch.randn(out.shape).to(out.dtype).to(out.device)
+    dout = torch.randn(out.shape, device="cpu").to(out.dtype).to(out.device)
 
     def forward() -> None:
         with torch.no_grad():

@@ -83,7 +83,7 @@ def _refusal(case: AttentionCase, inputs: Inputs, backend: str, variant: str) ->
 
 def _forward(attend: Callable[..., Any], inputs: Inputs) -> Results:
     out, lse = attend(*inputs.leaves, return_lse=True, **inputs.options)
-    absent = torch.empty(0)
+    absent = torch.empty(0, device="cpu")
     return Results(out.cpu(), lse.cpu(), absent, absent, absent)
 
 
@@ -118,7 +118,7 @@ def _matmul(sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.devic
     m, n, k = sizes
     case = f"{m}x{n}x{k}, {str(dtype).removeprefix('torch.')}"
     generator = torch.Generator().manual_seed(0)
-    a, b = (torch.randn(shape, generator=generator).to(dtype) for shape in ((m, k), (k, n)))
+    a, b = (torch.randn(shape, generator=generator, device="cpu").to(dtype) for shape in ((m, k), (k, n)))
     try:
         c = triton_matmul(a.to(device), b.to(device), use_autotune=False, backend=backend).cpu()
     except ValueError as refusal:

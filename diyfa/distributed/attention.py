@@ -46,7 +46,7 @@ def _own_lengths(segments: Segments, sequences: int, device: torch.device) -> Le
             lens[segment.sequence] += segment.rows
         elif not sum(lens):
             first += segment.rows
-    offsets = torch.tensor([0, *lens], dtype=torch.int32).cumsum(0, dtype=torch.int32) + first
+    offsets = torch.tensor([0, *lens], dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32) + first
     return Lengths(*(offsets.to(device),) * 2, None, *(max(lens, default=0),) * 2)
 
 

@@ -40,7 +40,7 @@ def _texts(groups: Sequence[dist.ProcessGroup], arguments: Arguments, device: to
     """The arguments of every rank, each as text."""
     own = "\x1f".join(str(value) for _, value in arguments).encode()
     lengths = gather_parts(torch.tensor([len(own)], device=device), groups).tolist()
-    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
     padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
     rows = gather_parts(padded.to(device), groups).view(len(lengths), -1).cpu()
     texts = [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths, strict=True)]

@@ -86,7 +86,9 @@ def _lengths(call: Call, device: torch.device) -> Lengths:
         return WHOLE
     both = call.offsets_q, call.offsets_k
     longest_q, longest_k = (max(b - a for a, b in pairwise(offsets)) for offsets in both)
-    offsets_q, offsets_k = (torch.tensor(x, dtype=torch.int32).to(device, non_blocking=True) for x in both)
+    offsets_q, offsets_k = (
+        torch.tensor(x, dtype=torch.int32, device="cpu").to(device, non_blocking=True) for x in both
+    )
     return Lengths(offsets_q, offsets_k, None, longest_q, longest_k)
 
 

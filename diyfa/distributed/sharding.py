@@ -171,7 +171,9 @@ def joined(several: Sequence[Segments]) -> Segments:
 
 def rows_of(segments: Segments) -> torch.Tensor:
     """Rows of the unsharded tensor, int64, in the order in which they are held."""
-    return torch.cat([torch.arange(0), *(torch.arange(s.row, s.row + s.rows) for s in segments)])
+    return torch.cat(
+        [torch.arange(0, device="cpu"), *(torch.arange(s.row, s.row + s.rows, device="cpu") for s in segments)]
+    )
 
 
 def _own_segments(rows: int, group: Group, load_balance: str, cu_seqlens: torch.Tensor | None) -> Segments:
@@ -246,4 +248,6 @@ def shard_positions(
     `shard_sequence`.
     """
     segments = _own_segments(rows, group, load_balance, cu_seqlens)
-    return torch.cat([torch.arange(0), *(torch.arange(s.start, s.stop) for s in segments)]).to(device)
+    return torch.cat(
+        [torch.arange(0, device="cpu"), *(torch.arange(s.start, s.stop, device="cpu") for s in segments)]
+    ).to(device)

@@ -36,12 +36,18 @@ def _order_of(held: tuple[Segments, ...], device: torch.device) -> _Order | None
     ascending = sorted(rows)
     if ascending == rows:
         return None
-    found = [torch.arange(0), *(torch.arange(sent, sent + number) for _, sent, number in ascending)]
+    found = [
+        torch.arange(0, device="cpu"),
+        *(torch.arange(sent, sent + number, device="cpu") for _, sent, number in ascending),
+    ]
     where, first = {}, 0
     for row, _, number in ascending:
         where[row] = first
         first += number
-    back = [torch.arange(0), *(torch.arange(where[row], where[row] + number) for row, _, number in rows)]
+    back = [
+        torch.arange(0, device="cpu"),
+        *(torch.arange(where[row], where[row] + number, device="cpu") for row, _, number in rows),
+    ]
     return _Order(*(torch.cat(x).to(device) for x in (found, back)))
 
 

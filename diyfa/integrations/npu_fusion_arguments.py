@@ -25,7 +25,7 @@ REFUSED = {
 @lru_cache(maxsize=8)
 def compressed_mask(device: torch.device) -> torch.Tensor:
     """The (2048, 2048) bool mask that sparse modes 2, 3 and 4 take: 1 above the diagonal."""
-    return torch.ones(COMPRESSED_MASK, COMPRESSED_MASK, dtype=torch.bool).triu(1).to(device)
+    return torch.ones(COMPRESSED_MASK, COMPRESSED_MASK, dtype=torch.bool, device="cpu").triu(1).to(device)
 
 
 def fusion_attention_arguments(

@@ -249,8 +249,9 @@ def _rng_state(
     if keep_prob == 1:
         return None
     if seed == 0 and offset == 0:
-        seed, offset = torch.randint(1, 2**32, (2,)).tolist()  # on the host, where they are returned: no waiting
-    return (seed, offset), torch.tensor([seed, offset], dtype=torch.int64).to(device)
+        # On the host, where they are returned: nothing waits.
+        seed, offset = torch.randint(1, 2**32, (2,), device="cpu").tolist()
+    return (seed, offset), torch.tensor([seed, offset], dtype=torch.int64, device="cpu").to(device)
 
 
 def _heads_kv(query: torch.Tensor, key: torch.Tensor, head_num: int) -> int:

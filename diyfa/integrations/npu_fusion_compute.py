@@ -147,7 +147,7 @@ def attend_packed(
 
 
 def _offsets(rows: Rows, device: torch.device) -> torch.Tensor:
-    return torch.tensor([0, *(end for _, end in rows)], dtype=torch.int32).to(device)
+    return torch.tensor([0, *(end for _, end in rows)], dtype=torch.int32, device="cpu").to(device)
 
 
 def _one_by_one(

@@ -111,6 +111,12 @@ REFUSALS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "lengths_dtype": ({"cache_seqlens": INT.long()}, TypeError, "cache_seqlens must be int32"),
     "lengths_shape": ({"cache_seqlens": INT[:1]}, ValueError, r"cache_seqlens must have shape \(2,\)"),
     "lengths_kind": ({"cache_seqlens": 2.5}, TypeError, "cache_seqlens must be an integer"),
+    "lengths_flag": ({"cache_seqlens": True}, TypeError, "cache_seqlens must be an integer, got True"),
+    "splits_flag": ({"num_splits": True}, TypeError, "num_splits must be an integer, got True"),
+    "splits_tensor": ({"num_splits": torch.tensor(True)}, TypeError, "num_splits must be an integer, got a torch.bool"),
+    "window_flag": ({"window_size": (True, 3)}, TypeError, "window_size must be a pair of integers"),
+    "descale_flag": ({"k_cache": FLOAT8, "v_cache": FLOAT8.clone(), "k_descale": True}, TypeError,
+                     "k_descale must be a torch.Tensor, got bool"),
     "length_negative": ({"cache_seqlens": -1}, ValueError, "cache_seqlens must be from 0 to .* got -1"),
     "length_beyond": ({"cache_seqlens": 38}, ValueError, "the cache holds, 40; got 38 and 3 new keys"),
     "lengths_beyond": ({"cache_seqlens": torch.tensor([38, 0]).int()}, ValueError, "got 0 to 38 and 3 new keys"),
@@ -141,7 +147,6 @@ REFUSALS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "caches_overlap": ({"k_cache": BOTH[..., :D], "v_cache": BOTH[..., 8:]}, ValueError, "v_cache must not overlap"),
     "cos_queries": ({"q": torch.ones(B, SQ + 2, H, D), "rotary_cos": COS, "rotary_sin": COS}, ValueError,
                     "for each of the 40 keys that there can be, and 2 for queries beyond them, got 40"),
-    "gradient": ({"sinks": torch.ones(H, requires_grad=True)}, ValueError, "no backward pass, but sinks requires"),
 }  # fmt: skip
 TABLE = torch.arange(10, dtype=torch.int32).view(B, 5)
 OF_PAGES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
@@ -163,7 +168,7 @@ OF_PACKED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "max_q": ({"max_seqlen_q": 4}, ValueError, "beyond max_seqlen_q=4"),
     "table_beyond": ({"block_table": TABLE + 3}, ValueError, "pages from 0 to 11"),
     "out": ({"out": torch.ones(7, H, 8)}, ValueError, r"out must have shape \(7, 4, 16\)"),
-    "gradient": ({"q": torch.ones(7, H, D, requires_grad=True)}, ValueError, "no backward pass, but q requires"),
+    "max_q_kind": ({"max_seqlen_q": True}, TypeError, "max_seqlen_q must be an integer, got True"),
     "variant": ({"variant": "v2"}, ValueError, "no kvcache_fwd kernel called 'v2'"),
 }  # fmt: skip
 
@@ -411,6 +416,26 @@ def test_a_call_that_comes_again_is_repeated(monkeypatch: pytest.MonkeyPatch, ro
     assert [call[2] for call in seen[2:]] == ([1, 1, 2, 2, 3, 3] if by == "int" else [0] * 6)
 
 
+@pytest.mark.parametrize("wanting", ["q", "k_cache", "k"])
+def test_a_repeated_call_has_a_grad_fn_too(monkeypatch: pytest.MonkeyPatch, wanting: str) -> None:
+    """A call that differs in whether a gradient is wanted has another plan."""
+    seen: list[Any] = []
+    _recording(monkeypatch, seen)
+    for _ in range(6):
+        for wants_grad in (False, True):
+            given = call(v=torch.randn(B, SQ, HK, D))
+            want = reference_kvcache(return_softmax_lse=True, **given)
+            given[wanting].requires_grad_(wants_grad)
+            with torch.enable_grad():
+                got = diyfa.flash_attn_with_kvcache(return_softmax_lse=True, **given)
+            for x, y in zip(got, want, strict=True):
+                assert (x.grad_fn is not None) == wants_grad
+                torch.testing.assert_close(x.detach(), y)
+            assert given["k_cache"].is_leaf and given["v_cache"].is_leaf
+    assert [x[1] for x in seen[-4:]] == ["repeated"] * 4
+    assert len(known_plans()) == 2
+
+
 @pytest.mark.parametrize("refusing", [(), ("kvcache_fwd",), ("kvcache_append",), ("kvcache_append", "kvcache_fwd")])
 @pytest.mark.parametrize("latent", [False, True], ids=["", "latent"])
 @pytest.mark.parametrize("gives_out", [False, True], ids=["", "out"])
@@ -600,6 +625,37 @@ def test_the_private_varlen_forward_takes_pages() -> None:
     assert torch.equal(out, want) and torch.equal(lse, want_lse) and dmask.numel() == 0
 
 
+def test_the_private_varlen_forward_takes_a_number_of_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reaches the kernel over pages, and is part of what a call is found by; any value gives the result."""
+    backend, seen = registry.load_backend("cpu"), []
+
+    def recorded(kernel: Any) -> Any:
+        def launch(problem: KVCacheProblem, *rest: Any) -> None:
+            seen.append(problem.num_splits)
+            kernel.launch(problem, *rest)
+
+        return replace(kernel, launch=launch)
+
+    kernels = tuple(recorded(k) if k.op == "kvcache_fwd" else k for k in backend.kernels)
+    monkeypatch.setitem(registry._loaded, "cpu", type("Stub", (type(backend),), {"kernels": kernels})())
+    monkeypatch.setattr(fast_path, "plans", {})
+    given = packed()
+    want = diyfa.flash_attention_varlen(**given)
+    keys = torch.randn(33, HK, D)
+    offsets = torch.tensor([0, 10, 33], dtype=torch.int32)
+    positional = given["cu_seqlens_q"], offsets, 5, 33, 0.0, 0.25, True
+    pages = {"block_table": given["block_table"], "seqused_k": given["seqused_k"]}
+    for splits in (3, 3, 0, 1, 3):
+        out = _flash_attn_varlen_forward(given["q"], given["k"], given["v"], *positional, **pages, num_splits=splits)[0]
+        torch.testing.assert_close(out, want)
+        dense = _flash_attn_varlen_forward(given["q"], keys, keys, *positional, num_splits=splits)[0]
+        assert torch.equal(dense, _flash_attn_varlen_forward(given["q"], keys, keys, *positional)[0])
+    assert seen == [0, 3, 3, 0, 1, 3]
+    for wrong, error in ((-1, ValueError), (True, TypeError), (1.0, TypeError)):
+        with pytest.raises(error, match="num_splits must"):
+            _flash_attn_varlen_forward(given["q"], keys, keys, *positional, num_splits=wrong)
+
+
 def test_packed_keys_without_pages() -> None:
     """seqused_k and out serve packed keys, too: the same as cutting the sequences."""
     given = packed(block_table=None, k=torch.randn(40, HK, D), v=torch.randn(40, HK, D))
@@ -690,8 +746,9 @@ def test_a_plan_knows_the_rotation_and_whether_gradients_are_wanted(monkeypatch:
         got = diyfa.flash_attn_with_kvcache(**given, rotary_interleaved=interleaved)
         torch.testing.assert_close(got, want)
     assert len(known_plans()) == 2  # where launches are replayed, the rotation's pairs are part of the launch
-    with torch.enable_grad(), pytest.raises(ValueError, match="no backward pass"):
-        diyfa.flash_attn_with_kvcache(**given)
+    with torch.enable_grad():
+        assert diyfa.flash_attn_with_kvcache(**given).requires_grad
+    assert len(known_plans()) == 3
 
 
 def test_out_is_not_packed_queries() -> None:
@@ -755,3 +812,78 @@ def test_a_repeated_call_follows_the_mode() -> None:
             assert torch.autograd.grad(out.sum(), leaf)[0].isfinite().all()
     assert torch.equal(inside[:, 7:8], alone)
     assert not torch.equal(outside, inside)
+
+
+# ---- torch.autocast ---------------------------------------------------------------------------------------------
+
+
+def _as(given: dict[str, Any], dtype: torch.dtype, *names: str) -> dict[str, Any]:
+    """The call with these tensors in another dtype."""
+    return {name: x.to(dtype) if name in names else x for name, x in given.items()}
+
+
+@pytest.mark.parametrize("times", [1, 4])
+@pytest.mark.parametrize("given_dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float32, FLOAT8.dtype])
+def test_autocast_casts_to_the_dtype_of_the_cache(
+    cache_dtype: torch.dtype, given_dtype: torch.dtype, times: int
+) -> None:
+    """q and new keys; beside a float8 cache to what autocast says. Calls of outside decide nothing inside."""
+    caches, new = ("k_cache", "v_cache"), ("q", "k", "v")
+    for make in (call, paged):
+        base = _as(make(), cache_dtype, *caches)
+        outside = _as(base, given_dtype, *new)
+        for dtype in (torch.bfloat16, torch.float16, torch.bfloat16):
+            if cache_dtype in (given_dtype, FLOAT8.dtype):
+                for _ in range(3):  # has a plan
+                    assert diyfa.flash_attn_with_kvcache(**_copied(outside)).dtype == given_dtype
+            target = dtype if cache_dtype == FLOAT8.dtype else cache_dtype
+            want, got = _copied(_as(outside, target, *new)), _copied(outside)
+            expected = diyfa.flash_attn_with_kvcache(**want)
+            for _ in range(times):
+                got = _copied(outside)
+                with torch.autocast("cpu", dtype):
+                    result = diyfa.flash_attn_with_kvcache(**got)
+                assert result.dtype == target and torch.equal(result, expected)
+                for name in caches:
+                    assert torch.equal(got[name].float(), want[name].float())
+
+
+def _copied(given: dict[str, Any]) -> dict[str, Any]:
+    return {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in given.items()}
+
+
+def test_autocast_of_packed_queries() -> None:
+    """Over pages to their dtype; keys without pages are cast too, as in training."""
+    given = packed()
+    pages = {name: x.bfloat16() if name in ("k", "v") else x for name, x in given.items()}
+    want = diyfa.flash_attention_varlen(**{**pages, "q": given["q"].bfloat16()})
+    keys = given | {
+        "k": torch.randn(42, HK, D), "v": torch.randn(42, HK, D), "block_table": None,
+        "cu_seqlens_k": torch.tensor([0, 9, 42], dtype=torch.int32),
+    }  # fmt: skip
+    want_keys = diyfa.flash_attention_varlen(**{**keys, **{name: keys[name].bfloat16() for name in "qkv"}})
+    for _ in range(3):
+        assert diyfa.flash_attention_varlen(**keys).dtype == torch.float32
+        with torch.autocast("cpu", torch.float16):
+            assert torch.equal(diyfa.flash_attention_varlen(**pages), want)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(diyfa.flash_attention_varlen(**keys), want_keys)
+            assert diyfa.explain(**pages, layout="thd").kernel == "split_kv"
+
+
+def test_autocast_keeps_the_gradient_wanted() -> None:
+    given = _as(call(), torch.bfloat16, "k_cache", "v_cache")
+    given["q"].requires_grad_()
+    with torch.enable_grad(), torch.autocast("cpu", torch.bfloat16):
+        for _ in range(3):
+            assert diyfa.flash_attn_with_kvcache(**given).requires_grad
+
+
+def test_autocast_in_a_compiled_call() -> None:
+    torch.compiler.reset()
+    given = _as(call(), torch.bfloat16, "k_cache", "v_cache")
+    want = diyfa.flash_attn_with_kvcache(**_as(_copied(given), torch.bfloat16, "q", "k", "v"))
+    compiled = torch.compile(diyfa.flash_attn_with_kvcache, fullgraph=True, backend="aot_eager")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(compiled(**given), want)

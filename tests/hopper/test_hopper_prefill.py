@@ -121,7 +121,7 @@ def test_what_tma_cannot_reach_is_refused(what: str, monkeypatch: pytest.MonkeyP
 def test_pages_that_nobody_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     """A table of a device may have anything: what lies outside of the cache is not read, and lengths end with it."""
     interpret_prefill(monkeypatch, PLAIN)
-    monkeypatch.setattr(kvcache, "_check_values", lambda tensors: None)
+    monkeypatch.setattr(kvcache, "_check_values", lambda *arguments: None)
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(2, 70, 1, 64, generator=generator).bfloat16()
     pages = torch.full((5, 16, 1, 64), float("nan")).bfloat16()
@@ -141,9 +141,30 @@ def test_pages_that_nobody_checked(monkeypatch: pytest.MonkeyPatch) -> None:
             torch.testing.assert_close(out[:1].float(), want, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("holds", ["nan", "-1"])
+def test_pages_that_a_window_hides_are_not_read(holds: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first block of keys of a tile has pages in front of the window: what they hold, or that they are given back,
+    changes no bit."""
+    kernel = interpret_prefill(monkeypatch, PERSISTENT)
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 130, 2, 64, generator=generator).bfloat16()
+    k, v = (torch.randn(25, 16, 1, 64, generator=generator).bfloat16() for _ in "kv")
+    table = torch.randperm(25, generator=generator).int()[None]
+    results = []
+    for hidden in (0, (400 - 130 - 20) // 16):
+        pages = table[0, :hidden].long()
+        k[pages], v[pages] = float("nan"), float("nan")
+        if holds == "-1":
+            table[0, :hidden] = -1
+        with diyfa.use_backend("cuda"), poisoned_allocations(), torch.no_grad():
+            results.append(diyfa.flash_attn_with_kvcache(q, k, v, block_table=table, window_size=(20, 0)))
+    assert kernel.launches == 2
+    assert results[1].isfinite().all() and torch.equal(*results)
+
+
 def test_rows_of_a_cache_that_nobody_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     interpret_prefill(monkeypatch, PLAIN)
-    monkeypatch.setattr(kvcache, "_check_values", lambda tensors: None)
+    monkeypatch.setattr(kvcache, "_check_values", lambda *arguments: None)
     q, cache = (torch.randn(n, 70, 1, 64, generator=torch.Generator().manual_seed(n)).bfloat16() for n in (3, 2))
     rows = torch.tensor([1, -1, 2], dtype=torch.int32)
     with diyfa.use_backend("cuda"), poisoned_allocations():

@@ -171,23 +171,29 @@ def _sequence(b, inside, lengths, c: tl.constexpr):
 
 
 @triton.jit
+def _first_key(block_m, n_queries, n_keys, pad, mask, c: tl.constexpr):
+    """The first key that a tile of rows can see."""
+    group, window_left, _ = mask
+    begin = pad
+    if c.HAS_LEFT:
+        begin = tl.maximum(pad, block_m * c.BLOCK_M // group + n_keys - n_queries - window_left)
+    return begin
+
+
+@triton.jit
 def _key_blocks(block_m, n_queries, n_keys, pad, mask, c: tl.constexpr):
     """Blocks of keys that a tile of rows sees -> (the first, counted from `pad` on, how many).
 
     A tile that has rows has a block at least, for its results are to be written; one that has none has none.
     """
-    group, window_left, window_right = mask
+    group, _, window_right = mask
     row0 = block_m * c.BLOCK_M
     rows = n_queries * group
-    offset = n_keys - n_queries
-    begin = pad
     end = n_keys
     if c.HAS_RIGHT:
         last = (tl.minimum(row0 + c.BLOCK_M, rows) - 1) // group
-        end = tl.minimum(n_keys, last + offset + window_right + 1)
-    if c.HAS_LEFT:
-        begin = tl.maximum(pad, row0 // group + offset - window_left)
-    first = (begin - pad) // c.BLOCK_N
+        end = tl.minimum(n_keys, last + n_keys - n_queries + window_right + 1)
+    first = (_first_key(block_m, n_queries, n_keys, pad, mask, c) - pad) // c.BLOCK_N
     count = tl.cdiv(tl.maximum(end - pad, 0), c.BLOCK_N) - first
     return first, tl.where(row0 < rows, tl.maximum(count, 1), 0)
 
@@ -279,10 +285,10 @@ def _place_of(tile, first_counts, cost, total, turns, c: tl.constexpr):
 
 
 @triton.jit
-def _pages_of(table, keys, n_keys, c: tl.constexpr):
-    """The pages that keys of a sequence lie in; -1 for one that does not exist."""
+def _pages_of(table, keys, there, c: tl.constexpr):
+    """The pages that keys of a sequence lie in; -1 for those that are not `there`."""
     # Without a sign to look at, dividing by a power of two is a shift.
-    return tl.load(table + keys.to(tl.uint32) // c.PAGE_SIZE, mask=keys < n_keys, other=-1)
+    return tl.load(table + keys.to(tl.uint32) // c.PAGE_SIZE, mask=there, other=-1)
 
 
 @triton.jit
@@ -352,7 +358,9 @@ def _attend_keys(
     q,  # [BLOCK_M, BLOCK_D]
     q_rest,  # [BLOCK_M, BLOCK_REST]
     tokens,  # [BLOCK_M]
-    begin, end, pad, cache, mask, score, c: tl.constexpr,
+    begin, end, pad,
+    first_key,  # that the tile can see
+    cache, mask, score, c: tl.constexpr,
 ):  # fmt: skip
     """Blocks [begin, end) of keys -> (acc, l_i, m_i), not normalised; m_i is in units of log2.
 
@@ -367,14 +375,19 @@ def _attend_keys(
     acc_odd = acc
     page = 0
     if c.PAGE_SIZE > 0:
-        first = pad + begin * c.BLOCK_N
-        page = _pages_of(table, first if c.ONE_PAGE else first + tl.arange(0, c.BLOCK_N), n_keys, c)
+        keys = pad + begin * c.BLOCK_N
+        if not c.ONE_PAGE:
+            keys += tl.arange(0, c.BLOCK_N)
+        there = keys < n_keys
+        if c.HAS_LEFT and not c.ONE_PAGE:  # pages behind the window may hold NaN, and a weight of 0 times NaN is NaN
+            there = there & (keys >= first_key)
+        page = _pages_of(table, keys, there, c)
     for block in tl.range(begin, end):
         offs_n = pad + block * c.BLOCK_N + tl.arange(0, c.BLOCK_N)
         exists, k_rows, v_rows = _key_rows(page, offs_n, n_keys, pages, strides, c)
         if c.PAGE_SIZE > 0:  # a block ahead: the loads of keys wait for no other load
             next_keys = (pad + block * c.BLOCK_N if c.ONE_PAGE else offs_n) + c.BLOCK_N
-            page = _pages_of(table, next_keys, n_keys, c)
+            page = _pages_of(table, next_keys, next_keys < n_keys, c)
         k = _load_rows(k_base, k_rows, exists, 0, c.BLOCK_D, c.HEAD_DIM).to(q.dtype)
         s = dot(q, tl.trans(k), c.PRECISION)  # [BLOCK_M, BLOCK_N]
         if c.BLOCK_REST > 0:
@@ -507,7 +520,8 @@ def _attend_rows(b, hk, block_m, begin, end, sequence, inputs, mask, c: tl.const
     cache = (k_base, v_base, table, entries, (stride_kb, stride_kn, stride_vb, stride_vn))
     pairs = (n_queries, n_keys, offset, window_left, window_right)
     score = score_without_bias(scale, softcap, slopes)
-    acc, l_i, m_i = _attend_keys(q, q_rest, tokens, begin, end, pad, cache, pairs, score, c)
+    first_key = _first_key(block_m, n_queries, n_keys, pad, mask, c)
+    acc, l_i, m_i = _attend_keys(q, q_rest, tokens, begin, end, pad, first_key, cache, pairs, score, c)
     return acc, l_i, m_i, rows
 
 

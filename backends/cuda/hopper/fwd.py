@@ -247,7 +247,7 @@ def _producer(problem, shared, inputs):
         drawn = 0
         if config.PAGE_SIZE > 0:
             table = problem.cache.table_of(b)
-            pages = problem.cache.pages(table, order.block(0) * config.BLOCK_N, n_keys, config.BLOCK_N)
+            pages = problem.pages(tile, table, order.block(0) * config.BLOCK_N, config.BLOCK_N)
         for i in range(n_blocks):
             if not config.FALLBACK:
                 if i == asking:
@@ -277,7 +277,7 @@ def _producer(problem, shared, inputs):
                 )  # fmt: skip
                 # A block ahead: they come while this warp waits for buffers.
                 row = order.block(gl.minimum(i + 1, n_blocks - 1)) * config.BLOCK_N
-                pages = problem.cache.pages(table, row, n_keys, config.BLOCK_N)
+                pages = problem.pages(tile, table, row, config.BLOCK_N)
             else:
                 start_load(
                     inputs.v_tensor, b, hk, row, end_v, n_keys,

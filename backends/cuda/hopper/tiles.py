@@ -63,18 +63,6 @@ class KeyCache:
         """Where sequence b's pages are listed."""
         return self.block_table_ptr + b.to(gl.int64) * self.stride_table
 
-    @gluon.jit
-    def pages(self, table, row, n_keys, BLOCK_N: gl.constexpr):
-        """The page that keys [row, row + BLOCK_N) lie in, or several, one for each lane. -1: without keys."""
-        COUNT: gl.constexpr = pages_of_block(BLOCK_N, self.PAGE_SIZE)
-        number = row // self.PAGE_SIZE
-        if COUNT > 1:
-            number += _lanes()
-            wanted = (number * self.PAGE_SIZE < n_keys) & (_lanes() < COUNT)
-        else:
-            wanted = number * self.PAGE_SIZE < n_keys
-        return gl.load(table + number, mask=wanted, other=-1)
-
 
 @constexpr_function
 def pages_of_block(block_n, page_size):
@@ -123,6 +111,23 @@ class Problem:
             self.heads, heads_at_once, self.batch, self.lengths_q_ptr, self.lengths_k_ptr, self.cache,
             self.LENGTHS, self.LENGTHS_K, self.CAUSAL, self.HAS_LEFT, self.HAS_RIGHT, self.CHECK_KEYS,
         )  # fmt: skip
+
+    @gluon.jit
+    def pages(self, tile, table, row, BLOCK_N: gl.constexpr):
+        """The page that keys [row, row + BLOCK_N) of a tile lie in, or several, one for each lane. -1: without keys, or
+        behind the window of all rows, where NaN may lie, which no weight of 0 removes."""
+        PAGE_SIZE: gl.constexpr = self.cache.PAGE_SIZE
+        COUNT: gl.constexpr = pages_of_block(BLOCK_N, PAGE_SIZE)
+        number = row // PAGE_SIZE
+        if COUNT > 1:
+            number += _lanes()
+        wanted = number * PAGE_SIZE < tile.n_keys
+        if COUNT > 1:
+            wanted = wanted & (_lanes() < COUNT)
+            if self.HAS_LEFT:
+                first_key = tile.row0 + tile.n_keys - tile.n_queries - self.window_left
+                wanted = wanted & ((number + 1) * PAGE_SIZE > first_key)
+        return gl.load(table + number, mask=wanted, other=-1)
 
     @gluon.jit
     def tile_count(self, BLOCK_M: gl.constexpr):
@@ -289,7 +294,7 @@ def start_load(
 @gluon.jit
 def start_load_pages(
     tensor, cache,
-    pages,  # `KeyCache.pages`
+    pages,  # `Problem.pages`
     h, row, n_keys, sample_steps, row_steps, buffers, tile, full,
     BOXES: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip

@@ -152,14 +152,18 @@ def first_key(table_ptr, first, count, page_size, pages):
 
 
 @triton.jit
-def gathered_rows(table_ptr, key0, count, own_page, own_row, page_size, pages, c: tl.constexpr):
-    """Where each key from `key0` on lies -> (page, row in it), [BLOCK_N] each: beyond the keys of the sequence where
-    the last one lies, and for an entry that names no page at `own_row` of `own_page`, a key of the sequence, too.
+def gathered_rows(table_ptr, key0, lo, count, own_page, own_row, page_size, pages, c: tl.constexpr):
+    """Where each key from `key0` on lies -> (page, row in it), [BLOCK_N] each.
+
+    Keys before `lo`, which the window hides from all queries, are replaced by key `lo`, those beyond the sequence by
+    its last key, and those whose entry names no page by the key at `own_row` of `own_page`, which is seen, too.
 
     Nothing else may be read: a weight of 0 times a NaN is NaN. A select, by whatever mask, on the loaded values or on
     addresses costs the split over the vector cores or the pipeline with AscendNPU IR 1.1.0; this arithmetic does not.
     """
     keys = tl.minimum(tl.arange(0, c.BLOCK_N) + key0, count - 1)
+    if c.HAS_LEFT:
+        keys = tl.maximum(keys, lo)
     entries = tl.load(table_ptr + keys // page_size)
     page = nearest_page(entries, pages)
     row = keys % page_size
@@ -316,7 +320,7 @@ def _decode_kernel(
         if c.PAGES != "":
             table = block_table_ptr + b.to(tl.int64) * stride_table
             if c.PAGES == "gathered":
-                own_page, own_row, has_page = first_key(table, first, count, page_size, entries)
+                own_page, own_row, has_page = first_key(table, lo, count, page_size, entries)
                 block1 = tl.where(has_page, block1, block0)
         elif c.PACKED_KEYS:
             k_base += start_k.to(tl.int64) * stride_kn
@@ -349,7 +353,7 @@ def _decode_kernel(
                 row = key0 % page_size
                 there = tl.where(page == entry, there, 0)
             elif c.PAGES == "gathered":
-                page, row = gathered_rows(table, key0, count, own_page, own_row, page_size, entries, c)
+                page, row = gathered_rows(table, key0, lo, count, own_page, own_row, page_size, entries, c)
             k = load_keys(k_base, page, row, there, stride_kb, stride_kn, c.HEAD_DIM, c.BLOCK_D, c)
             s = dot(q, tl.trans(k), c.INTERPRET)  # [BLOCK_M, BLOCK_N]
             if c.SOFTCAP != "":
