@@ -31,8 +31,8 @@ class Answer:
 
 def _examples(count: int, generator: torch.Generator) -> torch.Tensor:
     """(count, 2·LETTERS + 1) bytes: different letters in any order, ">", the same letters sorted."""
-    letters = ord("a") + torch.rand(count, 26, generator=generator).argsort(-1)[:, :LETTERS]
-    return torch.cat((letters, torch.full((count, 1), ord(">")), letters.sort(-1).values), 1)
+    letters = ord("a") + torch.rand(count, 26, generator=generator, device="cpu").argsort(-1)[:, :LETTERS]
+    return torch.cat((letters, torch.full((count, 1), ord(">"), device="cpu"), letters.sort(-1).values), 1)
 
 
 def _text(letters: torch.Tensor) -> str:
