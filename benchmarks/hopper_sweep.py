@@ -54,7 +54,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "pingpong": {"pingpong": True},
     "pairs": {"pairs": True},
     "direct": {"direct": True, "own_o": False},
-    "running-max": {"fixed_max": False},
+    "fixed-max": {"fixed_max": True},
     "boxes": {"box_columns": 64},
     "q-registers-1": {"q_in_registers": 1},
     "q-registers-2": {"q_in_registers": 2},

@@ -21,8 +21,8 @@ from diyfa.testing import AttentionCase  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not is_interpreting(), reason="CPU tensors are refused: here the kernel itself is run")
 
-TWO = Sm90Config(2, 64, 4, True, 240, 24)  # blocks of 64 keys: more edges in the same time
-ONE = Sm90Config(1, 64, 4, True, 232, 24)
+TWO = Sm90Config(2, 64, 4, True, 240, 24, fixed_max=True)  # blocks of 64 keys: more edges in the same time
+ONE = Sm90Config(1, 64, 4, True, 232, 24, fixed_max=True)
 THREE = replace(TWO, consumers=3)
 TURNS = {"persistent": True, "pingpong": True, "scheduler": "dynamic"}
 DYNAMIC = replace(TWO, persistent=True, scheduler="dynamic")
@@ -103,7 +103,7 @@ CASES = [
     (case("pairs_float16", dtype="float16", seqlen_k=500, head_dim=128), replace(TWO, pairs=True, block_n=128)),
     (case("pairs_three", seqlen_q=400, seqlen_k=450, causal=True), replace(THREE, pairs=True, **TURNS)),
     (case("pairs_boxes", head_dim=96, causal=True), replace(TWO, box_columns=32, pairs=True)),
-    (case("lazy_rescale", sm_scale=2.0, seqlen_k=500, causal=True), replace(TWO, pairs=True, fixed_max=False)),
+    (case("rescale", sm_scale=2.0, seqlen_k=500, causal=True), replace(TWO, pairs=True, fixed_max=False)),
     (
         case("lazy_rescale_window", sm_scale=1.0, seqlen_q=250, seqlen_k=400, window=(100, 20)),
         replace(THREE, fixed_max=False),

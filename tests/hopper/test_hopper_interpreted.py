@@ -32,7 +32,7 @@ def config(head_dim: int, consumers: int = 2, **changes) -> Sm90Config:
     """As in the table, with as few buffers as the schedule can do with: nothing waits in vain with many."""
     block_n, stages, own_o = {64: (128, 4, True), 128: (128, 4, True), 256: (64, 4, False)}[head_dim]
     registers = (240, 24) if consumers == 2 else (160, 32)
-    return replace(Sm90Config(consumers, block_n, stages, own_o, *registers), **changes)
+    return replace(Sm90Config(consumers, block_n, stages, own_o, *registers, fixed_max=True), **changes)
 
 
 def case(name: str, **changes) -> AttentionCase:

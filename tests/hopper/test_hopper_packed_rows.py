@@ -22,8 +22,8 @@ from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not is_interpreting(), reason="CPU tensors are refused: here the kernel itself is run")
 
-ONE = Sm90Config(1, 64, 4, True, 232, 24)
-DYNAMIC = Sm90Config(2, 64, 4, True, 240, 24, persistent=True, scheduler="dynamic", pingpong=True)
+ONE = Sm90Config(1, 64, 4, True, 232, 24, fixed_max=True)
+DYNAMIC = Sm90Config(2, 64, 4, True, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, fixed_max=True)
 CONFIGS = {
     "one": (ONE, 64),
     "persistent": (DYNAMIC, 64),

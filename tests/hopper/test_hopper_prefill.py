@@ -24,8 +24,10 @@ from diyfa.problem import KVCacheProblem  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not is_interpreting(), reason="CPU tensors are refused: here the kernel itself is run")
 
-PERSISTENT = Sm90Config(2, 128, 4, True, 232, 40, persistent=True, scheduler="dynamic", pingpong=True, pairs=True)
-PLAIN = Sm90Config(1, 64, 4, True, 232, 24)
+PERSISTENT = Sm90Config(
+    2, 128, 4, True, 232, 40, persistent=True, scheduler="dynamic", pingpong=True, pairs=True, fixed_max=True
+)
+PLAIN = Sm90Config(1, 64, 4, True, 232, 24, fixed_max=True)
 
 
 def case(name: str, *lens: int, **changes) -> CacheCase:

@@ -54,7 +54,9 @@ HARMLESS = (
 )
 # Two tiles for the one program and three blocks of keys: long enough for every buffer to be used again.
 SMALL = AttentionCase("small", 1, 1, seqlen_q=256, seqlen_k=384, head_dim=64, dtype="bfloat16")
-PLAIN = Sm90Config(2, 128, 4, own_o=True, consumer_registers=240, producer_registers=24, persistent=True)
+PLAIN = Sm90Config(
+    2, 128, 4, own_o=True, consumer_registers=240, producer_registers=24, persistent=True, fixed_max=True
+)
 DYNAMIC = replace(PLAIN, scheduler="dynamic", stages=8)
 OVERFLOWN = replace(SMALL, sm_scale=30.0)  # tiles that the fallback computes again
 # With shorter blocks than tiles, the first consumer has some to pass over.

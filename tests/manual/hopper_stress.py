@@ -49,7 +49,7 @@ def changes_of(head_dim: int, consumers: int) -> list[dict[str, Any]]:
         {},
         {"persistent": True},
         {"pairs": True},
-        {"fixed_max": False},
+        {"fixed_max": True},
     ]
     changes += [{"persistent": True, "scheduler": "dynamic"}] * 2
     if consumers > 1:

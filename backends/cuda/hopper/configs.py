@@ -49,7 +49,7 @@ class Sm90Config:
     pairs: bool = False  # weights wait for their product in pairs (`mma_operand` in `mma.py`)
     q_in_registers: int = 0  # boxes of Q that a consumer keeps in registers (`queries_in_registers` in `mma.py`)
     direct: bool = False  # out leaves from registers, through no buffer (`epilogue.py`)
-    fixed_max: bool = True  # in bfloat16 no maximum after the first blocks (`fixed_max_step` in `softmax.py`)
+    fixed_max: bool = False  # in bfloat16 no maximum after the first blocks (`fixed_max_step` in `softmax.py`)
     scheduler: str = "static"  # how programs share tiles: also "dynamic" (`gluon/scheduler.py`)
     measured: str = ""  # device, date, TFLOP/s
 
@@ -68,41 +68,39 @@ _H200 = "H200, 2026-11-22: "
 CONFIGS: dict[tuple[int, bool], tuple[tuple[int, Sm90Config], ...]] = {
     (64, False): (
         (2048, C(2, 128, 8, True, 240, 24, persistent=True, pingpong=True, pairs=True, q_in_registers=1,
-                 measured=_H200 + "465")),
+                 fixed_max=True, measured=_H200 + "465")),
         (_ANY, C(3, 128, 6, True, 160, 32, persistent=True, pingpong=True, pairs=True,
-                 measured=_H200 + "551/581")),
+                 fixed_max=True, measured=_H200 + "551/581")),
     ),
     (64, True): (
         (2048, C(2, 128, 8, True, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, pairs=True,
-                 q_in_registers=1, measured=_H200 + "364")),
+                 q_in_registers=1, fixed_max=True, measured=_H200 + "364")),
         (_ANY, C(3, 128, 6, True, 160, 32, persistent=True, scheduler="dynamic", pingpong=True, pairs=True,
-                 measured=_H200 + "493/571")),
+                 fixed_max=True, measured=_H200 + "493/571")),
     ),
     (96, False): (
         (_ANY, C(2, 128, 4, True, 240, 24, persistent=True, pingpong=True, pairs=True, box_columns=64,
-                 q_in_registers=2, measured=_H200 + "508/548/565")),
+                 q_in_registers=2, fixed_max=True, measured=_H200 + "508/548/565")),
     ),
     (96, True): (
         (_ANY, C(2, 128, 6, True, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, pairs=True,
-                 box_columns=32, measured=_H200 + "414/551/581")),
+                 box_columns=32, fixed_max=True, measured=_H200 + "414/551/581")),
     ),
     (128, False): (
         (_ANY, C(2, 128, 4, True, 240, 24, persistent=True, pingpong=True, pairs=True, box_columns=64,
                  q_in_registers=2, measured=_H200 + "649/706/729")),
     ),
-    (128, True): (  # up to 2048 keys most blocks are at an end, which follows the maximum anyway
-        (2048, C(2, 128, 4, True, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, pairs=True,
-                 box_columns=64, q_in_registers=2, fixed_max=False, measured=_H200 + "475")),
+    (128, True): (
         (_ANY, C(2, 128, 4, True, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, pairs=True,
                  box_columns=64, q_in_registers=2, measured=_H200 + "489/632/711")),
     ),
     (192, False): (
         (_ANY, C(2, 64, 6, False, 240, 24, persistent=True, pingpong=True, pairs=True, direct=True,
-                 measured=_H200 + "650/715/727")),
+                 fixed_max=True, measured=_H200 + "650/715/727")),
     ),
     (192, True): (
         (_ANY, C(2, 64, 6, False, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, pairs=True,
-                 direct=True, measured=_H200 + "497/656/712")),
+                 direct=True, fixed_max=True, measured=_H200 + "497/656/712")),
     ),
     (256, False): (
         (_ANY, C(2, 64, 4, False, 240, 24, persistent=True, pairs=True, direct=True,
@@ -110,7 +108,7 @@ CONFIGS: dict[tuple[int, bool], tuple[tuple[int, Sm90Config], ...]] = {
     ),
     (256, True): (
         (_ANY, C(2, 64, 4, False, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, direct=True,
-                 fixed_max=False, measured=_H200 + "500/660/719")),
+                 measured=_H200 + "500/660/719")),
     ),
 }
 # Where V has fewer columns than K, and 128 at most, as in MLA's 192/128: its products are shorter, longer blocks pay.
@@ -128,7 +126,7 @@ NARROW_V: dict[tuple[int, bool], tuple[tuple[int, Sm90Config], ...]] = {
 # Where those leave multiprocessors idle: 64 queries of one consumer. Two such programs fit beside each other, which
 # then overlap as two consumers do; not at 256, where the accumulators alone fill half of the registers.
 SMALL: dict[int, Sm90Config] = {
-    64: C(1, 128, 4, True, 232, 24),
+    64: C(1, 128, 4, True, 232, 24, fixed_max=True),
     128: C(1, 64, 4, False, 232, 24, direct=True),
     192: C(1, 64, 3, False, 232, 24, direct=True),
     256: C(1, 64, 4, False, 248, 88),

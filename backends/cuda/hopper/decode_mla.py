@@ -438,7 +438,7 @@ def _attend_blocks(
         shared.release(item + i - 1, LEFT)
         shared.release(item + i, KEYS_ONLY)
         weights, m_i, alpha = softmax_step(
-            s, m_i, part.pad + (part.end - 1 - i) * BLOCK_N, rows, score, Mask(True, False, True), MASKED, 0.0
+            s, m_i, part.pad + (part.end - 1 - i) * BLOCK_N, rows, score, Mask(True, False, True), MASKED
         )  # fmt: skip
         l_i = l_i * alpha + gl.sum(weights, 1)
         shared.hand_weights(weights, alpha, l_i, item + i)
@@ -521,7 +521,7 @@ def _first_consumer(line, sizes, shared, outputs, score):
         shared.release(item, KEYS_ONLY)
         m_i = gl.full([ROWS], float("-inf"), gl.float32, S_ROWS)
         weights, m_i, alpha = softmax_step(
-            s, m_i, part.pad + (part.end - 1) * BLOCK_N, rows, score, Mask(True, False, True), True, 0.0
+            s, m_i, part.pad + (part.end - 1) * BLOCK_N, rows, score, Mask(True, False, True), True
         )
         l_i = gl.sum(weights, 1)
         shared.hand_weights(weights, alpha, l_i, item)

@@ -69,7 +69,6 @@ from diyfa.backends.cuda.hopper.mma import (
 )
 from diyfa.backends.cuda.hopper.overflow import OverflowFlags, allocate_flags, overflown_rows
 from diyfa.backends.cuda.hopper.softmax import (
-    LAZY_RISE,
     LN2,
     LOG2E,
     Rows,
@@ -123,7 +122,6 @@ class Sm90Constants(Constants):
     sinks: bool
     negate: bool
     fixed_max: bool  # the maximum of the first blocks serves the others (`fixed_max_step`, `overflow.py`)
-    rise: float  # see `softmax_step`
     tile_infos: int
     schedule: str
     find_ahead: bool
@@ -134,8 +132,8 @@ class Sm90Constants(Constants):
 
 @constexpr_function
 def for_fallback(config):
-    """The same with a running maximum, and never rescaling late: 2^RISE times a value may overflow, too."""
-    return type(config)(**vars(config) | {"rise": 0.0, "fixed_max": False, "fallback": True})
+    """The same with a running maximum."""
+    return type(config)(**vars(config) | {"fixed_max": False, "fallback": True})
 
 
 @aggregate
@@ -351,7 +349,7 @@ class Consumer:
 @gluon.jit
 def _attend_blocks(
     consumer, q, rows, order, start, end,
-    o,  # [64, Dv] fp32 in parts, and the rounded weights' sums [64, 8]
+    o,  # [64, Dv] fp32 in parts; in a kernel with a fixed maximum, also the rounded weights' sums [64, 8]
     p,  # weights of the block before, a `mma_operand`
     m_i,
     l_i,  # [64, 4] fp32, `sums_by_thread`
@@ -379,9 +377,7 @@ def _attend_blocks(
         if FIXED_MAX:
             weights = fixed_max_step(s, m_i, start_n, rows, consumer.score)
         else:
-            weights, m_i, alpha = softmax_step(
-                s, m_i, start_n, rows, consumer.score, consumer.problem, MASKED, config.RISE
-            )  # fmt: skip
+            weights, m_i, alpha = softmax_step(s, m_i, start_n, rows, consumer.score, consumer.problem, MASKED)
             l_i *= gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout))[:, None]
         l_i += sums_by_thread(weights)
         o = finish_values(o)
@@ -465,10 +461,12 @@ def _attend_tile(consumer, tile, item, used):
     ring.release(item)
     m_i = gl.full([ROWS], float("-inf"), gl.float32, S_ROWS)
     weights, m_i, _ = softmax_step(
-        s, m_i, (order.end_block - 1) * config.BLOCK_N, rows, consumer.score, problem, MASKED, config.RISE
+        s, m_i, (order.end_block - 1) * config.BLOCK_N, rows, consumer.score, problem, MASKED
     )  # fmt: skip
     l_i = sums_by_thread(weights)
-    o = zero_output(WIDTH, config.BOXES_V) + (zero_sums(),)
+    o = zero_output(WIDTH, config.BOXES_V)
+    if config.FIXED_MAX:
+        o += (zero_sums(),)
     p = mma_operand(weights, o, DTYPE, config.PAIRS)
 
     # The KV loop: blocks that a mask cuts, blocks that set the maximum, all others.
@@ -499,10 +497,12 @@ def _attend_tile(consumer, tile, item, used):
     o = start_values(p, o, ring, consumer.shared.ones, item + 1, config)
     o = finish_values(o)
     ring.release(item + 1)
-    # Out is divided by the sum of the rounded weights. So it stays a mean of the values, where the rounding of a
-    # dominant weight cancels, and agrees with the weights of the backward pass: delta is rowsum(dout * out).
-    l_rounded = gl.convert_layout(gl.max(o[run_count(config.BOXES_V)], 1), S_ROWS)
     l_i = gl.convert_layout(gl.sum(l_i, 1), S_ROWS)
+    l_rounded = l_i
+    if config.FIXED_MAX:  # else a dominant weight is exactly 1, and one sum serves for both
+        # Out is divided by the sum of the rounded weights. So it stays a mean of the values, where the rounding of a
+        # dominant weight cancels, and agrees with the weights of the backward pass: delta is rowsum(dout * out).
+        l_rounded = gl.convert_layout(gl.max(o[run_count(config.BOXES_V)], 1), S_ROWS)
     # A row that saw no key, or lies beyond its sample's end: out 0, lse +inf.
     seen = l_i != 0.0
     total = gl.where(seen, l_i, 1.0)
@@ -712,7 +712,9 @@ def _fwd_sm90_kernel(
         flags = allocate_flags(config.CONSUMERS, config.TILE_INFOS)
     else:
         flags = OverflowFlags(None, config.CONSUMERS, config.TILE_INFOS)
-    ones = allocate_ones(DTYPE, config.BLOCK_N)
+    ones = q_buffers
+    if config.FIXED_MAX:
+        ones = allocate_ones(DTYPE, config.BLOCK_N)
     fence_async_shared()
     wait_for_previous_kernels()
 
@@ -776,7 +778,6 @@ def constants(problem: AttentionProblem, config: Sm90Config, negate: bool) -> Sm
         sinks=problem.sinks,
         negate=negate,
         fixed_max=has_fixed_max(problem, config),
-        rise=LAZY_RISE.value,
         tile_infos=tile_infos_of(config),
         schedule=config.scheduler,
         find_ahead=finds_ahead(problem, config),

@@ -265,9 +265,10 @@ def allocate_ones(DTYPE: gl.constexpr, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def start_values(p, o, ring, ones, item, config):
-    """Start adding p v to each accumulator of out, and p times `ones` to the last one of o; p is a `mma_operand`.
+    """Start adding p v to each accumulator of out; p is a `mma_operand`.
 
-    So the tensor cores sum the weights as they multiply V, rounded to 16 bits.
+    FIXED_MAX: p times `ones` is added to the last one of o. So the tensor cores sum the weights as they multiply V,
+    rounded to 16 bits.
     """
     started = ()
     if config.PAIRS:
@@ -276,9 +277,10 @@ def start_values(p, o, ring, ones, item, config):
         v = run_of(ring.v_buffers, ring.buffer_of(item), config.BOXES_V, run, config.BOXES_V)
         weights = gl.convert_layout(p, gl.DotOperandLayout(0, o[run].type.layout, 2))  # costs nothing
         started += (warpgroup_mma(weights, v, o[run], is_async=True),)
-    sums = o[run_count(config.BOXES_V)]
-    weights = gl.convert_layout(p, gl.DotOperandLayout(0, sums.type.layout, 2))
-    started += (warpgroup_mma(weights, ones.permute((1, 0)), sums, is_async=True),)
+    if config.FIXED_MAX:
+        sums = o[run_count(config.BOXES_V)]
+        weights = gl.convert_layout(p, gl.DotOperandLayout(0, sums.type.layout, 2))
+        started += (warpgroup_mma(weights, ones.permute((1, 0)), sums, is_async=True),)
     return started
 
 

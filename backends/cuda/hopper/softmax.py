@@ -9,7 +9,6 @@ from diyfa.backends.cuda.gluon.compat import aggregate
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 LARGEST_PRODUCT = gl.constexpr(2.358e38)  # about the largest that float32 holds times LOG2E
-LAZY_RISE = gl.constexpr(8.0)  # the RISE of `softmax_step` that makes rescales rare
 
 
 @aggregate
@@ -100,11 +99,8 @@ def _masked(s, start_n, rows, problem):
 
 
 @gluon.jit
-def softmax_step(s, m_i, start_n, rows, score, problem, MASKED: gl.constexpr, RISE: gl.constexpr):
-    """Products s [64, BLOCK_N] -> (weights p, maximum, factor of what was summed before).
-
-    A row's old maximum does until scores exceed it by RISE, in units of log2 (lazy rescale, as in FlashAttention-4).
-    Weights stay below 2^RISE, and the factor is almost always 1.
+def softmax_step(s, m_i, start_n, rows, score, problem, MASKED: gl.constexpr):
+    """Products s [64, BLOCK_N] -> (weights p, running maximum, factor of what was summed before).
 
     The maximum is in units of log2. MASKED: a mask or the end of the keys cuts the block; a row may see none of it.
     """
@@ -115,7 +111,6 @@ def softmax_step(s, m_i, start_n, rows, score, problem, MASKED: gl.constexpr, RI
     if MASKED:
         s = _masked(s, start_n, rows, problem)
     m_new = gl.maximum(m_i, gl.max(s, 1) * scale)
-    m_new = gl.where(m_new - m_i > RISE, m_new, m_i)
     m_ref = gl.where(m_new == float("-inf"), 0.0, m_new)  # nothing but -inf so far: avoid inf - inf
     p = gl.exp2(s * scale - m_ref[:, None])
     return p, m_new, gl.exp2(m_i - m_ref)
