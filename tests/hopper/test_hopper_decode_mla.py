@@ -119,6 +119,31 @@ def test_both_kernels_decide_alike_whether_programs_have_whole_tiles(
     check(case("whole_or_not", *lens, heads=8))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_weight_of_all_is_not_rounded(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each block is measured from its rows' maxima so far: one sum divides, so a dominant weight must be exactly 1.
+
+    Values are all alike, and each head's dominant key is another 3 to 5.5 nats above one key of the block before.
+    """
+    kernel = interpret(monkeypatch, programs=1)  # parts would have maxima of their own
+    heads, keys = 16, 190
+    cache = torch.zeros(1, keys, 1, 576, dtype=dtype)
+    value = torch.randn(512, generator=torch.Generator().manual_seed(0)).to(dtype)
+    cache[..., :512] = value
+    cache[..., 512] = -40.0  # of all but the first block's key and the one that rises above it
+    cache[:, 170, :, 512] = 0.0
+    cache[:, 70, :, 512] = 4.0
+    q = torch.zeros(1, 1, heads, 576, dtype=dtype)
+    q[..., 512] = torch.linspace(0.75, 1.375, heads)
+    lengths = torch.tensor([keys], dtype=torch.int32)
+    with diyfa.use_backend("cuda"), poisoned_allocations():
+        out = diyfa.flash_attn_with_kvcache(
+            q, cache, cache[..., :512], cache_seqlens=lengths, softmax_scale=1.0, causal=True
+        )
+    assert kernel.launches == 1
+    assert torch.equal(out, value.expand_as(out))
+
+
 def test_a_cache_that_tma_cannot_reach_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """`flash_attn_with_kvcache` has no name for a kernel: the portable one is chosen."""
     kernel = interpret(monkeypatch, programs=3)
