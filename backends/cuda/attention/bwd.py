@@ -1,10 +1,11 @@
 """FlashAttention-2 backward (Dao 2023, arXiv:2307.08691, algorithm 2) without atomics.
 
-Up to four kernels. `_bwd_preprocess_kernel` reduces delta = rowsum(dO * O) - dLSE, the part of dS that is the same for
-a whole row (the gradient of the log-sum-exp enters here, so it costs nothing later). `_bwd_dkdv_kernel` gives each
-program a block of keys and loops over the queries of every head in the group, which is divided where blocks of keys are
-few (`bwd_parts.py`); `_bwd_dq_kernel` gives each program a block of queries and loops over the keys;
-`_bwd_dbias_kernel` runs when the bias wants a gradient. The paper computes dQ, dK and dV in one loop and adds dQ
+Sequences that one tile holds have a kernel of their own (`bwd_short.py`). For all others there are up to four.
+`_bwd_preprocess_kernel` reduces delta = rowsum(dO * O) - dLSE, the part of dS that is the same for a whole row (the
+gradient of the log-sum-exp enters here, so it costs nothing later). `_bwd_dkdv_kernel` gives each program a block of
+keys and loops over the queries of every head in the group, which is divided where blocks of keys are few
+(`bwd_parts.py`); `_bwd_dq_kernel` gives each program a block of queries and loops over the keys; `_bwd_dbias_kernel`
+runs when the bias wants a gradient. The paper computes dQ, dK and dV in one loop and adds dQ
 atomically; two loops cost two more products out of seven, and are bitwise reproducible.
 
     P = exp(S - LSE),  dV = Pᵀ dO,  dP = dO Vᵀ,  dS = P * (dP - delta),  dQ = dS K * scale,  dK = dSᵀ Q * scale

@@ -1,10 +1,10 @@
 """Backward of short sequences, whose queries fit into one block and whose keys into another: one launch for all of it.
 
-A program owns a head. With q, k, v, dO and P of the whole sequence at
-hand it also forms delta, from one tile more, and dQ, from the dS that dK takes: each tensor is read once and each
-score computed once, where the kernels for any length take three launches, read q, k, v and dO twice and compute the
-scores twice. Scores lie transposed, [BLOCK_N, BLOCK_M], as in bwd_dkdv.py; of dS a transposed copy crosses shared memory
-for dQ. No atomics, the same bits in every run. See bwd.py for the formulas.
+A program owns a head. It has q, k, v, dO and P of the whole sequence, so it also forms delta, from a tile of the
+output, and dQ, from the dS that dK takes. Each tensor is read once and each score is computed once; the kernels for any length
+take three launches and compute the scores twice. Scores lie transposed, [BLOCK_N, BLOCK_M], as in bwd_dkdv.py; dS
+crosses shared memory once, transposed, for dQ. There are no atomics: the bits are the same in every run. Grouped heads
+are left to the other kernels, since a loop over heads would take 40 registers. See bwd.py for the formulas.
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ def _bwd_short_kernel(
     do = load_tile(gradients, 0, c.BLOCK_M, c.HEAD_DIM_V, c.BLOCK_DV, True, c.FORM, c)
     o = load_tile(outputs, 0, c.BLOCK_M, c.HEAD_DIM_V, c.BLOCK_DV, True, c.FORM, c)
     row = first_row(b, h, first_q, heads_q, seqlen_q, total_q, c)
+    # As a matrix of one column: a vector would be loaded in the layout of the scores, 16 times by each thread.
     column = offs_m[:, None] + tl.arange(0, 1)[None, :]
     lse = tl.sum(tl.load(lse_ptr + row + column, mask=column < n_queries, other=float("inf")), 1)
     delta = row_delta(o, do, (dlse_ptr, stride_dlb, stride_dlh, stride_dlm), of_q, offs_m, c)

@@ -255,7 +255,6 @@ _SHORT: tuple[Row, ...] = (
     (64, C(64, 64, 4, 1)),
     (64, C(64, 64, 8, 1)),
     (128, C(64, 64, 8, 1)),
-    (128, C(64, 64, 4, 1, spill_budget=32)),
 )
 # wgmma on tiles that pass through registers, on float32 or on a narrow V is what "unaligned" avoids, here too.
 _BIAS_SMALL: tuple[Row, ...] = (
@@ -300,7 +299,8 @@ _TABLES["dbias"] = {
     **dict.fromkeys(("float32", "turing", "unaligned"), _BIAS_SMALL),
 }
 _TABLES["short"] = {
-    **dict.fromkeys(("wgmma", "wgmma ragged", "large", "small"), _SHORT),
+    **dict.fromkeys(("wgmma", "wgmma ragged"), (*_SHORT, (128, C(64, 64, 4, 1)))),  # spills without wgmma
+    **dict.fromkeys(("large", "small"), _SHORT),
     "unaligned": _SHORT_SMALL,
     **dict.fromkeys(("float32", "turing"), ()),  # products are multiply-adds: the other kernels' small tiles spill less
 }

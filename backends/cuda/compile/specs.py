@@ -95,6 +95,7 @@ FEATURE_SPILLS: dict[str, dict[str, int]] = {
         "turing": 32, "turing 256": 2368,
     },
     "dq": {"wgmma": 96, "large": 384, "small": 32, "turing": 32},
+    "short": {"wgmma": 32, "wgmma ragged": 32, "large": 352, "small": 352},
     "dbias": {"turing": 1280, "large": 352},
 }  # fmt: skip
 
@@ -168,9 +169,8 @@ def _gradient(kind: str, problem: AttentionProblem, config: AttentionConfig, has
 
 def _short(arch: str) -> Iterator[CompileSpec]:
     """The backward of sequences that one tile holds: every tile, and every feature on dense and packed ones."""
-    short = _problem(arch, "float16", 64).replace(heads_kv=8)
     packed = {"layout": VARLEN, "total_q": 2048, "total_k": 2048, "softcap": 30.0, "dropout": True, "sinks": True}
-    for d, n, changes in (
+    cases: list[tuple[int, int, dict[str, Any]]] = [
         *((d, n, {}) for d in (64, 128) for n in (16, 32, 64)),
         (32, 64, {"window_right": -1}),
         (80, 50, {"seq_lens": True}),
@@ -178,10 +178,11 @@ def _short(arch: str) -> Iterator[CompileSpec]:
         (64, 30, {"head_dim_v": 16}),
         (64, 64, EVERYTHING),
         (128, 64, packed),
-    ):
-        problem = short.replace(head_dim=d, **{"head_dim_v": d, "seqlen_q": n, "seqlen_k": n, **changes})
+    ]
+    for d, n, changes in cases:
+        problem = _problem(arch, "float16", d).replace(**{"heads_kv": 8, "seqlen_q": n, "seqlen_k": n, **changes})
         for config in candidates("short", problem):
-            yield _gradient("short", problem, config, bool(changes))
+            yield _gradient("short", problem, _with_feature_budget("short", problem, config), bool(changes))
 
 
 def _preprocess(problem: AttentionProblem, has_dlse: bool) -> CompileSpec:
