@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -37,6 +38,20 @@ def _needs_tile(problem: AttentionProblem, *kinds: str) -> str | None:
     if all(default_config(kind, problem) for kind in kinds):
         return None
     return f"no tile for {problem.dtype} and head_dim {problem.head_dim} fits the shared memory of {problem.arch}"
+
+
+def _short_refuses(problem: AttentionProblem) -> str | None:
+    """Why the backward kernel for short sequences does not take `problem`, or None."""
+    from diyfa.backends.cuda.attention.configs import default_config
+
+    if reason := refuse_features(problem, FEATURES - {"gqa"}, "short"):
+        return reason
+    if default_config("short", problem) is None:
+        return (
+            f"no tile of {problem.dtype} and head_dim {problem.head_dim} on {problem.arch} holds {problem.seqlen_q} "
+            f"queries and {problem.seqlen_k} keys"
+        )
+    return _needs_tile(problem, "dbias") if problem.bias_grad else None
 
 
 def _hopper(file: str, function: str) -> Callable[..., Any]:
@@ -104,6 +119,16 @@ def _kernels() -> tuple[Kernel, ...]:
             config=hopper_bwd_configs.config_of,
             repeat=_hopper("bwd_launch", "repeat") if known else None,
             by_name_only=hopper_bwd_configs.by_name_only,
+        ),
+        Kernel(
+            name="short",
+            op="attention_bwd",
+            clears=True,
+            summary="sequences that one tile holds: delta, dQ, dK and dV in one launch; no atomics",
+            launch=partial(bwd.attention_backward, kinds=bwd.SHORT),
+            unsupported=_short_refuses,
+            config=lambda problem: configs.default_config("short", problem),
+            repeat=partial(bwd.repeat, kinds=bwd.SHORT) if known else None,
         ),
         Kernel(
             name="split",

@@ -1,10 +1,11 @@
 """FlashAttention-2 backward (Dao 2023, arXiv:2307.08691, algorithm 2) without atomics.
 
-Up to four kernels. `_bwd_preprocess_kernel` reduces delta = rowsum(dO * O) - dLSE, the part of dS that is the same for
-a whole row (the gradient of the log-sum-exp enters here, so it costs nothing later). `_bwd_dkdv_kernel` gives each
-program a block of keys and loops over the queries of every head in the group, which is divided where blocks of keys are
-few (`bwd_parts.py`); `_bwd_dq_kernel` gives each program a block of queries and loops over the keys;
-`_bwd_dbias_kernel` runs when the bias wants a gradient. The paper computes dQ, dK and dV in one loop and adds dQ
+Sequences that one tile holds have a kernel of their own (`bwd_short.py`). For all others there are up to four.
+`_bwd_preprocess_kernel` reduces delta = rowsum(dO * O) - dLSE, the part of dS that is the same for a whole row (the
+gradient of the log-sum-exp enters here, so it costs nothing later). `_bwd_dkdv_kernel` gives each program a block of
+keys and loops over the queries of every head in the group, which is divided where blocks of keys are few
+(`bwd_parts.py`); `_bwd_dq_kernel` gives each program a block of queries and loops over the keys; `_bwd_dbias_kernel`
+runs when the bias wants a gradient. The paper computes dQ, dK and dV in one loop and adds dQ
 atomically; two loops cost two more products out of seven, and are bitwise reproducible.
 
     P = exp(S - LSE),  dV = Pᵀ dO,  dP = dO Vᵀ,  dS = P * (dP - delta),  dQ = dS K * scale,  dK = dSᵀ Q * scale
@@ -17,6 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import triton
@@ -25,6 +28,7 @@ import triton.language as tl
 from diyfa.backends.cuda.attention import bwd_dbias, bwd_parts
 from diyfa.backends.cuda.attention.bwd_dkdv import _bwd_dkdv_kernel
 from diyfa.backends.cuda.attention.bwd_dq import _bwd_dq_kernel
+from diyfa.backends.cuda.attention.bwd_short import _bwd_short_kernel
 from diyfa.backends.cuda.attention.clear import backward_launches, clear
 from diyfa.backends.cuda.attention.configs import AttentionConfig, schedule
 from diyfa.backends.cuda.attention.launch import (
@@ -43,7 +47,7 @@ from diyfa.backends.cuda.attention.launch import (
     tile_constants,
     tuned_config,
 )
-from diyfa.backends.cuda.attention.scores import first_row, sequence_of
+from diyfa.backends.cuda.attention.scores import first_row, row_delta, sequence_of
 from diyfa.backends.cuda.attention.tile_io import (
     PACKED,
     PORTABLE_FORM,
@@ -68,7 +72,6 @@ class PreprocessConstants(Constants):
     """Constants of `_bwd_preprocess_kernel`."""
 
     lengths: int
-    has_dlse: bool
     head_dim_v: int
     block_m: int
     block_dv: int
@@ -99,19 +102,15 @@ def _bwd_preprocess_kernel(
     gradients = head_of(do_ptr, (stride_dob, stride_doh, stride_dom), of_q, c.FORM, c)
     o = load_tile(outputs, row0, c.BLOCK_M, c.HEAD_DIM_V, c.BLOCK_DV, True, c.FORM, c)
     do = load_tile(gradients, row0, c.BLOCK_M, c.HEAD_DIM_V, c.BLOCK_DV, True, c.FORM, c)
-    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)  # [BLOCK_M]
     offs_m = row0 + tl.arange(0, c.BLOCK_M)
-    if c.HAS_DLSE:
-        dlse_row = dlse_ptr + b.to(tl.int64) * stride_dlb + h.to(tl.int64) * stride_dlh
-        if c.LENGTHS == PACKED:
-            dlse_row = dlse_row + first_q.to(tl.int64) * stride_dlm
-        delta -= tl.load(dlse_row + offs_m.to(tl.int64) * stride_dlm, mask=offs_m < n_queries, other=0.0)
+    delta = row_delta(o, do, (dlse_ptr, stride_dlb, stride_dlh, stride_dlm), of_q, offs_m, c)
     n_rows = n_queries if c.LENGTHS == PACKED else seqlen_q
     delta_row = delta_ptr + first_row(b, h, first_q, heads_q, seqlen_q, total_q, c)
     tl.store(delta_row + offs_m, delta, mask=offs_m < n_rows)
 
 
-_GRADIENT_KERNELS = {"dkdv": _bwd_dkdv_kernel, "dq": _bwd_dq_kernel}
+_GRADIENT_KERNELS = {"dkdv": _bwd_dkdv_kernel, "dq": _bwd_dq_kernel, "short": _bwd_short_kernel}
+SPLIT, SHORT = ("dkdv", "dq"), ("short",)  # the kinds of a whole pass; `_bwd_preprocess_kernel` comes before SPLIT
 
 
 class Backward:
@@ -134,14 +133,14 @@ class Backward:
         self.delta = torch.empty_like(self.lse) if delta is None else delta
         self.scale = tensors.sm_scale / (problem.softcap or 1.0)  # signed: no maximum is taken here
 
-    def preprocess(self) -> Launch:
-        """Fills delta."""
+    def shared_arguments(self) -> dict[str, Any]:
+        """What the kernels take by name of the forward pass, its gradients and the features."""
         problem, dlse = self.problem, self.dlse
         dlse_strides = (0, 0, 0) if dlse is None else dlse.stride()
         b, h, m = (0, *dlse_strides) if len(dlse_strides) == 2 else dlse_strides
-        values = {
+        return {
             "o_ptr": self.out,
-            "do_ptr": self.dout,
+            "lse_ptr": self.lse,
             "dlse_ptr": dlse,
             "delta_ptr": self.delta,
             **strides(problem.layout, o=self.out, do=self.dout),
@@ -150,10 +149,14 @@ class Backward:
             "stride_dlm": m,
             **feature_arguments(problem, self.tensors, self.scale),
         }
+
+    def preprocess(self) -> Launch:
+        """Fills delta."""
+        problem = self.problem
+        values = {"do_ptr": self.dout, **self.shared_arguments()}
         grid = cdiv(problem.seqlen_q, PREPROCESS_BLOCK_M) * problem.batch * problem.heads_q
         constants = PreprocessConstants(
             lengths=lengths_of(problem),
-            has_dlse=dlse is not None,
             head_dim_v=problem.head_dim_v,
             block_m=PREPROCESS_BLOCK_M,
             block_dv=padded_head_dim(problem.head_dim_v),
@@ -162,26 +165,24 @@ class Backward:
         return described_launch(_bwd_preprocess_kernel, grid, values, constants, {"num_warps": PREPROCESS_WARPS})
 
     def gradient(self, kind: str, config: AttentionConfig, results: dict[str, torch.Tensor], parts: int = 1) -> Launch:
-        """The launch of the kernel `kind` ("dkdv", "dq"), which fills `results`: for dK and dV as many as `parts`."""
+        """The launch of the kernel `kind`, which fills `results`: of "dkdv" for as many heads of K as `parts`."""
         problem, tensors = self.problem, self.tensors
         q, k, v, dout = tensors.q, tensors.k, tensors.v, self.dout
         m, n = config.block_m, config.block_n
         d, dv = padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
         values = {
             **read_by(problem, config, q=(q, m, d), k=(k, n, d), v=(v, n, dv), do=(dout, m, dv)),
-            "lse_ptr": self.lse,
-            "delta_ptr": self.delta,
+            **self.shared_arguments(),
             **{f"{name}_ptr": x for name, x in results.items()},
-            **strides(problem.layout, q=q, k=k, v=v, do=dout, **results),
-            **feature_arguments(problem, tensors, self.scale),
+            **strides(problem.layout, q=q, k=k, v=v, **results),
             "group": problem.heads_q // problem.heads_kv // parts,
             "sm_scale": tensors.sm_scale,
             "parts": parts,
         }
         blocks, heads = (
-            (cdiv(problem.seqlen_k, n), problem.heads_kv * parts)
-            if kind == "dkdv"
-            else (cdiv(problem.seqlen_q, m), problem.heads_q)
+            (cdiv(problem.seqlen_q, m), problem.heads_q)
+            if kind == "dq"
+            else (cdiv(problem.seqlen_k, n), problem.heads_kv * parts)
         )
         heads *= problem.batch
         values["heads_in_turns"] = heads_in_turns(problem, config, blocks, heads, q.device)
@@ -204,6 +205,17 @@ class Backward:
         return [main, *bwd_parts.launches_of(problem, self.tensors, each, parts, dk, dv)], [memory]
 
 
+    def launches(
+        self, kind: str, config: AttentionConfig, gradients: AttentionGradients
+    ) -> tuple[list[Launch], list[torch.Tensor]]:
+        """What fills the gradients that `kind` is of, and the memory that lies between."""
+        dq, dk, dv = gradients[:3]
+        if kind == "dkdv":
+            return self.key_gradients(config, dk, dv)
+        results = {"dq": dq} if kind == "dq" else {"dq": dq, "dk": dk, "dv": dv}
+        return [self.gradient(kind, config, results)], []
+
+
 def fill_dsinks(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor, dsinks: torch.Tensor) -> None:
     """The gradient of the sinks; lse and delta are (B, H, Sq) or (H, Tq)."""
     weights = torch.exp(sinks[:, None] - lse).masked_fill_(lse == float("inf"), 0.0).mul_(delta)
@@ -218,24 +230,23 @@ def attention_backward(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
     gradients: AttentionGradients,
+    kinds: Sequence[str] = SPLIT,
 ) -> None:
-    """Launch the kernels, which fill the gradients."""
+    """Launch the kernels of these kinds, and what they need beside, which fill the gradients."""
     backward = Backward(problem, tensors, out, lse, dout, dlse, gradients.delta)
     problem, lse, delta = backward.problem, backward.lse, backward.delta
 
-    def run_dkdv(config: AttentionConfig) -> None:
-        launches, _ = backward.key_gradients(config, gradients.dk, gradients.dv)
+    def run(kind: str, config: AttentionConfig) -> None:
+        launches, _ = backward.launches(kind, config, gradients)
         for launch in launches:
             launch_kernel(launch)
 
-    def run_dq(config: AttentionConfig) -> None:
-        launch_kernel(backward.gradient("dq", config, {"dq": gradients.dq}))
-
     with on_device(tensors.q):
         clear(backward_launches(problem, tensors, gradients, delta))
-        launch_kernel(backward.preprocess())
-        run_dkdv(tuned_config("dkdv", problem, run_dkdv))
-        run_dq(tuned_config("dq", problem, run_dq))
+        if kinds == SPLIT:
+            launch_kernel(backward.preprocess())
+        for kind in kinds:
+            run(kind, tuned_config(kind, problem, partial(run, kind)))
         if gradients.dbias is not None:
             arguments = (dout, lse, delta, backward.scale, gradients.dbias)
             launch, sums = bwd_dbias.launch_of(problem, tensors, *arguments)
@@ -254,6 +265,7 @@ def repeat(
     dout: torch.Tensor,
     gradients: AttentionGradients,
     owners: Sequence[torch.Tensor],
+    kinds: Sequence[str] = SPLIT,
 ) -> Callable[..., list[torch.Tensor | None] | None] | None:
     """`Kernel.repeat`, for calls of whose optional tensors only sinks want a gradient."""
     if any(getattr(gradients, x.gradient) is not None for x in GRADIENTS if x.name != "sinks"):
@@ -261,16 +273,16 @@ def repeat(
     tensors = own_objects(tensors)
     backward = Backward(problem, tensors, out, lse, dout, None, gradients.delta)
     problem, delta = backward.problem, backward.delta
-    dkdv_config, dq_config = settled_config("dkdv", problem), settled_config("dq", problem)
-    if dkdv_config is None or dq_config is None:
-        return None
-    of_keys, memory = backward.key_gradients(dkdv_config, gradients.dk, gradients.dv)
-    launches = (
-        *backward_launches(problem, tensors, gradients, delta),
-        backward.preprocess(),
-        *of_keys,
-        backward.gradient("dq", dq_config, {"dq": gradients.dq}),
-    )
+    launches = backward_launches(problem, tensors, gradients, delta)
+    if kinds == SPLIT:
+        launches.append(backward.preprocess())
+    memory: list[torch.Tensor] = []
+    for kind in kinds:
+        if (config := settled_config(kind, problem)) is None:
+            return None
+        of_kind, between = backward.launches(kind, config, gradients)
+        launches += of_kind
+        memory += between
     return repeat_of(launches, tensors, (out, lse, dout), owners, [*memory, delta])
 
 

@@ -242,6 +242,20 @@ _BIAS_MMA: tuple[Row, ...] = (
     (256, C(16, 16, 4, 1)),
     (1024, C(16, 16, 8, 1)),
 )
+# A whole sequence is one tile (`bwd_short.py`), the smallest that holds it: `fits` takes no larger one. A V narrower
+# than K has no 64 rows where there is wgmma, for the reason above.
+_SHORT_SMALL: tuple[Row, ...] = (
+    (64, C(16, 16, 1, 1)),
+    (64, C(32, 32, 2, 1)),
+    (128, C(16, 16, 2, 1)),
+    (128, C(32, 32, 4, 1)),
+)
+_SHORT: tuple[Row, ...] = (
+    *_SHORT_SMALL,
+    (64, C(64, 64, 4, 1)),
+    (64, C(64, 64, 8, 1)),
+    (128, C(64, 64, 8, 1)),
+)
 # wgmma on tiles that pass through registers, on float32 or on a narrow V is what "unaligned" avoids, here too.
 _BIAS_SMALL: tuple[Row, ...] = (
     (64, C(32, 16, 4, 1)),
@@ -283,6 +297,12 @@ _TABLES["dbias"] = {
     "large": _BIAS_MMA,
     "small": _BIAS_MMA,
     **dict.fromkeys(("float32", "turing", "unaligned"), _BIAS_SMALL),
+}
+_TABLES["short"] = {
+    **dict.fromkeys(("wgmma", "wgmma ragged"), (*_SHORT, (128, C(64, 64, 4, 1)))),  # spills without wgmma
+    **dict.fromkeys(("large", "small"), _SHORT),
+    "unaligned": _SHORT_SMALL,
+    **dict.fromkeys(("float32", "turing"), ()),  # products are multiply-adds: the other kernels' small tiles spill less
 }
 
 
@@ -335,6 +355,8 @@ def shared_bytes(kind: str, config: AttentionConfig, problem: AttentionProblem) 
     # Beyond 256 features the compiler stages one operand twice, once for each way it is multiplied.
     twice = size * m * min(d, dv) if max(d, dv) > 256 else 0
     crossing, bias = size * m * n, max(1, stages - 1) * bias  # dS crosses shared memory; a bias does, or waits there
+    if kind == "short":  # K, V, Q and dO
+        return size * (m + n) * (d + dv) + crossing + bias
     if kind == "dkdv":  # K and V stay, Q and dO are buffered
         return size * (n + stages * m) * (d + dv) + max(twice, crossing + bias) + descriptors
     return size * (m + stages * n) * (d + dv) + max(twice, crossing, bias) + descriptors
@@ -344,6 +366,8 @@ def fits(kind: str, config: AttentionConfig, problem: AttentionProblem) -> bool:
     """Whether a config can run the problem on its GPU: form and shared memory."""
     spec = gpu_spec(problem.arch)
     if spec is None or (config.form == "tma" and not has_tma(problem)):
+        return False
+    if kind == "short" and config.block_m != padded_head_dim(max(problem.seqlen_q, problem.seqlen_k)):
         return False
     return shared_bytes(kind, config, problem) <= spec.shared_per_block
 
@@ -374,7 +398,7 @@ def _prefers_few_rows(kind: str, problem: AttentionProblem) -> bool:
 
 
 def candidates(kind: str, problem: AttentionProblem) -> tuple[AttentionConfig, ...]:
-    """Tiles of the table for `kind` ("fwd", "dkdv", "dq", "dbias") that fit, the default first.
+    """Tiles of the table for `kind` ("fwd", "dkdv", "dq", "short", "dbias") that fit, the default first.
 
     They are the rows of the narrowest head_dim that holds the problem's; where TMA can be used, only its rows.
     """
@@ -384,7 +408,9 @@ def candidates(kind: str, problem: AttentionProblem) -> tuple[AttentionConfig, .
 @kept
 def _candidates(problem: AttentionProblem, kind: str) -> tuple[AttentionConfig, ...]:
     width = max(padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v))
-    rows = [row for row in _TABLES[kind][gpu_class(problem)] if width <= row[0] and fits(kind, row[1], problem)]
+    # What is read once passes through registers anyway: for "short" alignment changes nothing.
+    name = gpu_class(problem.replace(aligned=True) if kind == "short" else problem)
+    rows = [row for row in _TABLES[kind][name] if width <= row[0] and fits(kind, row[1], problem)]
     if not rows:
         return ()
     narrowest, first = rows[0]

@@ -131,6 +131,21 @@ def load_statistics(lse_ptr, delta_ptr, row, offs_m, n_queries):
 
 
 @triton.jit
+def row_delta(o, do, dlse, place, offs_m, c: tl.constexpr):
+    """rowsum(dO * O) - dLSE of the queries offs_m of a head at `place`, from their tiles [BLOCK_M, BLOCK_DV]; 0 beyond
+    the end, where both are zeros."""
+    dlse_ptr, stride_dlb, stride_dlh, stride_dlm = dlse
+    b, h, first_q, n_queries = place
+    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)  # [BLOCK_M]
+    if dlse_ptr is not None:
+        dlse_row = dlse_ptr + b.to(tl.int64) * stride_dlb + h.to(tl.int64) * stride_dlh
+        if c.LENGTHS == PACKED:
+            dlse_row = dlse_row + first_q.to(tl.int64) * stride_dlm
+        delta -= tl.load(dlse_row + offs_m.to(tl.int64) * stride_dlm, mask=offs_m < n_queries, other=0.0)
+    return delta
+
+
+@triton.jit
 def key_blocks(row0, mask, c: tl.constexpr):
     """Keys that the queries [row0, row0 + BLOCK_M) see -> (begin, full_begin, full_end, end).
 

@@ -95,6 +95,7 @@ FEATURE_SPILLS: dict[str, dict[str, int]] = {
         "turing": 32, "turing 256": 2368,
     },
     "dq": {"wgmma": 96, "large": 384, "small": 32, "turing": 32},
+    "short": {"wgmma": 32, "wgmma ragged": 32, "large": 352, "small": 352},
     "dbias": {"turing": 1280, "large": 352},
 }  # fmt: skip
 
@@ -158,13 +159,30 @@ def _backward(problem: AttentionProblem, has_dlse: bool) -> tuple[bwd.Backward, 
     return bwd.Backward(problem, tensors, out, lse, dout, dlse), dout
 
 
-def _gradient(kind: str, problem: AttentionProblem, config: AttentionConfig) -> CompileSpec:
-    backward, _ = _backward(problem, False)
-    q, k, v = backward.tensors[:3]
-    written = {"dq": q} if kind == "dq" else {"dk": k, "dv": v}
+def _gradient(kind: str, problem: AttentionProblem, config: AttentionConfig, has_dlse: bool = False) -> CompileSpec:
+    backward, _ = _backward(problem, has_dlse)
     dtype = getattr(torch, problem.out_dtype or problem.dtype)
-    results = {name: torch.empty_like(x, dtype=dtype) for name, x in written.items()}
-    return _spec(f"attention_bwd/{kind}", problem, config, backward.gradient(kind, config, results))
+    gradients = AttentionGradients(*(torch.empty_like(x, dtype=dtype) for x in backward.tensors[:3]))
+    (launch, *_), _ = backward.launches(kind, config, gradients)
+    return _spec(f"attention_bwd/{kind}", problem, config, launch)
+
+
+def _short(arch: str) -> Iterator[CompileSpec]:
+    """The backward of sequences that one tile holds: every tile, and every feature on dense and packed ones."""
+    packed = {"layout": VARLEN, "total_q": 2048, "total_k": 2048, "softcap": 30.0, "dropout": True, "sinks": True}
+    cases: list[tuple[int, int, dict[str, Any]]] = [
+        *((d, n, {}) for d in (64, 128) for n in (16, 32, 64)),
+        (32, 64, {"window_right": -1}),
+        (80, 50, {"seq_lens": True}),
+        (64, 60, {"aligned": False}),
+        (64, 30, {"head_dim_v": 16}),
+        (64, 64, EVERYTHING),
+        (128, 64, packed),
+    ]
+    for d, n, changes in cases:
+        problem = _problem(arch, "float16", d).replace(**{"heads_kv": 8, "seqlen_q": n, "seqlen_k": n, **changes})
+        for config in candidates("short", problem):
+            yield _gradient("short", problem, _with_feature_budget("short", problem, config), bool(changes))
 
 
 def _preprocess(problem: AttentionProblem, has_dlse: bool) -> CompileSpec:
@@ -475,6 +493,7 @@ def compile_specs(arch: str) -> Iterator[CompileSpec]:
     yield from _hopper_prefill_specs(arch)
     yield from _merges()
     yield from _sums(arch)
+    yield from _short(arch)
     yield from _clearing()
     for problem in problems(arch):
         for config in candidates("fwd", problem):
