@@ -179,6 +179,7 @@ def are_same(*passes):
 
 CASES = {
     "small": ({}, {}),
+    "one_tile": ({"shape": (2, 4, 49, 32)}, {"sinks": torch.zeros(4)}),
     "causal": ({}, {"causal": True}),
     "window": ({}, {"window": (10, 3), "sm_scale": -0.5}),
     "softcap": ({}, {"softcap": 3.0}),
@@ -248,6 +249,8 @@ def test_a_repeated_backward_launches_what_the_ordinary_one_does(recorder, ways,
     if case == "divided":
         monkeypatch.setattr(bwd_parts, "parts_of", lambda *_: 2)
         kernels.insert(2, "_sum_parts_kernel")
+    if case == "one_tile":
+        kernels = ["_bwd_short_kernel"]
     if case == "descriptors_of_gluon":
         kernels = HOPPER_BACKWARD[:-1]  # the last one is for sequences of different lengths
     dout = torch.zeros_like(q)

@@ -204,7 +204,6 @@ class Backward:
         main = self.gradient("dkdv", config, of_parts, parts)
         return [main, *bwd_parts.launches_of(problem, self.tensors, each, parts, dk, dv)], [memory]
 
-
     def launches(
         self, kind: str, config: AttentionConfig, gradients: AttentionGradients
     ) -> tuple[list[Launch], list[torch.Tensor]]:

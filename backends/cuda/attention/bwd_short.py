@@ -1,10 +1,10 @@
 """Backward of short sequences, whose queries fit into one block and whose keys into another: one launch for all of it.
 
 A program owns a head. It has q, k, v, dO and P of the whole sequence, so it also forms delta, from a tile of the
-output, and dQ, from the dS that dK takes. Each tensor is read once and each score is computed once; the kernels for any length
-take three launches and compute the scores twice. Scores lie transposed, [BLOCK_N, BLOCK_M], as in bwd_dkdv.py; dS
-crosses shared memory once, transposed, for dQ. There are no atomics: the bits are the same in every run. Grouped heads
-are left to the other kernels, since a loop over heads would take 40 registers. See bwd.py for the formulas.
+output, and dQ, from the dS that dK takes. Each tensor is read once and each score is computed once; the kernels for any
+length take three launches and compute the scores twice. Scores lie transposed, [BLOCK_N, BLOCK_M], as in bwd_dkdv.py;
+dS crosses shared memory once, transposed, for dQ. There are no atomics: the bits are the same in every run. Grouped
+heads are left to the other kernels, since a loop over heads would take 40 registers. See bwd.py for the formulas.
 """
 
 from __future__ import annotations
