@@ -105,14 +105,27 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("case", "config"), CASES, ids=[case.name for case, _ in CASES])
-def test_gradients_that_follow(case: AttentionCase, config: Sm90Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def check(case: AttentionCase, config: Sm90Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's out and lse, and the gradients that follow, are within their budgets."""
     (interpret if is_interpreting() else take_all)(monkeypatch, config)
     inputs = make_inputs(case, "cpu" if is_interpreting() else "cuda")
     attend = attention_function(case, backend="cuda", variant="sm90")
     with torch.no_grad(), poisoned_allocations():
         out, lse = attend(*inputs.leaves, return_lse=True, **inputs.options)
     assert_within_budget(results_of(case, out.cpu(), lse.cpu()), case)
+
+
+@pytest.mark.parametrize(("case", "config"), CASES, ids=[case.name for case, _ in CASES])
+def test_gradients_that_follow(case: AttentionCase, config: Sm90Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(case, config, monkeypatch)
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+def test_every_accumulator_follows_the_maximum(pairs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of V's columns and one of the sums: scores rise by 40 nats from the first block seen to the last."""
+    config = replace(LAZY, box_columns=32, pairs=pairs)
+    rising = case("rising", head_dim=96, rise=-40.0, seqlen_q=128)
+    check(rising, config, monkeypatch)
 
 
 @pytest.mark.skipif(not is_interpreting(), reason="runs the kernels in the interpreter")
