@@ -80,11 +80,11 @@ CONFIGS: dict[tuple[int, bool], tuple[tuple[int, Sm90Config], ...]] = {
     ),
     (96, False): (
         (_ANY, C(2, 128, 4, True, 240, 24, persistent=True, pingpong=True, pairs=True, box_columns=64,
-                 q_in_registers=2, fixed_max=True, measured=_H200 + "508/548/565")),
+                 q_in_registers=2, measured=_H200 + "508/548/565")),
     ),
     (96, True): (
         (_ANY, C(2, 128, 6, True, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, pairs=True,
-                 box_columns=32, fixed_max=True, measured=_H200 + "414/551/581")),
+                 box_columns=32, measured=_H200 + "414/551/581")),
     ),
     (128, False): (
         (_ANY, C(2, 128, 4, True, 240, 24, persistent=True, pingpong=True, pairs=True, box_columns=64,
