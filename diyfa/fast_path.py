@@ -105,7 +105,7 @@ def takes_fast_path(*tensors: torch.Tensor) -> bool:
 
 
 def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
-    """What torch.autocast casts to on x's device, None outside of it."""
+    """Return the dtype that torch.autocast casts to on x's device, None outside of autocast."""
     device_type = x.device.type
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):  # meta has no autocast to ask about
         return None

@@ -287,7 +287,7 @@ def _autocast(cache: Any, q: Any, *others: Any) -> tuple[Any, ...] | None:
 
 
 def _autocast_packed(q: Any, k: Any, v: Any, block_table: Any) -> tuple[Any, ...] | None:
-    """The same of packed queries over pages. Keys without pages are cast, too, and float32 alone, as in training."""
+    """Cast packed queries over pages to the cache's dtype. Without pages, cast q, k and v as in training: float32 only."""
     if block_table is not None:
         cast = _autocast(k, q)
         return None if cast is None else (*cast, k, v)
@@ -296,7 +296,7 @@ def _autocast_packed(q: Any, k: Any, v: Any, block_table: Any) -> tuple[Any, ...
 
 
 def _cast(given: tuple[Any, ...], dtype: torch.dtype, dtypes: tuple[torch.dtype, ...]) -> tuple[Any, ...] | None:
-    """What is in one of `dtypes` in `dtype`; None where all is."""
+    """Cast tensors that have one of `dtypes` to `dtype`; None if there is nothing to cast."""
     casts = [isinstance(x, torch.Tensor) and x.dtype in dtypes and x.dtype is not dtype for x in given]
     if dtype not in ATTENTION_DTYPES or not any(casts):
         return None

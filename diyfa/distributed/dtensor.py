@@ -150,7 +150,7 @@ def _cuts_of(name: str, x: DTensor, layout: str) -> list[str]:
 
 
 def _placements_of(feature: Feature, x: torch.Tensor, cuts: Sequence[str], sizes: Sizes) -> list[Any]:
-    """What of an optional tensor a rank needs, by the letters of its shape's row.
+    """Return the part of an optional tensor that a rank needs, by the letters of its shape's row.
 
     Raises:
         TypeError, ValueError: it is no tensor, or does not fit the whole.

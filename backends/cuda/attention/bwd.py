@@ -134,7 +134,7 @@ class Backward:
         self.scale = tensors.sm_scale / (problem.softcap or 1.0)  # signed: no maximum is taken here
 
     def shared_arguments(self) -> dict[str, Any]:
-        """What the kernels take by name of the forward pass, its gradients and the features."""
+        """Return the kernel arguments, by name, of the forward tensors, their gradients and the features."""
         problem, dlse = self.problem, self.dlse
         dlse_strides = (0, 0, 0) if dlse is None else dlse.stride()
         b, h, m = (0, *dlse_strides) if len(dlse_strides) == 2 else dlse_strides
@@ -207,7 +207,7 @@ class Backward:
     def launches(
         self, kind: str, config: AttentionConfig, gradients: AttentionGradients
     ) -> tuple[list[Launch], list[torch.Tensor]]:
-        """What fills the gradients that `kind` is of, and the memory that lies between."""
+        """Return the launch that fills the gradients of `kind`, and the buffers between launches."""
         dq, dk, dv = gradients[:3]
         if kind == "dkdv":
             return self.key_gradients(config, dk, dv)

@@ -72,7 +72,8 @@ def _bwd_short_kernel(
     do = load_tile(gradients, 0, c.BLOCK_M, c.HEAD_DIM_V, c.BLOCK_DV, True, c.FORM, c)
     o = load_tile(outputs, 0, c.BLOCK_M, c.HEAD_DIM_V, c.BLOCK_DV, True, c.FORM, c)
     row = first_row(b, h, first_q, heads_q, seqlen_q, total_q, c)
-    # As a matrix of one column: a vector would be loaded in the layout of the scores, 16 times by each thread.
+    # Load lse as a [BLOCK_M, 1] tile: as a vector it would get the layout of the scores, and each thread would load it
+    # 16 times.
     column = offs_m[:, None] + tl.arange(0, 1)[None, :]
     lse = tl.sum(tl.load(lse_ptr + row + column, mask=column < n_queries, other=float("inf")), 1)
     delta = row_delta(o, do, (dlse_ptr, stride_dlb, stride_dlh, stride_dlm), of_q, offs_m, c)

@@ -408,7 +408,7 @@ def candidates(kind: str, problem: AttentionProblem) -> tuple[AttentionConfig, .
 @kept
 def _candidates(problem: AttentionProblem, kind: str) -> tuple[AttentionConfig, ...]:
     width = max(padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v))
-    # What is read once passes through registers anyway: for "short" alignment changes nothing.
+    # "short" reads each tensor once, through registers: alignment changes nothing.
     name = gpu_class(problem.replace(aligned=True) if kind == "short" else problem)
     rows = [row for row in _TABLES[kind][name] if width <= row[0] and fits(kind, row[1], problem)]
     if not rows:

@@ -132,7 +132,7 @@ class Sm90Constants(Constants):
 
 @constexpr_function
 def for_fallback(config):
-    """The same with a running maximum."""
+    """Return the constants of the fallback: `config` with a running maximum."""
     return type(config)(**vars(config) | {"fixed_max": False, "fallback": True})
 
 
