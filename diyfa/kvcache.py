@@ -287,7 +287,7 @@ def _autocast(cache: Any, q: Any, *others: Any) -> tuple[Any, ...] | None:
 
 
 def _autocast_packed(q: Any, k: Any, v: Any, block_table: Any) -> tuple[Any, ...] | None:
-    """Cast packed queries over pages to the cache's dtype. Without pages, cast q, k and v as in training: float32 only."""
+    """Cast packed queries over pages to the cache's dtype; without pages q, k and v, if float32, as in training."""
     if block_table is not None:
         cast = _autocast(k, q)
         return None if cast is None else (*cast, k, v)

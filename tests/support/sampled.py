@@ -1,7 +1,7 @@
 """Which tests run: `make test` runs the quick ones, `make test-all` all that are not slow.
 
-Quick are the folders of QUICK, which prove an installation: what users call, with its refusals, the tools and the
-documentation, and a sample of the numerics on each backend. Slow are most of the cases of tests with many cases alike:
+Quick are samples of the folders of QUICK, which prove an installation: what users call, with its refusals, the tools
+and the documentation, and the numerics on each backend. Slow are most of the cases of tests with many cases alike:
 with all of them the tests take twice as long.
 
 One in so many, by a checksum of their names, since every nth of a list may have the same value of a parameter
@@ -20,10 +20,11 @@ from zlib import crc32
 from targets import TARGETS
 
 # Folder of tests -> of each test the first case and one in so many of the others.
-QUICK = {"frontend": 1, "tools": 1, "numerics": 4}
+QUICK = {"frontend": 2, "tools": 1, "numerics": 8}
 
 # By file and name; "[npu" for those of that backend where its tensors lie on the CPU.
 EVERY = {
+    "cuda/test_bwd_short.py::test_kernels_for_any_length": 4,
     "cuda/test_clear.py::test_a_forward_pass_leaves_no_row_unwritten": 7,
     "cuda/test_cuda_decode.py::test_a_row_is_bitwise_the_same_in_any_call": 3,
     "cuda/test_cuda_decode.py::test_blocks_of_keys_in_pages_of_any_size": 5,
@@ -65,6 +66,7 @@ EVERY = {
     "npu/test_tile_scheduler.py::test_work_is_spread_evenly": 7,
     "numerics/test_attention_matrix.py::test_attention[npu": 5,
     "numerics/test_dropout_kernels.py::test_tiles_hold_the_defined_bits": 5,
+    "numerics/test_hidden_pages.py::test_hidden_pages_are_not_read": 3,
     "numerics/test_infinite_sinks.py::test_a_sink_of_minus_infinity_is_none": 4,
     "numerics/test_kvcache_matrix.py::test_kvcache": 2,
     "numerics/test_kvcache_matrix.py::test_offsets_that_nobody_checked_reach_no_other_memory": 4,
