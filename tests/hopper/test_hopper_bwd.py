@@ -679,7 +679,7 @@ def test_inputs_that_32_bits_do_not_count_the_steps_of(monkeypatch: pytest.Monke
             call(q, k, v, variant="sm90", **options)
     explained = diyfa.explain(q, k, v, **options)
     assert explained.backward is not None
-    for each, name in ((explained, "v2"), (explained.backward, "split")):
+    for each, name in ((explained, "v2"), (explained.backward, "short")):
         assert each.kernel == name
         assert any("counts the steps" in x.reason for x in each.alternatives if x.kernel == "sm90")
     assert "a dout that TMA cannot read is copied" in str(diyfa.explain(q, k, v, variant="sm90", backend="cuda"))

@@ -354,7 +354,7 @@ def jobs_for(
     if npu_spec(target) is None:
         raise ValueError(f"unknown Ascend chip {target!r}: expected a name such as 'Ascend910B3' or 'Ascend950PR_9589'")
     source = shipped_jobs(target, full) if select is None else selected_jobs(target, select)
-    yield from one_in(every, (job for job in source if only is None or only in f"{job.kernel} {job.case}"), target)
+    return one_in(every, (job for job in source if only is None or only in f"{job.kernel} {job.case}"), target)
 
 
 def compile_all(
