@@ -35,7 +35,10 @@ def config_of(problem: KVCacheProblem) -> Sm90Config:
     if configs.boxes_of(problem.head_dim, problem.head_dim_v, config.box_columns)[0] > SWIZZLE_COLUMNS:
         config = configs.fitted(forward, replace(config, box_columns=SWIZZLE_COLUMNS))
     if config.consumers == 2:
-        config = replace(config, consumer_registers=CONSUMER_REGISTERS, producer_registers=PRODUCER_REGISTERS)
+        config = replace(
+            config, consumer_registers=CONSUMER_REGISTERS, producer_registers=PRODUCER_REGISTERS,
+            q_in_registers=min(config.q_in_registers, 1),
+        )  # fmt: skip
     return config
 
 
