@@ -376,7 +376,7 @@ class Tuner:
         log.info("%s %r: %r takes %.4f ms, the fastest of %d", kernel, bucket, chosen, ms, len(times))
         row = {
             "config": plain[index],
-            "ms": ms,
+            "ms": float(ms),
             "measured": datetime.date.today().isoformat(),
         }
         if file is None:
