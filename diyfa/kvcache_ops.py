@@ -478,7 +478,7 @@ def run_plan(
 
 
 def _differentiable(tensors: Sequence[Any], out: torch.Tensor | None) -> list[torch.Tensor]:
-    """Those of a call's `tensors`, q first, that require a gradient; what `out` was before does not matter."""
+    """Return the `tensors` (q first) that require a gradient, without `out`, which the call overwrites."""
     given = [x for x in tensors if isinstance(x, torch.Tensor) and x.requires_grad]
     return [x for x in given if x is not out or x is tensors[0]]
 
