@@ -88,7 +88,7 @@ def runner(config: Sm90BwdConfig, problem: Any, tensors: Any, out: Any, lse: Any
     """(run, gradients) of a config."""
     from diyfa.backends.cuda.gluon.inline_ptx import post_processing
     from diyfa.backends.cuda.hopper.bwd_launch import Sm90Backward
-    from diyfa.backends.cuda.runtime.launch import launch_kernel
+    from diyfa.backends.cuda.runtime.launcher import launch_kernel
     from diyfa.problem import AttentionGradients
 
     gradients = AttentionGradients(*(torch.full_like(x, float("nan")) for x in tensors[:3]))

@@ -25,7 +25,7 @@ from diyfa.backends.cuda import backend
 from diyfa.backends.cuda.attention import bwd, fwd
 from diyfa.backends.cuda.attention.configs import AttentionConfig, candidates, fits
 from diyfa.backends.cuda.attention.launch import use_config
-from diyfa.backends.cuda.runtime.launch import launch_kernel
+from diyfa.backends.cuda.runtime.launcher import launch_kernel
 from diyfa.bench.record import default_path, device_name, write_json
 from diyfa.bench.timing import quantiles_of, time_calls
 from diyfa.bench.work import attention_flops, tflops

@@ -7,11 +7,12 @@ from typing import Any, NoReturn
 
 import torch
 
-from diyfa import fast_path, ops, registry, validation
+from diyfa import ops, registry, validation
 from diyfa.keywords import refuse_unknown, without_unknown
 from diyfa.kvcache import attend_packed, explain_packed
 from diyfa.ops import new_rng_state
-from diyfa.options import DIFFERENTIABLE, UNBOUNDED, WHOLE, AttentionOptions, Lengths, tensors_given
+from diyfa.options import DIFFERENTIABLE, UNBOUNDED, WHOLE, AttentionOptions, Lengths, tensors_given, tensors_of
+from diyfa.plan import autocast_dtype, find, key_of
 from diyfa.problem import LAYOUTS, VARLEN
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -19,7 +20,7 @@ Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Inside torch.autocast, single-precision inputs are computed in the autocast dtype, as PyTorch's attention is."""
-    dtype = fast_path.autocast_dtype(tensors[0])
+    dtype = autocast_dtype(tensors[0])
     if dtype is None:
         return tensors
     return tuple(x.to(dtype) if x.dtype == torch.float32 else x for x in tensors)
@@ -103,11 +104,12 @@ def _attend(
     given["backend"] = given["backend"] or registry.forced_backend()
     given["batch_invariant"] = registry.is_batch_invariant()
     optional = tensors_given(lengths, given)
-    plan, found, key = fast_path.find_attention(qkv, lengths, given, optional)
+    key = key_of(q, k, v, lengths, given.values(), optional)
+    plan = find(key)
     if plan is not None:
         if plan.reads_values:
             validation.check_values(lengths, q, k, given["layout"])
-        return ops.run_plan(plan, qkv, optional, return_lse, None, found)
+        return ops.run_plan(plan, qkv, optional, return_lse)
     if key is None and any(validation.is_dtensor(x) for x in qkv):
         from diyfa.distributed.dtensor import attend_with_shards
 
@@ -122,9 +124,10 @@ def _attend(
         q, k, v = _as_4d(q, k, v, lengths.seq_lens, given["layout"])
     layout = given["layout"]
     options = checked_options(q, k, v, lengths, given)
+    if key is not None and not q.is_meta and q is qkv[0] and k is qkv[1] and v is qkv[2]:  # neither 3-D nor cast
+        plan = ops.plan_of(q, k, v, lengths, options, key)
+        return ops.run_plan(plan, qkv, tensors_of(lengths, options), return_lse)
     out, lse = ops.attend(q, k, v, lengths, options)
-    if key is not None and q is qkv[0] and k is qkv[1] and v is qkv[2]:  # neither 3-D nor cast
-        fast_path.remember(key, ops.plan_of(q, k, v, lengths, options))
     if qkv[0].dim() == 3 and layout != VARLEN:
         out, lse = out.flatten(0, 1), lse.flatten(0, 1)
     return (out, lse) if return_lse else out

@@ -22,12 +22,13 @@ from typing import Any, NoReturn
 
 import torch
 
-from diyfa import fast_path, ops, registry, validation
+from diyfa import ops, registry, validation
 from diyfa.attention import autocast, checked_options, packed_lengths
 from diyfa.attn_probs import signed_probabilities
 from diyfa.keywords import refuse_unknown, without_unknown
 from diyfa.kvcache import attend_packed, flash_attn_with_kvcache
-from diyfa.options import UNBOUNDED, WHOLE, AttentionOptions, Lengths, pack, tensors_given
+from diyfa.options import UNBOUNDED, WHOLE, AttentionOptions, Lengths, pack, tensors_given, tensors_of
+from diyfa.plan import find, key_of
 from diyfa.problem import VARLEN
 
 __all__ = [
@@ -79,7 +80,8 @@ def _attend(
     lengths = lengths or WHOLE
     optional = tensors_given(lengths, given)
     views: Any = owners
-    plan, found, key = (None, (), None) if packing else fast_path.find_attention(views, lengths, given, optional)
+    key = None if packing else key_of(*views, lengths, given.values(), optional)
+    plan = find(key)
     if key is None and plan is None and any(validation.is_dtensor(x) for x in owners):
         from diyfa.distributed.dtensor import attend_with_shards
 
@@ -95,19 +97,22 @@ def _attend(
         if packing:
             views = (*owners[:-1], *_unpacked(packing, owners[-1], len(packing), given["layout"] == VARLEN))
         if packing or any(x is not y for x, y in zip(owners, given_tensors, strict=True)):  # what was cast has keys
-            plan, found, key = fast_path.find_attention(views, lengths, given, optional)
+            key = key_of(*views, lengths, given.values(), optional)
+            plan = find(key)
     q, k, v = views
     first, second, third = (*owners, None, None)[:3] if packing else owners
     shows_weights = return_attn_probs and given["dropout_p"]  # which needs the state of the mask
     if plan is not None and not shows_weights:
         if plan.reads_values:
             validation.check_values(lengths, q, k, given["layout"])
-        result = ops.run_plan(plan, (q, k, v), optional, return_attn_probs, (first, second, third), found)
+        result = ops.run_plan(plan, (first, second, third), optional, return_attn_probs)
         return (*result, q.new_empty(0)) if return_attn_probs else result
     options = _checked(q, k, v, lengths, given)
-    out, lse = ops.attend(first, second, third, lengths, options)
-    if key is not None:
-        fast_path.remember(key, ops.plan_of(q, k, v, lengths, options))
+    if key is not None and not q.is_meta:
+        plan = ops.plan_of(q, k, v, lengths, options, key)
+        out, lse = ops.run_plan(plan, (first, second, third), tensors_of(lengths, options), True)
+    else:
+        out, lse = ops.attend(first, second, third, lengths, options)
     if not return_attn_probs:
         return out
     if not options.dropout_p:

@@ -7,13 +7,13 @@ read by the host, so a captured graph may be replayed with others.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import torch
 
-from diyfa import fast_path, registry, validation
+from diyfa import registry, validation
 from diyfa.features import ATTENTION_DTYPES
 from diyfa.keywords import refuse_unknown, without_unknown
 from diyfa.kvcache_ops import (
@@ -28,12 +28,12 @@ from diyfa.kvcache_ops import (
     without_backward,
 )
 from diyfa.options import UNBOUNDED
+from diyfa.plan import autocast_dtype, find, is_unseen, remember
 from diyfa.problem import VARLEN, KVCacheTensors, NewKeys
 
 KVCacheResult = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Descale = torch.Tensor | float | None
 FLOAT8 = torch.float8_e4m3fn
-ROWS = 16  # of a cache: the number that all blocks of keys are multiples of
 
 _IN_MEMORY = (torch.Tensor, torch.nn.Parameter)
 _FLAGS = ("causal", "rotary_interleaved", "return_softmax_lse")
@@ -278,7 +278,7 @@ def _autocast(cache: Any, q: Any, *others: Any) -> tuple[Any, ...] | None:
     nothing is cast. The arguments are not checked yet."""
     if not isinstance(q, torch.Tensor) or not isinstance(cache, torch.Tensor):
         return None
-    dtype = fast_path.autocast_dtype(q)
+    dtype = autocast_dtype(q)
     if dtype is None:
         return None
     if cache.dtype is not FLOAT8:
@@ -291,7 +291,7 @@ def _autocast_packed(q: Any, k: Any, v: Any, block_table: Any) -> tuple[Any, ...
     if block_table is not None:
         cast = _autocast(k, q)
         return None if cast is None else (*cast, k, v)
-    dtype = fast_path.autocast_dtype(q) if isinstance(q, torch.Tensor) else None
+    dtype = autocast_dtype(q) if isinstance(q, torch.Tensor) else None
     return None if dtype is None else _cast((q, k, v), dtype, (torch.float32,))
 
 
@@ -382,35 +382,20 @@ def _key_of(tensors: tuple[Any, ...], *options: Any) -> Any:
     if isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor):
         is_latent = k.data_ptr() == v.data_ptr()
         if isinstance(q, torch.Tensor) and (q.dtype is torch.float32 or k.dtype is FLOAT8):  # what autocast may cast
-            autocast = fast_path.autocast_dtype(q)
+            autocast = autocast_dtype(q)
     return "kvcache", is_latent, *parts, *options, autocast
 
 
-def _find(
-    tensors: tuple[Any, ...], *options: Any
-) -> tuple[KVCachePlan | None, fast_path.Found | tuple[()], Any, tuple[Any, ...]]:
-    """What earlier calls say of one with these tensors, with None or numbers in their places, and options:
+def _find(tensors: tuple[Any, ...], *options: Any) -> tuple[KVCachePlan | None, Any]:
+    """The plan of an earlier equal call, or None, and `_key_of`, None where something looks on.
 
-    (the plan of an equal call or None; what `fast_path.find_recent` found, else (); `_key_of`, None where it is not
-    needed or something looks on; the options of `find_recent`).
+    `tensors` are all that a call can have, None or numbers where it has another.
     """
-    if not fast_path.is_unseen():
-        return None, (), None, ()
-    options = torch.is_grad_enabled(), registry.forced_backend(), registry.is_batch_invariant(), *options
-    of_recent = "kvcache", *map(type, tensors), *options
-    found = fast_path.find_recent(of_recent, tensors)
-    if found is not None:
-        plan, addresses = found[0].plan, found[2]
-        if plan.begins_alike is (addresses[1] == addresses[2]):
-            return plan, found, None, ()
-    key = _key_of(tensors, *options)
-    return fast_path.find(key), (), key, of_recent
-
-
-def _keep_recent(options: Any, tensors: Sequence[Any], plan: KVCachePlan) -> None:
-    """`fast_path.keep_recent`, unless autocast casts 16-bit queries too: what it casts to is not compared."""
-    if tensors[1].dtype is not FLOAT8 or fast_path.autocast_dtype(tensors[0]) is None:
-        fast_path.keep_recent(options, tensors, plan)
+    if not is_unseen():
+        return None, None
+    modes = torch.is_grad_enabled(), registry.forced_backend(), registry.is_batch_invariant()
+    key = _key_of(tensors, *modes, *options)
+    return find(key), key
 
 
 def _remember(
@@ -420,29 +405,7 @@ def _remember(
     if plan is not None:
         plan.wants_grad = wants_grad
         plan.binds_given = all(any(x is y for y in given) for x in bound.present())
-    fast_path.remember(key, plan)
-
-
-def _key_of_alike(key: tuple[Hashable, ...], q: Any, k_cache: Any, v_cache: Any, window: tuple[int, int]) -> Hashable:
-    """What calls have in common that read a contiguous cache of as many blocks of ROWS rows, from `key` of one of them.
-
-    A cache to which a model concatenates each new key has other rows and strides at each token. Of strides only that
-    decides which kernels are compiled for: whether they are 1, multiples of 16 (alignment follows from the rest), or
-    beyond 32 bits. None where a call has no such cache.
-    """
-    if not (isinstance(q, torch.Tensor) and isinstance(k_cache, torch.Tensor) and isinstance(v_cache, torch.Tensor)):
-        return None
-    shape, shape_v, strides, strides_v = k_cache.shape, v_cache.shape, k_cache.stride(), v_cache.stride()
-    if len(shape) != 4 or shape[:3] != shape_v[:3]:
-        return None
-    batch, rows, heads, features = shape
-    left, right = window
-    return (
-        key[:8], key[10:14], key[16:],  # all but shapes and strides of the caches, which come behind q
-        batch, (rows - 1) // ROWS, rows >> 31, heads, features, shape_v[3], strides == strides_v,
-        left >= rows, right >= rows,  # bounds of a window beyond every key are none
-        *[(x & 15, x == 1, x >> 31) for x in (*strides, *strides_v)],
-    )  # fmt: skip
+    remember(key, plan)
 
 
 @without_unknown
@@ -535,26 +498,21 @@ def flash_attn_with_kvcache(
         v_descale, out, k, v, rotary_cos, rotary_sin,
     )  # fmt: skip
     options = softmax_scale, causal, window, softcap, rotary_interleaved, num_splits
-    plan, found, key, of_recent = _find(tensors, *options)
+    plan, key = _find(tensors, *options)
     if plan is None and (cast := _autocast(k_cache, q, k, v)) is not None:
         q, k, v = cast
         tensors = (q, *tensors[1:12], k, v, *tensors[14:])
-        plan, found, key, of_recent = _find(tensors, *options)
-    if plan is not None and found and rotary_cos is None:
+        plan, key = _find(tensors, *options)
+    if plan is not None and rotary_cos is None:
         if plan.on_host or isinstance(cache_seqlens, int):
             _check_values(_bind(tensors, softmax_scale), window[0])
         length = 0 if isinstance(cache_seqlens, torch.Tensor) else _length(cache_seqlens, k_cache, block_table)
         appended = 0 if k is None else 1 if v is None else 2
-        made = plan.again(found, length, out, return_softmax_lse, appended)
+        made = plan.again(tensors, length, out, return_softmax_lse, appended)
         if made is not None:
             if plan.wants_grad:
                 made = without_backward(made, tensors, out)
             return (made[0], made[1]) if return_softmax_lse else made[0]
-    key_alike = None
-    if plan is None and key is not None and k is None and block_table is None:
-        key_alike = _key_of_alike(key, q, k_cache, v_cache, window)
-        plan = fast_path.find(key_alike)
-        fast_path.remember(key, plan)
     if plan is None:
         given = {
             "k": k, "v": v, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "cache_seqlens": cache_seqlens,
@@ -563,8 +521,6 @@ def flash_attn_with_kvcache(
             "sinks": sinks, "k_descale": k_descale, "v_descale": v_descale, "out": out,
         }  # fmt: skip
         _check_call(q, k_cache, v_cache, given)
-    elif key is not None:
-        _keep_recent(of_recent, tensors, plan)
     bound = _bind(tensors, softmax_scale)
     _check_values(bound, window[0])
     new = None if k is None else NewKeys(k, v, rotary_cos, rotary_sin, rotary_interleaved)
@@ -580,8 +536,6 @@ def flash_attn_with_kvcache(
             )  # fmt: skip
             result, lse, plan = run(bound, call_options, new, out, key is not None)
             _remember(key, plan, tensors, bound, wants_grad)
-            if plan is not None and plan.serves_alike():
-                fast_path.remember(key_alike, plan)
     if wants_grad:
         result, lse = without_backward((result, lse), tensors, out)
     return (result, lse) if return_softmax_lse else result
@@ -669,19 +623,17 @@ def attend_packed(
         given["sm_scale"], given["causal"], given["window"], given["softcap"],
         given["dropout_p"], given["num_splits"], backend, variant,
     )  # fmt: skip
-    plan, found, key, of_recent = _find(tensors, *options)
+    plan, key = _find(tensors, *options)
     if plan is None and (cast := _autocast_packed(q, k, v, table)) is not None:
         q, k, v = cast
         tensors = (*cast, *tensors[3:])
-        plan, found, key, of_recent = _find(tensors, *options)
-    if plan is not None and found and not plan.on_host:
-        made = plan.again(found, 0, out, returns_lse)
+        plan, key = _find(tensors, *options)
+    if plan is not None and not plan.on_host:
+        made = plan.again(tensors, 0, out, returns_lse)
         if made is not None:
             return without_backward(made, tensors, out) if plan.wants_grad else (made[0], made[1])
     if plan is None:
         _check_packed(q, k, v, given)
-    elif key is not None:
-        _keep_recent(of_recent, tensors, plan)
     scale = q.shape[-1] ** -0.5 if given["sm_scale"] is None else float(given["sm_scale"])
     bound = KVCacheTensors(
         q, k, v, scale, 0, 0, _vector(used), _vector(cu_q), _vector(cu_k), _rows_first(table),

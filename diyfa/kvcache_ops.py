@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 
 from diyfa import registry
-from diyfa.fast_path import Found
 from diyfa.ops import empty_lse, fill_without_keys
 from diyfa.options import Lengths
 from diyfa.problem import (
@@ -312,7 +311,7 @@ class _Step:
         pair = self._attend_again(tensors, given, returns_lse)
         if pair is not None:
             return pair
-        problem = self._problem_of(tensors)
+        problem = self.problem
         out = empty_output(tensors.q, problem.head_dim_v) if given is None else given
         lse = empty_lse(tensors.q, problem.layout)
         self._prepare(problem, tensors, out, lse)
@@ -326,27 +325,20 @@ class _Step:
         self.has_run = True
         return out, lse
 
-    def _problem_of(self, tensors: KVCacheTensors) -> KVCacheProblem:
-        """`problem`, or that of a call whose cache has another number of rows: see `KVCachePlan.serves_alike`."""
-        problem, rows = self.problem, tensors.k_cache.shape[1]
-        if not self.has_run or problem.paged or problem.packed_keys or rows == problem.capacity:
-            return problem
-        return problem.replace(capacity=rows)
-
 
 class KVCachePlan:
     """What an earlier equal call came to: the kernels that append and attend. None where there is nothing to launch."""
 
-    __slots__ = ("append", "attend", "begins_alike", "binds_given", "on_host", "reach", "v_distance", "wants_grad")
+    __slots__ = ("append", "attend", "binds_given", "bound", "on_host", "reach", "v_distance", "wants_grad")
 
     def __init__(self, tensors: KVCacheTensors) -> None:
         self.append: _Step | None = None
         self.attend: _Step | None = None
         # Bytes from the keys to the values, of which `check_caches` knows that the two do not overlap.
         self.v_distance = tensors.v_cache.data_ptr() - tensors.k_cache.data_ptr()
-        self.begins_alike = self.v_distance == 0
         caches = tensors.k_cache, tensors.v_cache
         self.reach = max(_span(x) * x.element_size() for x in caches)  # bytes: caches further apart do not overlap
+        self.bound: Callable[..., Any] | None = None  # what `attend.repeat` returns for the tensors of such calls
         self.binds_given = False  # whether kernels read the tensors of a call themselves, no copies or views of them
         self.on_host = tensors.q.device.type == "cpu"  # where values of tensors are checked
         self.wants_grad = False  # whether an input requires a gradient, in grad mode
@@ -359,40 +351,37 @@ class KVCachePlan:
             self.v_distance = distance
 
     def again(
-        self, found: Found, length: int, out: torch.Tensor | None, returns_lse: bool, new: int = 0
+        self, tensors: Sequence[Any], length: int, out: torch.Tensor | None, returns_lse: bool, new: int = 0
     ) -> Sequence[Any] | None:
-        """Run a call like a recent one -> (out, lse, …), or None where that is not known how.
+        """Run an equal call -> (out, lse, …), or None where that is not known how.
 
         The last `new` of its tensors are appended as they are; `out` stands before them.
         """
         if self.wants_grad and torch.is_grad_enabled():
             with torch.no_grad():
-                return self.again(found, length, out, returns_lse, new)
-        step, (recent, given, addresses) = self.attend, found
+                return self.again(tensors, length, out, returns_lse, new)
+        step = self.attend
         if not self.binds_given or step is None or step.repeat is None:
             return None
+        given = [x for x in tensors if isinstance(x, torch.Tensor)]
         if out is not None:
             check_out(out, given, step.problem.layout)
-            place = len(given) - new - 1
-            given, addresses = (*given[:place], *given[place + 1 :]), addresses[:place] + addresses[place + 1 :]
+            del given[len(given) - new - 1]
+        addresses = [x.data_ptr() for x in given]
         if new:
             self.check_caches(given[1], given[2], given[-1] if new == 2 else None, addresses[2] - addresses[1])
             # What is appended twice, where the attention is not repeated, is the same.
             append = None if self.append is None else self.append.repeat
             if append is None or append(length, addresses, given) is None:
                 return None
-            given, addresses = given[:-new], addresses[:-new]
-        if recent.again is None:
-            recent.again = step.repeat(*given)
-        made = recent.again(length, out, returns_lse, addresses, given)
+            del given[-new:], addresses[-new:]
+        bound = self.bound
+        if bound is None:
+            bound = self.bound = step.repeat(*given)
+        made = bound(length, out, returns_lse, addresses, given)
         if made is None:  # what was decided no longer holds, and `step` may decide anew
-            recent.again = None
+            self.bound = None
         return made
-
-    def serves_alike(self) -> bool:
-        """Whether it is also the plan of calls whose contiguous caches have other rows: see `Kernel.any_rows`."""
-        step = self.attend
-        return step is not None and step.kernel.any_rows(step.problem)
 
 
 def _rotates(new: NewKeys, q: torch.Tensor) -> NewKeys:

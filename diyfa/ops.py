@@ -10,32 +10,31 @@ a call (torch.compile, torch.export) records the operator alone and can still di
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from diyfa import registry
-from diyfa.fast_path import Found, Plan, described, find, is_unseen, may_be_read, remember, takes_fast_path
 from diyfa.features import GRADIENTS
 from diyfa.options import (
     DIFFERENTIABLE,
     FACTS,
     SCHEMA,
-    TENSORS,
     AttentionOptions,
     Lengths,
     bind,
     facts_of,
     pack,
-    scalars_of,
     tensors_among,
     tensors_of,
     unpack,
     with_tensors,
+    without_tensors,
 )
+from diyfa.plan import Plan, find, is_unseen, key_of, may_be_read, remember, runs_at_once
 from diyfa.problem import (
     LAYOUTS,
     VARLEN,
@@ -123,55 +122,30 @@ def describe_attention(
     )
 
 
-def _plan(
-    op: str,
+def plan_of(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     lengths: Lengths,
     options: AttentionOptions,
-    aligned_gradients: bool = True,
+    key: Hashable | None = None,
 ) -> Plan:
-    """The kernel of a call and what it is launched with. Raises ValueError when no kernel runs it."""
-    backend, variant = options.backend, options.variant
-    key = (
-        op,
-        q.shape,
-        k.shape,
-        v.shape,
-        q.stride(),
-        k.stride(),
-        v.stride(),
-        q.data_ptr() & 15,
-        k.data_ptr() & 15,
-        v.data_ptr() & 15,
-        q.dtype,
-        q.device,
-        facts_of(lengths, options),
-        tuple([x if x is None else described(x) for x in tensors_of(lengths, options)]),
-        options.sm_scale,
-        options.dropout_p,
-        options.packing,
-        backend,  # which the plan keeps for the backward pass
-        backend or registry.forced_backend(),
-        variant,
-        aligned_gradients,
-    )
-    plan = find(key)
-    if plan is None:
-        chosen = registry.resolve_backend(q.device, backend)
-        problem = describe_attention(chosen, q, k, v, lengths, options)
-        # The mode is about results: gradients are computed as ever.
-        backward = problem.replace(batch_invariant=False) if options.batch_invariant else problem
-        if op == "attention_bwd":
-            problem = backward if aligned_gradients else backward.replace(aligned_gradients=False)
-        kernel = registry.choose(op, problem, chosen, registry.variant_of(op, chosen, variant, problem))
-        if op == "attention_fwd" and problem.needs_grad:  # refuse now rather than in the backward pass
-            of_backward = registry.variant_of("attention_bwd", chosen, variant, backward)
-            registry.choose("attention_bwd", backward, chosen, of_backward)
-        plan = Plan(problem, kernel, lengths, options)
-        remember(key, plan)
+    """The plan of a call with checked arguments, which is kept under `key`. Raises ValueError where nothing runs it."""
+    backend = registry.resolve_backend(q.device, options.backend)
+    problem = describe_attention(backend, q, k, v, lengths, options)
+    plan = Plan(backend, problem, _computes_nothing(q, k, lengths, options), lengths, options)
+    remember(key, plan)
     return plan
+
+
+def _plan_of_operator(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, options: AttentionOptions
+) -> Plan:
+    """The plan of a call that comes through an operator: the second entrance to `plan_of`."""
+    optional = tensors_of(lengths, options)
+    key = key_of(q, k, v, lengths, (registry.forced_backend(), *options), optional)
+    plan = find(key)
+    return plan_of(q, k, v, lengths, options, key) if plan is None else plan
 
 
 def empty_lse(q: torch.Tensor, layout: str) -> torch.Tensor:
@@ -221,21 +195,8 @@ def fill_without_keys(
 def _launch_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, options: AttentionOptions
 ) -> Pair:
-    plan = _plan("attention_fwd", q, k, v, lengths, options)
-    if not _computes_nothing(q, k, lengths, options):
-        return _run_forward(plan, q, k, v, _given(*tensors_of(lengths, options)))
-    out, lse = empty_output(q, v.shape[-1], options.out_dtype), empty_lse(q, options.layout)
-    fill_without_keys(options.sinks, q, lengths, options.layout, out, lse)
-    return out, lse
-
-
-def plan_of(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, options: AttentionOptions
-) -> Plan | None:
-    """How checked inputs are run; None if there is nothing to launch."""
-    if q.is_meta or _computes_nothing(q, k, lengths, options):
-        return None
-    return _plan("attention_fwd", q, k, v, lengths, options)
+    plan = _plan_of_operator(q, k, v, lengths, options)
+    return _run_forward(plan, q, k, v, _given(*tensors_of(lengths, options)))
 
 
 def _run_forward(
@@ -247,8 +208,13 @@ def _run_forward(
         pair = plan.repeat([x.data_ptr() for x in given], given)
         if pair is not None:
             return pair
-    problem, kernel = plan.problem, plan.kernel
-    tensors = bind(q, k, v, *with_tensors(plan.lengths, plan.options, plan.names, optional))
+    problem, kernel = plan.problem, plan.forward
+    lengths, options = with_tensors(plan.lengths, plan.options, plan.names, optional)
+    if plan.nothing:
+        out, lse = _empty_results(q, problem)
+        fill_without_keys(options.sinks, q, lengths, options.layout, out, lse)
+        return out, lse
+    tensors = bind(q, k, v, lengths, options)
     if plan.has_run and kernel.repeat is not None and _binds_as_given(tensors, *given):
         plan.repeat = kernel.repeat(problem, tensors, *_empty_results(q, problem))
         pair = None if plan.repeat is None else plan.repeat([x.data_ptr() for x in given], given)
@@ -277,34 +243,40 @@ _BACKWARD_REPEATS_LIMIT = 16  # ways in which a gradient lies in memory
 
 
 def _run_backward(
-    plan: Plan, saved: tuple[torch.Tensor, ...], optional: Sequence[torch.Tensor], dout: torch.Tensor
+    plan: Plan,
+    saved: tuple[torch.Tensor, ...],
+    optional: Sequence[torch.Tensor],
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None = None,
 ) -> list[torch.Tensor | None]:
-    """`_gradients` of a planned call; `saved`: its unchanged (q, k, v, out, lse)."""
+    """[what owns dq, dk, dv: three tensors, two or one and None for the rest, the gradients of optional tensors].
+
+    `saved`: q, k, v, out, lse.
+    """
     if dout.stride(-1) != 1:  # an expanded gradient, as from out.sum()
         dout = dout.contiguous()
-    key = (dout.stride(), registry.forced_backend())
     q, k, v, out, lse = saved
-    repeat = plan.backward_repeats.get(key)
+    stride = dout.stride()
+    known = plan.backward_repeats
+    repeat = known.get(stride) if dlse is None else None
     if repeat is not None:
-        gradients = repeat(out, lse, dout, q, k, v, *optional)
-        if gradients is not None:
-            return gradients
+        found = repeat(out, lse, dout, q, k, v, *optional)
+        if found is not None:
+            return found
     lengths, options = with_tensors(plan.lengths, plan.options, plan.names, optional)
-    found = _gradients(dout, None, saved, lengths, options)
-    owners, rest = found[:3], found[3:]
-    of_backward = _plan("attention_bwd", q, k, v, lengths, options)
-    make = of_backward.kernel.repeat
-    if make is not None:
-        tensors = bind(q, k, v, lengths, options)
-        if _binds_as_given(tensors, q, k, v, *optional):
-            of_features: dict[str, Any] = dict(zip(_FEATURE_GRADIENTS, rest, strict=True))
-            gradients = AttentionGradients(*UNPACK[options.packing](*owners), **of_features)
-            repeat = make(of_backward.problem, tensors, out, lse, dout, gradients, _given(*owners))
-            if repeat is not None:
-                if len(plan.backward_repeats) >= _BACKWARD_REPEATS_LIMIT:
-                    plan.backward_repeats.clear()
-                plan.backward_repeats[key] = repeat
-    return found
+    owners, qkv = _empty_gradients(q, k, v, options)
+    rest = _empty_feature_gradients(options)
+    gradients = AttentionGradients(*qkv, **rest)
+    _backward_into(plan, dout, dlse, saved, gradients, lengths, options)
+    if dlse is None and not plan.nothing:
+        if stride in known:  # the second call like this: most lengths never come again
+            problem, kernel = plan.backward()
+            tensors = bind(q, k, v, lengths, options)
+            if kernel.repeat is not None and _binds_as_given(tensors, q, k, v, *optional):
+                known[stride] = kernel.repeat(problem, tensors, out, lse, dout, gradients, owners)
+        elif len(known) < _BACKWARD_REPEATS_LIMIT:
+            known[stride] = None
+    return [*owners, *(None,) * (3 - len(owners)), *rest.values()]
 
 
 def _empty_gradients(
@@ -330,6 +302,7 @@ def _empty_gradients(
 
 
 def _backward_into(
+    plan: Plan,
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
     saved: tuple[torch.Tensor, ...],
@@ -340,12 +313,11 @@ def _backward_into(
 ) -> None:
     """Fill the gradients of one call; `saved` is (q, k, v, out, lse), `aligned` the problem's `aligned_gradients`."""
     q, k, v, out, lse = saved
-    nothing = _computes_nothing(q, k, lengths, options)
-    plan = None if nothing else _plan("attention_bwd", q, k, v, lengths, options, aligned)
-    if plan is None or (options.layout == VARLEN and not plan.kernel.clears):
+    problem, kernel = plan.backward(aligned)
+    if plan.nothing or (options.layout == VARLEN and not kernel.clears):
         for x in _given(*grads[:3], grads.delta):
             x.zero_()
-    if plan is None:
+    if plan.nothing:
         for x in _given(*(getattr(grads, name) for name in _FEATURE_GRADIENTS)):
             x.zero_()
         if grads.dsinks is not None:  # all that is left of the log-sum-exp is the sink itself
@@ -357,7 +329,7 @@ def _backward_into(
         return
     if dout.stride(-1) != 1:  # an expanded gradient, as from out.sum()
         dout = dout.contiguous()
-    plan.kernel.launch(plan.problem, bind(q, k, v, lengths, options), out, lse, dout, dlse, grads)
+    kernel.launch(problem, bind(q, k, v, lengths, options), out, lse, dout, dlse, grads)
 
 
 def _empty_feature_gradients(options: AttentionOptions) -> dict[str, torch.Tensor | None]:
@@ -377,12 +349,9 @@ def _gradients(
     lengths: Lengths,
     options: AttentionOptions,
 ) -> list[torch.Tensor | None]:
-    """[what owns dq, dk, dv: three tensors, two or one and None for the rest, the gradients of optional tensors]."""
-    q, k, v, _, _ = saved
-    owners, qkv = _empty_gradients(q, k, v, options)
-    of_features: dict[str, Any] = _empty_feature_gradients(options)
-    _backward_into(dout, dlse, saved, AttentionGradients(*qkv, **of_features), lengths, options)
-    return [*owners, *(None,) * (3 - len(owners)), *of_features.values()]
+    """`_run_backward` of a call that comes through an operator."""
+    plan = _plan_of_operator(*saved[:3], lengths, options)
+    return _run_backward(plan, saved, _given(*tensors_of(lengths, options)), dout, dlse)
 
 
 # ---- The operators: the one place where a call is flat ------------------------------------------------------------
@@ -402,7 +371,9 @@ def _attention_bwd(dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: 
 def _attention_bwd_out(dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *rest: Any) -> None:
     dq, dk, dv, delta, *features = rest
     grads, saved = AttentionGradients(dq, dk, dv, delta=delta), (q, k, v, out, lse)
-    _backward_into(dout, dlse, saved, grads, *unpack(features), aligned=is_aligned(dq, dk, dv))
+    lengths, options = unpack(features)
+    plan = _plan_of_operator(q, k, v, lengths, options)
+    _backward_into(plan, dout, dlse, saved, grads, lengths, options, aligned=is_aligned(dq, dk, dv))
 
 
 def _attention_fwd_fake(q: Any, k: Any, v: Any, packing: str, *features: Any) -> Any:
@@ -447,37 +418,64 @@ def _given(*tensors: torch.Tensor | None) -> list[torch.Tensor]:
 
 def forward(q: Any, k: Any, v: Any, lengths: Lengths, options: AttentionOptions) -> Pair:
     """The forward operator, or at once what it would call; q, k and v are views."""
-    if takes_fast_path(q, k, v, *_given(*tensors_of(lengths, options))):
+    if runs_at_once(q, k, v, *_given(*tensors_of(lengths, options))):
         return _launch_forward(q, k, v, lengths, options)
     return _fwd(q, k, v, "", *pack(lengths, options))
 
 
-class _Attention(torch.autograd.Function):
-    """Attention with gradients of q, k, v (or what packs them) and optional tensors from both outputs, out and lse.
+class _Unplanned(NamedTuple):
+    """What a call has besides its tensors, where something looks on: its operators choose the kernels."""
 
-    The optional tensors are arguments of their own, too: autograd looks at those only.
-    """
+    lengths: Lengths
+    options: AttentionOptions
+    names: tuple[str, ...]  # of the optional tensors
+
+
+class _Attention(torch.autograd.Function):
+    """Attention with gradients of q, k, v (or what packs them) and optional tensors from both outputs, out and lse."""
 
     @staticmethod
-    def forward(ctx: Any, lengths: Lengths, options: AttentionOptions, q: Any, k: Any, v: Any, *optional: Any) -> Pair:
-        out, lse = forward(*UNPACK[options.packing](q, k, v), lengths, options)
-        ctx.set_materialize_grads(False)  # an unused lse costs no gradient of zeros
+    def forward(ctx: Any, q: Any, k: Any, v: Any, call: Plan | _Unplanned, return_lse: bool, *optional: Any) -> Any:
+        views = UNPACK[call.options.packing](q, k, v)
+        if type(call) is Plan:
+            out, lse = _run_forward(call, *views, optional)
+        else:
+            out, lse = forward(*views, *with_tensors(call.lengths, call.options, call.names, optional))
         ctx.save_for_backward(q, k, v, out, lse, *optional)
-        ctx.packing, ctx.scalars = options.packing, scalars_of(lengths, options)
+        ctx.call = call
+        ctx.addresses = [x.data_ptr() for x in (*views, out, lse, *optional)] if type(call) is Plan else None
+        if not return_lse:
+            return out
+        ctx.set_materialize_grads(False)  # an unused lse costs no gradient of zeros
         return out, lse
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, out, lse, *optional = ctx.saved_tensors
-        lengths, options = unpack((*optional, *ctx.scalars), ctx.packing)
-        dq, dk, dv, *rest = differentiate(grads, (q, k, v), (out, lse), lengths, options)
-        of_features = iter(rest)  # in the order of the table
-        gradients = [dq, None if k is None else dk, None if v is None else dv]
-        gradients += [next(of_features) if feature.gradient else None for feature in TENSORS]
+    def backward(ctx: Any, dout: Any, dlse: Any = None) -> tuple[torch.Tensor | None, ...]:
+        call, saved = ctx.call, ctx.saved_tensors  # asked for once: an unpacking hook may refuse a second time
+        found: Sequence[torch.Tensor | None] | None = None
+        if dlse is None and may_be_read(dout) and not torch.is_grad_enabled() and is_unseen():
+            q, k, v, out, lse, *optional = saved
+            q, k, v = UNPACK[call.options.packing](q, k, v)
+            # Else they were packed and unpacked elsewhere meanwhile.
+            if ctx.addresses == [x.data_ptr() for x in (q, k, v, out, lse, *optional)]:
+                found = _run_backward(call, (q, k, v, out, lse), optional, dout)
+        if found is None:
+            found = _differentiate(call, saved, dout, dlse)
+        gradients = [*found[:3], None, None]
+        if call.names:
+            of_features = dict(zip(DIFFERENTIABLE, found[3:], strict=True))
+            gradients += [of_features.get(name) for name in call.names]
         # An operator returns a tensor without elements where there is no gradient.
-        _, _, *needed = ctx.needs_input_grad
-        return (None, None, *(x if need else None for x, need in zip(gradients, needed, strict=True)))
+        return tuple(x if need else None for x, need in zip(gradients, ctx.needs_input_grad, strict=True))
+
+
+@once_differentiable
+def _differentiate(
+    call: Plan | _Unplanned, saved: tuple[Any, ...], dout: torch.Tensor | None, dlse: torch.Tensor | None
+) -> tuple[torch.Tensor | None, ...]:
+    """`_run_backward` of a call whose gradients others see, or that come from lse, too."""
+    lengths, options = with_tensors(call.lengths, call.options, call.names, saved[5:])
+    return tuple(differentiate((dout, dlse), saved[:3], saved[3:5], lengths, options))
 
 
 def differentiate(
@@ -492,9 +490,15 @@ def differentiate(
     if dout is None:
         dout = torch.zeros_like(results[0])
     saved = (*UNPACK[options.packing](*owners), *results)
-    if takes_fast_path(*_given(dout, dlse, *owners, *tensors_of(lengths, options))):
+    if runs_at_once(*_given(dout, dlse, *owners, *tensors_of(lengths, options))):
         return _gradients(dout, dlse, saved, lengths, options)
     return _bwd(dout, dlse, *saved, options.packing, *pack(lengths, options))
+
+
+def _apply(q: Any, k: Any, v: Any, lengths: Lengths, options: AttentionOptions) -> Pair:
+    """The autograd function without a plan."""
+    optional = _given(*tensors_of(lengths, options))
+    return _Attention.apply(q, k, v, _Unplanned(*without_tensors(lengths, options)), True, *optional)
 
 
 def _wants_grad(*tensors: torch.Tensor | None) -> bool:
@@ -510,7 +514,7 @@ def _attention_fwd_autograd(q: Any, k: Any, v: Any, packing: str, *features: Any
             gate: _wants_grad(getattr(options, name)) for name, gate in DIFFERENTIABLE.items() if gate
         }
         options = options._replace(needs_grad=True, **learned)
-        return _Attention.apply(lengths, options, q, k, v, *tensors_of(lengths, options))
+        return _apply(q, k, v, lengths, options)
     with torch._C._AutoDispatchBelowAutograd():
         return _fwd(q, k, v, packing, *features)
 
@@ -530,86 +534,24 @@ _lib.impl("attention_fwd", _attention_fwd_autograd, "Autograd")
 _lib.impl("attention_bwd", _attention_bwd_autograd, "Autograd")
 
 
-@once_differentiable
-def _backward_of_planned(
-    plan: Plan, saved: tuple[torch.Tensor, ...], *grads: torch.Tensor | None
-) -> tuple[torch.Tensor | None, ...]:
-    """As `_run_backward`, of a call whose gradients are seen by others than the device, or come from lse too."""
-    owners, (out, lse), optional = saved[:3], saved[3:5], saved[5:]
-    lengths, options = with_tensors(plan.lengths, plan.options, plan.names, optional)
-    found = differentiate(grads, owners, (out, lse), lengths, options)
-    # An operator returns a tensor without elements where there is no gradient.
-    return tuple(x if x is not None and x.numel() else None for x in found)
-
-
-class _PlannedAttention(torch.autograd.Function):
-    """`_Attention` of repeated calls by their plan, with few arguments and few saved tensors."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Any, k: Any, v: Any, plan: Plan, return_lse: bool, *optional: Any) -> Any:
-        owners = q, k, v
-        if plan.options.packing:
-            q, k, v = UNPACK[plan.options.packing](q, k, v)
-        out, lse = _run_forward(plan, q, k, v, optional)
-        ctx.save_for_backward(*owners, out, lse, *optional)
-        ctx.plan = plan
-        ctx.addresses = [x.data_ptr() for x in (q, k, v, out, lse, *optional)]
-        if not return_lse:
-            return out
-        ctx.set_materialize_grads(False)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, dout: Any, dlse: Any = None) -> tuple[torch.Tensor | None, ...]:
-        plan, saved = ctx.plan, ctx.saved_tensors  # asked for once: an unpacking hook may refuse a second time
-        found: Sequence[torch.Tensor | None] | None = None
-        if dlse is None and may_be_read(dout) and not torch.is_grad_enabled() and is_unseen():
-            q, k, v, out, lse, *optional = saved
-            if plan.options.packing:
-                q, k, v = UNPACK[plan.options.packing](q, k, v)
-            # Else they were packed and unpacked elsewhere meanwhile.
-            if [x.data_ptr() for x in (q, k, v, out, lse, *optional)] == ctx.addresses:
-                found = _run_backward(plan, (q, k, v, out, lse), optional, dout)
-        if found is None:
-            found = _backward_of_planned(plan, saved, dout, dlse)
-        dq, dk, dv, *of_features = found
-        if not plan.names:
-            return dq, dk, dv, None, None
-        gradients = dict(zip(DIFFERENTIABLE, of_features, strict=True))
-        return dq, dk, dv, None, None, *(gradients.get(name) for name in plan.names)
-
-
-# What `Function.apply` comes to for tensors that no transform of torch.func has seen.
-_apply_planned = super(torch.autograd.Function, _PlannedAttention).apply
-
-
 def run_plan(
     plan: Plan,
-    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    owners: tuple[Any, ...],
     optional: Sequence[torch.Tensor | None],
     return_lse: bool,
-    owners: tuple[torch.Tensor | None, ...] | None = None,
-    found: Found | tuple[()] = (),
 ) -> Any:
-    """Run a call equal to the one that `plan` was made of -> out, or (out, lse).
-
-    `owners` packs q, k and v; `found` is what `find_attention` says.
-    """
-    if plan.repeat is not None and found:
-        _, given, addresses = found
-        pair = plan.repeat(addresses, given) if len(given) == plan.repeat_takes else None
-        if pair is not None:
-            return (pair[0], pair[1]) if return_lse else pair[0]
+    """Run a call that `plan` was made for -> out, or (out, lse). `owners` are q, k and v, or what packs them."""
     present: Sequence[torch.Tensor] = ()
     if plan.names:
         present = [x for x in optional if x is not None]
         if len(present) < len(plan.names):  # the state of the dropout mask is drawn anew
-            present.append(new_rng_state(qkv[0].device))
+            present.append(new_rng_state(owners[0].device))
         elif len(present) > len(plan.names):  # without dropout nothing reads the state that was given
             present.pop()
     if plan.problem.needs_grad:
-        return _apply_planned(*(owners or qkv), plan, return_lse, *present)
-    pair = _run_forward(plan, *qkv, present)
+        return _Attention.apply(*owners, plan, return_lse, *present)
+    packing = plan.options.packing
+    pair = _run_forward(plan, *(UNPACK[packing](*owners) if packing else owners), present)
     return pair if return_lse else pair[0]
 
 
@@ -648,7 +590,7 @@ def attend(q: Any, k: Any, v: Any, lengths: Lengths, options: AttentionOptions) 
     if _sees_operators_only():
         return _fwd(q, k, v, options.packing, *pack(lengths, options))
     if _differentiates_forward() or options.needs_grad:
-        return _Attention.apply(lengths, options, q, k, v, *tensors_of(lengths, options))
+        return _apply(q, k, v, lengths, options)
     return forward(*UNPACK[options.packing](q, k, v), lengths, options)
 
 
@@ -720,7 +662,7 @@ _mm = torch.ops.diyfa.matmul.default
 
 def _multiply(a: torch.Tensor, b: torch.Tensor, *arguments: Any) -> torch.Tensor:
     """The operator, or at once what it would call."""
-    return (_matmul if takes_fast_path(a, b) else _mm)(a, b, *arguments)
+    return (_matmul if runs_at_once(a, b) else _mm)(a, b, *arguments)
 
 
 class _Matmul(torch.autograd.Function):

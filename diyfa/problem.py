@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, replace
-from functools import wraps
+from functools import cached_property, wraps
 from math import gcd
 from typing import Any, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 from zlib import crc32
@@ -147,7 +147,7 @@ class AttentionProblem(_AttentionShape, _Problem):
         """Whether a query may not see all keys of its sequence."""
         return self.window_left >= 0 or self.window_right >= 0
 
-    @property
+    @cached_property
     def features(self) -> frozenset[str]:
         """Names of the optional features this call uses; a backend refuses those it does not list."""
         return frozenset([feature.uses for feature in OPTIONAL if feature.is_in(self)])
@@ -489,9 +489,7 @@ class Kernel:
     runs what it could run only where `variant` names it, or None;
     `config(problem)` the tile it would use without tuning (a frozen dataclass, or None where there is none); `clears`
     whether it fills rows that no packed sequence covers, too, out, gradients and delta with 0 and lse with +inf: else
-    the caller has done that; `any_rows(problem)`, of kvcache_fwd with a contiguous cache, whether equal calls over
-    caches of other rows would be run by this kernel, too, and by what `repeat` returned: caches of as many blocks of 16
-    rows, and strides that are multiples of 16, or 1, where its are.
+    the caller has done that.
     `launch` has, by `op`, the signature
 
     * attention_fwd: `(problem, tensors, out, lse) -> None`, filling out (q's layout, in `problem.out_dtype`) and lse
@@ -529,7 +527,6 @@ class Kernel:
     repeat: Callable[..., Callable[..., Any] | None] | None = field(repr=False, default=None)
     by_name_only: Callable[[Any], str | None] = field(repr=False, default=lambda problem: None)
     clears: bool = False
-    any_rows: Callable[[Any], bool] = field(repr=False, default=lambda problem: False)
 
 
 @dataclass(frozen=True)

@@ -66,9 +66,7 @@ def _kernels() -> tuple[Kernel, ...]:
     from diyfa.backends.cuda.hopper import configs as hopper_configs
     from diyfa.backends.cuda.hopper import decode_mla_configs, prefill_configs
     from diyfa.backends.cuda.matmul import kernel as matmul
-    from diyfa.backends.cuda.runtime import replay as relaunch
 
-    known = relaunch.IS_KNOWN
     return (
         Kernel(
             name="split_kv",
@@ -78,7 +76,7 @@ def _kernels() -> tuple[Kernel, ...]:
             launch=decode.attention_forward,
             unsupported=decode.attention_unsupported,
             config=lambda problem: decode.decode_config(as_kvcache_problem(problem)),
-            repeat=decode.attention_repeat if known else None,
+            repeat=decode.attention_repeat,
         ),
         Kernel(
             name="sm90",
@@ -88,7 +86,7 @@ def _kernels() -> tuple[Kernel, ...]:
             launch=_hopper("fwd", "attention_forward"),
             unsupported=hopper_configs.unsupported,
             config=hopper_configs.config_of,
-            repeat=_hopper("fwd", "repeat") if known else None,
+            repeat=_hopper("fwd", "repeat"),
         ),
         Kernel(
             name="v2",
@@ -98,7 +96,7 @@ def _kernels() -> tuple[Kernel, ...]:
             launch=fwd.attention_forward,
             unsupported=lambda problem: refuse_features(problem, FEATURES, "v2") or _needs_tile(problem, "fwd"),
             config=lambda problem: configs.default_config("fwd", problem),
-            repeat=fwd.repeat if known else None,
+            repeat=fwd.repeat,
         ),
         Kernel(
             name="v1",
@@ -117,7 +115,7 @@ def _kernels() -> tuple[Kernel, ...]:
             launch=_hopper("bwd_launch", "attention_backward"),
             unsupported=hopper_bwd_configs.unsupported,
             config=hopper_bwd_configs.config_of,
-            repeat=_hopper("bwd_launch", "repeat") if known else None,
+            repeat=_hopper("bwd_launch", "repeat"),
             by_name_only=hopper_bwd_configs.by_name_only,
         ),
         Kernel(
@@ -128,7 +126,7 @@ def _kernels() -> tuple[Kernel, ...]:
             launch=partial(bwd.attention_backward, kinds=bwd.SHORT),
             unsupported=_short_refuses,
             config=lambda problem: configs.default_config("short", problem),
-            repeat=partial(bwd.repeat, kinds=bwd.SHORT) if known else None,
+            repeat=partial(bwd.repeat, kinds=bwd.SHORT),
         ),
         Kernel(
             name="split",
@@ -138,7 +136,7 @@ def _kernels() -> tuple[Kernel, ...]:
             launch=bwd.attention_backward,
             unsupported=lambda problem: _needs_tile(problem, "dkdv", "dq", *(("dbias",) if problem.bias_grad else ())),
             config=lambda problem: configs.default_config("dkdv", problem),
-            repeat=bwd.repeat if known else None,
+            repeat=bwd.repeat,
         ),
         Kernel(
             name="sm90",
@@ -148,7 +146,7 @@ def _kernels() -> tuple[Kernel, ...]:
             launch=_hopper("decode_mla", "kvcache_forward"),
             unsupported=decode_mla_configs.unsupported,
             config=lambda problem: decode_mla_configs.CONFIG,
-            repeat=_hopper("decode_mla", "repeat") if known else None,
+            repeat=_hopper("decode_mla", "repeat"),
         ),
         Kernel(
             name="sm90_prefill",
@@ -158,7 +156,7 @@ def _kernels() -> tuple[Kernel, ...]:
             launch=_hopper("prefill", "kvcache_forward"),
             unsupported=prefill_configs.unsupported,
             config=prefill_configs.config_of,
-            repeat=_hopper("prefill", "repeat") if known else None,
+            repeat=_hopper("prefill", "repeat"),
         ),
         Kernel(
             name="split_kv",
@@ -168,8 +166,7 @@ def _kernels() -> tuple[Kernel, ...]:
             launch=decode.kvcache_forward,
             unsupported=decode.unsupported,
             config=decode.decode_config,
-            repeat=decode.repeat if known else None,
-            any_rows=prefill_configs.has_few_queries,  # with more it is the keys that choose between the kernels
+            repeat=decode.repeat,
         ),
         Kernel(
             name="append",
@@ -177,7 +174,7 @@ def _kernels() -> tuple[Kernel, ...]:
             summary="new keys and values, and the queries, rotated on the way, in one launch",
             launch=append.kvcache_append,
             unsupported=append.unsupported,
-            repeat=append.repeat if known else None,
+            repeat=append.repeat,
         ),
         *matmul.KERNELS,
     )

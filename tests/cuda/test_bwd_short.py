@@ -18,7 +18,8 @@ if "cuda" not in TARGETS:
     pytest.skip("the cuda backend is not tested in this run", allow_module_level=True)
 
 import diyfa
-from diyfa import fast_path, registry
+from diyfa import plan as planning
+from diyfa import registry
 from diyfa.backends.cuda.attention import bwd
 from diyfa.testing import assert_within_budget, attention_function, make_inputs, run_case
 
@@ -40,7 +41,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     launch = bwd.launch_kernel
     monkeypatch.setattr(bwd, "launch_kernel", lambda one: names.append(one.kernel.__name__) or launch(one))
-    monkeypatch.setattr(fast_path, "plans", {})
+    monkeypatch.setattr(planning, "plans", {})
     return names
 
 

@@ -15,7 +15,8 @@ from targets import TARGETS
 from diyfa.backends.cuda.attention import clear, fwd
 from diyfa.backends.cuda.attention.configs import AttentionConfig
 from diyfa.backends.cuda.attention.launch import use_config
-from diyfa.backends.cuda.runtime.launch import is_interpreting, launch_kernel
+from diyfa.backends.cuda.runtime.launch import is_interpreting
+from diyfa.backends.cuda.runtime.launcher import launch_kernel
 
 if "cuda" not in TARGETS:
     pytest.skip("the cuda backend does not run here", allow_module_level=True)

@@ -12,7 +12,8 @@ from poison import poisoned_allocations
 from targets import TARGETS
 
 import diyfa
-from diyfa import fast_path, kvcache
+from diyfa import kvcache
+from diyfa import plan as planning
 
 if "cuda" not in TARGETS:
     pytest.skip("the cuda backend is not tested in this run", allow_module_level=True)
@@ -225,7 +226,7 @@ def test_rows_that_a_program_of_the_combine_kernel_has_change_no_bit(batch, seql
     monkeypatch.setattr(decode, "launch_kernel", lambda one: launched.append(one) or launch(one))
     for at_least in (1 << 20, least):
         monkeypatch.setattr(decode_configs, "COMBINED_PROGRAMS", at_least)
-        monkeypatch.setattr(fast_path, "plans", {})  # the second call is no repeated one
+        monkeypatch.setattr(planning, "plans", {})  # the second call is no repeated one
         with use_config("decode", DecodeConfig(16, BLOCK_N, 4, 1, 1)):
             results.append(attend(q, k, v, cache_seqlens=lengths, causal=True))
     rows = [one.arguments["rows_each"] for one in launched if one.kernel is decode._combine_kernel]

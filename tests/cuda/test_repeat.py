@@ -18,7 +18,8 @@ from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import diyfa
-from diyfa import fast_path, flash_attn_interface, kvcache, ops
+from diyfa import flash_attn_interface, kvcache, ops
+from diyfa import plan as planning
 from diyfa.backends.cuda.attention import append, bwd, bwd_dbias, bwd_parts, clear, configs, decode, decode_configs, fwd
 from diyfa.backends.cuda.attention import launch as attention_launch
 from diyfa.backends.cuda.gluon.tile_counter import counter_of
@@ -109,10 +110,10 @@ def recorder(monkeypatch):
     ):  # fmt: skip
         monkeypatch.setattr(module, kernel, fake_kernel(getattr(module, kernel), recorder))
     monkeypatch.setattr(decode_configs, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(fast_path, "plans", {})
+    monkeypatch.setattr(planning, "plans", {})
     monkeypatch.setattr(hopper_configs, "environment_refusal", lambda: None)
     monkeypatch.setattr(hopper_configs, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(fast_path, "plans", {})
+    monkeypatch.setattr(planning, "plans", {})
     monkeypatch.setattr(type(diyfa.registry.load_backend("cuda")), "accepts", lambda self, device: None)
     return recorder
 
@@ -583,7 +584,7 @@ def test_on_the_device_a_repeated_call_gives_the_same_bits(shape, monkeypatch):
     expected = step()
     for _ in range(4):
         assert all(torch.equal(a, b) for a, b in zip(step(), expected, strict=True))
-    of_calls = [plan for plan in fast_path.plans.values() if isinstance(plan, fast_path.Plan)]
+    of_calls = [plan for plan in planning.plans.values() if isinstance(plan, planning.Plan)]
     assert any(plan.repeat is not None for plan in of_calls)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -763,7 +764,7 @@ def workspaces_of(monkeypatch, function, given, name, invariant):
     """Those that an ordinary call allocates."""
     made, workspace = [], decode.workspace
     with monkeypatch.context() as patch:
-        patch.setattr(fast_path, "plans", {})
+        patch.setattr(planning, "plans", {})
         patch.setattr(decode, "workspace", lambda *args: made.append(workspace(*args)) or made[-1])
         with diyfa.use_backend("cuda"), diyfa.batch_invariant() if invariant else contextlib.nullcontext():
             function(**given, **{name: True})
@@ -945,7 +946,7 @@ def launches_of_call(recorder, q, k, v, **options):
 def ordinary_launches(monkeypatch, *args, **kwargs):
     """The same of a call without earlier ones."""
     with monkeypatch.context() as patch:
-        patch.setattr(fast_path, "plans", {})
+        patch.setattr(planning, "plans", {})
         return launches_of_call(*args, **kwargs)
 
 

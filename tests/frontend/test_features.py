@@ -25,7 +25,8 @@ from known_plans import known_plans
 from strategies import cases as random_cases
 
 import diyfa
-from diyfa import fast_path, options, registry, testing, yardstick
+from diyfa import options, registry, testing, yardstick
+from diyfa import plan as planning
 from diyfa.features import COMPOSABLE, FEATURES, GRADIENTS, OF_SHAPES, Broadcast, Feature, Shape
 from diyfa.features import OPTIONAL as REFUSABLE
 from diyfa.options import AttentionOptions
@@ -319,7 +320,7 @@ def test_calls_that_differ_in_it_share_no_plan(feature: Feature, monkeypatch: An
     case = case_of(feature)
     inputs, without = make_inputs(case), switched_off(feature, case)
     attend = attention_function(case, backend="cpu")
-    monkeypatch.setattr(fast_path, "plans", {})
+    monkeypatch.setattr(planning, "plans", {})
     plans = [0]
     for _ in range(3):
         for arguments in (inputs.options, without):
@@ -330,7 +331,7 @@ def test_calls_that_differ_in_it_share_no_plan(feature: Feature, monkeypatch: An
     assert not all(torch.equal(a, b) for a, b in zip(with_it[:2], plain_ones[:2], strict=True))
     others = {name: another_of(x) for name, x in inputs.options.items()}
     repeated_call = run_case(attend, inputs._replace(options=others))
-    monkeypatch.setattr(fast_path, "plans", {})
+    monkeypatch.setattr(planning, "plans", {})
     fresh = run_case(attend, inputs._replace(options=others))
     for name, a, b in zip(Results._fields, repeated_call, fresh, strict=True):
         assert (a is None) == (b is None) and (a is None or torch.equal(a, b)), name

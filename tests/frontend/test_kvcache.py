@@ -16,7 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import diyfa
-from diyfa import fast_path, kvcache_ops, registry
+from diyfa import kvcache_ops, registry
+from diyfa import plan as planning
 from diyfa.flash_attn_interface import _flash_attn_varlen_forward
 from diyfa.problem import KVCacheProblem, KVCacheTensors, NewKeys
 from diyfa.reference import reference_kvcache
@@ -229,7 +230,7 @@ def test_a_kernel_that_refuses_leaves_the_cache_alone(monkeypatch: pytest.Monkey
     )
     stub = type("Stub", (type(backend),), {"kernels": kernels})()
     monkeypatch.setitem(registry._loaded, "cpu", stub)
-    monkeypatch.setattr(fast_path, "plans", {})
+    monkeypatch.setattr(planning, "plans", {})
     _refused(diyfa.flash_attn_with_kvcache, call(), ValueError, "not today")
     _refused(attend_seen, call(), ValueError, "not today")
 
@@ -393,7 +394,7 @@ def _recording(monkeypatch: pytest.MonkeyPatch, seen: list[Any], refusals: list[
 
     kernels = tuple(recorded(k) if k.op.startswith("kvcache") else k for k in backend.kernels)
     monkeypatch.setitem(registry._loaded, "cpu", type("Stub", (type(backend),), {"kernels": kernels})())
-    monkeypatch.setattr(fast_path, "plans", {})
+    monkeypatch.setattr(planning, "plans", {})
 
 
 @pytest.mark.parametrize("by", ["tensor", "int"])
@@ -485,7 +486,7 @@ def test_caches_of_as_many_blocks_share_a_plan(monkeypatch: pytest.MonkeyPatch, 
 
     kernels = tuple(sharing(k) if k.op == "kvcache_fwd" else k for k in backend.kernels)
     monkeypatch.setitem(registry._loaded, "cpu", type("Stub", (type(backend),), {"kernels": kernels})())
-    monkeypatch.setattr(fast_path, "plans", {})
+    monkeypatch.setattr(planning, "plans", {})
     turns = (33, 40, 34, 48, 40, 35, 33)
     for rows in turns:
         k_cache, v_cache = torch.randn(2, B, HK, rows, D).transpose(2, 3)
@@ -533,7 +534,7 @@ def test_a_call_that_differs_gets_another_plan(name: str) -> None:
 
 def test_parameters_get_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sinks are mostly parameters of a module."""
-    monkeypatch.setattr(fast_path, "plans", {})
+    monkeypatch.setattr(planning, "plans", {})
     given = call(sinks=torch.nn.Parameter(torch.rand(H)))
     for _ in range(2):
         diyfa.flash_attn_with_kvcache(**given)
@@ -547,7 +548,7 @@ def test_fake_tensors_have_no_addresses() -> None:
 
 
 def test_lengths_that_grow_make_few_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fast_path, "plans", {})
+    monkeypatch.setattr(planning, "plans", {})
     for longest in range(33, 65):
         diyfa.flash_attention_varlen(**packed(max_seqlen_k=longest))
     assert len(known_plans()) == 1
@@ -638,7 +639,7 @@ def test_the_private_varlen_forward_takes_a_number_of_splits(monkeypatch: pytest
 
     kernels = tuple(recorded(k) if k.op == "kvcache_fwd" else k for k in backend.kernels)
     monkeypatch.setitem(registry._loaded, "cpu", type("Stub", (type(backend),), {"kernels": kernels})())
-    monkeypatch.setattr(fast_path, "plans", {})
+    monkeypatch.setattr(planning, "plans", {})
     given = packed()
     want = diyfa.flash_attention_varlen(**given)
     keys = torch.randn(33, HK, D)
@@ -738,7 +739,7 @@ def test_out_beside_wider_queries_in_one_buffer() -> None:
 
 
 def test_a_plan_knows_the_rotation_and_whether_gradients_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fast_path, "plans", {})
+    monkeypatch.setattr(planning, "plans", {})
     given = call(rotary_cos=torch.rand(40, 4), rotary_sin=torch.rand(40, 4))
     given["q"].requires_grad_()
     for interleaved in (True, True, False, False):

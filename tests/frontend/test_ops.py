@@ -12,7 +12,8 @@ import torch._dynamo.testing
 
 import diyfa
 import diyfa.ops
-from diyfa import fast_path, registry
+from diyfa import plan as planning
+from diyfa import registry
 from diyfa.options import AttentionOptions, Lengths, pack
 
 CPU = {"backend": "cpu"}
@@ -280,7 +281,7 @@ def opaque(monkeypatch):
         return replace(kernel, launch=torch.no_grad()(kernel.launch))
 
     monkeypatch.setattr(registry, "choose", choose_opaque)
-    monkeypatch.setattr(fast_path, "plans", {})
+    monkeypatch.setattr(planning, "plans", {})
 
 
 EXPORTED = {

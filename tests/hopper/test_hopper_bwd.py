@@ -33,7 +33,8 @@ from diyfa.attention import checked_options  # noqa: E402
 from diyfa.backends.cuda.attention import bwd_parts  # noqa: E402
 from diyfa.backends.cuda.hopper import bwd as hopper_bwd  # noqa: E402
 from diyfa.backends.cuda.hopper import bwd_configs, bwd_launch  # noqa: E402
-from diyfa.backends.cuda.runtime.launch import is_interpreting, launch_kernel  # noqa: E402
+from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
+from diyfa.backends.cuda.runtime.launcher import launch_kernel  # noqa: E402
 from diyfa.options import LENGTHS, WHOLE, Lengths, pack  # noqa: E402
 from diyfa.problem import VARLEN, AttentionGradients, AttentionProblem, AttentionTensors, Launch  # noqa: E402
 from diyfa.testing import AttentionCase, make_inputs  # noqa: E402

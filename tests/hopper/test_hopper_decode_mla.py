@@ -21,7 +21,8 @@ from simulators.gluon import InterpretedKernel, KernelBug  # noqa: E402
 from triton.experimental.gluon import language as gl  # noqa: E402
 
 import diyfa  # noqa: E402
-from diyfa import fast_path, problem, registry  # noqa: E402
+from diyfa import plan as planning  # noqa: E402
+from diyfa import problem, registry  # noqa: E402
 from diyfa.backends.cuda.attention import decode, decode_configs  # noqa: E402
 from diyfa.backends.cuda.hopper import decode_mla, decode_mla_configs  # noqa: E402
 from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
@@ -51,7 +52,7 @@ def interpret(
     named = next(k for k in backend.kernels if (k.name, k.op) == ("sm90", "kvcache_fwd"))
     chosen = replace(named, repeat=None)
     monkeypatch.setattr(backend, "kernels", [chosen, *(k for k in backend.kernels if k is not named)])
-    monkeypatch.setattr(fast_path, "plans", {})
+    monkeypatch.setattr(planning, "plans", {})
     return kernel
 
 

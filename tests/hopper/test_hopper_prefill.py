@@ -16,7 +16,8 @@ from kvcache_cases import CacheCase, assert_appended, assert_in_budget, run_case
 from poison import poisoned_allocations  # noqa: E402
 
 import diyfa  # noqa: E402
-from diyfa import fast_path, kvcache, problem  # noqa: E402
+from diyfa import kvcache, problem  # noqa: E402
+from diyfa import plan as planning  # noqa: E402
 from diyfa.backends.cuda.hopper import configs, prefill_configs  # noqa: E402
 from diyfa.backends.cuda.hopper.configs import Sm90Config  # noqa: E402
 from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
@@ -106,7 +107,7 @@ def test_what_tma_cannot_reach_is_refused(what: str, monkeypatch: pytest.MonkeyP
         assert kernel.launches == 1
         if what == "cache":
             monkeypatch.setattr(problem, "MAX_STEPS", 64)
-            monkeypatch.setattr(fast_path, "plans", {})
+            monkeypatch.setattr(planning, "plans", {})
         else:
             call["out"] = torch.empty(want.numel() + 1, dtype=want.dtype)[1:].view(want.shape)
             reason = "writes out through TMA"

@@ -27,7 +27,8 @@ import decode as benchmark  # noqa: E402
 from kvcache_cases import CacheCase, assert_in_budget, run_case  # noqa: E402
 
 import diyfa  # noqa: E402
-from diyfa import fast_path, registry  # noqa: E402
+from diyfa import plan as planning  # noqa: E402
+from diyfa import registry  # noqa: E402
 from diyfa.backends.cuda import hopper  # noqa: E402
 from diyfa.bench.timing import quantiles_of, time_calls  # noqa: E402
 
@@ -71,7 +72,7 @@ TIMED = [
 def choose(name: str) -> None:
     """From now on calls with a latent cache run by this candidate, or by the portable kernel."""
     backend = registry.load_backend("cuda")
-    fast_path.plans.clear()
+    planning.plans.clear()
     ours = next(k for k in backend.kernels if (k.name, k.op) == ("sm90", "kvcache_fwd"))
     refused = (lambda problem: "not timed") if name == PORTABLE else (lambda problem: None)
     backend.kernels = tuple(replace(k, by_name_only=refused) if k is ours else k for k in backend.kernels)

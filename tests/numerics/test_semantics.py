@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import diyfa
-from diyfa import fast_path, ops, registry
+from diyfa import ops, registry
+from diyfa import plan as planning
 from diyfa.attention import checked_options
 from diyfa.options import LENGTHS, Lengths
 
@@ -53,7 +54,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list]:
 
         return replace(kernel, launch=launch)
 
-    monkeypatch.setattr(fast_path, "plans", {})
+    monkeypatch.setattr(planning, "plans", {})
     monkeypatch.setattr(cpu, "kernels", [recording(kernel) for kernel in cpu.kernels])
     yield seen
     monkeypatch.undo()

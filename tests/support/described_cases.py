@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
-from diyfa import fast_path, registry
+from diyfa import plan as planning
+from diyfa import registry
 from diyfa.problem import AttentionProblem
 from diyfa.testing import AttentionCase, attention_function, make_inputs
 
@@ -22,7 +23,7 @@ def problem_of(case: AttentionCase) -> AttentionProblem:
 
     inputs = make_inputs(case)
     try:
-        with mock.patch.object(registry, "choose", describe), mock.patch.object(fast_path, "plans", {}):
+        with mock.patch.object(registry, "choose", describe), mock.patch.object(planning, "plans", {}):
             attention_function(case, backend="cpu")(*inputs.leaves, **inputs.options)
     except _Described as seen:
         return seen.args[0]

@@ -13,7 +13,8 @@ import torch
 from poison import poisoned_allocations
 from simulators.gluon import InterpretedKernel
 
-from diyfa import fast_path, registry
+from diyfa import plan as planning
+from diyfa import registry
 from diyfa.backends.cuda.attention import configs
 from diyfa.backends.cuda.gluon import tile_counter
 from diyfa.backends.cuda.hopper import bwd as hopper_bwd
@@ -108,7 +109,7 @@ def take_all(monkeypatch: pytest.MonkeyPatch, config: hopper_configs.Sm90Config 
     """From now on `variant="sm90"` takes what `refuses` would not for being small, with `config` or as if the grid were
     large."""
     # What is decided here must not outlive the patches.
-    monkeypatch.setattr(fast_path, "plans", {})
+    monkeypatch.setattr(planning, "plans", {})
     monkeypatch.setattr(hopper_configs, "FULL_GPU", 0)
     monkeypatch.setattr(hopper_configs, "SHORT_KV_LOOP", 0)
     monkeypatch.setattr(configs, "TMA_MIN_WORK", 0)

@@ -1,12 +1,12 @@
-"""What `fast_path.plans` holds."""
+"""What `planning.plans` holds."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from diyfa import fast_path
+from diyfa import plan as planning
 
 
 def known_plans() -> set[Any]:
     """The plans in it, without the recent calls that they are also found by."""
-    return {plan for plan in fast_path.plans.values() if not isinstance(plan, fast_path.Recent)}
+    return set(planning.plans.values())

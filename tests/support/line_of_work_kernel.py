@@ -10,7 +10,7 @@ import triton.language as tl
 
 from diyfa.backends.cuda.attention.decode import _line_of_work, _place_of, _tile_at, constants_of
 from diyfa.backends.cuda.attention.decode_configs import DecodeConfig, row_blocks
-from diyfa.backends.cuda.runtime.launch import launch_kernel
+from diyfa.backends.cuda.runtime.launcher import launch_kernel
 from diyfa.problem import KVCacheProblem, Launch
 
 

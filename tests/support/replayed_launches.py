@@ -15,7 +15,8 @@ import torch
 from simulators.cuda_driver import Recorded, install
 
 import diyfa
-from diyfa import fast_path, ops
+from diyfa import ops
+from diyfa import plan as planning
 from diyfa.backends.cuda.attention import decode_configs
 from diyfa.backends.cuda.hopper import configs as hopper_configs
 from diyfa.backends.cuda.runtime import tune
@@ -91,7 +92,7 @@ def grown(case: str, recorded: list[Recorded]) -> dict[str, list]:
         shapes = [(1, heads, n, head_dim) for heads, n in ((4, 1), (2, rows + more), (2, rows + more))]
         q, k, v = (torch.zeros(shape).bfloat16().transpose(1, 2) for shape in shapes)
         pair = []
-        for fast_path.plans in (plans, {}):
+        for planning.plans in (plans, {}):
             recorded.clear()
             with diyfa.use_backend("cuda"), diyfa.batch_invariant() if invariant else nullcontext():
                 out, lse = diyfa.flash_attn_with_kvcache(q, k, v, causal=True, return_softmax_lse=True)
@@ -99,7 +100,7 @@ def grown(case: str, recorded: list[Recorded]) -> dict[str, list]:
             pair.append(by_name(recorded, tensors))
             kept.append(tensors)
         pairs.append(pair)
-    return {"launches": pairs, "plans": [len({x for x in plans.values() if not isinstance(x, fast_path.Recent)})]}
+    return {"launches": pairs, "plans": [len(set(plans.values()))]}
 
 
 def main() -> None:

@@ -25,8 +25,8 @@ PUBLIC = {
 # Everything that remembers, by what it is. In calls: what was decided, what was compiled, the tile that tuning found,
 # each bounded.
 CACHES = {
-    "diyfa/fast_path.py:plans": "decision",
-    "diyfa/fast_path.py:Plan.backward_repeats": "compiled launch",
+    "diyfa/plan.py:plans": "decision",
+    "diyfa/plan.py:Plan.backward_repeats": "compiled launch",
     "backends/cuda/runtime/replay.py:TensorMaps._known": "compiled launch",
     "backends/npu/runtime/tiles.py:_refused": "compiled launch",
     "diyfa/distributed/check.py:_agreed": "decision: what all ranks have called with",

@@ -14,7 +14,8 @@ import torch
 from subprocesses import run_python
 
 import diyfa
-from diyfa import fast_path, registry, validation
+from diyfa import plan as planning
+from diyfa import registry, validation
 from diyfa.reference import reference_attention
 
 ROOT = Path(__file__).parents[2]
@@ -50,7 +51,7 @@ def toy(monkeypatch):
     plugin = SimpleNamespace(load=lambda: namespace["backend"])
     monkeypatch.setattr(registry, "_plugins", lambda: {"toy": plugin})
     monkeypatch.setattr(registry, "_loaded", dict(registry._loaded))
-    monkeypatch.setattr(fast_path, "plans", {})
+    monkeypatch.setattr(planning, "plans", {})
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])

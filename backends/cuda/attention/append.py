@@ -17,7 +17,8 @@ from diyfa.backends.cuda.attention.dots import round_to
 from diyfa.backends.cuda.attention.launch import cache_arguments, choice, own_objects, strides
 from diyfa.backends.cuda.attention.tile_io import cdiv, padded_head_dim
 from diyfa.backends.cuda.runtime.constants import Constants
-from diyfa.backends.cuda.runtime.launch import launch_kernel, on_device
+from diyfa.backends.cuda.runtime.launch import on_device
+from diyfa.backends.cuda.runtime.launcher import launch_kernel
 from diyfa.backends.cuda.runtime.replay import replay_of
 from diyfa.problem import KVCacheProblem, KVCacheTensors, Launch, NewKeys
 

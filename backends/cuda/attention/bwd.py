@@ -58,7 +58,8 @@ from diyfa.backends.cuda.attention.tile_io import (
     padded_head_dim,
 )
 from diyfa.backends.cuda.runtime.constants import Constants
-from diyfa.backends.cuda.runtime.launch import launch_kernel, on_device
+from diyfa.backends.cuda.runtime.launch import on_device
+from diyfa.backends.cuda.runtime.launcher import launch_kernel
 from diyfa.backends.cuda.runtime.replay import replay_of
 from diyfa.features import GRADIENTS
 from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors, Launch, is_aligned

@@ -15,7 +15,8 @@ import triton.language as tl
 
 from diyfa.backends.cuda.attention.tile_io import padded_head_dim
 from diyfa.backends.cuda.runtime.constants import Constants
-from diyfa.backends.cuda.runtime.launch import is_interpreting, launch_kernel
+from diyfa.backends.cuda.runtime.launch import is_interpreting
+from diyfa.backends.cuda.runtime.launcher import launch_kernel
 from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors, KVCacheProblem, KVCacheTensors, Launch
 
 CLEARED_ELEMENTS = tl.constexpr(2048)  # that a program clears at once

@@ -63,7 +63,8 @@ from diyfa.backends.cuda.attention.launch import (
 from diyfa.backends.cuda.attention.scores import score_without_bias, scores_log2, visible_pairs
 from diyfa.backends.cuda.attention.tile_io import cdiv, padded_head_dim
 from diyfa.backends.cuda.runtime.constants import Constants
-from diyfa.backends.cuda.runtime.launch import can_overlap, is_interpreting, launch_kernel, on_device
+from diyfa.backends.cuda.runtime.launch import can_overlap, is_interpreting, on_device
+from diyfa.backends.cuda.runtime.launcher import launch_kernel
 from diyfa.problem import (
     KVCACHE_FEATURES,
     VARLEN,

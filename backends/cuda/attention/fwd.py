@@ -61,7 +61,8 @@ from diyfa.backends.cuda.attention.tile_io import (
     padded_head_dim,
     store_tile,
 )
-from diyfa.backends.cuda.runtime.launch import launch_kernel, on_device
+from diyfa.backends.cuda.runtime.launch import on_device
+from diyfa.backends.cuda.runtime.launcher import launch_kernel
 from diyfa.backends.cuda.runtime.replay import Replay
 from diyfa.problem import AttentionProblem, AttentionTensors, Launch
 

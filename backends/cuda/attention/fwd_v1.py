@@ -21,7 +21,8 @@ from diyfa.backends.cuda.attention.fwd import constants
 from diyfa.backends.cuda.attention.launch import RUNTIME_SIZES, UNALIGNED_POINTERS, softmax_scale, strides
 from diyfa.backends.cuda.attention.scores import query_blocks, sequence_of, visible_pairs
 from diyfa.backends.cuda.attention.tile_io import LN2, LOG2E, head_of, load_tile, store_tile
-from diyfa.backends.cuda.runtime.launch import launch_kernel, on_device
+from diyfa.backends.cuda.runtime.launch import on_device
+from diyfa.backends.cuda.runtime.launcher import launch_kernel
 from diyfa.problem import AttentionProblem, AttentionTensors, Launch
 
 V1_SPILL_BUDGET = 896  # bytes; the tile is fwd.py's, and speed is not what this kernel is for

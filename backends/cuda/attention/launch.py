@@ -8,7 +8,6 @@ from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 import torch
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from diyfa.backends.cuda.attention.configs import AttentionConfig, candidates, edge_form_of, form_of, reads_rows
 from diyfa.backends.cuda.attention.dropout import keep_threshold
@@ -16,6 +15,7 @@ from diyfa.backends.cuda.attention.tile_io import cdiv, lengths_of, padded_head_
 from diyfa.backends.cuda.runtime import tune
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launch import multiprocessors
+from diyfa.backends.cuda.runtime.launcher import Tiles
 from diyfa.backends.cuda.runtime.replay import Replay, replay_of
 from diyfa.features import ADJUSTING, TENSORS, Broadcast
 from diyfa.problem import (
@@ -160,14 +160,14 @@ def cache_arguments(problem: KVCacheProblem, tensors: KVCacheTensors) -> dict[st
     }
 
 
-def described(x: torch.Tensor, layout: str, block_rows: int, block_d: int) -> TensorDescriptor:
+def described(x: torch.Tensor, layout: str, block_rows: int, block_d: int) -> Tiles:
     """`x` as TMA reads tiles of [block_rows, block_d] from its heads."""
     if layout == VARLEN:  # one sample that holds all sequences
         rows, heads, features = x.shape
         shape, strides = [1, heads, rows, features], [rows * x.stride(0), x.stride(1), x.stride(0), 1]
     else:
         shape, strides = [x.shape[i] for i in LAYOUTS[layout]], list(bhsd_strides(x, layout))
-    return TensorDescriptor(x, shape, strides, [1, 1, block_rows, block_d])
+    return Tiles(x, shape, strides, [1, 1, block_rows, block_d])
 
 
 def read_by(

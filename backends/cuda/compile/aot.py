@@ -19,17 +19,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from diyfa.arch import GPUSpec, gpu_spec
 from diyfa.backends.cuda.compile.sass import disassembled, spills_in_loops
 from diyfa.backends.cuda.gluon.inline_ptx import post_processing
 from diyfa.backends.cuda.runtime.launch import COMPILE_OPTIONS
+from diyfa.backends.cuda.runtime.launcher import Source, signature_of, source_of, triton_source
 from diyfa.problem import CompileReport, Launch, one_in
 
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
@@ -65,42 +64,14 @@ class CompileSpec:
     clean_loops: bool = False  # loops with wgmma products may not spill, whatever the budget
 
 
-_TYPES = {
-    torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64",
-    torch.float8_e4m3fn: "fp8e4nv",
-}  # fmt: skip
-
-
 def spec_of(launch: Launch, kernel: str, case: str, spill_budget: int = 0, clean_loops: bool = False) -> CompileSpec:
-    """What Triton compiles for `launch`: the types of its arguments, and what it specialises the kernel for."""
-    signature: dict[str, str] = {}
-    constexprs, aligned = dict(launch.constants), set()
-    for parameter in launch.kernel.params:
-        name = parameter.name
-        if name in constexprs:
-            continue
-        x = launch.arguments[name]
-        if x is None or (isinstance(x, int) and x == 1 and not parameter.do_not_specialize):
-            constexprs[name] = x
-        elif isinstance(x, torch.Tensor):
-            signature[name] = f"*{_TYPES[x.dtype]}"
-            fixed = not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment)
-            if fixed and x.data_ptr() % 16 == 0:
-                aligned.add(name)
-        elif isinstance(x, int):
-            signature[name] = "i32" if -(2**31) <= x < 2**31 else "i64"
-            if x % 16 == 0 and not parameter.do_not_specialize:
-                aligned.add(name)
-        elif isinstance(x, float):
-            signature[name] = "fp32"
-        else:  # a descriptor; Gluon's has the layout of a tile in shared memory
-            block, layout = ",".join(map(str, x.block_shape)), getattr(x, "layout", None)
-            signature[name] = f"tensordesc<{_TYPES[x.base.dtype]}[{block}]{'' if layout is None else f',{layout!r}'}>"
+    """What Triton compiles for `launch`."""
+    source = source_of(launch, signature_of(launch))
     options = dict(launch.options)
     warps, stages = options.pop("num_warps", 4), options.pop("num_stages", 1)
     return CompileSpec(
-        kernel, case, launch.kernel, signature, constexprs, warps, stages, options, frozenset(aligned), spill_budget,
-        clean_loops,
+        kernel, case, launch.kernel, source.types, source.constants, warps, stages, options, source.aligned,
+        spill_budget, clean_loops,
     )  # fmt: skip
 
 
@@ -114,7 +85,7 @@ def target(arch: str) -> GPUTarget:
     return GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
 
 
-def _source(spec: CompileSpec) -> ASTSource:
+def _source(spec: CompileSpec) -> Any:
     if not isinstance(spec.fn, JITFunction):
         raise RuntimeError(
             f"{spec.kernel} is a {type(spec.fn).__name__}, not a JITFunction, and cannot be compiled: "
@@ -126,16 +97,7 @@ def _source(spec: CompileSpec) -> ASTSource:
         raise ValueError(f"{spec.kernel}: arguments missing from the spec or unknown to the kernel: {sorted(wrong)}")
     if unknown := spec.aligned - spec.signature.keys():
         raise ValueError(f"{spec.kernel}: aligned names what is not in the signature: {sorted(unknown)}")
-    if spec.fn.is_gluon():
-        from triton.experimental.gluon._runtime import GluonASTSource as Source
-    else:
-        Source = ASTSource
-    return Source(
-        spec.fn,
-        signature={name: spec.signature.get(name, "constexpr") for name in names},
-        constexprs={(names.index(name),): value for name, value in spec.constexprs.items()},
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in spec.aligned},
-    )
+    return triton_source(spec.fn, Source(spec.signature, spec.constexprs, spec.aligned))
 
 
 def compile_spec(arch: str, spec: CompileSpec) -> CompileReport:

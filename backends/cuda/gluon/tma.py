@@ -6,9 +6,9 @@ from functools import cache
 
 import torch
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from diyfa.backends.cuda.hopper.configs import ROW_BOUND
+from diyfa.backends.cuda.runtime.launcher import Tiles
 from diyfa.problem import LAYOUTS, MAX_STEPS, VARLEN, bhsd_strides, row_steps
 
 _WRAP = 1 << 34  # elements: ROW_BOUND times this is 2^64
@@ -21,21 +21,19 @@ def smem_layout(rows: int, columns: int, rank: int, dtype: torch.dtype) -> gl.NV
     return gl.NVMMASharedLayout.get_default_for([1] * (rank - 2) + [rows, columns], words)
 
 
-def dense_descriptor(x: torch.Tensor, layout: str, rows: int, columns: int) -> TensorDescriptor:
+def dense_descriptor(x: torch.Tensor, layout: str, rows: int, columns: int) -> Tiles:
     """(B, H, S, D): what lies beyond the end of the tensor is read as zeros and not written."""
     shape = [x.shape[i] for i in LAYOUTS[layout]]
-    return TensorDescriptor(
-        x, shape, list(bhsd_strides(x, layout)), [1, 1, rows, columns], smem_layout(rows, columns, 4, x.dtype)
-    )
+    return Tiles(x, shape, list(bhsd_strides(x, layout)), [1, 1, rows, columns], smem_layout(rows, columns, 4, x.dtype))
 
 
-def ragged_descriptor(x: torch.Tensor, layout: str, rows: int, columns: int) -> TensorDescriptor:
+def ragged_descriptor(x: torch.Tensor, layout: str, rows: int, columns: int) -> Tiles:
     """(wrap, steps, H, rows, D): the same for what lies beyond the end of a sequence, whose rows end at ROW_BOUND."""
     _, stride_h, stride_row, _ = bhsd_strides(x, layout)
     heads, head_dim = x.shape[1 if layout == VARLEN else LAYOUTS[layout][1]], x.shape[-1]
     shape = [MAX_STEPS, MAX_STEPS, heads, ROW_BOUND, head_dim]  # the first two only move the address
     strides = [_WRAP - stride_row, row_steps(x, layout).step, stride_h, stride_row, 1]
-    return TensorDescriptor(x, shape, strides, [1, 1, 1, rows, columns], smem_layout(rows, columns, 5, x.dtype))
+    return Tiles(x, shape, strides, [1, 1, 1, rows, columns], smem_layout(rows, columns, 5, x.dtype))
 
 
 def steps_of(x: torch.Tensor, layout: str) -> tuple[int, int]:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from diyfa.backends.cuda.attention import bwd as portable
 from diyfa.backends.cuda.attention import bwd_parts
@@ -15,7 +14,6 @@ from diyfa.backends.cuda.attention.clear import backward_launches, clear
 from diyfa.backends.cuda.attention.launch import forced_config, own_objects, strides
 from diyfa.backends.cuda.attention.tile_io import cdiv, lengths_of
 from diyfa.backends.cuda.gluon.compat import ptxas_options
-from diyfa.backends.cuda.gluon.inline_ptx import post_processing
 from diyfa.backends.cuda.gluon.tma import dense_descriptor, ragged_descriptor, steps_of
 from diyfa.backends.cuda.hopper.bwd import Sm90BwdConstants, _bwd_sm90_kernel
 from diyfa.backends.cuda.hopper.bwd_configs import BOX_COLUMNS, CONSUMERS, Sm90BwdConfig, config_of, dq_stages
@@ -32,7 +30,8 @@ from diyfa.backends.cuda.hopper.bwd_wide import _bwd_wide_dkdv_kernel
 from diyfa.backends.cuda.hopper.bwd_wide_dq import BLOCK_M, Sm90BwdDqConstants, _bwd_wide_dq_kernel
 from diyfa.backends.cuda.hopper.configs import FULL_GPU, heads_together
 from diyfa.backends.cuda.hopper.mma import ROWS
-from diyfa.backends.cuda.runtime.launch import launch_kernel, multiprocessors, on_device
+from diyfa.backends.cuda.runtime.launch import multiprocessors, on_device
+from diyfa.backends.cuda.runtime.launcher import Tiles, launch_kernel
 from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors, Launch, has_few_steps, is_aligned
 
 
@@ -218,7 +217,7 @@ class Sm90Backward:
         elif config.form == "keys":
             assert self.dq is not None, "it is added up in memory"
             of_dq = {
-                "dq_tensor": TensorDescriptor(self.dq, list(self.dq.shape), [DQ_COLUMNS.value, 1], dq_box, rows),
+                "dq_tensor": Tiles(self.dq, list(self.dq.shape), [DQ_COLUMNS.value, 1], dq_box, rows),
                 **self._rolling(),
                 "semaphores_ptr": self.semaphores,
                 "counter_ptr": self.counter,
@@ -227,7 +226,7 @@ class Sm90Backward:
             **self._inputs(dout, config.block_m),
             **self._output("dk", dk),
             **self._output("dv", dv),
-            "statistics_tensor": TensorDescriptor(
+            "statistics_tensor": Tiles(
                 self.statistics, list(self.statistics.shape), [config.block_m, 1], [1, config.block_m], rows
             ),
             **of_dq,
@@ -359,7 +358,7 @@ def attention_backward(
     lse, dout = lse.contiguous(), _readable(problem, dout, out)
     backward = Sm90Backward(problem, tensors, _config(problem), lse, gradients.dq)
     delta = _delta(problem, lse, gradients.delta)
-    with on_device(tensors.q), post_processing():
+    with on_device(tensors.q):
         clear(backward_launches(problem, tensors, gradients, delta))
         for launch in backward.launches(out, dout, dlse, delta, gradients):
             launch_kernel(launch)
@@ -388,8 +387,7 @@ def repeat(
         *backward.launches(out, dout, None, delta, gradients),
     )
     memory = [backward.workspace] if delta is None else [backward.workspace, delta]
-    with post_processing():
-        return portable.repeat_of(launches, tensors, (out, lse, dout), owners, memory)
+    return portable.repeat_of(launches, tensors, (out, lse, dout), owners, memory)
 
 
 OPTIONS = {"num_warps": 4, "launch_pdl": True, **ptxas_options()}

@@ -32,7 +32,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from diyfa.backends.cuda.attention import decode as portable
 from diyfa.backends.cuda.attention.decode import LONG_SHARE, TILE_COST
@@ -41,7 +40,6 @@ from diyfa.backends.cuda.attention.launch import KVCacheRepeat, positive_scale
 from diyfa.backends.cuda.attention.tile_io import SEQ_LENS
 from diyfa.backends.cuda.gluon.barriers import WARPS, idle_warps, optimisation_barrier, order_lanes, release, wait_full
 from diyfa.backends.cuda.gluon.compat import aggregate, async_load, ptxas_options
-from diyfa.backends.cuda.gluon.inline_ptx import post_processing
 from diyfa.backends.cuda.gluon.tma import ragged_descriptor, steps_of
 from diyfa.backends.cuda.hopper import decode_mla_configs as configs
 from diyfa.backends.cuda.hopper.mma import ROWS, accumulator_layout, mma_operand, rescaled, unpaired, zero_output
@@ -49,6 +47,7 @@ from diyfa.backends.cuda.hopper.softmax import LN2, Rows, Score, softmax_step
 from diyfa.backends.cuda.hopper.tiles import BOUND, end_of
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launch import on_device
+from diyfa.backends.cuda.runtime.launcher import Tiles
 from diyfa.problem import KVCacheProblem, KVCacheTensors, Launch
 
 BLOCK_N = gl.constexpr(configs.BLOCK_N)
@@ -627,11 +626,11 @@ def _decode_mla_kernel(
     )
 
 
-def _query_descriptor(q: torch.Tensor, group: int, columns: int) -> TensorDescriptor:
+def _query_descriptor(q: torch.Tensor, group: int, columns: int) -> Tiles:
     """(B, Sq, H, D): a box is the rows of a tile, heads of one token or all heads of several."""
     heads = min(group, configs.ROWS)
     block = [1, configs.ROWS // heads, heads, columns]
-    return TensorDescriptor(q, list(q.shape), list(q.stride()), block, gl.NVMMASharedLayout(128, 16, 4))
+    return Tiles(q, list(q.shape), list(q.stride()), block, gl.NVMMASharedLayout(128, 16, 4))
 
 
 def launches_of(
@@ -671,7 +670,7 @@ def launches_of(
 
 def kvcache_forward(problem: KVCacheProblem, tensors: KVCacheTensors, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Launch the kernels that fill out and lse."""
-    with on_device(tensors.q), post_processing():
+    with on_device(tensors.q):
         portable.kvcache_forward(problem, tensors, out, lse, configs.CONFIG, launches_of)
 
 
@@ -679,8 +678,7 @@ def repeat(
     problem: KVCacheProblem, tensors: KVCacheTensors, out: torch.Tensor, lse: torch.Tensor
 ) -> KVCacheRepeat | None:
     """`Kernel.repeat`."""
-    with post_processing():
-        again = portable.replay(problem, tensors, out, lse, configs.CONFIG, launches_of, ("length",))
+    again = portable.replay(problem, tensors, out, lse, configs.CONFIG, launches_of, ("length",))
     if again is None:
         return None
     bound = again()

@@ -28,7 +28,6 @@ from diyfa.backends.cuda.attention.launch import forced_config, forward_replay, 
 from diyfa.backends.cuda.attention.tile_io import EQUAL, PACKED, SEQ_LENS, lengths_of
 from diyfa.backends.cuda.gluon.barriers import idle_warps, wait_for_previous_kernels, wait_for_stores
 from diyfa.backends.cuda.gluon.compat import aggregate
-from diyfa.backends.cuda.gluon.inline_ptx import post_processing
 from diyfa.backends.cuda.gluon.ring import KVRing
 from diyfa.backends.cuda.gluon.scheduler import TileScheduler
 from diyfa.backends.cuda.gluon.tile_counter import counter_of
@@ -89,7 +88,8 @@ from diyfa.backends.cuda.hopper.tiles import (
     tile_of,
 )
 from diyfa.backends.cuda.runtime.constants import Constants
-from diyfa.backends.cuda.runtime.launch import launch_kernel, on_device
+from diyfa.backends.cuda.runtime.launch import on_device
+from diyfa.backends.cuda.runtime.launcher import launch_kernel
 from diyfa.backends.cuda.runtime.replay import Replay
 from diyfa.problem import AttentionProblem, AttentionTensors, KVCacheTensors, Launch, kept, per_head_stride
 
@@ -867,7 +867,7 @@ def attention_forward(
     problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor
 ) -> None:
     """Launch the Hopper kernel, which fills out and lse."""
-    with on_device(tensors.q), post_processing():
+    with on_device(tensors.q):
         launch_kernel(launch_of(problem, tensors, out, lse, _config(problem)))
 
 
@@ -875,7 +875,6 @@ def repeat(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tens
     """`Kernel.repeat`."""
     config = _config(problem)
     own: dict[str, Callable] | None = {"counter_ptr": counter_of} if config.scheduler == "dynamic" else None
-    with post_processing():
-        return forward_replay(
-            problem, tensors, out, lse, lambda tensors: launch_of(problem, tensors, out, lse, config), own
-        )
+    return forward_replay(
+        problem, tensors, out, lse, lambda tensors: launch_of(problem, tensors, out, lse, config), own
+    )

@@ -10,12 +10,12 @@ import torch
 
 from diyfa.backends.cuda.attention.launch import KVCacheRepeat, forced_config, kvcache_replay, own_objects
 from diyfa.backends.cuda.attention.tile_io import CACHED, PACKED
-from diyfa.backends.cuda.gluon.inline_ptx import post_processing
 from diyfa.backends.cuda.gluon.tile_counter import counter_of
 from diyfa.backends.cuda.hopper import fwd
 from diyfa.backends.cuda.hopper.configs import Sm90Config
 from diyfa.backends.cuda.hopper.prefill_configs import as_forward, config_of
-from diyfa.backends.cuda.runtime.launch import launch_kernel, on_device
+from diyfa.backends.cuda.runtime.launch import on_device
+from diyfa.backends.cuda.runtime.launcher import launch_kernel
 from diyfa.problem import VARLEN, AttentionTensors, KVCacheProblem, KVCacheTensors, Launch
 
 
@@ -69,7 +69,7 @@ def kvcache_forward(problem: KVCacheProblem, tensors: KVCacheTensors, out: torch
     config = _config(problem)
     if _is_in_place(tensors.q, out):
         config = replace(config, fixed_max=False)
-    with on_device(tensors.q), post_processing():
+    with on_device(tensors.q):
         launch_kernel(launch_of(problem, tensors, out, lse, config))
 
 
@@ -81,9 +81,8 @@ def repeat(
         return None
     config, tensors, out = _config(problem), own_objects(tensors), out.detach()
     own: dict[str, Callable] | None = {"counter_ptr": counter_of} if config.scheduler == "dynamic" else None
-    with post_processing():
-        launch = launch_of(problem, tensors, out, lse, config)
-        replay = kvcache_replay([launch], tensors, [out, lse], own=own)
+    launch = launch_of(problem, tensors, out, lse, config)
+    replay = kvcache_replay([launch], tensors, [out, lse], own=own)
     if replay is None:
         return None
     again = replay()

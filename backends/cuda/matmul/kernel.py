@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from diyfa.arch import ELEMENT_BYTES, gpu_spec
 from diyfa.backends.cuda.attention.dots import dot_operand, round_to
@@ -28,7 +27,8 @@ from diyfa.backends.cuda.compile.aot import CompileSpec, spec_of
 from diyfa.backends.cuda.matmul.configs import MatmulConfig, candidates, default_config, shared_bytes
 from diyfa.backends.cuda.runtime import tune
 from diyfa.backends.cuda.runtime.constants import Constants
-from diyfa.backends.cuda.runtime.launch import launch_kernel, multiprocessors, on_device
+from diyfa.backends.cuda.runtime.launch import multiprocessors, on_device
+from diyfa.backends.cuda.runtime.launcher import Tiles, launch_kernel
 from diyfa.problem import Kernel, Launch, MatmulProblem, kept
 from diyfa.tuning import bucket_size
 
@@ -168,10 +168,10 @@ def _is_transposed(x: torch.Tensor) -> bool:
     return not (columns == 1 and rows * x.element_size() % 16 == 0)
 
 
-def _descriptor(x: torch.Tensor, transposed: bool, block: tuple[int, int]) -> Any:
+def _descriptor(x: torch.Tensor, transposed: bool, block: tuple[int, int]) -> Tiles:
     if transposed:
-        return TensorDescriptor.from_tensor(x.t(), [block[1], block[0]])
-    return TensorDescriptor.from_tensor(x, [block[0], block[1]])
+        x, block = x.t(), (block[1], block[0])
+    return Tiles(x, list(x.shape), list(x.stride()), list(block))
 
 
 def _launch_tma(

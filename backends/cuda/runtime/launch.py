@@ -11,7 +11,6 @@ import triton
 from triton.runtime.jit import JITFunction
 
 from diyfa.arch import gpu_spec
-from diyfa.problem import Launch
 
 
 @triton.jit
@@ -55,9 +54,3 @@ def on_device(x: torch.Tensor) -> AbstractContextManager[object]:
     if index < 0 or index == current_device():
         return _NOTHING
     return torch.cuda.device(index)
-
-
-def launch_kernel(launch: Launch) -> None:
-    """Launch on the current device and stream. Triton compiles the kernel for these arguments when they are new."""
-    grid = launch.grid if isinstance(launch.grid, tuple) else (launch.grid,)
-    launch.kernel[grid](**launch.arguments, **launch.constants, **COMPILE_OPTIONS, **launch.options)

@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import diyfa
-from diyfa import fast_path, flash_attn_interface, ops
+from diyfa import flash_attn_interface, ops
+from diyfa import plan as planning
 from diyfa.options import WHOLE, AttentionOptions, pack, tensors_given
 
 OPERATOR = "diyfa.attention_fwd.default"
@@ -33,11 +34,18 @@ class Seen(TorchDispatchMode):
 
 @pytest.fixture
 def launches(monkeypatch):
-    """Launches of plans, in a world without earlier calls."""
-    seen = []
+    """Plans of calls that were found, not made, in a world without earlier calls."""
+    known, seen = set(), []
     run = ops.run_plan
-    monkeypatch.setattr(fast_path, "plans", {})
-    monkeypatch.setattr(ops, "run_plan", lambda plan, *qkv: seen.append(plan) or run(plan, *qkv))
+
+    def spy(plan, *rest):
+        if plan in known:
+            seen.append(plan)
+        known.add(plan)
+        return run(plan, *rest)
+
+    monkeypatch.setattr(planning, "plans", {})
+    monkeypatch.setattr(ops, "run_plan", spy)
     return seen
 
 
@@ -112,11 +120,11 @@ def test_strides_of_each_tensor_are_part_of_the_call(launches, which):
     """A plan launches with the strides it was made for."""
     tensors = qkv()
     attend(*tensors)
-    keys = {fast_path.key_of(tuple(tensors), WHOLE, {}, ())}
+    keys = {planning.key_of(tuple(tensors), WHOLE, {}, ())}
     for how in (lambda x: x.transpose(1, 2).contiguous().transpose(1, 2), lambda x: x.repeat(1, 1, 1, 2)[..., :16]):
         other = [how(x) if i == which else x for i, x in enumerate(tensors)]
         attend(*other)
-        keys.add(fast_path.key_of(tuple(other), WHOLE, {}, ()))
+        keys.add(planning.key_of(tuple(other), WHOLE, {}, ()))
     assert not launches and len(keys) == 3
     attend(*tensors)
     assert len(launches) == 1
@@ -219,26 +227,26 @@ def test_modes_and_profilers_see_the_operator(launches):
 
 def test_subclasses_transforms_and_duals_take_no_fast_path():
     q, k, v = qkv()
-    assert fast_path.takes_fast_path(q, k, v)
-    assert not fast_path.takes_fast_path(q, torch.nn.Parameter(k, requires_grad=False), v)
-    assert not fast_path.takes_fast_path(q, torch._neg_view(k), v)  # a kernel would read it without its sign
-    assert not fast_path.takes_fast_path(q, k, v.to_sparse())
+    assert planning.runs_at_once(q, k, v)
+    assert not planning.runs_at_once(q, torch.nn.Parameter(k, requires_grad=False), v)
+    assert not planning.runs_at_once(q, torch._neg_view(k), v)  # a kernel would read it without its sign
+    assert not planning.runs_at_once(q, k, v.to_sparse())
     inside = []
-    torch.func.vmap(lambda x: inside.append(fast_path.takes_fast_path(x)) or x)(q)
+    torch.func.vmap(lambda x: inside.append(planning.runs_at_once(x)) or x)(q)
     with forward_ad.dual_level():
-        inside.append(fast_path.takes_fast_path(q))
+        inside.append(planning.runs_at_once(q))
     with torch.device("cpu"):  # a mode that sees every function
-        inside.append(fast_path.takes_fast_path(q))
-    torch.jit.trace(lambda x: (inside.append(fast_path.takes_fast_path(x)), x + 1)[1], q, check_trace=False)
+        inside.append(planning.runs_at_once(q))
+    torch.jit.trace(lambda x: (inside.append(planning.runs_at_once(x)), x + 1)[1], q, check_trace=False)
     assert inside == [False] * 4
-    assert fast_path.takes_fast_path(q)
+    assert planning.runs_at_once(q)
 
 
 def test_plans_are_bounded(launches, monkeypatch):
-    monkeypatch.setattr(fast_path, "LIMIT", 3)
+    monkeypatch.setattr(planning, "LIMIT", 3)
     for n in range(1, 9):
         attend(*(x[:, :, :n] for x in qkv()))
-        assert len(fast_path.plans) <= 3
+        assert len(planning.plans) <= 3
 
 
 def test_empty_inputs_are_not_launched(launches):
@@ -350,14 +358,14 @@ def test_what_is_read_of_optional_tensors(launches):
     keys = set()
     for longest in (5, 9):
         lengths = WHOLE._replace(cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=longest, max_seqlen_k=9)
-        keys.add(fast_path.key_of(tuple(rows), lengths, {}, tensors_given(lengths, {})))
+        keys.add(planning.key_of(tuple(rows), lengths, {}, tensors_given(lengths, {})))
     for start in (0, 1):
         given = {"attn_bias": buffer[start:][: 3 * 17 * 17].view(3, 17, 17)}
-        keys.add(fast_path.key_of(tuple(qkv()), WHOLE, given, tensors_given(WHOLE, given)))
+        keys.add(planning.key_of(tuple(qkv()), WHOLE, given, tensors_given(WHOLE, given)))
     assert len(keys) == 4 and None not in keys
     for wrong in (torch.zeros(3).to_sparse(), torch._neg_view(torch.zeros(3)), "sinks"):
         given = {"sinks": wrong}
-        assert fast_path.key_of(tuple(qkv()), WHOLE, given, tensors_given(WHOLE, given)) is None
+        assert planning.key_of(tuple(qkv()), WHOLE, given, tensors_given(WHOLE, given)) is None
 
 
 def test_packed_lengths_are_checked_when_a_call_is_repeated(launches):
@@ -455,7 +463,7 @@ def test_meta_tensors_are_never_planned(launches):
     q, k, v = (x.to("meta") for x in qkv())
     for _ in range(3):
         assert diyfa.flash_attention(q, k, v).is_meta
-    assert not launches and not fast_path.plans
+    assert not launches and not planning.plans
 
 
 def flash_attn(function, *tensors, **kwargs):
@@ -551,7 +559,7 @@ def test_a_negative_parameter_is_not_read_by_its_address():
     assert negative.is_neg()
     for x, is_read in ((negative, False), (torch.nn.Parameter(torch.ones(3)), True)):
         given = {"sinks": x}
-        key = fast_path.key_of(tuple(qkv()), WHOLE, given, tensors_given(WHOLE, given))
+        key = planning.key_of(tuple(qkv()), WHOLE, given, tensors_given(WHOLE, given))
         assert (key is not None) is is_read
 
 
@@ -564,7 +572,7 @@ def test_which_tensor_is_aligned_is_part_of_the_call(launches):
             buffer = torch.empty(tensors[which].numel() + 1)
             buffer[1:] = tensors[which].flatten()
             tensors[which] = buffer[1:].view(tensors[which].shape)
-        keys.add(fast_path.key_of(tuple(tensors), WHOLE, {}, ()))
+        keys.add(planning.key_of(tuple(tensors), WHOLE, {}, ()))
         attend(*tensors)
     assert len(keys) == 4 and len(known_plans()) == 4 and not launches
 

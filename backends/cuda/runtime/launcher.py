@@ -1,0 +1,471 @@
+"""From a `Launch` to the driver: what is launched is a function handle and a buffer of parameters.
+
+Triton only compiles, and only what is not known yet. A binary is known by the kernel, its constants and the kinds of
+its arguments, which the description states itself: no number is looked at, so a new length, batch or stride never
+compiles. Triton's own launch binds and specialises each argument anew, asks the driver about each pointer and encodes
+each descriptor: with 40 arguments that is 150 us. Here it is a struct that is packed and one call of the driver.
+
+All calls go to the driver's documented functions, through ctypes. Where a profiler hooks Triton's launches, and in
+Triton's interpreter, the kernel is launched as Triton's users launch it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from diyfa.backends.cuda.runtime.launch import COMPILE_OPTIONS, current_device
+from diyfa.problem import Launch
+
+Kinds = tuple[
+    Any, ...
+]  # of arguments: a dtype, "i32", "i64", "fp32", None, the stride 1, or what a `Tiles` is known by
+_TYPES = {
+    torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64",
+    torch.float8_e4m3fn: "fp8e4nv",
+}  # fmt: skip
+_TMA_TYPES = {  # CUtensorMapDataType
+    torch.float8_e4m3fn: 0, torch.int32: 3, torch.int64: 5, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9,
+}  # fmt: skip
+_INT32 = 2**31
+
+
+class Tiles(NamedTuple):
+    """How TMA reads tiles of a tensor: the argument of a kernel that Triton calls a tensor descriptor."""
+
+    base: torch.Tensor
+    shape: list[int]
+    strides: list[int]  # elements; the last is 1
+    block_shape: list[int]
+    layout: Any = None  # of a tile in shared memory, for Gluon
+
+    def for_triton(self) -> Any:
+        """The same as Triton's public launch takes it."""
+        if self.layout is None:
+            from triton.tools.tensor_descriptor import TensorDescriptor
+
+            return TensorDescriptor(*self[:4])
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+
+        return GluonDescriptor(*self)
+
+
+# ---- What a binary is known by ------------------------------------------------------------------------------------
+
+
+class Signature(NamedTuple):
+    """The kinds of a launch's arguments, in the kernel's order, and their values as the driver takes them."""
+
+    kinds: Kinds
+    values: list[Any]  # addresses, numbers, `Tiles`; nothing for None
+    aligned_pointers: bool
+    aligned_strides: bool
+
+
+_runtime_names: dict[Any, tuple[tuple[str, bool, bool], ...]] = {}  # of a kernel
+
+
+def _names(kernel: Any) -> tuple[tuple[str, bool, bool], ...]:
+    """(name, whether a pointer's alignment counts, whether a stride's does) of each argument that is no constexpr."""
+    found = _runtime_names.get(kernel)
+    if found is None:
+        found = _runtime_names[kernel] = tuple(
+            (
+                x.name,
+                not (x.do_not_specialize or x.do_not_specialize_on_alignment),
+                x.name.startswith("stride_") and not x.do_not_specialize,
+            )
+            for x in kernel.params
+            if not x.is_constexpr
+        )
+    return found
+
+
+def launch_names(launch: Launch) -> list[str]:
+    """The arguments whose kinds a signature has."""
+    return [name for name, _, _ in _names(launch.kernel)]
+
+
+def signature_of(launch: Launch) -> Signature:
+    """What `launch` asks of a binary. Pointers, and strides, are aligned only all together, so variants are few."""
+    kinds: list[Any] = []
+    values: list[Any] = []
+    addresses = steps = 0
+    arguments = launch.arguments
+    for name, pointer_counts, stride_counts in _names(launch.kernel):
+        x = arguments[name]
+        kind = type(x)
+        if kind is int:
+            if stride_counts:
+                if x == 1:  # neighbours in memory: kernels are compiled for that
+                    kinds.append(1)
+                    continue
+                steps |= x
+            kinds.append("i32" if -_INT32 <= x < _INT32 else "i64")
+            values.append(x)
+        elif x is None:
+            kinds.append(None)
+        elif kind is float:
+            kinds.append("fp32")
+            values.append(x)
+        elif kind is Tiles:
+            kinds.append((x.base.dtype, *x.block_shape, x.layout))
+            values.append(x)
+        else:
+            kinds.append(x.dtype)
+            address = x.data_ptr()
+            values.append(address)
+            if pointer_counts:
+                addresses |= address
+    return Signature(tuple(kinds), values, not addresses & 15, not steps & 15)
+
+
+def _type_name(kind: Any) -> str:
+    """In Triton's notation."""
+    if isinstance(kind, str):
+        return kind
+    if isinstance(kind, torch.dtype):
+        return f"*{_TYPES[kind]}"
+    dtype, *block, layout = kind
+    return f"tensordesc<{_TYPES[dtype]}[{','.join(map(str, block))}]{'' if layout is None else f',{layout!r}'}>"
+
+
+class Source(NamedTuple):
+    """What Triton compiles, by name: types of arguments, constants, and which arguments are multiples of 16."""
+
+    types: dict[str, str]
+    constants: dict[str, Any]
+    aligned: frozenset[str]
+
+
+def source_of(launch: Launch, signature: Signature) -> Source:
+    types: dict[str, str] = {}
+    constants = dict(launch.constants)
+    aligned = set()
+    for (name, pointer_counts, stride_counts), kind in zip(_names(launch.kernel), signature.kinds, strict=True):
+        if kind is None or kind == 1:
+            constants[name] = kind
+            continue
+        types[name] = _type_name(kind)
+        is_pointer = isinstance(kind, torch.dtype)
+        if (is_pointer and pointer_counts and signature.aligned_pointers) or (
+            not is_pointer and stride_counts and signature.aligned_strides
+        ):
+            aligned.add(name)
+    return Source(types, constants, frozenset(aligned))
+
+
+def triton_source(kernel: Any, source: Source) -> Any:
+    """`source` as `triton.compile` takes it."""
+    names = kernel.arg_names
+    if kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource as Wrapped
+    else:
+        Wrapped = ASTSource
+    return Wrapped(
+        kernel,
+        signature={name: source.types.get(name, "constexpr") for name in names},
+        constexprs={(names.index(name),): value for name, value in source.constants.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in source.aligned},
+    )
+
+
+def compile_for(arch: str, launch: Launch, signature: Signature) -> Any:
+    """The compiled kernel, from Triton's own cache or its compiler."""
+    from diyfa.backends.cuda.gluon.inline_ptx import post_processing
+
+    target = GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
+    source = triton_source(launch.kernel, source_of(launch, signature))
+    with post_processing():
+        return triton.compile(source, target=target, options={**COMPILE_OPTIONS, **launch.options})
+
+
+# ---- The driver ---------------------------------------------------------------------------------------------------
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = (("id", ctypes.c_uint64), ("value", ctypes.c_uint64 * 8))
+
+
+class _Config(ctypes.Structure):  # CUlaunchConfig
+    _fields_ = (
+        ("grid_x", ctypes.c_uint), ("grid_y", ctypes.c_uint), ("grid_z", ctypes.c_uint),
+        ("block_x", ctypes.c_uint), ("block_y", ctypes.c_uint), ("block_z", ctypes.c_uint),
+        ("shared", ctypes.c_uint), ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)), ("attribute_count", ctypes.c_uint),
+    )  # fmt: skip
+
+
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID: the kernel may begin before the one before it ends
+_MAX_DYNAMIC_SHARED_SIZE = 8  # CUfunction_attribute
+_INVALID_CONTEXT = 201
+_L2_PROMOTION_128B = 2
+_ROOM = struct.Struct("<128x5Q5Q5I5I")  # a tensor map and what it is made of
+STATIC_SHARED = 48 * 1024  # bytes that a kernel may have unasked
+
+
+class Driver:
+    """The functions of the CUDA driver that a launch needs. They raise RuntimeError with the driver's reason."""
+
+    def __init__(self) -> None:
+        self._library = library = ctypes.CDLL("libcuda.so.1")
+        self.launch_function = library.cuLaunchKernelEx
+        self.launch_function.argtypes = [ctypes.c_void_p] * 4
+        self._encode = library.cuTensorMapEncodeTiled
+        u, p = ctypes.c_uint, ctypes.c_void_p
+        self._encode.argtypes = [p, u, u, p, p, p, p, p, u, u, u, u]
+        # Where descriptors are encoded: the map, shape, strides, box and steps of up to five dimensions.
+        self._room = ctypes.create_string_buffer(64 + _ROOM.size)
+        self._begin = -ctypes.addressof(self._room) % 64  # the driver wants the map aligned so
+        self._map = ctypes.addressof(self._room) + self._begin
+        self._lock = threading.Lock()  # of that
+        version = ctypes.c_int()
+        self.check(library.cuDriverGetVersion(ctypes.byref(version)))
+        self._clears_bit = version.value <= 13010
+
+    def check(self, result: int) -> None:
+        if result:
+            text = ctypes.c_char_p()
+            self._library.cuGetErrorString(result, ctypes.byref(text))
+            raise RuntimeError(f"CUDA driver: {(text.value or b'unknown error').decode()} ({result})")
+
+    def load(self, cubin: bytes, name: str, shared: int) -> int:
+        """The handle of function `name` of a binary, on the current device."""
+        module, function = ctypes.c_void_p(), ctypes.c_void_p()
+        self.with_context(lambda: self._library.cuModuleLoadData(ctypes.byref(module), cubin))
+        self.check(self._library.cuModuleGetFunction(ctypes.byref(function), module, name.encode()))
+        if shared > STATIC_SHARED:
+            self.check(self._library.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED_SIZE, shared))
+        assert function.value is not None
+        return function.value
+
+    def with_context(self, call: Any) -> None:
+        """Make a call that needs a context; a thread's first may find none."""
+        result = call()
+        if result == _INVALID_CONTEXT:
+            device, context = ctypes.c_int(), ctypes.c_void_p()
+            self.check(self._library.cuDeviceGet(ctypes.byref(device), current_device()))
+            self.check(self._library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
+            self.check(self._library.cuCtxSetCurrent(context))
+            result = call()
+        self.check(result)
+
+    def encode(self, tiles: Tiles, address: int, box: Sequence[int], swizzle: int) -> bytes:
+        """The tensor map of what lies at `address` like `tiles.base`; `box` is what one copy brings."""
+        dtype, rank, at = tiles.base.dtype, len(box), self._map
+        size = dtype.itemsize
+        shape, steps = tiles.shape[::-1], [size * x for x in tiles.strides[-2::-1]]
+        unused = (0,) * (5 - rank)
+        with self._lock:
+            numbers = (*shape, *unused, *steps, 0, *unused, *box[::-1], *unused, 1, 1, 1, 1, 1)
+            _ROOM.pack_into(self._room, self._begin, *numbers)
+            # No interleave, zeros beyond the bounds.
+            result = self._encode(
+                at, _TMA_TYPES[dtype], rank, address, at + 128, at + 168, at + 208, at + 228, 0, swizzle,
+                _L2_PROMOTION_128B, 0,
+            )  # fmt: skip
+            encoded = self._room[self._begin : self._begin + 128]
+        self.check(result)
+        if self._clears_bit and sum((n - 1) * s for n, s in zip(shape, [size, *steps], strict=True)) < 128 * 1024 - 1:
+            # Drivers up to 13.1 set a bit wrongly for small tensors; CUTLASS and Triton clear it, too.
+            word = struct.unpack_from("<Q", encoded, 8)[0] & ~(1 << 21)
+            encoded = encoded[:8] + struct.pack("<Q", word) + encoded[16:]
+        return encoded
+
+
+_driver: list[Driver] = []
+
+
+def driver() -> Driver:
+    if not _driver:
+        _driver.append(Driver())
+    return _driver[0]
+
+
+# ---- A loaded binary ----------------------------------------------------------------------------------------------
+
+_FORMATS = {"i32": (4, "i"), "i64": (8, "q"), "fp32": (4, "f")}
+
+
+def parameter_layout(kinds: Kinds, scratch: int) -> tuple[str, list[int]]:
+    """(format of `struct`, offset of each parameter) of a kernel with these arguments.
+
+    A `Tiles` is its tensor map, its shape and its strides. Behind the arguments stand `scratch` pointers of Triton's.
+    """
+    fields: list[tuple[int, str]] = []
+    for kind in kinds:
+        if isinstance(kind, torch.dtype):
+            fields.append((8, "Q"))
+        elif isinstance(kind, tuple):
+            rank = len(kind) - 2
+            fields += [(64, "128s"), *[(4, "i")] * rank, *[(8, "q")] * rank]
+        elif kind is not None and kind != 1:
+            fields.append(_FORMATS[kind])
+    fields += [(8, "Q")] * scratch
+    text, offset, offsets = "<", 0, []
+    for alignment, code in fields:
+        gap = -offset % alignment
+        text += f"{gap}x{code}" if gap else code
+        offsets.append(offset + gap)
+        offset += gap + struct.calcsize(f"<{code}")
+    return text, offsets
+
+
+class Binary:
+    """A kernel on one device, ready to be launched."""
+
+    def __init__(self, compiled: Any, kinds: Kinds) -> None:
+        metadata = compiled.metadata
+        if metadata.global_scratch_size or metadata.num_ctas != 1 or metadata.launch_cooperative_grid:
+            raise RuntimeError(f"{metadata.name} needs memory of its own or a cluster, which no kernel here should")
+        ptx = compiled.asm["ptx"]
+        ptx = ptx.decode() if isinstance(ptx, bytes) else ptx
+        entry = re.search(r"\.entry[^(]*\((.*?)\)", ptx, re.DOTALL)
+        assert entry, "a compiled kernel has an entry"
+        arguments = sum(1 if not isinstance(x, tuple) else 2 * len(x) - 3 for x in kinds if x not in (None, 1))
+        self._scratch = (0,) * (entry[1].count(".param") - arguments)
+        layout, offsets = parameter_layout(kinds, len(self._scratch))
+        self._struct = struct.Struct(layout)
+        # (box of one copy, swizzle) of each descriptor
+        self._boxes = [(x["block_size"], x["swizzle"]) for x in getattr(metadata, "tensordesc_meta", None) or ()]
+        self._maps: dict[Any, bytes] = {}
+        self._driver = driver()
+        self._function = self._driver.load(compiled.asm["cubin"], metadata.name, metadata.shared)
+        self._launch = self._driver.launch_function
+        self._buffer = ctypes.create_string_buffer(self._struct.size + 64)
+        self._begin = -ctypes.addressof(self._buffer) % 64
+        first = ctypes.addressof(self._buffer) + self._begin
+        self._parameters = (ctypes.c_void_p * len(offsets))(*[first + x for x in offsets])
+        self._attribute = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, (1,))
+        self._config = _Config(
+            1, 1, 1, 32 * metadata.num_warps, 1, 1, metadata.shared, None, ctypes.pointer(self._attribute),
+            int(bool(metadata.launch_pdl)),
+        )  # fmt: skip
+        self._config_address, self._parameters_address = map(ctypes.addressof, (self._config, self._parameters))
+        self._lock = threading.Lock()  # of the buffer
+
+    MAPS = 256  # tensor maps that are kept of one descriptor
+
+    def tensor_map(self, number: int, tiles: Tiles, address: int) -> bytes:
+        """The encoded form of the kernel's descriptor with this number, for what lies at `address`.
+
+        Encoding takes 3 us. While address, shape and strides are the same so is it, whatever memory was given out anew.
+        """
+        key = (number, address, *tiles.shape, *tiles.strides)
+        found = self._maps.get(key)
+        if found is None:
+            if len(self._maps) >= self.MAPS:
+                self._maps.clear()
+            found = self._maps[key] = self._driver.encode(tiles, address, *self._boxes[number])
+        return found
+
+    def maps_of(self, number: int, tiles: Tiles) -> Callable[[int], bytes]:
+        """address -> `tensor_map`, for tensors that lie in memory like that of `tiles`, which is not kept."""
+        known: dict[int, bytes] = {}
+        encode, box = self._driver.encode, self._boxes[number]
+        tiles = tiles._replace(base=tiles.base.new_empty(0))  # for its dtype
+
+        def map_of(address: int) -> bytes:
+            found = known.get(address)
+            if found is None:
+                if len(known) >= self.MAPS:
+                    known.clear()
+                found = known[address] = encode(tiles, address, *box)
+            return found
+
+        return map_of
+
+    def encoded(self, values: Sequence[Any]) -> list[Any]:
+        """`values` of a signature with what each `Tiles` comes to."""
+        if not self._boxes:
+            return list(values)
+        found: list[Any] = []
+        number = 0
+        for x in values:
+            if type(x) is Tiles:
+                found += (self.tensor_map(number, x, x.base.data_ptr()), *x.shape, *x.strides)
+                number += 1
+            else:
+                found.append(x)
+        return found
+
+    def launch(self, grid: tuple[int, int, int], stream: int, values: Sequence[Any]) -> None:
+        """Launch on a stream of the current device; `values` as `encoded` returns them."""
+        config = self._config
+        with self._lock:
+            self._struct.pack_into(self._buffer, self._begin, *values, *self._scratch)
+            config.grid_x, config.grid_y, config.grid_z = grid
+            config.stream = stream
+            result = self._launch(self._config_address, self._function, self._parameters_address, None)
+            if result:
+                self._driver.with_context(
+                    lambda: self._launch(self._config_address, self._function, self._parameters_address, None)
+                )
+
+
+_binaries: dict[Any, Binary] = {}  # as many as kernels have constants: sizes are no part of the key
+
+
+def binary_of(launch: Launch, signature: Signature, device: int) -> Binary:
+    """The binary that runs `launch` on this device; Triton compiles it where it is new."""
+    key = (
+        launch.kernel,
+        device,
+        signature.kinds,
+        signature.aligned_pointers,
+        signature.aligned_strides,
+        tuple(launch.constants.values()),
+        tuple(launch.options.items()),
+    )
+    found = _binaries.get(key)
+    if found is None:
+        major, minor = torch.cuda.get_device_capability(device)
+        found = _binaries[key] = Binary(compile_for(f"sm_{major}{minor}", launch, signature), signature.kinds)
+    return found
+
+
+_runtime = triton.knobs.runtime
+
+
+def launches_are_hooked() -> bool:
+    """Whether a profiler wants to be called at each launch of Triton's."""
+    enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook
+    if enter is not None and getattr(enter, "calls", True):
+        return True
+    return bool(leave is not None and getattr(leave, "calls", True))
+
+
+current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+def launch_kernel(launch: Launch) -> None:
+    """Launch on the current device and stream."""
+    grid = launch.grid if isinstance(launch.grid, tuple) else (launch.grid,)
+    if launches_are_hooked() or not hasattr(launch.kernel, "params"):
+        launch_by_triton(launch)
+        return
+    device = current_device()
+    signature = signature_of(launch)
+    binary = binary_of(launch, signature, device)
+    x, y, z = (*grid, 1, 1)[:3]
+    if x * y * z:
+        binary.launch((x, y, z), current_stream(device), binary.encoded(signature.values))
+
+
+def launch_by_triton(launch: Launch) -> None:
+    """Launch as Triton's users do: in the interpreter, and for profilers that hook launches."""
+    from diyfa.backends.cuda.gluon.inline_ptx import post_processing
+
+    grid = launch.grid if isinstance(launch.grid, tuple) else (launch.grid,)
+    arguments = {name: x.for_triton() if type(x) is Tiles else x for name, x in launch.arguments.items()}
+    with post_processing():
+        launch.kernel[grid](**arguments, **launch.constants, **COMPILE_OPTIONS, **launch.options)

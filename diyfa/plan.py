@@ -1,0 +1,197 @@
+"""Plans: what a call comes to, made once for equal calls.
+
+All that is checked and decided about a call depends on shapes, strides, dtypes and options. They are its key, and an
+equal call runs at once, by its `Plan`. Values are checked again: those of `seq_lens`, and of lengths on the CPU.
+
+A call has a plan when nothing but eager execution looks at it: nothing is traced, transformed or profiled, and its
+tensors are no subclasses. It then bypasses the operators of `ops.py`, whose schema of two dozen arguments costs as much
+as the launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from diyfa import registry
+from diyfa.options import AttentionOptions, Lengths, without_tensors
+from diyfa.problem import AttentionProblem, Backend, Kernel
+
+Repeat = Callable[..., Any]
+_c: Any = torch._C
+_float32, _Tensor, _Parameter, _strided = torch.float32, torch.Tensor, torch.nn.Parameter, torch.strided
+
+
+class Plan:
+    """What a call comes to: its problem, the kernels of both passes, and all else but its tensors."""
+
+    __slots__ = (
+        "_backward", "backend", "backward_repeats", "forward", "has_run", "lengths", "names", "nothing", "options",
+        "problem", "reads_values", "repeat",
+    )  # fmt: skip
+
+    def __init__(
+        self, backend: Backend, problem: AttentionProblem, nothing: bool, lengths: Lengths, options: AttentionOptions
+    ) -> None:
+        """Raises ValueError when no kernel runs the problem, or its backward pass where a gradient is wanted."""
+        self.backend, self.problem = backend, problem
+        self.nothing = nothing  # no query can see a key: nothing is launched
+        variant = options.variant
+        self.forward = registry.choose("attention_fwd", problem, backend, variant)
+        self._backward: dict[bool, tuple[AttentionProblem, Kernel]] = {}
+        offsets = lengths.cu_seqlens_q
+        self.reads_values = lengths.seq_lens is not None or (offsets is not None and offsets.is_cpu)
+        # Without the optional tensors, whose names are kept instead.
+        self.lengths, self.options, self.names = without_tensors(lengths, options)
+        self.has_run = False
+        self.repeat: Repeat | None = None  # `Kernel.repeat`'s, from the second call on: most lengths never come again
+        self.backward_repeats: dict[Hashable, Repeat] = {}  # the same of the backward kernel, by the gradient's strides
+        if problem.needs_grad:  # refuse now rather than in the backward pass
+            self.backward()
+
+    def backward(self, aligned: bool = True) -> tuple[AttentionProblem, Kernel]:
+        """The problem and the kernel of the backward pass; `aligned` as `AttentionProblem.aligned_gradients`."""
+        found = self._backward.get(aligned)
+        if found is None:
+            problem = self.problem
+            if problem.batch_invariant:  # the mode is about results: gradients are computed as ever
+                problem = problem.replace(batch_invariant=False)
+            if not aligned:
+                problem = problem.replace(aligned_gradients=False)
+            variant = registry.variant_of("attention_bwd", self.backend, self.options.variant, problem)
+            kernel = registry.choose("attention_bwd", problem, self.backend, variant)
+            found = self._backward[aligned] = problem, kernel
+        return found
+
+
+# What was decided about calls, by all that decides: a `Plan`, a `KVCachePlan`, or of a product (problem, kernel).
+plans: dict[Hashable, Any] = {}
+LIMIT = 4096  # changing lengths make new entries without end
+
+
+def is_unseen() -> bool:
+    """Whether what runs now is executed at once, seen by nobody but the device."""
+    return not (
+        torch.compiler.is_compiling()
+        or _c._len_torch_dispatch_stack()  # FakeTensorMode, make_fx, and users' modes
+        or _c._is_torch_function_mode_enabled()
+        or _c._functorch.peek_interpreter_stack() is not None  # vmap, grad, jvp of torch.func
+        or forward_ad._current_level >= 0
+        or _c._get_tracing_state() is not None
+        or _c._autograd._profiler_enabled()  # shows the operators
+    )
+
+
+def runs_at_once(*tensors: torch.Tensor) -> bool:
+    """Whether a call with these inputs, which wants no gradient, is executed at once, seen by nobody but the device."""
+    if torch.compiler.is_compiling():
+        return False
+    wants_grad = torch.is_grad_enabled()
+    for x in tensors:
+        if type(x) is not torch.Tensor or x.is_meta or (wants_grad and x.requires_grad):
+            return False
+        if x.layout is not torch.strided or x.is_neg():  # memory that does not hold the values as they are
+            return False
+    return is_unseen()
+
+
+def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
+    """Return the dtype that torch.autocast casts to on x's device, None outside of autocast."""
+    device_type = x.device.type
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):  # meta has no autocast to ask about
+        return None
+    return torch.get_autocast_dtype(device_type)
+
+
+def may_be_read(x: Any, other: type[torch.Tensor] = _Tensor) -> bool:
+    """Whether this is a tensor, or one of the `other` type, that may be read by its address."""
+    kind = type(x)
+    return (kind is _Tensor or kind is other) and x.layout is _strided and not x.is_neg()
+
+
+def described(x: torch.Tensor) -> Hashable:
+    """All that checks and decisions read of an optional tensor."""
+    return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15, x.requires_grad
+
+
+def key_of(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: Lengths,
+    scalars: Iterable[Any],
+    optional: tuple[torch.Tensor | None, ...],
+) -> Hashable | None:
+    """All that checks and decisions read of a call with these arguments; `optional` tensors may be among `scalars`.
+
+    () stands for no optional tensors. None where there is no plan: something looks on, or the tensors are no plain
+    ones.
+    """
+    if type(q) is not _Tensor or type(k) is not _Tensor or type(v) is not _Tensor or not is_unseen():
+        return None
+    if q.is_neg() or k.is_neg() or v.is_neg():  # their memory does not hold the values as they are
+        return None
+    dtype, device = q.dtype, q.device
+    wants_grad = torch.is_grad_enabled()
+    rest: tuple[Hashable, ...] = ()
+    try:
+        if optional:
+            for x in optional:
+                if x is not None and not may_be_read(x, _Parameter):
+                    return None
+            # Not None: a tensor in the place of a number is refused, not the default.
+            scalars = [_Tensor if isinstance(x, _Tensor) else x for x in scalars]
+            rest = (
+                *[x if x is None else described(x) for x in optional],
+                wants_grad,
+                lengths.max_seqlen_q,
+                lengths.max_seqlen_k,
+            )
+        return (
+            q.shape,
+            k.shape,
+            v.shape,
+            q.stride(),
+            k.stride(),
+            v.stride(),
+            dtype,
+            k.dtype,
+            v.dtype,
+            device,
+            k.device,
+            v.device,
+            (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15,  # kernels are compiled for whether all are aligned
+            dtype is _float32  # autocast casts no other
+            and device.type != "meta"
+            and torch.is_autocast_enabled(device.type)
+            and torch.get_autocast_dtype(device.type),
+            wants_grad and (q.requires_grad or k.requires_grad or v.requires_grad),
+            torch.are_deterministic_algorithms_enabled(),
+            *scalars,
+            rest,
+        )
+    except RuntimeError:  # a sparse tensor, or another without strides and address: the checks say so
+        return None
+
+
+def find(key: Hashable | None) -> Any:
+    """The plan of an earlier equal call."""
+    try:
+        return plans.get(key)
+    except TypeError:  # a list or another wrong argument: not hashable, so never remembered
+        return None
+
+
+def remember(key: Hashable | None, plan: Any) -> None:
+    """Keep what a call came to, for equal ones."""
+    if key is None or plan is None:
+        return
+    if len(plans) >= LIMIT:
+        plans.clear()
+    try:
+        plans[key] = plan
+    except TypeError:  # as in `find`: a window that came as a list is checked at each call
+        return
