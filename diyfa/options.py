@@ -127,7 +127,9 @@ def unpack(arguments: Sequence[Any], packing: str = "") -> tuple[Lengths, Attent
 
 def without_tensors(lengths: Lengths, options: AttentionOptions) -> tuple[Lengths, AttentionOptions, tuple[str, ...]]:
     """Lengths and options with None for each optional tensor, and the names of those that there are."""
-    names = tuple(n for n, x in zip(_TENSOR_NAMES, tensors_of(lengths, options), strict=True) if x is not None)
+    names = tuple([n for n, x in zip(_TENSOR_NAMES, tensors_of(lengths, options), strict=True) if x is not None])
+    if not names:
+        return lengths, options, names
     nothing: Any = dict.fromkeys(names)
     of_lengths = {name: nothing.pop(name) for name in names if name in LENGTHS}
     return lengths._replace(**of_lengths), options._replace(**nothing), names

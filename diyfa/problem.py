@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import cached_property, wraps
 from math import gcd
 from typing import Any, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
@@ -68,7 +68,7 @@ class _Problem:
 
     def replace(self: P, **changes: Any) -> P:
         """A copy with some fields changed."""
-        return replace(self, **changes)
+        return type(self)(**{name: self.__dict__[name] for name in self.__dataclass_fields__} | changes)
 
     def described_as(self, kind: type[P], **others: Any) -> P:
         """The same call as a problem of another kind: the fields that both have, and `others`."""
@@ -411,11 +411,13 @@ def per_head_stride(x: torch.Tensor | None) -> int:
 
 def is_aligned(*tensors: torch.Tensor) -> bool:
     """Base addresses and all strides but the last are multiples of 16 bytes: what TMA can read."""
+    bits = 0
     for x in tensors:
-        step = 16 // x.element_size()
-        if x.data_ptr() % 16 or any(s % step for s in x.stride()[:-1]):
-            return False
-    return True
+        bits |= x.data_ptr()
+        size = x.element_size()
+        for stride in x.stride()[:-1]:
+            bits |= stride * size
+    return not bits & 15
 
 
 class RowSteps(NamedTuple):

@@ -180,6 +180,7 @@ def choose(op: str, problem: Any, backend: Backend, variant: str = "auto") -> Ke
     Raises ValueError with every reason when there is none.
     """
     kernels = _of_op(backend, op)
+    refused = backend.unsupported(problem)
     if variant != "auto":
         named = [k for k in kernels if k.name == variant]
         if not named:
@@ -188,7 +189,7 @@ def choose(op: str, problem: Any, backend: Backend, variant: str = "auto") -> Ke
         kernels = named
     reasons = []
     for kernel in kernels:
-        reason = refusal(backend, kernel, problem)
+        reason = refused or kernel.unsupported(problem)
         if reason is None and variant == "auto":
             reason = kernel.by_name_only(problem)
         if reason is None:

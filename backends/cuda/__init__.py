@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
@@ -57,7 +57,14 @@ def _short_refuses(problem: AttentionProblem) -> str | None:
 def _hopper(file: str, function: str) -> Callable[..., Any]:
     """A function of a file of `hopper`, which is imported when it is called: it needs a Gluon that not every Triton
     has, for which the kernel's `unsupported` has asked by then."""
-    return lambda *arguments: getattr(import_module(f"diyfa.backends.cuda.hopper.{file}"), function)(*arguments)
+    found: list[Callable[..., Any]] = []
+
+    def call(*arguments: Any) -> Any:
+        if not found:
+            found.append(getattr(import_module(f"diyfa.backends.cuda.hopper.{file}"), function))
+        return found[0](*arguments)
+
+    return call
 
 
 def _kernels() -> tuple[Kernel, ...]:
@@ -180,6 +187,11 @@ def _kernels() -> tuple[Kernel, ...]:
     )
 
 
+@cache
+def _arch_of_gpu(device: torch.device) -> str:
+    return gpu_arch_name(*torch.cuda.get_device_capability(device))
+
+
 class CudaBackend:
     """NVIDIA GPUs; in Triton's interpreter (TRITON_INTERPRET=1) CPU tensors stand in for theirs."""
 
@@ -199,7 +211,7 @@ class CudaBackend:
     def arch(self, device: torch.device) -> str:
         if device.type != "cuda":
             return os.environ.get("DIYFA_ARCH", "sm_90")
-        return gpu_arch_name(*torch.cuda.get_device_capability(device))
+        return _arch_of_gpu(device)
 
     def unsupported(self, problem: AttentionProblem | KVCacheProblem | MatmulProblem) -> str | None:
         spec = gpu_spec(problem.arch)

@@ -8,6 +8,8 @@ addresses, "widened" as "portable" and makes the tiles float32 at once.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
 
 from diyfa.arch import ELEMENT_BYTES, gpu_spec
 from diyfa.backends.cuda.attention.tile_io import DESCRIPTOR, PORTABLE_FORM, WIDENED_FORM, padded_head_dim
@@ -337,11 +339,13 @@ def has_tma(problem: AttentionProblem) -> bool:
     return bool(spec and spec.has_tma and problem.aligned and work >= TMA_MIN_WORK)
 
 
+LONGEST_SHORT = 64  # tokens of the longest sequence that one tile of the table for short ones holds
+
 # Tiles that TMA writes begin at multiples of 1 KB, and each buffer has a barrier: 1040 bytes at most in what is here.
 DESCRIPTOR_SPACE = 2048
 
 
-def shared_bytes(kind: str, config: AttentionConfig, problem: AttentionProblem) -> int:
+def shared_bytes(kind: str, config: AttentionConfig, problem: AttentionProblem | _Heads) -> int:
     """Shared memory that the tiles of a kernel need, counted from what it keeps and what it buffers."""
     d, dv = padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
     size = ELEMENT_BYTES["float32" if config.form == "widened" else problem.dtype]
@@ -364,12 +368,33 @@ def shared_bytes(kind: str, config: AttentionConfig, problem: AttentionProblem) 
 
 def fits(kind: str, config: AttentionConfig, problem: AttentionProblem) -> bool:
     """Whether a config can run the problem on its GPU: form and shared memory."""
-    spec = gpu_spec(problem.arch)
-    if spec is None or (config.form == "tma" and not has_tma(problem)):
+    if config.form == "tma" and not has_tma(problem):
         return False
     if kind == "short" and config.block_m != padded_head_dim(max(problem.seqlen_q, problem.seqlen_k)):
         return False
-    return shared_bytes(kind, config, problem) <= spec.shared_per_block
+    spec = gpu_spec(problem.arch)
+    return spec is not None and shared_bytes(kind, config, problem) <= spec.shared_per_block
+
+
+class _Heads(NamedTuple):
+    """What of a problem its tiles' size depends on."""
+
+    arch: str
+    dtype: str
+    bias: str
+    head_dim: int
+    head_dim_v: int
+
+
+@lru_cache(maxsize=256)
+def _rows(kind: str, name: str, heads: _Heads) -> tuple[tuple[int, AttentionConfig], ...]:
+    """The rows of a table that are wide enough and fit the GPU."""
+    spec = gpu_spec(heads.arch)
+    width = max(padded_head_dim(heads.head_dim), padded_head_dim(heads.head_dim_v))
+    if spec is None:
+        return ()
+    rows = _TABLES[kind][name]
+    return tuple(x for x in rows if width <= x[0] and shared_bytes(kind, x[1], heads) <= spec.shared_per_block)
 
 
 # These keep more of every score in registers, so lighter tiles come first (H200, 2026-11-21, D=64 and 128, S=4096: the
@@ -397,6 +422,10 @@ def _prefers_few_rows(kind: str, problem: AttentionProblem) -> bool:
     return bool(problem.features & PER_SCORE_FEATURES) or (_is_ragged(problem) and problem.window_right >= 0)
 
 
+def _heads(problem: AttentionProblem) -> _Heads:
+    return _Heads(problem.arch, problem.dtype, problem.bias, problem.head_dim, problem.head_dim_v)
+
+
 def candidates(kind: str, problem: AttentionProblem) -> tuple[AttentionConfig, ...]:
     """Tiles of the table for `kind` ("fwd", "dkdv", "dq", "short", "dbias") that fit, the default first.
 
@@ -407,10 +436,17 @@ def candidates(kind: str, problem: AttentionProblem) -> tuple[AttentionConfig, .
 
 @kept
 def _candidates(problem: AttentionProblem, kind: str) -> tuple[AttentionConfig, ...]:
-    width = max(padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v))
-    # "short" reads each tensor once, through registers: alignment changes nothing.
-    name = gpu_class(problem.replace(aligned=True) if kind == "short" else problem)
-    rows = [row for row in _TABLES[kind][name] if width <= row[0] and fits(kind, row[1], problem)]
+    if kind == "short":
+        block = padded_head_dim(max(problem.seqlen_q, problem.seqlen_k))
+        if block > LONGEST_SHORT:
+            return ()
+        # It reads each tensor once, through registers: alignment changes nothing.
+        rows = [
+            x for x in _rows(kind, gpu_class(problem.replace(aligned=True)), _heads(problem)) if x[1].block_m == block
+        ]
+    else:
+        known = _rows(kind, gpu_class(problem), _heads(problem))
+        rows = list(known) if has_tma(problem) else [x for x in known if x[1].form != "tma"]
     if not rows:
         return ()
     narrowest, first = rows[0]
@@ -426,10 +462,8 @@ def _candidates(problem: AttentionProblem, kind: str) -> tuple[AttentionConfig, 
 
 def portable_config(kind: str, problem: AttentionProblem) -> AttentionConfig | None:
     """The table's tile for a kernel that has no use for TMA, or None when no row fits."""
-    width = max(padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v))
-    rows = _TABLES[kind][gpu_class(problem)]
-    fitting = (c for d, c in rows if width <= d and c.form != "tma" and fits(kind, c, problem))
-    return next(fitting, None)
+    rows = _rows(kind, gpu_class(problem), _heads(problem))
+    return next((c for _, c in rows if c.form != "tma"), None)
 
 
 def default_config(kind: str, problem: AttentionProblem) -> AttentionConfig | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import triton
@@ -50,11 +51,12 @@ NEWER_PTXAS, OLDER_PTXAS = "13.4", "12.9"
 OLDER_PTX = 88  # the newest PTX that the older one reads
 
 
+@cache
 def ptxas_options() -> dict[str, int]:
     """Compile options of a kernel for which `compile_with_older_ptxas` shall choose the older ptxas.
 
-    They are part of the key under which Triton keeps the kernel. Where Triton has other versions, or the user has
-    chosen others by Triton's own variables, there are none: nothing is known of those.
+    They are asked for once in a process, and are part of the key under which Triton keeps the kernel. Where Triton has
+    other versions, or the user has chosen others by Triton's own variables, there are none: nothing is known of those.
     """
     if not has_gluon():
         return {}

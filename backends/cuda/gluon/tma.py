@@ -23,8 +23,15 @@ def smem_layout(rows: int, columns: int, rank: int, dtype: torch.dtype) -> gl.NV
 
 def dense_descriptor(x: torch.Tensor, layout: str, rows: int, columns: int) -> Tiles:
     """(B, H, S, D): what lies beyond the end of the tensor is read as zeros and not written."""
-    shape = [x.shape[i] for i in LAYOUTS[layout]]
-    return Tiles(x, shape, list(bhsd_strides(x, layout)), [1, 1, rows, columns], smem_layout(rows, columns, 4, x.dtype))
+    b, h, m, d = LAYOUTS[layout]
+    shape, strides = x.shape, x.stride()
+    return Tiles(
+        x,
+        [shape[b], shape[h], shape[m], shape[d]],
+        [strides[b], strides[h], strides[m], strides[d]],
+        [1, 1, rows, columns],
+        smem_layout(rows, columns, 4, x.dtype),
+    )
 
 
 def ragged_descriptor(x: torch.Tensor, layout: str, rows: int, columns: int) -> Tiles:
