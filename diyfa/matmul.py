@@ -10,6 +10,8 @@ import torch
 from diyfa import ops, registry, validation
 from diyfa.attention import autocast
 from diyfa.keywords import refuse_unknown, without_unknown
+from diyfa.options import WHOLE
+from diyfa.plan import find, key_of
 
 PRECISIONS = ("tf32", "ieee")
 _has_warned = False
@@ -64,12 +66,19 @@ def triton_matmul(
     """
     if unknown:
         refuse_unknown(triton_matmul, unknown)
+    backend = backend or registry.forced_backend()
+    blocks = (block_m, block_n, block_k)
+    asked = ("triton_matmul", *blocks, type(use_autotune), use_autotune, precision, out_dtype, backend)
+    key = key_of(a, b, b, WHOLE, asked, ())
+    plan = find(key)
+    if plan is not None:
+        return plan.run(a, b)
+    given = a, b
     validation.check_tensors(a=a, b=b)
     if precision is None:
         a, b = autocast(a, b)
     validation.check_booleans(use_autotune=use_autotune)
     validation.check_matmul(a, b)
-    blocks = (block_m, block_n, block_k)
     validation.check_blocks(blocks, (a.shape[0], b.shape[1], a.shape[1]))
     if precision is not None and precision not in PRECISIONS:
         raise ValueError(f"precision must be None, 'tf32' or 'ieee', got {precision!r}")
@@ -80,10 +89,11 @@ def triton_matmul(
     out_dtype = compute_dtype if out_dtype is None else out_dtype
     if out_dtype not in validation.MATMUL_DTYPES:
         raise TypeError(f"Unsupported dtype {out_dtype} for the result: expected float16, bfloat16 or float32")
-    tile = None if block_m is None else [block_m, block_n, block_k]
-    product = ops.matmul(
-        a, b, tile, use_autotune, precision or "ieee", compute_dtype, out_dtype, backend or registry.forced_backend()
-    )
+    tile = None if block_m is None else blocks
+    if given[0] is not a or given[1] is not b or a.is_meta or ops.wants_grad(a, b):
+        key = None
+    options = tile, use_autotune, precision or "ieee", compute_dtype, out_dtype, backend
+    product = ops.matmul(a, b, *options) if key is None else ops.product_plan(a, b, key, *options).run(a, b)
     if is_unasked and not torch.compiler.is_compiling():
         _warn_of_half()
     return product

@@ -23,6 +23,7 @@ from diyfa.options import (
     DIFFERENTIABLE,
     FACTS,
     SCHEMA,
+    WHOLE,
     AttentionOptions,
     Lengths,
     bind,
@@ -34,7 +35,7 @@ from diyfa.options import (
     with_tensors,
     without_tensors,
 )
-from diyfa.plan import Plan, find, is_unseen, key_of, may_be_read, remember, runs_at_once
+from diyfa.plan import Plan, ProductPlan, find, is_unseen, key_of, may_be_read, remember, runs_at_once
 from diyfa.problem import (
     LAYOUTS,
     VARLEN,
@@ -266,7 +267,7 @@ def _run_backward(
     lengths, options = with_tensors(plan.lengths, plan.options, plan.names, optional)
     owners, qkv = _empty_gradients(q, k, v, options)
     rest = _empty_feature_gradients(options)
-    gradients = AttentionGradients(*qkv, **rest)
+    gradients = AttentionGradients(*qkv, **rest)  # type: ignore[arg-type]
     _backward_into(plan, dout, dlse, saved, gradients, lengths, options)
     if dlse is None and not plan.nothing:
         if stride in known:  # the second call like this: most lengths never come again
@@ -350,7 +351,8 @@ def _gradients(
     options: AttentionOptions,
 ) -> list[torch.Tensor | None]:
     """`_run_backward` of a call that comes through an operator."""
-    plan = _plan_of_operator(*saved[:3], lengths, options)
+    q, k, v, _, _ = saved
+    plan = _plan_of_operator(q, k, v, lengths, options)
     return _run_backward(plan, saved, _given(*tensors_of(lengths, options)), dout, dlse)
 
 
@@ -501,17 +503,17 @@ def _apply(q: Any, k: Any, v: Any, lengths: Lengths, options: AttentionOptions) 
     return _Attention.apply(q, k, v, _Unplanned(*without_tensors(lengths, options)), True, *optional)
 
 
-def _wants_grad(*tensors: torch.Tensor | None) -> bool:
+def wants_grad(*tensors: torch.Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def _attention_fwd_autograd(q: Any, k: Any, v: Any, packing: str, *features: Any) -> Pair:
     """The operator as autograd sees it: called from a traced program, which may be trained though it was traced not to
     be, or the other way round."""
-    if _differentiates_forward() or _wants_grad(q, k, v, *tensors_among(features)):
+    if _differentiates_forward() or wants_grad(q, k, v, *tensors_among(features)):
         lengths, options = unpack(features, packing)
         learned: dict[str, Any] = {
-            gate: _wants_grad(getattr(options, name)) for name, gate in DIFFERENTIABLE.items() if gate
+            gate: wants_grad(getattr(options, name)) for name, gate in DIFFERENTIABLE.items() if gate
         }
         options = options._replace(needs_grad=True, **learned)
         return _apply(q, k, v, lengths, options)
@@ -551,7 +553,8 @@ def run_plan(
     if plan.problem.needs_grad:
         return _Attention.apply(*owners, plan, return_lse, *present)
     packing = plan.options.packing
-    pair = _run_forward(plan, *(UNPACK[packing](*owners) if packing else owners), present)
+    q, k, v = UNPACK[packing](*owners) if packing else owners
+    pair = _run_forward(plan, q, k, v, present)
     return pair if return_lse else pair[0]
 
 
@@ -612,33 +615,42 @@ def _matmul(
     out_dtype: torch.dtype,
     backend: str,
 ) -> torch.Tensor:
-    tile = None if block is None else (block[0], block[1], block[2])
-    asked = tile, autotune, precision, compute_dtype, out_dtype, backend or registry.forced_backend()
-    of_a, of_b = ((x.shape, x.stride(), x.data_ptr() & 15) for x in (a, b))
-    key = ("matmul", of_a, of_b, a.dtype, a.device, *asked)
-    found = find(key)
-    if found is None:
-        chosen = registry.resolve_backend(a.device, backend)
-        problem = MatmulProblem(
-            chosen.device_type,
-            chosen.arch(a.device),
-            dtype_name(a.dtype),
-            dtype_name(compute_dtype),
-            dtype_name(out_dtype),
-            a.shape[0],
-            b.shape[1],
-            a.shape[1],
-            precision,
-            tile,
-            autotune,
-            _is_matrix_aligned(a) and _is_matrix_aligned(b),
-        )
-        found = problem, registry.choose("matmul", problem, chosen)
-        remember(key, found)
-    problem, kernel = found
-    if a.numel() == 0 or b.numel() == 0:
-        return a.new_zeros((problem.m, problem.n), dtype=out_dtype)
-    return kernel.launch(problem, a, b)
+    asked = None if block is None else tuple(block), autotune, precision, compute_dtype, out_dtype, backend
+    key = key_of(a, b, b, WHOLE, ("product", *asked, registry.forced_backend()), ())
+    plan = find(key)
+    return (product_plan(a, b, key, *asked) if plan is None else plan).run(a, b)
+
+
+def product_plan(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    key: Hashable | None,
+    tile: Any,
+    autotune: bool,
+    precision: str,
+    compute_dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    backend: str,
+) -> ProductPlan:
+    """The plan of a product of checked matrices, which is kept under `key`."""
+    chosen = registry.resolve_backend(a.device, backend)
+    problem = MatmulProblem(
+        chosen.device_type,
+        chosen.arch(a.device),
+        dtype_name(a.dtype),
+        dtype_name(compute_dtype),
+        dtype_name(out_dtype),
+        a.shape[0],
+        b.shape[1],
+        a.shape[1],
+        precision,
+        tile,
+        autotune,
+        _is_matrix_aligned(a) and _is_matrix_aligned(b),
+    )
+    plan = ProductPlan(problem, registry.choose("matmul", problem, chosen))
+    remember(key, plan)
+    return plan
 
 
 def _matmul_fake(
@@ -648,7 +660,7 @@ def _matmul_fake(
 
 
 def _matmul_autograd(a: torch.Tensor, b: torch.Tensor, *arguments: Any) -> torch.Tensor:
-    if _differentiates_forward() or _wants_grad(a, b):
+    if _differentiates_forward() or wants_grad(a, b):
         return _Matmul.apply(a, b, *arguments)
     with torch._C._AutoDispatchBelowAutograd():
         return _mm(a, b, *arguments)
@@ -689,6 +701,6 @@ def matmul(a: torch.Tensor, b: torch.Tensor, *arguments: Any) -> torch.Tensor:
     """Matrix product of checked inputs; `arguments` in the order of the operator's schema."""
     if _sees_operators_only():
         return _mm(a, b, *arguments)
-    if _differentiates_forward() or _wants_grad(a, b):
+    if _differentiates_forward() or wants_grad(a, b):
         return _Matmul.apply(a, b, *arguments)
     return _multiply(a, b, *arguments)

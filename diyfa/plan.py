@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 
 from diyfa import registry
 from diyfa.options import AttentionOptions, Lengths, without_tensors
-from diyfa.problem import AttentionProblem, Backend, Kernel
+from diyfa.problem import AttentionProblem, Backend, Kernel, MatmulProblem
 
 Repeat = Callable[..., Any]
 _c: Any = torch._C
@@ -48,7 +48,9 @@ class Plan:
         self.lengths, self.options, self.names = without_tensors(lengths, options)
         self.has_run = False
         self.repeat: Repeat | None = None  # `Kernel.repeat`'s, from the second call on: most lengths never come again
-        self.backward_repeats: dict[Hashable, Repeat] = {}  # the same of the backward kernel, by the gradient's strides
+        self.backward_repeats: dict[
+            Hashable, Repeat | None
+        ] = {}  # the same of the backward kernel, by the gradient's strides
         if problem.needs_grad:  # refuse now rather than in the backward pass
             self.backward()
 
@@ -67,7 +69,33 @@ class Plan:
         return found
 
 
-# What was decided about calls, by all that decides: a `Plan`, a `KVCachePlan`, or of a product (problem, kernel).
+class ProductPlan:
+    """What a matrix product comes to."""
+
+    __slots__ = ("has_run", "kernel", "problem", "repeat")
+
+    def __init__(self, problem: MatmulProblem, kernel: Kernel) -> None:
+        self.problem, self.kernel = problem, kernel
+        self.has_run = False
+        self.repeat: Repeat | None = None  # from the second call on
+
+    def run(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """a @ b, of matrices like those it was made for."""
+        if self.repeat is None:
+            problem, kernel = self.problem, self.kernel
+            if a.numel() == 0 or b.numel() == 0:
+                return a.new_zeros((problem.m, problem.n), dtype=getattr(torch, problem.out_dtype))
+            if self.has_run and kernel.repeat is not None:
+                self.repeat = kernel.repeat(problem, a, b)
+        repeat = self.repeat
+        made = None if repeat is None else repeat([a.data_ptr(), b.data_ptr()], (a, b))
+        if made is not None:
+            return made[0]
+        self.has_run = True
+        return self.kernel.launch(self.problem, a, b)
+
+
+# What was decided about calls, by all that decides: a `Plan`, a `KVCachePlan` or a `ProductPlan`.
 plans: dict[Hashable, Any] = {}
 LIMIT = 4096  # changing lengths make new entries without end
 

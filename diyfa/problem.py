@@ -481,6 +481,7 @@ class Launch(NamedTuple):
     arguments: dict[str, Any]  # by name: tensors, what describes them to the device, None, numbers
     constants: dict[str, Any]  # by name: mostly one, a frozen dataclass of all that the kernel is compiled for
     options: dict[str, Any]  # the compiler's: num_warps …
+    aligned: tuple[str, ...] = ()  # numbers that are multiples of 16, for which the kernel may be compiled
 
 
 @dataclass(frozen=True)
@@ -516,6 +517,7 @@ class Kernel:
       the shapes and strides of these, and `again(length, out | None, returns_lse, addresses, present) -> (out, lse,
       …)`, where `length` is `tensors.length` of the new call, and `out` what it is to fill, or None: it allocates one;
       what lse is does not matter where it is not returned
+    * matmul: `repeat(problem, a, b)` returns `(addresses, (a, b)) -> [c, …]`
     * kvcache_append: `repeat(problem, tensors, new)` returns `(length, addresses, present) -> not None`, where those of
       `new` stand behind the others
     """

@@ -15,7 +15,7 @@ from diyfa.backends.cuda.attention.tile_io import cdiv, lengths_of, padded_head_
 from diyfa.backends.cuda.runtime import tune
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launch import multiprocessors
-from diyfa.backends.cuda.runtime.launcher import Tiles
+from diyfa.backends.cuda.runtime.launcher import Tiles, runtime_names
 from diyfa.backends.cuda.runtime.replay import Replay, replay_of
 from diyfa.features import ADJUSTING, TENSORS, Broadcast
 from diyfa.problem import (
@@ -37,9 +37,11 @@ _forced: dict[str, Any] = {}
 Tensors = TypeVar("Tensors", AttentionTensors, KVCacheTensors, NewKeys)
 
 
-# Arguments whose value no kernel is compiled for: they change from call to call. Lengths are not among them: Triton
-# compiles for whether one is a multiple of 16, which spares loops that read a bias a sixth of their instructions, and
-# for 1. Alignment of what is read one number at a time changes nothing.
+# By which a bias is read. Where all are multiples of 16 kernels are compiled for that: it spares their loops a sixth of
+# the instructions.
+READ_BIAS_BY = ("seqlen_q", "seqlen_k", "stride_biasb", "stride_biash", "stride_biasm")
+# Strides whose value no kernel is compiled for, beside all numbers that are none. Alignment of what is read one number
+# at a time changes nothing.
 RUNTIME_SIZES = (
     "stride_per_headb", "total_q", "total_k", "window_left",
     "window_right", "threshold",
@@ -166,7 +168,9 @@ def described(x: torch.Tensor, layout: str, block_rows: int, block_d: int) -> Ti
         rows, heads, features = x.shape
         shape, strides = [1, heads, rows, features], [rows * x.stride(0), x.stride(1), x.stride(0), 1]
     else:
-        shape, strides = [x.shape[i] for i in LAYOUTS[layout]], list(bhsd_strides(x, layout))
+        b, h, m, d = LAYOUTS[layout]
+        sizes, steps = x.shape, x.stride()
+        shape, strides = [sizes[b], sizes[h], sizes[m], sizes[d]], [steps[b], steps[h], steps[m], steps[d]]
     return Tiles(x, shape, strides, [1, 1, block_rows, block_d])
 
 
@@ -187,8 +191,13 @@ def read_by(
 
 def described_launch(kernel: Any, grid: int, values: dict[str, Any], constants: Constants, options: Any) -> Launch:
     """The launch of `kernel` with what it takes of `values`, which related kernels share."""
-    arguments = {name: values[name] for name in kernel.arg_names if name != "c"}
-    return Launch(kernel, grid, arguments, {"c": constants}, options)
+    arguments = {name: values[name] for name in runtime_names(kernel)}
+    aligned: tuple[str, ...] = ()
+    if arguments.get("attn_bias_ptr") is not None:
+        aligned = tuple(name for name in READ_BIAS_BY if name in arguments)
+        if any(arguments[name] & 15 for name in aligned):
+            aligned = ()
+    return Launch(kernel, grid, arguments, {"c": constants}, options, aligned)
 
 
 # What the portable kernels have. One of a tensor or a score has a flag below, and is computed in scores.py.
@@ -230,12 +239,18 @@ class TileConstants(AttentionConstants):
     edge_form: int
 
 
+# Fields of the problem that are constants, too: a flag says whether one is not 0.
+_SHARED = [
+    (each.name, {"bool": bool, "int": int, "str": str}[str(each.type)])
+    for each in fields(AttentionConstants)
+    if each.name in {x.name for x in fields(AttentionProblem)}
+]
+
+
 def attention_constants(problem: AttentionProblem, config: AttentionConfig) -> dict[str, Any]:
     """The fields of `AttentionConstants`: a flag with the name of one of the problem's says whether that is not 0."""
-    shared = [each for each in fields(AttentionConstants) if hasattr(problem, each.name)]
-    values = {each.name: getattr(problem, each.name) for each in shared}
     return {
-        **{each.name: bool(values[each.name]) if each.type == "bool" else values[each.name] for each in shared},
+        **{name: kind(getattr(problem, name)) for name, kind in _SHARED},
         "has_left": problem.window_left >= 0,
         "has_right": problem.window_right >= 0,
         "lengths": lengths_of(problem),

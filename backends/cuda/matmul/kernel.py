@@ -29,6 +29,7 @@ from diyfa.backends.cuda.runtime import tune
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launch import multiprocessors, on_device
 from diyfa.backends.cuda.runtime.launcher import Tiles, launch_kernel
+from diyfa.backends.cuda.runtime.replay import Replay, replay_of
 from diyfa.problem import Kernel, Launch, MatmulProblem, kept
 from diyfa.tuning import bucket_size
 
@@ -231,7 +232,8 @@ def _launch_pointers(
         precision=problem.precision,
     )
     grid = triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n), config.split_k
-    return Launch(_matmul_kernel, grid, arguments, {"c": constants}, _options(config))
+    aligned = tuple([name for name, size in (("N", n), ("K", k)) if size % 16 == 0])  # rows are read and written wide
+    return Launch(_matmul_kernel, grid, arguments, {"c": constants}, _options(config), aligned)
 
 
 def _options(config: MatmulConfig) -> dict[str, int]:
@@ -265,6 +267,23 @@ def _bucket(problem: MatmulProblem, a_transposed: bool, b_transposed: bool) -> t
     sizes = tuple(bucket_size(x) for x in (problem.m, problem.n, problem.k))
     kinds = (problem.dtype, problem.compute_dtype, problem.out_dtype, problem.precision)
     return (*kinds, *sizes, a_transposed, b_transposed)
+
+
+def _repeat(problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, form: str) -> Replay | None:
+    """`Kernel.repeat`."""
+    config = default_config(problem, form)
+    assert config is not None, "`unsupported` has asked"
+    a, b = a.detach(), b.detach()  # different objects, also where both are one matrix
+    if problem.autotune and problem.block is None:
+        bucket = _bucket(problem, _is_transposed(a), _is_transposed(b))
+        tiles = candidates(problem, form)
+        if not tune.is_settled(f"matmul/{form}", bucket):
+            return None
+        config = tune.best(f"matmul/{form}", bucket, tiles, lambda candidate: None, config)
+    c = a.new_empty((problem.m, problem.n), dtype=TORCH_DTYPE[problem.out_dtype])
+    launches = launches_of(problem, a, b, c, config)
+    parts = [launch.arguments["partial_ptr"] for launch in launches if "partial_ptr" in launch.arguments]
+    return replay_of(launches, [a, b], [c, *parts], tune.state)
 
 
 def _launch(problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, form: str) -> torch.Tensor:
@@ -325,6 +344,7 @@ KERNELS: tuple[Kernel, ...] = (
         op="matmul",
         summary="Triton, tiles read through host-side tensor descriptors (TMA)",
         launch=partial(_launch, form="tma"),
+        repeat=partial(_repeat, form="tma"),
         unsupported=unsupported_tma,
         config=lambda problem: default_config(problem, "tma"),
     ),
@@ -333,6 +353,7 @@ KERNELS: tuple[Kernel, ...] = (
         op="matmul",
         summary="Triton, tiles read through masked pointers: any strides, dtypes and architecture",
         launch=partial(_launch, form="pointers"),
+        repeat=partial(_repeat, form="pointers"),
         unsupported=partial(_unsupported, form="pointers"),
         config=lambda problem: default_config(problem, "pointers"),
     ),

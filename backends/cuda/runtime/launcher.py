@@ -71,18 +71,29 @@ class Signature(NamedTuple):
     aligned_strides: bool
 
 
-_runtime_names: dict[Any, tuple[tuple[str, bool, bool], ...]] = {}  # of a kernel
+class _Argument(NamedTuple):
+    """An argument of a kernel that is no constant."""
+
+    name: str
+    is_read_wide: bool  # a pointer whose alignment changes the kernel
+    is_stride: bool  # a stride that may be 1
+    is_aligned_stride: bool  # one whose being a multiple of 16 changes the kernel
 
 
-def _names(kernel: Any) -> tuple[tuple[str, bool, bool], ...]:
-    """(name, whether a pointer's alignment counts, whether a stride's does) of each argument that is no constexpr."""
-    found = _runtime_names.get(kernel)
+_known_arguments: dict[Any, tuple[_Argument, ...]] = {}
+
+
+def _arguments(kernel: Any) -> tuple[_Argument, ...]:
+    function = kernel.fn  # Triton's own hash of a kernel reads its source
+    found = _known_arguments.get(function)
     if found is None:
-        found = _runtime_names[kernel] = tuple(
-            (
+        strides = {x.name for x in kernel.params if x.name.startswith("stride_") and not x.do_not_specialize}
+        found = _known_arguments[function] = tuple(
+            _Argument(
                 x.name,
                 not (x.do_not_specialize or x.do_not_specialize_on_alignment),
-                x.name.startswith("stride_") and not x.do_not_specialize,
+                x.name in strides,
+                x.name in strides and not x.name.startswith("stride_bias"),
             )
             for x in kernel.params
             if not x.is_constexpr
@@ -90,9 +101,11 @@ def _names(kernel: Any) -> tuple[tuple[str, bool, bool], ...]:
     return found
 
 
-def launch_names(launch: Launch) -> list[str]:
-    """The arguments whose kinds a signature has."""
-    return [name for name, _, _ in _names(launch.kernel)]
+def runtime_names(kernel: Any) -> tuple[str, ...]:
+    """The arguments of a kernel that are no constants."""
+    if not hasattr(kernel, "params"):  # interpreted
+        return tuple(name for name in kernel.arg_names if name not in ("c", "config"))
+    return tuple([x.name for x in _arguments(kernel)])
 
 
 def signature_of(launch: Launch) -> Signature:
@@ -101,15 +114,16 @@ def signature_of(launch: Launch) -> Signature:
     values: list[Any] = []
     addresses = steps = 0
     arguments = launch.arguments
-    for name, pointer_counts, stride_counts in _names(launch.kernel):
+    for name, is_read_wide, is_stride, is_aligned_stride in _arguments(launch.kernel):
         x = arguments[name]
         kind = type(x)
         if kind is int:
-            if stride_counts:
+            if is_stride:
                 if x == 1:  # neighbours in memory: kernels are compiled for that
                     kinds.append(1)
                     continue
-                steps |= x
+                if is_aligned_stride:
+                    steps |= x
             kinds.append("i32" if -_INT32 <= x < _INT32 else "i64")
             values.append(x)
         elif x is None:
@@ -124,7 +138,7 @@ def signature_of(launch: Launch) -> Signature:
             kinds.append(x.dtype)
             address = x.data_ptr()
             values.append(address)
-            if pointer_counts:
+            if is_read_wide:
                 addresses |= address
     return Signature(tuple(kinds), values, not addresses & 15, not steps & 15)
 
@@ -150,17 +164,18 @@ class Source(NamedTuple):
 def source_of(launch: Launch, signature: Signature) -> Source:
     types: dict[str, str] = {}
     constants = dict(launch.constants)
-    aligned = set()
-    for (name, pointer_counts, stride_counts), kind in zip(_names(launch.kernel), signature.kinds, strict=True):
+    aligned = set(launch.aligned)
+    for x, kind in zip(_arguments(launch.kernel), signature.kinds, strict=True):
         if kind is None or kind == 1:
-            constants[name] = kind
+            constants[x.name] = kind
             continue
-        types[name] = _type_name(kind)
-        is_pointer = isinstance(kind, torch.dtype)
-        if (is_pointer and pointer_counts and signature.aligned_pointers) or (
-            not is_pointer and stride_counts and signature.aligned_strides
-        ):
-            aligned.add(name)
+        types[x.name] = _type_name(kind)
+        if isinstance(kind, torch.dtype):
+            is_aligned = x.is_read_wide and signature.aligned_pointers
+        else:
+            is_aligned = x.is_aligned_stride and signature.aligned_strides
+        if is_aligned:
+            aligned.add(x.name)
     return Source(types, constants, frozenset(aligned))
 
 
@@ -273,7 +288,7 @@ class Driver:
                 at, _TMA_TYPES[dtype], rank, address, at + 128, at + 168, at + 208, at + 228, 0, swizzle,
                 _L2_PROMOTION_128B, 0,
             )  # fmt: skip
-            encoded = self._room[self._begin : self._begin + 128]
+            encoded = ctypes.string_at(at, 128)
         self.check(result)
         if self._clears_bit and sum((n - 1) * s for n, s in zip(shape, [size, *steps], strict=True)) < 128 * 1024 - 1:
             # Drivers up to 13.1 set a bit wrongly for small tensors; CUTLASS and Triton clear it, too.
@@ -418,13 +433,14 @@ _binaries: dict[Any, Binary] = {}  # as many as kernels have constants: sizes ar
 def binary_of(launch: Launch, signature: Signature, device: int) -> Binary:
     """The binary that runs `launch` on this device; Triton compiles it where it is new."""
     key = (
-        launch.kernel,
+        launch.kernel.fn,
         device,
         signature.kinds,
         signature.aligned_pointers,
         signature.aligned_strides,
         tuple(launch.constants.values()),
         tuple(launch.options.items()),
+        launch.aligned,
     )
     found = _binaries.get(key)
     if found is None:

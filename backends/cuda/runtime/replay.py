@@ -12,8 +12,8 @@ from diyfa.backends.cuda.runtime.launcher import (
     Tiles,
     binary_of,
     current_stream,
-    launch_names,
     launches_are_hooked,
+    runtime_names,
     signature_of,
 )
 from diyfa.problem import Launch
@@ -35,7 +35,7 @@ def relaunch_of(launch: Launch, slots: Mapping[str, int]) -> Relaunch:
     places: list[tuple[int, int]] = []  # (index in the template, slot)
     maps: list[tuple[int, int, Callable[[int], bytes]]] = []
     index = number = 0
-    for name, kind in zip(launch_names(launch), signature.kinds, strict=True):
+    for name, kind in zip(runtime_names(launch.kernel), signature.kinds, strict=True):
         if kind is None or kind == 1:
             continue
         x = launch.arguments[name]
