@@ -80,8 +80,11 @@ def _attend(
     lengths = lengths or WHOLE
     optional = tensors_given(lengths, given)
     views: Any = owners
-    key = None if packing else key_of(*views, lengths, given.values(), optional)
-    plan = find(key)
+    plan = key = None
+    if not packing:
+        q, k, v = owners
+        key = key_of(q, k, v, lengths, given.values(), optional)
+        plan = find(key)
     if key is None and plan is None and any(validation.is_dtensor(x) for x in owners):
         from diyfa.distributed.dtensor import attend_with_shards
 
@@ -97,7 +100,8 @@ def _attend(
         if packing:
             views = (*owners[:-1], *_unpacked(packing, owners[-1], len(packing), given["layout"] == VARLEN))
         if packing or any(x is not y for x, y in zip(owners, given_tensors, strict=True)):  # what was cast has keys
-            key = key_of(*views, lengths, given.values(), optional)
+            q, k, v = views
+            key = key_of(q, k, v, lengths, given.values(), optional)
             plan = find(key)
     q, k, v = views
     first, second, third = (*owners, None, None)[:3] if packing else owners
