@@ -20,7 +20,7 @@ Keys are gathered row by row, in pages or not: a page may have any size.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -949,7 +949,8 @@ def launches_of(
             rows_each = min(combined_rows(rows * wide * shared), rows)
             grid = cdiv(rows, rows_each) * wide, together, shared // together
             kernel = _combine_kernel
-            merging = replace(c, by_tile=by_tile, columns=columns, parts=max(8, COMBINED_ELEMENTS // columns))
+            others = {"by_tile": by_tile, "columns": columns, "parts": max(8, COMBINED_ELEMENTS // columns)}
+            merging = DecodeConstants(**vars(c) | others)
         given = arguments | {"sharers": count // together, "rows_each": rows_each}
         merged = {name: given[name] for name in kernel.arg_names if name in given}
         early = {"launch_pdl": True} if c.overlap else {}
