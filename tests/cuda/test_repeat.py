@@ -28,6 +28,7 @@ from diyfa.backends.cuda.hopper import bwd_launch as hopper_bwd  # noqa: F401
 from diyfa.backends.cuda.hopper import configs as hopper_configs
 from diyfa.backends.cuda.hopper import decode_mla, decode_mla_configs, prefill  # noqa: F401
 from diyfa.backends.cuda.hopper import fwd as hopper_fwd
+from diyfa.backends.cuda.matmul import kernel as matmul_kernel
 from diyfa.backends.cuda.runtime import launcher, replay, tune
 
 HOPPER_BACKWARD = ["_prepare_kernel", "_bwd_sm90_kernel", "_convert_kernel"]
@@ -501,3 +502,310 @@ def test_on_the_device_a_repeated_call_gives_the_same_bits(shape, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True))
 
 
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"precision": "tf32"}, {"block_m": 16, "block_n": 32, "block_k": 32}], ids=["", "tf32", "block"]
+)
+@pytest.mark.parametrize("rows", [16, 512])
+def test_a_repeated_product_launches_what_the_first_did(recorder, monkeypatch, rows, options):
+    described = []
+    launch = matmul_kernel.launch_kernel
+    monkeypatch.setattr(matmul_kernel, "launch_kernel", lambda one: described.append(one) or launch(one))
+    dtype = torch.float32 if "precision" in options else torch.bfloat16
+    passes, kept = [], []
+    for _ in range(4):
+        a, b = torch.zeros(rows, 4096, dtype=dtype), torch.zeros(4096, 640, dtype=dtype)
+        described.clear()
+        with diyfa.use_backend("cuda"):
+            c = diyfa.triton_matmul(a, b, **options)
+        passes.append(launches_of(recorder, a=a, b=b, c=c))
+        kept.append((a, b, c))
+    assert read_by(passes[0]) == {"a", "b", "c"} and not described
+    assert_same(*passes)
+    with diyfa.use_backend("cuda"):
+        assert not diyfa.triton_matmul(a[:, :0], b[:0]).any() and not recorder.launches
+
+
+# ---- Attention over a cache ---------------------------------------------------------------------------------------
+
+
+def over_cache(rows=1, heads=8, length=100, by="tensor", **options):
+    """Arguments of a call of two sequences over a cache of 4096 rows, with `length` keys each."""
+    q, cache = torch.zeros(2, rows, heads, 64).bfloat16(), torch.zeros(2, 2, 4096, 2, 64).bfloat16()
+    lengths = torch.full((2,), length, dtype=torch.int32) if by == "tensor" else length
+    return {"q": q, "k_cache": cache[0], "v_cache": cache[1], "cache_seqlens": lengths, "causal": True, **options}
+
+
+def appending(length, by):
+    k, v = torch.zeros(2, 2, 1, 2, 64, dtype=torch.bfloat16)
+    cos, sin = torch.zeros(2, 4096, 16, dtype=torch.bfloat16)
+    return over_cache(length=length, by=by, k=k, v=v, rotary_cos=cos, rotary_sin=sin)
+
+
+def latent(length, by):
+    """A latent cache: both descriptors of a tensor are made of what the call gives."""
+    given = over_cache(length=length, by=by) | {"q": torch.zeros(2, 1, 16, 576).bfloat16(), "softmax_scale": 0.1}
+    cache = torch.zeros(9, 64, 1, 576).bfloat16()
+    if by == "tensor":
+        given["block_table"] = torch.zeros(2, 4, dtype=torch.int32)
+    else:
+        cache = cache.flatten(0, 1)[None].expand(2, -1, -1, -1)
+    return given | {"k_cache": cache, "v_cache": cache[..., :512]}
+
+
+def prefilled(length, by):
+    given = over_cache(length=length + 500, by=by) | {"q": torch.zeros(2, 512, 16, 128).bfloat16()}
+    if by == "tensor":
+        cache = torch.zeros(2, 40, 16, 4, 128).bfloat16()
+        given["block_table"] = torch.zeros(2, 40, dtype=torch.int32)
+    else:
+        cache = torch.zeros(2, 2, 640, 4, 128).bfloat16()
+    return given | {"k_cache": cache[0], "v_cache": cache[1]}
+
+
+def a_token(length, by):
+    return over_cache(length=length, by=by)
+
+
+CACHES = {  # arguments, kernels
+    "token": (a_token, ["_decode_kernel", "_combine_kernel"]),
+    "appended": (appending, ["_append_kernel", "_decode_kernel", "_combine_kernel"]),
+    "latent": (latent, ["_decode_mla_kernel", "_combine_kernel"]),
+    "prefill": (prefilled, ["_fwd_sm90_kernel"]),
+    "in the mode": (a_token, ["_decode_kernel", "_fold_kernel"]),
+}
+
+
+@pytest.fixture
+def chosen_mla(monkeypatch):
+    monkeypatch.setattr(decode_mla_configs, "environment_refusal", lambda: None)
+    backend = registry.load_backend("cuda")
+    kernels = [
+        dataclasses.replace(kernel, by_name_only=lambda problem: None)
+        if (kernel.op, kernel.name) == ("kvcache_fwd", "sm90")
+        else kernel
+        for kernel in backend.kernels
+    ]
+    monkeypatch.setattr(backend, "kernels", kernels)
+
+
+@pytest.mark.parametrize("gives_out", [False, True], ids=["", "out"])
+@pytest.mark.parametrize("by", ["tensor", "int"])
+@pytest.mark.parametrize("case", CACHES)
+def test_a_repeated_call_with_a_cache_launches_what_the_first_did(
+    recorder, chosen_mla, monkeypatch, case, by, gives_out
+):
+    """Of one with an int for all lengths the length is given anew."""
+    make, kernels = CACHES[case]
+    described = []
+    for module in (decode, append, prefill):
+        launch = module.launch_kernel
+        monkeypatch.setattr(module, "launch_kernel", lambda one, launch=launch: described.append(one) or launch(one))
+    passes, kept = [], []
+    for length in (100, 100, 101, 102):
+        given = make(length, by)
+        out = given["q"].new_zeros(*given["q"].shape[:3], given["v_cache"].shape[3]) if gives_out else None
+        described.clear()
+        with diyfa.use_backend("cuda"), diyfa.batch_invariant() if "mode" in case else contextlib.nullcontext():
+            result, lse = diyfa.flash_attn_with_kvcache(**given, out=out, return_softmax_lse=True)
+        assert out is None or result is out
+        tensors = {name: x for name, x in given.items() if isinstance(x, torch.Tensor) and name != "v_cache"}
+        launches = launches_of(recorder, **tensors, out=result, lse=lse)
+        assert [one.kernel for one in launches] == kernels
+        for one in launches:
+            if by == "int" and "length" in one.arguments:
+                assert one.arguments.pop("length") == given["cache_seqlens"]
+        passes.append(launches)
+        kept.append((given, result, lse))
+        expected = {*tensors, "out", "lse"} - ({"q", "rotary_sin"} if case == "appended" else set())
+        assert read_by(launches) >= expected - {"rotary_sin"}
+    assert not described
+    assert_same(*passes)
+
+
+def test_values_that_are_no_part_of_the_keys_are_another_call(recorder, chosen_mla):
+    given = latent(100, "tensor")
+    with diyfa.use_backend("cuda"):
+        for _ in range(3):
+            diyfa.flash_attn_with_kvcache(**given)
+        recorder.launches.clear()
+        v = torch.zeros_like(given["k_cache"])[..., :512]
+        diyfa.flash_attn_with_kvcache(**given | {"v_cache": v})
+    assert recorder.launches[0].kernel == "_decode_kernel"
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd", "thd"])
+def test_a_repeated_call_of_few_queries_launches_what_the_first_did(recorder, layout):
+    offsets = [torch.tensor([0, n], dtype=torch.int32) for n in (2, 4096)]
+    passes, kept = [], []
+    for _ in range(4):
+        q, k, v = (torch.zeros(n, h, 64, dtype=torch.bfloat16) for n, h in ((2, 8), (4096, 2), (4096, 2)))
+        if layout == "thd":
+            attend = functools.partial(diyfa.flash_attention_varlen, q, k, v, *offsets, 2, 4096)
+        elif layout == "bshd":
+            attend = functools.partial(diyfa.flash_attention_v2, q[None], k[None], v[None])
+        else:
+            q, k, v = (x.transpose(0, 1).contiguous() for x in (q, k, v))
+            attend = functools.partial(diyfa.flash_attention, q[None], k[None], v[None])
+        with diyfa.use_backend("cuda"), torch.no_grad():
+            out, lse = attend(causal=True, return_lse=True)
+        assert out.shape[-3:] == q.shape and out.is_contiguous()
+        passes.append(launches_of(recorder, q=q, k=k, v=v, out=out, lse=lse))
+        kernels = [one.kernel for one in passes[-1]]
+        assert kernels == ["_clear_kernel"] * (layout == "thd") + ["_decode_kernel", "_combine_kernel"]
+        kept.append((q, k, v, out, lse))
+    assert_same(*passes)
+
+
+def over_pages():
+    """Of packed queries."""
+    cache = torch.zeros(2, 64, 16, 2, 64).bfloat16()
+    ends, used = torch.tensor([0, 1, 3], dtype=torch.int32), torch.tensor([100, 90], dtype=torch.int32)
+    table = torch.zeros(2, 20, dtype=torch.int32)
+    return {
+        "q": torch.zeros(3, 6, 64).bfloat16(), "k": cache[0], "v": cache[1], "cu_seqlens_q": ends,
+        "cu_seqlens_k": None, "max_seqlen_q": 2, "max_seqlen_k": 100, "block_table": table, "seqused_k": used,
+    }  # fmt: skip
+
+
+WITHOUT_LSE = {
+    "a token": (over_cache, False, "_combine_kernel"),
+    "out": (lambda: over_cache(out=torch.zeros(2, 1, 8, 64).bfloat16()), False, "_combine_kernel"),
+    "an odd group": (lambda: over_cache(heads=6), False, "_combine_kernel"),
+    "new keys": (
+        lambda: over_cache(k=torch.zeros(2, 1, 2, 64).bfloat16(), v=torch.zeros(2, 1, 2, 64).bfloat16()), False,
+        "_combine_kernel",
+    ),
+    "in the mode": (lambda: over_cache(heads=6), True, "_fold_kernel"),
+    "packed": (over_pages, False, "_combine_kernel"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WITHOUT_LSE)
+def test_an_lse_that_is_not_returned_lies_in_the_workspace(recorder, monkeypatch, case):
+    """Behind all that the kernels write there; one that is returned holds no other memory."""
+    make, invariant, last = WITHOUT_LSE[case]
+    asked, made = [], []
+    allocator_of, workspace = replay.allocator_of, decode.workspace
+
+    def spied_on(device_type):
+        allocate = allocator_of(device_type)
+        return lambda *args: asked.append(allocate(*args)) or asked[-1]
+
+    monkeypatch.setattr(replay, "allocator_of", spied_on)
+    monkeypatch.setattr(decode, "workspace", lambda *args: made.append(workspace(*args)) or made[-1])
+    monkeypatch.setattr(decode_configs, "multiprocessors", lambda device: 100)
+    function = diyfa.flash_attention_varlen if case == "packed" else diyfa.flash_attn_with_kvcache
+    name = "return_lse" if case == "packed" else "return_softmax_lse"
+    given = make()
+    with diyfa.use_backend("cuda"), diyfa.batch_invariant() if invariant else contextlib.nullcontext():
+        for returns_lse in (True, True, True, False, True, False):
+            recorder.launches.clear()
+            asked.clear()
+            result = function(**given, **{name: returns_lse})
+            out, lse = result if returns_lse else (result, None)
+    of_lse = out.numel() // 64
+    (memory,) = [x for x in asked if x is not out]
+    kernels = {one.kernel: one.arguments for one in recorder.launches}
+    first = kernels["_decode_kernel"]
+    begin, at_lse = first["sums_ptr"], first["lse_ptr"]
+    assert begin == memory.data_ptr() and first["o_ptr"] == out.data_ptr() and at_lse % 16 == 0
+    assert first["statistics_ptr"] < at_lse and at_lse + 4 * of_lse <= begin + memory.numel() * 4
+    assert kernels[last]["lse_ptr"] == at_lse and kernels[last]["sums_ptr"] == begin
+    # The workspace of a described launch, of which all may be written, ends before it.
+    assert at_lse - begin >= made[0].numel() * 4
+    with diyfa.use_backend("cuda"), diyfa.batch_invariant() if invariant else contextlib.nullcontext():
+        _, lse = function(**given, **{name: True})
+    assert lse.untyped_storage().nbytes() == 4 * of_lse and lse is asked[-2] and lse.numel() == of_lse
+
+
+# ---- Calls that are nearly equal ----------------------------------------------------------------------------------
+
+
+def shifted(x):
+    """The same at an address that is not aligned."""
+    return torch.zeros(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape)
+
+
+def wide(x):
+    """The same with another stride of rows."""
+    return x.new_zeros(*x.shape[:-1], 2 * x.shape[-1])[..., : x.shape[-1]]
+
+
+def turned(x):
+    """The same with two dimensions the other way round in memory."""
+    return x.transpose(1, -2).contiguous().transpose(1, -2)
+
+
+def some_tensors(rng, *shapes, grad=False):
+    """Zeros of these shapes, of which one may lie otherwise."""
+    which, how = rng.randrange(len(shapes)), rng.choice([lambda x: x, lambda x: x, shifted, wide, turned])
+    tensors = [torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes]
+    return [(how(x) if i == which else x).requires_grad_(grad) for i, x in enumerate(tensors)]
+
+
+def some_attention(rng):
+    """(tensors, call -> results)"""
+    heads_kv, rows, keys = rng.choice((2, 4)), rng.choice((96, 97)), rng.choice((96, 112))
+    q, k, v = some_tensors(rng, (2, rows, 4, 64), *[(2, keys, heads_kv, 64)] * 2, grad=rng.random() < 0.7)
+    options = {"causal": rng.random() < 0.5, "window": rng.choice([(-1, -1), (30, 0)]), "softcap": rng.choice([0, 2.0])}
+    options["seq_lens"] = rng.choice([None, None, seq_lens_of(40, 90)])
+    bias = torch.zeros(4, rows, keys)
+    options["attn_bias"] = rng.choice([None, None, bias, shifted(bias), wide(bias), bias.half()])
+    dout = rng.choice([lambda x: x, shifted, turned])(torch.zeros_like(q))
+
+    def call():
+        out, lse = diyfa.flash_attention_v2(q, k, v, backend="cuda", return_lse=True, **options)
+        grads = torch.autograd.grad(out, (q, k, v), dout) if out.requires_grad else ()
+        return out, lse, *grads
+
+    return [q, k, v, dout, options["seq_lens"], options["attn_bias"]], call
+
+
+def some_decoding(rng):
+    rows, queries = rng.choice((305, 306, 320)), rng.choice((1, 2))
+    q, k, v = some_tensors(rng, (2, queries, 8, 72), *[(2, rows, 2, 72)] * 2)
+    lengths = rng.choice([None, 300, 301, seq_lens_of(300, 280)])
+    options = {"causal": True, "num_splits": rng.choice((0, 0, 3)), "window_size": rng.choice([(-1, -1), (306, 0)])}
+    options |= {"out": rng.choice([None, torch.zeros_like(q), shifted(q)]), "cache_seqlens": lengths}
+    if lengths is not None and rng.random() < 0.5:
+        options |= dict(zip("kv", some_tensors(rng, *[(2, queries, 2, 72)] * 2), strict=True))
+    invariant = rng.random() < 0.2
+
+    def call():
+        with diyfa.use_backend("cuda"), diyfa.batch_invariant() if invariant else contextlib.nullcontext():
+            return diyfa.flash_attn_with_kvcache(q, k, v, return_softmax_lse=True, **options)
+
+    return [q, k, v, *(x for x in options.values() if isinstance(x, torch.Tensor))], call
+
+
+def some_product(rng):
+    a, b = some_tensors(rng, (rng.choice((8, 96)), 64), (64, rng.choice((72, 80))))
+    options = rng.choice([{}, {"out_dtype": torch.float32}, {"block_m": 16, "block_n": 32, "block_k": 32}])
+
+    def call():
+        with diyfa.use_backend("cuda"):
+            return (diyfa.triton_matmul(a, b, **options if a.shape[0] > 8 else {}),)
+
+    return [a, b], call
+
+
+@pytest.mark.parametrize("kind", [some_attention, some_decoding, some_product], ids=lambda kind: kind.__name__)
+def test_no_call_launches_what_another_one_decided(recorder, monkeypatch, kind):
+    """Calls that differ in little, in any order, launch what they do in a process without earlier calls."""
+    rng = random.Random(0)
+    for _ in range(300):
+        tensors, call = kind(random.Random(rng.randrange(60)))
+        found = []
+        for fresh in (False, True):
+            with monkeypatch.context() as patch:
+                if fresh:
+                    patch.setattr(planning, "plans", {})
+                    patch.setattr(launcher, "_binaries", {})
+                results = call()
+            of_call = {f"result {i}": x for i, x in enumerate(results)}
+            of_call |= {f"given {i}": x for i, x in enumerate(tensors) if x is not None and x.numel()}
+            found.append(launches_of(recorder, **of_call))
+        assert_same(*found)
+    assert len(known_plans()) <= 60

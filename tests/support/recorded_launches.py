@@ -51,12 +51,12 @@ class Kernel:
 
     def __init__(self, kernel: Any, launches: list[Recorded]) -> None:
         jit = kernel if hasattr(kernel, "params") else JITFunction(kernel.fn, **kernel.kwargs)
-        self.arg_names, self.params, self.__name__ = kernel.arg_names, jit.params, kernel.__name__
+        self.fn, self.arg_names, self.params, self.__name__ = kernel.fn, kernel.arg_names, jit.params, kernel.__name__
         self._launches = launches
 
     def __getitem__(self, grid: Any) -> Any:
         """A launch of Triton's own."""
-        names = [x.name for x in self.params if not x.is_constexpr]
+        names = launcher.runtime_names(self)
 
         def launch(**given: Any) -> None:
             of_kernel = {name: given[name] for name in names}
@@ -110,7 +110,7 @@ class Recorder:
             return kind.from_address(next(addresses)).value
 
         arguments: dict[str, Any] = {}
-        for name, kind in zip(launcher.launch_names(launch), signature.kinds, strict=True):
+        for name, kind in zip(launcher.runtime_names(launch.kernel), signature.kinds, strict=True):
             if kind is None or kind == 1:
                 arguments[name] = kind
             elif isinstance(kind, tuple):
@@ -122,7 +122,7 @@ class Recorder:
                 arguments[name] = read(_TYPES.get(kind, ctypes.c_uint64))
         assert [read(ctypes.c_uint64) for _ in range(SCRATCH)] == [0] * SCRATCH
         grid = settings.grid_x, settings.grid_y, settings.grid_z
-        binary = (signature.kinds, signature.aligned_pointers, signature.aligned_strides)
+        binary = (signature.kinds, signature.aligned_pointers, signature.aligned_strides, launch.aligned)
         (constants,) = launch.constants.values()
         self.launches.append(
             Recorded(launch.kernel.__name__, grid, settings.stream or 0, arguments, constants, binary)
