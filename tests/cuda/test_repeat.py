@@ -738,40 +738,46 @@ def turned(x):
     return x.transpose(1, -2).contiguous().transpose(1, -2)
 
 
-def some_tensors(rng, *shapes, grad=False):
-    """Zeros of these shapes, of which one may lie otherwise."""
-    which, how = rng.randrange(len(shapes)), rng.choice([lambda x: x, lambda x: x, shifted, wide, turned])
-    tensors = [torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes]
-    return [(how(x) if i == which else x).requires_grad_(grad) for i, x in enumerate(tensors)]
+class Choices(random.Random):
+    """Mostly the first of several."""
+
+    def __call__(self, first, *others):
+        return first if self.random() < 0.85 else self.choice(others)
+
+    def zeros(self, *shape):
+        """In memory that may lie in one of several ways."""
+        return self(lambda x: x, shifted, wide, turned)(torch.zeros(shape, dtype=torch.bfloat16))
 
 
-def some_attention(rng):
+def some_attention(pick):
     """(tensors, call -> results)"""
-    heads_kv, rows, keys = rng.choice((2, 4)), rng.choice((96, 97)), rng.choice((96, 112))
-    q, k, v = some_tensors(rng, (2, rows, 4, 64), *[(2, keys, heads_kv, 64)] * 2, grad=rng.random() < 0.7)
-    options = {"causal": rng.random() < 0.5, "window": rng.choice([(-1, -1), (30, 0)]), "softcap": rng.choice([0, 2.0])}
-    options["seq_lens"] = rng.choice([None, None, seq_lens_of(40, 90)])
+    heads_kv, rows, keys = pick(4, 2), pick(96, 97), pick(96, 112)
+    q, k, v = pick.zeros(2, rows, 4, 64), pick.zeros(2, keys, heads_kv, 64), pick.zeros(2, keys, heads_kv, 64)
+    options = {"causal": pick(True, False), "window": pick((-1, -1), (30, 0)), "softcap": pick(0, 2.0)}
+    options["seq_lens"] = pick(None, seq_lens_of(40, 90))
     bias = torch.zeros(4, rows, keys)
-    options["attn_bias"] = rng.choice([None, None, bias, shifted(bias), wide(bias), bias.half()])
-    dout = rng.choice([lambda x: x, shifted, turned])(torch.zeros_like(q))
+    options["attn_bias"] = pick(bias, None, shifted(bias), wide(bias), bias.half())
+    dout = pick.zeros(*q.shape)
+    for x in (q, k, v):
+        x.requires_grad_(pick(True, False))
 
     def call():
         out, lse = diyfa.flash_attention_v2(q, k, v, backend="cuda", return_lse=True, **options)
-        grads = torch.autograd.grad(out, (q, k, v), dout) if out.requires_grad else ()
-        return out, lse, *grads
+        wanted = [x for x in (q, k, v) if x.requires_grad]
+        return out, lse, *(torch.autograd.grad(out, wanted, dout) if wanted else ())
 
     return [q, k, v, dout, options["seq_lens"], options["attn_bias"]], call
 
 
-def some_decoding(rng):
-    rows, queries = rng.choice((305, 306, 320)), rng.choice((1, 2))
-    q, k, v = some_tensors(rng, (2, queries, 8, 72), *[(2, rows, 2, 72)] * 2)
-    lengths = rng.choice([None, 300, 301, seq_lens_of(300, 280)])
-    options = {"causal": True, "num_splits": rng.choice((0, 0, 3)), "window_size": rng.choice([(-1, -1), (306, 0)])}
-    options |= {"out": rng.choice([None, torch.zeros_like(q), shifted(q)]), "cache_seqlens": lengths}
-    if lengths is not None and rng.random() < 0.5:
-        options |= dict(zip("kv", some_tensors(rng, *[(2, queries, 2, 72)] * 2), strict=True))
-    invariant = rng.random() < 0.2
+def some_decoding(pick):
+    rows, queries = pick(305, 306, 320), pick(1, 2)
+    q, k, v = pick.zeros(2, queries, 8, 72), pick.zeros(2, rows, 2, 72), pick.zeros(2, rows, 2, 72)
+    lengths = pick(300, 301, seq_lens_of(300, 280), None)
+    options = {"causal": True, "num_splits": pick(0, 3), "window_size": pick((-1, -1), (306, 0))}
+    options |= {"out": pick(torch.zeros_like(q), shifted(q), None), "cache_seqlens": lengths}
+    if lengths is not None and pick(True, False):
+        options |= {"k": pick.zeros(2, queries, 2, 72), "v": pick.zeros(2, queries, 2, 72)}
+    invariant = pick(False, True)
 
     def call():
         with diyfa.use_backend("cuda"), diyfa.batch_invariant() if invariant else contextlib.nullcontext():
@@ -780,13 +786,13 @@ def some_decoding(rng):
     return [q, k, v, *(x for x in options.values() if isinstance(x, torch.Tensor))], call
 
 
-def some_product(rng):
-    a, b = some_tensors(rng, (rng.choice((8, 96)), 64), (64, rng.choice((72, 80))))
-    options = rng.choice([{}, {"out_dtype": torch.float32}, {"block_m": 16, "block_n": 32, "block_k": 32}])
+def some_product(pick):
+    a, b = pick.zeros(pick(96, 112), 64), pick.zeros(64, pick(80, 72))
+    options = pick({}, {"out_dtype": torch.float32}, {"block_m": 16, "block_n": 32, "block_k": 32})
 
     def call():
         with diyfa.use_backend("cuda"):
-            return (diyfa.triton_matmul(a, b, **options if a.shape[0] > 8 else {}),)
+            return (diyfa.triton_matmul(a, b, **options),)
 
     return [a, b], call
 
@@ -794,9 +800,9 @@ def some_product(rng):
 @pytest.mark.parametrize("kind", [some_attention, some_decoding, some_product], ids=lambda kind: kind.__name__)
 def test_no_call_launches_what_another_one_decided(recorder, monkeypatch, kind):
     """Calls that differ in little, in any order, launch what they do in a process without earlier calls."""
-    rng = random.Random(0)
+    pick = Choices(0)
     for _ in range(300):
-        tensors, call = kind(random.Random(rng.randrange(60)))
+        tensors, call = kind(pick)
         found = []
         for fresh in (False, True):
             with monkeypatch.context() as patch:
@@ -808,4 +814,4 @@ def test_no_call_launches_what_another_one_decided(recorder, monkeypatch, kind):
             of_call |= {f"given {i}": x for i, x in enumerate(tensors) if x is not None and x.numel()}
             found.append(launches_of(recorder, **of_call))
         assert_same(*found)
-    assert len(known_plans()) <= 60
+    assert len(known_plans()) < 200  # others were repeated
