@@ -97,7 +97,13 @@ def assert_same(first: list[Recorded], *others: list[Recorded]) -> None:
     def flat(passes: list[Recorded]) -> tuple[list[Any], list[int]]:
         shape, addresses = [], []
         for one in passes:
-            for key, x in (("grid", one.grid), ("stream", one.stream), ("constants", one.constants), ("binary", one.binary), *one.arguments.items()):
+            for key, x in (
+                ("grid", one.grid),
+                ("stream", one.stream),
+                ("constants", one.constants),
+                ("binary", one.binary),
+                *one.arguments.items(),
+            ):
                 address = x.address if isinstance(x, Map) else x
                 if type(address) is int and address >= LEAST_ADDRESS:
                     addresses.append(address)
@@ -502,13 +508,12 @@ def test_on_the_device_a_repeated_call_gives_the_same_bits(shape, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True))
 
 
-
-
 @pytest.mark.parametrize(
     "options", [{}, {"precision": "tf32"}, {"block_m": 16, "block_n": 32, "block_k": 32}], ids=["", "tf32", "block"]
 )
 @pytest.mark.parametrize("rows", [16, 512])
-def test_a_repeated_product_launches_what_the_first_did(recorder, monkeypatch, rows, options):
+@pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
+def test_a_repeated_product_launches_what_the_first_did(recorder, monkeypatch, rows, options, transposed):
     described = []
     launch = matmul_kernel.launch_kernel
     monkeypatch.setattr(matmul_kernel, "launch_kernel", lambda one: described.append(one) or launch(one))
@@ -516,6 +521,7 @@ def test_a_repeated_product_launches_what_the_first_did(recorder, monkeypatch, r
     passes, kept = [], []
     for _ in range(4):
         a, b = torch.zeros(rows, 4096, dtype=dtype), torch.zeros(4096, 640, dtype=dtype)
+        b = turned(b) if transposed else b
         described.clear()
         with diyfa.use_backend("cuda"):
             c = diyfa.triton_matmul(a, b, **options)
@@ -735,7 +741,7 @@ def wide(x):
 
 def turned(x):
     """The same with two dimensions the other way round in memory."""
-    return x.transpose(1, -2).contiguous().transpose(1, -2)
+    return x.transpose(1, -2).contiguous().transpose(1, -2) if x.dim() > 2 else x.t().contiguous().t()
 
 
 class Choices(random.Random):

@@ -124,9 +124,7 @@ class Recorder:
         grid = settings.grid_x, settings.grid_y, settings.grid_z
         binary = (signature.kinds, signature.aligned_pointers, signature.aligned_strides, launch.aligned)
         (constants,) = launch.constants.values()
-        self.launches.append(
-            Recorded(launch.kernel.__name__, grid, settings.stream or 0, arguments, constants, binary)
-        )
+        self.launches.append(Recorded(launch.kernel.__name__, grid, settings.stream or 0, arguments, constants, binary))
         return 0
 
 
