@@ -859,6 +859,25 @@ def test_packed_calls_by_hopper_kernels_launch_the_same_whether_repeated_or_not(
     assert len(described) == (0 if paged else 4)  # of the gradients of the first two calls
 
 
+def test_a_repeated_backward_of_short_packed_sequences_clears_rows_of_none(recorder, ways):
+    kept, passes = [], []
+    for _ in range(4):
+        q, k, v = (torch.zeros(200, 4, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+        ends = torch.tensor([0, 60, 100], dtype=torch.int32)
+        with diyfa.use_backend("cuda"):
+            out = diyfa.flash_attention_varlen(q, k, v, ends, ends, 60, 60)
+        recorder.calls.clear()
+        ways.clear()
+        dout = torch.zeros_like(out)
+        dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
+        assert [call[4] for call in recorder.calls] == ["_clear_kernel", "_clear_kernel", "_bwd_short_kernel"]
+        own = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "ends": ends, "dq": dq, "dk": dk, "dv": dv}
+        passes.append([named(call, **own) for call in recorder.calls])
+        kept.append(own)  # memory that is not given out again
+    assert not ways
+    assert are_same(*passes)
+
+
 def test_a_repeated_call_in_the_mode_launches_what_the_ordinary_one_does(recorder, monkeypatch):
     """Whose parts have programs of their own."""
     launched = []

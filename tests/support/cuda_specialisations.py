@@ -28,6 +28,7 @@ from diyfa.problem import LAYOUTS, VARLEN, AttentionGradients
 TARGET = make_backend(GPUTarget("cuda", 90, 32))
 CALLS = 200
 HEADS, HEADS_KV = 4, 2
+ONE_TILE = 64  # tokens
 # kernel -> (constants and options) -> specialisations of the other arguments, in their order
 Keys = dict[str, dict[str, set[tuple[Any, ...]]]]
 keys: Keys = defaultdict(lambda: defaultdict(set))
@@ -61,7 +62,11 @@ def summary() -> dict[str, dict[str, Any]]:
 
 
 def train(
-    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor], lengths: Lengths, wants_dlse: bool, **options: Any
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    lengths: Lengths,
+    wants_dlse: bool,
+    kinds: tuple[str, ...] = bwd.SPLIT,
+    **options: Any,
 ) -> None:
     """One forward and backward pass; nothing is computed."""
     q, k, v = qkv
@@ -73,7 +78,7 @@ def train(
     dbias = torch.empty_like(bias) if bias is not None else None
     gradients = AttentionGradients(torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), dbias)
     dlse = torch.empty_like(lse) if wants_dlse else None
-    bwd.attention_backward(problem, tensors, out, lse, torch.empty_like(out), dlse, gradients)
+    bwd.attention_backward(problem, tensors, out, lse, torch.empty_like(out), dlse, gradients, kinds)
 
 
 def packed(rng: random.Random, head_dim: int, wants_dlse: bool, self_attention: bool, **features: Any) -> None:
@@ -109,6 +114,17 @@ def dense(
     train((q, k, v), WHOLE, wants_dlse, layout=layout, attn_bias=attn_bias, bias_grad=bool(bias))
 
 
+def short(rng: random.Random, wants_dlse: bool, packs: bool) -> None:
+    """Sequences that one tile holds, such as windows: their number and lengths differ, heads are not grouped."""
+    batch, longest_q, longest_k = rng.randint(2, 64), rng.randint(33, ONE_TILE), rng.randint(33, ONE_TILE)
+    leading = (batch * ONE_TILE - rng.randint(0, 40),) if packs else (batch,)
+    rows = ((), (), ()) if packs else ((longest_q,), (longest_k,), (longest_k,))
+    q, k, v = (torch.empty(*leading, *row, HEADS, 32, dtype=torch.float16) for row in rows)
+    offsets = torch.zeros(batch + 1, dtype=torch.int32)
+    lengths = Lengths(offsets, offsets, None, longest_q, longest_k) if packs else WHOLE
+    train((q, k, v), lengths, wants_dlse, bwd.SHORT, layout=VARLEN if packs else "bshd")
+
+
 def hopper(rng: random.Random) -> None:
     """The Hopper kernel's forward pass, of lengths that it takes."""
     from diyfa.backends.cuda.hopper import configs as hopper_configs
@@ -139,6 +155,9 @@ RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
     "bhsd, cross": (dense, {"head_dim": 64, "wants_dlse": False, "self_attention": False, "layout": "bhsd"}),
     "bhsd, dlse": (dense, {"head_dim": 64, "wants_dlse": True, "self_attention": True, "layout": "bhsd"}),
     "bhsd, D=40": (dense, {"head_dim": 40, "wants_dlse": False, "self_attention": True, "layout": "bhsd"}),
+    "short": (short, {"wants_dlse": False, "packs": False}),
+    "short, dlse": (short, {"wants_dlse": True, "packs": False}),
+    "short, packed": (short, {"wants_dlse": True, "packs": True}),
     "bias": (dense, {"head_dim": 64, "wants_dlse": False, "self_attention": True, "layout": "bhsd", "bias": "full"}),
     "bias of keys": (
         dense, {"head_dim": 64, "wants_dlse": False, "self_attention": True, "layout": "bhsd", "bias": "keys"}
