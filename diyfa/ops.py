@@ -269,7 +269,9 @@ def _run_backward(
     rest = _empty_feature_gradients(options)
     gradients = AttentionGradients(*qkv, **rest)  # type: ignore[arg-type]
     _backward_into(plan, dout, dlse, saved, gradients, lengths, options)
-    if dlse is None and not plan.nothing:
+    # What is not aligned is not repeated, nor does it decide what others are repeated by.
+    aligned = not (q.data_ptr() | k.data_ptr() | v.data_ptr() | dout.data_ptr()) & 15
+    if dlse is None and aligned and not plan.nothing:
         if stride in known:  # the second call like this: most lengths never come again
             problem, kernel = plan.backward()
             tensors = bind(q, k, v, lengths, options)

@@ -205,6 +205,8 @@ def key_of(
 
 def find(key: Hashable | None) -> Any:
     """The plan of an earlier equal call."""
+    if key is None:  # not asked of `plans`: what torch.compile traces would depend on all that is in there
+        return None
     try:
         return plans.get(key)
     except TypeError:  # a list or another wrong argument: not hashable, so never remembered

@@ -1,6 +1,6 @@
-"""Repeated calls on the CUDA backend: what reaches Triton's function in C is what the ordinary way hands it.
+"""Repeated calls on the CUDA backend: what reaches the driver is what the first call handed it.
 
-There is no GPU here: CPU tensors stand in for CUDA's and a recorder for the function in C, so all but the kernels runs.
+There is no GPU here: CPU tensors stand in for CUDA's, and the driver is a recorder (`recorded_launches.py`).
 """
 
 from __future__ import annotations
@@ -8,122 +8,51 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from math import prod
-from types import SimpleNamespace
+import random
+from typing import Any
 
 import pytest
+import recorded_launches
 import torch
 from known_plans import known_plans
-from triton.runtime import driver
-from triton.tools.tensor_descriptor import TensorDescriptor
+from recorded_launches import Map, Recorded
 
 import diyfa
-from diyfa import flash_attn_interface, kvcache, ops
+from diyfa import flash_attn_interface, ops, registry
 from diyfa import plan as planning
-from diyfa.backends.cuda.attention import append, bwd, bwd_dbias, bwd_parts, clear, configs, decode, decode_configs, fwd
+from diyfa.backends.cuda.attention import append, bwd_parts, configs, decode, decode_configs
 from diyfa.backends.cuda.attention import launch as attention_launch
 from diyfa.backends.cuda.gluon.tile_counter import counter_of
-from diyfa.backends.cuda.hopper import configs as hopper_configs
-from diyfa.backends.cuda.runtime import replay, tune
-from diyfa.features import GRADIENTS
-from diyfa.problem import AttentionProblem, example_tensors
-
-if not replay.IS_KNOWN:
-    pytest.skip("calls are not repeated with this Triton", allow_module_level=True)
-from cuda_launcher import OF_LAUNCH, Recorder, launcher_around, utils
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
-
 from diyfa.backends.cuda.hopper import bwd_configs as hopper_bwd_configs
-from diyfa.backends.cuda.hopper import bwd_launch as hopper_bwd
-from diyfa.backends.cuda.hopper import decode_mla, decode_mla_configs, prefill
+from diyfa.backends.cuda.hopper import bwd_launch as hopper_bwd  # noqa: F401
+from diyfa.backends.cuda.hopper import configs as hopper_configs
+from diyfa.backends.cuda.hopper import decode_mla, decode_mla_configs, prefill  # noqa: F401
 from diyfa.backends.cuda.hopper import fwd as hopper_fwd
-
-LARGE = {"shape": (4, 8, 2048, 128), "dtype": torch.float16}  # worth its descriptors
-
-
-def specialised(kernel, arguments):
-    """What Triton compiles a kernel for besides constants: of each number and tensor, by name."""
-    told = getattr(kernel, "kwargs", None) or vars(kernel)  # of an interpreted kernel, of another
-    numbers, pointers = (told[name] or () for name in ("do_not_specialize", "do_not_specialize_on_alignment"))
-
-    def of(name, x):
-        if isinstance(x, torch.Tensor):
-            return x.dtype, name not in pointers and x.data_ptr() % 16 == 0
-        if type(x) is not int:
-            return type(x)
-        return (x >= 2**31, *(() if name in numbers else (x == 1, x % 16 == 0)))
-
-    return tuple((name, of(name, x)) for name, x in zip(kernel.arg_names, arguments, strict=True))
-
-
-def fake_kernel(kernel, recorder):
-    """`kernel` compiled to a launcher of Triton's around `recorder`, which sees what it was compiled for, too."""
-
-    def compiled_for(arguments):
-        described = [isinstance(x, (TensorDescriptor, GluonDescriptor)) for x in arguments]
-        signature = {i: "tensordesc<fp16[1, 1, 64, 64]>" if d else "*fp16" for i, d in enumerate(described)}
-        meta = {"swizzle": 3, "elem_size": 2, "elem_type": 6, "block_size": [1, 1, 64, 64], "fp4_padded": False}
-        launcher = launcher_around(recorder, signature, [meta] * sum(described) or None)
-        return SimpleNamespace(
-            run=launcher, function=kernel.__name__, packed_metadata=(4, specialised(kernel, arguments))
-        )
-
-    def warmup(grid, **named):
-        return compiled_for([named[name] for name in kernel.arg_names])
-
-    def launch(grid, **named):
-        compiled = warmup(None, **named)
-        arguments = [named[name] for name in kernel.arg_names]
-        shape = (*grid, 1, 1)[:3]
-        compiled.run(*shape, 77, kernel.__name__, compiled.packed_metadata, None, None, None, *arguments)
-        return compiled
-
-    def of_grid(self, grid):
-        return functools.partial(launch, grid)
-
-    methods = {"arg_names": kernel.arg_names, "warmup": staticmethod(warmup), "__getitem__": of_grid}
-    return type("Fn", (), methods)()
-
+from diyfa.backends.cuda.matmul import kernel as matmul_kernel
+from diyfa.backends.cuda.runtime import launcher, replay, tune
 
 HOPPER_BACKWARD = ["_prepare_kernel", "_bwd_sm90_kernel", "_convert_kernel"]
 
 
 @pytest.fixture
 def recorder(monkeypatch):
-    recorder = Recorder()
-    fake = utils(lambda address, *args: ("map", address))
-    monkeypatch.setattr(driver, "_active", SimpleNamespace(utils=fake, get_current_stream=lambda index: 77))
-    monkeypatch.setattr(replay, "BuiltinFunctionType", Recorder)
     monkeypatch.setattr(tune._tuner, "enabled", False)
-    monkeypatch.setattr(fwd, "_fwd_kernel", fake_kernel(fwd._fwd_kernel, recorder))
-    monkeypatch.setattr(bwd, "_bwd_preprocess_kernel", fake_kernel(bwd._bwd_preprocess_kernel, recorder))
-    kernels = {kind: fake_kernel(kernel, recorder) for kind, kernel in bwd._GRADIENT_KERNELS.items()}
-    monkeypatch.setattr(bwd, "_GRADIENT_KERNELS", kernels)
-    monkeypatch.setattr(hopper_fwd, "_fwd_sm90_kernel", fake_kernel(hopper_fwd._fwd_sm90_kernel, recorder))
-    for kernel in HOPPER_BACKWARD:
-        monkeypatch.setattr(hopper_bwd, kernel, fake_kernel(getattr(hopper_bwd, kernel), recorder))
-    monkeypatch.setattr(hopper_bwd_configs, "environment_refusal", lambda: None)
-    monkeypatch.setattr(hopper_bwd_configs, "MIN_SCORES", 1 << 60)  # where variant="sm90" asks for it, and only there
-    for module, kernel in (
-        (decode, "_decode_kernel"), (decode, "_combine_kernel"), (decode, "_fold_kernel"), (append, "_append_kernel"),
-        (bwd_dbias, "_bwd_dbias_kernel"), (bwd_parts, "_sum_parts_kernel"), (clear, "_clear_kernel"),
-    ):  # fmt: skip
-        monkeypatch.setattr(module, kernel, fake_kernel(getattr(module, kernel), recorder))
-    monkeypatch.setattr(decode_configs, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(planning, "plans", {})
     monkeypatch.setattr(hopper_configs, "environment_refusal", lambda: None)
-    monkeypatch.setattr(hopper_configs, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(planning, "plans", {})
-    monkeypatch.setattr(type(diyfa.registry.load_backend("cuda")), "accepts", lambda self, device: None)
-    return recorder
+    monkeypatch.setattr(hopper_bwd_configs, "environment_refusal", lambda: None)
+    monkeypatch.setattr(hopper_bwd_configs, "MIN_SCORES", 1 << 60)  # where variant="sm90" asks for it, and only there
+    for module in (decode_configs, hopper_configs):
+        monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(type(registry.load_backend("cuda")), "accepts", lambda self, device: None)
+    return recorded_launches.install(monkeypatch)
 
 
 @pytest.fixture
-def ways(monkeypatch):
-    """How each launch of `recorder` came about: "repeat" or "kernel"."""
+def described(monkeypatch):
+    """Grows with each pass that was described and decided anew: others were repeated."""
     seen = []
     bind = ops.bind
-    monkeypatch.setattr(ops, "bind", lambda *args: seen.append("described") or bind(*args))
+    monkeypatch.setattr(ops, "bind", lambda *args: seen.append(True) or bind(*args))
     return seen
 
 
@@ -136,231 +65,215 @@ def qkv(shape=(2, 4, 96, 64), dtype=torch.bfloat16, grad=False, kv_heads=None):
     return [torch.zeros(s, dtype=dtype, requires_grad=grad) for s in (shape, kv, kv)]
 
 
-def named(call, **tensors):
-    """A recorded call with names instead of the addresses of `tensors`."""
-    names = {x.data_ptr(): name for name, x in tensors.items()}
+LEAST_ADDRESS = 2**32
 
-    def name(x):
-        if isinstance(x, torch.Tensor):
-            x = x.data_ptr()
-        if isinstance(x, tuple):
-            return tuple(name(y) for y in x)
+
+def launches_of(recorder, **tensors):
+    """The launches since the last time, with names instead of the addresses of `tensors`: [(kernel, …, arguments)]."""
+    names = {x.data_ptr(): name for name, x in tensors.items() if x is not None}
+
+    def name(x: Any) -> Any:
+        if isinstance(x, Map):
+            return Map(name(x.address), *dataclasses.astuple(x)[1:])
         return names.get(x, x) if type(x) is int and x >= LEAST_ADDRESS else x
 
-    return [name(x) for x in call[3:]]  # the grid is checked by the tests of the kernels
+    found = [
+        dataclasses.replace(one, arguments={key: name(x) for key, x in one.arguments.items()})
+        for one in recorder.launches
+    ]
+    recorder.launches.clear()
+    return found
 
 
-LEAST_ADDRESS = 2**16
+def read_by(launches: list[Recorded]) -> set[str]:
+    """Names of tensors that some launch is handed."""
+    values = [x for one in launches for x in one.arguments.values()]
+    return {y for x in values for y in [x.address if isinstance(x, Map) else x] if isinstance(y, str)}
 
 
-def are_same(*passes):
-    """Whether calls differ only in the addresses of tensors that have no name, and in these alike throughout."""
+def assert_same(first: list[Recorded], *others: list[Recorded]) -> None:
+    """They differ only in the addresses of tensors that have no name, and in these alike throughout."""
 
-    def flat(calls):
-        return [y for call in calls for x in call for y in (x if isinstance(x, tuple) else (x,))]
-
-    for one in passes[1:]:
-        becomes = {}
-        for x, y in zip(flat(passes[0]), flat(one), strict=True):
-            if (
-                type(x) is int
-                and type(y) is int
-                and x >= LEAST_ADDRESS
-                and y >= LEAST_ADDRESS
-                and x % 16 == y % 16 == 0
+    def flat(passes: list[Recorded]) -> tuple[list[Any], list[int]]:
+        shape, addresses = [], []
+        for one in passes:
+            for key, x in (
+                ("grid", one.grid),
+                ("stream", one.stream),
+                ("constants", one.constants),
+                ("binary", one.binary),
+                *one.arguments.items(),
             ):
-                if becomes.setdefault(x, y) != y:
-                    return False
-            elif x != y or type(x) is not type(y):
-                return False
-        if len(set(becomes.values())) != len(becomes):
-            return False
-    return True
+                address = x.address if isinstance(x, Map) else x
+                if type(address) is int and address >= LEAST_ADDRESS:
+                    addresses.append(address)
+                    x = dataclasses.replace(x, address=0) if isinstance(x, Map) else "memory"
+                shape.append((one.kernel, key, x))
+        return shape, addresses
+
+    shape, addresses = flat(first)
+    for other in others:
+        other_shape, other_addresses = flat(other)
+        assert shape == other_shape
+        becomes = dict(zip(addresses, other_addresses, strict=True))
+        assert [becomes[x] for x in addresses] == other_addresses and len(set(becomes.values())) == len(becomes)
 
 
-CASES = {
-    "small": ({}, {}),
-    "one_tile": ({"shape": (2, 4, 49, 32)}, {"sinks": torch.zeros(4)}),
-    "causal": ({}, {"causal": True}),
-    "window": ({}, {"window": (10, 3), "sm_scale": -0.5}),
-    "softcap": ({}, {"softcap": 3.0}),
-    "gqa": ({"kv_heads": 2}, {}),
-    "descriptors": (LARGE, {}),
-    "descriptors_and_rows": (LARGE, {"causal": True}),
-    "descriptors_of_gluon": (LARGE, {"variant": "sm90"}),
-}
+# ---- Attention ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_repeated_call_launches_what_the_ordinary_one_does(recorder, ways, case):
-    inputs, options = CASES[case]
-    q, k, v = qkv(**inputs)
-    calls = []
-    for _ in range(4):
-        recorder.calls.clear()
-        ways.clear()
-        out, lse = attend(q, k, v, return_lse=True, **options)
-        assert len(recorder.calls) == 1
-        calls.append(named(recorder.calls[0], q=q, k=k, v=v, out=out, lse=lse))
-        assert out.shape == q.shape and out.stride() == q.stride() and out.dtype == q.dtype
-        assert lse.shape == q.shape[:3] and lse.is_contiguous() and lse.dtype == torch.float32
-    assert not ways  # the last two repeated
-    assert any("map" in x for x in calls[0] if isinstance(x, tuple)) is case.startswith("descriptors")
-    assert are_same(*([call] for call in calls))
-    assert attend(q, k, v, **options).shape == q.shape and not ways
+def dense(shape=(2, 4, 96, 64), dtype=torch.bfloat16, kv_heads=None, **options):
+    """(grad) -> (tensors by name, call) of one call; `options` that are functions make tensors."""
+
+    def make(grad):
+        q, k, v = qkv(shape, dtype, grad, kv_heads)
+        given = {name: x() if callable(x) else x for name, x in options.items()}
+        tensors = {name: x for name, x in given.items() if isinstance(x, torch.Tensor)}
+        return {"q": q, "k": k, "v": v, **tensors}, lambda: attend(q, k, v, return_lse=True, **given)
+
+    return make
 
 
-def test_each_launch_of_a_dynamic_deal_has_its_counter(recorder, ways, monkeypatch):
-    table = hopper_configs.config_of
-    monkeypatch.setattr(
-        hopper_fwd, "config_of", lambda problem: dataclasses.replace(table(problem), scheduler="dynamic")
-    )
-    q, k, v = qkv(**LARGE)
-    calls = []
-    for _ in range(4):
-        recorder.calls.clear()
-        ways.clear()
-        out, lse = attend(q, k, v, variant="sm90", return_lse=True)
-        counter = counter_of(q)
-        calls.append(named(recorder.calls[0], q=q, k=k, v=v, out=out, lse=lse, counter=counter))
-    assert not ways and "counter" in calls[0] and are_same(*([call] for call in calls))
-    recorder.calls.clear()
-    with attention_launch.use_config("sm90", table):
-        attend(q, k, v, variant="sm90")
-    assert ways and recorder.calls[0][-1].schedule == "static"
+def packed(shape=(2, 96, 4, 64), dtype=torch.bfloat16, **options):
+    """The same of two packed sequences."""
 
-
-@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
-def test_views_are_repeated_with_their_strides(recorder, ways, layout):
-    q, k, v = (x.transpose(1, 2) for x in torch.zeros(2, 96, 3, 4, 64).unbind(2))
-    if layout == "bshd":
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    function = diyfa.flash_attention if layout == "bhsd" else diyfa.flash_attention_v2
-    outs = [function(q, k, v, backend="cuda") for _ in range(4)]
-    assert len({(tuple(x.shape), x.stride()) for x in outs}) == 1
-    same = [named(call, q=q, k=k, v=v, out=out) for call, out in zip(recorder.calls, outs, strict=True)]
-    assert are_same(*([call] for call in same))
-
-
-@pytest.mark.parametrize("case", [*CASES, "divided"])
-def test_a_repeated_backward_launches_what_the_ordinary_one_does(recorder, ways, case, monkeypatch):
-    inputs, options = CASES["gqa" if case == "divided" else case]
-    q, k, v = qkv(grad=True, **inputs)
-    kernels = ["_bwd_preprocess_kernel", "_bwd_dkdv_kernel", "_bwd_dq_kernel"]
-    if case == "divided":
-        monkeypatch.setattr(bwd_parts, "parts_of", lambda *_: 2)
-        kernels.insert(2, "_sum_parts_kernel")
-    if case == "one_tile":
-        kernels = ["_bwd_short_kernel"]
-    if case == "descriptors_of_gluon":
-        kernels = HOPPER_BACKWARD[:-1]  # the last one is for sequences of different lengths
-    dout = torch.zeros_like(q)
-    passes = []
-    for _ in range(5):
-        out = attend(q, k, v, **options)
-        recorder.calls.clear()
-        ways.clear()
-        dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
-        assert [call[4] for call in recorder.calls] == kernels
-        tensors = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "dq": dq, "dk": dk, "dv": dv}
-        passes.append([named(call, **tensors) for call in recorder.calls])
-        assert all(
-            g.stride() == x.stride() and g.dtype == x.dtype for g, x in zip((dq, dk, dv), (q, k, v), strict=True)
+    def make(grad):
+        batch, length, heads, features = shape
+        rows = [torch.zeros(batch * length, heads, features, dtype=dtype, requires_grad=grad) for _ in range(3)]
+        ends = [torch.arange(0, batch * length + 1, length, dtype=torch.int32) for _ in range(2)]
+        tensors = dict(zip(("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"), (*rows, *ends), strict=True))
+        return tensors, lambda: diyfa.flash_attention_varlen(
+            *rows, *ends, length, length, backend="cuda", return_lse=True, **options
         )
-    assert not ways
-    assert are_same(*passes)
+
+    return make
 
 
-@pytest.mark.parametrize("packing", ["qkv", "kv"])
-def test_packed_gradients_are_repeated(recorder, ways, packing):
-    x = torch.zeros(2, 96, 5, 64, dtype=torch.bfloat16, requires_grad=True)
-    packed = torch.zeros(2, 96, len(packing), 5, 64, dtype=torch.bfloat16, requires_grad=True)
-    function, leaves = {
-        "qkv": (flash_attn_interface.flash_attn_qkvpacked_func, (packed,)),
-        "kv": (flash_attn_interface.flash_attn_kvpacked_func, (x, packed)),
-    }[packing]
-    dout = torch.zeros_like(x)
-    passes = []
-    for _ in range(5):
-        recorder.calls.clear()
-        with diyfa.use_backend("cuda"):
-            out = function(*leaves, causal=True)
-        ways.clear()
-        with diyfa.use_backend("cuda"):
-            grads = torch.autograd.grad(out, leaves, dout)
-        assert all(g.shape == y.shape and g.is_contiguous() for g, y in zip(grads, leaves, strict=True))
-        views = [*([x.detach()] if packing == "kv" else []), *packed.detach().unbind(2)]
-        slices = [*([grads[0]] if packing == "kv" else []), *grads[-1].unbind(2)]
-        tensors = {**dict(zip("qkv", views, strict=True)), **dict(zip(("dq", "dk", "dv"), slices, strict=True))}
-        passes.append([named(call, out=out, dout=dout, **tensors) for call in recorder.calls])
-    assert not ways and len(passes[0]) == 4
-    assert {"q", "k", "v", "dout", "dk", "dv"} <= {y for y in passes[0][2] if isinstance(y, str)}
-    assert are_same(*passes)
+def views(layout):
+    """The same of heads that lie otherwise in memory."""
+
+    def make(grad):
+        q, k, v = (x.transpose(1, 2).detach().requires_grad_(grad) for x in torch.zeros(2, 96, 3, 4, 64).unbind(2))
+        if layout == "bhsd":
+            return {"q": q, "k": k, "v": v}, lambda: attend(q, k, v, return_lse=True)
+        q, k, v = (x.detach().transpose(1, 2).requires_grad_(grad) for x in (q, k, v))
+        return {"q": q, "k": k, "v": v}, lambda: diyfa.flash_attention_v2(q, k, v, backend="cuda", return_lse=True)
+
+    return make
 
 
 def seq_lens_of(*lengths):
     return torch.tensor(lengths, dtype=torch.int32)
 
 
-def packed_call(q, k, v, **options):
-    """(2, H, S, D) as two packed sequences of S rows each."""
-    rows = [x.transpose(1, 2).flatten(0, 1).detach().requires_grad_(x.requires_grad) for x in (q, k, v)]
-    ends = [torch.tensor([0, x.shape[2], 2 * x.shape[2]], dtype=torch.int32) for x in (q, k)]
-    tensors = dict(zip(("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"), (*rows, *ends), strict=True))
-    longest = q.shape[2], k.shape[2]
-    return tensors, lambda: diyfa.flash_attention_varlen(
-        *rows, *ends, *longest, backend="cuda", return_lse=True, **options
-    )
+BOTH = ["_bwd_preprocess_kernel", "_bwd_dkdv_kernel", "_bwd_dq_kernel"]
+LARGE = {"shape": (4, 8, 2048, 128), "dtype": torch.float16}  # worth its descriptors
+LENGTHS = {"seq_lens": lambda: seq_lens_of(40, 96)}
+CASES = {  # a call, kernels of the backward pass
+    "plain": (dense(), BOTH),
+    "one tile": (dense((2, 4, 49, 32), sinks=lambda: torch.zeros(4)), ["_bwd_short_kernel"]),
+    "window": (dense(window=(10, 3), sm_scale=-0.5), BOTH),
+    "softcap": (dense(softcap=3.0), BOTH),
+    "gqa": (dense(kv_heads=2), BOTH),
+    "divided": (dense(kv_heads=2), [*BOTH[:2], "_sum_parts_kernel", BOTH[2]]),
+    "descriptors": (dense(**LARGE), BOTH),
+    "descriptors and rows": (dense(**LARGE, causal=True), BOTH),
+    "descriptors of gluon": (dense(**LARGE, variant="sm90"), HOPPER_BACKWARD[:-1]),
+    "views": (views("bhsd"), BOTH),
+    "views of rows": (views("bshd"), BOTH),
+    "seq_lens": (dense(**LENGTHS, causal=True), BOTH),
+    "alibi": (dense(alibi_slopes=lambda: torch.rand(4)), BOTH),
+    "alibi by sample": (dense(alibi_slopes=lambda: torch.rand(2, 4), causal=True), BOTH),
+    "bias": (dense(attn_bias=lambda: torch.rand(4, 96, 96)), BOTH),
+    "bias of keys": (dense(attn_bias=lambda: torch.rand(2, 1, 1, 96)), BOTH),
+    "sinks": (dense(sinks=lambda: torch.rand(4), window=(20, 0)), BOTH),
+    "dropout": (dense(dropout_p=0.5, rng_state=lambda: torch.tensor([3, 4])), BOTH),
+    "several": (dense(**LENGTHS, alibi_slopes=lambda: torch.rand(4), sinks=lambda: torch.rand(4)), BOTH),
+    "packed": (packed(), ["_clear_kernel"] * 2 + BOTH),
+    "packed, large": (packed((2, 2048, 4, 128), torch.float16), ["_clear_kernel"] * 2 + BOTH),
+    "packed, gluon": (packed((2, 1024, 4, 64), causal=True, variant="sm90"), ["_clear_kernel"] * 2 + HOPPER_BACKWARD),
+    "gradients of a bias": (
+        dense(attn_bias=lambda: torch.rand(4, 96, 96).requires_grad_()), [*BOTH, "_bwd_dbias_kernel"],
+    ),
+    "gradients of sinks": (dense(sinks=lambda: torch.rand(4).requires_grad_()), BOTH),
+}  # fmt: skip
 
 
-def dense_call(q, k, v, **options):
-    tensors = {name: x for name, x in options.items() if isinstance(x, torch.Tensor)}
-    return {"q": q, "k": k, "v": v, **tensors}, lambda: attend(q, k, v, return_lse=True, **options)
-
-
-OPTIONAL = {
-    "seq_lens": lambda: {"seq_lens": seq_lens_of(40, 96), "causal": True},
-    "alibi": lambda: {"alibi_slopes": torch.rand(4)},
-    "alibi_by_sample": lambda: {"alibi_slopes": torch.rand(2, 4), "causal": True},
-    "bias": lambda: {"attn_bias": torch.rand(4, 96, 96)},
-    "bias_of_keys": lambda: {"attn_bias": torch.rand(2, 1, 1, 96)},
-    "sinks": lambda: {"sinks": torch.rand(4), "window": (20, 0)},
-    "dropout": lambda: {"dropout_p": 0.5, "rng_state": torch.tensor([3, 4])},
-    "several": lambda: {"seq_lens": seq_lens_of(40, 96), "alibi_slopes": torch.rand(4), "sinks": torch.rand(4)},
-    "packed": None,
-}
-
-
-@pytest.mark.parametrize("gradients", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
-@pytest.mark.parametrize("case", OPTIONAL)
-def test_optional_tensors_are_repeated(recorder, ways, case, large, gradients):
+@pytest.mark.parametrize("grad", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("case", CASES)
+def test_a_repeated_call_launches_what_the_first_did(recorder, described, case, grad, monkeypatch):
     """Other tensors in the same places are read, whatever objects they are."""
-    torch.manual_seed(0)
-    inputs = {"shape": (2, 4, 2048, 128), "dtype": torch.float16} if large and case == "packed" else {}
-    inputs |= {"dtype": torch.bfloat16} if not inputs else {}
-    passes = []
-    for _ in range(5):
-        q, k, v = qkv(grad=gradients, **inputs)
-        tensors, call = packed_call(q, k, v) if case == "packed" else dense_call(q, k, v, **OPTIONAL[case]())
-        recorder.calls.clear()
-        ways.clear()
+    make, of_backward = CASES[case]
+    if case == "divided":
+        monkeypatch.setattr(bwd_parts, "parts_of", lambda *_: 2)
+    passes, kept = [], []  # memory that is not given out again
+    for _ in range(4):
+        tensors, call = make(grad)
+        described.clear()
         out, lse = call()
-        tensors |= {"out": out, "lse": lse}
-        if gradients:
+        q = tensors["q"]
+        assert out.shape == q.shape and out.stride() == torch.empty_like(q).stride() and out.dtype == q.dtype
+        assert lse.is_contiguous() and lse.dtype == torch.float32
+        expected = tensors | {"out": out, "lse": lse}
+        results = {}
+        if grad:
+            wanted = {name: x for name, x in tensors.items() if x.requires_grad}
             dout = torch.zeros_like(out)
-            grads = torch.autograd.grad(out, [tensors[name] for name in "qkv"], dout)
-            tensors |= {"dout": dout, **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
-        passes.append([named(call, **tensors) for call in recorder.calls])
-        cleared = [set(call) & tensors.keys() for call in passes[-1] if call[1] == "_clear_kernel"]
-        assert cleared == [{"cu_seqlens_q", "dq"}, {"cu_seqlens_k", "dk", "dv"}][: 2 * (gradients and case == "packed")]
-        names = {x for call in passes[-1] for x in call if isinstance(x, str)}
-        optional = {name for name in tensors if name not in ("out", "lse", "dout", "dq", "dk", "dv")}
-        assert optional <= names | {y for call in passes[-1] for x in call if isinstance(x, tuple) for y in x}
-        kept = tensors, call  # memory that is not given out again
-        passes[-1].append(kept)
-    assert not ways
-    assert are_same(*[[call for call in one if isinstance(call, list)] for one in passes])
+            found = torch.autograd.grad(out, list(wanted.values()), dout)
+            results = {f"d{name}": x for name, x in zip(wanted, found, strict=True)}
+            assert all(x.stride() == torch.empty_like(wanted[name[1:]]).stride() for name, x in results.items())
+            expected |= {"dout": dout, **{name: results[name] for name in ("dq", "dk", "dv")}}
+        passes.append(launches_of(recorder, **expected))
+        kept.append((expected, results))
+    assert [one.kernel for one in passes[0]][1:] == (of_backward if grad else [])
+    assert read_by(passes[0]) == expected.keys() and all(one.stream == 77 for one in passes[0])
+    has_maps = any(isinstance(x, Map) for one in passes[0] for x in one.arguments.values())
+    assert has_maps == ("descriptors" in case or case in ("packed, large", "packed, gluon"))
+    if not (case.startswith("gradients") and grad):
+        assert not described
+    assert_same(*passes)
+
+
+def test_each_launch_of_a_dynamic_deal_has_its_counter(recorder, described, monkeypatch):
+    table = hopper_configs.config_of
+    monkeypatch.setattr(
+        hopper_fwd, "config_of", lambda problem: dataclasses.replace(table(problem), scheduler="dynamic")
+    )
+    q, k, v = qkv(**LARGE)
+    passes, kept = [], []
+    for _ in range(4):
+        described.clear()
+        out, lse = attend(q, k, v, variant="sm90", return_lse=True)
+        kept.append((out, lse))
+        passes.append(launches_of(recorder, q=q, k=k, v=v, out=out, lse=lse, counter=counter_of(q)))
+    assert not described and "counter" in read_by(passes[0])
+    assert_same(*passes)
+    with attention_launch.use_config("sm90", table):
+        attend(q, k, v, variant="sm90")
+    assert described and recorder.launches[0].constants.schedule == "static"
+
+
+@pytest.mark.parametrize("packing", ["qkv", "kv"])
+def test_packed_gradients_are_repeated(recorder, described, packing):
+    function = getattr(flash_attn_interface, f"flash_attn_{packing}packed_func")
+    passes, kept = [], []
+    for _ in range(4):
+        x = torch.zeros(2, 96, 5, 64, dtype=torch.bfloat16, requires_grad=True)
+        owner = torch.zeros(2, 96, len(packing), 5, 64, dtype=torch.bfloat16, requires_grad=True)
+        leaves = (owner,) if packing == "qkv" else (x, owner)
+        dout = torch.zeros_like(x)
+        described.clear()
+        with diyfa.use_backend("cuda"):
+            out = function(*leaves, causal=True)
+            grads = torch.autograd.grad(out, leaves, dout)
+        assert all(g.shape == y.shape and g.is_contiguous() for g, y in zip(grads, leaves, strict=True))
+        inputs = [*leaves[:-1], *owner.detach().unbind(2)]
+        slices = [*grads[:-1], *grads[-1].unbind(2)]
+        tensors = dict(zip(("q", "k", "v", "dq", "dk", "dv"), inputs + slices, strict=True))
+        passes.append(launches_of(recorder, out=out, dout=dout, **tensors))
+        kept.append((leaves, grads, out, dout))
+    assert not described and len(passes[0]) == 4 and read_by(passes[0]) >= {*tensors, "out", "dout"}
+    assert_same(*passes)
 
 
 def test_a_call_that_comes_once_is_not_prepared_for_another(recorder, monkeypatch):
@@ -369,43 +282,40 @@ def test_a_call_that_comes_once_is_not_prepared_for_another(recorder, monkeypatc
     monkeypatch.setattr(
         attention_launch, "replay_of", lambda *args, **kwargs: asked.append(1) or repeat(*args, **kwargs)
     )
-    q, k, v = qkv()
-    attend(q, k, v)
-    assert not asked
-    for _ in range(3):
-        attend(q, k, v)
-    assert len(asked) == 1
+    for n in (0, 1, 1, 1):
+        attend(*qkv())
+        assert len(asked) == n
 
 
-def test_a_tensor_given_twice_is_no_other_call(recorder, ways):
+def test_a_tensor_given_twice_is_no_other_call(recorder, described):
     """What a repeated call reads depends on its places, not on which of its tensors were one object before."""
     x, y, z = qkv()
     for _ in range(3):
         attend(x, x, x)
-    recorder.calls.clear()
-    ways.clear()
+    launches_of(recorder)
+    described.clear()
     attend(x, y, z)
-    (call,) = (named(call, x=x, y=y, z=z) for call in recorder.calls)
-    assert not ways and [name for name in call if name in ("x", "y", "z")][:3] == ["x", "y", "z"]
+    (call,) = launches_of(recorder, x=x, y=y, z=z)
+    assert not described and [call.arguments[f"{name}_ptr"] for name in "qkv"] == ["x", "y", "z"]
 
 
-def test_strides_of_optional_tensors_are_part_of_the_call(recorder, ways):
+def test_strides_of_optional_tensors_are_part_of_the_call(recorder, described):
     q, k, v = qkv()
     bias = torch.rand(4, 96, 96)
     for _ in range(3):
         attend(q, k, v, attn_bias=bias)
     for other in (bias.transpose(1, 2), bias[:1], bias.half(), torch.rand(4, 96, 97)[..., 1:]):
-        ways.clear()
+        described.clear()
         attend(q, k, v, attn_bias=other)
-        assert ways
+        assert described
     slopes = torch.rand(4, 2)[:, 0]  # a copy is read instead, so this is never repeated
     for _ in range(4):
-        ways.clear()
+        described.clear()
         attend(q, k, v, alibi_slopes=slopes)
-        assert ways
+        assert described
 
 
-def test_lengths_are_checked_when_a_call_is_repeated(recorder, ways):
+def test_lengths_are_checked_when_a_call_is_repeated(recorder):
     q, k, v = qkv()
     lengths = seq_lens_of(40, 96)
     for _ in range(3):
@@ -418,56 +328,47 @@ def test_lengths_are_checked_when_a_call_is_repeated(recorder, ways):
 
 CHANGES = {
     "tuner": lambda patch: patch.setattr(tune._tuner, "cleared", tune._tuner.cleared + 1),
-    "hook": lambda patch: patch.setattr(replay.triton.knobs.runtime, "launch_enter_hook", lambda metadata: None),
+    "hook": lambda patch: patch.setattr(launcher.triton.knobs.runtime, "launch_enter_hook", lambda metadata: None),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_was_decided_is_decided_anew_after_a_change(recorder, ways, change, monkeypatch):
+def test_what_was_decided_is_decided_anew_after_a_change(recorder, described, change, monkeypatch):
     q, k, v = qkv(grad=True)
     dout = torch.zeros_like(q)
 
     def step():
-        ways.clear()
+        described.clear()
+        recorder.launches.clear()
         torch.autograd.grad(attend(q, k, v, causal=True), (q, k, v), dout)
-        return bool(ways)
+        assert len(recorder.launches) == 4
+        return bool(described), {one.stream for one in recorder.launches}
 
-    assert [step() for _ in range(4)][-1] is False
+    assert [step() for _ in range(4)][-1] == (False, {77})
     with monkeypatch.context() as patch:
         CHANGES[change](patch)
-        assert step()
+        assert step() == (True, {"triton" if change == "hook" else 77})
         if change != "hook":
-            assert [step() for _ in range(3)][-1] is False
-    assert step() is (change != "hook")  # a hook that is gone has changed nothing
-    assert [step() for _ in range(3)][-1] is False
+            assert [step() for _ in range(3)][-1] == (False, {77})
+    assert step() == (change != "hook", {77})  # a hook that is gone has changed nothing
+    assert [step() for _ in range(3)][-1] == (False, {77})
 
 
-@pytest.mark.parametrize("feature", GRADIENTS, ids=lambda feature: feature.name)
-def test_optional_tensors_have_their_gradient_each_time(recorder, feature):
-    q, k, v = qkv(grad=True)
-    problem = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", 2, 4, 4, 96, 96, 64, 64, **feature.example)
-    tensor = example_tensors(problem, "cpu")[feature.name].zero_().requires_grad_()
-    for _ in range(5):
-        out = attend(q, k, v, **{feature.name: tensor})
-        assert torch.autograd.grad(out, tensor, torch.zeros_like(out))[0].shape == tensor.shape
-
-
-def test_a_tile_that_is_forced_is_launched(recorder, ways):
+def test_a_tile_that_is_forced_is_launched(recorder, described):
     q, k, v = qkv()
     for _ in range(3):
         attend(q, k, v)
-    ways.clear()
-    tile = configs.AttentionConfig(32, 32, 4, 2, "portable")
-    with attention_launch.use_config("fwd", tile):
+    usual = launches_of(recorder)[-1].constants
+    described.clear()
+    with attention_launch.use_config("fwd", configs.AttentionConfig(32, 32, 4, 2, "portable")):
         attend(q, k, v)
         attend(q, k, v)
-    assert ways
-    forced, usual = recorder.calls[-1], recorder.calls[0]
-    assert (forced[-1].block_m, forced[-1].block_n) == (32, 32) and forced[-1] != usual[-1]
+    forced = launches_of(recorder)[-1].constants
+    assert described and (forced.block_m, forced.block_n) == (32, 32) and forced != usual
     for _ in range(3):
-        ways.clear()
+        described.clear()
         attend(q, k, v)
-    assert not ways and recorder.calls[-1][-1] == usual[-1]
+    assert not described and launches_of(recorder)[-1].constants == usual
 
 
 def test_forced_tiles_nest():
@@ -479,7 +380,7 @@ def test_forced_tiles_nest():
     assert "fwd" not in attention_launch._forced
 
 
-def test_gradients_that_lie_otherwise(recorder, ways):
+def test_gradients_that_lie_otherwise(recorder, described):
     """Strides are part of what is repeated; an address that is not aligned is not repeated. An expanded gradient is
     copied first, and lies as others do then."""
     q, k, v = qkv(grad=True)
@@ -488,77 +389,82 @@ def test_gradients_that_lie_otherwise(recorder, ways):
 
     def step(dout):
         out = attend(q, k, v)
-        ways.clear()
-        recorder.calls.clear()
+        described.clear()
+        recorder.launches.clear()
         torch.autograd.grad(out, (q, k, v), dout)
-        return bool(ways)
+        for one in launches_of(recorder, dout=dout):
+            strides = [one.arguments.get(f"stride_do{letter}") for letter in "bhm"]
+            assert one.kernel == "_sum_parts_kernel" or strides in (list(dout.stride()[:3]), [24576, 6144, 64])
+            assert one.binary[1] == (dout is not off)  # aligned
+        return bool(described)
 
     straight = torch.zeros_like(q)
     assert [step(straight) for _ in range(4)][-1] is False
-    by_straight = recorder.calls[0]
-    assert [step(turned) for _ in range(2)] == [True, False]
-    assert recorder.calls[0] != by_straight and 96 * 4 * 64 in recorder.calls[0]
-    assert not step(straight) and recorder.calls[0][OF_LAUNCH + 7 :] == by_straight[OF_LAUNCH + 7 :]
+    assert [step(turned) for _ in range(3)] == [True, True, False]
+    assert not step(straight)
     assert step(off) and step(off)
     assert not step(torch.zeros((), dtype=q.dtype).expand(q.shape))
     assert not step(straight)
 
 
-def test_saved_tensors_that_were_elsewhere(recorder, ways):
+TURNED = 96 * 4 * 64, 64, 4 * 64, 1
+UNPACKED = {
+    "elsewhere": torch.clone,
+    "in the same place": lambda x: x.as_strided(x.shape, TURNED) if x.dim() == 4 else x,
+}
+
+
+@pytest.mark.parametrize("how", UNPACKED)
+def test_saved_tensors_that_lie_otherwise(recorder, described, how):
     q, k, v = qkv(grad=True)
     dout = torch.zeros_like(q)
     for _ in range(4):
         torch.autograd.grad(attend(q, k, v), (q, k, v), dout)
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x.clone()):
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, UNPACKED[how]):
         out = attend(q, k, v)
-    ways.clear()
-    recorder.calls.clear()
+    described.clear()
+    recorder.launches.clear()
     torch.autograd.grad(out, (q, k, v), dout)
-    read = [x.data_ptr() for x in recorder.calls[1] if isinstance(x, torch.Tensor)]
-    assert ways and dout.data_ptr() in read and q.data_ptr() not in read
+    _, dkdv, dq = launches_of(recorder, q=q, dout=dout)
+    assert described and dkdv.arguments["do_ptr"] == "dout"
+    assert (dkdv.arguments["q_ptr"] == "q") == (how == "in the same place")
+    assert dq.arguments["stride_qm"] == (64 if how == "elsewhere" else TURNED[2])
 
 
-def test_saved_tensors_that_lie_otherwise_in_the_same_place(recorder, ways):
-    q, k, v = qkv(grad=True)
-    dout = torch.zeros_like(q)
-    for _ in range(4):
-        torch.autograd.grad(attend(q, k, v), (q, k, v), dout)
-    turned = 96 * 4 * 64, 64, 4 * 64, 1
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda x: x, lambda x: x.as_strided(x.shape, turned) if x.dim() == 4 else x
-    ):
-        out = attend(q, k, v)
-    ways.clear()
-    torch.autograd.grad(out, (q, k, v), dout)
-    assert ways and turned[2] in [x for x in recorder.calls[-1] if type(x) is int]
+class Device:
+    """Stands in for `torch.cuda.device`."""
+
+    entered: list[Any]
+
+    def __init__(self, index):
+        self.index = index
+
+    def __enter__(self):
+        self.entered.append(self.index)
+
+    def __exit__(self, *args):
+        self.entered.append("left")
 
 
 def test_tensors_of_another_device_run_on_it(monkeypatch, recorder):
-    """The device is made the current one around allocation and launch."""
+    """It is made the current one where kernels are compiled, and around allocation and launch."""
+    entered, compiled_in = [], []
+    monkeypatch.setattr(Device, "entered", entered, raising=False)
+    compile_it = recorder.compile_for
+    monkeypatch.setattr(launcher, "compile_for", lambda *args: compiled_in.append(list(entered)) or compile_it(*args))
     q, k, v = qkv()
-    for _ in range(3):
-        attend(q, k, v)
-    (plan,) = known_plans()
-    entered = []
-
-    class Device:
-        def __init__(self, index):
-            self.index = index
-
-        def __enter__(self):
-            entered.append(self.index)
-
-        def __exit__(self, *args):
-            entered.append("left")
-
+    attend(q, k, v)
+    monkeypatch.setattr(launcher, "_binaries", {})
+    monkeypatch.setattr(replay, "on_device", lambda x: Device(5))
     monkeypatch.setattr(torch.cuda, "device", Device)
     monkeypatch.setattr(replay, "current_device_of", lambda x: lambda: entered[-1] if entered else 5)
-    plan.repeat = None
-    attend(q, k, v)  # makes a new one
-    recorder.calls.clear()
-    entered.clear()
     attend(q, k, v)
-    assert entered == [-1, "left"] and len(recorder.calls) == 1
+    assert compiled_in == [[], [5]]
+    entered.clear()
+    entered.append("left")
+    recorder.launches.clear()
+    attend(q, k, v)
+    assert entered == ["left", -1, "left"] and len(recorder.launches) == 1
 
 
 def test_allocators_make_what_they_are_asked_for():
@@ -602,98 +508,160 @@ def test_on_the_device_a_repeated_call_gives_the_same_bits(shape, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True))
 
 
-@pytest.mark.parametrize("gives_out", [False, True], ids=["", "out"])
-@pytest.mark.parametrize("by", ["tensor", "int"])
-def test_a_repeated_call_with_a_cache_launches_what_the_ordinary_one_does(recorder, monkeypatch, by, gives_out):
-    launched = []  # by Triton's launcher
-    for module in (decode, append):
-        launch = module.launch_kernel
-        spy = lambda described, launch=launch: launched.append(described.grid) or launch(described)  # noqa: E731
-        monkeypatch.setattr(module, "launch_kernel", spy)
-    cos, sin = torch.zeros(2, 256, 16, dtype=torch.bfloat16)
-    passes = []
-    for length in (100, 100, 101, 102):
-        q, k_cache, v_cache = (
-            torch.zeros(2, rows, heads, 64, dtype=torch.bfloat16) for rows, heads in ((1, 8), (256, 2), (256, 2))
-        )
-        k, v = torch.zeros(2, 2, 1, 2, 64, dtype=torch.bfloat16)
-        lengths = torch.full((2,), length, dtype=torch.int32) if by == "tensor" else length
-        out = torch.zeros_like(q) if gives_out else None
-        with diyfa.use_backend("cuda"):
-            result, lse = diyfa.flash_attn_with_kvcache(
-                q, k_cache, v_cache, k, v, cos, sin, lengths, causal=True, return_softmax_lse=True, out=out
-            )
-        assert out is None or result is out
-        own = {"q": q, "k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "out": result, "lse": lse, "cos": cos}
-        own |= {"lengths": lengths} if by == "tensor" else {}
-        calls = [named(call, **own) for call in recorder.calls]
-        passes.append([[x for x in call if not (by == "int" and type(x) is int and x == length)] for call in calls])
-        recorder.calls.clear()
-    assert [len(calls) for calls in passes] == [3, 3, 3, 3]
-    assert len(launched) == 3  # of the first call
-    assert are_same(*passes)
-
-
-@pytest.mark.parametrize("gives_out", [False, True], ids=["", "out"])
-@pytest.mark.parametrize("by", ["tensor", "int"])
-def test_a_repeated_call_with_a_latent_cache_launches_what_the_ordinary_one_does(recorder, monkeypatch, by, gives_out):
-    """Both descriptors of a tensor are made of what the call gives, and a call whose v is no part of k is another."""
+@pytest.mark.parametrize(
+    "options", [{}, {"precision": "tf32"}, {"block_m": 16, "block_n": 32, "block_k": 32}], ids=["", "tf32", "block"]
+)
+@pytest.mark.parametrize("rows", [16, 512])
+@pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
+def test_a_repeated_product_launches_what_the_first_did(recorder, monkeypatch, rows, options, transposed):
     described = []
-    launch = decode.launch_kernel
-    monkeypatch.setattr(decode, "launch_kernel", lambda one: described.append(one.grid) or launch(one))
-    monkeypatch.setattr(decode_mla, "_decode_mla_kernel", fake_kernel(decode_mla._decode_mla_kernel, recorder))
+    launch = matmul_kernel.launch_kernel
+    monkeypatch.setattr(matmul_kernel, "launch_kernel", lambda one: described.append(one) or launch(one))
+    dtype = torch.float32 if "precision" in options else torch.bfloat16
+    passes, kept = [], []
+    for _ in range(4):
+        a, b = torch.zeros(rows, 4096, dtype=dtype), torch.zeros(4096, 640, dtype=dtype)
+        b = turned(b) if transposed else b
+        described.clear()
+        with diyfa.use_backend("cuda"):
+            c = diyfa.triton_matmul(a, b, **options)
+        passes.append(launches_of(recorder, a=a, b=b, c=c))
+        kept.append((a, b, c))
+    assert read_by(passes[0]) == {"a", "b", "c"} and not described
+    assert_same(*passes)
+    with diyfa.use_backend("cuda"):
+        assert not diyfa.triton_matmul(a[:, :0], b[:0]).any() and not recorder.launches
+
+
+# ---- Attention over a cache ---------------------------------------------------------------------------------------
+
+
+def over_cache(rows=1, heads=8, length=100, by="tensor", **options):
+    """Arguments of a call of two sequences over a cache of 4096 rows, with `length` keys each."""
+    q, cache = torch.zeros(2, rows, heads, 64).bfloat16(), torch.zeros(2, 2, 4096, 2, 64).bfloat16()
+    lengths = torch.full((2,), length, dtype=torch.int32) if by == "tensor" else length
+    return {"q": q, "k_cache": cache[0], "v_cache": cache[1], "cache_seqlens": lengths, "causal": True, **options}
+
+
+def appending(length, by):
+    k, v = torch.zeros(2, 2, 1, 2, 64, dtype=torch.bfloat16)
+    cos, sin = torch.zeros(2, 4096, 16, dtype=torch.bfloat16)
+    return over_cache(length=length, by=by, k=k, v=v, rotary_cos=cos, rotary_sin=sin)
+
+
+def latent(length, by):
+    """A latent cache: both descriptors of a tensor are made of what the call gives."""
+    given = over_cache(length=length, by=by) | {"q": torch.zeros(2, 1, 16, 576).bfloat16(), "softmax_scale": 0.1}
+    cache = torch.zeros(9, 64, 1, 576).bfloat16()
+    if by == "tensor":
+        given["block_table"] = torch.zeros(2, 4, dtype=torch.int32)
+    else:
+        cache = cache.flatten(0, 1)[None].expand(2, -1, -1, -1)
+    return given | {"k_cache": cache, "v_cache": cache[..., :512]}
+
+
+def prefilled(length, by):
+    given = over_cache(length=length + 500, by=by) | {"q": torch.zeros(2, 512, 16, 128).bfloat16()}
+    if by == "tensor":
+        cache = torch.zeros(2, 40, 16, 4, 128).bfloat16()
+        given["block_table"] = torch.zeros(2, 40, dtype=torch.int32)
+    else:
+        cache = torch.zeros(2, 2, 640, 4, 128).bfloat16()
+    return given | {"k_cache": cache[0], "v_cache": cache[1]}
+
+
+def a_token(length, by):
+    return over_cache(length=length, by=by)
+
+
+CACHES = {  # arguments, kernels
+    "token": (a_token, ["_decode_kernel", "_combine_kernel"]),
+    "appended": (appending, ["_append_kernel", "_decode_kernel", "_combine_kernel"]),
+    "latent": (latent, ["_decode_mla_kernel", "_combine_kernel"]),
+    "prefill": (prefilled, ["_fwd_sm90_kernel"]),
+    "in the mode": (a_token, ["_decode_kernel", "_fold_kernel"]),
+}
+
+
+@pytest.fixture
+def chosen_mla(monkeypatch):
     monkeypatch.setattr(decode_mla_configs, "environment_refusal", lambda: None)
-    backend = diyfa.registry.load_backend("cuda")
-    chosen = [
+    backend = registry.load_backend("cuda")
+    kernels = [
         dataclasses.replace(kernel, by_name_only=lambda problem: None)
         if (kernel.op, kernel.name) == ("kvcache_fwd", "sm90")
         else kernel
         for kernel in backend.kernels
     ]
-    monkeypatch.setattr(backend, "kernels", chosen)
+    monkeypatch.setattr(backend, "kernels", kernels)
+
+
+@pytest.mark.parametrize("gives_out", [False, True], ids=["", "out"])
+@pytest.mark.parametrize("by", ["tensor", "int"])
+@pytest.mark.parametrize("case", CACHES)
+def test_a_repeated_call_with_a_cache_launches_what_the_first_did(
+    recorder, chosen_mla, monkeypatch, case, by, gives_out
+):
+    """Of one with an int for all lengths the length is given anew."""
+    make, kernels = CACHES[case]
+    described = []
+    for module in (decode, append, prefill):
+        launch = module.launch_kernel
+        monkeypatch.setattr(module, "launch_kernel", lambda one, launch=launch: described.append(one) or launch(one))
     passes, kept = [], []
     for length in (100, 100, 101, 102):
-        q, cache = torch.zeros(2, 1, 16, 576).bfloat16(), torch.zeros(9, 64, 1, 576).bfloat16()
-        table = torch.zeros(2, 4, dtype=torch.int32) if by == "tensor" else None
-        cache = cache if by == "tensor" else cache.flatten(0, 1)[None].expand(2, -1, -1, -1)
-        lengths = torch.full((2,), length, dtype=torch.int32) if by == "tensor" else length
-        out = q.new_zeros(2, 1, 16, 512) if gives_out else None
-        options = {"block_table": table, "out": out, "softmax_scale": 0.1, "causal": True}
-        with diyfa.use_backend("cuda"):
-            result, lse = diyfa.flash_attn_with_kvcache(
-                q, cache, cache[..., :512], cache_seqlens=lengths, return_softmax_lse=True, **options
-            )
-        own = {"q": q, "cache": cache, "out": result, "lse": lse}
-        own |= {"lengths": lengths, "table": table} if by == "tensor" else {}
-        calls = [named(call, **own) for call in recorder.calls]
-        assert [call[1] for call in calls] == ["_decode_mla_kernel", "_combine_kernel"]
-        assert sum(y in ("q", "cache") for x in calls[0] if isinstance(x, tuple) for y in x) == 4  # descriptors
-        assert by == "int" or {"lengths", "table"} <= {x for x in calls[0] if isinstance(x, str)}
-        passes.append([[x for x in call if not (by == "int" and type(x) is int and x == length)] for call in calls])
-        kept.append(own)  # memory that is not given out again
-        recorder.calls.clear()
-    assert len(described) == 2  # of the first call
-    assert are_same(*passes)
+        given = make(length, by)
+        out = given["q"].new_zeros(*given["q"].shape[:3], given["v_cache"].shape[3]) if gives_out else None
+        described.clear()
+        with diyfa.use_backend("cuda"), diyfa.batch_invariant() if "mode" in case else contextlib.nullcontext():
+            result, lse = diyfa.flash_attn_with_kvcache(**given, out=out, return_softmax_lse=True)
+        assert out is None or result is out
+        tensors = {name: x for name, x in given.items() if isinstance(x, torch.Tensor) and name != "v_cache"}
+        launches = launches_of(recorder, **tensors, out=result, lse=lse)
+        assert [one.kernel for one in launches] == kernels
+        for one in launches:
+            if by == "int" and "length" in one.arguments:
+                assert one.arguments.pop("length") == given["cache_seqlens"]
+        passes.append(launches)
+        kept.append((given, result, lse))
+        expected = {*tensors, "out", "lse"} - ({"q", "rotary_sin"} if case == "appended" else set())
+        assert read_by(launches) >= expected - {"rotary_sin"}
+    assert not described
+    assert_same(*passes)
+
+
+def test_values_that_are_no_part_of_the_keys_are_another_call(recorder, chosen_mla):
+    given = latent(100, "tensor")
     with diyfa.use_backend("cuda"):
-        for returns_lse in (True, False):  # which is somewhere, returned or not
-            result = diyfa.flash_attn_with_kvcache(
-                q, cache, cache[..., :512], cache_seqlens=lengths, return_softmax_lse=returns_lse, **options
-            )
-            kept.append(result)
-            result = result[0] if returns_lse else result
-            passes.append([named(call, q=q, cache=cache, out=result) for call in recorder.calls])
-            recorder.calls.clear()
-        assert len(described) == 2 and are_same(*passes[-2:])
-        v = torch.zeros(cache.shape).bfloat16()[..., :512]
-        diyfa.flash_attn_with_kvcache(q, cache, v, cache_seqlens=lengths, **options)
-    assert recorder.calls[0][4] == "_decode_kernel"
+        for _ in range(3):
+            diyfa.flash_attn_with_kvcache(**given)
+        recorder.launches.clear()
+        v = torch.zeros_like(given["k_cache"])[..., :512]
+        diyfa.flash_attn_with_kvcache(**given | {"v_cache": v})
+    assert recorder.launches[0].kernel == "_decode_kernel"
 
 
-def over_cache(heads=8, **options):
-    """Arguments of a call of two sequences over a cache of 4096 rows."""
-    q, cache = torch.zeros(2, 1, heads, 64).bfloat16(), torch.zeros(2, 2, 4096, 2, 64).bfloat16()
-    lengths = torch.full((2,), 100, dtype=torch.int32)
-    return {"q": q, "k_cache": cache[0], "v_cache": cache[1], "cache_seqlens": lengths, **options}
+@pytest.mark.parametrize("layout", ["bhsd", "bshd", "thd"])
+def test_a_repeated_call_of_few_queries_launches_what_the_first_did(recorder, layout):
+    offsets = [torch.tensor([0, n], dtype=torch.int32) for n in (2, 4096)]
+    passes, kept = [], []
+    for _ in range(4):
+        q, k, v = (torch.zeros(n, h, 64, dtype=torch.bfloat16) for n, h in ((2, 8), (4096, 2), (4096, 2)))
+        if layout == "thd":
+            attend = functools.partial(diyfa.flash_attention_varlen, q, k, v, *offsets, 2, 4096)
+        elif layout == "bshd":
+            attend = functools.partial(diyfa.flash_attention_v2, q[None], k[None], v[None])
+        else:
+            q, k, v = (x.transpose(0, 1).contiguous() for x in (q, k, v))
+            attend = functools.partial(diyfa.flash_attention, q[None], k[None], v[None])
+        with diyfa.use_backend("cuda"), torch.no_grad():
+            out, lse = attend(causal=True, return_lse=True)
+        assert out.shape[-3:] == q.shape and out.is_contiguous()
+        passes.append(launches_of(recorder, q=q, k=k, v=v, out=out, lse=lse))
+        kernels = [one.kernel for one in passes[-1]]
+        assert kernels == ["_clear_kernel"] * (layout == "thd") + ["_decode_kernel", "_combine_kernel"]
+        kept.append((q, k, v, out, lse))
+    assert_same(*passes)
 
 
 def over_pages():
@@ -710,12 +678,12 @@ def over_pages():
 WITHOUT_LSE = {
     "a token": (over_cache, False, "_combine_kernel"),
     "out": (lambda: over_cache(out=torch.zeros(2, 1, 8, 64).bfloat16()), False, "_combine_kernel"),
-    "an odd group": (lambda: over_cache(6), False, "_combine_kernel"),
+    "an odd group": (lambda: over_cache(heads=6), False, "_combine_kernel"),
     "new keys": (
         lambda: over_cache(k=torch.zeros(2, 1, 2, 64).bfloat16(), v=torch.zeros(2, 1, 2, 64).bfloat16()), False,
         "_combine_kernel",
     ),
-    "in the mode": (lambda: over_cache(6), True, "_fold_kernel"),
+    "in the mode": (lambda: over_cache(heads=6), True, "_fold_kernel"),
     "packed": (over_pages, False, "_combine_kernel"),
 }  # fmt: skip
 
@@ -724,374 +692,132 @@ WITHOUT_LSE = {
 def test_an_lse_that_is_not_returned_lies_in_the_workspace(recorder, monkeypatch, case):
     """Behind all that the kernels write there; one that is returned holds no other memory."""
     make, invariant, last = WITHOUT_LSE[case]
-    asked, allocator_of = [], replay.allocator_of
+    asked, made = [], []
+    allocator_of, workspace = replay.allocator_of, decode.workspace
 
     def spied_on(device_type):
         allocate = allocator_of(device_type)
         return lambda *args: asked.append(allocate(*args)) or asked[-1]
 
     monkeypatch.setattr(replay, "allocator_of", spied_on)
+    monkeypatch.setattr(decode, "workspace", lambda *args: made.append(workspace(*args)) or made[-1])
     monkeypatch.setattr(decode_configs, "multiprocessors", lambda device: 100)
     function = diyfa.flash_attention_varlen if case == "packed" else diyfa.flash_attn_with_kvcache
     name = "return_lse" if case == "packed" else "return_softmax_lse"
     given = make()
     with diyfa.use_backend("cuda"), diyfa.batch_invariant() if invariant else contextlib.nullcontext():
         for returns_lse in (True, True, True, False, True, False):
-            recorder.calls.clear()
+            recorder.launches.clear()
             asked.clear()
             result = function(**given, **{name: returns_lse})
             out, lse = result if returns_lse else (result, None)
     of_lse = out.numel() // 64
-    memory, size = asked[-1], asked[-1].numel() * 4
-    kernels = {call[4]: call for call in recorder.calls}
-    arguments = dict(zip(decode._decode_kernel.arg_names, kernels["_decode_kernel"][OF_LAUNCH:], strict=True))
-    begin, at_lse = arguments["sums_ptr"], arguments["lse_ptr"]
-    assert begin == memory.data_ptr() and arguments["o_ptr"] == out.data_ptr() and at_lse % 16 == 0
-    assert arguments["statistics_ptr"] < at_lse and at_lse + 4 * of_lse <= begin + size
-    problem_of_workspace = [x for x in asked if x is not out]
-    assert problem_of_workspace == [memory]
-    merged = dict(zip(getattr(decode, last).arg_names, kernels[last][OF_LAUNCH:], strict=True))
-    assert merged["lse_ptr"] == at_lse and merged["sums_ptr"] == begin
+    (memory,) = [x for x in asked if x is not out]
+    kernels = {one.kernel: one.arguments for one in recorder.launches}
+    first = kernels["_decode_kernel"]
+    begin, at_lse = first["sums_ptr"], first["lse_ptr"]
+    assert begin == memory.data_ptr() and first["o_ptr"] == out.data_ptr() and at_lse % 16 == 0
+    assert first["statistics_ptr"] < at_lse and at_lse + 4 * of_lse <= begin + memory.numel() * 4
+    assert kernels[last]["lse_ptr"] == at_lse and kernels[last]["sums_ptr"] == begin
+    # The workspace of a described launch, of which all may be written, ends before it.
+    assert at_lse - begin >= made[0].numel() * 4
     with diyfa.use_backend("cuda"), diyfa.batch_invariant() if invariant else contextlib.nullcontext():
         _, lse = function(**given, **{name: True})
-        assert lse.untyped_storage().nbytes() == 4 * of_lse and lse is asked[-2] and lse.numel() == of_lse
-    # The workspace of the ordinary launch, of which all may be written, ends before it.
-    described = [x for x in workspaces_of(monkeypatch, function, given, name, invariant) if x is not None]
-    assert described and at_lse - begin >= described[-1].numel() * 4
+    assert lse.untyped_storage().nbytes() == 4 * of_lse and lse is asked[-2] and lse.numel() == of_lse
 
 
-def workspaces_of(monkeypatch, function, given, name, invariant):
-    """Those that an ordinary call allocates."""
-    made, workspace = [], decode.workspace
-    with monkeypatch.context() as patch:
-        patch.setattr(planning, "plans", {})
-        patch.setattr(decode, "workspace", lambda *args: made.append(workspace(*args)) or made[-1])
-        with diyfa.use_backend("cuda"), diyfa.batch_invariant() if invariant else contextlib.nullcontext():
-            function(**given, **{name: True})
-    return made
-
-
-@pytest.mark.parametrize("gives_out", [False, True], ids=["", "out"])
-@pytest.mark.parametrize("by", ["tensor", "int"])
-def test_a_repeated_prefill_launches_what_the_ordinary_one_does(recorder, monkeypatch, by, gives_out):
-    """Of one with an int for all lengths the length is given anew. One that replaces its queries is never repeated."""
-    described = []
-    launch = prefill.launch_kernel
-    monkeypatch.setattr(prefill, "launch_kernel", lambda one: described.append(one.grid) or launch(one))
-    monkeypatch.setattr(hopper_configs, "environment_refusal", lambda: None)
-    passes, kept = [], []
-    for length in (600, 600, 601, 602):
-        q = torch.zeros(2, 512, 16, 128).bfloat16()
-        cache = (
-            torch.zeros(2, 40, 16, 4, 128).bfloat16() if by == "tensor" else torch.zeros(2, 2, 640, 4, 128).bfloat16()
-        )
-        table = torch.zeros(2, 40, dtype=torch.int32) if by == "tensor" else None
-        lengths = torch.full((2,), length, dtype=torch.int32) if by == "tensor" else length
-        out = torch.zeros_like(q) if gives_out else None
-        options = {"block_table": table, "causal": True, "cache_seqlens": lengths}
-        with diyfa.use_backend("cuda"):
-            result, lse = diyfa.flash_attn_with_kvcache(q, *cache, out=out, return_softmax_lse=True, **options)
-        own = {"q": q, "k": cache[0], "v": cache[1], "out": result, "lse": lse}
-        own |= {"lengths": lengths, "table": table} if by == "tensor" else {}
-        (call,) = [named(call, **own) for call in recorder.calls]
-        assert call[1] == "_fwd_sm90_kernel"
-        passes.append([[x for x in call if not (by == "int" and type(x) is int and x == length)]])
-        kept.append((own, cache))  # memory that is not given out again
-        recorder.calls.clear()
-    assert len(described) == 1
-    assert are_same(*passes)
-    if gives_out:
-        with diyfa.use_backend("cuda"):
-            diyfa.flash_attn_with_kvcache(q, *cache, out=q, **options)
-        assert len(described) == 2
-
-
-@pytest.mark.parametrize("layout", ["bhsd", "bshd", "thd"])
-def test_a_repeated_call_of_few_queries_launches_what_the_ordinary_one_does(recorder, monkeypatch, layout):
-    launched = []
-    launch = decode.launch_kernel
-    monkeypatch.setattr(decode, "launch_kernel", lambda one: launched.append(one.grid) or launch(one))
-    offsets = [torch.tensor([0, n], dtype=torch.int32) for n in (2, 4096)]
-    passes, kept = [], []
-    for _ in range(4):
-        q, k, v = (torch.zeros(n, h, 64, dtype=torch.bfloat16) for n, h in ((2, 8), (4096, 2), (4096, 2)))
-        if layout == "thd":
-            attend = functools.partial(diyfa.flash_attention_varlen, q, k, v, *offsets, 2, 4096)
-        elif layout == "bshd":
-            attend = functools.partial(diyfa.flash_attention_v2, q[None], k[None], v[None])
-        else:
-            q, k, v = (x.transpose(0, 1).contiguous() for x in (q, k, v))
-            attend = functools.partial(diyfa.flash_attention, q[None], k[None], v[None])
-        with diyfa.use_backend("cuda"), torch.no_grad():
-            out, lse = attend(causal=True, return_lse=True)
-        assert out.shape[-3:] == q.shape and out.is_contiguous()
-        passes.append([named(call, q=q, k=k, v=v, out=out, lse=lse) for call in recorder.calls])
-        kernels = [call[1] for call in passes[-1]]
-        assert kernels == ["_clear_kernel"] * (layout == "thd") + ["_decode_kernel", "_combine_kernel"]
-        kept.append((q, k, v, out, lse))
-        recorder.calls.clear()
-    assert len(launched) == 2  # of the first call
-    assert are_same(*passes)
-
-
-@pytest.mark.parametrize("paged", [False, True])
-def test_packed_calls_by_hopper_kernels_launch_the_same_whether_repeated_or_not(recorder, monkeypatch, paged):
-    described = []
-    launch = clear.launch_kernel
-    monkeypatch.setattr(clear, "launch_kernel", lambda one: described.append(one.grid) or launch(one))
-    table = torch.arange(128, dtype=torch.int32).reshape(2, 64)
-    kept = []
-    for _ in range(4):
-        q, k, v = (torch.zeros(2048, 4, 64, dtype=torch.bfloat16, requires_grad=not paged) for _ in range(3))
-        if paged:
-            k, v = (x.reshape(128, 16, 4, 64) for x in (k, v))
-        ends = [torch.tensor([0, 1024, 2048], dtype=torch.int32) for _ in range(2)]
-        recorder.calls.clear()
-        options = {"block_table": table} if paged else {"variant": "sm90"}
-        with diyfa.use_backend("cuda"):
-            out = diyfa.flash_attention_varlen(q, k, v, *ends, 1024, 1024, causal=True, **options)
-        expected = ["_fwd_sm90_kernel"]
-        if not paged:
-            kept.append(torch.autograd.grad(out, (q, k, v), torch.zeros_like(out)))
-            expected += ["_clear_kernel", "_clear_kernel", *HOPPER_BACKWARD]
-        assert [call[4] for call in recorder.calls] == expected
-        kept.append((q, k, v, out, ends))  # memory that is not given out again
-    assert len(described) == (0 if paged else 4)  # of the gradients of the first two calls
-
-
-def test_a_repeated_backward_of_short_packed_sequences_clears_rows_of_none(recorder, ways):
-    kept, passes = [], []
-    for _ in range(4):
-        q, k, v = (torch.zeros(200, 4, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-        ends = torch.tensor([0, 60, 100], dtype=torch.int32)
-        with diyfa.use_backend("cuda"):
-            out = diyfa.flash_attention_varlen(q, k, v, ends, ends, 60, 60)
-        recorder.calls.clear()
-        ways.clear()
-        dout = torch.zeros_like(out)
-        dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
-        assert [call[4] for call in recorder.calls] == ["_clear_kernel", "_clear_kernel", "_bwd_short_kernel"]
-        own = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "ends": ends, "dq": dq, "dk": dk, "dv": dv}
-        passes.append([named(call, **own) for call in recorder.calls])
-        kept.append(own)  # memory that is not given out again
-    assert not ways
-    assert are_same(*passes)
-
-
-def test_a_repeated_call_in_the_mode_launches_what_the_ordinary_one_does(recorder, monkeypatch):
-    """Whose parts have programs of their own."""
-    launched = []
-    launch = decode.launch_kernel
-    monkeypatch.setattr(decode, "launch_kernel", lambda one: launched.append(one.grid) or launch(one))
-    monkeypatch.setattr(decode_configs, "multiprocessors", lambda device: 100)
-    passes, kept = [], []
-    for length in (100, 100, 101, 102):
-        q, cache = torch.zeros(2, 1, 8, 64).bfloat16(), torch.zeros(2, 4096, 2, 64).bfloat16()
-        lengths = torch.full((2,), length, dtype=torch.int32)
-        with diyfa.use_backend("cuda"), diyfa.batch_invariant():
-            out, lse = diyfa.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=lengths, return_softmax_lse=True)
-        own = {"q": q, "cache": cache, "out": out, "lse": lse, "lengths": lengths}
-        passes.append([named(call, **own) for call in recorder.calls])
-        assert [call[1] for call in passes[-1]] == ["_decode_kernel", "_fold_kernel"]
-        kept.append(own)
-        recorder.calls.clear()
-    assert launched == [2 * 2 * 4, 2 * 2 * 4]  # parts of tiles, rows of tiles
-    assert are_same(*passes)
-
-
-def tokens_over(rows, features=64, batch=2, heads=2, queries=1):
-    """(q, k, v) of new tokens over a cache of so many rows, as Transformers keeps it."""
-    q = torch.zeros(batch, 4 * heads, queries, features, dtype=torch.bfloat16)
-    k, v = torch.zeros(2, batch, heads, rows, features, dtype=torch.bfloat16)
-    return [x.transpose(1, 2) for x in (q, k, v)]
-
-
-def with_batch_stride(rows, strides):
-    """Of one sample, whose stride is never read: the kernel is compiled for what it looks like."""
-    q, k, v = tokens_over(rows, batch=1)
-    stride = strides[rows % len(strides)]
-    return [q, *(x.as_strided(x.shape, (stride, *x.stride()[1:])) for x in (k, v))]
-
-
-def in_buffer(rows):
-    """Over the first rows of a cache that has room for more."""
-    q, k, v = tokens_over(400)
-    return [q, k[:, :rows], v[:, :rows]]
+# ---- Calls that are nearly equal ----------------------------------------------------------------------------------
 
 
 def shifted(x):
-    """Not aligned."""
-    return torch.zeros(x.numel() + 1, dtype=x.dtype)[1:].as_strided(x.shape, x.stride(), 1)
+    """The same at an address that is not aligned."""
+    return torch.zeros(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape)
+
+
+def wide(x):
+    """The same with another stride of rows."""
+    return x.new_zeros(*x.shape[:-1], 2 * x.shape[-1])[..., : x.shape[-1]]
 
 
 def turned(x):
-    """Another view of the same memory."""
-    return x.as_strided(x.shape, x.contiguous().stride())
+    """The same with two dimensions the other way round in memory."""
+    return x.transpose(1, -2).contiguous().transpose(1, -2) if x.dim() > 2 else x.t().contiguous().t()
 
 
-GROWING = {  # rows -> q, k, v; options
-    "concatenated": (tokens_over, {}),
-    "in a buffer": (lambda rows: in_buffer(rows), {}),
-    "rows first": (lambda rows: [x.contiguous() for x in tokens_over(rows)], {}),
-    "either": (lambda rows: [x.contiguous() if rows % 2 else x for x in tokens_over(rows)], {}),
-    "strides of 8 and 16": (functools.partial(tokens_over, features=72), {}),
-    "few blocks": (functools.partial(tokens_over, batch=1, heads=1), {}),
-    "batch strides": (functools.partial(with_batch_stride, strides=(1, 17, 16, 2**31, 2**31 - 16, 2**32)), {}),
-    "window": (tokens_over, {"window_size": (306, 0)}),
-    "right window": (functools.partial(tokens_over, queries=3), {"window_size": (-1, 307), "causal": False}),
-    "one split": (tokens_over, {"num_splits": 1}),
-    "splits": (tokens_over, {"num_splits": 3}),
-    "lengths": (tokens_over, {"cache_seqlens": torch.tensor([300, 280], dtype=torch.int32)}),
-    "padding": (tokens_over, {"cache_leftpad": torch.tensor([3, 5], dtype=torch.int32)}),
-    "one or two tokens": (lambda rows: tokens_over(rows, queries=1 + rows % 2), {}),
-    "keys in a buffer": (lambda rows: [*in_buffer(rows)[:2], tokens_over(rows)[2]], {}),
-    "alignment": (lambda rows: [x if i != rows % 4 else shifted(x) for i, x in enumerate(tokens_over(rows))], {}),
-    "latent": (lambda rows: [(x := tokens_over(rows))[0], x[1], x[1][..., :32]], {}),
-    "values of keys or not": (lambda rows: [(x := tokens_over(rows))[0], x[1], x[1 + rows % 2]], {}),
-    "keys turned": (lambda rows: [(x := tokens_over(rows))[0], x[1], turned(x[1]) if rows % 2 else x[1]], {}),
-    "prompt": (functools.partial(tokens_over, queries=843), {}),  # from 311 rows on the Hopper kernel runs it
-}
+class Choices(random.Random):
+    """Mostly the first of several."""
+
+    def __call__(self, first, *others):
+        return first if self.random() < 0.85 else self.choice(others)
+
+    def zeros(self, *shape):
+        """In memory that may lie in one of several ways."""
+        return self(lambda x: x, shifted, wide, turned)(torch.zeros(shape, dtype=torch.bfloat16))
 
 
-def launches_of_call(recorder, q, k, v, **options):
-    """(grids, what is handed on with names) of one call, and what has to be kept until addresses were compared."""
-    recorder.calls.clear()
-    with diyfa.use_backend("cuda"):
-        out, lse = diyfa.flash_attn_with_kvcache(q, k, v, return_softmax_lse=True, **{"causal": True, **options})
-    calls = [named(call, q=q, k=k, v=v, out=out, lse=lse) for call in recorder.calls]
-    return [call[:3] for call in recorder.calls], calls, (out, lse)
+def some_attention(pick):
+    """(tensors, call -> results)"""
+    heads_kv, rows, keys = pick(4, 2), pick(96, 97), pick(96, 112)
+    q, k, v = pick.zeros(2, rows, 4, 64), pick.zeros(2, keys, heads_kv, 64), pick.zeros(2, keys, heads_kv, 64)
+    options = {"causal": pick(True, False), "window": pick((-1, -1), (30, 0)), "softcap": pick(0, 2.0)}
+    options["seq_lens"] = pick(None, seq_lens_of(40, 90))
+    bias = torch.zeros(4, rows, keys)
+    options["attn_bias"] = pick(bias, None, shifted(bias), wide(bias), bias.half())
+    dout = pick.zeros(*q.shape)
+    for x in (q, k, v):
+        x.requires_grad_(pick(True, False))
+
+    def call():
+        out, lse = diyfa.flash_attention_v2(q, k, v, backend="cuda", return_lse=True, **options)
+        wanted = [x for x in (q, k, v) if x.requires_grad]
+        return out, lse, *(torch.autograd.grad(out, wanted, dout) if wanted else ())
+
+    return [q, k, v, dout, options["seq_lens"], options["attn_bias"]], call
 
 
-def ordinary_launches(monkeypatch, *args, **kwargs):
-    """The same of a call without earlier ones."""
-    with monkeypatch.context() as patch:
-        patch.setattr(planning, "plans", {})
-        return launches_of_call(*args, **kwargs)
+def some_decoding(pick):
+    rows, queries = pick(305, 306, 320), pick(1, 2)
+    q, k, v = pick.zeros(2, queries, 8, 72), pick.zeros(2, rows, 2, 72), pick.zeros(2, rows, 2, 72)
+    lengths = pick(300, 301, seq_lens_of(300, 280), None)
+    options = {"causal": True, "num_splits": pick(0, 3), "window_size": pick((-1, -1), (306, 0))}
+    options |= {"out": pick(torch.zeros_like(q), shifted(q), None), "cache_seqlens": lengths}
+    if lengths is not None and pick(True, False):
+        options |= {"k": pick.zeros(2, queries, 2, 72), "v": pick.zeros(2, queries, 2, 72)}
+    invariant = pick(False, True)
+
+    def call():
+        with diyfa.use_backend("cuda"), diyfa.batch_invariant() if invariant else contextlib.nullcontext():
+            return diyfa.flash_attn_with_kvcache(q, k, v, return_softmax_lse=True, **options)
+
+    return [q, k, v, *(x for x in options.values() if isinstance(x, torch.Tensor))], call
 
 
-ROWS_IN_TURN = (305, 306, 305, 320, 307, 304, 321, 306, 310, 305, 337, 336, 311, 304, 322, 321, 308, 309)
+def some_product(pick):
+    a, b = pick.zeros(pick(96, 112), 64), pick.zeros(64, pick(80, 72))
+    options = pick({}, {"out_dtype": torch.float32}, {"block_m": 16, "block_n": 32, "block_k": 32})
+
+    def call():
+        with diyfa.use_backend("cuda"):
+            return (diyfa.triton_matmul(a, b, **options),)
+
+    return [a, b], call
 
 
-@pytest.mark.parametrize("gives_out", [False, True], ids=["", "out"])
-@pytest.mark.parametrize("invariant", [False, True], ids=["", "invariant"])
-@pytest.mark.parametrize("case", GROWING)
-def test_a_cache_that_grows_launches_what_the_ordinary_call_does(recorder, monkeypatch, case, invariant, gives_out):
-    make, options = GROWING[case]
-    monkeypatch.setattr(decode_configs, "multiprocessors", lambda device: 3)
-    with diyfa.batch_invariant() if invariant else contextlib.nullcontext():
-        for rows in ROWS_IN_TURN:
-            q, k, v = make(rows)
-            out = {"out": torch.zeros(*q.shape[:3], v.shape[3], dtype=q.dtype)} if gives_out else {}
-            grids, calls, kept = launches_of_call(recorder, q, k, v, **options, **out)
-            usual_grids, usual, also_kept = ordinary_launches(monkeypatch, recorder, q, k, v, **options, **out)
-            assert grids == usual_grids and are_same(calls, usual)
-            assert kept[0].stride() == also_kept[0].stride()
-
-
-def test_lengths_of_as_many_blocks_share_a_plan(recorder, monkeypatch):
-    launched = []
-    launch = decode.launch_kernel
-    monkeypatch.setattr(decode, "launch_kernel", lambda one: launched.append(one.grid) or launch(one))
-    for rows in range(305, 321):
-        for _ in range(2):
-            launches_of_call(recorder, *tokens_over(rows))
-    assert len(launched) == 2 and len(known_plans()) == 1
-    launches_of_call(recorder, *tokens_over(321))
-    assert len(launched) == 4 and len(known_plans()) == 2
-    launches_of_call(recorder, *tokens_over(312))
-    assert len(launched) == 4
-
-
-def test_smaller_blocks_have_other_grids(recorder, monkeypatch):
-    """Where a program has 16 keys at once."""
-    monkeypatch.setenv("DIYFA_ARCH", "sm_75")
-    found = []
-    for rows in (288, 289, 304, 305, 320, 321):
-        grids, _, _ = launches_of_call(recorder, *(x.half() for x in tokens_over(rows, batch=1, heads=1)))
-        found.append([prod(grid) for grid in grids])
-    assert found == [[18, 4], [19, 4], [19, 4], [20, 4], [20, 4], [21, 4]]
-
-
-def test_blocks_of_keys_are_multiples_of_those_that_share_a_plan():
-    rows = {row[1] for row in decode_configs._ROWS + decode_configs._FLOAT8_ROWS}
-    assert not [n for n in (*rows, decode_configs.TURING_BLOCK_N, decode_configs.PART_KEYS) if n % kvcache.ROWS]
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_shared_plan_is_described_anew_for_the_length_of_the_call(recorder, monkeypatch, change):
-    """Where it cannot be repeated."""
-    launched = []
-    launch = decode.launch_kernel
-    monkeypatch.setattr(decode, "launch_kernel", lambda one: launched.append(one.arguments) or launch(one))
-    for rows in (305, 306, 307):
-        launches_of_call(recorder, *tokens_over(rows))
-    assert len(launched) == 2
-    tensors = tokens_over(318)
-    with monkeypatch.context() as patch:
-        CHANGES[change](patch)
-        grids, calls, kept = launches_of_call(recorder, *tensors)
-        assert len(launched) == (4 if change == "hook" else 2)
-        usual_grids, usual, also_kept = ordinary_launches(monkeypatch, recorder, *tensors)
-        assert kept and also_kept and grids == usual_grids and are_same(calls, usual)
-    assert launched[-2]["capacity"] == launched[-2]["length"] == 318
-
-
-def test_a_forced_tile_sees_the_length_of_the_call(recorder):
-    seen = []
-
-    def config(problem):
-        seen.append(problem.capacity)
-        return dataclasses.replace(decode_configs.decode_config(problem), block_n=16)
-
-    for rows in (305, 306):
-        launches_of_call(recorder, *tokens_over(rows))
-    with attention_launch.use_config("decode", config):
-        for rows in (307, 318):
-            _, calls, _ = launches_of_call(recorder, *tokens_over(rows))
-            assert calls[0][-1].block_n == 16 and set(seen) == {rows}
-            seen.clear()
-    _, calls, _ = launches_of_call(recorder, *tokens_over(319))
-    assert calls[0][-1].block_n > 16
-
-
-def test_caches_of_different_rows_are_refused_among_alike_ones(recorder):
-    for rows in (305, 306, 307):
-        launches_of_call(recorder, *tokens_over(rows))
-    for rows in (305, 306, 307):
-        launches_of_call(recorder, *in_buffer(rows))
-    (q, k, _), (_, _, v) = in_buffer(308), in_buffer(309)
-    with pytest.raises(ValueError, match="same shape"):
-        launches_of_call(recorder, q, k, v)
-    for wrong in ((q, k, None), (q, None, k), (None, k, k), (q, k[0], k[0]), (q, k, k.float()), (q, k[:1], k[:1])):
-        with pytest.raises((TypeError, ValueError)):
-            launches_of_call(recorder, *wrong)
-    with pytest.raises(ValueError, match="cache_seqlens"):
-        launches_of_call(recorder, q, k, k, cache_seqlens=309)
-    for _ in range(2):
-        launches_of_call(recorder, q, k, k, cache_seqlens=308)
-    with pytest.raises(ValueError, match="cache_seqlens"):
-        launches_of_call(recorder, q, k[:, :307], k[:, :307], cache_seqlens=308)
-
-
-def test_kernels_are_compiled_for_the_device_of_the_call(monkeypatch, recorder):
-    """Not for the current one."""
-    inside, compiled_in = [], []
-    compile_it = fwd._fwd_kernel.warmup
-
-    class Device:
-        def __enter__(self):
-            inside.append(True)
-
-        def __exit__(self, *args):
-            inside.clear()
-
-    def warmup(**named):
-        compiled_in.append(bool(inside))
-        return compile_it(**named)
-
-    monkeypatch.setattr(type(fwd._fwd_kernel), "warmup", staticmethod(warmup))
-    monkeypatch.setattr(replay, "on_device", lambda x: Device())
-    q, k, v = qkv()
-    for _ in range(3):
-        attend(q, k, v)
-    assert compiled_in == [True] and not inside
+@pytest.mark.parametrize("kind", [some_attention, some_decoding, some_product], ids=lambda kind: kind.__name__)
+def test_no_call_launches_what_another_one_decided(recorder, monkeypatch, kind):
+    """Calls that differ in little, in any order, launch what they do in a process without earlier calls."""
+    pick = Choices(0)
+    for _ in range(300):
+        tensors, call = kind(pick)
+        found = []
+        for fresh in (False, True):
+            with monkeypatch.context() as patch:
+                if fresh:
+                    patch.setattr(planning, "plans", {})
+                    patch.setattr(launcher, "_binaries", {})
+                results = call()
+            of_call = {f"result {i}": x for i, x in enumerate(results)}
+            of_call |= {f"given {i}": x for i, x in enumerate(tensors) if x is not None and x.numel()}
+            found.append(launches_of(recorder, **of_call))
+        assert_same(*found)
+    assert len(known_plans()) < 200  # others were repeated

@@ -472,35 +472,6 @@ def test_a_recent_call_that_appends_is_repeated_or_run_anew(
     assert torch.equal(given["k_cache"], before)
 
 
-@pytest.mark.parametrize("extra", [{}, {"window_size": (33, 2)}, {"cache_seqlens": INT}], ids=["", "window", "lengths"])
-def test_caches_of_as_many_blocks_share_a_plan(monkeypatch: pytest.MonkeyPatch, extra: dict[str, Any]) -> None:
-    """By a kernel that says so; each is told its own rows, and all are as the reference."""
-    backend, capacities = registry.load_backend("cpu"), []
-
-    def sharing(kernel: Any) -> Any:
-        def launch(problem: KVCacheProblem, *rest: Any) -> None:
-            capacities.append(problem.capacity)
-            kernel.launch(problem, *rest)
-
-        return replace(kernel, launch=launch, any_rows=lambda problem: True)
-
-    kernels = tuple(sharing(k) if k.op == "kvcache_fwd" else k for k in backend.kernels)
-    monkeypatch.setitem(registry._loaded, "cpu", type("Stub", (type(backend),), {"kernels": kernels})())
-    monkeypatch.setattr(planning, "plans", {})
-    turns = (33, 40, 34, 48, 40, 35, 33)
-    for rows in turns:
-        k_cache, v_cache = torch.randn(2, B, HK, rows, D).transpose(2, 3)
-        changes = {"k": ..., "v": ..., "causal": False, "cache_seqlens": None, **extra}
-        given = call(k_cache=k_cache, v_cache=v_cache, **changes)
-        torch.testing.assert_close(diyfa.flash_attn_with_kvcache(**given), reference_kvcache(**given))
-    assert capacities == list(turns)
-    plans = len(known_plans())
-    assert plans == (2 if "window_size" in extra else 1)
-    for rows in (34, 35):  # what appends shares none
-        diyfa.flash_attn_with_kvcache(**call(rows))
-    assert len(known_plans()) == plans + 2
-
-
 CHANGES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "latent": lambda g: {**g, "v_cache": g["k_cache"]},
     "stride": lambda g: {**g, "k_cache": torch.zeros(B, 40, HK, D + 16)[..., :D].copy_(g["k_cache"])},

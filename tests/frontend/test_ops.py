@@ -548,9 +548,9 @@ def test_threads() -> None:
 
 def test_an_output_that_no_loss_uses_costs_no_gradient(monkeypatch) -> None:
     """An unused lse arrives at the kernels as None, not as zeros; a loss of lse alone works without one of out."""
-    given, gradients = [], diyfa.ops._gradients
+    given, into = [], diyfa.ops._backward_into
     monkeypatch.setattr(
-        diyfa.ops, "_gradients", lambda dout, dlse, *rest: given.append(dlse) or gradients(dout, dlse, *rest)
+        diyfa.ops, "_backward_into", lambda plan, dout, dlse, *rest: given.append(dlse) or into(plan, dout, dlse, *rest)
     )
     q, k, v = tensors((1, 2, 5, 8), (1, 2, 7, 8), (1, 2, 7, 8))
     out, lse = diyfa.flash_attention(q, k, v, return_lse=True, **CPU)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import pytest
 import torch
 from known_plans import known_plans
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -56,6 +58,17 @@ def qkv(dtype=torch.float32, **kwargs):
 
 def attend(*tensors, **kwargs):
     return diyfa.flash_attention(*tensors, backend="cpu", **kwargs)
+
+
+def key_of(*tensors, lengths=WHOLE, **options):
+    return planning.key_of(*tensors, lengths, options.values(), tensors_given(lengths, options))
+
+
+def off_by_one_element(x):
+    """Equal to x, at an address that is not aligned."""
+    buffer = torch.empty(x.numel() + 1, dtype=x.dtype)
+    buffer[1:] = x.flatten()
+    return buffer[1:].view(x.shape)
 
 
 def test_an_equal_call_is_launched_at_once_and_answers_the_same(launches):
@@ -109,9 +122,7 @@ def test_other_tensors_are_another_call(launches):
     attend(q.half(), k.half(), v.half())
     attend(q[:, :, :5], k, v)
     attend(q[:1], k[:1], v[:1])
-    buffer = torch.empty(q.numel() + 1)
-    buffer[1:] = q.flatten()
-    attend(buffer[1:].view(q.shape), k, v)  # alignment
+    attend(off_by_one_element(q), k, v)  # alignment
     assert not launches
 
 
@@ -120,11 +131,11 @@ def test_strides_of_each_tensor_are_part_of_the_call(launches, which):
     """A plan launches with the strides it was made for."""
     tensors = qkv()
     attend(*tensors)
-    keys = {planning.key_of(tuple(tensors), WHOLE, {}, ())}
+    keys = {key_of(*tensors)}
     for how in (lambda x: x.transpose(1, 2).contiguous().transpose(1, 2), lambda x: x.repeat(1, 1, 1, 2)[..., :16]):
         other = [how(x) if i == which else x for i, x in enumerate(tensors)]
         attend(*other)
-        keys.add(planning.key_of(tuple(other), WHOLE, {}, ()))
+        keys.add(key_of(*other))
     assert not launches and len(keys) == 3
     attend(*tensors)
     assert len(launches) == 1
@@ -249,13 +260,25 @@ def test_plans_are_bounded(launches, monkeypatch):
         assert len(planning.plans) <= 3
 
 
-def test_empty_inputs_are_not_launched(launches):
-    q, k, v = qkv()
+def test_empty_inputs_are_not_launched(launches, monkeypatch):
+    def launch(kernel, *args):
+        raise AssertionError("there is nothing to launch")
+
+    q, k, v = qkv(requires_grad=True)
     empty = q[:, :, :0]
-    for _ in range(2):
-        assert attend(empty, k, v).shape == empty.shape
-        assert torch.equal(attend(q, k[:, :, :0], v[:, :, :0]), torch.zeros_like(q))
-    assert not launches
+    with monkeypatch.context() as patch:
+        for kernel in diyfa.registry.load_backend("cpu").kernels:
+            if kernel.op == "attention_fwd":
+                patch.setitem(vars(kernel), "launch", functools.partial(launch, kernel))
+        for _ in range(3):
+            assert attend(empty, k, v).shape == empty.shape
+            assert torch.equal(attend(q, k[:, :, :0], v[:, :, :0]), torch.zeros_like(q))
+    for _ in range(3):
+        grads = torch.autograd.grad(attend(empty, k, v).sum(), (q, k, v))
+        assert [x.shape for x in grads] == [x.shape for x in (q, k, v)] and not any(x.any() for x in grads)
+        sinks = torch.ones(3, requires_grad=True)
+        (dsinks,) = torch.autograd.grad(attend(q, k[:, :, :0], v[:, :, :0], sinks=sinks).sum(), sinks)
+        assert not dsinks.any()
 
 
 def step(q, k, v, dout, **kwargs):
@@ -281,7 +304,6 @@ def test_gradients_of_a_repeated_call_are_the_same(trained, launches):
         assert all(torch.equal(a, b) for a, b in zip(step(q, k, v, dout), expected, strict=True))
         assert len(launches) == n
     out = attend(q, k, v, causal=True)
-    assert "PlannedAttention" in type(out.grad_fn).__name__
     (dq,) = torch.autograd.grad(out, q, dout, retain_graph=True)
     assert torch.equal(dq, expected[0]) and torch.equal(torch.autograd.grad(out, q, dout)[0], dq)
     with pytest.raises(RuntimeError, match="second time"):
@@ -354,18 +376,15 @@ def test_what_is_read_of_optional_tensors(launches):
     """Alignment, which kernels are compiled for; the longest lengths, which grids are made for."""
     rows = [x[0].transpose(0, 1).contiguous() for x in qkv()]
     ends = torch.tensor([0, 5, 9], dtype=torch.int32)
-    buffer = torch.zeros(3 * 17 * 17 + 1)
+    bias = torch.zeros(3, 17, 17)
     keys = set()
     for longest in (5, 9):
         lengths = WHOLE._replace(cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=longest, max_seqlen_k=9)
-        keys.add(planning.key_of(tuple(rows), lengths, {}, tensors_given(lengths, {})))
-    for start in (0, 1):
-        given = {"attn_bias": buffer[start:][: 3 * 17 * 17].view(3, 17, 17)}
-        keys.add(planning.key_of(tuple(qkv()), WHOLE, given, tensors_given(WHOLE, given)))
+        keys.add(key_of(*rows, lengths=lengths))
+    keys |= {key_of(*qkv(), attn_bias=x) for x in (bias, off_by_one_element(bias))}
     assert len(keys) == 4 and None not in keys
     for wrong in (torch.zeros(3).to_sparse(), torch._neg_view(torch.zeros(3)), "sinks"):
-        given = {"sinks": wrong}
-        assert planning.key_of(tuple(qkv()), WHOLE, given, tensors_given(WHOLE, given)) is None
+        assert key_of(*qkv(), sinks=wrong) is None
 
 
 def test_packed_lengths_are_checked_when_a_call_is_repeated(launches):
@@ -558,23 +577,19 @@ def test_a_negative_parameter_is_not_read_by_its_address():
     negative = torch.nn.Parameter(torch._neg_view(torch.ones(3)))
     assert negative.is_neg()
     for x, is_read in ((negative, False), (torch.nn.Parameter(torch.ones(3)), True)):
-        given = {"sinks": x}
-        key = planning.key_of(tuple(qkv()), WHOLE, given, tensors_given(WHOLE, given))
-        assert (key is not None) is is_read
+        assert (key_of(*qkv(), sinks=x) is not None) is is_read
 
 
-def test_which_tensor_is_aligned_is_part_of_the_call(launches):
-    """A compiled kernel relies on the alignment of each."""
-    keys = set()
-    for which in range(4):
-        tensors = qkv()
-        if which < 3:
-            buffer = torch.empty(tensors[which].numel() + 1)
-            buffer[1:] = tensors[which].flatten()
-            tensors[which] = buffer[1:].view(tensors[which].shape)
-        keys.add(planning.key_of(tuple(tensors), WHOLE, {}, ()))
-        attend(*tensors)
-    assert len(keys) == 4 and len(known_plans()) == 4 and not launches
+@pytest.mark.parametrize("which", range(3), ids="qkv")
+def test_whether_all_are_aligned_is_part_of_the_call(launches, which):
+    """A compiled kernel relies on it."""
+    aligned = qkv()
+    tensors = [off_by_one_element(x) if i == which else x for i, x in enumerate(aligned)]
+    results = [attend(*x) for x in (aligned, tensors)]
+    assert key_of(*aligned) != key_of(*tensors) and not launches and torch.equal(*results)
+    attend(*aligned)
+    attend(*tensors)
+    assert launches[0].problem.aligned and not launches[1].problem.aligned
 
 
 def test_the_dtype_of_autocast_is_part_of_the_call(launches):
@@ -598,3 +613,18 @@ def test_a_call_of_the_operator_does_not_lend_its_backend(launches):
         torch.ops.diyfa.attention_fwd(q, k, v, "", *pack(lengths, options))
     grads = [torch.autograd.grad(attend(q, k, v).sum(), q)[0] for _ in range(3)]
     assert len(launches) == 2 and torch.equal(grads[0], grads[1]) and torch.equal(grads[0], grads[2])
+
+
+@pytest.mark.parametrize("function", ["flash_attention", "flash_attn_func", "flash_attn_with_kvcache"])
+def test_plans_of_other_calls_are_nothing_that_a_compiled_one_depends_on(launches, function):
+    """A program that torch.compile made is not made anew because of them."""
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("eager")
+    call = torch.compile(lambda *x: getattr(diyfa, function)(*x), fullgraph=True, backend=counter)
+    tensors = [x.transpose(1, 2).contiguous() for x in qkv()]
+    with diyfa.use_backend("cpu"):
+        diyfa.flash_attention(*tensors, sinks=torch.zeros(17))
+        for n in range(1, 5):
+            getattr(diyfa, function)(*(x[:, :n] for x in tensors))
+            call(*tensors)
+            assert len(known_plans()) >= n and counter.frame_count == 1

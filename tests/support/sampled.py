@@ -42,8 +42,6 @@ EVERY = {
     "frontend/test_ops.py::test_compile_with_any_window": 5,
     "frontend/test_ops.py::test_compile_with_dropout_shown": 5,
     "frontend/test_ops.py::test_exported_programs_are_trained_rightly": 5,
-    "frontend/test_recent_calls.py::test_a_call_that_differs_is_not_taken_for_it": 3,
-    "frontend/test_recent_calls.py::test_what_is_around_a_call_is_part_of_it": 7,
     "frontend/test_registry.py::test_a_broken_plugin_breaks_nothing_else": 4,
     "hopper/test_hopper_bwd.py::test_every_interleaving": 3,
     "hopper/test_hopper_bwd.py::test_gradients": 2,

@@ -170,9 +170,8 @@ def _is_transposed(x: torch.Tensor) -> bool:
 
 
 def _descriptor(x: torch.Tensor, transposed: bool, block: tuple[int, int]) -> Tiles:
-    if transposed:
-        x, block = x.t(), (block[1], block[0])
-    return Tiles(x, list(x.shape), list(x.stride()), list(block))
+    step = -1 if transposed else 1  # rows are what is contiguous; the base is x itself, by which repeats find it
+    return Tiles(x, list(x.shape)[::step], list(x.stride())[::step], list(block)[::step])
 
 
 def _launch_tma(

@@ -1,0 +1,153 @@
+"""Launches of the CUDA backend without a GPU: all is diyfa's own but Triton's compiler and the driver.
+
+CPU tensors stand in for CUDA's. What the driver would be handed is read from memory, and has the arguments' names.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import sys
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from triton.runtime.jit import JITFunction
+
+from diyfa.backends.cuda.runtime import launcher, replay
+from diyfa.problem import Launch
+
+STREAM = 77
+SCRATCH = 2  # pointers of Triton's behind a kernel's arguments
+_TYPES: dict[Any, Any] = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
+
+
+@dataclass(frozen=True)
+class Map:
+    """A tensor map as the driver was asked for it."""
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One launch; `arguments` are what the kernel gets of those that are no constants."""
+
+    kernel: str
+    grid: tuple[int, ...]
+    stream: int | str
+    arguments: dict[str, Any]
+    constants: Any
+    binary: tuple[Any, ...]  # what it was compiled for besides constants
+
+
+class Kernel:
+    """What the launcher asks of a kernel, which may be an interpreted one."""
+
+    def __init__(self, kernel: Any, launches: list[Recorded]) -> None:
+        jit = kernel if hasattr(kernel, "params") else JITFunction(kernel.fn, **kernel.kwargs)
+        self.fn, self.arg_names, self.params, self.__name__ = kernel.fn, kernel.arg_names, jit.params, kernel.__name__
+        self._launches = launches
+
+    def __getitem__(self, grid: Any) -> Any:
+        """A launch of Triton's own."""
+        names = launcher.runtime_names(self)
+
+        def launch(**given: Any) -> None:
+            of_kernel = {name: given[name] for name in names}
+            self._launches.append(Recorded(self.__name__, grid, "triton", of_kernel, None, ()))
+
+        return launch
+
+
+def parameters_of(signature: launcher.Signature) -> int:
+    """How many a compiled kernel has; a tensor map comes with its shape and strides."""
+    return SCRATCH + sum(2 * len(x) - 3 if isinstance(x, tuple) else x not in (None, 1) for x in signature.kinds)
+
+
+class Recorder:
+    """The driver, and the compiler."""
+
+    def __init__(self) -> None:
+        self.launches: list[Recorded] = []
+        self.compiled: list[tuple[Launch, launcher.Signature]] = []
+        self.maps: list[Map] = []
+        self._number_of_map: dict[Map, int] = {}
+
+    def compile_for(self, arch: str, launch: Launch, signature: launcher.Signature) -> Any:
+        self.compiled.append((launch, signature))
+        boxes = [{"block_size": list(x[1:-1]), "swizzle": 3} for x in signature.kinds if isinstance(x, tuple)]
+        metadata = SimpleNamespace(
+            name=launch.kernel.__name__, shared=0, num_warps=launch.options.get("num_warps", 4), num_ctas=1,
+            launch_pdl=launch.options.get("launch_pdl", False), launch_cooperative_grid=False, global_scratch_size=0,
+            tensordesc_meta=boxes,
+        )  # fmt: skip
+        ptx = f".entry f({', '.join(['.param .u64 x'] * parameters_of(signature))})"
+        return SimpleNamespace(metadata=metadata, asm={"ptx": ptx, "cubin": str(len(self.compiled)).encode()})
+
+    def load(self, cubin: bytes, name: str, shared: int) -> int:
+        return int(cubin)
+
+    def with_context(self, call: Any) -> None:
+        assert not call()
+
+    def encode(self, tiles: launcher.Tiles, address: int, box: list[int], swizzle: int) -> bytes:
+        found = Map(address, tuple(tiles.shape), tuple(tiles.strides), tuple(box))
+        self.maps.append(found)
+        return struct.pack("<Q120x", len(self.maps) - 1)
+
+    def launch_function(self, config: int, function: int, parameters: int, extra: None) -> int:
+        launch, signature = self.compiled[function - 1]
+        settings = launcher._Config.from_address(config)
+        addresses = iter((ctypes.c_void_p * parameters_of(signature)).from_address(parameters))
+
+        def read(kind: Any) -> Any:
+            return kind.from_address(next(addresses)).value
+
+        arguments: dict[str, Any] = {}
+        for name, kind in zip(launcher.runtime_names(launch.kernel), signature.kinds, strict=True):
+            if kind is None or kind == 1:
+                arguments[name] = kind
+            elif isinstance(kind, tuple):
+                found, rank = self.maps[read(ctypes.c_uint64)], len(kind) - 2
+                shape, strides = ([read(of) for _ in range(rank)] for of in (ctypes.c_int32, ctypes.c_int64))
+                assert (tuple(shape), tuple(strides)) == (found.shape, found.strides)
+                arguments[name] = found
+            else:
+                arguments[name] = read(_TYPES.get(kind, ctypes.c_uint64))
+        assert [read(ctypes.c_uint64) for _ in range(SCRATCH)] == [0] * SCRATCH
+        grid = settings.grid_x, settings.grid_y, settings.grid_z
+        binary = (signature.kinds, signature.aligned_pointers, signature.aligned_strides, launch.aligned)
+        (constants,) = launch.constants.values()
+        self.launches.append(Recorded(launch.kernel.__name__, grid, settings.stream or 0, arguments, constants, binary))
+        return 0
+
+
+def install(patch: pytest.MonkeyPatch) -> Recorder:
+    """Record the launches of all kernels whose modules are loaded."""
+    recorder = Recorder()
+    fakes: dict[int, Kernel] = {}
+
+    def fake(kernel: Any) -> Kernel:
+        return fakes.setdefault(id(kernel), Kernel(kernel, recorder.launches))
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("diyfa.backends.cuda."):
+            for attribute, x in list(vars(module).items()):
+                if attribute.endswith("_kernel") and hasattr(x, "arg_names"):
+                    patch.setattr(module, attribute, fake(x))
+                elif attribute == "_GRADIENT_KERNELS":
+                    patch.setattr(module, attribute, {kind: fake(kernel) for kind, kernel in x.items()})
+    patch.setattr(launcher, "compile_for", recorder.compile_for)
+    patch.setattr(launcher, "_driver", [recorder])
+    patch.setattr(launcher, "_binaries", {})
+    patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    for module in (launcher, replay):
+        patch.setattr(module, "current_device", lambda: 0)
+        patch.setattr(module, "current_stream", lambda device: STREAM)
+    return recorder
