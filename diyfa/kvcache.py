@@ -36,6 +36,7 @@ Descale = torch.Tensor | float | None
 FLOAT8 = torch.float8_e4m3fn
 
 _IN_MEMORY = (torch.Tensor, torch.nn.Parameter)
+_NONE = type(None)
 _FLAGS = ("causal", "rotary_interleaved", "return_softmax_lse")
 
 
@@ -361,41 +362,46 @@ def _bind(tensors: Sequence[Any], softmax_scale: float | None) -> KVCacheTensors
     )
 
 
-def _key_of(tensors: tuple[Any, ...], *options: Any) -> Any:
-    """All that checks and decisions read of a call; None where a tensor is no ordinary one.
+def _key_of(tensors: tuple[Any, ...], *options: Any) -> tuple[Any, list[torch.Tensor], list[int]]:
+    """(all that checks and decisions read of a call, the tensors that there are, their addresses).
 
-    The second and third tensor are the keys and values. Of numbers in place of a tensor (a length, a descale) only the
-    type matters.
+    The key is None where a tensor is no ordinary one. The second and third tensor are the keys and values. Of numbers
+    in place of a tensor (a length, a descale) only the type matters.
     """
+    kinds = tuple(map(type, tensors))
     parts: list[Any] = []
-    for x in tensors:
-        if x is None:
-            parts.append(None)
-        elif type(x) in _IN_MEMORY and x.layout is torch.strided and not x.is_neg():
-            parts += (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15, x.requires_grad)
-        elif isinstance(x, torch.Tensor):
-            return None
-        else:
-            parts.append(type(x))
-    q, k, v = tensors[:3]
+    given: list[torch.Tensor] = []
+    addresses: list[int] = []
+    for kind, x in zip(kinds, tensors, strict=True):
+        if kind in _IN_MEMORY:
+            if x.layout is not torch.strided or x.is_neg():
+                return None, given, addresses
+            address = x.data_ptr()
+            given.append(x)
+            addresses.append(address)
+            parts += (x.shape, x.stride(), x.dtype, x.device, address & 15, x.requires_grad)
+        elif kind is not _NONE and isinstance(x, torch.Tensor):
+            return None, given, addresses
     is_latent = autocast = None
-    if isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor):
-        is_latent = k.data_ptr() == v.data_ptr()
-        if isinstance(q, torch.Tensor) and (q.dtype is torch.float32 or k.dtype is FLOAT8):  # what autocast may cast
+    if kinds[0] in _IN_MEMORY and kinds[1] in _IN_MEMORY and kinds[2] in _IN_MEMORY:
+        is_latent = addresses[1] == addresses[2]
+        q, k = given[:2]
+        if q.dtype is torch.float32 or k.dtype is FLOAT8:  # what autocast may cast
             autocast = autocast_dtype(q)
-    return "kvcache", is_latent, *parts, *options, autocast
+    return ("kvcache", is_latent, kinds, *parts, *options, autocast), given, addresses
 
 
-def _find(tensors: tuple[Any, ...], *options: Any) -> tuple[KVCachePlan | None, Any]:
-    """The plan of an earlier equal call, or None, and `_key_of`, None where something looks on.
+def _find(tensors: tuple[Any, ...], *options: Any) -> tuple[KVCachePlan | None, Any, list[torch.Tensor], list[int]]:
+    """The plan of an earlier equal call, or None, and what `_key_of` returns, whose key is None where something looks
+    on.
 
     `tensors` are all that a call can have, None or numbers where it has another.
     """
     if not is_unseen():
-        return None, None
+        return None, None, [], []
     modes = torch.is_grad_enabled(), registry.forced_backend(), registry.is_batch_invariant()
-    key = _key_of(tensors, *modes, *options)
-    return find(key), key
+    key, given, addresses = _key_of(tensors, *modes, *options)
+    return find(key), key, given, addresses
 
 
 def _remember(
@@ -498,17 +504,17 @@ def flash_attn_with_kvcache(
         v_descale, out, k, v, rotary_cos, rotary_sin,
     )  # fmt: skip
     options = softmax_scale, causal, window, softcap, rotary_interleaved, num_splits
-    plan, key = _find(tensors, *options)
+    plan, key, present, addresses = _find(tensors, *options)
     if plan is None and (cast := _autocast(k_cache, q, k, v)) is not None:
         q, k, v = cast
         tensors = (q, *tensors[1:12], k, v, *tensors[14:])
-        plan, key = _find(tensors, *options)
+        plan, key, present, addresses = _find(tensors, *options)
     if plan is not None and rotary_cos is None:
         if plan.on_host or isinstance(cache_seqlens, int):
             _check_values(_bind(tensors, softmax_scale), window[0])
         length = 0 if isinstance(cache_seqlens, torch.Tensor) else _length(cache_seqlens, k_cache, block_table)
         appended = 0 if k is None else 1 if v is None else 2
-        made = plan.again(tensors, length, out, return_softmax_lse, appended)
+        made = plan.again(present, addresses, length, out, return_softmax_lse, appended)
         if made is not None:
             if plan.wants_grad:
                 made = without_backward(made, tensors, out)
@@ -623,13 +629,13 @@ def attend_packed(
         given["sm_scale"], given["causal"], given["window"], given["softcap"],
         given["dropout_p"], given["num_splits"], backend, variant,
     )  # fmt: skip
-    plan, key = _find(tensors, *options)
+    plan, key, present, addresses = _find(tensors, *options)
     if plan is None and (cast := _autocast_packed(q, k, v, table)) is not None:
         q, k, v = cast
         tensors = (*cast, *tensors[3:])
-        plan, key = _find(tensors, *options)
+        plan, key, present, addresses = _find(tensors, *options)
     if plan is not None and not plan.on_host:
-        made = plan.again(tensors, 0, out, returns_lse)
+        made = plan.again(present, addresses, 0, out, returns_lse)
         if made is not None:
             return without_backward(made, tensors, out) if plan.wants_grad else (made[0], made[1])
     if plan is None:

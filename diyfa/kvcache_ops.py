@@ -351,30 +351,35 @@ class KVCachePlan:
             self.v_distance = distance
 
     def again(
-        self, tensors: Sequence[Any], length: int, out: torch.Tensor | None, returns_lse: bool, new: int = 0
+        self,
+        given: list[torch.Tensor],
+        addresses: list[int],
+        length: int,
+        out: torch.Tensor | None,
+        returns_lse: bool,
+        new: int = 0,
     ) -> Sequence[Any] | None:
         """Run an equal call -> (out, lse, …), or None where that is not known how.
 
-        The last `new` of its tensors are appended as they are; `out` stands before them.
+        `given` are all its tensors. The last `new` of them are appended as they are; `out` stands before those.
         """
         if self.wants_grad and torch.is_grad_enabled():
             with torch.no_grad():
-                return self.again(tensors, length, out, returns_lse, new)
+                return self.again(given, addresses, length, out, returns_lse, new)
         step = self.attend
         if not self.binds_given or step is None or step.repeat is None:
             return None
-        given = [x for x in tensors if isinstance(x, torch.Tensor)]
         if out is not None:
             check_out(out, given, step.problem.layout)
-            del given[len(given) - new - 1]
-        addresses = [x.data_ptr() for x in given]
+            place = len(given) - new - 1
+            given, addresses = given[:place] + given[place + 1 :], addresses[:place] + addresses[place + 1 :]
         if new:
             self.check_caches(given[1], given[2], given[-1] if new == 2 else None, addresses[2] - addresses[1])
             # What is appended twice, where the attention is not repeated, is the same.
             append = None if self.append is None else self.append.repeat
             if append is None or append(length, addresses, given) is None:
                 return None
-            del given[-new:], addresses[-new:]
+            given, addresses = given[:-new], addresses[:-new]
         bound = self.bound
         if bound is None:
             bound = self.bound = step.repeat(*given)

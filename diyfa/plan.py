@@ -163,6 +163,8 @@ def key_of(
     if q.is_neg() or k.is_neg() or v.is_neg():  # their memory does not hold the values as they are
         return None
     dtype, device = q.dtype, q.device
+    if k.dtype is not dtype or v.dtype is not dtype or k.device != device or v.device != device:
+        return None  # which the checks refuse
     wants_grad = torch.is_grad_enabled()
     rest: tuple[Hashable, ...] = ()
     try:
@@ -186,11 +188,7 @@ def key_of(
             k.stride(),
             v.stride(),
             dtype,
-            k.dtype,
-            v.dtype,
             device,
-            k.device,
-            v.device,
             (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15,  # kernels are compiled for whether all are aligned
             dtype is _float32  # autocast casts no other
             and device.type != "meta"

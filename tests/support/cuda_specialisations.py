@@ -1,7 +1,7 @@
 """How many kernels a training run of many lengths would compile, printed as JSON by running this file.
 
-Needs Triton without its interpreter, and no GPU: the launchers run, and a launch is replaced by the key under which
-Triton would look for the compiled kernel. For each run and kernel: `tiles`, the sets of constants and options (what the
+Needs Triton without its interpreter, and no GPU: the launchers run, and a launch is replaced by the key under which its
+binary would be looked up. For each run and kernel: `tiles`, the sets of constants and options (what the
 tables choose); `keys`, the most kernels that one tile is compiled to; `causes`, the arguments that tell those apart.
 """
 
@@ -14,46 +14,38 @@ from collections import defaultdict
 from typing import Any
 
 import torch
-from triton.backends.compiler import GPUTarget
-from triton.compiler import make_backend
-from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from diyfa.backends.cuda import backend as cuda
-from diyfa.backends.cuda.attention import bwd, fwd
-from diyfa.backends.cuda.runtime import tune
+from diyfa.backends.cuda.attention import bwd, clear, fwd
+from diyfa.backends.cuda.runtime import launcher, tune
 from diyfa.ops import describe_attention
 from diyfa.options import WHOLE, AttentionOptions, Lengths, bind
-from diyfa.problem import LAYOUTS, VARLEN, AttentionGradients
+from diyfa.problem import LAYOUTS, VARLEN, AttentionGradients, Launch
 
-TARGET = make_backend(GPUTarget("cuda", 90, 32))
 CALLS = 200
 HEADS, HEADS_KV = 4, 2
-# kernel -> (constants and options) -> specialisations of the other arguments, in their order
+ONE_TILE = 64  # tokens
+# kernel -> (constants and options) -> what else binaries are kept under
 Keys = dict[str, dict[str, set[tuple[Any, ...]]]]
 keys: Keys = defaultdict(lambda: defaultdict(set))
-functions: dict[str, JITFunction] = {}
-binders: dict[str, Any] = {}
+names: dict[str, tuple[str, ...]] = {}  # of what tells binaries apart
 
 
-def record(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-    name = self.fn.__name__
-    if name not in binders:
-        functions[name] = self
-        binders[name] = create_function_from_signature(self.signature, self.params, TARGET)
-    _, specialisation, options = binders[name](*args, **kwargs)
-    constants = [s for s, p in zip(specialisation, self.params, strict=True) if p.is_constexpr]
-    rest = tuple(str(s) for s, p in zip(specialisation, self.params, strict=True) if not p.is_constexpr)
-    keys[name][f"{constants} {options}"].add(rest)
+def record(launch: Launch) -> None:
+    name = launch.kernel.fn.__name__
+    signature = launcher.signature_of(launch)
+    names[name] = (*launcher.runtime_names(launch.kernel), "pointers", "strides", "declared")
+    rest = (*map(str, signature.kinds), signature.aligned_pointers, signature.aligned_strides, launch.aligned)
+    keys[name][f"{launch.constants} {launch.options}"].add(rest)
 
 
 def summary() -> dict[str, dict[str, Any]]:
     counts = {}
     for name, tiles in keys.items():
-        names = [p.name for p in functions[name].params if not p.is_constexpr]
         causes = {
-            argument
+            cause
             for found in tiles.values()
-            for argument, values in zip(names, zip(*found, strict=True), strict=True)
+            for cause, values in zip(names[name], zip(*found, strict=True), strict=True)
             if len(set(values)) > 1
         }
         counts[name] = {"tiles": len(tiles), "keys": max(map(len, tiles.values())), "causes": sorted(causes)}
@@ -61,7 +53,11 @@ def summary() -> dict[str, dict[str, Any]]:
 
 
 def train(
-    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor], lengths: Lengths, wants_dlse: bool, **options: Any
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    lengths: Lengths,
+    wants_dlse: bool,
+    kinds: tuple[str, ...] = bwd.SPLIT,
+    **options: Any,
 ) -> None:
     """One forward and backward pass; nothing is computed."""
     q, k, v = qkv
@@ -73,7 +69,7 @@ def train(
     dbias = torch.empty_like(bias) if bias is not None else None
     gradients = AttentionGradients(torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), dbias)
     dlse = torch.empty_like(lse) if wants_dlse else None
-    bwd.attention_backward(problem, tensors, out, lse, torch.empty_like(out), dlse, gradients)
+    bwd.attention_backward(problem, tensors, out, lse, torch.empty_like(out), dlse, gradients, kinds)
 
 
 def packed(rng: random.Random, head_dim: int, wants_dlse: bool, self_attention: bool, **features: Any) -> None:
@@ -109,12 +105,24 @@ def dense(
     train((q, k, v), WHOLE, wants_dlse, layout=layout, attn_bias=attn_bias, bias_grad=bool(bias))
 
 
+def short(rng: random.Random, wants_dlse: bool, packs: bool) -> None:
+    """Sequences that one tile holds, such as windows: their number and lengths differ, heads are not grouped."""
+    batch, longest_q, longest_k = rng.randint(2, 64), rng.randint(33, ONE_TILE), rng.randint(33, ONE_TILE)
+    leading = (batch * ONE_TILE - rng.randint(0, 40),) if packs else (batch,)
+    rows = ((), (), ()) if packs else ((longest_q,), (longest_k,), (longest_k,))
+    q, k, v = (torch.empty(*leading, *row, HEADS, 32, dtype=torch.float16) for row in rows)
+    offsets = torch.zeros(batch + 1, dtype=torch.int32)
+    lengths = Lengths(offsets, offsets, None, longest_q, longest_k) if packs else WHOLE
+    train((q, k, v), lengths, wants_dlse, bwd.SHORT, layout=VARLEN if packs else "bshd")
+
+
 def hopper(rng: random.Random) -> None:
     """The Hopper kernel's forward pass, of lengths that it takes."""
     from diyfa.backends.cuda.hopper import configs as hopper_configs
     from diyfa.backends.cuda.hopper import fwd as hopper_fwd
 
     hopper_configs.multiprocessors = lambda device: 132
+    hopper_fwd.launch_kernel = record
     shape = (8, 2 * HEADS, rng.randint(1024, 4000), 128)
     q, k, v = (torch.empty(shape, dtype=torch.float16) for _ in range(3))
     options = AttentionOptions("bhsd", 0.1, window_right=0, needs_grad=True)
@@ -139,6 +147,9 @@ RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
     "bhsd, cross": (dense, {"head_dim": 64, "wants_dlse": False, "self_attention": False, "layout": "bhsd"}),
     "bhsd, dlse": (dense, {"head_dim": 64, "wants_dlse": True, "self_attention": True, "layout": "bhsd"}),
     "bhsd, D=40": (dense, {"head_dim": 40, "wants_dlse": False, "self_attention": True, "layout": "bhsd"}),
+    "short": (short, {"wants_dlse": False, "packs": False}),
+    "short, dlse": (short, {"wants_dlse": True, "packs": False}),
+    "short, packed": (short, {"wants_dlse": True, "packs": True}),
     "bias": (dense, {"head_dim": 64, "wants_dlse": False, "self_attention": True, "layout": "bhsd", "bias": "full"}),
     "bias of keys": (
         dense, {"head_dim": 64, "wants_dlse": False, "self_attention": True, "layout": "bhsd", "bias": "keys"}
@@ -152,7 +163,8 @@ RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
 def main() -> None:
     from diyfa.backends.cuda.hopper import configs as hopper_configs
 
-    JITFunction.run = record
+    for module in (bwd, clear, fwd):
+        module.launch_kernel = record
     tune.set_enabled(False)
     counts = {}
     runs = RUNS if hopper_configs.environment_refusal() else {**RUNS, "Hopper": (hopper, {})}

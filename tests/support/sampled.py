@@ -25,6 +25,8 @@ QUICK = {"frontend": 2, "tools": 1, "numerics": 8}
 # By file and name; "[npu" for those of that backend where its tensors lie on the CPU.
 EVERY = {
     "cuda/test_bwd_short.py::test_kernels_for_any_length": 4,
+    "cuda/test_bwd_short.py::test_offsets_that_nobody_could_check": 5,
+    "cuda/test_bwd_short.py::test_tile": 3,
     "cuda/test_clear.py::test_a_forward_pass_leaves_no_row_unwritten": 7,
     "cuda/test_cuda_decode.py::test_a_row_is_bitwise_the_same_in_any_call": 3,
     "cuda/test_cuda_decode.py::test_blocks_of_keys_in_pages_of_any_size": 5,

@@ -37,9 +37,11 @@ _forced: dict[str, Any] = {}
 Tensors = TypeVar("Tensors", AttentionTensors, KVCacheTensors, NewKeys)
 
 
-# By which a bias is read. Where all are multiples of 16 kernels are compiled for that: it spares their loops a sixth of
-# the instructions.
-READ_BIAS_BY = ("seqlen_q", "seqlen_k", "stride_biasb", "stride_biash", "stride_biasm")
+# By which a bias is read, and its gradient written. Where all are multiples of 16 kernels are compiled for that: it
+# spares their loops a sixth of the instructions.
+READ_BIAS_BY = (
+    "seqlen_q", "seqlen_k", "stride_biasb", "stride_biash", "stride_biasm", "stride_outb", "stride_outh", "stride_outm",
+)  # fmt: skip
 # Strides whose value no kernel is compiled for, beside all numbers that are none. Alignment of what is read one number
 # at a time changes nothing.
 RUNTIME_SIZES = (

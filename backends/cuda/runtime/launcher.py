@@ -37,6 +37,7 @@ _TMA_TYPES = {  # CUtensorMapDataType
     torch.float8_e4m3fn: 0, torch.int32: 3, torch.int64: 5, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9,
 }  # fmt: skip
 _INT32 = 2**31
+_DECLARED = ("stride_bias", "stride_out")  # strides that follow from lengths: `Launch.aligned` says what they are
 
 
 class Tiles(NamedTuple):
@@ -93,7 +94,7 @@ def _arguments(kernel: Any) -> tuple[_Argument, ...]:
                 x.name,
                 not (x.do_not_specialize or x.do_not_specialize_on_alignment),
                 x.name in strides,
-                x.name in strides and not x.name.startswith("stride_bias"),
+                x.name in strides and not x.name.startswith(_DECLARED),
             )
             for x in kernel.params
             if not x.is_constexpr
