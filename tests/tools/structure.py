@@ -26,8 +26,10 @@ PUBLIC = {
 # each bounded.
 CACHES = {
     "diyfa/plan.py:plans": "decision",
+    "diyfa/plan.py:Plan._backward": "decision: two at most",
     "diyfa/plan.py:Plan.backward_repeats": "compiled launch",
-    "backends/cuda/runtime/replay.py:TensorMaps._known": "compiled launch",
+    "backends/cuda/runtime/launcher.py:_binaries": "compiled launch",
+    "backends/cuda/runtime/launcher.py:Binary._maps": "compiled launch",
     "backends/npu/runtime/tiles.py:_refused": "compiled launch",
     "diyfa/distributed/check.py:_agreed": "decision: what all ranks have called with",
     "diyfa/distributed/sharding.py:segments_of": "decision: of a batch, which all layers share",
@@ -38,6 +40,10 @@ CACHES = {
 }
 # Not of calls: what stays true as long as the process lives, one small entry for each device or tile at most.
 FACTS = {
+    "backends/cuda/__init__.py:_arch_of_gpu": "of a device; asked in each new call",
+    "backends/cuda/attention/configs.py:_rows": "rows of a table that fit heads of one kind; asked in each new call",
+    "backends/cuda/gluon/compat.py:ptxas_options": "of the installed Triton; asked in each launch",
+    "backends/cuda/runtime/launcher.py:_known_arguments": "of a kernel; asked in each launch",
     "backends/cuda/gluon/tma.py:smem_layout": "of each shape of a tile: four of them were half of a launch's cost",
     "backends/cuda/runtime/launch.py:multiprocessors": "of a device; asked in each launch",
     "backends/npu/__init__.py:device_name": "of a device; asked in each call",
