@@ -22,28 +22,28 @@ PUBLIC = {
     "diyfa/reference.py", "diyfa/testing.py", "diyfa/attn_probs.py", "diyfa/layers/rotary.py",
     "diyfa/integrations/npu_fusion_attention.py", "diyfa/distributed/attention.py",
 }  # fmt: skip
-# Everything that remembers, by what it is. In calls: what was decided, what was compiled, the tile that tuning found,
-# each bounded.
+# Everything that remembers, by what it is. Of calls, in the order in which they ask: plans, which are bounded, loaded
+# binaries, of which there are as many as kinds of kernels, and tuned tiles.
 CACHES = {
-    "diyfa/plan.py:plans": "decision",
-    "diyfa/plan.py:Plan._backward": "decision: two at most",
-    "diyfa/plan.py:Plan.backward_repeats": "compiled launch",
-    "backends/cuda/runtime/launcher.py:_binaries": "compiled launch",
-    "backends/cuda/runtime/launcher.py:Binary._maps": "compiled launch",
-    "backends/npu/runtime/tiles.py:_refused": "compiled launch",
-    "diyfa/distributed/check.py:_agreed": "decision: what all ranks have called with",
-    "diyfa/distributed/sharding.py:segments_of": "decision: of a batch, which all layers share",
-    "diyfa/distributed/steps.py:steps_of": "decision: the same",
-    "diyfa/distributed/ulysses.py:_order_of": "decision: the same",
+    "diyfa/plan.py:plans": "plan",
+    "diyfa/plan.py:Plan._backward": "plan: its kernels of the backward pass",
+    "diyfa/plan.py:Plan.backward_repeats": "plan: its launches of the backward pass",
+    "diyfa/distributed/check.py:_agreed": "plan: what all ranks have called with",
+    "diyfa/distributed/sharding.py:segments_of": "plan: of a batch, which all layers share",
+    "diyfa/distributed/steps.py:steps_of": "plan: the same",
+    "diyfa/distributed/ulysses.py:_order_of": "plan: the same",
+    "backends/cuda/runtime/launcher.py:_binaries": "loaded binary",
+    "backends/cuda/runtime/launcher.py:Binary._maps": "loaded binary: its tensor maps",
+    "backends/npu/runtime/tiles.py:_refused": "tuned tile: what the compiler refuses",
     "diyfa/tuning.py:Tuner._known": "tuned tile",
     "diyfa/tuning.py:Tuner._unmeasured": "tuned tile",
 }
 # Not of calls: what stays true as long as the process lives, one small entry for each device or tile at most.
 FACTS = {
-    "backends/cuda/__init__.py:_arch_of_gpu": "of a device; asked in each new call",
-    "backends/cuda/attention/configs.py:_rows": "rows of a table that fit heads of one kind; asked in each new call",
-    "backends/cuda/gluon/compat.py:ptxas_options": "of the installed Triton; asked in each launch",
-    "backends/cuda/runtime/launcher.py:_known_arguments": "of a kernel; asked in each launch",
+    "backends/cuda/__init__.py:_arch_of_gpu": "of a device; asked in each call",
+    "backends/cuda/attention/configs.py:_rows": "rows of a table for each chip and head_dim, in the order of the search",
+    "backends/cuda/gluon/compat.py:ptxas_options": "searches ptxas",
+    "backends/cuda/runtime/launcher.py:_known_arguments": "of a kernel: the arguments that are no constants",
     "backends/cuda/gluon/tma.py:smem_layout": "of each shape of a tile: four of them were half of a launch's cost",
     "backends/cuda/runtime/launch.py:multiprocessors": "of a device; asked in each launch",
     "backends/npu/__init__.py:device_name": "of a device; asked in each call",
@@ -176,7 +176,7 @@ def main(root: Path) -> None:
             for f in sorted((f for f in found if f.language != "host"), key=lambda f: -f.parameters)[:10]
         ],
         "longest functions": [f"{f.file}:{f.name} {f.lines}" for f in sorted(found, key=lambda f: -f.lines)[:10]],
-        "caches of calls: decisions, compiled launches, tuned tiles": [
+        "caches of calls: plans, loaded binaries, tuned tiles": [
             f"{name}: {CACHES[name]}"
             for name in sorted(remembered, key=lambda name: CACHES.get(name, ""))
             if name in CACHES

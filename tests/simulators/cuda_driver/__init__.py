@@ -1,10 +1,11 @@
-"""Triton's own CUDA launcher without a GPU: kernels are compiled for sm_90, and launches recorded instead of run.
+"""CUDA launches without a GPU, diyfa's and Triton's own: kernels are compiled for sm_90, and launches recorded.
 
-    launches = install(folder)  # once in a process that has not loaded libcuda; a C compiler is needed, as for Triton
+    driver = install(folder)  # once in a process that has not loaded libcuda; a C compiler is needed, as for Triton
     kernel[(grid,)](*cpu_tensors, ...)
-    launches[-1].parameters  # the bytes of each of the kernel's parameters
+    driver.launches[-1].parameters  # the bytes of each of the kernel's parameters
 
-What runs is Triton's: the JIT, ptxas, `driver.py`, and `driver.c` compiled against `libcuda.c` beside this file.
+What runs is diyfa's launcher over `libcuda.c` beside this file, and Triton's JIT, ptxas, `driver.py`, and `driver.c`
+compiled against it.
 """
 
 from __future__ import annotations
@@ -16,19 +17,20 @@ import subprocess
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 STREAM = 77
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """One launch: (grid, block, shared memory), stream, ids of attributes, and the bytes of each parameter."""
+    """One launch: (grid, block, shared memory), stream, (id, value) of attributes, the bytes of each parameter."""
 
     shape: tuple[int, ...]
     stream: int
-    attributes: tuple[int, ...]
-    kernel: str
+    attributes: tuple[tuple[int, ...], ...]
     parameters: tuple[bytes, ...]
 
 
@@ -42,6 +44,23 @@ def parameter_sizes(cubin: bytes) -> list[int]:
     return [found[i] for i in range(len(found))]
 
 
+def size_of(elf: int) -> int:
+    """Bytes of the ELF file at this address."""
+    header = ctypes.string_at(elf, 64)
+    programs, sections = struct.unpack_from("<2Q", header, 32)
+    program_size, n_programs, section_size, n_sections = struct.unpack_from("<4H", header, 54)
+    table = ctypes.string_at(elf + sections, section_size * n_sections)
+    ends = [sum(struct.unpack_from("<2Q", table, section_size * i + 24)) for i in range(n_sections)]
+    return max(*ends, programs + program_size * n_programs, sections + len(table))
+
+
+class Simulated(NamedTuple):
+    """The driver of this process."""
+
+    library: ctypes.CDLL  # its functions, and those of `libcuda.c` that begin with "simulator_"
+    launches: list[Recorded]
+
+
 def _libcuda(folder: Path) -> ctypes.CDLL:
     library = folder / "libcuda.so.1"
     compiler = (sysconfig.get_config_var("CC") or "cc").split()[0]
@@ -51,8 +70,8 @@ def _libcuda(folder: Path) -> ctypes.CDLL:
     return ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
 
 
-def install(folder: Path) -> list[Recorded]:
-    """Make Triton launch to a list, which is returned. Libraries are built in `folder`."""
+def install(folder: Path) -> Simulated:
+    """Make diyfa and Triton launch to a list. Libraries are built in `folder`."""
     library = _libcuda(folder)
     import triton.knobs
     from triton.runtime import driver
@@ -60,25 +79,37 @@ def install(folder: Path) -> list[Recorded]:
     triton.knobs.nvidia.libcuda_path = str(folder)
     from triton.backends.nvidia.driver import CudaDriver, CudaLauncher, CudaUtils
 
+    import diyfa.backends.cuda.runtime.launcher as launcher
+    import diyfa.backends.cuda.runtime.replay as replay
+
     launches: list[Recorded] = []
-    loaded: list[tuple[str, list[int]]] = []
+    loaded: list[list[int]] = [[]]  # sizes of the parameters of each function, whose number is its handle
+
+    def load(cubin: bytes) -> int:
+        loaded.append(parameter_sizes(cubin))
+        return len(loaded) - 1
 
     def load_binary(name: str, cubin: bytes, shared: int, device: int) -> tuple[int, int, int, int, int]:
-        loaded.append((name, parameter_sizes(cubin)))
-        return len(loaded), len(loaded), 32, 0, 1024  # module, function, registers, spills, threads
+        number = load(cubin)
+        library.cuFuncSetAttribute(ctypes.c_void_p(number), 8, shared)
+        return number, number, 32, 0, 1024  # module, function, registers, spills, threads
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+    def on_load(image: int) -> int:
+        return load(ctypes.string_at(image, size_of(image)))
 
     @ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p))
     def on_launch(config: int, function: int, parameters: Any) -> None:
         *shape, stream, attributes, count = struct.unpack("<7I4xQQI", ctypes.string_at(config, 52))
-        ids = (struct.unpack("<I", ctypes.string_at(attributes + 72 * i, 4))[0] for i in range(count))
-        name, sizes = loaded[function - 1]
-        given = tuple(ctypes.string_at(parameters[i], size) for i, size in enumerate(sizes))
-        launches.append(Recorded(tuple(shape), stream, tuple(ids), name, given))
+        ids = (struct.unpack("<I4xI", ctypes.string_at(attributes + 72 * i, 12)) for i in range(count))
+        given = tuple(ctypes.string_at(parameters[i], size) for i, size in enumerate(loaded[function]))
+        launches.append(Recorded(tuple(shape), stream, tuple(ids), given))
 
+    library.simulator_on_load(on_load)
     library.simulator_on_launch(on_launch)
 
     class Driver(CudaDriver):
-        kept = library, on_launch
+        kept = library, on_load, on_launch
 
         def __init__(self) -> None:
             self.utils = CudaUtils()
@@ -91,4 +122,8 @@ def install(folder: Path) -> list[Recorded]:
             self.get_current_device = lambda: 0
 
     driver.set_active(Driver())
-    return launches
+    torch.cuda.get_device_capability = lambda device=None: (9, 0)
+    for module in (launcher, replay):
+        module.current_device = lambda: 0
+        module.current_stream = lambda device: STREAM
+    return Simulated(library, launches)

@@ -1,21 +1,82 @@
-/* What Triton's launcher needs of libcuda, without a GPU: launches go to a callback, and an encoded descriptor says what
+/* What Triton's launcher and diyfa's need of libcuda, without a GPU: launches go to a callback, and an encoded descriptor says what
    it was encoded from. */
+#include <sched.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
+#define INVALID_VALUE 1
+#define INVALID_CONTEXT 201
+#define FUNCTIONS 4096
+#define MAX_DYNAMIC_SHARED_SIZE 8
+
 static void (*on_launch)(const void *config, void *function, void **parameters);
+static int (*on_load)(const void *image);
+static int failure, needs_context, version = 13020;
+static uint32_t shared_allowed[FUNCTIONS];
+static __thread int has_context;
 
 void simulator_on_launch(void (*callback)(const void *, void *, void **)) { on_launch = callback; }
+void simulator_on_load(int (*callback)(const void *)) { on_load = callback; }
+void simulator_fail(int result) { failure = result; } /* launches, until it is 0 */
+void simulator_need_contexts(int needed) { needs_context = needed; }
+void simulator_set_version(int number) { version = number; }
+
+int cuFuncSetAttribute(void *function, int attribute, int value) {
+  if (attribute != MAX_DYNAMIC_SHARED_SIZE)
+    return INVALID_VALUE;
+  shared_allowed[(intptr_t)function] = value;
+  return 0;
+}
 
 int cuLaunchKernelEx(const void *config, void *function, void **parameters, void **extra) {
+  uint32_t shared = ((const uint32_t *)config)[6], allowed = shared_allowed[(intptr_t)function];
+  if (failure)
+    return failure;
+  if (needs_context && !has_context)
+    return INVALID_CONTEXT;
+  if (shared > 48 * 1024 && shared > allowed)
+    return INVALID_VALUE;
   on_launch(config, function, parameters);
   return 0;
+}
+
+int cuModuleLoadData(void **module, const void *image) {
+  if (needs_context && !has_context)
+    return INVALID_CONTEXT;
+  *module = (void *)(intptr_t)on_load(image);
+  return 0;
+}
+
+int cuModuleGetFunction(void **function, void *module, const char *name) {
+  *function = module;
+  return 0;
+}
+
+int cuDeviceGet(int *device, int ordinal) {
+  *device = ordinal;
+  return 0;
+}
+
+int cuDevicePrimaryCtxRetain(void **context, int device) {
+  *context = (void *)1;
+  return 0;
+}
+
+int cuCtxSetCurrent(void *context) {
+  has_context = 1;
+  return 0;
+}
+
+int cuGetErrorString(int result, const char **text) {
+  *text = result == 700 ? "an illegal memory access was encountered" : result == INVALID_VALUE ? "invalid argument" : 0;
+  return *text ? 0 : INVALID_VALUE;
 }
 
 int cuTensorMapEncodeTiled(uint64_t *map, int type, uint32_t rank, void *address, const uint64_t *sizes,
                            const uint64_t *strides, const uint32_t *box, const uint32_t *steps, int interleave,
                            int swizzle, int promotion, int fill) {
+  sched_yield(); /* so that threads that share memory are found out */
   memset(map, 0, 128);
   map[0] = (uint64_t)address;
   map[1] = type | rank << 8 | interleave << 16 | swizzle << 20 | promotion << 24 | (uint64_t)fill << 32;
@@ -37,8 +98,8 @@ int cuCtxGetCurrent(void **context) {
   return 0;
 }
 
-int cuDriverGetVersion(int *version) {
-  *version = 13000;
+int cuDriverGetVersion(int *number) {
+  *number = version;
   return 0;
 }
 
@@ -47,18 +108,11 @@ int cuDriverGetVersion(int *version) {
   void name(void) { abort(); }
 NEVER(cuCtxGetDevice)
 NEVER(cuCtxGetLimit)
-NEVER(cuCtxSetCurrent)
 NEVER(cuCtxSetLimit)
-NEVER(cuDeviceGet)
 NEVER(cuDeviceGetAttribute)
-NEVER(cuDevicePrimaryCtxRetain)
 NEVER(cuFuncGetAttribute)
-NEVER(cuFuncSetAttribute)
 NEVER(cuFuncSetCacheConfig)
-NEVER(cuGetErrorString)
 NEVER(cuInit)
-NEVER(cuModuleGetFunction)
-NEVER(cuModuleLoadData)
 NEVER(cuModuleUnload)
 NEVER(cuOccupancyMaxActiveClusters)
 NEVER(cuStreamIsCapturing)

@@ -1,0 +1,147 @@
+"""The launcher hands the driver, byte for byte, what Triton's own does, whether a call is described or repeated.
+
+Kernels are compiled for sm_90 in a process of its own (`compiled_launches.py`), whose driver is a simulated one.
+"""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from subprocesses import ROOT, SUPPORT, run_python
+
+from diyfa.backends.cuda.runtime import launcher
+from diyfa.backends.cuda.runtime.launcher import Tiles, signature_of
+from diyfa.problem import Launch
+
+# case -> kernels of a call; "descriptors of gluon" and "packed" are compiled longest
+CASES = {
+    "absent tensors": ["_fwd_kernel"],
+    "descriptors": ["_fwd_kernel"],
+    "descriptors of gluon": ["_fwd_sm90_kernel"],
+    "packed": [
+        "_fwd_kernel", "_clear_kernel", "_clear_kernel", "_bwd_preprocess_kernel", "_bwd_dkdv_kernel",
+        "_bwd_dq_kernel",
+    ],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    if torch.cuda.is_available():
+        pytest.skip("there is a driver: test_repeat.py runs on the device")
+    driver, cache = tmp_path_factory.mktemp("driver"), tmp_path_factory.mktemp("cache")
+    printed = run_python(
+        "from compiled_launches import main; main()", SUPPORT, ROOT / "tests",
+        arguments=[str(driver), *CASES, "lengths", "errors", "threads", "small maps"], TRITON_INTERPRET="0",
+        TRITON_CACHE_DIR=str(cache),
+    )  # fmt: skip
+    return json.loads(printed.splitlines()[-1])
+
+
+def words(launch):
+    return {word for x in launch if isinstance(x, list) for word in x}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_driver_gets_what_triton_gives_it(found, case):
+    of_case = found[case]
+    assert of_case["kernels"] == CASES[case] and of_case["as_triton"] == [True] * len(CASES[case])
+    assert of_case["described"] == [True, True, False, False]
+    first, *repeated = of_case["launches"]
+    assert all(x == first for x in repeated)
+    assert {"q", "k", "v", "out", "lse"} <= words(first[0])
+    assert any(len(x) == 16 for x in first[0] if isinstance(x, list)) == case.startswith("descriptors")
+
+
+def test_packed_gradients_are_cleared_where_no_sequence_is(found):
+    _, of_queries, of_keys, *_ = (words(launch) - {0} for launch in found["packed"]["launches"][0])
+    assert of_keys == {"cu_seqlens_k", "dk", "dv"}
+    assert {"cu_seqlens_q", "dq"} < of_queries and len(of_queries) == 3  # delta, which is nobody's but the call's
+
+
+def test_another_length_compiles_nothing(found):
+    assert found["lengths"]["compiled"] == [1, 0, 0, 0, 0]
+
+
+def test_what_the_driver_refuses_is_said(found):
+    assert found["errors"]["errors"] == [
+        "CUDA driver: an illegal memory access was encountered (700)", "CUDA driver: unknown error (999)"
+    ]  # fmt: skip
+    assert found["errors"]["launches_afterwards"] == 1
+
+
+def test_each_thread_has_its_own_parameters(found):
+    """And a context, which its first call of the driver has to make current."""
+    assert found["threads"] == {"launches": [100] * 8, "maps": [50] * 8}
+
+
+def test_a_bit_that_older_drivers_set_wrongly_is_cleared(found):
+    """In maps of small tensors."""
+    assert found["small maps"]["bits"] == [0, 1, 1, 1]
+
+
+# ---- What a binary is known by ------------------------------------------------------------------------------------
+
+
+def launch_of(**arguments):
+    """Of a kernel with these arguments; `plain_ptr` is read no wider if it is aligned."""
+    params = [
+        SimpleNamespace(
+            name=name, is_constexpr=False, do_not_specialize=False,
+            do_not_specialize_on_alignment=name.startswith("plain"),
+        )
+        for name in arguments
+    ]  # fmt: skip
+    constant = SimpleNamespace(name="c", is_constexpr=True, do_not_specialize=False)
+    kernel = SimpleNamespace(params=[*params, constant], fn=object())
+    return Launch(kernel, 1, arguments, {"c": 5}, {})
+
+
+def test_numbers_are_known_by_their_size():
+    signature = signature_of(launch_of(n=3, one=1, large=2**31, small=-(2**31), less=-(2**31) - 1, x=0.5, none=None))
+    assert signature.kinds == ("i32", "i32", "i64", "i32", "i64", "fp32", None)
+    assert signature.values == [3, 1, 2**31, -(2**31), -(2**31) - 1, 0.5]
+
+
+def test_strides_of_one_are_known_and_multiples_of_16_all_together():
+    for strides, is_aligned in (((16, 32), True), ((16, 8), False), ((0, 2**32), True), ((1, 16), True)):
+        launch = launch_of(stride_q=strides[0], stride_k=strides[1], n=3)
+        signature = signature_of(launch)
+        assert signature.kinds[0] == (1 if strides[0] == 1 else "i32") and signature.aligned_strides == is_aligned
+        source = launcher.source_of(launch, signature)
+        expected = {"stride_q", "stride_k"} - ({"stride_q"} if strides[0] == 1 else set())
+        assert source.aligned == (expected if is_aligned else set())
+        assert source.constants == {"c": 5, **({"stride_q": 1} if strides[0] == 1 else {})}
+
+
+def test_pointers_are_aligned_all_together():
+    x = torch.zeros(64, dtype=torch.float16)
+    for tensors, is_aligned in (((x, x, x), True), ((x, x[1:], x), False), ((x, x, x[1:]), True), ((x, None, x), True)):
+        launch = launch_of(**dict(zip(("q_ptr", "k_ptr", "plain_ptr"), tensors, strict=True)))
+        signature = signature_of(launch)
+        assert signature.aligned_pointers == is_aligned
+        assert signature.values == [y.data_ptr() for y in tensors if y is not None]
+        source = launcher.source_of(launch, signature)
+        assert source.aligned == (
+            {name for name in ("q_ptr", "k_ptr") if name in source.types} if is_aligned else set()
+        )
+        assert source.constants.get("k_ptr", 0) is (None if tensors[1] is None else 0)
+
+
+def test_descriptors_are_known_by_their_tiles():
+    x = torch.zeros(64, 32, dtype=torch.float16)
+    kinds = [
+        signature_of(launch_of(q=Tiles(y, [*y.shape], [*y.stride()], block))).kinds
+        for y, block in ((x, [16, 32]), (x[:8], [16, 32]), (x, [8, 32]), (x.bfloat16(), [16, 32]))
+    ]
+    assert kinds[0] == kinds[1] and len(set(kinds)) == 3
+
+
+def test_parameters_lie_as_a_c_struct():
+    kinds = ("i32", torch.float16, None, 1, "fp32", (torch.float16, 16, 16, None), "i32", "i64")
+    text, offsets = launcher.parameter_layout(kinds, 1)
+    # i32, pointer, float; map, two sizes, two strides; i32, i64, scratch
+    assert offsets == [0, 8, 16, 64, 192, 196, 200, 208, 216, 224, 232] and text.count("x") == 3
