@@ -41,7 +41,7 @@ CACHES = {
 # Not of calls: what stays true as long as the process lives, one small entry for each device or tile at most.
 FACTS = {
     "backends/cuda/__init__.py:_arch_of_gpu": "of a device; asked in each call",
-    "backends/cuda/attention/configs.py:_rows": "rows of a table for each chip and head_dim, in the order of the search",
+    "backends/cuda/attention/configs.py:_rows": "rows of a table that fit; asked in each new call",
     "backends/cuda/gluon/compat.py:ptxas_options": "searches ptxas",
     "backends/cuda/runtime/launcher.py:_known_arguments": "of a kernel: the arguments that are no constants",
     "backends/cuda/gluon/tma.py:smem_layout": "of each shape of a tile: four of them were half of a launch's cost",
