@@ -34,7 +34,6 @@ CACHES = {
     "diyfa/distributed/ulysses.py:_order_of": "plan: the same",
     "backends/cuda/runtime/launcher.py:_binaries": "loaded binary",
     "backends/cuda/runtime/launcher.py:Binary._maps": "loaded binary: its tensor maps",
-    "backends/cuda/runtime/launcher.py:Binary.known": "loaded binary: the same",
     "backends/npu/runtime/tiles.py:_refused": "tuned tile: what the compiler refuses",
     "diyfa/tuning.py:Tuner._known": "tuned tile",
     "diyfa/tuning.py:Tuner._unmeasured": "tuned tile",
@@ -42,10 +41,8 @@ CACHES = {
 # Not of calls: what stays true as long as the process lives, one small entry for each device or tile at most.
 FACTS = {
     "backends/cuda/__init__.py:_arch_of_gpu": "of a device; asked in each call",
-    "backends/cuda/attention/configs.py:_rows": "of each table, chip and head_dim",
-    "backends/cuda/attention/tile_io.py:padded_head_dim": "of a head_dim; asked several times in each new call",
-    "backends/cuda/gluon/compat.py:ptxas_options": "asks two ptxas for their versions",
-    "backends/cuda/hopper/configs.py:boxes_of": "of each size of a tile",
+    "backends/cuda/attention/configs.py:_rows": "rows of a table that fit; asked in each new call",
+    "backends/cuda/gluon/compat.py:ptxas_options": "searches ptxas",
     "backends/cuda/runtime/launcher.py:_known_arguments": "of a kernel: the arguments that are no constants",
     "backends/cuda/gluon/tma.py:smem_layout": "of each shape of a tile: four of them were half of a launch's cost",
     "backends/cuda/runtime/launch.py:multiprocessors": "of a device; asked in each launch",

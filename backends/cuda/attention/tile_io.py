@@ -14,8 +14,6 @@ float32. Left to itself Triton 3.6 widens an operand before each product: docs/c
 
 from __future__ import annotations
 
-from functools import cache
-
 import triton
 import triton.language as tl
 
@@ -56,7 +54,6 @@ def lengths_of(problem: AttentionProblem) -> int:
     return (PACKED if problem.varlen else SEQ_LENS if problem.seq_lens else EQUAL).value
 
 
-@cache
 def padded_head_dim(head_dim: int) -> int:
     """Width of a tile: the next power of two, at least 16 (the smallest that a matrix instruction takes)."""
     return max(16, 1 << (head_dim - 1).bit_length())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
 
 import torch
 import triton
@@ -189,7 +188,6 @@ def schedule_of(config: Sm90Config) -> dict[str, int]:
     return options
 
 
-@cache
 def boxes_of(head_dim: int, other: int, box_columns: int = 0) -> tuple[int, int]:
     """(columns, how many) of the TMA boxes that make up a tile of `head_dim` columns.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from diyfa.backends.cuda.runtime.launch import current_device, on_device
 from diyfa.backends.cuda.runtime.launcher import (
     Tiles,
+    allocator_of,
     binary_of,
     current_stream,
     launches_are_hooked,
@@ -33,14 +34,15 @@ def relaunch_of(launch: Launch, slots: Mapping[str, int]) -> Relaunch:
     binary = binary_of(launch, signature, current_device())
     template = binary.encoded(signature.values)
     places: list[tuple[int, int]] = []  # (index in the template, slot)
-    maps: list[tuple[int, int, Callable[[int], bytes]]] = []
+    maps: list[tuple[int, int, int, Tiles, Hashable]] = []
     index = number = 0
     for name, kind in zip(runtime_names(launch.kernel), signature.kinds, strict=True):
         if kind is None or kind == 1:
             continue
         x = launch.arguments[name]
         if type(x) is Tiles:
-            maps.append((index, slots[name], binary.maps_of(number, x)))
+            like = x._replace(base=x.base.new_empty(0))  # for its dtype: no tensor of the call is kept
+            maps.append((index, slots[name], number, like, binary.place_of(number, x)))
             number += 1
             index += 1 + 2 * len(x.shape)
             continue
@@ -53,23 +55,11 @@ def relaunch_of(launch: Launch, slots: Mapping[str, int]) -> Relaunch:
         values = template[:]  # its own: other threads launch, too
         for place, slot in places:
             values[place] = addresses[slot]
-        for place, slot, map_of in maps:
-            values[place] = map_of(addresses[slot])  # type: ignore[arg-type]
+        for place, slot, number, like, where in maps:
+            values[place] = binary.tensor_map(number, like, addresses[slot], where)  # type: ignore[arg-type]
         binary.launch(grid, stream, values)
 
     return relaunch
-
-
-def allocator_of(device_type: str) -> Callable[[Sequence[int], Sequence[int], torch.dtype], torch.Tensor]:
-    """(sizes, strides, dtype) -> uninitialised memory on the current device of that type.
-
-    PyTorch has a function for its compiler's programs that goes past the dispatcher, at a third of the time.
-    """
-    compilers: Any = torch._C._dynamo.guards
-    fast = getattr(compilers, f"_empty_strided_{device_type}", None)
-    if fast is not None:
-        return fast
-    return lambda sizes, strides, dtype: torch.empty_strided(sizes, strides, dtype=dtype, device=device_type)
 
 
 def current_device_of(x: torch.Tensor) -> Callable[[], int]:
