@@ -472,37 +472,6 @@ def test_a_recent_call_that_appends_is_repeated_or_run_anew(
     assert torch.equal(given["k_cache"], before)
 
 
-CHANGES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
-    "latent": lambda g: {**g, "v_cache": g["k_cache"]},
-    "stride": lambda g: {**g, "k_cache": torch.zeros(B, 40, HK, D + 16)[..., :D].copy_(g["k_cache"])},
-    "alignment": lambda g: {**g, "q": torch.zeros(B * SQ * H * D + 1)[1:].view(B, SQ, H, D).copy_(g["q"])},
-    "causal": lambda g: {**g, "causal": False},
-    "window": lambda g: {**g, "window_size": (3, 0)},
-    "scale": lambda g: {**g, "softmax_scale": 0.5},
-    "softcap": lambda g: {**g, "softcap": 2.0},
-    "splits": lambda g: {**g, "num_splits": 3},
-    "full": lambda g: {**g, "cache_seqlens": None},
-    "int": lambda g: {**g, "cache_seqlens": 7},
-    "leftpad": lambda g: {**g, "cache_leftpad": INT},
-    "index": lambda g: {**g, "cache_batch_idx": INT - 1},
-    "alibi": lambda g: {**g, "alibi_slopes": torch.rand(H)},
-    "sinks": lambda g: {**g, "sinks": torch.rand(H)},
-    "rows": lambda g: {**g, "k_cache": g["k_cache"][:, :35], "v_cache": g["v_cache"][:, :35]},
-}
-
-
-@pytest.mark.parametrize("name", CHANGES)
-def test_a_call_that_differs_gets_another_plan(name: str) -> None:
-    given = call(k=..., v=...)
-    for _ in range(3):
-        diyfa.flash_attn_with_kvcache(**given)
-    plans = len(known_plans())
-    changed = CHANGES[name](given)
-    for _ in range(3):
-        torch.testing.assert_close(diyfa.flash_attn_with_kvcache(**changed), reference_kvcache(**changed))
-    assert len(known_plans()) == plans + 1
-
-
 def test_parameters_get_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sinks are mostly parameters of a module."""
     monkeypatch.setattr(planning, "plans", {})

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import diyfa
 from diyfa import flash_attn_interface, ops
 from diyfa import plan as planning
-from diyfa.options import WHOLE, AttentionOptions, pack, tensors_given
+from diyfa.options import WHOLE, AttentionOptions, pack
 
 OPERATOR = "diyfa.attention_fwd.default"
 
@@ -60,17 +60,6 @@ def attend(*tensors, **kwargs):
     return diyfa.flash_attention(*tensors, backend="cpu", **kwargs)
 
 
-def key_of(*tensors, lengths=WHOLE, **options):
-    return planning.key_of(*tensors, lengths, options.values(), tensors_given(lengths, options))
-
-
-def off_by_one_element(x):
-    """Equal to x, at an address that is not aligned."""
-    buffer = torch.empty(x.numel() + 1, dtype=x.dtype)
-    buffer[1:] = x.flatten()
-    return buffer[1:].view(x.shape)
-
-
 def test_an_equal_call_is_launched_at_once_and_answers_the_same(launches):
     q, k, v = qkv()
     first = attend(q, k, v, causal=True, return_lse=True)
@@ -82,23 +71,6 @@ def test_an_equal_call_is_launched_at_once_and_answers_the_same(launches):
     other = [x + 1 for x in (q, k, v)]  # equal to the call, not to its tensors
     assert torch.equal(attend(*other, causal=True), attend(*other, causal=True, window=(17, 0)))
     assert len(launches) == 2
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"causal": False}, {"sm_scale": 0.5}, {"window": (3, 3)}, {"softcap": 2.0}, {"variant": "v1"},
-        {"deterministic": True},
-    ],
-    ids=lambda change: next(iter(change)),
-)  # fmt: skip
-def test_another_option_is_another_call(launches, change):
-    q, k, v = qkv()
-    attend(q, k, v, causal=True)
-    got = attend(q, k, v, **{"causal": True, **change})
-    assert not launches
-    with Seen():  # not by the fast path
-        assert torch.equal(got, attend(q, k, v, **{"causal": True, **change}))
 
 
 def test_a_deterministic_pytorch_asks_for_deterministic_gradients(launches):
@@ -113,32 +85,6 @@ def test_a_deterministic_pytorch_asks_for_deterministic_gradients(launches):
         torch.use_deterministic_algorithms(False)
     attend(q, k, v)
     assert [plan.options.deterministic for plan in launches] == [True, False]
-
-
-def test_other_tensors_are_another_call(launches):
-    q, k, v = qkv()
-    attend(q, k, v)
-    attend(q.transpose(1, 2).contiguous().transpose(1, 2), k, v)  # strides
-    attend(q.half(), k.half(), v.half())
-    attend(q[:, :, :5], k, v)
-    attend(q[:1], k[:1], v[:1])
-    attend(off_by_one_element(q), k, v)  # alignment
-    assert not launches
-
-
-@pytest.mark.parametrize("which", range(3), ids="qkv")
-def test_strides_of_each_tensor_are_part_of_the_call(launches, which):
-    """A plan launches with the strides it was made for."""
-    tensors = qkv()
-    attend(*tensors)
-    keys = {key_of(*tensors)}
-    for how in (lambda x: x.transpose(1, 2).contiguous().transpose(1, 2), lambda x: x.repeat(1, 1, 1, 2)[..., :16]):
-        other = [how(x) if i == which else x for i, x in enumerate(tensors)]
-        attend(*other)
-        keys.add(key_of(*other))
-    assert not launches and len(keys) == 3
-    attend(*tensors)
-    assert len(launches) == 1
 
 
 def test_what_is_wrong_is_refused_after_a_right_call_too(launches):
@@ -183,33 +129,6 @@ def test_dropout_draws_at_every_call(launches):
     state = torch.tensor([7, 1])
     outs = [attend(q, k, v, dropout_p=0.5, rng_state=state) for _ in range(3)]
     assert len(launches) == 4 and torch.equal(outs[0], outs[2])
-
-
-@pytest.mark.parametrize("which", range(3), ids="qkv")
-def test_gradients_go_through_autograd(launches, which):
-    q, k, v = qkv()
-    attend(q, k, v)
-    (q, k, v)[which].requires_grad_()
-    out = attend(q, k, v)
-    assert out.requires_grad
-    with torch.no_grad():
-        assert not attend(q, k, v).requires_grad and len(launches) == 1
-
-
-def test_autocast_is_another_call(launches):
-    q, k, v = qkv()
-    attend(q, k, v)
-    for _ in range(2):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            assert attend(q, k, v).dtype == torch.bfloat16
-    assert attend(q, k, v).dtype == torch.float32
-    assert len(launches) == 1
-
-
-def test_three_dimensional_inputs_keep_their_shape(launches):
-    q, k, v = (x.flatten(0, 1) for x in qkv())
-    for _ in range(2):
-        assert attend(q, k, v).shape == q.shape
 
 
 def test_the_backend_in_force_is_part_of_the_call(launches):
@@ -357,36 +276,6 @@ def test_gradients_of_bias_and_sinks_are_repeated(launches):
     assert torch.equal(dsinks, expected[-1])
 
 
-@pytest.mark.parametrize("which", ["attn_bias", "sinks"])
-def test_what_wants_a_gradient_among_optional_tensors_is_part_of_the_call(launches, which):
-    q, k, v = qkv()
-    x = torch.randn(3, 17, 17) if which == "attn_bias" else torch.randn(3)
-    for _ in range(2):
-        assert not attend(q, k, v, **{which: x}).requires_grad
-    x.requires_grad_()
-    for wanted in (False, True, True, False):
-        with torch.set_grad_enabled(wanted):
-            assert attend(q, k, v, **{which: x}).requires_grad is wanted
-    assert attend(q, k, v, **{which: torch.nn.Parameter(x.detach())}).requires_grad
-    (gradient,) = torch.autograd.grad(attend(q, k, v, **{which: x}).sum(), x)
-    assert gradient.shape == x.shape and gradient.any()
-
-
-def test_what_is_read_of_optional_tensors(launches):
-    """Alignment, which kernels are compiled for; the longest lengths, which grids are made for."""
-    rows = [x[0].transpose(0, 1).contiguous() for x in qkv()]
-    ends = torch.tensor([0, 5, 9], dtype=torch.int32)
-    bias = torch.zeros(3, 17, 17)
-    keys = set()
-    for longest in (5, 9):
-        lengths = WHOLE._replace(cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=longest, max_seqlen_k=9)
-        keys.add(key_of(*rows, lengths=lengths))
-    keys |= {key_of(*qkv(), attn_bias=x) for x in (bias, off_by_one_element(bias))}
-    assert len(keys) == 4 and None not in keys
-    for wrong in (torch.zeros(3).to_sparse(), torch._neg_view(torch.zeros(3)), "sinks"):
-        assert key_of(*qkv(), sinks=wrong) is None
-
-
 def test_packed_lengths_are_checked_when_a_call_is_repeated(launches):
     rows = [x[0].transpose(0, 1).contiguous() for x in qkv()]
     ends = torch.tensor([0, 5, 9], dtype=torch.int32)
@@ -469,15 +358,6 @@ def test_one_tensor_three_times_by_its_plan(launches):
     assert torch.autograd.gradcheck(lambda x: attend(x, x, x), x[:1, :1, :4, :3].detach().clone().requires_grad_())
 
 
-def test_sparse_and_nested_tensors_are_refused_as_ever(launches):
-    q, k, v = qkv()
-    attend(q, k, v)
-    for _ in range(2):
-        with pytest.raises(TypeError, match="dense"):
-            attend(q.to_sparse(), k, v)
-    assert not launches
-
-
 def test_meta_tensors_are_never_planned(launches):
     q, k, v = (x.to("meta") for x in qkv())
     for _ in range(3):
@@ -521,88 +401,6 @@ def test_packed_gradients_stay_packed(launches):
     with diyfa.use_backend("cpu"):
         grads = [torch.autograd.grad(out.sin().sum(), qkv)[0] for out in (*separate[1:], *packed)]
     assert all(torch.equal(grads[0], grad) for grad in grads)
-
-
-def of_each_kind(q, name):
-    """An optional tensor for a call with q (B, H, S, D)."""
-    b, h, s, _ = q.shape
-    return {
-        "seq_lens": torch.full((b,), s - 1, dtype=torch.int32), "alibi_slopes": torch.rand(h),
-        "attn_bias": torch.randn(h, s, s), "sinks": torch.randn(h), "rng_state": torch.tensor([7, 1]),
-    }[name]  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ["seq_lens", "alibi_slopes", "attn_bias", "sinks", "rng_state"])
-def test_a_tensor_is_no_number_after_a_right_call_either(launches, name):
-    q, k, v = qkv()
-    given = {name: of_each_kind(q, name), "dropout_p": 0.5 if name == "rng_state" else 0.0}
-    for _ in range(2):
-        attend(q, k, v, **given)
-        for option in ("sm_scale", "softcap", "dropout_p"):
-            with pytest.raises(TypeError, match=option):
-                attend(q, k, v, **(given | {option: torch.tensor(0.5)}))
-
-
-def test_a_tensor_is_no_softmax_scale_after_a_right_call_either(launches):
-    q, k, v = qkv()
-    slopes = torch.rand(17)
-    for _ in range(2):
-        flash_attn(flash_attn_interface.flash_attn_func, q, k, v, alibi_slopes=slopes)
-        with pytest.raises(TypeError, match="softmax_scale"):
-            flash_attn(
-                flash_attn_interface.flash_attn_func, q, k, v, softmax_scale=torch.tensor(5.0), alibi_slopes=slopes
-            )
-
-
-@pytest.mark.parametrize("names", [(), ("sinks",), ("seq_lens", "attn_bias")])
-@pytest.mark.parametrize("wants_grad", [False, True])
-def test_the_state_of_a_mask_without_dropout_says_nothing(launches, names, wants_grad):
-    q, k, v = qkv(requires_grad=wants_grad)
-    given = {name: of_each_kind(q, name) for name in names}
-    expected = attend(q, k, v, **given)
-    for _ in range(3):
-        out = attend(q, k, v, rng_state=torch.tensor([7, 1]), **given)
-        assert torch.equal(out, expected)
-        if wants_grad:
-            for a, b in zip(
-                *(torch.autograd.grad(x.sum(), (q, k, v), retain_graph=True) for x in (out, expected)), strict=True
-            ):
-                assert torch.equal(a, b)
-    assert len(launches) == 2
-    with pytest.raises(TypeError, match="rng_state"):
-        attend(q, k, v, rng_state=torch.zeros(2), **given)
-
-
-def test_a_negative_parameter_is_not_read_by_its_address():
-    negative = torch.nn.Parameter(torch._neg_view(torch.ones(3)))
-    assert negative.is_neg()
-    for x, is_read in ((negative, False), (torch.nn.Parameter(torch.ones(3)), True)):
-        assert (key_of(*qkv(), sinks=x) is not None) is is_read
-
-
-@pytest.mark.parametrize("which", range(3), ids="qkv")
-def test_whether_all_are_aligned_is_part_of_the_call(launches, which):
-    """A compiled kernel relies on it."""
-    aligned = qkv()
-    tensors = [off_by_one_element(x) if i == which else x for i, x in enumerate(aligned)]
-    results = [attend(*x) for x in (aligned, tensors)]
-    assert key_of(*aligned) != key_of(*tensors) and not launches and torch.equal(*results)
-    attend(*aligned)
-    attend(*tensors)
-    assert launches[0].problem.aligned and not launches[1].problem.aligned
-
-
-def test_the_dtype_of_autocast_is_part_of_the_call(launches):
-    q, k, v = qkv()
-    before = torch.get_autocast_dtype("cpu")
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        try:
-            for dtype in (torch.float32, torch.bfloat16, torch.float32, torch.bfloat16):
-                torch.set_autocast_dtype("cpu", dtype)  # float32 casts nothing
-                assert attend(q, k, v).dtype == dtype
-        finally:
-            torch.set_autocast_dtype("cpu", before)
-    assert len(launches) == 1
 
 
 def test_a_call_of_the_operator_does_not_lend_its_backend(launches):
