@@ -91,6 +91,7 @@ class ProductPlan:
         made = None if repeat is None else repeat([a.data_ptr(), b.data_ptr()], (a, b))
         if made is not None:
             return made[0]
+        self.repeat = None  # a tile may have been measured meanwhile
         self.has_run = True
         return self.kernel.launch(self.problem, a, b)
 

@@ -257,23 +257,23 @@ class Driver:
     def load(self, cubin: bytes, name: str, shared: int) -> int:
         """The handle of function `name` of a binary, on the current device."""
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
-        self.with_context(lambda: self._library.cuModuleLoadData(ctypes.byref(module), cubin))
+        result = self._library.cuModuleLoadData(ctypes.byref(module), cubin)
+        if result == _INVALID_CONTEXT:
+            self.set_context()
+            result = self._library.cuModuleLoadData(ctypes.byref(module), cubin)
+        self.check(result)
         self.check(self._library.cuModuleGetFunction(ctypes.byref(function), module, name.encode()))
         if shared > STATIC_SHARED:
             self.check(self._library.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED_SIZE, shared))
         assert function.value is not None
         return function.value
 
-    def with_context(self, call: Any) -> None:
-        """Make a call that needs a context; a thread's first may find none."""
-        result = call()
-        if result == _INVALID_CONTEXT:
-            device, context = ctypes.c_int(), ctypes.c_void_p()
-            self.check(self._library.cuDeviceGet(ctypes.byref(device), current_device()))
-            self.check(self._library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
-            self.check(self._library.cuCtxSetCurrent(context))
-            result = call()
-        self.check(result)
+    def set_context(self) -> None:
+        """Give this thread the context of the current device, which PyTorch uses, too."""
+        device, context = ctypes.c_int(), ctypes.c_void_p()
+        self.check(self._library.cuDeviceGet(ctypes.byref(device), current_device()))
+        self.check(self._library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
+        self.check(self._library.cuCtxSetCurrent(context))
 
     def encode(self, tiles: Tiles, address: int, box: Sequence[int], swizzle: int) -> bytes:
         """The tensor map of what lies at `address` like `tiles.base`; `box` is what one copy brings."""
@@ -412,10 +412,11 @@ class Binary:
             config.grid_x, config.grid_y, config.grid_z = grid
             config.stream = stream
             result = self._launch(self._config_address, self._function, self._parameters_address, None)
-            if result:
-                self._driver.with_context(
-                    lambda: self._launch(self._config_address, self._function, self._parameters_address, None)
-                )
+            if result == _INVALID_CONTEXT:  # a thread's first call
+                self._driver.set_context()
+                result = self._launch(self._config_address, self._function, self._parameters_address, None)
+        if result:
+            self._driver.check(result)
 
 
 _binaries: dict[Any, Binary] = {}  # as many as kernels have constants: sizes are no part of the key
