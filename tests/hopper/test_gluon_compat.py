@@ -59,6 +59,7 @@ def test_kernels_are_kept_under_the_fields_that_they_use() -> None:
 
 def has_versions(monkeypatch: pytest.MonkeyPatch, newer: str, older: str) -> None:
     tools = SimpleNamespace(ptxas_blackwell=SimpleNamespace(version=newer), ptxas=SimpleNamespace(version=older))
+    monkeypatch.setattr(compat, "ptxas_options", compat.ptxas_options.__wrapped__)  # asked anew
     monkeypatch.setattr(compat, "triton", SimpleNamespace(__version__="3.9.0", knobs=SimpleNamespace(nvidia=tools)))
 
 

@@ -339,6 +339,9 @@ def has_tma(problem: AttentionProblem) -> bool:
     return bool(spec and spec.has_tma and problem.aligned and work >= TMA_MIN_WORK)
 
 
+# Addresses that are not aligned take registers, of which 64 rows have too few: 16 to 264 bytes of spills on sm_80, sm_86
+# and sm_120.
+UNALIGNED_SPILLS = 264
 LONGEST_SHORT = 64  # tokens of the longest sequence that one tile of the table for short ones holds
 
 # Tiles that TMA writes begin at multiples of 1 KB, and each buffer has a barrier: 1040 bytes at most in what is here.
@@ -440,10 +443,11 @@ def _candidates(problem: AttentionProblem, kind: str) -> tuple[AttentionConfig, 
         block = padded_head_dim(max(problem.seqlen_q, problem.seqlen_k))
         if block > LONGEST_SHORT:
             return ()
-        # It reads each tensor once, through registers: alignment changes nothing.
-        rows = [
-            x for x in _rows(kind, gpu_class(problem.replace(aligned=True)), _heads(problem)) if x[1].block_m == block
-        ]
+        # It reads each tensor once, through registers: tiles are those of aligned tensors.
+        known = _rows(kind, gpu_class(problem.replace(aligned=True)), _heads(problem))
+        rows = [x for x in known if x[1].block_m == block]
+        if not problem.aligned:
+            rows = [(width, replace(config, spill_budget=UNALIGNED_SPILLS)) for width, config in rows]
     else:
         known = _rows(kind, gpu_class(problem), _heads(problem))
         rows = list(known) if has_tma(problem) else [x for x in known if x[1].form != "tma"]
