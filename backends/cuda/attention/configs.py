@@ -339,8 +339,8 @@ def has_tma(problem: AttentionProblem) -> bool:
     return bool(spec and spec.has_tma and problem.aligned and work >= TMA_MIN_WORK)
 
 
-# Addresses that are not aligned take registers, of which 64 rows have too few: 16 to 264 bytes of spills on sm_80, sm_86
-# and sm_120.
+# Addresses that are not aligned take registers, of which 64 rows have too few: 16 to 264 bytes of spills on sm_80, 86
+# and 120.
 UNALIGNED_SPILLS = 264
 LONGEST_SHORT = 64  # tokens of the longest sequence that one tile of the table for short ones holds
 
