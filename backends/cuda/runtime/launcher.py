@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+from triton import knobs  # an ImportError where Triton is too old, which the registry tells
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -441,7 +442,7 @@ def binary_of(launch: Launch, signature: Signature, device: int) -> Binary:
     return found
 
 
-_runtime = triton.knobs.runtime
+_runtime = knobs.runtime
 
 
 def launches_are_hooked() -> bool:
