@@ -269,7 +269,7 @@ def _run_backward(
     rest = _empty_feature_gradients(options)
     gradients = AttentionGradients(*qkv, **rest)  # type: ignore[arg-type]
     _backward_into(plan, dout, dlse, saved, gradients, lengths, options)
-    # What is not aligned is not repeated, nor does it decide what others are repeated by.
+    # Repeats are prepared for aligned tensors alone.
     aligned = not (q.data_ptr() | k.data_ptr() | v.data_ptr() | dout.data_ptr()) & 15
     if dlse is None and aligned and not plan.nothing:
         if stride in known:  # the second call like this: most lengths never come again
@@ -277,7 +277,9 @@ def _run_backward(
             tensors = bind(q, k, v, lengths, options)
             if kernel.repeat is not None and _binds_as_given(tensors, q, k, v, *optional):
                 known[stride] = kernel.repeat(problem, tensors, out, lse, dout, gradients, owners)
-        elif len(known) < _BACKWARD_REPEATS_LIMIT:
+        else:
+            if len(known) >= _BACKWARD_REPEATS_LIMIT:
+                known.clear()
             known[stride] = None
     return [*owners, *(None,) * (3 - len(owners)), *rest.values()]
 
@@ -467,8 +469,8 @@ class _Attention(torch.autograd.Function):
             found = _differentiate(call, saved, dout, dlse)
         gradients = [*found[:3], None, None]
         if call.names:
-            of_features = dict(zip(DIFFERENTIABLE, found[3:], strict=True))
-            gradients += [of_features.get(name) for name in call.names]
+            feature_gradients = dict(zip(DIFFERENTIABLE, found[3:], strict=True))
+            gradients += [feature_gradients.get(name) for name in call.names]
         # An operator returns a tensor without elements where there is no gradient.
         return tuple(x if need else None for x, need in zip(gradients, ctx.needs_input_grad, strict=True))
 

@@ -6,13 +6,15 @@ Kernels are compiled for sm_90 in a process of its own (`compiled_launches.py`),
 from __future__ import annotations
 
 import json
+import struct
 from types import SimpleNamespace
 
 import pytest
 import torch
 from subprocesses import ROOT, SUPPORT, run_python
+from triton.runtime.errors import OutOfResources
 
-from diyfa.backends.cuda.runtime import launcher
+from diyfa.backends.cuda.runtime import launcher, tune
 from diyfa.backends.cuda.runtime.launcher import Tiles, signature_of
 from diyfa.problem import Launch
 
@@ -104,6 +106,24 @@ def test_numbers_are_known_by_their_size():
     signature = signature_of(launch_of(n=3, one=1, large=2**31, small=-(2**31), less=-(2**31) - 1, x=0.5, none=None))
     assert signature.kinds == ("i32", "i32", "i64", "i32", "i64", "fp32", None)
     assert signature.values == [3, 1, 2**31, -(2**31), -(2**31) - 1, 0.5]
+
+
+def test_numbers_beyond_float32_are_infinite():
+    """A scale divided by a tiny softcap, for instance. `struct` refuses what C converts."""
+    values = signature_of(launch_of(large=1e40, less=-1e40, x=3e38, nan=float("nan"))).values
+    assert values[:3] == [float("inf"), -float("inf"), 3e38] and values[3] != values[3]
+    struct.pack("<4f", *values)
+
+
+def test_too_much_shared_memory_is_what_the_tuner_leaves_out(monkeypatch):
+    """No error of the driver, which would end the call."""
+    compiled = SimpleNamespace(metadata=SimpleNamespace(shared=300_000))
+    monkeypatch.setattr(launcher, "compile_for", lambda *arguments: compiled)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    launch = launch_of(n=3)
+    with pytest.raises(OutOfResources, match=r"300000.*232448") as raised:
+        launcher.binary_of(launch, signature_of(launch), 0)
+    assert tune.cannot_run(raised.value)
 
 
 def test_strides_of_one_are_known_and_multiples_of_16_all_together():

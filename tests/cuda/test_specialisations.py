@@ -61,8 +61,8 @@ def test_kernels_compiled_do_not_grow_with_lengths(counts, run):
     kernels = counts[run]
     more = {"bias": {"_bwd_dbias_kernel"}, "packed": {"_clear_kernel"}}
     usual = SHORT if run.startswith("short") else ATTENTION
-    of_features = {name for word, names in more.items() if word in run.replace(",", "").split() for name in names}
-    assert set(kernels) == usual | of_features
+    feature_kernels = {name for word, names in more.items() if word in run.replace(",", "").split() for name in names}
+    assert set(kernels) == usual | feature_kernels
     for kernel, found in kernels.items():
         own = kernel == "_clear_kernel"
         unexpected = set(found["causes"]) - (OF_WHAT_IS_CLEARED if own else causes)

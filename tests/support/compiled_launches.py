@@ -160,7 +160,7 @@ def threads(driver: Simulated, described: Described) -> dict[str, Any]:
     known = a_launch(torch.zeros(64, 16, dtype=torch.float16))
     again = replay.relaunch_of(known, {"rows": 0, "x_ptr": 0, "n": 1})
     tensors = [torch.zeros(64 + i, 16, dtype=torch.float16) for i in range(8)]
-    driver.library.simulator_need_contexts(1)
+    driver.libcuda.simulator_need_contexts(1)
 
     def run(number: int) -> None:
         x = tensors[number]
@@ -181,7 +181,7 @@ def threads(driver: Simulated, described: Described) -> dict[str, Any]:
         thread.start()
     for thread in pool:
         thread.join()
-    driver.library.simulator_need_contexts(0)
+    driver.libcuda.simulator_need_contexts(0)
     for one in driver.launches:
         number = struct.unpack("<i", one.parameters[-4])[0]
         x = tensors[number]
@@ -198,12 +198,12 @@ def errors(driver: Simulated, described: Described) -> dict[str, Any]:
     x = torch.zeros(64, 16, dtype=torch.float16)
     launcher.launch_kernel(a_launch(x))
     for result in (700, 999):
-        driver.library.simulator_fail(result)
+        driver.libcuda.simulator_fail(result)
         try:
             launcher.launch_kernel(a_launch(x))
         except RuntimeError as error:
             found.append(str(error))
-    driver.library.simulator_fail(0)
+    driver.libcuda.simulator_fail(0)
     driver.launches.clear()
     launcher.launch_kernel(a_launch(x))
     return {"errors": found, "launches_afterwards": len(driver.launches)}
@@ -213,7 +213,7 @@ def small_maps(driver: Simulated, described: Described) -> dict[str, Any]:
     """Bit 21 of the second word of tensor maps of less than 128 KB and more, by older and newer drivers' versions."""
     found = []
     for version in (13010, 13020):
-        driver.library.simulator_set_version(version)
+        driver.libcuda.simulator_set_version(version)
         one = launcher.Driver()
         for rows in (64, 8192):
             x = torch.zeros(rows, 16, dtype=torch.float16)

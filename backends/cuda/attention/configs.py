@@ -380,7 +380,7 @@ def fits(kind: str, config: AttentionConfig, problem: AttentionProblem) -> bool:
 
 
 class _Heads(NamedTuple):
-    """What of a problem its tiles' size depends on."""
+    """The fields of a problem that the size of its tiles depends on."""
 
     arch: str
     dtype: str

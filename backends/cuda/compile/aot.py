@@ -65,7 +65,7 @@ class CompileSpec:
 
 
 def spec_of(launch: Launch, kernel: str, case: str, spill_budget: int = 0, clean_loops: bool = False) -> CompileSpec:
-    """What Triton compiles for `launch`."""
+    """Return the spec of the kernel that `launch` runs."""
     source = source_of(launch, signature_of(launch))
     options = dict(launch.options)
     warps, stages = options.pop("num_warps", 4), options.pop("num_stages", 1)

@@ -23,13 +23,14 @@ import triton
 from triton import knobs  # an ImportError where Triton is too old, which the registry tells
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime.errors import OutOfResources
 
+from diyfa.arch import gpu_arch_name, gpu_spec
 from diyfa.backends.cuda.runtime.launch import COMPILE_OPTIONS, current_device
 from diyfa.problem import Launch
 
-Kinds = tuple[
-    Any, ...
-]  # of arguments: a dtype, "i32", "i64", "fp32", None, the stride 1, or what a `Tiles` is known by
+# Of arguments: a dtype, "i32", "i64", "fp32", None, the stride 1, or what a `Tiles` is known by.
+Kinds = tuple[Any, ...]
 _TYPES = {
     torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64",
     torch.float8_e4m3fn: "fp8e4nv",
@@ -38,6 +39,7 @@ _TMA_TYPES = {  # CUtensorMapDataType
     torch.float8_e4m3fn: 0, torch.int32: 3, torch.int64: 5, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9,
 }  # fmt: skip
 _INT32 = 2**31
+_FLOAT32 = 3.4028234663852886e38  # the largest number
 _DECLARED = ("stride_bias", "stride_out")  # strides that follow from lengths: `Launch.aligned` says what they are
 
 
@@ -51,7 +53,7 @@ class Tiles(NamedTuple):
     layout: Any = None  # of a tile in shared memory, for Gluon
 
     def for_triton(self) -> Any:
-        """The same as Triton's public launch takes it."""
+        """Return the descriptor that Triton's public launch takes."""
         if self.layout is None:
             from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -111,7 +113,10 @@ def runtime_names(kernel: Any) -> tuple[str, ...]:
 
 
 def signature_of(launch: Launch) -> Signature:
-    """What `launch` asks of a binary. Pointers, and strides, are aligned only all together, so variants are few."""
+    """Return the kinds and values of the arguments.
+
+    Pointers, and strides, count as aligned only all together, so that a kernel has few variants.
+    """
     kinds: list[Any] = []
     values: list[Any] = []
     addresses = steps = 0
@@ -132,7 +137,7 @@ def signature_of(launch: Launch) -> Signature:
             kinds.append(None)
         elif kind is float:
             kinds.append("fp32")
-            values.append(x)
+            values.append(x if -_FLOAT32 <= x <= _FLOAT32 else ctypes.c_float(x).value)  # inf, as C converts it
         elif kind is Tiles:
             kinds.append((x.base.dtype, *x.block_shape, x.layout))
             values.append(x)
@@ -156,7 +161,7 @@ def _type_name(kind: Any) -> str:
 
 
 class Source(NamedTuple):
-    """What Triton compiles, by name: types of arguments, constants, and which arguments are multiples of 16."""
+    """The input of Triton's compiler by name: types, constants, and the multiples of 16 among the arguments."""
 
     types: dict[str, str]
     constants: dict[str, Any]
@@ -224,6 +229,7 @@ class _Config(ctypes.Structure):  # CUlaunchConfig
 
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID: the kernel may begin before the one before it ends
 _MAX_DYNAMIC_SHARED_SIZE = 8  # CUfunction_attribute
+_PREFER_SHARED = 1  # CUfunc_cache: the multiprocessor's memory serves as shared memory, so that more programs fit
 _INVALID_CONTEXT = 201
 _L2_PROMOTION_128B = 2
 _ROOM = struct.Struct("<128x5Q5Q5I5I")  # a tensor map and what it is made of
@@ -265,6 +271,7 @@ class Driver:
         self.check(result)
         self.check(self._library.cuModuleGetFunction(ctypes.byref(function), module, name.encode()))
         if shared > STATIC_SHARED:
+            self.check(self._library.cuFuncSetCacheConfig(function, _PREFER_SHARED))
             self.check(self._library.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED_SIZE, shared))
         assert function.value is not None
         return function.value
@@ -388,7 +395,7 @@ class Binary:
 
     @staticmethod
     def place_of(number: int, tiles: Tiles) -> Hashable:
-        """What a tensor map depends on besides the address."""
+        """Return the key of a tensor map without its address."""
         return number, *tiles.shape, *tiles.strides
 
     def encoded(self, values: Sequence[Any]) -> list[Any]:
@@ -438,7 +445,12 @@ def binary_of(launch: Launch, signature: Signature, device: int) -> Binary:
     found = _binaries.get(key)
     if found is None:
         major, minor = torch.cuda.get_device_capability(device)
-        found = _binaries[key] = Binary(compile_for(f"sm_{major}{minor}", launch, signature), signature.kinds)
+        arch = gpu_arch_name(major, minor)
+        compiled = compile_for(arch, launch, signature)
+        spec, shared = gpu_spec(arch), compiled.metadata.shared
+        if spec is not None and shared > spec.shared_per_block:  # what Triton raises: the tuner leaves such a tile out
+            raise OutOfResources(shared, spec.shared_per_block, "shared memory")
+        found = _binaries[key] = Binary(compiled, signature.kinds)
     return found
 
 
@@ -446,7 +458,7 @@ _runtime = knobs.runtime
 
 
 def launches_are_hooked() -> bool:
-    """Whether a profiler wants to be called at each launch of Triton's."""
+    """Return True where a profiler hooks the launches of Triton."""
     enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook
     if enter is not None and getattr(enter, "calls", True):
         return True

@@ -1,4 +1,4 @@
-"""The launches of a call repeated for other tensors that lie in memory alike: all but their addresses is known."""
+"""The launches of a call, repeated for other tensors with the same shapes and strides: only their addresses differ."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from diyfa.backends.cuda.runtime.launcher import (
 )
 from diyfa.problem import Launch
 
-Address = int | None
-Relaunch = Callable[[int, Sequence[Address]], None]  # (stream, addresses) -> launched on the current device
+Relaunch = Callable[[int, Sequence[int]], None]  # (stream, addresses) -> launched on the current device
 # (addresses, their tensors, the first of what is made or None, all of it?) -> what is made
 Replay = Callable[..., list[Any] | None]
 
@@ -51,12 +50,12 @@ def relaunch_of(launch: Launch, slots: Mapping[str, int]) -> Relaunch:
         index += 1
     grid: Any = (*(launch.grid if isinstance(launch.grid, tuple) else (launch.grid,)), 1, 1)[:3]
 
-    def relaunch(stream: int, addresses: Sequence[Address]) -> None:
+    def relaunch(stream: int, addresses: Sequence[int]) -> None:
         values = template[:]  # its own: other threads launch, too
         for place, slot in places:
             values[place] = addresses[slot]
         for place, slot, number, like, where in maps:
-            values[place] = binary.tensor_map(number, like, addresses[slot], where)  # type: ignore[arg-type]
+            values[place] = binary.tensor_map(number, like, addresses[slot], where)
         binary.launch(grid, stream, values)
 
     return relaunch
@@ -93,20 +92,17 @@ def replay_of(
     """
     if not all(hasattr(launch.kernel, "params") for launch in launches):  # interpreted
         return None
-    # Addresses are kept in one list: those of `given`, `numbers`, None, the addresses of `made`, of `own`, and of what
-    # lies inside of one of `made`.
+    # Addresses are kept in one list: those of `given`, `numbers`, the addresses of `made`, of `own`, and of what lies
+    # inside of one of `made`.
     own = own or {}
     makers, names_of_own = list(own.values()), list(own)
     slots_of_given = {id(x): i for i, x in enumerate(given)}
     owners = [(x.untyped_storage().data_ptr(), x.data_ptr()) for x in made]
-    nothing = len(given) + len(numbers)
-    first_made = nothing + 1
+    first_made = len(given) + len(numbers)
     first_own, first_inside = first_made + len(made), first_made + len(made) + len(own)
     inside: list[tuple[int, int]] = []  # (index in `made`, bytes from its beginning)
 
-    def slot(name: str, x: torch.Tensor | None) -> int | None:
-        if x is None:
-            return nothing
+    def slot(name: str, x: torch.Tensor) -> int | None:
         if id(x) in slots_of_given:
             return slots_of_given[id(x)]
         if name in own:
@@ -128,10 +124,8 @@ def replay_of(
         for launch in launches:
             slots: dict[str, int | None] = {}
             for name, x in launch.arguments.items():
-                if type(x) is int or type(x) is float:  # most are, and they are asked least
-                    continue
                 base = x.base if type(x) is Tiles else x
-                if base is None or isinstance(base, torch.Tensor):
+                if isinstance(base, torch.Tensor):
                     slots[name] = slot(name, base)
             if None in slots.values():
                 return None
@@ -142,7 +136,7 @@ def replay_of(
     chosen, stream_of = choice(), current_stream
 
     def replay(
-        addresses: Sequence[Address],
+        addresses: Sequence[int],
         present: Sequence[torch.Tensor] = (),
         first: torch.Tensor | None = None,
         whole: bool = True,
@@ -155,11 +149,11 @@ def replay_of(
         new: list[Any]
         if whole or room is None:
             new = [allocate(*x) for x in like] if first is None else [first, *[allocate(*x) for x in like[1:]]]
-            every = [*addresses, None, *[x.data_ptr() for x in new]]
+            every = [*addresses, *[x.data_ptr() for x in new]]
         else:
             new = [allocate(*like[0]) if first is None else first, None, allocate(*like[2])]
             begin = new[2].data_ptr()
-            every = [*addresses, None, new[0].data_ptr(), begin + room, begin]
+            every = [*addresses, new[0].data_ptr(), begin + room, begin]
         if makers:
             kept = [make(new[0]) for make in makers]  # until all is launched
             every += [x.data_ptr() for x in kept]

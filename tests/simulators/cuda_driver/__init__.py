@@ -57,7 +57,7 @@ def size_of(elf: int) -> int:
 class Simulated(NamedTuple):
     """The driver of this process."""
 
-    library: ctypes.CDLL  # its functions, and those of `libcuda.c` that begin with "simulator_"
+    libcuda: ctypes.CDLL  # its functions, and those of `libcuda.c` that begin with "simulator_"
     launches: list[Recorded]
 
 

@@ -29,6 +29,8 @@ int cuFuncSetAttribute(void *function, int attribute, int value) {
   return 0;
 }
 
+int cuFuncSetCacheConfig(void *function, int config) { return config == 1 ? 0 : INVALID_VALUE; }
+
 int cuLaunchKernelEx(const void *config, void *function, void **parameters, void **extra) {
   uint32_t shared = ((const uint32_t *)config)[6], allowed = shared_allowed[(intptr_t)function];
   if (failure)
@@ -111,7 +113,6 @@ NEVER(cuCtxGetLimit)
 NEVER(cuCtxSetLimit)
 NEVER(cuDeviceGetAttribute)
 NEVER(cuFuncGetAttribute)
-NEVER(cuFuncSetCacheConfig)
 NEVER(cuInit)
 NEVER(cuModuleUnload)
 NEVER(cuOccupancyMaxActiveClusters)
