@@ -472,7 +472,7 @@ class _Attention(torch.autograd.Function):
             feature_gradients = dict(zip(DIFFERENTIABLE, found[3:], strict=True))
             gradients += [feature_gradients.get(name) for name in call.names]
         # An operator returns a tensor without elements where there is no gradient.
-        return tuple(x if need else None for x, need in zip(gradients, ctx.needs_input_grad, strict=True))
+        return tuple([x if need else None for x, need in zip(gradients, ctx.needs_input_grad, strict=True)])
 
 
 @once_differentiable
