@@ -21,7 +21,6 @@ from diyfa import registry
 from diyfa.features import GRADIENTS
 from diyfa.options import (
     DIFFERENTIABLE,
-    FACTS,
     SCHEMA,
     WHOLE,
     AttentionOptions,
@@ -94,33 +93,36 @@ def describe_attention(
     backend: Backend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, options: AttentionOptions
 ) -> AttentionProblem:
     """The problem of one call."""
-    facts: dict[str, Any] = dict(zip(FACTS, facts_of(lengths, options), strict=True))
-    q_shape, k_shape = q.shape, k.shape
-    if options.layout == VARLEN:
+    facts = facts_of(lengths, options)
+    q_shape, k_shape, layout = q.shape, k.shape, options.layout
+    if layout == VARLEN:
         total_q, heads_q, head_dim = q_shape
         total_k, heads_kv, _ = k_shape
         # Bounded by the rows there are: a too large maximum costs programs, not correctness.
         seqlen_q, seqlen_k = min(lengths.max_seqlen_q, total_q), min(lengths.max_seqlen_k, total_k)
-        facts |= {"total_q": total_q, "total_k": total_k}
+        facts["total_q"], facts["total_k"] = total_q, total_k
     else:
-        b, h, s, d = LAYOUTS[options.layout]
+        b, h, s, d = LAYOUTS[layout]
         heads_q, seqlen_q, head_dim = q_shape[h], q_shape[s], q_shape[d]
         heads_kv, seqlen_k = k_shape[h], k_shape[s]
         facts["batch"] = q_shape[b]
     left, right = bounds_that_exclude(options.window_left, options.window_right, seqlen_q, seqlen_k)
-    facts |= {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "window_left": left, "window_right": right}
-    return AttentionProblem(
-        backend.device_type,
-        backend.arch(q.device),
-        dtype_name(q.dtype),
+    facts.update(
+        device_type=backend.device_type,
+        arch=backend.arch(q.device),
+        dtype=dtype_name(q.dtype),
         heads_q=heads_q,
         heads_kv=heads_kv,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
         head_dim=head_dim,
         head_dim_v=v.shape[-1],
+        window_left=left,
+        window_right=right,
         aligned=is_aligned(q, k, v),
-        few_steps=lengths.seq_lens is None or has_few_steps(options.layout, q, k, v),
-        **facts,
+        few_steps=lengths.seq_lens is None or has_few_steps(layout, q, k, v),
     )
+    return AttentionProblem.of(facts)
 
 
 def plan_of(
@@ -150,12 +152,13 @@ def _plan_of_operator(
 
 
 def empty_lse(q: torch.Tensor, layout: str) -> torch.Tensor:
+    sizes = q.shape
     if layout == VARLEN:
-        shape: tuple[int, ...] = (q.shape[1], q.shape[0])
+        shape: tuple[int, ...] = (sizes[1], sizes[0])
     else:
         b, h, s, _ = LAYOUTS[layout]
-        shape = (q.shape[b], q.shape[h], q.shape[s])
-    return q.new_empty(shape, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+        shape = (sizes[b], sizes[h], sizes[s])
+    return torch.empty(shape, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32, device=q.device)
 
 
 def _computes_nothing(q: torch.Tensor, k: torch.Tensor, lengths: Lengths, options: AttentionOptions) -> bool:

@@ -67,11 +67,11 @@ LENGTHS = Lengths._fields
 DIFFERENTIABLE = {feature.name: feature.gradient_if for feature in GRADIENTS}
 CHECKED_TENSORS = {feature.name: feature for feature in TENSORS if feature.shape is not None}
 _TENSOR_NAMES = tuple(feature.name for feature in TENSORS)
-FACTS = tuple(feature.problem for feature in FEATURES if feature.problem)  # fields of AttentionProblem
 
 
-def _reader(features: Sequence[Feature], rule: str = "") -> Callable[[Lengths, AttentionOptions], tuple[Any, ...]]:
-    """A function of (lengths, options) that returns these fields; where a row has a rule, what it makes of the value.
+def _reader(features: Sequence[Feature], rule: str = "", named: bool = False) -> Callable[..., Any]:
+    """A function of (lengths, options) that returns these fields as a tuple, or as a dictionary by the names of the
+    problem's; where a row has a rule, what it makes of the value.
 
     Its expression is generated, because a loop over the rows costs five times as much, several times in every call,
     and torch.compile would guard every row.
@@ -79,6 +79,9 @@ def _reader(features: Sequence[Feature], rule: str = "") -> Callable[[Lengths, A
     rules = {f"{f.name}_rule": getattr(f, rule) for f in features if rule and getattr(f, rule) is not None}
     values = [f"{'lengths' if f.name in LENGTHS else 'options'}.{f.name}" for f in features]
     terms = [f"{f.name}_rule({x})" if f"{f.name}_rule" in rules else x for f, x in zip(features, values, strict=True)]
+    if named:
+        entries = [f"{f.problem!r}: {term}" for f, term in zip(features, terms, strict=True)]
+        return eval(f"lambda lengths, options: {{{', '.join(entries)}}}", rules)
     return eval(f"lambda lengths, options: ({', '.join(terms)},)", rules)
 
 
@@ -86,9 +89,9 @@ def _reader(features: Sequence[Feature], rule: str = "") -> Callable[[Lengths, A
 tensors_of = _reader(TENSORS)
 scalars_of = _reader(FEATURES[len(TENSORS) :])
 pack = _reader(FEATURES)
-# What decisions depend on besides the device, q, k and v: the fields of `AttentionProblem` that `FACTS` names. Lengths
-# and the number of sequences mean something for packed sequences only.
-facts_of = _reader([feature for feature in FEATURES if feature.problem], "fact")
+# What decisions depend on besides the device, q, k and v: fields of `AttentionProblem` by name. Lengths and the number
+# of sequences mean something for packed sequences only.
+facts_of = _reader([feature for feature in FEATURES if feature.problem], "fact", named=True)
 _as_backends_read = _reader(TENSORS, "prepared")
 
 

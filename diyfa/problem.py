@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, fields
-from functools import cached_property, wraps
+from dataclasses import MISSING, dataclass, field, fields
+from functools import cache, cached_property, wraps
 from math import gcd
-from typing import Any, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
+from operator import itemgetter
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 from zlib import crc32
 
 import torch
@@ -58,22 +59,89 @@ def kept(function: Function) -> Function:
     return cast(Function, answer)
 
 
+def by_kind(function: Function) -> Function:
+    """`function` of a problem that reads none of its sizes: it gets the problem's kind, and answers each kind once."""
+
+    name = f"{function.__module__}.{function.__qualname__}"
+
+    @wraps(function)
+    def answer(problem: Any, *rest: Any) -> Any:
+        kind = problem.kind
+        known = kind.__dict__["_answers"]
+        try:
+            return known[name, rest]
+        except KeyError:
+            found = known[name, rest] = function(kind, *rest)
+            return found
+
+    return cast(Function, answer)
+
+
+_kinds: dict[Any, Any] = {}
+KINDS = 4096  # that are kept
+
+
 @dataclass(frozen=True)
 class _Problem:
     """What every problem begins with."""
+
+    SIZES: ClassVar[tuple[str, ...]] = ()
 
     device_type: str
     arch: str  # "sm_90", "Ascend910B3", "cpu"
     dtype: str  # of the inputs
 
+    @classmethod
+    def of(cls: type[P], facts: dict[str, Any]) -> P:
+        """The problem with these fields, and defaults for the others; at a third of the constructor's time."""
+        problem = object.__new__(cls)
+        values = problem.__dict__
+        values.update(_defaults(cls))
+        values.update(facts)
+        return problem
+
     def replace(self: P, **changes: Any) -> P:
         """A copy with some fields changed."""
-        return type(self)(**{name: self.__dict__[name] for name in self.__dataclass_fields__} | changes)
+        return type(self).of({name: self.__dict__[name] for name in _names(type(self))} | changes)
+
+    @cached_property
+    def kind(self: P) -> P:
+        """The problem without its sizes, which are None there, and of a window's bounds only their signs. Equal kinds
+        are one object. Most decisions depend on it alone, and are made once (`by_kind`)."""
+        values = self.__dict__
+        left, right = values.get("window_left", 0), values.get("window_right", 0)
+        key = type(self), left >= 0, right >= 0, right > 0, *_facts_but_sizes(type(self))(values)
+        kind = _kinds.get(key)
+        if kind is None:
+            if len(_kinds) >= KINDS:
+                _kinds.clear()
+            kind = self.replace(**dict.fromkeys(self.SIZES))
+            if "window_left" in values:
+                kind.__dict__.update(window_left=-1 if left < 0 else 0, window_right=min(right, 1))
+            kind.__dict__.update(kind=kind, _answers={})
+            _kinds[key] = kind
+        return kind
 
     def described_as(self, kind: type[P], **others: Any) -> P:
         """The same call as a problem of another kind: the fields that both have, and `others`."""
         shared = {each.name for each in fields(kind)} & {each.name for each in fields(self)}
         return kind(**{name: getattr(self, name) for name in shared} | others)
+
+
+@cache
+def _names(cls: type[_Problem]) -> tuple[str, ...]:
+    return tuple(each.name for each in fields(cls))
+
+
+@cache
+def _facts_but_sizes(cls: type[_Problem]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
+    left_out = {*cls.SIZES, "window_left", "window_right"}
+    return itemgetter(*[each.name for each in fields(cls) if each.name not in left_out])
+
+
+@cache
+def _defaults(cls: type[_Problem]) -> dict[str, Any]:
+    return {each.name: each.default for each in fields(cls) if each.default is not MISSING}
 
 
 class _AttentionShape:
@@ -112,6 +180,8 @@ class AttentionProblem(_AttentionShape, _Problem):
     (0 in other layouts).
     """
 
+    SIZES = ("batch", "seqlen_q", "seqlen_k", "total_q", "total_k")
+
     layout: str
     batch: int
     heads_q: int
@@ -147,10 +217,15 @@ class AttentionProblem(_AttentionShape, _Problem):
         """Whether a query may not see all keys of its sequence."""
         return self.window_left >= 0 or self.window_right >= 0
 
-    @cached_property
+    @property
     def features(self) -> frozenset[str]:
         """Names of the optional features this call uses; a backend refuses those it does not list."""
-        return frozenset([feature.uses for feature in OPTIONAL if feature.is_in(self)])
+        return _features(self)
+
+
+@by_kind
+def _features(problem: AttentionProblem) -> frozenset[str]:
+    return frozenset([feature.uses for feature in OPTIONAL if feature.is_in(problem)])
 
 
 @dataclass(frozen=True)
@@ -163,6 +238,8 @@ class KVCacheProblem(_AttentionShape, _Problem):
 
     A query at i sees keys of its sequence as in `AttentionProblem`, aligned to the bottom right.
     """
+
+    SIZES = ("batch", "seqlen_q", "capacity", "total_q", "num_splits")
 
     cache_dtype: str  # of keys and values: as q's, or "float8_e4m3fn"
     layout: str
@@ -210,6 +287,8 @@ class MatmulProblem(_Problem):
     `aligned` says that each input has a dimension of stride 1, while its other stride and its base address are
     multiples of 16 bytes (what TMA needs).
     """
+
+    SIZES = ("m", "n", "k")
 
     compute_dtype: str  # of the operands of each product: "float16", "bfloat16", "float32"
     out_dtype: str
@@ -413,10 +492,10 @@ def is_aligned(*tensors: torch.Tensor) -> bool:
     """Base addresses and all strides but the last are multiples of 16 bytes: what TMA can read."""
     bits = 0
     for x in tensors:
-        bits |= x.data_ptr()
-        size = x.element_size()
+        steps = 0
         for stride in x.stride()[:-1]:
-            bits |= stride * size
+            steps |= stride
+        bits |= x.data_ptr() | steps * x.element_size()
     return not bits & 15
 
 
@@ -464,6 +543,7 @@ def empty_output(q: torch.Tensor, head_dim_v: int, out_dtype: str = "") -> torch
     return dense.permute([*inverse, q.dim() - 1])
 
 
+@by_kind
 def refuse_features(problem: AttentionProblem, supported: frozenset[str], who: str) -> str | None:
     """Reason why `who` cannot run `problem` when it uses a feature outside `supported`, else None."""
     missing = sorted(problem.features - supported)

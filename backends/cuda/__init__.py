@@ -20,6 +20,7 @@ from diyfa.problem import (
     MatmulProblem,
     Tuning,
     as_kvcache_problem,
+    by_kind,
     refuse_features,
 )
 
@@ -192,6 +193,29 @@ def _arch_of_gpu(device: torch.device) -> str:
     return gpu_arch_name(*torch.cuda.get_device_capability(device))
 
 
+@by_kind
+def _unsupported(problem: AttentionProblem | KVCacheProblem | MatmulProblem) -> str | None:
+    spec = gpu_spec(problem.arch)
+    if spec is None or int(problem.arch[3:]) < 75:
+        return f"{problem.arch} is not supported: Triton's kernels need sm_75 or later"
+    if problem.dtype not in DTYPES:
+        return f"dtype {problem.dtype} is not supported: float16, bfloat16 or float32"
+    if problem.dtype == "bfloat16" and not spec.has_bf16:
+        return f"bfloat16 needs sm_80 or later, this is {problem.arch}"
+    if isinstance(problem, KVCacheProblem) and problem.cache_dtype == FLOAT8 and not spec.has_fp8:
+        return f"a cache of float8 needs sm_89 or later, this is {problem.arch}"
+    if isinstance(problem, MatmulProblem):
+        return None
+    if problem.head_dim > MAX_HEAD_DIM or problem.head_dim_v > MAX_HEAD_DIM_V:
+        return (
+            f"Unsupported head_dim: up to {MAX_HEAD_DIM} for q and k and {MAX_HEAD_DIM_V} for v, got "
+            f"{problem.head_dim} and {problem.head_dim_v}"
+        )
+    if isinstance(problem, AttentionProblem):
+        return refuse_features(problem, ALL_FEATURES, "the cuda backend")
+    return None
+
+
 class CudaBackend:
     """NVIDIA GPUs; in Triton's interpreter (TRITON_INTERPRET=1) CPU tensors stand in for theirs."""
 
@@ -214,25 +238,7 @@ class CudaBackend:
         return _arch_of_gpu(device)
 
     def unsupported(self, problem: AttentionProblem | KVCacheProblem | MatmulProblem) -> str | None:
-        spec = gpu_spec(problem.arch)
-        if spec is None or int(problem.arch[3:]) < 75:
-            return f"{problem.arch} is not supported: Triton's kernels need sm_75 or later"
-        if problem.dtype not in DTYPES:
-            return f"dtype {problem.dtype} is not supported: float16, bfloat16 or float32"
-        if problem.dtype == "bfloat16" and not spec.has_bf16:
-            return f"bfloat16 needs sm_80 or later, this is {problem.arch}"
-        if isinstance(problem, KVCacheProblem) and problem.cache_dtype == FLOAT8 and not spec.has_fp8:
-            return f"a cache of float8 needs sm_89 or later, this is {problem.arch}"
-        if isinstance(problem, MatmulProblem):
-            return None
-        if problem.head_dim > MAX_HEAD_DIM or problem.head_dim_v > MAX_HEAD_DIM_V:
-            return (
-                f"Unsupported head_dim: up to {MAX_HEAD_DIM} for q and k and {MAX_HEAD_DIM_V} for v, got "
-                f"{problem.head_dim} and {problem.head_dim_v}"
-            )
-        if isinstance(problem, AttentionProblem):
-            return refuse_features(problem, ALL_FEATURES, "the cuda backend")
-        return None
+        return _unsupported(problem)
 
     @property
     def tuning(self) -> Tuning:

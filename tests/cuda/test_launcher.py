@@ -15,7 +15,7 @@ from subprocesses import ROOT, SUPPORT, run_python
 from triton.runtime.errors import OutOfResources
 
 from diyfa.backends.cuda.runtime import launcher, tune
-from diyfa.backends.cuda.runtime.launcher import Tiles, signature_of
+from diyfa.backends.cuda.runtime.launcher import Tiles, box_of, signature_of
 from diyfa.problem import Launch
 
 # case -> kernels of a call; "descriptors of gluon" and "packed" are compiled longest
@@ -154,14 +154,14 @@ def test_pointers_are_aligned_all_together():
 def test_descriptors_are_known_by_their_tiles():
     x = torch.zeros(64, 32, dtype=torch.float16)
     kinds = [
-        signature_of(launch_of(q=Tiles(y, [*y.shape], [*y.stride()], block))).kinds
-        for y, block in ((x, [16, 32]), (x[:8], [16, 32]), (x, [8, 32]), (x.bfloat16(), [16, 32]))
+        signature_of(launch_of(q=Tiles(y, y.shape, y.stride(), box_of(y.dtype, block)))).kinds
+        for y, block in ((x, (16, 32)), (x[:8], (16, 32)), (x, (8, 32)), (x.bfloat16(), (16, 32)))
     ]
     assert kinds[0] == kinds[1] and len(set(kinds)) == 3
 
 
 def test_parameters_lie_as_a_c_struct():
-    kinds = ("i32", torch.float16, None, 1, "fp32", (torch.float16, 16, 16, None), "i32", "i64")
+    kinds = ("i32", torch.float16, None, 1, "fp32", box_of(torch.float16, (16, 16)), "i32", "i64")
     text, offsets = launcher.parameter_layout(kinds, 1)
     # i32, pointer, float; map, two sizes, two strides; i32, i64, scratch
     assert offsets == [0, 8, 16, 64, 192, 196, 200, 208, 216, 224, 232] and text.count("x") == 3

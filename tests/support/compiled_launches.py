@@ -25,7 +25,7 @@ from diyfa import plan as planning
 from diyfa.backends.cuda.attention import decode_configs
 from diyfa.backends.cuda.hopper import configs as hopper_configs
 from diyfa.backends.cuda.runtime import launcher, replay, tune
-from diyfa.backends.cuda.runtime.launcher import Tiles
+from diyfa.backends.cuda.runtime.launcher import Tiles, box_of
 from diyfa.problem import Launch
 
 SMALL, LARGE = (2, 4, 96, 64), (4, 8, 2048, 64)  # the second is worth its descriptors
@@ -141,7 +141,7 @@ def a_launch(x: torch.Tensor) -> Launch:
     return Launch(
         rows_kernel,
         (2, 3),
-        {"rows": Tiles(x, [*x.shape], [*x.stride()], [16, 16]), "x_ptr": x, "n": 5, "s": 0.5},
+        {"rows": Tiles(x, x.shape, x.stride(), box_of(x.dtype, (16, 16))), "x_ptr": x, "n": 5, "s": 0.5},
         {"BLOCK": 16},
         {},
     )
@@ -217,7 +217,7 @@ def small_maps(driver: Simulated, described: Described) -> dict[str, Any]:
         one = launcher.Driver()
         for rows in (64, 8192):
             x = torch.zeros(rows, 16, dtype=torch.float16)
-            tiles = Tiles(x, [*x.shape], [*x.stride()], [16, 16])
+            tiles = Tiles(x, x.shape, x.stride(), box_of(x.dtype, (16, 16)))
             found.append(struct.unpack_from("<Q", one.encode(tiles, x.data_ptr(), [16, 16], 2), 8)[0] >> 21 & 1)
     return {"bits": found}
 

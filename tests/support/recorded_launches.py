@@ -67,7 +67,8 @@ class Kernel:
 
 def parameters_of(signature: launcher.Signature) -> int:
     """How many a compiled kernel has; a tensor map comes with its shape and strides."""
-    return SCRATCH + sum(2 * len(x) - 3 if isinstance(x, tuple) else x not in (None, 1) for x in signature.kinds)
+    kinds = [x for x in signature.kinds if x not in (None, 1)]
+    return SCRATCH + sum(1 + 2 * len(x.shape) if isinstance(x, launcher.Box) else 1 for x in kinds)
 
 
 class Recorder:
@@ -81,7 +82,7 @@ class Recorder:
 
     def compile_for(self, arch: str, launch: Launch, signature: launcher.Signature) -> Any:
         self.compiled.append((launch, signature))
-        boxes = [{"block_size": list(x[1:-1]), "swizzle": 3} for x in signature.kinds if isinstance(x, tuple)]
+        boxes = [{"block_size": list(x.shape), "swizzle": 3} for x in signature.kinds if isinstance(x, launcher.Box)]
         metadata = SimpleNamespace(
             name=launch.kernel.__name__, shared=0, num_warps=launch.options.get("num_warps", 4), num_ctas=1,
             launch_pdl=launch.options.get("launch_pdl", False), launch_cooperative_grid=False, global_scratch_size=0,
@@ -110,8 +111,8 @@ class Recorder:
         for name, kind in zip(launcher.runtime_names(launch.kernel), signature.kinds, strict=True):
             if kind is None or kind == 1:
                 arguments[name] = kind
-            elif isinstance(kind, tuple):
-                found, rank = self.maps[read(ctypes.c_uint64)], len(kind) - 2
+            elif isinstance(kind, launcher.Box):
+                found, rank = self.maps[read(ctypes.c_uint64)], len(kind.shape)
                 shape, strides = ([read(of) for _ in range(rank)] for of in (ctypes.c_int32, ctypes.c_int64))
                 assert (tuple(shape), tuple(strides)) == (found.shape, found.strides)
                 arguments[name] = found

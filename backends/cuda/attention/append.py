@@ -26,7 +26,7 @@ FLOAT8_LARGEST = tl.constexpr(448.0)  # of float8_e4m3fn
 TILE_ELEMENTS = 2048  # of a program: 16 for each thread
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AppendConstants(Constants):
     """Constants of the kernel."""
 

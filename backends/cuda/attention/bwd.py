@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -62,13 +62,13 @@ from diyfa.backends.cuda.runtime.launch import on_device
 from diyfa.backends.cuda.runtime.launcher import launch_kernel
 from diyfa.backends.cuda.runtime.replay import replay_of
 from diyfa.features import GRADIENTS
-from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors, Launch, is_aligned
+from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors, Launch, by_kind, is_aligned
 
 PREPROCESS_BLOCK_M = 32
 PREPROCESS_WARPS = 4
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PreprocessConstants(Constants):
     """Constants of `_bwd_preprocess_kernel`."""
 
@@ -114,6 +114,22 @@ _GRADIENT_KERNELS = {"dkdv": _bwd_dkdv_kernel, "dq": _bwd_dq_kernel, "short": _b
 SPLIT, SHORT = ("dkdv", "dq"), ("short",)  # the kinds of a whole pass; `_bwd_preprocess_kernel` comes before SPLIT
 
 
+@by_kind
+def _preprocess_constants(problem: AttentionProblem) -> PreprocessConstants:
+    return PreprocessConstants(
+        lengths=lengths_of(problem),
+        head_dim_v=problem.head_dim_v,
+        block_m=PREPROCESS_BLOCK_M,
+        block_dv=padded_head_dim(problem.head_dim_v),
+        form=PORTABLE_FORM,
+    )
+
+
+@by_kind
+def _constants(problem: AttentionProblem, config: AttentionConfig) -> TileConstants:
+    return TileConstants(**tile_constants(problem, config))
+
+
 class Backward:
     """The launches of one backward pass."""
 
@@ -134,8 +150,9 @@ class Backward:
         self.delta = torch.empty_like(self.lse) if delta is None else delta
         self.scale = tensors.sm_scale / (problem.softcap or 1.0)  # signed: no maximum is taken here
 
+    @cached_property
     def shared_arguments(self) -> dict[str, Any]:
-        """Return the kernel arguments, by name, of the forward tensors, their gradients and the features."""
+        """The kernel arguments, by name, of the forward tensors, their gradients and the features."""
         problem, dlse = self.problem, self.dlse
         dlse_strides = (0, 0, 0) if dlse is None else dlse.stride()
         b, h, m = (0, *dlse_strides) if len(dlse_strides) == 2 else dlse_strides
@@ -151,18 +168,18 @@ class Backward:
             **feature_arguments(problem, self.tensors, self.scale),
         }
 
+    @cached_property
+    def shared_strides(self) -> dict[str, int]:
+        """Those of q, k and v."""
+        q, k, v = self.tensors[:3]
+        return strides(self.problem.layout, q=q, k=k, v=v)
+
     def preprocess(self) -> Launch:
         """Fills delta."""
         problem = self.problem
-        values = {"do_ptr": self.dout, **self.shared_arguments()}
+        values = {"do_ptr": self.dout, **self.shared_arguments}
         grid = cdiv(problem.seqlen_q, PREPROCESS_BLOCK_M) * problem.batch * problem.heads_q
-        constants = PreprocessConstants(
-            lengths=lengths_of(problem),
-            head_dim_v=problem.head_dim_v,
-            block_m=PREPROCESS_BLOCK_M,
-            block_dv=padded_head_dim(problem.head_dim_v),
-            form=PORTABLE_FORM,
-        )
+        constants = _preprocess_constants(problem)
         return described_launch(_bwd_preprocess_kernel, grid, values, constants, {"num_warps": PREPROCESS_WARPS})
 
     def gradient(self, kind: str, config: AttentionConfig, results: dict[str, torch.Tensor], parts: int = 1) -> Launch:
@@ -173,9 +190,10 @@ class Backward:
         d, dv = padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
         values = {
             **read_by(problem, config, q=(q, m, d), k=(k, n, d), v=(v, n, dv), do=(dout, m, dv)),
-            **self.shared_arguments(),
+            **self.shared_arguments,
             **{f"{name}_ptr": x for name, x in results.items()},
-            **strides(problem.layout, q=q, k=k, v=v, **results),
+            **self.shared_strides,
+            **strides(problem.layout, **results),
             "group": problem.heads_q // problem.heads_kv // parts,
             "sm_scale": tensors.sm_scale,
             "parts": parts,
@@ -187,8 +205,9 @@ class Backward:
         )
         heads *= problem.batch
         values["heads_in_turns"] = heads_in_turns(problem, config, blocks, heads, q.device)
-        constants = TileConstants(**tile_constants(problem, config))
-        return described_launch(_GRADIENT_KERNELS[kind], blocks * heads, values, constants, schedule(config))
+        return described_launch(
+            _GRADIENT_KERNELS[kind], blocks * heads, values, _constants(problem, config), schedule(config)
+        )
 
     def key_gradients(
         self, config: AttentionConfig, dk: torch.Tensor, dv: torch.Tensor

@@ -169,7 +169,7 @@ def config(problem: AttentionProblem) -> AttentionConfig | None:
     return portable_config("dbias", problem)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BiasGradientConstants(AttentionConstants):
     """Constants of the kernel."""
 

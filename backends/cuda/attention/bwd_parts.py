@@ -44,6 +44,8 @@ def parts_of(problem: AttentionProblem, block_n: int, at_once: int) -> int:
     blocks = rows * problem.heads_kv // block_n
     room = MOST_NUMBERS // max(rows * problem.heads_kv * (problem.head_dim + problem.head_dim_v), 1)
     most = min(problem.seqlen_q * group // MIN_QUERIES, room)
+    if group == 1:
+        return 1
     few_enough = [n for n in range(1, group + 1) if group % n == 0 and (n == 1 or n <= most)]
     each = BLOCKS_EACH_CAUSAL if problem.window_right >= 0 and problem.window_left < 0 else BLOCKS_EACH
     return next((n for n in few_enough if blocks * n >= each * at_once), few_enough[-1])
@@ -63,7 +65,7 @@ def in_layout(problem: AttentionProblem, memory: Sequence[torch.Tensor], parts: 
     return [x.transpose(1, 2) for x in found] if problem.layout == "bhsd" else found
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PartsConstants(Constants):
     """Constants of `_sum_parts_kernel`."""
 

@@ -26,7 +26,7 @@ MOST_PROGRAMS, FEWEST_PROGRAMS = 64, 4  # of a gap
 CLEARING_PROGRAMS = 64  # of a forward kernel, beside those that attend
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ClearConstants(Constants):
     """Constants of the kernel."""
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from diyfa.arch import ELEMENT_BYTES, gpu_spec
 from diyfa.backends.cuda.attention.tile_io import DESCRIPTOR, PORTABLE_FORM, WIDENED_FORM, padded_head_dim
 from diyfa.features import ADJUSTING
-from diyfa.problem import AttentionProblem, kept
+from diyfa.problem import AttentionProblem, by_kind
 
 
 @dataclass(frozen=True)
@@ -406,13 +406,13 @@ PER_SCORE_FEATURES = ADJUSTING | {"dropout"}
 LIGHT_SCORES_PER_WARP = 1024
 
 
-def _prefers_light_tiles(kind: str, problem: AttentionProblem) -> bool:
+def _prefers_light_tiles(kind: str, problem: AttentionProblem, few_keys: bool) -> bool:
     """Whether tiles of at most LIGHT_SCORES_PER_WARP come first: for what they were measured to be faster at."""
     if problem.features & PER_SCORE_FEATURES:
         return True
     # A short causal grid is mostly diagonal, which light tiles cut closer (H200, S = 1024: 299 against 292 TFLOP/s at
     # D = 64, 343 against 321 at 128).
-    return kind == "fwd" and problem.causal and problem.seqlen_k <= 1024 and not _is_ragged(problem)
+    return kind == "fwd" and problem.causal and few_keys and not _is_ragged(problem)
 
 
 def _prefers_few_rows(kind: str, problem: AttentionProblem) -> bool:
@@ -434,15 +434,18 @@ def candidates(kind: str, problem: AttentionProblem) -> tuple[AttentionConfig, .
 
     They are the rows of the narrowest head_dim that holds the problem's; where TMA can be used, only its rows.
     """
-    return _candidates(problem, kind)
-
-
-@kept
-def _candidates(problem: AttentionProblem, kind: str) -> tuple[AttentionConfig, ...]:
+    longest = max(problem.seqlen_q, problem.seqlen_k)
     if kind == "short":
-        block = padded_head_dim(max(problem.seqlen_q, problem.seqlen_k))
-        if block > LONGEST_SHORT:
-            return ()
+        return _candidates(problem, kind, padded_head_dim(longest)) if longest <= LONGEST_SHORT else ()
+    return _candidates(problem, kind, 0, has_tma(problem), problem.seqlen_k <= 1024)
+
+
+@by_kind
+def _candidates(
+    problem: AttentionProblem, kind: str, block: int, tma: bool = False, few_keys: bool = False
+) -> tuple[AttentionConfig, ...]:
+    """`block`: of short sequences, the rows of the tile that holds them."""
+    if kind == "short":
         # It reads each tensor once, through registers: tiles are those of aligned tensors.
         known = _rows(kind, gpu_class(problem.replace(aligned=True)), _heads(problem))
         rows = [x for x in known if x[1].block_m == block]
@@ -450,7 +453,7 @@ def _candidates(problem: AttentionProblem, kind: str) -> tuple[AttentionConfig, 
             rows = [(width, replace(config, spill_budget=UNALIGNED_SPILLS)) for width, config in rows]
     else:
         known = _rows(kind, gpu_class(problem), _heads(problem))
-        rows = list(known) if has_tma(problem) else [x for x in known if x[1].form != "tma"]
+        rows = list(known) if tma else [x for x in known if x[1].form != "tma"]
     if not rows:
         return ()
     narrowest, first = rows[0]
@@ -459,7 +462,7 @@ def _candidates(problem: AttentionProblem, kind: str) -> tuple[AttentionConfig, 
         tiles.sort(key=lambda config: -config.num_stages)
     if _prefers_few_rows(kind, problem):
         tiles.sort(key=lambda config: max(64, config.block_m))
-    if _prefers_light_tiles(kind, problem):
+    if _prefers_light_tiles(kind, problem, few_keys):
         tiles.sort(key=lambda config: config.block_m * config.block_n > LIGHT_SCORES_PER_WARP * config.num_warps)
     return tuple(tiles)
 

@@ -90,7 +90,7 @@ TILE_COST = tl.constexpr(2)
 LONG_SHARE = tl.constexpr(8)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DecodeConstants(Constants):
     """Constants of both kernels."""
 

@@ -64,7 +64,7 @@ from diyfa.backends.cuda.attention.tile_io import (
 from diyfa.backends.cuda.runtime.launch import on_device
 from diyfa.backends.cuda.runtime.launcher import launch_kernel
 from diyfa.backends.cuda.runtime.replay import Replay
-from diyfa.problem import AttentionProblem, AttentionTensors, Launch
+from diyfa.problem import AttentionProblem, AttentionTensors, Launch, by_kind
 
 # Start of the running maximum: finite, so that exp2(-inf - m) is 0 and not NaN where a row has seen nothing but -inf
 # yet, and no score is lower.
@@ -241,7 +241,7 @@ def _fwd_kernel(
     store_tile(rows, out, row0, c.HEAD_DIM_V, c.FORM)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ForwardConstants(TileConstants):
     """Constants of the forward kernels."""
 
@@ -249,6 +249,7 @@ class ForwardConstants(TileConstants):
     negate: bool  # products come with the opposite sign: see `softmax_scale`
 
 
+@by_kind
 def constants(problem: AttentionProblem, config: AttentionConfig, negate: bool) -> ForwardConstants:
     """The kernel's constants."""
     return ForwardConstants(**tile_constants(problem, config), sinks=problem.sinks, negate=negate)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -15,7 +16,7 @@ from diyfa.backends.cuda.attention.tile_io import cdiv, lengths_of, padded_head_
 from diyfa.backends.cuda.runtime import tune
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launch import multiprocessors
-from diyfa.backends.cuda.runtime.launcher import Tiles, runtime_names
+from diyfa.backends.cuda.runtime.launcher import Tiles, box_of, runtime_names
 from diyfa.backends.cuda.runtime.replay import Replay, replay_of
 from diyfa.features import ADJUSTING, TENSORS, Broadcast
 from diyfa.problem import (
@@ -95,17 +96,24 @@ def strides(layout: str, **tensors: torch.Tensor | None) -> dict[str, int]:
     counted by n."""
     found: dict[str, int] = {}
     for name, x in tensors.items():
-        b, h, row, _ = (0, 0, 0, 0) if x is None else bhsd_strides(x, layout)
-        row_letter = "n" if name in KEYS else "m"
-        found |= {f"stride_{name}b": b, f"stride_{name}h": h, f"stride_{name}{row_letter}": row}
+        of_batch, of_head, of_row = _stride_names(name)
+        found[of_batch], found[of_head], found[of_row], _ = (0, 0, 0, 0) if x is None else bhsd_strides(x, layout)
     return found
+
+
+@cache
+def _stride_names(name: str) -> tuple[str, str, str]:
+    return f"stride_{name}b", f"stride_{name}h", f"stride_{name}{'n' if name in KEYS else 'm'}"
+
+
+_POINTERS = [(x.name, f"{x.name}_ptr") for x in TENSORS]
 
 
 def feature_arguments(problem: AttentionProblem, tensors: AttentionTensors, scale: float) -> dict[str, Any]:
     """The optional tensors with their strides, sizes and factors: what attention kernels take of them by name."""
     bias_b, bias_h, bias_m, bias_n = bias_strides(problem, tensors.attn_bias)
     return {
-        **{f"{x.name}_ptr": getattr(tensors, x.name) for x in TENSORS},
+        **{pointer: getattr(tensors, name) for name, pointer in _POINTERS},
         "per_head_ptr": tensors.alibi_slopes,
         "stride_per_headb": per_head_stride(tensors.alibi_slopes),
         "stride_biasb": bias_b,
@@ -168,12 +176,12 @@ def described(x: torch.Tensor, layout: str, block_rows: int, block_d: int) -> Ti
     """`x` as TMA reads tiles of [block_rows, block_d] from its heads."""
     if layout == VARLEN:  # one sample that holds all sequences
         rows, heads, features = x.shape
-        shape, strides = [1, heads, rows, features], [rows * x.stride(0), x.stride(1), x.stride(0), 1]
+        shape, strides = (1, heads, rows, features), (rows * x.stride(0), x.stride(1), x.stride(0), 1)
     else:
         b, h, m, d = LAYOUTS[layout]
         sizes, steps = x.shape, x.stride()
-        shape, strides = [sizes[b], sizes[h], sizes[m], sizes[d]], [steps[b], steps[h], steps[m], steps[d]]
-    return Tiles(x, shape, strides, [1, 1, block_rows, block_d])
+        shape, strides = (sizes[b], sizes[h], sizes[m], sizes[d]), (steps[b], steps[h], steps[m], steps[d])
+    return Tiles(x, shape, strides, box_of(x.dtype, (1, 1, block_rows, block_d)))
 
 
 def read_by(
@@ -211,7 +219,7 @@ FEATURES = frozenset(
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AttentionConstants(Constants):
     """Constants of all attention kernels."""
 
@@ -233,7 +241,7 @@ class AttentionConstants(Constants):
     precision: str  # how products of fp32 are formed: "ieee"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TileConstants(AttentionConstants):
     """With how tiles are read, a form of tile_io.py; `edge_form` is for those that a mask cuts."""
 

@@ -22,7 +22,7 @@ MERGED_ELEMENTS = 4096  # that a program joins
 INF = tl.constexpr(float("inf"))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class MergeConstants(Constants):
     """Constants of the kernel."""
 

@@ -8,17 +8,24 @@ import torch
 from triton.experimental.gluon import language as gl
 
 from diyfa.backends.cuda.hopper.configs import ROW_BOUND
-from diyfa.backends.cuda.runtime.launcher import Tiles
+from diyfa.backends.cuda.runtime.launcher import Box, Tiles, box_of
 from diyfa.problem import LAYOUTS, MAX_STEPS, VARLEN, bhsd_strides, row_steps
 
 _WRAP = 1 << 34  # elements: ROW_BOUND times this is 2^64
 
 
 @cache
-def smem_layout(rows: int, columns: int, rank: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    """How a tile lies in shared memory: in the swizzle that TMA writes and wgmma reads."""
+def smem_box(rows: int, columns: int, rank: int, dtype: torch.dtype) -> Box:
+    """A tile as it lies in shared memory: in the swizzle that TMA writes and wgmma reads."""
+    shape = (1,) * (rank - 2) + (rows, columns)
     words = gl.float32 if dtype == torch.float32 else gl.float16  # or bfloat16
-    return gl.NVMMASharedLayout.get_default_for([1] * (rank - 2) + [rows, columns], words)
+    return box_of(dtype, shape, gl.NVMMASharedLayout.get_default_for(list(shape), words))
+
+
+@cache
+def rows_box(rows: int, columns: int) -> Box:
+    """A tile of float32 numbers that lie in shared memory as they do in memory."""
+    return box_of(torch.float32, (rows, columns), gl.NVMMASharedLayout(0, 32, 2))
 
 
 def dense_descriptor(x: torch.Tensor, layout: str, rows: int, columns: int) -> Tiles:
@@ -27,10 +34,9 @@ def dense_descriptor(x: torch.Tensor, layout: str, rows: int, columns: int) -> T
     shape, strides = x.shape, x.stride()
     return Tiles(
         x,
-        [shape[b], shape[h], shape[m], shape[d]],
-        [strides[b], strides[h], strides[m], strides[d]],
-        [1, 1, rows, columns],
-        smem_layout(rows, columns, 4, x.dtype),
+        (shape[b], shape[h], shape[m], shape[d]),
+        (strides[b], strides[h], strides[m], strides[d]),
+        smem_box(rows, columns, 4, x.dtype),
     )
 
 
@@ -38,9 +44,9 @@ def ragged_descriptor(x: torch.Tensor, layout: str, rows: int, columns: int) -> 
     """(wrap, steps, H, rows, D): the same for what lies beyond the end of a sequence, whose rows end at ROW_BOUND."""
     _, stride_h, stride_row, _ = bhsd_strides(x, layout)
     heads, head_dim = x.shape[1 if layout == VARLEN else LAYOUTS[layout][1]], x.shape[-1]
-    shape = [MAX_STEPS, MAX_STEPS, heads, ROW_BOUND, head_dim]  # the first two only move the address
-    strides = [_WRAP - stride_row, row_steps(x, layout).step, stride_h, stride_row, 1]
-    return Tiles(x, shape, strides, [1, 1, 1, rows, columns], smem_layout(rows, columns, 5, x.dtype))
+    shape = (MAX_STEPS, MAX_STEPS, heads, ROW_BOUND, head_dim)  # the first two only move the address
+    strides = (_WRAP - stride_row, row_steps(x, layout).step, stride_h, stride_row, 1)
+    return Tiles(x, shape, strides, smem_box(rows, columns, 5, x.dtype))
 
 
 def steps_of(x: torch.Tensor, layout: str) -> tuple[int, int]:

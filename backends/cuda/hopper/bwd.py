@@ -71,7 +71,7 @@ from diyfa.backends.cuda.runtime.constants import Constants
 DS_STAGES = gl.constexpr(2)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Sm90BwdConstants(Constants):
     """What the kernels are compiled for: the problem's features, tile and schedule (`Sm90BwdConfig`)."""
 

@@ -14,7 +14,7 @@ from diyfa.backends.cuda.hopper.configs import (
     keys_seen,
     widest,
 )
-from diyfa.problem import AttentionProblem, refuse_features
+from diyfa.problem import AttentionProblem, by_kind, refuse_features
 
 FEATURES = frozenset({"causal", "gqa", "seq_lens", "varlen", "window", "softcap", "sinks", "head_dim_v"})
 MAX_HEAD_DIM = 256
@@ -49,6 +49,7 @@ CONFIGS: dict[int, Sm90BwdConfig] = {
 }
 
 
+@by_kind
 def config_of(problem: AttentionProblem) -> Sm90BwdConfig:
     """The tile and kernel of a problem that `refuses` accepts."""
     d, dv = problem.head_dim, problem.head_dim_v
@@ -68,6 +69,7 @@ def dq_stages(boxes: int, boxes_v: int) -> int:
     return min(left // (boxes * box) if boxes == boxes_v else left // ((boxes + boxes_v) * box) * 2, 4)
 
 
+@by_kind
 def refuses(problem: AttentionProblem) -> str | None:
     """Why the kernel does not take `problem`, or None."""
     if problem.arch != ARCH:

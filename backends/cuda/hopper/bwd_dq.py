@@ -47,7 +47,7 @@ HALF_DQ = gl.constexpr(DQ_ROWS.value * DQ_COLUMNS.value)  # 64 x 64 numbers
 IN_ORDER = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))  # of HALF_DQ numbers as they follow each other
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class QueryConstants(Constants):
     """What `_prepare_kernel` and `_convert_kernel` are compiled for."""
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from triton.experimental.gluon import language as gl
 
 from diyfa.backends.cuda.attention import bwd as portable
 from diyfa.backends.cuda.attention import bwd_parts
@@ -14,7 +13,7 @@ from diyfa.backends.cuda.attention.clear import backward_launches, clear
 from diyfa.backends.cuda.attention.launch import forced_config, own_objects, strides
 from diyfa.backends.cuda.attention.tile_io import cdiv, lengths_of
 from diyfa.backends.cuda.gluon.compat import ptxas_options
-from diyfa.backends.cuda.gluon.tma import dense_descriptor, ragged_descriptor, steps_of
+from diyfa.backends.cuda.gluon.tma import dense_descriptor, ragged_descriptor, rows_box, steps_of
 from diyfa.backends.cuda.hopper.bwd import Sm90BwdConstants, _bwd_sm90_kernel
 from diyfa.backends.cuda.hopper.bwd_configs import BOX_COLUMNS, CONSUMERS, Sm90BwdConfig, config_of, dq_stages
 from diyfa.backends.cuda.hopper.bwd_dq import (
@@ -32,7 +31,15 @@ from diyfa.backends.cuda.hopper.configs import FULL_GPU, heads_together
 from diyfa.backends.cuda.hopper.mma import ROWS
 from diyfa.backends.cuda.runtime.launch import multiprocessors, on_device
 from diyfa.backends.cuda.runtime.launcher import Tiles, launch_kernel
-from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors, Launch, has_few_steps, is_aligned
+from diyfa.problem import (
+    AttentionGradients,
+    AttentionProblem,
+    AttentionTensors,
+    Launch,
+    by_kind,
+    has_few_steps,
+    is_aligned,
+)
 
 
 def blocks_of(problem: AttentionProblem, block_m: int) -> int:
@@ -40,6 +47,77 @@ def blocks_of(problem: AttentionProblem, block_m: int) -> int:
     if problem.varlen:
         return problem.heads_q * (problem.total_q // block_m + problem.batch)
     return problem.batch * problem.heads_q * cdiv(problem.seqlen_q, block_m)
+
+
+# Of each input the names of its descriptor and of its steps; keys are counted by n.
+_INPUTS = [(f"{x}_tensor", f"steps_{x}b", f"steps_{x}{'n' if x in ('k', 'v') else 'm'}") for x in ("q", "k", "v", "do")]
+_SIZES = ("heads_q", "batch", "seqlen_q", "seqlen_k", "total_q", "total_k")
+
+
+class _Form(NamedTuple):
+    """What the kernels are compiled for besides the kind of the problem."""
+
+    config: Sm90BwdConfig
+    boxes: int
+    boxes_v: int
+    in_order: bool
+    rolling: bool
+
+
+@by_kind
+def _query_constants(problem: AttentionProblem, form: _Form, has_dlse: bool, keep_delta: bool) -> QueryConstants:
+    return QueryConstants(
+        block_m=form.config.block_m,
+        block_d=form.boxes * BOX_COLUMNS,
+        block_dv=BOX_COLUMNS << (form.boxes_v - 1).bit_length(),
+        lengths=lengths_of(problem),
+        has_dlse=has_dlse,
+        keep_delta=keep_delta,
+        deterministic=form.in_order,
+        rolling=form.rolling,
+    )
+
+
+@by_kind
+def _constants(problem: AttentionProblem, form: _Form, direct: bool) -> Sm90BwdConstants:
+    config = form.config
+    return Sm90BwdConstants(
+        block_m=config.block_m,
+        block_n=config.block_n,
+        boxes=form.boxes,
+        boxes_v=form.boxes_v,
+        used_boxes=cdiv(problem.head_dim, BOX_COLUMNS),
+        used_boxes_v=cdiv(problem.head_dim_v, BOX_COLUMNS),
+        stages=config.stages,
+        has_left=problem.window_left >= 0,
+        has_right=problem.window_right >= 0,
+        lengths=lengths_of(problem),
+        softcap=problem.softcap != 0.0,
+        deterministic=form.in_order,
+        consumer_registers=config.consumer_registers,
+        producer_registers=config.producer_registers,
+        direct=direct,
+        rolling=form.rolling,
+    )
+
+
+@by_kind
+def _dq_constants(problem: AttentionProblem, form: _Form, direct: bool) -> Sm90BwdDqConstants:
+    return Sm90BwdDqConstants(
+        boxes=form.boxes,
+        boxes_v=form.boxes_v,
+        used_boxes=cdiv(problem.head_dim, BOX_COLUMNS),
+        used_boxes_v=cdiv(problem.head_dim_v, BOX_COLUMNS),
+        stages=dq_stages(form.boxes, form.boxes_v),
+        causal=problem.causal,
+        has_left=problem.window_left >= 0,
+        has_right=problem.window_right >= 0,
+        lengths=lengths_of(problem),
+        softcap=problem.softcap != 0.0,
+        consumer_registers=form.config.consumer_registers,
+        producer_registers=form.config.producer_registers,
+        direct=direct,
+    )
 
 
 class Sm90Backward:
@@ -68,6 +146,8 @@ class Sm90Backward:
         self.dq_blocks, self.rolling, of_counts = blocks, _can_roll(problem, config, dq), 0
         if config.form == "columns":  # whose dQ is added up in registers
             self.dq_blocks = 0
+        self.form = _Form(config, self.boxes, self.boxes_v, self.in_order, self.rolling)
+        self.sizes = {name: getattr(problem, name) for name in _SIZES}
         self.heads_in_turns, self.lag, self.slots = self._window()
         if self.rolling:
             self.dq_blocks = self.slots * (problem.heads_q // self.heads_kv) * cdiv(problem.seqlen_q, config.block_m)
@@ -109,23 +189,8 @@ class Sm90Backward:
         """TMA boxes of a tile, at least one for each consumer that has columns of its own."""
         return max(cdiv(head_dim, BOX_COLUMNS), 1 if self.config.form == "keys" else CONSUMERS)
 
-    def _sizes(self) -> dict[str, int]:
-        problem = self.problem
-        names = ("heads_q", "batch", "seqlen_q", "seqlen_k", "total_q", "total_k")
-        return {name: getattr(problem, name) for name in names}
-
     def _query_constants(self, has_dlse: bool = False, keep_delta: bool = False) -> dict[str, QueryConstants]:
-        values = QueryConstants(
-            block_m=self.config.block_m,
-            block_d=self.boxes * BOX_COLUMNS,
-            block_dv=BOX_COLUMNS << (self.boxes_v - 1).bit_length(),
-            lengths=lengths_of(self.problem),
-            has_dlse=has_dlse,
-            keep_delta=keep_delta,
-            deterministic=self.in_order,
-            rolling=self.rolling,
-        )
-        return {"config": values}
+        return {"config": _query_constants(self.problem, self.form, has_dlse, keep_delta)}
 
     def prepare(
         self, out: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None, delta: torch.Tensor | None
@@ -148,7 +213,7 @@ class Sm90Backward:
             "delta_ptr": delta,
             **strides(problem.layout, o=out, do=dout),
             **dict(zip(("stride_dlb", "stride_dlh", "stride_dlm"), (0, *dlse_strides)[-3:], strict=True)),
-            **self._sizes(),
+            **self.sizes,
             "head_dim_v": problem.head_dim_v,
             "dq_blocks": self.dq_blocks,
         }
@@ -176,16 +241,17 @@ class Sm90Backward:
         sm_scale = self.tensors.sm_scale
         ragged = problem.seq_lens or problem.varlen
         described = ragged_descriptor if ragged else dense_descriptor
-        inputs = {"q": self.tensors.q, "k": self.tensors.k, "v": self.tensors.v, "do": dout}
-        boxes = {"q": rows, "k": ROWS.value, "v": ROWS.value, "do": rows}
-        steps = {name: steps_of(x, layout) if ragged else (0, 0) for name, x in inputs.items()}
+        found: dict[str, Any] = {}
+        tensors = self.tensors
+        for (pointer, of_sample, of_row), x in zip(_INPUTS, (tensors.q, tensors.k, tensors.v, dout), strict=True):
+            box_rows = ROWS.value if of_row[-1] == "n" else rows
+            found[pointer] = described(x, layout, box_rows, BOX_COLUMNS)
+            found[of_sample], found[of_row] = steps_of(x, layout) if ragged else (0, 0)
         return {
-            **{f"{name}_tensor": described(x, layout, boxes[name], BOX_COLUMNS) for name, x in inputs.items()},
-            **{f"steps_{name}b": of_sample for name, (of_sample, _) in steps.items()},
-            **{f"steps_{name}{'n' if name in ('k', 'v') else 'm'}": of_row for name, (_, of_row) in steps.items()},
+            **found,
             "lengths_q_ptr": self.lengths[0],
             "lengths_k_ptr": self.lengths[1],
-            **self._sizes(),
+            **self.sizes,
             "group_size": problem.heads_q // problem.heads_kv,
             "window_left": problem.window_left,
             "window_right": problem.window_right,
@@ -209,15 +275,13 @@ class Sm90Backward:
         problem, config = self.problem, self.config
         if self.parts > 1:
             dk, dv = bwd_parts.in_layout(problem, self.dk_dv_parts, self.parts)
-        rows = gl.NVMMASharedLayout(0, 32, 2)
-        dq_box = [DQ_ROWS.value, DQ_COLUMNS.value]
         of_dq: dict[str, Any] = {"dq_ptr": self.dq}
         if config.form == "columns":
             of_dq = {}
         elif config.form == "keys":
             assert self.dq is not None, "it is added up in memory"
             of_dq = {
-                "dq_tensor": Tiles(self.dq, list(self.dq.shape), [DQ_COLUMNS.value, 1], dq_box, rows),
+                "dq_tensor": _rows_descriptor(self.dq, DQ_ROWS.value),
                 **self._rolling(),
                 "semaphores_ptr": self.semaphores,
                 "counter_ptr": self.counter,
@@ -226,37 +290,18 @@ class Sm90Backward:
             **self._inputs(dout, config.block_m),
             **self._output("dk", dk),
             **self._output("dv", dv),
-            "statistics_tensor": Tiles(
-                self.statistics, list(self.statistics.shape), [config.block_m, 1], [1, config.block_m], rows
-            ),
+            "statistics_tensor": _rows_descriptor(self.statistics, 1),
             **of_dq,
             "heads_in_turns": self.heads_in_turns,
             "group_size": problem.heads_q // self.heads_kv,
         }
-        values = Sm90BwdConstants(
-            block_m=config.block_m,
-            block_n=config.block_n,
-            boxes=self.boxes,
-            boxes_v=self.boxes_v,
-            used_boxes=cdiv(problem.head_dim, BOX_COLUMNS),
-            used_boxes_v=cdiv(problem.head_dim_v, BOX_COLUMNS),
-            stages=config.stages,
-            has_left=problem.window_left >= 0,
-            has_right=problem.window_right >= 0,
-            lengths=lengths_of(problem),
-            softcap=problem.softcap != 0.0,
-            deterministic=self.in_order,
-            consumer_registers=config.consumer_registers,
-            producer_registers=config.producer_registers,
-            direct=dk.dtype == torch.float32,
-            rolling=self.rolling,
-        )
+        values = _constants(problem, self.form, dk.dtype == torch.float32)
         kernel = {"keys": _bwd_sm90_kernel, "columns": _bwd_wide_dkdv_kernel, "mla": _bwd_mla_kernel}[config.form]
         return Launch(kernel, self.programs, arguments, {"config": values}, OPTIONS)
 
     def query_gradient(self, dout: torch.Tensor, dq: torch.Tensor) -> Launch:
         """Fills dq, for "columns"."""
-        problem, config = self.problem, self.config
+        problem = self.problem
         arguments = {
             **self._inputs(dout, ROWS.value),
             **self._output("dq", dq),
@@ -264,21 +309,7 @@ class Sm90Backward:
             "heads": problem.batch * problem.heads_q,
             "heads_at_once": heads_together(problem),
         }
-        values = Sm90BwdDqConstants(
-            boxes=self.boxes,
-            boxes_v=self.boxes_v,
-            used_boxes=cdiv(problem.head_dim, BOX_COLUMNS),
-            used_boxes_v=cdiv(problem.head_dim_v, BOX_COLUMNS),
-            stages=dq_stages(self.boxes, self.boxes_v),
-            causal=problem.causal,
-            has_left=problem.window_left >= 0,
-            has_right=problem.window_right >= 0,
-            lengths=lengths_of(problem),
-            softcap=problem.softcap != 0.0,
-            consumer_registers=config.consumer_registers,
-            producer_registers=config.producer_registers,
-            direct=dq.dtype == torch.float32,
-        )
+        values = _dq_constants(problem, self.form, dq.dtype == torch.float32)
         grid = blocks_of(problem, BLOCK_M.value)
         return Launch(_bwd_wide_dq_kernel, grid, arguments, {"config": values}, OPTIONS)
 
@@ -293,7 +324,7 @@ class Sm90Backward:
             "lengths_k_ptr": self.lengths[1],
             "out_ptr": self.out,
             **strides(problem.layout, dq=self.out),
-            **self._sizes(),
+            **self.sizes,
             "head_dim": problem.head_dim,
             "sm_scale": self.tensors.sm_scale,
         }
@@ -316,6 +347,11 @@ class Sm90Backward:
             self.problem, self.tensors, self.dk_dv_parts, self.parts, gradients.dk, gradients.dv
         )
         return first, main, *of_dq, *of_parts
+
+
+def _rows_descriptor(x: torch.Tensor, rows: int) -> Tiles:
+    """A matrix of float32, in tiles of whole rows."""
+    return Tiles(x, x.shape, x.stride(), rows_box(rows, x.shape[1]))
 
 
 def _can_roll(problem: AttentionProblem, config: Sm90BwdConfig, dq: torch.Tensor) -> bool:

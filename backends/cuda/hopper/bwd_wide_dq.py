@@ -58,7 +58,7 @@ BLOCK_M = gl.constexpr(128)
 BLOCK_N = gl.constexpr(64)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Sm90BwdDqConstants(Constants):
     """What the kernel is compiled for."""
 

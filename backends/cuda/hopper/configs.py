@@ -11,7 +11,7 @@ from diyfa.backends.cuda.attention.configs import TMA_MIN_WORK, has_tma
 from diyfa.backends.cuda.attention.tile_io import cdiv, padded_head_dim
 from diyfa.backends.cuda.gluon.compat import NEWEST, OLDEST, has_gluon, ptxas_options
 from diyfa.backends.cuda.runtime.launch import is_interpreting, multiprocessors
-from diyfa.problem import AttentionProblem, kept, refuse_features
+from diyfa.problem import AttentionProblem, by_kind, kept, refuse_features
 
 FEATURES = frozenset({"causal", "gqa", "head_dim_v", "seq_lens", "varlen", "window", "softcap", "alibi", "sinks"})
 ARCH = "sm_90"
@@ -143,6 +143,7 @@ def config_of(problem: AttentionProblem) -> Sm90Config:
     return fitted(problem, config)
 
 
+@by_kind
 def fitted(problem: AttentionProblem, config: Sm90Config) -> Sm90Config:
     """A row of the table, which is measured with equally long sequences and V as wide as K, made fit for `problem`."""
     if not has_one_ring(problem, config.box_columns):
@@ -200,18 +201,21 @@ def boxes_of(head_dim: int, other: int, box_columns: int = 0) -> tuple[int, int]
     return max(64, padded_head_dim(head_dim)), 1
 
 
+@by_kind
 def has_one_ring(problem: AttentionProblem, box_columns: int = 0) -> bool:
     """Whether tiles of K and of V are alike, so that they take turns in the same buffers."""
     d, dv = problem.head_dim, problem.head_dim_v
     return boxes_of(d, dv, box_columns) == boxes_of(dv, d, box_columns)
 
 
+@by_kind
 def rows_of(problem: AttentionProblem) -> tuple[tuple[int, Sm90Config], ...]:
     """The rows of the table that a problem looks in."""
     narrow = problem.head_dim_v <= 128 < problem.head_dim
     return (narrow and NARROW_V.get(tile_class(problem))) or CONFIGS[tile_class(problem)]
 
 
+@by_kind
 def tile_class(problem: AttentionProblem) -> tuple[int, bool]:
     """Columns of the widest tile of a problem, and whether later tiles see more keys: what the tables are keyed by."""
     masked = problem.window_right >= 0
@@ -273,8 +277,9 @@ TOO_MANY_STEPS = (
 )
 
 
-def refuses(problem: AttentionProblem) -> str | None:
-    """Why the kernel does not take `problem`, or None: what it cannot do, and what the portable kernel does as fast."""
+@by_kind
+def _refuses_kind(problem: AttentionProblem) -> str | None:
+    """Why the kernel takes no problem of this kind, or None."""
     if problem.arch != ARCH:
         return f"sm90 is made of instructions that only {ARCH} has, this is {problem.arch}"
     if problem.dtype not in DTYPES:
@@ -289,6 +294,13 @@ def refuses(problem: AttentionProblem) -> str | None:
         return "sm90 reads through TMA, which needs addresses and strides that are multiples of 16 bytes"
     if problem.seq_lens and not problem.few_steps:
         return TOO_MANY_STEPS
+    return None
+
+
+def refuses(problem: AttentionProblem) -> str | None:
+    """Why the kernel does not take `problem`, or None: what it cannot do, and what the portable kernel does as fast."""
+    if reason := _refuses_kind(problem):
+        return reason
     if not has_tma(problem) and not has_long_kv_loop(problem):
         return (
             f"sm90 pays from {TMA_MIN_WORK} multiply-adds in the scores on,"

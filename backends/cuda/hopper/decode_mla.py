@@ -22,6 +22,7 @@ consumer has read it, the left half last.
 
 # Aggregates are checked against their annotations, so these must not be postponed.
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from triton.experimental import gluon
@@ -47,7 +48,7 @@ from diyfa.backends.cuda.hopper.softmax import LN2, Rows, Score, softmax_step
 from diyfa.backends.cuda.hopper.tiles import BOUND, end_of
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launch import on_device
-from diyfa.backends.cuda.runtime.launcher import Tiles
+from diyfa.backends.cuda.runtime.launcher import Box, Tiles, box_of
 from diyfa.problem import KVCacheProblem, KVCacheTensors, Launch
 
 BLOCK_N = gl.constexpr(configs.BLOCK_N)
@@ -62,7 +63,7 @@ SECOND_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(208), gl.constexpr(56)
 SCAN = gl.constexpr(128)  # tiles whose work is added up at once
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Sm90MlaConstants(Constants):
     """What the kernel is compiled for."""
 
@@ -629,8 +630,13 @@ def _decode_mla_kernel(
 def _query_descriptor(q: torch.Tensor, group: int, columns: int) -> Tiles:
     """(B, Sq, H, D): a box is the rows of a tile, heads of one token or all heads of several."""
     heads = min(group, configs.ROWS)
-    block = [1, configs.ROWS // heads, heads, columns]
-    return Tiles(q, list(q.shape), list(q.stride()), block, gl.NVMMASharedLayout(128, 16, 4))
+    block = 1, configs.ROWS // heads, heads, columns
+    return Tiles(q, q.shape, q.stride(), _query_box(q.dtype, block))
+
+
+@cache
+def _query_box(dtype: torch.dtype, block: tuple[int, ...]) -> Box:
+    return box_of(dtype, block, gl.NVMMASharedLayout(128, 16, 4))
 
 
 def launches_of(

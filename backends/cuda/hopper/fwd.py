@@ -91,10 +91,10 @@ from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launch import on_device
 from diyfa.backends.cuda.runtime.launcher import launch_kernel
 from diyfa.backends.cuda.runtime.replay import Replay
-from diyfa.problem import AttentionProblem, AttentionTensors, KVCacheTensors, Launch, kept, per_head_stride
+from diyfa.problem import AttentionProblem, AttentionTensors, KVCacheTensors, Launch, by_kind, per_head_stride
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Sm90Constants(Constants):
     """What the kernel is compiled for: the problem's features, tile and schedule. `Sm90Config` says what these mean."""
 
@@ -747,9 +747,13 @@ def _fwd_sm90_kernel(
         clear_others(lengths_q_ptr, batch, total_q, heads_q, matrix(o_ptr, o_tensor, 0), lse_ptr)
 
 
-@kept
 def constants(problem: AttentionProblem, config: Sm90Config, negate: bool) -> Sm90Constants:
     """The kernel's constants."""
+    return _constants(problem, config, negate, problem.seqlen_k % config.block_n != 0)
+
+
+@by_kind
+def _constants(problem: AttentionProblem, config: Sm90Config, negate: bool, has_partial_block: bool) -> Sm90Constants:
     ragged = lengths_of(problem) != EQUAL.value
     boxes = boxes_of(problem.head_dim, problem.head_dim_v, config.box_columns)[1]
     return Sm90Constants(
@@ -768,8 +772,7 @@ def constants(problem: AttentionProblem, config: Sm90Config, negate: bool) -> Sm
         causal=problem.causal,
         has_left=problem.window_left >= 0,
         has_right=problem.window_right >= 0,
-        check_keys=problem.window_right < 0
-        and (ragged or problem.window_left >= 0 or problem.seqlen_k % config.block_n != 0),
+        check_keys=problem.window_right < 0 and (ragged or problem.window_left >= 0 or has_partial_block),
         lengths=lengths_of(problem),
         lengths_k=lengths_of(problem),
         page_size=0,

@@ -28,7 +28,7 @@ from diyfa.backends.cuda.matmul.configs import MatmulConfig, candidates, default
 from diyfa.backends.cuda.runtime import tune
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launch import multiprocessors, on_device
-from diyfa.backends.cuda.runtime.launcher import Tiles, launch_kernel
+from diyfa.backends.cuda.runtime.launcher import Tiles, box_of, launch_kernel
 from diyfa.backends.cuda.runtime.replay import Replay, replay_of
 from diyfa.problem import Kernel, Launch, MatmulProblem, kept
 from diyfa.tuning import bucket_size
@@ -38,7 +38,7 @@ TORCH_DTYPE = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": 
 SUM_BLOCK = 1024
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PointerConstants(Constants):
     """Constants of `_matmul_kernel`."""
 
@@ -52,7 +52,7 @@ class PointerConstants(Constants):
     precision: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DescriptorConstants(Constants):
     """Constants of `_matmul_tma_kernel`."""
 
@@ -67,7 +67,7 @@ class DescriptorConstants(Constants):
     out_dtype: tl.dtype
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SumConstants(Constants):
     """Constants of `_sum_splits_kernel`."""
 
@@ -171,7 +171,7 @@ def _is_transposed(x: torch.Tensor) -> bool:
 
 def _descriptor(x: torch.Tensor, transposed: bool, block: tuple[int, int]) -> Tiles:
     step = -1 if transposed else 1  # rows are what is contiguous; the base is x itself, by which repeats find it
-    return Tiles(x, list(x.shape)[::step], list(x.stride())[::step], list(block)[::step])
+    return Tiles(x, x.shape[::step], x.stride()[::step], box_of(x.dtype, block[::step]))
 
 
 def _launch_tma(

@@ -12,10 +12,13 @@ Triton's interpreter, the kernel is launched as Triton's users launch it.
 from __future__ import annotations
 
 import ctypes
+import operator
 import re
 import struct
 import threading
 from collections.abc import Callable, Hashable, Sequence
+from functools import cache
+from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +32,7 @@ from diyfa.arch import gpu_arch_name, gpu_spec
 from diyfa.backends.cuda.runtime.launch import COMPILE_OPTIONS, current_device
 from diyfa.problem import Launch
 
-# Of arguments: a dtype, "i32", "i64", "fp32", None, the stride 1, or what a `Tiles` is known by.
+# Of arguments: a dtype, "i32", "i64", "fp32", None, the stride 1, or the `Box` of a `Tiles`.
 Kinds = tuple[Any, ...]
 _TYPES = {
     torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64",
@@ -43,24 +46,42 @@ _FLOAT32 = 3.4028234663852886e38  # the largest number
 _DECLARED = ("stride_bias", "stride_out")  # strides that follow from lengths: `Launch.aligned` says what they are
 
 
+class Box:
+    """What a tile that TMA reads is: of which dtype and shape and, for Gluon, how it lies in shared memory.
+
+    `box_of` makes them, so that equal ones are the same object: what a binary is known by is compared quickly.
+    """
+
+    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...], layout: Any) -> None:
+        self.dtype, self.shape, self.layout = dtype, shape, layout
+
+    def __repr__(self) -> str:
+        return f"Box({self.dtype}, {self.shape}, {self.layout})"
+
+
+@cache
+def box_of(dtype: torch.dtype, shape: tuple[int, ...], layout: Any = None) -> Box:
+    return Box(dtype, shape, layout)
+
+
 class Tiles(NamedTuple):
     """How TMA reads tiles of a tensor: the argument of a kernel that Triton calls a tensor descriptor."""
 
     base: torch.Tensor
-    shape: list[int]
-    strides: list[int]  # elements; the last is 1
-    block_shape: list[int]
-    layout: Any = None  # of a tile in shared memory, for Gluon
+    shape: Sequence[int]
+    strides: Sequence[int]  # elements; the last is 1
+    box: Box
 
     def for_triton(self) -> Any:
         """Return the descriptor that Triton's public launch takes."""
-        if self.layout is None:
+        arguments = self.base, list(self.shape), list(self.strides), list(self.box.shape)
+        if self.box.layout is None:
             from triton.tools.tensor_descriptor import TensorDescriptor
 
-            return TensorDescriptor(*self[:4])
+            return TensorDescriptor(*arguments)
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 
-        return GluonDescriptor(*self)
+        return GluonDescriptor(*arguments, self.box.layout)
 
 
 # ---- What a binary is known by ------------------------------------------------------------------------------------
@@ -84,15 +105,48 @@ class _Argument(NamedTuple):
     is_aligned_stride: bool  # one whose being a multiple of 16 changes the kernel
 
 
-_known_arguments: dict[Any, tuple[_Argument, ...]] = {}
+class _Pattern:
+    """Where tensors, numbers and None stand among the arguments of a kernel, by the Python types of a launch's."""
+
+    def __init__(self, arguments: tuple[_Argument, ...], types: tuple[type, ...]) -> None:
+        there = [i for i, kind in enumerate(types) if kind is not NoneType]
+        place = {i: position for position, i in enumerate(there)}  # among the values
+        self.present = _picker(there)
+        self.numbers = _picker([i for i in there if types[i] is int])
+        self.strides = _picker([i for i in there if types[i] is int and arguments[i].is_stride])
+        self.aligned_strides = _picker([i for i in there if types[i] is int and arguments[i].is_aligned_stride])
+        self.floats = [place[i] for i in there if types[i] is float]
+        self.tiles = [place[i] for i in there if types[i] is Tiles]
+        tensors = [i for i in there if types[i] not in (int, float, Tiles)]
+        self.tensors = [(place[i], arguments[i].is_read_wide) for i in tensors]
+        self._order = [*tensors, *[i for i in there if types[i] is Tiles]]
+        self._others = [{int: "i32", float: "fp32"}.get(kind) for kind in types]
+        self._known: dict[tuple[Any, ...], Kinds] = {}
+
+    def kinds(self, memory: tuple[Any, ...]) -> Kinds:
+        """Of all arguments, where those of the tensors, and then of the `Tiles`, are `memory`."""
+        known = self._known.get(memory)
+        if known is None:
+            kinds = list(self._others)
+            for i, kind in zip(self._order, memory, strict=True):
+                kinds[i] = kind
+            known = self._known[memory] = tuple(kinds)
+        return known
 
 
-def _arguments(kernel: Any) -> tuple[_Argument, ...]:
-    function = kernel.fn  # Triton's own hash of a kernel reads its source
-    found = _known_arguments.get(function)
-    if found is None:
+def _picker(places: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:
+    """A function that returns what a sequence or a dictionary has in these places, at the speed of C."""
+    if len(places) > 1:
+        return operator.itemgetter(*places)
+    return lambda values: tuple([values[i] for i in places])
+
+
+class _Arguments:
+    """The arguments of a kernel that are no constants."""
+
+    def __init__(self, kernel: Any) -> None:
         strides = {x.name for x in kernel.params if x.name.startswith("stride_") and not x.do_not_specialize}
-        found = _known_arguments[function] = tuple(
+        self.each = tuple(
             _Argument(
                 x.name,
                 not (x.do_not_specialize or x.do_not_specialize_on_alignment),
@@ -102,6 +156,19 @@ def _arguments(kernel: Any) -> tuple[_Argument, ...]:
             for x in kernel.params
             if not x.is_constexpr
         )
+        self.names = tuple([x.name for x in self.each])
+        self.of = _picker(self.names)
+        self.patterns: dict[tuple[type, ...], _Pattern] = {}
+
+
+_known_arguments: dict[Any, _Arguments] = {}
+
+
+def _arguments(kernel: Any) -> _Arguments:
+    function = kernel.fn  # Triton's own hash of a kernel reads its source
+    found = _known_arguments.get(function)
+    if found is None:
+        found = _known_arguments[function] = _Arguments(kernel)
     return found
 
 
@@ -109,7 +176,7 @@ def runtime_names(kernel: Any) -> tuple[str, ...]:
     """The arguments of a kernel that are no constants."""
     if not hasattr(kernel, "params"):  # interpreted
         return tuple(name for name in kernel.arg_names if name not in ("c", "config"))
-    return tuple([x.name for x in _arguments(kernel)])
+    return _arguments(kernel).names
 
 
 def signature_of(launch: Launch) -> Signature:
@@ -117,37 +184,52 @@ def signature_of(launch: Launch) -> Signature:
 
     Pointers, and strides, count as aligned only all together, so that a kernel has few variants.
     """
-    kinds: list[Any] = []
-    values: list[Any] = []
+    arguments = _arguments(launch.kernel)
+    given = arguments.of(launch.arguments)
+    types = tuple(map(type, given))
+    pattern = arguments.patterns.get(types)
+    if pattern is None:
+        pattern = arguments.patterns[types] = _Pattern(arguments.each, types)
+    values = list(pattern.present(given))
+    memory: list[Any] = []
     addresses = steps = 0
-    arguments = launch.arguments
-    for name, is_read_wide, is_stride, is_aligned_stride in _arguments(launch.kernel):
-        x = arguments[name]
-        kind = type(x)
-        if kind is int:
-            if is_stride:
-                if x == 1:  # neighbours in memory: kernels are compiled for that
-                    kinds.append(1)
-                    continue
-                if is_aligned_stride:
-                    steps |= x
-            kinds.append("i32" if -_INT32 <= x < _INT32 else "i64")
-            values.append(x)
-        elif x is None:
-            kinds.append(None)
-        elif kind is float:
-            kinds.append("fp32")
-            values.append(x if -_FLOAT32 <= x <= _FLOAT32 else ctypes.c_float(x).value)  # inf, as C converts it
-        elif kind is Tiles:
-            kinds.append((x.base.dtype, *x.block_shape, x.layout))
-            values.append(x)
-        else:
-            kinds.append(x.dtype)
-            address = x.data_ptr()
-            values.append(address)
-            if is_read_wide:
-                addresses |= address
-    return Signature(tuple(kinds), values, not addresses & 15, not steps & 15)
+    for i, is_read_wide in pattern.tensors:
+        x = values[i]
+        memory.append(x.dtype)
+        address = values[i] = x.data_ptr()
+        if is_read_wide:
+            addresses |= address
+    for i in pattern.tiles:
+        memory.append(values[i].box)
+    for i in pattern.floats:
+        x = values[i]
+        if not -_FLOAT32 <= x <= _FLOAT32:
+            values[i] = ctypes.c_float(x).value  # inf, as C converts it
+    for x in pattern.aligned_strides(given):
+        if x != 1:
+            steps |= x
+    kinds, numbers = pattern.kinds(tuple(memory)), pattern.numbers(given)
+    if numbers and (1 in pattern.strides(given) or max(numbers) >= _INT32 or min(numbers) < -_INT32):
+        kinds, values = _with_unusual_numbers(arguments.each, kinds, given, values)
+    return Signature(kinds, values, not addresses & 15, not steps & 15)
+
+
+def _with_unusual_numbers(
+    arguments: tuple[_Argument, ...], kinds: Kinds, given: Sequence[Any], values: list[Any]
+) -> tuple[Kinds, list[Any]]:
+    """`kinds` and `values` where a stride is 1, for which kernels are compiled, or a number needs 64 bits."""
+    new_kinds: list[Any] = []
+    new_values: list[Any] = []
+    rest = iter(values)
+    for argument, kind, x in zip(arguments, kinds, given, strict=True):
+        value = None if kind is None else next(rest)
+        if kind == "i32" and argument.is_stride and x == 1:  # neighbours in memory
+            new_kinds.append(1)
+            continue
+        new_kinds.append("i64" if kind == "i32" and not -_INT32 <= x < _INT32 else kind)
+        if kind is not None:
+            new_values.append(value)
+    return tuple(new_kinds), new_values
 
 
 def _type_name(kind: Any) -> str:
@@ -156,8 +238,8 @@ def _type_name(kind: Any) -> str:
         return kind
     if isinstance(kind, torch.dtype):
         return f"*{_TYPES[kind]}"
-    dtype, *block, layout = kind
-    return f"tensordesc<{_TYPES[dtype]}[{','.join(map(str, block))}]{'' if layout is None else f',{layout!r}'}>"
+    block, layout = ",".join(map(str, kind.shape)), "" if kind.layout is None else f",{kind.layout!r}"
+    return f"tensordesc<{_TYPES[kind.dtype]}[{block}]{layout}>"
 
 
 class Source(NamedTuple):
@@ -172,7 +254,7 @@ def source_of(launch: Launch, signature: Signature) -> Source:
     types: dict[str, str] = {}
     constants = dict(launch.constants)
     aligned = set(launch.aligned)
-    for x, kind in zip(_arguments(launch.kernel), signature.kinds, strict=True):
+    for x, kind in zip(_arguments(launch.kernel).each, signature.kinds, strict=True):
         if kind is None or kind == 1:
             constants[x.name] = kind
             continue
@@ -232,7 +314,9 @@ _MAX_DYNAMIC_SHARED_SIZE = 8  # CUfunction_attribute
 _PREFER_SHARED = 1  # CUfunc_cache: the multiprocessor's memory serves as shared memory, so that more programs fit
 _INVALID_CONTEXT = 201
 _L2_PROMOTION_128B = 2
-_ROOM = struct.Struct("<128x5Q5Q5I5I")  # a tensor map and what it is made of
+# By rank, what a tensor map is made of: shape, steps, box, and one element at a time.
+_ROOMS = {rank: struct.Struct(f"<{rank}Q{rank - 1}Q8x{rank}I{rank}I") for rank in range(2, 6)}
+_ONES = (1,) * 5
 STATIC_SHARED = 48 * 1024  # bytes that a kernel may have unasked
 
 
@@ -247,7 +331,7 @@ class Driver:
         u, p = ctypes.c_uint, ctypes.c_void_p
         self._encode.argtypes = [p, u, u, p, p, p, p, p, u, u, u, u]
         # Where descriptors are encoded: the map, shape, strides, box and steps of up to five dimensions.
-        self._room = ctypes.create_string_buffer(64 + _ROOM.size)
+        self._room = ctypes.create_string_buffer(64 + 128 + _ROOMS[5].size)
         self._begin = -ctypes.addressof(self._room) % 64  # the driver wants the map aligned so
         self._map = ctypes.addressof(self._room) + self._begin
         self._lock = threading.Lock()  # of that
@@ -285,25 +369,31 @@ class Driver:
 
     def encode(self, tiles: Tiles, address: int, box: Sequence[int], swizzle: int) -> bytes:
         """The tensor map of what lies at `address` like `tiles.base`; `box` is what one copy brings."""
-        dtype, rank, at = tiles.base.dtype, len(box), self._map
+        base, shape, strides = tiles[:3]
+        dtype, rank, at, begin = base.dtype, len(box), self._map, self._begin
         size = dtype.itemsize
-        shape, steps = tiles.shape[::-1], [size * x for x in tiles.strides[-2::-1]]
-        unused = (0,) * (5 - rank)
+        of_shape = at + 128
+        of_steps, of_box = of_shape + 8 * rank, of_shape + 16 * rank
+        steps = [size * x for x in strides[-2::-1]]
         with self._lock:
-            numbers = (*shape, *unused, *steps, 0, *unused, *box[::-1], *unused, 1, 1, 1, 1, 1)
-            _ROOM.pack_into(self._room, self._begin, *numbers)
+            _ROOMS[rank].pack_into(self._room, begin + 128, *shape[::-1], *steps, *box[::-1], *_ONES[:rank])
             # No interleave, zeros beyond the bounds.
             result = self._encode(
-                at, _TMA_TYPES[dtype], rank, address, at + 128, at + 168, at + 208, at + 228, 0, swizzle,
+                at, _TMA_TYPES[dtype], rank, address, of_shape, of_steps, of_box, of_box + 4 * rank, 0, swizzle,
                 _L2_PROMOTION_128B, 0,
             )  # fmt: skip
-            encoded = ctypes.string_at(at, 128)
-        self.check(result)
-        if self._clears_bit and sum((n - 1) * s for n, s in zip(shape, [size, *steps], strict=True)) < 128 * 1024 - 1:
+            encoded = self._room[begin : begin + 128]
+        if result:
+            self.check(result)
+        if self._clears_bit and _elements_between_ends(shape, strides) * size < 128 * 1024 - 1:
             # Drivers up to 13.1 set a bit wrongly for small tensors; CUTLASS and Triton clear it, too.
             word = struct.unpack_from("<Q", encoded, 8)[0] & ~(1 << 21)
             encoded = encoded[:8] + struct.pack("<Q", word) + encoded[16:]
         return encoded
+
+
+def _elements_between_ends(shape: Sequence[int], strides: Sequence[int]) -> int:
+    return sum([(n - 1) * step for n, step in zip(shape, strides, strict=True)])
 
 
 _driver: list[Driver] = []
@@ -329,8 +419,8 @@ def parameter_layout(kinds: Kinds, scratch: int) -> tuple[str, list[int]]:
     for kind in kinds:
         if isinstance(kind, torch.dtype):
             fields.append((8, "Q"))
-        elif isinstance(kind, tuple):
-            rank = len(kind) - 2
+        elif isinstance(kind, Box):
+            rank = len(kind.shape)
             fields += [(64, "128s"), *[(4, "i")] * rank, *[(8, "q")] * rank]
         elif kind is not None and kind != 1:
             fields.append(_FORMATS[kind])
@@ -355,12 +445,14 @@ class Binary:
         ptx = ptx.decode() if isinstance(ptx, bytes) else ptx
         entry = re.search(r"\.entry[^(]*\((.*?)\)", ptx, re.DOTALL)
         assert entry, "a compiled kernel has an entry"
-        arguments = sum(1 if not isinstance(x, tuple) else 2 * len(x) - 3 for x in kinds if x not in (None, 1))
+        arguments = sum(1 + 2 * len(x.shape) if isinstance(x, Box) else 1 for x in kinds if x not in (None, 1))
         self._scratch = (0,) * (entry[1].count(".param") - arguments)
         layout, offsets = parameter_layout(kinds, len(self._scratch))
         self._struct = struct.Struct(layout)
         # (box of one copy, swizzle) of each descriptor
         self._boxes = [(x["block_size"], x["swizzle"]) for x in getattr(metadata, "tensordesc_meta", None) or ()]
+        places = [i for i, kind in enumerate([x for x in kinds if x not in (None, 1)]) if isinstance(kind, Box)]
+        self._tiles = [*enumerate(places)][::-1]  # the last first, since each becomes several values
         self._maps: dict[Any, bytes] = {}
         self._driver = driver()
         self._function = self._driver.load(compiled.asm["cubin"], metadata.name, metadata.shared)
@@ -400,16 +492,10 @@ class Binary:
 
     def encoded(self, values: Sequence[Any]) -> list[Any]:
         """`values` of a signature with what each `Tiles` comes to."""
-        if not self._boxes:
-            return list(values)
-        found: list[Any] = []
-        number = 0
-        for x in values:
-            if type(x) is Tiles:
-                found += (self.tensor_map(number, x, x.base.data_ptr()), *x.shape, *x.strides)
-                number += 1
-            else:
-                found.append(x)
+        found = list(values)
+        for number, place in self._tiles:
+            x = values[place]
+            found[place : place + 1] = (self.tensor_map(number, x, x.base.data_ptr()), *x.shape, *x.strides)
         return found
 
     def launch(self, grid: tuple[int, int, int], stream: int, values: Sequence[Any]) -> None:
