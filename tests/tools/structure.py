@@ -53,6 +53,7 @@ FACTS = {
     "diyfa/problem.py:_names": "of a class: the names of its fields",
     "diyfa/problem.py:_facts_but_sizes": "the same",
     "diyfa/problem.py:_defaults": "the same",
+    "backends/cuda/hopper/decode_mla.py:_query_box": "the same",
     "backends/cuda/gluon/tma.py:smem_box": "the same",
     "backends/cuda/runtime/launch.py:multiprocessors": "of a device; asked in each launch",
     "backends/npu/__init__.py:device_name": "of a device; asked in each call",

@@ -241,14 +241,7 @@ class Sm90Backward:
         sm_scale = self.tensors.sm_scale
         ragged = problem.seq_lens or problem.varlen
         described = ragged_descriptor if ragged else dense_descriptor
-        found: dict[str, Any] = {}
-        tensors = self.tensors
-        for (pointer, of_sample, of_row), x in zip(_INPUTS, (tensors.q, tensors.k, tensors.v, dout), strict=True):
-            box_rows = ROWS.value if of_row[-1] == "n" else rows
-            found[pointer] = described(x, layout, box_rows, BOX_COLUMNS)
-            found[of_sample], found[of_row] = steps_of(x, layout) if ragged else (0, 0)
-        return {
-            **found,
+        arguments = {
             "lengths_q_ptr": self.lengths[0],
             "lengths_k_ptr": self.lengths[1],
             **self.sizes,
@@ -259,6 +252,11 @@ class Sm90Backward:
             "scale": sm_scale / (problem.softcap or 1.0),
             "softcap": problem.softcap,
         }
+        for (pointer, of_sample, of_row), x in zip(_INPUTS, (*self.tensors[:3], dout), strict=True):
+            box_rows = ROWS.value if of_row[-1] == "n" else rows
+            arguments[pointer] = described(x, layout, box_rows, BOX_COLUMNS)
+            arguments[of_sample], arguments[of_row] = steps_of(x, layout) if ragged else (0, 0)
+        return arguments
 
     def _output(self, name: str, x: torch.Tensor) -> dict[str, Any]:
         """Where a gradient goes: through TMA, or to be added up in float32 (DIRECT)."""
