@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -16,6 +16,17 @@ from diyfa.plan import autocast_dtype, find, key_of
 from diyfa.problem import LAYOUTS, VARLEN
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+class Words(NamedTuple):
+    """What a family of public functions calls some arguments, for messages."""
+
+    returns_lse: str = "return_lse"
+    scale: str = "sm_scale"
+    window: str = "window"
+
+
+WORDS = Words()
 
 
 def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -36,7 +47,12 @@ def packed_lengths(
 
 
 def checked_options(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, options: dict[str, Any]
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: Lengths,
+    options: dict[str, Any],
+    words: Words = WORDS,
 ) -> AttentionOptions:
     """Check every argument of one call and fill in the defaults.
 
@@ -46,8 +62,8 @@ def checked_options(
     """
     sizes = validation.check_shapes(q, k, v, lengths, options["layout"])
     sm_scale, softcap, dropout_p = options.get("sm_scale"), options.get("softcap", 0.0), options.get("dropout_p", 0.0)
-    validation.check_scalars(sm_scale, softcap, dropout_p)
-    left, right = validation.check_window(options.pop("window", UNBOUNDED))
+    validation.check_scalars(sm_scale, softcap, dropout_p, words.scale)
+    left, right = validation.check_window(options.pop("window", UNBOUNDED), words.window)
     validation.check_optional_tensors(q, sizes, options)
     if lengths.seq_lens is not None:
         validation.check_optional_tensors(q, sizes, {"seq_lens": lengths.seq_lens})
@@ -74,63 +90,90 @@ def checked_options(
 
 
 def _as_4d(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seq_lens: torch.Tensor | None, layout: str
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seq_lens: torch.Tensor | None
 ) -> tuple[torch.Tensor, ...]:
-    """q, k, v with a batch dimension, in the dtype of autocast."""
-    validation.check_tensors(q=q, k=k, v=v)
-    if q.dim() == 3 and k.dim() == 3 and v.dim() == 3 and layout == "bhsd":
-        # (B·H, S, D): the batch is what seq_lens says, else one; grouped heads stay grouped either way.
-        if seq_lens is not None:
-            validation.check_tensors(seq_lens=seq_lens)
-        batch = 1 if seq_lens is None else max(1, seq_lens.numel())
-        if q.shape[0] % batch or k.shape[0] % batch or v.shape[0] % batch:
-            raise ValueError(
-                f"the first dimension of 3-D q, k, v must be a multiple of the batch {batch} of seq_lens, "
-                f"got {q.shape[0]}, {k.shape[0]}, {v.shape[0]}"
-            )
-        q, k, v = (x.unflatten(0, (batch, x.shape[0] // batch)) for x in (q, k, v))
-    return autocast(q, k, v)
+    """q, k, v with a batch dimension: of (B·H, S, D) the batch is what seq_lens says, else one."""
+    if q.dim() != 3 or k.dim() != 3 or v.dim() != 3:
+        return q, k, v
+    if seq_lens is not None:
+        validation.check_tensors(seq_lens=seq_lens)
+    batch = 1 if seq_lens is None else max(1, seq_lens.numel())
+    if q.shape[0] % batch or k.shape[0] % batch or v.shape[0] % batch:
+        raise ValueError(
+            f"the first dimension of 3-D q, k, v must be a multiple of the batch {batch} of seq_lens, "
+            f"got {q.shape[0]}, {k.shape[0]}, {v.shape[0]}"
+        )
+    return tuple(x.unflatten(0, (batch, x.shape[0] // batch)) for x in (q, k, v))
 
 
-def _attend(
-    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor], lengths: Lengths, return_lse: bool, given: dict[str, Any]
-) -> Result:
-    """One call; `given` are all arguments but the tensors, lengths and `return_lse`, and the layout."""
-    q, k, v = qkv
-    if not (type(given["causal"]) is type(given["deterministic"]) is type(return_lse) is bool):
-        causal, deterministic = given["causal"], given["deterministic"]
-        validation.check_booleans(causal=causal, deterministic=deterministic, return_lse=return_lse)
-    given["window"] = validation.check_window(given["window"])  # a list or a tensor may change, and cannot be a key
-    given["backend"] = given["backend"] or registry.forced_backend()
+def attend(
+    owners: dict[str, torch.Tensor], lengths: Lengths, returns_lse: bool, given: dict[str, Any], words: Words = WORDS
+) -> Any:
+    """One call of a public function -> out, or (out, lse).
+
+    `owners` are q, k and v by name, or what packs them. `given` are all other arguments and the layout, under diyfa's
+    names; they are used up.
+    """
+    first, *others = tensors = tuple(owners.values())
+    layout, packing = given["layout"], ("qkv", "kv", "")[len(others)]
+    if not (type(given["causal"]) is type(given["deterministic"]) is type(returns_lse) is bool):
+        flags = {"causal": given["causal"], "deterministic": given["deterministic"], words.returns_lse: returns_lse}
+        validation.check_booleans(**flags)
+    given["window"] = validation.check_window(given["window"], words.window)  # a list may change, and cannot be a key
+    given["backend"] = given.get("backend") or registry.forced_backend()
     given["batch_invariant"] = registry.is_batch_invariant()
+    given["packing"] = packing
     optional = tensors_given(lengths, given)
-    key = key_of(q, k, v, lengths, given.values(), optional)
-    plan = find(key)
+    plan = key = None
+    if not packing:
+        q, k, v = tensors
+        key = key_of(q, k, v, lengths, given.values(), optional)
+        plan = find(key)
+    if plan is None:
+        if key is None and any(validation.is_dtensor(x) for x in tensors):
+            from diyfa.distributed.dtensor import attend_with_shards
+
+            def attend_shards(parts: tuple[Any, ...], lengths: Lengths, given: dict[str, Any]) -> Any:
+                return attend(dict(zip(owners, parts, strict=True)), lengths, returns_lse, given, words)
+
+            return attend_with_shards(attend_shards, owners, lengths, given)
+        validation.check_tensors(**owners)
+        cast: Any = autocast(*tensors)
+        if layout == "bhsd":
+            q, k, v = cast
+            cast = _as_4d(q, k, v, lengths.seq_lens)
+        q, k, v = _views(packing, cast, list(owners), layout)
+        if packing or any(x is not y for x, y in zip(cast, tensors, strict=True)):
+            key = key_of(q, k, v, lengths, given.values(), optional)
+            plan = find(key)
+        tensors = cast
+    one, two, three = (*tensors, None, None)[:3]
     if plan is not None:
         if plan.reads_values:
-            validation.check_values(lengths, q, k, given["layout"])
-        return ops.run_plan(plan, qkv, optional, return_lse)
-    if key is None and any(validation.is_dtensor(x) for x in qkv):
-        from diyfa.distributed.dtensor import attend_with_shards
-
-        def attend(qkv: tuple[Any, ...], lengths: Lengths, given: dict[str, Any]) -> Result:
-            return _attend(qkv, lengths, return_lse, given)
-
-        return attend_with_shards(attend, {"q": q, "k": k, "v": v}, lengths, given)
-    if given["layout"] == VARLEN:
-        validation.check_tensors(q=q, k=k, v=v)
-        q, k, v = autocast(q, k, v)
+            validation.check_values(lengths, q, k, layout)
+        found = ops.run_plan(plan, (one, two, three), optional, returns_lse)
     else:
-        q, k, v = _as_4d(q, k, v, lengths.seq_lens, given["layout"])
-    layout = given["layout"]
-    options = checked_options(q, k, v, lengths, given)
-    if key is not None and not q.is_meta and q is qkv[0] and k is qkv[1] and v is qkv[2]:  # neither 3-D nor cast
-        plan = ops.plan_of(q, k, v, lengths, options, key)
-        return ops.run_plan(plan, qkv, tensors_of(lengths, options), return_lse)
-    out, lse = ops.attend(q, k, v, lengths, options)
-    if qkv[0].dim() == 3 and layout != VARLEN:
-        out, lse = out.flatten(0, 1), lse.flatten(0, 1)
-    return (out, lse) if return_lse else out
+        options = checked_options(q, k, v, lengths, given, words)
+        if key is not None and not q.is_meta:
+            plan = ops.plan_of(q, k, v, lengths, options, key)
+            found = ops.run_plan(plan, (one, two, three), tensors_of(lengths, options), returns_lse)
+        else:
+            found = ops.attend(one, two, three, lengths, options)
+            found = found if returns_lse else found[0]
+    if layout == "bhsd" and first.dim() == 3:
+        return tuple(x.flatten(0, 1) for x in found) if returns_lse else found.flatten(0, 1)
+    return found
+
+
+def _views(packing: str, tensors: tuple[torch.Tensor, ...], names: list[str], layout: str) -> tuple[torch.Tensor, ...]:
+    """q, k and v of checked tensors, which are views where one packs several: (…, parts, H, D) -> (…, H, D)."""
+    if not packing:
+        return tensors
+    packed, parts = tensors[-1], len(packing)
+    if packed.dim() != (4 if layout == VARLEN else 5) or packed.shape[-3] != parts:
+        leading = "(total" if layout == VARLEN else "(batch, seqlen"
+        raise ValueError(f"{names[-1]} must have shape {leading}, {parts}, heads, head_dim), got {tuple(packed.shape)}")
+    return (*tensors[:-1], *packed.unbind(-3))
 
 
 @without_unknown
@@ -190,7 +233,7 @@ def flash_attention(
     """
     if unknown:
         refuse_unknown(flash_attention, unknown)
-    return _attend((q, k, v), WHOLE if seq_lens is None else Lengths(seq_lens=seq_lens), return_lse, {
+    return attend({"q": q, "k": k, "v": v}, WHOLE if seq_lens is None else Lengths(seq_lens=seq_lens), return_lse, {
         "layout": "bhsd", "causal": causal, "sm_scale": sm_scale, "variant": variant, "window": window,
         "softcap": softcap, "alibi_slopes": alibi_slopes, "attn_bias": attn_bias, "sinks": sinks,
         "dropout_p": dropout_p, "rng_state": rng_state, "deterministic": deterministic, "backend": backend,
@@ -225,7 +268,7 @@ def flash_attention_v2(
     """
     if unknown:
         refuse_unknown(flash_attention_v2, unknown)
-    return _attend((q, k, v), WHOLE if seq_lens is None else Lengths(seq_lens=seq_lens), return_lse, {
+    return attend({"q": q, "k": k, "v": v}, WHOLE if seq_lens is None else Lengths(seq_lens=seq_lens), return_lse, {
         "layout": "bshd", "causal": causal, "sm_scale": sm_scale, "variant": variant, "window": window,
         "softcap": softcap, "alibi_slopes": alibi_slopes, "attn_bias": attn_bias, "sinks": sinks,
         "dropout_p": dropout_p, "rng_state": rng_state, "deterministic": deterministic, "backend": backend,
@@ -301,7 +344,7 @@ def flash_attention_varlen(
         }, return_lse)  # fmt: skip
         return pair if return_lse else pair[0]
     lengths = packed_lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return _attend((q, k, v), lengths, return_lse, {
+    return attend({"q": q, "k": k, "v": v}, lengths, return_lse, {
         "layout": VARLEN, "causal": causal, "sm_scale": sm_scale, "variant": variant, "window": window,
         "softcap": softcap, "alibi_slopes": alibi_slopes, "sinks": sinks,
         "dropout_p": dropout_p, "rng_state": rng_state, "deterministic": deterministic, "backend": backend,
@@ -372,7 +415,10 @@ def explain(
     else:
         if cu_seqlens_q is not None or cu_seqlens_k is not None:
             raise ValueError(f"cu_seqlens_q and cu_seqlens_k belong to the layout 'thd', got {layout!r}")
-        q, k, v = _as_4d(q, k, v, seq_lens, layout)
+        validation.check_tensors(q=q, k=k, v=v)
+        q, k, v = autocast(q, k, v)
+        if layout == "bhsd":
+            q, k, v = _as_4d(q, k, v, seq_lens)
         lengths = Lengths(seq_lens=seq_lens)
     if rng_state is None:  # what is not run draws no random numbers
         rng_state = torch.empty(2, dtype=torch.int64, device=q.device)

@@ -22,13 +22,12 @@ from typing import Any, NoReturn
 
 import torch
 
-from diyfa import ops, registry, validation
-from diyfa.attention import autocast, checked_options, packed_lengths
+from diyfa import ops, validation
+from diyfa.attention import Words, attend, autocast, checked_options, packed_lengths
 from diyfa.attn_probs import signed_probabilities
 from diyfa.keywords import refuse_unknown, without_unknown
 from diyfa.kvcache import attend_packed, flash_attn_with_kvcache
-from diyfa.options import UNBOUNDED, WHOLE, AttentionOptions, Lengths, pack, tensors_given, tensors_of
-from diyfa.plan import find, key_of
+from diyfa.options import UNBOUNDED, WHOLE, Lengths, pack
 from diyfa.problem import VARLEN
 
 __all__ = [
@@ -46,81 +45,27 @@ FlashAttnResult = torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Window = tuple[int, int]
 
 
-def _unpacked(name: str, packed: torch.Tensor, parts: int, varlen: bool) -> tuple[torch.Tensor, ...]:
-    """Views of what `packed` holds: (…, parts, H, D) -> parts times (…, H, D)."""
-    leading = "(total" if varlen else "(batch, seqlen"
-    if packed.dim() != (4 if varlen else 5) or packed.shape[-3] != parts:
-        raise ValueError(f"{name} must have shape {leading}, {parts}, heads, head_dim), got {tuple(packed.shape)}")
-    return packed.unbind(-3)
-
-
-def _checked(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, given: dict[str, Any]
-) -> AttentionOptions:
-    """Everything that can be said about q, k, v and the options without waiting for a device."""
-    validation.check_scalars(given["sm_scale"], given["softcap"], given["dropout_p"], scale_name="softmax_scale")
-    given["window"] = validation.check_window(given["window"], "window_size")
-    return checked_options(q, k, v, lengths, given)
+WORDS = Words("return_attn_probs", "softmax_scale", "window_size")
 
 
 def _attend(
-    named: dict[str, torch.Tensor], lengths: Lengths | None, return_attn_probs: bool, given: dict[str, Any]
+    owners: dict[str, torch.Tensor], lengths: Lengths | None, return_attn_probs: bool, given: dict[str, Any]
 ) -> FlashAttnResult:
-    """One call. `named` are q, k, v, or what packs them, `given` all other arguments under diyfa's names."""
-    owners = given_tensors = tuple(named.values())
-    packing = ("qkv", "kv", "")[len(owners) - 1]
-    if not (type(given["causal"]) is type(given["deterministic"]) is type(return_attn_probs) is bool):
-        causal, deterministic = given["causal"], given["deterministic"]
-        validation.check_booleans(causal=causal, deterministic=deterministic, return_attn_probs=return_attn_probs)
-    given["window"] = validation.check_window(given["window"], "window_size")  # a list or a tensor cannot be a key
-    given["backend"] = registry.forced_backend()
-    given["batch_invariant"] = registry.is_batch_invariant()
-    given["packing"] = packing
+    """One call. `owners` are q, k, v, or what packs them, `given` all other arguments under diyfa's names."""
     given["layout"] = "bshd" if lengths is None else VARLEN
     lengths = lengths or WHOLE
-    optional = tensors_given(lengths, given)
-    views: Any = owners
-    plan = key = None
-    if not packing:
-        q, k, v = owners
-        key = key_of(q, k, v, lengths, given.values(), optional)
-        plan = find(key)
-    if key is None and plan is None and any(validation.is_dtensor(x) for x in owners):
-        from diyfa.distributed.dtensor import attend_with_shards
-
-        def attend(owners: tuple[Any, ...], lengths: Lengths, given: dict[str, Any]) -> FlashAttnResult:
-            packed = None if given["layout"] == "bshd" else lengths
-            return _attend(dict(zip(named, owners, strict=True)), packed, return_attn_probs, given)
-
-        return attend_with_shards(attend, named, lengths, given)
-    if plan is None:
-        validation.check_tensors(**named)
-        owners = autocast(*owners)
-        views = owners
-        if packing:
-            views = (*owners[:-1], *_unpacked(packing, owners[-1], len(packing), given["layout"] == VARLEN))
-        if packing or any(x is not y for x, y in zip(owners, given_tensors, strict=True)):  # what was cast has keys
-            q, k, v = views
-            key = key_of(q, k, v, lengths, given.values(), optional)
-            plan = find(key)
-    q, k, v = views
-    first, second, third = (*owners, None, None)[:3] if packing else owners
-    shows_weights = return_attn_probs and given["dropout_p"]  # which needs the state of the mask
-    if plan is not None and not shows_weights:
-        if plan.reads_values:
-            validation.check_values(lengths, q, k, given["layout"])
-        result = ops.run_plan(plan, (first, second, third), optional, return_attn_probs)
-        return (*result, q.new_empty(0)) if return_attn_probs else result
-    options = _checked(q, k, v, lengths, given)
-    if key is not None and not q.is_meta:
-        plan = ops.plan_of(q, k, v, lengths, options, key)
-        out, lse = ops.run_plan(plan, (first, second, third), tensors_of(lengths, options), True)
-    else:
-        out, lse = ops.attend(first, second, third, lengths, options)
-    if not return_attn_probs:
-        return out
-    if not options.dropout_p:
-        return out, lse, q.new_empty(0)
+    if return_attn_probs is not True:
+        return attend(owners, lengths, return_attn_probs, given, WORDS)
+    if not given["dropout_p"]:
+        out, lse = attend(owners, lengths, True, given, WORDS)
+        return out, lse, out.new_empty(0)
+    validation.check_tensors(**owners)
+    # The weights that dropout keeps follow from the state of its mask.
+    given["rng_state"] = ops.new_rng_state(next(iter(owners.values())).device)
+    out, lse = attend(owners, lengths, True, dict(given), WORDS)
+    *first, packed = owners.values()
+    q, k, v = autocast(*first, *((packed,) if len(first) == 2 else packed.unbind(-3)))
+    options = checked_options(q, k, v, lengths, given, WORDS)
     return out, lse, signed_probabilities(q, k, lse, lengths, options)
 
 
@@ -345,7 +290,7 @@ def _forward(
     validation.check_tensors(q=q, k=k, v=v)
     given["layout"] = "bshd" if lengths is None else VARLEN
     lengths = lengths or WHOLE
-    options = _checked(q, k, v, lengths, given)._replace(needs_grad=True)
+    options = checked_options(q, k, v, lengths, given, WORDS)._replace(needs_grad=True)
     with torch.no_grad():
         out, lse = torch.ops.diyfa.attention_fwd(q, k, v, "", *pack(lengths, options))
         probabilities = signed_probabilities(q, k, lse, lengths, options) if return_softmax else q.new_empty(0)
@@ -370,7 +315,7 @@ def _backward(
         raise ValueError("dropout_p > 0 needs the rng_state that the forward pass returned")
     given["layout"] = "bshd" if lengths is None else VARLEN
     lengths = lengths or WHOLE
-    options = _checked(q, k, v, lengths, given)._replace(needs_grad=True)
+    options = checked_options(q, k, v, lengths, given, WORDS)._replace(needs_grad=True)
     out_shape = (*q.shape[:-1], v.shape[-1])
     lse_shape = (q.shape[1], q.shape[0]) if options.layout == VARLEN else (q.shape[0], q.shape[2], q.shape[1])
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
