@@ -13,7 +13,7 @@ import torch
 from diyfa.options import AttentionOptions, Lengths
 from diyfa.problem import VARLEN
 from diyfa.reference import as_bhsd, attention_by
-from diyfa.testing import AttentionCase, Results, _plain_options, make_inputs, run_case
+from diyfa.testing import AttentionCase, Inputs, Results, _plain_options, make_inputs, run_case
 from diyfa.yardstick import _FlashAttention, _prepared
 
 
@@ -33,17 +33,23 @@ class _Given(torch.autograd.Function):
 
 def results_of(case: AttentionCase, out: torch.Tensor, lse: torch.Tensor) -> Results:
     """`out` and `lse`, which a forward pass of `case` gave, and the gradients that follow from them."""
+    inputs = make_inputs(case)
+    return results_on(inputs._replace(options=_plain_options(case, inputs)), case.layout, out, lse)
+
+
+def results_on(inputs: Inputs, layout: str, out: torch.Tensor, lse: torch.Tensor) -> Results:
+    """The same on inputs that are no case's; their options are those of a call of `reference_attention`."""
     first = 0  # row of the next packed sequence
 
     def attend(q, k, v, lengths: Lengths, options: AttentionOptions, keep):
         nonlocal first
         rows = slice(first, first + q.shape[2])
         q, k, v, valid_q, call = _prepared(q, k, v, lengths, options, keep)
-        if case.layout == VARLEN:
+        if layout == VARLEN:
             own_out, own_lse = out[rows].transpose(0, 1)[None], lse[:, rows][None]
             first = rows.stop
         else:
-            own_out = as_bhsd(out, case.layout) if out.dim() == 4 else out
+            own_out = as_bhsd(out, layout) if out.dim() == 4 else out
             own_out, own_lse = own_out.reshape(*q.shape[:3], -1), lse.reshape(q.shape[:3])
         own_out, own_lse = _Given.apply(q, k, v, options.attn_bias, options.sinks, call, own_out, own_lse)
         return torch.where(valid_q, own_out, 0), own_lse.masked_fill(~valid_q.squeeze(-1), float("inf"))
@@ -51,5 +57,4 @@ def results_of(case: AttentionCase, out: torch.Tensor, lse: torch.Tensor) -> Res
     def plain(q, k, v, return_lse: bool, **options: Any):
         return attention_by(attend, q, k, v, **options)
 
-    inputs = make_inputs(case)
-    return run_case(plain, inputs._replace(options=_plain_options(case, inputs)))
+    return run_case(plain, inputs)
