@@ -7,7 +7,6 @@ read by the host, so a captured graph may be replayed with others.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -18,11 +17,11 @@ from diyfa.keywords import refuse_unknown, without_unknown
 from diyfa.kvcache_ops import (
     KVCacheOptions,
     KVCachePlan,
+    Operators,
     bucket,
     check_out,
     describe_kvcache,
     needs_grad,
-    run_operators,
     with_room,
     without_backward,
 )
@@ -41,29 +40,44 @@ _OPTIONAL = (
     "cache_seqlens", "cu_seqlens_q", "cu_seqlens_k", "block_table", "cache_batch_idx", "cache_leftpad", "alibi_slopes",
     "sinks", "k_descale", "v_descale", "k", "v", "rotary_cos", "rotary_sin", "out",
 )  # fmt: skip
+_TABLE = _OPTIONAL.index("block_table")
 _OPTIONAL_OF_PACKED = ("seqused_k", *_OPTIONAL[1:])
 
 
 class _Call(NamedTuple):
-    """One call as it comes: nothing is checked yet."""
+    """One call as it comes, but for the numbers that equal calls may differ in: nothing is checked yet."""
 
     q: Any
     k: Any  # a cache, or packed keys
     v: Any
     optional: tuple[Any, ...]  # in the order of `_OPTIONAL`
-    options: KVCacheOptions
     scale: float | None
-    length: int | None = 0  # keys of every sequence, where no tensor says it; None: as many as there can be
-    interleaved: bool = True
-    max_seqlen_k: int = 0  # of packed queries
-    scale_name: str = "softmax_scale"
+    scale_name: str
+    interleaved: bool
+    is_full: bool  # nothing says how many keys there are: as many as there can be
+    # The fields of `KVCacheOptions`; softcap is any number still.
+    layout: str
+    window_left: int
+    window_right: int
+    softcap: float
+    max_seqlen_q: int
+    max_seqlen_k: int
+    num_splits: int
+    batch_invariant: bool
+    backend: str
+    variant: str
 
+    @property
     def is_packed(self) -> bool:
-        return self.options.layout == VARLEN
+        return self.layout == VARLEN
+
+    @property
+    def options(self) -> KVCacheOptions:
+        return KVCacheOptions(*self[-len(KVCacheOptions._fields) :])._replace(softcap=float(self.softcap))
 
     def given(self) -> dict[str, Any]:
         """The optional tensors by the names that the caller knows them by."""
-        return dict(zip(_OPTIONAL_OF_PACKED if self.is_packed() else _OPTIONAL, self.optional, strict=True))
+        return dict(zip(_OPTIONAL_OF_PACKED if self.is_packed else _OPTIONAL, self.optional, strict=True))
 
 
 # ---- Checks -----------------------------------------------------------------------------------------------------
@@ -153,7 +167,7 @@ def _check_new_keys(call: _Call, given: dict[str, Any], capacity: int) -> int:
         if cos is not None or sin is not None:
             raise ValueError("rotary_cos and rotary_sin rotate what is appended, but k is None")
         return 0
-    if given["cache_seqlens"] is None and call.length is None:
+    if call.is_full:
         raise ValueError("k is appended at cache_seqlens, which is None")
     length = k.shape[1] if k.dim() == 4 else 0
     _check_not_expanded(k_cache=call.k, v_cache=call.v)
@@ -181,7 +195,7 @@ def _check_new_keys(call: _Call, given: dict[str, Any], capacity: int) -> int:
 def _check_sequences(call: _Call, given: dict[str, Any]) -> int:
     """What says where sequences are and how long; returns how many there are."""
     q, k, cu_q, table = call.q, call.k, given["cu_seqlens_q"], given["block_table"]
-    if call.is_packed():
+    if call.is_packed:
         if given["cu_seqlens_k"] is None and (given["seqused_k"] is None or table is None):
             raise ValueError(
                 "cu_seqlens_k may be None only where block_table says where the keys are, and seqused_k how many"
@@ -201,15 +215,15 @@ def _check_sequences(call: _Call, given: dict[str, Any]) -> int:
 def _check(call: _Call) -> None:
     """All that shapes, strides, dtypes and devices say."""
     q, k, v, given = call.q, call.k, call.v, call.given()
-    names = ("q", "k", "v") if call.is_packed() else ("q", "k_cache", "v_cache")
+    names = ("q", "k", "v") if call.is_packed else ("q", "k_cache", "v_cache")
     validation.check_tensors(**dict(zip(names, (q, k, v), strict=True)))
     table, cos, out = given["block_table"], given["rotary_cos"], given["out"]
-    if not call.is_packed() and (q.dim() != 4 or k.dim() != 4):
+    if not call.is_packed and (q.dim() != 4 or k.dim() != 4):
         raise ValueError(
             "q must be (batch, seqlen, heads, head_dim), k_cache (cache batch, rows, heads, head_dim) or (pages, page "
             f"size, heads, head_dim), got {_shape(q)} and {_shape(k)}"
         )
-    if call.is_packed() and (q.dim() != 3 or k.dim() != (3 if table is None else 4)):
+    if call.is_packed and (q.dim() != 3 or k.dim() != (3 if table is None else 4)):
         of_keys = "(total, heads, head_dim)" if table is None else "(pages, page size, heads, head_dim)"
         raise ValueError(f"q must be (total, heads, head_dim) and k {of_keys}, got {_shape(q)} and {_shape(k)}")
     _check_caches(q, k, v, names)
@@ -219,13 +233,13 @@ def _check(call: _Call) -> None:
         "b": batch, "h": q.shape[-2], "q": q.shape[1], "g": k.shape[-2], "d": q.shape[-1], "e": v.shape[-1], "p": pages,
         "t": q.shape[0],
     }  # fmt: skip
-    if not call.is_packed():
+    if not call.is_packed:
         sizes["s"] = _check_new_keys(call, given, k.shape[1] if table is None else pages * k.shape[1])
     if cos is not None:
         sizes["r"], sizes["f"] = cos.shape
     _check_optional(q, sizes, given)
-    validation.check_scalars(call.scale, call.options.softcap, 0.0, scale_name=call.scale_name)
-    validation.check_length("num_splits", call.options.num_splits)
+    validation.check_scalars(call.scale, call.softcap, 0.0, scale_name=call.scale_name)
+    validation.check_length("num_splits", call.num_splits)
     for name in ("k_descale", "v_descale"):
         if given[name] is not None and k.dtype != FLOAT8:
             raise ValueError(f"{name} belongs to a cache of {FLOAT8}, got one of {k.dtype}")
@@ -313,13 +327,12 @@ def _check_packed_values(tensors: KVCacheTensors, max_seqlen_q: int, max_seqlen_
         _check_pages(tensors, lengths, cu_q.diff(), window_left)
 
 
-def _check_values(call: _Call, tensors: KVCacheTensors) -> None:
+def _check_values(call: _Call, tensors: KVCacheTensors, max_seqlen_k: int) -> None:
     """What the host may read without waiting."""
-    options = call.options
-    if call.is_packed():
-        _check_packed_values(tensors, options.max_seqlen_q, call.max_seqlen_k, options.window_left)
+    if call.is_packed:
+        _check_packed_values(tensors, call.max_seqlen_q, max_seqlen_k, call.window_left)
     else:
-        _check_cache_values(tensors, options.window_left)
+        _check_cache_values(tensors, call.window_left)
 
 
 # ---- The call ---------------------------------------------------------------------------------------------------
@@ -332,7 +345,7 @@ def _autocast(call: _Call) -> _Call | None:
     if not isinstance(q, torch.Tensor) or not isinstance(k, torch.Tensor):
         return None
     dtype = autocast_dtype(q)
-    as_in_training = call.is_packed() and optional[_OPTIONAL.index("block_table")] is None
+    as_in_training = call.is_packed and optional[_TABLE] is None
     if dtype is not None and not as_in_training and k.dtype is not FLOAT8:
         dtype = k.dtype
     if dtype not in ATTENTION_DTYPES:
@@ -363,58 +376,52 @@ def _as_backends_read(name: str, x: torch.Tensor | None, call: _Call) -> torch.T
     return x if x.is_contiguous() else x.contiguous()
 
 
-def _bind(call: _Call, plan: KVCachePlan | None = None) -> tuple[KVCacheTensors, NewKeys | None]:
+def _bind(call: _Call, length: int, plan: KVCachePlan | None = None) -> tuple[KVCacheTensors, NewKeys | None]:
     """What a backend gets, of a call that was checked; `plan` is that of an earlier equal call."""
-    q, k, v, optional, _, scale, length, interleaved = call[:8]
+    q, k, v, optional, scale, *_ = call
     rest, new_k = optional[:_BOUND], optional[_BOUND]
-    if length is None:
-        length = _capacity(k, optional[_OPTIONAL.index("block_table")])
+    if call.is_full:
+        length = _capacity(k, optional[_TABLE])
     if plan is None or not plan.binds_given:
         rest = [_as_backends_read(name, x, call) for name, x in zip(_OPTIONAL, rest, strict=False)]
     if plan is None:
         scale, added = q.shape[-1] ** -0.5 if scale is None else float(scale), 0 if new_k is None else new_k.shape[1]
     else:
         scale, added = plan.scale, plan.added
-    new = None if new_k is None else NewKeys(*optional[_BOUND:-1], interleaved)
+    new = None if new_k is None else with_room(NewKeys(*optional[_BOUND:-1], call.interleaved), q)
     return KVCacheTensors(q, k, v, scale, length, added, *rest), new
 
 
-def _attend(call: _Call, returns_lse: bool) -> Any:
-    """Run a call -> (out, lse if it is returned, …)."""
-    q, k, v, optional, options, *scalars = call
-    key = key_of(q, k, v, WHOLE, (*options, scalars[0], scalars[1] is None, scalars[2]), optional, over_cache=True)
+def _attend(call: _Call, length: int, max_seqlen_k: int, returns_lse: bool) -> Any:
+    """Run a call -> (out, lse if it is returned, …). Equal calls may differ in `length`, of all sequences where no
+    tensor says it, and in `max_seqlen_k`, of packed queries."""
+    q, k, v, optional, *scalars = call
+    key = key_of(q, k, v, WHOLE, scalars, optional, over_cache=True)
     plan = find(key)
     if plan is None:
         cast = _autocast(call)
         if cast is not None:
-            return _attend(cast, returns_lse)
+            return _attend(cast, length, max_seqlen_k, returns_lse)
         _check(call)
-    tensors, new = _bind(call, plan)
+    tensors, new = _bind(call, length, plan)
     if plan is None or plan.reads_values:
-        _check_values(call, tensors)
+        _check_values(call, tensors, max_seqlen_k)
     out = optional[-1]
-    wants_grad = needs_grad((q, k, v, *optional), out) if plan is None else plan.wants_grad
-    with torch.no_grad() if wants_grad else nullcontext():
+    if plan is None:
+        options = call.options
         if key is None or q.is_meta:
-            pair = run_operators(tensors, options._replace(softcap=float(options.softcap)), new, out)
+            plan = Operators(options)
         else:
-            if new is not None:
-                new = with_room(new, q)
-            if plan is None:
-                plan = _plan_of(call, tensors, new)
-                plan.wants_grad = wants_grad
-                remember(key, plan)
-            pair = plan.run(tensors, new, out, returns_lse)
-    return without_backward(pair, (q, k, v, *optional), out) if wants_grad else pair
-
-
-def _plan_of(call: _Call, tensors: KVCacheTensors, new: NewKeys | None) -> KVCachePlan:
-    """The plan of a checked call, of which `tensors` and `new` are what a backend gets."""
-    options, out = call.options._replace(softcap=float(call.options.softcap)), call.optional[-1]
-    plan = KVCachePlan(tensors, options, new, out)
-    plan.binds_given = all(x is y for x, y in zip(tensors[-_BOUND:], call.optional, strict=False))
-    plan.reads_values = tensors.q.is_cpu or not (call.is_packed() or tensors.seqlens is not None)
-    return plan
+            plan = KVCachePlan(tensors, options, new, out)
+            plan.binds_given = all(x is y for x, y in zip(tensors[-_BOUND:], optional, strict=False))
+            plan.reads_values = q.is_cpu or not (call.is_packed or tensors.seqlens is not None)
+            remember(key, plan)
+        plan.wants_grad = needs_grad((q, k, v, *optional), out)
+    if not plan.wants_grad:
+        return plan.run(tensors, new, out, returns_lse)
+    with torch.no_grad():
+        pair = plan.run(tensors, new, out, returns_lse)
+    return without_backward(pair, (q, k, v, *optional), out)
 
 
 @without_unknown
@@ -500,23 +507,24 @@ def flash_attn_with_kvcache(
     left, right = window_size if window_size is UNBOUNDED else validation.check_window(window_size, "window_size")
     if type(num_splits) is not int:
         num_splits = validation.check_length("num_splits", num_splits)
-    length, seqlens = cache_seqlens, None
+    length, seqlens = 0, None
     if isinstance(cache_seqlens, torch.Tensor):
-        length, seqlens = 0, cache_seqlens
-    elif cache_seqlens is not None and type(cache_seqlens) is not int:
-        length = validation.check_length("cache_seqlens", cache_seqlens)
+        seqlens = cache_seqlens
+    elif cache_seqlens is not None:
+        is_int = type(cache_seqlens) is int  # a negative one is refused with the others that do not fit
+        length = cache_seqlens if is_int else validation.check_length("cache_seqlens", cache_seqlens)
     if k_descale is not None or v_descale is not None:
         k_descale, v_descale = _number_as_tensor(k_descale, q), _number_as_tensor(v_descale, q)
-    options = KVCacheOptions(
-        "bshd", left, 0 if causal else right, softcap, 0, 0, num_splits, registry.is_batch_invariant(),
-        registry.forced_backend(),
-    )  # fmt: skip
     optional = (
         seqlens, None, None, block_table, cache_batch_idx, cache_leftpad, alibi_slopes, sinks, k_descale, v_descale, k,
         v, rotary_cos, rotary_sin, out,
     )  # fmt: skip
-    call = _Call(q, k_cache, v_cache, optional, options, softmax_scale, length, rotary_interleaved)  # type: ignore
-    pair = _attend(call, return_softmax_lse)
+    call = _Call(
+        q, k_cache, v_cache, optional, softmax_scale, "softmax_scale", rotary_interleaved, cache_seqlens is None,
+        "bshd", left, 0 if causal else right, softcap, 0, 0, num_splits, registry.is_batch_invariant(),
+        registry.forced_backend(), "auto",
+    )  # fmt: skip
+    pair = _attend(call, length, 0, return_softmax_lse)
     return (pair[0], pair[1]) if return_softmax_lse else pair[0]
 
 
@@ -527,15 +535,13 @@ def _packed_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: dict[
     """The call of `attend_packed`. Over pages lengths that grow make few different ones."""
     if given["dropout_p"]:
         raise ValueError("dropout_p belongs to training; block_table, seqused_k and out to inference")
-    left, right = given["window"]
-    longest = given["max_seqlen_k"]
-    options = KVCacheOptions(
+    (left, right), longest = given["window"], given["max_seqlen_k"]
+    return _Call(
+        q, k, v, tuple(map(given.get, _OPTIONAL_OF_PACKED)), given["sm_scale"], given["scale_name"], True, False,
         VARLEN, left, 0 if given["causal"] else right, given["softcap"], given["max_seqlen_q"],
         longest if given["block_table"] is None else bucket(longest), given["num_splits"],
         registry.is_batch_invariant(), given["backend"] or registry.forced_backend(), given["variant"],
     )  # fmt: skip
-    optional = tuple(map(given.get, _OPTIONAL_OF_PACKED))
-    return _Call(q, k, v, optional, options, given["sm_scale"], 0, True, longest, given["scale_name"])
 
 
 def attend_packed(
@@ -546,7 +552,7 @@ def attend_packed(
     There is no backward pass, as in `flash_attn_with_kvcache`. `given` are the other arguments of
     `flash_attention_varlen`, checked booleans and window among them, and `scale_name`, what the scale is called.
     """
-    pair = _attend(_packed_call(q, k, v, given), returns_lse)
+    pair = _attend(_packed_call(q, k, v, given), 0, given["max_seqlen_k"], returns_lse)
     return pair[0], pair[1]
 
 
@@ -555,9 +561,9 @@ def explain_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: dic
     call = _packed_call(q, k, v, given)
     call = _autocast(call) or call
     _check(call)
-    tensors, _ = _bind(call)
-    _check_values(call, tensors)
-    options, out = call.options, call.optional[-1]
-    check_out(out, tensors, options.layout)
-    problem = describe_kvcache(registry.resolve_backend(q.device, options.backend), tensors, options, out)
-    return registry.explain_choice("kvcache_fwd", problem, q.device, options.backend, options.variant)
+    tensors, _ = _bind(call, 0)
+    _check_values(call, tensors, given["max_seqlen_k"])
+    out, backend = call.optional[-1], registry.resolve_backend(q.device, call.backend)
+    check_out(out, tensors, call.layout)
+    problem = describe_kvcache(backend, tensors, call.options, out)
+    return registry.explain_choice("kvcache_fwd", problem, q.device, call.backend, call.variant)

@@ -291,8 +291,10 @@ class _Step:
 class KVCachePlan:
     """What a call comes to: the kernels that append new keys and attend. What it says holds for all equal calls."""
 
-    __slots__ = ("_append", "_attend", "_computes_nothing", "added", "binds_given", "problem", "reads_values", "scale",
-                 "wants_grad")  # fmt: skip
+    __slots__ = (
+        "_append", "_attend", "_computes_nothing", "_reach", "added", "binds_given", "problem", "reads_values", "scale",
+        "wants_grad",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -314,6 +316,8 @@ class KVCachePlan:
             if tensors.q.shape[0] and (rotated is not None or (new.k.numel() and tensors.k_cache.numel())):
                 self._append = step
         self._computes_nothing = _computes_nothing(tensors, options)
+        caches = tensors.k_cache, tensors.v_cache
+        self._reach = max(_span(x) * x.element_size() for x in caches)  # bytes: caches further apart do not overlap
         self.scale, self.added = tensors.sm_scale, tensors.added
         # What the front end says of the call: whether kernels read the tensors that it was given themselves, no copies
         # of them; whether it has values that the host may read; whether an input requires a gradient, in grad mode.
@@ -343,7 +347,9 @@ class KVCachePlan:
 
     def append(self, tensors: KVCacheTensors, new: NewKeys) -> None:
         """Write new keys to the caches, whose addresses, which decide on overlaps, are no part of a plan."""
-        check_new_values(tensors.k_cache, tensors.v_cache, new.v)
+        distance = tensors.v_cache.data_ptr() - tensors.k_cache.data_ptr()
+        if -self._reach < distance < self._reach or new.v is None:
+            check_new_values(tensors.k_cache, tensors.v_cache, new.v)
         if self._append is not None:
             self._append.run(tensors, (*tensors, *new), lambda: (new,))
 
@@ -353,17 +359,22 @@ def with_room(new: NewKeys, q: torch.Tensor) -> NewKeys:
     return new if new.cos is None else new._replace(rotated_q=torch.empty_like(q))
 
 
-def run_operators(
-    tensors: KVCacheTensors, options: KVCacheOptions, new: NewKeys | None, out: torch.Tensor | None
-) -> Pair:
-    """A checked call that something looks at."""
-    if new is not None:
-        rotated = torch.ops.diyfa.kvcache_append(out, *_pack(tensors, options, new))
-        if new.cos is not None:
-            tensors = tensors._replace(q=rotated)
-    if out is not None:
-        return out, torch.ops.diyfa.kvcache_fwd_out(out, *_pack(tensors, options))
-    return torch.ops.diyfa.kvcache_fwd(*_pack(tensors, options))
+class Operators:
+    """Stands for the plan of a call that something looks at."""
+
+    def __init__(self, options: KVCacheOptions) -> None:
+        self.options = options
+        self.wants_grad = False
+
+    def run(self, tensors: KVCacheTensors, new: NewKeys | None, out: torch.Tensor | None, returns_lse: bool) -> Pair:
+        options = self.options
+        if new is not None:
+            rotated = torch.ops.diyfa.kvcache_append(out, *_pack(tensors, options, new))
+            if new.cos is not None:
+                tensors = tensors._replace(q=rotated)
+        if out is not None:
+            return out, torch.ops.diyfa.kvcache_fwd_out(out, *_pack(tensors, options))
+        return torch.ops.diyfa.kvcache_fwd(*_pack(tensors, options))
 
 
 # ---- No backward pass -------------------------------------------------------------------------------------------

@@ -159,7 +159,7 @@ def key_of(
 
     () stands for no optional tensors. None where there is no plan: something looks on, or the tensors are no plain
     ones. `over_cache`: k and v are caches, which may have another dtype than q, and of which one may be a part of the
-    other.
+    other; no tensors are among `scalars`, but those that the checks refuse.
     """
     if type(q) is not _Tensor or type(k) is not _Tensor or type(v) is not _Tensor or not is_unseen():
         return None
@@ -175,16 +175,13 @@ def key_of(
             for x in optional:
                 if x is not None and not may_be_read(x, _Parameter):
                     return None
-            # Not None: a tensor in the place of a number is refused, not the default.
-            scalars = [_Tensor if isinstance(x, _Tensor) else x for x in scalars]
-            rest = (
-                *[x if x is None else described(x) for x in optional],
-                wants_grad,
-                lengths.max_seqlen_q,
-                lengths.max_seqlen_k,
-            )
+            rest = (*[x if x is None else described(x) for x in optional], wants_grad)
             if over_cache:
                 rest += of_keys, k.data_ptr() == v.data_ptr()
+            else:
+                # Not None: a tensor in the place of a number is refused, not the default.
+                scalars = [_Tensor if isinstance(x, _Tensor) else x for x in scalars]
+                rest += lengths.max_seqlen_q, lengths.max_seqlen_k
         return (
             q.shape,
             k.shape,

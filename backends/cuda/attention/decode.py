@@ -75,6 +75,7 @@ from diyfa.problem import (
     as_bhsd,
     as_kvcache,
     as_kvcache_problem,
+    by_kind,
     per_head_stride,
     refuse_features,
 )
@@ -823,13 +824,26 @@ def _fold_kernel(
 
 def constants_of(problem: KVCacheProblem, config: DecodeConfig, parts: int = 1, together: int = 1) -> DecodeConstants:
     """What the kernels are compiled for; `parts`, `together`: see `parts_apart` and `heads_together`."""
+    scan = scan_of(problem, config)
+    is_one_scan = problem.batch * row_blocks(problem, config) <= scan
+    return _constants_of_kind(
+        problem, config, is_split(problem), scan, is_one_scan, has_long_line(problem, config),
+        together == problem.heads_kv, parts > 1,
+    )  # fmt: skip
+
+
+@by_kind
+def _constants_of_kind(
+    problem: KVCacheProblem, config: DecodeConfig, split: bool, scan: int, one_scan: bool, long_line: bool,
+    one_turn: bool, parts_apart: bool,
+) -> DecodeConstants:  # fmt: skip
     block_d, block_rest = feature_blocks(problem.head_dim)
     return DecodeConstants(
-        split=is_split(problem),
-        scan=scan_of(problem, config),
-        one_scan=problem.batch * row_blocks(problem, config) <= scan_of(problem, config),
-        long_line=has_long_line(problem, config),
-        one_turn=together == problem.heads_kv,
+        split=split,
+        scan=scan,
+        one_scan=one_scan,
+        long_line=long_line,
+        one_turn=one_turn,
         by_tile=False,
         has_left=problem.window_left >= 0,
         has_right=problem.window_right >= 0,
@@ -849,14 +863,22 @@ def constants_of(problem: KVCacheProblem, config: DecodeConfig, parts: int = 1, 
         value_pairs=reads_value_pairs(problem),
         values_in_keys=reads_values_once(problem),
         widen=is_widened(problem),
-        overlap=is_split(problem) and can_overlap(problem.arch),
+        overlap=split and can_overlap(problem.arch),
         parts=FOLDED_PARTS,
         columns=padded_head_dim(problem.head_dim_v),
         part=PART_KEYS // config.block_n if problem.batch_invariant else 0,
-        parts_apart=parts > 1,
+        parts_apart=parts_apart,
         split_cost=config.split_cost,
         precision="ieee",
     )
+
+
+@by_kind
+def _constants_of_combine(
+    problem: KVCacheProblem, c: DecodeConstants, by_tile: bool, columns: int, parts: int
+) -> DecodeConstants:
+    """What `_combine_kernel` is compiled for, beside `_decode_kernel` with `c`."""
+    return DecodeConstants(**vars(c) | {"by_tile": by_tile, "columns": columns, "parts": parts})
 
 
 def config_of(problem: KVCacheProblem) -> DecodeConfig:
@@ -945,8 +967,7 @@ def launches_of(
             rows_each = min(combined_rows(rows * wide * shared), rows)
             grid = cdiv(rows, rows_each) * wide, together, shared // together
             kernel = _combine_kernel
-            others = {"by_tile": by_tile, "columns": columns, "parts": max(8, COMBINED_ELEMENTS // columns)}
-            merging = DecodeConstants(**vars(c) | others)
+            merging = _constants_of_combine(problem, c, by_tile, columns, max(8, COMBINED_ELEMENTS // columns))
         given = arguments | {"sharers": count // together, "rows_each": rows_each}
         merged = {name: given[name] for name in kernel.arg_names if name in given}
         early = {"launch_pdl": True} if c.overlap else {}
