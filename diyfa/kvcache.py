@@ -7,6 +7,7 @@ read by the host, so a captured graph may be replayed with others.
 
 from __future__ import annotations
 
+from operator import is_
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -73,11 +74,12 @@ class _Call(NamedTuple):
 
     @property
     def options(self) -> KVCacheOptions:
-        return KVCacheOptions(*self[-len(KVCacheOptions._fields) :])._replace(softcap=float(self.softcap))
+        return KVCacheOptions._make(self[-len(KVCacheOptions._fields) :])._replace(softcap=float(self.softcap))
 
     def given(self) -> dict[str, Any]:
-        """The optional tensors by the names that the caller knows them by."""
-        return dict(zip(_OPTIONAL_OF_PACKED if self.is_packed else _OPTIONAL, self.optional, strict=True))
+        """The optional tensors that there are, by the names that the caller knows them by."""
+        names = _OPTIONAL_OF_PACKED if self.is_packed else _OPTIONAL
+        return {name: x for name, x in zip(names, self.optional, strict=True) if x is not None}
 
 
 # ---- Checks -----------------------------------------------------------------------------------------------------
@@ -144,8 +146,6 @@ def _check_optional(q: torch.Tensor, sizes: Sizes, given: dict[str, Any]) -> Non
     """Device, dtype, shape and strides of the optional tensors, by their rows."""
     rows = CACHE_TENSORS if q.dim() == 4 else PACKED_TENSORS
     for name, x in given.items():
-        if x is None:
-            continue
         row = rows[name]
         validation.check_same_device(q, **{name: x})
         dtypes = [dtype or q.dtype for dtype in row.dtypes]
@@ -160,7 +160,7 @@ def _check_optional(q: torch.Tensor, sizes: Sizes, given: dict[str, Any]) -> Non
 
 def _check_new_keys(call: _Call, given: dict[str, Any], capacity: int) -> int:
     """What new keys and their rotation need of each other; returns how many there are."""
-    q, k, v, cos, sin = call.q, *(given[name] for name in ("k", "v", "rotary_cos", "rotary_sin"))
+    q, k, v, cos, sin = call.q, *(given.get(name) for name in ("k", "v", "rotary_cos", "rotary_sin"))
     if k is None:
         if v is not None:
             raise ValueError("v is appended beside k, which is None")
@@ -194,17 +194,18 @@ def _check_new_keys(call: _Call, given: dict[str, Any], capacity: int) -> int:
 
 def _check_sequences(call: _Call, given: dict[str, Any]) -> int:
     """What says where sequences are and how long; returns how many there are."""
-    q, k, cu_q, table = call.q, call.k, given["cu_seqlens_q"], given["block_table"]
+    q, k, table = call.q, call.k, given.get("block_table")
     if call.is_packed:
-        if given["cu_seqlens_k"] is None and (given["seqused_k"] is None or table is None):
+        if given.get("cu_seqlens_k") is None and (given.get("seqused_k") is None or table is None):
             raise ValueError(
                 "cu_seqlens_k may be None only where block_table says where the keys are, and seqused_k how many"
             )
-        validation.check_tensors(cu_seqlens_q=cu_q)
+        validation.check_tensors(cu_seqlens_q=given.get("cu_seqlens_q"))
+        cu_q = given["cu_seqlens_q"]
         if cu_q.dim() != 1 or not cu_q.shape[0]:
             raise ValueError(f"cu_seqlens_q must be a vector of B + 1 offsets, got shape {_shape(cu_q)}")
         return cu_q.shape[0] - 1
-    batch, index = q.shape[0], given["cache_batch_idx"]
+    batch, index = q.shape[0], given.get("cache_batch_idx")
     if table is not None and index is not None:
         raise ValueError("cache_batch_idx chooses rows of a contiguous cache; pages are chosen by block_table")
     if table is None and index is None and k.shape[0] < batch:
@@ -217,7 +218,7 @@ def _check(call: _Call) -> None:
     q, k, v, given = call.q, call.k, call.v, call.given()
     names = ("q", "k", "v") if call.is_packed else ("q", "k_cache", "v_cache")
     validation.check_tensors(**dict(zip(names, (q, k, v), strict=True)))
-    table, cos, out = given["block_table"], given["rotary_cos"], given["out"]
+    table, cos, out = given.get("block_table"), given.get("rotary_cos"), given.get("out")
     if not call.is_packed and (q.dim() != 4 or k.dim() != 4):
         raise ValueError(
             "q must be (batch, seqlen, heads, head_dim), k_cache (cache batch, rows, heads, head_dim) or (pages, page "
@@ -227,7 +228,7 @@ def _check(call: _Call) -> None:
         of_keys = "(total, heads, head_dim)" if table is None else "(pages, page size, heads, head_dim)"
         raise ValueError(f"q must be (total, heads, head_dim) and k {of_keys}, got {_shape(q)} and {_shape(k)}")
     _check_caches(q, k, v, names)
-    validation.check_tensors(**{name: x for name, x in given.items() if x is not None})
+    validation.check_tensors(**given)
     batch, pages = _check_sequences(call, given), table.shape[1] if table is not None and table.dim() == 2 else 0
     sizes = {
         "b": batch, "h": q.shape[-2], "q": q.shape[1], "g": k.shape[-2], "d": q.shape[-1], "e": v.shape[-1], "p": pages,
@@ -241,7 +242,7 @@ def _check(call: _Call) -> None:
     validation.check_scalars(call.scale, call.softcap, 0.0, scale_name=call.scale_name)
     validation.check_length("num_splits", call.num_splits)
     for name in ("k_descale", "v_descale"):
-        if given[name] is not None and k.dtype != FLOAT8:
+        if name in given and k.dtype != FLOAT8:
             raise ValueError(f"{name} belongs to a cache of {FLOAT8}, got one of {k.dtype}")
     if out is not None:
         _check_not_expanded(out=out)
@@ -345,8 +346,10 @@ def _autocast(call: _Call) -> _Call | None:
     if not isinstance(q, torch.Tensor) or not isinstance(k, torch.Tensor):
         return None
     dtype = autocast_dtype(q)
+    if dtype is None:
+        return None
     as_in_training = call.is_packed and optional[_TABLE] is None
-    if dtype is not None and not as_in_training and k.dtype is not FLOAT8:
+    if not as_in_training and k.dtype is not FLOAT8:
         dtype = k.dtype
     if dtype not in ATTENTION_DTYPES:
         return None
@@ -367,9 +370,10 @@ def _number_as_tensor(x: Descale, q: torch.Tensor) -> torch.Tensor | None:
     return x  # type: ignore[return-value]
 
 
-def _as_backends_read(name: str, x: torch.Tensor | None, call: _Call) -> torch.Tensor | None:
+def _as_backends_read(index: int, x: torch.Tensor, call: _Call) -> torch.Tensor:
     """Vectors and slopes side by side, a page table with last stride 1, descales (B, Hk) without a copy."""
-    if x is None or (name == "block_table" and x.stride(-1) == 1):
+    name = _OPTIONAL[index]
+    if name == "block_table" and x.stride(-1) == 1:
         return x
     if name in ("k_descale", "v_descale"):
         return x.reshape(1, 1).expand(call.q.shape[0], call.k.shape[-2]) if x.numel() == 1 else x
@@ -379,16 +383,19 @@ def _as_backends_read(name: str, x: torch.Tensor | None, call: _Call) -> torch.T
 def _bind(call: _Call, length: int, plan: KVCachePlan | None = None) -> tuple[KVCacheTensors, NewKeys | None]:
     """What a backend gets, of a call that was checked; `plan` is that of an earlier equal call."""
     q, k, v, optional, scale, *_ = call
-    rest, new_k = optional[:_BOUND], optional[_BOUND]
+    rest: Any = optional[:_BOUND]
+    new_k, new_v, cos, sin = optional[_BOUND:-1]
     if call.is_full:
         length = _capacity(k, optional[_TABLE])
     if plan is None or not plan.binds_given:
-        rest = [_as_backends_read(name, x, call) for name, x in zip(_OPTIONAL, rest, strict=False)]
+        rest = [x if x is None else _as_backends_read(i, x, call) for i, x in enumerate(rest)]
     if plan is None:
         scale, added = q.shape[-1] ** -0.5 if scale is None else float(scale), 0 if new_k is None else new_k.shape[1]
     else:
         scale, added = plan.scale, plan.added
-    new = None if new_k is None else with_room(NewKeys(*optional[_BOUND:-1], call.interleaved), q)
+    new = None if new_k is None else NewKeys(new_k, new_v, cos, sin, call.interleaved)
+    if new is not None and cos is not None:
+        new = with_room(new, q)
     return KVCacheTensors(q, k, v, scale, length, added, *rest), new
 
 
@@ -407,16 +414,14 @@ def _attend(call: _Call, length: int, max_seqlen_k: int, returns_lse: bool) -> A
     if plan is None or plan.reads_values:
         _check_values(call, tensors, max_seqlen_k)
     out = optional[-1]
-    if plan is None:
-        options = call.options
-        if key is None or q.is_meta:
-            plan = Operators(options)
-        else:
-            plan = KVCachePlan(tensors, options, new, out)
-            plan.binds_given = all(x is y for x, y in zip(tensors[-_BOUND:], optional, strict=False))
-            plan.reads_values = q.is_cpu or not (call.is_packed or tensors.seqlens is not None)
-            remember(key, plan)
+    if plan is None and (key is None or q.is_meta):
+        plan = Operators(call.options, needs_grad((q, k, v, *optional), out))
+    elif plan is None:
+        plan = KVCachePlan(tensors, call.options, new, out)
+        plan.binds_given = all(map(is_, tensors[-_BOUND:], optional))
+        plan.reads_values = q.is_cpu or not (call.is_packed or tensors.seqlens is not None)
         plan.wants_grad = needs_grad((q, k, v, *optional), out)
+        remember(key, plan)
     if not plan.wants_grad:
         return plan.run(tensors, new, out, returns_lse)
     with torch.no_grad():

@@ -249,32 +249,35 @@ def _computes_nothing(tensors: KVCacheTensors, options: KVCacheOptions) -> bool:
 class _Step:
     """One kernel of a call, and the cheaper way to run it again, made for the second call: layers make equal calls."""
 
-    __slots__ = ("_given", "has_run", "kernel", "problem", "repeat")
+    __slots__ = ("_present", "has_run", "kernel", "problem", "repeat")
 
     def __init__(self, op: str, backend: Backend, problem: KVCacheProblem, variant: str = "auto") -> None:
         """Raises ValueError when no kernel runs the problem."""
         self.problem, self.kernel = problem, registry.choose(op, problem, backend, variant)
         self.has_run = False
         self.repeat: Callable[..., Any] | None = None
-        self._given: Callable[[Any], Any] = tuple  # the tensors among what a call gives
+        self._present: Callable[[Any], Any] = tuple  # selects the tensors among what a call gives
 
     def _again(self, length: int, given: tuple[Any, ...], how: tuple[Any, ...]) -> Any:
         if self.repeat is None:
             return None
-        present = self._given(given)
+        present = self._present(given)
         return self.repeat([*[x.data_ptr() for x in present], length], present, *how)
 
     def run(
         self, tensors: KVCacheTensors, given: tuple[Any, ...], results: Callable[[], tuple[Any, ...]], *how: Any
     ) -> Any:
-        """Launch it for what is `given`, `tensors` and maybe more, and return what `results` makes, or what a repeated
-        call has made. `how` a call is to be repeated."""
+        """Run the kernel and return what it has filled, or what a repeated launch returns.
+
+        `given` holds all tensors that the kernel reads, in the order of the fields. `results` makes the arguments of
+        `Kernel.launch` behind `tensors`. `how` are the arguments of a repeated launch behind the tensors.
+        """
         made = self._again(tensors.length, given, how)
         if made is not None:
             return made
         problem, kernel, rest = self.problem, self.kernel, results()
         if self.has_run and kernel.repeat is not None:
-            self._given = itemgetter(*[i for i, x in enumerate(given) if isinstance(x, torch.Tensor)])
+            self._present = itemgetter(*[i for i, x in enumerate(given) if isinstance(x, torch.Tensor)])
             self.repeat = kernel.repeat(problem, tensors, *rest)
             made = self._again(tensors.length, given, how)
             if made is not None:
@@ -289,7 +292,7 @@ class _Step:
 
 
 class KVCachePlan:
-    """What a call comes to: the kernels that append new keys and attend. What it says holds for all equal calls."""
+    """What a call comes to: the steps that append new keys and attend, and what else equal calls have in common."""
 
     __slots__ = (
         "_append", "_attend", "_computes_nothing", "_reach", "added", "binds_given", "problem", "reads_values", "scale",
@@ -311,16 +314,16 @@ class KVCachePlan:
         self._attend = _Step("kvcache_fwd", backend, problem, options.variant)
         self._append: _Step | None = None
         if new is not None:
+            caches = tensors.k_cache, tensors.v_cache
+            self._reach = max(_span(x) * x.element_size() for x in caches)  # bytes; caches further apart are separate
             appended = problem if rotated is None else describe_kvcache(backend, tensors, options, out)
             step = _Step("kvcache_append", backend, appended)
             if tensors.q.shape[0] and (rotated is not None or (new.k.numel() and tensors.k_cache.numel())):
                 self._append = step
         self._computes_nothing = _computes_nothing(tensors, options)
-        caches = tensors.k_cache, tensors.v_cache
-        self._reach = max(_span(x) * x.element_size() for x in caches)  # bytes: caches further apart do not overlap
         self.scale, self.added = tensors.sm_scale, tensors.added
-        # What the front end says of the call: whether kernels read the tensors that it was given themselves, no copies
-        # of them; whether it has values that the host may read; whether an input requires a gradient, in grad mode.
+        # Set by the front end. `binds_given`: kernels read the caller's tensors, no copies or views of them.
+        # `reads_values`: the host can check lengths or tables. `wants_grad`: an input requires a gradient in grad mode.
         self.binds_given = self.reads_values = self.wants_grad = False
 
     def run(
@@ -346,7 +349,7 @@ class KVCachePlan:
         return self._attend.run(tensors, tensors, results, out, returns_lse)
 
     def append(self, tensors: KVCacheTensors, new: NewKeys) -> None:
-        """Write new keys to the caches, whose addresses, which decide on overlaps, are no part of a plan."""
+        """Write new keys to the caches. Overlaps of those depend on their addresses, and are checked each time."""
         distance = tensors.v_cache.data_ptr() - tensors.k_cache.data_ptr()
         if -self._reach < distance < self._reach or new.v is None:
             check_new_values(tensors.k_cache, tensors.v_cache, new.v)
@@ -362,11 +365,11 @@ def with_room(new: NewKeys, q: torch.Tensor) -> NewKeys:
 class Operators:
     """Stands for the plan of a call that something looks at."""
 
-    def __init__(self, options: KVCacheOptions) -> None:
-        self.options = options
-        self.wants_grad = False
+    def __init__(self, options: KVCacheOptions, wants_grad: bool) -> None:
+        self.options, self.wants_grad = options, wants_grad
 
     def run(self, tensors: KVCacheTensors, new: NewKeys | None, out: torch.Tensor | None, returns_lse: bool) -> Pair:
+        """Append `new` and attend, as `KVCachePlan.run`."""
         options = self.options
         if new is not None:
             rotated = torch.ops.diyfa.kvcache_append(out, *_pack(tensors, options, new))
@@ -380,9 +383,9 @@ class Operators:
 # ---- No backward pass -------------------------------------------------------------------------------------------
 
 
-def _differentiable(tensors: Sequence[Any], out: torch.Tensor | None) -> list[torch.Tensor]:
+def _differentiable(tensors: Sequence[torch.Tensor | None], out: torch.Tensor | None) -> list[torch.Tensor]:
     """Return the `tensors` (q first) that require a gradient, without `out`, which the call overwrites."""
-    given = [x for x in tensors if isinstance(x, torch.Tensor) and x.requires_grad]
+    given = [x for x in tensors if x is not None and x.requires_grad]
     return [x for x in given if x is not out or x is tensors[0]]
 
 

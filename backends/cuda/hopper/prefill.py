@@ -87,7 +87,7 @@ def repeat(problem: KVCacheProblem, tensors: KVCacheTensors, out: torch.Tensor, 
 
     def unless_in_place(
         numbers: Sequence[int], present: Sequence[torch.Tensor], out: torch.Tensor | None, returns_lse: bool
-    ) -> Sequence[Any] | None:
+    ) -> list[Any] | None:
         in_place = out is not None and _is_in_place(present[0], out)
         return None if in_place else again(numbers, present, out, returns_lse)
 
