@@ -382,7 +382,7 @@ def _as_backends_read(index: int, x: torch.Tensor, call: _Call) -> torch.Tensor:
 
 def _bind(call: _Call, length: int, plan: KVCachePlan | None = None) -> tuple[KVCacheTensors, NewKeys | None]:
     """What a backend gets, of a call that was checked; `plan` is that of an earlier equal call."""
-    q, k, v, optional, scale, *_ = call
+    q, k, v, optional, scale = call[:5]
     rest: Any = optional[:_BOUND]
     new_k, new_v, cos, sin = optional[_BOUND:-1]
     if call.is_full:
@@ -402,8 +402,8 @@ def _bind(call: _Call, length: int, plan: KVCachePlan | None = None) -> tuple[KV
 def _attend(call: _Call, length: int, max_seqlen_k: int, returns_lse: bool) -> Any:
     """Run a call -> (out, lse if it is returned, …). Equal calls may differ in `length`, of all sequences where no
     tensor says it, and in `max_seqlen_k`, of packed queries."""
-    q, k, v, optional, *scalars = call
-    key = key_of(q, k, v, WHOLE, scalars, optional, over_cache=True)
+    q, k, v, optional = call[:4]
+    key = key_of(q, k, v, WHOLE, call[4:], optional, over_cache=True)
     plan = find(key)
     if plan is None:
         cast = _autocast(call)
