@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -74,6 +74,13 @@ class Broadcast(Shape):
         if missing < 0 or any(size not in (1, whole) for size, whole in zip(shape, full[missing:], strict=True)):
             return f"be broadcastable to {full}, got {shape}"
         return ""
+
+
+class OneOrAll(Shape):
+    """One element, which stands for all, or the one shape."""
+
+    def refuses(self, x: torch.Tensor, sizes: Sizes) -> str:
+        return "" if x.numel() == 1 else super().refuses(x, sizes)
 
 
 class State(Shape):
@@ -206,3 +213,36 @@ EVERYTHING = {name: value for feature in COMPOSABLE for name, value in feature.e
 EVERYTHING_CASE = {name: value for feature in COMPOSABLE for name, value in feature.case.items()}
 TENSORS = tuple(feature for feature in FEATURES if feature.schema == "Tensor?")
 GRADIENTS = tuple(feature for feature in FEATURES if feature.gradient)
+
+
+class CacheTensor(NamedTuple):
+    """An optional tensor of a call with a cache. Besides the letters of `Shape` its sizes are "g" heads of keys, "p"
+    columns of the page table, "s" new keys, "d" and "e" features of keys and values, "r" and "f" rows and columns of
+    the rotation, "t" packed queries."""
+
+    shape: Shape
+    dtypes: tuple[torch.dtype | None, ...] = _INT32  # None: that of q
+    has_rows: bool = False  # the last stride is 1, the others are free; kernels read other tensors by plain index
+
+
+_PER_SEQUENCE, _OFFSETS = CacheTensor(Shape(("b",))), CacheTensor(Shape(("n",)))
+_DESCALE, _ROTATION = CacheTensor(OneOrAll(("bg",)), _FLOAT32), CacheTensor(Shape(("rf",)), (None, *_FLOAT32), True)
+CACHE_TENSORS = {
+    "cache_seqlens": _PER_SEQUENCE,
+    "seqused_k": _PER_SEQUENCE,
+    "cu_seqlens_q": _OFFSETS,
+    "cu_seqlens_k": _OFFSETS,
+    "block_table": CacheTensor(Shape(("bp",))),
+    "cache_batch_idx": _PER_SEQUENCE,
+    "cache_leftpad": _PER_SEQUENCE,
+    "alibi_slopes": CacheTensor(Shape(("h", "bh")), _FLOAT32),
+    "sinks": CacheTensor(Shape(("h",)), _FLOAT32),
+    "k_descale": _DESCALE,
+    "v_descale": _DESCALE,
+    "k": CacheTensor(Shape(("bsgd",)), (None,), True),
+    "v": CacheTensor(Shape(("bsge",)), (None,), True),
+    "rotary_cos": _ROTATION,
+    "rotary_sin": _ROTATION,
+    "out": CacheTensor(Shape(("bqhe",)), (None,), True),
+}
+PACKED_TENSORS = CACHE_TENSORS | {"out": CacheTensor(Shape(("the",)), (None,), True)}

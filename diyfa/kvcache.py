@@ -7,37 +7,79 @@ read by the host, so a captured graph may be replayed with others.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
-from typing import Any, NoReturn
+from operator import is_
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
 from diyfa import registry, validation
-from diyfa.features import ATTENTION_DTYPES
+from diyfa.features import ATTENTION_DTYPES, CACHE_TENSORS, PACKED_TENSORS, Sizes
 from diyfa.keywords import refuse_unknown, without_unknown
 from diyfa.kvcache_ops import (
     KVCacheOptions,
     KVCachePlan,
+    Operators,
     bucket,
     check_out,
     describe_kvcache,
     needs_grad,
-    run,
-    run_plan,
+    with_room,
     without_backward,
 )
-from diyfa.options import UNBOUNDED
-from diyfa.plan import autocast_dtype, find, is_unseen, remember
+from diyfa.options import UNBOUNDED, WHOLE
+from diyfa.plan import autocast_dtype, find, key_of, remember
 from diyfa.problem import VARLEN, KVCacheTensors, NewKeys
 
 KVCacheResult = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Descale = torch.Tensor | float | None
 FLOAT8 = torch.float8_e4m3fn
 
-_IN_MEMORY = (torch.Tensor, torch.nn.Parameter)
-_NONE = type(None)
 _FLAGS = ("causal", "rotary_interleaved", "return_softmax_lse")
+# The optional tensors of a call: those of `KVCacheTensors`, then those of `NewKeys`, then `out`.
+_BOUND = len(KVCacheTensors._fields) - KVCacheTensors._fields.index("seqlens")
+_OPTIONAL = (
+    "cache_seqlens", "cu_seqlens_q", "cu_seqlens_k", "block_table", "cache_batch_idx", "cache_leftpad", "alibi_slopes",
+    "sinks", "k_descale", "v_descale", "k", "v", "rotary_cos", "rotary_sin", "out",
+)  # fmt: skip
+_TABLE = _OPTIONAL.index("block_table")
+_OPTIONAL_OF_PACKED = ("seqused_k", *_OPTIONAL[1:])
+
+
+class _Call(NamedTuple):
+    """One call as it comes, but for the numbers that equal calls may differ in: nothing is checked yet."""
+
+    q: Any
+    k: Any  # a cache, or packed keys
+    v: Any
+    optional: tuple[Any, ...]  # in the order of `_OPTIONAL`
+    scale: float | None
+    scale_name: str
+    interleaved: bool
+    is_full: bool  # nothing says how many keys there are: as many as there can be
+    # The fields of `KVCacheOptions`; softcap is any number still.
+    layout: str
+    window_left: int
+    window_right: int
+    softcap: float
+    max_seqlen_q: int
+    max_seqlen_k: int
+    num_splits: int
+    batch_invariant: bool
+    backend: str
+    variant: str
+
+    @property
+    def is_packed(self) -> bool:
+        return self.layout == VARLEN
+
+    @property
+    def options(self) -> KVCacheOptions:
+        return KVCacheOptions._make(self[-len(KVCacheOptions._fields) :])._replace(softcap=float(self.softcap))
+
+    def given(self) -> dict[str, Any]:
+        """The optional tensors that there are, by the names that the caller knows them by."""
+        names = _OPTIONAL_OF_PACKED if self.is_packed else _OPTIONAL
+        return {name: x for name, x in zip(names, self.optional, strict=True) if x is not None}
 
 
 # ---- Checks -----------------------------------------------------------------------------------------------------
@@ -45,18 +87,6 @@ _FLAGS = ("causal", "rotary_interleaved", "return_softmax_lse")
 
 def _shape(x: torch.Tensor) -> tuple[int, ...]:
     return tuple(x.shape)
-
-
-def _check(name: str, x: object, q: torch.Tensor, shape: tuple[int, ...], *dtypes: torch.dtype) -> None:
-    """A dense tensor on q's device, of this shape and one of these dtypes."""
-    validation.check_tensors(**{name: x})
-    assert isinstance(x, torch.Tensor), "checked above"
-    validation.check_same_device(q, **{name: x})
-    if x.dtype not in dtypes:
-        expected = " or ".join(validation.dtype_name(dtype) for dtype in dtypes)
-        raise TypeError(f"{name} must be {expected}, got {validation.dtype_name(x.dtype)}")
-    if _shape(x) != shape:
-        raise ValueError(f"{name} must have shape {shape}, got {_shape(x)}")
 
 
 def _check_stride(**tensors: torch.Tensor) -> None:
@@ -107,44 +137,44 @@ def _check_not_expanded(**tensors: torch.Tensor) -> None:
             raise ValueError(f"{name} must not be expanded where it is written, got strides {x.stride()}")
 
 
-def _check_out(out: torch.Tensor, q: torch.Tensor, head_dim_v: int) -> None:
-    """What the result is written to."""
-    _check("out", out, q, (*q.shape[:-1], head_dim_v), q.dtype)
-    _check_stride(out=out)
-    _check_not_expanded(out=out)
-
-
 def _capacity(k_cache: torch.Tensor, block_table: torch.Tensor | None) -> int:
     """The most keys that a sequence can have."""
     return k_cache.shape[1] if block_table is None else block_table.shape[1] * k_cache.shape[1]
 
 
-def _check_new_keys(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, given: dict[str, Any], capacity: int
-) -> None:
-    k, v, cos, sin = given["k"], given["v"], given["rotary_cos"], given["rotary_sin"]
+def _check_optional(q: torch.Tensor, sizes: Sizes, given: dict[str, Any]) -> None:
+    """Device, dtype, shape and strides of the optional tensors, by their rows."""
+    rows = CACHE_TENSORS if q.dim() == 4 else PACKED_TENSORS
+    for name, x in given.items():
+        row = rows[name]
+        validation.check_same_device(q, **{name: x})
+        dtypes = [dtype or q.dtype for dtype in row.dtypes]
+        if x.dtype not in dtypes:
+            expected = " or ".join(dict.fromkeys(validation.dtype_name(dtype) for dtype in dtypes))
+            raise TypeError(f"{name} must be {expected}, got {validation.dtype_name(x.dtype)}")
+        if problem := row.shape.refuses(x, sizes):
+            raise ValueError(f"{name} must {problem}")
+        if row.has_rows:
+            _check_stride(**{name: x})
+
+
+def _check_new_keys(call: _Call, given: dict[str, Any], capacity: int) -> int:
+    """What new keys and their rotation need of each other; returns how many there are."""
+    q, k, v, cos, sin = call.q, *(given.get(name) for name in ("k", "v", "rotary_cos", "rotary_sin"))
     if k is None:
         if v is not None:
             raise ValueError("v is appended beside k, which is None")
         if cos is not None or sin is not None:
             raise ValueError("rotary_cos and rotary_sin rotate what is appended, but k is None")
-        return
-    if given["cache_seqlens"] is None:
+        return 0
+    if call.is_full:
         raise ValueError("k is appended at cache_seqlens, which is None")
-    validation.check_tensors(k=k)
     length = k.shape[1] if k.dim() == 4 else 0
-    of_new = (q.shape[0], length, k_cache.shape[2])
-    _check("k", k, q, (*of_new, k_cache.shape[3]), q.dtype)
-    _check_stride(k=k)
-    if v is not None:
-        _check("v", v, q, (*of_new, v_cache.shape[3]), q.dtype)
-        _check_stride(v=v)
-    _check_not_expanded(k_cache=k_cache, v_cache=v_cache)
+    _check_not_expanded(k_cache=call.k, v_cache=call.v)
     if cos is None and sin is None:
-        return
+        return length
     if cos is None or sin is None:
         raise ValueError("rotary_cos and rotary_sin belong together")
-    validation.check_tensors(rotary_cos=cos, rotary_sin=sin)
     if cos.dim() != 2 or not 1 <= cos.shape[1] <= q.shape[-1] // 2:
         raise ValueError(
             f"rotary_cos must have shape (rows, rotary_dim / 2) with rotary_dim at most {q.shape[-1]}, "
@@ -156,17 +186,66 @@ def _check_new_keys(
         raise ValueError(
             f"rotary_cos must have a row for each of the {capacity} keys that there can be{more}, got {cos.shape[0]}"
         )
-    _check("rotary_cos", cos, q, _shape(cos), *{q.dtype, torch.float32})
-    _check("rotary_sin", sin, q, _shape(cos), cos.dtype)
-    _check_stride(rotary_cos=cos, rotary_sin=sin)
+    if sin.dtype != cos.dtype:
+        expected, got = (validation.dtype_name(x.dtype) for x in (cos, sin))
+        raise TypeError(f"rotary_sin must be {expected}, got {got}")
+    return length
 
 
-def _check_table(q: torch.Tensor, block_table: object, batch: int) -> None:
-    """block_table (B, pages of a sequence) int32."""
-    validation.check_tensors(block_table=block_table)
-    assert isinstance(block_table, torch.Tensor), "checked above"
-    columns = block_table.shape[1] if block_table.dim() == 2 else 0
-    _check("block_table", block_table, q, (batch, columns), torch.int32)
+def _check_sequences(call: _Call, given: dict[str, Any]) -> int:
+    """What says where sequences are and how long; returns how many there are."""
+    q, k, table = call.q, call.k, given.get("block_table")
+    if call.is_packed:
+        if given.get("cu_seqlens_k") is None and (given.get("seqused_k") is None or table is None):
+            raise ValueError(
+                "cu_seqlens_k may be None only where block_table says where the keys are, and seqused_k how many"
+            )
+        validation.check_tensors(cu_seqlens_q=given.get("cu_seqlens_q"))
+        cu_q = given["cu_seqlens_q"]
+        if cu_q.dim() != 1 or not cu_q.shape[0]:
+            raise ValueError(f"cu_seqlens_q must be a vector of B + 1 offsets, got shape {_shape(cu_q)}")
+        return cu_q.shape[0] - 1
+    batch, index = q.shape[0], given.get("cache_batch_idx")
+    if table is not None and index is not None:
+        raise ValueError("cache_batch_idx chooses rows of a contiguous cache; pages are chosen by block_table")
+    if table is None and index is None and k.shape[0] < batch:
+        raise ValueError(f"the cache has {k.shape[0]} rows for a batch of {batch}: name them by cache_batch_idx")
+    return batch
+
+
+def _check(call: _Call) -> None:
+    """All that shapes, strides, dtypes and devices say."""
+    q, k, v, given = call.q, call.k, call.v, call.given()
+    names = ("q", "k", "v") if call.is_packed else ("q", "k_cache", "v_cache")
+    validation.check_tensors(**dict(zip(names, (q, k, v), strict=True)))
+    table, cos, out = given.get("block_table"), given.get("rotary_cos"), given.get("out")
+    if not call.is_packed and (q.dim() != 4 or k.dim() != 4):
+        raise ValueError(
+            "q must be (batch, seqlen, heads, head_dim), k_cache (cache batch, rows, heads, head_dim) or (pages, page "
+            f"size, heads, head_dim), got {_shape(q)} and {_shape(k)}"
+        )
+    if call.is_packed and (q.dim() != 3 or k.dim() != (3 if table is None else 4)):
+        of_keys = "(total, heads, head_dim)" if table is None else "(pages, page size, heads, head_dim)"
+        raise ValueError(f"q must be (total, heads, head_dim) and k {of_keys}, got {_shape(q)} and {_shape(k)}")
+    _check_caches(q, k, v, names)
+    validation.check_tensors(**given)
+    batch, pages = _check_sequences(call, given), table.shape[1] if table is not None and table.dim() == 2 else 0
+    sizes = {
+        "b": batch, "h": q.shape[-2], "q": q.shape[1], "g": k.shape[-2], "d": q.shape[-1], "e": v.shape[-1], "p": pages,
+        "t": q.shape[0],
+    }  # fmt: skip
+    if not call.is_packed:
+        sizes["s"] = _check_new_keys(call, given, k.shape[1] if table is None else pages * k.shape[1])
+    if cos is not None:
+        sizes["r"], sizes["f"] = cos.shape
+    _check_optional(q, sizes, given)
+    validation.check_scalars(call.scale, call.softcap, 0.0, scale_name=call.scale_name)
+    validation.check_length("num_splits", call.num_splits)
+    for name in ("k_descale", "v_descale"):
+        if name in given and k.dtype != FLOAT8:
+            raise ValueError(f"{name} belongs to a cache of {FLOAT8}, got one of {k.dtype}")
+    if out is not None:
+        _check_not_expanded(out=out)
 
 
 def _check_pages(tensors: KVCacheTensors, keys: torch.Tensor, queries: torch.Tensor | int, window_left: int) -> None:
@@ -203,7 +282,7 @@ def _check_lengths(name: str, seqlens: torch.Tensor, added: int, capacity: int, 
         raise ValueError(f"{name} must be from 0 to what {room} holds, {capacity}; got {low} to {high}{more}")
 
 
-def _check_values(tensors: KVCacheTensors, window_left: int) -> None:
+def _check_cache_values(tensors: KVCacheTensors, window_left: int) -> None:
     """What the host may read without waiting: lengths that are an int, and tensors on the CPU."""
     k_cache, table, seqlens, added = tensors.k_cache, tensors.block_table, tensors.seqlens, tensors.added
     capacity = _capacity(k_cache, table)
@@ -224,194 +303,130 @@ def _check_values(tensors: KVCacheTensors, window_left: int) -> None:
         _check_lengths("cache_leftpad", tensors.leftpad, 0, capacity, room)
 
 
-def _check_call(q: Any, k_cache: Any, v_cache: Any, given: dict[str, Any]) -> None:
-    """All that shapes, strides, dtypes and devices say."""
-    validation.check_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
-    if q.dim() != 4 or k_cache.dim() != 4:
-        raise ValueError(
-            "q must be (batch, seqlen, heads, head_dim), k_cache (cache batch, rows, heads, head_dim) or (pages, page "
-            f"size, heads, head_dim), got {_shape(q)} and {_shape(k_cache)}"
-        )
-    _check_caches(q, k_cache, v_cache, ("q", "k_cache", "v_cache"))
-    batch, heads = q.shape[0], q.shape[2]
-    table, index, seqlens = given["block_table"], given["cache_batch_idx"], given["cache_seqlens"]
+def _check_packed_values(tensors: KVCacheTensors, max_seqlen_q: int, max_seqlen_k: int, window_left: int) -> None:
+    """What the host may read without waiting: tensors on the CPU."""
+    q, k, cu_q, cu_k = tensors.q, tensors.k_cache, tensors.cu_seqlens_q, tensors.cu_seqlens_k
+    assert cu_q is not None, "packed queries come with it"
+    if not q.is_cpu or validation.is_capturing(q):
+        return
+    validation.check_offsets("q", cu_q, max_seqlen_q, q.shape[0])
+    table, lengths = tensors.block_table, tensors.seqlens
+    if cu_k is not None:
+        total = k.shape[0] if table is None else int(cu_k[-1])  # with pages it says lengths only
+        validation.check_offsets("k", cu_k, max_seqlen_k, total)
+        rows = cu_k.diff()
+        if table is None and lengths is not None and bool((lengths > rows).any()):
+            raise ValueError(
+                f"seqused_k must be at most the rows of each sequence, {rows.tolist()}, got {lengths.tolist()}"
+            )
+        lengths = rows if lengths is None else lengths
+    assert lengths is not None, "one of them says it"
+    if lengths.numel() and not 0 <= int(lengths.min()) <= int(lengths.max()) <= max_seqlen_k:
+        raise ValueError(f"seqused_k must be from 0 to max_seqlen_k={max_seqlen_k}, got {lengths.tolist()}")
     if table is not None:
-        if index is not None:
-            raise ValueError("cache_batch_idx chooses rows of a contiguous cache; pages are chosen by block_table")
-        _check_table(q, table, batch)
-    elif index is None and k_cache.shape[0] < batch:
-        raise ValueError(f"the cache has {k_cache.shape[0]} rows for a batch of {batch}: name them by cache_batch_idx")
-    if isinstance(seqlens, torch.Tensor):
-        _check("cache_seqlens", seqlens, q, (batch,), torch.int32)
-    for name in ("cache_batch_idx", "cache_leftpad"):
-        if given[name] is not None:
-            _check(name, given[name], q, (batch,), torch.int32)
-    capacity = _capacity(k_cache, table)
-    _check_new_keys(q, k_cache, v_cache, given, capacity)
-    sizes = {"b": batch, "h": heads, "q": q.shape[1], "k": capacity}
-    validation.check_optional_tensors(q, sizes, {name: given[name] for name in ("alibi_slopes", "sinks")})
-    validation.check_scalars(given["softmax_scale"], given["softcap"], 0.0, scale_name="softmax_scale")
-    validation.check_length("num_splits", given["num_splits"])
-    for name in ("k_descale", "v_descale"):
-        _check_descale(name, given[name], q, k_cache, batch)
-    if given["out"] is not None:
-        _check_out(given["out"], q, v_cache.shape[3])
+        _check_lengths("the number of keys", lengths, 0, _capacity(k, table), "block_table")
+        _check_pages(tensors, lengths, cu_q.diff(), window_left)
 
 
-def _check_descale(name: str, x: Descale, q: torch.Tensor, cache: torch.Tensor, batch: int) -> None:
-    """None, a number, a float32 tensor of one element or one (B, Hk), for a cache of float8."""
-    if x is None:
-        return
-    if cache.dtype != FLOAT8:
-        raise ValueError(f"{name} belongs to a cache of {FLOAT8}, got one of {cache.dtype}")
-    if isinstance(x, (int, float)) and not isinstance(x, bool):
-        return
-    validation.check_tensors(**{name: x})
-    assert isinstance(x, torch.Tensor), "checked above"
-    _check(name, x, q, _shape(x) if x.numel() == 1 else (batch, cache.shape[-2]), torch.float32)
-
-
-# ---- Inside torch.autocast --------------------------------------------------------------------------------------
-
-
-def _autocast(cache: Any, q: Any, *others: Any) -> tuple[Any, ...] | None:
-    """q and others that are no float64 in the dtype of the cache, of a float8 one in that of autocast. None where
-    nothing is cast. The arguments are not checked yet."""
-    if not isinstance(q, torch.Tensor) or not isinstance(cache, torch.Tensor):
-        return None
-    dtype = autocast_dtype(q)
-    if dtype is None:
-        return None
-    if cache.dtype is not FLOAT8:
-        dtype = cache.dtype
-    return _cast((q, *others), dtype, (torch.float32, torch.float16, torch.bfloat16))
-
-
-def _autocast_packed(q: Any, k: Any, v: Any, block_table: Any) -> tuple[Any, ...] | None:
-    """Cast packed queries over pages to the cache's dtype; without pages q, k and v, if float32, as in training."""
-    if block_table is not None:
-        cast = _autocast(k, q)
-        return None if cast is None else (*cast, k, v)
-    dtype = autocast_dtype(q) if isinstance(q, torch.Tensor) else None
-    return None if dtype is None else _cast((q, k, v), dtype, (torch.float32,))
-
-
-def _cast(given: tuple[Any, ...], dtype: torch.dtype, dtypes: tuple[torch.dtype, ...]) -> tuple[Any, ...] | None:
-    """Cast tensors that have one of `dtypes` to `dtype`; None if there is nothing to cast."""
-    casts = [isinstance(x, torch.Tensor) and x.dtype in dtypes and x.dtype is not dtype for x in given]
-    if dtype not in ATTENTION_DTYPES or not any(casts):
-        return None
-    return tuple(x.to(dtype) if casts_it else x for x, casts_it in zip(given, casts, strict=True))
+def _check_values(call: _Call, tensors: KVCacheTensors, max_seqlen_k: int) -> None:
+    """What the host may read without waiting."""
+    if call.is_packed:
+        _check_packed_values(tensors, call.max_seqlen_q, max_seqlen_k, call.window_left)
+    else:
+        _check_cache_values(tensors, call.window_left)
 
 
 # ---- The call ---------------------------------------------------------------------------------------------------
 
 
-def _vector(x: torch.Tensor | None) -> torch.Tensor | None:
-    """Small tensors are read by plain index; only odd callers pass strided ones."""
-    return x if x is None or x.is_contiguous() else x.contiguous()
-
-
-def _rows_first(table: torch.Tensor | None) -> torch.Tensor | None:
-    """A page table with last stride 1, as flash_attn makes it."""
-    return table if table is None or table.stride(-1) == 1 else table.contiguous()
-
-
-def _expanded_descale(x: Descale, q: torch.Tensor, batch: int, heads_kv: int) -> torch.Tensor | None:
-    """(B, Hk), without a copy of a tensor."""
-    if x is None:
+def _autocast(call: _Call) -> _Call | None:
+    """The call inside torch.autocast, None if there is nothing to cast. Beside a cache tensors that are no float64 get
+    its dtype, beside one of float8 that of autocast. q and packed keys, if float32, are cast as in training."""
+    q, k, v, optional = call[:4]
+    if not isinstance(q, torch.Tensor) or not isinstance(k, torch.Tensor):
         return None
-    if not isinstance(x, torch.Tensor):
-        x = q.new_full((1, 1), x, dtype=torch.float32)
-    return x.reshape(1, 1).expand(batch, heads_kv) if x.numel() == 1 else x
+    dtype = autocast_dtype(q)
+    if dtype is None:
+        return None
+    as_in_training = call.is_packed and optional[_TABLE] is None
+    if not as_in_training and k.dtype is not FLOAT8:
+        dtype = k.dtype
+    if dtype not in ATTENTION_DTYPES:
+        return None
+    dtypes = (torch.float32,) if as_in_training else (torch.float32, torch.float16, torch.bfloat16)
+    given = (q, k, v) if as_in_training else (q, *optional[_BOUND : _BOUND + 2])
+    cast = [x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype in dtypes else x for x in given]
+    if all(x is y for x, y in zip(cast, given, strict=True)):
+        return None
+    if as_in_training:
+        return call._replace(q=cast[0], k=cast[1], v=cast[2])
+    return call._replace(q=cast[0], optional=(*optional[:_BOUND], *cast[1:], *optional[_BOUND + 2 :]))
 
 
-def _length(seqlens: int | torch.Tensor | None, k_cache: torch.Tensor, table: torch.Tensor | None) -> int:
-    """The number of keys of each sequence, 0 where a tensor says it."""
-    if seqlens is None:
-        return _capacity(k_cache, table)
-    return 0 if isinstance(seqlens, torch.Tensor) else seqlens
+def _number_as_tensor(x: Descale, q: torch.Tensor) -> torch.Tensor | None:
+    """A descale that is a number as a tensor of one element; what else it is, is checked later."""
+    if isinstance(x, (int, float)) and not isinstance(x, bool) and isinstance(q, torch.Tensor):
+        return q.new_full((1, 1), x, dtype=torch.float32)
+    return x  # type: ignore[return-value]
 
 
-def _bind(tensors: Sequence[Any], softmax_scale: float | None) -> KVCacheTensors:
-    """What a backend gets, of the tensors of `flash_attn_with_kvcache`."""
-    q, k_cache, v_cache, seqlens, table, index, leftpad, slopes, sinks, k_descale, v_descale, _, k, *_ = tensors
-    length = _length(seqlens, k_cache, table)
-    if not isinstance(seqlens, torch.Tensor):
-        seqlens = None
-    if k_descale is not None or v_descale is not None:
-        batch, heads_kv = q.shape[0], k_cache.shape[2]
-        k_descale, v_descale = (_expanded_descale(x, q, batch, heads_kv) for x in (k_descale, v_descale))
-    return KVCacheTensors(
-        q,
-        k_cache,
-        v_cache,
-        q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale),
-        length,
-        0 if k is None else k.shape[1],
-        _vector(seqlens),
-        None,
-        None,
-        _rows_first(table),
-        _vector(index),
-        _vector(leftpad),
-        _vector(slopes),
-        _vector(sinks),
-        k_descale,
-        v_descale,
-    )
+def _as_backends_read(index: int, x: torch.Tensor, call: _Call) -> torch.Tensor:
+    """Vectors and slopes side by side, a page table with last stride 1, descales (B, Hk) without a copy."""
+    name = _OPTIONAL[index]
+    if name == "block_table" and x.stride(-1) == 1:
+        return x
+    if name in ("k_descale", "v_descale"):
+        return x.reshape(1, 1).expand(call.q.shape[0], call.k.shape[-2]) if x.numel() == 1 else x
+    return x if x.is_contiguous() else x.contiguous()
 
 
-def _key_of(tensors: tuple[Any, ...], *options: Any) -> tuple[Any, list[torch.Tensor], list[int]]:
-    """(all that checks and decisions read of a call, the tensors that there are, their addresses).
-
-    The key is None where a tensor is no ordinary one. The second and third tensor are the keys and values. Of numbers
-    in place of a tensor (a length, a descale) only the type matters.
-    """
-    kinds = tuple(map(type, tensors))
-    parts: list[Any] = []
-    given: list[torch.Tensor] = []
-    addresses: list[int] = []
-    for kind, x in zip(kinds, tensors, strict=True):
-        if kind in _IN_MEMORY:
-            if x.layout is not torch.strided or x.is_neg():
-                return None, given, addresses
-            address = x.data_ptr()
-            given.append(x)
-            addresses.append(address)
-            parts += (x.shape, x.stride(), x.dtype, x.device, address & 15, x.requires_grad)
-        elif kind is not _NONE and isinstance(x, torch.Tensor):
-            return None, given, addresses
-    is_latent = autocast = None
-    if kinds[0] in _IN_MEMORY and kinds[1] in _IN_MEMORY and kinds[2] in _IN_MEMORY:
-        is_latent = addresses[1] == addresses[2]
-        q, k = given[:2]
-        if q.dtype is torch.float32 or k.dtype is FLOAT8:  # what autocast may cast
-            autocast = autocast_dtype(q)
-    return ("kvcache", is_latent, kinds, *parts, *options, autocast), given, addresses
+def _bind(call: _Call, length: int, plan: KVCachePlan | None = None) -> tuple[KVCacheTensors, NewKeys | None]:
+    """What a backend gets, of a call that was checked; `plan` is that of an earlier equal call."""
+    q, k, v, optional, scale = call[:5]
+    rest: Any = optional[:_BOUND]
+    new_k, new_v, cos, sin = optional[_BOUND:-1]
+    if call.is_full:
+        length = _capacity(k, optional[_TABLE])
+    if plan is None or not plan.binds_given:
+        rest = [x if x is None else _as_backends_read(i, x, call) for i, x in enumerate(rest)]
+    if plan is None:
+        scale, added = q.shape[-1] ** -0.5 if scale is None else float(scale), 0 if new_k is None else new_k.shape[1]
+    else:
+        scale, added = plan.scale, plan.added
+    new = None if new_k is None else NewKeys(new_k, new_v, cos, sin, call.interleaved)
+    if new is not None and cos is not None:
+        new = with_room(new, q)
+    return KVCacheTensors(q, k, v, scale, length, added, *rest), new
 
 
-def _find(tensors: tuple[Any, ...], *options: Any) -> tuple[KVCachePlan | None, Any, list[torch.Tensor], list[int]]:
-    """The plan of an earlier equal call, or None, and what `_key_of` returns, whose key is None where something looks
-    on.
-
-    `tensors` are all that a call can have, None or numbers where it has another.
-    """
-    if not is_unseen():
-        return None, None, [], []
-    modes = torch.is_grad_enabled(), registry.forced_backend(), registry.is_batch_invariant()
-    key, given, addresses = _key_of(tensors, *modes, *options)
-    return find(key), key, given, addresses
-
-
-def _remember(
-    key: Any, plan: KVCachePlan | None, given: Sequence[Any], bound: KVCacheTensors, wants_grad: bool
-) -> None:
-    """Keep what a call came to, whose tensors were `bound` for a backend."""
-    if plan is not None:
-        plan.wants_grad = wants_grad
-        plan.binds_given = all(any(x is y for y in given) for x in bound.present())
-    remember(key, plan)
+def _attend(call: _Call, length: int, max_seqlen_k: int, returns_lse: bool) -> Any:
+    """Run a call -> (out, lse if it is returned, …). Equal calls may differ in `length`, of all sequences where no
+    tensor says it, and in `max_seqlen_k`, of packed queries."""
+    q, k, v, optional = call[:4]
+    key = key_of(q, k, v, WHOLE, call[4:], optional, over_cache=True)
+    plan = find(key)
+    if plan is None:
+        cast = _autocast(call)
+        if cast is not None:
+            return _attend(cast, length, max_seqlen_k, returns_lse)
+        _check(call)
+    tensors, new = _bind(call, length, plan)
+    if plan is None or plan.reads_values:
+        _check_values(call, tensors, max_seqlen_k)
+    out = optional[-1]
+    if plan is None and (key is None or q.is_meta):
+        plan = Operators(call.options, needs_grad((q, k, v, *optional), out))
+    elif plan is None:
+        plan = KVCachePlan(tensors, call.options, new, out)
+        plan.binds_given = all(map(is_, tensors[-_BOUND:], optional))
+        plan.reads_values = q.is_cpu or not (call.is_packed or tensors.seqlens is not None)
+        plan.wants_grad = needs_grad((q, k, v, *optional), out)
+        remember(key, plan)
+    if not plan.wants_grad:
+        return plan.run(tensors, new, out, returns_lse)
+    with torch.no_grad():
+        pair = plan.run(tensors, new, out, returns_lse)
+    return without_backward(pair, (q, k, v, *optional), out)
 
 
 @without_unknown
@@ -494,121 +509,44 @@ def flash_attn_with_kvcache(
     if not (type(causal) is type(rotary_interleaved) is type(return_softmax_lse) is bool):
         flags = (causal, rotary_interleaved, return_softmax_lse)
         validation.check_booleans(**dict(zip(_FLAGS, flags, strict=True)))
-    window = window_size if window_size is UNBOUNDED else validation.check_window(window_size, "window_size")
-    if cache_seqlens is not None and type(cache_seqlens) is not int and not isinstance(cache_seqlens, torch.Tensor):
-        cache_seqlens = validation.check_length("cache_seqlens", cache_seqlens)
+    left, right = window_size if window_size is UNBOUNDED else validation.check_window(window_size, "window_size")
     if type(num_splits) is not int:
         num_splits = validation.check_length("num_splits", num_splits)
-    tensors = (
-        q, k_cache, v_cache, cache_seqlens, block_table, cache_batch_idx, cache_leftpad, alibi_slopes, sinks, k_descale,
-        v_descale, out, k, v, rotary_cos, rotary_sin,
+    length, seqlens = 0, None
+    if isinstance(cache_seqlens, torch.Tensor):
+        seqlens = cache_seqlens
+    elif cache_seqlens is not None:
+        is_int = type(cache_seqlens) is int  # a negative one is refused with the others that do not fit
+        length = cache_seqlens if is_int else validation.check_length("cache_seqlens", cache_seqlens)
+    if k_descale is not None or v_descale is not None:
+        k_descale, v_descale = _number_as_tensor(k_descale, q), _number_as_tensor(v_descale, q)
+    optional = (
+        seqlens, None, None, block_table, cache_batch_idx, cache_leftpad, alibi_slopes, sinks, k_descale, v_descale, k,
+        v, rotary_cos, rotary_sin, out,
     )  # fmt: skip
-    options = softmax_scale, causal, window, softcap, rotary_interleaved, num_splits
-    plan, key, present, addresses = _find(tensors, *options)
-    if plan is None and (cast := _autocast(k_cache, q, k, v)) is not None:
-        q, k, v = cast
-        tensors = (q, *tensors[1:12], k, v, *tensors[14:])
-        plan, key, present, addresses = _find(tensors, *options)
-    if plan is not None and rotary_cos is None:
-        if plan.on_host or isinstance(cache_seqlens, int):
-            _check_values(_bind(tensors, softmax_scale), window[0])
-        length = 0 if isinstance(cache_seqlens, torch.Tensor) else _length(cache_seqlens, k_cache, block_table)
-        appended = 0 if k is None else 1 if v is None else 2
-        made = plan.again(present, addresses, length, out, return_softmax_lse, appended)
-        if made is not None:
-            if plan.wants_grad:
-                made = without_backward(made, tensors, out)
-            return (made[0], made[1]) if return_softmax_lse else made[0]
-    if plan is None:
-        given = {
-            "k": k, "v": v, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "cache_seqlens": cache_seqlens,
-            "cache_batch_idx": cache_batch_idx, "cache_leftpad": cache_leftpad, "block_table": block_table,
-            "softmax_scale": softmax_scale, "softcap": softcap, "alibi_slopes": alibi_slopes, "num_splits": num_splits,
-            "sinks": sinks, "k_descale": k_descale, "v_descale": v_descale, "out": out,
-        }  # fmt: skip
-        _check_call(q, k_cache, v_cache, given)
-    bound = _bind(tensors, softmax_scale)
-    _check_values(bound, window[0])
-    new = None if k is None else NewKeys(k, v, rotary_cos, rotary_sin, rotary_interleaved)
-    wants_grad = needs_grad(tensors, out) if plan is None else plan.wants_grad
-    with torch.no_grad() if wants_grad else nullcontext():
-        if plan is not None:
-            result, lse = run_plan(plan, bound, new, out, return_softmax_lse)
-        else:
-            left, right = window
-            call_options = KVCacheOptions(
-                "bshd", left, 0 if causal else right, float(softcap), num_splits=num_splits,
-                batch_invariant=registry.is_batch_invariant(), backend=registry.forced_backend(),
-            )  # fmt: skip
-            result, lse, plan = run(bound, call_options, new, out, key is not None)
-            _remember(key, plan, tensors, bound, wants_grad)
-    if wants_grad:
-        result, lse = without_backward((result, lse), tensors, out)
-    return (result, lse) if return_softmax_lse else result
+    call = _Call(
+        q, k_cache, v_cache, optional, softmax_scale, "softmax_scale", rotary_interleaved, cache_seqlens is None,
+        "bshd", left, 0 if causal else right, softcap, 0, 0, num_splits, registry.is_batch_invariant(),
+        registry.forced_backend(), "auto",
+    )  # fmt: skip
+    pair = _attend(call, length, 0, return_softmax_lse)
+    return (pair[0], pair[1]) if return_softmax_lse else pair[0]
 
 
 # ---- Packed queries ---------------------------------------------------------------------------------------------
 
 
-def _check_packed(q: Any, k: Any, v: Any, given: dict[str, Any]) -> int:
-    """All that shapes, strides, dtypes and devices say; returns the number of sequences."""
-    validation.check_tensors(q=q, k=k, v=v)
-    cu_q, cu_k, used, table = (given[name] for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table"))
-    rank = 3 if table is None else 4
-    if q.dim() != 3 or k.dim() != rank:
-        of_keys = "(total, heads, head_dim)" if table is None else "(pages, page size, heads, head_dim)"
-        raise ValueError(f"q must be (total, heads, head_dim) and k {of_keys}, got {_shape(q)} and {_shape(k)}")
-    _check_caches(q, k, v, ("q", "k", "v"))
+def _packed_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: dict[str, Any]) -> _Call:
+    """The call of `attend_packed`. Over pages lengths that grow make few different ones."""
     if given["dropout_p"]:
         raise ValueError("dropout_p belongs to training; block_table, seqused_k and out to inference")
-    if cu_k is None and (used is None or table is None):
-        raise ValueError(
-            "cu_seqlens_k may be None only where block_table says where the keys are, and seqused_k how many"
-        )
-    validation.check_tensors(cu_seqlens_q=cu_q)
-    if cu_q.dim() != 1 or not cu_q.shape[0]:
-        raise ValueError(f"cu_seqlens_q must be a vector of B + 1 offsets, got shape {_shape(cu_q)}")
-    batch = cu_q.shape[0] - 1
-    for name, x, length in (
-        ("cu_seqlens_q", cu_q, batch + 1),
-        ("cu_seqlens_k", cu_k, batch + 1),
-        ("seqused_k", used, batch),
-    ):
-        if x is not None:
-            _check(name, x, q, (length,), torch.int32)
-    if table is not None:
-        _check_table(q, table, batch)
-    sizes = {"b": batch, "h": q.shape[1], "q": given["max_seqlen_q"], "k": given["max_seqlen_k"]}
-    validation.check_optional_tensors(q, sizes, {name: given[name] for name in ("alibi_slopes", "sinks")})
-    validation.check_scalars(given["sm_scale"], given["softcap"], 0.0, scale_name=given["scale_name"])
-    if given["out"] is not None:
-        _check_out(given["out"], q, v.shape[-1])
-    return batch
-
-
-def _check_packed_values(tensors: KVCacheTensors, max_seqlen_q: int, max_seqlen_k: int, window_left: int) -> None:
-    """What the host may read without waiting: tensors on the CPU."""
-    q, k, cu_q, cu_k = tensors.q, tensors.k_cache, tensors.cu_seqlens_q, tensors.cu_seqlens_k
-    assert cu_q is not None, "packed queries come with it"
-    if not q.is_cpu or validation.is_capturing(q):
-        return
-    validation.check_offsets("q", cu_q, max_seqlen_q, q.shape[0])
-    table, lengths = tensors.block_table, tensors.seqlens
-    if cu_k is not None:
-        total = k.shape[0] if table is None else int(cu_k[-1])  # with pages it says lengths only
-        validation.check_offsets("k", cu_k, max_seqlen_k, total)
-        rows = cu_k.diff()
-        if table is None and lengths is not None and bool((lengths > rows).any()):
-            raise ValueError(
-                f"seqused_k must be at most the rows of each sequence, {rows.tolist()}, got {lengths.tolist()}"
-            )
-        lengths = rows if lengths is None else lengths
-    assert lengths is not None, "one of them says it"
-    if lengths.numel() and not 0 <= int(lengths.min()) <= int(lengths.max()) <= max_seqlen_k:
-        raise ValueError(f"seqused_k must be from 0 to max_seqlen_k={max_seqlen_k}, got {lengths.tolist()}")
-    if table is not None:
-        _check_lengths("the number of keys", lengths, 0, _capacity(k, table), "block_table")
-        _check_pages(tensors, lengths, cu_q.diff(), window_left)
+    (left, right), longest = given["window"], given["max_seqlen_k"]
+    return _Call(
+        q, k, v, tuple(map(given.get, _OPTIONAL_OF_PACKED)), given["sm_scale"], given["scale_name"], True, False,
+        VARLEN, left, 0 if given["causal"] else right, given["softcap"], given["max_seqlen_q"],
+        longest if given["block_table"] is None else bucket(longest), given["num_splits"],
+        registry.is_batch_invariant(), given["backend"] or registry.forced_backend(), given["variant"],
+    )  # fmt: skip
 
 
 def attend_packed(
@@ -619,62 +557,18 @@ def attend_packed(
     There is no backward pass, as in `flash_attn_with_kvcache`. `given` are the other arguments of
     `flash_attention_varlen`, checked booleans and window among them, and `scale_name`, what the scale is called.
     """
-    tensor_names = ("seqused_k", "cu_seqlens_q", "cu_seqlens_k", "block_table", "alibi_slopes", "sinks", "out")
-    used, cu_q, cu_k, table, slopes, sinks, out = (given[name] for name in tensor_names)
-    max_q, max_k = given["max_seqlen_q"], given["max_seqlen_k"]
-    backend, variant = given["backend"] or registry.forced_backend(), given["variant"]
-    tensors = (q, k, v, used, cu_q, cu_k, table, slopes, sinks, out)
-    options = (
-        max_q, max_k if table is None else bucket(max_k),
-        given["sm_scale"], given["causal"], given["window"], given["softcap"],
-        given["dropout_p"], given["num_splits"], backend, variant,
-    )  # fmt: skip
-    plan, key, present, addresses = _find(tensors, *options)
-    if plan is None and (cast := _autocast_packed(q, k, v, table)) is not None:
-        q, k, v = cast
-        tensors = (*cast, *tensors[3:])
-        plan, key, present, addresses = _find(tensors, *options)
-    if plan is not None and not plan.on_host:
-        made = plan.again(present, addresses, 0, out, returns_lse)
-        if made is not None:
-            return without_backward(made, tensors, out) if plan.wants_grad else (made[0], made[1])
-    if plan is None:
-        _check_packed(q, k, v, given)
-    scale = q.shape[-1] ** -0.5 if given["sm_scale"] is None else float(given["sm_scale"])
-    bound = KVCacheTensors(
-        q, k, v, scale, 0, 0, _vector(used), _vector(cu_q), _vector(cu_k), _rows_first(table),
-        alibi_slopes=_vector(slopes), sinks=_vector(sinks),
-    )  # fmt: skip
-    _check_packed_values(bound, max_q, max_k, given["window"][0])
-    wants_grad = needs_grad(tensors, out) if plan is None else plan.wants_grad
-    with torch.no_grad() if wants_grad else nullcontext():
-        if plan is not None:
-            result, lse = run_plan(plan, bound, None, out, returns_lse)
-        else:
-            result, lse, plan = run(bound, _packed_options(given), None, out, key is not None)
-            _remember(key, plan, tensors, bound, wants_grad)
-    return without_backward((result, lse), tensors, out) if wants_grad else (result, lse)
-
-
-def _packed_options(given: dict[str, Any]) -> KVCacheOptions:
-    left, right = given["window"]
-    return KVCacheOptions(
-        VARLEN, left, 0 if given["causal"] else right, float(given["softcap"]), given["max_seqlen_q"],
-        given["max_seqlen_k"], num_splits=given["num_splits"], batch_invariant=registry.is_batch_invariant(),
-        backend=given["backend"] or registry.forced_backend(), variant=given["variant"],
-    )  # fmt: skip
+    pair = _attend(_packed_call(q, k, v, given), 0, given["max_seqlen_k"], returns_lse)
+    return pair[0], pair[1]
 
 
 def explain_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: dict[str, Any]) -> registry.Explanation:
     """What `attend_packed` with the same arguments would run, without running it."""
-    q, k, v = _autocast_packed(q, k, v, given["block_table"]) or (q, k, v)
-    _check_packed(q, k, v, given)
-    tensors = KVCacheTensors(
-        q, k, v, 1.0, 0, 0, given["seqused_k"], given["cu_seqlens_q"], given["cu_seqlens_k"],
-        given["block_table"], alibi_slopes=given["alibi_slopes"], sinks=given["sinks"],
-    )  # fmt: skip
-    _check_packed_values(tensors, given["max_seqlen_q"], given["max_seqlen_k"], given["window"][0])
-    options, out = _packed_options(given), given["out"]
-    check_out(out, tensors, options.layout)
-    problem = describe_kvcache(registry.resolve_backend(q.device, options.backend), tensors, options, out)
-    return registry.explain_choice("kvcache_fwd", problem, q.device, options.backend, options.variant)
+    call = _packed_call(q, k, v, given)
+    call = _autocast(call) or call
+    _check(call)
+    tensors, _ = _bind(call, 0)
+    _check_values(call, tensors, given["max_seqlen_k"])
+    out, backend = call.optional[-1], registry.resolve_backend(q.device, call.backend)
+    check_out(out, tensors, call.layout)
+    problem = describe_kvcache(backend, tensors, call.options, out)
+    return registry.explain_choice("kvcache_fwd", problem, q.device, call.backend, call.variant)

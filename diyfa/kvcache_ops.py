@@ -9,7 +9,7 @@ transforms bypass the dispatcher, and an equal call runs by what an earlier one 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import attrgetter
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,6 @@ from diyfa.options import Lengths
 from diyfa.problem import (
     VARLEN,
     Backend,
-    Kernel,
     KVCacheProblem,
     KVCacheTensors,
     NewKeys,
@@ -198,49 +197,40 @@ def describe_kvcache(
     offsets = tensors.cu_seqlens_q
     left, right = options.window_left, options.window_right
     seqlen_q = min(options.max_seqlen_q, q.shape[0]) if packed else q.shape[1]
-    return KVCacheProblem(
-        backend.device_type,
-        backend.arch(q.device),
-        dtype_name(q.dtype),
-        dtype_name(k_cache.dtype),
-        options.layout,
-        batch=q.shape[0] if offsets is None else offsets.shape[0] - 1,
-        heads_q=q.shape[-2],
-        heads_kv=k_cache.shape[-2],
-        seqlen_q=seqlen_q,
-        capacity=capacity,
-        head_dim=q.shape[-1],
-        head_dim_v=v_cache.shape[-1],
-        page_size=0 if tensors.block_table is None else k_cache.shape[1],
-        packed_keys=k_cache.dim() == 3,
+    return KVCacheProblem.of({
+        "device_type": backend.device_type,
+        "arch": backend.arch(q.device),
+        "dtype": dtype_name(q.dtype),
+        "cache_dtype": dtype_name(k_cache.dtype),
+        "layout": options.layout,
+        "batch": q.shape[0] if offsets is None else offsets.shape[0] - 1,
+        "heads_q": q.shape[-2],
+        "heads_kv": k_cache.shape[-2],
+        "seqlen_q": seqlen_q,
+        "capacity": capacity,
+        "head_dim": q.shape[-1],
+        "head_dim_v": v_cache.shape[-1],
+        "page_size": 0 if tensors.block_table is None else k_cache.shape[1],
+        "packed_keys": k_cache.dim() == 3,
         # Bounds beyond every key are none, also where they decide how queries are rotated. The first query stands
         # seqlen_q - 1 before the last key: with more queries than keys a bound beyond the capacity still hides some.
-        window_left=-1 if left >= capacity else left,
-        window_right=-1 if right >= max(capacity, seqlen_q) > 0 else right,
-        softcap=options.softcap,
-        alibi=tensors.alibi_slopes is not None,
-        sinks=tensors.sinks is not None,
-        lengths=tensors.seqlens is not None or tensors.cu_seqlens_k is not None,
-        leftpad=tensors.leftpad is not None,
-        cache_batch_idx=tensors.cache_batch_idx is not None,
-        descales=tensors.k_descale is not None or tensors.v_descale is not None,
-        latent=is_latent(k_cache, v_cache),
-        total_q=q.shape[0] if packed else 0,
-        num_splits=options.num_splits,
-        batch_invariant=options.batch_invariant,
-        aligned=is_aligned(q, k_cache, v_cache),
-        aligned_out=out is None or is_aligned(out),
-        few_steps=has_few_steps(VARLEN if k_cache.dim() == 3 else "bshd", k_cache, v_cache),
-    )
-
-
-def kernel_of(
-    op: str, tensors: KVCacheTensors, options: KVCacheOptions, out: torch.Tensor | None = None
-) -> tuple[KVCacheProblem, Kernel]:
-    """How a call is run. Raises ValueError when no kernel runs it."""
-    backend = registry.resolve_backend(tensors.q.device, options.backend)
-    problem = describe_kvcache(backend, tensors, options, out)
-    return problem, registry.choose(op, problem, backend, options.variant if op == "kvcache_fwd" else "auto")
+        "window_left": -1 if left >= capacity else left,
+        "window_right": -1 if right >= max(capacity, seqlen_q) > 0 else right,
+        "softcap": options.softcap,
+        "alibi": tensors.alibi_slopes is not None,
+        "sinks": tensors.sinks is not None,
+        "lengths": tensors.seqlens is not None or tensors.cu_seqlens_k is not None,
+        "leftpad": tensors.leftpad is not None,
+        "cache_batch_idx": tensors.cache_batch_idx is not None,
+        "descales": tensors.k_descale is not None or tensors.v_descale is not None,
+        "latent": is_latent(k_cache, v_cache),
+        "total_q": q.shape[0] if packed else 0,
+        "num_splits": options.num_splits,
+        "batch_invariant": options.batch_invariant,
+        "aligned": is_aligned(q, k_cache, v_cache),
+        "aligned_out": out is None or is_aligned(out),
+        "few_steps": has_few_steps(VARLEN if k_cache.dim() == 3 else "bshd", k_cache, v_cache),
+    })  # fmt: skip
 
 
 def _computes_nothing(tensors: KVCacheTensors, options: KVCacheOptions) -> bool:
@@ -256,224 +246,146 @@ def _computes_nothing(tensors: KVCacheTensors, options: KVCacheOptions) -> bool:
 # ---- Running it -------------------------------------------------------------------------------------------------
 
 
-Present = Callable[[Any], Sequence[torch.Tensor]]
-
-
-def _reader_of(given: KVCacheTensors | NewKeys) -> Present:
-    """`present` for tuples with the same tensors as this one, five times as fast."""
-    names = [name for name, x in zip(given._fields, given, strict=True) if isinstance(x, torch.Tensor)]
-    return attrgetter(*names) if len(names) > 1 else lambda given: (getattr(given, names[0]),)
-
-
 class _Step:
-    """One kernel of a call with its problem, and the cheaper way to run it again, where it has one.
+    """One kernel of a call, and the cheaper way to run it again, made for the second call: layers make equal calls."""
 
-    That way is made for the second call, which runs by it: the layers of a model make equal calls.
-    """
+    __slots__ = ("_present", "has_run", "kernel", "problem", "repeat")
 
-    __slots__ = ("has_run", "kernel", "present", "problem", "repeat")
-
-    def __init__(self, problem: KVCacheProblem, kernel: Kernel) -> None:
-        self.problem, self.kernel = problem, kernel
+    def __init__(self, op: str, backend: Backend, problem: KVCacheProblem, variant: str = "auto") -> None:
+        """Raises ValueError when no kernel runs the problem."""
+        self.problem, self.kernel = problem, registry.choose(op, problem, backend, variant)
         self.has_run = False
         self.repeat: Callable[..., Any] | None = None
-        self.present: list[Present] = []
+        self._present: Callable[[Any], Any] = tuple  # selects the tensors among what a call gives
 
-    def _prepare(self, problem: KVCacheProblem, tensors: KVCacheTensors, *results: Any) -> None:
-        if self.has_run and self.kernel.repeat is not None:
-            given: list[Any] = [x for x in (tensors, *results) if isinstance(x, tuple)]
-            self.present = [_reader_of(x) for x in given]
-            self.repeat = self.kernel.repeat(problem, tensors, *results)
-
-    def _append_again(self, tensors: KVCacheTensors, new: NewKeys) -> bool:
-        if self.repeat is None:
-            return False
-        present, present_new = self.present
-        given = *present(tensors), *present_new(new)
-        return self.repeat(tensors.length, [x.data_ptr() for x in given], given) is not None
-
-    def append(self, tensors: KVCacheTensors, new: NewKeys) -> None:
-        if (new.k.numel() == 0 and new.cos is None) or self._append_again(tensors, new):
-            return
-        self._prepare(self.problem, tensors, new)
-        if not self._append_again(tensors, new):
-            self.kernel.launch(self.problem, tensors, new)
-            self.has_run = True
-
-    def _attend_again(self, tensors: KVCacheTensors, out: torch.Tensor | None, returns_lse: bool) -> Pair | None:
+    def _again(self, length: int, given: tuple[Any, ...], how: tuple[Any, ...]) -> Any:
         if self.repeat is None:
             return None
-        given = self.present[0](tensors)
-        made = self.repeat(*given)(tensors.length, out, returns_lse, [x.data_ptr() for x in given], given)
-        return None if made is None else (made[0], made[1])
+        present = self._present(given)
+        return self.repeat([*[x.data_ptr() for x in present], length], present, *how)
 
-    def attend(self, tensors: KVCacheTensors, given: torch.Tensor | None, returns_lse: bool = True) -> Pair:
-        pair = self._attend_again(tensors, given, returns_lse)
-        if pair is not None:
-            return pair
-        problem = self.problem
-        out = empty_output(tensors.q, problem.head_dim_v) if given is None else given
-        lse = empty_lse(tensors.q, problem.layout)
-        self._prepare(problem, tensors, out, lse)
-        pair = self._attend_again(tensors, out, returns_lse)
-        if pair is not None:
-            return pair
-        if problem.varlen and not self.kernel.clears:
+    def run(
+        self, tensors: KVCacheTensors, given: tuple[Any, ...], results: Callable[[], tuple[Any, ...]], *how: Any
+    ) -> Any:
+        """Run the kernel and return what it has filled, or what a repeated launch returns.
+
+        `given` holds all tensors that the kernel reads, in the order of the fields. `results` makes the arguments of
+        `Kernel.launch` behind `tensors`. `how` are the arguments of a repeated launch behind the tensors.
+        """
+        made = self._again(tensors.length, given, how)
+        if made is not None:
+            return made
+        problem, kernel, rest = self.problem, self.kernel, results()
+        if self.has_run and kernel.repeat is not None:
+            self._present = itemgetter(*[i for i, x in enumerate(given) if isinstance(x, torch.Tensor)])
+            self.repeat = kernel.repeat(problem, tensors, *rest)
+            made = self._again(tensors.length, given, how)
+            if made is not None:
+                return made
+        if problem.varlen and not kernel.clears:
+            out, lse = rest
             out.zero_()
             lse.fill_(float("inf"))
-        self.kernel.launch(problem, tensors, out, lse)
+        kernel.launch(problem, tensors, *rest)
         self.has_run = True
-        return out, lse
+        return rest
 
 
 class KVCachePlan:
-    """What an earlier equal call came to: the kernels that append and attend. None where there is nothing to launch."""
+    """What a call comes to: the steps that append new keys and attend, and what else equal calls have in common."""
 
-    __slots__ = ("append", "attend", "binds_given", "bound", "on_host", "reach", "v_distance", "wants_grad")
+    __slots__ = (
+        "_append", "_attend", "_computes_nothing", "_reach", "added", "binds_given", "problem", "reads_values", "scale",
+        "wants_grad",
+    )  # fmt: skip
 
-    def __init__(self, tensors: KVCacheTensors) -> None:
-        self.append: _Step | None = None
-        self.attend: _Step | None = None
-        # Bytes from the keys to the values, of which `check_caches` knows that the two do not overlap.
-        self.v_distance = tensors.v_cache.data_ptr() - tensors.k_cache.data_ptr()
-        caches = tensors.k_cache, tensors.v_cache
-        self.reach = max(_span(x) * x.element_size() for x in caches)  # bytes: caches further apart do not overlap
-        self.bound: Callable[..., Any] | None = None  # what `attend.repeat` returns for the tensors of such calls
-        self.binds_given = False  # whether kernels read the tensors of a call themselves, no copies or views of them
-        self.on_host = tensors.q.device.type == "cpu"  # where values of tensors are checked
-        self.wants_grad = False  # whether an input requires a gradient, in grad mode
-
-    def check_caches(self, k_cache: torch.Tensor, v_cache: torch.Tensor, v: torch.Tensor | None, distance: int) -> None:
-        """`check_new_values` of a call like the first one, whose caches may overlap although those of the first did
-        not: it depends on the `distance` of their addresses."""
-        if distance != self.v_distance and -self.reach < distance < self.reach:
-            check_new_values(k_cache, v_cache, v)
-            self.v_distance = distance
-
-    def again(
+    def __init__(
         self,
-        given: list[torch.Tensor],
-        addresses: list[int],
-        length: int,
-        out: torch.Tensor | None,
-        returns_lse: bool,
-        new: int = 0,
-    ) -> Sequence[Any] | None:
-        """Run an equal call -> (out, lse, …), or None where that is not known how.
+        tensors: KVCacheTensors,
+        options: KVCacheOptions,
+        new: NewKeys | None = None,
+        out: torch.Tensor | None = None,
+    ) -> None:
+        """Raises ValueError when no kernel attends or appends: before anything is written."""
+        backend = registry.resolve_backend(tensors.q.device, options.backend)
+        rotated = None if new is None else new.rotated_q
+        attending = tensors if rotated is None else tensors._replace(q=rotated)
+        problem = self.problem = describe_kvcache(backend, attending, options, out)
+        self._attend = _Step("kvcache_fwd", backend, problem, options.variant)
+        self._append: _Step | None = None
+        if new is not None:
+            caches = tensors.k_cache, tensors.v_cache
+            self._reach = max(_span(x) * x.element_size() for x in caches)  # bytes; caches further apart are separate
+            appended = problem if rotated is None else describe_kvcache(backend, tensors, options, out)
+            step = _Step("kvcache_append", backend, appended)
+            if tensors.q.shape[0] and (rotated is not None or (new.k.numel() and tensors.k_cache.numel())):
+                self._append = step
+        self._computes_nothing = _computes_nothing(tensors, options)
+        self.scale, self.added = tensors.sm_scale, tensors.added
+        # Set by the front end. `binds_given`: kernels read the caller's tensors, no copies or views of them.
+        # `reads_values`: the host can check lengths or tables. `wants_grad`: an input requires a gradient in grad mode.
+        self.binds_given = self.reads_values = self.wants_grad = False
 
-        `given` are all its tensors. The last `new` of them are appended as they are; `out` stands before those.
-        """
-        if self.wants_grad and torch.is_grad_enabled():
-            with torch.no_grad():
-                return self.again(given, addresses, length, out, returns_lse, new)
-        step = self.attend
-        if not self.binds_given or step is None or step.repeat is None:
-            return None
+    def run(
+        self, tensors: KVCacheTensors, new: NewKeys | None, out: torch.Tensor | None, returns_lse: bool = True
+    ) -> Sequence[Any]:
+        """Append `new` and attend -> (out, lse where it is returned, …)."""
         if out is not None:
-            check_out(out, given, step.problem.layout)
-            place = len(given) - new - 1
-            given, addresses = given[:place] + given[place + 1 :], addresses[:place] + addresses[place + 1 :]
-        if new:
-            self.check_caches(given[1], given[2], given[-1] if new == 2 else None, addresses[2] - addresses[1])
-            # What is appended twice, where the attention is not repeated, is the same.
-            append = None if self.append is None else self.append.repeat
-            if append is None or append(length, addresses, given) is None:
-                return None
-            given, addresses = given[:-new], addresses[:-new]
-        bound = self.bound
-        if bound is None:
-            bound = self.bound = step.repeat(*given)
-        made = bound(length, out, returns_lse, addresses, given)
-        if made is None:  # what was decided no longer holds, and `step` may decide anew
-            self.bound = None
-        return made
+            check_out(out, tensors, self.problem.layout)
+        if new is not None:
+            self.append(tensors, new)
+            if new.rotated_q is not None:
+                tensors = tensors._replace(q=new.rotated_q)
+
+        def results() -> Pair:
+            given = empty_output(tensors.q, self.problem.head_dim_v) if out is None else out
+            return given, empty_lse(tensors.q, self.problem.layout)
+
+        if self._computes_nothing:
+            pair = results()
+            offsets = Lengths(tensors.cu_seqlens_q)
+            fill_without_keys(tensors.sinks, tensors.q, offsets, self.problem.layout, *pair)
+            return pair
+        return self._attend.run(tensors, tensors, results, out, returns_lse)
+
+    def append(self, tensors: KVCacheTensors, new: NewKeys) -> None:
+        """Write new keys to the caches. Overlaps of those depend on their addresses, and are checked each time."""
+        distance = tensors.v_cache.data_ptr() - tensors.k_cache.data_ptr()
+        if -self._reach < distance < self._reach or new.v is None:
+            check_new_values(tensors.k_cache, tensors.v_cache, new.v)
+        if self._append is not None:
+            self._append.run(tensors, (*tensors, *new), lambda: (new,))
 
 
-def _rotates(new: NewKeys, q: torch.Tensor) -> NewKeys:
-    """`new` with room for the rotated queries."""
+def with_room(new: NewKeys, q: torch.Tensor) -> NewKeys:
+    """`new` with memory for the rotated queries."""
     return new if new.cos is None else new._replace(rotated_q=torch.empty_like(q))
 
 
-def _append(
-    tensors: KVCacheTensors, options: KVCacheOptions, new: NewKeys, plan: KVCachePlan | None = None
-) -> torch.Tensor | None:
-    """Write new keys to the caches; returns the rotated queries, None where nothing is rotated."""
-    step = _Step(*kernel_of("kvcache_append", tensors, options))
-    if plan is not None:
-        plan.append = step
-    new = _rotates(new, tensors.q)
-    if tensors.q.shape[0] and (new.cos is not None or tensors.k_cache.numel()):
-        step.append(tensors, new)
-    return new.rotated_q
+class Operators:
+    """Stands for the plan of a call that something looks at."""
 
+    def __init__(self, options: KVCacheOptions, wants_grad: bool) -> None:
+        self.options, self.wants_grad = options, wants_grad
 
-def _forward(
-    tensors: KVCacheTensors, options: KVCacheOptions, out: torch.Tensor | None, plan: KVCachePlan | None = None
-) -> Pair:
-    step = _Step(*kernel_of("kvcache_fwd", tensors, options, out))
-    if not _computes_nothing(tensors, options):
-        if plan is not None:
-            plan.attend = step
-        return step.attend(tensors, out)
-    q = tensors.q
-    out = empty_output(q, tensors.v_cache.shape[-1]) if out is None else out
-    lse = empty_lse(q, options.layout)
-    fill_without_keys(tensors.sinks, q, Lengths(tensors.cu_seqlens_q), options.layout, out, lse)
-    return out, lse
-
-
-def run(
-    tensors: KVCacheTensors, options: KVCacheOptions, new: NewKeys | None, out: torch.Tensor | None, unseen: bool
-) -> tuple[torch.Tensor, torch.Tensor, KVCachePlan | None]:
-    """A checked call -> out, lse and its plan, None where calls like it cannot be run by one.
-
-    `unseen`: it is executed at once, seen by nobody but the device.
-    """
-    if not unseen or tensors.q.is_meta:
+    def run(self, tensors: KVCacheTensors, new: NewKeys | None, out: torch.Tensor | None, returns_lse: bool) -> Pair:
+        """Append `new` and attend, as `KVCachePlan.run`."""
+        options = self.options
         if new is not None:
             rotated = torch.ops.diyfa.kvcache_append(out, *_pack(tensors, options, new))
             if new.cos is not None:
                 tensors = tensors._replace(q=rotated)
         if out is not None:
-            return out, torch.ops.diyfa.kvcache_fwd_out(out, *_pack(tensors, options)), None
-        return *torch.ops.diyfa.kvcache_fwd(*_pack(tensors, options)), None
-    check_out(out, tensors, options.layout)
-    if new is not None:
-        check_new_values(tensors.k_cache, tensors.v_cache, new.v)
-    plan = KVCachePlan(tensors)
-    if new is not None:
-        # Before anything is written: that the attention can be run, too.
-        kernel_of("kvcache_fwd", tensors, options, out)
-        rotated = _append(tensors, options, new, plan)
-        if rotated is not None:
-            tensors = tensors._replace(q=rotated)
-    pair = _forward(tensors, options, out, plan)
-    return *pair, plan if plan.attend is not None else None
-
-
-def run_plan(
-    plan: KVCachePlan, tensors: KVCacheTensors, new: NewKeys | None, out: torch.Tensor | None, returns_lse: bool
-) -> Pair:
-    """Run a call equal to the one that `plan` was made of."""
-    assert plan.attend is not None, "or there is no plan"
-    check_out(out, tensors, plan.attend.problem.layout)
-    if new is not None:
-        assert plan.append is not None, "the plan of a call that appends"
-        k_cache, v_cache = tensors.k_cache, tensors.v_cache
-        plan.check_caches(k_cache, v_cache, new.v, v_cache.data_ptr() - k_cache.data_ptr())
-        new = _rotates(new, tensors.q)
-        plan.append.append(tensors, new)
-        if new.rotated_q is not None:
-            tensors = tensors._replace(q=new.rotated_q)
-    return plan.attend.attend(tensors, out, returns_lse)
+            return out, torch.ops.diyfa.kvcache_fwd_out(out, *_pack(tensors, options))
+        return torch.ops.diyfa.kvcache_fwd(*_pack(tensors, options))
 
 
 # ---- No backward pass -------------------------------------------------------------------------------------------
 
 
-def _differentiable(tensors: Sequence[Any], out: torch.Tensor | None) -> list[torch.Tensor]:
+def _differentiable(tensors: Sequence[torch.Tensor | None], out: torch.Tensor | None) -> list[torch.Tensor]:
     """Return the `tensors` (q first) that require a gradient, without `out`, which the call overwrites."""
-    given = [x for x in tensors if isinstance(x, torch.Tensor) and x.requires_grad]
+    given = [x for x in tensors if x is not None and x.requires_grad]
     return [x for x in given if x is not out or x is tensors[0]]
 
 
@@ -514,23 +426,22 @@ def without_backward(pair: Sequence[Any], tensors: Sequence[Any], out: torch.Ten
 
 def _kvcache_fwd(*flat: Any) -> Pair:
     tensors, options = unpack_call(flat)
-    return _forward(tensors, options, None)
+    out, lse = KVCachePlan(tensors, options).run(tensors, None, None)
+    return out, lse
 
 
 def _kvcache_fwd_out(out: torch.Tensor, *flat: Any) -> torch.Tensor:
     tensors, options = unpack_call(flat)
-    check_out(out, tensors, options.layout)
-    return _forward(tensors, options, out)[1]
+    return KVCachePlan(tensors, options, None, out).run(tensors, None, out)[1]
 
 
 def _kvcache_append(out: torch.Tensor | None, *flat: Any) -> torch.Tensor:
     """An operator returns a tensor: without rotary embedding one without elements."""
     tensors, options, new = _unpack(_APPEND, flat)
     check_out(out, tensors, options.layout)
-    check_new_values(tensors.k_cache, tensors.v_cache, new.v)
-    kernel_of("kvcache_fwd", tensors, options, out)
-    rotated = _append(tensors, options, new)
-    return tensors.q.new_empty(0) if rotated is None else rotated
+    new = with_room(new, tensors.q)
+    KVCachePlan(tensors, options, new, out).append(tensors, new)
+    return tensors.q.new_empty(0) if new.rotated_q is None else new.rotated_q
 
 
 def _kvcache_fwd_fake(*flat: Any) -> Pair:

@@ -153,18 +153,20 @@ def key_of(
     lengths: Lengths,
     scalars: Iterable[Any],
     optional: tuple[torch.Tensor | None, ...],
+    over_cache: bool = False,
 ) -> Hashable | None:
     """All that checks and decisions read of a call with these arguments; `optional` tensors may be among `scalars`.
 
     () stands for no optional tensors. None where there is no plan: something looks on, or the tensors are no plain
-    ones.
+    ones. `over_cache`: k and v are caches, which may have another dtype than q, and of which one may be a part of the
+    other; no tensors are among `scalars`, but those that the checks refuse.
     """
     if type(q) is not _Tensor or type(k) is not _Tensor or type(v) is not _Tensor or not is_unseen():
         return None
     if q.is_neg() or k.is_neg() or v.is_neg():  # their memory does not hold the values as they are
         return None
-    dtype, device = q.dtype, q.device
-    if k.dtype is not dtype or v.dtype is not dtype or k.device != device or v.device != device:
+    dtype, of_keys, device = q.dtype, k.dtype, q.device
+    if v.dtype is not of_keys or k.device != device or v.device != device or (of_keys is not dtype and not over_cache):
         return None  # which the checks refuse
     wants_grad = torch.is_grad_enabled()
     rest: tuple[Hashable, ...] = ()
@@ -173,14 +175,13 @@ def key_of(
             for x in optional:
                 if x is not None and not may_be_read(x, _Parameter):
                     return None
-            # Not None: a tensor in the place of a number is refused, not the default.
-            scalars = [_Tensor if isinstance(x, _Tensor) else x for x in scalars]
-            rest = (
-                *[x if x is None else described(x) for x in optional],
-                wants_grad,
-                lengths.max_seqlen_q,
-                lengths.max_seqlen_k,
-            )
+            rest = (*[x if x is None else described(x) for x in optional], wants_grad)
+            if over_cache:
+                rest += of_keys, k.data_ptr() == v.data_ptr()
+            else:
+                # Not None: a tensor in the place of a number is refused, not the default.
+                scalars = [_Tensor if isinstance(x, _Tensor) else x for x in scalars]
+                rest += lengths.max_seqlen_q, lengths.max_seqlen_k
         return (
             q.shape,
             k.shape,
@@ -191,7 +192,7 @@ def key_of(
             dtype,
             device,
             (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15,  # kernels are compiled for whether all are aligned
-            dtype is _float32  # autocast casts no other
+            (dtype is _float32 or of_keys is not dtype)  # autocast casts no other
             and device.type != "meta"
             and torch.is_autocast_enabled(device.type)
             and torch.get_autocast_dtype(device.type),

@@ -593,12 +593,11 @@ class Kernel:
       `owners` are the one to three tensors that dq, dk, dv lie in, returns `(out, lse, dout, *present) -> [new owners,
       None for those of three that there are not, the gradients of optional tensors]`; it compares strides, not dtypes
       and shapes
-    * kvcache_fwd: `repeat(problem, tensors, out, lse)` returns `(*present) -> again`, for all calls whose tensors have
-      the shapes and strides of these, and `again(length, out | None, returns_lse, addresses, present) -> (out, lse,
-      …)`, where `length` is `tensors.length` of the new call, and `out` what it is to fill, or None: it allocates one;
-      what lse is does not matter where it is not returned
+    * kvcache_fwd: `repeat(problem, tensors, out, lse)` returns `(numbers, present, out | None, returns_lse) -> (out,
+      lse, …)`, where `numbers` are the addresses and behind them `tensors.length` of the new call, and `out` what it is
+      to fill, or None: it allocates one; what lse is does not matter where it is not returned
     * matmul: `repeat(problem, a, b)` returns `(addresses, (a, b)) -> [c, …]`
-    * kvcache_append: `repeat(problem, tensors, new)` returns `(length, addresses, present) -> not None`, where those of
+    * kvcache_append: `repeat(problem, tensors, new)` returns `(numbers, present) -> not None`, where the tensors of
       `new` stand behind the others
     """
 

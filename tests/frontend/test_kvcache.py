@@ -369,14 +369,13 @@ def _recording(monkeypatch: pytest.MonkeyPatch, seen: list[Any], refusals: list[
         def repeat(problem: KVCacheProblem, tensors: KVCacheTensors, *results: Any) -> Any:
             appends = kernel.op == "kvcache_append"
 
-            def again(length: int, *rest: Any) -> Any:
-                *of_out, addresses, present = rest
+            def again(numbers: list[int], present: Any, given: Any = None, returns_lse: bool = True) -> Any:
+                *addresses, length = numbers
                 assert addresses == [x.data_ptr() for x in present]
                 if refusals and kernel.op in refusals:
                     refusals.remove(kernel.op)
                     return None
                 seen.append((kernel.op, "repeated", length))
-                given = of_out[0] if of_out else None
                 names = [name for name, x in tensors._asdict().items() if isinstance(x, torch.Tensor)]
                 same = tensors._replace(length=length, **dict(zip(names, present, strict=False)))
                 if appends:
@@ -388,7 +387,7 @@ def _recording(monkeypatch: pytest.MonkeyPatch, seen: list[Any], refusals: list[
                 kernel.launch(problem, same, out, lse)
                 return out, lse
 
-            return again if appends else lambda *present: again
+            return again
 
         return replace(kernel, launch=launch, repeat=repeat)
 

@@ -6,9 +6,7 @@ token * heads + head. Nothing is written but the new rows: what has no place in 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import triton
 import triton.language as tl
@@ -19,7 +17,7 @@ from diyfa.backends.cuda.attention.tile_io import cdiv, padded_head_dim
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launch import on_device
 from diyfa.backends.cuda.runtime.launcher import launch_kernel
-from diyfa.backends.cuda.runtime.replay import replay_of
+from diyfa.backends.cuda.runtime.replay import Replay, replay_of
 from diyfa.problem import KVCacheProblem, KVCacheTensors, Launch, NewKeys
 
 FLOAT8_LARGEST = tl.constexpr(448.0)  # of float8_e4m3fn
@@ -233,11 +231,10 @@ def kvcache_append(problem: KVCacheProblem, tensors: KVCacheTensors, new: NewKey
             launch_kernel(launch)
 
 
-def repeat(problem: KVCacheProblem, tensors: KVCacheTensors, new: NewKeys) -> Callable[..., Any] | None:
+def repeat(problem: KVCacheProblem, tensors: KVCacheTensors, new: NewKeys) -> Replay | None:
     """`Kernel.repeat`."""
     tensors, new = own_objects(tensors), own_objects(new)
     launch = launch_of(problem, tensors, new)
     if launch is None:
         return None
-    replay = replay_of([launch], [*tensors.present(), *new.present()], (), choice, numbers=("length",))
-    return None if replay is None else lambda length, addresses, present: replay([*addresses, length], present)
+    return replay_of([launch], [*tensors.present(), *new.present()], (), choice, numbers=("length",))

@@ -52,11 +52,9 @@ from diyfa.backends.cuda.attention.decode_configs import (
 from diyfa.backends.cuda.attention.dots import dot, dot_add, round_to
 from diyfa.backends.cuda.attention.fwd import LOWEST, add_sink, lse_of, online_softmax_update
 from diyfa.backends.cuda.attention.launch import (
-    KVCacheRepeat,
-    KVCacheReplay,
     cache_arguments,
+    choice,
     forced_config,
-    kvcache_replay,
     own_objects,
     strides,
 )
@@ -65,6 +63,7 @@ from diyfa.backends.cuda.attention.tile_io import cdiv, padded_head_dim
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launch import can_overlap, is_interpreting, on_device
 from diyfa.backends.cuda.runtime.launcher import launch_kernel
+from diyfa.backends.cuda.runtime.replay import Replay, replay_of
 from diyfa.problem import (
     KVCACHE_FEATURES,
     VARLEN,
@@ -76,14 +75,12 @@ from diyfa.problem import (
     as_bhsd,
     as_kvcache,
     as_kvcache_problem,
-    bhsd_strides,
+    by_kind,
     per_head_stride,
     refuse_features,
 )
 
 _INTERPRETING = tl.constexpr(is_interpreting())
-# What changes as a cache grows: arguments of `_decode_kernel`, behind its tensors, that a repeated call gives anew.
-NUMBERS = ("length", "capacity", "stride_kb", "stride_kh", "stride_kn", "stride_vb", "stride_vh", "stride_vn")
 FOLDED_PARTS = 8  # that a program of `_fold_kernel` reads at once
 # To begin a tile of rows takes as long as so many blocks of keys, which counts where programs have many blocks.
 TILE_COST = tl.constexpr(2)
@@ -574,7 +571,7 @@ def _decode_kernel(
     o_ptr, lse_ptr,
     sums_ptr,  # [2 · programs, BLOCK_M, BLOCK_DV]
     statistics_ptr,  # [2 · programs, 2, BLOCK_M]
-    length,  # of each sequence, where nothing on the device says it; the first of `NUMBERS`
+    length,  # of each sequence, where nothing on the device says it: a repeated call gives it anew
     capacity, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_qb, stride_qh, stride_qm, stride_ob, stride_oh, stride_om,
     stride_slopeb, stride_table, stride_kdb, stride_kdh, stride_vdb, stride_vdh,
@@ -827,13 +824,26 @@ def _fold_kernel(
 
 def constants_of(problem: KVCacheProblem, config: DecodeConfig, parts: int = 1, together: int = 1) -> DecodeConstants:
     """What the kernels are compiled for; `parts`, `together`: see `parts_apart` and `heads_together`."""
+    scan = scan_of(problem, config)
+    is_one_scan = problem.batch * row_blocks(problem, config) <= scan
+    return _constants_of_kind(
+        problem, config, is_split(problem), scan, is_one_scan, has_long_line(problem, config),
+        together == problem.heads_kv, parts > 1,
+    )  # fmt: skip
+
+
+@by_kind
+def _constants_of_kind(
+    problem: KVCacheProblem, config: DecodeConfig, split: bool, scan: int, one_scan: bool, long_line: bool,
+    one_turn: bool, parts_apart: bool,
+) -> DecodeConstants:  # fmt: skip
     block_d, block_rest = feature_blocks(problem.head_dim)
     return DecodeConstants(
-        split=is_split(problem),
-        scan=scan_of(problem, config),
-        one_scan=problem.batch * row_blocks(problem, config) <= scan_of(problem, config),
-        long_line=has_long_line(problem, config),
-        one_turn=together == problem.heads_kv,
+        split=split,
+        scan=scan,
+        one_scan=one_scan,
+        long_line=long_line,
+        one_turn=one_turn,
         by_tile=False,
         has_left=problem.window_left >= 0,
         has_right=problem.window_right >= 0,
@@ -853,14 +863,22 @@ def constants_of(problem: KVCacheProblem, config: DecodeConfig, parts: int = 1, 
         value_pairs=reads_value_pairs(problem),
         values_in_keys=reads_values_once(problem),
         widen=is_widened(problem),
-        overlap=is_split(problem) and can_overlap(problem.arch),
+        overlap=split and can_overlap(problem.arch),
         parts=FOLDED_PARTS,
         columns=padded_head_dim(problem.head_dim_v),
         part=PART_KEYS // config.block_n if problem.batch_invariant else 0,
-        parts_apart=parts > 1,
+        parts_apart=parts_apart,
         split_cost=config.split_cost,
         precision="ieee",
     )
+
+
+@by_kind
+def _constants_of_combine(
+    problem: KVCacheProblem, c: DecodeConstants, by_tile: bool, columns: int, parts: int
+) -> DecodeConstants:
+    """What `_combine_kernel` is compiled for, beside `_decode_kernel` with `c`."""
+    return DecodeConstants(**vars(c) | {"by_tile": by_tile, "columns": columns, "parts": parts})
 
 
 def config_of(problem: KVCacheProblem) -> DecodeConfig:
@@ -949,8 +967,7 @@ def launches_of(
             rows_each = min(combined_rows(rows * wide * shared), rows)
             grid = cdiv(rows, rows_each) * wide, together, shared // together
             kernel = _combine_kernel
-            others = {"by_tile": by_tile, "columns": columns, "parts": max(8, COMBINED_ELEMENTS // columns)}
-            merging = DecodeConstants(**vars(c) | others)
+            merging = _constants_of_combine(problem, c, by_tile, columns, max(8, COMBINED_ELEMENTS // columns))
         given = arguments | {"sharers": count // together, "rows_each": rows_each}
         merged = {name: given[name] for name in kernel.arg_names if name in given}
         early = {"launch_pdl": True} if c.overlap else {}
@@ -976,16 +993,15 @@ def kvcache_forward(
             launch_kernel(launch)
 
 
-def replay(
+def repeat(
     problem: KVCacheProblem,
     tensors: KVCacheTensors,
     out: torch.Tensor,
     lse: torch.Tensor,
     config: DecodeConfig | None = None,
     launches: Callable[..., list[Launch]] = launches_of,
-    numbers: tuple[str, ...] = NUMBERS,
-) -> KVCacheReplay | None:
-    """`kvcache_replay` of these kernels; `config` and `launches` as of `kvcache_forward`."""
+) -> Replay | None:
+    """`Kernel.repeat`; `config` and `launches` as of `kvcache_forward`."""
     config = config or config_of(problem)
     tensors, out = own_objects(tensors), out.detach()
     made, room = [out, lse], None
@@ -995,26 +1011,7 @@ def replay(
         room, memory = elements * memory.element_size(), memory.new_empty(elements + lse.numel())
         made.append(memory)
     described = [*forward_launches(problem, tensors, out, lse), *launches(problem, tensors, out, lse, config, memory)]
-    return kvcache_replay(described, tensors, made, numbers, room=room)
-
-
-def _numbers(layout: str, capacity: int, k: torch.Tensor, v: torch.Tensor) -> tuple[int, ...]:
-    """The values of `NUMBERS` but for the length."""
-    return capacity, *bhsd_strides(k, layout)[:3], *bhsd_strides(v, layout)[:3]
-
-
-def repeat(
-    problem: KVCacheProblem, tensors: KVCacheTensors, out: torch.Tensor, lse: torch.Tensor
-) -> KVCacheRepeat | None:
-    """`Kernel.repeat`, for contiguous caches of other rows, too: see `Kernel.any_rows`."""
-    again = replay(problem, tensors, out, lse)
-    if again is None:
-        return None
-    if problem.paged or problem.packed_keys:
-        fixed = _numbers(VARLEN if problem.packed_keys else "bshd", problem.capacity, tensors.k_cache, tensors.v_cache)
-        bound = again(*fixed)
-        return lambda *present: bound
-    return lambda q, k, v, *present: again(*_numbers("bshd", k.shape[1], k, v))
+    return replay_of(described, tensors.present(), made, choice, numbers=("length",), room=room)
 
 
 def attention_forward(
@@ -1034,14 +1031,13 @@ def attention_repeat(
 ) -> Callable[..., Sequence[torch.Tensor] | None] | None:
     """`Kernel.repeat` of a forward pass."""
     over_cache, of_cache = as_kvcache(problem, tensors)
-    with_numbers = replay(over_cache, of_cache, _rows(problem, out), lse)
-    if with_numbers is None:
+    again = repeat(over_cache, of_cache, _rows(problem, out), lse)
+    if again is None:
         return None
-    layout, length, heads_first = VARLEN if problem.varlen else "bshd", problem.seqlen_k, problem.layout == "bhsd"
-    again = with_numbers(*_numbers(layout, length, of_cache.k_cache, of_cache.v_cache))
+    length, heads_first = problem.seqlen_k, problem.layout == "bhsd"
 
     def of_call(addresses: Sequence[int], present: Sequence[torch.Tensor]) -> Sequence[torch.Tensor] | None:
-        made = again(length, None, True, addresses, present)
+        made = again([*addresses, length], present)
         return made if made is None else (made[0].transpose(1, 2) if heads_first else made[0], made[1])
 
     return of_call

@@ -10,7 +10,7 @@ import torch
 from diyfa.arch import ELEMENT_BYTES, gpu_spec
 from diyfa.backends.cuda.attention.tile_io import cdiv, padded_head_dim
 from diyfa.backends.cuda.runtime.launch import multiprocessors
-from diyfa.problem import AttentionProblem, KVCacheProblem, kept
+from diyfa.problem import AttentionProblem, KVCacheProblem, by_kind, kept
 
 FLOAT8 = "float8_e4m3fn"
 
@@ -142,11 +142,15 @@ def shared_bytes(problem: KVCacheProblem, block_m: int, block_n: int, num_stages
 @kept
 def decode_config(problem: KVCacheProblem) -> DecodeConfig | None:
     """The tile for a call, or None where none fits. Keys of a block and warps depend on features and dtypes alone."""
+    return _config_of_kind(problem, block_m_of(problem))
+
+
+@by_kind
+def _config_of_kind(problem: KVCacheProblem, block_m: int) -> DecodeConfig | None:
     spec = gpu_spec(problem.arch)
     if spec is None:
         return None
     width = max(padded_head_dim(problem.head_dim_v), feature_blocks(problem.head_dim)[0])
-    block_m = block_m_of(problem)
     rows = _FLOAT8_ROWS + _ROWS if problem.cache_dtype == FLOAT8 else _ROWS
     for widest, block_n, warps, stages, several in rows:
         if _is_turing(problem) and block_n > TURING_BLOCK_N:

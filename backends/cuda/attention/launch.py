@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import cache
@@ -365,31 +365,3 @@ def forward_replay(
     """`Kernel.repeat` of a forward kernel: `launch_of` makes the launch of some tensors that fills out and lse."""
     tensors = own_objects(tensors)
     return replay_of([launch_of(tensors)], tensors.present(), (out, lse), choice, own=own)
-
-
-# (length, out | None, returns_lse, addresses, present) -> out, lse where it is returned, …
-KVCacheAgain = Callable[..., Sequence[Any] | None]
-KVCacheRepeat = Callable[..., KVCacheAgain]  # (*present) -> how to run calls with tensors like these
-KVCacheReplay = Callable[..., KVCacheAgain]  # (*numbers behind the length) -> the same
-
-
-def kvcache_replay(
-    launches: list[Launch],
-    tensors: KVCacheTensors,
-    made: list[torch.Tensor],
-    numbers: tuple[str, ...] = ("length",),
-    own: dict[str, Callable[[torch.Tensor], torch.Tensor]] | None = None,
-    room: int | None = None,
-) -> KVCacheReplay | None:
-    """How to run a forward kernel over a cache again, whose `launches` fill `made`: out, lse, and what else is
-    allocated; `numbers` and `room`, for an lse that is not returned, as of `replay_of`."""
-    replay = replay_of(launches, tensors.present(), made, choice, own=own, numbers=numbers, room=room)
-    if replay is None:
-        return None
-
-    def with_numbers(*numbers: int) -> KVCacheAgain:
-        return lambda length, out, returns_lse, addresses, present: replay(
-            [*addresses, length, *numbers], present, out, returns_lse
-        )
-
-    return with_numbers

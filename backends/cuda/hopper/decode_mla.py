@@ -37,7 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from diyfa.backends.cuda.attention import decode as portable
 from diyfa.backends.cuda.attention.decode import LONG_SHARE, TILE_COST
 from diyfa.backends.cuda.attention.fwd import LOWEST
-from diyfa.backends.cuda.attention.launch import KVCacheRepeat, positive_scale
+from diyfa.backends.cuda.attention.launch import positive_scale
 from diyfa.backends.cuda.attention.tile_io import SEQ_LENS
 from diyfa.backends.cuda.gluon.barriers import WARPS, idle_warps, optimisation_barrier, order_lanes, release, wait_full
 from diyfa.backends.cuda.gluon.compat import aggregate, async_load, ptxas_options
@@ -49,6 +49,7 @@ from diyfa.backends.cuda.hopper.tiles import BOUND, end_of
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launch import on_device
 from diyfa.backends.cuda.runtime.launcher import Box, Tiles, box_of
+from diyfa.backends.cuda.runtime.replay import Replay
 from diyfa.problem import KVCacheProblem, KVCacheTensors, Launch
 
 BLOCK_N = gl.constexpr(configs.BLOCK_N)
@@ -680,12 +681,6 @@ def kvcache_forward(problem: KVCacheProblem, tensors: KVCacheTensors, out: torch
         portable.kvcache_forward(problem, tensors, out, lse, configs.CONFIG, launches_of)
 
 
-def repeat(
-    problem: KVCacheProblem, tensors: KVCacheTensors, out: torch.Tensor, lse: torch.Tensor
-) -> KVCacheRepeat | None:
+def repeat(problem: KVCacheProblem, tensors: KVCacheTensors, out: torch.Tensor, lse: torch.Tensor) -> Replay | None:
     """`Kernel.repeat`."""
-    again = portable.replay(problem, tensors, out, lse, configs.CONFIG, launches_of, ("length",))
-    if again is None:
-        return None
-    bound = again()
-    return lambda *present: bound
+    return portable.repeat(problem, tensors, out, lse, configs.CONFIG, launches_of)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from diyfa.backends.cuda.attention.launch import KVCacheRepeat, forced_config, kvcache_replay, own_objects
+from diyfa.backends.cuda.attention.launch import choice, forced_config, own_objects
 from diyfa.backends.cuda.attention.tile_io import CACHED, PACKED
 from diyfa.backends.cuda.gluon.tile_counter import counter_of
 from diyfa.backends.cuda.hopper import fwd
@@ -16,6 +16,7 @@ from diyfa.backends.cuda.hopper.configs import Sm90Config
 from diyfa.backends.cuda.hopper.prefill_configs import as_forward, config_of
 from diyfa.backends.cuda.runtime.launch import on_device
 from diyfa.backends.cuda.runtime.launcher import launch_kernel
+from diyfa.backends.cuda.runtime.replay import Replay, replay_of
 from diyfa.problem import VARLEN, AttentionTensors, KVCacheProblem, KVCacheTensors, Launch
 
 
@@ -73,21 +74,21 @@ def kvcache_forward(problem: KVCacheProblem, tensors: KVCacheTensors, out: torch
         launch_kernel(launch_of(problem, tensors, out, lse, config))
 
 
-def repeat(
-    problem: KVCacheProblem, tensors: KVCacheTensors, out: torch.Tensor, lse: torch.Tensor
-) -> KVCacheRepeat | None:
+def repeat(problem: KVCacheProblem, tensors: KVCacheTensors, out: torch.Tensor, lse: torch.Tensor) -> Replay | None:
     """`Kernel.repeat`."""
     if _is_in_place(tensors.q, out):
         return None
     config, tensors, out = _config(problem), own_objects(tensors), out.detach()
     own: dict[str, Callable] | None = {"counter_ptr": counter_of} if config.scheduler == "dynamic" else None
     launch = launch_of(problem, tensors, out, lse, config)
-    replay = kvcache_replay([launch], tensors, [out, lse], own=own)
-    if replay is None:
+    again = replay_of([launch], tensors.present(), [out, lse], choice, own=own, numbers=("length",))
+    if again is None:
         return None
-    again = replay()
 
-    def unless_in_place(length: int, out: torch.Tensor | None, *rest: Any) -> Sequence[Any] | None:
-        return None if out is not None and _is_in_place(rest[-1][0], out) else again(length, out, *rest)
+    def unless_in_place(
+        numbers: Sequence[int], present: Sequence[torch.Tensor], out: torch.Tensor | None, returns_lse: bool
+    ) -> list[Any] | None:
+        in_place = out is not None and _is_in_place(present[0], out)
+        return None if in_place else again(numbers, present, out, returns_lse)
 
-    return lambda *present: unless_in_place
+    return unless_in_place
