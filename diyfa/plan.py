@@ -22,7 +22,8 @@ from diyfa.problem import AttentionProblem, Backend, Kernel, MatmulProblem
 
 Repeat = Callable[..., Any]
 _c: Any = torch._C
-_float32, _Tensor, _Parameter, _strided = torch.float32, torch.Tensor, torch.nn.Parameter, torch.strided
+_float32, _Tensor, _strided = torch.float32, torch.Tensor, torch.strided
+_PLAIN = (torch.Tensor, torch.nn.Parameter)  # all other types see what is done with them
 
 
 class Plan:
@@ -135,10 +136,9 @@ def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type)
 
 
-def may_be_read(x: Any, other: type[torch.Tensor] = _Tensor) -> bool:
-    """Whether this is a tensor, or one of the `other` type, that may be read by its address."""
-    kind = type(x)
-    return (kind is _Tensor or kind is other) and x.layout is _strided and not x.is_neg()
+def may_be_read(x: Any) -> bool:
+    """Whether this is a tensor that may be read by its address."""
+    return type(x) in _PLAIN and x.layout is _strided and not x.is_neg()
 
 
 def described(x: torch.Tensor) -> Hashable:
@@ -161,7 +161,7 @@ def key_of(
     ones. `over_cache`: k and v are caches, which may have another dtype than q, and of which one may be a part of the
     other; no tensors are among `scalars`, but those that the checks refuse.
     """
-    if type(q) is not _Tensor or type(k) is not _Tensor or type(v) is not _Tensor or not is_unseen():
+    if not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN and is_unseen()):
         return None
     if q.is_neg() or k.is_neg() or v.is_neg():  # their memory does not hold the values as they are
         return None
@@ -173,7 +173,7 @@ def key_of(
     try:
         if optional:
             for x in optional:
-                if x is not None and not may_be_read(x, _Parameter):
+                if x is not None and not may_be_read(x):
                     return None
             rest = (*[x if x is None else described(x) for x in optional], wants_grad)
             if over_cache:

@@ -96,13 +96,13 @@ class _Problem:
         """The problem with these fields, and defaults for the others; at a third of the constructor's time."""
         problem = object.__new__(cls)
         values = problem.__dict__
-        values.update(_defaults(cls))
+        values.update(_fields_of(cast(Any, cls)).defaults)
         values.update(facts)
         return problem
 
     def replace(self: P, **changes: Any) -> P:
         """A copy with some fields changed."""
-        return type(self).of({name: self.__dict__[name] for name in _names(type(self))} | changes)
+        return type(self).of({name: self.__dict__[name] for name in _fields_of(cast(Any, type(self))).names} | changes)
 
     @cached_property
     def kind(self: P) -> P:
@@ -110,7 +110,7 @@ class _Problem:
         are one object. Most decisions depend on it alone, and are made once (`by_kind`)."""
         values = self.__dict__
         left, right = values.get("window_left", 0), values.get("window_right", 0)
-        key = type(self), left >= 0, right >= 0, right > 0, *_facts_but_sizes(type(self))(values)
+        key = type(self), left >= 0, right >= 0, right > 0, *_fields_of(cast(Any, type(self))).facts(values)
         kind = _kinds.get(key)
         if kind is None:
             if len(_kinds) >= KINDS:
@@ -128,20 +128,20 @@ class _Problem:
         return kind(**{name: getattr(self, name) for name in shared} | others)
 
 
-@cache
-def _names(cls: type[_Problem]) -> tuple[str, ...]:
-    return tuple(each.name for each in fields(cls))
+class _Fields(NamedTuple):
+    """The fields of a class of problems."""
+
+    names: tuple[str, ...]
+    defaults: dict[str, Any]
+    facts: Callable[[dict[str, Any]], tuple[Any, ...]]  # the values of those that are no sizes and no window's bounds
 
 
 @cache
-def _facts_but_sizes(cls: type[_Problem]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
-    left_out = {*cls.SIZES, "window_left", "window_right"}
-    return itemgetter(*[each.name for each in fields(cls) if each.name not in left_out])
-
-
-@cache
-def _defaults(cls: type[_Problem]) -> dict[str, Any]:
-    return {each.name: each.default for each in fields(cls) if each.default is not MISSING}
+def _fields_of(kind: Any) -> _Fields:
+    every = fields(kind)
+    facts = [each.name for each in every if each.name not in {*kind.SIZES, "window_left", "window_right"}]
+    defaults = {each.name: each.default for each in every if each.default is not MISSING}
+    return _Fields(tuple(each.name for each in every), defaults, itemgetter(*facts))
 
 
 class _AttentionShape:

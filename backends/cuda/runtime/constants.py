@@ -28,7 +28,7 @@ class Constants:
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        return type(self) is type(other) and self._values() == other._values()  # type: ignore[attr-defined]
+        return type(self) is type(other) and self._values() == other._values()
 
     def __hash__(self) -> int:
         try:

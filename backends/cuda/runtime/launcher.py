@@ -382,7 +382,7 @@ class Driver:
                 at, _TMA_TYPES[dtype], rank, address, of_shape, of_steps, of_box, of_box + 4 * rank, 0, swizzle,
                 _L2_PROMOTION_128B, 0,
             )  # fmt: skip
-            encoded = self._room[begin : begin + 128]
+            encoded: bytes = self._room.raw[begin : begin + 128]
         if result:
             self.check(result)
         if self._clears_bit and _elements_between_ends(shape, strides) * size < 128 * 1024 - 1:
