@@ -16,6 +16,7 @@ from triton.runtime.errors import OutOfResources
 
 from diyfa.backends.cuda.runtime import launcher, tune
 from diyfa.backends.cuda.runtime.launcher import Tiles, box_of, signature_of
+from diyfa.features import ATTENTION_DTYPES, FEATURES
 from diyfa.problem import Launch
 
 # case -> kernels of a call; "descriptors of gluon" and "packed" are compiled longest
@@ -100,6 +101,13 @@ def launch_of(**arguments):
     constant = SimpleNamespace(name="c", is_constexpr=True, do_not_specialize=False)
     kernel = SimpleNamespace(params=[*params, constant], fn=object())
     return Launch(kernel, 1, arguments, {"c": 5}, {})
+
+
+def test_every_dtype_that_a_call_may_have_is_known():
+    dtypes = {dtype for feature in FEATURES for dtype in feature.dtypes} | {*ATTENTION_DTYPES, torch.float8_e4m3fn}
+    for dtype in dtypes:
+        launch = launch_of(x_ptr=torch.zeros(4, dtype=dtype))
+        assert launcher.source_of(launch, signature_of(launch)).types["x_ptr"].startswith("*")
 
 
 def test_numbers_are_known_by_their_size():
