@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn
 
@@ -107,12 +108,18 @@ def _as_4d(
 
 
 def attend(
-    owners: dict[str, torch.Tensor], lengths: Lengths, returns_lse: bool, given: dict[str, Any], words: Words = WORDS
+    owners: dict[str, torch.Tensor],
+    lengths: Lengths,
+    returns_lse: bool,
+    given: dict[str, Any],
+    words: Words = WORDS,
+    weights: Callable[..., torch.Tensor] | None = None,
 ) -> Any:
     """One call of a public function -> out, or (out, lse).
 
     `owners` are q, k and v by name, or what packs them. `given` are all other arguments and the layout, under diyfa's
-    names; they are used up.
+    names; they are used up. With `weights` lse is followed by what that makes of (q, k, lse, lengths, options), which
+    is empty where there is no dropout.
     """
     first, *others = tensors = tuple(owners.values())
     layout, packing = given["layout"], ("qkv", "kv", "")[len(others)]
@@ -134,7 +141,7 @@ def attend(
             from diyfa.distributed.dtensor import attend_with_shards
 
             def attend_shards(parts: tuple[Any, ...], lengths: Lengths, given: dict[str, Any]) -> Any:
-                return attend(dict(zip(owners, parts, strict=True)), lengths, returns_lse, given, words)
+                return attend(dict(zip(owners, parts, strict=True)), lengths, returns_lse, given, words, weights)
 
             return attend_with_shards(attend_shards, owners, lengths, given)
         validation.check_tensors(**owners)
@@ -148,10 +155,14 @@ def attend(
             plan = find(key)
         tensors = cast
     one, two, three = (*tensors, None, None)[:3]
-    if plan is not None:
+    if not returns_lse:
+        weights = None
+    if plan is not None and (weights is None or not given["dropout_p"]):  # weights need the state of the mask
         if plan.reads_values:
             validation.check_values(lengths, q, k, layout)
         found = ops.run_plan(plan, (one, two, three), optional, returns_lse)
+        if weights is not None:
+            found = (*found, q.new_empty(0))
     else:
         options = checked_options(q, k, v, lengths, given, words)
         if key is not None and not q.is_meta:
@@ -160,6 +171,9 @@ def attend(
         else:
             found = ops.attend(one, two, three, lengths, options)
             found = found if returns_lse else found[0]
+        if weights is not None:
+            rest = weights(q, k, found[1], lengths, options) if options.dropout_p else q.new_empty(0)
+            found = (*found, rest)
     if layout == "bhsd" and first.dim() == 3:
         return tuple(x.flatten(0, 1) for x in found) if returns_lse else found.flatten(0, 1)
     return found

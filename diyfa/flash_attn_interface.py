@@ -22,8 +22,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from diyfa import ops, validation
-from diyfa.attention import Words, attend, autocast, checked_options, packed_lengths
+from diyfa import validation
+from diyfa.attention import Words, attend, checked_options, packed_lengths
 from diyfa.attn_probs import signed_probabilities
 from diyfa.keywords import refuse_unknown, without_unknown
 from diyfa.kvcache import attend_packed, flash_attn_with_kvcache
@@ -53,20 +53,7 @@ def _attend(
 ) -> FlashAttnResult:
     """One call. `owners` are q, k, v, or what packs them, `given` all other arguments under diyfa's names."""
     given["layout"] = "bshd" if lengths is None else VARLEN
-    lengths = lengths or WHOLE
-    if return_attn_probs is not True:
-        return attend(owners, lengths, return_attn_probs, given, WORDS)
-    if not given["dropout_p"]:
-        out, lse = attend(owners, lengths, True, given, WORDS)
-        return out, lse, out.new_empty(0)
-    validation.check_tensors(**owners)
-    # The weights that dropout keeps follow from the state of its mask.
-    given["rng_state"] = ops.new_rng_state(next(iter(owners.values())).device)
-    out, lse = attend(owners, lengths, True, dict(given), WORDS)
-    *first, packed = owners.values()
-    q, k, v = autocast(*first, *((packed,) if len(first) == 2 else packed.unbind(-3)))
-    options = checked_options(q, k, v, lengths, given, WORDS)
-    return out, lse, signed_probabilities(q, k, lse, lengths, options)
+    return attend(owners, lengths or WHOLE, return_attn_probs, given, WORDS, signed_probabilities)
 
 
 def _attend_pages(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **given: Any) -> tuple[torch.Tensor, torch.Tensor]:

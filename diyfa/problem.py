@@ -122,6 +122,10 @@ class _Problem:
             _kinds[key] = kind
         return kind
 
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields: a copy, or another process, decides for itself."""
+        return {name: self.__dict__[name] for name in _fields_of(cast(Any, type(self))).names}
+
     def described_as(self, kind: type[P], **others: Any) -> P:
         """The same call as a problem of another kind: the fields that both have, and `others`."""
         shared = {each.name for each in fields(kind)} & {each.name for each in fields(self)}

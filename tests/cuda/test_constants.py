@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import copy
 import json
 import os
+import pickle
 import subprocess
 import sys
 from dataclasses import fields, replace
@@ -68,6 +70,16 @@ def test_they_are_told_apart_by_every_value() -> None:
     for name, other in OTHERS.items():
         changed = replace(VALUES, **{name: other})
         assert changed != VALUES and repr(changed) != repr(VALUES)
+
+
+def test_copies_do_not_keep_a_hash() -> None:
+    """That of a text is another one in another process."""
+    hash(VALUES)
+    for other in (copy.copy(VALUES), copy.deepcopy(VALUES), pickle.loads(pickle.dumps(VALUES))):
+        assert other == VALUES and not hasattr(other, "_hash") and hash(other) == hash(VALUES)
+    other = copy.copy(VALUES)
+    other.__dict__["size"] = VALUES.size + 1
+    assert other != VALUES
 
 
 def test_a_compiled_kernel_is_kept_under_every_value() -> None:

@@ -283,6 +283,29 @@ def test_results_on_every_backend(backend: str, name: str) -> None:
 
 # ---- What return_attn_probs adds --------------------------------------------------------------------------------
 
+WRONG = {
+    "window": ({"window_size": (-2, 0)}, ValueError, "window sizes"),
+    "scale": ({"softmax_scale": "x"}, TypeError, "softmax_scale must be a number"),
+    "causal": ({"causal": 1}, TypeError, "causal must be True or False"),
+    "slopes": ({"alibi_slopes": torch.ones(7)}, ValueError, "alibi_slopes must have shape"),
+    "probability": ({"dropout_p": 2.0}, ValueError, "dropout_p must be in"),
+    "probabilities": ({"dropout_p": torch.tensor([0.1, 0.2])}, TypeError, "dropout_p must be a number, got Tensor"),
+    "no probability": ({"dropout_p": torch.zeros(0)}, TypeError, "dropout_p must be a number, got Tensor"),
+}
+
+
+@pytest.mark.parametrize("probs", [False, True])
+@pytest.mark.parametrize("case", WRONG)
+def test_a_refused_call_draws_no_state_of_the_mask(case: str, probs: bool) -> None:
+    changes, error, message = WRONG[case]
+    q = torch.randn(1, 6, 2, 16)
+    before = torch.get_rng_state()
+    with pytest.raises(error, match=message):
+        flash_attn_func(q, q, q, **{"dropout_p": 0.3, "return_attn_probs": probs, **changes})
+    with pytest.raises(ValueError, match="qkv must have shape"):
+        flash_attn_qkvpacked_func(q, dropout_p=0.3, return_attn_probs=probs)
+    assert torch.equal(torch.get_rng_state(), before)
+
 
 @pytest.mark.parametrize("name", [name for name, call in CALLS.items() if "dropout_p" in call.options])
 def test_s_dmask_is_the_softmax_with_a_sign(name: str) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import threading
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +17,16 @@ from subprocesses import run_python
 import diyfa
 from diyfa import registry
 from diyfa.features import OPTIONAL
-from diyfa.problem import AttentionProblem, Backend, Kernel, MatmulProblem, kept, refuse_features
+from diyfa.problem import (
+    AttentionProblem,
+    Backend,
+    Kernel,
+    KVCacheProblem,
+    MatmulProblem,
+    by_kind,
+    kept,
+    refuse_features,
+)
 
 
 def problem(**changes) -> AttentionProblem:
@@ -210,6 +220,53 @@ def test_a_problem_keeps_what_is_decided_about_it() -> None:
     assert first == second and hash(first) == hash(second) and repr(first) == repr(second)
     assert decide(first.replace(seqlen_q=5), "a") == "a 5"
     assert decide(pickle.loads(pickle.dumps(first)), "a") == "a 4"
+
+
+def test_a_kind_keeps_what_is_decided_about_it() -> None:
+    asked = []
+
+    @by_kind
+    def decide(problem: AttentionProblem, what: str) -> str:
+        asked.append(what)
+        bounds = problem.window_left, problem.window_right
+        return f"{what} {problem.batch} {problem.seqlen_q} {problem.seqlen_k} {bounds}"
+
+    first, second = (
+        problem(seqlen_q=4, window_left=3, window_right=7),
+        problem(seqlen_q=5, window_left=0, window_right=1),
+    )
+    assert decide(first, "a") == decide(second, "a") == "a None None None (0, 1)" and asked == ["a"]
+    assert decide(first, "b").startswith("b") and asked == ["a", "b"]
+    assert first.kind is second.kind and first.kind.kind is first.kind
+    assert first.seqlen_q == 4 and first.window_right == 7  # the problem itself is as it was
+
+
+def test_kinds_are_told_apart_by_every_field_but_sizes() -> None:
+    """And of a window's bounds by their signs, where 0 on the right is a causal mask."""
+    first = problem()
+    for each in fields(AttentionProblem):
+        value = getattr(first, each.name)
+        other = {str: "x", bool: not value, int: 77, float: 3.5}[type(value)]
+        changed = first.replace(**{each.name: other})
+        assert (changed.kind is first.kind) == (each.name in AttentionProblem.SIZES), each.name
+    windows = [(-1, -1), (-1, 0), (-1, 5), (0, -1), (3, 0), (3, 5)]
+    assert len({id(problem(window_left=left, window_right=right).kind) for left, right in windows}) == len(windows)
+    assert problem(window_left=0, window_right=1).kind is problem(window_left=9, window_right=8).kind
+    cache = KVCacheProblem("cpu", "cpu", "float16", "float16", "bshd", 1, 2, 2, 64, 64, 32, 32)
+    for each in fields(KVCacheProblem):
+        value = getattr(cache, each.name)
+        other = {str: "x", bool: not value, int: 77, float: 3.5}[type(value)]
+        assert (cache.replace(**{each.name: other}).kind is cache.kind) == (each.name in KVCacheProblem.SIZES), (
+            each.name
+        )
+
+
+def test_copies_of_a_problem_have_its_fields_alone() -> None:
+    first = problem(seqlen_q=4)
+    first.kind.__dict__["_answers"]["what", ()] = lambda: None  # nothing that could be pickled
+    for other in (pickle.loads(pickle.dumps(first)), copy.deepcopy(first), copy.copy(first)):
+        assert other == first and other.kind is first.kind
+        assert set(pickle.loads(pickle.dumps(other)).__dict__) == {each.name for each in fields(first)}
 
 
 def test_backward_runs_on_the_backend_of_its_forward() -> None:

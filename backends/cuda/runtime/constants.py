@@ -37,6 +37,9 @@ class Constants:
             object.__setattr__(self, "_hash", hash((type(self), self._values())))
             return self._hash
 
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__  # a hash is that of one process, and a frozen object would not let it be set
+
     def __getattr__(self, name: str) -> Any:
         if not name.isupper():
             raise AttributeError(f"{type(self).__name__} has no field {name}")
