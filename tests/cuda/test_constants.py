@@ -70,6 +70,8 @@ def test_they_are_told_apart_by_every_value() -> None:
     for name, other in OTHERS.items():
         changed = replace(VALUES, **{name: other})
         assert changed != VALUES and repr(changed) != repr(VALUES)
+    other_class = type("OtherValues", (Values,), {})
+    assert other_class(16, True) != VALUES
 
 
 def test_copies_do_not_keep_a_hash() -> None:

@@ -168,6 +168,14 @@ def test_descriptors_are_known_by_their_tiles():
     assert kinds[0] == kinds[1] and len(set(kinds)) == 3
 
 
+def test_tensor_maps_are_known_by_number_shape_and_strides():
+    x = torch.zeros(64, 32)
+    box = box_of(x.dtype, (16, 16))
+    places = [(0, (64, 32), (32, 1)), (1, (64, 32), (32, 1)), (0, (8, 32), (32, 1)), (0, (64, 32), (64, 1))]
+    keys = {launcher.Binary.place_of(number, Tiles(x, shape, strides, box)) for number, shape, strides in places}
+    assert len(keys) == len(places)
+
+
 def test_a_binary_is_known_by_all_that_it_is_compiled_for(monkeypatch):
     """And by nothing else: lengths, other strides and other addresses find it."""
     compiled = SimpleNamespace(metadata=SimpleNamespace(shared=0))
