@@ -114,6 +114,8 @@ def test_numbers_are_known_by_their_size():
     signature = signature_of(launch_of(n=3, one=1, large=2**31, small=-(2**31), less=-(2**31) - 1, x=0.5, none=None))
     assert signature.kinds == ("i32", "i32", "i64", "i32", "i64", "fp32", None)
     assert signature.values == [3, 1, 2**31, -(2**31), -(2**31) - 1, 0.5]
+    for n, kind in ((2**31 - 1, "i32"), (2**31, "i64"), (-(2**31), "i32"), (-(2**31) - 1, "i64")):
+        assert signature_of(launch_of(n=n, m=0)).kinds == (kind, "i32")
 
 
 def test_numbers_beyond_float32_are_infinite():
@@ -166,6 +168,9 @@ def test_descriptors_are_known_by_their_tiles():
         for y, block in ((x, (16, 32)), (x[:8], (16, 32)), (x, (8, 32)), (x.bfloat16(), (16, 32)))
     ]
     assert kinds[0] == kinds[1] and len(set(kinds)) == 3
+    box = box_of(x.dtype, (16, 32))
+    mixed = launch_of(n=5, q=Tiles(x, x.shape, x.stride(), box), s=0.5, x_ptr=x.float(), none=None, y_ptr=x)
+    assert signature_of(mixed).kinds == ("i32", box, "fp32", torch.float32, None, torch.float16)
 
 
 def test_tensor_maps_are_known_by_number_shape_and_strides():
