@@ -54,6 +54,7 @@ def test_every_value_is_a_field() -> None:
         names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
         computed = [name for name, x in vars(cls).items() if isinstance(x, property) and name not in own]
         assert not computed and all(name.islower() for name in names)
+        assert cls.__eq__ is Constants.__eq__ and cls.__hash__ is Constants.__hash__, cls  # which keep a hash
 
 
 def test_the_host_reads_values_and_kernels_constexprs() -> None:
@@ -70,6 +71,8 @@ def test_they_are_told_apart_by_every_value() -> None:
     for name, other in OTHERS.items():
         changed = replace(VALUES, **{name: other})
         assert changed != VALUES and repr(changed) != repr(VALUES)
+    other_class = type("OtherValues", (Values,), {})
+    assert other_class(16, True) != VALUES
 
 
 def test_copies_do_not_keep_a_hash() -> None:

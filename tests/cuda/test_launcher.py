@@ -114,6 +114,8 @@ def test_numbers_are_known_by_their_size():
     signature = signature_of(launch_of(n=3, one=1, large=2**31, small=-(2**31), less=-(2**31) - 1, x=0.5, none=None))
     assert signature.kinds == ("i32", "i32", "i64", "i32", "i64", "fp32", None)
     assert signature.values == [3, 1, 2**31, -(2**31), -(2**31) - 1, 0.5]
+    for n, kind in ((2**31 - 1, "i32"), (2**31, "i64"), (-(2**31), "i32"), (-(2**31) - 1, "i64")):
+        assert signature_of(launch_of(n=n, m=0)).kinds == (kind, "i32")
 
 
 def test_numbers_beyond_float32_are_infinite():
@@ -166,6 +168,49 @@ def test_descriptors_are_known_by_their_tiles():
         for y, block in ((x, (16, 32)), (x[:8], (16, 32)), (x, (8, 32)), (x.bfloat16(), (16, 32)))
     ]
     assert kinds[0] == kinds[1] and len(set(kinds)) == 3
+    box = box_of(x.dtype, (16, 32))
+    mixed = launch_of(n=5, q=Tiles(x, x.shape, x.stride(), box), s=0.5, x_ptr=x.float(), none=None, y_ptr=x)
+    assert signature_of(mixed).kinds == ("i32", box, "fp32", torch.float32, None, torch.float16)
+
+
+def test_tensor_maps_are_known_by_number_shape_and_strides():
+    x = torch.zeros(64, 32)
+    box = box_of(x.dtype, (16, 16))
+    places = [(0, (64, 32), (32, 1)), (1, (64, 32), (32, 1)), (0, (8, 32), (32, 1)), (0, (64, 32), (64, 1))]
+    keys = {launcher.Binary.place_of(number, Tiles(x, shape, strides, box)) for number, shape, strides in places}
+    assert len(keys) == len(places)
+
+
+def test_a_binary_is_known_by_all_that_it_is_compiled_for(monkeypatch):
+    """And by nothing else: lengths, other strides and other addresses find it."""
+    compiled = SimpleNamespace(metadata=SimpleNamespace(shared=0))
+    monkeypatch.setattr(launcher, "compile_for", lambda *arguments: compiled)
+    monkeypatch.setattr(launcher, "Binary", lambda *arguments: object())
+    monkeypatch.setattr(launcher, "_binaries", {})
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    x = torch.zeros(64, 32, dtype=torch.float16)
+
+    def tiles(block):
+        return Tiles(x, x.shape, x.stride(), box_of(x.dtype, block))
+
+    given = {"q_ptr": x, "stride_q": 16, "n": 3, "s": 0.5, "rows": tiles((16, 32)), "other_ptr": None}
+    first = launch_of(**given)
+
+    def binary(device=0, **changes):
+        fields = {name: changes.pop(name) for name in list(changes) if name in Launch._fields}
+        launch = first._replace(arguments={**given, **changes}, **fields)
+        return launcher.binary_of(launch, signature_of(launch), device)
+
+    known = binary()
+    for same in ({"q_ptr": x[8:]}, {"stride_q": 32}, {"n": 4}, {"s": 1.5}, {"rows": tiles((16, 32))}, {"grid": 7}):
+        assert binary(**same) is known, same
+    others = [
+        {"q_ptr": x[0, 1:]}, {"q_ptr": x.bfloat16()}, {"q_ptr": None}, {"stride_q": 8}, {"stride_q": 1},
+        {"stride_q": 2**32}, {"n": 2**32}, {"n": None}, {"rows": tiles((8, 32))}, {"other_ptr": x}, {"device": 1},
+        {"constants": {"c": 6}}, {"options": {"num_warps": 8}}, {"aligned": ("n",)},
+        {"kernel": SimpleNamespace(params=first.kernel.params, fn=object())},
+    ]  # fmt: skip
+    assert len({id(binary(**other)) for other in others} | {id(known)}) == len(others) + 1
 
 
 def test_parameters_lie_as_a_c_struct():

@@ -294,6 +294,14 @@ WRONG = {
 }
 
 
+def test_repeated_calls_show_their_own_weights() -> None:
+    q = torch.randn(1, 6, 2, 16)
+    masks = [flash_attn_func(q, q, q, dropout_p=0.5, return_attn_probs=True)[2] for _ in range(3)]
+    assert all(x.shape == (1, 2, 128, 128) and bool((x[..., :6, :6] < 0).any()) for x in masks)
+    assert not torch.equal(masks[1].signbit(), masks[2].signbit())
+    assert [x.numel() for x in flash_attn_func(q, q, q, return_attn_probs=True)[2:]] == [0]
+
+
 @pytest.mark.parametrize("probs", [False, True])
 @pytest.mark.parametrize("case", WRONG)
 def test_a_refused_call_draws_no_state_of_the_mask(case: str, probs: bool) -> None:

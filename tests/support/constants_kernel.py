@@ -11,7 +11,7 @@ import triton.language as tl
 from diyfa.backends.cuda.runtime.constants import Constants
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Values(Constants):
     size: int
     flag: bool
