@@ -562,7 +562,7 @@ def run_plan(
     packing = plan.options.packing
     q, k, v = UNPACK[packing](*owners) if packing else owners
     pair = _run_forward(plan, q, k, v, present)
-    return pair if return_lse else pair[0]
+    return (pair[0], pair[1]) if return_lse else pair[0]
 
 
 def _is_transformed() -> bool:

@@ -236,6 +236,13 @@ def test_a_repeated_call_launches_what_the_first_did(recorder, described, case, 
     assert_same(*passes)
 
 
+def test_every_call_returns_a_pair(recorder):
+    """A tuple, as the first one does, and not whatever repeats it has allocated."""
+    tensors = qkv()
+    for _ in range(3):
+        assert type(attend(*tensors, return_lse=True)) is tuple
+
+
 def test_each_launch_of_a_dynamic_deal_has_its_counter(recorder, described, monkeypatch):
     table = hopper_configs.config_of
     monkeypatch.setattr(
