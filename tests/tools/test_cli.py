@@ -198,8 +198,8 @@ assert sys.stdout.errors == "strict"
         capture_output=True,
         timeout=240,
     )
-    assert done.returncode == 0, done.stderr.decode(encoding)
     printed = done.stdout.decode(encoding)  # nothing that the encoding lacks
+    assert done.returncode == 0, printed[-4000:] + done.stderr.decode(encoding)
     assert printed.count("done:") == len(lines)
     assert "16x16x16" in printed.replace("×", "x"), "not 16?16?16"
 
