@@ -20,7 +20,7 @@ Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 class Words(NamedTuple):
-    """What a family of public functions calls some arguments, for messages."""
+    """Names of some arguments in a family of public functions, for messages."""
 
     returns_lse: str = "return_lse"
     scale: str = "sm_scale"

@@ -165,9 +165,11 @@ def key_of(
         return None
     if q.is_neg() or k.is_neg() or v.is_neg():  # their memory does not hold the values as they are
         return None
-    dtype, of_keys, device = q.dtype, k.dtype, q.device
-    if v.dtype is not of_keys or k.device != device or v.device != device or (of_keys is not dtype and not over_cache):
-        return None  # which the checks refuse
+    dtype, keys_dtype, device = q.dtype, k.dtype, q.device
+    if v.dtype is not keys_dtype or (keys_dtype is not dtype and not over_cache):
+        return None  # the checks refuse it
+    if k.device != device or v.device != device:
+        return None
     wants_grad = torch.is_grad_enabled()
     rest: tuple[Hashable, ...] = ()
     try:
@@ -177,7 +179,7 @@ def key_of(
                     return None
             rest = (*[x if x is None else described(x) for x in optional], wants_grad)
             if over_cache:
-                rest += of_keys, k.data_ptr() == v.data_ptr()
+                rest += keys_dtype, k.data_ptr() == v.data_ptr()
             else:
                 # Not None: a tensor in the place of a number is refused, not the default.
                 scalars = [_Tensor if isinstance(x, _Tensor) else x for x in scalars]
@@ -192,7 +194,7 @@ def key_of(
             dtype,
             device,
             (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15,  # kernels are compiled for whether all are aligned
-            (dtype is _float32 or of_keys is not dtype)  # autocast casts no other
+            (dtype is _float32 or keys_dtype is not dtype)  # autocast casts no other
             and device.type != "meta"
             and torch.is_autocast_enabled(device.type)
             and torch.get_autocast_dtype(device.type),

@@ -61,18 +61,11 @@ def kept(function: Function) -> Function:
 
 def by_kind(function: Function) -> Function:
     """`function` of a problem that reads none of its sizes: it gets the problem's kind, and answers each kind once."""
-
-    name = f"{function.__module__}.{function.__qualname__}"
+    answer_kind = kept(function)
 
     @wraps(function)
     def answer(problem: Any, *rest: Any) -> Any:
-        kind = problem.kind
-        known = kind.__dict__["_answers"]
-        try:
-            return known[name, rest]
-        except KeyError:
-            found = known[name, rest] = function(kind, *rest)
-            return found
+        return answer_kind(problem.kind, *rest)
 
     return cast(Function, answer)
 
@@ -118,7 +111,7 @@ class _Problem:
             kind = self.replace(**dict.fromkeys(self.SIZES))
             if "window_left" in values:
                 kind.__dict__.update(window_left=-1 if left < 0 else 0, window_right=min(right, 1))
-            kind.__dict__.update(kind=kind, _answers={})
+            kind.__dict__["kind"] = kind
             _kinds[key] = kind
         return kind
 

@@ -170,7 +170,7 @@ class Backward:
 
     @cached_property
     def shared_strides(self) -> dict[str, int]:
-        """Those of q, k and v."""
+        """The strides of q, k and v, by name."""
         q, k, v = self.tensors[:3]
         return strides(self.problem.layout, q=q, k=k, v=v)
 

@@ -877,7 +877,7 @@ def _constants_of_kind(
 def _constants_of_combine(
     problem: KVCacheProblem, c: DecodeConstants, by_tile: bool, columns: int, parts: int
 ) -> DecodeConstants:
-    """What `_combine_kernel` is compiled for, beside `_decode_kernel` with `c`."""
+    """Constants of the `_combine_kernel` that follows a `_decode_kernel` with the constants `c`."""
     return DecodeConstants(**vars(c) | {"by_tile": by_tile, "columns": columns, "parts": parts})
 
 

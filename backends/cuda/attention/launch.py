@@ -96,8 +96,8 @@ def strides(layout: str, **tensors: torch.Tensor | None) -> dict[str, int]:
     counted by n."""
     found: dict[str, int] = {}
     for name, x in tensors.items():
-        of_batch, of_head, of_row = _stride_names(name)
-        found[of_batch], found[of_head], found[of_row], _ = (0, 0, 0, 0) if x is None else bhsd_strides(x, layout)
+        batch, head, row = _stride_names(name)
+        found[batch], found[head], found[row], _ = (0, 0, 0, 0) if x is None else bhsd_strides(x, layout)
     return found
 
 

@@ -49,13 +49,13 @@ def blocks_of(problem: AttentionProblem, block_m: int) -> int:
     return problem.batch * problem.heads_q * cdiv(problem.seqlen_q, block_m)
 
 
-# Of each input the names of its descriptor and of its steps; keys are counted by n.
+# Names of each input's descriptor, steps between samples and steps between rows; rows of keys are counted by n.
 _INPUTS = [(f"{x}_tensor", f"steps_{x}b", f"steps_{x}{'n' if x in ('k', 'v') else 'm'}") for x in ("q", "k", "v", "do")]
 _SIZES = ("heads_q", "batch", "seqlen_q", "seqlen_k", "total_q", "total_k")
 
 
 class _Form(NamedTuple):
-    """What the kernels are compiled for besides the kind of the problem."""
+    """Facts that decide the constants of the kernels, besides the kind of the problem."""
 
     config: Sm90BwdConfig
     boxes: int
@@ -252,10 +252,10 @@ class Sm90Backward:
             "scale": sm_scale / (problem.softcap or 1.0),
             "softcap": problem.softcap,
         }
-        for (pointer, of_sample, of_row), x in zip(_INPUTS, (*self.tensors[:3], dout), strict=True):
-            box_rows = ROWS.value if of_row[-1] == "n" else rows
+        for (pointer, sample_steps, row_steps), x in zip(_INPUTS, (*self.tensors[:3], dout), strict=True):
+            box_rows = ROWS.value if row_steps[-1] == "n" else rows
             arguments[pointer] = described(x, layout, box_rows, BOX_COLUMNS)
-            arguments[of_sample], arguments[of_row] = steps_of(x, layout) if ragged else (0, 0)
+            arguments[sample_steps], arguments[row_steps] = steps_of(x, layout) if ragged else (0, 0)
         return arguments
 
     def _output(self, name: str, x: torch.Tensor) -> dict[str, Any]:

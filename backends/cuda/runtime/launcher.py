@@ -32,7 +32,7 @@ from diyfa.arch import gpu_arch_name, gpu_spec
 from diyfa.backends.cuda.runtime.launch import COMPILE_OPTIONS, current_device
 from diyfa.problem import Launch
 
-# Of arguments: a dtype, "i32", "i64", "fp32", None, the stride 1, or the `Box` of a `Tiles`.
+# Kinds of arguments: a dtype, "i32", "i64", "fp32", None, the stride 1, or the `Box` of a `Tiles`.
 Kinds = tuple[Any, ...]
 _TYPES = {
     torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64",
@@ -47,7 +47,7 @@ _DECLARED = ("stride_bias", "stride_out")  # strides that follow from lengths: `
 
 
 class Box:
-    """What a tile that TMA reads is: of which dtype and shape and, for Gluon, how it lies in shared memory.
+    """Dtype and shape of a tile that TMA reads and, for Gluon, its layout in shared memory.
 
     `box_of` makes them, so that equal ones are the same object: what a binary is known by is compared quickly.
     """
@@ -124,7 +124,7 @@ class _Pattern:
         self._known: dict[tuple[Any, ...], Kinds] = {}
 
     def kinds(self, memory: tuple[Any, ...]) -> Kinds:
-        """Of all arguments, where those of the tensors, and then of the `Tiles`, are `memory`."""
+        """Return the kinds of all arguments; `memory` has those of the tensors, then those of the `Tiles`."""
         known = self._known.get(memory)
         if known is None:
             kinds = list(self._others)
@@ -372,14 +372,14 @@ class Driver:
         base, shape, strides = tiles[:3]
         dtype, rank, at, begin = base.dtype, len(box), self._map, self._begin
         size = dtype.itemsize
-        of_shape = at + 128
-        of_steps, of_box = of_shape + 8 * rank, of_shape + 16 * rank
+        shape_at = at + 128
+        steps_at, box_at = shape_at + 8 * rank, shape_at + 16 * rank
         steps = [size * x for x in strides[-2::-1]]
         with self._lock:
             _ROOMS[rank].pack_into(self._room, begin + 128, *shape[::-1], *steps, *box[::-1], *_ONES[:rank])
             # No interleave, zeros beyond the bounds.
             result = self._encode(
-                at, _TMA_TYPES[dtype], rank, address, of_shape, of_steps, of_box, of_box + 4 * rank, 0, swizzle,
+                at, _TMA_TYPES[dtype], rank, address, shape_at, steps_at, box_at, box_at + 4 * rank, 0, swizzle,
                 _L2_PROMOTION_128B, 0,
             )  # fmt: skip
             encoded: bytes = self._room.raw[begin : begin + 128]

@@ -1,6 +1,6 @@
-"""Keys that are alike, values included, and have most of a row's weight: no single one of them dominates.
+"""Keys that are equal, values included, and have most of a row's weight: no single one of them dominates.
 
-In the Gluon interpreter. Where the weights of such keys are rounded, they are rounded alike, and out is off by that
+In the Gluon interpreter. Where the weights of such keys are rounded, their errors are equal, and out is off by that
 much of their value; delta = rowsum(dout * out) then no longer cancels dout * v. With a running maximum they weigh
 exactly 1. Gradients are those that a plain backward pass forms from the kernel's out and lse (`given_forward.py`).
 """
@@ -42,16 +42,16 @@ BLOCK, QUERIES, COLUMNS = 64, 128, 64
 
 
 @dataclass(frozen=True)
-class Alike:
+class EqualKeys:
     """`scores` [keys] in nats, which all queries have, beside the products of features of `spread`.
 
-    `alike`: keys of one value and without other features. `mean` is added to all values and to dout, of which the
+    `equal`: keys of one value and without other features. `mean` is added to all values and to dout, of which the
     random part is then smaller.
     """
 
     name: str
     scores: torch.Tensor
-    alike: torch.Tensor
+    equal: torch.Tensor
     spread: float = 0.1
     mean: float = 0.0
 
@@ -68,8 +68,8 @@ class Alike:
         v, dout = random(keys, COLUMNS), random(QUERIES, COLUMNS)
         if self.mean:
             v, dout = 0.3 * v + self.mean, 0.3 * dout + self.mean
-        v[self.alike] = v[0].clone()
-        k[self.alike] = 0
+        v[self.equal] = v[0].clone()
+        k[self.equal] = 0
         q[:, :2], k[:, 0] = 1, self.scores.round(decimals=0)  # two features, as one of 16 bits would round the sum
         k[:, 1] = self.scores - k[:, 0]
         tensors = [x.bfloat16()[None, None] for x in (q, k, v, dout)]
@@ -86,7 +86,7 @@ def expected_of(inputs: Inputs) -> Results:
     return run_case(reference_attention, inputs._replace(**dict(zip(Inputs._fields, wide, strict=False))))
 
 
-def over_budget(case: Alike, compute: Callable[[Inputs], Results]) -> dict[str, float]:
+def over_budget(case: EqualKeys, compute: Callable[[Inputs], Results]) -> dict[str, float]:
     """Results whose largest or root-mean-square error is over its budget, and how often it is the budget."""
     inputs = case.inputs()
     expected = expected_of(inputs)
@@ -106,7 +106,7 @@ def over_budget(case: Alike, compute: Callable[[Inputs], Results]) -> dict[str, 
     return over
 
 
-def few(more: float, nats: float, keys: int) -> Alike:
+def few(more: float, nats: float, keys: int) -> EqualKeys:
     """In the middle of ordinary keys one of `nats`, and in blocks that the loop reaches later, in the same columns, so
     that the same thread has them, `keys` with `more` than that."""
     blocks = keys + 3
@@ -114,31 +114,31 @@ def few(more: float, nats: float, keys: int) -> Alike:
     scores = torch.zeros(blocks * BLOCK)
     scores[places] = nats + more
     scores[places[0]] = nats
-    return Alike(f"{keys}_keys_{more}_above_{nats}", scores, places)
+    return EqualKeys(f"{keys}_keys_{more}_above_{nats}", scores, places)
 
 
-def many(more: float, blocks: int, mean: float, alike: bool) -> Alike:
+def many(more: float, blocks: int, mean: float, equal: bool) -> EqualKeys:
     """All keys but those of the last block, which comes first, score `more`."""
     scores = torch.full((blocks * BLOCK,), more)
     scores[-BLOCK:] = 0
-    where = torch.arange(len(scores) if alike else 0)
-    return Alike(f"{'alike' if alike else 'a_mean'}_{blocks}_blocks_{more}", scores, where, spread=0.0, mean=mean)
+    where = torch.arange(len(scores) if equal else 0)
+    return EqualKeys(f"{'equal' if equal else 'a_mean'}_{blocks}_blocks_{more}", scores, where, spread=0.0, mean=mean)
 
 
 CASES = [
     few(0.09375, 30.0, 2),
     few(0.09375, 30.0, 3),
     few(0.34375, 60.0, 3),
-    many(0.0037, 6, 0.0, alike=True),
-    many(0.34375, 16, 0.0, alike=True),
-    many(0.0037, 4, 1.0, alike=False),
-    many(0.6, 12, 1.0, alike=False),
+    many(0.0037, 6, 0.0, equal=True),
+    many(0.34375, 16, 0.0, equal=True),
+    many(0.0037, 4, 1.0, equal=False),
+    many(0.6, 12, 1.0, equal=False),
 ]
 
 
 @pytest.mark.parametrize("fixed_max", [True, False])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_gradients_that_follow(case: Alike, fixed_max: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_that_follow(case: EqualKeys, fixed_max: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     interpret(monkeypatch, replace(TWO, fixed_max=fixed_max))
 
     def compute(inputs: Inputs) -> Results:
