@@ -65,9 +65,7 @@ def checked_options(
     sm_scale, softcap, dropout_p = options.get("sm_scale"), options.get("softcap", 0.0), options.get("dropout_p", 0.0)
     validation.check_scalars(sm_scale, softcap, dropout_p, words.scale)
     left, right = validation.check_window(options.pop("window", UNBOUNDED), words.window)
-    validation.check_optional_tensors(q, sizes, options)
-    if lengths.seq_lens is not None:
-        validation.check_optional_tensors(q, sizes, {"seq_lens": lengths.seq_lens})
+    validation.check_optional_tensors(q, sizes, {**options, "seq_lens": lengths.seq_lens})
     validation.check_values(lengths, q, k, options["layout"])
     options["sm_scale"] = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
     options["window_left"], options["window_right"] = left, 0 if options.pop("causal", False) else right
@@ -158,7 +156,7 @@ def attend(
     if not returns_lse:
         weights = None
     if plan is not None and (weights is None or not given["dropout_p"]):  # weights need the state of the mask
-        if plan.reads_values:
+        if optional:
             validation.check_values(lengths, q, k, layout)
         found = ops.run_plan(plan, (one, two, three), optional, returns_lse)
         if weights is not None:

@@ -31,7 +31,7 @@ class Plan:
 
     __slots__ = (
         "_backward", "backend", "backward_repeats", "forward", "has_run", "lengths", "names", "nothing", "options",
-        "problem", "reads_values", "repeat",
+        "problem", "repeat",
     )  # fmt: skip
 
     def __init__(
@@ -43,8 +43,6 @@ class Plan:
         variant = options.variant
         self.forward = registry.choose("attention_fwd", problem, backend, variant)
         self._backward: dict[bool, tuple[AttentionProblem, Kernel]] = {}
-        offsets = lengths.cu_seqlens_q
-        self.reads_values = lengths.seq_lens is not None or (offsets is not None and offsets.is_cpu)
         # Without the optional tensors, whose names are kept instead.
         self.lengths, self.options, self.names = without_tensors(lengths, options)
         self.has_run = False

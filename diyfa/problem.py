@@ -61,11 +61,15 @@ def kept(function: Function) -> Function:
 
 def by_kind(function: Function) -> Function:
     """`function` of a problem that reads none of its sizes: it gets the problem's kind, and answers each kind once."""
-    answer_kind = kept(function)
 
     @wraps(function)
     def answer(problem: Any, *rest: Any) -> Any:
-        return answer_kind(problem.kind, *rest)
+        known = problem.kind.answers
+        try:
+            return known[function, rest]
+        except KeyError:
+            found = known[function, rest] = function(problem.kind, *rest)
+            return found
 
     return cast(Function, answer)
 
@@ -111,7 +115,7 @@ class _Problem:
             kind = self.replace(**dict.fromkeys(self.SIZES))
             if "window_left" in values:
                 kind.__dict__.update(window_left=-1 if left < 0 else 0, window_right=min(right, 1))
-            kind.__dict__["kind"] = kind
+            kind.__dict__.update(kind=kind, answers={})
             _kinds[key] = kind
         return kind
 
