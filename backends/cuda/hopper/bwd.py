@@ -64,7 +64,7 @@ from diyfa.backends.cuda.hopper.bwd_tiles import (
 )
 from diyfa.backends.cuda.hopper.epilogue import matrix, offset_of, store_float32
 from diyfa.backends.cuda.hopper.mma import ROWS, accumulator_layout, box_of, buffer_of, run_of
-from diyfa.backends.cuda.hopper.softmax import LOG2E
+from diyfa.backends.cuda.hopper.softmax import LOG2E, reciprocal_of_exp2
 from diyfa.backends.cuda.hopper.tiles import end_of, start_load, start_store
 from diyfa.backends.cuda.runtime.constants import Constants
 
@@ -466,8 +466,7 @@ def scale_in_log2(scale, SOFTCAP: gl.constexpr):
 def exponents(s, lse, scale, cap, SOFTCAP: gl.constexpr):
     """Products s -> (scores less lse in units of log2, tanh of the softcap)."""
     if SOFTCAP:
-        # tanh(x) = 1 - 2 / (exp(2x) + 1), whose error of 1e-7 is absolute; beyond the range it is 1 or -1.
-        t = 1.0 - 2.0 / (gl.exp2(s * scale) + 1.0)
+        t = 1.0 - 2.0 * reciprocal_of_exp2(s * scale)
         x = t * cap - lse
     else:
         t = 0.0
