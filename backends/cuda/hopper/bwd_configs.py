@@ -61,6 +61,13 @@ def config_of(problem: AttentionProblem) -> Sm90BwdConfig:
     return CONFIGS[192 if mla else 256]
 
 
+@by_kind
+def last_columns(problem: AttentionProblem) -> int:
+    """Columns of a tile's last box that the products of "keys" use: 16 or 32 where head_dim reaches no further."""
+    rest = problem.head_dim - BOX_COLUMNS
+    return next((n for n in (16, 32) if 0 < rest <= n), BOX_COLUMNS)
+
+
 def dq_stages(boxes: int, boxes_v: int) -> int:
     """Stages of K and V in `bwd_wide_dq.py`, as many as there is room for, up to two blocks. K and V share them where
     they have as many boxes."""
