@@ -29,7 +29,7 @@ from diyfa.backends.cuda.hopper import configs as hopper_configs
 from diyfa.backends.cuda.hopper import decode_mla, decode_mla_configs, prefill  # noqa: F401
 from diyfa.backends.cuda.hopper import fwd as hopper_fwd
 from diyfa.backends.cuda.matmul import kernel as matmul_kernel
-from diyfa.backends.cuda.runtime import launcher, replay, tune
+from diyfa.backends.cuda.runtime import binaries, launcher, replay, tune
 
 HOPPER_BACKWARD = ["_prepare_kernel", "_bwd_sm90_kernel", "_convert_kernel"]
 
@@ -459,8 +459,8 @@ def test_tensors_of_another_device_run_on_it(monkeypatch, recorder):
     """It is made the current one where kernels are compiled, and around allocation and launch."""
     entered, compiled_in = [], []
     monkeypatch.setattr(Device, "entered", entered, raising=False)
-    compile_it = recorder.compile_for
-    monkeypatch.setattr(launcher, "compile_for", lambda *args: compiled_in.append(list(entered)) or compile_it(*args))
+    store = recorder.stored_binary
+    monkeypatch.setattr(binaries, "stored_binary", lambda *args: compiled_in.append(list(entered)) or store(*args))
     q, k, v = qkv()
     attend(q, k, v)
     monkeypatch.setattr(launcher, "_binaries", {})
