@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -55,25 +55,25 @@ def _short_refuses(problem: AttentionProblem) -> str | None:
     return _needs_tile(problem, "dbias") if problem.bias_grad else None
 
 
-def _hopper(file: str, function: str) -> Callable[..., Any]:
-    """A function of a file of `hopper`, which is imported when it is called: it needs a Gluon that not every Triton
-    has, for which the kernel's `unsupported` has asked by then."""
+def _later(file: str, function: str, **given: Any) -> Callable[..., Any]:
+    """A function of a file with kernels, which is imported when it is called: Triton takes a millisecond for each
+    function of a kernel, and not every Triton has the Gluon that `hopper` is written in."""
     found: list[Callable[..., Any]] = []
 
     def call(*arguments: Any) -> Any:
         if not found:
-            found.append(getattr(import_module(f"diyfa.backends.cuda.hopper.{file}"), function))
-        return found[0](*arguments)
+            found.append(getattr(import_module(f"diyfa.backends.cuda.{file}"), function))
+        return found[0](*arguments, **given)
 
     return call
 
 
 def _kernels() -> tuple[Kernel, ...]:
-    from diyfa.backends.cuda.attention import append, bwd, configs, decode, fwd, fwd_v1
+    from diyfa.backends.cuda.attention import configs, decode_configs
     from diyfa.backends.cuda.hopper import bwd_configs as hopper_bwd_configs
     from diyfa.backends.cuda.hopper import configs as hopper_configs
     from diyfa.backends.cuda.hopper import decode_mla_configs, prefill_configs
-    from diyfa.backends.cuda.matmul import kernel as matmul
+    from diyfa.backends.cuda.matmul import configs as matmul_configs
 
     return (
         Kernel(
@@ -81,38 +81,38 @@ def _kernels() -> tuple[Kernel, ...]:
             op="attention_fwd",
             clears=True,
             summary="few queries of many keys; in batch_invariant() all calls, bitwise as from a cache",
-            launch=decode.attention_forward,
-            unsupported=decode.attention_unsupported,
-            config=lambda problem: decode.decode_config(as_kvcache_problem(problem)),
-            repeat=decode.attention_repeat,
+            launch=_later("attention.decode", "attention_forward"),
+            unsupported=decode_configs.attention_unsupported,
+            config=lambda problem: decode_configs.decode_config(as_kvcache_problem(problem)),
+            repeat=_later("attention.decode", "attention_repeat"),
         ),
         Kernel(
             name="sm90",
             op="attention_fwd",
             clears=True,
             summary="Hopper: a producer warp with TMA, consumer warpgroups that overlap softmax and products",
-            launch=_hopper("fwd", "attention_forward"),
+            launch=_later("hopper.fwd", "attention_forward"),
             unsupported=hopper_configs.unsupported,
             config=hopper_configs.config_of,
-            repeat=_hopper("fwd", "repeat"),
+            repeat=_later("hopper.fwd", "repeat"),
         ),
         Kernel(
             name="v2",
             op="attention_fwd",
             clears=True,
             summary="FlashAttention-2: query blocks outermost, block pointers or TMA",
-            launch=fwd.attention_forward,
+            launch=_later("attention.fwd", "attention_forward"),
             unsupported=lambda problem: refuse_features(problem, FEATURES, "v2") or _needs_tile(problem, "fwd"),
             config=lambda problem: configs.default_config("fwd", problem),
-            repeat=fwd.repeat,
+            repeat=_later("attention.fwd", "repeat"),
         ),
         Kernel(
             name="v1",
             op="attention_fwd",
             summary="FlashAttention: key/value blocks outermost, one program for each head",
-            launch=fwd_v1.attention_forward,
+            launch=_later("attention.fwd_v1", "attention_forward"),
             unsupported=lambda problem: refuse_features(problem, V1_FEATURES, "v1") or _needs_tile(problem, "fwd"),
-            config=fwd_v1.config,
+            config=_later("attention.fwd_v1", "config"),
         ),
         Kernel(
             name="sm90",
@@ -120,10 +120,10 @@ def _kernels() -> tuple[Kernel, ...]:
             clears=True,
             summary="Hopper: dQ, dK and dV in one loop; a producer warp with TMA, dQ added up in fp32; a dout that TMA "
             "cannot read is copied first",
-            launch=_hopper("bwd_launch", "attention_backward"),
+            launch=_later("hopper.bwd_launch", "attention_backward"),
             unsupported=hopper_bwd_configs.unsupported,
             config=hopper_bwd_configs.config_of,
-            repeat=_hopper("bwd_launch", "repeat"),
+            repeat=_later("hopper.bwd_launch", "repeat"),
             by_name_only=hopper_bwd_configs.by_name_only,
         ),
         Kernel(
@@ -131,60 +131,77 @@ def _kernels() -> tuple[Kernel, ...]:
             op="attention_bwd",
             clears=True,
             summary="sequences that one tile holds: delta, dQ, dK and dV in one launch; no atomics",
-            launch=partial(bwd.attention_backward, kinds=bwd.SHORT),
+            launch=_later("attention.bwd", "attention_backward", kinds=configs.SHORT),
             unsupported=_short_refuses,
             config=lambda problem: configs.default_config("short", problem),
-            repeat=partial(bwd.repeat, kinds=bwd.SHORT),
+            repeat=_later("attention.bwd", "repeat", kinds=configs.SHORT),
         ),
         Kernel(
             name="split",
             op="attention_bwd",
             clears=True,
             summary="preprocess, dK/dV by key blocks, dQ by query blocks; no atomics",
-            launch=bwd.attention_backward,
+            launch=_later("attention.bwd", "attention_backward"),
             unsupported=lambda problem: _needs_tile(problem, "dkdv", "dq", *(("dbias",) if problem.bias_grad else ())),
             config=lambda problem: configs.default_config("dkdv", problem),
-            repeat=bwd.repeat,
+            repeat=_later("attention.bwd", "repeat"),
         ),
         Kernel(
             name="sm90",
             op="kvcache_fwd",
             clears=True,
             summary="Hopper, a latent cache: its keys in shared memory once, both products by wgmma in two warpgroups",
-            launch=_hopper("decode_mla", "kvcache_forward"),
+            launch=_later("hopper.decode_mla", "kvcache_forward"),
             unsupported=decode_mla_configs.unsupported,
             config=lambda problem: decode_mla_configs.CONFIG,
-            repeat=_hopper("decode_mla", "repeat"),
+            repeat=_later("hopper.decode_mla", "repeat"),
         ),
         Kernel(
             name="sm90_prefill",
             op="kvcache_fwd",
             clears=True,
             summary="Hopper, many queries: the forward pass, with keys that lie in pages or rows of a cache",
-            launch=_hopper("prefill", "kvcache_forward"),
+            launch=_later("hopper.prefill", "kvcache_forward"),
             unsupported=prefill_configs.unsupported,
             config=prefill_configs.config_of,
-            repeat=_hopper("prefill", "repeat"),
+            repeat=_later("hopper.prefill", "repeat"),
         ),
         Kernel(
             name="split_kv",
             op="kvcache_fwd",
             clears=True,
             summary="flash-decoding: programs take equal parts of all keys of all sequences; a second launch combines",
-            launch=decode.kvcache_forward,
-            unsupported=decode.unsupported,
-            config=decode.decode_config,
-            repeat=decode.repeat,
+            launch=_later("attention.decode", "kvcache_forward"),
+            unsupported=decode_configs.unsupported,
+            config=decode_configs.decode_config,
+            repeat=_later("attention.decode", "repeat"),
         ),
         Kernel(
             name="append",
             op="kvcache_append",
             summary="new keys and values, and the queries, rotated on the way, in one launch",
-            launch=append.kvcache_append,
-            unsupported=append.unsupported,
-            repeat=append.repeat,
+            launch=_later("attention.append", "kvcache_append"),
+            unsupported=_later("attention.append", "unsupported"),
+            repeat=_later("attention.append", "repeat"),
         ),
-        *matmul.KERNELS,
+        Kernel(
+            name="tma",
+            op="matmul",
+            summary="Triton, tiles read through host-side tensor descriptors (TMA)",
+            launch=_later("matmul.kernel", "matmul", form="tma"),
+            repeat=_later("matmul.kernel", "repeat", form="tma"),
+            unsupported=matmul_configs.unsupported_tma,
+            config=lambda problem: matmul_configs.default_config(problem, "tma"),
+        ),
+        Kernel(
+            name="pointers",
+            op="matmul",
+            summary="Triton, tiles read through masked pointers: any strides, dtypes and architecture",
+            launch=_later("matmul.kernel", "matmul", form="pointers"),
+            repeat=_later("matmul.kernel", "repeat", form="pointers"),
+            unsupported=matmul_configs.unsupported_pointers,
+            config=lambda problem: matmul_configs.default_config(problem, "pointers"),
+        ),
     )
 
 

@@ -30,7 +30,7 @@ from diyfa.backends.cuda.attention.bwd_dkdv import _bwd_dkdv_kernel
 from diyfa.backends.cuda.attention.bwd_dq import _bwd_dq_kernel
 from diyfa.backends.cuda.attention.bwd_short import _bwd_short_kernel
 from diyfa.backends.cuda.attention.clear import backward_launches, clear
-from diyfa.backends.cuda.attention.configs import AttentionConfig, schedule
+from diyfa.backends.cuda.attention.configs import SPLIT, AttentionConfig, schedule
 from diyfa.backends.cuda.attention.launch import (
     RUNTIME_SIZES,
     UNALIGNED_POINTERS,
@@ -111,7 +111,6 @@ def _bwd_preprocess_kernel(
 
 
 _GRADIENT_KERNELS = {"dkdv": _bwd_dkdv_kernel, "dq": _bwd_dq_kernel, "short": _bwd_short_kernel}
-SPLIT, SHORT = ("dkdv", "dq"), ("short",)  # the kinds of a whole pass; `_bwd_preprocess_kernel` comes before SPLIT
 
 
 @by_kind

@@ -342,6 +342,8 @@ def has_tma(problem: AttentionProblem) -> bool:
 # Addresses that are not aligned take registers, of which 64 rows have too few: 16 to 264 bytes of spills on sm_80, 86
 # and 120.
 UNALIGNED_SPILLS = 264
+SPLIT, SHORT = ("dkdv", "dq"), ("short",)  # kernels of a backward pass; `_bwd_preprocess_kernel` comes before SPLIT
+MIN_QUERIES = 512  # that pass by a block of keys, all heads of its group together: fewer do not repay its beginning
 LONGEST_SHORT = 64  # tokens of the longest sequence that one tile of the table for short ones holds
 
 # Tiles that TMA writes begin at multiples of 1 KB, and each buffer has a barrier: 1040 bytes at most in what is here.
