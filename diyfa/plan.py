@@ -157,7 +157,8 @@ def key_of(
 
     () stands for no optional tensors. None where there is no plan: something looks on, or the tensors are no plain
     ones. `over_cache`: k and v are caches, which may have another dtype than q, and of which one may be a part of the
-    other; no tensors are among `scalars`, but those that the checks refuse.
+    other. The last of `optional` is out, which may be q; no tensors are among `scalars`, but those that the checks
+    refuse.
     """
     if not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN and is_unseen()):
         return None
@@ -177,7 +178,9 @@ def key_of(
                     return None
             rest = (*[x if x is None else described(x) for x in optional], wants_grad)
             if over_cache:
-                rest += keys_dtype, k.data_ptr() == v.data_ptr()
+                out = optional[-1]
+                in_place = out is not None and out.data_ptr() == q.data_ptr()
+                rest += keys_dtype, k.data_ptr() == v.data_ptr(), in_place
             else:
                 # Not None: a tensor in the place of a number is refused, not the default.
                 scalars = [_Tensor if isinstance(x, _Tensor) else x for x in scalars]

@@ -268,6 +268,7 @@ class KVCacheProblem(_AttentionShape, _Problem):
     batch_invariant: bool = False  # see `diyfa.batch_invariant`
     aligned: bool = True  # base addresses and all strides but the last of q and both caches are multiples of 16 bytes
     aligned_out: bool = True  # the same of out, where the caller gives it
+    in_place: bool = False  # out replaces the queries
     few_steps: bool = True  # `has_few_steps` of both caches
 
     @property

@@ -11,7 +11,15 @@ from typing import Any
 import torch
 
 from diyfa.arch import gpu_arch_name, gpu_spec
-from diyfa.backends.cuda.attention.launch import FEATURES
+from diyfa.backends.cuda.attention.launch import (
+    FEATURES,
+    launching,
+    launching_backward,
+    repeating,
+    repeating_append,
+    repeating_backward,
+)
+from diyfa.backends.cuda.runtime.passes import Pass
 from diyfa.problem import (
     AttentionProblem,
     CompileReport,
@@ -68,6 +76,18 @@ def _later(file: str, function: str, **given: Any) -> Callable[..., Any]:
     return call
 
 
+def _forward(describe: Callable[..., Pass]) -> dict[str, Any]:
+    return {"launch": launching(describe), "repeat": repeating(describe)}
+
+
+def _over_cache(describe: Callable[..., Pass]) -> dict[str, Any]:
+    return {"launch": launching(describe), "repeat": repeating(describe, over_cache=True)}
+
+
+def _backward(describe: Callable[..., Pass]) -> dict[str, Any]:
+    return {"launch": launching_backward(describe), "repeat": repeating_backward(describe)}
+
+
 def _kernels() -> tuple[Kernel, ...]:
     from diyfa.backends.cuda.attention import configs, decode_configs
     from diyfa.backends.cuda.hopper import bwd_configs as hopper_bwd_configs
@@ -81,36 +101,33 @@ def _kernels() -> tuple[Kernel, ...]:
             op="attention_fwd",
             clears=True,
             summary="few queries of many keys; in batch_invariant() all calls, bitwise as from a cache",
-            launch=_later("attention.decode", "attention_forward"),
+            **_forward(_later("attention.decode", "forward_pass")),
             unsupported=decode_configs.attention_unsupported,
             config=lambda problem: decode_configs.decode_config(as_kvcache_problem(problem)),
-            repeat=_later("attention.decode", "attention_repeat"),
         ),
         Kernel(
             name="sm90",
             op="attention_fwd",
             clears=True,
             summary="Hopper: a producer warp with TMA, consumer warpgroups that overlap softmax and products",
-            launch=_later("hopper.fwd", "attention_forward"),
+            **_forward(_later("hopper.fwd", "forward_pass")),
             unsupported=hopper_configs.unsupported,
             config=hopper_configs.config_of,
-            repeat=_later("hopper.fwd", "repeat"),
         ),
         Kernel(
             name="v2",
             op="attention_fwd",
             clears=True,
             summary="FlashAttention-2: query blocks outermost, block pointers or TMA",
-            launch=_later("attention.fwd", "attention_forward"),
+            **_forward(_later("attention.fwd", "forward_pass")),
             unsupported=lambda problem: refuse_features(problem, FEATURES, "v2") or _needs_tile(problem, "fwd"),
             config=lambda problem: configs.default_config("fwd", problem),
-            repeat=_later("attention.fwd", "repeat"),
         ),
         Kernel(
             name="v1",
             op="attention_fwd",
             summary="FlashAttention: key/value blocks outermost, one program for each head",
-            launch=_later("attention.fwd_v1", "attention_forward"),
+            **_forward(_later("attention.fwd_v1", "forward_pass")),
             unsupported=lambda problem: refuse_features(problem, V1_FEATURES, "v1") or _needs_tile(problem, "fwd"),
             config=_later("attention.fwd_v1", "config"),
         ),
@@ -120,10 +137,9 @@ def _kernels() -> tuple[Kernel, ...]:
             clears=True,
             summary="Hopper: dQ, dK and dV in one loop; a producer warp with TMA, dQ added up in fp32; a dout that TMA "
             "cannot read is copied first",
-            launch=_later("hopper.bwd_launch", "attention_backward"),
+            **_backward(_later("hopper.bwd_launch", "backward_pass")),
             unsupported=hopper_bwd_configs.unsupported,
             config=hopper_bwd_configs.config_of,
-            repeat=_later("hopper.bwd_launch", "repeat"),
             by_name_only=hopper_bwd_configs.by_name_only,
         ),
         Kernel(
@@ -131,58 +147,53 @@ def _kernels() -> tuple[Kernel, ...]:
             op="attention_bwd",
             clears=True,
             summary="sequences that one tile holds: delta, dQ, dK and dV in one launch; no atomics",
-            launch=_later("attention.bwd", "attention_backward", kinds=configs.SHORT),
+            **_backward(_later("attention.bwd", "backward_pass", kinds=configs.SHORT)),
             unsupported=_short_refuses,
             config=lambda problem: configs.default_config("short", problem),
-            repeat=_later("attention.bwd", "repeat", kinds=configs.SHORT),
         ),
         Kernel(
             name="split",
             op="attention_bwd",
             clears=True,
             summary="preprocess, dK/dV by key blocks, dQ by query blocks; no atomics",
-            launch=_later("attention.bwd", "attention_backward"),
+            **_backward(_later("attention.bwd", "backward_pass")),
             unsupported=lambda problem: _needs_tile(problem, "dkdv", "dq", *(("dbias",) if problem.bias_grad else ())),
             config=lambda problem: configs.default_config("dkdv", problem),
-            repeat=_later("attention.bwd", "repeat"),
         ),
         Kernel(
             name="sm90",
             op="kvcache_fwd",
             clears=True,
             summary="Hopper, a latent cache: its keys in shared memory once, both products by wgmma in two warpgroups",
-            launch=_later("hopper.decode_mla", "kvcache_forward"),
+            **_over_cache(_later("hopper.decode_mla", "cache_pass")),
             unsupported=decode_mla_configs.unsupported,
             config=lambda problem: decode_mla_configs.CONFIG,
-            repeat=_later("hopper.decode_mla", "repeat"),
         ),
         Kernel(
             name="sm90_prefill",
             op="kvcache_fwd",
             clears=True,
             summary="Hopper, many queries: the forward pass, with keys that lie in pages or rows of a cache",
-            launch=_later("hopper.prefill", "kvcache_forward"),
+            **_over_cache(_later("hopper.prefill", "cache_pass")),
             unsupported=prefill_configs.unsupported,
             config=prefill_configs.config_of,
-            repeat=_later("hopper.prefill", "repeat"),
         ),
         Kernel(
             name="split_kv",
             op="kvcache_fwd",
             clears=True,
             summary="flash-decoding: programs take equal parts of all keys of all sequences; a second launch combines",
-            launch=_later("attention.decode", "kvcache_forward"),
+            **_over_cache(_later("attention.decode", "cache_pass")),
             unsupported=decode_configs.unsupported,
             config=decode_configs.decode_config,
-            repeat=_later("attention.decode", "repeat"),
         ),
         Kernel(
             name="append",
             op="kvcache_append",
             summary="new keys and values, and the queries, rotated on the way, in one launch",
-            launch=_later("attention.append", "kvcache_append"),
+            launch=launching(_later("attention.append", "append_pass")),
             unsupported=_later("attention.append", "unsupported"),
-            repeat=_later("attention.append", "repeat"),
+            repeat=repeating_append(_later("attention.append", "append_pass")),
         ),
         Kernel(
             name="tma",

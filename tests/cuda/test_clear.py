@@ -55,7 +55,7 @@ def test_a_forward_pass_leaves_no_row_unwritten(
         pytest.skip("heads of a row may hold what different programs wrote last")
     monkeypatch.setattr(fwd, "clearing_programs", lambda problem: programs)
     if is_interpreting() and form == "portable":
-        guard(monkeypatch, fwd)
+        guard(monkeypatch)
     with use_config("fwd", AttentionConfig(16, 16, 4, 1, form)):
         out, lse = attend_to("v2", HOSTILE[name], longest, DEVICE)
     assert_rows(out, lse, HOSTILE[name], -(-longest // 16) * 16)

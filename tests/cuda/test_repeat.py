@@ -20,7 +20,7 @@ from recorded_launches import Map, Recorded
 import diyfa
 from diyfa import flash_attn_interface, ops, registry
 from diyfa import plan as planning
-from diyfa.backends.cuda.attention import append, bwd_parts, configs, decode, decode_configs
+from diyfa.backends.cuda.attention import bwd_parts, configs, decode, decode_configs
 from diyfa.backends.cuda.attention import launch as attention_launch
 from diyfa.backends.cuda.gluon.tile_counter import counter_of
 from diyfa.backends.cuda.hopper import bwd_configs as hopper_bwd_configs
@@ -28,8 +28,8 @@ from diyfa.backends.cuda.hopper import bwd_launch as hopper_bwd  # noqa: F401
 from diyfa.backends.cuda.hopper import configs as hopper_configs
 from diyfa.backends.cuda.hopper import decode_mla, decode_mla_configs, prefill  # noqa: F401
 from diyfa.backends.cuda.hopper import fwd as hopper_fwd
-from diyfa.backends.cuda.matmul import kernel as matmul_kernel
-from diyfa.backends.cuda.runtime import binaries, launcher, replay, tune
+from diyfa.backends.cuda.runtime import binaries, launcher, tune
+from diyfa.backends.cuda.runtime import passes as runtime_passes
 
 HOPPER_BACKWARD = ["_prepare_kernel", "_bwd_sm90_kernel", "_convert_kernel"]
 
@@ -55,6 +55,15 @@ def described(monkeypatch):
     seen = []
     bind = ops.bind
     monkeypatch.setattr(ops, "bind", lambda *args: seen.append(True) or bind(*args))
+    return seen
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Grows with each launch that was described anew: others were repeated."""
+    seen = []
+    launch = runtime_passes.launch_kernel
+    monkeypatch.setattr(runtime_passes, "launch_kernel", lambda one: seen.append(one) or launch(one))
     return seen
 
 
@@ -287,7 +296,7 @@ def test_packed_gradients_are_repeated(recorder, described, packing):
 
 def test_a_call_that_comes_once_is_not_prepared_for_another(recorder, monkeypatch):
     asked = []
-    repeat = replay.replay_of
+    repeat = runtime_passes.replay_of
     monkeypatch.setattr(
         attention_launch, "replay_of", lambda *args, **kwargs: asked.append(1) or repeat(*args, **kwargs)
     )
@@ -464,9 +473,9 @@ def test_tensors_of_another_device_run_on_it(monkeypatch, recorder):
     q, k, v = qkv()
     attend(q, k, v)
     monkeypatch.setattr(launcher, "_binaries", {})
-    monkeypatch.setattr(replay, "on_device", lambda x: Device(5))
+    monkeypatch.setattr(runtime_passes, "on_device", lambda x: Device(5))
     monkeypatch.setattr(torch.cuda, "device", Device)
-    monkeypatch.setattr(replay, "current_device_of", lambda x: lambda: entered[-1] if entered else 5)
+    monkeypatch.setattr(runtime_passes, "current_device_of", lambda x: lambda: entered[-1] if entered else 5)
     attend(q, k, v)
     assert compiled_in == [[], [5]]
     entered.clear()
@@ -477,7 +486,7 @@ def test_tensors_of_another_device_run_on_it(monkeypatch, recorder):
 
 
 def test_allocators_make_what_they_are_asked_for():
-    for allocate in (replay.allocator_of("cpu"), replay.allocator_of("meta")):
+    for allocate in (runtime_passes.allocator_of("cpu"), runtime_passes.allocator_of("meta")):
         x = allocate((2, 3), (3, 1), torch.float16)
         assert x.shape == (2, 3) and x.stride() == (3, 1) and x.dtype == torch.float16
 
@@ -522,21 +531,18 @@ def test_on_the_device_a_repeated_call_gives_the_same_bits(shape, monkeypatch):
 )
 @pytest.mark.parametrize("rows", [16, 512])
 @pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
-def test_a_repeated_product_launches_what_the_first_did(recorder, monkeypatch, rows, options, transposed):
-    described = []
-    launch = matmul_kernel.launch_kernel
-    monkeypatch.setattr(matmul_kernel, "launch_kernel", lambda one: described.append(one) or launch(one))
+def test_a_repeated_product_launches_what_the_first_did(recorder, launched, rows, options, transposed):
     dtype = torch.float32 if "precision" in options else torch.bfloat16
     passes, kept = [], []
     for _ in range(4):
         a, b = torch.zeros(rows, 4096, dtype=dtype), torch.zeros(4096, 640, dtype=dtype)
         b = turned(b) if transposed else b
-        described.clear()
+        launched.clear()
         with diyfa.use_backend("cuda"):
             c = diyfa.triton_matmul(a, b, **options)
         passes.append(launches_of(recorder, a=a, b=b, c=c))
         kept.append((a, b, c))
-    assert read_by(passes[0]) == {"a", "b", "c"} and not described
+    assert read_by(passes[0]) == {"a", "b", "c"} and not launched
     assert_same(*passes)
     with diyfa.use_backend("cuda"):
         assert (
@@ -611,20 +617,14 @@ def chosen_mla(monkeypatch):
 @pytest.mark.parametrize("gives_out", [False, True], ids=["", "out"])
 @pytest.mark.parametrize("by", ["tensor", "int"])
 @pytest.mark.parametrize("case", CACHES)
-def test_a_repeated_call_with_a_cache_launches_what_the_first_did(
-    recorder, chosen_mla, monkeypatch, case, by, gives_out
-):
+def test_a_repeated_call_with_a_cache_launches_what_the_first_did(recorder, chosen_mla, launched, case, by, gives_out):
     """Of one with an int for all lengths the length is given anew."""
     make, kernels = CACHES[case]
-    described = []
-    for module in (decode, append, prefill):
-        launch = module.launch_kernel
-        monkeypatch.setattr(module, "launch_kernel", lambda one, launch=launch: described.append(one) or launch(one))
     passes, kept = [], []
     for length in (100, 100, 101, 102):
         given = make(length, by)
         out = given["q"].new_zeros(*given["q"].shape[:3], given["v_cache"].shape[3]) if gives_out else None
-        described.clear()
+        launched.clear()
         with diyfa.use_backend("cuda"), diyfa.batch_invariant() if "mode" in case else contextlib.nullcontext():
             result, lse = diyfa.flash_attn_with_kvcache(**given, out=out, return_softmax_lse=True)
         assert out is None or result is out
@@ -638,7 +638,7 @@ def test_a_repeated_call_with_a_cache_launches_what_the_first_did(
         kept.append((given, result, lse))
         expected = {*tensors, "out", "lse"} - ({"q", "rotary_sin"} if case == "appended" else set())
         assert read_by(launches) >= expected - {"rotary_sin"}
-    assert not described
+    assert not launched
     assert_same(*passes)
 
 
@@ -705,13 +705,13 @@ def test_an_lse_that_is_not_returned_lies_in_the_workspace(recorder, monkeypatch
     """Behind all that the kernels write there; one that is returned holds no other memory."""
     make, invariant, last = WITHOUT_LSE[case]
     asked, made = [], []
-    allocator_of, workspace = replay.allocator_of, decode.workspace
+    allocator_of, workspace = runtime_passes.allocator_of, decode.workspace
 
     def spied_on(device_type):
         allocate = allocator_of(device_type)
         return lambda *args: asked.append(allocate(*args)) or asked[-1]
 
-    monkeypatch.setattr(replay, "allocator_of", spied_on)
+    monkeypatch.setattr(runtime_passes, "allocator_of", spied_on)
     monkeypatch.setattr(decode, "workspace", lambda *args: made.append(workspace(*args)) or made[-1])
     monkeypatch.setattr(decode_configs, "multiprocessors", lambda device: 100)
     function = diyfa.flash_attention_varlen if case == "packed" else diyfa.flash_attn_with_kvcache

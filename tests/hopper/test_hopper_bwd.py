@@ -35,6 +35,7 @@ from diyfa.backends.cuda.hopper import bwd as hopper_bwd  # noqa: E402
 from diyfa.backends.cuda.hopper import bwd_configs, bwd_launch  # noqa: E402
 from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
 from diyfa.backends.cuda.runtime.launcher import launch_kernel  # noqa: E402
+from diyfa.backends.cuda.runtime.passes import launch_each  # noqa: E402
 from diyfa.options import LENGTHS, WHOLE, Lengths, pack  # noqa: E402
 from diyfa.problem import VARLEN, AttentionGradients, AttentionProblem, AttentionTensors, Launch  # noqa: E402
 from diyfa.testing import AttentionCase, make_inputs  # noqa: E402
@@ -372,7 +373,9 @@ def test_dq_is_the_same_whoever_converts_it(head_dim: int, monkeypatch: pytest.M
         dq = torch.full_like(q, float("nan"))
         gradients = AttentionGradients(dq, torch.empty_like(k), torch.empty_like(v))
         tensors = AttentionTensors(q, k, v, 0.1)
-        bwd_launch.attention_backward(problem, tensors, out, torch.zeros(2, 1, 130), dout, None, gradients)
+        launch_each(
+            bwd_launch.backward_pass(problem, tensors, out, torch.zeros(2, 1, 130), dout, None, gradients).launches
+        )
         found.append(dq)
     assert torch.equal(*found)
 
@@ -453,7 +456,9 @@ def test_sequences_longer_than_said_end(lens: tuple[tuple[int, ...], ...], monke
     tensors = AttentionTensors(q, k, v, 0.1, cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1])
     gradients = AttentionGradients(*(torch.full_like(x, float("nan")) for x in (q, k, v)))
     with poisoned_allocations():
-        bwd_launch.attention_backward(problem, tensors, out, torch.zeros(2, total_q), dout, None, gradients)
+        launch_each(
+            bwd_launch.backward_pass(problem, tensors, out, torch.zeros(2, total_q), dout, None, gradients).launches
+        )
     assert all(x.isfinite().all() for x in gradients[:3])
     for x, lengths in zip(gradients[:3], (lens[0], lens[1], lens[1]), strict=True):
         first = 0
@@ -494,7 +499,7 @@ def test_parts_of_the_workspace_are_aligned(deterministic: bool, monkeypatch: py
     {}, {"head_dim": 128}, {"head_dim": 192}, {"deterministic": True}, {"seq_lens": True}, {"heads_kv": 1},
 ])  # fmt: skip
 def test_calls_can_be_repeated_past_the_launcher(changes: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What repeats a launch for other addresses (`runtime/replay.py`) takes kernels whose tensors come first only."""
+    """What repeats a launch for other addresses (`runtime/passes.py`) takes kernels whose tensors come first only."""
     monkeypatch.setattr(bwd_parts, "parts_of", lambda problem, *_: problem.heads_q // problem.heads_kv)
     problem = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", 1, 2, 2, 64, 64, 64, 64).replace(**changes)
     problem = problem.replace(head_dim_v=problem.head_dim)
@@ -605,7 +610,8 @@ def test_rows_beyond_a_sample_are_zeros_whatever_its_keys_are(monkeypatch: pytes
     problem = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", 1, 1, 1, 128, 128, 136, 136, seq_lens=True)
     tensors = AttentionTensors(q, k, v, 0.1, seq_lens=torch.tensor([70], dtype=torch.int32))
     gradients = AttentionGradients(*(torch.full_like(x, float("nan")) for x in (q, k, v)))
-    bwd_launch.attention_backward(problem, tensors, out, torch.zeros(1, 1, 128), dout, None, gradients)
+    found = bwd_launch.backward_pass(problem, tensors, out, torch.zeros(1, 1, 128), dout, None, gradients)
+    launch_each(found.launches)
     assert not any(x[:, :, 70:].count_nonzero() for x in gradients[:3])
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from triton.runtime.jit import JITFunction
 
-from diyfa.backends.cuda.runtime import binaries, launcher, replay
+from diyfa.backends.cuda.runtime import binaries, launcher, passes
 from diyfa.problem import Launch
 
 STREAM = 77
@@ -141,7 +141,7 @@ def install(patch: pytest.MonkeyPatch) -> Recorder:
     patch.setattr(launcher, "_driver", [recorder])
     patch.setattr(launcher, "_binaries", {})
     patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    for module in (launcher, replay):
+    for module in (launcher, passes):
         patch.setattr(module, "current_device", lambda: 0)
         patch.setattr(module, "current_stream", lambda device: STREAM)
     return recorder

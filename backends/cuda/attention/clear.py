@@ -16,7 +16,6 @@ import triton.language as tl
 from diyfa.backends.cuda.attention.tile_io import padded_head_dim
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launch import is_interpreting
-from diyfa.backends.cuda.runtime.launcher import launch_kernel
 from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors, KVCacheProblem, KVCacheTensors, Launch
 
 CLEARED_ELEMENTS = tl.constexpr(2048)  # that a program clears at once
@@ -163,9 +162,3 @@ def backward_launches(
         launch_of(tensors.cu_seqlens_q, problem.seqlen_q, gradients.dq, statistics=delta),
         launch_of(tensors.cu_seqlens_k, problem.seqlen_k, gradients.dk, gradients.dv),
     ]
-
-
-def clear(launches: list[Launch]) -> None:
-    """Run these launches."""
-    for launch in launches:
-        launch_kernel(launch)

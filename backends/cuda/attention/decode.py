@@ -19,7 +19,7 @@ Keys are gathered row by row, in pages or not: a page may have any size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from diyfa.backends.cuda.attention.clear import clear, forward_launches
+from diyfa.backends.cuda.attention.clear import forward_launches
 from diyfa.backends.cuda.attention.decode_configs import (
     COMBINED_ELEMENTS,
     PART_KEYS,
@@ -52,17 +52,14 @@ from diyfa.backends.cuda.attention.dots import dot, dot_add, round_to
 from diyfa.backends.cuda.attention.fwd import LOWEST, add_sink, lse_of, online_softmax_update
 from diyfa.backends.cuda.attention.launch import (
     cache_arguments,
-    choice,
     forced_config,
-    own_objects,
     strides,
 )
 from diyfa.backends.cuda.attention.scores import score_without_bias, scores_log2, visible_pairs
 from diyfa.backends.cuda.attention.tile_io import cdiv, padded_head_dim
 from diyfa.backends.cuda.runtime.constants import Constants
-from diyfa.backends.cuda.runtime.launch import can_overlap, is_interpreting, on_device
-from diyfa.backends.cuda.runtime.launcher import launch_kernel
-from diyfa.backends.cuda.runtime.replay import Replay, replay_of
+from diyfa.backends.cuda.runtime.launch import can_overlap, is_interpreting
+from diyfa.backends.cuda.runtime.passes import Pass
 from diyfa.problem import (
     VARLEN,
     AttentionProblem,
@@ -972,68 +969,23 @@ def launches_of(
     return launches
 
 
-def kvcache_forward(
+def cache_pass(
     problem: KVCacheProblem,
     tensors: KVCacheTensors,
     out: torch.Tensor,
     lse: torch.Tensor,
     config: DecodeConfig | None = None,
     launches: Callable[..., list[Launch]] = launches_of,
-) -> None:
-    """Launch the kernels that fill out and lse. `config`, `launches`: another kernel's that splits the work alike."""
+) -> Pass:
+    """Fills out and lse. `config`, `launches`: another kernel's that splits the work alike."""
     config = config or config_of(problem)
-    with on_device(tensors.q):
-        clear(forward_launches(problem, tensors, out, lse))
-        memory = workspace(problem, config, tensors.q.device)
-        for launch in launches(problem, tensors, out, lse, config, memory):
-            launch_kernel(launch)
+    memory = workspace(problem, config, tensors.q.device)
+    found = [*forward_launches(problem, tensors, out, lse), *launches(problem, tensors, out, lse, config, memory)]
+    return Pass(found, [] if memory is None else [memory])
 
 
-def repeat(
-    problem: KVCacheProblem,
-    tensors: KVCacheTensors,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    config: DecodeConfig | None = None,
-    launches: Callable[..., list[Launch]] = launches_of,
-) -> Replay | None:
-    """`Kernel.repeat`; `config` and `launches` as of `kvcache_forward`."""
-    config = config or config_of(problem)
-    tensors, out = own_objects(tensors), out.detach()
-    made, room = [out, lse], None
-    memory = workspace(problem, config, out.device)
-    if memory is not None:
-        elements = -(-memory.numel() // 4) * 4  # what follows is aligned
-        room, memory = elements * memory.element_size(), memory.new_empty(elements + lse.numel())
-        made.append(memory)
-    described = [*forward_launches(problem, tensors, out, lse), *launches(problem, tensors, out, lse, config, memory)]
-    return replay_of(described, tensors.present(), made, choice, numbers=("length",), room=room)
-
-
-def attention_forward(
-    problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor
-) -> None:
+def forward_pass(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor) -> Pass:
     """The same for a forward pass, whose keys lie in a cache that holds them all."""
-    kvcache_forward(*as_kvcache(problem, tensors), _rows(problem, out), lse)
-
-
-def _rows(problem: AttentionProblem, out: torch.Tensor) -> torch.Tensor:
-    """The output of a forward pass as the kernels over a cache write it, (B, S, H, D) or packed."""
-    return out if problem.varlen else as_bhsd(out, problem.layout).transpose(1, 2)
-
-
-def attention_repeat(
-    problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor
-) -> Callable[..., Sequence[torch.Tensor] | None] | None:
-    """`Kernel.repeat` of a forward pass."""
     over_cache, of_cache = as_kvcache(problem, tensors)
-    again = repeat(over_cache, of_cache, _rows(problem, out), lse)
-    if again is None:
-        return None
-    length, heads_first = problem.seqlen_k, problem.layout == "bhsd"
-
-    def of_call(addresses: Sequence[int], present: Sequence[torch.Tensor]) -> Sequence[torch.Tensor] | None:
-        made = again([*addresses, length], present)
-        return made if made is None else (made[0].transpose(1, 2) if heads_first else made[0], made[1])
-
-    return of_call
+    rows = out if problem.varlen else as_bhsd(out, problem.layout).transpose(1, 2)
+    return cache_pass(over_cache, of_cache, rows, lse)._replace(given=of_cache.present())

@@ -31,8 +31,8 @@ from diyfa.backends.cuda.matmul.configs import (
 from diyfa.backends.cuda.runtime import tune
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launch import multiprocessors, on_device
-from diyfa.backends.cuda.runtime.launcher import Tiles, box_of, launch_kernel
-from diyfa.backends.cuda.runtime.replay import Replay, replay_of
+from diyfa.backends.cuda.runtime.launcher import Tiles, box_of
+from diyfa.backends.cuda.runtime.passes import Pass, Replay, launch_each, replay_of
 from diyfa.problem import Launch, MatmulProblem, kept
 from diyfa.tuning import bucket_size
 
@@ -263,8 +263,7 @@ def launches_of(
 
 def run(problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, config: MatmulConfig) -> None:
     """Write a @ b to the contiguous c with one given tile, on the current device."""
-    for launch in launches_of(problem, a, b, c, config):
-        launch_kernel(launch)
+    launch_each(launches_of(problem, a, b, c, config))
 
 
 @kept
@@ -274,39 +273,34 @@ def _bucket(problem: MatmulProblem, a_transposed: bool, b_transposed: bool) -> t
     return (*kinds, *sizes, a_transposed, b_transposed)
 
 
-def repeat(problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, form: str) -> Replay | None:
-    """`Kernel.repeat`."""
-    config = default_config(problem, form)
+def _pass(problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, form: str) -> Pass:
+    """Writes a @ b to c."""
+    config, is_settled = default_config(problem, form), True
     assert config is not None, "`unsupported` has asked"
-    a, b = a.detach(), b.detach()  # different objects, also where both are one matrix
     if problem.autotune and problem.block is None:
-        bucket = _bucket(problem, _is_transposed(a), _is_transposed(b))
+        name, bucket = f"matmul/{form}", _bucket(problem, _is_transposed(a), _is_transposed(b))
         tiles = candidates(problem, form)
-        if not tune.is_settled(f"matmul/{form}", bucket):
-            return None
-        config = tune.best(f"matmul/{form}", bucket, tiles, lambda candidate: None, config)
-    c = a.new_empty((problem.m, problem.n), dtype=TORCH_DTYPE[problem.out_dtype])
+        config = tune.best(name, bucket, tiles, lambda candidate: run(problem, a, b, c, candidate), config)
+        is_settled = tune.is_settled(name, bucket)
     launches = launches_of(problem, a, b, c, config)
     parts = [launch.arguments["partial_ptr"] for launch in launches if "partial_ptr" in launch.arguments]
-    return replay_of(launches, [a, b], [c, *parts], tune.state)
+    return Pass(launches, parts[:1], is_settled=is_settled)
 
 
 def matmul(problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, form: str) -> torch.Tensor:
     """Return a @ b, computed by the kernel of this form."""
     c = a.new_empty((problem.m, problem.n), dtype=TORCH_DTYPE[problem.out_dtype])
-    config = default_config(problem, form)
-    assert config is not None, "`unsupported` has asked"
     with on_device(a):
-        if problem.autotune and problem.block is None:
-            config = tune.best(
-                f"matmul/{form}",
-                _bucket(problem, _is_transposed(a), _is_transposed(b)),
-                candidates(problem, form),
-                lambda candidate: run(problem, a, b, c, candidate),
-                config,
-            )
-        run(problem, a, b, c, config)
+        launch_each(_pass(problem, a, b, c, form).launches)
     return c
+
+
+def repeat(problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, form: str) -> Replay | None:
+    """`Kernel.repeat`."""
+    a, b = a.detach(), b.detach()  # different objects, also where both are one matrix
+    c = a.new_empty((problem.m, problem.n), dtype=TORCH_DTYPE[problem.out_dtype])
+    with on_device(a):
+        return replay_of(_pass(problem, a, b, c, form), [a, b], [c], tune.state)
 
 
 # (inputs, computed in, result, precision)
@@ -331,7 +325,8 @@ def compile_specs(arch: str) -> Iterator[CompileSpec]:
             problem = MatmulProblem("cuda", arch, dtype, compute, out, m, 4096, 4096, precision, None, True, aligned)
             if refusals[form](problem) is None:
                 measured = () if dtype == "bfloat16" else candidates(problem, form)
-                configs.update(dict.fromkeys((default_config(problem, form), *measured)))
+                default = default_config(problem, form)
+                configs.update(dict.fromkeys([*([] if default is None else [default]), *measured]))
         for config in configs:
             yield from _specs_of(problem, config)
 
