@@ -9,12 +9,15 @@ import ctypes
 import struct
 import sys
 from dataclasses import dataclass
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import Any
 
 import pytest
 import torch
 from triton.runtime.jit import JITFunction
 
+from diyfa.backends.cuda import attention, matmul
 from diyfa.backends.cuda.runtime import binaries, launcher, passes
 from diyfa.problem import Launch
 
@@ -123,7 +126,10 @@ class Recorder:
 
 
 def install(patch: pytest.MonkeyPatch) -> Recorder:
-    """Record the launches of all kernels whose modules are loaded."""
+    """Record the launches of the portable kernels, and of all others whose modules are loaded."""
+    for package in (attention, matmul):
+        for module in iter_modules(package.__path__, f"{package.__name__}."):
+            import_module(module.name)
     recorder = Recorder()
     fakes: dict[int, Kernel] = {}
 
