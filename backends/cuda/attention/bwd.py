@@ -48,7 +48,7 @@ from diyfa.backends.cuda.attention.launch import (
 from diyfa.backends.cuda.attention.scores import first_row, row_delta, sequence_of
 from diyfa.backends.cuda.attention.tile_io import (
     PACKED,
-    PORTABLE_FORM,
+    PORTABLE,
     cdiv,
     head_of,
     lengths_of,
@@ -115,7 +115,7 @@ def _preprocess_constants(problem: AttentionProblem) -> PreprocessConstants:
         head_dim_v=problem.head_dim_v,
         block_m=PREPROCESS_BLOCK_M,
         block_dv=padded_head_dim(problem.head_dim_v),
-        form=PORTABLE_FORM,
+        form=PORTABLE.value,
     )
 
 
