@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from functools import cache
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from diyfa.backends.cuda.attention.launch import (
     repeating_backward,
 )
 from diyfa.backends.cuda.runtime.passes import Pass
+from diyfa.imports import import_quickly
 from diyfa.problem import (
     AttentionProblem,
     CompileReport,
@@ -70,7 +70,7 @@ def _later(file: str, function: str, **given: Any) -> Callable[..., Any]:
 
     def call(*arguments: Any) -> Any:
         if not found:
-            found.append(getattr(import_module(f"diyfa.backends.cuda.{file}"), function))
+            found.append(getattr(import_quickly(f"diyfa.backends.cuda.{file}"), function))
         return found[0](*arguments, **given)
 
     return call

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import triton
+import triton.language as tl
 
 from diyfa.backends.cuda.runtime.launch import COMPILE_OPTIONS
 from diyfa.backends.cuda.runtime.launcher import source_of
@@ -85,9 +86,11 @@ def _text(value: Any) -> str:
         return f"{type(value).__qualname__}({each})"
     if isinstance(value, tuple):
         return f"({', '.join(map(_text, value))})"
+    if isinstance(value, tl.dtype):
+        return str(value)
     if value is None or type(value) in (bool, int, float, str):
         return repr(value)
-    raise TypeError(f"a kernel's constant is a plain value, got {value!r}")
+    raise TypeError(f"a kernel's constant is a plain value or a dtype of Triton's, got {value!r}")
 
 
 def key_of_binary(arch: str, launch: Launch, signature: Signature) -> str:
