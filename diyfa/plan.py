@@ -100,6 +100,15 @@ plans: dict[Hashable, Any] = {}
 LIMIT = 4096  # changing lengths make new entries without end
 
 
+# Set while launches are recorded instead of run (`diyfa.ready`): calls of tensors without memory then run as others do.
+recording = False
+
+
+def is_described_only(x: torch.Tensor) -> bool:
+    """Whether a call of such a tensor, which has no memory, only says what its results look like."""
+    return x.is_meta and not recording
+
+
 def is_unseen() -> bool:
     """Whether what runs now is executed at once, seen by nobody but the device."""
     return not (
@@ -119,7 +128,7 @@ def runs_at_once(*tensors: torch.Tensor) -> bool:
         return False
     wants_grad = torch.is_grad_enabled()
     for x in tensors:
-        if type(x) is not torch.Tensor or x.is_meta or (wants_grad and x.requires_grad):
+        if type(x) is not torch.Tensor or is_described_only(x) or (wants_grad and x.requires_grad):
             return False
         if x.layout is not torch.strided or x.is_neg():  # memory that does not hold the values as they are
             return False
