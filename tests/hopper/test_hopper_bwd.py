@@ -62,6 +62,9 @@ CASES = [
     case("sequences_128", layout="thd", lens_q=(65, 200), lens_k=(128, 129), head_dim=128, slack=7),
     case("columns_40", head_dim=40),
     case("large_scores", sm_scale=4.0, causal=True),
+    # Products stop within the last box of 64 columns.
+    case("columns_96_causal", head_dim=96, causal=True),
+    case("columns_72_samples", head_dim=72, batch=2, seq_lens=(130, 70), seqlen_k=150, seqlen_q=150),
 ]
 MORE = [  # each takes seconds; the others have what they have, too
     case("128", head_dim=128),
@@ -72,7 +75,11 @@ MORE = [  # each takes seconds; the others have what they have, too
     case("window", seqlen_q=330, seqlen_k=330, window=(70, 0)),
     case("softcap", softcap=5.0),
     case("sinks_samples", sinks=True, batch=3, seq_lens=(150, 3, 80), seqlen_k=150),
-    case("columns_96", head_dim=96, causal=True, dtype="float16"),
+    case("columns_96", head_dim=96, dtype="float16"),
+    case("columns_80", head_dim=80, causal=True, seqlen_q=300, seqlen_k=130),
+    case("columns_88_sequences", head_dim=88, layout="thd", lens_q=(65, 200), lens_k=(128, 129), slack=7),
+    case("columns_80_softcap", head_dim=80, softcap=5.0),
+    case("columns_104", head_dim=104),
     case("negative_scale", sm_scale=-0.2),
     case("zero_scale", sm_scale=0.0),
 ]
@@ -140,6 +147,7 @@ SUMMED = [
     case("dense_128", head_dim=128, causal=True, seqlen_q=70, seqlen_k=150, heads=4, heads_kv=2, layout="bshd"),
     case("samples", batch=2, seq_lens=(130, 65), seqlen_k=150),
     case("sequences", layout="thd", lens_q=(70, 0, 9), lens_k=(65, 3, 130), slack=5),
+    case("columns_80", head_dim=80, seqlen_q=70, seqlen_k=150),
 ]
 SUMMED_BY = {
     "_bwd_sm90_kernel": SUMMED,
@@ -184,6 +192,7 @@ PARTS = {
         case("all_of_a_head", heads=3, head_dim=128, seqlen_q=70, causal=True),
         case("samples", heads=4, batch=2, seq_lens=(130, 65), seqlen_k=150, sinks=True, dtype="float16"),
         case("sequences", heads=4, layout="thd", lens_q=(70, 0, 9), lens_k=(65, 3, 130), slack=5, head_dim=40),
+        case("columns_72", heads=4, seqlen_q=70, head_dim=72),
         case("transposed", heads=4, heads_kv=2, view="transposed", seqlen_q=70, window=(60, 10)),
     ],
     "_bwd_wide_dkdv_kernel": [
@@ -389,6 +398,7 @@ DETERMINISTIC = {
 MORE_DETERMINISTIC = {
     "causal": (1, 1, 200, 390, 128, -1, 0),
     "more queries": (1, 1, 330, 260, 64, -1, 0),
+    "columns 96": (2, 1, 130, 300, 96, -1, -1),
     "left": (1, 1, 330, 390, 128, 100, -1),
 }
 

@@ -63,12 +63,13 @@ class QueryConstants(Constants):
 
 @gluon.jit
 def _in_register_order(dq):
-    """[64, 64], an accumulator -> the same numbers so that each thread has four that follow each other, and a warp 128.
+    """[64, columns], an accumulator -> the same numbers so that each thread has four that follow each other, and a warp
+    128; 64 columns are DQ_ROWS rows.
 
     A row is 16 * warp + 8 * half + lane // 4, a column 8 * n + 2 * (lane % 4) + bit.
     """
-    parts = dq.reshape([4, 2, 8, 8, 4, 2])  # warp, half, lane // 4, n, lane % 4, bit
-    return parts.permute(3, 0, 2, 4, 1, 5).reshape([DQ_ROWS, DQ_COLUMNS])
+    parts = dq.reshape([4, 2, 8, dq.shape[1] // 8, 4, 2])  # warp, half, lane // 4, n, lane % 4, bit
+    return parts.permute(3, 0, 2, 4, 1, 5).reshape([dq.shape[1] // 4, DQ_COLUMNS])
 
 
 @gluon.jit

@@ -13,7 +13,14 @@ from diyfa.backends.cuda.attention.tile_io import cdiv, lengths_of
 from diyfa.backends.cuda.gluon.compat import ptxas_options
 from diyfa.backends.cuda.gluon.tma import dense_descriptor, ragged_descriptor, rows_box, steps_of
 from diyfa.backends.cuda.hopper.bwd import Sm90BwdConstants, _bwd_sm90_kernel
-from diyfa.backends.cuda.hopper.bwd_configs import BOX_COLUMNS, CONSUMERS, Sm90BwdConfig, config_of, dq_stages
+from diyfa.backends.cuda.hopper.bwd_configs import (
+    BOX_COLUMNS,
+    CONSUMERS,
+    Sm90BwdConfig,
+    config_of,
+    dq_stages,
+    last_columns,
+)
 from diyfa.backends.cuda.hopper.bwd_dq import (
     DQ_COLUMNS,
     DQ_ROWS,
@@ -97,6 +104,7 @@ def _constants(problem: AttentionProblem, form: _Form, direct: bool) -> Sm90BwdC
         producer_registers=config.producer_registers,
         direct=direct,
         rolling=form.rolling,
+        last_columns=last_columns(problem) if config.form == "keys" else BOX_COLUMNS,
     )
 
 
@@ -278,7 +286,7 @@ class Sm90Backward:
         elif config.form == "keys":
             assert self.dq is not None, "it is added up in memory"
             of_dq = {
-                "dq_tensor": _rows_descriptor(self.dq, DQ_ROWS.value),
+                "dq_tensor": _rows_descriptor(self.dq, DQ_ROWS.value * last_columns(problem) // BOX_COLUMNS),
                 **self._rolling(),
                 "semaphores_ptr": self.semaphores,
                 "counter_ptr": self.counter,

@@ -222,7 +222,7 @@ class Builder(InterpreterBuilder):
         if any(start < 0 or start + size > whole for start, size, whole in bounds):
             raise InvalidOperand(f"slice {offsets} + {ty.shape} of shared memory {view.array.shape}, at {location()}")
         part = tuple(slice(start, start + size) for start, size in zip(offsets, ty.shape, strict=True))
-        return SharedView(view.allocation, view.array[part], ty.layout)
+        return SharedView(view.allocation, view.array[part], ty.layout, view.dtype)
 
     def create_memdesc_trans(self, view: SharedView, order: list[int]) -> SharedView:
         layout = inference().of_view("memdesc_trans", view.dtype, view.array.shape, view.layout, list(order))
