@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from diyfa.backends.cuda.gluon.inline_ptx import post_processing
-from diyfa.backends.cuda.runtime.binaries import StoredBinary, cache_folder
+from diyfa.backends.cuda.runtime.binaries import StoredBinary, cache_folder, why_unknown
 from diyfa.backends.cuda.runtime.launch import COMPILE_OPTIONS, may_compile
 from diyfa.backends.cuda.runtime.launcher import Box, Kinds, Signature, Source, source_of
 from diyfa.backends.cuda.runtime.pack import installed
@@ -76,6 +76,8 @@ def compile_binary(arch: str, launch: Launch, signature: Signature) -> StoredBin
 
 
 def _why_it_is_missing(arch: str) -> str:
+    if reason := why_unknown():
+        return reason
     pack, folder = installed(arch), cache_folder()
     in_pack = pack.reason if pack.pack is None else f"it is not in {pack.pack.path}"
     return f"{in_pack}, " + ("and there is no cache folder" if folder is None else f"nor is it in {folder.path}")
