@@ -35,7 +35,7 @@ def import_quickly(name: str) -> ModuleType:
 @contextmanager
 def _quick_sources() -> Iterator[None]:
     before = inspect.getsourcelines
-    inspect.getsourcelines = source_lines
+    inspect.getsourcelines = source_lines  # type: ignore[assignment]
     try:
         yield
     finally:

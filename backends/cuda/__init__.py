@@ -275,6 +275,15 @@ class CudaBackend:
 
         return tune.tuning
 
+    def binaries(self, arch: str) -> str:
+        """Say where the first call of a process finds compiled kernels."""
+        from diyfa.backends.cuda.runtime.binaries import cache_folder
+        from diyfa.backends.cuda.runtime.pack import installed
+
+        pack, folder = installed(arch), cache_folder()
+        known = pack.reason if pack.pack is None else f"{len(pack.pack)} kernels in {pack.pack.path}"
+        return f"{known}; " + ("no cache folder" if folder is None else f"cache folder {folder.path}")
+
     def merge(self, out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
         from diyfa.backends.cuda.attention import merge
 

@@ -44,6 +44,7 @@ FACTS = {
     "backends/cuda/__init__.py:_arch_of_gpu": "of a device; asked in each call",
     "backends/cuda/attention/configs.py:_rows": "rows of a table that fit; asked in each new call",
     "backends/cuda/gluon/compat.py:ptxas_options": "searches ptxas",
+    "backends/cuda/runtime/binaries.py:_sources": "names of the sources",
     "backends/cuda/runtime/binaries.py:source_hash": "reads the sources",
     "backends/cuda/runtime/launcher.py:_known_arguments": "of a kernel: the arguments that are no constants",
     "backends/cuda/runtime/launcher.py:_Arguments.patterns": "of a kernel: which of them are tensors, by their types",

@@ -395,7 +395,9 @@ def _adder(CONSUMER: gl.constexpr, sizes, shared, dq, dq_tensor, semaphores_ptr,
                 if config.DETERMINISTIC:
                     wait_for_turn(semaphores_ptr + half, keys.turn(block, sizes, config))
                 row = ((first_of_dq + block) * CONSUMER_COUNT + CONSUMER) * DQ_ROWS
-                for part in gl.static_range(_columns_of(CONSUMER, config.BOXES, config.LAST_COLUMNS) // config.LAST_COLUMNS):
+                for part in gl.static_range(
+                    _columns_of(CONSUMER, config.BOXES, config.LAST_COLUMNS) // config.LAST_COLUMNS
+                ):
                     buffer = ring.dq_buffers.index(CONSUMER).slice(part * PART_ROWS, PART_ROWS, 0)
                     async_reduce_add(dq_tensor, [row + part * PART_ROWS, 0], buffer)
                 tma.store_wait(0)
@@ -468,7 +470,9 @@ def _start_gradient(weights, buffers, stage, x, config: gl.constexpr):
         if len(x) == 1:
             right = run_of(buffers, stage, config.BOXES, 0, config.BOXES)
         else:
-            right = box_of(buffers, stage, j, config.BOXES).slice(0, _columns_of(j, config.BOXES, config.LAST_COLUMNS), 1)
+            right = box_of(buffers, stage, j, config.BOXES).slice(
+                0, _columns_of(j, config.BOXES, config.LAST_COLUMNS), 1
+            )
         left = gl.convert_layout(weights, gl.DotOperandLayout(0, x[j].type.layout, 2))  # costs nothing
         started += (warpgroup_mma(left, right, x[j], is_async=True),)
     return started
@@ -631,7 +635,6 @@ def _wait_for_other():
 def _consumer(INDEX: gl.constexpr, sizes, shared, outputs, dq, key_blocks):
     """One warpgroup: dK and dV of its 64 keys of each block, and half of what all 128 add to dQ."""
     config: gl.constexpr = shared.config
-    B: gl.constexpr = config.BOXES
     scale = scale_in_log2(outputs.scale, config.SOFTCAP)
     item = 0
     turn = 0
@@ -701,7 +704,9 @@ def _store_rows(x, tensor, keys, buffers, c: gl.constexpr, config: gl.constexpr)
         run_of(buffers, c, B, 0, B).store(x[0].to(buffers.dtype))
     else:
         for j in gl.static_range(B):
-            box_of(buffers, c, j, B).slice(0, _columns_of(j, config.BOXES, config.LAST_COLUMNS), 1).store(x[j].to(buffers.dtype))
+            box_of(buffers, c, j, B).slice(0, _columns_of(j, config.BOXES, config.LAST_COLUMNS), 1).store(
+                x[j].to(buffers.dtype)
+            )
     fence_async_shared()
     for j in gl.static_range(B):
         start_store(

@@ -107,10 +107,11 @@ def by_name_only(problem: AttentionProblem) -> str | None:
     keys = keys_seen(problem)
     elements = MIN_KV_LOOP << problem.deterministic  # programs then wait for each other
     queries = problem.seqlen_q * problem.heads_q // problem.heads_kv
-    large = keys * widest(problem) >= elements and rows * problem.heads_q * keys >= MIN_SCORES
+    scores = MIN_SCORES if problem.heads_q > problem.heads_kv else MIN_SCORES // 2  # no parts of groups to add up
+    large = keys * widest(problem) >= elements and rows * problem.heads_q * keys >= scores
     if large and queries >= MIN_QUERIES:
         return None
-    return f"sm90 pays from {elements} elements of K for a query, {MIN_QUERIES} queries, and {MIN_SCORES} scores, on"
+    return f"sm90 pays from {elements} elements of K for a query, {MIN_QUERIES} queries, and {scores} scores, on"
 
 
 def unsupported(problem: AttentionProblem) -> str | None:

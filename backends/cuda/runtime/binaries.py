@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import triton
 import triton.language as tl
 
-from diyfa.backends.cuda.runtime.launch import COMPILE_OPTIONS
+from diyfa.backends.cuda.runtime.launch import COMPILE_OPTIONS, LOADED_AT
 from diyfa.backends.cuda.runtime.launcher import source_of
 from diyfa.tuning import cache_dir
 
@@ -68,15 +68,34 @@ def checksum(key: str, data: bytes) -> bytes:
 
 
 @cache
+def _sources() -> dict[str, Path]:
+    """The files that a binary follows from, by name: kernels, and what describes them to the compiler."""
+    found = {path.relative_to(_PACKAGE).as_posix(): path for path in _PACKAGE.rglob("*.py")}
+    return {name: found[name] for name in sorted(found) if not name.startswith("compile/")}  # which calls the compiler
+
+
+@cache
 def source_hash() -> str:
-    """Return a hash of the files that a binary follows from: kernels, and what describes them to the compiler."""
+    """Return a hash of the sources."""
     found = blake2b(digest_size=16)
-    for path in sorted(_PACKAGE.rglob("*.py"), key=lambda path: path.relative_to(_PACKAGE).as_posix()):
-        name = path.relative_to(_PACKAGE).as_posix()
-        if not name.startswith("compile/"):  # which only calls the compiler
-            text = path.read_bytes().replace(b"\r\n", b"\n")
-            found.update(f"{name} {len(text)}\n".encode() + text)
+    for name, path in _sources().items():
+        text = path.read_bytes().replace(b"\r\n", b"\n")
+        found.update(f"{name} {len(text)}\n".encode() + text)
     return found.hexdigest()
+
+
+def why_unknown() -> str | None:
+    """Say why this process can know its kernels neither by a pack nor by the cache folder, or None."""
+    if triton.knobs.compilation.always_compile:
+        return "TRITON_ALWAYS_COMPILE is set"
+    try:
+        source_hash()
+        times = [time for x in map(os.stat, _sources().values()) for time in (x.st_mtime, x.st_ctime)]
+    except OSError as error:
+        return f"diyfa's files cannot be read: {error.strerror}"
+    if max(times) > LOADED_AT - 0.02:  # file systems count time in steps
+        return "diyfa's files were changed after this process began"  # what it has loaded of them is not known
+    return None
 
 
 def _text(value: Any) -> str:
@@ -171,13 +190,13 @@ def find_binary(arch: str, key: str) -> StoredBinary | None:
 
 def stored_binary(arch: str, launch: Launch, signature: Signature) -> StoredBinary:
     """Return the binary that runs `launch`, from the pack, the cache folder or the compiler, which fills the folder."""
-    key = key_of_binary(arch, launch, signature)
-    found = find_binary(arch, key)
+    key = None if why_unknown() else key_of_binary(arch, launch, signature)
+    found = None if key is None else find_binary(arch, key)
     if found is None:
         from diyfa.backends.cuda.runtime.jit import compile_with_notice
 
         found = compile_with_notice(arch, launch, signature)
         folder = cache_folder()
-        if folder is not None:
+        if key is not None and folder is not None:
             folder.put(key, found)
     return found

@@ -5,7 +5,6 @@ The environment variable DIYFA_JIT says whether it may: "auto", the default, or 
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 import threading
@@ -18,15 +17,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from diyfa.backends.cuda.gluon.inline_ptx import post_processing
-from diyfa.backends.cuda.runtime.binaries import StoredBinary
-from diyfa.backends.cuda.runtime.launch import COMPILE_OPTIONS
+from diyfa.backends.cuda.runtime.binaries import StoredBinary, cache_folder, why_unknown
+from diyfa.backends.cuda.runtime.launch import COMPILE_OPTIONS, may_compile
 from diyfa.backends.cuda.runtime.launcher import Box, Kinds, Signature, Source, source_of
 from diyfa.backends.cuda.runtime.pack import installed
 
 if TYPE_CHECKING:
     from diyfa.problem import Launch
 
-SETTINGS = ("auto", "never")
 NOTICE_AFTER = 1.0  # seconds
 
 
@@ -77,13 +75,18 @@ def compile_binary(arch: str, launch: Launch, signature: Signature) -> StoredBin
     return stored(compile_for(arch, launch, signature), signature.kinds)
 
 
-def remedy(arch: str, launch: Launch) -> str:
-    """Say which kernel is compiled, why, and what would spare it."""
-    pack = installed(arch)
-    why = pack.reason if pack.pack is None else f"{pack.pack.path} does not have it"
+def _why_it_is_missing(arch: str) -> str:
+    if reason := why_unknown():
+        return reason
+    pack, folder = installed(arch), cache_folder()
+    in_pack = pack.reason if pack.pack is None else f"it is not in {pack.pack.path}"
+    return f"{in_pack}, " + ("and there is no cache folder" if folder is None else f"nor is it in {folder.path}")
+
+
+def _what_spares_it(arch: str) -> str:
     return (
-        f"diyfa compiles {launch.kernel.fn.__name__} for {arch}: {why}, nor does the cache folder. `diyfa warmup` "
-        f"compiles beforehand; the package that `diyfa pack {arch}` builds has kernels ready"
+        f"`diyfa warmup` compiles kernels beforehand, and the wheel that `diyfa pack {arch}` builds has them for every "
+        "machine"
     )
 
 
@@ -92,12 +95,13 @@ _noticed: list[bool] = []
 
 @contextmanager
 def _notice(arch: str, launch: Launch) -> Iterator[None]:
-    """Print `remedy` where what is inside takes longer than NOTICE_AFTER, once in a process."""
+    """Print a line where what is inside takes longer than NOTICE_AFTER, once in a process."""
 
     def say() -> None:
         if not _noticed:
             _noticed.append(True)
-            print(remedy(arch, launch), file=sys.stderr, flush=True)
+            what = f"diyfa is compiling {launch.kernel.fn.__name__} for {arch}, which takes seconds"
+            print(f"{what}: {_why_it_is_missing(arch)}. {_what_spares_it(arch)}.", file=sys.stderr, flush=True)
 
     if _noticed:
         yield
@@ -116,12 +120,10 @@ def compile_with_notice(arch: str, launch: Launch, signature: Signature) -> Stor
 
     Raises:
         RuntimeError: DIYFA_JIT=never.
-        ValueError: DIYFA_JIT is something else than `SETTINGS`.
+        ValueError: another value of DIYFA_JIT than `JIT_SETTINGS`.
     """
-    setting = os.environ.get("DIYFA_JIT") or "auto"
-    if setting not in SETTINGS:
-        raise ValueError(f"DIYFA_JIT must be one of {', '.join(SETTINGS)}, got {setting!r}")
-    if setting == "never":
-        raise RuntimeError(f"DIYFA_JIT=never: {remedy(arch, launch)}")
+    if not may_compile():
+        what = f"DIYFA_JIT=never, and {launch.kernel.fn.__name__} for {arch} would have to be compiled"
+        raise RuntimeError(f"{what}: {_why_it_is_missing(arch)}. {_what_spares_it(arch)}")
     with _notice(arch, launch):
         return compile_binary(arch, launch, signature)

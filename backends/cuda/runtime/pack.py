@@ -23,9 +23,9 @@ from diyfa.backends.cuda.runtime.binaries import StoredBinary, checksum, packed,
 log = logging.getLogger(__name__)
 FILE_NAME = "binaries.pack"
 FORMAT = 1
-_HEADER = struct.Struct("<8sII16s")  # magic, format, bytes of the index, its checksum
 _MAGIC = b"DIYFAPAK"
-_INDEX, _DICTIONARY = "index", "dictionary"  # what their checksums are made with in place of a kernel's key
+_HEADER = struct.Struct("<8sII16s")  # magic, format, bytes of the index, its checksum
+_AGAIN = "install it again"
 
 
 class PackError(ValueError):
@@ -37,82 +37,88 @@ def module_name(arch: str) -> str:
     return f"diyfa_{arch.replace('_', '')}"
 
 
-def write_pack(path: Path, arch: str, binaries: Mapping[str, StoredBinary], sources: str | None = None) -> None:
-    """Write a pack of `binaries` by their keys. `sources`: the hash that it is valid for, by default of these ones."""
-    data = {key: packed(binary) for key, binary in sorted(binaries.items())}
-    dictionary = _dictionary(list(data.values()))
+def _compression() -> Any:
+    """Python's lzma, which not every Python is built with. Instructions have 16 bytes, which it is told."""
+    import lzma
+
+    filters = [{"id": lzma.FILTER_LZMA2, "preset": 6, "lc": 0, "lp": 4, "pb": 4}]
+    return lzma, {"format": lzma.FORMAT_RAW, "filters": filters}
+
+
+def without_debug(cubin: bytes) -> bytes:
+    """Clear the debug sections, which hold the kernel's PTX and paths of the machine that compiled it.
+
+    They are three quarters of a cubin. Telling the compiler to leave them out changes how it allocates registers.
+    """
+    (sections,) = struct.unpack_from("<Q", cubin, 40)
+    size, count, index_of_names = struct.unpack_from("<3H", cubin, 58)
+    headers = [struct.unpack_from("<IIQQQQ", cubin, sections + i * size) for i in range(count)]
+    names = headers[index_of_names][4]
+    cleared = bytearray(cubin)
+    for name, _, _, _, offset, length in headers:
+        if cubin.startswith((b".debug_", b".nv_debug_"), names + name):
+            cleared[offset : offset + length] = bytes(length)
+    return bytes(cleared)
+
+
+def write_pack(path: Path, arch: str, binaries: Mapping[str, StoredBinary]) -> None:
+    """Write a pack of `binaries` by their keys, which are those of these sources."""
+    lzma, how = _compression()
     entries: dict[str, tuple[int, int, str]] = {}  # key -> (offset behind the index, bytes, checksum)
-    parts = [dictionary]
-    offset = len(dictionary)
-    for key, each in data.items():
-        compressor = zlib.compressobj(9, zdict=dictionary)
-        part = compressor.compress(each) + compressor.flush()
-        entries[key] = offset, len(part), checksum(key, each).hex()
+    parts: list[bytes] = []
+    offset = 0
+    for key, binary in sorted(binaries.items()):
+        part = lzma.compress(packed(binary._replace(cubin=without_debug(binary.cubin))), **how)
+        entries[key] = offset, len(part), checksum(key, part).hex()
         parts.append(part)
         offset += len(part)
-    content = {
-        "arch": arch, "sources": sources or source_hash(), "dictionary": [len(dictionary), _hex(dictionary)],
-        "entries": entries,
-    }  # fmt: skip
+    content = {"arch": arch, "sources": source_hash(), "entries": entries}
     index = zlib.compress(json.dumps(content).encode(), 9)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with temporary.open("wb") as file:
-        file.write(_HEADER.pack(_MAGIC, FORMAT, len(index), checksum(_INDEX, index)))
+        file.write(_HEADER.pack(_MAGIC, FORMAT, len(index), checksum("index", index)))
         file.write(index)
         file.writelines(parts)
     os.replace(temporary, path)
 
 
-def _hex(dictionary: bytes) -> str:
-    return checksum(_DICTIONARY, dictionary).hex()
-
-
-def _dictionary(binaries: list[bytes]) -> bytes:
-    """Bytes that binaries have in common, by which each is compressed."""
-    return b""
-
-
 class Pack:
     """An open pack."""
 
-    def __init__(self, path: Path, index: dict[str, Any], begin: int, dictionary: bytes) -> None:
-        self.path, self._begin, self._dictionary = path, begin, dictionary
-        self.arch: str = index["arch"]
-        self.sources: str = index["sources"]
-        self._entries: dict[str, tuple[int, int, str]] = index["entries"]
+    def __init__(self, path: Path, entries: dict[str, tuple[int, int, str]], begin: int) -> None:
+        self.path, self._entries, self._begin = path, entries, begin
 
     def __len__(self) -> int:
         return len(self._entries)
 
     @classmethod
     def open(cls, path: Path, arch: str) -> Pack:
-        """Read the index. Raises PackError, with the reason, where this is no pack of these sources and `arch`."""
+        """Read the index. Raises PackError, with the reason, where this is no pack for `arch` and these sources."""
         try:
+            _compression()
             with path.open("rb") as file:
                 head = file.read(_HEADER.size)
                 if len(head) < _HEADER.size or not head.startswith(_MAGIC):
-                    raise PackError("it is no pack")
+                    raise PackError(f"it is no pack: {_AGAIN}")
                 _, version, size, expected = _HEADER.unpack(head)
                 if version != FORMAT:
-                    raise PackError(f"its format is {version}, this diyfa reads {FORMAT}")
+                    raise PackError(f"its format is {version}, and this diyfa reads {FORMAT}")
                 index = file.read(size)
-                if checksum(_INDEX, index) != expected:
-                    raise PackError("its index is damaged: install it again")
-                content = json.loads(zlib.decompress(index))
-                if content["arch"] != arch:
-                    raise PackError(f"it is for {content['arch']}, not for {arch}")
-                if content["sources"] != source_hash():
-                    raise PackError("it was made from other sources than this diyfa: install the one of this version")
-                length, of_dictionary = content["dictionary"]
-                dictionary = file.read(length)
+            if checksum("index", index) != expected:
+                raise PackError(f"its index is damaged: {_AGAIN}")
         except OSError as error:
-            raise PackError(f"it cannot be read ({error.strerror})") from error
-        if _hex(dictionary) != of_dictionary:
-            raise PackError("it is damaged: install it again")
-        return cls(path, content, _HEADER.size + size, dictionary)
+            raise PackError(f"it cannot be read: {error.strerror}") from error
+        except ImportError as error:
+            raise PackError(f"this Python has no lzma: {error}") from error
+        content = json.loads(zlib.decompress(index))
+        if content["arch"] != arch:
+            raise PackError(f"it is for {content['arch']}, not for {arch}")
+        if content["sources"] != source_hash():
+            raise PackError("it was made from other sources than this diyfa: install the pack of this version")
+        return cls(path, content["entries"], _HEADER.size + size)
 
     def get(self, key: str) -> StoredBinary | None:
-        """Return the binary with this key; None, with a warning where it is damaged, if there is none."""
+        """Return the binary with this key; None where there is none or, with a line in the log, it is damaged."""
         place = self._entries.get(key)
         if place is None:
             return None
@@ -121,13 +127,14 @@ class Pack:
             with self.path.open("rb") as file:
                 file.seek(self._begin + offset)
                 part = file.read(size)
-            data = zlib.decompressobj(zdict=self._dictionary).decompress(part)
-        except (OSError, zlib.error):
-            data = b""
-        if checksum(key, data).hex() != expected:
-            _warn(self.path, "it is damaged: install it again")
+        except OSError as error:
+            _warn(self.path, f"it cannot be read: {error.strerror}")
             return None
-        return unpacked(data)
+        if checksum(key, part).hex() != expected:
+            _warn(self.path, f"a kernel in it is damaged: {_AGAIN}")
+            return None
+        lzma, how = _compression()
+        return unpacked(lzma.decompress(part, **how))
 
 
 @cache
@@ -154,7 +161,7 @@ class Installed(NamedTuple):
 
 @cache
 def installed(arch: str) -> Installed:
-    """Return the pack that is installed for `arch`, with a warning where it is refused."""
+    """Return the pack that is installed for `arch`, with a line in the log where it is refused."""
     path = file_of_pack(arch)
     if path is None:
         return Installed(None, f"no pack for {arch} is installed")
