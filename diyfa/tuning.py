@@ -188,6 +188,7 @@ class Tuner:
         self._renew_lock()
         self.enabled = os.environ.get("DIYFA_AUTOTUNE", "1") != "0"
         self._asked = self.measures_unasked
+        self.recording = False  # whether `best` has all candidates run, untimed, because nothing is launched
         self._watch: Callable[[TriedTile], None] = lambda tried: None
         self._without: Sequence[dict[str, Any]] = ()
         self.cleared = 0  # how often
@@ -237,6 +238,10 @@ class Tuner:
             does not compile or fit is left out; any other error of `run` is raised.
         """
         if not self.enabled:
+            return default
+        if self.recording:
+            for config in candidates if self._asked else ():
+                run(config)
             return default
         device = self._device()
         if device is None:

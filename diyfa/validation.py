@@ -233,7 +233,7 @@ def check_values(lengths: Lengths, q: torch.Tensor, k: torch.Tensor, layout: str
     """Lengths that passed the other checks fit q and k, as far as the host may read them: seq_lens, and packed lengths
     where that waits for no device, on the CPU."""
     seq_lens, cu_seqlens_q, cu_seqlens_k = lengths.seq_lens, lengths.cu_seqlens_q, lengths.cu_seqlens_k
-    if seq_lens is not None and seq_lens.numel() and not is_capturing(seq_lens):
+    if seq_lens is not None and seq_lens.numel() and not (seq_lens.is_meta or is_capturing(seq_lens)):
         seqlen_k = k.shape[LAYOUTS[layout][2]]
         low, high = _bounds_of(seq_lens)
         if low <= 0 or high > seqlen_k:

@@ -254,14 +254,20 @@ class CudaBackend:
         self.kernels = _kernels()
 
     def accepts(self, device: torch.device) -> str | None:
-        from diyfa.backends.cuda.runtime.launch import is_interpreting
+        from diyfa.backends.cuda.runtime import launch
 
-        if device.type == "cuda" or (device.type == "cpu" and is_interpreting()):
+        if device.type == "cuda" or (device.type == "cpu" and launch.is_interpreting()):
+            return None
+        if launch.stand_in is not None and device.type in ("cpu", "meta"):
             return None
         return f"it takes cuda tensors, got tensors on {device}"
 
     def arch(self, device: torch.device) -> str:
         if device.type != "cuda":
+            from diyfa.backends.cuda.runtime import launch
+
+            if launch.stand_in is not None:
+                return launch.stand_in.arch
             return os.environ.get("DIYFA_ARCH", "sm_90")
         return _arch_of_gpu(device)
 

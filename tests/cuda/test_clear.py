@@ -35,9 +35,8 @@ def test_rows_of_no_sequence(monkeypatch: pytest.MonkeyPatch, name: str, shares:
     for first, last in covered:
         outside[first:last] = False
     launch = clear.launch_of(cu_seqlens, longest, x, y, lse, float("inf"))
-    before = launch.constants["c"].shares
-    values = clear.ClearConstants(40, 24, 64, 32, shares)
-    launch_kernel(launch._replace(grid=launch.grid // before * shares, constants={"c": values}))
+    before = launch.arguments["shares"]
+    launch_kernel(launch._replace(grid=launch.grid // before * shares, arguments=launch.arguments | {"shares": shares}))
     for cleared, value in ((x, 0.0), (y, 0.0), (lse.T, float("inf"))):
         assert bool((cleared[outside] == value).all()) and bool((cleared[~outside] == 1).all())
     assert bool((x._base[:, :, 0] == 1).all()) and bool((y._base[:, 0] == 1).all())

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -819,16 +820,18 @@ def constants_of(problem: KVCacheProblem, config: DecodeConfig, parts: int = 1, 
     """What the kernels are compiled for; `parts`, `together`: see `parts_apart` and `heads_together`."""
     scan = scan_of(problem, config)
     is_one_scan = problem.batch * row_blocks(problem, config) <= scan
+    # A lone query stands at the last key. In the mode its kernel has to be that of several.
+    has_right = problem.window_right >= 0 and (problem.seqlen_q > 1 or problem.batch_invariant)
     return _constants_of_kind(
         problem, config, is_split(problem), scan, is_one_scan, has_long_line(problem, config),
-        together == problem.heads_kv, parts > 1,
+        together == problem.heads_kv, parts > 1, has_right,
     )  # fmt: skip
 
 
 @by_kind
 def _constants_of_kind(
     problem: KVCacheProblem, config: DecodeConfig, split: bool, scan: int, one_scan: bool, long_line: bool,
-    one_turn: bool, parts_apart: bool,
+    one_turn: bool, parts_apart: bool, has_right: bool,
 ) -> DecodeConstants:  # fmt: skip
     block_d, block_rest = feature_blocks(problem.head_dim)
     return DecodeConstants(
@@ -839,7 +842,7 @@ def _constants_of_kind(
         one_turn=one_turn,
         by_tile=False,
         has_left=problem.window_left >= 0,
-        has_right=problem.window_right >= 0,
+        has_right=has_right,
         softcap=problem.softcap != 0.0,
         alibi=problem.alibi,
         bias=False,
@@ -866,12 +869,19 @@ def _constants_of_kind(
     )
 
 
+# Constants that the kernels behind `_decode_kernel` do not read: how it reads keys and forms scores.
+_NOT_COMBINED: dict[str, Any] = {
+    "softcap": False, "alibi": False, "head_dim": 0, "block_d": 0, "block_rest": 0, "page_size": 0, "one_page": False,
+    "value_pairs": False, "values_in_keys": False, "widen": False, "parts_apart": False,
+}  # fmt: skip
+
+
 @by_kind
 def _constants_of_combine(
     problem: KVCacheProblem, c: DecodeConstants, by_tile: bool, columns: int, parts: int
 ) -> DecodeConstants:
-    """Constants of the `_combine_kernel` that follows a `_decode_kernel` with the constants `c`."""
-    return DecodeConstants(**vars(c) | {"by_tile": by_tile, "columns": columns, "parts": parts})
+    """Constants of the `_combine_kernel` or `_fold_kernel` that follows a `_decode_kernel` with the constants `c`."""
+    return DecodeConstants(**vars(c) | _NOT_COMBINED | {"by_tile": by_tile, "columns": columns, "parts": parts})
 
 
 def config_of(problem: KVCacheProblem) -> DecodeConfig:
@@ -952,7 +962,7 @@ def launches_of(
         rows = rows_per_tile(problem, config)
         rows_each = 1
         grid: int | tuple[int, int, int] = count // parts * rows
-        kernel, merging = _fold_kernel, c
+        kernel, merging = _fold_kernel, _constants_of_combine(problem, c, False, c.columns, c.parts)
         if parts == 1:  # constants that differ with batch and capacity are not those of `_decode_kernel`
             tiles = problem.batch * row_blocks(problem, config) * problem.heads_kv
             by_tile, columns = c.one_scan and tiles < count, combined_columns(problem, config, count)

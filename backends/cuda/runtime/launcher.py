@@ -534,6 +534,13 @@ def allocator_of(device_type: str) -> Callable[[Sequence[int], Sequence[int], to
     return lambda sizes, strides, dtype: torch.empty_strided(sizes, strides, dtype=dtype, device=device_type)
 
 
+recorder: Callable[[Launch], None] | None = None  # gets launches instead of the driver: see compile/recording.py
+
+
+def is_recording() -> bool:
+    return recorder is not None
+
+
 def is_for_triton(launch: Launch) -> bool:
     """Whether Triton's own launch is to be used: for profilers that hook launches, and in the interpreter."""
     return launches_are_hooked() or not hasattr(launch.kernel, "params")
@@ -541,12 +548,15 @@ def is_for_triton(launch: Launch) -> bool:
 
 def load_kernel(launch: Launch) -> None:
     """Have the binary of `launch` loaded on the current device."""
-    if not is_for_triton(launch):
+    if recorder is None and not is_for_triton(launch):
         binary_of(launch, signature_of(launch), current_device())
 
 
 def launch_kernel(launch: Launch) -> None:
     """Launch on the current device and stream."""
+    if recorder is not None:
+        recorder(launch)
+        return
     grid = launch.grid if isinstance(launch.grid, tuple) else (launch.grid,)
     if is_for_triton(launch):
         launch_by_triton(launch)

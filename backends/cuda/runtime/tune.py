@@ -104,3 +104,9 @@ def set_enabled(on: bool) -> bool:
     """Turn tuning on or off for this process; returns what it was."""
     previous, _tuner.enabled = _tuner.enabled, bool(on)
     return previous
+
+
+def set_recording(on: bool) -> bool:
+    """Have `best` run all candidates untimed, or not any more; returns what it was."""
+    previous, _tuner.recording = _tuner.recording, bool(on)
+    return previous

@@ -1,0 +1,1 @@
+"""Ready at once: which calls kernels are compiled for beforehand, and how."""
