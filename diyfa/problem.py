@@ -714,8 +714,9 @@ class Backend(Protocol):
 
     A backend that can compile ahead of time also has `compile(target, only=None, every=1) -> Iterator[CompileReport]`
     and may have `cases` of these arguments, which lists kernel and case of each beforehand. One that measures its tiles
-    has `tuning`, a `Tuning`, and one with a kernel for it `merge(out, lse, part, part_lse)`: see
-    `diyfa.distributed.merge`, where PyTorch's operators do the same.
+    has `tuning`, a `Tuning`, one with a kernel for it `merge(out, lse, part, part_lse)`: see
+    `diyfa.distributed.merge`, where PyTorch's operators do the same. One that keeps compiled kernels says where with
+    `binaries(arch) -> str`.
     """
 
     name: str

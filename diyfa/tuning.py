@@ -70,11 +70,11 @@ def user_cache() -> Path | None:
     return home and home / ".cache" / "diyfa"
 
 
-def cache_dir() -> Path | None:
-    """Folder of the tuning files: `tune` in DIYFA_CACHE_DIR or `user_cache()`; None where nothing can be kept."""
+def cache_dir(name: str = "tune") -> Path | None:
+    """Folder `name` in DIYFA_CACHE_DIR or `user_cache()`, by default that of the tuning files; None without either."""
     explicit = os.environ.get("DIYFA_CACHE_DIR")
     base = Path(explicit) if explicit else user_cache()
-    return base and base / "tune"
+    return base and base / name
 
 
 def diyfa_version() -> str:

@@ -28,7 +28,7 @@ from diyfa.backends.cuda.hopper import bwd_launch as hopper_bwd  # noqa: F401
 from diyfa.backends.cuda.hopper import configs as hopper_configs
 from diyfa.backends.cuda.hopper import decode_mla, decode_mla_configs, prefill  # noqa: F401
 from diyfa.backends.cuda.hopper import fwd as hopper_fwd
-from diyfa.backends.cuda.runtime import launcher, tune
+from diyfa.backends.cuda.runtime import binaries, launcher, tune
 from diyfa.backends.cuda.runtime import passes as runtime_passes
 
 HOPPER_BACKWARD = ["_prepare_kernel", "_bwd_sm90_kernel", "_convert_kernel"]
@@ -346,7 +346,7 @@ def test_lengths_are_checked_when_a_call_is_repeated(recorder):
 
 CHANGES = {
     "tuner": lambda patch: patch.setattr(tune._tuner, "cleared", tune._tuner.cleared + 1),
-    "hook": lambda patch: patch.setattr(launcher.triton.knobs.runtime, "launch_enter_hook", lambda metadata: None),
+    "hook": lambda patch: patch.setattr(launcher.knobs.runtime, "launch_enter_hook", lambda metadata: None),
 }
 
 
@@ -468,8 +468,8 @@ def test_tensors_of_another_device_run_on_it(monkeypatch, recorder):
     """It is made the current one where kernels are compiled, and around allocation and launch."""
     entered, compiled_in = [], []
     monkeypatch.setattr(Device, "entered", entered, raising=False)
-    compile_it = recorder.compile_for
-    monkeypatch.setattr(launcher, "compile_for", lambda *args: compiled_in.append(list(entered)) or compile_it(*args))
+    store = recorder.stored_binary
+    monkeypatch.setattr(binaries, "stored_binary", lambda *args: compiled_in.append(list(entered)) or store(*args))
     q, k, v = qkv()
     attend(q, k, v)
     monkeypatch.setattr(launcher, "_binaries", {})

@@ -24,7 +24,7 @@ from diyfa import ops, registry
 from diyfa import plan as planning
 from diyfa.backends.cuda.attention import decode_configs
 from diyfa.backends.cuda.hopper import configs as hopper_configs
-from diyfa.backends.cuda.runtime import launcher, passes, tune
+from diyfa.backends.cuda.runtime import jit, launcher, passes, tune
 from diyfa.backends.cuda.runtime.launcher import Tiles, box_of
 from diyfa.problem import Launch
 
@@ -76,7 +76,7 @@ class Described:
 
 def launch_by_triton(launch: Launch) -> None:
     """Launch the same binary by Triton's launcher."""
-    compiled = launcher.compile_for("sm_90", launch, launcher.signature_of(launch))
+    compiled = jit.compile_for("sm_90", launch, launcher.signature_of(launch))
     given = {**launch.arguments, **launch.constants}
     arguments = [given[name] for name in launch.kernel.arg_names]
     grid = launch.grid if isinstance(launch.grid, tuple) else (launch.grid,)

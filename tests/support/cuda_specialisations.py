@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from diyfa.backends.cuda import backend as cuda
-from diyfa.backends.cuda.attention import bwd, fwd
+from diyfa.backends.cuda.attention import bwd, configs, fwd
 from diyfa.backends.cuda.runtime import launcher, passes, tune
 from diyfa.ops import describe_attention
 from diyfa.options import WHOLE, AttentionOptions, Lengths, bind
@@ -56,7 +56,7 @@ def train(
     qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     lengths: Lengths,
     wants_dlse: bool,
-    kinds: tuple[str, ...] = bwd.SPLIT,
+    kinds: tuple[str, ...] = configs.SPLIT,
     **options: Any,
 ) -> None:
     """One forward and backward pass; nothing is computed."""
@@ -114,7 +114,7 @@ def short(rng: random.Random, wants_dlse: bool, packs: bool) -> None:
     q, k, v = (torch.empty(*leading, *row, HEADS, 32, dtype=torch.float16) for row in rows)
     offsets = torch.zeros(batch + 1, dtype=torch.int32)
     lengths = Lengths(offsets, offsets, None, longest_q, longest_k) if packs else WHOLE
-    train((q, k, v), lengths, wants_dlse, bwd.SHORT, layout=VARLEN if packs else "bshd")
+    train((q, k, v), lengths, wants_dlse, configs.SHORT, layout=VARLEN if packs else "bshd")
 
 
 def hopper(rng: random.Random) -> None:

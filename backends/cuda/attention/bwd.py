@@ -30,7 +30,7 @@ from diyfa.backends.cuda.attention.bwd_dkdv import _bwd_dkdv_kernel
 from diyfa.backends.cuda.attention.bwd_dq import _bwd_dq_kernel
 from diyfa.backends.cuda.attention.bwd_short import _bwd_short_kernel
 from diyfa.backends.cuda.attention.clear import backward_launches
-from diyfa.backends.cuda.attention.configs import AttentionConfig, schedule
+from diyfa.backends.cuda.attention.configs import SPLIT, AttentionConfig, schedule
 from diyfa.backends.cuda.attention.launch import (
     RUNTIME_SIZES,
     UNALIGNED_POINTERS,
@@ -48,7 +48,7 @@ from diyfa.backends.cuda.attention.launch import (
 from diyfa.backends.cuda.attention.scores import first_row, row_delta, sequence_of
 from diyfa.backends.cuda.attention.tile_io import (
     PACKED,
-    PORTABLE_FORM,
+    PORTABLE,
     cdiv,
     head_of,
     lengths_of,
@@ -106,7 +106,6 @@ def _bwd_preprocess_kernel(
 
 
 _GRADIENT_KERNELS = {"dkdv": _bwd_dkdv_kernel, "dq": _bwd_dq_kernel, "short": _bwd_short_kernel}
-SPLIT, SHORT = ("dkdv", "dq"), ("short",)  # the kinds of a whole pass; `_bwd_preprocess_kernel` comes before SPLIT
 
 
 @by_kind
@@ -116,7 +115,7 @@ def _preprocess_constants(problem: AttentionProblem) -> PreprocessConstants:
         head_dim_v=problem.head_dim_v,
         block_m=PREPROCESS_BLOCK_M,
         block_dv=padded_head_dim(problem.head_dim_v),
-        form=PORTABLE_FORM,
+        form=PORTABLE.value,
     )
 
 

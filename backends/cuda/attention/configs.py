@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from diyfa.arch import ELEMENT_BYTES, gpu_spec
-from diyfa.backends.cuda.attention.tile_io import DESCRIPTOR, PORTABLE_FORM, WIDENED_FORM, padded_head_dim
+from diyfa.backends.cuda.attention.tile_io import DESCRIPTOR, PORTABLE, WIDENED, padded_head_dim
 from diyfa.features import ADJUSTING
 from diyfa.problem import AttentionProblem, by_kind
 
@@ -37,7 +37,7 @@ def schedule(config: AttentionConfig) -> dict[str, int]:
 
 def form_of(config: AttentionConfig) -> int:
     """The kernels' FORM constant of a config."""
-    return {"tma": DESCRIPTOR.value, "portable": PORTABLE_FORM, "widened": WIDENED_FORM}[config.form]
+    return {"tma": DESCRIPTOR.value, "portable": PORTABLE.value, "widened": WIDENED.value}[config.form]
 
 
 def reads_rows(problem: AttentionProblem, config: AttentionConfig) -> bool:
@@ -47,7 +47,7 @@ def reads_rows(problem: AttentionProblem, config: AttentionConfig) -> bool:
 
 def edge_form_of(problem: AttentionProblem, config: AttentionConfig) -> int:
     """The kernels' EDGE_FORM constant: how blocks that a mask cuts are read."""
-    return PORTABLE_FORM if reads_rows(problem, config) else form_of(config)
+    return PORTABLE.value if reads_rows(problem, config) else form_of(config)
 
 
 # Rows: (at most this padded head_dim) -> tile, for each class of GPU; the first that fits is the default, the others of
@@ -342,6 +342,8 @@ def has_tma(problem: AttentionProblem) -> bool:
 # Addresses that are not aligned take registers, of which 64 rows have too few: 16 to 264 bytes of spills on sm_80, 86
 # and 120.
 UNALIGNED_SPILLS = 264
+SPLIT, SHORT = ("dkdv", "dq"), ("short",)  # kernels of a backward pass; `_bwd_preprocess_kernel` comes before SPLIT
+MIN_QUERIES = 512  # that pass by a block of keys, all heads of its group together: fewer do not repay its beginning
 LONGEST_SHORT = 64  # tokens of the longest sequence that one tile of the table for short ones holds
 
 # Tiles that TMA writes begin at multiples of 1 KB, and each buffer has a barrier: 1040 bytes at most in what is here.

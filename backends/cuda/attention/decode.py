@@ -38,7 +38,6 @@ from diyfa.backends.cuda.attention.decode_configs import (
     feature_blocks,
     has_long_line,
     heads_together,
-    is_small_call,
     is_split,
     is_widened,
     parts_apart,
@@ -62,7 +61,6 @@ from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launch import can_overlap, is_interpreting
 from diyfa.backends.cuda.runtime.passes import Pass
 from diyfa.problem import (
-    KVCACHE_FEATURES,
     VARLEN,
     AttentionProblem,
     AttentionTensors,
@@ -71,10 +69,8 @@ from diyfa.problem import (
     Launch,
     as_bhsd,
     as_kvcache,
-    as_kvcache_problem,
     by_kind,
     per_head_stride,
-    refuse_features,
 )
 
 _INTERPRETING = tl.constexpr(is_interpreting())
@@ -993,18 +989,3 @@ def forward_pass(problem: AttentionProblem, tensors: AttentionTensors, out: torc
     over_cache, of_cache = as_kvcache(problem, tensors)
     rows = out if problem.varlen else as_bhsd(out, problem.layout).transpose(1, 2)
     return cache_pass(over_cache, of_cache, rows, lse)._replace(given=of_cache.present())
-
-
-def unsupported(problem: KVCacheProblem) -> str | None:
-    """Why no tile runs a call, or None."""
-    if decode_config(problem) is None:
-        widths = f"{problem.head_dim} and {problem.head_dim_v}"
-        return f"no tile for {problem.dtype} and head_dims {widths} fits the shared memory of {problem.arch}"
-    return None
-
-
-def attention_unsupported(problem: AttentionProblem) -> str | None:
-    """Why a forward pass does not run by these kernels, or None."""
-    if not problem.batch_invariant and not is_small_call(problem):
-        return "split_kv runs a forward pass inside diyfa.batch_invariant(), and outside of it few queries of many keys"
-    return refuse_features(problem, KVCACHE_FEATURES, "split_kv") or unsupported(as_kvcache_problem(problem))

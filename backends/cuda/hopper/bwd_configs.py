@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from diyfa.backends.cuda.attention.bwd_parts import MIN_QUERIES
+from diyfa.backends.cuda.attention.configs import MIN_QUERIES
 from diyfa.backends.cuda.hopper.configs import (
     ARCH,
     DTYPES,

@@ -18,6 +18,7 @@ from diyfa.backends.cuda.runtime.launcher import (
     current_stream,
     launch_kernel,
     launches_are_hooked,
+    load_kernel,
     runtime_names,
     signature_of,
 )
@@ -42,7 +43,10 @@ class Pass(NamedTuple):
 
 
 def launch_each(launches: Sequence[Launch]) -> None:
-    """Launch on the current device and stream."""
+    """Launch on the current device and stream, once all kernels are there: none is launched if one is refused."""
+    if len(launches) > 1:
+        for launch in launches:
+            load_kernel(launch)
     for launch in launches:
         launch_kernel(launch)
 

@@ -12,7 +12,7 @@ import torch
 import triton
 
 from diyfa import tuning as shared
-from diyfa.backends.cuda.runtime.launch import is_interpreting
+from diyfa.backends.cuda.runtime.launch import is_interpreting, may_compile
 from diyfa.problem import Tuning
 from diyfa.tuning import ROUNDS, diyfa_version
 
@@ -65,7 +65,7 @@ class Tuner(shared.Tuner):
     ) -> None:
         super().__init__(timer, rounds)
         self._current_device = device or _current_device
-        self._measurable = may_measure or _not_capturing
+        self._measurable = may_measure or _may_measure
 
     def _device(self) -> tuple[int, str] | None:
         return self._current_device()
@@ -91,8 +91,8 @@ def _current_device() -> tuple[int, str] | None:
     return index, torch.cuda.get_device_name(index)
 
 
-def _not_capturing() -> bool:
-    return not torch.cuda.is_current_stream_capturing()
+def _may_measure() -> bool:
+    return may_compile() and not torch.cuda.is_current_stream_capturing()
 
 
 _tuner = Tuner()
