@@ -394,7 +394,7 @@ def test_nothing_is_compiled_where_it_may_not_be(compiler, monkeypatch):
     assert stored(launch_of(n=3)) and compiler.names
 
 
-def test_a_pass_is_launched_whole_or_not_at_all(monkeypatch):
+def test_without_a_compiler_a_pass_is_launched_whole_or_not_at_all(monkeypatch):
     from diyfa.backends.cuda.runtime import passes
 
     def binary_of(launch, signature, device):
@@ -405,6 +405,7 @@ def test_a_pass_is_launched_whole_or_not_at_all(monkeypatch):
     monkeypatch.setattr(launcher, "binary_of", binary_of)
     monkeypatch.setattr(launcher, "current_device", lambda: 0)
     monkeypatch.setattr(passes, "launch_kernel", lambda launch: launched.append(launch.arguments["n"]))
+    monkeypatch.setenv("DIYFA_JIT", "never")
     passes.launch_each([launch_of(n=0), launch_of(n=1)])
     with pytest.raises(RuntimeError, match="not this one"):
         passes.launch_each([launch_of(n=1), launch_of(n=2)])
