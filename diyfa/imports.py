@@ -7,13 +7,12 @@ import importlib
 import inspect
 import linecache
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-_lock = threading.RLock()  # one import inside of another is the same thread's
 _slowly = inspect.getsourcelines
+_lock = threading.Lock()
+_before: list[tuple[bool, Any]] = []  # of each import that is going on, what the first of them found
 
 
 def import_quickly(name: str) -> ModuleType:
@@ -22,24 +21,19 @@ def import_quickly(name: str) -> ModuleType:
     Importing leaves no garbage, but so many new objects that the garbage collector looks through all that PyTorch has
     made: it is paused. And Triton asks for the source of each function of a kernel, which Python finds token by token.
     """
-    was_enabled = gc.isenabled()
-    gc.disable()
+    with _lock:
+        _before.append(_before[0] if _before else (gc.isenabled(), inspect.getsourcelines))
+        gc.disable()
+        inspect.getsourcelines = source_lines  # type: ignore[assignment]
     try:
-        with _lock, _quick_sources():
-            return importlib.import_module(name)
+        return importlib.import_module(name)
     finally:
-        if was_enabled:
-            gc.enable()
-
-
-@contextmanager
-def _quick_sources() -> Iterator[None]:
-    before = inspect.getsourcelines
-    inspect.getsourcelines = source_lines  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        inspect.getsourcelines = before
+        with _lock:
+            was_enabled, lines = _before.pop()
+            if not _before:
+                inspect.getsourcelines = lines
+                if was_enabled:
+                    gc.enable()
 
 
 def source_lines(function: Any) -> tuple[list[str], int]:

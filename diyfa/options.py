@@ -110,11 +110,13 @@ def unpack(arguments: Sequence[Any], packing: str = "") -> tuple[Lengths, Attent
     """The opposite of `pack`; `packing` is no part of `SCHEMA`."""
     (
         cu_seqlens_q, cu_seqlens_k, seq_lens, alibi_slopes, attn_bias, sinks, rng_state, max_seqlen_q, max_seqlen_k,
-        sm_scale, window_left, window_right, softcap, dropout_p, layout, *rest,
+        sm_scale, window_left, window_right, softcap, dropout_p, layout, deterministic, needs_grad, bias_grad, backend,
+        variant, batch_invariant, out_dtype,
     ) = arguments  # fmt: skip
-    lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seq_lens, max_seqlen_q, max_seqlen_k)
-    numbers = sm_scale, window_left, window_right, softcap, dropout_p
-    return lengths, AttentionOptions(layout, *numbers, alibi_slopes, attn_bias, sinks, rng_state, *rest, packing)
+    return Lengths(cu_seqlens_q, cu_seqlens_k, seq_lens, max_seqlen_q, max_seqlen_k), AttentionOptions(
+        layout, sm_scale, window_left, window_right, softcap, dropout_p, alibi_slopes, attn_bias, sinks, rng_state,
+        deterministic, needs_grad, bias_grad, backend, variant, batch_invariant, out_dtype, packing,
+    )  # fmt: skip
 
 
 def facts_of(lengths: Lengths, options: AttentionOptions) -> dict[str, Any]:

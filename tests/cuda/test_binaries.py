@@ -383,7 +383,7 @@ def test_a_call_goes_on_where_nothing_is_kept(compiler, binary, monkeypatch, tmp
 
 def test_nothing_is_compiled_where_it_may_not_be(compiler, monkeypatch):
     monkeypatch.setenv("DIYFA_JIT", "never")
-    with pytest.raises(RuntimeError, match=r"DIYFA_JIT=never.*f_kernel.*no pack for sm_90.*warmup.*diyfa pack sm_90"):
+    with pytest.raises(RuntimeError, match=r"DIYFA_JIT=never.*f_kernel.*no pack for sm_90.*DIYFA_JIT=auto"):
         stored(launch_of(n=3))
     assert not tune._may_measure()
     monkeypatch.setenv("DIYFA_JIT", "always")
@@ -394,7 +394,7 @@ def test_nothing_is_compiled_where_it_may_not_be(compiler, monkeypatch):
     assert stored(launch_of(n=3)) and compiler.names
 
 
-def test_a_pass_is_launched_whole_or_not_at_all(monkeypatch):
+def test_without_a_compiler_a_pass_is_launched_whole_or_not_at_all(monkeypatch):
     from diyfa.backends.cuda.runtime import passes
 
     def binary_of(launch, signature, device):
@@ -405,6 +405,7 @@ def test_a_pass_is_launched_whole_or_not_at_all(monkeypatch):
     monkeypatch.setattr(launcher, "binary_of", binary_of)
     monkeypatch.setattr(launcher, "current_device", lambda: 0)
     monkeypatch.setattr(passes, "launch_kernel", lambda launch: launched.append(launch.arguments["n"]))
+    monkeypatch.setenv("DIYFA_JIT", "never")
     passes.launch_each([launch_of(n=0), launch_of(n=1)])
     with pytest.raises(RuntimeError, match="not this one"):
         passes.launch_each([launch_of(n=1), launch_of(n=2)])
@@ -420,4 +421,4 @@ def test_a_long_compilation_says_so_once(compiler, monkeypatch, capsys):
         stored(launch_of(name, n=3))
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("diyfa is compiling g_kernel for sm_90") and "no pack for sm_90 is installed" in line
-    assert "diyfa warmup" in line and "diyfa pack sm_90" in line
+    assert "kept there for later processes" in line

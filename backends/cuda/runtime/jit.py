@@ -83,11 +83,10 @@ def _why_it_is_missing(arch: str) -> str:
     return f"{in_pack}, " + ("and there is no cache folder" if folder is None else f"nor is it in {folder.path}")
 
 
-def _what_spares_it(arch: str) -> str:
-    return (
-        f"`diyfa warmup` compiles kernels beforehand, and the wheel that `diyfa pack {arch}` builds has them for every "
-        "machine"
-    )
+def _what_spares_it() -> str:
+    if cache_folder() is None:
+        return "DIYFA_CACHE_DIR may name a folder that keeps it for later processes"
+    return "It is kept there for later processes, such as one that runs a model once before others serve it"
 
 
 _noticed: list[bool] = []
@@ -101,7 +100,7 @@ def _notice(arch: str, launch: Launch) -> Iterator[None]:
         if not _noticed:
             _noticed.append(True)
             what = f"diyfa is compiling {launch.kernel.fn.__name__} for {arch}, which takes seconds"
-            print(f"{what}: {_why_it_is_missing(arch)}. {_what_spares_it(arch)}.", file=sys.stderr, flush=True)
+            print(f"{what}: {_why_it_is_missing(arch)}. {_what_spares_it()}.", file=sys.stderr, flush=True)
 
     if _noticed:
         yield
@@ -124,6 +123,8 @@ def compile_with_notice(arch: str, launch: Launch, signature: Signature) -> Stor
     """
     if not may_compile():
         what = f"DIYFA_JIT=never, and {launch.kernel.fn.__name__} for {arch} would have to be compiled"
-        raise RuntimeError(f"{what}: {_why_it_is_missing(arch)}. {_what_spares_it(arch)}")
+        raise RuntimeError(
+            f"{what}: {_why_it_is_missing(arch)}. Run the call once with DIYFA_JIT=auto: the folder keeps it"
+        )
     with _notice(arch, launch):
         return compile_binary(arch, launch, signature)

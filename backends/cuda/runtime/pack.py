@@ -1,4 +1,4 @@
-"""Packs: the binaries of many kernels for one architecture in one file, which `diyfa pack` makes.
+"""Packs: the binaries of many kernels for one architecture in one file, which `write_pack` makes.
 
 A pack is the file `binaries.pack` of an installed module: `diyfa_sm90` for sm_90. It begins with a header of a fixed
 size and the index, so that a kernel is read and unpacked alone. Index and kernels have checksums. A pack that is not as

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from diyfa.backends.cuda.runtime.launch import current_device, on_device
+from diyfa.backends.cuda.runtime.launch import current_device, may_compile, on_device
 from diyfa.backends.cuda.runtime.launcher import (
     Tiles,
     allocator_of,
@@ -44,8 +44,8 @@ class Pass(NamedTuple):
 
 
 def launch_each(launches: Sequence[Launch]) -> None:
-    """Launch on the current device and stream, once all kernels are there: none is launched if one is refused."""
-    if len(launches) > 1:
+    """Launch on the current device and stream; where nothing may be compiled, none of them if one is missing."""
+    if len(launches) > 1 and not may_compile():
         for launch in launches:
             load_kernel(launch)
     for launch in launches:
