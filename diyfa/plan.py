@@ -10,7 +10,8 @@ as the launch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -100,13 +101,25 @@ plans: dict[Hashable, Any] = {}
 LIMIT = 4096  # changing lengths make new entries without end
 
 
-# Set while launches are recorded instead of run (`diyfa.ready`): calls of tensors without memory then run as others do.
-recording = False
+_recording = False
 
 
 def is_described_only(x: torch.Tensor) -> bool:
     """Whether a call of such a tensor, which has no memory, only says what its results look like."""
-    return x.is_meta and not recording
+    return x.is_meta and not _recording
+
+
+@contextmanager
+def recording() -> Iterator[None]:
+    """Inside the block, where launches are recorded, calls of tensors without memory are run like others; no plan is
+    known at its beginning, and none is kept."""
+    global plans, _recording
+    before = plans, _recording
+    plans, _recording = {}, True
+    try:
+        yield
+    finally:
+        plans, _recording = before
 
 
 def is_unseen() -> bool:

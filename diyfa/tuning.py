@@ -188,7 +188,7 @@ class Tuner:
         self._renew_lock()
         self.enabled = os.environ.get("DIYFA_AUTOTUNE", "1") != "0"
         self._asked = self.measures_unasked
-        self.recording = False  # whether `best` has all candidates run, untimed, because nothing is launched
+        self.recording = False  # launches are recorded: what `best` would measure is run once, and not timed
         self._watch: Callable[[TriedTile], None] = lambda tried: None
         self._without: Sequence[dict[str, Any]] = ()
         self.cleared = 0  # how often
@@ -239,12 +239,15 @@ class Tuner:
         """
         if not self.enabled:
             return default
-        if self.recording:
-            for config in candidates if self._asked else ():
-                run(config)
-            return default
         device = self._device()
         if device is None:
+            return default
+        if self.recording:
+            stored = self._stored(self._file(device), kernel, bucket, candidates)
+            if stored is not None:
+                return stored
+            for config in candidates if self._asked else ():
+                run(config)
             return default
         key = (device[0], kernel, bucket)
         known = self._known.get(key)

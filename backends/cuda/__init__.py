@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -289,6 +291,24 @@ class CudaBackend:
         pack, folder = installed(arch), cache_folder()
         known = pack.reason if pack.pack is None else f"{len(pack.pack)} kernels in {pack.pack.path}"
         return f"{known}; " + ("no cache folder" if folder is None else f"cache folder {folder.path}")
+
+    def recording(self, arch: str | None) -> AbstractContextManager[dict[str, Any]]:
+        """Record launches; see `diyfa.backends.cuda.compile.recording`."""
+        from diyfa.backends.cuda.compile.recording import recording
+
+        return recording(arch)
+
+    def write_pack(self, arch: str, kernels: Iterable[Any], folder: Path) -> Path:
+        """Write the module that a process on `arch` looks for kernels in: those of `kernels` that are compiled."""
+        from diyfa.backends.cuda.runtime import pack
+        from diyfa.backends.cuda.runtime.binaries import find_binary
+
+        found = {kernel.key: find_binary(arch, kernel.key) for kernel in kernels}
+        module = folder / pack.module_name(arch)
+        module.mkdir()
+        (module / "__init__.py").write_text(f'"""Compiled kernels of diyfa for {arch}."""\n')
+        pack.write_pack(module / pack.FILE_NAME, arch, {key: x for key, x in found.items() if x is not None})
+        return module
 
     def merge(self, out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
         from diyfa.backends.cuda.attention import merge

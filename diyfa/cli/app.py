@@ -261,3 +261,21 @@ def compile(
     if tile:
         select["tile"] = tuple(parse_tile(text) for text in tile)
     raise typer.Exit((list_cases if listing else run)(name, only, json, select or None, every))
+
+
+@app.command()
+def pack(
+    arch: Annotated[str, typer.Argument(help="sm_90 or another CUDA architecture; it need not be here.")],
+    out: Annotated[Path, typer.Option(help="Folder that the wheel is written to.")] = Path("."),
+    jobs: Annotated[int | None, typer.Option(min=1, help="Processes that compile; default: one for each core.")] = None,
+    only: Annotated[str | None, typer.Option(help="Only calls whose name contains this.")] = None,
+    listing: Annotated[bool, typer.Option("--list", help="List the calls that the pack serves, and compile nothing.")] = False,
+    json: Json = False,
+) -> None:
+    """Compile the kernels of many calls for a GPU, which need not be here, into a wheel that needs no compiler.
+
+    A second run goes on where the first one was cut off. Exit status 1 when a kernel does not compile.
+    """
+    from diyfa.cli.pack import parse_arch, run
+
+    raise typer.Exit(run(parse_arch(arch), out, jobs, only, listing, json))

@@ -1,20 +1,20 @@
-"""What calls would launch, without launching: the kernels that are to be compiled before the calls come."""
+"""What calls would launch, without launching: the kernels that are compiled before the calls come."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from diyfa.arch import gpu_arch_name
+from diyfa.arch import gpu_arch_name, gpu_spec
 from diyfa.backends.cuda.runtime import launch as host
 from diyfa.backends.cuda.runtime import launcher, tune
-from diyfa.backends.cuda.runtime.binaries import key_of_binary
+from diyfa.backends.cuda.runtime.binaries import cache_folder, find_binary, key_of_binary
 from diyfa.backends.cuda.runtime.launcher import Signature
-from diyfa.problem import Launch
+from diyfa.problem import Launch, ToolMissing
 
 # Multiprocessors of the usual GPU of an architecture: T4, A100, A10, RTX 4090, H100, B200, RTX 5090.
 MULTIPROCESSORS = {
@@ -23,7 +23,7 @@ MULTIPROCESSORS = {
 
 
 class Recorded(NamedTuple):
-    """A kernel that calls would launch, with all that it is compiled from. It can be sent to another process."""
+    """A kernel that calls would launch, with all that it is compiled from. Other processes can be sent one."""
 
     key: str  # of its binary
     arch: str
@@ -32,36 +32,45 @@ class Recorded(NamedTuple):
     launch: Launch  # without the kernel, its arguments and its grid
     signature: Signature  # without values
 
-    def compile(self) -> Any:
-        """Return what `compile_binary` makes of it."""
+    def is_known(self) -> bool:
+        """Whether the pack or the cache folder has it."""
+        return find_binary(self.arch, self.key) is not None
+
+    def compile(self) -> None:
+        """Compile it into the cache folder.
+
+        Raises what the compiler raises, ToolMissing where nothing can be kept, RuntimeError where it does not fit.
+        """
         from diyfa.backends.cuda.runtime.jit import compile_binary
 
         kernel = getattr(import_module(self.module), self.name)
-        return compile_binary(self.arch, self.launch._replace(kernel=kernel), self.signature)
+        binary = compile_binary(self.arch, self.launch._replace(kernel=kernel), self.signature)
+        spec, folder = gpu_spec(self.arch), cache_folder()
+        if spec is not None and binary.shared > spec.shared_per_block:
+            raise RuntimeError(f"it needs {binary.shared} bytes of shared memory, {self.arch} has {spec.shared_per_block}")
+        if folder is None or not folder.put(self.key, binary):
+            where = "there is no cache folder" if folder is None else f"{folder.path} cannot be written"
+            raise ToolMissing(f"{where}: DIYFA_CACHE_DIR names another folder")
 
 
 def recorded(arch: str, launch: Launch) -> Recorded:
-    signature = launcher.signature_of(launch)
-    function = launch.kernel.fn
+    """Return the kernel of `launch`, for `arch`."""
+    signature, function = launcher.signature_of(launch), launch.kernel.fn
     return Recorded(
-        key_of_binary(arch, launch, signature),
-        arch,
-        function.__module__,
-        function.__name__,
-        launch._replace(kernel=None, grid=1, arguments={}),
-        signature._replace(values=[]),
-    )
+        key_of_binary(arch, launch, signature), arch, function.__module__, function.__name__,
+        launch._replace(kernel=None, grid=1, arguments={}), signature._replace(values=[]),
+    )  # fmt: skip
 
 
 @contextmanager
 def recording(arch: str | None = None) -> Iterator[dict[str, Recorded]]:
     """Inside the block nothing is launched: what would be is in the dictionary, by the keys of binaries.
 
-    Of a problem whose tiles the autotuner has not measured all of them are. `arch`: tensors of the CPU, or without
-    memory, are taken for those of such a GPU; None: calls are recorded for the current device.
+    `arch`: tensors of the CPU, or without memory, are taken for those of such a GPU, and tiles are the tables'. None:
+    calls are recorded for the current device, with all tiles that the autotuner would measure.
     """
     if host.is_interpreting():
-        raise ValueError("nothing is compiled with TRITON_INTERPRET=1; unset it")
+        raise ValueError("nothing is compiled with TRITON_INTERPRET=1: unset it")
     if arch is not None and arch not in MULTIPROCESSORS:
         raise ValueError(f"unknown CUDA architecture {arch!r}; known are: {', '.join(MULTIPROCESSORS)}")
     name = arch or gpu_arch_name(*torch.cuda.get_device_capability())
@@ -71,11 +80,14 @@ def recording(arch: str | None = None) -> Iterator[dict[str, Recorded]]:
         each = recorded(name, launch)
         found.setdefault(each.key, each)
 
-    before = launcher.recorder, host.stand_in, tune.set_recording(True)
+    before = launcher.recorder, host.stand_in
+    measures, records = tune.set_enabled(False) if arch else None, tune.set_recording(True)
     launcher.recorder = record
     host.stand_in = None if arch is None else host.StandIn(arch, MULTIPROCESSORS[arch])
     try:
         yield found
     finally:
-        launcher.recorder, host.stand_in, was_recording = before
-        tune.set_recording(was_recording)
+        launcher.recorder, host.stand_in = before
+        tune.set_recording(records)
+        if measures is not None:
+            tune.set_enabled(measures)

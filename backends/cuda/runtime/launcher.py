@@ -537,10 +537,6 @@ def allocator_of(device_type: str) -> Callable[[Sequence[int], Sequence[int], to
 recorder: Callable[[Launch], None] | None = None  # gets launches instead of the driver: see compile/recording.py
 
 
-def is_recording() -> bool:
-    return recorder is not None
-
-
 def is_for_triton(launch: Launch) -> bool:
     """Whether Triton's own launch is to be used: for profilers that hook launches, and in the interpreter."""
     return launches_are_hooked() or not hasattr(launch.kernel, "params")

@@ -107,6 +107,6 @@ def set_enabled(on: bool) -> bool:
 
 
 def set_recording(on: bool) -> bool:
-    """Have `best` run all candidates untimed, or not any more; returns what it was."""
+    """Have `best` run once what it would measure, or measure again; returns what it was."""
     previous, _tuner.recording = _tuner.recording, bool(on)
     return previous
