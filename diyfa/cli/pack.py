@@ -12,30 +12,31 @@ import typer
 import diyfa
 from diyfa.cli.output import err, out, print_json, progress_bar
 from diyfa.ready import calls
-from diyfa.ready.building import Built, build, cores
+from diyfa.ready.building import Built, cores
 from diyfa.ready.recording import Recorded, record
+from diyfa.ready.warming import Warmed, warm
 from diyfa.ready.wheel import write_wheel
 from diyfa.registry import load_backend
 
 MEGABYTE = 1 << 20
 
 
-def compile_all(kernels: list[Recorded], jobs: int | None, what: str, json: bool) -> list[Built]:
-    """Have kernels compiled, with a progress bar; return the failures."""
-    failures: list[Built] = []
+def compile_missing(kernels: list[Recorded], jobs: int | None, what: str, json: bool) -> Warmed:
+    """Have the kernels compiled that are not yet, with a progress bar."""
     with progress_bar(not json) as progress:
-        task = progress.add_task(what, total=len(kernels), note="")
+        task = progress.add_task(what, total=None, note="")
+        failed = 0
 
-        def done(built: Built) -> None:
-            if built.error:
-                failures.append(built)
-            note = built.name + (f", {len(failures)} failed" if failures else "")
-            progress.update(task, advance=1, note=note)
+        def watch(count: int, total: int, built: Built) -> None:
+            nonlocal failed
+            failed += bool(built.error)
+            note = built.name + (f", {failed} failed" if failed else "")
+            progress.update(task, completed=count, total=total, note=note)
 
-        build(kernels, jobs or cores(), done)
-    for built in failures:
-        err.print(f"FAILED {built.name}: {built.error}", markup=False, highlight=False, soft_wrap=True)
-    return failures
+        warmed = warm(kernels, jobs or cores(), watch)
+    for failure in warmed.failures:
+        err.print(f"FAILED {failure}", markup=False, highlight=False, soft_wrap=True)
+    return warmed
 
 
 def run(arch: str, folder: Path, jobs: int | None, only: str | None, listing: bool, json: bool) -> int:
@@ -50,9 +51,8 @@ def run(arch: str, folder: Path, jobs: int | None, only: str | None, listing: bo
         err.print(f"Nothing is compiled: no call that {arch} runs matches {only!r}. --list shows them.")
         return 2
     folder.mkdir(parents=True, exist_ok=True)
-    missing = [kernel for kernel in recording.kernels.values() if not kernel.is_known()]
-    failures = compile_all(missing, jobs, f"compiling for {arch}", json)
-    if failures:
+    warmed = compile_missing(list(recording.kernels.values()), jobs, f"compiling for {arch}", json)
+    if warmed.failures:
         return 1
     version = diyfa.__version__
     with tempfile.TemporaryDirectory() as temporary:
@@ -61,7 +61,7 @@ def run(arch: str, folder: Path, jobs: int | None, only: str | None, listing: bo
     wheel = write_wheel(folder, module.name, version, f"Compiled kernels of diyfa for {arch}", files)
     report = {
         "arch": arch, "wheel": str(wheel), "bytes": wheel.stat().st_size, "calls": len(every) - len(recording.refused),
-        "kernels": len(recording.kernels), "compiled": len(missing), "seconds": round(time.monotonic() - start, 1),
+        "kernels": len(recording.kernels), "compiled": warmed.compiled, "seconds": round(time.monotonic() - start, 1),
     }  # fmt: skip
     if json:
         print_json(report)

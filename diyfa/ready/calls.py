@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from itertools import count, product
 from typing import Any, NamedTuple
 
@@ -70,8 +69,11 @@ class Rows(NamedTuple):
         return f"B={self.batch} Sq={self.queries} Sk={self.keys}"
 
 
-def _name(*words: Any, **options: Any) -> str:
-    words = (*words, *[f"{name}={value}" for name, value in options.items()])
+def _name(*words: object, **options: Any) -> str:
+    """The words that `words.py` makes the same call of."""
+    for name, value in options.items():
+        shown = ",".join(map(str, value)) if isinstance(value, tuple) else str(value).removeprefix("torch.")
+        words = (*words, name if value is True else f"{name}={shown}")
     return " ".join(str(word).removeprefix("torch.") for word in words if word != "")
 
 
@@ -115,9 +117,7 @@ def attention(
     return Call(name, run)
 
 
-def cache(
-    heads: Heads, rows: Rows, dtype: torch.dtype, page: int = 0, packed: bool = False, **options: Any
-) -> Call:
+def cache(heads: Heads, rows: Rows, dtype: torch.dtype, page: int = 0, packed: bool = False, **options: Any) -> Call:
     """Attention over a cache of `rows.keys` keys. Options besides those of `flash_attn_with_kvcache`: how many keys are
     `new`, features that are `rotary`, `latent`, `float8`.
 

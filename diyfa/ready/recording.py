@@ -11,8 +11,9 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 
 from diyfa import plan as planning
-from diyfa.problem import AttentionGradients, Backend, Kernel
-from diyfa.registry import load_backend, use_backend
+from diyfa.device import default_backend
+from diyfa.problem import AttentionGradients, Kernel
+from diyfa.registry import forced_backend, load_backend, use_backend
 
 
 class Recorded(Protocol):
@@ -38,6 +39,14 @@ class Recording(NamedTuple):
 def backend_of(arch: str) -> str:
     """`"sm_90"` -> `"cuda"`, `"Ascend910B3"` -> `"npu"`."""
     return "npu" if arch.startswith("Ascend") else "cuda"
+
+
+def backend_here() -> str:
+    """The backend of this process. Raises ValueError where no device is usable."""
+    name = forced_backend() or default_backend()
+    if name == "cpu":
+        raise ValueError("no GPU or NPU is usable here (`diyfa info` says why): name an architecture, such as sm_90")
+    return name
 
 
 def _results(op: str, rest: tuple[Any, ...], returned: Any) -> Iterator[torch.Tensor]:
@@ -70,8 +79,8 @@ def recording(name: str, arch: str | None) -> Iterator[dict[Any, Recorded]]:
     """Inside the block calls of the backend launch nothing, and their results are 0: what they would launch is in the
     dictionary. No other thread may call diyfa meanwhile.
 
-    `arch`: tensors of the CPU, or without memory, are taken for those of such a device. None: calls are recorded for
-    the current device.
+    Tensors of the CPU, or without memory, are taken for those of a device: of the architecture `arch`, or None of the
+    current one.
 
     Raises ValueError for a backend that cannot do this, or an architecture that it does not know.
     """

@@ -80,7 +80,8 @@ def clear_others(cu_seqlens_ptr, batch, longest, share, shares, out, lse_ptr, he
 
 
 @triton.jit(
-    do_not_specialize=("batch", "heads", "total", "longest", "shares"), do_not_specialize_on_alignment=("cu_seqlens_ptr",)
+    do_not_specialize=("batch", "heads", "total", "longest", "shares"),
+    do_not_specialize_on_alignment=("cu_seqlens_ptr",),
 )
 def _clear_kernel(
     cu_seqlens_ptr, x_ptr, y_ptr, statistics_ptr,

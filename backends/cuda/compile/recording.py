@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from typing import NamedTuple
 
 import torch
+from triton import knobs
 
 from diyfa.arch import gpu_arch_name, gpu_spec
 from diyfa.backends.cuda.runtime import launch as host
@@ -43,11 +45,15 @@ class Recorded(NamedTuple):
         """
         from diyfa.backends.cuda.runtime.jit import compile_binary
 
-        kernel = getattr(import_module(self.module), self.name)
-        binary = compile_binary(self.arch, self.launch._replace(kernel=kernel), self.signature)
+        launch = self.launch._replace(kernel=getattr(import_module(self.module), self.name))
+        with tempfile.TemporaryDirectory(prefix="diyfa-") as folder, knobs.cache.scope():
+            knobs.cache.dir = folder  # what Triton leaves behind is many times as large as the binary
+            binary = compile_binary(self.arch, launch, self.signature)
         spec, folder = gpu_spec(self.arch), cache_folder()
         if spec is not None and binary.shared > spec.shared_per_block:
-            raise RuntimeError(f"it needs {binary.shared} bytes of shared memory, {self.arch} has {spec.shared_per_block}")
+            raise RuntimeError(
+                f"it needs {binary.shared} bytes of shared memory, {self.arch} has {spec.shared_per_block}"
+            )
         if folder is None or not folder.put(self.key, binary):
             where = "there is no cache folder" if folder is None else f"{folder.path} cannot be written"
             raise ToolMissing(f"{where}: DIYFA_CACHE_DIR names another folder")
@@ -62,17 +68,23 @@ def recorded(arch: str, launch: Launch) -> Recorded:
     )  # fmt: skip
 
 
+def _current_device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 @contextmanager
 def recording(arch: str | None = None) -> Iterator[dict[str, Recorded]]:
     """Inside the block nothing is launched: what would be is in the dictionary, by the keys of binaries.
 
-    `arch`: tensors of the CPU, or without memory, are taken for those of such a GPU, and tiles are the tables'. None:
-    calls are recorded for the current device, with all tiles that the autotuner would measure.
+    Tensors of the CPU, or without memory, are taken for those of a GPU. `arch`: of the usual one of that architecture,
+    and tiles are the tables'. None: of the current device, with all tiles that the autotuner would measure.
     """
     if host.is_interpreting():
         raise ValueError("nothing is compiled with TRITON_INTERPRET=1: unset it")
     if arch is not None and arch not in MULTIPROCESSORS:
         raise ValueError(f"unknown CUDA architecture {arch!r}; known are: {', '.join(MULTIPROCESSORS)}")
+    if arch is None and not torch.cuda.is_available():
+        raise ValueError("no GPU is usable here: name an architecture, such as sm_90")
     name = arch or gpu_arch_name(*torch.cuda.get_device_capability())
     found: dict[str, Recorded] = {}
 
@@ -83,7 +95,7 @@ def recording(arch: str | None = None) -> Iterator[dict[str, Recorded]]:
     before = launcher.recorder, host.stand_in
     measures, records = tune.set_enabled(False) if arch else None, tune.set_recording(True)
     launcher.recorder = record
-    host.stand_in = None if arch is None else host.StandIn(arch, MULTIPROCESSORS[arch])
+    host.stand_in = host.StandIn(name, MULTIPROCESSORS[arch] if arch else host.multiprocessors(_current_device()))
     try:
         yield found
     finally:
