@@ -716,7 +716,8 @@ class Backend(Protocol):
     and may have `cases` of these arguments, which lists kernel and case of each beforehand. One that measures its tiles
     has `tuning`, a `Tuning`, one with a kernel for it `merge(out, lse, part, part_lse)`: see
     `diyfa.distributed.merge`, where PyTorch's operators do the same. One that keeps compiled kernels says where with
-    `binaries(arch) -> str`.
+    `binaries(arch) -> str`. One whose kernels can be compiled before they are called has `recording(arch)`: see
+    `diyfa.ready.recording`.
     """
 
     name: str
