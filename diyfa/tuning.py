@@ -243,11 +243,11 @@ class Tuner:
         if device is None:
             return default
         if self.recording:
-            stored = self._stored(self._file(device), kernel, bucket, candidates)
-            if stored is not None:
-                return stored
-            for config in candidates if self._asked else ():
-                run(config)
+            kept = self._stored(self._file(device), kernel, bucket, candidates)
+            if kept is not None:
+                return kept
+            for each in candidates if self._asked else ():
+                run(each)
             return default
         key = (device[0], kernel, bucket)
         known = self._known.get(key)

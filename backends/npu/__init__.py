@@ -203,8 +203,9 @@ class NPUBackend:
     def arch(self, device: torch.device) -> str:
         if device.type == "cpu" and not _is_recording():
             return os.environ.get("DIYFA_ARCH") or INTERPRETER_ARCH
-        has_index = device.type == "npu" and device.index is not None
-        return device_name(device.index if has_index else torch.npu.current_device())
+        if device.type == "npu" and device.index is not None:
+            return device_name(device.index)
+        return device_name(getattr(torch, "npu").current_device())  # noqa: B009
 
     def unsupported(self, problem: Any) -> str | None:
         if npu_spec(problem.arch) is None:

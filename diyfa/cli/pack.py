@@ -59,15 +59,16 @@ def run(arch: str, folder: Path, jobs: int | None, only: str | None, listing: bo
         module = backend.write_pack(arch, recording.kernels.values(), Path(temporary))
         files = {f"{module.name}/{file.name}": file.read_bytes() for file in sorted(module.iterdir())}
     wheel = write_wheel(folder, module.name, version, f"Compiled kernels of diyfa for {arch}", files)
+    size = wheel.stat().st_size
     report = {
-        "arch": arch, "wheel": str(wheel), "bytes": wheel.stat().st_size, "calls": len(every) - len(recording.refused),
+        "arch": arch, "wheel": str(wheel), "bytes": size, "calls": len(every) - len(recording.refused),
         "kernels": len(recording.kernels), "compiled": warmed.compiled, "seconds": round(time.monotonic() - start, 1),
     }  # fmt: skip
     if json:
         print_json(report)
     else:
         out.print(
-            f"{wheel}: {report['kernels']} kernels for {report['calls']} calls, {report['bytes'] / MEGABYTE:.1f} MB; "
+            f"{wheel}: {report['kernels']} kernels for {report['calls']} calls, {size / MEGABYTE:.1f} MB; "
             f"{report['compiled']} were compiled, in {report['seconds']} s",
             highlight=False, soft_wrap=True,
         )  # fmt: skip

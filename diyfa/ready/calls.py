@@ -197,18 +197,20 @@ def grouped(heads: Heads, queries: int = 32, keys: int = 8) -> Heads:
     return heads._replace(queries=queries, keys=keys)
 
 
-# Sizes of which tables have different rows: a tile, less than what descriptors pay for, fewer tiles than
-# multiprocessors, more, long sequences, keys that end inside a block.
-SHORT, SMALL, FEW_TILES, MEDIUM, LARGE = (
-    Rows(64, 64, 64), Rows(1, 256, 256), Rows(1, 1024, 1024), Rows(4, 2048, 2048), Rows(8, 4096, 4096)
+# Sizes of which tables have different rows: a tile, less than what descriptors pay for, the same with more keys for
+# each query, fewer tiles than multiprocessors, one long sequence, more tiles, long sequences; keys that end inside a
+# block, and windows of images.
+SHORT, TINY, SMALL, FEW_TILES, ALONE, MEDIUM, LARGE = (
+    Rows(64, 64, 64), Rows(1, 96, 96), Rows(1, 256, 256), Rows(1, 1024, 1024), Rows(1, 4096, 4096),
+    Rows(4, 2048, 2048), Rows(8, 4096, 4096),
 )  # fmt: skip
-RAGGED = Rows(3, 1000, 1003)
-TRAINED = (SMALL, FEW_TILES, MEDIUM, LARGE)
+RAGGED, SENTENCES, WINDOWS = Rows(3, 1000, 1003), Rows(2, 77, 77), Rows(256, 49, 49)
+TRAINED = (TINY, SMALL, FEW_TILES, ALONE, MEDIUM, LARGE)
 FULL: dict[str, Any] = {}
 CAUSAL: dict[str, Any] = {"causal": True}
 SLIDING = {"causal": True, "window": (1023, 0)}
 GEMMA2, GEMMA2_SLIDING = CAUSAL | {"softcap": 50.0}, SLIDING | {"softcap": 50.0}
-SINKS, SINKS_SLIDING = CAUSAL | {"sinks": True}, SLIDING | {"sinks": True}
+SINKS, SINKS_SLIDING = CAUSAL | {"sinks": True}, CAUSAL | {"sinks": True, "window": (127, 0)}  # GPT-OSS
 
 
 ALIBI, DROPOUT = CAUSAL | {"alibi_slopes": True}, {"dropout_p": 0.1}
@@ -233,20 +235,21 @@ TRAINING = (
     Row((FULL, CAUSAL), (D64, D96, D128, D256), TRAINED, BOTH),
     Row((FULL, CAUSAL), (D72, D80, D160, MLA), TRAINED, BOTH, (BF16,)),
     Row((FULL,), (D72, D80, D160), TRAINED, dtypes=(FP16,)),  # images
-    Row((FULL, CAUSAL), (*map(grouped, USUAL), grouped(D256, 8, 2)), (SMALL, FEW_TILES), BOTH),
+    Row((FULL, CAUSAL), (*map(grouped, USUAL), grouped(D256, 8, 4)), (SMALL, FEW_TILES, ALONE), BOTH),
     Row((FULL,), (D64, D96, D128, D256), (RAGGED,)),
     Row((FULL, CAUSAL), USUAL, (SHORT,), BOTH),
-    Row((SLIDING,), (D64, D96, D128, D256), TRAINED, BOTH, (BF16,)),
-    Row((SLIDING,), (D128,), TRAINED, BOTH, (FP16,)),
-    Row((GEMMA2, GEMMA2_SLIDING), (D128, D256), TRAINED, BOTH, (BF16,)),
-    Row((SINKS, SINKS_SLIDING), USUAL, TRAINED, BOTH, (BF16,)),
-    Row(({"window": (128, 128)},), USUAL, (SMALL, FEW_TILES, MEDIUM), BOTH, (BF16,)),
+    Row((SLIDING,), (*map(grouped, USUAL), grouped(D256, 8, 4), D96), TRAINED, BOTH, (BF16,)),
+    Row((SLIDING,), (grouped(D128),), TRAINED, BOTH, (FP16,)),
+    Row((GEMMA2, GEMMA2_SLIDING), (grouped(D128), grouped(D256, 8, 4)), TRAINED, BOTH, (BF16,)),
+    Row((SINKS, SINKS_SLIDING), (grouped(D64, 64, 8), grouped(D128)), TRAINED, BOTH, (BF16,)),
+    Row(({"window": (64, 64)},), USUAL, TRAINED, BOTH, (BF16,)),
     Row((ALIBI,), USUAL, TRAINED, BOTH, (BF16,)),
     Row((DROPOUT, CAUSAL | DROPOUT), USUAL, (SHORT, *TRAINED), BOTH),
     Row(({"attn_bias": "1hqk"}, {"attn_bias": "1hqk", "bias_grad": True}), USUAL, (SHORT, *TRAINED)),
-    Row(({"attn_bias": "b11k"}, CAUSAL | {"attn_bias": "b1qk"}), USUAL, (SMALL, MEDIUM), dtypes=(BF16,)),
+    Row(({"attn_bias": "b11k"}, {"attn_bias": "b1qk"}), USUAL, (TINY, SENTENCES, MEDIUM, RAGGED), dtypes=(BF16,)),
+    Row(({"attn_bias": "1hqk", "bias_grad": True},), (Heads(32), D64), (WINDOWS,)),
     Row(({"seq_lens": True}, CAUSAL | {"seq_lens": True}), USUAL, TRAINED, dtypes=(BF16,)),
-    Row(({"deterministic": True}, CAUSAL | {"deterministic": True}), USUAL, TRAINED, BOTH, (BF16,)),
+    Row(({"deterministic": True}, CAUSAL | {"deterministic": True}), (*USUAL, grouped(D128)), TRAINED, BOTH, (BF16,)),
     Row(({"out_dtype": "float32"}, CAUSAL | {"out_dtype": "float32"}), USUAL, (MEDIUM,), dtypes=(BF16,)),  # of a ring
     Row((FULL, CAUSAL), USUAL, (SMALL, MEDIUM), dtypes=(FP32,)),
 )
@@ -266,7 +269,7 @@ LLAMA, SMALLER, OLDER, PHI, GEMMA, OSS = (
 DEEPSEEK = Heads(576, 512, 128, 1)
 # A token of one sequence, of some, of many; several of each; and long prompts.
 DECODING = (Rows(1, 1, 8192), Rows(16, 1, 8192), Rows(64, 1, 8192), Rows(256, 1, 4096))
-SEVERAL, CHUNKS = Rows(16, 4, 8192), (Rows(1, 512, 8192), Rows(4, 2048, 8192))
+SEVERAL, CHUNKS = Rows(16, 4, 8192), (Rows(1, 128, 8192), Rows(4, 2048, 8192))
 SERVED = (*DECODING, SEVERAL, *CHUNKS)
 LOOKED_BACK = {"window_size": (1023, 0), "causal": True}
 
@@ -292,7 +295,7 @@ SERVING = (
     CacheRow((CAUSAL,), (OLDER, PHI, GEMMA)),
     CacheRow((LOOKED_BACK,), (LLAMA,), pages=(0, 16), packed=BOTH),
     CacheRow((GEMMA2, LOOKED_BACK | {"softcap": 50.0}), (GEMMA,), pages=(0, 16), packed=BOTH),
-    CacheRow((SINKS, LOOKED_BACK | {"sinks": True}), (OSS,), pages=(0, 16), packed=BOTH),
+    CacheRow((SINKS, SINKS | {"window_size": (127, 0)}), (OSS,), pages=(0, 16), packed=BOTH),
     CacheRow((ALIBI,), (OLDER,), (*DECODING, *CHUNKS), (0, 16)),
     CacheRow((CAUSAL | {"float8": True},), (LLAMA, SMALLER), (*DECODING, SEVERAL), (0, 16, 64)),
     CacheRow((CAUSAL | {"latent": True},), (DEEPSEEK, DEEPSEEK._replace(queries=16)), (*DECODING, SEVERAL), (0, 64)),

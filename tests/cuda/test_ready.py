@@ -84,7 +84,9 @@ def test_words_have_defaults():
     assert words.parse("D=128 H=32/8 B=4 S=64 causal").name == "attention bfloat16 D=128 H=32/8 B=4 Sq=64 Sk=64 causal"
 
 
-@pytest.mark.parametrize("name, heads", [("llama", "D=128 H=32/8"), ("qwen3", "D=128 H=16/8"), ("gemma2", "D=256 H=8/4")])
+@pytest.mark.parametrize(
+    "name, heads", [("llama", "D=128 H=32/8"), ("qwen3", "D=128 H=16/8"), ("gemma2", "D=256 H=8/4")]
+)
 def test_a_pack_serves_a_model(found, name, heads):
     from ready_calls import CONFIGS
 
@@ -135,7 +137,7 @@ def test_without_a_device_an_architecture_is_asked_for():
         pytest.skip("there is one")
     with pytest.raises(ValueError, match="no GPU or NPU is usable here"):
         diyfa.warmup("D=64 H=8 B=1 S=128", quiet=True)
-    with pytest.raises(ValueError, match="unknown CUDA architecture|TRITON_INTERPRET"):
+    with pytest.raises(ValueError, match=r"unknown CUDA architecture|TRITON_INTERPRET"):
         diyfa.warmup("D=64 H=8 B=1 S=128", arch="sm_1", quiet=True)
 
 

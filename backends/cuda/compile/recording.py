@@ -14,7 +14,7 @@ from triton import knobs
 from diyfa.arch import gpu_arch_name, gpu_spec
 from diyfa.backends.cuda.runtime import launch as host
 from diyfa.backends.cuda.runtime import launcher, tune
-from diyfa.backends.cuda.runtime.binaries import cache_folder, find_binary, key_of_binary
+from diyfa.backends.cuda.runtime.binaries import cache_folder, find_binary, key_of_binary, why_unknown
 from diyfa.backends.cuda.runtime.launcher import Signature
 from diyfa.problem import Launch, ToolMissing
 
@@ -46,8 +46,10 @@ class Recorded(NamedTuple):
         from diyfa.backends.cuda.runtime.jit import compile_binary
 
         launch = self.launch._replace(kernel=getattr(import_module(self.module), self.name))
-        with tempfile.TemporaryDirectory(prefix="diyfa-") as folder, knobs.cache.scope():
-            knobs.cache.dir = folder  # what Triton leaves behind is many times as large as the binary
+        if key_of_binary(self.arch, launch, self.signature) != self.key:
+            raise RuntimeError("the sources of diyfa have changed meanwhile")
+        with tempfile.TemporaryDirectory(prefix="diyfa-") as temporary, knobs.cache.scope():
+            knobs.cache.dir = temporary  # what Triton leaves behind is many times as large as the binary
             binary = compile_binary(self.arch, launch, self.signature)
         spec, folder = gpu_spec(self.arch), cache_folder()
         if spec is not None and binary.shared > spec.shared_per_block:
@@ -56,7 +58,7 @@ class Recorded(NamedTuple):
             )
         if folder is None or not folder.put(self.key, binary):
             where = "there is no cache folder" if folder is None else f"{folder.path} cannot be written"
-            raise ToolMissing(f"{where}: DIYFA_CACHE_DIR names another folder")
+            raise ToolMissing(f"{where}: DIYFA_CACHE_DIR names another one")
 
 
 def recorded(arch: str, launch: Launch) -> Recorded:
@@ -81,6 +83,8 @@ def recording(arch: str | None = None) -> Iterator[dict[str, Recorded]]:
     """
     if host.is_interpreting():
         raise ValueError("nothing is compiled with TRITON_INTERPRET=1: unset it")
+    if reason := why_unknown():
+        raise ValueError(f"nothing that is compiled now would be found: {reason}")
     if arch is not None and arch not in MULTIPROCESSORS:
         raise ValueError(f"unknown CUDA architecture {arch!r}; known are: {', '.join(MULTIPROCESSORS)}")
     if arch is None and not torch.cuda.is_available():

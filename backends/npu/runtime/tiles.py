@@ -101,7 +101,7 @@ def _run_conservative(
             f"{first}. In the batch invariant mode all calls have one tile: {VARIABLE}={kernel}={_shape(conservative)} "
             "asks for a smaller one for all"
         ) from refusal
-    variant, launches = variant(refused), launches_of(conservative)
+    refused_variant, launches = variant(refused), launches_of(conservative)
     try:
         _run(launches)
     except Exception as error:
@@ -111,7 +111,7 @@ def _run_conservative(
         raise RuntimeError(f"{first}. The conservative tile does not compile either: {second}") from error
     while len(_refused) >= MOST_REFUSED:
         _refused.pop(next(iter(_refused)), None)
-    _refused[variant] = None
+    _refused[refused_variant] = None
     command = f"diyfa tune --head-dim {problem.head_dim} --dtype {problem.dtype}"
     if isinstance(problem, KVCacheProblem):
         command += f" --page-size {problem.page_size}"
