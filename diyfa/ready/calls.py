@@ -206,7 +206,7 @@ SHORT, TINY, SMALL, FEW_TILES, ALONE, MEDIUM, LARGE = (
 )  # fmt: skip
 RAGGED, SENTENCES, WINDOWS = Rows(3, 1000, 1003), Rows(2, 77, 77), Rows(256, 49, 49)
 TRAINED = (TINY, SMALL, FEW_TILES, ALONE, MEDIUM, LARGE)
-FULL: dict[str, Any] = {}
+FULL = dict[str, Any]()
 CAUSAL: dict[str, Any] = {"causal": True}
 SLIDING = {"causal": True, "window": (1023, 0)}
 GEMMA2, GEMMA2_SLIDING = CAUSAL | {"softcap": 50.0}, SLIDING | {"softcap": 50.0}

@@ -73,7 +73,7 @@ def heads_together(problem: AttentionProblem, kernel: str) -> int:
 
 def device_guard(x: torch.Tensor) -> AbstractContextManager[object]:
     """Makes the device of `x` current: Triton launches on the current device, whatever the tensors'."""
-    return nullcontext() if x.device.type == "cpu" else getattr(torch, "npu").device(x.device)  # noqa: B009
+    return getattr(torch, "npu").device(x.device) if x.device.type == "npu" else nullcontext()  # noqa: B009
 
 
 def distinct_rows(x: torch.Tensor, layout: str) -> torch.Tensor:
