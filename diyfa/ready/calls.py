@@ -293,6 +293,7 @@ SERVING = (
     CacheRow((CAUSAL,), (LLAMA, SMALLER), pages=(0, 16, 64, 256), dtypes=HALVES),
     CacheRow((CAUSAL,), (LLAMA, SMALLER), pages=(16, 64, 256), packed=(True,), dtypes=HALVES),
     CacheRow((CAUSAL,), (OLDER, PHI, GEMMA)),
+    CacheRow((FULL,), (LLAMA, SMALLER, OLDER), DECODING, (0, 256)),  # the default of `flash_attn_with_kvcache`
     CacheRow((LOOKED_BACK,), (LLAMA,), pages=(0, 16), packed=BOTH),
     CacheRow((GEMMA2, LOOKED_BACK | {"softcap": 50.0}), (GEMMA,), pages=(0, 16), packed=BOTH),
     CacheRow((SINKS, SINKS | {"window_size": (127, 0)}), (OSS,), pages=(0, 16), packed=BOTH),

@@ -820,18 +820,16 @@ def constants_of(problem: KVCacheProblem, config: DecodeConfig, parts: int = 1, 
     """What the kernels are compiled for; `parts`, `together`: see `parts_apart` and `heads_together`."""
     scan = scan_of(problem, config)
     is_one_scan = problem.batch * row_blocks(problem, config) <= scan
-    # A lone query stands at the last key. In the mode its kernel has to be that of several.
-    has_right = problem.window_right >= 0 and (problem.seqlen_q > 1 or problem.batch_invariant)
     return _constants_of_kind(
         problem, config, is_split(problem), scan, is_one_scan, has_long_line(problem, config),
-        together == problem.heads_kv, parts > 1, has_right,
+        together == problem.heads_kv, parts > 1,
     )  # fmt: skip
 
 
 @by_kind
 def _constants_of_kind(
     problem: KVCacheProblem, config: DecodeConfig, split: bool, scan: int, one_scan: bool, long_line: bool,
-    one_turn: bool, parts_apart: bool, has_right: bool,
+    one_turn: bool, parts_apart: bool,
 ) -> DecodeConstants:  # fmt: skip
     block_d, block_rest = feature_blocks(problem.head_dim)
     return DecodeConstants(
@@ -842,7 +840,7 @@ def _constants_of_kind(
         one_turn=one_turn,
         by_tile=False,
         has_left=problem.window_left >= 0,
-        has_right=has_right,
+        has_right=problem.window_right >= 0,
         softcap=problem.softcap != 0.0,
         alibi=problem.alibi,
         bias=False,
