@@ -121,13 +121,14 @@ def cache(heads: Heads, rows: Rows, dtype: torch.dtype, page: int = 0, packed: b
     """Attention over a cache of `rows.keys` keys. Options besides those of `flash_attn_with_kvcache`: how many keys are
     `new`, features that are `rotary`, `latent`, `float8`.
 
-    `packed`: the queries are, and `rows.queries` is the most of a sequence; without a page so are the keys.
+    `packed`: the queries are, `rows.queries` of each sequence on average, and of none more than is `longest`; without
+    a page so are the keys.
     """
 
     def run() -> None:
         (b, m, n), (d, _, h, hk), dv = rows, heads, heads.of_values
         given = dict(options)
-        new = given.pop("new", 0)
+        new, longest = given.pop("new", 0), given.pop("longest", m)
         stored = FLOAT8 if given.pop("float8", False) else dtype
         shape = (b * n // page, page) if page else (b * n,) if packed else (b, n)
         k = empty(*shape, hk, d, dtype=stored)
@@ -141,8 +142,8 @@ def cache(heads: Heads, rows: Rows, dtype: torch.dtype, page: int = 0, packed: b
         if packed:
             q, offsets = empty(b * m, h, d, dtype=dtype), empty(b + 1)
             given["window"] = given.pop("window_size", (-1, -1))
-            offsets_k = None if page else offsets
-            flash_attention_varlen(q, k, v, offsets, offsets_k, m, n, block_table=table, seqused_k=empty(b), **given)
+            given |= {"block_table": table, "seqused_k": empty(b)}
+            flash_attention_varlen(q, k, v, offsets, None if page else offsets, longest, n, **given)
             return
         if new:
             given |= {"k": empty(b, new, hk, d, dtype=dtype), "v": empty(b, new, hk, dv, dtype=dtype)}
@@ -189,7 +190,7 @@ def merging(head_dim: int, rows: int = 4096) -> Call:
 # ---- The table ----------------------------------------------------------------------------------------------------
 
 D64, D96, D128, MLA, D256 = Heads(64), Heads(96), Heads(128), Heads(192, 128), Heads(256)
-D72, D80, D160 = Heads(72), Heads(80), Heads(160)
+D72, D80 = Heads(72), Heads(80)
 USUAL = (D64, D128)
 
 
@@ -198,14 +199,14 @@ def grouped(heads: Heads, queries: int = 32, keys: int = 8) -> Heads:
 
 
 # Sizes of which tables have different rows: a tile, less than what descriptors pay for, the same with more keys for
-# each query, fewer tiles than multiprocessors, one long sequence, more tiles, long sequences; keys that end inside a
-# block, and windows of images.
-SHORT, TINY, SMALL, FEW_TILES, ALONE, MEDIUM, LARGE = (
-    Rows(64, 64, 64), Rows(1, 96, 96), Rows(1, 256, 256), Rows(1, 1024, 1024), Rows(1, 4096, 4096),
+# each query, many short sequences, fewer tiles than multiprocessors, one long sequence, more tiles, long sequences.
+SHORT, TINY, SMALL, MANY, FEW_TILES, ALONE, MEDIUM, LARGE = (
+    Rows(64, 64, 64), Rows(1, 96, 96), Rows(1, 256, 256), Rows(16, 256, 256), Rows(1, 1024, 1024), Rows(1, 4096, 4096),
     Rows(4, 2048, 2048), Rows(8, 4096, 4096),
 )  # fmt: skip
+# Keys that end inside a block: of long sequences, of sentences, of windows of images.
 RAGGED, SENTENCES, WINDOWS = Rows(3, 1000, 1003), Rows(2, 77, 77), Rows(256, 49, 49)
-TRAINED = (TINY, SMALL, FEW_TILES, ALONE, MEDIUM, LARGE)
+TRAINED = (TINY, SMALL, MANY, FEW_TILES, ALONE, MEDIUM, LARGE)
 FULL = dict[str, Any]()
 CAUSAL: dict[str, Any] = {"causal": True}
 SLIDING = {"causal": True, "window": (1023, 0)}
@@ -232,11 +233,14 @@ class Row(NamedTuple):
 
 
 TRAINING = (
-    Row((FULL, CAUSAL), (D64, D96, D128, D256), TRAINED, BOTH),
-    Row((FULL, CAUSAL), (D72, D80, D160, MLA), TRAINED, BOTH, (BF16,)),
-    Row((FULL,), (D72, D80, D160), TRAINED, dtypes=(FP16,)),  # images
-    Row((FULL, CAUSAL), (*map(grouped, USUAL), grouped(D256, 8, 4)), (SMALL, FEW_TILES, ALONE), BOTH),
-    Row((FULL,), (D64, D96, D128, D256), (RAGGED,)),
+    Row((FULL, CAUSAL), USUAL, TRAINED, BOTH),
+    Row((FULL, CAUSAL), (D96, MLA, D256), TRAINED, BOTH, (BF16,)),
+    Row((FULL, CAUSAL), (D96, D256), TRAINED, dtypes=(FP16,)),
+    Row((FULL,), (D72, D80), TRAINED, BOTH, (BF16,)),  # images
+    Row((FULL,), (D72, D80), TRAINED, dtypes=(FP16,)),
+    Row((FULL, CAUSAL), tuple(map(grouped, USUAL)), (SMALL, MANY, FEW_TILES, ALONE), BOTH),
+    Row((CAUSAL,), (grouped(D256, 8, 4),), (SMALL, MANY, FEW_TILES, ALONE), BOTH, (BF16,)),
+    Row((FULL,), (D64, D96, D128, D256), (RAGGED, Rows(1, 250, 250))),
     Row((FULL, CAUSAL), USUAL, (SHORT,), BOTH),
     Row((SLIDING,), (*map(grouped, USUAL), grouped(D256, 8, 4), D96), TRAINED, BOTH, (BF16,)),
     Row((SLIDING,), (grouped(D128),), TRAINED, BOTH, (FP16,)),
@@ -269,8 +273,9 @@ LLAMA, SMALLER, OLDER, PHI, GEMMA, OSS = (
 DEEPSEEK = Heads(576, 512, 128, 1)
 # A token of one sequence, of some, of many; several of each; and long prompts.
 DECODING = (Rows(1, 1, 8192), Rows(16, 1, 8192), Rows(64, 1, 8192), Rows(256, 1, 4096))
-SEVERAL, CHUNKS = Rows(16, 4, 8192), (Rows(1, 128, 8192), Rows(4, 2048, 8192))
-SERVED = (*DECODING, SEVERAL, *CHUNKS)
+SEVERAL = (Rows(1, 8, 8192), Rows(16, 8, 8192), Rows(64, 8, 8192), Rows(256, 8, 4096), Rows(16, 32, 8192))
+CHUNKS = (Rows(1, 128, 8192), Rows(4, 2048, 8192))
+SERVED = (*DECODING, *CHUNKS)
 LOOKED_BACK = {"window_size": (1023, 0), "causal": True}
 
 
@@ -289,17 +294,28 @@ class CacheRow(NamedTuple):
             yield cache(heads, rows, dtype, page, packed=packed, **options)
 
 
+# Batches in which some sequences have a token and others many.
+MIXED, BATCHED = CAUSAL | {"longest": 512}, (Rows(1, 32, 8192), *DECODING[1:2], Rows(32, 1, 8192), DECODING[3])
 SERVING = (
     CacheRow((CAUSAL,), (LLAMA, SMALLER), pages=(0, 16, 64, 256), dtypes=HALVES),
-    CacheRow((CAUSAL,), (LLAMA, SMALLER), pages=(16, 64, 256), packed=(True,), dtypes=HALVES),
-    CacheRow((CAUSAL,), (OLDER, PHI, GEMMA)),
+    CacheRow((CAUSAL,), (LLAMA, SMALLER), SEVERAL, (0, 16, 256)),
     CacheRow((FULL,), (LLAMA, SMALLER, OLDER), DECODING, (0, 256)),  # the default of `flash_attn_with_kvcache`
+    CacheRow((CAUSAL,), (LLAMA,), (*SERVED, SEVERAL[1]), (16, 64, 256), (True,), HALVES),
+    CacheRow((MIXED,), (LLAMA,), BATCHED, (16, 64, 256), (True,)),
+    CacheRow((CAUSAL,), (SMALLER,), pages=(16,), packed=(True,)),
+    CacheRow((MIXED,), (SMALLER,), BATCHED, (16,), (True,)),
+    CacheRow((CAUSAL,), (LLAMA._replace(keys=4), SMALLER._replace(keys=4)), (Rows(40, 1, 8192),), (16,), BOTH, HALVES),
+    CacheRow((CAUSAL,), (OLDER, PHI, GEMMA)),
     CacheRow((LOOKED_BACK,), (LLAMA,), pages=(0, 16), packed=BOTH),
     CacheRow((GEMMA2, LOOKED_BACK | {"softcap": 50.0}), (GEMMA,), pages=(0, 16), packed=BOTH),
     CacheRow((SINKS, SINKS | {"window_size": (127, 0)}), (OSS,), pages=(0, 16), packed=BOTH),
-    CacheRow((ALIBI,), (OLDER,), (*DECODING, *CHUNKS), (0, 16)),
-    CacheRow((CAUSAL | {"float8": True},), (LLAMA, SMALLER), (*DECODING, SEVERAL), (0, 16, 64)),
-    CacheRow((CAUSAL | {"latent": True},), (DEEPSEEK, DEEPSEEK._replace(queries=16)), (*DECODING, SEVERAL), (0, 64)),
+    CacheRow((MIXED | GEMMA2, MIXED | LOOKED_BACK | {"softcap": 50.0}), (GEMMA,), BATCHED, (16,), (True,)),
+    CacheRow((MIXED | SINKS, MIXED | SINKS | {"window_size": (127, 0)}), (OSS,), BATCHED, (16,), (True,)),
+    CacheRow((ALIBI,), (OLDER,), pages=(0, 16)),
+    CacheRow((CAUSAL | {"float8": True},), (LLAMA, SMALLER), (*DECODING, SEVERAL[1]), (0, 16, 64)),
+    CacheRow(
+        (CAUSAL | {"latent": True},), (DEEPSEEK, DEEPSEEK._replace(queries=16)), (*DECODING, Rows(16, 2, 8192)), (0, 64)
+    ),
     CacheRow((CAUSAL | {"new": 1, "rotary": 128},), (LLAMA,), DECODING[:2], (0, 16, 256), dtypes=HALVES),
     CacheRow(
         (CAUSAL | {"new": 1, "rotary": 128, "rotary_interleaved": False}, CAUSAL | {"new": 1}),

@@ -111,5 +111,8 @@ def serving(model: Model, pages: tuple[int, ...]) -> Iterator[Call]:
         given = {"window_size" if name == "window" else name: value for name, value in options.items()}
         if model.latent is not None:
             given["latent"] = True
-        for packed in (False, True) if page and model.latent is None else (False,):
-            yield cache(heads, rows, model.dtype, page, packed, **given)
+        yield cache(heads, rows, model.dtype, page, **given)
+        if page and model.latent is None:
+            yield cache(heads, rows, model.dtype, page, True, **given)
+            if rows in DECODING:  # some sequences have a token, others many
+                yield cache(heads, rows, model.dtype, page, True, longest=512, **given)

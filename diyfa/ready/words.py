@@ -27,7 +27,7 @@ _ATTENTION = _SHARED | {
     "window", "attn_bias", "bias_grad", "dropout_p", "seq_lens", "deterministic", "out_dtype", "forward",
 }  # fmt: skip
 _CACHE = _SHARED | {
-    "window_size", "page", "new", "rotary", "rotary_interleaved", "latent", "float8", "num_splits",
+    "window_size", "page", "longest", "new", "rotary", "rotary_interleaved", "latent", "float8", "num_splits",
 }  # fmt: skip
 _PRODUCT = frozenset({"transposed", "precision", "out_dtype"})
 KINDS = "attention", "cache", "product", "merge"
