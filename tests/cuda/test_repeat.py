@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import random
 from typing import Any
 
@@ -18,9 +19,9 @@ from known_plans import known_plans
 from recorded_launches import Map, Recorded
 
 import diyfa
-from diyfa import flash_attn_interface, ops, registry
+from diyfa import flash_attn_interface, ops, registry, tuning
 from diyfa import plan as planning
-from diyfa.backends.cuda.attention import bwd_parts, configs, decode, decode_configs
+from diyfa.backends.cuda.attention import bwd_dbias, bwd_parts, configs, decode, decode_configs
 from diyfa.backends.cuda.attention import launch as attention_launch
 from diyfa.backends.cuda.gluon.tile_counter import counter_of
 from diyfa.backends.cuda.hopper import bwd_configs as hopper_bwd_configs
@@ -549,6 +550,81 @@ def test_a_repeated_product_launches_what_the_first_did(recorder, launched, rows
             not diyfa.triton_matmul(a[:16, :0], b[:0], precision=options.get("precision")).any()
             and not recorder.launches
         )
+
+
+# ---- Tiles that are measured ---------------------------------------------------------------------------------------
+
+TILES = tuple(configs.AttentionConfig(n, n, 4, 2, "portable") for n in (64, 32))  # the table's, and a faster one
+
+
+@pytest.fixture
+def measuring(monkeypatch, tmp_path):
+    """Tiles are measured while its entry is True, and each is faster than what was measured before."""
+    monkeypatch.setenv("DIYFA_CACHE_DIR", str(tmp_path))
+    allowed, times = [True], itertools.count()
+    tuner = tune.Tuner(
+        lambda run: (run(), 2.0 ** -next(times))[1],
+        device=lambda: (0, "Test GPU"),
+        may_measure=lambda: allowed[0],
+        rounds=1,
+    )
+    tuner.enabled = True
+    for name in ("best", "is_settled", "state"):
+        monkeypatch.setattr(tune, name, getattr(tuner, name))
+    return allowed
+
+
+KERNELS = {"fwd": "_fwd_kernel", "dkdv": "_bwd_dkdv_kernel", "dq": "_bwd_dq_kernel"}
+
+
+@pytest.mark.parametrize("kind", KERNELS)
+def test_a_tile_that_was_not_measured_yet_is_not_repeated(recorder, measuring, described, monkeypatch, kind):
+    """As in a graph capture: the call after it measures."""
+    monkeypatch.setattr(attention_launch, "candidates", lambda of, problem: TILES if of == kind else TILES[:1])
+    q, k, v = qkv(grad=True)
+
+    def block() -> int:
+        """That the kernel was launched with, behind all that was measured."""
+        recorder.launches.clear()
+        torch.autograd.grad(attend(q, k, v), (q, k, v), torch.zeros_like(q))
+        return [one for one in recorder.launches if one.kernel == KERNELS[kind]][-1].constants.block_m
+
+    measuring[0] = False
+    assert [block() for _ in range(4)] == [64] * 4
+    measuring[0] = True
+    assert [block() for _ in range(4)] == [32] * 4
+    described.clear()
+    assert block() == 32 and not described
+
+
+@pytest.mark.parametrize("forgets", [False, True], ids=["", "forgets"])
+def test_tiles_are_measured_on_a_delta_that_is_filled(recorder, measuring, monkeypatch, tmp_path, forgets):
+    """Also where a process has forgotten a tile and keeps no file: what is measured anew overwrites gradients that
+    are returned."""
+    monkeypatch.setattr(attention_launch, "candidates", lambda of, problem: TILES)
+    if forgets:
+        monkeypatch.setattr(tuning, "cache_dir", lambda: None)
+        monkeypatch.setattr(tuning, "MOST_REMEMBERED", 1)
+    q, k, v = qkv(grad=True)
+    for _ in range(4):
+        recorder.launches.clear()
+        torch.autograd.grad(attend(q, k, v), (q, k, v), torch.zeros_like(q))
+        filled = set()
+        for one in recorder.launches:
+            if one.kernel == "_bwd_preprocess_kernel":
+                filled.add(one.arguments["delta_ptr"])
+            elif one.kernel in ("_bwd_dkdv_kernel", "_bwd_dq_kernel"):
+                assert one.arguments["delta_ptr"] in filled
+
+
+def test_the_gradient_of_a_bias_is_described_once(recorder, monkeypatch):
+    """It is never repeated, so nothing is prepared for that: its sums are as large as the bias."""
+    seen, describe = [], bwd_dbias.launch_of
+    monkeypatch.setattr(bwd_dbias, "launch_of", lambda *args: seen.append(1) or describe(*args))
+    (q, k, v), bias = qkv(grad=True), torch.rand(4, 96, 96).requires_grad_()
+    for n in range(1, 5):
+        torch.autograd.grad(attend(q, k, v, attn_bias=bias), (q, k, v, bias), torch.zeros_like(q))
+        assert len(seen) == n
 
 
 # ---- Attention over a cache ---------------------------------------------------------------------------------------
