@@ -718,6 +718,23 @@ def test_a_repeated_call_with_a_cache_launches_what_the_first_did(recorder, chos
     assert_same(*passes)
 
 
+@pytest.mark.parametrize("by", ["tensor", "int"])
+def test_queries_that_out_replaces_are_another_call(recorder, launched, monkeypatch, by):
+    """Tiles that are computed again would read what they have written; repeated as others are."""
+    table = prefill.config_of
+    monkeypatch.setattr(prefill, "config_of", lambda problem: dataclasses.replace(table(problem), fixed_max=True))
+    given = prefilled(100, by)
+    other = torch.zeros_like(given["q"])
+    with diyfa.use_backend("cuda"):
+        for in_place in (False, False, False, True, True, True, False, True):
+            out = given["q"] if in_place else other
+            launched.clear()
+            diyfa.flash_attn_with_kvcache(**given, out=out)
+            (launch,) = launches_of(recorder, out=out)
+            assert launch.arguments["o_ptr"] == "out" and launch.constants.fixed_max != in_place
+    assert not launched
+
+
 def test_values_that_are_no_part_of_the_keys_are_another_call(recorder, chosen_mla):
     given = latent(100, "tensor")
     with diyfa.use_backend("cuda"):
@@ -730,7 +747,7 @@ def test_values_that_are_no_part_of_the_keys_are_another_call(recorder, chosen_m
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd", "thd"])
-def test_a_repeated_call_of_few_queries_launches_what_the_first_did(recorder, layout):
+def test_a_repeated_call_of_few_queries_launches_what_the_first_did(recorder, launched, layout):
     offsets = [torch.tensor([0, n], dtype=torch.int32) for n in (2, 4096)]
     passes, kept = [], []
     for _ in range(4):
@@ -742,6 +759,7 @@ def test_a_repeated_call_of_few_queries_launches_what_the_first_did(recorder, la
         else:
             q, k, v = (x.transpose(0, 1).contiguous() for x in (q, k, v))
             attend = functools.partial(diyfa.flash_attention, q[None], k[None], v[None])
+        launched.clear()
         with diyfa.use_backend("cuda"), torch.no_grad():
             out, lse = attend(causal=True, return_lse=True)
         assert out.shape[-3:] == q.shape and out.is_contiguous()
@@ -749,6 +767,7 @@ def test_a_repeated_call_of_few_queries_launches_what_the_first_did(recorder, la
         kernels = [one.kernel for one in passes[-1]]
         assert kernels == ["_clear_kernel"] * (layout == "thd") + ["_decode_kernel", "_combine_kernel"]
         kept.append((q, k, v, out, lse))
+    assert not launched
     assert_same(*passes)
 
 
