@@ -617,6 +617,25 @@ def test_tiles_are_measured_on_a_delta_that_is_filled(recorder, measuring, monke
                 assert one.arguments["delta_ptr"] in filled
 
 
+@pytest.mark.parametrize("variant", ["auto", "sm90"])
+def test_the_gradient_of_sinks_comes_from_delta(recorder, described, monkeypatch, variant):
+    """Not from what else is allocated for a repeated pass: gradients of parts of groups, or a workspace."""
+    given = []
+    monkeypatch.setattr(attention_launch, "_fill_dsinks", lambda *tensors: given.append(tensors))
+    monkeypatch.setattr(bwd_parts, "parts_of", lambda *_: 2)
+    for _ in range(4):
+        (q, k, v), sinks = qkv(**LARGE, grad=True, kv_heads=4), torch.rand(8).requires_grad_()
+        out, lse = attend(q, k, v, sinks=sinks, variant=variant, return_lse=True)
+        recorder.launches.clear()
+        described.clear()
+        given.clear()
+        torch.autograd.grad(out, (q, k, v, sinks), torch.zeros_like(q))
+        ((_, of_lse, delta, _),) = given
+        filled = next(one.arguments["delta_ptr"] for one in recorder.launches if "delta_ptr" in one.arguments)
+        assert (of_lse.data_ptr(), delta.data_ptr(), delta.shape) == (lse.data_ptr(), filled, lse.shape)
+    assert not described
+
+
 def test_the_gradient_of_a_bias_is_described_once(recorder, monkeypatch):
     """It is never repeated, so nothing is prepared for that: its sums are as large as the bias."""
     seen, describe = [], bwd_dbias.launch_of
