@@ -83,7 +83,10 @@ _preparations = [(feature.name, feature.prepared) for feature in TENSORS if feat
 
 def tensors_of(lengths: Lengths, options: AttentionOptions) -> tuple[torch.Tensor | None, ...]:
     """The optional tensors, in the order of the table."""
-    return (*lengths[:3], options.alibi_slopes, options.attn_bias, options.sinks, options.rng_state)
+    return (
+        lengths.cu_seqlens_q, lengths.cu_seqlens_k, lengths.seq_lens, options.alibi_slopes, options.attn_bias,
+        options.sinks, options.rng_state,
+    )  # fmt: skip
 
 
 def tensors_given(lengths: Lengths, given: dict[str, Any]) -> tuple[Any, ...]:
@@ -93,7 +96,7 @@ def tensors_given(lengths: Lengths, given: dict[str, Any]) -> tuple[Any, ...]:
     )  # fmt: skip
     if lengths is WHOLE and slopes is bias is sinks is state is None:
         return ()
-    return (*lengths[:3], slopes, bias, sinks, state)
+    return lengths.cu_seqlens_q, lengths.cu_seqlens_k, lengths.seq_lens, slopes, bias, sinks, state
 
 
 def pack(lengths: Lengths, options: AttentionOptions) -> tuple[Any, ...]:

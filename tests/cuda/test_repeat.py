@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import random
 from typing import Any
 
@@ -18,9 +19,9 @@ from known_plans import known_plans
 from recorded_launches import Map, Recorded
 
 import diyfa
-from diyfa import flash_attn_interface, ops, registry
+from diyfa import flash_attn_interface, ops, registry, tuning
 from diyfa import plan as planning
-from diyfa.backends.cuda.attention import bwd_parts, configs, decode, decode_configs
+from diyfa.backends.cuda.attention import bwd_dbias, bwd_parts, configs, decode, decode_configs
 from diyfa.backends.cuda.attention import launch as attention_launch
 from diyfa.backends.cuda.gluon.tile_counter import counter_of
 from diyfa.backends.cuda.hopper import bwd_configs as hopper_bwd_configs
@@ -551,6 +552,100 @@ def test_a_repeated_product_launches_what_the_first_did(recorder, launched, rows
         )
 
 
+# ---- Tiles that are measured ---------------------------------------------------------------------------------------
+
+TILES = tuple(configs.AttentionConfig(n, n, 4, 2, "portable") for n in (64, 32))  # the table's, and a faster one
+
+
+@pytest.fixture
+def measuring(monkeypatch, tmp_path):
+    """Tiles are measured while its entry is True, and each is faster than what was measured before."""
+    monkeypatch.setenv("DIYFA_CACHE_DIR", str(tmp_path))
+    allowed, times = [True], itertools.count()
+    tuner = tune.Tuner(
+        lambda run: (run(), 2.0 ** -next(times))[1],
+        device=lambda: (0, "Test GPU"),
+        may_measure=lambda: allowed[0],
+        rounds=1,
+    )
+    tuner.enabled = True
+    for name in ("best", "is_settled", "state"):
+        monkeypatch.setattr(tune, name, getattr(tuner, name))
+    return allowed
+
+
+KERNELS = {"fwd": "_fwd_kernel", "dkdv": "_bwd_dkdv_kernel", "dq": "_bwd_dq_kernel"}
+
+
+@pytest.mark.parametrize("kind", KERNELS)
+def test_a_tile_that_was_not_measured_yet_is_not_repeated(recorder, measuring, described, monkeypatch, kind):
+    """As in a graph capture: the call after it measures."""
+    monkeypatch.setattr(attention_launch, "candidates", lambda of, problem: TILES if of == kind else TILES[:1])
+    q, k, v = qkv(grad=True)
+
+    def block() -> int:
+        """That the kernel was launched with, behind all that was measured."""
+        recorder.launches.clear()
+        torch.autograd.grad(attend(q, k, v), (q, k, v), torch.zeros_like(q))
+        return [one for one in recorder.launches if one.kernel == KERNELS[kind]][-1].constants.block_m
+
+    measuring[0] = False
+    assert [block() for _ in range(4)] == [64] * 4
+    measuring[0] = True
+    assert [block() for _ in range(4)] == [32] * 4
+    described.clear()
+    assert block() == 32 and not described
+
+
+@pytest.mark.parametrize("forgets", [False, True], ids=["", "forgets"])
+def test_tiles_are_measured_on_a_delta_that_is_filled(recorder, measuring, monkeypatch, tmp_path, forgets):
+    """Also where a process has forgotten a tile and keeps no file: what is measured anew overwrites gradients that
+    are returned."""
+    monkeypatch.setattr(attention_launch, "candidates", lambda of, problem: TILES)
+    if forgets:
+        monkeypatch.setattr(tuning, "cache_dir", lambda: None)
+        monkeypatch.setattr(tuning, "MOST_REMEMBERED", 1)
+    q, k, v = qkv(grad=True)
+    for _ in range(4):
+        recorder.launches.clear()
+        torch.autograd.grad(attend(q, k, v), (q, k, v), torch.zeros_like(q))
+        filled = set()
+        for one in recorder.launches:
+            if one.kernel == "_bwd_preprocess_kernel":
+                filled.add(one.arguments["delta_ptr"])
+            elif one.kernel in ("_bwd_dkdv_kernel", "_bwd_dq_kernel"):
+                assert one.arguments["delta_ptr"] in filled
+
+
+@pytest.mark.parametrize("variant", ["auto", "sm90"])
+def test_the_gradient_of_sinks_comes_from_delta(recorder, described, monkeypatch, variant):
+    """Not from what else is allocated for a repeated pass: gradients of parts of groups, or a workspace."""
+    given = []
+    monkeypatch.setattr(attention_launch, "_fill_dsinks", lambda *tensors: given.append(tensors))
+    monkeypatch.setattr(bwd_parts, "parts_of", lambda *_: 2)
+    for _ in range(4):
+        (q, k, v), sinks = qkv(**LARGE, grad=True, kv_heads=4), torch.rand(8).requires_grad_()
+        out, lse = attend(q, k, v, sinks=sinks, variant=variant, return_lse=True)
+        recorder.launches.clear()
+        described.clear()
+        given.clear()
+        torch.autograd.grad(out, (q, k, v, sinks), torch.zeros_like(q))
+        ((_, of_lse, delta, _),) = given
+        filled = next(one.arguments["delta_ptr"] for one in recorder.launches if "delta_ptr" in one.arguments)
+        assert (of_lse.data_ptr(), delta.data_ptr(), delta.shape) == (lse.data_ptr(), filled, lse.shape)
+    assert not described
+
+
+def test_the_gradient_of_a_bias_is_described_once(recorder, monkeypatch):
+    """It is never repeated, so nothing is prepared for that: its sums are as large as the bias."""
+    seen, describe = [], bwd_dbias.launch_of
+    monkeypatch.setattr(bwd_dbias, "launch_of", lambda *args: seen.append(1) or describe(*args))
+    (q, k, v), bias = qkv(grad=True), torch.rand(4, 96, 96).requires_grad_()
+    for n in range(1, 5):
+        torch.autograd.grad(attend(q, k, v, attn_bias=bias), (q, k, v, bias), torch.zeros_like(q))
+        assert len(seen) == n
+
+
 # ---- Attention over a cache ---------------------------------------------------------------------------------------
 
 
@@ -642,6 +737,23 @@ def test_a_repeated_call_with_a_cache_launches_what_the_first_did(recorder, chos
     assert_same(*passes)
 
 
+@pytest.mark.parametrize("by", ["tensor", "int"])
+def test_queries_that_out_replaces_are_another_call(recorder, launched, monkeypatch, by):
+    """Tiles that are computed again would read what they have written; repeated as others are."""
+    table = prefill.config_of
+    monkeypatch.setattr(prefill, "config_of", lambda problem: dataclasses.replace(table(problem), fixed_max=True))
+    given = prefilled(100, by)
+    other = torch.zeros_like(given["q"])
+    with diyfa.use_backend("cuda"):
+        for in_place in (False, False, False, True, True, True, False, True):
+            out = given["q"] if in_place else other
+            launched.clear()
+            diyfa.flash_attn_with_kvcache(**given, out=out)
+            (launch,) = launches_of(recorder, out=out)
+            assert launch.arguments["o_ptr"] == "out" and launch.constants.fixed_max != in_place
+    assert not launched
+
+
 def test_values_that_are_no_part_of_the_keys_are_another_call(recorder, chosen_mla):
     given = latent(100, "tensor")
     with diyfa.use_backend("cuda"):
@@ -654,7 +766,7 @@ def test_values_that_are_no_part_of_the_keys_are_another_call(recorder, chosen_m
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd", "thd"])
-def test_a_repeated_call_of_few_queries_launches_what_the_first_did(recorder, layout):
+def test_a_repeated_call_of_few_queries_launches_what_the_first_did(recorder, launched, layout):
     offsets = [torch.tensor([0, n], dtype=torch.int32) for n in (2, 4096)]
     passes, kept = [], []
     for _ in range(4):
@@ -666,6 +778,7 @@ def test_a_repeated_call_of_few_queries_launches_what_the_first_did(recorder, la
         else:
             q, k, v = (x.transpose(0, 1).contiguous() for x in (q, k, v))
             attend = functools.partial(diyfa.flash_attention, q[None], k[None], v[None])
+        launched.clear()
         with diyfa.use_backend("cuda"), torch.no_grad():
             out, lse = attend(causal=True, return_lse=True)
         assert out.shape[-3:] == q.shape and out.is_contiguous()
@@ -673,6 +786,7 @@ def test_a_repeated_call_of_few_queries_launches_what_the_first_did(recorder, la
         kernels = [one.kernel for one in passes[-1]]
         assert kernels == ["_clear_kernel"] * (layout == "thd") + ["_decode_kernel", "_combine_kernel"]
         kept.append((q, k, v, out, lse))
+    assert not launched
     assert_same(*passes)
 
 

@@ -86,6 +86,15 @@ MORE = [  # each takes seconds; the others have what they have, too
 
 
 @pytest.mark.parametrize(
+    ("head_dim", "columns"), [(40, 64), (64, 64), (72, 16), (80, 16), (88, 32), (96, 32), (104, 64), (128, 64)]
+)
+def test_columns_of_the_last_box(head_dim: int, columns: int) -> None:
+    """All that there are, and no more than a product needs: 48 is no multiple of what dQ is added up by."""
+    problem = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", 1, 1, 1, 128, 128, head_dim, head_dim)
+    assert bwd_configs.last_columns(problem) == columns
+
+
+@pytest.mark.parametrize(
     "case",
     [*(pytest.param(c, id=c.name) for c in CASES), *(pytest.param(c, id=c.name, marks=pytest.mark.slow) for c in MORE)],
 )

@@ -253,7 +253,7 @@ def backward_pass(
             found, between[:] = backward.launches(kind, config, gradients)  # noqa: B023 (called before the next kind)
             return found
 
-        launches += tuned_launches(kind, problem, launches_of)
+        launches += tuned_launches(kind, problem, launches_of, launches)
         memory += between
     finish = None
     if gradients.dbias is not None:

@@ -327,12 +327,16 @@ def _bucket(problem: AttentionProblem) -> tuple[object, ...]:
 
 
 def tuned_launches(
-    kind: str, problem: AttentionProblem, launches_of: Callable[[AttentionConfig], list[Launch]]
+    kind: str,
+    problem: AttentionProblem,
+    launches_of: Callable[[AttentionConfig], list[Launch]],
+    before: Sequence[Launch] = (),
 ) -> list[Launch]:
     """What `launches_of` makes of the tile for this problem's bucket: measured once where tuning is possible and
     allowed, else the table's.
 
-    A deterministic problem always takes the table's: another tile rounds differently.
+    A deterministic problem always takes the table's: another tile rounds differently. `before` fills what those
+    launches read: the results, which may be those of a call that has run, are right again after a measurement.
     """
     if (forced := forced_config(kind, problem)) is not None:
         return launches_of(forced)
@@ -340,10 +344,14 @@ def tuned_launches(
     assert tiles, "unsupported() accepted a problem that no tile fits"
     if _has_one_tile(problem, tiles):
         return launches_of(tiles[0])
-    measured = tune.best(
-        f"attention_{kind}", _bucket(problem), tiles, lambda config: launch_each(launches_of(config)), tiles[0]
-    )
-    return launches_of(measured)
+    needed = list(before)
+
+    def run(config: AttentionConfig) -> None:
+        launch_each(needed)
+        needed.clear()  # once is enough
+        launch_each(launches_of(config))
+
+    return launches_of(tune.best(f"attention_{kind}", _bucket(problem), tiles, run, tiles[0]))
 
 
 def _has_one_tile(problem: AttentionProblem, tiles: Sequence[AttentionConfig]) -> bool:
@@ -438,6 +446,8 @@ def repeating_backward(describe: Callable[..., Pass]) -> Callable[..., BackwardR
         gradients: AttentionGradients,
         owners: Sequence[torch.Tensor],
     ) -> BackwardReplay | None:
+        if gradients.dbias is not None:  # what finishes it is not repeated, and its sums are large
+            return None
         tensors = _own_objects(tensors)
         gradients, delta = _with_delta(gradients, lse)
         with on_device(out):
