@@ -48,7 +48,7 @@ class StandIn(NamedTuple):
     multiprocessors: int
 
 
-stand_in: StandIn | None = None  # while `recording` of compile/recording.py says so
+stand_in: StandIn | None = None  # while `recording` of recording.py says so
 
 
 def multiprocessors(device: torch.device) -> int:

@@ -534,7 +534,7 @@ def allocator_of(device_type: str) -> Callable[[Sequence[int], Sequence[int], to
     return lambda sizes, strides, dtype: torch.empty_strided(sizes, strides, dtype=dtype, device=device_type)
 
 
-recorder: Callable[[Launch], None] | None = None  # gets launches instead of the driver: see compile/recording.py
+recorder: Callable[[Launch], None] | None = None  # gets launches instead of the driver: see recording.py
 
 
 def is_for_triton(launch: Launch) -> bool:
