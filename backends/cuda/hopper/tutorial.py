@@ -173,7 +173,7 @@ def _consumer(INDEX: gl.constexpr, q_buffers, q_full, ring, tile, o_tensor, lse_
     tma.store_wait(0)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["diagonal"])
 def _fwd_tutorial_kernel(q_tensor, k_tensor, v_tensor, o_tensor, lse_ptr, diagonal, scale):
     """Make buffers and barriers, then split into partitions. The grid is (tiles, heads, batch).
 
