@@ -117,7 +117,7 @@ def _consumer(INDEX: gl.constexpr, q_buffers, q_full, ring, tile, o_tensor, lse_
     row0 = tile.row0 + INDEX * ROWS
     offs_m = row0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
     last_key = gl.minimum(offs_m + tile.diagonal, tile.seqlen_k - 1)  # [64]
-    # Blocks that all 64 rows see whole need no mask: those that end before the first row's last key.
+    # The first row sees fewest keys. Blocks [0, n_whole), which it sees whole, need no mask.
     n_whole = gl.maximum(gl.minimum(row0 + tile.diagonal + 1, tile.seqlen_k), 0) // BLOCK_N
     n_masked = gl.maximum(tile.n_blocks - n_whole, 1)
     m_i = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
@@ -136,10 +136,11 @@ def _consumer(INDEX: gl.constexpr, q_buffers, q_full, ring, tile, o_tensor, lse_
     if INDEX == 1:
         _turn("arrive", 0)  # consumer 0 has the first turn; otherwise both would wait forever
 
-    # The KV loop, compiled twice: for masked blocks, then for whole ones. K of block i is item 2i, its V is 2i + 1.
+    # The KV loop, compiled twice: for masked blocks, then for whole ones. The i-th block visited is n_blocks - 1 - i; its
+    # K is item 2i of the ring, its V item 2i + 1.
     for whole in gl.static_range(2):
         for i in range(n_masked if whole else 1, tile.n_blocks if whole else n_masked):
-            # Start S = Q Kᵀ of block i and O += P V of block i - 1.
+            # Start S = Q Kᵀ of the i-th block and O += P V of the one before.
             p = gl.convert_layout(p.to(DTYPE), P_LAYOUT)  # free: a thread has the elements that P V reads already
             ring.wait_full(2 * i)
             _turn("sync", INDEX)
