@@ -136,8 +136,8 @@ def _consumer(INDEX: gl.constexpr, q_buffers, q_full, ring, tile, o_tensor, lse_
     if INDEX == 1:
         _turn("arrive", 0)  # consumer 0 has the first turn; otherwise both would wait forever
 
-    # The KV loop, compiled twice: for masked blocks, then for whole ones. The i-th block visited is n_blocks - 1 - i; its
-    # K is item 2i of the ring, its V item 2i + 1.
+    # The KV loop, compiled twice: for masked blocks, then for whole ones. i counts blocks in the order of their copies:
+    # K of the i-th one is item 2i of the ring, its V item 2i + 1.
     for whole in gl.static_range(2):
         for i in range(n_masked if whole else 1, tile.n_blocks if whole else n_masked):
             # Start S = Q Kᵀ of the i-th block and O += P V of the one before.
