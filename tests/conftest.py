@@ -31,20 +31,6 @@ _on_npu: list[int] = []  # kernels that each test ran on npu tensors, of those t
 
 
 @pytest.fixture
-def rows_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NumPy's matmul, which the interpreter uses, may round a row by where in a tile it stands. Tensor cores do not."""
-    if os.environ.get("TRITON_INTERPRET") != "1" or find_spec("triton") is None:
-        return
-    from triton.runtime import interpreter
-
-    def create_dot(self, a, b, d, *precision):
-        product = a.data.astype("float64") @ b.data.astype("float64") + d.data
-        return interpreter.TensorHandle(product.astype(d.data.dtype), d.dtype.scalar)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
-
-
-@pytest.fixture
 def no_home(monkeypatch: pytest.MonkeyPatch) -> None:
     """A container whose user is a bare number: no HOME, no entry in the list of users, no cache folder named."""
     for variable in ("HOME", "XDG_CACHE_HOME", "DIYFA_CACHE_DIR"):

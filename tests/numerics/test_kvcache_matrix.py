@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -306,9 +307,7 @@ def _drawn_batch(rng: random.Random, options: dict[str, Any], device: str) -> It
         yield s, new, out[b].cpu(), lse[b].cpu()
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_rows_do_not_depend_on_their_batch(backend: str, name: str, rows_by_themselves: None) -> None:
+def _check_rows(backend: str, name: str) -> None:
     """Bitwise: the batch, the number of new tokens, pages, splits; and equal to the training forward."""
     target, rng = TARGETS[backend], random.Random(0)
     options = {key: x.to(target.device) if isinstance(x, torch.Tensor) else x for key, x in OPTIONS[name].items()}
@@ -319,6 +318,28 @@ def test_rows_do_not_depend_on_their_batch(backend: str, name: str, rows_by_them
                 want, want_lse = trained[s]
                 assert torch.equal(out, want[len(want) - new :])
                 assert torch.equal(lse, want_lse[:, len(want) - new :])
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_do_not_depend_on_their_batch(backend: str, name: str) -> None:
+    _check_rows(backend, name)
+
+
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if TARGETS[name].interpreted])
+def test_the_interpreter_leaves_products_to_no_blas(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some round a row by its place, as `np.matmul` does here: it sums every third row from the other end."""
+    matmul = np.matmul
+
+    def by_place(a: np.ndarray, b: np.ndarray, **how: Any) -> np.ndarray:
+        product = matmul(a, b, **how)
+        product[..., ::3, :] = matmul(a[..., ::3, ::-1], b[..., ::-1, :], **how)
+        return product
+
+    monkeypatch.setattr(np, "matmul", by_place)
+    a, b = np.random.default_rng(0).standard_normal((2, 64, 64), np.float32)
+    assert not np.array_equal(np.matmul(a[:-1], b)[1:], np.matmul(a[1:], b)[:-1])
+    _check_rows(backend, "causal")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
