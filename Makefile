@@ -5,6 +5,7 @@
 #   make test-all        every test that runs on this machine
 #   make lint            ruff and mypy
 #   make compile-gate    every kernel compiled for every architecture of CUDA_TARGETS and every Ascend chip, without them
+#   make small-pack      a pack of a few kernels, and which calls of the tests a whole one would not serve
 #   make test-npu        the NPU backend on real torch_npu over host memory
 #   make test-npu-oldest what depends on torch_npu, with the oldest torch and torch_npu of diyfa/npu_stacks.py
 #   make test-triton3.9  the CUDA backend with Triton 3.9, or any other version that it is written for
@@ -87,10 +88,10 @@ TRITON_TESTS ?= tests/cuda $(addprefix tests/hopper/, test_gluon_compat.py test_
 # What needs a client; the rest of the folder does not.
 INTEGRATION_TESTS ?= $(addprefix tests/integrations/, test_transformers.py test_diffusers.py test_hub_kernel.py test_guide.py)
 
-.PHONY: help demo test test-all test-rest lint format compile-gate compile-gate-cuda compile-gate-npu test-npu test-npu-oldest test-integrations stubs tables docs clean
+.PHONY: help demo test test-all test-rest lint format compile-gate compile-gate-cuda compile-gate-npu small-pack test-npu test-npu-oldest test-integrations stubs tables docs clean
 
 help:
-	@sed -n '3,17s/^#   //p' Makefile
+	@sed -n '3,18s/^#   //p' Makefile
 
 # --- environments ---------------------------------------------------------------------------------------------------
 
@@ -201,6 +202,11 @@ compile-gate-npu: $(VENV_NPU)/.ready $(CACHE)/ascendnpu-ir-1.1.0/.ready $(CACHE)
 	  --numprocesses $(JOBS) $(PYTEST_ARGS)
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 TRITON_INTERPRET=0 $(VENV_NPU)/bin/python -m pytest \
 	  tests/npu/test_compiled_numerics.py --numprocesses $(JOBS) $(PYTEST_ARGS)
+
+small-pack: export DIYFA_CACHE_DIR := $(CURDIR)/$(CACHE)/pack
+small-pack: $(VENV)/.ready
+	$(VENV)/bin/diyfa pack sm_90 --only merge --jobs $(JOBS) --out $(CACHE)/pack
+	$(VENV)/bin/python tests/tools/pack_coverage.py sm_90
 
 # The real torch_npu on host memory; the launcher builds what stands in for CANN. The compile gate is a target of its own.
 test-npu: $(VENV_NPU)/.ready

@@ -173,6 +173,7 @@ def _ours(
     from diyfa.backends.cuda.gluon.inline_ptx import post_processing
     from diyfa.backends.cuda.hopper import configs as hopper_configs
     from diyfa.backends.cuda.hopper import fwd as hopper_fwd
+    from diyfa.backends.cuda.runtime.passes import launch_each
     from diyfa.problem import AttentionProblem, AttentionTensors
 
     b, h, s, d = q.shape
@@ -186,7 +187,7 @@ def _ours(
 
     def call() -> torch.Tensor:
         with use_config("sm90", lambda problem: hopper_configs.fitted(problem, config)):
-            hopper_fwd.attention_forward(problem, tensors, out, lse)
+            launch_each(hopper_fwd.forward_pass(problem, tensors, out, lse).launches)
         return out
 
     return call

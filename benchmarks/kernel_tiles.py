@@ -26,6 +26,7 @@ from diyfa.backends.cuda.attention import bwd, fwd
 from diyfa.backends.cuda.attention.configs import AttentionConfig, candidates, fits
 from diyfa.backends.cuda.attention.launch import use_config
 from diyfa.backends.cuda.runtime.launcher import launch_kernel
+from diyfa.backends.cuda.runtime.passes import launch_each
 from diyfa.bench.record import default_path, device_name, write_json
 from diyfa.bench.timing import quantiles_of, time_calls
 from diyfa.bench.work import attention_flops, tflops
@@ -81,7 +82,7 @@ def kernels_of(problem: AttentionProblem, tensors: AttentionTensors) -> Callable
     """Launches one kernel in one tile, those of the backward pass on what a forward pass has left."""
     out = torch.empty_like(tensors.q)
     lse = torch.empty(problem.lse_shape, device=out.device)
-    fwd.attention_forward(problem, tensors, out, lse)
+    launch_each(fwd.forward_pass(problem, tensors, out, lse).launches)
     backward = bwd.Backward(problem, tensors, out, lse, torch.randn_like(out), None)
     launch_kernel(backward.preprocess())
     dq, dk, dv = (torch.empty_like(x) for x in (tensors.q, tensors.k, tensors.v))
@@ -90,7 +91,7 @@ def kernels_of(problem: AttentionProblem, tensors: AttentionTensors) -> Callable
     def launch(kind: str, tile: AttentionConfig) -> None:
         if kind == "fwd":
             with use_config(kind, tile):
-                fwd.attention_forward(problem, tensors, out, lse)
+                launch_each(fwd.forward_pass(problem, tensors, out, lse).launches)
         else:
             launch_kernel(backward.gradient(kind, tile, results[kind]))
 

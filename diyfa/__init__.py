@@ -55,6 +55,7 @@ _PUBLIC: dict[str, str] = {
     "BenchmarkResult": "diyfa.bench",
     "BenchmarkRunner": "diyfa.bench",
     "benchmark_fn": "diyfa.bench",
+    "warmup": "diyfa.ready.warming",
     "validate_attention": "diyfa.testing",
     "validate_matmul": "diyfa.testing",
 }
@@ -87,6 +88,7 @@ if TYPE_CHECKING:  # for editors, which look up docstrings here; types are those
     from diyfa.flash_attn_interface import flash_attn_varlen_qkvpacked_func as flash_attn_varlen_qkvpacked_func
     from diyfa.kvcache import flash_attn_with_kvcache as flash_attn_with_kvcache
     from diyfa.matmul import triton_matmul as triton_matmul
+    from diyfa.ready.warming import warmup as warmup
     from diyfa.reference import reference_attention as reference_attention
     from diyfa.reference import reference_kvcache as reference_kvcache
     from diyfa.registry import batch_invariant as batch_invariant

@@ -20,6 +20,7 @@ from diyfa.device import print_gpu_info as print_gpu_info
 from diyfa.device import supports_fp8 as supports_fp8
 from diyfa.dropout import dropout_mask as dropout_mask
 from diyfa.matmul import triton_matmul as triton_matmul
+from diyfa.ready.warming import warmup as warmup
 from diyfa.reference import reference_kvcache as reference_kvcache
 from diyfa.registry import batch_invariant as batch_invariant
 from diyfa.registry import kernels_for as kernels_for

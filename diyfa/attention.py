@@ -13,7 +13,7 @@ from diyfa.keywords import refuse_unknown, without_unknown
 from diyfa.kvcache import attend_packed, explain_packed
 from diyfa.ops import new_rng_state
 from diyfa.options import DIFFERENTIABLE, UNBOUNDED, WHOLE, AttentionOptions, Lengths, tensors_given, tensors_of
-from diyfa.plan import autocast_dtype, find, key_of
+from diyfa.plan import autocast_dtype, find, is_described_only, key_of
 from diyfa.problem import LAYOUTS, VARLEN
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -163,7 +163,7 @@ def attend(
             found = (*found, q.new_empty(0))
     else:
         options = checked_options(q, k, v, lengths, given, words)
-        if key is not None and not q.is_meta:
+        if key is not None and not is_described_only(q):
             plan = ops.plan_of(q, k, v, lengths, options, key)
             found = ops.run_plan(plan, (one, two, three), tensors_of(lengths, options), returns_lse)
         else:

@@ -27,7 +27,7 @@ from diyfa.kvcache_ops import (
     without_backward,
 )
 from diyfa.options import UNBOUNDED, WHOLE
-from diyfa.plan import autocast_dtype, find, key_of, remember
+from diyfa.plan import autocast_dtype, find, is_described_only, key_of, remember
 from diyfa.problem import VARLEN, KVCacheTensors, NewKeys
 
 KVCacheResult = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -414,7 +414,7 @@ def _attend(call: _Call, length: int, max_seqlen_k: int, returns_lse: bool) -> A
     if plan is None or plan.reads_values:
         _check_values(call, tensors, max_seqlen_k)
     out = optional[-1]
-    if plan is None and (key is None or q.is_meta):
+    if plan is None and (key is None or is_described_only(q)):
         plan = Operators(call.options, needs_grad((q, k, v, *optional), out))
     elif plan is None:
         plan = KVCachePlan(tensors, call.options, new, out)

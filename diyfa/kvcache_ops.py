@@ -229,6 +229,7 @@ def describe_kvcache(
         "batch_invariant": options.batch_invariant,
         "aligned": is_aligned(q, k_cache, v_cache),
         "aligned_out": out is None or is_aligned(out),
+        "in_place": out is not None and out.data_ptr() == q.data_ptr(),
         "few_steps": has_few_steps(VARLEN if k_cache.dim() == 3 else "bshd", k_cache, v_cache),
     })  # fmt: skip
 

@@ -11,7 +11,7 @@ from diyfa import ops, registry, validation
 from diyfa.attention import autocast
 from diyfa.keywords import refuse_unknown, without_unknown
 from diyfa.options import WHOLE
-from diyfa.plan import find, key_of
+from diyfa.plan import find, is_described_only, key_of
 
 PRECISIONS = ("tf32", "ieee")
 _has_warned = False
@@ -90,7 +90,7 @@ def triton_matmul(
     if out_dtype not in validation.MATMUL_DTYPES:
         raise TypeError(f"Unsupported dtype {out_dtype} for the result: expected float16, bfloat16 or float32")
     tile = None if block_m is None else blocks
-    if given[0] is not a or given[1] is not b or a.is_meta or ops.wants_grad(a, b):
+    if given[0] is not a or given[1] is not b or is_described_only(a) or ops.wants_grad(a, b):
         key = None
     options = tile, use_autotune, precision or "ieee", compute_dtype, out_dtype, backend
     product = ops.matmul(a, b, *options) if key is None else ops.product_plan(a, b, key, *options).run(a, b)

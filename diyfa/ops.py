@@ -524,6 +524,8 @@ def _attention_fwd_autograd(q: Any, k: Any, v: Any, packing: str, *features: Any
         }
         options = options._replace(needs_grad=True, **learned)
         return _apply(q, k, v, lengths, options)
+    if runs_at_once(*_given(q, k, v, *tensors_among(features))):  # in a compiled program
+        return _attention_fwd(q, k, v, packing, *features)
     with torch._C._AutoDispatchBelowAutograd():
         return _fwd(q, k, v, packing, *features)
 

@@ -7,12 +7,13 @@ the operators' schema, the flat arguments that the schema wants (`pack`, `unpack
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 
-from diyfa.features import FEATURES, GRADIENTS, Feature
+from diyfa.features import FEATURES, GRADIENTS
 from diyfa.features import TENSORS as TENSORS
 from diyfa.problem import AttentionTensors
 
@@ -67,65 +68,72 @@ LENGTHS = Lengths._fields
 DIFFERENTIABLE = {feature.name: feature.gradient_if for feature in GRADIENTS}
 CHECKED_TENSORS = {feature.name: feature for feature in TENSORS if feature.shape is not None}
 _TENSOR_NAMES = tuple(feature.name for feature in TENSORS)
+_FIELDS = (*LENGTHS, *AttentionOptions._fields)
 
 
-def _reader(features: Sequence[Feature], rule: str = "", named: bool = False) -> Callable[..., Any]:
-    """A function of (lengths, options) that returns these fields as a tuple, or as a dictionary by the names of the
-    problem's; where a row has a rule, what it makes of the value.
-
-    Its expression is generated, because a loop over the rows costs five times as much, several times in every call,
-    and torch.compile would guard every row.
-    """
-    rules = {f"{f.name}_rule": getattr(f, rule) for f in features if rule and getattr(f, rule) is not None}
-    values = [f"{'lengths' if f.name in LENGTHS else 'options'}.{f.name}" for f in features]
-    terms = [f"{f.name}_rule({x})" if f"{f.name}_rule" in rules else x for f, x in zip(features, values, strict=True)]
-    if named:
-        entries = [f"{f.problem!r}: {term}" for f, term in zip(features, terms, strict=True)]
-        return eval(f"lambda lengths, options: {{{', '.join(entries)}}}", rules)
-    return eval(f"lambda lengths, options: ({', '.join(terms)},)", rules)
+_FACTS = [feature for feature in FEATURES if feature.problem]
+_fact_values = itemgetter(*[_FIELDS.index(feature.name) for feature in _FACTS])
+_fact_names = [feature.problem for feature in _FACTS]
+_fact_rules = [(feature.problem, feature.fact) for feature in _FACTS if feature.fact is not None]
+_preparations = [(feature.name, feature.prepared) for feature in TENSORS if feature.prepared is not None]
 
 
-# In the order of the table: the optional tensors, what follows them in the schema, and both.
-tensors_of = _reader(TENSORS)
-scalars_of = _reader(FEATURES[len(TENSORS) :])
-pack = _reader(FEATURES)
-# What decisions depend on besides the device, q, k and v: fields of `AttentionProblem` by name. Lengths and the number
-# of sequences mean something for packed sequences only.
-facts_of = _reader([feature for feature in FEATURES if feature.problem], "fact", named=True)
-_as_backends_read = _reader(TENSORS, "prepared")
+# These are written out in the order of the table, because torch.compile traces them.
 
 
-# Of arguments by name, those that are optional tensors; of lengths and
-# arguments, all optional tensors or None, () if there are none.
-checked_tensors_in: Callable[[dict[str, Any]], dict[str, Any]] = eval(
-    f"lambda given: {{{', '.join(f'{name!r}: given.get({name!r})' for name in CHECKED_TENSORS)}}}"
-)
-_given = [f"lengths.{name}" if name in LENGTHS else f"given.get({name!r})" for name in _TENSOR_NAMES]
-tensors_given: Callable[[Lengths, dict[str, Any]], tuple[Any, ...]] = eval(
-    f"lambda lengths, given: ({', '.join(_given)}) if {' or '.join(f'{x} is not None' for x in _given)} else ()"
-)
+def tensors_of(lengths: Lengths, options: AttentionOptions) -> tuple[torch.Tensor | None, ...]:
+    """The optional tensors, in the order of the table."""
+    return (
+        lengths.cu_seqlens_q, lengths.cu_seqlens_k, lengths.seq_lens, options.alibi_slopes, options.attn_bias,
+        options.sinks, options.rng_state,
+    )  # fmt: skip
 
 
-def _by_name(names: Sequence[str]) -> str:
-    return ", ".join(f"{name}={name}" for name in names)
+def tensors_given(lengths: Lengths, given: dict[str, Any]) -> tuple[Any, ...]:
+    """The same of lengths and arguments by name; () if there are none."""
+    slopes, bias, sinks, state = (
+        given.get("alibi_slopes"), given.get("attn_bias"), given.get("sinks"), given.get("rng_state")
+    )  # fmt: skip
+    if lengths is WHOLE and slopes is bias is sinks is state is None:
+        return ()
+    return lengths.cu_seqlens_q, lengths.cu_seqlens_k, lengths.seq_lens, slopes, bias, sinks, state
 
 
-_OPTIONS = [feature.name for feature in FEATURES if feature.name not in LENGTHS]
-_make: Callable[..., tuple[Lengths, AttentionOptions]] = eval(
-    f"lambda packing, {', '.join(NAMES)}: "
-    f"(Lengths({_by_name(LENGTHS)}), AttentionOptions(packing=packing, {_by_name(_OPTIONS)}))",
-    {"Lengths": Lengths, "AttentionOptions": AttentionOptions},
-)
+def pack(lengths: Lengths, options: AttentionOptions) -> tuple[Any, ...]:
+    """The flat arguments that `SCHEMA` wants."""
+    o = options
+    return (
+        *tensors_of(lengths, options), lengths.max_seqlen_q, lengths.max_seqlen_k, o.sm_scale, o.window_left,
+        o.window_right, o.softcap, o.dropout_p, o.layout, o.deterministic, o.needs_grad, o.bias_grad, o.backend,
+        o.variant, o.batch_invariant, o.out_dtype,
+    )  # fmt: skip
+
+
+def unpack(arguments: Sequence[Any], packing: str = "") -> tuple[Lengths, AttentionOptions]:
+    """The opposite of `pack`; `packing` is no part of `SCHEMA`."""
+    (
+        cu_seqlens_q, cu_seqlens_k, seq_lens, alibi_slopes, attn_bias, sinks, rng_state, max_seqlen_q, max_seqlen_k,
+        sm_scale, window_left, window_right, softcap, dropout_p, layout, deterministic, needs_grad, bias_grad, backend,
+        variant, batch_invariant, out_dtype,
+    ) = arguments  # fmt: skip
+    return Lengths(cu_seqlens_q, cu_seqlens_k, seq_lens, max_seqlen_q, max_seqlen_k), AttentionOptions(
+        layout, sm_scale, window_left, window_right, softcap, dropout_p, alibi_slopes, attn_bias, sinks, rng_state,
+        deterministic, needs_grad, bias_grad, backend, variant, batch_invariant, out_dtype, packing,
+    )  # fmt: skip
+
+
+def facts_of(lengths: Lengths, options: AttentionOptions) -> dict[str, Any]:
+    """What decisions depend on besides the device, q, k and v: fields of `AttentionProblem` by name. Lengths and the
+    number of sequences mean something for packed sequences only."""
+    facts = dict(zip(_fact_names, _fact_values((*lengths, *options)), strict=True))
+    for name, rule in _fact_rules:
+        facts[name] = rule(facts[name])
+    return facts
 
 
 def tensors_among(arguments: Sequence[Any]) -> Sequence[torch.Tensor | None]:
     """The optional tensors, which come first in `SCHEMA`."""
     return arguments[: len(TENSORS)]
-
-
-def unpack(arguments: Sequence[Any], packing: str = "") -> tuple[Lengths, AttentionOptions]:
-    """The opposite of `pack`; `packing` is no part of `SCHEMA`."""
-    return _make(packing, *arguments)
 
 
 def without_tensors(lengths: Lengths, options: AttentionOptions) -> tuple[Lengths, AttentionOptions, tuple[str, ...]]:
@@ -153,7 +161,9 @@ def bind(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, options: AttentionOptions
 ) -> AttentionTensors:
     """What a backend gets."""
-    optional = dict(zip(_TENSOR_NAMES, _as_backends_read(lengths, options), strict=True))
+    optional: dict[str, Any] = dict(zip(_TENSOR_NAMES, tensors_of(lengths, options), strict=True))
+    for name, prepared in _preparations:
+        optional[name] = prepared(optional[name])
     if optional["cu_seqlens_k"] is None:  # the same offsets on both sides
         optional["cu_seqlens_k"] = optional["cu_seqlens_q"]
     return AttentionTensors(q, k, v, options.sm_scale, dropout_p=options.dropout_p, **optional)

@@ -10,7 +10,8 @@ as the launch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -100,6 +101,27 @@ plans: dict[Hashable, Any] = {}
 LIMIT = 4096  # changing lengths make new entries without end
 
 
+_recording = False
+
+
+def is_described_only(x: torch.Tensor) -> bool:
+    """Whether a call of such a tensor, which has no memory, only says what its results look like."""
+    return x.is_meta and not _recording
+
+
+@contextmanager
+def recording() -> Iterator[None]:
+    """Inside the block, where launches are recorded, calls of tensors without memory are run like others; no plan is
+    known at its beginning, and none is kept."""
+    global plans, _recording
+    before = plans, _recording
+    plans, _recording = {}, True
+    try:
+        yield
+    finally:
+        plans, _recording = before
+
+
 def is_unseen() -> bool:
     """Whether what runs now is executed at once, seen by nobody but the device."""
     return not (
@@ -119,7 +141,7 @@ def runs_at_once(*tensors: torch.Tensor) -> bool:
         return False
     wants_grad = torch.is_grad_enabled()
     for x in tensors:
-        if type(x) is not torch.Tensor or x.is_meta or (wants_grad and x.requires_grad):
+        if type(x) is not torch.Tensor or is_described_only(x) or (wants_grad and x.requires_grad):
             return False
         if x.layout is not torch.strided or x.is_neg():  # memory that does not hold the values as they are
             return False
@@ -157,7 +179,8 @@ def key_of(
 
     () stands for no optional tensors. None where there is no plan: something looks on, or the tensors are no plain
     ones. `over_cache`: k and v are caches, which may have another dtype than q, and of which one may be a part of the
-    other; no tensors are among `scalars`, but those that the checks refuse.
+    other. The last of `optional` is out, which may be q; no tensors are among `scalars`, but those that the checks
+    refuse.
     """
     if not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN and is_unseen()):
         return None
@@ -177,7 +200,9 @@ def key_of(
                     return None
             rest = (*[x if x is None else described(x) for x in optional], wants_grad)
             if over_cache:
-                rest += keys_dtype, k.data_ptr() == v.data_ptr()
+                out = optional[-1]
+                in_place = out is not None and out.data_ptr() == q.data_ptr()
+                rest += keys_dtype, k.data_ptr() == v.data_ptr(), in_place
             else:
                 # Not None: a tensor in the place of a number is refused, not the default.
                 scalars = [_Tensor if isinstance(x, _Tensor) else x for x in scalars]

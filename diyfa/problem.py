@@ -268,6 +268,7 @@ class KVCacheProblem(_AttentionShape, _Problem):
     batch_invariant: bool = False  # see `diyfa.batch_invariant`
     aligned: bool = True  # base addresses and all strides but the last of q and both caches are multiples of 16 bytes
     aligned_out: bool = True  # the same of out, where the caller gives it
+    in_place: bool = False  # out replaces the queries
     few_steps: bool = True  # `has_few_steps` of both caches
 
     @property
@@ -713,8 +714,10 @@ class Backend(Protocol):
 
     A backend that can compile ahead of time also has `compile(target, only=None, every=1) -> Iterator[CompileReport]`
     and may have `cases` of these arguments, which lists kernel and case of each beforehand. One that measures its tiles
-    has `tuning`, a `Tuning`, and one with a kernel for it `merge(out, lse, part, part_lse)`: see
-    `diyfa.distributed.merge`, where PyTorch's operators do the same.
+    has `tuning`, a `Tuning`, one with a kernel for it `merge(out, lse, part, part_lse)`: see
+    `diyfa.distributed.merge`, where PyTorch's operators do the same. One that keeps compiled kernels says where with
+    `binaries(arch) -> str`. One whose kernels can be compiled before they are called has `recording(arch)`: see
+    `diyfa.ready.recording`.
     """
 
     name: str

@@ -7,7 +7,6 @@ reason.
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import os
 import threading
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 
+from diyfa.imports import import_quickly
 from diyfa.npu_stacks import TRITON_ASCEND
 from diyfa.problem import Backend, Kernel
 
@@ -74,7 +74,7 @@ def load_backend(name: str) -> Backend:
         if name != "cpu" and importlib.util.find_spec("triton") is None:
             package = f"triton-ascend=={TRITON_ASCEND}" if name == "npu" else "triton"
             raise ModuleNotFoundError(f"triton is required by the {name} backend: pip install {package}")
-        backend = importlib.import_module(BUILTIN_BACKENDS[name]).backend
+        backend = import_quickly(BUILTIN_BACKENDS[name]).backend
         follows = isinstance(backend, Backend)
     elif name in _plugins():
         try:

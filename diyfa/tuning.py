@@ -70,11 +70,11 @@ def user_cache() -> Path | None:
     return home and home / ".cache" / "diyfa"
 
 
-def cache_dir() -> Path | None:
-    """Folder of the tuning files: `tune` in DIYFA_CACHE_DIR or `user_cache()`; None where nothing can be kept."""
+def cache_dir(name: str = "tune") -> Path | None:
+    """Folder `name` in DIYFA_CACHE_DIR or `user_cache()`, by default that of the tuning files; None without either."""
     explicit = os.environ.get("DIYFA_CACHE_DIR")
     base = Path(explicit) if explicit else user_cache()
-    return base and base / "tune"
+    return base and base / name
 
 
 def diyfa_version() -> str:
@@ -188,6 +188,7 @@ class Tuner:
         self._renew_lock()
         self.enabled = os.environ.get("DIYFA_AUTOTUNE", "1") != "0"
         self._asked = self.measures_unasked
+        self.recording = False  # launches are recorded: what `best` would measure is run once, and not timed
         self._watch: Callable[[TriedTile], None] = lambda tried: None
         self._without: Sequence[dict[str, Any]] = ()
         self.cleared = 0  # how often
@@ -240,6 +241,13 @@ class Tuner:
             return default
         device = self._device()
         if device is None:
+            return default
+        if self.recording:
+            kept = self._stored(self._file(device), kernel, bucket, candidates)
+            if kept is not None:
+                return kept
+            for each in candidates if self._asked else ():
+                run(each)
             return default
         key = (device[0], kernel, bucket)
         known = self._known.get(key)

@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from diyfa.features import ATTENTION_DTYPES as ATTENTION_DTYPES
 from diyfa.features import Sizes
 from diyfa.keywords import BOOLEAN_MASK
-from diyfa.options import CHECKED_TENSORS, Lengths, checked_tensors_in
+from diyfa.options import CHECKED_TENSORS, Lengths
 from diyfa.problem import LAYOUTS, VARLEN
 from diyfa.problem import dtype_name as dtype_name
 
@@ -233,7 +233,7 @@ def check_values(lengths: Lengths, q: torch.Tensor, k: torch.Tensor, layout: str
     """Lengths that passed the other checks fit q and k, as far as the host may read them: seq_lens, and packed lengths
     where that waits for no device, on the CPU."""
     seq_lens, cu_seqlens_q, cu_seqlens_k = lengths.seq_lens, lengths.cu_seqlens_q, lengths.cu_seqlens_k
-    if seq_lens is not None and seq_lens.numel() and not is_capturing(seq_lens):
+    if seq_lens is not None and seq_lens.numel() and not (seq_lens.is_meta or is_capturing(seq_lens)):
         seqlen_k = k.shape[LAYOUTS[layout][2]]
         low, high = _bounds_of(seq_lens)
         if low <= 0 or high > seqlen_k:
@@ -281,10 +281,10 @@ def check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Len
 
 def check_optional_tensors(q: torch.Tensor, sizes: Sizes, given: dict[str, Any]) -> None:
     """Kind, dtype, shape and device of the optional tensors in `given`, by their rows."""
-    for name, x in checked_tensors_in(given).items():
+    for name, feature in CHECKED_TENSORS.items():
+        x = given.get(name)
         if x is None:
             continue
-        feature = CHECKED_TENSORS[name]
         check_tensors(**{name: x})
         if x.dtype not in feature.dtypes:
             hint = f"; {BOOLEAN_MASK}" if x.dtype == torch.bool and name == "attn_bias" else ""

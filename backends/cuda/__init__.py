@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from functools import cache, partial
-from importlib import import_module
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from diyfa.arch import gpu_arch_name, gpu_spec
-from diyfa.backends.cuda.attention.launch import FEATURES
+from diyfa.backends.cuda.attention.launch import (
+    FEATURES,
+    launching,
+    launching_backward,
+    repeating,
+    repeating_append,
+    repeating_backward,
+)
+from diyfa.backends.cuda.runtime.passes import Pass
+from diyfa.imports import import_quickly
 from diyfa.problem import (
     AttentionProblem,
     CompileReport,
@@ -55,25 +65,37 @@ def _short_refuses(problem: AttentionProblem) -> str | None:
     return _needs_tile(problem, "dbias") if problem.bias_grad else None
 
 
-def _hopper(file: str, function: str) -> Callable[..., Any]:
-    """A function of a file of `hopper`, which is imported when it is called: it needs a Gluon that not every Triton
-    has, for which the kernel's `unsupported` has asked by then."""
+def _later(file: str, function: str, **given: Any) -> Callable[..., Any]:
+    """A function of a file with kernels, which is imported when it is called: Triton takes a millisecond for each
+    function of a kernel, and not every Triton has the Gluon that `hopper` is written in."""
     found: list[Callable[..., Any]] = []
 
     def call(*arguments: Any) -> Any:
         if not found:
-            found.append(getattr(import_module(f"diyfa.backends.cuda.hopper.{file}"), function))
-        return found[0](*arguments)
+            found.append(getattr(import_quickly(f"diyfa.backends.cuda.{file}"), function))
+        return found[0](*arguments, **given)
 
     return call
 
 
+def _forward(describe: Callable[..., Pass]) -> dict[str, Any]:
+    return {"launch": launching(describe), "repeat": repeating(describe)}
+
+
+def _over_cache(describe: Callable[..., Pass]) -> dict[str, Any]:
+    return {"launch": launching(describe), "repeat": repeating(describe, over_cache=True)}
+
+
+def _backward(describe: Callable[..., Pass]) -> dict[str, Any]:
+    return {"launch": launching_backward(describe), "repeat": repeating_backward(describe)}
+
+
 def _kernels() -> tuple[Kernel, ...]:
-    from diyfa.backends.cuda.attention import append, bwd, configs, decode, fwd, fwd_v1
+    from diyfa.backends.cuda.attention import configs, decode_configs
     from diyfa.backends.cuda.hopper import bwd_configs as hopper_bwd_configs
     from diyfa.backends.cuda.hopper import configs as hopper_configs
     from diyfa.backends.cuda.hopper import decode_mla_configs, prefill_configs
-    from diyfa.backends.cuda.matmul import kernel as matmul
+    from diyfa.backends.cuda.matmul import configs as matmul_configs
 
     return (
         Kernel(
@@ -81,38 +103,35 @@ def _kernels() -> tuple[Kernel, ...]:
             op="attention_fwd",
             clears=True,
             summary="few queries of many keys; in batch_invariant() all calls, bitwise as from a cache",
-            launch=decode.attention_forward,
-            unsupported=decode.attention_unsupported,
-            config=lambda problem: decode.decode_config(as_kvcache_problem(problem)),
-            repeat=decode.attention_repeat,
+            **_forward(_later("attention.decode", "forward_pass")),
+            unsupported=decode_configs.attention_unsupported,
+            config=lambda problem: decode_configs.decode_config(as_kvcache_problem(problem)),
         ),
         Kernel(
             name="sm90",
             op="attention_fwd",
             clears=True,
             summary="Hopper: a producer warp with TMA, consumer warpgroups that overlap softmax and products",
-            launch=_hopper("fwd", "attention_forward"),
+            **_forward(_later("hopper.fwd", "forward_pass")),
             unsupported=hopper_configs.unsupported,
             config=hopper_configs.config_of,
-            repeat=_hopper("fwd", "repeat"),
         ),
         Kernel(
             name="v2",
             op="attention_fwd",
             clears=True,
             summary="FlashAttention-2: query blocks outermost, block pointers or TMA",
-            launch=fwd.attention_forward,
+            **_forward(_later("attention.fwd", "forward_pass")),
             unsupported=lambda problem: refuse_features(problem, FEATURES, "v2") or _needs_tile(problem, "fwd"),
             config=lambda problem: configs.default_config("fwd", problem),
-            repeat=fwd.repeat,
         ),
         Kernel(
             name="v1",
             op="attention_fwd",
             summary="FlashAttention: key/value blocks outermost, one program for each head",
-            launch=fwd_v1.attention_forward,
+            **_forward(_later("attention.fwd_v1", "forward_pass")),
             unsupported=lambda problem: refuse_features(problem, V1_FEATURES, "v1") or _needs_tile(problem, "fwd"),
-            config=fwd_v1.config,
+            config=_later("attention.fwd_v1", "config"),
         ),
         Kernel(
             name="sm90",
@@ -120,10 +139,9 @@ def _kernels() -> tuple[Kernel, ...]:
             clears=True,
             summary="Hopper: dQ, dK and dV in one loop; a producer warp with TMA, dQ added up in fp32; a dout that TMA "
             "cannot read is copied first",
-            launch=_hopper("bwd_launch", "attention_backward"),
+            **_backward(_later("hopper.bwd_launch", "backward_pass")),
             unsupported=hopper_bwd_configs.unsupported,
             config=hopper_bwd_configs.config_of,
-            repeat=_hopper("bwd_launch", "repeat"),
             by_name_only=hopper_bwd_configs.by_name_only,
         ),
         Kernel(
@@ -131,60 +149,72 @@ def _kernels() -> tuple[Kernel, ...]:
             op="attention_bwd",
             clears=True,
             summary="sequences that one tile holds: delta, dQ, dK and dV in one launch; no atomics",
-            launch=partial(bwd.attention_backward, kinds=bwd.SHORT),
+            **_backward(_later("attention.bwd", "backward_pass", kinds=configs.SHORT)),
             unsupported=_short_refuses,
             config=lambda problem: configs.default_config("short", problem),
-            repeat=partial(bwd.repeat, kinds=bwd.SHORT),
         ),
         Kernel(
             name="split",
             op="attention_bwd",
             clears=True,
             summary="preprocess, dK/dV by key blocks, dQ by query blocks; no atomics",
-            launch=bwd.attention_backward,
+            **_backward(_later("attention.bwd", "backward_pass")),
             unsupported=lambda problem: _needs_tile(problem, "dkdv", "dq", *(("dbias",) if problem.bias_grad else ())),
             config=lambda problem: configs.default_config("dkdv", problem),
-            repeat=bwd.repeat,
         ),
         Kernel(
             name="sm90",
             op="kvcache_fwd",
             clears=True,
             summary="Hopper, a latent cache: its keys in shared memory once, both products by wgmma in two warpgroups",
-            launch=_hopper("decode_mla", "kvcache_forward"),
+            **_over_cache(_later("hopper.decode_mla", "cache_pass")),
             unsupported=decode_mla_configs.unsupported,
             config=lambda problem: decode_mla_configs.CONFIG,
-            repeat=_hopper("decode_mla", "repeat"),
         ),
         Kernel(
             name="sm90_prefill",
             op="kvcache_fwd",
             clears=True,
             summary="Hopper, many queries: the forward pass, with keys that lie in pages or rows of a cache",
-            launch=_hopper("prefill", "kvcache_forward"),
+            **_over_cache(_later("hopper.prefill", "cache_pass")),
             unsupported=prefill_configs.unsupported,
             config=prefill_configs.config_of,
-            repeat=_hopper("prefill", "repeat"),
         ),
         Kernel(
             name="split_kv",
             op="kvcache_fwd",
             clears=True,
             summary="flash-decoding: programs take equal parts of all keys of all sequences; a second launch combines",
-            launch=decode.kvcache_forward,
-            unsupported=decode.unsupported,
-            config=decode.decode_config,
-            repeat=decode.repeat,
+            **_over_cache(_later("attention.decode", "cache_pass")),
+            unsupported=decode_configs.unsupported,
+            config=decode_configs.decode_config,
         ),
         Kernel(
             name="append",
             op="kvcache_append",
             summary="new keys and values, and the queries, rotated on the way, in one launch",
-            launch=append.kvcache_append,
-            unsupported=append.unsupported,
-            repeat=append.repeat,
+            launch=launching(_later("attention.append", "append_pass")),
+            unsupported=_later("attention.append", "unsupported"),
+            repeat=repeating_append(_later("attention.append", "append_pass")),
         ),
-        *matmul.KERNELS,
+        Kernel(
+            name="tma",
+            op="matmul",
+            summary="Triton, tiles read through host-side tensor descriptors (TMA)",
+            launch=_later("matmul.kernel", "matmul", form="tma"),
+            repeat=_later("matmul.kernel", "repeat", form="tma"),
+            unsupported=matmul_configs.unsupported_tma,
+            config=lambda problem: matmul_configs.default_config(problem, "tma"),
+        ),
+        Kernel(
+            name="pointers",
+            op="matmul",
+            summary="Triton, tiles read through masked pointers: any strides, dtypes and architecture",
+            launch=_later("matmul.kernel", "matmul", form="pointers"),
+            repeat=_later("matmul.kernel", "repeat", form="pointers"),
+            unsupported=matmul_configs.unsupported_pointers,
+            config=lambda problem: matmul_configs.default_config(problem, "pointers"),
+        ),
     )
 
 
@@ -226,14 +256,20 @@ class CudaBackend:
         self.kernels = _kernels()
 
     def accepts(self, device: torch.device) -> str | None:
-        from diyfa.backends.cuda.runtime.launch import is_interpreting
+        from diyfa.backends.cuda.runtime import launch
 
-        if device.type == "cuda" or (device.type == "cpu" and is_interpreting()):
+        if device.type == "cuda" or (device.type == "cpu" and launch.is_interpreting()):
+            return None
+        if launch.stand_in is not None and device.type in ("cpu", "meta"):
             return None
         return f"it takes cuda tensors, got tensors on {device}"
 
     def arch(self, device: torch.device) -> str:
         if device.type != "cuda":
+            from diyfa.backends.cuda.runtime import launch
+
+            if launch.stand_in is not None:
+                return launch.stand_in.arch
             return os.environ.get("DIYFA_ARCH", "sm_90")
         return _arch_of_gpu(device)
 
@@ -246,6 +282,33 @@ class CudaBackend:
         from diyfa.backends.cuda.runtime import tune
 
         return tune.tuning
+
+    def binaries(self, arch: str) -> str:
+        """Say where the first call of a process finds compiled kernels."""
+        from diyfa.backends.cuda.runtime.binaries import cache_folder
+        from diyfa.backends.cuda.runtime.pack import installed
+
+        pack, folder = installed(arch), cache_folder()
+        known = pack.reason if pack.pack is None else f"{len(pack.pack)} kernels in {pack.pack.path}"
+        return f"{known}; " + ("no cache folder" if folder is None else f"cache folder {folder.path}")
+
+    def recording(self, arch: str | None) -> AbstractContextManager[dict[str, Any]]:
+        """Record launches; see `diyfa.backends.cuda.compile.recording`."""
+        from diyfa.backends.cuda.compile.recording import recording
+
+        return recording(arch)
+
+    def write_pack(self, arch: str, kernels: Iterable[Any], folder: Path) -> Path:
+        """Write the module that a process on `arch` looks for kernels in: those of `kernels` that are compiled."""
+        from diyfa.backends.cuda.runtime import pack
+        from diyfa.backends.cuda.runtime.binaries import find_binary
+
+        found = {kernel.key: find_binary(arch, kernel.key) for kernel in kernels}
+        module = folder / pack.module_name(arch)
+        module.mkdir()
+        (module / "__init__.py").write_text(f'"""Compiled kernels of diyfa for {arch}."""\n')
+        pack.write_pack(module / pack.FILE_NAME, arch, {key: x for key, x in found.items() if x is not None})
+        return module
 
     def merge(self, out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
         from diyfa.backends.cuda.attention import merge

@@ -6,7 +6,9 @@ Importing this package imports neither Triton nor torch_npu; a kernel's module i
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
@@ -111,6 +113,12 @@ def _matmul_unsupported(problem: MatmulProblem) -> str | None:
     return None
 
 
+def _is_recording() -> bool:
+    """Whether launches are recorded; what does that is loaded then."""
+    launch = sys.modules.get("diyfa.backends.npu.runtime.launch")
+    return launch is not None and launch.recorder is not None
+
+
 class NPUBackend:
     """`diyfa.problem.Backend` for `npu` tensors, and for CPU tensors under TRITON_INTERPRET=1."""
 
@@ -182,6 +190,8 @@ class NPUBackend:
     def accepts(self, device: torch.device) -> str | None:
         if device.type == "npu":
             return None
+        if device.type in ("cpu", "meta") and _is_recording():
+            return None
         if device.type != "cpu":
             return f"it runs npu tensors, got tensors on {device}"
         if os.environ.get("TRITON_INTERPRET", "0") == "1":
@@ -191,14 +201,20 @@ class NPUBackend:
         return "it runs CPU tensors only in Triton's interpreter (set TRITON_INTERPRET=1 before Triton is imported)"
 
     def arch(self, device: torch.device) -> str:
-        if device.type == "cpu":
+        if device.type == "cpu" and not _is_recording():
             return os.environ.get("DIYFA_ARCH") or INTERPRETER_ARCH
-        return device_name(device.index if device.index is not None else torch.npu.current_device())
+        if device.type == "npu" and device.index is not None:
+            return device_name(device.index)
+        return device_name(getattr(torch, "npu").current_device())  # noqa: B009
 
     def unsupported(self, problem: Any) -> str | None:
         if npu_spec(problem.arch) is None:
             return f"unknown Ascend chip {problem.arch!r}: its memory sizes and cores are not in diyfa.arch"
         return None
+
+    def recording(self, arch: str | None) -> AbstractContextManager[dict[Any, Any]]:
+        """Record launches; see `diyfa.backends.npu.runtime.recording`."""
+        return _kernel_module("runtime.recording").recording(arch)
 
     def merge(self, out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
         _kernel_module("attention.merge").merge(self.arch(out.device), out, lse, part, part_lse)

@@ -261,3 +261,54 @@ def compile(
     if tile:
         select["tile"] = tuple(parse_tile(text) for text in tile)
     raise typer.Exit((list_cases if listing else run)(name, only, json, select or None, every))
+
+
+@app.command()
+def pack(
+    arch: Annotated[str, typer.Argument(help="sm_90 or another CUDA architecture; it need not be here.")],
+    out: Annotated[Path, typer.Option(help="Folder that the wheel is written to.")] = Path("."),
+    jobs: Annotated[int | None, typer.Option(min=1, help="Processes that compile; default: one for each core.")] = None,
+    only: Annotated[str | None, typer.Option(help="Only calls whose name contains this.")] = None,
+    listing: Annotated[
+        bool, typer.Option("--list", help="List the calls that the pack serves, and compile nothing.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Compile the kernels of many calls for a GPU, which need not be here, into a wheel that needs no compiler.
+
+    A second run goes on where the first one was cut off. Exit status 1 when a kernel does not compile.
+    """
+    from diyfa.cli.pack import parse_arch, run
+
+    raise typer.Exit(run(parse_arch(arch), out, jobs, only, listing, json))
+
+
+@app.command()
+def warmup(
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True, dir_okay=False, help="config.json of a Hugging Face model: its training and serving."
+        ),
+    ] = None,
+    purpose: Annotated[list[str] | None, typer.Option(help="Of --model: training or serving; default: both.")] = None,
+    page_size: Annotated[
+        list[int] | None, typer.Option(min=0, help="Of --model: keys of a page, 0: no pages; default: 0, 16 and 256.")
+    ] = None,
+    shapes: Annotated[
+        list[str] | None,
+        typer.Option(help="A call in words: 'attention bfloat16 D=128 H=32/8 B=4 S=2048 causal'; may be repeated."),
+    ] = None,
+    every: Annotated[bool, typer.Option("--all", help="All that `diyfa pack` compiles.")] = False,
+    arch: Annotated[str | None, typer.Option(help="sm_90: for a GPU that is not here; default: this one.")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Processes that compile; default: one for each core.")] = None,
+    json: Json = False,
+) -> None:
+    """Compile what a model or a list of calls will launch into the cache folder, so that no call waits for it."""
+    from diyfa.cli.warmup import PURPOSES, Request, run
+
+    if wrong := [each for each in purpose or () if each not in PURPOSES]:
+        raise typer.BadParameter(f"must be {' or '.join(PURPOSES)}, got {wrong[0]!r}", param_hint="--purpose")
+    pages = (0, 16, 256) if page_size is None else tuple(page_size)
+    request = Request(model, tuple(purpose or PURPOSES), pages, tuple(shapes or ()), every, arch, jobs)
+    raise typer.Exit(run(request, json))

@@ -143,6 +143,7 @@ def _backend(name: str, device: torch.device) -> dict[str, Any]:
         "arch": arch,
         "usable_here": name in EXPLICIT_ONLY or (device.type == backend.device_type and not backend.accepts(device)),
         "only_when_named": name in EXPLICIT_ONLY,
+        "binaries": backend.binaries(arch) if hasattr(backend, "binaries") else None,
         "kernels": [{"op": k.op, "name": k.name, "summary": k.summary} for k in backend.kernels],
         "features": support,
         "refusals": _refusals(support),
@@ -237,6 +238,8 @@ def _print_backend(info: dict[str, Any]) -> None:
         state += ", only when named"
     rows = [[kernel["op"], kernel["name"], escape(kernel["summary"])] for kernel in info["kernels"]]
     out.print(table(f"backend {info['name']} ({state})", ["operation", "kernel", "summary"], rows))
+    if info["binaries"]:
+        out.print(_list([("compiled kernels", info["binaries"])]))
     attention = [s for s in info["features"] if s["op"] in ATTENTION]
     kernels = list(dict.fromkeys((s["op"], s["kernel"]) for s in attention))
     reasons = {(s["op"], s["kernel"], s["feature"]): s["reason"] for s in attention}

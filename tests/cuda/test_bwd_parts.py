@@ -14,6 +14,7 @@ if "cuda" not in TARGETS:
 
 from diyfa.backends.cuda.attention import bwd, bwd_parts
 from diyfa.backends.cuda.attention import launch as attention_launch
+from diyfa.backends.cuda.runtime.launcher import launch_kernel
 from diyfa.problem import VARLEN, AttentionGradients, AttentionProblem, AttentionTensors, Launch
 from diyfa.testing import AttentionCase, attention_function, check_budget, make_inputs, run_case
 
@@ -92,7 +93,7 @@ def test_sums(d: int, dv: int, layout: str, parts: int) -> None:
     launches = bwd_parts.launches_of(problem, AttentionTensors(*[got[0]] * 3, 1.0), memory, parts, *got)
     assert len(launches) == (parts > 1)
     for launch in launches:
-        bwd.launch_kernel(launch)
+        launch_kernel(launch)
     heads = 1 if layout == "bhsd" else 2
     for x, y in zip(found, got, strict=True):
         if parts > 1:
@@ -109,21 +110,21 @@ def test_sums_end_where_a_sequence_is_said_to_end() -> None:
     got = [torch.full((total, 2, d), -7.0, dtype=torch.float16, device=DEVICE) for d in (16, 24)]
     tensors = AttentionTensors(*[got[0]] * 3, 1.0, cu_seqlens_q=offsets, cu_seqlens_k=offsets)
     for launch in bwd_parts.launches_of(problem, tensors, memory, 2, *got):
-        bwd.launch_kernel(launch)
+        launch_kernel(launch)
     for x in got:
         assert (x[:longest] == 2).all() and (x[longest:60] == -7).all() and (x[60:] == 2).all()
 
 
-def test_delta_is_the_last_of_what_a_repeated_call_allocates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gradient of sinks is made of it."""
+def test_delta_follows_the_gradients_that_a_repeated_call_allocates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient of sinks is made of it; what lies between the launches comes behind."""
     given: list[Any] = []
     monkeypatch.setattr(bwd_parts, "parts_of", lambda *_: 2)
-    monkeypatch.setattr(bwd, "repeat_of", lambda *arguments: given.append(arguments))
-    monkeypatch.setattr(bwd, "settled_config", lambda *_: bwd.AttentionConfig(32, 32, 4, 1))
+    monkeypatch.setattr(attention_launch, "replay_of", lambda *arguments: given.append(arguments))
     problem = AttentionProblem("cuda", "sm_80", "float16", "bhsd", 1, 4, 2, 40, 40, 16, 16).replace(sinks=True)
     q, k = (torch.empty(1, heads, 40, 16, dtype=torch.float16, device="meta") for heads in (4, 2))
     lse, sinks = torch.empty(1, 4, 40, device="meta"), torch.empty(4, device="meta")
-    tensors, gradients = AttentionTensors(q, k, k, 1.0, sinks=sinks), AttentionGradients(q, k, k)
-    bwd.repeat(problem, tensors, q, lse, q, gradients, [q, k, k])
-    [(_, _, _, _, memory)] = given
-    assert [x.shape for x in memory] == [(sum(bwd_parts.sizes_of(problem, 2)),), lse.shape]
+    tensors, gradients = AttentionTensors(q, k, k, 1.0, sinks=sinks), AttentionGradients(q, k, k, dsinks=sinks)
+    attention_launch.repeating_backward(bwd.backward_pass)(problem, tensors, q, lse, q, gradients, [q, k, k])
+    [(found, _, made, _)] = given
+    assert [x.shape for x in made] == [q.shape, k.shape, k.shape, lse.shape]
+    assert [x.shape for x in found.memory] == [(sum(bwd_parts.sizes_of(problem, 2)),)]

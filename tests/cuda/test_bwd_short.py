@@ -24,11 +24,10 @@ if "cuda" not in TARGETS:
 import diyfa
 from diyfa import plan as planning
 from diyfa import registry
-from diyfa.backends.cuda.attention import bwd, clear, fwd
 from diyfa.backends.cuda.attention.configs import AttentionConfig, candidates
 from diyfa.backends.cuda.attention.launch import use_config
-from diyfa.backends.cuda.runtime import tune
-from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors
+from diyfa.backends.cuda.runtime import passes, tune
+from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors, Launch
 from diyfa.testing import AttentionCase, assert_within_budget, attention_function, make_inputs, run_case
 
 TARGET = TARGETS["cuda"]
@@ -49,8 +48,14 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     that measures launches many times."""
     names: list[str] = []
     monkeypatch.setattr(tune._tuner, "enabled", False)
-    launch = bwd.launch_kernel
-    monkeypatch.setattr(bwd, "launch_kernel", lambda one: names.append(one.kernel.__name__) or launch(one))
+    launch = passes.launch_kernel
+
+    def launch_kernel(one: Launch) -> None:
+        if one.kernel.__name__.startswith("_bwd"):
+            names.append(one.kernel.__name__)
+        launch(one)
+
+    monkeypatch.setattr(passes, "launch_kernel", launch_kernel)
     monkeypatch.setattr(planning, "plans", {})
     return names
 
@@ -123,7 +128,7 @@ def test_no_other_memory_is_touched(name: str, monkeypatch: pytest.MonkeyPatch, 
     case = AttentionCase(name, dtype="bfloat16", head_dim=40, **SIZES[name])
     inputs = make_inputs(case, TARGET.device)
     with poisoned_allocations():
-        accesses = guard(monkeypatch, bwd, clear, fwd)
+        accesses = guard(monkeypatch)
         results = run_case(attention_function(case, backend="cuda"), inputs)
     assert_within_budget(results, case, TARGET.oracle_device)
     assert launched[0] == "_bwd_short_kernel" and accesses() > 10
@@ -274,7 +279,7 @@ def test_offsets_that_nobody_could_check(name: str, longest: int, monkeypatch: p
     if TARGET.interpreted:
         from guarded_memory import guard
 
-        guard(monkeypatch, bwd, clear, fwd)
+        guard(monkeypatch)
     offsets = [min(max(x, 0), TOTAL) for x in HOSTILE[name]]
     covered = torch.zeros(TOTAL, dtype=torch.bool)
     for i, j in pairwise(offsets):

@@ -35,9 +35,8 @@ def test_rows_of_no_sequence(monkeypatch: pytest.MonkeyPatch, name: str, shares:
     for first, last in covered:
         outside[first:last] = False
     launch = clear.launch_of(cu_seqlens, longest, x, y, lse, float("inf"))
-    before = launch.constants["c"].shares
-    values = clear.ClearConstants(40, 24, 64, 32, shares)
-    launch_kernel(launch._replace(grid=launch.grid // before * shares, constants={"c": values}))
+    before = launch.arguments["shares"]
+    launch_kernel(launch._replace(grid=launch.grid // before * shares, arguments=launch.arguments | {"shares": shares}))
     for cleared, value in ((x, 0.0), (y, 0.0), (lse.T, float("inf"))):
         assert bool((cleared[outside] == value).all()) and bool((cleared[~outside] == 1).all())
     assert bool((x._base[:, :, 0] == 1).all()) and bool((y._base[:, 0] == 1).all())
@@ -55,7 +54,7 @@ def test_a_forward_pass_leaves_no_row_unwritten(
         pytest.skip("heads of a row may hold what different programs wrote last")
     monkeypatch.setattr(fwd, "clearing_programs", lambda problem: programs)
     if is_interpreting() and form == "portable":
-        guard(monkeypatch, fwd)
+        guard(monkeypatch)
     with use_config("fwd", AttentionConfig(16, 16, 4, 1, form)):
         out, lse = attend_to("v2", HOSTILE[name], longest, DEVICE)
     assert_rows(out, lse, HOSTILE[name], -(-longest // 16) * 16)

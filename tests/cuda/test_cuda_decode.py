@@ -22,9 +22,10 @@ from guarded_memory import guard
 from line_of_work_kernel import line_of_work
 
 from diyfa.backends.cuda import backend as cuda
-from diyfa.backends.cuda.attention import clear, decode, decode_configs
+from diyfa.backends.cuda.attention import decode, decode_configs
 from diyfa.backends.cuda.attention.decode_configs import DecodeConfig, decode_config
 from diyfa.backends.cuda.attention.launch import use_config
+from diyfa.backends.cuda.runtime import passes
 from diyfa.backends.cuda.runtime.launch import is_interpreting
 from diyfa.problem import AttentionProblem, KVCacheProblem, Launch, example_kvcache
 
@@ -222,8 +223,8 @@ def test_rows_that_a_program_of_the_combine_kernel_has_change_no_bit(batch, seql
     k, v = torch.randn(2, batch, 200, 2, 32, generator=generator)
     lengths = torch.tensor([200, 70, 33][:batch], dtype=torch.int32)
     monkeypatch.setattr(decode_configs, "multiprocessors", lambda device: programs)
-    results, launched, launch = [], [], decode.launch_kernel
-    monkeypatch.setattr(decode, "launch_kernel", lambda one: launched.append(one) or launch(one))
+    results, launched, launch = [], [], passes.launch_kernel
+    monkeypatch.setattr(passes, "launch_kernel", lambda one: launched.append(one) or launch(one))
     for at_least in (1 << 20, least):
         monkeypatch.setattr(decode_configs, "COMBINED_PROGRAMS", at_least)
         monkeypatch.setattr(planning, "plans", {})  # the second call is no repeated one
@@ -360,7 +361,7 @@ def test_packed_sequences_without_queries_take_no_part(queries, programs, monkey
 @pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
 def test_no_other_memory_is_read(packed, page_size, monkeypatch):
     """Lengths, offsets, tables, keys and workspace: up to their last element, with values that nobody checked, too."""
-    accesses = guard(monkeypatch, decode, clear)
+    accesses = guard(monkeypatch)
     monkeypatch.setattr(decode_configs, "multiprocessors", lambda device: 4)
     for check in ("_check_values", "_check_packed_values"):
         monkeypatch.setattr(kvcache, check, lambda *arguments: None)
@@ -467,7 +468,7 @@ def test_a_page_that_there_is_not_is_absent(absent, block_n):
     )  # fmt: skip
     out, lse = torch.empty_like(tensors.q), torch.empty(call.lse_shape, device=DEVICE)
     with use_config("decode", DecodeConfig(16, block_n, 4, 1, 1)):  # each in one page, or in several
-        decode.kvcache_forward(call, tensors, out, lse)
+        passes.launch_each(decode.cache_pass(call, tensors, out, lse).launches)
     rows = [torch.cat([x[0], x[4]])[None].cpu() for x in (k, v)]
     wide = [x.float() for x in (tensors.q.cpu(), *rows)]
     expected = diyfa.reference_attention(*wide, sm_scale=0.2, layout="bshd", return_lse=True)
@@ -643,8 +644,8 @@ PARTS = {
 def test_parts_that_are_apart_add_up_to_the_same_bits(name, monkeypatch):
     """As when one program has all of them: more parts than are read at once, and some that rows do not see."""
     launched = []
-    launch = decode.launch_kernel
-    monkeypatch.setattr(decode, "launch_kernel", lambda one: launched.append(one.kernel) or launch(one))
+    launch = passes.launch_kernel
+    monkeypatch.setattr(passes, "launch_kernel", lambda one: launched.append(one.kernel) or launch(one))
     use_parts_of(monkeypatch, 128, multiprocessors=100)  # as large as blocks are
     generator = torch.Generator().manual_seed(0)
     q, (k, v) = torch.randn(3, 5, 4, 32, generator=generator), torch.randn(2, 3, 800, 2, 32, generator=generator)

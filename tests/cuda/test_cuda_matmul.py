@@ -11,11 +11,14 @@ import torch
 pytest.importorskip("triton")
 
 from diyfa.arch import gpu_arch_name
+from diyfa.backends.cuda import backend
 from diyfa.backends.cuda.matmul import configs as matmul_configs
 from diyfa.backends.cuda.matmul import kernel as matmul
 from diyfa.backends.cuda.matmul.configs import MatmulConfig
 from diyfa.backends.cuda.runtime.launch import is_interpreting
 from diyfa.problem import MatmulProblem
+
+KERNELS = [kernel for kernel in backend.kernels if kernel.op == "matmul"]
 
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120")
 TORCH_DTYPE = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -89,7 +92,7 @@ def problem(arch, dtype="float16", m=512, n=512, k=512, **changes):
     return MatmulProblem("cuda", arch, dtype, dtype, dtype, m, n, k, **changes)
 
 
-@pytest.mark.parametrize("kernel", matmul.KERNELS, ids=lambda k: k.name)
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
 def test_bfloat16_is_refused_on_turing(kernel):
     reason = kernel.unsupported(problem("sm_75", "bfloat16"))
     assert "sm_75" in reason
@@ -112,13 +115,13 @@ def test_bfloat16_is_refused_on_turing(kernel):
 def test_tma_refusals(changes, reason):
     described = problem(**{"arch": "sm_90", "aligned": True, **changes})
     with pytest.raises(AssertionError, match=reason):
-        assert not matmul.unsupported_tma(described), matmul.unsupported_tma(described)
+        assert not matmul_configs.unsupported_tma(described), matmul_configs.unsupported_tma(described)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("block", list(product((16, 64, 256), repeat=3)), ids=str)
 def test_given_tile_is_honoured_or_refused(arch, block):
-    for kernel in matmul.KERNELS:
+    for kernel in KERNELS:
         described = problem(arch, block=block, aligned=True)
         reason = kernel.unsupported(described)
         if reason is None:
@@ -136,7 +139,7 @@ def test_given_tile_is_honoured_or_refused(arch, block):
 def test_tables_have_a_tile_for_everything(arch, m, aligned, case):
     dtype, compute, out, precision = case
     described = MatmulProblem("cuda", arch, dtype, compute, out, m, 4096, 4096, precision, None, True, aligned)
-    for kernel in matmul.KERNELS:
+    for kernel in KERNELS:
         if kernel.unsupported(described) is None:
             default = kernel.config(described)
             every = matmul_configs.candidates(described, kernel.name)
@@ -152,4 +155,4 @@ def test_wide_matrices_are_addressed_in_64_bits():
     a.normal_()
     b = torch.randn(64, 32, device="cuda").half()
     described = problem(gpu_arch_name(*torch.cuda.get_device_capability()), m=a.shape[0], n=32, k=64)
-    torch.testing.assert_close(matmul._launch(described, a, b, "pointers"), a @ b)
+    torch.testing.assert_close(matmul.matmul(described, a, b, "pointers"), a @ b)

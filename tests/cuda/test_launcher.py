@@ -14,7 +14,7 @@ import torch
 from subprocesses import ROOT, SUPPORT, run_python
 from triton.runtime.errors import OutOfResources
 
-from diyfa.backends.cuda.runtime import launcher, tune
+from diyfa.backends.cuda.runtime import binaries, launcher, tune
 from diyfa.backends.cuda.runtime.launcher import Tiles, box_of, signature_of
 from diyfa.features import ATTENTION_DTYPES, FEATURES
 from diyfa.problem import Launch
@@ -39,7 +39,7 @@ def found(tmp_path_factory):
     printed = run_python(
         "from compiled_launches import main; main()", SUPPORT, ROOT / "tests",
         arguments=[str(driver), *CASES, "lengths", "errors", "threads", "small maps"], TRITON_INTERPRET="0",
-        TRITON_CACHE_DIR=str(cache),
+        TRITON_CACHE_DIR=str(cache), DIYFA_CACHE_DIR=str(cache),
     )  # fmt: skip
     return json.loads(printed.splitlines()[-1])
 
@@ -127,8 +127,7 @@ def test_numbers_beyond_float32_are_infinite():
 
 def test_too_much_shared_memory_is_what_the_tuner_leaves_out(monkeypatch):
     """No error of the driver, which would end the call."""
-    compiled = SimpleNamespace(metadata=SimpleNamespace(shared=300_000))
-    monkeypatch.setattr(launcher, "compile_for", lambda *arguments: compiled)
+    monkeypatch.setattr(binaries, "stored_binary", lambda *arguments: SimpleNamespace(shared=300_000))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     launch = launch_of(n=3)
     with pytest.raises(OutOfResources, match=r"300000.*232448") as raised:
@@ -183,8 +182,7 @@ def test_tensor_maps_are_known_by_number_shape_and_strides():
 
 def test_a_binary_is_known_by_all_that_it_is_compiled_for(monkeypatch):
     """And by nothing else: lengths, other strides and other addresses find it."""
-    compiled = SimpleNamespace(metadata=SimpleNamespace(shared=0))
-    monkeypatch.setattr(launcher, "compile_for", lambda *arguments: compiled)
+    monkeypatch.setattr(binaries, "stored_binary", lambda *arguments: SimpleNamespace(shared=0))
     monkeypatch.setattr(launcher, "Binary", lambda *arguments: object())
     monkeypatch.setattr(launcher, "_binaries", {})
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))

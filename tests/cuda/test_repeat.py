@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import random
 from typing import Any
 
@@ -18,9 +19,9 @@ from known_plans import known_plans
 from recorded_launches import Map, Recorded
 
 import diyfa
-from diyfa import flash_attn_interface, ops, registry
+from diyfa import flash_attn_interface, ops, registry, tuning
 from diyfa import plan as planning
-from diyfa.backends.cuda.attention import append, bwd_parts, configs, decode, decode_configs
+from diyfa.backends.cuda.attention import bwd_dbias, bwd_parts, configs, decode, decode_configs
 from diyfa.backends.cuda.attention import launch as attention_launch
 from diyfa.backends.cuda.gluon.tile_counter import counter_of
 from diyfa.backends.cuda.hopper import bwd_configs as hopper_bwd_configs
@@ -28,8 +29,8 @@ from diyfa.backends.cuda.hopper import bwd_launch as hopper_bwd  # noqa: F401
 from diyfa.backends.cuda.hopper import configs as hopper_configs
 from diyfa.backends.cuda.hopper import decode_mla, decode_mla_configs, prefill  # noqa: F401
 from diyfa.backends.cuda.hopper import fwd as hopper_fwd
-from diyfa.backends.cuda.matmul import kernel as matmul_kernel
-from diyfa.backends.cuda.runtime import launcher, replay, tune
+from diyfa.backends.cuda.runtime import binaries, launcher, tune
+from diyfa.backends.cuda.runtime import passes as runtime_passes
 
 HOPPER_BACKWARD = ["_prepare_kernel", "_bwd_sm90_kernel", "_convert_kernel"]
 
@@ -55,6 +56,15 @@ def described(monkeypatch):
     seen = []
     bind = ops.bind
     monkeypatch.setattr(ops, "bind", lambda *args: seen.append(True) or bind(*args))
+    return seen
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Grows with each launch that was described anew: others were repeated."""
+    seen = []
+    launch = runtime_passes.launch_kernel
+    monkeypatch.setattr(runtime_passes, "launch_kernel", lambda one: seen.append(one) or launch(one))
     return seen
 
 
@@ -287,7 +297,7 @@ def test_packed_gradients_are_repeated(recorder, described, packing):
 
 def test_a_call_that_comes_once_is_not_prepared_for_another(recorder, monkeypatch):
     asked = []
-    repeat = replay.replay_of
+    repeat = runtime_passes.replay_of
     monkeypatch.setattr(
         attention_launch, "replay_of", lambda *args, **kwargs: asked.append(1) or repeat(*args, **kwargs)
     )
@@ -337,7 +347,7 @@ def test_lengths_are_checked_when_a_call_is_repeated(recorder):
 
 CHANGES = {
     "tuner": lambda patch: patch.setattr(tune._tuner, "cleared", tune._tuner.cleared + 1),
-    "hook": lambda patch: patch.setattr(launcher.triton.knobs.runtime, "launch_enter_hook", lambda metadata: None),
+    "hook": lambda patch: patch.setattr(launcher.knobs.runtime, "launch_enter_hook", lambda metadata: None),
 }
 
 
@@ -459,14 +469,14 @@ def test_tensors_of_another_device_run_on_it(monkeypatch, recorder):
     """It is made the current one where kernels are compiled, and around allocation and launch."""
     entered, compiled_in = [], []
     monkeypatch.setattr(Device, "entered", entered, raising=False)
-    compile_it = recorder.compile_for
-    monkeypatch.setattr(launcher, "compile_for", lambda *args: compiled_in.append(list(entered)) or compile_it(*args))
+    store = recorder.stored_binary
+    monkeypatch.setattr(binaries, "stored_binary", lambda *args: compiled_in.append(list(entered)) or store(*args))
     q, k, v = qkv()
     attend(q, k, v)
     monkeypatch.setattr(launcher, "_binaries", {})
-    monkeypatch.setattr(replay, "on_device", lambda x: Device(5))
+    monkeypatch.setattr(runtime_passes, "on_device", lambda x: Device(5))
     monkeypatch.setattr(torch.cuda, "device", Device)
-    monkeypatch.setattr(replay, "current_device_of", lambda x: lambda: entered[-1] if entered else 5)
+    monkeypatch.setattr(runtime_passes, "current_device_of", lambda x: lambda: entered[-1] if entered else 5)
     attend(q, k, v)
     assert compiled_in == [[], [5]]
     entered.clear()
@@ -477,7 +487,7 @@ def test_tensors_of_another_device_run_on_it(monkeypatch, recorder):
 
 
 def test_allocators_make_what_they_are_asked_for():
-    for allocate in (replay.allocator_of("cpu"), replay.allocator_of("meta")):
+    for allocate in (runtime_passes.allocator_of("cpu"), runtime_passes.allocator_of("meta")):
         x = allocate((2, 3), (3, 1), torch.float16)
         assert x.shape == (2, 3) and x.stride() == (3, 1) and x.dtype == torch.float16
 
@@ -522,27 +532,118 @@ def test_on_the_device_a_repeated_call_gives_the_same_bits(shape, monkeypatch):
 )
 @pytest.mark.parametrize("rows", [16, 512])
 @pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
-def test_a_repeated_product_launches_what_the_first_did(recorder, monkeypatch, rows, options, transposed):
-    described = []
-    launch = matmul_kernel.launch_kernel
-    monkeypatch.setattr(matmul_kernel, "launch_kernel", lambda one: described.append(one) or launch(one))
+def test_a_repeated_product_launches_what_the_first_did(recorder, launched, rows, options, transposed):
     dtype = torch.float32 if "precision" in options else torch.bfloat16
     passes, kept = [], []
     for _ in range(4):
         a, b = torch.zeros(rows, 4096, dtype=dtype), torch.zeros(4096, 640, dtype=dtype)
         b = turned(b) if transposed else b
-        described.clear()
+        launched.clear()
         with diyfa.use_backend("cuda"):
             c = diyfa.triton_matmul(a, b, **options)
         passes.append(launches_of(recorder, a=a, b=b, c=c))
         kept.append((a, b, c))
-    assert read_by(passes[0]) == {"a", "b", "c"} and not described
+    assert read_by(passes[0]) == {"a", "b", "c"} and not launched
     assert_same(*passes)
     with diyfa.use_backend("cuda"):
         assert (
             not diyfa.triton_matmul(a[:16, :0], b[:0], precision=options.get("precision")).any()
             and not recorder.launches
         )
+
+
+# ---- Tiles that are measured ---------------------------------------------------------------------------------------
+
+TILES = tuple(configs.AttentionConfig(n, n, 4, 2, "portable") for n in (64, 32))  # the table's, and a faster one
+
+
+@pytest.fixture
+def measuring(monkeypatch, tmp_path):
+    """Tiles are measured while its entry is True, and each is faster than what was measured before."""
+    monkeypatch.setenv("DIYFA_CACHE_DIR", str(tmp_path))
+    allowed, times = [True], itertools.count()
+    tuner = tune.Tuner(
+        lambda run: (run(), 2.0 ** -next(times))[1],
+        device=lambda: (0, "Test GPU"),
+        may_measure=lambda: allowed[0],
+        rounds=1,
+    )
+    tuner.enabled = True
+    for name in ("best", "is_settled", "state"):
+        monkeypatch.setattr(tune, name, getattr(tuner, name))
+    return allowed
+
+
+KERNELS = {"fwd": "_fwd_kernel", "dkdv": "_bwd_dkdv_kernel", "dq": "_bwd_dq_kernel"}
+
+
+@pytest.mark.parametrize("kind", KERNELS)
+def test_a_tile_that_was_not_measured_yet_is_not_repeated(recorder, measuring, described, monkeypatch, kind):
+    """As in a graph capture: the call after it measures."""
+    monkeypatch.setattr(attention_launch, "candidates", lambda of, problem: TILES if of == kind else TILES[:1])
+    q, k, v = qkv(grad=True)
+
+    def block() -> int:
+        """That the kernel was launched with, behind all that was measured."""
+        recorder.launches.clear()
+        torch.autograd.grad(attend(q, k, v), (q, k, v), torch.zeros_like(q))
+        return [one for one in recorder.launches if one.kernel == KERNELS[kind]][-1].constants.block_m
+
+    measuring[0] = False
+    assert [block() for _ in range(4)] == [64] * 4
+    measuring[0] = True
+    assert [block() for _ in range(4)] == [32] * 4
+    described.clear()
+    assert block() == 32 and not described
+
+
+@pytest.mark.parametrize("forgets", [False, True], ids=["", "forgets"])
+def test_tiles_are_measured_on_a_delta_that_is_filled(recorder, measuring, monkeypatch, tmp_path, forgets):
+    """Also where a process has forgotten a tile and keeps no file: what is measured anew overwrites gradients that
+    are returned."""
+    monkeypatch.setattr(attention_launch, "candidates", lambda of, problem: TILES)
+    if forgets:
+        monkeypatch.setattr(tuning, "cache_dir", lambda: None)
+        monkeypatch.setattr(tuning, "MOST_REMEMBERED", 1)
+    q, k, v = qkv(grad=True)
+    for _ in range(4):
+        recorder.launches.clear()
+        torch.autograd.grad(attend(q, k, v), (q, k, v), torch.zeros_like(q))
+        filled = set()
+        for one in recorder.launches:
+            if one.kernel == "_bwd_preprocess_kernel":
+                filled.add(one.arguments["delta_ptr"])
+            elif one.kernel in ("_bwd_dkdv_kernel", "_bwd_dq_kernel"):
+                assert one.arguments["delta_ptr"] in filled
+
+
+@pytest.mark.parametrize("variant", ["auto", "sm90"])
+def test_the_gradient_of_sinks_comes_from_delta(recorder, described, monkeypatch, variant):
+    """Not from what else is allocated for a repeated pass: gradients of parts of groups, or a workspace."""
+    given = []
+    monkeypatch.setattr(attention_launch, "_fill_dsinks", lambda *tensors: given.append(tensors))
+    monkeypatch.setattr(bwd_parts, "parts_of", lambda *_: 2)
+    for _ in range(4):
+        (q, k, v), sinks = qkv(**LARGE, grad=True, kv_heads=4), torch.rand(8).requires_grad_()
+        out, lse = attend(q, k, v, sinks=sinks, variant=variant, return_lse=True)
+        recorder.launches.clear()
+        described.clear()
+        given.clear()
+        torch.autograd.grad(out, (q, k, v, sinks), torch.zeros_like(q))
+        ((_, of_lse, delta, _),) = given
+        filled = next(one.arguments["delta_ptr"] for one in recorder.launches if "delta_ptr" in one.arguments)
+        assert (of_lse.data_ptr(), delta.data_ptr(), delta.shape) == (lse.data_ptr(), filled, lse.shape)
+    assert not described
+
+
+def test_the_gradient_of_a_bias_is_described_once(recorder, monkeypatch):
+    """It is never repeated, so nothing is prepared for that: its sums are as large as the bias."""
+    seen, describe = [], bwd_dbias.launch_of
+    monkeypatch.setattr(bwd_dbias, "launch_of", lambda *args: seen.append(1) or describe(*args))
+    (q, k, v), bias = qkv(grad=True), torch.rand(4, 96, 96).requires_grad_()
+    for n in range(1, 5):
+        torch.autograd.grad(attend(q, k, v, attn_bias=bias), (q, k, v, bias), torch.zeros_like(q))
+        assert len(seen) == n
 
 
 # ---- Attention over a cache ---------------------------------------------------------------------------------------
@@ -611,20 +712,14 @@ def chosen_mla(monkeypatch):
 @pytest.mark.parametrize("gives_out", [False, True], ids=["", "out"])
 @pytest.mark.parametrize("by", ["tensor", "int"])
 @pytest.mark.parametrize("case", CACHES)
-def test_a_repeated_call_with_a_cache_launches_what_the_first_did(
-    recorder, chosen_mla, monkeypatch, case, by, gives_out
-):
+def test_a_repeated_call_with_a_cache_launches_what_the_first_did(recorder, chosen_mla, launched, case, by, gives_out):
     """Of one with an int for all lengths the length is given anew."""
     make, kernels = CACHES[case]
-    described = []
-    for module in (decode, append, prefill):
-        launch = module.launch_kernel
-        monkeypatch.setattr(module, "launch_kernel", lambda one, launch=launch: described.append(one) or launch(one))
     passes, kept = [], []
     for length in (100, 100, 101, 102):
         given = make(length, by)
         out = given["q"].new_zeros(*given["q"].shape[:3], given["v_cache"].shape[3]) if gives_out else None
-        described.clear()
+        launched.clear()
         with diyfa.use_backend("cuda"), diyfa.batch_invariant() if "mode" in case else contextlib.nullcontext():
             result, lse = diyfa.flash_attn_with_kvcache(**given, out=out, return_softmax_lse=True)
         assert out is None or result is out
@@ -638,8 +733,25 @@ def test_a_repeated_call_with_a_cache_launches_what_the_first_did(
         kept.append((given, result, lse))
         expected = {*tensors, "out", "lse"} - ({"q", "rotary_sin"} if case == "appended" else set())
         assert read_by(launches) >= expected - {"rotary_sin"}
-    assert not described
+    assert not launched
     assert_same(*passes)
+
+
+@pytest.mark.parametrize("by", ["tensor", "int"])
+def test_queries_that_out_replaces_are_another_call(recorder, launched, monkeypatch, by):
+    """Tiles that are computed again would read what they have written; repeated as others are."""
+    table = prefill.config_of
+    monkeypatch.setattr(prefill, "config_of", lambda problem: dataclasses.replace(table(problem), fixed_max=True))
+    given = prefilled(100, by)
+    other = torch.zeros_like(given["q"])
+    with diyfa.use_backend("cuda"):
+        for in_place in (False, False, False, True, True, True, False, True):
+            out = given["q"] if in_place else other
+            launched.clear()
+            diyfa.flash_attn_with_kvcache(**given, out=out)
+            (launch,) = launches_of(recorder, out=out)
+            assert launch.arguments["o_ptr"] == "out" and launch.constants.fixed_max != in_place
+    assert not launched
 
 
 def test_values_that_are_no_part_of_the_keys_are_another_call(recorder, chosen_mla):
@@ -654,7 +766,7 @@ def test_values_that_are_no_part_of_the_keys_are_another_call(recorder, chosen_m
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd", "thd"])
-def test_a_repeated_call_of_few_queries_launches_what_the_first_did(recorder, layout):
+def test_a_repeated_call_of_few_queries_launches_what_the_first_did(recorder, launched, layout):
     offsets = [torch.tensor([0, n], dtype=torch.int32) for n in (2, 4096)]
     passes, kept = [], []
     for _ in range(4):
@@ -666,6 +778,7 @@ def test_a_repeated_call_of_few_queries_launches_what_the_first_did(recorder, la
         else:
             q, k, v = (x.transpose(0, 1).contiguous() for x in (q, k, v))
             attend = functools.partial(diyfa.flash_attention, q[None], k[None], v[None])
+        launched.clear()
         with diyfa.use_backend("cuda"), torch.no_grad():
             out, lse = attend(causal=True, return_lse=True)
         assert out.shape[-3:] == q.shape and out.is_contiguous()
@@ -673,6 +786,7 @@ def test_a_repeated_call_of_few_queries_launches_what_the_first_did(recorder, la
         kernels = [one.kernel for one in passes[-1]]
         assert kernels == ["_clear_kernel"] * (layout == "thd") + ["_decode_kernel", "_combine_kernel"]
         kept.append((q, k, v, out, lse))
+    assert not launched
     assert_same(*passes)
 
 
@@ -705,13 +819,13 @@ def test_an_lse_that_is_not_returned_lies_in_the_workspace(recorder, monkeypatch
     """Behind all that the kernels write there; one that is returned holds no other memory."""
     make, invariant, last = WITHOUT_LSE[case]
     asked, made = [], []
-    allocator_of, workspace = replay.allocator_of, decode.workspace
+    allocator_of, workspace = runtime_passes.allocator_of, decode.workspace
 
     def spied_on(device_type):
         allocate = allocator_of(device_type)
         return lambda *args: asked.append(allocate(*args)) or asked[-1]
 
-    monkeypatch.setattr(replay, "allocator_of", spied_on)
+    monkeypatch.setattr(runtime_passes, "allocator_of", spied_on)
     monkeypatch.setattr(decode, "workspace", lambda *args: made.append(workspace(*args)) or made[-1])
     monkeypatch.setattr(decode_configs, "multiprocessors", lambda device: 100)
     function = diyfa.flash_attention_varlen if case == "packed" else diyfa.flash_attn_with_kvcache

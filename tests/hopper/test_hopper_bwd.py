@@ -35,6 +35,7 @@ from diyfa.backends.cuda.hopper import bwd as hopper_bwd  # noqa: E402
 from diyfa.backends.cuda.hopper import bwd_configs, bwd_launch  # noqa: E402
 from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
 from diyfa.backends.cuda.runtime.launcher import launch_kernel  # noqa: E402
+from diyfa.backends.cuda.runtime.passes import launch_each  # noqa: E402
 from diyfa.options import LENGTHS, WHOLE, Lengths, pack  # noqa: E402
 from diyfa.problem import VARLEN, AttentionGradients, AttentionProblem, AttentionTensors, Launch  # noqa: E402
 from diyfa.testing import AttentionCase, make_inputs  # noqa: E402
@@ -61,6 +62,9 @@ CASES = [
     case("sequences_128", layout="thd", lens_q=(65, 200), lens_k=(128, 129), head_dim=128, slack=7),
     case("columns_40", head_dim=40),
     case("large_scores", sm_scale=4.0, causal=True),
+    # Products stop within the last box of 64 columns.
+    case("columns_96_causal", head_dim=96, causal=True),
+    case("columns_72_samples", head_dim=72, batch=2, seq_lens=(130, 70), seqlen_k=150, seqlen_q=150),
 ]
 MORE = [  # each takes seconds; the others have what they have, too
     case("128", head_dim=128),
@@ -71,10 +75,23 @@ MORE = [  # each takes seconds; the others have what they have, too
     case("window", seqlen_q=330, seqlen_k=330, window=(70, 0)),
     case("softcap", softcap=5.0),
     case("sinks_samples", sinks=True, batch=3, seq_lens=(150, 3, 80), seqlen_k=150),
-    case("columns_96", head_dim=96, causal=True, dtype="float16"),
+    case("columns_96", head_dim=96, dtype="float16"),
+    case("columns_80", head_dim=80, causal=True, seqlen_q=300, seqlen_k=130),
+    case("columns_88_sequences", head_dim=88, layout="thd", lens_q=(65, 200), lens_k=(128, 129), slack=7),
+    case("columns_80_softcap", head_dim=80, softcap=5.0),
+    case("columns_104", head_dim=104),
     case("negative_scale", sm_scale=-0.2),
     case("zero_scale", sm_scale=0.0),
 ]
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "columns"), [(40, 64), (64, 64), (72, 16), (80, 16), (88, 32), (96, 32), (104, 64), (128, 64)]
+)
+def test_columns_of_the_last_box(head_dim: int, columns: int) -> None:
+    """All that there are, and no more than a product needs: 48 is no multiple of what dQ is added up by."""
+    problem = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", 1, 1, 1, 128, 128, head_dim, head_dim)
+    assert bwd_configs.last_columns(problem) == columns
 
 
 @pytest.mark.parametrize(
@@ -139,6 +156,7 @@ SUMMED = [
     case("dense_128", head_dim=128, causal=True, seqlen_q=70, seqlen_k=150, heads=4, heads_kv=2, layout="bshd"),
     case("samples", batch=2, seq_lens=(130, 65), seqlen_k=150),
     case("sequences", layout="thd", lens_q=(70, 0, 9), lens_k=(65, 3, 130), slack=5),
+    case("columns_80", head_dim=80, seqlen_q=70, seqlen_k=150),
 ]
 SUMMED_BY = {
     "_bwd_sm90_kernel": SUMMED,
@@ -183,6 +201,7 @@ PARTS = {
         case("all_of_a_head", heads=3, head_dim=128, seqlen_q=70, causal=True),
         case("samples", heads=4, batch=2, seq_lens=(130, 65), seqlen_k=150, sinks=True, dtype="float16"),
         case("sequences", heads=4, layout="thd", lens_q=(70, 0, 9), lens_k=(65, 3, 130), slack=5, head_dim=40),
+        case("columns_72", heads=4, seqlen_q=70, head_dim=72),
         case("transposed", heads=4, heads_kv=2, view="transposed", seqlen_q=70, window=(60, 10)),
     ],
     "_bwd_wide_dkdv_kernel": [
@@ -372,7 +391,9 @@ def test_dq_is_the_same_whoever_converts_it(head_dim: int, monkeypatch: pytest.M
         dq = torch.full_like(q, float("nan"))
         gradients = AttentionGradients(dq, torch.empty_like(k), torch.empty_like(v))
         tensors = AttentionTensors(q, k, v, 0.1)
-        bwd_launch.attention_backward(problem, tensors, out, torch.zeros(2, 1, 130), dout, None, gradients)
+        launch_each(
+            bwd_launch.backward_pass(problem, tensors, out, torch.zeros(2, 1, 130), dout, None, gradients).launches
+        )
         found.append(dq)
     assert torch.equal(*found)
 
@@ -386,6 +407,7 @@ DETERMINISTIC = {
 MORE_DETERMINISTIC = {
     "causal": (1, 1, 200, 390, 128, -1, 0),
     "more queries": (1, 1, 330, 260, 64, -1, 0),
+    "columns 96": (2, 1, 130, 300, 96, -1, -1),
     "left": (1, 1, 330, 390, 128, 100, -1),
 }
 
@@ -453,7 +475,9 @@ def test_sequences_longer_than_said_end(lens: tuple[tuple[int, ...], ...], monke
     tensors = AttentionTensors(q, k, v, 0.1, cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1])
     gradients = AttentionGradients(*(torch.full_like(x, float("nan")) for x in (q, k, v)))
     with poisoned_allocations():
-        bwd_launch.attention_backward(problem, tensors, out, torch.zeros(2, total_q), dout, None, gradients)
+        launch_each(
+            bwd_launch.backward_pass(problem, tensors, out, torch.zeros(2, total_q), dout, None, gradients).launches
+        )
     assert all(x.isfinite().all() for x in gradients[:3])
     for x, lengths in zip(gradients[:3], (lens[0], lens[1], lens[1]), strict=True):
         first = 0
@@ -494,7 +518,7 @@ def test_parts_of_the_workspace_are_aligned(deterministic: bool, monkeypatch: py
     {}, {"head_dim": 128}, {"head_dim": 192}, {"deterministic": True}, {"seq_lens": True}, {"heads_kv": 1},
 ])  # fmt: skip
 def test_calls_can_be_repeated_past_the_launcher(changes: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What repeats a launch for other addresses (`runtime/replay.py`) takes kernels whose tensors come first only."""
+    """What repeats a launch for other addresses (`runtime/passes.py`) takes kernels whose tensors come first only."""
     monkeypatch.setattr(bwd_parts, "parts_of", lambda problem, *_: problem.heads_q // problem.heads_kv)
     problem = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", 1, 2, 2, 64, 64, 64, 64).replace(**changes)
     problem = problem.replace(head_dim_v=problem.head_dim)
@@ -605,7 +629,8 @@ def test_rows_beyond_a_sample_are_zeros_whatever_its_keys_are(monkeypatch: pytes
     problem = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", 1, 1, 1, 128, 128, 136, 136, seq_lens=True)
     tensors = AttentionTensors(q, k, v, 0.1, seq_lens=torch.tensor([70], dtype=torch.int32))
     gradients = AttentionGradients(*(torch.full_like(x, float("nan")) for x in (q, k, v)))
-    bwd_launch.attention_backward(problem, tensors, out, torch.zeros(1, 1, 128), dout, None, gradients)
+    found = bwd_launch.backward_pass(problem, tensors, out, torch.zeros(1, 1, 128), dout, None, gradients)
+    launch_each(found.launches)
     assert not any(x[:, :, 70:].count_nonzero() for x in gradients[:3])
 
 

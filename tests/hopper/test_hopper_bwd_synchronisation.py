@@ -17,6 +17,7 @@ from simulators.gluon import KernelBug  # noqa: E402
 
 from diyfa.backends.cuda.hopper import bwd_launch as hopper_bwd  # noqa: E402
 from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
+from diyfa.backends.cuda.runtime.passes import launch_each  # noqa: E402
 from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not is_interpreting(), reason="CPU tensors are refused: here the kernel itself is run")
@@ -91,7 +92,8 @@ def run(name: str) -> None:
         tensors = AttentionTensors(q, k, v, 0.125, seq_lens=lengths)
         gradients = AttentionGradients(*(torch.empty_like(x) for x in (q, k, v)))
         of_widths = problem.replace(head_dim=d, head_dim_v=dv)
-        hopper_bwd.attention_backward(of_widths, tensors, out, torch.zeros(1, *queries), dout, None, gradients)
+        found = hopper_bwd.backward_pass(of_widths, tensors, out, torch.zeros(1, *queries), dout, None, gradients)
+        launch_each(found.launches)
 
 
 def interpret_source(name: str, tree: ast.AST, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

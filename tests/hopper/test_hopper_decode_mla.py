@@ -26,6 +26,7 @@ from diyfa import problem, registry  # noqa: E402
 from diyfa.backends.cuda.attention import decode, decode_configs  # noqa: E402
 from diyfa.backends.cuda.hopper import decode_mla, decode_mla_configs  # noqa: E402
 from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
+from diyfa.backends.cuda.runtime.passes import launch_each  # noqa: E402
 from diyfa.problem import KVCacheProblem, KVCacheTensors  # noqa: E402
 from diyfa.reference import reference_kvcache  # noqa: E402
 
@@ -192,7 +193,7 @@ def unchecked(problem: KVCacheProblem, k: torch.Tensor, **given: torch.Tensor) -
     results = []
     for kernel in (decode_mla, decode):
         out, lse = q.new_full((problem.batch, 1, 8, 512), float("nan")), torch.full(problem.lse_shape, float("nan"))
-        kernel.kvcache_forward(problem, tensors, out, lse)
+        launch_each(kernel.cache_pass(problem, tensors, out, lse).launches)
         results += [out, lse]
     return results
 

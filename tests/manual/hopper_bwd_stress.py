@@ -35,6 +35,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from poison import poisoned_allocations
 
+from diyfa.plan import plans
 from diyfa.testing import (
     YARDSTICK_DRAWS,
     AttentionCase,
@@ -254,32 +255,25 @@ class Backward:
             hopper_configs.FULL_GPU = hopper_configs.SHORT_KV_LOOP = 0
         if not options.forward:
             hopper_configs.refuses = lambda problem: None
-            hopper_fwd.attention_forward = self._forward
-            hopper_fwd.repeat = lambda *arguments: None
-        launch, again = bwd_launch.attention_backward, bwd_launch.repeat
+            hopper_fwd.forward_pass = self._forward
+        describe = bwd_launch.backward_pass
 
-        def counted(*arguments: Any) -> None:
+        def counted(*arguments: Any) -> Any:
             self.launches += 1
-            launch(*arguments)
+            return describe(*arguments)
 
-        def counted_again(*arguments: Any) -> Any:
-            repeat = again(*arguments)
+        bwd_launch.backward_pass = counted
 
-            def run(*given: Any) -> Any:
-                found = repeat(*given)
-                self.launches += found is not None
-                return found
+    def _forward(self, problem: Any, tensors: Any, out: torch.Tensor, lse: torch.Tensor) -> Any:
+        from diyfa.backends.cuda.runtime.passes import Pass
 
-            return repeat and run
-
-        bwd_launch.attention_backward, bwd_launch.repeat = counted, counted_again
-
-    def _forward(self, problem: Any, tensors: Any, out: torch.Tensor, lse: torch.Tensor) -> None:
         out.copy_(self.given["out"])
         lse.copy_(self.given["lse"])
+        return Pass([])  # which is never repeated
 
     def __call__(self, case: AttentionCase, inputs: Inputs, features: set[str]) -> dict[str, torch.Tensor]:
         attend = attention_function(case, backend="cuda", variant="sm90", deterministic="deterministic" in features)
+        plans.clear()  # each call is described, and counted
         with poisoned_allocations():
             return gradients(attend, inputs, "dlse" in features)
 

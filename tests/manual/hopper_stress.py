@@ -32,6 +32,7 @@ from diyfa.backends.cuda.attention.launch import use_config
 from diyfa.backends.cuda.hopper import configs as hopper_configs
 from diyfa.backends.cuda.hopper import fwd as hopper_fwd
 from diyfa.backends.cuda.runtime import tune
+from diyfa.backends.cuda.runtime.passes import launch_each
 from diyfa.problem import LAYOUTS, VARLEN, AttentionProblem, AttentionTensors
 
 DEVICE = "cuda"
@@ -175,10 +176,13 @@ def check(seed: int, variant: int, kind: str, head_dim: int) -> str | None:
 
     def attend(*arguments: Any) -> None:
         with use_config("sm90", config):
-            hopper_fwd.attention_forward(*arguments)
+            launch_each(hopper_fwd.forward_pass(*arguments).launches)
+
+    def portable(*arguments: Any) -> None:
+        launch_each(fwd.forward_pass(*arguments).launches)
 
     mine = results(problem, tensors, attend)
-    wrong = difference(mine, results(problem, tensors, fwd.attention_forward))
+    wrong = difference(mine, results(problem, tensors, portable))
     for turn in range(REPEATS if wrong is None else 0):
         again = results(problem, tensors, attend)
         if not all(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(mine, again, strict=True)):

@@ -211,7 +211,7 @@ def test_another_type_or_option_is_another_variant(npu: torch.device, tiles, cha
         dtype = getattr(torch, changed.get("dtype", "float16"))
         q = torch.empty(1, 1, 20, 16, dtype=dtype, device=npu)
         launch = launch_of_forward(q, **{name: x for name, x in changed.items() if name != "dtype"})
-        variants.add(tiles._variant(launch))
+        variants.add(tiles.variant(launch))
     assert len(variants) == 2
 
 

@@ -24,7 +24,7 @@ from diyfa import ops, registry
 from diyfa import plan as planning
 from diyfa.backends.cuda.attention import decode_configs
 from diyfa.backends.cuda.hopper import configs as hopper_configs
-from diyfa.backends.cuda.runtime import launcher, replay, tune
+from diyfa.backends.cuda.runtime import jit, launcher, passes, tune
 from diyfa.backends.cuda.runtime.launcher import Tiles, box_of
 from diyfa.problem import Launch
 
@@ -76,7 +76,7 @@ class Described:
 
 def launch_by_triton(launch: Launch) -> None:
     """Launch the same binary by Triton's launcher."""
-    compiled = launcher.compile_for("sm_90", launch, launcher.signature_of(launch))
+    compiled = jit.compile_for("sm_90", launch, launcher.signature_of(launch))
     given = {**launch.arguments, **launch.constants}
     arguments = [given[name] for name in launch.kernel.arg_names]
     grid = launch.grid if isinstance(launch.grid, tuple) else (launch.grid,)
@@ -158,7 +158,7 @@ def threads(driver: Simulated, described: Described) -> dict[str, Any]:
     """How many launches of one binary had the parameters of each of eight threads: 100, side by side, are right."""
     right, found = Counter[int](), Counter[int]()
     known = a_launch(torch.zeros(64, 16, dtype=torch.float16))
-    again = replay.relaunch_of(known, {"rows": 0, "x_ptr": 0, "n": 1})
+    again = passes.relaunch_of(known, {"rows": 0, "x_ptr": 0, "n": 1})
     tensors = [torch.zeros(64 + i, 16, dtype=torch.float16) for i in range(8)]
     driver.libcuda.simulator_need_contexts(1)
 

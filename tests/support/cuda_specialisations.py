@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from diyfa.backends.cuda import backend as cuda
-from diyfa.backends.cuda.attention import bwd, clear, fwd
-from diyfa.backends.cuda.runtime import launcher, tune
+from diyfa.backends.cuda.attention import bwd, configs, fwd
+from diyfa.backends.cuda.runtime import launcher, passes, tune
 from diyfa.ops import describe_attention
 from diyfa.options import WHOLE, AttentionOptions, Lengths, bind
 from diyfa.problem import LAYOUTS, VARLEN, AttentionGradients, Launch
@@ -56,7 +56,7 @@ def train(
     qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     lengths: Lengths,
     wants_dlse: bool,
-    kinds: tuple[str, ...] = bwd.SPLIT,
+    kinds: tuple[str, ...] = configs.SPLIT,
     **options: Any,
 ) -> None:
     """One forward and backward pass; nothing is computed."""
@@ -65,11 +65,12 @@ def train(
     problem, tensors = describe_attention(cuda, q, k, v, lengths, checked), bind(q, k, v, lengths, checked)
     bias = tensors.attn_bias
     out, lse = torch.empty_like(q), torch.empty(problem.lse_shape)
-    fwd.attention_forward(problem, tensors, out, lse)
+    passes.launch_each(fwd.forward_pass(problem, tensors, out, lse).launches)
     dbias = torch.empty_like(bias) if bias is not None else None
     gradients = AttentionGradients(torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), dbias)
     dlse = torch.empty_like(lse) if wants_dlse else None
-    bwd.attention_backward(problem, tensors, out, lse, torch.empty_like(out), dlse, gradients, kinds)
+    found = bwd.backward_pass(problem, tensors, out, lse, torch.empty_like(out), dlse, gradients, kinds)
+    passes.launch_each(found.launches)
 
 
 def packed(rng: random.Random, head_dim: int, wants_dlse: bool, self_attention: bool, **features: Any) -> None:
@@ -113,7 +114,7 @@ def short(rng: random.Random, wants_dlse: bool, packs: bool) -> None:
     q, k, v = (torch.empty(*leading, *row, HEADS, 32, dtype=torch.float16) for row in rows)
     offsets = torch.zeros(batch + 1, dtype=torch.int32)
     lengths = Lengths(offsets, offsets, None, longest_q, longest_k) if packs else WHOLE
-    train((q, k, v), lengths, wants_dlse, bwd.SHORT, layout=VARLEN if packs else "bshd")
+    train((q, k, v), lengths, wants_dlse, configs.SHORT, layout=VARLEN if packs else "bshd")
 
 
 def hopper(rng: random.Random) -> None:
@@ -122,14 +123,14 @@ def hopper(rng: random.Random) -> None:
     from diyfa.backends.cuda.hopper import fwd as hopper_fwd
 
     hopper_configs.multiprocessors = lambda device: 132
-    hopper_fwd.launch_kernel = record
     shape = (8, 2 * HEADS, rng.randint(1024, 4000), 128)
     q, k, v = (torch.empty(shape, dtype=torch.float16) for _ in range(3))
     options = AttentionOptions("bhsd", 0.1, window_right=0, needs_grad=True)
     problem = describe_attention(cuda, q, k, v, WHOLE, options)
     assert hopper_configs.refuses(problem) is None
     tensors = bind(q, k, v, WHOLE, options)
-    hopper_fwd.attention_forward(problem, tensors, torch.empty_like(q), torch.empty(problem.lse_shape))
+    found = hopper_fwd.forward_pass(problem, tensors, torch.empty_like(q), torch.empty(problem.lse_shape))
+    passes.launch_each(found.launches)
 
 
 def windowed(rng: random.Random, **arguments: Any) -> None:
@@ -163,8 +164,7 @@ RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
 def main() -> None:
     from diyfa.backends.cuda.hopper import configs as hopper_configs
 
-    for module in (bwd, clear, fwd):
-        module.launch_kernel = record
+    passes.launch_kernel = record
     tune.set_enabled(False)
     counts = {}
     runs = RUNS if hopper_configs.environment_refusal() else {**RUNS, "Hopper": (hopper, {})}

@@ -9,14 +9,16 @@ import ctypes
 import struct
 import sys
 from dataclasses import dataclass
-from types import SimpleNamespace
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import Any
 
 import pytest
 import torch
 from triton.runtime.jit import JITFunction
 
-from diyfa.backends.cuda.runtime import launcher, replay
+from diyfa.backends.cuda import attention, matmul
+from diyfa.backends.cuda.runtime import binaries, launcher, passes
 from diyfa.problem import Launch
 
 STREAM = 77
@@ -80,16 +82,13 @@ class Recorder:
         self.maps: list[Map] = []
         self._number_of_map: dict[Map, int] = {}
 
-    def compile_for(self, arch: str, launch: Launch, signature: launcher.Signature) -> Any:
+    def stored_binary(self, arch: str, launch: Launch, signature: launcher.Signature) -> binaries.StoredBinary:
         self.compiled.append((launch, signature))
-        boxes = [{"block_size": list(x.shape), "swizzle": 3} for x in signature.kinds if isinstance(x, launcher.Box)]
-        metadata = SimpleNamespace(
-            name=launch.kernel.__name__, shared=0, num_warps=launch.options.get("num_warps", 4), num_ctas=1,
-            launch_pdl=launch.options.get("launch_pdl", False), launch_cooperative_grid=False, global_scratch_size=0,
-            tensordesc_meta=boxes,
+        return binaries.StoredBinary(
+            cubin=str(len(self.compiled)).encode(), name=launch.kernel.__name__, shared=0,
+            num_warps=launch.options.get("num_warps", 4), launch_pdl=launch.options.get("launch_pdl", False),
+            boxes=tuple((x.shape, 3) for x in signature.kinds if isinstance(x, launcher.Box)), scratch=SCRATCH,
         )  # fmt: skip
-        ptx = f".entry f({', '.join(['.param .u64 x'] * parameters_of(signature))})"
-        return SimpleNamespace(metadata=metadata, asm={"ptx": ptx, "cubin": str(len(self.compiled)).encode()})
 
     def load(self, cubin: bytes, name: str, shared: int) -> int:
         return int(cubin)
@@ -127,7 +126,10 @@ class Recorder:
 
 
 def install(patch: pytest.MonkeyPatch) -> Recorder:
-    """Record the launches of all kernels whose modules are loaded."""
+    """Record the launches of the portable kernels, and of all others whose modules are loaded."""
+    for package in (attention, matmul):
+        for module in iter_modules(package.__path__, f"{package.__name__}."):
+            import_module(module.name)
     recorder = Recorder()
     fakes: dict[int, Kernel] = {}
 
@@ -141,11 +143,11 @@ def install(patch: pytest.MonkeyPatch) -> Recorder:
                     patch.setattr(module, attribute, fake(x))
                 elif attribute == "_GRADIENT_KERNELS":
                     patch.setattr(module, attribute, {kind: fake(kernel) for kind, kernel in x.items()})
-    patch.setattr(launcher, "compile_for", recorder.compile_for)
+    patch.setattr(binaries, "stored_binary", recorder.stored_binary)
     patch.setattr(launcher, "_driver", [recorder])
     patch.setattr(launcher, "_binaries", {})
     patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    for module in (launcher, replay):
+    for module in (launcher, passes):
         patch.setattr(module, "current_device", lambda: 0)
         patch.setattr(module, "current_stream", lambda device: STREAM)
     return recorder

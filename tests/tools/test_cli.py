@@ -67,7 +67,7 @@ def cells(printed):
 def test_version_and_help():
     assert invoke("--version").output.strip() == diyfa.__version__
     output = invoke("--help").output
-    for command in ("info", "demo", "validate", "bench", "report", "tune", "compile", "first-run"):
+    for command in ("info", "demo", "validate", "bench", "report", "tune", "compile", "first-run", "pack", "warmup"):
         assert command in output
 
 
@@ -103,6 +103,9 @@ def test_every_option_has_help(name):
         (("tune", "--backend", "cpu"), "the cpu backend has no autotuner"),
         (("report", "absent.json"), "No such file or directory: 'absent.json'"),
         (("first-run", "--only", "everything"), "must be one of small tiles, float16, bfloat16, float32, dtypes,"),
+        (("pack", "gfx942"), "name a CUDA architecture such as sm_90"),
+        (("warmup",), "say what for: --model CONFIG.JSON, --shapes WORDS, or --all"),
+        (("warmup", "--shapes", "D=64"), "needs H="),
         (("compile",), "name a target, or --list to see them"),
         (("compile", "gfx942"), "no such target: 'gfx942'; `diyfa compile --list` lists them"),
         (("demo", "--surprise"), "No such option: --surprise"),

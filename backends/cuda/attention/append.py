@@ -12,12 +12,10 @@ import triton
 import triton.language as tl
 
 from diyfa.backends.cuda.attention.dots import round_to
-from diyfa.backends.cuda.attention.launch import cache_arguments, choice, own_objects, strides
+from diyfa.backends.cuda.attention.launch import cache_arguments, strides
 from diyfa.backends.cuda.attention.tile_io import cdiv, padded_head_dim
 from diyfa.backends.cuda.runtime.constants import Constants
-from diyfa.backends.cuda.runtime.launch import on_device
-from diyfa.backends.cuda.runtime.launcher import launch_kernel
-from diyfa.backends.cuda.runtime.replay import Replay, replay_of
+from diyfa.backends.cuda.runtime.passes import Pass
 from diyfa.problem import KVCacheProblem, KVCacheTensors, Launch, NewKeys
 
 FLOAT8_LARGEST = tl.constexpr(448.0)  # of float8_e4m3fn
@@ -223,18 +221,7 @@ def unsupported(problem: KVCacheProblem) -> str | None:
     return None
 
 
-def kvcache_append(problem: KVCacheProblem, tensors: KVCacheTensors, new: NewKeys) -> None:
-    """Launch the kernel that writes `new`."""
+def append_pass(problem: KVCacheProblem, tensors: KVCacheTensors, new: NewKeys) -> Pass:
+    """Writes `new`."""
     launch = launch_of(problem, tensors, new)
-    if launch is not None:
-        with on_device(tensors.q):
-            launch_kernel(launch)
-
-
-def repeat(problem: KVCacheProblem, tensors: KVCacheTensors, new: NewKeys) -> Replay | None:
-    """`Kernel.repeat`."""
-    tensors, new = own_objects(tensors), own_objects(new)
-    launch = launch_of(problem, tensors, new)
-    if launch is None:
-        return None
-    return replay_of([launch], [*tensors.present(), *new.present()], (), choice, numbers=("length",))
+    return Pass([] if launch is None else [launch])

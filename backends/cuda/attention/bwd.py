@@ -16,7 +16,7 @@ dP is 0, so its gradient is the sum of -exp(sink - LSE) * delta over all rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -29,28 +29,26 @@ from diyfa.backends.cuda.attention import bwd_dbias, bwd_parts
 from diyfa.backends.cuda.attention.bwd_dkdv import _bwd_dkdv_kernel
 from diyfa.backends.cuda.attention.bwd_dq import _bwd_dq_kernel
 from diyfa.backends.cuda.attention.bwd_short import _bwd_short_kernel
-from diyfa.backends.cuda.attention.clear import backward_launches, clear
-from diyfa.backends.cuda.attention.configs import AttentionConfig, schedule
+from diyfa.backends.cuda.attention.clear import backward_launches
+from diyfa.backends.cuda.attention.configs import SPLIT, AttentionConfig, schedule
 from diyfa.backends.cuda.attention.launch import (
     RUNTIME_SIZES,
     UNALIGNED_POINTERS,
     TileConstants,
-    choice,
     described_launch,
     feature_arguments,
     heads_in_turns,
-    own_objects,
+    is_settled,
     programs_at_once,
     read_by,
-    settled_config,
     strides,
     tile_constants,
-    tuned_config,
+    tuned_launches,
 )
 from diyfa.backends.cuda.attention.scores import first_row, row_delta, sequence_of
 from diyfa.backends.cuda.attention.tile_io import (
     PACKED,
-    PORTABLE_FORM,
+    PORTABLE,
     cdiv,
     head_of,
     lengths_of,
@@ -58,10 +56,7 @@ from diyfa.backends.cuda.attention.tile_io import (
     padded_head_dim,
 )
 from diyfa.backends.cuda.runtime.constants import Constants
-from diyfa.backends.cuda.runtime.launch import on_device
-from diyfa.backends.cuda.runtime.launcher import launch_kernel
-from diyfa.backends.cuda.runtime.replay import replay_of
-from diyfa.features import GRADIENTS
+from diyfa.backends.cuda.runtime.passes import Pass
 from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors, Launch, by_kind, is_aligned
 
 PREPROCESS_BLOCK_M = 32
@@ -111,7 +106,6 @@ def _bwd_preprocess_kernel(
 
 
 _GRADIENT_KERNELS = {"dkdv": _bwd_dkdv_kernel, "dq": _bwd_dq_kernel, "short": _bwd_short_kernel}
-SPLIT, SHORT = ("dkdv", "dq"), ("short",)  # the kinds of a whole pass; `_bwd_preprocess_kernel` comes before SPLIT
 
 
 @by_kind
@@ -121,7 +115,7 @@ def _preprocess_constants(problem: AttentionProblem) -> PreprocessConstants:
         head_dim_v=problem.head_dim_v,
         block_m=PREPROCESS_BLOCK_M,
         block_dv=padded_head_dim(problem.head_dim_v),
-        form=PORTABLE_FORM,
+        form=PORTABLE.value,
     )
 
 
@@ -235,13 +229,7 @@ class Backward:
         return [self.gradient(kind, config, results)], []
 
 
-def fill_dsinks(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor, dsinks: torch.Tensor) -> None:
-    """The gradient of the sinks; lse and delta are (B, H, Sq) or (H, Tq)."""
-    weights = torch.exp(sinks[:, None] - lse).masked_fill_(lse == float("inf"), 0.0).mul_(delta)
-    dsinks.copy_(-weights.sum((0, 2) if weights.dim() == 3 else (1,)))
-
-
-def attention_backward(
+def backward_pass(
     problem: AttentionProblem,
     tensors: AttentionTensors,
     out: torch.Tensor,
@@ -250,93 +238,26 @@ def attention_backward(
     dlse: torch.Tensor | None,
     gradients: AttentionGradients,
     kinds: Sequence[str] = SPLIT,
-) -> None:
-    """Launch the kernels of these kinds, and what they need beside, which fill the gradients."""
+) -> Pass:
+    """Fills the gradients, but for that of sinks, by the kernels of these kinds and what they need beside."""
     backward = Backward(problem, tensors, out, lse, dout, dlse, gradients.delta)
     problem, lse, delta = backward.problem, backward.lse, backward.delta
-
-    def run(kind: str, config: AttentionConfig) -> None:
-        launches, _ = backward.launches(kind, config, gradients)
-        for launch in launches:
-            launch_kernel(launch)
-
-    with on_device(tensors.q):
-        clear(backward_launches(problem, tensors, gradients, delta))
-        if kinds == SPLIT:
-            launch_kernel(backward.preprocess())
-        for kind in kinds:
-            run(kind, tuned_config(kind, problem, partial(run, kind)))
-        if gradients.dbias is not None:
-            arguments = (dout, lse, delta, backward.scale, gradients.dbias)
-            launch, sums = bwd_dbias.launch_of(problem, tensors, *arguments)
-            launch_kernel(launch)
-            bwd_dbias.add_up(sums, gradients.dbias)
-        if gradients.dsinks is not None:
-            assert tensors.sinks is not None, "dsinks are asked for where there are sinks"
-            fill_dsinks(tensors.sinks, lse, delta, gradients.dsinks)
-
-
-def repeat(
-    problem: AttentionProblem,
-    tensors: AttentionTensors,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dout: torch.Tensor,
-    gradients: AttentionGradients,
-    owners: Sequence[torch.Tensor],
-    kinds: Sequence[str] = SPLIT,
-) -> Callable[..., list[torch.Tensor | None] | None] | None:
-    """`Kernel.repeat`, for calls of whose optional tensors only sinks want a gradient."""
-    if any(getattr(gradients, x.gradient) is not None for x in GRADIENTS if x.name != "sinks"):
-        return None
-    tensors = own_objects(tensors)
-    backward = Backward(problem, tensors, out, lse, dout, None, gradients.delta)
-    problem, delta = backward.problem, backward.delta
     launches = backward_launches(problem, tensors, gradients, delta)
+    memory = [] if gradients.delta is delta else [delta]
     if kinds == SPLIT:
         launches.append(backward.preprocess())
-    memory: list[torch.Tensor] = []
     for kind in kinds:
-        if (config := settled_config(kind, problem)) is None:
-            return None
-        of_kind, between = backward.launches(kind, config, gradients)
-        launches += of_kind
+        between: list[torch.Tensor] = []
+
+        def launches_of(config: AttentionConfig) -> list[Launch]:
+            found, between[:] = backward.launches(kind, config, gradients)  # noqa: B023 (called before the next kind)
+            return found
+
+        launches += tuned_launches(kind, problem, launches_of, launches)
         memory += between
-    return repeat_of(launches, tensors, (out, lse, dout), owners, [*memory, delta])
-
-
-def repeat_of(
-    launches: Sequence[Launch],
-    tensors: AttentionTensors,
-    of_forward: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    owners: Sequence[torch.Tensor],
-    memory: Sequence[torch.Tensor],
-) -> Callable[..., list[torch.Tensor | None] | None] | None:
-    """What `repeat` returns for these launches.
-
-    Args:
-        of_forward: out, lse and dout.
-        memory: what else the launches write; the last one is delta where there are sinks.
-    """
-    given = [*of_forward, *tensors.present()]
-    replay = replay_of(launches, given, (*owners, *memory), choice)
-    if replay is None:
-        return None
-    strides_now, missing = [x.stride() for x in given], [None] * (3 - len(owners))
-    place = None if tensors.sinks is None else next(i for i, x in enumerate(given) if x is tensors.sinks)
-
-    def run_again(*given: torch.Tensor) -> list[torch.Tensor | None] | None:
-        out, lse, dout, q, k, v, *_ = addresses = [x.data_ptr() for x in given]
-        if (out | lse | dout | q | k | v) & 15 or [x.stride() for x in given] != strides_now:
-            return None
-        made = replay(addresses)
-        if made is None:
-            return None
-        dsinks = None
-        if place is not None:
-            dsinks = torch.empty_like(given[place])
-            with on_device(dsinks):
-                fill_dsinks(given[place], given[1], made[-1], dsinks)
-        return [*made[: len(owners)], *missing, *(dsinks if x.name == "sinks" else None for x in GRADIENTS)]
-
-    return run_again
+    finish = None
+    if gradients.dbias is not None:
+        launch, sums = bwd_dbias.launch_of(problem, tensors, dout, lse, delta, backward.scale, gradients.dbias)
+        launches.append(launch)
+        finish = partial(bwd_dbias.add_up, sums, gradients.dbias)
+    return Pass(launches, memory, finish=finish, is_settled=is_settled(problem, *kinds))

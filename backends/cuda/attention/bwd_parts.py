@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
+from diyfa.backends.cuda.attention.configs import MIN_QUERIES
 from diyfa.backends.cuda.attention.dots import round_to
 from diyfa.backends.cuda.attention.launch import strides
 from diyfa.backends.cuda.attention.scores import sequence_of
@@ -24,7 +25,6 @@ from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launch import can_overlap
 from diyfa.problem import AttentionProblem, AttentionTensors, Launch
 
-MIN_QUERIES = 512  # that pass by a block of keys, all heads of its group together: fewer do not repay its beginning
 # How many blocks of keys are enough for each program that runs at once: nearly one, since parts cost a tenth; under a
 # causal mask, where the longest takes twice the average, nearly two.
 BLOCKS_EACH, BLOCKS_EACH_CAUSAL = 0.85, 1.7

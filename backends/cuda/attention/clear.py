@@ -16,7 +16,6 @@ import triton.language as tl
 from diyfa.backends.cuda.attention.tile_io import padded_head_dim
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launch import is_interpreting
-from diyfa.backends.cuda.runtime.launcher import launch_kernel
 from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors, KVCacheProblem, KVCacheTensors, Launch
 
 CLEARED_ELEMENTS = tl.constexpr(2048)  # that a program clears at once
@@ -34,7 +33,6 @@ class ClearConstants(Constants):
     head_dim_v: int
     block_d: int
     block_dv: int
-    shares: int  # programs of a gap
 
 
 @triton.jit
@@ -82,18 +80,20 @@ def clear_others(cu_seqlens_ptr, batch, longest, share, shares, out, lse_ptr, he
 
 
 @triton.jit(
-    do_not_specialize=("batch", "heads", "total", "longest"), do_not_specialize_on_alignment=("cu_seqlens_ptr",)
+    do_not_specialize=("batch", "heads", "total", "longest", "shares"),
+    do_not_specialize_on_alignment=("cu_seqlens_ptr",),
 )
 def _clear_kernel(
     cu_seqlens_ptr, x_ptr, y_ptr, statistics_ptr,
     stride_xm, stride_xh, stride_ym, stride_yh,
     batch, heads, total,
     longest,  # rows of a sequence that other kernels write
+    shares,  # programs of a gap, which depend on the batch: no constant
     value,  # that the statistics become
     c: tl.constexpr,
 ):  # fmt: skip
     """Clears the gap between two sequences: gap b lies before sequence b, the last one behind the last sequence."""
-    gap = tl.program_id(0) // c.SHARES
+    gap = tl.program_id(0) // shares
     start = tl.load(cu_seqlens_ptr + tl.maximum(gap - 1, 0))
     end = tl.load(cu_seqlens_ptr + gap)
     start = tl.minimum(tl.maximum(start, 0), total)
@@ -101,11 +101,11 @@ def _clear_kernel(
     written = tl.minimum(tl.maximum(end - start, 0), longest)
     begin = tl.where(gap == 0, 0, start + written)
     stop = tl.where(gap == batch, total, end)
-    share = tl.program_id(0) % c.SHARES
+    share = tl.program_id(0) % shares
     x, y = (x_ptr, stride_xm, stride_xh), (y_ptr, stride_ym, stride_yh)
-    _clear_range(begin, stop, share, c.SHARES, x, statistics_ptr, heads, total, value, c.HEAD_DIM, c.BLOCK_D)
+    _clear_range(begin, stop, share, shares, x, statistics_ptr, heads, total, value, c.HEAD_DIM, c.BLOCK_D)
     if y_ptr is not None:
-        _clear_range(begin, stop, share, c.SHARES, y, None, heads, total, value, c.HEAD_DIM_V, c.BLOCK_DV)
+        _clear_range(begin, stop, share, shares, y, None, heads, total, value, c.HEAD_DIM_V, c.BLOCK_DV)
 
 
 def launch_of(
@@ -121,12 +121,12 @@ def launch_of(
     total, heads, head_dim = x.shape
     head_dim_v = head_dim if y is None else y.shape[2]
     shares = 1 if is_interpreting() else max(FEWEST_PROGRAMS, min(MOST_PROGRAMS, PROGRAMS // (batch + 1)))
-    values = ClearConstants(head_dim, head_dim_v, padded_head_dim(head_dim), padded_head_dim(head_dim_v), shares)
+    values = ClearConstants(head_dim, head_dim_v, padded_head_dim(head_dim), padded_head_dim(head_dim_v))
     arguments = {
         "cu_seqlens_ptr": cu_seqlens, "x_ptr": x, "y_ptr": y, "statistics_ptr": statistics,
         "stride_xm": x.stride(0), "stride_xh": x.stride(1),
         "stride_ym": 0 if y is None else y.stride(0), "stride_yh": 0 if y is None else y.stride(1),
-        "batch": batch, "heads": heads, "total": total, "longest": longest, "value": value,
+        "batch": batch, "heads": heads, "total": total, "longest": longest, "shares": shares, "value": value,
     }  # fmt: skip
     return Launch(_clear_kernel, (batch + 1) * shares, arguments, {"c": values}, {"num_warps": 4})
 
@@ -163,9 +163,3 @@ def backward_launches(
         launch_of(tensors.cu_seqlens_q, problem.seqlen_q, gradients.dq, statistics=delta),
         launch_of(tensors.cu_seqlens_k, problem.seqlen_k, gradients.dk, gradients.dv),
     ]
-
-
-def clear(launches: list[Launch]) -> None:
-    """Run these launches."""
-    for launch in launches:
-        launch_kernel(launch)

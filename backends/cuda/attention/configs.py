@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from diyfa.arch import ELEMENT_BYTES, gpu_spec
-from diyfa.backends.cuda.attention.tile_io import DESCRIPTOR, PORTABLE_FORM, WIDENED_FORM, padded_head_dim
+from diyfa.backends.cuda.attention.tile_io import DESCRIPTOR, PORTABLE, WIDENED, padded_head_dim
 from diyfa.features import ADJUSTING
 from diyfa.problem import AttentionProblem, by_kind
 
@@ -37,7 +37,7 @@ def schedule(config: AttentionConfig) -> dict[str, int]:
 
 def form_of(config: AttentionConfig) -> int:
     """The kernels' FORM constant of a config."""
-    return {"tma": DESCRIPTOR.value, "portable": PORTABLE_FORM, "widened": WIDENED_FORM}[config.form]
+    return {"tma": DESCRIPTOR.value, "portable": PORTABLE.value, "widened": WIDENED.value}[config.form]
 
 
 def reads_rows(problem: AttentionProblem, config: AttentionConfig) -> bool:
@@ -47,7 +47,7 @@ def reads_rows(problem: AttentionProblem, config: AttentionConfig) -> bool:
 
 def edge_form_of(problem: AttentionProblem, config: AttentionConfig) -> int:
     """The kernels' EDGE_FORM constant: how blocks that a mask cuts are read."""
-    return PORTABLE_FORM if reads_rows(problem, config) else form_of(config)
+    return PORTABLE.value if reads_rows(problem, config) else form_of(config)
 
 
 # Rows: (at most this padded head_dim) -> tile, for each class of GPU; the first that fits is the default, the others of
@@ -342,6 +342,8 @@ def has_tma(problem: AttentionProblem) -> bool:
 # Addresses that are not aligned take registers, of which 64 rows have too few: 16 to 264 bytes of spills on sm_80, 86
 # and 120.
 UNALIGNED_SPILLS = 264
+SPLIT, SHORT = ("dkdv", "dq"), ("short",)  # kernels of a backward pass; `_bwd_preprocess_kernel` comes before SPLIT
+MIN_QUERIES = 512  # that pass by a block of keys, all heads of its group together: fewer do not repay its beginning
 LONGEST_SHORT = 64  # tokens of the longest sequence that one tile of the table for short ones holds
 
 # Tiles that TMA writes begin at multiples of 1 KB, and each buffer has a barrier: 1040 bytes at most in what is here.
@@ -404,6 +406,7 @@ def _rows(kind: str, name: str, heads: _Heads) -> tuple[tuple[int, AttentionConf
 # plain default was up to 3.6 times slower with a bias, 12 % with a softcap or dropout).
 PER_SCORE_FEATURES = ADJUSTING | {"dropout"}
 LIGHT_SCORES_PER_WARP = 1024
+FULL_GPU = 132  # multiprocessors of an H200
 
 
 def _prefers_light_tiles(kind: str, problem: AttentionProblem, few_keys: bool) -> bool:
@@ -415,14 +418,21 @@ def _prefers_light_tiles(kind: str, problem: AttentionProblem, few_keys: bool) -
     return kind == "fwd" and problem.causal and few_keys and not _is_ragged(problem)
 
 
-def _prefers_few_rows(kind: str, problem: AttentionProblem) -> bool:
+def _prefers_few_rows(kind: str, problem: AttentionProblem, few_blocks: bool) -> bool:
     """Whether tiles of few queries come first."""
     if kind != "dq" or not gpu_class(problem).startswith("wgmma"):
         return False
+    if few_blocks:
+        return True
     # Few rows waste less on the diagonal and on a sequence's end. And with work for each score 64x64 on 4 warps beats
     # 128x64 on 8 (H200, 2026-11-23, D = 64, 16 x 4096, full and causal: dropout 391/349 against 291/270 TFLOP/s,
     # softcap 359/324 against 348/272).
     return bool(problem.features & PER_SCORE_FEATURES) or (_is_ragged(problem) and problem.window_right >= 0)
+
+
+# Where blocks of 128 queries are fewer than multiprocessors: two of these programs run on one (one prompt of 512, 32
+# heads, causal: 14 us against 15.7).
+_DQ_OF_FEW_BLOCKS = C(64, 64, 4, 2, "tma", measured="H200, 2026-11-28")
 
 
 def _heads(problem: AttentionProblem) -> _Heads:
@@ -437,12 +447,19 @@ def candidates(kind: str, problem: AttentionProblem) -> tuple[AttentionConfig, .
     longest = max(problem.seqlen_q, problem.seqlen_k)
     if kind == "short":
         return _candidates(problem, kind, padded_head_dim(longest)) if longest <= LONGEST_SHORT else ()
-    return _candidates(problem, kind, 0, has_tma(problem), problem.seqlen_k <= 1024)
+    blocks = problem.batch * problem.heads_q * (-(-problem.seqlen_q // 128))
+    few_blocks = blocks <= FULL_GPU and not _is_ragged(problem)
+    return _candidates(problem, kind, 0, has_tma(problem), problem.seqlen_k <= 1024, few_blocks)
 
 
 @by_kind
 def _candidates(
-    problem: AttentionProblem, kind: str, block: int, tma: bool = False, few_keys: bool = False
+    problem: AttentionProblem,
+    kind: str,
+    block: int,
+    tma: bool = False,
+    few_keys: bool = False,
+    few_blocks: bool = False,
 ) -> tuple[AttentionConfig, ...]:
     """`block`: of short sequences, the rows of the tile that holds them."""
     if kind == "short":
@@ -458,9 +475,11 @@ def _candidates(
         return ()
     narrowest, first = rows[0]
     tiles = [config for widest, config in rows if widest == narrowest and config.form == first.form]
+    if kind == "dq" and few_blocks and narrowest == 128 and first.form == "tma" and gpu_class(problem) == "wgmma":
+        tiles.append(_DQ_OF_FEW_BLOCKS)
     if problem.bias and kind != "dkdv":  # more to wait for in each block
         tiles.sort(key=lambda config: -config.num_stages)
-    if _prefers_few_rows(kind, problem):
+    if _prefers_few_rows(kind, problem, few_blocks):
         tiles.sort(key=lambda config: max(64, config.block_m))
     if _prefers_light_tiles(kind, problem, few_keys):
         tiles.sort(key=lambda config: config.block_m * config.block_n > LIGHT_SCORES_PER_WARP * config.num_warps)

@@ -19,15 +19,16 @@ Keys are gathered row by row, in pages or not: a page may have any size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from diyfa.backends.cuda.attention.clear import clear, forward_launches
+from diyfa.backends.cuda.attention.clear import forward_launches
 from diyfa.backends.cuda.attention.decode_configs import (
     COMBINED_ELEMENTS,
     PART_KEYS,
@@ -38,7 +39,6 @@ from diyfa.backends.cuda.attention.decode_configs import (
     feature_blocks,
     has_long_line,
     heads_together,
-    is_small_call,
     is_split,
     is_widened,
     parts_apart,
@@ -53,19 +53,15 @@ from diyfa.backends.cuda.attention.dots import dot, dot_add, round_to
 from diyfa.backends.cuda.attention.fwd import LOWEST, add_sink, lse_of, online_softmax_update
 from diyfa.backends.cuda.attention.launch import (
     cache_arguments,
-    choice,
     forced_config,
-    own_objects,
     strides,
 )
 from diyfa.backends.cuda.attention.scores import score_without_bias, scores_log2, visible_pairs
 from diyfa.backends.cuda.attention.tile_io import cdiv, padded_head_dim
 from diyfa.backends.cuda.runtime.constants import Constants
-from diyfa.backends.cuda.runtime.launch import can_overlap, is_interpreting, on_device
-from diyfa.backends.cuda.runtime.launcher import launch_kernel
-from diyfa.backends.cuda.runtime.replay import Replay, replay_of
+from diyfa.backends.cuda.runtime.launch import can_overlap, is_interpreting
+from diyfa.backends.cuda.runtime.passes import Pass
 from diyfa.problem import (
-    KVCACHE_FEATURES,
     VARLEN,
     AttentionProblem,
     AttentionTensors,
@@ -74,10 +70,8 @@ from diyfa.problem import (
     Launch,
     as_bhsd,
     as_kvcache,
-    as_kvcache_problem,
     by_kind,
     per_head_stride,
-    refuse_features,
 )
 
 _INTERPRETING = tl.constexpr(is_interpreting())
@@ -873,12 +867,19 @@ def _constants_of_kind(
     )
 
 
+# Constants that the kernels behind `_decode_kernel` do not read: how it reads keys and forms scores.
+_NOT_COMBINED: dict[str, Any] = {
+    "softcap": False, "alibi": False, "head_dim": 0, "block_d": 0, "block_rest": 0, "page_size": 0, "one_page": False,
+    "value_pairs": False, "values_in_keys": False, "widen": False, "parts_apart": False,
+}  # fmt: skip
+
+
 @by_kind
 def _constants_of_combine(
     problem: KVCacheProblem, c: DecodeConstants, by_tile: bool, columns: int, parts: int
 ) -> DecodeConstants:
-    """Constants of the `_combine_kernel` that follows a `_decode_kernel` with the constants `c`."""
-    return DecodeConstants(**vars(c) | {"by_tile": by_tile, "columns": columns, "parts": parts})
+    """Constants of the `_combine_kernel` or `_fold_kernel` that follows a `_decode_kernel` with the constants `c`."""
+    return DecodeConstants(**vars(c) | _NOT_COMBINED | {"by_tile": by_tile, "columns": columns, "parts": parts})
 
 
 def config_of(problem: KVCacheProblem) -> DecodeConfig:
@@ -959,7 +960,7 @@ def launches_of(
         rows = rows_per_tile(problem, config)
         rows_each = 1
         grid: int | tuple[int, int, int] = count // parts * rows
-        kernel, merging = _fold_kernel, c
+        kernel, merging = _fold_kernel, _constants_of_combine(problem, c, False, c.columns, c.parts)
         if parts == 1:  # constants that differ with batch and capacity are not those of `_decode_kernel`
             tiles = problem.batch * row_blocks(problem, config) * problem.heads_kv
             by_tile, columns = c.one_scan and tiles < count, combined_columns(problem, config, count)
@@ -976,83 +977,23 @@ def launches_of(
     return launches
 
 
-def kvcache_forward(
+def cache_pass(
     problem: KVCacheProblem,
     tensors: KVCacheTensors,
     out: torch.Tensor,
     lse: torch.Tensor,
     config: DecodeConfig | None = None,
     launches: Callable[..., list[Launch]] = launches_of,
-) -> None:
-    """Launch the kernels that fill out and lse. `config`, `launches`: another kernel's that splits the work alike."""
+) -> Pass:
+    """Fills out and lse. `config`, `launches`: another kernel's that splits the work alike."""
     config = config or config_of(problem)
-    with on_device(tensors.q):
-        clear(forward_launches(problem, tensors, out, lse))
-        memory = workspace(problem, config, tensors.q.device)
-        for launch in launches(problem, tensors, out, lse, config, memory):
-            launch_kernel(launch)
+    memory = workspace(problem, config, tensors.q.device)
+    found = [*forward_launches(problem, tensors, out, lse), *launches(problem, tensors, out, lse, config, memory)]
+    return Pass(found, [] if memory is None else [memory])
 
 
-def repeat(
-    problem: KVCacheProblem,
-    tensors: KVCacheTensors,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    config: DecodeConfig | None = None,
-    launches: Callable[..., list[Launch]] = launches_of,
-) -> Replay | None:
-    """`Kernel.repeat`; `config` and `launches` as of `kvcache_forward`."""
-    config = config or config_of(problem)
-    tensors, out = own_objects(tensors), out.detach()
-    made, room = [out, lse], None
-    memory = workspace(problem, config, out.device)
-    if memory is not None:
-        elements = -(-memory.numel() // 4) * 4  # what follows is aligned
-        room, memory = elements * memory.element_size(), memory.new_empty(elements + lse.numel())
-        made.append(memory)
-    described = [*forward_launches(problem, tensors, out, lse), *launches(problem, tensors, out, lse, config, memory)]
-    return replay_of(described, tensors.present(), made, choice, numbers=("length",), room=room)
-
-
-def attention_forward(
-    problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor
-) -> None:
+def forward_pass(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor) -> Pass:
     """The same for a forward pass, whose keys lie in a cache that holds them all."""
-    kvcache_forward(*as_kvcache(problem, tensors), _rows(problem, out), lse)
-
-
-def _rows(problem: AttentionProblem, out: torch.Tensor) -> torch.Tensor:
-    """The output of a forward pass as the kernels over a cache write it, (B, S, H, D) or packed."""
-    return out if problem.varlen else as_bhsd(out, problem.layout).transpose(1, 2)
-
-
-def attention_repeat(
-    problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor
-) -> Callable[..., Sequence[torch.Tensor] | None] | None:
-    """`Kernel.repeat` of a forward pass."""
     over_cache, of_cache = as_kvcache(problem, tensors)
-    again = repeat(over_cache, of_cache, _rows(problem, out), lse)
-    if again is None:
-        return None
-    length, heads_first = problem.seqlen_k, problem.layout == "bhsd"
-
-    def of_call(addresses: Sequence[int], present: Sequence[torch.Tensor]) -> Sequence[torch.Tensor] | None:
-        made = again([*addresses, length], present)
-        return made if made is None else (made[0].transpose(1, 2) if heads_first else made[0], made[1])
-
-    return of_call
-
-
-def unsupported(problem: KVCacheProblem) -> str | None:
-    """Why no tile runs a call, or None."""
-    if decode_config(problem) is None:
-        widths = f"{problem.head_dim} and {problem.head_dim_v}"
-        return f"no tile for {problem.dtype} and head_dims {widths} fits the shared memory of {problem.arch}"
-    return None
-
-
-def attention_unsupported(problem: AttentionProblem) -> str | None:
-    """Why a forward pass does not run by these kernels, or None."""
-    if not problem.batch_invariant and not is_small_call(problem):
-        return "split_kv runs a forward pass inside diyfa.batch_invariant(), and outside of it few queries of many keys"
-    return refuse_features(problem, KVCACHE_FEATURES, "split_kv") or unsupported(as_kvcache_problem(problem))
+    rows = out if problem.varlen else as_bhsd(out, problem.layout).transpose(1, 2)
+    return cache_pass(over_cache, of_cache, rows, lse)._replace(given=of_cache.present())

@@ -10,7 +10,15 @@ import torch
 from diyfa.arch import ELEMENT_BYTES, gpu_spec
 from diyfa.backends.cuda.attention.tile_io import cdiv, padded_head_dim
 from diyfa.backends.cuda.runtime.launch import multiprocessors
-from diyfa.problem import AttentionProblem, KVCacheProblem, by_kind, kept
+from diyfa.problem import (
+    KVCACHE_FEATURES,
+    AttentionProblem,
+    KVCacheProblem,
+    as_kvcache_problem,
+    by_kind,
+    kept,
+    refuse_features,
+)
 
 FLOAT8 = "float8_e4m3fn"
 
@@ -270,3 +278,18 @@ def programs(problem: KVCacheProblem, config: DecodeConfig, device: torch.device
     if problem.num_splits > 1:
         return min(tiles * min(problem.num_splits, blocks), MAX_WAVES * at_once)
     return min(tiles * blocks, at_once)
+
+
+def unsupported(problem: KVCacheProblem) -> str | None:
+    """Why no tile runs a call, or None."""
+    if decode_config(problem) is None:
+        widths = f"{problem.head_dim} and {problem.head_dim_v}"
+        return f"no tile for {problem.dtype} and head_dims {widths} fits the shared memory of {problem.arch}"
+    return None
+
+
+def attention_unsupported(problem: AttentionProblem) -> str | None:
+    """Why a forward pass does not run by these kernels, or None."""
+    if not problem.batch_invariant and not is_small_call(problem):
+        return "split_kv runs a forward pass inside diyfa.batch_invariant(), and outside of it few queries of many keys"
+    return refuse_features(problem, KVCACHE_FEATURES, "split_kv") or unsupported(as_kvcache_problem(problem))

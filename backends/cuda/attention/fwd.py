@@ -26,14 +26,13 @@ from diyfa.backends.cuda.attention.launch import (
     TileConstants,
     described_launch,
     feature_arguments,
-    forward_replay,
     heads_in_turns,
+    is_settled,
     read_by,
-    settled_config,
     softmax_scale,
     strides,
     tile_constants,
-    tuned_config,
+    tuned_launches,
 )
 from diyfa.backends.cuda.attention.scores import (
     bias_corner,
@@ -61,9 +60,7 @@ from diyfa.backends.cuda.attention.tile_io import (
     padded_head_dim,
     store_tile,
 )
-from diyfa.backends.cuda.runtime.launch import on_device
-from diyfa.backends.cuda.runtime.launcher import launch_kernel
-from diyfa.backends.cuda.runtime.replay import Replay
+from diyfa.backends.cuda.runtime.passes import Pass
 from diyfa.problem import AttentionProblem, AttentionTensors, Launch, by_kind
 
 # Start of the running maximum: finite, so that exp2(-inf - m) is 0 and not NaN where a row has seen nothing but -inf
@@ -277,21 +274,7 @@ def launch_of(
     return described_launch(_fwd_kernel, grid, values, constants(problem, config, negate), schedule(config))
 
 
-def attention_forward(
-    problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor
-) -> None:
-    """Launch the forward kernel, which fills out and lse."""
-
-    def launch(config: AttentionConfig) -> None:
-        launch_kernel(launch_of(problem, tensors, out, lse, config))
-
-    with on_device(tensors.q):
-        launch(tuned_config("fwd", problem, launch))
-
-
-def repeat(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor) -> Replay | None:
-    """`Kernel.repeat`."""
-    config = settled_config("fwd", problem)
-    if config is None:
-        return None
-    return forward_replay(problem, tensors, out, lse, lambda tensors: launch_of(problem, tensors, out, lse, config))
+def forward_pass(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor) -> Pass:
+    """Fills out and lse."""
+    launches = tuned_launches("fwd", problem, lambda config: [launch_of(problem, tensors, out, lse, config)])
+    return Pass(launches, is_settled=is_settled(problem, "fwd"))

@@ -21,8 +21,7 @@ from diyfa.backends.cuda.attention.fwd import constants
 from diyfa.backends.cuda.attention.launch import RUNTIME_SIZES, UNALIGNED_POINTERS, softmax_scale, strides
 from diyfa.backends.cuda.attention.scores import query_blocks, sequence_of, visible_pairs
 from diyfa.backends.cuda.attention.tile_io import LN2, LOG2E, head_of, load_tile, store_tile
-from diyfa.backends.cuda.runtime.launch import on_device
-from diyfa.backends.cuda.runtime.launcher import launch_kernel
+from diyfa.backends.cuda.runtime.passes import Pass
 from diyfa.problem import AttentionProblem, AttentionTensors, Launch
 
 V1_SPILL_BUDGET = 896  # bytes; the tile is fwd.py's, and speed is not what this kernel is for
@@ -136,12 +135,10 @@ def launch_of(problem: AttentionProblem, tensors: AttentionTensors, out: torch.T
     return Launch(_fwd_v1_kernel, grid, arguments, {"c": constants(problem, tile, negate)}, options)
 
 
-def attention_forward(
-    problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor
-) -> None:
-    """Launch the kernel, which fills out and lse."""
-    with on_device(tensors.q):
-        launch_kernel(launch_of(problem, tensors, out, lse))
+def forward_pass(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor) -> Pass:
+    """Fills out and lse."""
+    launch = launch_of(problem, tensors, out, lse)
+    return Pass([launch], [launch.arguments["running_ptr"], launch.arguments["m_ptr"]])
 
 
 def config(problem: AttentionProblem) -> AttentionConfig:

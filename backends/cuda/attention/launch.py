@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import cache
@@ -15,13 +15,14 @@ from diyfa.backends.cuda.attention.dropout import keep_threshold
 from diyfa.backends.cuda.attention.tile_io import cdiv, lengths_of, padded_head_dim
 from diyfa.backends.cuda.runtime import tune
 from diyfa.backends.cuda.runtime.constants import Constants
-from diyfa.backends.cuda.runtime.launch import multiprocessors
+from diyfa.backends.cuda.runtime.launch import multiprocessors, on_device
 from diyfa.backends.cuda.runtime.launcher import Tiles, box_of, runtime_names
-from diyfa.backends.cuda.runtime.replay import Replay, replay_of
-from diyfa.features import ADJUSTING, TENSORS, Broadcast
+from diyfa.backends.cuda.runtime.passes import Pass, Replay, launch_each, replay_of
+from diyfa.features import ADJUSTING, GRADIENTS, TENSORS, Broadcast
 from diyfa.problem import (
     LAYOUTS,
     VARLEN,
+    AttentionGradients,
     AttentionProblem,
     AttentionTensors,
     KVCacheProblem,
@@ -35,6 +36,7 @@ from diyfa.problem import (
 from diyfa.tuning import bucket_size
 
 _forced: dict[str, Any] = {}
+BackwardReplay = Callable[..., list[torch.Tensor | None] | None]
 Tensors = TypeVar("Tensors", AttentionTensors, KVCacheTensors, NewKeys)
 
 
@@ -305,15 +307,6 @@ def forced_config(kind: str, problem: Any) -> Any:
     return config(problem) if callable(config) else config
 
 
-def settled_config(kind: str, problem: AttentionProblem) -> AttentionConfig | None:
-    """What `tuned_config` will answer again without measuring, as long as `choice` is the same; None where it has still
-    to be measured."""
-    tiles = candidates(kind, problem)
-    if not problem.deterministic and len(tiles) > 1 and not tune.is_settled(f"attention_{kind}", _bucket(problem)):
-        return None
-    return tuned_config(kind, problem, lambda config: None)
-
-
 @kept
 def _bucket(problem: AttentionProblem) -> tuple[object, ...]:
     """Everything that the choice of a tile depends on, lengths and batch by size class."""
@@ -333,35 +326,167 @@ def _bucket(problem: AttentionProblem) -> tuple[object, ...]:
     )
 
 
-def tuned_config(kind: str, problem: AttentionProblem, run: Callable[[AttentionConfig], None]) -> AttentionConfig:
-    """The tile for this problem's bucket: measured once where tuning is possible and allowed, else the table's.
+def tuned_launches(
+    kind: str,
+    problem: AttentionProblem,
+    launches_of: Callable[[AttentionConfig], list[Launch]],
+    before: Sequence[Launch] = (),
+) -> list[Launch]:
+    """What `launches_of` makes of the tile for this problem's bucket: measured once where tuning is possible and
+    allowed, else the table's.
 
-    A deterministic problem always takes the table's: another tile rounds differently.
+    A deterministic problem always takes the table's: another tile rounds differently. `before` fills what those
+    launches read: the results, which may be those of a call that has run, are right again after a measurement.
     """
     if (forced := forced_config(kind, problem)) is not None:
-        return forced
+        return launches_of(forced)
     tiles = candidates(kind, problem)
     assert tiles, "unsupported() accepted a problem that no tile fits"
-    if problem.deterministic or len(tiles) == 1:
-        return tiles[0]
-    return tune.best(f"attention_{kind}", _bucket(problem), tiles, run, tiles[0])
+    if _has_one_tile(problem, tiles):
+        return launches_of(tiles[0])
+    needed = list(before)
+
+    def run(config: AttentionConfig) -> None:
+        launch_each(needed)
+        needed.clear()  # once is enough
+        launch_each(launches_of(config))
+
+    return launches_of(tune.best(f"attention_{kind}", _bucket(problem), tiles, run, tiles[0]))
 
 
-def own_objects(tensors: Tensors) -> Tensors:
+def _has_one_tile(problem: AttentionProblem, tiles: Sequence[AttentionConfig]) -> bool:
+    return problem.deterministic or len(tiles) == 1
+
+
+def is_settled(problem: AttentionProblem, *kinds: str) -> bool:
+    """Whether `tuned_launches` will take the same tiles again without measuring, as long as `choice` is the same."""
+    return all(
+        _has_one_tile(problem, candidates(kind, problem)) or tune.is_settled(f"attention_{kind}", _bucket(problem))
+        for kind in kinds
+    )
+
+
+# ---- A pass as `Kernel.launch` and `Kernel.repeat` want it ---------------------------------------------------------
+
+
+def _own_objects(tensors: Tensors) -> Tensors:
     """The same tensors as different objects, also where a call was given one of them twice: `replay_of` tells them
     apart by that."""
     given: Any = {name: x.detach() for name, x in tensors._asdict().items() if isinstance(x, torch.Tensor)}
     return tensors._replace(**given)
 
 
-def forward_replay(
-    problem: AttentionProblem,
-    tensors: AttentionTensors,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    launch_of: Callable[[AttentionTensors], Launch],
-    own: dict[str, Callable[[torch.Tensor], torch.Tensor]] | None = None,
-) -> Replay | None:
-    """`Kernel.repeat` of a forward kernel: `launch_of` makes the launch of some tensors that fills out and lse."""
-    tensors = own_objects(tensors)
-    return replay_of([launch_of(tensors)], tensors.present(), (out, lse), choice, own=own)
+def launching(describe: Callable[..., Pass]) -> Callable[..., None]:
+    """`Kernel.launch` of a forward pass, of one over a cache or of an append, which `describe` describes."""
+
+    def launch(problem: Any, tensors: Any, *results: Any) -> None:
+        with on_device(tensors.q):
+            launch_each(describe(problem, tensors, *results).launches)
+
+    return launch
+
+
+def repeating(describe: Callable[..., Pass], over_cache: bool = False) -> Callable[..., Replay | None]:
+    """`Kernel.repeat` of a forward pass, or of one over a cache."""
+
+    def repeat(problem: Any, tensors: Any, out: torch.Tensor, lse: torch.Tensor) -> Replay | None:
+        tensors, out = _own_objects(tensors), out.detach()
+        with on_device(out):
+            found = describe(problem, tensors, out, lse)
+        given = tensors.present() if found.given is None else found.given
+        return replay_of(found, given, [out, lse], choice, ("length",) if over_cache else (), over_cache)
+
+    return repeat
+
+
+def repeating_append(describe: Callable[..., Pass]) -> Callable[..., Replay | None]:
+    """`Kernel.repeat` of an append to a cache."""
+
+    def repeat(problem: KVCacheProblem, tensors: KVCacheTensors, new: NewKeys) -> Replay | None:
+        tensors, new = _own_objects(tensors), _own_objects(new)
+        return replay_of(describe(problem, tensors, new), [*tensors.present(), *new.present()], (), choice, ("length",))
+
+    return repeat
+
+
+def launching_backward(describe: Callable[..., Pass]) -> Callable[..., None]:
+    """`Kernel.launch` of a backward pass, whose gradient of sinks PyTorch's operators compute."""
+
+    def launch(
+        problem: AttentionProblem,
+        tensors: AttentionTensors,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+        gradients: AttentionGradients,
+    ) -> None:
+        with on_device(tensors.q):
+            gradients, delta = _with_delta(gradients, lse)
+            found = describe(problem, tensors, out, lse, dout, dlse, gradients)
+            launch_each(found.launches)
+            if found.finish is not None:
+                found.finish()
+            if gradients.dsinks is not None:
+                assert tensors.sinks is not None and delta is not None, "dsinks are asked for where there are sinks"
+                _fill_dsinks(tensors.sinks, lse, delta, gradients.dsinks)
+
+    return launch
+
+
+def repeating_backward(describe: Callable[..., Pass]) -> Callable[..., BackwardReplay | None]:
+    """`Kernel.repeat` of a backward pass, for calls of whose optional tensors only sinks want a gradient."""
+
+    def repeat(
+        problem: AttentionProblem,
+        tensors: AttentionTensors,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        dout: torch.Tensor,
+        gradients: AttentionGradients,
+        owners: Sequence[torch.Tensor],
+    ) -> BackwardReplay | None:
+        if gradients.dbias is not None:  # what finishes it is not repeated, and its sums are large
+            return None
+        tensors = _own_objects(tensors)
+        gradients, delta = _with_delta(gradients, lse)
+        with on_device(out):
+            found = describe(problem, tensors, out, lse, dout, None, gradients)
+        given, made = [out, lse, dout, *tensors.present()], [*owners, *([] if delta is None else [delta])]
+        replay = replay_of(found, given, made, choice)
+        if replay is None:
+            return None
+        strides_now, missing, count = [x.stride() for x in given], [None] * (3 - len(owners)), len(owners)
+        place = None if tensors.sinks is None else next(i for i, x in enumerate(given) if x is tensors.sinks)
+
+        def run_again(*given: torch.Tensor) -> list[torch.Tensor | None] | None:
+            out, lse, dout, q, k, v, *_ = addresses = [x.data_ptr() for x in given]
+            if (out | lse | dout | q | k | v) & 15 or [x.stride() for x in given] != strides_now:
+                return None
+            made = replay(addresses)
+            if made is None:
+                return None
+            dsinks = None
+            if place is not None:
+                dsinks = torch.empty_like(given[place])
+                with on_device(dsinks):
+                    _fill_dsinks(given[place], given[1], made[count], dsinks)
+            return [*made[:count], *missing, *(dsinks if x.name == "sinks" else None for x in GRADIENTS)]
+
+        return run_again
+
+    return repeat
+
+
+def _with_delta(gradients: AttentionGradients, lse: torch.Tensor) -> tuple[AttentionGradients, torch.Tensor | None]:
+    """`gradients` with a buffer for delta, and that, where somebody needs it: the caller, or the sinks' gradient, which
+    sums over all rows."""
+    if gradients.delta is None and gradients.dsinks is not None:
+        gradients = gradients._replace(delta=torch.empty_like(lse, memory_format=torch.contiguous_format))
+    return gradients, gradients.delta
+
+
+def _fill_dsinks(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor, dsinks: torch.Tensor) -> None:
+    """The gradient of the sinks; lse and delta are (B, H, Sq) or (H, Tq)."""
+    weights = torch.exp(sinks[:, None] - lse).masked_fill_(lse == float("inf"), 0.0).mul_(delta)
+    dsinks.copy_(-weights.sum((0, 2) if weights.dim() == 3 else (1,)))

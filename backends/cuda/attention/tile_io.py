@@ -3,12 +3,13 @@
 A tile is [BLOCK_ROWS, BLOCK_D]: consecutive rows (tokens) of one head, the feature dimension padded to a power of two.
 There are three ways to reach it, and this file is the one place that knows them apart:
 
-* BLOCK_POINTER: `tl.make_block_ptr`, readable and checked at the edges by the compiler; Triton up to 3.8;
-* POINTER: plain addresses and masks, for Triton from 3.9 on, which has no block pointers;
+* POINTER: plain addresses and masks;
+* PORTABLE: `tl.make_block_ptr`, readable and checked at the edges by the compiler. Triton has it up to 3.8; from 3.9 on
+  the same as POINTER, so that a binary does for all versions;
 * DESCRIPTOR: a host-made TMA descriptor of the whole tensor (sm_90 and later); the hardware computes addresses and
   fills what lies outside with zeros, so neither registers nor instructions are spent on them.
 
-The first two also exist WIDENED: the tile becomes float32 as it is read, for GPUs whose products are multiply-adds on
+PORTABLE also exists WIDENED: the tile becomes float32 as it is read, for GPUs whose products are multiply-adds on
 float32. Left to itself Triton 3.6 widens an operand before each product: docs/cuda.md has what that costs.
 """
 
@@ -22,10 +23,11 @@ from diyfa.backends.cuda.runtime.versions import TRITON
 from diyfa.problem import AttentionProblem
 
 POINTER = tl.constexpr(0)
-BLOCK_POINTER = tl.constexpr(1)
+PORTABLE = tl.constexpr(1)  # for every GPU without TMA, and for tensors that TMA cannot describe
 DESCRIPTOR = tl.constexpr(2)
-WIDENED_POINTER = tl.constexpr(3)
-WIDENED_BLOCK_POINTER = tl.constexpr(4)
+WIDENED = tl.constexpr(3)
+# Triton 3.9 still has the name but raises when it is used.
+_HAS_BLOCK_POINTERS = tl.constexpr(TRITON < (3, 9) and hasattr(tl, "make_block_ptr"))
 
 # How long the sequences are: all as long as the tensors, as `seq_lens` says, or packed as cu_seqlens says.
 EQUAL = tl.constexpr(0)
@@ -37,16 +39,6 @@ CACHED = tl.constexpr(3)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 LARGEST_PRODUCT = tl.constexpr(2.358e38)  # about the largest that float32 holds times LOG2E
-
-
-def _has_block_pointers() -> bool:
-    """Triton 3.9 still has the name but raises when it is used."""
-    return TRITON < (3, 9) and hasattr(tl, "make_block_ptr")
-
-
-# The form for every GPU without TMA, and for tensors that TMA cannot describe.
-PORTABLE_FORM: int = BLOCK_POINTER.value if _has_block_pointers() else POINTER.value
-WIDENED_FORM: int = WIDENED_BLOCK_POINTER.value if _has_block_pointers() else WIDENED_POINTER.value
 
 
 def lengths_of(problem: AttentionProblem) -> int:
@@ -96,7 +88,7 @@ def load_tile(
             tile = ref.load([0, h, first + row0, 0]).reshape(BLOCK_ROWS, BLOCK_D)
         else:
             tile = ref.load([b, h, row0, 0]).reshape(BLOCK_ROWS, BLOCK_D)
-    elif FORM == BLOCK_POINTER or FORM == WIDENED_BLOCK_POINTER:  # noqa: SIM109 (Triton has no `in`)
+    elif _HAS_BLOCK_POINTERS and FORM != POINTER:
         block = tl.make_block_ptr(ref, (n_rows, HEAD_DIM), (stride_row, 1), (row0, 0), (BLOCK_ROWS, BLOCK_D), (1, 0))
         if CHECK_ROWS and HEAD_DIM != BLOCK_D:
             tile = tl.load(block, boundary_check=(0, 1), padding_option="zero")
@@ -118,7 +110,7 @@ def load_tile(
             tile = tl.load(addresses, mask=cols[None, :] < HEAD_DIM, other=0.0)
         else:
             tile = tl.load(addresses)
-    if FORM == WIDENED_POINTER or FORM == WIDENED_BLOCK_POINTER:  # noqa: SIM109
+    if FORM == WIDENED:
         tile = tile.to(tl.float32)
     return tile
 
@@ -132,7 +124,7 @@ def store_tile(head, tile, row0, HEAD_DIM: tl.constexpr, FORM: tl.constexpr):
     base, _, _, _, n_rows, stride_row = head
     BLOCK_ROWS: tl.constexpr = tile.shape[0]
     BLOCK_D: tl.constexpr = tile.shape[1]
-    if FORM == BLOCK_POINTER or FORM == WIDENED_BLOCK_POINTER:  # noqa: SIM109 (Triton has no `in`)
+    if _HAS_BLOCK_POINTERS and (FORM == PORTABLE or FORM == WIDENED):  # noqa: SIM109 (Triton has no `in`)
         target = tl.make_block_ptr(base, (n_rows, HEAD_DIM), (stride_row, 1), (row0, 0), (BLOCK_ROWS, BLOCK_D), (1, 0))
         tl.store(target, round_to(tile, base.dtype.element_ty), boundary_check=(0, 1))
     else:

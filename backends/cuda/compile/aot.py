@@ -27,8 +27,9 @@ from triton.runtime.jit import JITFunction
 from diyfa.arch import GPUSpec, gpu_spec
 from diyfa.backends.cuda.compile.sass import disassembled, spills_in_loops
 from diyfa.backends.cuda.gluon.inline_ptx import post_processing
+from diyfa.backends.cuda.runtime.jit import triton_source
 from diyfa.backends.cuda.runtime.launch import COMPILE_OPTIONS
-from diyfa.backends.cuda.runtime.launcher import Source, signature_of, source_of, triton_source
+from diyfa.backends.cuda.runtime.launcher import Source, signature_of, source_of
 from diyfa.problem import CompileReport, Launch, one_in
 
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")

@@ -328,6 +328,11 @@ def _hopper_backward_specs(arch: str) -> Iterator[CompileSpec]:
         (192, "bfloat16", True, {**packed, "head_dim_v": 128, "softcap": 0.0}),
         (192, "bfloat16", False, {"head_dim_v": 128, "out_dtype": "float32"}),
         (192, "bfloat16", True, {}),
+        # Products stop within the last box of 64 columns.
+        (96, "bfloat16", True, {}),
+        (96, "bfloat16", True, {"softcap": 30.0, "window_left": 1000}),
+        (80, "bfloat16", False, {"out_dtype": "float32"}),
+        (80, "float16", True, {"seq_lens": True, "sinks": True, "deterministic": True}),
         (64, "float16", True, divided),
         (128, "bfloat16", False, {**divided, "deterministic": True}),
         (128, "bfloat16", True, {**packed, **divided}),

@@ -22,6 +22,7 @@ statistics (lse in units of log2, delta) as two rows, and the fp32 dQ in the ord
 # Aggregates are checked against their annotations, so these must not be postponed.
 from dataclasses import dataclass
 
+from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -46,7 +47,7 @@ from diyfa.backends.cuda.gluon.barriers import (
 from diyfa.backends.cuda.gluon.compat import aggregate, async_load, async_reduce_add, reinterpret
 from diyfa.backends.cuda.gluon.scheduler import TileScheduler
 from diyfa.backends.cuda.gluon.semaphore import end_turn, wait_for_turn
-from diyfa.backends.cuda.hopper.bwd_dq import DQ_ROWS, RollingDq, _in_register_order, share_of
+from diyfa.backends.cuda.hopper.bwd_dq import DQ_COLUMNS, DQ_ROWS, RollingDq, _in_register_order, share_of
 from diyfa.backends.cuda.hopper.bwd_tiles import (
     BOX,
     CONSUMER_COUNT,
@@ -63,8 +64,8 @@ from diyfa.backends.cuda.hopper.bwd_tiles import (
     _key_block,
 )
 from diyfa.backends.cuda.hopper.epilogue import matrix, offset_of, store_float32
-from diyfa.backends.cuda.hopper.mma import ROWS, accumulator_layout, box_of, buffer_of, run_of
-from diyfa.backends.cuda.hopper.softmax import LOG2E
+from diyfa.backends.cuda.hopper.mma import ROWS, accumulator_layout, box_of, buffer_of, finish_values, run_of
+from diyfa.backends.cuda.hopper.softmax import LOG2E, reciprocal_of_exp2
 from diyfa.backends.cuda.hopper.tiles import end_of, start_load, start_store
 from diyfa.backends.cuda.runtime.constants import Constants
 
@@ -91,6 +92,7 @@ class Sm90BwdConstants(Constants):
     producer_registers: int
     direct: bool = False  # dK and dV leave from registers, in float32, to be added up
     rolling: bool = False  # dQ is converted here (`RollingDq`)
+    last_columns: int = 64  # of the last box of a tile, that products use: 16 or 32 where head_dim reaches no further
 
 
 # ---- the parts of a call
@@ -181,7 +183,8 @@ class GradientRing:
     def store_dq(self, dq, item, CONSUMER: gl.constexpr):
         """A consumer hands its half of dQ, an accumulator, to its adder."""
         self.wait_dq_empty(item, CONSUMER)
-        self.dq_buffers.index(CONSUMER).store(_in_register_order(dq))
+        in_order = _in_register_order(dq)
+        self.dq_buffers.index(CONSUMER).slice(0, in_order.shape[0], 0).store(in_order)
         fence_async_shared()
         order_lanes()
         release(self.dq_full.index(CONSUMER))
@@ -367,6 +370,7 @@ def _adder(CONSUMER: gl.constexpr, sizes, shared, dq, dq_tensor, semaphores_ptr,
     """
     config: gl.constexpr = shared.config
     ring = shared.gradients
+    PART_ROWS: gl.constexpr = dq_tensor.block_shape[0]  # of a copy; a half has one copy or several
     full = ring.dq_full.index(CONSUMER)
     empty = ring.dq_empty.index(CONSUMER)
     item = 0
@@ -391,7 +395,11 @@ def _adder(CONSUMER: gl.constexpr, sizes, shared, dq, dq_tensor, semaphores_ptr,
                 if config.DETERMINISTIC:
                     wait_for_turn(semaphores_ptr + half, keys.turn(block, sizes, config))
                 row = ((first_of_dq + block) * CONSUMER_COUNT + CONSUMER) * DQ_ROWS
-                async_reduce_add(dq_tensor, [row, 0], ring.dq_buffers.index(CONSUMER))
+                for part in gl.static_range(
+                    _columns_of(CONSUMER, config.BOXES, config.LAST_COLUMNS) // config.LAST_COLUMNS
+                ):
+                    buffer = ring.dq_buffers.index(CONSUMER).slice(part * PART_ROWS, PART_ROWS, 0)
+                    async_reduce_add(dq_tensor, [row + part * PART_ROWS, 0], buffer)
                 tma.store_wait(0)
                 mbarrier.arrive(empty, count=1)
                 if config.DETERMINISTIC:
@@ -415,16 +423,59 @@ def _adder(CONSUMER: gl.constexpr, sizes, shared, dq, dq_tensor, semaphores_ptr,
 # ---- the consumers
 
 
+@constexpr_function
+def _columns_of(box, boxes, last_columns):
+    """Columns of a box of a tile of so many boxes that products use. A consumer's half of dQ has those of its box, or
+    with a single box, of half of the queries, all."""
+    return last_columns if box == boxes - 1 else 64
+
+
 @gluon.jit
-def _start_scores(own, others, item_of_others, c, USED: gl.constexpr, BOXES: gl.constexpr, BLOCK_M: gl.constexpr):
+def _start_scores(
+    own, others, item_of_others, c, USED: gl.constexpr, BOXES: gl.constexpr, BLOCK_M: gl.constexpr,
+    LAST_COLUMNS: gl.constexpr = BOX,
+):  # fmt: skip
     """Start own othersᵀ, [64, BLOCK_M]: K Qᵀ or V dOᵀ of a consumer's keys and a stage of queries, from the first USED
-    boxes."""
+    boxes, and the first LAST_COLUMNS columns of the last of them."""
     s = gl.zeros([ROWS, BLOCK_M], gl.float32, accumulator_layout(BLOCK_M))
     for j in gl.static_range(USED):
-        left = box_of(own, c, j, BOXES)
-        right = box_of(others, item_of_others, j, BOXES).permute((1, 0))
-        s = warpgroup_mma(left, right, s, use_acc=j > 0, is_async=True)
+        left = box_of(own, c, j, BOXES).slice(0, _columns_of(j, USED, LAST_COLUMNS), 1)
+        right = box_of(others, item_of_others, j, BOXES).slice(0, _columns_of(j, USED, LAST_COLUMNS), 1)
+        s = warpgroup_mma(left, right.permute((1, 0)), s, use_acc=j > 0, is_async=True)
     return s
+
+
+@gluon.jit
+def _zeros(COLUMNS: gl.constexpr):
+    return gl.zeros([ROWS, COLUMNS], gl.float32, accumulator_layout(COLUMNS))
+
+
+@gluon.jit
+def _zero_gradient(config: gl.constexpr):
+    """Accumulators of dK or dV: one, or one for each of two boxes where the last has fewer columns."""
+    if config.LAST_COLUMNS == BOX:
+        zeros = (_zeros(config.BOXES * BOX),)
+    else:
+        zeros = ()
+        for j in gl.static_range(config.BOXES):
+            zeros += (_zeros(_columns_of(j, config.BOXES, config.LAST_COLUMNS)),)
+    return zeros
+
+
+@gluon.jit
+def _start_gradient(weights, buffers, stage, x, config: gl.constexpr):
+    """Start adding weights times a stage of queries or dO to accumulators: a product for each."""
+    started = ()
+    for j in gl.static_range(len(x)):
+        if len(x) == 1:
+            right = run_of(buffers, stage, config.BOXES, 0, config.BOXES)
+        else:
+            right = box_of(buffers, stage, j, config.BOXES).slice(
+                0, _columns_of(j, config.BOXES, config.LAST_COLUMNS), 1
+            )
+        left = gl.convert_layout(weights, gl.DotOperandLayout(0, x[j].type.layout, 2))  # costs nothing
+        started += (warpgroup_mma(left, right, x[j], is_async=True),)
+    return started
 
 
 @gluon.jit
@@ -435,10 +486,11 @@ def _start_dq(shared, item, zero, c: gl.constexpr):
     COLUMN_BOX: gl.constexpr = c if config.BOXES > 1 else 0
     QUERY_BOX: gl.constexpr = 0 if config.BOXES > 1 else c
     QUERY_BOXES: gl.constexpr = config.BLOCK_M // ROWS
-    dq = gl.zeros([ROWS, BOX], gl.float32, accumulator_layout(BOX))
+    COLUMNS: gl.constexpr = _columns_of(c, config.BOXES, config.LAST_COLUMNS) if config.BOXES > 1 else BOX
+    dq = _zeros(COLUMNS)
     for half in gl.static_range(CONSUMER_COUNT):
         ds = box_of(shared.gradients.ds_buffers, stage * CONSUMER_COUNT + half, QUERY_BOX, QUERY_BOXES).permute((1, 0))
-        k = box_of(shared.k_buffers, half + zero, COLUMN_BOX, config.BOXES)
+        k = box_of(shared.k_buffers, half + zero, COLUMN_BOX, config.BOXES).slice(0, COLUMNS, 1)
         dq = warpgroup_mma(ds, k, dq, use_acc=half > 0, is_async=True)
     return dq
 
@@ -466,8 +518,7 @@ def scale_in_log2(scale, SOFTCAP: gl.constexpr):
 def exponents(s, lse, scale, cap, SOFTCAP: gl.constexpr):
     """Products s -> (scores less lse in units of log2, tanh of the softcap)."""
     if SOFTCAP:
-        # tanh(x) = 1 - 2 / (exp(2x) + 1), whose error of 1e-7 is absolute; beyond the range it is 1 or -1.
-        t = 1.0 - 2.0 / (gl.exp2(s * scale) + 1.0)
+        t = 1.0 - 2.0 * reciprocal_of_exp2(s * scale)
         x = t * cap - lse
     else:
         t = 0.0
@@ -507,7 +558,7 @@ def _weights(s, lse, start_m, consumer, MASKED: gl.constexpr):
 @gluon.jit
 def _blocks(
     consumer, start, end,
-    dk, dv,  # [64, D] fp32
+    dk, dv,  # [64, D] fp32, `_zero_gradient`
     item,
     MASKED: gl.constexpr,
 ):  # fmt: skip
@@ -533,9 +584,13 @@ def _blocks(
         # The compiler would form the descriptors of K and V once, and keep them in 50 registers.
         zero = optimisation_barrier(item * 0)
         ring.wait_full(item)
-        s = _start_scores(shared.k_buffers, shared.q_buffers, stage, c + zero, B, B, config.BLOCK_M)
+        s = _start_scores(
+            shared.k_buffers, shared.q_buffers, stage, c + zero, B, B, config.BLOCK_M, config.LAST_COLUMNS
+        )  # fmt: skip
         ring.wait_do(item)
-        dp = _start_scores(shared.v_buffers, shared.do_buffers, stage, c + zero, B, B, config.BLOCK_M)
+        dp = _start_scores(
+            shared.v_buffers, shared.do_buffers, stage, c + zero, B, B, config.BLOCK_M, config.LAST_COLUMNS
+        )  # fmt: skip
         s = warpgroup_mma_wait(B, deps=[s])  # dP, a product for each box, runs on
         lse = shared.statistics.index(2 * stage).load(S_LAYOUT)
         p, derivative = _weights(s, lse, block * config.BLOCK_M, consumer, MASKED)
@@ -543,19 +598,31 @@ def _blocks(
         dp = warpgroup_mma_wait(0, deps=[dp])
         # Before dV has started: behind that there are no registers left.
         delta = shared.statistics.index(2 * stage + 1).load(S_LAYOUT)
-        dv = warpgroup_mma(p, run_of(shared.do_buffers, stage, B, 0, B), dv, is_async=True)
+        dv = _start_gradient(p, shared.do_buffers, stage, dv, config)
         ds = (derivative * (dp - delta)).to(DTYPE)
         shared.gradients.store_ds(ds, item, c)
         ds = gl.convert_layout(ds, OPERAND)
         _wait_for_other()
         dq = _start_dq(shared, item, zero, c)
-        dk = warpgroup_mma(ds, run_of(shared.q_buffers, stage, B, 0, B), dk, is_async=True)
-        dv, dq = warpgroup_mma_wait(1, deps=[dv, dq])  # dK runs on
+        dk = _start_gradient(ds, shared.q_buffers, stage, dk, config)
+        dv, dq = _wait_for(dv, dq, len(dk))  # dK runs on
         shared.gradients.store_dq(dq, item, c)
-        dk = warpgroup_mma_wait(0, deps=[dk])
+        dk = finish_values(dk)
         ring.release(item)
         item += 1
     return dk, dv, item
+
+
+@gluon.jit
+def _wait_for(dv, dq, PENDING: gl.constexpr):
+    """Wait for dV and dQ, until PENDING products run -> both."""
+    if len(dv) == 1:
+        first, dq = warpgroup_mma_wait(PENDING, deps=[dv[0], dq])
+        done = (first,)
+    else:
+        first, last, dq = warpgroup_mma_wait(PENDING, deps=[dv[0], dv[1], dq])
+        done = (first, last)
+    return done, dq
 
 
 @gluon.jit
@@ -568,16 +635,14 @@ def _wait_for_other():
 def _consumer(INDEX: gl.constexpr, sizes, shared, outputs, dq, key_blocks):
     """One warpgroup: dK and dV of its 64 keys of each block, and half of what all 128 add to dQ."""
     config: gl.constexpr = shared.config
-    B: gl.constexpr = config.BOXES
-    D: gl.constexpr = B * BOX
     scale = scale_in_log2(outputs.scale, config.SOFTCAP)
     item = 0
     turn = 0
     kind, share, keys = key_blocks.read(turn, sizes, config.LENGTHS, WARPS)
     while kind == KEYS:
         consumer = Consumer(INDEX, keys, sizes, shared, outputs, scale, outputs.softcap * LOG2E)
-        dk = gl.zeros([ROWS, D], gl.float32, accumulator_layout(D))
-        dv = gl.zeros([ROWS, D], gl.float32, accumulator_layout(D))
+        dk = _zero_gradient(config)
+        dv = _zero_gradient(config)
         for j in gl.static_range(CONSUMER_COUNT):
             wait_full(shared.k_full.index(j), turn & 1)
         wait_full(shared.v_full.index(INDEX), turn & 1)
@@ -592,13 +657,13 @@ def _consumer(INDEX: gl.constexpr, sizes, shared, outputs, dq, key_blocks):
             converted = share_of(share, sizes, INDEX, config)
             of_share = converted.load(converted.start, dq, sizes, config)
 
-        key = keys.col0 + INDEX * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, accumulator_layout(D)))
-        there = (key < keys.n_keys)[:, None]
-        dv = gl.where(there, dv, 0.0)
-        dk = gl.where(there, dk * outputs.sm_scale, 0.0)
+        dv = _of_keys(dv, 1.0, keys, INDEX)
+        dk = _of_keys(dk, outputs.sm_scale, keys, INDEX)
         if config.DIRECT:
-            _store_direct(dk, outputs.dk_ptr, outputs.dk_tensor, keys, sizes, INDEX * ROWS, 0, config)
-            _store_direct(dv, outputs.dv_ptr, outputs.dv_tensor, keys, sizes, INDEX * ROWS, 0, config)
+            for j in gl.static_range(len(dk)):
+                _store_direct(dk[j], outputs.dk_ptr, outputs.dk_tensor, keys, sizes, INDEX * ROWS, j * BOX, config)
+            for j in gl.static_range(len(dv)):
+                _store_direct(dv[j], outputs.dv_ptr, outputs.dv_tensor, keys, sizes, INDEX * ROWS, j * BOX, config)
         else:
             _store_rows(dv, outputs.dv_tensor, keys, shared.out_buffers, INDEX, config)
             _store_rows(dk, outputs.dk_tensor, keys, shared.out_buffers, INDEX, config)
@@ -621,11 +686,27 @@ def _consumer(INDEX: gl.constexpr, sizes, shared, outputs, dq, key_blocks):
 
 
 @gluon.jit
+def _of_keys(x, factor, keys, c: gl.constexpr):
+    """Accumulators of dK or dV times a factor, with zeros for rows behind the last key."""
+    result = ()
+    for j in gl.static_range(len(x)):
+        key = keys.col0 + c * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, x[j].type.layout))
+        result += (gl.where((key < keys.n_keys)[:, None], x[j] * factor, 0.0),)
+    return result
+
+
+@gluon.jit
 def _store_rows(x, tensor, keys, buffers, c: gl.constexpr, config: gl.constexpr):
-    """Write a consumer's x [64, D] through its buffer, as soon as that is free. It is read later."""
+    """Write a consumer's x [64, D], accumulators, through its buffer, as soon as that is free. It is read later."""
     B: gl.constexpr = config.BOXES
     tma.store_wait(0)
-    run_of(buffers, c, B, 0, B).store(x.to(buffers.dtype))
+    if len(x) == 1:
+        run_of(buffers, c, B, 0, B).store(x[0].to(buffers.dtype))
+    else:
+        for j in gl.static_range(B):
+            box_of(buffers, c, j, B).slice(0, _columns_of(j, config.BOXES, config.LAST_COLUMNS), 1).store(
+                x[j].to(buffers.dtype)
+            )
     fence_async_shared()
     for j in gl.static_range(B):
         start_store(
@@ -698,7 +779,7 @@ def _bwd_sm90_kernel(
         gl.float32, [2 * config.STAGES] + statistics_tensor.block_shape, statistics_tensor.layout
     )
     dq_boxes = gl.allocate_shared_memory(DTYPE, [CONSUMER_COUNT * 2] + k_tensor.block_shape, k_tensor.layout)
-    dq_buffers = reinterpret(dq_boxes, gl.float32, [CONSUMER_COUNT] + dq_tensor.block_shape, dq_tensor.layout)
+    dq_buffers = reinterpret(dq_boxes, gl.float32, [CONSUMER_COUNT, DQ_ROWS, DQ_COLUMNS], dq_tensor.layout)
     full = gl.allocate_shared_memory(gl.int64, [config.STAGES, 1], BARRIER)
     do_full = gl.allocate_shared_memory(gl.int64, [config.STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [config.STAGES, 1], BARRIER)

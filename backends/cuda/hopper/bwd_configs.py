@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from diyfa.backends.cuda.attention.bwd_parts import MIN_QUERIES
+from diyfa.backends.cuda.attention.configs import MIN_QUERIES
 from diyfa.backends.cuda.hopper.configs import (
     ARCH,
     DTYPES,
@@ -61,6 +61,13 @@ def config_of(problem: AttentionProblem) -> Sm90BwdConfig:
     return CONFIGS[192 if mla else 256]
 
 
+@by_kind
+def last_columns(problem: AttentionProblem) -> int:
+    """Columns of a tile's last box that the products of "keys" use: 16 or 32 where head_dim reaches no further."""
+    rest = problem.head_dim - BOX_COLUMNS
+    return next((n for n in (16, 32) if 0 < rest <= n), BOX_COLUMNS)
+
+
 def dq_stages(boxes: int, boxes_v: int) -> int:
     """Stages of K and V in `bwd_wide_dq.py`, as many as there is room for, up to two blocks. K and V share them where
     they have as many boxes."""
@@ -100,10 +107,11 @@ def by_name_only(problem: AttentionProblem) -> str | None:
     keys = keys_seen(problem)
     elements = MIN_KV_LOOP << problem.deterministic  # programs then wait for each other
     queries = problem.seqlen_q * problem.heads_q // problem.heads_kv
-    large = keys * widest(problem) >= elements and rows * problem.heads_q * keys >= MIN_SCORES
+    scores = MIN_SCORES if problem.heads_q > problem.heads_kv else MIN_SCORES // 2  # no parts of groups to add up
+    large = keys * widest(problem) >= elements and rows * problem.heads_q * keys >= scores
     if large and queries >= MIN_QUERIES:
         return None
-    return f"sm90 pays from {elements} elements of K for a query, {MIN_QUERIES} queries, and {MIN_SCORES} scores, on"
+    return f"sm90 pays from {elements} elements of K for a query, {MIN_QUERIES} queries, and {scores} scores, on"
 
 
 def unsupported(problem: AttentionProblem) -> str | None:

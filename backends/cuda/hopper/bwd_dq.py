@@ -63,12 +63,13 @@ class QueryConstants(Constants):
 
 @gluon.jit
 def _in_register_order(dq):
-    """[64, 64], an accumulator -> the same numbers so that each thread has four that follow each other, and a warp 128.
+    """[64, columns], an accumulator -> the same numbers so that each thread has four that follow each other, and a warp
+    128; 64 columns are DQ_ROWS rows.
 
     A row is 16 * warp + 8 * half + lane // 4, a column 8 * n + 2 * (lane % 4) + bit.
     """
-    parts = dq.reshape([4, 2, 8, 8, 4, 2])  # warp, half, lane // 4, n, lane % 4, bit
-    return parts.permute(3, 0, 2, 4, 1, 5).reshape([DQ_ROWS, DQ_COLUMNS])
+    parts = dq.reshape([4, 2, 8, dq.shape[1] // 8, 4, 2])  # warp, half, lane // 4, n, lane % 4, bit
+    return parts.permute(3, 0, 2, 4, 1, 5).reshape([dq.shape[1] // 4, DQ_COLUMNS])
 
 
 @gluon.jit
@@ -222,34 +223,36 @@ def _prepare_kernel(
     row0 = block * M
     if pid == 0:
         gl.store(counter_ptr, 0)
-    rows = row0 + gl.arange(0, M, layout=gl.SliceLayout(1, LAYOUT))
+    R: gl.constexpr = M if DV <= 128 else M // 2  # rows at a time: more would not fit the registers
     columns = gl.arange(0, DV, layout=gl.SliceLayout(0, LAYOUT))
     if row0 < n_queries:
-        at = (first_q + rows).to(gl.int64)[:, None]
-        inside = (rows < n_queries)[:, None] & (columns < head_dim_v)[None, :]
         o_at = o_ptr + b.to(gl.int64) * stride_ob + h.to(gl.int64) * stride_oh
         do_at = do_ptr + b.to(gl.int64) * stride_dob + h.to(gl.int64) * stride_doh
-        o = gl.load(o_at + at * stride_om + columns[None, :], mask=inside, other=0.0)
-        do = gl.load(do_at + at * stride_dom + columns[None, :], mask=inside, other=0.0)
-        delta = gl.sum(o.to(gl.float32) * do.to(gl.float32), 1)
-        exists = rows < n_queries
         if config.LENGTHS == PACKED:
             of_rows = h.to(gl.int64) * total_q + first_q
         else:
             of_rows = (b * heads_q + h).to(gl.int64) * seqlen_q
-        lse = gl.load(lse_ptr + of_rows + rows, mask=exists, other=float("inf"))
-        if config.HAS_DLSE:
-            dlse_at = dlse_ptr + b.to(gl.int64) * stride_dlb + h.to(gl.int64) * stride_dlh
-            delta -= gl.load(dlse_at + (first_q + rows).to(gl.int64) * stride_dlm, mask=exists, other=0.0)
-        if config.KEEP_DELTA:
-            gl.store(
-                delta_ptr + of_rows + rows, delta, mask=rows < (n_queries if config.LENGTHS == PACKED else seqlen_q)
-            )
         number = _first_block(b, h, first_q, sizes, M, config.LENGTHS) + block
         statistics = statistics_ptr + number.to(gl.int64) * (2 * M)
-        in_block = gl.arange(0, M, layout=gl.SliceLayout(1, LAYOUT))
-        gl.store(statistics + in_block, lse * LOG2E)
-        gl.store(statistics + M + in_block, delta)
+        for start in range(0, M, R):
+            in_block = start + gl.arange(0, R, layout=gl.SliceLayout(1, LAYOUT))
+            rows = row0 + in_block
+            at = (first_q + rows).to(gl.int64)[:, None]
+            exists = rows < n_queries
+            inside = exists[:, None] & (columns < head_dim_v)[None, :]
+            o = gl.load(o_at + at * stride_om + columns[None, :], mask=inside, other=0.0)
+            do = gl.load(do_at + at * stride_dom + columns[None, :], mask=inside, other=0.0)
+            delta = gl.sum(o.to(gl.float32) * do.to(gl.float32), 1)
+            lse = gl.load(lse_ptr + of_rows + rows, mask=exists, other=float("inf"))
+            if config.HAS_DLSE:
+                dlse_at = dlse_ptr + b.to(gl.int64) * stride_dlb + h.to(gl.int64) * stride_dlh
+                delta -= gl.load(dlse_at + (first_q + rows).to(gl.int64) * stride_dlm, mask=exists, other=0.0)
+            if config.KEEP_DELTA:
+                gl.store(
+                    delta_ptr + of_rows + rows, delta, mask=rows < (n_queries if config.LENGTHS == PACKED else seqlen_q)
+                )
+            gl.store(statistics + in_block, lse * LOG2E)
+            gl.store(statistics + M + in_block, delta)
         if dq_ptr is not None:  # noqa: SIM102 (decided when it is compiled)
             if number < dq_blocks:
                 zeros = gl.zeros([HALF_DQ], gl.float32, IN_ORDER)
@@ -264,6 +267,7 @@ def _prepare_kernel(
                 gl.store(semaphores_ptr + number * CONSUMER_COUNT + half, 0)
     elif config.KEEP_DELTA and config.LENGTHS == SEQ_LENS:
         of_sample = (b * heads_q + h).to(gl.int64) * seqlen_q
+        rows = row0 + gl.arange(0, M, layout=gl.SliceLayout(1, LAYOUT))
         gl.store(delta_ptr + of_sample + rows, gl.zeros_like(rows).to(gl.float32), mask=rows < seqlen_q)
 
 

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from diyfa.backends.cuda.attention import bwd as portable
 from diyfa.backends.cuda.attention import bwd_parts
-from diyfa.backends.cuda.attention.clear import backward_launches, clear
-from diyfa.backends.cuda.attention.launch import forced_config, own_objects, strides
+from diyfa.backends.cuda.attention.clear import backward_launches
+from diyfa.backends.cuda.attention.launch import forced_config, strides
 from diyfa.backends.cuda.attention.tile_io import cdiv, lengths_of
 from diyfa.backends.cuda.gluon.compat import ptxas_options
 from diyfa.backends.cuda.gluon.tma import dense_descriptor, ragged_descriptor, rows_box, steps_of
 from diyfa.backends.cuda.hopper.bwd import Sm90BwdConstants, _bwd_sm90_kernel
-from diyfa.backends.cuda.hopper.bwd_configs import BOX_COLUMNS, CONSUMERS, Sm90BwdConfig, config_of, dq_stages
+from diyfa.backends.cuda.hopper.bwd_configs import (
+    BOX_COLUMNS,
+    CONSUMERS,
+    Sm90BwdConfig,
+    config_of,
+    dq_stages,
+    last_columns,
+)
 from diyfa.backends.cuda.hopper.bwd_dq import (
     DQ_COLUMNS,
     DQ_ROWS,
@@ -29,8 +34,9 @@ from diyfa.backends.cuda.hopper.bwd_wide import _bwd_wide_dkdv_kernel
 from diyfa.backends.cuda.hopper.bwd_wide_dq import BLOCK_M, Sm90BwdDqConstants, _bwd_wide_dq_kernel
 from diyfa.backends.cuda.hopper.configs import FULL_GPU, heads_together
 from diyfa.backends.cuda.hopper.mma import ROWS
-from diyfa.backends.cuda.runtime.launch import multiprocessors, on_device
-from diyfa.backends.cuda.runtime.launcher import Tiles, launch_kernel
+from diyfa.backends.cuda.runtime.launch import multiprocessors
+from diyfa.backends.cuda.runtime.launcher import Tiles
+from diyfa.backends.cuda.runtime.passes import Pass
 from diyfa.problem import (
     AttentionGradients,
     AttentionProblem,
@@ -98,6 +104,7 @@ def _constants(problem: AttentionProblem, form: _Form, direct: bool) -> Sm90BwdC
         producer_registers=config.producer_registers,
         direct=direct,
         rolling=form.rolling,
+        last_columns=last_columns(problem) if config.form == "keys" else BOX_COLUMNS,
     )
 
 
@@ -279,7 +286,7 @@ class Sm90Backward:
         elif config.form == "keys":
             assert self.dq is not None, "it is added up in memory"
             of_dq = {
-                "dq_tensor": _rows_descriptor(self.dq, DQ_ROWS.value),
+                "dq_tensor": _rows_descriptor(self.dq, DQ_ROWS.value * last_columns(problem) // BOX_COLUMNS),
                 **self._rolling(),
                 "semaphores_ptr": self.semaphores,
                 "counter_ptr": self.counter,
@@ -363,11 +370,6 @@ def _config(problem: AttentionProblem) -> Sm90BwdConfig:
     return forced_config("sm90_bwd", problem) or config_of(problem)
 
 
-def _delta(problem: AttentionProblem, lse: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor | None:
-    """Memory for delta, where somebody needs it: the caller, or the sinks' gradient, which sums over all rows."""
-    return torch.empty_like(lse) if given is None and problem.sinks else given
-
-
 def _readable(problem: AttentionProblem, dout: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """dout, or where TMA cannot read it a copy that lies in memory as out does.
 
@@ -379,7 +381,7 @@ def _readable(problem: AttentionProblem, dout: torch.Tensor, out: torch.Tensor) 
     return torch.empty_like(out, dtype=dout.dtype).copy_(dout)
 
 
-def attention_backward(
+def backward_pass(
     problem: AttentionProblem,
     tensors: AttentionTensors,
     out: torch.Tensor,
@@ -387,41 +389,12 @@ def attention_backward(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
     gradients: AttentionGradients,
-) -> None:
-    """Launch the kernels, which fill the gradients."""
+) -> Pass:
+    """Fills the gradients, but for that of sinks."""
     lse, dout = lse.contiguous(), _readable(problem, dout, out)
-    backward = Sm90Backward(problem, tensors, _config(problem), lse, gradients.dq)
-    delta = _delta(problem, lse, gradients.delta)
-    with on_device(tensors.q):
-        clear(backward_launches(problem, tensors, gradients, delta))
-        for launch in backward.launches(out, dout, dlse, delta, gradients):
-            launch_kernel(launch)
-        if gradients.dsinks is not None:
-            assert tensors.sinks is not None and delta is not None, "dsinks are asked for where there are sinks"
-            portable.fill_dsinks(tensors.sinks, lse, delta, gradients.dsinks)
-
-
-def repeat(
-    problem: AttentionProblem,
-    tensors: AttentionTensors,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dout: torch.Tensor,
-    gradients: AttentionGradients,
-    owners: Sequence[torch.Tensor],
-) -> Callable[..., list[torch.Tensor | None] | None] | None:
-    """`Kernel.repeat`."""
-    if not lse.is_contiguous() or _readable(problem, dout, out) is not dout:
-        return None
-    tensors = own_objects(tensors)
-    backward = Sm90Backward(problem, tensors, _config(problem), lse, gradients.dq)
-    delta = _delta(problem, lse, gradients.delta)
-    launches = (
-        *backward_launches(problem, tensors, gradients, delta),
-        *backward.launches(out, dout, None, delta, gradients),
-    )
-    memory = [backward.workspace] if delta is None else [backward.workspace, delta]
-    return portable.repeat_of(launches, tensors, (out, lse, dout), owners, memory)
+    backward, delta = Sm90Backward(problem, tensors, _config(problem), lse, gradients.dq), gradients.delta
+    clearing = backward_launches(problem, tensors, gradients, delta)
+    return Pass([*clearing, *backward.launches(out, dout, dlse, delta, gradients)], [backward.workspace])
 
 
 OPTIONS = {"num_warps": 4, "launch_pdl": True, **ptxas_options()}

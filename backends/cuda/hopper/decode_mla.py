@@ -47,9 +47,8 @@ from diyfa.backends.cuda.hopper.mma import ROWS, accumulator_layout, mma_operand
 from diyfa.backends.cuda.hopper.softmax import LN2, Rows, Score, softmax_step
 from diyfa.backends.cuda.hopper.tiles import BOUND, end_of
 from diyfa.backends.cuda.runtime.constants import Constants
-from diyfa.backends.cuda.runtime.launch import on_device
 from diyfa.backends.cuda.runtime.launcher import Box, Tiles, box_of
-from diyfa.backends.cuda.runtime.replay import Replay
+from diyfa.backends.cuda.runtime.passes import Pass
 from diyfa.problem import KVCacheProblem, KVCacheTensors, Launch
 
 BLOCK_N = gl.constexpr(configs.BLOCK_N)
@@ -675,12 +674,6 @@ def launches_of(
     return [Launch(_decode_mla_kernel, main.grid, arguments, {"config": constants}, options), *combine]
 
 
-def kvcache_forward(problem: KVCacheProblem, tensors: KVCacheTensors, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """Launch the kernels that fill out and lse."""
-    with on_device(tensors.q):
-        portable.kvcache_forward(problem, tensors, out, lse, configs.CONFIG, launches_of)
-
-
-def repeat(problem: KVCacheProblem, tensors: KVCacheTensors, out: torch.Tensor, lse: torch.Tensor) -> Replay | None:
-    """`Kernel.repeat`."""
-    return portable.repeat(problem, tensors, out, lse, configs.CONFIG, launches_of)
+def cache_pass(problem: KVCacheProblem, tensors: KVCacheTensors, out: torch.Tensor, lse: torch.Tensor) -> Pass:
+    """Fills out and lse."""
+    return portable.cache_pass(problem, tensors, out, lse, configs.CONFIG, launches_of)

@@ -24,7 +24,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
-from diyfa.backends.cuda.attention.launch import forced_config, forward_replay, softmax_scale
+from diyfa.backends.cuda.attention.launch import forced_config, softmax_scale
 from diyfa.backends.cuda.attention.tile_io import EQUAL, PACKED, SEQ_LENS, lengths_of
 from diyfa.backends.cuda.gluon.barriers import idle_warps, wait_for_previous_kernels, wait_for_stores
 from diyfa.backends.cuda.gluon.compat import aggregate
@@ -88,9 +88,7 @@ from diyfa.backends.cuda.hopper.tiles import (
     tile_of,
 )
 from diyfa.backends.cuda.runtime.constants import Constants
-from diyfa.backends.cuda.runtime.launch import on_device
-from diyfa.backends.cuda.runtime.launcher import launch_kernel
-from diyfa.backends.cuda.runtime.replay import Replay
+from diyfa.backends.cuda.runtime.passes import Pass
 from diyfa.problem import AttentionProblem, AttentionTensors, KVCacheTensors, Launch, by_kind, per_head_stride
 
 
@@ -866,18 +864,12 @@ def _config(problem: AttentionProblem) -> Sm90Config:
     return forced_config("sm90", problem) or config_of(problem)
 
 
-def attention_forward(
-    problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor
-) -> None:
-    """Launch the Hopper kernel, which fills out and lse."""
-    with on_device(tensors.q):
-        launch_kernel(launch_of(problem, tensors, out, lse, _config(problem)))
-
-
-def repeat(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor) -> Replay | None:
-    """`Kernel.repeat`."""
+def forward_pass(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor) -> Pass:
+    """Fills out and lse."""
     config = _config(problem)
-    own: dict[str, Callable] | None = {"counter_ptr": counter_of} if config.scheduler == "dynamic" else None
-    return forward_replay(
-        problem, tensors, out, lse, lambda tensors: launch_of(problem, tensors, out, lse, config), own
-    )
+    return Pass([launch_of(problem, tensors, out, lse, config)], own=memory_of(config))
+
+
+def memory_of(config: Sm90Config) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
+    """`Pass.own`: the counter of a dynamic schedule."""
+    return {"counter_ptr": counter_of} if config.scheduler == "dynamic" else {}

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
-from diyfa.backends.cuda.attention.launch import choice, forced_config, own_objects
+from diyfa.backends.cuda.attention.launch import forced_config
 from diyfa.backends.cuda.attention.tile_io import CACHED, PACKED
-from diyfa.backends.cuda.gluon.tile_counter import counter_of
 from diyfa.backends.cuda.hopper import fwd
 from diyfa.backends.cuda.hopper.configs import Sm90Config
 from diyfa.backends.cuda.hopper.prefill_configs import as_forward, config_of
-from diyfa.backends.cuda.runtime.launch import on_device
-from diyfa.backends.cuda.runtime.launcher import launch_kernel
-from diyfa.backends.cuda.runtime.replay import Replay, replay_of
+from diyfa.backends.cuda.runtime.passes import Pass
 from diyfa.problem import VARLEN, AttentionTensors, KVCacheProblem, KVCacheTensors, Launch
 
 
@@ -60,35 +55,9 @@ def _config(problem: KVCacheProblem) -> Sm90Config:
     return forced_config("sm90", as_forward(problem)) or config_of(problem)
 
 
-def _is_in_place(q: torch.Tensor, out: torch.Tensor) -> bool:
-    """Whether out replaces the queries. Then tiles that are computed again would read what they have written."""
-    return out.data_ptr() == q.data_ptr()
-
-
-def kvcache_forward(problem: KVCacheProblem, tensors: KVCacheTensors, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """Launch the kernel that fills out and lse."""
+def cache_pass(problem: KVCacheProblem, tensors: KVCacheTensors, out: torch.Tensor, lse: torch.Tensor) -> Pass:
+    """Fills out and lse."""
     config = _config(problem)
-    if _is_in_place(tensors.q, out):
+    if problem.in_place:  # tiles that are computed again would read what they have written
         config = replace(config, fixed_max=False)
-    with on_device(tensors.q):
-        launch_kernel(launch_of(problem, tensors, out, lse, config))
-
-
-def repeat(problem: KVCacheProblem, tensors: KVCacheTensors, out: torch.Tensor, lse: torch.Tensor) -> Replay | None:
-    """`Kernel.repeat`."""
-    if _is_in_place(tensors.q, out):
-        return None
-    config, tensors, out = _config(problem), own_objects(tensors), out.detach()
-    own: dict[str, Callable] | None = {"counter_ptr": counter_of} if config.scheduler == "dynamic" else None
-    launch = launch_of(problem, tensors, out, lse, config)
-    again = replay_of([launch], tensors.present(), [out, lse], choice, own=own, numbers=("length",))
-    if again is None:
-        return None
-
-    def unless_in_place(
-        numbers: Sequence[int], present: Sequence[torch.Tensor], out: torch.Tensor | None, returns_lse: bool
-    ) -> list[Any] | None:
-        in_place = out is not None and _is_in_place(present[0], out)
-        return None if in_place else again(numbers, present, out, returns_lse)
-
-    return unless_in_place
+    return Pass([launch_of(problem, tensors, out, lse, config)], own=fwd.memory_of(config))

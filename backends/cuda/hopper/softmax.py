@@ -51,14 +51,25 @@ def any_in_warp(alpha):
 
 
 @gluon.jit
+def reciprocal_of_exp2(x):
+    """1 / (2^x + 1). tanh(x) is 1 - 2 / (exp(2x) + 1), whose error of 1e-7 is absolute; beyond the range 1 or -1.
+
+    The divisor is at least 1, so the reciprocal instruction needs none of what surrounds it in a division: 3 of the 15
+    instructions that a score with a softcap takes.
+    """
+    return gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [gl.exp2(x) + 1.0], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
 def _scores(s, score):
     """Products -> (scores, their unit): one times the other is in units of log2."""
     scale = score.scale
     if score.NEGATE:
         s = -s
     if score.SOFTCAP:
-        # tanh(x) = 1 - 2 / (exp(2x) + 1), whose error of 1e-7 is absolute; beyond the range it is 1 or -1.
-        s = score.cap - (2.0 * score.cap) / (gl.exp2(s * (scale * (2.0 * LOG2E))) + 1.0)
+        s = score.cap - (2.0 * score.cap) * reciprocal_of_exp2(s * (scale * (2.0 * LOG2E)))
         scale = 1.0
     return s, scale
 

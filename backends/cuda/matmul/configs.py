@@ -203,3 +203,43 @@ def candidates(problem: MatmulProblem, form: str) -> Sequence[MatmulConfig]:
     return tuple(
         dict.fromkeys(c for c in found if c and (c.split_k == 1 or few) and (c.block_m <= 128 or problem.m > 128))
     )
+
+
+def _unsupported(problem: MatmulProblem, form: str) -> str | None:
+    """What both forms refuse."""
+    spec = gpu_spec(problem.arch)
+    if spec is not None and not spec.has_bf16 and "bfloat16" in (problem.dtype, problem.compute_dtype):
+        return f"bfloat16 needs compute capability 8.0 or later, this is {problem.arch}"
+    if max(problem.m, problem.n, problem.k) >= 2**31:
+        return f"each dimension must be below 2^31, got {(problem.m, problem.n, problem.k)}"
+    if problem.block is not None and default_config(problem, form) is None:
+        one_stage = MatmulConfig(form, *problem.block, num_warps=8, num_stages=1)
+        return f"tile {problem.block} needs {shared_bytes(one_stage, problem)} bytes of shared memory, too many here"
+    return None
+
+
+# Up to here the pointer form's split along K wins: 43.6 TFLOP/s against 40.5 at 16x8192x8192 (H200, 2026-11-21).
+FEW_ROWS = 16
+
+
+def unsupported_tma(problem: MatmulProblem) -> str | None:
+    """Reason why the descriptor form cannot run `problem`, or None."""
+    spec = gpu_spec(problem.arch)
+    if spec is None or not spec.has_tma:
+        return f"TMA needs Hopper or later, this is {problem.arch}"
+    if problem.dtype == "float32" or problem.compute_dtype != problem.dtype:
+        return f"reads float16 and bfloat16 as they are, not {problem.dtype} computed in {problem.compute_dtype}"
+    if not problem.aligned:
+        return "an input's strides or base address are not multiples of 16 bytes"
+    if problem.n * ELEMENT_BYTES[problem.out_dtype] % 16:
+        return f"rows of the result ({problem.n} x {problem.out_dtype}) are not a multiple of 16 bytes"
+    if problem.m <= FEW_ROWS and problem.block is None:
+        return f"with {problem.m} rows reading b is all the work, which the pointer form splits along its depth"
+    if problem.block is not None and max(problem.block) > 256:
+        return f"a descriptor's block has at most 256 elements in each dimension, got {problem.block}"
+    return _unsupported(problem, "tma")
+
+
+def unsupported_pointers(problem: MatmulProblem) -> str | None:
+    """Reason why the pointer form cannot run `problem`, or None."""
+    return _unsupported(problem, "pointers")

@@ -13,25 +13,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 import triton.language as tl
 
-from diyfa.arch import ELEMENT_BYTES, gpu_spec
 from diyfa.backends.cuda.attention.dots import dot_operand, round_to
-from diyfa.backends.cuda.compile.aot import CompileSpec, spec_of
-from diyfa.backends.cuda.matmul.configs import MatmulConfig, candidates, default_config, shared_bytes
+from diyfa.backends.cuda.matmul.configs import (
+    MatmulConfig,
+    candidates,
+    default_config,
+    unsupported_pointers,
+    unsupported_tma,
+)
 from diyfa.backends.cuda.runtime import tune
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launch import multiprocessors, on_device
-from diyfa.backends.cuda.runtime.launcher import Tiles, box_of, launch_kernel
-from diyfa.backends.cuda.runtime.replay import Replay, replay_of
-from diyfa.problem import Kernel, Launch, MatmulProblem, kept
+from diyfa.backends.cuda.runtime.launcher import Tiles, box_of
+from diyfa.backends.cuda.runtime.passes import Pass, Replay, launch_each, replay_of
+from diyfa.problem import Launch, MatmulProblem, kept
 from diyfa.tuning import bucket_size
+
+if TYPE_CHECKING:
+    from diyfa.backends.cuda.compile.aot import CompileSpec
 
 TL_DTYPE = {"float16": tl.float16, "bfloat16": tl.bfloat16, "float32": tl.float32}
 TORCH_DTYPE = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -257,8 +263,7 @@ def launches_of(
 
 def run(problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, config: MatmulConfig) -> None:
     """Write a @ b to the contiguous c with one given tile, on the current device."""
-    for launch in launches_of(problem, a, b, c, config):
-        launch_kernel(launch)
+    launch_each(launches_of(problem, a, b, c, config))
 
 
 @kept
@@ -268,95 +273,35 @@ def _bucket(problem: MatmulProblem, a_transposed: bool, b_transposed: bool) -> t
     return (*kinds, *sizes, a_transposed, b_transposed)
 
 
-def _repeat(problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, form: str) -> Replay | None:
-    """`Kernel.repeat`."""
-    config = default_config(problem, form)
+def _pass(problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, form: str) -> Pass:
+    """Writes a @ b to c."""
+    config, is_settled = default_config(problem, form), True
     assert config is not None, "`unsupported` has asked"
-    a, b = a.detach(), b.detach()  # different objects, also where both are one matrix
     if problem.autotune and problem.block is None:
-        bucket = _bucket(problem, _is_transposed(a), _is_transposed(b))
+        name, bucket = f"matmul/{form}", _bucket(problem, _is_transposed(a), _is_transposed(b))
         tiles = candidates(problem, form)
-        if not tune.is_settled(f"matmul/{form}", bucket):
-            return None
-        config = tune.best(f"matmul/{form}", bucket, tiles, lambda candidate: None, config)
-    c = a.new_empty((problem.m, problem.n), dtype=TORCH_DTYPE[problem.out_dtype])
+        config = tune.best(name, bucket, tiles, lambda candidate: run(problem, a, b, c, candidate), config)
+        is_settled = tune.is_settled(name, bucket)
     launches = launches_of(problem, a, b, c, config)
     parts = [launch.arguments["partial_ptr"] for launch in launches if "partial_ptr" in launch.arguments]
-    return replay_of(launches, [a, b], [c, *parts], tune.state)
+    return Pass(launches, parts[:1], is_settled=is_settled)
 
 
-def _launch(problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, form: str) -> torch.Tensor:
+def matmul(problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, form: str) -> torch.Tensor:
+    """Return a @ b, computed by the kernel of this form."""
     c = a.new_empty((problem.m, problem.n), dtype=TORCH_DTYPE[problem.out_dtype])
-    config = default_config(problem, form)
-    assert config is not None, "`unsupported` has asked"
     with on_device(a):
-        if problem.autotune and problem.block is None:
-            config = tune.best(
-                f"matmul/{form}",
-                _bucket(problem, _is_transposed(a), _is_transposed(b)),
-                candidates(problem, form),
-                lambda candidate: run(problem, a, b, c, candidate),
-                config,
-            )
-        run(problem, a, b, c, config)
+        launch_each(_pass(problem, a, b, c, form).launches)
     return c
 
 
-def _unsupported(problem: MatmulProblem, form: str) -> str | None:
-    """What both forms refuse."""
-    spec = gpu_spec(problem.arch)
-    if spec is not None and not spec.has_bf16 and "bfloat16" in (problem.dtype, problem.compute_dtype):
-        return f"bfloat16 needs compute capability 8.0 or later, this is {problem.arch}"
-    if max(problem.m, problem.n, problem.k) >= 2**31:
-        return f"each dimension must be below 2^31, got {(problem.m, problem.n, problem.k)}"
-    if problem.block is not None and default_config(problem, form) is None:
-        one_stage = MatmulConfig(form, *problem.block, num_warps=8, num_stages=1)
-        return f"tile {problem.block} needs {shared_bytes(one_stage, problem)} bytes of shared memory, too many here"
-    return None
+def repeat(problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, form: str) -> Replay | None:
+    """`Kernel.repeat`."""
+    a, b = a.detach(), b.detach()  # different objects, also where both are one matrix
+    c = a.new_empty((problem.m, problem.n), dtype=TORCH_DTYPE[problem.out_dtype])
+    with on_device(a):
+        return replay_of(_pass(problem, a, b, c, form), [a, b], [c], tune.state)
 
-
-# Up to here the pointer form's split along K wins: 43.6 TFLOP/s against 40.5 at 16x8192x8192 (H200, 2026-11-21).
-FEW_ROWS = 16
-
-
-def unsupported_tma(problem: MatmulProblem) -> str | None:
-    """Reason why the descriptor form cannot run `problem`, or None."""
-    spec = gpu_spec(problem.arch)
-    if spec is None or not spec.has_tma:
-        return f"TMA needs Hopper or later, this is {problem.arch}"
-    if problem.dtype == "float32" or problem.compute_dtype != problem.dtype:
-        return f"reads float16 and bfloat16 as they are, not {problem.dtype} computed in {problem.compute_dtype}"
-    if not problem.aligned:
-        return "an input's strides or base address are not multiples of 16 bytes"
-    if problem.n * ELEMENT_BYTES[problem.out_dtype] % 16:
-        return f"rows of the result ({problem.n} x {problem.out_dtype}) are not a multiple of 16 bytes"
-    if problem.m <= FEW_ROWS and problem.block is None:
-        return f"with {problem.m} rows reading b is all the work, which the pointer form splits along its depth"
-    if problem.block is not None and max(problem.block) > 256:
-        return f"a descriptor's block has at most 256 elements in each dimension, got {problem.block}"
-    return _unsupported(problem, "tma")
-
-
-KERNELS: tuple[Kernel, ...] = (
-    Kernel(
-        name="tma",
-        op="matmul",
-        summary="Triton, tiles read through host-side tensor descriptors (TMA)",
-        launch=partial(_launch, form="tma"),
-        repeat=partial(_repeat, form="tma"),
-        unsupported=unsupported_tma,
-        config=lambda problem: default_config(problem, "tma"),
-    ),
-    Kernel(
-        name="pointers",
-        op="matmul",
-        summary="Triton, tiles read through masked pointers: any strides, dtypes and architecture",
-        launch=partial(_launch, form="pointers"),
-        repeat=partial(_repeat, form="pointers"),
-        unsupported=partial(_unsupported, form="pointers"),
-        config=lambda problem: default_config(problem, "pointers"),
-    ),
-)
 
 # (inputs, computed in, result, precision)
 _CASES = (
@@ -373,19 +318,23 @@ def compile_specs(arch: str) -> Iterator[CompileSpec]:
 
     bfloat16 has float16's tiles: the default ones do for it.
     """
-    for (dtype, compute, out, precision), kernel, aligned in product(_CASES, KERNELS, (True, False)):
+    refusals = {"tma": unsupported_tma, "pointers": unsupported_pointers}
+    for (dtype, compute, out, precision), form, aligned in product(_CASES, refusals, (True, False)):
         configs: dict[MatmulConfig, None] = {}
         for m in (16, 64, 4096):
             problem = MatmulProblem("cuda", arch, dtype, compute, out, m, 4096, 4096, precision, None, True, aligned)
-            if kernel.unsupported(problem) is None:
-                measured = () if dtype == "bfloat16" else candidates(problem, kernel.name)
-                configs.update(dict.fromkeys((kernel.config(problem), *measured)))
+            if refusals[form](problem) is None:
+                measured = () if dtype == "bfloat16" else candidates(problem, form)
+                default = default_config(problem, form)
+                configs.update(dict.fromkeys([*([] if default is None else [default]), *measured]))
         for config in configs:
             yield from _specs_of(problem, config)
 
 
 def _specs_of(problem: MatmulProblem, config: MatmulConfig) -> Iterator[CompileSpec]:
     """Pointers with and without a mask along K, descriptors with both layouts of b."""
+    from diyfa.backends.cuda.compile.aot import spec_of
+
     dtype, compute, precision = problem.dtype, problem.compute_dtype, problem.precision
     how = f"{dtype}->{compute}" if dtype != compute else dtype
     how += f"/{precision}" if compute == "float32" else ""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -38,10 +41,38 @@ def can_overlap(arch: str) -> bool:
     return spec is not None and spec.has_tma and not is_interpreting()
 
 
-@lru_cache(maxsize=64)
+class StandIn(NamedTuple):
+    """A GPU that calls are recorded for: tensors of the CPU, or without memory, are taken for its own."""
+
+    arch: str
+    multiprocessors: int
+
+
+stand_in: StandIn | None = None  # while `recording` of compile/recording.py says so
+
+
 def multiprocessors(device: torch.device) -> int:
     """Of a GPU; 0 of another device, on which kernels are interpreted or described to be compiled ahead of time."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
+    if device.type == "cuda":
+        return _multiprocessors(device)
+    return 0 if stand_in is None else stand_in.multiprocessors
+
+
+@lru_cache(maxsize=64)
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+LOADED_AT = time.time()  # before any file with kernels
+JIT_SETTINGS = ("auto", "never")
+
+
+def may_compile() -> bool:
+    """Whether a user's call may compile, by the environment variable DIYFA_JIT. Raises ValueError for other values."""
+    setting = os.environ.get("DIYFA_JIT") or "auto"
+    if setting not in JIT_SETTINGS:
+        raise ValueError(f"DIYFA_JIT must be one of {', '.join(JIT_SETTINGS)}, got {setting!r}")
+    return setting == "auto"
 
 
 # Past a check that CUDA is initialised: there is a tensor on it. PyTorch without CUDA has no such function.

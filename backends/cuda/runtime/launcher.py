@@ -1,9 +1,10 @@
 """From a `Launch` to the driver: what is launched is a function handle and a buffer of parameters.
 
-Triton only compiles, and only what is not known yet. A binary is known by the kernel, its constants and the kinds of
-its arguments, which the description states itself: no number is looked at, so a new length, batch or stride never
-compiles. Triton's own launch binds and specialises each argument anew, asks the driver about each pointer and encodes
-each descriptor: with 40 arguments that is 150 us. Here it is a struct that is packed and one call of the driver.
+Triton only compiles, and only what is not known yet (`binaries.py`). A binary is known by the kernel, its constants
+and the kinds of its arguments, which the description states itself: no number is looked at, so a new length, batch or
+stride never compiles. Triton's own launch binds and specialises each argument anew, asks the driver about each pointer
+and encodes each descriptor: with 40 arguments that is 150 us. Here it is a struct that is packed and one call of the
+driver.
 
 All calls go to the driver's documented functions, through ctypes. Where a profiler hooks Triton's launches, and in
 Triton's interpreter, the kernel is launched as Triton's users launch it.
@@ -13,24 +14,23 @@ from __future__ import annotations
 
 import ctypes
 import operator
-import re
 import struct
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from functools import cache
 from types import NoneType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import triton
 from triton import knobs  # an ImportError where Triton is too old, which the registry tells
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 from triton.runtime.errors import OutOfResources
 
 from diyfa.arch import gpu_arch_name, gpu_spec
 from diyfa.backends.cuda.runtime.launch import COMPILE_OPTIONS, current_device
 from diyfa.problem import Launch
+
+if TYPE_CHECKING:
+    from diyfa.backends.cuda.runtime.binaries import StoredBinary
 
 # Kinds of arguments: a dtype, "i32", "i64", "fp32", None, the stride 1, or the `Box` of a `Tiles`.
 Kinds = tuple[Any, ...]
@@ -268,31 +268,6 @@ def source_of(launch: Launch, signature: Signature) -> Source:
     return Source(types, constants, frozenset(aligned))
 
 
-def triton_source(kernel: Any, source: Source) -> Any:
-    """`source` as `triton.compile` takes it."""
-    names = kernel.arg_names
-    if kernel.is_gluon():
-        from triton.experimental.gluon._runtime import GluonASTSource as Wrapped
-    else:
-        Wrapped = ASTSource
-    return Wrapped(
-        kernel,
-        signature={name: source.types.get(name, "constexpr") for name in names},
-        constexprs={(names.index(name),): value for name, value in source.constants.items()},
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in source.aligned},
-    )
-
-
-def compile_for(arch: str, launch: Launch, signature: Signature) -> Any:
-    """The compiled kernel, from Triton's own cache or its compiler."""
-    from diyfa.backends.cuda.gluon.inline_ptx import post_processing
-
-    target = GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
-    source = triton_source(launch.kernel, source_of(launch, signature))
-    with post_processing():
-        return triton.compile(source, target=target, options={**COMPILE_OPTIONS, **launch.options})
-
-
 # ---- The driver ---------------------------------------------------------------------------------------------------
 
 
@@ -437,25 +412,16 @@ def parameter_layout(kinds: Kinds, scratch: int) -> tuple[str, list[int]]:
 class Binary:
     """A kernel on one device, ready to be launched."""
 
-    def __init__(self, compiled: Any, kinds: Kinds) -> None:
-        metadata = compiled.metadata
-        if metadata.global_scratch_size or metadata.num_ctas != 1 or metadata.launch_cooperative_grid:
-            raise RuntimeError(f"{metadata.name} needs memory of its own or a cluster, which no kernel here should")
-        ptx = compiled.asm["ptx"]
-        ptx = ptx.decode() if isinstance(ptx, bytes) else ptx
-        entry = re.search(r"\.entry[^(]*\((.*?)\)", ptx, re.DOTALL)
-        assert entry, "a compiled kernel has an entry"
-        arguments = sum(1 + 2 * len(x.shape) if isinstance(x, Box) else 1 for x in kinds if x not in (None, 1))
-        self._scratch = (0,) * (entry[1].count(".param") - arguments)
-        layout, offsets = parameter_layout(kinds, len(self._scratch))
+    def __init__(self, stored: StoredBinary, kinds: Kinds) -> None:
+        self._scratch = (0,) * stored.scratch
+        layout, offsets = parameter_layout(kinds, stored.scratch)
         self._struct = struct.Struct(layout)
-        # (box of one copy, swizzle) of each descriptor
-        self._boxes = [(x["block_size"], x["swizzle"]) for x in getattr(metadata, "tensordesc_meta", None) or ()]
+        self._boxes = stored.boxes
         places = [i for i, kind in enumerate([x for x in kinds if x not in (None, 1)]) if isinstance(kind, Box)]
         self._tiles = [*enumerate(places)][::-1]  # the last first, since each becomes several values
         self._maps: dict[Any, bytes] = {}
         self._driver = driver()
-        self._function = self._driver.load(compiled.asm["cubin"], metadata.name, metadata.shared)
+        self._function = self._driver.load(stored.cubin, stored.name, stored.shared)
         self._launch = self._driver.launch_function
         self._buffer = ctypes.create_string_buffer(self._struct.size + 64)
         self._begin = -ctypes.addressof(self._buffer) % 64
@@ -463,8 +429,8 @@ class Binary:
         self._parameters = (ctypes.c_void_p * len(offsets))(*[first + x for x in offsets])
         self._attribute = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, (1,))
         self._config = _Config(
-            1, 1, 1, 32 * metadata.num_warps, 1, 1, metadata.shared, None, ctypes.pointer(self._attribute),
-            int(bool(metadata.launch_pdl)),
+            1, 1, 1, 32 * stored.num_warps, 1, 1, stored.shared, None, ctypes.pointer(self._attribute),
+            int(stored.launch_pdl),
         )  # fmt: skip
         self._config_address, self._parameters_address = map(ctypes.addressof, (self._config, self._parameters))
         self._lock = threading.Lock()  # of the buffer
@@ -517,7 +483,7 @@ _binaries: dict[Any, Binary] = {}  # as many as kernels have constants: sizes ar
 
 
 def binary_of(launch: Launch, signature: Signature, device: int) -> Binary:
-    """The binary that runs `launch` on this device; Triton compiles it where it is new."""
+    """The binary that runs `launch` on this device."""
     key = (
         launch.kernel.fn,
         device,
@@ -530,13 +496,15 @@ def binary_of(launch: Launch, signature: Signature, device: int) -> Binary:
     )
     found = _binaries.get(key)
     if found is None:
+        from diyfa.backends.cuda.runtime import binaries
+
         major, minor = torch.cuda.get_device_capability(device)
         arch = gpu_arch_name(major, minor)
-        compiled = compile_for(arch, launch, signature)
-        spec, shared = gpu_spec(arch), compiled.metadata.shared
+        stored = binaries.stored_binary(arch, launch, signature)
+        spec, shared = gpu_spec(arch), stored.shared
         if spec is not None and shared > spec.shared_per_block:  # what Triton raises: the tuner leaves such a tile out
             raise OutOfResources(shared, spec.shared_per_block, "shared memory")
-        found = _binaries[key] = Binary(compiled, signature.kinds)
+        found = _binaries[key] = Binary(stored, signature.kinds)
     return found
 
 
@@ -566,10 +534,27 @@ def allocator_of(device_type: str) -> Callable[[Sequence[int], Sequence[int], to
     return lambda sizes, strides, dtype: torch.empty_strided(sizes, strides, dtype=dtype, device=device_type)
 
 
+recorder: Callable[[Launch], None] | None = None  # gets launches instead of the driver: see compile/recording.py
+
+
+def is_for_triton(launch: Launch) -> bool:
+    """Whether Triton's own launch is to be used: for profilers that hook launches, and in the interpreter."""
+    return launches_are_hooked() or not hasattr(launch.kernel, "params")
+
+
+def load_kernel(launch: Launch) -> None:
+    """Have the binary of `launch` loaded on the current device."""
+    if recorder is None and not is_for_triton(launch):
+        binary_of(launch, signature_of(launch), current_device())
+
+
 def launch_kernel(launch: Launch) -> None:
     """Launch on the current device and stream."""
+    if recorder is not None:
+        recorder(launch)
+        return
     grid = launch.grid if isinstance(launch.grid, tuple) else (launch.grid,)
-    if launches_are_hooked() or not hasattr(launch.kernel, "params"):
+    if is_for_triton(launch):
         launch_by_triton(launch)
         return
     device = current_device()

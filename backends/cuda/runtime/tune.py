@@ -12,7 +12,7 @@ import torch
 import triton
 
 from diyfa import tuning as shared
-from diyfa.backends.cuda.runtime.launch import is_interpreting
+from diyfa.backends.cuda.runtime.launch import is_interpreting, may_compile
 from diyfa.problem import Tuning
 from diyfa.tuning import ROUNDS, diyfa_version
 
@@ -65,7 +65,7 @@ class Tuner(shared.Tuner):
     ) -> None:
         super().__init__(timer, rounds)
         self._current_device = device or _current_device
-        self._measurable = may_measure or _not_capturing
+        self._measurable = may_measure or _may_measure
 
     def _device(self) -> tuple[int, str] | None:
         return self._current_device()
@@ -91,8 +91,8 @@ def _current_device() -> tuple[int, str] | None:
     return index, torch.cuda.get_device_name(index)
 
 
-def _not_capturing() -> bool:
-    return not torch.cuda.is_current_stream_capturing()
+def _may_measure() -> bool:
+    return may_compile() and not torch.cuda.is_current_stream_capturing()
 
 
 _tuner = Tuner()
@@ -103,4 +103,10 @@ best, is_settled, state = _tuner.best, _tuner.is_settled, _tuner.state
 def set_enabled(on: bool) -> bool:
     """Turn tuning on or off for this process; returns what it was."""
     previous, _tuner.enabled = _tuner.enabled, bool(on)
+    return previous
+
+
+def set_recording(on: bool) -> bool:
+    """Have `best` run once what it would measure, or measure again; returns what it was."""
+    previous, _tuner.recording = _tuner.recording, bool(on)
     return previous

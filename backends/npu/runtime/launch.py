@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from functools import cache
@@ -72,7 +73,7 @@ def heads_together(problem: AttentionProblem, kernel: str) -> int:
 
 def device_guard(x: torch.Tensor) -> AbstractContextManager[object]:
     """Makes the device of `x` current: Triton launches on the current device, whatever the tensors'."""
-    return nullcontext() if x.device.type == "cpu" else getattr(torch, "npu").device(x.device)  # noqa: B009
+    return getattr(torch, "npu").device(x.device) if x.device.type == "npu" else nullcontext()  # noqa: B009
 
 
 def distinct_rows(x: torch.Tensor, layout: str) -> torch.Tensor:
@@ -103,7 +104,13 @@ def described(
     return Launch(kernel, grid, arguments, {"c": own}, options or {})
 
 
+recorder: Callable[[Launch], None] | None = None  # gets launches instead of the device: see recording.py
+
+
 def run(launch: Launch) -> None:
     """Launch it on the current device. The interpreter knows no compiler options."""
+    if recorder is not None:
+        recorder(launch)
+        return
     options = {} if INTERPRETED else launch.options
     launch.kernel[(launch.grid,)](**launch.arguments, **launch.constants, **options)

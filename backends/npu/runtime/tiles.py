@@ -65,7 +65,7 @@ def run_tiled(problem: Problem, kernel: str, tile: AttentionTile, launches_of: L
     """
     launches = launches_of(tile)
     # What has no other tile compiles once more, for the reason.
-    if _refused and _is_replaceable(problem, kernel) and any(_variant(launch) in _refused for launch in launches):
+    if _refused and _is_replaceable(problem, kernel) and any(variant(launch) in _refused for launch in launches):
         launches = launches_of(conservative_tile(problem, kernel))
         _run(launches)
         return launches
@@ -101,7 +101,7 @@ def _run_conservative(
             f"{first}. In the batch invariant mode all calls have one tile: {VARIABLE}={kernel}={_shape(conservative)} "
             "asks for a smaller one for all"
         ) from refusal
-    variant, launches = _variant(refused), launches_of(conservative)
+    refused_variant, launches = variant(refused), launches_of(conservative)
     try:
         _run(launches)
     except Exception as error:
@@ -111,7 +111,7 @@ def _run_conservative(
         raise RuntimeError(f"{first}. The conservative tile does not compile either: {second}") from error
     while len(_refused) >= MOST_REFUSED:
         _refused.pop(next(iter(_refused)), None)
-    _refused[variant] = None
+    _refused[refused_variant] = None
     command = f"diyfa tune --head-dim {problem.head_dim} --dtype {problem.dtype}"
     if isinstance(problem, KVCacheProblem):
         command += f" --page-size {problem.page_size}"
@@ -141,7 +141,7 @@ def _shape(tile: AttentionTile) -> str:
     return f"{tile.block_m}x{tile.block_n}"
 
 
-def _variant(launch: Launch) -> Hashable:
+def variant(launch: Launch) -> Hashable:
     """What Triton would keep the compiled kernel under, but for the device."""
     types = tuple((name, getattr(x, "dtype", type(x))) for name, x in launch.arguments.items())
     return launch.kernel.__name__, types, tuple(launch.constants.items()), tuple(launch.options.items())

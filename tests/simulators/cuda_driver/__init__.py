@@ -80,7 +80,7 @@ def install(folder: Path) -> Simulated:
     from triton.backends.nvidia.driver import CudaDriver, CudaLauncher, CudaUtils
 
     import diyfa.backends.cuda.runtime.launcher as launcher
-    import diyfa.backends.cuda.runtime.replay as replay
+    import diyfa.backends.cuda.runtime.passes as passes
 
     launches: list[Recorded] = []
     loaded: list[list[int]] = [[]]  # sizes of the parameters of each function, whose number is its handle
@@ -123,7 +123,7 @@ def install(folder: Path) -> Simulated:
 
     driver.set_active(Driver())
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
-    for module in (launcher, replay):
+    for module in (launcher, passes):
         module.current_device = lambda: 0
         module.current_stream = lambda device: STREAM
     return Simulated(library, launches)

@@ -44,6 +44,9 @@ def _need_one_cta(*routing: Any) -> None:
         raise NotImplementedError(f"other programs of a cluster at {location()}: {routing}")
 
 
+MOST_SWIZZLED = 128  # bytes, so elements of any type
+
+
 class Builder(InterpreterBuilder):
     def __init__(self, program: Program) -> None:
         super().__init__()
@@ -222,10 +225,12 @@ class Builder(InterpreterBuilder):
         if any(start < 0 or start + size > whole for start, size, whole in bounds):
             raise InvalidOperand(f"slice {offsets} + {ty.shape} of shared memory {view.array.shape}, at {location()}")
         part = tuple(slice(start, start + size) for start, size in zip(offsets, ty.shape, strict=True))
-        return SharedView(view.allocation, view.array[part], ty.layout)
+        return SharedView(view.allocation, view.array[part], ty.layout, view.dtype)
 
     def create_memdesc_trans(self, view: SharedView, order: list[int]) -> SharedView:
-        layout = inference().of_view("memdesc_trans", view.dtype, view.array.shape, view.layout, list(order))
+        # The layout depends on no size, and a slice has fewer columns than Triton 3.9 allows what is allocated.
+        shape = [max(size, MOST_SWIZZLED) for size in view.array.shape]
+        layout = inference().of_view("memdesc_trans", view.dtype, shape, view.layout, list(order))
         return SharedView(view.allocation, view.array.transpose(order), layout)
 
     def create_memdesc_reshape(self, view: SharedView, shape: list[int]) -> SharedView:

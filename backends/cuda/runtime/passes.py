@@ -1,23 +1,55 @@
-"""The launches of a call, repeated for other tensors with the same shapes and strides: only their addresses differ."""
+"""A pass: all that one operation launches, and the same for other tensors of equal shapes and strides.
+
+Then only their addresses differ.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from diyfa.backends.cuda.runtime.launch import current_device, on_device
+from diyfa.backends.cuda.runtime.launch import current_device, may_compile, on_device
 from diyfa.backends.cuda.runtime.launcher import (
     Tiles,
     allocator_of,
     binary_of,
     current_stream,
+    launch_kernel,
     launches_are_hooked,
+    load_kernel,
     runtime_names,
     signature_of,
 )
 from diyfa.problem import Launch
+
+
+class Pass(NamedTuple):
+    """What a kernel's file makes of a call: everything is described before anything is launched.
+
+    `memory` is what the launches write besides the results and need not find filled; `own` makes a tensor for an
+    argument, from the first result; `finish` is what PyTorch's operators do behind the launches. `given` are the
+    tensors that the launches read, in the order of the call's, where those are views of the call's tensors.
+    `is_settled`: an equal call takes the same tile, as long as `choice` of its launcher is the same.
+    """
+
+    launches: Sequence[Launch]
+    memory: Sequence[torch.Tensor] = ()
+    own: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] | None = None
+    finish: Callable[[], None] | None = None
+    given: Sequence[torch.Tensor] | None = None
+    is_settled: bool = True
+
+
+def launch_each(launches: Sequence[Launch]) -> None:
+    """Launch on the current device and stream; where nothing may be compiled, none of them if one is missing."""
+    if len(launches) > 1 and not may_compile():
+        for launch in launches:
+            load_kernel(launch)
+    for launch in launches:
+        launch_kernel(launch)
+
 
 Relaunch = Callable[[int, Sequence[int]], None]  # (stream, addresses) -> launched on the current device
 # (addresses, their tensors, the first of what is made or None, all of it?) -> what is made
@@ -67,34 +99,36 @@ def current_device_of(x: torch.Tensor) -> Callable[[], int]:
 
 
 def replay_of(
-    launches: Sequence[Launch],
+    found: Pass,
     given: Sequence[torch.Tensor],
     made: Sequence[torch.Tensor],
     choice: Callable[[], object],
-    own: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] | None = None,
     numbers: Sequence[str] = (),
-    room: int | None = None,
+    lse_is_optional: bool = False,
 ) -> Replay | None:
-    """How to run `launches` for other tensors -> a function of the addresses of `given`, or None.
+    """How to run the launches of a pass for other tensors -> a function of the addresses of `given`, or None.
 
-    The function allocates what `made` is, launches and returns it; the first of them may be given to it instead. It
-    returns None, having done nothing, where `choice` answers otherwise than now, or a profiler wants to see launches.
-    Not asked for all of what is made, it may return None for the second. Tensors are not looked at.
+    The function allocates what `made` and the pass's memory are, launches and returns them; the first of them may be
+    given to it instead. It returns None, having done nothing, where `choice` answers otherwise than now, or a profiler
+    wants to see launches. Not asked for all of what is made, it may return None for the second. Tensors are not looked
+    at.
 
     Args:
         given: tensors of the call, different objects each.
-        made: tensors that a call allocates; arguments that are not `given` lie in one of them.
-        own: by an argument's name, what makes a tensor for it, from the first of `made`.
+        made: tensors that a call allocates; arguments that are not `given` lie in one of them, or in the memory.
         numbers: arguments that are numbers of the call, which it gives behind the addresses. A kernel takes them behind
             its tensors, and is not compiled for their value.
-        room: the byte of the third of `made`, and last, from which on there is room for the second where that is not
-            asked for: an allocation takes 1 us.
+        lse_is_optional: `made` is out and lse. Where lse is not asked for, and there is memory, it lies behind that:
+            an allocation takes 1 us.
     """
+    launches, own = found.launches, found.own or {}
+    if not launches or found.finish is not None or not found.is_settled:
+        return None
     if not all(hasattr(launch.kernel, "params") for launch in launches):  # interpreted
         return None
     # Addresses are kept in one list: those of `given`, `numbers`, the addresses of `made`, of `own`, and of what lies
     # inside of one of `made`.
-    own = own or {}
+    made = [*made, *found.memory]
     makers, names_of_own = list(own.values()), list(own)
     slots_of_given = {id(x): i for i, x in enumerate(given)}
     owners = [(x.untyped_storage().data_ptr(), x.data_ptr()) for x in made]
@@ -132,6 +166,11 @@ def replay_of(
             slots |= {name: len(given) + i for i, name in enumerate(numbers) if name in launch.arguments}
             again.append(relaunch_of(launch, slots))  # type: ignore[arg-type]
     like = [(tuple(x.shape), x.stride(), x.dtype) for x in made]
+    room = None  # the byte of the memory from which on there is room for lse
+    if lse_is_optional and len(made) == 3:
+        elements = -(-made[2].numel() // 4) * 4  # what follows is aligned
+        room = elements * made[2].element_size()
+        like[2] = (elements + made[1].numel(),), (1,), made[2].dtype
     allocate, index, current = allocator_of(device.device.type), device.get_device(), current_device_of(device)
     chosen, stream_of = choice(), current_stream
 

@@ -1,0 +1,109 @@
+"""What calls would launch, without launching: the kernels that are compiled before the calls come."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import NamedTuple
+
+import torch
+from triton import knobs
+
+from diyfa.arch import gpu_arch_name, gpu_spec
+from diyfa.backends.cuda.runtime import launch as host
+from diyfa.backends.cuda.runtime import launcher, tune
+from diyfa.backends.cuda.runtime.binaries import cache_folder, find_binary, key_of_binary, why_unknown
+from diyfa.backends.cuda.runtime.launcher import Signature
+from diyfa.problem import Launch, ToolMissing
+
+# Multiprocessors of the usual GPU of an architecture: T4, A100, A10, RTX 4090, H100, B200, RTX 5090.
+MULTIPROCESSORS = {
+    "sm_75": 40, "sm_80": 108, "sm_86": 72, "sm_89": 128, "sm_90": 132, "sm_100": 148, "sm_120": 170,
+}  # fmt: skip
+
+
+class Recorded(NamedTuple):
+    """A kernel that calls would launch, with all that it is compiled from. Other processes can be sent one."""
+
+    key: str  # of its binary
+    arch: str
+    module: str
+    name: str
+    launch: Launch  # without the kernel, its arguments and its grid
+    signature: Signature  # without values
+
+    def is_known(self) -> bool:
+        """Whether the pack or the cache folder has it."""
+        return find_binary(self.arch, self.key) is not None
+
+    def compile(self) -> None:
+        """Compile it into the cache folder.
+
+        Raises what the compiler raises, ToolMissing where nothing can be kept, RuntimeError where it does not fit.
+        """
+        from diyfa.backends.cuda.runtime.jit import compile_binary
+
+        launch = self.launch._replace(kernel=getattr(import_module(self.module), self.name))
+        if key_of_binary(self.arch, launch, self.signature) != self.key:
+            raise RuntimeError("the sources of diyfa have changed meanwhile")
+        with tempfile.TemporaryDirectory(prefix="diyfa-") as temporary, knobs.cache.scope():
+            knobs.cache.dir = temporary  # what Triton leaves behind is many times as large as the binary
+            binary = compile_binary(self.arch, launch, self.signature)
+        spec, folder = gpu_spec(self.arch), cache_folder()
+        if spec is not None and binary.shared > spec.shared_per_block:
+            raise RuntimeError(
+                f"it needs {binary.shared} bytes of shared memory, {self.arch} has {spec.shared_per_block}"
+            )
+        if folder is None or not folder.put(self.key, binary):
+            where = "there is no cache folder" if folder is None else f"{folder.path} cannot be written"
+            raise ToolMissing(f"{where}: DIYFA_CACHE_DIR names another one")
+
+
+def recorded(arch: str, launch: Launch) -> Recorded:
+    """Return the kernel of `launch`, for `arch`."""
+    signature, function = launcher.signature_of(launch), launch.kernel.fn
+    return Recorded(
+        key_of_binary(arch, launch, signature), arch, function.__module__, function.__name__,
+        launch._replace(kernel=None, grid=1, arguments={}), signature._replace(values=[]),
+    )  # fmt: skip
+
+
+def _current_device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+@contextmanager
+def recording(arch: str | None = None) -> Iterator[dict[str, Recorded]]:
+    """Inside the block nothing is launched: what would be is in the dictionary, by the keys of binaries.
+
+    Tensors of the CPU, or without memory, are taken for those of a GPU. `arch`: of the usual one of that architecture,
+    and tiles are the tables'. None: of the current device, with all tiles that the autotuner would measure.
+    """
+    if host.is_interpreting():
+        raise ValueError("nothing is compiled with TRITON_INTERPRET=1: unset it")
+    if reason := why_unknown():
+        raise ValueError(f"nothing that is compiled now would be found: {reason}")
+    if arch is not None and arch not in MULTIPROCESSORS:
+        raise ValueError(f"unknown CUDA architecture {arch!r}; known are: {', '.join(MULTIPROCESSORS)}")
+    if arch is None and not torch.cuda.is_available():
+        raise ValueError("no GPU is usable here: name an architecture, such as sm_90")
+    name = arch or gpu_arch_name(*torch.cuda.get_device_capability())
+    found: dict[str, Recorded] = {}
+
+    def record(launch: Launch) -> None:
+        each = recorded(name, launch)
+        found.setdefault(each.key, each)
+
+    before = launcher.recorder, host.stand_in
+    measures, records = tune.set_enabled(False) if arch else None, tune.set_recording(True)
+    launcher.recorder = record
+    host.stand_in = host.StandIn(name, MULTIPROCESSORS[arch] if arch else host.multiprocessors(_current_device()))
+    try:
+        yield found
+    finally:
+        launcher.recorder, host.stand_in = before
+        tune.set_recording(records)
+        if measures is not None:
+            tune.set_enabled(measures)

@@ -1,0 +1,202 @@
+"""Compiled kernels outside of a process: what is kept of one, the key that it is found by, and where it is looked for.
+
+A kernel that is new to the process is looked up in the pack of the GPU's architecture (`pack.py`), then in the user's
+cache folder, and only then compiled (`jit.py`). All three know it by the same key, in which nothing depends on the
+process, on the platform or on the installed Triton.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from functools import cache
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from diyfa.backends.cuda.runtime.launch import COMPILE_OPTIONS, LOADED_AT
+from diyfa.backends.cuda.runtime.launcher import source_of
+from diyfa.tuning import cache_dir
+
+if TYPE_CHECKING:
+    from diyfa.backends.cuda.runtime.launcher import Signature
+    from diyfa.problem import Launch
+
+_PACKAGE = Path(__file__).parents[1]
+_MODULES = "diyfa.backends.cuda."
+# These choose which ptxas compiles a kernel, by the installed Triton; the kernel is the same.
+_TOOL_OPTIONS = frozenset({"ptx_version"})
+
+
+class StoredBinary(NamedTuple):
+    """All that a launch needs of a compiled kernel."""
+
+    cubin: bytes
+    name: str  # of the function in it
+    shared: int  # bytes of shared memory
+    num_warps: int
+    launch_pdl: bool
+    boxes: tuple[tuple[tuple[int, ...], int], ...]  # of each tensor map: (box of one copy, swizzle)
+    scratch: int  # pointers that the kernel takes behind its arguments
+
+
+def packed(binary: StoredBinary) -> bytes:
+    """`binary` as bytes: the length of the description, the description, the cubin."""
+    cubin, *rest = binary
+    description = json.dumps(rest, separators=(",", ":")).encode()
+    return len(description).to_bytes(4, "little") + description + cubin
+
+
+def unpacked(data: bytes) -> StoredBinary:
+    """What `packed` made; its bytes must be known to be whole."""
+    end = 4 + int.from_bytes(data[:4], "little")
+    name, shared, num_warps, launch_pdl, boxes, scratch = json.loads(data[4:end])
+    placed = tuple((tuple(box), swizzle) for box, swizzle in boxes)
+    return StoredBinary(data[end:], name, shared, num_warps, launch_pdl, placed, scratch)
+
+
+def checksum(key: str, data: bytes) -> bytes:
+    """16 bytes that say whether this is what was kept under the key."""
+    return blake2b(data, digest_size=16, key=key.encode()).digest()
+
+
+# ---- The key ------------------------------------------------------------------------------------------------------
+
+
+@cache
+def _sources() -> dict[str, Path]:
+    """The files that a binary follows from, by name: kernels, and what describes them to the compiler."""
+    found = {path.relative_to(_PACKAGE).as_posix(): path for path in _PACKAGE.rglob("*.py")}
+    return {name: found[name] for name in sorted(found) if not name.startswith("compile/")}  # which calls the compiler
+
+
+@cache
+def source_hash() -> str:
+    """Return a hash of the sources."""
+    found = blake2b(digest_size=16)
+    for name, path in _sources().items():
+        text = path.read_bytes().replace(b"\r\n", b"\n")
+        found.update(f"{name} {len(text)}\n".encode() + text)
+    return found.hexdigest()
+
+
+def why_unknown() -> str | None:
+    """Say why this process can know its kernels neither by a pack nor by the cache folder, or None."""
+    if triton.knobs.compilation.always_compile:
+        return "TRITON_ALWAYS_COMPILE is set"
+    try:
+        source_hash()
+        times = [time for x in map(os.stat, _sources().values()) for time in (x.st_mtime, x.st_ctime)]
+    except OSError as error:
+        return f"diyfa's files cannot be read: {error.strerror}"
+    if max(times) > LOADED_AT - 0.02:  # file systems count time in steps
+        return "diyfa's files were changed after this process began"  # what it has loaded of them is not known
+    return None
+
+
+def _text(value: Any) -> str:
+    """A constant, the same in every process."""
+    if dataclasses.is_dataclass(value):
+        each = ", ".join(f"{x.name}={_text(getattr(value, x.name))}" for x in dataclasses.fields(value))
+        return f"{type(value).__qualname__}({each})"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_text, value))})"
+    if isinstance(value, tl.dtype):
+        return str(value)
+    if value is None or type(value) in (bool, int, float, str):
+        return repr(value)
+    raise TypeError(f"a kernel's constant is a plain value or a dtype of Triton's, got {value!r}")
+
+
+def key_of_binary(arch: str, launch: Launch, signature: Signature) -> str:
+    """Return the key of the binary that runs `launch` on `arch`: a hash of all that it is compiled from."""
+    function, source = launch.kernel.fn, source_of(launch, signature)
+    # Triton's hash of a kernel's source reads all that it calls: only for kernels that are not diyfa's.
+    is_own = function.__module__.startswith(_MODULES)
+    options = {**COMPILE_OPTIONS, **launch.options}
+    lines = [
+        arch,
+        f"{function.__module__}.{function.__qualname__}",
+        source_hash() if is_own else launch.kernel.cache_key,
+        *[f"{name}: {kind}" for name, kind in source.types.items()],
+        *[f"{name} = {_text(value)}" for name, value in source.constants.items()],
+        f"multiples of 16: {sorted(source.aligned)}",
+        *[f"{name}: {_text(options[name])}" for name in sorted(options.keys() - _TOOL_OPTIONS)],
+    ]
+    return blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
+
+
+# ---- The cache folder ---------------------------------------------------------------------------------------------
+
+
+class BinaryFolder:
+    """A folder with a file for each binary, which several processes may share.
+
+    A file is written under another name and renamed, so that it is whole or not there. What cannot be written is not
+    kept, and what cannot be read or fails its checksum is not there.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def get(self, key: str) -> StoredBinary | None:
+        try:
+            content = (self.path / key).read_bytes()
+        except OSError:
+            return None
+        data = content[16:]
+        return unpacked(data) if checksum(key, data) == content[:16] else None
+
+    def put(self, key: str, binary: StoredBinary) -> bool:
+        """Return False where nothing can be kept."""
+        data = packed(binary)
+        temporary = self.path / f"{key}.{os.getpid()}-{os.urandom(4).hex()}.tmp"
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            try:
+                temporary.write_bytes(checksum(key, data) + data)
+                os.replace(temporary, self.path / key)
+            except BaseException:
+                temporary.unlink(missing_ok=True)
+                raise
+        except OSError:
+            return False
+        return True
+
+
+def cache_folder() -> BinaryFolder | None:
+    """Return the user's folder for binaries of this Triton; None where there is no home folder."""
+    base = cache_dir("binaries")
+    return None if base is None else BinaryFolder(base / f"triton-{triton.__version__}")
+
+
+# ---- Where a binary comes from ------------------------------------------------------------------------------------
+
+
+def find_binary(arch: str, key: str) -> StoredBinary | None:
+    """Return what the pack or the cache folder has; None where only the compiler can help."""
+    from diyfa.backends.cuda.runtime.pack import installed
+
+    pack, folder = installed(arch).pack, cache_folder()
+    found = None if pack is None else pack.get(key)
+    if found is None and folder is not None:
+        found = folder.get(key)
+    return found
+
+
+def stored_binary(arch: str, launch: Launch, signature: Signature) -> StoredBinary:
+    """Return the binary that runs `launch`, from the pack, the cache folder or the compiler, which fills the folder."""
+    key = None if why_unknown() else key_of_binary(arch, launch, signature)
+    found = None if key is None else find_binary(arch, key)
+    if found is None:
+        from diyfa.backends.cuda.runtime.jit import compile_with_notice
+
+        found = compile_with_notice(arch, launch, signature)
+        folder = cache_folder()
+        if key is not None and folder is not None:
+            folder.put(key, found)
+    return found

@@ -1,0 +1,130 @@
+"""Compilation in a user's call: Triton's compiler, which says what it does where that takes long.
+
+The environment variable DIYFA_JIT says whether it may: "auto", the default, or "never".
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from diyfa.backends.cuda.gluon.inline_ptx import post_processing
+from diyfa.backends.cuda.runtime.binaries import StoredBinary, cache_folder, why_unknown
+from diyfa.backends.cuda.runtime.launch import COMPILE_OPTIONS, may_compile
+from diyfa.backends.cuda.runtime.launcher import Box, Kinds, Signature, Source, source_of
+from diyfa.backends.cuda.runtime.pack import installed
+
+if TYPE_CHECKING:
+    from diyfa.problem import Launch
+
+NOTICE_AFTER = 1.0  # seconds
+
+
+def triton_source(kernel: Any, source: Source) -> Any:
+    """Return `source` as `triton.compile` takes it."""
+    names = kernel.arg_names
+    if kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource as Wrapped
+    else:
+        Wrapped = ASTSource
+    return Wrapped(
+        kernel,
+        signature={name: source.types.get(name, "constexpr") for name in names},
+        constexprs={(names.index(name),): value for name, value in source.constants.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in source.aligned},
+    )
+
+
+def compile_for(arch: str, launch: Launch, signature: Signature) -> Any:
+    """Return the compiled kernel, from Triton's own cache or its compiler."""
+    target = GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
+    source = triton_source(launch.kernel, source_of(launch, signature))
+    with post_processing():
+        return triton.compile(source, target=target, options={**COMPILE_OPTIONS, **launch.options})
+
+
+def stored(compiled: Any, kinds: Kinds) -> StoredBinary:
+    """Return what a launch with arguments of these kinds needs of a kernel that Triton compiled."""
+    metadata, ptx = compiled.metadata, compiled.asm["ptx"]
+    if metadata.global_scratch_size or metadata.num_ctas != 1 or metadata.launch_cooperative_grid:
+        raise RuntimeError(f"{metadata.name} needs memory of its own or a cluster, which no kernel here should")
+    entry = re.search(r"\.entry[^(]*\((.*?)\)", ptx.decode() if isinstance(ptx, bytes) else ptx, re.DOTALL)
+    assert entry, "a compiled kernel has an entry"
+    arguments = sum(1 + 2 * len(x.shape) if isinstance(x, Box) else 1 for x in kinds if x not in (None, 1))
+    return StoredBinary(
+        cubin=compiled.asm["cubin"],
+        name=metadata.name,
+        shared=metadata.shared,
+        num_warps=metadata.num_warps,
+        launch_pdl=bool(metadata.launch_pdl),
+        boxes=tuple((tuple(x["block_size"]), x["swizzle"]) for x in getattr(metadata, "tensordesc_meta", None) or ()),
+        scratch=entry[1].count(".param") - arguments,
+    )
+
+
+def compile_binary(arch: str, launch: Launch, signature: Signature) -> StoredBinary:
+    """Compile the kernel of `launch`, without asking for a pack or in the cache folder, and without a word."""
+    return stored(compile_for(arch, launch, signature), signature.kinds)
+
+
+def _why_it_is_missing(arch: str) -> str:
+    if reason := why_unknown():
+        return reason
+    pack, folder = installed(arch), cache_folder()
+    in_pack = pack.reason if pack.pack is None else f"it is not in {pack.pack.path}"
+    return f"{in_pack}, " + ("and there is no cache folder" if folder is None else f"nor is it in {folder.path}")
+
+
+def _what_spares_it() -> str:
+    if cache_folder() is None:
+        return "DIYFA_CACHE_DIR may name a folder that keeps it for later processes"
+    return "It is kept there for later processes, such as one that runs a model once before others serve it"
+
+
+_noticed: list[bool] = []
+
+
+@contextmanager
+def _notice(arch: str, launch: Launch) -> Iterator[None]:
+    """Print a line where what is inside takes longer than NOTICE_AFTER, once in a process."""
+
+    def say() -> None:
+        if not _noticed:
+            _noticed.append(True)
+            what = f"diyfa is compiling {launch.kernel.fn.__name__} for {arch}, which takes seconds"
+            print(f"{what}: {_why_it_is_missing(arch)}. {_what_spares_it()}.", file=sys.stderr, flush=True)
+
+    if _noticed:
+        yield
+        return
+    timer = threading.Timer(NOTICE_AFTER, say)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def compile_with_notice(arch: str, launch: Launch, signature: Signature) -> StoredBinary:
+    """`compile_binary` in a user's call.
+
+    Raises:
+        RuntimeError: DIYFA_JIT=never.
+        ValueError: another value of DIYFA_JIT than `JIT_SETTINGS`.
+    """
+    if not may_compile():
+        what = f"DIYFA_JIT=never, and {launch.kernel.fn.__name__} for {arch} would have to be compiled"
+        raise RuntimeError(
+            f"{what}: {_why_it_is_missing(arch)}. Run the call once with DIYFA_JIT=auto: the folder keeps it"
+        )
+    with _notice(arch, launch):
+        return compile_binary(arch, launch, signature)

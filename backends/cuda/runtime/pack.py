@@ -1,0 +1,172 @@
+"""Packs: the binaries of many kernels for one architecture in one file, which `write_pack` makes.
+
+A pack is the file `binaries.pack` of an installed module: `diyfa_sm90` for sm_90. It begins with a header of a fixed
+size and the index, so that a kernel is read and unpacked alone. Index and kernels have checksums. A pack that is not as
+it should be is not used, and no call fails for it: a line in the log names the file and the reason, once in a process.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import struct
+import zlib
+from collections.abc import Mapping
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from diyfa.backends.cuda.runtime.binaries import StoredBinary, checksum, packed, source_hash, unpacked
+
+log = logging.getLogger(__name__)
+FILE_NAME = "binaries.pack"
+FORMAT = 1
+_MAGIC = b"DIYFAPAK"
+_HEADER = struct.Struct("<8sII16s")  # magic, format, bytes of the index, its checksum
+_AGAIN = "install it again"
+
+
+class PackError(ValueError):
+    """Why a pack is not used."""
+
+
+def module_name(arch: str) -> str:
+    """`"sm_90"` -> `"diyfa_sm90"`."""
+    return f"diyfa_{arch.replace('_', '')}"
+
+
+def _compression() -> Any:
+    """Python's lzma, which not every Python is built with. Instructions have 16 bytes, which it is told."""
+    import lzma
+
+    filters = [{"id": lzma.FILTER_LZMA2, "preset": 6, "lc": 0, "lp": 4, "pb": 4}]
+    return lzma, {"format": lzma.FORMAT_RAW, "filters": filters}
+
+
+def without_debug(cubin: bytes) -> bytes:
+    """Clear the debug sections, which hold the kernel's PTX and paths of the machine that compiled it.
+
+    They are three quarters of a cubin. Telling the compiler to leave them out changes how it allocates registers.
+    """
+    (sections,) = struct.unpack_from("<Q", cubin, 40)
+    size, count, index_of_names = struct.unpack_from("<3H", cubin, 58)
+    headers = [struct.unpack_from("<IIQQQQ", cubin, sections + i * size) for i in range(count)]
+    names = headers[index_of_names][4]
+    cleared = bytearray(cubin)
+    for name, _, _, _, offset, length in headers:
+        if cubin.startswith((b".debug_", b".nv_debug_"), names + name):
+            cleared[offset : offset + length] = bytes(length)
+    return bytes(cleared)
+
+
+def write_pack(path: Path, arch: str, binaries: Mapping[str, StoredBinary]) -> None:
+    """Write a pack of `binaries` by their keys, which are those of these sources."""
+    lzma, how = _compression()
+    entries: dict[str, tuple[int, int, str]] = {}  # key -> (offset behind the index, bytes, checksum)
+    parts: list[bytes] = []
+    offset = 0
+    for key, binary in sorted(binaries.items()):
+        part = lzma.compress(packed(binary._replace(cubin=without_debug(binary.cubin))), **how)
+        entries[key] = offset, len(part), checksum(key, part).hex()
+        parts.append(part)
+        offset += len(part)
+    content = {"arch": arch, "sources": source_hash(), "entries": entries}
+    index = zlib.compress(json.dumps(content).encode(), 9)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with temporary.open("wb") as file:
+        file.write(_HEADER.pack(_MAGIC, FORMAT, len(index), checksum("index", index)))
+        file.write(index)
+        file.writelines(parts)
+    os.replace(temporary, path)
+
+
+class Pack:
+    """An open pack."""
+
+    def __init__(self, path: Path, entries: dict[str, tuple[int, int, str]], begin: int) -> None:
+        self.path, self._entries, self._begin = path, entries, begin
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @classmethod
+    def open(cls, path: Path, arch: str) -> Pack:
+        """Read the index. Raises PackError, with the reason, where this is no pack for `arch` and these sources."""
+        try:
+            _compression()
+            with path.open("rb") as file:
+                head = file.read(_HEADER.size)
+                if len(head) < _HEADER.size or not head.startswith(_MAGIC):
+                    raise PackError(f"it is no pack: {_AGAIN}")
+                _, version, size, expected = _HEADER.unpack(head)
+                if version != FORMAT:
+                    raise PackError(f"its format is {version}, and this diyfa reads {FORMAT}")
+                index = file.read(size)
+            if checksum("index", index) != expected:
+                raise PackError(f"its index is damaged: {_AGAIN}")
+        except OSError as error:
+            raise PackError(f"it cannot be read: {error.strerror}") from error
+        except ImportError as error:
+            raise PackError(f"this Python has no lzma: {error}") from error
+        content = json.loads(zlib.decompress(index))
+        if content["arch"] != arch:
+            raise PackError(f"it is for {content['arch']}, not for {arch}")
+        if content["sources"] != source_hash():
+            raise PackError("it was made from other sources than this diyfa: install the pack of this version")
+        return cls(path, content["entries"], _HEADER.size + size)
+
+    def get(self, key: str) -> StoredBinary | None:
+        """Return the binary with this key; None where there is none or, with a line in the log, it is damaged."""
+        place = self._entries.get(key)
+        if place is None:
+            return None
+        offset, size, expected = place
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._begin + offset)
+                part = file.read(size)
+        except OSError as error:
+            _warn(self.path, f"it cannot be read: {error.strerror}")
+            return None
+        if checksum(key, part).hex() != expected:
+            _warn(self.path, f"a kernel in it is damaged: {_AGAIN}")
+            return None
+        lzma, how = _compression()
+        return unpacked(lzma.decompress(part, **how))
+
+
+@cache
+def _warn(path: Path, reason: str) -> None:
+    log.warning("diyfa does not use %s: %s", path, reason)
+
+
+def file_of_pack(arch: str) -> Path | None:
+    """Return the file of the pack that is installed for `arch`, or None."""
+    try:
+        spec = find_spec(module_name(arch))
+    except (ImportError, ValueError):
+        return None
+    folders = None if spec is None else spec.submodule_search_locations
+    return Path(next(iter(folders))) / FILE_NAME if folders else None
+
+
+class Installed(NamedTuple):
+    """The pack of an architecture, or why there is none."""
+
+    pack: Pack | None
+    reason: str
+
+
+@cache
+def installed(arch: str) -> Installed:
+    """Return the pack that is installed for `arch`, with a line in the log where it is refused."""
+    path = file_of_pack(arch)
+    if path is None:
+        return Installed(None, f"no pack for {arch} is installed")
+    try:
+        return Installed(Pack.open(path, arch), "")
+    except PackError as error:
+        _warn(path, str(error))
+        return Installed(None, f"{path} is not used: {error}")

@@ -1,0 +1,68 @@
+"""`diyfa warmup`: the kernels of a model, or of calls in words, compiled before they are called."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import typer
+
+from diyfa.cli.output import err, out, print_json
+from diyfa.cli.pack import compile_missing
+from diyfa.ready import calls, models
+from diyfa.ready.calls import Call
+from diyfa.ready.recording import backend_here, backend_of, record
+from diyfa.ready.words import parse
+
+PURPOSES = ("training", "serving")
+
+
+@dataclass(frozen=True)
+class Request:
+    """The options of the command."""
+
+    model: Path | None
+    purposes: tuple[str, ...]
+    pages: tuple[int, ...]
+    shapes: tuple[str, ...]
+    every: bool
+    arch: str | None
+    jobs: int | None
+
+
+def _calls(request: Request) -> list[Call]:
+    if request.every:
+        return calls.everything()
+    found = [parse(text) for text in request.shapes]
+    if request.model is not None:
+        model = models.read_model(request.model)
+        if "training" in request.purposes:
+            found += models.training(model)
+        if "serving" in request.purposes:
+            found += models.serving(model, request.pages)
+    if not found:
+        raise typer.BadParameter("say what for: --model CONFIG.JSON, --shapes WORDS, or --all")
+    return found
+
+
+def run(request: Request, json: bool) -> int:
+    """Compile; return the exit status: 1 when a kernel does not compile, 2 when no call can run."""
+    start = time.monotonic()
+    asked = _calls(request)
+    name = backend_of(request.arch) if request.arch else backend_here()
+    recording = record(name, request.arch, asked)
+    kernels = list(recording.kernels.values())
+    warmed = compile_missing(kernels, request.jobs, f"compiling for {request.arch or name}", json)
+    warmed = warmed._replace(refused=tuple(recording.refused), seconds=round(time.monotonic() - start, 1))
+    if json:
+        print_json({"backend": name, "calls": [call.name for call in asked], **warmed._asdict()})
+    else:
+        for reason in recording.refused if not request.every else ():
+            err.print(f"cannot run {reason}", markup=False, highlight=False, soft_wrap=True)
+        out.print(
+            f"{len(asked) - len(recording.refused)} calls: {warmed.kernels} kernels, of which {warmed.compiled} were "
+            f"compiled in {warmed.seconds} s",
+            highlight=False, soft_wrap=True,
+        )  # fmt: skip
+    return 2 if not kernels else 1 if warmed.failures else 0

@@ -1,0 +1,91 @@
+"""Compiling many kernels by several processes."""
+
+from __future__ import annotations
+
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from diyfa.ready.recording import Recorded
+from diyfa.ready.worker import receive, send
+
+
+class Built(NamedTuple):
+    """What came of a kernel."""
+
+    name: str
+    seconds: float
+    error: str  # "": it is compiled
+
+
+def cores() -> int:
+    """How many processes may run at once."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def build(kernels: Iterable[Recorded], jobs: int, done: Callable[[Built], None]) -> None:
+    """Have all kernels compiled by at most `jobs` processes; `done` is told of each, one after another.
+
+    The processes are other programs, not forks of this one, which may have threads and a device, nor made by
+    `multiprocessing`, which would run the user's script again.
+    """
+    waiting: queue.SimpleQueue[Recorded] = queue.SimpleQueue()
+    for kernel in kernels:
+        waiting.put(kernel)
+    finished: queue.SimpleQueue[Built | BaseException | None] = queue.SimpleQueue()
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def compile_with(process: subprocess.Popen[bytes], kernel: Recorded) -> Built:
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            send(process.stdin, kernel)
+            return Built(kernel.name, *receive(process.stdout))
+        except (EOFError, OSError):
+            return Built(kernel.name, 0.0, f"the process that compiles it ended with {process.wait()}")
+
+    def work() -> None:
+        process: subprocess.Popen[bytes] | None = None
+        try:
+            while True:
+                try:
+                    kernel = waiting.get_nowait()
+                except queue.Empty:
+                    break
+                if process is None or process.poll() is not None:  # the first one, or it crashed
+                    process = _start()
+                    processes.append(process)
+                finished.put(compile_with(process, kernel))
+            finished.put(None)
+        except BaseException as error:  # raised where it is waited for
+            finished.put(error)
+
+    n_workers = min(jobs, waiting.qsize())
+    for _ in range(n_workers):
+        threading.Thread(target=work, daemon=True).start()
+    try:
+        while n_workers:
+            built = finished.get()
+            if isinstance(built, BaseException):
+                raise built
+            if built is None:
+                n_workers -= 1
+            else:
+                done(built)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def _start() -> subprocess.Popen[bytes]:
+    """Start a process that sees the same modules."""
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path), "OMP_NUM_THREADS": "1"
+    }  # fmt: skip
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-m", "diyfa.ready.worker"]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)

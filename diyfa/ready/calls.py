@@ -1,0 +1,351 @@
+"""The calls that a pack of compiled kernels serves: a table of problems, made into calls of the public functions.
+
+A call is made with tensors without memory while its launches are recorded (`diyfa.ready.recording`), so that it goes
+through all of diyfa's own decisions: which kernels are compiled for it is written nowhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from itertools import count, product
+from typing import Any, NamedTuple
+
+import torch
+
+from diyfa.attention import checked_options, flash_attention_v2, flash_attention_varlen
+from diyfa.kvcache import flash_attn_with_kvcache
+from diyfa.matmul import triton_matmul
+from diyfa.ops import attend as attend_checked
+from diyfa.options import WHOLE
+from diyfa.registry import batch_invariant, resolve_backend
+
+BF16, FP16, FP32, FLOAT8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+HALVES = (BF16, FP16)
+
+
+class Call(NamedTuple):
+    """One call of a public function, and what it is called in messages."""
+
+    name: str
+    run: Callable[[], object]
+
+
+_numbers = count(1)
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.int32, grad: bool = False) -> torch.Tensor:
+    """Return a tensor without memory. It has an address, which no other one has: diyfa tells caches apart by that."""
+    begin = next(_numbers) << 36
+    flat = torch.empty(begin + math.prod(shape), dtype=dtype, device="meta")
+    return flat[begin:].view(shape).requires_grad_(grad)
+
+
+class Heads(NamedTuple):
+    """Heads of a model, and features of each."""
+
+    head_dim: int
+    head_dim_v: int = 0  # 0: as many
+    queries: int = 16
+    keys: int = 16
+
+    @property
+    def of_values(self) -> int:
+        return self.head_dim_v or self.head_dim
+
+    def __str__(self) -> str:
+        dims = f"{self.head_dim}/{self.head_dim_v}" if self.head_dim_v else f"{self.head_dim}"
+        return f"D={dims} H={self.queries}/{self.keys}"
+
+
+class Rows(NamedTuple):
+    """Samples, and the queries and keys of each."""
+
+    batch: int
+    queries: int
+    keys: int
+
+    def __str__(self) -> str:
+        return f"B={self.batch} Sq={self.queries} Sk={self.keys}"
+
+
+def _name(*words: object, **options: Any) -> str:
+    """The words that `words.py` makes the same call of."""
+    for name, value in options.items():
+        shown = ",".join(map(str, value)) if isinstance(value, tuple) else str(value).removeprefix("torch.")
+        words = (*words, name if value is True else f"{name}={shown}")
+    return " ".join(str(word).removeprefix("torch.") for word in words if word != "")
+
+
+# ---- What a call is made of ---------------------------------------------------------------------------------------
+
+
+def attention(
+    heads: Heads, rows: Rows, dtype: torch.dtype, packed: bool = False, backward: bool = True, **options: Any
+) -> Call:
+    """Attention and its backward pass. `options` are those of `flash_attention`: True stands for a tensor, and a bias
+    is the letters of its dimensions, as in "1hqk". `out_dtype`: the call is one of parts that are added up."""
+
+    def run() -> None:
+        (b, m, n), (d, _, h, hk), dv = rows, heads, heads.of_values
+        leading = [(b * m,), (b * n,), (b * n,)] if packed else [(b, m), (b, n), (b, n)]
+        q, k, v = (
+            empty(*x, *of_head, dtype=dtype, grad=backward)
+            for x, of_head in zip(leading, ((h, d), (hk, d), (hk, dv)), strict=True)
+        )
+        given = dict(options)
+        for name in ("sinks", "alibi_slopes"):
+            if given.get(name):
+                given[name] = empty(h, dtype=FP32, grad=backward and name == "sinks")
+        if given.get("seq_lens"):
+            given["seq_lens"] = empty(b)
+        bias_grad = given.pop("bias_grad", False)
+        if letters := given.get("attn_bias"):
+            sizes = {"b": b, "h": h, "q": m, "k": n, "1": 1}
+            given["attn_bias"] = empty(*[sizes[letter] for letter in letters], dtype=dtype, grad=bias_grad)
+        if packed:
+            offsets = empty(b + 1)
+            out: Any = flash_attention_varlen(q, k, v, offsets, offsets, m, n, **given)
+        elif "out_dtype" in given:
+            out, _ = attend_checked(q, k, v, WHOLE, checked_options(q, k, v, WHOLE, {"layout": "bshd", **given}))
+        else:
+            out = flash_attention_v2(q, k, v, **given)
+        if backward:
+            out.backward(torch.empty_like(out))
+
+    name = _name("attention", dtype, heads, rows, "packed" * packed, "forward" * (not backward), **options)
+    return Call(name, run)
+
+
+def cache(heads: Heads, rows: Rows, dtype: torch.dtype, page: int = 0, packed: bool = False, **options: Any) -> Call:
+    """Attention over a cache of `rows.keys` keys. Options besides those of `flash_attn_with_kvcache`: how many keys are
+    `new`, features that are `rotary`, `latent`, `float8`.
+
+    `packed`: the queries are, `rows.queries` of each sequence on average, and of none more than is `longest`; without
+    a page so are the keys.
+    """
+
+    def run() -> None:
+        (b, m, n), (d, _, h, hk), dv = rows, heads, heads.of_values
+        given = dict(options)
+        new, longest = given.pop("new", 0), given.pop("longest", m)
+        stored = FLOAT8 if given.pop("float8", False) else dtype
+        shape = (b * n // page, page) if page else (b * n,) if packed else (b, n)
+        k = empty(*shape, hk, d, dtype=stored)
+        v = k[..., :dv] if given.pop("latent", False) else empty(*shape, hk, dv, dtype=stored)
+        table = empty(b, n // page) if page else None
+        for name in ("sinks", "alibi_slopes"):
+            if given.get(name):
+                given[name] = empty(h, dtype=FP32)
+        if stored is FLOAT8:
+            given |= {"k_descale": empty(b, hk, dtype=FP32), "v_descale": empty(b, hk, dtype=FP32)}
+        if packed:
+            q, offsets = empty(b * m, h, d, dtype=dtype), empty(b + 1)
+            given["window"] = given.pop("window_size", (-1, -1))
+            given |= {"block_table": table, "seqused_k": empty(b)}
+            flash_attention_varlen(q, k, v, offsets, None if page else offsets, longest, n, **given)
+            return
+        if new:
+            given |= {"k": empty(b, new, hk, d, dtype=dtype), "v": empty(b, new, hk, dv, dtype=dtype)}
+        if rotated := given.pop("rotary", 0):
+            given |= {f"rotary_{name}": empty(n, rotated // 2, dtype=dtype) for name in ("cos", "sin")}
+        q = empty(b, m, h, d, dtype=dtype)
+        flash_attn_with_kvcache(q, k, v, cache_seqlens=empty(b), block_table=table, **given)
+
+    words = f"page={page}" if page else "", "packed" * packed
+    return Call(_name("cache", dtype, heads, rows, *words, **options), run)
+
+
+def in_the_mode(call: Call) -> Call:
+    """The same call inside `batch_invariant()`."""
+
+    def run() -> None:
+        with batch_invariant():
+            call.run()
+
+    return Call(f"batch-invariant {call.name}", run)
+
+
+def product_of(m: int, n: int, k: int, dtype: torch.dtype, transposed: bool = False, **options: Any) -> Call:
+    """A matrix product; `transposed`: b is."""
+
+    def run() -> None:
+        b = empty(n, k, dtype=dtype).t() if transposed else empty(k, n, dtype=dtype)
+        triton_matmul(empty(m, k, dtype=dtype), b, **options)
+
+    return Call(_name("product", dtype, f"{m}x{n}x{k}", "transposed" * transposed, **options), run)
+
+
+def merging(head_dim: int, rows: int = 4096) -> Call:
+    """What ring attention does with the outputs of two parts."""
+
+    def run() -> None:
+        out, part = (empty(2, 16, rows, head_dim, dtype=FP32) for _ in range(2))
+        lse, part_lse = (empty(2, 16, rows, dtype=FP32) for _ in range(2))
+        resolve_backend(out.device).merge(out, lse, part, part_lse)  # type: ignore[attr-defined]
+
+    return Call(f"merge D={head_dim}", run)
+
+
+# ---- The table ----------------------------------------------------------------------------------------------------
+
+D64, D96, D128, MLA, D256 = Heads(64), Heads(96), Heads(128), Heads(192, 128), Heads(256)
+D72, D80 = Heads(72), Heads(80)
+USUAL = (D64, D128)
+
+
+def grouped(heads: Heads, queries: int = 32, keys: int = 8) -> Heads:
+    return heads._replace(queries=queries, keys=keys)
+
+
+# Sizes of which tables have different rows: a tile, less than what descriptors pay for, the same with more keys for
+# each query, many short sequences, fewer tiles than multiprocessors, one long sequence, more tiles, long sequences.
+SHORT, TINY, SMALL, MANY, FEW_TILES, ALONE, MEDIUM, LARGE = (
+    Rows(64, 64, 64), Rows(1, 96, 96), Rows(1, 256, 256), Rows(16, 256, 256), Rows(1, 1024, 1024), Rows(1, 4096, 4096),
+    Rows(4, 2048, 2048), Rows(8, 4096, 4096),
+)  # fmt: skip
+# Keys that end inside a block: of long sequences, of sentences, of windows of images.
+RAGGED, SENTENCES, WINDOWS = Rows(3, 1000, 1003), Rows(2, 77, 77), Rows(256, 49, 49)
+TRAINED = (TINY, SMALL, MANY, FEW_TILES, ALONE, MEDIUM, LARGE)
+FULL = dict[str, Any]()
+CAUSAL: dict[str, Any] = {"causal": True}
+SLIDING = {"causal": True, "window": (1023, 0)}
+GEMMA2, GEMMA2_SLIDING = CAUSAL | {"softcap": 50.0}, SLIDING | {"softcap": 50.0}
+SINKS, SINKS_SLIDING = CAUSAL | {"sinks": True}, CAUSAL | {"sinks": True, "window": (127, 0)}  # GPT-OSS
+
+
+ALIBI, DROPOUT = CAUSAL | {"alibi_slopes": True}, {"dropout_p": 0.1}
+BOTH = (False, True)
+
+
+class Row(NamedTuple):
+    """Calls: every combination of what is here."""
+
+    options: tuple[dict[str, Any], ...]
+    heads: tuple[Heads, ...]
+    rows: tuple[Rows, ...]
+    packed: tuple[bool, ...] = (False,)
+    dtypes: tuple[torch.dtype, ...] = HALVES
+
+    def calls(self) -> Iterator[Call]:
+        for dtype, options, heads, rows, packed in product(self.dtypes, *self[:4]):
+            yield attention(heads, rows, dtype, packed, **options)
+
+
+TRAINING = (
+    Row((FULL, CAUSAL), USUAL, TRAINED, BOTH),
+    Row((FULL, CAUSAL), (D96, MLA, D256), TRAINED, BOTH, (BF16,)),
+    Row((FULL, CAUSAL), (D96, D256), TRAINED, dtypes=(FP16,)),
+    Row((FULL,), (D72, D80), TRAINED, BOTH, (BF16,)),  # images
+    Row((FULL,), (D72, D80), TRAINED, dtypes=(FP16,)),
+    Row((FULL, CAUSAL), tuple(map(grouped, USUAL)), (SMALL, MANY, FEW_TILES, ALONE), BOTH),
+    Row((CAUSAL,), (grouped(D256, 8, 4),), (SMALL, MANY, FEW_TILES, ALONE), BOTH, (BF16,)),
+    Row((FULL,), (D64, D96, D128, D256), (RAGGED, Rows(1, 250, 250))),
+    Row((FULL, CAUSAL), USUAL, (SHORT,), BOTH),
+    Row((SLIDING,), (*map(grouped, USUAL), grouped(D256, 8, 4), D96), TRAINED, BOTH, (BF16,)),
+    Row((SLIDING,), (grouped(D128),), TRAINED, BOTH, (FP16,)),
+    Row((GEMMA2, GEMMA2_SLIDING), (grouped(D128), grouped(D256, 8, 4)), TRAINED, BOTH, (BF16,)),
+    Row((SINKS, SINKS_SLIDING), (grouped(D64, 64, 8), grouped(D128)), TRAINED, BOTH, (BF16,)),
+    Row(({"window": (64, 64)},), USUAL, TRAINED, BOTH, (BF16,)),
+    Row((ALIBI,), USUAL, TRAINED, BOTH, (BF16,)),
+    Row((DROPOUT, CAUSAL | DROPOUT), USUAL, (SHORT, *TRAINED), BOTH),
+    Row(({"attn_bias": "1hqk"}, {"attn_bias": "1hqk", "bias_grad": True}), USUAL, (SHORT, *TRAINED)),
+    Row(({"attn_bias": "b11k"}, {"attn_bias": "b1qk"}), USUAL, (TINY, SENTENCES, MEDIUM, RAGGED), dtypes=(BF16,)),
+    Row(({"attn_bias": "1hqk", "bias_grad": True},), (Heads(32), D64), (WINDOWS,)),
+    Row(({"seq_lens": True}, CAUSAL | {"seq_lens": True}), USUAL, TRAINED, dtypes=(BF16,)),
+    Row(({"deterministic": True}, CAUSAL | {"deterministic": True}), (*USUAL, grouped(D128)), TRAINED, BOTH, (BF16,)),
+    Row(({"out_dtype": "float32"}, CAUSAL | {"out_dtype": "float32"}), USUAL, (MEDIUM,), dtypes=(BF16,)),  # of a ring
+    Row((FULL, CAUSAL), USUAL, (SMALL, MEDIUM), dtypes=(FP32,)),
+)
+
+
+def training() -> Iterator[Call]:
+    for row in TRAINING:
+        yield from row.calls()
+    # Few queries of many keys, without a backward pass.
+    for dtype, heads, rows in product(HALVES, (*USUAL, grouped(D128)), (Rows(1, 16, 8192), Rows(4, 1, 4096))):
+        yield attention(heads, rows, dtype, backward=False, causal=True)
+
+
+LLAMA, SMALLER, OLDER, PHI, GEMMA, OSS = (
+    grouped(D128), grouped(D64), grouped(D128, 32, 32), grouped(D96, 32, 32), grouped(D256, 8, 4), grouped(D64, 64, 8)
+)  # fmt: skip
+DEEPSEEK = Heads(576, 512, 128, 1)
+# A token of one sequence, of some, of many; several of each; and long prompts.
+DECODING = (Rows(1, 1, 8192), Rows(16, 1, 8192), Rows(64, 1, 8192), Rows(256, 1, 4096))
+SEVERAL = (Rows(1, 8, 8192), Rows(16, 8, 8192), Rows(64, 8, 8192), Rows(256, 8, 4096), Rows(16, 32, 8192))
+CHUNKS = (Rows(1, 128, 8192), Rows(4, 2048, 8192))
+SERVED = (*DECODING, *CHUNKS)
+LOOKED_BACK = {"window_size": (1023, 0), "causal": True}
+
+
+class CacheRow(NamedTuple):
+    """Calls over a cache: every combination of what is here."""
+
+    options: tuple[dict[str, Any], ...]
+    heads: tuple[Heads, ...]
+    rows: tuple[Rows, ...] = SERVED
+    pages: tuple[int, ...] = (0, 16, 256)
+    packed: tuple[bool, ...] = (False,)
+    dtypes: tuple[torch.dtype, ...] = (BF16,)
+
+    def calls(self) -> Iterator[Call]:
+        for dtype, options, heads, rows, page, packed in product(self.dtypes, *self[:5]):
+            yield cache(heads, rows, dtype, page, packed=packed, **options)
+
+
+# Batches in which some sequences have a token and others many.
+MIXED, BATCHED = CAUSAL | {"longest": 512}, (Rows(1, 32, 8192), *DECODING[1:2], Rows(32, 1, 8192), DECODING[3])
+SERVING = (
+    CacheRow((CAUSAL,), (LLAMA, SMALLER), pages=(0, 16, 64, 256), dtypes=HALVES),
+    CacheRow((CAUSAL,), (LLAMA, SMALLER), SEVERAL, (0, 16, 256)),
+    CacheRow((FULL,), (LLAMA, SMALLER, OLDER), DECODING, (0, 256)),  # the default of `flash_attn_with_kvcache`
+    CacheRow((CAUSAL,), (LLAMA,), (*SERVED, SEVERAL[1]), (16, 64, 256), (True,), HALVES),
+    CacheRow((MIXED,), (LLAMA,), BATCHED, (16, 64, 256), (True,)),
+    CacheRow((CAUSAL,), (SMALLER,), pages=(16,), packed=(True,)),
+    CacheRow((MIXED,), (SMALLER,), BATCHED, (16,), (True,)),
+    CacheRow((CAUSAL,), (LLAMA._replace(keys=4), SMALLER._replace(keys=4)), (Rows(40, 1, 8192),), (16,), BOTH, HALVES),
+    CacheRow((CAUSAL,), (OLDER, PHI, GEMMA)),
+    CacheRow((LOOKED_BACK,), (LLAMA,), pages=(0, 16), packed=BOTH),
+    CacheRow((GEMMA2, LOOKED_BACK | {"softcap": 50.0}), (GEMMA,), pages=(0, 16), packed=BOTH),
+    CacheRow((SINKS, SINKS | {"window_size": (127, 0)}), (OSS,), pages=(0, 16), packed=BOTH),
+    CacheRow((MIXED | GEMMA2, MIXED | LOOKED_BACK | {"softcap": 50.0}), (GEMMA,), BATCHED, (16,), (True,)),
+    CacheRow((MIXED | SINKS, MIXED | SINKS | {"window_size": (127, 0)}), (OSS,), BATCHED, (16,), (True,)),
+    CacheRow((ALIBI,), (OLDER,), pages=(0, 16)),
+    CacheRow((CAUSAL | {"float8": True},), (LLAMA, SMALLER), (*DECODING, SEVERAL[1]), (0, 16, 64)),
+    CacheRow(
+        (CAUSAL | {"latent": True},), (DEEPSEEK, DEEPSEEK._replace(queries=16)), (*DECODING, Rows(16, 2, 8192)), (0, 64)
+    ),
+    CacheRow((CAUSAL | {"new": 1, "rotary": 128},), (LLAMA,), DECODING[:2], (0, 16, 256), dtypes=HALVES),
+    CacheRow(
+        (CAUSAL | {"new": 1, "rotary": 128, "rotary_interleaved": False}, CAUSAL | {"new": 1}),
+        (LLAMA,), DECODING[1:2], (0, 16, 256), dtypes=HALVES,
+    ),
+)  # fmt: skip
+IN_THE_MODE = (Rows(16, 1, 8192), Rows(1, 512, 8192), Rows(4, 2048, 2048))
+
+
+def serving() -> Iterator[Call]:
+    for row in SERVING:
+        yield from row.calls()
+    for rows, page in product(IN_THE_MODE, (0, 16)):
+        yield in_the_mode(cache(LLAMA, rows, BF16, page, causal=True))
+    yield in_the_mode(attention(grouped(D128), MEDIUM, BF16, causal=True))
+
+
+def others() -> Iterator[Call]:
+    """Merging, and products of few and many rows, of which b may be transposed or nothing aligned."""
+    for head_dim in (64, 80, 96, 128, 256):
+        yield merging(head_dim)
+    for dtype, rows, transposed in product(HALVES, (16, 512, 4096), BOTH):
+        yield product_of(rows, 4096, 4096, dtype, transposed)
+    for rows in (16, 4096):
+        yield product_of(rows, 4095, 4095, BF16)
+        yield product_of(rows, 4096, 4096, FP32, out_dtype=FP16)
+        for precision in ("tf32", "ieee"):
+            yield product_of(rows, 4096, 4096, FP32, precision=precision)
+
+
+def everything() -> list[Call]:
+    """All calls that a pack serves."""
+    return [*training(), *serving(), *others()]

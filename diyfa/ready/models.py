@@ -1,0 +1,118 @@
+"""The calls of a model, from the config.json that Hugging Face keeps beside its weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from diyfa.ready.calls import BF16, CHUNKS, DECODING, TRAINED, Call, Heads, attention, cache
+
+Config = dict[str, Any]
+# Encoders, whose tokens see all others, by how the names of their architectures end.
+_ENCODERS = ("ForMaskedLM", "ForSequenceClassification", "ForImageClassification", "VisionModel")
+_WITH_SINKS = ("gpt_oss",)
+_MASKED = "causal"
+
+
+class Model(NamedTuple):
+    """What attention needs to know of a model."""
+
+    heads: Heads
+    dtype: torch.dtype
+    options: tuple[dict[str, Any], ...]  # of the different layers, under the names of `flash_attention`
+    latent: Heads | None  # of its cache, where the values are a part of the keys (MLA)
+
+
+def read_model(path: Path) -> Model:
+    """Read a config.json. Raises ValueError where that says too little."""
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} holds no object")
+    return model_of(config)
+
+
+def model_of(config: Config) -> Model:
+    """Return what a config says. Raises ValueError where that is too little."""
+    outer, config = config, {**config, **config.get("text_config", {})}  # models of texts and images have several
+    queries = _number(config, "num_attention_heads", "n_head", "num_heads")
+    keys = _optional(config, "num_key_value_heads", "num_kv_heads") or queries
+    head_dim = _optional(config, "head_dim")
+    if head_dim is None:
+        head_dim = _number(config, "hidden_size", "n_embd", "d_model") // queries
+    heads, latent = Heads(head_dim, 0, queries, keys), None
+    if rank := _optional(config, "kv_lora_rank"):
+        rotated, plain = _number(config, "qk_rope_head_dim"), _number(config, "qk_nope_head_dim")
+        heads = Heads(plain + rotated, _number(config, "v_head_dim"), queries, queries)
+        latent = Heads(rank + rotated, rank, queries, 1)
+    name = config.get("dtype") or config.get("torch_dtype") or outer.get("dtype") or outer.get("torch_dtype")
+    dtype = getattr(torch, str(name).removeprefix("torch."), BF16) if name else BF16
+    return Model(heads, dtype, tuple(_options(config)), latent)
+
+
+def _number(config: Config, *names: str) -> int:
+    value = _optional(config, *names)
+    if value is None:
+        raise ValueError(f"the config says no {' or '.join(names)}")
+    return value
+
+
+def _optional(config: Config, *names: str) -> int | None:
+    return next((config[name] for name in names if type(config.get(name)) is int), None)
+
+
+def _options(config: Config) -> Iterator[dict[str, Any]]:
+    """Of layers that see all tokens before them, and of those that look back so far."""
+    shared: dict[str, Any] = {}
+    if not any(name.endswith(_ENCODERS) for name in config.get("architectures") or ()):
+        shared[_MASKED] = True
+    if cap := config.get("attn_logit_softcapping"):
+        shared["softcap"] = float(cap)
+    if config.get("model_type") in _WITH_SINKS:
+        shared["sinks"] = True
+    if config.get("alibi") or (config.get("attn_config") or {}).get("alibi") or config.get("model_type") == "bloom":
+        shared["alibi_slopes"] = True
+    window = _optional(config, "sliding_window") if config.get("use_sliding_window", True) else None
+    kinds = config.get("layer_types") or ()
+    if window is None or any(kind == "full_attention" for kind in kinds) or _alternates(config):
+        yield shared
+    if window is not None:
+        yield shared | {"window": (window - 1, 0) if _MASKED in shared else (window // 2, window // 2)}
+
+
+def _alternates(config: Config) -> bool:
+    """Whether some layers see all tokens, in configs that do not list their layers' types."""
+    pattern = _optional(config, "sliding_window_pattern", "global_attn_every_n_layers") or 0
+    return pattern > 1 or config.get("model_type") == "gemma2"
+
+
+def training(model: Model) -> Iterator[Call]:
+    """Batches of few and many tokens, also packed ones, with their backward pass."""
+    for options, rows, packed in product(model.options, TRAINED, (False, True)):
+        yield attention(model.heads, rows, model.dtype, packed, **options)
+
+
+def serving(model: Model, pages: tuple[int, ...]) -> Iterator[Call]:
+    """Long prompts, and tokens one at a time, over pages (0: a contiguous cache); packed ones over pages, too."""
+    heads = model.latent or model.heads
+    for options, page, rows in product(model.options, pages, (*DECODING, *CHUNKS)):
+        if _MASKED not in options:
+            continue
+        if model.latent is not None and rows in CHUNKS:  # whose keys are made of the latent ones, as in training
+            yield attention(model.heads, rows._replace(keys=rows.queries), model.dtype, True, False, **options)
+            continue
+        given = {"window_size" if name == "window" else name: value for name, value in options.items()}
+        if model.latent is not None:
+            given["latent"] = True
+        yield cache(heads, rows, model.dtype, page, **given)
+        if page and model.latent is None:
+            yield cache(heads, rows, model.dtype, page, True, **given)
+            if rows in DECODING:  # some sequences have a token, others many
+                yield cache(heads, rows, model.dtype, page, True, longest=512, **given)

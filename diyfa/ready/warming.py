@@ -1,0 +1,106 @@
+"""`diyfa.warmup`: kernels of calls to come, compiled by several processes before they come."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from diyfa.ready.building import Built, build, cores
+from diyfa.ready.recording import Recorded, backend_here, backend_of, record
+from diyfa.ready.words import parse
+
+SECONDS = 10.0  # between two lines in a log
+
+
+class Warmed(NamedTuple):
+    """What `diyfa.warmup` did."""
+
+    kernels: int  # that the calls launch
+    compiled: int  # of them, now
+    failures: tuple[str, ...]
+    refused: tuple[str, ...]  # calls that the device does not run, with the reason
+    seconds: float
+
+    def __str__(self) -> str:
+        text = f"{self.kernels} kernels, of which {self.compiled} were compiled in {self.seconds:.1f} s"
+        for what, several in (("did not compile", self.failures), ("calls cannot run", self.refused)):
+            text += f"; {len(several)} {what}: {several[0]}" if several else ""
+        return text
+
+
+def warmup(
+    calls: Callable[[], object] | str | Iterable[Callable[[], object] | str],
+    *,
+    arch: str | None = None,
+    jobs: int | None = None,
+    quiet: bool = False,
+) -> Warmed:
+    """Compile the kernels of calls to come into the cache folder, in several processes; what is there already is not.
+
+        diyfa.warmup("attention bfloat16 D=128 H=32/8 B=4 S=2048 causal")
+        diyfa.warmup(lambda: model(batch).loss.backward())
+
+    Args:
+        calls: a call in words (`diyfa.ready.words`), a function, or several of both. A function is called once, on the
+            tensors that it has. Nothing of diyfa is computed meanwhile: its results are 0, and what else the function
+            does is done. No other thread may call diyfa until it returns.
+        arch: a GPU that need not be here ("sm_90"), whose place tensors of the CPU take; default: the current device.
+        jobs: processes; default: as many as there are cores.
+        quiet: print nothing. Else a line on standard error says what was done, and more lines how far it is.
+
+    Raises:
+        ValueError: words that mean nothing, no usable device, or an unknown architecture.
+        RuntimeError, OSError: what the functions raise.
+    """
+    start = time.monotonic()
+    given = [calls] if callable(calls) or isinstance(calls, str) else list(calls)
+    named = [parse(each) if isinstance(each, str) else (getattr(each, "__name__", "a call"), each) for each in given]
+    name = backend_of(arch) if arch else backend_here()
+    recording = record(name, arch, named)
+    warmed = warm(list(recording.kernels.values()), jobs or cores(), None if quiet else _Lines())
+    warmed = warmed._replace(refused=tuple(recording.refused), seconds=time.monotonic() - start)
+    if not quiet:
+        print(f"diyfa.warmup: {warmed}", file=sys.stderr, flush=True)
+    return warmed
+
+
+def warm(kernels: list[Recorded], jobs: int, watch: Callable[[int, int, Built], None] | None = None) -> Warmed:
+    """Compile those of `kernels` that no process would find; `watch` is told (how many are done, of how many, the last
+    one)."""
+    start = time.monotonic()
+    missing = [kernel for kernel in kernels if not kernel.is_known()]
+    failures: list[str] = []
+    count = 0
+
+    def done(built: Built) -> None:
+        nonlocal count
+        count += 1
+        if built.error:
+            failures.append(f"{built.name}: {built.error}")
+        if watch is not None:
+            watch(count, len(missing), built)
+
+    build(missing, jobs, done)
+    compiled = len(missing) - len(failures)
+    return Warmed(len(kernels), compiled, tuple(failures), (), time.monotonic() - start)
+
+
+class _Lines:
+    """A line on standard error every `SECONDS` at most; on a terminal one that changes."""
+
+    def __init__(self) -> None:
+        self.last = time.monotonic()
+
+    def __call__(self, count: int, total: int, built: Built) -> None:
+        is_terminal, now = sys.stderr.isatty(), time.monotonic()
+        text = f"diyfa.warmup: {count} of {total} kernels, {built.name}"
+        if is_terminal:
+            filled = 24 * count // total
+            print(
+                f"\r\x1b[K[{'#' * filled:24}] {text}", end="\n" if count == total else "", file=sys.stderr, flush=True
+            )
+        elif now - self.last >= SECONDS:
+            self.last = now
+            print(text, file=sys.stderr, flush=True)

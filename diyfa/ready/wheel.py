@@ -1,0 +1,44 @@
+"""Writing a wheel, which is a zip file with a little metadata: the format is PEP 427's."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+
+_DATE = (2020, 1, 1, 0, 0, 0)  # of all files, so that equal contents are equal wheels
+
+
+def write_wheel(folder: Path, name: str, version: str, summary: str, files: Mapping[str, bytes]) -> Path:
+    """Write the wheel of a package that needs this diyfa and holds `files`, by their paths; return where it is.
+
+    `name` is the module's, as in "diyfa_sm90". Files are stored as they are, since packs are compressed.
+    """
+    path = folder / f"{name}-{version}-py3-none-any.whl"
+    info = f"{name}-{version}.dist-info"
+    metadata = f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\nSummary: {summary}\n"
+    every = {
+        **files,
+        f"{info}/METADATA": f"{metadata}Requires-Python: >=3.10\nRequires-Dist: diyfa=={version}\n".encode(),
+        f"{info}/WHEEL": b"Wheel-Version: 1.0\nGenerator: diyfa pack\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    record = [f"{file},sha256={_digest(content)},{len(content)}" for file, content in every.items()]
+    every[f"{info}/RECORD"] = "\n".join([*record, f"{info}/RECORD,,", ""]).encode()
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as wheel:
+            for file, content in every.items():
+                entry = zipfile.ZipInfo(file, _DATE)
+                entry.external_attr = 0o644 << 16
+                wheel.writestr(entry, content)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path
+
+
+def _digest(content: bytes) -> str:
+    return base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()

@@ -1,0 +1,424 @@
+"""Binaries outside of a process: packs, the cache folder, and the compiler as the last resort.
+
+Two small kernels are compiled for sm_90 in a process of its own (`kept_binaries.py`), whose driver is a simulated one.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from subprocesses import ROOT, SUPPORT
+
+from diyfa.backends.cuda import backend
+from diyfa.backends.cuda.gluon.compat import has_gluon
+from diyfa.backends.cuda.runtime import binaries, jit, launcher, pack, tune
+from diyfa.backends.cuda.runtime.constants import Constants
+from diyfa.backends.cuda.runtime.launcher import Tiles, box_of, signature_of
+from diyfa.problem import Launch
+
+ARCH = "sm_90"
+
+
+def start(command: str, folder: Path, **environment: str) -> subprocess.Popen[str]:
+    path = os.pathsep.join([*map(str, (SUPPORT, ROOT / "tests", ROOT)), os.environ.get("PYTHONPATH", "")])
+    environment = {"TRITON_INTERPRET": "0", "PYTHONPATH": path.rstrip(os.pathsep), **environment}
+    return subprocess.Popen(
+        [sys.executable, str(SUPPORT / "kept_binaries.py"), command, str(folder)],
+        env={**os.environ, **environment}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def finish(process: subprocess.Popen[str]) -> dict:
+    printed, errors = process.communicate(timeout=240)
+    assert process.returncode == 0, errors
+    return json.loads(printed.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    if torch.cuda.is_available():
+        pytest.skip("there is a driver: test_repeat.py runs on the device")
+    folder = tmp_path_factory.mktemp("made")
+    found = finish(start("make", folder, TRITON_CACHE_DIR=str(folder), DIYFA_CACHE_DIR=str(folder)))
+    return SimpleNamespace(**found, file=folder / "site" / "diyfa_sm90" / "binaries.pack", folder=Path(found["cache"]))
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory):
+    """What another process found, with which this one shared a folder."""
+    folder = binaries.BinaryFolder(tmp_path_factory.mktemp("shared"))
+    process, read = start("share", folder.path, PYTHONHASHSEED="1"), 0
+    known = {str(i): binaries.StoredBinary(bytes([i]) * (100_000 + i), "f", 0, 4, False, (), 2) for i in range(8)}
+    while process.poll() is None and not (folder.path / "7").exists():
+        time.sleep(0.01)
+    end = time.monotonic() + 1.5
+    while time.monotonic() < end:
+        for key, one in known.items():
+            found = folder.get(key)
+            read += found is not None
+            assert found in (None, one) and folder.put(key, one)
+    return {**finish(process), "read_here": read, "files": sorted(x.name for x in folder.path.iterdir())}
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch, tmp_path):
+    """A process that has looked for nothing yet."""
+    monkeypatch.setenv("DIYFA_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(jit, "_noticed", [])
+    for asked in (pack.installed, pack._warn):
+        asked.cache_clear()
+    yield
+    for asked in (pack.installed, pack._warn):
+        asked.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def binary():
+    return binaries.StoredBinary(b"\x7fELF" * 5000, "f", 1000, 8, True, (((16, 64), 3), ((1, 8, 16), 0)), 2)
+
+
+@dataclass(frozen=True, eq=False)
+class Chosen(Constants):
+    rows: int
+    name: str
+    is_causal: bool
+    scale: float
+
+
+def launch_of(name="f_kernel", constants=None, options=None, aligned=(), **arguments):
+    """Of a kernel that is not compiled here."""
+    params = [
+        SimpleNamespace(name=x, is_constexpr=False, do_not_specialize=False, do_not_specialize_on_alignment=False)
+        for x in arguments
+    ]
+
+    def function():
+        pass
+
+    function.__module__, function.__name__, function.__qualname__ = "diyfa.backends.cuda.attention.fwd", name, name
+    kernel = SimpleNamespace(params=params, fn=function)
+    constants = constants or {"c": Chosen(64, "causal", True, 0.5)}
+    return Launch(kernel, 1, arguments, constants, {"num_warps": 8} if options is None else options, aligned)
+
+
+def key_of(launch):
+    return binaries.key_of_binary(ARCH, launch, signature_of(launch))
+
+
+# ---- From the compiler, the cache folder and a pack ---------------------------------------------------------------
+
+
+def test_the_driver_gets_the_same_from_all_three(made):
+    """From a pack where nothing may be compiled."""
+    assert made.compiled == [["_merge_kernel", "rows_kernel"], [], []]
+    assert len(made.launched[0]) == 2 and made.launched[0] == made.launched[1] == made.launched[2]
+
+
+def test_a_pack_has_what_was_compiled(made):
+    known, cache = pack.Pack.open(made.file, ARCH), binaries.BinaryFolder(made.folder)
+    assert len(known) == 2 and known.get("0" * 32) is None
+    for key in made.keys:
+        compiled, packed = cache.get(key), known.get(key)
+        cleared = compiled.cubin.index(b".version")  # of PTX, in the debug sections
+        assert packed.cubin[cleared : cleared + 8] == bytes(8) and len(packed.cubin) == len(compiled.cubin)
+        assert packed == compiled._replace(cubin=pack.without_debug(compiled.cubin))
+        assert str(ROOT).encode() not in packed.cubin
+
+
+def test_bytes_round_trip(binary):
+    assert binaries.unpacked(binaries.packed(binary)) == binary
+
+
+# ---- What a binary is known by ------------------------------------------------------------------------------------
+
+
+def test_a_key_is_the_same_in_every_process(made, other):
+    assert made.keys_of_many == other["keys_of_many"]
+    keys = list(made.keys_of_many.values())
+    assert len(set(keys)) > 0.9 * len(keys) > 200  # the rest are equal
+
+
+def test_a_key_is_the_same_with_every_triton_and_platform(monkeypatch):
+    monkeypatch.setattr(binaries, "source_hash", lambda: "0" * 32)
+    x = torch.zeros(64, 32, dtype=torch.float16)
+    given = {"q_ptr": x, "stride_q": 32, "stride_k": 1, "n": 7, "s": 0.5, "none": None}
+    assert key_of(launch_of(**given, aligned=("n",))) == "dd2e6e912a05d63bbcd0976fcc061152"
+    if has_gluon():
+        from triton.experimental.gluon import language as gl
+
+        box = box_of(torch.bfloat16, (1, 64), gl.NVMMASharedLayout.get_default_for([1, 64], gl.float16))
+        launch = launch_of(rows=Tiles(x, x.shape, x.stride(), box), options={"num_warps": 4, "ptx_version": 88})
+        assert key_of(launch) == key_of(launch._replace(options={"num_warps": 4})) == "8c741b7d520c6509469a5446d2a0c969"
+
+
+def test_a_key_has_all_that_a_kernel_is_compiled_for(monkeypatch):
+    x = torch.zeros(64, 32, dtype=torch.float16)
+    given = {"q_ptr": x, "stride_q": 16, "n": 3, "rows": Tiles(x, x.shape, x.stride(), box_of(x.dtype, (16, 32)))}
+    others = [
+        launch_of(**given, name="g_kernel"), launch_of(**given, options={}), launch_of(**given, aligned=("n",)),
+        launch_of(**given, constants={"c": Chosen(32, "causal", True, 0.5)}),
+        launch_of(**given, constants={"c": Chosen(64, "causal", True, 1)}),
+        *[
+            launch_of(**{**given, **changed})
+            for changed in (
+                {"q_ptr": None}, {"q_ptr": x[0, 1:]}, {"q_ptr": x.bfloat16()}, {"stride_q": 1}, {"stride_q": 8},
+                {"n": 2**40}, {"rows": Tiles(x, x.shape, x.stride(), box_of(x.dtype, (8, 32)))},
+            )
+        ],
+    ]  # fmt: skip
+    launch = launch_of(**given)
+    keys = {key_of(launch), *map(key_of, others), binaries.key_of_binary("sm_80", launch, signature_of(launch))}
+    monkeypatch.setattr(binaries, "source_hash", lambda: "other")
+    assert len({*keys, key_of(launch)}) == len(others) + 3
+    assert key_of(launch_of(**{**given, "n": 4})) == key_of(launch)
+
+
+# ---- Packs that are refused ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch, binary):
+    """Install a pack, changed by a function of its bytes, where Python finds it -> its file."""
+    monkeypatch.setattr(pack, "without_debug", lambda cubin: cubin)  # those are no cubins
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def write(change=lambda content: content):
+        file = tmp_path / "diyfa_sm90" / pack.FILE_NAME
+        file.parent.mkdir(exist_ok=True)
+        pack.write_pack(file, ARCH, {"a": binary, "b": binary._replace(cubin=binary.cubin[::-1])})
+        file.write_bytes(change(file.read_bytes()))
+        return file
+
+    return write
+
+
+def test_an_installed_pack_is_found(write, binary, caplog):
+    assert pack.installed(ARCH).reason == "no pack for sm_90 is installed"
+    pack.installed.cache_clear()
+    file = write()
+    known = pack.installed(ARCH).pack
+    assert known.path == file and known.get("a") == binary and binaries.find_binary(ARCH, "a") == binary
+    assert pack.installed("sm_80").pack is None and not caplog.records
+    assert backend.binaries(ARCH).startswith(f"2 kernels in {file}; cache folder ")
+
+
+def test_a_flipped_bit_is_never_used(write, binary, caplog):
+    file = write()
+    content, right = file.read_bytes(), {"a": binary, "b": binary._replace(cubin=binary.cubin[::-1])}
+    refused = missed = 0
+    for place in (*range(32), *range(32, len(content), 7)):
+        file.write_bytes(content[:place] + bytes([content[place] ^ (1 << place % 8)]) + content[place + 1 :])
+        try:
+            known = pack.Pack.open(file, ARCH)
+        except pack.PackError as error:
+            refused += 1
+            assert str(error).split(":")[0] in (
+                "it is no pack", "its format is 0, and this diyfa reads 1", "its index is damaged"
+            ) or "its format is" in str(error), error  # fmt: skip
+            continue
+        found = {key: known.get(key) for key in right}
+        missing = [key for key, x in found.items() if x is None]
+        assert len(missing) == 1 and all(found[key] in (None, right[key]) for key in right)
+        missed += 1
+    assert refused > 32 and missed > 20
+    assert [record.message for record in caplog.records] == [
+        f"diyfa does not use {file}: a kernel in it is damaged: install it again"
+    ]
+
+
+@pytest.mark.parametrize("kept", [0, 10, 40, -1000, -1])
+def test_a_truncated_pack_is_refused(write, kept, caplog):
+    file = write(lambda content: content[:kept])
+    known = pack.installed(ARCH).pack
+    assert known is None or known.get("b") is None
+    pack.installed.cache_clear()
+    assert pack.installed(ARCH).pack is None or kept < 0
+    (line,) = caplog.records
+    assert line.message.startswith(f"diyfa does not use {file}: ") and line.levelno == logging.WARNING
+
+
+def other_version(content):
+    return content[:8] + (pack.FORMAT + 1).to_bytes(4, "little") + content[12:]
+
+
+def test_another_version_is_refused(write, caplog):
+    write(other_version)
+    assert "its format is 2, and this diyfa reads 1" in pack.installed(ARCH).reason
+    assert len(caplog.records) == 1 and "its format is 2" in backend.binaries(ARCH)
+
+
+def test_a_pack_of_other_sources_or_another_gpu_is_refused(write, monkeypatch):
+    file = write()
+    with pytest.raises(pack.PackError, match="it is for sm_90, not for sm_80"):
+        pack.Pack.open(file, "sm_80")
+    monkeypatch.setattr(pack, "source_hash", lambda: "other")
+    assert "made from other sources than this diyfa" in pack.installed(ARCH).reason
+
+
+def test_a_pack_that_cannot_be_read_is_refused(write, monkeypatch):
+    file = write()
+    known = pack.installed(ARCH).pack
+    file.unlink()
+    assert known.get("a") is None
+    pack.installed.cache_clear()
+    assert "it cannot be read: No such file" in pack.installed(ARCH).reason
+    pack.installed.cache_clear()
+    write()
+    monkeypatch.setitem(sys.modules, "lzma", None)
+    assert "this Python has no lzma" in pack.installed(ARCH).reason
+
+
+# ---- The cache folder ---------------------------------------------------------------------------------------------
+
+
+def test_a_broken_file_is_replaced(tmp_path, binary):
+    folder = binaries.BinaryFolder(tmp_path / "new" / "folder")
+    assert folder.get("a") is None and folder.put("a", binary) and folder.get("a") == binary
+    file = folder.path / "a"
+    content = file.read_bytes()
+    for broken in (b"", content[:10], content[:-1], content[:-1] + b"x", b"x" + content[1:]):
+        file.write_bytes(broken)
+        assert folder.get("a") is None
+    (folder.path / "b").write_bytes(content)  # of another kernel
+    assert folder.get("b") is None
+    assert folder.put("a", binary) and folder.get("a") == binary
+    assert sorted(x.name for x in folder.path.iterdir()) == ["a", "b"]
+
+
+def test_two_processes_write_the_same_files(other):
+    assert other["read"] > 20 and other["read_here"] > 20 and other["files"] == [str(i) for i in range(8)]
+
+
+def refusing(number):
+    def refuse(*arguments, **options):
+        raise OSError(number, os.strerror(number))
+
+    return refuse
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC, errno.EACCES])
+@pytest.mark.parametrize("name", ["mkdir", "write_bytes", "replace"])
+def test_where_nothing_can_be_kept_nothing_is(tmp_path, monkeypatch, binary, name, number):
+    folder = binaries.BinaryFolder(tmp_path / "cache")
+    assert folder.put("a", binary)
+    with monkeypatch.context() as patch:
+        patch.setattr(*((os, name) if name == "replace" else (Path, name)), refusing(number))
+        assert not folder.put("b", binary) and folder.get("a") == binary
+    assert [x.name for x in folder.path.iterdir()] == ["a"]
+
+
+def test_a_disk_that_fills_up_leaves_no_half_of_a_file(tmp_path, monkeypatch, binary):
+    def write(path, content):
+        with path.open("wb") as file:
+            file.write(content[: len(content) // 2])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    folder = binaries.BinaryFolder(tmp_path)
+    monkeypatch.setattr(Path, "write_bytes", write)
+    assert not folder.put("a", binary) and not list(tmp_path.iterdir())
+
+
+# ---- The compiler -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def compiler(monkeypatch, binary):
+    """Counts what is compiled, and takes `seconds` for it."""
+    found = SimpleNamespace(names=[], seconds=0.0)
+
+    def compile_binary(arch, launch, signature):
+        time.sleep(found.seconds)
+        found.names.append(launch.kernel.fn.__name__)
+        return binary
+
+    monkeypatch.setattr(jit, "compile_binary", compile_binary)
+    return found
+
+
+def stored(launch):
+    return binaries.stored_binary(ARCH, launch, signature_of(launch))
+
+
+def test_what_was_compiled_is_kept(compiler, binary):
+    launch = launch_of(n=3)
+    assert [stored(launch) for _ in range(3)] == [binary] * 3 and compiler.names == ["f_kernel"]
+    cache = binaries.cache_folder()
+    assert cache.get(key_of(launch)) == binary and cache.path.parent.name == "binaries"
+
+
+def test_a_pack_comes_before_the_folder(compiler, write, binary, monkeypatch):
+    monkeypatch.setattr(binaries, "key_of_binary", lambda *arguments: "b")
+    binaries.cache_folder().put("b", binary._replace(name="of the folder"))
+    assert stored(launch_of(n=3)).name == "of the folder"
+    write()
+    pack.installed.cache_clear()
+    assert stored(launch_of(n=3)).name == "f" and not compiler.names
+
+
+@pytest.mark.parametrize("reason", ["home", "file", "changed", "asked for"])
+def test_a_call_goes_on_where_nothing_is_kept(compiler, binary, monkeypatch, tmp_path, request, reason):
+    if reason == "home":
+        request.getfixturevalue("no_home")
+        assert binaries.cache_folder() is None and "no cache folder" in backend.binaries(ARCH)
+    elif reason == "file":
+        (tmp_path / "cache").write_text("a file where the folder would be")
+    elif reason == "changed":
+        monkeypatch.setattr(binaries, "LOADED_AT", 0.0)
+    else:
+        monkeypatch.setattr(binaries.triton.knobs.compilation, "always_compile", True)
+    assert [stored(launch_of(n=3)) for _ in range(2)] == [binary] * 2 and len(compiler.names) == 2
+    assert not (tmp_path / "cache").is_dir()
+
+
+def test_nothing_is_compiled_where_it_may_not_be(compiler, monkeypatch):
+    monkeypatch.setenv("DIYFA_JIT", "never")
+    with pytest.raises(RuntimeError, match=r"DIYFA_JIT=never.*f_kernel.*no pack for sm_90.*DIYFA_JIT=auto"):
+        stored(launch_of(n=3))
+    assert not tune._may_measure()
+    monkeypatch.setenv("DIYFA_JIT", "always")
+    with pytest.raises(ValueError, match="DIYFA_JIT must be one of auto, never, got 'always'"):
+        stored(launch_of(n=3))
+    assert not compiler.names
+    monkeypatch.setenv("DIYFA_JIT", "")
+    assert stored(launch_of(n=3)) and compiler.names
+
+
+def test_without_a_compiler_a_pass_is_launched_whole_or_not_at_all(monkeypatch):
+    from diyfa.backends.cuda.runtime import passes
+
+    def binary_of(launch, signature, device):
+        if launch.arguments["n"] == 2:
+            raise RuntimeError("not this one")
+
+    launched = []
+    monkeypatch.setattr(launcher, "binary_of", binary_of)
+    monkeypatch.setattr(launcher, "current_device", lambda: 0)
+    monkeypatch.setattr(passes, "launch_kernel", lambda launch: launched.append(launch.arguments["n"]))
+    monkeypatch.setenv("DIYFA_JIT", "never")
+    passes.launch_each([launch_of(n=0), launch_of(n=1)])
+    with pytest.raises(RuntimeError, match="not this one"):
+        passes.launch_each([launch_of(n=1), launch_of(n=2)])
+    assert launched == [0, 1]
+
+
+def test_a_long_compilation_says_so_once(compiler, monkeypatch, capsys):
+    monkeypatch.setattr(jit, "NOTICE_AFTER", 0.05)
+    stored(launch_of(n=3))
+    assert capsys.readouterr().err == ""
+    compiler.seconds = 0.3
+    for name in ("g_kernel", "h_kernel"):
+        stored(launch_of(name, n=3))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("diyfa is compiling g_kernel for sm_90") and "no pack for sm_90 is installed" in line
+    assert "kept there for later processes" in line

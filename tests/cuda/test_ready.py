@@ -1,0 +1,201 @@
+"""Kernels compiled before they are called: the calls of a pack, a pack of small kernels, and `diyfa.warmup`.
+
+A process of its own records calls for sm_90 and compiles (`ready_calls.py`), whose driver is a simulated one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+from subprocesses import ROOT, SUPPORT, run_python
+from typer.testing import CliRunner
+
+import diyfa
+from diyfa.cli.app import app
+from diyfa.ready import calls, words
+from diyfa.ready.building import Built, build
+from diyfa.ready.models import model_of
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    if torch.cuda.is_available():
+        pytest.skip("there is a driver: the simulated one is for machines without")
+    folder = tmp_path_factory.mktemp("ready")
+    printed = run_python(
+        "from ready_calls import main; main()", SUPPORT, ROOT / "tests", arguments=[str(folder)],
+        TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(folder), DIYFA_CACHE_DIR=str(folder),
+    )  # fmt: skip
+    return json.loads(printed.splitlines()[-1])
+
+
+# ---- The calls of a pack ------------------------------------------------------------------------------------------
+
+
+def test_every_call_of_a_pack_runs(found):
+    assert found["refused"] == []
+
+
+def test_a_pack_has_every_kernel(found):
+    """But for the one that only `variant` asks for."""
+    lines = [line for path in (ROOT / "backends" / "cuda").rglob("*.py") for line in path.read_text().splitlines()]
+    kernels = {match[1] for line in lines if (match := re.match(r"def (_\w+_kernel)\(", line))}
+    assert kernels - {*found["names"]} == {"_fwd_v1_kernel"}
+
+
+def test_what_an_architecture_lacks_is_said(found):
+    assert len(found["refused by sm_80"]) == 2
+    assert all("float8 needs sm_89 or later" in reason for reason in found["refused by sm_80"])
+
+
+def test_calls_of_the_tests_that_a_pack_lacks_are_listed(found):
+    covered = found["coverage"]
+    assert covered["lacking"] and 0 < covered["known"] < covered["kernels"]
+    assert all(kernels for kernels in covered["lacking"].values())
+
+
+# ---- Calls in words, of models, of functions ----------------------------------------------------------------------
+
+
+def test_words_are_the_calls_that_they_name(found):
+    assert found["words"] == {"alike": True, "known": True}
+
+
+@pytest.mark.parametrize(
+    "text, reason",
+    [
+        ("attention D=64 H=8 B=1 S=128 casual", "unknown words casual"),
+        ("attention D=64 H=8 S=128", "needs B="),
+        ("attention D=64 B=1 S=128", "needs H="),
+        ("attention D=64/a H=8 B=1 S=128", "needs D="),
+        ("cache D=64 H=8 B=1 Sq=1 Sk=0", "needs Sk="),
+        ("product float16 16x16", "sizes of the product"),
+    ],
+)
+def test_words_that_mean_nothing_are_refused(text, reason):
+    with pytest.raises(ValueError, match=reason):
+        words.parse(text)
+
+
+def test_words_have_defaults():
+    assert words.parse("D=128 H=32/8 B=4 S=64 causal").name == "attention bfloat16 D=128 H=32/8 B=4 Sq=64 Sk=64 causal"
+
+
+@pytest.mark.parametrize(
+    "name, heads", [("llama", "D=128 H=32/8"), ("qwen3", "D=128 H=16/8"), ("gemma2", "D=256 H=8/4")]
+)
+def test_a_pack_serves_a_model(found, name, heads):
+    from ready_calls import CONFIGS
+
+    model = model_of(CONFIGS[name])
+    assert str(model.heads) == heads and model.dtype == torch.bfloat16
+    of_model = found["models"][name]
+    assert of_model["refused"] == [] and of_model["lacking"] == [] and of_model["kernels"] > 40
+
+
+@pytest.mark.parametrize(
+    "config, options",
+    [
+        ({"model_type": "gpt_oss", "sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"]},
+         [{"causal": True, "sinks": True}, {"causal": True, "sinks": True, "window": (127, 0)}]),
+        ({"model_type": "mistral", "sliding_window": 4096}, [{"causal": True, "window": (4095, 0)}]),
+        ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": False}, [{"causal": True}]),
+        ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, [{}]),
+        ({"model_type": "bloom"}, [{"causal": True, "alibi_slopes": True}]),
+    ],
+)  # fmt: skip
+def test_layers_of_a_model(config, options):
+    model = model_of({"hidden_size": 1024, "num_attention_heads": 16, **config})
+    assert [*model.options] == options and model.heads == (64, 0, 16, 16)
+
+
+def test_a_latent_cache():
+    model = model_of({
+        "num_attention_heads": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
+        "v_head_dim": 128, "hidden_size": 7168,
+    })  # fmt: skip
+    assert model.heads == (192, 128, 128, 128) and model.latent == (576, 512, 128, 1)
+
+
+def test_a_config_that_says_too_little_is_refused():
+    with pytest.raises(ValueError, match="num_attention_heads"):
+        model_of({"hidden_size": 64})
+
+
+def test_a_function_is_recorded_with_zeros_for_results(found):
+    """However often it makes the same call."""
+    of_function = found["function"]
+    assert of_function["largest"] == 0
+    assert {"_fwd_sm90_kernel", "_bwd_dkdv_kernel", "_bwd_dq_kernel", "_bwd_preprocess_kernel"} == {
+        *of_function["kernels"]
+    }
+
+
+def test_without_a_device_an_architecture_is_asked_for():
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(ValueError, match="no GPU or NPU is usable here"):
+        diyfa.warmup("D=64 H=8 B=1 S=128", quiet=True)
+    with pytest.raises(ValueError, match=r"unknown CUDA architecture|TRITON_INTERPRET"):
+        diyfa.warmup("D=64 H=8 B=1 S=128", arch="sm_1", quiet=True)
+
+
+# ---- A pack -------------------------------------------------------------------------------------------------------
+
+
+def test_a_small_pack_serves_its_calls_without_a_compiler(found):
+    of_pack = found["pack"]
+    assert of_pack["status"] == 0 and of_pack["kernels"] == 5
+    assert of_pack["compiled"] == []  # in this process
+    assert of_pack["launches"] == 1
+    assert of_pack["wheel"] == f"diyfa_sm90-{diyfa.__version__}-py3-none-any.whl"
+    assert of_pack["names"][:2] == ["diyfa_sm90/__init__.py", "diyfa_sm90/binaries.pack"]
+
+
+def test_what_is_compiled_is_not_compiled_again(found):
+    warmed = found["pack"]["warmed"]
+    assert (warmed["kernels"], warmed["compiled"], warmed["failures"], warmed["refused"]) == (2, 0, [], [])
+
+
+def test_the_pack_is_listed_without_compiling(monkeypatch):
+    monkeypatch.setattr("diyfa.cli.pack.record", lambda *_: type("Recording", (), {"refused": []}))
+    done = CliRunner().invoke(app, ["pack", "90", "--list", "--only", "merge"])
+    assert done.exit_code == 0 and done.stdout.splitlines() == [x.name for x in calls.others() if "merge" in x.name]
+    assert CliRunner().invoke(app, ["pack", "Ascend910B3"]).exit_code == 2
+
+
+# ---- Processes that compile ---------------------------------------------------------------------------------------
+
+
+class Kernel:
+    """What processes are sent: `verdict` is what one makes of it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def is_known(self) -> bool:
+        return False
+
+    def compile(self) -> None:
+        import os
+        import sys
+
+        if self.name == "fails":
+            print("printed by a compiler", file=sys.stderr, flush=True)
+            raise RuntimeError("no such instruction")
+        if self.name == "crashes":
+            os._exit(9)
+
+
+def test_kernels_that_fail_or_crash_their_process_leave_the_others_alone(monkeypatch):
+    monkeypatch.setattr(Kernel, "__module__", "test_ready")
+    monkeypatch.syspath_prepend(ROOT / "tests" / "cuda")
+    done: list[Built] = []
+    build([Kernel(name) for name in ("a", "fails", "crashes", "b")], 1, done.append)
+    errors = {built.name: built.error for built in done}
+    assert [*errors] == ["a", "fails", "crashes", "b"] and errors["a"] == errors["b"] == ""
+    assert errors["fails"] == "RuntimeError: no such instruction printed by a compiler"
+    assert errors["crashes"] == "the process that compiles it ended with 9"

@@ -1,0 +1,107 @@
+"""Binaries that are made without a GPU, for a process with Triton's compiler. See tests/cuda/test_binaries.py.
+
+`python kept_binaries.py COMMAND FOLDER`. Needs Triton without its interpreter.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from compiled_launches import a_launch
+from simulators.cuda_driver import install
+
+from diyfa.backends.cuda.attention.merge import launch_of
+from diyfa.backends.cuda.runtime import binaries, jit, launcher, pack
+from diyfa.problem import Launch
+
+ARCH = "sm_90"
+
+
+def launches() -> list[Launch]:
+    """Two of small kernels: one of diyfa's, and one of another's with a descriptor."""
+    out, lse = torch.zeros(1, 2, 64, 32), torch.zeros(1, 2, 64)
+    return [launch_of(out, lse, out.clone(), lse.clone()), a_launch(torch.zeros(64, 16, dtype=torch.float16))]
+
+
+def make(folder: Path) -> dict[str, Any]:
+    """Compile the launches; they are launched as compiled, from the cache folder and from a pack."""
+    driver = install(folder)
+    described = launches()
+    pack_file = folder / "site" / pack.module_name(ARCH) / pack.FILE_NAME
+    pack_file.parent.mkdir(parents=True)
+    compiled: list[str] = []
+    compile_it = jit.compile_for
+    jit.compile_for = lambda arch, launch, signature: (
+        compiled.append(launch.kernel.__name__) or compile_it(arch, launch, signature)
+    )
+    found: dict[str, Any] = {"compiled": [], "launched": []}
+
+    def launch_all() -> None:
+        compiled.clear()
+        driver.launches.clear()
+        launcher._binaries.clear()
+        for launch in described:
+            launcher.launch_kernel(launch)
+        found["compiled"].append(compiled[:])
+        found["launched"].append([repr(one) for one in driver.launches])
+
+    launch_all()
+    launch_all()  # from the cache folder
+    keys = [binaries.key_of_binary(ARCH, launch, launcher.signature_of(launch)) for launch in described]
+    cache = binaries.cache_folder()
+    assert cache is not None
+    kept = {key: cache.get(key) for key in keys}
+    pack.write_pack(pack_file, ARCH, {key: binary for key, binary in kept.items() if binary is not None})
+    for key in keys:
+        (cache.path / key).unlink()
+    sys.path.insert(0, str(folder / "site"))
+    pack.installed.cache_clear()
+    os.environ["DIYFA_JIT"] = "never"
+    launch_all()  # from the pack
+    for key, binary in kept.items():
+        assert binary is not None and cache.put(key, binary)
+    return {**found, "keys": keys, "keys_of_many": keys_of_many(), "cache": str(cache.path)}
+
+
+def keys_of_many() -> dict[str, str]:
+    """The keys of half of the kernels that are compiled ahead of time."""
+    from diyfa.backends.cuda.compile import aot, specs
+    from diyfa.backends.cuda.matmul import kernel as matmul
+
+    found: dict[str, str] = {}
+    make_spec = aot.spec_of
+
+    def spy(launch: Launch, kernel: str, case: str, *rest: Any, **others: Any) -> Any:
+        found[f"{kernel} {case}"] = binaries.key_of_binary(ARCH, launch, launcher.signature_of(launch))
+        return make_spec(launch, kernel, case, *rest, **others)
+
+    aot.spec_of = specs.spec_of = spy  # type: ignore[attr-defined]
+    for source in (specs.compile_specs, matmul.compile_specs):
+        for _ in zip(range(150), source(ARCH), strict=False):
+            pass
+    aot.spec_of = specs.spec_of = make_spec  # type: ignore[attr-defined]
+    return found
+
+
+def share(folder: Path) -> dict[str, Any]:
+    """Write and read the same files for a second, beside another process that does the same."""
+    cache = binaries.BinaryFolder(folder)
+    known = {str(i): binaries.StoredBinary(bytes([i]) * (100_000 + i), "f", 0, 4, False, (), 2) for i in range(8)}
+    end, read = time.monotonic() + 1, 0
+    while time.monotonic() < end:
+        for key, one in known.items():
+            found = cache.get(key)
+            read += found is not None
+            assert found in (None, one) and cache.put(key, one)
+    return {"read": read, "keys_of_many": keys_of_many()}
+
+
+if __name__ == "__main__":
+    command, folder = sys.argv[1:]
+    print(json.dumps({"make": make, "share": share}[command](Path(folder))))

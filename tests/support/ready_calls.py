@@ -1,0 +1,123 @@
+"""Calls recorded for a GPU that is not here, and a pack of small kernels, for a process with Triton's compiler.
+
+`python ready_calls.py FOLDER` prints what it found as JSON: see tests/cuda/test_ready.py.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import zipfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from simulators.cuda_driver import install
+from tools.pack_coverage import coverage
+
+import diyfa
+from diyfa.backends.cuda.runtime import jit, pack
+from diyfa.cli.pack import run as run_pack
+from diyfa.ready import calls, models, words
+from diyfa.ready.recording import record, recording
+from diyfa.registry import load_backend
+
+ARCH = "sm_90"
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "torch_dtype": "bfloat16",
+}  # fmt: skip
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 1024, "num_attention_heads": 16,
+    "num_key_value_heads": 8, "head_dim": 128, "sliding_window": None, "dtype": "bfloat16",
+}  # fmt: skip
+GEMMA2 = {
+    "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "hidden_size": 2304, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 256, "attn_logit_softcapping": 50.0, "sliding_window": 4096,
+    "torch_dtype": "bfloat16",
+}  # fmt: skip
+CONFIGS = {"llama": LLAMA, "qwen3": QWEN3, "gemma2": GEMMA2}
+
+
+def of_models(known: dict[Any, Any]) -> dict[str, Any]:
+    """Of each model: how many kernels it launches, and those that the pack lacks."""
+    found = {}
+    for name, config in CONFIGS.items():
+        model = models.model_of(config)
+        asked = [*models.training(model), *models.serving(model, (0, 16))]
+        recorded = record("cuda", ARCH, asked)
+        lacking = [x.name for key, x in recorded.kernels.items() if key not in known]
+        found[name] = {"kernels": len(recorded.kernels), "lacking": lacking, "refused": recorded.refused}
+    return found
+
+
+def of_words(known: dict[Any, Any]) -> dict[str, Any]:
+    """Whether calls in words are those they were printed by."""
+    every = calls.everything()
+    again = [words.parse(call.name) for call in every]
+    some = record("cuda", ARCH, again[::40]).kernels
+    return {"alike": [a.name for a in every] == [b.name for b in again], "known": all(key in known for key in some)}
+
+
+def of_a_function() -> dict[str, Any]:
+    """What a training step that is recorded launches, and what it computes meanwhile."""
+    q, k, v = (torch.ones(2, 256, 4, 64, dtype=torch.float16, requires_grad=True) for _ in range(3))
+    results = []
+    with recording("cuda", ARCH) as found:
+        for _ in range(3):  # equal calls, which would be repeated
+            out = diyfa.flash_attn_func(q, k, v, causal=True)
+            (dq,) = torch.autograd.grad(out, q, torch.ones_like(out))
+            results += [float(out.detach().abs().max()), float(dq.abs().max())]
+    return {"kernels": Counter(x.name for x in found.values()), "largest": max(results)}
+
+
+def of_a_pack(folder: Path) -> dict[str, Any]:
+    """A pack of the merging kernels, which the driver gets where nothing may be compiled."""
+    compiled: list[str] = []
+    compile_it = jit.compile_for
+    jit.compile_for = lambda arch, launch, signature: (
+        compiled.append(launch.kernel.__name__) or compile_it(arch, launch, signature)
+    )
+    driver = install(folder)
+    status = run_pack(ARCH, folder / "wheels", 1, "merge", False, True)
+    (wheel,) = (folder / "wheels").iterdir()
+    with zipfile.ZipFile(wheel) as file:
+        assert file.testzip() is None
+        file.extractall(folder / "site")
+        names = file.namelist()
+    warmed = diyfa.warmup(["merge D=64", "merge D=128"], arch=ARCH, quiet=True)
+    sys.path.insert(0, str(folder / "site"))
+    pack.installed.cache_clear()
+    cache = folder / "binaries"
+    for path in cache.rglob("*"):
+        if path.is_file():
+            path.unlink()
+    out, lse = torch.zeros(1, 2, 64, 80), torch.zeros(1, 2, 64)
+    load_backend("cuda").merge(out, lse, out.clone(), lse.clone())  # type: ignore[attr-defined]
+    opened = pack.installed(ARCH).pack
+    return {
+        "status": status, "wheel": wheel.name, "names": names, "kernels": 0 if opened is None else len(opened),
+        "warmed": warmed._asdict(), "launches": len(driver.launches), "compiled": compiled,
+    }  # fmt: skip
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    everything = record("cuda", ARCH, calls.everything())
+    float8 = [call for call in calls.serving() if "float8" in call.name][:2]
+    covered = coverage(ARCH, 12)
+    print(json.dumps({
+        "refused": everything.refused,
+        "names": Counter(x.name for x in everything.kernels.values()),
+        "refused by sm_80": record("cuda", "sm_80", float8).refused,
+        "models": of_models(everything.kernels),
+        "words": of_words(everything.kernels),
+        "function": of_a_function(),
+        "coverage": covered._asdict(),
+        "pack": of_a_pack(folder),
+    }))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
