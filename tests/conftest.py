@@ -7,9 +7,6 @@ from collections import Counter
 from importlib.metadata import version
 from importlib.util import find_spec
 
-# Small products on many threads wait for each other more than they compute; NumPy (the interpreter) reads this once.
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-
 import pytest
 import torch
 

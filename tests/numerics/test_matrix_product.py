@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 from matrix_product import matrix_product
@@ -34,3 +36,14 @@ def test_products_are_added_one_by_one(layout: str, dtype: type, narrow: type) -
 def test_sixteen_bits_are_multiplied_in_the_type_of_the_result() -> None:
     a, b = np.full((16, 64), 3e2, np.float16), np.full((64, 16), 3e2, np.float16)
     assert np.array_equal(matrix_product(a, b), np.full((16, 16), 64 * 9e4, np.float32))
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="about the interpreter")
+def test_the_interpreter_asks_no_blas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether rows differ by their place shows only where BLAS does that, and in few of those that are rounded."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    monkeypatch.delattr(np, "matmul")
+    a, b, acc = np.random.default_rng(0).standard_normal((3, 64, 64), np.float32)
+    handles = (interpreter.TensorHandle(x, interpreter.tl.float32) for x in (a, b, acc))
+    found = interpreter.InterpreterBuilder().create_dot(*handles, None, None)
+    assert np.array_equal(found.data, matrix_product(a, b) + acc)
