@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from diyfa import flash_attention
-from diyfa.bench.peers import PeerUnavailable, attention_peers, check_peer
-from diyfa.bench.record import default_path, device_name, write_json
-from diyfa.bench.timing import quantiles_of, time_calls
-from diyfa.bench.work import BACKWARD_FACTOR, attention_flops, tflops
 from diyfa.device import default_backend
+from diyfa.lab.bench.peers import PeerUnavailable, attention_peers, check_peer
+from diyfa.lab.bench.record import default_path, device_name, write_json
+from diyfa.lab.bench.timing import quantiles_of, time_calls
+from diyfa.lab.bench.work import BACKWARD_FACTOR, attention_flops, tflops
 from diyfa.validation import dtype_name
 
 RESULTS = Path(__file__).parent / "results"

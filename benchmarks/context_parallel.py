@@ -26,8 +26,6 @@ import torch.distributed as dist
 
 from diyfa import flash_attention, ops
 from diyfa.attention import checked_options
-from diyfa.bench.record import device_name
-from diyfa.bench.timing import synchronize, time_calls
 from diyfa.device import default_backend
 from diyfa.distributed import context_parallel_attention, shard_sequence, unshard_sequence
 from diyfa.distributed.cost import BACKWARD_WORK, BETWEEN_HOSTS, MACHINES, Work, ring_timeline
@@ -45,6 +43,8 @@ from diyfa.distributed.ring import (
 from diyfa.distributed.sharding import segments_of
 from diyfa.distributed.steps import Step, steps_of
 from diyfa.distributed.ulysses import Ulysses, repeats_of
+from diyfa.lab.bench.record import device_name
+from diyfa.lab.bench.timing import synchronize, time_calls
 from diyfa.options import WHOLE
 from diyfa.testing import AttentionCase, Results, check_budget, make_inputs
 

@@ -35,9 +35,9 @@ from host_overhead import host_microseconds
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import diyfa
-from diyfa.bench.record import default_path, device_name, write_json
-from diyfa.bench.timing import quantiles_of, synchronize, time_calls
 from diyfa.device import default_backend
+from diyfa.lab.bench.record import default_path, device_name, write_json
+from diyfa.lab.bench.timing import quantiles_of, synchronize, time_calls
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from diyfa import flash_attention, use_backend
-from diyfa.bench.record import default_path, device_name, write_json
-from diyfa.bench.timing import quantiles_of, synchronize
 from diyfa.device import default_backend
 from diyfa.flash_attn_interface import flash_attn_varlen_func, flash_attn_with_kvcache
+from diyfa.lab.bench.record import default_path, device_name, write_json
+from diyfa.lab.bench.timing import quantiles_of, synchronize
 
 RESULTS = Path(__file__).parent / "results"
 SIZE = (1, 8, 128, 64)  # (B, H, S, D)

@@ -27,9 +27,9 @@ from diyfa.backends.cuda.attention.configs import AttentionConfig, candidates, f
 from diyfa.backends.cuda.attention.launch import use_config
 from diyfa.backends.cuda.runtime.launcher import launch_kernel
 from diyfa.backends.cuda.runtime.passes import launch_each
-from diyfa.bench.record import default_path, device_name, write_json
-from diyfa.bench.timing import quantiles_of, time_calls
-from diyfa.bench.work import attention_flops, tflops
+from diyfa.lab.bench.record import default_path, device_name, write_json
+from diyfa.lab.bench.timing import quantiles_of, time_calls
+from diyfa.lab.bench.work import attention_flops, tflops
 from diyfa.problem import VARLEN, AttentionProblem, AttentionTensors
 from diyfa.validation import dtype_name
 

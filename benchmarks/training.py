@@ -23,9 +23,9 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from diyfa.attention import flash_attention
-from diyfa.cli.demo_data import Batches, standard_library_text
-from diyfa.cli.demo_model import GPT, GPTConfig
-from diyfa.cli.demo_train import ACCELERATOR, Preset, Trainer, learning_rate
+from diyfa.lab.demo.data import Batches, standard_library_text
+from diyfa.lab.demo.model import GPT, GPTConfig
+from diyfa.lab.demo.train import ACCELERATOR, Preset, Trainer, learning_rate
 
 BLOCK = 25  # steps of one implementation before the next has its turn
 

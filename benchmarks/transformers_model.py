@@ -22,10 +22,10 @@ from typing import Any
 import torch
 
 import diyfa
-from diyfa.bench.record import default_path, write_json
-from diyfa.bench.timing import quantiles_of, synchronize, time_calls
 from diyfa.device import default_backend
 from diyfa.integrations import alias_flash_attn, status, use_in_transformers
+from diyfa.lab.bench.record import default_path, write_json
+from diyfa.lab.bench.timing import quantiles_of, synchronize, time_calls
 
 RESULTS = Path(__file__).parent / "results"
 ATTENTIONS = ("sdpa", "flash_attention_2", "diyfa")

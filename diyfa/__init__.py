@@ -52,9 +52,9 @@ _PUBLIC: dict[str, str] = {
     "get_matmul_config": "diyfa.selector",
     "get_optimal_attention": "diyfa.selector",
     "get_optimal_matmul": "diyfa.selector",
-    "BenchmarkResult": "diyfa.bench",
-    "BenchmarkRunner": "diyfa.bench",
-    "benchmark_fn": "diyfa.bench",
+    "BenchmarkResult": "diyfa.lab.bench",
+    "BenchmarkRunner": "diyfa.lab.bench",
+    "benchmark_fn": "diyfa.lab.bench",
     "warmup": "diyfa.ready.warming",
     "validate_attention": "diyfa.testing",
     "validate_matmul": "diyfa.testing",
@@ -68,9 +68,6 @@ if TYPE_CHECKING:  # for editors, which look up docstrings here; types are those
     from diyfa.attention import flash_attention as flash_attention
     from diyfa.attention import flash_attention_v2 as flash_attention_v2
     from diyfa.attention import flash_attention_varlen as flash_attention_varlen
-    from diyfa.bench import BenchmarkResult as BenchmarkResult
-    from diyfa.bench import BenchmarkRunner as BenchmarkRunner
-    from diyfa.bench import benchmark_fn as benchmark_fn
     from diyfa.device import GPUCapabilities as GPUCapabilities
     from diyfa.device import NPUCapabilities as NPUCapabilities
     from diyfa.device import check_hopper_features as check_hopper_features
@@ -87,6 +84,9 @@ if TYPE_CHECKING:  # for editors, which look up docstrings here; types are those
     from diyfa.flash_attn_interface import flash_attn_varlen_kvpacked_func as flash_attn_varlen_kvpacked_func
     from diyfa.flash_attn_interface import flash_attn_varlen_qkvpacked_func as flash_attn_varlen_qkvpacked_func
     from diyfa.kvcache import flash_attn_with_kvcache as flash_attn_with_kvcache
+    from diyfa.lab.bench import BenchmarkResult as BenchmarkResult
+    from diyfa.lab.bench import BenchmarkRunner as BenchmarkRunner
+    from diyfa.lab.bench import benchmark_fn as benchmark_fn
     from diyfa.matmul import triton_matmul as triton_matmul
     from diyfa.ready.warming import warmup as warmup
     from diyfa.reference import reference_attention as reference_attention

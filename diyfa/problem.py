@@ -11,14 +11,13 @@ This module is all that a backend may import of diyfa besides the plain data of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache, cached_property, wraps
 from math import gcd
 from operator import itemgetter
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
-from zlib import crc32
 
 import torch
 
@@ -614,48 +613,6 @@ class Kernel:
     clears: bool = False
 
 
-@dataclass(frozen=True)
-class CompileReport:
-    """One kernel compiled ahead of time, without the device: what `diyfa compile` and the CI gate show."""
-
-    backend: str
-    target: str  # "sm_90", "Ascend910B3"
-    kernel: str  # "attention_fwd/v2"
-    case: str  # "float16 D=128 causal 128x64"
-    ok: bool  # compiled, and inside the backend's gate (no spills; bound and pipelined)
-    seconds: float
-    registers: int | None = None
-    spill_bytes: int | None = None
-    memory: dict[str, int] = field(default_factory=dict)  # bytes: {"shared": …} or {"ub": …, "l1": …, "l0c": …}
-    notes: tuple[str, ...] = ()
-    limits: dict[str, int] = field(default_factory=dict)  # bytes that the chip has of each of `memory`
-    metrics: dict[str, Any] = field(default_factory=dict)  # what else the backend read from the compiled kernel
-    spill_budget: int | None = None  # bytes of spills that the gate allows
-    compiler: str = ""  # and its version, where a kernel is compiled with several
-
-
-class _OfKernel(Protocol):
-    @property
-    def kernel(self) -> str: ...
-    @property
-    def case(self) -> str: ...
-
-
-OfKernel = TypeVar("OfKernel", bound=_OfKernel)
-
-
-def one_in(every: int, jobs: Iterable[OfKernel], target: str) -> Iterator[OfKernel]:
-    """Of what is to be compiled for `target` the first case of each kernel and one in `every` of the others.
-
-    By a checksum of their names, since every nth of a list may be the same tile throughout. Another target has others.
-    """
-    seen = set()
-    for job in jobs:
-        if job.kernel not in seen or crc32(f"{target} {job.kernel} {job.case}".encode()) % every == 0:
-            yield job
-        seen.add(job.kernel)
-
-
 class ToolMissing(RuntimeError):
     """A program or package that a command needs is not installed; the message says how to get it."""
 
@@ -712,12 +669,10 @@ class Tuning(Protocol):
 class Backend(Protocol):
     """What an accelerator offers: the object called `backend` in its package, or behind an entry point.
 
-    A backend that can compile ahead of time also has `compile(target, only=None, every=1) -> Iterator[CompileReport]`
-    and may have `cases` of these arguments, which lists kernel and case of each beforehand. One that measures its tiles
-    has `tuning`, a `Tuning`, one with a kernel for it `merge(out, lse, part, part_lse)`: see
-    `diyfa.distributed.merge`, where PyTorch's operators do the same. One that keeps compiled kernels says where with
-    `binaries(arch) -> str`. One whose kernels can be compiled before they are called has `recording(arch)`: see
-    `diyfa.ready.recording`.
+    Optional members: `tuning`, a `Tuning`, of a backend that measures its tiles; `merge(out, lse, part, part_lse)` of
+    one with a kernel for it (`diyfa.distributed.merge` has PyTorch's operators otherwise); `binaries(arch) -> str`,
+    which says where compiled kernels are kept; `recording(arch)` of one whose kernels can be compiled before they are
+    called (`diyfa.ready.recording`).
     """
 
     name: str

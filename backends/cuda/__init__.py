@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
@@ -24,7 +24,6 @@ from diyfa.backends.cuda.runtime.passes import Pass
 from diyfa.imports import import_quickly
 from diyfa.problem import (
     AttentionProblem,
-    CompileReport,
     Kernel,
     KVCacheProblem,
     MatmulProblem,
@@ -293,8 +292,8 @@ class CudaBackend:
         return f"{known}; " + ("no cache folder" if folder is None else f"cache folder {folder.path}")
 
     def recording(self, arch: str | None) -> AbstractContextManager[dict[str, Any]]:
-        """Record launches; see `diyfa.backends.cuda.compile.recording`."""
-        from diyfa.backends.cuda.compile.recording import recording
+        """Record launches; see `diyfa.backends.cuda.runtime.recording`."""
+        from diyfa.backends.cuda.runtime.recording import recording
 
         return recording(arch)
 
@@ -314,18 +313,6 @@ class CudaBackend:
         from diyfa.backends.cuda.attention import merge
 
         merge.merge(out, lse, part, part_lse)
-
-    def cases(self, target: str, only: str | None = None, every: int = 1) -> list[tuple[str, str]]:
-        """Kernel and case of all that `compile` compiles."""
-        from diyfa.backends.cuda.compile import aot
-
-        return [(spec.kernel, spec.case) for spec in aot.specs_for(target, only=only, every=every)]
-
-    def compile(self, target: str, only: str | None = None, every: int = 1) -> Iterator[CompileReport]:
-        """Compile every kernel ahead of time for `target` ("sm_90"); see `diyfa.backends.cuda.compile.aot`."""
-        from diyfa.backends.cuda.compile import aot
-
-        return aot.compile_all(target, only=only, every=every)
 
 
 backend = CudaBackend()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
@@ -20,7 +20,6 @@ from diyfa.npu_stacks import TRITON_ASCEND, triton_problem
 from diyfa.problem import (
     KVCACHE_FEATURES,
     AttentionProblem,
-    CompileReport,
     Kernel,
     KVCacheProblem,
     MatmulProblem,
@@ -218,23 +217,6 @@ class NPUBackend:
 
     def merge(self, out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
         _kernel_module("attention.merge").merge(self.arch(out.device), out, lse, part, part_lse)
-
-    def cases(
-        self, target: str, only: str | None = None, every: int = 1, select: Mapping[str, Any] | None = None
-    ) -> list[tuple[str, str]]:
-        """Kernel and case of all that `compile` compiles."""
-        from diyfa.backends.npu.compiler.aot import jobs_for
-
-        return [(job.kernel, job.case) for job in jobs_for(target, only, every=every, select=select)]
-
-    def compile(
-        self, target: str, only: str | None = None, every: int = 1, select: Mapping[str, Any] | None = None
-    ) -> Iterator[CompileReport]:
-        """Compile every shipped kernel and tile for the chip `target` without the device, or those that `select`
-        names; see compiler/specs.py and compiler/selection.py."""
-        from diyfa.backends.npu.compiler.aot import compile_all
-
-        return compile_all(target, only, every=every, select=select)
 
 
 @cache

@@ -94,7 +94,7 @@ def demo(
     json: Json = False,
 ) -> None:
     """Train a small GPT with diyfa's attention beside PyTorch's, compare the losses, write text and sort letters."""
-    from diyfa.cli.demo import run
+    from diyfa.lab.demo.command import run
 
     raise typer.Exit(run(backend, steps, seed, prompt, length, plot, json))
 
@@ -105,7 +105,7 @@ def validate(
     json: Json = False,
 ) -> None:
     """Compare every kernel of this device with the reference under the error budget; exit status 1 when one fails."""
-    from diyfa.cli.validate import run
+    from diyfa.lab.validate import run
 
     raise typer.Exit(run(backend, json))
 
@@ -133,7 +133,7 @@ def bench(
     json: Json = False,
 ) -> None:
     """Time diyfa beside PyTorch's own implementations on this device."""
-    from diyfa.cli.bench import Request, run
+    from diyfa.lab.bench.command import Request, run
 
     request = Request(op, seq_len, batch, heads, head_dim, causal, size, dtype, warmup, rep, backend)
     raise typer.Exit(run(request, output, json))
@@ -199,7 +199,7 @@ def first_run(
     json: Json = False,
 ) -> None:
     """Ascend: check, tune and time everything on this machine; say where it stands; go on where it was cut off."""
-    from diyfa.cli.first_run import Request, run
+    from diyfa.lab.first_run.command import Request, run
 
     raise typer.Exit(run(Request(output, only or (), smoke, again, limit), json))
 
@@ -213,7 +213,7 @@ def report(
     json: Json = False,
 ) -> None:
     """Show benchmark files of any number of devices as tables, and as one HTML page."""
-    from diyfa.cli.report import run
+    from diyfa.lab.report.command import run
 
     raise typer.Exit(run(files, output, json))
 
@@ -245,8 +245,8 @@ def compile(
 
     With --kernel, --dtype, --head-dim, --mode or --tile (Ascend) only what they name, else all that is shipped.
     """
-    from diyfa.cli.compile import list_cases, list_known, run
-    from diyfa.cli.compile_npu import parse_tile
+    from diyfa.lab.compile import list_cases, list_known, run
+    from diyfa.lab.compile_npu import parse_tile
 
     if listing and target is None and chip is None:
         list_known(json)

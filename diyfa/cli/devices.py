@@ -1,4 +1,4 @@
-"""Which device and which backend a command uses."""
+"""The device, the backend and the dtype that a command uses."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import typer
 
 from diyfa.device import present_device
 from diyfa.registry import backend_names, load_backend
+
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 def device_for(backend: str | None) -> tuple[torch.device, str]:

@@ -14,10 +14,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from diyfa import integrations
-from diyfa.bench.record import cpu_name, versions
-from diyfa.bench.table import table
 from diyfa.cli.devices import present_device
 from diyfa.cli.output import out, print_json
+from diyfa.cli.table import table
 from diyfa.device import CANN_REMEDY, TORCH_NPU_REMEDY, describe, detect, npu_status
 from diyfa.features import FEATURES as OF_OPTIONS
 from diyfa.features import OF_SHAPES
@@ -25,6 +24,7 @@ from diyfa.npu_environment import FINE, WRONG, Machine, cann_version, findings
 from diyfa.npu_stacks import TRITON_ASCEND
 from diyfa.problem import AttentionProblem, Backend, KVCacheProblem, MatmulProblem
 from diyfa.registry import EXPLICIT_ONLY, IN_THE_MODE, backend_names, load_backend, refusal
+from diyfa.versions import cpu_name, versions
 
 # What stands for each backend when its refusals are asked for without the device.
 TYPICAL_ARCH = {"cuda": "sm_90", "npu": "Ascend910B3", "cpu": "cpu"}

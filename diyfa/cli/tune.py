@@ -15,10 +15,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from diyfa import flash_attention, flash_attn_with_kvcache, triton_matmul, use_backend
-from diyfa.bench.table import figure, table
-from diyfa.cli.bench import DTYPES
-from diyfa.cli.devices import device_for
+from diyfa.cli.devices import DTYPES, device_for
 from diyfa.cli.output import out, print_json, progress_bar
+from diyfa.cli.table import figure, table
 from diyfa.problem import TunedTile, Tuning
 from diyfa.registry import load_backend
 from diyfa.validation import MAX_HEAD_DIM_V

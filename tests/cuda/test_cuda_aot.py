@@ -23,7 +23,7 @@ COMPILE = """
 import json, sys
 from dataclasses import asdict
 import aot_kernels
-from diyfa.backends.cuda.compile import aot
+from diyfa.lab.cuda import aot
 arch, source, only = sys.argv[1:]
 reports = aot.compile_all(arch, [getattr(aot_kernels, source)], only or None)
 print(json.dumps([asdict(r) for r in reports]))
@@ -89,7 +89,7 @@ def test_tensor_descriptors(tmp_path, arch):
 PTX_OF = """
 import json, sys
 import triton
-from diyfa.backends.cuda.compile import aot, specs
+from diyfa.lab.cuda import aot, specs
 def ptx(spec):
     options = {"num_warps": spec.num_warps, **aot.COMPILE_OPTIONS}
     return triton.compile(aot._source(spec), target=aot.target("sm_90"), options=options).asm["ptx"]
@@ -141,7 +141,7 @@ def test_spec_that_misses_an_argument_is_refused(tmp_path):
 )
 def test_gate_on_serialised_wgmma_and_shared_memory(reason):
     from diyfa.arch import gpu_spec
-    from diyfa.backends.cuda.compile import aot
+    from diyfa.lab.cuda import aot
 
     spec = aot.CompileSpec("k", "c", None, {}, {}, 4, 2)
     clean = (
@@ -167,7 +167,7 @@ def test_gate_on_serialised_wgmma_and_shared_memory(reason):
 
 
 def test_unknown_architecture():
-    from diyfa.backends.cuda.compile import aot
+    from diyfa.lab.cuda import aot
 
     with pytest.raises(ValueError, match="unknown CUDA architecture 'sm_10'"):
         list(aot.compile_all("sm_10", []))
@@ -192,7 +192,7 @@ def test_shipped_matmul_passes_the_gate(tmp_path, arch, only):
 HOPPER_KERNELS = """
 import json, sys
 from diyfa.backends.cuda.hopper import configs as hopper_configs
-from diyfa.backends.cuda.compile.specs import compile_specs
+from diyfa.lab.cuda.specs import compile_specs
 kernels = {arch: {spec.kernel for spec in compile_specs(arch)} for arch in sys.argv[1:]}
 assert all("attention_fwd/v2" in found for found in kernels.values())
 print(json.dumps([hopper_configs.environment_refusal(), [a for a in kernels if "attention_fwd/sm90" in kernels[a]]]))
@@ -209,7 +209,7 @@ def test_the_hopper_kernel_is_compiled_for_hopper_only(tmp_path):
 
 SPECIALISED = """
 import json
-from diyfa.backends.cuda.compile.specs import compile_specs
+from diyfa.lab.cuda.specs import compile_specs
 kernels = {spec.kernel: spec.fn for spec in compile_specs("sm_90")}
 groups = {name: p for name, fn in kernels.items() for p in fn.params if p.name in ("group", "group_size")}
 assert {"attention_fwd/v2", "attention_bwd/dkdv", "attention_bwd/dq"} <= groups.keys()
@@ -226,8 +226,8 @@ def test_the_gate_compiles_what_calls_without_gqa_launch(tmp_path):
 
 SHARED_WITH_A_BIAS = """
 import json, sys
-from diyfa.backends.cuda.compile import aot
-from diyfa.backends.cuda.compile import specs
+from diyfa.lab.cuda import aot
+from diyfa.lab.cuda import specs
 from diyfa.backends.cuda.attention.configs import AttentionConfig, fits, shared_bytes
 arch, dtype, head_dim, kind, bias, form, *tile = json.loads(sys.argv[1])
 problem = specs._problem(arch, dtype, head_dim).replace(bias=bias)
@@ -274,7 +274,7 @@ SASS = """
 """
 LOOPS = """
 import json, sys
-from diyfa.backends.cuda.compile.sass import spills_in_loops
+from diyfa.lab.cuda.sass import spills_in_loops
 print(json.dumps(spills_in_loops(sys.argv[1])))
 """
 
@@ -301,8 +301,8 @@ CLEAN = """
 import json
 from dataclasses import replace
 import aot_kernels
-from diyfa.backends.cuda.compile import aot
-from diyfa.backends.cuda.compile.specs import _hopper_specs
+from diyfa.lab.cuda import aot
+from diyfa.lab.cuda.specs import _hopper_specs
 spec = next(s for s in _hopper_specs("sm_90") if "D=128 causal 2x64x128" in s.case)
 tight = replace(spec.constexprs["config"], consumer_registers=160, block_n=128)
 constexprs = {**spec.constexprs, "config": tight}

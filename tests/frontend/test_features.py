@@ -401,8 +401,8 @@ def test_random_cases_have_each_feature_unless_it_is_left_out() -> None:
 @by_name(OPTIONAL)
 def test_validate_and_the_first_run_on_ascend_try_it(feature: Feature) -> None:
     pytest.importorskip("rich")
-    from diyfa.cli.first_run_cases import SMOKE, features_in
-    from diyfa.cli.validate import CASES as VALIDATED
+    from diyfa.lab.first_run.cases import SMOKE, features_in
+    from diyfa.lab.validate import CASES as VALIDATED
 
     small = [
         replace(
@@ -424,7 +424,7 @@ def test_kernels_of_cuda_are_compiled_with_it_and_are_given_it(feature: Feature,
     from diyfa.backends.cuda.attention import bwd_dbias, fwd
     from diyfa.backends.cuda.attention.configs import default_config
     from diyfa.backends.cuda.attention.launch import UNALIGNED_POINTERS
-    from diyfa.backends.cuda.compile import specs
+    from diyfa.lab.cuda import specs
 
     if feature.uses not in IMPLEMENTED:
         pytest.skip("refused")
@@ -484,7 +484,7 @@ def check_launches(
 @pytest.mark.parametrize("kernel", ["fwd", "dkdv", "dq", "dbias"])
 def test_kernels_of_ascend_are_compiled_with_it_and_are_given_it(feature: Feature, kernel: str) -> None:
     from diyfa.backends.npu import FEATURES as IMPLEMENTED
-    from diyfa.backends.npu.compiler import specs
+    from diyfa.lab.npu import specs
 
     if feature.uses not in IMPLEMENTED:
         pytest.skip("refused")

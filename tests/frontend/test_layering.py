@@ -19,7 +19,8 @@ else:
 ROOT = Path(__file__).parents[2]
 BACKEND_FOLDERS = sorted(p for p in (ROOT / "backends").iterdir() if p.is_dir() and (p / "__init__.py").exists())
 BACKEND_FILES = [f for folder in BACKEND_FOLDERS for f in sorted(folder.rglob("*.py"))]
-FRONT_END_FILES = [f for f in sorted((ROOT / "diyfa").rglob("*.py")) if "backends" not in f.relative_to(ROOT).parts]
+DIYFA_FILES = [f for f in sorted((ROOT / "diyfa").rglob("*.py")) if "backends" not in f.relative_to(ROOT).parts]
+FRONT_END_FILES = [f for f in DIYFA_FILES if "lab" not in f.relative_to(ROOT).parts]
 # Plain data, and plain integer arithmetic, the one definition of dropout's mask: a second copy could differ from the
 # first. `tuning` is the bookkeeping of tuned tiles, which knows neither PyTorch nor Triton.
 ALLOWED_IN_BACKENDS = {
@@ -69,6 +70,17 @@ def test_front_end_imports_no_backend(path: Path) -> None:
         assert name.split(".")[0] not in KERNEL_LANGUAGES, f"{path} imports {name} when it is imported"
 
 
+# The commands run the laboratory, and a few of its functions are public; both import it when they are used.
+DOORS_TO_THE_LABORATORY = {"diyfa/__init__.py", "diyfa/cli/app.py"}
+
+
+@pytest.mark.parametrize("path", [*FRONT_END_FILES, *BACKEND_FILES], ids=lambda p: str(p.relative_to(ROOT)))
+def test_the_library_imports_nothing_of_the_laboratory(path: Path) -> None:
+    is_door = path.relative_to(ROOT).as_posix() in DOORS_TO_THE_LABORATORY
+    for name in imports(path, top_level_only=is_door):
+        assert not name.startswith("diyfa.lab"), f"{path} imports {name}"
+
+
 # Their parameters are given: those of flash_attn, torch and torch_npu.
 FOREIGN_SIGNATURES = {
     "_flash_attn_forward", "_flash_attn_backward", "_flash_attn_varlen_forward", "_flash_attn_varlen_backward",
@@ -92,7 +104,7 @@ def is_command(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     return any("app.command" in ast.unparse(decorator) for decorator in function.decorator_list)
 
 
-@pytest.mark.parametrize("path", [*FRONT_END_FILES, *BACKEND_FILES], ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize("path", [*DIYFA_FILES, *BACKEND_FILES], ids=lambda p: str(p.relative_to(ROOT)))
 def test_only_public_functions_take_many_parameters(path: Path) -> None:
     """What a call has besides tensors travels in `Lengths` and `AttentionOptions`."""
     for node in ast.walk(ast.parse(path.read_text(), str(path))):

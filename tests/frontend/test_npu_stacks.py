@@ -101,7 +101,7 @@ def test_a_call_with_the_other_triton_says_so(monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_ahead_of_time_compiler_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """pip lists triton-ascend as installed although the other lies over it."""
-    from diyfa.backends.npu.compiler import aot
+    from diyfa.lab.npu import aot
 
     pretend_triton(monkeypatch, nvidia=1)
     monkeypatch.setattr("importlib.metadata.version", lambda name: TRITON_ASCEND)

@@ -160,7 +160,7 @@ def test_nothing_is_hooked_in_another_triton(monkeypatch: pytest.MonkeyPatch) ->
 COMPILE = """
 import json, re
 import aot_kernels, triton
-from diyfa.backends.cuda.compile import aot, specs as attention_specs
+from diyfa.lab.cuda import aot, specs as attention_specs
 from diyfa.backends.cuda.hopper.configs import Sm90Config
 from diyfa.backends.cuda.gluon import inline_ptx
 from diyfa.backends.cuda.gluon.inline_ptx import post_processing

@@ -30,7 +30,7 @@ import diyfa  # noqa: E402
 from diyfa import plan as planning  # noqa: E402
 from diyfa import registry  # noqa: E402
 from diyfa.backends.cuda import hopper  # noqa: E402
-from diyfa.bench.timing import quantiles_of, time_calls  # noqa: E402
+from diyfa.lab.bench.timing import quantiles_of, time_calls  # noqa: E402
 
 READS = 4445.0  # GB/s
 NAME = "diyfa.backends.cuda.hopper.decode_mla"

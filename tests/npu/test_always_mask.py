@@ -7,8 +7,8 @@ import test_npu_on_shim as shim
 import torch
 
 from diyfa import registry
-from diyfa.backends.npu.compiler import specs
 from diyfa.backends.npu.tables import configs
+from diyfa.lab.npu import specs
 
 
 def test_a_mask_everywhere_is_refused_on_the_950(monkeypatch: pytest.MonkeyPatch) -> None:

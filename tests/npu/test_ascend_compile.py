@@ -26,8 +26,8 @@ from typing import Any
 import pytest
 
 from diyfa.arch import ELEMENT_BYTES, NPUArch, npu_spec
-from diyfa.backends.npu.compiler import gate
 from diyfa.backends.npu.tables import configs
+from diyfa.lab.npu import gate
 
 FULL = os.environ.get("DIYFA_FULL_GATE") == "1"
 A2, A3, A5 = "Ascend910B3", "Ascend910_9362", "Ascend950PR_9589"
@@ -55,7 +55,7 @@ needs_compilers = pytest.mark.skipif(bool(_missing()), reason=f"{_missing()} is 
 def _compile(target: str, *options: str, limit_s: int = TIMEOUT_S) -> list[dict[str, Any]]:
     if not options:
         options = ("--full",) if FULL else () if target == A2 else ("--every", "4")
-    command = [sys.executable, "-m", "diyfa.backends.npu.compiler.aot", target, *options]
+    command = [sys.executable, "-m", "diyfa.lab.npu.aot", target, *options]
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     if len(releases(target)) == 1 and "--conservative" not in options:
         environment.pop("DIYFA_ASCENDNPU_IR", None)
@@ -87,7 +87,7 @@ def _describe(report: dict[str, Any]) -> str:
 def releases(target: str) -> list[str]:
     """Versions of the compiler that the gate runs. An A3's modules are a 910B's (the test below), and its memories too:
     the older releases need not see them twice."""
-    from diyfa.backends.npu.compiler import aot
+    from diyfa.lab.npu import aot
 
     found = [compiler.version for compiler in aot.back_halves(target)]
     return found[:1] if target == A3 and not FULL else found
@@ -96,7 +96,7 @@ def releases(target: str) -> list[str]:
 @needs_compilers
 def test_the_front_half_does_not_tell_a2_from_a3() -> None:
     code = (
-        "from diyfa.backends.npu.compiler import aot, specs\n"
+        "from diyfa.lab.npu import aot, specs\n"
         f"jobs = [[*specs.attention_jobs(chip, specs.MODE_CASES['crowded']), *specs.v1_jobs_of(specs.example(chip)),\n"
         f"         *specs.matmul_jobs(chip)] for chip in ({A2!r}, {A3!r})]\n"
         f"modules = [[aot.to_linalg(job, chip) for job in each] for each, chip in zip(jobs, ({A2!r}, {A3!r}))]\n"
@@ -342,7 +342,7 @@ def test_the_gate_catches_an_unbound_kernel() -> None:
     """dq without a mask and without tile_mix_vector_loop stays on one vector core: the gate must say so."""
     code = (
         "from dataclasses import replace\n"
-        "from diyfa.backends.npu.compiler import aot, specs\nfrom diyfa.backends.npu.tables import configs\n"
+        "from diyfa.lab.npu import aot, specs\nfrom diyfa.backends.npu.tables import configs\n"
         f"problem = specs.example({A2!r})\n"
         "tile = replace(configs.attention_tile(problem, 'dq'), vector_loop=None)\n"
         f"report = next(aot.compile_jobs([specs.attention_job(problem, 'dq', tile)], {A2!r}))\n"
@@ -360,7 +360,7 @@ def test_the_gate_catches_an_unbound_kernel() -> None:
 def test_a_missing_compiler_is_named() -> None:
     """Asked to compile without the compilers, or in the interpreter, the backend says what to do."""
     code = (
-        "from diyfa.backends.npu.compiler import aot\n"
+        "from diyfa.lab.npu import aot\n"
         "try:\n    next(aot.compile_all('Ascend910B3'))\n"
         "except aot.CompilerMissing as error:\n    print(error)\n"
         "try:\n    next(aot.compile_all('Ascend310P3'))\n"
@@ -391,7 +391,7 @@ def test_every_row_of_the_table_is_whole() -> None:
 def test_each_pass_over_the_queries_ends_with_a_wait() -> None:
     """What one pass writes to memory the next one reads: both kinds of core drain their pipes in between."""
     code = (
-        "from diyfa.backends.npu.compiler import aot, specs\n"
+        "from diyfa.lab.npu import aot, specs\n"
         f"example = specs.example({A2!r}, window_right=0)\n"
         f"print(aot.hivm_of(specs.v1_jobs_of(example)[0], {A2!r}))\n"
     )
@@ -410,7 +410,7 @@ def test_dropout_stays_on_the_vector_unit() -> None:
     code = (
         "import sys\nsys.path.insert(0, 'tests/support')\n"
         "import dropout_kernels\n"
-        "from diyfa.backends.npu.compiler import aot\n"
+        "from diyfa.lab.npu import aot\n"
         "for job in dropout_kernels.npu_jobs():\n"
         f"    hivm = aot.hivm_of(job, {A2!r})\n"
         "    print(hivm.count('call @vmul_1d_int32_t'), hivm.count('call @vcmp_ge_1d_float'),\n"

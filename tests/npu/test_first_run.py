@@ -22,7 +22,7 @@ def own_tuning_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def first_run(path: Path, *faults: str, stages: tuple[str, ...] = (), **options) -> tuple[int, dict, str]:
     """(exit status, the JSON file, the page)."""
-    from diyfa.cli import first_run
+    from diyfa.lab.first_run import command as first_run
 
     request = first_run.Request(path, stages, smoke=True, **options)
     status = first_run.run(request, True, (sys.executable, str(WORKER), *faults))
@@ -114,7 +114,7 @@ def test_faults(npu, tmp_path: Path) -> None:
 def test_what_the_page_says_of_a_slow_bfloat16(
     ways: dict[str, float], told: tuple[str, ...], untold: tuple[str, ...]
 ) -> None:
-    from diyfa.cli.first_run_page import _dtypes
+    from diyfa.lab.first_run.page import _dtypes
 
     times = {"float16": 1.0, "bfloat16": 10.0, **{f"bfloat16 through {dtype}": ms for dtype, ms in ways.items()}}
     shared = {"table": "dtypes", "pass": "forward"}
@@ -160,7 +160,7 @@ for line in sys.stdin:
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Runs with that worker: (what it shall do, to which steps) -> the JSON file's rows of each stage asked for."""
-    from diyfa.cli import first_run
+    from diyfa.lab.first_run import command as first_run
 
     monkeypatch.setattr(first_run, "_info", dict)
 
@@ -200,7 +200,7 @@ def test_a_step_that_ends_the_process(fake, fault: str, reason: str) -> None:
 )
 def test_an_answer_that_is_not_whole(fake, monkeypatch: pytest.MonkeyPatch, fault: str, reason: str) -> None:
     """It ends the step at once, long before the limit, and the next step has a new process."""
-    from diyfa.cli import first_run
+    from diyfa.lab.first_run import command as first_run
 
     monkeypatch.setattr(first_run, "ENDING_S", 1.0)
     start = time.monotonic()
@@ -264,7 +264,7 @@ def test_results_that_make_no_sense(fake) -> None:
 
 
 def test_the_page_does_not_take_the_place_of_the_results(fake, tmp_path: Path) -> None:
-    from diyfa.cli import first_run
+    from diyfa.lab.first_run import command as first_run
 
     request = first_run.Request(tmp_path / "out.txt", ("small tiles",), smoke=True)
     with pytest.raises(ValueError, match=r"out\.txt: the page goes there.*out\.json"):
@@ -325,7 +325,7 @@ def test_a_place_that_takes_no_results(fake, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_tile_search_that_was_cut_off(fake, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     """What a tile did is told once, and that tile is not tried again."""
-    from diyfa.cli import first_run
+    from diyfa.lab.first_run import command as first_run
 
     attempt, attempts = first_run.Run._attempt, iter([True, False])
 
@@ -344,7 +344,7 @@ def test_a_tile_search_that_was_cut_off(fake, monkeypatch: pytest.MonkeyPatch, c
 
 
 def test_every_step_is_kept_at_once(fake, monkeypatch: pytest.MonkeyPatch) -> None:
-    from diyfa.cli import first_run
+    from diyfa.lab.first_run import command as first_run
 
     kept, attempt = [], first_run.Run._attempt
 
@@ -374,7 +374,7 @@ def test_a_full_disc_leaves_the_last_results(fake, monkeypatch: pytest.MonkeyPat
 
 def test_no_process_is_left(fake, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that hangs in the driver would keep the device."""
-    from diyfa.cli import first_run
+    from diyfa.lab.first_run import command as first_run
 
     workers, worker = [], first_run.Worker
     monkeypatch.setattr(first_run, "Worker", lambda command: workers.append(worker(command)) or workers[-1])
@@ -423,7 +423,7 @@ def test_tiles_that_could_not_be_measured_or_kept(
 
 
 def test_a_machine_without_an_npu(tmp_path: Path) -> None:
-    from diyfa.cli import first_run
+    from diyfa.lab.first_run import command as first_run
 
     command = (sys.executable, "-c", "print('libascendcl.so: cannot open shared object file'); raise SystemExit(3)")
     with pytest.raises(ValueError, match=r"cannot be used: the process ended with exit status 3(.|\n)*libascendcl"):

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from diyfa.backends.npu.compiler import cost, hivm, l0
-from diyfa.backends.npu.compiler.metrics import limits, metrics
 from diyfa.backends.npu.runtime import compat
 from diyfa.backends.npu.tables import configs
+from diyfa.lab.npu import cost, hivm, l0
+from diyfa.lab.npu.metrics import limits, metrics
 from diyfa.problem import AttentionProblem, MatmulProblem
 
 DATA = Path(__file__).parent / "data"

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import diyfa
-from diyfa.backends.npu.compiler import specs
 from diyfa.backends.npu.tables import asked, configs
+from diyfa.lab.npu import specs
 from diyfa.problem import KVCacheProblem, Launch
 from diyfa.reference import reference_kvcache
 from diyfa.testing import AttentionCase, assert_within_budget, attention_function, make_inputs, run_case

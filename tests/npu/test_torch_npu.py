@@ -21,7 +21,7 @@ from npu_interpreter import LAUNCHES, HostArithmetic
 from subprocesses import run_python
 
 import diyfa
-from diyfa.bench import timing
+from diyfa.lab.bench import timing
 from diyfa.reference import reference_attention
 from diyfa.testing import AttentionCase, assert_within_budget, attention_function, make_inputs, run_case
 
@@ -275,7 +275,7 @@ def test_peak_memory() -> None:
     code = """
 import npu_interpreter; npu_interpreter.pytest_configure()
 import torch, diyfa
-from diyfa.bench.timing import peak_memory_mb
+from diyfa.lab.bench.timing import peak_memory_mb
 q = torch.zeros(1, 2, 256, 64, dtype=torch.float16).to("npu")
 k = torch.zeros(1, 2, 16, 64, dtype=torch.float16).to("npu")
 print("peak", peak_memory_mb(lambda: diyfa.flash_attention(q, k, k), torch.device("npu:0")) * 2**20)

@@ -101,7 +101,7 @@ COMPILE_CUDA = """
 import json, sys
 from dataclasses import asdict
 import dropout_kernels
-from diyfa.backends.cuda.compile import aot
+from diyfa.lab.cuda import aot
 print(json.dumps([asdict(r) for r in aot.compile_all("{arch}", [dropout_kernels.cuda_specs])]))
 """
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import triton
 import triton.language as tl
 
-from diyfa.backends.cuda.compile.aot import CompileSpec
+from diyfa.lab.cuda.aot import CompileSpec
 
 
 @triton.jit

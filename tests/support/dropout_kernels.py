@@ -63,9 +63,9 @@ def signature(threshold):
 
 
 def cuda_specs(arch):
-    """For `diyfa.backends.cuda.compile.aot`."""
+    """For `diyfa.lab.cuda.aot`."""
     from diyfa.backends.cuda.attention import dropout
-    from diyfa.backends.cuda.compile.aot import CompileSpec
+    from diyfa.lab.cuda.aot import CompileSpec
 
     for transposed in (False, True):
         for num_warps, block_m, block_n in ((4, 64, 32), (8, 64, 64)):
@@ -76,9 +76,9 @@ def cuda_specs(arch):
 
 
 def npu_jobs():
-    """For `diyfa.backends.npu.compiler.specs`."""
+    """For `diyfa.lab.npu.specs`."""
     from diyfa.backends.npu.attention import dropout
-    from diyfa.backends.npu.compiler.specs import Job
+    from diyfa.lab.npu.specs import Job
 
     for transposed in (False, True):
         case = "64x128 transposed" if transposed else "64x128"

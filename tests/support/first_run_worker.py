@@ -18,8 +18,8 @@ npu_interpreter.pytest_configure()
 
 import diyfa  # noqa: E402
 from diyfa.backends.npu.runtime import tiles, tune  # noqa: E402
-from diyfa.bench import timing  # noqa: E402
-from diyfa.cli import first_run_worker as worker  # noqa: E402
+from diyfa.lab.bench import timing  # noqa: E402
+from diyfa.lab.first_run import worker as worker  # noqa: E402
 from diyfa.problem import Launch  # noqa: E402
 
 FAULTS = frozenset(sys.argv[1:])

@@ -18,8 +18,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from diyfa.backends.npu.attention import bwd, fwd
-from diyfa.backends.npu.compiler import specs
 from diyfa.backends.npu.runtime import launch
+from diyfa.lab.npu import specs
 from diyfa.problem import LAYOUTS, AttentionTensors, example_gradients, example_tensors
 
 TARGET = "Ascend910B3"

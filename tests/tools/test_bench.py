@@ -10,10 +10,10 @@ import torch
 
 import diyfa
 from diyfa import BenchmarkResult, BenchmarkRunner, benchmark_fn
-from diyfa.bench.peers import PeerUnavailable, attention_peers, check_peer
-from diyfa.bench.record import environment, write_json
-from diyfa.bench.timing import peak_memory_mb, quantiles_of, time_calls
-from diyfa.bench.work import attention_flops, matmul_flops, tflops
+from diyfa.lab.bench.peers import PeerUnavailable, attention_peers, check_peer
+from diyfa.lab.bench.record import environment, write_json
+from diyfa.lab.bench.timing import peak_memory_mb, quantiles_of, time_calls
+from diyfa.lab.bench.work import attention_flops, matmul_flops, tflops
 
 CPU = torch.device("cpu")
 
@@ -32,7 +32,7 @@ def test_benchmark_fn_times_the_call():
 
 def test_quantiles_are_honoured(monkeypatch):
     times = iter([0.0, 1.0, 1.0, 3.0, 3.0, 6.0, 6.0, 10.0, 10.0, 15.0])  # pairs: 1, 2, 3, 4, 5 seconds
-    monkeypatch.setattr("diyfa.bench.timing.time.perf_counter", lambda: next(times))
+    monkeypatch.setattr("diyfa.lab.bench.timing.time.perf_counter", lambda: next(times))
     got = benchmark_fn(lambda x: None, torch.zeros(1), warmup=0, rep=5, quantiles=[0.0, 0.25, 0.5, 1.0])
     assert got == pytest.approx((1000, 2000, 3000, 5000))
 

@@ -27,9 +27,11 @@ from typer.testing import CliRunner
 
 import diyfa
 from diyfa import registry
-from diyfa.cli import demo_train, output
+from diyfa.cli import output
 from diyfa.cli.app import app
-from diyfa.problem import CompileReport, Kernel
+from diyfa.lab.compile_report import CompileReport
+from diyfa.lab.demo import train as demo_train
+from diyfa.problem import Kernel
 from diyfa.reference import reference_attention
 from diyfa.registry import load_backend
 
@@ -139,7 +141,7 @@ def test_a_backend_that_cannot_run_the_benchmark_is_one_line(monkeypatch):
     def fail(*arguments, **options):
         raise ValueError("backend 'cpu' cannot run this attention_fwd:\n  no tile fits")
 
-    monkeypatch.setattr("diyfa.cli.bench.flash_attention", fail)
+    monkeypatch.setattr("diyfa.lab.bench.command.flash_attention", fail)
     result = invoke("bench", "--backend", "cpu", "--op", "attention", "--seq-len", "16")
     assert result.exit_code == 2
     assert result.output == "diyfa bench: backend 'cpu' cannot run this attention_fwd: no tile fits\n"
@@ -149,7 +151,7 @@ def test_a_bug_keeps_its_traceback(monkeypatch):
     def fail(*arguments, **options):
         raise KeyError("oops")
 
-    monkeypatch.setattr("diyfa.cli.bench.flash_attention", fail)
+    monkeypatch.setattr("diyfa.lab.bench.command.flash_attention", fail)
     result = invoke("bench", "--backend", "cpu", "--op", "attention", "--seq-len", "16")
     assert isinstance(result.exception, KeyError)
 
@@ -183,7 +185,9 @@ def test_no_command_needs_more_than_the_terminal_has(encoding, tmp_path):
     ]  # fmt: skip
     code = f"""
 import sys
-from diyfa.cli import main, demo_train, validate
+from diyfa.cli import main
+from diyfa.lab import validate
+from diyfa.lab.demo import train as demo_train
 validate.CASES = validate.CASES[:1]
 demo_train.PRESETS["cpu"] = demo_train.Preset(demo_train.GPTConfig(1, 2, 16, 32), 4, 20, 1e-2, 1e-4, 1e-3)
 for line in {lines!r}:
@@ -387,7 +391,11 @@ def test_demo_text_and_plot(tiny, tmp_path):
     ids=lambda arguments: arguments[0],
 )
 def test_a_file_that_cannot_be_written_is_named_before_the_work(arguments, tmp_path, monkeypatch):
-    for work in ("diyfa.cli.demo.compare", "diyfa.bench.timing.time_calls", "diyfa.cli.report.build_sections"):
+    for work in (
+        "diyfa.lab.demo.command.compare",
+        "diyfa.lab.bench.timing.time_calls",
+        "diyfa.lab.report.command.build_sections",
+    ):
         monkeypatch.setattr(work, lambda *a, **k: pytest.fail("began"))
     (tmp_path / "file").write_text("kept")
     result = invoke(*arguments, str(tmp_path / "file" / "x.out"))
@@ -396,13 +404,13 @@ def test_a_file_that_cannot_be_written_is_named_before_the_work(arguments, tmp_p
 
 
 def test_a_folder_that_is_missing_is_not_made(tmp_path, monkeypatch):
-    monkeypatch.setattr("diyfa.bench.timing.time_calls", lambda *a, **k: pytest.fail("began"))
+    monkeypatch.setattr("diyfa.lab.bench.timing.time_calls", lambda *a, **k: pytest.fail("began"))
     result = invoke("bench", "--backend", "cpu", "--output", str(tmp_path / "missing" / "x.json"))
     assert result.exit_code == 2 and "there is no folder" in result.output and not (tmp_path / "missing").exists()
 
 
 def test_the_model_of_the_demo_learns_to_sort():
-    from diyfa.cli import demo_task
+    from diyfa.lab.demo import task as demo_task
 
     cpu = torch.device("cpu")
     attention = partial(diyfa.flash_attention, causal=True, backend="cpu")
@@ -413,7 +421,7 @@ def test_the_model_of_the_demo_learns_to_sort():
 
 
 def test_demo_asks_for_matplotlib_before_it_trains(monkeypatch, tmp_path):
-    from diyfa.cli import demo
+    from diyfa.lab.demo import command as demo
 
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else real(name))
@@ -430,7 +438,7 @@ def test_demo_fails_when_the_curves_differ(tiny, monkeypatch):
         return reference_attention(q, k, v, causal=causal, sm_scale=1.0)
 
     real = demo_train.compare
-    monkeypatch.setattr("diyfa.cli.demo.compare", lambda *arguments: real(*arguments, attention=wrong))
+    monkeypatch.setattr("diyfa.lab.demo.command.compare", lambda *arguments: real(*arguments, attention=wrong))
     code, document = invoke_json("demo", "--backend", "cpu", "--length", "0")
     assert code == 1
     assert not document["agree"]
@@ -458,7 +466,7 @@ def test_demo_fails_when_a_loss_is_not_a_number(tiny, monkeypatch):
     def wrong(q, k, v, causal, backend):
         return v * float("nan")
 
-    monkeypatch.setattr("diyfa.cli.demo.compare", lambda *arguments: real(*arguments, attention=wrong))
+    monkeypatch.setattr("diyfa.lab.demo.command.compare", lambda *arguments: real(*arguments, attention=wrong))
     code, document = invoke_json("demo", "--backend", "cpu", "--length", "0")
     assert code == 1
     assert document["max_relative_difference"] is None
@@ -499,7 +507,7 @@ def test_a_backend_whose_language_is_not_installed(monkeypatch):
 
 
 def test_validate(monkeypatch):
-    from diyfa.cli import validate
+    from diyfa.lab import validate
 
     monkeypatch.setattr(validate, "CASES", validate.CASES[:2])
     code, document = invoke_json("validate", "--backend", "cpu")
@@ -512,7 +520,7 @@ def test_validate(monkeypatch):
 
 
 def test_validate_fails_on_a_wrong_result(monkeypatch):
-    from diyfa.cli import validate
+    from diyfa.lab import validate
 
     monkeypatch.setattr(validate, "CASES", validate.CASES[:1])
     real = validate.run_case
@@ -526,7 +534,7 @@ def test_validate_fails_on_a_wrong_result(monkeypatch):
 @pytest.mark.parametrize("wrong", [False, True])
 def test_validate_takes_a_backend_without_a_backward_pass(monkeypatch, checks_gradients, wrong):
     """Whether its kernel says so, or there is just none for the backward pass."""
-    from diyfa.cli import validate
+    from diyfa.lab import validate
 
     cpu = load_backend("cpu")
     called = f"forward-{wrong}-{checks_gradients}"  # choices are kept by the backend's name
@@ -558,7 +566,7 @@ def test_validate_takes_a_backend_without_a_backward_pass(monkeypatch, checks_gr
 
 
 def test_validate_goes_on_after_a_kernel_that_breaks(monkeypatch):
-    from diyfa.cli import validate
+    from diyfa.lab import validate
 
     cpu = load_backend("cpu")
 
@@ -623,7 +631,7 @@ def test_bench_fits_80_columns(monkeypatch, capsys):
      (0.00012345, "0.000123"), (1.5e-9, "1.50e-09"), (-2.0, "-2.00"), (float("inf"), "inf")],
 )  # fmt: skip
 def test_three_significant_digits(value, text):
-    from diyfa.bench.table import figure
+    from diyfa.cli.table import figure
 
     assert figure(value) == text
 
@@ -758,7 +766,10 @@ class Compiler:
     def __init__(self, ok):
         self.ok = ok
 
-    def compile(self, target, only=None, every=1):
+    def cases(self, target, only=None, every=1):
+        return []
+
+    def compile_kernels(self, target, only=None, every=1):
         yield CompileReport("cuda", target, "attention_fwd/v2", "float16 D=64", True, 0.5, 128, 0, {"shared": 65536})
         yield CompileReport(
             "cuda", target, "attention_bwd/v2", f"{only}", self.ok, 0.5, 255, 64, notes=("spills",), spill_budget=96
@@ -767,7 +778,7 @@ class Compiler:
 
 @pytest.mark.parametrize(("ok", "status"), [(True, 0), (False, 1)])
 def test_compile_reports_and_gates(monkeypatch, ok, status):
-    monkeypatch.setattr("diyfa.cli.compile.load_backend", lambda name: Compiler(ok))
+    monkeypatch.setattr("diyfa.lab.compile.load_compiler", lambda name: Compiler(ok))
     result = invoke("compile", "sm_90", "--only", "D=64")
     assert result.exit_code == status
     assert ("2 passed, 0 failed" if ok else "1 passed, 1 failed") in result.output
@@ -787,8 +798,8 @@ def test_compile_fits_80_columns(monkeypatch):
                       () if ok else ("spills 10552 bytes, 576 allowed",), spill_budget=10576)
         for ok in (True, False)
     ]  # fmt: skip
-    fixed = SimpleNamespace(compile=lambda target, only=None, every=1: iter(reports))
-    monkeypatch.setattr("diyfa.cli.compile.load_backend", lambda name: fixed)
+    fixed = SimpleNamespace(cases=lambda *_: [], compile_kernels=lambda target, only=None, every=1: iter(reports))
+    monkeypatch.setattr("diyfa.lab.compile.load_compiler", lambda name: fixed)
     printed = invoke("compile", "sm_90", width=80).output
     assert all(len(line) <= 80 for line in printed.splitlines())
     rows = [row[1:] for row in cells(printed)]
@@ -800,8 +811,8 @@ def test_compile_fits_80_columns(monkeypatch):
 
 def test_compiling_nothing_is_no_success(monkeypatch):
     empty = Compiler(True)
-    empty.compile = lambda target, only=None, every=1: iter(())
-    monkeypatch.setattr("diyfa.cli.compile.load_backend", lambda name: empty)
+    empty.compile_kernels = lambda target, only=None, every=1: iter(())
+    monkeypatch.setattr("diyfa.lab.compile.load_compiler", lambda name: empty)
     assert invoke("compile", "sm_90", "--only", "nothing").exit_code == 2
 
 
@@ -809,7 +820,7 @@ def test_compile_where_the_backend_does_not_load(monkeypatch):
     def fail(name):
         raise ModuleNotFoundError("triton is required by the cuda backend: pip install triton")
 
-    monkeypatch.setattr("diyfa.cli.compile.load_backend", fail)
+    monkeypatch.setattr("diyfa.lab.compile.load_compiler", fail)
     result = invoke("compile", "sm_90")
     assert result.exit_code == 2
     assert "pip install triton" in result.output
@@ -846,7 +857,7 @@ def test_a_bar_has_a_total_and_a_log_gets_lines(monkeypatch):
         ("attention_fwd/v2", "float16 D=64"),
         ("attention_bwd/v2", "x"),
     ]
-    monkeypatch.setattr("diyfa.cli.compile.load_backend", lambda name: compiler)
+    monkeypatch.setattr("diyfa.lab.compile.load_compiler", lambda name: compiler)
     monkeypatch.setattr(output.LoggedProgress, "SECONDS", 0.0)
     lines = invoke("compile", "sm_90", "--only", "x").stderr.splitlines()
     assert [line.split(" after")[0] for line in lines] == [f"compiling for sm_90: {n} of 2" for n in (1, 2)]
@@ -873,7 +884,7 @@ def test_a_bar_has_a_total_and_a_log_gets_lines(monkeypatch):
     ],
 )
 def test_a_chip_may_be_called_without_its_family(name, chip):
-    from diyfa.cli.compile import resolve
+    from diyfa.lab.compile import resolve
 
     assert resolve(name) == chip
 
@@ -884,7 +895,10 @@ class AscendCompiler:
     def __init__(self):
         self.asked = None
 
-    def compile(self, target, only=None, every=1, select=None):
+    def cases(self, target, only=None, every=1, select=None):
+        return []
+
+    def compile_kernels(self, target, only=None, every=1, select=None):
         self.asked = (target, only, select)
         work = {
             "cube_flops": 16.8e6, "cube_cycles": 2048, "vector_elements": 225 * 1024, "vector_passes_per_score": 7.0,
@@ -905,11 +919,11 @@ class AscendCompiler:
 
 def test_compile_prints_what_was_read_from_an_ascend_kernel(monkeypatch):
     compiler = AscendCompiler()
-    monkeypatch.setattr("diyfa.cli.compile.load_backend", lambda name: compiler)
+    monkeypatch.setattr("diyfa.lab.compile.load_compiler", lambda name: compiler)
     arguments = ["compile", "--chip", "910B3", "--kernel", "fwd", "--kernel", "dq", "--dtype", "bfloat16"]
     arguments += ["--head-dim", "128", "--mode", "causal", "--tile", "128x256"]
     wide = Console(width=240, file=io.StringIO())
-    monkeypatch.setattr("diyfa.cli.compile.out", wide)
+    monkeypatch.setattr("diyfa.lab.compile.out", wide)
     result = runner.invoke(app, arguments)
     assert result.exit_code == 0, result.output
     printed = wide.file.getvalue()
@@ -933,7 +947,7 @@ def test_compile_prints_what_was_read_from_an_ascend_kernel(monkeypatch):
         assert cell in printed, cell
     assert "predicted" in printed
     narrow = Console(width=80, file=io.StringIO())  # where the table's columns would be two letters wide
-    monkeypatch.setattr("diyfa.cli.compile.out", narrow)
+    monkeypatch.setattr("diyfa.lab.compile.out", narrow)
     assert runner.invoke(app, arguments).exit_code == 0
     printed = " ".join(narrow.file.getvalue().split())
     for cell in ("UB KiB 180/192", "L0C KiB 128/128", "bound yes", "pipe 4", "passes +mask 7.0+5.0",
@@ -974,7 +988,7 @@ def test_a_missing_ascend_compiler_is_named_with_its_pip_command(monkeypatch, pa
     monkeypatch.setattr(importlib.metadata, "version", version)
     monkeypatch.setattr(importlib.util, "find_spec", lambda n, *a: None if n == "ascendnpuir" else real_spec(n, *a))
     if package == "ascendnpu-ir":  # with the front half in place
-        monkeypatch.setattr("diyfa.backends.npu.compiler.aot.check_front_half", lambda: None)
+        monkeypatch.setattr("diyfa.lab.npu.aot.check_front_half", lambda: None)
     result = invoke("compile", "910B3", "--kernel", "fwd")
     assert result.exit_code == 2
     assert f"pip install {package}==" in result.output
@@ -982,7 +996,7 @@ def test_a_missing_ascend_compiler_is_named_with_its_pip_command(monkeypatch, pa
 
 
 def test_a_selection_says_what_it_does_not_know(monkeypatch):
-    from diyfa.backends.npu.compiler.selection import Selection
+    from diyfa.lab.npu.selection import Selection
 
     with pytest.raises(ValueError, match="unknown kernel 'sort'"):
         Selection(kernel=("sort",))
@@ -993,7 +1007,7 @@ def test_a_selection_says_what_it_does_not_know(monkeypatch):
 
 
 def test_some_cases_of_each_kernel():
-    from diyfa.problem import one_in
+    from diyfa.lab.compile_report import one_in
 
     jobs = [
         SimpleNamespace(kernel=name, case=f"{case} of {tile}") for name in "ab" for case in range(100) for tile in "xyz"

@@ -15,11 +15,11 @@ pytest.importorskip("rich")
 from rich.console import Console
 from typer.testing import CliRunner
 
-from diyfa.bench.documents import Document, read_document
-from diyfa.bench.sections import build_sections
-from diyfa.bench.table import shown
 from diyfa.cli import output
 from diyfa.cli.app import app
+from diyfa.cli.table import shown
+from diyfa.lab.report.documents import Document, read_document
+from diyfa.lab.report.sections import build_sections
 
 RESULTS = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*.json"))
 NPU_ROWS = [
@@ -126,7 +126,7 @@ def test_a_wide_table_is_lines_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPa
     recorded = next(p for p in RESULTS if p.stem.startswith("npu-") and p.stem.endswith("-tiles"))
     for width, heading in ((80, "L0C KiB 128,"), (200, r"┃\s+UB ┃\s+L1 ┃\s+L0C ┃")):
         narrow = Console(width=width, file=io.StringIO())
-        monkeypatch.setattr("diyfa.cli.report.out", narrow)
+        monkeypatch.setattr("diyfa.lab.report.command.out", narrow)
         assert invoke(recorded).exit_code == 0
         printed = narrow.file.getvalue()
         assert re.search(heading, printed)
@@ -138,7 +138,7 @@ def test_a_wide_table_is_lines_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPa
 def test_80_columns_are_enough(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every line fits, and every cell of a table is there as one piece: nothing cut off, no number in two lines."""
     narrow = Console(width=80, file=io.StringIO())
-    monkeypatch.setattr("diyfa.cli.report.out", narrow)
+    monkeypatch.setattr("diyfa.lab.report.command.out", narrow)
     assert invoke(path).exit_code == 0
     printed = narrow.file.getvalue()
     assert all(len(line) <= 80 for line in printed.splitlines())
@@ -165,7 +165,7 @@ def test_small_figures_keep_their_digits(tmp_path: Path) -> None:
     assert "0.0123" in invoke(path).output
     pytest.importorskip("jinja2")
     pytest.importorskip("plotly")
-    from diyfa.bench.page import render_page
+    from diyfa.lab.report.page import render_page
 
     assert ">0.0123</td>" in render_page([read_document(path)])
 
@@ -208,7 +208,7 @@ def test_page(npu_file: Path, tmp_path: Path) -> None:
 
 def test_curves_hold_the_numbers() -> None:
     pytest.importorskip("plotly")
-    from diyfa.bench.page import attention_curves
+    from diyfa.lab.report.page import attention_curves
 
     document = Document("x.json", "x", "chip", "", {}, [row for row in NPU_ROWS if row.get("table") == "attention"])
     (figure,) = attention_curves([document])
@@ -219,7 +219,7 @@ def test_curves_hold_the_numbers() -> None:
 
 def test_axes_read_1k_4k_16k() -> None:
     pytest.importorskip("plotly")
-    from diyfa.bench.page import attention_curves
+    from diyfa.lab.report.page import attention_curves
 
     for figure in attention_curves([read_document(next(p for p in RESULTS if p.stem.endswith("-attention")))]):
         axes = list(figure.select_xaxes())
@@ -234,7 +234,7 @@ def test_axes_read_1k_4k_16k() -> None:
 def test_a_page_without_its_libraries_says_what_to_install(
     npu_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, absent: str
 ) -> None:
-    from diyfa.bench import page
+    from diyfa.lab.report import page
 
     real = page.importlib.util.find_spec
     monkeypatch.setattr(page.importlib.util, "find_spec", lambda name: None if name == absent else real(name))
@@ -279,6 +279,6 @@ def test_what_diyfa_bench_writes_is_understood(tmp_path: Path) -> None:
 def test_the_template_is_part_of_the_package() -> None:
     from importlib.resources import files
 
-    assert files("diyfa.bench").joinpath("report.html.jinja").is_file()
+    assert files("diyfa.lab.report").joinpath("report.html.jinja").is_file()
     pyproject = (Path(__file__).parents[2] / "pyproject.toml").read_text()
-    assert '"diyfa.bench" = ["report.html.jinja"]' in pyproject
+    assert '"diyfa.lab.report" = ["report.html.jinja"]' in pyproject

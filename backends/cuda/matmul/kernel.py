@@ -11,10 +11,8 @@ Programs are ordered in groups of row tiles, so that those running together shar
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
@@ -25,8 +23,6 @@ from diyfa.backends.cuda.matmul.configs import (
     MatmulConfig,
     candidates,
     default_config,
-    unsupported_pointers,
-    unsupported_tma,
 )
 from diyfa.backends.cuda.runtime import tune
 from diyfa.backends.cuda.runtime.constants import Constants
@@ -35,9 +31,6 @@ from diyfa.backends.cuda.runtime.launcher import Tiles, box_of
 from diyfa.backends.cuda.runtime.passes import Pass, Replay, launch_each, replay_of
 from diyfa.problem import Launch, MatmulProblem, kept
 from diyfa.tuning import bucket_size
-
-if TYPE_CHECKING:
-    from diyfa.backends.cuda.compile.aot import CompileSpec
 
 TL_DTYPE = {"float16": tl.float16, "bfloat16": tl.bfloat16, "float32": tl.float32}
 TORCH_DTYPE = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -301,68 +294,3 @@ def repeat(problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, form: str) 
     c = a.new_empty((problem.m, problem.n), dtype=TORCH_DTYPE[problem.out_dtype])
     with on_device(a):
         return replay_of(_pass(problem, a, b, c, form), [a, b], [c], tune.state)
-
-
-# (inputs, computed in, result, precision)
-_CASES = (
-    ("float16", "float16", "float16", "ieee"),
-    ("bfloat16", "bfloat16", "bfloat16", "ieee"),
-    ("float32", "float16", "float16", "ieee"),
-    ("float32", "float32", "float32", "tf32"),
-    ("float32", "float32", "float32", "ieee"),
-)
-
-
-def compile_specs(arch: str) -> Iterator[CompileSpec]:
-    """Every default and candidate tile of both forms, for few rows and many, both layouts of b.
-
-    bfloat16 has float16's tiles: the default ones do for it.
-    """
-    refusals = {"tma": unsupported_tma, "pointers": unsupported_pointers}
-    for (dtype, compute, out, precision), form, aligned in product(_CASES, refusals, (True, False)):
-        configs: dict[MatmulConfig, None] = {}
-        for m in (16, 64, 4096):
-            problem = MatmulProblem("cuda", arch, dtype, compute, out, m, 4096, 4096, precision, None, True, aligned)
-            if refusals[form](problem) is None:
-                measured = () if dtype == "bfloat16" else candidates(problem, form)
-                default = default_config(problem, form)
-                configs.update(dict.fromkeys([*([] if default is None else [default]), *measured]))
-        for config in configs:
-            yield from _specs_of(problem, config)
-
-
-def _specs_of(problem: MatmulProblem, config: MatmulConfig) -> Iterator[CompileSpec]:
-    """Pointers with and without a mask along K, descriptors with both layouts of b."""
-    from diyfa.backends.cuda.compile.aot import spec_of
-
-    dtype, compute, precision = problem.dtype, problem.compute_dtype, problem.precision
-    how = f"{dtype}->{compute}" if dtype != compute else dtype
-    how += f"/{precision}" if compute == "float32" else ""
-    case = f"{how} {config.block_m}x{config.block_n}x{config.block_k} w{config.num_warps} s{config.num_stages}"
-    if config.form == "tma":
-        for b_transposed in (False, True):
-            launch, *_ = launches_of(problem, *_tensors_of(problem, b_transposed), config)
-            suffix = " persistent" * config.persistent + " halves" * config.store_halves + " bT" * b_transposed
-            yield spec_of(launch, "matmul/tma", case + suffix)
-        return
-    # Unaligned sizes are odd, so they always need the mask along K.
-    for even in (True, False) if problem.aligned else (False,):
-        some = problem.replace(k=problem.k if even else problem.k + 16)
-        if not problem.aligned:
-            some = problem.replace(m=problem.m + 1, n=problem.n + 1, k=problem.k + 1)
-        launch, *_ = launches_of(some, *_tensors_of(some), config)
-        if launch.constants["c"].even_k != even:  # blocks of 16 divide every aligned K
-            continue
-        suffix = f" split{config.split_k}{' masked' * (not even)}{' odd' * (not problem.aligned)}"
-        yield spec_of(launch, "matmul/pointers", case + suffix)
-
-
-def _tensors_of(problem: MatmulProblem, b_transposed: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """a, b and c without memory."""
-
-    def empty(rows: int, columns: int, dtype: str) -> torch.Tensor:
-        return torch.empty(rows, columns, dtype=TORCH_DTYPE[dtype], device="meta")
-
-    m, n, k = problem.m, problem.n, problem.k
-    b = empty(n, k, problem.dtype).t() if b_transposed else empty(k, n, problem.dtype)
-    return empty(m, k, problem.dtype), b, empty(m, n, problem.out_dtype)

@@ -3,7 +3,7 @@
 A tile is looked up by (chip family, kernel, operand width, head-dim class, mode). The rows are those of `tiles.json`,
 which search.py wrote. Every row was accepted by the real Ascend compiler; `measured` says which one and when. `bound`
 means that both vector cores of an AI core share the work, `pipelined` the depth of the cube-to-vector pipeline; both
-are read from the compiler's output by `diyfa.backends.npu.compiler.aot`, whose gate fails when a row stops being true.
+are read from the compiler's output by `diyfa.lab.npu.aot`, whose gate fails when a row stops being true.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from diyfa.arch import ELEMENT_BYTES, NPUArch, NPUSpec, npu_spec
-from diyfa.backends.npu.compiler import l0
-from diyfa.backends.npu.tables import asked, tiles
+from diyfa.backends.npu.tables import asked, l0, tiles
 from diyfa.dropout import drop_threshold
 from diyfa.problem import AttentionProblem, KVCacheProblem, MatmulProblem
 

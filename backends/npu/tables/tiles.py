@@ -108,8 +108,6 @@ def _replaced(row: Row, chips: tuple[str, ...], shares: dict[str, float]) -> Row
 def save(rows: Iterable[Row], path: Path = PATH) -> None:
     """Write `rows`, one on each line."""
     lines = ",\n".join("  " + json.dumps(asdict(row)) for row in rows)
-    about = json.dumps(
-        "written by python -m diyfa.backends.npu.compiler.search; shares are predicted by cost.py, nothing is timed"
-    )
+    about = json.dumps("written by python -m diyfa.lab.npu.search; shares are predicted by cost.py, nothing is timed")
     text = f'{{\n "about": {about},\n "rows": [\n{lines}\n ]\n}}\n'
     path.write_text(text, encoding="utf-8")

@@ -21,8 +21,8 @@ from simulators.hivm.order import Blocks
 from triton.runtime.jit import JITFunction
 
 from diyfa.backends.npu import NPUBackend
-from diyfa.backends.npu.compiler import aot, specs
 from diyfa.backends.npu.runtime import launch
+from diyfa.lab.npu import aot, specs
 
 _DTYPES = {
     torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32", torch.int32: "i32", torch.int64: "i64"

@@ -1,6 +1,0 @@
-"""Measuring: one way of timing, one way of counting work, the peers, and what to write down beside a number."""
-
-from diyfa.bench.runner import BenchmarkResult, BenchmarkRunner
-from diyfa.bench.timing import benchmark_fn, peak_memory_mb, quantiles_of, time_calls
-
-__all__ = ["BenchmarkResult", "BenchmarkRunner", "benchmark_fn", "peak_memory_mb", "quantiles_of", "time_calls"]

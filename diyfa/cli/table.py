@@ -1,0 +1,66 @@
+"""Figures and tables as people read them: three significant digits, and no number broken over two lines."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+FIGURE = re.compile(r"[-+./\d]+(e[-+]\d+)?%?")
+PROSE = 32  # characters; a column with longer cells is text, which may be broken between words,
+NARROWEST_PROSE = 24  # but into lines no shorter than this
+
+
+def figure(value: float) -> str:
+    """`value` with three significant digits; whole numbers keep all of theirs: 0.0712, 7.12, 712, 71200."""
+    if not math.isfinite(value):
+        return str(value)
+    exponent = int(f"{value:.2e}".partition("e")[2])  # after rounding: 9.999 is 10.0
+    return f"{value:.{max(0, 2 - exponent)}f}" if exponent >= -4 else f"{value:.2e}"
+
+
+def shown(value: Any) -> str:
+    """One cell of a report: nothing for None, `figure` of a float, anything else as it is."""
+    return "" if value is None else figure(value) if isinstance(value, float) else str(value)
+
+
+def table(
+    title: str,
+    headings: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    styles: Sequence[str | None] = (),
+    **options: Any,
+) -> Table:
+    """A rich table of cells with markup, one `styles` entry for each row.
+
+    Columns of figures stand to the right. Only long text is broken, between words; a heading is, where it is longer
+    than what stands below it.
+    """
+    from rich.table import Table
+    from rich.text import Text
+
+    made = Table(title=title, title_justify="left", **options)
+    for heading, *cells in zip(headings, *rows, strict=True):
+        plain = [Text.from_markup(cell).plain for cell in cells]
+        longest = max((len(line) for cell in plain for line in cell.splitlines()), default=0)
+        figures = any(plain) and all(FIGURE.fullmatch(cell) for cell in plain if cell)
+        made.add_column(
+            heading.replace(" ", "\n") if len(heading) > longest else heading,
+            justify="right" if figures else "left",
+            no_wrap=longest <= PROSE,
+            min_width=longest if longest <= PROSE else NARROWEST_PROSE,
+            overflow="fold",
+        )
+    for index, row in enumerate(rows):
+        made.add_row(*row, style=styles[index] if styles else None)
+    return made
+
+
+def fits(made: Table, console: Console) -> bool:
+    """Whether the columns that may not be broken, and the longest words of the others, have room on `console`."""
+    return console.measure(made, options=console.options.update(max_width=10_000)).minimum <= console.width

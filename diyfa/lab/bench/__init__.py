@@ -1,0 +1,6 @@
+"""Measuring: one way of timing, one way of counting work, the peers, and what to write down beside a number."""
+
+from diyfa.lab.bench.runner import BenchmarkResult, BenchmarkRunner
+from diyfa.lab.bench.timing import benchmark_fn, peak_memory_mb, quantiles_of, time_calls
+
+__all__ = ["BenchmarkResult", "BenchmarkRunner", "benchmark_fn", "peak_memory_mb", "quantiles_of", "time_calls"]

@@ -1,0 +1,46 @@
+"""The table that `diyfa bench` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from diyfa.cli.table import figure, table
+from diyfa.terminal import printable
+
+if TYPE_CHECKING:
+    from diyfa.lab.bench.runner import BenchmarkResult
+
+
+def comparison_table(
+    results: Sequence[BenchmarkResult], title: str, unavailable: Sequence[tuple[str, tuple[int, ...], str]] = ()
+) -> None:
+    """Print `results`, in their order, with each one's speed relative to the fastest of its size."""
+    try:
+        from rich.console import Console
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("rich is required to print tables: pip install 'diyfa[cli]'") from error
+    fastest: dict[tuple[int, ...], float] = {}
+    for r in results:
+        fastest[r.size] = min(r.time_ms, fastest.get(r.size, r.time_ms))
+    headings = ["size", "implementation", "tile", "ms", "TFLOP/s", "peak MiB", "of fastest"]
+    rows: list[list[str]] = []
+    styles: list[str | None] = []
+    previous: tuple[int, ...] | None = None
+    for r in results:
+        label = "×".join(map(str, r.size)) if r.size != previous else ""
+        tile = "" if r.block_config is None else " ".join(f"{k}={v}" for k, v in r.block_config.items())
+        share = f"{fastest[r.size] / r.time_ms:.0%}"
+        rows.append([label, r.name, tile, figure(r.time_ms), figure(r.tflops), figure(r.memory_mb), share])
+        styles.append("bold green" if r.time_ms == fastest[r.size] else None)
+        previous = r.size
+    if not any(row[2] for row in rows):  # nobody has asked for tiles
+        headings, rows = [x for x in headings if x != "tile"], [[*row[:2], *row[3:]] for row in rows]
+    made = table(title, headings, rows, styles)
+    for line, following in zip(made.rows, rows[1:], strict=False):
+        line.end_section = following[0] != ""  # the next size begins
+    with printable():
+        console = Console()
+        console.print(made)
+        for name, size, reason in unavailable:
+            console.print(f"{name} not measured at {'×'.join(map(str, size))}: {reason}", highlight=False, markup=False)

@@ -1,0 +1,160 @@
+"""`BenchmarkRunner`: diyfa's operations beside PyTorch's on the same inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from diyfa.lab.bench.peers import PeerUnavailable, attention_peers, check_peer
+from diyfa.lab.bench.timing import peak_memory_mb, quantiles_of, time_calls
+from diyfa.lab.bench.work import attention_flops, matmul_flops, tflops
+from diyfa.validation import MAX_HEAD_DIM_V
+
+
+@dataclass
+class BenchmarkResult:
+    """One measurement."""
+
+    name: str  # of the implementation: "FlashAttention", "Triton", "SDPA flash", …
+    size: tuple[int, ...]  # (M, N, K), or (batch, heads, seq_len, head_dim)
+    time_ms: float  # median
+    tflops: float
+    memory_mb: float = 0.0  # peak of one call above its inputs, MiB
+    block_config: dict[str, Any] | None = None
+
+
+@contextmanager
+def _on(device: torch.device) -> Iterator[None]:
+    """diyfa's calls run on `device`; whoever benchmarks the CPU has asked for it."""
+    if device.type != "cpu":
+        yield
+        return
+    from diyfa.registry import forced_backend, use_backend
+
+    with nullcontext() if forced_backend() else use_backend("cpu"):
+        yield
+
+
+class BenchmarkRunner:
+    """Measures functions and keeps the results.
+
+    Args:
+        device: where to run; default: "cuda" or "npu", whichever is there, else "cpu".
+        warmup: calls before each measurement. rep: calls measured; the median counts.
+        on_result: called with each result as soon as it is there (progress bars).
+
+    `results` holds every BenchmarkResult so far, `unavailable` a (name, size, reason) for each peer that could not run.
+    """
+
+    def __init__(
+        self,
+        device: str | None = None,
+        warmup: int = 25,
+        rep: int = 100,
+        on_result: Callable[[BenchmarkResult], None] | None = None,
+    ) -> None:
+        if device is None:
+            from diyfa.device import default_backend
+
+            device = default_backend()
+        self.device = torch.device(device)
+        self.warmup = warmup
+        self.rep = rep
+        self.on_result = on_result
+        self.results: list[BenchmarkResult] = []
+        self.unavailable: list[tuple[str, tuple[int, ...], str]] = []
+
+    def _measure(
+        self,
+        name: str,
+        size: tuple[int, ...],
+        flops: float,
+        fn: Callable[[], Any],
+        block_config: dict[str, Any] | None = None,
+    ) -> BenchmarkResult:
+        (ms,) = quantiles_of(time_calls(fn, self.device, self.warmup, self.rep), [0.5])
+        memory = peak_memory_mb(fn, self.device)
+        result = BenchmarkResult(name, size, ms, tflops(flops, ms), memory, block_config)
+        self.results.append(result)
+        if self.on_result is not None:
+            self.on_result(result)
+        return result
+
+    def _randn(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.randn(*shape, device=self.device, dtype=dtype)
+
+    def benchmark_matmul(
+        self,
+        triton_fn: Callable[..., torch.Tensor],
+        sizes: list[tuple[int, int, int]],
+        block_configs: list[dict[str, Any]] | None = None,
+        dtype: torch.dtype = torch.float16,
+        *,
+        name: str = "Triton",
+    ) -> list[BenchmarkResult]:
+        """`triton_fn(a, b)`, called `name` in the results, beside `torch.matmul` for each (M, N, K) of `sizes`.
+
+        With `block_configs`, such as [{"block_m": 128, "block_n": 128, "block_k": 32}], `triton_fn` is measured once
+        with each as keyword arguments instead of once without any.
+        """
+        measured = []
+        for m, n, k in sizes:
+            a, b = self._randn(m, k, dtype=dtype), self._randn(k, n, dtype=dtype)
+            size, flops = (m, n, k), matmul_flops(m, n, k)
+            measured.append(self._measure("PyTorch", size, flops, partial(torch.matmul, a, b)))
+            for config in block_configs or [{}]:
+                with _on(self.device):
+                    call = partial(triton_fn, a, b, **config)
+                    measured.append(self._measure(name, size, flops, call, config or None))
+        return measured
+
+    def benchmark_attention(
+        self,
+        flash_fn: Callable[..., Any],
+        seq_lengths: list[int],
+        batch_size: int = 4,
+        num_heads: int = 8,
+        head_dim: int = 64,
+        causal: bool = False,
+        dtype: torch.dtype = torch.float16,
+        *,
+        name: str = "FlashAttention",
+    ) -> list[BenchmarkResult]:
+        """`flash_fn(q, k, v, causal=…)`, called `name` in the results, beside each of PyTorch's implementations on
+        (B, H, S, D) tensors; V has 512 features at most."""
+        measured = []
+        for seq_len in seq_lengths:
+            size = (batch_size, num_heads, seq_len, head_dim)
+            head_dim_v = min(head_dim, MAX_HEAD_DIM_V)
+            flops = attention_flops(batch_size, num_heads, seq_len, seq_len, (head_dim + head_dim_v) / 2, causal)
+            q, k = (self._randn(*size, dtype=dtype) for _ in range(2))
+            v = self._randn(*size[:3], head_dim_v, dtype=dtype)
+            for peer, run in attention_peers(self.device).items():
+                try:
+                    check_peer(peer, run, q, k, v, causal)
+                except PeerUnavailable as reason:
+                    self.unavailable.append((peer, size, str(reason)))
+                    continue
+                measured.append(self._measure(peer, size, flops, partial(run, q, k, v, causal)))
+            with _on(self.device):
+                call = partial(flash_fn, q, k, v, causal=causal)
+                measured.append(self._measure(name, size, flops, call))
+        return measured
+
+    def print_comparison_table(
+        self, results: list[BenchmarkResult] | None = None, title: str = "Benchmark Results"
+    ) -> None:
+        """Print `results` (default: all so far) as a table, the fastest of each size marked."""
+        from diyfa.lab.bench.comparison import comparison_table
+
+        comparison_table(self.results if results is None else results, title, self.unavailable)
+
+    def clear_results(self) -> None:
+        """Forget all results."""
+        self.results.clear()
+        self.unavailable.clear()

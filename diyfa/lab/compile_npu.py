@@ -1,0 +1,132 @@
+"""`diyfa compile` for Ascend chips: what to compile, and the table of what the compiler made of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+from rich.console import Console, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from diyfa.arch import NPU_SPECS, OTHER_NPUS, npu_spec
+from diyfa.cli.table import fits, table
+from diyfa.lab.compile_report import CompileReport
+
+FAMILY = "Ascend"
+NOTE = (
+    "Per tile of scores and AI core, from the compiler's last intermediate form. Cycles and shares of the peak are "
+    "predicted by a model (docs/npu-cost-model.md), not measured. L0A and L0B are not in that form: their use follows "
+    "from the products and from how the compiler's library cuts them (on the 950 that is not known)."
+)
+HEADINGS = (
+    "UB\nKiB", "L1\nKiB", "L0A\nKiB", "L0B\nKiB", "L0C\nKiB", "bound", "pipe", "passes\n+mask",
+    "cube\nMFLOP", "vector\nKi el.", "cycles\ncube/vec/mem", "GM KiB\ntensors+ws", "predicted\nof peak",
+)  # fmt: skip
+
+
+def chip_name(name: str) -> str | None:
+    """The chip called `name`, with or without "Ascend" before it and in any case; the first one of a family called so.
+
+    None when there is none. "910B" is none: it is the name of another chip (see `diyfa.arch.OTHER_NPUS`).
+    """
+    lower = name.lower()
+    for chip in NPU_SPECS:
+        if lower in (chip.lower(), chip.lower().removeprefix(FAMILY.lower())):
+            return chip
+    for chip, spec in NPU_SPECS.items():
+        family = spec.arch.value
+        if family not in OTHER_NPUS and lower in (family.lower(), family.lower().removeprefix(FAMILY.lower())):
+            return chip
+    for full in (name, FAMILY + name):
+        if npu_spec(full) is not None:
+            return full
+    return None
+
+
+def parse_tile(text: str) -> tuple[int, int]:
+    """ "128x256" -> (128, 256). Raises typer.BadParameter for anything else."""
+    rows, _, keys = text.lower().partition("x")
+    if not (rows.isdigit() and keys.isdigit()):
+        raise typer.BadParameter(f"{text!r} is not a tile: write query rows x keys, as in 128x256", param_hint="--tile")
+    return int(rows), int(keys)
+
+
+def _kib(size: float) -> str:
+    return f"{size / 1024:.0f}"
+
+
+def _plus(always: str, masked: str, nothing: str = "0") -> str:
+    return always if masked in (nothing, "0.0") else f"{always}+{masked}"
+
+
+def _used(report: CompileReport, memory: str) -> str:
+    """ "180/192"; of what there is without what is used, where that is not known."""
+    used = report.memory.get(memory, None if memory in ("l0a", "l0b") else 0)
+    return f"{'?' if used is None else _kib(used)}/{_kib(report.limits[memory])}"
+
+
+def cases(reports: list[CompileReport]) -> list[str]:
+    """What was compiled, with the compiler where there are several."""
+    several = len({report.compiler for report in reports}) > 1
+    return [f"{report.case} [{report.compiler}]" if several else report.case for report in reports]
+
+
+def _row(report: CompileReport) -> list[str]:
+    """Cells of one kernel: the loop over tiles, or the first of two."""
+    if not report.memory:  # it did not compile
+        return [""] * len(HEADINGS)
+    used = [_used(report, name) for name in ("ub", "l1", "l0a", "l0b", "l0c")]
+    found = report.metrics
+    if not found:
+        return [*used, *[""] * 8]
+    tile: dict[str, Any] = found["loops"][0]["tile"] if found["loops"] else {}
+    mask: dict[str, Any] = found["loops"][0]["mask_adds"] if found["loops"] else {}
+    if not tile:
+        return [*used, "", "", *[""] * 6]
+    bound = "yes" if found["bound"] else "no"
+    passes = _plus(f"{tile['vector_passes_per_score']:.1f}", f"{mask['vector_passes_per_score']:.1f}")
+    cycles = "/".join(str(tile[f"{name}_cycles"]) for name in ("cube", "vector", "memory"))
+    tensors = _kib(tile["loaded_bytes"] + tile["stored_bytes"])
+    workspace = _kib(tile["workspace_read_bytes"] + tile["workspace_written_bytes"])
+    share = found.get("prediction", {}).get("predicted_share_of_cube_peak")
+    return [
+        *used,
+        bound,
+        str(found["pipelined"]),
+        passes,
+        f"{tile['cube_flops'] / 1e6:.1f}",
+        _plus(f"{tile['vector_elements'] / 1024:.0f}", f"{mask['vector_elements'] / 1024:.0f}"),
+        cycles,
+        f"{tensors}+{workspace}",
+        "" if share is None else f"{100 * share:.0f} %",
+    ]
+
+
+def shown(target: str, reports: list[CompileReport], console: Console) -> RenderableType:
+    """What to print: the table, or where it does not fit, a paragraph a kernel."""
+    whole = _table(target, reports)
+    return whole if fits(whole, console) else paragraphs(target, reports)
+
+
+def paragraphs(target: str, reports: list[CompileReport]) -> RenderableType:
+    """The cells of the table by their names, for narrow terminals and files."""
+    lines = [f"{target}: {len(reports)} compilations", NOTE]
+    for report, case in zip(reports, cases(reports), strict=True):
+        cells = zip(HEADINGS, _row(report), strict=True)
+        named = [f"{heading.replace(chr(10), ' ')} {cell}" for heading, cell in cells if cell]
+        lines.append(f"\n{report.kernel} {case}: {'ok' if report.ok else 'FAILED'}, {report.seconds:.1f} s")
+        lines.append("  " + ", ".join(named))
+    return Text("\n".join(lines))
+
+
+def _table(target: str, reports: list[CompileReport]) -> Table:
+    """One row for each kernel; units are in the headings."""
+    rows = [
+        [escape(r.kernel), escape(case), *_row(r), f"{r.seconds:.1f}", "ok" if r.ok else "FAILED"]
+        for r, case in zip(reports, cases(reports), strict=True)
+    ]
+    styles = [None if r.ok else "bold red" for r in reports]
+    title = f"{target}: {len(reports)} compilations"
+    return table(title, ["kernel", "case", *HEADINGS, "s", "result"], rows, styles, caption=NOTE)

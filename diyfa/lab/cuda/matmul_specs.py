@@ -1,0 +1,81 @@
+"""The products that are compiled ahead of time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+import torch
+
+from diyfa.backends.cuda.matmul.configs import (
+    MatmulConfig,
+    candidates,
+    default_config,
+    unsupported_pointers,
+    unsupported_tma,
+)
+from diyfa.backends.cuda.matmul.kernel import TORCH_DTYPE, launches_of
+from diyfa.lab.cuda.aot import CompileSpec, spec_of
+from diyfa.problem import MatmulProblem
+
+# (inputs, computed in, result, precision)
+_CASES = (
+    ("float16", "float16", "float16", "ieee"),
+    ("bfloat16", "bfloat16", "bfloat16", "ieee"),
+    ("float32", "float16", "float16", "ieee"),
+    ("float32", "float32", "float32", "tf32"),
+    ("float32", "float32", "float32", "ieee"),
+)
+
+
+def compile_specs(arch: str) -> Iterator[CompileSpec]:
+    """Every default and candidate tile of both forms, for few rows and many, both layouts of b.
+
+    bfloat16 has float16's tiles: the default ones do for it.
+    """
+    refusals = {"tma": unsupported_tma, "pointers": unsupported_pointers}
+    for (dtype, compute, out, precision), form, aligned in product(_CASES, refusals, (True, False)):
+        configs: dict[MatmulConfig, None] = {}
+        for m in (16, 64, 4096):
+            problem = MatmulProblem("cuda", arch, dtype, compute, out, m, 4096, 4096, precision, None, True, aligned)
+            if refusals[form](problem) is None:
+                measured = () if dtype == "bfloat16" else candidates(problem, form)
+                default = default_config(problem, form)
+                configs.update(dict.fromkeys([*([] if default is None else [default]), *measured]))
+        for config in configs:
+            yield from _specs_of(problem, config)
+
+
+def _specs_of(problem: MatmulProblem, config: MatmulConfig) -> Iterator[CompileSpec]:
+    """Pointers with and without a mask along K, descriptors with both layouts of b."""
+    dtype, compute, precision = problem.dtype, problem.compute_dtype, problem.precision
+    how = f"{dtype}->{compute}" if dtype != compute else dtype
+    how += f"/{precision}" if compute == "float32" else ""
+    case = f"{how} {config.block_m}x{config.block_n}x{config.block_k} w{config.num_warps} s{config.num_stages}"
+    if config.form == "tma":
+        for b_transposed in (False, True):
+            launch, *_ = launches_of(problem, *_tensors_of(problem, b_transposed), config)
+            suffix = " persistent" * config.persistent + " halves" * config.store_halves + " bT" * b_transposed
+            yield spec_of(launch, "matmul/tma", case + suffix)
+        return
+    # Unaligned sizes are odd, so they always need the mask along K.
+    for even in (True, False) if problem.aligned else (False,):
+        some = problem.replace(k=problem.k if even else problem.k + 16)
+        if not problem.aligned:
+            some = problem.replace(m=problem.m + 1, n=problem.n + 1, k=problem.k + 1)
+        launch, *_ = launches_of(some, *_tensors_of(some), config)
+        if launch.constants["c"].even_k != even:  # blocks of 16 divide every aligned K
+            continue
+        suffix = f" split{config.split_k}{' masked' * (not even)}{' odd' * (not problem.aligned)}"
+        yield spec_of(launch, "matmul/pointers", case + suffix)
+
+
+def _tensors_of(problem: MatmulProblem, b_transposed: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """a, b and c without memory."""
+
+    def empty(rows: int, columns: int, dtype: str) -> torch.Tensor:
+        return torch.empty(rows, columns, dtype=TORCH_DTYPE[dtype], device="meta")
+
+    m, n, k = problem.m, problem.n, problem.k
+    b = empty(n, k, problem.dtype).t() if b_transposed else empty(k, n, problem.dtype)
+    return empty(m, k, problem.dtype), b, empty(m, n, problem.out_dtype)

@@ -1,0 +1,520 @@
+"""Which attention kernels are compiled ahead of time for an architecture: every shipped tile, every feature once.
+
+Plain problems are compiled with every tile of the table, problems that use features with the default one. The
+signature follows from the argument names and from what the kernel says of them, so a kernel that gains an argument
+needs no change here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from diyfa.arch import gpu_spec
+from diyfa.backends.cuda.attention import append, bwd, bwd_dbias, bwd_parts, clear, decode, fwd, fwd_v1, merge
+from diyfa.backends.cuda.attention.configs import (
+    PER_SCORE_FEATURES,
+    AttentionConfig,
+    candidates,
+    default_config,
+    gpu_class,
+)
+from diyfa.backends.cuda.attention.decode_configs import MMA_BLOCK_M
+from diyfa.backends.cuda.attention.tile_io import padded_head_dim
+from diyfa.backends.cuda.hopper import bwd_configs as hopper_bwd_configs
+from diyfa.backends.cuda.hopper import configs as hopper_configs
+from diyfa.features import EVERYTHING
+from diyfa.lab.cuda.aot import CompileSpec, spec_of
+from diyfa.problem import (
+    VARLEN,
+    AttentionGradients,
+    AttentionProblem,
+    AttentionTensors,
+    KVCacheProblem,
+    Launch,
+    NewKeys,
+    empty_output,
+    example_kvcache,
+    example_tensors,
+)
+
+
+def _problem(arch: str, dtype: str, d: int, causal: bool = True, seq_lens: bool = False) -> AttentionProblem:
+    right = 0 if causal else -1
+    return AttentionProblem("cuda", arch, dtype, "bhsd", 2, 8, 4, 1024, 1024, d, d, -1, right, seq_lens=seq_lens)
+
+
+def problems(arch: str) -> Iterator[AttentionProblem]:
+    """Plain problems: the head dims that tables tell apart, both widths of numbers, padded samples."""
+    half = "float16"
+    for d in (64, 128, 256):
+        yield _problem(arch, half, d)
+    yield _problem(arch, half, 80, seq_lens=True)
+    for d in (64, 256):
+        yield _problem(arch, half, d).replace(aligned=False)
+    for d in (64, 128):
+        yield _problem(arch, "float32", d)
+
+
+def feature_problems(arch: str) -> Iterator[AttentionProblem]:
+    """Problems with features: all that compose on dense tensors, packed sequences, wide heads, MLA's 576 and 512.
+
+    And without a mask or in bfloat16, which have the tiles of `problems`.
+    """
+    half, spec = "float16", gpu_spec(arch)
+    yield _problem(arch, half, 128, causal=False)
+    if spec is not None and spec.has_bf16:
+        yield _problem(arch, "bfloat16", 128)
+    everything = {**EVERYTHING, "window_right": 64, "bias_grad": True}
+    for d, bias in ((64, half), (128, "float32")):
+        yield _problem(arch, half, d).replace(**{**everything, "bias": bias})
+    # A bias alone: the most shared memory beside what tiles take anyway, and loops whose wgmma ptxas once serialised.
+    for d in (64, 128, 256) if spec is not None and spec.has_wgmma else (256,):
+        yield _problem(arch, half, d).replace(bias=half)
+    yield _problem(arch, half, 64, causal=False).replace(dropout=True)  # dropout's mask alone
+    packed = {"layout": VARLEN, "total_q": 2048, "total_k": 2048}
+    yield _problem(arch, half, 64).replace(**packed)
+    yield _problem(arch, half, 128).replace(window_left=128, dropout=True, dropout_origins=True, **packed)
+    if spec is not None and spec.has_wgmma:  # of keys that other devices have, too
+        yield _problem(arch, half, 128).replace(out_dtype="float32", **packed)
+    yield _problem(arch, half, 320)
+    yield _problem(arch, half, 576).replace(head_dim_v=512)
+
+
+# Bytes of spills that default tiles may have with features, by kernel and class of GPU: what ptxas spills at most, with
+# Triton 3.6 on 2026-11-23, rounded up. Dropout's words, slopes, bias addresses and the tanh of the softcap are alive
+# beside accumulators that fill the registers, and no combination of features has tiles of its own. What a tile spills
+# without features is in the table of tiles. A class with a number behind it is of that padded head_dim.
+FEATURE_SPILLS: dict[str, dict[str, int]] = {
+    "fwd": {"small": 64, "large": 32},
+    "dkdv": {
+        "wgmma": 224, "wgmma 128": 1824, "wgmma ragged": 352, "large": 1856, "small": 128, "small 256": 160,
+        "turing": 32, "turing 256": 2368,
+    },
+    "dq": {"wgmma": 96, "large": 384, "small": 32, "turing": 32},
+    "short": {"wgmma": 32, "wgmma ragged": 32, "large": 352, "small": 352},
+    "dbias": {"turing": 1280, "large": 352},
+}  # fmt: skip
+
+
+# The Hopper kernel's: numbers that are stored once for each tile, at its ends or by the producer; loops over keys may
+# not have any (`clean_loops`).
+HOPPER_SPILLS = 96
+
+
+def _with_feature_budget(kind: str, problem: AttentionProblem, config: AttentionConfig) -> AttentionConfig:
+    spills, name = FEATURE_SPILLS[kind], gpu_class(problem)
+    allowed = spills.get(f"{name} {padded_head_dim(problem.head_dim)}", spills.get(name, 0))
+    if problem.dropout_origins:  # where they lie, and what they move keys by
+        allowed += 32
+    if not problem.features & (PER_SCORE_FEATURES | {"varlen", "window"}):
+        return config
+    return replace(config, spill_budget=max(allowed, config.spill_budget))
+
+
+def tensors_of(problem: AttentionProblem) -> tuple[AttentionTensors, torch.Tensor, torch.Tensor]:
+    """Tensors of a call, out and lse, without memory."""
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=getattr(torch, problem.dtype), device="meta")
+
+    def heads(number: int, rows: int, total: int, columns: int) -> torch.Tensor:
+        leading = (total, number) if problem.varlen else (problem.batch, number, rows)
+        if problem.aligned:
+            return empty(*leading, columns)
+        return empty(*leading[:-1], leading[-1] + 1, columns + 1)[..., 1:, 1:]  # odd strides and address
+
+    q = heads(problem.heads_q, problem.seqlen_q, problem.total_q, problem.head_dim)
+    k = heads(problem.heads_kv, problem.seqlen_k, problem.total_k, problem.head_dim)
+    v = heads(problem.heads_kv, problem.seqlen_k, problem.total_k, problem.head_dim_v)
+    dropout_p = 0.5 if problem.dropout else 0.0
+    tensors = AttentionTensors(q, k, v, 0.125, dropout_p=dropout_p, **example_tensors(problem))
+    out = empty_output(q, problem.head_dim_v, problem.out_dtype).contiguous()
+    return tensors, out, torch.empty(problem.lse_shape, dtype=torch.float32, device="meta")
+
+
+def _spec(kernel: str, problem: AttentionProblem, config: AttentionConfig, launch: Launch) -> CompileSpec:
+    features = "+".join(sorted(problem.features - {"gqa"})) or "full"
+    if problem.bias_grad:
+        features = "every feature"
+    ragged = "" if problem.aligned else " unaligned"
+    ragged += f" to {problem.out_dtype}" if problem.out_dtype else ""
+    case = f"{problem.dtype} D={problem.head_dim} {features}{ragged} {config.block_m}x{config.block_n} {config.form}"
+    return spec_of(launch, kernel, f"{case} w{config.num_warps} s{config.num_stages}", config.spill_budget)
+
+
+def _forward(problem: AttentionProblem, config: AttentionConfig) -> CompileSpec:
+    return _spec("attention_fwd/v2", problem, config, fwd.launch_of(problem, *tensors_of(problem), config))
+
+
+def _backward(problem: AttentionProblem, has_dlse: bool) -> tuple[bwd.Backward, torch.Tensor]:
+    """A backward pass without memory, and the gradient that it is of."""
+    tensors, out, lse = tensors_of(problem)
+    out = out.to(tensors.q.dtype)  # the whole one, whatever parts are added up in
+    dout = torch.empty_like(out)
+    dlse = torch.empty_like(lse) if has_dlse else None
+    return bwd.Backward(problem, tensors, out, lse, dout, dlse), dout
+
+
+def _gradient(kind: str, problem: AttentionProblem, config: AttentionConfig, has_dlse: bool = False) -> CompileSpec:
+    backward, _ = _backward(problem, has_dlse)
+    dtype = getattr(torch, problem.out_dtype or problem.dtype)
+    gradients = AttentionGradients(*(torch.empty_like(x, dtype=dtype) for x in backward.tensors[:3]))
+    (launch, *_), _ = backward.launches(kind, config, gradients)
+    return _spec(f"attention_bwd/{kind}", problem, config, launch)
+
+
+def _short(arch: str) -> Iterator[CompileSpec]:
+    """The backward of sequences that one tile holds: every tile, and every feature on dense and packed ones."""
+    packed = {"layout": VARLEN, "total_q": 2048, "total_k": 2048, "softcap": 30.0, "dropout": True, "sinks": True}
+    cases: list[tuple[int, int, dict[str, Any]]] = [
+        *((d, n, {}) for d in (64, 128) for n in (16, 32, 64)),
+        (32, 64, {"window_right": -1}),
+        (80, 50, {"seq_lens": True}),
+        (64, 60, {"aligned": False}),
+        (64, 30, {"head_dim_v": 16}),
+        (64, 64, EVERYTHING),
+        (128, 64, packed),
+    ]
+    for d, n, changes in cases:
+        problem = _problem(arch, "float16", d).replace(**{"heads_kv": 8, "seqlen_q": n, "seqlen_k": n, **changes})
+        for config in candidates("short", problem):
+            yield _gradient("short", problem, _with_feature_budget("short", problem, config), bool(changes))
+
+
+def _preprocess(problem: AttentionProblem, has_dlse: bool) -> CompileSpec:
+    # 4 bytes for heads of 512 columns on sm_80.
+    tile = AttentionConfig(bwd.PREPROCESS_BLOCK_M, 1, bwd.PREPROCESS_WARPS, 1, spill_budget=16)
+    return _spec("attention_bwd/preprocess", problem, tile, _backward(problem, has_dlse)[0].preprocess())
+
+
+def _merges() -> Iterator[CompileSpec]:
+    """Joining outputs: rows that fill a tile, and those that do not."""
+    for d in (64, 80, 128, 512):
+        out, lse = torch.empty(2, 8, 1024, d, device="meta"), torch.empty(2, 8, 1024, device="meta")
+        yield spec_of(merge.launch_of(out, lse, out, lse), "attention_merge", f"float32 D={d}")
+
+
+def _sums(arch: str) -> Iterator[CompileSpec]:
+    """Parts of a group added up: of heads that fill tiles, and of packed ones that do not."""
+    packed = {"layout": VARLEN, "total_q": 2048, "total_k": 2048, "head_dim_v": 128}
+    for d, changes in ((128, {}), (80, packed)):
+        problem = _problem(arch, "float16", d).replace(**changes)
+        tensors, _, _ = tensors_of(problem)
+        memory = [torch.empty(n, device="meta") for n in bwd_parts.sizes_of(problem, 2)]
+        for launch in bwd_parts.launches_of(problem, tensors, memory, 2, tensors.k, tensors.v):
+            yield spec_of(launch, "attention_bwd/sum_parts", f"float16 D={d}")
+
+
+def _clearing() -> Iterator[CompileSpec]:
+    """Rows of no sequence: of out and the log-sum-exp, and of gradients."""
+    offsets, lse = torch.empty(9, dtype=torch.int32, device="meta"), torch.empty(8, 4096, device="meta")
+    for d, dv in ((64, 64), (80, 80), (192, 128)):
+        k, v = (torch.empty(4096, 8, columns, dtype=torch.float16, device="meta") for columns in (d, dv))
+        yield spec_of(
+            clear.launch_of(offsets, 1024, v, None, lse, float("inf")), "attention_clear", f"float16 D={dv} out"
+        )
+        yield spec_of(clear.launch_of(offsets, 1024, k, v), "attention_clear", f"float16 D={d} gradients")
+
+
+def _bias_gradient(problem: AttentionProblem) -> Iterator[CompileSpec]:
+    tile = bwd_dbias.config(problem)
+    assert tile is not None, "head_dims up to 128 have a tile everywhere"
+    tile = _with_feature_budget("dbias", problem, tile)
+    backward, dout = _backward(problem, False)
+    bias = backward.tensors.attn_bias
+    assert bias is not None, "its gradient is asked for"
+    # Of a whole bias, of one number for each key, of one for each query.
+    for name, part in (("tiles", bias), ("keys", bias[:, :, :1]), ("queries", bias[..., :1])):
+        tensors = backward.tensors._replace(attn_bias=part)
+        launch, _ = bwd_dbias.launch_of(
+            problem, tensors, dout, backward.lse, backward.delta, backward.scale, part.new_empty(part.shape)
+        )
+        yield _spec(f"attention_bwd/dbias_{name}", problem, tile, launch)
+
+
+def _hopper_specs(arch: str) -> Iterator[CompileSpec]:
+    """The Gluon kernel with each tile of its table, with and without a mask, and where the keys end inside a block."""
+    if arch != hopper_configs.ARCH or hopper_configs.environment_refusal():
+        return
+    # Every config of the tables in one dtype; the other dtype; keys that end inside a block; other lengths.
+    packed = {"layout": VARLEN, "total_q": 8192, "total_k": 8192}
+    cases: list[tuple[tuple[int, bool], str, dict[str, Any]]] = [
+        *(
+            (case, "bfloat16", {"seqlen_q": 16384, "seqlen_k": min(most, 16384)})
+            for case, rows in hopper_configs.CONFIGS.items()
+            for most, _ in rows
+        ),
+        ((128, True), "float16", {}),
+        ((128, False), "float16", {"seqlen_k": 4095}),
+        *((case, "bfloat16", {"seq_lens": True}) for case in ((128, True), (256, False))),
+        *((case, "bfloat16", {"seqlen_q": 512, "seqlen_k": 512}) for case in ((64, False), (128, True), (256, True))),
+        ((192, False), "bfloat16", {"seqlen_q": 512, "seqlen_k": 512}),
+        ((192, True), "float16", {"head_dim_v": 128}),
+        ((192, True), "bfloat16", {"head_dim_v": 128} | packed),
+        ((192, False), "bfloat16", {"head_dim_v": 128}),
+        ((96, False), "float16", {}),
+        ((96, True), "float16", {"head_dim_v": 64}),
+        ((64, False), "float16", {"head_dim_v": 256}),
+        ((128, True), "bfloat16", {"window_left": 1000}),
+        ((64, True), "bfloat16", {"window_left": 3000}),
+        ((256, True), "bfloat16", {"window_left": 1000, "window_right": 100}),
+        ((256, True), "bfloat16", {"window_left": 1000, "head_dim_v": 128}),
+        *((case, "bfloat16", {"softcap": 30.0}) for case in ((64, False), (128, True), (192, True), (256, True))),
+        ((128, True), "bfloat16", {"window_left": 1000, "softcap": 30.0} | packed),
+        *((case, "bfloat16", packed) for case in ((128, True), (256, True))),
+        *((case, "bfloat16", {"sinks": True}) for case in ((128, False), (256, True))),
+        ((64, True), "bfloat16", {"sinks": True, "window_left": 127}),
+        *((case, "bfloat16", {"alibi": True}) for case in ((64, True), (128, True), (256, False), (256, True))),
+        ((128, True), "float16", {"alibi": True} | packed),
+        ((128, True), "bfloat16", {"alibi": True, "softcap": 30.0, "window_left": 1000}),
+        *((case, "bfloat16", {"out_dtype": "float32"}) for case in ((64, False), (128, True))),
+    ]
+    for (d, causal), dtype, changes in cases:
+        problem = _problem(arch, dtype, d, causal).replace(**{"seqlen_q": 4096, "seqlen_k": 4096, **changes})
+        if not hopper_configs.refuses(problem):
+            yield _hopper_spec(problem, hopper_configs.config_of(problem))
+
+
+def _hopper_spec(problem: AttentionProblem, config: hopper_configs.Sm90Config) -> CompileSpec:
+    from diyfa.backends.cuda.hopper import fwd as hopper_fwd  # needs the Gluon that `_hopper_specs` asked for
+
+    launch = hopper_fwd.launch_of(problem, *tensors_of(problem), config)
+    d, dv = problem.head_dim, problem.head_dim_v
+    widths = f"{d}" if d == dv else f"{d}/{dv}"
+    mask = "causal" if problem.causal else "full" if problem.seqlen_k % config.block_n == 0 else "ragged"
+    features = "".join(f"{name} " for name in sorted(problem.features - {"causal", "gqa", "head_dim_v"}))
+    case = (
+        f"{problem.dtype} D={widths} {features}{mask} "
+        f"{config.consumers}x{hopper_configs.CONSUMER_ROWS}x{config.block_n}"
+        f"{f' to {problem.out_dtype}' if problem.out_dtype else ''}"
+        f"{f' boxes of {config.box_columns}' if config.box_columns else ''}{' direct' if config.direct else ''}"
+        f"{' pairs' if config.pairs else ''}"
+        f"{f' {config.q_in_registers} of Q in registers' if config.q_in_registers else ''}"
+        f"{' fixed max' if launch.constants['config'].fixed_max else ''}"
+        f"{' pingpong' if config.pingpong else ''}{'' if config.scheduler == 'static' else ' ' + config.scheduler}"
+    )
+    return spec_of(launch, "attention_fwd/sm90", case, HOPPER_SPILLS, clean_loops=True)
+
+
+# The Hopper backward's: numbers that are stored at the ends of its loops; with a window and a softcap, inside as well.
+HOPPER_BWD_SPILLS, HOPPER_BWD_FEATURE_SPILLS = 192, 352
+HOPPER_BWD_MLA_SPILLS = 720  # and it is up to 1.6 times as fast as the form without
+
+
+def _hopper_backward_specs(arch: str) -> Iterator[CompileSpec]:
+    """The Gluon backward with each tile, and with all it knows on packed sequences."""
+    if arch != hopper_configs.ARCH or hopper_configs.environment_refusal():
+        return
+    from diyfa.backends.cuda.hopper import bwd_launch as hopper_bwd
+
+    packed = {"layout": VARLEN, "total_q": 8192, "total_k": 8192, "window_left": 1000, "softcap": 30.0, "sinks": True}
+    divided = {"batch": 2, "total_k": 2048}  # whose groups of query heads are divided (`hopper/bwd_parts.py`)
+    for d, dtype, causal, changes in (
+        (64, "bfloat16", False, {}),
+        (64, "float16", True, {"seq_lens": True, "sinks": True, "deterministic": True}),
+        (128, "float16", True, {}),
+        (128, "bfloat16", True, {"deterministic": True, "window_left": 1000, "sinks": True}),
+        (128, "bfloat16", True, {"softcap": 30.0, "window_left": 1000}),
+        (128, "bfloat16", True, packed),
+        (64, "float16", False, {"out_dtype": "float32"}),
+        (128, "bfloat16", True, {"out_dtype": "float32"}),
+        (256, "bfloat16", True, {}),
+        (256, "bfloat16", True, {**packed, "out_dtype": "float32"}),
+        (192, "bfloat16", True, {**packed, "head_dim_v": 128}),
+        (192, "bfloat16", True, {**packed, "head_dim_v": 128, "softcap": 0.0}),
+        (192, "bfloat16", False, {"head_dim_v": 128, "out_dtype": "float32"}),
+        (192, "bfloat16", True, {}),
+        # Products stop within the last box of 64 columns.
+        (96, "bfloat16", True, {}),
+        (96, "bfloat16", True, {"softcap": 30.0, "window_left": 1000}),
+        (80, "bfloat16", False, {"out_dtype": "float32"}),
+        (80, "float16", True, {"seq_lens": True, "sinks": True, "deterministic": True}),
+        (64, "float16", True, divided),
+        (128, "bfloat16", False, {**divided, "deterministic": True}),
+        (128, "bfloat16", True, {**packed, **divided}),
+        (192, "float16", True, {**divided, "heads_kv": 1, "head_dim_v": 128, "sinks": True}),
+    ):
+        problem = _problem(arch, dtype, d, causal).replace(**{"batch": 16, **changes})
+        tensors, out, lse = tensors_of(problem)
+        summed = getattr(torch, problem.out_dtype or dtype)
+        gradients = AttentionGradients(*(torch.empty_like(x, dtype=summed) for x in tensors[:3]))
+        backward = hopper_bwd.Sm90Backward(problem, tensors, hopper_bwd_configs.config_of(problem), lse, gradients.dq)
+        dout, delta = torch.empty_like(out), torch.empty_like(lse) if problem.sinks else None
+        features = "+".join(sorted(problem.features - {"gqa"})) or "full"
+        features += "+deterministic" if problem.deterministic else ""
+        case = f"{dtype} D={d} {features} {backward.config.block_m}x{backward.config.block_n}"
+        case += f" to {problem.out_dtype}" if problem.out_dtype else ""
+        case += f" in {backward.parts} parts" if backward.parts > 1 else ""
+        budget = HOPPER_BWD_FEATURE_SPILLS if problem.softcap else HOPPER_BWD_SPILLS
+        budget = HOPPER_BWD_MLA_SPILLS if backward.config.form == "mla" else budget
+        out, dout = (x.to(tensors.q.dtype) for x in (out, dout))  # whole ones, whatever parts are added up in
+        dlse = None if delta is None else torch.empty_like(lse)
+        names = {
+            "_prepare_kernel": ("prepare", 0),
+            "_bwd_sm90_kernel": ("", budget),
+            "_bwd_mla_kernel": ("", budget),
+            "_bwd_wide_dkdv_kernel": ("dkdv", budget),
+            "_bwd_wide_dq_kernel": ("dq", budget),
+            "_convert_kernel": ("convert", 0),
+            "_sum_parts_kernel": ("sum_parts", 0),
+        }
+        for launch in backward.launches(out, dout, dlse, delta, gradients):
+            name, of_kernel = names[launch.kernel.__name__]
+            yield spec_of(launch, f"attention_bwd/sm90{name and '_' + name}", case, of_kernel)
+
+
+def kvcache_problems(arch: str) -> Iterator[KVCacheProblem]:
+    """Calls with a cache: head dims, pages, dtypes, many rows with every feature, a latent cache, the mode."""
+    spec = gpu_spec(arch)
+    has_bf16, has_fp8 = (False, False) if spec is None else (spec.has_bf16, spec.has_fp8)
+    half = "bfloat16" if has_bf16 else "float16"
+
+    def problem(d: int, dtype: str, heads: int = 32, heads_kv: int = 8, **changes: Any) -> KVCacheProblem:
+        of_call = {"window_right": 0, "lengths": True, **changes}
+        return KVCacheProblem("cuda", arch, dtype, dtype, "bshd", 16, heads, heads_kv, 1, 8192, d, d).replace(**of_call)
+
+    yield problem(64, "float16")
+    yield problem(128, half, page_size=16)
+    features: dict[str, Any] = {"window_left": 256, "softcap": 30.0, "alibi": True, "sinks": True, "leftpad": True}
+    yield problem(128, "float16", seqlen_q=64, layout=VARLEN, total_q=1024, page_size=64, **features)
+    yield problem(256, "float16", cache_batch_idx=True, head_dim_v=128)
+    if has_bf16:
+        yield problem(576, half, 128, 1, head_dim_v=512, page_size=64, latent=True)
+    if has_fp8:
+        yield problem(128, half, cache_dtype="float8_e4m3fn", page_size=16, descales=True)
+    for splits in (0, 1):  # parts of a tile with a program each, and all of them with one
+        yield problem(128, half, page_size=16, batch_invariant=True, num_splits=splits)
+
+
+def _kvcache_case(problem: KVCacheProblem) -> str:
+    cache = "" if problem.cache_dtype == problem.dtype else f" {problem.cache_dtype}"
+    d, dv = problem.head_dim, problem.head_dim_v
+    used = ("softcap", "alibi", "sinks", "leftpad", "cache_batch_idx", "latent", "batch_invariant", "num_splits")
+    names = "".join(f" {name}" for name in used if getattr(problem, name))
+    pages = f" page {problem.page_size}" if problem.paged else ""
+    return f"{problem.dtype}{cache} D={d if d == dv else f'{d}/{dv}'} Sq={problem.seqlen_q}{pages}{names}"
+
+
+def _kvcache_specs(arch: str) -> Iterator[CompileSpec]:
+    """The kernels over a cache; the combine and the append of calls that cover all that they do."""
+    for problem in kvcache_problems(arch):
+        tensors, out, lse = example_kvcache(problem)
+        config = decode.config_of(problem)
+        memory = decode.workspace(problem, config, out.device)
+        main, *combine = decode.launches_of(problem, tensors, out, lse, config, memory)
+        case = _kvcache_case(problem)
+        tile = f"{config.block_m}x{config.block_n} w{config.num_warps} s{config.num_stages}"
+        # 64 rows of a latent cache: 64x512 sums alone are 128 registers of each thread. By wgmma they are nonetheless
+        # 1.5 to 1.9 times as fast as 32 rows by mma.sync, which spill nothing.
+        budget = 1536 if problem.latent and config.block_m > MMA_BLOCK_M else 0
+        # Pages a block ahead are registers too many where ptxas stops at 168, with every feature on sm_75. In the mode,
+        # whose tile may not be another, sums of a part and those of the parts before are alive together.
+        if arch == "sm_75" and problem.alibi:
+            budget = 32
+        if problem.batch_invariant and problem.num_splits == 1:
+            budget = 128
+        yield spec_of(main, "kvcache_fwd/decode", f"{case} {tile}", budget)
+        if problem.sinks or problem.batch_invariant or problem.cache_batch_idx:
+            yield from (spec_of(launch, "kvcache_fwd/combine", case) for launch in combine)
+        if problem.cache_batch_idx or problem.descales:
+            new_k, new_v = (
+                tensors.q.new_empty(problem.batch, 4, problem.heads_kv, d)
+                for d in (problem.head_dim, problem.head_dim_v)
+            )
+            angles = tensors.q.new_empty(problem.capacity, 32)
+            launch = append.launch_of(problem, tensors, NewKeys(new_k, new_v, angles, angles, True, tensors.q))
+            assert launch is not None, "there are new keys"
+            yield spec_of(launch, "kvcache_append/append", f"{case} rotary")
+
+
+def _hopper_decode_specs(arch: str) -> Iterator[CompileSpec]:
+    """The Gluon kernel over a latent cache: pages and several tokens, and a contiguous one with all it knows. Each has
+    another form of the combine kernel, in which programs may have whole tiles: rows as a whole, and divided."""
+    if arch != hopper_configs.ARCH or hopper_configs.environment_refusal():
+        return
+    from diyfa.backends.cuda.hopper import decode_mla, decode_mla_configs
+
+    latent = KVCacheProblem("cuda", arch, "bfloat16", "bfloat16", "bshd", 16, 128, 1, 1, 8192, 576, 512)
+    latent = latent.replace(latent=True, lengths=True)
+    for problem in (
+        latent.replace(page_size=64, seqlen_q=2, window_right=0),
+        latent.replace(batch=4, dtype="float16", cache_dtype="float16", heads_q=16, leftpad=True, cache_batch_idx=True),
+    ):
+        tensors, out, lse = example_kvcache(problem)
+        memory = decode.workspace(problem, decode_mla_configs.CONFIG, out.device)
+        main, combine = decode_mla.launches_of(problem, tensors, out, lse, decode_mla_configs.CONFIG, memory)
+        yield spec_of(main, "kvcache_fwd/sm90", _kvcache_case(problem), clean_loops=True)
+        yield spec_of(combine, "kvcache_fwd/combine", f"{_kvcache_case(problem)} sm90")
+
+
+def _hopper_prefill_specs(arch: str) -> Iterator[CompileSpec]:
+    """The Gluon forward over a cache: pages smaller than a tile, as large and larger, rows, beside both kinds of
+    queries; the widths that have boxes of their own."""
+    if arch != hopper_configs.ARCH or hopper_configs.environment_refusal():
+        return
+    from diyfa.backends.cuda.hopper import prefill, prefill_configs
+
+    call = KVCacheProblem("cuda", arch, "bfloat16", "bfloat16", "bshd", 4, 32, 8, 2048, 8192, 128, 128, window_right=0)
+    call = call.replace(lengths=True)
+    packed = {"layout": VARLEN, "total_q": 8192}
+    for changes in (
+        {"page_size": 16},
+        {"page_size": 16, **packed},
+        {"page_size": 256, **packed},
+        {"page_size": 128, "window_right": -1},
+        {"cache_batch_idx": True},
+        {"page_size": 64, "seqlen_q": 512, "batch": 1},
+        {"page_size": 64, "head_dim": 64, "head_dim_v": 64, **packed},
+        {"page_size": 16, "head_dim": 64, "head_dim_v": 64},
+        {"page_size": 64, "head_dim": 192, "head_dim_v": 128, **packed},
+        {"page_size": 16, "head_dim": 192, "head_dim_v": 128},
+        {"page_size": 64, "head_dim": 256, "head_dim_v": 256, **packed},
+        {"page_size": 16, "window_left": 1000, "softcap": 30.0, "alibi": True, "sinks": True, **packed},
+        {"packed_keys": True, **packed},
+    ):
+        problem = call.replace(**changes)
+        reason = prefill_configs.refuses(problem)
+        assert reason is None, reason
+        config = prefill_configs.config_of(problem)
+        tensors, out, lse = example_kvcache(problem)
+        if problem.packed_keys:  # fewer of them used than lie there, too
+            tensors = tensors._replace(seqlens=out.new_empty(problem.batch, dtype=torch.int32))
+        launch = prefill.launch_of(problem, tensors, out, lse, config)
+        tile = f"{config.consumers}x{hopper_configs.CONSUMER_ROWS}x{config.block_n}"
+        case = f"{_kvcache_case(problem)} {'packed' if problem.varlen else 'even'} {tile}"
+        yield spec_of(launch, "kvcache_fwd/sm90_prefill", case, HOPPER_SPILLS, clean_loops=True)
+
+
+def compile_specs(arch: str) -> Iterator[CompileSpec]:
+    """Every attention case for `arch`."""
+    yield from _hopper_specs(arch)
+    yield from _hopper_backward_specs(arch)
+    yield from _kvcache_specs(arch)
+    yield from _hopper_decode_specs(arch)
+    yield from _hopper_prefill_specs(arch)
+    yield from _merges()
+    yield from _sums(arch)
+    yield from _short(arch)
+    yield from _clearing()
+    for problem in problems(arch):
+        for config in candidates("fwd", problem):
+            yield _forward(problem, config)
+        v1 = fwd_v1.config(problem)
+        yield _spec("attention_fwd/v1", problem, v1, fwd_v1.launch_of(problem, *tensors_of(problem)))
+        for kind in ("dkdv", "dq"):
+            for config in candidates(kind, problem):
+                yield _gradient(kind, problem, config)
+        yield _preprocess(problem, False)
+    for problem in feature_problems(arch):
+        if (tile := default_config("fwd", problem)) is not None:
+            yield _forward(problem, _with_feature_budget("fwd", problem, tile))
+        for kind in ("dkdv", "dq"):
+            if (tile := default_config(kind, problem)) is not None:
+                yield _gradient(kind, problem, _with_feature_budget(kind, problem, tile))
+        yield _preprocess(problem, True)
+        if problem.bias_grad:
+            yield from _bias_gradient(problem)

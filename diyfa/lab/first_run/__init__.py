@@ -1,0 +1,1 @@
+"""`diyfa first-run`: from a new device to checked, tuned and measured kernels."""

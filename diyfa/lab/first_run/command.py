@@ -1,0 +1,342 @@
+"""`diyfa first-run`: is everything right on this Ascend machine, which tiles are fastest here, and where does it stand?
+
+Every step runs in another process with a time limit (first_run_worker.py), since an exception on the device may poison
+the process and a kernel may hang. What crashed or hung becomes a row like any other and the next step gets a new
+process. The JSON file is written anew after every row, and a run that was cut off goes on where it was.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import typer
+
+from diyfa.cli.output import err, out, print_json, progress_bar
+from diyfa.lab.first_run.cases import STAGES, Step, steps
+from diyfa.lab.first_run.page import page, print_page
+
+MARK = "@diyfa "  # before each answer of the worker; CANN prints to the same stream
+WORKER = (sys.executable, "-m", "diyfa.lab.first_run.worker")
+ENDING_S = 3.0  # that a process may take to end after its last word
+START_LIMIT_S = 300.0  # importing torch_npu and opening the device
+PARTS = {"date": str, "done": list, "replaced": list, "rows": list}  # of the JSON file that a run goes on with
+KEPT_OUTPUT = 20  # the last lines that a process printed, for the row of its crash
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Request:
+    """The options of the command."""
+
+    output: Path | None = None
+    stages: Sequence[str] = ()  # by default all
+    smoke: bool = False
+    again: bool = False  # forget an earlier run
+    limit_s: float = 600.0  # for an answer: one step, or one tile to compile and time
+
+
+@dataclass
+class Outcome:
+    """What became of a step."""
+
+    rows: list[Row] = field(default_factory=list)
+    replaced: list[str] = field(default_factory=list)  # warnings of tiles that this machine's compiler refuses
+    trying: dict[str, Any] | None = None  # the answer with the tile that was being timed at the end
+    failed: str = ""  # why there is no more
+    ended: bool = False  # the process did
+
+
+class Worker:
+    """The process that does the steps, and what it answers."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1,
+            errors="replace",
+        )  # fmt: skip
+        self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self.printed: collections.deque[str] = collections.deque(maxlen=KEPT_OUTPUT)
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            _, mark, text = line.partition(MARK)
+            answer = _answer_in(text) if mark else None
+            if answer is not None:
+                self._answers.put(answer)
+            elif line.strip():
+                self.printed.append(line.rstrip())
+            if mark and answer is None:  # what is missing from it may be a result: nothing after it counts
+                break
+        self._answers.put(None)
+
+    def answer(self, limit_s: float) -> dict[str, Any]:
+        """The next answer. Raises TimeoutError, and EOFError where no more can come: the process ended, or its last
+        answer could not be read."""
+        try:
+            answer = self._answers.get(timeout=limit_s)
+        except queue.Empty:
+            raise TimeoutError(f"no answer within {limit_s:g} s") from None
+        if answer is None:
+            try:
+                code = self._process.wait(timeout=ENDING_S)
+            except subprocess.TimeoutExpired:
+                raise EOFError(f"the process gave an answer that cannot be read: {self.printed[-1]}") from None
+            how = f"signal {-code}" if code < 0 else f"exit status {code}"
+            last = f"; last printed: {self.printed[-1]}" if self.printed else ""
+            raise EOFError(f"the process ended with {how}{last}")
+        return answer
+
+    def do(self, step: Step, limit_s: float) -> Iterator[dict[str, Any]]:
+        """The answers to one step, the last of which says `done`."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(asdict(step)) + "\n")
+            self._process.stdin.flush()
+        except OSError:  # it ended meanwhile: the answer says so
+            pass
+        while True:
+            answer = self.answer(limit_s)
+            yield answer
+            if "done" in answer:
+                return
+
+    def end(self) -> None:
+        """Kill it: a process that hangs in the driver listens to nothing else."""
+        self._process.kill()
+        self._process.wait()
+
+
+def _answer_in(text: str) -> dict[str, Any] | None:
+    """The JSON object in the rest of a line after MARK; None where it is cut off or spoilt."""
+    try:
+        answer = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return answer if isinstance(answer, dict) else None
+
+
+class Run:
+    """One run, or what is left of it. `document` is the JSON file."""
+
+    def __init__(self, request: Request, command: Sequence[str] = WORKER) -> None:
+        self.request, self.command = request, command
+        self._worker: Worker | None = None
+        self._lock: IO[str] | None = None
+        if request.output:
+            _check_place(request.output)
+        self._worker, ready = self._started()
+        ready["switches"] = {name: x for name, x in sorted(os.environ.items()) if name.startswith("DIYFA_NPU_")}
+        name = str(ready["device"]).replace(" ", "-").replace("/", "-")
+        self.path = request.output or Path(f"diyfa-first-run-{name}.json")
+        try:
+            _check_place(self.path)
+            self._lock = _locked(self.path)
+            self.document = self._earlier(ready) or {
+                "benchmark": "ascend first run", **ready, "smoke": request.smoke, "info": _info(), "done": [],
+                "replaced": [], "rows": [],
+            }  # fmt: skip
+        except BaseException:
+            self.end()
+            raise
+
+    def _earlier(self, ready: dict[str, Any]) -> dict[str, Any] | None:
+        """What an earlier run of the same things on the same device wrote."""
+        if self.request.again or not self.path.exists():
+            return None
+        remedy = "--again starts afresh, --output names another file"
+        try:
+            earlier = json.loads(self.path.read_text(encoding="utf-8"))
+            same = all(earlier[name] == ready[name] for name in ("device", "versions", "chip", "switches"))
+            same = same and earlier["smoke"] == self.request.smoke
+            whole = all(isinstance(earlier[part], kind) for part, kind in PARTS.items())
+            whole = whole and all(isinstance(text, str) for text in (*earlier["done"], *earlier["replaced"]))
+            if not (whole and all(isinstance(tiles, list) for tiles in earlier.get("without", {}).values())):
+                raise ValueError("a part has another type")
+            if same:
+                page(earlier, [self.path])  # its rows have what the page tells of them
+        except OSError as error:
+            raise ValueError(f"{self.path} cannot be read ({error.strerror}): {remedy}") from error
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{self.path} is no file of a first run: {remedy}") from error
+        if not same:
+            raise ValueError(
+                f"{self.path} is from another device, other versions or switches, or another size of run: {remedy}"
+            )
+        return earlier
+
+    def _started(self) -> tuple[Worker, dict[str, Any]]:
+        worker = Worker(self.command)
+        try:
+            return worker, worker.answer(START_LIMIT_S)["ready"]
+        except (TimeoutError, EOFError) as error:
+            worker.end()
+            raise ValueError(f"the NPU cannot be used: {error}. `diyfa info` says what is missing") from error
+
+    def left(self) -> list[Step]:
+        """Steps that are not done."""
+        stages = self.request.stages or tuple(STAGES)
+        done = set(self.document["done"])
+        return [step for step in steps(self.request.smoke) if step.stage in stages and step.key not in done]
+
+    def do(self, step: Step) -> None:
+        """One step. A tile search goes on without a tile at which its process ended."""
+        without: list[dict[str, Any]] = self.document.setdefault("without", {}).setdefault(step.key, [])
+        while True:
+            if without:
+                step = Step(step.stage, step.name, step.kind, {**step.arguments, "without": without}, step.environment)
+            outcome = self._attempt(step)
+            self.document["rows"] += [{**row, "stage": step.stage} for row in outcome.rows]
+            self.document["replaced"] += [x for x in outcome.replaced if x not in self.document["replaced"]]
+            if outcome.trying is None or not outcome.ended or outcome.trying["trying"] in without:
+                break
+            without.append(outcome.trying["trying"])
+            self.save()
+        self.document["done"].append(step.key)
+        self.save()
+
+    def _attempt(self, step: Step) -> Outcome:
+        outcome = Outcome()
+        if self._worker is None:
+            self._worker, _ = self._started()
+        worker, goes_on = self._worker, False
+        try:
+            for answer in worker.do(step, self.request.limit_s):
+                if "trying" in answer:
+                    outcome.trying = answer if answer["trying"] else None
+                elif "row" in answer:
+                    outcome.rows.append(answer["row"])
+                outcome.replaced += [answer["replaced"]] if "replaced" in answer else []
+                outcome.failed = answer.get("failed", outcome.failed)
+                goes_on = answer.get("goes_on", False)
+        except (TimeoutError, EOFError) as error:
+            outcome.failed, outcome.ended = str(error), True
+        if not goes_on:
+            worker.end()
+            self._worker = None
+            outcome.ended = True
+        told = any("unavailable" in row or row.get("status") == "error" for row in outcome.rows)
+        if outcome.failed and not told:
+            outcome.rows.append(_row_of_failure(step, outcome))
+        return outcome
+
+    def save(self) -> None:
+        """Write the file whole, so that a run that is cut off leaves one that can be read."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = _beside(self.path, ".tmp")
+        try:
+            temporary.write_text(json.dumps(self.document, indent=1) + "\n", encoding="utf-8")
+            temporary.replace(self.path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+
+    def end(self) -> None:
+        if self._worker is not None:
+            self._worker.end()
+            self._worker = None
+        if self._lock is not None:
+            self._lock.close()
+
+
+def _check_place(path: Path) -> None:
+    """Raise ValueError where neither the JSON file nor the page may come."""
+    if path.suffix == ".txt":
+        better = path.with_suffix(".json")
+        raise ValueError(f"{path}: the page goes there; name the JSON file, such as {better}")
+    for place in (path, path.parent / f"{path.stem}.txt"):
+        if place.exists() and not place.is_file():  # a folder, a device
+            raise ValueError(f"{place} is no file that can be written: name the JSON file with --output")
+
+
+def _beside(path: Path, ending: str) -> Path:
+    """A file for `path`'s own use, whatever its suffix is: a longer name can be no name of a result."""
+    return path.with_name(path.name + ending)
+
+
+def _locked(path: Path) -> IO[str]:
+    """A file that is locked while it is open. Two runs at once would overwrite each other's rows, and spoil each
+    other's times."""
+    import fcntl  # an Ascend machine runs Linux
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = _beside(path, ".lock").open("a")  # "w" would empty a file of that name
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise ValueError(f"another first-run writes {path}: wait for it, or name another file with --output") from None
+    return file
+
+
+def _row_of_failure(step: Step, outcome: Outcome) -> Row:
+    """What `diyfa report` and the page say of a step that gave no row of its own."""
+    if step.kind in ("numerics", "determinism"):
+        case = step.arguments["case"]
+        variant = step.arguments.get("variant", "auto")
+        row = {"table": "numerics", "case": case["name"], "variant": variant, "dtype": case["dtype"]}
+        return {**row, "status": "error", "reason": outcome.failed}
+    if outcome.trying is not None:
+        return {**outcome.trying["row"], "unavailable": outcome.failed}
+    if step.kind == "operator":
+        row = {"table": "equivalence", "case": step.arguments["case"]["name"], "implementation": "both"}
+        return {**row, "unavailable": outcome.failed}
+    names = {"head_dim": "D", "seq_len": "S", "causal": "causal", "dtype": "dtype", "implementation": "implementation"}
+    row = {short: step.arguments[name] for name, short in names.items() if name in step.arguments}
+    table = "attention" if step.kind == "speed" else step.stage
+    return {"table": table, "kernel": "all", **row, "unavailable": outcome.failed}
+
+
+def _info() -> Any:
+    """What `diyfa info --json` says here, or why it says nothing."""
+    command = [sys.executable, "-m", "diyfa", "info", "--json"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=START_LIMIT_S)
+        return json.loads(done.stdout[done.stdout.index("{") :])  # torch_npu's warnings may stand before it
+    except (ValueError, subprocess.TimeoutExpired) as error:
+        return {"error": str(error)}
+
+
+def run(request: Request, json_wanted: bool, command: Sequence[str] = WORKER) -> int:
+    """The whole run. The exit status is 1 when results are wrong or a step of the numerics failed."""
+    for stage in request.stages:
+        if stage not in STAGES:
+            raise typer.BadParameter(f"must be one of {', '.join(STAGES)}; got {stage!r}", param_hint="--only")
+    this = Run(request, command)
+    try:
+        left = this.left()
+        if done := len(this.document["done"]):
+            err.print(f"{this.path}: {done} steps are done, {len(left)} left", highlight=False)
+        with progress_bar(not json_wanted) as progress:
+            task = progress.add_task("first run", total=len(left), note="")
+            for step in left:
+                progress.update(task, note=step.key)
+                this.do(step)
+                progress.update(task, advance=1)
+        this.save()
+    except KeyboardInterrupt:
+        done = len(this.document["done"])
+        err.print(f"{this.path}: {done} steps are done; the same command goes on there", highlight=False)
+        raise
+    finally:
+        this.end()
+    text = this.path.with_suffix(".txt")
+    text.write_text(page(this.document, [this.path, text]), encoding="utf-8")
+    if json_wanted:
+        print_json(this.document)
+    else:
+        print_page(out, this.document, [this.path, text])
+    bad = [row for row in this.document["rows"] if row.get("status") in ("FAIL", "error")]
+    return 1 if bad else 0

@@ -1,0 +1,344 @@
+"""The process in which `diyfa first-run` does its steps: it reads them from standard input and prints what it finds.
+
+An exception on the device may leave a process unable to go on, and a kernel may hang, so the command watches this one:
+one JSON object a line in each direction, its answers marked, since CANN prints to the same stream. After an exception
+that does not come from a compiler or a refusal this process ends itself, and the command starts another.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from functools import cache
+from typing import Any
+
+import torch
+
+import diyfa
+from diyfa.integrations.npu_fusion_arguments import compressed_mask, fusion_attention_arguments
+from diyfa.integrations.npu_fusion_attention import npu_fusion_attention
+from diyfa.lab.bench.record import environment
+from diyfa.lab.bench.timing import device_module, quantiles_of, synchronize, time_calls
+from diyfa.lab.bench.work import BACKWARD_FACTOR, attention_flops, tflops
+from diyfa.lab.first_run.cases import OperatorCase
+from diyfa.problem import TriedTile
+from diyfa.registry import load_backend
+from diyfa.testing import AttentionCase, attention_function, check_budget, make_inputs, measure_error, run_case
+
+MARK = "@diyfa "  # before each answer
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+# Products of a kernel, as a multiple of the forward pass's.
+WORK = {"fwd": 1.0, "dkdv": 2.0, "dq": 1.5}
+
+Row = dict[str, Any]
+
+
+def answer(**what: Any) -> None:
+    """Tell the command."""
+    print(MARK + json.dumps(what), flush=True)
+
+
+def first_line(error: BaseException) -> str:
+    """What went wrong, in one line: of a compiler's message the line that says what."""
+    lines = [line for line in str(error).splitlines() if line.strip() and not line.startswith("///")] or [""]
+    telling = [line for line in lines if "rror:" in line and "encounters error:" not in line]
+    telling = [line for line in lines if "overflow" in line] or telling or lines
+    return f"{type(error).__name__}: {' '.join(telling[0].split())[:400]}"
+
+
+# ---- numerics ----------------------------------------------------------------------------------------------------
+
+
+def _case(fields: dict[str, Any]) -> AttentionCase:
+    """An AttentionCase that went through JSON, where tuples become lists."""
+    given: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in fields.items()}
+    return AttentionCase(**given)
+
+
+def numerics(device: torch.device, case: dict[str, Any], variant: str = "auto") -> Iterator[Row]:
+    """The largest error of forward and gradients as a share of what is allowed."""
+    described = _case(case)
+    row = {"table": "numerics", "case": described.name, "variant": variant, "dtype": described.dtype}
+    try:
+        results = run_case(attention_function(described, variant=variant), make_inputs(described, device))
+    except Exception as error:
+        yield {**row, "status": "error", "reason": first_line(error)}
+        raise
+    name, check = max(check_budget(results, described).items(), key=lambda item: item[1].share)
+    status = "pass" if check.share <= 1 else "FAIL"
+    yield {**row, "status": status, "result": name, "share": check.share, "reason": check.problem}
+
+
+def determinism(device: torch.device, case: dict[str, Any]) -> Iterator[Row]:
+    """Outputs and gradients of the same call twice, compared bit by bit."""
+    described = _case(case)
+    row = {"table": "numerics", "case": described.name, "variant": "auto", "dtype": described.dtype}
+    try:
+        first, second = (run_case(attention_function(described), make_inputs(described, device)) for _ in range(2))
+    except Exception as error:
+        yield {**row, "status": "error", "reason": first_line(error)}
+        raise
+    pairs = zip(first._fields, first, second, strict=True)
+    differ = [name for name, a, b in pairs if a is not None and b is not None and not torch.equal(a, b)]
+    yield {**row, "status": "FAIL" if differ else "pass", "reason": f"differ: {differ}" if differ else ""}
+
+
+# ---- the vendor's operator ---------------------------------------------------------------------------------------
+
+
+def vendors_operator(**arguments: Any) -> Any:
+    """`torch_npu.npu_fusion_attention`."""
+    import torch_npu
+
+    return torch_npu.npu_fusion_attention(**arguments)
+
+
+def operator_arguments(
+    case: OperatorCase, sizes: dict[str, Any], device: torch.device, dtype: torch.dtype
+) -> dict[str, Any]:
+    """The call of `case`, with leaves that want gradients; the same values for every device and dtype."""
+    generator = torch.Generator().manual_seed(0)
+    heads, head_dim, seqlen_k = sizes["heads"], sizes["head_dim"], sizes["seqlen_k"]
+    seqlen_q = {0: seqlen_k, -1: sizes["seqlen_q"]}[case.seqlen_q]
+    heads_kv = case.heads_kv or heads
+
+    def leaf(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device="cpu").half().to(dtype).to(device).requires_grad_()
+
+    def arranged(s: int, n: int) -> torch.Tensor:
+        shapes = {"BSH": (2, s, n * head_dim), "SBH": (s, 2, n * head_dim), "BSND": (2, s, n, head_dim)}
+        return leaf(*shapes.get(case.layout, (2 * s, n, head_dim) if case.layout == "TND" else (2, n, s, head_dim)))
+
+    arguments: dict[str, Any] = {
+        "query": arranged(seqlen_q, heads), "key": arranged(seqlen_k, heads_kv), "value": arranged(seqlen_k, heads_kv),
+        "head_num": heads, "input_layout": case.layout, "scale": head_dim**-0.5, "sparse_mode": case.sparse_mode,
+        "pre_tockens": case.tokens[0], "next_tockens": case.tokens[1],
+    }  # fmt: skip
+    if case.layout == "TND":
+        arguments["actual_seq_qlen"] = [seqlen_q // 3, 2 * seqlen_q]
+        arguments["actual_seq_kvlen"] = [seqlen_k // 3, 2 * seqlen_k]
+    if case.mask == "compressed":
+        arguments["atten_mask"] = compressed_mask(device)
+    elif case.mask == "dense":
+        mask = torch.rand(2, 1, seqlen_q, seqlen_k, generator=generator, device="cpu") < 0.3
+        mask[..., 0] = False  # no row without keys: the operator leaves those open
+        arguments["atten_mask"] = mask.to(device)
+    if case.pse:
+        arguments["pse"] = leaf(2, heads, seqlen_q, seqlen_k)
+    if case.sink:
+        arguments["sink"] = leaf(heads, dtype=torch.float32)
+    return arguments
+
+
+def operator_results(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """out, lse and gradients of q, k, v on the CPU in float64."""
+    result = function(**arguments)
+    out = result[0]
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), device="cpu").to(out.dtype).to(out.device)
+    leaves = [arguments[name] for name in ("query", "key", "value")]
+    gradients = torch.autograd.grad(out, leaves, dout)
+    maximum, total = (x[..., 0].detach().cpu().double() for x in result[1:3])
+    named = {"out": out.detach(), **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
+    return {"lse": maximum + total.log(), **{name: x.cpu().double() for name, x in named.items()}}
+
+
+def operator(device: torch.device, case: dict[str, Any], sizes: dict[str, Any]) -> Iterator[Row]:
+    """The largest error of diyfa and of the operator on one call, both against float64. `torch_npu` far above `diyfa`
+    says that docs/npu-fusion-attention.md is wrong."""
+
+    def on_the_cpu(**arguments: Any) -> Any:
+        return npu_fusion_attention(**arguments, backend="cpu")
+
+    described = OperatorCase(**{**case, "tokens": tuple(case["tokens"])})
+    truth = operator_results(on_the_cpu, operator_arguments(described, sizes, torch.device("cpu"), torch.float64))
+    failed: list[Exception] = []
+    for who, function in (("diyfa", npu_fusion_attention), ("torch_npu", vendors_operator)):
+        row = {"table": "equivalence", "case": described.name, "dtype": "float16", "implementation": who}
+        try:
+            arguments = operator_arguments(described, sizes, device, torch.float16)
+            found = operator_results(function, arguments)
+        except Exception as error:
+            yield {**row, "unavailable": f"refused: {first_line(error)}"}
+            failed.append(error)
+            continue
+        # TND statistics lie heads first in the operator's memory unless it is told otherwise.
+        names = [name for name in truth if not (name == "lse" and described.layout == "TND")]
+        errors = {name: measure_error(found[name], truth[name]).max_abs for name in names}
+        yield {**row, "max_error": errors}
+    if failed:
+        raise failed[0]
+
+
+# ---- time --------------------------------------------------------------------------------------------------------
+
+
+class Timed:
+    """One size of attention, ready to be timed: q, k, v (B, H, S, D), and the operations of the forward pass."""
+
+    def __init__(self, device: torch.device, size: dict[str, Any]) -> None:
+        self.device, self.causal, self.dtype = device, size.get("causal", False), size["dtype"]
+        self.seq_len, self.head_dim = size["seq_len"], size["head_dim"]
+        self.warmup, self.rep = size["warmup"], size["rep"]
+        self.batch, self.heads = max(1, size["tokens"] // self.seq_len), max(1, size["hidden"] // self.head_dim)
+        torch.manual_seed(0)
+        shape = (self.batch, self.heads, self.seq_len, self.head_dim)
+        *leaves, self.dout = (torch.randn(shape, device="cpu").to(DTYPES[self.dtype]).to(device) for _ in range(4))
+        self.leaves = [x.requires_grad_() for x in leaves]
+        self.flops = attention_flops(self.batch, self.heads, self.seq_len, self.seq_len, self.head_dim, self.causal)
+        self.row = {
+            "B": self.batch, "H": self.heads, "S": self.seq_len, "D": self.head_dim, "causal": self.causal,
+            "dtype": self.dtype,
+        }  # fmt: skip
+
+    def passes(self, through: str = "") -> dict[str, Callable[[], Any]]:
+        """The two passes of diyfa. Nothing is launched before. `through`: the dtype that inputs are converted to before
+        and the output from after, and gradients back."""
+
+        def attend() -> Any:
+            q, k, v = (x.to(DTYPES[through]) if through else x for x in self.leaves)
+            out: Any = diyfa.flash_attention(q, k, v, self.causal)
+            return out.to(DTYPES[self.dtype]) if through else out
+
+        def forward() -> None:
+            with torch.no_grad():
+                attend()
+
+        output = cache(attend)
+
+        def backward() -> Any:
+            return torch.autograd.grad(output(), self.leaves, self.dout, retain_graph=True)
+
+        return {"forward": forward, "backward": backward}
+
+    def times(self, passes: dict[str, Callable[[], Any]]) -> Iterator[Row]:
+        """Milliseconds and TFLOP/s of each pass."""
+        for direction, fn in passes.items():
+            work = self.flops * (BACKWARD_FACTOR if direction == "backward" else 1)
+            ms, p20, p80 = quantiles_of(time_calls(fn, self.device, self.warmup, self.rep))
+            yield {"pass": direction, "ms": ms, "ms_p20": p20, "ms_p80": p80, "tflops": tflops(work, ms)}
+
+
+def dtype(device: torch.device, through: str = "", **size: Any) -> Iterator[Row]:
+    """Both passes in one dtype, or of inputs in one dtype computed in another."""
+    timed = Timed(device, size)
+    how = f"diyfa, {timed.dtype}" + (f" through {through}" if through else "")
+    for found in timed.times(timed.passes(through)):
+        yield {"table": "dtypes", **timed.row, "through": through, "implementation": how, **found}
+
+
+def vendors_passes(leaves: list[torch.Tensor], causal: bool) -> dict[str, Callable[[], Any]]:
+    """The two passes of `torch_npu.npu_fusion_attention` on the same tensors."""
+    q, k, v = leaves
+    arguments = fusion_attention_arguments(q, k, v, causal)
+    out = vendors_operator(**arguments)[0]
+    dout = torch.randn(out.shape, device="cpu").to(out.dtype).to(out.device)
+
+    def forward() -> None:
+        with torch.no_grad():
+            vendors_operator(**arguments)
+
+    return {"forward": forward, "backward": lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)}
+
+
+def speed(device: torch.device, implementation: str, **size: Any) -> Iterator[Row]:
+    """Both passes of one implementation."""
+    load_backend("npu").tuning.enabled = implementation == "diyfa tuned"  # type: ignore[attr-defined]
+    timed = Timed(device, size)
+    row = {"table": "attention", **timed.row, "implementation": implementation}
+    try:
+        theirs = implementation == "torch_npu"
+        passes = vendors_passes(timed.leaves, timed.causal) if theirs else timed.passes()
+        for found in timed.times(passes):
+            yield {**row, **found}
+    except Exception as error:
+        yield {**row, "unavailable": f"refused: {first_line(error)}"}
+        raise
+
+
+def tiles(device: torch.device, without: list[dict[str, Any]] | None = None, **size: Any) -> Iterator[Row]:
+    """Every candidate of every kernel, one row each; the fastest are kept for later calls. `without`: candidates that
+    ended an earlier process."""
+    tuning = load_backend("npu").tuning  # type: ignore[attr-defined]
+    tuning.enabled = True
+    if reason := tuning.unavailable():
+        yield {"table": "tiles", "kernel": "all", "unavailable": reason}
+        return
+    timed = Timed(device, size)
+    found: dict[str, Row] = {}
+
+    def watch(tried: TriedTile) -> None:
+        kernel = tried.kernel.removeprefix("attention_")
+        config = {name: x for name, x in tried.config.items() if name != "measured"}
+        row = {"table": "tiles", "kernel": kernel, **timed.row, "default": tried.default, **config}
+        begins = tried.milliseconds is None and not tried.reason
+        answer(trying=tried.config if begins else None, row=row)
+        if tried.milliseconds is not None:
+            ms = tried.milliseconds
+            found[f"{kernel} {config}"] = {**row, "ms": ms, "tflops": tflops(timed.flops * WORK[kernel], ms)}
+        elif not begins:
+            found[f"{kernel} {config}"] = {**row, "unavailable": first_line(RuntimeError(tried.reason))}
+
+    with tuning.measuring(watch, without or ()):
+        for call in timed.passes().values():
+            call()
+    yield from found.values()
+
+
+# ---- the process -------------------------------------------------------------------------------------------------
+
+KINDS: dict[str, Callable[..., Iterator[Row]]] = {
+    "numerics": numerics, "determinism": determinism, "operator": operator, "dtype": dtype, "speed": speed,
+    "tiles": tiles,
+}  # fmt: skip
+
+
+def _is_harmless(error: Exception) -> bool:
+    """Whether the device cannot have noticed: what diyfa or a compiler refuses."""
+    refused = isinstance(error, (ValueError, TypeError, NotImplementedError, ImportError, torch.OutOfMemoryError))
+    return refused or "does not compile" in str(error)
+
+
+def do(step: dict[str, Any], device: torch.device) -> bool:
+    """One step; whether this process may go on to the next."""
+    previous = dict(os.environ)
+    os.environ.update(step["environment"])
+    try:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always", RuntimeWarning)
+            for row in KINDS[step["kind"]](device, **step["arguments"]):
+                answer(row=row)
+        synchronize(device)
+    except Exception as error:
+        answer(failed=first_line(error))
+        return _is_harmless(error)
+    finally:
+        for text in dict.fromkeys(str(w.message) for w in told):
+            if "conservative tile" in text:
+                answer(replaced=text)
+        os.environ.clear()
+        os.environ.update(previous)
+    return True
+
+
+def main() -> int:
+    """Do the steps that come, until there are no more or this process should not go on."""
+    import torch_npu  # noqa: F401  # registers the device where autoloading is off
+
+    device = torch.device("npu", device_module(torch.device("npu")).current_device())
+    chip = asdict(diyfa.detect_npu(device.index or 0))
+    chip["arch"] = chip["arch"].value
+    answer(ready={**environment(device), "chip": chip})
+    for line in sys.stdin:
+        goes_on = do(json.loads(line), device)
+        answer(done=True, goes_on=goes_on)
+        if not goes_on:
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,411 @@
+"""Compile the NPU kernels ahead of time, without a device and without CANN, and read from the result what matters.
+
+Two real compilers, both from PyPI: triton-ascend's front half (Triton IR to linalg) and AscendNPU IR's
+`bishengir-compile` (linalg to HIVM for a named chip: memory planning, the split over cube and vector cores,
+synchronisation). It stops where CANN's `hivmc` would write machine code, which is the expected end here. That the last
+intermediate form exists shows that the kernel is legal and its tiles fit; hivm.py reads the rest from it, and
+metrics.py makes the numbers of a report. What is compiled is listed in specs.py.
+
+On a device it is CANN's own `bishengir-compile` that compiles, mostly an older one. DIYFA_ASCENDNPU_IR names folders
+with other releases, as `pip install --no-deps --target FOLDER ascendnpu-ir==1.1.0` makes them; every kernel and tile
+must pass the gate with each of them too. Not with 1.0.0, which refuses most tiles of the table: the conservative ones,
+which then take their place, must compile with the oldest release there is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from diyfa.arch import NPUArch, npu_spec
+from diyfa.backends.npu.runtime.compiler import first_error
+from diyfa.backends.npu.tables import configs
+from diyfa.lab.compile_report import CompileReport, one_in
+from diyfa.lab.npu import gate, hivm, l0
+from diyfa.lab.npu.metrics import limits, metrics
+from diyfa.lab.npu.selection import selected_jobs
+from diyfa.lab.npu.specs import Job, conservative_jobs, shipped_jobs
+from diyfa.npu_stacks import TRITON_ASCEND, installed_version, triton_problem
+from diyfa.problem import ToolMissing
+
+JOBS = os.cpu_count() or 2  # back-half processes at a time
+TIMEOUT_S = 300
+
+# triton-ascend's option name -> flag of bishengir-compile, as triton-ascend itself passes them.
+_FLAGS = {
+    "multibuffer": "--enable-auto-multi-buffer",
+    "enable_auto_bind_sub_block": "--enable-auto-bind-sub-block",
+    "limit_auto_multi_buffer_only_for_local_buffer": "--limit-auto-multi-buffer-only-for-local-buffer",
+    "set_workspace_multibuffer": "--set-workspace-multibuffer",
+    "tile_mix_vector_loop": "--tile-mix-vector-loop",
+    "tile_mix_cube_loop": "--tile-mix-cube-loop",
+}
+
+
+class CompilerMissing(ToolMissing):
+    """One of the two compilers is not installed, or cannot be used as things are."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the back half said about one kernel."""
+
+    error: str = ""
+    mixed: bool = False  # uses cube and vector cores
+    bound: bool = False
+    pipelined: int = 0
+    memory: dict[str, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    module: hivm.Module | None = None
+
+
+@dataclass(frozen=True)
+class BackHalf:
+    """One release of the back half: `folder` is that of its package `ascendnpuir`."""
+
+    version: str
+    folder: Path
+
+    @property
+    def number(self) -> tuple[int, ...]:
+        return tuple(int(part) for part in self.version.split(".")[:2])
+
+    @property
+    def shows(self) -> bool:
+        """Whether it prints the last intermediate form. Of 1.0.0 one learns whether it takes a kernel, no more."""
+        return self.number >= (1, 1)
+
+    def program(self, target: str) -> Path:
+        """The compiler for the chip `target`. Raises CompilerMissing where this release has none."""
+        name = "bishengir-compile-a5" if configs.family(target) is NPUArch.A5 else "bishengir-compile"
+        program = self.folder / "bin" / name
+        if not program.is_file():
+            raise CompilerMissing(f"ascendnpu-ir {self.version} holds no {name}: expected {program}")
+        return program
+
+
+def back_half() -> BackHalf:
+    """The installed release, from which the numbers of reports are. Raises CompilerMissing saying what to install."""
+    spec = importlib.util.find_spec("ascendnpuir")
+    if spec is None or spec.origin is None:
+        raise CompilerMissing("the Ascend compiler's back half is missing: pip install ascendnpu-ir==1.2.0")
+    return BackHalf(metadata.version("ascendnpu-ir"), Path(spec.origin).parent)
+
+
+def back_halves(target: str) -> tuple[BackHalf, ...]:
+    """The releases that every shipped kernel is compiled with for `target`: the installed one, then those of
+    DIYFA_ASCENDNPU_IR (folders with a separator between them, as in PATH) that show what they made.
+
+    For the 950 the installed one alone: in 1.1.0 that compiler fails an assertion of its own on every attention kernel.
+    """
+    found = [compiler for compiler in _known_releases() if compiler.shows]
+    return tuple(found[:1] if configs.family(target) is NPUArch.A5 else found)
+
+
+def oldest_back_half(target: str) -> BackHalf:
+    """The release that conservative tiles are compiled with for `target`."""
+    known = back_halves(target) if configs.family(target) is NPUArch.A5 else _known_releases()
+    return min(known, key=lambda compiler: compiler.number)
+
+
+def _known_releases() -> list[BackHalf]:
+    """The installed release, then those of DIYFA_ASCENDNPU_IR."""
+    found = [back_half()]
+    for folder in filter(None, os.environ.get("DIYFA_ASCENDNPU_IR", "").split(os.pathsep)):
+        named = [d.version for d in metadata.distributions(path=[folder]) if d.name == "ascendnpu-ir"]
+        if not named:
+            raise CompilerMissing(
+                f"DIYFA_ASCENDNPU_IR names {folder}, which holds no ascendnpu-ir: make it with pip install --no-deps "
+                f"--target {folder} ascendnpu-ir==1.1.0"
+            )
+        found.append(BackHalf(named[0], Path(folder, "ascendnpuir").absolute()))
+    return found
+
+
+def check_front_half() -> None:
+    """Raises CompilerMissing unless `triton` is triton-ascend and compiles rather than interprets."""
+    if installed_version("triton-ascend") is None:
+        raise CompilerMissing(
+            f"the Ascend compiler's front half is missing: pip install triton-ascend=={TRITON_ASCEND}, in an "
+            "environment without mainline Triton (both install a package named triton)"
+        )
+    if problem := triton_problem():
+        raise CompilerMissing(f"the Ascend compiler's front half does not run: {problem}")
+    from diyfa.backends.npu.runtime.compat import INTERPRETED
+
+    if INTERPRETED:
+        raise CompilerMissing("TRITON_INTERPRET=1 turns every kernel into Python: unset it to compile")
+
+
+def versions(target: str) -> str:
+    """Versions of both compilers, for tables."""
+    releases = " and ".join(compiler.version for compiler in back_halves(target))
+    return f"triton-ascend {metadata.version('triton-ascend')}, ascendnpu-ir {releases}"
+
+
+def to_linalg(job: Job, target: str) -> tuple[str, bool]:
+    """Front half: (linalg module, whether it uses cube and vector cores). Raises what triton-ascend raises."""
+    import triton.backends.ascend.compiler as ascend
+    from triton._C.libtriton import ir
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    backend = ascend.AscendBackend(GPUTarget("npu", target, 0))
+    options = backend.parse_options(dict(job.options))
+    signature = {name: "constexpr" if name in job.constants else job.signature[name] for name in job.function.arg_names}
+    source = ASTSource(job.function, signature, job.constants)
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    module = source.make_ir(options, backend.get_codegen_implementation(), backend.get_module_map(), context)
+    details = {"hash": "aot", "target": backend.target, **options.__dict__}
+    module = ascend.make_ttir(module, details, options)
+    linalg = ascend.ttir_to_linalg(module, details, options, named_ops=True)
+    linalg, details = ascend._parse_linalg_metadata(linalg, details)
+    return linalg, details["mix_mode"] == "mix"
+
+
+def _first_error(log: str, code: int) -> str:
+    error = first_error(log)
+    return error if " overflow: needs " in error else f"exit {code}: {error}"
+
+
+def run_back_half(
+    linalg: str, mixed: bool, target: str, options: dict[str, Any], compiler: BackHalf | None = None
+) -> Compiled:
+    """Back half: plan memory and cores for `target` and read the result. `compiler`: the installed one by default."""
+    text, error, notes = lower(linalg, target, options, compiler)
+    if compiler is not None and not compiler.shows:
+        return Compiled(error=error)
+    if text is None:
+        return Compiled(error=error, mixed=mixed, notes=notes)
+    try:
+        module = hivm.read(text)
+    except ValueError as unread:  # what the gate looks at does not depend on it
+        module = None
+        notes = (*notes, f"not read: {unread}")
+    bound, depth = hivm.is_bound(text), hivm.pipeline_depth(text)
+    return Compiled("", mixed, bound, depth, hivm.peak_memory(text), notes, module)
+
+
+def hivm_of(job: Job, target: str) -> str:
+    """The last intermediate form of one kernel, to be read. Raises RuntimeError when it does not compile."""
+    check_front_half()
+    linalg, _ = to_linalg(job, target)
+    text, error, _ = lower(linalg, target, job.options)
+    if text is None:
+        raise RuntimeError(error)
+    return text
+
+
+# The last pass before `hivmc`; the 950's compiler has another one. 1.1.0 crashes when it is asked for this form with
+# --save-temps.
+_LAST_PASS = "convert-hivm-to-std"
+_DUMP = re.compile(rf"^// -----// IR Dump After \w+ \({_LAST_PASS}\)[^\n]*\n(.*?^}}$)", re.MULTILINE | re.DOTALL)
+
+
+def lower(
+    linalg: str, target: str, options: dict[str, Any], compiler: BackHalf | None = None
+) -> tuple[str | None, str, tuple[str, ...]]:
+    """Run the back half -> (last intermediate form or None, error, the compiler's notes). A release that does not show
+    the form has no error where the kernel compiled as far as to `hivmc`."""
+    compiler = compiler or back_half()
+    program = compiler.program(target)
+    flags = [f"{_FLAGS[name]}={value}" for name, value in options.items() if name in _FLAGS]
+    with tempfile.TemporaryDirectory(prefix="diyfa-aot-") as folder:
+        source = Path(folder, "kernel.ttadapter.mlir")
+        source.write_text(linalg)
+        saved = Path(folder, "module.hivm.opt.mlir")
+        printing = [f"--mlir-print-ir-after={_LAST_PASS}", "--mlir-print-ir-module-scope", "--mlir-disable-threading"]
+        if configs.family(target) is NPUArch.A5:
+            printing = [f"--save-temps={folder}"]
+        command = [
+            str(program),
+            str(source),
+            f"--target={target}",
+            *flags,
+            "--enable-hfusion-compile=true",
+            "--enable-hivm-compile=true",
+            "--enable-triton-kernel-compile=true",
+            *(
+                [f"--save-temps={folder}"]
+                if configs.family(target) is NPUArch.A5
+                else printing
+                if compiler.shows
+                else []
+            ),
+            "-o",
+            str(Path(folder, "kernel")),
+        ]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return None, f"the compiler did not end within {TIMEOUT_S} s", ()
+        text = saved.read_text() if saved.is_file() else None
+    log = done.stdout + done.stderr
+    if dumped := _DUMP.search(log):
+        text, log = dumped[1], log[: dumped.start()] + log[dumped.end() :]
+    if not compiler.shows and done.returncode == 0 and "Failed to run BiShengIR pipeline" not in log:
+        return None, "", ()
+    notes = tuple(dict.fromkeys(line.split("[NOTE]")[1].strip()[:160] for line in log.splitlines() if "[NOTE]" in line))
+    return text, _first_error(log, done.returncode) if text is None else "", notes
+
+
+def _report(job: Job, target: str, compiler: BackHalf, compiled: Compiled, seconds: float) -> CompileReport:
+    failures = []
+    notes = list(compiled.notes)
+    if compiled.error:
+        failures.append(compiled.error)
+    elif compiled.mixed:
+        notes.insert(0, f"{'bound' if compiled.bound else 'unbound'}, pipeline {compiled.pipelined}")
+        if job.gated:
+            failures += gate.failures(
+                target, job.kernel, job.case, compiled.bound, compiled.pipelined, compiler.version
+            )
+    memory = dict(compiled.memory)
+    if compiled.module:
+        try:
+            memory |= l0.use(compiled.module, target)
+        except ValueError as unfit:
+            failures.append(str(unfit))
+    return CompileReport(
+        backend="npu",
+        target=target,
+        kernel=job.kernel,
+        case=job.case,
+        ok=not failures,
+        seconds=round(seconds, 2),
+        memory=memory,
+        notes=(*failures, *notes),
+        limits=limits(target),
+        metrics=metrics(compiled.module, target, job.problem, job.step, job.tile) if compiled.module else {},
+        compiler=f"ascendnpu-ir {compiler.version}",
+    )
+
+
+def compile_jobs(
+    jobs: Iterable[Job], target: str, compilers: Sequence[BackHalf] | None = None
+) -> Iterator[CompileReport]:
+    """Reports in the order of `jobs`, of each one for every release of `compilers` that it is for: by default of
+    `back_halves`, the installed one first.
+
+    The front half, the same for all, runs here, up to JOBS back halves beside it; each compiles a module once,
+    however many jobs share it.
+    """
+    check_front_half()
+    compilers = back_halves(target) if compilers is None else compilers
+    for compiler in compilers:
+        compiler.program(target)
+    begun: dict[tuple[str, BackHalf], Future[tuple[Compiled, float]]] = {}
+
+    def timed(linalg: str, mixed: bool, options: dict[str, Any], compiler: BackHalf) -> tuple[Compiled, float]:
+        started = time.perf_counter()
+        return run_back_half(linalg, mixed, target, options, compiler), time.perf_counter() - started
+
+    def report(job: Job, compiler: BackHalf, before: float, compiled: Compiled | str) -> CompileReport:
+        if isinstance(compiled, str):
+            done, seconds = begun[compiled, compiler].result()
+            return _report(job, target, compiler, done, before + seconds)
+        return _report(job, target, compiler, compiled, before)
+
+    with ThreadPoolExecutor(JOBS) as pool:
+        pending: list[tuple[Job, BackHalf, float, Compiled | str]] = []
+        for job in jobs:
+            started = time.perf_counter()
+            chosen = compilers[:1] if job.newest_only else compilers
+            compiled: Compiled | str  # a failure, or the key of what is being compiled
+            try:
+                linalg, mixed = to_linalg(job, target)
+            except subprocess.CalledProcessError as error:
+                text = (error.stderr or b"").decode(errors="replace")
+                compiled = Compiled(error="front half: " + _first_error(text, error.returncode))
+            except Exception as error:  # what a front end raises for an illegal kernel has no common base
+                compiled = Compiled(error=f"front half: {type(error).__name__}: {' '.join(str(error).split())[-400:]}")
+            else:
+                module = f"{linalg}{sorted(job.options.items())}"
+                compiled = hashlib.sha256(module.encode()).hexdigest()
+                for compiler in chosen:
+                    if (compiled, compiler) not in begun:
+                        begun[compiled, compiler] = pool.submit(timed, linalg, mixed, job.options, compiler)
+            pending += [(job, compiler, time.perf_counter() - started, compiled) for compiler in chosen]
+            while len(pending) > 2 * JOBS:
+                yield report(*pending.pop(0))
+        for waiting in pending:
+            yield report(*waiting)
+
+
+def jobs_for(
+    target: str, only: str | None = None, full: bool = False, every: int = 1, select: Mapping[str, Any] | None = None
+) -> Iterator[Job]:
+    """The jobs that `compile_all` compiles with these arguments; it says what it raises."""
+    if npu_spec(target) is None:
+        raise ValueError(f"unknown Ascend chip {target!r}: expected a name such as 'Ascend910B3' or 'Ascend950PR_9589'")
+    source = shipped_jobs(target, full) if select is None else selected_jobs(target, select)
+    return one_in(every, (job for job in source if only is None or only in f"{job.kernel} {job.case}"), target)
+
+
+def compile_all(
+    target: str, only: str | None = None, full: bool = False, every: int = 1, select: Mapping[str, Any] | None = None
+) -> Iterator[CompileReport]:
+    """Reports of every shipped kernel for the chip `target`; `only` keeps jobs whose "kernel case" contains it, and
+    `every` one in so many cases of a kernel.
+
+    `select` compiles what it names instead (see selection.py). Raises ValueError for an unknown chip or a selection
+    that names nothing, CompilerMissing when a compiler is not installed.
+    """
+    yield from compile_jobs(jobs_for(target, only, full, every, select), target)
+
+
+def compile_kernels(
+    target: str, only: str | None = None, every: int = 1, select: Mapping[str, Any] | None = None
+) -> Iterator[CompileReport]:
+    """Compile every shipped kernel and tile for the chip `target`, or those that `select` names; see `compile_all`."""
+    return compile_all(target, only, every=every, select=select)
+
+
+def cases(
+    target: str, only: str | None = None, every: int = 1, select: Mapping[str, Any] | None = None
+) -> list[tuple[str, str]]:
+    """Return kernel and case of all that `compile_kernels` compiles."""
+    return [(job.kernel, job.case) for job in jobs_for(target, only, every=every, select=select)]
+
+
+def compile_conservative(target: str, only: str | None = None) -> Iterator[CompileReport]:
+    """Reports of every conservative tile of `target`, with the oldest release; `only` as for `compile_all`."""
+    jobs = (job for job in conservative_jobs(target) if only is None or only in f"{job.kernel} {job.case}")
+    yield from compile_jobs(jobs, target, [oldest_back_half(target)])
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print one JSON object for each kernel; the status is 1 when one fails the gate."""
+    parser = argparse.ArgumentParser(prog="python -m diyfa.lab.npu.aot", description=main.__doc__)
+    parser.add_argument("target", help="chip, such as Ascend910B3 or Ascend950PR_9589")
+    parser.add_argument("--only", help='keep kernels whose "kernel case" contains this')
+    parser.add_argument("--every", type=int, default=1, help="of each kernel one in so many cases")
+    parser.add_argument("--full", action="store_true", help="every feature in every dtype and head-dim class")
+    parser.add_argument("--conservative", action="store_true", help="the conservative tiles, with the oldest release")
+    asked = parser.parse_args(arguments)
+    failed = False
+    reports = compile_all(asked.target, asked.only, asked.full, asked.every)
+    for report in compile_conservative(asked.target, asked.only) if asked.conservative else reports:
+        failed |= not report.ok
+        print(json.dumps(asdict(report)), flush=True)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,40 @@
+"""How much of L0A and L0B the products of a compiled kernel use; `backends/npu/tables/l0.py` says how they are cut."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from diyfa.arch import NPUArch, npu_spec
+from diyfa.backends.npu.tables.l0 import ALIGNMENT, HALF, longest_slice
+from diyfa.lab.npu.hivm import Module, Product
+
+
+@dataclass(frozen=True)
+class Slices:
+    """How one product goes through L0A and L0B."""
+
+    k: int  # of a slice; the last one may be shorter
+    count: int
+    l0a: int  # bytes of a whole slice of the left operand
+    l0b: int  # and of the right one
+
+
+def slices(product: Product) -> Slices:
+    """Raises ValueError where there is no slice that fits."""
+    width = product.bits // 8
+    longest = longest_slice(product.m, product.n, width)
+    if not longest:
+        raise ValueError(f"[{product.m}, {product.k}] @ [{product.k}, {product.n}] does not fit L0A and L0B in slices")
+    k = min(longest, -(-product.k // ALIGNMENT) * ALIGNMENT)
+    return Slices(k, -(-product.k // longest), product.m * k * width, k * product.n * width)
+
+
+def use(module: Module, target: str) -> dict[str, int]:
+    """Bytes of L0A and of L0B that a kernel's products reach at most; nothing where that is not known."""
+    spec = npu_spec(target)
+    work = [module.task, *(part for loop in module.loops for part in (loop.tile, loop.masked))]
+    products = [product for part in work for product in part.products]
+    if not products or spec is None or spec.arch is NPUArch.A5:
+        return {}
+    found = [slices(product) for product in products]
+    return {name: HALF + max(getattr(each, name) for each in found) for name in ("l0a", "l0b")}

@@ -1,0 +1,556 @@
+"""Find tiles: compile every candidate, predict its time from what the compiler made of it, write the best to the table.
+
+    python -m diyfa.lab.npu.search 910B3 --kernel fwd --head-dim 128 --jobs 1
+
+The candidates of a row are shapes whose operands fit the chip, first with the compiler's usual options, then the best
+few, and larger ones that overflowed or lost split or pipeline, with others. They are ranked by cost.py on one problem
+for each mode; only kernels that the gate accepts (gate.py) count where there are any. The winner must also pass in
+every case of the gate that would use the row. What could not win is not compiled: candidates come in the order of what
+cost.py could say of them at best (best_case.py), and the search ends when that is too little for all that are left.
+Neither are options tried again that have left another shape of the place as it was.
+Each row says how many were compiled, failed, were passed over so, and were left by --budget. Compilations are kept on
+disk under what went into them, so a second run costs little. The table is written after each row: a run may be
+interrupted and resumed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import hashlib
+import json
+import os
+import re
+import sys
+import tempfile
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from importlib import metadata
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from diyfa.arch import ELEMENT_BYTES, NPU_SPECS, NPUArch, npu_spec
+from diyfa.backends.npu.tables import configs, tiles
+from diyfa.lab.npu import aot, best_case, cost, gate, hivm, specs
+from diyfa.lab.npu.metrics import REFERENCE
+from diyfa.problem import AttentionProblem
+from diyfa.tuning import user_cache
+
+KERNELS = ("fwd", "dq", "dkdv", "dbias")
+ROWS = (16, 32, 64, 128, 256)
+KEYS = (16, 32, 64, 128, 256, 512)
+SMALLEST = 1024  # scores in a tile that is worth trying, up to head dim 256
+MARGIN = 0.005  # how much better the prediction must be for a row to change, unless --margin says: less is noise
+# The part of the least vector work for a score, and of calls for a tile, among what a place has compiled, that the best
+# case of its other tiles reckons with.
+# The compiler gives every tile the same operations on scores, but for what it fuses and copies: on the 950 up to a
+# quarter more.
+VECTOR_PART = 0.75
+SHORTLIST = 3  # shapes that are tried with other options
+PRODUCT_MEMORIES = ("cc", "cbuf")  # what the compiler calls L0C and L1
+RESCUED = 4  # how many times the best shape's size a shape may have that is tried with other options
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"workspace_buffers": 2},
+    {"vector_loop": 1},
+    {"vector_loop": 2},
+    {"vector_loop": 4},
+    {"cube_loop": 2},
+)
+# Chips with the memories of another one, for which the same compilations are ranked.
+SIBLINGS = {
+    "Ascend910B3": ("Ascend910B3", "Ascend910B2", "Ascend910_9362", "Ascend910_9381"),
+    "Ascend950PR_9589": ("Ascend950PR_9589", "Ascend950PR_9599"),
+}
+# What each mode is ranked on: "featured" and "crowded" with the mask of causal attention.
+RANKED_CAUSAL = frozenset({"causal", "biased", "featured", "crowded"})
+
+
+def cache_folder() -> Path | None:
+    """Where compilations are kept unless --cache says otherwise; None without a home."""
+    base = user_cache()
+    return base and base / "npu-compile"
+
+
+class Cache:
+    """Compiled kernels on disk, by a hash of all that goes into them: sources, types, constants, options, compilers."""
+
+    def __init__(self, folder: Path, compilers: Sequence[aot.BackHalf]) -> None:
+        self.folder = folder
+        self.compilers = compilers  # the first is the one that predictions are made from
+        self.front = threading.Lock()  # Triton's front half is not known to be safe in two threads
+        self.last: tuple[specs.Job, str, str] | None = None
+        self.hits = 0
+        self.misses = 0
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def key(self, job: specs.Job, target: str, compiler: aot.BackHalf) -> str:
+        """Hash of everything that decides what `job` compiles to."""
+        constants = {name: str(value) for name, value in sorted(job.constants.items())}
+        versions = f"triton-ascend {metadata.version('triton-ascend')}, ascendnpu-ir {compiler.version}"
+        parts = [versions, target, job.function.cache_key, sorted(job.signature.items()), constants]
+        text = json.dumps([*parts, sorted(job.options.items())], default=str)
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+    def linalg(self, job: specs.Job, target: str) -> str:
+        """What the front half makes of `job`, which is the same for each back half."""
+        if self.last is None or self.last[:2] != (job, target):
+            self.last = (job, target, aot.to_linalg(job, target)[0])
+        return self.last[2]
+
+    def compile(self, job: specs.Job, target: str, compiler: aot.BackHalf) -> tuple[hivm.Module | None, str]:
+        """(what was compiled or None, the error)."""
+        file = self.folder / f"{self.key(job, target, compiler)}.gz"
+        if file.exists():
+            self.hits += 1
+            text, error = json.loads(gzip.decompress(file.read_bytes()))
+        else:
+            self.misses += 1
+            try:
+                with self.front:
+                    linalg = self.linalg(job, target)
+            except Exception as failed:  # what a front end raises for an illegal kernel has no common base
+                text, error = None, f"front half: {type(failed).__name__}"
+            else:
+                text, error, _ = aot.lower(linalg, target, job.options, compiler)
+            part = file.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
+            part.write_bytes(gzip.compress(json.dumps([text, error]).encode()))
+            part.replace(file)  # a reader sees the whole file or none
+        return (None, error) if text is None else (hivm.read(text), "")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A tile with what the compiler made of it."""
+
+    tile: configs.AttentionTile
+    module: hivm.Module | None
+    error: str
+    refused: list[str]  # what the gate says against it
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.tile.block_m, self.tile.block_n
+
+    @property
+    def trouble(self) -> str:
+        """What kind of reason there is against it: which memory overflows, what the gate says, or nothing."""
+        return self.error.partition(" overflow")[0] if self.error else "; ".join(self.refused)
+
+    @property
+    def excess(self) -> float:
+        """What it needs of the memory that overflows, over what there is; 1.0 where none does."""
+        needed = re.search(r"overflow: needs (\d+) KiB of (\d+)", self.error)
+        return int(needed[1]) / int(needed[2]) if needed else 1.0
+
+    @property
+    def area(self) -> int:
+        """Scores in the tile."""
+        return self.tile.block_m * self.tile.block_n
+
+    @property
+    def accepted(self) -> bool:
+        """Compiled, and as the gate wants it: bound and pipelined, where this compiler can."""
+        return self.module is not None and not self.refused
+
+
+@dataclass(frozen=True)
+class Place:
+    """A row to fill: a kernel's mode for one width and head-dim class."""
+
+    target: str
+    kernel: str
+    dtype: str
+    head_dim: int
+    mode: str
+
+    @property
+    def key(self) -> tiles.RowKey:
+        return tiles.RowKey(self.kernel, ELEMENT_BYTES[self.dtype], self.head_dim, self.mode)
+
+    @property
+    def case(self) -> dict[str, Any]:
+        """What belongs to the mode at its most demanding."""
+        return specs.mode_case(self.kernel, self.mode)
+
+    @property
+    def bias(self) -> str:
+        """Dimensions of attn_bias, "" without one."""
+        return self.case.get("bias", "")
+
+    def job(self, tile: configs.AttentionTile, kernel: str = "") -> specs.Job:
+        """The kernel (another one than the place's where named) with `tile`."""
+        return specs.attention_job(self.problem(), kernel or self.kernel, tile, bias=self.bias)
+
+    def problem(self) -> AttentionProblem:
+        """The call whose kernel needs most memory in this mode, as the gate compiles it."""
+        example = specs.example(self.target, dtype=self.dtype, head_dim=self.head_dim)
+        width = configs.widest_head_dim(configs.attention_key(example, self.kernel))
+        return specs.case_of(self.target, {**self.case, "dtype": self.dtype, "head_dim": width})[0]
+
+    def ranked_on(self, chip: str) -> AttentionProblem:
+        """The call that candidates are ranked on."""
+        right = 0 if self.mode in RANKED_CAUSAL else -1
+        return self.problem().replace(arch=chip, window_left=-1, window_right=right, **REFERENCE)
+
+    def share(self, candidate: Candidate, chip: str) -> float:
+        """Predicted share of the cube peak."""
+        assert candidate.module is not None
+        tile = candidate.tile
+        return cost.predict(candidate.module, self.ranked_on(chip), self.kernel, tile.block_m, tile.block_n).share
+
+    def best_share(self, tile: configs.AttentionTile, vector: tuple[float, float] = (0.0, 0.0)) -> float:
+        """The most that could be predicted for `tile` on the chip that is compiled for; `vector` as from
+        `least_vector_cycles`.
+        """
+        problem = self.ranked_on(self.target)
+        cycles = vector[0] * tile.block_m * tile.block_n + vector[1]
+        return best_case.best_share(problem, self.kernel, tile, "k" in self.bias, cycles)
+
+    def least_vector_cycles(self, tried: Iterable[Candidate]) -> tuple[float, float]:
+        """VECTOR_PART of the least cycles of the vector cores for each score and, from one call to the next, for each
+        tile, among what compiled; nothing where nothing did.
+        """
+        found = []
+        for candidate in tried:
+            if candidate.module is not None:
+                work = candidate.module.loops[0].tile
+                calls = sum(call.times for call in work.vector if call.library) * cost.CALL_CYCLES
+                found.append(((cost.stages(work, self.target).vector - calls) / candidate.area, calls))
+        least = [min(cycles) for cycles in zip(*found, strict=True)] or [0.0, 0.0]
+        return VECTOR_PART * least[0], VECTOR_PART * least[1]
+
+
+def shapes(place: Place) -> Iterator[tuple[int, int]]:
+    """Tiles whose operands fit the chip, the largest first."""
+    problem = place.problem()
+    row = configs.attention_tile(problem, place.kernel)
+    sizes = sorted(product(ROWS, KEYS), key=lambda size: -size[0] * size[1])
+    for block_m, block_n in sizes:
+        if block_m * block_n < SMALLEST and place.head_dim <= 256:
+            continue
+        if configs.fits(replace(row, block_m=block_m, block_n=block_n), problem, place.kernel):
+            yield block_m, block_n
+
+
+@dataclass
+class Tried:
+    """What a search has compiled, and what it has not."""
+
+    candidates: list[Candidate]
+    pruned: int = 0  # at best not better than the best accepted one by the margin; or with options that changed nothing
+    left: int = 0  # for the budget
+
+    @property
+    def compiled(self) -> list[Candidate]:
+        return [candidate for candidate in self.candidates if candidate.module is not None]
+
+
+class Search:
+    """The search on one chip. `budget`: the most candidates to compile for a place, 0 for all that could win.
+    `margin`: the part by which the prediction must be better for a row to change.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        cache: Cache,
+        jobs: int,
+        budget: int = 0,
+        verbose: bool = False,
+        margin: float = MARGIN,
+    ) -> None:
+        self.target = target
+        self.cache = cache
+        self.jobs = jobs
+        self.budget = budget
+        self.verbose = verbose
+        self.margin = margin
+        self.pool = ThreadPoolExecutor(jobs)
+        self.gate: dict[tuple[str, configs.TileKey], list[specs.Job]] = {}
+        for job in specs.shipped_jobs(target, full=True):
+            if job.problem is not None:
+                self.gate.setdefault((job.step, configs.attention_key(job.problem, job.step)), []).append(job)
+
+    def compile(self, place: Place, found: Iterable[configs.AttentionTile]) -> list[Candidate]:
+        """Every tile through the compiler."""
+        return list(self.pool.map(lambda tile: self.one(place, tile), found))
+
+    def one(self, place: Place, tile: configs.AttentionTile) -> Candidate:
+        """One tile through the compiler. Raises RuntimeError where the best case was not the best."""
+        candidate = self.candidate(place.job(tile), tile)
+        if candidate.module is not None and place.share(candidate, self.target) > 1.0001 * place.best_share(tile):
+            raise RuntimeError(f"{place} {tile}: predicted better than its best case, so best_case.py is wrong")
+        if self.verbose:
+            found = f"{100 * place.share(candidate, self.target):.1f} %" if candidate.module else candidate.error
+            why = "; ".join([found, *candidate.refused])
+            print(f"  {tile.block_m}x{tile.block_n} {_launched(tile)[2:]}: {why}", flush=True)
+        return candidate
+
+    def candidate(self, job: specs.Job, tile: configs.AttentionTile) -> Candidate:
+        """What the compilers and the gate make of one job: what the installed one makes of it, where all take it."""
+        found = None
+        refused: list[str] = []
+        for compiler in self.cache.compilers:
+            module, error = self.cache.compile(job, self.target, compiler)
+            if module is None:
+                return Candidate(tile, None, error, [])
+            found = found or module
+            refused += gate.failures(
+                self.target, job.kernel, job.case, module.bound, module.pipelined, compiler.version
+            )
+        return Candidate(tile, found, "", refused)
+
+    def search(
+        self, place: Place, before: Iterable[Candidate] = (), excluded: Iterable[configs.AttentionTile] = ()
+    ) -> Tried:
+        """Compile candidates for `place`, what is predicted most of at best first, until none left could win.
+
+        `before`: what has been tried already. `excluded`: tiles that cannot be the row whatever is predicted of them.
+        """
+        table = configs.attention_tile(place.problem(), place.kernel)
+        usual = replace(table, workspace_buffers=4, cube_loop=None, bound=False, pipelined=0)
+        by_shape = [replace(usual, block_m=m, block_n=n) for m, n in shapes(place)]
+        firsts = {_launched(tile) for tile in (table, *by_shape)}
+        tried = Tried([*before] or self.compile(place, [table]))
+        while True:
+            known = {_launched(candidate.tile) for candidate in tried.candidates}
+            waiting = [tile for tile in by_shape if _launched(tile) not in known]
+            hopeful = self.hopeful(place, waiting, tried.candidates, excluded)
+            if not hopeful:
+                first = [candidate for candidate in tried.candidates if _launched(candidate.tile) in firsts]
+                again = {_launched(tile): tile for tile in self.with_options(place, first)}
+                others = [tile for launched, tile in again.items() if launched not in known]
+                changing = [tile for tile in others if self.may_change(place, tile, tried.candidates)]
+                hopeful = self.hopeful(place, changing, tried.candidates, excluded)
+                excess = {candidate.shape: candidate.excess for candidate in first}
+                hopeful.sort(key=lambda tile: excess[tile.block_m, tile.block_n])  # what nearly fits first
+                waiting += others
+            room = self.budget - len(tried.candidates) if self.budget else len(hopeful)
+            if not hopeful or room <= 0:
+                return replace(tried, pruned=len(waiting) - len(hopeful), left=len(hopeful))
+            tried.candidates += self.compile(place, hopeful[: min(self.jobs, room)])
+
+    def hopeful(
+        self,
+        place: Place,
+        waiting: Iterable[configs.AttentionTile],
+        tried: list[Candidate],
+        excluded: Iterable[configs.AttentionTile],
+    ) -> list[configs.AttentionTile]:
+        """Those of `waiting` that could be predicted better than the best accepted one, the best at best first."""
+        accepted = [place.share(c, self.target) for c in tried if c.accepted and c.tile not in excluded]
+        goal = max(accepted, default=0.0) * (1.0 + self.margin)
+        vector = place.least_vector_cycles(tried)
+        deep = [tile for tile in waiting if not accepted or self.deep(place, tile)]
+        best = {tile: place.best_share(tile, vector) for tile in deep if not overflows(tile, tried)}
+        return sorted((tile for tile, share in best.items() if share > goal), key=lambda t: best[t], reverse=True)
+
+    def deep(self, place: Place, tile: configs.AttentionTile) -> bool:
+        """Whether there are workspace buffers enough for a pipeline as deep as the gate wants it."""
+        job = place.job(tile)
+        for compiler in self.cache.compilers:
+            exception = gate.exception_for(self.target, job.kernel, job.case, compiler.version)
+            if tile.workspace_buffers < (exception.pipelined if exception else gate.DEPTH):
+                return False
+        return True
+
+    def with_options(self, place: Place, first: list[Candidate]) -> Iterator[configs.AttentionTile]:
+        """The best of the `first` round, and larger ones that were lost in it, with other options."""
+        best = self.ranked(place, first)
+        yield from (replace(c.tile, **options) for c in best[:SHORTLIST] for options in OPTIONS)
+        size = best[0].area if best and best[0].accepted else SMALLEST
+        # No option makes room in L0C, which holds the accumulators.
+        lost = [c for c in first if not c.accepted and size < c.area <= RESCUED * size and "cc overflow" not in c.error]
+        yield from (replace(c.tile, **options) for c in lost for options in OPTIONS)
+
+    def may_change(self, place: Place, tile: configs.AttentionTile, tried: list[Candidate]) -> bool:
+        """Whether the options of `tile` may change anything: not where they left another shape, with the same trouble
+        or with none, exactly as it was without them.
+        """
+        options = _launched(tile)[2:]
+        plain = {c.shape: c for c in reversed(tried)}  # of each shape what was tried first
+        others = [(plain[c.shape], c) for c in tried if _launched(c.tile)[2:] == options and c is not plain[c.shape]]
+        trouble = plain[tile.block_m, tile.block_n].trouble
+        return not any(
+            before.trouble == trouble and self.outcome(place, before) == self.outcome(place, after)
+            for before, after in others
+        )
+
+    def outcome(self, place: Place, candidate: Candidate) -> tuple[Any, ...]:
+        """All of a candidate that the search looks at."""
+        share = place.share(candidate, self.target) if candidate.module is not None else 0.0
+        return candidate.error, candidate.refused, share
+
+    def ranked(self, place: Place, found: Iterable[Candidate]) -> list[Candidate]:
+        """Those that compiled, by predicted share; those that the gate refuses come last."""
+        there = [candidate for candidate in found if candidate.module is not None]
+        return sorted(there, key=lambda c: (c.accepted, place.share(c, self.target)), reverse=True)
+
+    def passes_gate(self, place: Place, candidate: Candidate) -> bool:
+        """Whether every call that would use the row compiles as well as the candidate did."""
+        key = configs.attention_key(place.problem(), place.kernel)
+        whole = configs.family(self.target) is NPUArch.A2  # of other chips the gate compiles each tile once
+        if whole and candidate.tile == configs.ATTENTION_TILES[key]:
+            return True
+        for job in self.gate.get((place.kernel, key), ()):
+            assert job.problem is not None
+            if not whole and job.problem.dtype != place.dtype:  # bfloat16, for which float16 stands
+                continue
+            bias = job.constants["c"].bias
+            again = specs.attention_job(job.problem, place.kernel, candidate.tile, bias=bias)
+            used = self.candidate(again, candidate.tile)
+            if used.module is None or (candidate.accepted and not used.accepted):
+                return False
+        if place.kernel != "dbias":
+            return True
+        # The sum over rows at the end makes another kernel.
+        other = self.candidate(specs.attention_job(place.problem(), "dbias", candidate.tile, bias="k"), candidate.tile)
+        return other.module is not None and (other.accepted or not candidate.accepted)
+
+    def row(self, place: Place) -> tiles.Row | None:
+        """The best candidate as a row; None when nothing passes."""
+        table = configs.attention_tile(place.problem(), place.kernel)
+        tried, excluded = self.search(place), []
+        while True:
+            found = [c for c in self.ranked(place, tried.candidates) if c.tile not in excluded]
+            winner = found[0] if found else None
+            if winner is None or self.passes_gate(place, winner):
+                break
+            excluded.append(winner.tile)
+            tried = self.search(place, tried.candidates, excluded)
+        present = next((c for c in found if c.tile == table and c.accepted), None)
+        if winner is not None and present is not None:
+            gain = place.share(winner, self.target) / place.share(present, self.target) - 1.0
+            winner = winner if gain > self.margin else present
+        if winner is None:
+            return None
+        assert winner.module is not None
+        chips = SIBLINGS.get(self.target, (self.target,))
+        return tiles.Row(
+            chips=tuple(sorted(tiles.chip_class(chip) for chip in chips)),
+            kernel=place.kernel,
+            width=ELEMENT_BYTES[place.dtype],
+            head_dim=place.head_dim,
+            mode=place.mode,
+            block_m=winner.tile.block_m,
+            block_n=winner.tile.block_n,
+            workspace_buffers=winner.tile.workspace_buffers,
+            vector_loop=winner.tile.vector_loop,
+            cube_loop=winner.tile.cube_loop,
+            bound=winner.module.bound,
+            pipelined=winner.module.pipelined,
+            predicted_share={tiles.chip_class(chip): round(place.share(winner, chip), 4) for chip in chips},
+            tried=len(tried.compiled),
+            failed=len(tried.candidates) - len(tried.compiled),
+            pruned=tried.pruned,
+            left=tried.left,
+            compilers=aot.versions(self.target),
+            date=datetime.now(timezone.utc).date().isoformat(),
+        )
+
+
+def overflows(tile: configs.AttentionTile, tried: Iterable[Candidate]) -> bool:
+    """Whether `tile` needs more of L0C or L1 than there is, by what was found of another shape with its options.
+
+    What those hold grows with rows and with keys, and at most with their product. (Not so the unified buffer: there a
+    tile that is not shared by both vector cores needs twice as much.)
+    """
+    for other in tried:
+        if _launched(other.tile)[2:] != _launched(tile)[2:] or other.trouble not in PRODUCT_MEMORIES:
+            continue
+        rows, keys = tile.block_m / other.tile.block_m, tile.block_n / other.tile.block_n
+        if min(rows, keys) >= 1.0 or (max(rows, keys) <= 1.0 and other.excess * rows * keys > 1.0):
+            return True
+    return False
+
+
+def _launched(tile: configs.AttentionTile) -> tuple[int | None, ...]:
+    """What decides how `tile` compiles."""
+    return tile.block_m, tile.block_n, tile.workspace_buffers, tile.vector_loop, tile.cube_loop
+
+
+def places(
+    target: str, kernels: Iterable[str], dtypes: Iterable[str], head_dims: Iterable[int], modes: Iterable[str]
+) -> Iterator[Place]:
+    """Every row to fill. dk/dv has no "tail": such calls take its "even" row."""
+    for kernel, dtype, head_dim, mode in product(kernels, dtypes, head_dims, modes):
+        if mode in configs.modes(kernel) and not (kernel == "dkdv" and mode == "tail"):
+            yield Place(target, kernel, dtype, head_dim, mode)
+
+
+def describe(row: tiles.Row) -> str:
+    """One line for people."""
+    options = f"buffers {row.workspace_buffers}, vector loop {row.vector_loop}, cube loop {row.cube_loop}"
+    state = f"{'bound' if row.bound else 'unbound'}, pipeline {row.pipelined}"
+    shares = ", ".join(f"{chip} {100 * share:.1f} %" for chip, share in row.predicted_share.items())
+    where = f"{row.kernel} {row.width} bytes D<={row.head_dim} {row.mode}"
+    tried = f"of {row.tried} compiled, {row.failed} that failed, {row.pruned} that could not win"
+    left = f", {row.left} left out" if row.left else ""
+    return f"{where}: {row.block_m}x{row.block_n} ({options}), {state}; predicted {shares}; {tried}{left}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Search, print each row, write the table. The status is 1 when a row found nothing, 2 without the compilers."""
+    known = [name.removeprefix("Ascend") for name in NPU_SPECS]
+    parser = argparse.ArgumentParser(prog="python -m diyfa.lab.npu.search", description=main.__doc__)
+    parser.add_argument("chip", help=f"one of {', '.join(known)}, with or without Ascend before it")
+    parser.add_argument("--kernel", action="append", choices=KERNELS)
+    parser.add_argument("--dtype", action="append", choices=["float16", "float32"], help="float16 stands for bfloat16")
+    parser.add_argument("--head-dim", action="append", type=int, choices=configs.HEAD_DIM_CLASSES)
+    parser.add_argument("--mode", action="append", choices=configs.MODES)
+    parser.add_argument("--jobs", type=int, default=1, help="back halves at a time")
+    parser.add_argument("--budget", type=int, default=0, help="the most candidates to compile for a row (0: no limit)")
+    parser.add_argument(
+        "--margin",
+        type=float,
+        default=MARGIN,
+        help=f"how much better, as a part, the prediction must be for a row to change ({MARGIN}); the cost model's "
+        "error against published figures is 0.13",
+    )
+    parser.add_argument("--verbose", action="store_true", help="print each candidate")
+    parser.add_argument(
+        "--cache",
+        type=Path,
+        default=cache_folder(),
+        help="folder of finished compilations (in the user's cache; without a home they last as long as the search)",
+    )
+    parser.add_argument("--output", type=Path, default=tiles.PATH, help="the table to write")
+    parser.add_argument("--dry-run", action="store_true", help="print, write nothing")
+    asked = parser.parse_args(arguments)
+    target = asked.chip if asked.chip.startswith("Ascend") else f"Ascend{asked.chip}"
+    if npu_spec(target) is None:
+        parser.error(f"unknown Ascend chip {asked.chip!r}")
+    try:
+        aot.check_front_half()
+        compilers = aot.back_halves(target)
+        for compiler in compilers:
+            compiler.program(target)
+    except aot.CompilerMissing as missing:
+        print(missing, file=sys.stderr)
+        return 2
+    dtypes, head_dims = asked.dtype or ("float16",), asked.head_dim or (64, 128, 256)
+    wanted = places(target, asked.kernel or KERNELS, dtypes, head_dims, asked.mode or configs.MODES)
+    nothing = False
+    with nullcontext(asked.cache) if asked.cache else tempfile.TemporaryDirectory() as folder:
+        cache = Cache(Path(folder), compilers)
+        search = Search(target, cache, asked.jobs, asked.budget, asked.verbose, asked.margin)
+        for place in wanted:
+            row = search.row(place)
+            if row is None:
+                nothing = True
+                print(f"{place}: nothing compiles", flush=True)
+                continue
+            print(describe(row), flush=True)
+            if not asked.dry_run:
+                tiles.save(tiles.merged(tiles.load(asked.output), row), asked.output)
+        print(f"{cache.misses} compiled, {cache.hits} from {folder}", flush=True)
+    return int(nothing)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

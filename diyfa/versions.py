@@ -1,0 +1,40 @@
+"""Names and versions of what figures depend on."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+
+import torch
+
+import diyfa
+from diyfa.npu_stacks import installed_version
+
+VERSIONED = ("torch", "triton", "triton-ascend", "torch_npu", "ascendnpu-ir")
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of diyfa and of what its figures depend on; what is absent is left out."""
+    found = {"diyfa": diyfa.__version__, "python": platform.python_version()}
+    found |= {name: there for name in VERSIONED if (there := installed_version(name)) is not None}
+    found["torch"] = torch.__version__  # with the build's suffix
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+def device_name(device: torch.device) -> str:
+    """Name of the device as its maker gives it."""
+    if device.type == "cpu":
+        return cpu_name()
+    return getattr(torch, device.type).get_device_name(device)
+
+
+def cpu_name() -> str:
+    """Model name of the processor, with the number of threads that PyTorch uses."""
+    name = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        models = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if "model name" in line]
+        name = models[0] if models else name
+    return f"{name} ({torch.get_num_threads()} threads)"
