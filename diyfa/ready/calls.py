@@ -16,7 +16,7 @@ import torch
 from diyfa.attention import checked_options, flash_attention_v2, flash_attention_varlen
 from diyfa.kvcache import flash_attn_with_kvcache
 from diyfa.matmul import triton_matmul
-from diyfa.ops import attend as attend_checked
+from diyfa.ops import differentiate, forward
 from diyfa.options import WHOLE
 from diyfa.registry import batch_invariant, resolve_backend
 
@@ -107,7 +107,13 @@ def attention(
             offsets = empty(b + 1)
             out: Any = flash_attention_varlen(q, k, v, offsets, offsets, m, n, **given)
         elif "out_dtype" in given:
-            out, _ = attend_checked(q, k, v, WHOLE, checked_options(q, k, v, WHOLE, {"layout": "bshd", **given}))
+            checked = checked_options(q, k, v, WHOLE, {"layout": "bshd", **given})
+            q, k, v = q.detach(), k.detach(), v.detach()
+            out, lse = forward(q, k, v, WHOLE, checked)
+            if backward:  # of the whole output, which is in the dtype of q
+                out = out.to(dtype)
+                differentiate((torch.empty_like(out), None), (q, k, v), (out, lse), WHOLE, checked)
+            return
         else:
             out = flash_attention_v2(q, k, v, **given)
         if backward:
