@@ -14,7 +14,6 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from diyfa import registry
@@ -34,7 +33,7 @@ from diyfa.options import (
     with_tensors,
     without_tensors,
 )
-from diyfa.plan import Plan, ProductPlan, find, is_unseen, key_of, may_be_read, remember, runs_at_once
+from diyfa.plan import Plan, ProductPlan, find, key_of, may_be_read, remember, runs_at_once
 from diyfa.problem import (
     LAYOUTS,
     VARLEN,
@@ -49,6 +48,7 @@ from diyfa.problem import (
     has_few_steps,
     is_aligned,
 )
+from diyfa.torch_private import below_autograd, differentiates_forward, is_transformed, is_unseen
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 _INF = float("inf")
@@ -517,7 +517,7 @@ def wants_grad(*tensors: torch.Tensor | None) -> bool:
 def _attention_fwd_autograd(q: Any, k: Any, v: Any, packing: str, *features: Any) -> Pair:
     """The operator as autograd sees it: called from a traced program, which may be trained though it was traced not to
     be, or the other way round."""
-    if _differentiates_forward() or wants_grad(q, k, v, *tensors_among(features)):
+    if differentiates_forward() or wants_grad(q, k, v, *tensors_among(features)):
         lengths, options = unpack(features, packing)
         learned: dict[str, Any] = {
             gate: wants_grad(getattr(options, name)) for name, gate in DIFFERENTIABLE.items() if gate
@@ -526,7 +526,7 @@ def _attention_fwd_autograd(q: Any, k: Any, v: Any, packing: str, *features: Any
         return _apply(q, k, v, lengths, options)
     if runs_at_once(*_given(q, k, v, *tensors_among(features))):  # in a compiled program
         return _attention_fwd(q, k, v, packing, *features)
-    with torch._C._AutoDispatchBelowAutograd():
+    with below_autograd():
         return _fwd(q, k, v, packing, *features)
 
 
@@ -535,7 +535,7 @@ def _attention_bwd_autograd(*arguments: Any) -> Any:
 
     @once_differentiable
     def below(_: None, *arguments: Any) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             return _bwd(*arguments)
 
     return below(None, *arguments)
@@ -567,31 +567,9 @@ def run_plan(
     return (pair[0], pair[1]) if return_lse else pair[0]
 
 
-def _is_transformed() -> bool:
-    """Whether a transform of torch.func is at work."""
-    functorch: Any = torch._C._functorch
-    return functorch.peek_interpreter_stack() is not None
-
-
-def _differentiates_forward() -> bool:
-    """Whether forward-mode differentiation is on; `autograd.Function` then refuses tangents, an operator drops them.
-
-    Raises RuntimeError inside a transform of torch.func that differentiates: neither of the two can follow it.
-    """
-    if _is_transformed():
-        functorch: Any = torch._C._functorch
-        kinds = functorch.TransformType
-        if any(level.key() in (kinds.Grad, kinds.Jvp) for level in functorch.get_interpreter_stack()):
-            raise RuntimeError(
-                "diyfa cannot be differentiated by torch.func (grad, vjp, jvp, jacrev, …): use torch.autograd, that is "
-                "backward() or torch.autograd.grad, also of what torch.func.vmap returns"
-            )
-    return forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()  # not inside a Function
-
-
 def _sees_operators_only() -> bool:
     """Whether a graph is traced or torch.func.vmap is at work; the operators' own Autograd kernels serve both."""
-    return torch.compiler.is_compiling() or (_is_transformed() and not _differentiates_forward())
+    return torch.compiler.is_compiling() or (is_transformed() and not differentiates_forward())
 
 
 def attend(q: Any, k: Any, v: Any, lengths: Lengths, options: AttentionOptions) -> Pair:
@@ -601,7 +579,7 @@ def attend(q: Any, k: Any, v: Any, lengths: Lengths, options: AttentionOptions) 
     """
     if _sees_operators_only():
         return _fwd(q, k, v, options.packing, *pack(lengths, options))
-    if _differentiates_forward() or options.needs_grad:
+    if differentiates_forward() or options.needs_grad:
         return _apply(q, k, v, lengths, options)
     return forward(*UNPACK[options.packing](q, k, v), lengths, options)
 
@@ -669,9 +647,9 @@ def _matmul_fake(
 
 
 def _matmul_autograd(a: torch.Tensor, b: torch.Tensor, *arguments: Any) -> torch.Tensor:
-    if _differentiates_forward() or wants_grad(a, b):
+    if differentiates_forward() or wants_grad(a, b):
         return _Matmul.apply(a, b, *arguments)
-    with torch._C._AutoDispatchBelowAutograd():
+    with below_autograd():
         return _mm(a, b, *arguments)
 
 
@@ -710,6 +688,6 @@ def matmul(a: torch.Tensor, b: torch.Tensor, *arguments: Any) -> torch.Tensor:
     """Matrix product of checked inputs; `arguments` in the order of the operator's schema."""
     if _sees_operators_only():
         return _mm(a, b, *arguments)
-    if _differentiates_forward() or wants_grad(a, b):
+    if differentiates_forward() or wants_grad(a, b):
         return _Matmul.apply(a, b, *arguments)
     return _multiply(a, b, *arguments)

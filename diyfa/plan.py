@@ -15,14 +15,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
 from diyfa import registry
 from diyfa.options import AttentionOptions, Lengths, without_tensors
 from diyfa.problem import AttentionProblem, Backend, Kernel, MatmulProblem
+from diyfa.torch_private import is_unseen
 
 Repeat = Callable[..., Any]
-_c: Any = torch._C
 _float32, _Tensor, _strided = torch.float32, torch.Tensor, torch.strided
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # all other types see what is done with them
 
@@ -120,19 +119,6 @@ def recording() -> Iterator[None]:
         yield
     finally:
         plans, _recording = before
-
-
-def is_unseen() -> bool:
-    """Whether what runs now is executed at once, seen by nobody but the device."""
-    return not (
-        torch.compiler.is_compiling()
-        or _c._len_torch_dispatch_stack()  # FakeTensorMode, make_fx, and users' modes
-        or _c._is_torch_function_mode_enabled()
-        or _c._functorch.peek_interpreter_stack() is not None  # vmap, grad, jvp of torch.func
-        or forward_ad._current_level >= 0
-        or _c._get_tracing_state() is not None
-        or _c._autograd._profiler_enabled()  # shows the operators
-    )
 
 
 def runs_at_once(*tensors: torch.Tensor) -> bool:

@@ -22,6 +22,7 @@ from diyfa.keywords import BOOLEAN_MASK
 from diyfa.options import CHECKED_TENSORS, Lengths
 from diyfa.problem import LAYOUTS, VARLEN
 from diyfa.problem import dtype_name as dtype_name
+from diyfa.torch_private import unbatched
 
 MATMUL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 576  # of q and k: multi-head latent attention joins 512 latent and 64 rotary features
@@ -206,9 +207,7 @@ _lengths_read = WeakTensorKeyDictionary()
 
 def _bounds_of(lengths: torch.Tensor) -> tuple[int, int]:
     """The smallest and the largest value, read once for each tensor and version of its contents."""
-    functorch: Any = torch._C._functorch
-    while functorch.is_batchedtensor(lengths):  # under torch.vmap: those of all calls at once
-        lengths = functorch.get_unwrapped(lengths)
+    lengths = unbatched(lengths)
     if lengths.is_inference():  # has no version
         values = lengths.cpu()
         return int(values.min()), int(values.max())

@@ -7,9 +7,6 @@ from collections import Counter
 from importlib.metadata import version
 from importlib.util import find_spec
 
-# Small products on many threads wait for each other more than they compute; NumPy (the interpreter) reads this once.
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-
 import pytest
 import torch
 
@@ -28,20 +25,6 @@ if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None
 
 _ran: Counter[str] = Counter()
 _on_npu: list[int] = []  # kernels that each test ran on npu tensors, of those that ran any (see npu_interpreter.py)
-
-
-@pytest.fixture
-def rows_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NumPy's matmul, which the interpreter uses, may round a row by where in a tile it stands. Tensor cores do not."""
-    if os.environ.get("TRITON_INTERPRET") != "1" or find_spec("triton") is None:
-        return
-    from triton.runtime import interpreter
-
-    def create_dot(self, a, b, d, *precision):
-        product = a.data.astype("float64") @ b.data.astype("float64") + d.data
-        return interpreter.TensorHandle(product.astype(d.data.dtype), d.dtype.scalar)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from torch.nn import attention
 
 from diyfa.integrations import torch_operators
 from diyfa.integrations.seams import Handle, handle_of, switch_on
+from diyfa.torch_private import dispatch_keys
 
 NAME = "diyfa"
 SEAM = torch_operators.SEAM
@@ -28,9 +29,7 @@ def _kernel_of(operator: Any, key: str) -> Callable[..., torch.Tensor]:
     if not hasattr(torch.library, "get_kernel"):  # 2.10; before, all but the vendor's own kernel
         return operator.decompose
     kernel = torch.library.get_kernel(operator, key)
-    return lambda query, *arguments, **options: kernel.call_boxed(
-        torch._C._dispatch_keys(query), query, *arguments, **options
-    )
+    return lambda query, *arguments, **options: kernel.call_boxed(dispatch_keys(query), query, *arguments, **options)
 
 
 def _override_whole_attention(library: torch.library.Library, key: str) -> None:

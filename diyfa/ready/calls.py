@@ -16,7 +16,7 @@ import torch
 from diyfa.attention import checked_options, flash_attention_v2, flash_attention_varlen
 from diyfa.kvcache import flash_attn_with_kvcache
 from diyfa.matmul import triton_matmul
-from diyfa.ops import attend as attend_checked
+from diyfa.ops import differentiate, forward
 from diyfa.options import WHOLE
 from diyfa.registry import batch_invariant, resolve_backend
 
@@ -84,7 +84,8 @@ def attention(
     heads: Heads, rows: Rows, dtype: torch.dtype, packed: bool = False, backward: bool = True, **options: Any
 ) -> Call:
     """Attention and its backward pass. `options` are those of `flash_attention`: True stands for a tensor, and a bias
-    is the letters of its dimensions, as in "1hqk". `out_dtype`: the call is one of parts that are added up."""
+    is the letters of its dimensions, as in "1hqk". `out_dtype`: the call is one of parts that are added up. `packed`:
+    sequences have `rows.queries` rows on average, and none has more than `longest`."""
 
     def run() -> None:
         (b, m, n), (d, _, h, hk), dv = rows, heads, heads.of_values
@@ -105,9 +106,16 @@ def attention(
             given["attn_bias"] = empty(*[sizes[letter] for letter in letters], dtype=dtype, grad=bias_grad)
         if packed:
             offsets = empty(b + 1)
-            out: Any = flash_attention_varlen(q, k, v, offsets, offsets, m, n, **given)
+            longest = given.pop("longest", 0)
+            out: Any = flash_attention_varlen(q, k, v, offsets, offsets, longest or m, longest or n, **given)
         elif "out_dtype" in given:
-            out, _ = attend_checked(q, k, v, WHOLE, checked_options(q, k, v, WHOLE, {"layout": "bshd", **given}))
+            checked = checked_options(q, k, v, WHOLE, {"layout": "bshd", **given})
+            q, k, v = q.detach(), k.detach(), v.detach()
+            out, lse = forward(q, k, v, WHOLE, checked)
+            if backward:  # of the whole output, which is in the dtype of q
+                out = out.to(dtype)
+                differentiate((torch.empty_like(out), None), (q, k, v), (out, lse), WHOLE, checked)
+            return
         else:
             out = flash_attention_v2(q, k, v, **given)
         if backward:
@@ -206,6 +214,7 @@ SHORT, TINY, SMALL, MANY, FEW_TILES, ALONE, MEDIUM, LARGE = (
 )  # fmt: skip
 # Keys that end inside a block: of long sequences, of sentences, of windows of images.
 RAGGED, SENTENCES, WINDOWS = Rows(3, 1000, 1003), Rows(2, 77, 77), Rows(256, 49, 49)
+BRIEF = (Rows(64, 16, 16), Rows(32, 32, 32), Rows(16, 48, 48), Rows(1, 350, 350), Rows(1, 700, 700))  # packed
 TRAINED = (TINY, SMALL, MANY, FEW_TILES, ALONE, MEDIUM, LARGE)
 FULL = dict[str, Any]()
 CAUSAL: dict[str, Any] = {"causal": True}
@@ -242,6 +251,9 @@ TRAINING = (
     Row((CAUSAL,), (grouped(D256, 8, 4),), (SMALL, MANY, FEW_TILES, ALONE), BOTH, (BF16,)),
     Row((FULL,), (D64, D96, D128, D256), (RAGGED, Rows(1, 250, 250))),
     Row((FULL, CAUSAL), USUAL, (SHORT,), BOTH),
+    Row((FULL, CAUSAL), (*USUAL, *map(grouped, USUAL)), BRIEF, (True,)),
+    Row(({"longest": 48}, CAUSAL | {"longest": 48}), (*USUAL, *map(grouped, USUAL)), (Rows(48, 16, 16),), (True,)),
+    Row(({"longest": 742}, CAUSAL | {"longest": 742}), (*USUAL, *map(grouped, USUAL)), (Rows(12, 145, 145),), (True,)),
     Row((SLIDING,), (*map(grouped, USUAL), grouped(D256, 8, 4), D96), TRAINED, BOTH, (BF16,)),
     Row((SLIDING,), (grouped(D128),), TRAINED, BOTH, (FP16,)),
     Row((GEMMA2, GEMMA2_SLIDING), (grouped(D128), grouped(D256, 8, 4)), TRAINED, BOTH, (BF16,)),

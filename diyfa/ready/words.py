@@ -24,7 +24,7 @@ _DTYPES = {
 }  # fmt: skip
 _SHARED = frozenset({"causal", "softcap", "sinks", "alibi_slopes", "packed"})
 _ATTENTION = _SHARED | {
-    "window", "attn_bias", "bias_grad", "dropout_p", "seq_lens", "deterministic", "out_dtype", "forward",
+    "window", "attn_bias", "bias_grad", "dropout_p", "seq_lens", "deterministic", "out_dtype", "forward", "longest",
 }  # fmt: skip
 _CACHE = _SHARED | {
     "window_size", "page", "longest", "new", "rotary", "rotary_interleaved", "latent", "float8", "num_splits",

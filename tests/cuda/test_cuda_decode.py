@@ -390,6 +390,8 @@ def test_no_other_memory_is_read(packed, page_size, monkeypatch):
 
 def use_parts_of(monkeypatch: pytest.MonkeyPatch, part_keys: int, multiprocessors: int) -> None:
     """From now on parts have so many keys, and as many programs run at once as on a GPU of that size."""
+    monkeypatch.setattr(planning, "plans", {})  # an earlier test's answers are kept by its plans, and by kinds
+    monkeypatch.setattr("diyfa.problem._kinds", {})
     for module in (decode, decode_configs):
         monkeypatch.setattr(module, "PART_KEYS", part_keys)
     monkeypatch.setattr(decode_configs, "multiprocessors", lambda device: multiprocessors)
@@ -397,7 +399,7 @@ def use_parts_of(monkeypatch: pytest.MonkeyPatch, part_keys: int, multiprocessor
 
 @pytest.mark.parametrize("part_keys", [128, decode_configs.PART_KEYS])
 @pytest.mark.parametrize("draw", range(4))
-def test_a_row_is_bitwise_the_same_in_any_call(draw, part_keys, monkeypatch, rows_by_themselves):
+def test_a_row_is_bitwise_the_same_in_any_call(draw, part_keys, monkeypatch):
     """The sequence's training forward decides; then its last tokens come from caches, in drawn company.
 
     Of several parts all lie with one program, or each with its own, as the number of tiles and of splits say."""

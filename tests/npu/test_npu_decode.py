@@ -196,7 +196,7 @@ def test_a_length_that_overflows_with_what_is_added(npu: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-def test_rows_are_bitwise_the_same(npu: torch.device, dtype: torch.dtype, rows_by_themselves: None) -> None:
+def test_rows_are_bitwise_the_same(npu: torch.device, dtype: torch.dtype) -> None:
     """One sequence by itself and in a batch, its queries all at once, a few and one at a time, its keys in a row and in
     pages of 1, 16, 48 and 128, in any number of splits; and training's forward pass, packed and not."""
     g = torch.Generator().manual_seed(3)

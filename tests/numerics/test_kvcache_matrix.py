@@ -308,7 +308,7 @@ def _drawn_batch(rng: random.Random, options: dict[str, Any], device: str) -> It
 
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_rows_do_not_depend_on_their_batch(backend: str, name: str, rows_by_themselves: None) -> None:
+def test_rows_do_not_depend_on_their_batch(backend: str, name: str) -> None:
     """Bitwise: the batch, the number of new tokens, pages, splits; and equal to the training forward."""
     target, rng = TARGETS[backend], random.Random(0)
     options = {key: x.to(target.device) if isinstance(x, torch.Tensor) else x for key, x in OPTIONS[name].items()}

@@ -1,10 +1,13 @@
-"""Makes Triton's interpreter faster, right where it converts bfloat16, and able to run with every NumPy.
+"""Makes Triton's interpreter faster, right where it converts bfloat16, the same on every machine, and able to run with
+every NumPy.
 
 Faster: for each call of a kernel and of each of its helpers it looks for the builtins of `triton.language` among all
 names there are, to replace them, which takes a third of the time. Their names are fixed.
 
 Right: Triton cuts float32 off where it becomes bfloat16, so that some NaN become infinite, and subnormal numbers of
 either type become others.
+
+The same: `tl.dot` does not use BLAS, see `matrix_product.py`.
 
 Every NumPy: up to Triton 3.6 it makes an index of an array of one element with `int`, which NumPy has deprecated.
 """
@@ -17,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
+from matrix_product import matrix_product
 from triton.runtime import interpreter
 
 
@@ -55,6 +59,18 @@ def _convert_float(input: Any, input_dtype: Any, output_dtype: Any, rounding_mod
     return _convert_other(input, input_dtype, output_dtype, rounding_mode)
 
 
+def _dot_operand(x: Any) -> np.ndarray:
+    """Its numbers. float8 is widened; bfloat16 must have been (`dot_operand` of the kernels), its data are bits."""
+    if x.dtype.is_floating() and x.dtype.primitive_bitwidth == 8:
+        return interpreter._convert_float(x.data, x.dtype, tl.float16, None).view(np.float16)
+    return x.data
+
+
+def _create_dot(self: Any, a: Any, b: Any, d: Any, *precision: Any) -> Any:
+    product = matrix_product(_dot_operand(a), _dot_operand(b), d.data.dtype)
+    return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+
+
 def _patch_lang_tensor(patch: Any, tensor: Any, *scope: Any) -> None:
     patch(tensor, *scope)
     set_attr = scope[0].set_attr if scope else setattr
@@ -65,6 +81,7 @@ def install() -> None:
     """The faster search is for Triton since 3.6; that of triton-ascend never takes its replacements back, see
     `npu_interpreter.py`."""
     interpreter._convert_float = _convert_float
+    interpreter.InterpreterBuilder.create_dot = _create_dot
     interpreter._patch_lang_tensor = partial(_patch_lang_tensor, interpreter._patch_lang_tensor)
     if hasattr(interpreter, "_LangPatchScope"):
         interpreter._patch_builtin = _patch_builtin

@@ -71,8 +71,7 @@ def make(folder: Path) -> dict[str, Any]:
 
 def keys_of_many() -> dict[str, str]:
     """The keys of half of the kernels that are compiled ahead of time."""
-    from diyfa.backends.cuda.matmul import kernel as matmul
-    from diyfa.lab.cuda import aot, specs
+    from diyfa.lab.cuda import aot, matmul_specs, specs
 
     found: dict[str, str] = {}
     make_spec = aot.spec_of
@@ -81,11 +80,11 @@ def keys_of_many() -> dict[str, str]:
         found[f"{kernel} {case}"] = binaries.key_of_binary(ARCH, launch, launcher.signature_of(launch))
         return make_spec(launch, kernel, case, *rest, **others)
 
-    aot.spec_of = specs.spec_of = spy  # type: ignore[attr-defined]
-    for source in (specs.compile_specs, matmul.compile_specs):
+    aot.spec_of = specs.spec_of = matmul_specs.spec_of = spy  # type: ignore[attr-defined]
+    for source in (specs.compile_specs, matmul_specs.compile_specs):
         for _ in zip(range(150), source(ARCH), strict=False):
             pass
-    aot.spec_of = specs.spec_of = make_spec  # type: ignore[attr-defined]
+    aot.spec_of = specs.spec_of = matmul_specs.spec_of = make_spec  # type: ignore[attr-defined]
     return found
 
 

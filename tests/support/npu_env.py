@@ -48,8 +48,6 @@ def shim_environment(folder: Path) -> dict[str, str]:
         "ASCEND_LAUNCH_BLOCKING": "1",
         # Every allocation comes from the shim, which fills it with NaN.
         "PYTORCH_NO_NPU_MEMORY_CACHING": "1",
-        # The interpreter's products are small; NumPy is imported before conftest.py could say so.
-        "OPENBLAS_NUM_THREADS": os.environ.get("OPENBLAS_NUM_THREADS", "1"),
         "DIYFA_TEST_BACKENDS": os.environ.get("DIYFA_TEST_BACKENDS", "npu"),
     }
 

@@ -156,7 +156,11 @@ def private_parts(trees: dict[str, ast.Module]) -> list[str]:
             if isinstance(node, ast.Attribute):
                 dotted = ast.unparse(node)
                 chain = dotted.split(".") if re.fullmatch(r"[\w.]+", dotted) else [""]
-                if chain[0] in LIBRARIES and any(re.match(r"_[a-zA-Z]", part) for part in chain[1:]):
+                if (
+                    chain[0] in LIBRARIES
+                    and any(re.match(r"_[a-zA-Z]", part) for part in chain[1:])
+                    and dotted != "torch._check"
+                ):
                     names.add(".".join(chain))
             elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("torch", "triton"):
                 parts = [*(node.module or "").split("."), *(alias.name for alias in node.names)]

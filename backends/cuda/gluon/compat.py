@@ -20,6 +20,7 @@ def has_gluon() -> bool:
 
 
 if has_gluon():
+    from triton.experimental.gluon._runtime import GluonASTSource as GluonASTSource
     from triton.experimental.gluon.language import shared_memory_descriptor as _shared_memory
     from triton.experimental.gluon.language.nvidia.hopper import tma as _tma
 

@@ -32,7 +32,7 @@ def triton_source(kernel: Any, source: Source) -> Any:
     """Return `source` as `triton.compile` takes it."""
     names = kernel.arg_names
     if kernel.is_gluon():
-        from triton.experimental.gluon._runtime import GluonASTSource as Wrapped
+        from diyfa.backends.cuda.gluon.compat import GluonASTSource as Wrapped
     else:
         Wrapped = ASTSource
     return Wrapped(

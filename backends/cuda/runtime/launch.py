@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import NamedTuple
@@ -14,6 +13,7 @@ import triton
 from triton.runtime.jit import JITFunction
 
 from diyfa.arch import gpu_spec
+from diyfa.backends.cuda.runtime.torch_private import current_device
 
 
 @triton.jit
@@ -73,10 +73,6 @@ def may_compile() -> bool:
     if setting not in JIT_SETTINGS:
         raise ValueError(f"DIYFA_JIT must be one of {', '.join(JIT_SETTINGS)}, got {setting!r}")
     return setting == "auto"
-
-
-# Past a check that CUDA is initialised: there is a tensor on it. PyTorch without CUDA has no such function.
-current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
 def on_device(x: torch.Tensor) -> AbstractContextManager[object]:

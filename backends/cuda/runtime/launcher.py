@@ -26,7 +26,8 @@ from triton import knobs  # an ImportError where Triton is too old, which the re
 from triton.runtime.errors import OutOfResources
 
 from diyfa.arch import gpu_arch_name, gpu_spec
-from diyfa.backends.cuda.runtime.launch import COMPILE_OPTIONS, current_device
+from diyfa.backends.cuda.runtime.launch import COMPILE_OPTIONS
+from diyfa.backends.cuda.runtime.torch_private import current_device, current_stream
 from diyfa.problem import Launch
 
 if TYPE_CHECKING:
@@ -508,30 +509,13 @@ def binary_of(launch: Launch, signature: Signature, device: int) -> Binary:
     return found
 
 
-_runtime = knobs.runtime
-
-
 def launches_are_hooked() -> bool:
     """Return True where a profiler hooks the launches of Triton."""
-    enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook
+    runtime = knobs.runtime
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     if enter is not None and getattr(enter, "calls", True):
         return True
     return bool(leave is not None and getattr(leave, "calls", True))
-
-
-current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-
-
-def allocator_of(device_type: str) -> Callable[[Sequence[int], Sequence[int], torch.dtype], torch.Tensor]:
-    """(sizes, strides, dtype) -> uninitialised memory on the current device of that type.
-
-    PyTorch has a function for its compiler's programs that goes past the dispatcher, at a third of the time.
-    """
-    compilers: Any = torch._C._dynamo.guards
-    fast = getattr(compilers, f"_empty_strided_{device_type}", None)
-    if fast is not None:
-        return fast
-    return lambda sizes, strides, dtype: torch.empty_strided(sizes, strides, dtype=dtype, device=device_type)
 
 
 recorder: Callable[[Launch], None] | None = None  # gets launches instead of the driver: see recording.py

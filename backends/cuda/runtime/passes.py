@@ -10,18 +10,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from diyfa.backends.cuda.runtime.launch import current_device, may_compile, on_device
+from diyfa.backends.cuda.runtime.launch import may_compile, on_device
 from diyfa.backends.cuda.runtime.launcher import (
     Tiles,
-    allocator_of,
     binary_of,
-    current_stream,
     launch_kernel,
     launches_are_hooked,
     load_kernel,
     runtime_names,
     signature_of,
 )
+from diyfa.backends.cuda.runtime.torch_private import allocator_of, current_device, current_stream
 from diyfa.problem import Launch
 
 

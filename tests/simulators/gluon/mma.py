@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
+from matrix_product import matrix_product
 from triton.experimental.gluon import language as gl
 from triton.runtime.interpreter import TensorHandle
 
@@ -52,4 +53,4 @@ def check_operands(a: Any, b: Any, acc: Any, num_warps: int) -> None:
 def product(a: TensorHandle, b: TensorHandle, acc: TensorHandle) -> TensorHandle:
     """acc + a b, [m, n] fp32."""
     with np.errstate(all="ignore"):
-        return TensorHandle(acc.data + np.matmul(widen(a.data, a.dtype), widen(b.data, b.dtype)), acc.dtype)
+        return TensorHandle(acc.data + matrix_product(widen(a.data, a.dtype), widen(b.data, b.dtype)), acc.dtype)

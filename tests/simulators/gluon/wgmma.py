@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
+from matrix_product import matrix_product
 from triton.experimental.gluon import language as gl
 from triton.runtime.interpreter import TensorHandle
 
@@ -47,7 +48,7 @@ class Product:
     def execute(self) -> None:
         a = widen(self.a.values(), self.a.dtype) if isinstance(self.a, SharedView) else self.a
         with np.errstate(all="ignore"):
-            product = np.matmul(a, widen(self.b.values(), self.b.dtype))
+            product = matrix_product(a, widen(self.b.values(), self.b.dtype))
             if self.use_acc:
                 # A product may take up the accumulator of one that is still running: they are done in order.
                 acc = self.acc.registers if isinstance(self.acc, Accumulator) else self.acc.data

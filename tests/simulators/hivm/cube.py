@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from matrix_product import matrix_product
 from simulators.hivm.library import Function
 from simulators.hivm.memory import Ref, contiguous
 
@@ -63,7 +64,7 @@ def multiply(a: Ref, b: Ref, transposed_a: bool, transposed_b: bool, init: bool,
     rows = c.sizes[1] * c.sizes[2]
     columns = -(-n // FRACTAL) * FRACTAL
     with np.errstate(all="ignore"):
-        product = left[:rows, :k].astype(np.float32) @ right[:k, :columns].astype(np.float32)
+        product = matrix_product(left[:rows, :k], right[:k, :columns])
         accumulator = c.view()  # [n1, m1, 16, 16]
         blocks = product.reshape(rows // FRACTAL, FRACTAL, columns // FRACTAL, FRACTAL).transpose(2, 0, 1, 3)
         if init:

@@ -1,0 +1,64 @@
+"""The private functions of PyTorch that the front end calls, so that a new release is checked in one place."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+_c: Any = torch._C
+_functorch: Any = torch._C._functorch
+
+
+def is_unseen() -> bool:
+    """Return whether operators run at once, and nothing but the device sees them."""
+    return not (
+        torch.compiler.is_compiling()
+        or _c._len_torch_dispatch_stack()  # FakeTensorMode, make_fx, and users' modes
+        or _c._is_torch_function_mode_enabled()
+        or _functorch.peek_interpreter_stack() is not None  # vmap, grad, jvp of torch.func
+        or forward_ad._current_level >= 0
+        or _c._get_tracing_state() is not None
+        or _c._autograd._profiler_enabled()  # shows the operators
+    )
+
+
+def is_transformed() -> bool:
+    """Return whether a transform of torch.func is active."""
+    return _functorch.peek_interpreter_stack() is not None
+
+
+def differentiates_forward() -> bool:
+    """Return whether forward-mode differentiation is on. `autograd.Function` refuses tangents then, and an operator
+    would drop them.
+
+    Raises:
+        RuntimeError: a transform of torch.func differentiates. Neither of the two can follow it.
+    """
+    if is_transformed():
+        kinds = _functorch.TransformType
+        if any(level.key() in (kinds.Grad, kinds.Jvp) for level in _functorch.get_interpreter_stack()):
+            raise RuntimeError(
+                "diyfa cannot be differentiated by torch.func (grad, vjp, jvp, jacrev, …): use torch.autograd, that is "
+                "backward() or torch.autograd.grad, also of what torch.func.vmap returns"
+            )
+    return forward_ad._current_level >= 0 and _c._is_fwd_grad_enabled()  # not inside a Function
+
+
+def below_autograd() -> AbstractContextManager[object]:
+    """Return a context in which operators are not differentiated."""
+    return _c._AutoDispatchBelowAutograd()
+
+
+def unbatched(x: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that all calls under torch.func.vmap share."""
+    while _functorch.is_batchedtensor(x):
+        x = _functorch.get_unwrapped(x)
+    return x
+
+
+def dispatch_keys(x: torch.Tensor) -> Any:
+    """Return the dispatch keys of `x`, as `torch.library.get_kernel` takes them."""
+    return _c._dispatch_keys(x)

@@ -1,0 +1,20 @@
+"""Matrix products for the interpreter and the simulators: what an element is, only its row and its column decide.
+
+BLAS, which NumPy's `matmul` calls, may sum a row in another order where it lies elsewhere in the matrix, or where the
+matrix has more rows, as the machine's instructions suggest. Tensor cores do not, and tests compare bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+
+def matrix_product(a: np.ndarray, b: np.ndarray, dtype: Any = np.float32) -> np.ndarray:
+    """a [..., M, K] @ b [..., K, N], computed in `dtype`: the products of each element are added up one by one.
+
+    Without `optimize`, `einsum` does not call BLAS. It takes the innermost loop from the strides: of operands that are
+    contiguous that is the one over N (over K where N is 1).
+    """
+    return np.einsum("...mk,...kn->...mn", np.ascontiguousarray(a, dtype), np.ascontiguousarray(b, dtype))
