@@ -36,8 +36,10 @@ _numbers = count(1)
 
 def empty(*shape: int, dtype: torch.dtype = torch.int32, grad: bool = False) -> torch.Tensor:
     """Return a tensor without memory. It has an address, which no other one has: diyfa tells caches apart by that."""
-    begin = next(_numbers) << 36
-    flat = torch.empty(begin + math.prod(shape), dtype=dtype, device="meta")
+    begin, elements = next(_numbers) << 36, math.prod(shape)
+    if elements >= 1 << 48:
+        raise ValueError(f"a tensor of shape {shape} is too large")
+    flat = torch.empty(begin + elements, dtype=dtype, device="meta")
     return flat[begin:].view(shape).requires_grad_(grad)
 
 
