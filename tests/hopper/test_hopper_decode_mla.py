@@ -23,7 +23,7 @@ from triton.experimental.gluon import language as gl  # noqa: E402
 import diyfa  # noqa: E402
 from diyfa import plan as planning  # noqa: E402
 from diyfa import problem, registry  # noqa: E402
-from diyfa.backends.cuda.attention import decode, decode_configs  # noqa: E402
+from diyfa.backends.cuda.attention import decode, stream_k  # noqa: E402
 from diyfa.backends.cuda.hopper import decode_mla, decode_mla_configs  # noqa: E402
 from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
 from diyfa.backends.cuda.runtime.passes import launch_each  # noqa: E402
@@ -45,7 +45,7 @@ def interpret(
     tiles, unless `split_cost` forbids it."""
     kernel = InterpretedKernel(kernels._decode_mla_kernel, seed, interleave)
     monkeypatch.setattr(decode_mla, "_decode_mla_kernel", kernel)
-    monkeypatch.setattr(decode_configs, "multiprocessors", lambda device: programs)
+    monkeypatch.setattr(stream_k, "multiprocessors", lambda device: programs)
     monkeypatch.setattr(decode_mla_configs, "environment_refusal", lambda: None)
     config = replace(decode_mla_configs.CONFIG, split_cost=split_cost)
     monkeypatch.setattr(decode_mla_configs, "CONFIG", config)

@@ -1,15 +1,11 @@
-"""Tiles of the kernels over a KV cache, what fits a GPU, and how many programs share the work."""
+"""Tiles of the kernels over a KV cache, and which of them fit a GPU."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import gcd
-
-import torch
 
 from diyfa.arch import ELEMENT_BYTES, gpu_spec
-from diyfa.backends.cuda.attention.tile_io import cdiv, padded_head_dim
-from diyfa.backends.cuda.runtime.launch import multiprocessors
+from diyfa.backends.cuda.attention.tile_io import padded_head_dim
 from diyfa.problem import (
     KVCACHE_FEATURES,
     AttentionProblem,
@@ -79,9 +75,6 @@ RESERVED = 1024  # bytes of shared memory that the system takes for each program
 # In batch-invariant mode every call has tiles of as many rows, whether they are of one new token or of a training
 # sequence: the layout of a tile decides in what order a row is summed.
 INVARIANT_BLOCK_M = 32
-# Keys that are summed by themselves there; a multiple of every block of keys.
-PART_KEYS = 1024
-MAX_PART_SUMS = 1 << 25  # float32 numbers that programs leave for each other
 # Beyond 32 rows Triton multiplies by wgmma where there is that. It is right for tiles that copies bring to shared
 # memory as they are, not for those that pass through registers, nor for values narrower than keys, unless they
 # are the keys' first tile.
@@ -176,14 +169,7 @@ def _config_of_kind(problem: KVCacheProblem, block_m: int) -> DecodeConfig | Non
 # 2026-11-25, 32 heads of 128, us for 1 / 4 / 16 / 32 / 48 queries of 8192 keys: 55 / 56 / 59 / 64 / 87, the portable
 # forward 137 / 138 / 87 / 86 / 87, the Hopper forward 79 to 80; of 1024 keys 11 / 12 / 15 / 19 / 30, 21 to 23, and 12.
 SMALL_CALLS: tuple[tuple[int, int], ...] = ((16, 2048), (32, 8192))
-FULL_GPU = 132  # multiprocessors of what is described without a device, to be compiled ahead of time
-SCANS = (1, 32, 128)  # tiles whose work is added up at once
-INTERPRETED = 2  # and of the interpreter, where programs run one after another
-COMBINED_ELEMENTS = 4096  # sums that a program of the combine kernel reads at once
-COMBINED_COLUMNS = 128  # at least so many of a row, where one is divided
-COMBINED_PROGRAMS = 1024  # at least so many of it, where they have several rows
-# How many times the programs that run at once `num_splits` may ask for: their workspace is what bounds it.
-MAX_WAVES = 16
+FULL_GPU = 132  # multiprocessors of the GPU that is assumed if a call is described without a device, as for compiling
 
 
 def is_small_call(problem: AttentionProblem) -> bool:
@@ -191,93 +177,6 @@ def is_small_call(problem: AttentionProblem) -> bool:
     rows = problem.seqlen_q * (problem.heads_q // problem.heads_kv)
     listed = any(rows <= most and problem.seqlen_k >= least for most, least in SMALL_CALLS)
     return listed and problem.batch * problem.heads_q < FULL_GPU
-
-
-def is_split(problem: KVCacheProblem) -> bool:
-    """Whether programs share the line of work. With one split, and in batch-invariant mode, none does."""
-    return not problem.batch_invariant and problem.num_splits != 1
-
-
-def row_blocks(problem: KVCacheProblem, config: DecodeConfig) -> int:
-    """Tiles of rows that one head of keys has in the longest sequence."""
-    return cdiv(problem.seqlen_q * (problem.heads_q // problem.heads_kv), config.block_m)
-
-
-def rows_per_tile(problem: KVCacheProblem, config: DecodeConfig) -> int:
-    """Rows of a tile that there are in the longest sequence."""
-    return min(config.block_m, problem.seqlen_q * (problem.heads_q // problem.heads_kv))
-
-
-def _tiles(problem: KVCacheProblem, config: DecodeConfig) -> int:
-    """Tiles of rows of all sequences, if all have the most queries."""
-    return problem.batch * row_blocks(problem, config)
-
-
-def scan_of(problem: KVCacheProblem, config: DecodeConfig) -> int:
-    """Tiles whose work is added up at once: where a warp has one each, without the other warps."""
-    tiles = _tiles(problem, config)
-    return next((lanes for lanes in SCANS if tiles <= lanes), SCANS[-1])
-
-
-def has_long_line(problem: KVCacheProblem, config: DecodeConfig) -> bool:
-    """Whether 32 bits may not count the blocks of all tiles."""
-    blocks = cdiv(problem.capacity, config.block_n)
-    return _tiles(problem, config) * problem.heads_kv * (blocks + 1) >= 1 << 28
-
-
-def _programs_at_once(config: DecodeConfig, device: torch.device) -> int:
-    absent = FULL_GPU if device.type == "meta" else INTERPRETED
-    return config.programs_per_sm * (multiprocessors(device) or absent)
-
-
-def heads_together(problem: KVCacheProblem, programs: int) -> int:
-    """How many heads of keys walk the same keys at the same time: their rows of a cache lie side by side in memory."""
-    return gcd(problem.heads_kv, programs)
-
-
-def combined_columns(problem: KVCacheProblem, config: DecodeConfig, programs: int) -> int:
-    """Columns of a row that one program of the combine kernel has: fewer than all where tiles have so many parts that
-    it would have to read again and again."""
-    columns = padded_head_dim(problem.head_dim_v)
-    parts = programs // (_tiles(problem, config) * problem.heads_kv)
-    while columns > COMBINED_COLUMNS and parts * columns > COMBINED_ELEMENTS:
-        columns //= 2
-    return columns
-
-
-def combined_rows(programs: int) -> int:
-    """Rows that one program of the combine kernel has, which has `programs` if each has one.
-
-    Most find that nobody shares their tile. More than run at once find out the same again, and where the main kernel
-    leaves no registers beside it, all do so after its end. A power of two, as `block_m` is: else a program
-    would have rows of two tiles.
-    """
-    rows = 1
-    while programs >= 2 * rows * COMBINED_PROGRAMS:
-        rows *= 2
-    return rows
-
-
-def parts_apart(problem: KVCacheProblem, config: DecodeConfig, device: torch.device) -> int:
-    """In batch-invariant mode how many programs a tile has, each with one part of its keys. 1: one has all of them."""
-    if not problem.batch_invariant or problem.num_splits == 1:
-        return 1
-    tiles = _tiles(problem, config) * problem.heads_kv
-    parts = max(1, cdiv(problem.capacity, PART_KEYS))
-    sums = tiles * parts * rows_per_tile(problem, config) * padded_head_dim(problem.head_dim_v)
-    return parts if tiles < _programs_at_once(config, device) and sums <= MAX_PART_SUMS else 1
-
-
-def programs(problem: KVCacheProblem, config: DecodeConfig, device: torch.device) -> int:
-    """Programs to launch. It depends on nothing on the device: a graph may be replayed with other lengths."""
-    tiles = _tiles(problem, config) * problem.heads_kv
-    if not is_split(problem):
-        return tiles * parts_apart(problem, config, device)
-    blocks = max(1, cdiv(problem.capacity, config.block_n))
-    at_once = _programs_at_once(config, device)
-    if problem.num_splits > 1:
-        return min(tiles * min(problem.num_splits, blocks), MAX_WAVES * at_once)
-    return min(tiles * blocks, at_once)
 
 
 def unsupported(problem: KVCacheProblem) -> str | None:

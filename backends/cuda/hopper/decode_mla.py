@@ -35,9 +35,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from diyfa.backends.cuda.attention import decode as portable
-from diyfa.backends.cuda.attention.decode import LONG_SHARE, TILE_COST
 from diyfa.backends.cuda.attention.fwd import LOWEST
 from diyfa.backends.cuda.attention.launch import positive_scale
+from diyfa.backends.cuda.attention.stream_k import LONG_SHARE, TILE_COST
 from diyfa.backends.cuda.attention.tile_io import SEQ_LENS
 from diyfa.backends.cuda.gluon.barriers import WARPS, idle_warps, optimisation_barrier, order_lanes, release, wait_full
 from diyfa.backends.cuda.gluon.compat import aggregate, async_load, ptxas_options
@@ -160,7 +160,7 @@ class Part:
 
 @aggregate
 class Line:
-    """A program's share of the line of work, on which all blocks of all tiles lie (`attention/decode.py`).
+    """A program's share of the line of work, on which all blocks of all tiles lie (`attention/stream_k.py`).
 
     What is left of it fits 32 bits: as many blocks would take a program an hour.
     """

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from diyfa.backends.cuda.attention.decode_configs import DecodeConfig, is_split
+from diyfa.backends.cuda.attention.decode_configs import DecodeConfig
+from diyfa.backends.cuda.attention.stream_k import is_split
 from diyfa.backends.cuda.hopper.configs import ARCH, DTYPES, TOO_MANY_STEPS, environment_refusal
 from diyfa.problem import KVCacheProblem
 
