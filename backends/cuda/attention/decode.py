@@ -1,7 +1,7 @@
 """Attention over a KV cache: split-KV decoding (flash-decoding).
 
-`stream_k.py` has the schedule: which blocks of keys a program attends to. `decode_combine.py` merges the partial results
-of programs that share a tile. This file has the attention between them, and the launches.
+`stream_k.py` has the schedule: which blocks of keys a program attends to. `decode_combine.py` merges the partial
+results of programs that share a tile. This file has the attention between them, and the launches.
 
 A tile is BLOCK_M rows. The query heads that share a KV head (the group), and the new tokens of a sequence, are rows of
 the same tile: row = token * group + head in the group, so that a tile is a range of tokens. A program gathers the keys
