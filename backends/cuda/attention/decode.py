@@ -44,11 +44,12 @@ from diyfa.backends.cuda.attention.launch import (
 from diyfa.backends.cuda.attention.scores import score_without_bias, scores_log2, visible_pairs
 from diyfa.backends.cuda.attention.stream_k import (
     CHUNK_KEYS,
+    begin_share,
     chunks_per_tile,
+    fixed_chunk,
     has_long_line,
     heads_in_parallel,
     is_split,
-    line_of_work,
     next_chunk,
     programs,
     rows_per_tile,
@@ -56,7 +57,6 @@ from diyfa.backends.cuda.attention.stream_k import (
     slot_of,
     store_fixed_chunk,
     store_partials,
-    tile_at,
     tile_work,
     tiles_per_sequence,
     workspace,
@@ -396,40 +396,21 @@ def _decode_kernel(
     )  # fmt: skip
     if c.OVERLAP:
         gdc_launch_dependents()
+    memory = (sums_ptr, statistics_ptr)
     if not c.SPLIT:
-        pid = tl.program_id(0)
-        chunk = 0
-        if c.CHUNKS_APART:
-            chunk = pid % chunks_per_tile
-            pid = pid // chunks_per_tile
-        tile = pid // heads_kv
-        hk = pid % heads_kv
-        b = tile // blocks_m
-        block_m = tile % blocks_m
-        sequence = sequence_info(b, True, lengths, c)
-        first_q, n_queries, _, n_keys, pad = sequence
-        first, n_blocks = visible_blocks(block_m, n_queries, n_keys, pad, mask, c)
-        end = first + n_blocks
-        if c.CHUNKS_APART:
-            first = tl.maximum(first, chunk * c.CHUNK)
-            end = tl.minimum(end, (chunk + 1) * c.CHUNK)
+        b, hk, block_m, sequence, first, end, chunk = fixed_chunk(chunks_per_tile, heads_kv, blocks_m, lengths, mask, c)
+        first_q, n_queries, _, _, _ = sequence
         if first < end:
             acc, l_i, m_i, rows = _attend_chunks(b, hk, block_m, first, end, sequence, inputs, mask, c)
             if c.CHUNKS_APART:
-                slot = pid.to(tl.int64) * chunks_per_tile + chunk
-                store_fixed_chunk(acc, l_i, m_i, slot, rows_per_tile, (sums_ptr, statistics_ptr), c)
+                store_fixed_chunk(acc, l_i, m_i, chunk, chunks_per_tile, rows_per_tile, memory, c)
             else:
                 store_rows(acc, l_i, m_i, rows, 0, b, hk, first_q, n_queries, outputs, PACKED, c)
     else:
         heads_in_parallel = tl.num_programs(0)
         program = tl.program_id(1) * heads_in_parallel + tl.program_id(0)
         head_rounds = 1 if c.ONE_ROUND else heads_kv // heads_in_parallel
-        length_of_line, share, cost, first_counts = line_of_work(
-            tl.num_programs(1), batch, blocks_m, head_rounds, lengths, mask, c
-        )
-        position = tl.minimum(tl.program_id(1) * share, length_of_line)
-        share_end = tl.minimum(position + share, length_of_line)
-        tile, tile_start = tile_at(position, first_counts, cost, batch, blocks_m, head_rounds, lengths, mask, c)
+        position, share_end, tile, tile_start, cost = begin_share(batch, blocks_m, head_rounds, lengths, mask, c)
         while position < share_end:
             b = tile // blocks_m
             block_m = tile % blocks_m
@@ -451,7 +432,7 @@ def _decode_kernel(
                         store_rows(acc, l_i, m_i, rows, 0, b, hk, first_q, n_queries, outputs, PACKED, c)
                     else:
                         slot = slot_of(program, begin == 0)
-                        store_partials(acc, l_i, m_i, slot, (sums_ptr, statistics_ptr), c)
+                        store_partials(acc, l_i, m_i, slot, memory, c)
                 position += taken
             else:
                 tile_start = tile_end

@@ -188,6 +188,20 @@ def tile_at(position, first_counts, cost, batch, blocks_m, head_rounds, lengths,
 
 
 @triton.jit
+def begin_share(batch, blocks_m, head_rounds, lengths, mask, c: tl.constexpr):
+    """Find the share of this program of `_decode_kernel`: share `tl.program_id(1)` of `tl.num_programs(1)`.
+
+    Returns (position where the share begins, where it ends, the tile at its beginning, position where this tile begins,
+    `cost` of `divide_line`).
+    """
+    length, share, cost, first_counts = line_of_work(tl.num_programs(1), batch, blocks_m, head_rounds, lengths, mask, c)
+    position = tl.minimum(tl.program_id(1) * share, length)
+    share_end = tl.minimum(position + share, length)
+    tile, tile_start = tile_at(position, first_counts, cost, batch, blocks_m, head_rounds, lengths, mask, c)
+    return position, share_end, tile, tile_start, cost
+
+
+@triton.jit
 def start_of_tile(tile, first_counts, cost, length, head_rounds, c: tl.constexpr):
     """Return the position where one of the first SCAN tiles begins on a line of this length."""
     work = tile_work(first_counts, cost, c.SPLIT_COST).to(length.dtype)
@@ -238,6 +252,37 @@ def find_shared_tile(n_shares, heads_kv, batch, blocks_m, lengths, mask, c: tl.c
     return tile, hk, sequence, first_share, last_share, is_unfinished
 
 
+# ---- Fixed chunks
+
+
+@triton.jit
+def fixed_chunk(chunks_per_tile, heads_kv, blocks_m, lengths, mask, c: tl.constexpr):
+    """Find the chunk of this program of `_decode_kernel`: number `tl.program_id(0)`.
+
+    Programs are numbered by tile, KV head, and if CHUNKS_APART by chunk. Else a program has the whole tile.
+
+    Returns (sequence, KV head, tile of the sequence, `sequence_info`, first block, end, (number of tile and head, number
+    of the chunk)). There are no blocks (end <= first) if the tile has no rows, or sees no key of the chunk.
+    """
+    pid = tl.program_id(0)
+    chunk = 0
+    if c.CHUNKS_APART:
+        chunk = pid % chunks_per_tile
+        pid = pid // chunks_per_tile
+    tile = pid // heads_kv
+    hk = pid % heads_kv
+    b = tile // blocks_m
+    block_m = tile % blocks_m
+    sequence = sequence_info(b, True, lengths, c)
+    _, n_queries, _, n_keys, pad = sequence
+    first, n_blocks = visible_blocks(block_m, n_queries, n_keys, pad, mask, c)
+    end = first + n_blocks
+    if c.CHUNKS_APART:
+        first = tl.maximum(first, chunk * c.CHUNK)
+        end = tl.minimum(end, (chunk + 1) * c.CHUNK)
+    return b, hk, block_m, sequence, first, end, (pid, chunk)
+
+
 # ---- Partial results in the workspace
 
 
@@ -254,9 +299,11 @@ def store_partials(acc, l_i, m_i, slot, memory, c: tl.constexpr):
 
 
 @triton.jit
-def store_fixed_chunk(acc, l_i, m_i, slot, rows_per_tile, memory, c: tl.constexpr):
+def store_fixed_chunk(acc, l_i, m_i, chunk, chunks_per_tile, rows_per_tile, memory, c: tl.constexpr):
     """Write the partial results of a fixed chunk to its slot, which has only `rows_per_tile` of BLOCK_M rows."""
     sums_ptr, statistics_ptr = memory
+    tile, number = chunk
+    slot = tile.to(tl.int64) * chunks_per_tile + number
     offs_m = tl.arange(0, c.BLOCK_M)
     sums = sums_ptr + (slot * rows_per_tile + offs_m[:, None]) * c.BLOCK_DV
     statistics = statistics_ptr + slot * (2 * rows_per_tile) + offs_m
