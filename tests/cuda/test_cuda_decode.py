@@ -100,7 +100,7 @@ def test_each_block_of_keys_is_seen_once(monkeypatch, rows_each, batch, programs
     ("batch", "most", "rows"), [(1, 9, 0.6), (5, 100, 0.6), (33, 100, 0.3), (140, 30, 0.5), (3, 100, 0), (140, 30, 0)]
 )
 def test_the_line_of_work_has_each_tile_with_rows_once(batch, most, rows, programs, split_cost):
-    """Sequences without queries have no place on it, wherever they stand; there may be no others."""
+    """Sequences without queries take nothing of it, wherever they stand. All may be without queries."""
     generator = random.Random(batch * programs + most)
     queries = [generator.randint(1, 3) if generator.random() < rows else 0 for _ in range(batch)]
     lengths = [generator.choice((0, 1, most, generator.randint(0, most))) * BLOCK_N for _ in range(batch)]
@@ -135,7 +135,7 @@ def test_programs_have_whole_tiles_where_a_split_costs_more(programs, blocks, wh
 
 @pytest.mark.parametrize("beyond", [-1, 0, 1], ids=["32 bits", "at the bound", "64 bits"])
 @pytest.mark.parametrize(("batch", "heads_kv", "block_n"), [(1, 1, 16), (1, 8, 16), (40, 128, 16), (129, 8, 128)])
-def test_places_of_lines_as_long_as_32_bits_count(batch, heads_kv, block_n, beyond):
+def test_positions_on_lines_as_long_as_32_bits_count(batch, heads_kv, block_n, beyond):
     """Caches so long that nobody has the memory, but for one page that all entries of a table name. Beyond the bound
     a line is as long as lengths on the device may make it."""
     config = DecodeConfig(16, block_n, 4, 1, 1, split_cost=6)
@@ -155,7 +155,7 @@ def test_places_of_lines_as_long_as_32_bits_count(batch, heads_kv, block_n, beyo
 
 
 def assert_line(call, config, lengths, offsets, queries, programs) -> None:
-    """The kernels find the places of a line of work that is divided here by the rule, one tile after another."""
+    """The kernels find the tiles at positions on the line, which is divided here one tile after another."""
     blocks_m, group = stream_k.tiles_per_sequence(call, config), call.heads_q // call.heads_kv
     counts = [
         max(-(-n // config.block_n), 1) if block_m * config.block_m < rows * group else 0
@@ -166,27 +166,27 @@ def assert_line(call, config, lengths, offsets, queries, programs) -> None:
     if sum(counts) * call.heads_kv < stream_k.LONG_SHARE.value * programs:
         cost = 0
     share = max(-(-sum((count + cost) * call.heads_kv for count in counts if count) // programs), 1)
-    whole = -(-sum(count > 0 for count in counts) * call.heads_kv // programs)  # tiles of a program
-    least = max(counts) + cost
-    if config.split_cost and whole * least <= share + config.split_cost:
-        share = max(whole * least, 1)
+    whole = -(-sum(count > 0 for count in counts) * call.heads_kv // programs)  # tiles of a share
+    min_tile_work = max(counts) + cost
+    if config.split_cost and whole * min_tile_work <= share + config.split_cost:
+        share = max(whole * min_tile_work, 1)
     else:
-        least = 0
-    work = [max(count + cost, least) * call.heads_kv if count else 0 for count in counts]
+        min_tile_work = 0
+    work = [max(count + cost, min_tile_work) * call.heads_kv if count else 0 for count in counts]
     begins = [0, *accumulate(work)]
     total = begins[-1]
     drawn = random.Random(total)
-    places = {min(p * share, total) for p in range(programs)}
-    places |= {*begins, *(x - 1 for x in begins), *(drawn.randrange(total + 1) for _ in range(9))}
-    places = sorted(x for x in places if 0 <= x < total)
-    places = sorted(drawn.sample(places, min(len(places), 12))) or [0]
-    line = line_of_work(call, config, lengths, offsets, programs, places, DEVICE)
-    assert line[:4] == (total, share, cost, least)
-    for place, found in zip(places, line.tiles, strict=True):
+    positions = {min(p * share, total) for p in range(programs)}
+    positions |= {*begins, *(x - 1 for x in begins), *(drawn.randrange(total + 1) for _ in range(9))}
+    positions = sorted(x for x in positions if 0 <= x < total)
+    positions = sorted(drawn.sample(positions, min(len(positions), 12))) or [0]
+    line = line_of_work(call, config, lengths, offsets, programs, positions, DEVICE)
+    assert line[:4] == (total, share, cost, min_tile_work)
+    for position, found in zip(positions, line.tiles, strict=True):
         if total == 0:
             assert found[0] >= len(counts) and found[1:] == (0, 0)
             continue
-        tile = next(i for i in range(len(work)) if begins[i + 1] > place)
+        tile = next(i for i in range(len(work)) if begins[i + 1] > position)
         assert found == (tile, begins[tile], begins[tile])
 
 
@@ -206,7 +206,7 @@ def test_a_cache_that_grows_needs_few_compiled_kernels(changes):
     call = call.replace(cache_dtype="bfloat16", **changes)
     launched = [launches_without_memory(call.replace(capacity=64 << n)) for n in range(11)]
     constants = {main.constants["c"] for main, *_ in launched}
-    assert len(constants) == (2 if call.batch_invariant else 1)  # there are parts with programs of their own
+    assert len(constants) == (2 if call.batch_invariant else 1)  # some chunks have programs of their own
 
 
 def test_programs_of_the_combine_kernel_have_several_rows_where_there_are_many() -> None:
@@ -236,9 +236,9 @@ def test_rows_that_a_program_of_the_combine_kernel_has_change_no_bit(batch, seql
 
 
 @pytest.mark.parametrize(("programs", "columns"), [(8, 32), (9, 32), (17, 32), (9, 16), (17, 16)])
-def test_more_parts_of_a_tile_than_are_read_at_once(programs, columns, monkeypatch):
+def test_more_chunks_of_a_tile_than_are_read_at_once(programs, columns, monkeypatch):
     """Each program has one block of the keys. Scores are all 0."""
-    monkeypatch.setattr(decode_combine, "COMBINED_ELEMENTS", 1)  # so eight parts are
+    monkeypatch.setattr(decode_combine, "COMBINED_ELEMENTS", 1)  # so eight chunks are read
     monkeypatch.setattr(stream_k, "COMBINED_ELEMENTS", 1)
     monkeypatch.setattr(stream_k, "COMBINED_COLUMNS", columns)
     monkeypatch.setattr(stream_k, "multiprocessors", lambda device: programs)
@@ -254,7 +254,7 @@ def test_more_parts_of_a_tile_than_are_read_at_once(programs, columns, monkeypat
     ("programs", "split_cost", "scans", "lengths"),
     [
         (4, 6, (1, 32), (80, 1, 0, 46)),  # whole tiles, all as long on the line as the longest
-        (4, 0, (1, 32), (16, 3, 16, 192)),  # some have a part from the middle of the longest
+        (4, 0, (1, 32), (16, 3, 16, 192)),  # some have a chunk from the middle of the longest
         (8, 0, (1, 2), (16, 3, 16, 192)),  # more programs than tiles, but these are not all looked at at once
     ],
 )
@@ -275,7 +275,7 @@ def test_long_sequences_beside_short_ones(programs, split_cost, scans, lengths, 
 
 
 def test_one_program_shares_with_nobody(monkeypatch):
-    """Its part is the whole line of work: the results are those of `num_splits=1`, bit for bit; others' are not."""
+    """Its share is the whole line of work: the results are those of `num_splits=1`, bit for bit; others' are not."""
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(3, 1, 4, 32, generator=generator)
     k, v = torch.randn(2, 3, 200, 2, 32, generator=generator)
@@ -400,7 +400,7 @@ def use_chunks_of(monkeypatch: pytest.MonkeyPatch, chunk_keys: int, multiprocess
 def test_a_row_is_bitwise_the_same_in_any_call(draw, chunk_keys, monkeypatch, rows_by_themselves):
     """The sequence's training forward decides; then its last tokens come from caches, in drawn company.
 
-    Of several parts all lie with one program, or each with its own, as the number of tiles and of splits say."""
+    One program has all chunks of a tile, or each chunk has its own, as the numbers of tiles and of splits say."""
     use_chunks_of(monkeypatch, chunk_keys, multiprocessors=5)
     generator = torch.Generator().manual_seed(draw)
 
@@ -630,7 +630,7 @@ def test_few_queries_of_many_keys_need_no_cache(layout):
             torch.testing.assert_close(x, want, rtol=1e-4, atol=1e-5)
 
 
-PARTS = {
+CHUNK_CASES = {
     "plain": {},
     "window": {"window_size": (90, 3), "sinks": torch.tensor([0.3, -1.0, 2.0, 0.0])},
     "leftpad": {"cache_leftpad": torch.tensor([70, 0, 299], dtype=torch.int32), "softcap": 2.0},
@@ -638,9 +638,9 @@ PARTS = {
 }
 
 
-@pytest.mark.parametrize("name", PARTS)
-def test_parts_that_are_apart_add_up_to_the_same_bits(name, monkeypatch):
-    """As when one program has all of them: more parts than are read at once, and some that rows do not see."""
+@pytest.mark.parametrize("name", CHUNK_CASES)
+def test_chunks_with_programs_of_their_own_add_up_to_the_same_bits(name, monkeypatch):
+    """As when one program has all of them: more chunks than are read at once, and some that rows do not see."""
     launched = []
     launch = passes.launch_kernel
     monkeypatch.setattr(passes, "launch_kernel", lambda one: launched.append(one.kernel) or launch(one))
@@ -652,7 +652,7 @@ def test_parts_that_are_apart_add_up_to_the_same_bits(name, monkeypatch):
     dtype = torch.float8_e4m3fn if name == "float8" else torch.bfloat16
     case = q.bfloat16(), k.to(dtype), v.to(dtype)
     monkeypatch.setattr(decode, "PARTIALS_AT_ONCE", 4)
-    call = {"cache_seqlens": lengths, "causal": name != "window", **PARTS[name]}
+    call = {"cache_seqlens": lengths, "causal": name != "window", **CHUNK_CASES[name]}
     results = []
     with diyfa.batch_invariant():
         for num_splits in (1, 0):

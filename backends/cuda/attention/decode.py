@@ -85,59 +85,62 @@ PARTIALS_AT_ONCE = 8  # chunks that a program of `_combine_in_order_kernel` read
 
 @dataclass(frozen=True, eq=False)
 class DecodeConstants(Constants):
-    """Constants of both kernels."""
+    """Constants of `_decode_kernel`, `_combine_kernel` and `_combine_in_order_kernel`.
 
-    split: bool  # programs share the keys of a tile
+    chunks_apart is never set together with split, nor without chunk > 0.
+    """
+
+    split: bool  # programs have shares of the line of work; else fixed chunks
     scan: int  # tiles whose work is added up at once
-    one_scan: bool  # those are all
-    long_line: bool  # there may be more blocks than 32 bits count
-    one_round: bool  # all heads of keys are walked at the same time
-    by_tile: bool  # the combine kernel has programs for each tile, of which there are fewer than that share the line
+    one_scan: bool  # these are all tiles
+    long_line: bool  # positions on the line of work may need more than 32 bits
+    one_round: bool  # all KV heads are walked at the same time: head_rounds is 1
+    by_tile: bool  # `_combine_kernel` has programs for each tile; else for each share
     has_left: bool
     has_right: bool
     softcap: bool
     alibi: bool
-    bias: bool  # there is none
+    bias: bool  # always False; scores.py asks for it
     head_dim: int
     head_dim_v: int
     block_m: int
     block_n: int
     block_d: int
-    block_d_tail: int  # features of keys beyond block_d, 0: none
+    block_d_tail: int  # width of a second tile for the features from block_d on; 0: none
     block_dv: int
     page_size: int  # 0: no pages
-    one_page: bool  # a block of keys lies in one
+    one_page: bool  # each block of keys lies in one page
     packed_keys: bool
-    value_pairs: bool  # of float8 features are read
-    values_in_keys: bool  # the first tile of the keys is that of the values
-    widen: bool  # products are of float32, whatever the inputs are
-    overlap: bool  # the combine kernel is launched before this one ends, and waits
-    partials: int  # of a tile, which the combine kernel reads at once
-    columns: int  # of a row, which a program of it has
-    chunk: int  # blocks of keys of a part, in batch-invariant mode; else 0
-    chunks_apart: bool  # each has a program of its own
-    split_cost: int  # `DecodeConfig`'s
+    value_pairs: bool  # float8 values are read as pairs of features
+    values_in_keys: bool  # the first BLOCK_D features of the keys are the values
+    widen: bool  # inputs become float32, and products are of float32
+    overlap: bool  # the combine kernel is launched before this kernel ends (programmatic dependent launch)
+    partials: int  # chunks of a tile that a combine kernel reads at once
+    columns: int  # columns of a row that a program of `_combine_kernel` has
+    chunk: int  # blocks of keys of a fixed chunk in batch-invariant mode; else 0
+    chunks_apart: bool  # each fixed chunk has a program of its own
+    split_cost: int  # as in `DecodeConfig`
     precision: str
 
 
 @triton.jit
-def _pages_of(table, keys, there, c: tl.constexpr):
-    """The pages that keys of a sequence lie in; -1 for those that are not `there`."""
-    # Without a sign to look at, dividing by a power of two is a shift.
-    return tl.load(table + keys.to(tl.uint32) // c.PAGE_SIZE, mask=there, other=-1)
+def _pages_of(table, keys, exists, c: tl.constexpr):
+    """Load the pages that keys of a sequence lie in; -1 for keys that do not exist."""
+    # An unsigned division by a power of two is a single shift.
+    return tl.load(table + keys.to(tl.uint32) // c.PAGE_SIZE, mask=exists, other=-1)
 
 
 @triton.jit
 def _key_rows(page, offs_n, n_keys, pages, strides, c: tl.constexpr):
-    """Keys offs_n of a sequence -> (which exist, where their rows of k and v begin), [BLOCK_N] each.
+    """Find keys `offs_n` of a sequence -> (which exist, offsets of their rows in k and in v), [BLOCK_N] each.
 
-    A page that the cache does not have is not looked at.
+    Keys in a page that the cache does not have count as absent.
     """
     stride_kb, stride_kn, stride_vb, stride_vn = strides
     exists = offs_n < n_keys
     if c.PAGE_SIZE > 0:
         is_page = (page >= 0) & (page < pages)
-        exists = (exists & is_page) != 0  # a bool in the interpreter, too, where that of one page becomes numbers
+        exists = (exists & is_page) != 0  # the interpreter makes numbers of a single page's bool
         page = tl.where(is_page if c.ONE_PAGE else exists, page, 0).to(tl.int64)
         row = (offs_n.to(tl.uint32) % c.PAGE_SIZE).to(tl.int64)
         k_rows = page * stride_kb + row * stride_kn
@@ -150,7 +153,7 @@ def _key_rows(page, offs_n, n_keys, pages, strides, c: tl.constexpr):
 
 @triton.jit
 def _load_rows(base, rows, exists, FIRST: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Features [FIRST, FIRST + WIDTH) of rows -> [rows, WIDTH]; what does not exist, or is beyond HEAD_DIM, is zero."""
+    """Load features [FIRST, FIRST + WIDTH) of rows -> [rows, WIDTH]. Absent rows and features beyond HEAD_DIM are 0."""
     cols = FIRST + tl.arange(0, WIDTH)
     mask = exists[:, None]
     if FIRST + WIDTH > HEAD_DIM:
@@ -160,10 +163,10 @@ def _load_rows(base, rows, exists, FIRST: tl.constexpr, WIDTH: tl.constexpr, HEA
 
 @triton.jit
 def _of_pairs(pairs, ODD: tl.constexpr):
-    """The first or second float8 of each pair, as float16."""
+    """Convert the first (ODD = 0) or second (ODD = 1) float8 of each pair to float16."""
     if _INTERPRETING:
         x = ((pairs >> (8 * ODD)) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
-    else:  # of two pairs at once; Triton's own code for the above takes three times the instructions
+    else:  # two pairs at once: a third of the instructions that Triton needs for the above
         x = tl.inline_asm_elementwise(
             "{ .reg .b32 both; .reg .b16 low, high; prmt.b32 both, $1, 0, " + ("0x31" if ODD else "0x20")
             + "; mov.b32 {low, high}, both; cvt.rn.f16x2.e4m3x2 $0, low; }",
@@ -174,10 +177,10 @@ def _of_pairs(pairs, ODD: tl.constexpr):
 
 @triton.jit
 def _load_pairs(base, rows, exists, c: tl.constexpr):
-    """Rows of float8 values -> their even and their odd features, [rows, BLOCK_DV / 2] float16 each.
+    """Load rows of float8 values -> (even features, odd features), [rows, BLOCK_DV / 2] float16 each.
 
-    Tensor cores take two keys of a feature side by side. Of 16-bit elements `ldmatrix` brings them together; float8 is
-    read as pairs of features, which are such elements.
+    Tensor cores take values of two keys side by side. `ldmatrix` brings them together, but only for 16-bit elements. So
+    float8 is read as pairs of features, which are 16 bits.
     """
     HALF: tl.constexpr = c.BLOCK_DV // 2
     cols = tl.arange(0, HALF)
@@ -195,12 +198,12 @@ def _attend_keys(
     q_tail,  # [BLOCK_M, BLOCK_D_TAIL]
     tokens,  # [BLOCK_M]
     begin, end, pad,
-    first_key,  # that the tile can see
+    first_key,  # the first key that the tile sees
     cache, mask, score, c: tl.constexpr,
 ):  # fmt: skip
-    """Blocks [begin, end) of keys -> (acc, l_i, m_i), not normalised; m_i is in units of log2.
+    """Attend to blocks [begin, end) of keys -> (acc [BLOCK_M, BLOCK_DV], l_i, m_i [BLOCK_M]), not normalised.
 
-    mask and score: of scores.py, slopes being [BLOCK_M, 1].
+    m_i is in units of log2. `mask` and `score` are those of scores.py; slopes are [BLOCK_M, 1].
     """
     k_base, v_base, table, pages, strides = cache
     _, n_keys, _, _, _ = mask
@@ -214,14 +217,14 @@ def _attend_keys(
         keys = pad + begin * c.BLOCK_N
         if not c.ONE_PAGE:
             keys += tl.arange(0, c.BLOCK_N)
-        there = keys < n_keys
-        if c.HAS_LEFT and not c.ONE_PAGE:  # pages behind the window may hold NaN, and a weight of 0 times NaN is NaN
-            there = there & (keys >= first_key)
-        page = _pages_of(table, keys, there, c)
+        is_key = keys < n_keys
+        if c.HAS_LEFT and not c.ONE_PAGE:  # pages left of the window may hold NaN, and a weight of 0 times NaN is NaN
+            is_key = is_key & (keys >= first_key)
+        page = _pages_of(table, keys, is_key, c)
     for block in tl.range(begin, end):
         offs_n = pad + block * c.BLOCK_N + tl.arange(0, c.BLOCK_N)
         exists, k_rows, v_rows = _key_rows(page, offs_n, n_keys, pages, strides, c)
-        if c.PAGE_SIZE > 0:  # a block ahead: the loads of keys wait for no other load
+        if c.PAGE_SIZE > 0:  # load the pages of the next block now, so that its keys need not wait for this load
             next_keys = (pad + block * c.BLOCK_N if c.ONE_PAGE else offs_n) + c.BLOCK_N
             page = _pages_of(table, next_keys, next_keys < n_keys, c)
         k = _load_rows(k_base, k_rows, exists, 0, c.BLOCK_D, c.HEAD_DIM).to(q.dtype)
@@ -251,26 +254,30 @@ def _attend_keys(
 
 @triton.jit
 def _powers_of_two(largest):
-    """(x, 1/x), powers of two: a row of bfloat16 times x is exact as float16, but for what is 2**-31 of its `largest`.
+    """Return powers of two (x, 1 / x) such that a row of bfloat16 times x fits float16.
 
-    float8 becomes float16 in one instruction, exactly, and bfloat16 in five.
+    `largest` is the row's largest absolute value. The product is exact but for elements below 2**-31 of it. float8 keys
+    become float16 in one instruction, exactly, but bfloat16 in five. So a bfloat16 query becomes float16.
     """
     exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 255
-    exponent = tl.where(exponent == 255, 141, tl.maximum(exponent, 15))  # not finite: x = 1
-    # To the top of float16's range, 2**14 to 2**15.
+    exponent = tl.where(exponent == 255, 141, tl.maximum(exponent, 15))  # if not finite, x = 1
+    # x brings the largest element to the top of float16's range, 2**14 to 2**15.
     return ((268 - exponent) << 23).to(tl.float32, bitcast=True), ((exponent - 14) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _attend_rows(b, hk, block_m, begin, end, sequence, inputs, mask, c: tl.constexpr):
-    """Blocks [begin, end) of keys, for one tile of rows of what `_sequence` describes -> (acc, l_i, m_i, rows)."""
+    """Attend to blocks [begin, end) of keys for tile `block_m` of sequence b -> (acc, l_i, m_i, rows).
+
+    rows [BLOCK_M] are token * group + head in the group. The rest is as in `_attend_keys`.
+    """
     first_q, n_queries, first_k, n_keys, pad = sequence
-    queries, keys, values, places, features, score = inputs
+    queries, keys, values, cache_lookup, score_inputs, score = inputs
     q_ptr, stride_qb, stride_qh, stride_qm = queries
     k_ptr, stride_kb, stride_kh, stride_kn = keys
     v_ptr, stride_vb, stride_vh, stride_vn = values
-    block_table_ptr, stride_table, cache_batch_idx_ptr, entries = places
-    slopes_ptr, stride_slopeb, k_descale_ptr, stride_kdb, stride_kdh = features
+    block_table_ptr, stride_table, cache_batch_idx_ptr, entries = cache_lookup
+    slopes_ptr, stride_slopeb, k_descale_ptr, stride_kdb, stride_kdh = score_inputs
     scale, softcap = score
     group, window_left, window_right = mask
     rows = block_m * c.BLOCK_M + tl.arange(0, c.BLOCK_M)
@@ -327,8 +334,8 @@ def _attend_rows(b, hk, block_m, begin, end, sequence, inputs, mask, c: tl.const
 
 @triton.jit
 def _attend_chunks(b, hk, block_m, begin, end, sequence, inputs, mask, c: tl.constexpr):
-    """`_attend_rows` of all parts that blocks [begin, end) lie in, one after another."""
-    if c.CHUNK == 0 or c.CHUNKS_APART:  # they are in one
+    """`_attend_rows` for all fixed chunks that blocks [begin, end) lie in, added up in order."""
+    if c.CHUNK == 0 or c.CHUNKS_APART:  # the blocks are one chunk
         acc, l_i, m_i, rows = _attend_rows(b, hk, block_m, begin, end, sequence, inputs, mask, c)
     else:
         m_i = tl.full([c.BLOCK_M], LOWEST, tl.float32)
@@ -345,7 +352,7 @@ def _attend_chunks(b, hk, block_m, begin, end, sequence, inputs, mask, c: tl.con
 _RUNTIME = (
     "stride_slopeb", "stride_table", "stride_kdb", "stride_kdh", "stride_vdb", "stride_vdh", "batch", "heads_kv",
     "group", "blocks_m", "entries", "seqlen_q", "total_q", "total_k", "length", "added", "capacity", "window_left",
-    "window_right", "rows_per_tile", "chunks_per_tile", "n_shares", "rows_each",
+    "window_right", "rows_per_tile", "chunks_per_tile",
 )  # fmt: skip
 _UNALIGNED = (
     "cu_seqlens_q_ptr", "cu_seqlens_k_ptr", "seqlens_ptr", "block_table_ptr", "cache_batch_idx_ptr", "leftpad_ptr",
@@ -359,22 +366,31 @@ def _decode_kernel(
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, block_table_ptr, cache_batch_idx_ptr, leftpad_ptr,
     slopes_ptr, sinks_ptr, k_descale_ptr, v_descale_ptr,
     o_ptr, lse_ptr,
-    sums_ptr,  # [2 · programs, BLOCK_M, BLOCK_DV]
-    statistics_ptr,  # [2 · programs, 2, BLOCK_M]
-    length,  # of each sequence, where nothing on the device says it: a repeated call gives it anew
+    sums_ptr,  # [slots, rows of a slot, BLOCK_DV]
+    statistics_ptr,  # [slots, 2, rows of a slot]: maxima, sums of weights
+    length,  # keys of each sequence, if no lengths lie on the device: a repeated call gives it anew
     capacity, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_qb, stride_qh, stride_qm, stride_ob, stride_oh, stride_om,
     stride_slopeb, stride_table, stride_kdb, stride_kdh, stride_vdb, stride_vdh,
     batch, heads_kv,
-    group,  # query heads that share one key head
-    blocks_m,  # tiles of rows of the longest sequence
-    entries,  # pages, or batch entries of a contiguous cache
+    group,  # query heads that share a KV head
+    blocks_m,  # tiles of the longest sequence
+    entries,  # number of pages, or of batch entries of a contiguous cache
     seqlen_q, total_q, total_k, added, window_left, window_right,
-    rows_per_tile,  # that there are
-    chunks_per_tile,  # programs of a tile, each with one part, for PARTS_APART
+    rows_per_tile,  # rows of a tile that exist in the longest sequence, at most BLOCK_M
+    chunks_per_tile,  # programs of a tile, if CHUNKS_APART
     scale, softcap,
     c: tl.constexpr,
 ):  # fmt: skip
+    """Attend to the blocks of keys that the schedule (`stream_k.py`) gives this program.
+
+    1. Find the program's share of the line of work, or its fixed chunk.
+    2. For each chunk load the queries, and attend to its blocks of keys.
+    3. If the chunk is a whole tile, normalise the sums and write out and lse. Else write the sums to a slot of the
+       workspace, for the combine kernel.
+
+    The grid is (heads_in_parallel, shares) if SPLIT, else one program for each tile and KV head, or fixed chunk.
+    """
     PACKED: tl.constexpr = cu_seqlens_q_ptr is not None
     lengths = (
         (cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, leftpad_ptr),
@@ -493,7 +509,7 @@ def _constants_of_kind(
 
 
 def config_of(problem: KVCacheProblem) -> DecodeConfig:
-    """The tile of a call that `unsupported` lets through, or what `use_config("decode", ...)` names."""
+    """The config of a call that `unsupported` accepts, or the one that `use_config("decode", ...)` sets."""
     config = forced_config("decode", problem) or decode_config(problem)
     assert config is not None, "unsupported() accepted a problem that no tile fits"
     return config
@@ -507,7 +523,7 @@ def launches_of(
     config: DecodeConfig,
     memory: torch.Tensor | None,
 ) -> list[Launch]:
-    """What fills out and lse, through `workspace`."""
+    """The launches that fill out and lse. `memory`: the `workspace`, or None."""
     q, k, v = tensors.q, tensors.k_cache, tensors.v_cache
     keys_layout = VARLEN if problem.packed_keys else "bshd"
     count = programs(problem, config, q.device)
@@ -567,7 +583,7 @@ def cache_pass(
     config: DecodeConfig | None = None,
     launches: Callable[..., list[Launch]] = launches_of,
 ) -> Pass:
-    """Fills out and lse. `config`, `launches`: another kernel's that splits the work alike."""
+    """The pass that fills out and lse. `config`, `launches`: those of another kernel with the same schedule."""
     config = config or config_of(problem)
     memory = workspace(problem, config, tensors.q.device)
     found = [*forward_launches(problem, tensors, out, lse), *launches(problem, tensors, out, lse, config, memory)]
@@ -575,7 +591,7 @@ def cache_pass(
 
 
 def forward_pass(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor) -> Pass:
-    """The same for a forward pass, whose keys lie in a cache that holds them all."""
+    """`cache_pass` for a forward pass: its keys are a cache that is full."""
     over_cache, of_cache = as_kvcache(problem, tensors)
     rows = out if problem.varlen else as_bhsd(out, problem.layout).transpose(1, 2)
     return cache_pass(over_cache, of_cache, rows, lse)._replace(given=of_cache.present())

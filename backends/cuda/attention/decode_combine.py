@@ -35,7 +35,7 @@ def store_rows(
     l_i, m_i,  # [rows]
     rows, first_column, b, hk, first_q, n_queries, outputs, PACKED: tl.constexpr, c: tl.constexpr,
 ):  # fmt: skip
-    """Normalise the sums of a sequence's rows and write them, and the log-sum-exp, as far as there are queries."""
+    """Normalise the sums of some rows of a sequence, and write out and lse of the rows that are queries."""
     o_ptr, lse_ptr, sinks_ptr, v_descale_ptr, strides, sizes = outputs
     stride_ob, stride_oh, stride_om, stride_vdb, stride_vdh = strides
     heads_kv, group, seqlen_q, total_q = sizes
@@ -46,7 +46,7 @@ def store_rows(
     if sinks_ptr is not None:
         sink += tl.load(sinks_ptr + heads, mask=exists, other=0.0)
         m_i, l_i, acc = add_sink(sink, m_i, l_i, acc)
-    # A row that saw no key: out 0, lse +inf.
+    # A row that saw no key has out = 0, lse = +inf.
     live = l_i != 0.0
     out = tl.where(live[:, None], acc / tl.where(live, l_i, 1.0)[:, None], 0.0)
     if v_descale_ptr is not None:
@@ -60,15 +60,17 @@ def store_rows(
     cols = first_column + tl.arange(0, acc.shape[1])
     base = o_ptr + b.to(tl.int64) * stride_ob
     addresses = base + ((first_q + tokens).to(tl.int64) * stride_om + heads.to(tl.int64) * stride_oh)[:, None]
-    # 0 + x: a sum that cancelled has one sign of zero, however many blocks it was made of.
+    # Adding 0 makes -0 a 0: the sign of a sum that cancelled would depend on how its blocks were grouped.
     out = round_to(out + 0.0, o_ptr.dtype.element_ty)
     tl.store(addresses + cols[None, :], out, mask=exists[:, None] & (cols[None, :] < c.HEAD_DIM_V))
 
 
 @triton.jit
 def add_chunk(m_i, l_i, acc, m_chunk, l_chunk, acc_chunk):
-    """Sums of some keys and those of a part of the others -> of both. Rounded alike wherever it is compiled: which of
-    the products are fused is said."""
+    """Add the sums of a chunk to the sums of the chunks before -> (m_i, l_i, acc).
+
+    The multiply-adds are written out, so that every kernel rounds alike, whichever products a compiler would fuse.
+    """
     m_new = tl.maximum(m_i, m_chunk)
     alpha = tl.math.exp2(m_i - m_new)
     beta = tl.math.exp2(m_chunk - m_new)
@@ -90,12 +92,20 @@ def _combine_kernel(
     statistics_ptr, length, capacity,
     stride_ob, stride_oh, stride_om, stride_vdb, stride_vdh, batch, heads_kv, group, blocks_m, seqlen_q, total_q,
     total_k, added, window_left, window_right,
-    n_shares,  # of the line of work
-    rows_each,  # that a program has, one after another
+    n_shares,
+    rows_each,  # rows that a program has, one after another
     c: tl.constexpr,
 ):  # fmt: skip
-    """Columns of some rows of a tile, if programs of `_decode_kernel` share it: of the tile that one of them leaves
-    unfinished, or BY_TILE. Which they are, follows from the same line of work, before there is anything to read."""
+    """Merge the partial results of some rows and columns of a tile whose keys several programs shared.
+
+    1. Recompute the schedule to find the tile, and the shares that have chunks of it (`find_shared_tile`). That needs
+       no output of `_decode_kernel`, so with OVERLAP it runs beside that kernel.
+    2. Wait for `_decode_kernel`.
+    3. If the tile is shared, read the chunks' partial results, PARTIALS at a time, and write out and lse.
+
+    The grid is (blocks of rows_each rows x blocks of COLUMNS columns, heads_in_parallel, tiles and head rounds if
+    BY_TILE, else shares).
+    """
     lengths = (
         (cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, leftpad_ptr),
         (seqlen_q, total_q, total_k, length, added, capacity),
@@ -145,13 +155,16 @@ def _combine_kernel(
 @triton.jit(do_not_specialize=_RUNTIME, do_not_specialize_on_alignment=_UNALIGNED)
 def _combine_in_order_kernel(
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, leftpad_ptr, sinks_ptr, v_descale_ptr, o_ptr, lse_ptr,
-    sums_ptr,  # [tiles, parts, rows_per_tile, BLOCK_DV]
-    statistics_ptr,  # [tiles, parts, 2, rows_per_tile]
+    sums_ptr,  # [tiles and KV heads, chunks_per_tile, rows_per_tile, BLOCK_DV]
+    statistics_ptr,  # [tiles and KV heads, chunks_per_tile, 2, rows_per_tile]: maxima, sums of weights
     length, capacity,
     stride_ob, stride_oh, stride_om, stride_vdb, stride_vdh, heads_kv, group, blocks_m, seqlen_q, total_q, total_k,
     added, window_left, window_right, rows_per_tile, chunks_per_tile, c: tl.constexpr,
 ):  # fmt: skip
-    """One row of a tile whose parts have programs of their own: their sums, from the first to the last."""
+    """Add up the fixed chunks of one row of a tile from the first to the last, and write out and lse.
+
+    The grid has a program for each tile, KV head and row.
+    """
     lengths = (
         (cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, leftpad_ptr),
         (seqlen_q, total_q, total_k, length, added, capacity),

@@ -261,8 +261,8 @@ def fixed_chunk(chunks_per_tile, heads_kv, blocks_m, lengths, mask, c: tl.conste
 
     Programs are numbered by tile, KV head, and if CHUNKS_APART by chunk. Else a program has the whole tile.
 
-    Returns (sequence, KV head, tile of the sequence, `sequence_info`, first block, end, (number of tile and head, number
-    of the chunk)). There are no blocks (end <= first) if the tile has no rows, or sees no key of the chunk.
+    Returns (sequence, KV head, tile of the sequence, `sequence_info`, first block, end, the chunk for
+    `store_fixed_chunk`). There are no blocks (end <= first) if the tile has no rows, or sees no key of the chunk.
     """
     pid = tl.program_id(0)
     chunk = 0
