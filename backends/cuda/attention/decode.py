@@ -51,13 +51,13 @@ from diyfa.backends.cuda.attention.stream_k import (
     heads_in_parallel,
     is_split,
     next_chunk,
+    partials_slot,
     programs,
     rows_per_tile,
-    scan_of,
-    slot_of,
     store_fixed_chunk,
     store_partials,
     tile_work,
+    tiles_per_scan,
     tiles_per_sequence,
     workspace,
     workspace_rows,
@@ -162,7 +162,7 @@ def _load_rows(base, rows, exists, FIRST: tl.constexpr, WIDTH: tl.constexpr, HEA
 
 
 @triton.jit
-def _of_pairs(pairs, ODD: tl.constexpr):
+def _unpack_pairs(pairs, ODD: tl.constexpr):
     """Convert the first (ODD = 0) or second (ODD = 1) float8 of each pair to float16."""
     if _INTERPRETING:
         x = ((pairs >> (8 * ODD)) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
@@ -189,7 +189,7 @@ def _load_pairs(base, rows, exists, c: tl.constexpr):
         mask = mask & (cols[None, :] < c.HEAD_DIM_V // 2)
     addresses = (base + rows[:, None]).to(tl.pointer_type(tl.uint16), bitcast=True) + cols[None, :]
     pairs = tl.load(addresses, mask=mask, other=0)
-    return _of_pairs(pairs, 0), _of_pairs(pairs, 1)
+    return _unpack_pairs(pairs, 0), _unpack_pairs(pairs, 1)
 
 
 @triton.jit
@@ -447,7 +447,7 @@ def _decode_kernel(
                     if end - begin == n_blocks:
                         store_rows(acc, l_i, m_i, rows, 0, b, hk, first_q, n_queries, outputs, PACKED, c)
                     else:
-                        slot = slot_of(program, begin == 0)
+                        slot = partials_slot(program, begin == 0)
                         store_partials(acc, l_i, m_i, slot, memory, c)
                 position += taken
             else:
@@ -459,7 +459,7 @@ def constants_of(
     problem: KVCacheProblem, config: DecodeConfig, chunks: int = 1, heads_in_parallel: int = 1
 ) -> DecodeConstants:
     """Constants of `_decode_kernel` for a call with so many `chunks_per_tile` and `heads_in_parallel`."""
-    scan = scan_of(problem, config)
+    scan = tiles_per_scan(problem, config)
     is_one_scan = problem.batch * tiles_per_sequence(problem, config) <= scan
     return _constants_of_kind(
         problem, config, is_split(problem), scan, is_one_scan, has_long_line(problem, config),

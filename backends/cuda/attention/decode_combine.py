@@ -18,8 +18,8 @@ from diyfa.backends.cuda.attention.stream_k import (
     combined_columns,
     combined_rows,
     find_shared_tile,
+    partials_slot,
     rows_per_tile,
-    slot_of,
     tiles_per_sequence,
 )
 from diyfa.backends.cuda.attention.tile_io import cdiv
@@ -136,7 +136,7 @@ def _combine_kernel(
         for start in range(first_share, last_share + 1, c.PARTIALS):
             shares = start + tl.arange(0, c.PARTIALS)
             exists = shares <= last_share
-            slots = slot_of(shares * tl.num_programs(1) + tl.program_id(1), shares == first_share)
+            slots = partials_slot(shares * tl.num_programs(1) + tl.program_id(1), shares == first_share)
             statistics = statistics_ptr + slots * (2 * c.BLOCK_M) + row
             m = tl.load(statistics, mask=exists, other=LOWEST)
             sums_of_weights = tl.load(statistics + c.BLOCK_M, mask=exists, other=0.0)

@@ -115,7 +115,7 @@ def next_chunk(
 
 
 @triton.jit
-def slot_of(program, begins_tile):
+def partials_slot(program, begins_tile):
     """Return the slot for the partial results of a chunk of program `share * heads_in_parallel + head`.
 
     A program has two: the first for a tile that an earlier share began, the second for a tile that begins in its share
@@ -336,7 +336,7 @@ def _count_tiles(problem: KVCacheProblem, config: DecodeConfig) -> int:
     return problem.batch * tiles_per_sequence(problem, config)
 
 
-def scan_of(problem: KVCacheProblem, config: DecodeConfig) -> int:
+def tiles_per_scan(problem: KVCacheProblem, config: DecodeConfig) -> int:
     """Tiles whose work a program adds up at once. With up to 32, one warp does it, a tile in each lane."""
     tiles = _count_tiles(problem, config)
     return next((lanes for lanes in SCANS if tiles <= lanes), SCANS[-1])

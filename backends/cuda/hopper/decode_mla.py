@@ -40,7 +40,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from diyfa.backends.cuda.attention import decode as portable
 from diyfa.backends.cuda.attention.fwd import LOWEST
 from diyfa.backends.cuda.attention.launch import positive_scale
-from diyfa.backends.cuda.attention.stream_k import divide_line, next_chunk, slot_of, tile_work
+from diyfa.backends.cuda.attention.stream_k import divide_line, next_chunk, partials_slot, tile_work
 from diyfa.backends.cuda.attention.tile_io import SEQ_LENS
 from diyfa.backends.cuda.gluon.barriers import WARPS, idle_warps, optimisation_barrier, order_lanes, release, wait_full
 from diyfa.backends.cuda.gluon.compat import aggregate, as_gluon, async_load, ptxas_options
@@ -67,7 +67,7 @@ SCAN = gl.constexpr(128)  # tiles whose work is added up at once
 
 # The rule of the schedule, compiled for Gluon.
 _divide_line, _tile_work = as_gluon(divide_line), as_gluon(tile_work)
-_next_chunk, _slot_of = as_gluon(next_chunk), as_gluon(slot_of)
+_next_chunk, _partials_slot = as_gluon(next_chunk), as_gluon(partials_slot)
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,7 +153,7 @@ class Chunk:
     @gluon.jit
     def slot(self):
         """Where its partial results go."""
-        return _slot_of(gl.program_id(1) * gl.num_programs(0) + gl.program_id(0), (self.begin == 0).to(gl.int32))
+        return _partials_slot(gl.program_id(1) * gl.num_programs(0) + gl.program_id(0), (self.begin == 0).to(gl.int32))
 
     @gluon.jit
     def keys_end(self, sizes):
