@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from diyfa.arch import gpu_spec
-from diyfa.backends.cuda.attention import append, bwd, bwd_dbias, bwd_parts, clear, decode, fwd, fwd_v1, merge
+from diyfa.backends.cuda.attention import append, bwd, bwd_dbias, bwd_parts, clear, decode, fwd, fwd_v1, merge, stream_k
 from diyfa.backends.cuda.attention.configs import (
     PER_SCORE_FEATURES,
     AttentionConfig,
@@ -418,7 +418,7 @@ def _kvcache_specs(arch: str) -> Iterator[CompileSpec]:
     for problem in kvcache_problems(arch):
         tensors, out, lse = example_kvcache(problem)
         config = decode.config_of(problem)
-        memory = decode.workspace(problem, config, out.device)
+        memory = stream_k.workspace(problem, config, out.device)
         main, *combine = decode.launches_of(problem, tensors, out, lse, config, memory)
         case = _kvcache_case(problem)
         tile = f"{config.block_m}x{config.block_n} w{config.num_warps} s{config.num_stages}"
@@ -459,7 +459,7 @@ def _hopper_decode_specs(arch: str) -> Iterator[CompileSpec]:
         latent.replace(batch=4, dtype="float16", cache_dtype="float16", heads_q=16, leftpad=True, cache_batch_idx=True),
     ):
         tensors, out, lse = example_kvcache(problem)
-        memory = decode.workspace(problem, decode_mla_configs.CONFIG, out.device)
+        memory = stream_k.workspace(problem, decode_mla_configs.CONFIG, out.device)
         main, combine = decode_mla.launches_of(problem, tensors, out, lse, decode_mla_configs.CONFIG, memory)
         yield spec_of(main, "kvcache_fwd/sm90", _kvcache_case(problem), clean_loops=True)
         yield spec_of(combine, "kvcache_fwd/combine", f"{_kvcache_case(problem)} sm90")
