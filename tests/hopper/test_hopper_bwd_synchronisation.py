@@ -32,7 +32,7 @@ SYNCHRONISING = (
     "wait_full",
     "release",
     "arrive_per_lane",
-    "_wait_for_other",
+    "sync_consumers",
     "wait_for_previous_kernels",
 )
 METHODS = (

@@ -47,7 +47,7 @@ from diyfa.backends.cuda.gluon.barriers import (
 from diyfa.backends.cuda.gluon.compat import aggregate, async_load, async_reduce_add, reinterpret
 from diyfa.backends.cuda.gluon.scheduler import TileScheduler
 from diyfa.backends.cuda.gluon.semaphore import end_turn, wait_for_turn
-from diyfa.backends.cuda.hopper.bwd_dq import DQ_COLUMNS, DQ_ROWS, RollingDq, _in_register_order, share_of
+from diyfa.backends.cuda.hopper.bwd_dq import DQ_COLUMNS, DQ_ROWS, RollingDq, share_of, to_register_order
 from diyfa.backends.cuda.hopper.bwd_tiles import (
     BOX,
     CONSUMER_COUNT,
@@ -60,8 +60,8 @@ from diyfa.backends.cuda.hopper.bwd_tiles import (
     KeyBlock,
     KeyBlocks,
     Sizes,
-    _first_block,
-    _key_block,
+    first_query_block,
+    key_block_of,
 )
 from diyfa.backends.cuda.hopper.epilogue import matrix, offset_of, store_float32
 from diyfa.backends.cuda.hopper.mma import ROWS, accumulator_layout, box_of, buffer_of, finish_values, run_of
@@ -183,7 +183,7 @@ class GradientRing:
     def store_dq(self, dq, item, CONSUMER: gl.constexpr):
         """A consumer hands its half of dQ, an accumulator, to its adder."""
         self.wait_dq_empty(item, CONSUMER)
-        in_order = _in_register_order(dq)
+        in_order = to_register_order(dq)
         self.dq_buffers.index(CONSUMER).slice(0, in_order.shape[0], 0).store(in_order)
         fence_async_shared()
         order_lanes()
@@ -273,7 +273,7 @@ def _load_queries(keys, h, i, item, sizes, shared, inputs):
     b = keys.b
     end_q = end_of(b, keys.first_q, keys.n_queries, inputs.steps_qb, inputs.steps_qm, config.LENGTHS)
     end_do = end_of(b, keys.first_q, keys.n_queries, inputs.steps_dob, inputs.steps_dom, config.LENGTHS)
-    first = _first_block(b, h, keys.first_q, sizes, config.BLOCK_M, config.LENGTHS)
+    first = first_query_block(b, h, keys.first_q, sizes, config.BLOCK_M, config.LENGTHS)
     block = keys.block(i)
     row = block * config.BLOCK_M
     stage = ring.stage(item)
@@ -290,7 +290,7 @@ def _load_queries(keys, h, i, item, sizes, shared, inputs):
 
 
 @gluon.jit
-def _producer(keys, sizes, shared, inputs):
+def producer(keys, sizes, shared, inputs):
     """One warp: copy a block of keys, then block after block of queries as soon as a stage is free."""
     _load_keys(keys, sizes, shared, inputs)
     item = 0
@@ -327,7 +327,7 @@ def _persistent_producer(sizes, shared, inputs, dq, key_blocks, scheduler):
     item = 0
     turn = 0
     while index < count:
-        keys = _key_block(index, sizes, config)
+        keys = key_block_of(index, sizes, config)
         exists = True
         if config.LENGTHS == PACKED:
             exists = keys.col0 < keys.n_keys
@@ -350,7 +350,7 @@ def _persistent_producer(sizes, shared, inputs, dq, key_blocks, scheduler):
             item += sizes.group_size * n
             turn += 1
         index = _draw(scheduler, WAITS)
-    none = _key_block(0, sizes, config)
+    none = key_block_of(0, sizes, config)
     if config.ROLLING:
         while index < count + dq.lag * blocks_n:
             share = index - dq.lag * blocks_n
@@ -384,7 +384,7 @@ def _adder(CONSUMER: gl.constexpr, sizes, shared, dq, dq_tensor, semaphores_ptr,
             dq.wait_until_free(head, sizes, config.BLOCK_N)
         for g in range(sizes.group_size):
             h = keys.hk * sizes.group_size + g
-            first = _first_block(keys.b, h, keys.first_q, sizes, config.BLOCK_M, config.LENGTHS)
+            first = first_query_block(keys.b, h, keys.first_q, sizes, config.BLOCK_M, config.LENGTHS)
             first_of_dq = first
             if config.ROLLING:
                 first_of_dq = dq.first_block(head, sizes, config.BLOCK_M) + g * gl.cdiv(sizes.seqlen_q, config.BLOCK_M)
@@ -431,7 +431,7 @@ def _columns_of(box, boxes, last_columns):
 
 
 @gluon.jit
-def _start_scores(
+def start_product(
     own, others, item_of_others, c, USED: gl.constexpr, BOXES: gl.constexpr, BLOCK_M: gl.constexpr,
     LAST_COLUMNS: gl.constexpr = BOX,
 ):  # fmt: skip
@@ -533,7 +533,7 @@ def with_derivative(p, t, SOFTCAP: gl.constexpr):
 
 
 @gluon.jit
-def _weights(s, lse, start_m, consumer, MASKED: gl.constexpr):
+def softmax_weights(s, lse, start_m, consumer, MASKED: gl.constexpr):
     """Products s [64, BLOCK_M] and lse [1, BLOCK_M] -> (weights Pᵀ, Pᵀ times the softcap's derivative)."""
     config: gl.constexpr = consumer.shared.config
     keys = consumer.keys
@@ -584,16 +584,16 @@ def _blocks(
         # The compiler would form the descriptors of K and V once, and keep them in 50 registers.
         zero = optimisation_barrier(item * 0)
         ring.wait_full(item)
-        s = _start_scores(
+        s = start_product(
             shared.k_buffers, shared.q_buffers, stage, c + zero, B, B, config.BLOCK_M, config.LAST_COLUMNS
         )  # fmt: skip
         ring.wait_do(item)
-        dp = _start_scores(
+        dp = start_product(
             shared.v_buffers, shared.do_buffers, stage, c + zero, B, B, config.BLOCK_M, config.LAST_COLUMNS
         )  # fmt: skip
         s = warpgroup_mma_wait(B, deps=[s])  # dP, a product for each box, runs on
         lse = shared.statistics.index(2 * stage).load(S_LAYOUT)
-        p, derivative = _weights(s, lse, block * config.BLOCK_M, consumer, MASKED)
+        p, derivative = softmax_weights(s, lse, block * config.BLOCK_M, consumer, MASKED)
         p = gl.convert_layout(p.to(DTYPE), OPERAND)
         dp = warpgroup_mma_wait(0, deps=[dp])
         # Before dV has started: behind that there are no registers left.
@@ -602,7 +602,7 @@ def _blocks(
         ds = (derivative * (dp - delta)).to(DTYPE)
         shared.gradients.store_ds(ds, item, c)
         ds = gl.convert_layout(ds, OPERAND)
-        _wait_for_other()
+        sync_consumers()
         dq = _start_dq(shared, item, zero, c)
         dk = _start_gradient(ds, shared.q_buffers, stage, dk, config)
         dv, dq = _wait_for(dv, dq, len(dk))  # dK runs on
@@ -626,7 +626,7 @@ def _wait_for(dv, dq, PENDING: gl.constexpr):
 
 
 @gluon.jit
-def _wait_for_other():
+def sync_consumers():
     """Wait for the other consumer, on a barrier that Triton itself does not use."""
     gl.inline_asm_elementwise("mov.b32 $0, 0; bar.sync 8, 256;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
 
@@ -661,9 +661,13 @@ def _consumer(INDEX: gl.constexpr, sizes, shared, outputs, dq, key_blocks):
         dk = _of_keys(dk, outputs.sm_scale, keys, INDEX)
         if config.DIRECT:
             for j in gl.static_range(len(dk)):
-                _store_direct(dk[j], outputs.dk_ptr, outputs.dk_tensor, keys, sizes, INDEX * ROWS, j * BOX, config)
+                store_from_registers(
+                    dk[j], outputs.dk_ptr, outputs.dk_tensor, keys, sizes, INDEX * ROWS, j * BOX, config
+                )
             for j in gl.static_range(len(dv)):
-                _store_direct(dv[j], outputs.dv_ptr, outputs.dv_tensor, keys, sizes, INDEX * ROWS, j * BOX, config)
+                store_from_registers(
+                    dv[j], outputs.dv_ptr, outputs.dv_tensor, keys, sizes, INDEX * ROWS, j * BOX, config
+                )
         else:
             _store_rows(dv, outputs.dv_tensor, keys, shared.out_buffers, INDEX, config)
             _store_rows(dk, outputs.dk_tensor, keys, shared.out_buffers, INDEX, config)
@@ -716,7 +720,9 @@ def _store_rows(x, tensor, keys, buffers, c: gl.constexpr, config: gl.constexpr)
 
 
 @gluon.jit
-def _store_direct(x, pointer, tensor, keys, sizes, row: gl.constexpr, column: gl.constexpr, config: gl.constexpr):
+def store_from_registers(
+    x, pointer, tensor, keys, sizes, row: gl.constexpr, column: gl.constexpr, config: gl.constexpr
+):
     """Write x [64, columns], an accumulator, from a program's key `row` and from `column` on."""
     rows = matrix(pointer, tensor, 0)
     PACKED_OR_EQUAL: gl.constexpr = PACKED if config.LENGTHS == PACKED else EQUAL
@@ -759,7 +765,7 @@ def _bwd_sm90_kernel(
     lengths_q_ptr, lengths_k_ptr,  # int32: cu_seqlens of packed sequences, or twice seq_lens
     heads_q, group_size, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
     steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn, steps_dob, steps_dom,  # `steps_of` each tensor
-    heads_in_turns,  # see `_key_block`
+    heads_in_turns,  # see `key_block_of`
     dq_slots, dq_lag,  # of `RollingDq`
     sm_scale, scale, softcap,
     config: gl.constexpr,  # `Sm90BwdConstants`

@@ -33,10 +33,10 @@ from diyfa.backends.cuda.hopper.bwd_tiles import (
     LENGTH_POINTERS,
     SIZES,
     Sizes,
-    _first_block,
-    _sequence,
+    first_query_block,
+    sequence_of,
 )
-from diyfa.backends.cuda.hopper.epilogue import _by_chunks
+from diyfa.backends.cuda.hopper.epilogue import chunked_layout
 from diyfa.backends.cuda.hopper.mma import ROWS, accumulator_layout, box_of, buffer_of
 from diyfa.backends.cuda.hopper.softmax import LOG2E
 from diyfa.backends.cuda.runtime.constants import Constants
@@ -62,7 +62,7 @@ class QueryConstants(Constants):
 
 
 @gluon.jit
-def _in_register_order(dq):
+def to_register_order(dq):
     """[64, columns], an accumulator -> the same numbers so that each thread has four that follow each other, and a warp
     128; 64 columns are DQ_ROWS rows.
 
@@ -73,7 +73,7 @@ def _in_register_order(dq):
 
 
 @gluon.jit
-def _from_register_order(x):
+def from_register_order(x):
     """The opposite, of 64 x 64 numbers that follow each other in memory."""
     return x.reshape([8, 4, 8, 4, 2, 2]).permute(1, 4, 2, 0, 3, 5).reshape([ROWS, BOX])
 
@@ -158,7 +158,7 @@ class Share:
         x = first
         for i in range(self.start, self.end, COUNT):
             for j in gl.static_range(COUNT):
-                rows = _from_register_order(x[j] * sm_scale).to(buffers.dtype)
+                rows = from_register_order(x[j] * sm_scale).to(buffers.dtype)
                 rows = gl.convert_layout(rows, accumulator_layout(BOX), assert_trivial=True)
                 box_of(buffers, self.CONSUMER, j, 2).store(rows)
             fence_async_shared()
@@ -219,7 +219,7 @@ def _prepare_kernel(
     block = pid % blocks_m
     h = pid // blocks_m % heads_q
     b = pid // blocks_m // heads_q
-    first_q, _, n_queries, _ = _sequence(b, sizes, config.LENGTHS)
+    first_q, _, n_queries, _ = sequence_of(b, sizes, config.LENGTHS)
     row0 = block * M
     if pid == 0:
         gl.store(counter_ptr, 0)
@@ -232,7 +232,7 @@ def _prepare_kernel(
             of_rows = h.to(gl.int64) * total_q + first_q
         else:
             of_rows = (b * heads_q + h).to(gl.int64) * seqlen_q
-        number = _first_block(b, h, first_q, sizes, M, config.LENGTHS) + block
+        number = first_query_block(b, h, first_q, sizes, M, config.LENGTHS) + block
         statistics = statistics_ptr + number.to(gl.int64) * (2 * M)
         for start in range(0, M, R):
             in_block = start + gl.arange(0, R, layout=gl.SliceLayout(1, LAYOUT))
@@ -283,7 +283,7 @@ def _convert_kernel(
     """Half of a block of queries, what one consumer has added up: scaled, in order, and in dq's dtype."""
     M: gl.constexpr = config.BLOCK_M
     D: gl.constexpr = config.BLOCK_D
-    LAYOUT: gl.constexpr = _by_chunks(BOX)
+    LAYOUT: gl.constexpr = chunked_layout(BOX)
     wait_for_previous_kernels()
     sizes = Sizes(heads_q, 1, batch, seqlen_q, seqlen_k, total_q, total_k, -1, -1, lengths_q_ptr, lengths_k_ptr, 1)
     HALVES: gl.constexpr = M * D // HALF_DQ
@@ -293,7 +293,7 @@ def _convert_kernel(
     block = pid // HALVES % blocks_m
     h = pid // HALVES // blocks_m % heads_q
     b = pid // HALVES // blocks_m // heads_q
-    first_q, _, n_queries, _ = _sequence(b, sizes, config.LENGTHS)
+    first_q, _, n_queries, _ = sequence_of(b, sizes, config.LENGTHS)
     row0 = block * M
     column0 = 0
     if D > BOX:
@@ -301,11 +301,11 @@ def _convert_kernel(
     else:
         row0 += half * ROWS
     end = n_queries if config.LENGTHS == PACKED else seqlen_q
-    number = _first_block(b, h, first_q, sizes, M, config.LENGTHS) + block
+    number = first_query_block(b, h, first_q, sizes, M, config.LENGTHS) + block
     # Behind the end of a sequence there may be no block: what is read instead is not written.
     number = gl.where(row0 < n_queries, number, 0)
     at = dq_ptr + (number.to(gl.int64) * HALVES + half) * HALF_DQ
-    x = _from_register_order(gl.load(at + gl.arange(0, HALF_DQ, layout=IN_ORDER)) * sm_scale)
+    x = from_register_order(gl.load(at + gl.arange(0, HALF_DQ, layout=IN_ORDER)) * sm_scale)
     x = gl.convert_layout(x.to(out_ptr.dtype.element_ty), LAYOUT)
     rows = row0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
     columns = column0 + gl.arange(0, BOX, layout=gl.SliceLayout(0, LAYOUT))

@@ -175,7 +175,7 @@ class Sm90Backward:
         )
 
     def _window(self) -> tuple[int, int, int]:
-        """How many heads of K take turns (`_key_block`), and `lag` and `slots` of `RollingDq`: how many lie between
+        """How many heads of K take turns (`key_block_of`), and `lag` and `slots` of `RollingDq`: how many lie between
         adding and converting, and of how many the fp32 dQ has room for.
 
         While a program works at a block of keys about as many others are drawn as there are programs; under a causal

@@ -34,13 +34,13 @@ from diyfa.backends.cuda.hopper.bwd import (
     Inputs,
     Outputs,
     QueryRing,
-    _producer,
-    _start_scores,
-    _store_direct,
-    _wait_for_other,
-    _weights,
+    producer,
+    softmax_weights,
+    start_product,
+    store_from_registers,
+    sync_consumers,
 )
-from diyfa.backends.cuda.hopper.bwd_dq import DQ_COLUMNS, DQ_ROWS, HALF_DQ, _in_register_order
+from diyfa.backends.cuda.hopper.bwd_dq import DQ_COLUMNS, DQ_ROWS, HALF_DQ, to_register_order
 from diyfa.backends.cuda.hopper.bwd_tiles import (
     BOX,
     CONSUMER_COUNT,
@@ -48,8 +48,8 @@ from diyfa.backends.cuda.hopper.bwd_tiles import (
     SIZES,
     KeyBlock,
     Sizes,
-    _first_block,
-    _key_block,
+    first_query_block,
+    key_block_of,
 )
 from diyfa.backends.cuda.hopper.mma import ROWS, accumulator_layout, box_of, buffer_of, paired, run_of, unpaired
 from diyfa.backends.cuda.hopper.softmax import LOG2E
@@ -122,7 +122,7 @@ class MlaShared:
 
 @gluon.jit
 def _add_in_fours(pointer, x):
-    """Add x [16, 256], `_in_register_order`, to numbers that follow each other in global memory, four at a time."""
+    """Add x [16, 256], `to_register_order`, to numbers that follow each other in global memory, four at a time."""
     even, odd = gl.split(x.reshape([DQ_ROWS, DQ_COLUMNS // 4, 2, 2]))
     x0, x2 = gl.split(even)
     x1, x3 = gl.split(odd)
@@ -150,7 +150,7 @@ class MlaConsumer:
     outputs: Outputs
     dq_ptr: gl.tensor
     scale: gl.tensor  # of products, in units of log2
-    cap: gl.constexpr  # for `_weights`: none
+    cap: gl.constexpr  # for `softmax_weights`: none
 
     @gluon.jit
     def start_dq(self, item, zero):
@@ -175,7 +175,7 @@ class MlaConsumer:
     @gluon.jit
     def add_dq(self, dq, block, j: gl.constexpr):
         """Add it to box j of block number `block` of queries."""
-        _add_in_fours(self.dq_ptr + (block.to(gl.int64) * BOXES + j) * HALF_DQ, _in_register_order(dq))
+        _add_in_fours(self.dq_ptr + (block.to(gl.int64) * BOXES + j) * HALF_DQ, to_register_order(dq))
 
 
 @gluon.jit
@@ -203,15 +203,15 @@ def _blocks(
         stage = _unknown(ring.stage(item))
         zero = optimisation_barrier(item * 0)  # as in `bwd.py`
         ring.wait_full(item)
-        s = _start_scores(shared.k_buffers, shared.q_buffers, stage, c + zero, BOXES, BOXES, config.BLOCK_M)
+        s = start_product(shared.k_buffers, shared.q_buffers, stage, c + zero, BOXES, BOXES, config.BLOCK_M)
         s = warpgroup_mma_wait(0, deps=[s])
         lse = shared.statistics.index(2 * stage).load(S_LAYOUT)
-        p, _ = _weights(s, lse, block * config.BLOCK_M, consumer, MASKED)
+        p, _ = softmax_weights(s, lse, block * config.BLOCK_M, consumer, MASKED)
         p = paired(p, DTYPE, False)
         ring.wait_do(item)
         zero = _unknown(zero)
         at = _plus(stage, zero)
-        dp = _start_scores(shared.v_buffers, shared.do_buffers, at, c + zero, BOXES_V, BOXES_V, config.BLOCK_M)
+        dp = start_product(shared.v_buffers, shared.do_buffers, at, c + zero, BOXES_V, BOXES_V, config.BLOCK_M)
         dp = warpgroup_mma_wait(0, deps=[dp])
         zero = _unknown(zero)
         do = run_of(shared.do_buffers, _plus(stage, zero), BOXES_V, 0, BOXES_V)
@@ -257,7 +257,7 @@ def _consumer(INDEX: gl.constexpr, keys, sizes, shared, outputs, dq_ptr):
     masked = keys.masked_count()
     for g in range(sizes.group_size):
         h = keys.hk * sizes.group_size + g
-        first = _first_block(keys.b, h, keys.first_q, sizes, config.BLOCK_M, config.LENGTHS)
+        first = first_query_block(keys.b, h, keys.first_q, sizes, config.BLOCK_M, config.LENGTHS)
         dk, dk_last, dv, item = _blocks(consumer, first, 0, masked, dk, dk_last, dv, item, True)
         dk, dk_last, dv, item = _blocks(consumer, first, keys.full_begin, keys.full_end, dk, dk_last, dv, item, False)
 
@@ -268,12 +268,12 @@ def _consumer(INDEX: gl.constexpr, keys, sizes, shared, outputs, dq_ptr):
     dk_last = gl.where((of_last < keys.n_keys)[:, None], dk_last * outputs.sm_scale, 0.0)
     dv = gl.where(exists, dv, 0.0)
     if config.DIRECT:
-        _store_direct(dk, outputs.dk_ptr, outputs.dk_tensor, keys, sizes, INDEX * ROWS, 0, config)
-        _store_direct(dk_last, outputs.dk_ptr, outputs.dk_tensor, keys, sizes, INDEX * ROWS, 2 * BOX, config)
-        _store_direct(dv, outputs.dv_ptr, outputs.dv_tensor, keys, sizes, INDEX * ROWS, 0, config)
+        store_from_registers(dk, outputs.dk_ptr, outputs.dk_tensor, keys, sizes, INDEX * ROWS, 0, config)
+        store_from_registers(dk_last, outputs.dk_ptr, outputs.dk_tensor, keys, sizes, INDEX * ROWS, 2 * BOX, config)
+        store_from_registers(dv, outputs.dv_ptr, outputs.dv_tensor, keys, sizes, INDEX * ROWS, 0, config)
     else:
         # They leave through the buffers of K, which both consumers have read, and of V.
-        _wait_for_other()
+        sync_consumers()
         run_of(shared.k_buffers, INDEX, BOXES, 0, BOXES).store(dk.to(DTYPE))
         box_of(shared.k_buffers, INDEX, BOXES - 1, BOXES).store(dk_last.to(DTYPE))
         run_of(shared.v_buffers, INDEX, BOXES_V, 0, BOXES_V).store(dv.to(DTYPE))
@@ -305,7 +305,7 @@ def _specialise(keys, sizes, shared, inputs, outputs, dq_ptr):
         [
             (_consumer, (0, keys, sizes, shared, outputs, dq_ptr)),
             (_consumer, (1, keys, sizes, shared, outputs, dq_ptr)),
-            (_producer, (keys, sizes, shared, inputs)),
+            (producer, (keys, sizes, shared, inputs)),
             (idle_warps, ()),
             (idle_warps, ()),
         ],
@@ -324,7 +324,7 @@ def _bwd_mla_kernel(
     lengths_q_ptr, lengths_k_ptr,
     heads_q, group_size, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
     steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn, steps_dob, steps_dom,
-    heads_in_turns,  # see `_key_block`
+    heads_in_turns,  # see `key_block_of`
     sm_scale, scale, softcap,
     config: gl.constexpr,  # `Sm90BwdConstants`
 ):  # fmt: skip
@@ -360,7 +360,7 @@ def _bwd_mla_kernel(
         heads_q, group_size, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
         lengths_q_ptr, lengths_k_ptr, heads_in_turns,
     )  # fmt: skip
-    keys = _key_block(gl.program_id(0), sizes, config)
+    keys = key_block_of(gl.program_id(0), sizes, config)
     shared = MlaShared(
         config, k_buffers, v_buffers, q_buffers, do_buffers, statistics, k_full, v_full, queries, score_gradients
     )

@@ -13,7 +13,7 @@ from diyfa.backends.cuda.attention.tile_io import EQUAL, PACKED, SEQ_LENS
 from diyfa.backends.cuda.gluon.barriers import LANES, WARPS, arrive_per_lane, order_lanes, release, wait_full
 from diyfa.backends.cuda.gluon.compat import aggregate
 from diyfa.backends.cuda.hopper.bwd_configs import BOX_COLUMNS, CONSUMERS
-from diyfa.backends.cuda.hopper.tiles import _clamped
+from diyfa.backends.cuda.hopper.tiles import load_clamped
 
 CONSUMER_COUNT = gl.constexpr(CONSUMERS)
 BOX = gl.constexpr(BOX_COLUMNS)
@@ -40,11 +40,11 @@ class Sizes:
     window_right: gl.tensor | gl.constexpr
     lengths_q_ptr: gl.tensor | gl.constexpr  # None where all are EQUAL
     lengths_k_ptr: gl.tensor | gl.constexpr
-    heads_in_turns: gl.tensor | gl.constexpr  # of K: see `_key_block`
+    heads_in_turns: gl.tensor | gl.constexpr  # of K: see `key_block_of`
 
 
 @gluon.jit
-def _sequence(b, sizes, LENGTHS: gl.constexpr):
+def sequence_of(b, sizes, LENGTHS: gl.constexpr):
     """Sample b -> (its first row in q, in k, its queries, its keys).
 
     Of a packed sequence that is longer than the longest is said to be, what comes first: there is no memory for more,
@@ -55,20 +55,20 @@ def _sequence(b, sizes, LENGTHS: gl.constexpr):
     n_queries = sizes.seqlen_q
     n_keys = sizes.seqlen_k
     if LENGTHS == PACKED:
-        first_q = _clamped(sizes.lengths_q_ptr + b, sizes.total_q)
-        first_k = _clamped(sizes.lengths_k_ptr + b, sizes.total_k)
-        n_queries = gl.maximum(_clamped(sizes.lengths_q_ptr + b + 1, sizes.total_q) - first_q, 0)
-        n_keys = gl.maximum(_clamped(sizes.lengths_k_ptr + b + 1, sizes.total_k) - first_k, 0)
+        first_q = load_clamped(sizes.lengths_q_ptr + b, sizes.total_q)
+        first_k = load_clamped(sizes.lengths_k_ptr + b, sizes.total_k)
+        n_queries = gl.maximum(load_clamped(sizes.lengths_q_ptr + b + 1, sizes.total_q) - first_q, 0)
+        n_keys = gl.maximum(load_clamped(sizes.lengths_k_ptr + b + 1, sizes.total_k) - first_k, 0)
         n_queries = gl.minimum(n_queries, sizes.seqlen_q)
         n_keys = gl.minimum(n_keys, sizes.seqlen_k)
     if LENGTHS == SEQ_LENS:
-        n_keys = _clamped(sizes.lengths_k_ptr + b, sizes.seqlen_k)
+        n_keys = load_clamped(sizes.lengths_k_ptr + b, sizes.seqlen_k)
         n_queries = gl.minimum(n_keys, sizes.seqlen_q)
     return first_q, first_k, n_queries, n_keys
 
 
 @gluon.jit
-def _first_block(b, h, first_q, sizes, BLOCK_M: gl.constexpr, LENGTHS: gl.constexpr):
+def first_query_block(b, h, first_q, sizes, BLOCK_M: gl.constexpr, LENGTHS: gl.constexpr):
     """The number of a sequence's first block of queries in head h.
 
     Packed, those of a head's sequence b begin at first_q // BLOCK_M + b, and the next sequence's far enough behind.
@@ -128,7 +128,7 @@ class KeyBlock:
 
 
 @gluon.jit
-def _key_block(pid, sizes, config):
+def key_block_of(pid, sizes, config):
     """Program number -> its keys: head after head, so that what they share stays in L2.
 
     Under a causal mask the first keys of a head have the most queries: longest first, but for DETERMINISTIC, where dQ
@@ -151,7 +151,7 @@ def _key_block(pid, sizes, config):
     col0 = block_n * config.BLOCK_N
     b = head // heads_kv
     hk = head % heads_kv
-    first_q, first_k, n_queries, n_keys = _sequence(b, sizes, config.LENGTHS)
+    first_q, first_k, n_queries, n_keys = sequence_of(b, sizes, config.LENGTHS)
     offset = n_keys - n_queries
     begin = 0
     full_begin = 0

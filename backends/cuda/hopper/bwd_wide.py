@@ -40,13 +40,13 @@ from diyfa.backends.cuda.hopper.bwd import (
     Inputs,
     Outputs,
     QueryRing,
-    _producer,
-    _start_scores,
-    _store_direct,
-    _weights,
+    producer,
     scale_in_log2,
+    softmax_weights,
+    start_product,
+    store_from_registers,
 )
-from diyfa.backends.cuda.hopper.bwd_dq import DQ_COLUMNS, DQ_ROWS, _from_register_order, _in_register_order
+from diyfa.backends.cuda.hopper.bwd_dq import DQ_COLUMNS, DQ_ROWS, from_register_order, to_register_order
 from diyfa.backends.cuda.hopper.bwd_tiles import (
     BOX,
     CONSUMER_COUNT,
@@ -54,7 +54,7 @@ from diyfa.backends.cuda.hopper.bwd_tiles import (
     SIZES,
     KeyBlock,
     Sizes,
-    _key_block,
+    key_block_of,
 )
 from diyfa.backends.cuda.hopper.mma import ROWS, accumulator_layout, box_of, buffer_count, buffer_of, run_of
 from diyfa.backends.cuda.hopper.softmax import LOG2E
@@ -98,7 +98,7 @@ class Exchange:
     @gluon.jit
     def store_dp(self, dp):
         """Consumer 1 leaves dPᵀ - delta."""
-        self.dp_buffer.store(_in_register_order(dp))
+        self.dp_buffer.store(to_register_order(dp))
         order_lanes()
         release(self.dp_full)
 
@@ -109,8 +109,8 @@ class Exchange:
     @gluon.jit
     def load_dp(self, like):
         """Consumer 0 takes them, in the layout of `like`, an accumulator."""
-        x = self.dp_buffer.load(_in_register_order(like).type.layout)
-        return gl.convert_layout(_from_register_order(x), like.type.layout)
+        x = self.dp_buffer.load(to_register_order(like).type.layout)
+        return gl.convert_layout(from_register_order(x), like.type.layout)
 
     @gluon.jit
     def store_p(self, p):
@@ -220,13 +220,13 @@ def _blocks_of_first(
         stage = ring.stage(item)
         zero = optimisation_barrier(item * 0)  # as in `bwd.py`
         ring.wait_full(item)
-        s = _start_scores(
+        s = start_product(
             shared.k_buffers, shared.q_buffers, stage, zero, config.USED_BOXES, config.BOXES, config.BLOCK_M
         )
         s = warpgroup_mma_wait(0, deps=[s])
         release(exchange.dp_full)
         lse = shared.statistics.index(2 * stage).load(S_LAYOUT)
-        p, derivative = _weights(s, lse, block * config.BLOCK_M, consumer, MASKED)
+        p, derivative = softmax_weights(s, lse, block * config.BLOCK_M, consumer, MASKED)
         exchange.wait_dp(item)
         exchange.store_p(p.to(DTYPE))
         dv = consumer.start_dv(dv, item, zero)
@@ -246,7 +246,7 @@ def _blocks_of_second(consumer, dk, dv, item):
         stage = ring.stage(item)
         zero = optimisation_barrier(item * 0)
         ring.wait_do(item)
-        dp = _start_scores(
+        dp = start_product(
             shared.v_buffers, shared.do_buffers, stage, zero, config.USED_BOXES_V, config.BOXES_V, config.BLOCK_M
         )
         dp = warpgroup_mma_wait(0, deps=[dp])
@@ -289,8 +289,8 @@ def _consumer(INDEX: gl.constexpr, keys, sizes, shared, outputs):
     if config.DIRECT:
         FIRST_K: gl.constexpr = first_of(INDEX, config.BOXES) * BOX
         FIRST_V: gl.constexpr = first_of(1 - INDEX, config.BOXES_V) * BOX
-        _store_direct(dk, outputs.dk_ptr, outputs.dk_tensor, keys, sizes, 0, FIRST_K, config)
-        _store_direct(dv, outputs.dv_ptr, outputs.dv_tensor, keys, sizes, 0, FIRST_V, config)
+        store_from_registers(dk, outputs.dk_ptr, outputs.dk_tensor, keys, sizes, 0, FIRST_K, config)
+        store_from_registers(dv, outputs.dv_ptr, outputs.dv_tensor, keys, sizes, 0, FIRST_V, config)
     else:
         _part(shared.k_buffers, 0, INDEX, config.BOXES).store(dk.to(DTYPE))
         _part(shared.v_buffers, 0, 1 - INDEX, config.BOXES_V).store(dv.to(DTYPE))
@@ -326,7 +326,7 @@ def _specialise(keys, sizes, shared, inputs, outputs):
         [
             (_consumer, (0, keys, sizes, shared, outputs)),
             (_consumer, (1, keys, sizes, shared, outputs)),
-            (_producer, (keys, sizes, shared, inputs)),
+            (producer, (keys, sizes, shared, inputs)),
             (idle_warps, ()),
             (idle_warps, ()),
         ],
@@ -344,7 +344,7 @@ def _bwd_wide_dkdv_kernel(
     lengths_q_ptr, lengths_k_ptr,
     heads_q, group_size, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
     steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn, steps_dob, steps_dom,
-    heads_in_turns,  # see `_key_block`
+    heads_in_turns,  # see `key_block_of`
     sm_scale, scale, softcap,
     config: gl.constexpr,  # `Sm90BwdConstants`
 ):  # fmt: skip
@@ -387,7 +387,7 @@ def _bwd_wide_dkdv_kernel(
         heads_q, group_size, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
         lengths_q_ptr, lengths_k_ptr, heads_in_turns,
     )  # fmt: skip
-    keys = _key_block(gl.program_id(0), sizes, config)
+    keys = key_block_of(gl.program_id(0), sizes, config)
     shared = WideShared(
         config, k_buffers, v_buffers, q_buffers, do_buffers, statistics, k_full, v_full, queries, exchange
     )

@@ -32,12 +32,12 @@ from diyfa.backends.cuda.gluon.ring import KVRing
 from diyfa.backends.cuda.gluon.tile_info import TileInfos, allocate_tile_infos
 from diyfa.backends.cuda.hopper.bwd import (
     Inputs,
-    _start_scores,
     exponents,
     scale_in_log2,
+    start_product,
     with_derivative,
 )
-from diyfa.backends.cuda.hopper.bwd_tiles import BOX, CONSUMER_COUNT, LENGTH_POINTERS, SIZES, _first_block
+from diyfa.backends.cuda.hopper.bwd_tiles import BOX, CONSUMER_COUNT, LENGTH_POINTERS, SIZES, first_query_block
 from diyfa.backends.cuda.hopper.epilogue import matrix, offset_of, store_float32
 from diyfa.backends.cuda.hopper.mma import (
     ROWS,
@@ -50,7 +50,7 @@ from diyfa.backends.cuda.hopper.mma import (
     run_start,
     zero_output,
 )
-from diyfa.backends.cuda.hopper.softmax import LOG2E, Rows, _masked
+from diyfa.backends.cuda.hopper.softmax import LOG2E, Rows, mask_scores
 from diyfa.backends.cuda.hopper.tiles import KeyCache, Problem, block_order, end_of, start_load, start_store, tile_of
 from diyfa.backends.cuda.runtime.constants import Constants
 
@@ -159,15 +159,15 @@ def _blocks(
         v = ring.buffer_of(item)
         k = ring.buffer_of(item + 1)
         ring.wait_full(item)
-        dp = _start_scores(shared.do_buffers, ring.v_buffers, v, own, config.USED_BOXES_V, config.BOXES_V, BLOCK_N)
+        dp = start_product(shared.do_buffers, ring.v_buffers, v, own, config.USED_BOXES_V, config.BOXES_V, BLOCK_N)
         ring.wait_full(item + 1)
-        s = _start_scores(shared.q_buffers, ring.k_buffers, k, own, config.USED_BOXES, config.BOXES, BLOCK_N)
+        s = start_product(shared.q_buffers, ring.k_buffers, k, own, config.USED_BOXES, config.BOXES, BLOCK_N)
         dp = warpgroup_mma_wait(config.USED_BOXES, deps=[dp])  # S, a product for each box, runs on
         ring.release(item)
         s = warpgroup_mma_wait(0, deps=[s])
         x, t = exponents(s, lse[:, None], scale, outputs.softcap * LOG2E, config.SOFTCAP)
         if MASKED:
-            x = _masked(x, order.block(i) * BLOCK_N, rows, problem)
+            x = mask_scores(x, order.block(i) * BLOCK_N, rows, problem)
         p = gl.exp2(x)
         ds = (with_derivative(p, t, config.SOFTCAP) * (dp - delta[:, None])).to(ring.k_buffers.dtype)
         started = ()
@@ -190,7 +190,7 @@ def _consumer(INDEX: gl.constexpr, problem, shared, outputs):
         row0 = tile.row0 + INDEX * ROWS
         offs_m = row0 + gl.arange(0, ROWS, layout=S_ROWS)
         # The statistics of a sequence lie in blocks of 64 rows, one for lse and one for delta.
-        block = _first_block(tile.b, tile.h, tile.first_q, problem, ROWS, problem.LENGTHS) + row0 // ROWS
+        block = first_query_block(tile.b, tile.h, tile.first_q, problem, ROWS, problem.LENGTHS) + row0 // ROWS
         statistics = outputs.statistics_ptr + block.to(gl.int64) * (2 * ROWS)
         in_block = gl.arange(0, ROWS, layout=S_ROWS)
         exists = offs_m < tile.n_queries
