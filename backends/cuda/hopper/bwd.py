@@ -38,12 +38,10 @@ from diyfa.backends.cuda.gluon.barriers import (
     WARPS,
     idle_warps,
     optimisation_barrier,
-    order_lanes,
-    release,
     wait_for_previous_kernels,
     wait_for_stores,
-    wait_full,
 )
+from diyfa.backends.cuda.gluon.channel import Channel, allocate_channel
 from diyfa.backends.cuda.gluon.compat import aggregate, async_load, async_reduce_add, reinterpret
 from diyfa.backends.cuda.gluon.scheduler import TileScheduler
 from diyfa.backends.cuda.gluon.semaphore import end_turn, wait_for_turn
@@ -56,10 +54,9 @@ from diyfa.backends.cuda.hopper.bwd_tiles import (
     LENGTH_POINTERS,
     SHARE_ONLY,
     SIZES,
-    WORDS,
     KeyBlock,
-    KeyBlocks,
     Sizes,
+    allocate_key_blocks,
     first_query_block,
     key_block_of,
 )
@@ -99,72 +96,17 @@ class Sm90BwdConstants(Constants):
 
 
 @aggregate
-class QueryRing:
-    """The stages through which the producer hands blocks of queries, statistics and dO to the consumers.
+class Gradients:
+    """The dS that the consumers exchange, in DS_STAGES stages, and the dQ that each hands to its adder.
 
-    Barriers count phases (`gluon/ring.py`). dO has a barrier of its own, as it is needed later.
-    """
-
-    full: gl.shared_memory_descriptor  # Q and the statistics are there
-    do_full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
-    STAGES: gl.constexpr
-
-    @gluon.jit
-    def init(self):
-        for stage in gl.static_range(self.STAGES):
-            mbarrier.init(self.full.index(stage), count=2)
-            mbarrier.init(self.do_full.index(stage), count=1)
-            mbarrier.init(self.empty.index(stage), count=CONSUMER_COUNT * WARPS)
-
-    @gluon.jit
-    def stage(self, item):
-        return item % self.STAGES
-
-    @gluon.jit
-    def parity(self, item):
-        return (item // self.STAGES) & 1
-
-    @gluon.jit
-    def wait_full(self, item):
-        """A consumer waits until Q and the statistics are there."""
-        wait_full(self.full.index(self.stage(item)), self.parity(item))
-
-    @gluon.jit
-    def wait_do(self, item):
-        """A consumer waits until dO is there."""
-        wait_full(self.do_full.index(self.stage(item)), self.parity(item))
-
-    @gluon.jit
-    def wait_empty(self, item):
-        """The producer waits until the item's stage is free."""
-        mbarrier.wait(self.empty.index(self.stage(item)), self.parity(item) ^ 1)
-
-    @gluon.jit
-    def release(self, item):
-        """A consumer has done with the item."""
-        release(self.empty.index(self.stage(item)))
-
-
-@aggregate
-class GradientRing:
-    """The dS that both consumers leave for each other, in two stages, and the dQ that they hand to the adders.
-
-    Consumers meet once for each item of dS: who comes there with item n + 1 has done with item n, whose stage is the
+    Consumers meet once for each item of dS: one that comes there with item n + 1 has read item n, whose stage is the
     next to be written.
     """
 
     ds_buffers: gl.shared_memory_descriptor  # dSᵀ in boxes of 64 queries
     dq_boxes: gl.shared_memory_descriptor  # in 16 bits: in them leaves what is converted (`RollingDq`)
     dq_buffers: gl.shared_memory_descriptor  # the same memory: fp32, of each consumer
-    dq_full: gl.shared_memory_descriptor
-    dq_empty: gl.shared_memory_descriptor
-
-    @gluon.jit
-    def init(self):
-        for c in gl.static_range(CONSUMER_COUNT):
-            mbarrier.init(self.dq_full.index(c), count=WARPS)
-            mbarrier.init(self.dq_empty.index(c), count=1)
+    dq: Channel  # from each consumer to its adder
 
     @gluon.jit
     def store_ds(self, ds, item, CONSUMER: gl.constexpr):
@@ -175,19 +117,13 @@ class GradientRing:
         fence_async_shared()
 
     @gluon.jit
-    def wait_dq_empty(self, item, CONSUMER: gl.constexpr):
-        """A consumer waits until the adder has done with the item before."""
-        wait_full(self.dq_empty.index(CONSUMER), (item & 1) ^ 1)
-
-    @gluon.jit
     def store_dq(self, dq, item, CONSUMER: gl.constexpr):
         """A consumer hands its half of dQ, an accumulator, to its adder."""
-        self.wait_dq_empty(item, CONSUMER)
+        self.dq.of(CONSUMER).acquire(item)
         in_order = to_register_order(dq)
         self.dq_buffers.index(CONSUMER).slice(0, in_order.shape[0], 0).store(in_order)
         fence_async_shared()
-        order_lanes()
-        release(self.dq_full.index(CONSUMER))
+        self.dq.of(CONSUMER).commit(item)
 
 
 @aggregate
@@ -200,11 +136,12 @@ class Shared:
     q_buffers: gl.shared_memory_descriptor
     do_buffers: gl.shared_memory_descriptor
     statistics: gl.shared_memory_descriptor  # [2 * STAGES, 1, BLOCK_M]: lse and delta
-    k_full: gl.shared_memory_descriptor  # of the keys of each consumer
-    v_full: gl.shared_memory_descriptor
+    keys: Channel  # K of each consumer; `Channel.of` a consumer
+    values: Channel  # V of each consumer
+    queries: Channel  # Q and the statistics; a stage that is released is free for dO as well
+    douts: Channel  # dO
     out_buffers: gl.shared_memory_descriptor | gl.constexpr  # through which a consumer's dV leaves, and then its dK
-    queries: QueryRing
-    gradients: GradientRing
+    gradients: Gradients
 
 
 @aggregate
@@ -255,12 +192,12 @@ def _load_keys(keys, sizes, shared, inputs):
     for c in gl.static_range(config.BLOCK_N // ROWS):
         start_load(
             inputs.k_tensor, b, hk, keys.col0 + c * ROWS, end_k, keys.n_keys,
-            shared.k_buffers, c, shared.k_full.index(c), config.BOXES, RAGGED,
+            shared.k_buffers, c, shared.keys.of(c).full_barrier(0), config.BOXES, RAGGED,
         )  # fmt: skip
     for c in gl.static_range(config.BLOCK_N // ROWS):
         start_load(
             inputs.v_tensor, b, hk, keys.col0 + c * ROWS, end_v, keys.n_keys,
-            shared.v_buffers, c, shared.v_full.index(c), config.BOXES_V, RAGGED,
+            shared.v_buffers, c, shared.values.of(c).full_barrier(0), config.BOXES_V, RAGGED,
         )  # fmt: skip
 
 
@@ -268,7 +205,6 @@ def _load_keys(keys, sizes, shared, inputs):
 def _load_queries(keys, h, i, item, sizes, shared, inputs):
     """Start copying the i-th block of queries of a head, its statistics and dO, as soon as a stage is free."""
     config: gl.constexpr = shared.config
-    ring = shared.queries
     RAGGED: gl.constexpr = config.LENGTHS != EQUAL
     b = keys.b
     end_q = end_of(b, keys.first_q, keys.n_queries, inputs.steps_qb, inputs.steps_qm, config.LENGTHS)
@@ -276,16 +212,16 @@ def _load_queries(keys, h, i, item, sizes, shared, inputs):
     first = first_query_block(b, h, keys.first_q, sizes, config.BLOCK_M, config.LENGTHS)
     block = keys.block(i)
     row = block * config.BLOCK_M
-    stage = ring.stage(item)
-    full = ring.full.index(stage)
-    ring.wait_empty(item)
+    stage = shared.queries.stage(item)
+    full = shared.queries.full_barrier(item)
+    shared.queries.acquire(item)
     mbarrier.expect(full, 2 * config.BLOCK_M * 4)
     for j in gl.static_range(2):
         async_load(inputs.statistics_tensor, [2 * (first + block) + j, 0], full, shared.statistics.index(2 * stage + j))
     start_load(inputs.q_tensor, b, h, row, end_q, keys.n_queries, shared.q_buffers, stage, full, config.BOXES, RAGGED)
     start_load(
         inputs.do_tensor, b, h, row, end_do, keys.n_queries,
-        shared.do_buffers, stage, ring.do_full.index(stage), config.BOXES_V, RAGGED,
+        shared.do_buffers, stage, shared.douts.full_barrier(item), config.BOXES_V, RAGGED,
     )  # fmt: skip
 
 
@@ -346,7 +282,7 @@ def _persistent_producer(sizes, shared, inputs, dq, key_blocks, scheduler):
                     _load_queries(keys, h + g, i, item + g * n + i, sizes, shared, inputs)
             if config.ROLLING:
                 dq.wait_until_added(share, sizes, config.BLOCK_N)
-                mbarrier.arrive(key_blocks.added, count=1)
+                key_blocks.added.signal(turn)
             item += sizes.group_size * n
             turn += 1
         index = _draw(scheduler, WAITS)
@@ -356,7 +292,7 @@ def _persistent_producer(sizes, shared, inputs, dq, key_blocks, scheduler):
             share = index - dq.lag * blocks_n
             key_blocks.write(turn, none, share, SHARE_ONLY)
             dq.wait_until_added(share, sizes, config.BLOCK_N)
-            mbarrier.arrive(key_blocks.added, count=1)
+            key_blocks.added.signal(turn)
             turn += 1
             index = _draw(scheduler, WAITS)
     key_blocks.write(turn, none, -1, END)
@@ -371,14 +307,13 @@ def _adder(CONSUMER: gl.constexpr, sizes, shared, dq, dq_tensor, semaphores_ptr,
     config: gl.constexpr = shared.config
     ring = shared.gradients
     PART_ROWS: gl.constexpr = dq_tensor.block_shape[0]  # of a copy; a half has one copy or several
-    full = ring.dq_full.index(CONSUMER)
-    empty = ring.dq_empty.index(CONSUMER)
+    channel = ring.dq.of(CONSUMER)
     item = 0
     turn = 0
     heads_kv = sizes.heads_q // sizes.group_size
-    kind, share, keys = key_blocks.read(turn, sizes, config.LENGTHS, 1)
+    kind, share, keys = key_blocks.read(turn, sizes, config.LENGTHS)
     while kind == KEYS:
-        mbarrier.arrive(key_blocks.done, count=1)
+        key_blocks.channel.release(turn)
         head = keys.b * heads_kv + keys.hk
         if config.ROLLING:
             dq.wait_until_free(head, sizes, config.BLOCK_N)
@@ -391,7 +326,7 @@ def _adder(CONSUMER: gl.constexpr, sizes, shared, dq, dq_tensor, semaphores_ptr,
             for i in range(keys.end - keys.begin):
                 block = keys.block(i)
                 half = (first + block) * CONSUMER_COUNT + CONSUMER
-                mbarrier.wait(full, item & 1)
+                channel.wait(item)
                 if config.DETERMINISTIC:
                     wait_for_turn(semaphores_ptr + half, keys.turn(block, sizes, config))
                 row = ((first_of_dq + block) * CONSUMER_COUNT + CONSUMER) * DQ_ROWS
@@ -401,23 +336,23 @@ def _adder(CONSUMER: gl.constexpr, sizes, shared, dq, dq_tensor, semaphores_ptr,
                     buffer = ring.dq_buffers.index(CONSUMER).slice(part * PART_ROWS, PART_ROWS, 0)
                     async_reduce_add(dq_tensor, [row + part * PART_ROWS, 0], buffer)
                 tma.store_wait(0)
-                mbarrier.arrive(empty, count=1)
+                channel.release(item)
                 if config.DETERMINISTIC:
                     wait_for_stores()
                     end_turn(semaphores_ptr + half)
                 item += 1
         if config.ROLLING:
             dq.end_adding(head)
-            key_blocks.wait_until_converted(turn, CONSUMER)
+            key_blocks.converted.of(CONSUMER).wait(turn)
             share_of(share, sizes, CONSUMER, config).clear(dq, sizes, config)
             dq.end_converting(share, sizes, config.BLOCK_N)
         turn += 1
-        kind, share, keys = key_blocks.read(turn, sizes, config.LENGTHS, 1)
+        kind, share, keys = key_blocks.read(turn, sizes, config.LENGTHS)
     if config.ROLLING:  # whose shares nobody waits for
         while kind == SHARE_ONLY:
-            mbarrier.arrive(key_blocks.done, count=1)
+            key_blocks.channel.release(turn)
             turn += 1
-            kind, share, keys = key_blocks.read(turn, sizes, config.LENGTHS, 1)
+            kind, share, keys = key_blocks.read(turn, sizes, config.LENGTHS)
 
 
 # ---- the consumers
@@ -571,7 +506,6 @@ def _blocks(
     c: gl.constexpr = consumer.INDEX
     B: gl.constexpr = config.BOXES
     shared = consumer.shared
-    ring = shared.queries
     DTYPE: gl.constexpr = shared.k_buffers.dtype
     S_LAYOUT: gl.constexpr = accumulator_layout(config.BLOCK_M)
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, accumulator_layout(B * BOX), 2)
@@ -580,14 +514,14 @@ def _blocks(
             block = consumer.keys.masked_block(i)
         else:
             block = i
-        stage = ring.stage(item)
+        stage = shared.queries.stage(item)
         # The compiler would form the descriptors of K and V once, and keep them in 50 registers.
         zero = optimisation_barrier(item * 0)
-        ring.wait_full(item)
+        shared.queries.wait(item)
         s = start_product(
             shared.k_buffers, shared.q_buffers, stage, c + zero, B, B, config.BLOCK_M, config.LAST_COLUMNS
         )  # fmt: skip
-        ring.wait_do(item)
+        shared.douts.wait(item)
         dp = start_product(
             shared.v_buffers, shared.do_buffers, stage, c + zero, B, B, config.BLOCK_M, config.LAST_COLUMNS
         )  # fmt: skip
@@ -608,7 +542,7 @@ def _blocks(
         dv, dq = _wait_for(dv, dq, len(dk))  # dK runs on
         shared.gradients.store_dq(dq, item, c)
         dk = finish_values(dk)
-        ring.release(item)
+        shared.queries.release(item)
         item += 1
     return dk, dv, item
 
@@ -638,21 +572,21 @@ def _consumer(INDEX: gl.constexpr, sizes, shared, outputs, dq, key_blocks):
     scale = scale_in_log2(outputs.scale, config.SOFTCAP)
     item = 0
     turn = 0
-    kind, share, keys = key_blocks.read(turn, sizes, config.LENGTHS, WARPS)
+    kind, share, keys = key_blocks.read(turn, sizes, config.LENGTHS)
     while kind == KEYS:
         consumer = Consumer(INDEX, keys, sizes, shared, outputs, scale, outputs.softcap * LOG2E)
         dk = _zero_gradient(config)
         dv = _zero_gradient(config)
         for j in gl.static_range(CONSUMER_COUNT):
-            wait_full(shared.k_full.index(j), turn & 1)
-        wait_full(shared.v_full.index(INDEX), turn & 1)
+            shared.keys.of(j).wait(turn)
+        shared.values.of(INDEX).wait(turn)
         masked = keys.masked_count()
         for _ in range(sizes.group_size):
             dk, dv, item = _blocks(consumer, 0, masked, dk, dv, item, True)
             dk, dv, item = _blocks(consumer, keys.full_begin, keys.full_end, dk, dv, item, False)
         if config.ROLLING:
-            wait_full(key_blocks.added, turn & 1)
-        release(key_blocks.done)
+            key_blocks.added.wait(turn)
+        key_blocks.channel.release(turn)
         if config.ROLLING:  # it comes while dV and dK leave
             converted = share_of(share, sizes, INDEX, config)
             of_share = converted.load(converted.start, dq, sizes, config)
@@ -672,20 +606,20 @@ def _consumer(INDEX: gl.constexpr, sizes, shared, outputs, dq, key_blocks):
             _store_rows(dv, outputs.dv_tensor, keys, shared.out_buffers, INDEX, config)
             _store_rows(dk, outputs.dk_tensor, keys, shared.out_buffers, INDEX, config)
         if config.ROLLING:
-            shared.gradients.wait_dq_empty(item, INDEX)
+            shared.gradients.dq.of(INDEX).acquire(item)
             converted.store(of_share, dq, shared.gradients.dq_boxes, outputs.sm_scale, sizes, config)
-            key_blocks.end_converting(turn, INDEX)
+            key_blocks.converted.of(INDEX).commit(turn)
         turn += 1
-        kind, share, keys = key_blocks.read(turn, sizes, config.LENGTHS, WARPS)
+        kind, share, keys = key_blocks.read(turn, sizes, config.LENGTHS)
     if config.ROLLING:
         while kind == SHARE_ONLY:
-            wait_full(key_blocks.added, turn & 1)
-            release(key_blocks.done)
+            key_blocks.added.wait(turn)
+            key_blocks.channel.release(turn)
             converted = share_of(share, sizes, INDEX, config)
             of_share = converted.load(converted.start, dq, sizes, config)
             converted.store(of_share, dq, shared.gradients.dq_boxes, outputs.sm_scale, sizes, config)
             turn += 1
-            kind, share, keys = key_blocks.read(turn, sizes, config.LENGTHS, WARPS)
+            kind, share, keys = key_blocks.read(turn, sizes, config.LENGTHS)
     tma.store_wait(0)
 
 
@@ -772,7 +706,6 @@ def _bwd_sm90_kernel(
 ):  # fmt: skip
     """Set up shared memory and barriers, and run the partitions."""
     DTYPE: gl.constexpr = q_tensor.dtype
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     B: gl.constexpr = config.BOXES
     QUERY_BOXES: gl.constexpr = config.BLOCK_M // ROWS
     k_buffers = gl.allocate_shared_memory(DTYPE, [CONSUMER_COUNT * B] + k_tensor.block_shape, k_tensor.layout)
@@ -786,27 +719,13 @@ def _bwd_sm90_kernel(
     )
     dq_boxes = gl.allocate_shared_memory(DTYPE, [CONSUMER_COUNT * 2] + k_tensor.block_shape, k_tensor.layout)
     dq_buffers = reinterpret(dq_boxes, gl.float32, [CONSUMER_COUNT, DQ_ROWS, DQ_COLUMNS], dq_tensor.layout)
-    full = gl.allocate_shared_memory(gl.int64, [config.STAGES, 1], BARRIER)
-    do_full = gl.allocate_shared_memory(gl.int64, [config.STAGES, 1], BARRIER)
-    empty = gl.allocate_shared_memory(gl.int64, [config.STAGES, 1], BARRIER)
-    k_full = gl.allocate_shared_memory(gl.int64, [CONSUMER_COUNT, 1], BARRIER)
-    v_full = gl.allocate_shared_memory(gl.int64, [CONSUMER_COUNT, 1], BARRIER)
-    dq_full = gl.allocate_shared_memory(gl.int64, [CONSUMER_COUNT, 1], BARRIER)
-    dq_empty = gl.allocate_shared_memory(gl.int64, [CONSUMER_COUNT, 1], BARRIER)
-    queries = QueryRing(full, do_full, empty, config.STAGES)
-    gradients = GradientRing(ds_buffers, dq_boxes, dq_buffers, dq_full, dq_empty)
-    queries.init()
-    gradients.init()
-    for c in gl.static_range(CONSUMER_COUNT):
-        mbarrier.init(k_full.index(c), count=1)
-        mbarrier.init(v_full.index(c), count=1)
-    written = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    done = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    words = gl.allocate_shared_memory(gl.int32, [WORDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    added = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    converted = gl.allocate_shared_memory(gl.int64, [2 * CONSUMER_COUNT, 1], BARRIER)
-    key_blocks = KeyBlocks(words, written, done, added, converted)
-    key_blocks.init()
+    queries = allocate_channel(config.STAGES, 2, CONSUMER_COUNT * WARPS)
+    douts = allocate_channel(config.STAGES, 1, 0)
+    keys = allocate_channel(1, 1, 0, CONSUMER_COUNT)
+    values = allocate_channel(1, 1, 0, CONSUMER_COUNT)
+    dq_halves = allocate_channel(1, WARPS, 1, CONSUMER_COUNT)
+    gradients = Gradients(ds_buffers, dq_boxes, dq_buffers, dq_halves)
+    key_blocks = allocate_key_blocks()
     if config.DIRECT:
         out_buffers = None
     else:
@@ -819,7 +738,18 @@ def _bwd_sm90_kernel(
         lengths_q_ptr, lengths_k_ptr, heads_in_turns,
     )  # fmt: skip
     shared = Shared(
-        config, k_buffers, v_buffers, q_buffers, do_buffers, statistics, k_full, v_full, out_buffers, queries, gradients
+        config,
+        k_buffers,
+        v_buffers,
+        q_buffers,
+        do_buffers,
+        statistics,
+        keys,
+        values,
+        queries,
+        douts,
+        out_buffers,
+        gradients,
     )
     inputs = Inputs(
         q_tensor, k_tensor, v_tensor, do_tensor, statistics_tensor,

@@ -12,7 +12,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    mbarrier,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -23,17 +22,14 @@ from diyfa.backends.cuda.gluon.barriers import (
     WARPS,
     idle_warps,
     optimisation_barrier,
-    order_lanes,
-    release,
     wait_for_previous_kernels,
-    wait_full,
 )
+from diyfa.backends.cuda.gluon.channel import Channel, allocate_channel
 from diyfa.backends.cuda.gluon.compat import FORMS_DESCRIPTORS_EARLY, aggregate
 from diyfa.backends.cuda.hopper.bwd import (
     DS_STAGES,
     Inputs,
     Outputs,
-    QueryRing,
     producer,
     softmax_weights,
     start_product,
@@ -82,26 +78,19 @@ class ScoreGradients:
     """
 
     buffers: gl.shared_memory_descriptor  # dSᵀ, [64 keys, 64 queries] of each consumer
-    full: gl.shared_memory_descriptor
+    channel: Channel  # from each consumer to the other
 
     @gluon.jit
-    def init(self):
-        for i in gl.static_range(DS_STAGES * CONSUMER_COUNT):
-            mbarrier.init(self.full.index(i), count=WARPS)
+    def box(self, item, CONSUMER: gl.constexpr):
+        """The item's dSᵀ of a consumer."""
+        return box_of(self.buffers, self.channel.of(CONSUMER).stage(item), 0, 1)
 
     @gluon.jit
     def store(self, ds, item, CONSUMER: gl.constexpr):
         """A consumer leaves its dSᵀ."""
-        at = item % DS_STAGES * CONSUMER_COUNT + CONSUMER
-        box_of(self.buffers, at, 0, 1).store(ds)
+        self.box(item, CONSUMER).store(ds)
         fence_async_shared()
-        order_lanes()
-        release(self.full.index(at))
-
-    @gluon.jit
-    def wait(self, item, CONSUMER: gl.constexpr):
-        """Wait until the item's dS of a consumer, the other one, is there."""
-        wait_full(self.full.index(item % DS_STAGES * CONSUMER_COUNT + CONSUMER), (item // DS_STAGES) & 1)
+        self.channel.of(CONSUMER).commit(item)
 
 
 @aggregate
@@ -114,9 +103,10 @@ class MlaShared:
     q_buffers: gl.shared_memory_descriptor
     do_buffers: gl.shared_memory_descriptor
     statistics: gl.shared_memory_descriptor  # [2 * STAGES, 1, BLOCK_M]: lse and delta
-    k_full: gl.shared_memory_descriptor  # of the keys of each consumer
-    v_full: gl.shared_memory_descriptor
-    queries: QueryRing
+    keys: Channel  # K of each consumer
+    values: Channel
+    queries: Channel
+    douts: Channel
     score_gradients: ScoreGradients
 
 
@@ -155,10 +145,9 @@ class MlaConsumer:
     @gluon.jit
     def start_dq(self, item, zero):
         """Start this consumer's box of dS K, [64, 64], from the dS of all keys."""
-        stage = item % DS_STAGES
         dq = gl.zeros([ROWS, BOX], gl.float32, accumulator_layout(BOX))
         for half in gl.static_range(CONSUMER_COUNT):
-            ds = box_of(self.shared.score_gradients.buffers, stage * CONSUMER_COUNT + half, 0, 1).permute((1, 0))
+            ds = self.shared.score_gradients.box(item, half).permute((1, 0))
             k = box_of(self.shared.k_buffers, half + zero, self.INDEX, BOXES)
             dq = warpgroup_mma(ds, k, dq, use_acc=half > 0, is_async=True)
         return dq
@@ -166,9 +155,8 @@ class MlaConsumer:
     @gluon.jit
     def start_own_dq(self, item, zero):
         """Start what this consumer's keys add to the last box."""
-        stage = item % DS_STAGES
         dq = gl.zeros([ROWS, BOX], gl.float32, accumulator_layout(BOX))
-        ds = box_of(self.shared.score_gradients.buffers, stage * CONSUMER_COUNT + self.INDEX, 0, 1).permute((1, 0))
+        ds = self.shared.score_gradients.box(item, self.INDEX).permute((1, 0))
         k = box_of(self.shared.k_buffers, self.INDEX + zero, BOXES - 1, BOXES)
         return warpgroup_mma(ds, k, dq, use_acc=False, is_async=True)
 
@@ -190,7 +178,6 @@ def _blocks(
     config: gl.constexpr = consumer.shared.config
     c: gl.constexpr = consumer.INDEX
     shared = consumer.shared
-    ring = shared.queries
     DTYPE: gl.constexpr = shared.k_buffers.dtype
     S_LAYOUT: gl.constexpr = accumulator_layout(config.BLOCK_M)
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, accumulator_layout(2 * BOX), 2)
@@ -200,15 +187,15 @@ def _blocks(
             block = consumer.keys.masked_block(i)
         else:
             block = i
-        stage = _unknown(ring.stage(item))
+        stage = _unknown(shared.queries.stage(item))
         zero = optimisation_barrier(item * 0)  # as in `bwd.py`
-        ring.wait_full(item)
+        shared.queries.wait(item)
         s = start_product(shared.k_buffers, shared.q_buffers, stage, c + zero, BOXES, BOXES, config.BLOCK_M)
         s = warpgroup_mma_wait(0, deps=[s])
         lse = shared.statistics.index(2 * stage).load(S_LAYOUT)
         p, _ = softmax_weights(s, lse, block * config.BLOCK_M, consumer, MASKED)
         p = paired(p, DTYPE, False)
-        ring.wait_do(item)
+        shared.douts.wait(item)
         zero = _unknown(zero)
         at = _plus(stage, zero)
         dp = start_product(shared.v_buffers, shared.do_buffers, at, c + zero, BOXES_V, BOXES_V, config.BLOCK_M)
@@ -226,12 +213,12 @@ def _blocks(
         ds = gl.convert_layout(ds, OF_LAST)
         dk_last = warpgroup_mma(ds, box_of(shared.q_buffers, stage, BOXES - 1, BOXES), dk_last, is_async=True)
         dv, dk, dk_last = warpgroup_mma_wait(0, deps=[dv, dk, dk_last])
-        ring.release(item)
+        shared.queries.release(item)
         dq = consumer.start_own_dq(item, zero)
         dq = warpgroup_mma_wait(0, deps=[dq])
         consumer.add_dq(dq, first + block, BOXES - 1)
         # The additions read their registers for a while: without a wait in between the next product would need others.
-        shared.score_gradients.wait(item, 1 - c)
+        shared.score_gradients.channel.of(1 - c).wait(item)
         dq = consumer.start_dq(item, zero)
         dq = warpgroup_mma_wait(0, deps=[dq])
         consumer.add_dq(dq, first + block, c)
@@ -252,8 +239,8 @@ def _consumer(INDEX: gl.constexpr, keys, sizes, shared, outputs, dq_ptr):
     dv = gl.zeros([ROWS, 2 * BOX], gl.float32, OF_TWO)
     item = 0
     for j in gl.static_range(CONSUMER_COUNT):
-        wait_full(shared.k_full.index(j), 0)
-    wait_full(shared.v_full.index(INDEX), 0)
+        shared.keys.of(j).wait(0)
+    shared.values.of(INDEX).wait(0)
     masked = keys.masked_count()
     for g in range(sizes.group_size):
         h = keys.hk * sizes.group_size + g
@@ -330,7 +317,6 @@ def _bwd_mla_kernel(
 ):  # fmt: skip
     """Set up shared memory and barriers, and run the partitions."""
     DTYPE: gl.constexpr = q_tensor.dtype
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     k_buffers = gl.allocate_shared_memory(DTYPE, [CONSUMER_COUNT * BOXES] + k_tensor.block_shape, k_tensor.layout)
     v_buffers = gl.allocate_shared_memory(DTYPE, [CONSUMER_COUNT * BOXES_V] + v_tensor.block_shape, v_tensor.layout)
     q_buffers = gl.allocate_shared_memory(DTYPE, [config.STAGES * BOXES] + q_tensor.block_shape, q_tensor.layout)
@@ -340,19 +326,11 @@ def _bwd_mla_kernel(
     statistics = gl.allocate_shared_memory(
         gl.float32, [2 * config.STAGES] + statistics_tensor.block_shape, statistics_tensor.layout
     )
-    full = gl.allocate_shared_memory(gl.int64, [config.STAGES, 1], BARRIER)
-    do_full = gl.allocate_shared_memory(gl.int64, [config.STAGES, 1], BARRIER)
-    empty = gl.allocate_shared_memory(gl.int64, [config.STAGES, 1], BARRIER)
-    k_full = gl.allocate_shared_memory(gl.int64, [CONSUMER_COUNT, 1], BARRIER)
-    v_full = gl.allocate_shared_memory(gl.int64, [CONSUMER_COUNT, 1], BARRIER)
-    ds_full = gl.allocate_shared_memory(gl.int64, [DS_STAGES * CONSUMER_COUNT, 1], BARRIER)
-    queries = QueryRing(full, do_full, empty, config.STAGES)
-    score_gradients = ScoreGradients(ds_buffers, ds_full)
-    queries.init()
-    score_gradients.init()
-    for c in gl.static_range(CONSUMER_COUNT):
-        mbarrier.init(k_full.index(c), count=1)
-        mbarrier.init(v_full.index(c), count=1)
+    queries = allocate_channel(config.STAGES, 2, CONSUMER_COUNT * WARPS)
+    douts = allocate_channel(config.STAGES, 1, 0)
+    k_channel = allocate_channel(1, 1, 0, CONSUMER_COUNT)
+    v_channel = allocate_channel(1, 1, 0, CONSUMER_COUNT)
+    score_gradients = ScoreGradients(ds_buffers, allocate_channel(DS_STAGES, WARPS, 0, CONSUMER_COUNT))
     fence_async_shared()
     wait_for_previous_kernels()
 
@@ -362,7 +340,17 @@ def _bwd_mla_kernel(
     )  # fmt: skip
     keys = key_block_of(gl.program_id(0), sizes, config)
     shared = MlaShared(
-        config, k_buffers, v_buffers, q_buffers, do_buffers, statistics, k_full, v_full, queries, score_gradients
+        config,
+        k_buffers,
+        v_buffers,
+        q_buffers,
+        do_buffers,
+        statistics,
+        k_channel,
+        v_channel,
+        queries,
+        douts,
+        score_gradients,
     )
     inputs = Inputs(
         q_tensor, k_tensor, v_tensor, do_tensor, statistics_tensor,

@@ -7,10 +7,10 @@ fp32 dQ have blocks of their own for each sequence, too.
 # Aggregates are checked against their annotations, so these must not be postponed.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from diyfa.backends.cuda.attention.tile_io import EQUAL, PACKED, SEQ_LENS
-from diyfa.backends.cuda.gluon.barriers import LANES, WARPS, arrive_per_lane, order_lanes, release, wait_full
+from diyfa.backends.cuda.gluon.barriers import LANES, WARPS
+from diyfa.backends.cuda.gluon.channel import Channel, allocate_channel
 from diyfa.backends.cuda.gluon.compat import aggregate
 from diyfa.backends.cuda.hopper.bwd_configs import BOX_COLUMNS, CONSUMERS
 from diyfa.backends.cuda.hopper.tiles import load_clamped
@@ -188,32 +188,13 @@ WORDS = gl.constexpr(16)  # a power of two
 class KeyBlocks:
     """How the producer tells the others which block of keys comes next: one after another in the same words.
 
-    It writes them when all have done with the block before: adders when they have read them, consumers with the keys.
+    Adders release them when they have read them, consumers when they have done with the keys.
     """
 
     words: gl.shared_memory_descriptor  # [WORDS]
-    written: gl.shared_memory_descriptor
-    done: gl.shared_memory_descriptor
-    added: gl.shared_memory_descriptor  # the turn's share of dQ is added up, for consumers
-    converted: gl.shared_memory_descriptor  # and converted, for each consumer's adder, of this turn or the next
-
-    @gluon.jit
-    def init(self):
-        mbarrier.init(self.written, count=LANES)
-        mbarrier.init(self.done, count=CONSUMER_COUNT * (WARPS + 1))
-        mbarrier.init(self.added, count=1)
-        for i in gl.static_range(2 * CONSUMER_COUNT):
-            mbarrier.init(self.converted.index(i), count=WARPS)
-
-    @gluon.jit
-    def end_converting(self, turn, CONSUMER: gl.constexpr):
-        """A consumer has converted the turn's share, which nothing keeps it from doing before its adder comes here."""
-        order_lanes()
-        release(self.converted.index(turn % 2 * CONSUMER_COUNT + CONSUMER))
-
-    @gluon.jit
-    def wait_until_converted(self, turn, CONSUMER: gl.constexpr):
-        mbarrier.wait(self.converted.index(turn % 2 * CONSUMER_COUNT + CONSUMER), turn // 2 & 1)
+    channel: Channel
+    added: Channel  # to consumers: the turn's share of dQ is added up
+    converted: Channel  # from each consumer to its adder: the share is converted, of this turn or the next
 
     @gluon.jit
     def write(self, turn, keys, share, KIND: gl.constexpr):
@@ -228,18 +209,15 @@ class KeyBlocks:
         words = gl.zeros_like(field)
         for i in gl.static_range(FIELDS):
             words = gl.where(field == i, fields[i], words)
-        mbarrier.wait(self.done, (turn & 1) ^ 1)
+        self.channel.acquire(turn)
         self.words.store(words)
-        arrive_per_lane(self.written)
+        self.channel.commit(turn)
 
     @gluon.jit
-    def read(self, turn, sizes, LENGTHS: gl.constexpr, NUM_WARPS: gl.constexpr):
-        """What this turn has, as soon as it is known, for a partition of NUM_WARPS warps -> (kind, share, block)."""
-        LAYOUT: gl.constexpr = gl.BlockedLayout([WORDS], [32], [NUM_WARPS], [0])
-        if NUM_WARPS == WARPS:
-            wait_full(self.written, turn & 1)
-        else:
-            mbarrier.wait(self.written, turn & 1)
+    def read(self, turn, sizes, LENGTHS: gl.constexpr):
+        """What this turn has, as soon as it is known -> (kind, share, block)."""
+        LAYOUT: gl.constexpr = gl.BlockedLayout([WORDS], [32], [gl.num_warps()], [0])
+        self.channel.wait(turn)
         words = self.words.load(LAYOUT)
         field = gl.arange(0, WORDS, layout=LAYOUT)
         fields = ()
@@ -253,3 +231,14 @@ class KeyBlocks:
             n_keys = sizes.seqlen_k
         keys = KeyBlock(b, hk, col0, first_q, first_k, n_queries, n_keys, begin, full_begin, full_end, end)
         return kind, share, keys
+
+
+@gluon.jit
+def allocate_key_blocks():
+    """`KeyBlocks` with its memory and barriers, initialised."""
+    words = gl.allocate_shared_memory(gl.int32, [WORDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    channel = allocate_channel(1, LANES, CONSUMER_COUNT * (WARPS + 1))
+    added = allocate_channel(1, 1, 0)
+    # Two stages, since nothing keeps a consumer from converting before its adder comes to wait.
+    converted = allocate_channel(2, WARPS, 0, CONSUMER_COUNT)
+    return KeyBlocks(words, channel, added, converted)

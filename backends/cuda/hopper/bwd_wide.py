@@ -19,7 +19,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    mbarrier,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -30,16 +29,13 @@ from diyfa.backends.cuda.gluon.barriers import (
     WARPS,
     idle_warps,
     optimisation_barrier,
-    order_lanes,
-    release,
     wait_for_previous_kernels,
-    wait_full,
 )
+from diyfa.backends.cuda.gluon.channel import Channel, allocate_channel
 from diyfa.backends.cuda.gluon.compat import aggregate
 from diyfa.backends.cuda.hopper.bwd import (
     Inputs,
     Outputs,
-    QueryRing,
     producer,
     scale_in_log2,
     softmax_weights,
@@ -78,33 +74,22 @@ def first_of(part, boxes):
 class Exchange:
     """What the consumers leave for each other in each block: dPᵀ - delta, then Pᵀ, then dSᵀ.
 
-    A phase of `dp_full` also says that both consumers have done with Pᵀ and dSᵀ of the block before, one of `ds_full`
-    that dPᵀ has been read.
+    A phase of `dp` also says that both consumers have read Pᵀ and dSᵀ of the block before, one of `ds` that dPᵀ has
+    been read. So none needs `empty` barriers.
     """
 
     dp_buffer: gl.shared_memory_descriptor  # fp32, in the order of registers
     p_buffer: gl.shared_memory_descriptor
     ds_buffer: gl.shared_memory_descriptor
-    dp_full: gl.shared_memory_descriptor
-    p_full: gl.shared_memory_descriptor
-    ds_full: gl.shared_memory_descriptor
+    dp: Channel
+    p: Channel
+    ds: Channel
 
     @gluon.jit
-    def init(self):
-        mbarrier.init(self.dp_full, count=CONSUMER_COUNT * WARPS)
-        mbarrier.init(self.p_full, count=WARPS)
-        mbarrier.init(self.ds_full, count=WARPS)
-
-    @gluon.jit
-    def store_dp(self, dp):
+    def store_dp(self, dp, item):
         """Consumer 1 leaves dPᵀ - delta."""
         self.dp_buffer.store(to_register_order(dp))
-        order_lanes()
-        release(self.dp_full)
-
-    @gluon.jit
-    def wait_dp(self, item):
-        wait_full(self.dp_full, item & 1)
+        self.dp.commit(item)
 
     @gluon.jit
     def load_dp(self, like):
@@ -113,28 +98,18 @@ class Exchange:
         return gl.convert_layout(from_register_order(x), like.type.layout)
 
     @gluon.jit
-    def store_p(self, p):
+    def store_p(self, p, item):
         """Consumer 0 leaves Pᵀ."""
         box_of(self.p_buffer, 0, 0, 1).store(p)
         fence_async_shared()
-        order_lanes()
-        release(self.p_full)
+        self.p.commit(item)
 
     @gluon.jit
-    def wait_p(self, item):
-        wait_full(self.p_full, item & 1)
-
-    @gluon.jit
-    def store_ds(self, ds):
+    def store_ds(self, ds, item):
         """Consumer 0 leaves dSᵀ."""
         box_of(self.ds_buffer, 0, 0, 1).store(ds)
         fence_async_shared()
-        order_lanes()
-        release(self.ds_full)
-
-    @gluon.jit
-    def wait_ds(self, item):
-        wait_full(self.ds_full, item & 1)
+        self.ds.commit(item)
 
 
 @aggregate
@@ -147,9 +122,10 @@ class WideShared:
     q_buffers: gl.shared_memory_descriptor
     do_buffers: gl.shared_memory_descriptor
     statistics: gl.shared_memory_descriptor  # [2 * STAGES, 1, BLOCK_M]: lse and delta
-    k_full: gl.shared_memory_descriptor
-    v_full: gl.shared_memory_descriptor
-    queries: QueryRing
+    keys: Channel
+    values: Channel
+    queries: Channel
+    douts: Channel
     exchange: Exchange
 
 
@@ -169,7 +145,7 @@ class WideConsumer:
     def start_dv(self, dv, item, zero):
         """Start adding Pᵀ dO to this consumer's half of the columns. dO is there: consumer 1 has formed dP of it."""
         config: gl.constexpr = self.shared.config
-        self.shared.exchange.wait_p(item)
+        self.shared.exchange.p.wait(item)
         p = box_of(self.shared.exchange.p_buffer, zero, 0, 1)
         do = _part(self.shared.do_buffers, self.shared.queries.stage(item), 1 - self.INDEX, config.BOXES_V)
         return warpgroup_mma(p, do, dv, is_async=True)
@@ -178,7 +154,7 @@ class WideConsumer:
     def finish(self, dk, dv, item, zero):
         """Add dSᵀ Q to this consumer's half of the columns, and wait until dV, too, has all of the block."""
         config: gl.constexpr = self.shared.config
-        self.shared.exchange.wait_ds(item)
+        self.shared.exchange.ds.wait(item)
         ds = box_of(self.shared.exchange.ds_buffer, zero, 0, 1)
         q = _part(self.shared.q_buffers, self.shared.queries.stage(item), self.INDEX, config.BOXES)
         dk = warpgroup_mma(ds, q, dk, is_async=True)
@@ -208,7 +184,6 @@ def _blocks_of_first(
     """Consumer 0: blocks `start` to `end` of queries of one head, those that need a mask or the others."""
     config: gl.constexpr = consumer.shared.config
     shared = consumer.shared
-    ring = shared.queries
     exchange = shared.exchange
     DTYPE: gl.constexpr = shared.k_buffers.dtype
     S_LAYOUT: gl.constexpr = accumulator_layout(config.BLOCK_M)
@@ -217,20 +192,20 @@ def _blocks_of_first(
             block = consumer.keys.masked_block(i)
         else:
             block = i
-        stage = ring.stage(item)
+        stage = shared.queries.stage(item)
         zero = optimisation_barrier(item * 0)  # as in `bwd.py`
-        ring.wait_full(item)
+        shared.queries.wait(item)
         s = start_product(
             shared.k_buffers, shared.q_buffers, stage, zero, config.USED_BOXES, config.BOXES, config.BLOCK_M
         )
         s = warpgroup_mma_wait(0, deps=[s])
-        release(exchange.dp_full)
+        exchange.dp.signal(item)
         lse = shared.statistics.index(2 * stage).load(S_LAYOUT)
         p, derivative = softmax_weights(s, lse, block * config.BLOCK_M, consumer, MASKED)
-        exchange.wait_dp(item)
-        exchange.store_p(p.to(DTYPE))
+        exchange.dp.wait(item)
+        exchange.store_p(p.to(DTYPE), item)
         dv = consumer.start_dv(dv, item, zero)
-        exchange.store_ds((derivative * exchange.load_dp(s)).to(DTYPE))
+        exchange.store_ds((derivative * exchange.load_dp(s)).to(DTYPE), item)
         dk, dv = consumer.finish(dk, dv, item, zero)
         item += 1
     return dk, dv, item
@@ -241,18 +216,17 @@ def _blocks_of_second(consumer, dk, dv, item):
     """Consumer 1: all blocks of queries of one head. It knows of no mask."""
     config: gl.constexpr = consumer.shared.config
     shared = consumer.shared
-    ring = shared.queries
     for _ in range(consumer.keys.end - consumer.keys.begin):
-        stage = ring.stage(item)
+        stage = shared.queries.stage(item)
         zero = optimisation_barrier(item * 0)
-        ring.wait_do(item)
+        shared.douts.wait(item)
         dp = start_product(
             shared.v_buffers, shared.do_buffers, stage, zero, config.USED_BOXES_V, config.BOXES_V, config.BLOCK_M
         )
         dp = warpgroup_mma_wait(0, deps=[dp])
-        ring.wait_full(item)  # delta is there with Q
+        shared.queries.wait(item)  # delta is there with Q
         delta = shared.statistics.index(2 * stage + 1).load(accumulator_layout(config.BLOCK_M))
-        shared.exchange.store_dp(dp - delta)
+        shared.exchange.store_dp(dp - delta, item)
         dv = consumer.start_dv(dv, item, zero)
         dk, dv = consumer.finish(dk, dv, item, zero)
         item += 1
@@ -271,8 +245,8 @@ def _consumer(INDEX: gl.constexpr, keys, sizes, shared, outputs):
     dk = gl.zeros([ROWS, D], gl.float32, accumulator_layout(D))
     dv = gl.zeros([ROWS, DV], gl.float32, accumulator_layout(DV))
     item = 0
-    wait_full(shared.k_full.index(0), 0)
-    wait_full(shared.v_full.index(0), 0)
+    shared.keys.wait(0)
+    shared.values.wait(0)
     for _ in range(sizes.group_size):
         if INDEX == 0:
             dk, dv, item = _blocks_of_first(consumer, 0, keys.masked_count(), dk, dv, item, True)
@@ -350,7 +324,6 @@ def _bwd_wide_dkdv_kernel(
 ):  # fmt: skip
     """Set up shared memory and barriers, and run the partitions."""
     DTYPE: gl.constexpr = q_tensor.dtype
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     OF_K: gl.constexpr = buffer_count(1, config.BOXES, True)
     OF_V: gl.constexpr = buffer_count(1, config.BOXES_V, True)
     k_buffers = gl.allocate_shared_memory(DTYPE, [OF_K] + k_tensor.block_shape, k_tensor.layout)
@@ -366,20 +339,14 @@ def _bwd_wide_dkdv_kernel(
     statistics = gl.allocate_shared_memory(
         gl.float32, [2 * config.STAGES] + statistics_tensor.block_shape, statistics_tensor.layout
     )
-    full = gl.allocate_shared_memory(gl.int64, [config.STAGES, 1], BARRIER)
-    do_full = gl.allocate_shared_memory(gl.int64, [config.STAGES, 1], BARRIER)
-    empty = gl.allocate_shared_memory(gl.int64, [config.STAGES, 1], BARRIER)
-    k_full = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
-    v_full = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
-    dp_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    p_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    ds_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    queries = QueryRing(full, do_full, empty, config.STAGES)
-    exchange = Exchange(dp_buffer, p_buffer, ds_buffer, dp_full, p_full, ds_full)
-    queries.init()
-    exchange.init()
-    mbarrier.init(k_full.index(0), count=1)
-    mbarrier.init(v_full.index(0), count=1)
+    queries = allocate_channel(config.STAGES, 2, CONSUMER_COUNT * WARPS)
+    douts = allocate_channel(config.STAGES, 1, 0)
+    k_channel = allocate_channel(1, 1, 0)
+    v_channel = allocate_channel(1, 1, 0)
+    dp = allocate_channel(1, CONSUMER_COUNT * WARPS, 0)
+    p = allocate_channel(1, WARPS, 0)
+    ds = allocate_channel(1, WARPS, 0)
+    exchange = Exchange(dp_buffer, p_buffer, ds_buffer, dp, p, ds)
     fence_async_shared()
     wait_for_previous_kernels()
 
@@ -389,7 +356,7 @@ def _bwd_wide_dkdv_kernel(
     )  # fmt: skip
     keys = key_block_of(gl.program_id(0), sizes, config)
     shared = WideShared(
-        config, k_buffers, v_buffers, q_buffers, do_buffers, statistics, k_full, v_full, queries, exchange
+        config, k_buffers, v_buffers, q_buffers, do_buffers, statistics, k_channel, v_channel, queries, douts, exchange
     )
     inputs = Inputs(
         q_tensor, k_tensor, v_tensor, do_tensor, statistics_tensor,

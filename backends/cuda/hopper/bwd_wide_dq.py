@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from diyfa.backends.cuda.attention.tile_io import EQUAL, PACKED, SEQ_LENS
 from diyfa.backends.cuda.gluon.barriers import idle_warps, optimisation_barrier, wait_for_previous_kernels
+from diyfa.backends.cuda.gluon.channel import Channel, allocate_channel
 from diyfa.backends.cuda.gluon.compat import aggregate
 from diyfa.backends.cuda.gluon.ring import KVRing
 from diyfa.backends.cuda.gluon.tile_info import TileInfos, allocate_tile_infos
@@ -84,7 +85,7 @@ class DqShared:
     config: gl.constexpr  # `Sm90BwdDqConstants`
     q_buffers: gl.shared_memory_descriptor  # of each consumer; through them its dQ leaves
     do_buffers: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor  # Q and dO of each consumer are there
+    queries: Channel  # Q and dO of each consumer
     ring: KVRing  # V of the n-th block is item 2n, its K item 2n + 1
     tile_infos: TileInfos
 
@@ -123,7 +124,7 @@ def _producer(problem, shared, inputs, group_size):
         n_blocks = tile.end_block - tile.first_block
         for c in gl.static_range(CONSUMER_COUNT):
             row = tile.row0 + c * ROWS
-            full = shared.full.index(c)
+            full = shared.queries.of(c).full_barrier(0)
             start_load(
                 inputs.do_tensor, b, h, row, end_do, n_queries, shared.do_buffers, c, full, config.BOXES_V, RAGGED
             )
@@ -203,7 +204,7 @@ def _consumer(INDEX: gl.constexpr, problem, shared, outputs):
         if problem.HAS_LEFT:
             masked += order.n_left
         dq = zero_output(BOX, config.BOXES)
-        mbarrier.wait(shared.full.index(INDEX), 0)
+        shared.queries.of(INDEX).wait(0)
         dq = _blocks(shared, outputs, problem, rows, lse, delta, order, 0, masked, dq, INDEX, True)
         n_blocks = tile.end_block - tile.first_block
         dq = _blocks(shared, outputs, problem, rows, lse, delta, order, masked, n_blocks, dq, INDEX, False)
@@ -268,13 +269,11 @@ def _bwd_wide_dq_kernel(
     else:
         OF_V: gl.constexpr = buffer_count(STAGES_OF_EACH, config.BOXES_V, False)
         v_buffers = gl.allocate_shared_memory(DTYPE, [OF_V] + v_tensor.block_shape, v_tensor.layout)
-    full = gl.allocate_shared_memory(gl.int64, [CONSUMER_COUNT, 1], BARRIER)
+    queries = allocate_channel(1, 2, 0, CONSUMER_COUNT)
     kv_full = gl.allocate_shared_memory(gl.int64, [config.STAGES, 1], BARRIER)
     kv_empty = gl.allocate_shared_memory(gl.int64, [config.STAGES, 1], BARRIER)
     ring = KVRing(k_buffers, v_buffers, kv_full, kv_empty, config.STAGES, ONE_RING, CONSUMER_COUNT)
     ring.init()
-    for c in gl.static_range(CONSUMER_COUNT):
-        mbarrier.init(full.index(c), count=2)
     tile_infos = allocate_tile_infos(1)
     fence_async_shared()
     wait_for_previous_kernels()
@@ -284,7 +283,7 @@ def _bwd_wide_dq_kernel(
         lengths_q_ptr, lengths_k_ptr, KeyCache(None, None, None, None, None, None, None, 0),
         config.LENGTHS, config.LENGTHS, config.CAUSAL, config.HAS_LEFT, config.HAS_RIGHT, False,
     )  # fmt: skip
-    shared = DqShared(config, q_buffers, do_buffers, full, ring, tile_infos)
+    shared = DqShared(config, q_buffers, do_buffers, queries, ring, tile_infos)
     inputs = Inputs(
         q_tensor, k_tensor, v_tensor, do_tensor, None,
         steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn, steps_dob, steps_dom,
