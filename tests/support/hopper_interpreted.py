@@ -55,7 +55,9 @@ BACKWARD_MODULES = (
     "hopper.mma",
     "hopper.tiles",
     "hopper.bwd_tiles",
+    "hopper.bwd_common",
     "hopper.bwd_dq",
+    "hopper.bwd_rolling_dq",
     "hopper.bwd",
 )
 WIDE_BACKWARD_MODULES = (*BACKWARD_MODULES, "hopper.bwd_wide", "hopper.bwd_wide_dq", "hopper.bwd_mla")

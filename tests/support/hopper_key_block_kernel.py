@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from diyfa.backends.cuda.attention.tile_io import EQUAL
-from diyfa.backends.cuda.hopper.bwd import Sm90BwdConstants
+from diyfa.backends.cuda.hopper.bwd_common import Sm90BwdConstants
 from diyfa.backends.cuda.hopper.bwd_tiles import Sizes, key_block_of
 
 MANY = 8192

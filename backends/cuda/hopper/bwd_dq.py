@@ -1,32 +1,19 @@
-"""The fp32 dQ of the Hopper backward, and the kernels before and behind the main one.
+"""The fp32 dQ of the Hopper backward, and the kernels before and after the main one.
 
-dQ lies in blocks of BLOCK_M queries, in the order of the consumers' registers, so it is added and read as it is. Where
-all sequences have the same length (ROLLING) the main kernel converts it, and no other has to:
+`_prepare_kernel` forms delta and clears the fp32 dQ. `_convert_kernel` converts it, unless the main kernel does that
+(`bwd_rolling_dq.py`).
 
-* A head of K stands for all query heads of its group, or of a part of it. Programs draw blocks of keys in the order of
-  heads, of which some take turns. Who draws one also takes a share of the head that lies `lag` heads before: its
-  consumers convert that when they have done with the keys, and its adders leave zeros where a head follows. Behind the
-  last block of keys there are only shares to draw.
-* So dQ needs room for no more than `slots` heads, which stay in the L2 cache. A head has the memory of the one `slots`
-  heads before.
-* Each head has two numbers: how often an adder has added a block of keys, and how often one has cleared a share. Who
-  converts waits for the first, who adds to the next head in the same memory for the second. Both wait only for what
-  belongs to lower numbers, which have been drawn before. `lag` and `slots` are such that this is rare.
-
-Else `_convert_kernel` does it, and dQ has room for all queries.
+The fp32 dQ lies in blocks of BLOCK_M queries, in the order of the consumers' registers. So it is added and read without
+any exchange between threads.
 """
 
-# Aggregates are checked against their annotations, so these must not be postponed.
 from dataclasses import dataclass
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from diyfa.backends.cuda.attention.tile_io import PACKED, SEQ_LENS
-from diyfa.backends.cuda.gluon.barriers import WARPS, wait_for_previous_kernels, wait_for_stores
-from diyfa.backends.cuda.gluon.compat import aggregate, async_store
-from diyfa.backends.cuda.gluon.semaphore import end_turn, wait_for_turn
+from diyfa.backends.cuda.gluon.barriers import wait_for_previous_kernels
 from diyfa.backends.cuda.hopper.bwd_tiles import (
     BOX,
     CONSUMER_COUNT,
@@ -37,7 +24,7 @@ from diyfa.backends.cuda.hopper.bwd_tiles import (
     sequence_of,
 )
 from diyfa.backends.cuda.hopper.epilogue import chunked_layout
-from diyfa.backends.cuda.hopper.mma import ROWS, accumulator_layout, box_of, buffer_of
+from diyfa.backends.cuda.hopper.mma import ROWS
 from diyfa.backends.cuda.hopper.softmax import LOG2E
 from diyfa.backends.cuda.runtime.constants import Constants
 
@@ -76,121 +63,6 @@ def to_register_order(dq):
 def from_register_order(x):
     """The opposite, of 64 x 64 numbers that follow each other in memory."""
     return x.reshape([8, 4, 8, 4, 2, 2]).permute(1, 4, 2, 0, 3, 5).reshape([ROWS, BOX])
-
-
-@aggregate
-class RollingDq:
-    """The fp32 dQ of a call, and how far its heads are. `heads` are those of K, of all samples."""
-
-    pointer: gl.tensor | gl.constexpr  # [slots, query heads of a group, blocks of queries, BLOCK_M * D]
-    counts_ptr: gl.tensor | gl.constexpr  # [heads, 2] int32, zeros: blocks of keys that were added, shares cleared
-    slots: gl.tensor | gl.constexpr
-    lag: gl.tensor | gl.constexpr
-    out_tensor: tma.tensor_descriptor | gl.constexpr  # dq, (B, H, S, D) whatever the strides
-
-    @gluon.jit
-    def first_block(self, head, sizes, BLOCK_M: gl.constexpr):
-        """The number of a head's first block of queries."""
-        return head % self.slots * (sizes.group_size * gl.cdiv(sizes.seqlen_q, BLOCK_M))
-
-    @gluon.jit
-    def wait_until_free(self, head, sizes, BLOCK_N: gl.constexpr):
-        """An adder waits until all shares of the head that had the same memory are cleared."""
-        if head >= self.slots:
-            place = self.counts_ptr + (head - self.slots).to(gl.int64) * 2 + 1
-            wait_for_turn(place, gl.cdiv(sizes.seqlen_k, BLOCK_N) * CONSUMER_COUNT)
-
-    @gluon.jit
-    def end_adding(self, head):
-        """An adder has done with a block of keys of the head."""
-        wait_for_stores()
-        end_turn(self.counts_ptr + head.to(gl.int64) * 2)
-
-    @gluon.jit
-    def wait_until_added(self, share, sizes, BLOCK_N: gl.constexpr):
-        """The producer waits until both adders have done with all blocks of keys of a share's head, if there is one."""
-        if share >= 0:
-            shares = gl.cdiv(sizes.seqlen_k, BLOCK_N)
-            wait_for_turn(self.counts_ptr + (share // shares).to(gl.int64) * 2, shares * CONSUMER_COUNT)
-
-    @gluon.jit
-    def end_converting(self, share, sizes, BLOCK_N: gl.constexpr):
-        """An adder has cleared what the consumer whose halves it adds has converted of a share, if there is one."""
-        if share >= 0:
-            head = share // gl.cdiv(sizes.seqlen_k, BLOCK_N)
-            end_turn(self.counts_ptr + head.to(gl.int64) * 2 + 1)
-
-
-@aggregate
-class Share:
-    """A consumer's halves of the blocks of queries [start, end) of a head of K, which are to be converted."""
-
-    head: gl.tensor
-    start: gl.tensor
-    end: gl.tensor
-    CONSUMER: gl.constexpr
-
-    @gluon.jit
-    def pointers(self, i, dq, sizes, BLOCK_M: gl.constexpr, NUM_WARPS: gl.constexpr):
-        LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [NUM_WARPS], [0])
-        half = (dq.first_block(self.head, sizes, BLOCK_M) + i).to(gl.int64) * CONSUMER_COUNT + self.CONSUMER
-        return dq.pointer + half * HALF_DQ + gl.arange(0, HALF_DQ, layout=LAYOUT)
-
-    @gluon.jit
-    def load(self, i, dq, sizes, config: gl.constexpr):
-        """The fp32 dQ of the blocks from i on, as many as belong to a block of keys."""
-        found = ()
-        for j in gl.static_range(config.BLOCK_N // config.BLOCK_M):
-            at = self.pointers(i + j, dq, sizes, config.BLOCK_M, WARPS)
-            found += (gl.load(at, mask=i + j < self.end, cache_modifier=".cg"),)  # added up in the L2 cache
-        return found
-
-    @gluon.jit
-    def store(self, first, dq, buffers, sm_scale, sizes, config: gl.constexpr):
-        """Write dq from the fp32 one, of which the `first` blocks are loaded, through the consumer's two `buffers`,
-        which are free before and after."""
-        M: gl.constexpr = config.BLOCK_M
-        COUNT: gl.constexpr = config.BLOCK_N // M
-        COLUMN: gl.constexpr = self.CONSUMER * BOX if config.BOXES > 1 else 0
-        ROW: gl.constexpr = 0 if config.BOXES > 1 else self.CONSUMER * ROWS
-        heads_kv = sizes.heads_q // sizes.group_size
-        blocks_m = gl.cdiv(sizes.seqlen_q, M)
-        x = first
-        for i in range(self.start, self.end, COUNT):
-            for j in gl.static_range(COUNT):
-                rows = from_register_order(x[j] * sm_scale).to(buffers.dtype)
-                rows = gl.convert_layout(rows, accumulator_layout(BOX), assert_trivial=True)
-                box_of(buffers, self.CONSUMER, j, 2).store(rows)
-            fence_async_shared()
-            for j in gl.static_range(COUNT):
-                if i + j < self.end:
-                    h = self.head % heads_kv * sizes.group_size + (i + j) // blocks_m
-                    async_store(
-                        dq.out_tensor, [self.head // heads_kv, h, (i + j) % blocks_m * M + ROW, COLUMN],
-                        buffer_of(buffers, self.CONSUMER, j, 2).reshape(dq.out_tensor.block_shape),
-                    )  # fmt: skip
-            x = self.load(i + COUNT, dq, sizes, config)
-            tma.store_wait(0)
-
-    @gluon.jit
-    def clear(self, dq, sizes, config: gl.constexpr):
-        """An adder leaves zeros where its consumer has read, if there is a head that needs them."""
-        LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
-        heads = sizes.batch * (sizes.heads_q // sizes.group_size)
-        for i in range(self.start, gl.where(self.head + dq.slots < heads, self.end, self.start)):
-            zeros = gl.zeros([HALF_DQ], gl.float32, LAYOUT)
-            gl.store(self.pointers(i, dq, sizes, config.BLOCK_M, 1), zeros)
-
-
-@gluon.jit
-def share_of(number, sizes, CONSUMER: gl.constexpr, config: gl.constexpr):
-    """What is to be converted with a share, each head's being numbered as its blocks of keys; nothing if it is -1."""
-    shares = gl.cdiv(sizes.seqlen_k, config.BLOCK_N)
-    count = sizes.group_size * gl.cdiv(sizes.seqlen_q, config.BLOCK_M)
-    each = gl.cdiv(count, shares)
-    start = number % shares * each
-    end = gl.where(number >= 0, gl.minimum(start + each, count), start)
-    return Share(number // shares, start, end, CONSUMER)
 
 
 @gluon.jit(do_not_specialize=(*SIZES, "dq_blocks"), do_not_specialize_on_alignment=LENGTH_POINTERS)

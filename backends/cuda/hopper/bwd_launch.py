@@ -12,7 +12,8 @@ from diyfa.backends.cuda.attention.launch import forced_config, strides
 from diyfa.backends.cuda.attention.tile_io import cdiv, lengths_of
 from diyfa.backends.cuda.gluon.compat import ptxas_options
 from diyfa.backends.cuda.gluon.tma import dense_descriptor, ragged_descriptor, rows_box, steps_of
-from diyfa.backends.cuda.hopper.bwd import Sm90BwdConstants, _bwd_sm90_kernel
+from diyfa.backends.cuda.hopper.bwd import _bwd_sm90_kernel
+from diyfa.backends.cuda.hopper.bwd_common import Sm90BwdConstants
 from diyfa.backends.cuda.hopper.bwd_configs import (
     BOX_COLUMNS,
     CONSUMERS,

@@ -114,10 +114,10 @@ class KeyBlock:
         return gl.where(i < masked, self.masked_block(i), self.full_begin + i - masked)
 
     @gluon.jit
-    def turn(self, block, sizes, config):
+    def adders_before(self, block, sizes, config):
         """How many programs add to dQ of a block of queries before this one: those with later keys that it sees.
 
-        Those programs have lower numbers. Under a causal mask they are also the first to come to it.
+        Those programs have lower numbers. Under a causal mask they also reach the block first.
         """
         last = gl.cdiv(self.n_keys, config.BLOCK_N) - 1
         if config.HAS_RIGHT:
@@ -129,12 +129,15 @@ class KeyBlock:
 
 @gluon.jit
 def key_block_of(pid, sizes, config):
-    """Program number -> its keys: head after head, so that what they share stays in L2.
+    """Number of a block of keys -> the block. Blocks are numbered head by head, so that what they share stays in L2.
 
-    Under a causal mask the first keys of a head have the most queries: longest first, but for DETERMINISTIC, where dQ
-    is added up from the last keys to the first (`KeyBlock.turn`). The last heads take turns, since the longest blocks
-    of the very last one would begin when there is little else to do. With DETERMINISTIC all do, so many at a time:
-    blocks of one head that began together would wait for each other at each block of queries.
+    Within a head the first keys come first: under a causal mask they have the most queries. DETERMINISTIC is the other
+    way round, since dQ is added up from the last keys to the first (`KeyBlock.adders_before`).
+
+    The last `heads_in_turns` heads take turns: the first blocks of each of them, then the second ones. Otherwise the
+    longest blocks of the very last head would begin when there is little else to do. With DETERMINISTIC all heads take
+    turns, `heads_in_turns` at a time: blocks of one head that began together would wait for each other at each block of
+    queries.
     """
     blocks_n = gl.cdiv(sizes.seqlen_k, config.BLOCK_N)
     heads_kv = sizes.heads_q // sizes.group_size
@@ -180,7 +183,7 @@ def key_block_of(pid, sizes, config):
 
 
 FIELDS = gl.constexpr(13)
-END, KEYS, SHARE_ONLY = (gl.constexpr(n) for n in range(3))  # what a turn has
+END, KEYS, CHUNK_ONLY = (gl.constexpr(n) for n in range(3))  # kinds of iterations
 WORDS = gl.constexpr(16)  # a power of two
 
 
@@ -193,44 +196,41 @@ class KeyBlocks:
 
     words: gl.shared_memory_descriptor  # [WORDS]
     channel: Channel
-    added: Channel  # to consumers: the turn's share of dQ is added up
-    converted: Channel  # from each consumer to its adder: the share is converted, of this turn or the next
 
     @gluon.jit
-    def write(self, turn, keys, share, KIND: gl.constexpr):
-        """The producer leaves the block of this turn, and the share of dQ that is to be converted before it, or -1
-        (`RollingDq`)."""
+    def write(self, iteration, keys, chunk, KIND: gl.constexpr):
+        """Leave an iteration's block of keys, and the number of the chunk of dQ to convert after it (`RollingDq`)."""
         LAYOUT: gl.constexpr = gl.BlockedLayout([WORDS], [32], [1], [0])
         fields = (
-            KIND, share, keys.b, keys.hk, keys.col0, keys.first_q, keys.first_k, keys.n_queries, keys.n_keys,
+            KIND, chunk, keys.b, keys.hk, keys.col0, keys.first_q, keys.first_k, keys.n_queries, keys.n_keys,
             keys.begin, keys.full_begin, keys.full_end, keys.end,
         )  # fmt: skip
         field = gl.arange(0, WORDS, layout=LAYOUT)
         words = gl.zeros_like(field)
         for i in gl.static_range(FIELDS):
             words = gl.where(field == i, fields[i], words)
-        self.channel.acquire(turn)
+        self.channel.acquire(iteration)
         self.words.store(words)
-        self.channel.commit(turn)
+        self.channel.commit(iteration)
 
     @gluon.jit
-    def read(self, turn, sizes, LENGTHS: gl.constexpr):
-        """What this turn has, as soon as it is known -> (kind, share, block)."""
+    def read(self, iteration, sizes, LENGTHS: gl.constexpr):
+        """Wait for an iteration -> (its kind, chunk of dQ, block of keys)."""
         LAYOUT: gl.constexpr = gl.BlockedLayout([WORDS], [32], [gl.num_warps()], [0])
-        self.channel.wait(turn)
+        self.channel.wait(iteration)
         words = self.words.load(LAYOUT)
         field = gl.arange(0, WORDS, layout=LAYOUT)
         fields = ()
         for i in gl.static_range(FIELDS):
             fields += (gl.sum(gl.where(field == i, words, 0), 0),)
-        kind, share, b, hk, col0, first_q, first_k, n_queries, n_keys, begin, full_begin, full_end, end = fields
-        if LENGTHS == EQUAL:  # what is the same for all blocks takes no registers
+        kind, chunk, b, hk, col0, first_q, first_k, n_queries, n_keys, begin, full_begin, full_end, end = fields
+        if LENGTHS == EQUAL:  # all blocks have the same: no registers for it
             first_q = 0
             first_k = 0
             n_queries = sizes.seqlen_q
             n_keys = sizes.seqlen_k
         keys = KeyBlock(b, hk, col0, first_q, first_k, n_queries, n_keys, begin, full_begin, full_end, end)
-        return kind, share, keys
+        return kind, chunk, keys
 
 
 @gluon.jit
@@ -238,7 +238,17 @@ def allocate_key_blocks():
     """`KeyBlocks` with its memory and barriers, initialised."""
     words = gl.allocate_shared_memory(gl.int32, [WORDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     channel = allocate_channel(1, LANES, CONSUMER_COUNT * (WARPS + 1))
-    added = allocate_channel(1, 1, 0)
-    # Two stages, since nothing keeps a consumer from converting before its adder comes to wait.
-    converted = allocate_channel(2, WARPS, 0, CONSUMER_COUNT)
-    return KeyBlocks(words, channel, added, converted)
+    return KeyBlocks(words, channel)
+
+
+@gluon.jit
+def draw_key_block(scheduler, WAITS: gl.constexpr):
+    """Draw the number of a program's next block of keys.
+
+    A program's first block has the program's own number. But if programs wait for lower numbers (WAITS), the first one
+    is drawn as well: a program that has not started may not hold a number.
+    """
+    index = scheduler.next_tile(0, scheduler.draw())
+    if WAITS:
+        index -= gl.num_programs(0)
+    return index

@@ -26,18 +26,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from diyfa.backends.cuda.attention.tile_io import EQUAL, PACKED, SEQ_LENS
-from diyfa.backends.cuda.gluon.barriers import idle_warps, optimisation_barrier, wait_for_previous_kernels
+from diyfa.backends.cuda.gluon.barriers import idle_warps, wait_for_previous_kernels
 from diyfa.backends.cuda.gluon.channel import Channel, allocate_channel
-from diyfa.backends.cuda.gluon.compat import aggregate
+from diyfa.backends.cuda.gluon.compat import aggregate, optimisation_barrier
 from diyfa.backends.cuda.gluon.ring import KVRing
 from diyfa.backends.cuda.gluon.tile_info import TileInfos, allocate_tile_infos
-from diyfa.backends.cuda.hopper.bwd import (
-    Inputs,
-    exponents,
-    scale_in_log2,
-    start_product,
-    with_derivative,
-)
+from diyfa.backends.cuda.hopper.bwd_common import Inputs, exponents, scale_in_log2, start_product, with_derivative
 from diyfa.backends.cuda.hopper.bwd_tiles import BOX, CONSUMER_COUNT, LENGTH_POINTERS, SIZES, first_query_block
 from diyfa.backends.cuda.hopper.epilogue import matrix, offset_of, store_float32
 from diyfa.backends.cuda.hopper.mma import (
@@ -160,9 +154,9 @@ def _blocks(
         v = ring.buffer_of(item)
         k = ring.buffer_of(item + 1)
         ring.wait_full(item)
-        dp = start_product(shared.do_buffers, ring.v_buffers, v, own, config.USED_BOXES_V, config.BOXES_V, BLOCK_N)
+        dp = start_product(shared.do_buffers, own, ring.v_buffers, v, config.USED_BOXES_V, config.BOXES_V, BLOCK_N)
         ring.wait_full(item + 1)
-        s = start_product(shared.q_buffers, ring.k_buffers, k, own, config.USED_BOXES, config.BOXES, BLOCK_N)
+        s = start_product(shared.q_buffers, own, ring.k_buffers, k, config.USED_BOXES, config.BOXES, BLOCK_N)
         dp = warpgroup_mma_wait(config.USED_BOXES, deps=[dp])  # S, a product for each box, runs on
         ring.release(item)
         s = warpgroup_mma_wait(0, deps=[s])

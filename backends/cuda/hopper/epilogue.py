@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from diyfa.backends.cuda.attention.tile_io import PACKED, SEQ_LENS
-from diyfa.backends.cuda.gluon.barriers import optimisation_barrier
+from diyfa.backends.cuda.gluon.compat import optimisation_barrier
 from diyfa.backends.cuda.hopper.mma import ROWS
 
 CHUNK = gl.constexpr(8)  # elements of 16 bytes

@@ -19,8 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from diyfa.backends.cuda.attention.tile_io import CACHED, PACKED, SEQ_LENS
-from diyfa.backends.cuda.gluon.barriers import optimisation_barrier
-from diyfa.backends.cuda.gluon.compat import aggregate, async_load, async_store, reinterpret
+from diyfa.backends.cuda.gluon.compat import aggregate, async_load, async_store, optimisation_barrier, reinterpret
 from diyfa.backends.cuda.gluon.tile_info import Tile
 from diyfa.backends.cuda.hopper.configs import ROW_BOUND
 from diyfa.backends.cuda.hopper.mma import buffer_index, buffer_of
