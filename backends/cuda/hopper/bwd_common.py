@@ -14,10 +14,17 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma
 
 from diyfa.backends.cuda.attention.tile_io import EQUAL, PACKED
-from diyfa.backends.cuda.gluon.barriers import WARPS
+from diyfa.backends.cuda.gluon.barriers import WARPS, idle_warps
 from diyfa.backends.cuda.gluon.channel import Channel, allocate_channel
 from diyfa.backends.cuda.gluon.compat import aggregate, async_load
-from diyfa.backends.cuda.hopper.bwd_tiles import BOX, CONSUMER_COUNT, KeyBlock, Sizes, first_query_block
+from diyfa.backends.cuda.hopper.bwd_tiles import (
+    BOX,
+    CONSUMER_COUNT,
+    KeyBlock,
+    Sizes,
+    first_query_block,
+    key_block_of,
+)
 from diyfa.backends.cuda.hopper.epilogue import matrix, offset_of, store_float32
 from diyfa.backends.cuda.hopper.mma import ROWS, accumulator_layout, box_of, buffer_count, buffer_of
 from diyfa.backends.cuda.hopper.softmax import LOG2E, reciprocal_of_exp2
@@ -43,7 +50,7 @@ class Sm90BwdConstants(Constants):
     deterministic: bool
     consumer_registers: int
     producer_registers: int
-    direct: bool = False  # dK and dV are stored in float32 from registers; another kernel adds them up
+    direct: bool = False  # dK and dV are stored in float32, from registers, to be added up later
     rolling: bool = False  # the kernel also converts dQ (`RollingDq`)
     last_columns: int = 64  # columns of a tile's last box that products use: 16, 32 or 64
 
@@ -124,8 +131,9 @@ class Consumer:
 
 
 @gluon.jit
-def _allocate_tiles(tensor, TILES: gl.constexpr, BOXES: gl.constexpr):
-    COUNT: gl.constexpr = buffer_count(TILES, BOXES, True)
+def allocate_tiles(tensor, TILES: gl.constexpr, BOXES: gl.constexpr, BY_RUNS: gl.constexpr):
+    """Buffers for TILES tiles of BOXES boxes. BY_RUNS: `run_of` reads them."""
+    COUNT: gl.constexpr = buffer_count(TILES, BOXES, BY_RUNS)
     return gl.allocate_shared_memory(tensor.dtype, [COUNT] + tensor.block_shape, tensor.layout)
 
 
@@ -133,10 +141,10 @@ def _allocate_tiles(tensor, TILES: gl.constexpr, BOXES: gl.constexpr):
 def allocate_shared(q_tensor, k_tensor, v_tensor, do_tensor, statistics_tensor, config: gl.constexpr):
     """`Shared`, with its barriers initialised."""
     KEY_TILES: gl.constexpr = config.BLOCK_N // ROWS
-    k_buffers = _allocate_tiles(k_tensor, KEY_TILES, config.BOXES)
-    v_buffers = _allocate_tiles(v_tensor, KEY_TILES, config.BOXES_V)
-    q_buffers = _allocate_tiles(q_tensor, config.STAGES, config.BOXES)
-    do_buffers = _allocate_tiles(do_tensor, config.STAGES, config.BOXES_V)
+    k_buffers = allocate_tiles(k_tensor, KEY_TILES, config.BOXES, True)
+    v_buffers = allocate_tiles(v_tensor, KEY_TILES, config.BOXES_V, True)
+    q_buffers = allocate_tiles(q_tensor, config.STAGES, config.BOXES, True)
+    do_buffers = allocate_tiles(do_tensor, config.STAGES, config.BOXES_V, True)
     statistics = gl.allocate_shared_memory(
         gl.float32, [2 * config.STAGES] + statistics_tensor.block_shape, statistics_tensor.layout
     )
@@ -147,7 +155,7 @@ def allocate_shared(q_tensor, k_tensor, v_tensor, do_tensor, statistics_tensor, 
     return Shared(config, k_buffers, v_buffers, q_buffers, do_buffers, statistics, keys, values, queries, douts)
 
 
-# ---- the producer
+# ---- the producer, and the roles of a program with one block of keys
 
 
 @gluon.jit
@@ -201,7 +209,7 @@ def load_queries(keys, h, i, item, sizes, shared, inputs):
 
 
 @gluon.jit
-def producer(keys, sizes, shared, inputs):
+def _producer(keys, sizes, shared, inputs):
     """One warp: copy the program's block of keys, then all blocks of queries of all heads of the group."""
     load_keys(keys, sizes, shared, inputs)
     item = 0
@@ -209,6 +217,40 @@ def producer(keys, sizes, shared, inputs):
         for i in range(keys.end - keys.begin):
             load_queries(keys, keys.hk * sizes.group_size + g, i, item, sizes, shared, inputs)
             item += 1
+
+
+@gluon.jit
+def _consumer(INDEX: gl.constexpr, keys, sizes, shared, exchange, outputs):
+    exchange.consume(INDEX, keys, sizes, shared, outputs)
+
+
+@gluon.jit
+def _run_roles(keys, sizes, shared, exchange, inputs, outputs):
+    config: gl.constexpr = shared.config
+    R: gl.constexpr = config.CONSUMER_REGISTERS
+    P: gl.constexpr = config.PRODUCER_REGISTERS
+    gl.warp_specialize(
+        [
+            (_consumer, (0, keys, sizes, shared, exchange, outputs)),
+            (_consumer, (1, keys, sizes, shared, exchange, outputs)),
+            (_producer, (keys, sizes, shared, inputs)),
+            (idle_warps, ()),
+            (idle_warps, ()),
+        ],
+        [4, 1, 1, 2],
+        [R, P, P, P],
+    )
+
+
+@gluon.jit
+def run_key_block(sizes, shared, exchange, inputs, outputs):
+    """Run the producer, and `exchange.consume` on both consumers, for the one block of keys of this program."""
+    keys = key_block_of(gl.program_id(0), sizes, shared.config)
+    if shared.config.LENGTHS == PACKED:
+        if keys.col0 < keys.n_keys:
+            _run_roles(keys, sizes, shared, exchange, inputs, outputs)
+    else:
+        _run_roles(keys, sizes, shared, exchange, inputs, outputs)
 
 
 # ---- the consumers

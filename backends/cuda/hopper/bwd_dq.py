@@ -28,15 +28,15 @@ from diyfa.backends.cuda.hopper.mma import ROWS
 from diyfa.backends.cuda.hopper.softmax import LOG2E
 from diyfa.backends.cuda.runtime.constants import Constants
 
-DQ_ROWS = gl.constexpr(16)  # of the box in which a consumer's half of dQ leaves
+DQ_ROWS = gl.constexpr(16)  # a consumer's half of dQ leaves as a box [DQ_ROWS, DQ_COLUMNS]
 DQ_COLUMNS = gl.constexpr(256)
 HALF_DQ = gl.constexpr(DQ_ROWS.value * DQ_COLUMNS.value)  # 64 x 64 numbers
-IN_ORDER = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))  # of HALF_DQ numbers as they follow each other
+IN_ORDER = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))  # layout of HALF_DQ consecutive numbers
 
 
 @dataclass(frozen=True, eq=False)
 class QueryConstants(Constants):
-    """What `_prepare_kernel` and `_convert_kernel` are compiled for."""
+    """Constants of `_prepare_kernel` and `_convert_kernel`."""
 
     block_m: int
     block_d: int
@@ -50,10 +50,9 @@ class QueryConstants(Constants):
 
 @gluon.jit
 def to_register_order(dq):
-    """[64, columns], an accumulator -> the same numbers so that each thread has four that follow each other, and a warp
-    128; 64 columns are DQ_ROWS rows.
+    """Reorder an accumulator [64, columns]: each thread gets 4 consecutive numbers, and each warp 128, of its own.
 
-    A row is 16 * warp + 8 * half + lane // 4, a column 8 * n + 2 * (lane % 4) + bit.
+    64 columns become DQ_ROWS rows. A row of the accumulator is 16 * warp + 8 * half + lane // 4, a column 8 * n + 2 * (lane % 4) + bit.
     """
     parts = dq.reshape([4, 2, 8, dq.shape[1] // 8, 4, 2])  # warp, half, lane // 4, n, lane % 4, bit
     return parts.permute(3, 0, 2, 4, 1, 5).reshape([dq.shape[1] // 4, DQ_COLUMNS])
@@ -61,7 +60,7 @@ def to_register_order(dq):
 
 @gluon.jit
 def from_register_order(x):
-    """The opposite, of 64 x 64 numbers that follow each other in memory."""
+    """Undo `to_register_order` for 64 x 64 consecutive numbers."""
     return x.reshape([8, 4, 8, 4, 2, 2]).permute(1, 4, 2, 0, 3, 5).reshape([ROWS, BOX])
 
 
@@ -69,17 +68,17 @@ def from_register_order(x):
 def _prepare_kernel(
     o_ptr, do_ptr, lse_ptr, dlse_ptr, lengths_q_ptr, lengths_k_ptr,
     statistics_ptr,
-    dq_ptr,  # None where nothing is added up in memory
+    dq_ptr,  # None where dQ is not added up in memory
     semaphores_ptr,
     counter_ptr,
     counts_ptr,  # of `RollingDq`, or None
     delta_ptr,  # (B, H, Sq) or (H, Tq) fp32, for KEEP_DELTA
     stride_ob, stride_oh, stride_om, stride_dob, stride_doh, stride_dom, stride_dlb, stride_dlh, stride_dlm,
     heads_q, batch, seqlen_q, seqlen_k, total_q, total_k, head_dim_v,
-    dq_blocks,  # of queries, that the fp32 dQ has room for
+    dq_blocks,  # blocks of queries that the fp32 dQ has room for
     config: gl.constexpr,  # `QueryConstants`
 ):  # fmt: skip
-    """A block of queries: delta = rowsum(dO * O) - dLSE, beside lse for the main kernel, and zeros for dQ."""
+    """One block of queries: write lse and delta = rowsum(dO * O) - dLSE for the main kernel, and zeros to dQ."""
     D: gl.constexpr = config.BLOCK_D
     DV: gl.constexpr = config.BLOCK_DV
     M: gl.constexpr = config.BLOCK_M
@@ -95,7 +94,7 @@ def _prepare_kernel(
     row0 = block * M
     if pid == 0:
         gl.store(counter_ptr, 0)
-    R: gl.constexpr = M if DV <= 128 else M // 2  # rows at a time: more would not fit the registers
+    R: gl.constexpr = M if DV <= 128 else M // 2  # rows at a time that fit the registers
     columns = gl.arange(0, DV, layout=gl.SliceLayout(0, LAYOUT))
     if row0 < n_queries:
         o_at = o_ptr + b.to(gl.int64) * stride_ob + h.to(gl.int64) * stride_oh
@@ -132,7 +131,7 @@ def _prepare_kernel(
                 for part in gl.static_range(M * D // HALF_DQ):
                     gl.store(part_at + part * HALF_DQ, zeros)
         if config.ROLLING:
-            for i in gl.static_range(2):  # of as many query heads as heads of K, or more
+            for i in gl.static_range(2):  # there are at least as many query heads as heads of K
                 gl.store(counts_ptr + (b * heads_q + h) * 2 + i, 0, mask=block == 0)
         if config.DETERMINISTIC:
             for half in gl.static_range(CONSUMER_COUNT):
@@ -152,7 +151,7 @@ def _convert_kernel(
     sm_scale,
     config: gl.constexpr,  # `QueryConstants`
 ):  # fmt: skip
-    """Half of a block of queries, what one consumer has added up: scaled, in order, and in dq's dtype."""
+    """Convert one consumer's half of a block of queries: scale it, restore the order, and write it in dq's dtype."""
     M: gl.constexpr = config.BLOCK_M
     D: gl.constexpr = config.BLOCK_D
     LAYOUT: gl.constexpr = chunked_layout(BOX)
@@ -174,7 +173,7 @@ def _convert_kernel(
         row0 += half * ROWS
     end = n_queries if config.LENGTHS == PACKED else seqlen_q
     number = first_query_block(b, h, first_q, sizes, M, config.LENGTHS) + block
-    # Behind the end of a sequence there may be no block: what is read instead is not written.
+    # Beyond the end of a sequence there may be no block. Another one is read then, but not written.
     number = gl.where(row0 < n_queries, number, 0)
     at = dq_ptr + (number.to(gl.int64) * HALVES + half) * HALF_DQ
     x = from_register_order(gl.load(at + gl.arange(0, HALF_DQ, layout=IN_ORDER)) * sm_scale)

@@ -17,8 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from diyfa.backends.cuda.attention.tile_io import PACKED
-from diyfa.backends.cuda.gluon.barriers import WARPS, idle_warps, wait_for_previous_kernels
+from diyfa.backends.cuda.gluon.barriers import WARPS, wait_for_previous_kernels
 from diyfa.backends.cuda.gluon.channel import Channel, allocate_channel
 from diyfa.backends.cuda.gluon.compat import aggregate, hidden_index, index_behind, optimisation_barrier
 from diyfa.backends.cuda.hopper.bwd_common import (
@@ -27,7 +26,7 @@ from diyfa.backends.cuda.hopper.bwd_common import (
     Outputs,
     allocate_shared,
     finished_rows,
-    producer,
+    run_key_block,
     scale_in_log2,
     softmax_weights,
     start_product,
@@ -43,7 +42,6 @@ from diyfa.backends.cuda.hopper.bwd_tiles import (
     SIZES,
     Sizes,
     first_query_block,
-    key_block_of,
 )
 from diyfa.backends.cuda.hopper.mma import ROWS, accumulator_layout, box_of, paired, run_of, unpaired
 from diyfa.backends.cuda.hopper.softmax import LOG2E
@@ -57,12 +55,17 @@ DS_STAGES = gl.constexpr(2)
 class Exchange:
     """The dS that the consumers leave for each other.
 
-    It needs no `empty` barriers: before a consumer writes item n + 2 it has waited for the other one's item n + 1, which
-    the other one writes after reading item n.
+    `ds` needs no `empty` barriers: before a consumer writes item n + 2 it has waited for the other one's item n + 1,
+    which the other one writes after reading item n.
     """
 
     buffers: gl.shared_memory_descriptor  # dSᵀ, [64 keys, 64 queries] of each stage and consumer
     ds: Channel  # from each consumer to the other
+    dq_ptr: gl.tensor  # fp32
+
+    @gluon.jit
+    def consume(self, INDEX: gl.constexpr, keys, sizes, shared, outputs):
+        _consumer(INDEX, keys, sizes, shared, self, outputs)
 
     @gluon.jit
     def box(self, item, CONSUMER: gl.constexpr):
@@ -78,10 +81,10 @@ class Exchange:
 
 
 @gluon.jit
-def _allocate_exchange(DTYPE: gl.constexpr):
+def _allocate_exchange(dq_ptr, DTYPE: gl.constexpr):
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     buffers = gl.allocate_shared_memory(DTYPE, [DS_STAGES * CONSUMER_COUNT, ROWS, ROWS], LAYOUT)
-    return Exchange(buffers, allocate_channel(DS_STAGES, WARPS, 0, CONSUMER_COUNT))
+    return Exchange(buffers, allocate_channel(DS_STAGES, WARPS, 0, CONSUMER_COUNT), dq_ptr)
 
 
 # ---- dQ
@@ -108,9 +111,9 @@ def _start_last_dq(consumer, exchange, item, zero):
 
 
 @gluon.jit
-def _add_dq(dq_ptr, dq, block, j: gl.constexpr):
+def _add_dq(exchange, dq, block, j: gl.constexpr):
     """Add dq, [64, 64], to box j of block number `block` of queries."""
-    _add_in_fours(dq_ptr + (block.to(gl.int64) * BOXES + j) * HALF_DQ, to_register_order(dq))
+    _add_in_fours(exchange.dq_ptr + (block.to(gl.int64) * BOXES + j) * HALF_DQ, to_register_order(dq))
 
 
 @gluon.jit
@@ -137,7 +140,7 @@ def _add_in_fours(pointer, x):
 
 @gluon.jit
 def _blocks(
-    consumer, exchange, dq_ptr,
+    consumer, exchange,
     first,  # number of the head's first block of queries
     start, end,
     dk, dk_last, dv,  # [64, 128], [64, 64], [64, 128] fp32
@@ -185,18 +188,18 @@ def _blocks(
         shared.queries.release(item)
         dq = _start_last_dq(consumer, exchange, item, zero)
         dq = warpgroup_mma_wait(0, deps=[dq])
-        _add_dq(dq_ptr, dq, first + block, BOXES - 1)
+        _add_dq(exchange, dq, first + block, BOXES - 1)
         # The additions read their registers for a while. Without a wait in between the next product would need others.
         exchange.ds.of(1 - c).wait(item)
         dq = _start_dq(consumer, exchange, item, zero)
         dq = warpgroup_mma_wait(0, deps=[dq])
-        _add_dq(dq_ptr, dq, first + block, c)
+        _add_dq(exchange, dq, first + block, c)
         item += 1
     return dk, dk_last, dv, item
 
 
 @gluon.jit
-def _consumer(INDEX: gl.constexpr, keys, sizes, shared, exchange, outputs, dq_ptr):
+def _consumer(INDEX: gl.constexpr, keys, sizes, shared, exchange, outputs):
     """One warpgroup: dK and dV of its 64 keys, and its boxes of dQ."""
     config: gl.constexpr = shared.config
     scale = scale_in_log2(outputs.scale, config.SOFTCAP)
@@ -214,10 +217,10 @@ def _consumer(INDEX: gl.constexpr, keys, sizes, shared, exchange, outputs, dq_pt
         h = keys.hk * sizes.group_size + g
         first = first_query_block(keys.b, h, keys.first_q, sizes, config.BLOCK_M, config.LENGTHS)
         dk, dk_last, dv, item = _blocks(
-            consumer, exchange, dq_ptr, first, 0, masked, dk, dk_last, dv, item, True
+            consumer, exchange, first, 0, masked, dk, dk_last, dv, item, True
         )  # fmt: skip
         dk, dk_last, dv, item = _blocks(
-            consumer, exchange, dq_ptr, first, keys.full_begin, keys.full_end, dk, dk_last, dv, item, False
+            consumer, exchange, first, keys.full_begin, keys.full_end, dk, dk_last, dv, item, False
         )  # fmt: skip
     dk = finished_rows(dk, outputs.sm_scale, consumer)
     dk_last = finished_rows(dk_last, outputs.sm_scale, consumer)
@@ -239,25 +242,6 @@ def _consumer(INDEX: gl.constexpr, keys, sizes, shared, exchange, outputs, dq_pt
         tma.store_wait(0)
 
 
-@gluon.jit
-def _specialise(keys, sizes, shared, exchange, inputs, outputs, dq_ptr):
-    """Run both consumers and the producer."""
-    config: gl.constexpr = shared.config
-    R: gl.constexpr = config.CONSUMER_REGISTERS
-    P: gl.constexpr = config.PRODUCER_REGISTERS
-    gl.warp_specialize(
-        [
-            (_consumer, (0, keys, sizes, shared, exchange, outputs, dq_ptr)),
-            (_consumer, (1, keys, sizes, shared, exchange, outputs, dq_ptr)),
-            (producer, (keys, sizes, shared, inputs)),
-            (idle_warps, ()),
-            (idle_warps, ()),
-        ],
-        [4, 1, 1, 2],
-        [R, P, P, P],
-    )
-
-
 @gluon.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=LENGTH_POINTERS)
 def _bwd_mla_kernel(
     q_tensor, k_tensor, v_tensor, do_tensor,  # as in `bwd.py`
@@ -274,7 +258,7 @@ def _bwd_mla_kernel(
 ):  # fmt: skip
     """Set up shared memory and barriers, and run the roles."""
     shared = allocate_shared(q_tensor, k_tensor, v_tensor, do_tensor, statistics_tensor, config)
-    exchange = _allocate_exchange(q_tensor.dtype)
+    exchange = _allocate_exchange(dq_ptr, q_tensor.dtype)
     fence_async_shared()
     wait_for_previous_kernels()
 
@@ -282,14 +266,9 @@ def _bwd_mla_kernel(
         heads_q, group_size, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
         lengths_q_ptr, lengths_k_ptr, heads_in_turns,
     )  # fmt: skip
-    keys = key_block_of(gl.program_id(0), sizes, config)
     inputs = Inputs(
         q_tensor, k_tensor, v_tensor, do_tensor, statistics_tensor,
         steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn, steps_dob, steps_dom,
     )  # fmt: skip
     outputs = Outputs(dk_tensor, dv_tensor, dk_ptr, dv_ptr, sm_scale, scale, softcap)
-    if config.LENGTHS == PACKED:
-        if keys.col0 < keys.n_keys:
-            _specialise(keys, sizes, shared, exchange, inputs, outputs, dq_ptr)
-    else:
-        _specialise(keys, sizes, shared, exchange, inputs, outputs, dq_ptr)
+    run_key_block(sizes, shared, exchange, inputs, outputs)

@@ -1,7 +1,7 @@
-"""What a program of the Hopper backward works at: a block of keys, and the blocks of queries that see it.
+"""Blocks of keys of the Hopper backward, and the blocks of queries that see them.
 
-Queries lie in blocks of BLOCK_M of one head, each sequence beginning with a block of its own, so the statistics and the
-fp32 dQ have blocks of their own for each sequence, too.
+Queries lie in blocks of BLOCK_M rows of one head. Each sequence begins with a block of its own, so the statistics and
+the fp32 dQ have blocks of their own for each sequence, too.
 """
 
 # Aggregates are checked against their annotations, so these must not be postponed.
@@ -17,7 +17,7 @@ from diyfa.backends.cuda.hopper.tiles import load_clamped
 
 CONSUMER_COUNT = gl.constexpr(CONSUMERS)
 BOX = gl.constexpr(BOX_COLUMNS)
-# Arguments of which Triton shall compile no more than one version.
+# Arguments for whose values Triton must not compile versions of their own.
 SIZES = (
     "heads_q", "group_size", "batch", "seqlen_q", "seqlen_k", "total_q", "total_k", "window_left", "window_right",
     "steps_qb", "steps_qm", "steps_kb", "steps_kn", "steps_vb", "steps_vn", "steps_dob", "steps_dom", "heads_in_turns",
@@ -27,7 +27,7 @@ LENGTH_POINTERS = ("lengths_q_ptr", "lengths_k_ptr")
 
 @aggregate
 class Sizes:
-    """Sizes of a call, lengths of its sequences, the mask, and the order of the work."""
+    """Sizes of a call, lengths of its sequences, the mask, and the order of the blocks of keys."""
 
     heads_q: gl.tensor
     group_size: gl.tensor | gl.constexpr
@@ -40,15 +40,15 @@ class Sizes:
     window_right: gl.tensor | gl.constexpr
     lengths_q_ptr: gl.tensor | gl.constexpr  # None where all are EQUAL
     lengths_k_ptr: gl.tensor | gl.constexpr
-    heads_in_turns: gl.tensor | gl.constexpr  # of K: see `key_block_of`
+    heads_in_turns: gl.tensor | gl.constexpr  # heads of K, see `key_block_of`
 
 
 @gluon.jit
 def sequence_of(b, sizes, LENGTHS: gl.constexpr):
-    """Sample b -> (its first row in q, in k, its queries, its keys).
+    """Return the first row of sample b in q, its first row in k, and how many queries and keys it has.
 
-    Of a packed sequence that is longer than the longest is said to be, what comes first: there is no memory for more,
-    and nobody draws its blocks, for which others would wait.
+    A packed sequence that is longer than the stated maximum is cut there. There is no memory for more, and no program
+    draws the blocks beyond it, so others would wait for them for ever.
     """
     first_q = 0
     first_k = 0
@@ -71,7 +71,8 @@ def sequence_of(b, sizes, LENGTHS: gl.constexpr):
 def first_query_block(b, h, first_q, sizes, BLOCK_M: gl.constexpr, LENGTHS: gl.constexpr):
     """The number of a sequence's first block of queries in head h.
 
-    Packed, those of a head's sequence b begin at first_q // BLOCK_M + b, and the next sequence's far enough behind.
+    Packed, the blocks of sequence b begin at first_q // BLOCK_M + b within a head. The next sequence begins far enough
+    behind, since floor(x + n) - floor(x) + 1 >= ceil(n).
     """
     if LENGTHS == PACKED:
         block = h * (sizes.total_q // BLOCK_M + sizes.batch) + first_q // BLOCK_M + b
@@ -82,23 +83,23 @@ def first_query_block(b, h, first_q, sizes, BLOCK_M: gl.constexpr, LENGTHS: gl.c
 
 @aggregate
 class KeyBlock:
-    """A program's keys, and the blocks of queries that see them: [begin, end), of which [full_begin, full_end) need no
-    mask."""
+    """A block of BLOCK_N keys, and the blocks [begin, end) of queries that see some of them."""
 
-    b: gl.tensor
-    hk: gl.tensor
-    col0: gl.tensor
-    first_q: gl.tensor
+    b: gl.tensor  # sample
+    hk: gl.tensor  # head of K
+    col0: gl.tensor  # first key
+    first_q: gl.tensor  # first row of the sequence in packed q
     first_k: gl.tensor
-    n_queries: gl.tensor
+    n_queries: gl.tensor  # of the sequence
     n_keys: gl.tensor
     begin: gl.tensor
-    full_begin: gl.tensor
+    full_begin: gl.tensor  # blocks [full_begin, full_end) need no mask
     full_end: gl.tensor
     end: gl.tensor
 
     @gluon.jit
     def masked_count(self):
+        """How many blocks need a mask."""
         return (self.full_begin - self.begin) + (self.end - self.full_end)
 
     @gluon.jit
@@ -109,7 +110,7 @@ class KeyBlock:
 
     @gluon.jit
     def block(self, i):
-        """The i-th block of all: those that need a mask come first."""
+        """The i-th of all blocks. Those that need a mask come first."""
         masked = self.masked_count()
         return gl.where(i < masked, self.masked_block(i), self.full_begin + i - masked)
 
@@ -159,11 +160,11 @@ def key_block_of(pid, sizes, config):
     begin = 0
     full_begin = 0
     end_row = n_queries
-    full_end = gl.cdiv(n_queries, config.BLOCK_M)  # queries that do not exist weigh exp(s - inf) = 0
+    full_end = gl.cdiv(n_queries, config.BLOCK_M)  # rows beyond the last query have weights exp(s - inf) = 0
     if config.HAS_RIGHT:
-        first_row = gl.maximum(col0 - offset - sizes.window_right, 0)  # that sees a key
+        first_row = gl.maximum(col0 - offset - sizes.window_right, 0)  # the first to see a key
         begin = first_row // config.BLOCK_M
-        first_row = gl.maximum(col0 + (config.BLOCK_N - 1) - offset - sizes.window_right, 0)  # that sees all of them
+        first_row = gl.maximum(col0 + (config.BLOCK_N - 1) - offset - sizes.window_right, 0)  # to see all
         full_begin = gl.cdiv(first_row, config.BLOCK_M)
     if config.HAS_LEFT:
         end_row = gl.minimum(n_queries, gl.maximum(col0 + config.BLOCK_N + sizes.window_left - offset, 0))
@@ -172,10 +173,11 @@ def key_block_of(pid, sizes, config):
     end = gl.maximum(gl.cdiv(end_row, config.BLOCK_M), begin)
     if config.LENGTHS != EQUAL:
         end = gl.where(col0 < n_keys, end, begin)
-    # Keys beyond the end are zeros; their weights may be infinite all the same.
+    # Keys beyond the last one read as zeros, but their weights exp(0 - lse) may be infinite: they need a mask.
     full_begin = gl.where(col0 + config.BLOCK_N <= n_keys, full_begin, end)
     if config.DETERMINISTIC and config.HAS_LEFT:
-        # Blocks in their order, so all with a mask: else each program would wait for most of the one before.
+        # All blocks count as masked, so that they come in their own order. Otherwise each program would wait for most
+        # of the one before.
         full_begin = end
     full_begin = gl.minimum(gl.maximum(full_begin, begin), end)
     full_end = gl.minimum(gl.maximum(full_end, full_begin), end)
@@ -189,9 +191,10 @@ WORDS = gl.constexpr(16)  # a power of two
 
 @aggregate
 class KeyBlocks:
-    """How the producer tells the others which block of keys comes next: one after another in the same words.
+    """The producer's messages to the other roles of a persistent program: the block of keys of each iteration.
 
-    Adders release them when they have read them, consumers when they have done with the keys.
+    All iterations use the same memory. Adders release it when they have read it, consumers when they have finished the
+    keys.
     """
 
     words: gl.shared_memory_descriptor  # [WORDS]

@@ -24,8 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from diyfa.backends.cuda.attention.tile_io import PACKED
-from diyfa.backends.cuda.gluon.barriers import WARPS, idle_warps, wait_for_previous_kernels
+from diyfa.backends.cuda.gluon.barriers import WARPS, wait_for_previous_kernels
 from diyfa.backends.cuda.gluon.channel import Channel, allocate_channel
 from diyfa.backends.cuda.gluon.compat import aggregate, optimisation_barrier
 from diyfa.backends.cuda.hopper.bwd_common import (
@@ -34,7 +33,7 @@ from diyfa.backends.cuda.hopper.bwd_common import (
     Outputs,
     allocate_shared,
     finished_rows,
-    producer,
+    run_key_block,
     scale_in_log2,
     softmax_weights,
     start_product,
@@ -42,7 +41,7 @@ from diyfa.backends.cuda.hopper.bwd_common import (
     store_from_registers,
 )
 from diyfa.backends.cuda.hopper.bwd_dq import DQ_COLUMNS, DQ_ROWS, from_register_order, to_register_order
-from diyfa.backends.cuda.hopper.bwd_tiles import BOX, CONSUMER_COUNT, LENGTH_POINTERS, SIZES, Sizes, key_block_of
+from diyfa.backends.cuda.hopper.bwd_tiles import BOX, CONSUMER_COUNT, LENGTH_POINTERS, SIZES, Sizes
 from diyfa.backends.cuda.hopper.mma import ROWS, accumulator_layout, box_of, run_of
 from diyfa.backends.cuda.hopper.softmax import LOG2E
 
@@ -85,6 +84,10 @@ class Exchange:
     dp: Channel
     p: Channel
     ds: Channel
+
+    @gluon.jit
+    def consume(self, INDEX: gl.constexpr, keys, sizes, shared, outputs):
+        _consumer(INDEX, keys, sizes, shared, self, outputs)
 
     @gluon.jit
     def store_dp(self, dp, item):
@@ -240,25 +243,6 @@ def _consumer(INDEX: gl.constexpr, keys, sizes, shared, exchange, outputs):
         tma.store_wait(0)
 
 
-@gluon.jit
-def _specialise(keys, sizes, shared, exchange, inputs, outputs):
-    """Run both consumers and the producer."""
-    config: gl.constexpr = shared.config
-    R: gl.constexpr = config.CONSUMER_REGISTERS
-    P: gl.constexpr = config.PRODUCER_REGISTERS
-    gl.warp_specialize(
-        [
-            (_consumer, (0, keys, sizes, shared, exchange, outputs)),
-            (_consumer, (1, keys, sizes, shared, exchange, outputs)),
-            (producer, (keys, sizes, shared, inputs)),
-            (idle_warps, ()),
-            (idle_warps, ()),
-        ],
-        [4, 1, 1, 2],
-        [R, P, P, P],
-    )
-
-
 @gluon.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=LENGTH_POINTERS)
 def _bwd_wide_dkdv_kernel(
     q_tensor, k_tensor, v_tensor, do_tensor,  # as in `bwd.py`
@@ -282,14 +266,9 @@ def _bwd_wide_dkdv_kernel(
         heads_q, group_size, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
         lengths_q_ptr, lengths_k_ptr, heads_in_turns,
     )  # fmt: skip
-    keys = key_block_of(gl.program_id(0), sizes, config)
     inputs = Inputs(
         q_tensor, k_tensor, v_tensor, do_tensor, statistics_tensor,
         steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn, steps_dob, steps_dom,
     )  # fmt: skip
     outputs = Outputs(dk_tensor, dv_tensor, dk_ptr, dv_ptr, sm_scale, scale, softcap)
-    if config.LENGTHS == PACKED:
-        if keys.col0 < keys.n_keys:
-            _specialise(keys, sizes, shared, exchange, inputs, outputs)
-    else:
-        _specialise(keys, sizes, shared, exchange, inputs, outputs)
+    run_key_block(sizes, shared, exchange, inputs, outputs)
