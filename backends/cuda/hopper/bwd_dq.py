@@ -52,7 +52,8 @@ class QueryConstants(Constants):
 def to_register_order(dq):
     """Reorder an accumulator [64, columns]: each thread gets 4 consecutive numbers, and each warp 128, of its own.
 
-    64 columns become DQ_ROWS rows. A row of the accumulator is 16 * warp + 8 * half + lane // 4, a column 8 * n + 2 * (lane % 4) + bit.
+    64 columns become DQ_ROWS rows. In the accumulator a row is 16 * warp + 8 * half + lane // 4, and a column is
+    8 * n + 2 * (lane % 4) + bit.
     """
     parts = dq.reshape([4, 2, 8, dq.shape[1] // 8, 4, 2])  # warp, half, lane // 4, n, lane % 4, bit
     return parts.permute(3, 0, 2, 4, 1, 5).reshape([dq.shape[1] // 4, DQ_COLUMNS])
@@ -100,9 +101,9 @@ def _prepare_kernel(
         o_at = o_ptr + b.to(gl.int64) * stride_ob + h.to(gl.int64) * stride_oh
         do_at = do_ptr + b.to(gl.int64) * stride_dob + h.to(gl.int64) * stride_doh
         if config.LENGTHS == PACKED:
-            of_rows = h.to(gl.int64) * total_q + first_q
+            first_row = h.to(gl.int64) * total_q + first_q
         else:
-            of_rows = (b * heads_q + h).to(gl.int64) * seqlen_q
+            first_row = (b * heads_q + h).to(gl.int64) * seqlen_q
         number = first_query_block(b, h, first_q, sizes, M, config.LENGTHS) + block
         statistics = statistics_ptr + number.to(gl.int64) * (2 * M)
         for start in range(0, M, R):
@@ -114,14 +115,13 @@ def _prepare_kernel(
             o = gl.load(o_at + at * stride_om + columns[None, :], mask=inside, other=0.0)
             do = gl.load(do_at + at * stride_dom + columns[None, :], mask=inside, other=0.0)
             delta = gl.sum(o.to(gl.float32) * do.to(gl.float32), 1)
-            lse = gl.load(lse_ptr + of_rows + rows, mask=exists, other=float("inf"))
+            lse = gl.load(lse_ptr + first_row + rows, mask=exists, other=float("inf"))
             if config.HAS_DLSE:
                 dlse_at = dlse_ptr + b.to(gl.int64) * stride_dlb + h.to(gl.int64) * stride_dlh
                 delta -= gl.load(dlse_at + (first_q + rows).to(gl.int64) * stride_dlm, mask=exists, other=0.0)
             if config.KEEP_DELTA:
-                gl.store(
-                    delta_ptr + of_rows + rows, delta, mask=rows < (n_queries if config.LENGTHS == PACKED else seqlen_q)
-                )
+                end = n_queries if config.LENGTHS == PACKED else seqlen_q
+                gl.store(delta_ptr + first_row + rows, delta, mask=rows < end)
             gl.store(statistics + in_block, lse * LOG2E)
             gl.store(statistics + M + in_block, delta)
         if dq_ptr is not None:  # noqa: SIM102 (decided when it is compiled)
@@ -137,9 +137,9 @@ def _prepare_kernel(
             for half in gl.static_range(CONSUMER_COUNT):
                 gl.store(semaphores_ptr + number * CONSUMER_COUNT + half, 0)
     elif config.KEEP_DELTA and config.LENGTHS == SEQ_LENS:
-        of_sample = (b * heads_q + h).to(gl.int64) * seqlen_q
+        first_row = (b * heads_q + h).to(gl.int64) * seqlen_q
         rows = row0 + gl.arange(0, M, layout=gl.SliceLayout(1, LAYOUT))
-        gl.store(delta_ptr + of_sample + rows, gl.zeros_like(rows).to(gl.float32), mask=rows < seqlen_q)
+        gl.store(delta_ptr + first_row + rows, gl.zeros_like(rows).to(gl.float32), mask=rows < seqlen_q)
 
 
 @gluon.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=LENGTH_POINTERS)

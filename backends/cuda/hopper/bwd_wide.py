@@ -48,8 +48,10 @@ from diyfa.backends.cuda.hopper.softmax import LOG2E
 
 @constexpr_function
 def half_count(half, boxes):
-    """How many boxes a half of a tile's columns has. Three boxes make halves of one and two: of K, and of Q, consumer 0
-    has half 0; of V and dO it has half 1."""
+    """Number of boxes in half 0 or 1 of a tile's columns. Three boxes are divided into one and two.
+
+    Consumer 0 has half 0 of K and Q, but half 1 of V and dO.
+    """
     return half + 1 if boxes == 3 else boxes // 2
 
 

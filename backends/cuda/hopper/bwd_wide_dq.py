@@ -173,8 +173,8 @@ def _blocks(
         started = ()
         for run in gl.static_range(run_count(config.BOXES)):
             operand = gl.convert_layout(ds, gl.DotOperandLayout(0, dq[run].type.layout, 2))  # costs nothing
-            of_run = run_of(ring.k_buffers, k, config.BOXES, run, config.BOXES)
-            started += (warpgroup_mma(operand, of_run, dq[run], is_async=True),)
+            k_run = run_of(ring.k_buffers, k, config.BOXES, run, config.BOXES)
+            started += (warpgroup_mma(operand, k_run, dq[run], is_async=True),)
         dq = finish_values(started)
         ring.release(item + 1)
     return dq
