@@ -106,12 +106,12 @@ def allocate_channel(
     """One or more channels, with their barriers initialised. `Channel.of` picks one of several."""
     COUNT: gl.constexpr = CHANNELS * STAGES
     full = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(COUNT):
-        mbarrier.init(full.index(i), count=FILLS)
     if RELEASES > 0:
         empty = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-        for i in gl.static_range(COUNT):
-            mbarrier.init(empty.index(i), count=RELEASES)
     else:
         empty = None
+    for i in gl.static_range(COUNT):
+        mbarrier.init(full.index(i), count=FILLS)
+        if RELEASES > 0:
+            mbarrier.init(empty.index(i), count=RELEASES)
     return Channel(full, empty, STAGES, CHANNELS, 0)
