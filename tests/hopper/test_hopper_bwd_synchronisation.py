@@ -32,25 +32,26 @@ SYNCHRONISING = (
     "wait_full",
     "release",
     "arrive_per_lane",
-    "_wait_for_other",
+    "_arrive",
+    "_wait",
+    "sync_consumers",
     "wait_for_previous_kernels",
 )
 METHODS = (
-    "init",
-    "end_adding",
-    "end_converting",
-    "wait_until_added",
-    "wait_until_converted",
-    "wait_until_free",
-    "wait_dq_empty",
-    "wait_full",
-    "wait_do",
-    "wait_empty",
-    "wait_ds",
-    "wait_dp",
-    "wait_p",
+    "acquire",
+    "commit",
+    "signal",
     "wait",
     "release",
+    "init",
+    "announce",
+    "end_adding",
+    "end_clearing",
+    "wait_until_added",
+    "wait_until_complete",
+    "wait_until_free",
+    "wait_empty",
+    "wait_full",
 )
 # Two query heads share the keys: long enough for every stage to be used again.
 PROBLEM = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", 1, 2, 1, 260, 200, 64, 64, -1, 0)
@@ -70,7 +71,17 @@ def statements(tree: ast.AST) -> list[ast.Expr]:
     return sorted((call for call in calls if is_synchronising(call.value.func)), key=lambda call: call.lineno)
 
 
-ROLLING = dict.fromkeys(("hopper.bwd_tiles", "hopper.bwd_dq", "hopper.bwd"), (64, 64))
+ROLLING = dict.fromkeys(
+    (
+        "gluon.channel",
+        "hopper.bwd_tiles",
+        "hopper.bwd_common",
+        "hopper.bwd_dq",
+        "hopper.bwd_rolling_dq",
+        "hopper.bwd",
+    ),
+    (64, 64),
+)
 # D and Dv
 MODULES = {**ROLLING, "hopper.bwd_wide": (200, 136), "hopper.bwd_wide_dq": (200, 200), "hopper.bwd_mla": (136, 72)}
 TREES = {name: ast.parse(source_of(name)) for name in MODULES}

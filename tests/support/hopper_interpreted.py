@@ -49,7 +49,17 @@ KERNEL_MODULES = (
     "hopper.tiles",
     "hopper.fwd",
 )
-BACKWARD_MODULES = ("gluon.barriers", "hopper.mma", "hopper.tiles", "hopper.bwd_tiles", "hopper.bwd_dq", "hopper.bwd")
+BACKWARD_MODULES = (
+    "gluon.barriers",
+    "gluon.channel",
+    "hopper.mma",
+    "hopper.tiles",
+    "hopper.bwd_tiles",
+    "hopper.bwd_common",
+    "hopper.bwd_dq",
+    "hopper.bwd_rolling_dq",
+    "hopper.bwd",
+)
 WIDE_BACKWARD_MODULES = (*BACKWARD_MODULES, "hopper.bwd_wide", "hopper.bwd_wide_dq", "hopper.bwd_mla")
 BACKWARD_KERNELS = {
     "_prepare_kernel": hopper_bwd_dq,

@@ -1,4 +1,4 @@
-"""`_key_block` of the Hopper backward: on many configurations at once, and of each program of one."""
+"""`key_block_of` of the Hopper backward: on many configurations at once, and of each program of one."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from diyfa.backends.cuda.attention.tile_io import EQUAL
-from diyfa.backends.cuda.hopper.bwd import Sm90BwdConstants
-from diyfa.backends.cuda.hopper.bwd_tiles import Sizes, _key_block
+from diyfa.backends.cuda.hopper.bwd_common import Sm90BwdConstants
+from diyfa.backends.cuda.hopper.bwd_tiles import Sizes, key_block_of
 
 MANY = 8192
 
@@ -27,7 +27,7 @@ def _key_blocks_kernel(cases_ptr, out_ptr, count, MANY: gl.constexpr, config: gl
     block_n = first_key // config.BLOCK_N
     if config.DETERMINISTIC:
         block_n = gl.cdiv(seqlen_k, config.BLOCK_N) - 1 - block_n
-    keys = _key_block(block_n, sizes, config)
+    keys = key_block_of(block_n, sizes, config)
     out = out_ptr + at * 4
     gl.store(out, keys.begin + at * 0, mask=exists)
     gl.store(out + 1, keys.full_begin + at * 0, mask=exists)
@@ -41,7 +41,7 @@ def _order_kernel(
 ):
     at = gl.program_id(0) * MANY + gl.arange(0, MANY, layout=gl.BlockedLayout([1], [32], [4], [0]))
     sizes = Sizes(heads_q, group_size, batch, 1, seqlen_k, 0, 0, -1, -1, None, None, heads_in_turns)
-    keys = _key_block(gl.minimum(at, count - 1), sizes, config)
+    keys = key_block_of(gl.minimum(at, count - 1), sizes, config)
     exists = at < count
     gl.store(out_ptr + at * 3, keys.b, mask=exists)
     gl.store(out_ptr + at * 3 + 1, keys.hk, mask=exists)

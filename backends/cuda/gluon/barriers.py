@@ -28,16 +28,6 @@ def _inline_ptx(text: gl.constexpr):
 
 
 @gluon.jit
-def optimisation_barrier(x):
-    """x (32 bits), as a number that the compiler knows nothing of before this place.
-
-    Else it would compute what follows from x, such as reciprocals and addresses, before the first tile, and keep it in
-    registers that the loops have none of to spare.
-    """
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1)
-
-
-@gluon.jit
 def wait_for_previous_kernels():
     """Wait for the kernels before this one on the stream.
 

@@ -41,10 +41,33 @@ if has_gluon():
     # (shared memory, dtype, shape, layout) -> the same bytes seen as that. Before Triton 3.9 it was a private method.
     reinterpret: Any = getattr(_shared_memory, "reinterpret", None) or _shared_memory._reinterpret
 
+    from triton.experimental import gluon as _gluon
+    from triton.experimental.gluon import language as _gl
 
-# Triton 3.9 forms the descriptors of all products of a block at its beginning and spills them, but for those of an
-# index that it does not know until later (`hopper/bwd_mla.py`).
-FORMS_DESCRIPTORS_EARLY = TRITON >= (3, 9)
+    # Triton 3.9 forms the descriptors of all products of a loop at the beginning of its body, and ptxas spills them:
+    # 1.9 KB in `hopper/bwd_mla.py`. A descriptor stays where it is used if its index is hidden until then. Older
+    # versions need none of this, and there it would cost 5 % of a causal backward pass.
+    _HIDES_INDICES = _gl.constexpr(TRITON >= (3, 9))
+
+    @_gluon.jit
+    def optimisation_barrier(x):
+        """Return x (32 bits) as a number of which the compiler knows nothing before this point of the program.
+
+        Otherwise the compiler computes what follows from x, such as reciprocals and addresses, before the first tile.
+        It would keep that in registers, of which loops have none to spare.
+        """
+        return _gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1)
+
+    @_gluon.jit
+    def hidden_index(index):
+        """Return the index of a tile as a number that is hidden from the compiler until this point of the program."""
+        return optimisation_barrier(index) if _HIDES_INDICES else index
+
+    @_gluon.jit
+    def index_behind(index, zero):
+        """Return index + zero, where zero is a `hidden_index`, so that the sum is hidden as long as zero is."""
+        return index + zero if _HIDES_INDICES else index
+
 
 # Triton 3.9 brings two versions of ptxas and takes the newer one for sm_90. With the older one the Hopper kernel spills
 # less in every config in which it spills at all (docs/log/hopper.md, "Versions of Triton").

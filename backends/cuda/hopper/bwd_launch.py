@@ -1,4 +1,4 @@
-"""Launches of the Hopper backward (`hopper/bwd*.py`), and the memory between them."""
+"""Launches of the Hopper backward (`hopper/bwd*.py`), and the workspace that they share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from diyfa.backends.cuda.attention.launch import forced_config, strides
 from diyfa.backends.cuda.attention.tile_io import cdiv, lengths_of
 from diyfa.backends.cuda.gluon.compat import ptxas_options
 from diyfa.backends.cuda.gluon.tma import dense_descriptor, ragged_descriptor, rows_box, steps_of
-from diyfa.backends.cuda.hopper.bwd import Sm90BwdConstants, _bwd_sm90_kernel
+from diyfa.backends.cuda.hopper.bwd import _bwd_sm90_kernel
+from diyfa.backends.cuda.hopper.bwd_common import Sm90BwdConstants
 from diyfa.backends.cuda.hopper.bwd_configs import (
     BOX_COLUMNS,
     CONSUMERS,
@@ -49,19 +50,19 @@ from diyfa.problem import (
 
 
 def blocks_of(problem: AttentionProblem, block_m: int) -> int:
-    """Blocks of queries of all heads, each sequence with its own."""
+    """Number of blocks of queries of all heads. Each sequence has blocks of its own."""
     if problem.varlen:
         return problem.heads_q * (problem.total_q // block_m + problem.batch)
     return problem.batch * problem.heads_q * cdiv(problem.seqlen_q, block_m)
 
 
-# Names of each input's descriptor, steps between samples and steps between rows; rows of keys are counted by n.
+# For each input: argument names of its descriptor, its steps between samples, and its steps between rows.
 _INPUTS = [(f"{x}_tensor", f"steps_{x}b", f"steps_{x}{'n' if x in ('k', 'v') else 'm'}") for x in ("q", "k", "v", "do")]
 _SIZES = ("heads_q", "batch", "seqlen_q", "seqlen_k", "total_q", "total_k")
 
 
 class _Form(NamedTuple):
-    """Facts that decide the constants of the kernels, besides the kind of the problem."""
+    """Facts that decide the constants of the kernels, beside the problem's kind."""
 
     config: Sm90BwdConfig
     boxes: int
@@ -128,7 +129,7 @@ def _dq_constants(problem: AttentionProblem, form: _Form, direct: bool) -> Sm90B
 
 
 class Sm90Backward:
-    """The launches of one backward pass, and the memory between them."""
+    """The launches of one backward pass, and their workspace."""
 
     def __init__(
         self,
@@ -150,22 +151,23 @@ class Sm90Backward:
         if config.form == "keys":
             self.programs = min(self.programs, self.multiprocessors)
         self.in_order = problem.deterministic and config.form == "keys"
-        self.dq_blocks, self.rolling, of_counts = blocks, _can_roll(problem, config, dq), 0
-        if config.form == "columns":  # whose dQ is added up in registers
+        self.dq_blocks, self.rolling, counts_size = blocks, _can_roll(problem, config, dq), 0
+        if config.form == "columns":  # adds dQ up in registers
             self.dq_blocks = 0
         self.form = _Form(config, self.boxes, self.boxes_v, self.in_order, self.rolling)
         self.sizes = {name: getattr(problem, name) for name in _SIZES}
         self.heads_in_turns, self.lag, self.slots = self._window()
         if self.rolling:
             self.dq_blocks = self.slots * (problem.heads_q // self.heads_kv) * cdiv(problem.seqlen_q, config.block_m)
-            of_counts = cdiv(2 * problem.batch * problem.heads_q, 4) * 4
-        # One allocation, of which the parts begin at multiples of 16 bytes.
-        of_dq, of_statistics = self.dq_blocks * config.block_m * self.boxes * BOX_COLUMNS, blocks * config.block_m * 2
-        of_semaphores = cdiv(blocks * CONSUMERS, 4) * 4 if self.in_order else 0
-        sizes = (of_dq, of_statistics, 4, of_counts, of_semaphores, *bwd_parts.sizes_of(problem, self.parts))
+            counts_size = cdiv(2 * problem.batch * problem.heads_q, 4) * 4
+        # One allocation. All its parts begin at multiples of 16 bytes.
+        dq_size = self.dq_blocks * config.block_m * self.boxes * BOX_COLUMNS
+        statistics_size = blocks * config.block_m * 2
+        semaphores_size = cdiv(blocks * CONSUMERS, 4) * 4 if self.in_order else 0
+        sizes = (dq_size, statistics_size, 4, counts_size, semaphores_size, *bwd_parts.sizes_of(problem, self.parts))
         self.workspace = lse.new_empty(sum(sizes))
         dq_sums, statistics, counter, counts, semaphores, *self.dk_dv_parts = self.workspace.split(sizes)
-        self.dq = dq_sums.view(-1, DQ_COLUMNS.value) if of_dq else None
+        self.dq = dq_sums.view(-1, DQ_COLUMNS.value) if dq_size else None
         self.statistics = statistics.view(-1, config.block_m)
         self.counter = counter.view(torch.int32)
         self.counts = counts.view(torch.int32) if self.rolling else None
@@ -175,11 +177,12 @@ class Sm90Backward:
         )
 
     def _window(self) -> tuple[int, int, int]:
-        """How many heads of K take turns (`_key_block`), and `lag` and `slots` of `RollingDq`: how many lie between
-        adding and converting, and of how many the fp32 dQ has room for.
+        """Return how many heads of K take turns (`key_block_of`), and the `lag` and `slots` of `RollingDq`.
 
-        While a program works at a block of keys about as many others are drawn as there are programs; under a causal
-        mask, where the first block of a head takes twice the average, twice as many. So many heads are at work.
+        `lag` is the number of heads between adding dQ and converting it, `slots` the number of heads that the fp32 dQ
+        has room for. While a program works at a block of keys, about as many other blocks are drawn as there are
+        programs. Under a causal mask the first block of a head takes twice the average, and twice as many are drawn.
+        The heads of those blocks are at work at the same time.
         """
         problem = self.problem
         heads, blocks = problem.batch * self.heads_kv, cdiv(problem.seqlen_k, self.config.block_n)
@@ -187,13 +190,13 @@ class Sm90Backward:
         at_work = min(1 + cdiv(programs * (2 if problem.window_right >= 0 else 1), blocks), heads)
         half = cdiv(at_work, 2)
         if self.in_order and problem.window_left < 0 and problem.window_right < 0:
-            lag = min(at_work + cdiv(half, 2), heads)  # since heads that take turns are done later
+            lag = min(at_work + cdiv(half, 2), heads)  # heads that take turns finish later
             return half, lag, min(2 * lag, heads)
         differ = problem.causal and problem.window_left < 0 and not self.in_order
         return half if differ else 1, at_work, min(2 * at_work, heads)
 
     def _boxes(self, head_dim: int) -> int:
-        """TMA boxes of a tile, at least one for each consumer that has columns of its own."""
+        """Number of TMA boxes of a tile: at least one for each consumer that has columns of its own."""
         return max(cdiv(head_dim, BOX_COLUMNS), 1 if self.config.form == "keys" else CONSUMERS)
 
     def _query_constants(self, has_dlse: bool = False, keep_delta: bool = False) -> dict[str, QueryConstants]:
@@ -202,7 +205,7 @@ class Sm90Backward:
     def prepare(
         self, out: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None, delta: torch.Tensor | None
     ) -> Launch:
-        """Fills the statistics, `delta` where it is given, and the fp32 dQ with zeros."""
+        """Launch that writes the statistics, `delta` if it is given, and zeros to the fp32 dQ."""
         problem = self.problem
         dlse_strides = (0, 0, 0) if dlse is None else dlse.stride()
         arguments = {
@@ -230,7 +233,7 @@ class Sm90Backward:
         )
 
     def _rolling(self) -> dict[str, Any]:
-        """The arguments of `RollingDq`."""
+        """Arguments of `RollingDq`."""
         if not self.rolling:
             return {**dict.fromkeys(("dq_ptr", "counts_ptr", "dq_out_tensor")), "dq_slots": 0, "dq_lag": 0}
         out = dense_descriptor(self.out, self.problem.layout, ROWS.value, BOX_COLUMNS)
@@ -243,7 +246,7 @@ class Sm90Backward:
         }
 
     def _inputs(self, dout: torch.Tensor, rows: int) -> dict[str, Any]:
-        """What both loops read, in boxes of so many queries, and how they weigh it."""
+        """Arguments that all main kernels have: inputs, in boxes of `rows` queries, sizes and scales."""
         problem, layout = self.problem, self.problem.layout
         sm_scale = self.tensors.sm_scale
         ragged = problem.seq_lens or problem.varlen
@@ -266,26 +269,28 @@ class Sm90Backward:
         return arguments
 
     def _output(self, name: str, x: torch.Tensor) -> dict[str, Any]:
-        """Where a gradient goes: through TMA, or to be added up in float32 (DIRECT)."""
+        """Arguments of a gradient: its descriptor, and its address if it is stored in float32 (DIRECT)."""
         direct = x.dtype == torch.float32
-        # Rows beyond a sample's end are written, as zeros; rows beyond a packed sequence are another's.
+        # Rows beyond a sample's end are written, with zeros. Rows beyond a packed sequence belong to another one.
         described = ragged_descriptor if self.problem.varlen else dense_descriptor
-        # Boxes of 128 bytes: those of direct stores are never copied.
+        # Boxes have 128 bytes. Direct stores use no more of the descriptor than its shape and strides.
         box = described(x, self.problem.layout, ROWS.value, BOX_COLUMNS // 2 if direct else BOX_COLUMNS)
         return {f"{name}_tensor": box, f"{name}_ptr": x if direct else None}
 
     def gradient(self, dout: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> Launch:
-        """Fills dk and dv or their parts, and adds up the fp32 dQ, but for "columns"; fills dq, too, where it is
-        `rolling`."""
+        """Launch that writes dk and dv, or the parts of both that `bwd_parts` adds up.
+
+        Except for "columns" it adds up the fp32 dQ, too; if `rolling` it also writes dq.
+        """
         problem, config = self.problem, self.config
         if self.parts > 1:
             dk, dv = bwd_parts.in_layout(problem, self.dk_dv_parts, self.parts)
-        of_dq: dict[str, Any] = {"dq_ptr": self.dq}
+        dq_arguments: dict[str, Any] = {"dq_ptr": self.dq}
         if config.form == "columns":
-            of_dq = {}
+            dq_arguments = {}
         elif config.form == "keys":
             assert self.dq is not None, "it is added up in memory"
-            of_dq = {
+            dq_arguments = {
                 "dq_tensor": _rows_descriptor(self.dq, DQ_ROWS.value * last_columns(problem) // BOX_COLUMNS),
                 **self._rolling(),
                 "semaphores_ptr": self.semaphores,
@@ -296,7 +301,7 @@ class Sm90Backward:
             **self._output("dk", dk),
             **self._output("dv", dv),
             "statistics_tensor": _rows_descriptor(self.statistics, 1),
-            **of_dq,
+            **dq_arguments,
             "heads_in_turns": self.heads_in_turns,
             "group_size": problem.heads_q // self.heads_kv,
         }
@@ -305,7 +310,7 @@ class Sm90Backward:
         return Launch(kernel, self.programs, arguments, {"config": values}, OPTIONS)
 
     def query_gradient(self, dout: torch.Tensor, dq: torch.Tensor) -> Launch:
-        """Fills dq, for "columns"."""
+        """Launch that writes dq, for "columns"."""
         problem = self.problem
         arguments = {
             **self._inputs(dout, ROWS.value),
@@ -319,7 +324,7 @@ class Sm90Backward:
         return Launch(_bwd_wide_dq_kernel, grid, arguments, {"config": values}, OPTIONS)
 
     def convert(self) -> tuple[Launch, ...]:
-        """Fills dq from the fp32 one, where that is not done."""
+        """Launch that writes dq from the fp32 dQ, unless the main kernel does."""
         problem = self.problem
         if self.rolling:
             return ()
@@ -345,13 +350,13 @@ class Sm90Backward:
         delta: torch.Tensor | None,
         gradients: AttentionGradients,
     ) -> tuple[Launch, ...]:
-        """All of a backward pass."""
+        """All launches of a backward pass."""
         first, main = self.prepare(out, dout, dlse, delta), self.gradient(dout, gradients.dk, gradients.dv)
-        of_dq = (self.query_gradient(dout, gradients.dq),) if self.config.form == "columns" else self.convert()
-        of_parts = bwd_parts.launches_of(
+        dq_launches = (self.query_gradient(dout, gradients.dq),) if self.config.form == "columns" else self.convert()
+        part_launches = bwd_parts.launches_of(
             self.problem, self.tensors, self.dk_dv_parts, self.parts, gradients.dk, gradients.dv
         )
-        return first, main, *of_dq, *of_parts
+        return first, main, *dq_launches, *part_launches
 
 
 def _rows_descriptor(x: torch.Tensor, rows: int) -> Tiles:
@@ -360,8 +365,9 @@ def _rows_descriptor(x: torch.Tensor, rows: int) -> Tiles:
 
 
 def _can_roll(problem: AttentionProblem, config: Sm90BwdConfig, dq: torch.Tensor) -> bool:
-    """Whether the main kernel converts dQ (`RollingDq`)."""
-    if problem.seq_lens or problem.varlen or problem.softcap:  # which has no registers for it: it would spill 600 bytes
+    """Return whether the main kernel converts dQ (`RollingDq`)."""
+    # With a softcap no registers are left for it: it would spill 600 bytes.
+    if problem.seq_lens or problem.varlen or problem.softcap:
         return False
     return config.form == "keys" and dq.dtype != torch.float32
 
@@ -371,10 +377,10 @@ def _config(problem: AttentionProblem) -> Sm90BwdConfig:
 
 
 def _readable(problem: AttentionProblem, dout: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """dout, or where TMA cannot read it a copy that lies in memory as out does.
+    """Return dout, or a copy with the strides of `out` if TMA cannot read it.
 
-    It is the one tensor of a backward pass that whatever follows the attention has made, when the kernel had been
-    chosen long before.
+    dout comes from whatever follows the attention. How it lies in memory is only known when the backward pass begins,
+    after the kernel has been chosen.
     """
     if is_aligned(dout) and (not problem.seq_lens or has_few_steps(problem.layout, dout)):
         return dout
@@ -390,7 +396,7 @@ def backward_pass(
     dlse: torch.Tensor | None,
     gradients: AttentionGradients,
 ) -> Pass:
-    """Fills the gradients, but for that of sinks."""
+    """Describe the pass that writes all gradients except that of sinks."""
     lse, dout = lse.contiguous(), _readable(problem, dout, out)
     backward, delta = Sm90Backward(problem, tensors, _config(problem), lse, gradients.dq), gradients.delta
     clearing = backward_launches(problem, tensors, gradients, delta)

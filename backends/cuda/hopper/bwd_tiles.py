@@ -1,23 +1,23 @@
-"""What a program of the Hopper backward works at: a block of keys, and the blocks of queries that see it.
+"""Blocks of keys of the Hopper backward, and the blocks of queries that see them.
 
-Queries lie in blocks of BLOCK_M of one head, each sequence beginning with a block of its own, so the statistics and the
-fp32 dQ have blocks of their own for each sequence, too.
+Queries lie in blocks of BLOCK_M rows of one head. Each sequence begins with a block of its own, so the statistics and
+the fp32 dQ have blocks of their own for each sequence, too.
 """
 
 # Aggregates are checked against their annotations, so these must not be postponed.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from diyfa.backends.cuda.attention.tile_io import EQUAL, PACKED, SEQ_LENS
-from diyfa.backends.cuda.gluon.barriers import LANES, WARPS, arrive_per_lane, order_lanes, release, wait_full
+from diyfa.backends.cuda.gluon.barriers import LANES, WARPS
+from diyfa.backends.cuda.gluon.channel import Channel, allocate_channel
 from diyfa.backends.cuda.gluon.compat import aggregate
 from diyfa.backends.cuda.hopper.bwd_configs import BOX_COLUMNS, CONSUMERS
-from diyfa.backends.cuda.hopper.tiles import _clamped
+from diyfa.backends.cuda.hopper.tiles import load_clamped
 
 CONSUMER_COUNT = gl.constexpr(CONSUMERS)
 BOX = gl.constexpr(BOX_COLUMNS)
-# Arguments of which Triton shall compile no more than one version.
+# Arguments for whose values Triton must not compile versions of their own.
 SIZES = (
     "heads_q", "group_size", "batch", "seqlen_q", "seqlen_k", "total_q", "total_k", "window_left", "window_right",
     "steps_qb", "steps_qm", "steps_kb", "steps_kn", "steps_vb", "steps_vn", "steps_dob", "steps_dom", "heads_in_turns",
@@ -27,7 +27,7 @@ LENGTH_POINTERS = ("lengths_q_ptr", "lengths_k_ptr")
 
 @aggregate
 class Sizes:
-    """Sizes of a call, lengths of its sequences, the mask, and the order of the work."""
+    """Sizes of a call, lengths of its sequences, the mask, and the order of the blocks of keys."""
 
     heads_q: gl.tensor
     group_size: gl.tensor | gl.constexpr
@@ -40,38 +40,39 @@ class Sizes:
     window_right: gl.tensor | gl.constexpr
     lengths_q_ptr: gl.tensor | gl.constexpr  # None where all are EQUAL
     lengths_k_ptr: gl.tensor | gl.constexpr
-    heads_in_turns: gl.tensor | gl.constexpr  # of K: see `_key_block`
+    heads_in_turns: gl.tensor | gl.constexpr  # heads of K, see `key_block_of`
 
 
 @gluon.jit
-def _sequence(b, sizes, LENGTHS: gl.constexpr):
-    """Sample b -> (its first row in q, in k, its queries, its keys).
+def sequence_of(b, sizes, LENGTHS: gl.constexpr):
+    """Return the first row of sample b in q, its first row in k, and how many queries and keys it has.
 
-    Of a packed sequence that is longer than the longest is said to be, what comes first: there is no memory for more,
-    and nobody draws its blocks, for which others would wait.
+    A packed sequence that is longer than the stated maximum is cut there. There is no memory for more, and no program
+    draws the blocks beyond it, so others would wait for them for ever.
     """
     first_q = 0
     first_k = 0
     n_queries = sizes.seqlen_q
     n_keys = sizes.seqlen_k
     if LENGTHS == PACKED:
-        first_q = _clamped(sizes.lengths_q_ptr + b, sizes.total_q)
-        first_k = _clamped(sizes.lengths_k_ptr + b, sizes.total_k)
-        n_queries = gl.maximum(_clamped(sizes.lengths_q_ptr + b + 1, sizes.total_q) - first_q, 0)
-        n_keys = gl.maximum(_clamped(sizes.lengths_k_ptr + b + 1, sizes.total_k) - first_k, 0)
+        first_q = load_clamped(sizes.lengths_q_ptr + b, sizes.total_q)
+        first_k = load_clamped(sizes.lengths_k_ptr + b, sizes.total_k)
+        n_queries = gl.maximum(load_clamped(sizes.lengths_q_ptr + b + 1, sizes.total_q) - first_q, 0)
+        n_keys = gl.maximum(load_clamped(sizes.lengths_k_ptr + b + 1, sizes.total_k) - first_k, 0)
         n_queries = gl.minimum(n_queries, sizes.seqlen_q)
         n_keys = gl.minimum(n_keys, sizes.seqlen_k)
     if LENGTHS == SEQ_LENS:
-        n_keys = _clamped(sizes.lengths_k_ptr + b, sizes.seqlen_k)
+        n_keys = load_clamped(sizes.lengths_k_ptr + b, sizes.seqlen_k)
         n_queries = gl.minimum(n_keys, sizes.seqlen_q)
     return first_q, first_k, n_queries, n_keys
 
 
 @gluon.jit
-def _first_block(b, h, first_q, sizes, BLOCK_M: gl.constexpr, LENGTHS: gl.constexpr):
+def first_query_block(b, h, first_q, sizes, BLOCK_M: gl.constexpr, LENGTHS: gl.constexpr):
     """The number of a sequence's first block of queries in head h.
 
-    Packed, those of a head's sequence b begin at first_q // BLOCK_M + b, and the next sequence's far enough behind.
+    Packed, the blocks of sequence b begin at first_q // BLOCK_M + b within a head. The next sequence begins far enough
+    behind, since floor(x + n) - floor(x) + 1 >= ceil(n).
     """
     if LENGTHS == PACKED:
         block = h * (sizes.total_q // BLOCK_M + sizes.batch) + first_q // BLOCK_M + b
@@ -82,23 +83,23 @@ def _first_block(b, h, first_q, sizes, BLOCK_M: gl.constexpr, LENGTHS: gl.conste
 
 @aggregate
 class KeyBlock:
-    """A program's keys, and the blocks of queries that see them: [begin, end), of which [full_begin, full_end) need no
-    mask."""
+    """A block of BLOCK_N keys, and the blocks [begin, end) of queries that see some of them."""
 
-    b: gl.tensor
-    hk: gl.tensor
-    col0: gl.tensor
-    first_q: gl.tensor
+    b: gl.tensor  # sample
+    hk: gl.tensor  # head of K
+    col0: gl.tensor  # first key
+    first_q: gl.tensor  # first row of the sequence in packed q
     first_k: gl.tensor
-    n_queries: gl.tensor
+    n_queries: gl.tensor  # of the sequence
     n_keys: gl.tensor
     begin: gl.tensor
-    full_begin: gl.tensor
+    full_begin: gl.tensor  # blocks [full_begin, full_end) need no mask
     full_end: gl.tensor
     end: gl.tensor
 
     @gluon.jit
     def masked_count(self):
+        """How many blocks need a mask."""
         return (self.full_begin - self.begin) + (self.end - self.full_end)
 
     @gluon.jit
@@ -109,15 +110,15 @@ class KeyBlock:
 
     @gluon.jit
     def block(self, i):
-        """The i-th block of all: those that need a mask come first."""
+        """The i-th of all blocks. Those that need a mask come first."""
         masked = self.masked_count()
         return gl.where(i < masked, self.masked_block(i), self.full_begin + i - masked)
 
     @gluon.jit
-    def turn(self, block, sizes, config):
+    def adders_before(self, block, sizes, config):
         """How many programs add to dQ of a block of queries before this one: those with later keys that it sees.
 
-        Those programs have lower numbers. Under a causal mask they are also the first to come to it.
+        Those programs have lower numbers. Under a causal mask they also reach the block first.
         """
         last = gl.cdiv(self.n_keys, config.BLOCK_N) - 1
         if config.HAS_RIGHT:
@@ -128,13 +129,16 @@ class KeyBlock:
 
 
 @gluon.jit
-def _key_block(pid, sizes, config):
-    """Program number -> its keys: head after head, so that what they share stays in L2.
+def key_block_of(pid, sizes, config):
+    """Number of a block of keys -> the block. Blocks are numbered head by head, so that what they share stays in L2.
 
-    Under a causal mask the first keys of a head have the most queries: longest first, but for DETERMINISTIC, where dQ
-    is added up from the last keys to the first (`KeyBlock.turn`). The last heads take turns, since the longest blocks
-    of the very last one would begin when there is little else to do. With DETERMINISTIC all do, so many at a time:
-    blocks of one head that began together would wait for each other at each block of queries.
+    Within a head the first keys come first: under a causal mask they have the most queries. DETERMINISTIC is the other
+    way round, since dQ is added up from the last keys to the first (`KeyBlock.adders_before`).
+
+    The last `heads_in_turns` heads take turns: the first blocks of each of them, then the second ones. Otherwise the
+    longest blocks of the very last head would begin when there is little else to do. With DETERMINISTIC all heads take
+    turns, `heads_in_turns` at a time: blocks of one head that began together would wait for each other at each block of
+    queries.
     """
     blocks_n = gl.cdiv(sizes.seqlen_k, config.BLOCK_N)
     heads_kv = sizes.heads_q // sizes.group_size
@@ -151,16 +155,16 @@ def _key_block(pid, sizes, config):
     col0 = block_n * config.BLOCK_N
     b = head // heads_kv
     hk = head % heads_kv
-    first_q, first_k, n_queries, n_keys = _sequence(b, sizes, config.LENGTHS)
+    first_q, first_k, n_queries, n_keys = sequence_of(b, sizes, config.LENGTHS)
     offset = n_keys - n_queries
     begin = 0
     full_begin = 0
     end_row = n_queries
-    full_end = gl.cdiv(n_queries, config.BLOCK_M)  # queries that do not exist weigh exp(s - inf) = 0
+    full_end = gl.cdiv(n_queries, config.BLOCK_M)  # rows beyond the last query have weights exp(s - inf) = 0
     if config.HAS_RIGHT:
-        first_row = gl.maximum(col0 - offset - sizes.window_right, 0)  # that sees a key
+        first_row = gl.maximum(col0 - offset - sizes.window_right, 0)  # the first to see a key
         begin = first_row // config.BLOCK_M
-        first_row = gl.maximum(col0 + (config.BLOCK_N - 1) - offset - sizes.window_right, 0)  # that sees all of them
+        first_row = gl.maximum(col0 + (config.BLOCK_N - 1) - offset - sizes.window_right, 0)  # to see all
         full_begin = gl.cdiv(first_row, config.BLOCK_M)
     if config.HAS_LEFT:
         end_row = gl.minimum(n_queries, gl.maximum(col0 + config.BLOCK_N + sizes.window_left - offset, 0))
@@ -169,10 +173,11 @@ def _key_block(pid, sizes, config):
     end = gl.maximum(gl.cdiv(end_row, config.BLOCK_M), begin)
     if config.LENGTHS != EQUAL:
         end = gl.where(col0 < n_keys, end, begin)
-    # Keys beyond the end are zeros; their weights may be infinite all the same.
+    # Keys beyond the last one read as zeros, but their weights exp(0 - lse) may be infinite: they need a mask.
     full_begin = gl.where(col0 + config.BLOCK_N <= n_keys, full_begin, end)
     if config.DETERMINISTIC and config.HAS_LEFT:
-        # Blocks in their order, so all with a mask: else each program would wait for most of the one before.
+        # All blocks count as masked, so that they come in their own order. Otherwise each program would wait for most
+        # of the one before.
         full_begin = end
     full_begin = gl.minimum(gl.maximum(full_begin, begin), end)
     full_end = gl.minimum(gl.maximum(full_end, full_begin), end)
@@ -180,76 +185,73 @@ def _key_block(pid, sizes, config):
 
 
 FIELDS = gl.constexpr(13)
-END, KEYS, SHARE_ONLY = (gl.constexpr(n) for n in range(3))  # what a turn has
+END, KEYS, CHUNK_ONLY = (gl.constexpr(n) for n in range(3))  # kinds of iterations
 WORDS = gl.constexpr(16)  # a power of two
 
 
 @aggregate
 class KeyBlocks:
-    """How the producer tells the others which block of keys comes next: one after another in the same words.
+    """The producer's messages to the other roles of a persistent program: the block of keys of each iteration.
 
-    It writes them when all have done with the block before: adders when they have read them, consumers with the keys.
+    All iterations use the same memory. Adders release it when they have read it, consumers when they have finished the
+    keys.
     """
 
     words: gl.shared_memory_descriptor  # [WORDS]
-    written: gl.shared_memory_descriptor
-    done: gl.shared_memory_descriptor
-    added: gl.shared_memory_descriptor  # the turn's share of dQ is added up, for consumers
-    converted: gl.shared_memory_descriptor  # and converted, for each consumer's adder, of this turn or the next
+    channel: Channel
 
     @gluon.jit
-    def init(self):
-        mbarrier.init(self.written, count=LANES)
-        mbarrier.init(self.done, count=CONSUMER_COUNT * (WARPS + 1))
-        mbarrier.init(self.added, count=1)
-        for i in gl.static_range(2 * CONSUMER_COUNT):
-            mbarrier.init(self.converted.index(i), count=WARPS)
-
-    @gluon.jit
-    def end_converting(self, turn, CONSUMER: gl.constexpr):
-        """A consumer has converted the turn's share, which nothing keeps it from doing before its adder comes here."""
-        order_lanes()
-        release(self.converted.index(turn % 2 * CONSUMER_COUNT + CONSUMER))
-
-    @gluon.jit
-    def wait_until_converted(self, turn, CONSUMER: gl.constexpr):
-        mbarrier.wait(self.converted.index(turn % 2 * CONSUMER_COUNT + CONSUMER), turn // 2 & 1)
-
-    @gluon.jit
-    def write(self, turn, keys, share, KIND: gl.constexpr):
-        """The producer leaves the block of this turn, and the share of dQ that is to be converted before it, or -1
-        (`RollingDq`)."""
+    def write(self, iteration, keys, chunk, KIND: gl.constexpr):
+        """Leave an iteration's block of keys, and the number of the chunk of dQ to convert after it (`RollingDq`)."""
         LAYOUT: gl.constexpr = gl.BlockedLayout([WORDS], [32], [1], [0])
         fields = (
-            KIND, share, keys.b, keys.hk, keys.col0, keys.first_q, keys.first_k, keys.n_queries, keys.n_keys,
+            KIND, chunk, keys.b, keys.hk, keys.col0, keys.first_q, keys.first_k, keys.n_queries, keys.n_keys,
             keys.begin, keys.full_begin, keys.full_end, keys.end,
         )  # fmt: skip
         field = gl.arange(0, WORDS, layout=LAYOUT)
         words = gl.zeros_like(field)
         for i in gl.static_range(FIELDS):
             words = gl.where(field == i, fields[i], words)
-        mbarrier.wait(self.done, (turn & 1) ^ 1)
+        self.channel.acquire(iteration)
         self.words.store(words)
-        arrive_per_lane(self.written)
+        self.channel.commit(iteration)
 
     @gluon.jit
-    def read(self, turn, sizes, LENGTHS: gl.constexpr, NUM_WARPS: gl.constexpr):
-        """What this turn has, as soon as it is known, for a partition of NUM_WARPS warps -> (kind, share, block)."""
-        LAYOUT: gl.constexpr = gl.BlockedLayout([WORDS], [32], [NUM_WARPS], [0])
-        if NUM_WARPS == WARPS:
-            wait_full(self.written, turn & 1)
-        else:
-            mbarrier.wait(self.written, turn & 1)
+    def read(self, iteration, sizes, LENGTHS: gl.constexpr):
+        """Wait for an iteration -> (its kind, chunk of dQ, block of keys)."""
+        LAYOUT: gl.constexpr = gl.BlockedLayout([WORDS], [32], [gl.num_warps()], [0])
+        self.channel.wait(iteration)
         words = self.words.load(LAYOUT)
         field = gl.arange(0, WORDS, layout=LAYOUT)
         fields = ()
         for i in gl.static_range(FIELDS):
             fields += (gl.sum(gl.where(field == i, words, 0), 0),)
-        kind, share, b, hk, col0, first_q, first_k, n_queries, n_keys, begin, full_begin, full_end, end = fields
-        if LENGTHS == EQUAL:  # what is the same for all blocks takes no registers
+        kind, chunk, b, hk, col0, first_q, first_k, n_queries, n_keys, begin, full_begin, full_end, end = fields
+        if LENGTHS == EQUAL:  # all blocks have the same: no registers for it
             first_q = 0
             first_k = 0
             n_queries = sizes.seqlen_q
             n_keys = sizes.seqlen_k
         keys = KeyBlock(b, hk, col0, first_q, first_k, n_queries, n_keys, begin, full_begin, full_end, end)
-        return kind, share, keys
+        return kind, chunk, keys
+
+
+@gluon.jit
+def allocate_key_blocks():
+    """`KeyBlocks` with its memory and barriers, initialised."""
+    words = gl.allocate_shared_memory(gl.int32, [WORDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    channel = allocate_channel(1, LANES, CONSUMER_COUNT * (WARPS + 1))
+    return KeyBlocks(words, channel)
+
+
+@gluon.jit
+def draw_key_block(scheduler, WAITS: gl.constexpr):
+    """Draw the number of a program's next block of keys.
+
+    A program's first block has the program's own number. But if programs wait for lower numbers (WAITS), the first one
+    is drawn as well: a program that has not started may not hold a number.
+    """
+    index = scheduler.next_tile(0, scheduler.draw())
+    if WAITS:
+        index -= gl.num_programs(0)
+    return index

@@ -1,7 +1,7 @@
-"""dK and dV for Hopper where heads have up to 256 columns, or V has others than Q; dQ is `bwd_wide_dq.py`'s.
+"""dK and dV for Hopper where heads have up to 256 columns, or V has others than Q; `bwd_wide_dq.py` forms dQ.
 
-The accumulators of 64 keys, dK and dV, take most registers of two warpgroups. So a program owns 64 keys, and consumers
-divide the columns of both. Scores and dP are formed once:
+The accumulators of 64 keys, dK and dV, take most registers of two warpgroups. So a program owns 64 keys, and its
+consumers divide the columns of both. S and dP are formed once:
 
     consumer 0:  Sᵀ = K Qᵀ,  Pᵀ = exp(Sᵀ - LSE),      dSᵀ = Pᵀ * (dPᵀ - delta)
     consumer 1:  dPᵀ = V dOᵀ, from which it takes delta
@@ -9,8 +9,8 @@ divide the columns of both. Scores and dP are formed once:
 
 dPᵀ - delta goes to consumer 0 in fp32, Pᵀ and dSᵀ come back in 16 bits. dV is formed while dS is computed.
 
-`bwd.py` adds dQ of each block of keys to global memory as it goes. Here that would be 64 KB for 64 queries and 64 keys,
-which takes longer than the two products more that a kernel for dQ alone has to form.
+`bwd.py` adds dQ of each block of keys to global memory. Here that would be 64 KB for 64 queries and 64 keys, which
+takes longer than the two extra products of a kernel for dQ alone.
 """
 
 # Aggregates are checked against their annotations, so these must not be postponed.
@@ -19,320 +19,230 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    mbarrier,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from diyfa.backends.cuda.attention.tile_io import PACKED
-from diyfa.backends.cuda.gluon.barriers import (
-    WARPS,
-    idle_warps,
-    optimisation_barrier,
-    order_lanes,
-    release,
-    wait_for_previous_kernels,
-    wait_full,
-)
-from diyfa.backends.cuda.gluon.compat import aggregate
-from diyfa.backends.cuda.hopper.bwd import (
+from diyfa.backends.cuda.gluon.barriers import WARPS, wait_for_previous_kernels
+from diyfa.backends.cuda.gluon.channel import Channel, allocate_channel
+from diyfa.backends.cuda.gluon.compat import aggregate, optimisation_barrier
+from diyfa.backends.cuda.hopper.bwd_common import (
+    Consumer,
     Inputs,
     Outputs,
-    QueryRing,
-    _producer,
-    _start_scores,
-    _store_direct,
-    _weights,
+    allocate_shared,
+    finished_rows,
+    run_key_block,
     scale_in_log2,
+    softmax_weights,
+    start_product,
+    store_boxes,
+    store_from_registers,
 )
-from diyfa.backends.cuda.hopper.bwd_dq import DQ_COLUMNS, DQ_ROWS, _from_register_order, _in_register_order
-from diyfa.backends.cuda.hopper.bwd_tiles import (
-    BOX,
-    CONSUMER_COUNT,
-    LENGTH_POINTERS,
-    SIZES,
-    KeyBlock,
-    Sizes,
-    _key_block,
-)
-from diyfa.backends.cuda.hopper.mma import ROWS, accumulator_layout, box_of, buffer_count, buffer_of, run_of
+from diyfa.backends.cuda.hopper.bwd_dq import DQ_COLUMNS, DQ_ROWS, from_register_order, to_register_order
+from diyfa.backends.cuda.hopper.bwd_tiles import BOX, CONSUMER_COUNT, LENGTH_POINTERS, SIZES, Sizes
+from diyfa.backends.cuda.hopper.mma import ROWS, accumulator_layout, box_of, run_of
 from diyfa.backends.cuda.hopper.softmax import LOG2E
-from diyfa.backends.cuda.hopper.tiles import start_store
 
 
 @constexpr_function
-def count_of(part, boxes):
-    """How many boxes one of the two parts of a tile has. Of three the first part, one box, is consumer 0's of Q and K,
-    consumer 1's of V."""
-    return part + 1 if boxes == 3 else boxes // 2
+def half_count(half, boxes):
+    """Number of boxes in half 0 or 1 of a tile's columns. Three boxes are divided into one and two.
+
+    Consumer 0 has half 0 of K and Q, but half 1 of V and dO.
+    """
+    return half + 1 if boxes == 3 else boxes // 2
 
 
 @constexpr_function
-def first_of(part, boxes):
-    """The first box of a part."""
-    return 2 * (1 - part) if boxes == 3 else part * (boxes // 2)
+def half_first(half, boxes):
+    """The first box of a half."""
+    return 2 * (1 - half) if boxes == 3 else half * (boxes // 2)
+
+
+@gluon.jit
+def _half(buffers, tile, half: gl.constexpr, BOXES: gl.constexpr):
+    """A half of a tile's columns as one matrix."""
+    HALF: gl.constexpr = BOXES // CONSUMER_COUNT
+    if BOXES == 3:
+        run = run_of(buffers, tile, BOXES, 1 - half, BOXES)
+    else:
+        run = run_of(buffers, tile * CONSUMER_COUNT + half, HALF, 0, HALF)
+    return run
 
 
 @aggregate
 class Exchange:
-    """What the consumers leave for each other in each block: dPᵀ - delta, then Pᵀ, then dSᵀ.
+    """Blocks that the consumers pass to each other: dPᵀ - delta, then Pᵀ, then dSᵀ.
 
-    A phase of `dp_full` also says that both consumers have done with Pᵀ and dSᵀ of the block before, one of `ds_full`
-    that dPᵀ has been read.
+    A phase of `dp` also says that both consumers have read Pᵀ and dSᵀ of the block before, one of `ds` that dPᵀ has
+    been read. So none needs `empty` barriers.
     """
 
     dp_buffer: gl.shared_memory_descriptor  # fp32, in the order of registers
     p_buffer: gl.shared_memory_descriptor
     ds_buffer: gl.shared_memory_descriptor
-    dp_full: gl.shared_memory_descriptor
-    p_full: gl.shared_memory_descriptor
-    ds_full: gl.shared_memory_descriptor
+    dp: Channel
+    p: Channel
+    ds: Channel
 
     @gluon.jit
-    def init(self):
-        mbarrier.init(self.dp_full, count=CONSUMER_COUNT * WARPS)
-        mbarrier.init(self.p_full, count=WARPS)
-        mbarrier.init(self.ds_full, count=WARPS)
+    def consume(self, INDEX: gl.constexpr, keys, sizes, shared, outputs):
+        _consumer(INDEX, keys, sizes, shared, self, outputs)
 
     @gluon.jit
-    def store_dp(self, dp):
+    def store_dp(self, dp, item):
         """Consumer 1 leaves dPᵀ - delta."""
-        self.dp_buffer.store(_in_register_order(dp))
-        order_lanes()
-        release(self.dp_full)
-
-    @gluon.jit
-    def wait_dp(self, item):
-        wait_full(self.dp_full, item & 1)
+        self.dp_buffer.store(to_register_order(dp))
+        self.dp.commit(item)
 
     @gluon.jit
     def load_dp(self, like):
-        """Consumer 0 takes them, in the layout of `like`, an accumulator."""
-        x = self.dp_buffer.load(_in_register_order(like).type.layout)
-        return gl.convert_layout(_from_register_order(x), like.type.layout)
+        """Consumer 0 takes it, in the layout of `like`, an accumulator."""
+        x = self.dp_buffer.load(to_register_order(like).type.layout)
+        return gl.convert_layout(from_register_order(x), like.type.layout)
 
     @gluon.jit
-    def store_p(self, p):
+    def store_p(self, p, item):
         """Consumer 0 leaves Pᵀ."""
         box_of(self.p_buffer, 0, 0, 1).store(p)
         fence_async_shared()
-        order_lanes()
-        release(self.p_full)
+        self.p.commit(item)
 
     @gluon.jit
-    def wait_p(self, item):
-        wait_full(self.p_full, item & 1)
-
-    @gluon.jit
-    def store_ds(self, ds):
+    def store_ds(self, ds, item):
         """Consumer 0 leaves dSᵀ."""
         box_of(self.ds_buffer, 0, 0, 1).store(ds)
         fence_async_shared()
-        order_lanes()
-        release(self.ds_full)
-
-    @gluon.jit
-    def wait_ds(self, item):
-        wait_full(self.ds_full, item & 1)
-
-
-@aggregate
-class WideShared:
-    """What the partitions share: constants, memory and barriers."""
-
-    config: gl.constexpr  # `Sm90BwdConstants`
-    k_buffers: gl.shared_memory_descriptor
-    v_buffers: gl.shared_memory_descriptor
-    q_buffers: gl.shared_memory_descriptor
-    do_buffers: gl.shared_memory_descriptor
-    statistics: gl.shared_memory_descriptor  # [2 * STAGES, 1, BLOCK_M]: lse and delta
-    k_full: gl.shared_memory_descriptor
-    v_full: gl.shared_memory_descriptor
-    queries: QueryRing
-    exchange: Exchange
-
-
-@aggregate
-class WideConsumer:
-    """One consumer warpgroup: what it knows for all blocks."""
-
-    INDEX: gl.constexpr
-    keys: KeyBlock
-    sizes: Sizes
-    shared: WideShared
-    outputs: Outputs
-    scale: gl.tensor  # of products, in units of log2; with a softcap inside of tanh
-    cap: gl.tensor
-
-    @gluon.jit
-    def start_dv(self, dv, item, zero):
-        """Start adding Pᵀ dO to this consumer's half of the columns. dO is there: consumer 1 has formed dP of it."""
-        config: gl.constexpr = self.shared.config
-        self.shared.exchange.wait_p(item)
-        p = box_of(self.shared.exchange.p_buffer, zero, 0, 1)
-        do = _part(self.shared.do_buffers, self.shared.queries.stage(item), 1 - self.INDEX, config.BOXES_V)
-        return warpgroup_mma(p, do, dv, is_async=True)
-
-    @gluon.jit
-    def finish(self, dk, dv, item, zero):
-        """Add dSᵀ Q to this consumer's half of the columns, and wait until dV, too, has all of the block."""
-        config: gl.constexpr = self.shared.config
-        self.shared.exchange.wait_ds(item)
-        ds = box_of(self.shared.exchange.ds_buffer, zero, 0, 1)
-        q = _part(self.shared.q_buffers, self.shared.queries.stage(item), self.INDEX, config.BOXES)
-        dk = warpgroup_mma(ds, q, dk, is_async=True)
-        dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
-        self.shared.queries.release(item)
-        return dk, dv
+        self.ds.commit(item)
 
 
 @gluon.jit
-def _part(buffers, tile, part: gl.constexpr, BOXES: gl.constexpr):
-    """One of two parts of the columns of a tile, as one matrix: half, or of three boxes the last one and the others."""
-    HALF: gl.constexpr = BOXES // CONSUMER_COUNT
-    if BOXES == 3:
-        run = run_of(buffers, tile, BOXES, 1 - part, BOXES)
-    else:
-        run = run_of(buffers, tile * CONSUMER_COUNT + part, HALF, 0, HALF)
-    return run
+def _allocate_exchange(DTYPE: gl.constexpr, BLOCK_M: gl.constexpr):
+    WEIGHTS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    p_buffer = gl.allocate_shared_memory(DTYPE, [1, ROWS, BLOCK_M], WEIGHTS)
+    ds_buffer = gl.allocate_shared_memory(DTYPE, [1, ROWS, BLOCK_M], WEIGHTS)
+    dp_buffer = gl.allocate_shared_memory(gl.float32, [DQ_ROWS, DQ_COLUMNS], gl.NVMMASharedLayout(0, 32, 2))
+    dp = allocate_channel(1, CONSUMER_COUNT * WARPS, 0)
+    p = allocate_channel(1, WARPS, 0)
+    ds = allocate_channel(1, WARPS, 0)
+    return Exchange(dp_buffer, p_buffer, ds_buffer, dp, p, ds)
+
+
+@gluon.jit
+def _start_dv(consumer, exchange, dv, item, zero):
+    """Start adding Pᵀ dO to this consumer's half of the columns. dO is there: consumer 1 has formed dP of it."""
+    shared = consumer.shared
+    exchange.p.wait(item)
+    do = _half(shared.do_buffers, shared.queries.stage(item), 1 - consumer.INDEX, shared.config.BOXES_V)
+    return warpgroup_mma(box_of(exchange.p_buffer, zero, 0, 1), do, dv, is_async=True)
+
+
+@gluon.jit
+def _finish(consumer, exchange, dk, dv, item, zero):
+    """Add dSᵀ Q to this consumer's half of the columns. Wait for dK and dV, and release the stage."""
+    shared = consumer.shared
+    exchange.ds.wait(item)
+    q = _half(shared.q_buffers, shared.queries.stage(item), consumer.INDEX, shared.config.BOXES)
+    dk = warpgroup_mma(box_of(exchange.ds_buffer, zero, 0, 1), q, dk, is_async=True)
+    dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
+    shared.queries.release(item)
+    return dk, dv
 
 
 @gluon.jit
 def _blocks_of_first(
-    consumer, start, end,
+    consumer, exchange, start, end,
     dk, dv,  # [64, half of the columns] fp32
     item,
     MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Consumer 0: blocks `start` to `end` of queries of one head, those that need a mask or the others."""
-    config: gl.constexpr = consumer.shared.config
+    """Consumer 0: blocks [start, end) of queries of one head, either those that need a mask or those that need none."""
     shared = consumer.shared
-    ring = shared.queries
-    exchange = shared.exchange
+    config: gl.constexpr = shared.config
+    M: gl.constexpr = config.BLOCK_M
     DTYPE: gl.constexpr = shared.k_buffers.dtype
-    S_LAYOUT: gl.constexpr = accumulator_layout(config.BLOCK_M)
     for i in range(start, end):
         if MASKED:
             block = consumer.keys.masked_block(i)
         else:
             block = i
-        stage = ring.stage(item)
+        stage = shared.queries.stage(item)
         zero = optimisation_barrier(item * 0)  # as in `bwd.py`
-        ring.wait_full(item)
-        s = _start_scores(
-            shared.k_buffers, shared.q_buffers, stage, zero, config.USED_BOXES, config.BOXES, config.BLOCK_M
-        )
+        shared.queries.wait(item)
+        s = start_product(shared.k_buffers, zero, shared.q_buffers, stage, config.USED_BOXES, config.BOXES, M)
         s = warpgroup_mma_wait(0, deps=[s])
-        release(exchange.dp_full)
-        lse = shared.statistics.index(2 * stage).load(S_LAYOUT)
-        p, derivative = _weights(s, lse, block * config.BLOCK_M, consumer, MASKED)
-        exchange.wait_dp(item)
-        exchange.store_p(p.to(DTYPE))
-        dv = consumer.start_dv(dv, item, zero)
-        exchange.store_ds((derivative * exchange.load_dp(s)).to(DTYPE))
-        dk, dv = consumer.finish(dk, dv, item, zero)
+        exchange.dp.signal(item)
+        p, derivative = softmax_weights(s, shared.lse(stage), block * M, consumer, MASKED)
+        exchange.dp.wait(item)
+        exchange.store_p(p.to(DTYPE), item)
+        dv = _start_dv(consumer, exchange, dv, item, zero)
+        exchange.store_ds((derivative * exchange.load_dp(s)).to(DTYPE), item)
+        dk, dv = _finish(consumer, exchange, dk, dv, item, zero)
         item += 1
     return dk, dv, item
 
 
 @gluon.jit
-def _blocks_of_second(consumer, dk, dv, item):
-    """Consumer 1: all blocks of queries of one head. It knows of no mask."""
-    config: gl.constexpr = consumer.shared.config
+def _blocks_of_second(consumer, exchange, dk, dv, item):
+    """Consumer 1: all blocks of queries of one head. It needs no mask."""
     shared = consumer.shared
-    ring = shared.queries
+    config: gl.constexpr = shared.config
+    M: gl.constexpr = config.BLOCK_M
     for _ in range(consumer.keys.end - consumer.keys.begin):
-        stage = ring.stage(item)
+        stage = shared.queries.stage(item)
         zero = optimisation_barrier(item * 0)
-        ring.wait_do(item)
-        dp = _start_scores(
-            shared.v_buffers, shared.do_buffers, stage, zero, config.USED_BOXES_V, config.BOXES_V, config.BLOCK_M
-        )
+        shared.douts.wait(item)
+        dp = start_product(shared.v_buffers, zero, shared.do_buffers, stage, config.USED_BOXES_V, config.BOXES_V, M)
         dp = warpgroup_mma_wait(0, deps=[dp])
-        ring.wait_full(item)  # delta is there with Q
-        delta = shared.statistics.index(2 * stage + 1).load(accumulator_layout(config.BLOCK_M))
-        shared.exchange.store_dp(dp - delta)
-        dv = consumer.start_dv(dv, item, zero)
-        dk, dv = consumer.finish(dk, dv, item, zero)
+        shared.queries.wait(item)  # delta is there with Q
+        exchange.store_dp(dp - shared.delta(stage), item)
+        dv = _start_dv(consumer, exchange, dv, item, zero)
+        dk, dv = _finish(consumer, exchange, dk, dv, item, zero)
         item += 1
     return dk, dv, item
 
 
 @gluon.jit
-def _consumer(INDEX: gl.constexpr, keys, sizes, shared, outputs):
+def _consumer(INDEX: gl.constexpr, keys, sizes, shared, exchange, outputs):
     """One warpgroup: half of the columns of dK and dV of 64 keys."""
     config: gl.constexpr = shared.config
-    D: gl.constexpr = count_of(INDEX, config.BOXES) * BOX
-    DV: gl.constexpr = count_of(1 - INDEX, config.BOXES_V) * BOX
+    D: gl.constexpr = half_count(INDEX, config.BOXES) * BOX
+    DV: gl.constexpr = half_count(1 - INDEX, config.BOXES_V) * BOX
     DTYPE: gl.constexpr = shared.k_buffers.dtype
     scale = scale_in_log2(outputs.scale, config.SOFTCAP)
-    consumer = WideConsumer(INDEX, keys, sizes, shared, outputs, scale, outputs.softcap * LOG2E)
+    consumer = Consumer(INDEX, 0, keys, sizes, shared, outputs, scale, outputs.softcap * LOG2E)
     dk = gl.zeros([ROWS, D], gl.float32, accumulator_layout(D))
     dv = gl.zeros([ROWS, DV], gl.float32, accumulator_layout(DV))
     item = 0
-    wait_full(shared.k_full.index(0), 0)
-    wait_full(shared.v_full.index(0), 0)
+    shared.keys.wait(0)
+    shared.values.wait(0)
     for _ in range(sizes.group_size):
         if INDEX == 0:
-            dk, dv, item = _blocks_of_first(consumer, 0, keys.masked_count(), dk, dv, item, True)
-            dk, dv, item = _blocks_of_first(consumer, keys.full_begin, keys.full_end, dk, dv, item, False)
+            dk, dv, item = _blocks_of_first(consumer, exchange, 0, keys.masked_count(), dk, dv, item, True)
+            dk, dv, item = _blocks_of_first(consumer, exchange, keys.full_begin, keys.full_end, dk, dv, item, False)
         else:
-            dk, dv, item = _blocks_of_second(consumer, dk, dv, item)
-
-    # dK and dV leave through the buffers of K and V, which were last read for the scores and dP of the last block:
-    # before the last dS was there.
-    OF_K: gl.constexpr = gl.SliceLayout(1, accumulator_layout(D))
-    OF_V: gl.constexpr = gl.SliceLayout(1, accumulator_layout(DV))
-    dk = gl.where((keys.col0 + gl.arange(0, ROWS, layout=OF_K) < keys.n_keys)[:, None], dk * outputs.sm_scale, 0.0)
-    dv = gl.where((keys.col0 + gl.arange(0, ROWS, layout=OF_V) < keys.n_keys)[:, None], dv, 0.0)
+            dk, dv, item = _blocks_of_second(consumer, exchange, dk, dv, item)
+    dk = finished_rows(dk, outputs.sm_scale, consumer)
+    dv = finished_rows(dv, 1.0, consumer)
+    FIRST_K: gl.constexpr = half_first(INDEX, config.BOXES)  # first boxes
+    FIRST_V: gl.constexpr = half_first(1 - INDEX, config.BOXES_V)
     if config.DIRECT:
-        FIRST_K: gl.constexpr = first_of(INDEX, config.BOXES) * BOX
-        FIRST_V: gl.constexpr = first_of(1 - INDEX, config.BOXES_V) * BOX
-        _store_direct(dk, outputs.dk_ptr, outputs.dk_tensor, keys, sizes, 0, FIRST_K, config)
-        _store_direct(dv, outputs.dv_ptr, outputs.dv_tensor, keys, sizes, 0, FIRST_V, config)
+        store_from_registers(dk, outputs.dk_ptr, outputs.dk_tensor, consumer, FIRST_K * BOX)
+        store_from_registers(dv, outputs.dv_ptr, outputs.dv_tensor, consumer, FIRST_V * BOX)
     else:
-        _part(shared.k_buffers, 0, INDEX, config.BOXES).store(dk.to(DTYPE))
-        _part(shared.v_buffers, 0, 1 - INDEX, config.BOXES_V).store(dv.to(DTYPE))
+        # They leave through the buffers of K and V, which were last read for S and dP of the last block, before its dS.
+        _half(shared.k_buffers, 0, INDEX, config.BOXES).store(dk.to(DTYPE))
+        _half(shared.v_buffers, 0, 1 - INDEX, config.BOXES_V).store(dv.to(DTYPE))
         fence_async_shared()
-        _store_part(outputs.dk_tensor, keys, shared.k_buffers, INDEX, config.BOXES, config.USED_BOXES, config.LENGTHS)
-        _store_part(
-            outputs.dv_tensor, keys, shared.v_buffers, 1 - INDEX, config.BOXES_V, config.USED_BOXES_V, config.LENGTHS
-        )
+        store_boxes(
+            outputs.dk_tensor, shared.k_buffers, 0, consumer, FIRST_K, D // BOX, config.BOXES, config.USED_BOXES
+        )  # fmt: skip
+        store_boxes(
+            outputs.dv_tensor, shared.v_buffers, 0, consumer, FIRST_V, DV // BOX, config.BOXES_V, config.USED_BOXES_V
+        )  # fmt: skip
         tma.store_wait(0)
-
-
-@gluon.jit
-def _store_part(
-    tensor, keys, buffers, part: gl.constexpr, BOXES: gl.constexpr, USED: gl.constexpr, LENGTHS: gl.constexpr
-):
-    """Start writing a `_part` of dK or dV."""
-    FIRST: gl.constexpr = first_of(part, BOXES)
-    for j in gl.static_range(FIRST, FIRST + count_of(part, BOXES)):
-        if j < USED:
-            start_store(
-                tensor, keys.b, keys.hk, keys.col0, j * BOX, keys.first_k + keys.n_keys, keys.n_keys,
-                buffer_of(buffers, 0, j, BOXES).reshape(tensor.block_shape), LENGTHS == PACKED,
-            )  # fmt: skip
-
-
-@gluon.jit
-def _specialise(keys, sizes, shared, inputs, outputs):
-    """Run both consumers and the producer."""
-    config: gl.constexpr = shared.config
-    R: gl.constexpr = config.CONSUMER_REGISTERS
-    P: gl.constexpr = config.PRODUCER_REGISTERS
-    gl.warp_specialize(
-        [
-            (_consumer, (0, keys, sizes, shared, outputs)),
-            (_consumer, (1, keys, sizes, shared, outputs)),
-            (_producer, (keys, sizes, shared, inputs)),
-            (idle_warps, ()),
-            (idle_warps, ()),
-        ],
-        [4, 1, 1, 2],
-        [R, P, P, P],
-    )
 
 
 @gluon.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=LENGTH_POINTERS)
@@ -344,42 +254,13 @@ def _bwd_wide_dkdv_kernel(
     lengths_q_ptr, lengths_k_ptr,
     heads_q, group_size, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
     steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn, steps_dob, steps_dom,
-    heads_in_turns,  # see `_key_block`
+    heads_in_turns,  # see `key_block_of`
     sm_scale, scale, softcap,
     config: gl.constexpr,  # `Sm90BwdConstants`
 ):  # fmt: skip
-    """Set up shared memory and barriers, and run the partitions."""
-    DTYPE: gl.constexpr = q_tensor.dtype
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    OF_K: gl.constexpr = buffer_count(1, config.BOXES, True)
-    OF_V: gl.constexpr = buffer_count(1, config.BOXES_V, True)
-    k_buffers = gl.allocate_shared_memory(DTYPE, [OF_K] + k_tensor.block_shape, k_tensor.layout)
-    v_buffers = gl.allocate_shared_memory(DTYPE, [OF_V] + v_tensor.block_shape, v_tensor.layout)
-    OF_Q: gl.constexpr = buffer_count(config.STAGES, config.BOXES, True)
-    OF_DO: gl.constexpr = buffer_count(config.STAGES, config.BOXES_V, True)
-    q_buffers = gl.allocate_shared_memory(DTYPE, [OF_Q] + q_tensor.block_shape, q_tensor.layout)
-    do_buffers = gl.allocate_shared_memory(DTYPE, [OF_DO] + do_tensor.block_shape, do_tensor.layout)
-    WEIGHTS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    p_buffer = gl.allocate_shared_memory(DTYPE, [1, ROWS, config.BLOCK_M], WEIGHTS)
-    ds_buffer = gl.allocate_shared_memory(DTYPE, [1, ROWS, config.BLOCK_M], WEIGHTS)
-    dp_buffer = gl.allocate_shared_memory(gl.float32, [DQ_ROWS, DQ_COLUMNS], gl.NVMMASharedLayout(0, 32, 2))
-    statistics = gl.allocate_shared_memory(
-        gl.float32, [2 * config.STAGES] + statistics_tensor.block_shape, statistics_tensor.layout
-    )
-    full = gl.allocate_shared_memory(gl.int64, [config.STAGES, 1], BARRIER)
-    do_full = gl.allocate_shared_memory(gl.int64, [config.STAGES, 1], BARRIER)
-    empty = gl.allocate_shared_memory(gl.int64, [config.STAGES, 1], BARRIER)
-    k_full = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
-    v_full = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
-    dp_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    p_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    ds_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    queries = QueryRing(full, do_full, empty, config.STAGES)
-    exchange = Exchange(dp_buffer, p_buffer, ds_buffer, dp_full, p_full, ds_full)
-    queries.init()
-    exchange.init()
-    mbarrier.init(k_full.index(0), count=1)
-    mbarrier.init(v_full.index(0), count=1)
+    """Set up shared memory and barriers, and run the roles."""
+    shared = allocate_shared(q_tensor, k_tensor, v_tensor, do_tensor, statistics_tensor, config)
+    exchange = _allocate_exchange(q_tensor.dtype, config.BLOCK_M)
     fence_async_shared()
     wait_for_previous_kernels()
 
@@ -387,17 +268,9 @@ def _bwd_wide_dkdv_kernel(
         heads_q, group_size, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
         lengths_q_ptr, lengths_k_ptr, heads_in_turns,
     )  # fmt: skip
-    keys = _key_block(gl.program_id(0), sizes, config)
-    shared = WideShared(
-        config, k_buffers, v_buffers, q_buffers, do_buffers, statistics, k_full, v_full, queries, exchange
-    )
     inputs = Inputs(
         q_tensor, k_tensor, v_tensor, do_tensor, statistics_tensor,
         steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn, steps_dob, steps_dom,
     )  # fmt: skip
     outputs = Outputs(dk_tensor, dv_tensor, dk_ptr, dv_ptr, sm_scale, scale, softcap)
-    if config.LENGTHS == PACKED:
-        if keys.col0 < keys.n_keys:
-            _specialise(keys, sizes, shared, inputs, outputs)
-    else:
-        _specialise(keys, sizes, shared, inputs, outputs)
+    run_key_block(sizes, shared, exchange, inputs, outputs)

@@ -1,15 +1,15 @@
-"""dQ for Hopper where heads have up to 256 columns, or V has others than Q; dK and dV are `bwd_wide.py`'s.
+"""dQ for Hopper where heads have up to 256 columns, or V has others than Q; `bwd_wide.py` forms dK and dV.
 
 A program owns 128 queries of a head, 64 of each of two consumer warpgroups, and goes through the keys that they see, as
 the forward does (`fwd.py`). For each block of 64 keys a consumer forms
 
     dP = dO Vᵀ,  S = Q Kᵀ,  P = exp(S - LSE),  dS = P * (dP - delta),  dQ += dS K
 
-P and dS stay in registers, and nothing is added up in memory: dQ is the same in every run. The consumers share the
-blocks of keys and nothing else, so one of them computes exponentials while the tensor cores work for the other.
+P and dS stay in registers, and nothing is added up in memory, so dQ is the same in every run. The consumers share the
+blocks of keys and nothing else. So one of them computes exponentials while the tensor cores work for the other.
 
-V comes before K in the ring of stages. So its stage is free again before the exponentials, and three stages, all that
-there is room for at 256 columns, are enough to keep copies a block ahead.
+V comes before K in the ring of stages, so its stage is free again before the exponentials. Three stages, as many as fit
+at 256 columns, then keep copies a block ahead.
 """
 
 # Aggregates are checked against their annotations, so these must not be postponed.
@@ -19,30 +19,30 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    mbarrier,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from diyfa.backends.cuda.attention.tile_io import EQUAL, PACKED, SEQ_LENS
-from diyfa.backends.cuda.gluon.barriers import idle_warps, optimisation_barrier, wait_for_previous_kernels
-from diyfa.backends.cuda.gluon.compat import aggregate
+from diyfa.backends.cuda.gluon.barriers import WARPS, idle_warps, wait_for_previous_kernels
+from diyfa.backends.cuda.gluon.channel import Channel, allocate_channel
+from diyfa.backends.cuda.gluon.compat import aggregate, optimisation_barrier
 from diyfa.backends.cuda.gluon.ring import KVRing
 from diyfa.backends.cuda.gluon.tile_info import TileInfos, allocate_tile_infos
-from diyfa.backends.cuda.hopper.bwd import (
+from diyfa.backends.cuda.hopper.bwd_common import (
     Inputs,
-    _start_scores,
+    allocate_tiles,
     exponents,
     scale_in_log2,
+    start_product,
     with_derivative,
 )
-from diyfa.backends.cuda.hopper.bwd_tiles import BOX, CONSUMER_COUNT, LENGTH_POINTERS, SIZES, _first_block
+from diyfa.backends.cuda.hopper.bwd_tiles import BOX, CONSUMER_COUNT, LENGTH_POINTERS, SIZES, first_query_block
 from diyfa.backends.cuda.hopper.epilogue import matrix, offset_of, store_float32
 from diyfa.backends.cuda.hopper.mma import (
     ROWS,
     accumulator_layout,
-    buffer_count,
     buffer_of,
     finish_values,
     run_count,
@@ -50,7 +50,7 @@ from diyfa.backends.cuda.hopper.mma import (
     run_start,
     zero_output,
 )
-from diyfa.backends.cuda.hopper.softmax import LOG2E, Rows, _masked
+from diyfa.backends.cuda.hopper.softmax import LOG2E, Rows, mask_scores
 from diyfa.backends.cuda.hopper.tiles import KeyCache, Problem, block_order, end_of, start_load, start_store, tile_of
 from diyfa.backends.cuda.runtime.constants import Constants
 
@@ -60,13 +60,13 @@ BLOCK_N = gl.constexpr(64)
 
 @dataclass(frozen=True, eq=False)
 class Sm90BwdDqConstants(Constants):
-    """What the kernel is compiled for."""
+    """Constants of the kernel."""
 
-    boxes: int  # of BOX_COLUMNS columns, which make up a tile of Q and K
-    boxes_v: int  # the same of V and dO
-    used_boxes: int  # of them that head_dim reaches
-    used_boxes_v: int
-    stages: int  # buffers of blocks of V and K
+    boxes: int  # TMA boxes of BOX_COLUMNS columns in a tile of Q or K
+    boxes_v: int  # boxes in a tile of V or dO
+    used_boxes: int  # boxes of Q and K that head_dim reaches
+    used_boxes_v: int  # boxes of V and dO that head_dim_v reaches
+    stages: int  # of blocks of V and K
     causal: bool
     has_left: bool
     has_right: bool
@@ -74,24 +74,24 @@ class Sm90BwdDqConstants(Constants):
     softcap: bool
     consumer_registers: int
     producer_registers: int
-    direct: bool  # dQ leaves from registers, in float32, to be added up
+    direct: bool  # dQ is stored in float32 from registers, to be added up later
 
 
 @aggregate
 class DqShared:
-    """What the partitions share: constants, memory and barriers."""
+    """Tiles in shared memory, and how the producer hands them to the consumers."""
 
     config: gl.constexpr  # `Sm90BwdDqConstants`
-    q_buffers: gl.shared_memory_descriptor  # of each consumer; through them its dQ leaves
+    q_buffers: gl.shared_memory_descriptor  # Q of each consumer, and then its dQ on the way out
     do_buffers: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor  # Q and dO of each consumer are there
+    queries: Channel  # Q and dO of each consumer
     ring: KVRing  # V of the n-th block is item 2n, its K item 2n + 1
     tile_infos: TileInfos
 
 
 @aggregate
 class DqOutputs:
-    """What consumers write, and what only they read."""
+    """Tensors that the consumers write, or that only they read, and scales."""
 
     dq_tensor: tma.tensor_descriptor
     dq_ptr: gl.tensor | gl.constexpr  # for DIRECT
@@ -103,7 +103,7 @@ class DqOutputs:
 
 @gluon.jit
 def _producer(problem, shared, inputs, group_size):
-    """One warp: find the program's tile, tell the consumers, and copy what they read."""
+    """One warp: find the program's tile, tell the consumers, and copy its tiles to shared memory."""
     config: gl.constexpr = shared.config
     RAGGED: gl.constexpr = problem.LENGTHS != EQUAL
     ring = shared.ring
@@ -123,7 +123,7 @@ def _producer(problem, shared, inputs, group_size):
         n_blocks = tile.end_block - tile.first_block
         for c in gl.static_range(CONSUMER_COUNT):
             row = tile.row0 + c * ROWS
-            full = shared.full.index(c)
+            full = shared.queries.of(c).full_barrier(0)
             start_load(
                 inputs.do_tensor, b, h, row, end_do, n_queries, shared.do_buffers, c, full, config.BOXES_V, RAGGED
             )
@@ -146,10 +146,10 @@ def _producer(problem, shared, inputs, group_size):
 @gluon.jit
 def _blocks(
     shared, outputs, problem, rows, lse, delta, order, start, end,
-    dq,  # [64, D] fp32 in parts
+    dq,  # [64, D] fp32, a tuple of accumulators (`mma.py`)
     INDEX: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Blocks `start` to `end` of the order, those that need a mask or the others."""
+    """Add the blocks [start, end) of the order, either those that need a mask or those that need none."""
     config: gl.constexpr = shared.config
     ring = shared.ring
     scale = scale_in_log2(outputs.scale, config.SOFTCAP)
@@ -159,22 +159,22 @@ def _blocks(
         v = ring.buffer_of(item)
         k = ring.buffer_of(item + 1)
         ring.wait_full(item)
-        dp = _start_scores(shared.do_buffers, ring.v_buffers, v, own, config.USED_BOXES_V, config.BOXES_V, BLOCK_N)
+        dp = start_product(shared.do_buffers, own, ring.v_buffers, v, config.USED_BOXES_V, config.BOXES_V, BLOCK_N)
         ring.wait_full(item + 1)
-        s = _start_scores(shared.q_buffers, ring.k_buffers, k, own, config.USED_BOXES, config.BOXES, BLOCK_N)
+        s = start_product(shared.q_buffers, own, ring.k_buffers, k, config.USED_BOXES, config.BOXES, BLOCK_N)
         dp = warpgroup_mma_wait(config.USED_BOXES, deps=[dp])  # S, a product for each box, runs on
         ring.release(item)
         s = warpgroup_mma_wait(0, deps=[s])
         x, t = exponents(s, lse[:, None], scale, outputs.softcap * LOG2E, config.SOFTCAP)
         if MASKED:
-            x = _masked(x, order.block(i) * BLOCK_N, rows, problem)
+            x = mask_scores(x, order.block(i) * BLOCK_N, rows, problem)
         p = gl.exp2(x)
         ds = (with_derivative(p, t, config.SOFTCAP) * (dp - delta[:, None])).to(ring.k_buffers.dtype)
         started = ()
         for run in gl.static_range(run_count(config.BOXES)):
             operand = gl.convert_layout(ds, gl.DotOperandLayout(0, dq[run].type.layout, 2))  # costs nothing
-            of_run = run_of(ring.k_buffers, k, config.BOXES, run, config.BOXES)
-            started += (warpgroup_mma(operand, of_run, dq[run], is_async=True),)
+            k_run = run_of(ring.k_buffers, k, config.BOXES, run, config.BOXES)
+            started += (warpgroup_mma(operand, k_run, dq[run], is_async=True),)
         dq = finish_values(started)
         ring.release(item + 1)
     return dq
@@ -190,7 +190,7 @@ def _consumer(INDEX: gl.constexpr, problem, shared, outputs):
         row0 = tile.row0 + INDEX * ROWS
         offs_m = row0 + gl.arange(0, ROWS, layout=S_ROWS)
         # The statistics of a sequence lie in blocks of 64 rows, one for lse and one for delta.
-        block = _first_block(tile.b, tile.h, tile.first_q, problem, ROWS, problem.LENGTHS) + row0 // ROWS
+        block = first_query_block(tile.b, tile.h, tile.first_q, problem, ROWS, problem.LENGTHS) + row0 // ROWS
         statistics = outputs.statistics_ptr + block.to(gl.int64) * (2 * ROWS)
         in_block = gl.arange(0, ROWS, layout=S_ROWS)
         exists = offs_m < tile.n_queries
@@ -198,12 +198,12 @@ def _consumer(INDEX: gl.constexpr, problem, shared, outputs):
         delta = gl.load(statistics + ROWS + in_block, mask=exists, other=0.0)
         rows = Rows(offs_m + (tile.n_keys - tile.n_queries), tile.n_keys, 0.0)
         order = block_order(tile, problem, BLOCK_M, BLOCK_N)
-        # The first block of the order always has the mask, and it is the one in which the keys end.
+        # The first block of the order is the one in which the keys end. It always gets the mask.
         masked = order.n_right
         if problem.HAS_LEFT:
             masked += order.n_left
         dq = zero_output(BOX, config.BOXES)
-        mbarrier.wait(shared.full.index(INDEX), 0)
+        shared.queries.of(INDEX).wait(0)
         dq = _blocks(shared, outputs, problem, rows, lse, delta, order, 0, masked, dq, INDEX, True)
         n_blocks = tile.end_block - tile.first_block
         dq = _blocks(shared, outputs, problem, rows, lse, delta, order, masked, n_blocks, dq, INDEX, False)
@@ -212,7 +212,7 @@ def _consumer(INDEX: gl.constexpr, problem, shared, outputs):
 
 @gluon.jit
 def _store(shared, outputs, problem, tile, row0, dq, INDEX: gl.constexpr):
-    """Write a consumer's rows of dQ; those beyond the end of a sample are zeros."""
+    """Write a consumer's rows of dQ, with zeros beyond the end of a sample."""
     config: gl.constexpr = shared.config
     if config.DIRECT:
         PACKED_OR_EQUAL: gl.constexpr = PACKED if problem.LENGTHS == PACKED else EQUAL
@@ -246,35 +246,25 @@ def _bwd_wide_dq_kernel(
     statistics_ptr,  # [blocks of 64 queries, 2, 64] fp32: lse in units of log2, delta
     lengths_q_ptr, lengths_k_ptr,
     heads_q, group_size, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
-    heads,  # of all samples together
-    heads_at_once,  # which take turns: `tile_of`
+    heads,  # of all samples
+    heads_at_once,  # heads that take turns, see `tile_of`
     steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn, steps_dob, steps_dom,
     sm_scale, scale, softcap,
     config: gl.constexpr,  # `Sm90BwdDqConstants`
 ):  # fmt: skip
-    """Set up shared memory and barriers, and run the partitions."""
-    DTYPE: gl.constexpr = q_tensor.dtype
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    """Set up shared memory and barriers, and run the roles."""
     ONE_RING: gl.constexpr = config.BOXES == config.BOXES_V
-    OF_Q: gl.constexpr = buffer_count(CONSUMER_COUNT, config.BOXES, True)
-    OF_DO: gl.constexpr = buffer_count(CONSUMER_COUNT, config.BOXES_V, False)
-    q_buffers = gl.allocate_shared_memory(DTYPE, [OF_Q] + q_tensor.block_shape, q_tensor.layout)
-    do_buffers = gl.allocate_shared_memory(DTYPE, [OF_DO] + do_tensor.block_shape, do_tensor.layout)
+    q_buffers = allocate_tiles(q_tensor, CONSUMER_COUNT, config.BOXES, True)
+    do_buffers = allocate_tiles(do_tensor, CONSUMER_COUNT, config.BOXES_V, False)
     STAGES_OF_EACH: gl.constexpr = config.STAGES if ONE_RING else config.STAGES // 2
-    OF_K: gl.constexpr = buffer_count(STAGES_OF_EACH, config.BOXES, True)
-    k_buffers = gl.allocate_shared_memory(DTYPE, [OF_K] + k_tensor.block_shape, k_tensor.layout)
+    k_buffers = allocate_tiles(k_tensor, STAGES_OF_EACH, config.BOXES, True)
     if ONE_RING:
         v_buffers = k_buffers
     else:
-        OF_V: gl.constexpr = buffer_count(STAGES_OF_EACH, config.BOXES_V, False)
-        v_buffers = gl.allocate_shared_memory(DTYPE, [OF_V] + v_tensor.block_shape, v_tensor.layout)
-    full = gl.allocate_shared_memory(gl.int64, [CONSUMER_COUNT, 1], BARRIER)
-    kv_full = gl.allocate_shared_memory(gl.int64, [config.STAGES, 1], BARRIER)
-    kv_empty = gl.allocate_shared_memory(gl.int64, [config.STAGES, 1], BARRIER)
-    ring = KVRing(k_buffers, v_buffers, kv_full, kv_empty, config.STAGES, ONE_RING, CONSUMER_COUNT)
-    ring.init()
-    for c in gl.static_range(CONSUMER_COUNT):
-        mbarrier.init(full.index(c), count=2)
+        v_buffers = allocate_tiles(v_tensor, STAGES_OF_EACH, config.BOXES_V, False)
+    queries = allocate_channel(1, 2, 0, CONSUMER_COUNT)
+    kv = allocate_channel(config.STAGES, 1, CONSUMER_COUNT * WARPS)
+    ring = KVRing(k_buffers, v_buffers, kv.full, kv.empty, config.STAGES, ONE_RING, CONSUMER_COUNT)
     tile_infos = allocate_tile_infos(1)
     fence_async_shared()
     wait_for_previous_kernels()
@@ -284,7 +274,7 @@ def _bwd_wide_dq_kernel(
         lengths_q_ptr, lengths_k_ptr, KeyCache(None, None, None, None, None, None, None, 0),
         config.LENGTHS, config.LENGTHS, config.CAUSAL, config.HAS_LEFT, config.HAS_RIGHT, False,
     )  # fmt: skip
-    shared = DqShared(config, q_buffers, do_buffers, full, ring, tile_infos)
+    shared = DqShared(config, q_buffers, do_buffers, queries, ring, tile_infos)
     inputs = Inputs(
         q_tensor, k_tensor, v_tensor, do_tensor, None,
         steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn, steps_dob, steps_dom,

@@ -42,8 +42,8 @@ from diyfa.backends.cuda.attention.fwd import LOWEST
 from diyfa.backends.cuda.attention.launch import positive_scale
 from diyfa.backends.cuda.attention.stream_k import divide_line, next_chunk, partials_slot, tile_work
 from diyfa.backends.cuda.attention.tile_io import SEQ_LENS
-from diyfa.backends.cuda.gluon.barriers import WARPS, idle_warps, optimisation_barrier, order_lanes, release, wait_full
-from diyfa.backends.cuda.gluon.compat import aggregate, as_gluon, async_load, ptxas_options
+from diyfa.backends.cuda.gluon.barriers import WARPS, idle_warps, order_lanes, release, wait_full
+from diyfa.backends.cuda.gluon.compat import aggregate, as_gluon, async_load, optimisation_barrier, ptxas_options
 from diyfa.backends.cuda.gluon.tma import ragged_descriptor, steps_of
 from diyfa.backends.cuda.hopper import decode_mla_configs as configs
 from diyfa.backends.cuda.hopper.mma import ROWS, accumulator_layout, mma_operand, rescaled, unpaired, zero_output

@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from diyfa.backends.cuda.attention.tile_io import PACKED, SEQ_LENS
-from diyfa.backends.cuda.gluon.barriers import optimisation_barrier
+from diyfa.backends.cuda.gluon.compat import optimisation_barrier
 from diyfa.backends.cuda.hopper.mma import ROWS
 
 CHUNK = gl.constexpr(8)  # elements of 16 bytes
@@ -52,7 +52,7 @@ def offset_of(matrix, b, h, first, LENGTHS: gl.constexpr):
 
 
 @constexpr_function
-def _by_chunks(columns):
+def chunked_layout(columns):
     """[64, columns] of four warps, each thread with chunks of rows: a warp writes 64 bytes of each of 8 rows at once.
 
     Its rows are those that it has of an accumulator, so what is exchanged stays within the warp.
@@ -66,7 +66,7 @@ def _by_chunks(columns):
 def store_rows(x, matrix, offset, row0, end, column0):
     """Write x [64, columns], an accumulator's in the matrix's dtype, as rows from row0 on behind `offset`, columns from
     column0 on; nothing from row `end` on. At least 32 columns."""
-    LAYOUT: gl.constexpr = _by_chunks(x.shape[1])
+    LAYOUT: gl.constexpr = chunked_layout(x.shape[1])
     x = gl.convert_layout(x, LAYOUT)
     row = row0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
     column = column0 + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, LAYOUT))
@@ -92,7 +92,7 @@ def store_float32(x, matrix, offset, row0, end, column0):
 def clear_others(cu_seqlens_ptr, batch, total, heads, matrix, lse_ptr):
     """`clear_others` of `attention/clear.py`, for four warps. A sequence longer than said has all its tiles."""
     COLUMNS: gl.constexpr = 64
-    LAYOUT: gl.constexpr = _by_chunks(COLUMNS)
+    LAYOUT: gl.constexpr = chunked_layout(COLUMNS)
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     first = gl.minimum(gl.maximum(gl.load(cu_seqlens_ptr), 0), total)
     last = gl.minimum(gl.maximum(gl.load(cu_seqlens_ptr + batch), 0), total)

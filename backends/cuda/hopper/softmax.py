@@ -94,7 +94,7 @@ def _alibi(s, start_n, rows):
 
 
 @gluon.jit
-def _masked(s, start_n, rows, problem):
+def mask_scores(s, start_n, rows, problem):
     """Scores [64, BLOCK_N] with -inf for what the rows do not see."""
     lane, constant = _columns(s)
     own = rows.position[:, None] - lane - start_n
@@ -120,7 +120,7 @@ def softmax_step(s, m_i, start_n, rows, score, problem, MASKED: gl.constexpr):
         s = s * scale - _alibi(s, start_n, rows)
         scale = 1.0
     if MASKED:
-        s = _masked(s, start_n, rows, problem)
+        s = mask_scores(s, start_n, rows, problem)
     m_new = gl.maximum(m_i, gl.max(s, 1) * scale)
     m_ref = gl.where(m_new == float("-inf"), 0.0, m_new)  # nothing but -inf so far: avoid inf - inf
     p = gl.exp2(s * scale - m_ref[:, None])

@@ -19,8 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from diyfa.backends.cuda.attention.tile_io import CACHED, PACKED, SEQ_LENS
-from diyfa.backends.cuda.gluon.barriers import optimisation_barrier
-from diyfa.backends.cuda.gluon.compat import aggregate, async_load, async_store, reinterpret
+from diyfa.backends.cuda.gluon.compat import aggregate, async_load, async_store, optimisation_barrier, reinterpret
 from diyfa.backends.cuda.gluon.tile_info import Tile
 from diyfa.backends.cuda.hopper.configs import ROW_BOUND
 from diyfa.backends.cuda.hopper.mma import buffer_index, buffer_of
@@ -140,7 +139,7 @@ class Problem:
 
 
 @gluon.jit
-def _clamped(pointer, most):
+def load_clamped(pointer, most):
     """A position read from the device, where it could not be checked before the launch, inside the memory there is."""
     return gl.minimum(gl.maximum(gl.load(pointer), 0), most)
 
@@ -165,7 +164,7 @@ def _packed_tile(index, problem, BLOCK_M: gl.constexpr):
         begun = (b < problem.batch) & (first // BLOCK_M + b <= number)
         count += gl.sum(begun.to(gl.int32), 0)
     b = gl.maximum(count - 1, 0)
-    return b, h, number - _clamped(problem.lengths_q_ptr + b, problem.total_q) // BLOCK_M - b
+    return b, h, number - load_clamped(problem.lengths_q_ptr + b, problem.total_q) // BLOCK_M - b
 
 
 @gluon.jit
@@ -181,14 +180,14 @@ def tile_of(index, problem, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
     n_keys = problem.seqlen_k
     if problem.LENGTHS == PACKED:
         b, h, tile_m = _packed_tile(index, problem, BLOCK_M)
-        first_q = _clamped(problem.lengths_q_ptr + b, problem.total_q)
+        first_q = load_clamped(problem.lengths_q_ptr + b, problem.total_q)
         if problem.LENGTHS_K == PACKED:
-            first_k = _clamped(problem.lengths_k_ptr + b, problem.total_k)
-        n_queries = gl.maximum(_clamped(problem.lengths_q_ptr + b + 1, problem.total_q) - first_q, 0)
+            first_k = load_clamped(problem.lengths_k_ptr + b, problem.total_k)
+        n_queries = gl.maximum(load_clamped(problem.lengths_q_ptr + b + 1, problem.total_q) - first_q, 0)
         if problem.LENGTHS_K == PACKED:
-            n_keys = gl.maximum(_clamped(problem.lengths_k_ptr + b + 1, problem.total_k) - first_k, 0)
+            n_keys = gl.maximum(load_clamped(problem.lengths_k_ptr + b + 1, problem.total_k) - first_k, 0)
             if problem.cache.seqused_ptr is not None:
-                n_keys = _clamped(problem.cache.seqused_ptr + b, n_keys)
+                n_keys = load_clamped(problem.cache.seqused_ptr + b, n_keys)
         tiles_m = gl.cdiv(n_queries, BLOCK_M)
         exists = (tile_m >= 0) & (tile_m < tiles_m)
     else:
@@ -201,7 +200,7 @@ def tile_of(index, problem, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
         b = head // problem.heads_q
         h = head % problem.heads_q
         if problem.LENGTHS == SEQ_LENS:
-            n_keys = _clamped(problem.lengths_k_ptr + b, problem.seqlen_k)
+            n_keys = load_clamped(problem.lengths_k_ptr + b, problem.seqlen_k)
             n_queries = gl.minimum(n_keys, problem.seqlen_q)
         exists = True
     if problem.LENGTHS_K == CACHED:

@@ -1,0 +1,246 @@
+"""Rolling dQ: the main kernel of the Hopper backward converts the fp32 dQ itself, a few heads behind its work.
+
+Without it the fp32 dQ of all queries is cleared, added up, and read again by `_convert_kernel`. That takes 75 us for
+16384 tokens of 2048 columns. Rolling dQ needs memory for `slots` heads only, which stays in the L2 cache, and no other
+kernel. `bwd.py` calls one method of `RollingDq` wherever a role has to do something for it. Unless ENABLED, the methods
+do nothing.
+
+* "Head" is a head of K here. It stands for all query heads of its group, or of a chunk of the group (`bwd_parts.py`).
+* Blocks of keys are numbered head by head. Each head's dQ is divided into as many chunks as it has blocks of keys.
+* The program that draws block n also takes chunk n - lag * (blocks of a head). Its consumers convert that chunk when
+  they have finished the block; its adders then clear the chunk, if a later head uses the same memory. Once no blocks of
+  keys are left, programs draw the last chunks.
+* A head uses the memory of the head `slots` heads before it.
+* Two counts in global memory order all this for a head: how many blocks of keys adders have added, and how many chunks
+  they have cleared. Consumers read a chunk when the first count is complete. An adder begins with a head when the
+  second count of the head that had the same memory is complete. Both waits are for lower numbers, which have been
+  drawn before. `lag` and `slots` are large enough for waits to be rare (`Sm90Backward`).
+"""
+
+# Aggregates are checked against their annotations, so these must not be postponed.
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+
+from diyfa.backends.cuda.gluon.barriers import WARPS, wait_for_stores
+from diyfa.backends.cuda.gluon.channel import Channel, allocate_channel
+from diyfa.backends.cuda.gluon.compat import aggregate, async_store
+from diyfa.backends.cuda.gluon.semaphore import end_turn, wait_for_turn
+from diyfa.backends.cuda.hopper.bwd_dq import HALF_DQ, from_register_order
+from diyfa.backends.cuda.hopper.bwd_tiles import BOX, CHUNK_ONLY, CONSUMER_COUNT, draw_key_block
+from diyfa.backends.cuda.hopper.mma import ROWS, accumulator_layout, box_of, buffer_of
+
+
+@aggregate
+class RollingDq:
+    """The fp32 dQ, its counts, and the channels that order its conversion within a program."""
+
+    pointer: gl.tensor | gl.constexpr  # [slots, query heads of a group, blocks of queries, BLOCK_M * D]
+    counts_ptr: gl.tensor | gl.constexpr  # [heads, 2] int32, zeros: blocks of keys added, chunks cleared
+    slots: gl.tensor | gl.constexpr
+    lag: gl.tensor | gl.constexpr  # heads
+    out_tensor: tma.tensor_descriptor | gl.constexpr  # dQ in 16 bits, (B, H, S, D) whatever the strides
+    added: Channel  # from the producer to the consumers: the chunk of an iteration is added up
+    converted: Channel  # from each consumer to its adder: the chunk of an iteration is converted
+    ENABLED: gl.constexpr
+
+    # ---- the producer
+
+    @gluon.jit
+    def chunk_with(self, index, sizes, config):
+        """The number of the chunk to convert after block `index` of keys; -1: none."""
+        chunk = -1
+        if self.ENABLED:
+            chunk = gl.maximum(index - self.lag * gl.cdiv(sizes.seqlen_k, config.BLOCK_N), -1)
+        return chunk
+
+    @gluon.jit
+    def wait_until_complete(self, chunk, sizes, config):
+        """Wait until adders have added all blocks of keys of the chunk's head."""
+        if chunk >= 0:
+            chunks = gl.cdiv(sizes.seqlen_k, config.BLOCK_N)
+            wait_for_turn(self.counts_ptr + (chunk // chunks).to(gl.int64) * 2, chunks * CONSUMER_COUNT)
+
+    @gluon.jit
+    def announce(self, chunk, iteration, sizes, config):
+        """Tell the consumers when they may read the chunk."""
+        if self.ENABLED:
+            self.wait_until_complete(chunk, sizes, config)
+            self.added.signal(iteration)
+
+    @gluon.jit
+    def produce_last_chunks(self, index, count, iteration, no_keys, key_blocks, scheduler, sizes, config):
+        """Hand out the chunks that no block of keys comes with -> the next iteration."""
+        if self.ENABLED:
+            ahead = self.lag * gl.cdiv(sizes.seqlen_k, config.BLOCK_N)
+            while index < count + ahead:
+                key_blocks.write(iteration, no_keys, index - ahead, CHUNK_ONLY)
+                self.announce(index - ahead, iteration, sizes, config)
+                iteration += 1
+                index = draw_key_block(scheduler, True)
+        return iteration
+
+    # ---- the adders
+
+    @gluon.jit
+    def first_block(self, head, g, sizes, BLOCK_M: gl.constexpr):
+        """The number of the first block of queries of the g-th query head of a head."""
+        blocks_m = gl.cdiv(sizes.seqlen_q, BLOCK_M)
+        return head % self.slots * (sizes.group_size * blocks_m) + g * blocks_m
+
+    @gluon.jit
+    def wait_until_free(self, head, sizes, config):
+        """Wait until all chunks of the head that had the same memory are cleared."""
+        if self.ENABLED:
+            if head >= self.slots:
+                cleared = self.counts_ptr + (head - self.slots).to(gl.int64) * 2 + 1
+                wait_for_turn(cleared, gl.cdiv(sizes.seqlen_k, config.BLOCK_N) * CONSUMER_COUNT)
+
+    @gluon.jit
+    def end_adding(self, head):
+        """Count a block of keys of the head as added."""
+        wait_for_stores()
+        end_turn(self.counts_ptr + head.to(gl.int64) * 2)
+
+    @gluon.jit
+    def end_clearing(self, chunk, sizes, config):
+        """Count the chunk as cleared, if there is one."""
+        if chunk >= 0:
+            head = chunk // gl.cdiv(sizes.seqlen_k, config.BLOCK_N)
+            end_turn(self.counts_ptr + head.to(gl.int64) * 2 + 1)
+
+    @gluon.jit
+    def finish_block(self, head, chunk, iteration, CONSUMER: gl.constexpr, sizes, config):
+        """Count a block of keys as added. Clear the consumer's halves of the chunk that came with it, and count it."""
+        if self.ENABLED:
+            self.end_adding(head)
+            self.converted.of(CONSUMER).wait(iteration)
+            chunk_of(chunk, CONSUMER, sizes, config).clear(self, sizes, config)
+            self.end_clearing(chunk, sizes, config)
+
+    @gluon.jit
+    def skip_last_chunks(self, kind, iteration, key_blocks, sizes, config):
+        """Read past the last chunks. Nobody needs their memory, so nothing is cleared."""
+        if self.ENABLED:
+            while kind == CHUNK_ONLY:
+                key_blocks.channel.release(iteration)
+                iteration += 1
+                kind, _, _ = key_blocks.read(iteration, sizes, config.LENGTHS)
+
+    # ---- the consumers
+
+    @gluon.jit
+    def wait_until_added(self, iteration):
+        """Wait until the iteration's chunk may be read."""
+        if self.ENABLED:
+            self.added.wait(iteration)
+
+    @gluon.jit
+    def load_first(self, chunk, CONSUMER: gl.constexpr, sizes, config):
+        """Start loading the first blocks of a chunk, which arrive while dV and dK are stored."""
+        x = ()
+        if self.ENABLED:
+            blocks = chunk_of(chunk, CONSUMER, sizes, config)
+            x = blocks.load(blocks.start, self, sizes, config)
+        return x
+
+    @gluon.jit
+    def convert(self, chunk, x, iteration, CONSUMER: gl.constexpr, item, gradients, sm_scale, sizes, config):
+        """Convert a chunk through the memory in which `item` of dQ would wait; x: the result of `load_first`."""
+        if self.ENABLED:
+            gradients.dq.of(CONSUMER).acquire(item)
+            chunk_of(chunk, CONSUMER, sizes, config).store(x, self, gradients.dq_boxes, sm_scale, sizes, config)
+            self.converted.of(CONSUMER).commit(iteration)
+
+    @gluon.jit
+    def convert_last_chunks(
+        self, kind, chunk, iteration, CONSUMER: gl.constexpr, key_blocks, gradients, sm_scale, sizes, config
+    ):
+        """Convert the chunks that no block of keys comes with."""
+        if self.ENABLED:
+            while kind == CHUNK_ONLY:
+                self.added.wait(iteration)
+                key_blocks.channel.release(iteration)
+                x = self.load_first(chunk, CONSUMER, sizes, config)
+                chunk_of(chunk, CONSUMER, sizes, config).store(x, self, gradients.dq_boxes, sm_scale, sizes, config)
+                iteration += 1
+                kind, chunk, _ = key_blocks.read(iteration, sizes, config.LENGTHS)
+
+
+@aggregate
+class DqChunk:
+    """A consumer's halves of the blocks of queries [start, end) of a head."""
+
+    head: gl.tensor
+    start: gl.tensor
+    end: gl.tensor
+    CONSUMER: gl.constexpr
+
+    @gluon.jit
+    def pointers(self, i, dq, sizes, BLOCK_M: gl.constexpr):
+        LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
+        half = (dq.first_block(self.head, 0, sizes, BLOCK_M) + i).to(gl.int64) * CONSUMER_COUNT + self.CONSUMER
+        return dq.pointer + half * HALF_DQ + gl.arange(0, HALF_DQ, layout=LAYOUT)
+
+    @gluon.jit
+    def load(self, i, dq, sizes, config: gl.constexpr):
+        """The fp32 dQ of the next BLOCK_N queries, from block i on."""
+        x = ()
+        for j in gl.static_range(config.BLOCK_N // config.BLOCK_M):
+            at = self.pointers(i + j, dq, sizes, config.BLOCK_M)
+            x += (gl.load(at, mask=i + j < self.end, cache_modifier=".cg"),)  # added up in the L2 cache
+        return x
+
+    @gluon.jit
+    def store(self, x, dq, buffers, sm_scale, sizes, config: gl.constexpr):
+        """Scale the chunk and write it in 16 bits through the consumer's two `buffers`, which are free before and
+        after; x: its first blocks."""
+        M: gl.constexpr = config.BLOCK_M
+        COUNT: gl.constexpr = config.BLOCK_N // M
+        COLUMN: gl.constexpr = self.CONSUMER * BOX if config.BOXES > 1 else 0
+        ROW: gl.constexpr = 0 if config.BOXES > 1 else self.CONSUMER * ROWS
+        heads_kv = sizes.heads_q // sizes.group_size
+        blocks_m = gl.cdiv(sizes.seqlen_q, M)
+        for i in range(self.start, self.end, COUNT):
+            for j in gl.static_range(COUNT):
+                rows = from_register_order(x[j] * sm_scale).to(buffers.dtype)
+                rows = gl.convert_layout(rows, accumulator_layout(BOX), assert_trivial=True)
+                box_of(buffers, self.CONSUMER, j, 2).store(rows)
+            fence_async_shared()
+            for j in gl.static_range(COUNT):
+                if i + j < self.end:
+                    h = self.head % heads_kv * sizes.group_size + (i + j) // blocks_m
+                    async_store(
+                        dq.out_tensor, [self.head // heads_kv, h, (i + j) % blocks_m * M + ROW, COLUMN],
+                        buffer_of(buffers, self.CONSUMER, j, 2).reshape(dq.out_tensor.block_shape),
+                    )  # fmt: skip
+            x = self.load(i + COUNT, dq, sizes, config)
+            tma.store_wait(0)
+
+    @gluon.jit
+    def clear(self, dq, sizes, config: gl.constexpr):
+        """Write zeros where the consumer has read, if a later head uses the memory."""
+        heads = sizes.batch * (sizes.heads_q // sizes.group_size)
+        for i in range(self.start, gl.where(self.head + dq.slots < heads, self.end, self.start)):
+            zeros = gl.zeros([HALF_DQ], gl.float32, gl.BlockedLayout([4], [32], [gl.num_warps()], [0]))
+            gl.store(self.pointers(i, dq, sizes, config.BLOCK_M), zeros)
+
+
+@gluon.jit
+def chunk_of(number, CONSUMER: gl.constexpr, sizes, config: gl.constexpr):
+    """The consumer's halves of chunk `number`; no blocks if it is -1."""
+    chunks = gl.cdiv(sizes.seqlen_k, config.BLOCK_N)
+    count = sizes.group_size * gl.cdiv(sizes.seqlen_q, config.BLOCK_M)
+    each = gl.cdiv(count, chunks)
+    start = number % chunks * each
+    end = gl.where(number >= 0, gl.minimum(start + each, count), start)
+    return DqChunk(number // chunks, start, end, CONSUMER)
+
+
+@gluon.jit
+def rolling_dq(pointer, counts_ptr, slots, lag, out_tensor, ENABLED: gl.constexpr):
+    """`RollingDq`, with its barriers initialised."""
+    added = allocate_channel(1, 1, 0)
+    # Two stages: a consumer may convert the next chunk before its adder has waited for this one.
+    converted = allocate_channel(2, WARPS, 0, CONSUMER_COUNT)
+    return RollingDq(pointer, counts_ptr, slots, lag, out_tensor, added, converted, ENABLED)
