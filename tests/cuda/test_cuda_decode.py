@@ -390,8 +390,8 @@ def test_no_other_memory_is_read(packed, page_size, monkeypatch):
 
 def use_parts_of(monkeypatch: pytest.MonkeyPatch, part_keys: int, multiprocessors: int) -> None:
     """From now on parts have so many keys, and as many programs run at once as on a GPU of that size."""
-    monkeypatch.setattr(planning, "plans", {})  # an earlier test's answers are kept by its plans, and by kinds
-    monkeypatch.setattr("diyfa.problem._kinds", {})
+    monkeypatch.setattr(planning, "plans", {})  # an earlier test's numbers are kept: in plans on a GPU,
+    monkeypatch.setattr("diyfa.problem._kinds", {})  # and by kinds, in constants of kernels
     for module in (decode, decode_configs):
         monkeypatch.setattr(module, "PART_KEYS", part_keys)
     monkeypatch.setattr(decode_configs, "multiprocessors", lambda device: multiprocessors)
