@@ -81,7 +81,8 @@ NPU_OLDEST_TESTS ?= tests/npu/test_torch_npu.py tests/npu/test_npu_on_shim.py te
 # What depends on the version of Triton.
 TRITON_FORMS ?= sm90 bfloat16 D=64 full
 TRITON_TESTS ?= tests/cuda $(addprefix tests/hopper/, test_gluon_compat.py test_gluon_interpreter.py \
-  test_hopper_bwd.py test_hopper_interpreted.py test_hopper_ptx.py test_hopper_synchronisation.py test_tile_counter.py) \
+  test_hopper_bwd.py test_hopper_interpreted.py test_hopper_ptx.py test_hopper_synchronisation.py test_hopper_tutorial.py \
+  test_tile_counter.py) \
   tests/numerics/test_attention_matrix.py tests/numerics/test_matmul.py \
   tests/numerics/test_merge.py tests/numerics/test_dropout_kernels.py tests/frontend/test_ops.py tests/numerics/test_fuzz.py
 

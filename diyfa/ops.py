@@ -466,7 +466,7 @@ class _Attention(torch.autograd.Function):
             q, k, v, out, lse, *optional = saved
             q, k, v = UNPACK[call.options.packing](q, k, v)
             # Else they were packed and unpacked elsewhere meanwhile.
-            if ctx.addresses == [x.data_ptr() for x in (q, k, v, out, lse, *optional)]:
+            if ctx.addresses == [x.data_ptr() for x in (q, k, v, out, lse, *optional)] and call.holds():
                 found = _run_backward(call, (q, k, v, out, lse), optional, dout)
         if found is None:
             found = _differentiate(call, saved, dout, dlse)

@@ -30,8 +30,8 @@ class Plan:
     """What a call comes to: its problem, the kernels of both passes, and all else but its tensors."""
 
     __slots__ = (
-        "_backward", "backend", "backward_repeats", "forward", "has_run", "lengths", "names", "nothing", "options",
-        "problem", "repeat",
+        "_backward", "backend", "backward_repeats", "forward", "has_run", "is_recorded", "lengths", "names", "nothing",
+        "options", "problem", "repeat",
     )  # fmt: skip
 
     def __init__(
@@ -46,12 +46,18 @@ class Plan:
         # Without the optional tensors, whose names are kept instead.
         self.lengths, self.options, self.names = without_tensors(lengths, options)
         self.has_run = False
+        self.is_recorded = _recording
         self.repeat: Repeat | None = None  # `Kernel.repeat`'s, from the second call on: most lengths never come again
         self.backward_repeats: dict[
             Hashable, Repeat | None
         ] = {}  # the same of the backward kernel, by the gradient's strides
         if problem.needs_grad:  # refuse now rather than in the backward pass
             self.backward()
+
+    def holds(self) -> bool:
+        """Whether launches are recorded now exactly if they were when the plan was made: between the forward and the
+        backward pass of a call a recording may begin or end, and its kernels are others."""
+        return self.is_recorded is _recording
 
     def backward(self, aligned: bool = True) -> tuple[AttentionProblem, Kernel]:
         """The problem and the kernel of the backward pass; `aligned` as `AttentionProblem.aligned_gradients`."""

@@ -264,13 +264,11 @@ class CudaBackend:
         return f"it takes cuda tensors, got tensors on {device}"
 
     def arch(self, device: torch.device) -> str:
-        if device.type != "cuda":
-            from diyfa.backends.cuda.runtime import launch
+        from diyfa.backends.cuda.runtime import launch
 
-            if launch.stand_in is not None:
-                return launch.stand_in.arch
-            return os.environ.get("DIYFA_ARCH", "sm_90")
-        return _arch_of_gpu(device)
+        if launch.stand_in is not None:
+            return launch.stand_in.arch
+        return _arch_of_gpu(device) if device.type == "cuda" else os.environ.get("DIYFA_ARCH", "sm_90")
 
     def unsupported(self, problem: AttentionProblem | KVCacheProblem | MatmulProblem) -> str | None:
         return _unsupported(problem)

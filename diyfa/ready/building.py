@@ -47,6 +47,8 @@ def build(kernels: Iterable[Recorded], jobs: int, done: Callable[[Built], None])
         except (EOFError, OSError):
             return Built(kernel.name, 0.0, f"the process that compiles it ended with {process.wait()}")
 
+    lock, is_over = threading.Lock(), False
+
     def work() -> None:
         process: subprocess.Popen[bytes] | None = None
         try:
@@ -56,13 +58,18 @@ def build(kernels: Iterable[Recorded], jobs: int, done: Callable[[Built], None])
                 except queue.Empty:
                     break
                 if process is None or process.poll() is not None:  # the first one, or it crashed
-                    process = _start()
-                    processes.append(process)
+                    with lock:
+                        if is_over:  # it was killed: nobody waits for the rest
+                            return
+                        process = _start()
+                        processes.append(process)
                 finished.put(compile_with(process, kernel))
             finished.put(None)
         except BaseException as error:  # raised where it is waited for
             finished.put(error)
 
+    if jobs < 1:
+        raise ValueError(f"jobs must be at least 1, got {jobs}")
     n_workers = min(jobs, waiting.qsize())
     for _ in range(n_workers):
         threading.Thread(target=work, daemon=True).start()
@@ -76,6 +83,8 @@ def build(kernels: Iterable[Recorded], jobs: int, done: Callable[[Built], None])
             else:
                 done(built)
     finally:
+        with lock:
+            is_over = True
         for process in processes:
             process.kill()
             process.wait()

@@ -36,8 +36,10 @@ _numbers = count(1)
 
 def empty(*shape: int, dtype: torch.dtype = torch.int32, grad: bool = False) -> torch.Tensor:
     """Return a tensor without memory. It has an address, which no other one has: diyfa tells caches apart by that."""
-    begin = next(_numbers) << 36
-    flat = torch.empty(begin + math.prod(shape), dtype=dtype, device="meta")
+    begin, elements = next(_numbers) << 36, math.prod(shape)
+    if elements >= 1 << 48:
+        raise ValueError(f"a tensor of shape {shape} is too large")
+    flat = torch.empty(begin + elements, dtype=dtype, device="meta")
     return flat[begin:].view(shape).requires_grad_(grad)
 
 
@@ -84,7 +86,8 @@ def attention(
     heads: Heads, rows: Rows, dtype: torch.dtype, packed: bool = False, backward: bool = True, **options: Any
 ) -> Call:
     """Attention and its backward pass. `options` are those of `flash_attention`: True stands for a tensor, and a bias
-    is the letters of its dimensions, as in "1hqk". `out_dtype`: the call is one of parts that are added up."""
+    is the letters of its dimensions, as in "1hqk". `out_dtype`: the call is one of parts that are added up. `packed`:
+    sequences have `rows.queries` rows on average, and none has more than `longest`."""
 
     def run() -> None:
         (b, m, n), (d, _, h, hk), dv = rows, heads, heads.of_values
@@ -105,7 +108,8 @@ def attention(
             given["attn_bias"] = empty(*[sizes[letter] for letter in letters], dtype=dtype, grad=bias_grad)
         if packed:
             offsets = empty(b + 1)
-            out: Any = flash_attention_varlen(q, k, v, offsets, offsets, m, n, **given)
+            longest = given.pop("longest", 0)
+            out: Any = flash_attention_varlen(q, k, v, offsets, offsets, longest or m, longest or n, **given)
         elif "out_dtype" in given:
             checked = checked_options(q, k, v, WHOLE, {"layout": "bshd", **given})
             q, k, v = q.detach(), k.detach(), v.detach()
@@ -212,6 +216,7 @@ SHORT, TINY, SMALL, MANY, FEW_TILES, ALONE, MEDIUM, LARGE = (
 )  # fmt: skip
 # Keys that end inside a block: of long sequences, of sentences, of windows of images.
 RAGGED, SENTENCES, WINDOWS = Rows(3, 1000, 1003), Rows(2, 77, 77), Rows(256, 49, 49)
+BRIEF = (Rows(64, 16, 16), Rows(32, 32, 32), Rows(16, 48, 48), Rows(1, 350, 350), Rows(1, 700, 700))  # packed
 TRAINED = (TINY, SMALL, MANY, FEW_TILES, ALONE, MEDIUM, LARGE)
 FULL = dict[str, Any]()
 CAUSAL: dict[str, Any] = {"causal": True}
@@ -248,6 +253,9 @@ TRAINING = (
     Row((CAUSAL,), (grouped(D256, 8, 4),), (SMALL, MANY, FEW_TILES, ALONE), BOTH, (BF16,)),
     Row((FULL,), (D64, D96, D128, D256), (RAGGED, Rows(1, 250, 250))),
     Row((FULL, CAUSAL), USUAL, (SHORT,), BOTH),
+    Row((FULL, CAUSAL), (*USUAL, *map(grouped, USUAL)), BRIEF, (True,)),
+    Row(({"longest": 48}, CAUSAL | {"longest": 48}), (*USUAL, *map(grouped, USUAL)), (Rows(48, 16, 16),), (True,)),
+    Row(({"longest": 742}, CAUSAL | {"longest": 742}), (*USUAL, *map(grouped, USUAL)), (Rows(12, 145, 145),), (True,)),
     Row((SLIDING,), (*map(grouped, USUAL), grouped(D256, 8, 4), D96), TRAINED, BOTH, (BF16,)),
     Row((SLIDING,), (grouped(D128),), TRAINED, BOTH, (FP16,)),
     Row((GEMMA2, GEMMA2_SLIDING), (grouped(D128), grouped(D256, 8, 4)), TRAINED, BOTH, (BF16,)),

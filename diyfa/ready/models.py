@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from diyfa.ready.calls import BF16, CHUNKS, DECODING, TRAINED, Call, Heads, attention, cache
+from diyfa.ready.calls import BF16, CHUNKS, DECODING, FP32, HALVES, TRAINED, Call, Heads, attention, cache
 
 Config = dict[str, Any]
 # Encoders, whose tokens see all others, by how the names of their architectures end.
@@ -32,7 +32,7 @@ def read_model(path: Path) -> Model:
     """Read a config.json. Raises ValueError where that says too little."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no JSON: {error}") from error
     if not isinstance(config, dict):
         raise ValueError(f"{path} holds no object")
@@ -41,7 +41,7 @@ def read_model(path: Path) -> Model:
 
 def model_of(config: Config) -> Model:
     """Return what a config says. Raises ValueError where that is too little."""
-    outer, config = config, {**config, **config.get("text_config", {})}  # models of texts and images have several
+    outer, config = config, {**config, **_object(config, "text_config")}  # models of texts and images have several
     queries = _number(config, "num_attention_heads", "n_head", "num_heads")
     keys = _optional(config, "num_key_value_heads", "num_kv_heads") or queries
     head_dim = _optional(config, "head_dim")
@@ -53,8 +53,14 @@ def model_of(config: Config) -> Model:
         heads = Heads(plain + rotated, _number(config, "v_head_dim"), queries, queries)
         latent = Heads(rank + rotated, rank, queries, 1)
     name = config.get("dtype") or config.get("torch_dtype") or outer.get("dtype") or outer.get("torch_dtype")
-    dtype = getattr(torch, str(name).removeprefix("torch."), BF16) if name else BF16
-    return Model(heads, dtype, tuple(_options(config)), latent)
+    dtype = getattr(torch, str(name).removeprefix("torch."), None)
+    # "auto", and the float8 of weights, say nothing of attention.
+    return Model(heads, dtype if dtype in (*HALVES, FP32) else BF16, tuple(_options(config)), latent)
+
+
+def _object(config: Config, name: str) -> Config:
+    value = config.get(name)
+    return value if isinstance(value, dict) else {}
 
 
 def _number(config: Config, *names: str) -> int:
@@ -65,19 +71,21 @@ def _number(config: Config, *names: str) -> int:
 
 
 def _optional(config: Config, *names: str) -> int | None:
-    return next((config[name] for name in names if type(config.get(name)) is int), None)
+    """The first of these that is a number: 0 and -1 stand for none, as null does."""
+    return next((x for x in map(config.get, names) if type(x) is int and x > 0), None)
 
 
 def _options(config: Config) -> Iterator[dict[str, Any]]:
     """Of layers that see all tokens before them, and of those that look back so far."""
     shared: dict[str, Any] = {}
-    if not any(name.endswith(_ENCODERS) for name in config.get("architectures") or ()):
+    if not any(str(name).endswith(_ENCODERS) for name in config.get("architectures") or ()):
         shared[_MASKED] = True
-    if cap := config.get("attn_logit_softcapping"):
+    cap = config.get("attn_logit_softcapping")
+    if isinstance(cap, (int, float)) and cap > 0:
         shared["softcap"] = float(cap)
     if config.get("model_type") in _WITH_SINKS:
         shared["sinks"] = True
-    if config.get("alibi") or (config.get("attn_config") or {}).get("alibi") or config.get("model_type") == "bloom":
+    if config.get("alibi") or _object(config, "attn_config").get("alibi") or config.get("model_type") == "bloom":
         shared["alibi_slopes"] = True
     window = _optional(config, "sliding_window") if config.get("use_sliding_window", True) else None
     kinds = config.get("layer_types") or ()

@@ -59,7 +59,7 @@ def warmup(
     named = [parse(each) if isinstance(each, str) else (getattr(each, "__name__", "a call"), each) for each in given]
     name = backend_of(arch) if arch else backend_here()
     recording = record(name, arch, named)
-    warmed = warm(list(recording.kernels.values()), jobs or cores(), None if quiet else _Lines())
+    warmed = warm(list(recording.kernels.values()), cores() if jobs is None else jobs, None if quiet else _Lines())
     warmed = warmed._replace(refused=tuple(recording.refused), seconds=time.monotonic() - start)
     if not quiet:
         print(f"diyfa.warmup: {warmed}", file=sys.stderr, flush=True)

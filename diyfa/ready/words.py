@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -22,14 +23,25 @@ _DTYPES = {
     "bfloat16": BF16, "bf16": BF16, "float16": torch.float16, "fp16": torch.float16, "float32": torch.float32,
     "fp32": torch.float32,
 }  # fmt: skip
-_SHARED = frozenset({"causal", "softcap", "sinks", "alibi_slopes", "packed"})
+
+Form = tuple[str, Callable[[Any], bool]]  # what a value is called in messages, and whether one is that
+_FLAG: Form = "True or False", lambda x: type(x) is bool
+_FACTOR: Form = "a number", lambda x: type(x) in (int, float)
+_COUNT: Form = "a whole number from 0 on", lambda x: type(x) is int and x >= 0
+_PAIR: Form = "two whole numbers, as in 1023,0", lambda x: isinstance(x, tuple) and [*map(type, x)] == [int, int]
+_BIAS: Form = "the letters of its dimensions, as in 1hqk", lambda x: bool(re.fullmatch("[b1][h1][q1][k1]", str(x)))
+_DTYPE: Form = f"one of {', '.join(_DTYPES)}", lambda x: str(x) in _DTYPES
+_PRECISION: Form = "tf32 or ieee", lambda x: x in ("tf32", "ieee")
+_SHARED = {"causal": _FLAG, "softcap": _FACTOR, "sinks": _FLAG, "alibi_slopes": _FLAG, "packed": _FLAG}
 _ATTENTION = _SHARED | {
-    "window", "attn_bias", "bias_grad", "dropout_p", "seq_lens", "deterministic", "out_dtype", "forward",
+    "window": _PAIR, "attn_bias": _BIAS, "bias_grad": _FLAG, "dropout_p": _FACTOR, "seq_lens": _FLAG,
+    "deterministic": _FLAG, "out_dtype": _DTYPE, "forward": _FLAG, "longest": _COUNT,
 }  # fmt: skip
 _CACHE = _SHARED | {
-    "window_size", "page", "longest", "new", "rotary", "rotary_interleaved", "latent", "float8", "num_splits",
+    "window_size": _PAIR, "page": _COUNT, "longest": _COUNT, "new": _COUNT, "rotary": _COUNT,
+    "rotary_interleaved": _FLAG, "latent": _FLAG, "float8": _FLAG, "num_splits": _COUNT,
 }  # fmt: skip
-_PRODUCT = frozenset({"transposed", "precision", "out_dtype"})
+_PRODUCT = {"transposed": _FLAG, "precision": _PRECISION, "out_dtype": _DTYPE}
 KINDS = "attention", "cache", "product", "merge"
 _IN_THE_MODE = "batch-invariant"
 
@@ -41,7 +53,10 @@ def parse(text: str) -> Call:
     words = words[invariant:]
     kind = words.pop(0) if words[:1] and words[0] in KINDS else "attention"
     dtypes = [_DTYPES[word] for word in words if word in _DTYPES]
-    given = dict(_option(word) for word in words if word not in _DTYPES)
+    options = [_option(word) for word in words if word not in _DTYPES]
+    given = dict(options)
+    if len(dtypes) > 1 or len(given) < len(options) or ("S" in given and given.keys() & {"Sq", "Sk"}):
+        raise ValueError(f"{text!r} says something twice")
     dtype = dtypes[0] if dtypes else BF16
     if kind == "product":
         m, n, k = _sizes(text, given)
@@ -51,9 +66,12 @@ def parse(text: str) -> Call:
         call = product_of(m, n, k, dtype, **given)
     elif kind == "merge":
         call = merging(_number(text, given, "D"))
+        _check(text, given, {})
     else:
         heads, rows = _heads(text, given), _rows(text, given)
         _check(text, given, _CACHE if kind == "cache" else _ATTENTION)
+        if "out_dtype" in given:
+            given["out_dtype"] = str(_DTYPES[given["out_dtype"]]).removeprefix("torch.")
         if kind == "cache":
             call = cache(heads, rows, dtype, **given)
         else:
@@ -72,9 +90,13 @@ def _option(word: str) -> tuple[str, Any]:
         return name, value
 
 
-def _check(text: str, given: dict[str, Any], known: frozenset[str]) -> None:
+def _check(text: str, given: dict[str, Any], known: Mapping[str, Form]) -> None:
     if unknown := sorted(given.keys() - known):
         raise ValueError(f"unknown words {', '.join(unknown)} in {text!r}; known are: {', '.join(sorted(known))}")
+    for name, value in given.items():
+        form, is_right = known[name]
+        if not is_right(value):
+            raise ValueError(f"{name} in {text!r} must be {form}, got {value!r}")
 
 
 def _number(text: str, given: dict[str, Any], name: str) -> int:

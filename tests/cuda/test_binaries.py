@@ -6,6 +6,7 @@ Two small kernels are compiled for sm_90 in a process of its own (`kept_binaries
 from __future__ import annotations
 
 import errno
+import io
 import json
 import logging
 import os
@@ -76,6 +77,7 @@ def nothing_known(monkeypatch, tmp_path):
     """A process that has looked for nothing yet."""
     monkeypatch.setenv("DIYFA_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(jit, "_noticed", [])
+    monkeypatch.setattr(pack, "_left_out", {})
     for asked in (pack.installed, pack._warn):
         asked.cache_clear()
     yield
@@ -248,6 +250,21 @@ def test_a_truncated_pack_is_refused(write, kept, caplog):
     assert line.message.startswith(f"diyfa does not use {file}: ") and line.levelno == logging.WARNING
 
 
+def test_a_damaged_size_takes_no_memory(write, monkeypatch):
+    """Of the index: 4 GB, of which the file has none."""
+    write(lambda content: content[:12] + b"\xff" * 4 + content[16:])
+    asked = []
+
+    class Watched(io.BufferedReader):
+        def read(self, size=-1):
+            asked.append(size)
+            return super().read(size)
+
+    monkeypatch.setattr(Path, "open", lambda path, mode: Watched(io.FileIO(path)))
+    assert "its index is damaged" in pack.installed(ARCH).reason
+    assert asked == [pack._HEADER.size]
+
+
 def other_version(content):
     return content[:8] + (pack.FORMAT + 1).to_bytes(4, "little") + content[12:]
 
@@ -366,7 +383,7 @@ def test_a_pack_comes_before_the_folder(compiler, write, binary, monkeypatch):
     assert stored(launch_of(n=3)).name == "f" and not compiler.names
 
 
-@pytest.mark.parametrize("reason", ["home", "file", "changed", "asked for"])
+@pytest.mark.parametrize("reason", ["home", "file", "changed", "asked for", "DISABLE_PTXAS_OPT", "PTXAS_OPTIONS"])
 def test_a_call_goes_on_where_nothing_is_kept(compiler, binary, monkeypatch, tmp_path, request, reason):
     if reason == "home":
         request.getfixturevalue("no_home")
@@ -375,10 +392,58 @@ def test_a_call_goes_on_where_nothing_is_kept(compiler, binary, monkeypatch, tmp
         (tmp_path / "cache").write_text("a file where the folder would be")
     elif reason == "changed":
         monkeypatch.setattr(binaries, "LOADED_AT", 0.0)
+    elif reason.isupper():
+        monkeypatch.setenv(reason, "1")
+        assert binaries.why_unknown() == f"{reason} is set"
     else:
         monkeypatch.setattr(binaries.triton.knobs.compilation, "always_compile", True)
     assert [stored(launch_of(n=3)) for _ in range(2)] == [binary] * 2 and len(compiler.names) == 2
     assert not (tmp_path / "cache").is_dir()
+
+
+def test_what_triton_compiles_by_default_is_known(monkeypatch):
+    assert binaries.why_unknown() is None
+    monkeypatch.setenv("TRITON_DEBUG", "0")
+    monkeypatch.setenv("DISABLE_PTXAS_OPT", "off")
+    assert binaries.why_unknown() is None
+
+
+def test_a_pack_that_the_driver_cannot_load_is_left_out(compiler, write, binary, monkeypatch, caplog):
+    """It may be older than the compiler that made it. Kernels are compiled, and found in the folder."""
+
+    class Loaded:
+        def __init__(self, stored, kinds):
+            if stored.name != "compiled here":
+                raise launcher.BinaryRefused("device kernel image is invalid (200)")
+
+    def compile_binary(arch, launch, signature):
+        compiler.names.append(launch.kernel.fn.__name__)
+        return binary._replace(name="compiled here")
+
+    monkeypatch.setattr(jit, "compile_binary", compile_binary)
+    monkeypatch.setattr(binaries, "key_of_binary", lambda *arguments: "b")
+    monkeypatch.setattr(launcher, "Binary", Loaded)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    file, launch = write(), launch_of(n=3)
+    for _ in range(2):
+        monkeypatch.setattr(launcher, "_binaries", {})
+        assert isinstance(launcher.binary_of(launch, signature_of(launch), 0), Loaded)
+    assert compiler.names == ["f_kernel"]
+    (record,) = caplog.records
+    assert record.message.startswith(f"diyfa does not use {file}: this driver cannot load its kernels")
+    assert "this driver cannot load its kernels" in backend.binaries(ARCH)
+    binaries.cache_folder().put("b", binary)
+    monkeypatch.setattr(launcher, "_binaries", {})
+    with pytest.raises(RuntimeError, match="device kernel image is invalid"):  # there is no pack to leave out
+        launcher.binary_of(launch, signature_of(launch), 0)
+
+
+@pytest.mark.parametrize("result, is_refusal", [(200, True), (209, True), (2, False), (700, False)])
+def test_only_some_errors_of_the_driver_are_about_a_binary(result, is_refusal):
+    library = SimpleNamespace(cuGetErrorString=lambda *arguments: 0)
+    with pytest.raises(RuntimeError) as raised:
+        launcher.Driver.check(SimpleNamespace(_library=library), result)
+    assert isinstance(raised.value, launcher.BinaryRefused) == is_refusal
 
 
 def test_nothing_is_compiled_where_it_may_not_be(compiler, monkeypatch):

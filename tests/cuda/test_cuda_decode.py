@@ -22,7 +22,7 @@ from guarded_memory import guard
 from line_of_work_kernel import line_of_work
 
 from diyfa.backends.cuda import backend as cuda
-from diyfa.backends.cuda.attention import decode, decode_configs
+from diyfa.backends.cuda.attention import decode, decode_combine, stream_k
 from diyfa.backends.cuda.attention.decode_configs import DecodeConfig, decode_config
 from diyfa.backends.cuda.attention.launch import use_config
 from diyfa.backends.cuda.runtime import passes
@@ -70,9 +70,9 @@ def drawn_lengths(generator: torch.Generator, batch: int, most: int) -> torch.Te
 def test_each_block_of_keys_is_seen_once(monkeypatch, rows_each, batch, programs, heads_kv, long_line):
     """Scores are all 0, and the value of a key is a number of its head at its block's feature: the sums of weights
     count keys."""
-    monkeypatch.setattr(decode, "combined_rows", lambda programs: rows_each)
+    monkeypatch.setattr(decode_combine, "combined_rows", lambda programs: rows_each)
     generator = torch.Generator().manual_seed(programs)
-    monkeypatch.setattr(decode_configs, "multiprocessors", lambda device: programs)
+    monkeypatch.setattr(stream_k, "multiprocessors", lambda device: programs)
     monkeypatch.setattr(decode, "has_long_line", lambda problem, config: long_line)
     most, seqlen_q = 12 * BLOCK_N, 3
     lengths = drawn_lengths(generator, batch, most)
@@ -100,7 +100,7 @@ def test_each_block_of_keys_is_seen_once(monkeypatch, rows_each, batch, programs
     ("batch", "most", "rows"), [(1, 9, 0.6), (5, 100, 0.6), (33, 100, 0.3), (140, 30, 0.5), (3, 100, 0), (140, 30, 0)]
 )
 def test_the_line_of_work_has_each_tile_with_rows_once(batch, most, rows, programs, split_cost):
-    """Sequences without queries have no place on it, wherever they stand; there may be no others."""
+    """Sequences without queries take nothing of it, wherever they stand. All may be without queries."""
     generator = random.Random(batch * programs + most)
     queries = [generator.randint(1, 3) if generator.random() < rows else 0 for _ in range(batch)]
     lengths = [generator.choice((0, 1, most, generator.randint(0, most))) * BLOCK_N for _ in range(batch)]
@@ -129,13 +129,13 @@ def test_programs_have_whole_tiles_where_a_split_costs_more(programs, blocks, wh
         lengths=True, window_right=-1, arch=cuda.arch(torch.device(DEVICE)),
     )  # fmt: skip
     lengths, offsets = [n * BLOCK_N for n in blocks], [0, *accumulate(queries)]
-    assert bool(line_of_work(call, config, lengths, offsets, programs, [0], DEVICE).least) == whole
+    assert bool(line_of_work(call, config, lengths, offsets, programs, [0], DEVICE).min_tile_work) == whole
     assert_line(call, config, lengths, offsets, queries, programs)
 
 
 @pytest.mark.parametrize("beyond", [-1, 0, 1], ids=["32 bits", "at the bound", "64 bits"])
 @pytest.mark.parametrize(("batch", "heads_kv", "block_n"), [(1, 1, 16), (1, 8, 16), (40, 128, 16), (129, 8, 128)])
-def test_places_of_lines_as_long_as_32_bits_count(batch, heads_kv, block_n, beyond):
+def test_positions_on_lines_as_long_as_32_bits_count(batch, heads_kv, block_n, beyond):
     """Caches so long that nobody has the memory, but for one page that all entries of a table name. Beyond the bound
     a line is as long as lengths on the device may make it."""
     config = DecodeConfig(16, block_n, 4, 1, 1, split_cost=6)
@@ -155,38 +155,38 @@ def test_places_of_lines_as_long_as_32_bits_count(batch, heads_kv, block_n, beyo
 
 
 def assert_line(call, config, lengths, offsets, queries, programs) -> None:
-    """The kernels find the places of a line of work that is divided here by the rule, one tile after another."""
-    blocks_m, group = decode_configs.row_blocks(call, config), call.heads_q // call.heads_kv
+    """The kernels find the tiles at positions on the line, which is divided here one tile after another."""
+    blocks_m, group = stream_k.tiles_per_sequence(call, config), call.heads_q // call.heads_kv
     counts = [
         max(-(-n // config.block_n), 1) if block_m * config.block_m < rows * group else 0
         for n, rows in zip(lengths, queries, strict=True)
         for block_m in range(blocks_m)
     ]
-    cost = decode.TILE_COST.value
-    if sum(counts) * call.heads_kv < decode.LONG_SHARE.value * programs:
+    cost = stream_k.TILE_COST.value
+    if sum(counts) * call.heads_kv < stream_k.LONG_SHARE.value * programs:
         cost = 0
     share = max(-(-sum((count + cost) * call.heads_kv for count in counts if count) // programs), 1)
-    whole = -(-sum(count > 0 for count in counts) * call.heads_kv // programs)  # tiles of a program
-    least = max(counts) + cost
-    if config.split_cost and whole * least <= share + config.split_cost:
-        share = max(whole * least, 1)
+    whole = -(-sum(count > 0 for count in counts) * call.heads_kv // programs)  # tiles of a share
+    min_tile_work = max(counts) + cost
+    if config.split_cost and whole * min_tile_work <= share + config.split_cost:
+        share = max(whole * min_tile_work, 1)
     else:
-        least = 0
-    work = [max(count + cost, least) * call.heads_kv if count else 0 for count in counts]
+        min_tile_work = 0
+    work = [max(count + cost, min_tile_work) * call.heads_kv if count else 0 for count in counts]
     begins = [0, *accumulate(work)]
     total = begins[-1]
     drawn = random.Random(total)
-    places = {min(p * share, total) for p in range(programs)}
-    places |= {*begins, *(x - 1 for x in begins), *(drawn.randrange(total + 1) for _ in range(9))}
-    places = sorted(x for x in places if 0 <= x < total)
-    places = sorted(drawn.sample(places, min(len(places), 12))) or [0]
-    line = line_of_work(call, config, lengths, offsets, programs, places, DEVICE)
-    assert line[:4] == (total, share, cost, least)
-    for place, found in zip(places, line.tiles, strict=True):
+    positions = {min(p * share, total) for p in range(programs)}
+    positions |= {*begins, *(x - 1 for x in begins), *(drawn.randrange(total + 1) for _ in range(9))}
+    positions = sorted(x for x in positions if 0 <= x < total)
+    positions = sorted(drawn.sample(positions, min(len(positions), 12))) or [0]
+    line = line_of_work(call, config, lengths, offsets, programs, positions, DEVICE)
+    assert line[:4] == (total, share, cost, min_tile_work)
+    for position, found in zip(positions, line.tiles, strict=True):
         if total == 0:
             assert found[0] >= len(counts) and found[1:] == (0, 0)
             continue
-        tile = next(i for i in range(len(work)) if begins[i + 1] > place)
+        tile = next(i for i in range(len(work)) if begins[i + 1] > position)
         assert found == (tile, begins[tile], begins[tile])
 
 
@@ -194,7 +194,7 @@ def launches_without_memory(call: KVCacheProblem) -> list[Launch]:
     """What a call would launch."""
     tensors, out, lse = example_kvcache(call)
     config = decode.config_of(call)
-    return decode.launches_of(call, tensors, out, lse, config, decode.workspace(call, config, out.device))
+    return decode.launches_of(call, tensors, out, lse, config, stream_k.workspace(call, config, out.device))
 
 
 @pytest.mark.parametrize(
@@ -206,11 +206,11 @@ def test_a_cache_that_grows_needs_few_compiled_kernels(changes):
     call = call.replace(cache_dtype="bfloat16", **changes)
     launched = [launches_without_memory(call.replace(capacity=64 << n)) for n in range(11)]
     constants = {main.constants["c"] for main, *_ in launched}
-    assert len(constants) == (2 if call.batch_invariant else 1)  # there are parts with programs of their own
+    assert len(constants) == (2 if call.batch_invariant else 1)  # some chunks have programs of their own
 
 
 def test_programs_of_the_combine_kernel_have_several_rows_where_there_are_many() -> None:
-    assert [decode_configs.combined_rows(n) for n in (1, 2047, 2048, 4095, 8192, 8448)] == [1, 1, 2, 2, 8, 8]
+    assert [stream_k.combined_rows(n) for n in (1, 2047, 2048, 4095, 8192, 8448)] == [1, 1, 2, 2, 8, 8]
 
 
 # Three tiles of a sequence, the last with four rows; one of twelve. The combine kernel has programs for what each
@@ -222,26 +222,26 @@ def test_rows_that_a_program_of_the_combine_kernel_has_change_no_bit(batch, seql
     q = torch.randn(batch, seqlen_q, 8, 32, generator=generator)
     k, v = torch.randn(2, batch, 200, 2, 32, generator=generator)
     lengths = torch.tensor([200, 70, 33][:batch], dtype=torch.int32)
-    monkeypatch.setattr(decode_configs, "multiprocessors", lambda device: programs)
+    monkeypatch.setattr(stream_k, "multiprocessors", lambda device: programs)
     results, launched, launch = [], [], passes.launch_kernel
     monkeypatch.setattr(passes, "launch_kernel", lambda one: launched.append(one) or launch(one))
     for at_least in (1 << 20, least):
-        monkeypatch.setattr(decode_configs, "COMBINED_PROGRAMS", at_least)
+        monkeypatch.setattr(stream_k, "COMBINED_PROGRAMS", at_least)
         monkeypatch.setattr(planning, "plans", {})  # the second call is no repeated one
         with use_config("decode", DecodeConfig(16, BLOCK_N, 4, 1, 1)):
             results.append(attend(q, k, v, cache_seqlens=lengths, causal=True))
-    rows = [one.arguments["rows_each"] for one in launched if one.kernel is decode._combine_kernel]
+    rows = [one.arguments["rows_each"] for one in launched if one.kernel is decode_combine._combine_kernel]
     assert rows[0] == 1 < rows[1] and (least > 1 or rows[1] == min(4 * seqlen_q, 16))
     torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("programs", "columns"), [(8, 32), (9, 32), (17, 32), (9, 16), (17, 16)])
-def test_more_parts_of_a_tile_than_are_read_at_once(programs, columns, monkeypatch):
+def test_more_chunks_of_a_tile_than_are_read_at_once(programs, columns, monkeypatch):
     """Each program has one block of the keys. Scores are all 0."""
-    monkeypatch.setattr(decode, "COMBINED_ELEMENTS", 1)  # so eight parts are
-    monkeypatch.setattr(decode_configs, "COMBINED_ELEMENTS", 1)
-    monkeypatch.setattr(decode_configs, "COMBINED_COLUMNS", columns)
-    monkeypatch.setattr(decode_configs, "multiprocessors", lambda device: programs)
+    monkeypatch.setattr(decode_combine, "COMBINED_ELEMENTS", 1)  # so eight chunks are read
+    monkeypatch.setattr(stream_k, "COMBINED_ELEMENTS", 1)
+    monkeypatch.setattr(stream_k, "COMBINED_COLUMNS", columns)
+    monkeypatch.setattr(stream_k, "multiprocessors", lambda device: programs)
     v = torch.randn(1, programs * BLOCK_N, 1, 32, generator=torch.Generator().manual_seed(0))
     with use_config("decode", DecodeConfig(16, BLOCK_N, 4, 1, 1)):
         out, lse = attend(torch.zeros(1, 1, 2, 32), v, v)
@@ -254,14 +254,14 @@ def test_more_parts_of_a_tile_than_are_read_at_once(programs, columns, monkeypat
     ("programs", "split_cost", "scans", "lengths"),
     [
         (4, 6, (1, 32), (80, 1, 0, 46)),  # whole tiles, all as long on the line as the longest
-        (4, 0, (1, 32), (16, 3, 16, 192)),  # some have a part from the middle of the longest
+        (4, 0, (1, 32), (16, 3, 16, 192)),  # some have a chunk from the middle of the longest
         (8, 0, (1, 2), (16, 3, 16, 192)),  # more programs than tiles, but these are not all looked at at once
     ],
 )
 def test_long_sequences_beside_short_ones(programs, split_cost, scans, lengths, monkeypatch):
     """Scores are all 0."""
-    monkeypatch.setattr(decode_configs, "multiprocessors", lambda device: programs)
-    monkeypatch.setattr(decode_configs, "SCANS", scans)
+    monkeypatch.setattr(stream_k, "multiprocessors", lambda device: programs)
+    monkeypatch.setattr(stream_k, "SCANS", scans)
     v = torch.randn(4, 192, 1, 16, generator=torch.Generator().manual_seed(0))
     for b, n in enumerate(lengths):
         v[b, n:] = float("nan")
@@ -275,14 +275,14 @@ def test_long_sequences_beside_short_ones(programs, split_cost, scans, lengths, 
 
 
 def test_one_program_shares_with_nobody(monkeypatch):
-    """Its part is the whole line of work: the results are those of `num_splits=1`, bit for bit; others' are not."""
+    """Its share is the whole line of work: the results are those of `num_splits=1`, bit for bit; others' are not."""
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(3, 1, 4, 32, generator=generator)
     k, v = torch.randn(2, 3, 200, 2, 32, generator=generator)
     lengths = torch.tensor([200, 0, 150], dtype=torch.int32)
     results = []
     for programs, splits in ((1, 0), (1, 1), (5, 0)):
-        monkeypatch.setattr(decode_configs, "multiprocessors", lambda device, programs=programs: programs)
+        monkeypatch.setattr(stream_k, "multiprocessors", lambda device, programs=programs: programs)
         with use_config("decode", DecodeConfig(16, BLOCK_N, 4, 1, 1)):
             results.append(attend(q, k, v, cache_seqlens=lengths, num_splits=splits))
     assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
@@ -302,7 +302,7 @@ def paged(x: torch.Tensor, page_size: int, table: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(("page_size", "block_n"), [(16, 16), (48, 16), (16, 32), (48, 32), (3, 16), (64, 64)])
 def test_blocks_of_keys_in_pages_of_any_size(page_size, block_n, padded, monkeypatch):
     """A block lies in one page or several, and behind a padding it may begin anywhere. Scores are all 0."""
-    monkeypatch.setattr(decode_configs, "multiprocessors", lambda device: 3)
+    monkeypatch.setattr(stream_k, "multiprocessors", lambda device: 3)
     generator = torch.Generator().manual_seed(0)
     lengths, pads = torch.tensor([100, 33, 0, 64, 96]), torch.tensor([17, 1, 0, 63, 48 if padded else 0])
     pads = pads if padded else torch.zeros_like(pads)
@@ -330,7 +330,7 @@ def test_blocks_of_keys_in_pages_of_any_size(page_size, block_n, padded, monkeyp
 @pytest.mark.parametrize("queries", [[0, 3, 0, 0, 1, 2, 0], [0] * 7, [3] + [0] * 33 + [2, 0], [0] * 40 + [1]])
 def test_packed_sequences_without_queries_take_no_part(queries, programs, monkeypatch):
     """Whether they stand first, last, or are all there are; rows that no sequence has are cleared."""
-    monkeypatch.setattr(decode_configs, "multiprocessors", lambda device: programs)
+    monkeypatch.setattr(stream_k, "multiprocessors", lambda device: programs)
     generator = torch.Generator().manual_seed(programs)
     batch, total = len(queries), sum(queries)
     lengths = drawn_lengths(generator, batch, 6 * BLOCK_N)
@@ -362,7 +362,7 @@ def test_packed_sequences_without_queries_take_no_part(queries, programs, monkey
 def test_no_other_memory_is_read(packed, page_size, monkeypatch):
     """Lengths, offsets, tables, keys and workspace: up to their last element, with values that nobody checked, too."""
     accesses = guard(monkeypatch)
-    monkeypatch.setattr(decode_configs, "multiprocessors", lambda device: 4)
+    monkeypatch.setattr(stream_k, "multiprocessors", lambda device: 4)
     for check in ("_check_values", "_check_packed_values"):
         monkeypatch.setattr(kvcache, check, lambda *arguments: None)
     page_size = page_size or (5 if packed else 0)
@@ -388,22 +388,22 @@ def test_no_other_memory_is_read(packed, page_size, monkeypatch):
     assert accesses() > 100
 
 
-def use_parts_of(monkeypatch: pytest.MonkeyPatch, part_keys: int, multiprocessors: int) -> None:
-    """From now on parts have so many keys, and as many programs run at once as on a GPU of that size."""
-    monkeypatch.setattr(planning, "plans", {})  # an earlier test's numbers are kept: in plans on a GPU,
-    monkeypatch.setattr("diyfa.problem._kinds", {})  # and by kinds, in constants of kernels
-    for module in (decode, decode_configs):
-        monkeypatch.setattr(module, "PART_KEYS", part_keys)
-    monkeypatch.setattr(decode_configs, "multiprocessors", lambda device: multiprocessors)
+def use_chunks_of(monkeypatch: pytest.MonkeyPatch, chunk_keys: int, multiprocessors: int) -> None:
+    """From now on fixed chunks have so many keys, and as many programs run at once as on a GPU of that size."""
+    monkeypatch.setattr(planning, "plans", {})  # an earlier test's answers are kept by its plans, and by kinds
+    monkeypatch.setattr("diyfa.problem._kinds", {})
+    for module in (decode, stream_k):
+        monkeypatch.setattr(module, "CHUNK_KEYS", chunk_keys)
+    monkeypatch.setattr(stream_k, "multiprocessors", lambda device: multiprocessors)
 
 
-@pytest.mark.parametrize("part_keys", [128, decode_configs.PART_KEYS])
+@pytest.mark.parametrize("chunk_keys", [128, stream_k.CHUNK_KEYS])
 @pytest.mark.parametrize("draw", range(4))
-def test_a_row_is_bitwise_the_same_in_any_call(draw, part_keys, monkeypatch):
+def test_a_row_is_bitwise_the_same_in_any_call(draw, chunk_keys, monkeypatch):
     """The sequence's training forward decides; then its last tokens come from caches, in drawn company.
 
-    Of several parts all lie with one program, or each with its own, as the number of tiles and of splits say."""
-    use_parts_of(monkeypatch, part_keys, multiprocessors=5)
+    One program has all chunks of a tile, or each chunk has its own, as the numbers of tiles and of splits say."""
+    use_chunks_of(monkeypatch, chunk_keys, multiprocessors=5)
     generator = torch.Generator().manual_seed(draw)
 
     def number(low: int, high: int) -> int:
@@ -571,9 +571,9 @@ def test_large_features_of_the_second_tile_count_over_float8_keys():
 
 def test_programs_begin_beyond_the_tiles_that_are_looked_at_at_once(monkeypatch):
     """Tiles of rows are looked at 128 at a time; the last of eight programs begins in the second lot."""
-    monkeypatch.setattr(decode_configs, "multiprocessors", lambda device: 8)
+    monkeypatch.setattr(stream_k, "multiprocessors", lambda device: 8)
     generator = torch.Generator().manual_seed(0)
-    batch = decode_configs.SCANS[-1] + 32
+    batch = stream_k.SCANS[-1] + 32
     q = torch.randn(batch, 1, 1, 16, generator=generator)
     k, v = torch.randn(2, batch, 16, 1, 16, generator=generator)
     lengths = drawn_lengths(generator, batch, 16)
@@ -632,7 +632,7 @@ def test_few_queries_of_many_keys_need_no_cache(layout):
             torch.testing.assert_close(x, want, rtol=1e-4, atol=1e-5)
 
 
-PARTS = {
+CHUNK_CASES = {
     "plain": {},
     "window": {"window_size": (90, 3), "sinks": torch.tensor([0.3, -1.0, 2.0, 0.0])},
     "leftpad": {"cache_leftpad": torch.tensor([70, 0, 299], dtype=torch.int32), "softcap": 2.0},
@@ -640,26 +640,26 @@ PARTS = {
 }
 
 
-@pytest.mark.parametrize("name", PARTS)
-def test_parts_that_are_apart_add_up_to_the_same_bits(name, monkeypatch):
-    """As when one program has all of them: more parts than are read at once, and some that rows do not see."""
+@pytest.mark.parametrize("name", CHUNK_CASES)
+def test_chunks_with_programs_of_their_own_add_up_to_the_same_bits(name, monkeypatch):
+    """As when one program has all of them: more chunks than are read at once, and some that rows do not see."""
     launched = []
     launch = passes.launch_kernel
     monkeypatch.setattr(passes, "launch_kernel", lambda one: launched.append(one.kernel) or launch(one))
-    use_parts_of(monkeypatch, 128, multiprocessors=100)  # as large as blocks are
+    use_chunks_of(monkeypatch, 128, multiprocessors=100)  # as large as blocks are
     generator = torch.Generator().manual_seed(0)
     q, (k, v) = torch.randn(3, 5, 4, 32, generator=generator), torch.randn(2, 3, 800, 2, 32, generator=generator)
     k[:, 200:300] *= 20  # maxima that rise, and fall again
     lengths = torch.tensor([800, 3, 300], dtype=torch.int32)
     dtype = torch.float8_e4m3fn if name == "float8" else torch.bfloat16
     case = q.bfloat16(), k.to(dtype), v.to(dtype)
-    monkeypatch.setattr(decode, "FOLDED_PARTS", 4)
-    call = {"cache_seqlens": lengths, "causal": name != "window", **PARTS[name]}
+    monkeypatch.setattr(decode, "PARTIALS_AT_ONCE", 4)
+    call = {"cache_seqlens": lengths, "causal": name != "window", **CHUNK_CASES[name]}
     results = []
     with diyfa.batch_invariant():
         for num_splits in (1, 0):
             results.append(attend(*case, num_splits=num_splits, **call))
-    assert launched == [decode._decode_kernel, decode._decode_kernel, decode._fold_kernel]
+    assert launched == [decode._decode_kernel, decode._decode_kernel, decode_combine._combine_in_order_kernel]
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     out, lse = attend(*case, **call)
     torch.testing.assert_close(results[0][0], out, rtol=2e-2, atol=2e-2)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import re
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,10 +16,12 @@ from subprocesses import ROOT, SUPPORT, run_python
 from typer.testing import CliRunner
 
 import diyfa
+from diyfa.backends.cuda.runtime import launch
 from diyfa.cli.app import app
 from diyfa.ready import calls, words
 from diyfa.ready.building import Built, build
-from diyfa.ready.models import model_of
+from diyfa.ready.models import model_of, read_model
+from diyfa.registry import load_backend
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +44,10 @@ def test_every_call_of_a_pack_runs(found):
 
 
 def test_a_pack_has_every_kernel(found):
-    """But for the one that only `variant` asks for."""
+    """But for the two that are there to be read."""
     lines = [line for path in (ROOT / "backends" / "cuda").rglob("*.py") for line in path.read_text().splitlines()]
     kernels = {match[1] for line in lines if (match := re.match(r"def (_\w+_kernel)\(", line))}
-    assert kernels - {*found["names"]} == {"_fwd_v1_kernel"}
+    assert kernels - {*found["names"]} == {"_fwd_v1_kernel", "_fwd_tutorial_kernel"}
 
 
 def test_what_an_architecture_lacks_is_said(found):
@@ -73,11 +77,26 @@ def test_words_are_the_calls_that_they_name(found):
         ("attention D=64/a H=8 B=1 S=128", "needs D="),
         ("cache D=64 H=8 B=1 Sq=1 Sk=0", "needs Sk="),
         ("product float16 16x16", "sizes of the product"),
+        ("merge D=64 now", "unknown words now"),
+        ("D=64 H=8 B=1 S=128 softcap=high", "softcap in .* must be a number, got 'high'"),
+        ("D=64 H=8 B=1 S=128 window=5", "window in .* must be two whole numbers"),
+        ("D=64 H=8 B=1 S=128 attn_bias=xyz", "attn_bias in .* must be the letters of its dimensions"),
+        ("D=64 H=8 B=1 S=128 out_dtype=float33", "out_dtype in .* must be one of bfloat16"),
+        ("D=64 H=8 B=1 S=128 packed=no", "packed in .* must be True or False"),
+        ("cache D=64 H=8 B=1 Sq=1 Sk=64 page=-16", "page in .* must be a whole number from 0 on"),
+        ("product float16 16x16x16 out_dtype=int4", "out_dtype in .* must be one of"),
+        ("D=64 D=128 H=8 B=1 S=128", "says something twice"),
+        ("float16 bfloat16 D=64 H=8 B=1 S=128", "says something twice"),
     ],
 )
 def test_words_that_mean_nothing_are_refused(text, reason):
     with pytest.raises(ValueError, match=reason):
         words.parse(text)
+
+
+def test_a_tensor_that_is_too_large_is_refused():
+    with pytest.raises(ValueError, match="is too large"):
+        words.parse(f"merge D={10**30}").run()
 
 
 def test_words_have_defaults():
@@ -120,9 +139,27 @@ def test_a_latent_cache():
     assert model.heads == (192, 128, 128, 128) and model.latent == (576, 512, 128, 1)
 
 
-def test_a_config_that_says_too_little_is_refused():
+@pytest.mark.parametrize("config", [{}, {"num_attention_heads": 0}, {"num_attention_heads": -8}])
+def test_a_config_that_says_too_little_is_refused(config):
     with pytest.raises(ValueError, match="num_attention_heads"):
-        model_of({"hidden_size": 64})
+        model_of({"hidden_size": 64, **config})
+
+
+def test_what_a_config_says_in_another_way_is_left_out():
+    odd = {
+        "text_config": None, "attn_config": "flash", "architectures": [1], "torch_dtype": "load", "head_dim": "64",
+        "sliding_window": 0, "attn_logit_softcapping": "none",
+    }  # fmt: skip
+    model = model_of({"hidden_size": 1024, "num_attention_heads": 16, **odd})
+    assert model == ((64, 0, 16, 16), torch.bfloat16, ({"causal": True},), None)
+
+
+def test_a_config_that_is_no_config_is_refused(tmp_path):
+    path = tmp_path / "config.json"
+    for text in ("", "[]", "[" * 100_000):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"config\.json (is no JSON|holds no object)"):
+            read_model(path)
 
 
 def test_a_function_is_recorded_with_zeros_for_results(found):
@@ -183,6 +220,9 @@ class Kernel:
         import os
         import sys
 
+        if self.name.startswith("waits"):
+            time.sleep(0.3)
+            Path(self.name.partition(" ")[2]).touch()
         if self.name == "fails":
             print("printed by a compiler", file=sys.stderr, flush=True)
             raise RuntimeError("no such instruction")
@@ -199,3 +239,30 @@ def test_kernels_that_fail_or_crash_their_process_leave_the_others_alone(monkeyp
     assert [*errors] == ["a", "fails", "crashes", "b"] and errors["a"] == errors["b"] == ""
     assert errors["fails"] == "RuntimeError: no such instruction printed by a compiler"
     assert errors["crashes"] == "the process that compiles it ended with 9"
+
+
+def test_kernels_that_nobody_waits_for_any_more_are_not_compiled(monkeypatch, tmp_path):
+    monkeypatch.setattr(Kernel, "__module__", "test_ready")
+    monkeypatch.syspath_prepend(ROOT / "tests" / "cuda")
+
+    def interrupt(built: Built) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build([Kernel(f"waits {tmp_path / str(i)}") for i in range(20)], 2, interrupt)
+    known = len([*tmp_path.iterdir()])
+    time.sleep(2)
+    assert len([*tmp_path.iterdir()]) == known <= 4
+
+
+@pytest.mark.parametrize("jobs", [0, -3])
+def test_fewer_processes_than_one_are_refused(jobs):
+    with pytest.raises(ValueError, match=f"jobs must be at least 1, got {jobs}"):
+        build([Kernel("a")], jobs, print)
+
+
+def test_a_gpu_that_is_here_stands_for_the_one_that_is_named(monkeypatch):
+    """A model may lie on it while calls are recorded for another."""
+    backend, gpu = load_backend("cuda"), torch.device("cuda", 0)
+    monkeypatch.setattr(launch, "stand_in", launch.StandIn("sm_80", 108))
+    assert backend.arch(gpu) == "sm_80" and launch.multiprocessors(gpu) == 108

@@ -21,7 +21,7 @@ from recorded_launches import Map, Recorded
 import diyfa
 from diyfa import flash_attn_interface, ops, registry, tuning
 from diyfa import plan as planning
-from diyfa.backends.cuda.attention import bwd_dbias, bwd_parts, configs, decode, decode_configs
+from diyfa.backends.cuda.attention import bwd_dbias, bwd_parts, configs, decode, stream_k
 from diyfa.backends.cuda.attention import launch as attention_launch
 from diyfa.backends.cuda.gluon.tile_counter import counter_of
 from diyfa.backends.cuda.hopper import bwd_configs as hopper_bwd_configs
@@ -44,7 +44,7 @@ def recorder(monkeypatch):
     monkeypatch.setattr(hopper_configs, "environment_refusal", lambda: None)
     monkeypatch.setattr(hopper_bwd_configs, "environment_refusal", lambda: None)
     monkeypatch.setattr(hopper_bwd_configs, "MIN_SCORES", 1 << 60)  # where variant="sm90" asks for it, and only there
-    for module in (decode_configs, hopper_configs):
+    for module in (stream_k, hopper_configs):
         monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(type(registry.load_backend("cuda")), "accepts", lambda self, device: None)
     return recorded_launches.install(monkeypatch)
@@ -692,7 +692,7 @@ CACHES = {  # arguments, kernels
     "appended": (appending, ["_append_kernel", "_decode_kernel", "_combine_kernel"]),
     "latent": (latent, ["_decode_mla_kernel", "_combine_kernel"]),
     "prefill": (prefilled, ["_fwd_sm90_kernel"]),
-    "in the mode": (a_token, ["_decode_kernel", "_fold_kernel"]),
+    "in the mode": (a_token, ["_decode_kernel", "_combine_in_order_kernel"]),
 }
 
 
@@ -809,7 +809,7 @@ WITHOUT_LSE = {
         lambda: over_cache(k=torch.zeros(2, 1, 2, 64).bfloat16(), v=torch.zeros(2, 1, 2, 64).bfloat16()), False,
         "_combine_kernel",
     ),
-    "in the mode": (lambda: over_cache(heads=6), True, "_fold_kernel"),
+    "in the mode": (lambda: over_cache(heads=6), True, "_combine_in_order_kernel"),
     "packed": (over_pages, False, "_combine_kernel"),
 }  # fmt: skip
 
@@ -827,7 +827,7 @@ def test_an_lse_that_is_not_returned_lies_in_the_workspace(recorder, monkeypatch
 
     monkeypatch.setattr(runtime_passes, "allocator_of", spied_on)
     monkeypatch.setattr(decode, "workspace", lambda *args: made.append(workspace(*args)) or made[-1])
-    monkeypatch.setattr(decode_configs, "multiprocessors", lambda device: 100)
+    monkeypatch.setattr(stream_k, "multiprocessors", lambda device: 100)
     function = diyfa.flash_attention_varlen if case == "packed" else diyfa.flash_attn_with_kvcache
     name = "return_lse" if case == "packed" else "return_softmax_lse"
     given = make()

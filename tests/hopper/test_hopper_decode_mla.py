@@ -23,7 +23,7 @@ from triton.experimental.gluon import language as gl  # noqa: E402
 import diyfa  # noqa: E402
 from diyfa import plan as planning  # noqa: E402
 from diyfa import problem, registry  # noqa: E402
-from diyfa.backends.cuda.attention import decode, decode_configs  # noqa: E402
+from diyfa.backends.cuda.attention import decode, stream_k  # noqa: E402
 from diyfa.backends.cuda.hopper import decode_mla, decode_mla_configs  # noqa: E402
 from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
 from diyfa.backends.cuda.runtime.passes import launch_each  # noqa: E402
@@ -45,7 +45,7 @@ def interpret(
     tiles, unless `split_cost` forbids it."""
     kernel = InterpretedKernel(kernels._decode_mla_kernel, seed, interleave)
     monkeypatch.setattr(decode_mla, "_decode_mla_kernel", kernel)
-    monkeypatch.setattr(decode_configs, "multiprocessors", lambda device: programs)
+    monkeypatch.setattr(stream_k, "multiprocessors", lambda device: programs)
     monkeypatch.setattr(decode_mla_configs, "environment_refusal", lambda: None)
     config = replace(decode_mla_configs.CONFIG, split_cost=split_cost)
     monkeypatch.setattr(decode_mla_configs, "CONFIG", config)
@@ -164,8 +164,11 @@ def test_shares_of_a_long_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     source, name = source_of("hopper.decode_mla"), "SCAN = gl.constexpr(128)"
     assert name in source
     source = source.replace(name, "SCAN = gl.constexpr(2)")
-    monkeypatch.setattr(decode, "LONG_SHARE", gl.constexpr(1))  # of the combine kernel, too
-    kernels = load_kernel({"hopper.decode_mla": source}, tmp_path, ("hopper.decode_mla",))
+    monkeypatch.setattr(stream_k, "LONG_SHARE", gl.constexpr(1))  # for the combine kernel
+    schedule, long_share = source_of("attention.stream_k"), "LONG_SHARE = tl.constexpr(8)"
+    assert long_share in schedule
+    sources = {"hopper.decode_mla": source, "attention.stream_k": schedule.replace(long_share, long_share[:-2] + "1)")}
+    kernels = load_kernel(sources, tmp_path, ("attention.stream_k", "hopper.decode_mla"))
     long_shares = case("long_shares", 129, 1, 40, heads=8)
     pairs = case("by_pairs", 129, heads=128, spare=64)  # each of which would have a block
     # 5: as many as there are blocks, from which on it counts.

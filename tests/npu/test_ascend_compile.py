@@ -49,7 +49,7 @@ def _missing() -> str:
     return "" if importlib.util.find_spec("ascendnpuir") else "ascendnpuir"
 
 
-needs_compilers = pytest.mark.skipif(bool(_missing()), reason=f"{_missing()} is not installed: see docs/npu.md")
+needs_compilers = pytest.mark.skipif(bool(_missing()), reason=f"{_missing()} is not installed: see docs/npu-design.md")
 
 
 def _compile(target: str, *options: str, limit_s: int = TIMEOUT_S) -> list[dict[str, Any]]:

@@ -40,9 +40,9 @@ def _obstacle() -> str:
         try:
             metadata.version(package)
         except metadata.PackageNotFoundError:
-            return f"{package} is not installed: see docs/npu.md"
+            return f"{package} is not installed: see docs/npu-design.md"
     if importlib.util.find_spec("ascendnpuir") is None:
-        return "ascendnpuir is not installed: see docs/npu.md"
+        return "ascendnpuir is not installed: see docs/npu-design.md"
     return "TRITON_INTERPRET=1 turns kernels into Python" if os.environ.get("TRITON_INTERPRET") == "1" else ""
 
 

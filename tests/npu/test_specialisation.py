@@ -16,7 +16,7 @@ SCRIPT = SUPPORT / "npu_specialisations.py"
 
 @pytest.mark.skipif(
     importlib.util.find_spec("triton") is None or importlib.util.find_spec("triton.backends.ascend") is None,
-    reason="triton-ascend is not installed: see docs/npu.md",
+    reason="triton-ascend is not installed: see docs/npu-design.md",
 )
 def test_one_kernel_serves_all_sizes() -> None:
     """384 calls of different sizes for each set of features. Keys that fill whole tiles have a kernel of their own."""

@@ -178,7 +178,7 @@ def test_work_is_spread_evenly(shape: Shape, name: str, programs: int) -> None:
 
 
 def main() -> None:
-    """What the schedule gives beside every n-th block for each program, in the order of memory: for docs/npu.md."""
+    """Print the schedule's balance beside that of every n-th block in memory order, for docs/log/ascend-tiles.md."""
     for name, shape in SHAPES.items():
         row = []
         for kernel_name, programs in CASES:

@@ -22,7 +22,7 @@ from simulators.cuda_driver import Recorded, Simulated, install
 import diyfa
 from diyfa import ops, registry
 from diyfa import plan as planning
-from diyfa.backends.cuda.attention import decode_configs
+from diyfa.backends.cuda.attention import stream_k
 from diyfa.backends.cuda.hopper import configs as hopper_configs
 from diyfa.backends.cuda.runtime import jit, launcher, passes, tune
 from diyfa.backends.cuda.runtime.launcher import Tiles, box_of
@@ -230,7 +230,7 @@ def main() -> None:
     driver = install(Path(folder))
     tune._tuner.enabled = False
     hopper_configs.environment_refusal = lambda: None
-    for module in (hopper_configs, decode_configs):
+    for module in (hopper_configs, stream_k):
         module.multiprocessors = lambda device: 132  # type: ignore[assignment]
     type(registry.load_backend("cuda")).accepts = lambda self, device: None  # type: ignore[method-assign]
     diyfa.flash_attention(*[torch.zeros(1, 1, 16, 16, dtype=torch.float16)] * 3, backend="cuda")  # loads all modules

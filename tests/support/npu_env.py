@@ -1,6 +1,6 @@
 """Run the NPU tests on real torch_npu without an NPU: `python tests/support/npu_env.py [pytest arguments]`.
 
-Needs an environment with torch_npu and triton-ascend (and gcc); see docs/npu.md. Builds the host shim once into
+Needs an environment with torch_npu and triton-ascend (and gcc); see docs/npu-design.md. Builds the host shim once into
 `.cache/acl_host_shim`, then starts pytest with torch_npu on the shim and Triton in its interpreter. Without arguments
 it runs `tests/npu`; the compile gate there starts processes of its own, without the interpreter.
 """

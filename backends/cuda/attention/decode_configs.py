@@ -1,15 +1,11 @@
-"""Tiles of the kernels over a KV cache, what fits a GPU, and how many programs share the work."""
+"""Tiles of the kernels over a KV cache, and which of them fit a GPU."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import gcd
-
-import torch
 
 from diyfa.arch import ELEMENT_BYTES, gpu_spec
-from diyfa.backends.cuda.attention.tile_io import cdiv, padded_head_dim
-from diyfa.backends.cuda.runtime.launch import multiprocessors
+from diyfa.backends.cuda.attention.tile_io import padded_head_dim
 from diyfa.problem import (
     KVCACHE_FEATURES,
     AttentionProblem,
@@ -25,22 +21,22 @@ FLOAT8 = "float8_e4m3fn"
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """Rows (queries of a group of heads) x keys of a block, and how the compiler schedules it."""
+    """Rows of a tile, keys of a block, and how the kernel is compiled and launched."""
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
     programs_per_sm: int
-    # Blocks of keys that take as long as to put parts of a tile together, where programs rather have whole tiles.
+    # Programs have whole tiles if that takes at most so many more blocks of keys than equal shares (`stream_k.py`).
     split_cost: int = 0
 
 
 def feature_blocks(head_dim: int) -> tuple[int, int]:
-    """head_dim as one or two tiles: (features of the first, of the second or 0).
+    """Cover head_dim features by one or two tiles -> (width of the first, width of the second or 0).
 
-    Their widths are powers of two. One tile of MLA's 576 features would be 1024 wide; two are 512 and 64, and the first
-    is what its values are.
+    Widths are powers of two. One tile for MLA's 576 features would be 1024 wide; two are 512 and 64 wide, and the first
+    has just the values.
     """
     whole = padded_head_dim(head_dim)
     first = whole // 2
@@ -50,9 +46,9 @@ def feature_blocks(head_dim: int) -> tuple[int, int]:
     return (first, second) if first + second < whole else (whole, 0)
 
 
-# (at most this wide) -> keys of a block, warps, stages, programs of a multiprocessor. The first that fits is taken.
-# Decoding waits for memory: what counts is how many bytes are on their way, not how large a tile is. Registers let as
-# many programs run at once.
+# (largest width of a tile of features, keys of a block, warps, stages, programs of a multiprocessor). The first row
+# that fits is taken. Decoding waits for memory, so the number of bytes in flight counts, not the size of a tile.
+# Registers suffice for as many programs as a row says.
 _ROWS: tuple[tuple[int, int, int, int, int], ...] = (
     (64, 128, 4, 3, 2),
     (64, 64, 4, 4, 2),
@@ -72,30 +68,27 @@ _ROWS: tuple[tuple[int, int, int, int, int], ...] = (
     (1024, 16, 8, 2, 1),
     (1024, 16, 8, 1, 1),
 )
-# A cache of float8, first: its blocks are half as large, and it is its instructions that take time.
+# Rows that come first for a float8 cache: its blocks are half as large, and instructions take more time than memory.
 _FLOAT8_ROWS: tuple[tuple[int, int, int, int, int], ...] = ((128, 128, 4, 3, 2),)
-TURING_BLOCK_N = 16  # more keys' products in registers spill
-RESERVED = 1024  # bytes of shared memory that the system takes for each program
-# In batch-invariant mode every call has tiles of as many rows, whether they are of one new token or of a training
-# sequence: the layout of a tile decides in what order a row is summed.
+TURING_BLOCK_N = 16  # with more keys, products in registers spill
+RESERVED = 1024  # bytes of shared memory that CUDA reserves for each program
+# Rows of a tile in batch-invariant mode, from one new token to a training sequence. The layout of a tile decides in
+# which order a row is summed, so all calls need the same.
 INVARIANT_BLOCK_M = 32
-# Keys that are summed by themselves there; a multiple of every block of keys.
-PART_KEYS = 1024
-MAX_PART_SUMS = 1 << 25  # float32 numbers that programs leave for each other
-# Beyond 32 rows Triton multiplies by wgmma where there is that. It is right for tiles that copies bring to shared
-# memory as they are, not for those that pass through registers, nor for values narrower than keys, unless they
-# are the keys' first tile.
+# With more rows Triton multiplies by wgmma on GPUs that have it. That is right for tiles that are copied to shared
+# memory as they are. It is not for tiles that pass through registers, nor for values narrower than keys, unless the
+# values are the keys' first tile.
 MMA_BLOCK_M = 32
 
 
 def _is_turing(problem: KVCacheProblem) -> bool:
-    """Triton emits no tensor-core instructions for it, and no copies that go on beside a computation."""
+    """Whether the GPU is older than Ampere: Triton has neither tensor-core products nor asynchronous copies for it."""
     spec = gpu_spec(problem.arch)
     return spec is None or not spec.has_bf16
 
 
 def is_widened(problem: KVCacheProblem) -> bool:
-    """Whether products are multiply-adds of float32, which tiles become as they are read."""
+    """Whether tiles become float32 as they are read, and products are float32 multiply-adds."""
     return problem.dtype == "float32" or _is_turing(problem)
 
 
@@ -119,37 +112,38 @@ def block_m_of(problem: KVCacheProblem) -> int:
 
 
 def reads_values_once(problem: KVCacheProblem) -> bool:
-    """Whether the first tile of the keys is that of the values."""
+    """Whether the values are the first tile of the keys, and need not be read again."""
     return problem.latent and feature_blocks(problem.head_dim)[0] == problem.head_dim_v
 
 
 def reads_value_pairs(problem: KVCacheProblem) -> bool:
-    """Whether float8 values are read as pairs of features, which become operands of products in registers."""
+    """Whether float8 values are read as pairs of features, and converted in registers (`_load_pairs`)."""
     of_float8 = problem.cache_dtype == FLOAT8 and not is_widened(problem) and not reads_values_once(problem)
     return of_float8 and problem.aligned and problem.head_dim_v % 2 == 0
 
 
 def shared_bytes(problem: KVCacheProblem, block_m: int, block_n: int, num_stages: int) -> int:
-    """Shared memory of a program: the queries, the weights, and the blocks of keys and values on their way.
+    """Bytes of shared memory of a program: the queries, the weights, and the blocks of keys and values in flight.
 
-    Values in the keys' memory need less. That must not decide on a tile: it may not change a result.
+    Values that are the keys' first tile need less, which is not counted: the choice of a tile, and with it the result,
+    may not depend on it.
     """
     d, dv = sum(feature_blocks(problem.head_dim)), padded_head_dim(problem.head_dim_v)
     size = ELEMENT_BYTES["float32" if is_widened(problem) else problem.dtype]
     block, buffers = block_n * (d + dv), max(1, num_stages - 1)  # one stage computes
     keys = block * size * buffers
-    if problem.cache_dtype == FLOAT8:  # converted, some goes through shared memory once more
-        # What lies at other addresses may not have another tile where bits are promised.
+    if problem.cache_dtype == FLOAT8:  # converted operands may go through shared memory once more
+        # In batch-invariant mode unaligned tensors get the same tile.
         pairs = reads_value_pairs(problem) and not problem.batch_invariant
         keys = block * (buffers + (0 if pairs else size))
-    if num_stages == 1 or _is_turing(problem):  # first keys, then values
+    if num_stages == 1 or _is_turing(problem):  # values follow in the memory of the keys
         keys = block_n * max(d, dv) * size
     return keys + size * block_m * (d + block_n)
 
 
 @kept
 def decode_config(problem: KVCacheProblem) -> DecodeConfig | None:
-    """The tile for a call, or None where none fits. Keys of a block and warps depend on features and dtypes alone."""
+    """The config for a call, or None if none fits. block_n and num_warps depend on head dims and dtypes alone."""
     return _config_of_kind(problem, block_m_of(problem))
 
 
@@ -165,119 +159,26 @@ def _config_of_kind(problem: KVCacheProblem, block_m: int) -> DecodeConfig | Non
             continue
         shared = shared_bytes(problem, block_m, block_n, stages)
         if width <= widest and shared <= spec.shared_per_block and several * (shared + RESERVED) <= spec.shared_per_sm:
-            if block_m > MMA_BLOCK_M:  # larger ones spill
+            if block_m > MMA_BLOCK_M:  # larger blocks spill
                 block_n, warps = (32, 8) if width > 64 else (64, 4)
             return DecodeConfig(block_m, block_n, warps, stages, several)
     return None
 
 
-# (at most so many queries of a head of keys, of all its query heads, at least so many keys): forward passes with fewer
-# tiles than multiprocessors that these kernels run, too, because they share the keys of a head among programs. H100,
-# 2026-11-25, 32 heads of 128, us for 1 / 4 / 16 / 32 / 48 queries of 8192 keys: 55 / 56 / 59 / 64 / 87, the portable
-# forward 137 / 138 / 87 / 86 / 87, the Hopper forward 79 to 80; of 1024 keys 11 / 12 / 15 / 19 / 30, 21 to 23, and 12.
+# Forward passes that these kernels run as well: (at most so many rows of a KV head, which are queries times query heads
+# that share it; at least so many keys), with fewer tiles than multiprocessors. They are faster here because programs
+# share the keys of a head. H100, 2026-11-25, 32 heads of 128, us for 1 / 4 / 16 / 32 / 48 queries of 8192 keys:
+# 55 / 56 / 59 / 64 / 87; the portable forward 137 / 138 / 87 / 86 / 87; the Hopper forward 79 to 80. Of 1024 keys
+# 11 / 12 / 15 / 19 / 30; 21 to 23; 12.
 SMALL_CALLS: tuple[tuple[int, int], ...] = ((16, 2048), (32, 8192))
-FULL_GPU = 132  # multiprocessors of what is described without a device, to be compiled ahead of time
-SCANS = (1, 32, 128)  # tiles whose work is added up at once
-INTERPRETED = 2  # and of the interpreter, where programs run one after another
-COMBINED_ELEMENTS = 4096  # sums that a program of the combine kernel reads at once
-COMBINED_COLUMNS = 128  # at least so many of a row, where one is divided
-COMBINED_PROGRAMS = 1024  # at least so many of it, where they have several rows
-# How many times the programs that run at once `num_splits` may ask for: their workspace is what bounds it.
-MAX_WAVES = 16
+FULL_GPU = 132  # multiprocessors of the GPU that is assumed if a call is described without a device, as for compiling
 
 
 def is_small_call(problem: AttentionProblem) -> bool:
-    """Whether a forward pass is one of `SMALL_CALLS`."""
+    """Whether `SMALL_CALLS` lists a forward pass."""
     rows = problem.seqlen_q * (problem.heads_q // problem.heads_kv)
     listed = any(rows <= most and problem.seqlen_k >= least for most, least in SMALL_CALLS)
     return listed and problem.batch * problem.heads_q < FULL_GPU
-
-
-def is_split(problem: KVCacheProblem) -> bool:
-    """Whether programs share the line of work. With one split, and in batch-invariant mode, none does."""
-    return not problem.batch_invariant and problem.num_splits != 1
-
-
-def row_blocks(problem: KVCacheProblem, config: DecodeConfig) -> int:
-    """Tiles of rows that one head of keys has in the longest sequence."""
-    return cdiv(problem.seqlen_q * (problem.heads_q // problem.heads_kv), config.block_m)
-
-
-def rows_per_tile(problem: KVCacheProblem, config: DecodeConfig) -> int:
-    """Rows of a tile that there are in the longest sequence."""
-    return min(config.block_m, problem.seqlen_q * (problem.heads_q // problem.heads_kv))
-
-
-def _tiles(problem: KVCacheProblem, config: DecodeConfig) -> int:
-    """Tiles of rows of all sequences, if all have the most queries."""
-    return problem.batch * row_blocks(problem, config)
-
-
-def scan_of(problem: KVCacheProblem, config: DecodeConfig) -> int:
-    """Tiles whose work is added up at once: where a warp has one each, without the other warps."""
-    tiles = _tiles(problem, config)
-    return next((lanes for lanes in SCANS if tiles <= lanes), SCANS[-1])
-
-
-def has_long_line(problem: KVCacheProblem, config: DecodeConfig) -> bool:
-    """Whether 32 bits may not count the blocks of all tiles."""
-    blocks = cdiv(problem.capacity, config.block_n)
-    return _tiles(problem, config) * problem.heads_kv * (blocks + 1) >= 1 << 28
-
-
-def _programs_at_once(config: DecodeConfig, device: torch.device) -> int:
-    absent = FULL_GPU if device.type == "meta" else INTERPRETED
-    return config.programs_per_sm * (multiprocessors(device) or absent)
-
-
-def heads_together(problem: KVCacheProblem, programs: int) -> int:
-    """How many heads of keys walk the same keys at the same time: their rows of a cache lie side by side in memory."""
-    return gcd(problem.heads_kv, programs)
-
-
-def combined_columns(problem: KVCacheProblem, config: DecodeConfig, programs: int) -> int:
-    """Columns of a row that one program of the combine kernel has: fewer than all where tiles have so many parts that
-    it would have to read again and again."""
-    columns = padded_head_dim(problem.head_dim_v)
-    parts = programs // (_tiles(problem, config) * problem.heads_kv)
-    while columns > COMBINED_COLUMNS and parts * columns > COMBINED_ELEMENTS:
-        columns //= 2
-    return columns
-
-
-def combined_rows(programs: int) -> int:
-    """Rows that one program of the combine kernel has, which has `programs` if each has one.
-
-    Most find that nobody shares their tile. More than run at once find out the same again, and where the main kernel
-    leaves no registers beside it, all do so after its end. A power of two, as `block_m` is: else a program
-    would have rows of two tiles.
-    """
-    rows = 1
-    while programs >= 2 * rows * COMBINED_PROGRAMS:
-        rows *= 2
-    return rows
-
-
-def parts_apart(problem: KVCacheProblem, config: DecodeConfig, device: torch.device) -> int:
-    """In batch-invariant mode how many programs a tile has, each with one part of its keys. 1: one has all of them."""
-    if not problem.batch_invariant or problem.num_splits == 1:
-        return 1
-    tiles = _tiles(problem, config) * problem.heads_kv
-    parts = max(1, cdiv(problem.capacity, PART_KEYS))
-    sums = tiles * parts * rows_per_tile(problem, config) * padded_head_dim(problem.head_dim_v)
-    return parts if tiles < _programs_at_once(config, device) and sums <= MAX_PART_SUMS else 1
-
-
-def programs(problem: KVCacheProblem, config: DecodeConfig, device: torch.device) -> int:
-    """Programs to launch. It depends on nothing on the device: a graph may be replayed with other lengths."""
-    tiles = _tiles(problem, config) * problem.heads_kv
-    if not is_split(problem):
-        return tiles * parts_apart(problem, config, device)
-    blocks = max(1, cdiv(problem.capacity, config.block_n))
-    at_once = _programs_at_once(config, device)
-    if problem.num_splits > 1:
-        return min(tiles * min(problem.num_splits, blocks), MAX_WAVES * at_once)
-    return min(tiles * blocks, at_once)
 
 
 def unsupported(problem: KVCacheProblem) -> str | None:

@@ -77,6 +77,16 @@ def compile_with_older_ptxas(backend: Any, stages: dict[str, Any], options: Any)
     stages["cubin"] = lambda source, metadata: other.make_cubin(source, metadata, options, arch)
 
 
+def as_gluon(function: Any) -> Any:
+    """Compile a `@triton.jit` function for Gluon kernels, as Gluon does with its `sum` and `max`.
+
+    The function may not make vectors itself: in Gluon these need a layout.
+    """
+    from triton.experimental import gluon
+
+    return gluon.jit(function.fn)
+
+
 def aggregate(cls: type) -> Any:
     """A class of values that kernels pass around as one, with a constructor made from its fields, as dataclasses have.
 

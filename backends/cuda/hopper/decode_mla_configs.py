@@ -1,17 +1,18 @@
-"""Which calls with a cache the Hopper kernel for a latent cache (`hopper/decode_mla.py`) runs. Plain data."""
+"""Which calls the Hopper kernel for a latent cache (`hopper/decode_mla.py`) takes, and its tile."""
 
 from __future__ import annotations
 
-from diyfa.backends.cuda.attention.decode_configs import DecodeConfig, is_split
+from diyfa.backends.cuda.attention.decode_configs import DecodeConfig
+from diyfa.backends.cuda.attention.stream_k import is_split
 from diyfa.backends.cuda.hopper.configs import ARCH, DTYPES, TOO_MANY_STEPS, environment_refusal
 from diyfa.problem import KVCacheProblem
 
 HEAD_DIM, HEAD_DIM_V = 576, 512
-ROWS = 64  # of a tile, queries of heads and tokens
-BLOCK_N = 64  # keys
-STAGES = 2  # buffers of blocks of keys: with the queries, all of the shared memory
-# The tile as the portable kernels see it: how work is split, and what `_combine_kernel` merges. One program fills a
-# multiprocessor. A part of a tile leaves 128 KB of sums.
+ROWS = 64  # rows of a tile: queries of heads and tokens
+BLOCK_N = 64  # keys of a block
+STAGES = 2  # blocks of keys in shared memory; with the queries they fill it
+# The tile, for the schedule and for `_combine_kernel`. One program fills a multiprocessor. The partial results of a
+# chunk are 128 KB.
 CONFIG = DecodeConfig(ROWS, BLOCK_N, 4, 1, 1, split_cost=6)
 
 

@@ -30,6 +30,14 @@ _PACKAGE = Path(__file__).parents[1]
 _MODULES = "diyfa.backends.cuda."
 # These choose which ptxas compiles a kernel, by the installed Triton; the kernel is the same.
 _TOOL_OPTIONS = frozenset({"ptx_version"})
+# Environment variables with which Triton makes other binaries of the same sources: slower ones, or ones that check
+# themselves. Its own cache has them in its keys.
+_COMPILER_VARIABLES = (
+    "DISABLE_LLVM_OPT", "DISABLE_MMA_V3", "DISABLE_PTXAS_OPT", "LLVM_PASS_PLUGIN_PATH", "PTXAS_OPTIONS",
+    "TRITON_DEBUG", "TRITON_ENABLE_ASAN", "TRITON_ENABLE_EXPERIMENTAL_CONSAN", "TRITON_INSTRUMENTATION_MODE",
+    "TRITON_KERNEL_OVERRIDE", "TRITON_LIBDEVICE_PATH", "TRITON_MOCK_PTX_VERSION", "TRITON_OVERRIDE_ARCH",
+)  # fmt: skip
+_OFF = ("", "0", "false", "off", "no", "n")
 
 
 class StoredBinary(NamedTuple):
@@ -88,6 +96,8 @@ def why_unknown() -> str | None:
     """Say why this process can know its kernels neither by a pack nor by the cache folder, or None."""
     if triton.knobs.compilation.always_compile:
         return "TRITON_ALWAYS_COMPILE is set"
+    if given := [name for name in _COMPILER_VARIABLES if os.environ.get(name, "").lower() not in _OFF]:
+        return f"{given[0]} is set"
     try:
         source_hash()
         times = [time for x in map(os.stat, _sources().values()) for time in (x.st_mtime, x.st_ctime)]

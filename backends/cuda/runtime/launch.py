@@ -53,9 +53,9 @@ stand_in: StandIn | None = None  # while `recording` of recording.py says so
 
 def multiprocessors(device: torch.device) -> int:
     """Of a GPU; 0 of another device, on which kernels are interpreted or described to be compiled ahead of time."""
-    if device.type == "cuda":
-        return _multiprocessors(device)
-    return 0 if stand_in is None else stand_in.multiprocessors
+    if stand_in is not None:
+        return stand_in.multiprocessors
+    return _multiprocessors(device) if device.type == "cuda" else 0
 
 
 @lru_cache(maxsize=64)

@@ -289,11 +289,16 @@ _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID: the kernel may be
 _MAX_DYNAMIC_SHARED_SIZE = 8  # CUfunction_attribute
 _PREFER_SHARED = 1  # CUfunc_cache: the multiprocessor's memory serves as shared memory, so that more programs fit
 _INVALID_CONTEXT = 201
+_REFUSED = 200, 209, 222, 223  # an invalid image, none for this GPU, PTX or a compiler's version that is not supported
 _L2_PROMOTION_128B = 2
 # By rank, what a tensor map is made of: shape, steps, box, and one element at a time.
 _ROOMS = {rank: struct.Struct(f"<{rank}Q{rank - 1}Q8x{rank}I{rank}I") for rank in range(2, 6)}
 _ONES = (1,) * 5
 STATIC_SHARED = 48 * 1024  # bytes that a kernel may have unasked
+
+
+class BinaryRefused(RuntimeError):
+    """The driver cannot load a binary: it is older than what compiled it."""
 
 
 class Driver:
@@ -319,7 +324,8 @@ class Driver:
         if result:
             text = ctypes.c_char_p()
             self._library.cuGetErrorString(result, ctypes.byref(text))
-            raise RuntimeError(f"CUDA driver: {(text.value or b'unknown error').decode()} ({result})")
+            kind = BinaryRefused if result in _REFUSED else RuntimeError
+            raise kind(f"CUDA driver: {(text.value or b'unknown error').decode()} ({result})")
 
     def load(self, cubin: bytes, name: str, shared: int) -> int:
         """The handle of function `name` of a binary, on the current device."""
@@ -505,7 +511,15 @@ def binary_of(launch: Launch, signature: Signature, device: int) -> Binary:
         spec, shared = gpu_spec(arch), stored.shared
         if spec is not None and shared > spec.shared_per_block:  # what Triton raises: the tuner leaves such a tile out
             raise OutOfResources(shared, spec.shared_per_block, "shared memory")
-        found = _binaries[key] = Binary(stored, signature.kinds)
+        try:
+            found = Binary(stored, signature.kinds)
+        except BinaryRefused as error:
+            from diyfa.backends.cuda.runtime.pack import leave_out
+
+            if not leave_out(arch, f"this driver cannot load its kernels ({error})"):
+                raise
+            return binary_of(launch, signature, device)
+        _binaries[key] = found
     return found
 
 

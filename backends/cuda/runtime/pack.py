@@ -103,7 +103,8 @@ class Pack:
                 _, version, size, expected = _HEADER.unpack(head)
                 if version != FORMAT:
                     raise PackError(f"its format is {version}, and this diyfa reads {FORMAT}")
-                index = file.read(size)
+                # Not read where there are fewer bytes: a damaged size may be more than fits into memory.
+                index = file.read(size) if size <= os.fstat(file.fileno()).st_size else b""
             if checksum("index", index) != expected:
                 raise PackError(f"its index is damaged: {_AGAIN}")
         except OSError as error:
@@ -159,9 +160,25 @@ class Installed(NamedTuple):
     reason: str
 
 
+_left_out: dict[str, str] = {}  # architecture -> why its pack is not used, which was found out later
+
+
+def leave_out(arch: str, reason: str) -> bool:
+    """Use the pack of `arch` no more, with a line in the log; return whether one was used."""
+    known = installed(arch).pack
+    if known is None:
+        return False
+    _warn(known.path, reason)
+    _left_out[arch] = f"{known.path} is not used: {reason}"
+    installed.cache_clear()
+    return True
+
+
 @cache
 def installed(arch: str) -> Installed:
     """Return the pack that is installed for `arch`, with a line in the log where it is refused."""
+    if arch in _left_out:
+        return Installed(None, _left_out[arch])
     path = file_of_pack(arch)
     if path is None:
         return Installed(None, f"no pack for {arch} is installed")

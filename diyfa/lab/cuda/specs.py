@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from diyfa.arch import gpu_spec
-from diyfa.backends.cuda.attention import append, bwd, bwd_dbias, bwd_parts, clear, decode, fwd, fwd_v1, merge
+from diyfa.backends.cuda.attention import append, bwd, bwd_dbias, bwd_parts, clear, decode, fwd, fwd_v1, merge, stream_k
 from diyfa.backends.cuda.attention.configs import (
     PER_SCORE_FEATURES,
     AttentionConfig,
@@ -26,7 +26,7 @@ from diyfa.backends.cuda.attention.decode_configs import MMA_BLOCK_M
 from diyfa.backends.cuda.attention.tile_io import padded_head_dim
 from diyfa.backends.cuda.hopper import bwd_configs as hopper_bwd_configs
 from diyfa.backends.cuda.hopper import configs as hopper_configs
-from diyfa.features import EVERYTHING
+from diyfa.features import EVERYTHING, dtype_name
 from diyfa.lab.cuda.aot import CompileSpec, spec_of
 from diyfa.problem import (
     VARLEN,
@@ -300,6 +300,20 @@ def _hopper_spec(problem: AttentionProblem, config: hopper_configs.Sm90Config) -
     return spec_of(launch, "attention_fwd/sm90", case, HOPPER_SPILLS, clean_loops=True)
 
 
+def _hopper_tutorial_specs(arch: str) -> Iterator[CompileSpec]:
+    """The Gluon forward for learners, which has one form for all masks and lengths."""
+    if arch != hopper_configs.ARCH or hopper_configs.environment_refusal():
+        return
+    from diyfa.backends.cuda.hopper import tutorial
+
+    for d, dtype in ((64, torch.float16), (128, torch.bfloat16)):
+        q, out = (torch.empty(2, 8, 1024, d, dtype=dtype, device="meta") for _ in range(2))
+        k, v = (torch.empty(2, 4, 1024, d, dtype=dtype, device="meta") for _ in range(2))
+        lse = torch.empty(2, 8, 1024, device="meta")
+        launch = tutorial.launch_of(q, k, v, out, lse, True, d**-0.5)
+        yield spec_of(launch, "attention_fwd/tutorial", f"{dtype_name(dtype)} D={d}", clean_loops=True)
+
+
 # The Hopper backward's: numbers that are stored at the ends of its loops; with a window and a softcap, inside as well.
 HOPPER_BWD_SPILLS, HOPPER_BWD_FEATURE_SPILLS = 192, 352
 HOPPER_BWD_MLA_SPILLS = 720  # and it is up to 1.6 times as fast as the form without
@@ -404,7 +418,7 @@ def _kvcache_specs(arch: str) -> Iterator[CompileSpec]:
     for problem in kvcache_problems(arch):
         tensors, out, lse = example_kvcache(problem)
         config = decode.config_of(problem)
-        memory = decode.workspace(problem, config, out.device)
+        memory = stream_k.workspace(problem, config, out.device)
         main, *combine = decode.launches_of(problem, tensors, out, lse, config, memory)
         case = _kvcache_case(problem)
         tile = f"{config.block_m}x{config.block_n} w{config.num_warps} s{config.num_stages}"
@@ -445,7 +459,7 @@ def _hopper_decode_specs(arch: str) -> Iterator[CompileSpec]:
         latent.replace(batch=4, dtype="float16", cache_dtype="float16", heads_q=16, leftpad=True, cache_batch_idx=True),
     ):
         tensors, out, lse = example_kvcache(problem)
-        memory = decode.workspace(problem, decode_mla_configs.CONFIG, out.device)
+        memory = stream_k.workspace(problem, decode_mla_configs.CONFIG, out.device)
         main, combine = decode_mla.launches_of(problem, tensors, out, lse, decode_mla_configs.CONFIG, memory)
         yield spec_of(main, "kvcache_fwd/sm90", _kvcache_case(problem), clean_loops=True)
         yield spec_of(combine, "kvcache_fwd/combine", f"{_kvcache_case(problem)} sm90")
@@ -492,6 +506,7 @@ def _hopper_prefill_specs(arch: str) -> Iterator[CompileSpec]:
 def compile_specs(arch: str) -> Iterator[CompileSpec]:
     """Every attention case for `arch`."""
     yield from _hopper_specs(arch)
+    yield from _hopper_tutorial_specs(arch)
     yield from _hopper_backward_specs(arch)
     yield from _kvcache_specs(arch)
     yield from _hopper_decode_specs(arch)

@@ -1,0 +1,53 @@
+"""Calls of which one pass is recorded and the other runs."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+import diyfa
+from diyfa import use_backend
+from diyfa.ready.recording import recording
+from diyfa.registry import load_backend
+
+
+@pytest.fixture(autouse=True)
+def a_backend_that_records(monkeypatch):
+    """The one of the CPU, which compiles nothing."""
+    monkeypatch.setattr(load_backend("cpu"), "recording", lambda arch: nullcontext({}), raising=False)
+
+
+def inputs():
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(1, 2, 16, 16, generator=generator).requires_grad_() for _ in range(3)]
+
+
+def gradients(out, given):
+    return torch.autograd.grad(out, given, torch.ones_like(out))
+
+
+def test_a_backward_pass_is_recorded_whose_forward_pass_ran():
+    """As often as equal calls come."""
+    with use_backend("cpu"):
+        for _ in range(3):
+            given = inputs()
+            out = diyfa.flash_attention(*given)
+            assert out.detach().abs().max() > 0
+            with recording("cpu", None):
+                assert not any(x.any() for x in gradients(out, given))
+
+
+def test_a_backward_pass_runs_whose_forward_pass_was_recorded():
+    """And equal calls afterwards are as ever."""
+    with use_backend("cpu"):
+        given = inputs()
+        expected = gradients(diyfa.flash_attention(*given), given)
+        for _ in range(3):
+            with recording("cpu", None):
+                out = diyfa.flash_attention(*given)
+            assert not out.any()
+            assert any(x.any() for x in gradients(out, given))
+            again = gradients(diyfa.flash_attention(*given), given)
+            assert all(map(torch.equal, again, expected))
