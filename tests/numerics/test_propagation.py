@@ -23,7 +23,7 @@ CUT = (
     (AttentionCase("lengths", batch=2, heads=1, seqlen_q=50, seq_lens=(46, 29), causal=True, all_variants=True), "v q"),
     (AttentionCase("lengths_window", batch=2, heads=1, seqlen_q=50, seq_lens=(46, 29), window=(12, 2)), "k dout"),
     (AttentionCase("packed", heads=1, layout="thd", lens_q=(37, 0, 9), lens_k=(37, 5, 20), slack=3, causal=True), "v"),
-    (AttentionCase("packed_groups", heads=2, heads_kv=1, layout="thd", lens_q=(37, 29), window=(11, 0)), "v dout"),
+    (AttentionCase("packed_groups", heads=2, heads_kv=1, layout="thd", lens_q=(37, 29), window=(11, 0)), "k v dout"),
     (AttentionCase("dropout", heads=1, seqlen_q=40, dropout_p=0.3), "k v dout"),
     (AttentionCase("dropout_causal", heads=1, seqlen_q=40, dropout_p=0.3, causal=True), "v dout"),
     (AttentionCase("bias", heads=1, batch=2, seqlen_q=40, bias="bhqk", causal=True), "v dout attn_bias"),
