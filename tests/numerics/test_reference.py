@@ -166,21 +166,8 @@ def test_computed_dtype() -> None:
 
 def test_cases_cover_every_feature() -> None:
     """The table names each optional argument at least once with a backward pass."""
-    for attribute in (
-        "causal",
-        "sm_scale",
-        "seq_lens",
-        "softcap",
-        "alibi",
-        "bias",
-        "sinks",
-        "heads_kv",
-        "head_dim_v",
-        "dropout_p",
-        "lens_q",
-        "packing",
-        "slack",
-    ):
+    attributes = "causal sm_scale seq_lens softcap alibi bias sinks heads_kv head_dim_v dropout_p lens_q packing slack"
+    for attribute in attributes.split():
         assert any(getattr(case, attribute) for case in CASES.values()), attribute
     assert {c.dtype for c in CASES.values()} == {"float16", "bfloat16", "float32"}
     assert {c.view for c in CASES.values()} == {"contiguous", "transposed", "packed", "sliced"}
