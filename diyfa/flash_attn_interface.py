@@ -13,7 +13,7 @@ default, causal masks and windows aligned to the bottom right, dropout on the so
 There is no `backend=` argument: the tensors' device decides, or `diyfa.use_backend`, or DIYFA_BACKEND.
 
 Below the public functions stand the private ones that sequence-parallel libraries build on (`_flash_attn_forward`,
-`_flash_attn_backward` and their varlen twins). They have no autograd.
+`_flash_attn_backward` and the two for packed sequences). They have no autograd.
 """
 
 from __future__ import annotations
@@ -48,10 +48,15 @@ Window = tuple[int, int]
 WORDS = Words("return_attn_probs", "softmax_scale", "window_size")
 
 
+# The arguments that end every function's list, but for return_attn_probs: flash_attn's order, diyfa's names.
+TAIL = ("dropout_p", "sm_scale", "causal", "window", "softcap", "alibi_slopes", "deterministic")
+
+
 def _attend(
-    owners: dict[str, torch.Tensor], lengths: Lengths | None, return_attn_probs: bool, given: dict[str, Any]
+    owners: dict[str, torch.Tensor], lengths: Lengths | None, return_attn_probs: bool, *tail: Any
 ) -> FlashAttnResult:
-    """One call. `owners` are q, k, v, or what packs them, `given` all other arguments under diyfa's names."""
+    """Run one call. `owners` are q, k and v, or the tensors that pack them; `tail` are the arguments of `TAIL`."""
+    given = dict(zip(TAIL, tail, strict=True))
     given["layout"] = "bshd" if lengths is None else VARLEN
     return attend(owners, lengths or WHOLE, return_attn_probs, given, WORDS, signed_probabilities)
 
@@ -110,10 +115,8 @@ def flash_attn_func(
     """
     if unknown:
         refuse_unknown(flash_attn_func, unknown)
-    return _attend({"q": q, "k": k, "v": v}, None, return_attn_probs, {
-        "dropout_p": dropout_p, "sm_scale": softmax_scale, "causal": causal, "window": window_size,
-        "softcap": softcap, "alibi_slopes": alibi_slopes, "deterministic": deterministic,
-    })  # fmt: skip
+    tail = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
+    return _attend({"q": q, "k": k, "v": v}, None, return_attn_probs, *tail)
 
 
 @without_unknown
@@ -133,10 +136,8 @@ def flash_attn_kvpacked_func(
     """`flash_attn_func` of q (B, Sq, H, D) and kv (B, Sk, 2, Hk, D), whose gradient comes packed like it."""
     if unknown:
         refuse_unknown(flash_attn_kvpacked_func, unknown)
-    return _attend({"q": q, "kv": kv}, None, return_attn_probs, {
-        "dropout_p": dropout_p, "sm_scale": softmax_scale, "causal": causal, "window": window_size,
-        "softcap": softcap, "alibi_slopes": alibi_slopes, "deterministic": deterministic,
-    })  # fmt: skip
+    tail = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
+    return _attend({"q": q, "kv": kv}, None, return_attn_probs, *tail)
 
 
 @without_unknown
@@ -155,10 +156,8 @@ def flash_attn_qkvpacked_func(
     """`flash_attn_func` of qkv (B, S, 3, H, D), whose gradient comes packed like it."""
     if unknown:
         refuse_unknown(flash_attn_qkvpacked_func, unknown)
-    return _attend({"qkv": qkv}, None, return_attn_probs, {
-        "dropout_p": dropout_p, "sm_scale": softmax_scale, "causal": causal, "window": window_size,
-        "softcap": softcap, "alibi_slopes": alibi_slopes, "deterministic": deterministic,
-    })  # fmt: skip
+    tail = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
+    return _attend({"qkv": qkv}, None, return_attn_probs, *tail)
 
 
 @without_unknown
@@ -205,10 +204,8 @@ def flash_attn_varlen_func(
         )  # fmt: skip
         return (out, lse, q.new_empty(0)) if return_attn_probs else out
     lengths = packed_lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return _attend({"q": q, "k": k, "v": v}, lengths, return_attn_probs, {
-        "dropout_p": dropout_p, "sm_scale": softmax_scale, "causal": causal, "window": window_size,
-        "softcap": softcap, "alibi_slopes": alibi_slopes, "deterministic": deterministic,
-    })  # fmt: skip
+    tail = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
+    return _attend({"q": q, "k": k, "v": v}, lengths, return_attn_probs, *tail)
 
 
 @without_unknown
@@ -233,10 +230,8 @@ def flash_attn_varlen_kvpacked_func(
     if unknown:
         refuse_unknown(flash_attn_varlen_kvpacked_func, unknown)
     lengths = packed_lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return _attend({"q": q, "kv": kv}, lengths, return_attn_probs, {
-        "dropout_p": dropout_p, "sm_scale": softmax_scale, "causal": causal, "window": window_size,
-        "softcap": softcap, "alibi_slopes": alibi_slopes, "deterministic": deterministic,
-    })  # fmt: skip
+    tail = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
+    return _attend({"q": q, "kv": kv}, lengths, return_attn_probs, *tail)
 
 
 @without_unknown
@@ -259,10 +254,8 @@ def flash_attn_varlen_qkvpacked_func(
         refuse_unknown(flash_attn_varlen_qkvpacked_func, unknown)
     longest = validation.check_length("max_seqlen", max_seqlen)
     lengths = Lengths(cu_seqlens, cu_seqlens, None, longest, longest)
-    return _attend({"qkv": qkv}, lengths, return_attn_probs, {
-        "dropout_p": dropout_p, "sm_scale": softmax_scale, "causal": causal, "window": window_size,
-        "softcap": softcap, "alibi_slopes": alibi_slopes, "deterministic": deterministic,
-    })  # fmt: skip
+    tail = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
+    return _attend({"qkv": qkv}, lengths, return_attn_probs, *tail)
 
 
 # ---- What sequence-parallel libraries call ----------------------------------------------------------------------

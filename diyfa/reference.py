@@ -1,9 +1,8 @@
 """`reference_attention`: the oracle. Plain PyTorch on any device, every feature, differentiable, O(Sq · Sk) memory.
 
 It states the contract that the kernels are tested against, so it favours clarity: the whole score matrix is formed,
-masked, normalised and multiplied, as in Vaswani et al. 2017, section 3.2.1. Two things need care. Memory beyond a
-sequence's end may hold NaN, which survives multiplication by zero, so those rows are replaced before they are used;
-and a non-finite value must reach exactly the rows that see it, which `_weighted_sum` takes care of.
+masked, normalised and multiplied, as in Vaswani et al. 2017, section 3.2.1. Memory beyond a sequence's end may hold
+NaN, and 0 · NaN is NaN, so those rows are replaced by 0 before they are used.
 """
 
 from __future__ import annotations
@@ -61,25 +60,9 @@ def visible_keys(
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a @ b, summed in float32 at least and rounded once.
-
-    PyTorch's own bfloat16 product on a CPU with AMX lets NaN of one row of `a` into the row before it.
-    """
+    """a @ b, summed in float32 at least and rounded once: PyTorch may sum products of halves in half precision."""
     wide = torch.promote_types(a.dtype, torch.float32)
     return (a.to(wide) @ b.to(wide)).to(a.dtype)
-
-
-def _weighted_sum(weights: torch.Tensor, v: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-    """weights @ v in which an invisible pair contributes nothing, even if v is NaN or infinite there."""
-    finite = v.isfinite()
-    if bool(finite.all()):
-        return _product(weights, v)
-    out = _product(weights, torch.where(finite, v, 0))
-    seen_by = visible.to(out.dtype)
-    for value, where in ((_INF, v == _INF), (-_INF, v == -_INF), (float("nan"), v.isnan())):
-        reached = _product(seen_by, where.to(out.dtype)) > 0
-        out = out + torch.where(reached, torch.full_like(out, value), 0)
-    return out
 
 
 def _attend(
@@ -128,10 +111,9 @@ def _attend(
     lse = (row_max + total.log()).masked_fill(empty | ~valid_q, _INF).squeeze(-1)
     if keep is not None:
         weights = torch.where(keep, weights / (1 - options.dropout_p), 0)
-        visible = visible & keep
-    out = _weighted_sum(weights.to(dtype), v, visible)
-    out = torch.where(total.isnan(), float("nan"), out)  # as it is already, but where a row has no key or keeps none
-    return torch.where(valid_q, out, 0), lse
+    out = _product(weights.to(dtype), v)
+    out = torch.where(total.isnan(), float("nan"), out)  # even where dropout keeps no key of the row
+    return torch.where(~empty & valid_q, out, 0), lse
 
 
 def _attend_each(

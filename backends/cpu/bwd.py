@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 
 from diyfa.backends.cpu.configs import attention_config
-from diyfa.backends.cpu.tiles import INF, Call, both, masked_product, row_products, without_autocast
+from diyfa.backends.cpu.tiles import INF, Call, row_products, without_autocast
 from diyfa.backends.cpu.varlen import sequences
 from diyfa.features import GRADIENTS
 from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors, as_bhsd
@@ -26,10 +26,6 @@ def _delta(call: Call, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor,
     if dlse is not None:
         delta = delta - dlse
     return delta.masked_fill(lse == INF, 0.0)
-
-
-def _transposed(seen: torch.Tensor | None) -> torch.Tensor | None:
-    return None if seen is None else seen.mT
 
 
 # Gradients of vectors with an entry for each head, which packed sequences add up.
@@ -82,25 +78,21 @@ def _backward(
             s, tanh = call.scores(q_tile, k_tile, m0, m1, n0, n1, seen)  # [B, Hk, G * BLOCK_M, BLOCK_N]
             p = torch.exp_(s.sub_(lse_rows[:, :, :, m0:m1].flatten(2, 3).unsqueeze(-1)))
             dp = row_products(dout_tile, v_tile)
-            if kept is not None:  # filled, not multiplied: a dropped pair depends on no NaN in v
+            if kept is not None:
                 dp.mul_(call.keep_scale).masked_fill_(~kept, 0.0)
             ds = dp.sub_(delta_rows[:, :, :, m0:m1].flatten(2, 3).unsqueeze(-1)).mul_(p)
-            rows_seen = call.stacked(seen, p)
-            if rows_seen is not None:  # a NaN row or column must not reach what it does not see
-                p.masked_fill_(~rows_seen, 0.0)
-                ds.masked_fill_(~rows_seen, 0.0)
+            if seen is not None:  # p is 0 there, but NaN in a row whose lse is NaN
+                for x in (p, ds):
+                    call.per_head(x).masked_fill_(~seen, 0.0)
             if dbias is not None:
                 _add_to_bias_gradient(call, dbias, ds, m0, m1, n0, n1)
             if tanh is not None:
                 ds.mul_(1 - tanh * tanh)
-                if rows_seen is not None:  # the tanh of a pair that is not seen may be NaN
-                    ds.masked_fill_(~rows_seen, 0.0)
             if kept is not None:  # the weights that v was multiplied with
                 p.masked_fill_(~kept, 0.0).mul_(call.keep_scale)
-            dv_tile += masked_product(p.mT, dout_tile, _transposed(both(rows_seen, kept)))
-            dk_tile += masked_product(ds.mT, q_tile, _transposed(rows_seen))
-            dq_tile = masked_product(ds, k_tile, rows_seen).unflatten(2, (call.group, -1))
-            dq_acc[:, :, :, m0:m1] += dq_tile
+            dv_tile += p.mT @ dout_tile
+            dk_tile += ds.mT @ q_tile
+            dq_acc[:, :, :, m0:m1] += (ds @ k_tile).unflatten(2, (call.group, -1))
         dk_rows[:, :, n0:n1] = dk_tile  # q_tile carries sm_scale already
         dv_rows[:, :, n0:n1] = dv_tile
 

@@ -19,7 +19,7 @@ from collections.abc import Callable
 import torch
 
 from diyfa.backends.cpu.configs import attention_config
-from diyfa.backends.cpu.tiles import INF, Call, both, masked_product, without_autocast
+from diyfa.backends.cpu.tiles import INF, Call, without_autocast
 from diyfa.backends.cpu.varlen import sequences
 from diyfa.problem import AttentionProblem, AttentionTensors, as_bhsd
 
@@ -72,14 +72,12 @@ def _end_sequences(call: Call, out: torch.Tensor, lse: torch.Tensor) -> None:
         as_bhsd(out, call.problem.layout).masked_fill_(beyond[:, None, :, None], 0.0)
 
 
-def _weighted_values(
-    call: Call, p: torch.Tensor, seen: torch.Tensor | None, m0: int, m1: int, n0: int, n1: int
-) -> torch.Tensor:
-    """What a tile adds to the output: p @ v over the pairs that are seen and, with dropout, kept."""
+def _weighted_values(call: Call, p: torch.Tensor, m0: int, m1: int, n0: int, n1: int) -> torch.Tensor:
+    """What a tile adds to the output: p @ v, with dropout applied to p."""
     kept = call.kept(m0, m1, n0, n1)
     if kept is not None:
         p = p.masked_fill(~kept, 0.0).mul_(call.keep_scale)
-    return masked_product(p, call.key_rows(call.v, n0, n1), both(call.stacked(seen, p), kept))
+    return p @ call.key_rows(call.v, n0, n1)
 
 
 def _forward_v2(call: Call, out: torch.Tensor, lse: torch.Tensor) -> None:
@@ -97,11 +95,10 @@ def _forward_v2(call: Call, out: torch.Tensor, lse: torch.Tensor) -> None:
             s, _ = call.scores(q_tile, call.key_rows(call.k, n0, n1), m0, m1, n0, n1, seen)
             p, m, alpha = _online_softmax_update(s, m)
             l = l * alpha + p.sum(-1, keepdim=True)  # noqa: E741
-            acc = acc * alpha + _weighted_values(call, p, seen, m0, m1, n0, n1)
+            acc = acc * alpha + _weighted_values(call, p, m0, m1, n0, n1)
         m, l, at_end = _add_sink(call, m, l)  # noqa: E741
-        acc *= at_end
-        acc /= l.masked_fill(l == 0, 1.0)
-        out_rows[:, :, :, m0:m1] = acc.unflatten(2, (call.group, -1))
+        o = torch.where(l == 0, 0.0, acc * at_end / l)  # a row without a key: 0, even where a hidden value is NaN
+        out_rows[:, :, :, m0:m1] = o.unflatten(2, (call.group, -1))
         lse_rows[:, :, :, m0:m1] = _log_sum_exp(m, l).squeeze(-1).unflatten(2, (call.group, -1))
     _end_sequences(call, out, lse)
 
@@ -129,12 +126,12 @@ def _forward_v1(call: Call, out: torch.Tensor, lse: torch.Tensor) -> None:
             p, m, alpha = _online_softmax_update(s, m)
             l_old = l * alpha
             l = l_old + p.sum(-1, keepdim=True)  # noqa: E741
-            o = (o * l_old + _weighted_values(call, p, seen, m0, m1, n0, n1)) / l.masked_fill(l == 0, 1.0)
+            o = (o * l_old + _weighted_values(call, p, m0, m1, n0, n1)) / l.masked_fill(l == 0, 1.0)
             state[index] = (o, m, l)
     for (m0, m1), (o, m, l) in zip(blocks, state, strict=True):  # noqa: E741
         l_old = l
         m, l, at_end = _add_sink(call, m, l)  # noqa: E741
-        o *= l_old * at_end / l.masked_fill(l == 0, 1.0)
+        o = torch.where(l == 0, 0.0, o * (l_old * at_end / l))
         out_rows[:, :, :, m0:m1] = o.unflatten(2, (call.group, -1))
         lse_rows[:, :, :, m0:m1] = _log_sum_exp(m, l).squeeze(-1).unflatten(2, (call.group, -1))
     _end_sequences(call, out, lse)

@@ -75,36 +75,12 @@ class Visibility:
         return seen
 
 
-def both(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
-    """a and b, where None is all True."""
-    if a is None or b is None:
-        return b if a is None else a
-    return a & b
-
-
 def row_products(rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
     """rows @ othersᵀ; a single row in float64. BLAS sums the product of one row in another order, with up to 2.4 times
     the rounding error of several rows."""
     if rows.shape[-2] > 1:
         return rows @ others.transpose(-1, -2)
     return (rows.double() @ others.double().transpose(-1, -2)).to(rows.dtype)
-
-
-def masked_product(weights: torch.Tensor, x: torch.Tensor, seen: torch.Tensor | None) -> torch.Tensor:
-    """weights @ x in which an unseen pair contributes nothing, even where x is NaN or infinite.
-
-    weights [B, Hk, R, C] are 0 where `seen` (same shape, or None for "all") is False; x is [B, Hk, C, D].
-    """
-    if seen is None:
-        return weights @ x
-    finite = x.isfinite()
-    if bool(finite.all()):
-        return weights @ x
-    out = weights @ torch.where(finite, x, 0)
-    reach = seen.to(out.dtype)
-    for value, where in ((INF, x == INF), (-INF, x == -INF), (float("nan"), x.isnan())):
-        out = out + torch.where(reach @ where.to(out.dtype) > 0, value, 0.0)
-    return out
 
 
 def dropout_keys(problem: AttentionProblem, tensors: AttentionTensors) -> Words | None:
@@ -175,13 +151,6 @@ class Call:
     def per_head(self, tile: torch.Tensor) -> torch.Tensor:
         """View of a tile [B, Hk, G * BLOCK_M, N] as [B, H, BLOCK_M, N]."""
         return tile.unflatten(2, (self.group, -1)).flatten(1, 2)
-
-    def stacked(self, seen: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor | None:
-        """A mask [B or 1, 1, BLOCK_M, BLOCK_N] in the shape of `rows` [B, Hk, G * BLOCK_M, BLOCK_N]."""
-        if seen is None:
-            return None
-        shape = (rows.shape[0], rows.shape[1], self.group, *seen.shape[-2:])
-        return seen.unsqueeze(1).expand(shape).flatten(2, 3)
 
     def kept(self, m0: int, m1: int, n0: int, n1: int) -> torch.Tensor | None:
         """Dropout's mask [B, Hk, G * BLOCK_M, BLOCK_N] of the tile, True where kept; None without dropout."""

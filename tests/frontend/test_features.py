@@ -21,7 +21,6 @@ import torch
 from cases import CASES
 from described_cases import problem_of
 from hypothesis import HealthCheck, Phase, given, settings
-from known_plans import known_plans
 from strategies import cases as random_cases
 
 import diyfa
@@ -325,7 +324,7 @@ def test_calls_that_differ_in_it_share_no_plan(feature: Feature, monkeypatch: An
     for _ in range(3):
         for arguments in (inputs.options, without):
             attend(*inputs.leaves, **arguments)
-            plans.append(len(known_plans()))
+            plans.append(len(planning.plans))
     assert plans[0] < plans[1] < plans[2] and set(plans[3:]) == {plans[2]}
     with_it, plain_ones = (run_case(attend, inputs._replace(options=given)) for given in (inputs.options, without))
     assert not all(torch.equal(a, b) for a, b in zip(with_it[:2], plain_ones[:2], strict=True))

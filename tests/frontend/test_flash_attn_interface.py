@@ -11,7 +11,6 @@ import torch
 from poison import poisoned_allocations
 from targets import TARGETS, Target
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 import diyfa
 from diyfa import flash_attn_interface, registry
@@ -364,32 +363,6 @@ def test_softmax_lse_has_a_gradient() -> None:
     got = torch.autograd.grad(lse.sin().sum(), (q, k))
     scores = q.transpose(1, 2) @ k.transpose(1, 2).mT * 8**-0.5
     torch.testing.assert_close(got, torch.autograd.grad(scores.logsumexp(-1).sin().sum(), (q, k)))
-
-
-def test_dropout_draws_anew_and_repeats_with_the_generator() -> None:
-    q = torch.randn(1, 30, 2, 8)
-    torch.manual_seed(0)
-    first, second = flash_attn_func(q, q, q, dropout_p=0.5), flash_attn_func(q, q, q, dropout_p=0.5)
-    torch.manual_seed(0)
-    assert torch.equal(flash_attn_func(q, q, q, 0.5), first)
-    assert not torch.equal(first, second)
-
-
-def test_checkpointing_repeats_the_dropout() -> None:
-    """Activation checkpointing runs the call twice; both times the mask must be the same."""
-    leaf = torch.randn(2, 20, 3, 2, 8, requires_grad=True)
-
-    def attend(qkv):
-        return flash_attn_qkvpacked_func(qkv * 1.0, dropout_p=0.5, causal=True)
-
-    gradients = []
-    for reentrant in (None, False, True):
-        torch.manual_seed(4)
-        out = attend(leaf) if reentrant is None else checkpoint(attend, leaf, use_reentrant=reentrant)
-        out.square().sum().backward()
-        gradients.append(leaf.grad)
-        leaf.grad = None
-    assert torch.equal(gradients[0], gradients[1]) and torch.equal(gradients[0], gradients[2])
 
 
 # ---- Packed gradients -------------------------------------------------------------------------------------------

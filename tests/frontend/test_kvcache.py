@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from known_plans import known_plans
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -412,7 +411,7 @@ def test_a_call_that_comes_again_is_repeated(monkeypatch: pytest.MonkeyPatch, ro
         torch.testing.assert_close(got, want)
     how = [call[1] for call in seen]
     assert how == ["launched"] * 2 + ["repeated"] * 6
-    assert len(known_plans()) == 1
+    assert len(planning.plans) == 1
     assert [call[2] for call in seen[2:]] == ([1, 1, 2, 2, 3, 3] if by == "int" else [0] * 6)
 
 
@@ -433,7 +432,7 @@ def test_a_repeated_call_has_a_grad_fn_too(monkeypatch: pytest.MonkeyPatch, want
                 torch.testing.assert_close(x.detach(), y)
             assert given["k_cache"].is_leaf and given["v_cache"].is_leaf
     assert [x[1] for x in seen[-4:]] == ["repeated"] * 4
-    assert len(known_plans()) == 2
+    assert len(planning.plans) == 2
 
 
 @pytest.mark.parametrize("refusing", [(), ("kvcache_fwd",), ("kvcache_append",), ("kvcache_append", "kvcache_fwd")])
@@ -477,7 +476,7 @@ def test_parameters_get_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     given = call(sinks=torch.nn.Parameter(torch.rand(H)))
     for _ in range(2):
         diyfa.flash_attn_with_kvcache(**given)
-    assert len(known_plans()) == 1
+    assert len(planning.plans) == 1
 
 
 def test_fake_tensors_have_no_addresses() -> None:
@@ -490,7 +489,7 @@ def test_lengths_that_grow_make_few_plans(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(planning, "plans", {})
     for longest in range(33, 65):
         diyfa.flash_attention_varlen(**packed(max_seqlen_k=longest))
-    assert len(known_plans()) == 1
+    assert len(planning.plans) == 1
 
 
 def test_problems_say_what_the_call_is() -> None:
@@ -685,10 +684,10 @@ def test_a_plan_knows_the_rotation_and_whether_gradients_are_wanted(monkeypatch:
         want = reference_kvcache(**given, rotary_interleaved=interleaved)
         got = diyfa.flash_attn_with_kvcache(**given, rotary_interleaved=interleaved)
         torch.testing.assert_close(got, want)
-    assert len(known_plans()) == 2  # where launches are replayed, the rotation's pairs are part of the launch
+    assert len(planning.plans) == 2  # where launches are replayed, the rotation's pairs are part of the launch
     with torch.enable_grad():
         assert diyfa.flash_attn_with_kvcache(**given).requires_grad
-    assert len(known_plans()) == 3
+    assert len(planning.plans) == 3
 
 
 def test_out_is_not_packed_queries() -> None:

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from known_plans import known_plans
 from targets import TARGETS
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -433,7 +432,7 @@ def mistaken(call: Callable[[], Given], variations: Iterator[Variation], backend
         want = outcome(call())
         for _ in range(2):
             assert are_same(outcome(call()), want)  # with other tensors each time
-        assert len(known_plans()) == 1
+        assert len(planning.plans) == 1
         for number, (name, changed, around) in enumerate(variations):
             expected = fresh(changed, around)
             same = [are_same(outcome(changed, around), expected) for _ in range(2)]
@@ -481,4 +480,4 @@ def test_no_tensor_is_kept():
                 outcome(given)
             del given
             gc.collect()
-            assert known_plans() and not any(x() is not None for x in tensors), call
+            assert planning.plans and not any(x() is not None for x in tensors), call

@@ -132,24 +132,16 @@ MORE_MLA = [
 ]
 
 
-@pytest.mark.parametrize("case", [
-    *(pytest.param(c, id=c.name) for c in WIDE),
-    *(pytest.param(c, id=c.name, marks=pytest.mark.slow) for c in MORE_WIDE),
+@pytest.mark.parametrize(("kernel", "case"), [
+    *(pytest.param("_bwd_wide_dkdv_kernel", c, id=f"wide-{c.name}") for c in WIDE),
+    *(pytest.param("_bwd_wide_dkdv_kernel", c, id=f"wide-{c.name}", marks=pytest.mark.slow) for c in MORE_WIDE),
+    *(pytest.param("_bwd_mla_kernel", c, id=f"latent-{c.name}") for c in MLA),
+    *(pytest.param("_bwd_mla_kernel", c, id=f"latent-{c.name}", marks=pytest.mark.slow) for c in MORE_MLA),
 ])  # fmt: skip
-def test_gradients_of_wide_heads(case: AttentionCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = interpret_backward(monkeypatch, seed=3, interleave=True, main="_bwd_wide_dkdv_kernel")
+def test_gradients_of_wide_heads(kernel: str, case: AttentionCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    interpreted = interpret_backward(monkeypatch, seed=3, interleave=True, main=kernel)
     assert not run_backward(case)
-    assert kernel.launches == 1
-
-
-@pytest.mark.parametrize("case", [
-    *(pytest.param(c, id=c.name) for c in MLA),
-    *(pytest.param(c, id=c.name, marks=pytest.mark.slow) for c in MORE_MLA),
-])  # fmt: skip
-def test_gradients_of_latent_heads(case: AttentionCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = interpret_backward(monkeypatch, seed=3, interleave=True, main="_bwd_mla_kernel")
-    assert not run_backward(case)
-    assert kernel.launches == 1
+    assert interpreted.launches == 1
 
 
 SUMMED = [

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import copy
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ need_hopper_gluon()
 
 from hopper_interpreted import WIDE_BACKWARD_MODULES, interpret_backward, load_kernel, source_of  # noqa: E402
 from simulators.gluon import KernelBug  # noqa: E402
+from synchronising import Synchronising  # noqa: E402
 
 from diyfa.backends.cuda.hopper import bwd_launch as hopper_bwd  # noqa: E402
 from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
@@ -60,17 +59,6 @@ HEADS = PROBLEM.replace(heads_q=6, heads_kv=6, seqlen_q=70, seqlen_k=130)
 SAMPLES = PROBLEM.replace(seq_lens=True)
 
 
-def is_synchronising(function: ast.expr) -> bool:
-    method = isinstance(function, ast.Attribute) and function.attr in METHODS
-    return method or ast.unparse(function) in SYNCHRONISING
-
-
-def statements(tree: ast.AST) -> list[ast.Expr]:
-    """The statements that synchronise and do nothing else, in the order of the source."""
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)]
-    return sorted((call for call in calls if is_synchronising(call.value.func)), key=lambda call: call.lineno)
-
-
 ROLLING = dict.fromkeys(
     (
         "gluon.channel",
@@ -84,8 +72,8 @@ ROLLING = dict.fromkeys(
 )
 # D and Dv
 MODULES = {**ROLLING, "hopper.bwd_wide": (200, 136), "hopper.bwd_wide_dq": (200, 200), "hopper.bwd_mla": (136, 72)}
-TREES = {name: ast.parse(source_of(name)) for name in MODULES}
-LINES = [(name, f"{i}: {ast.unparse(x)}") for name, tree in TREES.items() for i, x in enumerate(statements(tree))]
+SOURCES = {name: Synchronising(source_of(name), SYNCHRONISING, METHODS) for name in MODULES}
+LINES = [(name, f"{i}: {line}") for name, source in SOURCES.items() for i, line in enumerate(source.lines)]
 
 
 def run(name: str) -> None:
@@ -107,26 +95,24 @@ def run(name: str) -> None:
         launch_each(found.launches)
 
 
-def interpret_source(name: str, tree: ast.AST, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def interpret_source(name: str, source: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on the backward runs with this source of a module."""
     count = max(WIDE_BACKWARD_MODULES.index(x) for x in (name, "hopper.bwd")) + 1
     modules = WIDE_BACKWARD_MODULES[:count]
-    kernels = load_kernel({name: ast.unparse(tree)}, folder, modules)
+    kernels = load_kernel({name: source}, folder, modules)
     interpret_backward(monkeypatch, seed=3, interleave=True, kernels=kernels, multiprocessors=2)
     monkeypatch.setattr(hopper_bwd.Sm90Backward, "_window", lambda backward: (1, 1, 2))
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_with_all_of_them_nothing_is_reported(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    interpret_source(name, TREES[name], tmp_path, monkeypatch)
+    interpret_source(name, SOURCES[name].whole(), tmp_path, monkeypatch)
     run(name)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "line"), LINES)
 def test_nothing_is_superfluous(name: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tree = copy.deepcopy(TREES[name])
-    statements(tree)[int(line.split(":")[0])].value = ast.Constant(None)
-    interpret_source(name, tree, tmp_path, monkeypatch)
+    interpret_source(name, SOURCES[name].without(int(line.split(":")[0])), tmp_path, monkeypatch)
     with pytest.raises(KernelBug):
         run(name)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import copy
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +16,7 @@ from hopper_interpreted import load_kernel, source_of  # noqa: E402
 from kvcache_cases import CacheCase, assert_in_budget, make_call, run_case  # noqa: E402
 from poison import poisoned_allocations  # noqa: E402
 from simulators.gluon import InterpretedKernel, KernelBug  # noqa: E402
+from synchronising import Synchronising  # noqa: E402
 from triton.experimental.gluon import language as gl  # noqa: E402
 
 import diyfa  # noqa: E402
@@ -262,31 +261,16 @@ SYNCHRONISING = (
 METHODS = ("init", "wait_full", "release")
 
 
-def statements(tree: ast.AST) -> list[ast.Expr]:
-    """The statements that synchronise and do nothing else, in the order of the source."""
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)]
-    return sorted(
-        (
-            call
-            for call in calls
-            if ast.unparse(call.value.func) in SYNCHRONISING
-            or (isinstance(call.value.func, ast.Attribute) and call.value.func.attr in METHODS)
-        ),
-        key=lambda call: call.lineno,
-    )
-
-
-TREE = ast.parse(source_of("hopper.decode_mla"))
-LINES = [f"{i}: {ast.unparse(statement)}" for i, statement in enumerate(statements(TREE))]
+SOURCE = Synchronising(source_of("hopper.decode_mla"), SYNCHRONISING, METHODS)
+LINES = [f"{i}: {line}" for i, line in enumerate(SOURCE.lines)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("line", LINES)
 def test_nothing_is_superfluous(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without any one wait, arrival or fence the interpreter reports a bug."""
-    tree = copy.deepcopy(TREE)
-    statements(tree)[int(line.split(":")[0])].value = ast.Constant(None)
-    kernels = load_kernel({"hopper.decode_mla": ast.unparse(tree)}, tmp_path, ("hopper.decode_mla",))
+    source = SOURCE.without(int(line.split(":")[0]))
+    kernels = load_kernel({"hopper.decode_mla": source}, tmp_path, ("hopper.decode_mla",))
     interpret(monkeypatch, kernels=kernels)
     with pytest.raises(KernelBug):
         check(case("two_parts", 450, 200, seqlen_q=2))

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import triton
-from nonfinite import others, poison
+from nonfinite import dependence, others, poison
 
 import diyfa
 from diyfa import registry
@@ -19,6 +19,7 @@ from diyfa.backends.cuda.hopper import configs as hopper_configs
 from diyfa.problem import VARLEN, AttentionProblem, has_few_steps, row_steps
 from diyfa.testing import (
     AttentionCase,
+    Inputs,
     Results,
     assert_within_budget,
     attention_function,
@@ -282,25 +283,29 @@ def test_what_is_not_finite_reaches_what_sees_it(head_dim: int, mask: str, monke
     sizes = {"batch": 2, "heads": 4, "heads_kv": 2, "seqlen_q": 700, "head_dim": head_dim, "dtype": "bfloat16"}
     case = AttentionCase(f"{mask}_{head_dim}", **{**sizes, **MASKS[mask]})
 
-    def attend(device: str, where: list[tuple[int, int, float]], **how: str) -> tuple[torch.Tensor, torch.Tensor]:
+    def poisoned_inputs(device: str, where: list[tuple[int, int, float]]) -> Inputs:
         inputs = make_inputs(case, device)
         for at, feature, value in where:
             poison(inputs, case, "v", value, at, feature)
+        return inputs
+
+    def attend(where: list[tuple[int, int, float]]) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs = poisoned_inputs("cuda", where)
         with torch.no_grad():
-            return attention_function(case, **how)(*inputs.leaves, return_lse=True, **inputs.options)
+            return attention_function(case, variant="sm90")(*inputs.leaves, return_lse=True, **inputs.options)
 
     inf = float("inf")
     where = [(300, 3, float("nan")), (301, 20, inf), (330, 20, -inf), (40, head_dim - 1, inf)]
-    clean, lse = attend("cuda", [], variant="sm90")
+    clean, lse = attend([])
     assert lse.isfinite().any()
     for poisoned in (where[:1], where):
-        got, poisoned_lse = attend("cuda", poisoned, variant="sm90")
-        want = attend("cpu", poisoned, backend="cpu")[0].to(got.device)
-        assert not want.isfinite().all() and not (got.isfinite() & ~want.isfinite()).any()
+        got, poisoned_lse = attend(poisoned)
+        want = dependence(poisoned_inputs("cpu", poisoned), case).out.to(got.device)
+        assert want.isnan().any() and not (got.isfinite() & want.isnan()).any()
         may_show = torch.zeros(got.shape[-1], dtype=torch.bool, device=got.device)
         may_show[[feature for _, feature, _ in poisoned]] = True
         assert (got.isfinite() | may_show).all()
-        for other, before in zip(others(got, "out", case), others(clean, "out", case), strict=True):
+        for other, before in zip(others(got, "out", case, "v"), others(clean, "out", case, "v"), strict=True):
             assert torch.equal(other, before)
         rest = torch.where(got.isfinite(), got, clean)
         results = Results(rest.cpu(), poisoned_lse.cpu(), *[None] * (len(Results._fields) - 2))

@@ -305,9 +305,11 @@ def test_what_is_not_finite_shows_where_it_is_seen(name: str, head_dim: int, mon
     expected, expected_lse = diyfa.reference_attention(
         q, k, v, **case.mask, sm_scale=scale, return_lse=True, dtype=torch.float64
     )
-    shows, is_seen = ~out.isfinite(), ~expected.isfinite()
-    may_show = ~v.isfinite().all(-2, keepdim=True)  # what a mask hides may show in its column
-    assert not (is_seen & ~shows).any() and not (shows & ~is_seen & ~may_show).any()
+    visible, _, _ = visible_keys(1, *(case.seqlen,) * 2, (case.window[0], 0 if case.causal else case.window[1]))
+    shows, of_score = ~out.isfinite(), ~expected_lse.isfinite()[..., None]
+    is_seen = of_score | (visible.double() @ (~v.isfinite()).double() > 0)
+    may_show = of_score | ~v.isfinite().all(-2, keepdim=True)  # what a mask hides may show in its column
+    assert not (is_seen & ~shows).any() and not (shows & ~may_show).any()
     assert same_nonfinite(lse, expected_lse)
     finite = expected.isfinite() & out.isfinite()
     error, yardstick = (

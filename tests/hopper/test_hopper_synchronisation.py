@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import copy
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +14,7 @@ from hopper_interpreted import KERNEL_MODULES, interpret_prefill, load_kernel, r
 from kvcache_cases import CacheCase, assert_in_budget, run_case  # noqa: E402
 from poison import poisoned_allocations  # noqa: E402
 from simulators.gluon import KernelBug  # noqa: E402
+from synchronising import Synchronising  # noqa: E402
 
 import diyfa  # noqa: E402
 from diyfa.backends.cuda.hopper.configs import Sm90Config  # noqa: E402
@@ -85,29 +84,12 @@ def attend(case: AttentionCase | CacheCase) -> dict[str, str]:
     return {}
 
 
-def is_synchronising(function: ast.expr) -> bool:
-    method = isinstance(function, ast.Attribute) and function.attr in METHODS
-    return method or ast.unparse(function) in SYNCHRONISING
-
-
-def statements(tree: ast.AST) -> list[ast.Expr]:
-    """The statements that synchronise and do nothing else, in the order of the source."""
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)]
-    synchronising = [call for call in calls if is_synchronising(call.value.func)]
-    needed = (call for call in synchronising if ast.unparse(call) not in HARMLESS)
-    return sorted(needed, key=lambda call: call.lineno)
-
-
-TREES = {name: ast.parse(source_of(name)) for name in KERNEL_MODULES}
-LINES = [
-    f"{name} {i}: {ast.unparse(statement)}"
-    for name, tree in TREES.items()
-    for i, statement in enumerate(statements(tree))
-]
+SOURCES = {name: Synchronising(source_of(name), SYNCHRONISING, METHODS, HARMLESS) for name in KERNEL_MODULES}
+LINES = [f"{name} {i}: {line}" for name, source in SOURCES.items() for i, line in enumerate(source.lines)]
 
 
 def test_with_all_of_them_nothing_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = load_kernel({name: ast.unparse(tree) for name, tree in TREES.items()}, tmp_path)
+    kernels = load_kernel({name: source.whole() for name, source in SOURCES.items()}, tmp_path)
     for config, case in CONFIGS:
         with monkeypatch.context() as patch:
             interpret_prefill(patch, config, seed=3, kernels=kernels, multiprocessors=1)
@@ -117,9 +99,7 @@ def test_with_all_of_them_nothing_is_reported(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize("line", LINES)
 def test_nothing_is_superfluous(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name, number = line.split(":")[0].split()
-    tree = copy.deepcopy(TREES[name])
-    statements(tree)[int(number)].value = ast.Constant(None)
-    kernels = load_kernel({name: ast.unparse(tree)}, tmp_path)
+    kernels = load_kernel({name: SOURCES[name].without(int(number))}, tmp_path)
     for config, case in CONFIGS:
         with monkeypatch.context() as patch:
             interpret_prefill(patch, config, seed=3, kernels=kernels, multiprocessors=1)

@@ -1,187 +1,117 @@
-"""The NPU kernels and their dispatch on real npu tensors, against dense attention in float64."""
+"""The NPU kernels and their dispatch on npu tensors.
+
+`make test-npu` runs the matrix of cases there too (tests/numerics/test_attention_matrix.py). The cases here straddle
+the tiles of the NPU, which are larger than most of those cases.
+"""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
-from typing import Any
 
-import npu_dense as dense
 import pytest
 import torch
-from npu_dense import Call
 
 import diyfa
 from diyfa import registry
 from diyfa.options import WHOLE, AttentionOptions, pack
+from diyfa.testing import AttentionCase, assert_within_budget, attention_function, make_inputs, run_case
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-NAN = float("nan")
-
-
-@dataclass(frozen=True)
-class Case:
-    """One call: sizes, dtype, layout ("bhsd", "bshd", "3d", "packed": slices of one QKV tensor) and features."""
-
-    name: str
-    dtype: torch.dtype = torch.float16
-    batch: int = 1
-    heads: int = 2
-    heads_kv: int = 2
-    seqlen_q: int = 65
-    seqlen_k: int = 130
-    head_dim: int = 64
-    head_dim_v: int = 0
-    layout: str = "bhsd"
-    causal: bool = False
-    window: tuple[int, int] = (-1, -1)
-    softcap: float = 0.0
-    alibi: bool = False
-    sinks: bool = False
-    seq_lens: tuple[int, ...] = ()
-
-
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
-CASES = [
-    Case("fp16"),
-    Case("bf16", BF16),
-    Case("fp32", F32),
-    Case("fp16-causal", causal=True),
-    Case("bf16-causal-gqa", BF16, heads=4, causal=True),
-    Case("fp32-causal-mqa", F32, heads=3, heads_kv=1, causal=True),
-    Case("whole-tiles", seqlen_q=128, seqlen_k=512, head_dim=64),
-    Case("several-tiles", F32, seqlen_q=300, seqlen_k=290, head_dim=32, heads=1, heads_kv=1, causal=True),
-    Case("more-queries-than-keys", seqlen_q=200, seqlen_k=70, causal=True),
-    Case("one-query", seqlen_q=1, seqlen_k=257, causal=True),
-    Case("one-key", F32, seqlen_q=40, seqlen_k=1),
-    *(Case(f"head-dim-{d}", F32, head_dim=d, seqlen_q=33, seqlen_k=50, causal=True) for d in (1, 17, 40, 80, 100)),
-    Case("head-dim-128-bf16", BF16, head_dim=128),
-    Case("head-dim-160", head_dim=160, seqlen_q=40, seqlen_k=70),
-    Case("head-dim-256", head_dim=256, seqlen_q=70, seqlen_k=90, causal=True),
-    Case("head-dims-192-128", BF16, head_dim=192, head_dim_v=128, causal=True),
-    Case("bshd", layout="bshd", batch=2, heads=4, heads_kv=2, causal=True),
-    Case("3d", layout="3d", heads=4, heads_kv=2),
-    Case("packed", layout="packed", batch=2, seqlen_q=60, seqlen_k=60, causal=True),
-    Case("seq-lens", batch=3, seq_lens=(130, 1, 64)),
-    Case("seq-lens-causal", BF16, batch=3, seq_lens=(130, 40, 65), causal=True, layout="bshd"),
-    Case("seq-lens-window-sinks", F32, batch=2, seq_lens=(100, 3), window=(7, 2), sinks=True),
-    Case("seq-lens-of-whole-tiles", batch=2, seqlen_q=20, seqlen_k=512, head_dim=16, seq_lens=(512, 100)),
-    Case("window", window=(20, 11)),
-    Case("window-left-only", F32, window=(9, -1)),
-    Case("window-right-only", F32, window=(-1, 30)),
-    Case("window-right-beyond-the-keys", F32, seqlen_q=90, seqlen_k=20, window=(-1, 40)),
-    Case("window-causal-long", F32, seqlen_q=300, seqlen_k=330, window=(33, 0), head_dim=16),
-    Case("softcap", BF16, softcap=3.0, causal=True),
-    Case("alibi", alibi=True),
-    Case("alibi-causal-gqa", BF16, heads=4, alibi=True, causal=True),
-    Case("sinks", sinks=True),
-    Case("sinks-on-rows-without-keys", F32, seqlen_q=150, seqlen_k=20, causal=True, sinks=True),
-    Case("everything", batch=2, heads=4, causal=False, window=(40, 3), softcap=5.0, alibi=True, sinks=True,
-         seq_lens=(90, 130)),
+
+
+def case(name: str, dtype: str = "float16", **changes: object) -> AttentionCase:
+    """A case of 65 queries, 130 keys and heads of 64 features, or of packed sequences."""
+    sizes = {"head_dim": 64} if "lens_q" in changes else {"seqlen_q": 65, "seqlen_k": 130, "head_dim": 64}
+    layout = {"layout": "thd"} if "lens_q" in changes else {}
+    return AttentionCase(name, dtype=dtype, **{**sizes, **layout, **changes})
+
+
+# Both schedules compute these.
+PLAIN = [
+    case("fp16"),
+    case("bf16", "bfloat16"),
+    case("fp32", "float32"),
+    case("bf16-causal-gqa", "bfloat16", heads=4, heads_kv=2, causal=True),
+    case("fp32-causal-mqa", "float32", heads=3, heads_kv=1, causal=True),
+    case("whole-tiles", seqlen_q=128, seqlen_k=512),
+    case("several-tiles", "float32", seqlen_q=300, seqlen_k=290, head_dim=32, heads=1, causal=True),
+    case("more-queries-than-keys", seqlen_q=200, seqlen_k=70, causal=True),
+    case("one-query", seqlen_q=1, seqlen_k=257, causal=True),
+    case("one-key", "float32", seqlen_q=40, seqlen_k=1),
+    *(case(f"d{d}", "float32", head_dim=d, seqlen_q=33, seqlen_k=50, causal=True) for d in (1, 17, 40, 80, 100)),
+    case("d128", "bfloat16", head_dim=128),
+    case("d160", head_dim=160, seqlen_q=40, seqlen_k=70),
+    case("d256", head_dim=256, seqlen_q=70, seqlen_k=90, causal=True),
+    case("dv-192-128", "bfloat16", head_dim=192, head_dim_v=128, causal=True),
+    case("lens", batch=3, seq_lens=(130, 1, 64)),
+    case("lens-causal", "bfloat16", batch=3, seq_lens=(130, 40, 65), causal=True, layout="bshd"),
+    case("lens-of-whole-tiles", batch=2, seqlen_q=20, seqlen_k=512, head_dim=16, seq_lens=(512, 100)),
+    case("window", window=(20, 11)),
+    case("window-left", "float32", window=(9, -1)),
+    case("window-right", "float32", window=(-1, 30)),
+    case("window-right-beyond-the-keys", "float32", seqlen_q=90, seqlen_k=20, window=(-1, 40)),
+    case("window-causal-long", "float32", seqlen_q=300, seqlen_k=330, window=(33, 0), head_dim=16),
+]
+FEATURES = [
+    case("softcap", "bfloat16", softcap=3.0, causal=True),
+    case("alibi", alibi="h"),
+    case("alibi-causal-gqa", "bfloat16", heads=4, heads_kv=2, alibi="h", causal=True),
+    case("sinks", sinks=True),
+    case("sinks-on-rows-without-keys", "float32", seqlen_q=150, seqlen_k=20, causal=True, sinks=True),
+    case("lens-window-sinks", "float32", batch=2, seq_lens=(100, 3), window=(7, 2), sinks=True),
+    case("dropout-long", "float32", seqlen_q=150, seqlen_k=270, dropout_p=0.5),
+    case("bias-keys", "float32", bias="k"),
+    case("bias-rows", "float32", seqlen_q=150, bias="1hq1", causal=True),
+    case("bias-long", "float32", heads=1, seqlen_q=200, seqlen_k=190, bias="1k", window=(50, 20)),
+    case("bias-heads-sinks", "bfloat16", seqlen_q=150, bias="h11", bias_dtype="float32", sinks=True, window=(9, 3),
+         softcap=6.0),
+    case("bias-rows-sinks", batch=3, heads=4, heads_kv=2, bias="b1q1", sinks=True, seq_lens=(70, 21, 5), causal=True,
+         dropout_p=0.2),
+    case("everything", "bfloat16", batch=2, heads=4, heads_kv=2, bias="hqk", seq_lens=(90, 130), alibi="h", sinks=True,
+         window=(40, 3), softcap=5.0, dropout_p=0.2),
+    # Heads whose float32 gradients have more columns than one product: two tiles of columns each (compat.cut_columns),
+    # of which the second may be padded.
+    case("mla", "float32", heads_kv=1, seqlen_q=40, seqlen_k=70, head_dim=576, head_dim_v=512, causal=True),
+    case("padded", "float32", batch=2, heads=1, seqlen_q=40, seqlen_k=50, head_dim=521, head_dim_v=40,
+         seq_lens=(50, 23)),
+    case("one-key-of-560", "float32", heads=1, seqlen_q=20, seqlen_k=1, head_dim=560, head_dim_v=16, layout="bshd"),
 ]  # fmt: skip
+PACKED = [
+    case("packed-bf16-gqa", "bfloat16", lens_q=(40, 135), lens_k=(70, 140), heads=4, heads_kv=2, causal=True),
+    case("packed-empty", "float32", lens_q=(0, 17, 9, 0, 5), lens_k=(4, 20, 0, 0, 6), sinks=True, slack=2),
+    case("packed-more-queries", lens_q=(90, 40), lens_k=(13, 50), causal=True),
+    case("packed-many-tiles", lens_q=(300, 20, 131), lens_k=(290, 150, 129), heads=1, window=(33, 10)),
+    case("packed-softcap-alibi-dv", lens_q=(50, 66), lens_k=(80, 20), head_dim_v=48, alibi="bh", softcap=5.0),
+    case("packed-longest-fills-its-tiles", lens_q=(20, 30), lens_k=(512, 15), heads=1),
+    case("packed-everything", "bfloat16", lens_q=(70, 20, 0, 41), lens_k=(55, 90, 8, 41), heads=4, heads_kv=2, slack=4,
+         sinks=True, alibi="bh", window=(30, 6), softcap=7.0, dropout_p=0.2),
+]  # fmt: skip
+CASES = {x.name: x for x in (*PLAIN, *FEATURES, *PACKED)}
 
 
-def make_inputs(case: Case) -> dict[str, torch.Tensor]:
-    """q, k, v[, sinks] and dout, dlse on the CPU in (B, H, S, D); NaN beyond each sequence's end."""
-    torch.manual_seed(CASES.index(case))
-    dv = case.head_dim_v or case.head_dim
-    b, h, hk, sq, sk = case.batch, case.heads, case.heads_kv, case.seqlen_q, case.seqlen_k
-    shapes = {"q": (b, h, sq, case.head_dim), "k": (b, hk, sk, case.head_dim), "v": (b, hk, sk, dv)}
-    inputs = {name: torch.randn(shape).to(case.dtype) for name, shape in shapes.items()}
-    inputs["dout"] = torch.randn(b, h, sq, dv).to(case.dtype)
-    inputs["dlse"] = torch.randn(b, h, sq)
-    for i, length in enumerate(case.seq_lens):
-        for name in ("k", "v"):
-            inputs[name][i, :, length:] = NAN
-        for name in ("q", "dout", "dlse"):
-            inputs[name][i, :, min(length, sq) :] = NAN
-    if case.sinks:
-        inputs["sinks"] = torch.randn(h)
-    return inputs
+def check(case: AttentionCase, npu: torch.device, variant: str = "auto") -> None:
+    """Forward and backward are within the error budget."""
+    results = run_case(attention_function(case, variant=variant), make_inputs(case, npu))
+    assert_within_budget(results, case)
 
 
-def on_device(case: Case, x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A (B, H, S, D) tensor on the device in the case's layout."""
-    if case.layout == "bshd":
-        return x.transpose(1, 2).contiguous().to(device)
-    if case.layout == "3d":
-        return x.flatten(0, 1).to(device)
-    return x.to(device)
+@pytest.mark.parametrize("name", CASES)
+def test_against_the_reference(npu: torch.device, name: str) -> None:
+    check(CASES[name], npu)
 
 
-def run(
-    case: Case, inputs: dict[str, torch.Tensor], device: torch.device, variant: str = "auto"
-) -> dict[str, torch.Tensor]:
-    """Forward and backward by diyfa on the device; everything back on the CPU in (B, H, S, D)."""
-    call = diyfa.flash_attention_v2 if case.layout in ("bshd", "packed") else diyfa.flash_attention
-    if case.layout == "packed":  # gradients arrive through the slices' base
-        packed = torch.stack([inputs[n].transpose(1, 2) for n in "qkv"], 2).to(device)
-        leaves = {name: packed[:, :, i].detach().requires_grad_() for i, name in enumerate("qkv")}
-    else:
-        leaves = {name: on_device(case, inputs[name], device).requires_grad_() for name in "qkv"}
-    features: dict[str, Any] = {"window": case.window, "softcap": case.softcap, "variant": variant}
-    if case.alibi:
-        features["alibi_slopes"] = slopes(case).to(device)
-    if case.seq_lens:
-        features["seq_lens"] = torch.tensor(case.seq_lens, dtype=torch.int32).to(device)
-    if case.sinks:
-        features["sinks"] = leaves["sinks"] = inputs["sinks"].to(device).requires_grad_()
-    out, lse = call(leaves["q"], leaves["k"], leaves["v"], case.causal, return_lse=True, **features)
-    assert out.device.type == device.type and out.dtype == case.dtype and lse.dtype == torch.float32
-    sequence_first = case.layout in ("bshd", "packed")
-    dout = (inputs["dout"].transpose(1, 2).contiguous() if sequence_first else inputs["dout"]).reshape(out.shape)
-    dlse = inputs["dlse"].reshape(lse.shape)
-    gradients = torch.autograd.grad([out, lse], list(leaves.values()), [dout.to(device), dlse.to(device)])
-    results = {"out": out, **{f"d{name}": g for name, g in zip(leaves, gradients, strict=True)}}
-
-    def back(name: str, x: torch.Tensor) -> torch.Tensor:
-        x = x.detach().cpu()
-        if name == "dsinks":
-            return x
-        if sequence_first:
-            return x.transpose(1, 2)
-        heads = case.heads_kv if name in ("dk", "dv") else case.heads
-        return x.unflatten(0, (case.batch, heads)) if case.layout == "3d" else x
-
-    named = {name: back(name, x) for name, x in results.items()}
-    return {**named, "lse": lse.detach().cpu().reshape(case.batch, case.heads, case.seqlen_q)}
-
-
-def slopes(case: Case) -> torch.Tensor:
-    return torch.tensor([2.0 ** -(h + 1) for h in range(case.heads)])
-
-
-def check_against_dense(case: Case, npu: torch.device, variant: str) -> None:
-    inputs = make_inputs(case)
-    actual = run(case, inputs, npu, variant)
-    call = Call(
-        case.causal,
-        case.window,
-        case.softcap,
-        slopes(case) if case.alibi else None,
-        None,
-        torch.tensor(case.seq_lens) if case.seq_lens else None,
-    )
-    # Beyond a sequence's end the truth has zeros where the kernels were given NaN.
-    clean = {name: torch.nan_to_num(x) for name, x in inputs.items()}
-    dout, dlse = clean.pop("dout"), clean.pop("dlse")
-    truth = dense.with_gradients(clean, call, dout, dlse, torch.float64)
-    rough = dense.with_gradients(clean, call, dout, dlse, case.dtype)
-    dense.check(actual, truth, rough, dense.score_gradient_terms(clean, dout))
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_against_dense(npu: torch.device, case: Case) -> None:
-    check_against_dense(case, npu, "auto")
-
-
-V1_CASES = [case for case in CASES if not (case.softcap or case.alibi or case.sinks)]
-
-
-@pytest.mark.parametrize("case", V1_CASES, ids=lambda case: case.name)
-def test_v1_against_dense(npu: torch.device, case: Case) -> None:
+@pytest.mark.parametrize("case", PLAIN, ids=lambda case: case.name)
+def test_v1_against_the_reference(npu: torch.device, case: AttentionCase) -> None:
     """The other schedule, and gradients from the output and lse it leaves."""
-    check_against_dense(case, npu, "v1")
+    check(case, npu, "v1")
+
+
+@pytest.mark.parametrize("name", ["bf16-causal-gqa", "bias-heads-sinks", "bias-rows-sinks"])
+def test_gradients_are_deterministic(npu: torch.device, name: str) -> None:
+    first, second = (run_case(attention_function(CASES[name]), make_inputs(CASES[name], npu)) for _ in range(2))
+    for x, y in zip(first, second, strict=True):
+        assert x is None or torch.equal(x, y)
 
 
 def test_v1_refusals(npu: torch.device) -> None:
@@ -193,13 +123,6 @@ def test_v1_refusals(npu: torch.device) -> None:
     wide = torch.randn(1, 1, 16, 264, dtype=F16).to(npu)
     with pytest.raises(ValueError, match="head_dim 264 is beyond 256"):
         diyfa.flash_attention(wide, wide, wide, variant="v1")
-
-
-def test_gradients_are_deterministic(npu: torch.device) -> None:
-    case = next(c for c in CASES if c.name == "bf16-causal-gqa")
-    first, second = (run(case, make_inputs(case), npu) for _ in range(2))
-    for name, x in first.items():
-        assert torch.equal(x, second[name]), name
 
 
 def test_output_alone_can_be_differentiated(npu: torch.device) -> None:

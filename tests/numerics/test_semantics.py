@@ -10,10 +10,8 @@ import pytest
 import torch
 
 import diyfa
-from diyfa import ops, registry
 from diyfa import plan as planning
-from diyfa.attention import checked_options
-from diyfa.options import LENGTHS, Lengths
+from diyfa import registry
 
 CPU = {"backend": "cpu"}
 INF = float("inf")
@@ -26,16 +24,6 @@ def randn(*shape, grad=True, dtype=torch.float32, seed=0):
 
 def offsets(*values):
     return torch.tensor(values, dtype=torch.int32)
-
-
-def attend_packed(*owners, packing, **options):
-    """out of (qkv,) or (q, kv), layout (B, S, ..., H, D)."""
-    q, k, v = ops.UNPACK[packing](*owners, *(None,) * (3 - len(owners)))
-    options = {"layout": "bshd", "sm_scale": 0.3, "causal": True, **options, **CPU}
-    lengths = Lengths(**{name: options.pop(name) for name in LENGTHS if name in options})
-    checked = checked_options(q, k, v, lengths, {"packing": packing, **options})
-    first, second = (*owners, None)[:2]
-    return ops.attend(first, second, None, lengths, checked)[0]
 
 
 # ---- Nothing is copied --------------------------------------------------------------------------------------------
@@ -101,36 +89,6 @@ def test_results_lie_in_memory_as_the_inputs_do(view: str) -> None:
         assert grad.stride() == x.stride()
 
 
-@pytest.mark.parametrize("varlen", [False, True])
-@pytest.mark.parametrize("packing", ["qkv", "kv"])
-def test_packed_gradients_are_written_in_place(packing: str, varlen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The backward kernel fills slices of the very tensor that autograd hands out."""
-    rows = (18,) if varlen else (2, 9)
-    owners = (randn(*rows, 3, 2, 16),) if packing == "qkv" else (randn(*rows, 2, 16), randn(*rows, 2, 2, 16))
-    options = {}
-    if varlen:
-        ends = offsets(0, 9, 18)
-        options = {"layout": "thd", "cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": 9, "max_seqlen_k": 9}
-    with launches(monkeypatch) as seen:
-        out = attend_packed(*owners, packing=packing, **options)
-        grads = torch.autograd.grad(out.sin().sum(), owners)
-    (_, forward, *_), (*_, gradients) = seen
-    slices = grads[-1].unbind(-3) if packing == "qkv" else (grads[0], *grads[1].unbind(-3))
-    inputs = owners[0].unbind(-3) if packing == "qkv" else (owners[0], *owners[1].unbind(-3))
-    assert [place(x) for x in gradients[:3]] == [place(x) for x in slices]
-    assert [place(x) for x in forward[:3]] == [place(x) for x in inputs]
-    assert [g.shape for g in grads] == [x.shape for x in owners] and all(g.is_contiguous() for g in grads)
-    # The numbers are those of three tensors.
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    if varlen:
-        apart = diyfa.flash_attention_varlen(*leaves, offsets(0, 9, 18), offsets(0, 9, 18), 9, 9, True, 0.3, **CPU)
-    else:
-        apart = diyfa.flash_attention_v2(*leaves, causal=True, sm_scale=0.3, **CPU)
-    torch.testing.assert_close(apart, out)
-    for grad, slice_ in zip(torch.autograd.grad(apart.sin().sum(), leaves), slices, strict=True):
-        torch.testing.assert_close(grad, slice_)
-
-
 # ---- torch.compile ------------------------------------------------------------------------------------------------
 
 
@@ -177,12 +135,6 @@ def test_compile_packed_sequences(dynamic: bool) -> None:
     # One tensor for both sides, which the tracer would not take twice.
     same = lambda q, k, v, cu: diyfa.flash_attention_varlen(q, k, v, cu, cu, 12, 12, True, **CPU).sin().sum()  # noqa: E731
     compiled_agrees(same, [randn(17, 4, 16), randn(17, 2, 16), randn(17, 2, 8)], cu_q, dynamic=dynamic)
-
-
-@pytest.mark.parametrize("packing", ["qkv", "kv"])
-def test_compile_packed_tensors(packing: str) -> None:
-    owners = [randn(2, 9, 3, 2, 16)] if packing == "qkv" else [randn(2, 9, 4, 16), randn(2, 9, 2, 2, 16)]
-    compiled_agrees(lambda *x: attend_packed(*x, packing=packing).sin().sum(), owners)
 
 
 USES = {
@@ -272,42 +224,3 @@ def test_packed_calls_that_compute_nothing(name: str, sinks: bool) -> None:
     assert all(int(x.count_nonzero()) == 0 and x.shape == y.shape for x, y in zip(grads[:3], leaves, strict=False))
     if sinks:
         assert torch.equal(grads[3], covered.sum().expand(4).float())
-
-
-@pytest.mark.parametrize("variant", ["v1", "v2"])
-def test_rows_that_see_nothing(variant: str) -> None:
-    """More queries than keys under a causal mask: the first rows give 0, +inf and no gradient, or the sink."""
-    q, k, v, sink = randn(1, 2, 9, 8), randn(1, 2, 4, 8), randn(1, 2, 4, 8), randn(2)
-    for sinks in (None, sink):
-        out, lse = diyfa.flash_attention(q, k, v, causal=True, sinks=sinks, variant=variant, return_lse=True, **CPU)
-        assert int(out[:, :, :5].count_nonzero()) == 0 and bool((out[:, :, 5:] != 0).all())
-        blind = torch.full((1, 2, 5), INF) if sinks is None else sink.detach()[None, :, None].expand(1, 2, 5)
-        assert torch.equal(lse[:, :, :5], blind)
-        (dq,) = torch.autograd.grad(out.sum() + lse[:, :, 5:].sum(), q)
-        assert int(dq[:, :, :5].count_nonzero()) == 0 and bool((dq[:, :, 5:] != 0).any())
-
-
-def test_sequences_do_not_see_each_other() -> None:
-    """NaN in one sequence reaches no other, forward or backward."""
-    q, k, v = (randn(24, 2, 8, seed=i) for i in range(3))
-    cu = offsets(0, 9, 17, 24)
-    for name in range(3):
-        poisoned = [x.detach().clone() for x in (q, k, v)]
-        poisoned[name][11] = float("nan")
-        leaves = [x.requires_grad_() for x in poisoned]
-        out, lse = diyfa.flash_attention_varlen(*leaves, cu, cu, 9, 9, return_lse=True, **CPU)
-        grads = torch.autograd.grad(out.sum() + lse.sum(), leaves)
-        others = [*range(9), *range(17, 24)]
-        assert bool(out[9:17].isnan().any()) and bool(out[others].isfinite().all())
-        assert all(bool(x[others].isfinite().all()) for x in (lse.T, *grads))
-
-
-def test_one_batch_of_equal_lengths_is_a_batch() -> None:
-    """Packed sequences of one length give what the batch gives, dropout included."""
-    q, k, v = (randn(3, 8, 2, 16, seed=i) for i in range(3))
-    cu = offsets(0, 8, 16, 24)
-    options = {"causal": True, "dropout_p": 0.3, "rng_state": torch.tensor([1, 2]), "return_lse": True, **CPU}
-    out, lse = diyfa.flash_attention_v2(q, k, v, **options)
-    flat, flat_lse = diyfa.flash_attention_varlen(*(x.flatten(0, 1) for x in (q, k, v)), cu, cu, 8, 8, **options)
-    torch.testing.assert_close(flat, out.flatten(0, 1))
-    torch.testing.assert_close(flat_lse, lse.transpose(0, 1).flatten(1))

@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -93,17 +94,10 @@ def interpret(
     return kernel
 
 
-def interpret_prefill(
-    monkeypatch: pytest.MonkeyPatch,
-    config: hopper_configs.Sm90Config | None = None,
-    seed: int = 0,
-    interleave: bool = False,
-    kernels: ModuleType = hopper_fwd,
-    multiprocessors: int = MULTIPROCESSORS,
-) -> InterpretedKernel:
-    """The same, and from now on calls with a cache run here, too, where this kernel takes them, however few queries
+def interpret_prefill(monkeypatch: pytest.MonkeyPatch, *args: Any, **options: Any) -> InterpretedKernel:
+    """`interpret`, and from now on calls with a cache run here, too, where this kernel takes them, however few queries
     they have."""
-    kernel = interpret(monkeypatch, config, seed, interleave, kernels, multiprocessors)
+    kernel = interpret(monkeypatch, *args, **options)
     monkeypatch.setattr(prefill_configs, "FEWEST_QUERIES", ((1 << 30, 0),))
     choice = prefill_configs.config_of.__wrapped__
     monkeypatch.setattr(hopper_prefill, "config_of", choice)
