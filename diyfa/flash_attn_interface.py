@@ -62,7 +62,7 @@ def _attend(
 
 
 def _attend_pages(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **given: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Packed queries over pages, or over the beginnings of packed sequences -> out and lse."""
+    """Attend packed queries to pages, or to the first `seqused_k` keys of packed sequences -> out and lse."""
     for name in ("max_seqlen_q", "max_seqlen_k"):
         given[name] = validation.check_length(name, given[name])
     given["window"] = validation.check_window(given["window"], "window_size")
@@ -285,12 +285,12 @@ def _backward(
     lengths: Lengths | None,
     **given: Any,
 ) -> torch.Tensor:
-    """`saved` are q, k, v, out and the log-sum-exp."""
+    """Fill `gradients`, buffers of q, k and v or None; return delta. `saved`: q, k, v, out and the log-sum-exp."""
     q, k, v, out, softmax_lse = saved
     validation.check_booleans(causal=given["causal"], deterministic=given["deterministic"])
     validation.check_tensors(dout=dout, q=q, k=k, v=v, out=out, softmax_lse=softmax_lse)
     if not given["dropout_p"]:
-        given["rng_state"] = None  # whatever it is, it says nothing
+        given["rng_state"] = None  # unused without dropout
     elif given["rng_state"] is None:
         raise ValueError("dropout_p > 0 needs the rng_state that the forward pass returned")
     given["layout"] = "bshd" if lengths is None else VARLEN
@@ -461,7 +461,7 @@ def _flash_attn_varlen_backward(
     )  # fmt: skip
 
 
-# flash_attn has each of them twice, as a Python function and as the operator that wraps it.
+# flash_attn has two of each: a Python function and the operator that wraps it.
 _wrapped_flash_attn_forward = _flash_attn_forward
 _wrapped_flash_attn_backward = _flash_attn_backward
 _wrapped_flash_attn_varlen_forward = _flash_attn_varlen_forward

@@ -32,7 +32,7 @@ def visible_keys(
     seq_lens: torch.Tensor | None = None,
     device: torch.device | str = "cpu",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Who sees whom.
+    """Which keys each query sees.
 
     Sample b has sk = seq_lens[b] keys (default Sk) and sq = min(sk, Sq) queries; its query i stands at position
     i + sk - sq among the keys and sees those from `left` before to `right` after it (-1: no bound).
@@ -119,7 +119,7 @@ def _attend(
 def _attend_each(
     attend: Attend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, options: AttentionOptions
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Packed sequences one by one."""
+    """Compute packed sequences one by one."""
     assert lengths.cu_seqlens_q is not None and lengths.cu_seqlens_k is not None, "packed sequences come with both"
     ends = list(zip(pairwise(lengths.cu_seqlens_q.tolist()), pairwise(lengths.cu_seqlens_k.tolist()), strict=True))
     heads, stat_dtype = q.shape[1], torch.promote_types(q.dtype, torch.float32)
@@ -210,7 +210,7 @@ def attention_by(
     dtype: torch.dtype | None = None,
     **given: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`attend` on (B, H, S, D) views of q, k, v in any layout, on packed sequences one by one -> out and lse.
+    """Run `attend` on (B, H, S, D) views of q, k, v of any layout, or on each packed sequence -> out and lse.
 
     Arguments (`given` are the others) and errors are those of `reference_attention`.
     """
@@ -262,8 +262,9 @@ def attention_by(
 def _rotated(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, position: torch.Tensor, interleaved: bool
 ) -> torch.Tensor:
-    """x (S, heads, D) with pairs of its first features turned by the angles in row `position` (S,) of cos and sin;
-    products in float32 or wider, not rounded. Positions without a row turn by nothing."""
+    """x (S, heads, D) with its first features rotated in pairs, by the angles in row `position` (S,) of cos and sin.
+
+    Products are float32 or wider and not rounded. A position without a row in the tables is not rotated."""
     wide = torch.promote_types(x.dtype, torch.float32)
     inside = ((position >= 0) & (position < len(cos)))[:, None]
     row = position.clamp(0, len(cos) - 1)
@@ -278,7 +279,7 @@ def _rotated(
 
 
 def _place(tensors: KVCacheTensors, b: int, j: int) -> tuple[int, int]:
-    """Where key j of sequence b lies: batch entry or page, and row."""
+    """Position of key j of sequence b in the cache: (batch entry or page, row)."""
     table, index = tensors.block_table, tensors.cache_batch_idx
     if table is not None:
         page_size = tensors.k_cache.shape[1]
@@ -292,7 +293,7 @@ def _capacity(tensors: KVCacheTensors) -> int:
 
 
 def _quantised(x: torch.Tensor, descale: torch.Tensor | None, b: int, dtype: torch.dtype) -> torch.Tensor:
-    """x (Hk, …) as a cache of `dtype` holds it."""
+    """x (Hk, …) converted to the `dtype` of a cache; float8 is scaled by `descale` and clamped."""
     if dtype != torch.float8_e4m3fn:
         return x.to(dtype)
     x = x.float() if descale is None else x.float() / descale[b][:, None]
@@ -300,7 +301,7 @@ def _quantised(x: torch.Tensor, descale: torch.Tensor | None, b: int, dtype: tor
 
 
 def reference_append(tensors: KVCacheTensors, new: NewKeys, rotates_each_query: bool = False) -> KVCacheTensors:
-    """`tensors` with copies of the caches, to which new keys and values are appended, and with q rotated.
+    """Return `tensors` with q rotated, and with copies of the caches to which the new keys and values are appended.
 
     `rotates_each_query`: query i is rotated by row `seqlens[b] + i`, as with a causal mask or a window, else all are by
     row `seqlens[b]`. Without new.v only k is written, and v_cache becomes the first features of the new k_cache.

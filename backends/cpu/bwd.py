@@ -1,10 +1,10 @@
 """Attention backward in tiles: Dao 2023, arXiv:2307.08691, algorithm 2.
 
 The weights are recomputed from the saved log-sum-exp, p = exp(s - lse). With delta = rowsum(dout * out) - dlse,
-ds = p * (dp - delta): the second term is the gradient that arrives at the log-sum-exp itself, which the paper leaves
-out. Dropout masks and scales p for dv and dp for ds; delta, the sum over the kept weights, stays what it is.
+ds = p * (dp - delta). The term dlse is the gradient of the log-sum-exp, which the paper leaves out. Dropout masks and
+scales p for dv and dp for ds; it does not change delta, which is the sum over the kept weights.
 
-Key/value blocks are outermost so that dk and dv of a block are complete when it ends; dq accumulates in float32.
+Key/value blocks are outermost, so dk and dv of a block are complete when the block ends; dq accumulates in float32.
 There are no atomics, so gradients are bitwise equal from run to run.
 """
 
@@ -20,7 +20,7 @@ from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors
 
 
 def _delta(call: Call, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None):
-    """rowsum(dout * out) - dlse, [B, H, Sq]; 0 for rows that saw nothing, whatever their gradients hold."""
+    """rowsum(dout * out) - dlse, [B, H, Sq]; 0 for rows without a key, even where dout or dlse is NaN."""
     out, dout = as_bhsd(out, call.problem.layout), as_bhsd(dout, call.problem.layout)
     delta = torch.einsum("bhsd,bhsd->bhs", out.to(call.dtype), dout.to(call.dtype))
     if dlse is not None:
@@ -28,12 +28,12 @@ def _delta(call: Call, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor,
     return delta.masked_fill(lse == INF, 0.0)
 
 
-# Gradients of vectors with an entry for each head, which packed sequences add up.
+# Names of gradients with one entry for each head: packed sequences add them up.
 PER_HEAD = tuple(x.gradient for x in GRADIENTS if x.shape is not None and x.shape.letters == ("h",))
 
 
 def _add_to_bias_gradient(call: Call, dbias: torch.Tensor, ds: torch.Tensor, m0: int, m1: int, n0: int, n1: int):
-    """Add a tile of score gradients, summed over the dimensions along which the bias was broadcast."""
+    """Add a tile of score gradients to dbias, summed over the dimensions along which the bias is broadcast."""
     target = call.bias_tile(dbias, m0, m1, n0, n1)
     broadcast = [axis for axis in range(4) if dbias.shape[axis] == 1]
     tile = call.per_head(ds)
@@ -48,11 +48,11 @@ def _backward(
     dlse: torch.Tensor | None,
     gradients: AttentionGradients,
 ) -> dict[str, torch.Tensor]:
-    """Fill the gradients of one call, but return those `PER_HEAD`, unrounded."""
+    """Fill the gradients of one call, except those in `PER_HEAD`, which are returned unrounded."""
     problem, tensors, config = call.problem, call.tensors, attention_config(call.problem)
     dq_rows, dk_rows, dv_rows = (as_bhsd(x, problem.layout) for x in gradients[:3])
     dq_acc = torch.zeros(call.q.shape, dtype=call.dtype, device="cpu")  # [B, Hk, G, Sq, D]
-    dbias = None  # in the precision of the sums
+    dbias = None  # in the dtype of the arithmetic
     if gradients.dbias is not None:
         assert call.bias is not None
         dbias = torch.zeros(call.bias.shape, dtype=call.dtype, device="cpu")
@@ -103,7 +103,7 @@ def _backward(
     if gradients.dsinks is not None:
         assert tensors.sinks is not None
         sink_weight = torch.exp(tensors.sinks.to(call.dtype)[None, :, None] - lse)
-        sink_weight.masked_fill_(lse == INF, 0.0)  # where an infinite sink would leave inf - inf
+        sink_weight.masked_fill_(lse == INF, 0.0)  # a row without a key: an infinite sink would leave inf - inf
         per_head["dsinks"] = -(sink_weight * delta).sum((0, 2))
     return per_head
 
@@ -118,7 +118,7 @@ def backward(
     dlse: torch.Tensor | None,
     gradients: AttentionGradients,
 ) -> None:
-    """Fill the gradients of q, k, v, and of optional tensors where they are wanted."""
+    """Fill the gradients of q, k and v, and those of optional tensors that are asked for."""
     per_head: dict[str, torch.Tensor] = {}
     if not problem.varlen:
         per_head = _backward(Call(problem, tensors), out, lse, dout, dlse, gradients)
@@ -137,5 +137,5 @@ def backward(
             per_head = {name: per_head.get(name, 0) + x for name, x in added.items()}
     for name in PER_HEAD:
         buffer = getattr(gradients, name)
-        if buffer is not None:  # no sequence may have had queries
+        if buffer is not None:  # 0 if no sequence has queries
             buffer.copy_(per_head[name] if name in per_head else torch.zeros_like(buffer))

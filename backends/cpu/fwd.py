@@ -8,8 +8,8 @@ tile at a time into weights ("online softmax", Milakov & Gimelshein 2018, arXiv:
 * v1: Dao et al. 2022, arXiv:2205.14135, algorithm 1. Key/value blocks outermost, so each is read once; the output and
   the statistics of every query live in memory and are renormalised at every step.
 
-What differs from the papers: natural exponentials instead of powers of two, a sink joins the sum at the end, and rows
-that see no key end with output 0 and lse +inf. Dropout takes weights out of the product with v, never out of the sum l.
+Differences from the papers: exponentials are natural, not powers of two; a sink joins the sum at the end; rows that see
+no key have output 0 and lse +inf. Dropout removes weights from the product with v, never from the sum l.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ def _rows(call: Call, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tenso
 
 
 def _initial_statistics(call: Call, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """m and l [B, Hk, G * rows, 1] before any key."""
+    """m and l, [B, Hk, G * rows, 1] each, before the first key."""
     shape = (call.problem.batch, call.problem.heads_kv, call.group * rows, 1)
     return torch.full(shape, -INF, dtype=call.dtype, device="cpu"), torch.zeros(shape, dtype=call.dtype, device="cpu")
 
 
 def _online_softmax_update(s: torch.Tensor, m: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Weights exp(s - m_new), the new maximum, and the factor that carries old sums over to it."""
+    """Return the weights exp(s - m_new), the new maximum, and the factor that rescales earlier sums to it."""
     m_new = torch.maximum(m, s.amax(-1, keepdim=True))
-    finite_m = m_new.masked_fill(m_new == -INF, 0.0)  # nothing seen yet: exp(-inf - 0) is 0, exp(-inf + inf) is NaN
+    finite_m = m_new.masked_fill(m_new == -INF, 0.0)  # no key yet: exp(-inf - 0) is 0, exp(-inf + inf) is NaN
     return torch.exp_(s.sub_(finite_m)), m_new, torch.exp(m - finite_m)
 
 
@@ -47,10 +47,10 @@ def _add_sink(
     m: torch.Tensor,
     l: torch.Tensor,  # noqa: E741
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | float]:
-    """m and l once each row has seen its sink, and the factor that carries older sums over to them.
+    """Return m and l with the sink included, and the factor that rescales earlier sums to them.
 
-    A sink is a key without a value. It comes last, so that the only key of a row weighs exp(0) before. One of -inf is
-    none; one of +inf makes all of its head NaN, as a softmax over an infinite score is.
+    A sink is a key without a value. It joins last, so that the weight of a row's only key is exactly exp(0) until then.
+    A sink of -inf changes nothing. A sink of +inf makes its whole head NaN, as a softmax over an infinite score is NaN.
     """
     if call.sink_rows is None:
         return m, l, 1.0
@@ -65,7 +65,7 @@ def _log_sum_exp(m: torch.Tensor, l: torch.Tensor) -> torch.Tensor:  # noqa: E74
 
 
 def _end_sequences(call: Call, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """out is 0 and lse +inf beyond each sequence's end; only a sink makes them anything else there."""
+    """Set out to 0 and lse to +inf beyond each sequence's end; without a sink they are so already."""
     if call.sink_rows is not None and call.tensors.seq_lens is not None:
         beyond = torch.arange(call.problem.seqlen_q, device="cpu") >= call.visibility.len_q[:, 0, 0]  # [B, Sq]
         lse.masked_fill_(beyond[:, None], INF)
@@ -73,7 +73,7 @@ def _end_sequences(call: Call, out: torch.Tensor, lse: torch.Tensor) -> None:
 
 
 def _weighted_values(call: Call, p: torch.Tensor, m0: int, m1: int, n0: int, n1: int) -> torch.Tensor:
-    """What a tile adds to the output: p @ v, with dropout applied to p."""
+    """The contribution of a tile to the output: p @ v, with dropout applied to p."""
     kept = call.kept(m0, m1, n0, n1)
     if kept is not None:
         p = p.masked_fill(~kept, 0.0).mul_(call.keep_scale)
@@ -107,7 +107,7 @@ def _forward_v1(call: Call, out: torch.Tensor, lse: torch.Tensor) -> None:
     problem, config = call.problem, attention_config(call.problem)
     out_rows, lse_rows = _rows(call, out, lse)
     blocks = [(m0, min(m0 + config.block_m, problem.seqlen_q)) for m0 in range(0, problem.seqlen_q, config.block_m)]
-    # What the paper keeps in HBM for each query block: the normalised output so far, m and l.
+    # For each query block, in HBM in the paper: the normalised output so far, m and l.
     state = []
     for m0, m1 in blocks:
         m, l = _initial_statistics(call, m1 - m0)  # noqa: E741

@@ -1,8 +1,8 @@
-"""What forward and backward share: which tiles exist, who sees whom inside one, and the scores of one.
+"""Shared by the forward and the backward pass: the tiles to visit, the mask inside a tile, and its scores.
 
 A tile pair covers queries [m0, m1) and keys [n0, n1) of every batch and head at once. The G query heads that share a
 key/value head are stacked as rows, so one `torch.matmul` of [B, Hk, G * BLOCK_M, D] with [B, Hk, D, BLOCK_N] does the
-work and no key is ever repeated in memory.
+work and no key is repeated in memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ INF = float("inf")
 
 
 def without_autocast(launch: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep an enclosing torch.autocast away from the float32 arithmetic inside a kernel."""
+    """Decorator: switch torch.autocast off inside a kernel, whose arithmetic is float32."""
 
     @wraps(launch)
     def run(*args: Any) -> Any:
@@ -31,7 +31,7 @@ def without_autocast(launch: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Visibility:
-    """Mask of one call: sequence lengths and window, aligned to the bottom right of each sample."""
+    """The mask of one call: sequence lengths and window, aligned to the bottom right of each sample."""
 
     def __init__(self, problem: AttentionProblem, seq_lens: torch.Tensor | None) -> None:
         self.left, self.right = problem.window_left, problem.window_right
@@ -39,7 +39,7 @@ class Visibility:
             len_k = torch.tensor([problem.seqlen_k], device="cpu")
             len_q = torch.tensor([problem.seqlen_q], device="cpu")
         else:
-            len_k = seq_lens.to(torch.int64).clamp(0, problem.seqlen_k)  # their values are not checked while tracing
+            len_k = seq_lens.to(torch.int64).clamp(0, problem.seqlen_k)  # a traced call has not checked them
             len_q = len_k.clamp(max=problem.seqlen_q)
         shift = len_k - len_q
         self.len_k, self.len_q, self.shift = (x[:, None, None, None] for x in (len_k, len_q, shift))
@@ -48,7 +48,7 @@ class Visibility:
         self.min_shift, self.max_shift = int(shift.min()), int(shift.max())
 
     def key_range(self, m0: int, m1: int) -> tuple[int, int]:
-        """Keys [start, stop) outside of which no query of [m0, m1) sees anything; empty when start >= stop."""
+        """The range [start, stop) of keys that any query of [m0, m1) can see; empty when start >= stop."""
         m1 = min(m1, self.max_len_q)
         if m0 >= m1:
             return 0, 0
@@ -57,7 +57,7 @@ class Visibility:
         return start, stop
 
     def mask(self, m0: int, m1: int, n0: int, n1: int) -> torch.Tensor | None:
-        """[B or 1, 1, BLOCK_M, BLOCK_N], True where the query sees the key; None when every pair does."""
+        """[B or 1, 1, BLOCK_M, BLOCK_N], True where the query sees the key; None when each query sees every key."""
         if (
             n1 <= self.min_len_k
             and m1 <= self.min_len_q
@@ -76,15 +76,16 @@ class Visibility:
 
 
 def row_products(rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """rows @ othersᵀ; a single row in float64. BLAS sums the product of one row in another order, with up to 2.4 times
-    the rounding error of several rows."""
+    """rows @ othersᵀ. A single row is computed in float64: BLAS sums it in another order, with up to 2.4 times the
+    rounding error of several rows."""
     if rows.shape[-2] > 1:
         return rows @ others.transpose(-1, -2)
     return (rows.double() @ others.double().transpose(-1, -2)).to(rows.dtype)
 
 
 def dropout_keys(problem: AttentionProblem, tensors: AttentionTensors) -> Words | None:
-    """Dropout's words of every sample (or packed sequence) and query head, [B, H] each; None without dropout."""
+    """The random words of dropout for each sample (or packed sequence) and query head, [B, H] each; None without
+    dropout."""
     if not problem.dropout:
         return None
     assert tensors.rng_state is not None
@@ -92,9 +93,10 @@ def dropout_keys(problem: AttentionProblem, tensors: AttentionTensors) -> Words 
 
 
 class Call:
-    """One attention call: its tensors as [B, Hk, (G,) S, D] views and its scores, tile by tile.
+    """One attention call: its tensors as [B, Hk, (G,) S, D] views, and its scores tile by tile.
 
-    `keys` are the words of `dropout_keys` that belong to its samples, for packed sequences; else they are derived here.
+    `keys`: the words of `dropout_keys` for the samples of this call. Packed sequences pass them; without them they are
+    derived here.
     """
 
     def __init__(self, problem: AttentionProblem, tensors: AttentionTensors, keys: Words | None = None) -> None:
@@ -112,8 +114,8 @@ class Call:
             self.bias = bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape))
         if tensors.sinks is not None:  # [1, Hk, G, 1]
             self.sink_rows = tensors.sinks.to(self.dtype).reshape(1, problem.heads_kv, self.group, 1)
-        self.keep_scale = 1.0 / (1.0 - tensors.dropout_p)  # of the weights that dropout keeps
-        self.words: Words | None = None  # of every query and key position, [B, H, S]
+        self.keep_scale = 1.0 / (1.0 - tensors.dropout_p)  # factor of the weights that dropout keeps
+        self.words: Words | None = None  # for each query and key position, [B, H, S]
         keys = keys or dropout_keys(problem, tensors)
         if keys is not None:
             rows, columns = torch.arange(problem.seqlen_q, device="cpu"), torch.arange(problem.seqlen_k, device="cpu")
@@ -138,7 +140,7 @@ class Call:
         return tile.flatten(2, 3)
 
     def scaled_queries(self, m0: int, m1: int) -> torch.Tensor:
-        """Rows [m0, m1) of q, times the scale of the scores, as `query_rows`."""
+        """Rows [m0, m1) of q times the softmax scale, in the shape of `query_rows`."""
         return self.query_rows(self.q, m0, m1) * self.tensors.sm_scale
 
     def key_rows(self, x: torch.Tensor, n0: int, n1: int) -> torch.Tensor:
@@ -153,7 +155,7 @@ class Call:
         return tile.unflatten(2, (self.group, -1)).flatten(1, 2)
 
     def kept(self, m0: int, m1: int, n0: int, n1: int) -> torch.Tensor | None:
-        """Dropout's mask [B, Hk, G * BLOCK_M, BLOCK_N] of the tile, True where kept; None without dropout."""
+        """The dropout mask [B, Hk, G * BLOCK_M, BLOCK_N] of a tile, True where kept; None without dropout."""
         if self.words is None:
             return None
         r0, r1, c0, c1 = self.words
@@ -161,7 +163,7 @@ class Call:
         return self.grouped(levels >= drop_threshold(self.tensors.dropout_p)).flatten(2, 3)
 
     def bias_tile(self, bias: torch.Tensor, m0: int, m1: int, n0: int, n1: int) -> torch.Tensor:
-        """The part of a broadcastable (B, H, Sq, Sk) tensor that belongs to the tile; dimensions of size 1 stay."""
+        """The tile of a tensor that broadcasts to (B, H, Sq, Sk); its dimensions of size 1 stay."""
         rows = slice(None) if bias.shape[2] == 1 else slice(m0, m1)
         columns = slice(None) if bias.shape[3] == 1 else slice(n0, n1)
         return bias[:, :, rows, columns]
@@ -175,7 +177,7 @@ class Call:
         if self.problem.softcap:
             tanh = torch.tanh(s / self.problem.softcap)
             s = self.problem.softcap * tanh
-        heads = self.per_head(s)  # a view: what follows changes s in place
+        heads = self.per_head(s)  # a view: the lines below change s in place
         if self.slopes is not None:
             distance = (
                 torch.arange(n0, n1, device="cpu") - torch.arange(m0, m1, device="cpu")[:, None] - self.visibility.shift

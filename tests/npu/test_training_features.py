@@ -27,6 +27,25 @@ def test_offsets_beyond_the_tensors_are_cut_off(npu: torch.device) -> None:
     assert torch.equal(out[:15], diyfa.flash_attention_varlen(q, q, q, tame, tame, 30, 30).cpu()[:15])
 
 
+def test_rows_of_no_sequence_are_not_read(npu: torch.device) -> None:
+    """NaN before the first and behind the last packed sequence; all results are those of the sequences alone."""
+    torch.manual_seed(0)
+    whole = [torch.randn(60, 2, 32) for _ in range(4)]
+    for x in whole:
+        x[:3], x[53:] = float("nan"), float("nan")
+    dlse, found = torch.randn(2, 60), []
+    for first, rows in ((3, slice(0, 60)), (0, slice(3, 53))):
+        cu = torch.tensor([first, first + 20, first + 50], dtype=torch.int32).to(npu)
+        *leaves, dout = (x[rows].to(npu) for x in whole)
+        leaves = [x.requires_grad_() for x in leaves]
+        results = diyfa.flash_attention_varlen(*leaves, cu, cu, 30, 30, True, return_lse=True)
+        gradients = torch.autograd.grad(results, leaves, (dout, dlse[:, rows].to(npu)))
+        found.append([x.detach().cpu() for x in (results[0], results[1].t(), *gradients)])
+    for x, y in zip(*found, strict=True):
+        assert torch.equal(x[3:53], y)
+    assert not any(x[:3].any() or x[53:].any() for x in found[0][2:])
+
+
 View = Callable[[torch.Tensor], torch.Tensor]
 BIAS_VIEWS: dict[str, tuple[tuple[int, ...], View]] = {  # the shape in memory, and the bias as it is given
     "expanded": ((1, 2, 40, 1), lambda x: x.expand(2, 2, 40, 70)),
