@@ -16,6 +16,7 @@ from diyfa.backends.cuda.matmul import configs as matmul_configs
 from diyfa.backends.cuda.matmul import kernel as matmul
 from diyfa.backends.cuda.matmul.configs import MatmulConfig
 from diyfa.backends.cuda.runtime.launch import is_interpreting
+from diyfa.lab.cuda.matmul_specs import CASES
 from diyfa.problem import MatmulProblem
 
 KERNELS = [kernel for kernel in backend.kernels if kernel.op == "matmul"]
@@ -135,7 +136,7 @@ def test_given_tile_is_honoured_or_refused(arch, block):
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("m", [1, 16, 64, 512, 8192])
 @pytest.mark.parametrize("aligned", [True, False])
-@pytest.mark.parametrize("case", matmul._CASES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_tables_have_a_tile_for_everything(arch, m, aligned, case):
     dtype, compute, out, precision = case
     described = MatmulProblem("cuda", arch, dtype, compute, out, m, 4096, 4096, precision, None, True, aligned)

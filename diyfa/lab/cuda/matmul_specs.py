@@ -19,7 +19,7 @@ from diyfa.lab.cuda.aot import CompileSpec, spec_of
 from diyfa.problem import MatmulProblem
 
 # (inputs, computed in, result, precision)
-_CASES = (
+CASES = (
     ("float16", "float16", "float16", "ieee"),
     ("bfloat16", "bfloat16", "bfloat16", "ieee"),
     ("float32", "float16", "float16", "ieee"),
@@ -34,7 +34,7 @@ def compile_specs(arch: str) -> Iterator[CompileSpec]:
     bfloat16 has float16's tiles: the default ones do for it.
     """
     refusals = {"tma": unsupported_tma, "pointers": unsupported_pointers}
-    for (dtype, compute, out, precision), form, aligned in product(_CASES, refusals, (True, False)):
+    for (dtype, compute, out, precision), form, aligned in product(CASES, refusals, (True, False)):
         configs: dict[MatmulConfig, None] = {}
         for m in (16, 64, 4096):
             problem = MatmulProblem("cuda", arch, dtype, compute, out, m, 4096, 4096, precision, None, True, aligned)
