@@ -81,7 +81,7 @@ def _offset(box, boxes, tiles):
 
 @gluon.jit
 def buffer_index(buffers, tile, BOX: gl.constexpr, BOXES: gl.constexpr):
-    """Return the index of a box's buffer. `buffers` hold the first runs of all tiles, then all second runs, and so on."""
+    """Return the index of a box's buffer. `buffers` hold first the first runs of all tiles, then the second runs."""
     TILES: gl.constexpr = buffers.shape[0] // BOXES
     return tile * _step(BOX, BOXES) + _offset(BOX, BOXES, TILES)
 
