@@ -111,7 +111,7 @@ def as_gluon(function: Any) -> Any:
 
 
 def aggregate(cls: type) -> Any:
-    """Make a class an aggregate: values that kernels pass around as one. Its fields give a constructor, as in dataclasses.
+    """Make a class an aggregate, values that kernels pass around as one, with a constructor as dataclasses have.
 
     A field is annotated with the type of its values: `gl.tensor`, `gl.constexpr`, another aggregate, or a union of
     them. Methods are `@gluon.jit` functions. A module of aggregates must not postpone its annotations: Triton checks

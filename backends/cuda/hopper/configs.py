@@ -67,7 +67,7 @@ _H200 = "H200, 2026-11-22: "
 # fmt: off
 CONFIGS: dict[tuple[int, bool], tuple[tuple[int, Sm90Config], ...]] = {
     (64, False): (
-        # With few keys a fixed maximum does not pay: most blocks are edge blocks, without one, and epilogues are slower.
+        # With few keys a fixed maximum does not pay: most blocks are edge blocks, without it, and it slows epilogues.
         (2048, C(2, 128, 8, True, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, pairs=True,
                  q_in_registers=1, measured="H200, 2026-11-28: 12 heads, S = 1k/2k 449/463")),
         (_ANY, C(3, 128, 6, True, 160, 32, persistent=True, pingpong=True, pairs=True,
@@ -183,7 +183,7 @@ def has_long_kv_loop(problem: AttentionProblem, elements: int = LONG_KV_LOOP) ->
 
 
 def schedule_of(config: Sm90Config) -> dict[str, int]:
-    """Return the compiler options of a config. One consumer and its producer are compiled for their mean of registers."""
+    """Return the compiler options of a config. `maxnreg`: the mean of one consumer's and its producer's registers."""
     options = {"num_warps": 4, "launch_pdl": True, **ptxas_options()}
     if config.consumers == 1:
         options["maxnreg"] = cdiv((config.consumer_registers + config.producer_registers) // 2, 8) * 8
