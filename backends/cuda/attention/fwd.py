@@ -114,8 +114,8 @@ def _attend_blocks(
 ):  # fmt: skip
     """Attend to keys [start, end) of `blocks` = (start, end, gap_at, gap), and return the sums.
 
-    MASKED: compare positions, and omit a gap of `gap` keys at `gap_at` (`masked_keys`). Otherwise every query sees every
-    key of the blocks.
+    MASKED: compare positions, and omit a gap of `gap` keys at `gap_at` (`masked_keys`). Otherwise every query sees all
+    keys of the blocks.
     """
     acc, l_i, m_i = sums
     start, end, gap_at, gap = blocks
