@@ -115,8 +115,8 @@ class Problem:
     def pages(self, tile, table, row, BLOCK_N: gl.constexpr):
         """Return the page of keys [row, row + BLOCK_N), or if pages are smaller a page in each lane.
 
-        -1: no page. So are pages without keys, and small pages left of the window of all rows: they may hold NaN, which
-        a weight of 0 would not remove.
+        -1 replaces pages without keys, and small pages left of the window of all rows. The latter may hold NaN, which a
+        weight of 0 would not remove.
         """
         PAGE_SIZE: gl.constexpr = self.cache.PAGE_SIZE
         COUNT: gl.constexpr = pages_of_block(BLOCK_N, PAGE_SIZE)

@@ -1,4 +1,4 @@
-"""Helpers of every CUDA launcher: the current device, multiprocessors, interpretation, and leave to compile."""
+"""Helpers of every CUDA launcher: current device, multiprocessors, compile options, and whether it may compile."""
 
 from __future__ import annotations
 
