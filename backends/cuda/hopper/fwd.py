@@ -423,8 +423,8 @@ def _skip_masked(consumer, tile, key0, item):
 def _attend_tile(consumer, tile, item, used):
     """Compute and write the rows of out and lse of this consumer's 64 queries of a tile.
 
-    1. Skip the blocks that the right mask hides from all 64 rows.
-    2. Prologue: scores and softmax of the first block of the order.
+    1. Skip the blocks that the right mask hides from all 64 rows. A lone consumer has none: the tile ends at its rows.
+    2. Prologue: scores and softmax of the first block of the order (`block_order`).
     3. KV loop (`_attend_blocks`), which adds the values of each block one iteration later. Positions [1, n_masked) of
        the order are masked, later ones are not. FIXED_MAX: [1, n_first) update the maximum, [n_first, n_blocks) use it.
     4. Epilogue: values of the last block, division by the sum of weights, lse, stores.
