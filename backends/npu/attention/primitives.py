@@ -455,7 +455,7 @@ def add_bias(
 ):
     """Add a bias that differs from key to key to s, [BLOCK_M, BLOCK_N], or TRANSPOSED [BLOCK_N, BLOCK_M].
 
-    BIAS is "qk", or "k" for a bias that is the same for all rows. Its keys are contiguous. It is 0 beyond rows and keys.
+    BIAS is "qk", or "k" for a bias that is the same for all rows. Its keys are contiguous. It is 0 beyond rows, keys.
     """
     base = bias_ptr + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
     if c.BIAS == "qk":
