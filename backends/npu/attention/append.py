@@ -113,7 +113,7 @@ def _append_kernel(
         i = task % (seqlen_new + seqlen_q)
         start = length
         if c.SEQLENS:
-            start = tl.minimum(tl.load(seqlens_ptr + b), tl.maximum(capacity, cos_rows))  # clamped, so that sums do not overflow
+            start = tl.minimum(tl.load(seqlens_ptr + b), tl.maximum(capacity, cos_rows))  # sums do not overflow
         if i < seqlen_new:
             key = start + i
             fits = (key >= 0) & (key < capacity)

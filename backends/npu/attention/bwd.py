@@ -40,7 +40,7 @@ def _dbias_launch(
     values: dict[str, Any],
     tile: AttentionTile | None,
 ) -> tuple[str, Launch]:
-    """Return (name, launch) for the gradient of the bias. It writes `dbias`, or the buffer that `as_written` returns."""
+    """Return (name, launch) for the gradient of the bias. It writes `dbias`, or the buffer of `as_written`."""
     written = as_written(dbias)
     own_batch, own_heads = ((1,) * (4 - dbias.dim()) + tuple(dbias.shape))[:2]
     values = {**values, **written.values("dbias"), "own_batch": own_batch, "own_heads": own_heads}

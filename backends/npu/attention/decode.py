@@ -101,7 +101,7 @@ class DecodeConstants(Constants):
 
 @dataclass(frozen=True)
 class RowConstants(Constants):
-    """Constants of the vector kernels, `_pack_kernel` and `_combine_kernel`. They take `rows` rows of a tile at once."""
+    """Constants of the vector kernels, `_pack_kernel` and `_combine_kernel`. They take `rows` rows of a tile."""
 
     head_dim: int
     head_dim_v: int
