@@ -46,9 +46,7 @@ class Row:
     predicted_share: dict[str, float] = field(default_factory=dict)  # of the cube peak, by chip; not timed
     tried: int = 0  # candidates that compiled
     failed: int | None = None  # candidates that did not compile; None: not recorded
-    pruned: int | None = (
-        None  # not compiled: the model could not have preferred them, or their options change nothing
-    )
+    pruned: int | None = None  # not compiled: the model could not have preferred them, or their options change nothing
     left: int = 0  # candidates not compiled because of the search's budget
     compilers: str = ""
     date: str = ""
