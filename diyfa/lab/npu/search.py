@@ -296,7 +296,7 @@ class Search:
         return candidate
 
     def candidate(self, job: specs.Job, tile: configs.AttentionTile) -> Candidate:
-        """Compile one job with all compilers and the gate. The module is the installed compiler's, if all accept the job."""
+        """Compile one job with all compilers and gate it. The module is the installed compiler's, if all accept it."""
         found = None
         refused: list[str] = []
         for compiler in self.cache.compilers:
