@@ -3,7 +3,7 @@
 A task is one block of BLOCK_N keys of one KV head. Its program holds k and v, and loops over the query tiles of every
 query head of the group. For each tile it recomputes the weights and adds to dk and dv (FlashAttention-2, algorithm 2):
 
-    pᵀ  = exp(sᵀ - lse)                 sᵀ = k qᵀ, scaled or capped, plus ALiBi and bias
+    pᵀ  = exp(sᵀ - lse)                 sᵀ = k qᵀ, scaled or capped, plus ALiBi and bias; pᵀ is 0 where masked
     dpᵀ = v doutᵀ
     dsᵀ = pᵀ · (dpᵀ - delta)            times the cap's derivative with softcap
     dv += pᵀ dout
@@ -12,8 +12,9 @@ query head of the group. For each tile it recomputes the weights and adds to dk 
 No other program adds to these rows, so nothing needs atomics and results are the same from run to run. All score tiles
 are held transposed, [BLOCK_N, BLOCK_M]: then the left operands of both accumulating products need no transpose.
 
-With dropout, p and dp are set to 0 at dropped positions, delta is multiplied by 1 - p_drop, and both gradients are
-divided by 1 - p_drop after the loop. Columns of q, k and dk beyond one product's width (REST) go through a second one.
+With dropout dpᵀ, and pᵀ in the dv product only, are 0 at dropped positions; delta is multiplied by 1 - p_drop, and both
+gradients are divided by it after the loop. Columns of q, k and dk beyond one product's width (REST) go through a second
+product.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def _bwd_dkdv_kernel(
     ROW_BIAS: tl.constexpr = c.BIAS == "q" or c.BIAS == "1"  # the same for all keys
     group = heads_q // heads_kv
     BY_SAMPLE: tl.constexpr = c.VARLEN or c.SEQ_LENS
-    first_task = 0
+    first_task = 0  # tasks of earlier samples
     for sample in range(batch if BY_SAMPLE else 1):
         blocks, tasks = tasks_of(
             cu_seqlens_k_ptr, sample, total_k, seqlen_k, batch, heads_kv, c.BLOCK_N, c.VARLEN, BY_SAMPLE
@@ -108,7 +109,7 @@ def _bwd_dkdv_kernel(
                 dk_rest = tl.zeros([c.BLOCK_N, c.REST], tl.float32)
             dk = tl.zeros([c.BLOCK_N, c.BLOCK_D], tl.float32)
             dv = tl.zeros([c.BLOCK_N, c.BLOCK_DV], tl.float32)
-            for step in range(row_blocks * group):
+            for step in range(row_blocks * group):  # query tiles of each head of the group
                 h = hk * group + step // row_blocks
                 row0 = lo + (step % row_blocks) * c.BLOCK_M
                 q_base = base_of(q_ptr, b, h, start_q, stride_qb, stride_qh, stride_qm, c.VARLEN)

@@ -6,7 +6,9 @@ of BLOCK_N keys that the rows can see. For each block it recomputes the weights 
     p  = exp(s - lse)                   s = q kᵀ, scaled or capped, plus ALiBi and bias
     dp = dout vᵀ                        0 at dropped positions
     ds = p · (dp - delta)               times the cap's derivative with softcap; masked
-    dq += ds k                          times grad_scale after the loop, which contains 1 / (1 - p_drop)
+    dq += ds k                          times grad_scale after the loop
+
+With dropout delta is multiplied by 1 - p_drop, and grad_scale contains 1 / (1 - p_drop).
 """
 
 from __future__ import annotations
@@ -69,7 +71,7 @@ def _bwd_dq_kernel(
     ROW_BIAS: tl.constexpr = c.BIAS == "q" or c.BIAS == "1"  # the same for all keys
     group = heads_q // heads_kv
     BY_SAMPLE: tl.constexpr = c.VARLEN or c.SEQ_LENS
-    first_task = 0
+    first_task = 0  # tasks of earlier samples
     for sample in range(batch if BY_SAMPLE else 1):
         blocks, tasks = tasks_of(
             cu_seqlens_q_ptr, sample, total_q, seqlen_q, batch, heads_q, c.BLOCK_M, c.VARLEN, BY_SAMPLE

@@ -15,8 +15,8 @@ Up to three kernels run:
 
 Loading keys:
 
-* A block of keys is one load if it is contiguous: in a contiguous cache, in packed keys, and if the page size is a
-  multiple of BLOCK_N. Then one scalar load of the page table finds its page (PAGES "whole").
+* A block of keys is one load if it is contiguous: in a contiguous cache, in packed keys, and in pages whose size is a
+  multiple of BLOCK_N (PAGES "whole"). One scalar load of the page table finds its page.
 * With other page sizes keys are gathered row by row (PAGES "gathered"), which compiles to a copy for each key.
 * A block begins at the first key after left padding or at a multiple of BLOCK_N, and it ends with the keys. So keys
   outside are not loaded, and left padding needs no mask.
@@ -317,7 +317,7 @@ def _decode_kernel(
         block0 += split * part
         block1 = tl.minimum(block1, block0 + part)
 
-        if MIXED:
+        if MIXED:  # q_ptr is the output of `_pack_kernel`
             there_m = BLOCK_M
             stride_q = c.HEAD_DIM
             q_base = q_ptr + ((b * heads_kv + hk) * tiles + tile).to(tl.int64) * (BLOCK_M * c.HEAD_DIM)
@@ -661,7 +661,7 @@ def call_values(problem: KVCacheProblem, tensors: KVCacheTensors, tile: Attentio
 
 
 def kvcache_fwd(problem: KVCacheProblem, tensors: KVCacheTensors, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """Launch the kernels that fill out (like q with v's feature size) and lse (`problem.lse_shape`) fp32."""
+    """Launch the kernels that fill out (q's shape with v's head dim) and lse (`problem.lse_shape`, fp32)."""
 
     def launches(tile: AttentionTile) -> list[Launch]:
         return launches_of(problem, tensors, out, lse, tile)

@@ -6,7 +6,8 @@ A task is one block of BLOCK_M query rows of one head. For each task a program
 2. for each block of BLOCK_N keys: forms scores s = q kᵀ, scales or caps them, adds ALiBi and bias, masks them;
 3. updates the online softmax: running maximum m_i, running sum l_i, weights p, and alpha, the rescale factor;
 4. applies dropout to p, loads v, and accumulates acc = acc · alpha + p v;
-5. after the loop adds the sink to the sum, divides acc by it, and stores out and lse = m_i + log(l_i).
+5. after the loop adds the sink's weight to l_i, and stores out = acc / l_i (with dropout also divided by 1 - p_drop) and
+   lse = m_i + log(l_i).
 
 Differences from a GPU kernel:
 
@@ -18,6 +19,8 @@ Differences from a GPU kernel:
 * K is loaded as stored and transposed in `tl.dot(q, tl.trans(k))`: the cube instruction does this at no cost.
 * Exponentials have base e: Ascend's exp2 is a multiplication and an exp.
 * Every dimension that can overrun is loaded with zero padding, so rows of V beyond the keys bring no NaN.
+
+`per_head_ptr` holds ALiBi slopes; `configs.attention_scalars` defines the scalars, `primitives.task_of` `together`.
 """
 
 from __future__ import annotations
@@ -97,7 +100,7 @@ def _fwd_kernel(
     ROW_BIAS: tl.constexpr = c.BIAS == "q" or c.BIAS == "1"  # the same for all keys
     group = heads_q // heads_kv
     BY_SAMPLE: tl.constexpr = c.VARLEN or c.SEQ_LENS
-    first_task = 0
+    first_task = 0  # tasks of earlier samples
     for sample in range(batch if BY_SAMPLE else 1):
         blocks, tasks = tasks_of(
             cu_seqlens_q_ptr, sample, total_q, seqlen_q, batch, heads_q, c.BLOCK_M, c.VARLEN, BY_SAMPLE
@@ -188,7 +191,7 @@ def launch_of(
 
 
 def attention_fwd(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """Launch the forward kernel, which fills out (like q with v's feature size) and lse (`problem.lse_shape`) fp32."""
+    """Launch the forward kernel, which fills out (q's shape with v's head dim) and lse (`problem.lse_shape`, fp32)."""
 
     def launch(tile: AttentionTile) -> list[Launch]:
         return [launch_of(problem, tensors, out, lse, tile)]

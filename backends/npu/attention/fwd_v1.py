@@ -169,7 +169,7 @@ def launches_of(
 
 
 def attention_fwd(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """Launch the kernels, which fill out (like q with v's feature size) and lse (B, H, Sq) fp32."""
+    """Launch the kernels, which fill out (q's shape with v's head dim) and lse (B, H, Sq), fp32."""
     lse.zero_()
     with device_guard(tensors.q):
         for launch in launches_of(problem, tensors, out, lse):

@@ -282,7 +282,7 @@ def sees_nothing(first, count, below, above, ROWS: tl.constexpr, HAS_BELOW: tl.c
 def tile_needs_mask(row0, n0, sq, sk, window_left, window_right, c: tl.constexpr):
     """Return whether the tile of scores at (row0, n0) has a query and a key that must not see each other."""
     offset = sk - sq
-    if c.CAUSAL:  # the last real row sees up to key sk - 1, so the diagonal also cuts what lies beyond the keys
+    if c.CAUSAL:  # the last row sees up to key sk - 1, so the diagonal also hides keys beyond sk
         needed = n0 + c.BLOCK_N > row0 + offset
     else:
         needed = n0 + c.BLOCK_N > sk

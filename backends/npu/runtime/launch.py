@@ -100,7 +100,7 @@ def described(
 ) -> Launch:
     """Return the launch of `kernel`, with the `values` that it and its `constants` name. Others are ignored.
 
-    Related kernels share `values`. Names of constants are in capitals there."""
+    Related kernels share `values`, where names of constants are in capitals."""
     arguments = {name: values[name] for name in kernel.arg_names if name != "c"}
     own = constants(*(values[field.name.upper()] for field in fields(constants)))
     return Launch(kernel, grid, arguments, {"c": own}, options or {})

@@ -86,7 +86,7 @@ class BackHalf:
 
     @property
     def shows(self) -> bool:
-        """Whether it prints the last intermediate form. 1.0.0 only shows whether it accepts a kernel."""
+        """Return whether it prints the last intermediate form. 1.0.0 only shows whether it accepts a kernel."""
         return self.number >= (1, 1)
 
     def program(self, target: str) -> Path:

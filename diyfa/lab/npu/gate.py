@@ -20,7 +20,7 @@ DEPTH = 4  # required depth of the pipeline between cube and vector cores
 
 @dataclass(frozen=True)
 class GateException:
-    """What the gate accepts instead on `families`, from kernels whose report's "kernel case" matches `pattern`."""
+    """The gate's weaker demand on `families`, for kernels whose report's "kernel case" matches `pattern`."""
 
     families: frozenset[NPUArch]
     pattern: str

@@ -154,7 +154,7 @@ class Candidate:
 
     @property
     def accepted(self) -> bool:
-        """Whether it compiled without an objection of the gate."""
+        """Return whether it compiled without an objection of the gate."""
         return self.module is not None and not self.refused
 
 
