@@ -65,7 +65,7 @@ def _bwd_dbias_kernel(
         own_h = task // key_blocks // own_rows % own_heads
         own_b = task // key_blocks // own_rows // own_heads
         steps = shared_batch * shared_heads * shared_rows
-        if c.BIAS == "qk" and not c.SEQ_LENS:  # no row sees a key of this tile: its gradient is 0
+        if c.BIAS == "qk" and not c.SEQ_LENS:  # skip a tile if no row sees a key of it
             lo, hi = key_range(own_m * c.BLOCK_M, seqlen_q, seqlen_k, window_left, window_right, c)
             if (own_n * c.BLOCK_N >= hi) | (own_n * c.BLOCK_N < lo):
                 steps = 0

@@ -165,9 +165,9 @@ def first_key(table_ptr, first, count, page_size, pages):
 def gathered_rows(table_ptr, key0, lo, count, own_page, own_row, page_size, pages, c: tl.constexpr):
     """Return (page, row in the page) of each key from `key0` on, [BLOCK_N] each.
 
-    Only keys that some query sees may be read, because a weight of 0 times a NaN is NaN. So keys before `lo`, which the
-    window hides from all queries, are replaced by key `lo`; keys beyond the sequence by its last key; and keys whose
-    entry names no page by the key at `own_row` of `own_page`.
+    Keys that the left window hides from all queries (before `lo`) are replaced by key `lo`, keys beyond the sequence by
+    its last key, and keys whose entry names no page by the key at `own_row` of `own_page` (`first_key`). Their memory
+    may not be read: it may hold NaN, and a weight of 0 times NaN is NaN.
 
     With AscendNPU IR 1.1.0 any select on loaded values or addresses costs the split over the vector cores or the
     pipeline. This arithmetic does not.

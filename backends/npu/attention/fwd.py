@@ -6,8 +6,8 @@ A task is one block of BLOCK_M query rows of one head. For each task a program
 2. for each block of BLOCK_N keys: forms scores s = q kᵀ, scales or caps them, adds ALiBi and bias, masks them;
 3. updates the online softmax: running maximum m_i, running sum l_i, weights p, and alpha, the rescale factor;
 4. applies dropout to p, loads v, and accumulates acc = acc · alpha + p v;
-5. after the loop adds the sink's weight to l_i, and stores out = acc / l_i (with dropout also divided by 1 - p_drop) and
-   lse = m_i + log(l_i).
+5. after the loop adds the sink's weight to l_i, and stores out = acc / l_i (with dropout, also divided by 1 - p_drop)
+   and lse = m_i + log(l_i).
 
 Differences from a GPU kernel:
 
