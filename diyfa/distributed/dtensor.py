@@ -39,7 +39,7 @@ def _sequence_dims(q: DTensor, layout: str) -> list[int]:
 
 
 def _local_of_heads(x: torch.Tensor | None, q: DTensor, layout: str) -> torch.Tensor | None:
-    """Return the local tensor of x, whose last dimension is the heads. Its gradient is Partial where x is replicated."""
+    """Return the local tensor of x, whose last dimension is the heads. Its gradient is Partial where x is a replica."""
     if not isinstance(x, DTensor):
         return x
     wanted = [Shard(x.dim() - 1) if p == Shard(head_dim(layout)) else Replicate() for p in q.placements]
@@ -114,7 +114,7 @@ BATCH, HEADS, WHOLE = "batch", "heads", "whole"  # the dimension of a call that 
 
 
 def _dims(x: torch.Tensor, layout: str) -> dict[int, str]:
-    """Return {dimension: BATCH or HEADS} of x, q, k, v or a tensor that packs them. Others may not be sharded.
+    """Return {dimension: BATCH or HEADS} of x: q, k, v or a tensor that packs them. Others may not be sharded.
 
     A tensor that packs q, k and v (or k and v) has a dimension of 3 (or 2) before its heads.
     """
