@@ -101,7 +101,7 @@ def fusion_attention_arguments(
 
 
 def _bias_before_scaling(bias: torch.Tensor, q: torch.Tensor, scale: float, layout: str) -> torch.Tensor:
-    """Return the bias as pse: divided by the scale, because the operator adds pse first, in q's dtype, for all heads."""
+    """Return the bias as pse, in q's dtype and for all heads. The operator scales pse, so the bias is divided first."""
     if layout == "thd":
         raise ValueError("npu_fusion_attention takes no bias for packed sequences")
     if scale == 0:
