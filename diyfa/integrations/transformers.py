@@ -51,7 +51,7 @@ def _parts(mask_function: Any) -> list[Any]:
 
 
 def _packed(mask_function: Any) -> torch.Tensor | None:
-    """Return the number of each row's sequence if the mask is causal (or causal with a window) and packed, else None."""
+    """Return the number of each row's sequence if the mask is causal and packed, perhaps with a window; else None."""
     names = [getattr(part, "__qualname__", "").split(".")[0] for part in _parts(mask_function)]
     if set(names) - {"sliding_window_overlay"} != {"causal_mask_function", "packed_sequence_mask_function"}:
         return None
