@@ -57,7 +57,8 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Group, give
     scale = None if given["sm_scale"] is None else float(given["sm_scale"])
     softcap, dropout_p = float(given["softcap"]), float(given["dropout_p"])
     others = {name: x for name, x in given.items() if name not in (*TENSORS, *SCALARS, "window")}
-    others["backend"] = given["backend"] or registry.forced_backend() or None  # backward may be another thread
+    # The backward pass may run in another thread, which does not see this thread's `use_backend`.
+    others["backend"] = given["backend"] or registry.forced_backend() or None
     others["gradients"] = attention.wanted_gradients(q, k, v, given["sinks"])  # operators do not see requires_grad
     state, others["drawn"] = given["rng_state"], False
     if dropout_p != 0 and state is None:  # drawn in the graph, so that both passes get the same state

@@ -189,7 +189,8 @@ def _by_padding(mask: torch.Tensor) -> tuple[Sequences | None, torch.Tensor | No
         return None, None, None
     to_the_end = bool(seen[:, -1].all())
     offsets, longest = _sequences(changes)
-    sees = (seen | ~seen.any(1, keepdim=True)).flatten()[offsets[:-1]]  # of padding alone: queries see it
+    # Queries of a sample without any token see its padding.
+    sees = (seen | ~seen.any(1, keepdim=True)).flatten()[offsets[:-1]]
     samples = torch.nn.functional.pad(sees.cumsum(0), (1, 0)).to(torch.int32)
     return (offsets, longest), seen.int().argmax(1).to(torch.int32) if to_the_end else None, samples
 
