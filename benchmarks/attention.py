@@ -1,9 +1,9 @@
-"""Forward and backward of diyfa beside PyTorch's FlashAttention-2 and cuDNN attention, in one run on one device.
+"""Benchmark of diyfa's forward and backward against PyTorch's FlashAttention-2 and cuDNN attention, in one run.
 
     python benchmarks/attention.py [--head-dims 64 128 256] [--seq-lens 1024 4096 16384] [--variants auto v2 …]
 
-B·S tokens and H = 2048/D as in the FlashAttention papers; TFLOP/s count 4·B·H·S·S·D, causal half, backward 2.5 times.
-Writes one JSON file with device, date and versions to benchmarks/results/ and prints the table.
+B·S tokens and H = 2048/D are those of the FlashAttention papers. TFLOP/s count 4·B·H·S·S·D, half for causal, 2.5 times
+for backward. Writes one JSON file with device, date and versions to benchmarks/results/ and prints the table.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HIDDEN = 2048
 
 
 def implementations(device: torch.device, variants: list[str]) -> dict[str, Callable[..., torch.Tensor]]:
-    """Name -> f(q, k, v, causal): the peers without the one that stores the scores, then diyfa's variants."""
+    """Return {name: f(q, k, v, causal)} of the peers, except the one that stores the scores, and diyfa's variants."""
     peers = {name: peer for name, peer in attention_peers(device).items() if name != "SDPA math"}
     backend = "cpu" if device.type == "cpu" else None
 
@@ -50,7 +50,7 @@ def measure(
     warmup: int,
     rep: int,
 ) -> Iterator[dict[str, Any]]:
-    """Rows of the forward and of the backward pass of one implementation at (B, H, S, D)."""
+    """Yield the rows of the forward and the backward pass of one implementation at (B, H, S, D)."""
     batch, heads, seq_len, head_dim = size
     torch.manual_seed(0)
     q, k, v = (torch.randn(size, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
@@ -77,7 +77,7 @@ def measure(
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    """One line for each size and pass, one column for each implementation (TFLOP/s)."""
+    """Print one line for each size and pass, one column for each implementation (TFLOP/s)."""
     names = list(dict.fromkeys(row["implementation"] for row in rows))
     lines: dict[tuple[Any, ...], dict[str, str]] = {}
     for row in rows:

@@ -1,14 +1,14 @@
-"""Context parallel attention: measured on several devices, or predicted from the kernels' times on one.
+"""Benchmark of context parallel attention: measured on several devices, or predicted from kernel times on one.
 
     torchrun --nproc-per-node 8 benchmarks/context_parallel.py --tokens 1048576
     python benchmarks/context_parallel.py --predict 8 --tokens 1048576
     python benchmarks/context_parallel.py --predict 8 --tokens 1048576 --kernel-tflops 699 435     # no device at all
 
-Efficiency is the time of the same call on one device, divided by the ranks, over the time that the ranks take together;
-its bound is what that would be if the longer of kernels and transfers, each measured alone, hid the other (Ulysses: one
-after the other). First the results are compared with the float64 reference. `--predict` runs what each rank would
-compute, step by step, on one device, and lays the steps on a timeline with the stated speeds of links; it prints what
-it assumes. Prints one JSON line after the tables.
+Efficiency is t1 / ranks / tn: t1 is the time of the call on one device, tn on all ranks. Its bound assumes that the
+longer of kernels and transfers, each measured alone, hides the other (for Ulysses: one after the other). First the
+results are compared with the float64 reference. `--predict` runs each rank's computation step by step on one device and
+puts the steps on a timeline with the stated link speeds; it prints its assumptions. Prints one JSON line after the
+tables.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ it, runs at the stated speed whatever else the chip does, and slows down no kern
 links at 0.8 of what vendors state. Ulysses' exchanges hide nothing, and the copies beside them cost nothing."""
 
 
-LONG = 200_000  # rows from which one device's whole call is timed once, after one of SHORT
+LONG = 200_000  # a longer call on one device is timed once, after a warm-up call of SHORT rows
 SHORT = 32_768
 
 
@@ -71,7 +71,7 @@ def seconds_of(run: Callable[[], Any], device: torch.device, reps: int, warmup: 
 
 
 class Sizes:
-    """The sizes of a run, and tensors of them."""
+    """The sizes of a run; makes its tensors."""
 
     def __init__(self, arguments: argparse.Namespace, device: torch.device) -> None:
         self.heads, self.heads_kv, self.head_dim = arguments.heads, arguments.heads_kv, arguments.head_dim
@@ -83,7 +83,7 @@ class Sizes:
         return [torch.randn(1, h, rows, self.head_dim, device=self.device, dtype=self.dtype) for h in counts]
 
     def whole(self, rows: int, reps: int, heads: int = 0, heads_kv: int = 0) -> tuple[float, float]:
-        """Seconds of forward and backward of one call on this device."""
+        """Return the seconds of forward and backward of one call on this device."""
         warmup = 1
         if rows > LONG:
             self.whole(SHORT, 1, heads, heads_kv)
@@ -110,7 +110,7 @@ class Sizes:
 
 
 def time_steps(sizes: Sizes, ranks: int, rows: int, reps: int) -> dict[str, list[list[float]]]:
-    """Seconds of each rank's steps: of the kernels ("partial"), and with the merges; and backward."""
+    """Return seconds [rank][step] of the kernels ("partial"), of kernels and merges ("forward"), and of "backward"."""
     layout = segments_of((0, rows, rows), ranks, "zigzag")
     q, k, v = sizes.random(rows // ranks)
     q.requires_grad_()
@@ -119,7 +119,7 @@ def time_steps(sizes: Sizes, ranks: int, rows: int, reps: int) -> dict[str, list
     ring = sizes.ring(None, every[0], [q, k, v])
     q = q.detach()
     merged = Merged(q, v.shape[-1], "bhsd", sizes.backend or "")
-    for step in every[0][:2]:  # from now on there is a sum
+    for step in every[0][:2]:  # make an accumulator, so that every timed step merges
         forward_step(ring, step, q, [k, v], None, merged)
     out, lse = merged.result()
     saved = Saved(q, None, out, lse, torch.randn_like(out), None, Sum(q, 2), None)
@@ -143,7 +143,7 @@ def time_steps(sizes: Sizes, ranks: int, rows: int, reps: int) -> dict[str, list
 def step_seconds(
     sizes: Sizes, ring: Ring, step: Step, qkv: tuple[torch.Tensor, ...], merged: Merged, reps: int
 ) -> tuple[float, float]:
-    """Seconds of a step's calls, and of joining what they return to a sum."""
+    """Return the seconds of a step's attention calls and of their merges."""
     kernels, merges = 0.0, 0.0
     for call in step.calls:
         rows = [x[:, :, slice(*at)] for x, at in zip(qkv, (call.queries, call.keys, call.keys), strict=True)]
@@ -154,7 +154,7 @@ def step_seconds(
 
 
 def predict(sizes: Sizes, ranks: int, rows: int, reps: int, kernel_tflops: list[float]) -> list[dict[str, Any]]:
-    """One row for each method and kind of links."""
+    """Return one row for each method and kind of links."""
     work = sizes.work(ranks, rows)
     if kernel_tflops:
         speeds = [1e12 * x for x in (kernel_tflops[0], kernel_tflops[-1])]
@@ -181,7 +181,7 @@ def predict(sizes: Sizes, ranks: int, rows: int, reps: int, kernel_tflops: list[
         home = work.sums / peer + LATENCY
         keys = work.keys / peer + LATENCY
         moved = work.exchanged / exchange + 2 * LATENCY
-        merge = work.merged / machine.memory if kernel_tflops else 0.0  # else it is in what was measured
+        merge = work.merged / machine.memory if kernel_tflops else 0.0  # measured steps include it
         forward = [[own[0], *(x + merge for x in own[1:])] for own in steps["forward"]]
         ahead, back = ring_timeline(forward, keys), ring_timeline(steps["backward"], keys + home) + home
         times = {"ring": (ahead, back)}
@@ -202,10 +202,10 @@ def predict(sizes: Sizes, ranks: int, rows: int, reps: int, kernel_tflops: list[
 
 
 def check(sizes: Sizes, rows: int, methods: list[str]) -> None:
-    """Print what share of its error budget each result has, on a sequence short enough for the float64 reference.
+    """Print which fraction of its error budget each result uses, on a sequence short enough for the float64 reference.
 
     Raises:
-        AssertionError: on rank 0, where a result is outside it.
+        AssertionError: a result exceeds its budget; rank 0 raises it.
     """
     dtype = str(sizes.dtype).removeprefix("torch.")
     counts = {"heads": sizes.heads, "heads_kv": sizes.heads_kv, "head_dim": sizes.head_dim}
@@ -229,18 +229,18 @@ def check(sizes: Sizes, rows: int, methods: list[str]) -> None:
 
 
 class Apart(NamedTuple):
-    """Seconds of a call's links without its kernels, and of its kernels without links, in one pass."""
+    """Seconds of one pass of a call: its transfers without kernels, and its kernels without transfers."""
 
     links: float
     kernels: float
 
     def overlap(self, together: float) -> float:
-        """How much of the shorter one is hidden behind the other."""
+        """Return the fraction of the shorter one that the other hides, 0 to 1."""
         return max(0.0, min(1.0, (self.links + self.kernels - together) / min(self)))
 
 
 def measure(sizes: Sizes, rows: int, reps: int, methods: list[str]) -> list[dict[str, Any]]:
-    """One row for each method, on all ranks of torchrun."""
+    """Return one row for each method, measured on all ranks of torchrun."""
     ranks = dist.get_world_size()
     work = sizes.work(ranks, rows)
     alone = [reduced(x, sizes.device) for x in sizes.whole(rows, reps)]  # every rank by itself, all at a time
@@ -280,7 +280,7 @@ def _with_gradients(attend: Callable[[], Any], qkv: list[torch.Tensor], dout: to
 
 
 def _ring_apart(sizes: Sizes, rows: int, qkv: list[torch.Tensor], reps: int) -> tuple[Apart, Apart]:
-    """Forward and backward of a ring: transfers with steps that compute nothing, and steps without transfers."""
+    """Time forward and backward of a ring: transfers with steps that compute nothing, and steps without transfers."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     steps = steps_of(segments_of((0, rows, rows), ranks, "zigzag"), rank, (-1, 0 if sizes.causal else -1), False)
     idle = sizes.ring(dist.group.WORLD, tuple(Step(step.shift, ()) for step in steps), qkv)
@@ -311,7 +311,7 @@ def _ring_apart(sizes: Sizes, rows: int, qkv: list[torch.Tensor], reps: int) -> 
 
 
 def _ulysses_apart(sizes: Sizes, rows: int, qkv: list[torch.Tensor], reps: int) -> tuple[Apart, Apart]:
-    """Forward and backward of Ulysses: its exchanges, and attention of a rank's heads over all rows."""
+    """Time forward and backward of Ulysses: its exchanges, and attention of a rank's heads over all rows."""
     ranks = dist.get_world_size()
     segments = segments_of((0, rows, rows), ranks, "zigzag")
     exchange = Ulysses(dist.group.WORLD, segments, "bhsd", repeats_of(sizes.heads_kv, ranks))
@@ -334,14 +334,14 @@ def _ulysses_apart(sizes: Sizes, rows: int, qkv: list[torch.Tensor], reps: int) 
 
 
 def reduced(x: float, device: torch.device) -> float:
-    """The largest of all ranks' numbers."""
+    """Return the largest of all ranks' numbers."""
     value = torch.tensor([x], device=device, dtype=torch.float32)
     dist.all_reduce(value, dist.ReduceOp.MAX)
     return float(value)
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """A table of rows that have other columns each."""
+    """Print rows that may have different columns."""
     for row in rows:
         words = (f"{name} {x:.4g}" if isinstance(x, float) else f"{name} {x}" for name, x in row.items())
         print("  ".join(words), flush=True)
@@ -384,7 +384,7 @@ def main() -> None:
         rows = []
         for tokens in arguments.tokens:
             found = measure(sizes, tokens, arguments.reps, arguments.methods)
-            if dist.get_rank() == 0:  # as they come: a later length may not fit
+            if dist.get_rank() == 0:  # print at once, because a later length may not fit into memory
                 show(found)
             rows += found
         synchronize(device)

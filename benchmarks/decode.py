@@ -1,10 +1,10 @@
-"""Attention over a KV cache beside PyTorch's and FlashAttention's, in turns, with the bandwidth that it reads at.
+"""Benchmark of attention over a KV cache against PyTorch's and FlashAttention's, with the bandwidth of its reads.
 
     python benchmarks/decode.py [--tables decode paged ragged float8 mla mode tiny host]
 
-Each call is captured in a CUDA graph, so that the host costs nothing, and replayed with a cold L2. GB/s are of the keys
-and values that the lengths say. "ratio" is the best peer's time through ours, or what the table's first row took
-through what this one takes for the same work. Peers that are not installed, or refuse a case, are left out. Tables:
+Each call is captured in a CUDA graph, so that the host costs nothing, and replayed with a cold L2. Calls alternate.
+GB/s count the keys and values within the lengths. "ratio" is the best peer's time divided by ours, or the first row's
+time for each key divided by this row's. Peers that are not installed or refuse a case are left out. Tables:
 
     decode  one new token of 32 query heads over 8 of 128 features, contiguous, beside SDPA (FlashAttention-2 and cuDNN)
             and FlashAttention-3's flash_attn_with_kvcache
@@ -44,7 +44,7 @@ RESULTS = Path(__file__).parent / "results"
 
 @dataclass(frozen=True)
 class Call:
-    """Something to time, and the context that it runs in. To enter that costs the host more than the call itself."""
+    """A call to time and its context. `host_rows` enters the context once: that costs the host more than the call."""
 
     run: Callable[[], Any]
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -56,7 +56,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Setup:
-    """What is the same for the rows of all tables. `shrink` divides lengths, to try this without a GPU."""
+    """The settings of all tables. `shrink` divides lengths, to try the benchmark without a GPU."""
 
     device: torch.device
     rounds: int
@@ -67,7 +67,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Case:
-    """One call: a new token (or several) for each sequence."""
+    """The sizes of one call: one or several new tokens for each sequence."""
 
     name: str
     lens: tuple[int, ...]
@@ -92,7 +92,7 @@ class Case:
 
 
 def caches(case: Case, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Keys, values and the page table."""
+    """Return keys, values and the page table, or None for contiguous rows."""
     longest, batch, page = max(case.lens), len(case.lens), case.page_size
     table, shape = None, (batch, longest)
     if page:
@@ -108,13 +108,13 @@ def caches(case: Case, device: torch.device) -> tuple[torch.Tensor, torch.Tensor
 
 
 def sdpa(which: SDPBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Call:
-    """PyTorch's own, over whole rows of the cache."""
+    """Return a call of PyTorch's SDPA over whole rows of the cache."""
     heads_first = [x.transpose(1, 2) for x in (q, k, v)]
     return Call(lambda: F.scaled_dot_product_attention(*heads_first, enable_gqa=True), lambda: sdpa_kernel(which))
 
 
 def flash_attention_3() -> Any:
-    """FlashAttention-3 as its own build or the package fa3-fwd installs it, or None."""
+    """Return FlashAttention-3's module, from its own build or the package fa3-fwd, or None."""
     for name in ("fa3_fwd_interface", "flash_attn_interface"):
         with suppress(ImportError):
             return import_module(name)
@@ -122,7 +122,7 @@ def flash_attention_3() -> Any:
 
 
 def calls_of(case: Case, setup: Setup, peers: bool) -> dict[str, Call]:
-    """Name -> call on the same tensors, ours first."""
+    """Return {name: call}, all on the same tensors, ours first."""
     device = setup.device
     k, v, table = caches(case, device)
     q = torch.randn(len(case.lens), case.seqlen_q, case.heads, case.head_dim, device=device, dtype=torch.bfloat16)
@@ -158,7 +158,7 @@ def calls_of(case: Case, setup: Setup, peers: bool) -> dict[str, Call]:
 
 
 def captured(call: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
-    """A replay of the call's CUDA graph; elsewhere the call."""
+    """Return a replay of the call's CUDA graph, or the call itself on other devices."""
     if device.type != "cuda":
         return call
     stream = torch.cuda.Stream(device)
@@ -179,7 +179,7 @@ def captured(call: Callable[[], Any], device: torch.device) -> Callable[[], Any]
 
 
 def time_in_turns(setup: Setup, calls: dict[str, Call]) -> dict[str, float]:
-    """Median milliseconds by name, without those that refuse; in turns, so that all run at the same clocks."""
+    """Return {name: median milliseconds} of the calls that do not refuse. They alternate, to run at the same clocks."""
     ready: dict[str, Callable[[], Any]] = {}
     for name, call in calls.items():
         try:
@@ -203,7 +203,7 @@ def shortened(case: Case, setup: Setup) -> Case:
 
 
 def against_peers(setup: Setup, cases: list[Case]) -> Iterator[dict[str, Any]]:
-    """Each case beside its peers; the ratio is the best of them through ours."""
+    """Yield each case with its peers; the ratio is the best peer's time divided by ours."""
     for case in (shortened(case, setup) for case in cases):
         times = time_in_turns(setup, calls_of(case, setup, peers=True))
         best = min((ms for name, ms in times.items() if name != "diyfa"), default=None)
@@ -215,7 +215,7 @@ def against_peers(setup: Setup, cases: list[Case]) -> Iterator[dict[str, Any]]:
 
 
 def against_first(setup: Setup, cases: list[Case]) -> Iterator[dict[str, Any]]:
-    """Ours alone, all in turns; the ratio is of the speed for a key, to the first case's."""
+    """Yield our time in each case, all alternating; the ratio is of the speed for each key, to the first case's."""
     cases = [shortened(case, setup) for case in cases]
     times = time_in_turns(setup, {f"diyfa {c.name}": calls_of(c, setup, peers=False)["diyfa"] for c in cases})
     first = times[f"diyfa {cases[0].name}"] / sum(cases[0].lens)

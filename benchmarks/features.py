@@ -1,11 +1,11 @@
-"""What optional features cost over plain causal attention, ragged packed sequences over a batch, a window over none.
+"""Benchmark of optional features against plain causal attention, ragged sequences against a batch, and a window.
 
     python benchmarks/features.py [--head-dims 64 128] [--dtype bfloat16] [--variant v2]
 
 Three tables, forward and backward: each feature at (4, 16, 4096, D), as a multiple of the plain time; 64 ragged
-sequences of 128 to 1920 tokens in TFLOP/s beside a dense batch of 64 x 1024; a causal window of 1024 at S = 65536
-beside the whole triangle. --variant is the forward kernel's, by default what a call without it gets. Writes
-one JSON file with device, date and versions to benchmarks/results/.
+sequences of 128 to 1920 tokens in TFLOP/s, against a dense batch of 64 x 1024; a causal window of 1024 at S = 65536,
+against the whole triangle. --variant chooses the forward kernel, by default that of a call without variant. Writes one
+JSON file with device, date and versions to benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LONG, WINDOW = 65536, 1024
 
 @dataclass(frozen=True)
 class Setup:
-    """What is the same for the rows of a table."""
+    """The settings of all rows of a table."""
 
     head_dim: int
     device: torch.device
@@ -45,7 +45,7 @@ class Setup:
     rep: int
 
     def inputs(self, *shape: int) -> list[torch.Tensor]:
-        """q, k and v, all of this shape and of `head_dim` columns."""
+        """Return q, k and v, each of this shape with `head_dim` features."""
         return [
             torch.randn(*shape, self.head_dim, device=self.device, dtype=self.dtype, requires_grad=True)
             for _ in range(3)
@@ -55,7 +55,7 @@ class Setup:
 def features(
     batch: int, heads: int, seq_len: int, device: torch.device, dtype: torch.dtype
 ) -> dict[str, dict[str, Any]]:
-    """Name -> keyword arguments of a causal `flash_attention` on (B, H, S, D)."""
+    """Return {name: keyword arguments of a causal `flash_attention` on (B, H, S, D)}."""
 
     def bias(*shape: int, grad: bool = False) -> torch.Tensor:
         return torch.randn(shape, device=device, dtype=dtype).requires_grad_(grad)
@@ -78,11 +78,11 @@ def features(
     }
 
 
-Attention = tuple[Callable[[], torch.Tensor], list[torch.Tensor]]  # a call, and what it is differentiated by
+Attention = tuple[Callable[[], torch.Tensor], list[torch.Tensor]]  # a call, and the tensors whose gradients it gets
 
 
 def time_in_turns(setup: Setup, cases: dict[str, Attention]) -> Iterator[tuple[str, str, float]]:
-    """(case, "forward" or "backward", median milliseconds), the cases in turns, so that all meet the same clocks."""
+    """Yield (case, "forward" or "backward", median milliseconds). Cases alternate, to run at the same clocks."""
 
     def forward(attend: Callable[[], torch.Tensor]) -> None:
         with torch.no_grad():
@@ -105,7 +105,7 @@ def time_in_turns(setup: Setup, cases: dict[str, Attention]) -> Iterator[tuple[s
 
 
 def time_ratios(setup: Setup, leaves: list[torch.Tensor], cases: dict[str, dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Causal attention with each case's arguments beside the first case's."""
+    """Yield causal attention with each case's arguments, relative to the first case."""
     attention: dict[str, Attention] = {}
     for name, options in cases.items():
         wanted = [*leaves, *(x for x in options.values() if isinstance(x, torch.Tensor) and x.requires_grad)]
@@ -116,20 +116,20 @@ def time_ratios(setup: Setup, leaves: list[torch.Tensor], cases: dict[str, dict[
 
 
 def feature_rows(setup: Setup) -> Iterator[dict[str, Any]]:
-    """Each feature beside the plain call."""
+    """Yield each feature, relative to the plain call."""
     size = (BATCH, HEADS, SEQ_LEN)
     return time_ratios(setup, setup.inputs(*size), features(*size, setup.device, setup.dtype))
 
 
 def ragged_lengths() -> list[int]:
-    """64 lengths around 1024, evenly spread from 128 to 1920, in a fixed random order."""
+    """Return 64 lengths around 1024, evenly spread from 128 to 1920, in a fixed random order."""
     order = torch.randperm(RAGGED, generator=torch.Generator().manual_seed(0)).tolist()
     low, high = MEAN_LENGTH // 8, 2 * MEAN_LENGTH - MEAN_LENGTH // 8
     return [low + round(i * (high - low) / (RAGGED - 1)) for i in order]
 
 
 def _attention_on(setup: Setup, batched: bool, lens: list[int], causal: bool) -> Attention:
-    """Attention on packed tensors, or on the same as a batch of equal sequences."""
+    """Return attention on packed tensors or, if `batched`, on the same tensors as a batch of equal sequences."""
     packed = setup.inputs(sum(lens), HEADS)
     options: dict[str, Any] = {"causal": causal, "variant": setup.variant}
     if batched:
@@ -140,7 +140,7 @@ def _attention_on(setup: Setup, batched: bool, lens: list[int], causal: bool) ->
 
 
 def varlen_rows(setup: Setup) -> Iterator[dict[str, Any]]:
-    """Ragged sequences packed, equal ones packed, and equal ones as a batch."""
+    """Yield rows of ragged sequences packed, equal ones packed, and equal ones as a batch."""
     equal = [MEAN_LENGTH] * RAGGED
     cases = {
         "ragged, packed": (ragged_lengths(), False),
@@ -157,7 +157,7 @@ def varlen_rows(setup: Setup) -> Iterator[dict[str, Any]]:
 
 
 def window_rows(setup: Setup) -> Iterator[dict[str, Any]]:
-    """A window against the whole causal triangle of a long sequence."""
+    """Yield a window's rows, relative to the whole causal triangle of a long sequence."""
     cases: dict[str, dict[str, Any]] = {"causal": {}, f"window {WINDOW}": {"window": (WINDOW, 0)}}
     return time_ratios(setup, setup.inputs(1, HEADS, LONG), cases)
 

@@ -1,14 +1,14 @@
-"""Configs of the Hopper backward beside each other, cuDNN and FlashAttention-4, on an H100 or H200.
+"""Benchmark of the Hopper backward's configs against each other, cuDNN and FlashAttention-4, on an H100 or H200.
 
     PYTHONPATH=. python benchmarks/hopper_bwd.py [--only 128] [--budget 145] [--rounds 1]
 
-diyfa, cuDNN and, where `flash_attn.cute` can be imported, FlashAttention-4 are timed as their users call them, forward
-and backward each; the configs by their kernels alone. First each config is checked, in a process of its own with a
-time-out, against float64 at odd, ragged, causal and grouped shapes; then those that passed are timed in turns. A config
-that hangs or fails costs one line. What is timed is sustained speed: under the GPU's power limit. bf16, 16384 tokens,
-2048 columns in all heads; TFLOP/s of 2·B·H·S²·(3·D + 2·Dv) backward and 2·B·H·S²·(D + Dv) forward, half with a causal
-mask; medians over the rounds of medians of `triton.testing.do_bench`. Prints one table last, and writes JSON to
-$OUT/hopper_bwd.json where OUT is set.
+diyfa, cuDNN and FlashAttention-4 (if `flash_attn.cute` can be imported) are timed through their public functions,
+forward and backward each. Configs are timed by their kernels alone. First each config is checked against float64 at
+odd, ragged, causal and grouped shapes, in its own process with a time-out. Those that pass are timed alternately. A
+config that hangs or fails costs one line. The speed is sustained: the GPU is at its power limit. bf16, 16384 tokens,
+2048 features in all heads; TFLOP/s count 2·B·H·S²·(3·D + 2·Dv) backward and 2·B·H·S²·(D + Dv) forward, half with a
+causal mask; figures are medians over the rounds of medians of `triton.testing.do_bench`. Prints one table at the end,
+and writes JSON to $OUT/hopper_bwd.json if OUT is set.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from diyfa.backends.cuda.hopper.bwd_configs import CONFIGS, Sm90BwdConfig
 
 TOKENS, HIDDEN = 16384, 2048
 SEQ_LENS = (1024, 4096, 16384)
-HEAD_DIMS = {64: 64, 128: 128, 192: 128, 256: 256}  # of Q and K: of V
-# (S, causal, head_dim, query heads for each head of K); grouped and wide heads beside the portable backward.
+HEAD_DIMS = {64: 64, 128: 128, 192: 128, 256: 256}  # {head dim of Q and K: head dim of V}
+# (S, causal, head_dim, query heads for each KV head). The portable backward runs at grouped and wide heads, too.
 LENGTHS_AND_MASKS = ((4096, True), (4096, False), (1024, True), (1024, False), (16384, False), (16384, True))
 POINTS = [(s, causal, d, 1) for s, causal in LENGTHS_AND_MASKS for d in HEAD_DIMS]
 POINTS[8:8] = [(4096, True, 128, 4), (4096, True, 64, 4)]
 CHECK_LIMIT = 60  # seconds for one config
-RUNS = 100  # that must give the same bits
-# At S = 16k each of them takes the GPU to its power limit. What runs first after a pause is up to a tenth faster, so
-# each runs for long enough before it is timed, and every other round begins with the last one.
+RUNS = 100  # all must give the same bits
+# At S = 16k each kernel takes the GPU to its power limit. The first one after a pause is up to a tenth faster. So each
+# warms up for long enough, and every other round has the reverse order.
 WARMUP_MS, TIMED_MS = 150, 150
-# What is compared, for each head dim: changes of its config, and of the problem.
+# {name: (changes of the head dim's config, changes of the problem)}
 CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "table": ({}, {}),
     "deterministic": ({}, {"deterministic": True}),
@@ -59,13 +59,13 @@ LARGEST_ERROR = 6e-3  # of bfloat16 gradients; the portable backward's are aroun
 
 
 def candidates(only: str) -> dict[str, tuple[int, Sm90BwdConfig, dict[str, Any]]]:
-    """(head dim, config, changes of the problem) by name."""
+    """Return {name: (head dim, config, changes of the problem)}."""
     found = {}
     for d in HEAD_DIMS:
         tile = CONFIGS[d]
         for name, (of_config, of_problem) in CHANGES.items():
             if d == 192 and of_problem:
-                continue  # which another kernel takes then
+                continue  # another kernel runs this problem
             if any(part in f"{d}-{name}" for part in only.split(",")):
                 found[f"{d}-{name}"] = (d, replace(tile, **of_config), of_problem)
     return found
@@ -85,7 +85,7 @@ def problem_and_tensors(
 
 
 def runner(config: Sm90BwdConfig, problem: Any, tensors: Any, out: Any, lse: Any, do: Any) -> Any:
-    """(run, gradients) of a config."""
+    """Return (function that runs a config, its gradients)."""
     from diyfa.backends.cuda.gluon.inline_ptx import post_processing
     from diyfa.backends.cuda.hopper.bwd_launch import Sm90Backward
     from diyfa.backends.cuda.runtime.launcher import launch_kernel
@@ -106,7 +106,7 @@ def runner(config: Sm90BwdConfig, problem: Any, tensors: Any, out: Any, lse: Any
 
 
 def reference(problem: Any, tensors: Any, do: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """(out, lse, dq, dk, dv) in float64."""
+    """Return (out, lse, dq, dk, dv), computed in float64."""
     q, k, v = (x.double().requires_grad_() for x in tensors[:3])
     group = problem.heads_q // problem.heads_kv
     s = q @ k.repeat_interleave(group, 1).transpose(-1, -2) * tensors.sm_scale
@@ -126,7 +126,7 @@ def reference(problem: Any, tensors: Any, do: torch.Tensor) -> tuple[torch.Tenso
 
 
 def check(name: str) -> str:
-    """What is wrong with a config, or ""."""
+    """Check a config; return what is wrong with it, or ""."""
     d, config, changes = candidates(name)[name]
     worst = 0.0
     for b, h, hk, sq, sk, causal, left in SHAPES:
@@ -143,7 +143,7 @@ def check(name: str) -> str:
             if not error <= LARGEST_ERROR:
                 return f"{label} of {(b, h, hk, sq, sk, causal, left)}: error {error:.2e}"
         first = [x.clone() for x in got]
-        same = slice(0 if problem.deterministic else 1, 3)  # else dQ is added up in another order each time
+        same = slice(0 if problem.deterministic else 1, 3)  # else the order of dQ's sum differs from run to run
         for _ in range(RUNS):
             run()
             if not all(torch.equal(x, y) for x, y in zip(got[same], first[same], strict=True)):
@@ -180,12 +180,12 @@ ATTENTION = {"cudnn": of_cudnn, "fa4": of_flash_attention_4, "diyfa": of_diyfa}
 def add_attention(
     functions: dict[str, Any], name: str, inputs: tuple[torch.Tensor, ...], do: torch.Tensor, causal: bool
 ) -> torch.Tensor:
-    """Add the forward and the backward of an implementation, run once each; returns out, (B, H, S, D)."""
+    """Add the forward and backward of an implementation to `functions`, after a first run. Return out (B, H, S, D)."""
     attention = ATTENTION[name]
-    if name == "fa4":  # which reads (B, S, H, D): made so that nothing is copied
+    if name == "fa4":  # it reads (B, S, H, D): lay the inputs out so that it copies nothing
         inputs = tuple(x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in inputs)
         do = do.transpose(1, 2).contiguous().transpose(1, 2)
-    for _ in range(3):  # graphs of first calls are no measure: diyfa decides in their backward, each time
+    for _ in range(3):  # the graph of a first call is not representative: diyfa makes its plan in its backward
         torch.autograd.grad(attention(*inputs, causal), inputs, do)
     backward = partial(torch.autograd.grad, attention(*inputs, causal), inputs, do, retain_graph=True)
     backward()
@@ -199,7 +199,7 @@ def add_attention(
 
 
 def measure(names: list[str], rounds: int, until: float, to: str) -> None:
-    """Time the configs and cuDNN in turns; rows are written to `to` as they come."""
+    """Time the configs and their peers alternately; write each row to `to` at once."""
     import triton
 
     from diyfa.backends.cuda.attention.bwd import attention_backward
@@ -223,7 +223,7 @@ def measure(names: list[str], rounds: int, until: float, to: str) -> None:
                     out = add_attention(functions, name, (q, k, v), do, causal)
                 except (ImportError, RuntimeError, AssertionError) as error:
                     print(f"no {name} at {d}, group {group}: {error}"[:200])
-            # About what it is for such tensors; a forward pass of ours would have to be compiled.
+            # An approximate log-sum-exp of such tensors; our forward pass would have to be compiled.
             keys = torch.arange(1, s + 1, device="cuda") if causal else torch.full((s,), s, device="cuda")
             lse = (keys.float().log() + 0.5).expand(b, h, s).contiguous()
             if group > 1 or (d > 128 and s > 1024):
@@ -252,7 +252,7 @@ def measure(names: list[str], rounds: int, until: float, to: str) -> None:
 
 
 def table(rows: list[dict[str, Any]]) -> None:
-    """One line for each head dim and config."""
+    """Print one line for each head dim and config."""
     points = [(causal, s, 1) for causal in (False, True) for s in SEQ_LENS] + [(True, 4096, 4)]
     heads = " ".join(
         f"{'c' if causal else 'f'}{s // 1024}k{'g' if group > 1 else ''}".rjust(7) for causal, s, group in points

@@ -1,13 +1,13 @@
-"""Configs of the Hopper forward kernel beside each other and beside cuDNN, FlashAttention-3 and -4, on an H100 or H200.
+"""Benchmark of the Hopper forward's configs against each other, cuDNN, FlashAttention-3 and -4, on an H100 or H200.
 
     python benchmarks/hopper_sweep.py [--cases 64-causal 64-full 128-causal …] [--only pingpong] [--budget 440]
 
-Each implementation runs in a process of its own, and one that hangs or fails costs its time-out and nothing else. All
-of a case compile, then they are measured in turns, several rounds: the first to run on a cool GPU would look faster.
-bf16, 16384 tokens, heads * head_dim = 2048, TFLOP/s of 2·B·H·S²·(D + Dv), half with a causal mask, medians over the
-rounds of medians of `triton.testing.do_bench`; `error` is that of the norm of out against float64, `spread` the range
-of the rounds over their median. Prints rows, then a table for each case, then for each length the best config with its
-share of the best peer; writes JSON lines to --output.
+Each implementation runs in its own process; one that hangs or fails costs only its time-out. All implementations of a
+case compile first. Then they are measured alternately for several rounds, because the first on a cool GPU looks faster.
+bf16, 16384 tokens, heads * head_dim = 2048; TFLOP/s count 2·B·H·S²·(D + Dv), half with a causal mask; figures are
+medians over the rounds of medians of `triton.testing.do_bench`. `error` is the norm of out's error against float64 over
+the norm of out. `spread` is the range of the rounds over their median. Prints rows, then a table for each case, then
+for each length the best config and its fraction of the best peer's speed; writes JSON lines to --output.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from diyfa.backends.cuda.hopper.configs import Sm90Config
 
 TOKENS, HIDDEN = 16384, 2048
 PEERS = ("cudnn", "fa3", "fa4")
-OTHERS_PEERS = ("cudnn",)  # at head dims beyond the grid
+OTHERS_PEERS = ("cudnn",)  # peers at head dims outside of GRID
 COMPILE_LIMIT = 180  # seconds
 SEQ_LENS = (1024, 4096, 16384)
 
-# A config is named by its tile and what changes it; what the changes mean is said in `Sm90Config`.
+# A config's name is a tile and CHANGES. `Sm90Config` explains the fields that they set.
 TILES: dict[int, dict[str, Sm90Config]] = {
     64: {"3x64": Sm90Config(3, 128, 6, True, 160, 32), "2x64": Sm90Config(2, 128, 8, True, 240, 24)},
     96: {"2x64": Sm90Config(2, 128, 4, True, 240, 24), "native": Sm90Config(2, 128, 6, True, 240, 24, box_columns=32)},
@@ -59,7 +59,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "q-registers-1": {"q_in_registers": 1},
     "q-registers-2": {"q_in_registers": 2},
 }
-# By case, the most promising first: what is named first is measured first, of all cases in turn.
+# {case: names of configs}, the most promising first: they are measured in this order.
 CONFIG_NAMES: dict[tuple[int, bool], tuple[str, ...]] = {
     (64, True): (
         "2x64 dynamic pingpong pairs q-registers-1 fixed-max",
@@ -118,7 +118,7 @@ GRID = tuple(case for case in CONFIG_NAMES if case[0] in (64, 128, 256))  # the 
 
 
 def config_named(head_dim: int, name: str) -> Sm90Config:
-    """The config of that name: a tile and what changes it, in words."""
+    """Return the config of a name: a tile, then changes."""
     tile, *changes = name.split()
     unknown = {tile} - TILES[head_dim].keys() | set(changes) - CHANGES.keys()
     if unknown:
@@ -130,20 +130,20 @@ def config_named(head_dim: int, name: str) -> Sm90Config:
 
 
 def candidates(head_dim: int, causal: bool) -> dict[str, Sm90Config]:
-    """Name -> config, the most promising first."""
+    """Return {name: config}, the most promising first."""
     return {name: config_named(head_dim, name) for name in CONFIG_NAMES[head_dim, causal]}
 
 
 def sizes(head_dim: int, seqlen: int) -> tuple[int, int, int, int]:
-    """(B, H, S, D) of a point."""
+    """Return (B, H, S, D) of a point."""
     return max(1, TOKENS // seqlen), max(1, HIDDEN // head_dim), seqlen, head_dim
 
 
-# ---- in a process of its own
+# ---- in the implementation's own process
 
 
 def _peer(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Callable[[], torch.Tensor]:
-    """A call of a peer; q, k, v are (B, H, S, D), the result too."""
+    """Return a call of a peer. q, k, v and the result are (B, H, S, D)."""
     if name == "cudnn":
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -168,7 +168,7 @@ def _peer(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: 
 def _ours(
     config: Sm90Config, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
 ) -> Callable[[], torch.Tensor]:
-    """A call of the Hopper kernel's launcher with `config`; compiled, not run."""
+    """Return a call of the Hopper kernel's launcher with `config`, compiled and not yet run."""
     from diyfa.backends.cuda.attention.launch import use_config
     from diyfa.backends.cuda.gluon.inline_ptx import post_processing
     from diyfa.backends.cuda.hopper import configs as hopper_configs
@@ -194,7 +194,7 @@ def _ours(
 
 
 def _error(call: Callable[[], torch.Tensor], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> float:
-    """Norm of the error against float64 over the norm, of the first sample's first heads and rows, and of its last."""
+    """Return the larger error of the first and the last 256 rows of two heads: its norm over the norm in float64."""
     out = call()[:1, :2].double()
     q, k, v = (x[:1, :2].double() for x in (q, k, v))
     worst = 0.0
@@ -209,9 +209,9 @@ def _error(call: Callable[[], torch.Tensor], q: torch.Tensor, k: torch.Tensor, v
 
 
 def serve(name: str, case: tuple[int, bool], options: argparse.Namespace) -> None:
-    """Compile one implementation at every length, say so, then measure the length of each line of stdin.
+    """Compile one implementation at every length, report it, then measure at the length in each line of stdin.
 
-    Answers are JSON lines; the first of a length has the error against float64 too.
+    Answers are JSON lines. The first answer of a length has the error against float64, too.
     """
     from triton.testing import do_bench
 
@@ -227,7 +227,7 @@ def serve(name: str, case: tuple[int, bool], options: argparse.Namespace) -> Non
             try:
                 call = _peer(name, *inputs, causal) if config is None else _ours(config, *inputs, causal)
                 if config is None:
-                    call()  # some compile when they are called first
+                    call()  # some implementations compile at the first call
             except (ImportError, RuntimeError) as error:
                 print(json.dumps({"unavailable": str(error)[:300]}), flush=True)
                 return
@@ -247,7 +247,7 @@ def serve(name: str, case: tuple[int, bool], options: argparse.Namespace) -> Non
 
 @contextmanager
 def _watchdog(limit: float) -> Iterator[None]:
-    """End the process after `limit` seconds: a kernel that waits for ever does not return."""
+    """End the process after `limit` seconds, because a kernel that waits for ever does not return."""
     timer = threading.Timer(limit, os._exit, (124,))
     timer.daemon = True
     timer.start()
@@ -266,18 +266,18 @@ def _command(name: str, case: tuple[int, bool], options: argparse.Namespace) -> 
 
 
 class Served:
-    """One implementation in a process of its own, which compiles at once and measures when asked."""
+    """One implementation in its own process, which compiles at once and measures on request."""
 
     def __init__(self, name: str, case: tuple[int, bool], options: argparse.Namespace) -> None:
         self.name = name
-        self.reason = ""  # why it measures no more
+        self.reason = ""  # why it no longer measures
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  `close` does
         self._process = subprocess.Popen(
             _command(name, case, options), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True
         )
 
     def answer(self) -> dict[str, Any] | None:
-        """The next line of JSON, or None when there will be none; what else libraries print is passed over."""
+        """Return the next line of JSON, or None if the process has ended. Other output of libraries is skipped."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith("{"):
@@ -290,9 +290,9 @@ class Served:
         return None
 
     def measure(self, seqlen: int) -> dict[str, Any] | None:
-        """{"ms", "error"} at a length."""
+        """Return the process's answer at a length ("ms", and "error" the first time), or None (see `reason`)."""
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it has ended: `answer` says why
+        with suppress(BrokenPipeError):  # the process has ended: `answer` finds the reason
             print(seqlen, file=self._process.stdin, flush=True)
         return self.answer()
 
@@ -305,13 +305,13 @@ class Served:
 def measure_case(
     names: list[str], case: tuple[int, bool], options: argparse.Namespace, deadline: float
 ) -> Iterator[dict[str, Any]]:
-    """Rows of all implementations of a case: every length in turns, so that a GPU that gets hot hits all alike."""
+    """Yield the rows of all implementations of a case. They alternate at every length, so that a hot GPU slows all."""
     head_dim, causal = case
     served: list[Served] = []
     try:
         waiting = list(names)
         alive: list[Served] = []
-        while waiting and time.monotonic() < deadline:  # all compile before anyone is measured
+        while waiting and time.monotonic() < deadline:  # all compile before the first measurement
             some = [Served(name, case, options) for name in waiting[: options.jobs]]
             waiting = waiting[options.jobs :]
             served += some
@@ -347,7 +347,7 @@ def measure_case(
 
 
 def print_table(rows: list[dict], case: tuple[int, bool], seqlens: list[int]) -> None:
-    """Best first at the longest length; the last columns: share of the best peer."""
+    """Print a case's rows, the best at the longest length first; the last columns are fractions of the best peer."""
     head_dim, causal = case
     mine = [row for row in rows if (row["D"], row["causal"]) == case and "tflops" in row]
     by_name: dict[str, dict[int, dict]] = {}
@@ -365,20 +365,20 @@ def print_table(rows: list[dict], case: tuple[int, bool], seqlens: list[int]) ->
         print(f"  {name:34} {figures}   {shares}   {max(r['error'] for r in found.values()):.1e}")
 
 
-# ---- what the figures say
+# ---- the summary
 
-NOISE = 2.0  # times the peers' error against float64, beyond which a config is wrong
+NOISE = 2.0  # a config is wrong if its error against float64 exceeds the largest of the peers' this many times
 
 
 def _right(rows: list[dict]) -> list[dict]:
-    """Rows of configs whose error is like the peers'."""
+    """Return the rows of configs whose error is at most NOISE times the peers'."""
     peers = [row["error"] for row in rows if row["implementation"] in PEERS]
     allowed = NOISE * max(peers) if peers else 1e-2
     return [row for row in rows if row["implementation"] not in PEERS and row["error"] <= allowed]
 
 
 def print_summary(rows: list[dict]) -> None:
-    """For each point of the grid the best config and its share of the best peer."""
+    """Print the best config of each point of the grid, and its fraction of the best peer's speed."""
     measured = [row for row in rows if "tflops" in row]
     print("\nbest config at each point: TFLOP/s, share of the best peer")
     shares = []
@@ -402,7 +402,7 @@ def print_summary(rows: list[dict]) -> None:
 
 
 def names_of(case: tuple[int, bool], peers: list[str], only: list[str]) -> list[str]:
-    """What to measure of a case: its peers, then our configs, the most promising first."""
+    """Return the names to measure in a case: its peers, then our configs, the most promising first."""
     mine = [name for name in CONFIG_NAMES[case] if not only or any(part in name for part in only)]
     return [peer for peer in peers if case in GRID or peer in OTHERS_PEERS] + mine
 

@@ -1,11 +1,12 @@
-"""The Hopper kernel for learners (`hopper/tutorial.py`) beside the one that calls get, on an H100 or H200.
+"""Benchmark of the Hopper kernel for learners (`hopper/tutorial.py`) against the shipped one, on an H100 or H200.
 
     python benchmarks/hopper_tutorial.py [--seq-lens 4096] [--head-dims 128] [--output FILE]
 
-First out and the log-sum-exp are compared at odd, causal and grouped shapes, then both kernels are timed in turns,
-several rounds. bf16, 16 heads, 65536 tokens, TFLOP/s of 4·B·H·S²·D, half with a causal mask, medians over the rounds of
-medians. Prints a table with the tutorial's share of the other's speed, and writes one JSON file with device, date and
-versions to benchmarks/results/. A kernel that hangs ends the process after --limit seconds.
+First out and the log-sum-exp are compared with the reference at odd, causal and grouped shapes. Then both kernels are
+timed alternately for several rounds. bf16, 16 heads, 65536 tokens; TFLOP/s count 4·B·H·S²·D, half with a causal mask;
+figures are medians over the rounds of medians. Prints a table with the tutorial's fraction of the other's speed, and
+writes one JSON file with device, date and versions to benchmarks/results/. A kernel that hangs ends the process after
+--limit seconds.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from diyfa.lab.bench.work import attention_flops, tflops
 RESULTS = Path(__file__).parent / "results"
 TOKENS, HEADS = 65536, 16
 TUTORIAL, REAL = "tutorial", "sm90"
-# (B, H, Hk, Sq, Sk, causal) that are compared.
+# (B, H, Hk, Sq, Sk, causal) of the comparison with the reference.
 SHAPES = (
     (2, 4, 2, 1000, 1000, True),
     (1, 2, 2, 257, 513, False),
@@ -54,7 +55,7 @@ IMPLEMENTATIONS: dict[str, Callable[..., tuple[torch.Tensor, torch.Tensor]]] = {
 
 
 def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the norm of the difference over the norm; infinities must be the same."""
+    """Return the norm of the difference over the norm; infinity if the infinities differ."""
     found, expected = found.double(), expected.double()
     if not torch.equal(found.isinf(), expected.isinf()):
         return float("inf")
@@ -63,7 +64,7 @@ def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def compare(head_dim: int, device: torch.device) -> None:
-    """Raise RuntimeError where the tutorial's out or LSE differs from the reference by more than rounding."""
+    """Raise RuntimeError if the tutorial's out or LSE differs from the reference by more than rounding."""
     from diyfa import reference_attention
 
     for batch, heads, heads_kv, seqlen_q, seqlen_k, causal in SHAPES:
@@ -79,14 +80,14 @@ def compare(head_dim: int, device: torch.device) -> None:
 
 
 def rows_of(head_dim: int, seqlen: int, causal: bool, rounds: int, device: torch.device) -> Iterator[dict[str, Any]]:
-    """Time both kernels at a point, in turns."""
+    """Time both kernels at a point, alternately."""
     batch = max(1, TOKENS // seqlen)
     q, k, v = (torch.randn(batch, HEADS, seqlen, head_dim, device=device, dtype=torch.bfloat16) for _ in range(3))
     flops = attention_flops(batch, HEADS, seqlen, seqlen, head_dim, causal)
     calls = {name: partial(function, q, k, v, causal) for name, function in IMPLEMENTATIONS.items()}
     times: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds):
-        for name in list(calls) if number % 2 else reversed(calls):  # what runs first after a pause is faster
+        for name in list(calls) if number % 2 else reversed(calls):  # the first call after a pause is faster
             times[name] += quantiles_of(time_calls(calls[name], device, warmup=10, rep=30), [0.5])
     point = {"dtype": "bfloat16", "pass": "forward", "D": head_dim, "causal": causal}
     point |= {"S": seqlen, "B": batch, "H": HEADS, "group": 1}

@@ -1,9 +1,10 @@
-"""Host time of one call on a problem so small that the device never limits: what Python and the launch cost.
+"""Benchmark of the host time of one call, Python and launch, on a problem so small that the device never limits.
 
 python benchmarks/host_overhead.py
 
-Calls without gradients, forward and backward, and one token over a cache whose lengths lie on the device. Beside diyfa:
-an operator and an autograd function that do nothing, and PyTorch's SDPA, of a GPU by its flash and its cuDNN kernel.
+It times calls without gradients, forward and backward, and one token over a cache whose lengths are on the device.
+Peers are an operator and an autograd function that do nothing, and PyTorch's SDPA, on a GPU with its flash and its
+cuDNN kernel.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ PAGE = 16
 
 
 def host_microseconds(fn: Callable[[], Any], device: torch.device, calls: int, rounds: int) -> float:
-    """Median over `rounds` of the host time of one of `calls` calls issued back to back, without waiting for any."""
+    """Return the median over `rounds` of the host time of one call, of `calls` issued back to back without a wait."""
     for _ in range(20):
         fn()
     times = []
@@ -62,7 +63,7 @@ def main() -> None:
     dout = torch.randn_like(q)
 
     class Empty(torch.autograd.Function):
-        """What autograd costs for three gradients."""
+        """An autograd function that does nothing: the cost of autograd for three gradients."""
 
         @staticmethod
         def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -79,7 +80,7 @@ def main() -> None:
     def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-    library = torch.library.Library("diyfa_benchmark", "DEF")  # what one operator written in Python costs
+    library = torch.library.Library("diyfa_benchmark", "DEF")  # shows the cost of one operator written in Python
     library.define("empty(Tensor x) -> Tensor")
     library.impl("empty", lambda x: x.new_empty(x.shape), "CompositeExplicitAutograd")
 
@@ -126,7 +127,7 @@ def main() -> None:
     found = []
     print(f"{device_name(device)}, (B, H, S, D) = {SIZE}, causal; a cache of (B, S, Hk, D) = {CACHE}")
     for name, what, call in calls:
-        # Autograd runs the backward of a GPU's tensors in a thread of its own, unless it is told not to.
+        # Autograd runs the backward pass of GPU tensors in another thread by default.
         with (
             kernels.get(name, nullcontext)(),
             use_backend("cpu") if device.type == "cpu" else nullcontext(),

@@ -1,11 +1,11 @@
-"""The portable forward, the dK/dV and the dQ kernel alone, in each tile of the table for the GPU here and in others.
+"""Benchmark of the portable forward, dK/dV and dQ kernels alone, in all tiles of this GPU's table and in further ones.
 
     python benchmarks/kernel_tiles.py [--head-dims 64 128] [--kinds dkdv] [--features plain bias] [--more 64x64x4x4]
 
-16 heads, bf16: batches of 64 x 1024, 16 x 4096 and 65 x 1000 tokens and 64 packed sequences of 128 to 1920, with and
-without a causal mask; with features the first two. Tiles of a case are timed in turns; TFLOP/s count the kernel's
-products: two, four or three. Writes one JSON file with device, date and versions to benchmarks/results/. A tile is
-queries x keys x warps x stages.
+16 heads, bf16. Cases are batches of 64 x 1024, 16 x 4096 and 65 x 1000 tokens and 64 packed sequences of 128 to 1920,
+with and without a causal mask; with features only the first two. Tiles of a case are timed alternately. TFLOP/s count
+the kernel's products: two, four or three. Writes one JSON file with device, date and versions to benchmarks/results/.
+A tile is queries x keys x warps x stages.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CASES: dict[str, list[int]] = {
     "64 packed sequences of 128 to 1920": ragged_lengths(),
 }
 PRODUCTS = {"fwd": 2, "dkdv": 4, "dq": 3}  # `attention_flops` counts two
-# Fields of the problem. A bias is (1, H, S, S).
+# {feature: fields of the problem}. A bias is (1, H, S, S).
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
     "bias": {"bias": "bfloat16"},
@@ -55,7 +55,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 def call_of(
     lengths: list[int], head_dim: int, causal: bool, dtype: torch.dtype, feature: dict[str, Any], device: torch.device
 ) -> tuple[AttentionProblem, AttentionTensors]:
-    """A batch of equal lengths, or others packed."""
+    """Return the problem and tensors of a batch of equal lengths, or of packed sequences of other lengths."""
     packed = len(set(lengths)) > 1
     size = (len(lengths), HEADS, HEADS, max(lengths), max(lengths), head_dim, head_dim)
     options: dict[str, Any] = {"window_right": 0 if causal else -1, "needs_grad": True, **feature}
@@ -79,7 +79,7 @@ def call_of(
 
 
 def kernels_of(problem: AttentionProblem, tensors: AttentionTensors) -> Callable[[str, AttentionConfig], None]:
-    """Launches one kernel in one tile, those of the backward pass on what a forward pass has left."""
+    """Return a function that launches one kernel in one tile. Backward kernels use the results of one forward pass."""
     out = torch.empty_like(tensors.q)
     lse = torch.empty(problem.lse_shape, device=out.device)
     launch_each(fwd.forward_pass(problem, tensors, out, lse).launches)
@@ -103,7 +103,7 @@ def name_of(tile: AttentionConfig) -> str:
 
 
 def rows(head_dim: int, feature: str, options: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
-    """Each tile in each case."""
+    """Yield a row for each tile in each case."""
     dtype = getattr(torch, options.dtype)
     for case, lengths in list(CASES.items())[: 2 if FEATURES[feature] else None]:
         for causal in (False, True):

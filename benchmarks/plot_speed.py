@@ -12,14 +12,14 @@ import json
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks/results/h200-2026-11-23-hopper.json"  # what the README's table names
+RESULTS = ROOT / "benchmarks/results/h200-2026-11-23-hopper.json"  # the source of the README's table
 SEQLEN = 4096
 NAMES = {"cudnn": "cuDNN", "fa3": "FlashAttention-3", "fa4": "FlashAttention-4", "diyfa": "diyfa"}
 COLORS = ("#c9ccd1", "#9aa3ad", "#6b7683", "#0b7a75")
 
 
 def figures(results: Path) -> dict[str, dict[tuple[int, bool], float]]:
-    """Implementation -> (D, causal) -> TFLOP/s of the rows that the README's table has."""
+    """Return {implementation: {(D, causal): TFLOP/s}} of the rows in the README's table."""
     found: dict[str, dict[tuple[int, bool], float]] = {name: {} for name in NAMES}
     for row in json.loads(results.read_text())["rows"]:
         if row["pass"] == "forward" and row["S"] == SEQLEN and row["implementation"] in NAMES and "tflops" in row:
@@ -28,7 +28,7 @@ def figures(results: Path) -> dict[str, dict[tuple[int, bool], float]]:
 
 
 def draw(results: Path, output: Path) -> None:
-    """Write the picture as SVG, whose text stays text."""
+    """Write the picture as SVG with its text as text, not as paths."""
     import matplotlib
 
     matplotlib.use("svg")

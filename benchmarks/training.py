@@ -1,10 +1,10 @@
-"""A GPT trained with diyfa, cuDNN and FlashAttention-2 under it: the same weights, batches and steps for each.
+"""Benchmark of training a GPT with diyfa, cuDNN and FlashAttention-2: each has the same weights, batches and steps.
 
     PYTHONPATH=. python benchmarks/training.py [--head-dim 64] [--steps 300] [--layers 12] [--context 4096]
 
-The model and the data are those of `diyfa demo`, in bfloat16 autocast. Implementations take turns, a block of steps
-each, so that none has a cooler GPU to itself. Prints tokens/s, losses and the largest relative difference of two loss
-curves; writes JSON with the curves to $OUT/training-D.json where OUT is set.
+The model and the data are those of `diyfa demo`, in bfloat16 autocast. Implementations alternate in blocks of steps, so
+that none has a cooler GPU to itself. Prints tokens/s, losses and the largest relative difference of two loss curves;
+writes JSON with the curves to $OUT/training-D.json if OUT is set.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from diyfa.lab.demo.data import Batches, standard_library_text
 from diyfa.lab.demo.model import GPT, GPTConfig
 from diyfa.lab.demo.train import ACCELERATOR, Preset, Trainer, learning_rate
 
-BLOCK = 25  # steps of one implementation before the next has its turn
+BLOCK = 25  # steps of one implementation before the next one runs
 
 
 def of_pytorch(which: SDPBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -1,11 +1,11 @@
-"""A Llama-shaped model of a billion parameters in Transformers, by each of its attentions, in turns.
+"""Benchmark of a Llama-shaped model of a billion parameters in Transformers, with each attention implementation.
 
     python benchmarks/transformers_model.py [--attention sdpa flash_attention_2 diyfa] [--shrink 16] [--output FILE]
 
-Three rows for each attention: a training step (forward, loss and backward, 2 × 4096 tokens), a prefill of 8192 tokens,
-and a generated token after a prompt of 4096 (dynamic cache, batch of 8). Weights are random, bfloat16. On CUDA
-"flash_attention_2" is diyfa, too, through `alias_flash_attn`, as an unchanged program would use it; where a real
-flash_attn is installed, --real-flash-attn leaves it. `--shrink` divides sizes, to try this without a GPU.
+Each attention has three rows: a training step (forward, loss and backward, 2 × 4096 tokens), a prefill of 8192 tokens,
+and a generated token after a prompt of 4096 (dynamic cache, batch of 8). Implementations alternate. Weights are random,
+bfloat16. On CUDA "flash_attention_2" is diyfa, too, through `alias_flash_attn`, as an unchanged program would use it;
+--real-flash-attn uses the installed flash_attn instead. `--shrink` divides sizes, to try the benchmark without a GPU.
 
 Needs transformers. Writes one JSON file with device, date and versions to benchmarks/results/.
 """
@@ -45,7 +45,7 @@ def model_of(attention: str, device: torch.device, shrink: int) -> Any:
 
 
 def works_of(model: Any, device: torch.device, shrink: int) -> dict[str, Callable[[], Any]]:
-    """Name -> one call; the generated tokens are timed apart."""
+    """Return {name: call} of training step and prefill. `milliseconds_of_a_token` times generation."""
 
     def tokens(batch: int, length: int) -> torch.Tensor:
         return torch.randint(3, model.config.vocab_size, (batch, length // shrink), device=device)
@@ -64,10 +64,10 @@ def works_of(model: Any, device: torch.device, shrink: int) -> dict[str, Callabl
 
 
 def milliseconds_of_a_token(model: Any, device: torch.device, shrink: int, count: int) -> float:
-    """Of `count` tokens after the first."""
+    """Return the milliseconds of one generated token, the mean of `count` after the first."""
     prompt = torch.randint(3, model.config.vocab_size, (8, 4096 // shrink), device=device)
     seconds = []
-    for new in (1, 1 + count):  # what both have in common is the prompt
+    for new in (1, 1 + count):  # the difference of both times is without the prompt
         synchronize(device)
         start = time.perf_counter()
         model.generate(prompt, max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0)
@@ -77,7 +77,7 @@ def milliseconds_of_a_token(model: Any, device: torch.device, shrink: int, count
 
 
 def measured(model: Any, device: torch.device, shrink: int, rep: int) -> dict[str, float]:
-    """Milliseconds of each work, the median of `rep` calls."""
+    """Return {work: milliseconds}, each the median of `rep` calls, and the time of a generated token."""
     found = {
         name: quantiles_of(time_calls(work, device, 3, rep), [0.5])[0]
         for name, work in works_of(model, device, shrink).items()
@@ -98,11 +98,11 @@ def main() -> None:
     if "flash_attention_2" in arguments.attention and not arguments.real_flash_attn:
         alias_flash_attn()  # before transformers is imported
     use_in_transformers()
-    attentions = [x for x in arguments.attention if x != "flash_attention_2" or device.type == "cuda"]  # only there
+    attentions = [x for x in arguments.attention if x != "flash_attention_2" or device.type == "cuda"]
     models = {attention: model_of(attention, device, arguments.shrink) for attention in attentions}
     times: dict[tuple[str, str], list[float]] = {}
     with diyfa.use_backend("cpu") if device.type == "cpu" else nullcontext():
-        for turn in range(1 + arguments.rounds):  # kernels are compiled in the first, which does not count
+        for turn in range(1 + arguments.rounds):  # the first round compiles the kernels and does not count
             for attention, model in models.items():
                 for work, ms in measured(model, device, arguments.shrink, arguments.rep).items():
                     if turn:

@@ -1,4 +1,4 @@
-"""Attention over a sequence that several devices hold, on torch.distributed: NCCL, HCCL and Gloo alike.
+"""Attention over a sequence that is sharded over several devices. Runs on torch.distributed: NCCL, HCCL or Gloo.
 
 from diyfa.distributed import context_parallel_attention, shard_sequence
 

@@ -1,4 +1,4 @@
-"""`context_parallel_attention`: one attention call over a sequence that several devices hold."""
+"""`context_parallel_attention`: one attention call over a sequence that is sharded over several devices."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from diyfa.options import UNBOUNDED, WHOLE, AttentionOptions, Lengths
 from diyfa.problem import LAYOUTS, VARLEN
 
 METHODS = ("auto", "ring", "ulysses", "both")
-# No arguments of users. Which gradients are wanted, where that no longer shows; of dropout `_Call.first`, whether each
-# rank drew its `rng_state`, and the groups of which the first rank's is that of all.
+# Options that users do not give: the wanted gradients, where q, k and v no longer show them; for dropout `_Call.first`,
+# whether each rank drew its own `rng_state`, and the groups whose first rank's state replaces it.
 INTERNAL = ("gradients", "first", "drawn", "drawn_in")
 
 
 def _own_lengths(segments: Segments, sequences: int, device: torch.device) -> Lengths:
-    """Packed lengths of what this rank holds."""
+    """Return the packed lengths of this rank's rows."""
     lens = [0] * sequences
     first = 0
     for segment in segments:
@@ -56,7 +56,7 @@ def _cheapest(
     where: tuple[tuple[int, ...], tuple[Segments, ...]],
     options: AttentionOptions,
 ) -> str:
-    """The method for one group."""
+    """Return the method that "auto" takes for one group."""
     if options.alibi_slopes is not None or options.batch_invariant:
         return "ulysses"
     q, k, v = qkv
@@ -79,7 +79,7 @@ def _chosen(
     where: tuple[tuple[int, ...], tuple[Segments, ...]],
     options: AttentionOptions,
 ) -> str:
-    """The method that is to run.
+    """Return the method that runs.
 
     Raises:
         ValueError: there is no such method, or it cannot run on these groups with so many heads.
@@ -123,13 +123,13 @@ def context_parallel_attention(
     backend: str | None = None,
     **unknown: NoReturn,
 ) -> Result:
-    """`flash_attention` of a sequence of which every rank of `group` holds its rows (`shard_sequence`).
+    """`flash_attention` over a sequence that the ranks of `group` share: each has its rows (`shard_sequence`).
 
-    All ranks must call it, with arguments that differ in the values of tensors alone; the first call of each kind
+    All ranks must call it with arguments that differ in the values of tensors alone; the first call of each kind
     compares them. q, k and v belong to one sequence (self-attention): they have the same rows.
 
-    q, k and v may be DTensors that are sharded along the sequence, and by heads (whose numbers are multiples of the
-    shards) or batch along other mesh dimensions; the result then is one.
+    q, k and v may be DTensors that are sharded along the sequence, and over heads (a multiple of the shards) or batch
+    along other mesh dimensions. The result then is a DTensor.
 
     Args:
         q: this rank's rows, (B, H, S / ranks, D), in layout "bshd" (B, S / ranks, H, D); packed sequences (T / ranks,
@@ -138,22 +138,22 @@ def context_parallel_attention(
         group: a process group; a DeviceMesh of one dimension, or of two: (ring, ulysses); None: all processes.
         causal, sm_scale, window, softcap, dropout_p, deterministic, variant, backend: as for `flash_attention`.
             Positions are those in the whole sequence.
-        method: "ring" passes keys and values round; "ulysses" exchanges rows for heads, so H must be a multiple of the
-            ranks; "both" does so inside the second dimension of a mesh, with a ring over the first; "auto" is "both" on
-            such a mesh, else what `diyfa.distributed.cost` predicts to be the faster; in compiled graphs "ulysses"
-            where the heads can be divided, else "ring".
-        load_balance: how the sequence is cut, "zigzag" or "none", as `shard_sequence` was told.
-        cu_seqlens: (B + 1,) int32 offsets of packed sequences in the whole, unsharded tensor, as `shard_sequence` was
-            given. The host reads them: on the CPU that waits for nothing.
+        method: "ring" passes keys and values round. "ulysses" exchanges rows for heads; H must be a multiple of the
+            ranks. "both" runs Ulysses over the second dimension of a mesh and a ring over the first. "auto" is "both"
+            on a mesh of two dimensions, else the method that `diyfa.distributed.cost` predicts to be faster; in
+            compiled graphs "ulysses" if the heads can be divided, else "ring".
+        load_balance: the rule that cuts the sequence, "zigzag" or "none", the same as for `shard_sequence`.
+        cu_seqlens: (B + 1,) int32 offsets of packed sequences in the unsharded tensor, the same as for
+            `shard_sequence`. The host reads them; on the CPU that waits for nothing.
         alibi_slopes: (H,) or (B, H) float32, all heads on every rank; method "ulysses" only.
         sinks: (H,) float32, all heads on every rank.
         rng_state: (2,) int64, seed and offset of the dropout mask, the same on all ranks; default: the first rank draws
-            it. The mask is that of the whole sequence, whatever the number of ranks and the method.
+            it. The mask depends neither on the number of ranks nor on the method.
         return_lse: also return the log-sum-exp, (B, H, S / ranks) or (H, T / ranks) float32.
 
     Returns:
-        What `flash_attention` returns for this rank's rows. Gradients of q, k and v are those of the whole sequence;
-        that of `sinks` is this rank's share, to be summed over the ranks like that of any other replicated weight.
+        What `flash_attention` returns, for this rank's rows. Gradients of q, k and v count all rows of the sequence.
+        The gradient of `sinks` is this rank's contribution: sum it over the ranks, as for any replicated weight.
 
     Raises:
         ValueError, TypeError: an argument does not fit, or cannot run, with the reason; ranks disagree.
@@ -174,7 +174,10 @@ def context_parallel_attention(
 
 
 class _OutsideGraphs:
-    """torch.compile breaks the graph at a call. What tells it so is slow to import, so that waits for a call."""
+    """A function at whose call torch.compile breaks the graph.
+
+    `torch.compiler.disable` is slow at first, because it imports much; so the first call applies it.
+    """
 
     def __init__(self, run: Callable[..., Any]) -> None:
         self.run, self.disabled = run, False
@@ -186,19 +189,19 @@ class _OutsideGraphs:
 
 
 class _Call(NamedTuple):
-    """What a rank's arguments came to."""
+    """The checked arguments of one rank's call."""
 
     qkv: tuple[torch.Tensor, ...]
-    where: tuple[tuple[int, ...], tuple[Segments, ...]]  # the sequences and what of them each rank holds
+    where: tuple[tuple[int, ...], tuple[Segments, ...]]  # the sequences, and each rank's segments of them
     options: AttentionOptions
     method: str
-    first: tuple[int, int] = (0, 0)  # sample and query head that this rank's are of those that dropout's mask is for
+    first: tuple[int, int] = (0, 0)  # index in dropout's mask of this rank's first sample and query head
 
 
 def described_call(
     qkv: tuple[torch.Tensor, ...], groups: tuple[dist.ProcessGroup, ...], given: dict[str, Any]
 ) -> _Call:
-    """Check every argument; no rank waits for another here."""
+    """Check every argument and return the call. No rank waits for another here."""
     validation.check_booleans(**{name: given[name] for name in ("causal", "deterministic", "return_lse")})
     state = given["rng_state"]
     if given["dropout_p"] and isinstance(state, torch.Tensor) and state.shape != (2,):
@@ -215,7 +218,7 @@ def described_call(
     sequences = sequences_of(rows * ranks, given["cu_seqlens"])
     segments = segments_of(sequences, ranks, given["load_balance"])
     lengths = _own_lengths(segments[rank], len(sequences) - 2, q.device) if packed else WHOLE
-    own = ("method", "load_balance", "cu_seqlens", "return_lse", *INTERNAL)  # what the kernels need not know
+    own = ("method", "load_balance", "cu_seqlens", "return_lse", *INTERNAL)  # options that no kernel reads
     options = checked_options(
         q, k, v, lengths, {name: x for name, x in given.items() if name not in own} | {"layout": layout}
     )
@@ -225,14 +228,14 @@ def described_call(
 
 
 def layout_of(given: dict[str, Any]) -> str:
-    """Raises ValueError: there is no such layout."""
+    """Return the layout of the kernels' tensors. Raises ValueError if there is no such layout."""
     if given["layout"] not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {given['layout']!r}")
     return VARLEN if given["cu_seqlens"] is not None else given["layout"]
 
 
 def _checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Group, given: dict[str, Any]) -> Any:
-    """`context_parallel_attention` with its options by name."""
+    """Run `context_parallel_attention` with its options by name."""
     if any(validation.is_dtensor(x) for x in (q, k, v)):
         from diyfa.distributed.dtensor import with_local_tensors
 
@@ -246,9 +249,9 @@ def _checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Group, gi
 def agreed_call(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, groups: tuple[dist.ProcessGroup, ...], given: dict[str, Any]
 ) -> _Call:
-    """Check every argument, and that all ranks have the same."""
+    """Check every argument, and that all ranks have the same. Return the call."""
     call, refusal = None, None
-    try:  # a rank that refuses tells the others, or they would wait for it
+    try:  # a rank that refuses its arguments must tell the others, or they would wait for it
         validation.check_tensors(q=q, k=k, v=v)
         q, k, v = autocast(q, k, v)
         call = described_call((q, k, v), groups, given)
@@ -257,7 +260,7 @@ def agreed_call(
     wanted = given.get("gradients") or wanted_gradients(q, k, v, given["sinks"])
     modes = {"gradients": wanted, "batch_invariant": registry.is_batch_invariant()}
     compared = {"q": q, "k": k, "v": v} | {name: x for name, x in given.items() if name not in INTERNAL} | modes
-    if given.get("drawn"):  # in the graph: no argument, and only ranks that have none exchange theirs
+    if given.get("drawn"):  # the graph drew the state: it is no argument of the user, so it is not compared
         compared["rng_state"] = None
     choice = agree(groups, compared, refusal, METHODS.index(call.method) if call else 0)
     assert call is not None, "a refusal was raised"
@@ -265,7 +268,7 @@ def agreed_call(
 
 
 def wanted_gradients(*learned: torch.Tensor | None) -> str:
-    """Of q, k, v and sinks, in words."""
+    """Return the names of those of q, k, v and sinks that require a gradient, as text."""
     if not torch.is_grad_enabled():
         return "none"
     pairs = zip(("q", "k", "v", "sinks"), learned, strict=True)
@@ -273,7 +276,7 @@ def wanted_gradients(*learned: torch.Tensor | None) -> str:
 
 
 def with_one_state(call: _Call, groups: tuple[dist.ProcessGroup, ...], given: dict[str, Any]) -> _Call:
-    """With the first rank's state of the dropout mask, where each drew one."""
+    """Return the call with the first rank's dropout state, if each rank drew its own."""
     state = call.options.rng_state
     if state is None or not given.get("drawn", given["rng_state"] is None):
         return call
@@ -285,11 +288,11 @@ _outside_graphs = _OutsideGraphs(_checked)
 
 
 class _Plan(NamedTuple):
-    """How a call is computed: what is exchanged before and after, and a ring or one call of these lengths."""
+    """The plan of a call: an optional exchange before and after, and between them a ring or one attention call."""
 
     exchange: ulysses.Ulysses | None
     ring: Ring | None
-    lengths: Lengths
+    lengths: Lengths  # of the one attention call
     options: AttentionOptions  # with the optional tensors of this rank's heads
 
 
@@ -299,7 +302,7 @@ def plan_of(call: _Call, groups: tuple[dist.ProcessGroup, ...]) -> _Plan:
         return _Plan(None, _ring(groups[0], segments, sequences, options, call.first), WHOLE, options)
     size, heads = dist.get_world_size(groups[-1]), head_dim(options.layout)
     head += dist.get_rank(groups[-1]) * (qkv[0].shape[heads] // size)
-    teams = [segments[n : n + size] for n in range(0, len(segments), size)]  # whose rows come together
+    teams = [segments[n : n + size] for n in range(0, len(segments), size)]  # each team exchanges rows for heads
     own = dist.get_rank(groups[0]) if method == "both" else 0
     exchange = None
     if size > 1:
@@ -339,7 +342,7 @@ def _ring(
 
 
 def forward(plan: _Plan, qkv: Sequence[torch.Tensor], with_lse: bool = True) -> tuple[Any, ...]:
-    """(out, lse or None, and the q, k, v, out and lse that `backward` reads), without autograd."""
+    """Return out, lse or None, and the (q, k, v, out, lse) that `backward` reads. No autograd."""
     exchange, ring, lengths, options = plan
     q, k, v = qkv if exchange is None else exchange.scatter_heads(*qkv)
     if ring is None:
@@ -356,10 +359,10 @@ def forward(plan: _Plan, qkv: Sequence[torch.Tensor], with_lse: bool = True) -> 
 def backward(
     plan: _Plan, kept: Sequence[torch.Tensor], dout: torch.Tensor, dlse: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """dq, dk, dv and dsinks or None, from what `forward` kept and the gradients of its out and lse."""
+    """Return dq, dk, dv and dsinks or None, from the tensors that `forward` returned last and dout, dlse."""
     exchange, ring, lengths, options = plan
     q, k, v, out, lse = kept
-    summed = exchange is not None and exchange.repeats > 1  # dk and dv are shares, to be rounded when they are whole
+    summed = exchange is not None and exchange.repeats > 1  # the repeats' dk and dv are summed: round only the sum
     if exchange is not None:
         dout, dlse = exchange.scatter_results(dout, dlse)
     if ring is None:
@@ -379,7 +382,7 @@ def backward(
 
 
 class _ContextParallel(torch.autograd.Function):
-    """`forward`, with gradients of q, k, v and sinks. Every rank must run both passes."""
+    """The autograd function of `forward`: gradients of q, k, v and sinks. Every rank must run both passes."""
 
     @staticmethod
     def forward(ctx: Any, plan: _Plan, with_lse: bool, q: Any, k: Any, v: Any, sinks: Any) -> Any:

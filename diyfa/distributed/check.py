@@ -1,10 +1,10 @@
-"""The ranks compare what they call with, once for each kind of call.
+"""The comparison of all ranks' arguments, once for each kind of call.
 
-A rank with another shape or option than the others would wait for messages that nobody sends, or take wrong ones, and
-so would all others where one rank refuses its arguments. So the first call of a kind gathers two numbers from each
-rank: a hash of its arguments (all but the values of q, k, v and optional tensors) and of why it refuses them, and the
-method that it would choose. Only where the hashes differ are the arguments themselves gathered, and every rank raises
-the same error. The first rank's choice is that of all.
+A rank with another shape or option than the others would wait for messages that nobody sends, or receive wrong ones. If
+one rank refused its arguments, the others would wait for it. So the first call of a kind gathers two numbers from each
+rank: the method that it would choose, and a hash of its arguments (all but the values of q, k, v and optional tensors)
+and of its refusal, if any. If the hashes differ, the ranks gather the arguments themselves and all raise the same
+error. All ranks take the first rank's method.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from diyfa.distributed.sharding import gather_parts
 
 Arguments = tuple[tuple[str, Hashable], ...]
 
-# What all ranks of a group have called with, and the choice of all, by group: each rank has the same entries, whatever
-# other groups it is in.
+# {first group: {names of all groups: {arguments that all ranks agreed on: choice}}}. All ranks of a group have the same
+# entries, whatever other groups they are in.
 _agreed: WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, dict[Arguments, int]]] = WeakKeyDictionary()
 _LIMIT = 256
 
 
 def _described(x: object) -> Hashable:
-    """All of an argument that the ranks must agree on."""
+    """Return a description of an argument in which all ranks must agree."""
     if isinstance(x, torch.Tensor):
         return f"{tuple(x.shape)} {validation.dtype_name(x.dtype)} on {x.device.type}"
     return x if isinstance(x, (str, int, float, type(None))) else repr(x)
 
 
 def _texts(groups: Sequence[dist.ProcessGroup], arguments: Arguments, device: torch.device) -> list[list[str]]:
-    """The arguments of every rank, each as text."""
+    """Gather and return the arguments of every rank, each as text."""
     own = "\x1f".join(str(value) for _, value in arguments).encode()
     lengths = gather_parts(torch.tensor([len(own)], device=device), groups).tolist()
     padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
@@ -48,21 +48,23 @@ def _texts(groups: Sequence[dist.ProcessGroup], arguments: Arguments, device: to
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:
-    """Where the group can gather, the same on every rank whatever it was given; on the CPU, if it can, nothing waits
-    for a device."""
+    """Return the device for the group's gather: the CPU if the group can use it, because then nothing waits for a GPU.
+
+    It does not depend on the arguments, so all ranks choose the same.
+    """
     if "cpu:" in dist.get_backend_config(group):  # such as "cpu:gloo,cuda:nccl"
         return torch.device("cpu")
     return torch.accelerator.current_accelerator() or torch.device("cpu")
 
 
 def agree(groups: Sequence[dist.ProcessGroup], given: dict[str, Any], refusal: Exception | None, choice: int) -> int:
-    """The first rank's `choice`, where all ranks call with the same arguments and none refuses them.
+    """Return the first rank's `choice` if all ranks call with the same arguments and none refuses them.
 
-    Nothing is sent where an equal call was checked before.
+    Nothing is sent if an equal call was checked before.
 
     Raises:
-        ValueError: on every rank, naming the ranks that differ from most others and in what.
-        Exception: `refusal`, where all ranks have the same.
+        ValueError: the arguments differ. Every rank raises it; it names the ranks that differ from most, and how.
+        Exception: `refusal`, if all ranks have the same.
     """
     q, cu_seqlens = given["q"], given["cu_seqlens"]
     arguments: Arguments = tuple((name, _described(x)) for name, x in given.items() if name != "cu_seqlens")
@@ -73,9 +75,10 @@ def agree(groups: Sequence[dist.ProcessGroup], given: dict[str, Any], refusal: E
     agreed = _agreed.setdefault(groups[0], {}).setdefault(tuple(group.group_name for group in groups), {})
     if arguments in agreed:
         return agreed[arguments]
-    if refusal is not None and accepted in agreed:  # of something that is not compared: the others do not listen
+    # The compared arguments were accepted before, so something else is refused, and the other ranks do not gather now.
+    if refusal is not None and accepted in agreed:
         raise refusal
-    if isinstance(q, torch.Tensor) and validation.is_capturing(q):  # nothing may be read from the device
+    if isinstance(q, torch.Tensor) and validation.is_capturing(q):  # graph capture forbids reads from the device
         if refusal is not None:
             raise refusal
         return choice

@@ -1,7 +1,8 @@
-"""The call in a compiled graph: two operators, forward and backward, of which nothing is traced.
+"""Context parallel attention in a compiled graph: a forward and a backward operator, both opaque to tracing.
 
-What a graph cannot hold, the group and the options that are no numbers, has a number. The forward operator returns
-besides its results what else the backward one reads (`kept`): what Ulysses exchanged, or a ring's own log-sum-exp.
+A graph cannot hold the group and the options that are no numbers. It names them by one number (`number_of`). Besides
+out and lse the forward operator returns `kept`, further tensors that the backward operator reads: the tensors that
+Ulysses exchanged, or a ring's log-sum-exp without the common key.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from diyfa.distributed.sharding import Group, groups_of
 from diyfa.problem import empty_output
 
 TENSORS = ("cu_seqlens", "alibi_slopes", "sinks", "rng_state")
-SCALARS = ("window_left", "window_right", "sm_scale", "softcap", "dropout_p")  # which a graph may have as symbols
-_calls: dict[int, tuple[Group, dict[str, Any]]] = {}  # as many as there are kinds of calls in a program
+SCALARS = ("window_left", "window_right", "sm_scale", "softcap", "dropout_p")  # may be symbols in a graph
+_calls: dict[int, tuple[Group, dict[str, Any]]] = {}  # one entry for each kind of call in the program
 
 _lib = torch.library.Library("diyfa_distributed", "DEF")
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens, Tensor? alibi_slopes, Tensor? sinks, Tensor? rng_state"
@@ -36,10 +37,10 @@ _lib.define(
 
 @torch.compiler.assume_constant_result
 def number_of(group: Group, *options: Any) -> int:
-    """The number of a call: of its group and of what else is no tensor, as (name, value, name, value …).
+    """Return the number that stands for a group and the options (name, value, name, value …) in a compiled graph.
 
-    It is a hash of them and of the groups' sizes, because compiled graphs are kept on disk, and found there by this
-    number among other things: in another run it must not stand for another method or for more ranks.
+    It is a hash of the options and of the groups' names and sizes. Compiled graphs are cached on disk by this number,
+    among other things: in another run it must not stand for another method or for more ranks.
     """
     group = getattr(group, "real_obj", group)  # torch.compile shows an object that stands for a process group
     sizes = [(x.group_name, dist.get_world_size(x)) for x in groups_of(group)]
@@ -49,17 +50,18 @@ def number_of(group: Group, *options: Any) -> int:
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Group, given: dict[str, Any]) -> Any:
-    """`context_parallel_attention` with its options by name, as a graph sees it."""
+    """Run `context_parallel_attention` with its options by name, as one operator of a graph."""
     validation.check_tensors(q=q, k=k, v=v)
     q, k, v = attention.autocast(q, k, v)
     left, right = (validation.as_integer(x) for x in given["window"])  # values are checked by all ranks together
     scale = None if given["sm_scale"] is None else float(given["sm_scale"])
     softcap, dropout_p = float(given["softcap"]), float(given["dropout_p"])
     others = {name: x for name, x in given.items() if name not in (*TENSORS, *SCALARS, "window")}
-    others["backend"] = given["backend"] or registry.forced_backend() or None  # the backward pass runs elsewhere
-    others["gradients"] = attention.wanted_gradients(q, k, v, given["sinks"])  # an operator does not see them
+    # The backward pass may run in another thread, which does not see this thread's `use_backend`.
+    others["backend"] = given["backend"] or registry.forced_backend() or None
+    others["gradients"] = attention.wanted_gradients(q, k, v, given["sinks"])  # operators do not see requires_grad
     state, others["drawn"] = given["rng_state"], False
-    if dropout_p != 0 and state is None:  # drawn in the graph: both passes have the same
+    if dropout_p != 0 and state is None:  # drawn in the graph, so that both passes get the same state
         state, others["drawn"] = ops.new_rng_state(q.device), True
     number = number_of(group, *[x for pair in others.items() for x in pair])
     tensors = [state if name == "rng_state" else given[name] for name in TENSORS]
@@ -70,8 +72,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Group, give
 
 
 def _given(flat: Any) -> tuple[tuple[dist.ProcessGroup, ...], dict[str, Any]]:
-    """(groups, options by name) of what follows q, k and v; "auto" is what the sizes decide, because a graph has the
-    shapes of one method."""
+    """Return (groups, options by name) from an operator's arguments after q, k and v."""
     *flat, number = flat
     group, others = _calls[number]
     named = dict(zip((*TENSORS, *SCALARS), flat, strict=True))
@@ -80,6 +81,7 @@ def _given(flat: Any) -> tuple[tuple[dist.ProcessGroup, ...], dict[str, Any]]:
 
 
 def _method(q: torch.Tensor, groups: tuple[dist.ProcessGroup, ...], given: dict[str, Any]) -> str:
+    # The sizes decide "auto", because a graph has the shapes of one method.
     if given["method"] != "auto":
         return given["method"]
     if len(groups) == 2:
@@ -93,7 +95,7 @@ def _fwd(q: Any, k: Any, v: Any, *rest: Any) -> Any:
     call = attention.agreed_call(q, k, v, groups, given | {"method": _method(q, groups, given)})
     out, lse, kept = attention.forward(attention.plan_of(call, groups), call.qkv)
     own = [x.contiguous() for x in kept if not any(x is known for known in (*call.qkv, out, lse))]
-    if len(own) == len(kept):  # exchanged, in whatever order they came
+    if len(own) == len(kept):  # Ulysses exchanged all of them, and the results may have any strides
         out, lse = out.contiguous(), lse.contiguous()
     return out, lse, own
 
@@ -103,7 +105,7 @@ def _fwd_fake(q: Any, k: Any, v: Any, *rest: Any) -> Any:
     layout = attention.layout_of(given)
     out, lse = empty_output(q, v.shape[-1]), ops.empty_lse(q, layout)
     method, rows, heads = _method(q, groups, given), row_dim(layout), head_dim(layout)
-    around, size = (dist.get_world_size(groups[n]) for n in (0, -1))  # of the ring's group, and of the exchange's
+    around, size = (dist.get_world_size(groups[n]) for n in (0, -1))  # ranks of the ring, ranks of the exchange
     if method == "ring" or size == 1:
         moved = method != "ulysses" and has_common_key(around, k, given["softcap"], given["sinks"])
         return out, lse, [torch.empty_like(lse)] if moved else []
@@ -124,7 +126,7 @@ def _bwd(dout: Any, dlse: Any, q: Any, k: Any, v: Any, *rest: Any) -> Any:
     groups, given = _given((*tensors, *options))
     call = attention.described_call((q, k, v), groups, given | {"method": _method(q, groups, given)})
     call = attention.with_one_state(call, groups, given)
-    call = call._replace(options=call.options._replace(batch_invariant=False))  # gradients are computed as ever
+    call = call._replace(options=call.options._replace(batch_invariant=False))  # it concerns the forward pass only
     plan = attention.plan_of(call, groups)
     known = [*call.qkv, out, lse]
     dq, dk, dv, dsinks = attention.backward(plan, [*known[: len(known) - len(kept)], *kept], dout, dlse)

@@ -1,12 +1,12 @@
-"""What a call costs by each method, predicted from a chip's and its links' speeds; "auto" takes the cheapest.
+"""A cost model of the two methods, from the speeds of a chip and its links. "auto" takes the cheaper method.
 
-A ring hides a transfer behind the step that is computed meanwhile, so it costs its computation as long as a step takes
-longer than keys and values take to pass on; steps get shorter with the square of the rows, transfers with the rows.
-Then it pays for the merges alone. Ulysses hides nothing, but what a rank sends is the same however many ranks there
-are, and where chips are linked pairwise it uses all links and a ring one. So inside a host Ulysses mostly wins, if the
-heads can be divided; over slower links the ring does, from some length on.
+A ring overlaps the transfer of the next K/V shard with the current step. While a step takes longer than the transfer,
+the ring costs its computation and the merges. A step's time falls with the square of a rank's rows, a transfer's only
+with the rows. Ulysses overlaps nothing. But a rank of Ulysses sends about the same bytes for any number of ranks, and
+if chips are linked pairwise Ulysses uses all links, a ring one. So Ulysses mostly wins inside a host, if the heads can
+be divided; the ring wins over slower links from some length on.
 
-The model leaves out that a kernel is slower on small problems, and that links are shared with others.
+The model leaves out that kernels are slower on small problems, and that other traffic uses the links.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ import torch.distributed as dist
 
 from diyfa.distributed.ulysses import refuses, repeats_of
 
-BACKWARD_WORK = 2.5  # of the forward pass: five products instead of two
+BACKWARD_WORK = 2.5  # times the forward pass: five products instead of two
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Speeds of one chip and its links, all in one direction, in operations and bytes a second."""
+    """Speeds of one chip and its links, in operations and bytes a second. Links count in one direction."""
 
-    flops: float  # that attention kernels reach
+    flops: float  # reached by attention kernels
     memory: float
     peer: float  # from one chip to its neighbour in the ring
-    exchange: float  # out of each chip while all send to all
-    latency: float = 20e-6  # seconds that a transfer takes at least
+    exchange: float  # out of each chip during an all-to-all
+    latency: float = 20e-6  # least seconds of a transfer
 
 
-# By the beginning of the architecture's name. Links: what vendors state, times 0.8 (none of it measured here): NVLink 4
-# 450 GB/s, NVLink 5 900, NVLink 3 300, PCIe 4 x16 32; HCCS of the 910B seven links of 28 GB/s, one to each other chip,
-# of the 910_93 a switch with 196. Kernels: half of the dense peak in bfloat16.
+# (prefix of the architecture's name, machine); the first match counts. Links: the vendors' figures times 0.8 (none
+# measured here): NVLink 4 450 GB/s, NVLink 5 900, NVLink 3 300, PCIe 4 x16 32; HCCS of the 910B seven links of 28 GB/s,
+# one to each other chip, of the 910_93 a switch with 196. Kernels: half of the dense peak in bfloat16.
 MACHINES: tuple[tuple[str, Machine], ...] = (
     ("sm_80", Machine(156e12, 2.0e12, 240e9, 240e9)),
     ("sm_90", Machine(500e12, 3.3e12, 360e9, 360e9)),
@@ -53,19 +53,19 @@ BETWEEN_HOSTS = 40e9  # one adapter of 400 Gb/s for each chip, times 0.8
 
 @dataclass(frozen=True)
 class Work:
-    """One call as each rank has it."""
+    """The sizes of one call on each rank."""
 
     ranks: int
     batch: int
     heads: int
     heads_kv: int
-    rows: int  # of each rank
+    rows: int  # of one rank
     head_dim: int
     head_dim_v: int
     element_size: int
-    share: float = 1.0  # of all pairs of query and key that a mask leaves
+    share: float = 1.0  # fraction of all (query, key) pairs that the mask shows
     backward: bool = True
-    steps: int = 0  # of a ring; 0: as many as ranks
+    steps: int = 0  # of a ring; 0: one for each rank
 
     @property
     def ring_steps(self) -> int:
@@ -73,52 +73,58 @@ class Work:
 
     @property
     def flops(self) -> float:
-        """Operations of a rank in the forward pass."""
+        """The operations of a rank in the forward pass."""
         pairs = self.batch * self.heads * self.rows * self.rows * self.ranks * self.share
         return 2 * pairs * (self.head_dim + self.head_dim_v)
 
     def bytes_of(self, heads: int, head_dim: int) -> int:
-        """Of a tensor of a rank's rows."""
+        """Return the bytes of a tensor (batch, heads, rows, head_dim) of one rank."""
         return self.batch * heads * self.rows * head_dim * self.element_size
 
     @property
     def keys(self) -> int:
-        """Bytes of a rank's keys and values."""
+        """The bytes of a rank's K/V shard."""
         return self.bytes_of(self.heads_kv, self.head_dim) + self.bytes_of(self.heads_kv, self.head_dim_v)
 
     @property
     def sums(self) -> int:
-        """Bytes of the gradients' sums that follow them, in float32."""
+        """The bytes of the dk and dv sums that follow a K/V shard, in float32 at least."""
         return self.keys * max(4, self.element_size) // self.element_size
 
     @property
     def exchanged(self) -> float:
-        """Bytes that a rank sends in Ulysses' exchanges of one pass, back and forth."""
+        """The bytes that a rank sends in both Ulysses exchanges of one pass."""
         heads_kv = self.heads_kv * repeats_of(self.heads_kv, self.ranks)
         there = self.bytes_of(self.heads, self.head_dim) + self.bytes_of(heads_kv, self.head_dim + self.head_dim_v)
         return (there + self.bytes_of(self.heads, self.head_dim_v)) * (self.ranks - 1) / self.ranks
 
     @property
     def merged(self) -> float:
-        """Bytes of memory traffic of one merge: the sum and a partial output read, the sum written, all in float32, of
-        which the kernel wrote more than of a rounded output."""
+        """The bytes of memory traffic that one merge costs.
+
+        It reads the accumulator and a partial output and writes the accumulator, all in float32. The kernel, too, wrote
+        its output in float32 instead of the narrower input dtype.
+        """
         elements = self.batch * self.heads * self.rows * self.head_dim_v
         wider = max(0, 4 - self.element_size)
-        return elements * (3 * 4 + wider) * 0.75  # half of the steps of a causal zigzag have half of the rows
+        return elements * (3 * 4 + wider) * 0.75  # in a causal zigzag half of the steps have half of the rows
 
 
 def share_of(sequences: Sequence[int], window: tuple[int, int]) -> float:
-    """The part of all pairs that packed sequences (offsets and all rows) and a window leave, about."""
+    """Return about which fraction of all (query, key) pairs the packed sequences and the window show."""
     *offsets, rows = sequences
     pairs = 0.0
     for length in (b - a for a, b in pairwise(offsets)):
-        seen = [length / 2 if bound < 0 else min(bound, length / 2) for bound in window]  # before and after a row
+        seen = [length / 2 if bound < 0 else min(bound, length / 2) for bound in window]  # keys before, after a row
         pairs += length * sum(seen)
     return max(pairs, 1.0) / max(rows * rows, 1)
 
 
 def ring_timeline(compute: Sequence[Sequence[float]], transfer: float) -> float:
-    """Seconds until the last rank is done; compute[rank][step]. A transfer begins with the step before it."""
+    """Return the seconds until the last rank is done, from compute[rank][step] in seconds.
+
+    The transfer for a step starts with the step before it.
+    """
     now, arrived = [0.0] * len(compute), [0.0] * len(compute)
     for step in zip(*compute, strict=True):
         start = [max(pair) for pair in zip(now, arrived, strict=True)]
@@ -128,7 +134,7 @@ def ring_timeline(compute: Sequence[Sequence[float]], transfer: float) -> float:
 
 
 def ring_seconds(work: Work, machine: Machine) -> float:
-    """Forward, and backward where there is one."""
+    """Return the seconds of the forward pass and, if work.backward, the backward pass."""
     step = work.flops / machine.flops / work.ring_steps
     merge = work.merged / machine.memory
     forward = [[step] + [step + merge] * (work.ring_steps - 1)] * work.ranks
@@ -141,21 +147,24 @@ def ring_seconds(work: Work, machine: Machine) -> float:
 
 
 def ulysses_seconds(work: Work, machine: Machine) -> float:
-    """Forward, and backward where there is one."""
+    """Return the seconds of the forward pass and, if work.backward, the backward pass."""
     passes = 2 if work.backward else 1
     compute = work.flops / machine.flops * (1 + BACKWARD_WORK * work.backward)
     return compute + passes * (work.exchanged / machine.exchange + 2 * machine.latency)
 
 
 def cheapest(work: Work, machine: Machine) -> str:
-    """ "ring" or "ulysses"."""
+    """Return "ring" or "ulysses"."""
     if refuses(work.heads, work.ranks):
         return "ring"
     return "ring" if ring_seconds(work, machine) < ulysses_seconds(work, machine) else "ulysses"
 
 
 def machine_of(arch: str, group: dist.ProcessGroup) -> Machine:
-    """The table's row; for a group that spans hosts, as torchrun's LOCAL_WORLD_SIZE tells, with the links between."""
+    """Return the row of MACHINES for `arch`, with links of at most BETWEEN_HOSTS if the group spans hosts.
+
+    torchrun's LOCAL_WORLD_SIZE tells which ranks share a host.
+    """
     machine = next(machine for name, machine in MACHINES if arch.startswith(name))
     local = int(os.environ.get("LOCAL_WORLD_SIZE", 0))
     if local and len({rank // local for rank in dist.get_process_group_ranks(group)}) > 1:

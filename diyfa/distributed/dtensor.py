@@ -1,7 +1,7 @@
-"""DTensors in, DTensors out.
+"""Attention of DTensors, which returns DTensors.
 
-Context parallel attention: the mesh dimensions along which the sequence is sharded are the group of the call.
-`flash_attention` and its relatives: each rank computes the samples and heads that it holds, and nothing is exchanged.
+Context parallel attention: the mesh dimensions that shard the sequence are the group of the call. `flash_attention` and
+its relatives: each rank computes its own samples and heads, and nothing is exchanged.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from diyfa.problem import LAYOUTS, VARLEN
 
 
 def _sequence_dims(q: DTensor, layout: str) -> list[int]:
-    """Mesh dimensions that shard the sequence.
+    """Return the mesh dimensions that shard the sequence.
 
     Raises:
-        ValueError: there is none, or q is sharded in a way that attention cannot follow.
+        ValueError: there is none, or q is sharded over its features or a partial sum.
     """
     rows = row_dim(layout)
     allowed = (Replicate(), *(Shard(dim) for dim in range(q.dim() - 1)))
@@ -39,7 +39,7 @@ def _sequence_dims(q: DTensor, layout: str) -> list[int]:
 
 
 def _local_of_heads(x: torch.Tensor | None, q: DTensor, layout: str) -> torch.Tensor | None:
-    """This rank's part of what has an entry for each head in its last dimension; its gradient is a share."""
+    """Return the local tensor of x, whose last dimension is the heads. Its gradient is Partial where x is a replica."""
     if not isinstance(x, DTensor):
         return x
     wanted = [Shard(x.dim() - 1) if p == Shard(head_dim(layout)) else Replicate() for p in q.placements]
@@ -49,7 +49,7 @@ def _local_of_heads(x: torch.Tensor | None, q: DTensor, layout: str) -> torch.Te
 
 
 def _first(q: DTensor, dim: int) -> int:
-    """Where what this rank holds begins along `dim`: DTensors are cut as `torch.chunk` does."""
+    """Return the index of this rank's first element along `dim`. DTensors are cut like `torch.chunk`."""
     first, size = 0, q.shape[dim]
     for n, placement in enumerate(q.placements):
         if placement == Shard(dim):
@@ -60,7 +60,7 @@ def _first(q: DTensor, dim: int) -> int:
 
 
 def _placed(local: torch.Tensor, q: DTensor, placements: Sequence[Any], shape: tuple[int, ...]) -> DTensor:
-    """The whole, of this shape, on q's mesh: uneven parts do not tell."""
+    """Return the DTensor of this global shape on q's mesh. The caller gives the shape, as shards may be uneven."""
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(local, q.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
@@ -68,7 +68,7 @@ def _placed(local: torch.Tensor, q: DTensor, placements: Sequence[Any], shape: t
 def with_local_tensors(
     attend: Callable[..., Any], qkv: Sequence[torch.Tensor], group: Group, layout: str, options: dict[str, Any]
 ) -> Any:
-    """`attend(q, k, v, group, options)` of what this rank holds of DTensors; results are placed as q is.
+    """Run `attend(q, k, v, group, options)` on the local tensors of DTensors; return results placed like q.
 
     Raises:
         TypeError, ValueError: some of q, k, v are no DTensors, or placed otherwise; `group` is another mesh.
@@ -83,7 +83,7 @@ def with_local_tensors(
     dims = _sequence_dims(q, layout)
     heads = head_dim(layout)
     cuts = math.prod(mesh.size(n) for n, placement in enumerate(placements) if placement == Shard(heads))
-    if q.shape[heads] % cuts or k.shape[heads] % cuts:  # uneven parts would pair query heads with others' keys
+    if q.shape[heads] % cuts or k.shape[heads] % cuts:  # uneven shards would pair query heads with wrong KV heads
         raise ValueError(
             f"{q.shape[heads]} query and {k.shape[heads]} key/value heads must be multiples of {cuts} shards"
         )
@@ -96,7 +96,7 @@ def with_local_tensors(
         raise ValueError(f"group must be None or the dimensions of q's mesh that shard the sequence, got {group}")
     options = options | {name: _local_of_heads(options[name], q, layout) for name in ("sinks", "alibi_slopes")}
     options["first"] = 0 if layout == VARLEN else _first(q, LAYOUTS[layout][0]), _first(q, head_dim(layout))
-    options["drawn_in"] = tuple(mesh.get_group(n) for n in range(mesh.ndim))  # dropout's state is that of all
+    options["drawn_in"] = tuple(mesh.get_group(n) for n in range(mesh.ndim))  # the whole mesh has one dropout state
     result = attend(q.to_local(), k.to_local(), v.to_local(), own, options)
     shape = (*q.shape[:-1], v.shape[-1])
     if isinstance(result, torch.Tensor):
@@ -110,26 +110,29 @@ def with_local_tensors(
 
 # ---- Sharded over batch or heads ------------------------------------------------------------------------------------
 
-BATCH, HEADS, WHOLE = "batch", "heads", "whole"  # how a mesh dimension cuts a call
+BATCH, HEADS, WHOLE = "batch", "heads", "whole"  # the dimension of a call that a mesh dimension shards
 
 
 def _dims(x: torch.Tensor, layout: str) -> dict[int, str]:
-    """How each dimension of q, k, v, or of what packs them (2 or 3 before the heads), cuts a call; others cannot."""
+    """Return {dimension: BATCH or HEADS} of x: q, k, v or a tensor that packs them. Others may not be sharded.
+
+    A tensor that packs q, k and v (or k and v) has a dimension of 3 (or 2) before its heads.
+    """
     if layout == VARLEN:
         return {x.dim() - 2: HEADS}
     return {0: BATCH, 1 if layout == "bhsd" else x.dim() - 2: HEADS}
 
 
 def _dim_of(cut: str, x: torch.Tensor, layout: str) -> int:
-    """The dimension of x along which `cut` cuts."""
+    """Return the dimension of x that `cut` (BATCH or HEADS) names."""
     return {found: dim for dim, found in _dims(x, layout).items()}[cut]
 
 
 def _cuts_of(name: str, x: DTensor, layout: str) -> list[str]:
-    """How each mesh dimension cuts the call, by the placements of one of its tensors.
+    """Return BATCH, HEADS or WHOLE for each mesh dimension, from the placements of one of the call's tensors.
 
     Raises:
-        ValueError: it is sharded in another way, or a partial sum.
+        ValueError: the tensor is sharded in another way, or a partial sum.
     """
     dims = _dims(x, layout)
     found = []
@@ -150,10 +153,10 @@ def _cuts_of(name: str, x: DTensor, layout: str) -> list[str]:
 
 
 def _placements_of(feature: Feature, x: torch.Tensor, cuts: Sequence[str], sizes: Sizes) -> list[Any]:
-    """Return the part of an optional tensor that a rank needs, by the letters of its shape's row.
+    """Return the placements in which a rank needs an optional tensor, from the letters of its shape rule.
 
     Raises:
-        TypeError, ValueError: it is no tensor, or does not fit the whole.
+        TypeError, ValueError: x is no tensor, or its global shape does not fit.
     """
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{feature.name} must be a torch.Tensor, got {type(x).__name__}")
@@ -161,7 +164,7 @@ def _placements_of(feature: Feature, x: torch.Tensor, cuts: Sequence[str], sizes
     if problem := feature.shape.refuses(x, sizes):
         raise ValueError(f"{feature.name} must {problem}")
     letters = max(feature.shape.letters, key=len)
-    missing = len(letters) - x.dim()  # dimensions that it is broadcast over
+    missing = len(letters) - x.dim()  # leading dimensions that x lacks: it is broadcast over them
     found: list[Any] = []
     for cut in cuts:
         dim = letters.find(cut[0]) - missing if cut[0] in letters else -1
@@ -172,7 +175,7 @@ def _placements_of(feature: Feature, x: torch.Tensor, cuts: Sequence[str], sizes
 def _local_of(
     feature: Feature, x: torch.Tensor | None, first: DTensor, cuts: Sequence[str], sizes: Sizes
 ) -> torch.Tensor | None:
-    """This rank's part of an optional tensor; its gradient is a share where another mesh dimension cuts the call."""
+    """Return the local tensor of an optional tensor. Its gradient is Partial over mesh dimensions that shard only q."""
     if x is None:
         return None
     wanted = _placements_of(feature, x, cuts, sizes)
@@ -189,7 +192,7 @@ def _local_of(
 
 
 def _dropout_state(first: DTensor, state: torch.Tensor | None, samples: int, layout: str) -> torch.Tensor:
-    """The state of the dropout mask of the whole, with where this rank's part stands in it; drawn by the first rank."""
+    """Return the global dropout state with the origins of this rank's samples and heads; the first rank draws it."""
     if state is not None and state.shape != (2,):
         raise ValueError(f"rng_state must have shape (2,), seed and offset, got {tuple(state.shape)}")
     if state is None:
@@ -205,12 +208,12 @@ def attend_with_shards(
     lengths: Lengths,
     given: dict[str, Any],
 ) -> Any:
-    """`attend(owners, lengths, given)` of the samples and heads that this rank holds; its tensors are placed alike.
+    """Run `attend(owners, lengths, given)` on this rank's samples and heads; return results sharded like `owners`.
 
-    `owners` are q, k and v by name, or what packs them.
+    `owners` are q, k and v by name, or the tensors that pack them.
 
     Raises:
-        TypeError, ValueError: some are no DTensors, sharded otherwise than over batch or heads, or not alike.
+        TypeError, ValueError: some are no DTensors, sharded otherwise than over batch or heads, or placed differently.
     """
     layout, names = given["layout"], list(owners)
     if not all(isinstance(x, DTensor) for x in owners.values()):
@@ -228,7 +231,7 @@ def attend_with_shards(
     shards = math.prod([first.device_mesh.size(n) for n, cut in enumerate(cuts) if cut == HEADS])
     for name, x in owners.items():
         heads = x.shape[_dim_of(HEADS, x, layout)]
-        if heads % shards:  # uneven parts would pair query heads with others' keys
+        if heads % shards:  # uneven shards would pair query heads with wrong KV heads
             raise ValueError(
                 f"the {heads} heads of {name} must be a multiple of {shards} shards: shard fewer mesh dimensions over "
                 "heads, or repeat k and v"
@@ -256,7 +259,7 @@ def attend_with_shards(
 
 
 def _placed_result(x: torch.Tensor, is_out: bool, first: DTensor, cuts: Sequence[str], layout: str) -> DTensor:
-    """out, or what has its batch and heads first (log-sum-exp, weights), or is empty."""
+    """Return the DTensor of a result: out, a tensor (batch, heads, …) such as the log-sum-exp, or an empty one."""
     sizes = {cut: first.shape[dim] for dim, cut in _dims(first, layout).items()}
     dims = {HEADS: 0} if layout == VARLEN else {BATCH: 0, HEADS: 1}
     if is_out:

@@ -1,9 +1,9 @@
-"""Attention over some keys and attention over others make attention over all of them, by their log-sum-exp.
+"""The merge of attention over disjoint sets of keys into attention over all of them, by their log-sum-exp.
 
-With weights w = sigmoid(lse_b - lse_a) the joint output is (1 - w) a + w b and the joint log-sum-exp logaddexp(lse_a,
-lse_b), which is how split-KV and FlashAttention's blocks are joined, too. Outputs to be joined come in float32 (float64
-of float64 inputs): rounded ones would not cancel where the whole one does. The first that covers all rows becomes the
-sum, and each other one is added to it in place; nothing else is read or written, until the sum is rounded.
+With the weight w = sigmoid(lse_b - lse_a) the joint output is (1 - w) a + w b. The joint log-sum-exp is
+logaddexp(lse_a, lse_b). Split-KV combines its splits in the same way. Outputs come in float32 (float64 for float64
+inputs): outputs may cancel in the sum, the errors of rounded ones would not. A first output that covers all rows
+becomes the accumulator. The others are merged into it in place, and it is rounded once at the end.
 """
 
 from __future__ import annotations
@@ -18,23 +18,25 @@ INF = float("inf")
 
 
 def row_dim(layout: str) -> int:
-    """The dimension of the sequence in q, k, v and the output; that of the log-sum-exp is its last."""
+    """Return the dimension of the sequence in q, k, v and the output. In the log-sum-exp it is the last."""
     return 0 if layout == VARLEN else LAYOUTS[layout][2]
 
 
 def head_dim(layout: str) -> int:
-    """The dimension of the heads in q, k, v and the output; that of the log-sum-exp is the one before its rows."""
+    """Return the dimension of the heads in q, k, v and the output. In the log-sum-exp it is the last but one."""
     return 1 if layout == VARLEN else LAYOUTS[layout][1]
 
 
 def as_rows(x: torch.Tensor, layout: str) -> torch.Tensor:
-    """(B, H, S) or (H, T) as a factor of the output."""
+    """Return x (B, H, S) or (H, T) in the output's order of dimensions, with a last dimension of 1."""
     return (x if layout == "bhsd" else x.transpose(-1, -2))[..., None]
 
 
 def merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
-    """`out` (B, H, S, Dv) and `lse` (B, H, S) become those over their own keys and the part's, in place; a log-sum-exp
-    of +inf says that a row saw no key, and its output is 0."""
+    """Merge `part` (B, H, S, Dv) and `part_lse` (B, H, S) into `out` and `lse`, in place.
+
+    A log-sum-exp of +inf marks a row that saw no key; its output is 0.
+    """
     seen, part_seen = (x.masked_fill(x == INF, -INF) for x in (lse, part_lse))
     weight = torch.sigmoid(seen - part_seen).masked_fill_(seen == -INF, 0.0)
     part_weight = torch.sigmoid(part_seen - seen).masked_fill_(part_seen == -INF, 0.0)
@@ -44,7 +46,7 @@ def merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: to
 
 
 class Merged:
-    """The output of queries shaped like `q`, from outputs over disjoint keys, each for some of the rows."""
+    """The running output of queries shaped like `q`: merges outputs over disjoint keys, each of a range of rows."""
 
     def __init__(self, q: torch.Tensor, head_dim_v: int, layout: str, backend: str = "") -> None:
         self.q, self.head_dim_v, self.layout, self.dim = q, head_dim_v, layout, row_dim(layout)
@@ -53,7 +55,10 @@ class Merged:
         self.merge = getattr(resolve_backend(q.device, backend), "merge", merge)
 
     def add(self, first: int, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Rows from `first` on, of tensors that nobody else has; a log-sum-exp of +inf says that a row saw no key."""
+        """Merge `out` and `lse` into the rows from `first` on. This object may keep and overwrite both tensors.
+
+        A log-sum-exp of +inf marks a row that saw no key.
+        """
         if self.out is None and out.shape[self.dim] == self.q.shape[self.dim]:
             self.out, self.lse = out, lse
             return
@@ -65,13 +70,13 @@ class Merged:
         self.merge(*self._by_head(own_out, own_lse), *self._by_head(out, lse))
 
     def _by_head(self, out: torch.Tensor, lse: torch.Tensor) -> Pair:
-        """As (B, H, S, Dv) and (B, H, S)."""
+        """Return views (B, H, S, Dv) and (B, H, S)."""
         if self.layout == VARLEN:
             return out.transpose(0, 1)[None], lse[None]
         return as_bhsd(out, self.layout), lse
 
     def result(self) -> Pair:
-        """(out in q's dtype, log-sum-exp with +inf for rows that saw no key)."""
+        """Return out in q's dtype, and the log-sum-exp, +inf for rows that saw no key."""
         if self.out is None or self.lse is None:
             return empty_output(self.q, self.head_dim_v).zero_(), empty_lse(self.q, self.layout).fill_(INF)
         return self.out.to(self.q.dtype), self.lse

@@ -1,20 +1,21 @@
-"""Ring attention: keys and values pass round the ranks, each of which keeps its queries (Liu et al. 2023,
-arXiv:2310.01889; the merge by log-sum-exp as in FlashAttention-2, Dao 2023, arXiv:2307.08691).
+"""Ring attention: K/V shards travel round the ranks, queries stay (Liu et al. 2023, arXiv:2310.01889).
 
-Forward: while a rank computes with the keys that it has, the next ones arrive. The outputs of the steps, in float32,
-are merged by their log-sum-exp (`merge.py`).
+A rank's shard is its rows of the sequence. In step `shift` every rank attends with its own queries to the K/V shard of
+rank `rank - shift`. Steps that have no work on any rank (sliding windows) are left out; shards then hop over the ranks
+between. `steps.py` says which attention calls make up a step.
 
-Backward: keys and values pass round once more, followed by the float32 sums of their gradients, to which each rank adds
-its share; a last hop takes the sums home. Each step is the backend's own backward pass, given the final output and
-log-sum-exp: these make its weights p = exp(s - lse) those of the whole row, so that shares of gradients, in float32,
-are added and nothing has to be merged.
+Forward, in every step: start the transfer that brings the next K/V shard, attend to the current one, merge the float32
+output into the result by its log-sum-exp (`merge.py`), wait for the transfer.
 
-Steps without work on any rank (a window's) are skipped: keys then hop over the ranks between.
+Backward: the K/V shards travel once more. The float32 sums of dk and dv follow their shard one step behind. Each rank
+adds its contribution to them, and a last hop brings them to the shard's owner. A step is the backend's own backward
+pass, given the final output and log-sum-exp. With these p = exp(s - lse) are the weights of the whole row, so the
+gradients of the steps are just added.
 
-A log-sum-exp of L is known to L·2**-24 only, and so are the weights of a merge. Where the output of float32 inputs is
-off by as much, rowsum(dout * out) no longer fits the weights that the backward pass forms, and what is left of a row of
-dS, which sums up to nothing, is multiplied by what all keys have in common. Softmax does not depend on that part of the
-keys, but L does, so it is taken off first (`common_key`).
+Common key, for float32 inputs: a log-sum-exp L has an error of L·2**-24, and so have the merge weights and the output.
+delta = rowsum(dout * out) then no longer fits the p of the backward pass, and a row of dS no longer sums to zero. In
+dq = dS k the rest is multiplied by the vector that all keys have in common. Softmax does not depend on that vector, but
+L does, so the ring subtracts it from the keys first (`common_key`).
 """
 
 from __future__ import annotations
@@ -35,19 +36,19 @@ from diyfa.options import WHOLE, AttentionOptions, Lengths
 
 
 class Ring(NamedTuple):
-    """What a ring has besides its tensors."""
+    """The schedule and the options of one ring attention call."""
 
     group: dist.ProcessGroup
     steps: tuple[Step, ...]
-    options: AttentionOptions  # of the whole call, without other optional tensors than dropout's state
-    first: tuple[int, int] = (0, 0)  # sample and query head that this rank's are in the whole call
+    options: AttentionOptions  # of the whole call; dropout's state is the only optional tensor in it
+    first: tuple[int, int] = (0, 0)  # index in the whole call of this rank's first sample and query head
 
 
 def _let_it_begin(device: torch.device) -> None:
-    """Hold what comes next on this stream back for some microseconds.
+    """Delay the next kernel of this stream by some microseconds, so that NCCL's kernel starts before it.
 
-    NCCL moves messages by a kernel on a stream of its own, which waits for the same work as the attention kernel that
-    is launched next. If that one began first it would fill the GPU, and the transfer would begin where it ends.
+    NCCL moves messages by a kernel on its own stream. That kernel waits for the same work as the attention kernel that
+    is launched next. If attention started first, it would fill the GPU and the transfer would start after it.
     """
     stream, aside = torch.cuda.current_stream(device), torch.cuda.Stream(device, priority=-1)  # NCCL's have priority 0
     aside.wait_stream(stream)
@@ -57,7 +58,7 @@ def _let_it_begin(device: torch.device) -> None:
 
 
 class _Transfer:
-    """Tensors on their way to the rank `hop` places on, and those that come from as far behind."""
+    """Messages in flight: tensors sent to rank + hop, and tensors of the same shapes received from rank - hop."""
 
     def __init__(self, group: dist.ProcessGroup, parcels: Sequence[tuple[int, Sequence[torch.Tensor]]]) -> None:
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -69,7 +70,7 @@ class _Transfer:
             operations += [dist.P2POp(dist.isend, x, to, group) for x in tensors]
             operations += [dist.P2POp(dist.irecv, x, by, group) for x in coming]
             self.arriving.append(coming)
-        self.sent = [tensors for _, tensors in parcels]  # alive until they are
+        self.sent = [tensors for _, tensors in parcels]  # keeps their memory until the transfer is done
         self.requests = dist.batch_isend_irecv(operations) if operations else []
         if operations and operations[0].tensor.device.type == "cuda":
             _let_it_begin(operations[0].tensor.device)
@@ -81,7 +82,7 @@ class _Transfer:
 
 
 def _lengths(call: Call, device: torch.device) -> Lengths:
-    """Those of one call; offsets go to the device without waiting for it."""
+    """Return the packed lengths of one call, or WHOLE. The copy of the offsets to the device is asynchronous."""
     if not call.offsets_q:
         return WHOLE
     both = call.offsets_q, call.offsets_k
@@ -97,7 +98,7 @@ def _rows(x: torch.Tensor, rows: tuple[int, int], dim: int) -> torch.Tensor:
 
 
 def options_of(ring: Ring, call: Call, q: torch.Tensor, sinks: torch.Tensor | None) -> AttentionOptions:
-    """Those of one call, whose results are added up in float32."""
+    """Return the options of one call. Its results are float32 at least, because they are summed."""
     left, right = call.window
     out_dtype = "float32" if q.dtype in (torch.float16, torch.bfloat16) else ""
     state = ring.options.rng_state
@@ -109,7 +110,7 @@ def options_of(ring: Ring, call: Call, q: torch.Tensor, sinks: torch.Tensor | No
 
 
 def _origins(ring: Ring, call: Call, q: torch.Tensor) -> list[tuple[int, int, int, int]]:
-    """Where each sample, or packed sequence, of one call stands in the whole."""
+    """Return (sample, query head, query, key) of the first element of each sample or packed sequence of one call."""
     sample, head = ring.first
     if call.offsets_q:
         return [(x.sequence, head, x.query, x.key) for x in call.origins]
@@ -118,24 +119,25 @@ def _origins(ring: Ring, call: Call, q: torch.Tensor) -> list[tuple[int, int, in
 
 
 def has_common_key(ranks: int, k: torch.Tensor, softcap: float, sinks: torch.Tensor | None) -> bool:
-    """Whether `common_key` is looked for.
+    """Return whether the ring subtracts a `common_key`.
 
-    Not where it cannot be taken off (a softcap, which bounds L itself, and sinks, which are no products with keys), or
-    need not be: of other dtypes the rounding of the inputs is far larger.
+    A softcap or sinks forbid it: a softcap bounds L itself, and a sink is no product with a key. Other dtypes than
+    float32 do not need it: the rounding of their inputs is far larger.
     """
     return k.dtype == torch.float32 and ranks > 1 and not softcap and sinks is None
 
 
 def common_key(ring: Ring, k: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor | None:
-    """What all ranks' keys have in common, the same on every rank, shaped like one row of `k`; None: not looked for.
+    """Return the vector that all ranks' keys have in common, shaped like one row of `k`, or None (`has_common_key`).
 
-    Of each feature it is the value nearest to zero, or zero where signs differ, so that no key grows, and none loses
-    digits to another that is far larger.
+    All ranks return the same. Each feature is the keys' value nearest to zero, or zero where signs differ: no key grows
+    in magnitude, and none loses digits to a far larger one.
     """
     if not has_common_key(dist.get_world_size(ring.group), k, ring.options.softcap, sinks):
         return None
     dim = row_dim(ring.options.layout)
-    ends = [row for call in ring.steps[0].calls for row in call.keys]  # between them no row that belongs to no sequence
+    # Packed rows before the first or after the last sequence belong to none and may hold anything: leave them out.
+    ends = [row for call in ring.steps[0].calls for row in call.keys]
     own = _rows(k, (min(ends, default=0), max(ends, default=0)), dim)
     if own.shape[dim]:
         bounds = torch.stack((own.amin(dim, keepdim=True), own.amax(dim, keepdim=True)))
@@ -153,7 +155,7 @@ def _of_query_heads(ring: Ring, common: torch.Tensor, q: torch.Tensor) -> torch.
 
 
 def _with_common_key(ring: Ring, lse: torch.Tensor, q: torch.Tensor, common: torch.Tensor) -> torch.Tensor:
-    """The log-sum-exp of the keys as they were given; rows that see no key keep theirs."""
+    """Return the log-sum-exp over the original keys; rows that see no key keep their infinity."""
     scores = (q * _of_query_heads(ring, common, q)).sum(-1)
     scores = scores if ring.options.layout == "bhsd" else scores.transpose(-1, -2)
     return torch.where(lse.isinf(), lse, lse + scores)
@@ -162,7 +164,7 @@ def _with_common_key(ring: Ring, lse: torch.Tensor, q: torch.Tensor, common: tor
 def forward_step(
     ring: Ring, step: Step, q: torch.Tensor, held: Sequence[torch.Tensor], sinks: torch.Tensor | None, merged: Merged
 ) -> None:
-    """Add to `merged` what the keys and values `held` come to."""
+    """Attend to the K/V shard `held` and merge the result into `merged`."""
     dim = row_dim(ring.options.layout)
     for call in step.calls:
         queries, (keys, values) = _rows(q, call.queries, dim), (_rows(x, call.keys, dim) for x in held)
@@ -173,7 +175,7 @@ def forward_step(
 def ring_forward(
     ring: Ring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(out, lse, the log-sum-exp that `ring_gradients` wants: without the common key) of this rank's queries."""
+    """Return out, lse and the lse without the common key, which `ring_gradients` needs, of this rank's queries."""
     common = common_key(ring, k, sinks)
     if common is not None:
         k = k - common
@@ -183,7 +185,7 @@ def ring_forward(
         transfer = _Transfer(ring.group, [(following.shift - step.shift, held)]) if following else None
         try:
             forward_step(ring, step, q, held, sinks, merged)
-        finally:  # of a call that kernels refuse, on every rank, no message is left for the next one
+        finally:  # if the kernels refuse the call, which they do on every rank, no message stays for the next call
             arrived = transfer.wait() if transfer else [held]
         (held,) = arrived
     out, lse = merged.result()
@@ -191,7 +193,7 @@ def ring_forward(
 
 
 class Sum:
-    """A gradient in float32 (float64) to which shares are added, each of some of the rows."""
+    """A gradient in float32 (float64 for float64 inputs) that adds up contributions to ranges of its rows."""
 
     def __init__(self, like: torch.Tensor, dim: int) -> None:
         self.like, self.dim = like, dim
@@ -214,7 +216,7 @@ class Sum:
 
 
 class Saved(NamedTuple):
-    """What the backward pass of a rank's queries reads in every step, and the sums that it adds to."""
+    """The tensors of a rank's queries that each backward step reads, and the sums dq and dsinks that it adds to."""
 
     q: torch.Tensor
     sinks: torch.Tensor | None
@@ -227,7 +229,7 @@ class Saved(NamedTuple):
 
 
 def backward_step(ring: Ring, step: Step, saved: Saved, held: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Add to dq and dsinks, and return this rank's shares of dk and dv, in float32, of the keys and values `held`."""
+    """Add to dq and dsinks. Return this rank's contributions to dk and dv of the K/V shard `held`, in float32."""
     dim = row_dim(ring.options.layout)
     shares = [Sum(x, dim) for x in held]
     for call in step.calls:
@@ -246,9 +248,9 @@ def backward_step(ring: Ring, step: Step, saved: Saved, held: Sequence[torch.Ten
 
 
 def ring_backward(ring: Ring, saved: Saved, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """dk and dv, in float32, of what this rank holds; its queries' gradients are added to `saved`."""
+    """Return dk and dv of this rank's own K/V shard, in float32. Add the gradients of its queries to `saved`."""
     held = [k.contiguous(), v.contiguous()] if len(ring.steps) > 1 else [k, v]
-    parcels: list[Any] = []  # the sums of the step before, on their way to the rank that has their keys now
+    parcels: list[Any] = []  # the previous step's dk and dv, sent to the rank that holds their K/V shard in this step
     for step, following in zip(ring.steps, (*ring.steps[1:], None), strict=True):
         if following:
             parcels.append((following.shift - step.shift, held))
@@ -270,9 +272,9 @@ def ring_backward(ring: Ring, saved: Saved, k: torch.Tensor, v: torch.Tensor) ->
 def ring_gradients(
     ring: Ring, saved: Sequence[Any], gradients: tuple[torch.Tensor, torch.Tensor | None]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """dq, dk, dv, in float32 (float64), and dsinks or None.
+    """Return dq, dk and dv in float32 (float64 for float64 inputs), and dsinks or None.
 
-    `saved` are q, k, v, sinks, out and the last that `ring_forward` returns.
+    `saved` holds q, k, v, sinks, out and the last result of `ring_forward`.
     """
     q, k, v, sinks, out, lse = saved
     dout, dlse = gradients
@@ -282,7 +284,7 @@ def ring_gradients(
     if common is not None:
         k = k - common
     dk, dv = ring_backward(ring, Saved(q, sinks, out, lse, dout, dlse, dq, dsinks), k, v)
-    if common is not None and dlse is not None:  # the rows of dS sum up to dlse
+    if common is not None and dlse is not None:  # a row of dS sums to its dlse, so dq lacks dlse times the common key
         seen = torch.where(lse.isinf(), 0.0, dlse)
         dq.all().add_(as_rows(seen, ring.options.layout) * _of_query_heads(ring, common, q))
     return dq.all(), dk, dv, dsinks

@@ -1,14 +1,14 @@
-"""Which rows of a sequence each rank holds, and tensors cut and joined accordingly.
+"""The division of a sequence's rows between N ranks, and functions that shard and unshard tensors by it.
 
-Two rules, `load_balance`:
+`load_balance` has two rules:
 
-* "none": rank n holds the n-th of N equal parts of all rows.
+* "none": all rows are cut into N equal ranges, and rank n holds the n-th.
 * "zigzag": every sequence is cut into 2N chunks, and rank n holds chunks n and 2N - 1 - n. Under a causal mask the work
   of a chunk grows with its index, so all pairs cost the same. Packed sequences are cut one by one, whatever their
   lengths, and each rank's rows are in the order of the sequences.
 
-The rows of all ranks are as many. Where a length is no multiple of 2N, some chunks are a row longer than others; the
-ranks with the fewest rows so far get them.
+All ranks hold the same number of rows. If a length is no multiple of 2N, some chunks are one row longer; the ranks
+with the fewest rows so far get them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Segment(NamedTuple):
     sequence: int
     start: int  # position of the first row in its sequence
     stop: int
-    row: int  # of the first row, in the unsharded tensor
+    row: int  # index of the first row in the unsharded tensor
 
     @property
     def rows(self) -> int:
@@ -40,14 +40,14 @@ class Segment(NamedTuple):
 
 
 Segments = tuple[Segment, ...]
-Sequences = tuple[int, ...]  # offsets as in cu_seqlens, and the number of all rows at the end
+Sequences = tuple[int, ...]  # offsets as in cu_seqlens, then the number of rows of all ranks
 
 
 def groups_of(group: Group) -> tuple[dist.ProcessGroup, ...]:
-    """The process group of each dimension: one, or two of a two-dimensional DeviceMesh.
+    """Return the process group of each dimension: one, or two for a two-dimensional DeviceMesh.
 
     Raises:
-        TypeError, ValueError: something else, a mesh of more dimensions, or a group that this process is no part of.
+        TypeError, ValueError: `group` is of another type, a mesh of more dimensions, or lacks this process.
     """
     if group is None:
         group = dist.group.WORLD
@@ -68,7 +68,7 @@ def groups_of(group: Group) -> tuple[dist.ProcessGroup, ...]:
 
 
 def place_in(groups: Sequence[dist.ProcessGroup]) -> tuple[int, int]:
-    """(number of ranks, own rank), counted with the last dimension fastest."""
+    """Return (number of ranks, own rank). Ranks are numbered with the last dimension fastest."""
     ranks, rank = 1, 0
     for group in groups:
         size = dist.get_world_size(group)
@@ -77,9 +77,9 @@ def place_in(groups: Sequence[dist.ProcessGroup]) -> tuple[int, int]:
 
 
 def gather_parts(part: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:
-    """The contiguous tensors of all ranks, one after another along the first dimension."""
+    """Return the tensors of all ranks, concatenated along the first dimension. `part` is contiguous."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before PyTorch 2.13
-    for group in reversed(groups):  # the last dimension is the fastest
+    for group in reversed(groups):  # ranks are numbered with the last dimension fastest
         whole = part.new_empty((dist.get_world_size(group) * part.shape[0], *part.shape[1:]))
         gather(whole, part, group=group)
         part = whole
@@ -87,7 +87,7 @@ def gather_parts(part: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> tor
 
 
 def sequences_of(rows: int, cu_seqlens: torch.Tensor | None) -> Sequences:
-    """The unsharded sequences: one of all rows, or the packed ones.
+    """Return the unsharded sequences: one of all rows, or the packed ones.
 
     Raises:
         TypeError, ValueError: cu_seqlens is no int32 vector that ascends within `rows`.
@@ -106,7 +106,7 @@ def sequences_of(rows: int, cu_seqlens: torch.Tensor | None) -> Sequences:
 
 @lru_cache(maxsize=64)
 def segments_of(sequences: Sequences, ranks: int, load_balance: str) -> tuple[Segments, ...]:
-    """What each rank holds, in the order in which it does.
+    """Return each rank's segments, in the order of its rows.
 
     Raises:
         ValueError: the rows cannot be divided evenly, or there is no such rule.
@@ -142,7 +142,7 @@ def _zigzag(wholes: list[Segment], ranks: int, rows: int) -> list[list[Segment]]
     held = [0] * ranks
     for whole in wholes:
         size, rest = divmod(whole.rows, 2 * ranks)
-        longer = [0] * ranks  # at most two each; what the ranks hold in all differs by one row at most
+        longer = [0] * ranks  # chunks with an extra row, 0 to 2; the ranks' totals differ by one row at most
         fewest_first = sorted(range(ranks), key=held.__getitem__)
         for n in range(rest):
             longer[fewest_first[n % ranks]] += 1
@@ -158,7 +158,7 @@ def _zigzag(wholes: list[Segment], ranks: int, rows: int) -> list[list[Segment]]
 
 
 def joined(several: Sequence[Segments]) -> Segments:
-    """What some ranks hold together, in the order of the rows, with neighbouring segments made one."""
+    """Return the segments of several ranks, sorted by row, with adjacent ones joined."""
     found: list[Segment] = []
     for segment in sorted((s for segments in several for s in segments), key=lambda s: s.row):
         last = found[-1] if found else None
@@ -170,7 +170,7 @@ def joined(several: Sequence[Segments]) -> Segments:
 
 
 def rows_of(segments: Segments) -> torch.Tensor:
-    """Rows of the unsharded tensor, int64, in the order in which they are held."""
+    """Return the indices in the unsharded tensor, int64, of a shard's rows in their order."""
     return torch.cat(
         [torch.arange(0, device="cpu"), *(torch.arange(s.row, s.row + s.rows, device="cpu") for s in segments)]
     )
@@ -189,17 +189,17 @@ def shard_sequence(
     load_balance: str = "zigzag",
     cu_seqlens: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """This rank's rows of a tensor that all ranks have whole; differentiable.
+    """Return this rank's rows of a tensor that every rank has in full. Differentiable.
 
     Args:
         x: any tensor: tokens, labels, embeddings, q.
         group: a process group, a DeviceMesh of one or two dimensions, or None: all processes.
         dim: the dimension of the sequence.
-        load_balance: "zigzag" or "none" (see the module); what `context_parallel_attention` is told, too.
+        load_balance: "zigzag" or "none" (see the module). Pass the same to `context_parallel_attention`.
         cu_seqlens: (B + 1,) int32 offsets of packed sequences, over the whole tensor.
 
     Returns:
-        The rows that this rank holds, as many on every rank; contiguous.
+        This rank's rows, contiguous; every rank gets the same number.
 
     Raises:
         ValueError, TypeError: the rows cannot be divided evenly, or an argument does not fit.
@@ -216,7 +216,7 @@ def unshard_sequence(
     load_balance: str = "zigzag",
     cu_seqlens: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The whole tensor, on every rank, of which each holds its rows; the opposite of `shard_sequence`.
+    """Return the full tensor, on every rank, from each rank's rows; the inverse of `shard_sequence`.
 
     All ranks must call it. It is no part of the autograd graph.
 
@@ -242,10 +242,10 @@ def shard_positions(
     cu_seqlens: torch.Tensor | None = None,
     device: torch.device | str | None = None,
 ) -> torch.Tensor:
-    """Position within its sequence of each row that this rank holds, (rows / ranks,) int64: for rotary embedding.
+    """Return the position in its sequence of each of this rank's rows, (rows / ranks,) int64: for rotary embedding.
 
-    `rows` are those of all ranks. Rows of no packed sequence count from their own beginning. Raises as
-    `shard_sequence`.
+    `rows` is the number of rows of all ranks. Rows before the first and after the last packed sequence count from 0
+    each. Raises as `shard_sequence`.
     """
     segments = _own_segments(rows, group, load_balance, cu_seqlens)
     return torch.cat(

@@ -1,16 +1,17 @@
-"""What each step of a ring computes, decided from the segments that the ranks hold; no tensors here.
+"""The schedule of a ring: the attention calls of each step, from the segments that the ranks hold. No tensors here.
 
-In a step a rank has its own queries and the keys of one rank. Two segments, queries [a, a + n) and keys [b, b + m) of
-one sequence, are one block of the score matrix. Attention of that block alone is an ordinary call: masks are aligned to
-its bottom right, so a bound of `left` keys before a query becomes left - e, where e is how far the last query of the
-block stands behind its last key; once rows and keys outside the mask are cut off, no bound is negative.
+In a step a rank has its own queries and the keys of one rank. Two segments of one sequence, queries [a, a + n) and keys
+[b, b + m), are one block of the score matrix. Attention over that block is an ordinary call. Its mask is aligned to the
+block's bottom right corner, so the window's bounds shift by e, the distance from the block's last key to its last
+query: left becomes left - e, right becomes right + e. Rows and keys that the mask hides are cut off first, so that no
+bound is negative.
 
-Blocks side by side that hide nothing are one block, so a causal zigzag takes one call in every step: all queries with
-the first half of the keys, or the second half of the queries with all keys. The blocks of packed sequences that share a
-mask are one packed call; rows and keys between them become sequences without keys, or without queries.
+Adjacent blocks without a mask are joined. So a causal zigzag takes one call a step: all queries with the first half of
+the keys, or the second half of the queries with all keys. Blocks of packed sequences with equal masks are one packed
+call; rows between them become sequences without keys, and keys between them sequences without queries.
 
-With dropout a call says where its rows and keys stand in their sequence, so that only blocks are one whose rows and
-keys are neighbours there, too: `apart`.
+Dropout needs the position of each call's rows and keys in their sequence. Then (`apart`) only blocks are joined whose
+rows and keys are adjacent in the sequence, too.
 """
 
 from __future__ import annotations
@@ -26,23 +27,23 @@ Range = tuple[int, int]
 
 
 class Origin(NamedTuple):
-    """Of a block: its sequence, and the positions there of its first query and key."""
+    """The origin of a block: its sequence, and the positions of its first query and first key in that sequence."""
 
     sequence: int
     query: int
     key: int
 
 
-NOWHERE = Origin(0, 0, 0)  # of sequences without keys, or without queries
+NOWHERE = Origin(0, 0, 0)  # for sequences without keys or without queries
 
 
 class Block(NamedTuple):
-    """Queries and keys by the rows [first, last) that this rank and the keys' owner hold; -1 is unbounded."""
+    """A rectangle of the score matrix. A row counts from the first that its owner holds; a range is [first, last)."""
 
-    queries: Range
-    keys: Range
-    window: tuple[int, int]
-    own: bool  # whether it holds every query's own key: once for each row, where a sink joins
+    queries: Range  # of this rank's rows
+    keys: Range  # of the key owner's rows
+    window: tuple[int, int]  # (left, right); -1: unbounded
+    own: bool  # contains every query's own key. Each row has one such block: it adds the sink
     origin: Origin
 
     @property
@@ -51,30 +52,29 @@ class Block(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One attention call of these rows; of packed sequences with their offsets within them. Where blocks were joined
-    an origin is that of the first."""
+    """One attention call. The offsets of packed sequences count from the call's first row, or first key."""
 
     queries: Range
     keys: Range
     window: tuple[int, int]
     own: bool
-    origins: tuple[Origin, ...]  # one, or of each packed sequence
+    origins: tuple[Origin, ...]  # one, or one for each packed sequence; a joined block has the first block's
     offsets_q: tuple[int, ...] = ()
     offsets_k: tuple[int, ...] = ()
 
 
 class Step(NamedTuple):
-    """The keys come from the rank `shift` places before this one."""
+    """The calls of a rank's queries on the keys of rank `rank - shift`."""
 
     shift: int
     calls: tuple[Call, ...]
 
 
 def _block(q: Segment, k: Segment, q_row: int, k_row: int, window: tuple[int, int], packed: bool) -> Block | None:
-    """The block of two segments without what the mask hides at its edges; None where nothing is left.
+    """Return the block of two segments, cut to what the mask shows, or None if it shows nothing.
 
-    Bounds that hide nothing are dropped, so that blocks can be joined; but not those of packed sequences' own keys,
-    which are all the same and make one call.
+    Bounds that hide nothing become -1, so that blocks can be joined. A packed sequence's block on its own keys keeps
+    its bounds: they are equal for all sequences, which then make one call.
     """
     left, right = window
     q_first, q_last, k_first, k_last = q.start, q.stop, k.start, k.stop
@@ -98,7 +98,7 @@ def _block(q: Segment, k: Segment, q_row: int, k_row: int, window: tuple[int, in
 
 
 def _join(blocks: list[Block]) -> list[Block]:
-    """Blocks of one sequence with neighbours that hide nothing made one: first along the keys, then the queries."""
+    """Join adjacent blocks of one sequence that have no mask, first along the keys, then along the queries."""
     found: list[Block] = []
     for block in blocks:
         last = found[-1] if found else None
@@ -118,7 +118,7 @@ def _join(blocks: list[Block]) -> list[Block]:
 
 
 def _by_sequence(segments: Segments) -> dict[int, list[tuple[Segment, int]]]:
-    """The segments of each sequence, each with the row at which it is held."""
+    """Return {sequence: [(segment, its first row in the shard)]}."""
     found: dict[int, list[tuple[Segment, int]]] = {}
     row = 0
     for segment in segments:
@@ -131,12 +131,12 @@ def _by_sequence(segments: Segments) -> dict[int, list[tuple[Segment, int]]]:
 def blocks_of(
     queries: Segments, keys: Segments, window: tuple[int, int], packed: bool, apart: bool = False
 ) -> list[Block]:
-    """The blocks that queries of one rank and keys of another have in common."""
+    """Return the blocks of the score matrix of one rank's queries and another's keys."""
     found = []
     by_sequence = _by_sequence(keys)
     for sequence, own in _by_sequence(queries).items():
         theirs = by_sequence.get(sequence, [])
-        # Held in the order of their positions: causal as they lie.
+        # The rank's own segments ascend by position, so a causal mask on the shard's rows is the right one.
         if own == theirs and window == (-1, 0) and (len(own) == 1 or not apart):
             rows = own[0][1], own[-1][1] + own[-1][0].rows
             first = own[0][0].start
@@ -149,7 +149,7 @@ def blocks_of(
 
 
 def _packed(blocks: list[Block]) -> Call:
-    """One call of blocks that ascend in rows and keys."""
+    """Return one packed call of blocks that ascend in rows and keys."""
     first, last = blocks[0], blocks[-1]
     offsets_q, offsets_k, origins = [0], [0], []
     for block in blocks:
@@ -187,7 +187,7 @@ def _calls(blocks: list[Block], packed: bool) -> tuple[Call, ...]:
         for block in group:
             for chain in ascending:
                 rows, keys = (after[0] - before[1] for before, after in zip(chain[-1][:2], block[:2], strict=True))
-                # Rows of a sequence without keys still meet the sink, so own blocks leave none between them.
+                # A row of a sequence without keys would still add the sink: own blocks leave no rows between them.
                 if keys >= 0 and (rows == 0 if block.own else rows >= 0):
                     chain.append(block)
                     break
@@ -201,7 +201,7 @@ def _calls(blocks: list[Block], packed: bool) -> tuple[Call, ...]:
 def steps_of(
     layout: tuple[Segments, ...], rank: int, window: tuple[int, int], packed: bool, apart: bool = False
 ) -> tuple[Step, ...]:
-    """The steps of one rank. All ranks have the same shifts, those at which any has something to compute."""
+    """Return the steps of one rank. All ranks have the same shifts: those at which any rank has work."""
     ranks = len(layout)
     if apart:
         layout = tuple(joined([own]) for own in layout)
@@ -219,5 +219,5 @@ def steps_of(
 
 
 def normalised(window: tuple[int, int], rows: int) -> tuple[int, int]:
-    """The window without bounds beyond every key."""
+    """Return the window with -1 for bounds that hide no key."""
     return bounds_that_exclude(*window, rows, rows)

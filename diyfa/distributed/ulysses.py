@@ -1,8 +1,8 @@
 """Ulysses: an all-to-all gives each rank all rows of some heads, and another brings the results back (Jacobs et al.
 2023, arXiv:2309.14509).
 
-Where there are fewer key/value heads than ranks, or they do not divide, each is repeated just so often that they do:
-up to the least common multiple, which the query heads are a multiple of.
+If the ranks do not divide the KV heads, each KV head is repeated until they do. The least common multiple of KV heads
+and ranks is enough; it divides the query heads.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from diyfa.distributed.sharding import Segments
 
 
 class _Order(NamedTuple):
-    """Of the rows that ranks send one after another: which comes where in the sequence, and the opposite."""
+    """Indices that reorder all rows between the order of the ranks' shards and the order of the sequence."""
 
-    sequence: torch.Tensor
-    ranks: torch.Tensor
+    sequence: torch.Tensor  # for each row of the sequence, its row among the concatenated shards
+    ranks: torch.Tensor  # the inverse
 
 
 @lru_cache(maxsize=8)
 def _order_of(held: tuple[Segments, ...], device: torch.device) -> _Order | None:
-    """None where the ranks' rows follow each other already."""
-    rows, first = [], 0  # (row in the sequence, row as sent, number) of each segment
+    """Return the order of the rows, or None if the concatenated shards are in the sequence's order."""
+    rows, first = [], 0  # (row in the sequence, row among the shards, number of rows) of each segment
     for segment in (segment for segments in held for segment in segments):
         rows.append((segment.row, first, segment.rows))
         first += segment.rows
@@ -52,7 +52,7 @@ def _order_of(held: tuple[Segments, ...], device: torch.device) -> _Order | None
 
 
 class _Exchange(NamedTuple):
-    """Between all heads of own rows and some heads of all rows; `dims` of each tensor are those of rows and heads."""
+    """An exchange between (all heads, own rows) and (own heads, all rows). `dims` are (rows, heads) of each tensor."""
 
     group: dist.ProcessGroup
     order: _Order | None
@@ -71,7 +71,7 @@ class _Exchange(NamedTuple):
         return self._exchanged(tensors, list(self.dims))
 
     def _exchanged(self, tensors: Sequence[torch.Tensor], dims: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
-        """Cut along the first of each tensor's `dims`, one part for each rank, and join what comes along the second."""
+        """Cut each tensor along its first dim, send piece n to rank n, join the received pieces along the second."""
         ranks = dist.get_world_size(self.group)
         arrived = []
         for dtype in dict.fromkeys(x.dtype for x in tensors):  # one message for tensors of one dtype
@@ -88,31 +88,31 @@ class _Exchange(NamedTuple):
 
 
 def refuses(heads: int, ranks: int) -> str | None:
-    """Why the heads cannot be divided, or None."""
+    """Return why the heads cannot be divided, or None."""
     return f"{heads} query heads cannot be divided between {ranks} ranks" if heads % ranks else None
 
 
 def repeats_of(heads_kv: int, ranks: int) -> int:
-    """How often each key/value head is sent, so that every rank gets as many."""
+    """Return how often each KV head is sent, so that all ranks get the same number."""
     return math.lcm(heads_kv, ranks) // heads_kv
 
 
 class Ulysses(NamedTuple):
-    """The exchanges of one call, without autograd: `held` are the segments of this group's ranks."""
+    """The exchanges of one call, without autograd."""
 
     group: dist.ProcessGroup
-    held: tuple[Segments, ...]
+    held: tuple[Segments, ...]  # the segments of each rank of the group
     layout: str
-    repeats: int  # of each key/value head
+    repeats: int  # of each KV head
 
     def scatter_heads(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
-        """q, k, v of own rows -> of all rows in order, with this rank's heads."""
+        """Exchange q, k and v: from all heads of own rows to own heads of all rows, in the sequence's order."""
         if self.repeats > 1:
             k, v = (x.repeat_interleave(self.repeats, head_dim(self.layout)) for x in (k, v))
         return self._exchange(q, k, v).gather_rows((q, k, v))
 
     def gather_gradients(self, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> list[torch.Tensor]:
-        """Gradients of what `scatter_heads` returns, the opposite way; those of repeated heads are summed."""
+        """Exchange the gradients of `scatter_heads`' results back; sum those of repeated heads."""
         dq, dk, dv = self._exchange(dq, dk, dv).gather_heads((dq, dk, dv))
         if self.repeats > 1:
             heads = head_dim(self.layout)
@@ -120,17 +120,17 @@ class Ulysses(NamedTuple):
         return [dq, dk, dv]
 
     def gather_heads(self, out: torch.Tensor, lse: torch.Tensor | None) -> list[Any]:
-        """out, and the log-sum-exp where there is one, the other way."""
+        """Exchange out, and lse if given, from own heads of all rows to all heads of own rows."""
         given = (out,) if lse is None else (out, lse)
         return self._padded(self._exchange(*given).gather_heads(given))
 
     def scatter_results(self, dout: torch.Tensor, dlse: torch.Tensor | None) -> list[Any]:
-        """Gradients of what `gather_heads` returns, the opposite way."""
+        """Exchange the gradients of `gather_heads`' results back."""
         given = (dout,) if dlse is None else (dout, dlse)
         return self._padded(self._exchange(*given).gather_rows(given))
 
     def _exchange(self, *tensors: torch.Tensor) -> _Exchange:
-        """Of outputs, or what has their dimensions, and log-sum-exps, which have no features."""
+        """Return the exchange of tensors that have the first one's dimensions, or are log-sum-exps without features."""
         rows, heads = row_dim(self.layout), head_dim(self.layout)
         features = tensors[0].dim()
         dims = tuple((rows, heads) if x.dim() == features else (x.dim() - 1, x.dim() - 2) for x in tensors)
@@ -141,12 +141,12 @@ class Ulysses(NamedTuple):
         return [*found, None] if len(found) == 1 else found
 
     def of_all_heads(self, x: torch.Tensor) -> torch.Tensor:
-        """The opposite of `own_heads`, with zeros for the heads of other ranks."""
+        """Invert `own_heads`, with zeros for the heads of other ranks."""
         ranks, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
         return torch.cat([x if n == rank else torch.zeros_like(x) for n in range(ranks)], -1)
 
     def own_heads(self, x: torch.Tensor | None) -> torch.Tensor | None:
-        """This rank's part of what has an entry for each query head, in its last dimension."""
+        """Return this rank's heads of a tensor whose last dimension is the query heads."""
         if x is None:
             return None
         size = x.shape[-1] // dist.get_world_size(self.group)

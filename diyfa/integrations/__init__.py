@@ -1,4 +1,4 @@
-"""diyfa inside other software. Nothing here acts on import; every change of the process can be taken back."""
+"""diyfa inside other software. An import changes nothing; every change of the process can be undone."""
 
 from __future__ import annotations
 

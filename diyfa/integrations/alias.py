@@ -1,10 +1,10 @@
-"""Make `import flash_attn` mean diyfa, for programs and libraries that cannot be edited; FlashAttention-3 and
-flash_attn_npu_v3 likewise.
+"""Aliases that make `import flash_attn`, FlashAttention-3's module or flash_attn_npu_v3 mean diyfa, for programs and
+libraries that cannot be edited.
 
-A finder at the head of `sys.meta_path` (Python's import protocol, PEP 451) answers for the modules of such a package
-that diyfa has, and for the metadata of its distribution. So everything that asks Python gets a consistent
-answer: import statements, `importlib.util.find_spec`, `importlib.metadata.version` and `packages_distributions`. The
-modules it makes hold no code; they pass every name on to a module of diyfa.
+A finder at the head of `sys.meta_path` (Python's import protocol, PEP 451) finds those modules of the package that
+diyfa has, and the metadata of its distribution. So import statements, `importlib.util.find_spec`,
+`importlib.metadata.version` and `packages_distributions` give consistent answers. The modules that the finder makes
+hold no code; they forward every name to a module of diyfa.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Package:
-    """A package that diyfa can stand for.
+    """A package that diyfa can replace.
 
-    `modules`: its modules -> the module of diyfa that has their names; None for packages that only hold others.
-    `passed_on`: what its modules pass on from packages it depends on, because programs take it from there.
+    `modules`: {module: module of diyfa with the same names}; None for a package that only contains other modules.
+    `passed_on`: {module: {name: package}} of names that a module imports from its dependencies and programs import
+    from the module.
     """
 
     distribution: str
-    function: str  # of this module, which makes the alias
+    function: str  # name of the function below that makes the alias
     modules: dict[str, str | None]
     passed_on: dict[str, dict[str, str]] = field(default_factory=dict)
 
@@ -72,7 +73,7 @@ PACKAGES = (FLASH_ATTN, FLASH_ATTN_3, FLASH_ATTN_NPU_V3)
 
 
 class _AliasLoader(Loader):
-    """Fills a module with nothing but the way to diyfa's."""
+    """Loads an empty module that looks its names up in a module of diyfa."""
 
     def __init__(self, package: Package, target: str | None, version: str) -> None:
         self.package = package
@@ -91,7 +92,7 @@ class _AliasLoader(Loader):
         def lookup(attribute: str) -> Any:
             if target is not None and not attribute.startswith("__"):
                 value = getattr(target, attribute, None)
-                # What diyfa's module has imported for itself stays there: its `ops` is not flash_attn.ops.
+                # Names that diyfa's module imported for its own use are not forwarded: its `ops` is not flash_attn.ops.
                 if attribute in names or getattr(value, "__module__", None) == target.__name__:
                     return value
             source = self.package.passed_on.get(name, {}).get(attribute)
@@ -108,7 +109,7 @@ class _AliasLoader(Loader):
 
 
 class _AliasDistribution(Distribution):
-    """Metadata of an installed package."""
+    """The metadata of the replaced package, as if it were installed."""
 
     def __init__(self, package: Package, version: str) -> None:
         message = Message()
@@ -126,12 +127,12 @@ class _AliasDistribution(Distribution):
 
 
 def _normalised(name: str) -> str:
-    """A distribution's name as PEP 503 compares it."""
+    """Return a distribution's name in PEP 503's normal form."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 class _AliasFinder(MetaPathFinder):
-    """Answers for a package's modules and its distribution; for nothing else."""
+    """Finds a package's modules and its distribution, nothing else."""
 
     def __init__(self, package: Package, version: str) -> None:
         self.package = package
@@ -145,7 +146,7 @@ class _AliasFinder(MetaPathFinder):
         if fullname not in modules:
             return None
         is_package = any(name.startswith(f"{fullname}.") for name in modules)
-        # The search path of a package stays empty: what diyfa does not have is not found in the real one either.
+        # The search path of a package stays empty, so a module that diyfa lacks is not found in the real package.
         return ModuleSpec(
             fullname,
             _AliasLoader(self.package, modules[fullname], self.version),
@@ -162,14 +163,14 @@ class _AliasFinder(MetaPathFinder):
 
 
 class AliasHandle:
-    """What an alias did; `remove()` takes it back."""
+    """The handle of an alias; `remove()` undoes it."""
 
     def __init__(self, finder: _AliasFinder) -> None:
         self._finder = finder
 
     @property
     def version(self) -> str:
-        """The version that is claimed."""
+        """The version that the alias reports."""
         return self._finder.version
 
     @property
@@ -178,13 +179,13 @@ class AliasHandle:
 
     @property
     def imported(self) -> list[str]:
-        """The modules that a program has got through the alias."""
+        """The modules that were imported through the alias."""
         return [n for n, module in sys.modules.items() if _is_ours(self._finder.package, n, module)]
 
     def remove(self) -> None:
-        """Forget the alias and the modules made through it; a second time does nothing.
+        """Remove the alias and the modules made through it. A second call does nothing.
 
-        Names that a program has imported meanwhile stay what they are.
+        Names that a program has imported from these modules stay bound.
         """
         if self.active:
             sys.meta_path.remove(self._finder)
@@ -198,7 +199,7 @@ def _is_ours(package: Package, name: str, module: ModuleType) -> bool:
 
 
 def handle_of_alias(package: Package) -> AliasHandle | None:
-    """The handle of an alias that is on."""
+    """Return the handle of the package's alias if it is on, else None."""
     for finder in sys.meta_path:
         if isinstance(finder, _AliasFinder) and finder.package is package:
             return finder.handle
@@ -228,14 +229,14 @@ def _alias(package: Package, version: str) -> AliasHandle:
 def alias_flash_attn(version: str = "2.8.3") -> AliasHandle:
     """Make `import flash_attn` in this process mean diyfa, whether or not flash_attn is installed.
 
-    Call it before anything imports flash_attn or looks for it: libraries ask once and remember (transformers does when
-    it is imported). A second call returns the same handle.
+    Call it before anything imports flash_attn or looks for it: libraries look once and remember (transformers does so
+    at its import). A second call returns the same handle.
 
     Args:
-        version: what `flash_attn.__version__` and the distribution's metadata say, for programs that compare it.
+        version: the value of `flash_attn.__version__` and of the distribution's metadata, for programs that compare it.
 
     Returns:
-        A handle whose `remove()` takes everything back.
+        A handle whose `remove()` undoes everything.
 
     Raises:
         TypeError: the version is no str.
@@ -254,9 +255,10 @@ def alias_flash_attn_3(version: str = "3.0.0") -> AliasHandle:
 
 
 def alias_flash_attn_npu_v3(version: str = "0.1.1") -> AliasHandle:
-    """`alias_flash_attn` for `import flash_attn_npu_v3`, whose `flash_attn_with_kvcache` vLLM-Ascend imports where
-    inference must give what training gives: with `num_splits=1` it runs inside `diyfa.batch_invariant()`.
+    """`alias_flash_attn` for `import flash_attn_npu_v3`.
 
-    The functions are those of `diyfa.integrations.flash_attn_3`.
+    vLLM-Ascend imports its `flash_attn_with_kvcache` if inference must give the results of training. With
+    `num_splits=1` that function runs inside `diyfa.batch_invariant()`. The functions are those of
+    `diyfa.integrations.flash_attn_3`.
     """
     return _alias(FLASH_ATTN_NPU_V3, version)

@@ -1,7 +1,7 @@
-"""diffusers: the attention backend "diyfa" of its models.
+"""The attention backend "diyfa" of diffusers.
 
-Models whose attention goes through diffusers' dispatcher (Flux, Wan, Qwen-Image and the other transformers) take it by
-name. The UNets of Stable Diffusion call PyTorch's `scaled_dot_product_attention` themselves: `use_in_pytorch`.
+Models whose attention goes through diffusers' dispatcher (Flux, Wan, Qwen-Image and the other transformers) choose it
+by name. The UNets of Stable Diffusion call PyTorch's `scaled_dot_product_attention` directly: use `use_in_pytorch`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ SEAM = "diffusers"
 
 
 def _with_features_side_by_side(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """q, k and v, copied where their last stride is not 1; diffusers' native backend takes such tensors."""
+    """Return q, k and v, with a copy of each whose last stride is not 1. diffusers' native backend accepts those."""
     if all(x.stride(-1) == 1 for x in tensors):
         return tensors
-    if not torch.compiler.is_compiling():  # a compiled graph shows the copy, and cannot warn
-        # By Python's default filter the warning of a line is shown once.
+    if not torch.compiler.is_compiling():  # a compiled graph cannot warn; the copy is visible in it
+        # Python's default filter shows a line's warning once.
         warnings.warn("diyfa copies q, k or v of diffusers, whose last stride is not 1", UserWarning, stacklevel=1)
     return tuple(x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format) for x in tensors)
 
@@ -41,7 +41,10 @@ def attention(
     return_lse: bool = False,
     _parallel_config: object = None,
 ) -> torch.Tensor:
-    """(B, S, H, D) -> (B, S, H, D), as diffusers' dispatcher calls it; a mask of two dimensions is (B, keys)."""
+    """Return the attention of (B, S, H, D) tensors, (B, S, H, D), with the arguments of diffusers' dispatcher.
+
+    A mask of two dimensions is (B, keys).
+    """
     if return_lse or _parallel_config is not None:
         what = "return_lse=True" if return_lse else "context parallelism"
         raise ValueError(f"{what} of diffusers is not supported by its diyfa backend: use 'native'")
@@ -68,11 +71,11 @@ def use_in_diffusers() -> Handle:
     Tensors on the CPU need `diyfa.use_backend("cpu")` around the model's calls.
 
     Returns:
-        A handle whose `remove()` takes the name back; models that are set to it then fail until they are set to
-        another. A second call returns the same handle.
+        A handle whose `remove()` removes the name. Models that are set to it then fail until they are set to another.
+        A second call returns the same handle.
 
     Raises:
-        ModuleNotFoundError: there is no diffusers, or one without such a registry.
+        ModuleNotFoundError: diffusers is missing, or has no such registry.
     """
     handle = handle_of(SEAM)
     if handle is not None:
@@ -80,7 +83,7 @@ def use_in_diffusers() -> Handle:
     from diffusers.models import attention_dispatch
 
     names, registry = attention_dispatch.AttentionBackendName, attention_dispatch._AttentionBackendRegistry
-    # The dispatcher knows backends by the members of an enumeration, which has no way to add one.
+    # The dispatcher names backends by the members of an enumeration, and Python has no public way to add a member.
     member = str.__new__(names, NAME)
     member._name_, member._value_ = NAME.upper(), NAME
 

@@ -1,4 +1,4 @@
-"""Calls in the terms of PyTorch's plain attention (a mask, `is_causal` from the top left) as calls of diyfa."""
+"""Translation of PyTorch's attention arguments (a mask, `is_causal` from the top left) to calls of diyfa."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from diyfa.options import UNBOUNDED
 
 
 def bias_of(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """What a mask adds to the scores: a boolean one, True where a key is seen, 0 and -inf; another itself."""
+    """Return the bias that a mask adds to the scores: 0 and -inf for a boolean mask (True: seen), else the mask."""
     if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask.logical_not(), float("-inf"))
@@ -30,10 +30,10 @@ def attend(
 def causal_from_the_top_left(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str = "bhsd"
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int]]:
-    """k, v and the window with which query i sees the keys j <= i, of tensors of any lengths."""
+    """Return k, v and the window with which query i sees the keys j <= i, for any lengths of q and k."""
     dim = layout.index("s")
     seqlen_q, seqlen_k = q.shape[dim], k.shape[dim]
-    if seqlen_k > seqlen_q:  # nobody sees the rest
+    if seqlen_k > seqlen_q:  # no query sees the keys after seqlen_q
         k, v = k.narrow(dim, 0, seqlen_q), v.narrow(dim, 0, seqlen_q)
         seqlen_k = seqlen_q
     return k, v, (UNBOUNDED[0], seqlen_q - seqlen_k)

@@ -1,9 +1,9 @@
-"""The functions of FlashAttention-3, which flash_attn_npu_v3 has too: names, arguments, order, defaults and results.
+"""The functions of FlashAttention-3 and flash_attn_npu_v3, with the same names, arguments, order, defaults and results.
 
-They are diyfa's functions with other arguments. `num_splits`, `pack_gqa` and `sm_margin` are hints of FlashAttention-3
-for its own kernels, which change no result and are not used, with one exception: `flash_attn_with_kvcache` with
-`num_splits=1` runs inside `diyfa.batch_invariant()`, because that is why its callers ask for one split. What has no
-counterpart is refused.
+They translate their arguments to diyfa's functions, and refuse arguments without a counterpart. `num_splits`,
+`pack_gqa` and `sm_margin` are hints for FlashAttention-3's own kernels; they change no result and are not used. One
+exception: `flash_attn_with_kvcache` with `num_splits=1` runs inside `diyfa.batch_invariant()`, because callers ask for
+one split to get that.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ABSENT = {
 
 
 def _refuse(attention_chunk: int = 0, **given: Any) -> None:
-    """What FlashAttention-3 has and diyfa has not."""
+    """Raise ValueError for an argument of FlashAttention-3 that diyfa lacks."""
     for name, value in given.items():
         if value is not None:
             raise ValueError(f"{name} is not supported by diyfa: {_ABSENT[name]}")
@@ -46,7 +46,7 @@ def _refuse(attention_chunk: int = 0, **given: Any) -> None:
 
 
 def _result(call: Callable[..., Any], return_attn_probs: bool, *arguments: Any, **options: Any) -> Any:
-    """out, or (out, softmax_lse), of a function of flash_attn 2 that returns three."""
+    """Return out, or (out, softmax_lse), from a function of flash_attn 2 that can return three results."""
     found = call(*arguments, return_attn_probs=return_attn_probs, **options)
     return found[:2] if return_attn_probs else found
 
@@ -70,7 +70,7 @@ def flash_attn_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Any:
-    """`diyfa.flash_attn_func` of (B, S, H, D) tensors -> out, or (out, softmax_lse (B, H, S)).
+    """`diyfa.flash_attn_func` of (B, S, H, D) tensors: return out, or (out, softmax_lse (B, H, S)).
 
     Raises:
         ValueError: qv, a descale or attention_chunk is given, or what `diyfa.flash_attn_func` raises.
@@ -97,7 +97,7 @@ def flash_attn_qkvpacked_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Any:
-    """`flash_attn_func` of qkv (B, S, 3, H, D), or with num_heads_q of (B, S, num_heads_q + 2 · Hk, D)."""
+    """`flash_attn_func` of qkv (B, S, 3, H, D), or, with num_heads_q, (B, S, num_heads_q + 2 · Hk, D)."""
     _refuse(attention_chunk, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     options = {"softmax_scale": softmax_scale, "causal": causal, "window_size": window_size, "softcap": softcap}
     options["deterministic"] = deterministic
@@ -138,7 +138,7 @@ def flash_attn_varlen_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Any:
-    """`diyfa.flash_attention_varlen` of packed (T, H, D) tensors -> out, or (out, softmax_lse (H, T)).
+    """`diyfa.flash_attention_varlen` of packed (T, H, D) tensors: return out, or (out, softmax_lse (H, T)).
 
     Raises:
         ValueError: as `flash_attn_func`; seqused_q is given; seqused_k is given and a gradient is wanted.
@@ -151,7 +151,7 @@ def flash_attn_varlen_func(
 
 
 def _attend_packed(q: Tensor, k_cache: Tensor, v_cache: Tensor, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Packed queries over a cache; a contiguous one has a page for each sequence."""
+    """Attend with packed queries to a cache. A contiguous cache becomes a paged one with one page for each sequence."""
     table, used, batch = given["page_table"], given["cache_seqlens"], given["cu_seqlens_q"].shape[0] - 1
     if table is None:
         rows = given["cache_batch_idx"]
@@ -202,14 +202,14 @@ def flash_attn_with_kvcache(
     sm_margin: int = 0,
     return_softmax_lse: bool = False,
 ) -> Any:
-    """`diyfa.flash_attn_with_kvcache`; with cu_seqlens_q the queries are packed (T, H, D), over pages or whole rows.
+    """`diyfa.flash_attn_with_kvcache`. With cu_seqlens_q the queries are packed (T, H, D), over pages or whole rows.
 
     Returns:
         out, or with return_softmax_lse (out, lse, out_accum, lse_accum), the last two without elements.
 
     Raises:
         ValueError: qv, q_descale, attention_chunk, cu_seqlens_k_new, rotary_seqlens or scheduler_metadata is given;
-            packed queries come with new keys, cache_leftpad or descales; what `diyfa.flash_attn_with_kvcache` raises.
+            packed queries come with new keys, cache_leftpad or descales; else as `diyfa.flash_attn_with_kvcache`.
     """
     _refuse(
         attention_chunk, qv=qv, q_descale=q_descale, cu_seqlens_k_new=cu_seqlens_k_new, rotary_seqlens=rotary_seqlens,

@@ -1,8 +1,8 @@
 """diyfa as a kernel of Hugging Face `kernels`: `python -m diyfa.integrations.hub_kernel FOLDER` builds the folder.
 
-One variant serves every backend, because all of it is Python: `torch-universal`. `kernels` gives a kernel's module a
-name of its own, so the module here only finds the package beside it and passes its names on. The package keeps its
-name: its operators exist once in a process.
+One variant, `torch-universal`, serves every backend, because all code is Python. `kernels` gives a kernel's module its
+own name. So that module only imports the package beside it and forwards its names. The package keeps the name diyfa,
+because its operators can exist once in a process.
 
     from kernels import get_kernel
 
@@ -42,10 +42,10 @@ def __getattr__(name):
 
 
 def build(folder: Path) -> Path:
-    """Write the repository of a kernel into `folder`, which must not hold one -> the folder of its variant.
+    """Write the repository of a kernel into `folder` and return the folder of its variant.
 
     Raises:
-        FileExistsError: there is one already.
+        FileExistsError: `folder` has this variant already.
     """
     variant = folder / "build" / VARIANT
     variant.mkdir(parents=True)

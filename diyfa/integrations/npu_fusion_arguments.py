@@ -1,7 +1,7 @@
-"""The other direction: a call of `diyfa.flash_attention` as the arguments of `torch_npu.npu_fusion_attention`.
+"""Translation of a call of `diyfa.flash_attention` to arguments of `torch_npu.npu_fusion_attention`.
 
-For comparing the two on an NPU, and for software that must call the vendor's operator in some places. What that
-operator cannot express is refused.
+It serves to compare the two on an NPU, and software that must call the vendor's operator in some places. Arguments that
+the operator cannot express are refused.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 from diyfa import validation
 from diyfa.integrations.npu_fusion_band import BAND, COMPRESSED_MASK, NO_MASK, RIGHT_DOWN_CAUSAL, UNBOUNDED_TOKENS
 
-LAYOUT_NAMES = {"bhsd": ("BNSD", 1), "bshd": ("BSND", 2), "thd": ("TND", 1)}  # and where the heads are
-# Features of diyfa without a counterpart, and what to do.
+LAYOUT_NAMES = {"bhsd": ("BNSD", 1), "bshd": ("BSND", 2), "thd": ("TND", 1)}  # (operator's name, dimension of heads)
+# {feature without a counterpart: advice}
 REFUSED = {
     "softcap": "it bounds no scores",
     "seq_lens": "pack the sequences (layout 'thd'), or hide keys with an atten_mask of your own",
@@ -24,7 +24,7 @@ REFUSED = {
 
 @lru_cache(maxsize=8)
 def compressed_mask(device: torch.device) -> torch.Tensor:
-    """The (2048, 2048) bool mask that sparse modes 2, 3 and 4 take: 1 above the diagonal."""
+    """Return the (2048, 2048) bool mask of sparse modes 2, 3 and 4: 1 above the diagonal."""
     return torch.ones(COMPRESSED_MASK, COMPRESSED_MASK, dtype=torch.bool, device="cpu").triu(1).to(device)
 
 
@@ -46,15 +46,15 @@ def fusion_attention_arguments(
     cu_seqlens_q: list[int] | None = None,
     cu_seqlens_k: list[int] | None = None,
 ) -> dict[str, Any]:
-    """Keyword arguments that make `npu_fusion_attention` compute what diyfa computes with these.
+    """Return the keyword arguments with which `npu_fusion_attention` computes diyfa's result.
 
     Args:
         layout: "bhsd" (`flash_attention`), "bshd" (`flash_attention_v2`) or "thd" (`flash_attention_varlen`).
         cu_seqlens_q, cu_seqlens_k: for "thd", the offsets as host integers.
-        others: as for `diyfa.flash_attention`. Dropout keeps the same share of the weights, not the same weights.
+        others: as for `diyfa.flash_attention`. Dropout keeps the same fraction of the weights, not the same weights.
 
     Raises:
-        ValueError: the operator has no such feature: softcap, seq_lens, ALiBi with unequal lengths; or it does not fit.
+        ValueError: the operator lacks the feature (softcap, seq_lens, alibi_slopes), or an argument does not fit.
     """
     validation.check_tensors(q=q, k=k, v=v)
     if layout not in LAYOUT_NAMES:
@@ -101,7 +101,7 @@ def fusion_attention_arguments(
 
 
 def _bias_before_scaling(bias: torch.Tensor, q: torch.Tensor, scale: float, layout: str) -> torch.Tensor:
-    """pse: the operator adds it before it scales, in q's dtype, for every head and key."""
+    """Return the bias as pse, in q's dtype and for all heads. The operator scales pse, so the bias is divided first."""
     if layout == "thd":
         raise ValueError("npu_fusion_attention takes no bias for packed sequences")
     if scale == 0:

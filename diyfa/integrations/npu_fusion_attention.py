@@ -1,8 +1,8 @@
 """`torch_npu.npu_fusion_attention` and its second version, computed by diyfa on CUDA, NPU and CPU tensors.
 
-Same names, order and defaults of the arguments as torch_npu 2.13 registers, same seven results. What the operator means
-by them is taken from the docstrings torch_npu carries; docs/npu-fusion-attention.md has the equivalences in both
-directions, and where the two differ. What diyfa cannot express is refused with the reason before anything runs.
+Names, order and defaults of the arguments and the seven results are those that torch_npu 2.13 registers. Their meaning
+is taken from torch_npu's docstrings. docs/npu-fusion-attention.md has the equivalences in both directions and the
+differences. Arguments that diyfa cannot express are refused with the reason before anything runs.
 """
 
 from __future__ import annotations
@@ -31,16 +31,15 @@ COMPRESSED_PSE_ROWS = 1024
 
 
 class FusionAttentionResult(NamedTuple):
-    """What the operator returns, in its order.
+    """The operator's results, in its order.
 
-    `softmax_max + log(softmax_sum)` is the log-sum-exp of a row, which is all that diyfa keeps of the two: so
-    `softmax_max` holds the log-sum-exp itself and `softmax_sum` 1; -inf and 0 for a row that sees no key. Neither has a
-    gradient.
+    The log-sum-exp of a row is `softmax_max + log(softmax_sum)`. diyfa knows only the log-sum-exp, so `softmax_max` is
+    the log-sum-exp and `softmax_sum` is 1. For a row that sees no key they are -inf and 0. Neither has a gradient.
     """
 
     attention_out: torch.Tensor  # q's layout and dtype, v's head dim
     softmax_max: torch.Tensor  # (B, N, Sq, 8) float32; (T, N, 8) for TND
-    softmax_sum: torch.Tensor  # the same
+    softmax_sum: torch.Tensor  # shaped like softmax_max
     softmax_out: torch.Tensor  # reserved by the operator: empty
     seed: int  # of the dropout mask (`diyfa.dropout_mask`); 0 without dropout
     offset: int
@@ -75,7 +74,7 @@ def npu_fusion_attention(
     *,
     backend: str | None = None,
 ) -> FusionAttentionResult:
-    """Dropout(softmax(mask(scale · (q kᵀ + pse)))) v, as `torch_npu.npu_fusion_attention`.
+    """Return Dropout(softmax(mask(scale · (q kᵀ + pse)))) v and the statistics, like `torch_npu.npu_fusion_attention`.
 
     Args:
         query, key, value: in `input_layout`: "BSH" (B, S, N·D), "SBH" (S, B, N·D), "BSND", "BNSD", or "TND" (T, N, D)
@@ -85,21 +84,21 @@ def npu_fusion_attention(
         input_layout: one of the five, in any case.
         pse: added to q kᵀ *before* the scaling: (B, N, Sq, Skv), (B, N, 1, Skv) or (1, N, Sq, Skv).
         atten_mask: bool or uint8, 1 where a key is *hidden*: (Sq, Skv), (1, 1, …), (B, 1, …) or (B, N, Sq, Skv) in
-            modes 0 and 1; in modes 2 to 4 the (2048, 2048) upper triangle, whose content is taken for granted. Without
-            it no mode hides anything.
-        scale: factor of the scores. Not 1/sqrt(D) by default, but 1.
+            modes 0 and 1; in modes 2 to 4 the (2048, 2048) upper triangle, whose content is not read. Without it no
+            mode hides anything.
+        scale: factor of the scores; default 1, not 1/sqrt(D).
         keep_prob: probability of keeping a softmax weight, (0, 1].
         pre_tockens, next_tockens: query i sees keys i - pre to i + next (mode 0, from the top left corner, besides the
             mask) or i + Skv - Sq - pre to i + Skv - Sq + next (mode 4).
-        inner_precise: 0, 1 or 2: no difference, rows that see no key are always exact (output 0).
-        actual_seq_qlen, actual_seq_kvlen: for TND, where each sequence ends (host integers, running sums); zeros
-            at the end stand for samples that take no part.
+        inner_precise: 0, 1 or 2, without effect: rows that see no key are always exact (output 0).
+        actual_seq_qlen, actual_seq_kvlen: for TND, the end of each sequence (host integers, running sums); zeros at
+            the end stand for unused samples.
         sparse_mode: 0 the mask as given within the two bounds, 1 the mask as given, 2 causal from the top left,
             3 causal from the bottom right, 4 the band from the bottom right.
         sink: (N,) float32 logit of each head that joins the softmax denominator.
         seed, offset: of the dropout mask; both 0: drawn from torch's CPU generator.
-        softmax_layout: "" or, for TND, "TND": the statistics always come as (T, N, 8).
-        gen_mask_parallel, sync: nothing to choose, the mask is never stored.
+        softmax_layout: "" or, for TND, "TND", without effect: the statistics of TND are always (T, N, 8).
+        gen_mask_parallel, sync: without effect, as the mask is never stored.
         padding_mask, prefix, dropout_mask: must be None.
         backend: name of the diyfa backend that must run the call; default: the one made for the tensors' device.
 
@@ -109,7 +108,7 @@ def npu_fusion_attention(
     Raises:
         ValueError, TypeError: an argument does not fit, or diyfa cannot express it; the message says which and why.
     """
-    given = dict(locals())  # every argument goes on by its name
+    given = dict(locals())  # pass every argument on by its name
     given["pre_tokens"], given["next_tokens"] = given.pop("pre_tockens"), given.pop("next_tockens")
     return npu_fusion_attention_v2(**given)
 
@@ -147,13 +146,13 @@ def npu_fusion_attention_v2(
     offset: int = 0,
     backend: str | None = None,
 ) -> FusionAttentionResult:
-    """`torch_npu.npu_fusion_attention_v2`: as `npu_fusion_attention`, and
+    """`torch_npu.npu_fusion_attention_v2`: `npu_fusion_attention` with further arguments.
 
     Args:
         pse_type: 0: pse is added after the scaling; 1: before it; 2: pse holds ALiBi slopes, (N,) or (B, N) float32,
             and -slope · |i - j| is added after the scaling, for Sq == Skv. 3 is refused.
-        query_rope, key_rope: features that join those of query and key in the scores, for TND.
-        pre_tokens, next_tokens: `pre_tockens` and `next_tockens` spelt right.
+        query_rope, key_rope: further features of query and key for the scores, for TND.
+        pre_tokens, next_tokens: the `pre_tockens` and `next_tockens` of `npu_fusion_attention`.
         q_start_idx, kv_start_idx: must be None.
     """
     validation.check_tensors(query=query, key=key, value=value)
@@ -211,7 +210,7 @@ def npu_fusion_attention_v2(
 def _position_scores(
     pse: torch.Tensor | None, pse_type: int, query: torch.Tensor, layout: str, heads: int, scale: float
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """pse as (attn_bias, alibi_slopes)."""
+    """Return pse as (attn_bias or None, alibi_slopes or None)."""
     if pse_type not in (0, 1, 2, 3):
         raise ValueError(f"pse_type must be 0 to 3, got {pse_type!r}")
     if pse_type == 3:
@@ -245,17 +244,17 @@ def _position_scores(
 def _rng_state(
     keep_prob: float, seed: int, offset: int, device: torch.device
 ) -> tuple[tuple[int, int], torch.Tensor] | None:
-    """Seed and offset as integers and on the device; None without dropout."""
+    """Return (seed, offset) as integers and as a tensor on the device; None without dropout."""
     if keep_prob == 1:
         return None
     if seed == 0 and offset == 0:
-        # On the host, where they are returned: nothing waits.
+        # The result holds them as integers. Drawn on the host, they need no wait for the device.
         seed, offset = torch.randint(1, 2**32, (2,), device="cpu").tolist()
     return (seed, offset), torch.tensor([seed, offset], dtype=torch.int64, device="cpu").to(device)
 
 
 def _heads_kv(query: torch.Tensor, key: torch.Tensor, head_num: int) -> int:
-    """Heads of key and value where N and D share the last dimension: key has query's D."""
+    """Return the heads of key and value in a layout with N·D as its last dimension. key has query's D."""
     head_dim, rest = divmod(query.shape[2], head_num)
     if rest or head_dim == 0 or key.shape[2] == 0 or key.shape[2] % head_dim:
         raise ValueError(
@@ -266,7 +265,7 @@ def _heads_kv(query: torch.Tensor, key: torch.Tensor, head_num: int) -> int:
 
 
 def _heads_apart(x: torch.Tensor, heads: int, rule: Layout) -> torch.Tensor:
-    """x as a (B, N, S, D) view; `heads` splits the last dimension where it holds N·D."""
+    """Return x as a (B, N, S, D) view. A last dimension N·D is split into `heads`."""
     if rule.joined:
         if x.shape[2] % heads:
             raise ValueError(f"the last dimension of a tensor of shape {tuple(x.shape)} must be {heads} heads")

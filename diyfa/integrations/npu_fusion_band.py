@@ -1,8 +1,8 @@
-"""The sparse modes of `torch_npu.npu_fusion_attention` as bands of visible keys, and bands as diyfa's windows.
+"""Translation of `torch_npu.npu_fusion_attention`'s sparse modes to bands of visible keys, and of bands to windows.
 
-Every mode from 0 to 4 leaves query i the keys lo <= j - i <= hi that an explicit mask does not hide besides. Positions
-count from the top left corner of the (Sq, Skv) matrix; modes 3 and 4 place their origin in the bottom right one, which
-moves both bounds by Skv - Sq. Source: the parameter notes that torch_npu carries as the operator's docstring.
+In modes 0 to 4 query i sees the keys lo <= j - i <= hi, less those that an explicit mask hides. Positions count from
+the top left corner of the (Sq, Skv) matrix. Modes 3 and 4 count from the bottom right corner, which shifts both bounds
+by Skv - Sq. Source: the parameter notes in torch_npu's docstring of the operator.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 NO_MASK, ALL_MASK, LEFT_UP_CAUSAL, RIGHT_DOWN_CAUSAL, BAND = range(5)
-COMPRESSED_MASK = 2048  # modes 2 to 4 take one triangular mask of this size whatever the lengths
+COMPRESSED_MASK = 2048  # modes 2 to 4 take one triangular mask of this size for all lengths
 UNBOUNDED_TOKENS = 2147483647
 
 REFUSED_MODES = {
@@ -24,16 +24,16 @@ REFUSED_MODES = {
 
 
 class Band(NamedTuple):
-    """Query i sees the keys lo <= j - i <= hi; None is no bound."""
+    """A band of the score matrix: query i sees the keys lo <= j - i <= hi. None is no bound."""
 
     lo: int | None
     hi: int | None
 
 
 class Window(NamedTuple):
-    """The same as a window: the first `seqlen_q` queries on the first `seqlen_k` keys, diyfa's (left, right) on those.
+    """A band as diyfa's window (left, right) of the first `seqlen_q` queries and the first `seqlen_k` keys.
 
-    Queries beyond see no key, and no query sees a key beyond.
+    Later queries see no key, and later keys are seen by no query.
     """
 
     seqlen_q: int
@@ -43,7 +43,7 @@ class Window(NamedTuple):
 
 
 def band_of(sparse_mode: int, pre_tokens: int, next_tokens: int, seqlen_q: int, seqlen_k: int) -> Band:
-    """The band of one sample of `sparse_mode` 0 to 4 with an atten_mask (without one, every mode sees everything)."""
+    """Return one sample's band of `sparse_mode` 0 to 4 with an atten_mask. Without a mask no mode hides anything."""
     shift = seqlen_k - seqlen_q
     return {
         NO_MASK: Band(_negated(pre_tokens), _bound(next_tokens)),
@@ -67,10 +67,11 @@ def _moved(band: Band, shift: int) -> Band:
 
 
 def as_window(band: Band, seqlen_q: int, seqlen_k: int) -> Window:
-    """`band` on (seqlen_q, seqlen_k) as a window aligned to the bottom right, which has no negative sides.
+    """Return `band` on (seqlen_q, seqlen_k) as a window aligned to the bottom right corner.
 
-    A band that ends left of the bottom right corner never reaches the last keys, one that begins right of it leaves
-    the last queries without keys. Without those, the corner lies on the band's edge.
+    A window's bounds cannot be negative. A band that ends left of the corner never reaches the last keys; one that
+    begins right of it leaves the last queries without keys. Once these keys or queries are cut off, the corner lies on
+    the band's edge.
     """
     lo, hi = band
     if hi is not None and hi < seqlen_k - seqlen_q:

@@ -1,4 +1,4 @@
-"""What the operator's arguments must be, and which of them diyfa refuses."""
+"""Checks of the operator's arguments, and refusals of those that diyfa cannot express."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from diyfa.integrations.npu_fusion_band import COMPRESSED_MASK, REFUSED_MODES
 
 
 class Layout(NamedTuple):
-    """How a layout is seen as (B, N, S, D), once the last dimension is split where N and D are joined in it."""
+    """The permutations between a layout and (B, N, S, D). `joined`: the last dimension is N·D and is split first."""
 
     to_bnsd: tuple[int, int, int, int]
     from_bnsd: tuple[int, int, int, int]
@@ -30,7 +30,7 @@ VARLEN = "TND"
 
 
 def check_layout(input_layout: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, head_num: int) -> str:
-    """The layout's name in capitals, once the shapes fit it."""
+    """Check that the shapes fit the layout; return its name in capitals."""
     layout = input_layout.upper() if isinstance(input_layout, str) else input_layout
     if layout not in (*LAYOUTS, VARLEN):
         raise ValueError(f"input_layout must be one of {', '.join((*LAYOUTS, VARLEN))}, got {input_layout!r}")
@@ -118,7 +118,7 @@ def _running_sums(name: str, ends: Sequence[int] | None, rows: int) -> list[int]
     if isinstance(ends, torch.Tensor):
         raise TypeError(f"{name} must be a list of host integers, got a tensor: pass .tolist()")
     sums = [int(n) for n in ends]
-    while len(sums) > 1 and sums[-1] == 0 and any(sums):  # samples at the end that take no part
+    while len(sums) > 1 and sums[-1] == 0 and any(sums):  # trailing zeros stand for unused samples
         sums.pop()
     if not sums or min(b - a for a, b in pairwise([0, *sums])) < 0 or sums[-1] > rows:
         raise ValueError(f"{name} must be running sums that end at {rows} or before, got {list(ends)}")
@@ -128,7 +128,7 @@ def _running_sums(name: str, ends: Sequence[int] | None, rows: int) -> list[int]
 def sequences(
     query: torch.Tensor, key: torch.Tensor, ends_q: Sequence[int] | None, ends_k: Sequence[int] | None
 ) -> tuple[Rows, Rows]:
-    """First and last row of each sequence on both sides."""
+    """Return the rows [first, last) of each sequence's queries and keys."""
     sums_q = _running_sums("actual_seq_qlen", ends_q, query.shape[0])
     sums_k = _running_sums("actual_seq_kvlen", ends_k, key.shape[0])
     if len(sums_q) != len(sums_k):

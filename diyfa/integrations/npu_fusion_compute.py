@@ -1,4 +1,4 @@
-"""The operator's attention through `flash_attention` and `flash_attention_varlen`: masks, windows, packed sequences."""
+"""The operator's attention by `flash_attention` and `flash_attention_varlen`: masks, windows, packed sequences."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Call(NamedTuple):
     sparse_mode: int
     pre_tokens: int
     next_tokens: int
-    mask: torch.Tensor | None  # True where hidden; None in the modes whose mask is only its band
-    masked: bool  # an atten_mask was given, without which no mode hides anything
+    mask: torch.Tensor | None  # True where hidden; None in modes that need only the band
+    masked: bool  # an atten_mask was given; without one no mode hides anything
     bias: torch.Tensor | None
     slopes: torch.Tensor | None
     sink: torch.Tensor | None
@@ -39,7 +39,7 @@ class Call(NamedTuple):
 
 
 def statistics(lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """softmax_max and softmax_sum, eight times each, from the log-sum-exp."""
+    """Return softmax_max and softmax_sum, each value eight times, from the log-sum-exp."""
     empty = lse == float("inf")
     maximum = lse.masked_fill(empty, float("-inf"))
     total = torch.ones_like(maximum).masked_fill(empty, 0.0)
@@ -54,13 +54,13 @@ def _hide(bias: torch.Tensor | None, mask: torch.Tensor, dtype: torch.dtype) -> 
 
 
 def _first(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """The first rows and columns of the last two dimensions, where they are not broadcast."""
+    """Return the first rows and columns of the last two dimensions. A dimension of 1 is broadcast and stays."""
     x = x if x.shape[-2] == 1 else x[..., :rows, :]
     return x if x.shape[-1] == 1 else x[..., :columns]
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-    """(B, N, Sq, D), (B, Nkv, Skv, D), (B, Nkv, Skv, Dv) -> out and lse."""
+    """Return out and lse of q (B, N, Sq, D), k (B, Nkv, Skv, D) and v (B, Nkv, Skv, Dv)."""
     seqlen_q, seqlen_k = q.shape[2], k.shape[2]
     window = call.window(seqlen_q, seqlen_k)
     whole = (window.seqlen_q, window.seqlen_k) == (seqlen_q, seqlen_k)
@@ -110,7 +110,10 @@ def _with_rows_without_keys(
 def attend_packed(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: tuple[Rows, Rows], call: Call
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(Tq, N, D) … -> out and lse (N, Tq): one call where every sequence has the same window, else one for each."""
+    """Return out and lse (N, Tq) of packed tensors, q (Tq, N, D).
+
+    It is one call if all sequences have the same window, else one call for each sequence.
+    """
     lengths = [(q1 - q0, k1 - k0) for (q0, q1), (k0, k1) in zip(*ends, strict=True)]
     windows = [call.window(*sizes) for sizes in lengths]
     whole = all((w.seqlen_q, w.seqlen_k) == sizes for w, sizes in zip(windows, lengths, strict=True))

@@ -1,4 +1,4 @@
-"""`status`: which clients are installed, where diyfa has been put in, and where calls went since."""
+"""`status`: the installed clients, the integrations that are on, and the targets of their calls."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from diyfa.integrations import alias, diffusers, pytorch, transformers
 from diyfa.integrations.seams import handle_of
 from diyfa.npu_stacks import installed_version
 
-# Seam -> the distribution of its client, and what switches it on.
+# {seam: (distribution of its client, function that switches it on)}
 SEAMS = {
     pytorch.SEAM: ("torch", "use_in_pytorch"),
     transformers.SEAM: ("transformers", "use_in_transformers"),
@@ -18,10 +18,10 @@ SEAMS = {
 
 @dataclass(frozen=True)
 class Status:
-    """One place in other software.
+    """The state of one integration.
 
-    `installed`: the client's version, or "". `calls`: how many went where since diyfa was put in; of an alias, the
-    modules that were imported through it, whose functions are diyfa's own.
+    `installed`: the client's version, or "". `calls`: the number of calls since the integration is on, by target. For
+    an alias, the modules imported through it, with 1 each.
     """
 
     client: str
@@ -41,7 +41,7 @@ def _of_alias(package: alias.Package) -> Status:
 
 
 def status() -> list[Status]:
-    """A row for each place where diyfa can be put in. Imports none of the clients."""
+    """Return one row for each integration. Imports none of the clients."""
     rows = []
     for seam, (distribution, function) in SEAMS.items():
         handle = handle_of(seam)

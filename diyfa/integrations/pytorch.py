@@ -1,8 +1,8 @@
 """diyfa under PyTorch's own attention: `use_in_pytorch`.
 
-On CUDA PyTorch has a registry of flash attention implementations, whose operators `scaled_dot_product_attention`,
-`varlen_attn`, `nn.MultiheadAttention`, compiled graphs and `context_parallel` call where they choose flash attention.
-On an NPU torch_npu replaces `scaled_dot_product_attention` as a whole, so there that operator is overridden, too.
+On CUDA PyTorch has a registry of flash attention implementations. `scaled_dot_product_attention`, `varlen_attn`,
+`nn.MultiheadAttention`, compiled graphs and `context_parallel` call their operators if they choose flash attention.
+On an NPU torch_npu replaces all of `scaled_dot_product_attention`, so diyfa overrides that operator, too.
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ DISPATCH_KEYS = {"cuda": "CUDA", "npu": "PrivateUse1", "cpu": "CPU"}
 
 
 def _kernel_of(operator: Any, key: str) -> Callable[..., torch.Tensor]:
-    """What PyTorch runs for an operator and a dispatch key now."""
-    if not hasattr(torch.library, "get_kernel"):  # 2.10; before, all but the vendor's own kernel
+    """Return the kernel that PyTorch currently runs for an operator and a dispatch key."""
+    if not hasattr(torch.library, "get_kernel"):  # new in 2.10; `decompose` omits the vendor's own kernel
         return operator.decompose
     kernel = torch.library.get_kernel(operator, key)
     return lambda query, *arguments, **options: kernel.call_boxed(dispatch_keys(query), query, *arguments, **options)
 
 
 def _override_whole_attention(library: torch.library.Library, key: str) -> None:
-    """`scaled_dot_product_attention` itself, in training and in inference mode; the kernel that was there is kept for
-    what diyfa does not take."""
+    """Override `scaled_dot_product_attention`, in training and in inference mode.
+
+    Calls that diyfa does not take go to the kernel that was registered before.
+    """
     operator = torch.ops.aten.scaled_dot_product_attention.default
     for of_key in (f"Autograd{key}", key):
         attention = torch_operators.scaled_dot_product_attention(_kernel_of(operator, of_key))
@@ -42,14 +44,16 @@ def _override_whole_attention(library: torch.library.Library, key: str) -> None:
 
 
 def _override(device_type: str, whole: bool, and_then: Callable[[], None] = lambda: None) -> Handle:
-    """Kernels of PyTorch's operators for one device type, or of all of its attention; `and_then` follows their
-    removal."""
+    """Override PyTorch's flash operators for one device type; if `whole`, `scaled_dot_product_attention`, too.
+
+    The handle's `remove()` calls `and_then` after it has removed the kernels.
+    """
     handle = handle_of(SEAM)
     if handle is not None:
         raise RuntimeError(f"diyfa is under PyTorch's attention for {handle.detail}; remove that handle first")
     key = DISPATCH_KEYS[device_type]
     with ExitStack() as undo, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*verrid.*", UserWarning)  # what is meant here
+        warnings.filterwarnings("ignore", ".*verrid.*", UserWarning)  # PyTorch warns of overrides; these are wanted
         undo.callback(and_then)
         library = torch.library.Library("aten", "IMPL")
         undo.callback(library._destroy)
@@ -62,7 +66,7 @@ def _override(device_type: str, whole: bool, and_then: Callable[[], None] = lamb
 
 
 class _Registered:
-    """diyfa in PyTorch's registry, which calls `remove()` when it activates something else or its own kernels."""
+    """diyfa's entry in PyTorch's registry, which calls `remove()` when it activates another or its own kernels."""
 
     def __init__(self, before: str | None = None) -> None:
         self._before = before
@@ -74,7 +78,7 @@ class _Registered:
         self._handle.remove()
 
     def _bring_back(self) -> None:
-        """What was active before, unless the registry knows better."""
+        """Activate the former implementation, unless the registry has activated another one."""
         if self._replaced or attention.current_flash_attention_impl() != NAME:
             return
         attention.restore_flash_attention_impl()
@@ -89,7 +93,7 @@ class _Registered:
 
 
 def _activate() -> None:
-    """diyfa by PyTorch's registry, which forgets what was active as soon as it activates something else."""
+    """Activate diyfa in PyTorch's registry. The registry forgets the former implementation, so store its name."""
     before = attention.current_flash_attention_impl()
     attention.register_flash_attention_impl(NAME, register_fn=lambda: _Registered(before))
     try:
@@ -107,17 +111,17 @@ def use_in_pytorch(device_type: str = "cuda") -> Handle:
 
     Args:
         device_type:
-            "cuda": the flash attention operators, by PyTorch's registry (where it can restore one: 2.11), under the
-            name "diyfa": `torch.nn.attention.activate_flash_attention_impl("diyfa")` puts it back after another.
-            "npu": `scaled_dot_product_attention` itself, and the flash operators for `varlen_attn`. Calls that are not
-            diyfa's (other dtypes than float16, bfloat16 and float32, other ranks than 4, a last stride other than 1)
-            go where they went before; the handle's `calls` say how many and why.
+            "cuda": the flash attention operators, through PyTorch's registry (if it can restore one: 2.11), under the
+            name "diyfa". `torch.nn.attention.activate_flash_attention_impl("diyfa")` activates it again after another.
+            "npu": `scaled_dot_product_attention` itself, and the flash operators for `varlen_attn`. Calls that diyfa
+            does not take (other dtypes than float16, bfloat16 and float32, other ranks than 4, a last stride other
+            than 1) go to the former kernel; the handle's `calls` say how many and why.
             "cpu": as "npu", for CPU tensors inside `diyfa.use_backend("cpu")`, to try it.
 
     Returns:
-        A handle whose `remove()` gives the operators back to what had them: PyTorch, or the implementation of its
-        registry that was active before this call. Where the registry has activated another one since, it does nothing.
-        The name stays in the registry, which cannot forget one. A second call returns the same handle.
+        A handle whose `remove()` restores the former kernels: PyTorch's, or the implementation of its registry that was
+        active before this call. If the registry has activated another one since, `remove()` does nothing. The name
+        stays in the registry, which cannot remove one. A second call returns the same handle.
 
     Raises:
         ValueError: another device type.

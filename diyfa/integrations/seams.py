@@ -1,6 +1,6 @@
-"""What an integration has changed, and where calls went since: the handle that each of them returns.
+"""The handle that each integration returns: it undoes the integration's changes and counts its calls.
 
-A seam is a place of other software where diyfa can be put in. Each is on once at most; its handle takes it back.
+A seam is a point of other software where diyfa can be plugged in. It is on at most once; its handle switches it off.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _on: dict[str, Handle] = {}
 
 
 class Handle:
-    """What one integration changed; `remove()` takes it back."""
+    """The handle of one integration; `remove()` undoes its changes."""
 
     def __init__(self, seam: str, undo: ExitStack, detail: str) -> None:
         self.seam = seam
@@ -28,26 +28,26 @@ class Handle:
         return _on.get(self.seam) is self
 
     def remove(self) -> None:
-        """Everything as before; a second time does nothing."""
+        """Undo all changes. A second call does nothing."""
         if self.active:
             del _on[self.seam]
             self._undo.close()
 
 
 def handle_of(seam: str) -> Handle | None:
-    """The handle of a seam that is on."""
+    """Return the handle of a seam that is on, else None."""
     return _on.get(seam)
 
 
 def switch_on(seam: str, undo: ExitStack, detail: str = "") -> Handle:
-    """A handle of a seam that was off; `undo` takes everything back, also where switching on fails half-way."""
+    """Switch on a seam that is off and return its handle, whose `remove()` closes `undo`."""
     assert seam not in _on, f"{seam} is on already"
     _on[seam] = Handle(seam, undo, detail)
     return _on[seam]
 
 
 def record(seam: str, where: str) -> None:
-    """One call of a seam went there."""
+    """Count one call of a seam that went to `where`."""
     handle = _on.get(seam)
     if handle is not None and not torch.compiler.is_compiling():
         handle.calls[where] += 1

@@ -1,8 +1,9 @@
-"""PyTorch's attention operators by diyfa, on tensors of any device: `use_in_pytorch` registers them.
+"""PyTorch's attention operators, computed by diyfa for tensors of any device: `use_in_pytorch` registers them.
 
-The names, arguments and results are those of `torch.ops.aten`. The five flash operators stand below autograd, their
-backward being operators of their own; `scaled_dot_product_attention` stands above it. What dropout draws travels from
-a forward to its backward operator in `rng_state`, (2,) uint64 as everywhere in PyTorch; `unused` says nothing.
+The names, arguments and results are those of `torch.ops.aten`. The five flash operators run below autograd; backward
+passes are operators of their own. `scaled_dot_product_attention` runs above autograd. `rng_state`, (2,) uint64 as
+everywhere in PyTorch, carries dropout's seed and offset from a forward operator to its backward operator. `unused`
+has no content.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def _splits(num_splits: int | None) -> AbstractContextManager[object]:
-    """One split is how PyTorch asks for results that do not depend on the batch."""
+    """Return the context of a call: `batch_invariant` for one split, by which PyTorch asks for batch invariance."""
     if num_splits is not None and num_splits > 1:
         raise ValueError(f"num_splits must be None or 1, got {num_splits}: diyfa chooses the number itself")
     return registry.batch_invariant() if num_splits == 1 else nullcontext()
@@ -44,7 +45,7 @@ def _bounds(left: int | None, right: int | None) -> tuple[int, int]:
 
 
 def _auxiliary(q: torch.Tensor, rng_state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """rng_state, unused and debug_attn_mask; rng_state is (2,) int64, which says nothing without dropout."""
+    """Return the results rng_state, unused and debug_attn_mask, from a (2,) int64 `rng_state`."""
     unused = torch.empty((), dtype=torch.uint64, device=q.device)
     return rng_state.view(torch.uint64), unused, torch.empty(0, dtype=q.dtype, device=q.device)
 
@@ -69,7 +70,10 @@ def _flash_attention_forward(
     block_table: torch.Tensor | None = None,
     num_splits: int | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """(B, S, H, D), or packed (T, H, D) with cum_seq_q -> output, lse (B, H, S) or (H, T), rng_state, unused, mask."""
+    """Return output, lse (B, H, S) or (H, T), rng_state, unused and mask, of (B, S, H, D) tensors.
+
+    With cum_seq_q the tensors are packed (T, H, D).
+    """
     record(SEAM, "_flash_attention_forward: diyfa")
     _refuse(return_debug_mask)
     for name, given in {"alibi_slopes": alibi_slopes, "block_table": block_table, "seqused_k": seqused_k}.items():
@@ -94,9 +98,9 @@ def _flash_attention_forward(
 def _flash_attention_forward_no_dropout_inplace(
     out: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *arguments: Any, **options: Any
 ) -> torch.Tensor:
-    """`_flash_attention_forward` that writes into `out` -> lse."""
+    """Run `_flash_attention_forward`, write its output into `out` and return lse."""
     wanted, given = (*query.shape[:-1], value.shape[-1]), tuple(out.shape)
-    if given != wanted or out.dtype != query.dtype:  # copy_ would stretch and convert
+    if given != wanted or out.dtype != query.dtype:  # copy_ would broadcast and convert without an error
         raise ValueError(f"out must be {wanted} of {query.dtype}, got {given} of {out.dtype}")
     result, lse, *_ = _flash_attention_forward(query, key, value, *arguments, **options)
     out.copy_(result)
@@ -123,7 +127,7 @@ def _flash_attention_backward(
     window_size_left: int | None = None,
     window_size_right: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk and dv of `_flash_attention_forward`."""
+    """Return dq, dk and dv of `_flash_attention_forward`."""
     record(SEAM, "_flash_attention_backward: diyfa")
     left, right = _bounds(window_size_left, window_size_right)
     dq, dk, dv = (torch.empty_like(x) for x in (query, key, value))
@@ -147,7 +151,7 @@ def _scaled_dot_product_flash_attention(
     *,
     scale: float | None = None,
 ) -> tuple[Any, ...]:
-    """(B, H, S, D) -> output, lse (B, H, S), None, None, max_q, max_k, rng_state, unused, mask."""
+    """Return output, lse (B, H, S), None, None, max_q, max_k, rng_state, unused and mask, of (B, H, S, D) tensors."""
     record(SEAM, "_scaled_dot_product_flash_attention: diyfa")
     _refuse(return_debug_mask)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
@@ -176,7 +180,7 @@ def _scaled_dot_product_flash_attention_backward(
     *,
     scale: float | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """dq, dk and dv of `_scaled_dot_product_flash_attention`, whose rng_state is called philox_seed here."""
+    """Return dq, dk and dv of `_scaled_dot_product_flash_attention`. philox_seed is its rng_state."""
     record(SEAM, "_scaled_dot_product_flash_attention_backward: diyfa")
     dout, q, k, v, o = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
@@ -193,17 +197,17 @@ FLASH_OPERATORS = (
     _flash_attention_backward,
     _scaled_dot_product_flash_attention,
     _scaled_dot_product_flash_attention_backward,
-    _flash_attention_forward_no_dropout_inplace,  # of newer releases
+    _flash_attention_forward_no_dropout_inplace,  # exists in newer PyTorch releases only
 )
 
 
-# ---- The whole of scaled_dot_product_attention --------------------------------------------------------------------
+# ---- scaled_dot_product_attention itself --------------------------------------------------------------------------
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def _left_to_pytorch(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> str:
-    """Why a call is not one of diyfa's, or nothing."""
+    """Return why diyfa does not take a call, or ""."""
     tensors = (query, key, value)
     if any(x.is_nested or x.dim() != 4 for x in tensors):
         return "not (B, H, S, D)"
@@ -220,7 +224,7 @@ def _left_to_pytorch(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 
 
 def scaled_dot_product_attention(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """PyTorch's function by diyfa, and by `original` for what is not among diyfa's calls."""
+    """Return PyTorch's function, computed by diyfa, or by `original` for calls that diyfa does not take."""
 
     def attention(
         query: torch.Tensor,

@@ -1,20 +1,20 @@
 """Hugging Face Transformers: `attn_implementation="diyfa"`, on any device, and `"paged|diyfa"`.
 
-Transformers asks an attention implementation for two functions. The mask function sees how the model masks (causal,
-sliding window, padding, packed sequences, a cache with room left, anything else) and says it in a tensor; the attention
-function gets that tensor in every layer. What diyfa's options express stays small:
+An attention implementation of Transformers has two functions. The mask function gets the model's masks (causal, sliding
+window, padding, packed sequences, a cache with free rows, any other) and encodes them in one tensor. The attention
+function gets that tensor in every layer. Masks that diyfa's options express need only a small tensor:
 
-    None                    nothing but the model's own causality and window
-    bool (B, Sk)            padding, False where there is no token; (0, Sk): none
-    int8 (B, Sk)            padding of a cache with room left: 1 a token, 0 padding, -1 a row that no query sees yet
-    int8 (0, Sk, n)         a cache with room left and no padding, whose first n rows are seen
-    int32 (B, S)            packed sequences, the same number in the rows of one
-    bool (B, 1, Sq, Sk)     any other mask, and whatever a program passes itself: the whole truth, made a bias
+    None                    only the model's own causality and window
+    bool (B, Sk)            padding, False where there is no token; (0, Sk): no padding
+    int8 (B, Sk)            padding of a cache with free rows: 1 a token, 0 padding, -1 a row that no query sees yet
+    int8 (0, Sk, n)         a cache with free rows and no padding; queries see its first n rows
+    int32 (B, S)            packed sequences: the number of each row's sequence
+    bool (B, 1, Sq, Sk)     any other mask, and masks that a program passes itself: the complete mask, used as a bias
 
-With a sliding window bool becomes uint8, int8 int16, and int32 int64. A layer must have the Sk keys that its mask was
-made for.
+With a sliding window bool becomes uint8, int8 becomes int16, and int32 becomes int64. A layer must have the Sk keys
+that its mask was made for.
 
-The meaning is always that of the model's eager attention.
+Results are always those of the model's eager attention.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PACKED = (torch.int32, WITH_WINDOW[torch.int32])
 
 
 def _parts(mask_function: Any) -> list[Any]:
-    """The functions whose intersection a mask function of Transformers is."""
+    """Return the functions whose intersection is a mask function of Transformers."""
     if getattr(mask_function, "__qualname__", "") != "and_masks.<locals>.and_mask":
         return [mask_function]
     (functions,) = (cell.cell_contents for cell in mask_function.__closure__)
@@ -51,7 +51,7 @@ def _parts(mask_function: Any) -> list[Any]:
 
 
 def _packed(mask_function: Any) -> torch.Tensor | None:
-    """The sequence that each row belongs to, where a causal mask, with or without a window, is cut into sequences."""
+    """Return the number of each row's sequence if the mask is causal and packed, perhaps with a window; else None."""
     names = [getattr(part, "__qualname__", "").split(".")[0] for part in _parts(mask_function)]
     if set(names) - {"sliding_window_overlay"} != {"causal_mask_function", "packed_sequence_mask_function"}:
         return None
@@ -61,7 +61,7 @@ def _packed(mask_function: Any) -> torch.Tensor | None:
 
 @functools.cache
 def _attends_by_itself(config_class: type) -> bool:
-    """Older models have an attention of their own, whatever attn_implementation is; masks like these are not for it."""
+    """Return whether a model ignores attn_implementation, as older ones do. Their own attention needs other masks."""
     from transformers import PreTrainedModel
 
     module = sys.modules.get(config_class.__module__.replace(".configuration_", ".modeling_"))
@@ -84,8 +84,8 @@ def attention_mask_of(
     attention_mask: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """The mask of one kind of layer, as the table above has it; the arguments are Transformers'."""
-    # By name: not every torch.compile can trace how Transformers hands out its modules.
+    """Return the mask of one kind of layer, as in the module's table. The arguments are Transformers'."""
+    # From the submodule itself: not every torch.compile can trace Transformers' lazy modules.
     from transformers.masking_utils import (
         bidirectional_mask_function,
         causal_mask_function,
@@ -106,12 +106,12 @@ def attention_mask_of(
         rows = _packed(mask_function)
         if rows is not None and attention_mask is None:
             return rows.to(torch.int64 if slides else torch.int32)
-    decodes = isinstance(q_offset, torch.Tensor) and (tracing or q_length == 1)  # a static cache: nobody waits for it
+    decodes = isinstance(q_offset, torch.Tensor) and (tracing or q_length == 1)  # a static cache: do not wait for it
     keys = kv_length
     if causal and not decodes:
         keys = min(kv_length, int(q_offset) + q_length - kv_offset)
     has_room = keys < kv_length
-    # A traced program cannot ask how many rows of a padded cache are seen.
+    # A traced program cannot read from a mask on the device how many rows of a padded cache are seen.
     asks = tracing and has_room and attention_mask is not None
     if not (causal or both_ways) or (causal and decodes) or asks:
         kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
@@ -134,12 +134,12 @@ def attention_mask_of(
 # ---- The attention -------------------------------------------------------------------------------------------------
 
 
-Sequences = tuple[torch.Tensor, int]  # offsets of packed sequences and the longest
+Sequences = tuple[torch.Tensor, int]  # offsets of packed sequences, length of the longest
 
 
 def _once(x: torch.Tensor, find: Callable[[torch.Tensor], Any]) -> Any:
-    """find(x), which waits for the device, once for a mask that all layers share."""
-    version = None if x.is_inference() else x._version  # tensors of inference mode have none
+    """Return find(x), cached on x: it waits for the device, and all layers share one mask."""
+    version = None if x.is_inference() else x._version  # tensors of inference mode have no version
     known, found = getattr(x, "diyfa_found", (None, None))
     if version is None or version != known:
         found = find(x)
@@ -148,7 +148,7 @@ def _once(x: torch.Tensor, find: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def _sequences(begins: torch.Tensor) -> Sequences:
-    """Sequences that begin in these rows (B, S), and in the first of each sample."""
+    """Return the sequences that begin where `begins` (B, S) is True, and at the first row of each sample."""
     begins[:, 0] = True
     starts = begins.flatten().nonzero()[:, 0]
     offsets = torch.cat((starts, starts.new_tensor([begins.numel()]))).to(torch.int32)
@@ -160,22 +160,28 @@ def _by_number(numbers: torch.Tensor) -> Sequences:
 
 
 def _by_position(positions: torch.Tensor) -> Sequences | None:
-    """Sequences that begin where the smallest position comes again, the rule of Transformers' flash attention. Any
-    other step is a position of its own: of an image, of a token that was skipped, of an interpolation."""
+    """Return the sequences that begin at each smallest position, or None if there is one sequence.
+
+    It is the rule of Transformers' flash attention. Other jumps of the position start no sequence: images, skipped
+    tokens and interpolation cause them.
+    """
     found = _sequences(positions == positions.min())
     return None if found[0].shape[0] == 2 else found
 
 
 def _room(mask: torch.Tensor) -> tuple[int, torch.Tensor]:
-    """How many rows of a cache are seen, and their padding: True for a token."""
+    """Return the number of visible rows of a cache, and their padding, True for a token."""
     keys = int((mask[0] >= 0).sum())
     return keys, mask[:, :keys] > 0
 
 
 def _by_padding(mask: torch.Tensor) -> tuple[Sequences | None, torch.Tensor | None, torch.Tensor | None]:
-    """A padded batch as packed sequences, the padding being sequences of its own, which no token sees; how much there
-    is on the left; and the offsets, in samples, of queries that all see the tokens. None where a sample's tokens have
-    gaps, or are not the last ones."""
+    """Return a padded batch as packed sequences, its left padding, and query offsets for attention without causality.
+
+    Padding forms sequences of its own, which no token sees. The left padding, (B,) int32, is None if a sample's last
+    row is padding. The query offsets, in samples, give all queries of a sample to the sequence of its tokens. All three
+    are None if a sample's tokens have gaps.
+    """
     seen = mask.bool()
     changes = seen != seen.roll(1, 1)
     changes[:, 0] = seen[:, 0]
@@ -183,7 +189,8 @@ def _by_padding(mask: torch.Tensor) -> tuple[Sequences | None, torch.Tensor | No
         return None, None, None
     to_the_end = bool(seen[:, -1].all())
     offsets, longest = _sequences(changes)
-    sees = (seen | ~seen.any(1, keepdim=True)).flatten()[offsets[:-1]]  # where all is padding, it is what is seen
+    # Queries of a sample without any token see its padding.
+    sees = (seen | ~seen.any(1, keepdim=True)).flatten()[offsets[:-1]]
     samples = torch.nn.functional.pad(sees.cumsum(0), (1, 0)).to(torch.int32)
     return (offsets, longest), seen.int().argmax(1).to(torch.int32) if to_the_end else None, samples
 
@@ -191,9 +198,12 @@ def _by_padding(mask: torch.Tensor) -> tuple[Sequences | None, torch.Tensor | No
 def _packed_lengths(
     mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, causal: bool, extras: dict[str, Any]
 ) -> Any:
-    """Offsets and longest of both sides, or () where nothing is packed: as a collator counted them, as the mask says,
-    or as position ids do that begin anew. Some models mask without a look at those."""
-    if extras.get("cu_seq_lens_q") is not None and (mask is None or mask.dim() == 2):  # one of four says everything
+    """Return (cu_q, cu_k, longest q, longest k), or () if nothing is packed.
+
+    They come from a collator's lengths, else from the mask, else from position ids that restart: some models' masks
+    ignore those.
+    """
+    if extras.get("cu_seq_lens_q") is not None and (mask is None or mask.dim() == 2):  # a 4-D mask is complete
         return tuple(extras[f"{name}_{side}"] for name in ("cu_seq_lens", "max_length") for side in "qk")
     found, positions = None, extras.get("position_ids")
     if mask is not None and mask.dim() == 2 and mask.dtype in PACKED:
@@ -202,7 +212,7 @@ def _packed_lengths(
         return ()
     elif mask is not None and mask.dim() == 2:
         found, _, samples = _once(mask, _by_padding)
-        if found is not None and not causal and mask.dtype not in OF_WINDOWS:  # keys may be those of an encoder
+        if found is not None and not causal and mask.dtype not in OF_WINDOWS:  # keys may be an encoder's
             return samples * q.shape[1], found[0], q.shape[1], found[1]
     elif causal and mask is None and isinstance(positions, torch.Tensor):
         found = _once(positions, _by_position) if positions.shape == (1, q.shape[1]) == q.shape[:2] else None
@@ -212,7 +222,7 @@ def _packed_lengths(
 def _attend_packed(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[Any, ...], options: dict[str, Any]
 ) -> torch.Tensor:
-    """(B, S, H, D), in which `lengths` (offsets and longest, of both sides) count rows of the whole batch."""
+    """Return the attention of (B, S, H, D) tensors as one packed batch of B · S rows, with `_packed_lengths`."""
     cu_q, cu_k, max_q, max_k = lengths
     batch = q.shape[:2]
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
@@ -224,7 +234,7 @@ def _attend_packed(
 def _attend_one_token(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, options: dict[str, Any]
 ) -> torch.Tensor | None:
-    """A new token of each sample over a cache, by the kernels that divide the keys; None where they do not do."""
+    """Return the attention of one new token of each sample over a cache, by split-KV; None if split-KV cannot do it."""
     tensors = (q, k, v) if options["sinks"] is None else (q, k, v, options["sinks"])
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     if q.shape[1] != 1 or k.shape[1] == 1 or learns or options["dropout_p"]:
@@ -277,8 +287,10 @@ def attention(
     is_causal: bool | None = None,
     **extras: Any,
 ) -> tuple[torch.Tensor, None]:
-    """(B, H, S, D) -> (B, S, H, D), as Transformers calls it; `extras` hold sliding_window, softcap, s_aux,
-    position_bias and the lengths of packed sequences, besides what concerns others."""
+    """Return the attention (B, S, H, D) of (B, H, S, D) tensors, with the arguments of Transformers.
+
+    Of `extras` it reads sliding_window, softcap, s_aux, position_bias, position_ids and lengths of packed sequences.
+    """
     mask, window, bias = attention_mask, extras.get("sliding_window"), extras.get("position_bias")
     _check(module, mask, window, extras)
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
@@ -296,7 +308,8 @@ def attention(
                 "cache that records its past is cropped before its next use"
             )
         handed_on = window == getattr(getattr(module, "config", None), "sliding_window", None)
-        if mask.dtype in OF_WINDOWS and not causal and handed_on:  # others hand on one more, as flash_attn counts
+        # Some models pass the configuration's window as it is; the others pass 1 more, as flash_attn counts.
+        if mask.dtype in OF_WINDOWS and not causal and handed_on:
             options["window"] = (window, window)
         if mask.dtype in ROOM:
             keys, mask = (mask.shape[2], None) if mask.dim() == 3 else _once(mask, _room)
@@ -312,7 +325,7 @@ def attention(
             )
         record(SEAM, "attention of packed sequences: diyfa")
         return _attend_packed(q, k, v, lengths, options), None
-    if mask is not None and mask.dim() == 4:  # it says everything
+    if mask is not None and mask.dim() == 4:  # complete: it contains causality and window
         options.update(causal=False, window=(-1, -1))
     out = _attend_one_token(q, k, v, mask, options) if bias is None else None
     if out is not None:
@@ -335,9 +348,9 @@ def paged_attention(
     cache: Any = None,
     **given: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Continuous batching: (1, H, T, D) of all requests together over a paged cache -> (T, H, D)."""
+    """Return the attention (T, H, D) of all requests' tokens (1, H, T, D) over a paged cache: continuous batching."""
     _check(module, None, None, given)
-    window = given.get("sliding_window") or getattr(module, "sliding_window", None)  # as the model has it
+    window = given.get("sliding_window") or getattr(module, "sliding_window", None)
     group, layer = cache.layer_index_to_group_indices[module.layer_idx]
     if getattr(cache.group_cache_managers[group], "sliding_window", None) and not window:
         raise ValueError(_no_window(module))
@@ -381,11 +394,11 @@ def use_in_transformers() -> Handle:
     Tensors on the CPU need `diyfa.use_backend("cpu")` around the model's calls.
 
     Returns:
-        A handle whose `remove()` takes the names back; models that use them then fail with Transformers' own error. A
+        A handle whose `remove()` removes the names. Models that use them then fail with Transformers' own error. A
         second call returns the same handle.
 
     Raises:
-        ModuleNotFoundError: there is no Transformers.
+        ModuleNotFoundError: Transformers is missing.
     """
     handle = handle_of(SEAM)
     if handle is not None:

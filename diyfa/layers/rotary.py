@@ -1,10 +1,9 @@
 """Rotary position embedding (Su et al. 2021, arXiv:2104.09864) with flash_attn 2.8's functions, in plain PyTorch.
 
-Pair t of the first `rotary_dim` features of a token at position p is turned by the angle whose cosine and sine stand
-in row p, column t of the tables. Pairs are (t, t + rotary_dim / 2), or neighbours (2t, 2t + 1) when `interleaved`.
-Products are formed in float32. Everything is differentiable; what works in place does so as PyTorch's own in-place
-operators do: autograd follows, and refuses leaves that require a gradient and the views that `unbind` and `chunk`
-return.
+A token at position p has its first `rotary_dim` features rotated in pairs. Pair t rotates by the angle whose cosine and
+sine are in row p, column t of the tables. Pairs are (t, t + rotary_dim / 2), or (2t, 2t + 1) if `interleaved`. Products
+are formed in float32. Every function is differentiable. In-place functions behave like PyTorch's in-place operators:
+autograd follows them, and refuses leaves that require a gradient and the views that `unbind` and `chunk` return.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Offsets = int | Tensor
 
 
 def rotate_half(x: Tensor, interleaved: bool = False) -> Tensor:
-    """(a, b) -> (-b, a) for every pair of features: a quarter turn."""
+    """Return x with every pair of features (a, b) rotated by 90 degrees to (-b, a)."""
     if interleaved:
         return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
     a, b = x.chunk(2, -1)
@@ -37,7 +36,7 @@ def rotate_half(x: Tensor, interleaved: bool = False) -> Tensor:
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """All features of x (..., heads, R) turned; cos and sin (..., heads or 1, R/2) float32."""
+    """Rotate all features of x (..., heads, R); cos and sin (..., heads or 1, R/2) float32."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     a, b = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
     a, b = a.to(dtype), b.to(dtype)
@@ -65,9 +64,9 @@ def _rows(
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
 ) -> list[Tensor]:
-    """Rows of each table for every token: (S, 1, R/2), (B, S, 1, R/2), or packed (T, 1, R/2), float32 or wider.
+    """Return each table's rows for all tokens: (S, 1, R/2), (B, S, 1, R/2), or packed (T, 1, R/2), float32 or wider.
 
-    `tables` alternate cos, sin. A token without a row (beyond the table, or of no packed sequence) is not turned.
+    `tables` alternate cos, sin. A token without a row (beyond the table, or of no packed sequence) is not rotated.
     """
     length = tables[0].shape[0]
     batch = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -101,7 +100,7 @@ def _rows(
         sequence, shifts = sequence.clamp(min=0), torch.nn.functional.pad(shifts, (0, 1))
         position = torch.where(inside, token - cu_seqlens[sequence] + shifts[sequence], length)
     position = torch.where((position >= 0) & (position < length), position, length)
-    # One more row, the angle 0: what has no position is left as it is.
+    # An extra last row holds the angle 0, for tokens without a position.
     return [
         torch.cat((t, t.new_full((1, t.shape[1]), 1.0 - n % 2)))[position][..., None, :] for n, t in enumerate(wide)
     ]
@@ -118,7 +117,7 @@ def apply_rotary(
     inplace: bool = False,
     conjugate: bool = False,
 ) -> Tensor:
-    """`apply_rotary_emb` in the order of arguments of `flash_attn.ops.triton.rotary`; `conjugate` turns backwards."""
+    """`apply_rotary_emb` with `flash_attn.ops.triton.rotary`'s order of arguments. `conjugate` negates the angles."""
     check_tensors(x=x)
     rank = 4 if cu_seqlens is None else 3
     if x.dim() != rank:
@@ -144,16 +143,16 @@ def apply_rotary_emb(
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
 ) -> Tensor:
-    """Turn the first rotary_dim features of every token by its position.
+    """Rotate the first rotary_dim features of every token by its position.
 
     Args:
         x: (batch, seqlen, heads, head_dim), or packed (total, heads, head_dim) with cu_seqlens.
         cos, sin: (rows, rotary_dim / 2), rotary_dim <= head_dim.
-        interleaved: pairs are neighbours instead of the two halves.
+        interleaved: a pair is (2t, 2t + 1) instead of (t, t + rotary_dim / 2).
         inplace: write into x and return it.
         seqlen_offsets: position of the first token, one int or (batch,) integers.
         cu_seqlens: (batch + 1,) int32 offsets of packed sequences.
-        max_seqlen: the longest length, needed with cu_seqlens.
+        max_seqlen: length of the longest sequence, needed with cu_seqlens.
 
     Raises:
         TypeError: an argument is no tensor, or a position no integer.
@@ -166,8 +165,8 @@ apply_rotary_emb_func = apply_rotary_emb  # its older name
 
 
 def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """x (batch, seqlen, heads, head_dim) turned; cos, sin (seqlen, rotary_dim / 2), or one for each sample
-    (batch, seqlen, rotary_dim / 2)."""
+    """Return x (batch, seqlen, heads, head_dim) rotated by cos, sin (seqlen, rotary_dim / 2), or, with one table for
+    each sample, (batch, seqlen, rotary_dim / 2)."""
     rotary_dim = 2 * cos.shape[-1]
     if rotary_dim > x.shape[-1]:
         raise ValueError(f"rotary_dim {rotary_dim} exceeds the head dimension {x.shape[-1]}")
@@ -185,13 +184,13 @@ def apply_rotary_emb_qkv_(
     seqlen_offsets: Offsets = 0,
     num_heads_q: int | None = None,
 ) -> Tensor:
-    """Turn q and k of a packed projection in place and return it.
+    """Rotate q and k of a packed projection in place and return it.
 
     Args:
         qkv: (batch, seqlen, 3, heads, head_dim), or (batch, seqlen, num_heads_q + 2 * heads_k, head_dim) with
             num_heads_q, which grouped-query attention needs.
         cos, sin: (rows, rotary_dim / 2).
-        cos_k, sin_k: the same for k; default: those of q.
+        cos_k, sin_k: tables for k, (rows, rotary_dim / 2); default: cos and sin.
         interleaved, seqlen_offsets: as for `apply_rotary_emb`.
 
     Raises:
@@ -232,7 +231,7 @@ def apply_rotary_emb_qkv_(
 def apply_rotary_emb_kv_(
     kv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, seqlen_offsets: Offsets = 0
 ) -> Tensor:
-    """Turn k of kv (batch, seqlen, 2, heads, head_dim) in place and return kv."""
+    """Rotate k of kv (batch, seqlen, 2, heads, head_dim) in place and return kv."""
     check_tensors(kv=kv)
     if kv.dim() != 5 or kv.shape[2] != 2:
         raise ValueError(f"kv must have shape (batch, seqlen, 2, heads, head_dim), got {tuple(kv.shape)}")
@@ -241,7 +240,7 @@ def apply_rotary_emb_kv_(
 
 
 class RotaryEmbedding(torch.nn.Module):
-    """Keeps the tables and turns q and k with them, in place.
+    """A module that caches the tables and rotates q and k with them, in place.
 
     Frequencies are base^(-2t/dim). With `scale_base` it is xPos (Sun et al. 2022, arXiv:2212.10554): q is scaled up and
     k down with the distance from the middle of the table.
@@ -283,7 +282,7 @@ class RotaryEmbedding(torch.nn.Module):
     def _update_cos_sin_cache(
         self, seqlen: int, device: torch.device | None = None, dtype: torch.dtype | None = None
     ) -> None:
-        """Make the tables cover `seqlen` positions, on this device and in this dtype."""
+        """Make the tables hold at least `seqlen` positions, on this device and in this dtype."""
         cached = self._cos_cached
         if (
             cached is not None
@@ -294,7 +293,7 @@ class RotaryEmbedding(torch.nn.Module):
         ):
             return
         self._seq_len_cached = seqlen
-        # Angles are large: float32 whatever dtype the module was converted to.
+        # Angles are large, so they need float32 even if the module was converted to another dtype.
         position = torch.arange(seqlen, device=device, dtype=torch.float32)
         inv_freq = self.inv_freq if self.inv_freq.dtype == torch.float32 else self._compute_inv_freq(device)
         angle = torch.outer(position, inv_freq.to(device))
@@ -314,13 +313,14 @@ class RotaryEmbedding(torch.nn.Module):
         max_seqlen: int | None = None,
         num_heads_q: int | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Turn q and k in place.
+        """Rotate q and k in place.
 
         Args:
             qkv: as for `apply_rotary_emb_qkv_`; with `kv` it is q alone, (batch, seqlen, heads, head_dim).
             kv: (batch, seqlen, 2, heads, head_dim).
             seqlen_offset: position of the first token, one int or (batch,) integers.
-            max_seqlen: how far the tables must reach; needed when seqlen_offset is a tensor and they do not yet.
+            max_seqlen: number of positions in the tables; needed if seqlen_offset is a tensor and the tables are too
+                short.
             num_heads_q: as for `apply_rotary_emb_qkv_`.
 
         Returns:

@@ -1,16 +1,14 @@
 /* Host-memory implementation of the runtime calls that torch_npu makes into CANN's Ascend Computing Language (ACL).
  *
- * torch_npu loads CANN's libraries when it is imported, so without CANN nothing of it can be tested. Linked under
- * those libraries' names, this file lets the unmodified torch_npu wheel run with two devices, whose memory is the
- * host's: allocation, dense copies, views, streams, events and device properties are real, and so is filling with
- * zeros. Other compute operators do not exist here and are refused with UNSUPPORTED. torch_npu queues operators and would report a refusal only later,
- * leaving uninitialised memory as the "result": run with ASCEND_LAUNCH_BLOCKING=1, so that each one raises at its
- * call.
+ * torch_npu loads CANN's libraries at its import, so without CANN it cannot be tested. Linked under those libraries'
+ * names, this file lets the unmodified torch_npu wheel run with two devices, whose memory is the host's. Allocation,
+ * dense copies, views, streams, events, device properties and ZerosLike work. Other compute operators are refused with
+ * UNSUPPORTED. torch_npu queues operators: it would report a refusal later, and return uninitialised memory before.
+ * Run with ASCEND_LAUNCH_BLOCKING=1, so that a refused operator raises at its call.
  *
- * What this makes testable: dispatch on the npu key, autograd, device checks, and, with Triton's interpreter, the
- * kernels on npu tensors. It says nothing about an Ascend chip. What it reports is set in the environment:
- * ACL_HOST_SHIM_SOC, the chip's name; ACL_HOST_SHIM_CUBE_CORES, its cube cores (and half its vector cores), 0 for a
- * runtime that does not tell; ACL_HOST_SHIM_DEVICES, how many there are.
+ * It makes these testable: dispatch on the npu key, autograd, device checks, and, with Triton's interpreter, kernels on
+ * npu tensors. It says nothing about an Ascend chip. README.md has the environment variables that set the reported
+ * chip, cores and devices.
  */
 #include <stdarg.h>
 #include <stdint.h>

@@ -1,11 +1,11 @@
-"""CUDA launches without a GPU, diyfa's and Triton's own: kernels are compiled for sm_90, and launches recorded.
+"""A libcuda that records launches without a GPU. diyfa and Triton compile kernels for sm_90. See README.md.
 
     driver = install(folder)  # once in a process that has not loaded libcuda; a C compiler is needed, as for Triton
     kernel[(grid,)](*cpu_tensors, ...)
     driver.launches[-1].parameters  # the bytes of each of the kernel's parameters
 
-What runs is diyfa's launcher over `libcuda.c` beside this file, and Triton's JIT, ptxas, `driver.py`, and `driver.c`
-compiled against it.
+`libcuda.c` beside this file replaces libcuda. Over it run diyfa's launcher, and Triton's JIT, ptxas, `driver.py`, and
+`driver.c` compiled against it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STREAM = 77
 
 @dataclass(frozen=True)
 class Recorded:
-    """One launch: (grid, block, shared memory), stream, (id, value) of attributes, the bytes of each parameter."""
+    """One launch: (grid, block, shared memory), stream, (id, value) of attributes, and the bytes of each parameter."""
 
     shape: tuple[int, ...]
     stream: int
@@ -35,7 +35,7 @@ class Recorded:
 
 
 def parameter_sizes(cubin: bytes) -> list[int]:
-    """Bytes of each parameter of the one kernel in `cubin`, from the records (EIATTR_KPARAM_INFO) in its ELF."""
+    """Return the bytes of each parameter of the one kernel in `cubin`, from its ELF's EIATTR_KPARAM_INFO records."""
     found = {}
     for record in re.finditer(rb"\x04\x17\x0c\x00(.{12})", cubin, re.DOTALL):
         _, ordinal, _, kind = struct.unpack("<IHHI", record[1])
@@ -45,7 +45,7 @@ def parameter_sizes(cubin: bytes) -> list[int]:
 
 
 def size_of(elf: int) -> int:
-    """Bytes of the ELF file at this address."""
+    """Return the size in bytes of the ELF file at this address."""
     header = ctypes.string_at(elf, 64)
     programs, sections = struct.unpack_from("<2Q", header, 32)
     program_size, n_programs, section_size, n_sections = struct.unpack_from("<4H", header, 54)
@@ -57,7 +57,7 @@ def size_of(elf: int) -> int:
 class Simulated(NamedTuple):
     """The driver of this process."""
 
-    libcuda: ctypes.CDLL  # its functions, and those of `libcuda.c` that begin with "simulator_"
+    libcuda: ctypes.CDLL  # also has the functions of `libcuda.c` that begin with "simulator_"
     launches: list[Recorded]
 
 
@@ -71,7 +71,7 @@ def _libcuda(folder: Path) -> ctypes.CDLL:
 
 
 def install(folder: Path) -> Simulated:
-    """Make diyfa and Triton launch to a list. Libraries are built in `folder`."""
+    """Make diyfa and Triton launch to a list, and return the driver. Libraries are built in `folder`."""
     library = _libcuda(folder)
     import triton.knobs
     from triton.runtime import driver
@@ -83,7 +83,7 @@ def install(folder: Path) -> Simulated:
     import diyfa.backends.cuda.runtime.passes as passes
 
     launches: list[Recorded] = []
-    loaded: list[list[int]] = [[]]  # sizes of the parameters of each function, whose number is its handle
+    loaded: list[list[int]] = [[]]  # [function's handle]: sizes of its parameters
 
     def load(cubin: bytes) -> int:
         loaded.append(parameter_sizes(cubin))

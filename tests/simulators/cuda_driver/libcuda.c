@@ -1,5 +1,5 @@
-/* What Triton's launcher and diyfa's need of libcuda, without a GPU: launches go to a callback, and an encoded descriptor says what
-   it was encoded from. */
+/* The functions of libcuda that Triton's and diyfa's launchers call, without a GPU. Launches go to a callback, and an
+   encoded descriptor contains the arguments of its encoding. */
 #include <sched.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -18,7 +18,7 @@ static __thread int has_context;
 
 void simulator_on_launch(void (*callback)(const void *, void *, void **)) { on_launch = callback; }
 void simulator_on_load(int (*callback)(const void *)) { on_load = callback; }
-void simulator_fail(int result) { failure = result; } /* launches, until it is 0 */
+void simulator_fail(int result) { failure = result; } /* launches return it until it is 0 */
 void simulator_need_contexts(int needed) { needs_context = needed; }
 void simulator_set_version(int number) { version = number; }
 
@@ -78,7 +78,7 @@ int cuGetErrorString(int result, const char **text) {
 int cuTensorMapEncodeTiled(uint64_t *map, int type, uint32_t rank, void *address, const uint64_t *sizes,
                            const uint64_t *strides, const uint32_t *box, const uint32_t *steps, int interleave,
                            int swizzle, int promotion, int fill) {
-  sched_yield(); /* so that threads that share memory are found out */
+  sched_yield(); /* lets another thread run, so that a shared buffer shows */
   memset(map, 0, 128);
   map[0] = (uint64_t)address;
   map[1] = type | rank << 8 | interleave << 16 | swizzle << 20 | promotion << 24 | (uint64_t)fill << 32;
@@ -105,7 +105,7 @@ int cuDriverGetVersion(int *number) {
   return 0;
 }
 
-/* Linked and never called: Python describes the device and loads kernels. */
+/* Linked but never called: Python describes the device and loads kernels. */
 #define NEVER(name)                                                                                                    \
   void name(void) { abort(); }
 NEVER(cuCtxGetDevice)

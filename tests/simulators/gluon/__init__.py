@@ -1,11 +1,11 @@
-"""Runs Gluon kernels for Hopper on CPU tensors, and reports what the hardware would punish or leave undefined.
+"""An interpreter of Gluon kernels for Hopper on CPU tensors, which reports undefined behaviour. See README.md.
 
     kernel = InterpretedKernel(_fwd_sm90_kernel, seed=7)
     kernel[(grid,)](*args, **constexprs, num_warps=4)      # as Triton launches it
 
-or, through a launcher that calls the kernel by a name of its module: `monkeypatch.setattr(module, "_kernel", kernel)`.
-Every seed is another interleaving of partitions, copies and products; the same seed is always the same one. A bug is
-raised as a subclass of `KernelBug` with the places in the kernel's source.
+To run it through a launcher, replace the kernel in its module: `monkeypatch.setattr(module, "_kernel", kernel)`. A seed
+is one interleaving of partitions, copies and products; equal seeds give equal interleavings. A bug raises a subclass of
+`KernelBug` with source lines of the kernel.
 """
 
 from __future__ import annotations

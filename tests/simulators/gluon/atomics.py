@@ -1,4 +1,4 @@
-"""Atomic additions in global memory: what they order, and plain accesses that nothing orders with them."""
+"""Atomic additions in global memory: the order that they make, and races of plain accesses with them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _RELEASE = (ir.MEM_SEMANTIC.RELEASE, ir.MEM_SEMANTIC.ACQUIRE_RELEASE)
 
 
 class _Place:
-    """One number: the last step of each partition that changed it atomically, and what its releases passed on."""
+    """One atomic number: the last step of each partition that changed it, and the clock that its releases published."""
 
     def __init__(self) -> None:
         self.steps: dict[Task, int] = {}
@@ -28,14 +28,14 @@ class _Place:
 
 
 class Atomics:
-    """The places of one launch that are changed atomically."""
+    """The numbers that one launch changes atomically."""
 
     def __init__(self, memory: GlobalMemory) -> None:
         self._memory = memory
         self._places: dict[int, _Place] = {}
 
     def add(self, address: int, value: Any, dtype: np.dtype[Any], semantics: Any, program: Program) -> Any:
-        """Add, and return what was there. Orders partitions as far as `semantics` says."""
+        """Add, and return the old value. `semantics` (acquire, release) decide which partitions it orders."""
         task = current()
         program.scheduler.pause()
         place = self._places.setdefault(address, _Place())
@@ -47,7 +47,7 @@ class Atomics:
         return self._memory.add(address, value, dtype, program.writer_of(task))
 
     def wait(self, address: int, value: int, program: Program) -> None:
-        """Wait until atomic additions have made it `value`, and acquire what they released."""
+        """Wait until the number is `value`, and acquire what atomic additions to it released."""
         place = self._places.setdefault(address, _Place())
         where = location()
         program.scheduler.wait(
@@ -56,7 +56,7 @@ class Atomics:
         current().clock.join(place.released)
 
     def plain(self, addresses: np.ndarray, what: str) -> None:
-        """A load or store that is not atomic must come after every atomic access to the same place."""
+        """Raise Race unless a plain load or store comes after every atomic access to the same address."""
         if not self._places:
             return
         known = current().clock.known
@@ -67,7 +67,7 @@ class Atomics:
 
 
 class OfFirstLane(TensorHandle):
-    """A number that the first lane of a warp has and the others do not, until a shuffle hands it round."""
+    """A number that only the first lane of a warp has, until a shuffle broadcasts it."""
 
     def __init__(self, value: TensorHandle) -> None:
         self.dtype, self.attr, self.value = value.dtype, {}, value
@@ -78,14 +78,14 @@ class OfFirstLane(TensorHandle):
 
 
 def wait_for_value(pointer: TensorHandle, value: TensorHandle) -> None:
-    """Wait until a number of the running program's global memory has this value; acquires."""
+    """Wait, with acquire semantics, until a number in global memory has this value."""
     program = current().program
     program.touch_global("wait for a number")
     program.memory.atomics.wait(int(pointer.data.reshape(-1)[0]), int(value.data.reshape(-1)[0]), program)
 
 
 def add_scalar(pointer: TensorHandle, value: TensorHandle, semantics: Any) -> TensorHandle:
-    """An atomic addition to one number of the running program's global memory."""
+    """Add atomically to one number in global memory; return the old value."""
     program = current().program
     program.touch_global("atomic addition")
     dtype = stored(value.dtype.scalar)

@@ -1,4 +1,4 @@
-"""mbarriers with real phases, and named barriers."""
+"""mbarriers with phases, arrivals and bytes, and named barriers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ WARP = 32
 
 
 class MBarrier:
-    """Counts arrivals and bytes; when both are complete, a phase ends and the next one begins.
+    """A counter of arrivals and bytes. When both are complete, a phase ends and the next one begins.
 
-    What happened before the arrivals of a phase happened before the end of every wait for it.
+    Everything before the arrivals of a phase happened before the end of every wait for it.
     """
 
     def __init__(self, name: str, count: int, task: Task) -> None:
@@ -25,7 +25,7 @@ class MBarrier:
         self.pending, self.bytes = count, 0
         self.ended: list[Clock] = []  # one for each completed phase
         self._now = Clock()
-        self._waited: dict[Task, int] = {}  # the phase that each partition waited for last
+        self._waited: dict[Task, int] = {}  # the last phase that each partition waited for
 
     def _visible(self, clock: Clock, asynchronous: bool) -> None:
         seen = clock.fenced if asynchronous else clock.known
@@ -58,11 +58,11 @@ class MBarrier:
         self.arrive(1)
 
     def check_asynchronous(self, clock: Clock) -> None:
-        """Copies that complete here: the barrier's init must be in the sight of TMA."""
+        """Check that the barrier's init is visible to TMA, whose copies complete here."""
         self._visible(clock, True)
 
     def complete(self, size: int, copy: Any, finished: bool) -> None:
-        """A copy has brought `size` bytes."""
+        """Count `size` bytes that a copy has written."""
         self.bytes -= size
         if finished:
             self._now.learn(copy, 1)
@@ -76,13 +76,13 @@ class MBarrier:
             self.pending = self.count
 
     def wait(self, parity: int) -> None:
-        """Until the phase of that parity has ended. Phase -1, before the first, counts as ended."""
+        """Wait until the phase of that parity has ended. Phase -1, before the first, counts as ended."""
         task = current()
         self._visible(task.clock, False)
         if parity not in (0, 1):
             raise BarrierMisuse(f"{task.name} waits at {location()} for parity {parity} of {self.name}: it is 0 or 1")
-        # Which phase is meant: the first of this parity that is neither before the one that the partition waited for
-        # last nor before the last one that it knows to have ended.
+        # The wait means the first phase of this parity that is neither before the partition's last awaited phase nor
+        # before the last phase that it knows to have ended.
         phase = max(self._waited.get(task, -1), task.clock.known.get(self, 0) - 1)
         phase += (phase - parity) % 2
         self._waited[task] = phase
@@ -101,7 +101,7 @@ class MBarrier:
 
 
 class NamedBarrier:
-    """`bar.sync` and `bar.arrive`: complete when as many threads have come as each of them says."""
+    """A barrier of `bar.sync` and `bar.arrive`, complete when the number of threads that each states has come."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -151,7 +151,7 @@ class NamedBarrier:
 
 
 def barrier_at(view: SharedView) -> MBarrier:
-    """The mbarrier that was initialised in this memory."""
+    """Return the mbarrier that was initialised in this memory."""
     found = view.allocation.barriers.get(view.offset())
     if found is None:
         raise BarrierMisuse(f"mbarrier at {location()} of {view.allocation.name} was never initialised")

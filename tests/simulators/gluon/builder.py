@@ -1,7 +1,7 @@
-"""The builder behind Triton's own front end: instead of emitting operations it performs them.
+"""The builder behind Triton's own front end. It performs operations instead of emitting them.
 
-`GluonSemantic`, which checks types and layouts, is Triton's; arithmetic on NumPy arrays is its interpreter's, corrected
-where that is not exact (bfloat16); everything about Hopper is here.
+Triton's `GluonSemantic` checks types and layouts. Triton's interpreter does the arithmetic on NumPy arrays, corrected
+for bfloat16, where it is not exact. Everything about Hopper is here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .tma import Landing
 
 @dataclass(frozen=True)
 class _Options(InterpreterOptions):
-    enable_iisan: bool = False  # whether copies emit checks of their own, asked since Triton 3.7
+    enable_iisan: bool = False  # whether copies emit their own checks; Triton reads it since 3.7
 
 
 def _scalar(handle: TensorHandle) -> int:
@@ -39,24 +39,24 @@ def _scalar(handle: TensorHandle) -> int:
 
 
 def _need_one_cta(*routing: Any) -> None:
-    """`routing`: what Triton says about other programs of a cluster, each version in arguments of its own."""
+    """Refuse `routing` to other programs of a cluster. Its arguments differ between versions of Triton."""
     if any(routing):
         raise NotImplementedError(f"other programs of a cluster at {location()}: {routing}")
 
 
-MOST_SWIZZLED = 128  # bytes, so elements of any type
+MOST_SWIZZLED = 128  # bytes of the widest swizzle, so enough elements of any dtype
 
 
 class Builder(InterpreterBuilder):
     def __init__(self, program: Program) -> None:
         super().__init__()
-        # Overflow is checked in binary_op, for all operations alike.
+        # `binary_op` checks overflow for all operations.
         self.options = _Options(sanitize_overflow=False)
         self.program = program
         self.set_grid_dim(*program.grid)
         self.set_grid_idx(*program.index)
 
-    # ---- types and layouts: themselves
+    # ---- types and layouts
 
     def get_distributed_ty(self, dtype: tl.dtype, shape: list[int], layout: Any) -> Any:
         wanted, have = num_warps_of(layout), current().num_warps
@@ -124,7 +124,7 @@ class Builder(InterpreterBuilder):
                 return TensorHandle(narrow(op(widen(arg.data, tl.bfloat16)), tl.bfloat16), tl.bfloat16)
             return TensorHandle(op(arg.data), arg.dtype.scalar)
 
-    # max.f32 and min.f32 give the operand that is not NaN.
+    # max.f32 and min.f32 return the operand that is not NaN.
 
     def create_maxnumf(self, lhs: TensorHandle, rhs: TensorHandle) -> TensorHandle:
         return self.binary_op(lhs, rhs, np.fmax)
@@ -165,13 +165,13 @@ class Builder(InterpreterBuilder):
 
     # ---- global memory
 
-    # How caches are to be used are two arguments or, since Triton 3.9, one. It changes no value.
+    # Cache hints are two arguments, or one since Triton 3.9. They change no value.
 
     def create_masked_load(self, ptrs: Any, mask: Any, other: Any, *caches_and_volatile: Any) -> Any:
         dtype = ptrs.get_element_ty()
         np_dtype = stored(dtype)
         reader, mask_data = self.program.writer_of(current()), np.broadcast_to(mask.data, ptrs.data.shape)
-        # Where nothing is loaded and nothing given instead, the value is undefined.
+        # A masked element without `other` is undefined.
         fallback = np.full((), _undefined(np_dtype, dtype), np_dtype) if other is None else other.data
         self.program.touch_global("load")
         self.program.memory.atomics.plain(ptrs.data[mask_data], "load")
@@ -228,7 +228,7 @@ class Builder(InterpreterBuilder):
         return SharedView(view.allocation, view.array[part], ty.layout, view.dtype)
 
     def create_memdesc_trans(self, view: SharedView, order: list[int]) -> SharedView:
-        # The layout depends on no size, and a slice has fewer columns than Triton 3.9 allows what is allocated.
+        # The layout does not depend on sizes, and a slice may be narrower than Triton 3.9 allows for an allocation.
         shape = [max(size, MOST_SWIZZLED) for size in view.array.shape]
         layout = inference().of_view("memdesc_trans", view.dtype, shape, view.layout, list(order))
         return SharedView(view.allocation, view.array.transpose(order), layout)
@@ -266,7 +266,7 @@ class Builder(InterpreterBuilder):
             barriers.barrier_at(view).expect(size)
 
     def create_mbarrier_arrive(self, view: SharedView, count: int, *pred_and_routing: Any) -> None:
-        # Triton 3.8 puts the predicate behind the routing, all others before it.
+        # Triton 3.8 puts the predicate after the routing, all other versions before it.
         (pred,) = (x for x in pred_and_routing if isinstance(x, TensorHandle))
         _need_one_cta(*(x for x in pred_and_routing if x is not pred))
         marker = take_marker("mbarrier.arrive", RELEASE_MARKER, ARRIVE_MARKER)
@@ -356,7 +356,7 @@ class Builder(InterpreterBuilder):
 
 
 def _flushing(create: Any) -> Any:
-    """A function of Triton's interpreter, in float32 as an instruction with `.ftz` computes it."""
+    """Return a function of Triton's interpreter that flushes float32 operands and results, like `.ftz`."""
 
     def flushing(self: Builder, arg: TensorHandle) -> TensorHandle:
         if arg.dtype.scalar != tl.float32:
@@ -368,14 +368,14 @@ def _flushing(create: Any) -> Any:
     return flushing
 
 
-# What these compile to flushes subnormal numbers: ex2.approx.ftz, sqrt.approx.ftz, rsqrt.approx.ftz, cvt.rmi.ftz,
-# cvt.rpi.ftz, and multiplications with .ftz. Everything else keeps them, exp and log among it.
+# These compile to instructions that flush subnormal numbers: ex2.approx.ftz, sqrt.approx.ftz, rsqrt.approx.ftz,
+# cvt.rmi.ftz, cvt.rpi.ftz, and multiplications with .ftz. All others keep them, also exp and log.
 for _name in ("exp2", "sqrt", "rsqrt", "floor", "ceil", "sin", "cos", "erf"):
     setattr(Builder, f"create_{_name}", _flushing(getattr(InterpreterBuilder, f"create_{_name}")))
 
 
 class _Results:
-    """What an operation with several results is to the front end."""
+    """The handle of an operation with several results, as the front end expects it."""
 
     def __init__(self, results: list[TensorHandle]) -> None:
         self._results = results

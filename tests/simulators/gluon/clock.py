@@ -1,8 +1,9 @@
-"""Vector clocks: what has certainly happened before a point of the execution, whatever the timing.
+"""Vector clocks: the steps that have certainly happened before a point of the execution, with any timing.
 
-An agent is a partition of warps or an asynchronous operation; each counts its own steps. Two proxies see shared memory:
-register instructions (generic) and TMA and wgmma (asynchronous). Only from a `fence_async_shared` on, what the first
-wrote is in the sight of the second, and the second cannot overwrite what the first still reads, so a clock keeps both.
+An agent is a partition of warps or an asynchronous operation; each counts its own steps. Two proxies access shared
+memory: register instructions (generic proxy), TMA and wgmma (asynchronous proxy). A `fence_async_shared` makes earlier
+generic writes visible to the asynchronous proxy, and orders its writes after earlier generic reads. So a clock has one
+set of steps for each proxy.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ def _join(into: Steps, other: Steps) -> None:
 
 
 class Clock:
-    """`known`: the last step of each agent that happened before. `fenced`: the same for the asynchronous proxy."""
+    """{agent: last step that happened before}: `known` for register instructions, `fenced` for the other proxy."""
 
     __slots__ = ("fenced", "known")
 
@@ -30,14 +31,14 @@ class Clock:
         return Clock(dict(self.known), dict(self.fenced))
 
     def join(self, other: Clock) -> None:
-        """Everything that happened before `other` also happened before this."""
+        """Add all steps of `other`."""
         _join(self.known, other.known)
         _join(self.fenced, other.fenced)
 
     def fence(self) -> None:
-        """Register writes so far become visible to the asynchronous proxy, and register reads so far are done."""
+        """Make register accesses so far happen before later accesses of the asynchronous proxy."""
         _join(self.fenced, self.known)
 
     def learn(self, agent: Hashable, step: int) -> None:
-        """The agent has certainly finished its step."""
+        """Record that the agent has certainly finished its step."""
         _join(self.known, {agent: step})

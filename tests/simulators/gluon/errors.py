@@ -1,4 +1,4 @@
-"""What the interpreter reports: each kind of bug that a warp-specialised kernel can have."""
+"""The errors that the interpreter reports: one class for each kind of bug of a warp-specialised kernel."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ import triton
 
 _OWN = os.path.dirname(__file__)
 _NOT_THE_KERNEL = (_OWN, os.path.dirname(triton.__file__), threading.__file__)
-CALLERS = 3  # functions that a place is given by
+CALLERS = 3  # functions in a reported location
 
 
 class KernelBug(AssertionError):
-    """A kernel does what the hardware does not allow or does not define."""
+    """Behaviour of a kernel that the hardware forbids or does not define."""
 
 
 class Deadlock(KernelBug):
-    """Everybody waits and nothing is under way that could wake anybody."""
+    """Every partition waits, and no event can wake one."""
 
 
 class Race(KernelBug):
-    """Two accesses to one place, at least one of them a write, that nothing orders."""
+    """Two accesses to the same memory, at least one of them a write, that nothing orders."""
 
 
 class Uninitialised(KernelBug):
-    """Shared memory is read that nobody has written."""
+    """A read of shared memory that nobody has written."""
 
 
 class BarrierMisuse(KernelBug):
-    """A barrier is used before it is initialised, gets too many arrivals, or is waited for in a wrong phase."""
+    """A barrier that is used before its init, gets too many arrivals, or is waited for in a wrong phase."""
 
 
 class OutOfBounds(KernelBug):
@@ -41,15 +41,15 @@ class OutOfBounds(KernelBug):
 
 
 class InvalidOperand(KernelBug):
-    """A layout, shape, alignment or dtype that the instruction does not take."""
+    """A layout, shape, alignment or dtype that the instruction does not accept."""
 
 
 class Overflow(KernelBug):
-    """Integer arithmetic left the range of its type."""
+    """Integer arithmetic beyond the range of its type."""
 
 
 def _outside(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame of the kernel's source, from `frame` outwards."""
+    """Return the innermost frame of the kernel's source, from `frame` outwards."""
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_KERNEL):
         frame = frame.f_back
     return frame
@@ -60,7 +60,7 @@ def _place() -> FrameType | None:
 
 
 def location() -> str:
-    """File, line and function of the kernel's source that is being run, and the same of whoever called that."""
+    """Return file, line and function of the running kernel source, and of its callers (CALLERS in all)."""
     frame, found = _place(), []
     while frame is not None and len(found) < CALLERS:
         found.append(f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}")
@@ -69,7 +69,7 @@ def location() -> str:
 
 
 def assigned_name() -> str:
-    """The variable that the line being run assigns, or that line's place."""
+    """Return the variable that the running line assigns, or the line's location."""
     frame = _place()
     line = "" if frame is None else linecache.getline(frame.f_code.co_filename, frame.f_lineno)
     found = re.match(r"\s*(\w+)\s*=[^=]", line)

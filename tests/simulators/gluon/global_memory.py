@@ -1,4 +1,4 @@
-"""Global memory: the tensors a kernel was given, each in an address range of its own, far from all others."""
+"""Global memory: the tensors of a launch, each in its own address range, far from all others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .clock import Steps
 from .errors import OutOfBounds, Race, location
 
 REGION_BITS = 44
-ALIGNMENT = 256  # what an address keeps of the real one, so that alignment rules can be checked
+ALIGNMENT = 256  # addresses equal the real ones modulo this, so that alignment rules can be checked
 
 
 class _Storage:
@@ -21,23 +21,23 @@ class _Storage:
         self.bytes = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
         self.address, self.name, self.keep = address, name, x
         self.writers = np.zeros(len(self.bytes), np.int32)
-        self.reducers: np.ndarray | None = None  # who was the last to combine something with each byte
+        self.reducers: np.ndarray | None = None  # the last writer that reduced into each byte
         self.reductions: list[tuple[int, int, int]] = []  # (writer, first item, last item) since items were written
 
 
 class GlobalMemory:
-    """Addresses of the tensors of one launch, and bounds-checked access to them."""
+    """The tensors of one launch by address, with checks of bounds and races."""
 
     def __init__(self, fixed_order: bool = False) -> None:
         self.fixed_order = fixed_order  # whether reductions of one item must be ordered
-        self.writers = 0  # how many have been numbered
-        self.written: dict[int, tuple[Hashable, int]] = {}  # by writer: whose step it is to know of all it wrote
-        self.atomics: Any = None  # `Atomics`, which need this
+        self.writers = 0  # number of writers so far
+        self.written: dict[int, tuple[Hashable, int]] = {}  # {writer: (agent, step) in which it has written}
+        self.atomics: Any = None  # `Atomics` of this memory, set after both exist
         self._storages: list[_Storage] = []
         self._by_pointer: dict[int, _Storage] = {}
 
     def address_of(self, x: torch.Tensor, name: str) -> int:
-        """The address of the tensor's first element."""
+        """Return the address of the tensor's first element."""
         real = x.untyped_storage().data_ptr()
         found = self._by_pointer.get(real)
         if found is None:
@@ -47,7 +47,7 @@ class GlobalMemory:
         return found.address + x.storage_offset() * x.element_size()
 
     def _locate(self, addresses: np.ndarray, itemsize: int, what: str) -> tuple[_Storage, np.ndarray]:
-        """The storage that all addresses lie in, and their offsets in it in items."""
+        """Return the storage that contains all addresses, and their offsets in it, in items."""
         region = int(addresses[0] >> REGION_BITS)
         if not 1 <= region <= len(self._storages):
             raise OutOfBounds(f"{what} at {location()}: the address is of no tensor")
@@ -68,7 +68,7 @@ class GlobalMemory:
         return storage.bytes[: len(storage.bytes) // dtype.itemsize * dtype.itemsize].view(dtype)
 
     def _is_race(self, before: np.ndarray, own: int, known: Steps) -> bool:
-        """Whether one of the writers `before` is somebody else of whose writing is not known that it came before."""
+        """Return whether a writer of `before` is not `own` and its write is not `known` to have happened before."""
         for writer in {int(w) for w in before} - {0, own}:
             agent, step = self.written.get(writer, (None, 1))
             if known.get(agent, 0) < step:
@@ -76,7 +76,7 @@ class GlobalMemory:
         return False
 
     def _check_reductions(self, storage: _Storage, index: np.ndarray, known: Steps, what: str) -> None:
-        """What is no reduction itself must come after all reductions of the same items."""
+        """Raise Race unless a plain access comes after all reductions of the same items."""
         low, high = int(index.min()), int(index.max())
         for writer, first, last in storage.reductions:
             if first <= high and low <= last and self._is_race(np.array([writer]), 0, known):
@@ -91,8 +91,10 @@ class GlobalMemory:
         reader: int,
         known: Steps | None = None,
     ) -> np.ndarray:
-        """Items where the mask is set, `other` elsewhere. What others write in the same launch is a race to read,
-        unless it is `known` to have been written before."""
+        """Return items where the mask is set, `other` elsewhere.
+
+        It is a race to read an item that another writer writes in the same launch, unless that write is `known`.
+        """
         result = np.broadcast_to(other, addresses.shape).astype(dtype)
         if mask.any():
             storage, index = self._locate(addresses[mask], dtype.itemsize, "load")
@@ -110,8 +112,10 @@ class GlobalMemory:
         writer: int,
         known: Steps | None = None,
     ) -> None:
-        """Write items where the mask is set. Two writers of one item in one launch are a race, whatever they write,
-        unless the second one has `known` of the first."""
+        """Write items where the mask is set.
+
+        Two writers of one item in one launch are a race, even with equal values, unless the first is `known`.
+        """
         if not mask.any():
             return
         values = np.broadcast_to(values, addresses.shape)
@@ -120,18 +124,18 @@ class GlobalMemory:
             raise Race(f"store at {location()}: {storage.name} was already written there by somebody else")
         self._check_reductions(storage, index, known or {}, "store")
         low, high = int(index.min()), int(index.max())
-        if high - low + 1 == index.size:  # all that lies between
+        if high - low + 1 == index.size:  # without gaps
             storage.reductions = [r for r in storage.reductions if not (low <= r[1] and r[2] <= high)]
         storage.writers[index * values.itemsize] = writer
         self._items(storage, values.dtype)[index] = values[mask]
 
     def peek(self, address: int, dtype: np.dtype[Any]) -> Any:
-        """One item, as an atomic load sees it."""
+        """Return one item, like an atomic load."""
         storage, index = self._locate(np.array([address], np.uint64), dtype.itemsize, "atomic load")
         return self._items(storage, dtype)[index[0]]
 
     def add(self, address: int, value: Any, dtype: np.dtype[Any], writer: int) -> Any:
-        """Add to one item and return what was there. A plain write of somebody else in the same launch is a race."""
+        """Add to one item and return its old value. A plain write of another writer in the same launch is a race."""
         storage, index = self._locate(np.array([address], np.uint64), dtype.itemsize, "atomic addition")
         if storage.writers[index[0] * dtype.itemsize] not in (0, writer):
             raise Race(f"atomic addition at {location()}: somebody else writes {storage.name} there without atomics")
@@ -150,9 +154,10 @@ class GlobalMemory:
         known: Steps,
         where: str,
     ) -> None:
-        """Combine items with what is there, one at a time: nobody's result is lost. In a fixed order only, if that is
-        asked for: the next one must have `known` that the one before was written. What was written otherwise must be
-        `known` in any case."""
+        """Combine values with items, one at a time, so that no result is lost.
+
+        Stores of other writers to these items must be `known`. With `fixed_order` the last reduction must be, too.
+        """
         if not mask.any():
             return
         storage, index = self._locate(addresses[mask], values.itemsize, "reduction")

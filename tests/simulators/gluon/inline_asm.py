@@ -1,4 +1,4 @@
-"""The inline assembly that kernels use: named barriers, markers, tile counter, pairs of 16 bits, functions by name."""
+"""The inline assembly of diyfa's kernels: named barriers, markers, tile counter, pairs of 16 bits, float functions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .scheduler import current
 
 _BARRIER = re.compile(r"bar(?:rier)?\.(sync|arrive)(?:\.aligned)?\s+(\d+)\s*,\s*(\d+)\s*;")
 _NUMBERS = 16
-# float32 functions of one argument: `name $0, $1;`. With `.ftz` in their names they flush subnormal numbers.
+# float32 functions of one argument: `name $0, $1;`. Those with `.ftz` in their names flush subnormal numbers.
 FUNCTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "ex2.approx.ftz.f32": np.exp2,
     "ex2.approx.f32": np.exp2,
@@ -56,7 +56,7 @@ def _await_stores() -> None:
     task.program.stores(task).wait_written()
 
 
-# What stands beside `mov.b32 $0, 0;`, which gives the text a result.
+# Texts that appear with `mov.b32 $0, 0;`, which gives inline assembly a result.
 _RESULT = "mov.b32 $0, 0;"
 _SAID: dict[str, Callable[[], None]] = {
     "griddepcontrol.wait;": _await_kernels_before,
@@ -66,7 +66,7 @@ _SAID: dict[str, Callable[[], None]] = {
 }
 
 
-# The tile counter: the first lane adds 1 to the number at an address, and later hands what was there to all lanes.
+# The tile counter: the first lane adds 1 to the number at an address, and later broadcasts the old value to all lanes.
 _DRAW = re.compile(
     r"\{ \.reg \.pred (\w+); \.reg \.b32 (\w+); mov\.u32 \2, %laneid; setp\.eq\.u32 \1, \2, 0; mov\.b32 \$0, 0; "
     r"@\1 atom\.global\.relaxed\.gpu\.add\.u32 \$0, \[\$1\], 1; \}"
@@ -99,7 +99,7 @@ def _count(pointer: TensorHandle) -> TensorHandle:
     return add_scalar(pointer, TensorHandle(np.array([1], np.int32), tl.int32), ir.MEM_SEMANTIC.RELEASE)
 
 
-# A value as itself, which keeps compilers from computing what follows from it before this place.
+# The identity: it keeps the compiler from moving computations with the value ahead of it.
 _ITSELF = re.compile(r"mov\.b(32|64) \$0, \$1;")
 
 
@@ -123,7 +123,7 @@ def _halves(pairs: np.ndarray) -> list[TensorHandle]:
     return [TensorHandle(x.astype(np.uint16).view(np.int16), tl.int16) for x in (bits & 0xFFFF, bits >> 16)]
 
 
-# Whether a row of its warp has a factor that is not 1: of 64 rows a warp has 16.
+# 1 if any row of the warp has a factor other than 1. Of 64 rows a warp has 16.
 _ANY_IN_WARP = re.compile(
     r"\{ \.reg \.pred p, q; setp\.neu\.f32 p, \$2, 0f3F800000; setp\.neu\.f32 q, \$3, 0f3F800000; or\.pred p, p, q; "
     r"vote\.sync\.any\.pred p, p, 0xffffffff; selp\.b32 \$0, 1, 0, p; mov\.b32 \$1, \$0; \}"
@@ -143,7 +143,7 @@ def _unless_zero(x: np.ndarray, factor: np.ndarray, changed: np.ndarray) -> Tens
         return TensorHandle(np.where(changed == 0, x, x * factor).astype(np.float32), tl.float32)
 
 
-# Four numbers that are added to global memory where they follow each other.
+# Adds four numbers to consecutive addresses of global memory.
 _ADD_FOUR = re.compile(r"mov\.b32 \$0, 0; red\.relaxed\.gpu\.global\.add\.v4\.f32 \[\$1\], \{\$2, \$3, \$4, \$5\};")
 
 
@@ -163,7 +163,7 @@ def _add_four(addresses: np.ndarray, values: list[np.ndarray]) -> TensorHandle:
 
 
 def run(asm: str, values: list[Any], dtype: tl.dtype) -> TensorHandle | list[TensorHandle]:
-    """The result of one inline assembly on the handles `values`, or its results."""
+    """Return the result, or the results, of one inline assembly on the handles `values`."""
     barriers = _BARRIER.findall(asm)
     if barriers:
         for action, number, count in barriers:

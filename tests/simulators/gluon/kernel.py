@@ -1,4 +1,4 @@
-"""Launching: `kernel[grid](*args, **kwargs)` as Triton has it, on CPU tensors."""
+"""Launches on CPU tensors: `kernel[grid](*args, **kwargs)`, as with Triton."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _number(x: Any) -> Tensor:
 
 
 def _argument(name: str, x: Any, memory: GlobalMemory) -> Any:
-    """A launch argument as the kernel sees it."""
+    """Return a launch argument as the kernel's value."""
     if isinstance(x, HostDescriptor):
         dtype = DTYPES[x.base.dtype]
         shape, strides, block = ([int(n) for n in numbers] for numbers in (x.shape, x.strides, x.block_shape))
@@ -62,12 +62,12 @@ def _argument(name: str, x: Any, memory: GlobalMemory) -> Any:
 
 
 class InterpretedKernel:
-    """A `@gluon.jit` kernel that runs here. Stands wherever the compiled one does: `launches` counts the runs.
+    """A `@gluon.jit` kernel that this interpreter runs. It can replace the compiled one; `launches` counts the runs.
 
     Args:
         kernel: the function that `@gluon.jit` made.
-        seed: which interleaving. 0: everybody as likely; 1: copies and products as late as possible; 2: as early as
-            possible; others: weights drawn for each partition and each operation.
+        seed: the interleaving. 0: all equally likely; 1: copies and products as late as possible; 2: as early as
+            possible; others: random weights for each partition and each operation.
         interleave: run all programs at once instead of one after another.
         fixed_order: reductions in global memory must be ordered, so that sums are the same in every run.
     """

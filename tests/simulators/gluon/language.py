@@ -1,4 +1,4 @@
-"""The Gluon language as Python: a kernel's function, rebuilt so that every name of it means the interpreted thing."""
+"""The Gluon language in Python: rebuilds a kernel's function so that its names refer to interpreted objects."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _semantic() -> Any:
 
 
 def _with_semantic(member: Callable[..., Any]) -> Callable[..., Any]:
-    """One of Triton's builtins, called as kernels call it."""
+    """Return one of Triton's builtins as a function that kernels can call."""
 
     @wraps(member)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -40,7 +40,7 @@ def _with_semantic(member: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_builtin(member: Any) -> bool:
-    """Methods of Triton's values are builtins also where they are not marked as such (`slice` in Triton 3.9)."""
+    """Return whether `member` is a builtin. Some methods are not marked as such (`slice` in Triton 3.9)."""
     return tl_core.is_builtin(member) or (
         inspect.isfunction(member) and "_semantic" in inspect.signature(member).parameters
     )
@@ -51,7 +51,7 @@ def _interpreted_members(cls: type) -> dict[str, Any]:
 
 
 class Tensor(tl_core.tensor):
-    """A scalar, or a block of registers with its layout in `type.layout`."""
+    """A scalar, or a block of registers. `type.layout` is the block's layout."""
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -74,7 +74,7 @@ class SharedMemory(gl.shared_memory_descriptor):
 
 
 class Accumulator(hopper.warpgroup_mma_accumulator):
-    """The result of an asynchronous product, which becomes a tensor through warpgroup_mma_wait."""
+    """The result of an asynchronous product. warpgroup_mma_wait makes it a tensor."""
 
 
 class TensorDescriptor(hopper.tma.tensor_descriptor):
@@ -110,23 +110,23 @@ _INTERPRETED = {
 
 
 def lift(x: Any) -> Any:
-    """Triton's own values as the ones above, whose operators work outside its compiler."""
+    """Turn Triton's values into the classes above, whose operators work outside of its compiler."""
     interpreted = _INTERPRETED.get(type(x))
     if interpreted is not None:
-        x.__class__ = interpreted  # the same fields; building another would take a quarter of all time
+        x.__class__ = interpreted  # the fields are equal, and a new object would cost a quarter of all time
     if isinstance(x, (tuple, tl_core.tuple)):
         return tuple(lift(item) for item in x)
     return x
 
 
-# ---- names that mean something else than Triton's function of that name
+# ---- replacements of Triton's functions
 
 
 def _reduction(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     def reduce(input: Any, axis: Any = None, keep_dims: bool = False) -> Any:
         if isinstance(input, Accumulator):
             _refuse(name)(input)
-        if input.dtype == gl.bfloat16:  # as Triton's own: 16 bits are too few to add up in
+        if input.dtype == gl.bfloat16:  # Triton reduces it in float32, too
             input = input.to(gl.float32)
         return lift(_semantic().reduce(input, unwrap(axis), function, unwrap(keep_dims)))
 
@@ -146,13 +146,13 @@ def _mma_v2(a: Any, b: Any, acc: Any) -> Any:
 
 
 def _range(*bounds: Any, **hints: Any) -> Iterator[Any]:
-    """The loop variable is a number of the running kernel, whose division rounds towards zero."""
+    """Yield the loop variable as a number of the kernel, whose division rounds towards zero."""
     for i in builtins.range(*(int(unwrap(bound)) for bound in bounds)):
         yield lift(_semantic().to_tensor(i))
 
 
 def _carried(value: Any) -> Any:
-    """A value on entry to a loop that changes it."""
+    """Return a value as a number of the kernel, before a loop that changes it."""
     value = unwrap(value)
     return lift(_semantic().to_tensor(value)) if isinstance(value, (bool, int, float)) else value
 
@@ -190,7 +190,7 @@ _aggregates: dict[int, Any] = {}
 
 
 def translate(value: Any) -> Any:
-    """What a name of a kernel means when interpreted."""
+    """Return the interpreted object for a value of a kernel's namespace."""
     if id(value) in _REPLACED:
         return _REPLACED[id(value)]
     if isinstance(value, (JITFunction, InterpretedFunction)):
@@ -206,12 +206,12 @@ def translate(value: Any) -> Any:
     if tl_core.is_builtin(value):
         return _with_semantic(value)
     if isinstance(value, tl_core.constexpr) and type(value.value) in (int, float):
-        return value.value  # a constexpr does not take part in everything that a number does
+        return value.value  # a constexpr lacks some operations of a number
     return value
 
 
 def _interpreted_aggregate(cls: type) -> type:
-    """An aggregate as the kernel sees it: methods are interpreted, and its constants are plain values."""
+    """Return an aggregate class with interpreted methods, whose constants are plain values."""
     constructor = next(c.cell_contents for c in cls.__new__.__closure__ if isinstance(c.cell_contents, type))
     fields = constructor.__annotations__
     methods = {name: translate(member) for name, member in vars(cls).items() if isinstance(member, JITFunction)}
@@ -219,7 +219,7 @@ def _interpreted_aggregate(cls: type) -> type:
     class Aggregate(cls):  # type: ignore[misc, valid-type]
         def __setattr__(self, name: str, value: Any) -> None:
             if fields.get(name) is gl.tensor and isinstance(value, tl_core.constexpr):
-                value = lift(_semantic().to_tensor(value))  # a number that a variable of the kernel holds
+                value = lift(_semantic().to_tensor(value))  # a number of the kernel
             super().__setattr__(name, value)
 
         def __getattribute__(self, name: str) -> Any:
@@ -254,7 +254,7 @@ class Function:
         wanted = _names(fn.__code__)
         names = {name: translate(value) for name, value in fn.__globals__.items() if name in wanted}
         for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
-            names[name] = translate(cell.cell_contents)  # the new code has it as a global
+            names[name] = translate(cell.cell_contents)  # in the new code it is a global
         names.update({"range": _range, CARRIED: _carried, "__builtins__": builtins})
         return types.FunctionType(carrying_code(fn), names, fn.__name__, fn.__defaults__)
 

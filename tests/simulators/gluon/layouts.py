@@ -1,4 +1,4 @@
-"""Layouts of views, as the compiler itself infers them: asked of its own builder, no GPU needed."""
+"""Layouts of results and views, inferred by Triton's own compiler. No GPU is needed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TARGET = GPUTarget("cuda", 90, 32)
 
 
 def num_warps_of(layout: Any) -> int | None:
-    """How many warps a register layout is for; None where it leaves that open."""
+    """Return the number of warps of a register layout, or None if the layout does not determine it."""
     if isinstance(layout, (gl.SliceLayout, gl.DotOperandLayout)):
         return num_warps_of(layout.parent)
     if isinstance(layout, gl.DistributedLinearLayout):
@@ -26,7 +26,7 @@ def num_warps_of(layout: Any) -> int | None:
 
 
 class Inference:
-    """A module of the compiler's intermediate language in which the operations in question are built."""
+    """A module of the compiler's intermediate language, in which operations are built to read their layouts."""
 
     def __init__(self, num_warps: int = 4) -> None:
         self._context = ir.context()
@@ -50,8 +50,10 @@ class Inference:
         return self._builder.create_local_alloc(ty.to_ir(self._builder))
 
     def of_tensor(self, operation: str, dtype: Any, shape: list[int], layout: Any, *arguments: Any) -> Any:
-        """Layout of `create_<operation>(tensor, *arguments)`: reshape, trans. An operation with several results gives
-        that of the first."""
+        """Return the layout of the first result of `create_<operation>(tensor, *arguments)`.
+
+        Operations: reshape, trans, join, split.
+        """
         key = f"{operation} {dtype} {shape} {layout} {arguments}"
         if key not in self._known:
             builder = self._builder
@@ -64,7 +66,7 @@ class Inference:
         return self._known[key]
 
     def is_trivial(self, dtype: Any, shape: list[int], source: Any, target: Any) -> bool:
-        """Whether each thread already has in the same order what `target` gives it."""
+        """Return whether each thread has the same elements in the same order in both layouts."""
         builder = self._builder
         tensor = builder.create_splat(
             gl.distributed_type(dtype, list(shape), source).to_ir(builder), builder.get_null_value(dtype.to_ir(builder))
@@ -72,7 +74,7 @@ class Inference:
         return builder.is_convert_layout_trivial(gl.distributed_type(dtype, list(shape), target).to_ir(builder), tensor)
 
     def of_view(self, operation: str, dtype: Any, shape: list[int], layout: Any, argument: list[int]) -> Any:
-        """Layout of `create_<operation>(memory, argument)`: memdesc_reshape, memdesc_trans."""
+        """Return the layout of `create_<operation>(memory, argument)`: memdesc_reshape, memdesc_trans."""
         key = f"{operation} {dtype} {shape} {layout} {argument}"
         if key not in self._known:
             create = getattr(self._builder, f"create_{operation}")
@@ -83,5 +85,5 @@ class Inference:
 
 @cache
 def inference(num_warps: int = 4) -> Inference:
-    """One for each number of warps that a tensor is spread over."""
+    """Return the module for tensors of `num_warps` warps."""
     return Inference(num_warps)

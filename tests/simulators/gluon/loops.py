@@ -1,9 +1,9 @@
-"""Loop-carried numbers as the compiler has them.
+"""Loop-carried numbers with the compiler's types.
 
-A Python number that a loop changes becomes a number of the running kernel where the loop begins: int32 or float32, with
-that type's range, and with division that rounds towards zero. So before each loop every name that it assigns is passed
-through `CARRIED`. Loops over `static_range` are unrolled and carry nothing. A constant defined in one would be defined
-in each round, which the compiler refuses.
+A Python number that a loop changes becomes a number of the kernel when the loop begins: int32 or float32, with that
+type's range, and with division that rounds towards zero. So code before each loop passes every name that the loop
+assigns through `CARRIED`. Loops over `static_range` are unrolled and carry nothing. The compiler refuses a constexpr
+that is defined in such a loop, because each iteration would define it once more.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ def _is_static(loop: ast.AST) -> bool:
 
 
 def _assigned(nodes: list[ast.stmt]) -> Iterator[str]:
-    """Names that a loop's body assigns, without those of constants."""
+    """Yield the names that a loop's body assigns, except constexprs."""
     for node in nodes:
         if isinstance(node, ast.AnnAssign) and "constexpr" in ast.unparse(node.annotation):
             continue
         targets = []
         if isinstance(node, (ast.For, ast.While)) and _is_static(node):
-            pass  # its variable is a constant of each round
+            pass  # its variable is a constant in each iteration
         elif isinstance(node, ast.For):
             targets = [node.target]
         elif isinstance(node, ast.Assign):
@@ -70,7 +70,7 @@ class _Carry(ast.NodeTransformer):
 
 
 def carrying_code(function: Callable[..., object]) -> CodeType:
-    """The function's code with every loop's numbers carried; same file, lines and arguments."""
+    """Return the function's code with `CARRIED` calls before each loop. File, lines and arguments stay."""
     lines, first = inspect.getsourcelines(function)
     tree = ast.parse(textwrap.dedent("".join(lines)))
     ast.increment_lineno(tree, first - 1)

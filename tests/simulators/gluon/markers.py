@@ -1,7 +1,7 @@
-"""Markers of `gluon/inline_ptx.py`, which say how the next instruction of some kind is meant.
+"""Markers of `gluon/inline_ptx.py`, which qualify the next barrier instruction of a kind.
 
-Gluon has no words for that, so that module post-processes the PTX. Here the partition remembers the marker until the
-instruction comes.
+Gluon cannot express these qualifiers, so that module post-processes the PTX. Here the partition stores the marker until
+its instruction runs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MARKERS = (RELEASE_MARKER, WAIT_MARKER, ARRIVE_MARKER)
 
 
 def leave_marker(text: str) -> None:
-    """The running partition says what its next instruction of that kind means."""
+    """Store the marker for the running partition's next instruction of its kind."""
     task = current()
     if task.marker is not None:
         raise InvalidOperand(f"{text!r} at {location()}, but what {task.marker!r} means has not come")
@@ -23,7 +23,7 @@ def leave_marker(text: str) -> None:
 
 
 def take_marker(what: str, *meant: str) -> str | None:
-    """The marker of the instruction that the running partition has come to; it may only be one that means such."""
+    """Return and clear the running partition's marker. Raise InvalidOperand unless it is one of `meant`, or None."""
     task = current()
     found, task.marker = task.marker, None
     if found is not None and found not in meant:
@@ -32,7 +32,7 @@ def take_marker(what: str, *meant: str) -> str | None:
 
 
 def leave_no_marker() -> None:
-    """The running partition ends."""
+    """Check, at the running partition's end, that it has no unused marker."""
     task = current()
     if task.marker is not None:
         raise InvalidOperand(f"{task.name} ends, but what {task.marker!r} means has not come")

@@ -1,4 +1,4 @@
-"""Products of one warp's registers (mma.sync): all operands in registers, in the layouts of the instruction."""
+"""Synchronous products (mma.sync): all operands are in registers, in the layouts of the instruction."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROWS, COLUMNS = 16, 8  # of one instruction's result
 
 
 def check_operands(a: Any, b: Any, acc: Any, num_warps: int) -> None:
-    """What the instruction takes. `a`, `b`, `acc`: as the kernel sees them, with their types."""
+    """Raise InvalidOperand if the instruction does not accept the operands, which are the kernel's typed values."""
     where = location()
 
     def need(holds: bool, rule: str) -> None:
@@ -51,6 +51,6 @@ def check_operands(a: Any, b: Any, acc: Any, num_warps: int) -> None:
 
 
 def product(a: TensorHandle, b: TensorHandle, acc: TensorHandle) -> TensorHandle:
-    """acc + a b, [m, n] fp32."""
+    """Return acc + a b, [m, n] fp32."""
     with np.errstate(all="ignore"):
         return TensorHandle(acc.data + matrix_product(widen(a.data, a.dtype), widen(b.data, b.dtype)), acc.dtype)

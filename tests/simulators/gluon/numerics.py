@@ -1,4 +1,4 @@
-"""Floats in NumPy as the hardware has them: 16 bits, of which bfloat16 is kept as its bits in uint16, and `.ftz`."""
+"""The hardware's floats in NumPy: 16-bit formats (bfloat16 as its bits in uint16), rounding, and `.ftz`."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ NAN_BITS = {tl.float16: 0x7E00, tl.bfloat16: 0x7FC0}
 
 
 def widen(data: np.ndarray, dtype: tl.dtype) -> np.ndarray:
-    """Exact values in float32 (float64 stays)."""
+    """Return the exact values in float32 (float64 stays)."""
     if dtype == tl.bfloat16:
         return (data.astype(np.uint32) << 16).view(np.float32)
     return data if dtype == tl.float64 else data.astype(np.float32)
 
 
 def flush(data: np.ndarray) -> np.ndarray:
-    """Zeros for subnormal float32 numbers: so an instruction with `.ftz` takes its operands and gives its result."""
+    """Return `data` with zeros for subnormal numbers, as `.ftz` does with operands and results."""
     return np.where(np.abs(data) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), data), data)
 
 
 def narrow(data: np.ndarray, dtype: tl.dtype) -> np.ndarray:
-    """float32 values rounded to `dtype`, as it is stored."""
+    """Return float32 values rounded to `dtype`, in its stored form."""
     if dtype == tl.bfloat16:
         return round_to_bfloat16(data)
     with np.errstate(over="ignore"):
@@ -36,7 +36,7 @@ def narrow(data: np.ndarray, dtype: tl.dtype) -> np.ndarray:
 
 
 def poison(array: np.ndarray, dtype: tl.dtype) -> None:
-    """Fill with NaN, or with the largest integer: what nobody wrote must not reach a result unnoticed."""
+    """Fill with NaN, or with the largest integer, so that unwritten memory shows in results."""
     if dtype in NAN_BITS:
         array.view(np.uint16)[...] = NAN_BITS[dtype]
     elif np.issubdtype(array.dtype, np.floating):
@@ -46,5 +46,5 @@ def poison(array: np.ndarray, dtype: tl.dtype) -> None:
 
 
 def stored(dtype: tl.dtype) -> np.dtype[Any]:
-    """How values of a type are kept; addresses as numbers."""
+    """Return the NumPy dtype that stores values of a type. Pointers are uint64."""
     return np.dtype(np.uint64) if dtype.is_ptr() else _STORED[dtype]

@@ -1,8 +1,8 @@
-"""Triton's language as it was imported, while a Gluon kernel runs.
+"""A context that restores Triton's language, as it was imported, while a Gluon kernel runs.
 
-Triton's own interpreter exchanges the functions of `triton.language` while it runs a kernel, and those that a helper
-function makes it exchange once more it leaves exchanged (Triton 3.6). So a kernel that any other test interpreted in
-this process would change what Gluon's semantics, which are built on the same functions, do here.
+Triton's own interpreter replaces functions of `triton.language` while it runs a kernel. Functions that a helper makes
+it replace a second time stay replaced (Triton 3.6). Gluon's semantics use the same functions, so a kernel that another
+test of the process has interpreted would change their results here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _assign(place: object, name: str, value: object) -> None:
 
 @contextmanager
 def language_as_imported() -> Iterator[None]:
-    """Inside, nothing of the language is exchanged; afterwards what was, is again."""
+    """Restore the imported language inside the context, and the replacements after it."""
     exchanged = []
     for place, imported in _IMPORTED:
         now = dict(vars(place))

@@ -1,4 +1,4 @@
-"""One program of the grid: its shared memory, its partitions, and what it must not leave behind."""
+"""One program of the grid: its shared memory, its barriers, and its unfinished operations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .shared_memory import MAX_BYTES, Allocation
 from .tma import Landing, Stores
 from .wgmma import Products
 
-# Named barriers that the compiler uses itself: two, and one for each partition but the first.
+# Named barriers that the compiler uses itself: two, and one more for each partition except the first.
 COMPILER_BARRIERS = 2
 
 
@@ -26,8 +26,8 @@ class Program:
     ) -> None:
         self.scheduler, self.memory, self.index, self.grid = scheduler, memory, index, grid
         self.semantic: Any = None
-        self.copies: list[Landing] = []  # under way
-        self.is_alone = True  # kernels before on the stream are known to have ended
+        self.copies: list[Landing] = []  # unfinished ones
+        self.is_alone = True  # earlier kernels on the stream have certainly ended
         self.reserved_barriers = COMPILER_BARRIERS
         self._allocations: list[Allocation] = []
         self._named: dict[int, NamedBarrier] = {}
@@ -42,7 +42,7 @@ class Program:
             raise InvalidOperand(f"{used} bytes of shared memory with {allocation.name}, there are {MAX_BYTES}")
 
     def touch_global(self, what: str) -> None:
-        """Called before each access to global memory."""
+        """Check, before an access to global memory, that earlier kernels on the stream have ended."""
         if not self.is_alone:
             raise Race(f"{what} at {location()} in a dependent launch, before griddepcontrol.wait")
 
@@ -56,7 +56,7 @@ class Program:
         return self._stores.setdefault(task, Stores(task))
 
     def new_writer(self) -> int:
-        """A number for somebody who writes to global memory."""
+        """Return a new number for a writer to global memory."""
         self.memory.writers += 1
         return self.memory.writers
 
@@ -66,7 +66,7 @@ class Program:
         return self._task_ids[task]
 
     def finish(self) -> None:
-        """What is still under way, or may be, would touch shared memory that is no longer the program's."""
+        """Check that no operation may still run: it would touch shared memory that is no longer the program's."""
         left = [copy.what for copy in self.copies]
         left += [what for products in self._products.values() for what in products.running()]
         left += [f"TMA stores of {s.task}" for s in self._stores.values() if s.waited < s.issued]

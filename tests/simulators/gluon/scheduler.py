@@ -1,8 +1,8 @@
-"""Cooperative scheduling: partitions are threads of which one runs at a time, asynchronous operations are events.
+"""A cooperative scheduler: partitions are threads, of which one runs at a time; asynchronous operations are events.
 
-Who goes on at a switch is drawn from a generator with a seed, so each seed is another interleaving and the same seed
-always the same one. Every participant gets a weight for the whole run: one seed may let a consumer run far ahead,
-another may hold every copy back until all wait for it.
+At each switch a seeded generator draws the partition or event that continues. Each seed is another interleaving, and
+equal seeds give equal interleavings. Every partition and event has one weight for the whole run: one seed may let a
+consumer run far ahead, another may delay every copy until all partitions wait for it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class _Abort(BaseException):
 
 
 class Event:
-    """Something that the hardware does on its own, some time after it was asked to."""
+    """An operation that the hardware performs by itself, some time after it was issued."""
 
     def __init__(self, run: Callable[[], None], what: str, ready: Callable[[], bool] | None = None) -> None:
         self.run, self.what, self.ready = run, what, ready
@@ -37,7 +37,7 @@ class Task:
         self.body, self.name, self.program, self.num_warps = body, name, program, num_warps
         self.clock = clock
         self.steps = 0
-        self.marker: str | None = None  # what the next instruction of some kind means, see `markers.py`
+        self.marker: str | None = None  # qualifies the next instruction of its kind, see `markers.py`
         self.condition: Callable[[], bool] | None = None
         self.waits_for: Callable[[], str] = lambda: "its turn"
         self.weight = 1.0
@@ -46,7 +46,7 @@ class Task:
         self.baton = threading.Semaphore(0)
 
     def step(self) -> int:
-        """Begin a new step of this agent; its number."""
+        """Begin a new step of this agent and return its number."""
         self.steps += 1
         self.clock.known[self] = self.steps
         return self.steps
@@ -59,7 +59,7 @@ _current: Task | None = None
 
 
 def current() -> Task:
-    """The partition that is running."""
+    """Return the partition that is running."""
     assert _current is not None, "no kernel is being interpreted"
     return _current
 
@@ -79,12 +79,12 @@ class Scheduler:
         self._tasks.append(task)
 
     def later(self, event: Event) -> None:
-        """`event` happens at some time from now on."""
+        """Let `event` happen at some time from now on."""
         event.weight = self._random.choice(self._event_weights)
         self._events.append(event)
 
     def run(self) -> None:
-        """Run all spawned tasks, and those that they spawn, to their ends."""
+        """Run all spawned tasks, and the tasks that they spawn, to their ends."""
         global _current
         try:
             self._resume(self._pick())
@@ -98,7 +98,7 @@ class Scheduler:
             raise self._failure
 
     def pause(self) -> None:
-        """Let somebody else run, perhaps."""
+        """Let the generator choose whether another task or an event runs now."""
         self._switch(current())
 
     def wait(self, condition: Callable[[], bool], what: Callable[[], str]) -> None:
@@ -126,7 +126,7 @@ class Scheduler:
             task.baton.release()
 
     def _pick(self) -> Task:
-        """The task to go on with, after the events whose turn came before it."""
+        """Run the events that are drawn before a task; return the task that is drawn."""
         while True:
             choices: list[Any] = [t for t in self._tasks if t.alive and (t.condition is None or t.condition())]
             choices += [e for e in self._events if e.ready is None or e.ready()]
@@ -150,7 +150,7 @@ class Scheduler:
                 self._done.set()
         except _Abort:
             pass
-        except BaseException as failure:  # handed to the thread that launched
+        except BaseException as failure:  # `run` raises it in the launching thread
             self._failure = failure
             for other in self._tasks:
                 other.baton.release()

@@ -1,4 +1,4 @@
-"""Triton's own Gluon front end, with what it leaves to the compiler done here: layouts of results, partitions."""
+"""Triton's own Gluon front end, extended by the compiler's part: layouts of results, and partitions."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Semantic(GluonSemantic):
         self.program = program
 
     def expand_dims(self, input: Any, axis: int) -> Any:
-        # Triton's own checks; it asks the builder for the layout, which a handle does not know.
+        # Triton's front end asks the builder for the result's layout, and a handle does not know its layout.
         layout = getattr(input.type, "layout", None)
         self._layout_of_result = layout.parent if isinstance(layout, gl.SliceLayout) else layout
         return super().expand_dims(input, axis)
 
     def _inferred(self, operation: str, x: Any, *arguments: Any) -> None:
-        """Ask the compiler for the layout of the result that the front end is about to wrap."""
+        """Store the compiler's layout of the result that the front end wraps next."""
         shape = [int(size) for size in x.type.shape]
         infer = inference(current().num_warps).of_tensor
         self._layout_of_result = infer(operation, x.dtype, shape, x.type.layout, *arguments)
@@ -75,7 +75,7 @@ class Semantic(GluonSemantic):
     _layout_of_result: Any = None
 
     def reduce(self, input: Any, axis: int | None, function: Any, keep_dims: bool) -> Any:
-        """One of NumPy's reductions along an axis; the result is sliced from the input's layout."""
+        """Return one of NumPy's reductions along an axis. Its layout is a slice of the input's."""
         if not isinstance(input.type, gl.distributed_type):
             raise InvalidOperand(f"reduction of {input.type} at {location()}")
         data, rank = input.handle.data, len(input.type.shape)
@@ -106,7 +106,7 @@ class Semantic(GluonSemantic):
     def warp_specialize(
         self, functions_and_args: Any, worker_num_warps: Sequence[int], worker_num_regs: Sequence[int], generator: Any
     ) -> Any:
-        """The first function goes on in this partition, each other one in warps of its own, until all have returned."""
+        """Run the first function in this partition and the others in their own warps, until all have returned."""
         parent, program = current(), self.program
         workers = functions_and_args[1:]
         total = parent.num_warps + sum(worker_num_warps)
@@ -153,7 +153,7 @@ class Semantic(GluonSemantic):
 
 
 def _values(x: Any) -> Iterator[Any]:
-    """What tuples and aggregates are made of."""
+    """Yield the values in tuples and aggregates."""
     if isinstance(x, (tuple, list)):
         for item in x:
             yield from _values(item)

@@ -1,4 +1,4 @@
-"""Shared memory: poisoned buffers, views of them, and a log that finds accesses which nothing orders."""
+"""Shared memory: poisoned buffers, views of them, and a log of accesses that finds races."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from .clock import Clock
 from .errors import InvalidOperand, Race, Uninitialised, location
 from .numerics import poison, stored
 
-MAX_BYTES = 232448  # that a program of sm_90 can have
-SWIZZLE_ROWS = 8  # after which every swizzle repeats
+MAX_BYTES = 232448  # for one program on sm_90
+SWIZZLE_ROWS = 8  # every swizzle repeats after these rows
 
 
 def _bounds(array: np.ndarray) -> tuple[int, int]:
@@ -25,7 +25,7 @@ def _bounds(array: np.ndarray) -> tuple[int, int]:
 
 @dataclass
 class Access:
-    """One access to shared memory. `asynchronous`: by TMA or wgmma, not by register instructions."""
+    """One access to shared memory. `asynchronous`: by TMA or wgmma instead of register instructions."""
 
     array: np.ndarray
     write: bool
@@ -51,7 +51,7 @@ class Access:
 
 
 class Allocation:
-    """One `allocate_shared_memory`: its bytes, its barriers where it holds such, and who touched it."""
+    """One `allocate_shared_memory`: its bytes, its mbarriers if any, and the accesses that still matter."""
 
     def __init__(self, dtype: tl.dtype, shape: list[int], name: str) -> None:
         self.array = np.empty(shape, stored(dtype))
@@ -62,7 +62,7 @@ class Allocation:
         self._accesses: list[Access] = []
 
     def access(self, new: Access, clock: Clock) -> None:
-        """Log an access that happens after all that `clock` knows; a Race if it conflicts with one that it does not."""
+        """Log an access. Raise Race if it conflicts with one that `clock` does not know to have happened before."""
         if not new.write and not any(old.write and old.overlaps(new) for old in self._accesses):
             raise Uninitialised(f"{new.what} reads from {self.name} what nobody has written")
         kept = []
@@ -82,7 +82,7 @@ class Allocation:
 
 
 class SharedView:
-    """What a shared_memory_descriptor stands for: a NumPy view of an allocation, and its layout."""
+    """The value of a shared_memory_descriptor: a NumPy view of an allocation, and its layout."""
 
     __slots__ = ("allocation", "array", "dtype", "layout")
 
@@ -105,24 +105,26 @@ class SharedView:
         return SharedView(self.allocation, array, layout, self.dtype)
 
     def values(self) -> np.ndarray:
-        """What is there, in the shape that the kernel sees."""
+        """Return the elements in the shape that the kernel sees."""
         return self.array
 
     def store(self, values: np.ndarray) -> None:
         self.array[...] = values
 
     def of_another_type(self, dtype: tl.dtype, shape: list[int], layout: Any) -> SharedView:
-        """The same bytes for other numbers. Whoever reads them must have written them as such: what lies where is the
-        layouts' business."""
+        """Return a view of the same bytes as another dtype.
+
+        The order of its elements is the array's, not the layout's. So a kernel must write and read them as one dtype.
+        """
         if not self.array.flags.c_contiguous or math.prod(shape) * stored(dtype).itemsize != self.array.nbytes:
             raise InvalidOperand(f"{self.array.shape} seen as {shape} of {dtype} at {location()} is not as many bytes")
         return SharedView(self.allocation, self.array.reshape(-1).view(stored(dtype)).reshape(shape), layout, dtype)
 
     def reinterpreted(self, shape: list[int], layout: Any) -> SharedView:
-        """The same bytes as tiles of as many rows and several times the columns, or of as many columns and fewer rows.
+        """Return a view of the same bytes as tiles with equal rows and several times the columns, or with fewer rows.
 
-        A row fills the swizzle, so several tiles one behind another are what a wider tile of that swizzle consists of,
-        and rows of one tile, as many as the swizzle repeats after, are a tile.
+        A row fills the swizzle. So consecutive tiles are one wider tile of the same swizzle, and a multiple of
+        SWIZZLE_ROWS rows of a tile is a tile.
         """
         rows, columns = self.array.shape[-2:]
         count, rest = divmod(shape[-1], columns)
@@ -151,7 +153,7 @@ class SharedView:
 
 
 class JoinedView(SharedView):
-    """Tiles that lie one behind another, as one matrix: its array is [..., rows, tiles, columns of a tile]."""
+    """Consecutive tiles as one matrix. Its array is [..., rows, tiles, columns of a tile]."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""TMA: descriptors that clip, loads that complete an mbarrier some time later, stores that read some time later."""
+"""TMA: descriptors that clip, loads that complete an mbarrier later, stores that read shared memory later."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ALIGNMENT = 16
 
 @dataclass
 class Descriptor:
-    """A tensor map: `shape` and `strides` in elements, the box of one copy, and how that lies in shared memory."""
+    """A tensor map: `shape` and `strides` in elements, the box of one copy, and the box's layout in shared memory."""
 
     name: str
     address: int
@@ -65,7 +65,7 @@ class Descriptor:
         return int(np.prod(self.block)) * self.dtype.primitive_bitwidth // 8
 
     def places(self, coordinates: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Addresses of the box at `coordinates`, and which of them lie in the tensor. Addresses wrap at 64 bits."""
+        """Return the addresses of the box at `coordinates`, wrapped at 64 bits, and a mask of those in the tensor."""
         size = self.dtype.primitive_bitwidth // 8
         addresses = np.full((1,) * len(self.block), self.address, np.uint64)
         inside = np.ones((1,) * len(self.block), bool)
@@ -74,7 +74,7 @@ class Descriptor:
             along[d] = block
             index = (start + np.arange(block, dtype=np.int64)).reshape(along)
             inside = inside & (index >= 0) & (index < self.shape[d])
-            # Products wrap modulo 2^64 as the hardware's do, also for indices that are clipped.
+            # Products wrap modulo 2^64 like the hardware's, also for indices that are clipped.
             addresses = addresses + index.astype(np.uint64) * np.uint64(self.strides[d] * size)
         return np.broadcast_to(addresses, self.block), np.broadcast_to(inside, self.block)
 
@@ -95,7 +95,7 @@ def _check(descriptor: Descriptor, coordinates: list[int], view: SharedView, wha
 
 
 class Landing:
-    """A copy to shared memory. The data come in two parts, each of which counts its bytes at the barrier."""
+    """A copy to shared memory. The data arrive in two halves, and each counts its bytes at the barrier."""
 
     def __init__(self, descriptor: Descriptor, coordinates: list[int], barrier: MBarrier, view: SharedView) -> None:
         _check(descriptor, coordinates, view, "load")
@@ -128,7 +128,7 @@ class Landing:
 
 
 class Stores:
-    """The copies from shared memory that one partition has issued, each a group of its own."""
+    """The copies from shared memory that one partition has issued. Each is a bulk group of its own."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -163,7 +163,7 @@ class Stores:
         program.scheduler.later(Event(read, what))
 
     def wait(self, pending: int) -> None:
-        """Until all but the last `pending` have read their shared memory."""
+        """Wait until all but the last `pending` have read their shared memory."""
         last = self.issued - pending
         where = location()
         self.task.program.scheduler.wait(
@@ -173,6 +173,6 @@ class Stores:
         self.task.clock.learn(self.agent, last)
 
     def wait_written(self) -> None:
-        """Until all have written what they read, which a wait for reading does not say."""
+        """Wait until all have written to global memory. A wait for their reads does not ensure that."""
         self.wait(0)
         self.task.clock.learn(self.writing, self.issued)

@@ -1,4 +1,4 @@
-"""Asynchronous warpgroup products: operands are read, and the accumulator is written, some time before the wait."""
+"""Asynchronous warpgroup products. They read operands and write the accumulator at some time before the wait."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DTYPES = (tl.float16, tl.bfloat16)
 
 
 class Accumulator(TensorHandle):
-    """Registers that a product writes: nobody may look at them before a wait has proven that it is done."""
+    """Registers that a product writes. A kernel may not use them before a wait has proven that the product is done."""
 
     def __init__(self, product: Product) -> None:
         self.dtype, self.attr = tl.float32, {}
@@ -50,7 +50,7 @@ class Product:
         with np.errstate(all="ignore"):
             product = matrix_product(a, widen(self.b.values(), self.b.dtype))
             if self.use_acc:
-                # A product may take up the accumulator of one that is still running: they are done in order.
+                # A product may continue the accumulator of an unfinished one, because they execute in order.
                 acc = self.acc.registers if isinstance(self.acc, Accumulator) else self.acc.data
                 product = acc + product
         self.result.registers = product
@@ -58,7 +58,7 @@ class Product:
 
 
 class Products:
-    """The products that one partition has issued, done in order."""
+    """The products that one partition has issued. They execute in order."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -84,7 +84,7 @@ class Products:
         return product.result
 
     def wait(self, pending: int) -> None:
-        """Until all but the last `pending` are done."""
+        """Wait until all but the last `pending` are done."""
         done = self.issued[: len(self.issued) - pending] if pending else self.issued
         where = location()
         self.task.program.scheduler.wait(lambda: all(p.executed for p in done), lambda: f"wgmma at {where}")
@@ -97,7 +97,7 @@ class Products:
 
 
 def check_operands(a: Any, b: Any, acc: Any, num_warps: int) -> None:
-    """What the instruction takes. `a`, `b`, `acc`: as the kernel sees them, with their types."""
+    """Raise InvalidOperand if the instruction does not accept the operands, which are the kernel's typed values."""
     acc_type = getattr(acc.type, "tensor_type", acc.type)
     layout = acc_type.layout
     where = location()

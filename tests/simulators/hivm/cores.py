@@ -1,7 +1,7 @@
-"""Runs the compiled programs of one block: a cube core and two vector cores, or a single core.
+"""An interpreter of the compiled programs of one block: a cube core and two vector cores, or a single core.
 
 Each core runs its program in the order in which its scalar unit issues instructions, until it waits for another core.
-That is one of the schedules which the hardware may choose; `order` checks that the others compute the same.
+That is one schedule of the hardware. `order` checks that all others compute the same result.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from simulators.hivm.ir import DYNAMIC, Block, Operation, affine, groups, intege
 from simulators.hivm.memory import ON_CHIP_GRANULE, Memory, Ref, contiguous
 from simulators.hivm.order import Blocks, Order
 
-MEMORIES = {"ub": 192 << 10, "cbuf": 512 << 10, "cc": 128 << 10}  # of a 910B: bytes on chip
-MOST_SET = 15  # of a flag between cores: its counter has four bits
+MEMORIES = {"ub": 192 << 10, "cbuf": 512 << 10, "cc": 128 << 10}  # bytes of a 910B's on-chip memories
+MOST_SET = 15  # a flag between cores has a counter of four bits
 _PRODUCT = re.compile(r"^mma_tile_(?:half|bfloat16_t|float)_to_float(_ta)?(_tb)?$")
 
 _INTEGER = {"i1": 1, "i8": 8, "i16": 16, "i32": 32, "i64": 64, "index": 64}
@@ -30,11 +30,11 @@ class Deadlock(Exception):
 
 
 class FlagError(Exception):
-    """A flag set twice, or waited for although nothing sets it."""
+    """A flag that is set twice, waited for although nothing sets it, or left over."""
 
 
 def wrap(value: int, kind: str) -> int:
-    """`value` as a signed integer of type `kind` (i1: 0 or 1)."""
+    """Return `value` as a signed integer of type `kind` (i1: 0 or 1)."""
     bits = _INTEGER[kind]
     value &= (1 << bits) - 1
     return value - (1 << bits) if bits > 1 and value >> (bits - 1) else value
@@ -45,7 +45,7 @@ def _unsigned(value: int, kind: str) -> int:
 
 
 def _divide(a: int, b: int) -> int:
-    """Rounds toward zero."""
+    """Return a / b, rounded toward zero."""
     return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
 
 
@@ -70,7 +70,7 @@ _FLOAT: dict[str, Any] = {
     "arith.maximumf": np.maximum, "arith.minimumf": np.minimum, "arith.maxnumf": np.fmax, "arith.minnumf": np.fmin,
     "arith.negf": np.negative,
 }  # fmt: skip
-_FLOATS = {"f32": np.float32, "f16": np.float16, "bf16": np.float32}  # bf16 values are computed with as float32
+_FLOATS = {"f32": np.float32, "f16": np.float16, "bf16": np.float32}  # arithmetic on bf16 is in float32
 _SIGNED = (
     lambda a, b: a == b, lambda a, b: a != b, lambda a, b: a < b, lambda a, b: a <= b, lambda a, b: a > b,
     lambda a, b: a >= b,
@@ -93,7 +93,7 @@ def _constant(text: str) -> Any:
 
 
 class Cluster:
-    """The cores of one block, what stands between them, and where in the grid they are."""
+    """The cores of one block, their flags, and the block's number in the grid."""
 
     def __init__(
         self, names: list[str], block: int, grid: int, blocks: Blocks | None = None, stale: float | None = None
@@ -102,7 +102,7 @@ class Cluster:
         self.block, self.grid = block, grid
         self.flags: dict[tuple[int, int], deque[np.ndarray]] = {}  # (flag, vector core, to the cube core?)
         self.instructions = 0
-        self.stale = stale  # what the accumulators hold at first, NaN unless given
+        self.stale = stale  # the accumulators' initial value; None: NaN
 
     def flag(self, number: int, vector: int, to_cube: bool) -> deque[np.ndarray]:
         return self.flags.setdefault((number, vector * 2 + to_cube), deque())
@@ -125,7 +125,7 @@ class Core:
     # ---- control -----------------------------------------------------------------------------------------------
 
     def run(self, function: Operation, arguments: list[Any]) -> Generator[None, None, None]:
-        """Run the program; yields while it waits for another core."""
+        """Run the program. Yield while it waits for another core."""
         (body,) = function.regions
         self.values = dict(zip(body.arguments, arguments, strict=True))
         yield from self._block(body)
@@ -178,7 +178,7 @@ class Core:
         return (yield from self._block(chosen))
 
     def _sync_block_wait(self, operation: Operation) -> Generator[None, None, list[Any]]:
-        """The scalar unit stops until the other side has set the flag: the cube core waits for both vector cores."""
+        """Wait until the other side has set the flag. The cube core waits for both vector cores."""
         number = self._flag(operation)
         if name_in(operation.attributes["pipe"]) != "PIPE_S":
             raise NotImplementedError(f"line {operation.line}: a pipe waits for another core")
@@ -309,7 +309,7 @@ class Core:
         return source
 
     def _memref_extract_strided_metadata(self, operation: Operation, source: Ref) -> list[Any]:
-        """The buffer as a whole, and where in it `source` lies: offset, sizes, strides."""
+        """Return the whole buffer, and the offset, sizes and strides of `source` in it."""
         return [source.with_layout(offset=0, sizes=(), strides=()), source.offset, *source.sizes, *source.strides]
 
     def _memref_collapse_shape(self, operation: Operation, source: Ref) -> Ref:
@@ -421,8 +421,8 @@ class Core:
         self, operation: Operation, name: str, a: Ref, b: Ref, init: int, m: int, k: int, n: int, c: Ref,
         a_ready: int, b_ready: int, a_free: int, b_free: int, *rest: int,
     ) -> None:  # fmt: skip
-        """A product with its own waits: for its operands in L1 (flags `a_ready`, `b_ready`), and flags that they may be
-        overwritten (`a_free`, `b_free`); -1 is none."""
+        """Multiply. The function itself waits for its operands in L1 (flags `a_ready`, `b_ready`), and sets flags that
+        they may be overwritten (`a_free`, `b_free`); -1 is none."""
         *_, unit_flag = rest
         if unit_flag:
             raise NotImplementedError("unit flags")

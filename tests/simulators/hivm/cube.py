@@ -1,6 +1,6 @@
-"""Library functions of the cube core: copies into L1, the matrix product, and the way out of its accumulator.
+"""Library functions of the cube core: copies into L1, the matrix product, and copies out of its accumulator.
 
-L1 and L0C hold matrices as fractals, blocks of 16 rows: [column blocks, row blocks, rows, columns].
+L1 and L0C store matrices as fractals, blocks of 16 rows: [column blocks, row blocks, rows, columns].
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ def _dense(x: Ref) -> Ref:
 
 
 def _nd2nz(source: Ref, target: Ref) -> None:
-    """Global memory [rows, columns] to fractals; the rest of the last fractal keeps what it held."""
+    """Copy global memory [rows, columns] to fractals. The rest of the last fractal keeps its values."""
     columns, width = source.sizes[1], target.sizes[3]
     values = source.read()
     for block in range(-(-columns // width)):
         part = values[:, block * width : (block + 1) * width]
         start = target.offset + block * target.strides[0]
-        # the library takes the distance between rows to be the fractal's width
+        # The library assumes that the distance between rows is the fractal's width.
         target.with_layout(offset=start, sizes=part.shape, strides=(target.strides[2], 1)).write(part)
 
 
 def _nz2nd(source: Ref, target: Ref, quantise: Any, relu: Any, split: Any, unit_flag: Any) -> None:
-    """Accumulator to global memory [rows, columns], rounding to its type."""
+    """Copy the accumulator to global memory [rows, columns], rounded to its dtype."""
     if relu or split or unit_flag:
         raise NotImplementedError(f"fixpipe with relu {relu}, channel split {split}, unit flag {unit_flag}")
     rows, columns = target.sizes
@@ -43,7 +43,7 @@ def _nz2nd(source: Ref, target: Ref, quantise: Any, relu: Any, split: Any, unit_
 
 
 def _matrix(x: Ref, order: tuple[int, int, int, int]) -> np.ndarray:
-    """Fractals as a matrix: `order` names two dimensions of the rows, then two of the columns."""
+    """Return fractals as a matrix. `order` has the two dimensions of the rows, then the two of the columns."""
     values = np.transpose(x.read(), order)
     return values.reshape(values.shape[0] * values.shape[1], -1)
 
@@ -56,7 +56,7 @@ FUNCTIONS = {"set_l1_2d": FILL, "nd2nz": ND2NZ, "fixpipe_nz2nd": FIXPIPE}
 
 
 def multiply(a: Ref, b: Ref, transposed_a: bool, transposed_b: bool, init: bool, k: int, n: int, c: Ref) -> None:
-    """c (+)= a @ b: all rows that c has, k products each, n columns and the rest of their last fractal."""
+    """Compute c (+)= a @ b for all rows of c, k terms each, and n columns rounded up to whole fractals."""
     for x in (a, b, c):
         _dense(x)
     left = _matrix(a, (0, 3, 1, 2) if transposed_a else (1, 2, 0, 3))  # [m, k]

@@ -1,4 +1,4 @@
-"""Parser for MLIR's generic form, as `bishengir-opt --mlir-print-op-generic --mlir-print-local-scope` prints it."""
+"""A parser of MLIR's generic form, as `bishengir-opt --mlir-print-op-generic --mlir-print-local-scope` prints it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-DYNAMIC = -(2**63)  # how MLIR writes a size, offset or stride that an operand gives
+DYNAMIC = -(2**63)  # MLIR's number for a size, offset or stride that an operand gives
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Operation:
     operand_types: list[str] = field(default_factory=list)
     result_types: list[str] = field(default_factory=list)
     line: int = 0
-    cache: Any = None  # what an interpreter prepares once
+    cache: Any = None  # prepared once by an interpreter
 
 
 def split(text: str) -> list[str]:
@@ -63,7 +63,7 @@ _BLOCK = re.compile(r"^\^\w+\((.*)\):$")
 
 
 def _closing(text: str, opening: int) -> int:
-    """Index behind the bracket that closes the one at `opening`."""
+    """Return the index after the bracket that closes the one at `opening`."""
     depth = 0
     for i in range(opening, len(text)):
         if text[i] in "([{":
@@ -76,7 +76,7 @@ def _closing(text: str, opening: int) -> int:
 
 
 def _tail(operation: Operation, text: str) -> None:
-    """What follows the regions: `{attributes} : (operand types) -> result types`."""
+    """Parse the text after the regions: `{attributes} : (operand types) -> result types`."""
     text = text.strip()
     if text.startswith("{"):
         end = _closing(text, 0)
@@ -91,7 +91,7 @@ def _tail(operation: Operation, text: str) -> None:
 
 
 def parse(text: str) -> dict[str, Operation]:
-    """Functions of a module by name."""
+    """Return {name: function} of a module."""
     functions: dict[str, Operation] = {}
     open_operations: list[Operation] = []
     for number, line in enumerate(text.splitlines(), 1):
@@ -127,7 +127,7 @@ def parse(text: str) -> dict[str, Operation]:
 
 
 def _operation(line: str, number: int) -> tuple[Operation, bool]:
-    """One operation, and whether its regions follow."""
+    """Return one operation, and whether its regions follow."""
     results: list[str] = []
     if found := _RESULTS.match(line):
         count = int(found[2] or 1)
@@ -153,19 +153,19 @@ def _operation(line: str, number: int) -> tuple[Operation, bool]:
 
 @cache
 def integers(attribute: str) -> list[int]:
-    """`array<i64: 1, 2>`."""
+    """Parse `array<i64: 1, 2>`."""
     return [int(x) for x in attribute.removesuffix(">").partition(":")[2].split(",") if x.strip()]
 
 
 @cache
 def name_in(attribute: str) -> str:
-    """What stands between the innermost angle brackets: `#hivm.pipe<PIPE_V>` -> `PIPE_V`."""
+    """Return the text in the innermost angle brackets: `#hivm.pipe<PIPE_V>` -> `PIPE_V`."""
     return attribute.rpartition("<")[2].rstrip(">")
 
 
 @cache
 def groups(attribute: str) -> list[list[int]]:
-    """`[[0, 1], [2]]`."""
+    """Parse `[[0, 1], [2]]`."""
     return [list(group) for group in ast.literal_eval(attribute)]
 
 
@@ -176,7 +176,7 @@ _MEMREF = re.compile(
 
 @cache
 def memref(kind: str) -> tuple[tuple[int, ...], str, str]:
-    """A memref type -> (sizes, DYNAMIC where an operand gives them; type of the elements; address space)."""
+    """Parse a memref type into (sizes, DYNAMIC if an operand gives them; type of the elements; address space)."""
     found = _MEMREF.match(kind)
     if found is None:
         raise ValueError(f"not a memref in a known memory: {kind}")
@@ -198,7 +198,7 @@ _MAP = re.compile(r"^affine_map<\(([^()]*)\)(?:\[([^\]]*)\])? -> \((.*)\)>$")
 
 @cache
 def affine(attribute: str) -> Callable[..., tuple[int, ...]]:
-    """An affine map as a function of its dimensions and symbols. `mod` and `floordiv` round down like Python's."""
+    """Return an affine map as a function of its dimensions and symbols. `mod` and `floordiv` round down."""
     found = _MAP.match(attribute)
     if found is None:
         raise ValueError(f"not an affine map: {attribute}")

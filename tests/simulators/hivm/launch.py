@@ -1,4 +1,4 @@
-"""Launches of Triton kernels that compile for an Ascend chip and run what the compiler made on this CPU."""
+"""Launches of Triton kernels that compile for an Ascend chip and execute the compiled programs on this CPU."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _DTYPES = {
 
 @dataclass
 class Program:
-    """A compiled kernel: its functions, and what its launcher has to know."""
+    """A compiled kernel: its functions, some of which return constants for the launcher."""
 
     name: str
     functions: dict[str, Operation]
@@ -41,7 +41,7 @@ class Program:
         return f"{self.name}_mix_aic" in self.functions
 
     def constant(self, suffix: str) -> int | None:
-        """What one of the compiler's functions for the launcher returns."""
+        """Return the constant that one of the compiler's functions for the launcher returns, or None."""
         function = self.functions.get(self.name + suffix)
         if function is None:
             return None
@@ -51,12 +51,12 @@ class Program:
 
 @dataclass
 class Log:
-    """What ran: launches, library calls executed, races found."""
+    """The record of a run: names of launches, number of executed library calls, races."""
 
     launches: list[str] = field(default_factory=list)
     instructions: int = 0
     races: list[str] = field(default_factory=list)
-    stale: float | None = None  # what accumulators hold before a kernel
+    stale: float | None = None  # the accumulators' value before a kernel; None: NaN
 
 
 _programs: dict[str, Program] = {}
@@ -65,7 +65,7 @@ _programs: dict[str, Program] = {}
 def compile_kernel(
     function: Any, signature: dict[str, str], constants: dict[str, Any], options: dict[str, Any], target: str
 ) -> Program:
-    """Both halves of the compiler, then its own printer for the generic form."""
+    """Compile with both halves of the compiler, print the generic form with its own printer, and parse that."""
     name = function.fn.__name__
     key = json.dumps([name, function.src, signature, sorted(constants.items()), options, target], default=str)
     if key not in _programs:
@@ -76,7 +76,7 @@ def compile_kernel(
 
 
 def generic(hivm: str, target: str) -> str:
-    """The compiler's text in MLIR's generic form."""
+    """Return the compiler's text in MLIR's generic form."""
     program = aot.back_half().program(target)
     printer = program.with_name(program.name.replace("compile", "opt"))
     with tempfile.TemporaryDirectory(prefix="diyfa-hivm-") as folder:
@@ -140,7 +140,7 @@ def _run_block(program: Program, arguments: list[Any], block: int, grid: int, bl
 
 @contextmanager
 def compiled_on_cpu(target: str = "Ascend910B3", programs: int = 2, stale: float | None = None) -> Iterator[Log]:
-    """Within, kernels of the npu backend run on CPU tensors as compiled for `target`, with `programs` cores."""
+    """Run kernels, compiled for `target`, on CPU tensors inside this context. The npu backend sees `programs` cores."""
     log = Log(stale=stale)
 
     def run(function: Any, *args: Any, grid: Any, warmup: bool, **keywords: Any) -> None:

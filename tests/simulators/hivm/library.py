@@ -1,7 +1,7 @@
-"""Vector and copy functions of the compiler's library, by name: which pipe, what each argument is, what is computed.
+"""Vector and copy functions of the compiler's library: {name: pipe, roles of the arguments, computation}.
 
-The roles of the arguments: r read, w written, t scratch memory (left poisoned, so that a scratch buffer over live data
-shows), s scalar. A function that is not in the table is refused.
+Roles: r read, w written, t scratch memory (poisoned, so that a scratch buffer over live data shows), s scalar. A
+function that is not in the table is refused.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ BLOCK = 32  # bytes; the unit of copies on chip
 
 @dataclass(frozen=True)
 class Function:
-    """`compute` takes what is read and the scalars, in order, and returns what is written; or, with `whole`, it gets
-    all arguments and writes itself."""
+    """A library function. `compute` gets the read arguments and scalars, in order, and returns the written values. With
+    `whole` it gets all arguments and writes by itself."""
 
     pipe: str
     roles: str
@@ -76,14 +76,14 @@ def _to_integer(x: np.ndarray, mode: Any) -> Any:
 
 
 def _to_narrower(x: np.ndarray, mode: Any) -> Any:
-    """Of fp32: the write rounds to the nearest."""
+    """Return fp32 values unchanged: the write rounds them to the nearest."""
     if int(mode) != 0:
         raise NotImplementedError(f"a conversion that rounds in mode {mode}")
     return x
 
 
 def _load(source: Ref, target: Ref, pad_mode: Any, pad: Any, left: Any) -> None:
-    """Global memory to UB. The hardware fills the last 32 bytes of each row with the padding, also beyond the row."""
+    """Copy global memory to UB. The hardware fills the rest of each row's last 32 bytes with the padding."""
     if left:
         raise NotImplementedError("padding to the left")
     if int(pad_mode) not in (0, 2):
@@ -99,7 +99,7 @@ def _load(source: Ref, target: Ref, pad_mode: Any, pad: Any, left: Any) -> None:
 
 
 def _copy(source: Ref, target: Ref, pad_mode: Any, pad: Any) -> None:
-    """Inside UB, in whole blocks of 32 bytes: what follows the last element in its block is lost."""
+    """Copy inside UB, in whole blocks of 32 bytes. Data after the last element in its block are lost."""
     if source.count <= 0:
         return
     values = source.read()
@@ -111,7 +111,7 @@ def _copy(source: Ref, target: Ref, pad_mode: Any, pad: Any) -> None:
 
 
 def _store(source: Ref, target: Ref, atomic: Any) -> None:
-    """UB to global memory, exactly the elements."""
+    """Copy UB to global memory, exactly the elements."""
     if source.count <= 0:
         return
     if int(atomic) == 1:
@@ -197,7 +197,7 @@ TABLE: dict[str, Function] = {
 
 
 def lookup(name: str) -> Function:
-    """The function that the library calls `name`: the longest entry it begins with."""
+    """Return the function `name` of the library: the longest entry that is a prefix of it."""
     parts = name.split("_")
     for end in range(len(parts), 0, -1):
         if found := TABLE.get("_".join(parts[:end])):

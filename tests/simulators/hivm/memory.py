@@ -17,7 +17,7 @@ NUMPY = {
     "i32": np.dtype(np.int32), "i16": np.dtype(np.int16), "i8": np.dtype(np.int8),
 }  # fmt: skip
 ON_CHIP_GRANULE, GLOBAL_GRANULE = 32, 2
-POISON = 0xFF  # as bytes NaN in every floating-point format, and -1 in every integer one
+POISON = 0xFF  # bytes of NaN in every floating-point format, and of -1 in every integer format
 
 
 class OutOfBounds(Exception):
@@ -25,8 +25,8 @@ class OutOfBounds(Exception):
 
 
 class Memory:
-    """Bytes, NaN until written. `granule`: bytes that `order` keeps apart (on chip everything is aligned to 32).
-    `shared`: all blocks see it."""
+    """Bytes, NaN until written. `order` tells accesses apart by granules of `granule` bytes (on chip everything is
+    aligned to 32). `shared`: all blocks see it."""
 
     def __init__(self, name: str, size: int, granule: int, data: np.ndarray | None = None) -> None:
         self.name, self.granule, self.shared = name, granule, granule < ON_CHIP_GRANULE
@@ -67,7 +67,7 @@ class Ref:
             raise OutOfBounds(f"{self} strides {self.strides}: {self.memory.name} has {self.memory.size} bytes")
 
     def view(self) -> np.ndarray:
-        """The elements, writable; bf16 as its bit patterns."""
+        """Return a writable view of the elements, bf16 as bit patterns."""
         if min(self.sizes, default=1) <= 0:
             return np.empty(tuple(max(0, n) for n in self.sizes), NUMPY[self.dtype])
         self._check()
@@ -82,7 +82,7 @@ class Ref:
         )
 
     def read(self) -> np.ndarray:
-        """A copy of the elements: bf16 as float32, i1 as bool."""
+        """Return a copy of the elements, bf16 as float32, i1 as bool."""
         if self.dtype == "i1":
             rows = [np.unpackbits(x, bitorder="little")[: self.sizes[-1]] for x in self._rows_of_bits()]
             return np.array(rows, bool).reshape(self.sizes)
@@ -103,7 +103,7 @@ class Ref:
             self.view()[...] = values
 
     def _rows_of_bits(self) -> list[np.ndarray]:
-        """Bytes of each row of a mask, first element in the lowest bit."""
+        """Return the bytes of each row of a mask. The first element is in the lowest bit."""
         *outer, size = self.sizes
         *steps, step = self.strides
         if (
@@ -122,7 +122,7 @@ class Ref:
         return found
 
     def granules(self) -> Any:
-        """Indices (or a slice) of the granules of the memory that the elements lie in."""
+        """Return the indices (or a slice) of the memory's granules that contain the elements."""
         return _granules(self.memory.granule, BITS[self.dtype], self.base, self.offset, self.sizes, self.strides)
 
 
@@ -149,14 +149,14 @@ def _granules(
 
 
 def to_bf16(values: np.ndarray) -> np.ndarray:
-    """float32 -> bit patterns of the nearest bfloat16, ties to even."""
+    """Return the bit patterns of the nearest bfloat16 of float32 values, ties to even."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     rounded = ((bits.astype(np.uint64) + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
     return np.where(np.isnan(values), np.uint16(0x7FFF), rounded)
 
 
 def contiguous(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a dense row-major array."""
+    """Return the strides of a dense row-major array."""
     strides, step = [], 1
     for size in reversed(sizes):
         strides.append(step)

@@ -1,10 +1,10 @@
-"""Checks that every two conflicting accesses of a block are put in order by flags and barriers.
+"""A check that flags and barriers order every two conflicting accesses of a block.
 
-An AI core has a scalar unit, which issues instructions, and pipes, which work through them side by side. Only flags
+An AI core has a scalar unit, which issues instructions, and pipes, which execute them concurrently. Only flags
 (`set_flag`/`wait_flag` between two pipes, `sync_block_set`/`sync_block_wait` between cube and vector cores) and
-`pipe_barrier` order what different pipes do; inside a pipe instructions start in order but overlap. So each pipe is a
-thread with a vector clock, and an access that is not ordered behind an earlier conflicting one is a race. Without races
-every schedule that the hardware may choose computes what the one executed here did.
+`pipe_barrier` order different pipes. Inside a pipe instructions start in order but overlap. So each pipe is a thread
+with a vector clock, and an access that is not ordered after an earlier conflicting one is a race. Without races every
+schedule of the hardware computes the result of the schedule executed here.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import numpy as np
 from simulators.hivm.memory import Memory, Ref
 
 PIPES = ("PIPE_S", "PIPE_MTE1", "PIPE_MTE2", "PIPE_MTE3", "PIPE_M", "PIPE_V", "PIPE_FIX")
-# The scalar unit ends an instruction before the next one; matrix products on one accumulator, and loads into the double
-# buffers before the cube unit, are ordered inside of the library functions.
+# The scalar unit finishes each instruction before the next. Library functions themselves order matrix products on one
+# accumulator, and loads into the double buffers in front of the cube unit.
 IN_ORDER = {"PIPE_S", "PIPE_M", "PIPE_MTE1"}
 
 
 class _Shadow:
-    """Last write and last reads of each granule: by which thread, at which of its instructions, on which line."""
+    """The last write and last reads of each granule: thread, number of its instruction, line."""
 
     def __init__(self, memory: Memory, threads: int) -> None:
         self.granules = -(-memory.size // memory.granule)
@@ -32,7 +32,7 @@ class _Shadow:
 
 
 class Blocks:
-    """Which block read and wrote what of global memory. Nothing orders the blocks of a launch."""
+    """The blocks that read and wrote each granule of global memory. Nothing orders the blocks of a launch."""
 
     NONE, SEVERAL = -1, -2
 
@@ -40,7 +40,7 @@ class Blocks:
         self.uses: dict[int, tuple[Memory, np.ndarray, np.ndarray]] = {}
 
     def conflict(self, block: int, ref: Ref, write: bool) -> str:
-        """Record an access; what conflicts with it, if anything."""
+        """Record an access; return a description of the access that conflicts with it, or ""."""
         memory = ref.memory
         if id(memory) not in self.uses:
             granules = -(-memory.size // memory.granule)
@@ -65,10 +65,10 @@ class Order:
         self.cores = cores
         self.count = len(cores) * len(PIPES)
         self.issued = np.zeros(self.count, np.int32)  # instructions of each thread
-        self.clock = np.zeros((self.count, self.count), np.int32)  # what each thread knows to have ended
+        self.clock = np.zeros((self.count, self.count), np.int32)  # [thread, other]: instructions known to have ended
         self.shadows: dict[int, tuple[Memory, _Shadow]] = {}
         self.races: dict[tuple[Any, ...], str] = {}
-        self.suspected: list[tuple[tuple[Any, ...], str, Ref, np.ndarray]] = []  # of the instruction under way
+        self.suspected: list[tuple[tuple[Any, ...], str, Ref, np.ndarray]] = []  # of the current instruction
 
     def thread(self, core: int, pipe: str) -> int:
         return core * len(PIPES) + PIPES.index(pipe)
@@ -76,31 +76,31 @@ class Order:
     def _name(self, thread: int) -> str:
         return f"{self.cores[thread // len(PIPES)]} {PIPES[thread % len(PIPES)]}"
 
-    # ---- what orders -------------------------------------------------------------------------------------------
+    # ---- synchronisation ---------------------------------------------------------------------------------------
 
     def issue(self, core: int, pipe: str) -> int:
-        """The scalar unit gives `pipe` its next instruction: what it waited for has ended. Returns the thread."""
+        """Let the scalar unit issue an instruction to `pipe`: what it waited for has ended. Return the thread."""
         thread, scalar = self.thread(core, pipe), self.thread(core, "PIPE_S")
         if thread != scalar:
             own = self.clock[thread, scalar]
             np.maximum(self.clock[thread], self.clock[scalar], out=self.clock[thread])
-            self.clock[thread, scalar] = own  # its own stores are not visible to a pipe without a flag
+            self.clock[thread, scalar] = own  # the scalar unit's stores are not visible to a pipe without a flag
         return thread
 
     def message(self, core: int, pipe: str) -> np.ndarray:
-        """What a flag carries that `pipe` sets behind all its instructions so far."""
+        """Return the clock of a flag that `pipe` sets after all its instructions so far."""
         thread = self.issue(core, pipe)
         message = self.clock[thread].copy()
         message[thread] = self.issued[thread]
         return message
 
     def receive(self, core: int, pipe: str, message: np.ndarray) -> None:
-        """`pipe` waited for a flag."""
+        """Record that `pipe` waited for a flag."""
         thread = self.issue(core, pipe)
         np.maximum(self.clock[thread], message, out=self.clock[thread])
 
     def barrier(self, core: int, pipe: str) -> None:
-        """`pipe_barrier`: the pipe, or every pipe of the core, has ended what it began."""
+        """Record a `pipe_barrier`: the pipe, or every pipe of the core, has finished its instructions."""
         if pipe != "PIPE_ALL":
             thread = self.issue(core, pipe)
             self.clock[thread, thread] = self.issued[thread]
@@ -109,10 +109,10 @@ class Order:
         first = self.thread(core, PIPES[0])
         self.clock[first : first + len(PIPES)] = messages.max(0)
 
-    # ---- what is ordered ---------------------------------------------------------------------------------------
+    # ---- accesses ----------------------------------------------------------------------------------------------
 
     def instruction(self, core: int, pipe: str, reads: list[Ref], writes: list[Ref], line: int, what: str) -> None:
-        """One instruction of `pipe` reads and writes memory."""
+        """Record the reads and writes of one instruction of `pipe`."""
         thread = self.issue(core, pipe)
         for ref in reads:
             self._access(thread, ref, False, line, what)
@@ -163,8 +163,10 @@ class Order:
         self.suspected.append((key, text, ref, ref.read()))
 
     def done(self) -> None:
-        """The instruction has run. A suspected race is none where it wrote what was there already: both vector cores
-        store the same scalar for the cube core."""
+        """Record the races of the instruction, which has run.
+
+        A write that changed no value is no race: both vector cores store the same scalar for the cube core.
+        """
         for key, text, ref, before in self.suspected:
             if not (key[-2] and np.array_equal(before, ref.read())):
                 self.races.setdefault(key, text)

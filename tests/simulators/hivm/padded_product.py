@@ -1,4 +1,4 @@
-"""The smallest kernel that shows what a product leaves behind beyond its operands' padding."""
+"""The smallest kernel that shows a product whose padded columns are not written."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def padded_product(
     q_ptr, k_ptr, s_ptr, keys,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
-    """s [BLOCK_M, BLOCK_N] = q [BLOCK_M, HEAD_DIM] @ k [keys, HEAD_DIM]^T, of which `keys` of BLOCK_N exist."""
+    """Compute s [BLOCK_M, BLOCK_N] = q [BLOCK_M, HEAD_DIM] @ k [keys, HEAD_DIM]^T, keys <= BLOCK_N."""
     q_block = tl.make_block_ptr(q_ptr, (BLOCK_M, HEAD_DIM), (HEAD_DIM, 1), (0, 0), (BLOCK_M, HEAD_DIM), (1, 0))
     k_block = tl.make_block_ptr(k_ptr, (keys, HEAD_DIM), (HEAD_DIM, 1), (0, 0), (BLOCK_N, HEAD_DIM), (1, 0))
     s_block = tl.make_block_ptr(s_ptr, (BLOCK_M, BLOCK_N), (BLOCK_N, 1), (0, 0), (BLOCK_M, BLOCK_N), (1, 0))
