@@ -148,7 +148,7 @@ def position_words(key: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 def element_levels(r0: torch.Tensor, r1: torch.Tensor, c0: torch.Tensor, c1: torch.Tensor) -> torch.Tensor:
-    """Run step 3 without the comparison: row words (..., M), column words (..., N) -> (..., M, N) in [-2**23, 2**23)."""
+    """Run step 3 but the comparison: row words (..., M), column words (..., N) -> (..., M, N) in [-2**23, 2**23)."""
     x = (r0[..., :, None] + c0[..., None, :]) * (r1[..., :, None] + c1[..., None, :])
     sign = LEVELS // 2
     return (((x >> 8) & (LEVELS - 1)) ^ sign) - sign

@@ -101,7 +101,7 @@ def _typical(backend: Backend, arch: str, op: str, **changes: Any) -> AttentionP
 
 
 def _support(backend: Backend, arch: str) -> list[dict[str, Any]]:
-    """Return for each kernel and feature why the kernel refuses it, or None. `registry.choose` uses the same answers."""
+    """Return why each kernel refuses each feature, or None. `registry.choose` decides by the same reasons."""
     found = []
     for kernel in backend.kernels:
         features = FEATURES if kernel.op in ATTENTION else {"float16": {}}
