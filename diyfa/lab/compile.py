@@ -69,7 +69,7 @@ def load_compiler(name: str) -> Any:
 
 
 def _compiler(target: str, select: Mapping[str, Any] | None) -> Any:
-    """Return the module that compiles for `target`. Raises typer.BadParameter if `select` does not apply to it."""
+    """Return the module that compiles for `target`. Raises typer.BadParameter if it is unknown or takes no `select`."""
     name = backend_for(target)
     if select is not None and name != "npu":
         raise typer.BadParameter("--kernel, --dtype, --head-dim, --mode and --tile are for Ascend chips; use --only")

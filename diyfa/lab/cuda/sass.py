@@ -24,7 +24,7 @@ def spills_in_loops(sass: str) -> list[int]:
     """Return for each loop over keys of a Hopper kernel how many of its instructions read or write spilled registers.
 
     Such a loop is closed by a backward branch and has wgmma products, but neither copies nor stores rows of out to
-    global memory. A loop that does is the loop over tiles, or lies in it.
+    global memory. A loop that does is the loop over tiles, or a part of it.
     """
     code = [(int(address, 16), text) for address, text in _LINE.findall(sass)]
     number = {address: i for i, (address, _) in enumerate(code)}
