@@ -46,7 +46,7 @@ class Finding:
     """The verdict on one component of the machine."""
 
     part: str
-    found: str  # version and place; "not found"
+    found: str  # version and folder, or "not found"
     verdict: str  # FINE, UNTESTED or WRONG
     remedy: str = ""  # why it is not fine, and what to do
 
@@ -64,7 +64,7 @@ class Machine:
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
     home: Path | None = field(default_factory=home_folder)
     python: tuple[int, int] = sys.version_info[:2]
-    versions: Mapping[str, str] = field(default_factory=_versions)  # of installed distributions
+    versions: Mapping[str, str] = field(default_factory=_versions)  # installed distributions
     triton: Callable[[], str | None] = triton_problem
     status: NPUStatus = field(default_factory=npu_status)
     chip: NPUCapabilities | None = None
@@ -101,7 +101,7 @@ def cann_version(machine: Machine) -> str | None:
 
 def _scripts(machine: Machine) -> list[Path]:
     scripts = [folder / script for folder in machine.folders for _, script in CANN_PLACES]
-    return [script for script in scripts if os.path.exists(script)]  # Path.exists raises where a folder is closed
+    return [script for script in scripts if os.path.exists(script)]  # Path.exists raises without permission
 
 
 def _installed(machine: Machine) -> list[str]:

@@ -53,10 +53,8 @@ STACKS = (
 
 
 def release(version: str) -> tuple[int, ...]:
-    """Return the leading numbers of a version.
-
-    "8.5.0.alpha001" -> (8, 5, 0), "8.3.RC1" -> (8, 3), "2.7.1.post2+cpu" -> (2, 7, 1).
-    """
+    """Return the leading numbers of a version: "8.5.0.alpha001" -> (8, 5, 0), "8.3.RC1" -> (8, 3),
+    "2.7.1.post2+cpu" -> (2, 7, 1)."""
     leading = re.match(r"\d+(\.\d+)*", version)
     return tuple(int(number) for number in leading.group().split(".")) if leading else ()
 

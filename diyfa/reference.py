@@ -73,7 +73,7 @@ def _attend(
     options: AttentionOptions,
     keep: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return out and lse of q (B, H, Sq, D), k (B, Hk, Sk, D), v (B, Hk, Sk, Dv). `keep`: the dropout mask."""
+    """Return out and lse of q (B, H, Sq, D), k (B, Hk, Sk, D), v (B, Hk, Sk, Dv). `keep`: dropout's mask."""
     dtype = q.dtype
     stat_dtype = torch.promote_types(dtype, torch.float32)  # dtype of the softmax statistics
     batch, heads, seqlen_q, _ = q.shape
@@ -112,7 +112,7 @@ def _attend(
     if keep is not None:
         weights = torch.where(keep, weights / (1 - options.dropout_p), 0)
     out = _product(weights.to(dtype), v)
-    out = torch.where(total.isnan(), float("nan"), out)  # even where dropout keeps no key of the row
+    out = torch.where(total.isnan(), float("nan"), out)  # even if dropout drops all keys of the row
     return torch.where(~empty & valid_q, out, 0), lse
 
 

@@ -43,7 +43,6 @@ class AttentionCase:
     `layout` is "bhsd", "bshd", "3d" (B·H, S, D) or "thd". With "thd", sequences of `lens_q` and `lens_k` (default:
     `lens_q`) rows are packed one after another; they replace `batch`, `seqlen_q` and `seqlen_k`. `slack` more rows
     follow the last sequence and belong to none; the call's max_seqlen arguments are larger by as much.
-
     `view` is the memory layout: "contiguous"; "transposed" (heads and sequence exchanged in memory); "packed" (slices
     of one QKV projection); "sliced" (cut from larger buffers at odd offsets, so that nothing is aligned). With
     `packing` "qkv" or "kv" the call takes the packed tensor and returns one gradient for it (layouts "bshd" and "thd").
@@ -430,10 +429,7 @@ def error_budget(yardstick: Error, unit: Error) -> Error:
 
 @lru_cache(maxsize=64)
 def _lse_unit(case: AttentionCase, device: str) -> Error:
-    """Return the rounding unit of the log-sum-exp: `LSE_UNIT` times the largest score of each row.
-
-    Scores are sums of products, so their rounding errors grow with the scores.
-    """
+    """Return the unit of the log-sum-exp, `LSE_UNIT` times each row's largest score: scores are sums of products."""
     inputs = make_inputs(case, device)
     options = {name: _upcast(x) for name, x in _plain_options(case, inputs).items()}
     scores = LSE_UNIT * largest_scores(*(_upcast(x) for x in inputs[:3]), **options).detach().abs()
@@ -466,7 +462,7 @@ def yardsticks(case: AttentionCase, device: str = "cpu", draws: int = YARDSTICK_
 
 
 class Check(NamedTuple):
-    """One result beside its budget; `problem` says why it cannot be compared (missing, wrong dtype or shape)."""
+    """The error of one result and its budget. `problem` says why they cannot be compared (missing, dtype, shape)."""
 
     error: Error
     budget: Error
@@ -515,7 +511,7 @@ def check_budget(
 def assert_within_budget(
     actual: Results, case: AttentionCase, device: str = "cpu", draws: int = YARDSTICK_DRAWS
 ) -> None:
-    """Assert that every result of `case` is within its error budget (`check_budget`); the error lists the others."""
+    """Assert that each result of `case` is within its error budget (`check_budget`). The error lists the others."""
     failures = []
     for name, check in check_budget(actual, case, device, draws).items():
         error, budget = check.error, check.budget
@@ -539,8 +535,7 @@ def _compare(
 ) -> tuple[bool, float]:
     """Return (allclose, largest difference) of a result and the float64 one.
 
-    Tolerances are at least one rounding unit of the result's dtype: no implementation can be closer in that dtype.
-    """
+    Tolerances are at least one rounding unit of the result's dtype: no implementation can be closer in that dtype."""
     if actual.shape != expected.shape:
         raise ValueError(f"{what}: the function returned shape {tuple(actual.shape)}, not {tuple(expected.shape)}")
     eps = torch.finfo(actual.dtype).eps

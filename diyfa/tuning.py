@@ -53,10 +53,7 @@ def bucket_size(n: int) -> int:
 
 
 def home_folder() -> Path | None:
-    """Return the user's home folder, or None if neither HOME nor the system's list of users names one.
-
-    That happens in a container that runs under a bare user number.
-    """
+    """Return the user's home folder, or None if it is unknown, as in a container that runs under a bare user number."""
     try:
         return Path.home()
     except RuntimeError:
@@ -73,10 +70,7 @@ def user_cache() -> Path | None:
 
 
 def cache_dir(name: str = "tune") -> Path | None:
-    """Return the folder `name` in DIYFA_CACHE_DIR or `user_cache()`, or None if neither exists.
-
-    The default name is that of the tuning files' folder.
-    """
+    """Return folder `name` ("tune": tuning files) in DIYFA_CACHE_DIR or `user_cache()`, or None without either."""
     explicit = os.environ.get("DIYFA_CACHE_DIR")
     base = Path(explicit) if explicit else user_cache()
     return base and base / name

@@ -17,7 +17,7 @@ def versions() -> dict[str, str]:
     """Return the installed versions of diyfa and of the packages its figures depend on, without absent ones."""
     found = {"diyfa": diyfa.__version__, "python": platform.python_version()}
     found |= {name: there for name in VERSIONED if (there := installed_version(name)) is not None}
-    found["torch"] = torch.__version__  # with the build's suffix
+    found["torch"] = torch.__version__  # has the build's suffix, such as +cpu
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda
     return found

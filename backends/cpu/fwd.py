@@ -1,7 +1,7 @@
-"""Attention forward in tiles: FlashAttention-2 ("v2") and FlashAttention ("v1"). O(S) memory beside the output.
+"""Attention forward in tiles: FlashAttention-2 ("v2") and FlashAttention ("v1"). O(S) memory besides the output.
 
-Both keep, for each query row, the running maximum m and the running sum l of exp(s - m), and turn the scores of one
-tile at a time into weights ("online softmax", Milakov & Gimelshein 2018, arXiv:1805.02867).
+For each query row, both update a running maximum m and a running sum l of exp(s - m), and turn the scores of one tile
+at a time into weights ("online softmax", Milakov & Gimelshein 2018, arXiv:1805.02867).
 
 * v2: Dao 2023, arXiv:2307.08691, algorithm 1. Query blocks outermost; the accumulator stays unnormalised and is
   divided by l once, at the end.

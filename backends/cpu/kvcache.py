@@ -82,10 +82,8 @@ def _number_of_keys(problem: KVCacheProblem, tensors: KVCacheTensors, b: int) ->
 
 
 def _gathered(problem: KVCacheProblem, tensors: KVCacheTensors, b: int, start: int, n: int) -> list[torch.Tensor]:
-    """Return keys and values of sequence b in the dtype of all arithmetic, [Hk, n rounded up to CHUNK, …].
-
-    They are 0 before `start` and from `n` on.
-    """
+    """Return keys and values of sequence b in the dtype of all arithmetic, [Hk, n rounded up to CHUNK, …]. They are 0
+    before `start` and from `n` on."""
     dtype = torch.float64 if problem.dtype == "float64" else torch.float32
     rows = rows_of_keys(problem, tensors, b, start, n)
     found = []

@@ -76,10 +76,8 @@ class Visibility:
 
 
 def row_products(rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """Return rows @ othersᵀ.
-
-    A single row is computed in float64, because BLAS sums it in another order, with up to 2.4 times the rounding error.
-    """
+    """Return rows @ othersᵀ. A single row is computed in float64: BLAS would sum it in another order, with up to 2.4
+    times the rounding error of several rows."""
     if rows.shape[-2] > 1:
         return rows @ others.transpose(-1, -2)
     return (rows.double() @ others.double().transpose(-1, -2)).to(rows.dtype)
@@ -171,10 +169,7 @@ class Call:
     def scores(
         self, q_tile: torch.Tensor, k_tile: torch.Tensor, m0: int, m1: int, n0: int, n1: int, seen: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return scores [B, Hk, G * BLOCK_M, BLOCK_N], -inf for unseen keys, and tanh(s / softcap) or None.
-
-        `q_tile` holds scaled queries.
-        """
+        """Return scores [B, Hk, G * BLOCK_M, BLOCK_N] of scaled queries, -inf if unseen; tanh(s / softcap) or None."""
         s = row_products(q_tile, k_tile)
         tanh = None
         if self.problem.softcap:

@@ -12,10 +12,7 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch
 
 
 def device_for(backend: str | None) -> tuple[torch.device, str]:
-    """Return the device to run on and the backend's name.
-
-    Raises typer.BadParameter when the named backend cannot run here.
-    """
+    """Return the device and the backend's name. Raises typer.BadParameter if the named backend cannot run here."""
     device = present_device()
     if backend is None or backend == device.type:
         return device, device.type

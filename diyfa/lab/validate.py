@@ -157,10 +157,7 @@ def _print_reasons(verdicts: list[Verdict]) -> None:
 
 
 def run(backend: str | None, json: bool) -> int:
-    """Run every case on every kernel. Return 0 if none fails and at least one passes, else 1.
-
-    A refusal with its reason is no failure.
-    """
+    """Run every case on every kernel. Return 0 if none fails (a refusal is no failure) and one passes, else 1."""
     device, name = device_for(backend)
     variants = kernels_for(name)
     verdicts = []

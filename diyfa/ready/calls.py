@@ -270,7 +270,7 @@ TRAINING = (
     Row(({"attn_bias": "1hqk", "bias_grad": True},), (Heads(32), D64), (WINDOWS,)),
     Row(({"seq_lens": True}, CAUSAL | {"seq_lens": True}), USUAL, TRAINED, dtypes=(BF16,)),
     Row(({"deterministic": True}, CAUSAL | {"deterministic": True}), (*USUAL, grouped(D128)), TRAINED, BOTH, (BF16,)),
-    Row(({"out_dtype": "float32"}, CAUSAL | {"out_dtype": "float32"}), USUAL, (MEDIUM,), dtypes=(BF16,)),  # of a ring
+    Row(({"out_dtype": "float32"}, CAUSAL | {"out_dtype": "float32"}), USUAL, (MEDIUM,), dtypes=(BF16,)),  # rings
     Row((FULL, CAUSAL), USUAL, (SMALL, MEDIUM), dtypes=(FP32,)),
 )
 

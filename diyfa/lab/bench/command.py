@@ -1,4 +1,4 @@
-"""`diyfa bench`: diyfa beside PyTorch on this device, as a table and as JSON."""
+"""`diyfa bench`: compare diyfa with PyTorch on this device, as a table and as JSON."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from diyfa.validation import MAX_HEAD_DIM_V
 class BenchmarkResult:
     """One measurement."""
 
-    name: str  # of the implementation: "FlashAttention", "Triton", "SDPA flash", …
+    name: str  # implementation: "FlashAttention", "Triton", "SDPA flash", …
     size: tuple[int, ...]  # (M, N, K), or (batch, heads, seq_len, head_dim)
     time_ms: float  # median
     tflops: float

@@ -67,7 +67,7 @@ class CompileSpec:
     options: dict[str, Any] = field(default_factory=dict)
     aligned: frozenset[str] = frozenset()
     spill_budget: int = 0
-    clean_loops: bool = False  # loops with wgmma products may not spill, whatever the budget
+    clean_loops: bool = False  # loops with wgmma products may not spill at all
 
 
 def spec_of(launch: Launch, kernel: str, case: str, spill_budget: int = 0, clean_loops: bool = False) -> CompileSpec:
@@ -142,10 +142,8 @@ def judge(
     seconds: float,
     loops: list[int] | None = None,
 ) -> CompileReport:
-    """Judge a kernel and return its report.
-
-    `shared` is its shared memory in bytes, `loops` the result of `spills_in_loops` if loops must be clean.
-    """
+    """Judge a kernel and return its report. `shared`: bytes of shared memory; `loops`: the result of `spills_in_loops`,
+    or None if loops may spill."""
     registers = [int(n) for n in _REGISTERS.findall(ptxas_log)]
     spills = sum(int(stores) + int(loads) for stores, loads in _SPILL.findall(ptxas_log))
     notes = []
@@ -182,7 +180,7 @@ def matches(spec: CompileSpec, only: str | None) -> bool:
 def specs_for(
     arch: str, spec_sources: Sequence[SpecSource] | None = None, only: str | None = None, every: int = 1
 ) -> list[CompileSpec]:
-    """Return the specs that `compile_all` compiles with these arguments. Errors are listed there."""
+    """Return the specs that `compile_all` compiles with these arguments. The errors are those of `compile_all`."""
     target(arch)
     if spec_sources is None:
         if os.environ.get("TRITON_INTERPRET") == "1":

@@ -29,7 +29,7 @@ def standard_library_text(limit: int = 3_000_000) -> bytes:
 
 
 class Batches:
-    """Random windows of a text: "train" from its first nine tenths, "held-out" from the rest."""
+    """Random windows of a text. "train" windows come from its first nine tenths, "held-out" ones from the rest."""
 
     def __init__(self, text: bytes, context: int, batch: int, seed: int, device: torch.device) -> None:
         data = torch.frombuffer(bytearray(text), dtype=torch.uint8)

@@ -269,10 +269,7 @@ def _beside(path: Path, ending: str) -> Path:
 
 
 def _locked(path: Path) -> IO[str]:
-    """Return a file that is locked while it is open.
-
-    Two runs at once would overwrite each other's rows and disturb each other's times.
-    """
+    """Return a file that is locked while it is open. Two runs would overwrite each other's rows and disturb times."""
     import fcntl  # an Ascend machine runs Linux
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -308,7 +305,7 @@ def _info() -> Any:
     command = [sys.executable, "-m", "diyfa", "info", "--json"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=START_LIMIT_S)
-        return json.loads(done.stdout[done.stdout.index("{") :])  # torch_npu's warnings may stand before it
+        return json.loads(done.stdout[done.stdout.index("{") :])  # torch_npu's warnings may precede it
     except (ValueError, subprocess.TimeoutExpired) as error:
         return {"error": str(error)}
 

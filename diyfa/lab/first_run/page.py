@@ -141,7 +141,7 @@ def _to_send(document: dict[str, Any], files: Sequence[Path]) -> Iterator[str]:
 
 
 def print_page(console: Console, document: dict[str, Any], files: Sequence[Path]) -> None:
-    """Print the page. `files`: the JSON file and the page's own."""
+    """Print the page. `files`: the paths of the JSON file and of the page."""
     chip = document["chip"]
     console.print(
         f"[bold]diyfa first-run[/bold] on {escape(str(document['device']))}: {chip['cube_cores']} cube and "

@@ -197,10 +197,8 @@ class Timed:
         }  # fmt: skip
 
     def passes(self, through: str = "") -> dict[str, Callable[[], Any]]:
-        """Return the two passes of diyfa, without launching anything.
-
-        `through`: a dtype to which inputs are converted. The output and the gradients are converted back.
-        """
+        """Return the two passes of diyfa, without launching anything. `through`: the dtype that inputs are converted
+        to; the output and the gradients are converted back."""
 
         def attend() -> Any:
             q, k, v = (x.to(DTYPES[through]) if through else x for x in self.leaves)
@@ -332,7 +330,7 @@ def do(step: dict[str, Any], device: torch.device) -> bool:
 
 def main() -> int:
     """Run steps until there are no more or this process should end."""
-    import torch_npu  # noqa: F401  # registers the device where autoloading is off
+    import torch_npu  # noqa: F401  # registers the device if autoloading is off
 
     device = torch.device("npu", device_module(torch.device("npu")).current_device())
     chip = asdict(diyfa.detect_npu(device.index or 0))
