@@ -33,7 +33,7 @@ from diyfa.problem import (
     refuse_features,
 )
 
-# Of the forward kernels only split_kv has a result that does not depend on a batch.
+# split_kv is the only forward kernel whose result does not depend on the batch.
 ALL_FEATURES = FEATURES | {"batch_invariant"}
 V1_FEATURES = frozenset({"causal", "window", "gqa", "seq_lens", "head_dim_v"})
 MAX_HEAD_DIM, MAX_HEAD_DIM_V = 576, 512
@@ -42,7 +42,7 @@ FLOAT8 = "float8_e4m3fn"
 
 
 def _needs_tile(problem: AttentionProblem, *kinds: str) -> str | None:
-    """Reason when a kernel's tables have no tile that fits the GPU."""
+    """Return why a kernel's tables have no tile that fits the GPU, or None."""
     from diyfa.backends.cuda.attention.configs import default_config
 
     if all(default_config(kind, problem) for kind in kinds):
@@ -51,7 +51,7 @@ def _needs_tile(problem: AttentionProblem, *kinds: str) -> str | None:
 
 
 def _short_refuses(problem: AttentionProblem) -> str | None:
-    """Why the backward kernel for short sequences does not take `problem`, or None."""
+    """Return why the backward kernel for short sequences does not take `problem`, or None."""
     from diyfa.backends.cuda.attention.configs import default_config
 
     if reason := refuse_features(problem, FEATURES - {"gqa"}, "short"):
@@ -65,8 +65,10 @@ def _short_refuses(problem: AttentionProblem) -> str | None:
 
 
 def _later(file: str, function: str, **given: Any) -> Callable[..., Any]:
-    """A function of a file with kernels, which is imported when it is called: Triton takes a millisecond for each
-    function of a kernel, and not every Triton has the Gluon that `hopper` is written in."""
+    """Return a function of a file with kernels. The file is imported at the first call.
+
+    Triton takes a millisecond for each function of a kernel, and not every Triton has the Gluon of `hopper`.
+    """
     found: list[Callable[..., Any]] = []
 
     def call(*arguments: Any) -> Any:
@@ -246,7 +248,7 @@ def _unsupported(problem: AttentionProblem | KVCacheProblem | MatmulProblem) -> 
 
 
 class CudaBackend:
-    """NVIDIA GPUs; in Triton's interpreter (TRITON_INTERPRET=1) CPU tensors stand in for theirs."""
+    """Backend of NVIDIA GPUs. In Triton's interpreter (TRITON_INTERPRET=1) it takes CPU tensors."""
 
     name = "cuda"
     device_type = "cuda"
@@ -281,7 +283,7 @@ class CudaBackend:
         return tune.tuning
 
     def binaries(self, arch: str) -> str:
-        """Say where the first call of a process finds compiled kernels."""
+        """Return where the first call of a process finds compiled kernels, as text for users."""
         from diyfa.backends.cuda.runtime.binaries import cache_folder
         from diyfa.backends.cuda.runtime.pack import installed
 
@@ -290,13 +292,13 @@ class CudaBackend:
         return f"{known}; " + ("no cache folder" if folder is None else f"cache folder {folder.path}")
 
     def recording(self, arch: str | None) -> AbstractContextManager[dict[str, Any]]:
-        """Record launches; see `diyfa.backends.cuda.runtime.recording`."""
+        """Record the kernels of launches (`diyfa.backends.cuda.runtime.recording`)."""
         from diyfa.backends.cuda.runtime.recording import recording
 
         return recording(arch)
 
     def write_pack(self, arch: str, kernels: Iterable[Any], folder: Path) -> Path:
-        """Write the module that a process on `arch` looks for kernels in: those of `kernels` that are compiled."""
+        """Write the pack of `arch` as a module, with those of `kernels` that are compiled. Return its folder."""
         from diyfa.backends.cuda.runtime import pack
         from diyfa.backends.cuda.runtime.binaries import find_binary
 

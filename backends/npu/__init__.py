@@ -1,6 +1,6 @@
 """The Ascend backend: Triton-Ascend kernels for the A2 (910B), A3 (910_93) and A5 (950) families.
 
-Importing this package imports neither Triton nor torch_npu; a kernel's module is loaded by its first launch.
+Importing this package imports neither Triton nor torch_npu. The first launch of a kernel loads its module.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ FEATURES = frozenset(
         "dropout_origins", "gqa", "head_dim_v", "batch_invariant",
     }
 )  # fmt: skip
-INTERPRETER_ARCH = "Ascend910B3"  # what the interpreter pretends to be, unless DIYFA_ARCH says otherwise
+INTERPRETER_ARCH = "Ascend910B3"  # chip of the interpreter, unless DIYFA_ARCH names another
 
 _triton_checked = False
 
 
 def _check_triton() -> None:
-    """Raises ImportError where the package `triton` cannot compile for an NPU. The interpreter is any Triton's."""
+    """Raise ImportError if the package `triton` cannot compile for an NPU. Any Triton can interpret."""
     global _triton_checked
     if not _triton_checked and os.environ.get("TRITON_INTERPRET", "0") != "1":
         if problem := triton_problem():
@@ -49,7 +49,7 @@ def _check_triton() -> None:
 
 
 def _kernel_module(name: str) -> Any:
-    """Load a module of kernels; a missing, foreign or broken Triton gives one clear error."""
+    """Import a module of kernels. Raise ImportError with a remedy if Triton is missing, foreign or broken."""
     import importlib
 
     _check_triton()
@@ -63,7 +63,7 @@ def _kernel_module(name: str) -> Any:
 
 
 def _launcher(module: str, function: str) -> Callable[..., Any]:
-    """`function` of a module of kernels, which its first call loads."""
+    """Return `function` of a module of kernels. The first call imports the module."""
     return lambda *args: getattr(_kernel_module(module), function)(*args)
 
 
@@ -113,7 +113,7 @@ def _matmul_unsupported(problem: MatmulProblem) -> str | None:
 
 
 def _is_recording() -> bool:
-    """Whether launches are recorded; what does that is loaded then."""
+    """Return whether launches are recorded. If so, `runtime.launch` has been imported."""
     launch = sys.modules.get("diyfa.backends.npu.runtime.launch")
     return launch is not None and launch.recorder is not None
 
@@ -183,7 +183,7 @@ class NPUBackend:
 
     @property
     def tuning(self) -> Tuning:
-        """The autotuner."""
+        """The tuner of this backend's tiles."""
         return _kernel_module("runtime.tune").tuning
 
     def accepts(self, device: torch.device) -> str | None:
@@ -194,7 +194,7 @@ class NPUBackend:
         if device.type != "cpu":
             return f"it runs npu tensors, got tensors on {device}"
         if os.environ.get("TRITON_INTERPRET", "0") == "1":
-            from diyfa.backends.npu.runtime.compat import interpreter_problem  # which asks whether it interprets
+            from diyfa.backends.npu.runtime.compat import interpreter_problem  # reads TRITON_INTERPRET
 
             return interpreter_problem()
         return "it runs CPU tensors only in Triton's interpreter (set TRITON_INTERPRET=1 before Triton is imported)"
@@ -221,7 +221,7 @@ class NPUBackend:
 
 @cache
 def device_name(index: int) -> str:
-    """Model of an NPU, such as "Ascend910B3"."""
+    """Return the model of NPU `index`, such as "Ascend910B3"."""
     return getattr(torch, "npu").get_device_name(index)  # noqa: B009
 
 

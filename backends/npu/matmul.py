@@ -1,9 +1,9 @@
 """Matrix product for Ascend: persistent programs over output tiles in grouped order.
 
-Each program walks over tiles of c; `group_m` rows of tiles are visited column by column, so the rows of a that the
-group reads stay in L2 while b streams by (the order of the Triton matrix multiplication tutorial). The operands may be
-stored row by row or column by column: a block pointer always follows memory, and a column-major tile is transposed in
-`tl.dot`. (A block pointer with its strides exchanged compiles to the product of the untransposed tile.)
+Each program loops over tiles of c. Within a group of `group_m` rows of tiles the order is column by column, so the
+group's rows of a stay in L2 while b streams through (as in the Triton matrix multiplication tutorial). Operands may be
+row-major or column-major. A block pointer always follows memory, and a column-major tile is transposed in `tl.dot`. (A
+block pointer with exchanged strides compiles to the product of the untransposed tile.)
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from diyfa.problem import Launch, MatmulProblem
 def load_operand(
     base_ptr, rows, cols, stride, row0, col0, ROWS: tl.constexpr, COLS: tl.constexpr, TRANSPOSED: tl.constexpr
 ):
-    """[ROWS, COLS] of a matrix whose rows (or, TRANSPOSED, whose columns) are contiguous; zero beyond its edges."""
+    """Load [ROWS, COLS] of a row-major (TRANSPOSED: column-major) matrix, zero beyond its edges."""
     if TRANSPOSED:
         ptr = tl.make_block_ptr(base_ptr, (cols, rows), (stride, 1), (col0, row0), (COLS, ROWS), (1, 0))
         tile = tl.trans(tl.load(ptr, boundary_check=(0, 1), padding_option="zero"))
@@ -37,7 +37,7 @@ def load_operand(
 
 @dataclass(frozen=True)
 class MatmulConstants(Constants):
-    """Constants of the kernel."""
+    """Constants of `_matmul_kernel`."""
 
     block_m: int
     block_n: int
@@ -83,7 +83,7 @@ _TL_DTYPES = {"float16": tl.float16, "bfloat16": tl.bfloat16, "float32": tl.floa
 
 
 def _major(x: torch.Tensor) -> tuple[torch.Tensor, int, bool]:
-    """(matrix, stride between its contiguous lines, whether these are columns); copied when neither stride is 1."""
+    """Return (matrix, its stride other than 1, whether it is column-major). Copies x if neither stride is 1."""
     if x.stride(1) != 1 and x.stride(0) != 1:
         x = x.contiguous()
     if x.stride(1) == 1:
@@ -92,7 +92,7 @@ def _major(x: torch.Tensor) -> tuple[torch.Tensor, int, bool]:
 
 
 def launch_of(problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> Launch:
-    """The launch that fills c with a @ b."""
+    """Return the launch that fills c with a @ b."""
     tile: MatmulTile = matmul_tile(problem)
     a, stride_a, a_transposed = _major(a)
     b, stride_b, b_transposed = _major(b)
@@ -108,7 +108,7 @@ def launch_of(problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, c: torch
 
 
 def matmul(problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Launch c = a @ b: a (M, K), b (K, N) -> (M, N) of `problem.out_dtype`."""
+    """Launch c = a @ b and return c (M, N) of `problem.out_dtype`. a is (M, K), b is (K, N)."""
     c = a.new_empty((problem.m, problem.n), dtype=getattr(torch, problem.out_dtype))
     with device_guard(a):
         run(launch_of(problem, a, b, c))

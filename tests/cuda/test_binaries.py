@@ -186,6 +186,14 @@ def test_a_key_has_all_that_a_kernel_is_compiled_for(monkeypatch):
     assert key_of(launch_of(**{**given, "n": 4})) == key_of(launch)
 
 
+def test_kernels_of_others_are_known_by_their_own_sources(monkeypatch):
+    launch = launch_of(n=3)
+    launch.kernel.fn.__module__, launch.kernel.cache_key = "another.package", "one"
+    keys = [key_of(launch)]
+    monkeypatch.setattr(launch.kernel, "cache_key", "another")
+    assert key_of(launch) not in keys
+
+
 # ---- Packs that are refused ---------------------------------------------------------------------------------------
 
 
@@ -371,7 +379,8 @@ def test_what_was_compiled_is_kept(compiler, binary):
     launch = launch_of(n=3)
     assert [stored(launch) for _ in range(3)] == [binary] * 3 and compiler.names == ["f_kernel"]
     cache = binaries.cache_folder()
-    assert cache.get(key_of(launch)) == binary and cache.path.parent.name == "binaries"
+    assert cache.get(key_of(launch)) == binary
+    assert cache.path.parts[-2:] == ("binaries", f"triton-{binaries.triton.__version__}")
 
 
 def test_a_pack_comes_before_the_folder(compiler, write, binary, monkeypatch):

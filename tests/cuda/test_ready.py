@@ -5,10 +5,14 @@ A process of its own records calls for sm_90 and compiles (`ready_calls.py`), wh
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import re
 import time
+import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +25,8 @@ from diyfa.cli.app import app
 from diyfa.ready import calls, words
 from diyfa.ready.building import Built, build
 from diyfa.ready.models import model_of, read_model
+from diyfa.ready.warming import Warmed
+from diyfa.ready.wheel import write_wheel
 from diyfa.registry import load_backend
 
 
@@ -171,6 +177,19 @@ def test_a_function_is_recorded_with_zeros_for_results(found):
     }
 
 
+def test_all_is_as_before_when_nothing_is_recorded_any_more(found):
+    assert found["restored"]
+
+
+def test_what_nobody_would_find_is_not_compiled(found):
+    refusals = found["refusals"]
+    assert refusals["DISABLE_PTXAS_OPT"] == (
+        "ValueError: nothing that is compiled now would be found: DISABLE_PTXAS_OPT is set"
+    )
+    assert re.fullmatch(r"ToolMissing: /dev/null\S+ cannot be written: .*", refusals["DIYFA_CACHE_DIR"])
+    assert refusals["other sources"] == "RuntimeError: the sources of diyfa have changed meanwhile"
+
+
 def test_without_a_device_an_architecture_is_asked_for():
     if torch.cuda.is_available():
         pytest.skip("there is one")
@@ -195,6 +214,26 @@ def test_a_small_pack_serves_its_calls_without_a_compiler(found):
 def test_what_is_compiled_is_not_compiled_again(found):
     warmed = found["pack"]["warmed"]
     assert (warmed["kernels"], warmed["compiled"], warmed["failures"], warmed["refused"]) == (2, 0, [], [])
+
+
+def test_a_wheel_says_what_it_needs_and_holds(tmp_path):
+    path = write_wheel(tmp_path, "diyfa_sm90", "1.2", "Kernels", {"diyfa_sm90/a": b"1", "diyfa_sm90/b": b""})
+    with zipfile.ZipFile(path) as wheel:
+        read = {name: wheel.read(name) for name in wheel.namelist()}
+    assert b"\nRequires-Dist: diyfa==1.2\n" in read["diyfa_sm90-1.2.dist-info/METADATA"]
+    rows = [line.split(",") for line in read["diyfa_sm90-1.2.dist-info/RECORD"].decode().splitlines()]
+    assert [name for name, *_ in rows] == [*read] and rows.pop()[1:] == ["", ""]
+    for name, digest, size in rows:
+        expected = base64.urlsafe_b64encode(hashlib.sha256(read[name]).digest()).decode().rstrip("=")
+        assert digest == f"sha256={expected}" and int(size) == len(read[name])
+
+
+def test_a_kernel_that_does_not_compile_makes_no_wheel(monkeypatch, tmp_path):
+    recording = SimpleNamespace(refused=[], kernels={"a": "a kernel"})
+    monkeypatch.setattr("diyfa.cli.pack.record", lambda *_: recording)
+    monkeypatch.setattr("diyfa.cli.pack.compile_missing", lambda *_: Warmed(1, 0, ("it failed",), (), 1.0))
+    done = CliRunner().invoke(app, ["pack", "90", "--only", "merge", "--out", str(tmp_path)])
+    assert done.exit_code == 1 and not [*tmp_path.iterdir()]
 
 
 def test_the_pack_is_listed_without_compiling(monkeypatch):

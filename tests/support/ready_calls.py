@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import zipfile
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,8 @@ from simulators.cuda_driver import install
 from tools.pack_coverage import coverage
 
 import diyfa
-from diyfa.backends.cuda.runtime import jit, pack
+from diyfa import plan as planning
+from diyfa.backends.cuda.runtime import jit, launch, launcher, pack, tune
 from diyfa.cli.pack import run as run_pack
 from diyfa.ready import calls, models, words
 from diyfa.ready.recording import record, recording
@@ -102,8 +105,40 @@ def of_a_pack(folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def of_refusals() -> dict[str, str]:
+    """Why nothing is recorded, or what was recorded is not compiled."""
+    (kernel,) = record("cuda", ARCH, [words.parse("merge D=64")]).kernels.values()
+
+    def refused(run: Callable[[], object]) -> str:
+        try:
+            run()
+        except (ValueError, RuntimeError) as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    found = {"other sources": refused(kernel._replace(key="0" * 32).compile)}  # type: ignore[attr-defined]
+    for name, value, run in (
+        ("DIYFA_CACHE_DIR", os.devnull, kernel.compile),
+        ("DISABLE_PTXAS_OPT", "1", lambda: record("cuda", ARCH, [])),
+    ):
+        before = os.environ.get(name)
+        os.environ[name] = value
+        found[name] = refused(run)
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
+    return found
+
+
+def state() -> list[Any]:
+    """What is another while launches are recorded."""
+    recorders = launcher.recorder, launch.stand_in, tune._tuner.recording, tune._tuner.enabled
+    return [*map(repr, recorders), *[id(kernel) for kernel in load_backend("cuda").kernels], id(planning.plans)]
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
+    before = state()
     everything = record("cuda", ARCH, calls.everything())
     float8 = [call for call in calls.serving() if "float8" in call.name][:2]
     covered = coverage(ARCH, 12)
@@ -115,6 +150,8 @@ def main() -> None:
         "words": of_words(everything.kernels),
         "function": of_a_function(),
         "coverage": covered._asdict(),
+        "refusals": of_refusals(),
+        "restored": state() == before,
         "pack": of_a_pack(folder),
     }))  # fmt: skip
 

@@ -1,1 +1,1 @@
-"""Attention kernels in portable Triton, and what they share."""
+"""Attention kernels in portable Triton, and their helpers."""

@@ -1,7 +1,7 @@
-"""New keys and values into a KV cache, rotated on the way, and the queries rotated: one launch.
+"""Appends new keys and values to a KV cache, and rotates the new keys and the queries, in one launch.
 
-A program has a block of rows of one sequence: of the new keys, of the new values, or of the queries. Row
-token * heads + head. Nothing is written but the new rows: what has no place in the cache is dropped.
+A program has a block of rows of one sequence: of new keys, of new values, or of queries. Row number: token * heads +
+head. It writes only the new rows. A row beyond the cache's capacity, or without a valid page or entry, is dropped.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.passes import Pass
 from diyfa.problem import KVCacheProblem, KVCacheTensors, Launch, NewKeys
 
-FLOAT8_LARGEST = tl.constexpr(448.0)  # of float8_e4m3fn
-TILE_ELEMENTS = 2048  # of a program: 16 for each thread
+FLOAT8_LARGEST = tl.constexpr(448.0)  # largest float8_e4m3fn
+TILE_ELEMENTS = 2048  # elements of a program, 16 per thread
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,15 +32,15 @@ class AppendConstants(Constants):
     head_dim: int
     head_dim_v: int
     page_size: int  # 0: no pages
-    rotary: int  # features that are rotated, 0: none
+    rotary: int  # number of features that are rotated
     interleaved: bool
-    each_query: bool  # query i is rotated by the row of key i, not all by that of the first
+    each_query: bool  # query i has the position of new key i; else all queries have that of the first
     float8: bool
 
 
 @triton.jit
 def _read(x_ptr, rows, exists, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The features of rows, [ROWS, BLOCK_D], and where they are."""
+    """Return (features of rows [ROWS, BLOCK_D], mask of valid features)."""
     cols = tl.arange(0, BLOCK_D)[None, :]
     mask = exists[:, None] & (cols < HEAD_DIM)
     return tl.load(x_ptr + rows[:, None] + cols, mask=mask, other=0.0), mask
@@ -48,7 +48,7 @@ def _read(x_ptr, rows, exists, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def _read_rotated(x_ptr, rows, exists, positions, rotary, c: tl.constexpr):
-    """As `_read`, in float32, turned by row `positions` of cos and sin; what has no row there is not turned."""
+    """Return `_read` in float32, rotated by rows `positions` of cos and sin, if they have such rows."""
     cos_ptr, stride_cos, sin_ptr, stride_sin, cos_rows = rotary
     x, mask = _read(x_ptr, rows, exists, c.HEAD_DIM, c.BLOCK_D)
     x = x.to(tl.float32)
@@ -73,14 +73,14 @@ def _read_rotated(x_ptr, rows, exists, positions, rotary, c: tl.constexpr):
 
 @triton.jit
 def _write_to_cache(x, mask, b, heads, entries, slots, cache, c: tl.constexpr):
-    """Rows of new keys or values, [ROWS, columns], to rows `slots` of `entries` (pages, or rows of the batch)."""
+    """Write new keys or values [ROWS, columns] to rows `slots` of cache `entries` (pages, or contiguous entries)."""
     cache_ptr, stride_b, stride_n, stride_h, descale_ptr, stride_db, stride_dh = cache
     if c.FLOAT8:
         x = x.to(tl.float32)
         if descale_ptr is not None:
             descale = tl.load(descale_ptr + b.to(tl.int64) * stride_db + heads.to(tl.int64) * stride_dh)
             x = tl.div_rn(x, tl.broadcast_to(descale[:, None], x.shape))
-        # A NaN is neither, and stays.
+        # Both comparisons are false for a NaN, which stays.
         x = tl.where(x > FLOAT8_LARGEST, FLOAT8_LARGEST, tl.where(x < -FLOAT8_LARGEST, -FLOAT8_LARGEST, x))
     if x.dtype == tl.float32:
         x = round_to(x, cache_ptr.dtype.element_ty)
@@ -103,12 +103,12 @@ def _append_kernel(
     q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr,
     seqlens_ptr, block_table_ptr, cache_batch_idx_ptr, k_descale_ptr, v_descale_ptr,
     k_cache_ptr, v_cache_ptr, rotated_ptr,
-    length,  # of each sequence, without seqlens_ptr
+    length,  # keys of each sequence, if seqlens_ptr is None
     stride_qb, stride_qm, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
     stride_kcb, stride_kcn, stride_kch, stride_vcb, stride_vcn, stride_vch, stride_rb, stride_rm, stride_rh,
     stride_cos, stride_sin, stride_table, stride_kdb, stride_kdh, stride_vdb, stride_vdh,
     heads_q, heads_kv, seqlen_q, seqlen_new,
-    blocks_k, blocks_v, blocks_q,  # programs of a sequence for its keys, values, queries
+    blocks_k, blocks_v, blocks_q,  # programs per sequence for keys, values, queries
     cos_rows,
     entries,  # pages, or batch entries of a contiguous cache
     capacity,
@@ -127,7 +127,7 @@ def _append_kernel(
         new = rows // heads_kv
         heads = rows % heads_kv
         positions = first + new
-        # Subtracted, which does not overflow.
+        # `first + new < capacity` could overflow.
         exists = (new < seqlen_new) & (positions >= 0) & (first < capacity - new)
         slots = tl.where(exists, positions, 0)
         if c.PAGE_SIZE > 0:
@@ -170,7 +170,7 @@ def _append_kernel(
 
 
 def launch_of(problem: KVCacheProblem, tensors: KVCacheTensors, new: NewKeys) -> Launch | None:
-    """What writes `new`, or None where there is nothing."""
+    """Return the launch that writes `new`, or None if there is nothing to write."""
     cos, sin = new.cos, new.sin
     block_d, block_dv = padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
     c = AppendConstants(
@@ -215,13 +215,13 @@ def launch_of(problem: KVCacheProblem, tensors: KVCacheTensors, new: NewKeys) ->
 
 
 def unsupported(problem: KVCacheProblem) -> str | None:
-    """Why nothing can be appended, or None."""
+    """Return why nothing can be appended, or None."""
     if problem.varlen or problem.packed_keys:
         return "append writes to a cache of (B, Sq, H, D) queries, not to packed keys"
     return None
 
 
 def append_pass(problem: KVCacheProblem, tensors: KVCacheTensors, new: NewKeys) -> Pass:
-    """Writes `new`."""
+    """Return the pass that writes `new`."""
     launch = launch_of(problem, tensors, new)
     return Pass([] if launch is None else [launch])

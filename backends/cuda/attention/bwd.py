@@ -1,12 +1,16 @@
 """FlashAttention-2 backward (Dao 2023, arXiv:2307.08691, algorithm 2) without atomics.
 
-Sequences that one tile holds have a kernel of their own (`bwd_short.py`). For all others there are up to four.
-`_bwd_preprocess_kernel` reduces delta = rowsum(dO * O) - dLSE, the part of dS that is the same for a whole row (the
-gradient of the log-sum-exp enters here, so it costs nothing later). `_bwd_dkdv_kernel` gives each program a block of
-keys and loops over the queries of every head in the group, which is divided where blocks of keys are few
-(`bwd_parts.py`); `_bwd_dq_kernel` gives each program a block of queries and loops over the keys; `_bwd_dbias_kernel`
-runs when the bias wants a gradient. The paper computes dQ, dK and dV in one loop and adds dQ
-atomically; two loops cost two more products out of seven, and are bitwise reproducible.
+Sequences that one tile holds have a kernel of their own (`bwd_short.py`). All others take up to four kernels:
+
+1. `_bwd_preprocess_kernel` computes delta = rowsum(dO * O) - dLSE, the term of dS that is equal for a whole row. The
+   gradient of the log-sum-exp enters here, so it costs nothing later.
+2. `_bwd_dkdv_kernel` gives each program a block of keys and loops over the queries of every head in the group. Groups
+   are divided if key blocks are few (`bwd_parts.py`).
+3. `_bwd_dq_kernel` gives each program a block of queries and loops over the keys.
+4. `_bwd_dbias_kernel` runs if the bias needs a gradient.
+
+The paper computes dQ, dK and dV in one loop and adds dQ atomically. Two loops cost two more products, of seven, and are
+bitwise reproducible.
 
     P = exp(S - LSE),  dV = Pᵀ dO,  dP = dO Vᵀ,  dS = P * (dP - delta),  dQ = dS K * scale,  dK = dSᵀ Q * scale
 
@@ -138,15 +142,15 @@ class Backward:
         delta: torch.Tensor | None = None,
     ) -> None:
         if problem.aligned and not is_aligned(dout):
-            problem = problem.replace(aligned=False)  # an unaligned gradient keeps TMA out
+            problem = problem.replace(aligned=False)  # TMA cannot read an unaligned gradient
         self.problem, self.tensors = problem, tensors
         self.out, self.lse, self.dout, self.dlse = out, lse.contiguous(), dout, dlse
         self.delta = torch.empty_like(self.lse) if delta is None else delta
-        self.scale = tensors.sm_scale / (problem.softcap or 1.0)  # signed: no maximum is taken here
+        self.scale = tensors.sm_scale / (problem.softcap or 1.0)  # may be negative: the backward takes no maximum
 
     @cached_property
     def shared_arguments(self) -> dict[str, Any]:
-        """The kernel arguments, by name, of the forward tensors, their gradients and the features."""
+        """Arguments, by name, that the kernels have in common: results of the forward, gradients, features."""
         problem, dlse = self.problem, self.dlse
         dlse_strides = (0, 0, 0) if dlse is None else dlse.stride()
         b, h, m = (0, *dlse_strides) if len(dlse_strides) == 2 else dlse_strides
@@ -164,12 +168,12 @@ class Backward:
 
     @cached_property
     def shared_strides(self) -> dict[str, int]:
-        """The strides of q, k and v, by name."""
+        """Strides of q, k and v, by name."""
         q, k, v = self.tensors[:3]
         return strides(self.problem.layout, q=q, k=k, v=v)
 
     def preprocess(self) -> Launch:
-        """Fills delta."""
+        """Return the launch that fills delta."""
         problem = self.problem
         values = {"do_ptr": self.dout, **self.shared_arguments}
         grid = cdiv(problem.seqlen_q, PREPROCESS_BLOCK_M) * problem.batch * problem.heads_q
@@ -177,7 +181,7 @@ class Backward:
         return described_launch(_bwd_preprocess_kernel, grid, values, constants, {"num_warps": PREPROCESS_WARPS})
 
     def gradient(self, kind: str, config: AttentionConfig, results: dict[str, torch.Tensor], parts: int = 1) -> Launch:
-        """The launch of the kernel `kind`, which fills `results`: of "dkdv" for as many heads of K as `parts`."""
+        """Return the launch of the kernel `kind`, which fills `results`. `parts`: subgroups per KV head, for "dkdv"."""
         problem, tensors = self.problem, self.tensors
         q, k, v, dout = tensors.q, tensors.k, tensors.v, self.dout
         m, n = config.block_m, config.block_n
@@ -206,7 +210,7 @@ class Backward:
     def key_gradients(
         self, config: AttentionConfig, dk: torch.Tensor, dv: torch.Tensor
     ) -> tuple[list[Launch], list[torch.Tensor]]:
-        """What fills dk and dv, and the memory that lies between."""
+        """Return (launches that fill dk and dv, their memory for partial sums)."""
         problem = self.problem
         parts = bwd_parts.parts_of(problem, config.block_n, programs_at_once(config, dk.device))
         if parts == 1:
@@ -221,7 +225,7 @@ class Backward:
     def launches(
         self, kind: str, config: AttentionConfig, gradients: AttentionGradients
     ) -> tuple[list[Launch], list[torch.Tensor]]:
-        """Return the launch that fills the gradients of `kind`, and the buffers between launches."""
+        """Return (launches that fill the gradients of `kind`, their memory for partial sums)."""
         dq, dk, dv = gradients[:3]
         if kind == "dkdv":
             return self.key_gradients(config, dk, dv)
@@ -239,7 +243,7 @@ def backward_pass(
     gradients: AttentionGradients,
     kinds: Sequence[str] = SPLIT,
 ) -> Pass:
-    """Fills the gradients, but for that of sinks, by the kernels of these kinds and what they need beside."""
+    """Return the pass that fills all gradients but that of sinks, by kernels of these kinds and their auxiliaries."""
     backward = Backward(problem, tensors, out, lse, dout, dlse, gradients.delta)
     problem, lse, delta = backward.problem, backward.lse, backward.delta
     launches = backward_launches(problem, tensors, gradients, delta)

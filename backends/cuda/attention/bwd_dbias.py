@@ -1,14 +1,14 @@
-"""The gradient of attn_bias: dS itself, summed over whatever the bias was broadcast over.
+"""The gradient of attn_bias: dS, summed over the dimensions over which the bias was broadcast.
 
-Each program owns one tile of dS positions and adds up what shares its bias entries, so sums have one order and nothing
-is atomic. What it loops over depends on the bias (REDUCE):
+Each program adds up all dS of its entries of the bias, so sums have a fixed order and there are no atomics. Its loop
+depends on the shape of the bias (REDUCE):
 
-* NOTHING: the bias has both its dimensions; a tile of it loops over the samples and heads that share it;
-* QUERIES: one number for each key; a block of keys loops over the queries of one head;
-* KEYS: one number for each query, or one for all; a block of queries loops over the keys of one head.
+* NOTHING: the bias has both Sq and Sk. A program has a tile of it and loops over its samples and heads.
+* QUERIES: one number for each key. A program has a block of keys and loops over the queries of one head.
+* KEYS: one number for each query, or one for all. A program has a block of queries and loops over the keys of one head.
 
-The last two leave partial sums for each head, (B, H, Sk) or (B, H, Sq), which PyTorch adds up. Scores are formed once
-more, which only calls whose bias wants a gradient pay for.
+The last two write partial sums for each head, (B, H, Sk) or (B, H, Sq), which PyTorch adds up. Scores are computed
+another time, but only for calls whose bias needs a gradient.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _bwd_dbias_kernel(
     heads_q, group, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
     scale, softcap, threshold, keep_scale,
     stride_outb, stride_outh, stride_outm, stride_outn,
-    heads_out,  # heads that the result has: 1 where the bias is broadcast over them
+    heads_out,  # heads of the result: 1 if the bias is broadcast over them
     steps,  # tiles that a program adds up
     c: tl.constexpr,
 ):  # fmt: skip
@@ -83,7 +83,7 @@ def _bwd_dbias_kernel(
     b_out = pid // heads_out
     h_out = pid % heads_out
     lengths = (cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, seqlen_q, seqlen_k, total_q, total_k)
-    # Tiles that no query of any head sees are left out of the loop.
+    # The loop omits tiles that no query of any head sees.
     first_step = pid * 0
     last_step = first_step + steps
     if c.REDUCE == NOTHING:
@@ -112,7 +112,7 @@ def _bwd_dbias_kernel(
         h = h_out
         tile_m = block_m
         tile_n = block_n
-        if c.REDUCE == NOTHING:  # the loop runs over the heads that share the entry, and the samples
+        if c.REDUCE == NOTHING:  # loop over the heads, then the samples, of a bias entry
             shared_heads = heads_q // heads_out
             h = h_out + step % shared_heads
             b = b_out + step // shared_heads
@@ -165,7 +165,7 @@ def _bwd_dbias_kernel(
 
 
 def config(problem: AttentionProblem) -> AttentionConfig | None:
-    """The table's tile."""
+    """Return the table's tile, or None if none fits."""
     return portable_config("dbias", problem)
 
 
@@ -185,7 +185,7 @@ def launch_of(
     scale: float,
     dbias: torch.Tensor,
 ) -> tuple[Launch, torch.Tensor]:
-    """The launch, and what it fills: `dbias` itself or partial sums of it. `dbias` has the shape of attn_bias."""
+    """Return (launch, tensor that it fills): `dbias` itself or partial sums. `dbias` has the shape of attn_bias."""
     q, k, v, bias = tensors.q, tensors.k, tensors.v, tensors.attn_bias
     tile = config(problem)
     assert tile is not None and bias is not None, "unsupported() accepted a problem that no tile fits"
@@ -221,7 +221,7 @@ def launch_of(
 
 
 def add_up(sums: torch.Tensor, dbias: torch.Tensor) -> None:
-    """Make `dbias` of what the launch filled, where that is not `dbias` itself."""
+    """Add up the launch's partial sums into `dbias`, unless they are `dbias` itself."""
     if sums.untyped_storage().data_ptr() != dbias.untyped_storage().data_ptr():
         shape = (1,) * (4 - dbias.dim()) + tuple(dbias.shape)
         broadcast = [i for i in range(4) if shape[i] == 1 and sums.shape[i] != 1]

@@ -1,8 +1,7 @@
-"""dK and dV: each program owns a block of keys and loops over the queries of every head in the group, or in a part of
-it (`bwd_parts.py`).
+"""dK and dV: each program has a block of keys and loops over the queries of a group or subgroup (`bwd_parts.py`).
 
-Scores are formed transposed, [BLOCK_N, BLOCK_M], so that P and dS are left operands of the products that accumulate.
-Grouped heads are summed in the accumulators: no atomics, the same bits in every run. See bwd.py for the formulas.
+Scores are computed transposed, [BLOCK_N, BLOCK_M], so that P and dS are left operands of the products that accumulate.
+Grouped heads are summed in the accumulators: no atomics, equal bits in every run. See bwd.py for the formulas.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ from diyfa.backends.cuda.attention.tile_io import DESCRIPTOR, LOG2E, PACKED, POI
 
 @triton.jit
 def _statistics(lse_row, delta_row, offs_m, n_queries):
-    """(lse, delta) of the queries offs_m [BLOCK_M]; those that do not exist weigh exp(s - inf) = 0.
+    """Return (lse, delta) of queries offs_m [BLOCK_M]. Beyond the end, weights are exp(s - inf) = 0.
 
-    Loaded as matrices of one column, whose sums the compiler does not form twice: one load for each thread. A vector it
-    would load in the layout of the scores, where each thread has a quarter of it: BLOCK_M / 4 loads and masks.
+    They are loaded as matrices of one column and summed over it, which the compiler does once: one load per thread. It
+    would load a vector in the layout of the scores, where each thread has a quarter of it: BLOCK_M / 4 loads and masks.
     """
     rows = offs_m[:, None]  # [BLOCK_M, 1]
     column = rows + tl.arange(0, 1)[None, :]
@@ -50,12 +49,14 @@ def _dkdv_blocks(
     queries, gradients, statistics, col0, blocks, mask, score, dropout,
     MASKED: tl.constexpr, FORM: tl.constexpr, c: tl.constexpr,
 ):  # fmt: skip
-    """Blocks (start, end, gap_at, gap) of one head's queries: `gap` of them are left out at `gap_at` where MASKED.
+    """Add the gradients of one head's queries [start, end) of `blocks` = (start, end, gap_at, gap) to dk and dv.
 
-    AHEAD: statistics are loaded a block ahead. It spares the wgmma loops most of their spills, and gives others some.
-    Nothing is moved out of the loops, this one and that over the heads: the accumulators need the registers.
-    MASKED compares positions, and clears what lies beyond a shorter sequence. Where all have one length, queries beyond
-    the end read as zeros and weigh exp(s - inf) = 0: the last block needs no mask.
+    MASKED: compare positions, clear rows beyond a shorter sequence, and omit a gap of `gap` queries at `gap_at`. If all
+    sequences have one length, the last block needs no mask: queries beyond the end read as zeros, and their weights are
+    exp(s - inf) = 0.
+
+    AHEAD: load statistics one block ahead, which removes most spills of loops with wgmma and adds some to others. The
+    compiler must not move code out of the loops over queries and heads: the accumulators need the registers.
     """
     lse_row, delta_row = statistics
     start, end, gap_at, gap = blocks
@@ -79,7 +80,7 @@ def _dkdv_blocks(
             next_m += tl.where(next_m >= gap_at, gap, 0)
         start_m = tl.multiple_of(start_m, c.BLOCK_M)
         offs_m = start_m + tl.arange(0, c.BLOCK_M)
-        if AHEAD:  # the compiler would start these copies where it waits for them
+        if AHEAD:  # the compiler itself would start these loads only where it waits for them
             lse, delta = next_lse, next_delta
             next_lse, next_delta = _statistics(lse_row, delta_row, next_m + tl.arange(0, c.BLOCK_M), n_queries)
         else:
@@ -110,7 +111,7 @@ def _dkdv_blocks(
 @triton.jit(do_not_specialize=(*RUNTIME_SIZES, "parts"), do_not_specialize_on_alignment=UNALIGNED_POINTERS)
 def _bwd_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr,
-    q_rows_ptr, do_rows_ptr,  # addresses of what FORM reads through descriptors, for EDGE_FORM
+    q_rows_ptr, do_rows_ptr,  # for EDGE_FORM: addresses of the tensors that FORM reads through descriptors
     lse_ptr, delta_ptr,
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, per_head_ptr, attn_bias_ptr, rng_state_ptr,
     dk_ptr, dv_ptr,
@@ -119,13 +120,13 @@ def _bwd_dkdv_kernel(
     stride_per_headb, stride_biasb, stride_biash, stride_biasm, stride_biasn,
     heads_q, group, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right, heads_in_turns,
     scale, softcap, threshold, keep_scale,
-    sm_scale,  # what the gradient is multiplied by in the end
-    parts,  # of a group, which share a head of K (`bwd_parts.py`)
+    sm_scale,  # factor of dK
+    parts,  # subgroups per KV head (`bwd_parts.py`)
     c: tl.constexpr,
 ):  # fmt: skip
     blocks_n = tl.cdiv(seqlen_k, c.BLOCK_N)
     pid = tl.program_id(0)
-    heads_kv = heads_q // group  # one for each part
+    heads_kv = heads_q // group  # one per subgroup
     # Under a causal mask the first key blocks have the most queries: longest first.
     head, block_n = head_and_block(pid, blocks_n, tl.num_programs(0) // blocks_n, heads_in_turns)
     col0 = block_n * c.BLOCK_N
@@ -136,7 +137,7 @@ def _bwd_dkdv_kernel(
     if c.LENGTHS == PACKED and col0 >= n_keys:
         return
     mask = (n_queries, n_keys, n_keys - n_queries, window_left, window_right)
-    # At 256 features the two accumulators fill the registers; a second copy of the loop would push them out.
+    # At 256 features the two accumulators fill the registers. With a second copy of the loop they would spill.
     EDGES: tl.constexpr = c.FORM != c.EDGE_FORM
     HAS_MASK: tl.constexpr = c.HAS_RIGHT or c.HAS_LEFT or EDGES
     ONE_LOOP: tl.constexpr = HAS_MASK and c.BLOCK_D > 128
@@ -150,7 +151,7 @@ def _bwd_dkdv_kernel(
 
     begin, full_begin, full_end, end = query_blocks(col0, mask, EDGES, c)
     gap = full_end - full_begin
-    masked_end = full_begin  # [begin, full_begin), and where there is a later edge [full_end, end) in the same loop
+    masked_end = full_begin  # the masked loop covers [begin, full_begin), and [full_end, end) if there is a later edge
     if c.HAS_LEFT or EDGES:
         masked_end = end - gap
     if ONE_LOOP:
@@ -179,7 +180,7 @@ def _bwd_dkdv_kernel(
         dropout = (row_keys, column_words, threshold, keep_scale)
         if HAS_MASK:
             q_edge, do_edge = queries, gradients
-            if EDGES:  # a masked block may reach beyond its sequence, which a descriptor does not know
+            if EDGES:  # a masked block may extend beyond its sequence, whose end a descriptor does not know
                 q_edge = head_of(q_rows_ptr, strides_q, of_q, c.EDGE_FORM, c)
                 do_edge = head_of(do_rows_ptr, strides_do, of_q, c.EDGE_FORM, c)
             dk, dv = _dkdv_blocks(
@@ -190,7 +191,7 @@ def _bwd_dkdv_kernel(
                 dk, dv, k, v, queries, gradients, statistics, col0, full, mask, score, dropout, False, c.FORM, c
             )
 
-    # Keys beyond the end were read as zeros but still collected dV; they get exact zeros.
+    # Keys beyond the end were read as zeros, but their rows of dV are not zero: clear them.
     live = offs_n < n_keys
     if c.DROPOUT:
         dv *= keep_scale

@@ -1,4 +1,4 @@
-"""dQ: each program owns a block of queries and loops over the keys, as the forward pass does. See bwd.py."""
+"""dQ: each program has a block of queries and loops over the keys, as the forward pass does. See bwd.py."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def score_gradient(
     q, k, v, do, lse_log2, delta, rows, cols, begins, visible, keep, keep_scale, mask, score,
     MASKED: tl.constexpr, c: tl.constexpr,
 ):  # fmt: skip
-    """A tile [BLOCK_M, BLOCK_N] of (dS behind the softcap, tanh of the softcap)."""
+    """Return a tile [BLOCK_M, BLOCK_N] of (dS, the gradient of the scores behind the softcap; tanh of the softcap)."""
     PRECISE: tl.constexpr = q.dtype == tl.float32
     s = dot(q, tl.trans(k), c.PRECISION)
     s, t = scores_log2(s, rows, cols, begins, mask, score, MASKED, PRECISE, c)
@@ -54,9 +54,9 @@ def _dq_blocks(
     delta,  # [BLOCK_M]
     keys, values, row0, blocks, mask, score, dropout, MASKED: tl.constexpr, FORM: tl.constexpr, c: tl.constexpr,
 ):  # fmt: skip
-    """Blocks (start, end, gap_at, gap) of keys; the gap and MASKED as in the forward pass.
+    """Add the gradients of keys [start, end) of `blocks` to dq; gap and MASKED as in `_attend_blocks` of fwd.py.
 
-    Nothing is moved out of the loop: the registers are full.
+    The compiler must not move code out of the loop: the registers are full.
     """
     start, end, gap_at, gap = blocks
     row_words, column_keys, threshold, keep_scale = dropout
@@ -89,7 +89,7 @@ def _dq_blocks(
 @triton.jit(do_not_specialize=RUNTIME_SIZES, do_not_specialize_on_alignment=UNALIGNED_POINTERS)
 def _bwd_dq_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr,
-    k_rows_ptr, v_rows_ptr,  # addresses of what FORM reads through descriptors, for EDGE_FORM
+    k_rows_ptr, v_rows_ptr,  # for EDGE_FORM: addresses of the tensors that FORM reads through descriptors
     lse_ptr, delta_ptr,
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, per_head_ptr, attn_bias_ptr, rng_state_ptr,
     dq_ptr,
@@ -138,11 +138,11 @@ def _bwd_dq_kernel(
     dq = tl.zeros([c.BLOCK_M, c.BLOCK_D], tl.float32)
     full = (full_begin, full_end, 0, 0)
     dq = _dq_blocks(dq, q, do, lse_log2, delta, keys, values, row0, full, mask, score, dropout, False, c.FORM, c)
-    if c.FORM != c.EDGE_FORM:  # a masked block may reach beyond its sequence, which a descriptor does not know
+    if c.FORM != c.EDGE_FORM:  # a masked block may extend beyond its sequence, whose end a descriptor does not know
         keys = head_of(k_rows_ptr, strides_k, of_k, c.EDGE_FORM, c)
         values = head_of(v_rows_ptr, strides_v, of_k, c.EDGE_FORM, c)
     dq = _dq_blocks(dq, q, do, lse_log2, delta, keys, values, row0, masked, mask, score, dropout, True, c.EDGE_FORM, c)
-    if c.LENGTHS != EQUAL:  # what a descriptor read beyond the sequence may be anything
+    if c.LENGTHS != EQUAL:  # a descriptor may have read any numbers beyond the sequence
         dq = tl.where((offs_m < n_queries)[:, None], dq, 0.0)
     n_rows = n_queries if c.LENGTHS == PACKED else seqlen_q
     rows = head_of(dq_ptr, (stride_dqb, stride_dqh, stride_dqm), (b, h, first_q, n_rows), POINTER, c)

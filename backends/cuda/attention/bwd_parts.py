@@ -1,9 +1,9 @@
-"""Parts of a group: query heads that share a head of K, divided among programs.
+"""Subgroups (`parts`) of a group: the query heads of a KV head, divided among programs for dK and dV.
 
-A block of keys is a program's work, with the queries of all heads that see it. One head of K for many of Q leaves fewer
-blocks of keys than there are multiprocessors. So the query heads of a group may be divided into parts of the same size:
-to the kernels that form dK and dV each part is a group with a head of K of its own, whose K and V are those of the
-group. What they find, in float32, `_sum_parts_kernel` adds up, always in the same order.
+A program has a block of keys, and the queries of all heads that see it. With many query heads per KV head, there may be
+fewer key blocks than multiprocessors. So a group may be divided into subgroups of equal size. To the kernels that
+compute dK and dV, each subgroup is a group with a KV head of its own, which has the group's K and V. They write partial
+sums in float32, which `_sum_parts_kernel` adds up in a fixed order.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launch import can_overlap
 from diyfa.problem import AttentionProblem, AttentionTensors, Launch
 
-# How many blocks of keys are enough for each program that runs at once: nearly one, since parts cost a tenth; under a
-# causal mask, where the longest takes twice the average, nearly two.
+# Enough key blocks per program that runs at once: nearly one, for subgroups cost a tenth. Under a causal mask nearly
+# two, for the longest block takes twice the average.
 BLOCKS_EACH, BLOCKS_EACH_CAUSAL = 0.85, 1.7
-MOST_NUMBERS = 1 << 27  # of dK and dV of all parts, which take 512 MiB
-# What a program adds up, and of how many parts at once: small, so that enough of it is on its way.
+MOST_NUMBERS = 1 << 27  # elements of the partial dK and dV, 512 MiB
+# Tile of a program of `_sum_parts_kernel`, and subgroups that it loads at once. It is small: many loads are in flight.
 SUM_ROWS, SUM_COLUMNS, AT_ONCE = tl.constexpr(32), tl.constexpr(64), tl.constexpr(4)
 
 
 def parts_of(problem: AttentionProblem, block_n: int, at_once: int) -> int:
-    """Into how many parts the query heads of a group are divided.
+    """Return the number of subgroups of a group.
 
-    The fewest with which there are enough blocks of `block_n` keys for programs of which `at_once` run, if so many have
-    MIN_QUERIES each, and room.
+    It is the smallest that gives enough blocks of `block_n` keys for `at_once` programs. Each subgroup has at least
+    MIN_QUERIES queries, and the partial sums at most MOST_NUMBERS elements.
     """
     group = problem.heads_q // problem.heads_kv
     rows = problem.total_k if problem.varlen else problem.batch * problem.seqlen_k
@@ -52,13 +52,13 @@ def parts_of(problem: AttentionProblem, block_n: int, at_once: int) -> int:
 
 
 def sizes_of(problem: AttentionProblem, parts: int) -> list[int]:
-    """How many numbers dK and dV of all parts are: none of groups that are not divided."""
+    """Return the numbers of elements of the partial dK and dV, 0 if groups are not divided."""
     rows = problem.total_k if problem.varlen else problem.batch * problem.seqlen_k
     return [rows * problem.heads_kv * parts * d if parts > 1 else 0 for d in (problem.head_dim, problem.head_dim_v)]
 
 
 def in_layout(problem: AttentionProblem, memory: Sequence[torch.Tensor], parts: int) -> list[torch.Tensor]:
-    """Memory of `sizes_of` numbers each -> dK and dV with a head for each part, in the layout of the problem."""
+    """Return memory of `sizes_of` elements as dK and dV with a head per subgroup, in the layout of the problem."""
     rows = (problem.total_k,) if problem.varlen else (problem.batch, problem.seqlen_k)
     shapes = [(*rows, problem.heads_kv * parts, d) for d in (problem.head_dim, problem.head_dim_v)]
     found = [x.view(shape) for x, shape in zip(memory, shapes, strict=True)]
@@ -72,12 +72,15 @@ class PartsConstants(Constants):
     lengths: int  # EQUAL or PACKED
     head_dim: int
     head_dim_v: int
-    overlap: bool  # launched before the kernel that it waits for ends
+    overlap: bool  # launched before the kernel that it waits for ends (programmatic dependent launch)
 
 
 @triton.jit
 def _sum_tile(parts_ptr, out, row0, column0, rows, stride_row, heads, first, parts, HEAD_DIM: tl.constexpr):
-    """Add up SUM_ROWS x SUM_COLUMNS numbers: of `parts_ptr`, [rows, heads, HEAD_DIM], `parts` heads from `first` on."""
+    """Write a [SUM_ROWS, SUM_COLUMNS] tile of the sum of heads [first, first + parts) of `parts_ptr`.
+
+    `parts_ptr`: [rows, heads, HEAD_DIM] fp32.
+    """
     at, end = rows
     offs = row0 + tl.arange(0, SUM_ROWS)
     columns = column0 + tl.arange(0, SUM_COLUMNS)
@@ -104,7 +107,7 @@ def _sum_parts_kernel(
     heads_kv, seqlen_k, total_k, parts,
     c: tl.constexpr,
 ):  # fmt: skip
-    """A tile of dK and one of dV of a head."""
+    """Add up a tile of dK and a tile of dV of a KV head."""
     blocks = tl.cdiv(seqlen_k, SUM_ROWS)
     pid = tl.program_id(0)
     column0 = tl.program_id(1) * SUM_COLUMNS
@@ -119,7 +122,7 @@ def _sum_parts_kernel(
         offsets = cu_seqlens_k_ptr
         _, first_k, _, n_keys = sequence_of(b, (offsets, offsets, None, seqlen_k, seqlen_k, total_k, total_k), c)
         at = first_k.to(tl.int64)
-        end = tl.minimum(n_keys, seqlen_k)  # of a sequence that is longer than said nobody may have formed more
+        end = tl.minimum(n_keys, seqlen_k)  # a sequence may be longer than the call said: its other rows have no sums
         dk += at * stride_dkn
         dv += at * stride_dvn
     else:
@@ -144,7 +147,7 @@ def launches_of(
     dk: torch.Tensor,
     dv: torch.Tensor,
 ) -> tuple[Launch, ...]:
-    """What fills dk and dv from their parts, which lie in `memory`, where groups are divided."""
+    """Return the launches that add up dk and dv from the partial sums in `memory`, none if groups are not divided."""
     if parts == 1:
         return ()
     d, dv_columns = problem.head_dim, problem.head_dim_v

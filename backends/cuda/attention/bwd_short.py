@@ -1,10 +1,10 @@
-"""Backward of short sequences, whose queries fit into one block and whose keys into another: one launch for all of it.
+"""Backward of short sequences in one launch: their queries fit into one block and their keys into another.
 
-A program owns a head. It has q, k, v, dO and P of the whole sequence, so it also forms delta, from a tile of the
-output, and dQ, from the dS that dK takes. Each tensor is read once and each score is computed once; the kernels for any
-length take three launches and compute the scores twice. Scores lie transposed, [BLOCK_N, BLOCK_M], as in bwd_dkdv.py;
-dS crosses shared memory once, transposed, for dQ. There are no atomics: the bits are the same in every run. Grouped
-heads are left to the other kernels, since a loop over heads would take 40 registers. See bwd.py for the formulas.
+A program has a head, with q, k, v, dO and P of the whole sequence. So it also computes delta, from a tile of the
+output, and dQ, from the dS of dK. It reads each tensor once and computes each score once. The kernels for any length
+take three launches and compute the scores twice. Scores are transposed, [BLOCK_N, BLOCK_M], as in bwd_dkdv.py. dS
+crosses shared memory once, transposed, for dQ. There are no atomics: the bits are equal in every run. Other kernels run
+grouped heads, for a loop over heads would take 40 registers. See bwd.py for the formulas.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _bwd_short_kernel(
     lengths = (cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, seqlen_q, seqlen_k, total_q, total_k)
     first_q, first_k, n_queries, n_keys = sequence_of(b, lengths, c)
     mask = (n_queries, n_keys, n_keys - n_queries, window_left, window_right)
-    # A sequence shorter than the tensor writes zeros behind its end; a packed one leaves those rows to the next.
+    # If a sequence is shorter than the tensor, rows behind its end are zeros. Packed, they belong to the next one.
     q_rows = n_queries if c.LENGTHS == PACKED else seqlen_q
     k_rows = n_keys if c.LENGTHS == PACKED else seqlen_k
     offs_m = tl.arange(0, c.BLOCK_M)

@@ -1,8 +1,8 @@
-"""Rows of packed tensors that no sequence covers: outputs and gradients are 0 there, log-sum-exps +inf, delta 0.
+"""Clears rows of packed tensors that no sequence covers: outputs, gradients and delta are 0, log-sum-exps +inf.
 
-They lie before the first sequence and after the last one, and where a sequence is longer than the longest is said to
-be. Mostly there are none, and only the device knows: to look is cheaper than to write everything twice. Forward kernels
-of one launch look themselves (`clear_others`), for all others a kernel does.
+Such rows are before the first sequence, after the last one, and at the end of a sequence that is longer than the call
+said. Mostly there are none, but only the device knows. Looking for them is cheaper than writing all rows twice. Forward
+kernels of one launch look for them themselves (`clear_others`). The others have a kernel that does.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launch import is_interpreting
 from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors, KVCacheProblem, KVCacheTensors, Launch
 
-CLEARED_ELEMENTS = tl.constexpr(2048)  # that a program clears at once
-OFFSETS_AT_ONCE = tl.constexpr(128)
-PROGRAMS = 4096  # of a launch, about: for each gap between sequences as many as that leaves, but not too few
-MOST_PROGRAMS, FEWEST_PROGRAMS = 64, 4  # of a gap
-CLEARING_PROGRAMS = 64  # of a forward kernel, beside those that attend
+CLEARED_ELEMENTS = tl.constexpr(2048)  # elements that a program clears at once
+OFFSETS_AT_ONCE = tl.constexpr(128)  # elements of cu_seqlens
+PROGRAMS = 4096  # programs of a launch, about, divided among the gaps between sequences
+MOST_PROGRAMS, FEWEST_PROGRAMS = 64, 4  # programs of a gap
+CLEARING_PROGRAMS = 64  # programs of a forward kernel that clear instead of attending
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +41,7 @@ def _clear_range(
     x,  # (pointer, stride of rows, of heads)
     statistics_ptr, heads, total, value, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Rows [begin, stop) of all heads become 0, of the statistics `value`: one of `shares` equal parts of them."""
+    """Set rows [begin, stop) of all heads to 0, and of the statistics to `value`. `shares` programs divide the rows."""
     x_ptr, stride_m, stride_h = x
     ROWS: tl.constexpr = CLEARED_ELEMENTS // BLOCK_D
     cols = tl.arange(0, BLOCK_D)
@@ -59,9 +59,9 @@ def _clear_range(
 
 @triton.jit
 def clear_others(cu_seqlens_ptr, batch, longest, share, shares, out, lse_ptr, heads, total, c: tl.constexpr):
-    """Clear rows of out and lse that no sequence covers, beside programs that write up to `longest` rows of each.
+    """Clear rows of out and lse that no sequence covers. Other programs write up to `longest` rows of each sequence.
 
-    Programs of their own do it, `shares` of them: in all others it would take registers from the loops over keys.
+    `shares` separate programs call it: in the others it would take registers from the loops over keys.
     """
     for b in range(share, batch, shares):
         begin = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + b), 0), total)
@@ -71,7 +71,8 @@ def clear_others(cu_seqlens_ptr, batch, longest, share, shares, out, lse_ptr, he
     first = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr), 0), total)
     last = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + batch), 0), total)
     if last < total:
-        # Nothing orders this and what others write. Unused offsets may be 0: sequences end at the largest one.
+        # Other programs write at the same time, so no row of a sequence may be cleared. Unused offsets may be 0: the
+        # sequences end at the largest one.
         for start in range(0, batch, OFFSETS_AT_ONCE):
             i = start + tl.arange(0, OFFSETS_AT_ONCE)
             last = tl.maximum(last, tl.max(tl.load(cu_seqlens_ptr + i, mask=i < batch, other=0), 0))
@@ -87,12 +88,12 @@ def _clear_kernel(
     cu_seqlens_ptr, x_ptr, y_ptr, statistics_ptr,
     stride_xm, stride_xh, stride_ym, stride_yh,
     batch, heads, total,
-    longest,  # rows of a sequence that other kernels write
-    shares,  # programs of a gap, which depend on the batch: no constant
-    value,  # that the statistics become
+    longest,  # most rows of a sequence that other kernels write
+    shares,  # programs of a gap; no constant, because it depends on the batch
+    value,  # value for the statistics
     c: tl.constexpr,
 ):  # fmt: skip
-    """Clears the gap between two sequences: gap b lies before sequence b, the last one behind the last sequence."""
+    """Clear a gap between sequences. Gap b is before sequence b, the last gap behind the last sequence."""
     gap = tl.program_id(0) // shares
     start = tl.load(cu_seqlens_ptr + tl.maximum(gap - 1, 0))
     end = tl.load(cu_seqlens_ptr + gap)
@@ -116,7 +117,7 @@ def launch_of(
     statistics: torch.Tensor | None = None,
     value: float = 0.0,
 ) -> Launch:
-    """Of x and y (T, H, ·), whose last stride is 1, and statistics (H, T), contiguous, which become `value`."""
+    """Return the launch that clears x and y (T, H, ·), with last stride 1, and sets contiguous statistics (H, T)."""
     batch = cu_seqlens.shape[0] - 1
     total, heads, head_dim = x.shape
     head_dim_v = head_dim if y is None else y.shape[2]
@@ -132,7 +133,7 @@ def launch_of(
 
 
 def clearing_programs(problem: AttentionProblem) -> int:
-    """How many programs of a forward kernel run `clear_others`."""
+    """Return the number of programs of a forward kernel that run `clear_others`."""
     if not problem.varlen:
         return 0
     return 1 if is_interpreting() else CLEARING_PROGRAMS
@@ -144,7 +145,7 @@ def forward_launches(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> list[Launch]:
-    """What clears rows of out and lse; nothing where sequences are not packed."""
+    """Return the launches that clear rows of out and lse, none if sequences are not packed."""
     if tensors.cu_seqlens_q is None:
         return []
     return [launch_of(tensors.cu_seqlens_q, problem.seqlen_q, out, None, lse, float("inf"))]
@@ -156,7 +157,7 @@ def backward_launches(
     gradients: AttentionGradients,
     delta: torch.Tensor | None,
 ) -> list[Launch]:
-    """What clears rows of dq, dk and dv, and of delta, where there is one."""
+    """Return the launches that clear rows of dq, dk and dv, and of delta if given; none if sequences are not packed."""
     if tensors.cu_seqlens_q is None or tensors.cu_seqlens_k is None:
         return []
     return [

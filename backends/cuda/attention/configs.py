@@ -1,8 +1,8 @@
-"""Tiles of the attention kernels: the table, what fits a GPU, and what the autotuner tries.
+"""Tiles of the attention kernels: the table, the tiles that fit a GPU, and the autotuner's candidates.
 
-`default_config(kind, problem)` is a pure function of the problem; the same `fits` prunes the table and the candidates.
-Form "tma" reads through host descriptors (sm_90 and later, aligned tensors), "portable" through block pointers or plain
-addresses, "widened" as "portable" and makes the tiles float32 at once.
+`default_config(kind, problem)` is a pure function of the problem. Form "tma" reads through host descriptors (sm_90 and
+later, aligned tensors), "portable" through block pointers or plain addresses. "widened" is "portable" with tiles that
+become float32 as they are read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from diyfa.problem import AttentionProblem, by_kind
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """Tile of one attention kernel: queries x keys of a block, and how the compiler schedules it."""
+    """Tile of an attention kernel, queries x keys, and its compiler options."""
 
     block_m: int
     block_n: int
@@ -31,39 +31,38 @@ class AttentionConfig:
 
 
 def schedule(config: AttentionConfig) -> dict[str, int]:
-    """The compiler options of a config."""
+    """Return the compiler options of a config."""
     return {"num_warps": config.num_warps, "num_stages": config.num_stages}
 
 
 def form_of(config: AttentionConfig) -> int:
-    """The kernels' FORM constant of a config."""
+    """Return the kernels' FORM constant of a config."""
     return {"tma": DESCRIPTOR.value, "portable": PORTABLE.value, "widened": WIDENED.value}[config.form]
 
 
 def reads_rows(problem: AttentionProblem, config: AttentionConfig) -> bool:
-    """Whether masked blocks are read by address: a descriptor knows the end of the tensor, not of a sequence."""
+    """Return whether masked blocks are read by address: a descriptor knows the end of the tensor, not of a sequence."""
     return config.form == "tma" and (problem.seq_lens or problem.varlen)
 
 
 def edge_form_of(problem: AttentionProblem, config: AttentionConfig) -> int:
-    """The kernels' EDGE_FORM constant: how blocks that a mask cuts are read."""
+    """Return the kernels' EDGE_FORM constant: the form in which blocks that a mask cuts are read."""
     return PORTABLE.value if reads_rows(problem, config) else form_of(config)
 
 
-# Rows: (at most this padded head_dim) -> tile, for each class of GPU; the first that fits is the default, the others of
-# its head_dim are what the autotuner tries beside it. Classes are told apart by what limits a tile: wgmma, shared
-# memory for one block, fp32 operands, and Turing, for which Triton emits no tensor-core instructions (products there
-# are multiply-adds: correct and slow; of the backward pass at 256 features widened tiles do not fit, and others spill).
-# "unaligned" is for rows that are not 16-byte aligned, whose tiles pass through registers, and for a V narrower than K
-# where there is wgmma: Triton 3.6 then emits wgmma that read V beyond its shared memory (wrong results or an illegal
-# address; H200, 2026-11-21, compute-sanitizer names the instruction). Tiles of 32 rows make it use mma.sync, which is
-# right.
+# Class of GPU -> rows of (most padded head_dim, tile). The first row that fits is the default. The others of its
+# head_dim are candidates of the autotuner. A class has a limit of its own: wgmma, shared memory for one block, fp32
+# operands, and Turing, for which Triton emits no tensor-core instructions. Products are then multiply-adds, correct and
+# slow; in the backward pass at 256 features widened tiles do not fit, and others spill. "unaligned" is for rows that
+# are not 16-byte aligned, whose tiles pass through registers. It is also for a V narrower than K on GPUs with wgmma:
+# Triton 3.6 emits wgmma that read V beyond its shared memory (wrong results or an illegal address; compute-sanitizer
+# names the instruction). With tiles of 32 rows it uses mma.sync, which is right.
 #
 # Figures of the wgmma rows: TFLOP/s over the products the kernel does, bf16, 16384 tokens, heads * head_dim = 2048, at
 # S = 1k/4k/16k without a mask. Each is the best or nearly the best of 72 tiles somewhere on that grid
-# (benchmarks/results/h200-2026-11-21-tiles.json), also where ptxas spills a little: its budget is then what it spills.
-# Rows without figures were chosen for compiling without spills. Figures of 2026-11-23 are of 16 heads and 64 x 1024 or
-# 16 x 4096 tokens (benchmarks/results/h200-2026-11-23-kernel-tiles.json).
+# (benchmarks/results/h200-2026-11-21-tiles.json), even if ptxas spills a little: its budget is then what it spills.
+# Rows without figures were chosen because they compile without spills. Figures of 2026-11-23 are of 16 heads and 64 x
+# 1024 or 16 x 4096 tokens (benchmarks/results/h200-2026-11-23-kernel-tiles.json).
 Row = tuple[int, AttentionConfig]
 C = AttentionConfig
 _H200 = "H200, 2026-11-21: "
@@ -210,8 +209,8 @@ _BACKWARD_DQ: dict[str, tuple[Row, ...]] = {
         (256, C(32, 32, 8, 1)),
     ),
 }
-# Beyond 256 features one row of a tile is half a kilobyte or more: what is left to choose is how few rows fit. One
-# ladder for every GPU; 1024 stands for MLA's 576 features of q and k.
+# Beyond 256 features one row of a tile takes half a kilobyte or more, so tiles have the few rows that fit. The table is
+# for all GPUs. 1024 is for MLA's 576 features of q and k.
 _WIDE: dict[str, tuple[Row, ...]] = {
     "fwd": (
         (512, C(64, 32, 8, 2, "tma")),
@@ -231,7 +230,7 @@ _WIDE: dict[str, tuple[Row, ...]] = {
         (1024, C(16, 16, 8, 1, spill_budget=384)),
     ),
 }
-# The bias gradient reads through addresses on every GPU, and its tile is what it accumulates.
+# The bias gradient reads through addresses on every GPU, and accumulates its tile.
 _BIAS_WGMMA: tuple[Row, ...] = (
     (128, C(64, 64, 8, 2)),
     (128, C(64, 64, 8, 1)),
@@ -244,8 +243,8 @@ _BIAS_MMA: tuple[Row, ...] = (
     (256, C(16, 16, 4, 1)),
     (1024, C(16, 16, 8, 1)),
 )
-# A whole sequence is one tile (`bwd_short.py`), the smallest that holds it: `fits` takes no larger one. A V narrower
-# than K has no 64 rows where there is wgmma, for the reason above.
+# A whole sequence is one tile (`bwd_short.py`), the smallest that holds it: `fits` takes no larger one. With wgmma, a V
+# narrower than K has no tile of 64 rows, for the reason above.
 _SHORT_SMALL: tuple[Row, ...] = (
     (64, C(16, 16, 1, 1)),
     (64, C(32, 32, 2, 1)),
@@ -258,7 +257,7 @@ _SHORT: tuple[Row, ...] = (
     (64, C(64, 64, 8, 1)),
     (128, C(64, 64, 8, 1)),
 )
-# wgmma on tiles that pass through registers, on float32 or on a narrow V is what "unaligned" avoids, here too.
+# Here, too, "unaligned" avoids wgmma on tiles that pass through registers, on float32 and on a narrow V.
 _BIAS_SMALL: tuple[Row, ...] = (
     (64, C(32, 16, 4, 1)),
     (256, C(16, 16, 4, 1)),
@@ -268,8 +267,8 @@ _WIDE_FLOAT32: tuple[Row, ...] = (
     (512, C(16, 16, 8, 1, spill_budget=64)),
     (1024, C(16, 16, 8, 1, spill_budget=64)),
 )
-# Where sequences differ in length, masked blocks are read by address and rows are not aligned: other tiles win. 64
-# sequences of 128 to 1920 tokens, TFLOP/s without and with a causal mask; "backward" is of the whole pass.
+# If sequences differ in length, masked blocks are read by address and rows are not aligned, so that other tiles win.
+# Figures: 64 sequences of 128 to 1920 tokens, TFLOP/s without and with a causal mask; "backward": of the whole pass.
 _RAGGED: dict[str, tuple[Row, ...]] = {
     "fwd": (
         (64, C(64, 64, 4, 2, "tma", _H200 + "351, 281")),
@@ -313,7 +312,7 @@ def _is_ragged(problem: AttentionProblem) -> bool:
 
 
 def gpu_class(problem: AttentionProblem) -> str:
-    """Which rows of the tables are for this GPU and dtype."""
+    """Return the key of the tables' rows for this GPU and problem."""
     spec = gpu_spec(problem.arch)
     if problem.dtype == "float32":
         return "float32"
@@ -327,41 +326,40 @@ def gpu_class(problem: AttentionProblem) -> str:
     return "large" if spec.shared_per_block >= 160 * 1024 else "small"
 
 
-# Below this many multiply-adds in the scores a kernel takes about as long as the host needs to encode three descriptors
-# (10 us: a forward call on (1, 8, 128, 64) costs the host 42 us with them, 32 us without; H200, 2026-11-21).
+# With fewer multiply-adds in the scores, a kernel takes about as long as the host needs to encode three descriptors (10
+# us: a forward call on (1, 8, 128, 64) costs the host 42 us with them, 32 us without; H200).
 TMA_MIN_WORK = 1 << 28
 
 
 def has_tma(problem: AttentionProblem) -> bool:
-    """Whether the tensors of this call can be read through TMA descriptors, and the call is large enough for it."""
+    """Return whether TMA can read the tensors of this call, and the call is large enough for descriptors to pay."""
     spec = gpu_spec(problem.arch)
     work = problem.batch * problem.heads_q * problem.seqlen_q * problem.seqlen_k * problem.head_dim
     return bool(spec and spec.has_tma and problem.aligned and work >= TMA_MIN_WORK)
 
 
-# Addresses that are not aligned take registers, of which 64 rows have too few: 16 to 264 bytes of spills on sm_80, 86
-# and 120.
+# Addresses that are not aligned take registers, and tiles of 64 rows then spill 16 to 264 bytes on sm_80, 86 and 120.
 UNALIGNED_SPILLS = 264
 SPLIT, SHORT = ("dkdv", "dq"), ("short",)  # kernels of a backward pass; `_bwd_preprocess_kernel` comes before SPLIT
-MIN_QUERIES = 512  # that pass by a block of keys, all heads of its group together: fewer do not repay its beginning
-LONGEST_SHORT = 64  # tokens of the longest sequence that one tile of the table for short ones holds
+MIN_QUERIES = 512  # fewest queries, of all heads of a group, for which the start-up of a key block's program pays
+LONGEST_SHORT = 64  # tokens of the longest sequence that one tile of the "short" table holds
 
-# Tiles that TMA writes begin at multiples of 1 KB, and each buffer has a barrier: 1040 bytes at most in what is here.
+# Tiles that TMA writes begin at multiples of 1 KB, and each buffer has a barrier: at most 1040 bytes in these kernels.
 DESCRIPTOR_SPACE = 2048
 
 
 def shared_bytes(kind: str, config: AttentionConfig, problem: AttentionProblem | _Heads) -> int:
-    """Shared memory that the tiles of a kernel need, counted from what it keeps and what it buffers."""
+    """Return the bytes of shared memory that the tiles of a kernel need: those that stay, and buffers of the others."""
     d, dv = padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
     size = ELEMENT_BYTES["float32" if config.form == "widened" else problem.dtype]
     m, n, stages = config.block_m, config.block_n, max(1, config.num_stages)
-    bias = ELEMENT_BYTES.get(problem.bias, 8) * m * n if problem.bias else 0  # a tile of it: no dtype has over 8 bytes
-    if kind == "dbias":  # nothing stays: all four tiles and the bias change from step to step
+    bias = ELEMENT_BYTES.get(problem.bias, 8) * m * n if problem.bias else 0  # of a tile; dtypes have up to 8 bytes
+    if kind == "dbias":  # no tile stays: all four and the bias change from step to step
         return stages * (size * (m + n) * (d + dv) + bias)
     descriptors = DESCRIPTOR_SPACE if config.form == "tma" else 0
     if kind == "fwd":  # a bias is loaded as far ahead as K and V
         return size * (m * d + stages * n * (d + dv)) + (stages - 1) * bias + descriptors
-    # Beyond 256 features the compiler stages one operand twice, once for each way it is multiplied.
+    # Beyond 256 features the compiler stages one operand twice, once for each of its products.
     twice = size * m * min(d, dv) if max(d, dv) > 256 else 0
     crossing, bias = size * m * n, max(1, stages - 1) * bias  # dS crosses shared memory; a bias does, or waits there
     if kind == "short":  # K, V, Q and dO
@@ -372,7 +370,7 @@ def shared_bytes(kind: str, config: AttentionConfig, problem: AttentionProblem |
 
 
 def fits(kind: str, config: AttentionConfig, problem: AttentionProblem) -> bool:
-    """Whether a config can run the problem on its GPU: form and shared memory."""
+    """Return whether a config can run the problem on its GPU: its form, its block and its shared memory."""
     if config.form == "tma" and not has_tma(problem):
         return False
     if kind == "short" and config.block_m != padded_head_dim(max(problem.seqlen_q, problem.seqlen_k)):
@@ -382,7 +380,7 @@ def fits(kind: str, config: AttentionConfig, problem: AttentionProblem) -> bool:
 
 
 class _Heads(NamedTuple):
-    """The fields of a problem that the size of its tiles depends on."""
+    """Fields of a problem that the size of its tiles depends on."""
 
     arch: str
     dtype: str
@@ -393,7 +391,7 @@ class _Heads(NamedTuple):
 
 @lru_cache(maxsize=256)
 def _rows(kind: str, name: str, heads: _Heads) -> tuple[tuple[int, AttentionConfig], ...]:
-    """The rows of a table that are wide enough and fit the GPU."""
+    """Return the rows of a table that are wide enough and fit the GPU."""
     spec = gpu_spec(heads.arch)
     width = max(padded_head_dim(heads.head_dim), padded_head_dim(heads.head_dim_v))
     if spec is None:
@@ -402,36 +400,36 @@ def _rows(kind: str, name: str, heads: _Heads) -> tuple[tuple[int, AttentionConf
     return tuple(x for x in rows if width <= x[0] and shared_bytes(kind, x[1], heads) <= spec.shared_per_block)
 
 
-# These keep more of every score in registers, so lighter tiles come first (H200, 2026-11-21, D=64 and 128, S=4096: the
-# plain default was up to 3.6 times slower with a bias, 12 % with a softcap or dropout).
+# These features need more registers for every score, so lighter tiles come first (H200, D=64 and 128, S=4096: the plain
+# default was up to 3.6 times slower with a bias, 12 % with a softcap or dropout).
 PER_SCORE_FEATURES = ADJUSTING | {"dropout"}
 LIGHT_SCORES_PER_WARP = 1024
 FULL_GPU = 132  # multiprocessors of an H200
 
 
 def _prefers_light_tiles(kind: str, problem: AttentionProblem, few_keys: bool) -> bool:
-    """Whether tiles of at most LIGHT_SCORES_PER_WARP come first: for what they were measured to be faster at."""
+    """Return whether tiles of at most LIGHT_SCORES_PER_WARP come first, for problems on which they measured faster."""
     if problem.features & PER_SCORE_FEATURES:
         return True
-    # A short causal grid is mostly diagonal, which light tiles cut closer (H200, S = 1024: 299 against 292 TFLOP/s at
-    # D = 64, 343 against 321 at 128).
+    # Most tiles of a short causal grid are on the diagonal, where small tiles compute fewer hidden scores (H200, S =
+    # 1024: 299 against 292 TFLOP/s at D = 64, 343 against 321 at 128).
     return kind == "fwd" and problem.causal and few_keys and not _is_ragged(problem)
 
 
 def _prefers_few_rows(kind: str, problem: AttentionProblem, few_blocks: bool) -> bool:
-    """Whether tiles of few queries come first."""
+    """Return whether tiles of few queries come first."""
     if kind != "dq" or not gpu_class(problem).startswith("wgmma"):
         return False
     if few_blocks:
         return True
-    # Few rows waste less on the diagonal and on a sequence's end. And with work for each score 64x64 on 4 warps beats
-    # 128x64 on 8 (H200, 2026-11-23, D = 64, 16 x 4096, full and causal: dropout 391/349 against 291/270 TFLOP/s,
+    # Tiles of few rows waste less at the diagonal and at a sequence's end. With extra work for each score, 64x64 on 4
+    # warps beats 128x64 on 8 (H200, D = 64, 16 x 4096, full and causal: dropout 391/349 against 291/270 TFLOP/s,
     # softcap 359/324 against 348/272).
     return bool(problem.features & PER_SCORE_FEATURES) or (_is_ragged(problem) and problem.window_right >= 0)
 
 
-# Where blocks of 128 queries are fewer than multiprocessors: two of these programs run on one (one prompt of 512, 32
-# heads, causal: 14 us against 15.7).
+# For fewer blocks of 128 queries than multiprocessors: two of these programs run on a multiprocessor (one prompt of
+# 512, 32 heads, causal: 14 us against 15.7).
 _DQ_OF_FEW_BLOCKS = C(64, 64, 4, 2, "tma", measured="H200, 2026-11-28")
 
 
@@ -440,9 +438,9 @@ def _heads(problem: AttentionProblem) -> _Heads:
 
 
 def candidates(kind: str, problem: AttentionProblem) -> tuple[AttentionConfig, ...]:
-    """Tiles of the table for `kind` ("fwd", "dkdv", "dq", "short", "dbias") that fit, the default first.
+    """Return the tiles of the table for `kind` ("fwd", "dkdv", "dq", "short", "dbias") that fit, the default first.
 
-    They are the rows of the narrowest head_dim that holds the problem's; where TMA can be used, only its rows.
+    They have the narrowest head_dim that holds the problem's, and the form of the default.
     """
     longest = max(problem.seqlen_q, problem.seqlen_k)
     if kind == "short":
@@ -461,9 +459,9 @@ def _candidates(
     few_keys: bool = False,
     few_blocks: bool = False,
 ) -> tuple[AttentionConfig, ...]:
-    """`block`: of short sequences, the rows of the tile that holds them."""
+    """Return `candidates` for a kind of problem. `block`: for "short", rows of the tile that holds the sequences."""
     if kind == "short":
-        # It reads each tensor once, through registers: tiles are those of aligned tensors.
+        # The kernel reads each tensor once, through registers, so tiles of aligned tensors serve all.
         known = _rows(kind, gpu_class(problem.replace(aligned=True)), _heads(problem))
         rows = [x for x in known if x[1].block_m == block]
         if not problem.aligned:
@@ -477,7 +475,7 @@ def _candidates(
     tiles = [config for widest, config in rows if widest == narrowest and config.form == first.form]
     if kind == "dq" and few_blocks and narrowest == 128 and first.form == "tma" and gpu_class(problem) == "wgmma":
         tiles.append(_DQ_OF_FEW_BLOCKS)
-    if problem.bias and kind != "dkdv":  # more to wait for in each block
+    if problem.bias and kind != "dkdv":  # each block waits for more loads
         tiles.sort(key=lambda config: -config.num_stages)
     if _prefers_few_rows(kind, problem, few_blocks):
         tiles.sort(key=lambda config: max(64, config.block_m))
@@ -487,11 +485,11 @@ def _candidates(
 
 
 def portable_config(kind: str, problem: AttentionProblem) -> AttentionConfig | None:
-    """The table's tile for a kernel that has no use for TMA, or None when no row fits."""
+    """Return the table's tile for a kernel that does not use TMA, or None if no row fits."""
     rows = _rows(kind, gpu_class(problem), _heads(problem))
     return next((c for _, c in rows if c.form != "tma"), None)
 
 
 def default_config(kind: str, problem: AttentionProblem) -> AttentionConfig | None:
-    """The table's tile for `kind`, or None when no row fits."""
+    """Return the table's tile for `kind`, or None if no row fits."""
     return next(iter(candidates(kind, problem)), None)

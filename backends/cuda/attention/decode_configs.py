@@ -28,12 +28,12 @@ class DecodeConfig:
     num_warps: int
     num_stages: int
     programs_per_sm: int
-    # Programs have whole tiles if that takes at most so many more blocks of keys than equal shares (`stream_k.py`).
+    # Programs have whole tiles if that takes at most this many more key blocks than equal shares (`stream_k.py`).
     split_cost: int = 0
 
 
 def feature_blocks(head_dim: int) -> tuple[int, int]:
-    """Cover head_dim features by one or two tiles -> (width of the first, width of the second or 0).
+    """Return (width of the first tile, width of the second or 0) of one or two tiles that cover head_dim features.
 
     Widths are powers of two. One tile for MLA's 576 features would be 1024 wide; two are 512 and 64 wide, and the first
     has just the values.
@@ -46,9 +46,9 @@ def feature_blocks(head_dim: int) -> tuple[int, int]:
     return (first, second) if first + second < whole else (whole, 0)
 
 
-# (largest width of a tile of features, keys of a block, warps, stages, programs of a multiprocessor). The first row
-# that fits is taken. Decoding waits for memory, so the number of bytes in flight counts, not the size of a tile.
-# Registers suffice for as many programs as a row says.
+# (largest width of a tile of features, keys of a block, warps, stages, programs per multiprocessor). The first row that
+# fits is taken. Decoding waits for memory, so the number of bytes in flight counts, not the size of a tile. Registers
+# suffice for the row's number of programs.
 _ROWS: tuple[tuple[int, int, int, int, int], ...] = (
     (64, 128, 4, 3, 2),
     (64, 64, 4, 4, 2),
@@ -82,18 +82,18 @@ MMA_BLOCK_M = 32
 
 
 def _is_turing(problem: KVCacheProblem) -> bool:
-    """Whether the GPU is older than Ampere: Triton has neither tensor-core products nor asynchronous copies for it."""
+    """Return whether the GPU is older than Ampere: Triton has no tensor-core products or asynchronous copies for it."""
     spec = gpu_spec(problem.arch)
     return spec is None or not spec.has_bf16
 
 
 def is_widened(problem: KVCacheProblem) -> bool:
-    """Whether tiles become float32 as they are read, and products are float32 multiply-adds."""
+    """Return whether tiles become float32 as they are read, and products are float32 multiply-adds."""
     return problem.dtype == "float32" or _is_turing(problem)
 
 
 def block_m_of(problem: KVCacheProblem) -> int:
-    """Rows of a tile."""
+    """Return the rows of a tile."""
     rows = problem.seqlen_q * (problem.heads_q // problem.heads_kv)
     if is_widened(problem):
         return 16
@@ -112,18 +112,18 @@ def block_m_of(problem: KVCacheProblem) -> int:
 
 
 def reads_values_once(problem: KVCacheProblem) -> bool:
-    """Whether the values are the first tile of the keys, and need not be read again."""
+    """Return whether the values are the first tile of the keys, and need not be read again."""
     return problem.latent and feature_blocks(problem.head_dim)[0] == problem.head_dim_v
 
 
 def reads_value_pairs(problem: KVCacheProblem) -> bool:
-    """Whether float8 values are read as pairs of features, and converted in registers (`_load_pairs`)."""
+    """Return whether float8 values are read as pairs of features, and converted in registers (`_load_pairs`)."""
     of_float8 = problem.cache_dtype == FLOAT8 and not is_widened(problem) and not reads_values_once(problem)
     return of_float8 and problem.aligned and problem.head_dim_v % 2 == 0
 
 
 def shared_bytes(problem: KVCacheProblem, block_m: int, block_n: int, num_stages: int) -> int:
-    """Bytes of shared memory of a program: the queries, the weights, and the blocks of keys and values in flight.
+    """Return a program's bytes of shared memory: the queries, the weights, and the key and value blocks in flight.
 
     Values that are the keys' first tile need less, which is not counted: the choice of a tile, and with it the result,
     may not depend on it.
@@ -143,7 +143,7 @@ def shared_bytes(problem: KVCacheProblem, block_m: int, block_n: int, num_stages
 
 @kept
 def decode_config(problem: KVCacheProblem) -> DecodeConfig | None:
-    """The config for a call, or None if none fits. block_n and num_warps depend on head dims and dtypes alone."""
+    """Return the config for a call, or None if none fits. block_n and num_warps depend on head dims and dtypes only."""
     return _config_of_kind(problem, block_m_of(problem))
 
 
@@ -165,24 +165,23 @@ def _config_of_kind(problem: KVCacheProblem, block_m: int) -> DecodeConfig | Non
     return None
 
 
-# Forward passes that these kernels run as well: (at most so many rows of a KV head, which are queries times query heads
-# that share it; at least so many keys), with fewer tiles than multiprocessors. They are faster here because programs
-# share the keys of a head. H100, 2026-11-25, 32 heads of 128, us for 1 / 4 / 16 / 32 / 48 queries of 8192 keys:
-# 55 / 56 / 59 / 64 / 87; the portable forward 137 / 138 / 87 / 86 / 87; the Hopper forward 79 to 80. Of 1024 keys
-# 11 / 12 / 15 / 19 / 30; 21 to 23; 12.
+# Forward passes that these kernels run as well, with fewer tiles than multiprocessors: (most rows of a KV head, which
+# are queries times its query heads; fewest keys). They are faster here because programs share the keys of a head. H100,
+# 32 heads of 128, us for 1 / 4 / 16 / 32 / 48 queries of 8192 keys: 55 / 56 / 59 / 64 / 87; the portable forward 137 /
+# 138 / 87 / 86 / 87; the Hopper forward 79 to 80. Of 1024 keys 11 / 12 / 15 / 19 / 30; 21 to 23; 12.
 SMALL_CALLS: tuple[tuple[int, int], ...] = ((16, 2048), (32, 8192))
 FULL_GPU = 132  # multiprocessors of the GPU that is assumed if a call is described without a device, as for compiling
 
 
 def is_small_call(problem: AttentionProblem) -> bool:
-    """Whether `SMALL_CALLS` lists a forward pass."""
+    """Return whether `SMALL_CALLS` lists a forward pass."""
     rows = problem.seqlen_q * (problem.heads_q // problem.heads_kv)
     listed = any(rows <= most and problem.seqlen_k >= least for most, least in SMALL_CALLS)
     return listed and problem.batch * problem.heads_q < FULL_GPU
 
 
 def unsupported(problem: KVCacheProblem) -> str | None:
-    """Why no tile runs a call, or None."""
+    """Return why no tile runs a call, or None."""
     if decode_config(problem) is None:
         widths = f"{problem.head_dim} and {problem.head_dim_v}"
         return f"no tile for {problem.dtype} and head_dims {widths} fits the shared memory of {problem.arch}"
@@ -190,7 +189,7 @@ def unsupported(problem: KVCacheProblem) -> str | None:
 
 
 def attention_unsupported(problem: AttentionProblem) -> str | None:
-    """Why a forward pass does not run by these kernels, or None."""
+    """Return why a forward pass does not run by these kernels, or None."""
     if not problem.batch_invariant and not is_small_call(problem):
         return "split_kv runs a forward pass inside diyfa.batch_invariant(), and outside of it few queries of many keys"
     return refuse_features(problem, KVCACHE_FEATURES, "split_kv") or unsupported(as_kvcache_problem(problem))

@@ -1,4 +1,4 @@
-"""Products of tiles and the casts around them, made right for the interpreter; compiled, they are what they say."""
+"""Products of tiles and casts, with corrections for Triton's interpreter. Compiled, they are `tl.dot` and `.to`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ _INTERPRETING = tl.constexpr(is_interpreting())
 
 @triton.jit
 def dot_operand(x):
-    """`x` as `tl.dot` may take it: itself, except that the interpreter multiplies bfloat16 by its bit patterns
-    (it keeps bfloat16 as uint16), so there, and only there, x is widened to float32 first."""
+    """Return `x` as an operand of `tl.dot`.
+
+    The interpreter stores bfloat16 as uint16 and multiplies the bit patterns. There, and only there, x becomes float32.
+    """
     if _INTERPRETING and x.dtype == tl.bfloat16:
         x = x.to(tl.float32)
     return x
@@ -21,28 +23,31 @@ def dot_operand(x):
 
 @triton.jit
 def dot(a, b, PRECISION: tl.constexpr):
-    """a @ b in fp32; PRECISION is how fp32 operands are multiplied ("ieee", "tf32")."""
+    """Return a @ b in fp32. PRECISION: how fp32 operands are multiplied ("ieee", "tf32")."""
     return tl.dot(dot_operand(a), dot_operand(b), input_precision=PRECISION)
 
 
 @triton.jit
 def dot_add(a, b, acc, PRECISION: tl.constexpr):
-    """acc + a @ b in fp32."""
+    """Return acc + a @ b in fp32."""
     return tl.dot(dot_operand(a), dot_operand(b), acc, input_precision=PRECISION)
 
 
 @triton.jit
 def round_to(x, DTYPE: tl.constexpr):
-    """float32 `x` in DTYPE, rounded to nearest even. The interpreter cuts the low half off where DTYPE is bfloat16,
-    and loses carries and small numbers where it is float8, so there, and only there, the rounding is done first."""
+    """Return float32 `x` in DTYPE, rounded to nearest even.
+
+    The interpreter truncates to bfloat16, and loses carries and small numbers in float8. There, and only there, x is
+    rounded before the cast.
+    """
     if _INTERPRETING and DTYPE == tl.bfloat16:  # noqa: SIM300
         bits = x.to(tl.int32, bitcast=True)
-        rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) & ~0xFFFF  # bits left behind would be a number where x is 0
+        rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) & ~0xFFFF  # a 0 must not become the number of its low bits
         x = tl.where(x == x, rounded, bits).to(tl.float32, bitcast=True)  # a NaN keeps its bits
     if _INTERPRETING and DTYPE == tl.float8e4nv:  # noqa: SIM300
         bits = x.to(tl.int32, bitcast=True)
         rounded = ((bits + (0x7FFFF + ((bits >> 20) & 1))) & ~0xFFFFF).to(tl.float32, bitcast=True)
-        # Below 2**-6 there are multiples of 2**-9, which adding 1.5 * 2**14 rounds to; a zero keeps its sign.
+        # Below 2**-6, float8 has multiples of 2**-9. Adding 1.5 * 2**14 rounds to these. A zero keeps its sign.
         small = ((x + 24576.0) - 24576.0).to(tl.int32, bitcast=True) | ((bits >> 31) << 31)
         small = small.to(tl.float32, bitcast=True)
         x = tl.where(x == x, tl.where(tl.abs(x) < 0.015625, small, rounded), x)

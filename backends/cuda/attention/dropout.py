@@ -1,7 +1,7 @@
-"""Dropout's mask inside a tile, bit for bit what `diyfa.dropout` defines.
+"""Dropout's mask of a tile, bit for bit as `diyfa.dropout` defines it.
 
-A kernel forms the keys of its head once, the words of its rows once, those of its columns for each block, and the tile
-from both pairs of words: two additions, one product and one comparison for each score.
+A kernel computes the keys of its head once, the words of its rows once, and the words of its columns for each block.
+The mask of a tile takes two additions, one product and one comparison of these words for each score.
 """
 
 from __future__ import annotations
@@ -16,20 +16,19 @@ MIX_MULTIPLIER = tl.constexpr(0x846CA68B)
 
 
 def keep_threshold(dropout_p: float) -> int:
-    """The `threshold` of `keep_tile`: compared with all 32 bits of an element, so the level moves up by 8 bits.
+    """Return the `threshold` of `keep_tile`: `drop_threshold` moved up by 8 bits, to compare all 32 bits of an element.
 
-    A multiple of 256 for every probability, so Triton specialises no kernel for one of them.
+    It is a multiple of 256 for every probability, so that Triton specialises all kernels in the same way.
     """
     return drop_threshold(dropout_p) * 256
 
 
 @triton.jit
 def head_keys(rng_state_ptr, b, h, ORIGINS: tl.constexpr):
-    """Philox4x32-10 of (seed, offset) at (b, h) -> (row_key0, row_key1, column_key0, column_key1), uint32.
+    """Return (row_key0, row_key1, column_key0, column_key1), uint32: Philox4x32-10 of (seed, offset) at (b, h).
 
-    `rng_state_ptr`: int64 [seed, offset] in device memory, with ORIGINS followed by four words for each sample: its own
-    number, and where its query heads, queries and keys begin. `b` and `h` are the sample and the query head, integers
-    or vectors of them.
+    `rng_state_ptr`: int64 [seed, offset] in device memory. With ORIGINS, four words per sample follow: its number, and
+    its first query head, query and key. `b`, `h`: sample and query head, integers or vectors of integers.
     """
     seed = tl.load(rng_state_ptr).to(tl.uint64, bitcast=True)
     offset = tl.load(rng_state_ptr + 1).to(tl.uint64, bitcast=True)
@@ -56,7 +55,7 @@ def head_keys(rng_state_ptr, b, h, ORIGINS: tl.constexpr):
         c3 = low0
         k0 += 0x9E3779B9
         k1 += 0xBB67AE85
-    if ORIGINS:  # position i + i0 under a key is position i under another one
+    if ORIGINS:  # position i with the shifted key has the words of position i + origin with the original key
         row = _low_word(origin_ptr + 2) * WEYL
         column = _low_word(origin_ptr + 3) * WEYL
         c0 += row
@@ -73,10 +72,9 @@ def _low_word(pointer):
 
 @triton.jit
 def position_words(key0, key1, positions):
-    """Two words for each of `positions` (integers, [BLOCK]) -> ([BLOCK], [BLOCK]) uint32.
+    """Return two words ([BLOCK], [BLOCK]) uint32 for integers `positions` [BLOCK].
 
-    With the row keys for query positions, with the column keys for key positions, both counted from the start of their
-    own sequence.
+    Query positions take the row keys, key positions the column keys. Positions count from the start of their sequence.
     """
     x = positions.to(tl.uint32) * WEYL
     return _mix(x + key0), _mix(x + key1)
@@ -90,10 +88,10 @@ def _mix(x):
 
 @triton.jit
 def keep_tile(first0, first1, second0, second1, threshold):
-    """Which softmax weights are kept -> bool [BLOCK_FIRST, BLOCK_SECOND].
+    """Return the mask of softmax weights that dropout keeps, bool [BLOCK_FIRST, BLOCK_SECOND].
 
-    Row words first: [BLOCK_M, BLOCK_N]. Column words first: the same mask transposed, [BLOCK_N, BLOCK_M], for kernels
-    that hold transposed scores.
+    With row words first it is [BLOCK_M, BLOCK_N]. With column words first it is transposed, [BLOCK_N, BLOCK_M], for
+    kernels with transposed scores.
     """
     x = (first0[:, None] + second0[None, :]) * (first1[:, None] + second1[None, :])
     return x.to(tl.int32, bitcast=True) >= threshold

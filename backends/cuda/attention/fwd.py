@@ -1,11 +1,11 @@
 """FlashAttention-2 forward (Dao 2023, arXiv:2307.08691, algorithm 1) with block pointers or TMA descriptors.
 
-Each program owns BLOCK_M queries of one head and loops over the keys in blocks of BLOCK_N: scores stay on chip, the
-softmax is kept up to date by rescaling (online softmax), the normalisation comes once at the end. What differs from
-the paper: the loop is split into blocks that every query sees (no mask at all) and blocks that a window, the causal
-diagonal or the end of the sequence cuts; exponentials are base 2, with the scale folded into one multiply-add; heads
-that share keys (GQA) are neighbours in the grid, so they meet in L2; causal grids start with the longest rows.
-Optional features are compile-time flags: a call without them runs none of their instructions.
+Each program has BLOCK_M queries of one head and loops over the keys in blocks of BLOCK_N. Scores stay on chip, the
+softmax is updated by rescaling (online softmax), and the output is normalised once at the end. Differences from the
+paper: There are two loops, one over blocks that every query sees, without a mask, and one over blocks that a window,
+the causal diagonal or the end of the sequence cuts. Exponentials are base 2, with the scale folded into one
+multiply-add. Query heads of a KV head (GQA) are neighbours in the grid, so their keys are in L2. Causal grids start
+with the longest rows. Optional features are compile-time flags: a call without them runs none of their instructions.
 """
 
 from __future__ import annotations
@@ -63,20 +63,20 @@ from diyfa.backends.cuda.attention.tile_io import (
 from diyfa.backends.cuda.runtime.passes import Pass
 from diyfa.problem import AttentionProblem, AttentionTensors, Launch, by_kind
 
-# Start of the running maximum: finite, so that exp2(-inf - m) is 0 and not NaN where a row has seen nothing but -inf
-# yet, and no score is lower.
+# Start of the running maximum. It is finite: exp2(-inf - m) is 0 and not NaN if all scores of a row so far are -inf. No
+# finite score is lower.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit
 def online_softmax_update(s, m_i, l_i, acc, scale_log2, GUARD: tl.constexpr):
-    """Bring running maximum, sum and output to the new block of scores s [BLOCK_M, BLOCK_N].
+    """Update running maximum, sum and output for a block of scores s [BLOCK_M, BLOCK_N].
 
-    Returns (p, m_i, l_i, acc): p are the block's weights relative to the new maximum; m_i is in units of log2. GUARD:
-    the maximum may still be -inf.
+    Returns (p, m_i, l_i, acc). p: the block's weights relative to the new maximum. m_i is in units of log2. GUARD: the
+    maximum may still be -inf.
     """
     m_new = tl.maximum(m_i, tl.max(s, 1) * scale_log2)  # [BLOCK_M]
-    if GUARD:  # measure from 0 to avoid inf - inf
+    if GUARD:  # avoid inf - inf
         m_ref = tl.where(m_new == float("-inf"), 0.0, m_new)
     else:
         m_ref = m_new
@@ -87,10 +87,10 @@ def online_softmax_update(s, m_i, l_i, acc, scale_log2, GUARD: tl.constexpr):
 
 @triton.jit
 def add_sink(sink, m_i, l_i, acc):
-    """The same for a sink [BLOCK_M], a key without a value -> (m_i, l_i, acc).
+    """Update running maximum, sum and output for a sink [BLOCK_M], the score of a key without a value.
 
-    Where the sink is the maximum its weight is 1, of which one instruction that multiplies and subtracts would make
-    whatever rounding its product left. The largest sinks have no product in float32: see `lse_of`.
+    Returns (m_i, l_i, acc). If the sink is the maximum its weight is exactly 1. A fused multiply-subtract would give
+    the rounding error of the product instead. The product of the largest sinks overflows float32: see `lse_of`.
     """
     product = tl.where(sink < float("inf"), tl.minimum(sink, LARGEST_PRODUCT), sink) * LOG2E
     m_new = tl.maximum(m_i, product)
@@ -101,7 +101,7 @@ def add_sink(sink, m_i, l_i, acc):
 
 @triton.jit
 def lse_of(sink, m_i, l_i):
-    """The log-sum-exp of rows with some sum, and a sink in it; 0 where there is none."""
+    """Return the log-sum-exp of rows with a positive sum, which includes the sink. Without sinks, `sink` is 0."""
     lse = (m_i + tl.math.log2(l_i)) * LN2
     return tl.where((sink > LARGEST_PRODUCT) & (sink < float("inf")), sink, lse)
 
@@ -112,9 +112,10 @@ def _attend_blocks(
     q,  # [BLOCK_M, BLOCK_D]
     keys, values, row0, blocks, mask, score, dropout, MASKED: tl.constexpr, FORM: tl.constexpr, c: tl.constexpr,
 ):  # fmt: skip
-    """Blocks (start, end, gap_at, gap) of keys: `gap` keys at `gap_at` are left out where MASKED, see `masked_keys`.
+    """Attend to keys [start, end) of `blocks` = (start, end, gap_at, gap), and return the sums.
 
-    MASKED compares positions, otherwise every query sees every key of the blocks.
+    MASKED: compare positions, and omit a gap of `gap` keys at `gap_at` (`masked_keys`). Otherwise every query sees all
+    keys of the blocks.
     """
     acc, l_i, m_i = sums
     start, end, gap_at, gap = blocks
@@ -122,7 +123,7 @@ def _attend_blocks(
     row_words, column_keys, threshold = dropout
     offs_m = row0 + tl.arange(0, c.BLOCK_M)
     PRECISE: tl.constexpr = q.dtype == tl.float32
-    # Nothing is moved out of the loop, because the accumulator needs the registers.
+    # The compiler must not move code out of the loop: the accumulator needs the registers.
     NO_LICM: tl.constexpr = c.FORM == DESCRIPTOR
     corner = tile_corner(row0, start, score, c)
     for start_n in tl.range(start, end, c.BLOCK_N, disable_licm=NO_LICM):
@@ -143,7 +144,7 @@ def _attend_blocks(
         # Adjusted scores are in units of log2 already.
         scale_log2 = 1.0 if c.ADJUSTED else scale * LOG2E
         p, m_i, l_i, acc = online_softmax_update(s, m_i, l_i, acc, scale_log2, MASKED or c.BIAS)
-        if c.DROPOUT:  # after the sum: the weights are normalised by all of them
+        if c.DROPOUT:  # after the sum: weights are normalised by the sum without dropout
             keep = keep_tile(*row_words, *position_words(*column_keys, offs_n), threshold)
             p = tl.where(keep, p, 0.0)
         v = load_tile(values, start_n, c.BLOCK_N, c.HEAD_DIM_V, c.BLOCK_DV, MASKED, FORM, c)
@@ -156,14 +157,14 @@ def _attend_blocks(
 @triton.jit(do_not_specialize=(*RUNTIME_SIZES, "batch"), do_not_specialize_on_alignment=UNALIGNED_POINTERS)
 def _fwd_kernel(
     q_ptr, k_ptr, v_ptr,
-    k_rows_ptr, v_rows_ptr,  # addresses of what FORM reads through descriptors, for EDGE_FORM
+    k_rows_ptr, v_rows_ptr,  # for EDGE_FORM: addresses of the tensors that FORM reads through descriptors
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, per_head_ptr, attn_bias_ptr, rng_state_ptr, sinks_ptr,
     o_ptr, lse_ptr,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_ob, stride_oh, stride_om,
     stride_per_headb, stride_biasb, stride_biash, stride_biasm, stride_biasn,
     heads_q,
-    group,  # query heads that share one key head
+    group,  # query heads per KV head
     batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right, heads_in_turns,
     scale, softcap, threshold,
     keep_scale,  # 1 / (1 - p) of the dropout
@@ -178,7 +179,7 @@ def _fwd_kernel(
             clear_others(cu_seqlens_q_ptr, batch, longest, pid - tiles, clearing, out, lse_ptr, heads_q, total_q, c)
             return
     head, block_m = head_and_block(pid, blocks_m, batch * heads_q, heads_in_turns)
-    if c.HAS_RIGHT:  # longest first: the last programs to start are short ones
+    if c.HAS_RIGHT:  # longest first, so that the last programs to start are short
         block_m = blocks_m - 1 - block_m
     b = head // heads_q
     h = head % heads_q
@@ -186,7 +187,7 @@ def _fwd_kernel(
     lengths = (cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, seqlen_q, seqlen_k, total_q, total_k)
     first_q, first_k, n_queries, n_keys = sequence_of(b, lengths, c)
     row0 = block_m * c.BLOCK_M
-    # The grid covers the longest sequence; a shorter one has no tile in this block, not even rows to fill with zeros.
+    # The grid covers the longest sequence. A shorter one has no rows in this block, not even rows to fill with zeros.
     if c.LENGTHS == PACKED and row0 >= n_queries:
         return
     mask = (n_queries, n_keys, n_keys - n_queries, window_left, window_right)
@@ -213,27 +214,27 @@ def _fwd_kernel(
     )
     full = (full_begin, full_end, 0, 0)
     sums = _attend_blocks(sums, q, keys, values, row0, full, mask, score, dropout, False, c.FORM, c)
-    if c.FORM != c.EDGE_FORM:  # a masked block may reach beyond its sequence, which a descriptor does not know
+    if c.FORM != c.EDGE_FORM:  # a masked block may extend beyond its sequence, whose end a descriptor does not know
         keys = head_of(k_rows_ptr, strides_k, of_k, c.EDGE_FORM, c)
         values = head_of(v_rows_ptr, strides_v, of_k, c.EDGE_FORM, c)
     masked = masked_keys(blocks, c)
     sums = _attend_blocks(sums, q, keys, values, row0, masked, mask, score, dropout, True, c.EDGE_FORM, c)
     acc, l_i, m_i = sums
     sink = tl.zeros([c.BLOCK_M], tl.float32)
-    if c.SINKS:  # seen last, it leaves the weights exact where a row has one key: exp2(0)
+    if c.SINKS:  # last, so that the weight of a row's only key is exactly exp2(0) in the loops
         sink += tl.load(sinks_ptr + h)
         m_i, l_i, acc = add_sink(sink, m_i, l_i, acc)
 
-    # A row that saw no key, or lies beyond its sequence: out 0, lse +inf.
+    # A row that saw no key or is beyond its sequence has out 0 and lse +inf.
     live = (l_i != 0.0) & (offs_m < n_queries)
     out = tl.where(live[:, None], acc / tl.where(live, l_i, 1.0)[:, None], 0.0)
     if c.DROPOUT:
         out *= keep_scale
     lse = tl.where(live, lse_of(sink, m_i, tl.where(live, l_i, 1.0)), float("inf"))
-    n_rows = n_queries if c.LENGTHS == PACKED else seqlen_q  # rows of other sequences follow those of this one
+    n_rows = n_queries if c.LENGTHS == PACKED else seqlen_q  # packed, the next rows belong to another sequence
     lse_row = lse_ptr + first_row(b, h, first_q, heads_q, seqlen_q, total_q, c)
     tl.store(lse_row + offs_m, lse, mask=offs_m < n_rows)
-    # Results go through addresses in every form.
+    # Results are written through addresses in every form.
     rows = head_of(o_ptr, (stride_ob, stride_oh, stride_om), (b, h, first_q, n_rows), POINTER, c)
     store_tile(rows, out, row0, c.HEAD_DIM_V, c.FORM)
 
@@ -243,19 +244,19 @@ class ForwardConstants(TileConstants):
     """Constants of the forward kernels."""
 
     sinks: bool
-    negate: bool  # products come with the opposite sign: see `softmax_scale`
+    negate: bool  # products are negated (`softmax_scale`)
 
 
 @by_kind
 def constants(problem: AttentionProblem, config: AttentionConfig, negate: bool) -> ForwardConstants:
-    """The kernel's constants."""
+    """Return the kernel's constants."""
     return ForwardConstants(**tile_constants(problem, config), sinks=problem.sinks, negate=negate)
 
 
 def launch_of(
     problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor, config: AttentionConfig
 ) -> Launch:
-    """The launch that fills out and lse."""
+    """Return the launch that fills out and lse."""
     q, k, v = tensors.q, tensors.k, tensors.v
     scale, negate = softmax_scale(problem, tensors.sm_scale)
     block_d, block_dv = padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
@@ -275,6 +276,6 @@ def launch_of(
 
 
 def forward_pass(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor) -> Pass:
-    """Fills out and lse."""
+    """Return the pass that fills out and lse."""
     launches = tuned_launches("fwd", problem, lambda config: [launch_of(problem, tensors, out, lse, config)])
     return Pass(launches, is_settled=is_settled(problem, "fwd"))

@@ -1,10 +1,10 @@
 """FlashAttention forward (Dao et al. 2022, arXiv:2205.14135, algorithm 1): key/value blocks in the outer loop.
 
-One program owns a whole head, as in the paper's CUDA kernel: it loads a block of keys and values once and visits every
-block of queries with it, so the running output, sum and maximum of all rows live in global memory and are read,
-rescaled, normalised and written back on every visit. What differs: they are kept in fp32 (rounding a running output to
-half precision at every visit would break the accuracy contract), and query blocks that a causal mask hides are not
-visited. It is here to be read and compared with fwd.py, which turns the loops around and keeps all three in registers.
+One program has a whole head, as in the paper's CUDA kernel. It loads a block of keys and values once and visits every
+block of queries with it. So the running output, sum and maximum of all rows are in global memory, and each visit reads,
+rescales, normalises and writes them. Two things differ from the paper. They are in fp32: rounding a running output to
+half precision at every visit would break the accuracy contract. Query blocks that a causal mask hides are not visited.
+The kernel is meant to be compared with fwd.py, which swaps the loops and has all three in registers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from diyfa.backends.cuda.attention.tile_io import LN2, LOG2E, head_of, load_tile
 from diyfa.backends.cuda.runtime.passes import Pass
 from diyfa.problem import AttentionProblem, AttentionTensors, Launch
 
-V1_SPILL_BUDGET = 896  # bytes; the tile is fwd.py's, and speed is not what this kernel is for
+V1_SPILL_BUDGET = 896  # bytes; the tile is fwd.py's, for speed does not matter here
 
 
 @triton.jit(do_not_specialize=RUNTIME_SIZES, do_not_specialize_on_alignment=UNALIGNED_POINTERS)
@@ -33,7 +33,7 @@ def _fwd_v1_kernel(
     running_ptr,  # (B, H, Sq, Dv) fp32: the normalised output so far
     o_ptr,
     m_ptr,  # (B, H, Sq) fp32: maximum so far, in units of log2
-    lse_ptr,  # (B, H, Sq) fp32: holds the sum so far until the end
+    lse_ptr,  # (B, H, Sq) fp32: the sum so far, in the end the log-sum-exp
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_ob, stride_oh, stride_om,
     heads_q, group, seqlen_q, seqlen_k, window_left, window_right, scale,
@@ -63,7 +63,7 @@ def _fwd_v1_kernel(
         store_tile(all_running, zeros, row0, c.HEAD_DIM_V, c.FORM)
         tl.store(m_row + offs_m, tl.full([c.BLOCK_M], float("-inf"), tl.float32), mask=offs_m < seqlen_q)
         tl.store(l_row + offs_m, tl.zeros([c.BLOCK_M], tl.float32), mask=offs_m < seqlen_q)
-    tl.debug_barrier()  # what one thread wrote here, another may read in the next loop
+    tl.debug_barrier()  # the next loop's threads read what other threads wrote here
 
     for col0 in tl.range(0, n_keys, c.BLOCK_N):
         offs_n = col0 + tl.arange(0, c.BLOCK_N)
@@ -107,7 +107,7 @@ def _fwd_v1_kernel(
 
 
 def launch_of(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor) -> Launch:
-    """The launch that fills out and lse."""
+    """Return the launch that fills out and lse."""
     q, k, v = tensors.q, tensors.k, tensors.v
     rows = (problem.batch, problem.heads_q, problem.seqlen_q)
     scale, negate = softmax_scale(problem, tensors.sm_scale)
@@ -136,13 +136,13 @@ def launch_of(problem: AttentionProblem, tensors: AttentionTensors, out: torch.T
 
 
 def forward_pass(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor) -> Pass:
-    """Fills out and lse."""
+    """Return the pass that fills out and lse."""
     launch = launch_of(problem, tensors, out, lse)
     return Pass([launch], [launch.arguments["running_ptr"], launch.arguments["m_ptr"]])
 
 
 def config(problem: AttentionProblem) -> AttentionConfig:
-    """The forward table's portable tile: this kernel keeps nothing in flight, so it fits wherever that one does."""
+    """Return the forward table's portable tile. It fits here, too: this kernel has no loads in flight."""
     tile = portable_config("fwd", problem)
     assert tile is not None, "unsupported() accepted a problem that no tile fits"
     return replace(tile, spill_budget=V1_SPILL_BUDGET)

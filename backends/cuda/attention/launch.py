@@ -1,4 +1,4 @@
-"""What the attention launchers share: the arguments and constants that describe a call, and which tile it runs with."""
+"""Common code of the attention launchers: arguments and constants that describe a call, and the choice of its tile."""
 
 from __future__ import annotations
 
@@ -40,32 +40,32 @@ BackwardReplay = Callable[..., list[torch.Tensor | None] | None]
 Tensors = TypeVar("Tensors", AttentionTensors, KVCacheTensors, NewKeys)
 
 
-# By which a bias is read, and its gradient written. Where all are multiples of 16 kernels are compiled for that: it
-# spares their loops a sixth of the instructions.
+# Sizes and strides with which a bias is read and its gradient written. If all are multiples of 16, kernels are compiled
+# for that: their loops have a sixth fewer instructions.
 READ_BIAS_BY = (
     "seqlen_q", "seqlen_k", "stride_biasb", "stride_biash", "stride_biasm", "stride_outb", "stride_outh", "stride_outm",
 )  # fmt: skip
-# Strides whose value no kernel is compiled for, beside all numbers that are none. Alignment of what is read one number
-# at a time changes nothing.
+# Numbers and strides that kernels are not specialised for. The alignment of tensors that are read one number at a time
+# changes nothing.
 RUNTIME_SIZES = (
     "stride_per_headb", "total_q", "total_k", "window_left",
     "window_right", "threshold",
     "heads_in_turns",
     "group",  # a variant for 1 has no loop over heads; ptxas serialises its wgmma in the dK/dV kernel (C7515)
 )  # fmt: skip
-WARPS_AT_ONCE = 8  # whose tiles fill the registers of a multiprocessor
+WARPS_AT_ONCE = 8  # warps whose tiles fill the registers of a multiprocessor
 UNALIGNED_POINTERS = ("per_head_ptr", *(f"{x.name}_ptr" for x in TENSORS if not isinstance(x.shape, Broadcast)))
 
 
 def has_adjusted_scores(problem: AttentionProblem) -> bool:
-    """Whether scores are more than scaled products, so that the kernel brings them to units of log2 itself."""
+    """Return whether scores are more than scaled products, so that the kernel converts them to units of log2 first."""
     return bool(problem.features & ADJUSTING)
 
 
 def softmax_scale(problem: AttentionProblem, sm_scale: float) -> tuple[float, bool]:
-    """(scale, negate products first) of the forward kernel.
+    """Return (scale, whether to negate products first) of the forward kernel.
 
-    Plain scores are scaled inside the exponential, after the running maximum was taken: that needs a positive scale.
+    Plain scores are scaled inside the exponential, after the running maximum is taken. That needs a positive scale.
     """
     if has_adjusted_scores(problem):
         return sm_scale / (problem.softcap or 1.0), False
@@ -73,15 +73,15 @@ def softmax_scale(problem: AttentionProblem, sm_scale: float) -> tuple[float, bo
 
 
 def positive_scale(sm_scale: float) -> float:
-    """The scale without its sign; for what float32 has as 0 one that keeps -inf a mask and every exponential at 1."""
+    """Return |scale|, or 1e-30 if it is too small for float32: -inf still masks, and every exponential is 1."""
     scale = abs(sm_scale)
     return scale if scale > torch.finfo(torch.float32).tiny else 1e-30
 
 
 def bias_strides(problem: AttentionProblem, bias: torch.Tensor | None) -> tuple[int, int, int, int]:
-    """Strides of attn_bias over (B, H, Sq, Sk), 0 where it is broadcast or has one entry.
+    """Return the strides of attn_bias over (B, H, Sq, Sk), 0 for dimensions that are broadcast or have size 1.
 
-    What such a dimension's own stride is must not make a kernel of its own.
+    The stride of a dimension of size 1 has no meaning, and kernels must not be compiled for its value.
     """
     if bias is None:
         return 0, 0, 0, 0
@@ -94,8 +94,10 @@ KEYS = frozenset({"k", "v", "dk", "dv", "kc", "vc"})  # names of tensors whose r
 
 
 def strides(layout: str, **tensors: torch.Tensor | None) -> dict[str, int]:
-    """The arguments `stride_qb`, `stride_qh`, `stride_qm` of a tensor named q, 0 where there is none; rows of keys are
-    counted by n."""
+    """Return the arguments `stride_qb`, `stride_qh`, `stride_qm` of a tensor named q, 0 if it is None.
+
+    The last is `..n` for tensors of `KEYS`.
+    """
     found: dict[str, int] = {}
     for name, x in tensors.items():
         batch, head, row = _stride_names(name)
@@ -112,7 +114,7 @@ _POINTERS = [(x.name, f"{x.name}_ptr") for x in TENSORS]
 
 
 def feature_arguments(problem: AttentionProblem, tensors: AttentionTensors, scale: float) -> dict[str, Any]:
-    """The optional tensors with their strides, sizes and factors: what attention kernels take of them by name."""
+    """Return the arguments of attention kernels for features: optional tensors, their strides, sizes and factors."""
     bias_b, bias_h, bias_m, bias_n = bias_strides(problem, tensors.attn_bias)
     return {
         **{pointer: getattr(tensors, name) for name, pointer in _POINTERS},
@@ -138,22 +140,25 @@ def feature_arguments(problem: AttentionProblem, tensors: AttentionTensors, scal
 
 
 def programs_at_once(config: AttentionConfig, device: torch.device) -> int:
-    """About how many programs with this tile run at once; 0 where there is no GPU."""
+    """Return about how many programs with this tile run at once, 0 without a GPU."""
     return multiprocessors(device) * max(WARPS_AT_ONCE // config.num_warps, 1)
 
 
 def heads_in_turns(
     problem: AttentionProblem, config: AttentionConfig, blocks: int, heads: int, device: torch.device
 ) -> int:
-    """How many heads, the last of all, take turns (`head_and_block`): where blocks of a head differ as many as are at
-    work at a time, for the longest block takes twice the average."""
+    """Return the number of heads, at the end, whose blocks alternate (`head_and_block`).
+
+    If blocks of a head differ in length, these are the heads of twice the programs that run at once: the longest block
+    takes twice the average.
+    """
     if problem.window_right < 0 or problem.window_left >= 0:
         return 1
     return min(1 + cdiv(2 * programs_at_once(config, device), blocks), heads)
 
 
 def cache_arguments(problem: KVCacheProblem, tensors: KVCacheTensors) -> dict[str, Any]:
-    """What every portable kernel over a cache takes of it: its tables, lengths and sizes, with their strides."""
+    """Return the arguments of portable kernels for a KV cache: tables, lengths and sizes, with strides."""
     table, kd, vd = tensors.block_table, tensors.k_descale, tensors.v_descale
     return {
         "seqlens_ptr": tensors.seqlens,
@@ -175,8 +180,8 @@ def cache_arguments(problem: KVCacheProblem, tensors: KVCacheTensors) -> dict[st
 
 
 def described(x: torch.Tensor, layout: str, block_rows: int, block_d: int) -> Tiles:
-    """`x` as TMA reads tiles of [block_rows, block_d] from its heads."""
-    if layout == VARLEN:  # one sample that holds all sequences
+    """Return a description of `x` for TMA copies of tiles [block_rows, block_d] of a head."""
+    if layout == VARLEN:  # all sequences are one sample
         rows, heads, features = x.shape
         shape, strides = (1, heads, rows, features), (rows * x.stride(0), x.stride(1), x.stride(0), 1)
     else:
@@ -189,9 +194,10 @@ def described(x: torch.Tensor, layout: str, block_rows: int, block_d: int) -> Ti
 def read_by(
     problem: AttentionProblem, config: AttentionConfig, **inputs: tuple[torch.Tensor, int, int]
 ) -> dict[str, Any]:
-    """How a kernel with this tile is given its inputs, which come by name with the rows and columns of their tiles.
+    """Return the arguments of inputs: descriptors for TMA, else the tensors.
 
-    Where descriptors do not serve masked blocks too, there are `..._rows_ptr` besides.
+    `inputs`: name -> (tensor, rows of a tile, columns of a tile). If masked blocks are not read by descriptors,
+    `..._rows_ptr` has the tensor.
     """
     takes_rows = reads_rows(problem, config)
     found: dict[str, Any] = {}
@@ -202,7 +208,7 @@ def read_by(
 
 
 def described_launch(kernel: Any, grid: int, values: dict[str, Any], constants: Constants, options: Any) -> Launch:
-    """The launch of `kernel` with what it takes of `values`, which related kernels share."""
+    """Return the launch of `kernel` with those of `values` that it takes. Related kernels have the same `values`."""
     arguments = {name: values[name] for name in runtime_names(kernel)}
     aligned: tuple[str, ...] = ()
     if arguments.get("attn_bias_ptr") is not None:
@@ -212,7 +218,7 @@ def described_launch(kernel: Any, grid: int, values: dict[str, Any], constants: 
     return Launch(kernel, grid, arguments, {"c": constants}, options, aligned)
 
 
-# What the portable kernels have. One of a tensor or a score has a flag below, and is computed in scores.py.
+# Features of the portable kernels. Those that change scores have a flag below, and scores.py computes them.
 FEATURES = frozenset(
     {
         "causal", "window", "softcap", "seq_lens", "varlen", "alibi", "attn_bias", "sinks", "dropout",
@@ -228,7 +234,7 @@ class AttentionConstants(Constants):
     has_left: bool
     has_right: bool
     lengths: int  # EQUAL, SEQ_LENS or PACKED of tile_io.py
-    adjusted: bool  # scores are more than scaled products, and come in units of log2
+    adjusted: bool  # `has_adjusted_scores`: they come in units of log2
     softcap: bool
     alibi: bool
     bias: bool
@@ -240,18 +246,18 @@ class AttentionConstants(Constants):
     block_n: int
     block_d: int
     block_dv: int
-    precision: str  # how products of fp32 are formed: "ieee"
+    precision: str  # how fp32 operands are multiplied: "ieee"
 
 
 @dataclass(frozen=True, eq=False)
 class TileConstants(AttentionConstants):
-    """With how tiles are read, a form of tile_io.py; `edge_form` is for those that a mask cuts."""
+    """Constants of kernels that read tiles in a form of tile_io.py. `edge_form`: the form for masked blocks."""
 
     form: int
     edge_form: int
 
 
-# Fields of the problem that are constants, too: a flag says whether one is not 0.
+# Constants with the name of a field of the problem, and their types. A flag tells whether the field is not 0.
 _SHARED = [
     (each.name, {"bool": bool, "int": int, "str": str}[str(each.type)])
     for each in fields(AttentionConstants)
@@ -260,7 +266,7 @@ _SHARED = [
 
 
 def attention_constants(problem: AttentionProblem, config: AttentionConfig) -> dict[str, Any]:
-    """The fields of `AttentionConstants`: a flag with the name of one of the problem's says whether that is not 0."""
+    """Return the fields of `AttentionConstants`. A flag named as a field of the problem tells whether that is not 0."""
     return {
         **{name: kind(getattr(problem, name)) for name, kind in _SHARED},
         "has_left": problem.window_left >= 0,
@@ -276,15 +282,17 @@ def attention_constants(problem: AttentionProblem, config: AttentionConfig) -> d
 
 
 def tile_constants(problem: AttentionProblem, config: AttentionConfig) -> dict[str, Any]:
-    """The fields of `TileConstants`."""
+    """Return the fields of `TileConstants`."""
     forms = {"form": form_of(config), "edge_form": edge_form_of(problem, config)}
     return attention_constants(problem, config) | forms
 
 
 @contextmanager
 def use_config(kind: str, config: Any) -> Iterator[None]:
-    """Launch every kernel of `kind` ("fwd", "dkdv", "dq", "sm90", "decode") with this config inside the block: for
-    sweeps and tests. It may be a function of the problem."""
+    """Launch every kernel of `kind` ("fwd", "dkdv", "dq", "sm90", "decode") with this config inside the block.
+
+    For sweeps and tests. The config may be a function of the problem.
+    """
     outer = _forced.get(kind)
     _forced[kind] = config
     try:
@@ -297,19 +305,19 @@ def use_config(kind: str, config: Any) -> Iterator[None]:
 
 
 def choice() -> object:
-    """What, besides a problem, decides on its tile: while it is the same, a settled tile stays."""
+    """Return what decides on a problem's tile besides the problem. A settled tile is valid as long as it is equal."""
     return tune.state() if not _forced else object()
 
 
 def forced_config(kind: str, problem: Any) -> Any:
-    """The config that `use_config` names, or None."""
+    """Return the config that `use_config` sets, or None."""
     config = _forced.get(kind) if _forced else None
     return config(problem) if callable(config) else config
 
 
 @kept
 def _bucket(problem: AttentionProblem) -> tuple[object, ...]:
-    """Everything that the choice of a tile depends on, lengths and batch by size class."""
+    """Return everything that the choice of a tile depends on, with size classes of lengths and batch."""
     return (
         problem.dtype,
         problem.layout,
@@ -332,11 +340,10 @@ def tuned_launches(
     launches_of: Callable[[AttentionConfig], list[Launch]],
     before: Sequence[Launch] = (),
 ) -> list[Launch]:
-    """What `launches_of` makes of the tile for this problem's bucket: measured once where tuning is possible and
-    allowed, else the table's.
+    """Return `launches_of` the tile for this problem's bucket: measured once if tuning is possible, else the table's.
 
-    A deterministic problem always takes the table's: another tile rounds differently. `before` fills what those
-    launches read: the results, which may be those of a call that has run, are right again after a measurement.
+    A deterministic problem always takes the table's, for another tile rounds differently. `before`: launches that fill
+    what those read. They run before a measurement, so that it leaves right results even if the call has run already.
     """
     if (forced := forced_config(kind, problem)) is not None:
         return launches_of(forced)
@@ -359,25 +366,24 @@ def _has_one_tile(problem: AttentionProblem, tiles: Sequence[AttentionConfig]) -
 
 
 def is_settled(problem: AttentionProblem, *kinds: str) -> bool:
-    """Whether `tuned_launches` will take the same tiles again without measuring, as long as `choice` is the same."""
+    """Return whether `tuned_launches` takes these tiles every time without measuring, as long as `choice` is equal."""
     return all(
         _has_one_tile(problem, candidates(kind, problem)) or tune.is_settled(f"attention_{kind}", _bucket(problem))
         for kind in kinds
     )
 
 
-# ---- A pass as `Kernel.launch` and `Kernel.repeat` want it ---------------------------------------------------------
+# ---- `Kernel.launch` and `Kernel.repeat` of a pass -----------------------------------------------------------------
 
 
 def _own_objects(tensors: Tensors) -> Tensors:
-    """The same tensors as different objects, also where a call was given one of them twice: `replay_of` tells them
-    apart by that."""
+    """Return the tensors as different objects, even if the call has one twice: `replay_of` compares by identity."""
     given: Any = {name: x.detach() for name, x in tensors._asdict().items() if isinstance(x, torch.Tensor)}
     return tensors._replace(**given)
 
 
 def launching(describe: Callable[..., Pass]) -> Callable[..., None]:
-    """`Kernel.launch` of a forward pass, of one over a cache or of an append, which `describe` describes."""
+    """Return `Kernel.launch` of a forward pass, a pass over a cache, or an append. `describe` makes its pass."""
 
     def launch(problem: Any, tensors: Any, *results: Any) -> None:
         with on_device(tensors.q):
@@ -387,7 +393,7 @@ def launching(describe: Callable[..., Pass]) -> Callable[..., None]:
 
 
 def repeating(describe: Callable[..., Pass], over_cache: bool = False) -> Callable[..., Replay | None]:
-    """`Kernel.repeat` of a forward pass, or of one over a cache."""
+    """Return `Kernel.repeat` of a forward pass, or of a pass over a cache."""
 
     def repeat(problem: Any, tensors: Any, out: torch.Tensor, lse: torch.Tensor) -> Replay | None:
         tensors, out = _own_objects(tensors), out.detach()
@@ -400,7 +406,7 @@ def repeating(describe: Callable[..., Pass], over_cache: bool = False) -> Callab
 
 
 def repeating_append(describe: Callable[..., Pass]) -> Callable[..., Replay | None]:
-    """`Kernel.repeat` of an append to a cache."""
+    """Return `Kernel.repeat` of an append to a cache."""
 
     def repeat(problem: KVCacheProblem, tensors: KVCacheTensors, new: NewKeys) -> Replay | None:
         tensors, new = _own_objects(tensors), _own_objects(new)
@@ -410,7 +416,7 @@ def repeating_append(describe: Callable[..., Pass]) -> Callable[..., Replay | No
 
 
 def launching_backward(describe: Callable[..., Pass]) -> Callable[..., None]:
-    """`Kernel.launch` of a backward pass, whose gradient of sinks PyTorch's operators compute."""
+    """Return `Kernel.launch` of a backward pass. PyTorch's operators compute the gradient of sinks."""
 
     def launch(
         problem: AttentionProblem,
@@ -435,7 +441,7 @@ def launching_backward(describe: Callable[..., Pass]) -> Callable[..., None]:
 
 
 def repeating_backward(describe: Callable[..., Pass]) -> Callable[..., BackwardReplay | None]:
-    """`Kernel.repeat` of a backward pass, for calls of whose optional tensors only sinks want a gradient."""
+    """Return `Kernel.repeat` of a backward pass, for calls in which no optional tensor but sinks needs a gradient."""
 
     def repeat(
         problem: AttentionProblem,
@@ -446,7 +452,7 @@ def repeating_backward(describe: Callable[..., Pass]) -> Callable[..., BackwardR
         gradients: AttentionGradients,
         owners: Sequence[torch.Tensor],
     ) -> BackwardReplay | None:
-        if gradients.dbias is not None:  # what finishes it is not repeated, and its sums are large
+        if gradients.dbias is not None:  # `Pass.finish` is not repeated, and the partial sums are large
             return None
         tensors = _own_objects(tensors)
         gradients, delta = _with_delta(gradients, lse)
@@ -479,14 +485,13 @@ def repeating_backward(describe: Callable[..., Pass]) -> Callable[..., BackwardR
 
 
 def _with_delta(gradients: AttentionGradients, lse: torch.Tensor) -> tuple[AttentionGradients, torch.Tensor | None]:
-    """`gradients` with a buffer for delta, and that, where somebody needs it: the caller, or the sinks' gradient, which
-    sums over all rows."""
+    """Return (gradients with a buffer for delta, delta). Both have None unless the caller or sinks need delta."""
     if gradients.delta is None and gradients.dsinks is not None:
         gradients = gradients._replace(delta=torch.empty_like(lse, memory_format=torch.contiguous_format))
     return gradients, gradients.delta
 
 
 def _fill_dsinks(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor, dsinks: torch.Tensor) -> None:
-    """The gradient of the sinks; lse and delta are (B, H, Sq) or (H, Tq)."""
+    """Compute the gradient of the sinks from lse and delta, (B, H, Sq) or (H, Tq)."""
     weights = torch.exp(sinks[:, None] - lse).masked_fill_(lse == float("inf"), 0.0).mul_(delta)
     dsinks.copy_(-weights.sum((0, 2) if weights.dim() == 3 else (1,)))

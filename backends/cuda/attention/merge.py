@@ -1,7 +1,8 @@
-"""Joins attention over some keys with attention over others by their log-sum-exps, in place, in one pass.
+"""Merges attention over some keys with attention over others by their log-sum-exps, in place, in one pass.
 
-With w = 1 / (1 + exp(lse_a - lse_b)) the joint output is (1 - w) a + w b and the joint log-sum-exp logaddexp(lse_a,
-lse_b), as FlashAttention-2 joins its blocks (arXiv:2307.08691). +inf says that a row saw no key: its output is 0.
+With w = 1 / (1 + exp(lse_a - lse_b)) the merged output is (1 - w) a + w b, and its log-sum-exp is logaddexp(lse_a,
+lse_b), as FlashAttention-2 merges its blocks (arXiv:2307.08691). An lse of +inf means that the row saw no key. Its
+output is 0.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from diyfa.backends.cuda.runtime.launch import on_device
 from diyfa.backends.cuda.runtime.launcher import launch_kernel
 from diyfa.problem import Launch
 
-MERGED_ELEMENTS = 4096  # that a program joins
+MERGED_ELEMENTS = 4096  # elements of a program's tile
 INF = tl.constexpr(float("inf"))
 
 
@@ -40,7 +41,7 @@ def _merge_kernel(
     heads, rows,
     c: tl.constexpr,
 ):  # fmt: skip
-    """Rows of a head: `o` and `lse` become those over the keys of both."""
+    """Merge `part` into `o` and `lse` in BLOCK_M rows of a head."""
     blocks = tl.cdiv(rows, c.BLOCK_M)
     pid = tl.program_id(0)
     b = (pid // blocks // heads).to(tl.int64)
@@ -56,7 +57,7 @@ def _merge_kernel(
     seen = tl.where(lse == INF, -INF, lse)
     part_seen = tl.where(part_lse == INF, -INF, part_lse)
     most = tl.maximum(seen, part_seen)
-    most = tl.where(most == -INF, 0.0, most)  # no key at all: both weights are 0, and so is what they weigh
+    most = tl.where(most == -INF, 0.0, most)  # the row saw no key in either: both weights and both outputs are 0
     weight, part_weight = tl.exp(seen - most), tl.exp(part_seen - most)
     both = weight + part_weight
     joint = tl.where(both == 0.0, INF, most + tl.log(both))
@@ -73,7 +74,7 @@ def _merge_kernel(
 
 
 def launch_of(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> Launch:
-    """Of (B, H, S, Dv) and (B, H, S); the last dimension of each is contiguous."""
+    """Return the launch for outputs (B, H, S, Dv) and LSEs (B, H, S), whose last dimensions are contiguous."""
     batch, heads, rows, head_dim_v = out.shape
     block_dv = padded_head_dim(head_dim_v)
     values = MergeConstants(head_dim_v, max(1, MERGED_ELEMENTS // block_dv), block_dv)
@@ -88,6 +89,6 @@ def launch_of(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse
 
 
 def merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
-    """`out` (B, H, S, Dv) and `lse` (B, H, S), both float32, become those over their own keys and the part's."""
+    """Merge `part` into `out` (B, H, S, Dv) and `lse` (B, H, S), both float32, in place."""
     with on_device(out):
         launch_kernel(launch_of(out, lse, part, part_lse))

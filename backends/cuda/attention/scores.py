@@ -1,9 +1,9 @@
-"""From the products q·k to the scores of a tile: which blocks to visit, who sees whom, softcap, ALiBi, bias, dropout.
+"""From the products q·k to the scores of a tile: blocks to visit, mask, softcap, ALiBi, bias, dropout.
 
-The forward and the backward kernels share these steps. A tile lies as [BLOCK_M, BLOCK_N] or, in the dK/dV kernel,
-transposed: positions come as `rows` and `cols` that broadcast to it ([BLOCK_M, 1] and [1, BLOCK_N], or [1, BLOCK_M] and
-[BLOCK_N, 1]). Query i stands at key i + offset; it sees the keys from `window_left` before to `window_right` after that
-(causal: 0 after). What belongs together goes from helper to helper as a tuple:
+The forward and the backward kernels use these functions. A tile is [BLOCK_M, BLOCK_N] or, in the dK/dV kernel,
+transposed. Positions come as `rows` and `cols` that broadcast to it ([BLOCK_M, 1] and [1, BLOCK_N], or [1, BLOCK_M] and
+[BLOCK_N, 1]). Query i is aligned with key i + offset. It sees the keys from `window_left` before that one to
+`window_right` after it (causal: 0 after). Helpers take these tuples:
 
     lengths = (cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, seqlen_q, seqlen_k, total_q, total_k)
     mask = (queries, keys, offset, window_left, window_right)           of one sequence
@@ -21,9 +21,9 @@ from diyfa.backends.cuda.attention.tile_io import LOG2E, PACKED, SEQ_LENS
 
 @triton.jit
 def sequence_of(b, lengths, c: tl.constexpr):
-    """Sample b -> (its first row in q, in k, its queries, its keys).
+    """Return (first row in q, first row in k, number of queries, number of keys) of sample b.
 
-    Lengths on the device cannot be checked before the launch; they are clamped to the memory there is.
+    Lengths on the device cannot be checked before the launch. They are clamped to the tensors' sizes.
     """
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, seqlen_q, seqlen_k, total_q, total_k = lengths
     first_q = 0
@@ -43,10 +43,10 @@ def sequence_of(b, lengths, c: tl.constexpr):
 
 @triton.jit
 def head_and_block(pid, blocks, heads, in_turns):
-    """Program number -> (head of all samples, block): head after head, so that what they share stays in L2.
+    """Return (head among those of all samples, block) of a program: head after head, so that their data stays in L2.
 
-    The last `in_turns` heads take turns: the longest blocks of the very last one, under a causal mask, would begin when
-    there is little else to do (`heads_in_turns` in launch.py).
+    The blocks of the last `in_turns` heads alternate. Otherwise the longest blocks of the very last head, under a
+    causal mask, would start when there is little else to do (`heads_in_turns` in launch.py).
     """
     first = heads - in_turns
     rest = pid - first * blocks
@@ -61,7 +61,7 @@ def head_and_block(pid, blocks, heads, in_turns):
 
 @triton.jit
 def first_row(b, h, first, heads_q, seqlen_q, total_q, c: tl.constexpr):
-    """Where the statistics (lse, delta) of head h of sample b begin: (B, H, Sq) or (H, Tq), contiguous."""
+    """Return the offset of head h of sample b in contiguous statistics (lse, delta), (B, H, Sq) or (H, Tq)."""
     if c.LENGTHS == PACKED:
         row = h.to(tl.int64) * total_q + first
     else:
@@ -71,9 +71,9 @@ def first_row(b, h, first, heads_q, seqlen_q, total_q, c: tl.constexpr):
 
 @triton.jit
 def head_features(b, h, features, c: tl.constexpr):
-    """Query head h of sample b -> (its `score`, dropout's keys of rows, of columns).
+    """Return (`score`, dropout's row keys, dropout's column keys) of query head h of sample b.
 
-    Numbers of the head are read here, through one pointer, so that kernels name none of them.
+    It loads the head's numbers, through one pointer, so that kernels need not name them.
     """
     scale, softcap, per_head, bias, rng_state_ptr = features
     per_head_ptr, stride_per_headb = per_head
@@ -93,13 +93,13 @@ def head_features(b, h, features, c: tl.constexpr):
 
 @triton.jit
 def score_without_bias(scale, softcap, slope):
-    """The `score` of a kernel that has nothing else."""
+    """Return the `score` of a kernel without a bias."""
     return scale, (softcap, slope), (0, 0, 0)
 
 
 @triton.jit
 def masked_keys(blocks, c: tl.constexpr):
-    """The keys of `key_blocks` that need a mask, as one loop -> (begin, end, where it has a gap, how long that is)."""
+    """Return (begin, end, begin of a gap, its length) of one loop over those keys of `key_blocks` that need a mask."""
     begin, full_begin, full_end, end = blocks
     gap = full_end - full_begin
     if c.HAS_LEFT:  # both edges: [begin, full_begin) and [full_end, end)
@@ -113,7 +113,7 @@ def masked_keys(blocks, c: tl.constexpr):
 
 @triton.jit
 def past_gap(start_n, corner, gap_at, gap, score, c: tl.constexpr):
-    """A block of keys of `masked_keys` -> (where it begins, and its corner of the bias, with the gap left out)."""
+    """Return (first key, bias corner) of a block of `masked_keys`, moved past the gap if it is behind it."""
     if c.HAS_LEFT:
         skipped = tl.where(start_n >= gap_at, gap, 0)
         start_n += skipped
@@ -124,7 +124,7 @@ def past_gap(start_n, corner, gap_at, gap, score, c: tl.constexpr):
 
 @triton.jit
 def load_statistics(lse_ptr, delta_ptr, row, offs_m, n_queries):
-    """(lse in units of log2, delta) of the queries offs_m; those that do not exist weigh exp(s - inf) = 0."""
+    """Return (lse in units of log2, delta) of queries offs_m. Beyond the end, weights are exp(s - inf) = 0."""
     lse = tl.load(lse_ptr + row + offs_m, mask=offs_m < n_queries, other=float("inf"))
     delta = tl.load(delta_ptr + row + offs_m, mask=offs_m < n_queries, other=0.0)
     return lse * LOG2E, delta
@@ -132,8 +132,10 @@ def load_statistics(lse_ptr, delta_ptr, row, offs_m, n_queries):
 
 @triton.jit
 def row_delta(o, do, dlse, place, offs_m, c: tl.constexpr):
-    """rowsum(dO * O) - dLSE of the queries offs_m of a head at `place`, from their tiles [BLOCK_M, BLOCK_DV]; 0 beyond
-    the end, where both are zeros."""
+    """Return delta [BLOCK_M] = rowsum(dO * O) - dLSE of queries offs_m, from their tiles [BLOCK_M, BLOCK_DV].
+
+    `place`: as in `head_of`. Beyond the end both tiles are zeros, and delta is 0.
+    """
     dlse_ptr, stride_dlb, stride_dlh, stride_dlm = dlse
     b, h, first_q, n_queries = place
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)  # [BLOCK_M]
@@ -147,10 +149,10 @@ def row_delta(o, do, dlse, place, offs_m, c: tl.constexpr):
 
 @triton.jit
 def key_blocks(row0, mask, c: tl.constexpr):
-    """Keys that the queries [row0, row0 + BLOCK_M) see -> (begin, full_begin, full_end, end).
+    """Return (begin, full_begin, full_end, end) of the keys that queries [row0, row0 + BLOCK_M) see.
 
-    [full_begin, full_end) is seen by all of them and needs no mask; [begin, full_begin) and [full_end, end) by some.
-    All but `end` are multiples of BLOCK_N. Nothing outside [begin, end) is visited: a window costs its width.
+    All queries see [full_begin, full_end), which needs no mask. Some see [begin, full_begin) and [full_end, end). All
+    bounds but `end` are multiples of BLOCK_N. Keys outside [begin, end) are not visited: a window costs its width.
     """
     n_queries, n_keys, offset, window_left, window_right = mask
     begin = 0
@@ -160,7 +162,7 @@ def key_blocks(row0, mask, c: tl.constexpr):
     if c.HAS_RIGHT:
         end = tl.minimum(n_keys, tl.maximum(row0 + c.BLOCK_M + offset + window_right, 0))
         full_end = tl.minimum(n_keys, tl.maximum(row0 + offset + window_right + 1, 0))
-    if c.LENGTHS == SEQ_LENS:  # blocks of queries beyond a sample's end see nothing
+    if c.LENGTHS == SEQ_LENS:  # query blocks beyond a sample's end see no key
         end = tl.where(row0 < n_queries, end, 0)
         full_end = tl.where(row0 < n_queries, full_end, 0)
     full_end = full_end // c.BLOCK_N * c.BLOCK_N
@@ -174,10 +176,10 @@ def key_blocks(row0, mask, c: tl.constexpr):
 
 @triton.jit
 def query_blocks(col0, mask, EDGES: tl.constexpr, c: tl.constexpr):
-    """Queries that see the keys [col0, col0 + BLOCK_N) -> (begin, full_begin, full_end, end), as `key_blocks`.
+    """Return (begin, full_begin, full_end, end) of the queries that see keys [col0, col0 + BLOCK_N), as `key_blocks`.
 
-    The last full block may overrun the queries, which weigh exp(s - inf) = 0 when they read as zeros; with EDGES they
-    do not, and a full block is whole.
+    The last full block may extend beyond the queries: these rows read as zeros, and their weight exp(s - inf) is 0.
+    With EDGES they do not read as zeros, and all rows of a full block are queries.
     """
     n_queries, n_keys, offset, window_left, window_right = mask
     begin = 0
@@ -203,7 +205,7 @@ def query_blocks(col0, mask, EDGES: tl.constexpr, c: tl.constexpr):
 
 @triton.jit
 def visible_pairs(rows, cols, mask, CHECK_END: tl.constexpr, c: tl.constexpr):
-    """Which query sees which key, for a tile that the mask cuts. CHECK_END: the tile may reach beyond the keys."""
+    """Return the mask of a tile: which query sees which key. CHECK_END: the tile may extend beyond the keys."""
     _, n_keys, offset, window_left, window_right = mask
     if CHECK_END:
         visible = cols < n_keys
@@ -220,9 +222,9 @@ def visible_pairs(rows, cols, mask, CHECK_END: tl.constexpr, c: tl.constexpr):
 
 @triton.jit
 def tanh(x, PRECISE: tl.constexpr):
-    """Hyperbolic tangent of fp32 through one exponential; its error of 1e-7 is absolute.
+    """Return the hyperbolic tangent of fp32 by one exponential, with an absolute error of 1e-7.
 
-    PRECISE also makes it relative near 0, by the odd polynomial of the Cephes library (tanhf), for fp32 inputs.
+    PRECISE, for fp32 inputs: the error is also relative near 0, by the odd polynomial of the Cephes library (tanhf).
     """
     t = 1.0 - 2.0 / (tl.math.exp2(x * (2.0 * LOG2E)) + 1.0)
     if PRECISE:
@@ -238,10 +240,10 @@ def tanh(x, PRECISE: tl.constexpr):
 
 @triton.jit
 def bias_corner(corner, row, col, score):
-    """Where attn_bias is `row` rows and `col` columns on, in 64 bits.
+    """Return the pointer `corner` into attn_bias moved by `row` rows and `col` columns, in 64 bits.
 
-    Loops over keys carry this pointer from block to block. Formed from the loop's counter it makes LLVM widen the
-    counter to 64 bits, and then set the accumulators to 0 once more on the way past the loop, for which ptxas
+    Loops over keys carry this pointer from block to block. If they computed it from their counter, LLVM would widen the
+    counter to 64 bits, and then set the accumulators to 0 a second time on the way past the loop. For that, ptxas
     serialises the loop's wgmma (C7515).
     """
     _, _, bias = score
@@ -251,7 +253,7 @@ def bias_corner(corner, row, col, score):
 
 @triton.jit
 def tile_corner(row, col, score, c: tl.constexpr):
-    """Where attn_bias of the tile at (row, col) of a head begins; without one a 0 that nothing reads."""
+    """Return the pointer to attn_bias of the tile at (row, col) of a head, or an unused 0 without a bias."""
     _, _, bias = score
     corner, _, _ = bias
     if c.BIAS:
@@ -261,10 +263,10 @@ def tile_corner(row, col, score, c: tl.constexpr):
 
 @triton.jit
 def scores_log2(s, rows, cols, begins, mask, score, MASKED: tl.constexpr, PRECISE: tl.constexpr, c: tl.constexpr):
-    """Products s -> (scores in units of log2, tanh of the softcap, which its gradient needs).
+    """Return (scores in units of log2, tanh of the softcap for its gradient) of products s.
 
     softcap · tanh(s · scale / softcap) - slope · |distance| + bias; `scale` is already divided by the softcap.
-    The tile `begins` at (row, column, corner of the bias); without MASKED all its keys exist.
+    `begins`: (row, column, bias corner) of the tile. Without MASKED all keys of the tile exist.
     """
     row0, col0, corner = begins
     n_queries, n_keys, offset, _, _ = mask
@@ -281,8 +283,8 @@ def scores_log2(s, rows, cols, begins, mask, score, MASKED: tl.constexpr, PRECIS
         distance = (rows + offset).to(tl.float32) - cols.to(tl.float32)
         s = s - (slope * LOG2E) * tl.abs(distance)
     if c.BIAS:
-        # 32 bits do inside of a tile. Columns are checked only where they can overrun, so that a row of a full tile is
-        # read in wide pieces.
+        # 32 bits suffice inside of a tile. Columns are checked only if they may be beyond the end, so that rows of
+        # other tiles are read in wide pieces.
         addresses = corner + (rows - row0) * stride_biasm + (cols - col0) * stride_biasn
         if MASKED:
             bias = tl.load(addresses, mask=(rows < n_queries) & (cols < n_keys), other=0.0)
@@ -294,7 +296,7 @@ def scores_log2(s, rows, cols, begins, mask, score, MASKED: tl.constexpr, PRECIS
 
 @triton.jit
 def product_gradient(ds, t, score, c: tl.constexpr):
-    """The gradient of the products, less the scale, from that of the scores and what `scores_log2` returned besides."""
+    """Return the gradient of the products, without the scale, from that of the scores and tanh of `scores_log2`."""
     if c.SOFTCAP:
         ds = ds * (1.0 - t * t)
     return ds

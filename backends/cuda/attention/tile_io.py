@@ -1,16 +1,15 @@
-"""How a kernel reads and writes a tile of one head: the step all attention kernels share.
+"""Loads and stores of tiles of one head, for all attention kernels.
 
 A tile is [BLOCK_ROWS, BLOCK_D]: consecutive rows (tokens) of one head, the feature dimension padded to a power of two.
-There are three ways to reach it, and this file is the one place that knows them apart:
+It has one of these forms, which only this file distinguishes:
 
-* POINTER: plain addresses and masks;
-* PORTABLE: `tl.make_block_ptr`, readable and checked at the edges by the compiler. Triton has it up to 3.8; from 3.9 on
-  the same as POINTER, so that a binary does for all versions;
-* DESCRIPTOR: a host-made TMA descriptor of the whole tensor (sm_90 and later); the hardware computes addresses and
-  fills what lies outside with zeros, so neither registers nor instructions are spent on them.
-
-PORTABLE also exists WIDENED: the tile becomes float32 as it is read, for GPUs whose products are multiply-adds on
-float32. Left to itself Triton 3.6 widens an operand before each product: docs/cuda.md has what that costs.
+* POINTER: plain addresses and masks.
+* PORTABLE: `tl.make_block_ptr`, which is readable and whose edges the compiler checks. Triton has it up to 3.8. From
+  3.9 on it is POINTER, so that one binary serves all versions.
+* DESCRIPTOR: a TMA descriptor of the whole tensor, made on the host (sm_90 and later). The hardware computes addresses
+  and fills what is outside with zeros, which takes neither registers nor instructions.
+* WIDENED: PORTABLE, and the tile becomes float32 as it is read, for GPUs whose products are multiply-adds on float32.
+  Otherwise Triton 3.6 widens an operand before each product. docs/cuda.md says what that costs.
 """
 
 from __future__ import annotations
@@ -29,39 +28,39 @@ WIDENED = tl.constexpr(3)
 # Triton 3.9 still has the name but raises when it is used.
 _HAS_BLOCK_POINTERS = tl.constexpr(TRITON < (3, 9) and hasattr(tl, "make_block_ptr"))
 
-# How long the sequences are: all as long as the tensors, as `seq_lens` says, or packed as cu_seqlens says.
+# Lengths of the sequences: those of the tensors, those of `seq_lens`, or packed with cu_seqlens.
 EQUAL = tl.constexpr(0)
 SEQ_LENS = tl.constexpr(1)
 PACKED = tl.constexpr(2)
-# Of keys alone: they lie in a cache, and each sequence has a number of its own (`hopper/tiles.py`).
+# For keys only: they are in a cache, with a number of keys for each sequence (`hopper/tiles.py`).
 CACHED = tl.constexpr(3)
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-LARGEST_PRODUCT = tl.constexpr(2.358e38)  # about the largest that float32 holds times LOG2E
+LARGEST_PRODUCT = tl.constexpr(2.358e38)  # about the largest number whose product with LOG2E float32 holds
 
 
 def lengths_of(problem: AttentionProblem) -> int:
-    """The kernels' LENGTHS constant."""
+    """Return the kernels' LENGTHS constant."""
     return (PACKED if problem.varlen else SEQ_LENS if problem.seq_lens else EQUAL).value
 
 
 def padded_head_dim(head_dim: int) -> int:
-    """Width of a tile: the next power of two, at least 16 (the smallest that a matrix instruction takes)."""
+    """Return the width of a tile: the next power of two, at least 16 (the smallest that a matrix instruction takes)."""
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
 def cdiv(n: int, block: int) -> int:
-    """How many blocks cover n."""
+    """Return the number of blocks that cover n."""
     return -(-n // block)
 
 
 @triton.jit
 def head_of(ref, strides, place, FORM: tl.constexpr, c: tl.constexpr):
-    """The rows of a head, as `load_tile` and `store_tile` take them.
+    """Return the `head` that `load_tile` and `store_tile` take.
 
-    place: (sample, head, first row of its sequence, where sequences are packed, rows). A descriptor covers all heads
-    and passes through.
+    `place`: (sample, head, first row of the sequence if packed, number of rows). A descriptor covers all heads and is
+    not changed.
     """
     stride_b, stride_h, stride_row = strides
     b, h, first, n_rows = place
@@ -77,10 +76,10 @@ def load_tile(
     head, row0, BLOCK_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     CHECK_ROWS: tl.constexpr, FORM: tl.constexpr, c: tl.constexpr,
 ):  # fmt: skip
-    """Rows row0 ... row0 + BLOCK_ROWS - 1 of a head -> [BLOCK_ROWS, BLOCK_D].
+    """Load rows [row0, row0 + BLOCK_ROWS) of a head: [BLOCK_ROWS, BLOCK_D].
 
-    What lies beyond its rows (with CHECK_ROWS) or HEAD_DIM is zero. A descriptor knows the tensor's end only: where
-    sequences are shorter (LENGTHS), rows beyond them hold whatever is there.
+    Elements beyond the head's rows (with CHECK_ROWS) or HEAD_DIM are zero. A descriptor knows only the tensor's end: if
+    sequences are shorter (LENGTHS), it also loads the memory's rows beyond them.
     """
     ref, b, h, first, n_rows, stride_row = head
     if FORM == DESCRIPTOR:
@@ -117,9 +116,9 @@ def load_tile(
 
 @triton.jit
 def store_tile(head, tile, row0, HEAD_DIM: tl.constexpr, FORM: tl.constexpr):
-    """Write [BLOCK_ROWS, BLOCK_D] to a head, as far as it has rows and HEAD_DIM, in the destination's dtype.
+    """Write [BLOCK_ROWS, BLOCK_D] to a head, within its rows and HEAD_DIM, in the destination's dtype.
 
-    Results are always written through addresses: one write at the end of a program gains nothing from TMA.
+    Results are always written through addresses: for one write at the end of a program TMA does not pay.
     """
     base, _, _, _, n_rows, stride_row = head
     BLOCK_ROWS: tl.constexpr = tile.shape[0]

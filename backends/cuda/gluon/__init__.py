@@ -1,1 +1,1 @@
-"""Parts of Gluon kernels that belong to no one architecture."""
+"""Modules for Gluon kernels of any architecture."""

@@ -1,8 +1,7 @@
-"""Waiting and arriving, in the ways that Gluon has no words for.
+"""Waits and arrivals that Gluon lacks.
 
-The warps of a consumer wait for a stage and release it each for itself. Triton has all four meet before each of both,
-so that none can run ahead. Gluon cannot say otherwise: a marker here says it to what post-processes the PTX
-(`inline_ptx.py`).
+Each warp of a consumer waits for a stage and releases it for itself. Gluon synchronises all four warps before either,
+so that none can run ahead. A marker here makes `inline_ptx.py` remove that from the PTX.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ _RELEASE_PER_WARP = gl.constexpr(f"mov.b32 $0, 0; {RELEASE_MARKER}")
 _WAIT_PER_WARP = gl.constexpr(f"mov.b32 $0, 0; {WAIT_MARKER}")
 _ORDER_LANES = gl.constexpr("bar.warp.sync 0xffffffff; mov.b32 $0, 0;")
 _ARRIVE_PER_LANE = gl.constexpr(f"mov.b32 $0, 0; {ARRIVE_MARKER}")
-WARPS = gl.constexpr(4)  # of a consumer
-LANES = gl.constexpr(32)  # of a warp
+WARPS = gl.constexpr(4)  # warps per consumer
+LANES = gl.constexpr(32)  # lanes per warp
 
 
 @gluon.jit
 def _inline_ptx(text: gl.constexpr):
-    """PTX at this place of the program, in order with copies, barriers and other such text."""
+    """Insert PTX at this point of the program, in order with copies, barriers and other inline PTX."""
     gl.inline_asm_elementwise(text, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -31,21 +30,23 @@ def _inline_ptx(text: gl.constexpr):
 def wait_for_previous_kernels():
     """Wait for the kernels before this one on the stream.
 
-    A dependent launch may start while they still run. Until here this one has touched only its own shared memory.
+    A dependent launch may start while they still run. Before this call it must touch only its own shared memory.
     """
     _inline_ptx("griddepcontrol.wait; mov.b32 $0, 0;")
 
 
 @gluon.jit
 def wait_for_stores():
-    """Wait until all that this partition has copied to global memory is written. `tma.store_wait` waits only until it
-    has been read."""
+    """Wait until this partition's TMA copies to global memory are written.
+
+    `tma.store_wait` waits only until their shared memory has been read.
+    """
     _inline_ptx("cp.async.bulk.wait_group 0; mov.b32 $0, 0;")
 
 
 @gluon.jit
 def idle_warps():
-    """The partition of warps that only fill up the producer's warpgroup."""
+    """Do nothing: the partition of warps that only fill up the producer's warpgroup."""
 
 
 @gluon.jit
@@ -57,23 +58,23 @@ def wait_full(barrier, phase):
 
 @gluon.jit
 def release(barrier):
-    """Tell the producer that this consumer has done with a stage: WARPS arrivals, one of each."""
+    """Tell the producer that this consumer has read a stage: one arrival of each of WARPS warps."""
     _inline_ptx(_RELEASE_PER_WARP)
     mbarrier.arrive(barrier, count=WARPS)
 
 
 @gluon.jit
 def order_lanes():
-    """What all lanes of a warp have stored comes before what one of them does next: in front of a `release`."""
+    """Order the stores of all lanes of a warp before the next instruction of any lane. Use it before a `release`."""
     _inline_ptx(_ORDER_LANES)
 
 
 @gluon.jit
 def arrive_per_lane(barrier):
-    """Tell others that what this partition of one warp has stored is there: LANES arrivals, for all lanes have stored.
+    """Tell others that this partition of one warp has stored its data: LANES arrivals, for all lanes have stored.
 
-    One arrival behind a barrier of the warp is as good by PTX's rules. But compute-sanitizer's racecheck, which
-    follows mbarriers, does not follow an order of two steps.
+    By PTX's rules one arrival behind a barrier of the warp would do. But compute-sanitizer's racecheck, which follows
+    mbarriers, does not follow an order of two steps.
     """
     _inline_ptx(_ARRIVE_PER_LANE)
     mbarrier.arrive(barrier, count=LANES)

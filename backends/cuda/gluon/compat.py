@@ -1,4 +1,4 @@
-"""What Gluon kernels use of Triton's private parts, and which versions have them. Importable with any Triton."""
+"""Private parts of Triton that Gluon kernels use, and the versions that have them. Importable with any Triton."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OLDEST, NEWEST = (3, 6), (3, 9)  # Gluon changes names and meanings from release
 
 
 def has_gluon() -> bool:
-    """Whether this Triton is one whose Gluon the kernels are written in."""
+    """Return whether the kernels are written for the Gluon of this Triton."""
     return OLDEST <= TRITON <= NEWEST
 
 
@@ -24,7 +24,7 @@ if has_gluon():
     from triton.experimental.gluon.language import shared_memory_descriptor as _shared_memory
     from triton.experimental.gluon.language.nvidia.hopper import tma as _tma
 
-    # TMA copies under the names they have since Triton 3.8; 3.9 has removed the old ones.
+    # Triton 3.8 renamed the TMA copies, and 3.9 removed the old names.
     async_load: Any = getattr(_tma, "async_load", None) or _tma.async_copy_global_to_shared
     async_store: Any = getattr(_tma, "async_store", None) or _tma.async_copy_shared_to_global
     from triton._C.libtriton import ir as _ir
@@ -36,9 +36,9 @@ if has_gluon():
         at = _semantic._convert_to_ir_values(coord, require_i64=False)
         _semantic.builder.create_async_tma_reduce(kind, tensor_desc.handle, at, src.handle)
 
-    # Adds a box in shared memory to global memory, which Gluon has a word for since Triton 3.8.
+    # Adds a box in shared memory to global memory. Gluon has this since Triton 3.8.
     async_reduce_add: Any = getattr(_tma, "async_atomic_add", None) or _reduce_add
-    # (shared memory, dtype, shape, layout) -> the same bytes seen as that. Before Triton 3.9 it was a private method.
+    # View of (shared memory, dtype, shape, layout) on the same bytes. Before Triton 3.9 it was a private method.
     reinterpret: Any = getattr(_shared_memory, "reinterpret", None) or _shared_memory._reinterpret
 
     from triton.experimental import gluon as _gluon
@@ -51,10 +51,10 @@ if has_gluon():
 
     @_gluon.jit
     def optimisation_barrier(x):
-        """Return x (32 bits) as a number of which the compiler knows nothing before this point of the program.
+        """Return x (32 bits) as a number that is unknown to the compiler before this point of the program.
 
-        Otherwise the compiler computes what follows from x, such as reciprocals and addresses, before the first tile.
-        It would keep that in registers, of which loops have none to spare.
+        Otherwise the compiler derives values from x, such as reciprocals and addresses, before the first tile. It would
+        hold them in registers, of which loops have none to spare.
         """
         return _gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1)
 
@@ -77,10 +77,10 @@ OLDER_PTX = 88  # the newest PTX that the older one reads
 
 @cache
 def ptxas_options() -> dict[str, int]:
-    """Compile options of a kernel for which `compile_with_older_ptxas` shall choose the older ptxas.
+    """Return compile options that make `compile_with_older_ptxas` choose the older ptxas.
 
-    They are asked for once in a process, and are part of the key under which Triton keeps the kernel. Where Triton has
-    other versions, or the user has chosen others by Triton's own variables, there are none: nothing is known of those.
+    They are computed once per process, and are part of the key under which Triton stores the kernel. They are empty if
+    Triton has other versions, or the user has chosen others by Triton's own variables: those were not compared.
     """
     if not has_gluon():
         return {}
@@ -90,10 +90,10 @@ def ptxas_options() -> dict[str, int]:
 
 
 def compile_with_older_ptxas(backend: Any, stages: dict[str, Any], options: Any) -> None:
-    """Change the stages of a compilation with `ptxas_options`, and nothing outside of it: no variable, no knob."""
+    """Make a compilation with `ptxas_options` use the older ptxas. Only its stages change: no variable and no knob."""
     if options.ptx_version != OLDER_PTX or not ptxas_options():
         return
-    # Triton chooses by the architecture of the backend's target; what to compile for, it is told beside that.
+    # Triton chooses ptxas by the architecture of the backend's target. The one to compile for is a separate argument.
     arch = backend.target.arch
     other = copy(backend)
     other.target = replace(backend.target, arch=80)
@@ -101,9 +101,9 @@ def compile_with_older_ptxas(backend: Any, stages: dict[str, Any], options: Any)
 
 
 def as_gluon(function: Any) -> Any:
-    """Compile a `@triton.jit` function for Gluon kernels, as Gluon does with its `sum` and `max`.
+    """Return a `@triton.jit` function for use in Gluon kernels, as Gluon does with its `sum` and `max`.
 
-    The function may not make vectors itself: in Gluon these need a layout.
+    The function must not create tensors: in Gluon these need a layout.
     """
     from triton.experimental import gluon
 
@@ -111,7 +111,7 @@ def as_gluon(function: Any) -> Any:
 
 
 def aggregate(cls: type) -> Any:
-    """A class of values that kernels pass around as one, with a constructor made from its fields, as dataclasses have.
+    """Make a class an aggregate, values that kernels pass around as one, with a constructor as dataclasses have.
 
     A field is annotated with the type of its values: `gl.tensor`, `gl.constexpr`, another aggregate, or a union of
     them. Methods are `@gluon.jit` functions. A module of aggregates must not postpone its annotations: Triton checks
@@ -129,7 +129,7 @@ def aggregate(cls: type) -> Any:
             setattr(self, name, value if isinstance(value, base_value) else constexpr(value))
 
     init = triton.constexpr_function(__init__)
-    # Triton keeps compiled kernels under the source of what they use: of this class that is its fields.
+    # Triton's cache key includes the source of everything that a kernel uses. The source of this class is its fields.
     init._unsafe_update_src(f"def __init__(self):\n    pass  # {cls.__module__}.{cls.__qualname__}: {fields}\n")
     cls.__init__ = init
     return _aggregate(cls)

@@ -1,13 +1,13 @@
-"""Post-processes PTX where Gluon has no words for what is meant, in none of the versions in `compat.py`.
+"""Post-processing of PTX, for operations that Gluon lacks in all versions that `compat.py` supports.
 
-There neither the warps of a consumer nor the lanes of the producer can wait and arrive at a barrier each for itself:
-Triton puts a barrier among them first, and one arrives for all. `barriers.py` writes markers in front of the
-instructions that it means. A marker is no PTX, so ptxas refuses a kernel that was not post-processed. Between Triton's
-making of the PTX and ptxas, `post_process` acts on the markers:
+In Gluon the warps of a consumer cannot each wait and arrive at an mbarrier for themselves, nor can the lanes of the
+producer: Triton synchronises them first, and one thread arrives for all. `barriers.py` writes markers in front of such
+instructions. A marker is no PTX, so ptxas refuses a kernel that was not post-processed. `post_process` edits the PTX
+before ptxas reads it:
 
-* one thread's arrival for four warps, behind a barrier of all of them, becomes one of each warp for itself;
-* a wait loses the barrier among warps that Triton puts in front of it;
-* one thread's arrival for the 32 of a warp becomes one of each.
+* One thread's arrival for four warps, behind a barrier of all of them, becomes an arrival of each warp, without it.
+* A wait loses the barrier among warps that Triton puts in front of it.
+* One thread's arrival for the 32 lanes of a warp becomes an arrival of each lane.
 
 Plain Python, no Triton types.
 """
@@ -26,7 +26,7 @@ import triton
 
 from diyfa.backends.cuda.gluon.compat import compile_with_older_ptxas, has_gluon
 
-# Part of the markers, and with them of the key under which Triton keeps the compiled kernel.
+# Part of the markers, and so of the key under which Triton stores the compiled kernel.
 _EDITION = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
 RELEASE_MARKER = f".release_per_warp_{_EDITION};"
 WAIT_MARKER = f".wait_per_warp_{_EDITION};"
@@ -37,7 +37,7 @@ _RELEASE = re.compile(
     r"@%p\d+ mbarrier\.arrive\.shared::cta\.b64 _, \[(?P<barrier>%r\d+)\], 4;",
     re.DOTALL,
 )
-# No barrier, where an earlier one still holds.
+# Triton omits the barrier if an earlier one still holds.
 _WAIT = re.compile(r"(?:bar\.sync\s+\d+, 128;)?(?P<wait>(?:(?!bar\.sync|mbarrier).)*?mbarrier\.try_wait)", re.DOTALL)
 _ARRIVAL = re.compile(
     r"\A(?P<before>(?:(?!mbarrier).)*?)@%p\d+ (?P<arrival>mbarrier\.arrive\.shared::cta\.b64 _, \[%r\d+\]), 32;",
@@ -60,10 +60,10 @@ _EDITS: dict[str, tuple[re.Pattern[str], Callable[[re.Match[str]], str]]] = {
 
 
 def post_process(ptx: str) -> str:
-    """PTX with markers -> PTX that does what they mean.
+    """Return PTX with the edits that its markers ask for.
 
     Raises:
-        RuntimeError: a marker is not followed by the instruction that it means.
+        RuntimeError: a marker is not followed by the instruction that it is for.
     """
     for marker, (pattern, edit) in _EDITS.items():
         first, *marked = ptx.split(marker)
@@ -78,7 +78,7 @@ def post_process(ptx: str) -> str:
 
 
 def _change_stages(backend: Any, stages: dict[str, Any], options: Any, language: Any, capability: Any) -> None:
-    """Triton's hook, called with the stages of each compilation."""
+    """Insert the post-processing into the stages of a compilation. Triton's hook calls this."""
     compile_with_older_ptxas(backend, stages, options)
     make = stages["ptx"]
 
@@ -88,13 +88,13 @@ def _change_stages(backend: Any, stages: dict[str, Any], options: Any, language:
     stages["ptx"] = make_and_post_process
 
 
-_LOCK = threading.RLock()  # Triton's hook is the process's; without it ptxas would refuse the markers
+_LOCK = threading.RLock()  # a process has one hook; another thread must not remove it during a compilation
 
 
 @contextmanager
 def post_processing() -> Iterator[None]:
-    """Post-process the PTX of kernels compiled inside. Without markers it stays as it is; hooks of others run, too."""
-    if not has_gluon():  # the patterns are made for the PTX of those versions
+    """Post-process the PTX of kernels compiled inside. PTX without markers does not change; others' hooks run, too."""
+    if not has_gluon():  # the patterns fit the PTX of the supported versions only
         yield
         return
     with _LOCK, triton.knobs.runtime.scope():
@@ -102,7 +102,7 @@ def post_processing() -> Iterator[None]:
 
         def both(*arguments: Any) -> Any:
             asked = other(*arguments) if other is not None else None
-            if not arguments:  # Triton since 3.7 asks for a cache key; what we change the markers and options say
+            if not arguments:  # Triton since 3.7 asks for a cache key; markers and options already put our edits there
                 return asked or ("", "")
             return _change_stages(*arguments)
 

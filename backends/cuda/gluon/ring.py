@@ -11,14 +11,14 @@ from diyfa.backends.cuda.gluon.compat import aggregate
 
 @aggregate
 class KVRing:
-    """Items take turns in STAGES stages: K of the n-th block is item 2n, its V item 2n + 1.
+    """Stages in which item i uses stage i % STAGES. K of the n-th block is item 2n, its V item 2n + 1.
 
     A stage has two barriers. `full` completes when TMA has delivered all bytes, `empty` when all warps of all consumers
     have arrived. Both count phases, so nobody resets them: the n-th item of a stage waits for the parity of n.
     """
 
     k_buffers: gl.shared_memory_descriptor
-    v_buffers: gl.shared_memory_descriptor  # the same where K and V share the stages (ONE_RING)
+    v_buffers: gl.shared_memory_descriptor  # ONE_RING: k_buffers, for tiles of K and V have the same shape
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     STAGES: gl.constexpr
@@ -39,7 +39,7 @@ class KVRing:
 
     @gluon.jit
     def buffer_of(self, item):
-        """Which tile of `k_buffers` or `v_buffers` the item lies in."""
+        """Return the item's tile in `k_buffers` or `v_buffers`."""
         stage = item % self.STAGES
         if not self.ONE_RING:
             stage = stage // 2
@@ -51,16 +51,16 @@ class KVRing:
 
     @gluon.jit
     def wait_empty(self, item):
-        """The producer waits until the item's stage is free."""
+        """In the producer, wait until the item's stage is free."""
         # A fresh barrier counts as one phase done: the first wait, for parity 1, passes.
         mbarrier.wait(self.empty.index(item % self.STAGES), ((item // self.STAGES) & 1) ^ 1)
 
     @gluon.jit
     def wait_full(self, item):
-        """A consumer waits until the item is there."""
+        """In a consumer, wait until the item has arrived."""
         wait_full(self.full.index(item % self.STAGES), (item // self.STAGES) & 1)
 
     @gluon.jit
     def release(self, item):
-        """A consumer has done with the item."""
+        """Tell the producer that this consumer has read the item."""
         release(self.empty.index(item % self.STAGES))

@@ -1,17 +1,17 @@
 """The tile scheduler: which tile each program of a grid takes next.
 
-Tiles are numbered so that in each group of heads whose keys share the L2 cache the longest come first
-(`hopper/tiles.py`). A schedule says how programs share the numbers:
+Tiles are numbered so that the longest tiles come first within each group of heads whose keys are in the L2 cache
+together (`hopper/tiles.py`). There are two schedules:
 
-* "static": every n-th, n programs. A grid of one program for each tile is this too. Under a causal mask the first
-  program gets the longest of each round, so the programs of a persistent grid do not end together.
-* "dynamic": whoever comes first takes the next one. The producer draws a number from the tile counter when it comes to
-  the last block of the tile before; number of programs + that is its next tile.
+* "static": of n programs, each takes every n-th tile. So does a grid of one program per tile. Under a causal mask the
+  first program gets the longest tile of each n, so the programs of a persistent grid do not end at the same time.
+* "dynamic": a program takes the next tile that nobody has. The producer draws a number from the tile counter before the
+  last block of the tile before. Its next tile is that number + the number of programs.
 
-Only the producer asks the scheduler; consumers read its tile infos (`gluon/tile_info.py`).
+Only the producer asks the scheduler. Consumers read the producer's tile infos (`gluon/tile_info.py`).
 
-The tile counter is two words in global memory: the next number, and how many programs have left. The last one to leave
-sets both to zero, so no launch has to clear them (`gluon/tile_counter.py` says whose words they are).
+The tile counter is two words in global memory: the next number, and the number of programs that have left. The last
+program to leave sets both to zero, so no launch has to clear them (`gluon/tile_counter.py` allocates them).
 """
 
 # Aggregates are checked against their annotations, so these must not be postponed.
@@ -23,16 +23,16 @@ from diyfa.backends.cuda.gluon.compat import aggregate
 
 @aggregate
 class TileScheduler:
-    """Tile numbers for the producer of a program, whose first one is the program's own number."""
+    """Source of tile numbers for a producer. The first tile of a program has the program's own number."""
 
     counter_ptr: gl.tensor | gl.constexpr  # None unless dynamic
     SCHEDULE: gl.constexpr
 
     @gluon.jit
     def draw(self):
-        """Ask the tile counter for a number without waiting for it. Only for partitions of one warp: lane 0 gets it.
+        """Draw a number from the tile counter without waiting for it. Only for partitions of one warp: lane 0 gets it.
 
-        `gl.atomic_add` would wait for the answer at once, to share it among the lanes.
+        `gl.atomic_add` would wait at once, to broadcast the number to all lanes.
         """
         if self.SCHEDULE == "dynamic":
             drawn = gl.inline_asm_elementwise(
@@ -46,7 +46,7 @@ class TileScheduler:
 
     @gluon.jit
     def next_tile(self, index, drawn):
-        """The number behind `index` for this program. This is where it waits for what `draw` asked for."""
+        """Return the number of this program's tile after `index`. It waits for the number that `draw` asked for."""
         if self.SCHEDULE == "dynamic":
             number = gl.inline_asm_elementwise(
                 "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [drawn], dtype=gl.int32, is_pure=False, pack=1
@@ -58,10 +58,10 @@ class TileScheduler:
 
     @gluon.jit
     def leave(self):
-        """Count the program as gone. The last one, after which nobody draws, zeroes both words for the next launch.
+        """Count the program as gone. The last program, after which nobody draws, zeroes both words for the next launch.
 
-        Each program has received all its numbers before it leaves, and leaving is ordered (acq_rel), so zero is the
-        last that either word is set to.
+        Each program has received all its numbers before it leaves, and leaving is ordered (acq_rel). So both words are
+        zero in the end.
         """
         if gl.atomic_add(self.counter_ptr + 1, 1, sem="acq_rel") == gl.num_programs(0) - 1:
             gl.store(self.counter_ptr, 0)

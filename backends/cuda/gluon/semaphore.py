@@ -1,7 +1,8 @@
-"""Turns: programs that change the same memory do so in a fixed order, by a number that counts those before.
+"""Semaphores: programs change the same memory in a fixed order, by a count of the programs that have done so.
 
-A program waits until the number is its turn, changes the memory through TMA, waits until that is written, and counts
-itself. It must wait only for what programs do that have a multiprocessor already: those that have drawn lower numbers.
+A program waits until the count is its number, changes the memory through TMA, waits until that is written, and adds one
+to the count. It may wait only for programs that already run, those that have drawn lower numbers: otherwise it could
+wait for one that gets no multiprocessor.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-# What is acquired is ordered with loads and stores of this thread; the fence does it with its copies through TMA.
+# The acquire orders this thread's loads and stores behind it. The fence orders its TMA copies behind it.
 _WAIT = gl.constexpr(
     "{ .reg .pred other; .reg .b32 count; again: ld.acquire.gpu.global.b32 count, [$1]; "
     "setp.ne.b32 other, count, $2; @other bra again; fence.proxy.async.global; mov.b32 $0, 0; }"
@@ -22,11 +23,11 @@ _COUNT = gl.constexpr(
 
 @gluon.jit
 def wait_for_turn(semaphore_ptr, turn):
-    """Wait until `turn` programs have counted themselves. Only for partitions of one warp."""
+    """Wait until the semaphore is `turn`. Only for partitions of one warp."""
     gl.inline_asm_elementwise(_WAIT, "=r,l,r", [semaphore_ptr, turn], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def end_turn(semaphore_ptr):
-    """Count this program. What it copied must be written (`wait_for_stores`)."""
+    """Add one to the semaphore. The program's copies must be written before (`wait_for_stores`)."""
     gl.inline_asm_elementwise(_COUNT, "=r,l", [semaphore_ptr], dtype=gl.int32, is_pure=False, pack=1)

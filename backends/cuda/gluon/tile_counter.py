@@ -1,14 +1,14 @@
 """The tile counter of a launch, which a dynamic scheduler draws from: two int32 that are zero between launches.
 
-There is one for each (device, stream). Launches on one stream follow each other, and each leaves zeros behind, so none
-has to be cleared, and none shares its counter with a launch that runs beside it. A launch that raises on the host has
-drawn nothing; one that fails on the device takes the context with it.
+Each (device, stream) has one. Launches on one stream follow each other, and each leaves zeros behind. So no launch has
+to clear its counter or share it with one that runs at the same time. A launch that raises on the host has drawn
+nothing. A launch that fails on the device takes the context with it.
 
-A CUDA graph replays on any stream, beside any launch. So each launch that is captured gets a counter of its own from
-the graph's memory, which the graph zeroes whenever it is replayed.
+A CUDA graph replays on any stream, beside any launch. So each captured launch gets a counter of its own from the
+graph's memory, which the graph zeroes at each replay.
 
-A thread of its own allocates what is kept. It must not come from a memory pool that the caller's thread or stream
-allocates from at that time, such as the one that torch.compile's CUDA graphs rewind after their warm-up.
+A separate thread allocates permanent counters. They must not come from a memory pool that the caller's thread or stream
+uses at that time, such as the one that torch.compile's CUDA graphs rewind after their warm-up.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _zeros(x: torch.Tensor) -> torch.Tensor:
 
 
 def counter_of(x: torch.Tensor) -> torch.Tensor:
-    """The counter (int32, [next tile, programs that left]) of a launch on the current stream of `x`'s device."""
+    """Return the counter (int32, [next tile, programs that left]) of a launch on the current stream of `x`'s device."""
     if _is_capturing(x):
         return _zeros(x)
     stream = torch.cuda.current_stream(x.device) if x.is_cuda else None
@@ -38,7 +38,7 @@ def counter_of(x: torch.Tensor) -> torch.Tensor:
     if found is None:
         with ThreadPoolExecutor(1) as thread:
             found = thread.submit(_zeros, x).result()
-        if stream is not None:  # zeroed on the stream that a fresh thread has
+        if stream is not None:  # a fresh thread zeroes on the default stream
             stream.wait_stream(torch.cuda.default_stream(x.device))
         _counters[key] = found
     return found

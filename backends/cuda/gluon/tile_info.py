@@ -1,14 +1,14 @@
-"""Tile infos: how the producer tells the consumers which tile comes next.
+"""Tile infos: the producer tells the consumers which tile comes next.
 
-Finding a tile takes divisions, and packed also reads of the sequences' offsets, one depending on another: some hundred
-to two thousand clocks. The producer does it while the ring still has work for the consumers, and leaves the result in
-shared memory. A tile info without key blocks says that no tile is left.
+Finding a tile takes divisions, and for packed sequences also dependent reads of their offsets: some hundred to two
+thousand clocks. The producer does it while the ring still has work for the consumers, and writes the result to shared
+memory. A tile info without key blocks is the end marker: no tile is left.
 
-Each turn has a tile info of its own, which nobody overwrites: the grid has enough programs (`grid_of`), and a dynamic
-schedule gives none more tiles than it has infos for. So the producer need not wait before it writes one, and a program
-can go through its tiles again where sums overflowed (`hopper/overflow.py`). Two barriers suffice: the producer has
-loaded the queries of turn t before it writes the info of turn t + 1, so all consumers have done with those of turn
-t - 1, and with its barrier.
+A program's tiles have slots 0, 1, ..., in which nobody overwrites a tile info. The grid has enough programs for that
+(`grid_of`), and a dynamic schedule gives no program more tiles than slots. So the producer need not wait before it
+writes a tile info, and a program can repeat tiles whose sums overflowed (`hopper/overflow.py`). All slots use the same
+two barriers. The producer has loaded the queries of slot t before it writes slot t + 1. So all consumers have finished
+with the queries of slot t - 1, and with its barrier.
 """
 
 # Aggregates are checked against their annotations, so these must not be postponed.
@@ -27,21 +27,21 @@ WORDS = gl.constexpr(16)  # a power of two
 
 @aggregate
 class Tile:
-    """A tile of queries of one head, and the blocks of keys that it sees; no blocks: no tile is left."""
+    """A tile of queries of one head, and its key blocks [first_block, end_block). The end marker has end_block = 0."""
 
     b: gl.tensor  # sample
-    h: gl.tensor  # head
+    h: gl.tensor  # query head
     row0: gl.tensor  # first query
     first_block: gl.tensor
     end_block: gl.tensor
-    first_q: gl.tensor  # first row of the sequence in packed tensors
-    first_k: gl.tensor  # in a contiguous cache its entry
-    n_queries: gl.tensor  # of the sequence
-    n_keys: gl.tensor
+    first_q: gl.tensor  # first row of the sequence in packed queries
+    first_k: gl.tensor  # first row of the sequence in packed keys, or its entry in a contiguous cache
+    n_queries: gl.tensor  # queries of the sequence
+    n_keys: gl.tensor  # keys of the sequence
 
     @gluon.jit
     def if_any(self, exists):
-        """The same, but without blocks unless there is such a tile."""
+        """Return the tile if it exists, else the end marker."""
         end_block = gl.where(exists, self.end_block, 0)
         return Tile(
             self.b, self.h, self.row0, self.first_block, end_block,
@@ -51,7 +51,7 @@ class Tile:
 
 @gluon.jit
 def _from_words(words, problem, LAYOUT: gl.constexpr):
-    """Words that every thread has all of -> the tile. What is the same for all tiles takes no registers."""
+    """Return the tile of words that every thread has all of. Fields that are equal for all tiles take no registers."""
     field = gl.arange(0, WORDS, layout=LAYOUT)
     values = ()
     for i in gl.static_range(FIELDS):
@@ -72,7 +72,7 @@ def _from_words(words, problem, LAYOUT: gl.constexpr):
 
 @aggregate
 class TileInfos:
-    """The tile infos of a program, one for each turn, and their barriers."""
+    """The tile infos of a program, one per slot, and their barriers."""
 
     words: gl.shared_memory_descriptor  # [COUNT, WORDS]
     written: gl.shared_memory_descriptor
@@ -80,8 +80,10 @@ class TileInfos:
 
     @gluon.jit
     def is_last(self, turn, scheduler):
-        """Whether the info behind that of this turn must say that no tile is left. Only a dynamic schedule asks: others
-        know it beforehand."""
+        """Return whether slot `turn` is the last that may have a tile, so that the next one must be the end marker.
+
+        Only a dynamic schedule needs this: in a static one `grid_of` sees to it.
+        """
         if scheduler.SCHEDULE == "dynamic" and self.COUNT > BARRIERS:
             last = turn == self.COUNT - 2
         else:
@@ -90,7 +92,7 @@ class TileInfos:
 
     @gluon.jit
     def write(self, turn, tile):
-        """Leave the tile of this turn. Only for partitions of one warp."""
+        """Write a tile to slot `turn`. Only for partitions of one warp."""
         LAYOUT: gl.constexpr = gl.BlockedLayout([WORDS], [32], [1], [0])
         field = gl.arange(0, WORDS, layout=LAYOUT)
         words = gl.where(field == 0, tile.b, tile.h)
@@ -106,21 +108,21 @@ class TileInfos:
 
     @gluon.jit
     def reread(self, turn, problem, NUM_WARPS: gl.constexpr):
-        """The tile of a turn whose info is known to be written: by this very warp, or long ago. For NUM_WARPS warps."""
+        """Return the tile of slot `turn`, which this warp or an earlier pass has written. For NUM_WARPS warps."""
         LAYOUT: gl.constexpr = gl.BlockedLayout([WORDS], [32], [NUM_WARPS], [0])
         words = self.words.index(turn % self.COUNT).load(LAYOUT)
         return _from_words(words, problem, LAYOUT)
 
     @gluon.jit
     def read(self, turn, problem):
-        """The tile of this turn, as soon as its info is written. For partitions of four warps."""
+        """Wait until slot `turn` is written and return its tile. For partitions of four warps."""
         wait_full(self.written.index(turn % BARRIERS), (turn // BARRIERS) & 1)
         return self.reread(turn, problem, 4)
 
 
 @gluon.jit
 def allocate_tile_infos(COUNT: gl.constexpr):
-    """COUNT tile infos and their barriers, initialised."""
+    """Allocate COUNT tile infos and their barriers, and initialise the barriers."""
     words = gl.allocate_shared_memory(gl.int32, [COUNT, WORDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     written = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(BARRIERS):

@@ -1,4 +1,4 @@
-"""How TMA reads and writes tensors: descriptions made on the host (`hopper/tiles.py` uses them)."""
+"""TMA descriptors of tensors, made on the host (`hopper/tiles.py` uses them)."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _WRAP = 1 << 34  # elements: ROW_BOUND times this is 2^64
 
 @cache
 def smem_box(rows: int, columns: int, rank: int, dtype: torch.dtype) -> Box:
-    """A tile as it lies in shared memory: in the swizzle that TMA writes and wgmma reads."""
+    """Return the box of a tile in the swizzled layout that TMA writes and wgmma reads."""
     shape = (1,) * (rank - 2) + (rows, columns)
-    words = gl.float32 if dtype == torch.float32 else gl.float16  # or bfloat16
+    words = gl.float32 if dtype == torch.float32 else gl.float16  # bfloat16 has the layout of float16
     return box_of(dtype, shape, gl.NVMMASharedLayout.get_default_for(list(shape), words))
 
 
 @cache
 def rows_box(rows: int, columns: int) -> Box:
-    """A tile of float32 numbers that lie in shared memory as they do in memory."""
+    """Return the box of a tile of float32 numbers whose rows follow each other in shared memory, without swizzle."""
     return box_of(torch.float32, (rows, columns), gl.NVMMASharedLayout(0, 32, 2))
 
 
 def dense_descriptor(x: torch.Tensor, layout: str, rows: int, columns: int) -> Tiles:
-    """(B, H, S, D): what lies beyond the end of the tensor is read as zeros and not written."""
+    """Return a descriptor (B, H, S, D). Rows beyond the end of the tensor are read as zeros and not written."""
     b, h, m, d = LAYOUTS[layout]
     shape, strides = x.shape, x.stride()
     return Tiles(
@@ -41,7 +41,10 @@ def dense_descriptor(x: torch.Tensor, layout: str, rows: int, columns: int) -> T
 
 
 def ragged_descriptor(x: torch.Tensor, layout: str, rows: int, columns: int) -> Tiles:
-    """(wrap, steps, H, rows, D): the same for what lies beyond the end of a sequence, whose rows end at ROW_BOUND."""
+    """Return a descriptor (wrap, steps, H, rows, D) in which the rows of each sequence end at ROW_BOUND.
+
+    Rows beyond the end of a sequence are read as zeros and not written. `hopper/tiles.py` explains the coordinates.
+    """
     _, stride_h, stride_row, _ = bhsd_strides(x, layout)
     heads, head_dim = x.shape[1 if layout == VARLEN else LAYOUTS[layout][1]], x.shape[-1]
     shape = (MAX_STEPS, MAX_STEPS, heads, ROW_BOUND, head_dim)  # the first two only move the address
@@ -50,7 +53,7 @@ def ragged_descriptor(x: torch.Tensor, layout: str, rows: int, columns: int) -> 
 
 
 def steps_of(x: torch.Tensor, layout: str) -> tuple[int, int]:
-    """(steps from one sample to the next, steps from one row to the next) in a ragged descriptor."""
+    """Return (steps from one sample to the next, steps from one row to the next) of a ragged descriptor."""
     _, per_sample, per_row, total = row_steps(x, layout)
     assert total < MAX_STEPS, "a problem without few_steps is refused"
     return per_sample, per_row

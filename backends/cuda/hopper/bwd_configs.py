@@ -1,4 +1,4 @@
-"""Which problems the Hopper backward (`hopper/bwd*.py`) runs, and with which kernel and config. Plain data."""
+"""Configs of the Hopper backward (`hopper/bwd*.py`), and the problems that it runs. Plain data."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from diyfa.problem import AttentionProblem, by_kind, refuse_features
 
 FEATURES = frozenset({"causal", "gqa", "seq_lens", "varlen", "window", "softcap", "sinks", "head_dim_v"})
 MAX_HEAD_DIM = 256
-WIDE = 128  # columns, of which dK and dV of 64 keys fit the registers of a warpgroup
+WIDE = 128  # most columns with which dK and dV of 64 keys fit the registers of a warpgroup
 CONSUMERS = 2  # warpgroups
-# From how many elements of K for a query, and scores in all, the kernel is chosen by itself. With less, both it and the
-# portable ones take some 30 us, and which takes fewer varies (docs/log/hopper-backward.md).
+# Fewest elements of K per query, and fewest scores of a call, with which the kernel is chosen unless another is named.
+# With less, both it and the portable kernels take some 30 us, and which is faster varies (docs/log/hopper-backward.md).
 MIN_KV_LOOP, MIN_SCORES = 1 << 16, 1 << 24
-BOX_COLUMNS = 64  # of the TMA boxes that make up a tile
-SHARED_MEMORY = 226 * 1024  # for tiles; what is left is for barriers
+BOX_COLUMNS = 64  # columns of the TMA boxes that make up a tile
+SHARED_MEMORY = 226 * 1024  # bytes for tiles; the rest is for barriers
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,14 @@ class Sm90BwdConfig:
 
     block_m: int  # queries of a block
     block_n: int  # keys of a program
-    stages: int  # buffers of blocks of Q and dO
-    form: str = "keys"  # which kernels: "keys" (`bwd.py`), "columns" (`bwd_wide*.py`), "mla" (`bwd_mla.py`)
+    stages: int  # buffers for blocks of Q and dO
+    form: str = "keys"  # the kernels: "keys" (`bwd.py`), "columns" (`bwd_wide*.py`), "mla" (`bwd_mla.py`)
     consumer_registers: int = 240
     producer_registers: int = 24
     measured: str = ""  # device, date, TFLOP/s
 
 
-# By columns of a tile. Figures: bf16, 16384 tokens, heads * head_dim = 2048, full at S = 1k/4k/16k, causal at 16k.
+# Columns of a tile -> config. Figures: bf16, 16384 tokens, heads * head_dim = 2048, full at 1k/4k/16k, causal at 16k.
 CONFIGS: dict[int, Sm90BwdConfig] = {
     64: Sm90BwdConfig(128, 128, 2, measured="H200, 2026-11-25: 416/484/504, 489"),
     128: Sm90BwdConfig(64, 128, 2, measured="H200, 2026-11-25: 490/568/590, 541"),
@@ -51,26 +51,27 @@ CONFIGS: dict[int, Sm90BwdConfig] = {
 
 @by_kind
 def config_of(problem: AttentionProblem) -> Sm90BwdConfig:
-    """The tile and kernel of a problem that `refuses` accepts."""
+    """Return the config of a problem that `refuses` accepts."""
     d, dv = problem.head_dim, problem.head_dim_v
     if d == dv <= WIDE:
         return CONFIGS[64 if d <= 64 else 128]
-    # "mla" adds up dQ in the order in which programs come to it, and has no registers for a softcap: it would spill
-    # 1.7 KB.
+    # "mla" adds up dQ in no fixed order. It has no registers for a softcap: it would spill 1.7 KB.
     mla = dv <= WIDE < d <= 192 and not problem.softcap and not problem.deterministic
     return CONFIGS[192 if mla else 256]
 
 
 @by_kind
 def last_columns(problem: AttentionProblem) -> int:
-    """Columns of a tile's last box that the products of "keys" use: 16 or 32 where head_dim reaches no further."""
+    """Return the columns of a tile's last box that the products of "keys" use: 16 or 32 if head_dim ends there."""
     rest = problem.head_dim - BOX_COLUMNS
     return next((n for n in (16, 32) if 0 < rest <= n), BOX_COLUMNS)
 
 
 def dq_stages(boxes: int, boxes_v: int) -> int:
-    """Stages of K and V in `bwd_wide_dq.py`, as many as there is room for, up to two blocks. K and V share them where
-    they have as many boxes."""
+    """Return the stages of K and V in `bwd_wide_dq.py`: as many as fit, at most those of two blocks.
+
+    K and V use the same stages if they have equally many boxes.
+    """
     box = 64 * BOX_COLUMNS * 2
     left = SHARED_MEMORY - CONSUMERS * (boxes + boxes_v) * box
     return min(left // (boxes * box) if boxes == boxes_v else left // ((boxes + boxes_v) * box) * 2, 4)
@@ -78,7 +79,7 @@ def dq_stages(boxes: int, boxes_v: int) -> int:
 
 @by_kind
 def refuses(problem: AttentionProblem) -> str | None:
-    """Why the kernel does not take `problem`, or None."""
+    """Return why the kernel does not take `problem`, or None."""
     if problem.arch != ARCH:
         return f"sm90 is made of instructions that only {ARCH} has, this is {problem.arch}"
     if problem.dtype not in DTYPES:
@@ -102,12 +103,12 @@ def refuses(problem: AttentionProblem) -> str | None:
 
 
 def by_name_only(problem: AttentionProblem) -> str | None:
-    """Why the kernel is not chosen unless it is named, or None where it is faster than the portable ones."""
+    """Return why the kernel is not chosen unless it is named, or None if it is faster than the portable ones."""
     rows = problem.total_q if problem.varlen else problem.batch * problem.seqlen_q
     keys = keys_seen(problem)
-    elements = MIN_KV_LOOP << problem.deterministic  # programs then wait for each other
+    elements = MIN_KV_LOOP << problem.deterministic  # deterministic: programs wait for each other
     queries = problem.seqlen_q * problem.heads_q // problem.heads_kv
-    scores = MIN_SCORES if problem.heads_q > problem.heads_kv else MIN_SCORES // 2  # no parts of groups to add up
+    scores = MIN_SCORES if problem.heads_q > problem.heads_kv else MIN_SCORES // 2  # MHA: no dK, dV of groups to add up
     large = keys * widest(problem) >= elements and rows * problem.heads_q * keys >= scores
     if large and queries >= MIN_QUERIES:
         return None
@@ -115,5 +116,5 @@ def by_name_only(problem: AttentionProblem) -> str | None:
 
 
 def unsupported(problem: AttentionProblem) -> str | None:
-    """Why the portable kernels have to run `problem`, or None."""
+    """Return why the portable kernels have to run `problem`, or None."""
     return refuses(problem) or environment_refusal()

@@ -1,4 +1,4 @@
-"""Which problems the Hopper kernel (`hopper/fwd.py`) runs, and with which config. Plain data, importable everywhere."""
+"""Configs of the Hopper kernel (`hopper/fwd.py`), and the problems that it runs. Plain data, importable everywhere."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from diyfa.problem import AttentionProblem, by_kind, kept, refuse_features
 FEATURES = frozenset({"causal", "gqa", "head_dim_v", "seq_lens", "varlen", "window", "softcap", "alibi", "sinks"})
 ARCH = "sm_90"
 DTYPES = ("float16", "bfloat16")
-MIN_HEAD_DIM, MAX_HEAD_DIM = 33, 256  # below, half a tile would be zeros
+MIN_HEAD_DIM, MAX_HEAD_DIM = 33, 256  # with fewer columns, half a tile would be zeros
 CONSUMER_ROWS = 64  # queries of one consumer warpgroup
-# With these the producer has more to count than 24 registers hold; ptxas would spill.
+# With these features the producer needs more than 24 registers; ptxas would spill.
 BUSY_PRODUCER = frozenset({"window", "softcap", "seq_lens", "varlen"})
-ROW_BOUND = 1 << 30  # where a descriptor of sequences of different lengths has all of them end
+ROW_BOUND = 1 << 30  # row at which all sequences end in a ragged descriptor
 # Keys times head_dim from which on the kernel pays in dense calls of any size: it costs the host 2 us more than the
-# portable one. Packed calls have other descriptors for each number of tokens; with lengths neither was measured.
+# portable one. Packed calls need new descriptors for each number of tokens. Calls with lengths were not measured.
 LONG_KV_LOOP = 1 << 14
-# The same for calls of fewer queries than a tile has. Figures: `SMALL_CALLS` in attention/decode_configs.py.
+# As LONG_KV_LOOP, for calls of fewer queries than a tile has. Figures: `SMALL_CALLS` in attention/decode_configs.py.
 FEW_QUERIES_KV_LOOP = 1 << 17
-SHORT_KV_LOOP = 128  # keys for a query, with heads of 64 columns: the portable kernel takes 0.7 of the time
-# One program fills a multiprocessor, of which an H200 has 132: with fewer tiles than that, smaller ones spread better.
+SHORT_KV_LOOP = 128  # keys per query; with heads of 64 columns, the portable kernel takes 0.7 of the time
+# A program fills a multiprocessor, and an H200 has 132 of them. With fewer tiles, smaller tiles use the GPU better.
 FULL_GPU = 132
-MAX_TILE_INFOS = 128  # of a program; 8 KB, which fit beside the buffers of every config
-L2_BYTES = 32 << 20  # of 50 MB: what keys and values of neighbouring heads may fill
+MAX_TILE_INFOS = 128  # per program; their 8 KB fit beside the buffers of every config
+L2_BYTES = 32 << 20  # bytes of L2, of 50 MB, that keys and values of neighbouring heads may fill
 
 
 @dataclass(frozen=True)
@@ -38,19 +38,19 @@ class Sm90Config:
     """Tile and schedule of the Hopper kernel: 64 * consumers queries, keys in blocks of block_n."""
 
     consumers: int  # warpgroups
-    block_n: int
-    stages: int  # buffers of [block_n, head_dim] that K and V share
+    block_n: int  # keys
+    stages: int  # buffers of [block_n, head_dim] for K and V
     own_o: bool  # out leaves through buffers of its own, so that the next Q need not wait for it
     consumer_registers: int
     producer_registers: int
-    persistent: bool = False  # one program for each multiprocessor, which takes one tile after another
-    pingpong: bool = False  # the consumers issue their products in turns
+    persistent: bool = False  # one program per multiprocessor, with many tiles; else one program per tile
+    pingpong: bool = False  # the consumers take turns at issuing their products
     box_columns: int = 0  # columns of the TMA boxes that make up a tile; 0: see `boxes_of`
-    pairs: bool = False  # weights wait for their product in pairs (`mma_operand` in `mma.py`)
-    q_in_registers: int = 0  # boxes of Q that a consumer keeps in registers (`queries_in_registers` in `mma.py`)
+    pairs: bool = False  # the KV loop carries weights as pairs in int32 (`mma_operand` in `mma.py`)
+    q_in_registers: int = 0  # boxes of Q that a consumer holds in registers (`queries_in_registers` in `mma.py`)
     direct: bool = False  # out leaves from registers, through no buffer (`epilogue.py`)
-    fixed_max: bool = False  # in bfloat16 no maximum after the first blocks (`fixed_max_step` in `softmax.py`)
-    scheduler: str = "static"  # how programs share tiles: also "dynamic" (`gluon/scheduler.py`)
+    fixed_max: bool = False  # bfloat16: no new maximum after the edge blocks (`fixed_max_step` in `softmax.py`)
+    scheduler: str = "static"  # or "dynamic" (`gluon/scheduler.py`)
     measured: str = ""  # device, date, TFLOP/s
 
     def __post_init__(self) -> None:
@@ -58,16 +58,16 @@ class Sm90Config:
             raise ValueError(f"out leaves through its own buffers or through none, not {self}")
 
 
-# Rows by (columns, mask on the right): (at most this many keys) -> config. Figures: bf16,
-# 16384 tokens, heads * head_dim = 2048, S = 1k/4k/16k or those that a row is for, measured in turns with
-# FlashAttention-3, -4 and cuDNN; a row without one was never timed.
+# (columns, mask on the right) -> rows of (most keys, config). Figures: bf16, 16384 tokens, heads * head_dim = 2048, S =
+# 1k/4k/16k or those that a row is for, measured alternately with FlashAttention-3, -4 and cuDNN. A row without a figure
+# was never timed.
 C = Sm90Config
 _ANY = 1 << 62
 _H200 = "H200, 2026-11-22: "
 # fmt: off
 CONFIGS: dict[tuple[int, bool], tuple[tuple[int, Sm90Config], ...]] = {
     (64, False): (
-        # The first blocks have no fixed maximum: of few keys they are most, and the ends of tiles take longer with one.
+        # With few keys a fixed maximum does not pay: most blocks are edge blocks, without it, and it slows epilogues.
         (2048, C(2, 128, 8, True, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, pairs=True,
                  q_in_registers=1, measured="H200, 2026-11-28: 12 heads, S = 1k/2k 449/463")),
         (_ANY, C(3, 128, 6, True, 160, 32, persistent=True, pingpong=True, pairs=True,
@@ -112,7 +112,7 @@ CONFIGS: dict[tuple[int, bool], tuple[tuple[int, Sm90Config], ...]] = {
                  measured=_H200 + "500/660/719")),
     ),
 }
-# Where V has fewer columns than K, and 128 at most, as in MLA's 192/128: its products are shorter, longer blocks pay.
+# V has fewer columns than K, and at most 128, as in MLA's 192/128. Its products are shorter, so that longer blocks pay.
 NARROW_V: dict[tuple[int, bool], tuple[tuple[int, Sm90Config], ...]] = {
     (192, False): (
         (_ANY, C(2, 128, 4, False, 240, 24, persistent=True, pingpong=True, pairs=True, direct=True,
@@ -124,8 +124,8 @@ NARROW_V: dict[tuple[int, bool], tuple[tuple[int, Sm90Config], ...]] = {
     ),
 }
 # fmt: on
-# Where those leave multiprocessors idle: 64 queries of one consumer. Two such programs fit beside each other, which
-# then overlap as two consumers do; not at 256, where the accumulators alone fill half of the registers.
+# For calls with too few tiles of CONFIGS: 64 queries of one consumer. Two such programs fit a multiprocessor and
+# overlap as two consumers do. Not at 256 columns, where the accumulators alone fill half of the registers.
 SMALL: dict[int, Sm90Config] = {
     64: C(1, 128, 4, True, 232, 24, fixed_max=True),
     128: C(1, 64, 4, False, 232, 24, direct=True),
@@ -136,7 +136,7 @@ SMALL: dict[int, Sm90Config] = {
 
 @kept
 def config_of(problem: AttentionProblem) -> Sm90Config:
-    """The tile of a problem that `refuses` accepts."""
+    """Return the config of a problem that `refuses` accepts."""
     rows = rows_of(problem)
     config = next(c for most, c in rows if keys_seen(problem) <= most)
     if tiles_of(problem, config) < FULL_GPU or problem.seqlen_q < config.consumers * CONSUMER_ROWS:
@@ -146,30 +146,30 @@ def config_of(problem: AttentionProblem) -> Sm90Config:
 
 @by_kind
 def fitted(problem: AttentionProblem, config: Sm90Config) -> Sm90Config:
-    """A row of the table, which is measured with equally long sequences and V as wide as K, made fit for `problem`."""
+    """Return `config` adapted to `problem`. Tables were measured with sequences of one length and V as wide as K."""
     if not has_one_ring(problem, config.box_columns):
         config = replace(config, stages=cdiv(config.stages, 2) * 2)
-        if problem.head_dim_v > problem.head_dim or tile_class(problem)[0] == 256:  # out does not fit where Q was
+        if problem.head_dim_v > problem.head_dim or tile_class(problem)[0] == 256:  # out does not fit Q's buffers
             config = replace(
                 config, own_o=not config.direct, block_n=min(config.block_n, 64 if config.stages < 6 else 128)
             )
-    if problem.out_dtype == "float32":  # twice as much as fits where Q was, or beside it
+    if problem.out_dtype == "float32":  # out is twice as large as Q's buffers or its own
         config = replace(config, own_o=False, direct=True)
     if config.persistent and config.scheduler == "static" and problem.features & {"seq_lens", "varlen"}:
-        config = replace(config, scheduler="dynamic")  # nobody can count lengths that only the device knows
+        config = replace(config, scheduler="dynamic")  # only the device knows how long tiles take
     busy = config.consumers == 2 and problem.features & BUSY_PRODUCER and not finds_ahead(problem, config)
-    if busy and tile_class(problem)[0] < 256:  # there the consumers would spill more than the producer does
+    if busy and tile_class(problem)[0] < 256:  # at 256, the consumers would spill more than the producer does
         config = replace(config, consumer_registers=232, producer_registers=40)
     return config
 
 
 def finds_ahead(problem: AttentionProblem, config: Sm90Config) -> bool:
-    """Whether the producer looks for its next tile before it copies the last keys of one (`_producer` says why)."""
+    """Return whether the producer finds its next tile before it copies a tile's last block (`_producer` says why)."""
     return "varlen" in problem.features and config.persistent and config.stages <= 4
 
 
 def keys_seen(problem: AttentionProblem) -> int:
-    """How many keys a query sees at most: the length of its KV loop."""
+    """Return the largest number of keys that a query sees: the length of its KV loop."""
     if problem.window_left < 0:
         return problem.seqlen_k
     right = problem.seqlen_k if problem.window_right < 0 else problem.window_right
@@ -177,13 +177,13 @@ def keys_seen(problem: AttentionProblem) -> int:
 
 
 def has_long_kv_loop(problem: AttentionProblem, elements: int = LONG_KV_LOOP) -> bool:
-    """Whether the KV loop is so long, in elements of K, that the kernel pays however few tiles there are."""
+    """Return whether the KV loop has so many elements of K that the kernel pays with any number of tiles."""
     with_lengths = problem.seq_lens or problem.varlen
     return not with_lengths and keys_seen(problem) * widest(problem) >= elements
 
 
 def schedule_of(config: Sm90Config) -> dict[str, int]:
-    """The compiler options of a config. A lone consumer and its producer share what both together ask for."""
+    """Return the compiler options of a config. `maxnreg`: the mean of one consumer's and its producer's registers."""
     options = {"num_warps": 4, "launch_pdl": True, **ptxas_options()}
     if config.consumers == 1:
         options["maxnreg"] = cdiv((config.consumer_registers + config.producer_registers) // 2, 8) * 8
@@ -191,9 +191,9 @@ def schedule_of(config: Sm90Config) -> dict[str, int]:
 
 
 def boxes_of(head_dim: int, other: int, box_columns: int = 0) -> tuple[int, int]:
-    """(columns, how many) of the TMA boxes that make up a tile of `head_dim` columns.
+    """Return (columns of a TMA box, number of boxes) of a tile of `head_dim` columns.
 
-    `other`: the head dim of V, or for V that of K. `box_columns`: where a config says so.
+    `other`: the head dim of V, or for V that of K. `box_columns`: the config's, 0 if it has none.
     """
     if box_columns:
         return box_columns, cdiv(head_dim, box_columns)
@@ -204,33 +204,33 @@ def boxes_of(head_dim: int, other: int, box_columns: int = 0) -> tuple[int, int]
 
 @by_kind
 def has_one_ring(problem: AttentionProblem, box_columns: int = 0) -> bool:
-    """Whether tiles of K and of V are alike, so that they take turns in the same buffers."""
+    """Return whether tiles of K and V have the same boxes, so that they use the same buffers."""
     d, dv = problem.head_dim, problem.head_dim_v
     return boxes_of(d, dv, box_columns) == boxes_of(dv, d, box_columns)
 
 
 @by_kind
 def rows_of(problem: AttentionProblem) -> tuple[tuple[int, Sm90Config], ...]:
-    """The rows of the table that a problem looks in."""
+    """Return the rows of the table that apply to a problem."""
     narrow = problem.head_dim_v <= 128 < problem.head_dim
     return (narrow and NARROW_V.get(tile_class(problem))) or CONFIGS[tile_class(problem)]
 
 
 @by_kind
 def tile_class(problem: AttentionProblem) -> tuple[int, bool]:
-    """Columns of the widest tile of a problem, and whether later tiles see more keys: what the tables are keyed by."""
+    """Return the tables' key: columns of the problem's widest tile, and whether it has a mask on the right."""
     masked = problem.window_right >= 0
     wide = widest(problem)
     return min(columns for columns, mask in CONFIGS if mask == masked and wide <= columns), masked
 
 
 def widest(problem: AttentionProblem) -> int:
-    """Columns of the wider one of K and V."""
+    """Return the columns of the wider one of K and V."""
     return max(problem.head_dim, problem.head_dim_v)
 
 
 def tiles_of(problem: AttentionProblem, config: Sm90Config) -> int:
-    """How many tiles the queries of all heads have; of packed sequences, at most."""
+    """Return the number of tiles of all heads; of packed sequences, an upper bound."""
     rows = config.consumers * CONSUMER_ROWS
     if problem.varlen:
         return (problem.total_q // rows + problem.batch) * problem.heads_q
@@ -238,7 +238,7 @@ def tiles_of(problem: AttentionProblem, config: Sm90Config) -> int:
 
 
 def heads_together(problem: AttentionProblem) -> int:
-    """How many query heads take turns: where tiles differ in length, as many as keep their keys and values in L2."""
+    """Return the number of query heads whose tiles alternate: if tiles differ in length, those whose K and V fit L2."""
     if problem.window_right < 0 or problem.window_left >= 0 or problem.varlen:
         return 1
     pair_bytes = 2 * 2 * problem.seqlen_k * problem.head_dim
@@ -247,27 +247,27 @@ def heads_together(problem: AttentionProblem) -> int:
 
 
 def has_fixed_max(problem: AttentionProblem, config: Sm90Config) -> bool:
-    """The kernel's FIXED_MAX. Weights that grow with the scores need the range of bfloat16.
+    """Return the kernel's FIXED_MAX. It needs bfloat16: weights relative to a fixed maximum may be large.
 
-    With ALiBi and no causal mask the nearest keys come late, and their scores rise by slope times distance above those
-    of the first: beyond any range.
+    With ALiBi and no causal mask the nearest keys come late. Their scores exceed those of the first blocks by slope
+    times distance, which no range holds.
     """
     near_first = problem.causal or not problem.alibi
     return config.fixed_max and problem.dtype == "bfloat16" and near_first
 
 
 def tile_infos_of(config: Sm90Config) -> int:
-    """How many tile infos a program has room for. One of a single tile has that tile's and the end's."""
+    """Return the number of a program's tile infos. A program of one tile has two: the tile's and the end marker."""
     return MAX_TILE_INFOS if config.persistent else 2
 
 
 def grid_of(problem: AttentionProblem, config: Sm90Config, device: torch.device) -> int:
-    """Programs to launch."""
+    """Return the number of programs to launch."""
     tiles = tiles_of(problem, config)
     if not config.persistent:
         return tiles
     at_once = programs = min(tiles, multiprocessors(device) or FULL_GPU)
-    while cdiv(tiles, programs) >= MAX_TILE_INFOS:  # the last one is of no tile
+    while cdiv(tiles, programs) >= MAX_TILE_INFOS:  # one tile info is the end marker
         programs += at_once
     return programs
 
@@ -280,7 +280,7 @@ TOO_MANY_STEPS = (
 
 @by_kind
 def _refuses_kind(problem: AttentionProblem) -> str | None:
-    """Why the kernel takes no problem of this kind, or None."""
+    """Return why the kernel takes no problem of this kind, or None."""
     if problem.arch != ARCH:
         return f"sm90 is made of instructions that only {ARCH} has, this is {problem.arch}"
     if problem.dtype not in DTYPES:
@@ -289,7 +289,7 @@ def _refuses_kind(problem: AttentionProblem) -> str | None:
         return reason
     if not MIN_HEAD_DIM <= widest(problem) <= MAX_HEAD_DIM:
         return f"sm90 takes head_dim {MIN_HEAD_DIM} to {MAX_HEAD_DIM}, got {problem.head_dim} and {problem.head_dim_v}"
-    if problem.head_dim_v % 8:  # inputs may be padded, out is not
+    if problem.head_dim_v % 8:  # padding would have to be removed from out
         return f"sm90 writes rows of out that are multiples of 16 bytes, head_dim {problem.head_dim_v} is not"
     if not problem.aligned:
         return "sm90 reads through TMA, which needs addresses and strides that are multiples of 16 bytes"
@@ -299,7 +299,7 @@ def _refuses_kind(problem: AttentionProblem) -> str | None:
 
 
 def refuses(problem: AttentionProblem) -> str | None:
-    """Why the kernel does not take `problem`, or None: what it cannot do, and what the portable kernel does as fast."""
+    """Return why the kernel does not take `problem`, or None: it cannot, or is not faster than the portable one."""
     if reason := _refuses_kind(problem):
         return reason
     if not has_tma(problem) and not has_long_kv_loop(problem):
@@ -319,7 +319,7 @@ def refuses(problem: AttentionProblem) -> str | None:
 
 
 def environment_refusal() -> str | None:
-    """Why the kernel cannot be compiled here, whatever the problem, or None."""
+    """Return why this environment cannot compile the kernel, or None."""
     if not has_gluon():
         known = " to ".join(f"{major}.{minor}" for major, minor in (OLDEST, NEWEST))
         return f"sm90 is written in the Gluon of Triton {known}, this is Triton {triton.__version__}"
@@ -329,5 +329,5 @@ def environment_refusal() -> str | None:
 
 
 def unsupported(problem: AttentionProblem) -> str | None:
-    """Why the portable kernel has to run `problem`, or None."""
+    """Return why the portable kernel has to run `problem`, or None."""
     return refuses(problem) or environment_refusal()

@@ -1,6 +1,6 @@
-"""Rows of tensors by their addresses, for what does not go through TMA.
+"""Stores of rows by address, for results that do not go through TMA.
 
-Strides are those of the tensors' descriptors, multiples of 16 bytes, which is how many a thread moves at once.
+Strides come from the tensors' descriptors. They are multiples of the 16 bytes that a thread moves at once.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from diyfa.backends.cuda.attention.tile_io import PACKED, SEQ_LENS
 from diyfa.backends.cuda.gluon.compat import optimisation_barrier
 from diyfa.backends.cuda.hopper.mma import ROWS
 
-CHUNK = gl.constexpr(8)  # elements of 16 bytes
-WORDS = gl.constexpr(4)  # of float32 in as many
+CHUNK = gl.constexpr(8)  # 16-bit elements in 16 bytes
+WORDS = gl.constexpr(4)  # float32 elements in 16 bytes
 
 
 @gluon.jit
 def matrix(pointer, tensor, steps):
-    """A tensor's address and what its descriptor of `gluon/tma.py` says -> (address, stride of samples or steps, of
-    heads, of rows, features, steps from one sample to the next)."""
+    """Return (address, stride of samples or steps, of heads, of rows, columns, steps from one sample to the next).
+
+    `tensor` is a descriptor of `gluon/tma.py`, and `pointer` the address of its tensor.
+    """
     RANK: gl.constexpr = len(tensor.block_shape)
     strides = tensor.strides
     return pointer, strides[RANK - 4], strides[RANK - 3], strides[RANK - 2], tensor.shape[RANK - 1], steps
@@ -28,19 +30,19 @@ def matrix(pointer, tensor, steps):
 
 @gluon.jit
 def optimisation_barrier_64(x):
-    """`optimisation_barrier` for int64."""
+    """Return x as int64 behind an `optimisation_barrier`."""
     return gl.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l", [x.to(gl.int64)], dtype=gl.int64, is_pure=False, pack=1)
 
 
 @gluon.jit
 def _in_chunks(elements):
-    """A number of elements as an int64 that the compiler knows to be a multiple of 16 bytes."""
+    """Return a number of elements as an int64 that the compiler knows to be a multiple of CHUNK."""
     return optimisation_barrier_64(elements) // CHUNK * CHUNK
 
 
 @gluon.jit
 def offset_of(matrix, b, h, first, LENGTHS: gl.constexpr):
-    """Elements from a tensor's address to the first row of a sequence in a head."""
+    """Return the number of elements from a tensor's address to the first row of a sequence in a head."""
     _, step, stride_h, _, _, steps = matrix
     if LENGTHS == PACKED:
         at = first.to(gl.int64)
@@ -53,9 +55,10 @@ def offset_of(matrix, b, h, first, LENGTHS: gl.constexpr):
 
 @constexpr_function
 def chunked_layout(columns):
-    """[64, columns] of four warps, each thread with chunks of rows: a warp writes 64 bytes of each of 8 rows at once.
+    """Return a layout of [64, columns] for four warps: at a time, a warp writes 64 bytes of each of 8 rows.
 
-    Its rows are those that it has of an accumulator, so what is exchanged stays within the warp.
+    A thread has chunks of 16 bytes. A warp has the rows that it has of an accumulator, so it exchanges data only within
+    itself.
     """
     in_thread = [[0, 1], [0, 2], [0, 4], [8, 0]] + [[0, 1 << i] for i in range(5, columns.bit_length() - 1)]
     lanes = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
@@ -64,8 +67,10 @@ def chunked_layout(columns):
 
 @gluon.jit
 def store_rows(x, matrix, offset, row0, end, column0):
-    """Write x [64, columns], an accumulator's in the matrix's dtype, as rows from row0 on behind `offset`, columns from
-    column0 on; nothing from row `end` on. At least 32 columns."""
+    """Write x [64, columns] to rows [row0, end) behind `offset`, columns from column0 on.
+
+    x has an accumulator's rows, the matrix's dtype, and at least 32 columns.
+    """
     LAYOUT: gl.constexpr = chunked_layout(x.shape[1])
     x = gl.convert_layout(x, LAYOUT)
     row = row0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
@@ -79,7 +84,7 @@ def store_rows(x, matrix, offset, row0, end, column0):
 
 @gluon.jit
 def store_float32(x, matrix, offset, row0, end, column0):
-    """`store_rows` of an accumulator as it is: four threads write 32 bytes of a row at once; nothing is exchanged."""
+    """Write an accumulator as `store_rows` does, in its own layout: four threads write 32 bytes of a row at once."""
     LAYOUT: gl.constexpr = x.type.layout
     row = row0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
     column = column0 + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, LAYOUT))
@@ -90,7 +95,10 @@ def store_float32(x, matrix, offset, row0, end, column0):
 
 @gluon.jit
 def clear_others(cu_seqlens_ptr, batch, total, heads, matrix, lse_ptr):
-    """`clear_others` of `attention/clear.py`, for four warps. A sequence longer than said has all its tiles."""
+    """Clear rows that belong to no sequence, as `clear_others` of `attention/clear.py` does. For four warps.
+
+    A sequence longer than the call said is computed whole, so nothing inside of it is cleared.
+    """
     COLUMNS: gl.constexpr = 64
     LAYOUT: gl.constexpr = chunked_layout(COLUMNS)
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])

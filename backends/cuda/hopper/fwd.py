@@ -1,16 +1,17 @@
 """Attention forward for Hopper (sm_90): a producer warp and consumer warpgroups, in Gluon.
 
-The schedule is FlashAttention-3's (Shah et al. 2024, arXiv:2407.08608, algorithm 2 with its section 3.2). One warp does
-nothing but copy tiles to shared memory through TMA; one to three warpgroups of 64 queries each do the rest. A consumer
+The schedule is FlashAttention-3's (Shah et al. 2024, arXiv:2407.08608, algorithm 2 with its section 3.2). One producer
+warp copies tiles to shared memory through TMA. One to three consumer warpgroups of 64 queries each compute. A consumer
 issues the scores of the next key block before the values of this one, so the tensor cores work while it computes
 exponentials. `docs/hopper.md` explains it; `hopper/configs.py` decides which problems come here.
 
-A tile is BLOCK_M = 64 * CONSUMERS queries of one head. Keys come in blocks of BLOCK_N, from the last one that the tile
-sees to the first, so that what a mask cuts comes first. K and V share one ring of STAGES buffers (`gluon/ring.py`).
-Where their tiles differ in shape, the ring's even stages are buffers for K and its odd ones for V. Tiles are powers of
-two wide, with zeros beyond the head dim; one of 129 to 192 columns comes in three TMA boxes of 64.
+A tile is BLOCK_M = 64 * CONSUMERS queries of one head. It visits its keys in blocks of BLOCK_N: first the blocks at the
+right end, then those at the left end, then the rest from right to left (`BlockOrder` in `hopper/tiles.py`). So blocks
+that a mask cuts come first. K and V share one ring of STAGES buffers (`gluon/ring.py`). If their tiles differ in shape,
+even stages have buffers for K and odd ones for V. Tiles are powers of two wide, with zeros beyond the head dim. A tile
+of 129 to 192 columns consists of three TMA boxes of 64.
 
-Keys may lie in a cache, contiguous or in pages (`hopper/prefill.py`).
+Keys may be in a cache, contiguous or in pages (`hopper/prefill.py`).
 """
 
 # Aggregates are checked against their annotations, so these must not be postponed.
@@ -94,7 +95,7 @@ from diyfa.problem import AttentionProblem, AttentionTensors, KVCacheTensors, La
 
 @dataclass(frozen=True, eq=False)
 class Sm90Constants(Constants):
-    """What the kernel is compiled for: the problem's features, tile and schedule. `Sm90Config` says what these mean."""
+    """The kernel's compile-time constants: features, tile and schedule. `Sm90Config` explains most of them."""
 
     block_m: int
     block_n: int
@@ -119,13 +120,13 @@ class Sm90Constants(Constants):
     alibi: bool
     sinks: bool
     negate: bool
-    fixed_max: bool  # the maximum of the first blocks serves the others (`fixed_max_step`, `overflow.py`)
+    fixed_max: bool  # the maximum of the edge blocks is used for all others (`fixed_max_step`, `overflow.py`)
     tile_infos: int
     schedule: str
     find_ahead: bool
     consumer_registers: int
     producer_registers: int
-    fallback: bool = False  # only the tiles that are flagged (`overflow.py`)
+    fallback: bool = False  # compute only the flagged tiles (`overflow.py`)
 
 
 @constexpr_function
@@ -136,7 +137,7 @@ def for_fallback(config):
 
 @aggregate
 class Shared:
-    """What the producer and the consumers share: constants, memory and barriers."""
+    """Constants, shared memory and barriers that the producer and the consumers use."""
 
     config: gl.constexpr  # `Sm90Constants`
     queries: Queries
@@ -148,7 +149,7 @@ class Shared:
 
 @aggregate
 class Inputs:
-    """What the producer reads."""
+    """Tensors that the producer reads, with their strides, and the scheduler that it asks for tiles."""
 
     q_tensor: tma.tensor_descriptor
     k_tensor: tma.tensor_descriptor
@@ -165,7 +166,7 @@ class Inputs:
 
 @aggregate
 class Outputs:
-    """What consumers write, and what only they read. A pointer that nobody needs is None."""
+    """Tensors that consumers write, and inputs that only they read. An unused pointer is None."""
 
     o_tensor: tma.tensor_descriptor
     lse_ptr: gl.tensor
@@ -180,9 +181,12 @@ class Outputs:
 
 @gluon.jit
 def _find_tile(index, turn, problem, shared, scheduler):
-    """Find the first tile from number `index` on and leave its info, or that there is none -> its number."""
+    """Find the next non-empty tile at or after number `index`, write its tile info to slot `turn`, return its number.
+
+    If no tile is left, the tile info says so.
+    """
     config: gl.constexpr = shared.config
-    if config.FIND_AHEAD:  # more is alive there
+    if config.FIND_AHEAD:  # this call is inside the loop over blocks, where registers are short
         problem = problem.behind_barrier()
     tiles = problem.tile_count(config.BLOCK_M)
     searching = True
@@ -199,10 +203,12 @@ def _find_tile(index, turn, problem, shared, scheduler):
 
 @gluon.jit
 def _producer(problem, shared, inputs):
-    """One warp: find tile after tile, tell the consumers, and copy what they read as soon as a buffer is free.
+    """Run the producer warp. For each tile: write its tile info, copy its Q, then K and V of its blocks.
 
-    FIND_AHEAD: the next tile is found before the last block of keys is copied, not after it. Where that takes long and
-    the ring is short, the consumers would stand still meanwhile; elsewhere they would because the block comes later.
+    Each copy waits until its buffer is free.
+
+    FIND_AHEAD: find the next tile before the last key block is copied, not after it. With a slow search and few stages,
+    consumers then do not idle during the search. But the last block comes later, so other configs leave it off.
     """
     config: gl.constexpr = shared.config
     RAGGED: gl.constexpr = problem.LENGTHS != EQUAL
@@ -210,8 +216,8 @@ def _producer(problem, shared, inputs):
     ring = shared.ring
     scheduler = inputs.scheduler
     item = 0
-    used = 0  # how many queries have been loaded
-    turn = 0
+    used = 0  # tiles of queries loaded so far
+    turn = 0  # slot of the tile's info: its number among the program's tiles
     if config.FALLBACK:
         turn = shared.flags.next_flagged(turn, 1)
     else:
@@ -233,12 +239,13 @@ def _producer(problem, shared, inputs):
             )  # fmt: skip
         order = block_order(tile, problem, config.BLOCK_M, config.BLOCK_N)
         n_blocks = tile.end_block - tile.first_block
-        # The answer comes while a block waits for its buffers. Asking with the first block would commit programs a
-        # whole tile ahead: with 8 tiles for each they would not end together.
+        # Block at which to draw the next tile's number. The answer arrives while that block waits for its buffers.
+        # If programs drew at the first block, each would commit itself a whole tile ahead: with 8 tiles per program
+        # they would not end at the same time.
         asking = n_blocks - 1
         if config.FIND_AHEAD:
             asking = gl.maximum(n_blocks - 2, 0)
-        if shared.tile_infos.is_last(turn, scheduler):  # a number that is drawn must be used
+        if shared.tile_infos.is_last(turn, scheduler):  # draw nothing: a number drawn here would be lost
             asking = n_blocks
         drawn = 0
         if config.PAGE_SIZE > 0:
@@ -271,7 +278,7 @@ def _producer(problem, shared, inputs):
                     ring.v_buffers, ring.buffer_of(item + 1), ring.full_barrier(item + 1), config.BOXES_V,
                     config.BLOCK_N,
                 )  # fmt: skip
-                # A block ahead: they come while this warp waits for buffers.
+                # Load the next block's page numbers now: they arrive while this warp waits for buffers.
                 row = order.block(gl.minimum(i + 1, n_blocks - 1)) * config.BLOCK_N
                 pages = problem.pages(tile, table, row, config.BLOCK_N)
             else:
@@ -295,7 +302,7 @@ def _producer(problem, shared, inputs):
 
 @gluon.jit
 def _named_barrier(action: gl.constexpr, number: gl.constexpr):
-    """`bar.sync` or `bar.arrive` on a barrier of two warpgroups; Triton itself does not use numbers from 8 on."""
+    """Execute `bar.sync` or `bar.arrive` on a barrier of two warpgroups. Triton itself uses only numbers below 8."""
     gl.inline_asm_elementwise(
         "mov.b32 $0, 0; bar." + action + " " + number + ", 256;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -303,7 +310,7 @@ def _named_barrier(action: gl.constexpr, number: gl.constexpr):
 
 @gluon.jit
 def _wait_turn(CONSUMER: gl.constexpr):
-    """Block until the consumer before this one has handed over."""
+    """Wait for the ping-pong turn: until the previous consumer has handed over."""
     if CONSUMER == 0:
         _named_barrier("sync", "8")
     elif CONSUMER == 1:
@@ -314,7 +321,7 @@ def _wait_turn(CONSUMER: gl.constexpr):
 
 @gluon.jit
 def _hand_over(CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Let the next consumer, after the last one the first, issue its products. Does not block."""
+    """Give the ping-pong turn to the next consumer; the first follows the last. Does not block."""
     if CONSUMER == CONSUMERS - 1:
         _named_barrier("arrive", "8")
     elif CONSUMER == 0:
@@ -325,7 +332,7 @@ def _hand_over(CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
 
 @aggregate
 class Consumer:
-    """One consumer warpgroup: what it knows for all tiles."""
+    """State of a consumer warpgroup that is valid for all tiles."""
 
     INDEX: gl.constexpr
     problem: Problem
@@ -347,22 +354,24 @@ class Consumer:
 @gluon.jit
 def _attend_blocks(
     consumer, q, rows, order, start, end,
-    o,  # [64, Dv] fp32 in parts; in a kernel with a fixed maximum, also the rounded weights' sums [64, 8]
-    p,  # weights of the block before, a `mma_operand`
-    m_i,
+    o,  # accumulators [64, Dv] fp32; in a kernel with a fixed maximum, also the rounded weights' sums [64, 8]
+    p,  # weights of the previous block, a `mma_operand`
+    m_i,  # [64] fp32, in units of log2
     l_i,  # [64, 4] fp32, `sums_by_thread`
-    item,
+    item,  # ring item of the previous block's K
     MASKED: gl.constexpr, FIXED_MAX: gl.constexpr,
 ):  # fmt: skip
-    """The KV loop over blocks `start` to `end` of the order: scores of each one together with the values of the one
-    before.
+    """Run the KV loop over positions [start, end) of the order.
 
-    FIXED_MAX: m_i stays.
+    An iteration issues the scores of its block and the values of the previous block, then computes the softmax of its
+    block while the tensor cores add the values. The values of the last block are left to the caller.
+
+    FIXED_MAX: m_i does not change.
     """
     config: gl.constexpr = consumer.shared.config
     ring = consumer.shared.ring
     for i in range(start, end):
-        item += 2  # its K, and item - 1 is the V of the block before
+        item += 2  # this block's K; item - 1 is the previous block's V
         ring.wait_full(item)
         consumer.wait_turn()
         s = start_scores(q, consumer.shared.queries, ring, item, consumer.INDEX, config)
@@ -388,10 +397,11 @@ def _attend_blocks(
 
 @gluon.jit
 def _skip_masked(consumer, tile, key0, item):
-    """Release the tile's last blocks, of which the mask on the right leaves this consumer's rows nothing -> next item.
+    """Skip the blocks at the tile's end that the right mask hides from all rows of this consumer. Return the next item.
 
-    Row 0 is aligned with key0. At least one block is left. A stage must be full before it is released: until then
-    others may still owe their release of what it held before.
+    Wait for each stage, then release it unread. An earlier release could count for the item that the stage held
+    before, which other consumers may still read. `key0`: the key that row 0 is aligned with. At least one block
+    remains.
     """
     config: gl.constexpr = consumer.shared.config
     problem = consumer.problem
@@ -399,7 +409,7 @@ def _skip_masked(consumer, tile, key0, item):
     end = key0 + ROWS if problem.CAUSAL else key0 + ROWS + problem.window_right
     own_end = gl.maximum(gl.cdiv(gl.minimum(end, tile.n_keys), config.BLOCK_N), tile.first_block + 1)
     for _ in range(own_end, tile.end_block):
-        # As many turns as the others have.
+        # Consumers must take equally many ping-pong turns.
         consumer.wait_turn()
         consumer.hand_over()
         for j in gl.static_range(2):
@@ -411,7 +421,17 @@ def _skip_masked(consumer, tile, key0, item):
 
 @gluon.jit
 def _attend_tile(consumer, tile, item, used):
-    """A consumer's 64 queries of a tile: from scores to the rows of out and lse -> (next item, overflown rows)."""
+    """Compute and write the rows of out and lse of this consumer's 64 queries of a tile.
+
+    1. Skip the blocks that the right mask hides from all 64 rows. A lone consumer has none: the tile ends at its rows.
+    2. Prologue: scores and softmax of the first block of the order (`block_order`).
+    3. KV loop (`_attend_blocks`), which adds the values of each block one iteration later. Positions [1, n_masked) of
+       the order are masked, later ones are not. FIXED_MAX: [1, n_first) update the maximum, [n_first, n_blocks) use it.
+    4. Epilogue: values of the last block, division by the sum of weights, lse, stores.
+
+    `item`: ring item of the first block's K; its V is item + 1. `used`: tiles of queries that were loaded before.
+    Returns (item of the next tile, overflown rows [64] int32, or 0 without FIXED_MAX).
+    """
     config: gl.constexpr = consumer.shared.config
     problem = consumer.problem
     outputs = consumer.outputs
@@ -421,7 +441,7 @@ def _attend_tile(consumer, tile, item, used):
     DTYPE: gl.constexpr = queries.buffers.dtype
     WIDTH: gl.constexpr = outputs.o_tensor.block_shape[-1]
     S_ROWS: gl.constexpr = gl.SliceLayout(1, accumulator_layout(config.BLOCK_N))
-    # The end of the keys is checked wherever there is a left edge.
+    # HAS_LEFT need not be asked: it implies HAS_RIGHT or CHECK_KEYS.
     MASKED: gl.constexpr = problem.HAS_RIGHT or problem.CHECK_KEYS
 
     row0 = tile.row0 + CONSUMER * ROWS
@@ -432,8 +452,8 @@ def _attend_tile(consumer, tile, item, used):
         item = _skip_masked(consumer, tile, key0, item)
         order = order.without_last((item - before) // 2)
     offs_m = row0 + gl.arange(0, ROWS, layout=S_ROWS)
-    # The first n_masked blocks of the order are cut by a mask or the end of the keys, or end there. What comes behind
-    # the first n_first all rows see whole, and each row has seen a key before.
+    # Positions in the order. A mask or the end of the keys may cut only blocks [0, n_masked). Every row sees all keys
+    # of blocks [n_first, n_blocks), and has seen a key before them.
     n_blocks = order.end_block - order.first_block
     n_first = order.n_right + order.n_left
     n_masked = 1
@@ -448,10 +468,10 @@ def _attend_tile(consumer, tile, item, used):
         slope = gl.load(outputs.slopes_ptr + tile.b * outputs.stride_slopeb + tile.h) * LOG2E
     rows = Rows(offs_m + (tile.n_keys - tile.n_queries), tile.n_keys, slope)
 
-    # Prologue: the first block has none before it whose values could be added meanwhile.
+    # Prologue: no block comes before the first one, so there are no values to add.
     queries.wait_full(CONSUMER, used)
     q = queries_in_registers(queries, CONSUMER, config)
-    if (config.OWN_O or config.DIRECT) and config.Q_IN_REGISTERS == config.BOXES:  # all of them are in registers
+    if (config.OWN_O or config.DIRECT) and config.Q_IN_REGISTERS == config.BOXES:  # shared memory is read no more
         queries.release(CONSUMER)
     ring.wait_full(item)
     s = start_scores(q, queries, ring, item, CONSUMER, config)
@@ -467,7 +487,7 @@ def _attend_tile(consumer, tile, item, used):
         o += (zero_sums(),)
     p = mma_operand(weights, o, DTYPE, config.PAIRS)
 
-    # The KV loop: blocks that a mask cuts, blocks that set the maximum, all others.
+    # KV loop.
     if problem.HAS_LEFT or problem.HAS_RIGHT:
         o, p, m_i, l_i, item = _attend_blocks(
             consumer, q, rows, order, 1, n_masked, o, p, m_i, l_i, item, True, False
@@ -477,7 +497,8 @@ def _attend_tile(consumer, tile, item, used):
             o, p, m_i, l_i, item = _attend_blocks(
                 consumer, q, rows, order, n_masked, n_first, o, p, m_i, l_i, item, False, False
             )  # fmt: skip
-        # Nothing but -inf so far, of a row that sees the next blocks: a product that overflowed, or infinite inputs.
+        # The maximum is still -inf although the row sees the next blocks: its scores overflowed or its inputs are
+        # infinite. Flag it for the fallback.
         lost = (m_i == float("-inf")) & (n_first < n_blocks)
         m_i = gl.where(m_i == float("-inf"), 0.0, m_i)
         o, p, m_i, l_i, item = _attend_blocks(
@@ -488,8 +509,8 @@ def _attend_tile(consumer, tile, item, used):
             consumer, q, rows, order, n_masked, n_blocks, o, p, m_i, l_i, item, False, False
         )  # fmt: skip
 
-    # Epilogue: the last block's values.
-    if (config.OWN_O or config.DIRECT) and config.Q_IN_REGISTERS < config.BOXES:  # the last scores are there
+    # Epilogue.
+    if (config.OWN_O or config.DIRECT) and config.Q_IN_REGISTERS < config.BOXES:  # the last scores have read them
         queries.release(CONSUMER)
     ring.wait_full(item + 1)
     o = start_values(p, o, ring, consumer.shared.ones, item + 1, config)
@@ -497,11 +518,11 @@ def _attend_tile(consumer, tile, item, used):
     ring.release(item + 1)
     l_i = gl.convert_layout(gl.sum(l_i, 1), S_ROWS)
     l_rounded = l_i
-    if config.FIXED_MAX:  # else a dominant weight is exactly 1, and one sum serves for both
-        # Out is divided by the sum of the rounded weights. So it stays a mean of the values, where the rounding of a
-        # dominant weight cancels, and agrees with the weights of the backward pass: delta is rowsum(dout * out).
+    if config.FIXED_MAX:  # a running maximum makes a dominant weight exactly 1, so that l_i serves for out as well
+        # Out is divided by the sum of the rounded weights. So it stays a mean of the values, in which the rounding of a
+        # dominant weight cancels. It also agrees with the weights of the backward pass: delta is rowsum(dout * out).
         l_rounded = gl.convert_layout(gl.max(o[run_count(config.BOXES_V)], 1), S_ROWS)
-    # A row that saw no key, or lies beyond its sample's end: out 0, lse +inf.
+    # A row that saw no key or is beyond its sample's end has out 0 and lse +inf.
     seen = l_i != 0.0
     total = gl.where(seen, l_i, 1.0)
     factor = gl.where(seen, 1.0 / gl.where(seen, l_rounded, 1.0), 0.0)
@@ -530,10 +551,10 @@ def _attend_tile(consumer, tile, item, used):
 
 @gluon.jit
 def _store_output(consumer, tile, row0, o, factor, share):
-    """Write rows of out, the accumulators o times `factor` and, with sinks, the keys' `share`.
+    """Write rows of out: the accumulators o times `factor`, and with sinks times `share`, the keys' weight beside them.
 
-    Out leaves through shared memory and TMA, which drops rows beyond the end, and may go on during the next tile; or
-    (DIRECT) from registers.
+    Out leaves through shared memory and TMA, which drops rows beyond the end. With OWN_O that copy may go on during the
+    next tile. DIRECT: out leaves from registers.
     """
     config: gl.constexpr = consumer.shared.config
     problem = consumer.problem
@@ -541,7 +562,7 @@ def _store_output(consumer, tile, row0, o, factor, share):
     CONSUMER: gl.constexpr = consumer.INDEX
     DTYPE: gl.constexpr = outputs.o_tensor.dtype
     WIDTH: gl.constexpr = outputs.o_tensor.block_shape[-1]
-    O_BOXES: gl.constexpr = config.BOXES_V if config.OWN_O else config.BOXES  # of a tile of `o_buffers`
+    O_BOXES: gl.constexpr = config.BOXES_V if config.OWN_O else config.BOXES  # boxes per tile of `o_buffers`
     if config.DIRECT:
         rows_of_o = matrix(outputs.o_ptr, outputs.o_tensor, 0)
         offset = offset_of(rows_of_o, tile.b, tile.h, tile.first_q, PACKED if problem.LENGTHS == PACKED else EQUAL)
@@ -550,8 +571,9 @@ def _store_output(consumer, tile, row0, o, factor, share):
         tma.store_wait(0)
     for run in gl.static_range(run_count(config.BOXES_V)):
         by_row = gl.convert_layout(factor, gl.SliceLayout(1, o[run].type.layout))[:, None]
-        out = gl.where(by_row == 0.0, 0.0, o[run] * by_row)  # a NaN among the scores is not 0
-        if outputs.SINKS:  # by itself: float32 may hold both factors and not their product
+        # Rows without keys become 0 even if o is NaN. A row with a NaN score has a factor of NaN and remains NaN.
+        out = gl.where(by_row == 0.0, 0.0, o[run] * by_row)
+        if outputs.SINKS:  # a second product: float32 may hold both factors and not their product
             out *= gl.convert_layout(share, gl.SliceLayout(1, o[run].type.layout))[:, None]
         out = out.to(DTYPE)
         if config.DIRECT:
@@ -567,26 +589,26 @@ def _store_output(consumer, tile, row0, o, factor, share):
                 outputs.o_tensor, tile.b, tile.h, row0, j * WIDTH, tile.first_q + tile.n_queries, tile.n_queries,
                 o_buffer, problem.LENGTHS == PACKED,
             )  # fmt: skip
-        if not config.OWN_O:  # out lies where the next queries will
+        if not config.OWN_O:  # out leaves through the buffers that the next queries are loaded to
             tma.store_wait(0)
             consumer.shared.queries.release(CONSUMER)
 
 
 @gluon.jit
 def _consumer(INDEX: gl.constexpr, problem, shared, outputs):
-    """One warpgroup: its 64 queries of each tile."""
+    """Run a consumer warpgroup: its 64 queries of each tile."""
     config: gl.constexpr = shared.config
     score = outputs.score.in_log2()
     consumer = Consumer(INDEX, problem, shared, outputs, score)
     item = 0
-    used = 0  # how many queries have been loaded
-    turn = 0
+    used = 0  # tiles of queries loaded so far
+    turn = 0  # slot of the tile's info
     if config.FALLBACK:
         turn = shared.flags.next_flagged(turn, 4)
         tile = shared.tile_infos.reread(turn, problem, 4)
     else:
-        # The first turn is consumer 0's: without this all would wait forever. The fallback finds one left over from
-        # the last block.
+        # Give consumer 0 the first ping-pong turn; otherwise all would wait forever. The fallback does not need it:
+        # the last block's hand-over still counts.
         if INDEX == config.CONSUMERS - 1:
             consumer.hand_over()
         tile = shared.tile_infos.read(turn, problem)
@@ -607,7 +629,7 @@ def _consumer(INDEX: gl.constexpr, problem, shared, outputs):
             tile = shared.tile_infos.read(turn, problem)
     if config.FIXED_MAX:
         shared.flags.finish(turn, all_overflown, INDEX)
-        wait_for_stores()  # before the rows are written again
+        wait_for_stores()  # the fallback may write the same rows
     else:
         tma.store_wait(0)
 
@@ -616,12 +638,13 @@ def _consumer(INDEX: gl.constexpr, problem, shared, outputs):
 def _attend(problem, shared, inputs, outputs):
     """Run the consumers and the producer until all tiles are done.
 
-    The first consumer runs on the warps that the kernel is launched with and takes the registers that are left. Idle
-    warps fill up the producer's warpgroup, which has registers for four warps anyway; a lone consumer has none to give.
+    The first consumer runs on the warps that the kernel is launched with and takes the remaining registers. Idle warps
+    fill up the producer's warpgroup, which has registers for four warps anyway. With one consumer there are no idle
+    warps: it has no registers to give away.
     """
     config: gl.constexpr = shared.config
     OTHERS: gl.constexpr = config.CONSUMERS - 1
-    PRODUCERS: gl.constexpr = 3 if OTHERS else 1  # partitions of its warpgroup
+    PRODUCERS: gl.constexpr = 3 if OTHERS else 1  # partitions of the producer's warpgroup
     R: gl.constexpr = config.CONSUMER_REGISTERS
     P: gl.constexpr = config.PRODUCER_REGISTERS
     gl.warp_specialize(
@@ -649,39 +672,45 @@ UNALIGNED_POINTERS = (
 
 @constexpr_function
 def _with_rows(block, rows):
-    """The shape of a box, with so many rows."""
+    """Return the shape of a box, with this number of rows."""
     return [*block[:-2], rows, block[-1]]
 
 
 @gluon.jit
 def _key_buffers(tensor, COUNT: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Buffers for tiles of keys or values, each of BLOCK_N rows of one box or of several below each other."""
+    """Allocate buffers for tiles of keys or values. BLOCK_N rows are one TMA box, or several that are stacked."""
     SHAPE: gl.constexpr = _with_rows(tensor.block_shape, BLOCK_N)
     return gl.allocate_shared_memory(tensor.dtype, [COUNT] + SHAPE, tensor.layout)
 
 
 @gluon.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=UNALIGNED_POINTERS)
 def _fwd_sm90_kernel(
-    q_tensor, k_tensor, v_tensor, o_tensor,  # (B, H, S, D) whatever the strides, or ragged (`gluon/tma.py`)
-    lengths_q_ptr, lengths_k_ptr,  # int32: cu_seqlens of packed sequences, or twice seq_lens
+    q_tensor, k_tensor, v_tensor, o_tensor,  # (B, H, S, D) with any strides, or ragged (`gluon/tma.py`)
+    lengths_q_ptr, lengths_k_ptr,  # int32: cu_seqlens of packed sequences; or both are seq_lens
     lse_ptr,  # (B, H, Sq) fp32, packed (H, Tq)
-    o_ptr,  # for DIRECT, and of packed sequences
+    o_ptr,  # for DIRECT and packed sequences
     slopes_ptr,  # (H,) or (B, H) fp32, for ALIBI
     sinks_ptr,  # (H,) fp32, for SINKS
     counter_ptr,  # int32, [next tile, programs that left]: for a dynamic schedule
     seqused_ptr, block_table_ptr, cache_batch_idx_ptr, length, added, entries, stride_table,  # `KeyCache`
-    heads,  # of all samples together
+    heads,  # batch * heads_q
     heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
-    group_size,  # query heads that share one key head
+    group_size,  # query heads per KV head
     stride_slopeb,
     steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn,  # `steps_of` each tensor
     scale, softcap,
     config: gl.constexpr,  # `Sm90Constants`
 ):  # fmt: skip
-    """Set up shared memory and barriers, and run the partitions."""
+    """Compute out and lse of all tiles.
+
+    1. Allocate shared memory, initialise barriers, wait for previous kernels on the stream.
+    2. Run the producer and the consumers until all tiles of the program are done (`_attend`).
+    3. FIXED_MAX: if consumers flagged tiles whose sums overflowed, run both for these with a running maximum.
+    4. Packed: clear the rows that belong to no sequence.
+    """
     DTYPE: gl.constexpr = q_tensor.dtype
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    # Queries and K are read box by box; runs are those of out, where it leaves through the queries' buffers, and of V.
+    # Products read Q and K box by box, V in runs of boxes (`run_of`). Out is stored in runs, and may leave through Q's.
     Q_BUFFERS: gl.constexpr = buffer_count(config.CONSUMERS, config.BOXES, not config.OWN_O and not config.DIRECT)
     q_buffers = gl.allocate_shared_memory(DTYPE, [Q_BUFFERS] + q_tensor.block_shape, q_tensor.layout)
     K_STAGES: gl.constexpr = config.STAGES if config.ONE_RING else config.STAGES // 2
@@ -746,7 +775,7 @@ def _fwd_sm90_kernel(
 
 
 def constants(problem: AttentionProblem, config: Sm90Config, negate: bool) -> Sm90Constants:
-    """The kernel's constants."""
+    """Return the constants that the kernel is compiled with."""
     return _constants(problem, config, negate, problem.seqlen_k % config.block_n != 0)
 
 
@@ -790,8 +819,10 @@ def _constants(problem: AttentionProblem, config: Sm90Config, negate: bool, has_
 def key_arguments(
     tensors: AttentionTensors | KVCacheTensors, config: Sm90Config, layout: str, ragged: bool, rows: int = 0
 ) -> dict[str, Any]:
-    """Where keys and values (two tensors of this layout) lie. `ragged`: they have ends of their own. `rows` of a box;
-    0: of a tile."""
+    """Return the kernel arguments of keys and values, two tensors of this layout.
+
+    `ragged`: sequences have lengths of their own. `rows`: rows of a TMA box; 0: block_n.
+    """
     k, v = tensors[1:3]
     described = ragged_descriptor if ragged else dense_descriptor
     (kb, kn), (vb, vn) = (steps_of(x, layout) if ragged else (0, 0) for x in (k, v))
@@ -815,7 +846,7 @@ def launch_of(
     config: Sm90Config,
     keys: dict[str, Any] | None = None,
 ) -> Launch:
-    """The launch that fills out and lse. `keys`: arguments that say where they lie, if not beside the queries."""
+    """Return the launch that fills out and lse. `keys`: arguments of keys in a cache; None: they are in `tensors`."""
     q = tensors.q
     layout, d, dv = problem.layout, problem.head_dim, problem.head_dim_v
     scale, negate = softmax_scale(problem, tensors.sm_scale)
@@ -827,7 +858,7 @@ def launch_of(
     qb, qm = steps_of(q, layout) if has_lengths else (0, 0)
     arguments = {
         "q_tensor": (ragged_descriptor if has_lengths else dense_descriptor)(q, layout, CONSUMER_ROWS, width),
-        # Rows beyond a sample's end are written, as zeros; rows beyond a packed sequence are another's.
+        # Rows beyond a sample's end are written as zeros. Rows beyond a packed sequence belong to the next one.
         "o_tensor": (ragged_descriptor if problem.varlen else dense_descriptor)(out, layout, CONSUMER_ROWS, width_v),
         "lengths_q_ptr": lengths_q,
         "lengths_k_ptr": lengths_k,
@@ -865,11 +896,11 @@ def _config(problem: AttentionProblem) -> Sm90Config:
 
 
 def forward_pass(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor) -> Pass:
-    """Fills out and lse."""
+    """Return the pass that fills out and lse."""
     config = _config(problem)
     return Pass([launch_of(problem, tensors, out, lse, config)], own=memory_of(config))
 
 
 def memory_of(config: Sm90Config) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
-    """`Pass.own`: the counter of a dynamic schedule."""
+    """Return `Pass.own`: the tile counter of a dynamic schedule."""
     return {"counter_ptr": counter_of} if config.scheduler == "dynamic" else {}

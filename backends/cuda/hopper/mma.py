@@ -1,9 +1,9 @@
 """The two products of the Hopper kernel, from tiles in shared memory.
 
-A tile of K, V, Q or out lies in BOXES buffers of as many columns each, one for each TMA box, in TMA's swizzled form.
-Scores add up over the boxes in one accumulator. The columns of out are those of V, so they are a tuple of accumulators:
-each for 4, 2 or 1 boxes of V that lie one behind another, the largest power of two first. That is how a wider tile of
-the same swizzle lies in memory anyway, and the instructions get wider: 96 columns are 64 + 32, 224 are 128 + 64 + 32.
+A tile of K, V, Q or out has BOXES buffers, one for each TMA box, with equally many columns in TMA's swizzled layout.
+Scores add up over the boxes in one accumulator. Out has the columns of V, so it is a tuple of accumulators. Each
+accumulator has a run of consecutive boxes of V: 4, 2 or 1, the largest power of two first. A run has the memory layout
+of a wider tile with the same swizzle, so that instructions are wider: 96 columns are 64 + 32, 224 are 128 + 64 + 32.
 """
 
 # Aggregates are checked against their annotations, so these must not be postponed.
@@ -26,7 +26,7 @@ ROWS = gl.constexpr(CONSUMER_ROWS)  # queries of one consumer: the M of one warp
 
 @constexpr_function
 def _runs(boxes):
-    """How many boxes each accumulator has."""
+    """Return the number of boxes of each accumulator's run."""
     found = []
     while sum(found) < boxes:
         found.append(1 << ((boxes - sum(found)).bit_length() - 1))
@@ -35,45 +35,45 @@ def _runs(boxes):
 
 @constexpr_function
 def run_count(boxes):
-    """How many accumulators `boxes` have."""
+    """Return the number of accumulators for a tile of `boxes` boxes."""
     return len(_runs(boxes))
 
 
 @constexpr_function
 def run_start(run, boxes):
-    """The first box of an accumulator."""
+    """Return the first box of a run."""
     return sum(_runs(boxes)[:run])
 
 
 @constexpr_function
 def run_length(run, boxes):
-    """How many boxes an accumulator has."""
+    """Return the number of boxes of a run."""
     return _runs(boxes)[run]
 
 
 @constexpr_function
 def accumulator_layout(columns):
-    """Registers of [64, columns] of one warpgroup."""
+    """Return the register layout of an accumulator [64, columns] of one warpgroup."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
 @constexpr_function
 def buffer_count(tiles, boxes, by_runs):
-    """How many buffers tiles of so many boxes take: where they are read by runs, a multiple of the longest one."""
+    """Return the number of buffers for `tiles` tiles of `boxes` boxes. By runs, it is a multiple of the longest run."""
     longest = _runs(boxes)[0] if by_runs else 1
     return -(-tiles * boxes // longest) * longest
 
 
 @constexpr_function
 def _step(box, boxes):
-    """Buffers from one tile's box to the next one's: as many as the run has that the box is in."""
+    """Return the distance in buffers from a tile's box to that of the next tile: the length of the box's run."""
     runs = _runs(boxes)
     return next(length for i, length in enumerate(runs) if box < sum(runs[: i + 1]))
 
 
 @constexpr_function
 def _offset(box, boxes, tiles):
-    """The buffer of the first tile's box."""
+    """Return the index of the first tile's buffer for a box."""
     runs = _runs(boxes)
     before = next(sum(runs[:i]) for i in range(len(runs)) if box < sum(runs[: i + 1]))
     return before * tiles + box - before
@@ -81,30 +81,30 @@ def _offset(box, boxes, tiles):
 
 @gluon.jit
 def buffer_index(buffers, tile, BOX: gl.constexpr, BOXES: gl.constexpr):
-    """The number of a box's buffer. `buffers` hold tiles of BOXES boxes: first runs of all tiles, then second ones."""
+    """Return the index of a box's buffer. `buffers` hold first the first runs of all tiles, then the second runs."""
     TILES: gl.constexpr = buffers.shape[0] // BOXES
     return tile * _step(BOX, BOXES) + _offset(BOX, BOXES, TILES)
 
 
 @gluon.jit
 def buffer_of(buffers, tile, BOX: gl.constexpr, BOXES: gl.constexpr):
-    """The buffer of a box."""
+    """Return the buffer of a box."""
     return buffers.index(buffer_index(buffers, tile, BOX, BOXES))
 
 
 @gluon.jit
 def box_of(buffers, tile, BOX: gl.constexpr, BOXES: gl.constexpr):
-    """The same as a matrix, whatever dimensions of one the buffers have."""
+    """Return the buffer of a box as a matrix, without leading dimensions of size 1."""
     RANK: gl.constexpr = len(buffers.shape)
     return buffer_of(buffers, tile, BOX, BOXES).reshape([buffers.shape[RANK - 2], buffers.shape[RANK - 1]])
 
 
 @gluon.jit
 def run_of(buffers, tile, BOXES: gl.constexpr, RUN: gl.constexpr, OF: gl.constexpr):
-    """The boxes of an accumulator as one matrix, of a tile of which the first OF of BOXES boxes are in use.
+    """Return the boxes of a run as one matrix. The tile uses the first OF of its BOXES boxes.
 
-    Runs are powers of two, the longest first. So one of COUNT boxes begins at a multiple of COUNT buffers, and is one
-    tile among all buffers seen as tiles COUNT times as wide.
+    Runs are powers of two, the longest first. So a run of COUNT boxes begins at a multiple of COUNT buffers. Seen as
+    tiles COUNT times as wide, the buffers have it as one tile.
     """
     FIRST: gl.constexpr = run_start(RUN, OF)
     COUNT: gl.constexpr = run_length(RUN, OF)
@@ -124,7 +124,7 @@ def run_of(buffers, tile, BOXES: gl.constexpr, RUN: gl.constexpr, OF: gl.constex
 
 @aggregate
 class Queries:
-    """The queries of a tile in shared memory: BOXES buffers for each consumer, and its two barriers."""
+    """The queries of a tile in shared memory. Each consumer has BOXES buffers and two barriers."""
 
     buffers: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
@@ -146,7 +146,7 @@ class Queries:
 
     @gluon.jit
     def wait_empty(self, CONSUMER: gl.constexpr, used):
-        """The producer waits until a consumer has done with its queries; `used`: how many have been loaded."""
+        """In the producer, wait until the consumer's buffers are free. `used`: tiles of queries loaded before."""
         # A fresh barrier counts as one phase done: the first wait, for parity 1, passes.
         mbarrier.wait(self.empty.index(CONSUMER), (used & 1) ^ 1)
 
@@ -156,19 +156,19 @@ class Queries:
 
     @gluon.jit
     def release(self, CONSUMER: gl.constexpr):
-        """The next tile's queries may come."""
+        """Tell the producer that it may load the next tile's queries."""
         mbarrier.arrive(self.empty.index(CONSUMER), count=1)
 
 
 @gluon.jit
 def queries_in_registers(queries, CONSUMER: gl.constexpr, config):
-    """The first Q_IN_REGISTERS boxes of a consumer's queries, each [64, columns of a box].
+    """Load the first Q_IN_REGISTERS boxes of a consumer's queries to registers, each [64, columns of a box].
 
-    A product that takes its left operand from shared memory reads 64 rows of it again for every block of keys: at
-    head_dim 256 and 64 keys as many bytes as K itself, and both together as many as shared memory delivers meanwhile.
+    A product whose left operand is in shared memory reads its 64 rows for every key block. At head_dim 256 and 64 keys
+    these are as many bytes as K, and both together take all the bandwidth of shared memory.
 
-    From here on TMA may write over what was read. Without the fence it would do so while reads are still under way,
-    for neither a barrier of threads nor an arrival waits for them.
+    After the return TMA may overwrite these buffers. The fence orders it behind the reads; neither a barrier of threads
+    nor an arrival does.
     """
     LAYOUT: gl.constexpr = gl.DotOperandLayout(0, accumulator_layout(config.BLOCK_N), 2)
     q = ()
@@ -184,7 +184,7 @@ def start_scores(
     q,  # `queries_in_registers`
     queries, ring, item, CONSUMER: gl.constexpr, config,
 ):  # fmt: skip
-    """Start q kᵀ, [64, BLOCK_N], from its boxes along the head dim."""
+    """Start q kᵀ, [64, BLOCK_N], summed over the boxes of the head dim."""
     s = gl.zeros([ROWS, config.BLOCK_N], gl.float32, accumulator_layout(config.BLOCK_N))
     for j in gl.static_range(config.BOXES):
         k = box_of(ring.k_buffers, ring.buffer_of(item), j, config.BOXES).permute((1, 0))
@@ -198,13 +198,13 @@ def start_scores(
 
 @gluon.jit
 def zero_sums():
-    """The accumulator of the rounded weights' sums before the first block: [64, 8], whose columns are equal."""
+    """Return zeros [64, 8]: the accumulator of the rounded weights' sums, whose columns are equal."""
     return gl.zeros([ROWS, 8], gl.float32, accumulator_layout(8))
 
 
 @gluon.jit
 def zero_output(WIDTH: gl.constexpr, BOXES_V: gl.constexpr):
-    """Accumulators of out before the first block."""
+    """Return the accumulators of out, filled with zeros."""
     o = ()
     for run in gl.static_range(run_count(BOXES_V)):
         o += (gl.zeros(
@@ -216,8 +216,10 @@ def zero_output(WIDTH: gl.constexpr, BOXES_V: gl.constexpr):
 
 @gluon.jit
 def paired(x, DTYPE: gl.constexpr, PURE: gl.constexpr):
-    """x [64, columns] fp32 in 16 bits, two in an int32, [64, columns / 2]. Unless PURE at this place of the program, so
-    that what follows finds half as many registers taken."""
+    """Return x [64, columns] fp32 rounded to 16 bits, two in an int32: [64, columns / 2].
+
+    Unless PURE, the compiler may not move the conversion, so that the code after it has half as many registers taken.
+    """
     low, high = gl.split(x.reshape([ROWS, x.shape[1] // 2, 2]))
     if DTYPE == gl.bfloat16:  # noqa: SIM300  a type, not a constant
         pairs = gl.inline_asm_elementwise(
@@ -232,10 +234,10 @@ def paired(x, DTYPE: gl.constexpr, PURE: gl.constexpr):
 
 @gluon.jit
 def mma_operand(weights, o, DTYPE: gl.constexpr, PAIRS: gl.constexpr):
-    """Weights [64, BLOCK_N] fp32 in 16 bits, as the operand that `start_values` takes in the next round of the KV loop.
+    """Return weights [64, BLOCK_N] fp32 in 16 bits, as the operand of `start_values` in the next iteration.
 
-    PAIRS: `paired`. Carried through a loop as 16-bit numbers, ptxas exchanges the
-    halves of each register at its end and again at its beginning: 64 of 480 instructions of a block at head_dim 64.
+    PAIRS: as `paired` integers. If a loop carries 16-bit numbers, ptxas exchanges the halves of each register at its
+    end and at its beginning: 64 of 480 instructions of a block at head_dim 64.
     """
     if PAIRS:
         p = paired(weights, DTYPE, True)
@@ -246,7 +248,7 @@ def mma_operand(weights, o, DTYPE: gl.constexpr, PAIRS: gl.constexpr):
 
 @gluon.jit
 def unpaired(p, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
-    """[64, BLOCK_N / 2] pairs -> [64, BLOCK_N]; the instructions that take them again as pairs undo it."""
+    """Return `paired` weights [64, BLOCK_N / 2] as [64, BLOCK_N]. Products take them as pairs, which undoes it."""
     low, high = gl.inline_asm_elementwise(
         "mov.b32 {$0, $1}, $2;", "=h,=h,r", [p], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
     )
@@ -256,7 +258,7 @@ def unpaired(p, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def allocate_ones(DTYPE: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Make the columns of ones [8, BLOCK_N] that `start_values` multiplies weights by, as few as a product can have."""
+    """Allocate ones [8, BLOCK_N], by which `start_values` multiplies weights. 8 is the smallest N of a product."""
     ones = gl.allocate_shared_memory(DTYPE, [8, BLOCK_N], gl.NVMMASharedLayout(128, 16, 2))
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0])
     ones.store(gl.full([8, BLOCK_N], 1.0, gl.float32, LAYOUT).to(DTYPE))
@@ -267,8 +269,8 @@ def allocate_ones(DTYPE: gl.constexpr, BLOCK_N: gl.constexpr):
 def start_values(p, o, ring, ones, item, config):
     """Start adding p v to each accumulator of out; p is a `mma_operand`.
 
-    FIXED_MAX: p times `ones` is added to the last one of o. So the tensor cores sum the weights as they multiply V,
-    rounded to 16 bits.
+    FIXED_MAX: also start adding p times `ones` to the last one of o. So the tensor cores sum the weights as they are
+    multiplied by V, rounded to 16 bits.
     """
     started = ()
     if config.PAIRS:
@@ -286,7 +288,7 @@ def start_values(p, o, ring, ones, item, config):
 
 @gluon.jit
 def finish_values(o):
-    """Wait for what was started in a tuple of accumulators."""
+    """Wait for the products of a tuple of accumulators."""
     if len(o) == 1:
         done = (warpgroup_mma_wait(0, deps=[o[0]]),)
     else:
@@ -296,22 +298,22 @@ def finish_values(o):
 
 @constexpr_function
 def _products_unless_zero(n):
-    """$0 to $n-1 times $2n to $3n-1, past which a branch goes where $3n is 0."""
+    """Return PTX that multiplies $0 to $n-1 by $2n to $3n-1, and branches past the products if $3n is 0."""
     products = " ".join(f"mul.f32 ${i}, ${i}, ${2 * n + i};" for i in range(n))
     return f"{{ .reg .pred p; setp.eq.s32 p, ${3 * n}, 0; @p bra.uni on; {products} on: }}"
 
 
 @constexpr_function
 def _in_place(n):
-    """Constraints of n results that begin as the first n operands, n floating-point and n integer operands."""
+    """Return constraints: n results, n operands in the results' registers, n float operands, n integer operands."""
     return ",".join(["=f"] * n + [str(i) for i in range(n)] + ["f"] * n + ["r"] * n)
 
 
 @gluon.jit
 def _rescaled_unless_zero(o, alpha, changed):
-    """One accumulator of out, its rows times alpha; a warp branches past its products where `changed` is 0."""
+    """Return an accumulator with rows times alpha. A warp branches past its products if its `changed` is 0."""
     BY_ROW: gl.constexpr = gl.SliceLayout(1, o.type.layout)
-    OWN: gl.constexpr = o.shape[1] // 2  # elements of a thread
+    OWN: gl.constexpr = o.shape[1] // 2  # elements per thread
     factor = gl.convert_layout(alpha, BY_ROW)[:, None]
     return gl.inline_asm_elementwise(
         _products_unless_zero(OWN), _in_place(OWN), [o, factor, gl.convert_layout(changed, BY_ROW)[:, None]],
@@ -321,9 +323,10 @@ def _rescaled_unless_zero(o, alpha, changed):
 
 @gluon.jit
 def rescaled(o, alpha):
-    """Each row of the accumulators o times its alpha.
+    """Return the accumulators o with each row times its alpha.
 
-    Each warp looks for itself whether one of its rows needs that. All four together would have to wait for each other.
+    Each warp decides for itself whether one of its rows needs that. A common decision of four warps would make them
+    wait for each other.
     """
     changed = any_in_warp(alpha)
     result = ()

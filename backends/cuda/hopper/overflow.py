@@ -1,8 +1,8 @@
-"""The overflow fallback: what the kernel does where a fixed maximum was not enough.
+"""The overflow fallback: computes tiles with a running maximum if a fixed one was not enough.
 
-A row that is measured from the maximum of its first blocks can grow sums that float32 does not hold. Consumers flag the
-tiles in which that happened. When all tiles of the program are written, the same producer and consumers go through the
-flagged ones again, this time with a running maximum. So such a tile costs about twice its time, and others nothing.
+With the maximum of its first blocks, a row's sums can exceed what float32 holds. Consumers flag the tiles in which that
+happened. When all tiles of the program are written, the same producer and consumers compute the flagged ones with a
+running maximum. So such a tile takes about twice its time. Other tiles lose nothing.
 """
 
 # Aggregates are checked against their annotations, so these must not be postponed.
@@ -12,52 +12,52 @@ from triton.experimental.gluon import language as gl
 from diyfa.backends.cuda.gluon.compat import aggregate
 from diyfa.backends.cuda.hopper.mma import ROWS, run_count
 
-WARPS = gl.constexpr(4)  # of a consumer
-LARGEST_SUM = gl.constexpr(2.0**126)  # whose reciprocal is no denormal number
+WARPS = gl.constexpr(4)  # warps per consumer
+LARGEST_SUM = gl.constexpr(2.0**126)  # the reciprocal of a larger power of two is a denormal number
 
 
 @gluon.jit
 def overflown_rows(l_i, o, BOXES_V: gl.constexpr):
-    """Rows [64] whose sum l_i float32 cannot hold, or whose products with V in the accumulators o it could not.
+    """Return a mask [64] of rows whose sum l_i is too large for float32, or whose accumulators o are not all finite.
 
-    Not those of which a score is NaN: for them nothing would change.
+    Rows with a score of NaN are not in it: a running maximum would not change them.
     """
     lost = l_i > LARGEST_SUM
     for run in gl.static_range(run_count(BOXES_V)):
-        row = gl.sum(o[run] * 0.0, 1)  # NaN where one is not finite
+        row = gl.sum(o[run] * 0.0, 1)  # NaN if an element is not finite
         lost = lost | (gl.convert_layout(row, l_i.type.layout) != 0.0)
     return lost & (l_i == l_i)
 
 
 @gluon.jit
 def _per_warp(lost):
-    """[64] -> [4]: whether a warp has such a row."""
+    """Return [4] int32 of [64]: whether a warp has a lost row."""
     return gl.max(lost.reshape([WARPS, ROWS // WARPS]), 1)
 
 
 @aggregate
 class OverflowFlags:
-    """For each consumer a word of each of its warps for each of the program's tiles, and behind those one for all."""
+    """Flags of a program: a word for each consumer, tile slot and warp. Slot TILES is for all tiles of the program."""
 
     words: gl.shared_memory_descriptor | gl.constexpr  # [CONSUMERS * (TILES + 1), WARPS]; None without a fixed maximum
     CONSUMERS: gl.constexpr
-    TILES: gl.constexpr  # at most
+    TILES: gl.constexpr  # slots for tiles
 
     @gluon.jit
     def flag(self, turn, lost, CONSUMER: gl.constexpr):
-        """Say whether the tile of this turn has rows that are `lost` [64] int32."""
+        """Write to slot `turn` whether a row of its tile is `lost` [64] int32."""
         self.words.index(CONSUMER * (self.TILES + 1) + turn).store(_per_warp(lost))
 
     @gluon.jit
     def finish(self, turn, lost, CONSUMER: gl.constexpr):
-        """Say the same of all tiles of the program, and flag the turn behind the last, where a search shall end."""
+        """Write whether any row of the program is `lost`. Flag slot `turn`, behind the last tile, to end searches."""
         self.flag(turn, gl.full([ROWS], 1, gl.int32, lost.type.layout), CONSUMER)
         self.flag(self.TILES, lost, CONSUMER)
 
     @gluon.jit
     def is_flagged(self, turn, NUM_WARPS: gl.constexpr):
-        """Whether a consumer has flagged the tile of this turn -> int32."""
-        LAYOUT: gl.constexpr = gl.BlockedLayout([WARPS], [32], [NUM_WARPS], [0])  # every thread reads all of them
+        """Return whether a consumer has flagged slot `turn`, as int32."""
+        LAYOUT: gl.constexpr = gl.BlockedLayout([WARPS], [32], [NUM_WARPS], [0])  # every thread reads all words
         found = 0
         for c in gl.static_range(self.CONSUMERS):
             found |= gl.max(self.words.index(c * (self.TILES + 1) + turn).load(LAYOUT), 0)
@@ -65,12 +65,12 @@ class OverflowFlags:
 
     @gluon.jit
     def any_flagged(self):
-        """Whether a consumer has flagged any tile of the program -> int32. For four warps."""
+        """Return whether a consumer has flagged any tile of the program, as int32. For four warps."""
         return self.is_flagged(self.TILES, 4)
 
     @gluon.jit
     def next_flagged(self, turn, NUM_WARPS: gl.constexpr):
-        """The first turn from `turn` on that is flagged. The one behind the last tile is."""
+        """Return the first flagged slot at or after `turn`. The slot behind the last tile is always flagged."""
         while self.is_flagged(turn, NUM_WARPS) == 0:
             turn += 1
         return turn

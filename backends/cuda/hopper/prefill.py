@@ -1,4 +1,4 @@
-"""The Hopper forward (`hopper/fwd.py`) over a cache: prompts, in chunks or whole, whose keys lie in pages or rows."""
+"""The Hopper forward (`hopper/fwd.py`) over a KV cache, contiguous or paged: prompts, in chunks or whole."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _keys_layout(problem: KVCacheProblem) -> str:
 def launch_of(
     problem: KVCacheProblem, tensors: KVCacheTensors, out: torch.Tensor, lse: torch.Tensor, config: Sm90Config
 ) -> Launch:
-    """The launch that fills out and lse."""
+    """Return the launch that fills out and lse."""
     table, page = tensors.block_table, problem.page_size
     keys = {
         **fwd.key_arguments(tensors, config, _keys_layout(problem), True, min(page, config.block_n)),
@@ -40,7 +40,7 @@ def launch_of(
         *tensors[:3], tensors.sm_scale, cu_seqlens_q=tensors.cu_seqlens_q, alibi_slopes=tensors.alibi_slopes,
         sinks=tensors.sinks,
     )  # fmt: skip
-    # Queries are all there: only keys end early.
+    # Only keys end early, not queries.
     launch = fwd.launch_of(as_forward(problem).replace(seq_lens=False), queries, out, lse, config, keys)
     constants = replace(
         launch.constants["config"],
@@ -56,8 +56,8 @@ def _config(problem: KVCacheProblem) -> Sm90Config:
 
 
 def cache_pass(problem: KVCacheProblem, tensors: KVCacheTensors, out: torch.Tensor, lse: torch.Tensor) -> Pass:
-    """Fills out and lse."""
+    """Return the pass that fills out and lse."""
     config = _config(problem)
-    if problem.in_place:  # tiles that are computed again would read what they have written
+    if problem.in_place:  # out replaces the queries, which the overflow fallback would read a second time
         config = replace(config, fixed_max=False)
     return Pass([launch_of(problem, tensors, out, lse, config)], own=fwd.memory_of(config))

@@ -1,4 +1,4 @@
-"""Which calls with a cache the Hopper forward runs (`hopper/prefill.py`), and with which config. Plain data."""
+"""Configs of the Hopper forward over a KV cache (`hopper/prefill.py`), and the calls that it runs. Plain data."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from diyfa.backends.cuda.hopper import configs
 from diyfa.backends.cuda.hopper.configs import Sm90Config
 from diyfa.problem import AttentionProblem, KVCacheProblem, kept
 
-SMALLEST_PAGE = 16  # keys; of smaller ones a block of keys would be too many copies
-SWIZZLE_COLUMNS = 64  # of the widest box that lies in memory row by row, so that boxes fill a tile one below another
-# Of two consumers and the producer where a block of keys has several pages. Three have none to give.
+SMALLEST_PAGE = 16  # keys; with smaller pages, a key block would take too many copies
+SWIZZLE_COLUMNS = 64  # columns of the widest box whose rows follow each other in memory, so that boxes can be stacked
+# For two consumers and a producer, if a key block has several pages. Three consumers have no registers to give away.
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
-# (at most so many query heads for a head of keys) -> fewest queries of a sequence, on average, from which on a tile of
-# one head's queries pays. Below, the portable kernel has all of these heads in one tile and shares keys among programs.
+# (most query heads per KV head) -> fewest queries of a sequence, on average, from which on a tile of one head's queries
+# pays. With fewer, the portable kernel has all of these heads in one tile and splits keys among programs.
 FEWEST_QUERIES: tuple[tuple[int, int], ...] = ((1 << 30, 64),)
 
 
 @kept
 def as_forward(problem: KVCacheProblem) -> AttentionProblem:
-    """The call as the tables of the forward pass see it: with sequences that end where only the device knows."""
+    """Return the call as a problem of the forward pass, whose sequence lengths only the device knows."""
     return problem.described_as(
         AttentionProblem, seqlen_k=problem.capacity, seq_lens=not problem.varlen, batch_invariant=False
     )
@@ -27,7 +27,10 @@ def as_forward(problem: KVCacheProblem) -> AttentionProblem:
 
 @kept
 def config_of(problem: KVCacheProblem) -> Sm90Config:
-    """The forward's tile; where pages are smaller, with boxes that they fill, and registers to keep count of them."""
+    """Return the forward's config. If pages are smaller than blocks: with boxes that can be stacked and more registers.
+
+    The producer needs those to count pages.
+    """
     forward = as_forward(problem)
     config = configs.config_of(forward)
     if not 0 < problem.page_size < config.block_n:
@@ -43,7 +46,7 @@ def config_of(problem: KVCacheProblem) -> Sm90Config:
 
 
 def _queries(problem: KVCacheProblem) -> int:
-    """Of a sequence, on average."""
+    """Return the average number of queries of a sequence."""
     return problem.total_q // max(problem.batch, 1) if problem.varlen else problem.seqlen_q
 
 
@@ -53,12 +56,12 @@ def _fewest_queries(problem: KVCacheProblem) -> int:
 
 
 def has_few_queries(problem: KVCacheProblem) -> bool:
-    """Whether the kernel is refused however many keys there are."""
+    """Return whether the call has too few queries for the kernel, with any number of keys."""
     return _queries(problem) < _fewest_queries(problem)
 
 
 def refuses(problem: KVCacheProblem) -> str | None:
-    """Why the kernel does not take `problem`, or None."""
+    """Return why the kernel does not take `problem`, or None."""
     if problem.cache_dtype != problem.dtype:
         return f"sm90_prefill takes keys in the dtype of the queries, not {problem.cache_dtype} for {problem.dtype}"
     used = {
@@ -73,7 +76,7 @@ def refuses(problem: KVCacheProblem) -> str | None:
         return f"sm90_prefill pays from {fewest} queries of a sequence on, these have {queries} on average"
     if reason := configs.refuses(as_forward(problem)):
         return reason
-    if not problem.few_steps:  # of packed queries' pages, which the forward pass does not ask about
+    if not problem.few_steps:  # the forward pass does not check it for packed queries
         return configs.TOO_MANY_STEPS
     if not problem.aligned_out:
         return "sm90_prefill writes out through TMA, which needs an address and strides that are multiples of 16 bytes"
@@ -87,5 +90,5 @@ def refuses(problem: KVCacheProblem) -> str | None:
 
 
 def unsupported(problem: KVCacheProblem) -> str | None:
-    """Why the portable kernel has to run `problem`, or None."""
+    """Return why the portable kernel has to run `problem`, or None."""
     return refuses(problem) or configs.environment_refusal()

@@ -1,4 +1,4 @@
-"""The softmax: one step of it, with a running maximum (online softmax) or with a fixed one."""
+"""Softmax of a key block, with a running maximum (online softmax) or a fixed one."""
 
 # Aggregates are checked against their annotations, so these must not be postponed.
 from triton.experimental import gluon
@@ -8,22 +8,22 @@ from diyfa.backends.cuda.gluon.compat import aggregate
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
-LARGEST_PRODUCT = gl.constexpr(2.358e38)  # about the largest that float32 holds times LOG2E
+LARGEST_PRODUCT = gl.constexpr(2.358e38)  # about the largest number whose product with LOG2E float32 holds
 
 
 @aggregate
 class Score:
-    """How products of queries and keys become scores in units of log2, which `exp2` takes."""
+    """Constants that turn products of queries and keys into scores in units of log2, which `exp2` takes."""
 
     scale: gl.tensor
-    cap: gl.tensor  # of a softcap
+    cap: gl.tensor  # softcap
     SOFTCAP: gl.constexpr
     ALIBI: gl.constexpr
     NEGATE: gl.constexpr
 
     @gluon.jit
     def in_log2(self):
-        """Made from the scale and softcap of the call. With a softcap the inputs' scale stays inside tanh."""
+        """Convert the scale and softcap of the call to units of log2. With a softcap the scale stays inside tanh."""
         cap = self.cap * LOG2E
         scale = self.scale
         if not self.SOFTCAP:
@@ -33,16 +33,16 @@ class Score:
 
 @aggregate
 class Rows:
-    """A consumer's rows of a tile."""
+    """The 64 rows of a consumer in a tile."""
 
-    position: gl.tensor  # [64], the key that each is aligned with
+    position: gl.tensor  # [64], the key that each row is aligned with
     n_keys: gl.tensor
-    slope: gl.tensor | gl.constexpr  # of ALiBi
+    slope: gl.tensor | gl.constexpr  # ALiBi's, times LOG2E
 
 
 @gluon.jit
 def any_in_warp(alpha):
-    """[64] factors -> [64] int32: 0 where all rows of the row's warp have the factor 1."""
+    """Return [64] int32 of factors [64]: 0 if all rows of the row's warp have the factor 1, else 1."""
     return gl.inline_asm_elementwise(
         "{ .reg .pred p, q; setp.neu.f32 p, $2, 0f3F800000; setp.neu.f32 q, $3, 0f3F800000; or.pred p, p, q; "
         "vote.sync.any.pred p, p, 0xffffffff; selp.b32 $0, 1, 0, p; mov.b32 $1, $0; }",
@@ -52,10 +52,10 @@ def any_in_warp(alpha):
 
 @gluon.jit
 def reciprocal_of_exp2(x):
-    """1 / (2^x + 1). tanh(x) is 1 - 2 / (exp(2x) + 1), whose error of 1e-7 is absolute; beyond the range 1 or -1.
+    """Return 1 / (2^x + 1). With it, tanh(x) = 1 - 2 / (exp(2x) + 1) has an absolute error of 1e-7, and saturates.
 
-    The divisor is at least 1, so the reciprocal instruction needs none of what surrounds it in a division: 3 of the 15
-    instructions that a score with a softcap takes.
+    The divisor is at least 1, so the bare reciprocal instruction is enough. A division has 3 more, of 15 instructions
+    for a score with a softcap.
     """
     return gl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;", "=f,f", [gl.exp2(x) + 1.0], dtype=gl.float32, is_pure=True, pack=1
@@ -64,7 +64,7 @@ def reciprocal_of_exp2(x):
 
 @gluon.jit
 def _scores(s, score):
-    """Products -> (scores, their unit): one times the other is in units of log2."""
+    """Return (scores, unit) of products. Scores times the unit are in units of log2."""
     scale = score.scale
     if score.NEGATE:
         s = -s
@@ -76,10 +76,10 @@ def _scores(s, score):
 
 @gluon.jit
 def _columns(s):
-    """The columns [1, BLOCK_N] of a block of scores as two summands: (that of the lane, a constant of the program).
+    """Return the columns [1, BLOCK_N] of a block of scores as two summands: (lane's summand, compile-time constant).
 
-    A thread's columns are those of its lane, 2 * (lane % 4), plus constants. With the lane's part on the rows' side of
-    a comparison or difference the other side is a constant; else the columns would fill up to 32 registers.
+    A thread's columns are 2 * (lane % 4) plus constants. A comparison or difference takes the lane's summand on the
+    side of the rows, so that its other side is constant. Otherwise the columns would fill up to 32 registers.
     """
     columns = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))[None, :]
     return columns & 6, columns & ~6
@@ -87,7 +87,7 @@ def _columns(s):
 
 @gluon.jit
 def _alibi(s, start_n, rows):
-    """What ALiBi takes off scores [64, BLOCK_N]: slope times the distance of query and key."""
+    """Return what ALiBi subtracts from scores [64, BLOCK_N]: slope times the distance of query and key."""
     lane, constant = _columns(s)
     own = (rows.position[:, None] - lane - start_n).to(gl.float32)
     return rows.slope * gl.abs(own - constant.to(gl.float32))
@@ -95,10 +95,10 @@ def _alibi(s, start_n, rows):
 
 @gluon.jit
 def mask_scores(s, start_n, rows, problem):
-    """Scores [64, BLOCK_N] with -inf for what the rows do not see."""
+    """Return scores [64, BLOCK_N] with -inf at keys that the row does not see."""
     lane, constant = _columns(s)
     own = rows.position[:, None] - lane - start_n
-    if problem.CAUSAL:  # which also keeps inside the keys
+    if problem.CAUSAL:  # the last row is aligned with the last key, so this also excludes keys beyond the end
         seen = constant <= own
     elif problem.HAS_RIGHT:
         seen = (constant <= own + problem.window_right) & (constant < rows.n_keys - start_n - lane)
@@ -111,9 +111,9 @@ def mask_scores(s, start_n, rows, problem):
 
 @gluon.jit
 def softmax_step(s, m_i, start_n, rows, score, problem, MASKED: gl.constexpr):
-    """Products s [64, BLOCK_N] -> (weights p, running maximum, factor of what was summed before).
+    """Return (weights p, running maximum, factor alpha of earlier sums) of products s [64, BLOCK_N].
 
-    The maximum is in units of log2. MASKED: a mask or the end of the keys cuts the block; a row may see none of it.
+    The maximum is in units of log2. MASKED: a mask or the end of the keys may cut the block. A row may see none of it.
     """
     s, scale = _scores(s, score)
     if score.ALIBI:
@@ -122,17 +122,17 @@ def softmax_step(s, m_i, start_n, rows, score, problem, MASKED: gl.constexpr):
     if MASKED:
         s = mask_scores(s, start_n, rows, problem)
     m_new = gl.maximum(m_i, gl.max(s, 1) * scale)
-    m_ref = gl.where(m_new == float("-inf"), 0.0, m_new)  # nothing but -inf so far: avoid inf - inf
+    m_ref = gl.where(m_new == float("-inf"), 0.0, m_new)  # all scores so far are -inf: avoid inf - inf
     p = gl.exp2(s * scale - m_ref[:, None])
     return p, m_new, gl.exp2(m_i - m_ref)
 
 
 @gluon.jit
 def fixed_max_step(s, m_i, start_n, rows, score):
-    """Products s [64, BLOCK_N] that no mask cuts -> weights p, measured from the maximum of earlier blocks.
+    """Return weights p of products s [64, BLOCK_N] that no mask cuts, relative to the fixed maximum m_i.
 
-    The weights are exponentials of scores less any number near the row's maximum. As bfloat16 has float32's range, that
-    of the first blocks will do for the rest of the KV loop, whatever it holds, up to a sum that float32 cannot hold.
+    Softmax allows any reference near the row's maximum. bfloat16 weights have the range of float32, so the maximum of
+    the first blocks serves for the rest of the KV loop, until a sum exceeds what float32 holds.
     """
     s, scale = _scores(s, score)
     x = s * scale - m_i[:, None]
@@ -143,7 +143,7 @@ def fixed_max_step(s, m_i, start_n, rows, score):
 
 @gluon.jit
 def sums_by_thread(p):
-    """Sum each thread's own elements of each row: weights [64, BLOCK_N] -> [64, 4]."""
+    """Return the sums [64, 4] of weights [64, BLOCK_N] over the elements that each thread has of a row."""
     # A column is 8 * n + 2 * (lane % 4) + bit.
     columns = p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]).permute(0, 2, 1, 3)
     return gl.sum(columns.reshape([p.shape[0], 4, p.shape[1] // 4]), 2)
@@ -151,10 +151,10 @@ def sums_by_thread(p):
 
 @gluon.jit
 def add_sink(lse_log2, sink):
-    """A row's log-sum-exp [64] once a sink has joined the sum, a key without a value, and the share of the other keys.
+    """Return (LSE with a sink, weight of all keys beside it), each [64]. A sink is the score of a key without a value.
 
-    The first comes in units of log2, -inf where a row saw no key, and leaves in those of the sink. As in `add_sink` of
-    the portable kernel, the largest sinks have no product in float32, and a sink that is the maximum weighs 1.
+    `lse_log2` is in units of log2, -inf if a row saw no key. The returned LSE has the sink's unit. As in `add_sink` of
+    the portable kernel: float32 does not hold LOG2E times the largest sinks, and a sink that is the maximum weighs 1.
     """
     is_largest = (sink > LARGEST_PRODUCT) & (sink < float("inf"))
     product = gl.where(is_largest, LARGEST_PRODUCT, sink) * LOG2E

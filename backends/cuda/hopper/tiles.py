@@ -1,14 +1,14 @@
-"""Which tile a number stands for, which key blocks it sees in which order, and how TMA finds its rows.
+"""Tiles: from a number to a tile, the order of its key blocks, and TMA copies of its rows.
 
-Sequences may be all as long as the tensor (EQUAL), end early (SEQ_LENS), or lie packed one after another (PACKED). A
-TMA descriptor knows the end of a tensor only, so for the last two it gets two dimensions more (the idea of Triton's
-`tools/ragged_tma.py`). Rows are counted to a bound of 2^30, and a coordinate of 2^30 - length + row lets the
-sequence end exactly there: what lies beyond is read as zeros and not written, without a mask. The dimensions in front
-bring the address back: 2^30 steps of 2^34 - stride elements are -2^30 * stride modulo 2^64 bytes, which cancels the
-bound; the other one goes to the sequence's first row and `length` rows further. `gluon/tma.py` makes them.
+Sequences may all be as long as the tensor (EQUAL), end early (SEQ_LENS), or be packed one after another (PACKED). A TMA
+descriptor knows only the end of a tensor. For SEQ_LENS and PACKED it has two more dimensions (the idea of Triton's
+`tools/ragged_tma.py`). Rows are counted to a bound of 2^30. A coordinate of 2^30 - length + row makes the sequence end
+exactly at the bound: rows beyond it are read as zeros and not written, without a mask. The two leading dimensions bring
+the address back. 2^30 steps of 2^34 - stride elements are -2^30 * stride modulo 2^64 bytes, which cancels the bound.
+The other dimension adds the sequence's first row and `length` rows. `gluon/tma.py` makes the descriptors.
 
-Keys may lie in a cache (CACHED) whose rows have lengths of their own, beside queries that are EQUAL or PACKED. An entry
-of a contiguous cache is a sample that ends early. So is each page: a block of keys comes from one page, or from several
+Keys may be in a cache (CACHED), whose sequences have lengths of their own; queries are EQUAL or PACKED. An entry of a
+contiguous cache is a sample that ends early, and so is each page. A key block is copied from one page, or from several
 that fill its rows one after another.
 """
 
@@ -29,20 +29,20 @@ BOUND = gl.constexpr(ROW_BOUND)
 
 @aggregate
 class KeyCache:
-    """What a call with a cache says of its keys; all None without one, and a pointer that nobody needs."""
+    """Arguments that describe the keys of a cache. An unused pointer is None; without a cache, all are None."""
 
     seqused_ptr: gl.tensor | gl.constexpr  # (B,) int32: keys of each sequence
     block_table_ptr: gl.tensor | gl.constexpr
     cache_batch_idx_ptr: gl.tensor | gl.constexpr
-    length: gl.tensor | gl.constexpr  # of each sequence, where nothing on the device says it
-    added: gl.tensor | gl.constexpr  # keys that the call has appended to each
-    entries: gl.tensor | gl.constexpr  # pages, or entries of a contiguous cache
+    length: gl.tensor | gl.constexpr  # keys of each sequence, if no tensor says how many
+    added: gl.tensor | gl.constexpr  # keys that the call has appended to each sequence
+    entries: gl.tensor | gl.constexpr  # number of pages, or of entries of a contiguous cache
     stride_table: gl.tensor | gl.constexpr
     PAGE_SIZE: gl.constexpr  # 0: contiguous
 
     @gluon.jit
     def keys_of(self, b, lengths_k_ptr, capacity):
-        """(Entry of sequence b in a contiguous cache, how many keys it has)."""
+        """Return (entry of sequence b in a contiguous cache, number of its keys)."""
         entry = b
         n_keys = self.length
         if self.seqused_ptr is not None:
@@ -59,25 +59,25 @@ class KeyCache:
 
     @gluon.jit
     def table_of(self, b):
-        """Where sequence b's pages are listed."""
+        """Return the address of sequence b's row in the page table."""
         return self.block_table_ptr + b.to(gl.int64) * self.stride_table
 
 
 @constexpr_function
 def pages_of_block(block_n, page_size):
-    """How many pages a block of keys comes from."""
+    """Return the number of pages that a key block is copied from."""
     return max(block_n // page_size, 1)
 
 
 @gluon.jit
 def _lanes():
-    """[32], for partitions of one warp: what is known of several pages takes a register of each lane."""
+    """Return the lane numbers [32], for partitions of one warp: with a page per lane, pages take few registers."""
     return gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
 
 
 @aggregate
 class Problem:
-    """Sizes of a call, lengths of its sequences, and the mask."""
+    """Sizes of a call, lengths of its sequences, and its mask."""
 
     window_left: gl.tensor
     window_right: gl.tensor
@@ -86,22 +86,22 @@ class Problem:
     seqlen_k: gl.tensor
     total_q: gl.tensor
     total_k: gl.tensor
-    heads: gl.tensor  # of all samples together
-    heads_at_once: gl.tensor
+    heads: gl.tensor  # batch * heads_q
+    heads_at_once: gl.tensor  # heads whose tiles alternate, `heads_together` in `hopper/configs.py`
     batch: gl.tensor
-    lengths_q_ptr: gl.tensor | gl.constexpr  # None where all are EQUAL
+    lengths_q_ptr: gl.tensor | gl.constexpr  # None if all sequences are EQUAL
     lengths_k_ptr: gl.tensor | gl.constexpr
     cache: KeyCache
-    LENGTHS: gl.constexpr
-    LENGTHS_K: gl.constexpr  # the same, or that of the cache
-    CAUSAL: gl.constexpr
-    HAS_LEFT: gl.constexpr
+    LENGTHS: gl.constexpr  # of queries: EQUAL, SEQ_LENS or PACKED
+    LENGTHS_K: gl.constexpr  # of keys: equal to LENGTHS, or CACHED, or PACKED
+    CAUSAL: gl.constexpr  # implies HAS_RIGHT
+    HAS_LEFT: gl.constexpr  # in the forward, implies HAS_RIGHT or CHECK_KEYS
     HAS_RIGHT: gl.constexpr
-    CHECK_KEYS: gl.constexpr  # there is no mask on the right, and keys may end inside a block
+    CHECK_KEYS: gl.constexpr  # no mask on the right, and keys may end inside a block; excludes HAS_RIGHT
 
     @gluon.jit
     def behind_barrier(self):
-        """The same, but nothing follows from its sizes before this place."""
+        """Return the problem with sizes behind `optimisation_barrier`: nothing is computed from them before here."""
         heads_q = optimisation_barrier(self.heads_q)
         heads_at_once = optimisation_barrier(self.heads_at_once)
         seqlen_q = optimisation_barrier(self.seqlen_q)
@@ -113,8 +113,11 @@ class Problem:
 
     @gluon.jit
     def pages(self, tile, table, row, BLOCK_N: gl.constexpr):
-        """The page that keys [row, row + BLOCK_N) of a tile lie in, or several, one for each lane. -1: without keys, or
-        behind the window of all rows, where NaN may lie, which no weight of 0 removes."""
+        """Return the page of keys [row, row + BLOCK_N), or if pages are smaller a page in each lane.
+
+        -1 replaces pages without keys, and small pages left of the window of all rows. The latter may hold NaN, which a
+        weight of 0 would not remove.
+        """
         PAGE_SIZE: gl.constexpr = self.cache.PAGE_SIZE
         COUNT: gl.constexpr = pages_of_block(BLOCK_N, PAGE_SIZE)
         number = row // PAGE_SIZE
@@ -130,7 +133,7 @@ class Problem:
 
     @gluon.jit
     def tile_count(self, BLOCK_M: gl.constexpr):
-        """How many tiles the grid has; packed, some of them are empty (see `_packed_tile`)."""
+        """Return the number of tiles of the grid. Packed, some of them are empty (`_packed_tile`)."""
         if self.LENGTHS == PACKED:
             count = (self.total_q // BLOCK_M + self.batch) * self.heads_q
         else:
@@ -140,20 +143,20 @@ class Problem:
 
 @gluon.jit
 def load_clamped(pointer, most):
-    """A position read from the device, where it could not be checked before the launch, inside the memory there is."""
+    """Load a position, clamped to [0, most]. Positions on the device cannot be checked before the launch."""
     return gl.minimum(gl.maximum(gl.load(pointer), 0), most)
 
 
 @gluon.jit
 def _packed_tile(index, problem, BLOCK_M: gl.constexpr):
-    """Tile number -> (sequence, head, which of the sequence's tiles: negative or too large for an empty one).
+    """Return (sequence, head, tile within the sequence) of a tile number. An empty tile is negative or too large.
 
-    In each head the tiles of sequence b begin at number cu_seqlens_q[b] // BLOCK_M + b. The next sequence's begin far
-    enough behind, since floor(x + n) - floor(x) + 1 >= ceil(n), and at most one number in between stays empty. So the
-    sequence is found by counting beginnings, one for each lane, without sums over lengths or a word from the host.
+    In each head the tiles of sequence b begin at number cu_seqlens_q[b] // BLOCK_M + b. That leaves enough numbers, for
+    floor(x + n) - floor(x) + 1 >= ceil(n), and at most one of them stays empty. So the sequence is found by counting
+    beginnings, one per lane. That needs no sum over lengths, and the host need not know them.
     """
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    numbers = problem.total_q // BLOCK_M + problem.batch  # of a head
+    numbers = problem.total_q // BLOCK_M + problem.batch  # tile numbers per head
     h = index // numbers
     number = index % numbers
     count = 0
@@ -169,10 +172,11 @@ def _packed_tile(index, problem, BLOCK_M: gl.constexpr):
 
 @gluon.jit
 def tile_of(index, problem, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Tile number -> (whether there is such a tile, the tile). Only for partitions of one warp.
+    """Return (whether a tile number has a tile, the tile). Only for partitions of one warp.
 
-    At least one block is visited. `heads_at_once` heads take turns, so that their keys stay in L2 while the longest
-    tiles of all of them start first. Packed, a head's sequences follow each other, longest tiles first in each.
+    A tile has at least one key block. Tiles of `heads_at_once` heads alternate: the longest tiles of all these heads
+    start first, while their keys stay in L2. Packed, a head's sequences follow each other, each with its longest tiles
+    first.
     """
     first_q = 0
     first_k = 0
@@ -208,7 +212,7 @@ def tile_of(index, problem, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
     if problem.HAS_RIGHT:
         tile_m = tiles_m - 1 - tile_m
     row0 = tile_m * BLOCK_M
-    if problem.LENGTHS == SEQ_LENS:  # a tile beyond the sample's end has rows to fill with zeros, but sees nothing
+    if problem.LENGTHS == SEQ_LENS:  # a tile beyond the sample's end sees no key, but its rows are filled with zeros
         n_keys = gl.where(row0 < n_queries, n_keys, 0)
     key0 = row0 + n_keys - n_queries  # the key that query row0 is aligned with
     end = n_keys
@@ -226,11 +230,12 @@ def tile_of(index, problem, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
 
 @aggregate
 class BlockOrder:
-    """The order in which a tile's key blocks are visited: from the right end inwards, at the left end, then the others.
+    """The order in which a tile visits its key blocks: n_right from the right end, n_left from the left end, the rest.
 
-    At the right end come those that a mask or the end of the keys cuts for one of the tile's rows and the next one; at
-    the left end those that a window cuts, or the first one. Blocks in between are whole for all rows, and what rows
-    have seen by then, their latest keys and the very first ones, is where most attention goes.
+    The n_right blocks, from right to left, are those that the right mask or the end of the keys cuts for a row of the
+    tile, and one more. The n_left blocks, from left to right, are those that a window cuts, or the first one. The rest
+    comes from right to left; all rows see it whole. Most attention goes to a row's latest keys and to the very first
+    ones, which it has seen by then.
     """
 
     first_block: gl.tensor
@@ -240,22 +245,22 @@ class BlockOrder:
 
     @gluon.jit
     def block(self, i):
-        """The i-th block."""
+        """Return the block at position i of the order."""
         block = gl.where(i < self.n_right, self.end_block - 1 - i, self.first_block + i - self.n_right)
         return gl.where(i < self.n_right + self.n_left, block, self.end_block - 1 - i + self.n_left)
 
     @gluon.jit
     def without_last(self, n):
-        """The same without the last n blocks, which are among those at the right end."""
+        """Return the order without the tile's last n blocks, which must be among the n_right."""
         return BlockOrder(self.first_block, self.end_block - n, self.n_right - n, self.n_left)
 
 
 @gluon.jit
 def block_order(tile, problem, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """The order of a tile's key blocks."""
+    """Return the order of a tile's key blocks."""
     n_blocks = tile.end_block - tile.first_block
     key0 = tile.row0 + tile.n_keys - tile.n_queries
-    last_key = tile.n_keys - 1  # that the first row sees
+    last_key = tile.n_keys - 1  # last key that the tile's first row sees
     n_right = 1
     if problem.HAS_RIGHT:
         last_key = gl.minimum(key0 if problem.CAUSAL else key0 + problem.window_right, last_key)
@@ -274,9 +279,9 @@ def start_load(
     tensor, b, h, row, end, length, buffers, tile, full,
     BOXES: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
-    """Start copying a tile, which fills BOXES buffers of equal columns; `full` completes when all bytes have arrived.
+    """Start copying a tile to BOXES buffers of equally many columns. `full` completes when all bytes have arrived.
 
-    RAGGED: `row` counts from the sequence's beginning; `end` says where that sequence ends (see `end_of`).
+    RAGGED: `row` counts from the sequence's beginning, and `end` is `end_of` the sequence.
     """
     WIDTH: gl.constexpr = tensor.block_shape[-1]
     SIZE: gl.constexpr = tensor.block_type.nbytes * BOXES
@@ -297,9 +302,10 @@ def start_load_pages(
     h, row, n_keys, sample_steps, row_steps, buffers, tile, full,
     BOXES: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """The same for keys [row, row + BLOCK_N) of a sequence that lies in pages, each of which ends where its keys do.
+    """Start copying keys [row, row + BLOCK_N) of a sequence in pages. `full` completes when all bytes have arrived.
 
-    Of small pages each fills some rows of the tile. A page that the cache does not have has none.
+    Each page ends where its keys end. A page of fewer than BLOCK_N keys fills PAGE_SIZE rows of the tile. A page number
+    that the cache does not have fills them with zeros.
     """
     PAGE_SIZE: gl.constexpr = cache.PAGE_SIZE
     COUNT: gl.constexpr = pages_of_block(BLOCK_N, PAGE_SIZE)
@@ -330,7 +336,7 @@ def start_load_pages(
 
 @gluon.jit
 def start_store(tensor, b, h, row, column, end, length, buffer, RAGGED: gl.constexpr):
-    """Start writing one box of a tile, as `start_load` reads them; rows beyond the end stay as they are."""
+    """Start writing one box of a tile, with the arguments of `start_load`. Rows beyond the end are not written."""
     if RAGGED:
         async_store(tensor, [BOUND, end, h, BOUND - length + row, column], buffer)
     else:
@@ -339,10 +345,10 @@ def start_store(tensor, b, h, row, column, end, length, buffer, RAGGED: gl.const
 
 @gluon.jit
 def end_of(b, first, length, sample_steps, row_steps, LENGTHS: gl.constexpr):
-    """Where a sequence ends, in steps of its descriptor's second dimension.
+    """Return the end of a sequence, in steps of its descriptor's second dimension.
 
-    Packed, a step is a row; of samples it is what both a sample and a row are a multiple of. `first`: the sequence's
-    first row, or its entry in a cache.
+    Packed, a step is a row. Otherwise it is a common divisor of the strides of samples and rows. `first`: the
+    sequence's first row, or its entry in a cache.
     """
     if LENGTHS == PACKED:
         end = first + length

@@ -1,1 +1,1 @@
-"""The matrix product."""
+"""Kernels of the matrix product."""

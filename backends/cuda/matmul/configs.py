@@ -1,4 +1,4 @@
-"""Tiles of the matrix product: the table, what fits a device, and the choice for a problem without measuring."""
+"""Tiles of the matrix product: the table, the tiles that fit a device, and the choice without measuring."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from diyfa.problem import MatmulProblem, kept
 
 @dataclass(frozen=True)
 class MatmulConfig:
-    """A program computes a [block_m, block_n] tile, `block_k` deep at a time.
+    """Tile [block_m, block_n] of a program, which multiplies `block_k` of K at a time.
 
-    `group_m` row tiles share their columns of b in the L2 cache. `split_k` programs share one tile's depth and leave
-    partial sums (pointers only). For "tma": `persistent` programs, one for each multiprocessor, walk over the tiles;
-    `store_halves` stores a tile in two halves, which leaves shared memory for another stage.
+    `group_m`: row tiles that use the same columns of b in the L2 cache. `split_k`: programs that divide K of a tile and
+    write partial sums ("pointers" only). For "tma": with `persistent`, one program per multiprocessor computes many
+    tiles; `store_halves` stores a tile in two halves, which leaves shared memory for another stage.
     """
 
     form: str  # "tma" or "pointers"
@@ -33,18 +33,18 @@ class MatmulConfig:
 
 @dataclass(frozen=True)
 class Row:
-    """A table row: for which problems, the tile, and what was measured where and when."""
+    """Row of the table: its problems, its tile, and measured figures."""
 
     kind: str  # see `kind_of`
-    min_shared: int  # bytes a block may use on the architectures this row is meant for
-    max_m: int  # the row is a default up to this M
+    min_shared: int  # fewest bytes of shared memory per block of the architectures that this row is for
+    max_m: int  # largest M for which the row is a default
     config: MatmulConfig
     measured: str = "not measured yet"  # device, date, problem: TFLOP/s
 
 
 ANY = 1 << 62
 KIB = 1024
-# For each class the first row whose max_m suffices is the default; all rows of the class are candidates.
+# In each class the first row whose max_m suffices is the default, and all rows are candidates.
 _H200 = "H200, 2026-11-21, bfloat16, TFLOP/s: "
 # fmt: off
 TABLE: tuple[Row, ...] = (
@@ -76,7 +76,7 @@ TABLE: tuple[Row, ...] = (
     Row("mma", 0, ANY, MatmulConfig("tma", 128, 128, 64, 8, 3)),
     Row("mma", 0, ANY, MatmulConfig("tma", 128, 128, 32, 4, 4)),
     Row("mma", 0, ANY, MatmulConfig("tma", 128, 64, 64, 4, 3)),
-    # Ampere and later, plain pointers. Few rows: reading b is all the work, so split its depth over the device
+    # Ampere and later, plain pointers. With few rows, reading b is all the work, so K is split among programs
     Row("mma", 0, 16, MatmulConfig("pointers", 16, 64, 128, 4, 4, group_m=1, split_k=4),
         _H200 + "16x8192x8192 43"),
     Row("mma", 0, 64, MatmulConfig("pointers", 64, 64, 32, 8, 4, group_m=1, split_k=4),
@@ -95,7 +95,7 @@ TABLE: tuple[Row, ...] = (
         _H200 + "512^3 22, 1024^3 125, 4096^3 615, 8192^3 618"),
     Row("mma", 0, ANY, MatmulConfig("pointers", 16, 64, 128, 4, 4, group_m=1, split_k=8),
         _H200 + "16x8192x8192 43"),
-    # Element by element: a step's addresses and elements are in registers
+    # Loads of single elements: a step's addresses and elements are in registers
     Row("narrow", 0, 16, MatmulConfig("pointers", 16, 64, 64, 4, 3, group_m=1, split_k=4)),
     Row("narrow", 0, 512, MatmulConfig("pointers", 64, 64, 32, 4, 3)),
     Row("narrow", 0, ANY, MatmulConfig("pointers", 64, 128, 32, 8, 3)),
@@ -105,23 +105,23 @@ TABLE: tuple[Row, ...] = (
     Row("wide", 0, 512, MatmulConfig("pointers", 64, 64, 32, 8, 3)),
     Row("wide", 0, ANY, MatmulConfig("pointers", 128, 64, 32, 8, 4)),
     Row("wide", 0, ANY, MatmulConfig("pointers", 128, 64, 32, 8, 3)),
-    # Without tensor cores: the operands of a whole block_k step live in registers, so tiles are small
+    # Without tensor cores: the operands of a whole block_k step are in registers, so tiles are small
     Row("fma", 0, 64, MatmulConfig("pointers", 32, 32, 32, 4, 2)),
     Row("fma", 0, ANY, MatmulConfig("pointers", 64, 64, 16, 8, 2)),
 )
 # fmt: on
-# A split or a deep ring is for problems with at most this many rows; above, candidates without a split are measured.
+# Candidates with split_k are measured only for problems with at most this many rows.
 SPLIT_MAX_M = 64
 
 
 def kind_of(problem: MatmulProblem) -> str:
-    """What limits the tile: "fma", "wide", "narrow" or "mma".
+    """Return what limits the tile: "fma", "wide", "narrow" or "mma".
 
-    * fma: Triton (3.2 to 3.9) multiplies without tensor cores: before Ampere, and float32 in full precision. The
-      operands of a whole step live in registers.
+    * fma: Triton (3.2 to 3.9) multiplies without tensor cores, before Ampere and for float32 in full precision. The
+      operands of a whole step are in registers.
     * wide: float32 inputs on tensor cores, as tf32 or cast to 2 bytes.
     * narrow: without 16-byte alignment elements are copied one by one, 2-byte ones through registers.
-    * mma: everything else.
+    * mma: all other problems.
     """
     full = problem.compute_dtype == "float32" and problem.precision == "ieee"
     spec = gpu_spec(problem.arch)
@@ -133,11 +133,14 @@ def kind_of(problem: MatmulProblem) -> str:
 
 
 def shared_bytes(config: MatmulConfig, problem: MatmulProblem) -> int:
-    """Shared memory of the ring of operand tiles, or of the result's tile on its way out where that is larger."""
+    """Return the bytes of shared memory for the ring of operand tiles and for the result's tile.
+
+    With "pointers" both use the same memory, so it is the larger one.
+    """
     size = ELEMENT_BYTES[problem.dtype]
     step = (config.block_m + config.block_n) * config.block_k
     ring = step * size * config.num_stages
-    if problem.compute_dtype != problem.dtype:  # operands pass through shared memory again after the cast
+    if problem.compute_dtype != problem.dtype:  # operands pass through shared memory a second time, after the cast
         ring += step * ELEMENT_BYTES[problem.compute_dtype]
     tile = config.block_m * config.block_n * ELEMENT_BYTES[problem.out_dtype]
     if config.form == "pointers":
@@ -146,17 +149,17 @@ def shared_bytes(config: MatmulConfig, problem: MatmulProblem) -> int:
 
 
 def _limits(arch: str) -> GPUSpec:
-    """Limits of `arch`; those of sm_80 where it is not a GPU (Triton's interpreter)."""
+    """Return the limits of `arch`, or those of sm_80 if it is not a GPU (Triton's interpreter)."""
     return gpu_spec(arch) or gpu_spec("sm_80")  # type: ignore[return-value]
 
 
 def fits(config: MatmulConfig, problem: MatmulProblem) -> bool:
-    """Whether one block of `problem.arch` has the shared memory that `config` needs (1 KiB is left for barriers)."""
+    """Return whether one block of `problem.arch` has the shared memory that `config` needs, with 1 KiB for barriers."""
     return shared_bytes(config, problem) + KIB <= _limits(problem.arch).shared_per_block
 
 
 def given_config(problem: MatmulProblem, form: str) -> MatmulConfig | None:
-    """The caller's tile with as many pipeline stages as fit, None when not even one does."""
+    """Return the caller's tile with as many pipeline stages as fit, or None if not even one fits."""
     assert problem.block is not None
     block_m, block_n, block_k = problem.block
     num_warps = 4 if block_m * block_n < 128 * 128 else 8
@@ -176,7 +179,7 @@ def _class_of(problem: MatmulProblem, form: str) -> list[Row]:
 
 
 def _reduced(config: MatmulConfig, problem: MatmulProblem) -> MatmulConfig | None:
-    """`config` with fewer stages, then a shallower step, until it fits (float32 operands take twice the room)."""
+    """Return `config` with fewer stages, then a smaller block_k, so that it fits (float32 takes twice the room)."""
     for divisor, stages in product((1, 2, 4), range(config.num_stages, 1, -1)):
         smaller = MatmulConfig(**{**vars(config), "block_k": max(16, config.block_k // divisor), "num_stages": stages})
         if fits(smaller, problem):
@@ -186,7 +189,7 @@ def _reduced(config: MatmulConfig, problem: MatmulProblem) -> MatmulConfig | Non
 
 @kept
 def default_config(problem: MatmulProblem, form: str) -> MatmulConfig | None:
-    """The tile without measuring: the caller's, or the table's; None when the caller's does not fit."""
+    """Return the tile without measuring: the caller's, or the table's. None if the caller's does not fit."""
     if problem.block is not None:
         return given_config(problem, form)
     for row in _class_of(problem, form):
@@ -197,7 +200,7 @@ def default_config(problem: MatmulProblem, form: str) -> MatmulConfig | None:
 
 @kept
 def candidates(problem: MatmulProblem, form: str) -> Sequence[MatmulConfig]:
-    """What the autotuner measures: the class's tiles that fit and suit the number of rows."""
+    """Return the autotuner's candidates: the class's tiles that fit and suit the number of rows."""
     found = (_reduced(row.config, problem) for row in _class_of(problem, form))
     few = problem.m <= SPLIT_MAX_M
     return tuple(
@@ -206,7 +209,7 @@ def candidates(problem: MatmulProblem, form: str) -> Sequence[MatmulConfig]:
 
 
 def _unsupported(problem: MatmulProblem, form: str) -> str | None:
-    """What both forms refuse."""
+    """Return why either form cannot run `problem`, or None."""
     spec = gpu_spec(problem.arch)
     if spec is not None and not spec.has_bf16 and "bfloat16" in (problem.dtype, problem.compute_dtype):
         return f"bfloat16 needs compute capability 8.0 or later, this is {problem.arch}"
@@ -218,12 +221,12 @@ def _unsupported(problem: MatmulProblem, form: str) -> str | None:
     return None
 
 
-# Up to here the pointer form's split along K wins: 43.6 TFLOP/s against 40.5 at 16x8192x8192 (H200, 2026-11-21).
+# Most rows for which the pointer form's split of K wins: 43.6 TFLOP/s against 40.5 at 16x8192x8192 (H200).
 FEW_ROWS = 16
 
 
 def unsupported_tma(problem: MatmulProblem) -> str | None:
-    """Reason why the descriptor form cannot run `problem`, or None."""
+    """Return why the descriptor form cannot run `problem`, or None."""
     spec = gpu_spec(problem.arch)
     if spec is None or not spec.has_tma:
         return f"TMA needs Hopper or later, this is {problem.arch}"
@@ -241,5 +244,5 @@ def unsupported_tma(problem: MatmulProblem) -> str | None:
 
 
 def unsupported_pointers(problem: MatmulProblem) -> str | None:
-    """Reason why the pointer form cannot run `problem`, or None."""
+    """Return why the pointer form cannot run `problem`, or None."""
     return _unsupported(problem, "pointers")

@@ -1,12 +1,12 @@
-"""Matrix product c = a @ b with float32 accumulation, in two forms that differ in how tiles are read.
+"""Matrix product c = a @ b with float32 accumulation, in two forms that read tiles differently.
 
 * `tma`: host-side tensor descriptors, for float16 and bfloat16 inputs with 16-byte aligned strides on Hopper and
-  later; optionally persistent programs.
-* `pointers`: plain masked pointers, for everything else: any strides, dtypes and architecture; optionally split along
-  K, with the partial sums added by a second kernel in a fixed order, so results do not vary from run to run.
+  later. Programs may be persistent.
+* `pointers`: plain masked pointers, for any strides, dtypes and architecture. K may be split among programs. A second
+  kernel adds their partial sums in a fixed order, so results do not vary from run to run.
 
-Programs are ordered in groups of row tiles, so that those running together share operand tiles in the L2 cache
-(Triton's matrix-multiplication tutorial). All addresses are 64-bit.
+Programs are ordered in groups of row tiles, so that programs that run at the same time use the same operand tiles in
+the L2 cache (Triton's matrix-multiplication tutorial). All addresses are 64-bit.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class SumConstants(Constants):
 
 @triton.jit
 def grouped_tile(tile, num_tiles_m, num_tiles_n, GROUP_M: tl.constexpr):
-    """(row, column) of the tile-th tile: down GROUP_M rows, then to the next column."""
+    """Return (row, column) of a tile number: down GROUP_M rows, then to the next column."""
     tiles_in_group = GROUP_M * num_tiles_n
     first_m = (tile // tiles_in_group) * GROUP_M
     group_m = tl.minimum(num_tiles_m - first_m, GROUP_M)
@@ -87,7 +87,7 @@ def grouped_tile(tile, num_tiles_m, num_tiles_n, GROUP_M: tl.constexpr):
 def _matmul_kernel(
     a_ptr, b_ptr, c_ptr, stride_am, stride_ak, stride_bk, stride_bn, M, N, K, c: tl.constexpr
 ):  # fmt: skip
-    """The result is (M, N), or (SPLIT_K, M, N) partial sums; contiguous."""
+    """Compute a tile of the contiguous result (M, N), or of partial sums (SPLIT_K, M, N)."""
     pid_m, pid_n = grouped_tile(tl.program_id(0), tl.cdiv(M, c.BLOCK_M), tl.cdiv(N, c.BLOCK_N), c.GROUP_M)
     split = tl.program_id(1)
     offs_m = pid_m.to(tl.int64) * c.BLOCK_M + tl.arange(0, c.BLOCK_M)
@@ -97,7 +97,7 @@ def _matmul_kernel(
     mask_n = offs_n[None, :] < N
     a_ptrs = a_ptr + offs_m[:, None] * stride_am + offs_k[None, :] * stride_ak  # [BLOCK_M, BLOCK_K]
     b_ptrs = b_ptr + offs_k[:, None] * stride_bk + offs_n[None, :] * stride_bn  # [BLOCK_K, BLOCK_N]
-    # The splits take turns: split s reads steps s, s + SPLIT_K, ... In 64 bits: a stride may be nearly 2^31.
+    # Split s reads steps s, s + SPLIT_K, ... `step` has 64 bits, for a stride may be nearly 2^31.
     step = tl.full((), c.BLOCK_K * c.SPLIT_K, tl.int64)
     acc = tl.zeros((c.BLOCK_M, c.BLOCK_N), tl.float32)
     for k in range(split * c.BLOCK_K, K, c.BLOCK_K * c.SPLIT_K):
@@ -119,7 +119,7 @@ def _matmul_kernel(
 
 @triton.jit
 def _sum_splits_kernel(partial_ptr, c_ptr, size, c: tl.constexpr):
-    """The result's element i is the sum over s of partial[s, i], in the order of s."""
+    """Write the sums of partial[s, i] over s, in the order of s, to the result's elements i."""
     offs = tl.program_id(0).to(tl.int64) * c.BLOCK + tl.arange(0, c.BLOCK)
     mask = offs < size
     acc = tl.zeros((c.BLOCK,), tl.float32)
@@ -130,14 +130,14 @@ def _sum_splits_kernel(partial_ptr, c_ptr, size, c: tl.constexpr):
 
 @triton.jit
 def _matmul_tma_kernel(
-    a_desc,  # blocks of [BLOCK_M, BLOCK_K], or [BLOCK_K, BLOCK_M] when A_TRANSPOSED
-    b_desc,  # blocks of [BLOCK_K, BLOCK_N], or [BLOCK_N, BLOCK_K] when B_TRANSPOSED
-    c_desc,  # blocks of [BLOCK_M, BLOCK_N], half as wide when STORE_HALVES
+    a_desc,  # blocks of [BLOCK_M, BLOCK_K], or [BLOCK_K, BLOCK_M] if A_TRANSPOSED
+    b_desc,  # blocks of [BLOCK_K, BLOCK_N], or [BLOCK_N, BLOCK_K] if B_TRANSPOSED
+    c_desc,  # blocks of [BLOCK_M, BLOCK_N], half as wide if STORE_HALVES
     M, N, K, c: tl.constexpr,
 ):  # fmt: skip
-    """What lies beyond an edge of a or b reads as 0, beyond one of the result it is not written: descriptors clip."""
+    """Compute tiles of c. Descriptors clip: elements beyond a or b read as 0, elements beyond c are not written."""
     num_tiles_m, num_tiles_n = tl.cdiv(M, c.BLOCK_M), tl.cdiv(N, c.BLOCK_N)
-    # Flattened with the loop over K, loads of the next tile are in flight while this one is stored.
+    # Flattened with the loop over K: loads of the next tile are in flight while this one is stored.
     for tile in tl.range(tl.program_id(0), num_tiles_m * num_tiles_n, tl.num_programs(0), flatten=c.PERSISTENT):
         pid_m, pid_n = grouped_tile(tile, num_tiles_m, num_tiles_n, c.GROUP_M)
         start_m, start_n = pid_m * c.BLOCK_M, pid_n * c.BLOCK_N
@@ -163,13 +163,13 @@ def _matmul_tma_kernel(
 
 
 def _is_transposed(x: torch.Tensor) -> bool:
-    """Whether an aligned matrix is read along its first dimension, the one of stride 1."""
+    """Return whether an aligned matrix is read along its first dimension, the one of stride 1."""
     rows, columns = x.stride()
     return not (columns == 1 and rows * x.element_size() % 16 == 0)
 
 
 def _descriptor(x: torch.Tensor, transposed: bool, block: tuple[int, int]) -> Tiles:
-    step = -1 if transposed else 1  # rows are what is contiguous; the base is x itself, by which repeats find it
+    step = -1 if transposed else 1  # rows must be contiguous; `replay_of` recognises the base, so it is x itself
     return Tiles(x, x.shape[::step], x.stride()[::step], box_of(x.dtype, block[::step]))
 
 
@@ -198,7 +198,7 @@ def _launch_tma(
         store_halves=config.store_halves,
         out_dtype=TL_DTYPE[problem.out_dtype],
     )
-    # In the interpreter few, so that each program has several tiles.
+    # In the interpreter only 2, so that each program has several tiles.
     programs = min(tiles, multiprocessors(a.device) or 2) if config.persistent else tiles
     return Launch(_matmul_tma_kernel, programs, arguments, {"c": constants}, _options(config))
 
@@ -241,7 +241,7 @@ def _options(config: MatmulConfig) -> dict[str, int]:
 def launches_of(
     problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, config: MatmulConfig
 ) -> list[Launch]:
-    """The launches that write a @ b to the contiguous c."""
+    """Return the launches that write a @ b to the contiguous c."""
     if config.form == "tma":
         return [_launch_tma(problem, a, b, c, config)]
     if config.split_k == 1:
@@ -255,7 +255,7 @@ def launches_of(
 
 
 def run(problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, config: MatmulConfig) -> None:
-    """Write a @ b to the contiguous c with one given tile, on the current device."""
+    """Write a @ b to the contiguous c with the given tile, on the current device."""
     launch_each(launches_of(problem, a, b, c, config))
 
 
@@ -267,7 +267,7 @@ def _bucket(problem: MatmulProblem, a_transposed: bool, b_transposed: bool) -> t
 
 
 def _pass(problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, form: str) -> Pass:
-    """Writes a @ b to c."""
+    """Return the pass that writes a @ b to c."""
     config, is_settled = default_config(problem, form), True
     assert config is not None, "`unsupported` has asked"
     if problem.autotune and problem.block is None:
@@ -289,8 +289,8 @@ def matmul(problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, form: str) 
 
 
 def repeat(problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, form: str) -> Replay | None:
-    """`Kernel.repeat`."""
-    a, b = a.detach(), b.detach()  # different objects, also where both are one matrix
+    """Return `Kernel.repeat` of the kernel of this form."""
+    a, b = a.detach(), b.detach()  # different objects, even if both are one matrix
     c = a.new_empty((problem.m, problem.n), dtype=TORCH_DTYPE[problem.out_dtype])
     with on_device(a):
         return replay_of(_pass(problem, a, b, c, form), [a, b], [c], tune.state)

@@ -1,1 +1,1 @@
-"""Launching, repeating and tuning kernels."""
+"""Launch, replay, compile and tune kernels."""

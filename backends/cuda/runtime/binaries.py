@@ -1,8 +1,8 @@
-"""Compiled kernels outside of a process: what is kept of one, the key that it is found by, and where it is looked for.
+"""Storage of compiled kernels outside of a process: their format, their keys, and the look-up.
 
 A kernel that is new to the process is looked up in the pack of the GPU's architecture (`pack.py`), then in the user's
-cache folder, and only then compiled (`jit.py`). All three know it by the same key, in which nothing depends on the
-process, on the platform or on the installed Triton.
+cache folder, and only then compiled (`jit.py`). All three use the same key, which does not depend on the process, the
+platform or the installed Triton.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 _PACKAGE = Path(__file__).parents[1]
 _MODULES = "diyfa.backends.cuda."
-# These choose which ptxas compiles a kernel, by the installed Triton; the kernel is the same.
+# These options choose the ptxas, by the installed Triton. They do not change the kernel.
 _TOOL_OPTIONS = frozenset({"ptx_version"})
 # Environment variables with which Triton makes other binaries of the same sources: slower ones, or ones that check
-# themselves. Its own cache has them in its keys.
+# themselves. They are in the keys of Triton's own cache.
 _COMPILER_VARIABLES = (
     "DISABLE_LLVM_OPT", "DISABLE_MMA_V3", "DISABLE_PTXAS_OPT", "LLVM_PASS_PLUGIN_PATH", "PTXAS_OPTIONS",
     "TRITON_DEBUG", "TRITON_ENABLE_ASAN", "TRITON_ENABLE_EXPERIMENTAL_CONSAN", "TRITON_INSTRUMENTATION_MODE",
@@ -44,23 +44,23 @@ class StoredBinary(NamedTuple):
     """All that a launch needs of a compiled kernel."""
 
     cubin: bytes
-    name: str  # of the function in it
+    name: str  # name of the kernel's function in the cubin
     shared: int  # bytes of shared memory
     num_warps: int
     launch_pdl: bool
-    boxes: tuple[tuple[tuple[int, ...], int], ...]  # of each tensor map: (box of one copy, swizzle)
-    scratch: int  # pointers that the kernel takes behind its arguments
+    boxes: tuple[tuple[tuple[int, ...], int], ...]  # per tensor map: (box of one copy, swizzle)
+    scratch: int  # number of pointers that the kernel takes behind its arguments
 
 
 def packed(binary: StoredBinary) -> bytes:
-    """`binary` as bytes: the length of the description, the description, the cubin."""
+    """Return `binary` as bytes: the length of the description, the description, the cubin."""
     cubin, *rest = binary
     description = json.dumps(rest, separators=(",", ":")).encode()
     return len(description).to_bytes(4, "little") + description + cubin
 
 
 def unpacked(data: bytes) -> StoredBinary:
-    """What `packed` made; its bytes must be known to be whole."""
+    """Return the binary of `packed` bytes, whose checksum must have been checked."""
     end = 4 + int.from_bytes(data[:4], "little")
     name, shared, num_warps, launch_pdl, boxes, scratch = json.loads(data[4:end])
     placed = tuple((tuple(box), swizzle) for box, swizzle in boxes)
@@ -68,7 +68,7 @@ def unpacked(data: bytes) -> StoredBinary:
 
 
 def checksum(key: str, data: bytes) -> bytes:
-    """16 bytes that say whether this is what was kept under the key."""
+    """Return 16 bytes that tell whether `data` is what was stored under the key."""
     return blake2b(data, digest_size=16, key=key.encode()).digest()
 
 
@@ -77,7 +77,7 @@ def checksum(key: str, data: bytes) -> bytes:
 
 @cache
 def _sources() -> dict[str, Path]:
-    """The files that a binary follows from, by name: kernels, and what describes them to the compiler."""
+    """Return the files that determine binaries, by name: kernels, and the code that describes them to the compiler."""
     found = {path.relative_to(_PACKAGE).as_posix(): path for path in _PACKAGE.rglob("*.py")}
     return dict(sorted(found.items()))
 
@@ -93,7 +93,7 @@ def source_hash() -> str:
 
 
 def why_unknown() -> str | None:
-    """Say why this process can know its kernels neither by a pack nor by the cache folder, or None."""
+    """Return why this process can use neither packs nor the cache folder for its kernels, or None."""
     if triton.knobs.compilation.always_compile:
         return "TRITON_ALWAYS_COMPILE is set"
     if given := [name for name in _COMPILER_VARIABLES if os.environ.get(name, "").lower() not in _OFF]:
@@ -103,13 +103,13 @@ def why_unknown() -> str | None:
         times = [time for x in map(os.stat, _sources().values()) for time in (x.st_mtime, x.st_ctime)]
     except OSError as error:
         return f"diyfa's files cannot be read: {error.strerror}"
-    if max(times) > LOADED_AT - 0.02:  # file systems count time in steps
-        return "diyfa's files were changed after this process began"  # what it has loaded of them is not known
+    if max(times) > LOADED_AT - 0.02:  # file systems round times
+        return "diyfa's files were changed after this process began"  # it may have loaded either version
     return None
 
 
 def _text(value: Any) -> str:
-    """A constant, the same in every process."""
+    """Return a constant as text, which is equal in every process."""
     if dataclasses.is_dataclass(value):
         each = ", ".join(f"{x.name}={_text(getattr(value, x.name))}" for x in dataclasses.fields(value))
         return f"{type(value).__qualname__}({each})"
@@ -125,7 +125,7 @@ def _text(value: Any) -> str:
 def key_of_binary(arch: str, launch: Launch, signature: Signature) -> str:
     """Return the key of the binary that runs `launch` on `arch`: a hash of all that it is compiled from."""
     function, source = launch.kernel.fn, source_of(launch, signature)
-    # Triton's hash of a kernel's source reads all that it calls: only for kernels that are not diyfa's.
+    # Triton's hash of a kernel reads the source of all that it calls. It is used only for kernels that are not diyfa's.
     is_own = function.__module__.startswith(_MODULES)
     options = {**COMPILE_OPTIONS, **launch.options}
     lines = [
@@ -144,10 +144,10 @@ def key_of_binary(arch: str, launch: Launch, signature: Signature) -> str:
 
 
 class BinaryFolder:
-    """A folder with a file for each binary, which several processes may share.
+    """A folder with a file for each binary, which several processes may use.
 
-    A file is written under another name and renamed, so that it is whole or not there. What cannot be written is not
-    kept, and what cannot be read or fails its checksum is not there.
+    A file is written under another name and renamed, so that it is whole or absent. A binary that cannot be written is
+    not stored. A file that cannot be read or fails its checksum counts as absent.
     """
 
     def __init__(self, path: Path) -> None:
@@ -162,7 +162,7 @@ class BinaryFolder:
         return unpacked(data) if checksum(key, data) == content[:16] else None
 
     def put(self, key: str, binary: StoredBinary) -> bool:
-        """Return False where nothing can be kept."""
+        """Store a binary and return whether that succeeded."""
         data = packed(binary)
         temporary = self.path / f"{key}.{os.getpid()}-{os.urandom(4).hex()}.tmp"
         try:
@@ -179,16 +179,16 @@ class BinaryFolder:
 
 
 def cache_folder() -> BinaryFolder | None:
-    """Return the user's folder for binaries of this Triton; None where there is no home folder."""
+    """Return the user's folder for binaries of this Triton, or None if there is no home folder."""
     base = cache_dir("binaries")
     return None if base is None else BinaryFolder(base / f"triton-{triton.__version__}")
 
 
-# ---- Where a binary comes from ------------------------------------------------------------------------------------
+# ---- The look-up --------------------------------------------------------------------------------------------------
 
 
 def find_binary(arch: str, key: str) -> StoredBinary | None:
-    """Return what the pack or the cache folder has; None where only the compiler can help."""
+    """Return the binary that the pack or the cache folder has, or None if it must be compiled."""
     from diyfa.backends.cuda.runtime.pack import installed
 
     pack, folder = installed(arch).pack, cache_folder()

@@ -1,4 +1,4 @@
-"""What a kernel is compiled for, as one object: its last argument, a constexpr, which helpers get whole."""
+"""A kernel's compile-time constants as one object: a constexpr, its last argument, which helpers get whole."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from diyfa.backends.cuda.runtime.launch import is_interpreting
 
 @dataclass(frozen=True, eq=False)
 class Constants:
-    """Base of the frozen dataclasses of constants, which keep their hash: every launch looks its binary up by them.
+    """Base of the frozen dataclasses of constants. They cache their hash: every launch looks its binary up by them.
 
-    The host reads fields in lower case. They are plain values, and Triton keeps a compiled kernel under all of them. A
-    kernel reads them in capitals, `c.BLOCK_M` for `block_m`: constexprs, because before 3.9 Triton takes numbers and
-    strings that are attributes in some places only. What follows from them kernels derive themselves: the code of a
-    property would not be part of what Triton keeps a kernel under.
+    The host reads fields in lower case. They are plain values, and all are in Triton's key of a compiled kernel. A
+    kernel reads them in capitals, `c.BLOCK_M` for `block_m`. These are constexprs, because before 3.9 Triton takes
+    attributes that are numbers or strings only in some positions. There are no properties: their code would not be in
+    Triton's key, so kernels derive values themselves.
     """
 
     __slots__ = ("_hash",)
@@ -38,7 +38,7 @@ class Constants:
             return self._hash
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__  # a hash is that of one process, and a frozen object would not let it be set
+        return self.__dict__  # without the hash: it holds in one process only, and a frozen object refuses to set it
 
     def __getattr__(self, name: str) -> Any:
         if not name.isupper():

@@ -1,6 +1,6 @@
-"""Compilation in a user's call: Triton's compiler, which says what it does where that takes long.
+"""Compilation in a user's call by Triton's compiler. A slow compilation prints a notice.
 
-The environment variable DIYFA_JIT says whether it may: "auto", the default, or "never".
+The environment variable DIYFA_JIT allows it ("auto", the default) or forbids it ("never").
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def compile_for(arch: str, launch: Launch, signature: Signature) -> Any:
 
 
 def stored(compiled: Any, kinds: Kinds) -> StoredBinary:
-    """Return what a launch with arguments of these kinds needs of a kernel that Triton compiled."""
+    """Return the binary of a kernel that Triton compiled, for launches with arguments of these kinds."""
     metadata, ptx = compiled.metadata, compiled.asm["ptx"]
     if metadata.global_scratch_size or metadata.num_ctas != 1 or metadata.launch_cooperative_grid:
         raise RuntimeError(f"{metadata.name} needs memory of its own or a cluster, which no kernel here should")
@@ -71,7 +71,7 @@ def stored(compiled: Any, kinds: Kinds) -> StoredBinary:
 
 
 def compile_binary(arch: str, launch: Launch, signature: Signature) -> StoredBinary:
-    """Compile the kernel of `launch`, without asking for a pack or in the cache folder, and without a word."""
+    """Compile the kernel of `launch`, without a notice, and without a look in the pack and the cache folder."""
     return stored(compile_for(arch, launch, signature), signature.kinds)
 
 
@@ -94,7 +94,7 @@ _noticed: list[bool] = []
 
 @contextmanager
 def _notice(arch: str, launch: Launch) -> Iterator[None]:
-    """Print a line where what is inside takes longer than NOTICE_AFTER, once in a process."""
+    """Print a line if the block takes longer than NOTICE_AFTER, once per process."""
 
     def say() -> None:
         if not _noticed:
@@ -115,7 +115,7 @@ def _notice(arch: str, launch: Launch) -> Iterator[None]:
 
 
 def compile_with_notice(arch: str, launch: Launch, signature: Signature) -> StoredBinary:
-    """`compile_binary` in a user's call.
+    """Compile the kernel of `launch` in a user's call, with a notice if it is slow.
 
     Raises:
         RuntimeError: DIYFA_JIT=never.

@@ -1,4 +1,4 @@
-"""What every CUDA launcher needs: the right current device, whether Triton interprets, and the launch itself."""
+"""Helpers of every CUDA launcher: current device, multiprocessors, compile options, and whether it may compile."""
 
 from __future__ import annotations
 
@@ -21,38 +21,38 @@ def _probe():
     pass
 
 
-# For every kernel: one instruction multiplies by the scale and subtracts the maximum, rounding once. Triton 3.10 asks
-# for it to be said.
+# Options of every kernel: one instruction multiplies by the scale and subtracts the maximum, with one rounding. Triton
+# 3.10 requires it explicitly.
 COMPILE_OPTIONS = {"enable_fp_fusion": True}
 
-# Asked of Triton itself, at the time the kernels are decorated: the environment may change later, they do not.
+# Decided when kernels are decorated, as Triton decides it: a later change of the environment does not change kernels.
 _INTERPRETING = not isinstance(_probe, JITFunction)
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 def is_interpreting() -> bool:
-    """Whether `@triton.jit` functions run in Triton's interpreter (on CPU tensors) instead of being compiled."""
+    """Return whether `@triton.jit` functions run in Triton's interpreter (on CPU tensors) instead of being compiled."""
     return _INTERPRETING
 
 
 def can_overlap(arch: str) -> bool:
-    """Whether a kernel may be launched before the one that it waits for ends (programmatic dependent launch)."""
+    """Return whether a kernel may be launched before the one that it waits for ends (programmatic dependent launch)."""
     spec = gpu_spec(arch)
     return spec is not None and spec.has_tma and not is_interpreting()
 
 
 class StandIn(NamedTuple):
-    """A GPU that calls are recorded for: tensors of the CPU, or without memory, are taken for its own."""
+    """A GPU that calls are recorded for. Tensors on the CPU or without memory stand for tensors on it."""
 
     arch: str
     multiprocessors: int
 
 
-stand_in: StandIn | None = None  # while `recording` of recording.py says so
+stand_in: StandIn | None = None  # set inside `recording` (recording.py)
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Of a GPU; 0 of another device, on which kernels are interpreted or described to be compiled ahead of time."""
+    """Return the multiprocessors of a GPU; 0 for other devices, of interpreted or ahead-of-time compiled kernels."""
     if stand_in is not None:
         return stand_in.multiprocessors
     return _multiprocessors(device) if device.type == "cuda" else 0
@@ -68,7 +68,7 @@ JIT_SETTINGS = ("auto", "never")
 
 
 def may_compile() -> bool:
-    """Whether a user's call may compile, by the environment variable DIYFA_JIT. Raises ValueError for other values."""
+    """Return whether a user's call may compile, by the environment variable DIYFA_JIT. Raises ValueError if invalid."""
     setting = os.environ.get("DIYFA_JIT") or "auto"
     if setting not in JIT_SETTINGS:
         raise ValueError(f"DIYFA_JIT must be one of {', '.join(JIT_SETTINGS)}, got {setting!r}")
@@ -76,7 +76,7 @@ def may_compile() -> bool:
 
 
 def on_device(x: torch.Tensor) -> AbstractContextManager[object]:
-    """Context in which the current CUDA device is that of `x`; it does nothing when it already is, or on the CPU."""
+    """Return a context in which the current CUDA device is that of `x`. On that device, or the CPU, it does nothing."""
     index = x.get_device()
     if index < 0 or index == current_device():
         return _NOTHING

@@ -1,12 +1,11 @@
-"""From a `Launch` to the driver: what is launched is a function handle and a buffer of parameters.
+"""Launches of kernels through the CUDA driver, with a function handle and a buffer of parameters.
 
-Triton only compiles, and only what is not known yet (`binaries.py`). A binary is known by the kernel, its constants
-and the kinds of its arguments, which the description states itself: no number is looked at, so a new length, batch or
-stride never compiles. Triton's own launch binds and specialises each argument anew, asks the driver about each pointer
-and encodes each descriptor: with 40 arguments that is 150 us. Here it is a struct that is packed and one call of the
-driver.
+Triton only compiles, and only kernels that are not stored yet (`binaries.py`). The key of a binary is the kernel, its
+constants and the kinds of its arguments. The values of numbers are not in it, so a new length, batch or stride never
+compiles. Triton's own launch binds and specialises each argument anew, asks the driver about each pointer and encodes
+each descriptor: with 40 arguments that takes 150 us. Here a launch packs a struct and calls the driver once.
 
-All calls go to the driver's documented functions, through ctypes. Where a profiler hooks Triton's launches, and in
+All calls go to the driver's documented functions, through ctypes. If a profiler hooks Triton's launches, and in
 Triton's interpreter, the kernel is launched as Triton's users launch it.
 """
 
@@ -22,7 +21,7 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from triton import knobs  # an ImportError where Triton is too old, which the registry tells
+from triton import knobs  # an ImportError if Triton is too old, which the registry reports
 from triton.runtime.errors import OutOfResources
 
 from diyfa.arch import gpu_arch_name, gpu_spec
@@ -44,13 +43,13 @@ _TMA_TYPES = {  # CUtensorMapDataType
 }  # fmt: skip
 _INT32 = 2**31
 _FLOAT32 = 3.4028234663852886e38  # the largest number
-_DECLARED = ("stride_bias", "stride_out")  # strides that follow from lengths: `Launch.aligned` says what they are
+_DECLARED = ("stride_bias", "stride_out")  # strides that depend on lengths: `Launch.aligned` lists the aligned ones
 
 
 class Box:
     """Dtype and shape of a tile that TMA reads and, for Gluon, its layout in shared memory.
 
-    `box_of` makes them, so that equal ones are the same object: what a binary is known by is compared quickly.
+    `box_of` makes them, so that equal ones are the same object: keys of binaries are compared quickly.
     """
 
     def __init__(self, dtype: torch.dtype, shape: tuple[int, ...], layout: Any) -> None:
@@ -66,7 +65,7 @@ def box_of(dtype: torch.dtype, shape: tuple[int, ...], layout: Any = None) -> Bo
 
 
 class Tiles(NamedTuple):
-    """How TMA reads tiles of a tensor: the argument of a kernel that Triton calls a tensor descriptor."""
+    """Description of a tensor that TMA reads in tiles: a kernel's argument, which Triton calls a tensor descriptor."""
 
     base: torch.Tensor
     shape: Sequence[int]
@@ -85,14 +84,14 @@ class Tiles(NamedTuple):
         return GluonDescriptor(*arguments, self.box.layout)
 
 
-# ---- What a binary is known by ------------------------------------------------------------------------------------
+# ---- The key of a binary ------------------------------------------------------------------------------------------
 
 
 class Signature(NamedTuple):
     """The kinds of a launch's arguments, in the kernel's order, and their values as the driver takes them."""
 
     kinds: Kinds
-    values: list[Any]  # addresses, numbers, `Tiles`; nothing for None
+    values: list[Any]  # addresses, numbers, `Tiles`; None has no value
     aligned_pointers: bool
     aligned_strides: bool
 
@@ -103,11 +102,11 @@ class _Argument(NamedTuple):
     name: str
     is_read_wide: bool  # a pointer whose alignment changes the kernel
     is_stride: bool  # a stride that may be 1
-    is_aligned_stride: bool  # one whose being a multiple of 16 changes the kernel
+    is_aligned_stride: bool  # a stride that changes the kernel if it is a multiple of 16
 
 
 class _Pattern:
-    """Where tensors, numbers and None stand among the arguments of a kernel, by the Python types of a launch's."""
+    """Positions of tensors, numbers and None among a kernel's arguments, for one tuple of Python types."""
 
     def __init__(self, arguments: tuple[_Argument, ...], types: tuple[type, ...]) -> None:
         there = [i for i, kind in enumerate(types) if kind is not NoneType]
@@ -136,14 +135,14 @@ class _Pattern:
 
 
 def _picker(places: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:
-    """A function that returns what a sequence or a dictionary has in these places, at the speed of C."""
+    """Return a function that picks these items from a sequence or a dictionary, at the speed of C."""
     if len(places) > 1:
         return operator.itemgetter(*places)
     return lambda values: tuple([values[i] for i in places])
 
 
 class _Arguments:
-    """The arguments of a kernel that are no constants."""
+    """All arguments of a kernel that are no constants."""
 
     def __init__(self, kernel: Any) -> None:
         strides = {x.name for x in kernel.params if x.name.startswith("stride_") and not x.do_not_specialize}
@@ -174,7 +173,7 @@ def _arguments(kernel: Any) -> _Arguments:
 
 
 def runtime_names(kernel: Any) -> tuple[str, ...]:
-    """The arguments of a kernel that are no constants."""
+    """Return the names of a kernel's arguments that are no constants."""
     if not hasattr(kernel, "params"):  # interpreted
         return tuple(name for name in kernel.arg_names if name not in ("c", "config"))
     return _arguments(kernel).names
@@ -183,7 +182,7 @@ def runtime_names(kernel: Any) -> tuple[str, ...]:
 def signature_of(launch: Launch) -> Signature:
     """Return the kinds and values of the arguments.
 
-    Pointers, and strides, count as aligned only all together, so that a kernel has few variants.
+    Pointers count as aligned only if all of them are, and so do strides: a kernel has few variants.
     """
     arguments = _arguments(launch.kernel)
     given = arguments.of(launch.arguments)
@@ -218,13 +217,13 @@ def signature_of(launch: Launch) -> Signature:
 def _with_unusual_numbers(
     arguments: tuple[_Argument, ...], kinds: Kinds, given: Sequence[Any], values: list[Any]
 ) -> tuple[Kinds, list[Any]]:
-    """`kinds` and `values` where a stride is 1, for which kernels are compiled, or a number needs 64 bits."""
+    """Return `kinds` and `values` with strides of 1, which are compiled in, and numbers of 64 bits."""
     new_kinds: list[Any] = []
     new_values: list[Any] = []
     rest = iter(values)
     for argument, kind, x in zip(arguments, kinds, given, strict=True):
         value = None if kind is None else next(rest)
-        if kind == "i32" and argument.is_stride and x == 1:  # neighbours in memory
+        if kind == "i32" and argument.is_stride and x == 1:
             new_kinds.append(1)
             continue
         new_kinds.append("i64" if kind == "i32" and not -_INT32 <= x < _INT32 else kind)
@@ -234,7 +233,7 @@ def _with_unusual_numbers(
 
 
 def _type_name(kind: Any) -> str:
-    """In Triton's notation."""
+    """Return the type of an argument of this kind, in Triton's notation."""
     if isinstance(kind, str):
         return kind
     if isinstance(kind, torch.dtype):
@@ -291,10 +290,10 @@ _PREFER_SHARED = 1  # CUfunc_cache: the multiprocessor's memory serves as shared
 _INVALID_CONTEXT = 201
 _REFUSED = 200, 209, 222, 223  # an invalid image, none for this GPU, PTX or a compiler's version that is not supported
 _L2_PROMOTION_128B = 2
-# By rank, what a tensor map is made of: shape, steps, box, and one element at a time.
+# Rank -> struct of the arguments of a tensor map: shape, strides in bytes, box, element strides of 1.
 _ROOMS = {rank: struct.Struct(f"<{rank}Q{rank - 1}Q8x{rank}I{rank}I") for rank in range(2, 6)}
 _ONES = (1,) * 5
-STATIC_SHARED = 48 * 1024  # bytes that a kernel may have unasked
+STATIC_SHARED = 48 * 1024  # bytes of shared memory that a kernel may have without a request
 
 
 class BinaryRefused(RuntimeError):
@@ -311,11 +310,11 @@ class Driver:
         self._encode = library.cuTensorMapEncodeTiled
         u, p = ctypes.c_uint, ctypes.c_void_p
         self._encode.argtypes = [p, u, u, p, p, p, p, p, u, u, u, u]
-        # Where descriptors are encoded: the map, shape, strides, box and steps of up to five dimensions.
+        # Memory in which descriptors are encoded: map, shape, strides, box and steps of up to five dimensions.
         self._room = ctypes.create_string_buffer(64 + 128 + _ROOMS[5].size)
-        self._begin = -ctypes.addressof(self._room) % 64  # the driver wants the map aligned so
+        self._begin = -ctypes.addressof(self._room) % 64  # the driver requires this alignment of the map
         self._map = ctypes.addressof(self._room) + self._begin
-        self._lock = threading.Lock()  # of that
+        self._lock = threading.Lock()  # guards this memory
         version = ctypes.c_int()
         self.check(library.cuDriverGetVersion(ctypes.byref(version)))
         self._clears_bit = version.value <= 13010
@@ -328,7 +327,7 @@ class Driver:
             raise kind(f"CUDA driver: {(text.value or b'unknown error').decode()} ({result})")
 
     def load(self, cubin: bytes, name: str, shared: int) -> int:
-        """The handle of function `name` of a binary, on the current device."""
+        """Load a binary on the current device and return the handle of its function `name`."""
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
         result = self._library.cuModuleLoadData(ctypes.byref(module), cubin)
         if result == _INVALID_CONTEXT:
@@ -350,7 +349,7 @@ class Driver:
         self.check(self._library.cuCtxSetCurrent(context))
 
     def encode(self, tiles: Tiles, address: int, box: Sequence[int], swizzle: int) -> bytes:
-        """The tensor map of what lies at `address` like `tiles.base`; `box` is what one copy brings."""
+        """Return the tensor map of a tensor at `address` with the metadata of `tiles`. `box`: shape of one copy."""
         base, shape, strides = tiles[:3]
         dtype, rank, at, begin = base.dtype, len(box), self._map, self._begin
         size = dtype.itemsize
@@ -359,7 +358,7 @@ class Driver:
         steps = [size * x for x in strides[-2::-1]]
         with self._lock:
             _ROOMS[rank].pack_into(self._room, begin + 128, *shape[::-1], *steps, *box[::-1], *_ONES[:rank])
-            # No interleave, zeros beyond the bounds.
+            # The zeros: no interleave, and zeros beyond the bounds.
             result = self._encode(
                 at, _TMA_TYPES[dtype], rank, address, shape_at, steps_at, box_at, box_at + 4 * rank, 0, swizzle,
                 _L2_PROMOTION_128B, 0,
@@ -368,7 +367,7 @@ class Driver:
         if result:
             self.check(result)
         if self._clears_bit and _elements_between_ends(shape, strides) * size < 128 * 1024 - 1:
-            # Drivers up to 13.1 set a bit wrongly for small tensors; CUTLASS and Triton clear it, too.
+            # Drivers up to 13.1 set a wrong bit for small tensors. CUTLASS and Triton clear it, too.
             word = struct.unpack_from("<Q", encoded, 8)[0] & ~(1 << 21)
             encoded = encoded[:8] + struct.pack("<Q", word) + encoded[16:]
         return encoded
@@ -393,9 +392,9 @@ _FORMATS = {"i32": (4, "i"), "i64": (8, "q"), "fp32": (4, "f")}
 
 
 def parameter_layout(kinds: Kinds, scratch: int) -> tuple[str, list[int]]:
-    """(format of `struct`, offset of each parameter) of a kernel with these arguments.
+    """Return (format of `struct`, offset of each parameter) of a kernel with these arguments.
 
-    A `Tiles` is its tensor map, its shape and its strides. Behind the arguments stand `scratch` pointers of Triton's.
+    A `Tiles` becomes its tensor map, its shape and its strides. Triton adds `scratch` pointers behind the arguments.
     """
     fields: list[tuple[int, str]] = []
     for kind in kinds:
@@ -425,7 +424,7 @@ class Binary:
         self._struct = struct.Struct(layout)
         self._boxes = stored.boxes
         places = [i for i, kind in enumerate([x for x in kinds if x not in (None, 1)]) if isinstance(kind, Box)]
-        self._tiles = [*enumerate(places)][::-1]  # the last first, since each becomes several values
+        self._tiles = [*enumerate(places)][::-1]  # last first: each becomes several values and moves those behind it
         self._maps: dict[Any, bytes] = {}
         self._driver = driver()
         self._function = self._driver.load(stored.cubin, stored.name, stored.shared)
@@ -440,15 +439,15 @@ class Binary:
             int(stored.launch_pdl),
         )  # fmt: skip
         self._config_address, self._parameters_address = map(ctypes.addressof, (self._config, self._parameters))
-        self._lock = threading.Lock()  # of the buffer
+        self._lock = threading.Lock()  # guards the buffer
 
-    MAPS = 1024  # tensor maps that are kept
+    MAPS = 1024  # most tensor maps in the cache
 
     def tensor_map(self, number: int, tiles: Tiles, address: int, place: Hashable = None) -> bytes:
-        """The encoded form of the kernel's descriptor with this number, for what lies at `address` like `tiles`.
+        """Return the tensor map of the kernel's descriptor `number`, for a tensor at `address` with `tiles`' metadata.
 
-        Encoding takes 9 us. While address, shape and strides are the same so is it, whatever memory was given out anew.
-        `place` is what `place_of` says of the first two, if it is known.
+        Encoding takes 9 us, so maps are cached. A map depends only on address, shape and strides, so it remains valid
+        if the memory is freed and allocated anew. `place`: `place_of(number, tiles)`, if it is known.
         """
         key = address, place or self.place_of(number, tiles)
         found = self._maps.get(key)
@@ -464,7 +463,7 @@ class Binary:
         return number, *tiles.shape, *tiles.strides
 
     def encoded(self, values: Sequence[Any]) -> list[Any]:
-        """`values` of a signature with what each `Tiles` comes to."""
+        """Return the `values` of a signature with each `Tiles` replaced by its tensor map, shape and strides."""
         found = list(values)
         for number, place in self._tiles:
             x = values[place]
@@ -472,25 +471,25 @@ class Binary:
         return found
 
     def launch(self, grid: tuple[int, int, int], stream: int, values: Sequence[Any]) -> None:
-        """Launch on a stream of the current device; `values` as `encoded` returns them."""
+        """Launch on a stream of the current device. `values`: as `encoded` returns them."""
         config = self._config
         with self._lock:
             self._struct.pack_into(self._buffer, self._begin, *values, *self._scratch)
             config.grid_x, config.grid_y, config.grid_z = grid
             config.stream = stream
             result = self._launch(self._config_address, self._function, self._parameters_address, None)
-            if result == _INVALID_CONTEXT:  # a thread's first call
+            if result == _INVALID_CONTEXT:  # the thread's first call
                 self._driver.set_context()
                 result = self._launch(self._config_address, self._function, self._parameters_address, None)
         if result:
             self._driver.check(result)
 
 
-_binaries: dict[Any, Binary] = {}  # as many as kernels have constants: sizes are no part of the key
+_binaries: dict[Any, Binary] = {}  # its size is bounded: lengths and batches are not in the key
 
 
 def binary_of(launch: Launch, signature: Signature, device: int) -> Binary:
-    """The binary that runs `launch` on this device."""
+    """Return the binary that runs `launch` on this device."""
     key = (
         launch.kernel.fn,
         device,
@@ -509,7 +508,7 @@ def binary_of(launch: Launch, signature: Signature, device: int) -> Binary:
         arch = gpu_arch_name(major, minor)
         stored = binaries.stored_binary(arch, launch, signature)
         spec, shared = gpu_spec(arch), stored.shared
-        if spec is not None and shared > spec.shared_per_block:  # what Triton raises: the tuner leaves such a tile out
+        if spec is not None and shared > spec.shared_per_block:  # Triton's exception, at which the tuner skips the tile
             raise OutOfResources(shared, spec.shared_per_block, "shared memory")
         try:
             found = Binary(stored, signature.kinds)
@@ -524,7 +523,7 @@ def binary_of(launch: Launch, signature: Signature, device: int) -> Binary:
 
 
 def launches_are_hooked() -> bool:
-    """Return True where a profiler hooks the launches of Triton."""
+    """Return whether a profiler hooks Triton's launches."""
     runtime = knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     if enter is not None and getattr(enter, "calls", True):
@@ -536,12 +535,12 @@ recorder: Callable[[Launch], None] | None = None  # gets launches instead of the
 
 
 def is_for_triton(launch: Launch) -> bool:
-    """Whether Triton's own launch is to be used: for profilers that hook launches, and in the interpreter."""
+    """Return whether to use Triton's own launch: for profilers that hook launches, and in the interpreter."""
     return launches_are_hooked() or not hasattr(launch.kernel, "params")
 
 
 def load_kernel(launch: Launch) -> None:
-    """Have the binary of `launch` loaded on the current device."""
+    """Load the binary of `launch` on the current device."""
     if recorder is None and not is_for_triton(launch):
         binary_of(launch, signature_of(launch), current_device())
 

@@ -1,8 +1,8 @@
 """Packs: the binaries of many kernels for one architecture in one file, which `write_pack` makes.
 
-A pack is the file `binaries.pack` of an installed module: `diyfa_sm90` for sm_90. It begins with a header of a fixed
-size and the index, so that a kernel is read and unpacked alone. Index and kernels have checksums. A pack that is not as
-it should be is not used, and no call fails for it: a line in the log names the file and the reason, once in a process.
+A pack is the file `binaries.pack` of an installed module: `diyfa_sm90` for sm_90. It begins with a header of fixed size
+and the index, so that each kernel can be read and unpacked alone. Index and kernels have checksums. A pack with an
+error is not used, but no call fails because of it: a line in the log names the file and the reason, once per process.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _AGAIN = "install it again"
 
 
 class PackError(ValueError):
-    """Why a pack is not used."""
+    """The reason for which a pack is not used."""
 
 
 def module_name(arch: str) -> str:
-    """`"sm_90"` -> `"diyfa_sm90"`."""
+    """Return the name of an architecture's module: `"diyfa_sm90"` for `"sm_90"`."""
     return f"diyfa_{arch.replace('_', '')}"
 
 
 def _compression() -> Any:
-    """Python's lzma, which not every Python is built with. Instructions have 16 bytes, which it is told."""
+    """Return (Python's lzma, its arguments). They say that instructions have 16 bytes. Some Pythons have no lzma."""
     import lzma
 
     filters = [{"id": lzma.FILTER_LZMA2, "preset": 6, "lc": 0, "lp": 4, "pb": 4}]
@@ -46,9 +46,9 @@ def _compression() -> Any:
 
 
 def without_debug(cubin: bytes) -> bytes:
-    """Clear the debug sections, which hold the kernel's PTX and paths of the machine that compiled it.
+    """Return a cubin with zeros for its debug sections: the kernel's PTX, and paths of the machine that compiled it.
 
-    They are three quarters of a cubin. Telling the compiler to leave them out changes how it allocates registers.
+    They are three quarters of a cubin. A compiler option that omits them would change how it allocates registers.
     """
     (sections,) = struct.unpack_from("<Q", cubin, 40)
     size, count, index_of_names = struct.unpack_from("<3H", cubin, 58)
@@ -62,7 +62,7 @@ def without_debug(cubin: bytes) -> bytes:
 
 
 def write_pack(path: Path, arch: str, binaries: Mapping[str, StoredBinary]) -> None:
-    """Write a pack of `binaries` by their keys, which are those of these sources."""
+    """Write a pack of `binaries` by their keys, which must be those of the current sources."""
     lzma, how = _compression()
     entries: dict[str, tuple[int, int, str]] = {}  # key -> (offset behind the index, bytes, checksum)
     parts: list[bytes] = []
@@ -93,7 +93,7 @@ class Pack:
 
     @classmethod
     def open(cls, path: Path, arch: str) -> Pack:
-        """Read the index. Raises PackError, with the reason, where this is no pack for `arch` and these sources."""
+        """Open a pack and read its index. Raises PackError, with the reason, if it is not usable for `arch`."""
         try:
             _compression()
             with path.open("rb") as file:
@@ -103,7 +103,7 @@ class Pack:
                 _, version, size, expected = _HEADER.unpack(head)
                 if version != FORMAT:
                     raise PackError(f"its format is {version}, and this diyfa reads {FORMAT}")
-                # Not read where there are fewer bytes: a damaged size may be more than fits into memory.
+                # Compared with the file first: a damaged size may be more than fits into memory.
                 index = file.read(size) if size <= os.fstat(file.fileno()).st_size else b""
             if checksum("index", index) != expected:
                 raise PackError(f"its index is damaged: {_AGAIN}")
@@ -119,7 +119,7 @@ class Pack:
         return cls(path, content["entries"], _HEADER.size + size)
 
     def get(self, key: str) -> StoredBinary | None:
-        """Return the binary with this key; None where there is none or, with a line in the log, it is damaged."""
+        """Return the binary with this key, or None if there is none or, with a line in the log, it is damaged."""
         place = self._entries.get(key)
         if place is None:
             return None
@@ -154,17 +154,17 @@ def file_of_pack(arch: str) -> Path | None:
 
 
 class Installed(NamedTuple):
-    """The pack of an architecture, or why there is none."""
+    """The pack of an architecture, or the reason why it has none."""
 
     pack: Pack | None
     reason: str
 
 
-_left_out: dict[str, str] = {}  # architecture -> why its pack is not used, which was found out later
+_left_out: dict[str, str] = {}  # architecture -> why its pack, after it was opened, is not used any more
 
 
 def leave_out(arch: str, reason: str) -> bool:
-    """Use the pack of `arch` no more, with a line in the log; return whether one was used."""
+    """Stop using the pack of `arch`, with a line in the log. Return whether one was in use."""
     known = installed(arch).pack
     if known is None:
         return False
@@ -176,7 +176,7 @@ def leave_out(arch: str, reason: str) -> bool:
 
 @cache
 def installed(arch: str) -> Installed:
-    """Return the pack that is installed for `arch`, with a line in the log where it is refused."""
+    """Return the pack that is installed for `arch`, with a line in the log if it is refused."""
     if arch in _left_out:
         return Installed(None, _left_out[arch])
     path = file_of_pack(arch)

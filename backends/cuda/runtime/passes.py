@@ -1,6 +1,6 @@
-"""A pass: all that one operation launches, and the same for other tensors of equal shapes and strides.
+"""A pass: all launches of one operation, and their replay for other tensors of equal shapes and strides.
 
-Then only their addresses differ.
+A replay replaces only the tensors' addresses.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from diyfa.problem import Launch
 
 
 class Pass(NamedTuple):
-    """What a kernel's file makes of a call: everything is described before anything is launched.
+    """All launches of an operation, described before any of them is launched.
 
-    `memory` is what the launches write besides the results and need not find filled; `own` makes a tensor for an
-    argument, from the first result; `finish` is what PyTorch's operators do behind the launches. `given` are the
-    tensors that the launches read, in the order of the call's, where those are views of the call's tensors.
-    `is_settled`: an equal call takes the same tile, as long as `choice` of its launcher is the same.
+    `memory`: uninitialised tensors that the launches write besides the results. `own`: functions that make the tensor
+    of an argument from the first result. `finish`: what PyTorch's operators do after the launches. `given`: the tensors
+    that the launches read, in the order of the call's tensors, if they are views of these. `is_settled`: an equal call
+    takes the same tile as long as `choice` of its launcher returns the same.
     """
 
     launches: Sequence[Launch]
@@ -42,7 +42,7 @@ class Pass(NamedTuple):
 
 
 def launch_each(launches: Sequence[Launch]) -> None:
-    """Launch on the current device and stream; where nothing may be compiled, none of them if one is missing."""
+    """Launch on the current device and stream. If a binary is missing and must not be compiled, launch none of them."""
     if len(launches) > 1 and not may_compile():
         for launch in launches:
             load_kernel(launch)
@@ -50,15 +50,15 @@ def launch_each(launches: Sequence[Launch]) -> None:
         launch_kernel(launch)
 
 
-Relaunch = Callable[[int, Sequence[int]], None]  # (stream, addresses) -> launched on the current device
-# (addresses, their tensors, the first of what is made or None, all of it?) -> what is made
+Relaunch = Callable[[int, Sequence[int]], None]  # (stream, addresses): launches on the current device
+# (addresses, their tensors, the first result or None, whether all results are wanted) -> results
 Replay = Callable[..., list[Any] | None]
 
 
 def relaunch_of(launch: Launch, slots: Mapping[str, int]) -> Relaunch:
-    """How to launch `launch` again, on the current device, with other addresses and numbers.
+    """Return a function that repeats `launch` on the current device with other addresses and numbers.
 
-    `slots`: by the name of an argument, where among the addresses its own is.
+    `slots`: argument name -> index of its value in the addresses.
     """
     signature = signature_of(launch)
     binary = binary_of(launch, signature, current_device())
@@ -71,7 +71,7 @@ def relaunch_of(launch: Launch, slots: Mapping[str, int]) -> Relaunch:
             continue
         x = launch.arguments[name]
         if type(x) is Tiles:
-            like = x._replace(base=x.base.new_empty(0))  # for its dtype: no tensor of the call is kept
+            like = x._replace(base=x.base.new_empty(0))  # only for its dtype: this holds no tensor of the call
             maps.append((index, slots[name], number, like, binary.place_of(number, x)))
             number += 1
             index += 1 + 2 * len(x.shape)
@@ -82,7 +82,7 @@ def relaunch_of(launch: Launch, slots: Mapping[str, int]) -> Relaunch:
     grid: Any = (*(launch.grid if isinstance(launch.grid, tuple) else (launch.grid,)), 1, 1)[:3]
 
     def relaunch(stream: int, addresses: Sequence[int]) -> None:
-        values = template[:]  # its own: other threads launch, too
+        values = template[:]  # a copy: other threads launch, too
         for place, slot in places:
             values[place] = addresses[slot]
         for place, slot, number, like, where in maps:
@@ -93,7 +93,7 @@ def relaunch_of(launch: Launch, slots: Mapping[str, int]) -> Relaunch:
 
 
 def current_device_of(x: torch.Tensor) -> Callable[[], int]:
-    """Asks for the current device of x's type; CPU tensors, which stand in for CUDA's, are always on theirs."""
+    """Return a function that returns the current device of x's type. CPU tensors, stand-ins for CUDA's, are on -1."""
     return current_device if x.is_cuda else lambda: -1
 
 
@@ -105,19 +105,18 @@ def replay_of(
     numbers: Sequence[str] = (),
     lse_is_optional: bool = False,
 ) -> Replay | None:
-    """How to run the launches of a pass for other tensors -> a function of the addresses of `given`, or None.
+    """Return a function that repeats the launches of a pass with other addresses of `given`, or None if it cannot.
 
-    The function allocates what `made` and the pass's memory are, launches and returns them; the first of them may be
-    given to it instead. It returns None, having done nothing, where `choice` answers otherwise than now, or a profiler
-    wants to see launches. Not asked for all of what is made, it may return None for the second. Tensors are not looked
-    at.
+    The function allocates tensors like `made` and the pass's memory, launches, and returns them. The caller may pass
+    the first of them. If `choice` returns something else than now, or a profiler hooks launches, the function does
+    nothing and returns None. If the caller does not want all results, the second may be None. No tensor is inspected.
 
     Args:
-        given: tensors of the call, different objects each.
-        made: tensors that a call allocates; arguments that are not `given` lie in one of them, or in the memory.
-        numbers: arguments that are numbers of the call, which it gives behind the addresses. A kernel takes them behind
-            its tensors, and is not compiled for their value.
-        lse_is_optional: `made` is out and lse. Where lse is not asked for, and there is memory, it lies behind that:
+        given: tensors of the call, all different objects.
+        made: tensors that a call allocates. Arguments that are not `given` are in their memory, or in the pass's.
+        numbers: names of arguments that are numbers of the call. Their values follow the addresses. The kernel has them
+            behind its tensors, and is not compiled for their values.
+        lse_is_optional: `made` is out and lse. If lse is not wanted and the pass has memory, lse is put behind it, for
             an allocation takes 1 us.
     """
     launches, own = found.launches, found.own or {}
@@ -125,15 +124,15 @@ def replay_of(
         return None
     if not all(hasattr(launch.kernel, "params") for launch in launches):  # interpreted
         return None
-    # Addresses are kept in one list: those of `given`, `numbers`, the addresses of `made`, of `own`, and of what lies
-    # inside of one of `made`.
+    # One list has all values: addresses of `given`, `numbers`, addresses of `made`, of `own`, and of views inside of
+    # `made`.
     made = [*made, *found.memory]
     makers, names_of_own = list(own.values()), list(own)
     slots_of_given = {id(x): i for i, x in enumerate(given)}
     owners = [(x.untyped_storage().data_ptr(), x.data_ptr()) for x in made]
     first_made = len(given) + len(numbers)
     first_own, first_inside = first_made + len(made), first_made + len(made) + len(own)
-    inside: list[tuple[int, int]] = []  # (index in `made`, bytes from its beginning)
+    inside: list[tuple[int, int]] = []  # views: (index in `made`, bytes from its beginning)
 
     def slot(name: str, x: torch.Tensor) -> int | None:
         if id(x) in slots_of_given:
@@ -153,7 +152,7 @@ def replay_of(
 
     again: list[Relaunch] = []
     device = (*made, *given)[0]
-    with on_device(device):  # kernels are compiled and loaded for the current one
+    with on_device(device):  # kernels are compiled and loaded for the current device
         for launch in launches:
             slots: dict[str, int | None] = {}
             for name, x in launch.arguments.items():
@@ -165,9 +164,9 @@ def replay_of(
             slots |= {name: len(given) + i for i, name in enumerate(numbers) if name in launch.arguments}
             again.append(relaunch_of(launch, slots))  # type: ignore[arg-type]
     like = [(tuple(x.shape), x.stride(), x.dtype) for x in made]
-    room = None  # the byte of the memory from which on there is room for lse
+    room = None  # offset in bytes of lse in the memory, if lse may be put there
     if lse_is_optional and len(made) == 3:
-        elements = -(-made[2].numel() // 4) * 4  # what follows is aligned
+        elements = -(-made[2].numel() // 4) * 4  # a multiple of 4, so that lse is aligned
         room = elements * made[2].element_size()
         like[2] = (elements + made[1].numel(),), (1,), made[2].dtype
     allocate, index, current = allocator_of(device.device.type), device.get_device(), current_device_of(device)
@@ -193,7 +192,7 @@ def replay_of(
             begin = new[2].data_ptr()
             every = [*addresses, new[0].data_ptr(), begin + room, begin]
         if makers:
-            kept = [make(new[0]) for make in makers]  # until all is launched
+            kept = [make(new[0]) for make in makers]  # referenced until all is launched
             every += [x.data_ptr() for x in kept]
         if inside:
             every += [every[first_made + i] + offset for i, offset in inside]

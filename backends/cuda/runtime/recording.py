@@ -1,4 +1,4 @@
-"""What calls would launch, without launching: the kernels that are compiled before the calls come."""
+"""Records the kernels that calls would launch, without launching them, to compile them in advance."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ MULTIPROCESSORS = {
 
 
 class Recorded(NamedTuple):
-    """A kernel that calls would launch, with all that it is compiled from. Other processes can be sent one."""
+    """A kernel that calls would launch, with all that it is compiled from. It can be sent to other processes."""
 
-    key: str  # of its binary
+    key: str  # key of its binary
     arch: str
     module: str
     name: str
@@ -35,13 +35,14 @@ class Recorded(NamedTuple):
     signature: Signature  # without values
 
     def is_known(self) -> bool:
-        """Whether the pack or the cache folder has it."""
+        """Return whether the pack or the cache folder has its binary."""
         return find_binary(self.arch, self.key) is not None
 
     def compile(self) -> None:
         """Compile it into the cache folder.
 
-        Raises what the compiler raises, ToolMissing where nothing can be kept, RuntimeError where it does not fit.
+        Raises the compiler's errors; ToolMissing if the binary cannot be stored; RuntimeError if it needs too much
+        shared memory or the sources have changed.
         """
         from diyfa.backends.cuda.runtime.jit import compile_binary
 
@@ -49,7 +50,7 @@ class Recorded(NamedTuple):
         if key_of_binary(self.arch, launch, self.signature) != self.key:
             raise RuntimeError("the sources of diyfa have changed meanwhile")
         with tempfile.TemporaryDirectory(prefix="diyfa-") as temporary, knobs.cache.scope():
-            knobs.cache.dir = temporary  # what Triton leaves behind is many times as large as the binary
+            knobs.cache.dir = temporary  # Triton's cache entry is many times as large as the binary
             binary = compile_binary(self.arch, launch, self.signature)
         spec, folder = gpu_spec(self.arch), cache_folder()
         if spec is not None and binary.shared > spec.shared_per_block:
@@ -62,7 +63,7 @@ class Recorded(NamedTuple):
 
 
 def recorded(arch: str, launch: Launch) -> Recorded:
-    """Return the kernel of `launch`, for `arch`."""
+    """Return a record of the kernel of `launch`, for `arch`."""
     signature, function = launcher.signature_of(launch), launch.kernel.fn
     return Recorded(
         key_of_binary(arch, launch, signature), arch, function.__module__, function.__name__,
@@ -76,10 +77,10 @@ def _current_device() -> torch.device:
 
 @contextmanager
 def recording(arch: str | None = None) -> Iterator[dict[str, Recorded]]:
-    """Inside the block nothing is launched: what would be is in the dictionary, by the keys of binaries.
+    """Record kernels into the dictionary, by the keys of their binaries. Inside the block nothing is launched.
 
-    Tensors of the CPU, or without memory, are taken for those of a GPU. `arch`: of the usual one of that architecture,
-    and tiles are the tables'. None: of the current device, with all tiles that the autotuner would measure.
+    Tensors on the CPU or without memory stand for tensors on a GPU. `arch`: it is the usual GPU of that architecture,
+    with the tables' tiles. None: it is the current device, with all tiles that the autotuner would measure.
     """
     if host.is_interpreting():
         raise ValueError("nothing is compiled with TRITON_INTERPRET=1: unset it")

@@ -1,4 +1,4 @@
-"""The private functions of PyTorch that a launch calls because they are faster, with the public ones beside them."""
+"""Private functions of PyTorch that a launch calls because they are faster, each with a public fallback."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # (d
 def allocator_of(device_type: str) -> Callable[[Sequence[int], Sequence[int], torch.dtype], torch.Tensor]:
     """Return a function (sizes, strides, dtype) -> uninitialised tensor on the current device of that type.
 
-    PyTorch has one for its compiler's programs that skips the dispatcher, at a third of the time.
+    PyTorch's compiler has one for its programs. It skips the dispatcher and takes a third of the time.
     """
     fast = getattr(torch._C._dynamo.guards, f"_empty_strided_{device_type}", None)
     if fast is not None:

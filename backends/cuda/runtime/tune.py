@@ -1,7 +1,7 @@
 """The autotuner of the CUDA backend: `diyfa.tuning` with Triton's timer and errors, and the current CUDA device.
 
-Problems are measured when they first come; `best` says what is answered where nothing can be measured. Switches: the
-environment variable DIYFA_AUTOTUNE=0, or `set_enabled`. DIYFA_CACHE_DIR moves the file.
+A problem is measured at its first call. If nothing can be measured, `best` says what it returns. The environment
+variable DIYFA_AUTOTUNE=0 or `set_enabled` turns tuning off. DIYFA_CACHE_DIR moves the file.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WARMUP_MS, MEASURE_MS = 20, 60
 
 
 def identity(device_name: str) -> dict[str, str]:
-    """What a measurement depends on besides the problem: one cache file for each distinct value."""
+    """Return what a measurement depends on besides the problem. Each value has a cache file of its own."""
     return {
         "device": device_name,
         "diyfa": diyfa_version(),
@@ -44,15 +44,15 @@ def _bench(run: Callable[[], None]) -> float:
 
 
 def cannot_run(error: Exception) -> bool:
-    """Whether `error` says that this tile does not compile or does not fit, rather than that something is wrong."""
+    """Return whether `error` means only that this tile does not compile or does not fit. Other errors are bugs."""
     if isinstance(error, (*_KERNEL_ERRORS, torch.cuda.OutOfMemoryError)):
         return True
-    # A pass of Triton's compiler that gives up has no exception type of its own.
+    # If a pass of Triton's compiler gives up, it raises a plain RuntimeError.
     return isinstance(error, RuntimeError) and "PassManager::run failed" in str(error)
 
 
 class Tuner(shared.Tuner):
-    """`diyfa.tuning.Tuner` on CUDA. `device` and `may_measure`: other answers than the current device's, for tests."""
+    """`diyfa.tuning.Tuner` on CUDA. For tests, `device` and `may_measure` replace the answers of the current device."""
 
     device_needed = "there is no CUDA device to measure on"
 
@@ -81,10 +81,10 @@ class Tuner(shared.Tuner):
 
 
 def _current_device() -> tuple[int, str] | None:
-    """(index, model) of the current CUDA device, None where nothing can be measured."""
+    """Return (index, model) of the current CUDA device, None if nothing can be measured."""
     if is_interpreting():
         return None
-    # is_initialized first: this is on the path of every call, and is_available asks the driver.
+    # is_initialized first: every call runs this, and is_available asks the driver.
     if not torch.cuda.is_initialized() and not torch.cuda.is_available():
         return None
     index = torch.cuda.current_device()
@@ -101,12 +101,12 @@ best, is_settled, state = _tuner.best, _tuner.is_settled, _tuner.state
 
 
 def set_enabled(on: bool) -> bool:
-    """Turn tuning on or off for this process; returns what it was."""
+    """Turn tuning on or off for this process, and return the previous setting."""
     previous, _tuner.enabled = _tuner.enabled, bool(on)
     return previous
 
 
 def set_recording(on: bool) -> bool:
-    """Have `best` run once what it would measure, or measure again; returns what it was."""
+    """Make `best` run each candidate once instead of measuring it, or measure. Return the previous setting."""
     previous, _tuner.recording = _tuner.recording, bool(on)
     return previous

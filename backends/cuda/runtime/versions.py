@@ -1,4 +1,4 @@
-"""Which Triton this is, for what differs between its versions."""
+"""The version of Triton, for code that differs between versions."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Attention kernels for Ascend in Triton, and what they share."""
+"""Attention kernels for Ascend in Triton, and their shared helpers."""

@@ -1,9 +1,8 @@
-"""Appending to a cache of keys and values for Ascend, with rotary embedding (Su et al. 2021, arXiv:2104.09864) on the
-way, in place and on the vector cores alone.
+"""Append keys and values to a KV cache on Ascend, in place, with rotary embedding (Su et al. 2021, arXiv:2104.09864).
 
-A task is one token of one sequence, all heads of its key and value, or of its query. Where the key goes, a page or a
-row of a contiguous cache, is found by scalars; one that goes nowhere has no heads to be stored. Only what is new is
-written.
+The kernel uses the vector cores alone. A task is one token of one sequence: all heads of its key and value, or of its
+query. Scalar code finds the token's page, or its row in a contiguous cache. A token without a valid position stores
+zero heads. Nothing but new rows is written.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ from diyfa.backends.npu.runtime.launch import addressed, described, device_guard
 from diyfa.backends.npu.tables import configs
 from diyfa.problem import KVCacheProblem, KVCacheTensors, Launch, NewKeys
 
-MOST_HEADS = 16  # of a token that a vector program has at a time
+MOST_HEADS = 16  # heads of a token that a vector program copies at once, at most
 
 
 @dataclass(frozen=True)
 class AppendConstants(Constants):
-    """Constants of the kernel."""
+    """Constants of `_append_kernel`."""
 
     head_dim_v: int
     block_dv: int
     half: int  # half of the features that are rotated
     block_half: int
-    rest: int  # the others of a key or query
+    rest: int  # features of a key or query that are not rotated
     block_rest: int
     heads: int
     interleaved: bool
@@ -44,13 +43,13 @@ class AppendConstants(Constants):
 
 @triton.jit
 def load_heads(base, heads, stride_h, FEATURES: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr):
-    """[HEADS, BLOCK]: features of a token's heads, zero beyond them."""
+    """Load features of a token's heads, [HEADS, BLOCK], zero beyond them."""
     return load_tile(block_at(base, heads, stride_h, 0, 0, FEATURES, HEADS, BLOCK), FEATURES != BLOCK)
 
 
 @triton.jit
 def store_heads(base, x, heads, stride_h, FEATURES: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr):
-    """The opposite of `load_heads`."""
+    """Store features of a token's heads from x [HEADS, BLOCK], except beyond them."""
     store_tile(block_at(base, heads, stride_h, 0, 0, FEATURES, HEADS, BLOCK), x, FEATURES != BLOCK)
 
 
@@ -59,8 +58,10 @@ def copy_token(
     source, target, cos_ptr, sin_ptr, row, rows, count, stride_sh, stride_th, stride_cos, stride_sin,
     HALF: tl.constexpr, REST: tl.constexpr, BLOCK_REST: tl.constexpr, c: tl.constexpr,
 ):  # fmt: skip
-    """`count` heads of one token from `source` to `target`, HEADS at a time, the first 2 · HALF features rotated by row
-    `row` of cos and sin, which have `rows`; beyond those nothing is rotated. REST features follow."""
+    """Copy `count` heads of one token from `source` to `target`, HEADS at a time.
+
+    The first 2 · HALF features are rotated by row `row` of cos and sin. These have `rows` rows; a token beyond them is
+    copied without rotation. REST features that are not rotated follow."""
     dtype = target.dtype.element_ty
     WHOLE: tl.constexpr = 2 * HALF
     BLOCK: tl.constexpr = 2 * c.BLOCK_HALF
@@ -76,7 +77,7 @@ def copy_token(
         origin = source + h0 * stride_sh.to(tl.int64)
         end = target + h0 * stride_th.to(tl.int64)
         if HALF > 0:
-            if c.INTERLEAVED:  # loads of every other feature would waste fifteen sixteenths of the buffer
+            if c.INTERLEAVED:  # loading every other feature would waste 15/16 of the buffer
                 x = load_heads(origin, heads, stride_sh, WHOLE, c.HEADS, BLOCK).to(tl.float32)
                 x0, x1 = tl.split(tl.reshape(x, [c.HEADS, c.BLOCK_HALF, 2]))
                 x = tl.reshape(tl.join(x0 * cos - x1 * sin, x0 * sin + x1 * cos), [c.HEADS, BLOCK])
@@ -103,14 +104,16 @@ def _append_kernel(
     batch, heads_q, heads_kv, seqlen_q, seqlen_new, length, capacity, page_size, entries, columns, cos_rows, q_step,
     c: tl.constexpr,
 ):  # fmt: skip
-    """`columns`: pages that a row of block_table names; `entries`: pages or batch entries of the cache. `q_step`: rows
-    of cos from a query to the next one, 1 or 0; `seqlen_q` is 0 where q is not rotated."""
+    """Write new keys and values to the cache and rotated queries to `rotated_q_ptr`.
+
+    `columns`: pages that a row of block_table names. `entries`: pages or batch entries of the cache. `q_step`: rows of
+    cos from one query to the next, 1 or 0. `seqlen_q` is 0 if q is not rotated."""
     for task in range(tl.program_id(0), batch * (seqlen_new + seqlen_q), tl.num_programs(0)):
         b = task // (seqlen_new + seqlen_q)
         i = task % (seqlen_new + seqlen_q)
         start = length
         if c.SEQLENS:
-            start = tl.minimum(tl.load(seqlens_ptr + b), tl.maximum(capacity, cos_rows))  # the sums do not overflow
+            start = tl.minimum(tl.load(seqlens_ptr + b), tl.maximum(capacity, cos_rows))  # sums do not overflow
         if i < seqlen_new:
             key = start + i
             fits = (key >= 0) & (key < capacity)
@@ -152,7 +155,7 @@ def _append_kernel(
 
 
 def launch_of(problem: KVCacheProblem, tensors: KVCacheTensors, new: NewKeys) -> Launch:
-    """The launch that appends `new`, and rotates q where there is a place for it."""
+    """Return the launch that appends `new`, and rotates q if `new` has a buffer for it."""
     half = new.cos.shape[1] if new.cos is not None else 0
     rest = problem.head_dim - 2 * half
     seqlen_q = 0 if new.rotated_q is None else problem.seqlen_q
@@ -198,6 +201,6 @@ def launch_of(problem: KVCacheProblem, tensors: KVCacheTensors, new: NewKeys) ->
 
 
 def kvcache_append(problem: KVCacheProblem, tensors: KVCacheTensors, new: NewKeys) -> None:
-    """Write `new` to the caches, and the rotated q."""
+    """Write `new` to the caches, and the rotated q to its buffer if there is one."""
     with device_guard(tensors.q):
         run(launch_of(problem, tensors, new))

@@ -1,10 +1,10 @@
-"""How kernels see attn_bias: which of its dimensions exist, and how far apart they lie.
+"""The form in which kernels take attn_bias: its dimensions that are not broadcast, and their strides.
 
-A bias that is broadcast over keys or over rows has kernels of its own. One that is the same for all keys is no tile at
-all: forward it is added to the scores of a row, backward it is taken off the row's log-sum-exp.
+Kernels are compiled for the dimensions that a bias has. A bias that is the same for all keys needs no tile: the forward
+pass adds it to the scores of a row, the backward pass subtracts it from the row's log-sum-exp.
 
-A block pointer with a stride of 0 would not do, nor one whose rows overlap: the compiler finds row and column of a tile
-again by dividing its offset by the stride between rows.
+A block pointer with stride 0, or with overlapping rows, would not work: the compiler recovers row and column of a tile
+by dividing its offset by the stride between rows.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ NATIVE = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class Bias(NamedTuple):
-    """A bias as kernels take it: `dims` names the dimensions that a tile has of it ("qk", "k", "q", "1"; "" for no
-    bias), `strides` are those of batch, head and query row, 0 where it is broadcast. The last of `dims` has stride 1.
+    """A bias as kernels take it.
+
+    `dims`: its dimensions inside a tile, "qk", "k", "q" or "1" (none); "" for no bias. The last one has stride 1.
+    `strides`: of batch, head and query row, 0 where the bias is broadcast.
     """
 
     tensor: torch.Tensor | None = None
@@ -26,13 +28,13 @@ class Bias(NamedTuple):
     strides: tuple[int, int, int] = (0, 0, 0)
 
     def values(self, name: str) -> dict[str, Any]:
-        """Tensor and strides by the names that kernels' arguments have where the bias is called `name`."""
+        """Return tensor and strides by kernel argument, for the bias that kernels call `name`."""
         b, h, m = self.strides
         return {f"{name}_ptr": self.tensor, f"stride_{name}_b": b, f"stride_{name}_h": h, f"stride_{name}_m": m}
 
 
 def _four_strides(bias: torch.Tensor) -> list[int]:
-    """Strides in the order (B, H, Sq, Sk), 0 where the bias is the same for all."""
+    """Return the strides of (B, H, Sq, Sk), 0 where the bias is broadcast."""
     strides = [0 if size == 1 else stride for size, stride in zip(bias.shape, bias.stride(), strict=True)]
     return [0] * (4 - bias.dim()) + strides
 
@@ -43,7 +45,7 @@ def _described(bias: torch.Tensor) -> Bias:
 
 
 def _fits_kernels(bias: torch.Tensor) -> bool:
-    """Whether kernels can read (or write) it as it lies."""
+    """Return whether kernels can read or write `bias` without a copy."""
     *_, m, n = _four_strides(bias)
     if bias.dtype not in NATIVE:
         return False
@@ -51,10 +53,10 @@ def _fits_kernels(bias: torch.Tensor) -> bool:
 
 
 def as_read(bias: torch.Tensor | None) -> Bias:
-    """`bias`, broadcastable to (B, H, Sq, Sk), for kernels that read it.
+    """Return `bias`, broadcastable to (B, H, Sq, Sk), for kernels that read it.
 
-    One that kernels cannot read as it lies (a dtype the chip has not, keys that are not contiguous, rows that overlap)
-    is copied first, without what it repeats.
+    It is copied first, without its broadcast dimensions, if kernels cannot read it: the chip lacks its dtype, its keys
+    are not contiguous, or its rows overlap.
     """
     if bias is None:
         return Bias()
@@ -68,7 +70,7 @@ def as_read(bias: torch.Tensor | None) -> Bias:
 
 
 def as_written(gradient: torch.Tensor) -> Bias:
-    """A buffer like `gradient` for the kernel that writes it: itself, or one to be copied from."""
+    """Return the buffer that the kernel writes: `gradient`, or a new one whose values the caller copies to it."""
     if _fits_kernels(gradient):
         return _described(gradient)
     dtype = gradient.dtype if gradient.dtype in NATIVE else torch.float32

@@ -3,11 +3,11 @@
 1. bwd_delta.py: delta = rowsum(dout * out) - dlse;
 2. bwd_dkdv.py: dk and dv;
 3. bwd_dq.py: dq;
-4. bwd_dbias.py: the gradient of attn_bias, when it wants one; bwd_dbias_rows.py where it is the same for all keys;
-5. bwd_dsinks.py: the gradient of the sinks, when there are any;
+4. bwd_dbias.py: the gradient of attn_bias, if required; bwd_dbias_rows.py if the bias is the same for all keys;
+5. bwd_dsinks.py: the gradient of the sinks, if there are any.
 
-Here are their launches. What the kernels with matrix products have in common with fwd.py (the persistent grid, the one
-loop, the padding) is said there.
+This module builds their launches. fwd.py explains what all kernels with matrix products share: the persistent grid, the
+single loop, the padding.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _dbias_launch(
     values: dict[str, Any],
     tile: AttentionTile | None,
 ) -> tuple[str, Launch]:
-    """(name, launch) of the gradient of the bias: into `dbias` or, where no kernel can write that, a buffer like it."""
+    """Return (name, launch) for the gradient of the bias. It writes `dbias`, or the buffer of `as_written`."""
     written = as_written(dbias)
     own_batch, own_heads = ((1,) * (4 - dbias.dim()) + tuple(dbias.shape))[:2]
     values = {**values, **written.values("dbias"), "own_batch": own_batch, "own_heads": own_heads}
@@ -51,7 +51,7 @@ def _dbias_launch(
         return "dbias_rows", described(
             _bwd_dbias_rows_kernel, BiasRowsConstants, vector_programs(problem.arch, dbias.device, tasks), values
         )
-    if values["BIAS"] != written.dims:  # an expanded bias has a gradient for each of the values that it repeats
+    if values["BIAS"] != written.dims:  # an expanded bias has a gradient for each repeated value
         assert tensors.attn_bias is not None
         bias = as_read(tensors.attn_bias.contiguous())
         values |= {**bias.values("bias"), "BIAS": bias.dims}
@@ -71,8 +71,8 @@ def launches_of(
     gradients: AttentionGradients,
     tiles: Mapping[str, AttentionTile] | None = None,
 ) -> dict[str, Launch]:
-    """The launches that fill the gradients, by name, in the order in which they run; `tiles`: other ones than the
-    table's, by the names of kernels there."""
+    """Return the launches that fill the gradients, by name, in order. `tiles` replaces tiles of the table, by kernel
+    name."""
     tiles = tiles or {}
     layout, arch, device, heads_q = problem.layout, problem.arch, lse.device, problem.heads_q
     values = {
@@ -84,7 +84,7 @@ def launches_of(
         "dsinks_ptr": gradients.dsinks,
         "HAS_DLSE": dlse is not None,
     }
-    # Kernels that treat each row for itself see packed sequences as one sample.
+    # Kernels that treat rows independently take packed sequences as one sample.
     batch, rows = (1, problem.total_q) if problem.varlen else (problem.batch, problem.seqlen_q)
     launches = {}
 
@@ -123,10 +123,10 @@ def attention_bwd(
 ) -> None:
     """Launch the backward kernels, which fill the gradients.
 
-    `dout` is shaped like `out`, `dlse` like `lse`; any strides but the last of `dout`.
+    `dout` has the shape of `out`, `dlse` that of `lse`. Strides are free, except the last one of `dout`.
     """
     dbias = gradients.dbias
-    if gradients.delta is None:  # one for all kernels, whatever their tiles
+    if gradients.delta is None:  # one delta for all kernels, whatever their tiles
         gradients = gradients._replace(delta=torch.empty_like(lse))
 
     def launch_with(kernel: str, tile: AttentionTile) -> list[Launch]:

@@ -1,5 +1,7 @@
-"""The gradient of an attn_bias that differs from key to key, for Ascend: one tile of the bias, a loop over what it is
-broadcast over. Where it is the same for all keys, bwd_dbias_rows.py needs no tiles.
+"""Gradient of an attn_bias that differs from key to key, for Ascend.
+
+A task is one tile of the bias. Its program loops over the tiles of scores that this tile was broadcast to. For a bias
+that is the same for all keys, bwd_dbias_rows.py needs no tiles.
 """
 
 from __future__ import annotations
@@ -41,10 +43,10 @@ def _bwd_dbias_kernel(
     own_batch, own_heads,
     c: tl.constexpr,
 ):  # fmt: skip
-    """dbias = the sum of p · (dp - delta) over what the bias is broadcast over, in one order: no atomics.
+    """Write dbias: the sum of p · (dp - delta) over the dimensions along which the bias is broadcast.
 
-    A program owns a tile of the bias (BIAS says which dimensions it has, "qk" or "k", `own_batch` and `own_heads` how
-    many samples and heads) and walks over the tiles of scores that it was added to.
+    The order of the sum is fixed, and there are no atomics. BIAS: the bias's dimensions in a tile, "qk" or "k".
+    `own_batch`, `own_heads`: its number of samples and of heads, 1 if broadcast.
     """
     PAD_D: tl.constexpr = c.HEAD_DIM != c.BLOCK_D
     PAD_DV: tl.constexpr = c.HEAD_DIM_V != c.BLOCK_DV
@@ -52,7 +54,7 @@ def _bwd_dbias_kernel(
     key_blocks = tl.cdiv(seqlen_k, c.BLOCK_N)
     group = heads_q // heads_kv
     own_rows = row_blocks if c.BIAS == "qk" else 1
-    # How many tiles of scores share a tile of the bias, by dimension: one where the bias has that dimension.
+    # Number of score tiles for one tile of the bias, by dimension: 1 if the bias has that dimension.
     shared_batch = batch // own_batch
     shared_heads = heads_q // own_heads
     shared_rows = row_blocks // own_rows
@@ -63,7 +65,7 @@ def _bwd_dbias_kernel(
         own_h = task // key_blocks // own_rows % own_heads
         own_b = task // key_blocks // own_rows // own_heads
         steps = shared_batch * shared_heads * shared_rows
-        if c.BIAS == "qk" and not c.SEQ_LENS:  # a tile that no row sees a key of has nothing to sum
+        if c.BIAS == "qk" and not c.SEQ_LENS:  # skip a tile if no row sees a key of it
             lo, hi = key_range(own_m * c.BLOCK_M, seqlen_q, seqlen_k, window_left, window_right, c)
             if (own_n * c.BLOCK_N >= hi) | (own_n * c.BLOCK_N < lo):
                 steps = 0
@@ -99,15 +101,15 @@ def _bwd_dbias_kernel(
             v = load_tile(v_block, PAD_DV)  # [BLOCK_N, BLOCK_DV]
             dp = dot(dout, tl.trans(v), c.INTERPRET)  # [BLOCK_M, BLOCK_N]
             if c.DROPOUT:
-                delta = delta * keep_prob  # what dropout multiplies dp by is left to the end
+                delta = delta * keep_prob  # dp is not scaled: 1 / keep_prob follows after the loop
                 row_key0, row_key1, column_key0, column_key1 = head_keys(rng_state_ptr, b, h, c.DROPOUT_ORIGINS)
                 r0, r1 = position_words(row_key0, row_key1, tl.arange(0, c.BLOCK_M) + row0)
                 c0, c1 = position_words(column_key0, column_key1, tl.arange(0, c.BLOCK_N) + n0)
                 dp = tl.where(keep_tile(r0, r1, c0, c1, keep_threshold), dp, 0.0)
             ds = p * (dp - delta[:, None])
             ds = masked(ds, 0.0, row0, n0, sq, sk, window_left, window_right, False, c)
-            # No mask cuts all that is beyond the sequence: not what no product wrote, and not 0 times a NaN. Always,
-            # and in this form: without it AscendNPU IR 1.1.0 does not pipeline the loop.
+            # Masks do not hide everything beyond the sequence: neither what no product wrote, nor 0 times a NaN. This
+            # select is unconditional, and in this form: else AscendNPU IR 1.1.0 does not pipeline the loop.
             real = (tl.arange(0, c.BLOCK_M) + row0).to(tl.float32) < sq.to(tl.float32)
             ds = tl.where(real[:, None], ds, 0.0)
             acc += ds

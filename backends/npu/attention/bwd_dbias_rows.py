@@ -1,13 +1,14 @@
-"""The gradient of an attn_bias that is the same for all keys, for Ascend: on the vector cores, from numbers of rows.
+"""Gradient of an attn_bias that is the same for all keys, for Ascend. It uses the vector cores and one value per row.
 
-What such a bias adds to all scores of a row cancels in the softmax, but for a sink, to which it is not added, and for
-the log-sum-exp, which grows with it. With delta = rowsum(dout * out) - dlse the sum of p · (dp - delta) over keys is
+Such a bias is added to all scores of a row, so it cancels in the softmax. Two things depend on it: the weight of a
+sink, to which it is not added, and the log-sum-exp, which grows with it. With delta = rowsum(dout * out) - dlse the sum
+of p · (dp - delta) over keys is
 
     rowsum(dout * out) - (1 - p_sink) · delta  =  p_sink · delta + dlse
 
-so nothing has to be multiplied again. As a sum over tiles of scores it could not have been shared between the vector
-cores: the sum of a whole tile is one value, and the compiler keeps a kernel that ends in one on one of them. A row that
-sees the sink alone has the sum 0, which a sink that is not finite would turn into NaN: it is left out.
+so no matrix product is needed. A sum over tiles of scores would use only one of the two vector cores: the compiler
+keeps a kernel that reduces a whole tile to one value on one of them. A row that sees only the sink has the sum 0. A
+sink that is not finite would make it NaN, so such rows are left out.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from diyfa.backends.npu.runtime.compat import Constants, kernel
 
 @dataclass(frozen=True)
 class BiasRowsConstants(Constants):
-    """Constants of the kernel."""
+    """Constants of `_bwd_dbias_rows_kernel`."""
 
     block_m: int
     dbias: str  # "q": a value for each row; "1": one for all
     sinks: bool
     has_dlse: bool
     has_left: bool
-    has_right: bool  # causal too
+    has_right: bool  # also if causal
     seq_lens: bool
     interpret: bool
 
@@ -49,10 +50,10 @@ def _bwd_dbias_rows_kernel(
     batch, heads_q, seqlen_q, seqlen_k, window_left, window_right, own_batch, own_heads,
     c: tl.constexpr,
 ):  # fmt: skip
-    """dbias = the sum of exp(sink - lse) · delta + dlse over what the bias is broadcast over besides the keys.
+    """Write dbias: the sum of exp(sink - lse) · delta + dlse over the broadcast dimensions other than keys.
 
-    DBIAS is "q", a value for each row, or "1"; `own_batch` and `own_heads` say how many samples and heads it has. Rows
-    that see no key, where lse is inf, may have anything as dlse. NaN in delta or lse stays in its row.
+    DBIAS is "q", a value for each row, or "1". `own_batch`, `own_heads`: number of samples and heads of the bias. Rows
+    that see no key have lse inf, and their dlse may be anything. NaN in delta or lse stays in its row.
     """
     row_blocks = tl.cdiv(seqlen_q, c.BLOCK_M)
     own_rows = row_blocks if c.DBIAS == "q" else 1

@@ -1,6 +1,6 @@
 """First step of the backward pass for Ascend: delta = rowsum(dout * out) - dlse (FlashAttention-2, section 3.1).
 
-With dlse taken off, the log-sum-exp has a gradient too and the other kernels need not know.
+Subtracting dlse accounts for the gradient of the log-sum-exp, so the other kernels do not need dlse.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from diyfa.backends.npu.runtime.compat import Constants, kernel
 
 @dataclass(frozen=True)
 class PreprocessConstants(Constants):
-    """Constants of the kernel."""
+    """Constants of `_bwd_preprocess_kernel`."""
 
     head_dim_v: int
     block_dv: int
@@ -33,8 +33,10 @@ def _bwd_preprocess_kernel(
     batch, heads_q, seqlen_q,
     c: tl.constexpr,
 ):  # fmt: skip
-    """delta = rowsum(dout * out) - dlse. Packed sequences (VARLEN, `seqlen_q` rows in all) are one sample here: every
-    row stands for itself. Rows before the first sequence and after the last one are neither read nor written."""
+    """Write delta = rowsum(dout * out) - dlse.
+
+    Rows are independent, so packed sequences (VARLEN, `seqlen_q` rows in all) are one sample here. Rows before the
+    first sequence and after the last one are neither read nor written."""
     PAD_DV: tl.constexpr = c.HEAD_DIM_V != c.BLOCK_DV
     samples = batch
     rows = seqlen_q

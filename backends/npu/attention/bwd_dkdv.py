@@ -1,7 +1,20 @@
-"""dk and dv for Ascend: one tile of keys, a loop over the query tiles of every query head of its group.
+"""dk and dv for Ascend. See fwd.py for the persistent grid and the single loop.
 
-So grouped-query gradients are summed in the accumulator, and the result is the same from run to run. Scores are held
-transposed, [BLOCK_N, BLOCK_M]: both products that accumulate take their left operand as the vector cores leave it.
+A task is one block of BLOCK_N keys of one KV head. Its program holds k and v, and loops over the query tiles of every
+query head of the group. For each tile it recomputes the weights and adds to dk and dv (FlashAttention-2, algorithm 2):
+
+    pᵀ  = exp(sᵀ - lse)                 sᵀ = k qᵀ, scaled or capped, plus ALiBi and bias; pᵀ is 0 where masked
+    dpᵀ = v doutᵀ
+    dsᵀ = pᵀ · (dpᵀ - delta)            times the cap's derivative with softcap
+    dv += pᵀ dout
+    dk += dsᵀ q                         times grad_scale after the loop
+
+No other program adds to these rows, so nothing needs atomics and results are the same from run to run. All score tiles
+are held transposed, [BLOCK_N, BLOCK_M]: then the left operands of both accumulating products need no transpose.
+
+With dropout dpᵀ, and pᵀ in the dv product only, are 0 at dropped positions; delta is multiplied by 1 - p_drop, and both
+gradients are divided by it after the loop. Columns of q, k and dk beyond one product's width (REST) go through a second
+product.
 """
 
 from __future__ import annotations
@@ -41,9 +54,9 @@ from diyfa.backends.npu.runtime.compat import kernel
 
 @dataclass(frozen=True)
 class KeyGradientConstants(AttentionConstants):
-    """Constants of the kernel."""
+    """Constants of `_bwd_dkdv_kernel`."""
 
-    rest: int  # columns of q, k and dk beyond block_d, where one product is not enough; else 0
+    rest: int  # columns of q, k and dk beyond block_d, for a second product; 0 if one holds all
 
 
 @kernel
@@ -58,14 +71,14 @@ def _bwd_dkdv_kernel(
     batch, heads_q, heads_kv, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right, together,
     c: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of each tile of keys."""
+    """Write dk and dv. The module docstring lists the steps."""
     PAD_D: tl.constexpr = c.HEAD_DIM < c.BLOCK_D
     PAD_REST: tl.constexpr = c.HEAD_DIM != c.BLOCK_D + c.REST
     PAD_DV: tl.constexpr = c.HEAD_DIM_V != c.BLOCK_DV
     ROW_BIAS: tl.constexpr = c.BIAS == "q" or c.BIAS == "1"  # the same for all keys
     group = heads_q // heads_kv
     BY_SAMPLE: tl.constexpr = c.VARLEN or c.SEQ_LENS
-    first_task = 0
+    first_task = 0  # tasks of earlier samples
     for sample in range(batch if BY_SAMPLE else 1):
         blocks, tasks = tasks_of(
             cu_seqlens_k_ptr, sample, total_k, seqlen_k, batch, heads_kv, c.BLOCK_N, c.VARLEN, BY_SAMPLE
@@ -77,7 +90,7 @@ def _bwd_dkdv_kernel(
             start_q, start_k, sq, sk = sequence(
                 seq_lens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, b, seqlen_q, seqlen_k, total_q, total_k, c
             )
-            # The next rows of packed sequences belong to another one.
+            # Rows after a packed sequence belong to the next one.
             rows = sq if c.VARLEN else seqlen_q
             keys = sk if c.VARLEN else seqlen_k
             lo, hi = row_range(n0, sq, sk, window_left, window_right, c)
@@ -96,7 +109,7 @@ def _bwd_dkdv_kernel(
                 dk_rest = tl.zeros([c.BLOCK_N, c.REST], tl.float32)
             dk = tl.zeros([c.BLOCK_N, c.BLOCK_D], tl.float32)
             dv = tl.zeros([c.BLOCK_N, c.BLOCK_DV], tl.float32)
-            for step in range(row_blocks * group):
+            for step in range(row_blocks * group):  # query tiles of each head of the group
                 h = hk * group + step // row_blocks
                 row0 = lo + (step % row_blocks) * c.BLOCK_M
                 q_base = base_of(q_ptr, b, h, start_q, stride_qb, stride_qh, stride_qm, c.VARLEN)
@@ -121,15 +134,16 @@ def _bwd_dkdv_kernel(
                     per_head_ptr, stride_per_head_b, bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, True, c,
                 )  # fmt: skip
                 p = tl.exp(s - lse[None, :])  # [BLOCK_N, BLOCK_M]
-                # Asked also where nothing has to be masked (keys beyond the last have rows of their own): without it
+                # Compiled in even if no tile needs it (padded keys only reach their own rows of dk and dv): without it
                 # AscendNPU IR 1.1.0 leaves square tiles to one vector core, or overflows the unified buffer.
                 p = masked(p, 0.0, row0, n0, sq, sk, window_left, window_right, True, c)
                 p = drop_columns(p, row0, sq, c.BLOCK_M)
-                # The cube unit may overwrite a left operand, and in fp32 p is one: every use of p comes before it.
+                # The cube unit may overwrite a left operand. In fp32 p itself is that of the dv product, so every
+                # other use of p comes before that product.
                 dp = dot(v, tl.trans(dout), c.INTERPRET)  # [BLOCK_N, BLOCK_M]
                 kept = p
                 if c.DROPOUT:
-                    delta = delta * keep_prob  # what dropout multiplies by is left to the end
+                    delta = delta * keep_prob  # 1 / keep_prob follows after the loop
                     row_key0, row_key1, column_key0, column_key1 = head_keys(rng_state_ptr, b, h, c.DROPOUT_ORIGINS)
                     r0, r1 = position_words(row_key0, row_key1, tl.arange(0, c.BLOCK_M) + row0)
                     c0, c1 = position_words(column_key0, column_key1, tl.arange(0, c.BLOCK_N) + n0)
@@ -145,7 +159,7 @@ def _bwd_dkdv_kernel(
                 dk = dot_add(ds, q, dk, c.INTERPRET)
                 if c.REST:
                     dk_rest = dot_add(ds, q_rest, dk_rest, c.INTERPRET)
-            # Nothing for keys that no row sees and for keys beyond the sequence.
+            # Keys that no row sees and keys beyond the sequence get gradient 0.
             seen = tl.where(row_blocks > 0, (sk - n0) if c.SEQ_LENS else c.BLOCK_N, 0)
             dk = first_rows(dk, seen, c.BLOCK_N) * grad_scale
             if c.REST:

@@ -1,4 +1,15 @@
-"""dq for Ascend: one tile of query rows, a loop over the keys. See fwd.py for the persistent grid and the one loop."""
+"""dq for Ascend. See fwd.py for the persistent grid and the single loop.
+
+A task is one block of BLOCK_M query rows of one head. Its program holds q, dout, lse and delta, and loops over blocks
+of BLOCK_N keys that the rows can see. For each block it recomputes the weights and adds to dq:
+
+    p  = exp(s - lse)                   s = q kᵀ, scaled or capped, plus ALiBi and bias
+    dp = dout vᵀ                        0 at dropped positions
+    ds = p · (dp - delta)               times the cap's derivative with softcap; masked
+    dq += ds k                          times grad_scale after the loop
+
+With dropout delta is multiplied by 1 - p_drop, and grad_scale contains 1 / (1 - p_drop).
+"""
 
 from __future__ import annotations
 
@@ -36,10 +47,10 @@ from diyfa.backends.npu.runtime.compat import kernel
 
 @dataclass(frozen=True)
 class QueryGradientConstants(AttentionConstants):
-    """Constants of the kernel."""
+    """Constants of `_bwd_dq_kernel`."""
 
-    masked: bool  # some tile needs a mask
-    rest: int  # columns of q, k and dq beyond block_d, where one product is not enough; else 0
+    masked: bool  # some tile of scores may need a mask
+    rest: int  # columns of q, k and dq beyond block_d, for a second product; 0 if one holds all
 
 
 @kernel
@@ -60,7 +71,7 @@ def _bwd_dq_kernel(
     ROW_BIAS: tl.constexpr = c.BIAS == "q" or c.BIAS == "1"  # the same for all keys
     group = heads_q // heads_kv
     BY_SAMPLE: tl.constexpr = c.VARLEN or c.SEQ_LENS
-    first_task = 0
+    first_task = 0  # tasks of earlier samples
     for sample in range(batch if BY_SAMPLE else 1):
         blocks, tasks = tasks_of(
             cu_seqlens_q_ptr, sample, total_q, seqlen_q, batch, heads_q, c.BLOCK_M, c.VARLEN, BY_SAMPLE
@@ -72,7 +83,7 @@ def _bwd_dq_kernel(
             start_q, start_k, sq, sk = sequence(
                 seq_lens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, b, seqlen_q, seqlen_k, total_q, total_k, c
             )
-            rows = sq if c.VARLEN else seqlen_q  # the next rows of packed sequences belong to another one
+            rows = sq if c.VARLEN else seqlen_q  # rows after a packed sequence belong to the next one
             lo, hi = key_range(row0, sq, sk, window_left, window_right, c)
             q_base = base_of(q_ptr, b, h, start_q, stride_qb, stride_qh, stride_qm, c.VARLEN)
             k_base = base_of(k_ptr, b, hk, start_k, stride_kb, stride_kh, stride_kn, c.VARLEN)
@@ -97,7 +108,7 @@ def _bwd_dq_kernel(
                 lse = lse - row_bias(bias_ptr, b, h, stride_bias_b, stride_bias_h, row0, sq, c)
             delta = load_row(delta_base, row0, rows, c.BLOCK_M)
             if c.DROPOUT:
-                delta = delta * keep_prob  # what dropout multiplies dp by is left to the end
+                delta = delta * keep_prob  # dp is not scaled: 1 / keep_prob follows after the loop
                 row_key0, row_key1, column_key0, column_key1 = head_keys(rng_state_ptr, b, h, c.DROPOUT_ORIGINS)
                 r0, r1 = position_words(row_key0, row_key1, tl.arange(0, c.BLOCK_M) + row0)
             dq = tl.zeros([c.BLOCK_M, c.BLOCK_D], tl.float32)
@@ -122,8 +133,8 @@ def _bwd_dq_kernel(
                 ds = p * (dp - delta[:, None])
                 if c.SOFTCAP != "":
                     ds = ds * cap_derivative(capped, softcap_inverse)
-                # Of ds, not of p: a product over fewer keys than the tile has leaves the other columns of its
-                # accumulator as they were, so s and dp may hold anything there, NaN included.
+                # Mask ds, not p: a product with fewer keys than the tile does not write the other columns of its
+                # accumulator, so s and dp may hold anything there, NaN included.
                 if c.MASKED:
                     ds = masked(ds, 0.0, row0, n0, sq, sk, window_left, window_right, False, c)
                 ds = narrow(ds, k.dtype, c.INTERPRET)
@@ -133,8 +144,8 @@ def _bwd_dq_kernel(
                     k_rest_block = tl.advance(k_rest_block, (c.BLOCK_N, 0))
                 k_block = tl.advance(k_block, (c.BLOCK_N, 0))
                 v_block = tl.advance(v_block, (c.BLOCK_N, 0))
-            # Nothing for rows that see no key. Beyond the sequence a causal mask cuts nothing, not even what no product
-            # wrote.
+            # Rows that see no key, and with SEQ_LENS rows beyond the sequence, get gradient 0. The causal mask does not
+            # hide rows beyond the sequence, where tiles hold what no product wrote.
             seen = tl.where(hi > lo, (sq - row0) if c.SEQ_LENS else c.BLOCK_M, 0)
             dq = first_rows(dq, seen, c.BLOCK_M) * grad_scale
             dq_block = block_at(dq_base, rows, stride_dqm, row0, 0, c.HEAD_DIM, c.BLOCK_M, c.BLOCK_D)

@@ -1,4 +1,4 @@
-"""The gradient of the sinks for Ascend: one program for each head, on the vector cores."""
+"""Gradient of the sinks for Ascend, on the vector cores. A task is one head."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from diyfa.backends.npu.runtime.compat import Constants, kernel
 
 @dataclass(frozen=True)
 class SinkGradientConstants(Constants):
-    """Constants of the kernel."""
+    """Constants of `_bwd_dsinks_kernel`."""
 
     block_m: int
 
 
 @kernel
 def _bwd_dsinks_kernel(sinks_ptr, lse_ptr, delta_ptr, dsinks_ptr, batch, heads_q, seqlen_q, c: tl.constexpr):
-    """dsink = -sum over (b, i) of exp(sink - lse) · delta: a sink takes weight from a row and brings no value.
+    """Write dsink = -sum over (b, i) of exp(sink - lse) · delta: a sink takes weight from a row and brings no value.
 
-    Packed sequences are one sample here. The delta of rows that are in no sequence, where lse is inf, may be anything.
+    Packed sequences are one sample here. Rows in no sequence have lse inf, and their delta may be anything.
     """
     for h in range(tl.program_id(0), heads_q, tl.num_programs(0)):
         sink = tl.load(sinks_ptr + h)

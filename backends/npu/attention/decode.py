@@ -1,20 +1,29 @@
-"""Attention over a cache of keys for Ascend: split-KV, as in FlashDecoding (Dao et al. 2023), in one persistent kernel.
+"""Attention over a KV cache for Ascend: split-KV, as in FlashDecoding (Dao et al. 2023), in one persistent kernel.
 
-A tile of queries is the heads that share a kv head times some queries of one sequence, packed into the rows of one
-product: with one new token there would be one row otherwise. The keys of a sequence are cut into blocks at multiples of
-BLOCK_N, and the blocks into splits. Every (sequence, kv head, split, tile) is a task, and the grid is as large as the
-chip has cube cores. The number of splits comes from what the host knows, the capacity of the cache, so nothing waits
-for lengths that lie on the device. A second kernel combines the splits.
+A query tile is HEADS query heads of one KV head times QUERIES queries of one sequence, packed into the BLOCK_M rows of
+one product. With one new token and no packing a product would have one row. The keys of a sequence are cut into blocks
+at multiples of BLOCK_N, and the blocks into splits. A task is one (sequence, KV head, split, tile), and the grid has at
+most one program per cube core. The host computes the number of splits from the capacity of the cache, so it never waits
+for lengths on the device.
 
-* A block of keys is one load wherever it lies in one piece: in a contiguous cache, in packed keys, in pages that are a
-  multiple of it. Its page comes from one scalar load of the table.
-* Other pages are gathered row by row, which compiles to a copy for each key.
-* A block begins at the first key that counts (`leftpad`) or at a multiple of BLOCK_N and ends with the keys, so what
-  lies outside is neither loaded nor masked one by one.
+Up to three kernels run:
 
-With one split, the same BLOCK_M and BLOCK_N and keys cut at multiples of BLOCK_N a row of the result is bitwise the
-same whatever else is in the call: it depends on its own query and on its keys in their order. That is the batch
-invariant mode, in which this kernel computes training's forward pass too.
+1. `_pack_kernel`, if HEADS and QUERIES are both above 1: copies q, so that the rows of each tile are contiguous.
+2. `_decode_kernel`: for each task finds the keys that the tile sees in its split, runs online softmax over their
+   blocks as fwd.py does, and writes out and lse; if PARTIAL, it writes those of the split to a workspace in fp32.
+3. `_combine_kernel`, if PARTIAL: merges the splits of each row by their lse.
+
+Loading keys:
+
+* A block of keys is one load if it is contiguous: in a contiguous cache, in packed keys, and in pages whose size is a
+  multiple of BLOCK_N (PAGES "whole"). One scalar load of the page table finds its page.
+* With other page sizes keys are gathered row by row (PAGES "gathered"), which compiles to a copy for each key.
+* A block begins at the first key after left padding or at a multiple of BLOCK_N, and it ends with the keys. So keys
+  outside are not loaded, and left padding needs no mask.
+
+Batch-invariant mode has one split, fixed BLOCK_M and BLOCK_N, and keys cut at multiples of BLOCK_N. Then a row of the
+result is bitwise the same whatever else is in the call: it depends on its own query and on its keys in their order. In
+this mode the kernel also computes the forward pass of training.
 """
 
 from __future__ import annotations
@@ -59,22 +68,22 @@ from diyfa.problem import (
     per_head_stride,
 )
 
-VECTOR_ROWS = 16  # of a tile that a vector program packs or combines at a time
+VECTOR_ROWS = 16  # rows of a tile that a vector program packs or combines at once, at most
 
 
 @dataclass(frozen=True)
 class DecodeConstants(Constants):
-    """Constants of the kernel with matrix products."""
+    """Constants of `_decode_kernel`."""
 
     head_dim: int
     head_dim_v: int
     block_d: int
     block_dv: int
     block_n: int
-    heads: int  # of a tile
-    queries: int  # of each of them
+    heads: int  # query heads in a tile
+    queries: int  # queries of each head in a tile
     has_left: bool
-    has_right: bool  # causal too, but not for one query, which stands at the last key
+    has_right: bool  # also if causal; not for a single query, which is at the last key
     softcap: str
     alibi: bool
     sinks: bool
@@ -84,7 +93,7 @@ class DecodeConstants(Constants):
     seqlens: bool
     cu_seqlens_k: bool
     packed_keys: bool
-    pages: str  # "" for keys in one piece, "whole" where a block lies in one page, "gathered" where it may not
+    pages: str  # "": no pages; "whole": each block of keys is inside one page; "gathered": it may not be
     batch_idx: bool
     leftpad: bool
     interpret: bool
@@ -92,7 +101,7 @@ class DecodeConstants(Constants):
 
 @dataclass(frozen=True)
 class RowConstants(Constants):
-    """Constants of the vector kernels, which work on some rows of a tile of heads and queries at a time."""
+    """Constants of the vector kernels, `_pack_kernel` and `_combine_kernel`. They take `rows` rows of a tile."""
 
     head_dim: int
     head_dim_v: int
@@ -109,14 +118,15 @@ class RowConstants(Constants):
 def keys_of(
     seqlens_ptr, cu_seqlens_k_ptr, batch_idx_ptr, leftpad_ptr, b, length, added, capacity, entries, c: tl.constexpr
 ):  # fmt: skip
-    """Keys of sequence `b` -> (row of packed keys that they begin at, how many are skipped, how many there are), never
-    outside the memory, whatever the device's lengths say."""
+    """Return (first row in packed keys, first key, end) for the keys of sequence `b`: keys [first key, end) count.
+
+    The range stays inside memory, whatever the lengths on the device say."""
     start = 0
     count = length + added
     if c.CU_SEQLENS_K:
         start = tl.maximum(tl.load(cu_seqlens_k_ptr + b), 0)
         count = tl.maximum(tl.load(cu_seqlens_k_ptr + b + 1), start) - start
-    if c.PACKED_KEYS:  # they begin at their offset, also where fewer are used than lie there
+    if c.PACKED_KEYS:  # SEQLENS may use fewer keys than lie between two offsets
         start = tl.minimum(start, entries)
         count = tl.minimum(count, entries - start)
         if c.SEQLENS:
@@ -135,13 +145,13 @@ def keys_of(
 
 @triton.jit
 def nearest_page(entries, pages):
-    """A page that there is: another one for an entry that names none."""
+    """Clamp page table entries to existing pages."""
     return tl.minimum(tl.maximum(entries, 0), pages - 1)
 
 
 @triton.jit
 def first_key(table_ptr, first, count, page_size, pages):
-    """The first of the keys `first` to `count` that lies in a page -> (that page, the row, whether there is one)."""
+    """Find the first of the keys [first, count) in an existing page. Returns (page, row in it, whether one exists)."""
     column = first // page_size
     page = -1
     while (column * page_size < count) & ((page < 0) | (page >= pages)):
@@ -153,13 +163,14 @@ def first_key(table_ptr, first, count, page_size, pages):
 
 @triton.jit
 def gathered_rows(table_ptr, key0, lo, count, own_page, own_row, page_size, pages, c: tl.constexpr):
-    """Where each key from `key0` on lies -> (page, row in it), [BLOCK_N] each.
+    """Return (page, row in the page) of each key from `key0` on, [BLOCK_N] each.
 
-    Keys before `lo`, which the window hides from all queries, are replaced by key `lo`, those beyond the sequence by
-    its last key, and those whose entry names no page by the key at `own_row` of `own_page`, which is seen, too.
+    Keys that the left window hides from all queries (before `lo`) are replaced by key `lo`, keys beyond the sequence by
+    its last key, and keys whose entry names no page by the key at `own_row` of `own_page` (`first_key`). Their memory
+    may not be read: it may hold NaN, and a weight of 0 times NaN is NaN.
 
-    Nothing else may be read: a weight of 0 times a NaN is NaN. A select, by whatever mask, on the loaded values or on
-    addresses costs the split over the vector cores or the pipeline with AscendNPU IR 1.1.0; this arithmetic does not.
+    With AscendNPU IR 1.1.0 any select on loaded values or addresses costs the split over the vector cores or the
+    pipeline. This arithmetic does not.
     """
     keys = tl.minimum(tl.arange(0, c.BLOCK_N) + key0, count - 1)
     if c.HAS_LEFT:
@@ -174,9 +185,10 @@ def gathered_rows(table_ptr, key0, lo, count, own_page, own_row, page_size, page
 
 @triton.jit
 def have_pages(table_ptr, key0, there, page_size, pages, c: tl.constexpr):
-    """Which of the `there` keys from `key0` on lie in pages that there are, [BLOCK_N]. The table is read once more:
-    AscendNPU IR 1.1.0 makes no mask from what addresses are made of. It has no mask itself: 1.2.0 loads first, beyond
-    the table, and selects then."""
+    """Return whether each of the `there` keys from `key0` on lies in an existing page, bool [BLOCK_N].
+
+    This reads the table a second time: AscendNPU IR 1.1.0 makes no mask from values that also form addresses. The load
+    is clamped, not masked: AscendNPU IR 1.2.0 would load beyond the table first and select afterwards."""
     cols = tl.minimum(tl.arange(0, c.BLOCK_N), there - 1)
     entries = tl.load(table_ptr + (key0 + cols) // page_size)
     return (entries - nearest_page(entries, pages)).to(tl.float32) == 0.0  # the vector core compares no integers
@@ -186,8 +198,10 @@ def have_pages(table_ptr, key0, there, page_size, pages, c: tl.constexpr):
 def load_keys(
     base, page, row, rows, stride_page, stride_n, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, c: tl.constexpr
 ):
-    """[BLOCK_N, BLOCK_D]: `rows` keys (or values) from `row` of `page` on, zero beyond them. With PAGES "gathered" each
-    has a page and a row of its own, and beyond `rows` come others of the sequence."""
+    """Load [BLOCK_N, BLOCK_D]: `rows` keys (or values) from `row` of `page` on, zero beyond them.
+
+    With PAGES "gathered", `page` and `row` are [BLOCK_N], and beyond `rows` the tile holds other keys of the
+    sequence."""
     if c.PAGES == "gathered":
         offs = page.to(tl.int64) * stride_page + row.to(tl.int64) * stride_n
         offs_d = tl.arange(0, BLOCK_D)
@@ -205,8 +219,9 @@ def load_keys(
 
 @triton.jit
 def queries_of_rows(c: tl.constexpr):
-    """Which query of the tile each row is, fp32 [HEADS * QUERIES]. Without a reshape or a division, which would leave
-    the kernel to one of the two vector cores."""
+    """Return the query number, in the tile, of each row, fp32 [HEADS * QUERIES].
+
+    A reshape or a division here would make the compiler use only one of the two vector cores."""
     rows = tl.arange(0, c.HEADS * c.QUERIES).to(tl.float32)
     queries = rows
     if c.QUERIES == 1:
@@ -219,7 +234,7 @@ def queries_of_rows(c: tl.constexpr):
 
 @triton.jit
 def values_of_rows(ptr, heads, other, c: tl.constexpr):
-    """The value that each row has from its head, [HEADS * QUERIES]; `other` from the first `heads` on."""
+    """Return for each row the value of its head, [HEADS * QUERIES]. Heads from `heads` on have the value `other`."""
     if c.QUERIES == 1:
         offs = tl.arange(0, c.HEADS)
         values = tl.load(ptr + offs, mask=offs < heads, other=other)
@@ -235,8 +250,9 @@ def values_of_rows(ptr, heads, other, c: tl.constexpr):
 
 @triton.jit
 def mask_keys(s, rows, there, distance, window_left, window_right, c: tl.constexpr):
-    """s [BLOCK_M, BLOCK_N] with -inf beyond the `there` keys of the block, the first of which has the position
-    `distance` after the tile's first query, and where a query does not see one; `rows` are the queries."""
+    """Return s [BLOCK_M, BLOCK_N] with -inf beyond the `there` keys of the block, and where a query does not see a key.
+
+    `distance`: position of the block's first key minus that of the tile's first query. `rows`: `queries_of_rows`."""
     cols = tl.arange(0, c.BLOCK_N).to(tl.float32)
     s = tl.where((cols < there.to(tl.float32))[None, :], s, float("-inf"))
     rel = rows[:, None] - cols[None, :]
@@ -259,8 +275,9 @@ def _decode_kernel(
     window_left, window_right, splits,
     c: tl.constexpr,
 ):  # fmt: skip
-    """`entries`: pages of the cache, batch entries or packed rows. PARTIAL: out and lse of each split by themselves,
-    for `_combine_kernel`; of rows that see no key in it they are 0 and +inf."""
+    """Write out and lse, or with PARTIAL those of each split for `_combine_kernel`. The module docstring lists steps.
+
+    `entries`: pages of the cache, batch entries or packed rows. Rows that see no key get out 0 and lse +inf."""
     BLOCK_M: tl.constexpr = c.HEADS * c.QUERIES
     MIXED: tl.constexpr = c.HEADS > 1 and c.QUERIES > 1
     group = heads_q // heads_kv
@@ -276,7 +293,7 @@ def _decode_kernel(
         head = hk * group + h0
         heads = tl.minimum(group - h0, c.HEADS)
 
-        # Its queries, and the blocks of keys that they see in this split.
+        # Find the tile's queries, and the blocks of keys that they see in this split.
         start_q = 0
         sq = seqlen_q
         if c.VARLEN:
@@ -300,7 +317,7 @@ def _decode_kernel(
         block0 += split * part
         block1 = tl.minimum(block1, block0 + part)
 
-        if MIXED:
+        if MIXED:  # q_ptr is the output of `_pack_kernel`
             there_m = BLOCK_M
             stride_q = c.HEAD_DIM
             q_base = q_ptr + ((b * heads_kv + hk) * tiles + tile).to(tl.int64) * (BLOCK_M * c.HEAD_DIM)
@@ -344,7 +361,7 @@ def _decode_kernel(
             block = block0 + step
             key0 = tl.maximum(block * c.BLOCK_N, first)
             there = tl.minimum((block + 1) * c.BLOCK_N, count) - key0
-            distance = key0 - row0 - offset  # of the first key from the first query
+            distance = key0 - row0 - offset  # from the tile's first query to the block's first key
             page = 0
             row = key0
             if c.PAGES == "whole":
@@ -378,7 +395,7 @@ def _decode_kernel(
             v = load_keys(v_base, page, row, there, stride_vb, stride_vn, c.HEAD_DIM_V, c.BLOCK_DV, c)
             acc = acc * alpha[:, None]
             acc = dot_add(narrow(p, v.dtype, c.INTERPRET), v, acc, c.INTERPRET)
-        if c.SINKS:  # in the first split; a key without a value, as in the forward kernel
+        if c.SINKS:  # a key without a value, as in the forward kernel; counted in split 0 only
             counted = tl.where(split == 0, heads, 0)
             sink = values_of_rows(sinks_ptr + head, counted, float("-inf"), c)
             m_new = running_max(m_i, sink, c.INTERPRET)
@@ -386,11 +403,11 @@ def _decode_kernel(
             l_i = l_i * alpha + tl.exp(sink - m_new)
             acc = first_rows(acc, tl.where(block1 > block0, BLOCK_M, 0), BLOCK_M) * alpha[:, None]
             m_i = m_new
-        empty = l_i == 0.0  # the select drops what an accumulator holds that no iteration wrote
+        empty = l_i == 0.0  # the select drops an accumulator that no iteration wrote
         safe_l = tl.where(empty, 1.0, l_i)
         out = tl.where(empty[:, None], 0.0, acc / safe_l[:, None])
         lse = tl.where(empty, float("inf"), m_i + tl.log(safe_l))
-        if c.PARTIAL:  # whole tiles, in the order of tasks
+        if c.PARTIAL:  # the workspace holds whole tiles in the order of tasks
             first_row = (((b * heads_kv + hk) * splits + split) * tiles + tile).to(tl.int64) * BLOCK_M
             out_base = out_ptr + first_row * c.HEAD_DIM_V
             lse_base = lse_ptr + first_row
@@ -412,8 +429,10 @@ def rows_of_tile(
     cu_seqlens_q_ptr, pair, tile, r0, heads_q, heads_kv, seqlen_q, total_q,
     c: tl.constexpr,
 ):  # fmt: skip
-    """What lies in ROWS rows of a tile from `r0` on, heads of one query or queries of one head -> (b, head, first row
-    of its sequence, query, rows that there are)."""
+    """Describe ROWS rows of a tile from row `r0` on: heads of one query, or queries of one head.
+
+    `pair` is b * heads_kv + KV head. Returns (b, query head, first row of the sequence in packed q, query, rows that
+    exist)."""
     group = heads_q // heads_kv
     head_blocks = tl.cdiv(group, c.HEADS)
     in_group = tile % head_blocks * c.HEADS + r0 // c.QUERIES
@@ -438,8 +457,10 @@ def _pack_kernel(
     batch, heads_q, heads_kv, seqlen_q, total_q, tiles,
     c: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of several queries of several heads, one after another: no stride leads along their rows, and what the
-    compiler makes of one that is put together in `_decode_kernel` is not laid out as the cube core reads it."""
+    """Copy tiles of several queries of several heads, so that their rows are contiguous.
+
+    In q no single stride leads along these rows. A tile assembled inside `_decode_kernel` would not get the layout that
+    the cube core reads."""
     PARTS: tl.constexpr = c.HEADS * c.QUERIES // c.ROWS
     for task in range(tl.program_id(0), batch * heads_kv * tiles * PARTS, tl.num_programs(0)):
         pair = task // PARTS // tiles
@@ -460,7 +481,7 @@ def _pack_kernel(
 
 @triton.jit
 def split_lse(base, rows, ROWS: tl.constexpr):
-    """The log-sum-exps of a split, -inf where it has no key."""
+    """Load the log-sum-exps of a split [ROWS], -inf for rows that see no key in it."""
     lse = load_row(base, 0, rows, ROWS)
     return tl.where(lse == float("inf"), float("-inf"), lse)
 
@@ -473,9 +494,11 @@ def _combine_kernel(
     batch, heads_q, heads_kv, seqlen_q, total_q, tiles, splits,
     c: tl.constexpr,
 ):  # fmt: skip
-    """out and lse from those of each split, which lie as `_decode_kernel` leaves them: ROWS rows at a time."""
+    """Merge out and lse of all splits, ROWS rows at a time, from the workspace that `_decode_kernel` writes.
+
+    m_i is the maximum lse of the splits; a split has the weight exp(lse - m_i)."""
     PARTS: tl.constexpr = c.HEADS * c.QUERIES // c.ROWS
-    step = (tiles * (c.HEADS * c.QUERIES)).to(tl.int64)  # rows from a split to the next one
+    step = (tiles * (c.HEADS * c.QUERIES)).to(tl.int64)  # rows of the workspace from one split to the next
     for task in range(tl.program_id(0), batch * heads_kv * tiles * PARTS, tl.num_programs(0)):
         pair = task // PARTS // tiles
         b, head, start, query, there = rows_of_tile(
@@ -514,11 +537,10 @@ def _combine_kernel(
 
 
 def split_count(problem: KVCacheProblem, tile: AttentionTile, tiles: int, programs: int) -> int:
-    """Into how many splits the keys of a sequence go: `tiles` are the tasks of one, `programs` work on them.
+    """Return the number of splits of a sequence's keys. One split has `tiles` tasks; `programs` programs take them.
 
-    Enough that every program has several tasks, which evens out sequences of different lengths, of at least
-    `configs.DECODE_SPLIT_BLOCKS` blocks where a sequence fills its capacity. The lengths themselves are not known to
-    the host.
+    Every program should get several tasks, which evens out sequences of different lengths. A split has at least
+    `configs.DECODE_SPLIT_BLOCKS` blocks if the sequence fills its capacity; the host does not know the lengths.
     """
     if problem.batch_invariant:
         return 1
@@ -539,7 +561,7 @@ def launches_of(
     lse: torch.Tensor,
     tile: AttentionTile | None = None,
 ) -> list[Launch]:
-    """The launches that fill out and lse, one to three; `tile`: another one than the table's."""
+    """Return the launches that fill out and lse, one to three. `tile` replaces the table's tile."""
     tile = tile or configs.untuned_tile(problem, "decode")
     group = problem.heads_q // problem.heads_kv
     heads = heads_of_tile(problem, tile)
@@ -549,7 +571,8 @@ def launches_of(
     device = tensors.q.device
     splits = split_count(problem, tile, tiles, cube_programs(problem.arch, device, tiles * problem.capacity))
     packed = min(heads, queries) > 1
-    # The rows of a vector program are one after another in lse: packed sequences of one query come by themselves.
+    # A program stores consecutive values of lse. Packed sequences of one query have lse (H, Tq), where heads are not
+    # consecutive: then `_combine_kernel` stores one row at a time.
     partial = splits > 1 or packed or (problem.varlen and queries == 1)
     part = 1 if problem.varlen and queries == 1 else min(heads if queries == 1 else queries, VECTOR_ROWS)
     values = call_values(problem, tensors, tile) | {
@@ -580,8 +603,9 @@ def launches_of(
 
 
 def heads_of_tile(problem: KVCacheProblem, tile: AttentionTile) -> int:
-    """How many heads share a tile, the rest of whose rows are queries: all of one kv head where there are few queries,
-    else one."""
+    """Return the number of query heads in a tile; it has block_m / heads queries of each.
+
+    One query: block_m. Fewer queries than block_m: the heads of a KV head, at most block_m / 2. Else 1."""
     group = triton.next_power_of_2(problem.heads_q // problem.heads_kv)
     if problem.seqlen_q == 1:
         return tile.block_m
@@ -589,10 +613,10 @@ def heads_of_tile(problem: KVCacheProblem, tile: AttentionTile) -> int:
 
 
 def call_values(problem: KVCacheProblem, tensors: KVCacheTensors, tile: AttentionTile) -> dict[str, Any]:
-    """What the kernels take of a call, but for results."""
+    """Return the kernels' arguments and constants of a call by name, except results."""
     table = tensors.block_table
     keys = "thd" if problem.packed_keys else "bshd"
-    # One query stands at the last key: nothing is later.
+    # A single query is at the last key, so no key is later.
     right = problem.window_right if problem.seqlen_q > 1 else -1
     names = "batch heads_q heads_kv seqlen_q total_q capacity page_size window_left"
     return {
@@ -637,7 +661,7 @@ def call_values(problem: KVCacheProblem, tensors: KVCacheTensors, tile: Attentio
 
 
 def kvcache_fwd(problem: KVCacheProblem, tensors: KVCacheTensors, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """Launch the kernels that fill out (like q with v's feature size) and lse (`problem.lse_shape`) fp32."""
+    """Launch the kernels that fill out (q's shape with v's head dim) and lse (`problem.lse_shape`, fp32)."""
 
     def launches(tile: AttentionTile) -> list[Launch]:
         return launches_of(problem, tensors, out, lse, tile)
@@ -647,7 +671,7 @@ def kvcache_fwd(problem: KVCacheProblem, tensors: KVCacheTensors, out: torch.Ten
 
 
 def attention_fwd(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """The forward pass of training in the batch invariant mode: all keys are one cache."""
+    """Run the forward pass of training in batch-invariant mode, with k and v as the cache."""
     if not problem.varlen:
         out = as_bhsd(out, problem.layout).transpose(1, 2)
     kvcache_fwd(*as_kvcache(problem, tensors), out, lse)

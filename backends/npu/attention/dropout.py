@@ -1,14 +1,15 @@
-"""Dropout's mask inside a tile, bit for bit what `diyfa.dropout` defines, in forms the vector unit has.
+"""Dropout mask of a tile, bit for bit as `diyfa.dropout` defines it, from operations that the vector unit has.
 
-A kernel forms the keys of its head once (on the scalar unit), the words of its rows once, those of its columns for each
-block, and the tile from both pairs of words: seven vector operations for each score with the select. What shapes it:
+A kernel forms the keys of a head once, on the scalar unit. From these it forms two words for each row, once, and two
+words for each column, for each block. Both pairs of words give the tile: seven vector operations for each score,
+including the select. Hardware and compiler shape this:
 
-* Integer comparisons run on the scalar unit, so the upper 24 bits of an element are compared in fp32, where they are
-  exact.
-* The compiler turns logical and arithmetic right shifts of 32 bits into the same instruction, the arithmetic one. So
-  words are int32, and a shift that must fill with zeros has a mask.
-* The vector unit has no exclusive or: (x | y) - (x & y) is one operation less than what the compiler makes of it.
-* Vectors of 64-bit integers and the upper half of a 32-bit product are scalar loops, so only a head's keys have them.
+* Integer compares run on the scalar unit, so the upper 24 bits of an element are compared in fp32, which holds them
+  exactly.
+* The compiler turns logical and arithmetic right shifts of 32 bits into the same, arithmetic instruction. So words are
+  int32, and a shift that must fill with zeros has a mask.
+* The vector unit has no exclusive or: (x | y) - (x & y) takes one operation less than the compiler's expansion.
+* Vectors of 64-bit integers and the upper half of a 32-bit product become scalar loops, so only a head's keys use them.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ WORD = tl.constexpr(0xFFFFFFFF)
 
 
 def keep_threshold(dropout_p: float) -> float:
-    """The `threshold` of `keep_tile`, an integer of 24 bits passed as fp32."""
+    """Return the `threshold` of `keep_tile`, a 24-bit integer as fp32."""
     return float(drop_threshold(dropout_p))
 
 
 @triton.jit
 def head_keys(rng_state_ptr, b, h, ORIGINS: tl.constexpr):
-    """Philox4x32-10 of (seed, offset) at (b, h) -> (row_key0, row_key1, column_key0, column_key1), int32 scalars.
+    """Return Philox4x32-10 of (seed, offset) at (b, h): (row_key0, row_key1, column_key0, column_key1), int32 scalars.
 
-    `rng_state_ptr`: int64 [seed, offset] in device memory, with ORIGINS followed by four words for each sample: its own
-    number, and where its query heads, queries and keys begin. `b` and `h` are the sample and the query head.
+    `rng_state_ptr`: int64 [seed, offset] in device memory. With ORIGINS four words follow for each sample: its number,
+    its first query head, its first query and its first key. `b`: sample. `h`: query head.
     """
     seed = tl.load(rng_state_ptr)
     offset = tl.load(rng_state_ptr + 1)
@@ -57,7 +58,7 @@ def head_keys(rng_state_ptr, b, h, ORIGINS: tl.constexpr):
         c3 = product0 & WORD
         k0 = (k0 + 0x9E3779B9) & WORD
         k1 = (k1 + 0xBB67AE85) & WORD
-    if ORIGINS:  # position i + i0 under a key is position i under another one
+    if ORIGINS:  # adds the first position, times WEYL, to the keys instead of to positions
         row = tl.load(origin_ptr + 2) * 0x9E3779B9
         column = tl.load(origin_ptr + 3) * 0x9E3779B9
         c0 = (c0 + row) & WORD
@@ -69,10 +70,9 @@ def head_keys(rng_state_ptr, b, h, ORIGINS: tl.constexpr):
 
 @triton.jit
 def position_words(key0, key1, positions):
-    """Two words for each of `positions` (int32 [BLOCK]) -> ([BLOCK], [BLOCK]) int32.
+    """Return two words for each of `positions` (int32 [BLOCK]), as ([BLOCK], [BLOCK]) int32.
 
-    With the row keys for query positions, with the column keys for key positions, both counted from the start of their
-    own sequence.
+    Query positions take the row keys, key positions the column keys. Both count from the start of their sequence.
     """
     x = positions * WEYL
     return _mix(x + key0), _mix(x + key1)
@@ -85,17 +85,17 @@ def _mix(x):
 
 @triton.jit
 def _xor_shifted(x, BITS: tl.constexpr):
-    """x ^ (x >> BITS) with zeros shifted in."""
+    """Return x ^ (x >> BITS), with zeros shifted in."""
     shifted = (x >> BITS) & ((1 << (32 - BITS)) - 1)
     return (x | shifted) - (x & shifted)
 
 
 @triton.jit
 def keep_tile(first0, first1, second0, second1, threshold):
-    """Which softmax weights are kept -> bool [BLOCK_FIRST, BLOCK_SECOND]; `threshold` fp32.
+    """Return True for each softmax weight that dropout keeps, bool [BLOCK_FIRST, BLOCK_SECOND]. `threshold` is fp32.
 
-    Row words first: [BLOCK_M, BLOCK_N]. Column words first: the same mask transposed, [BLOCK_N, BLOCK_M], for kernels
-    that hold transposed scores.
+    Row words first give [BLOCK_M, BLOCK_N]. Column words first give its transpose [BLOCK_N, BLOCK_M], for kernels that
+    hold transposed scores.
     """
     x = (first0[:, None] + second0[None, :]) * (first1[:, None] + second1[None, :])
     return (x >> 8).to(tl.float32) >= threshold

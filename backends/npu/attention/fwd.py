@@ -1,15 +1,26 @@
 """Forward attention for Ascend: FlashAttention-2 (Dao 2023, arXiv:2307.08691, algorithm 1) on cube and vector cores.
 
-What differs from a GPU kernel, and why:
+A task is one block of BLOCK_M query rows of one head. For each task a program
 
-* The grid is as large as the chip has cube cores and each program loops over (batch, head, query block): the launcher
-  reserves cube-to-vector workspace for every program, and one more program than cores means a second wave. Of packed
-  sequences only the blocks that exist are tasks, one sequence after another.
-* One loop over all key blocks with the mask under a run-time `if`. Two loops (full blocks, then diagonal blocks) with
-  square tiles compile to a kernel that uses one of the two vector cores, and with any they share its buffer.
-* K is loaded as stored and transposed in `tl.dot(q, tl.trans(k))`, which the cube instruction does for nothing.
-* Exponentials have the natural base: Ascend's exp2 is a multiplication and an exp.
-* Every tensor dimension that can overrun is loaded with zero padding, so V's rows beyond the keys cannot bring a NaN.
+1. finds the sequence, its lengths, and the keys [lo, hi) that the block can see; loads q;
+2. for each block of BLOCK_N keys: forms scores s = q kᵀ, scales or caps them, adds ALiBi and bias, masks them;
+3. updates the online softmax: running maximum m_i, running sum l_i, weights p, and alpha, the rescale factor;
+4. applies dropout to p, loads v, and accumulates acc = acc · alpha + p v;
+5. after the loop adds the sink's weight to l_i, and stores out = acc / l_i (with dropout, also divided by 1 - p_drop)
+   and lse = m_i + log(l_i).
+
+Differences from a GPU kernel:
+
+* The grid has at most one program per cube core. The launcher reserves cube-to-vector workspace for every program, and
+  more programs than cores would run in a second wave. For packed sequences only blocks that exist are tasks.
+* There is one loop over all key blocks. If MASKED, the mask is under a run-time `if` (`primitives.masked`). With two
+  loops (full blocks, then diagonal blocks) and square tiles the compiler would use only one of the two vector cores;
+  with any tiles the two loops would share that core's buffer.
+* K is loaded as stored and transposed in `tl.dot(q, tl.trans(k))`: the cube instruction does this at no cost.
+* Exponentials have base e: Ascend's exp2 is a multiplication and an exp.
+* Every dimension that can overrun is loaded with zero padding, so rows of V beyond the keys bring no NaN.
+
+`per_head_ptr` holds ALiBi slopes; `configs.attention_scalars` defines the scalars, `primitives.task_of` `together`.
 """
 
 from __future__ import annotations
@@ -51,14 +62,14 @@ from diyfa.backends.npu.runtime.tiles import chosen_tile, run_tiled
 from diyfa.backends.npu.tables.configs import AttentionTile, fwd_tile
 from diyfa.problem import AttentionProblem, AttentionTensors, Launch
 
-# Start of the running maximum: finite, so that exp(-inf - m) is 0 and not NaN where a row has seen no key yet, and no
-# greater than a bias that masks with float32's lowest value.
+# Initial running maximum. It is finite, so that exp(-inf - m) is 0 and not NaN for a row that has seen no key yet. No
+# float32 is lower, so a bias that masks with float32's lowest value is not below it.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit
 def online_softmax_update(s, m_i, l_i, INTERPRET: tl.constexpr):
-    """One step of the running softmax over a tile of scores [BLOCK_M, BLOCK_N] -> (p, alpha, m_i, l_i)."""
+    """Update the online softmax with a tile of scores [BLOCK_M, BLOCK_N]. Returns (p, alpha, m_i, l_i)."""
     m_new = running_max(m_i, tl.max(s, 1), INTERPRET)
     p = tl.exp(s - m_new[:, None])
     alpha = tl.exp(m_i - m_new)
@@ -67,9 +78,9 @@ def online_softmax_update(s, m_i, l_i, INTERPRET: tl.constexpr):
 
 @dataclass(frozen=True)
 class ForwardConstants(AttentionConstants):
-    """Constants of the kernel."""
+    """Constants of `_fwd_kernel`."""
 
-    masked: bool  # some tile needs a mask
+    masked: bool  # some tile of scores may need a mask
     sinks: bool
 
 
@@ -89,7 +100,7 @@ def _fwd_kernel(
     ROW_BIAS: tl.constexpr = c.BIAS == "q" or c.BIAS == "1"  # the same for all keys
     group = heads_q // heads_kv
     BY_SAMPLE: tl.constexpr = c.VARLEN or c.SEQ_LENS
-    first_task = 0
+    first_task = 0  # tasks of earlier samples
     for sample in range(batch if BY_SAMPLE else 1):
         blocks, tasks = tasks_of(
             cu_seqlens_q_ptr, sample, total_q, seqlen_q, batch, heads_q, c.BLOCK_M, c.VARLEN, BY_SAMPLE
@@ -101,7 +112,7 @@ def _fwd_kernel(
             start_q, start_k, sq, sk = sequence(
                 seq_lens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, b, seqlen_q, seqlen_k, total_q, total_k, c
             )
-            rows = sq if c.VARLEN else seqlen_q  # the next rows of packed sequences belong to another one
+            rows = sq if c.VARLEN else seqlen_q  # rows after a packed sequence belong to the next one
             lo, hi = key_range(row0, sq, sk, window_left, window_right, c)
             q_base = base_of(q_ptr, b, h, start_q, stride_qb, stride_qh, stride_qm, c.VARLEN)
             k_base = base_of(k_ptr, b, hk, start_k, stride_kb, stride_kh, stride_kn, c.VARLEN)
@@ -132,7 +143,7 @@ def _fwd_kernel(
                 if c.MASKED:
                     s = masked(s, float("-inf"), row0, n0, sq, sk, window_left, window_right, False, c)
                 p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, c.INTERPRET)
-                if c.DROPOUT:  # of the weights only: the denominator and lse know nothing of it
+                if c.DROPOUT:  # drops weights only; l_i and lse stay without dropout
                     c0, c1 = position_words(column_key0, column_key1, tl.arange(0, c.BLOCK_N) + n0)
                     p = tl.where(keep_tile(r0, r1, c0, c1, keep_threshold), p, 0.0)
                 v = load_tile(v_block, PAD_DV)  # [BLOCK_N, BLOCK_DV]
@@ -140,16 +151,16 @@ def _fwd_kernel(
                 acc = dot_add(narrow(p, v.dtype, c.INTERPRET), v, acc, c.INTERPRET)
                 k_block = tl.advance(k_block, (c.BLOCK_N, 0))
                 v_block = tl.advance(v_block, (c.BLOCK_N, 0))
-            if c.SINKS:  # a key without a value. Seen last, it leaves the weights exact where a row has one key: exp(0)
-                # All on vectors: a scalar in fp32 is handed to the cube core, which has no use for it and waits.
+            if c.SINKS:  # A key without a value. It comes last: the weight of a row's only key stays exp(0), exact.
+                # Computed on vectors: the compiler passes an fp32 scalar to the cube core, which then waits for it.
                 sink = tl.zeros([c.BLOCK_M], tl.float32) + load_row(sinks_ptr + h, 0, 1, 1)
-                m_new = running_max(m_i, sink, c.INTERPRET)  # at least LOWEST: a sink of -inf adds 0, one of +inf NaN
+                m_new = running_max(m_i, sink, c.INTERPRET)  # >= LOWEST: a sink of -inf adds 0, one of +inf gives NaN
                 alpha = tl.exp(m_i - m_new)
                 l_i = l_i * alpha + tl.exp(sink - m_new)
                 acc = first_rows(acc, tl.where(hi > lo, c.BLOCK_M, 0), c.BLOCK_M) * alpha[:, None]
                 m_i = m_new
-            # Rows that saw nothing, and rows beyond the sequence, end as output 0 and lse +inf. The select also drops
-            # what an accumulator holds that no loop iteration wrote: the compiler does not clear it then.
+            # Rows that see no key and rows beyond the sequence get output 0 and lse +inf. The select also drops an
+            # accumulator that no loop iteration wrote, which the compiler does not clear.
             real = (tl.arange(0, c.BLOCK_M) + row0).to(tl.float32) < sq.to(tl.float32)
             l_i = tl.where(real, l_i, 0.0)
             empty = l_i == 0.0
@@ -172,7 +183,7 @@ def launch_of(
     lse: torch.Tensor,
     tile: AttentionTile | None = None,
 ) -> Launch:
-    """The launch that fills out and lse; `tile`: another one than the table's."""
+    """Return the launch that fills out and lse. `tile` replaces the table's tile."""
     tile = tile or fwd_tile(problem)
     tasks = triton.cdiv(problem.seqlen_q, tile.block_m) * problem.batch * problem.heads_q
     values = {**call_values(problem, tensors, "fwd"), **addressed(problem.layout, out=out), "lse_ptr": lse}
@@ -180,7 +191,7 @@ def launch_of(
 
 
 def attention_fwd(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """Launch the forward kernel, which fills out (like q with v's feature size) and lse (`problem.lse_shape`) fp32."""
+    """Launch the forward kernel, which fills out (q's shape with v's head dim) and lse (`problem.lse_shape`, fp32)."""
 
     def launch(tile: AttentionTile) -> list[Launch]:
         return [launch_of(problem, tensors, out, lse, tile)]

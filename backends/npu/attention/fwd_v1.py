@@ -1,19 +1,17 @@
 """FlashAttention forward (Dao et al. 2022, arXiv:2205.14135, algorithm 1) on Ascend: key/value blocks outermost.
 
-A program takes whole heads. It loads a block of keys and values once and visits with it every block of queries that can
-see it; the output, the sum and the maximum of all rows live in global memory, and every visit reads, renormalises and
-writes them back. They are fp32 there, also the output: rounding it at every visit would not keep the accuracy contract.
-It is here to be read beside fwd.py, which turns the loops around and keeps all three on the chip.
+A task is one whole head. Its program loads each block of keys and values once. One pass then visits every block of
+queries that can see it. The output, sum and maximum of all rows are in global memory, and each visit reads,
+renormalises and writes them. They are fp32, the output too: rounding it at every visit would break the accuracy
+contract. Read this kernel beside fwd.py, which exchanges the loops and keeps all three on the chip.
 
-What shapes it beyond that:
-
-* The running output, sum and maximum come in twice, as pointers to read and pointers to write to the same memory. Where
-  the compiler sees one tensor both loaded and stored in a loop it neither splits the loop over the two vector cores nor
-  pipelines it. A row is visited once in a pass over the queries, so within a pass the order does not matter.
-* A barrier ends each pass: what it wrote, the next one reads. Both vector cores always hold the same half of a tile's
-  rows, so a core reads only what it wrote itself, and a barrier of its own pipes is enough.
-* The phases before and after the passes are launches of their own: zeros, and rounding the output and forming lse. They
-  divide the rows differently, and only the end of a launch makes one core wait for what another wrote.
+* The running output, sum and maximum are passed twice, as pointers to read and pointers to write the same memory. If
+  the compiler sees one tensor both loaded and stored in a loop, it neither splits the loop over the two vector cores
+  nor pipelines it. A pass visits each row once, so within a pass the order does not matter.
+* A barrier ends each pass, because the next pass reads what it wrote. Each vector core always holds the same half of a
+  tile's rows. So it reads only what it wrote itself, and a barrier of its own pipes is enough.
+* Separate launches set zeros before the passes, and round the output and form lse after them. They divide the rows
+  differently, and only the end of a launch makes one core wait for another core's writes.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ from diyfa.backends.npu.tables.configs import preprocess_rows
 from diyfa.backends.npu.tables.configs_v1 import v1_tile
 from diyfa.problem import AttentionProblem, AttentionTensors, Launch
 
-# The maximum of a row that has seen no key: finite, so that exp(-inf - m) is 0 and not NaN.
+# Maximum of a row that has seen no key. It is finite, so that exp(-inf - m) is 0 and not NaN.
 LOWEST = tl.constexpr(-3.0e38)
 
 
@@ -55,7 +53,7 @@ def _fwd_v1_kernel(
     running_ptr,  # (B, H, Sq, Dv) fp32: the normalised output so far, 0 at first
     m_ptr,  # (B, H, Sq) fp32: the maximum so far, unset at first
     l_ptr,  # (B, H, Sq) fp32: the sum so far, 0 at first
-    new_running_ptr, new_m_ptr, new_l_ptr,  # the same three again, to write to
+    new_running_ptr, new_m_ptr, new_l_ptr,  # the same memory, to write
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     sm_scale, batch, heads_q, heads_kv, seqlen_q, seqlen_k, window_left, window_right,
     c: tl.constexpr,
@@ -84,7 +82,7 @@ def _fwd_v1_kernel(
                 q = load_tile(q_block, PAD_D)  # [BLOCK_M, BLOCK_D]
                 s = dot(q, tl.trans(k), c.INTERPRET) * sm_scale  # [BLOCK_M, BLOCK_N]
                 if tile_needs_mask(row0, n0, sq, sk, window_left, window_right, c):
-                    # Not `mask_whole`, with which the 950's compiler does not end at D = 256.
+                    # Not `mask_whole`: with it the 950's compiler does not finish at D = 256.
                     rel = (tl.arange(0, c.BLOCK_M)[:, None] - tl.arange(0, c.BLOCK_N)[None, :]).to(tl.float32)
                     rows = tl.arange(0, c.BLOCK_M)[:, None].to(tl.float32)
                     s = mask_tile(s, rel, rows, float("-inf"), row0, n0, sq, sk, window_left, window_right, c)
@@ -111,7 +109,7 @@ def _fwd_v1_kernel(
 
 @dataclass(frozen=True)
 class FinishConstants(Constants):
-    """Constants of the kernel that follows the passes."""
+    """Constants of `_fwd_v1_finish_kernel`."""
 
     head_dim_v: int
     block_dv: int
@@ -122,7 +120,7 @@ class FinishConstants(Constants):
 @kernel
 def _fwd_v1_finish_kernel(
     running_ptr, out_ptr, m_ptr,
-    lse_ptr,  # (B, H, Sq) fp32: the sums, replaced by the log-sum-exp
+    lse_ptr,  # (B, H, Sq) fp32: the sums; the kernel replaces them by the log-sum-exp
     stride_ob, stride_oh, stride_om,
     batch, heads_q, seqlen_q,
     c: tl.constexpr,
@@ -142,7 +140,7 @@ def _fwd_v1_finish_kernel(
         store_tile(out_block, narrow(o, out_ptr.dtype.element_ty, c.INTERPRET), PAD_DV)
         total = load_row(lse_ptr + row_base, row0, seqlen_q, c.BLOCK_M)
         m = load_row(m_ptr + row_base, row0, seqlen_q, c.BLOCK_M)
-        # Rows that saw no key, and rows beyond the sequence: output 0, as it was set at first, and lse +inf.
+        # Rows that saw no key and rows beyond the sequence keep output 0, its initial value, and get lse +inf.
         empty = total == 0.0
         lse = tl.where(empty, float("inf"), m + tl.log(tl.where(empty, 1.0, total)))
         store_row(lse_ptr + row_base, lse, row0, seqlen_q, c.BLOCK_M)
@@ -151,7 +149,7 @@ def _fwd_v1_finish_kernel(
 def launches_of(
     problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor
 ) -> tuple[Launch, Launch]:
-    """The passes over the keys, which want zeros in lse, and what follows them."""
+    """Return the launch of the passes, which needs zeros in lse, and the launch that finishes out and lse."""
     tile, rows, heads = v1_tile(problem), preprocess_rows(problem), problem.batch * problem.heads_q
     running = lse.new_zeros((*lse.shape, problem.head_dim_v))
     state = {"running_ptr": running, "m_ptr": torch.empty_like(lse), "l_ptr": lse}
@@ -171,7 +169,7 @@ def launches_of(
 
 
 def attention_fwd(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """Launch the kernels, which fill out (like q with v's feature size) and lse (B, H, Sq) fp32."""
+    """Launch the kernels, which fill out (q's shape with v's head dim) and lse (B, H, Sq), fp32."""
     lse.zero_()
     with device_guard(tensors.q):
         for launch in launches_of(problem, tensors, out, lse):

@@ -1,4 +1,4 @@
-"""What the attention kernels are launched with, by the names of their arguments and constants."""
+"""Arguments and constants of the attention kernels' launches, by name."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ from diyfa.problem import AttentionProblem, AttentionTensors, Launch, per_head_s
 
 @dataclass(frozen=True)
 class AttentionConstants(Constants):
-    """Constants of all kernels with matrix products; those with a name of the problem's fields are what it has there,
-    but for how a feature is computed (`softcap_form`, `alibi_form`, bias.py)."""
+    """Constants of all kernels with matrix products.
+
+    A constant named like a field of the problem has that field's value, except strings that say how a feature is
+    computed: `softcap` (`softcap_form`), `alibi` (`alibi_form`), `bias` (bias.py)."""
 
     head_dim: int
     head_dim_v: int
@@ -35,7 +37,7 @@ class AttentionConstants(Constants):
     block_n: int
     causal: bool
     has_left: bool
-    has_right: bool  # causal too
+    has_right: bool  # also if causal
     always_mask: bool
     softcap: str
     seq_lens: bool
@@ -48,8 +50,10 @@ class AttentionConstants(Constants):
 
 
 def call_values(problem: AttentionProblem, tensors: AttentionTensors, step: str) -> dict[str, Any]:
-    """What kernels take of a call, but for results. Tensors that they cannot read as they lie are copied. `step`: the
-    kernel by its name in the tile table, "fwd" or "dq", that asks whether any tile needs a mask."""
+    """Return the kernels' arguments and constants of a call by name, except results.
+
+    Tensors that kernels cannot read are copied. `step`: the kernel, "fwd" or "dq" in the tile table, for which MASKED
+    says whether a tile needs a mask."""
     bias = as_read(tensors.attn_bias)
     return {
         **addressed(problem.layout, q=tensors.q, k=tensors.k, v=tensors.v),
@@ -84,11 +88,11 @@ def attention_launch(
     tile: AttentionTile,
     tasks: int,
 ) -> Launch:
-    """The launch of a kernel with matrix products, called `step` in the tile table, for `tasks` tiles of its result."""
+    """Return the launch of a kernel with matrix products. `step`: its name in the tile table. `tasks`: its tasks."""
     values = values | {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "together": heads_together(problem, step)}
-    if problem.seqlen_k % tile.block_n:  # the *even* rows of the table have no mask, which another tile may need
+    if problem.seqlen_k % tile.block_n:  # MASKED is False for the table's "even" tile; this tile may need a mask
         values["MASKED"] = True
-    if step in ("dq", "dkdv"):  # whose results have as many columns as q
+    if step in ("dq", "dkdv"):  # their results have as many columns as q
         values |= cut_columns(problem.head_dim, widest_product(problem.dtype))
     grid = cube_programs(problem.arch, values["q_ptr"].device, tasks)
     return described(kernel, constants, grid, values, tile.compile_options(problem.arch))

@@ -1,7 +1,8 @@
-"""Joins attention over some keys with attention over others by their log-sum-exps, in place, in one pass.
+"""Merge attention over one set of keys into attention over another by their log-sum-exps, in place, in one pass.
 
-With w = 1 / (1 + exp(lse_a - lse_b)) the joint output is (1 - w) a + w b and the joint log-sum-exp logaddexp(lse_a,
-lse_b), as FlashAttention-2 joins its blocks (arXiv:2307.08691). +inf says that a row saw no key: its output is 0.
+With w = 1 / (1 + exp(lse_a - lse_b)) the merged output is (1 - w) a + w b, and the merged log-sum-exp is
+logaddexp(lse_a, lse_b), as FlashAttention-2 merges blocks (arXiv:2307.08691). A row that saw no key has lse +inf and
+output 0.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from diyfa.backends.npu.runtime.compat import Constants, kernel, padded_head_dim
 from diyfa.backends.npu.runtime.launch import addressed, described, device_guard, run, vector_programs
 from diyfa.problem import Launch
 
-MERGED_ELEMENTS = 4096  # that a program joins at a time
+MERGED_ELEMENTS = 4096  # output elements that a program merges at once
 INF = tl.constexpr(float("inf"))
 
 
 @dataclass(frozen=True)
 class MergeConstants(Constants):
-    """Constants of the kernel."""
+    """Constants of `_merge_kernel`."""
 
     head_dim_v: int
     block_m: int
@@ -39,7 +40,7 @@ def _merge_kernel(
     batch, heads, rows,
     c: tl.constexpr,
 ):  # fmt: skip
-    """Rows of a head at a time: `out` and `lse` become those over the keys of both."""
+    """Merge `part` and `part_lse` into `out` and `lse`. A task is BLOCK_M rows of one head."""
     PAD_DV: tl.constexpr = c.HEAD_DIM_V != c.BLOCK_DV
     row_blocks = tl.cdiv(rows, c.BLOCK_M)
     for task in range(tl.program_id(0), row_blocks * batch * heads, tl.num_programs(0)):
@@ -52,7 +53,7 @@ def _merge_kernel(
         seen = tl.where(lse == INF, -INF, lse)
         part_seen = tl.where(part_lse == INF, -INF, part_lse)
         most = tl.maximum(seen, part_seen)
-        most = tl.where(most == -INF, 0.0, most)  # no key at all: both weights are 0, and so is what they weigh
+        most = tl.where(most == -INF, 0.0, most)  # no key at all: both weights are 0, and so are both outputs
         weight = tl.exp(seen - most)
         part_weight = tl.exp(part_seen - most)
         both = weight + part_weight
@@ -70,7 +71,7 @@ def _merge_kernel(
 
 
 def launch_of(arch: str, out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> Launch:
-    """Of (B, H, S, Dv) and (B, H, S); the last dimension of each is contiguous."""
+    """Return the launch. Outputs are (B, H, S, Dv), LSEs (B, H, S); the last dimension of each is contiguous."""
     batch, heads, rows, head_dim_v = out.shape
     block_dv = padded_head_dim(head_dim_v)
     block = max(1, MERGED_ELEMENTS // triton.next_power_of_2(block_dv))
@@ -85,6 +86,6 @@ def launch_of(arch: str, out: torch.Tensor, lse: torch.Tensor, part: torch.Tenso
 
 
 def merge(arch: str, out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
-    """`out` (B, H, S, Dv) and `lse` (B, H, S), both float32, become those over their own keys and the part's."""
+    """Merge `part` and `part_lse` into `out` (B, H, S, Dv) and `lse` (B, H, S), both float32."""
     with device_guard(out):
         run(launch_of(arch, out, lse, part, part_lse))

@@ -1,7 +1,11 @@
 """Steps that the forward and the backward kernels share, as small jit functions.
 
-Positions are compared in fp32 (integer compares run on Ascend's scalar unit): inside a tile they are small, and the
-tile's own distance from the diagonal is subtracted in int32 first, so the comparison is exact wherever it decides.
+Positions are compared in fp32, because integer compares run on Ascend's scalar unit. Positions inside a tile are small,
+and int32 arithmetic subtracts the tile's distance from the diagonal first. So the compare is exact where it decides.
+
+**Tasks and rounds.** A kernel launches at most one program per core, and each program loops over tasks. A task is one
+block of one head. In round `turn` every program takes one task: program i the i-th one in even rounds, the i-th one
+from the end in odd rounds (`task_in`). Work falls (or rises) steadily with the task number, so this evens it out.
 """
 
 from __future__ import annotations
@@ -15,8 +19,9 @@ def block_at(
     base_ptr, rows, stride, row0, COLUMN0: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Block pointer to [BLOCK_ROWS, BLOCK_COLUMNS] of a matrix of `rows` rows and COLUMNS columns, from (row0, COLUMN0)
-    on; its rows are contiguous and lie `stride` apart."""
+    """Return a block pointer to [BLOCK_ROWS, BLOCK_COLUMNS] from (row0, COLUMN0) on.
+
+    The matrix has `rows` contiguous rows of COLUMNS columns, `stride` elements apart."""
     return tl.make_block_ptr(
         base_ptr, (rows, COLUMNS), (stride, 1), (row0, COLUMN0), (BLOCK_ROWS, BLOCK_COLUMNS), (1, 0)
     )
@@ -24,7 +29,7 @@ def block_at(
 
 @triton.jit
 def load_tile(block_ptr, PADDED: tl.constexpr):
-    """Load [rows, columns]; what lies beyond the tensor reads as zero. PADDED: the columns can overrun too."""
+    """Load [rows, columns], zero beyond the tensor. Rows may overrun; with PADDED, columns may too."""
     if PADDED:
         tile = tl.load(block_ptr, boundary_check=(0, 1), padding_option="zero")
     else:
@@ -34,7 +39,7 @@ def load_tile(block_ptr, PADDED: tl.constexpr):
 
 @triton.jit
 def store_tile(block_ptr, tile, PADDED: tl.constexpr):
-    """Store [rows, columns], leaving out what lies beyond the tensor."""
+    """Store [rows, columns], except beyond the tensor. Rows may overrun; with PADDED, columns may too."""
     if PADDED:
         tl.store(block_ptr, tile, boundary_check=(0, 1))
     else:
@@ -50,7 +55,7 @@ def load_row(base_ptr, row0, rows, BLOCK: tl.constexpr):
 
 @triton.jit
 def load_lse(base_ptr, row0, rows, BLOCK: tl.constexpr):
-    """Load [BLOCK] log-sum-exps; inf beyond the rows, where every weight exp(s - lse) is 0 then, whatever the score."""
+    """Load [BLOCK] log-sum-exps. Beyond the rows they are inf, so that a weight exp(s - lse) of a finite s is 0."""
     offs = tl.arange(0, BLOCK) + row0
     return tl.load(base_ptr + offs, mask=offs < rows, other=float("inf"))
 
@@ -64,7 +69,7 @@ def store_row(base_ptr, values, row0, rows, BLOCK: tl.constexpr):
 
 @triton.jit
 def dot(a, b, INTERPRET: tl.constexpr):
-    """a @ b in fp32. The cube unit multiplies fp16, bf16 and fp32 exactly; only the interpreter needs bf16 widened."""
+    """Return a @ b in fp32. The cube unit multiplies fp16, bf16 and fp32 exactly; only the interpreter widens bf16."""
     if INTERPRET:
         c = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     else:
@@ -74,7 +79,7 @@ def dot(a, b, INTERPRET: tl.constexpr):
 
 @triton.jit
 def dot_add(a, b, acc, INTERPRET: tl.constexpr):
-    """acc + a @ b in fp32, accumulated where the product is formed."""
+    """Return acc + a @ b in fp32. The cube unit adds the product to its accumulator."""
     if INTERPRET:
         acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     else:
@@ -84,8 +89,9 @@ def dot_add(a, b, acc, INTERPRET: tl.constexpr):
 
 @triton.jit
 def narrow(x, DTYPE: tl.constexpr, INTERPRET: tl.constexpr):
-    """fp32 x rounded to DTYPE, nearest even. The interpreter cuts bfloat16 off instead, so there its low 16 bits are
-    rounded away first (NaN keeps its bits)."""
+    """Round fp32 x to DTYPE, to nearest even.
+
+    The interpreter truncates to bfloat16, so there the low 16 bits are rounded away first (NaN keeps its bits)."""
     if INTERPRET and tl.bfloat16 == DTYPE:
         bits = x.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
@@ -95,8 +101,8 @@ def narrow(x, DTYPE: tl.constexpr, INTERPRET: tl.constexpr):
 
 @triton.jit
 def running_max(m_i, row_max, INTERPRET: tl.constexpr):
-    """max(m_i, row_max). One vector operation when NaN may propagate, seven when the compiler must filter it."""
-    if INTERPRET:  # its maximum filters NaN whatever it is asked for
+    """Return max(m_i, row_max). NaN propagates: that is one vector operation, while filtering NaN takes seven."""
+    if INTERPRET:  # its maximum always filters NaN
         m_new = tl.where((m_i == m_i) & (row_max == row_max), tl.maximum(m_i, row_max), m_i + row_max)
     else:
         m_new = tl.maximum(m_i, row_max, propagate_nan=tl.PropagateNan.ALL)
@@ -105,33 +111,30 @@ def running_max(m_i, row_max, INTERPRET: tl.constexpr):
 
 @triton.jit
 def place_of(turn):
-    """Where in `turn` a program takes its task: even turns run upwards, odd ones back down."""
+    """Return this program's position in round `turn`: upwards in even rounds, downwards in odd ones."""
     return tl.program_id(0) + turn % 2 * (tl.num_programs(0) - 1 - 2 * tl.program_id(0))
 
 
 @triton.jit
 def turns_before(task):
-    """How many turns a program has had when `task` tasks have been taken.
-
-    Tasks come in an order in which their work falls (or rises) steadily, so going back and forth evens it out.
-    """
+    """Return how many of the first `task` tasks this program takes: the number of its rounds before task `task`."""
     turn = task // tl.num_programs(0)
     return turn + (place_of(turn) < task % tl.num_programs(0)).to(tl.int32)
 
 
 @triton.jit
 def task_in(turn):
-    """The task that a program takes in `turn`, counted over all samples."""
+    """Return the number of the task that this program takes in round `turn`, counted over all samples."""
     return turn * tl.num_programs(0) + place_of(turn)
 
 
 @triton.jit
 def tasks_of(cu_seqlens_ptr, sample, total, seqlen, batch, heads, BLOCK: tl.constexpr, VARLEN: tl.constexpr,
              BY_SAMPLE: tl.constexpr):  # fmt: skip
-    """Work of `sample` -> (blocks of its sequence, tasks: a block of a head each).
+    """Return (blocks of the sequence of `sample`, tasks of `sample`: one for each block of each head).
 
-    Sequences of different lengths (BY_SAMPLE) come one after another, packed ones with the blocks that they have;
-    otherwise there is one sample of the whole batch's tasks.
+    BY_SAMPLE: sequences differ in length, and the tasks of one sample follow those of the one before. Packed sequences
+    have only the blocks that exist. Else there is one sample, which holds the tasks of the whole batch.
     """
     if VARLEN:
         _, length = packed_rows(cu_seqlens_ptr, sample, total)
@@ -146,10 +149,11 @@ def tasks_of(cu_seqlens_ptr, sample, total, seqlen, batch, heads, BLOCK: tl.cons
 
 @triton.jit
 def task_of(task, sample, blocks, batch, heads, together, BY_SAMPLE: tl.constexpr, LAST_FIRST: tl.constexpr):
-    """One of the tasks of `sample` -> (b, head, block of the sequence).
+    """Return (b, head, block of the sequence) of task number `task` of `sample`.
 
-    `together` heads at a time, the first block of each, then the second of each (LAST_FIRST: from the last block on):
-    programs that work at the same time have as much to do, on keys that stay in the cache until all are through.
+    Heads go in groups of `together`. A group's tasks are the first block of each head, then the second block of each,
+    and so on (LAST_FIRST: from the last block down). So programs that run at once have equal work, and the keys of the
+    group stay in the cache until all its blocks are done.
     """
     pairs = heads
     if not BY_SAMPLE:
@@ -172,7 +176,7 @@ def task_of(task, sample, blocks, batch, heads, together, BY_SAMPLE: tl.constexp
 
 @triton.jit
 def effective_lengths(seq_lens_ptr, b, seqlen_q, seqlen_k, SEQ_LENS: tl.constexpr):
-    """Query rows and keys of sample `b` that take part, never more than the tensors have."""
+    """Return (query rows, keys) of sample `b` that take part, never more than the tensors have."""
     sq = seqlen_q
     sk = seqlen_k
     if SEQ_LENS:
@@ -183,7 +187,7 @@ def effective_lengths(seq_lens_ptr, b, seqlen_q, seqlen_k, SEQ_LENS: tl.constexp
 
 @triton.jit
 def packed_rows(cu_seqlens_ptr, b, total):
-    """Sequence `b` of a packed tensor of `total` rows -> (first row, rows), never outside the tensor."""
+    """Return (first row, rows) of sequence `b` of a packed tensor of `total` rows, clamped to the tensor."""
     start = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + b), 0), total)
     end = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + b + 1), start), total)
     return start, end - start
@@ -193,7 +197,7 @@ def packed_rows(cu_seqlens_ptr, b, total):
 def sequence(
     seq_lens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, b, seqlen_q, seqlen_k, total_q, total_k, c: tl.constexpr
 ):
-    """What takes part in sample `b` -> (its first row of q, its first row of k, query rows, keys)."""
+    """Return (first row in q, first row in k, query rows, keys) of sample `b`. First rows are 0 unless VARLEN."""
     start_q = 0
     start_k = 0
     sq, sk = effective_lengths(seq_lens_ptr, b, seqlen_q, seqlen_k, c.SEQ_LENS)
@@ -205,7 +209,7 @@ def sequence(
 
 @triton.jit
 def base_of(ptr, b, h, start, stride_b, stride_h, stride_m, VARLEN: tl.constexpr):
-    """Address of the first row of sample b and head h; packed sequences have a start and no batch stride."""
+    """Return the address of the first row of sample b, head h. Packed sequences: row `start`, no batch stride."""
     base = ptr + h.to(tl.int64) * stride_h
     if VARLEN:
         base += start.to(tl.int64) * stride_m
@@ -216,7 +220,7 @@ def base_of(ptr, b, h, start, stride_b, stride_h, stride_m, VARLEN: tl.constexpr
 
 @triton.jit
 def row_base_of(ptr, b, h, start, heads, seqlen, total, VARLEN: tl.constexpr):
-    """Address of the first value of sample b and head h in a dense (B, H, Sq) or (H, Tq)."""
+    """Return the address of the first value of sample b, head h in a dense (B, H, Sq), or with VARLEN (H, Tq)."""
     if VARLEN:
         base = ptr + h.to(tl.int64) * total + start
     else:
@@ -226,7 +230,7 @@ def row_base_of(ptr, b, h, start, heads, seqlen, total, VARLEN: tl.constexpr):
 
 @triton.jit
 def key_range(row0, sq, sk, window_left, window_right, c: tl.constexpr):
-    """Keys [lo, hi) that a tile of query rows can see; lo is a multiple of BLOCK_N."""
+    """Return the keys [lo, hi) that the query tile from `row0` on can see. lo is a multiple of BLOCK_N."""
     offset = sk - sq
     lo = 0
     hi = sk
@@ -243,7 +247,7 @@ def key_range(row0, sq, sk, window_left, window_right, c: tl.constexpr):
 
 @triton.jit
 def row_range(n0, sq, sk, window_left, window_right, c: tl.constexpr):
-    """Query rows [lo, hi) that can see a key of a tile; lo is a multiple of BLOCK_M."""
+    """Return the query rows [lo, hi) that can see a key of the tile from `n0` on. lo is a multiple of BLOCK_M."""
     offset = sk - sq
     lo = 0
     hi = sq
@@ -260,8 +264,10 @@ def row_range(n0, sq, sk, window_left, window_right, c: tl.constexpr):
 
 @triton.jit
 def sees_nothing(first, count, below, above, ROWS: tl.constexpr, HAS_BELOW: tl.constexpr, HAS_ABOVE: tl.constexpr):
-    """Which of the rows at position `first` and the next see nothing, 1.0 or 0.0 [ROWS]: one sees what of 0 to `count`
-    is as far as `below` below it and `above` above it."""
+    """Return 1.0 for each row that sees no key, else 0.0, fp32 [ROWS].
+
+    Row r has position p = first + r and sees keys from max(0, p - below) to min(count - 1, p + above). Without
+    HAS_BELOW or HAS_ABOVE that bound is 0 or count - 1."""
     position = (tl.arange(0, ROWS) + first).to(tl.float32)
     lo = tl.zeros([ROWS], tl.float32)
     hi = lo + count.to(tl.float32)
@@ -274,9 +280,9 @@ def sees_nothing(first, count, below, above, ROWS: tl.constexpr, HAS_BELOW: tl.c
 
 @triton.jit
 def tile_needs_mask(row0, n0, sq, sk, window_left, window_right, c: tl.constexpr):
-    """Whether a tile of scores holds a pair that must not see each other (asked only of MASKED kernels)."""
+    """Return whether the tile of scores at (row0, n0) has a query and a key that must not see each other."""
     offset = sk - sq
-    if c.CAUSAL:  # the last real row sees up to key sk - 1, so the diagonal also cuts what lies beyond the keys
+    if c.CAUSAL:  # the last row sees up to key sk - 1, so the diagonal also hides keys beyond sk
         needed = n0 + c.BLOCK_N > row0 + offset
     else:
         needed = n0 + c.BLOCK_N > sk
@@ -289,15 +295,15 @@ def tile_needs_mask(row0, n0, sq, sk, window_left, window_right, c: tl.constexpr
 
 @triton.jit
 def mask_tile(x, rel, rows, fill, row0, n0, sq, sk, window_left, window_right, c: tl.constexpr):
-    """x where query and key see each other, else `fill`.
+    """Return x where query and key see each other, else `fill`.
 
-    `rel` is row minus column inside the tile, of x's shape, `rows` the row, shaped to broadcast with it, both fp32.
+    `rel`: row minus column inside the tile, of x's shape. `rows`: row inside the tile, broadcastable to it. Both fp32.
     """
     distance = n0 - row0 - (sk - sq)
     if c.CAUSAL:
         x = tl.where(rel >= distance.to(tl.float32), x, fill)
     else:
-        # column < sk - n0; asked of columns alone, AscendNPU IR 1.1.0 leaves square tiles to one vector core
+        # Means column < sk - n0. Written with columns alone, AscendNPU IR 1.1.0 leaves square tiles to one vector core.
         x = tl.where(rel > rows - (sk - n0).to(tl.float32), x, fill)
         if c.HAS_RIGHT:
             x = tl.where(rel >= (distance - window_right).to(tl.float32), x, fill)
@@ -308,9 +314,9 @@ def mask_tile(x, rel, rows, fill, row0, n0, sq, sk, window_left, window_right, c
 
 @triton.jit
 def masked(x, fill, row0, n0, sq, sk, window_left, window_right, TRANSPOSED: tl.constexpr, c: tl.constexpr):
-    """x [BLOCK_M, BLOCK_N], or TRANSPOSED [BLOCK_N, BLOCK_M], where query and key see each other, else `fill`.
+    """Return x where query and key see each other, else `fill`. x: [BLOCK_M, BLOCK_N], or TRANSPOSED its transpose.
 
-    Under a run-time `if`, so that a tile in which all see each other pays nothing; ALWAYS_MASK does without the `if`.
+    The mask is under a run-time `if`, so a tile in which all see each other pays nothing. ALWAYS_MASK drops the `if`.
     """
     if c.ALWAYS_MASK:
         x = mask_whole(x, fill, row0, n0, sq, sk, window_left, window_right, TRANSPOSED, c)
@@ -322,7 +328,7 @@ def masked(x, fill, row0, n0, sq, sk, window_left, window_right, TRANSPOSED: tl.
 
 @triton.jit
 def mask_whole(x, fill, row0, n0, sq, sk, window_left, window_right, TRANSPOSED: tl.constexpr, c: tl.constexpr):
-    """`mask_tile` with the positions inside the tile."""
+    """Form the positions inside the tile and apply `mask_tile`."""
     rows = tl.arange(0, c.BLOCK_M).to(tl.float32)
     cols = tl.arange(0, c.BLOCK_N).to(tl.float32)
     rows = rows[None, :] if TRANSPOSED else rows[:, None]
@@ -333,11 +339,11 @@ def mask_whole(x, fill, row0, n0, sq, sk, window_left, window_right, TRANSPOSED:
 
 @triton.jit
 def capped_scores(s, softcap, softcap_minus, softcap_rate, SOFTCAP: tl.constexpr):
-    """softcap · tanh(x) of raw products s = x · softcap / sm_scale, of any shape; softcap_rate makes 2x of them.
+    """Return softcap · tanh(x) for raw products s of any shape, where x = s · sm_scale / softcap; softcap_rate is 2x/s.
 
-    "plain": softcap - 2 softcap / (exp(2x) + 1), one division, with an error at the size of the cap. "precise", for
-    float32 inputs, which would notice it where scores are small: there the odd polynomial of the Cephes library (tanhf)
-    in powers of 2x. It comes first, so that fewer tiles live at a time.
+    "plain" is softcap - 2 softcap / (exp(2x) + 1): one division, with a rounding error relative to the cap. float32
+    inputs would notice that error where scores are small. So "precise" uses the odd polynomial of the Cephes library
+    (tanhf), in powers of 2x, for small x. It is computed first, so that fewer tiles live at a time.
     """
     twice = s * softcap_rate
     if SOFTCAP == "precise":
@@ -355,8 +361,7 @@ def capped_scores(s, softcap, softcap_minus, softcap_rate, SOFTCAP: tl.constexpr
 
 @triton.jit
 def cap_derivative(capped, softcap_inverse):
-    """tanh² - 1 from what `capped_scores` returned: the cap's derivative with the opposite sign, for which grad_scale
-    has one."""
+    """Return tanh² - 1 from the result of `capped_scores`: minus the cap's derivative, as grad_scale is negative."""
     t = capped * softcap_inverse
     return t * t - 1.0
 
@@ -366,9 +371,10 @@ def score_tile(
     s, b, h, row0, n0, sq, sk, sm_scale, softcap, softcap_minus, softcap_rate, per_head_ptr, stride_per_head_b,
     bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, TRANSPOSED: tl.constexpr, c: tl.constexpr,
 ):  # fmt: skip
-    """Scores from raw products -> (s, capped); `capped`, for the backward pass, is s before anything is added. A bias
-    that is the same for all keys is left to the kernels, which know better places for it. Numbers of the head are read
-    here, through one pointer, so that kernels name none of them."""
+    """Turn raw products into scores: scale or cap, then ALiBi, then a bias. Returns (s, capped).
+
+    `capped` is s before ALiBi and bias; the backward kernels need it. A bias that is the same for all keys is not added
+    here: kernels add it once per row, or subtract it from the row's LSE. The head's ALiBi slope is read here."""
     if c.SOFTCAP != "":
         s = capped_scores(s, softcap, softcap_minus, softcap_rate, c.SOFTCAP)
     else:
@@ -384,10 +390,11 @@ def score_tile(
 
 @triton.jit
 def add_alibi(s, slope, row0, n0, sq, sk, TRANSPOSED: tl.constexpr, c: tl.constexpr):
-    """s [BLOCK_M, BLOCK_N], or TRANSPOSED [BLOCK_N, BLOCK_M], less slope · |query position - key position|.
+    """Subtract slope · |query position - key position| from s, [BLOCK_M, BLOCK_N], or TRANSPOSED [BLOCK_N, BLOCK_M].
 
-    ALIBI is "by_pair", or "by_axis" where no query sees a later key: then the distance is a difference, and a row and a
-    column come off instead of a tile. Each is rounded at its own size, more than a tile's width, so not for float32.
+    "by_pair" forms the distance of each pair. "by_axis", for causal masks, needs no absolute value: it adds one vector
+    of columns and subtracts one of rows. Each vector is rounded at its own magnitude, which can exceed that of
+    distances inside the tile, so float32 does not use it.
     """
     distance = (n0 - row0 - (sk - sq)).to(tl.float32)
     rows = tl.arange(0, c.BLOCK_M).to(tl.float32)
@@ -410,10 +417,10 @@ def add_alibi(s, slope, row0, n0, sq, sk, TRANSPOSED: tl.constexpr, c: tl.conste
 
 @triton.jit
 def drop_columns(x, start, length, BLOCK: tl.constexpr):
-    """x [rows, BLOCK] with 0 in the columns that lie at or beyond `length`, where the first one is `start`.
+    """Return x [rows, BLOCK] with 0 in the columns at or beyond `length`. Column 0 of the tile is column `start`.
 
-    A product with fewer columns than its tile has leaves the others of the accumulator as they were, whatever the
-    padding of its operands: what comes from there may be anything, NaN included, and only a select drops it.
+    A product with fewer columns than its tile does not write the remaining columns of the accumulator, however its
+    operands are padded. They may hold anything, NaN included, so only a select drops them.
     """
     if start + BLOCK > length:
         cols = tl.arange(0, BLOCK)[None, :].to(tl.float32)
@@ -423,16 +430,17 @@ def drop_columns(x, start, length, BLOCK: tl.constexpr):
 
 @triton.jit
 def first_rows(acc, count, BLOCK: tl.constexpr):
-    """acc [BLOCK, columns] with 0 in the rows from `count` on: in all of them for a count of 0, the way to drop what an
-    accumulator holds that no iteration of its loop wrote, which is not cleared then. By rows even so: a select with a
-    scalar condition is more than AscendNPU IR 1.1.0 compiles."""
+    """Return acc [BLOCK, columns] with 0 in the rows from `count` on.
+
+    The compiler does not clear an accumulator whose loop runs no iteration; `count` 0 drops what it holds. The select
+    goes by rows even then, because AscendNPU IR 1.1.0 does not compile one with a scalar condition."""
     rows = tl.arange(0, BLOCK).to(tl.float32)
     return tl.where((rows < count.to(tl.float32))[:, None], acc, 0.0)
 
 
 @triton.jit
 def row_bias(bias_ptr, b, h, stride_b, stride_h, row0, sq, c: tl.constexpr):
-    """The bias of each row, fp32 [BLOCK_M], where it is the same for all keys: BIAS is "q" or "1" (see bias.py)."""
+    """Load the bias of each row, fp32 [BLOCK_M]. It is the same for all keys: BIAS is "q" or "1" (see bias.py)."""
     base = bias_ptr + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
     if c.BIAS == "q":
         bias = load_row(base, row0, sq, c.BLOCK_M).to(tl.float32)
@@ -445,8 +453,10 @@ def row_bias(bias_ptr, b, h, stride_b, stride_h, row0, sq, c: tl.constexpr):
 def add_bias(
     s, bias_ptr, b, h, stride_b, stride_h, stride_m, row0, n0, sq, sk, TRANSPOSED: tl.constexpr, c: tl.constexpr
 ):
-    """s [BLOCK_M, BLOCK_N], or TRANSPOSED [BLOCK_N, BLOCK_M], plus a bias that differs from key to key; 0 beyond rows
-    and keys. BIAS is "qk", or "k" where it is the same for all rows; its keys are contiguous."""
+    """Add a bias that differs from key to key to s, [BLOCK_M, BLOCK_N], or TRANSPOSED [BLOCK_N, BLOCK_M].
+
+    BIAS is "qk", or "k" for a bias that is the same for all rows. Its keys are contiguous. It is 0 beyond rows, keys.
+    """
     base = bias_ptr + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
     if c.BIAS == "qk":
         block = tl.make_block_ptr(base, (sq, sk), (stride_m, 1), (row0, n0), (c.BLOCK_M, c.BLOCK_N), (1, 0))

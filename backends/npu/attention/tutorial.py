@@ -1,18 +1,19 @@
-"""Attention forward in the form of Ascend's Triton tutorials, to be read before fwd.py. No call comes here.
+"""Attention forward in the form of Ascend's Triton tutorials. Read it before fwd.py; diyfa itself never calls it.
 
 q, k, v are contiguous and of one shape (B, H, S, D), in float16 or bfloat16; D is a multiple of 16 up to 128.
 
-An AI core has a cube core, which multiplies matrices, and two vector cores, which do all else. The compiler splits the
-kernel between them, and the cube core runs ahead by a few tiles. What differs from a GPU kernel:
+An AI core has one cube core, which multiplies matrices, and two vector cores, which do everything else. The compiler
+splits the kernel between them, and the cube core runs ahead by a few tiles. Differences from a GPU kernel:
 
-1. There are no more programs than cube cores, and each loops over its tasks: a block of query rows of one head. More
-   programs would run in waves, with memory between cube and vector cores for each of them.
-2. A block pointer brings a tile, a rectangle of memory, in one transfer. K is loaded as it lies and transposed in
-   `tl.dot`, where it costs nothing. A block pointer with exchanged strides would compile, to a wrong product.
-3. Positions are compared in fp32: the vector unit does not compare integers.
+1. There is at most one program per cube core, and each loops over tasks: one block of query rows of one head. More
+   programs would run in waves, and each would need its own memory between cube and vector cores.
+2. A block pointer loads a tile, a rectangle of memory, in one transfer. K is loaded as stored and transposed in
+   `tl.dot` at no cost. A block pointer with exchanged strides would compile, but to a wrong product.
+3. Positions are compared in fp32, because the vector unit does not compare integers.
 
-The rest is FlashAttention-2 (arXiv:2307.08691): scores are never written to memory. Their maximum, the sum of their
-exponentials and the output are kept up to date from tile to tile ("online softmax").
+The rest is FlashAttention-2 (arXiv:2307.08691). Scores are never written to memory. Online softmax updates three values
+per row from tile to tile: the maximum score m_i, the sum of exponentials l_i, and the output acc. When the maximum
+grows, alpha = exp(old maximum - new maximum) rescales l_i and acc. After the last tile the output is acc / l_i.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ TILE = AttentionTile(64, 128)  # query rows, keys
 
 @triton.jit
 def tile_at(ptr, row0, seqlen, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """[ROWS, HEAD_DIM] of a head from `row0` on."""
+    """Return a block pointer to rows [row0, row0 + ROWS) of a head, [ROWS, HEAD_DIM]."""
     return tl.make_block_ptr(ptr, (seqlen, HEAD_DIM), (HEAD_DIM, 1), (row0, 0), (ROWS, HEAD_DIM), (1, 0))
 
 
@@ -66,7 +67,7 @@ def _fwd_tutorial_kernel(
                 s = tl.where(cols <= rows, s, float("-inf"))
             m_new = tl.maximum(m_i, tl.max(s, 1))
             p = tl.exp(s - m_new[:, None])
-            alpha = tl.exp(m_i - m_new)  # sums so far were for the old maximum
+            alpha = tl.exp(m_i - m_new)  # rescales sums that used the old maximum
             l_i = l_i * alpha + tl.sum(p, 1)
             v = tl.load(v_block, boundary_check=(0,), padding_option="zero")  # [BLOCK_N, HEAD_DIM]
             acc = dot_add(narrow(p, v.dtype, INTERPRET), v, acc * alpha[:, None], INTERPRET)
@@ -78,7 +79,7 @@ def _fwd_tutorial_kernel(
 
 
 def launch_of(arch: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, causal: bool) -> Launch:
-    """The launch on the chip `arch` that fills `out`."""
+    """Return the launch on chip `arch` that fills `out`."""
     batch, heads, seqlen, head_dim = q.shape
     grid = cube_programs(arch, q.device, triton.cdiv(seqlen, TILE.block_m) * batch * heads)
     arguments: dict[str, Any] = {"q_ptr": q, "k_ptr": k, "v_ptr": v, "out_ptr": out}

@@ -1,6 +1,6 @@
-"""What differs between the Ascend compiler, Triton's interpreter and mainline Triton: decided here and nowhere else.
+"""Differences between the Ascend compiler, Triton's interpreter and mainline Triton: decided here and nowhere else.
 
-Triton reads `TRITON_INTERPRET` when a kernel is decorated, so this module does the same when it is imported.
+Triton reads `TRITON_INTERPRET` when a kernel is decorated, so this module reads it when it is imported.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from typing import Any
 from diyfa.npu_stacks import installed_version, release
 
 # In the interpreter the kernels run on CPU memory. Its `tl.dot` of bfloat16 multiplies bit patterns, so the kernels
-# widen bfloat16 operands there (the INTERPRET flag); float32 products of bfloat16 values are what the cube unit forms.
+# widen bfloat16 operands there (the INTERPRET flag). The cube unit forms float32 products of bfloat16 values, too.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
-# Programs of the persistent grid in the interpreter: few, so that each one walks over several tiles.
+# Programs of the persistent grid in the interpreter: few, so that each loops over several tiles.
 INTERPRETER_PROGRAMS = 3
 
 
 @lru_cache(maxsize=1)
 def has_ascend_compiler() -> bool:
-    """Whether the installed package `triton` is triton-ascend."""
+    """Return whether the installed package `triton` is triton-ascend."""
     return installed_version("triton-ascend") is not None
 
 
 @lru_cache(maxsize=1)
 def interpreter_problem() -> str | None:
-    """Why the kernels do not run in the interpreter of the installed Triton, or None: 3.9 took block pointers away."""
+    """Return why kernels do not run in the interpreter of the installed Triton, or None. 3.9 has no block pointers."""
     version = None if has_ascend_compiler() else installed_version("triton")
     if version is None or release(version) < (3, 9):
         return None
@@ -41,32 +41,34 @@ def interpreter_problem() -> str | None:
 
 
 def padded_head_dim(head_dim: int) -> int:
-    """Feature columns of a tile: the next multiple of 16, the cube unit's fractal; a power of two in mainline Triton,
-    whose block shapes allow nothing else."""
+    """Return the feature columns of a tile: the next multiple of 16, the cube unit's fractal.
+
+    In mainline Triton it is a power of two, because block shapes must be."""
     if has_ascend_compiler():
         return -(-head_dim // 16) * 16
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
 def cut_columns(head_dim: int, most: int) -> dict[str, int]:
-    """Feature columns of dq and dk: of the first tile at most `most`, and of a second one for the REST, mostly 0."""
+    """Return the columns of dq and dk: BLOCK_D in a first tile, at most `most`, and REST in a second one, mostly 0."""
     rest = padded_head_dim(head_dim - most) if head_dim > most else 0
     return {"BLOCK_D": padded_head_dim(min(head_dim, most)), "REST": rest}
 
 
 @dataclass(frozen=True)
 class Constants:
-    """Base of the frozen dataclasses of constants: what a kernel is compiled for, as its last argument, a constexpr,
-    which helpers get whole.
+    """Base of the frozen dataclasses of constants that kernels are compiled for.
 
-    The host reads fields in lower case. They are plain values, and Triton keeps a compiled kernel under all of them. A
-    kernel reads them in capitals, `c.BLOCK_M` for `block_m`, as constexprs. What follows from them kernels derive
-    themselves: the code of a property would not be part of what Triton keeps a kernel under.
+    An instance is the kernel's last argument `c`, a constexpr, which the kernel passes whole to its helpers. The host
+    reads fields in lower case. They are plain values, and all are part of Triton's key of the compiled kernel. A kernel
+    reads them in capitals as constexprs: `c.BLOCK_M` for `block_m`. Kernels compute derived constants themselves, since
+    the code of a property would not be part of that key.
     """
 
     def __init_subclass__(cls) -> None:
-        """Triton 3.2, on which triton-ascend is built, looks an attribute of a constexpr up in the constexpr alone and
-        not in its value, as later releases do. It learns that for constants only."""
+        """Let Triton 3.2, the base of triton-ascend, look up an attribute of a constexpr in its value.
+
+        Later releases do so. This patch covers `Constants` only."""
         from triton.language import constexpr
 
         def attribute(self: Any, name: str) -> Any:
@@ -87,9 +89,10 @@ class Constants:
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """`triton.jit` that compiles nothing for a value or an alignment: by default Triton makes another kernel for each
-    integer that is 1 and for each that is a multiple of 16, so strides and lengths would come to many. The compile gate
-    promises nothing about the tiles of such variants either."""
+    """Apply `triton.jit` without specialising on the values or alignment of integers.
+
+    By default Triton compiles another kernel for each integer that is 1 and for each that is a multiple of 16, so
+    strides and lengths would make many. The compile gate promises nothing about the tiles of such variants either."""
     import triton
 
     parameters = inspect.signature(function).parameters.values()

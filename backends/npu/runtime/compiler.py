@@ -1,4 +1,4 @@
-"""This machine's Ascend compiler, CANN's `bishengir-compile`: its version, and what it says of a kernel it refuses."""
+"""This machine's Ascend compiler, CANN's `bishengir-compile`: its version, and its errors in one line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HOW_TO_FIND_IT = (
 
 @cache
 def compiler_version() -> str:
-    """Version of the compiler in PATH as it gives it, such as "0.1.0 (e4e2ba9841d1 2026-01-16)"; "" without one."""
+    """Return the version of the compiler in PATH, such as "0.1.0 (e4e2ba9841d1 2026-01-16)"; "" without one."""
     program = shutil.which(PROGRAM)
     if program is None:
         return ""
@@ -29,23 +29,23 @@ def compiler_version() -> str:
 
 
 def is_compile_failure(error: BaseException) -> bool:
-    """Whether Triton raised `error` because a kernel does not compile or fit, before it launched anything."""
+    """Return whether Triton raised `error` before any launch, because a kernel does not compile or fit."""
     from triton.compiler import errors
     from triton.runtime.errors import OutOfResources
 
     names = ("CompilationError", "MLIRCompilationError")  # the second is triton-ascend's
     known = [getattr(errors, name) for name in names if hasattr(errors, name)]
-    # With TRITON_ASCEND_COMPILE_SPEED_OPT triton-ascend remembers failures, and has no type of its own for that.
+    # With TRITON_ASCEND_COMPILE_SPEED_OPT triton-ascend remembers failures, and reports them without a type of its own.
     return isinstance(error, (*known, OutOfResources)) or str(error) == "already failed once"
 
 
 def first_error(log: str) -> str:
-    """What the compiler's output says is wrong, in one line."""
+    """Return the first error in the compiler's output, in one line."""
     overflow = re.search(r"(\w+) overflow, requires (\d+) bits while (\d+) bits", log)
     if overflow:
         memory, needed, there = overflow[1], int(overflow[2]) // 8192, int(overflow[3]) // 8192
         return f"{memory} overflow: needs {needed} KiB of {there}"
-    # Triton's exception has lines of its own around the compiler's.
+    # Triton's exception adds lines around the compiler's output.
     lines = [x for x in log.splitlines() if x.strip() and not x.startswith(("///", "[INFO]")) and "encounters" not in x]
     errors = [x for x in lines if "error" in x.lower() and "Failed to run" not in x]
     line = errors[0] if errors else (lines or ["no output"])[-1]

@@ -1,4 +1,4 @@
-"""What every launch needs: the size of the persistent grid, arguments by name, and the device to launch on."""
+"""Parts of every launch: the size of the persistent grid, arguments by name, and the device to launch on."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from diyfa.arch import ELEMENT_BYTES, npu_spec
 from diyfa.backends.npu.runtime.compat import INTERPRETED, INTERPRETER_PROGRAMS, Constants
 from diyfa.problem import AttentionProblem, Launch, bhsd_strides
 
-# How much of what all cores share before device memory the operands of one part of the work may take: an assumption,
-# far below the size of that cache, since its replacement is not known and other tensors pass through it.
+# Bytes of the cache that all cores share which the operands of one group of heads may take. It is an assumption, far
+# below that cache's size: its replacement policy is not known, and other tensors pass through it.
 CACHE_BYTES = 48 * 2**20
 
 
 @cache
 def _core_counts(arch: str, index: int) -> tuple[int, int]:
-    """(cube, vector) cores of device `index`: from the driver, or few of both in the interpreter."""
+    """Return (cube, vector) cores of device `index`: from the driver, or in the interpreter a few of both."""
     if INTERPRETED:
         return INTERPRETER_PROGRAMS, INTERPRETER_PROGRAMS
     from triton.runtime import driver
@@ -46,20 +46,20 @@ def _cores(arch: str, device: torch.device) -> tuple[int, int]:
 
 
 def cube_programs(arch: str, device: torch.device, tasks: int) -> int:
-    """Programs of a kernel with matrix products: one for each cube core, fewer when there is less to do."""
+    """Return the programs of a kernel with matrix products: one per cube core, at most one per task."""
     return max(1, min(tasks, _cores(arch, device)[0]))
 
 
 def vector_programs(arch: str, device: torch.device, tasks: int) -> int:
-    """Programs of a kernel without matrix products: one for each vector core, fewer when there is less to do."""
+    """Return the programs of a kernel without matrix products: one per vector core, at most one per task."""
     return max(1, min(tasks, _cores(arch, device)[1]))
 
 
 def heads_together(problem: AttentionProblem, kernel: str) -> int:
-    """How many heads (of q for "fwd" and "dq", of k for "dkdv") are worked on at a time.
+    """Return the number of heads in a group of tasks: query heads for "fwd" and "dq", KV heads for "dkdv".
 
-    What a program walks over, keys and values or queries and dout, is read again for every block, and should still be
-    in the cache then. Parts are of equal size as far as that goes.
+    Each block of a head reads all its keys and values ("dkdv": queries and dout) again, so those of a group should fit
+    the cache. Groups are as equal in size as possible.
     """
     group = problem.heads_q // problem.heads_kv
     rows = problem.seqlen_q * group if kernel == "dkdv" else problem.seqlen_k
@@ -72,24 +72,25 @@ def heads_together(problem: AttentionProblem, kernel: str) -> int:
 
 
 def device_guard(x: torch.Tensor) -> AbstractContextManager[object]:
-    """Makes the device of `x` current: Triton launches on the current device, whatever the tensors'."""
+    """Make the device of `x` current. Triton launches on the current device, not on that of the tensors."""
     return getattr(torch, "npu").device(x.device) if x.device.type == "npu" else nullcontext()  # noqa: B009
 
 
 def distinct_rows(x: torch.Tensor, layout: str) -> torch.Tensor:
-    """`x`, or a copy where all rows are one (an expanded gradient): the compiler divides by the stride between rows."""
+    """Return `x`, or a copy if its row stride is 0 (an expanded gradient). The compiler divides by that stride."""
     return x.contiguous() if bhsd_strides(x, layout)[2] == 0 else x
 
 
 def addressed(layout: str, **tensors: torch.Tensor) -> dict[str, Any]:
-    """Each tensor and its strides of batch, head and row under the kernels' names of them: `out_ptr`, `stride_ob`,
-    `stride_oh`, `stride_om` for `out`, with an n for rows of keys and values."""
+    """Return tensors and their strides of batch, head and row by kernel argument.
+
+    For `out` these are `out_ptr`, `stride_ob`, `stride_oh`, `stride_om`. Rows of keys and values have n for m."""
     arguments: dict[str, Any] = {}
     for name, x in tensors.items():
         x = distinct_rows(x, layout)
         b, h, m, _ = bhsd_strides(x, layout)
         stride, row = "stride_" + name.replace("out", "o"), "n" if name[-1] in "kv" else "m"
-        # The stride of rows is still 0 where there is only one.
+        # A single row may still have stride 0.
         arguments |= {f"{name}_ptr": x, f"{stride}b": b, f"{stride}h": h, f"{stride}{row}": max(m, 1)}
     return arguments
 
@@ -97,18 +98,19 @@ def addressed(layout: str, **tensors: torch.Tensor) -> dict[str, Any]:
 def described(
     kernel: Any, constants: type[Constants], grid: int, values: dict[str, Any], options: dict[str, Any] | None = None
 ) -> Launch:
-    """The launch of `kernel` with what it and its `constants` take of `values`, which related kernels share. There
-    constants are in capitals."""
+    """Return the launch of `kernel`, with the `values` that it and its `constants` name. Others are ignored.
+
+    Related kernels share `values`, where names of constants are in capitals."""
     arguments = {name: values[name] for name in kernel.arg_names if name != "c"}
     own = constants(*(values[field.name.upper()] for field in fields(constants)))
     return Launch(kernel, grid, arguments, {"c": own}, options or {})
 
 
-recorder: Callable[[Launch], None] | None = None  # gets launches instead of the device: see recording.py
+recorder: Callable[[Launch], None] | None = None  # receives launches instead of the device: see recording.py
 
 
 def run(launch: Launch) -> None:
-    """Launch it on the current device. The interpreter knows no compiler options."""
+    """Launch on the current device, or give the launch to `recorder`. The interpreter takes no compiler options."""
     if recorder is not None:
         recorder(launch)
         return

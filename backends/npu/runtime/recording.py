@@ -1,7 +1,7 @@
-"""What calls would launch, without launching: the kernels that are compiled before the calls come.
+"""Record the kernels that calls would launch, without launching them, so that they can be compiled ahead of the calls.
 
-CANN's compiler compiles them, on the machine that has the NPU: Triton asks its driver for which chip. What is compiled
-is kept in Triton's own folder, where other processes find it.
+CANN's compiler compiles them on the machine that has the NPU, because Triton asks its driver for the chip. Triton's
+cache folder stores the results, where other processes find them.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from diyfa.problem import Launch
 
 
 class Recorded(NamedTuple):
-    """A kernel that calls would launch, with all that it is compiled from. Other processes can be sent one."""
+    """A kernel that calls would launch, with everything it is compiled from. It can be sent to other processes."""
 
     module: str
     name: str
-    launch: Launch  # without the kernel; tensors are their dtypes
+    launch: Launch  # kernel is None; dtypes replace tensors
 
     def is_known(self) -> bool:
-        """False: only Triton knows. It does not compile again what it has."""
+        """Return False: only Triton knows. It does not compile a kernel a second time."""
         return False
 
     def compile(self) -> None:
-        """Compile it, and the function that launches it. Raises what the compiler raises."""
+        """Compile the kernel and the function that launches it. Raises what the compiler raises."""
         kernel, launch = getattr(import_module(self.module), self.name), self.launch
         values = [launch.arguments[name] for name in kernel.arg_names if name not in launch.constants]
         compiled = kernel.warmup(*values, grid=(1,), **launch.constants, **launch.options)
-        # Private: without it the first launch would wait for a C++ compiler.
+        # Private in Triton. Without this call the first launch would wait for a C++ compiler.
         load = getattr(compiled, "_init_handles", None)
         if load is not None:
             load()
 
 
 def recorded(launch: Launch) -> Recorded:
-    """Return the kernel of `launch`."""
+    """Return `launch` as a `Recorded` kernel."""
     function = launch.kernel.fn
     arguments = {name: x.dtype if isinstance(x, torch.Tensor) else x for name, x in launch.arguments.items()}
     return Recorded(function.__module__, function.__name__, launch._replace(kernel=None, grid=1, arguments=arguments))
@@ -51,8 +51,9 @@ def recorded(launch: Launch) -> Recorded:
 
 @contextmanager
 def recording(arch: str | None = None) -> Iterator[dict[Hashable, Recorded]]:
-    """Inside the block nothing is launched: what would be is in the dictionary. Tensors of the CPU, or without memory,
-    are taken for those of the current device."""
+    """Record launches in the yielded dictionary instead of launching, inside the block.
+
+    Tensors on the CPU or on the meta device count as tensors on the current device."""
     if INTERPRETED:
         raise ValueError("nothing is compiled with TRITON_INTERPRET=1: unset it")
     if arch is not None:

@@ -1,9 +1,9 @@
-"""Which tile a launch gets, and what happens when this machine's compiler does not take it.
+"""The choice of a launch's tile, and the fallback if this machine's compiler refuses it.
 
-In this order: the tile that DIYFA_NPU_TILE asks for; what `diyfa tune` kept for such problems; the table's. CANN's
-compiler is mostly older than the one that the table was made with, and may refuse a tile. Then the call warns, once,
-and runs the conservative tile; the process remembers which compiled kernels it refused, so that equal calls use equal
-tiles. Only a failure to compile leads there: what goes wrong on the device is raised.
+The order is: the tile that DIYFA_NPU_TILE asks for; the one that `diyfa tune` found for such problems; the table's.
+CANN's compiler is mostly older than the one that the table was made with, and may refuse a tile. Then the call warns,
+once, and runs the conservative tile. The process remembers refused kernels, so that equal calls use equal tiles. Only
+a failure to compile causes this fallback; errors on the device are raised.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from diyfa.problem import AttentionProblem, KVCacheProblem, Launch, kept
 from diyfa.tuning import bucket_size
 
 Problem = AttentionProblem | KVCacheProblem
-LaunchesOf = Callable[[AttentionTile], Sequence[Launch]]  # of one kernel, and of what belongs to it
-MOST_REFUSED = 1024  # compiled kernels; of what is forgotten, the next call finds out again
+LaunchesOf = Callable[[AttentionTile], Sequence[Launch]]  # a kernel, with the kernels that pack or combine for it
+MOST_REFUSED = 1024  # refused kernels to remember; a forgotten one is compiled and refused a second time
 _refused: dict[Hashable, None] = {}
 
 
 def is_fixed(problem: Problem) -> bool:
-    """Whether every call has the same tile, as another one rounds differently."""
+    """Return whether the tile may not be tuned, because another tile rounds differently."""
     return problem.batch_invariant if isinstance(problem, KVCacheProblem) else problem.deterministic
 
 
 def chosen_tile(problem: Problem, kernel: str, launches_of: LaunchesOf) -> AttentionTile:
-    """The tile of `kernel` for `problem`. Inside `diyfa tune` it is measured first, with what `launches_of` makes."""
+    """Return the tile of `kernel` for `problem`. Inside `diyfa tune` it first times the launches of each candidate."""
     asked = asked_tile(problem, kernel)
     if asked is not None:
         return asked
@@ -57,14 +57,13 @@ def _run(launches: Sequence[Launch]) -> None:
 
 
 def run_tiled(problem: Problem, kernel: str, tile: AttentionTile, launches_of: LaunchesOf) -> Sequence[Launch]:
-    """Run what `launches_of` makes of `tile`, or of the conservative one where this machine's compiler does not take
-    `tile`; returns the launches that ran.
+    """Run the launches with `tile`, or with the conservative tile if this machine's compiler refuses `tile`.
 
-    Raises RuntimeError with both reasons where neither compiles, where a tile that was asked for does not, and in the
-    batch invariant mode.
+    Returns the launches that ran. Raises RuntimeError with the reasons if neither tile compiles, and if a refused tile
+    may not be replaced: DIYFA_NPU_TILE asks for it, or the call is batch invariant.
     """
     launches = launches_of(tile)
-    # What has no other tile compiles once more, for the reason.
+    # A tile that may not be replaced is compiled once more, so that the error has its reason.
     if _refused and _is_replaceable(problem, kernel) and any(variant(launch) in _refused for launch in launches):
         launches = launches_of(conservative_tile(problem, kernel))
         _run(launches)
@@ -84,14 +83,14 @@ def _in_the_mode(problem: Problem) -> bool:
 
 
 def _is_replaceable(problem: Problem, kernel: str) -> bool:
-    """Whether the conservative tile may take the place of the chosen one."""
+    """Return whether the conservative tile may replace the chosen one."""
     return asked_tile(problem, kernel) is None and not _in_the_mode(problem)
 
 
 def _run_conservative(
     problem: Problem, kernel: str, tile: AttentionTile, launches_of: LaunchesOf, refused: Launch, refusal: Exception
 ) -> Sequence[Launch]:
-    """Run what `launches_of` makes of the conservative tile, for the compiler does not take `refused`."""
+    """Run the launches with the conservative tile after the compiler refused launch `refused`, and warn."""
     first = _reason(problem, kernel, tile, refusal)
     if asked_tile(problem, kernel) is not None:
         raise RuntimeError(f"{first}. {VARIABLE} asks for this tile: name another one, or unset it") from refusal
@@ -126,7 +125,7 @@ def _run_conservative(
 
 
 def _reason(problem: Problem, kernel: str, tile: AttentionTile, error: Exception) -> str:
-    """Which compiler refused which tile of which kernel, and why."""
+    """Describe the refusal: kernel, tile, call, compiler and its error."""
     if isinstance(problem, KVCacheProblem):
         features = f"pages of {problem.page_size}" if problem.paged else "no pages"
     else:
@@ -142,7 +141,7 @@ def _shape(tile: AttentionTile) -> str:
 
 
 def variant(launch: Launch) -> Hashable:
-    """What Triton would keep the compiled kernel under, but for the device."""
+    """Return the key of the compiled kernel, as Triton forms it, without the device."""
     types = tuple((name, getattr(x, "dtype", type(x))) for name, x in launch.arguments.items())
     return launch.kernel.__name__, types, tuple(launch.constants.items()), tuple(launch.options.items())
 
@@ -152,13 +151,13 @@ def _candidates(problem: Problem, kernel: str) -> tuple[AttentionTile, ...]:
     return tuple(candidates(problem, kernel))
 
 
-# Of longer sequences tiles are worked on one after another in the same way; of more tasks cores just get more.
+# Longer sequences only have more tiles, and more tasks only give each core more. Neither changes the best tile.
 LONGEST, SHORTEST, MOST_TASKS = 8192, 256, 64
 
 
 @kept
 def _bucket(problem: Problem, kernel: str) -> tuple[Any, ...]:
-    """Everything that the choice of a tile depends on, lengths and the number of tasks by size class."""
+    """Return all that the choice of a tile depends on. Lengths and the number of tasks are size classes."""
 
     def length(n: int) -> int:
         return bucket_size(min(max(n, SHORTEST), LONGEST))

@@ -1,7 +1,7 @@
-"""The autotuner of the NPU backend: `diyfa.tuning` with the NPU's events, and its compiler among the versions.
+"""The autotuner of the NPU backend: `diyfa.tuning` with NPU events as timer, and the compiler among the versions.
 
-A call never measures by itself, since every candidate is compiled, some in minutes: `diyfa tune` does, and calls use
-what it kept.
+A call never measures by itself, because every candidate must be compiled, some for minutes. `diyfa tune` measures, and
+calls use its results.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from diyfa.backends.npu.tables.asked import VARIABLE
 from diyfa.npu_stacks import installed_version
 from diyfa.problem import Tuning
 
-MEASURE_MS = 60  # of each candidate, in each round
-FEWEST, MOST = 3, 50  # runs
+MEASURE_MS = 60  # measured time of each candidate in each round
+FEWEST, MOST = 3, 50  # runs in a measurement
 
 
 def _npu() -> Any:
@@ -30,7 +30,7 @@ def _npu() -> Any:
 
 
 def _time(run: Callable[[], None]) -> float:
-    """Median milliseconds of a run. The first one, which may compile, does not count."""
+    """Return the median milliseconds of a run. The first run, which may compile, does not count."""
     npu = _npu()
     run()
     times: list[float] = []
@@ -45,7 +45,7 @@ def _time(run: Callable[[], None]) -> float:
 
 
 class Tuner(shared.Tuner):
-    """`diyfa.tuning.Tuner` on NPUs. `device`: another answer than the current device's, for tests."""
+    """`diyfa.tuning.Tuner` on NPUs. `device` replaces the query for the current device, in tests."""
 
     measures_unasked = False
     device_needed = "there is no NPU to measure on"
@@ -80,7 +80,7 @@ class Tuner(shared.Tuner):
 
 
 def _current_device() -> tuple[int, str] | None:
-    """(index, model) of the current NPU; None without one, and in the interpreter, whose times mean nothing."""
+    """Return (index, model) of the current NPU. None without one, and in the interpreter, where times mean nothing."""
     npu = _npu()
     if INTERPRETED or npu is None or not npu.is_available():
         return None

@@ -1,1 +1,1 @@
-"""Tiles and how they are chosen."""
+"""Tables of tiles, and the look-ups in them."""

@@ -1,12 +1,11 @@
-"""DIYFA_NPU_TILE: tiles that the user asks for in place of those of the table, tuned or not.
+"""DIYFA_NPU_TILE: tiles that the user asks for. They replace tuned tiles and those of the table.
 
-    DIYFA_NPU_TILE=64x128                  every attention kernel: 64 query rows by 128 keys; "decode", over a cache,
-                                           at most so many
-    DIYFA_NPU_TILE=fwd=64x128,dq=64x64     those named; the others keep theirs
+    DIYFA_NPU_TILE=64x128                  every attention kernel: 64 query rows by 128 keys; for "decode", over a
+                                           cache, at most that many
+    DIYFA_NPU_TILE=fwd=64x128,dq=64x64     these kernels; the others keep their tiles
     DIYFA_NPU_TILE=fwd=64x128x2            with two workspace buffers between cube and vector cores
 
-It is read at every call. Whether the compiler takes the tile shows when it compiles: one that was asked for is not
-replaced by another.
+Every call reads it. A tile that does not compile raises an error, since no other tile replaces one that was asked for.
 """
 
 from __future__ import annotations
@@ -22,21 +21,21 @@ _SHAPE = re.compile(r"(\d+)x(\d+)(?:x(\d+))?")
 
 
 class Shape(NamedTuple):
-    """What is asked for of one kernel."""
+    """The tile that is asked for, for one kernel."""
 
     block_m: int
     block_n: int
-    workspace_buffers: int | None  # None: as many as the table's row has
+    workspace_buffers: int | None  # None: the number in the table's row
 
 
 def shape_of(kernel: str) -> Shape | None:
-    """What DIYFA_NPU_TILE asks for of `kernel`, or None. Raises ValueError for what names no tile."""
+    """Return the tile that DIYFA_NPU_TILE asks for, for `kernel`, or None. Raises ValueError if it names no tile."""
     text = os.environ.get(VARIABLE)
     return parse(text).get(kernel) if text else None
 
 
 def parse(text: str) -> dict[str, Shape]:
-    """Shapes by kernel. Raises ValueError."""
+    """Parse the value of DIYFA_NPU_TILE into shapes by kernel. Raises ValueError."""
     found: dict[str, Shape] = {}
     for part in text.split(","):
         name, equals, shape = (x.strip() for x in part.rpartition("="))

@@ -1,9 +1,9 @@
-"""Tiles and compile options of the NPU kernels, as a table; no Triton, no device.
+"""Tiles and compile options of the NPU kernels, as a table. It needs neither Triton nor a device.
 
-A tile is looked up by (chip family, kernel, operand width, head-dim class, mode). The rows are those of `tiles.json`,
-which search.py wrote. Every row was accepted by the real Ascend compiler; `measured` says which one and when. `bound`
-means that both vector cores of an AI core share the work, `pipelined` the depth of the cube-to-vector pipeline; both
-are read from the compiler's output by `diyfa.lab.npu.aot`, whose gate fails when a row stops being true.
+The key of a tile is (chip family, kernel, operand width, head-dim class, mode). search.py wrote the rows, in
+`tiles.json`. The real Ascend compiler accepted every row; `measured` says which release and when. `bound` means that
+both vector cores of an AI core share the work. `pipelined` is the depth of the cube-to-vector pipeline.
+`diyfa.lab.npu.aot` reads both from the compiler's output, and its gate fails if a row is no longer true.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from diyfa.dropout import drop_threshold
 from diyfa.problem import AttentionProblem, KVCacheProblem, MatmulProblem
 
 MEASURED = "compiled 2026-11-21, triton-ascend 3.2.0 + ascendnpu-ir 1.2.0; not timed on a device"
-PREPROCESS_ROWS = 64  # rows of out and dout that one vector program holds at a time, up to 256 features wide
-# A run-time `if` around the mask spares tiles that need none, and is what to suspect first when results are wrong on a
-# device but right in the interpreter: with DIYFA_NPU_ALWAYS_MASK=1 every tile is masked, without an `if`.
+PREPROCESS_ROWS = 64  # rows of out and dout that a vector program holds at once, for Dv up to 256
+# A run-time `if` around the mask saves work in tiles that need none. Suspect it first if results are wrong on a device
+# but right in the interpreter: DIYFA_NPU_ALWAYS_MASK=1 masks every tile, without the `if`.
 ALWAYS_MASK = os.environ.get("DIYFA_NPU_ALWAYS_MASK", "0") == "1"
 
 
@@ -40,7 +40,7 @@ class AttentionTile:
     measured: str = MEASURED
 
     def compile_options(self, arch: str) -> dict[str, Any]:
-        """Options of the Ascend compiler, as triton-ascend names them."""
+        """Return the options of the Ascend compiler, by triton-ascend's names."""
         options: dict[str, Any] = {
             "multibuffer": True,
             "enable_auto_bind_sub_block": True,
@@ -65,18 +65,18 @@ class MatmulTile:
     measured: str = MEASURED
 
     def compile_options(self, arch: str) -> dict[str, Any]:
-        """Options of the Ascend compiler, as triton-ascend names them."""
+        """Return the options of the Ascend compiler, by triton-ascend's names."""
         return {"multibuffer": True} | family_options(arch)
 
 
 def family(arch: str) -> NPUArch | None:
-    """Family of the chip called `arch`, None when diyfa does not know it."""
+    """Return the family of the chip `arch`, or None if diyfa does not know it."""
     spec = npu_spec(arch)
     return None if spec is None else spec.arch
 
 
 def family_options(arch: str) -> dict[str, Any]:
-    """Options that a whole family needs."""
+    """Return the compiler options that all kernels need on the family of `arch`."""
     if family(arch) is NPUArch.A5:
         return {"compile_on_910_95": True, "enable_select_analysis": True}
     return {}
@@ -85,38 +85,38 @@ def family_options(arch: str) -> dict[str, Any]:
 class TileKey(NamedTuple):
     """Row key of the attention table."""
 
-    family: NPUArch  # A2 stands for A3 too: their memories are the same
+    family: NPUArch  # A2 includes A3: their memories are the same
     kernel: str  # "fwd", "dq", "dkdv", "dbias"
     width: int  # bytes of an operand element
-    head_dim: int  # the largest of the class
+    head_dim: int  # the largest head dim of the class
     mode: str  # one of `MODES`
-    cores: int = 0  # cube cores of the chip, where chips of a family differ; 0: all others
+    cores: int = 0  # cube cores of a chip with a row of its own; 0: all other chips of the family
 
 
-HEAD_DIM_CLASSES = (64, 128, 256, 576)  # the largest of each
+HEAD_DIM_CLASSES = (64, 128, 256, 576)  # the largest head dim of each class
 
 FIRST_CHIPS = ("Ascend910B/20", "Ascend950/32")  # by family and cube cores, as tiles.json names chips
 
-# The kernels differ in how much of the unified buffer their vector part needs:
-#   even      nothing to mask: the keys fill whole tiles
+# Modes: variants of the kernels that need different amounts of the unified buffer for their vector code.
+#   even      no mask: the keys fill whole tiles
 #   tail      the last tile of keys may be partial (also seq_lens, varlen)
 #   causal    causal
 #   biased    attn_bias, causal or not
 #   featured  a window, softcap or ALiBi; or dropout, with or without a bias
 #   crowded   a window, softcap or ALiBi together with a bias or dropout
 MODES = ("even", "tail", "causal", "biased", "featured", "crowded")
-DBIAS_MODES = MODES[3:]  # there is no gradient of a bias without one
+DBIAS_MODES = MODES[3:]  # modes of calls with a bias, which alone have a gradient of one
 _CROWDING = frozenset({"attn_bias", "dropout"})
 _FEATURED = frozenset({"window", "softcap", "alibi"})
 
 
 def modes(kernel: str) -> tuple[str, ...]:
-    """Modes of the table in which `kernel` can be asked for."""
+    """Return the modes that `kernel` has in the table."""
     return DBIAS_MODES if kernel == "dbias" else MODES
 
 
 def searched_rows(rows: list[tiles.Row]) -> Iterator[tuple[TileKey, AttentionTile]]:
-    """The rows of the file. Those of a family's first chip are for all of it, others where they differ from that."""
+    """Yield the rows of the file. Rows of a family's first chip are for all its chips; others count if they differ."""
     general: dict[TileKey, AttentionTile] = {}
     special: dict[TileKey, AttentionTile] = {}
     for row in rows:
@@ -142,29 +142,29 @@ ATTENTION_TILES: dict[TileKey, AttentionTile] = dict(searched_rows(tiles.load())
 
 
 def attention_mode(problem: AttentionProblem, block_n: int) -> str:
-    """Which mode of the table a call needs; `block_n` is the key tile of the "even" row."""
+    """Return the mode of the table for a call. `block_n`: keys in the tile of the "even" row."""
     features = problem.features
     if features & _FEATURED:
         return "crowded" if features & _CROWDING else "featured"
     if problem.dropout:
         return "featured"
     if problem.bias:
-        return "featured" if ALWAYS_MASK else "biased"  # whose tiles a mask in every tile would not fit
+        return "featured" if ALWAYS_MASK else "biased"  # "biased" tiles have no room for a mask in every tile
     if problem.causal:
         return "causal"
     return "tail" if problem.seq_lens or problem.varlen or problem.seqlen_k % block_n else "even"
 
 
-# Where the search tried the widest class with heads of 512, and what it found overflows L1 beyond: rows, keys there.
+# (rows, keys) for heads wider than 512. The search ranked these rows with heads of 512; wider ones would overflow L1.
 _BEYOND_512 = {(NPUArch.A5, "dq", 4): (16, 32), (NPUArch.A5, "dbias", 4): (32, 64)}
 
 
 def widest_head_dim(key: TileKey) -> int:
-    """The widest head that the table's row of `key` is for; wider ones of its class have a tile of `_BEYOND_512`."""
+    """Return the widest head for the table's row of `key`. Wider heads of its class have a tile of `_BEYOND_512`."""
     return 512 if key[:3] in _BEYOND_512 and key.head_dim > 512 else key.head_dim
 
 
-# With a mask in every tile the rows of these overflow the unified buffer, so there they are smaller: (rows, keys).
+# (rows, keys) if every tile is masked, for keys whose usual tiles then overflow the unified buffer.
 _ALWAYS_MASKED = {
     TileKey(NPUArch.A2, "fwd", 2, 256, "tail"): (64, 128),
     TileKey(NPUArch.A2, "fwd", 2, 256, "causal"): (64, 128),
@@ -173,8 +173,9 @@ _ALWAYS_MASKED = {
 
 
 def attention_tile(problem: AttentionProblem, kernel: str, always_mask: bool | None = None) -> AttentionTile:
-    """The table's row of `kernel` ("fwd", "dq", "dkdv" or "dbias") for `problem`; `always_mask`: with a mask in every
-    tile, by default as ALWAYS_MASK says.
+    """Return the table's tile of `kernel` ("fwd", "dq", "dkdv" or "dbias") for `problem`.
+
+    `always_mask`: whether every tile is masked, by default ALWAYS_MASK.
     """
     key = attention_key(problem, kernel)
     tile = ATTENTION_TILES[key]
@@ -188,20 +189,20 @@ def attention_tile(problem: AttentionProblem, kernel: str, always_mask: bool | N
 
 
 def attention_key(problem: AttentionProblem, kernel: str) -> TileKey:
-    """Key of the table's row for `problem`."""
+    """Return the key of the table's row of `kernel` for `problem`."""
     spec = npu_spec(problem.arch)
     chip = NPUArch.A5 if spec is not None and spec.arch is NPUArch.A5 else NPUArch.A2
     widest = max(problem.head_dim, problem.head_dim_v)
     head_dim = next(d for d in HEAD_DIM_CLASSES if widest <= d)
     row = TileKey(chip, kernel, ELEMENT_BYTES[problem.dtype], head_dim, modes(kernel)[0])
     mode = attention_mode(problem, ATTENTION_TILES[_own(row, spec)].block_n)
-    if kernel == "dkdv" and mode == "tail":  # each key has its own row of the result, and rows beyond are not stored
+    if kernel == "dkdv" and mode == "tail":  # each key has its own row of dk and dv; rows beyond are not stored
         mode = "even"
     return _own(row._replace(mode=mode), spec)
 
 
 def _own(key: TileKey, spec: NPUSpec | None) -> TileKey:
-    """The key of the chip's own row where it has one."""
+    """Return the key of the chip's own row if there is one, else `key`."""
     if spec is None:
         return key
     own = key._replace(family=spec.arch, cores=spec.cube_cores)
@@ -209,29 +210,30 @@ def _own(key: TileKey, spec: NPUSpec | None) -> TileKey:
 
 
 def fwd_tile(problem: AttentionProblem) -> AttentionTile:
-    """The forward kernel's tile, untuned."""
+    """Return the forward kernel's untuned tile."""
     return untuned_tile(problem, "fwd")
 
 
 def bwd_tiles(problem: AttentionProblem) -> dict[str, AttentionTile]:
-    """The tiles of the backward kernels with matrix products, untuned."""
+    """Return the untuned tiles of the backward kernels with matrix products, by kernel."""
     kernels = ("dkdv", "dq", "dbias") if problem.bias_grad else ("dkdv", "dq")
     return {kernel: untuned_tile(problem, kernel) for kernel in kernels}
 
 
 def untuned_tile(problem: AttentionProblem | KVCacheProblem, kernel: str) -> AttentionTile:
-    """The tile that DIYFA_NPU_TILE asks for, else the table's."""
+    """Return the tile that DIYFA_NPU_TILE asks for, else the table's."""
     return asked_tile(problem, kernel) or table_tile(problem, kernel)
 
 
 def table_tile(problem: AttentionProblem | KVCacheProblem, kernel: str) -> AttentionTile:
-    """The table's tile of an attention kernel or, for "decode", of attention over a cache."""
+    """Return the table's tile of `kernel`, or for attention over a cache that of "decode"."""
     return decode_tile(problem) if isinstance(problem, KVCacheProblem) else attention_tile(problem, kernel)
 
 
 def asked_tile(problem: AttentionProblem | KVCacheProblem, kernel: str) -> AttentionTile | None:
-    """The tile that DIYFA_NPU_TILE asks for, with the other options of the table's row. Raises ValueError for what
-    names no tile."""
+    """Return the tile that DIYFA_NPU_TILE asks for, with the other options of the table's row, or None.
+
+    Raises ValueError if the variable names no tile."""
     shape = asked.shape_of(kernel)
     if shape is None:
         return None
@@ -243,34 +245,35 @@ def asked_tile(problem: AttentionProblem | KVCacheProblem, kernel: str) -> Atten
     return replace(row, **changes, bound=False, pipelined=0, measured=f"asked for by {asked.VARIABLE}")
 
 
-# Rows and keys of the tiles for a compiler that does not take the table's row, by the largest head dim of the class:
-# for kernels in the modes that mask by position only, and for the others.
+# Conservative tiles, by head-dim class: the side of a square tile in the modes that mask by position only, and in other
+# modes. They are for compilers that refuse the table's row.
 _CONSERVATIVE = {64: (64, 32), 128: (64, 32), 256: (32, 32), 576: (16, 16)}
 _LIGHT_MODES = frozenset({"even", "tail", "causal"})
-# The same of the decode kernel: rows, keys.
+# Conservative tiles of the decode kernel: (rows, keys).
 _CONSERVATIVE_DECODE = {64: (16, 32), 128: (16, 32), 256: (16, 32), 576: (16, 32)}
 
 
 def conservative_tile(problem: AttentionProblem | KVCacheProblem, kernel: str) -> AttentionTile:
-    """A tile that every known release of the compiler takes for a call of `problem`, by rule: small, with the
-    compiler's default options. It may be neither bound nor pipelined. Its keys divide those of every *even* row."""
+    """Return a small tile with the compiler's default options that every known release of the compiler accepts.
+
+    It may be neither bound nor pipelined. Its number of keys divides that of every "even" row."""
     if isinstance(problem, KVCacheProblem):
         rows, keys = _rows_and_keys(problem, *_CONSERVATIVE_DECODE[_head_dim_class(problem)])
     else:
         key = attention_key(problem, kernel)
         rows = keys = _CONSERVATIVE[key.head_dim][key.mode not in _LIGHT_MODES]
-        if family(problem.arch) is NPUArch.A5 and key.width == 2:  # its compiler crashes on 16x16
+        if family(problem.arch) is NPUArch.A5 and key.width == 2:  # the 950's compiler crashes on 16x16
             rows = max(rows, 32)
-            keys = keys if kernel == "dkdv" else rows  # what 32 keys accumulate does not fit
+            keys = keys if kernel == "dkdv" else rows  # the accumulators of 32 keys do not fit
     return AttentionTile(
         rows, keys, bound=False, pipelined=0, workspace_buffers=2,
         measured="conservative, by rule: compiles with every known compiler; not timed on a device",
     )  # fmt: skip
 
 
-# Tiles of the decode kernel by operand bytes and head-dim class, the largest of a few that compile with all features:
-# (rows, keys), and the same where keys are gathered, which needs more of the unified buffer (ascendnpu-ir 1.2.0 does
-# not share a gather between the vector cores).
+# Tiles of the decode kernel, by operand bytes and head-dim class: (rows, keys) for whole pages, and for gathered keys.
+# Each is the largest of a few that compile with all features. Gathered keys need more of the unified buffer, because
+# ascendnpu-ir 1.2.0 does not share a gather between the vector cores.
 DECODE_SHAPES: dict[tuple[int, int], tuple[tuple[int, int], tuple[int, int]]] = {
     (2, 64): ((64, 128), (64, 64)),
     (2, 128): ((64, 128), (64, 64)),
@@ -281,15 +284,15 @@ DECODE_SHAPES: dict[tuple[int, int], tuple[tuple[int, int], tuple[int, int]]] = 
     (4, 256): ((32, 64), (16, 32)),
     (4, 576): ((16, 32), (16, 32)),
 }
-DECODE_TASKS = 4  # tasks for each program, unless a split would get shorter than
-DECODE_SPLIT_BLOCKS = 4  # blocks of keys
+DECODE_TASKS = 4  # wanted tasks per program
+DECODE_SPLIT_BLOCKS = 4  # fewest blocks of keys in a split, unless num_splits asks for more splits
 DECODE_MOST_SPLITS = 64
 
 
 def decode_tile(problem: KVCacheProblem) -> AttentionTile:
-    """The decode kernel's tile: no more rows than there are, and blocks of keys that lie in one page.
+    """Return the decode kernel's tile: no more rows than exist, and blocks of keys inside one page if possible.
 
-    In the batch invariant mode it hangs on dtype and head dims alone, so it is one for which all pages can be gathered.
+    In batch-invariant mode it depends on dtype and head dims alone, so it is the tile for gathered keys.
     """
     whole, gathered = DECODE_SHAPES[ELEMENT_BYTES[problem.dtype], _head_dim_class(problem)]
     shape = gathered if problem.batch_invariant or problem.page_size % _least_keys(problem) else whole
@@ -297,8 +300,10 @@ def decode_tile(problem: KVCacheProblem) -> AttentionTile:
 
 
 def _rows_and_keys(problem: KVCacheProblem, rows: int, keys: int) -> tuple[int, int]:
-    """A shape made fit for a call: a power of two of rows and, but in the batch invariant mode, no more rows than there
-    are and keys that lie in one page where pages are large enough."""
+    """Adapt a tile's rows and keys to a call. Rows are rounded down to a power of two.
+
+    Outside batch-invariant mode, rows are at most those that exist (at least 16), and keys divide the page size if
+    pages are large enough."""
     rows = _power_of_2(rows + 1) // 2
     if problem.batch_invariant:
         return rows, keys
@@ -309,7 +314,7 @@ def _rows_and_keys(problem: KVCacheProblem, rows: int, keys: int) -> tuple[int, 
 
 
 def _least_keys(problem: KVCacheProblem) -> int:
-    """Of a block: on fewer the compiler crashes, or the cube core multiplies no fewer."""
+    """Return the fewest keys in a block: the 950's compiler crashes on fewer than 32, the cube core takes 16."""
     return 32 if family(problem.arch) is NPUArch.A5 else 16
 
 
@@ -319,20 +324,21 @@ def _head_dim_class(problem: KVCacheProblem) -> int:
 
 
 def _power_of_2(n: int) -> int:
-    """The least one that is not below `n`."""
+    """Return the least power of two that is at least `n`."""
     return 1 << max(n - 1, 0).bit_length()
 
 
 def pages_form(problem: KVCacheProblem, tile: AttentionTile) -> str:
-    """How the decode kernel loads keys: see `decode.load_keys`."""
+    """Return how the decode kernel loads keys: "" without pages, "gathered" or "whole" (see `decode.load_keys`)."""
     if not problem.paged:
         return ""
     return "gathered" if problem.page_size % tile.block_n else "whole"
 
 
 def candidates(problem: AttentionProblem | KVCacheProblem, kernel: str = "fwd") -> list[AttentionTile]:
-    """Tiles worth timing on a device: the table's, then its halves, each with both depths of workspace buffering; last
-    the conservative one, which compiles where none of these does.
+    """Return the tiles worth timing on a device: the table's and its halves, each with 4 and 2 workspace buffers.
+
+    The conservative tile is last. It compiles even if none of the others does.
     """
     row = table_tile(problem, kernel)
     shapes = [(row.block_m, row.block_n), (row.block_m // 2, row.block_n), (row.block_m, row.block_n // 2)]
@@ -347,9 +353,9 @@ def candidates(problem: AttentionProblem | KVCacheProblem, kernel: str = "fwd") 
 
 
 def fits(tile: AttentionTile, problem: AttentionProblem | KVCacheProblem, kernel: str = "fwd") -> bool:
-    """Whether one copy of each operand tile fits L1, and of what accumulates over the loop, L0C.
+    """Return whether one copy of each operand tile fits L1, and the accumulators of the loop fit L0C.
 
-    Necessary only: what else the compiler must keep is its own business, and the compile gate tries every row.
+    This is necessary, not sufficient: the compiler needs memory for more, and the compile gate tries every row.
     """
     spec = npu_spec(problem.arch)
     if spec is None:
@@ -368,33 +374,36 @@ def fits(tile: AttentionTile, problem: AttentionProblem | KVCacheProblem, kernel
 
 
 def widest_product(dtype: str) -> int:
-    """The most columns of a product, of which 16 rows at least must pass through half of L0B (see l0.py). dq and dk of
-    wider heads come from two, see `compat.cut_columns`."""
+    """Return the most columns of a product: a slice of at least 16 rows must fit half of L0B (see l0.py).
+
+    Wider heads need two products for dq and dk (see `compat.cut_columns`)."""
     return max(d for d in range(16, HEAD_DIM_CLASSES[-1] + 1, 16) if l0.longest_slice(16, d, ELEMENT_BYTES[dtype]))
 
 
 def always_mask_unfit(problem: AttentionProblem | KVCacheProblem) -> str | None:
-    """Why every tile cannot be masked, where it is asked for. The 950's table was chosen without: most of its forward
-    tiles would overflow the unified buffer (a causal one of D = 64 with 354 KiB of 248)."""
+    """Return why DIYFA_NPU_ALWAYS_MASK=1 does not work for `problem`, or None.
+
+    The 950's table was chosen without it. Masks in every tile would make most of its forward tiles overflow the unified
+    buffer (a causal one of D = 64 needs 354 KiB of 248)."""
     if ALWAYS_MASK and family(problem.arch) is NPUArch.A5:
         return "DIYFA_NPU_ALWAYS_MASK=1 is for the 910B and 910_93: the 950's tiles have no room for it, so unset it"
     return None
 
 
 def preprocess_rows(problem: AttentionProblem) -> int:
-    """Rows of out and dout a vector program holds at a time."""
+    """Return the rows of out and dout that a vector program holds at once."""
     return PREPROCESS_ROWS if problem.head_dim_v <= 256 else PREPROCESS_ROWS // 2
 
 
 def softcap_form(problem: AttentionProblem | KVCacheProblem) -> str:
-    """How the kernels cap scores: not at all (""), or as `primitives.capped_scores` says."""
+    """Return how kernels cap scores: "" (not at all), or a form of `primitives.capped_scores`."""
     if not problem.softcap:
         return ""
     return "precise" if problem.dtype == "float32" else "plain"
 
 
 def alibi_form(problem: AttentionProblem) -> str:
-    """How the kernels subtract ALiBi's distances: not at all (""), or as `primitives.add_alibi` says."""
+    """Return how kernels subtract ALiBi's distances: "" (not at all), or a form of `primitives.add_alibi`."""
     if not problem.alibi:
         return ""
     return "by_axis" if problem.causal and problem.dtype != "float32" else "by_pair"
@@ -403,11 +412,12 @@ def alibi_form(problem: AttentionProblem) -> str:
 def attention_scalars(
     problem: AttentionProblem | KVCacheProblem, sm_scale: float, dropout_p: float
 ) -> dict[str, float]:
-    """The floats every attention kernel takes, by name. `softcap_minus` is -2 softcap, `softcap_inverse` 1/softcap,
-    `softcap_rate` 2 sm_scale / softcap, `keep_threshold` that of `dropout.keep_tile`, `keep_prob` 1 - p; the gradients
-    of q and k are multiplied by `grad_scale` at the end: sm_scale / (1 - p), negative with softcap.
+    """Return the floats that every attention kernel takes, by name.
 
-    Prepared here because scalar arithmetic inside a kernel breaks its pipeline.
+    `softcap_minus` is -2 softcap, `softcap_inverse` 1 / softcap, `softcap_rate` 2 sm_scale / softcap. `keep_threshold`
+    is that of `dropout.keep_tile`, `keep_prob` 1 - p, `keep_scale` 1 / (1 - p). After their loops kernels multiply dq
+    and dk by `grad_scale`: sm_scale / (1 - p), negative with softcap. The host computes these, because scalar
+    arithmetic inside a kernel breaks its pipeline.
     """
     scale, cap, keep = float(sm_scale), float(problem.softcap), 1.0 - dropout_p
     inverse = 1.0 / cap if cap else 0.0
@@ -419,7 +429,7 @@ def attention_scalars(
 
 
 def attention_sizes(problem: AttentionProblem) -> dict[str, int]:
-    """The integers every attention kernel takes, by name."""
+    """Return the integers that every attention kernel takes, by name."""
     names = "batch heads_q heads_kv seqlen_q seqlen_k total_q total_k window_left window_right"
     return {name: getattr(problem, name) for name in names.split()}
 
@@ -428,14 +438,14 @@ MATMUL_TILES: dict[int, MatmulTile] = {2: MatmulTile(128, 256, 256), 4: MatmulTi
 
 
 def matmul_tile(problem: MatmulProblem) -> MatmulTile:
-    """The caller's tile, or the table's for the width of the wider of input and compute dtype."""
+    """Return the caller's tile, or the table's for the wider of input and compute dtype."""
     if problem.block is not None:
         return MatmulTile(*problem.block, measured="asked for by the caller")
     return MATMUL_TILES[max(ELEMENT_BYTES[problem.dtype], ELEMENT_BYTES[problem.compute_dtype])]
 
 
 def matmul_fits(tile: MatmulTile, problem: MatmulProblem) -> bool:
-    """Whether the accumulator fits L0C, two stages of both operand tiles L1, and slices of them L0A and L0B."""
+    """Return whether the accumulator fits L0C, one stage of both operand tiles L1, and slices of them L0A and L0B."""
     spec = npu_spec(problem.arch)
     width = max(ELEMENT_BYTES[problem.dtype], ELEMENT_BYTES[problem.compute_dtype])
     operands = (tile.block_m + tile.block_n) * tile.block_k * width

@@ -1,7 +1,8 @@
-"""Tiles of the "v1" forward kernel, as a table; no Triton, no device.
+"""Tiles of the "v1" forward kernel, as a table. It needs neither Triton nor a device.
 
-They are smaller than those of "v2": the unified buffer also holds the running output of a tile of rows. The mask is
-always compiled in, so there is one row for each operand width and head-dim class. The rule is that of configs.py.
+They are smaller than those of "v2", because the unified buffer also holds the running output of a tile of rows. The
+mask is always compiled in, so there is one row for each operand width and head-dim class. The Ascend compiler accepted
+every row, as in configs.py.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _SHAPES: dict[tuple[int, int], tuple[int, int]] = {
 
 
 def v1_tile(problem: AttentionProblem) -> AttentionTile:
-    """The tile for `problem`. The compiler binds and pipelines nothing on the 950, which takes the same tiles."""
+    """Return the tile for `problem`. The 950 has the same tiles, but its compiler neither binds nor pipelines them."""
     widest = max(problem.head_dim, problem.head_dim_v)
     width = ELEMENT_BYTES[problem.dtype]
     rows, keys = next(shape for (w, head_dim), shape in _SHAPES.items() if w == width and widest <= head_dim)
@@ -34,7 +35,7 @@ def v1_tile(problem: AttentionProblem) -> AttentionTile:
 
 
 def v1_unsupported(problem: AttentionProblem) -> str | None:
-    """Why "v1" cannot run `problem`, or None."""
+    """Return why "v1" cannot run `problem`, or None."""
     widest = max(problem.head_dim, problem.head_dim_v)
     if widest > MAX_HEAD_DIM:
         return f"head_dim {widest} is beyond {MAX_HEAD_DIM}, the most whose tiles fit the unified buffer in v1"

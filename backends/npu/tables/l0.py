@@ -1,21 +1,21 @@
-"""How the compiler's library streams the operands of a matrix product through the memories L0A and L0B.
+"""The compiler library's rule for streaming the operands of a matrix product through the memories L0A and L0B.
 
 These two memories do not appear in the compiler's last intermediate form: the library's `mma_tile` takes whole operands
-in L1 and cuts them along k. How it does so was read from its bitcode (meta_op.aic.c220.bc of ascendnpu-ir 1.2.0, the
-functions mma_tile<...> of all operand types): each memory is used as two halves in turn, and a slice of k is the
-longest multiple of 16 of which the longer of the operands' other sides, rounded up to 16, fits half of 64 KiB. Where
-not even 16 fit, the library divides by zero.
+in L1 and cuts them along k. Its rule was read from the bitcode (meta_op.aic.c220.bc of ascendnpu-ir 1.2.0, functions
+mma_tile<...> of all operand types). Each memory is used as two alternating halves of 32 KiB. A slice of k is a multiple
+of 16, the longest for which slice times max(m, n), rounded up to 16, fits a half. If not even 16 fit, the library
+divides by zero.
 
-That bitcode is of the 910B and 910_93. The 950's is of a form that LLVM does not read.
+This bitcode is for the 910B and 910_93. The 950's has a form that LLVM does not read.
 """
 
 from __future__ import annotations
 
 HALF = 32 * 1024  # bytes
-ALIGNMENT = 16  # of a slice of k
+ALIGNMENT = 16  # elements; a slice of k is a multiple
 
 
 def longest_slice(m: int, n: int, width: int) -> int:
-    """Return how much of k goes at a time through a product [m, k] @ [k, n] of operands of `width` bytes; 0: none."""
+    """Return the longest slice of k for a product [m, k] @ [k, n] of operands of `width` bytes; 0 if none fits."""
     side = -(-max(m, n) // ALIGNMENT) * ALIGNMENT
     return HALF // width // side // ALIGNMENT * ALIGNMENT

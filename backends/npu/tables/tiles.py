@@ -1,8 +1,8 @@
-"""The tile table as a file, `tiles.json`: written by search.py, read by configs.py. No Triton, no device.
+"""The tile table's file, `tiles.json`: search.py writes it, configs.py reads it. It needs neither Triton nor a device.
 
-One row on one line: which chips it is for ("Ascend910B/20" is the 910B with 20 cube cores), for which kernel, operand
-width, head-dim class and mode, the tile with the compiler's options, and where it comes from: what the compiler made of
-it, how many candidates were tried, the predicted share of the cube peak on each chip, compilers and date.
+A row is one line. It has the chips it is for ("Ascend910B/20" is the 910B with 20 cube cores), kernel, operand width,
+head-dim class and mode; the tile with the compiler's options; and its origin: whether the compiler bound and pipelined
+it, the number of candidates, the predicted share of the cube peak on each chip, compilers and date.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ PATH = Path(__file__).with_name("tiles.json")
 
 
 class RowKey(NamedTuple):
-    """What a tile is looked up by, besides the chip."""
+    """Key of a tile, without the chip."""
 
     kernel: str  # "fwd", "dq", "dkdv", "dbias"
     width: int  # bytes of an operand element
-    head_dim: int  # the largest of the class
+    head_dim: int  # the largest head dim of the class
     mode: str
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the file."""
+    """One row of the file. Fields have the meaning of `configs.TileKey` and `configs.AttentionTile`."""
 
     chips: tuple[str, ...]
     kernel: str
@@ -43,13 +43,11 @@ class Row:
     cube_loop: int | None
     bound: bool
     pipelined: int
-    predicted_share: dict[str, float] = field(default_factory=dict)  # of the cube peak, by chip; predicted, not timed
+    predicted_share: dict[str, float] = field(default_factory=dict)  # of the cube peak, by chip; not timed
     tried: int = 0  # candidates that compiled
-    failed: int | None = None  # that did not; None: not recorded
-    pruned: int | None = (
-        None  # that were not compiled as the model could not have preferred them, or options changed nothing
-    )
-    left: int = 0  # that were not compiled because the search had a budget
+    failed: int | None = None  # candidates that did not compile; None: not recorded
+    pruned: int | None = None  # not compiled: the model could not have preferred them, or their options change nothing
+    left: int = 0  # candidates not compiled because of the search's budget
     compilers: str = ""
     date: str = ""
 
@@ -59,7 +57,7 @@ class Row:
 
     @property
     def tile(self) -> tuple[Any, ...]:
-        """What is launched; rows of two chips with the same one are one row."""
+        """The tile's shape and options. Rows of two chips that agree in it are one row."""
         return (
             self.block_m, self.block_n, self.workspace_buffers, self.vector_loop, self.cube_loop, self.bound,
             self.pipelined,
@@ -67,7 +65,7 @@ class Row:
 
 
 def chip_class(arch: str) -> str:
-    """ "Ascend910B/20": the family and the number of cube cores, which is all that tiles depend on."""
+    """Return family and number of cube cores, such as "Ascend910B/20". Tiles depend on nothing else of a chip."""
     spec = npu_spec(arch)
     if spec is None:
         raise ValueError(f"unknown Ascend chip {arch!r}")
@@ -75,7 +73,7 @@ def chip_class(arch: str) -> str:
 
 
 def load(path: Path = PATH) -> list[Row]:
-    """Rows of the file; none where there is no file."""
+    """Return the rows of the file, [] without a file."""
     if not path.exists():
         return []
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
@@ -83,7 +81,7 @@ def load(path: Path = PATH) -> list[Row]:
 
 
 def merged(rows: Iterable[Row], new: Row) -> list[Row]:
-    """`rows` with `new` in the place of what they said for its chips, rows that agree in tile and origin joined."""
+    """Return `rows` with `new` in place of the rows for its chips. A row equal in tile and origin takes its chips."""
     kept = []
     for row in rows:
         if row.key == new.key and set(row.chips) & set(new.chips):
@@ -106,7 +104,7 @@ def _replaced(row: Row, chips: tuple[str, ...], shares: dict[str, float]) -> Row
 
 
 def save(rows: Iterable[Row], path: Path = PATH) -> None:
-    """Write `rows`, one on each line."""
+    """Write `rows` to the file, one per line."""
     lines = ",\n".join("  " + json.dumps(asdict(row)) for row in rows)
     about = json.dumps("written by python -m diyfa.lab.npu.search; shares are predicted by cost.py, nothing is timed")
     text = f'{{\n "about": {about},\n "rows": [\n{lines}\n ]\n}}\n'

@@ -1,15 +1,15 @@
-"""Compile the NPU kernels ahead of time, without a device and without CANN, and read from the result what matters.
+"""Compile the NPU kernels ahead of time, without a device and without CANN, and report on the results.
 
-Two real compilers, both from PyPI: triton-ascend's front half (Triton IR to linalg) and AscendNPU IR's
+Two real compilers do this, both from PyPI: triton-ascend's front half (Triton IR to linalg) and AscendNPU IR's
 `bishengir-compile` (linalg to HIVM for a named chip: memory planning, the split over cube and vector cores,
-synchronisation). It stops where CANN's `hivmc` would write machine code, which is the expected end here. That the last
-intermediate form exists shows that the kernel is legal and its tiles fit; hivm.py reads the rest from it, and
-metrics.py makes the numbers of a report. What is compiled is listed in specs.py.
+synchronisation). The second stops where CANN's `hivmc` would write machine code; here that is the expected end. If the
+last intermediate form exists, the kernel is legal and its tiles fit. hivm.py reads the rest from it, and metrics.py
+makes the numbers of a report. specs.py lists the jobs.
 
-On a device it is CANN's own `bishengir-compile` that compiles, mostly an older one. DIYFA_ASCENDNPU_IR names folders
-with other releases, as `pip install --no-deps --target FOLDER ascendnpu-ir==1.1.0` makes them; every kernel and tile
-must pass the gate with each of them too. Not with 1.0.0, which refuses most tiles of the table: the conservative ones,
-which then take their place, must compile with the oldest release there is.
+On a device CANN's own `bishengir-compile` compiles, mostly an older release. DIYFA_ASCENDNPU_IR names folders with
+other releases, made by `pip install --no-deps --target FOLDER ascendnpu-ir==1.1.0`. Every kernel and tile must pass the
+gate with each of them, except 1.0.0, which refuses most tiles of the table. Conservative tiles replace refused ones, so
+they must compile with the oldest known release.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ _FLAGS = {
 
 
 class CompilerMissing(ToolMissing):
-    """One of the two compilers is not installed, or cannot be used as things are."""
+    """One of the two compilers is not installed or not usable."""
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the back half said about one kernel."""
+    """The back half's result for one kernel."""
 
     error: str = ""
     mixed: bool = False  # uses cube and vector cores
@@ -75,7 +75,7 @@ class Compiled:
 
 @dataclass(frozen=True)
 class BackHalf:
-    """One release of the back half: `folder` is that of its package `ascendnpuir`."""
+    """One release of the back half. `folder`: its package `ascendnpuir`."""
 
     version: str
     folder: Path
@@ -86,11 +86,11 @@ class BackHalf:
 
     @property
     def shows(self) -> bool:
-        """Whether it prints the last intermediate form. Of 1.0.0 one learns whether it takes a kernel, no more."""
+        """Return whether it prints the last intermediate form. 1.0.0 only shows whether it accepts a kernel."""
         return self.number >= (1, 1)
 
     def program(self, target: str) -> Path:
-        """The compiler for the chip `target`. Raises CompilerMissing where this release has none."""
+        """Return the compiler for the chip `target`. Raises CompilerMissing if this release has none."""
         name = "bishengir-compile-a5" if configs.family(target) is NPUArch.A5 else "bishengir-compile"
         program = self.folder / "bin" / name
         if not program.is_file():
@@ -99,7 +99,7 @@ class BackHalf:
 
 
 def back_half() -> BackHalf:
-    """The installed release, from which the numbers of reports are. Raises CompilerMissing saying what to install."""
+    """Return the installed release, whose numbers reports use. Raises CompilerMissing with the package to install."""
     spec = importlib.util.find_spec("ascendnpuir")
     if spec is None or spec.origin is None:
         raise CompilerMissing("the Ascend compiler's back half is missing: pip install ascendnpu-ir==1.2.0")
@@ -107,23 +107,24 @@ def back_half() -> BackHalf:
 
 
 def back_halves(target: str) -> tuple[BackHalf, ...]:
-    """The releases that every shipped kernel is compiled with for `target`: the installed one, then those of
-    DIYFA_ASCENDNPU_IR (folders with a separator between them, as in PATH) that show what they made.
+    """Return the releases that compile every shipped kernel for `target`.
 
-    For the 950 the installed one alone: in 1.1.0 that compiler fails an assertion of its own on every attention kernel.
+    These are the installed one, then those of DIYFA_ASCENDNPU_IR (folders separated as in PATH) that print the last
+    intermediate form. For the 950 it is the installed one alone: 1.1.0's compiler for that chip fails one of its own
+    assertions on every attention kernel.
     """
     found = [compiler for compiler in _known_releases() if compiler.shows]
     return tuple(found[:1] if configs.family(target) is NPUArch.A5 else found)
 
 
 def oldest_back_half(target: str) -> BackHalf:
-    """The release that conservative tiles are compiled with for `target`."""
+    """Return the release that compiles conservative tiles for `target`."""
     known = back_halves(target) if configs.family(target) is NPUArch.A5 else _known_releases()
     return min(known, key=lambda compiler: compiler.number)
 
 
 def _known_releases() -> list[BackHalf]:
-    """The installed release, then those of DIYFA_ASCENDNPU_IR."""
+    """Return the installed release, then those of DIYFA_ASCENDNPU_IR."""
     found = [back_half()]
     for folder in filter(None, os.environ.get("DIYFA_ASCENDNPU_IR", "").split(os.pathsep)):
         named = [d.version for d in metadata.distributions(path=[folder]) if d.name == "ascendnpu-ir"]
@@ -137,7 +138,7 @@ def _known_releases() -> list[BackHalf]:
 
 
 def check_front_half() -> None:
-    """Raises CompilerMissing unless `triton` is triton-ascend and compiles rather than interprets."""
+    """Raise CompilerMissing unless `triton` is triton-ascend, and compiles instead of interpreting."""
     if installed_version("triton-ascend") is None:
         raise CompilerMissing(
             f"the Ascend compiler's front half is missing: pip install triton-ascend=={TRITON_ASCEND}, in an "
@@ -152,13 +153,13 @@ def check_front_half() -> None:
 
 
 def versions(target: str) -> str:
-    """Versions of both compilers, for tables."""
+    """Return the versions of both compilers, for tables."""
     releases = " and ".join(compiler.version for compiler in back_halves(target))
     return f"triton-ascend {metadata.version('triton-ascend')}, ascendnpu-ir {releases}"
 
 
 def to_linalg(job: Job, target: str) -> tuple[str, bool]:
-    """Front half: (linalg module, whether it uses cube and vector cores). Raises what triton-ascend raises."""
+    """Run the front half. Returns (linalg module, whether it uses both kinds of core). Raises as triton-ascend does."""
     import triton.backends.ascend.compiler as ascend
     from triton._C.libtriton import ir
     from triton.backends.compiler import GPUTarget
@@ -187,7 +188,7 @@ def _first_error(log: str, code: int) -> str:
 def run_back_half(
     linalg: str, mixed: bool, target: str, options: dict[str, Any], compiler: BackHalf | None = None
 ) -> Compiled:
-    """Back half: plan memory and cores for `target` and read the result. `compiler`: the installed one by default."""
+    """Run the back half for `target` and read its result. `compiler`: the installed one by default."""
     text, error, notes = lower(linalg, target, options, compiler)
     if compiler is not None and not compiler.shows:
         return Compiled(error=error)
@@ -195,7 +196,7 @@ def run_back_half(
         return Compiled(error=error, mixed=mixed, notes=notes)
     try:
         module = hivm.read(text)
-    except ValueError as unread:  # what the gate looks at does not depend on it
+    except ValueError as unread:  # the gate does not need the module
         module = None
         notes = (*notes, f"not read: {unread}")
     bound, depth = hivm.is_bound(text), hivm.pipeline_depth(text)
@@ -203,7 +204,7 @@ def run_back_half(
 
 
 def hivm_of(job: Job, target: str) -> str:
-    """The last intermediate form of one kernel, to be read. Raises RuntimeError when it does not compile."""
+    """Return the last intermediate form of one kernel, for people. Raises RuntimeError if it does not compile."""
     check_front_half()
     linalg, _ = to_linalg(job, target)
     text, error, _ = lower(linalg, target, job.options)
@@ -212,8 +213,8 @@ def hivm_of(job: Job, target: str) -> str:
     return text
 
 
-# The last pass before `hivmc`; the 950's compiler has another one. 1.1.0 crashes when it is asked for this form with
-# --save-temps.
+# The last pass before `hivmc`; the 950's compiler has another one. With --save-temps, 1.1.0 would crash, so its form is
+# printed after this pass.
 _LAST_PASS = "convert-hivm-to-std"
 _DUMP = re.compile(rf"^// -----// IR Dump After \w+ \({_LAST_PASS}\)[^\n]*\n(.*?^}}$)", re.MULTILINE | re.DOTALL)
 
@@ -221,8 +222,9 @@ _DUMP = re.compile(rf"^// -----// IR Dump After \w+ \({_LAST_PASS}\)[^\n]*\n(.*?
 def lower(
     linalg: str, target: str, options: dict[str, Any], compiler: BackHalf | None = None
 ) -> tuple[str | None, str, tuple[str, ...]]:
-    """Run the back half -> (last intermediate form or None, error, the compiler's notes). A release that does not show
-    the form has no error where the kernel compiled as far as to `hivmc`."""
+    """Run the back half. Returns (last intermediate form or None, error, the compiler's notes).
+
+    A release that does not print the form gives no error if the kernel compiled as far as `hivmc`."""
     compiler = compiler or back_half()
     program = compiler.program(target)
     flags = [f"{_FLAGS[name]}={value}" for name, value in options.items() if name in _FLAGS]
@@ -300,11 +302,10 @@ def _report(job: Job, target: str, compiler: BackHalf, compiled: Compiled, secon
 def compile_jobs(
     jobs: Iterable[Job], target: str, compilers: Sequence[BackHalf] | None = None
 ) -> Iterator[CompileReport]:
-    """Reports in the order of `jobs`, of each one for every release of `compilers` that it is for: by default of
-    `back_halves`, the installed one first.
+    """Yield reports in the order of `jobs`: of each job with every release of `compilers`, if `newest_only` the first.
 
-    The front half, the same for all, runs here, up to JOBS back halves beside it; each compiles a module once,
-    however many jobs share it.
+    `compilers`: by default `back_halves`, the installed one first. The front half runs in this thread, once per job,
+    and up to JOBS back halves beside it. Each release compiles a module once, even if several jobs share it.
     """
     check_front_half()
     compilers = back_halves(target) if compilers is None else compilers
@@ -327,13 +328,13 @@ def compile_jobs(
         for job in jobs:
             started = time.perf_counter()
             chosen = compilers[:1] if job.newest_only else compilers
-            compiled: Compiled | str  # a failure, or the key of what is being compiled
+            compiled: Compiled | str  # a failure, or the key of a compilation in `begun`
             try:
                 linalg, mixed = to_linalg(job, target)
             except subprocess.CalledProcessError as error:
                 text = (error.stderr or b"").decode(errors="replace")
                 compiled = Compiled(error="front half: " + _first_error(text, error.returncode))
-            except Exception as error:  # what a front end raises for an illegal kernel has no common base
+            except Exception as error:  # front ends have no common base class for their errors
                 compiled = Compiled(error=f"front half: {type(error).__name__}: {' '.join(str(error).split())[-400:]}")
             else:
                 module = f"{linalg}{sorted(job.options.items())}"
@@ -351,7 +352,7 @@ def compile_jobs(
 def jobs_for(
     target: str, only: str | None = None, full: bool = False, every: int = 1, select: Mapping[str, Any] | None = None
 ) -> Iterator[Job]:
-    """The jobs that `compile_all` compiles with these arguments; it says what it raises."""
+    """Yield the jobs that `compile_all` compiles with these arguments. It raises the same errors."""
     if npu_spec(target) is None:
         raise ValueError(f"unknown Ascend chip {target!r}: expected a name such as 'Ascend910B3' or 'Ascend950PR_9589'")
     source = shipped_jobs(target, full) if select is None else selected_jobs(target, select)
@@ -361,11 +362,11 @@ def jobs_for(
 def compile_all(
     target: str, only: str | None = None, full: bool = False, every: int = 1, select: Mapping[str, Any] | None = None
 ) -> Iterator[CompileReport]:
-    """Reports of every shipped kernel for the chip `target`; `only` keeps jobs whose "kernel case" contains it, and
-    `every` one in so many cases of a kernel.
+    """Compile every shipped kernel for the chip `target` and yield the reports.
 
-    `select` compiles what it names instead (see selection.py). Raises ValueError for an unknown chip or a selection
-    that names nothing, CompilerMissing when a compiler is not installed.
+    `only` keeps jobs whose "kernel case" contains it. `every` keeps one in so many cases of a kernel. `select` names
+    other kernels to compile instead (see selection.py). Raises ValueError for an unknown chip or an invalid selection,
+    CompilerMissing if a compiler is not installed.
     """
     yield from compile_jobs(jobs_for(target, only, full, every, select), target)
 
@@ -380,12 +381,12 @@ def compile_kernels(
 def cases(
     target: str, only: str | None = None, every: int = 1, select: Mapping[str, Any] | None = None
 ) -> list[tuple[str, str]]:
-    """Return kernel and case of all that `compile_kernels` compiles."""
+    """Return (kernel, case) of every job that `compile_kernels` compiles."""
     return [(job.kernel, job.case) for job in jobs_for(target, only, every=every, select=select)]
 
 
 def compile_conservative(target: str, only: str | None = None) -> Iterator[CompileReport]:
-    """Reports of every conservative tile of `target`, with the oldest release; `only` as for `compile_all`."""
+    """Compile every conservative tile for `target` with the oldest release. `only`: as in `compile_all`."""
     jobs = (job for job in conservative_jobs(target) if only is None or only in f"{job.kernel} {job.case}")
     yield from compile_jobs(jobs, target, [oldest_back_half(target)])
 

@@ -1,10 +1,10 @@
-"""The most that the cost model could say of a tile before it is compiled: what the search need not try.
+"""Upper bound of the cost model's prediction for a tile that is not compiled, so that the search can skip tiles.
 
-A kernel must at least multiply its products, move its operands once, and (on the 910) pass scores, weights and partial
-results between cube and vector cores through global memory, which the cube core writes when it does not multiply. What
-the compiler adds to that only costs more, so a tile whose best case is below a compiled one's prediction loses. Work of
-the vector cores is not known beforehand; the least among the kernel's compiled tiles is a guide, from which the search
-takes a margin off (`search.VECTOR_PART`).
+A kernel must at least multiply its products and load its operands once. On the 910 it must also pass scores, weights
+and partial results between cube and vector cores through global memory, and the cube core writes there while it does
+not multiply. The compiler can only add to this. So a tile whose best case is below a compiled tile's prediction loses.
+The vector cores' work is not known beforehand. The search takes the least among the kernel's compiled tiles, less a
+margin (`search.VECTOR_PART`).
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from diyfa.lab.npu import cost
 from diyfa.lab.npu.hivm import Loop, Module, Product, VectorCall, Work
 from diyfa.problem import AttentionProblem
 
-FP32_BYTES = 4  # of a score, a partial result, lse and delta; the gate's attn_bias is in fp32 too
+FP32_BYTES = 4  # of a score, a partial result, or a value of the gate's attn_bias
 
 
 def least_work(problem: AttentionProblem, kernel: str, rows: int, keys: int, key_bias: bool) -> tuple[Work, Work]:
-    """(work of a tile of scores, work around it for each task) without which `kernel` cannot do.
+    """Return (work of a tile of scores, work of a task around its tiles): the least that `kernel` must do.
 
-    `key_bias`: a bias with a value for each score is read with them.
+    `key_bias`: the tile also loads a bias value for each score.
     """
     spec = npu_spec(problem.arch)
-    through_memory = spec is not None and spec.arch is not NPUArch.A5  # the 950 has a way between its cores
+    through_memory = spec is not None and spec.arch is not NPUArch.A5  # the 950 connects its cores on the chip
     width, d, dv = ELEMENT_BYTES[problem.dtype], problem.head_dim, problem.head_dim_v
     scores, bits = rows * keys, 8 * width
     products = {
@@ -33,7 +33,7 @@ def least_work(problem: AttentionProblem, kernel: str, rows: int, keys: int, key
         "dkdv": [(keys, rows, d), (keys, rows, dv), (keys, dv, rows), (keys, d, rows)],
         "dbias": [(rows, keys, d), (rows, keys, dv)],
     }
-    # Elements of operands, and between the cores: fp32 results of products, and what multiplies again.
+    # Rows of operands loaded; elements passed between cores: fp32 results of products, and operands of later products.
     loaded = {"fwd": keys, "dq": keys, "dkdv": rows, "dbias": rows + keys}
     results = {"fwd": scores + rows * dv, "dq": 2 * scores, "dkdv": 2 * scores, "dbias": 2 * scores}
     weights = {"fwd": scores, "dq": scores, "dkdv": 2 * scores, "dbias": 0}
@@ -55,10 +55,10 @@ def least_work(problem: AttentionProblem, kernel: str, rows: int, keys: int, key
 def best_share(
     problem: AttentionProblem, kernel: str, tile: AttentionTile, key_bias: bool, vector_cycles: float = 0.0
 ) -> float:
-    """The greatest share of the cube peak that the cost model could predict for `tile`.
+    """Return the greatest share of the cube peak that the cost model could predict for `tile`.
 
-    Nothing is added for the mask, and the pipeline is as deep as there are workspace buffers. The vector cores take
-    `vector_cycles` for a tile, by default nothing, which no compiled kernel can beat.
+    It assumes a mask without cost and a pipeline as deep as the number of workspace buffers. `vector_cycles`: cycles of
+    the vector cores for a tile; the default 0 is below every compiled kernel.
     """
     work, around = least_work(problem, kernel, tile.block_m, tile.block_n, key_bias)
     scores = tile.block_m * tile.block_n

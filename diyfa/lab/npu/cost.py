@@ -1,11 +1,14 @@
 """Predict the cycles of a compiled NPU kernel: a model for ranking tiles, never a measurement.
 
-docs/npu-cost-model.md says what is assumed, where each figure comes from, and how far published timings are from it.
-In short: the work of one tile (`hivm.Work`) becomes cycles of the cube core, of the vector cores and of the port to L2.
-The cube core multiplies or writes out: a product has one buffer in L0C, so the next tile's waits until it is empty.
-A pipeline hides all but the longest of the three, and once for each batch of tiles the shorter of cube and vector;
-without one they add up. A task adds its prologue and epilogue; the program with the most work decides, or the bytes
-that must pass through device memory.
+docs/npu-cost-model.md has the assumptions, the source of each figure, and the distance to published timings. In short:
+
+* The work of a tile (`hivm.Work`) becomes cycles of the cube core, of the vector cores and of the port to L2.
+* The cube core either multiplies or writes out: a product has one buffer in L0C, so the next tile's product waits until
+  it is empty.
+* Without a pipeline the three add up. With one a tile takes the longest of the three; the shorter of cube and vector is
+  added once for each batch of `pipelined` tiles.
+* A task adds its prologue and epilogue. The time is that of the program with the most work, or of the bytes that must
+  pass through device memory, if longer.
 """
 
 from __future__ import annotations
@@ -19,14 +22,14 @@ from diyfa.lab.npu.hivm import Module, Product, VectorCall, Work
 from diyfa.problem import AttentionProblem
 
 KIB = 1024
-CUBE_SIDE = 16  # a cube core multiplies [16, 16] by [16, 16] in a cycle, in 16-bit floats
+CUBE_SIDE = 16  # a cube core multiplies [16, 16] by [16, 16] 16-bit floats in a cycle
 FP32_PRODUCT_CYCLES = 4  # float32 takes four times as long
-VECTOR_BYTES = 256  # a vector core works on 256 bytes a cycle: 128 16-bit or 64 32-bit elements
+VECTOR_BYTES = 256  # bytes a cycle of a vector core: 128 16-bit or 64 32-bit elements
 SLOW_OPERATIONS = ("vexp", "vln", "vdiv", "vrec", "vsqrt", "vrsqrt")
-SLOW_CYCLES = 2  # cycles for 256 bytes of these: assumed
-CALL_CYCLES = 16  # from one dependent library operation to the next, besides its elements: assumed
-SCALAR_CYCLES = 20  # a single element read or written by the scalar unit: assumed
-LAUNCH_CYCLES = 10905  # before the first task: fitted to boards by pto-isa's model of its kernel
+SLOW_CYCLES = 2  # cycles of these operations for 256 bytes: assumed
+CALL_CYCLES = 16  # overhead from one dependent library operation to the next: assumed
+SCALAR_CYCLES = 20  # for one element that the scalar unit reads or writes: assumed
+LAUNCH_CYCLES = 10905  # before the first task: pto-isa's model of its kernel, fitted to boards
 
 
 @dataclass(frozen=True)
@@ -63,12 +66,12 @@ RATES: dict[str, Rates] = {
 }
 _FAMILY_RATES = {NPUArch.A2: "Ascend910B3", NPUArch.A3: "Ascend910_9362", NPUArch.A5: "Ascend950PR_9589"}
 
-# Products of [queries, keys] tiles in each kernel, for the floating-point operations that count as useful.
+# Matrix products per [queries, keys] tile in each kernel. Only these count as useful floating-point operations.
 PRODUCTS = {"fwd": 2, "dq": 3, "dkdv": 4, "dbias": 2}
 
 
 def rates(chip: str) -> Rates:
-    """Speeds of `chip`. Raises ValueError for a chip that `diyfa.arch` does not know."""
+    """Return the speeds of `chip`. Raises ValueError for a chip that `diyfa.arch` does not know."""
     if chip in RATES:
         return RATES[chip]
     return RATES[_FAMILY_RATES[_spec(chip).arch]]
@@ -82,19 +85,19 @@ def _spec(chip: str) -> NPUSpec:
 
 
 def peak_flops(chip: str, bits: int = 16) -> float:
-    """Floating-point operations a second of all cube cores."""
+    """Return the peak floating-point operations a second of all cube cores."""
     per_cycle = 2 * CUBE_SIDE**3 / (1 if bits == 16 else FP32_PRODUCT_CYCLES)
     return _spec(chip).cube_cores * per_cycle * rates(chip).hertz
 
 
 @dataclass(frozen=True)
 class Stages:
-    """Cycles that one AI core needs for some work, by what is busy."""
+    """Cycles that one AI core needs for some work, by busy unit."""
 
     cube: float = 0.0  # multiplying, and writing out of L0C
     vector: float = 0.0
-    memory: float = 0.0  # the port between the AI core and L2; reading and writing overlap
-    shared: float = 0.0  # of the cube core's cycles, those in which it writes out: they are in `memory` too
+    memory: float = 0.0  # port between AI core and L2; reads and writes overlap
+    shared: float = 0.0  # cycles in both `cube` and `memory`: the cube core writes out
 
     def plus(self, other: Stages) -> Stages:
         return Stages(
@@ -117,7 +120,7 @@ class Stages:
 
 
 def cube_cycles(product: Product, speed: Rates) -> float:
-    """Cycles of one matrix product: multiplying, or moving its operands from L1 where that takes longer."""
+    """Return the cycles of one matrix product: of multiplying, or of moving its operands from L1 if longer."""
     blocks = [-(-size // CUBE_SIDE) for size in (product.m, product.n, product.k)]
     cycles = blocks[0] * blocks[1] * blocks[2] * (1 if product.bits <= 16 else FP32_PRODUCT_CYCLES)
     width = product.bits / 8
@@ -126,14 +129,16 @@ def cube_cycles(product: Product, speed: Rates) -> float:
 
 
 def dependent_calls(call: VectorCall) -> int:
-    """Operations that wait for one another in a call of the library: a reduction folds its rows in halves until the 256
-    bytes of one operation are left, and then across those. Together they touch as many elements as the rows have."""
+    """Return the number of operations in a library call that wait for one another.
+
+    A reduction halves its rows until 256 bytes, one operation's width, are left, and then reduces across those.
+    Together its operations touch about as many elements as the rows have."""
     lanes = 8 * VECTOR_BYTES // call.bits if call.bits else 1
     return 1 + max(0, (-(-call.row // lanes) - 1).bit_length())
 
 
 def stages(work: Work, chip: str) -> Stages:
-    """Cycles of `work`, by what is busy with it."""
+    """Return the cycles of `work` on `chip`, by busy unit."""
     speed = rates(chip)
     vector = work.scalar_accesses * SCALAR_CYCLES
     for call in work.vector:
@@ -152,7 +157,7 @@ def stages(work: Work, chip: str) -> Stages:
 
 
 def tile_cycles(tile: Stages, pipelined: int) -> float:
-    """Cycles from one tile to the next: see the module's first lines."""
+    """Return the cycles from one tile to the next; the module docstring has the rule."""
     if pipelined < 2:
         return tile.total
     return tile.longest + min(tile.cube, tile.vector) / pipelined
@@ -160,16 +165,16 @@ def tile_cycles(tile: Stages, pipelined: int) -> float:
 
 @dataclass(frozen=True)
 class Task:
-    """One tile of what a kernel produces: how many tiles of scores it walks over, and how many of them are masked."""
+    """A task of a kernel. `tiles`: tiles of scores that it loops over. `masked`: how many of them need a mask."""
 
     tiles: int
     masked: int
 
 
 def attention_tasks(problem: AttentionProblem, kernel: str, block_m: int, block_n: int) -> Iterator[Task]:
-    """The tasks of one head, from the first block on. Windows other than causal are not told from full attention.
+    """Yield the tasks of one head, from the first block on. Windows other than causal count as full attention.
 
-    dbias: the tiles of a bias [queries, keys] that all heads of all samples share, a row of them as one.
+    For "dbias" the bias is [queries, keys], broadcast over samples and heads, and a row of its tiles counts as a task.
     """
     rows, keys = problem.seqlen_q, problem.seqlen_k
     offset = keys - rows
@@ -196,7 +201,7 @@ def attention_tasks(problem: AttentionProblem, kernel: str, block_m: int, block_
 
 
 def scheduled(costs: list[float], programs: int, zigzag: bool = True) -> list[float]:
-    """Work of each program when they take tasks in turns, back and forth (zigzag) or always from the first on."""
+    """Return the work of each program if tasks are dealt in rounds, with zigzag odd rounds from the last program on."""
     load = [0.0] * programs
     for i, cost in enumerate(costs):
         turn, place = divmod(i, programs)
@@ -206,18 +211,18 @@ def scheduled(costs: list[float], programs: int, zigzag: bool = True) -> list[fl
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the model says of one kernel and problem. Every figure is predicted."""
+    """The model's result for one kernel and problem. Every figure is predicted."""
 
     seconds: float
     tflops: float
     share: float  # of the cube cores' peak, useful operations only
-    bottleneck: str  # of a tile: "cube", "vector", "memory"; "device memory" where that decides
-    balance: float  # mean work of a program over the most
+    bottleneck: str  # of a tile: "cube", "vector", "memory"; or "device memory", if that limits the kernel
+    balance: float  # mean work of a program / the most work of a program
     tile: Stages
     tile_cycles: float
 
     def numbers(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the figures for JSON, rounded."""
         return {
             "predicted_us": round(self.seconds * 1e6, 1),
             "predicted_tflops": round(self.tflops, 1),
@@ -232,18 +237,18 @@ class Prediction:
 
 
 def useful_flops(problem: AttentionProblem, kernel: str) -> float:
-    """Floating-point operations of the kernel's products, masked pairs left out (causal: half)."""
+    """Return the operations of the kernel's products without masked pairs (causal: half of all)."""
     pairs = problem.seqlen_q * problem.seqlen_k * (0.5 if problem.causal else 1.0)
     width = (problem.head_dim + problem.head_dim_v) / 2
     return 2.0 * PRODUCTS[kernel] * pairs * width * problem.batch * problem.heads_q
 
 
 def _tensor_bytes(problem: AttentionProblem, kernel: str, width: int) -> float:
-    """Bytes of the tensors of a call, each once."""
+    """Return the bytes of a call's tensors, each counted once."""
     q = problem.batch * problem.heads_q * problem.seqlen_q * width
     k = problem.batch * problem.heads_kv * problem.seqlen_k * width
     d, dv = problem.head_dim, problem.head_dim_v
-    bias = 4 * problem.seqlen_q * problem.seqlen_k  # its gradient; the bias itself is left out, as in every kernel
+    bias = 4 * problem.seqlen_q * problem.seqlen_k  # the gradient in fp32; no kernel's figure includes the bias
     extra = {"fwd": q * dv, "dq": q * (d + dv), "dkdv": q * dv + k * (d + dv), "dbias": q * dv + bias}
     return q * d + k * (d + dv) + extra[kernel]
 
@@ -256,10 +261,10 @@ def predict(
     block_n: int,
     zigzag: bool = True,
 ) -> Prediction:
-    """Predicted time of `kernel` ("fwd", "dq", "dkdv", "dbias") as compiled into `module` for `problem`.
+    """Predict the time of `kernel` ("fwd", "dq", "dkdv", "dbias"), compiled as `module`, for `problem`.
 
-    Where the kernel has two loops the first is that of full tiles, the second that of masked ones; where a second loop
-    was folded away, masked tiles are in the task.
+    If the kernel has two loops, the first is over full tiles and the second over masked ones. If the compiler folded
+    the second loop away, the work of masked tiles is in `module.task`.
     """
     chip = problem.arch
     spec, speed = _spec(chip), rates(chip)
@@ -277,7 +282,7 @@ def predict(
     ]
     heads = problem.batch * (problem.heads_kv if kernel == "dkdv" else problem.heads_q)
     programs = spec.cube_cores
-    if kernel == "dbias":  # so many small tasks that turns even them out
+    if kernel == "dbias":  # its many small tasks balance out
         heads = 1
         around *= -(-problem.seqlen_k // block_n) - 1
         order = [(sum(costs) + around * len(costs)) / programs] * programs
@@ -288,7 +293,7 @@ def predict(
     seconds = (max(load) + LAUNCH_CYCLES) / speed.hertz
     bits = next((product.bits for product in full.tile.products), 16)
     compulsory = _tensor_bytes(problem, kernel, bits // 8)
-    if programs * module.workspace > speed.l2_bytes:  # then what passes between the cores goes to device memory too
+    if programs * module.workspace > speed.l2_bytes:  # data between the cores then goes through device memory
         tiles = sum(task.tiles for task in attention_tasks(problem, kernel, block_m, block_n)) * heads
         compulsory += tiles * (full.tile.workspace_read + full.tile.workspace_written)
     device = compulsory / (speed.memory * spec.cube_cores * speed.hertz)

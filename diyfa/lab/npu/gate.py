@@ -1,12 +1,10 @@
-"""The compile gate: which kernels need not be bound or pipelined, each with its reason.
+"""The compile gate: every kernel with matrix products must be bound and pipelined, except those listed with a reason.
 
-A kernel with matrix products must be *bound* (both vector cores of an AI core share its work) and *pipelined* four deep
-(while the vector cores work on one tile of scores the cube core is ahead with the next). `EXCEPTIONS` is what this
-compiler does not do so for. The table may only shrink: the gate also fails for an exception that is no longer needed,
-and a test knows how many there are.
+*Bound*: both vector cores of an AI core share the work. *Pipelined* four deep: while the vector cores work on one tile
+of scores, the cube core already works on the next ones. `EXCEPTIONS` lists the kernels for which the compiler does
+less. The table may only shrink: the gate also fails if an exception is no longer needed, and a test counts them.
 
-Kernels for the vector cores alone (delta, sums) have nothing to share or to wait for: of them the gate asks that they
-compile and fit.
+Kernels for the vector cores alone (delta, sums) cannot be bound or pipelined. They must compile and fit.
 """
 
 from __future__ import annotations
@@ -17,19 +15,19 @@ from dataclasses import dataclass
 from diyfa.arch import NPUArch, npu_spec
 from diyfa.backends.npu.tables.configs import HEAD_DIM_CLASSES
 
-DEPTH = 4  # of the pipeline between cube and vector cores
+DEPTH = 4  # required depth of the pipeline between cube and vector cores
 
 
 @dataclass(frozen=True)
 class GateException:
-    """What is accepted of kernels of `families` instead: of those whose report's "kernel case" matches `pattern`."""
+    """The gate's weaker demand on `families`, for kernels whose report's "kernel case" matches `pattern`."""
 
     families: frozenset[NPUArch]
     pattern: str
     bound: bool
     pipelined: int
     reason: str
-    compiler: str = ""  # the release of AscendNPU IR it is for, by the beginning of its version; by default every one
+    compiler: str = ""  # beginning of the AscendNPU IR version it is for; "": every version
 
 
 _A2_A3 = frozenset({NPUArch.A2, NPUArch.A3})
@@ -75,8 +73,8 @@ EXCEPTIONS: tuple[GateException, ...] = (
     ),
 )
 
-# Conservative tiles that the oldest release does not take, by the beginning of the report's "kernel case": there a call
-# fails with both reasons.
+# Conservative tiles that the oldest release refuses, by the beginning of the report's "kernel case". With that release
+# such calls fail, and the error has both reasons.
 NOT_CONSERVATIVE = {
     "attention_bwd/v2/dkdv float16 D=576 ": "the columns of dk and dv overflow 1.0.0's unified buffer beyond D = 512",
     **{
@@ -88,7 +86,7 @@ NOT_CONSERVATIVE = {
 
 
 def exception_for(target: str, kernel: str, case: str, compiler: str) -> GateException | None:
-    """The exception that holds for a kernel as AscendNPU IR's release `compiler` compiles it, if any: the last."""
+    """Return the exception for a kernel compiled by AscendNPU IR `compiler`, or None. The last match counts."""
     spec = npu_spec(target)
     name = f"{kernel} {case}"
     holding = [
@@ -100,7 +98,7 @@ def exception_for(target: str, kernel: str, case: str, compiler: str) -> GateExc
 
 
 def failures(target: str, kernel: str, case: str, bound: bool, pipelined: int, compiler: str) -> list[str]:
-    """What the gate says against a compiled kernel with matrix products; empty where it passes."""
+    """Return the gate's objections to a compiled kernel with matrix products; [] if it passes."""
     exception = exception_for(target, kernel, case, compiler)
     if exception is None:
         found = [] if bound else ["gate: not split over both vector cores"]

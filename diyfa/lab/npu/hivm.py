@@ -1,16 +1,16 @@
-"""Read the Ascend compiler's last intermediate form (`module.hivm.opt.mlir`): what each kind of core does, how often.
+"""Read the Ascend compiler's last intermediate form (`module.hivm.opt.mlir`): the work of each kind of core.
 
-The form is text: one function for the cube core and one for the vector cores, whose loops hold calls of the compiler's
-library (`mma_tile_*`, `nd2nz_*`, `v*_1d_float`, ...) on buffers with planned addresses. `read` turns that into
+The form is text. It has one function for the cube core and one for the vector cores. Their loops call the compiler's
+library (`mma_tile_*`, `nd2nz_*`, `v*_1d_float`, ...) on buffers with planned addresses. `read` extracts
 
-* the peak use of each on-chip memory, whether both vector cores share the work, the depth of the pipeline;
-* for each loop over tiles of scores (or over k, in a matrix product) the `Work` of one tile, split into what always
-  runs and what a run-time `if` (the mask) adds;
+* the peak use of each on-chip memory, whether both vector cores share the work, and the depth of the pipeline;
+* for each loop over tiles of scores (or over k, in a matrix product) the `Work` of one tile: first the part that always
+  runs, then what a run-time `if` (the mask) adds;
 * the work around that loop, once for each task of the persistent grid.
 
-Shapes are those of the buffers, so a partial last tile counts as a whole one. L0A and L0B do not appear: l0.py
-says what becomes of them. On the 950 loops are branches between blocks
-and vector code is outlined into functions of register instructions; both are followed here.
+Shapes are those of buffers, so a partial last tile counts as a whole one. L0A and L0B do not appear; l0.py computes
+their use. On the 950 loops are branches between blocks, and vector code is outlined into functions of register
+instructions; this module follows both.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _BUFFER = re.compile(
 
 
 def peak_memory(hivm: str) -> dict[str, int]:
-    """Peak bytes of each on-chip memory: the furthest end of a planned buffer."""
-    constants: dict[str, int] = {}  # names are local to a function, and defined above their use
+    """Return the peak bytes of each on-chip memory: the end of its furthest planned buffer."""
+    constants: dict[str, int] = {}  # names are local to a function and defined before their use
     peak: dict[str, int] = {}
     for line in hivm.splitlines():
         if constant := CONSTANT.search(line):
@@ -47,32 +47,33 @@ def peak_memory(hivm: str) -> dict[str, int]:
 
 
 def is_bound(hivm: str) -> bool:
-    """Whether both vector cores of an AI core share the work."""
+    """Return whether both vector cores of an AI core share the work."""
     return "to_be_bubbled_slice" in hivm
 
 
 def pipeline_depth(hivm: str) -> int:
-    """Buffers of the deepest cube-to-vector workspace; 0 when nothing is pipelined."""
+    """Return the number of buffers of the deepest cube-to-vector workspace; 0 without a pipeline."""
     depths = [int(n) for n in re.findall(r"memref\.view [^\n]* to memref<(\d)x\d+x\d+x(?:f|bf)", hivm)]
     return max((n for n in depths if n > 1), default=0)
 
 
 @dataclass(frozen=True)
 class VectorCall:
-    """One vector operation on `elements` of `bits` each, `times` over: a call of the library, which works through a
-    whole buffer, or on the 950 one register instruction."""
+    """A vector operation on `elements` elements of `bits` each, run `times` times.
+
+    It is a call of the library, for a whole buffer, or on the 950 one register instruction."""
 
     name: str
     elements: int
     bits: int
     times: float = 1.0
     library: bool = True
-    row: int = 1  # elements that a reduction makes one of
+    row: int = 1  # elements that a reduction combines into one
 
 
 @dataclass(frozen=True)
 class Product:
-    """One matrix product [m, k] @ [k, n] of operands of `bits` each, `times` over."""
+    """A matrix product [m, k] @ [k, n] with elements of `bits` each, run `times` times."""
 
     m: int
     n: int
@@ -87,18 +88,18 @@ class Product:
 
 @dataclass
 class Work:
-    """What one AI core (a cube core and its two vector cores) does. Bytes are counted where global memory sees them."""
+    """Work of one AI core (a cube core and its two vector cores). Bytes count at global memory, except `direct`."""
 
     products: list[Product] = field(default_factory=list)
-    vector: list[VectorCall] = field(default_factory=list)  # of one vector core
+    vector: list[VectorCall] = field(default_factory=list)  # operations of one vector core
     loaded: float = 0.0  # bytes of tensors read from global memory, by either kind of core
     stored: float = 0.0  # bytes of results written to it
     workspace_read: float = 0.0  # bytes between cube and vector cores through global memory
     workspace_written: float = 0.0
     direct: float = 0.0  # bytes between cube and vector cores on the chip (950)
-    written_out: float = 0.0  # of the bytes above, what the cube core writes out of L0C
-    cube_bytes: float = 0.0  # what the cube core moves
-    vector_bytes: float = 0.0  # and what the vector cores move
+    written_out: float = 0.0  # bytes among these that the cube core writes out of L0C
+    cube_bytes: float = 0.0  # bytes that the cube core moves
+    vector_bytes: float = 0.0  # bytes that the vector cores move
     scalar_accesses: float = 0.0  # single elements that the scalar unit reads or writes
 
     @property
@@ -107,7 +108,7 @@ class Work:
 
     @property
     def vector_elements(self) -> float:
-        """Elements that one vector core's operations work on."""
+        """Elements that the operations of one vector core process."""
         return sum(call.elements * call.times for call in self.vector)
 
 
@@ -121,16 +122,16 @@ class Loop:
 
 @dataclass
 class Module:
-    """What `read` found."""
+    """A compiled kernel, as `read` returns it."""
 
     memory: dict[str, int]
     bound: bool  # both vector cores share the work
     pipelined: int
-    mixed: bool  # cube and vector cores
+    mixed: bool  # uses cube and vector cores
     workspace: int  # bytes of workspace for each program
     loops: list[Loop]
-    task: Work  # around the loop, once for each task
-    score_elements: int  # of the first product's result: the tile of scores in attention
+    task: Work  # work around the loop, once for each task
+    score_elements: int  # elements of the first product's result; in attention the tile of scores
 
     @property
     def vector_cores(self) -> int:
@@ -138,7 +139,7 @@ class Module:
         return 2 if self.bound else 1
 
     def passes(self, work: Work) -> float:
-        """Elements that vector operations touch, for each score."""
+        """Return the elements that vector operations touch, per score."""
         return work.vector_elements * self.vector_cores / self.score_elements if self.score_elements else 0.0
 
 
@@ -151,7 +152,7 @@ def _dynamic(op: Op) -> list[Frame]:
 
 
 def _add(work: Work, op: Op, times: float) -> None:
-    """Add `op`, which runs `times` over, to `work`."""
+    """Add `op`, which runs `times` times, to `work`."""
     if op.kind == "cube":
         a, b, c = (buffer.elements for buffer in op.buffers[:3])
         if not a * b * c:
@@ -185,10 +186,10 @@ def _add(work: Work, op: Op, times: float) -> None:
 
 
 def _times(op: Op, depth: int, unrolled: dict[int, int]) -> float:
-    """How often `op` runs for each iteration of its `depth`-th run-time loop.
+    """Return how often `op` runs per iteration of its `depth`-th run-time loop.
 
-    The steps of a pipeline inside that loop are its iterations; one that has no such loop around it, because that ran
-    once and was folded away, counts all its steps.
+    A pipeline inside that loop steps through iterations of the loop, so its steps do not multiply. A pipeline without
+    such a loop around it, because the compiler folded away a loop that ran once, counts all its steps.
     """
     times, level, stepped = op.times, 0, False
     walked: Frame | None = None
@@ -207,7 +208,7 @@ def _times(op: Op, depth: int, unrolled: dict[int, int]) -> float:
 
 
 def read(hivm: str) -> Module:
-    """What the module says. Raises ValueError when it holds no function of a kernel, or one that cannot be followed."""
+    """Read a module. Raises ValueError if it has no kernel function, or one that this reader cannot follow."""
     vector_functions: dict[str, list[Op]] = {}
     kernels: list[list[Op]] = []  # the cube core's function comes first
     for name, lines in functions(hivm):
@@ -260,5 +261,5 @@ def read(hivm: str) -> Module:
         workspace=int(workspace[1]) if workspace else 0,
         loops=loops,
         task=task,
-        score_elements=round(first.m * first.n * first.times) if first else 0,  # its rows may be cut into pieces
+        score_elements=round(first.m * first.n * first.times) if first else 0,  # `times` > 1 if its rows are cut
     )

@@ -1,8 +1,8 @@
 """Operations of a function in the Ascend compiler's last intermediate form, with the loops and conditions around them.
 
-The text is followed, not fully parsed: what buffers names stand for (through casts, views and selections), constants,
-regions (`scf.for`, `scf.if`) by their nesting, and on the 950, where control flow is branches between blocks, loops as
-branches back and conditions as branches forward. hivm.py makes work of what comes out.
+The reader does not fully parse the text. It tracks the buffers of names (through casts, views and selections),
+constants, and the nesting of regions (`scf.for`, `scf.if`). On the 950 control flow is branches between blocks: a
+branch back is a loop, a branch forward a condition. hivm.py adds the operations up to work.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ _BOOKKEEPING = ("pge", "plt", "pset", "init.", "vlds", "vsts", "vldus", "vldas",
 
 @dataclass(frozen=True)
 class Buffer:
-    """What a name stands for: its largest extent, element type, memory ("ub", "cbuf", "cc", "gm"), and whether it is of
-    the workspace that cube and vector cores share."""
+    """The buffer of a name: largest number of elements, element type, memory ("ub", "cbuf", "cc", "gm").
+
+    `workspace`: whether it is in the workspace that cube and vector cores share."""
 
     elements: int
     dtype: str
@@ -46,17 +47,19 @@ class Buffer:
 
 @dataclass(eq=False)
 class Frame:
-    """A loop or a condition around an operation. `trips` is None where it is known only at run time."""
+    """A loop or a condition around an operation. `trips`: iterations, None if known only at run time."""
 
-    kind: str  # "loop", "if", "always" (an if that one of two vector cores enters), "never" (an unlikely if)
+    kind: str  # "loop", "if", "always" (an if for one of two vector cores), "never" (an unlikely if)
     trips: int | None = None
     unroll: int = 0  # steps of a pipeline: a loop over the tiles whose workspace is in flight together
 
 
 @dataclass(frozen=True)
 class Op:
-    """An operation: "cube", "vector", "move" (to or from global memory), "direct" (between on-chip memories), "fill"
-    (of L1), "scalar". A register instruction has `elements` of `bits` instead of buffers."""
+    """An operation. A register instruction has `elements` of `bits` each instead of buffers.
+
+    `kind`: "cube", "vector", "move" (to or from global memory), "direct" (between on-chip memories), "fill" (of L1),
+    "scalar"."""
 
     kind: str
     name: str
@@ -80,7 +83,7 @@ def _split(text: str) -> list[str]:
 
 
 def functions(hivm: str) -> Iterator[tuple[str, list[str]]]:
-    """(name, lines) of every function with a body."""
+    """Yield (name, lines) of every function with a body."""
     lines: list[str] = []
     for line in hivm.splitlines():
         if line.startswith("  func.func ") and line.rstrip().endswith("{"):
@@ -95,7 +98,7 @@ def functions(hivm: str) -> Iterator[tuple[str, list[str]]]:
 
 
 class Reader:
-    """One function: its operations in order, each with the loops and conditions around it."""
+    """Reader of one function. `ops`: its operations in order, each with the loops and conditions around it."""
 
     def __init__(self, lines: list[str], vector_functions: dict[str, list[Op]]) -> None:
         self.lines = lines
@@ -166,7 +169,7 @@ class Reader:
         self._define(name, last[0], self.buffers.get(source[1]) if source else None)
 
     def _open(self, text: str, result: re.Match[str] | None) -> None:
-        """A region begins: remember what it is, and what the names it defines stand for."""
+        """Enter a region: push its frame, and define the buffers that it names."""
         types = _split(text[text.rindex("-> (") + 4 : text.rindex(")")]) if "-> (" in text else []
         names = [pair.split(" = ")[0] for pair in _split(found[1])] if (found := _ITER_ARGS.search(text)) else []
         for i, type_ in enumerate(types):
@@ -221,7 +224,7 @@ class Reader:
         self.ops.append(Op(kind, name, frames, buffers))
 
     def _instruction(self, found: re.Match[str], frames: tuple[Frame, ...]) -> None:
-        """A register instruction of the 950; loads, stores and masks go with those that compute."""
+        """Add a register instruction of the 950. Loads, stores and masks do not count by themselves."""
         name, types = found[1], f"{found[3]} {found[4]}"
         vectors = [(int(n), dtype) for n, dtype in _VECTOR.findall(types) if dtype not in ("i1", "i8")]
         if vectors and not name.startswith(_BOOKKEEPING):
@@ -230,10 +233,10 @@ class Reader:
 
 
 def _block_frames(lines: list[str]) -> dict[int, tuple[Frame, ...]]:
-    """Loops and conditions of a function whose control flow is branches between blocks: frames by line number.
+    """Return the frames of each line, by number, for a function whose control flow is branches between blocks.
 
-    Blocks are in the order of the source, so a branch to an earlier block ends a loop, and what lies between the two
-    targets of a forward branch is conditional.
+    Blocks are in source order. So a branch to an earlier block ends a loop, and lines between the two targets of a
+    forward branch are conditional.
     """
     starts = {"bb0": 0}
     starts |= {m[1]: i for i, line in enumerate(lines) if (m := re.match(r"\s*\^(bb\d+)", line))}
@@ -264,7 +267,7 @@ def _block_frames(lines: list[str]) -> dict[int, tuple[Frame, ...]]:
 
 
 def _tells_cores_apart(operation: str, known: set[str]) -> bool:
-    """Whether a value is the number of the vector core, or computed from one of the `known` values that are."""
+    """Return whether a value is the vector core's number, or computed from one of the `known` values."""
     if "get_sub_block_idx" in operation:
         return True
     return operation.startswith(("arith.", "llvm.")) and any(
@@ -275,7 +278,7 @@ def _tells_cores_apart(operation: str, known: set[str]) -> bool:
 def _trips(
     lines: list[str], header: str, back: str, back_line: int, defined: dict[str, str], constants: dict[str, int]
 ) -> int | None:
-    """Iterations of the loop of blocks that begins at `header`, where bounds and step are constants."""
+    """Return the iterations of the loop that begins at block `header`, or None if bounds or step are not constant."""
     number, first = next((i, line) for i, line in enumerate(lines) if re.match(rf"\s*\^{header}\b", line))
     declared = _split(first[first.index("(") + 1 : first.rindex(")")]) if "(" in first else []
     arguments = [argument.partition(":")[0].strip() for argument in declared]

@@ -1,4 +1,4 @@
-"""How much of L0A and L0B the products of a compiled kernel use; `backends/npu/tables/l0.py` says how they are cut."""
+"""Use of L0A and L0B by the products of a compiled kernel. `backends/npu/tables/l0.py` has the rule for slices."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from diyfa.lab.npu.hivm import Module, Product
 
 @dataclass(frozen=True)
 class Slices:
-    """How one product goes through L0A and L0B."""
+    """Slices in which a product passes through L0A and L0B."""
 
-    k: int  # of a slice; the last one may be shorter
+    k: int  # k of a slice; the last slice may be shorter
     count: int
     l0a: int  # bytes of a whole slice of the left operand
-    l0b: int  # and of the right one
+    l0b: int  # bytes of a whole slice of the right operand
 
 
 def slices(product: Product) -> Slices:
-    """Raises ValueError where there is no slice that fits."""
+    """Return the slices of a product. Raises ValueError if no slice fits."""
     width = product.bits // 8
     longest = longest_slice(product.m, product.n, width)
     if not longest:
@@ -30,7 +30,7 @@ def slices(product: Product) -> Slices:
 
 
 def use(module: Module, target: str) -> dict[str, int]:
-    """Bytes of L0A and of L0B that a kernel's products reach at most; nothing where that is not known."""
+    """Return the most bytes of L0A and of L0B that a kernel's products use; {} if unknown."""
     spec = npu_spec(target)
     work = [module.task, *(part for loop in module.loops for part in (loop.tile, loop.masked))]
     products = [product for part in work for product in part.products]

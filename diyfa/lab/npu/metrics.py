@@ -1,4 +1,4 @@
-"""The numbers of one compiled kernel: what `diyfa compile` prints and its JSON holds."""
+"""Numbers of a compiled kernel, for the output and the JSON of `diyfa compile`."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from diyfa.lab.npu.hivm import Module, Work
 from diyfa.problem import AttentionProblem
 
 MEMORIES = ("ub", "l1", "l0a", "l0b", "l0c")
-# The size for which shares of the peak are predicted: long enough that the ends of a sequence do not matter.
+# Sizes for predictions: sequences so long that their ends do not matter.
 REFERENCE = {"batch": 2, "heads_q": 16, "heads_kv": 16, "seqlen_q": 8192, "seqlen_k": 8192}
 
 
 def limits(target: str) -> dict[str, int]:
-    """Bytes of each on-chip memory of `target`."""
+    """Return the bytes of each on-chip memory of `target`."""
     spec = npu_spec(target)
     return {} if spec is None else {name: getattr(spec, name) for name in MEMORIES}
 
 
 def reference_problem(problem: AttentionProblem) -> AttentionProblem:
-    """`problem` with the sizes of REFERENCE; packed sequences become one dense batch of equal ones."""
+    """Return `problem` with the sizes of REFERENCE. Packed sequences become a dense batch of equal ones."""
     layout = "bhsd" if problem.varlen else problem.layout
     return problem.replace(layout=layout, total_q=0, total_k=0, **REFERENCE)
 
@@ -34,7 +34,7 @@ def metrics(
     step: str = "",
     tile: AttentionTile | None = None,
 ) -> dict[str, Any]:
-    """Everything read from `module`, and with a problem what the cost model predicts for it at the reference size.
+    """Return all numbers of `module`, and with a problem the cost model's prediction at the reference size.
 
     Per tile of scores (per step over k in a matrix product), for one AI core: floating-point operations and cycles of
     the cube core, operations on elements of both vector cores, bytes through global memory.
@@ -57,7 +57,7 @@ def metrics(
 
 
 def work_numbers(module: Module, work: Work, target: str) -> dict[str, Any]:
-    """One `Work` as numbers."""
+    """Return the numbers of `work`, by name."""
     cycles = cost.stages(work, target)
     return {
         "cube_flops": work.flops,

@@ -2,15 +2,17 @@
 
     python -m diyfa.lab.npu.search 910B3 --kernel fwd --head-dim 128 --jobs 1
 
-The candidates of a row are shapes whose operands fit the chip, first with the compiler's usual options, then the best
-few, and larger ones that overflowed or lost split or pipeline, with others. They are ranked by cost.py on one problem
-for each mode; only kernels that the gate accepts (gate.py) count where there are any. The winner must also pass in
-every case of the gate that would use the row. What could not win is not compiled: candidates come in the order of what
-cost.py could say of them at best (best_case.py), and the search ends when that is too little for all that are left.
-Neither are options tried again that have left another shape of the place as it was.
-Each row says how many were compiled, failed, were passed over so, and were left by --budget. Compilations are kept on
-disk under what went into them, so a second run costs little. The table is written after each row: a run may be
-interrupted and resumed.
+The candidates of a row are all shapes whose operands fit the chip, with the compiler's usual options. A second round
+tries other options with the best few shapes, and with larger ones that overflowed or were not bound or pipelined.
+cost.py ranks candidates on one problem for each mode. If the gate (gate.py) accepts any, only those count. The winner
+must also pass in every case of the gate that would use the row.
+
+Candidates that cannot win are not compiled. Their order is that of their best case (best_case.py), and the search ends
+when no remaining best case beats the best prediction. It also skips options that did not change another shape's result.
+
+Each row records how many candidates compiled, failed, were skipped, and were left out by --budget. Compilations are
+cached on disk under a hash of their inputs, so a second run is cheap. The table is written after each row, so a run may
+be interrupted and resumed.
 """
 
 from __future__ import annotations
@@ -44,16 +46,14 @@ from diyfa.tuning import user_cache
 KERNELS = ("fwd", "dq", "dkdv", "dbias")
 ROWS = (16, 32, 64, 128, 256)
 KEYS = (16, 32, 64, 128, 256, 512)
-SMALLEST = 1024  # scores in a tile that is worth trying, up to head dim 256
-MARGIN = 0.005  # how much better the prediction must be for a row to change, unless --margin says: less is noise
-# The part of the least vector work for a score, and of calls for a tile, among what a place has compiled, that the best
-# case of its other tiles reckons with.
-# The compiler gives every tile the same operations on scores, but for what it fuses and copies: on the 950 up to a
-# quarter more.
+SMALLEST = 1024  # fewest scores in a tile worth trying, up to head dim 256
+MARGIN = 0.005  # relative gain for which a row changes, unless --margin is given: less is noise
+# Best cases assume this fraction of the least vector work among a place's compiled tiles, per score and per tile. The
+# compiler gives every tile the same operations on scores, except fusions and copies: on the 950 up to a quarter more.
 VECTOR_PART = 0.75
-SHORTLIST = 3  # shapes that are tried with other options
+SHORTLIST = 3  # best shapes to try with other options
 PRODUCT_MEMORIES = ("cc", "cbuf")  # what the compiler calls L0C and L1
-RESCUED = 4  # how many times the best shape's size a shape may have that is tried with other options
+RESCUED = 4  # largest size, relative to the best shape, of a failed shape to try with other options
 OPTIONS: tuple[dict[str, Any], ...] = (
     {"workspace_buffers": 2},
     {"vector_loop": 1},
@@ -61,27 +61,27 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"vector_loop": 4},
     {"cube_loop": 2},
 )
-# Chips with the memories of another one, for which the same compilations are ranked.
+# Chips whose memories equal those of the key. The same compilations are ranked for each of them.
 SIBLINGS = {
     "Ascend910B3": ("Ascend910B3", "Ascend910B2", "Ascend910_9362", "Ascend910_9381"),
     "Ascend950PR_9589": ("Ascend950PR_9589", "Ascend950PR_9599"),
 }
-# What each mode is ranked on: "featured" and "crowded" with the mask of causal attention.
+# Modes ranked on a causal problem; "featured" and "crowded" are ranked with that mask too.
 RANKED_CAUSAL = frozenset({"causal", "biased", "featured", "crowded"})
 
 
 def cache_folder() -> Path | None:
-    """Where compilations are kept unless --cache says otherwise; None without a home."""
+    """Return the default folder of cached compilations; None without a home."""
     base = user_cache()
     return base and base / "npu-compile"
 
 
 class Cache:
-    """Compiled kernels on disk, by a hash of all that goes into them: sources, types, constants, options, compilers."""
+    """Compiled kernels on disk, under a hash of their inputs: sources, types, constants, options, compilers."""
 
     def __init__(self, folder: Path, compilers: Sequence[aot.BackHalf]) -> None:
         self.folder = folder
-        self.compilers = compilers  # the first is the one that predictions are made from
+        self.compilers = compilers  # predictions use the result of the first
         self.front = threading.Lock()  # Triton's front half is not known to be safe in two threads
         self.last: tuple[specs.Job, str, str] | None = None
         self.hits = 0
@@ -89,7 +89,7 @@ class Cache:
         folder.mkdir(parents=True, exist_ok=True)
 
     def key(self, job: specs.Job, target: str, compiler: aot.BackHalf) -> str:
-        """Hash of everything that decides what `job` compiles to."""
+        """Return the hash of all inputs of the compilation of `job`."""
         constants = {name: str(value) for name, value in sorted(job.constants.items())}
         versions = f"triton-ascend {metadata.version('triton-ascend')}, ascendnpu-ir {compiler.version}"
         parts = [versions, target, job.function.cache_key, sorted(job.signature.items()), constants]
@@ -97,13 +97,13 @@ class Cache:
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def linalg(self, job: specs.Job, target: str) -> str:
-        """What the front half makes of `job`, which is the same for each back half."""
+        """Return the front half's output for `job`, which is the same for each back half."""
         if self.last is None or self.last[:2] != (job, target):
             self.last = (job, target, aot.to_linalg(job, target)[0])
         return self.last[2]
 
     def compile(self, job: specs.Job, target: str, compiler: aot.BackHalf) -> tuple[hivm.Module | None, str]:
-        """(what was compiled or None, the error)."""
+        """Compile `job`, or read the result from disk. Returns (module or None, error)."""
         file = self.folder / f"{self.key(job, target, compiler)}.gz"
         if file.exists():
             self.hits += 1
@@ -113,7 +113,7 @@ class Cache:
             try:
                 with self.front:
                     linalg = self.linalg(job, target)
-            except Exception as failed:  # what a front end raises for an illegal kernel has no common base
+            except Exception as failed:  # front ends have no common base class for their errors
                 text, error = None, f"front half: {type(failed).__name__}"
             else:
                 text, error, _ = aot.lower(linalg, target, job.options, compiler)
@@ -125,12 +125,12 @@ class Cache:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A tile with what the compiler made of it."""
+    """A tile and its compilation."""
 
     tile: configs.AttentionTile
     module: hivm.Module | None
     error: str
-    refused: list[str]  # what the gate says against it
+    refused: list[str]  # objections of the gate
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -138,29 +138,29 @@ class Candidate:
 
     @property
     def trouble(self) -> str:
-        """What kind of reason there is against it: which memory overflows, what the gate says, or nothing."""
+        """The objection to it: the memory that overflows, another error, the gate's objections, or "" without any."""
         return self.error.partition(" overflow")[0] if self.error else "; ".join(self.refused)
 
     @property
     def excess(self) -> float:
-        """What it needs of the memory that overflows, over what there is; 1.0 where none does."""
+        """Needed size / existing size of the memory that overflows; 1.0 if none does."""
         needed = re.search(r"overflow: needs (\d+) KiB of (\d+)", self.error)
         return int(needed[1]) / int(needed[2]) if needed else 1.0
 
     @property
     def area(self) -> int:
-        """Scores in the tile."""
+        """Number of scores in the tile."""
         return self.tile.block_m * self.tile.block_n
 
     @property
     def accepted(self) -> bool:
-        """Compiled, and as the gate wants it: bound and pipelined, where this compiler can."""
+        """Return whether it compiled without an objection of the gate."""
         return self.module is not None and not self.refused
 
 
 @dataclass(frozen=True)
 class Place:
-    """A row to fill: a kernel's mode for one width and head-dim class."""
+    """A row of the table to fill: a kernel's mode for one operand width and head-dim class."""
 
     target: str
     kernel: str
@@ -174,46 +174,48 @@ class Place:
 
     @property
     def case(self) -> dict[str, Any]:
-        """What belongs to the mode at its most demanding."""
+        """The mode's most demanding features, as changes for `specs.case_of`."""
         return specs.mode_case(self.kernel, self.mode)
 
     @property
     def bias(self) -> str:
-        """Dimensions of attn_bias, "" without one."""
+        """Dimensions of attn_bias (`bias.Bias.dims`), "" without one."""
         return self.case.get("bias", "")
 
     def job(self, tile: configs.AttentionTile, kernel: str = "") -> specs.Job:
-        """The kernel (another one than the place's where named) with `tile`."""
+        """Return the job of `kernel`, by default the place's, with `tile`."""
         return specs.attention_job(self.problem(), kernel or self.kernel, tile, bias=self.bias)
 
     def problem(self) -> AttentionProblem:
-        """The call whose kernel needs most memory in this mode, as the gate compiles it."""
+        """Return the call whose kernel needs most memory in this mode, as the gate compiles it."""
         example = specs.example(self.target, dtype=self.dtype, head_dim=self.head_dim)
         width = configs.widest_head_dim(configs.attention_key(example, self.kernel))
         return specs.case_of(self.target, {**self.case, "dtype": self.dtype, "head_dim": width})[0]
 
     def ranked_on(self, chip: str) -> AttentionProblem:
-        """The call that candidates are ranked on."""
+        """Return the call on which candidates are ranked for `chip`."""
         right = 0 if self.mode in RANKED_CAUSAL else -1
         return self.problem().replace(arch=chip, window_left=-1, window_right=right, **REFERENCE)
 
     def share(self, candidate: Candidate, chip: str) -> float:
-        """Predicted share of the cube peak."""
+        """Return the predicted share of the cube peak."""
         assert candidate.module is not None
         tile = candidate.tile
         return cost.predict(candidate.module, self.ranked_on(chip), self.kernel, tile.block_m, tile.block_n).share
 
     def best_share(self, tile: configs.AttentionTile, vector: tuple[float, float] = (0.0, 0.0)) -> float:
-        """The most that could be predicted for `tile` on the chip that is compiled for; `vector` as from
-        `least_vector_cycles`.
+        """Return the greatest share that could be predicted for `tile` on the target.
+
+        `vector`: result of `least_vector_cycles`.
         """
         problem = self.ranked_on(self.target)
         cycles = vector[0] * tile.block_m * tile.block_n + vector[1]
         return best_case.best_share(problem, self.kernel, tile, "k" in self.bias, cycles)
 
     def least_vector_cycles(self, tried: Iterable[Candidate]) -> tuple[float, float]:
-        """VECTOR_PART of the least cycles of the vector cores for each score and, from one call to the next, for each
-        tile, among what compiled; nothing where nothing did.
+        """Return VECTOR_PART of the least vector cycles among compiled candidates: (per score, of calls per tile).
+
+        Calls count with their fixed overhead. Without a compiled candidate both are 0.
         """
         found = []
         for candidate in tried:
@@ -226,7 +228,7 @@ class Place:
 
 
 def shapes(place: Place) -> Iterator[tuple[int, int]]:
-    """Tiles whose operands fit the chip, the largest first."""
+    """Yield the (rows, keys) of tiles whose operands fit the chip, the largest first."""
     problem = place.problem()
     row = configs.attention_tile(problem, place.kernel)
     sizes = sorted(product(ROWS, KEYS), key=lambda size: -size[0] * size[1])
@@ -239,11 +241,11 @@ def shapes(place: Place) -> Iterator[tuple[int, int]]:
 
 @dataclass
 class Tried:
-    """What a search has compiled, and what it has not."""
+    """The candidates that a search compiled, and the numbers of those that it did not."""
 
     candidates: list[Candidate]
-    pruned: int = 0  # at best not better than the best accepted one by the margin; or with options that changed nothing
-    left: int = 0  # for the budget
+    pruned: int = 0  # best case not above the best accepted one by the margin, or options that change nothing
+    left: int = 0  # not compiled because of the budget
 
     @property
     def compiled(self) -> list[Candidate]:
@@ -251,8 +253,10 @@ class Tried:
 
 
 class Search:
-    """The search on one chip. `budget`: the most candidates to compile for a place, 0 for all that could win.
-    `margin`: the part by which the prediction must be better for a row to change.
+    """The search on one chip.
+
+    `budget`: most candidates to compile for a place; 0: all that could win. `margin`: relative gain of the prediction
+    for which a row changes.
     """
 
     def __init__(
@@ -277,11 +281,11 @@ class Search:
                 self.gate.setdefault((job.step, configs.attention_key(job.problem, job.step)), []).append(job)
 
     def compile(self, place: Place, found: Iterable[configs.AttentionTile]) -> list[Candidate]:
-        """Every tile through the compiler."""
+        """Compile every tile for `place`, `jobs` at a time."""
         return list(self.pool.map(lambda tile: self.one(place, tile), found))
 
     def one(self, place: Place, tile: configs.AttentionTile) -> Candidate:
-        """One tile through the compiler. Raises RuntimeError where the best case was not the best."""
+        """Compile one tile for `place`. Raises RuntimeError if its prediction exceeds its best case."""
         candidate = self.candidate(place.job(tile), tile)
         if candidate.module is not None and place.share(candidate, self.target) > 1.0001 * place.best_share(tile):
             raise RuntimeError(f"{place} {tile}: predicted better than its best case, so best_case.py is wrong")
@@ -292,7 +296,7 @@ class Search:
         return candidate
 
     def candidate(self, job: specs.Job, tile: configs.AttentionTile) -> Candidate:
-        """What the compilers and the gate make of one job: what the installed one makes of it, where all take it."""
+        """Compile one job with all compilers and gate it. The module is the installed compiler's, if all accept it."""
         found = None
         refused: list[str] = []
         for compiler in self.cache.compilers:
@@ -308,9 +312,9 @@ class Search:
     def search(
         self, place: Place, before: Iterable[Candidate] = (), excluded: Iterable[configs.AttentionTile] = ()
     ) -> Tried:
-        """Compile candidates for `place`, what is predicted most of at best first, until none left could win.
+        """Compile candidates for `place` in the order of their best case, until none that remains could win.
 
-        `before`: what has been tried already. `excluded`: tiles that cannot be the row whatever is predicted of them.
+        `before`: candidates of earlier searches. `excluded`: tiles that cannot be the row, whatever their prediction.
         """
         table = configs.attention_tile(place.problem(), place.kernel)
         usual = replace(table, workspace_buffers=4, cube_loop=None, bound=False, pipelined=0)
@@ -328,7 +332,7 @@ class Search:
                 changing = [tile for tile in others if self.may_change(place, tile, tried.candidates)]
                 hopeful = self.hopeful(place, changing, tried.candidates, excluded)
                 excess = {candidate.shape: candidate.excess for candidate in first}
-                hopeful.sort(key=lambda tile: excess[tile.block_m, tile.block_n])  # what nearly fits first
+                hopeful.sort(key=lambda tile: excess[tile.block_m, tile.block_n])  # smallest overflow first
                 waiting += others
             room = self.budget - len(tried.candidates) if self.budget else len(hopeful)
             if not hopeful or room <= 0:
@@ -342,7 +346,7 @@ class Search:
         tried: list[Candidate],
         excluded: Iterable[configs.AttentionTile],
     ) -> list[configs.AttentionTile]:
-        """Those of `waiting` that could be predicted better than the best accepted one, the best at best first."""
+        """Return the tiles of `waiting` whose best case beats the best accepted candidate, the highest first."""
         accepted = [place.share(c, self.target) for c in tried if c.accepted and c.tile not in excluded]
         goal = max(accepted, default=0.0) * (1.0 + self.margin)
         vector = place.least_vector_cycles(tried)
@@ -351,7 +355,7 @@ class Search:
         return sorted((tile for tile, share in best.items() if share > goal), key=lambda t: best[t], reverse=True)
 
     def deep(self, place: Place, tile: configs.AttentionTile) -> bool:
-        """Whether there are workspace buffers enough for a pipeline as deep as the gate wants it."""
+        """Return whether `tile` has enough workspace buffers for the pipeline depth that the gate requires."""
         job = place.job(tile)
         for compiler in self.cache.compilers:
             exception = gate.exception_for(self.target, job.kernel, job.case, compiler.version)
@@ -360,7 +364,7 @@ class Search:
         return True
 
     def with_options(self, place: Place, first: list[Candidate]) -> Iterator[configs.AttentionTile]:
-        """The best of the `first` round, and larger ones that were lost in it, with other options."""
+        """Yield the best tiles of the `first` round, and larger ones that it did not accept, with other options."""
         best = self.ranked(place, first)
         yield from (replace(c.tile, **options) for c in best[:SHORTLIST] for options in OPTIONS)
         size = best[0].area if best and best[0].accepted else SMALLEST
@@ -369,11 +373,12 @@ class Search:
         yield from (replace(c.tile, **options) for c in lost for options in OPTIONS)
 
     def may_change(self, place: Place, tile: configs.AttentionTile, tried: list[Candidate]) -> bool:
-        """Whether the options of `tile` may change anything: not where they left another shape, with the same trouble
-        or with none, exactly as it was without them.
+        """Return whether the options of `tile` may change its result.
+
+        They do not if another shape with the same `trouble` had exactly the same outcome with and without them.
         """
         options = _launched(tile)[2:]
-        plain = {c.shape: c for c in reversed(tried)}  # of each shape what was tried first
+        plain = {c.shape: c for c in reversed(tried)}  # the first candidate of each shape
         others = [(plain[c.shape], c) for c in tried if _launched(c.tile)[2:] == options and c is not plain[c.shape]]
         trouble = plain[tile.block_m, tile.block_n].trouble
         return not any(
@@ -382,24 +387,24 @@ class Search:
         )
 
     def outcome(self, place: Place, candidate: Candidate) -> tuple[Any, ...]:
-        """All of a candidate that the search looks at."""
+        """Return all properties of a candidate on which the search depends."""
         share = place.share(candidate, self.target) if candidate.module is not None else 0.0
         return candidate.error, candidate.refused, share
 
     def ranked(self, place: Place, found: Iterable[Candidate]) -> list[Candidate]:
-        """Those that compiled, by predicted share; those that the gate refuses come last."""
+        """Return the compiled candidates by predicted share, the highest first; refused ones come last."""
         there = [candidate for candidate in found if candidate.module is not None]
         return sorted(there, key=lambda c: (c.accepted, place.share(c, self.target)), reverse=True)
 
     def passes_gate(self, place: Place, candidate: Candidate) -> bool:
-        """Whether every call that would use the row compiles as well as the candidate did."""
+        """Return whether every call that would use the row compiles as well as the candidate did."""
         key = configs.attention_key(place.problem(), place.kernel)
-        whole = configs.family(self.target) is NPUArch.A2  # of other chips the gate compiles each tile once
+        whole = configs.family(self.target) is NPUArch.A2  # for other chips the gate compiles each tile once
         if whole and candidate.tile == configs.ATTENTION_TILES[key]:
             return True
         for job in self.gate.get((place.kernel, key), ()):
             assert job.problem is not None
-            if not whole and job.problem.dtype != place.dtype:  # bfloat16, for which float16 stands
+            if not whole and job.problem.dtype != place.dtype:  # bfloat16, which uses the rows of float16
                 continue
             bias = job.constants["c"].bias
             again = specs.attention_job(job.problem, place.kernel, candidate.tile, bias=bias)
@@ -408,12 +413,12 @@ class Search:
                 return False
         if place.kernel != "dbias":
             return True
-        # The sum over rows at the end makes another kernel.
+        # A bias without a row dimension ends in a sum over rows, which is another kernel.
         other = self.candidate(specs.attention_job(place.problem(), "dbias", candidate.tile, bias="k"), candidate.tile)
         return other.module is not None and (other.accepted or not candidate.accepted)
 
     def row(self, place: Place) -> tiles.Row | None:
-        """The best candidate as a row; None when nothing passes."""
+        """Return the best candidate as a row, or None if none passes."""
         table = configs.attention_tile(place.problem(), place.kernel)
         tried, excluded = self.search(place), []
         while True:
@@ -455,10 +460,10 @@ class Search:
 
 
 def overflows(tile: configs.AttentionTile, tried: Iterable[Candidate]) -> bool:
-    """Whether `tile` needs more of L0C or L1 than there is, by what was found of another shape with its options.
+    """Return whether `tile` must overflow L0C or L1, since another shape with its options did.
 
-    What those hold grows with rows and with keys, and at most with their product. (Not so the unified buffer: there a
-    tile that is not shared by both vector cores needs twice as much.)
+    The use of these memories grows with rows and with keys, at most with their product. (That of the unified buffer
+    does not: a tile that only one vector core works on needs twice as much.)
     """
     for other in tried:
         if _launched(other.tile)[2:] != _launched(tile)[2:] or other.trouble not in PRODUCT_MEMORIES:
@@ -470,21 +475,21 @@ def overflows(tile: configs.AttentionTile, tried: Iterable[Candidate]) -> bool:
 
 
 def _launched(tile: configs.AttentionTile) -> tuple[int | None, ...]:
-    """What decides how `tile` compiles."""
+    """Return the properties of `tile` on which its compilation depends."""
     return tile.block_m, tile.block_n, tile.workspace_buffers, tile.vector_loop, tile.cube_loop
 
 
 def places(
     target: str, kernels: Iterable[str], dtypes: Iterable[str], head_dims: Iterable[int], modes: Iterable[str]
 ) -> Iterator[Place]:
-    """Every row to fill. dk/dv has no "tail": such calls take its "even" row."""
+    """Yield every row to fill. "dkdv" has no "tail": such calls use its "even" row."""
     for kernel, dtype, head_dim, mode in product(kernels, dtypes, head_dims, modes):
         if mode in configs.modes(kernel) and not (kernel == "dkdv" and mode == "tail"):
             yield Place(target, kernel, dtype, head_dim, mode)
 
 
 def describe(row: tiles.Row) -> str:
-    """One line for people."""
+    """Describe a row in one line."""
     options = f"buffers {row.workspace_buffers}, vector loop {row.vector_loop}, cube loop {row.cube_loop}"
     state = f"{'bound' if row.bound else 'unbound'}, pipeline {row.pipelined}"
     shares = ", ".join(f"{chip} {100 * share:.1f} %" for chip, share in row.predicted_share.items())

@@ -1,4 +1,4 @@
-"""Which kernels to compile, when it is not all that are shipped: by kernel, dtype, head dim, mode and tile."""
+"""Selection of the attention kernels to compile, by kernel, dtype, head dim, mode and tile."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KERNELS = ("fwd", "dq", "dkdv", "dbias")
 
 @dataclass(frozen=True)
 class Selection:
-    """Every combination of what it lists. Without tiles, and without options, the table's rows."""
+    """Every combination of the values that its fields list. Without tiles and options, the table's tiles."""
 
     kernel: tuple[str, ...] = ("fwd", "dq", "dkdv")
     dtype: tuple[str, ...] = ("float16",)
@@ -40,7 +40,7 @@ class Selection:
                 raise ValueError(f"tile {rows}x{keys}: the cube unit takes multiples of 16")
 
     def tiles(self, row: configs.AttentionTile) -> Iterator[configs.AttentionTile]:
-        """`row`, or what is asked for instead of it."""
+        """Yield `row`, or the tiles and options that the selection asks for instead."""
         names = ("workspace_buffers", "vector_loop", "cube_loop")
         options = {name: value for name in names if (value := getattr(self, name)) is not None}
         if not self.tile and not options:
@@ -52,13 +52,13 @@ class Selection:
 
 
 def selected_jobs(target: str, select: Mapping[str, Any]) -> Iterator[Job]:
-    """The jobs that `select`, the fields of a `Selection`, names. Raises ValueError for what it cannot name."""
+    """Yield the jobs of a `Selection` with the fields `select`. Raises ValueError for unknown fields or values."""
     unknown = set(select) - {f.name for f in fields(Selection)}
     if unknown:
         raise ValueError(f"cannot select by {', '.join(sorted(unknown))}")
     chosen = Selection(**{name: value for name, value in select.items() if value not in (None, ())})
     if not any(mode in configs.modes(kernel) for kernel in chosen.kernel for mode in chosen.mode):
-        # The gradient of a bias is the only kernel that not every mode has.
+        # "dbias" is the only kernel that lacks some modes.
         raise ValueError(
             f"dbias has no mode {' or '.join(chosen.mode)}: expected one of {', '.join(configs.DBIAS_MODES)}"
         )
@@ -74,5 +74,5 @@ def _jobs(target: str, chosen: Selection, kernel: str, dtype: str, head_dim: int
     problem, dims = case_of(target, {**mode_case(kernel, mode), "dtype": dtype, "head_dim": head_dim})
     row = configs.attention_tile(problem, kernel)
     for tile in chosen.tiles(row):
-        # A tile that is not shipped was promised nothing: it is bound and pipelined, or not.
+        # The gate does not apply to a tile that is not shipped.
         yield replace(attention_job(problem, kernel, tile, bias=dims), gated=tile is row)

@@ -1,7 +1,7 @@
-"""Which kernels are compiled ahead of time for a chip: every tile of the tables, every feature.
+"""The kernels to compile ahead of time for a chip: every tile of the tables, every feature.
 
-A job is made from what a launcher would launch for an example call whose tensors have no memory, so that what the gate
-sees is what runs.
+A job is built from the launch that a launcher returns for an example call. Its tensors are on the meta device. So the
+gate compiles exactly what calls run.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ class Job:
     signature: dict[str, str]
     constants: dict[str, Any]
     options: dict[str, Any] = field(default_factory=dict)
-    problem: AttentionProblem | None = None  # what the tile was chosen for, where it is attention
-    step: str = ""  # "fwd", "dq", "dkdv", "dbias": the kernel by its name in the tile table
+    problem: AttentionProblem | None = None  # the call for which the tile was chosen, for attention
+    step: str = ""  # the kernel's name in the tile table: "fwd", "dq", "dkdv", "dbias"
     tile: configs.AttentionTile | None = None
-    gated: bool = True  # shipped: must be bound and pipelined, or among the gate's exceptions
-    newest_only: bool = False  # not for the older releases of the compiler
+    gated: bool = True  # must be bound and pipelined, or among the gate's exceptions
+    newest_only: bool = False  # not compiled with older releases of the compiler
 
 
 def type_of(argument: Any) -> str:
-    """What the compiler calls the type of an argument, as Triton finds it in a launch; "constexpr" for None."""
+    """Return the compiler's name of an argument's type, as Triton derives it in a launch; "constexpr" for None."""
     if argument is None:
         return "constexpr"
     if isinstance(argument, torch.Tensor):
@@ -65,22 +65,23 @@ def type_of(argument: Any) -> str:
 
 
 def job_of(kernel: str, case: str, launch: Launch, **about: Any) -> Job:
-    """The job that compiles what `launch` launches. No value or alignment is compiled in (`compat.kernel`)."""
+    """Return the job that compiles the kernel of `launch`. No value or alignment is compiled in (`compat.kernel`)."""
     signature = {name: type_of(argument) for name, argument in launch.arguments.items()}
     absent = {name: None for name, argument in launch.arguments.items() if argument is None}
     return Job(kernel, case, launch.kernel, signature, {**launch.constants, **absent}, launch.options, **about)
 
 
 def example(target: str, **changes: Any) -> AttentionProblem:
-    """A problem whose compiled kernel stands for all sizes: nothing is compiled for a sequence length."""
+    """Return a problem whose compiled kernel is that of all sizes: none depends on a sequence length."""
     base = AttentionProblem("npu", target, "float16", "bhsd", 2, 8, 2, 4096, 4096, 128, 128, needs_grad=True)
     problem = base.replace(**changes)
     return problem.replace(head_dim_v=problem.head_dim) if "head_dim_v" not in changes else problem
 
 
 def case_of(target: str, changes: dict[str, Any]) -> tuple[AttentionProblem, str]:
-    """(problem, dimensions of its attn_bias): `changes` are those of `example`, but that "bias" names the dimensions.
-    A bias in float32 needs the most memory."""
+    """Return (problem, dimensions of its attn_bias). `changes`: as for `example`, except that "bias" names dimensions.
+
+    The bias is float32, which needs the most memory."""
     bias = changes.get("bias", "")
     widths = {"head_dim_v": min(changes.get("head_dim", 128), 512)}
     return example(target, **{**widths, **changes, "bias": "float32" if bias else ""}), bias
@@ -94,7 +95,7 @@ def _case(problem: AttentionProblem, tile: configs.AttentionTile, bias: str = ""
 
 
 def example_call(problem: AttentionProblem, bias: str = "") -> tuple[AttentionTensors, torch.Tensor, torch.Tensor]:
-    """(inputs, out, lse) of a call of `problem`, without memory; `bias`: which dimensions attn_bias has."""
+    """Return (inputs, out, lse) of a call of `problem` on the meta device. `bias`: dimensions of attn_bias."""
     empty = partial(torch.empty, device="meta")
     batch, heads_q, seqlen_q, seqlen_k = problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k
 
@@ -123,12 +124,12 @@ def backward_of(
     has_dlse: bool = False,
     tiles: dict[str, configs.AttentionTile] | None = None,
 ) -> dict[str, Launch]:
-    """The launches of the backward pass of a call of `problem`."""
+    """Return the launches of the backward pass of a call of `problem`, by name."""
     from diyfa.backends.npu.attention import bwd
 
     tensors, out, lse = example_call(problem, bias)
     gradients = example_gradients(tensors, problem.out_dtype)
-    out = out.to(tensors.q.dtype)  # the whole one, whatever parts are added up in
+    out = out.to(tensors.q.dtype)  # the complete output has q's dtype, even if partial ones have out_dtype
     return bwd.launches_of(problem, tensors, out, lse, out, lse if has_dlse else None, gradients, tiles)
 
 
@@ -139,10 +140,10 @@ def attention_job(
     bias: str = "qk",
     always_mask: bool = configs.ALWAYS_MASK,
 ) -> Job:
-    """The job of `kernel` for `problem`, with the table's tile unless one is given.
+    """Return the job of `kernel` for `problem`, with the table's tile unless one is given.
 
-    `kernel`: "fwd", "dq", "dkdv" or "dbias". `always_mask`: as DIYFA_NPU_ALWAYS_MASK=1 has it.
-    `bias`: which dimensions attn_bias has, where there is one (`bias.Bias.dims`).
+    `kernel`: "fwd", "dq", "dkdv" or "dbias". `always_mask`: whether to compile as under DIYFA_NPU_ALWAYS_MASK=1.
+    `bias`: dimensions of attn_bias, if there is one (`bias.Bias.dims`).
     """
     from diyfa.backends.npu.attention import fwd
 
@@ -157,7 +158,7 @@ def attention_job(
 
 
 def kvcache_example(target: str, **changes: Any) -> KVCacheProblem:
-    """A decoding step whose compiled kernels stand for all sizes."""
+    """Return a decoding step whose compiled kernels are those of all sizes."""
     base = KVCacheProblem("npu", target, "float16", "float16", "bshd", 2, 8, 2, 1, 4096, 128, 128, lengths=True)
     problem = base.replace(**changes)
     return problem.replace(
@@ -168,10 +169,10 @@ def kvcache_example(target: str, **changes: Any) -> KVCacheProblem:
 
 
 def kvcache_jobs_of(problem: KVCacheProblem, tile: configs.AttentionTile | None = None) -> Iterator[Job]:
-    """The jobs of attention over a cache: the kernel, and what packs its queries and combines its results.
+    """Yield the jobs of attention over a cache: the kernel, and the kernels that pack queries and combine splits.
 
-    A kernel that gathers its keys is not gated: ascendnpu-ir 1.2.0 does that on the vector cores and shares nothing
-    between them then (1.1.0 does). It has to compile and fit.
+    If keys are gathered, the kernels are not gated and must only compile and fit: ascendnpu-ir 1.2.0 gathers on the
+    vector cores, and then does not share the work between them (1.1.0 does).
     """
     from diyfa.backends.npu.attention import decode
 
@@ -192,7 +193,7 @@ def kvcache_jobs_of(problem: KVCacheProblem, tile: configs.AttentionTile | None 
 
 
 def append_job(problem: KVCacheProblem, rotated: int, interleaved: bool) -> Job:
-    """The job of appending to a cache, where `rotated` features of a head are rotated, of keys and queries."""
+    """Return the job of appending to a cache. `rotated`: rotated features of each head of keys and queries."""
     from diyfa.backends.npu.attention import append
 
     tensors, *_ = example_kvcache(problem)
@@ -212,7 +213,7 @@ def append_job(problem: KVCacheProblem, rotated: int, interleaved: bool) -> Job:
 
 
 def v1_jobs_of(problem: AttentionProblem) -> tuple[Job, Job]:
-    """The jobs of the "v1" forward: the kernel, and what follows it."""
+    """Return the jobs of the "v1" forward: the passes over the keys, and the kernel that finishes."""
     from diyfa.backends.npu.attention import fwd_v1
 
     passes, finish = fwd_v1.launches_of(problem, *example_call(problem))
@@ -223,7 +224,7 @@ def v1_jobs_of(problem: AttentionProblem) -> tuple[Job, Job]:
 
 
 def tutorial_job(target: str) -> Job:
-    """The job of the kernel for learners."""
+    """Return the job of the tutorial kernel."""
     from diyfa.backends.npu.attention import tutorial
 
     (q, k, v, *_), out, _ = example_call(example(target, heads_kv=8))
@@ -232,14 +233,14 @@ def tutorial_job(target: str) -> Job:
 
 
 def preprocess_job(problem: AttentionProblem, has_dlse: bool) -> Job:
-    """The job of delta = rowsum(dout * out) - dlse."""
+    """Return the job of delta = rowsum(dout * out) - dlse."""
     lengths = " seq_lens" * problem.seq_lens + " varlen" * problem.varlen
     case = f"{problem.dtype} D={problem.head_dim_v}{lengths}{' dlse' * has_dlse}"
     return job_of("attention_bwd/v2/preprocess", case, backward_of(problem, has_dlse=has_dlse)["preprocess"])
 
 
 def merge_job(target: str, head_dim: int) -> Job:
-    """The job of joining outputs by their log-sum-exps."""
+    """Return the job of merging outputs by their log-sum-exps."""
     from diyfa.backends.npu.attention import merge
 
     out, lse = torch.empty(2, 8, 1024, head_dim, device="meta"), torch.empty(2, 8, 1024, device="meta")
@@ -247,7 +248,7 @@ def merge_job(target: str, head_dim: int) -> Job:
 
 
 def dbias_rows_job(target: str, dims: str, has_dlse: bool, bias: str = "float32", **features: Any) -> Job:
-    """The job of the gradient of an attn_bias that is the same for all keys: `dims` "q" or "1"."""
+    """Return the job of the gradient of an attn_bias that is the same for all keys. `dims`: "q" or "1"."""
     problem = example(target, bias=bias, **features)
     masked, sinks = " masked" * problem.masked, " sinks" * problem.sinks
     launch = backward_of(problem, dims, has_dlse)["dbias_rows"]
@@ -255,7 +256,7 @@ def dbias_rows_job(target: str, dims: str, has_dlse: bool, bias: str = "float32"
 
 
 def matmul_job(problem: MatmulProblem, a_transposed: bool = False, b_transposed: bool = False) -> Job:
-    """The job of the matrix product for `problem`."""
+    """Return the job of the matrix product for `problem`."""
     from diyfa.backends.npu import matmul
 
     def matrix(rows: int, columns: int, transposed: bool) -> torch.Tensor:
@@ -271,7 +272,7 @@ def matmul_job(problem: MatmulProblem, a_transposed: bool = False, b_transposed:
     return job_of("matmul/persistent", case, matmul.launch_of(problem, a, b, c))
 
 
-# A problem of each mode of the tile table, with as much of what belongs to it as there is: that needs the most memory.
+# A problem for each mode of the tile table, with all features of the mode: the one that needs the most memory.
 _EXTRAS = {"sinks": True, "seq_lens": True}
 MODE_CASES: dict[str, dict[str, Any]] = {
     "even": {},
@@ -286,13 +287,13 @@ MODE_CASES: dict[str, dict[str, Any]] = {
 
 
 def mode_case(kernel: str, mode: str) -> dict[str, Any]:
-    """What belongs to `mode` at its most demanding. The gradient of a bias ("dbias") is asked for with a bias only."""
+    """Return the most demanding features of `mode`, as changes for `case_of`. "dbias" always has a bias."""
     if kernel == "dbias" and mode == "featured":
         return MODE_CASES["biased"] | {"dropout": True}
     return MODE_CASES[mode]
 
 
-# Each feature by itself or as it is mostly used, and head dims that do not fill a tile. "bias" names the dimensions of
+# Each feature by itself or in its common use, and head dims that do not fill a tile. "bias" names the dimensions of
 # attn_bias.
 FEATURE_CASES: tuple[dict[str, Any], ...] = (
     *(feature.example for feature in COMPOSABLE if feature.uses != "attn_bias"),
@@ -337,22 +338,22 @@ HEAD_DIM_CASES: tuple[dict[str, Any], ...] = (
 
 
 def attention_jobs(target: str, changes: dict[str, Any], kernels: tuple[str, ...] = ()) -> Iterator[Job]:
-    """The jobs of one call: `changes` as for `case_of`. By default of every kernel."""
+    """Yield the jobs of one call, by default of every kernel. `changes`: as for `case_of`."""
     problem, dims = case_of(target, changes)
     for kernel in kernels or ("fwd", "dkdv", "dq", *(("dbias",) if "k" in dims else ())):
         yield attention_job(problem, kernel, bias=dims)
 
 
-# The head dims that a chip is tried with that does not get everything: padded, a multiple of 16, and two of them.
+# Head dims of HEAD_DIM_CASES for every chip: one that needs padding, a multiple of 16, and one with D != Dv.
 _LEAN_HEAD_DIMS = (40, 80, 192)
 
 
 def shipped_jobs(target: str, full: bool = False) -> Iterator[Job]:
-    """What is compiled for `target`.
+    """Yield the jobs for `target`.
 
-    Every kernel and tile once, with most of what runs in it; on a 910B those over a cache too. 910B, with the newest
-    compiler: also every row of the tile tables, every feature (float16, D = 128) and every kind of head dim; A3 has the
-    same memories and gets the same kernels from the front half, and the 950's compiler takes four times as long.
+    Every chip: every kernel and tile once, in a demanding mode. 910B: also the decode kernel's tiles; and with the
+    newest compiler every row of the tile tables, every feature (float16, D = 128) and every kind of head dim. The A3
+    does not need these, since it has the same memories and front half; the 950's compiler takes four times as long.
     `full`: every feature in every dtype with every head-dim class, for each chip and compiler.
     """
     jobs: Iterator[Job] = itertools.chain(
@@ -372,7 +373,7 @@ def shipped_jobs(target: str, full: bool = False) -> Iterator[Job]:
 
 
 def tile_jobs(target: str) -> Iterator[Job]:
-    """Every attention kernel with every tile that it has in the table, in the most demanding mode that uses it."""
+    """Yield every attention kernel with each of its tiles in the table, in the most demanding mode that uses it."""
     for dtype, head_dim in itertools.product(("float16", "float32"), configs.HEAD_DIM_CLASSES):
         changes = {"dtype": dtype, "head_dim": head_dim}
         cases = [{**changes, **case} for case in reversed(MODE_CASES.values())]  # the most demanding first
@@ -385,7 +386,7 @@ def tile_jobs(target: str) -> Iterator[Job]:
 
 
 def narrower_jobs(target: str) -> Iterator[Job]:
-    """Every tile whose row is not for the widest head of its class, with the widest that it is for."""
+    """Yield tiles whose rows exclude the widest heads of their class, with the widest head that they include."""
     for dtype, kernel in itertools.product(("float16", "float32"), ("fwd", "dkdv", "dq", "dbias")):
         cases = [{"dtype": dtype, **mode_case(kernel, mode)} for mode in reversed(configs.modes(kernel))]
         for head_dim in configs.HEAD_DIM_CLASSES:
@@ -397,7 +398,7 @@ def narrower_jobs(target: str) -> Iterator[Job]:
 
 
 def each_tile_once(jobs: Iterable[Job]) -> Iterator[Job]:
-    """The first job of each kernel with each tile."""
+    """Yield the first job of each kernel with each tile."""
     seen: set[tuple[str, int, int]] = set()
     for job in jobs:
         shape = (job.kernel, job.constants["c"].block_m, job.constants["c"].block_n)
@@ -407,12 +408,12 @@ def each_tile_once(jobs: Iterable[Job]) -> Iterator[Job]:
 
 
 def conservative_jobs(target: str) -> Iterator[Job]:
-    """Every conservative tile, in each mode of the table with what belongs to it. They need not be bound."""
+    """Yield every conservative tile, in each mode's most demanding case. The tiles are not gated."""
     for dtype, head_dim, kernel in itertools.product(
         ("float16", "float32"), configs.HEAD_DIM_CLASSES, ("fwd", "dkdv", "dq", "dbias")
     ):
         for mode in configs.modes(kernel):
-            if kernel == "dkdv" and mode == "tail":  # which runs as "even"
+            if kernel == "dkdv" and mode == "tail":  # it runs as "even"
                 continue
             problem, dims = case_of(target, {**mode_case(kernel, mode), "dtype": dtype, "head_dim": head_dim})
             job = attention_job(problem, kernel, configs.conservative_tile(problem, kernel), bias=dims)
@@ -426,7 +427,7 @@ def conservative_jobs(target: str) -> Iterator[Job]:
 
 
 def always_masked_jobs(target: str) -> Iterator[Job]:
-    """Every tile that is another one with a mask in every tile, with what needs the most memory."""
+    """Yield tiles that differ under DIYFA_NPU_ALWAYS_MASK=1, in the case that needs the most memory."""
     for dtype, head_dim, mode in itertools.product(("float16", "float32"), configs.HEAD_DIM_CLASSES, configs.MODES):
         problem, dims = case_of(target, {**MODE_CASES[mode], "dtype": dtype, "head_dim": head_dim})
         for kernel in ("fwd", "dkdv", "dq"):
@@ -436,12 +437,12 @@ def always_masked_jobs(target: str) -> Iterator[Job]:
 
 
 def every_job(target: str, full: bool) -> Iterator[Job]:
-    """Every mode of the table and every feature of the attention kernels."""
+    """Yield every mode of the table and every feature of the attention kernels."""
     head_dims = configs.HEAD_DIM_CLASSES
     changes: list[dict[str, Any]] = []
     for dtype in ELEMENT_BYTES:
         cases = dict(MODE_CASES)
-        if dtype == "bfloat16" and not full:  # the rows are float16's
+        if dtype == "bfloat16" and not full:  # it uses the rows of float16
             cases = {"crowded": cases["crowded"]}
         changes += [{"dtype": dtype, "head_dim": d, **case} for d in head_dims for case in cases.values()]
         if dtype != "bfloat16" or full:
@@ -452,13 +453,13 @@ def every_job(target: str, full: bool) -> Iterator[Job]:
         changes += [{"dtype": dtype, **case} for case in HEAD_DIM_CASES]
         widths = head_dims if full else (128,)
         changes += [{"dtype": dtype, "head_dim": d, **case} for d in widths for case in FEATURE_CASES]
-    changes.append({"layout": VARLEN, "window_right": 0, "out_dtype": "float32"})  # of keys that others have, too
+    changes.append({"layout": VARLEN, "window_right": 0, "out_dtype": "float32"})  # a partial output, to be merged
     for change in changes:
         yield from attention_jobs(target, change)
 
 
 def v1_jobs(target: str, dtypes: Iterable[str]) -> Iterator[Job]:
-    """The "v1" forward: every row of its table, without and with all its features, and head dims that leave padding."""
+    """Yield the "v1" forward: every row of its table without and with all features, and head dims that need padding."""
     every = {"window_left": 256, "window_right": 128, "seq_lens": True}
     features: tuple[dict[str, Any], ...] = ({}, {"window_right": 0}, every)
     for dtype in dtypes:
@@ -469,7 +470,7 @@ def v1_jobs(target: str, dtypes: Iterable[str]) -> Iterator[Job]:
     yield from v1_jobs_of(example(target, head_dim=40, head_dim_v=80, window_right=0))
 
 
-# As much of what the decode kernel can do as there is at a time.
+# Features of the decode kernel that combine in one call.
 KVCACHE_EXTRAS: dict[str, Any] = {
     "seqlen_q": 16, "window_left": 256, "window_right": 128, "softcap": 30.0, "alibi": True, "sinks": True,
     "leftpad": True,
@@ -477,7 +478,7 @@ KVCACHE_EXTRAS: dict[str, Any] = {
 
 
 def kvcache_row_jobs(target: str) -> Iterator[Job]:
-    """Every row of the decode kernel's tile table with all features, with keys in pages and gathered one by one."""
+    """Yield every row of the decode kernel's tile table with all features, with whole pages and with gathered keys."""
     for dtype, head_dim in itertools.product(("float16", "float32"), configs.HEAD_DIM_CLASSES):
         row = {"dtype": dtype, "head_dim": head_dim, "head_dim_v": min(head_dim, 512), **KVCACHE_EXTRAS}
         for case in ({"page_size": 128}, {"page_size": 1, "batch_invariant": True}):
@@ -485,7 +486,7 @@ def kvcache_row_jobs(target: str) -> Iterator[Job]:
 
 
 def kvcache_jobs(target: str, lean: bool) -> Iterator[Job]:
-    """Attention over a cache: a decoding step with each size of pages, and appending. `lean`: a few of them."""
+    """Yield decoding steps over a cache with each page size, and appending. `lean`: a few of them."""
     cases: list[dict[str, Any]] = []
     for head_dim, page_size in itertools.product((128,) if lean else (64, 128), (0, 16, 32, 64, 128, 256)):
         cases.append({"head_dim": head_dim, "page_size": page_size})
@@ -508,7 +509,7 @@ def kvcache_jobs(target: str, lean: bool) -> Iterator[Job]:
 
 
 def helper_jobs(target: str) -> Iterator[Job]:
-    """The kernels without matrix products."""
+    """Yield the jobs of kernels without matrix products."""
     for dtype in ELEMENT_BYTES:
         for head_dim in (64, 256, 512):
             yield preprocess_job(example(target, dtype=dtype, head_dim=head_dim), has_dlse=True)
@@ -525,7 +526,7 @@ def helper_jobs(target: str) -> Iterator[Job]:
 
 
 def matmul_jobs(target: str) -> Iterator[Job]:
-    """The matrix product in every combination of dtypes and of row-major and column-major operands."""
+    """Yield the matrix product in every combination of dtypes and of row-major and column-major operands."""
     for dtype, compute, out in (
         ("float16", "float16", "float16"),
         ("bfloat16", "bfloat16", "bfloat16"),
