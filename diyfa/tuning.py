@@ -97,7 +97,7 @@ def _is_row(row: Any) -> bool:
 
 
 class TuneFile:
-    """The file with the rows of one `identity`. Processes share it: they read and replace it whole, under a lock."""
+    """The file with the rows of one `identity`. Processes share it: read and replaced whole, merged under a lock."""
 
     def __init__(self, folder: Path, versions: dict[str, str]) -> None:
         self.versions = versions

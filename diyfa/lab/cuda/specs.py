@@ -62,7 +62,7 @@ def problems(arch: str) -> Iterator[AttentionProblem]:
 def feature_problems(arch: str) -> Iterator[AttentionProblem]:
     """Yield problems with features: all that compose on dense tensors, packed sequences, wide heads, MLA's 576 and 512.
 
-    Also problems without a mask and in bfloat16, which have the same tiles as `problems`.
+    It also yields problems without a mask and in bfloat16, which have the same tiles as `problems`.
     """
     half, spec = "float16", gpu_spec(arch)
     yield _problem(arch, half, 128, causal=False)
