@@ -1,7 +1,7 @@
-"""The accelerators diyfa knows, as data: what the detectors report and what the kernels size their tiles by.
+"""The accelerators diyfa knows, as data: the limits that detectors report and kernels size their tiles by.
 
-One table for each vendor, read by `diyfa.device` (to tell the user) and by the backends' config tables (to decide
-what fits), so that the two can never disagree. Nothing here touches a device.
+There is one table for each vendor. `diyfa.device` reads it to tell the user, and the backends' config tables read it to
+decide what fits, so the two cannot disagree. Nothing here touches a device.
 
 Sources: NVIDIA CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability"; Ascend
 platform descriptions of the 910B, 910_93 and 950 families.
@@ -13,11 +13,11 @@ from enum import Enum
 from typing import NamedTuple
 
 KIB = 1024
-ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}  # of what kernels multiply
+ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}  # dtypes that kernels multiply
 
 
 class GPUArch(Enum):
-    """NVIDIA architectures by compute capability; `value` is the compiler's name of it."""
+    """NVIDIA architectures by compute capability; `value` is the compiler's name."""
 
     VOLTA = "sm_70"
     TURING = "sm_75"
@@ -45,7 +45,7 @@ class GPUSpec(NamedTuple):
 
     arch: GPUArch
     shared_per_sm: int
-    shared_per_block: int  # the most one block may ask for (opt-in)
+    shared_per_block: int  # the largest size that one block may ask for (opt-in)
     has_bf16: bool  # bf16 tensor cores
     has_tma: bool
     has_wgmma: bool
@@ -105,12 +105,12 @@ NPU_SPECS: dict[str, NPUSpec] = {
 
 
 def gpu_arch_name(major: int, minor: int) -> str:
-    """`(9, 0)` -> `"sm_90"`: the name by which a compute capability appears in every table."""
+    """Return the name of a compute capability in every table: `(9, 0)` -> `"sm_90"`."""
     return f"sm_{major}{minor}"
 
 
 def gpu_spec(arch: str) -> GPUSpec | None:
-    """Limits of `arch` (such as "sm_90"), or those of the nearest older minor version of its generation."""
+    """Return the limits of `arch` (such as "sm_90"), or of the nearest older minor version of its generation."""
     if arch in GPU_SPECS:
         return GPU_SPECS[arch]
     if not arch.startswith("sm_") or not arch[3:].isdigit():
@@ -120,12 +120,16 @@ def gpu_spec(arch: str) -> GPUSpec | None:
     return GPU_SPECS[f"sm_{max(older)}"] if older else None
 
 
-# Named like a family and no member of it: torch_npu numbers "Ascend910B" with the first generation's 910A and 910ProB.
+# Not members of the family whose name they have: for torch_npu "Ascend910B" is a chip of the first generation, like
+# 910A and 910ProB.
 OTHER_NPUS = frozenset({"Ascend910B"})
 
 
 def npu_spec(arch: str) -> NPUSpec | None:
-    """Limits of the Ascend chip `arch` (such as "Ascend910B3"); an unlisted member of a family gets its smallest."""
+    """Return the limits of the Ascend chip `arch` (such as "Ascend910B3"), or None.
+
+    An unlisted member of a family gets the limits of the family's smallest chip.
+    """
     if arch in NPU_SPECS:
         return NPU_SPECS[arch]
     if arch in OTHER_NPUS:

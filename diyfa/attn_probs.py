@@ -1,7 +1,7 @@
-"""The softmax weights of a call with dropout, formed densely, their sign saying what was dropped: for tests.
+"""The dense matrix of softmax weights of a call with dropout, for tests. A negative sign marks dropped weights.
 
-flash_attn returns such a matrix as `S_dmask`. There it is a by-product of its kernels, in their internal order and
-scale, and a helper of its tests turns it into probabilities. Here it is the probabilities themselves.
+flash_attn returns such a matrix as `S_dmask`. Its matrix is a by-product of its kernels, in their internal order and
+scale, and a helper of its tests turns it into probabilities. This one holds the probabilities themselves.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ import torch
 from diyfa.dropout import kept, keys_of
 from diyfa.options import AttentionOptions, Lengths
 
-MULTIPLE = 128  # both sides are padded to it, as flash_attn's are
+MULTIPLE = 128  # both sides are padded to a multiple of this, as flash_attn's are
 
 
 def _padded(x: torch.Tensor, cu_seqlens: torch.Tensor, longest: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Packed (T, ...) -> (B, longest, ...) whose surplus rows are anything, the row of each, and (B,) lengths."""
+    """Return packed (T, ...) as (B, longest, ...), the packed row of each row, and the lengths (B,).
+
+    Rows beyond the end of a sequence hold arbitrary values.
+    """
     starts = cu_seqlens[:-1].long()
     rows = starts[:, None] + torch.arange(longest, device=x.device)
     rows = rows.clamp(0, max(x.shape[0] - 1, 0))
@@ -28,7 +31,7 @@ def _padded(x: torch.Tensor, cu_seqlens: torch.Tensor, longest: int) -> tuple[to
 def signed_probabilities(
     q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, lengths: Lengths, options: AttentionOptions
 ) -> torch.Tensor:
-    """exp(score - lse), its sign bit set where the weight was dropped.
+    """Return exp(score - lse), with the sign bit set for weights that were dropped.
 
     Args:
         q, k: (B, Sq, H, D), (B, Sk, Hk, D), or packed (Tq, H, D), (Tk, Hk, D).
@@ -68,7 +71,7 @@ def signed_probabilities(
         visible = visible & (distance <= right)
     weights = torch.exp(scores - lse).masked_fill(~visible, 0.0)
     keep = kept(keys_of(options.rng_state, batch, heads), seqlen_q, seqlen_k, options.dropout_p)
-    # The sign bit survives even where a weight underflows to zero.
+    # The sign bit survives even if a weight underflows to zero.
     signed = torch.where(keep | ~visible, weights, -weights)
     padding = (0, -seqlen_k % MULTIPLE, 0, -seqlen_q % MULTIPLE)
     return torch.nn.functional.pad(signed, padding)

@@ -1,6 +1,6 @@
-"""Between padded batches and packed sequences: flash_attn 2.8's `bert_padding`, in plain differentiable PyTorch.
+"""Conversion between padded batches and packed sequences: flash_attn 2.8's `bert_padding` in differentiable PyTorch.
 
-Counting the tokens of a mask decides the shape of the result, so `unpad_input` waits for the device.
+The number of tokens of a mask decides the shape of the result, so `unpad_input` waits for the device.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ Unpadded = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]
 
 
 def index_first_axis(input: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """Rows of `input` (N, ...) by `indices` (Z,) -> (Z, ...)."""
+    """Return the rows `indices` (Z,) of `input` (N, ...), as (Z, ...)."""
     return input.index_select(0, indices)
 
 
 def index_put_first_axis(values: torch.Tensor, indices: torch.Tensor, first_axis_dim: int) -> torch.Tensor:
-    """`values` (Z, ...) at the rows `indices` (Z,) of zeros (first_axis_dim, ...)."""
+    """Return zeros (first_axis_dim, ...) with `values` (Z, ...) at the rows `indices` (Z,)."""
     return values.new_zeros((first_axis_dim, *values.shape[1:])).index_copy(0, indices, values)
 
 
 def index_first_axis_residual(input: torch.Tensor, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`index_first_axis` and `input` itself; the gradients of both arrive at `input`."""
+    """Return `index_first_axis` and `input` itself. The gradients of both are added at `input`."""
     return input.index_select(0, indices), input
 
 
@@ -47,7 +47,7 @@ def _check_mask(hidden_states: torch.Tensor, mask: torch.Tensor, name: str) -> N
 
 
 def _cumulative(lengths: torch.Tensor) -> torch.Tensor:
-    """Lengths (B,) -> offsets (B + 1,) int32, 0 first."""
+    """Return the offsets (B + 1,) int32 of lengths (B,); the first is 0."""
     return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
 
 
@@ -63,18 +63,18 @@ def unpad_input(
     Args:
         hidden_states: (batch, seqlen, ...).
         attention_mask: (batch, seqlen) bool or int, true (not 0) for tokens.
-        unused_mask: (batch, seqlen) bool or int, true for places that are kept although they hold no token.
+        unused_mask: (batch, seqlen) bool or int, true for positions that stay although they hold no token.
 
     Returns:
         The tokens (total, ...); their indices in the flattened batch (total,) int64; cu_seqlens (batch + 1,) int32;
-        the longest length, an int; how many tokens of each sequence are used (batch,) int32.
+        the longest length, an int; the number of tokens of each sequence without unused ones (batch,) int32.
 
     Raises:
         TypeError: an argument is no tensor.
         ValueError: a mask has another shape than the batch, or is on another device.
     """
     _check_mask(hidden_states, attention_mask, "attention_mask")
-    tokens = kept = attention_mask != 0  # a place counts once, whatever number marks it
+    tokens = kept = attention_mask != 0  # a position counts once, whatever its number
     if unused_mask is not None:
         _check_mask(hidden_states, unused_mask, "unused_mask")
         kept = tokens | (unused_mask != 0)
@@ -93,7 +93,7 @@ def unpad_input_for_concatenated_sequences(
     Args:
         hidden_states: (batch, seqlen, ...).
         attention_mask_in_length: (batch, seqlen) int: the lengths of the sequences of a row, in order, then zeros.
-            [2, 3, 0, 0, 0, 0] is a row of six places: two tokens, three tokens, one place of padding.
+            [2, 3, 0, 0, 0, 0] is a row of six positions: two tokens, three tokens, one position of padding.
 
     Returns:
         The tokens (total, ...); their indices in the flattened batch (total,) int64; cu_seqlens int32 of all
@@ -101,7 +101,7 @@ def unpad_input_for_concatenated_sequences(
 
     Raises:
         TypeError: an argument is no tensor, or the lengths are no integers.
-        ValueError: the lengths have another shape than the batch, or a row's are longer than the row.
+        ValueError: the lengths have another shape than the batch, or those of a row add up to more than its length.
     """
     _check_mask(hidden_states, attention_mask_in_length, "attention_mask_in_length")
     if attention_mask_in_length.dtype == torch.bool or attention_mask_in_length.is_floating_point():
@@ -121,9 +121,9 @@ def unpad_input_for_concatenated_sequences(
 
 
 def pad_input(hidden_states: torch.Tensor, indices: torch.Tensor, batch: int, seqlen: int) -> torch.Tensor:
-    """Tokens (total, ...) back to (batch, seqlen, ...), zeros where there was padding; `indices` as from unpadding.
+    """Return tokens (total, ...) as a batch (batch, seqlen, ...) padded with zeros; `indices` as `unpad_input` returns.
 
-    Raises ValueError when there are not as many indices as tokens.
+    Raises ValueError when the number of indices is not the number of tokens.
     """
     check_tensors(hidden_states=hidden_states, indices=indices)
     if not torch.compiler.is_compiling() and indices.shape != hidden_states.shape[:1]:

@@ -1,7 +1,7 @@
-"""What accelerators this machine has and what they can do.
+"""The accelerators of this machine and their capabilities.
 
-The detectors ask the runtime first and take from the tables of `diyfa.arch` only what it does not tell, so what a user
-reads here and what the kernels size their tiles by cannot disagree. Importing this module touches no device.
+The detectors ask the runtime first and take only what it does not tell from the tables of `diyfa.arch`. The kernels
+size their tiles by the same tables, so users never read other limits here. Importing this module touches no device.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class GPUCapabilities:
 
 @dataclass(frozen=True)
 class NPUCapabilities:
-    """One Ascend NPU. Buffer sizes are bytes for each core; 0 where the chip is unknown."""
+    """One Ascend NPU. Buffer sizes are bytes for each core, 0 if the chip is unknown."""
 
     name: str
     arch: NPUArch
@@ -60,7 +60,7 @@ class NPUCapabilities:
 
 @dataclass(frozen=True)
 class NPUStatus:
-    """Whether torch_npu works here: `problem` is None when an NPU can be used, else `remedy` says what to do."""
+    """The state of torch_npu. `problem` is None if an NPU can be used, else `remedy` says what to do."""
 
     installed: bool
     available: bool
@@ -80,7 +80,7 @@ def _cuda_problem() -> str | None:
 
 
 def detect_gpu(device_id: int = 0) -> GPUCapabilities:
-    """Capabilities of CUDA device `device_id`.
+    """Return the capabilities of CUDA device `device_id`.
 
     Raises RuntimeError when CUDA is not available, ValueError when there is no such device.
     """
@@ -107,16 +107,16 @@ def detect_gpu(device_id: int = 0) -> GPUCapabilities:
 
 @lru_cache(maxsize=1)
 def npu_status() -> NPUStatus:
-    """State of torch_npu: absent, installed but unable to load (no CANN), loaded without a device, or usable.
+    """Return the state of torch_npu: absent, unable to load (no CANN), loaded without a device, or usable.
 
-    Imports torch_npu, once; a failure to import it is reported here and breaks nothing else.
+    This imports torch_npu, once. If the import fails, the state says so; nothing is raised.
     """
     if importlib.util.find_spec("torch_npu") is None:
         return NPUStatus(False, False, None, "torch_npu is not installed", TORCH_NPU_REMEDY)
     version = installed_version("torch_npu")
     try:
         importlib.import_module("torch_npu")
-    except Exception as error:  # a broken installation raises whatever it likes; all of it is reported
+    except Exception as error:  # a broken installation may raise anything
         return NPUStatus(True, False, version, f"torch_npu {version} does not load: {error}", CANN_REMEDY)
     if not _npu().is_available():
         remedy = "check the driver with `npu-smi info`, the device's permissions, and ASCEND_RT_VISIBLE_DEVICES"
@@ -129,9 +129,9 @@ def _npu() -> Any:
 
 
 def detect_npu(device_id: int = 0) -> NPUCapabilities:
-    """Capabilities of NPU `device_id`.
+    """Return the capabilities of NPU `device_id`.
 
-    Raises RuntimeError, with what to do, when no NPU can be used; ValueError when there is no such device.
+    Raises RuntimeError with a remedy when no NPU can be used, ValueError when there is no such device.
     """
     status = npu_status()
     if not status.available:
@@ -157,7 +157,7 @@ def _cuda_usable() -> bool:
 
 
 def detect() -> list[GPUCapabilities | NPUCapabilities]:
-    """Every accelerator that PyTorch can use here, GPUs first; empty where there is none."""
+    """Return every accelerator that PyTorch can use here, GPUs first."""
     found: list[GPUCapabilities | NPUCapabilities] = []
     if _cuda_usable():
         found += [detect_gpu(i) for i in range(torch.cuda.device_count())]
@@ -167,23 +167,23 @@ def detect() -> list[GPUCapabilities | NPUCapabilities]:
 
 
 def default_backend() -> str:
-    """The backend made for this process: "cuda" or "npu", whichever PyTorch can use, else "cpu"."""
+    """Return the backend for this process: "cuda" or "npu", whichever PyTorch can use, else "cpu"."""
     if _cuda_usable():
         return "cuda"
-    # Asked without importing torch_npu: a process that runs without it has decided so.
+    # This does not import torch_npu: a process that has not imported it may have decided so.
     if hasattr(torch, "npu") and _npu().is_available():
         return "npu"
     return "cpu"
 
 
 def present_device() -> torch.device:
-    """The accelerator that is here, else the CPU."""
-    npu_status()  # imports torch_npu where it works
+    """Return this machine's accelerator, else the CPU."""
+    npu_status()  # imports torch_npu if it works
     return torch.device(default_backend())
 
 
 def check_hopper_features() -> dict[str, Any]:
-    """What the current GPU offers of the features that came with Hopper; all False where there is no NVIDIA GPU.
+    """Return which features that came with Hopper the current GPU has. All are False without an NVIDIA GPU.
 
     Keys: tma_available, fp8_available, wgmma_available (bool), arch (such as "sm_90"), compute_capability.
     """
@@ -206,12 +206,12 @@ def check_hopper_features() -> dict[str, Any]:
 
 
 def supports_fp8() -> bool:
-    """Whether the current GPU's tensor cores multiply FP8; False where there is no NVIDIA GPU."""
+    """Return whether the current GPU's tensor cores multiply FP8; False without an NVIDIA GPU."""
     return bool(check_hopper_features()["fp8_available"])
 
 
 def describe(device: GPUCapabilities | NPUCapabilities) -> list[tuple[str, str]]:
-    """(label, value) pairs of one device for people to read."""
+    """Return readable (label, value) pairs of one device."""
     if isinstance(device, GPUCapabilities):
         major, minor = device.compute_capability
         return [
@@ -236,7 +236,7 @@ def describe(device: GPUCapabilities | NPUCapabilities) -> list[tuple[str, str]]
 
 
 def print_gpu_info() -> None:
-    """Print the capabilities of every accelerator here, as a table where rich is installed, else as plain text."""
+    """Print the capabilities of every accelerator here, as a table if rich is installed, else as plain text."""
     with printable():
         _print_devices(detect())
 

@@ -1,10 +1,10 @@
-"""Dropout's random numbers: whether a softmax weight is kept is a pure function of (seed, offset, b, h, i, j).
+"""Dropout's random numbers: a pure function of (seed, offset, b, h, i, j) says whether a softmax weight is kept.
 
-Every backend, tile size and device drops the same weights, and the backward pass forms the mask anew instead of storing
+Every backend, tile size and device drops the same weights, and the backward pass recomputes the mask instead of storing
 it. This file is the definition, in integer arithmetic on torch tensors; kernels compute the same bits inside their
-tiles. A generator such as Philox in every element costs over a hundred operations for each score, and on Ascend all of
-its wide products would leave the vector unit; so the strong generator runs once for each head, a short hash once for
-each row and column, and an element costs two additions, one product and one comparison.
+tiles. A generator such as Philox in every element would cost over a hundred operations for each score, and on Ascend
+all of its wide products would leave the vector unit. So the strong generator runs once for each head, a short hash once
+for each row and column, and an element costs two additions, one product and one comparison.
 
 Definition. All words have 32 bits, `+` and `*` are taken mod 2**32, `>>` shifts zeros in, `^` is exclusive or.
 
@@ -25,24 +25,24 @@ Definition. All words have 32 bits, `+` and `*` are taken mod 2**32, `>>` shifts
 
        x = (r0 + c0) * (r1 + c1)
 
-   and its upper 24 bits, read as a signed number, decide: with x as a signed 32-bit integer and an arithmetic shift,
+   and its upper 24 bits, read as a signed number, decide. With x as a signed 32-bit integer and an arithmetic shift,
 
        keep  =  (x >> 8) >= drop_threshold(p),    drop_threshold(p) = min(round(p * 2**24), 2**24 - 1) - 2**23
 
-   Both sides are integers of 24 bits, exact in float32, so the comparison may be made there; `x >= threshold * 256`
-   in int32 says the same without a shift.
+   Both sides are integers of 24 bits, exact in float32, so a kernel may compare them in float32. In int32,
+   `x >= threshold * 256` is the same comparison without a shift.
 
-4. Origins: a call that computes a part of a larger problem drops what that problem does. Behind seed and offset its
-   state then has four numbers for each sample, or packed sequence, of the call: which sample of the larger problem it
-   is (b0), and which query head (h0), query (i0) and key (j0) there its first ones are. The mask of the call is that of
-   (b0, h0 + h, i0 + i, j0 + j). Only head keys change, by a step 1 at (b0, h0 + h) and
+4. Origins: a call may compute one block of a larger problem and then drops the same weights as that problem. Behind
+   seed and offset, its state has four numbers for each sample, or packed sequence, of the call: its index in the larger
+   problem (b0), and the index there of its first query head (h0), query (i0) and key (j0). The mask of the call is that
+   of (b0, h0 + h, i0 + i, j0 + j). Only head keys change: step 1 runs at (b0, h0 + h), and the keys become
 
        R0 + i0 * 0x9E3779B9        R1 + i0 * 0x9E3779B9        C0 + j0 * 0x9E3779B9        C1 + j0 * 0x9E3779B9
 
 The dropping probability is p to 2**-25. Step 3 is symmetric in rows and columns: a kernel that holds transposed scores
-exchanges the arguments. It is the NH hash of (r0, r1) under the key (c0, c1) (Black et al. 1999, "UMAC", section 4.2):
-for any two rows with different words the pairs of elements over random columns are all but independent, and, unlike
-sums of a row and a column word, the product leaves no bias in the four corners of a rectangle.
+exchanges the arguments. It is the NH hash of (r0, r1) under the key (c0, c1) (Black et al. 1999, "UMAC", section 4.2).
+For any two rows with different words, the pairs of elements over random columns are all but independent. Unlike sums of
+a row and a column word, the product leaves no bias in the four corners of a rectangle.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ MIX_MULTIPLIER = 0x846CA68B
 LEVELS = 2**24  # a probability is rounded to this many steps
 
 Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-Number = int | torch.Tensor  # a tensor is () int64: a number that stays on its device
+Number = int | torch.Tensor  # a tensor is () int64, so that the number need not leave its device
 
 
 def _mul_hi_lo(a: int, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """High and low word of the 64-bit product of two 32-bit unsigned words.
+    """Return the high and the low word of the 64-bit product of two 32-bit unsigned words.
 
     The int64 product may wrap to a negative number; its bits are still those of the unsigned product.
     """
@@ -73,7 +73,7 @@ def _mul_hi_lo(a: int, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def philox4x32(counter: Words, key: tuple[Number, Number]) -> Words:
-    """Ten rounds of Philox4x32.
+    """Run ten rounds of Philox4x32.
 
     Args:
         counter: four int64 tensors that broadcast together, values in [0, 2**32).
@@ -100,7 +100,7 @@ def head_keys(
     device: torch.device | str = "cpu",
     origins: torch.Tensor | None = None,
 ) -> Words:
-    """Steps 1 and 4 for every (sample, query head): (R0, R1, C0, C1), each (B, H) int64 with values in [0, 2**32).
+    """Run steps 1 and 4 for every (sample, query head). Return (R0, R1, C0, C1), (B, H) int64 in [0, 2**32) each.
 
     `origins`: (B, 4) int64, (b0, h0, i0, j0) of each sample.
     """
@@ -118,7 +118,7 @@ def head_keys(
 
 
 def keys_of(rng_state: torch.Tensor, batch: int, heads: int) -> Words:
-    """`head_keys` from a call's state, on its device: [seed, offset], which may be followed by the origins."""
+    """Return the `head_keys` of a call's state, on its device. The state is [seed, offset], origins may follow."""
     if rng_state.dtype != torch.int64:
         raise TypeError(f"rng_state must be int64, got {rng_state.dtype}")
     if rng_state.shape not in ((2,), (2 + 4 * batch,)):
@@ -132,28 +132,30 @@ def keys_of(rng_state: torch.Tensor, batch: int, heads: int) -> Words:
 
 
 def with_origins(rng_state: torch.Tensor, origins: Sequence[Sequence[int]]) -> torch.Tensor:
-    """The state of a call that computes a part of a problem: that of the problem, with (b0, h0, i0, j0) of each sample
-    of the call. Nothing waits for the device."""
+    """Return the state of a call that computes one block of a problem, without waiting for the device.
+
+    `rng_state` is the problem's state, `origins` is (b0, h0, i0, j0) for each sample of the call.
+    """
     own = torch.tensor(origins, dtype=torch.int64, device="cpu").flatten()
     return torch.cat([rng_state[:2], own.to(rng_state.device, non_blocking=True)])
 
 
 def position_words(key: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Step 2: the words of `positions` (S,) under head keys (...) -> (..., S) int64 with values in [0, 2**32)."""
+    """Run step 2: return the words of `positions` (S,) under head keys (...), as (..., S) int64 in [0, 2**32)."""
     x = (positions * WEYL + key[..., None]) & _MASK
     x = ((x ^ (x >> 15)) * MIX_MULTIPLIER) & _MASK
     return x ^ (x >> 16)
 
 
 def element_levels(r0: torch.Tensor, r1: torch.Tensor, c0: torch.Tensor, c1: torch.Tensor) -> torch.Tensor:
-    """Step 3 without the comparison: row words (..., M), column words (..., N) -> (..., M, N) in [-2**23, 2**23)."""
+    """Run step 3 but the comparison: row words (..., M), column words (..., N) -> (..., M, N) in [-2**23, 2**23)."""
     x = (r0[..., :, None] + c0[..., None, :]) * (r1[..., :, None] + c1[..., None, :])
     sign = LEVELS // 2
     return (((x >> 8) & (LEVELS - 1)) ^ sign) - sign
 
 
 def drop_threshold(dropout_p: float) -> int:
-    """The least level that is kept, in [-2**23, 2**23): round(p * 2**24) of the 2**24 levels lie below it."""
+    """Return the lowest level that is kept, in [-2**23, 2**23). Below it lie round(p * 2**24) of the 2**24 levels."""
     return min(round(dropout_p * LEVELS), LEVELS - 1) - LEVELS // 2
 
 
@@ -168,15 +170,15 @@ def dropout_mask(
     device: torch.device | str = "cpu",
     origins: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The mask of one call, (B, H, Sq, Sk) bool, True where the softmax weight is kept (and scaled by 1/(1 - p)).
+    """Return the mask of one call, (B, H, Sq, Sk) bool: True for weights that are kept (and scaled by 1/(1 - p)).
 
     Args:
-        batch, heads, seqlen_q, seqlen_k: sizes; `heads` are the query heads.
+        batch, heads, seqlen_q, seqlen_k: sizes; `heads` counts query heads.
         dropout_p: probability of dropping, in [0, 1).
         seed, offset: 64 bits each, as unsigned numbers or as the int64 that hold the same bits.
         device: where to compute it.
-        origins: (B, 4) int64, of a part of a larger problem: which sample, first query head, first query and first key
-            of it each sample is. `flash_attention` takes them in `rng_state`.
+        origins: (B, 4) int64, if the call is one block of a larger problem: for each sample its index in that problem
+            and the index of its first query head, query and key. `flash_attention` takes them in `rng_state`.
 
     Raises:
         ValueError: a negative size; dropout_p outside [0, 1); seed or offset of more than 64 bits.
@@ -205,11 +207,11 @@ def dropout_mask(
 
 
 def kept(keys: Words, seqlen_q: int, seqlen_k: int, dropout_p: float) -> torch.Tensor:
-    """`dropout_mask` from head keys (B, H)."""
+    """Return the mask of `dropout_mask` from head keys (B, H)."""
     (batch, heads), device = keys[0].shape, keys[0].device
     axes = [torch.arange(size, device=device) for size in (seqlen_q, seqlen_q, seqlen_k, seqlen_k)]
     words = [position_words(key, positions) for key, positions in zip(keys, axes, strict=True)]
     keep = torch.empty(batch, heads, seqlen_q, seqlen_k, dtype=torch.bool, device=device)
-    for b in range(batch):  # one sample at a time: the integers need 8 bytes for each element
+    for b in range(batch):  # one sample at a time, because the integers take 8 bytes for each element
         keep[b] = element_levels(*(w[b] for w in words)) >= drop_threshold(dropout_p)
     return keep

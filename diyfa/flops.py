@@ -1,10 +1,10 @@
 """FLOP formulas of the operators for `torch.utils.flop_counter`, counted as PyTorch counts its own attention.
 
-Two matrix products forward and five backward, over all pairs of a query and a key of one sequence: masks and windows do
-not count, nor does anything but products. Packed and padded sequences count as long as they are, which waits for the
-device; where only shapes are known (fake tensors) each is as long as the longest may be.
+The forward pass has two matrix products, the backward pass five, over all pairs of a query and a key of one sequence.
+Only products count; masks and windows do not reduce them. Packed and padded sequences count with their real lengths,
+which waits for the device. If only shapes are known (fake tensors), each sequence counts with the largest length.
 
-`diyfa.import_hooks` imports this module, once somebody has imported PyTorch's counter.
+`diyfa.import_hooks` imports this module once PyTorch's counter has been imported.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from diyfa.problem import LAYOUTS, VARLEN
 
 
 def _values(x: torch.Tensor, otherwise: int) -> list[int]:
-    """The values of a vector of lengths, or as many of `otherwise` where the host cannot know them."""
+    """Return the values of a vector of lengths, or as many of `otherwise` if the host cannot know them."""
     return [otherwise] * x.shape[0] if type(x) is not torch.Tensor or x.is_meta else x.tolist()
 
 
 def _lengths_between(offsets: torch.Tensor, longest: int) -> list[int]:
-    """Lengths of the sequences that lie between these offsets."""
+    """Return the lengths of the sequences between these offsets, `longest` for each if the host cannot know them."""
     unknown = type(offsets) is not torch.Tensor or offsets.is_meta
     return [longest] * (offsets.shape[0] - 1) if unknown else offsets.diff().tolist()
 
 
 def _pairs(q_shape: Sequence[int], k_shape: Sequence[int], lengths: Lengths, layout: str) -> int:
-    """Pairs of a query and a key of one sequence, of one head."""
+    """Count the pairs of a query and a key of one sequence, for one head."""
     if layout == VARLEN:
         assert lengths.cu_seqlens_q is not None, "a varlen call comes with cu_seqlens"
         queries = _lengths_between(lengths.cu_seqlens_q, lengths.max_seqlen_q)
@@ -51,9 +51,9 @@ def _heads(q_shape: Sequence[int], layout: str) -> int:
 
 @register_flop_formula(torch.ops.diyfa.attention_fwd, get_raw=True)
 def attention_fwd_flop(q: Any, k: Any, v: Any, packing: str, *features: Any, out_val: Any = None) -> int:
-    """q kᵀ and p v."""
+    """Count q kᵀ and p v."""
     lengths, options = unpack(features, packing)
-    first = q if packing == "qkv" else k  # the shapes of those that lie in one tensor, without the 3 or 2
+    first = q if packing == "qkv" else k  # the packed tensor; the next line drops its dimension of 3 or 2
     k_shape = (*first.shape[:-3], *first.shape[-2:]) if packing else k.shape
     q_shape = k_shape if packing == "qkv" else q.shape
     dims = q_shape[-1] + (k_shape if packing else v.shape)[-1]
@@ -61,7 +61,7 @@ def attention_fwd_flop(q: Any, k: Any, v: Any, packing: str, *features: Any, out
 
 
 def _backward(q: Any, k: Any, v: Any, features: Sequence[Any]) -> int:
-    """q kᵀ again, dout vᵀ, and the products for dq, dk and dv."""
+    """Count q kᵀ, dout vᵀ, and the products for dq, dk and dv."""
     lengths, options = unpack(features)
     dims = 3 * q.shape[-1] + 2 * v.shape[-1]
     return 2 * _heads(q.shape, options.layout) * _pairs(q.shape, k.shape, lengths, options.layout) * dims
@@ -81,7 +81,7 @@ def attention_bwd_out_flop(dout: Any, dlse: Any, q: Any, k: Any, v: Any, *rest: 
 
 @register_flop_formula(torch.ops.diyfa.kvcache_fwd, get_raw=True)
 def kvcache_fwd_flop(*call: Any, out_val: Any = None) -> int:
-    """q kᵀ and p v over the keys that each sequence has."""
+    """Count q kᵀ and p v over the keys that each sequence has."""
     tensors, options = unpack_call(call)
     q, dims = tensors.q, tensors.q.shape[-1] + tensors.v_cache.shape[-1]
     capacity = capacity_of(tensors, options.max_seqlen_k)
@@ -105,13 +105,13 @@ def kvcache_fwd_out_flop(out: Any, *call: Any, out_val: Any = None) -> int:
 
 @register_flop_formula(torch.ops.diyfa.kvcache_append, get_raw=True)
 def kvcache_append_flop(*call: Any, out_val: Any = None) -> int:
-    """No products: it writes, and rotates."""
+    """Return 0: the operator writes and rotates, without products."""
     return 0
 
 
 @register_flop_formula(torch.ops.diyfa.kvcache_bwd, get_raw=True)
 def kvcache_bwd_flop(*call: Any, out_val: Any = None) -> int:
-    """No products: it raises."""
+    """Return 0: the operator raises an error."""
     return 0
 
 

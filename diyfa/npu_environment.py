@@ -1,8 +1,8 @@
-"""What an Ascend machine has installed, and whether it will do: each part is fine, untested or wrong.
+"""A verdict on each component of an Ascend machine: fine, untested or wrong.
 
-Fine: what diyfa's tests run with, or what the vendor documents as belonging together. Untested: nothing is known
-against it. Wrong: it cannot work, and `remedy` says what to do. Nothing of diyfa has run on a chip yet, so "fine"
-promises no more than that.
+Fine: diyfa's tests use this version, or the vendor documents the combination. Untested: nothing is known against it.
+Wrong: it cannot work, and `remedy` says what to do. Nothing of diyfa has run on a chip yet, so "fine" promises no more
+than that.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from diyfa.tuning import home_folder
 
 FINE, UNTESTED, WRONG = "fine", "untested", "wrong"
 CANN_VARIABLES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
-# Where CANN lies below its folder "Ascend" and the script beside it, since 8.5.0 and before.
+# (CANN, set_env.sh) below the folder "Ascend", since 8.5.0 and before.
 CANN_PLACES = (("cann", "cann/set_env.sh"), ("ascend-toolkit/latest", "ascend-toolkit/set_env.sh"))
-NOT_STARTED = (126, 127)  # exit statuses of what cannot be executed, or whose libraries are missing
-COMPILER_SECONDS = 30  # that `bishengir-compile --version` may take, which reads no input
+NOT_STARTED = (126, 127)  # exit statuses of a program that cannot be executed, or whose libraries are missing
+COMPILER_SECONDS = 30  # time limit of `bishengir-compile --version`, which reads no input
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One part of the machine."""
+    """The verdict on one component of the machine."""
 
     part: str
-    found: str  # version and place; "not found"
+    found: str  # version and folder, or "not found"
     verdict: str  # FINE, UNTESTED or WRONG
     remedy: str = ""  # why it is not fine, and what to do
 
@@ -58,13 +58,13 @@ def _versions() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Machine:
-    """All that is judged. Tests plant another root, environment and devices."""
+    """The facts that are judged. Tests give another root, environment and devices."""
 
     root: Path = Path("/")
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
     home: Path | None = field(default_factory=home_folder)
     python: tuple[int, int] = sys.version_info[:2]
-    versions: Mapping[str, str] = field(default_factory=_versions)  # of installed distributions
+    versions: Mapping[str, str] = field(default_factory=_versions)  # installed distributions
     triton: Callable[[], str | None] = triton_problem
     status: NPUStatus = field(default_factory=npu_status)
     chip: NPUCapabilities | None = None
@@ -76,36 +76,36 @@ class Machine:
 
     @property
     def folders(self) -> list[Path]:
-        """Where CANN is installed by default: by root, and by others."""
+        """The default folders of CANN: that of root, and that of other users."""
         return [self.root / "usr/local/Ascend", *([self.home / "Ascend"] if self.home else [])]
 
 
 def _cann_in(folder: Path) -> str | None:
-    """Version of the CANN in a folder such as /usr/local/Ascend/cann, or None."""
-    if not os.path.isdir(folder):  # where it is closed, pathlib raises
+    """Return the version of the CANN in a folder such as /usr/local/Ascend/cann, or None."""
+    if not os.path.isdir(folder):  # pathlib would raise for a folder without permission
         return None
     found = (_fields(info).get("version") for info in sorted(folder.glob("*/ascend_toolkit_install.info")))
     return next(filter(None, found), None)
 
 
 def _sourced(machine: Machine) -> Path | None:
-    """The CANN that the environment points to."""
+    """Return the folder of the CANN that the environment points to, or None."""
     return next((Path(machine.environ[name]) for name in CANN_VARIABLES if machine.environ.get(name)), None)
 
 
 def cann_version(machine: Machine) -> str | None:
-    """Version of the CANN that the environment points to, or None."""
+    """Return the version of the CANN that the environment points to, or None."""
     home = _sourced(machine)
     return None if home is None else _cann_in(home) or f"unknown version in {home}"
 
 
 def _scripts(machine: Machine) -> list[Path]:
     scripts = [folder / script for folder in machine.folders for _, script in CANN_PLACES]
-    return [script for script in scripts if os.path.exists(script)]  # Path.exists raises where a folder is closed
+    return [script for script in scripts if os.path.exists(script)]  # Path.exists raises without permission
 
 
 def _installed(machine: Machine) -> list[str]:
-    """Versions of the CANNs in the default places, with the place."""
+    """Return "VERSION in FOLDER" for each CANN in the default folders."""
     places = [folder / place for folder in machine.folders for place, _ in CANN_PLACES]
     return [f"{version} in {place}" for place in places if (version := _cann_in(place))]
 
@@ -189,7 +189,7 @@ def _compiler(machine: Machine) -> Finding:
 
 
 def _fields(path: Path) -> dict[str, str]:
-    """NAME=VALUE lines of a file; empty where there is none or it may not be read."""
+    """Return the NAME=VALUE lines of a file, or {} if it does not exist or cannot be read."""
     try:
         lines = path.read_text(errors="replace").splitlines()
     except OSError:
@@ -198,7 +198,10 @@ def _fields(path: Path) -> dict[str, str]:
 
 
 def _in_a_range(version: str, ranges: str) -> bool:
-    """Whether a version lies in one of "[7.0.0,7.2.99],[8.0.0,8.9.9]": compared in as many numbers as the ends have."""
+    """Return whether a version lies in one of the ranges, such as "[7.0.0,7.2.99],[8.0.0,8.9.9]".
+
+    Only as many numbers of the version are compared as the end of a range has.
+    """
     found = release(version)
     ends = [(release(low), release(high)) for low, high in re.findall(r"\[([\d.]+),\s*([\d.]+)\]", ranges)]
     return any(low <= found[: len(low)] and found[: len(high)] <= high for low, high in ends)
@@ -277,7 +280,7 @@ def _python(machine: Machine) -> Finding:
 
 
 def is_ascend(machine: Machine) -> bool:
-    """Whether anything of an Ascend machine is here, so that its parts are worth judging."""
+    """Return whether the machine has any component of an Ascend machine."""
     return (
         bool({"torch_npu", "triton-ascend"} & set(machine.versions))
         or _sourced(machine) is not None
@@ -287,7 +290,7 @@ def is_ascend(machine: Machine) -> bool:
 
 
 def findings(machine: Machine) -> list[Finding]:
-    """The verdict on each part, from the chip up; empty where nothing of Ascend is here."""
+    """Return the verdict on each component, from the chip up, or [] if this is no Ascend machine."""
     if not is_ascend(machine):
         return []
     checks = (_chip, _driver, _cann, _set_env, _compiler, _python, _torch, _triton)

@@ -1,8 +1,8 @@
-"""Which releases of CANN, PyTorch, torch_npu and triton-ascend belong together on an Ascend machine: plain data.
+"""Releases of CANN, PyTorch, torch_npu and triton-ascend that belong together on an Ascend machine, as plain data.
 
-The pairs are those of torch_npu's own compatibility table (COMPATIBILITY.md of its repository, read on 2026-11-24). A
-machine brings CANN, torch and torch_npu; diyfa's extra `npu` adds triton-ascend and never chooses the others. This
-module imports nothing of diyfa and no kernel language.
+The pairs are those of torch_npu's compatibility table (COMPATIBILITY.md of its repository, read on 2026-11-24). The
+machine has CANN, torch and torch_npu. diyfa's extra `npu` adds triton-ascend and never chooses the others. This module
+imports nothing of diyfa and no kernel language.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import importlib.util
 import re
 from dataclasses import dataclass
 
-# Later releases depend on the package `triton` and overwrite it; pip then undoes either at the next installation.
+# Later releases depend on the package `triton` and overwrite its files; pip undoes one of both when it next installs.
 TRITON_ASCEND = "3.2.0"
-TRITON_ASCEND_CANN = "8.5.0"  # the oldest that its installation guide names for it
-TRITON_ASCEND_PYTHON = ((3, 10), (3, 11))  # of those that diyfa runs on; there are no wheels for later ones
-# What `bishengir-compile --version` says of the releases that every shipped tile is compiled with (1.1.0 is of CANN
-# 9.0.0's date), and of the one that compiles the conservative tiles and refuses most others: ascendnpu-ir 1.0.0.
+TRITON_ASCEND_CANN = "8.5.0"  # the oldest CANN that its installation guide names
+TRITON_ASCEND_PYTHON = ((3, 10), (3, 11))  # versions with wheels, among those that diyfa supports
+# COMPILERS: versions, as `bishengir-compile --version` prints them, that compile every shipped tile; 1.1.0 has the date
+# of CANN 9.0.0. COMPILER_OF_CANN_8_5 (ascendnpu-ir 1.0.0) compiles the conservative tiles and refuses most others.
 COMPILERS = ("1.1.0", "1.2.0")
 COMPILER_OF_CANN_8_5 = "0.1.0"
 TRITON_REMEDY = (
@@ -30,7 +30,7 @@ TRITON_REMEDY = (
 class Stack:
     """One documented combination."""
 
-    cann: str  # release; empty where none is documented yet
+    cann: str  # release; "": none is documented yet
     torch: str
     torch_npu: str
 
@@ -53,27 +53,30 @@ STACKS = (
 
 
 def release(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version: (8, 5, 0) of "8.5.0.alpha001", (8, 3) of "8.3.RC1", (2, 7, 1) of
-    "2.7.1.post2+cpu"."""
+    """Return the leading numbers of a version: "8.5.0.alpha001" -> (8, 5, 0), "8.3.RC1" -> (8, 3),
+    "2.7.1.post2+cpu" -> (2, 7, 1)."""
     leading = re.match(r"\d+(\.\d+)*", version)
     return tuple(int(number) for number in leading.group().split(".")) if leading else ()
 
 
 def stack_of(torch_npu: str) -> Stack | None:
-    """The documented combination with this release of torch_npu, or None."""
+    """Return the documented combination with this release of torch_npu, or None."""
     return next((stack for stack in STACKS if stack.torch_npu == torch_npu.split("+")[0]), None)
 
 
 def torch_npu_for(torch: str, cann: str) -> str | None:
-    """The release of torch_npu that is documented for a torch and a CANN, or for the torch alone where `cann` is
-    empty or no pair names it (then the oldest); None where the torch is in no pair."""
+    """Return the release of torch_npu that is documented for a torch and a CANN.
+
+    If `cann` is empty or in no pair with this torch, return the oldest release for the torch. Return None if the torch
+    is in no pair.
+    """
     of_torch = [stack for stack in STACKS if release(stack.torch) == release(torch)]
     exact = [stack for stack in of_torch if cann and release(stack.cann) == release(cann)]
     return next((stack.torch_npu for stack in exact or of_torch), None)
 
 
 def installed_version(distribution: str) -> str | None:
-    """Version of an installed package, None where there is none of that name."""
+    """Return the version of an installed package, or None if no package has that name."""
     from importlib.metadata import PackageNotFoundError, version  # slow to import
 
     try:
@@ -83,22 +86,24 @@ def installed_version(distribution: str) -> str | None:
 
 
 def triton_backends() -> tuple[str, ...]:
-    """Names of the chips that the installed package `triton` compiles for; ("ascend",) for triton-ascend. Empty where
-    there is none. Imports it, and raises whatever a broken one raises."""
+    """Return the names of the backends of the installed package `triton`: ("ascend",) for triton-ascend.
+
+    Return () if `triton` is not installed. This imports `triton` and raises whatever a broken package raises.
+    """
     if importlib.util.find_spec("triton") is None:
         return ()
     return tuple(sorted(importlib.import_module("triton.backends").backends))
 
 
 def triton_problem() -> str | None:
-    """Why the installed package `triton` compiles nothing for an NPU and what to do about it, or None.
+    """Return why the installed package `triton` cannot compile for an NPU, with a remedy, or None if it can.
 
-    triton-ascend and NVIDIA's Triton both install a package called `triton`; what was installed last wins, and pip
-    still lists the other as installed.
+    triton-ascend and NVIDIA's Triton both install a package called `triton`. The one installed last wins, and pip still
+    lists the other as installed.
     """
     try:
         backends = triton_backends()
-    except Exception as error:  # a package of two halves raises whatever it likes
+    except Exception as error:  # a package mixed from both may raise anything
         return f"the installed package `triton` does not load ({type(error).__name__}: {error}): {TRITON_REMEDY}"
     if not backends:
         return f"triton-ascend is not installed: pip install triton-ascend=={TRITON_ASCEND}"

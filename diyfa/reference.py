@@ -1,7 +1,7 @@
 """`reference_attention`: the oracle. Plain PyTorch on any device, every feature, differentiable, O(Sq · Sk) memory.
 
-It states the contract that the kernels are tested against, so it favours clarity: the whole score matrix is formed,
-masked, normalised and multiplied, as in Vaswani et al. 2017, section 3.2.1. Memory beyond a sequence's end may hold
+It defines the contract that the kernels are tested against, so it favours clarity. It forms, masks, normalises and
+multiplies the whole score matrix, as in Vaswani et al. 2017, section 3.2.1. Memory beyond a sequence's end may hold
 NaN, and 0 · NaN is NaN, so those rows are replaced by 0 before they are used.
 """
 
@@ -20,7 +20,7 @@ from diyfa.problem import LAYOUTS, VARLEN, KVCacheTensors, NewKeys, as_bhsd
 
 _INF = float("inf")
 
-# (q, k, v, lengths, options, keep) -> out, lse: `_attend`.
+# (q, k, v, lengths, options, keep) -> out, lse, as `_attend`.
 Attend = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -32,10 +32,10 @@ def visible_keys(
     seq_lens: torch.Tensor | None = None,
     device: torch.device | str = "cpu",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Which keys each query sees.
+    """Return the mask of the keys that each query sees.
 
-    Sample b has sk = seq_lens[b] keys (default Sk) and sq = min(sk, Sq) queries; its query i stands at position
-    i + sk - sq among the keys and sees those from `left` before to `right` after it (-1: no bound).
+    Sample b has sk = seq_lens[b] keys (default Sk) and sq = min(sk, Sq) queries. Its query i has position i + sk - sq
+    among the keys and sees keys from `left` before to `right` after that position (-1: no bound).
 
     Returns:
         visible (B, 1, Sq, Sk) bool, valid_q (B, 1, Sq, 1) bool, distance (B, 1, Sq, Sk) int64: j minus the position.
@@ -60,7 +60,7 @@ def visible_keys(
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a @ b, summed in float32 at least and rounded once: PyTorch may sum products of halves in half precision."""
+    """Return a @ b, summed in float32 or wider and rounded once. PyTorch may sum float16 products in float16."""
     wide = torch.promote_types(a.dtype, torch.float32)
     return (a.to(wide) @ b.to(wide)).to(a.dtype)
 
@@ -73,9 +73,9 @@ def _attend(
     options: AttentionOptions,
     keep: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(B, H, Sq, D), (B, Hk, Sk, D) and (B, Hk, Sk, Dv) -> out and lse; `keep` is the dropout mask, True where kept."""
+    """Return out and lse of q (B, H, Sq, D), k (B, Hk, Sk, D), v (B, Hk, Sk, Dv). `keep`: dropout's mask."""
     dtype = q.dtype
-    stat_dtype = torch.promote_types(dtype, torch.float32)  # of the softmax statistics
+    stat_dtype = torch.promote_types(dtype, torch.float32)  # dtype of the softmax statistics
     batch, heads, seqlen_q, _ = q.shape
     seqlen_k = k.shape[2]
     window, seq_lens, sinks = (options.window_left, options.window_right), lengths.seq_lens, options.sinks
@@ -95,7 +95,7 @@ def _attend(
         scores = scores + options.attn_bias.to(dtype)
     scores = scores.to(stat_dtype).masked_fill(~visible, -_INF)
 
-    # Softmax by hand: rows without a key must give 0 and not NaN, and the sink joins the denominator only.
+    # torch.softmax would give NaN for rows without a key, which must give 0, and the sink joins the denominator only.
     sink = None if sinks is None else sinks.to(stat_dtype)[:, None, None]
     row_max = scores.detach().amax(-1, keepdim=True) if seqlen_k else scores.new_full((*scores.shape[:-1], 1), -_INF)
     if sink is not None:
@@ -112,14 +112,14 @@ def _attend(
     if keep is not None:
         weights = torch.where(keep, weights / (1 - options.dropout_p), 0)
     out = _product(weights.to(dtype), v)
-    out = torch.where(total.isnan(), float("nan"), out)  # even where dropout keeps no key of the row
+    out = torch.where(total.isnan(), float("nan"), out)  # even if dropout drops all keys of the row
     return torch.where(~empty & valid_q, out, 0), lse
 
 
 def _attend_each(
     attend: Attend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, options: AttentionOptions
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute packed sequences one by one."""
+    """Compute packed sequences one by one. Return out and lse."""
     assert lengths.cu_seqlens_q is not None and lengths.cu_seqlens_k is not None, "packed sequences come with both"
     ends = list(zip(pairwise(lengths.cu_seqlens_q.tolist()), pairwise(lengths.cu_seqlens_k.tolist()), strict=True))
     heads, stat_dtype = q.shape[1], torch.promote_types(q.dtype, torch.float32)
@@ -137,7 +137,7 @@ def _attend_each(
         if keys is not None:
             rows, columns = torch.arange(q1 - q0, device=q.device), torch.arange(k1 - k0, device=q.device)
             words = (position_words(key[b], x) for key, x in zip(keys, (rows, rows, columns, columns), strict=True))
-            keep = element_levels(*words) >= drop_threshold(options.dropout_p)  # what dropout_mask has for sample b
+            keep = element_levels(*words) >= drop_threshold(options.dropout_p)  # as dropout_mask for sample b
         part, part_lse = attend(q_b, k_b, v_b, WHOLE, options._replace(alibi_slopes=slopes), keep)
         out[q0:q1], lse[:, q0:q1] = part[0].transpose(0, 1), part_lse[0]
     return out, lse
@@ -166,26 +166,26 @@ def reference_attention(
     dtype: torch.dtype | None = None,
     **unknown: NoReturn,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """softmax(q kᵀ · sm_scale) v by forming the whole score matrix.
+    """Compute softmax(q kᵀ · sm_scale) v by forming the whole score matrix.
 
     Args:
-        q, k, v: as for `diyfa.flash_attention` ("bhsd", also 3-D; here 2-D and more leading dimensions, too),
+        q, k, v: as for `diyfa.flash_attention` ("bhsd", also 3-D; here also 2-D and with more leading dimensions),
             `diyfa.flash_attention_v2` ("bshd") or `diyfa.flash_attention_varlen` ("thd").
-        causal, sm_scale, seq_lens, window, softcap, alibi_slopes, attn_bias, sinks, dropout_p: as there.
+        causal, sm_scale, seq_lens, window, softcap, alibi_slopes, attn_bias, sinks, dropout_p: as for these functions.
         rng_state: int64, the seed and offset of the dropout mask, with or without origins; required when dropout_p > 0.
-        cu_seqlens_q, cu_seqlens_k: (B + 1,) int32, for the layout "thd" only: where its sequences begin and end.
+        cu_seqlens_q, cu_seqlens_k: (B + 1,) int32, for the layout "thd" only: the offsets of its sequences.
         layout: "bhsd", "bshd" or "thd".
         return_lse: also return the log-sum-exp of the scores.
         dtype: compute and return in this dtype (torch.float64 for an oracle); default: q's.
 
     Returns:
         The output in q's layout; with `return_lse` also the natural log-sum-exp (B, H, Sq), for "thd" (H, Tq), float32
-        (float64 when computed in float64). A row that sees no key has output 0 and lse +inf, or the sink where there
-        is one; a row that belongs to no sequence has output 0 and lse +inf.
+        (float64 when computed in float64). A row that sees no key has output 0, and as its lse the sink or, without
+        one, +inf. A row that belongs to no sequence has output 0 and lse +inf.
 
     Raises:
-        ValueError: unknown layout, ranks that do not fit it, a layout without what it needs or with what it cannot
-            combine, dropout without rng_state; shapes that do not fit raise what PyTorch raises.
+        ValueError: unknown layout, ranks that do not fit it, a layout without an argument it needs or with one it does
+            not take, dropout without rng_state. For shapes that do not fit, PyTorch raises its own errors.
     """
     if unknown:
         refuse_unknown(reference_attention, unknown)
@@ -210,9 +210,9 @@ def attention_by(
     dtype: torch.dtype | None = None,
     **given: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run `attend` on (B, H, S, D) views of q, k, v of any layout, or on each packed sequence -> out and lse.
+    """Run `attend` on (B, H, S, D) views of q, k, v of any layout, or on each packed sequence. Return out and lse.
 
-    Arguments (`given` are the others) and errors are those of `reference_attention`.
+    Arguments and errors are those of `reference_attention`; `given` holds the arguments that are not listed here.
     """
     if layout not in (*LAYOUTS, VARLEN):
         raise ValueError(f"layout must be one of {', '.join((*LAYOUTS, VARLEN))}, got {layout!r}")
@@ -250,7 +250,7 @@ def attention_by(
         keys = keys_of(options.rng_state.to(q.device), q.shape[0], q.shape[1])
         keep = kept(keys, q.shape[2], k.shape[2], options.dropout_p)
     out, lse = attend(q, k, v, lengths, options, keep)
-    out = as_bhsd(out, layout)  # exchanging heads and sequence is its own inverse
+    out = as_bhsd(out, layout)  # the exchange of heads and sequence is its own inverse
     if len(leading) != 2:
         out, lse = out.reshape(*leading, *out.shape[-2:]), lse.reshape(*leading, lse.shape[-1])
     return out, lse
@@ -262,7 +262,7 @@ def attention_by(
 def _rotated(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, position: torch.Tensor, interleaved: bool
 ) -> torch.Tensor:
-    """x (S, heads, D) with its first features rotated in pairs, by the angles in row `position` (S,) of cos and sin.
+    """Return x (S, heads, D) with its first features rotated in pairs by the angles in rows `position` of cos and sin.
 
     Products are float32 or wider and not rounded. A position without a row in the tables is not rotated."""
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -279,7 +279,7 @@ def _rotated(
 
 
 def _place(tensors: KVCacheTensors, b: int, j: int) -> tuple[int, int]:
-    """Position of key j of sequence b in the cache: (batch entry or page, row)."""
+    """Return where key j of sequence b lies in the cache: (batch entry or page, row)."""
     table, index = tensors.block_table, tensors.cache_batch_idx
     if table is not None:
         page_size = tensors.k_cache.shape[1]
@@ -293,7 +293,7 @@ def _capacity(tensors: KVCacheTensors) -> int:
 
 
 def _quantised(x: torch.Tensor, descale: torch.Tensor | None, b: int, dtype: torch.dtype) -> torch.Tensor:
-    """x (Hk, …) converted to the `dtype` of a cache; float8 is scaled by `descale` and clamped."""
+    """Return x (Hk, …) in the `dtype` of a cache. For float8 it is divided by `descale` and clamped."""
     if dtype != torch.float8_e4m3fn:
         return x.to(dtype)
     x = x.float() if descale is None else x.float() / descale[b][:, None]
@@ -303,8 +303,8 @@ def _quantised(x: torch.Tensor, descale: torch.Tensor | None, b: int, dtype: tor
 def reference_append(tensors: KVCacheTensors, new: NewKeys, rotates_each_query: bool = False) -> KVCacheTensors:
     """Return `tensors` with q rotated, and with copies of the caches to which the new keys and values are appended.
 
-    `rotates_each_query`: query i is rotated by row `seqlens[b] + i`, as with a causal mask or a window, else all are by
-    row `seqlens[b]`. Without new.v only k is written, and v_cache becomes the first features of the new k_cache.
+    With `rotates_each_query`, row `seqlens[b] + i` rotates query i, as with a causal mask or a window. Else row
+    `seqlens[b]` rotates all. Without new.v only k is written, and v_cache becomes the new k_cache's first features.
     """
     q, k_cache, v_cache = tensors.q.clone(), tensors.k_cache.clone(), tensors.v_cache.clone()
     for b in range(q.shape[0]):
@@ -358,13 +358,13 @@ def reference_kvcache(
     attend: Callable[..., Any] | None = None,
     **unknown: NoReturn,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """`diyfa.flash_attn_with_kvcache` by gathering the keys of each sequence for `reference_attention`.
+    """Compute `diyfa.flash_attn_with_kvcache`: gather the keys of each sequence and call `reference_attention`.
 
-    The caches stay as they are: new keys are appended to copies. Arguments are those of the function, and
+    The caches do not change: new keys are appended to copies. Arguments are those of the function, and
 
-        cu_seqlens_q: (B + 1,) int32: q is packed, (Tq, H, D); nothing is appended then.
+        cu_seqlens_q: (B + 1,) int32: q is packed, (Tq, H, D), and nothing is appended.
         dtype: compute and return in this dtype (torch.float64 for an oracle); default: q's.
-        attend: what computes one sequence instead of `reference_attention`, with its arguments.
+        attend: function that computes one sequence, called with the arguments of `reference_attention`; default: that.
 
     Returns:
         out (B, Sq, H, Dv) or (Tq, H, Dv); with `return_softmax_lse` also lse (B, H, Sq) or (H, Tq).

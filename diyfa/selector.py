@@ -1,7 +1,7 @@
-"""Which kernel and which tile this device gets: the DIY FlashAttention selectors as views on the registry.
+"""The DIY FlashAttention selectors: they tell which kernel and which tile this device gets.
 
-Nothing is decided here. A typical problem is described, the registry chooses, and the kernel's own `config` tells the
-tile, so these answers are what a call would really run.
+Nothing is decided here. A selector describes a problem, the registry chooses the kernel, and the kernel's `config`
+returns the tile. So the answers are those of a real call.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from diyfa.matmul import triton_matmul
 from diyfa.problem import AttentionProblem, Backend, Kernel, MatmulProblem, dtype_name
 from diyfa.validation import MAX_HEAD_DIM_V, check_booleans, check_sizes_of
 
-# Asked for without sizes, the answer is for these: a layer of a 7-billion-parameter model.
+# Default sizes: a layer of a 7-billion-parameter model.
 TYPICAL_ATTENTION = {"batch": 1, "heads": 32, "seq_len": 4096, "head_dim": 128}
 TYPICAL_MATMUL = {"m": 4096, "n": 4096, "k": 4096}
 
@@ -29,7 +29,7 @@ def _resolve(backend: str | None) -> tuple[Backend, torch.device]:
 
     name = backend or registry.forced_backend() or default_backend()
     chosen = registry.load_backend(name)
-    # PyTorch knows a device type only while the package that brings it is loaded.
+    # PyTorch knows a device type only if the package that defines it has been imported.
     module = getattr(torch, chosen.device_type, None)
     if chosen.device_type == "cpu" or (module is not None and module.is_available()):
         device = torch.device(chosen.device_type)
@@ -37,7 +37,7 @@ def _resolve(backend: str | None) -> tuple[Backend, torch.device]:
             raise ValueError(f"backend {name!r} cannot run here: {reason}")
         return chosen, device
     host = torch.device("cpu")
-    if chosen.accepts(host) is None:  # in Triton's interpreter CPU tensors stand in for the device's
+    if chosen.accepts(host) is None:  # Triton's interpreter takes CPU tensors instead of the device's
         return chosen, host
     raise ValueError(f"backend {name!r} cannot run here: PyTorch finds no {chosen.device_type} device")
 
@@ -54,10 +54,10 @@ def _as_dict(kernel: Kernel, problem: Any) -> dict[str, Any]:
 
 
 class BackendSelector:
-    """Chooses a backend's kernel for given sizes.
+    """A selector of a backend's kernels for given sizes.
 
     Args:
-        backend: name of the backend; default: the one of this machine's accelerator, else "cpu".
+        backend: name of the backend; default: that of this machine's accelerator, else "cpu".
 
     Raises ValueError when the named backend cannot run here.
     """
@@ -107,7 +107,7 @@ class BackendSelector:
 
     def _matmul(self, m: int, n: int, k: int, dtype: torch.dtype) -> tuple[Kernel, MatmulProblem]:
         check_sizes_of(m=m, n=n, k=k)
-        # float32 is computed in float16 unless a precision is asked for: `triton_matmul`
+        # `triton_matmul` computes float32 in float16 unless a precision is given.
         compute = dtype_name(torch.float16 if dtype == torch.float32 else dtype)
         arch = self._backend.arch(self._device)
         step = 16 // dtype.itemsize  # contiguous matrices whose rows begin at multiples of 16 bytes
@@ -128,22 +128,22 @@ class BackendSelector:
         heads_kv: int | None = None,
         needs_grad: bool = False,
     ) -> Callable[..., Any]:
-        """`flash_attention` bound to the kernel for these sizes: call it with (B, H, S, D) q, k, v.
+        """Return `flash_attention` bound to the kernel for these sizes. Call it with (B, H, S, D) q, k, v.
 
-        The mask is part of the choice: `causal` given here is the function's default. Raises ValueError for impossible
-        sizes, and with every kernel's reason when none runs this.
+        The choice depends on the mask, so `causal` becomes the function's default. Raises ValueError for impossible
+        sizes, and with every kernel's reason if no kernel runs the problem.
         """
         kernel, _ = self._attention(batch, heads, seq_len, head_dim, causal, dtype, heads_kv, needs_grad)
         return partial(flash_attention, causal=causal, variant=kernel.name, backend=self._backend.name)
 
     def select_matmul(self, m: int, n: int, k: int, dtype: torch.dtype = torch.float16) -> Callable[..., Any]:
-        """`triton_matmul` on this backend, for (M, K) @ (K, N). Raises ValueError when no kernel runs this."""
+        """Return `triton_matmul` on this backend, for (M, K) @ (K, N). Raises ValueError if no kernel runs this."""
         self._matmul(m, n, k, dtype)
         return partial(triton_matmul, backend=self._backend.name)
 
 
 class AdaptiveKernelSelector(BackendSelector):
-    """Kernels and tiles for this device; without sizes, those for a typical problem (`TYPICAL_ATTENTION`, …)."""
+    """A selector of kernels and tiles for this device, by default for a typical problem (`TYPICAL_ATTENTION`, …)."""
 
     def get_matmul_config(
         self,
@@ -152,7 +152,7 @@ class AdaptiveKernelSelector(BackendSelector):
         k: int = TYPICAL_MATMUL["k"],
         dtype: torch.dtype = torch.float16,
     ) -> dict[str, Any]:
-        """The kernel's name and the tile it uses without tuning: {"kernel": …, "block_m": …, …}."""
+        """Return the kernel's name and its tile without tuning: {"kernel": …, "block_m": …, …}."""
         kernel, problem = self._matmul(m, n, k, dtype)
         return {"kernel": kernel.name, **_as_dict(kernel, problem)}
 
@@ -165,34 +165,34 @@ class AdaptiveKernelSelector(BackendSelector):
         causal: bool = True,
         dtype: torch.dtype = torch.float16,
     ) -> dict[str, Any]:
-        """The kernel's name and the tile it uses without tuning: {"kernel": …, "block_m": …, …}."""
+        """Return the kernel's name and its tile without tuning: {"kernel": …, "block_m": …, …}."""
         kernel, problem = self._attention(batch, heads, seq_len, head_dim, causal, dtype, None, False)
         return {"kernel": kernel.name, **_as_dict(kernel, problem)}
 
     def select_matmul_kernel(self) -> Callable[..., Any]:
-        """`triton_matmul` on this device's backend; each call chooses by its own sizes."""
+        """Return `triton_matmul` on this device's backend. Each call chooses a kernel for its sizes."""
         return self.select_matmul(TYPICAL_MATMUL["m"], TYPICAL_MATMUL["n"], TYPICAL_MATMUL["k"])
 
     def select_attention_kernel(self) -> Callable[..., Any]:
-        """`flash_attention` on this device's backend; each call chooses by its own sizes."""
+        """Return `flash_attention` on this device's backend. Each call chooses a kernel for its sizes."""
         return partial(flash_attention, backend=self._backend.name)
 
 
 def get_matmul_config(**sizes: Any) -> dict[str, Any]:
-    """`AdaptiveKernelSelector().get_matmul_config(**sizes)`."""
+    """Return `AdaptiveKernelSelector().get_matmul_config(**sizes)`."""
     return AdaptiveKernelSelector().get_matmul_config(**sizes)
 
 
 def get_attention_config(**sizes: Any) -> dict[str, Any]:
-    """`AdaptiveKernelSelector().get_attention_config(**sizes)`."""
+    """Return `AdaptiveKernelSelector().get_attention_config(**sizes)`."""
     return AdaptiveKernelSelector().get_attention_config(**sizes)
 
 
 def get_optimal_matmul() -> Callable[..., Any]:
-    """`AdaptiveKernelSelector().select_matmul_kernel()`."""
+    """Return `AdaptiveKernelSelector().select_matmul_kernel()`."""
     return AdaptiveKernelSelector().select_matmul_kernel()
 
 
 def get_optimal_attention() -> Callable[..., Any]:
-    """`AdaptiveKernelSelector().select_attention_kernel()`."""
+    """Return `AdaptiveKernelSelector().select_attention_kernel()`."""
     return AdaptiveKernelSelector().select_attention_kernel()

@@ -1,4 +1,4 @@
-"""Printing where the output's encoding lacks characters that diyfa prints: ASCII, the code pages of Windows."""
+"""Printing to streams whose encoding lacks characters that diyfa prints, such as ASCII and Windows code pages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# One character each, so that the columns of a table stay where they are.
+# One character each, so that the columns of a table stay aligned.
 SUBSTITUTES = {
     "×": "x",
     "…": ".",
@@ -33,9 +33,10 @@ codecs.register_error(HANDLER, _substitute)
 
 @contextmanager
 def printable() -> Iterator[None]:
-    """Inside, standard output and error print a similar character, or "?", for one that their encoding does not have.
+    """Substitute, inside the block, characters that the encoding of standard output or error does not have.
 
-    Streams that cannot be told so, as `io.StringIO`, have every character and are left alone.
+    They are printed as a similar character or "?". Streams without `reconfigure`, such as `io.StringIO`, have every
+    character and do not change.
     """
     streams = [(s, s.errors) for s in (sys.stdout, sys.stderr) if hasattr(s, "reconfigure")]
     for stream, _ in streams:

@@ -1,8 +1,8 @@
 """Test support: input factory, error budget, and the public `validate_*` functions.
 
-The accuracy contract of every backend: the error against the float64 reference is at most `BUDGET_FACTOR` times that
-of a plain FlashAttention in the same dtype on the same inputs (`diyfa.yardstick`) and one unit of the result's
-rounding, for the output, the log-sum-exp and every gradient. Needs nothing beyond torch.
+The accuracy contract of every backend holds for the output, the log-sum-exp and every gradient. The error against the
+float64 reference is at most `BUDGET_FACTOR` times that of a plain FlashAttention in the same dtype on the same inputs
+(`diyfa.yardstick`), plus one unit of the result's rounding. This module needs nothing beyond torch.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from diyfa.reference import reference_attention
 from diyfa.yardstick import largest_scores, plain_flash_attention
 
 BUDGET_FACTOR = 2.0
-ABSOLUTE_FLOOR = 1e-20  # for results that are zero by construction, as gradients of q and k are with sm_scale = 0
-LSE_UNIT = 2.0**-20  # of the largest score of its row
-YARDSTICK_DRAWS = 16  # of nudged inputs, to learn the yardstick's error where few values leave it to chance
+ABSOLUTE_FLOOR = 1e-20  # for results that are zero by construction, such as gradients of q and k with sm_scale = 0
+LSE_UNIT = 2.0**-20  # relative to the largest score of the row
+YARDSTICK_DRAWS = 16  # draws of nudged inputs: with few values, the yardstick's error in one draw is a matter of chance
 
 
 PACKINGS = ("qkv", "kv")
@@ -38,25 +38,27 @@ PACKINGS = ("qkv", "kv")
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """One attention call in words; `make_inputs` turns it into tensors.
+    """The description of one attention call; `make_inputs` turns it into tensors.
 
-    `layout` is "bhsd", "bshd", "3d" (B·H, S, D) or "thd": sequences of `lens_q` and `lens_k` (default: `lens_q`) rows
-    packed one after another, which stand for `batch`, `seqlen_q` and `seqlen_k`; `slack` rows more, which belong to no
-    sequence, follow the last, and the maxima that the call names are larger by as much. `view` is how the tensors lie
-    in memory: "contiguous"; "transposed" (heads and sequence exchanged in memory); "packed" (slices of one QKV
-    projection); "sliced" (cut from larger buffers at odd offsets, so that nothing is aligned). With `packing` "qkv" or
-    "kv" the call takes the packed tensor itself and gives it one gradient (layouts "bshd" and "thd"). `bias` is the
-    shape of attn_bias with "b", "h", "q", "k" for the full dimensions and "1" for broadcast ones ("11qk", "qk");
-    `bias_dtype` is its dtype where it is not the case's, `bias_grad` says whether it wants a gradient. `alibi` is "h"
-    or "bh". `bias_scale` multiplies the bias, `sink_offset` is added to the sinks. Without packing, `rise` (nats) is
-    added to the scores, from nothing at the first key to all of it at the last, and each of `peaks`, which are (place,
-    nats), to those of one key: place 0 is the first key of its sequence, 1 the last. Every `peaked_rows`-th query has
-    them. `spread` multiplies all other features of q and k. `dropout_p` comes with an rng_state drawn from `seed`, with
-    `dropout_origins` one of a part of a larger problem. A `nudge` other than 0 changes every number drawn by up to 1/32
-    of itself, each `nudge` otherwise: enough for other rounding errors, of the same size. Without `lse_gradient` the
-    lse's gradient is 0, and delta is nothing but what cancels dout * v in a row with one dominant key. Memory beyond
-    `seq_lens` and beyond the last packed sequence holds NaN. `large` cases are left out where kernels run in an
-    interpreter.
+    `layout` is "bhsd", "bshd", "3d" (B·H, S, D) or "thd". With "thd", sequences of `lens_q` and `lens_k` (default:
+    `lens_q`) rows are packed one after another; they replace `batch`, `seqlen_q` and `seqlen_k`. `slack` more rows
+    follow the last sequence and belong to none; the call's max_seqlen arguments are larger by as much.
+    `view` is the memory layout: "contiguous"; "transposed" (heads and sequence exchanged in memory); "packed" (slices
+    of one QKV projection); "sliced" (cut from larger buffers at odd offsets, so that nothing is aligned). With
+    `packing` "qkv" or "kv" the call takes the packed tensor and returns one gradient for it (layouts "bshd" and "thd").
+
+    `bias` is the shape of attn_bias: "b", "h", "q", "k" for full dimensions, "1" for broadcast ones ("11qk", "qk").
+    `bias_scale` multiplies it, `bias_grad` asks for its gradient. `alibi` is "h" or "bh". `sink_offset` is added to the
+    sinks. `dropout_p` comes with an rng_state drawn from `seed`; `dropout_origins` adds origins in a larger problem.
+
+    Without packing, `rise` (nats) is added to the scores: nothing at the first key, all of it at the last. Each of
+    `peaks`, (position, nats), is added to the scores of one key: position 0 is the first key of its sequence, 1 the
+    last. Every `peaked_rows`-th query has both. `spread` multiplies all other features of q and k.
+
+    A `nudge` other than 0 changes every drawn number by up to 1/32 of itself, so that rounding errors of the same size
+    are drawn anew. Without `lse_gradient` the lse's gradient is 0; then delta cancels dout * v in a row with one
+    dominant key. Memory beyond `seq_lens` and beyond the last packed sequence holds NaN. `large` cases are left out if
+    kernels run in an interpreter.
     """
 
     name: str
@@ -93,7 +95,7 @@ class AttentionCase:
     lse_gradient: bool = True
     dropout_p: float = 0.0
     dropout_origins: bool = False
-    all_variants: bool = False  # worth running on every kernel, not only the preferred one
+    all_variants: bool = False  # to be run on every kernel, not only the preferred one
     large: bool = False
     seed: int = 0
     nudge: int = 0
@@ -113,12 +115,12 @@ class AttentionCase:
 
     @property
     def key_lens(self) -> tuple[int, ...] | None:
-        """`lens_k` with its default."""
+        """Lengths of the packed key sequences: `lens_k`, by default `lens_q`."""
         return self.lens_q if self.lens_k is None else self.lens_k
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int, int, int]:
-        """(B, H, Hk, Sq, Sk, D, Dv) with the defaults filled in; of packed sequences the longest."""
+        """(B, H, Hk, Sq, Sk, D, Dv) with the defaults filled in; Sq and Sk are the longest of packed sequences."""
         batch, seqlen_q = self.batch, self.seqlen_q
         seqlen_k = self.seqlen_q if self.seqlen_k < 0 else self.seqlen_k
         if self.lens_q is not None:
@@ -131,7 +133,7 @@ class AttentionCase:
 
     @property
     def rows(self) -> tuple[int, int, int]:
-        """Samples, query rows and key rows of the tensors: packed sequences are one sample of all their rows."""
+        """Samples, query rows and key rows of the tensors. Packed sequences are one sample with all their rows."""
         batch, _, _, seqlen_q, seqlen_k, _, _ = self.sizes
         if self.lens_q is not None:
             return 1, sum(self.lens_q) + self.slack, sum(self.key_lens or ()) + self.slack
@@ -139,9 +141,9 @@ class AttentionCase:
 
 
 class Inputs(NamedTuple):
-    """Tensors of one case. `options` are the keyword arguments of the call, the optional tensors among them.
+    """Tensors of one case. `options` are the keyword arguments of the call, including the optional tensors.
 
-    `packed` are the leaves (qkv,) or (q, kv) of a case with `packing`, of which q, k and v are then views.
+    With `packing`, `packed` are the leaves (qkv,) or (q, kv), and q, k and v are views of them.
     """
 
     q: torch.Tensor
@@ -159,7 +161,7 @@ class Inputs(NamedTuple):
 
 
 class Results(NamedTuple):
-    """What a call computes, on the CPU; None where the case has no such input."""
+    """The results of a call, on the CPU. A gradient is None if the case has no such input."""
 
     out: torch.Tensor
     lse: torch.Tensor
@@ -171,14 +173,14 @@ class Results(NamedTuple):
 
 
 def _unpacked(packed: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """(qkv,) or (q, kv) -> q, k, v; what is packed stands before the heads."""
+    """Return q, k, v from (qkv,) or (q, kv), whose packed dimension stands before the heads."""
     return (*packed[:-1], *packed[-1].unbind(-3))
 
 
 def _buffers(case: AttentionCase, random: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
-    """q, k, v, or what packs them, in memory as `case.view` says.
+    """Return q, k, v, or the tensors that pack them, with the memory layout `case.view`.
 
-    q, k and v come as (B, H, S, D), packed tensors as (B, S, parts, H, D).
+    q, k and v are (B, H, S, D), packed tensors (B, S, 2 or 3, H, D).
     """
     _, heads, heads_kv, _, _, head_dim, head_dim_v = case.sizes
     batch, seqlen_q, seqlen_k = case.rows
@@ -211,12 +213,12 @@ def _offsets(lens: tuple[int, ...]) -> torch.Tensor:
 
 
 def _shape_scores(case: AttentionCase, q: torch.Tensor, k: torch.Tensor) -> None:
-    """Give (B, H, S, D) q and k the case's `rise` and `peaks`, by one feature that queries share."""
+    """Give q and k, (B, H, S, D), the case's `rise` and `peaks`, through feature 0, which is 1 in peaked queries."""
     scale = case.head_dim**-0.5 if case.sm_scale is None else case.sm_scale
     q[..., 0] = 0.0
     q[:, :, :: case.peaked_rows, 0] = 1.0
     k[..., 0] = torch.linspace(0, case.rise / scale, k.shape[2], device="cpu")
-    first = 0  # of a packed sequence
+    first = 0  # first row of a packed sequence
     for sample, length in enumerate(case.key_lens or case.seq_lens or (k.shape[2],) * len(k)):
         keys = k[sample] if case.lens_q is None else k[0, :, first:]
         for place, nats in case.peaks if length else ():
@@ -225,9 +227,9 @@ def _shape_scores(case: AttentionCase, q: torch.Tensor, k: torch.Tensor) -> None
 
 
 def make_inputs(case: AttentionCase, device: torch.device | str = "cpu") -> Inputs:
-    """The tensors of `case`: the same values on every device, standard normal, leaves that require gradients.
+    """Make the tensors of `case`: standard normal, with the same values on every device; leaves require gradients.
 
-    Values are drawn on the CPU and only copied and viewed on `device`, so a device that cannot compute will do.
+    Values are drawn on the CPU and only copied and viewed on `device`, so the device need not be able to compute.
     """
     generator = torch.Generator().manual_seed(case.seed)
     dtype = getattr(torch, case.dtype)
@@ -251,7 +253,7 @@ def make_inputs(case: AttentionCase, device: torch.device | str = "cpu") -> Inpu
     dout = random(samples, heads, rows_q, head_dim_v)
     stat_dtype = torch.promote_types(dtype, torch.float32)
     dlse = random(samples, heads, rows_q, dtype=stat_dtype) * case.lse_gradient
-    # Beyond a sequence's end lies NaN. Packed tensors are (B, S, parts, H, D), all others have S after the heads.
+    # Rows beyond a sequence's end are NaN. Packed tensors are (B, S, 2 or 3, H, D), all others have S after the heads.
     by_row = [x if x.dim() == 5 else x.transpose(1, 2) for x in (*owners, dout, dlse)]
     for x in by_row:
         for sample, length in enumerate(case.seq_lens or ()):
@@ -307,7 +309,7 @@ def make_inputs(case: AttentionCase, device: torch.device | str = "cpu") -> Inpu
 
 
 def attention_function(case: AttentionCase, **how: Any) -> Callable[..., Any]:
-    """The function of diyfa that takes the case's `leaves` and options; `how` holds `backend` and `variant`."""
+    """Return the function of diyfa that takes the case's `leaves` and options; `how` holds `backend` and `variant`."""
     if not case.packing:
         functions: dict[str, Callable[..., Any]] = {"bshd": flash_attention_v2, VARLEN: flash_attention_varlen}
         return partial(functions.get(case.layout, flash_attention), **how)
@@ -324,7 +326,7 @@ def attention_function(case: AttentionCase, **how: Any) -> Callable[..., Any]:
 
 
 def run_case(attend: Callable[..., Any], inputs: Inputs) -> Results:
-    """`attend(*leaves, return_lse=True, **options)` and its gradients from out and lse together, copied to the CPU."""
+    """Run `attend(*leaves, return_lse=True, **options)` and its backward pass. Return the results on the CPU."""
     out, lse = attend(*inputs.leaves, return_lse=True, **inputs.options)
     learned = [x for x in GRADIENTS if x.name in inputs.options and inputs.options[x.name].requires_grad]
     gradients = torch.autograd.grad(
@@ -340,14 +342,14 @@ def run_case(attend: Callable[..., Any], inputs: Inputs) -> Results:
 
 
 def _upcast(x: Any, dtype: torch.dtype = torch.float64) -> Any:
-    """A floating-point tensor as a leaf of another dtype; anything else as it is."""
+    """Return a floating-point tensor as a leaf of another dtype, anything else unchanged."""
     if isinstance(x, torch.Tensor) and x.is_floating_point():
         return x.detach().to(dtype).requires_grad_(x.requires_grad)
     return x
 
 
 def _run_plain(compute: Callable[..., Any], case: AttentionCase, dtype: torch.dtype | None, device: str) -> Results:
-    """`compute` on `case`: every tensor in `dtype`, so that gradients come out in it too; None keeps them."""
+    """Run `compute` on `case` with every tensor in `dtype`, so that gradients have it too. None: dtypes of the case."""
     inputs = make_inputs(case, device)
     options = _plain_options(case, inputs)
     if dtype is not None:
@@ -364,20 +366,20 @@ def _run_plain(compute: Callable[..., Any], case: AttentionCase, dtype: torch.dt
 
 
 def _plain_options(case: AttentionCase, inputs: Inputs) -> dict[str, Any]:
-    """The options of a call of `reference_attention`."""
+    """Return the options of a call of `reference_attention`."""
     options = {name: value for name, value in inputs.options.items() if not name.startswith("max_seqlen")}
     return {**options, "layout": "bhsd" if case.layout == "3d" else case.layout}
 
 
 @lru_cache(maxsize=64)
 def expected_results(case: AttentionCase, device: str = "cpu") -> Results:
-    """The oracle: the reference in float64 on the case's (rounded) inputs."""
+    """Return the oracle's results: the reference in float64 on the case's rounded inputs."""
     return _run_plain(reference_attention, case, torch.float64, device)
 
 
 @lru_cache(maxsize=64)
 def yardstick_results(case: AttentionCase, device: str = "cpu") -> Results:
-    """What a plain FlashAttention gives in the case's dtype."""
+    """Return the results of a plain FlashAttention in the case's dtype."""
     return _run_plain(plain_flash_attention, case, None, device)
 
 
@@ -395,7 +397,7 @@ NO_ERROR = Error(0.0, 0.0)
 
 
 def measure_error(actual: torch.Tensor, expected: torch.Tensor) -> Error:
-    """Error of `actual`. Infinities must stand at the same places; a NaN, or a misplaced infinity, counts as inf."""
+    """Return the error of `actual`: inf if there is a NaN, or an infinity that the other tensor does not have."""
     if actual.shape != expected.shape:
         raise ValueError(f"shapes differ: {tuple(actual.shape)} and {tuple(expected.shape)}")
     if expected.numel() == 0:
@@ -415,19 +417,19 @@ def _rms(x: torch.Tensor) -> float:
 
 
 def rounding_unit(expected: torch.Tensor, dtype: torch.dtype) -> Error:
-    """What rounding each element to `dtype` costs at most: half a unit in its last place."""
+    """Return the largest error of rounding each element to `dtype`: half a unit in its last place."""
     half_ulp = 0.5 * torch.finfo(dtype).eps * expected[expected.isfinite()].abs()
     return Error(float(half_ulp.max()) if half_ulp.numel() else 0.0, _rms(half_ulp))
 
 
 def error_budget(yardstick: Error, unit: Error) -> Error:
-    """The error allowed to a kernel: `BUDGET_FACTOR` times the yardstick's and one `unit` of the result's rounding."""
+    """Return the error allowed to a kernel: `BUDGET_FACTOR` times the yardstick's, plus one `unit` of rounding."""
     return Error(*(BUDGET_FACTOR * y + u + ABSOLUTE_FLOOR for y, u in zip(yardstick, unit, strict=True)))
 
 
 @lru_cache(maxsize=64)
 def _lse_unit(case: AttentionCase, device: str) -> Error:
-    """Scores are sums of products: the log-sum-exp is held to `LSE_UNIT` of each row's largest."""
+    """Return the unit of the log-sum-exp, `LSE_UNIT` times each row's largest score: scores are sums of products."""
     inputs = make_inputs(case, device)
     options = {name: _upcast(x) for name, x in _plain_options(case, inputs).items()}
     scores = LSE_UNIT * largest_scores(*(_upcast(x) for x in inputs[:3]), **options).detach().abs()
@@ -436,12 +438,12 @@ def _lse_unit(case: AttentionCase, device: str) -> Error:
 
 
 def yardsticks(case: AttentionCase, device: str = "cpu", draws: int = YARDSTICK_DRAWS) -> dict[str, Error]:
-    """The error of a plain FlashAttention for each result of `case`: the largest of `draws` draws of rounding errors.
+    """Return the error of a plain FlashAttention for each result of `case`: the largest of `draws` draws.
 
-    The case's own inputs are the first draw, the others are nudged. In one draw of few values it may be exact by luck.
+    The case's own inputs are the first draw; the others are nudged. In one draw, few values may be exact by luck.
 
     Raises:
-        ValueError: its result is not finite where the float64 one is, so that it cannot serve as a yardstick.
+        ValueError: a result is not finite where the float64 one is, so that it cannot serve as a yardstick.
     """
     found: dict[str, Error] = {}
     for draw in range(draws):
@@ -460,7 +462,7 @@ def yardsticks(case: AttentionCase, device: str = "cpu", draws: int = YARDSTICK_
 
 
 class Check(NamedTuple):
-    """One result beside its budget; `problem` says why it cannot be compared (missing, wrong dtype or shape)."""
+    """The error of one result and its budget. `problem` says why they cannot be compared (missing, dtype, shape)."""
 
     error: Error
     budget: Error
@@ -468,7 +470,7 @@ class Check(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Error as a share of what is allowed: at most 1 when the result is within its budget."""
+        """Error divided by the allowed error: at most 1 if the result is within its budget."""
         pairs = zip(self.error, self.budget, strict=True)
         return float("inf") if self.problem else max(0.0 if e == 0 else e / b if b else float("inf") for e, b in pairs)
 
@@ -476,12 +478,12 @@ class Check(NamedTuple):
 def check_budget(
     actual: Results, case: AttentionCase, device: str = "cpu", draws: int = YARDSTICK_DRAWS
 ) -> dict[str, Check]:
-    """Every result of `case` by name, beside its error budget.
+    """Return a check of every result of `case` by name: its error and its budget.
 
-    The yardstick's error on the case's own inputs nearly always suffices; else it is looked at on nudged ones, too.
+    The yardstick's error on the case's own inputs nearly always suffices. If not, nudged inputs are computed as well.
 
-    `device` is where reference and yardstick are computed (any device with float64; big cases are faster on a GPU),
-    `draws` how many inputs tell the yardstick's error at most.
+    `device` computes the reference and the yardstick (any device with float64; big cases are faster on a GPU). `draws`
+    is the largest number of inputs on which the yardstick's error is measured.
     """
     expected, yardstick = expected_results(case, device), yardstick_results(case, device)
     infinite = Error(float("inf"), float("inf"))
@@ -509,7 +511,7 @@ def check_budget(
 def assert_within_budget(
     actual: Results, case: AttentionCase, device: str = "cpu", draws: int = YARDSTICK_DRAWS
 ) -> None:
-    """Every result of `case` is within its error budget (`check_budget`); AssertionError lists those that are not."""
+    """Assert that each result of `case` is within its error budget (`check_budget`). The error lists the others."""
     failures = []
     for name, check in check_budget(actual, case, device, draws).items():
         error, budget = check.error, check.budget
@@ -531,8 +533,9 @@ def assert_within_budget(
 def _compare(
     what: str, actual: torch.Tensor, expected: torch.Tensor, tolerances: tuple[float, float], verbose: bool
 ) -> tuple[bool, float]:
-    """(allclose, largest difference) of a result and the float64 one. Tolerances are at least one rounding unit of the
-    result's dtype, below which no implementation in that dtype can be held."""
+    """Return (allclose, largest difference) of a result and the float64 one.
+
+    Tolerances are at least one rounding unit of the result's dtype: no implementation can be closer in that dtype."""
     if actual.shape != expected.shape:
         raise ValueError(f"{what}: the function returned shape {tuple(actual.shape)}, not {tuple(expected.shape)}")
     eps = torch.finfo(actual.dtype).eps
@@ -547,7 +550,7 @@ def _compare(
 
 
 def _reference_device(device: torch.device | str) -> torch.device:
-    """Where float64 is computed: on a CUDA device itself, else on the CPU (NPUs have no float64 products)."""
+    """Return the device that computes float64: a CUDA device itself, else the CPU (NPUs have no float64 products)."""
     device = torch.device(device)
     return device if device.type == "cuda" else torch.device("cpu")
 
@@ -565,8 +568,8 @@ def validate_matmul(
 ) -> tuple[bool, float]:
     """Compare `triton_fn(a, b)` on random (m, k) and (k, n) matrices with PyTorch's product in float64.
 
-    Tolerances are at least one rounding unit of the result's dtype. `device` is the accelerator that is here, else the
-    CPU, unless another is named. On the CPU pass a function that asks for the CPU backend:
+    Tolerances are at least one rounding unit of the result's dtype. The default `device` is this machine's accelerator,
+    else the CPU. On the CPU pass a function that asks for the CPU backend:
     `lambda a, b: triton_matmul(a, b, backend="cpu")`.
 
     Returns:
@@ -581,7 +584,7 @@ def validate_matmul(
     b = torch.randn((k, n), generator=generator, device="cpu").to(dtype)
     where = _reference_device(device)
     actual = triton_fn(a.to(device), b.to(device))
-    # float32 inputs are computed in float16 unless asked otherwise: then the rounded inputs are what is multiplied.
+    # float32 inputs are multiplied in float16 by default, so the expected product is that of the rounded inputs.
     a, b = (x.to(actual.dtype) if x.dtype == torch.float32 else x for x in (a, b))
     expected = a.to(where).double() @ b.to(where).double()
     return _compare(f"matmul {m}x{n}x{k} {dtype} on {device}", actual, expected, (rtol, atol), verbose)
@@ -602,9 +605,9 @@ def validate_attention(
 ) -> tuple[bool, float]:
     """Compare `flash_fn(q, k, v, causal=causal)` on random (B, H, S, D) tensors with PyTorch's attention in float64.
 
-    Tolerances are at least one rounding unit of the result's dtype. `device` is the accelerator that is here, else the
-    CPU, unless another is named. On the CPU pass a function that asks for the CPU backend, or
-    call this inside `diyfa.use_backend("cpu")`.
+    Tolerances are at least one rounding unit of the result's dtype. The default `device` is this machine's accelerator,
+    else the CPU. On the CPU pass a function that asks for the CPU backend, or call this inside
+    `diyfa.use_backend("cpu")`.
 
     Returns:
         (whether it agrees, the largest absolute difference).

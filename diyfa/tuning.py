@@ -1,9 +1,9 @@
-"""The autotuner's bookkeeping: which of a kernel's candidate tiles is fastest, measured once for a bucket of problems.
+"""The autotuner's bookkeeping: it measures once, for each bucket of problems, which candidate tile is fastest.
 
-A backend derives its tuner from `Tuner`: it says how a run is timed, on which device, and which errors mean that a tile
-does not compile. `best` answers from a dict in this process, then from a file that all processes share, and only then
-measures. The file holds the rows of one device model under one set of versions, so that an upgrade starts afresh. Where
-nothing can be measured (no device, interpreter, graph capture) or tuning is off, it answers the default.
+A backend derives its tuner from `Tuner`. It defines how a run is timed, on which device, and which errors mean that a
+tile does not compile. `best` looks in a dict of this process, then in a file that all processes share, and only then
+measures. A file holds the rows of one device model under one set of versions, so that an upgrade starts afresh. If
+nothing can be measured (no device, interpreter, graph capture) or tuning is off, `best` returns the default.
 
 Switches: the environment variable DIYFA_AUTOTUNE=0, or `enabled`. DIYFA_CACHE_DIR moves the file.
 """
@@ -31,7 +31,7 @@ from diyfa.problem import TriedTile, TunedTile
 
 try:
     import fcntl
-except ImportError:  # Windows: files stay whole (os.replace), but two processes writing at once may lose a row
+except ImportError:  # Windows: files stay whole (os.replace), but two processes that write at once may lose a row
     fcntl = None  # type: ignore[assignment]
 
 log = logging.getLogger(__name__)
@@ -39,22 +39,21 @@ Config = TypeVar("Config")  # a frozen dataclass of plain values
 Rows = dict[str, dict[str, dict[str, Any]]]  # kernel -> bucket -> {"config", "ms", "measured"}
 ROW = {"config", "ms", "measured"}
 FILE_FORMAT = 1
-ROUNDS = 3  # every candidate is measured so often, in turns, so that a drifting clock meets them all alike
-# How much faster than the default a candidate must be. The defaults come from long measurements over many sizes; the
-# same kernel timed twice differs by up to 5 % on an H200, whose clock follows its power.
+ROUNDS = 3  # each round measures every candidate once, so that a drifting clock affects all of them equally
+# A candidate must be faster than the default by this share of its time. The defaults come from long measurements over
+# many sizes. Two short measurements of one kernel differ by up to 5 % on an H200, whose clock follows its power.
 MARGIN = 0.05
 NO_FOLDER = "there is no home folder to keep results in: DIYFA_CACHE_DIR names another folder"
-MOST_REMEMBERED = 4096  # buckets of which a process remembers the tile, and as many that nothing is kept for
+MOST_REMEMBERED = 4096  # entries of `Tuner._known` and of `Tuner._unmeasured`: buckets with and without a tile
 
 
 def bucket_size(n: int) -> int:
-    """The size class of a length: the next power of two, at least 1."""
+    """Return the size class of a length: the next power of two, at least 1."""
     return 1 << (max(n, 1) - 1).bit_length()
 
 
 def home_folder() -> Path | None:
-    """The user's home folder. None where neither HOME nor the system's list of users tells one, as in a container that
-    runs under a bare number."""
+    """Return the user's home folder, or None if it is unknown, as in a container that runs under a bare user number."""
     try:
         return Path.home()
     except RuntimeError:
@@ -62,7 +61,7 @@ def home_folder() -> Path | None:
 
 
 def user_cache() -> Path | None:
-    """Folder `diyfa` in the user's cache folder; None without a home."""
+    """Return the folder `diyfa` in the user's cache folder, or None without a home."""
     base = os.environ.get("LOCALAPPDATA") if os.name == "nt" else os.environ.get("XDG_CACHE_HOME")
     if base:
         return Path(base) / "diyfa"
@@ -71,7 +70,7 @@ def user_cache() -> Path | None:
 
 
 def cache_dir(name: str = "tune") -> Path | None:
-    """Folder `name` in DIYFA_CACHE_DIR or `user_cache()`, by default that of the tuning files; None without either."""
+    """Return folder `name` ("tune": tuning files) in DIYFA_CACHE_DIR or `user_cache()`, or None without either."""
     explicit = os.environ.get("DIYFA_CACHE_DIR")
     base = Path(explicit) if explicit else user_cache()
     return base and base / name
@@ -85,7 +84,7 @@ def diyfa_version() -> str:
 
 
 def _is_row(row: Any) -> bool:
-    """Whether an entry of a file is a row as `Tuner` writes it: a plain tile, a finite time and a date."""
+    """Return whether an entry of a file is a row as `Tuner` writes it: a plain tile, a finite time and a date."""
     return (
         isinstance(row, dict)
         and row.keys() >= ROW
@@ -98,7 +97,7 @@ def _is_row(row: Any) -> bool:
 
 
 class TuneFile:
-    """Rows of one `identity`, shared by processes: read whole, replaced whole, merged under a lock."""
+    """The file with the rows of one `identity`. Processes share it: read and replaced whole, merged under a lock."""
 
     def __init__(self, folder: Path, versions: dict[str, str]) -> None:
         self.versions = versions
@@ -106,9 +105,9 @@ class TuneFile:
         self.path = folder / f"{stem}.json"
 
     def read(self) -> Rows:
-        """The rows on disk; none when there is no file, or it is not one of ours."""
+        """Return the rows on disk: none if the file is absent, unreadable, or not one of ours."""
         try:
-            if not stat.S_ISREG(self.path.stat().st_mode):  # reading a pipe would wait for a writer
+            if not stat.S_ISREG(self.path.stat().st_mode):  # a read from a pipe would wait for a writer
                 raise OSError("it is no regular file")
             text = self.path.read_text(encoding="utf-8")
         except FileNotFoundError:
@@ -129,17 +128,17 @@ class TuneFile:
             return {}
 
     def unwritable(self) -> str | None:
-        """Why nothing can be kept, or None."""
+        """Return why the folder cannot be written, or None if it can."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.path.parent) as f:
-                f.write(bytes(4096))  # a full disk still takes empty files
+                f.write(bytes(4096))  # a full disk still accepts empty files
         except OSError as error:
             return f"{self.path.parent} cannot be written ({error.strerror}): DIYFA_CACHE_DIR names another folder"
         return None
 
     def add(self, kernel: str, bucket: str, row: dict[str, Any]) -> None:
-        """Add or replace one row, keeping those that other processes wrote meanwhile."""
+        """Add or replace one row. Rows that other processes have written meanwhile stay."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self._locked():
             rows = self.read()
@@ -155,18 +154,18 @@ class TuneFile:
                 raise
 
     def clear(self) -> int:
-        """Remove the file; returns how many rows it had."""
+        """Remove the file. Return how many rows it had."""
         if not self.path.parent.is_dir():
             return 0
         with self._locked():
             count = sum(len(rows) for rows in self.read().values())
-            if not self.path.is_dir():  # a folder of that name has no rows, and is not ours to remove
+            if not self.path.is_dir():  # a folder of that name is not ours to remove
                 self.path.unlink(missing_ok=True)
         return count
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        # A file of its own: the data file is replaced, and a lock on a replaced file locks nothing.
+        # The lock is another file, because writers replace the data file and a lock on a replaced file locks nothing.
         with open(self.path.with_suffix(".lock"), "w") as f:
             if fcntl is not None:
                 fcntl.flock(f, fcntl.LOCK_EX)
@@ -174,45 +173,47 @@ class TuneFile:
 
 
 class Tuner:
-    """State of the autotuner of one process (`diyfa.problem.Tuning`). A backend's own derives from it and says what
-    `_device`, `_identity`, `_cannot_run` and perhaps `_may_measure` are. `timer` measures a call in milliseconds.
+    """The autotuner of one process (`diyfa.problem.Tuning`).
+
+    A backend's tuner derives from it and defines `_device`, `_identity`, `_cannot_run` and perhaps `_may_measure`.
+    `timer` measures a call in milliseconds.
     """
 
-    measures_unasked = True  # whether a call measures its problem when it first comes, or only inside `measuring()`
+    measures_unasked = True  # True: the first call of a problem measures it. False: only calls inside `measuring()` do.
     device_needed = "there is no device to measure on"
 
     def __init__(self, timer: Callable[[Callable[[], None]], float], rounds: int = ROUNDS) -> None:
         self._timer, self._rounds = timer, rounds
         self._known: dict[tuple[int, str, Hashable], Any] = {}
-        self._unmeasured: set[tuple[int, str, Hashable]] = set()  # where `best` answers the default, and is not to ask
+        self._unmeasured: set[tuple[int, str, Hashable]] = set()  # the file has no row: `best` returns the default
         self._renew_lock()
         self.enabled = os.environ.get("DIYFA_AUTOTUNE", "1") != "0"
         self._asked = self.measures_unasked
-        self.recording = False  # launches are recorded: what `best` would measure is run once, and not timed
+        self.recording = False  # launches are recorded: `best` runs what it would measure once, untimed
         self._watch: Callable[[TriedTile], None] = lambda tried: None
         self._without: Sequence[dict[str, Any]] = ()
-        self.cleared = 0  # how often
-        if hasattr(os, "register_at_fork"):  # a lock held by another thread at the fork would never be released
+        self.cleared = 0  # calls of `clear`
+        if hasattr(os, "register_at_fork"):  # a lock that another thread holds at the fork would never be released
             os.register_at_fork(after_in_child=self._renew_lock)
 
     def _renew_lock(self) -> None:
-        # Re-entrant: a candidate's run may itself launch a tuned kernel.
+        # Re-entrant, because a candidate's run may launch a tuned kernel.
         self._lock = threading.RLock()
 
     def _device(self) -> tuple[int, str] | None:
-        """(index, model) of the current device, None where nothing can be measured. On the path of every call."""
+        """Return (index, model) of the current device, or None if nothing can be measured. Every call runs this."""
         raise NotImplementedError
 
     def _identity(self, device_name: str) -> dict[str, str]:
-        """What a measurement depends on besides the problem: one cache file for each distinct value."""
+        """Return all that a measurement depends on besides the problem. Each distinct value has its own file."""
         raise NotImplementedError
 
     def _cannot_run(self, error: Exception) -> bool:
-        """Whether `error` says that this tile does not compile or does not fit, rather than that something is wrong."""
+        """Return whether `error` only means that this tile does not compile or does not fit."""
         raise NotImplementedError
 
     def _may_measure(self) -> bool:
-        """Whether kernels may be launched and timed now."""
+        """Return whether kernels may be launched and timed now."""
         return True
 
     def best(
@@ -223,19 +224,19 @@ class Tuner:
         run: Callable[[Config], None],
         default: Config,
     ) -> Config:
-        """The fastest of `candidates` and `default` for a bucket of problems.
+        """Return the fastest of `candidates` and `default` for a bucket of problems.
 
         Args:
-            kernel: name under which results are kept.
+            kernel: name under which results are stored.
             bucket: everything the choice depends on besides the device: plain values with a stable `repr`.
             candidates: frozen dataclasses of plain values.
             run: launches the kernel once with a config, on the current device and stream. It is called many times, so
-                it must give the same result each time; output buffers may be overwritten.
-            default: what to use when nothing may be measured; always among those measured.
+                it must give the same result each time. It may overwrite output buffers.
+            default: the config to use if nothing may be measured. It is always measured with the candidates.
 
         Returns:
-            The config. While nothing may be measured, one that was measured before, else `default`. A candidate that
-            does not compile or fit is left out; any other error of `run` is raised.
+            The config. While nothing may be measured, an earlier result, else `default`. A candidate that does not
+            compile or fit is left out. Any other error of `run` is raised.
         """
         if not self.enabled:
             return default
@@ -272,25 +273,24 @@ class Tuner:
                     return default
                 config = self._measure(file, kernel, bucket, candidates, run, default)
             if len(self._known) >= MOST_REMEMBERED:
-                self._known.clear()  # the file still has them
+                self._known.clear()  # the file still has the rows
             self._known[key] = config
             return config
 
     def is_settled(self, kernel: str, bucket: Hashable) -> bool:
-        """Whether `best` will answer the same again without measuring, while `state` stays."""
+        """Return whether `best` will return the same config without measuring, as long as `state` does not change."""
         device = self._device() if self.enabled else None
         return device is None or (device[0], kernel, bucket) in self._known
 
     def state(self) -> tuple[bool, int]:
-        """Whether `best` looks for anything but the default, and how often results were cleared: equal while answers
-        hold."""
+        """Return (whether tuning is on, how often results were cleared). Results of `best` hold while this is equal."""
         return self.enabled, self.cleared
 
     @contextmanager
     def measuring(
         self, watch: Callable[[TriedTile], None] | None = None, without: Sequence[dict[str, Any]] = ()
     ) -> Iterator[None]:
-        """See `diyfa.problem.Tuning.measuring`."""
+        """Measure problems inside the block; see `diyfa.problem.Tuning.measuring`."""
         previous = self._asked, self._watch, self._without
         self._asked, self._watch, self._without = True, watch or self._watch, without
         try:
@@ -300,7 +300,7 @@ class Tuner:
             self._unmeasured.clear()
 
     def unavailable(self) -> str | None:
-        """Why `best` answers the default now, or nothing that it measures is kept; or None."""
+        """Return why `best` only returns the default now or cannot store what it measures, or None."""
         if not self.enabled:
             return "tuning is off (DIYFA_AUTOTUNE=0)"
         device = self._device()
@@ -310,7 +310,7 @@ class Tuner:
         return NO_FOLDER if file is None else file.unwritable()
 
     def stored(self) -> list[TunedTile]:
-        """The rows on disk for the current device and these versions."""
+        """Return the rows on disk for the current device and these versions."""
         device = self._device()
         file = device and self._file(device)
         if file is None:
@@ -322,7 +322,7 @@ class Tuner:
         ]
 
     def clear(self) -> int:
-        """Forget the rows of the current device and these versions; returns how many were on disk."""
+        """Remove the rows of the current device and these versions. Return how many were on disk."""
         device = self._device()
         if device is None:
             return 0
@@ -334,7 +334,7 @@ class Tuner:
             return 0 if file is None else file.clear()
 
     def _file(self, device: tuple[int, str]) -> TuneFile | None:
-        """The file of this device; None where there is no folder to keep it in."""
+        """Return the file of this device, or None if there is no folder for it."""
         folder = cache_dir()
         return None if folder is None else TuneFile(folder, self._identity(device[1]))
 
@@ -343,7 +343,7 @@ class Tuner:
         row = None if file is None else file.read().get(kernel, {}).get(repr(bucket))
         if row is None:
             return None
-        # A row that is no longer among the candidates was measured against another table.
+        # A row that is not among the candidates comes from an earlier table of tiles.
         return next((c for c in candidates if asdict(c) == row["config"]), None)  # type: ignore[call-overload]
 
     def _measure(
@@ -377,8 +377,8 @@ class Tuner:
             log.warning("%s %r: none of %d candidates could run", kernel, bucket, len(candidates))
             return default
         ms, index = min(times)
-        default_ms = next((t for t, i in times if candidates[i] == default), None)  # it, too, may not run
-        if default_ms is not None and ms > default_ms * (1 - MARGIN):  # a tie, as far as a short measurement can tell
+        default_ms = next((t for t, i in times if candidates[i] == default), None)  # None: it did not run
+        if default_ms is not None and ms > default_ms * (1 - MARGIN):  # too close for a short measurement to tell
             ms, index = default_ms, candidates.index(default)
         chosen = candidates[index]
         log.info("%s %r: %r takes %.4f ms, the fastest of %d", kernel, bucket, chosen, ms, len(times))

@@ -1,4 +1,4 @@
-"""Names and versions of what figures depend on."""
+"""Names and versions of the software and the device that measured figures depend on."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ VERSIONED = ("torch", "triton", "triton-ascend", "torch_npu", "ascendnpu-ir")
 
 
 def versions() -> dict[str, str]:
-    """Installed versions of diyfa and of what its figures depend on; what is absent is left out."""
+    """Return the installed versions of diyfa and of the packages its figures depend on, without absent ones."""
     found = {"diyfa": diyfa.__version__, "python": platform.python_version()}
     found |= {name: there for name in VERSIONED if (there := installed_version(name)) is not None}
-    found["torch"] = torch.__version__  # with the build's suffix
+    found["torch"] = torch.__version__  # has the build's suffix, such as +cpu
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda
     return found
 
 
 def device_name(device: torch.device) -> str:
-    """Name of the device as its maker gives it."""
+    """Return the device's product name."""
     if device.type == "cpu":
         return cpu_name()
     return getattr(torch, device.type).get_device_name(device)
 
 
 def cpu_name() -> str:
-    """Model name of the processor, with the number of threads that PyTorch uses."""
+    """Return the model name of the processor, with the number of threads that PyTorch uses."""
     name = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():

@@ -1,11 +1,12 @@
-"""`plain_flash_attention`: FlashAttention-2 in plain PyTorch, as exact as the inputs' dtype lets it be and no more.
+"""`plain_flash_attention`: FlashAttention-2 in plain PyTorch, with the rounding of the inputs' dtype.
 
-The error budget of every kernel (`diyfa.testing`) is measured with it: Dao 2023, arXiv:2307.08691, algorithms 1 and 2,
-with the arithmetic of the CUDA kernels that PyTorch ships. Scores, statistics and sums are float32 (float64 for such
-inputs), exponentials are powers of two, and the maximum runs over blocks of keys. The weights are rounded to the
-inputs' dtype before they multiply v, and so are P and dS before the products of the backward pass, which forms P anew
-from the saved log-sum-exp and from scores that are summed in another order (there they lie transposed), and delta from
-the rounded output. Every result is rounded once. The score matrix lies in memory as a whole: this is for tests.
+It measures the error budget of every kernel (`diyfa.testing`). The algorithms are 1 and 2 of Dao 2023,
+arXiv:2307.08691, with the arithmetic of the CUDA kernels that PyTorch ships. Scores, statistics and sums are float32
+(float64 for such inputs), exponentials are powers of two, and the maximum runs over blocks of keys. The weights are
+rounded to the inputs' dtype before they multiply v; P and dS are rounded before the products of the backward pass. That
+pass recomputes P from the saved log-sum-exp and from scores that are summed in another order (transposed in the CUDA
+kernels), and delta from the rounded output. Every result is rounded once. The whole score matrix is in memory: this is
+for tests.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ BLOCK_N = 64
 
 
 class _Call(NamedTuple):
-    """What has no gradient. `visible`, `keep` and `alibi` (in nats) broadcast to (B, H, Sq, Sk)."""
+    """Arguments without a gradient. `visible`, `keep` and `alibi` (in nats) broadcast to (B, H, Sq, Sk)."""
 
     scale: float
     softcap: float
@@ -37,7 +38,7 @@ class _Call(NamedTuple):
 def _scores_log2(
     q: torch.Tensor, k: torch.Tensor, bias: torch.Tensor | None, call: _Call
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Scores in units of log2, -inf where unseen, and the tanh of the softcap, which its gradient needs."""
+    """Return the scores in units of log2, -inf where unseen, and the tanh of the softcap for its gradient, or None."""
     s, tanh = q @ k.mT, None
     if call.softcap:
         tanh = torch.tanh(s * (call.scale / call.softcap))
@@ -57,7 +58,10 @@ def _update(
     l: torch.Tensor,  # noqa: E741
     acc: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The weights of a block of scores, and maximum, sum and accumulator once it has been seen."""
+    """Return the weights of a block of scores, and the maximum, sum and accumulator, rescaled to include it.
+
+    The accumulator is rescaled only: the caller adds the weighted values.
+    """
     m_new = torch.maximum(m, s.amax(-1, keepdim=True))
     finite_m = m_new.masked_fill(m_new == -_INF, 0.0)
     p, alpha = torch.exp2(s - finite_m), torch.exp2(m - finite_m)
@@ -105,7 +109,7 @@ class _FlashAttention(torch.autograd.Function):
 
         scores, tanh = _scores_log2(q_w.flip(-1), k_w.flip(-1), bias, call)
         p = torch.exp2(scores - (lse * LOG2E)[..., None])
-        # A pass of its own in FlashAttention, whose sums come in another order than those of dp.
+        # FlashAttention computes delta in its own pass, where sums have another order than those of dp.
         delta = torch.einsum("bhsd,bhsd->bhs", out.to(wide).flip(-1), dout.flip(-1)) - dlse
         kept, dp = p, dout @ v_w.mT
         if call.keep is not None:
@@ -127,7 +131,7 @@ class _FlashAttention(torch.autograd.Function):
 def _prepared(
     q, k, v, lengths: Lengths, options: AttentionOptions, keep: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, _Call]:
-    """q, k and v with zeros beyond the sequences' ends, which queries exist, and the rest of the call."""
+    """Return q, k and v with zeros beyond the sequences' ends, the mask of valid queries, and the rest of the call."""
     window, seq_lens, alibi_slopes = (options.window_left, options.window_right), lengths.seq_lens, options.alibi_slopes
     batch, heads, seqlen_q, _ = q.shape
     seqlen_k, wide = k.shape[2], torch.promote_types(q.dtype, torch.float32)
@@ -161,11 +165,11 @@ def _row_maxima(q, k, v, lengths: Lengths, options: AttentionOptions, keep: torc
 def plain_flash_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: bool = False, **options: Any
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """FlashAttention in q's dtype; arguments and results as of `diyfa.reference_attention`."""
+    """Compute FlashAttention in q's dtype. Arguments and results are those of `diyfa.reference_attention`."""
     out, lse = attention_by(_attend, q, k, v, **options)
     return (out, lse) if return_lse else out
 
 
 def largest_scores(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
-    """The largest score of each row, its sink included, shaped like the lse; not finite where it sees none."""
+    """Return the largest score of each row, its sink included, shaped like the lse; not finite if it has neither."""
     return attention_by(_row_maxima, q, k, v, **options)[1]

@@ -1,7 +1,7 @@
-"""The CPU backend: the same tiled algorithms in plain PyTorch. It runs when asked for by name.
+"""The CPU backend: the tiled algorithms of the other backends in plain PyTorch. It runs when named.
 
-It is the executable description of the schedules (read `fwd.py` and `bwd.py` beside a Triton kernel), the backend that
-works everywhere, and with O(S) memory good enough to train a small model on a laptop.
+It is the executable description of the schedules (read `fwd.py` and `bwd.py` beside a Triton kernel). It works
+everywhere, and with O(S) memory it can train a small model on a laptop.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 def _runs_everything(problem: AttentionProblem) -> None:
-    """The CPU backend has every feature: the tests of `diyfa.features` hold it to that."""
+    """Return None: the CPU backend has every feature, as the tests of `diyfa.features` check."""
 
 
 def _forward_unsupported(problem: AttentionProblem) -> str | None:

@@ -20,7 +20,7 @@ from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors
 
 
 def _delta(call: Call, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None):
-    """rowsum(dout * out) - dlse, [B, H, Sq]; 0 for rows without a key, even where dout or dlse is NaN."""
+    """Return rowsum(dout * out) - dlse, [B, H, Sq]. It is 0 for rows without a key, even if dout or dlse is NaN."""
     out, dout = as_bhsd(out, call.problem.layout), as_bhsd(dout, call.problem.layout)
     delta = torch.einsum("bhsd,bhsd->bhs", out.to(call.dtype), dout.to(call.dtype))
     if dlse is not None:
@@ -48,7 +48,7 @@ def _backward(
     dlse: torch.Tensor | None,
     gradients: AttentionGradients,
 ) -> dict[str, torch.Tensor]:
-    """Fill the gradients of one call, except those in `PER_HEAD`, which are returned unrounded."""
+    """Fill the gradients of one call, except those in `PER_HEAD`. Return these unrounded."""
     problem, tensors, config = call.problem, call.tensors, attention_config(call.problem)
     dq_rows, dk_rows, dv_rows = (as_bhsd(x, problem.layout) for x in gradients[:3])
     dq_acc = torch.zeros(call.q.shape, dtype=call.dtype, device="cpu")  # [B, Hk, G, Sq, D]
@@ -81,7 +81,7 @@ def _backward(
             if kept is not None:
                 dp.mul_(call.keep_scale).masked_fill_(~kept, 0.0)
             ds = dp.sub_(delta_rows[:, :, :, m0:m1].flatten(2, 3).unsqueeze(-1)).mul_(p)
-            if seen is not None:  # p is 0 there, but NaN in a row whose lse is NaN
+            if seen is not None:  # p of hidden keys is 0, but NaN in a row whose lse is NaN
                 for x in (p, ds):
                     call.per_head(x).masked_fill_(~seen, 0.0)
             if dbias is not None:
@@ -103,7 +103,7 @@ def _backward(
     if gradients.dsinks is not None:
         assert tensors.sinks is not None
         sink_weight = torch.exp(tensors.sinks.to(call.dtype)[None, :, None] - lse)
-        sink_weight.masked_fill_(lse == INF, 0.0)  # a row without a key: an infinite sink would leave inf - inf
+        sink_weight.masked_fill_(lse == INF, 0.0)  # rows without a key: an infinite sink gives inf - inf
         per_head["dsinks"] = -(sink_weight * delta).sum((0, 2))
     return per_head
 
@@ -118,7 +118,7 @@ def backward(
     dlse: torch.Tensor | None,
     gradients: AttentionGradients,
 ) -> None:
-    """Fill the gradients of q, k and v, and those of optional tensors that are asked for."""
+    """Fill the gradients of q, k and v, and the requested ones of optional tensors."""
     per_head: dict[str, torch.Tensor] = {}
     if not problem.varlen:
         per_head = _backward(Call(problem, tensors), out, lse, dout, dlse, gradients)

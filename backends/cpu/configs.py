@@ -1,8 +1,7 @@
 """Tile sizes of the CPU backend.
 
-One tile pair is one `torch.matmul` over all batches and heads, so the interpreter's cost for each step is shared by
-batch · heads · BLOCK_M · BLOCK_N scores; the more batch and heads there are, the smaller the tile that amortises it
-and still fits the cache.
+One tile pair is one `torch.matmul` over all batches and heads, so batch · heads · BLOCK_M · BLOCK_N scores share the
+interpreter's cost for a step. With more samples and heads, a smaller tile amortises that cost and still fits the cache.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from diyfa.problem import AttentionProblem, MatmulProblem
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """Rows of queries and of keys in one tile."""
+    """Queries (block_m) and keys (block_n) of one tile."""
 
     block_m: int
     block_n: int
@@ -29,8 +28,8 @@ class MatmulConfig:
     block_k: int
 
 
-# (most batch · heads the row is for, tile). Forward and backward, causal, float32, D = 64, on two busy x86 cores,
-# 2026-11-21, best of six in ms for square tiles of 128 / 256 / 512 rows (differences below a tenth are noise there):
+# (largest batch · heads of the row, tile). Forward and backward, causal, float32, D = 64, on two busy x86 cores,
+# 2026-11-21, best of six in ms for square tiles of 128 / 256 / 512 rows (differences below a tenth are noise):
 ATTENTION: tuple[tuple[float, AttentionConfig], ...] = (
     (32, AttentionConfig(256, 256)),  # B·H = 4, S = 2048: 2642 / 2487 / 2958; B·H = 32, S = 512: 1564 / 1305 / 1271
     (float("inf"), AttentionConfig(128, 128)),  # B·H = 128, S = 256: 405 / 481 / 607
@@ -39,11 +38,11 @@ MATMUL = MatmulConfig(512, 512, 512)
 
 
 def attention_config(problem: AttentionProblem) -> AttentionConfig:
-    """The tile for `problem`."""
+    """Return the tile for `problem`."""
     units = problem.batch * problem.heads_q
     return next(config for most, config in ATTENTION if units <= most)
 
 
 def matmul_config(problem: MatmulProblem) -> MatmulConfig:
-    """The tile asked for, else the table's."""
+    """Return the requested tile, else the default."""
     return MatmulConfig(*problem.block) if problem.block else MATMUL

@@ -1,7 +1,7 @@
-"""Attention forward in tiles: FlashAttention-2 ("v2") and FlashAttention ("v1"). O(S) memory beside the output.
+"""Attention forward in tiles: FlashAttention-2 ("v2") and FlashAttention ("v1"). O(S) memory besides the output.
 
-Both keep, for each query row, the running maximum m and the running sum l of exp(s - m), and turn the scores of one
-tile at a time into weights ("online softmax", Milakov & Gimelshein 2018, arXiv:1805.02867).
+For each query row, both update a running maximum m and a running sum l of exp(s - m), and turn the scores of one tile
+at a time into weights ("online softmax", Milakov & Gimelshein 2018, arXiv:1805.02867).
 
 * v2: Dao 2023, arXiv:2307.08691, algorithm 1. Query blocks outermost; the accumulator stays unnormalised and is
   divided by l once, at the end.
@@ -25,12 +25,12 @@ from diyfa.problem import AttentionProblem, AttentionTensors, as_bhsd
 
 
 def _rows(call: Call, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse as [B, Hk, G, Sq, ...] views."""
+    """Return out and lse as [B, Hk, G, Sq, ...] views."""
     return call.grouped(as_bhsd(out, call.problem.layout)), call.grouped(lse)
 
 
 def _initial_statistics(call: Call, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """m and l, [B, Hk, G * rows, 1] each, before the first key."""
+    """Return m and l before the first key, [B, Hk, G * rows, 1] each."""
     shape = (call.problem.batch, call.problem.heads_kv, call.group * rows, 1)
     return torch.full(shape, -INF, dtype=call.dtype, device="cpu"), torch.zeros(shape, dtype=call.dtype, device="cpu")
 
@@ -65,7 +65,7 @@ def _log_sum_exp(m: torch.Tensor, l: torch.Tensor) -> torch.Tensor:  # noqa: E74
 
 
 def _end_sequences(call: Call, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """Set out to 0 and lse to +inf beyond each sequence's end; without a sink they are so already."""
+    """Set out to 0 and lse to +inf beyond each sequence's end. Without a sink they have these values already."""
     if call.sink_rows is not None and call.tensors.seq_lens is not None:
         beyond = torch.arange(call.problem.seqlen_q, device="cpu") >= call.visibility.len_q[:, 0, 0]  # [B, Sq]
         lse.masked_fill_(beyond[:, None], INF)
@@ -73,7 +73,7 @@ def _end_sequences(call: Call, out: torch.Tensor, lse: torch.Tensor) -> None:
 
 
 def _weighted_values(call: Call, p: torch.Tensor, m0: int, m1: int, n0: int, n1: int) -> torch.Tensor:
-    """The contribution of a tile to the output: p @ v, with dropout applied to p."""
+    """Return the contribution of a tile to the output: p @ v, with dropout applied to p."""
     kept = call.kept(m0, m1, n0, n1)
     if kept is not None:
         p = p.masked_fill(~kept, 0.0).mul_(call.keep_scale)
@@ -97,7 +97,7 @@ def _forward_v2(call: Call, out: torch.Tensor, lse: torch.Tensor) -> None:
             l = l * alpha + p.sum(-1, keepdim=True)  # noqa: E741
             acc = acc * alpha + _weighted_values(call, p, m0, m1, n0, n1)
         m, l, at_end = _add_sink(call, m, l)  # noqa: E741
-        o = torch.where(l == 0, 0.0, acc * at_end / l)  # a row without a key: 0, even where a hidden value is NaN
+        o = torch.where(l == 0, 0.0, acc * at_end / l)  # a row without a key: 0, even if a hidden value is NaN
         out_rows[:, :, :, m0:m1] = o.unflatten(2, (call.group, -1))
         lse_rows[:, :, :, m0:m1] = _log_sum_exp(m, l).squeeze(-1).unflatten(2, (call.group, -1))
     _end_sequences(call, out, lse)
@@ -107,7 +107,7 @@ def _forward_v1(call: Call, out: torch.Tensor, lse: torch.Tensor) -> None:
     problem, config = call.problem, attention_config(call.problem)
     out_rows, lse_rows = _rows(call, out, lse)
     blocks = [(m0, min(m0 + config.block_m, problem.seqlen_q)) for m0 in range(0, problem.seqlen_q, config.block_m)]
-    # For each query block, in HBM in the paper: the normalised output so far, m and l.
+    # For each query block the normalised output so far, m and l; in the paper they lie in HBM.
     state = []
     for m0, m1 in blocks:
         m, l = _initial_statistics(call, m1 - m0)  # noqa: E741
@@ -153,11 +153,11 @@ def _forward(
 
 @without_autocast
 def forward_v2(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """Fill out and lse, query blocks outermost."""
+    """Fill out and lse with query blocks outermost."""
     _forward(_forward_v2, problem, tensors, out, lse)
 
 
 @without_autocast
 def forward_v1(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """Fill out and lse, key/value blocks outermost."""
+    """Fill out and lse with key/value blocks outermost."""
     _forward(_forward_v1, problem, tensors, out, lse)

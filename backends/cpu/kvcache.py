@@ -1,13 +1,14 @@
-"""Attention over a cache of keys: append, split-KV forward, and how its parts are merged.
+"""Attention over a cache of keys: append, split-KV forward, and the merge of partial results.
 
 Split-KV (Flash-Decoding, Dao et al. 2023): few queries meet many keys, so the keys of a sequence are divided into
-splits that can be computed side by side. Each split runs FlashAttention-2's online softmax over its chunks of keys and
-ends with a maximum m, a sum l of exp(s - m) and an unnormalised accumulator. Two such parts are merged by carrying both
-to the larger maximum; a sink is a part with one score and no value. Only the end divides and takes a logarithm.
+splits that can be computed in parallel. Each split runs FlashAttention-2's online softmax over its chunks of keys and
+ends with a maximum m, a sum l of exp(s - m) and an unnormalised accumulator. To merge two such partial results, both
+are rescaled to the larger maximum. A sink is a partial result with one score and no value. Only the end divides and
+takes a logarithm.
 
-Chunks begin at multiples of `CHUNK` keys whatever the call. Two things more make the result of a row its own in the
-mode `batch_invariant`: each chunk is a split by itself, and so is every row, computed by operations whose shapes are
-always the same. A matrix product is none of these: its order of summation hangs on the number of rows.
+Chunks always begin at multiples of `CHUNK` keys. In the mode `batch_invariant`, the result of a row depends on that row
+alone: each chunk is a split, and each row is computed by itself, with operations whose shapes are always the same. A
+matrix product cannot be used, because its order of summation depends on the number of rows.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ FLOAT8_LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
 class _Part(NamedTuple):
-    """What some of the keys come to, [Hk, G, R, ...]; neutral where m is -inf."""
+    """The partial result of some keys, [Hk, G, R, ...]. If m is -inf, merging it changes nothing."""
 
     m: torch.Tensor  # the largest score, [Hk, G, R, 1]
     l: torch.Tensor  # noqa: E741 - sum of exp(s - m)
@@ -34,32 +35,32 @@ class _Part(NamedTuple):
 
 def _merged(a: _Part, b: _Part) -> _Part:
     m = torch.maximum(a.m, b.m)
-    finite_m = m.masked_fill(m == -INF, 0.0)  # nothing seen yet: exp(-inf - 0) is 0, exp(-inf + inf) is NaN
+    finite_m = m.masked_fill(m == -INF, 0.0)  # no key yet: exp(-inf - 0) is 0, exp(-inf + inf) is NaN
     of_a, of_b = torch.exp(a.m - finite_m), torch.exp(b.m - finite_m)
     return _Part(m, a.l * of_a + b.l * of_b, a.acc * of_a + b.acc * of_b)
 
 
 def _nothing(rows: torch.Tensor, head_dim_v: int) -> _Part:
-    """The part of no keys, for queries [Hk, G, R, D]."""
+    """Return the partial result of no keys, for queries [Hk, G, R, D]."""
     m = rows.new_full((*rows.shape[:-1], 1), -INF)
     return _Part(m, torch.zeros_like(m), rows.new_zeros((*rows.shape[:-1], head_dim_v)))
 
 
 class _Sequence(NamedTuple):
-    """One sequence of a call: its queries and where they are, its keys in order, and its own numbers."""
+    """One sequence of a call: views of its queries and results, its gathered keys and values, its lengths."""
 
     q: torch.Tensor  # [Sq, H, D], a view
     out: torch.Tensor  # [Sq, H, Dv], a view
     lse: torch.Tensor  # [H, Sq], a view
-    k: torch.Tensor  # [Hk, n rounded up to CHUNK, D], 0 where there is no key
+    k: torch.Tensor  # [Hk, n rounded up to CHUNK, D], 0 in rows without a key
     v: torch.Tensor
-    start: int  # keys before it are padding
+    start: int  # first key: those before it are padding
     n: int
     slopes: torch.Tensor | None  # [Hk, G, 1, 1]
 
 
 def rows_of_keys(problem: KVCacheProblem, tensors: KVCacheTensors, b: int, start: int, stop: int) -> tuple:
-    """What indexes keys `start` to `stop` of sequence b in a cache: (page or batch entry, row), or packed rows."""
+    """Return the indices of keys `start` to `stop` of sequence b in a cache: (page or batch entry, row), or (row,)."""
     j = torch.arange(start, max(start, stop), device=tensors.q.device)
     if problem.packed_keys:
         assert tensors.cu_seqlens_k is not None, "packed keys come with it"
@@ -81,8 +82,8 @@ def _number_of_keys(problem: KVCacheProblem, tensors: KVCacheTensors, b: int) ->
 
 
 def _gathered(problem: KVCacheProblem, tensors: KVCacheTensors, b: int, start: int, n: int) -> list[torch.Tensor]:
-    """Keys and values of sequence b in the dtype of all arithmetic, [Hk, n rounded up to CHUNK, …]: 0 before `start`,
-    and from `n` on."""
+    """Return keys and values of sequence b in the dtype of all arithmetic, [Hk, n rounded up to CHUNK, …]. They are 0
+    before `start` and from `n` on."""
     dtype = torch.float64 if problem.dtype == "float64" else torch.float32
     rows = rows_of_keys(problem, tensors, b, start, n)
     found = []
@@ -107,7 +108,7 @@ def _sequences(
             continue
         n = _number_of_keys(problem, tensors, b)
         start = 0 if tensors.leftpad is None else max(0, min(int(tensors.leftpad[b]), n))
-        seen = start  # the first key that a query can see; pages before it may hold anything, or not be there
+        seen = start  # the first key that a query can see; pages before it may hold anything, or not exist
         if problem.window_left >= 0:
             seen = max(start, min(n, n - q.shape[0] - problem.window_left))
         k, v = _gathered(problem, tensors, b, seen, n)
@@ -120,7 +121,7 @@ def _sequences(
 
 
 def _scores(problem: KVCacheProblem, sequence: _Sequence, rows: torch.Tensor, m0: int, n0: int) -> torch.Tensor:
-    """Scores [Hk, G, R, CHUNK] of scaled queries m0, m0 + 1, … with the chunk from key n0 on, -inf where unseen."""
+    """Return the scores [Hk, G, R, CHUNK] of scaled queries from m0 on with the keys from n0 on, -inf where unseen."""
     k = sequence.k[:, None, n0 : n0 + CHUNK]  # [Hk, 1, CHUNK, D]
     if problem.batch_invariant:
         s = (rows * k.contiguous()).sum(-1).unsqueeze(-2)
@@ -142,7 +143,7 @@ def _scores(problem: KVCacheProblem, sequence: _Sequence, rows: torch.Tensor, m0
 
 
 def _of_chunk(problem: KVCacheProblem, sequence: _Sequence, rows: torch.Tensor, m0: int, n0: int) -> _Part:
-    """What the chunk from key n0 on comes to."""
+    """Return the partial result of the chunk from key n0 on."""
     s = _scores(problem, sequence, rows, m0, n0)
     m = s.amax(-1, keepdim=True)
     p = torch.exp(s - m.masked_fill(m == -INF, 0.0))  # [Hk, G, R, CHUNK]
@@ -155,7 +156,7 @@ def _of_chunk(problem: KVCacheProblem, sequence: _Sequence, rows: torch.Tensor, 
 
 
 def _chunks_seen(problem: KVCacheProblem, sequence: _Sequence, m0: int, m1: int) -> range:
-    """First keys of the chunks in which queries m0 to m1 can see any."""
+    """Return the first keys of the chunks in which queries m0 to m1 can see a key."""
     shift = sequence.n - sequence.q.shape[0]
     start, stop = sequence.start, sequence.n
     if problem.window_left >= 0:
@@ -166,7 +167,7 @@ def _chunks_seen(problem: KVCacheProblem, sequence: _Sequence, m0: int, m1: int)
 
 
 def _splits(problem: KVCacheProblem, sequence: _Sequence) -> list[range]:
-    """Each split's chunks, by their first keys."""
+    """Return for each split the first keys of its chunks."""
     chunks = range(0, sequence.n, CHUNK)
     count = len(chunks) if problem.batch_invariant else max(1, problem.num_splits)
     length = max(1, -(-len(chunks) // max(1, count)))
@@ -199,7 +200,7 @@ def _attend_rows(
 
 @without_autocast
 def kvcache_fwd(problem: KVCacheProblem, tensors: KVCacheTensors, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """Fill out and lse."""
+    """Fill out and lse, with all queries of a sequence at once, or one by one in the mode `batch_invariant`."""
     for sequence in _sequences(problem, tensors, out, lse):
         length = sequence.q.shape[0]
         step = 1 if problem.batch_invariant else length
@@ -208,12 +209,12 @@ def kvcache_fwd(problem: KVCacheProblem, tensors: KVCacheTensors, out: torch.Ten
 
 
 def attention_fwd(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """A forward pass as a call with a cache."""
+    """Run a forward pass without a cache as a call with one."""
     kvcache_fwd(*as_kvcache(problem, tensors), out.transpose(1, 2) if problem.layout == "bhsd" else out, lse)
 
 
 def _rotated(x: torch.Tensor, new: NewKeys, position: torch.Tensor) -> torch.Tensor:
-    """x [S, heads, D] with its first features turned by the angles of `position` [S], in float32 or wider."""
+    """Return x [S, heads, D] with its first features rotated by the angles of `position` [S], in float32 or wider."""
     assert new.cos is not None and new.sin is not None, "or nothing is rotated"
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     inside = ((position >= 0) & (position < new.cos.shape[0]))[:, None, None]
@@ -232,7 +233,7 @@ def _rotated(x: torch.Tensor, new: NewKeys, position: torch.Tensor) -> torch.Ten
 
 
 def _stored(x: torch.Tensor, descale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """x [S, Hk, …] as a cache of `dtype` holds it; `descale` [Hk] belongs to float8."""
+    """Return x [S, Hk, …] as a cache of `dtype` stores it; `descale` [Hk] is for float8."""
     if dtype != torch.float8_e4m3fn:
         return x.to(dtype)
     x = x.float()
@@ -243,7 +244,7 @@ def _stored(x: torch.Tensor, descale: torch.Tensor | None, dtype: torch.dtype) -
 
 @without_autocast
 def kvcache_append(problem: KVCacheProblem, tensors: KVCacheTensors, new: NewKeys) -> None:
-    """Write the new keys and values, rotated, and the rotated queries."""
+    """Write the new keys, rotated, the new values, and the rotated queries."""
     rotates_each = problem.window_left >= 0 or problem.window_right >= 0
     for b in range(problem.batch):
         first = tensors.length if tensors.seqlens is None else int(tensors.seqlens[b])
@@ -251,7 +252,7 @@ def kvcache_append(problem: KVCacheProblem, tensors: KVCacheTensors, new: NewKey
             i = torch.arange(problem.seqlen_q, device=tensors.q.device)
             position = first + (i if rotates_each else torch.zeros_like(i))
             new.rotated_q[b] = _rotated(tensors.q[b], new, position).to(new.rotated_q.dtype)
-        # Rows i0 to i1 of k land inside the capacity, and of those the ones whose page there is.
+        # Rows i0 to i1 of k fit the capacity; those whose page does not exist are not written.
         i0, i1 = max(0, -first), max(0, min(new.k.shape[1], problem.capacity - first))
         if i0 >= i1:
             continue

@@ -1,7 +1,7 @@
 """Blocked matrix product: each output tile accumulates over K in float32 and is rounded once.
 
-float16 and bfloat16 operands are exact in float32, so their products are too; what differs from a float32 product is
-only the rounding of the inputs (float32 inputs computed in float16) and of the result.
+float16 and bfloat16 operands are exact in float32, and so is each product of two. Only the rounding of the inputs
+(float32 inputs computed in float16) and of the result differs from a float32 product.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from diyfa.problem import MatmulProblem
 
 @without_autocast
 def matmul(problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """c = a @ b of (M, K) and (K, N)."""
+    """Return c = a @ b, [M, N], of a [M, K] and b [K, N]."""
     config = matmul_config(problem)
     compute_dtype, out_dtype = getattr(torch, problem.compute_dtype), getattr(torch, problem.out_dtype)
     c = a.new_empty((problem.m, problem.n), dtype=out_dtype)

@@ -1,8 +1,8 @@
-"""Shared by the forward and the backward pass: the tiles to visit, the mask inside a tile, and its scores.
+"""Tiles of the forward and the backward pass: their ranges, their masks and their scores.
 
-A tile pair covers queries [m0, m1) and keys [n0, n1) of every batch and head at once. The G query heads that share a
-key/value head are stacked as rows, so one `torch.matmul` of [B, Hk, G * BLOCK_M, D] with [B, Hk, D, BLOCK_N] does the
-work and no key is repeated in memory.
+A tile pair covers queries [m0, m1) and keys [n0, n1) of every sample and head at once. The G query heads that share a
+KV head are stacked as rows, so one `torch.matmul` of [B, Hk, G * BLOCK_M, D] with [B, Hk, D, BLOCK_N] does the work and
+no key is repeated in memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ INF = float("inf")
 
 
 def without_autocast(launch: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator: switch torch.autocast off inside a kernel, whose arithmetic is float32."""
+    """Switch torch.autocast off inside a kernel (a decorator), whose arithmetic is float32."""
 
     @wraps(launch)
     def run(*args: Any) -> Any:
@@ -48,7 +48,7 @@ class Visibility:
         self.min_shift, self.max_shift = int(shift.min()), int(shift.max())
 
     def key_range(self, m0: int, m1: int) -> tuple[int, int]:
-        """The range [start, stop) of keys that any query of [m0, m1) can see; empty when start >= stop."""
+        """Return the range [start, stop) of keys that any query of [m0, m1) can see; empty if start >= stop."""
         m1 = min(m1, self.max_len_q)
         if m0 >= m1:
             return 0, 0
@@ -57,7 +57,7 @@ class Visibility:
         return start, stop
 
     def mask(self, m0: int, m1: int, n0: int, n1: int) -> torch.Tensor | None:
-        """[B or 1, 1, BLOCK_M, BLOCK_N], True where the query sees the key; None when each query sees every key."""
+        """Return the mask [B or 1, 1, BLOCK_M, BLOCK_N], True for seen keys, or None if each query sees each key."""
         if (
             n1 <= self.min_len_k
             and m1 <= self.min_len_q
@@ -76,16 +76,15 @@ class Visibility:
 
 
 def row_products(rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """rows @ othersᵀ. A single row is computed in float64: BLAS sums it in another order, with up to 2.4 times the
-    rounding error of several rows."""
+    """Return rows @ othersᵀ. A single row is computed in float64: BLAS would sum it in another order, with up to 2.4
+    times the rounding error of several rows."""
     if rows.shape[-2] > 1:
         return rows @ others.transpose(-1, -2)
     return (rows.double() @ others.double().transpose(-1, -2)).to(rows.dtype)
 
 
 def dropout_keys(problem: AttentionProblem, tensors: AttentionTensors) -> Words | None:
-    """The random words of dropout for each sample (or packed sequence) and query head, [B, H] each; None without
-    dropout."""
+    """Return dropout's random words for each sample (or packed sequence) and query head, [B, H] each, or None."""
     if not problem.dropout:
         return None
     assert tensors.rng_state is not None
@@ -95,13 +94,12 @@ def dropout_keys(problem: AttentionProblem, tensors: AttentionTensors) -> Words 
 class Call:
     """One attention call: its tensors as [B, Hk, (G,) S, D] views, and its scores tile by tile.
 
-    `keys`: the words of `dropout_keys` for the samples of this call. Packed sequences pass them; without them they are
-    derived here.
+    `keys`: the words of `dropout_keys` for the samples of this call. Packed sequences pass them, else they are derived.
     """
 
     def __init__(self, problem: AttentionProblem, tensors: AttentionTensors, keys: Words | None = None) -> None:
         self.problem, self.tensors = problem, tensors
-        self.dtype = torch.float64 if problem.dtype == "float64" else torch.float32  # of all arithmetic
+        self.dtype = torch.float64 if problem.dtype == "float64" else torch.float32  # dtype of all arithmetic
         self.group = problem.heads_q // problem.heads_kv
         self.visibility = Visibility(problem, tensors.seq_lens)
         self.q = self.grouped(as_bhsd(tensors.q, problem.layout))
@@ -128,11 +126,11 @@ class Call:
             )
 
     def grouped(self, x: torch.Tensor) -> torch.Tensor:
-        """View of [B, H, S, ...] as [B, Hk, G, S, ...]."""
+        """Return a view of [B, H, S, ...] as [B, Hk, G, S, ...]."""
         return x.unflatten(1, (self.problem.heads_kv, self.group))
 
     def query_rows(self, x: torch.Tensor, m0: int, m1: int) -> torch.Tensor:
-        """Rows [m0, m1) of [B, Hk, G, Sq, D] as [B, Hk, G * BLOCK_M, D]; 0 beyond a sequence's end."""
+        """Return rows [m0, m1) of [B, Hk, G, Sq, D] as [B, Hk, G * BLOCK_M, D], 0 beyond a sequence's end."""
         tile = x[:, :, :, m0:m1].to(self.dtype)
         if m1 > self.visibility.min_len_q:
             inside = torch.arange(m0, m1, device="cpu")[:, None] < self.visibility.len_q
@@ -140,22 +138,22 @@ class Call:
         return tile.flatten(2, 3)
 
     def scaled_queries(self, m0: int, m1: int) -> torch.Tensor:
-        """Rows [m0, m1) of q times the softmax scale, in the shape of `query_rows`."""
+        """Return rows [m0, m1) of q times the softmax scale, in the shape of `query_rows`."""
         return self.query_rows(self.q, m0, m1) * self.tensors.sm_scale
 
     def key_rows(self, x: torch.Tensor, n0: int, n1: int) -> torch.Tensor:
-        """Rows [n0, n1) of [B, Hk, Sk, D]; 0 beyond a sequence's end."""
+        """Return rows [n0, n1) of [B, Hk, Sk, D], 0 beyond a sequence's end."""
         tile = x[:, :, n0:n1].to(self.dtype)
         if n1 > self.visibility.min_len_k:
             tile = torch.where(torch.arange(n0, n1, device="cpu")[:, None] < self.visibility.len_k, tile, 0)
         return tile
 
     def per_head(self, tile: torch.Tensor) -> torch.Tensor:
-        """View of a tile [B, Hk, G * BLOCK_M, N] as [B, H, BLOCK_M, N]."""
+        """Return a view of a tile [B, Hk, G * BLOCK_M, N] as [B, H, BLOCK_M, N]."""
         return tile.unflatten(2, (self.group, -1)).flatten(1, 2)
 
     def kept(self, m0: int, m1: int, n0: int, n1: int) -> torch.Tensor | None:
-        """The dropout mask [B, Hk, G * BLOCK_M, BLOCK_N] of a tile, True where kept; None without dropout."""
+        """Return the dropout mask [B, Hk, G * BLOCK_M, BLOCK_N] of a tile, True for kept weights, or None."""
         if self.words is None:
             return None
         r0, r1, c0, c1 = self.words
@@ -163,7 +161,7 @@ class Call:
         return self.grouped(levels >= drop_threshold(self.tensors.dropout_p)).flatten(2, 3)
 
     def bias_tile(self, bias: torch.Tensor, m0: int, m1: int, n0: int, n1: int) -> torch.Tensor:
-        """The tile of a tensor that broadcasts to (B, H, Sq, Sk); its dimensions of size 1 stay."""
+        """Return the tile of a tensor that broadcasts to (B, H, Sq, Sk). Its dimensions of size 1 stay."""
         rows = slice(None) if bias.shape[2] == 1 else slice(m0, m1)
         columns = slice(None) if bias.shape[3] == 1 else slice(n0, n1)
         return bias[:, :, rows, columns]
@@ -171,7 +169,7 @@ class Call:
     def scores(
         self, q_tile: torch.Tensor, k_tile: torch.Tensor, m0: int, m1: int, n0: int, n1: int, seen: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Scores [B, Hk, G * BLOCK_M, BLOCK_N] of scaled queries, -inf where unseen, and tanh(s / softcap) or None."""
+        """Return scores [B, Hk, G * BLOCK_M, BLOCK_N] of scaled queries, -inf if unseen; tanh(s / softcap) or None."""
         s = row_products(q_tile, k_tile)
         tanh = None
         if self.problem.softcap:

@@ -1,4 +1,4 @@
-"""Packed sequences as one call for each sequence, over views of its rows: nothing is copied, nothing is padded."""
+"""Packed sequences: one call for each sequence, over views of its rows. Nothing is copied or padded."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from diyfa.problem import AttentionProblem, AttentionTensors
 
 
 class Sequence(NamedTuple):
-    """One sequence of a packed batch as a batch of one, and where its rows are."""
+    """One sequence of a packed batch: a call with a batch of one, and the ranges of its rows."""
 
     call: Call
     rows_q: slice
     rows_k: slice
 
     def queries(self, x: torch.Tensor) -> torch.Tensor:
-        """Its rows of a tensor like q, as (1, S, H, D)."""
+        """Return the sequence's rows of a tensor shaped like q, as (1, S, H, D)."""
         return x[self.rows_q].unsqueeze(0)
 
     def keys(self, x: torch.Tensor) -> torch.Tensor:
-        """Its rows of a tensor like k, as (1, S, Hk, D)."""
+        """Return the sequence's rows of a tensor shaped like k, as (1, S, Hk, D)."""
         return x[self.rows_k].unsqueeze(0)
 
     def statistics(self, x: torch.Tensor) -> torch.Tensor:
-        """Its part of a tensor like the log-sum-exp (H, Tq), as (1, H, S)."""
+        """Return the sequence's rows of a tensor shaped like the log-sum-exp (H, Tq), as (1, H, S)."""
         return x[:, self.rows_q].unsqueeze(0)
 
 
 def _ends(cu_seqlens: torch.Tensor, total: int) -> list[tuple[int, int]]:
-    """First and last row of each sequence; a traced call did not check the offsets, so they are kept inside."""
+    """Return (first row, end) of each sequence, clamped to the tensor because a traced call did not check them."""
     return [(start, max(start, end)) for start, end in pairwise(cu_seqlens.clamp(0, total).tolist())]
 
 
 def sequences(problem: AttentionProblem, tensors: AttentionTensors) -> Iterator[Sequence]:
-    """The sequences of a packed batch that have queries; one without leaves every gradient as it was, zero."""
+    """Yield the sequences of a packed batch that have queries. Gradients of the others stay zero."""
     assert tensors.cu_seqlens_q is not None and tensors.cu_seqlens_k is not None
     ends_q, ends_k = _ends(tensors.cu_seqlens_q, problem.total_q), _ends(tensors.cu_seqlens_k, problem.total_k)
     keys = dropout_keys(problem, tensors)

@@ -1,4 +1,4 @@
-"""The command `diyfa`; its libraries, typer and rich, come with `pip install 'diyfa[cli]'`."""
+"""The command `diyfa`. `pip install 'diyfa[cli]'` installs the libraries it needs, typer and rich."""
 
 from __future__ import annotations
 

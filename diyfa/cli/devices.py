@@ -12,7 +12,7 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch
 
 
 def device_for(backend: str | None) -> tuple[torch.device, str]:
-    """The device to run on and the backend's name. Raises typer.BadParameter when the one named cannot run here."""
+    """Return the device and the backend's name. Raises typer.BadParameter if the named backend cannot run here."""
     device = present_device()
     if backend is None or backend == device.type:
         return device, device.type
@@ -20,7 +20,7 @@ def device_for(backend: str | None) -> tuple[torch.device, str]:
         raise typer.BadParameter(f"there is no {backend!r}; there are: {', '.join(backend_names())}")
     try:
         wanted = load_backend(backend).device_type
-    except Exception as error:  # a plug-in that is broken raises whatever it likes
+    except Exception as error:  # a broken plug-in may raise anything
         raise typer.BadParameter(f"{backend!r} does not load: {error}") from error
     if wanted not in ("cpu", device.type):
         raise typer.BadParameter(f"{backend!r} needs a device of type {wanted}; here is {device.type}")

@@ -1,4 +1,4 @@
-"""`diyfa info`: what is here, what it enables, what is missing and how to get it."""
+"""`diyfa info`: the installed components, what they enable, and how to get the missing ones."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from diyfa.problem import AttentionProblem, Backend, KVCacheProblem, MatmulProbl
 from diyfa.registry import EXPLICIT_ONLY, IN_THE_MODE, backend_names, load_backend, refusal
 from diyfa.versions import cpu_name, versions
 
-# What stands for each backend when its refusals are asked for without the device.
+# The architecture for which a backend's refusals are shown if its device is not here.
 TYPICAL_ARCH = {"cuda": "sm_90", "npu": "Ascend910B3", "cpu": "cpu"}
 
 ATTENTION = {"attention_fwd": "forward", "attention_bwd": "backward"}
 
-# Feature as the user knows it -> how it changes the typical problem.
+# A feature's name in the documentation -> its changes to the typical problem.
 FEATURES: dict[str, dict[str, Any]] = {
     "float16": {},
     "bfloat16": {"dtype": "bfloat16"},
@@ -44,7 +44,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Requirement:
-    """Something that enables something, whether it is here, and how to get it."""
+    """A component, what it enables, how to get it, and a test of the installed versions for it."""
 
     what: str
     enables: str
@@ -101,7 +101,7 @@ def _typical(backend: Backend, arch: str, op: str, **changes: Any) -> AttentionP
 
 
 def _support(backend: Backend, arch: str) -> list[dict[str, Any]]:
-    """For each kernel and feature why the kernel refuses it, or None: what `registry.choose` decides by."""
+    """Return why each kernel refuses each feature, or None. `registry.choose` decides by the same reasons."""
     found = []
     for kernel in backend.kernels:
         features = FEATURES if kernel.op in ATTENTION else {"float16": {}}
@@ -113,7 +113,7 @@ def _support(backend: Backend, arch: str) -> list[dict[str, Any]]:
 
 
 def _refusals(support: list[dict[str, Any]]) -> list[dict[str, str]]:
-    """What no kernel of a backend runs outside of `batch_invariant`, with every kernel's reason."""
+    """Return the features that no kernel runs outside of `batch_invariant`, with every kernel's reason."""
     refused = []
     support = [s for s in support if s["kernel"] != IN_THE_MODE]
     for op, feature in [*product(ATTENTION, FEATURES), ("matmul", "float16")]:
@@ -135,7 +135,7 @@ def _backend(name: str, device: torch.device) -> dict[str, Any]:
         backend = load_backend(name)
         arch = _arch(name, backend, device)
         support = _support(backend, arch)
-    except Exception as error:  # a plug-in that is broken raises whatever it likes
+    except Exception as error:  # a broken plug-in may raise anything
         return {"name": name, "loads": False, "reason": str(error) or type(error).__name__}
     return {
         "name": name,
@@ -159,7 +159,7 @@ def _plain(value: Any) -> Any:
 
 
 def collect() -> dict[str, Any]:
-    """Everything that `diyfa info` shows, as plain data."""
+    """Return everything that `diyfa info` shows, as plain data."""
     device = present_device()
     found = versions()
     return {
@@ -187,7 +187,7 @@ def _print_devices() -> None:
 
 
 def _print_ascend(found: list[dict[str, str]]) -> None:
-    """One line for each part of an Ascend machine: the verdict, what was found, and what to do unless it is fine."""
+    """Print one line for each component of an Ascend machine: verdict, version, and a remedy unless it is fine."""
     colours = {FINE: "green", WRONG: "red"}
     grid = Table.grid(padding=(0, 2, 0, 0))
     for f in found:
@@ -205,7 +205,7 @@ def _print_requirements(requirements: list[dict[str, Any]]) -> None:
 
 
 def _print_integrations(found: list[dict[str, Any]]) -> None:
-    """Where diyfa can be put into other software; one line for each way that calls went."""
+    """Print one row for each integration with other software, with a line for each route that its calls took."""
     rows = []
     for row in found:
         on = "on" if row["on"] else "off"
@@ -216,7 +216,7 @@ def _print_integrations(found: list[dict[str, Any]]) -> None:
 
 
 def _list(pairs: Iterable[tuple[str, str]]) -> Table:
-    """Two columns of text without a frame."""
+    """Return a table of two columns of text without a frame."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     for first, second in pairs:
         grid.add_row(escape(first), escape(second))
@@ -228,7 +228,7 @@ def _mark(there: bool) -> str:
 
 
 def _print_backend(info: dict[str, Any]) -> None:
-    """Kernels, features by kernel, and every reason of a "no" once."""
+    """Print a backend's kernels, the features of each, and every reason of a "no" once."""
     if not info["loads"]:
         out.print(f"[bold]{escape(info['name'])}[/bold]: not available: ", end="")
         out.print(info["reason"], markup=False, highlight=False)

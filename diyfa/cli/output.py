@@ -1,4 +1,4 @@
-"""Where the commands write: results to standard output, progress and notes to standard error."""
+"""Output of the commands: results on standard output, progress and notes on standard error."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ err = Console(stderr=True)
 
 
 def print_json(document: Any) -> None:
-    """One JSON document on standard output, whatever the terminal's width."""
+    """Print one JSON document to standard output, whatever the terminal's width."""
     print(json.dumps(document, indent=1, default=str))
 
 
 def writable(path: Path | None) -> Path | None:
-    """`path`, once it is certain that a file can be written there.
+    """Return `path` after a test that a file can be written there. Raises typer.BadParameter if not.
 
-    Asked before a command begins, so that minutes of work are not lost for a wrong name. A folder that does not exist
-    is mostly a slip, so it is not made. Raises typer.BadParameter.
+    Commands call this before they begin, so that a wrong name does not cost minutes of work. A missing folder is mostly
+    a typing error, so it is not created.
     """
     if path is None:
         return None
@@ -41,7 +41,7 @@ def writable(path: Path | None) -> Path | None:
 
 
 class LoggedProgress(Progress):
-    """A progress bar, or in a log, where a bar cannot move, a line every `SECONDS` at most."""
+    """A progress bar. In a log, where a bar cannot move, it prints a line, at most every `SECONDS`."""
 
     SECONDS = 10.0
     logs = False
@@ -62,7 +62,7 @@ class LoggedProgress(Progress):
 
 
 def progress_bar(enabled: bool = True) -> Progress:
-    """A progress bar on standard error, lines where that is no terminal; `enabled` is false for --json."""
+    """Return a progress bar on standard error; it prints lines if that is no terminal. --json: `enabled` is false."""
     progress = LoggedProgress(
         SpinnerColumn("line"),
         TextColumn("{task.description}"),

@@ -22,7 +22,7 @@ MEGABYTE = 1 << 20
 
 
 def compile_missing(kernels: list[Recorded], jobs: int | None, what: str, json: bool) -> Warmed:
-    """Have the kernels compiled that are not yet, with a progress bar."""
+    """Compile the kernels that are not compiled yet, with a progress bar."""
     with progress_bar(not json) as progress:
         task = progress.add_task(what, total=None, note="")
         failed = 0
@@ -40,7 +40,7 @@ def compile_missing(kernels: list[Recorded], jobs: int | None, what: str, json: 
 
 
 def run(arch: str, folder: Path, jobs: int | None, only: str | None, listing: bool, json: bool) -> int:
-    """Compile what is not compiled yet, write the wheel; return the exit status."""
+    """Compile what is not compiled yet and write the wheel. Return the exit status."""
     backend: Any = load_backend("cuda")
     start = time.monotonic()
     every = [call for call in calls.everything() if only is None or only in call.name]
@@ -76,7 +76,7 @@ def run(arch: str, folder: Path, jobs: int | None, only: str | None, listing: bo
 
 
 def _list(arch: str, every: list[calls.Call], refused: list[str], json: bool) -> int:
-    """Show the calls that the pack serves."""
+    """Print the calls that the pack serves. Return the exit status 0."""
     names = [call.name for call in every]
     if json:
         print_json({"arch": arch, "calls": names, "refused": refused})
@@ -89,7 +89,7 @@ def _list(arch: str, every: list[calls.Call], refused: list[str], json: bool) ->
 
 
 def parse_arch(arch: str) -> str:
-    """`"90"` -> `"sm_90"`. Raises typer.BadParameter for what is no CUDA architecture."""
+    """Return the architecture's name: `"90"` -> `"sm_90"`. Raises typer.BadParameter for other names."""
     name = arch if arch.startswith("sm_") else f"sm_{arch}"
     if not name[3:].isdigit():
         raise typer.BadParameter(f"name a CUDA architecture such as sm_90, got {arch!r}", param_hint="ARCH")

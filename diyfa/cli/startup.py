@@ -1,4 +1,4 @@
-"""What must be decided before PyTorch is imported."""
+"""Settings that PyTorch reads when it is imported."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import sys
 
 
 def prepare_environment() -> None:
-    """Set what PyTorch reads when it is imported; call before that.
+    """Set environment variables that PyTorch reads when it is imported. Call this before the import.
 
-    Where torch_npu is installed without CANN, `import torch` itself fails while it loads torch_npu by itself. So the
-    command line keeps PyTorch from doing that and loads torch_npu afterwards, where a failure can be explained.
+    If torch_npu is installed without CANN, `import torch` fails because it loads torch_npu automatically. So the
+    command line switches that off and loads torch_npu later, when it can explain a failure.
     """
     if "torch" in sys.modules:
         return
     if importlib.util.find_spec("torch_npu") is not None:
         os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
-    # Beside other processes, OpenMP threads that spin at barriers make small CPU operators many times slower.
+    # On a busy machine, OpenMP threads that spin at barriers make small CPU operators many times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -1,4 +1,4 @@
-"""Figures and tables as people read them: three significant digits, and no number broken over two lines."""
+"""Readable figures and tables: three significant digits, and no number is broken over two lines."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 FIGURE = re.compile(r"[-+./\d]+(e[-+]\d+)?%?")
-PROSE = 32  # characters; a column with longer cells is text, which may be broken between words,
-NARROWEST_PROSE = 24  # but into lines no shorter than this
+PROSE = 32  # characters: a column with longer cells is text, which may be broken between words
+NARROWEST_PROSE = 24  # characters: the smallest width of such a column
 
 
 def figure(value: float) -> str:
-    """`value` with three significant digits; whole numbers keep all of theirs: 0.0712, 7.12, 712, 71200."""
+    """Return `value` with three significant digits, and all digits before the point: 0.0712, 7.12, 712, 71234."""
     if not math.isfinite(value):
         return str(value)
-    exponent = int(f"{value:.2e}".partition("e")[2])  # after rounding: 9.999 is 10.0
+    exponent = int(f"{value:.2e}".partition("e")[2])  # of the rounded value: 9.999 becomes 10.0
     return f"{value:.{max(0, 2 - exponent)}f}" if exponent >= -4 else f"{value:.2e}"
 
 
 def shown(value: Any) -> str:
-    """One cell of a report: nothing for None, `figure` of a float, anything else as it is."""
+    """Return the text of one cell of a report: "" for None, `figure` of a float, str of anything else."""
     return "" if value is None else figure(value) if isinstance(value, float) else str(value)
 
 
@@ -36,10 +36,10 @@ def table(
     styles: Sequence[str | None] = (),
     **options: Any,
 ) -> Table:
-    """A rich table of cells with markup, one `styles` entry for each row.
+    """Return a rich table of cells with markup, with one entry of `styles` for each row.
 
-    Columns of figures stand to the right. Only long text is broken, between words; a heading is, where it is longer
-    than what stands below it.
+    Columns of figures are aligned to the right. Only long text is broken, between words, and headings that are longer
+    than the cells below.
     """
     from rich.table import Table
     from rich.text import Text
@@ -62,5 +62,5 @@ def table(
 
 
 def fits(made: Table, console: Console) -> bool:
-    """Whether the columns that may not be broken, and the longest words of the others, have room on `console`."""
+    """Return whether `console` has room for all columns, the breakable ones at their smallest width."""
     return console.measure(made, options=console.options.update(max_width=10_000)).minimum <= console.width

@@ -1,4 +1,4 @@
-"""`diyfa tune`: measure a device's tiles before they are needed, and show which ones were chosen."""
+"""`diyfa tune`: measure a device's tiles before they are needed, and show the chosen ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from diyfa.validation import MAX_HEAD_DIM_V
 
 @dataclass(frozen=True)
 class Request:
-    """The options of the command: every combination of the lists is tuned."""
+    """The options of the command. Every combination of the lists is tuned."""
 
     seq_lens: list[int]
     head_dims: list[int]
@@ -35,13 +35,13 @@ class Request:
     masks: list[bool]  # causal or not
     dtype: str
     backward: bool
-    sizes: list[int]  # of square matrix products
-    page_sizes: list[int]  # of caches for a decoding step; 0: without pages
+    sizes: list[int]  # M = N = K of matrix products
+    page_sizes: list[int]  # keys of a page, for decoding steps; 0: without pages
     backend: str | None
 
 
 def _calls(request: Request, device: torch.device) -> list[tuple[str, Callable[[], Any]]]:
-    """(name, one call of it); tensors are made when it is called, and freed after it."""
+    """Return (name, function) of each call. The function creates its tensors and frees them at its end."""
     dtype = DTYPES[request.dtype]
     heads_kv = request.heads_kv or request.heads
 
@@ -86,7 +86,7 @@ def _calls(request: Request, device: torch.device) -> list[tuple[str, Callable[[
 
 
 def _tuning(request: Request) -> tuple[torch.device, str, Tuning]:
-    """Device, backend and its autotuner. Raises ValueError for a backend without one."""
+    """Return the device, the backend and its autotuner. Raises ValueError for a backend without one."""
     if request.dtype not in DTYPES:
         raise typer.BadParameter(f"must be one of {', '.join(DTYPES)}; got {request.dtype!r}", param_hint="--dtype")
     device, name = device_for(request.backend)
@@ -106,7 +106,7 @@ def _table(title: str, tiles: list[TunedTile]) -> Table:
 
 
 def show(request: Request, json: bool) -> int:
-    """Print what is kept for this device; returns the exit status 0."""
+    """Print the stored tiles of this device. Return the exit status 0."""
     _, name, tuning = _tuning(request)
     tiles = tuning.stored()
     if json:
@@ -117,7 +117,7 @@ def show(request: Request, json: bool) -> int:
 
 
 def clear(request: Request, json: bool) -> int:
-    """Forget what is kept for this device; returns the exit status 0."""
+    """Remove the stored tiles of this device. Return the exit status 0."""
     _, name, tuning = _tuning(request)
     count = tuning.clear()
     if json:
@@ -128,7 +128,7 @@ def clear(request: Request, json: bool) -> int:
 
 
 def run(request: Request, json: bool) -> int:
-    """Tune, print what is new; returns the exit status 0."""
+    """Tune and print the new tiles. Return the exit status 0."""
     device, name, tuning = _tuning(request)
     if reason := tuning.unavailable():
         raise ValueError(f"nothing can be tuned: {reason}")

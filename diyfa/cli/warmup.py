@@ -1,4 +1,4 @@
-"""`diyfa warmup`: the kernels of a model, or of calls in words, compiled before they are called."""
+"""`diyfa warmup`: compile the kernels of a model, or of described calls, before the calls come."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _calls(request: Request) -> list[Call]:
 
 
 def run(request: Request, json: bool) -> int:
-    """Compile; return the exit status: 1 when a kernel does not compile, 2 when no call can run."""
+    """Compile. Return the exit status: 1 if a kernel does not compile, 2 if no call can run."""
     start = time.monotonic()
     asked = _calls(request)
     name = backend_of(request.arch) if request.arch else backend_here()

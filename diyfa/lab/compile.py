@@ -1,4 +1,4 @@
-"""`diyfa compile`: the kernels of one chip, ahead of time, with what the compiler says of registers and memory."""
+"""`diyfa compile`: compile the kernels of one chip ahead of time, and show the registers and memory they use."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def list_known(json: bool) -> None:
 
 
 def backend_for(target: str) -> str:
-    """Name of the backend that compiles for `target`. Raises typer.BadParameter for a target nobody knows."""
+    """Return the name of the backend that compiles for `target`. Raises typer.BadParameter for an unknown target."""
     for name, spec_of in SPEC_OF.items():
         if spec_of(target) is not None:
             return name
@@ -49,14 +49,14 @@ def backend_for(target: str) -> str:
 
 
 def nearest(target: str) -> list[str]:
-    """Names of targets that begin like `target`, or else look like it; of Ascend chips without "Ascend"."""
+    """Return the targets that begin with `target`, or else are similar. Ascend chips come without "Ascend"."""
     names = [name.removeprefix(compile_npu.FAMILY) for specs in TARGETS.values() for name in specs]
     asked = target.removeprefix(compile_npu.FAMILY)
     return [name for name in names if asked and name.startswith(asked)] or difflib.get_close_matches(asked, names)
 
 
 def resolve(target: str) -> str:
-    """The target's full name: "910B3" is Ascend910B3. Unknown names come back as they are."""
+    """Return the target's full name: "910B3" -> "Ascend910B3". Unknown names do not change."""
     if gpu_spec(target) is not None:
         return target
     return compile_npu.chip_name(target) or target
@@ -69,7 +69,7 @@ def load_compiler(name: str) -> Any:
 
 
 def _compiler(target: str, select: Mapping[str, Any] | None) -> Any:
-    """The module that compiles for `target`. Raises typer.BadParameter."""
+    """Return the module that compiles for `target`. Raises typer.BadParameter if it is unknown or takes no `select`."""
     name = backend_for(target)
     if select is not None and name != "npu":
         raise typer.BadParameter("--kernel, --dtype, --head-dim, --mode and --tile are for Ascend chips; use --only")
@@ -83,7 +83,7 @@ def _selected(select: Mapping[str, Any] | None) -> dict[str, Any]:
 def list_cases(
     target: str, only: str | None, json: bool, select: Mapping[str, Any] | None = None, every: int = 1
 ) -> int:
-    """Print kernels and cases that `run` would compile; returns the exit status, 2 when there is none."""
+    """Print the kernels and cases that `run` would compile. Return the exit status, 2 if there are none."""
     target = resolve(target)
     cases = _compiler(target, select).cases(target, only, every, **_selected(select))
     if json:
@@ -95,7 +95,7 @@ def list_cases(
 
 
 def _spills(report: CompileReport) -> str:
-    """Bytes measured and, where the gate has a budget, allowed."""
+    """Return the bytes of spills, and after "/" the allowed bytes if the gate has a budget."""
     if report.spill_bytes is None:
         return ""
     return str(report.spill_bytes) + ("" if report.spill_budget is None else f"/{report.spill_budget}")
@@ -120,10 +120,10 @@ def _table(target: str, reports: list[CompileReport]) -> Table:
 
 
 def run(target: str, only: str | None, json: bool, select: Mapping[str, Any] | None = None, every: int = 1) -> int:
-    """Compile, print, and return the exit status: 0 when every report is ok, 1 when one is not, 2 when none came.
+    """Compile and print. Return the exit status: 0 if every report is ok, 1 if one is not, 2 if there is none.
 
-    `select` (Ascend chips only) compiles what it names instead of all that is shipped; `every` one in so many
-    cases of a kernel.
+    With `select` (Ascend chips only), compile the cases it describes instead of the shipped ones. `every`: compile one
+    in so many cases of a kernel.
     """
     target = resolve(target)
     reports: list[CompileReport] = []
@@ -133,7 +133,7 @@ def run(target: str, only: str | None, json: bool, select: Mapping[str, Any] | N
         task = progress.add_task(f"compiling for {target}", total=len({*cases}), note="")
         for report in compiler.compile_kernels(target, only, every, **_selected(select)):
             reports.append(report)
-            done = len({(each.kernel, each.case) for each in reports})  # some are compiled by several releases
+            done = len({(each.kernel, each.case) for each in reports})  # several compilers may compile one case
             n_failed = sum(not each.ok for each in reports)
             note = f"{report.kernel} {report.case}" + (f", {n_failed} failed" if n_failed else "")
             progress.update(task, completed=done, note=note)

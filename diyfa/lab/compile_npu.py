@@ -1,4 +1,4 @@
-"""`diyfa compile` for Ascend chips: what to compile, and the table of what the compiler made of it."""
+"""`diyfa compile` for Ascend chips: names of chips and tiles, and the table of results."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ HEADINGS = (
 
 
 def chip_name(name: str) -> str | None:
-    """The chip called `name`, with or without "Ascend" before it and in any case; the first one of a family called so.
+    """Return the full name of the chip `name`, written in any case and with or without "Ascend", or None.
 
-    None when there is none. "910B" is none: it is the name of another chip (see `diyfa.arch.OTHER_NPUS`).
+    The name of a family gives its first chip. "910B" gives None: it is the name of another chip
+    (`diyfa.arch.OTHER_NPUS`).
     """
     lower = name.lower()
     for chip in NPU_SPECS:
@@ -46,7 +47,7 @@ def chip_name(name: str) -> str | None:
 
 
 def parse_tile(text: str) -> tuple[int, int]:
-    """ "128x256" -> (128, 256). Raises typer.BadParameter for anything else."""
+    """Return rows and keys of a tile: "128x256" -> (128, 256). Raises typer.BadParameter for other forms."""
     rows, _, keys = text.lower().partition("x")
     if not (rows.isdigit() and keys.isdigit()):
         raise typer.BadParameter(f"{text!r} is not a tile: write query rows x keys, as in 128x256", param_hint="--tile")
@@ -62,19 +63,19 @@ def _plus(always: str, masked: str, nothing: str = "0") -> str:
 
 
 def _used(report: CompileReport, memory: str) -> str:
-    """ "180/192"; of what there is without what is used, where that is not known."""
+    """Return used / available KiB of a memory, such as "180/192", or "?/192" if the use is not known."""
     used = report.memory.get(memory, None if memory in ("l0a", "l0b") else 0)
     return f"{'?' if used is None else _kib(used)}/{_kib(report.limits[memory])}"
 
 
 def cases(reports: list[CompileReport]) -> list[str]:
-    """What was compiled, with the compiler where there are several."""
+    """Return the case of each report, with the compiler if there are several."""
     several = len({report.compiler for report in reports}) > 1
     return [f"{report.case} [{report.compiler}]" if several else report.case for report in reports]
 
 
 def _row(report: CompileReport) -> list[str]:
-    """Cells of one kernel: the loop over tiles, or the first of two."""
+    """Return the cells of one kernel, for its loop over tiles, or the first of two."""
     if not report.memory:  # it did not compile
         return [""] * len(HEADINGS)
     used = [_used(report, name) for name in ("ub", "l1", "l0a", "l0b", "l0c")]
@@ -105,13 +106,13 @@ def _row(report: CompileReport) -> list[str]:
 
 
 def shown(target: str, reports: list[CompileReport], console: Console) -> RenderableType:
-    """What to print: the table, or where it does not fit, a paragraph a kernel."""
+    """Return the table, or a paragraph for each kernel if the table does not fit `console`."""
     whole = _table(target, reports)
     return whole if fits(whole, console) else paragraphs(target, reports)
 
 
 def paragraphs(target: str, reports: list[CompileReport]) -> RenderableType:
-    """The cells of the table by their names, for narrow terminals and files."""
+    """Return the cells of the table with their headings as text, for narrow terminals and files."""
     lines = [f"{target}: {len(reports)} compilations", NOTE]
     for report, case in zip(reports, cases(reports), strict=True):
         cells = zip(HEADINGS, _row(report), strict=True)
@@ -122,7 +123,7 @@ def paragraphs(target: str, reports: list[CompileReport]) -> RenderableType:
 
 
 def _table(target: str, reports: list[CompileReport]) -> Table:
-    """One row for each kernel; units are in the headings."""
+    """Return a table with one row for each kernel; units are in the headings."""
     rows = [
         [escape(r.kernel), escape(case), *_row(r), f"{r.seconds:.1f}", "ok" if r.ok else "FAILED"]
         for r, case in zip(reports, cases(reports), strict=True)

@@ -10,22 +10,22 @@ from zlib import crc32
 
 @dataclass(frozen=True)
 class CompileReport:
-    """One kernel compiled ahead of time, without the device, as `diyfa compile` and the CI gate show it."""
+    """The result of compiling one kernel without the device, as `diyfa compile` and the CI gate show it."""
 
     backend: str
     target: str  # "sm_90", "Ascend910B3"
     kernel: str  # "attention_fwd/v2"
     case: str  # "float16 D=128 causal 128x64"
-    ok: bool  # compiled, and inside the backend's gate (no spills; bound and pipelined)
+    ok: bool  # compiled, and passed the backend's gate (no spills; bound and pipelined)
     seconds: float
     registers: int | None = None
     spill_bytes: int | None = None
     memory: dict[str, int] = field(default_factory=dict)  # bytes: {"shared": …} or {"ub": …, "l1": …, "l0c": …}
     notes: tuple[str, ...] = ()
-    limits: dict[str, int] = field(default_factory=dict)  # bytes that the chip has of each of `memory`
-    metrics: dict[str, Any] = field(default_factory=dict)  # what else the backend read from the compiled kernel
+    limits: dict[str, int] = field(default_factory=dict)  # bytes of each of `memory` that the chip has
+    metrics: dict[str, Any] = field(default_factory=dict)  # other facts that the backend read from the compiled kernel
     spill_budget: int | None = None  # bytes of spills that the gate allows
-    compiler: str = ""  # and its version, where a kernel is compiled with several
+    compiler: str = ""  # name and version, if several compilers compile a kernel
 
 
 class _OfKernel(Protocol):
@@ -39,9 +39,10 @@ OfKernel = TypeVar("OfKernel", bound=_OfKernel)
 
 
 def one_in(every: int, jobs: Iterable[OfKernel], target: str) -> Iterator[OfKernel]:
-    """Of what is to be compiled for `target` the first case of each kernel and one in `every` of the others.
+    """Yield the first case of each kernel, and one in `every` of the others, of all that is compiled for `target`.
 
-    By a checksum of their names, since every nth of a list may be the same tile throughout. Another target has others.
+    A checksum of the names selects them: every nth of a list might always be the same tile. It includes the target, so
+    that targets have different cases.
     """
     seen = set()
     for job in jobs:

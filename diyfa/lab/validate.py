@@ -58,9 +58,10 @@ MATMULS = (
 
 @dataclass(frozen=True)
 class Verdict:
-    """One case on one kernel. `share` is the largest error as a share of what is allowed, and `result` whose it is.
+    """The verdict on one case and one kernel.
 
-    A "forward" kernel has no backward pass for the case, so that only its output and log-sum-exp were compared.
+    `share` is the largest error divided by the allowed error, `result` the tensor that has it. With `passes` "forward"
+    the kernel has no backward pass for the case, so only its output and log-sum-exp were compared.
     """
 
     case: str
@@ -69,11 +70,11 @@ class Verdict:
     share: float | None = None
     result: str = ""
     passes: str = ""  # "both", "forward"
-    reason: str = ""  # of the refusal, of the failure, or why there is no backward pass
+    reason: str = ""  # reason of the refusal, of the failure, or of the missing backward pass
 
 
 def _refusal(case: AttentionCase, inputs: Inputs, backend: str, variant: str) -> str | None:
-    """Why `variant` does not run the case: with its gradients, or inside `torch.no_grad()` without."""
+    """Return why `variant` does not run the case (without its gradients inside `torch.no_grad()`), or None."""
     try:
         explain(inputs.q, inputs.k, inputs.v, layout=case.layout, backend=backend, variant=variant, **inputs.options)
     except ValueError as refusal:
@@ -104,7 +105,7 @@ def _attention_by(case: AttentionCase, variant: str, device: torch.device, backe
     try:
         with torch.set_grad_enabled(passes == "both"):
             results = run_case(attend, inputs) if passes == "both" else _forward(attend, inputs)
-    except Exception as error:  # a kernel that breaks is a verdict like a wrong result, and the others are still run
+    except Exception as error:  # a broken kernel gets a verdict, and the others still run
         return Verdict(case.name, variant, "FAIL", passes=passes, reason=f"{type(error).__name__}: {error}")
     checks = check_budget(results, case, "cuda" if device.type == "cuda" else "cpu")
     names = checks if passes == "both" else ("out", "lse")
@@ -137,14 +138,14 @@ def _cell(verdict: Verdict) -> str:
 
 
 def _table(title: str, verdicts: list[Verdict]) -> Table:
-    """A line for each case, a column for each kernel."""
+    """Return a table with a row for each case and a column for each kernel."""
     found = {(v.case, v.kernel): _cell(v) for v in verdicts}
     cases, kernels = (list(dict.fromkeys(names)) for names in zip(*found, strict=True))
     return table(title, ["case", *kernels], [[case, *(found[case, kernel] for kernel in kernels)] for case in cases])
 
 
 def _print_reasons(verdicts: list[Verdict]) -> None:
-    """Every reason of a refusal or a failure once, with the kernel and its cases."""
+    """Print every reason of a refusal or a failure once, with the kernel and its cases."""
     by_reason: dict[tuple[str, str, str], list[str]] = {}
     for v in verdicts:
         if v.reason:
@@ -156,8 +157,7 @@ def _print_reasons(verdicts: list[Verdict]) -> None:
 
 
 def run(backend: str | None, json: bool) -> int:
-    """Run every case on every kernel; 0 when none fails and one at least passes, else 1. A refusal with its reason is
-    no failure."""
+    """Run every case on every kernel. Return 0 if none fails (a refusal is no failure) and one passes, else 1."""
     device, name = device_for(backend)
     variants = kernels_for(name)
     verdicts = []

@@ -1,6 +1,6 @@
-"""Ready at once: the kernels of calls are compiled before the calls come.
+"""Ready at once: compile the kernels of calls before the calls come.
 
-`calls.py` has the calls that a pack serves, `models.py` those of a model, `words.py` what a user writes;
-`recording.py` finds out which kernels calls would launch, `building.py` has them compiled by several processes
+`calls.py` has the calls that a pack serves, `models.py` those of a model, `words.py` those that a user describes.
+`recording.py` finds the kernels that calls would launch, `building.py` compiles them in several processes
 (`worker.py`), and `warming.py` is `diyfa.warmup`.
 """

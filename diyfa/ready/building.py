@@ -1,4 +1,4 @@
-"""Compiling many kernels by several processes."""
+"""Compilation of many kernels by several processes."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from diyfa.ready.worker import receive, send
 
 
 class Built(NamedTuple):
-    """What came of a kernel."""
+    """The result of compiling one kernel."""
 
     name: str
     seconds: float
-    error: str  # "": it is compiled
+    error: str  # "" after success
 
 
 def cores() -> int:
-    """How many processes may run at once."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def build(kernels: Iterable[Recorded], jobs: int, done: Callable[[Built], None]) -> None:
-    """Have all kernels compiled by at most `jobs` processes; `done` is told of each, one after another.
+    """Compile all kernels in at most `jobs` processes. `done` is called for each one, in this thread.
 
-    The processes are other programs, not forks of this one, which may have threads and a device, nor made by
-    `multiprocessing`, which would run the user's script again.
+    The processes are new programs. A fork would copy a process that may have threads and a device, and
+    `multiprocessing` would run the user's script once more.
     """
     waiting: queue.SimpleQueue[Recorded] = queue.SimpleQueue()
     for kernel in kernels:
@@ -57,15 +57,15 @@ def build(kernels: Iterable[Recorded], jobs: int, done: Callable[[Built], None])
                     kernel = waiting.get_nowait()
                 except queue.Empty:
                     break
-                if process is None or process.poll() is not None:  # the first one, or it crashed
+                if process is None or process.poll() is not None:  # not started yet, or crashed
                     with lock:
-                        if is_over:  # it was killed: nobody waits for the rest
+                        if is_over:  # `build` has killed it and waits for no more results
                             return
                         process = _start()
                         processes.append(process)
                 finished.put(compile_with(process, kernel))
             finished.put(None)
-        except BaseException as error:  # raised where it is waited for
+        except BaseException as error:  # `build` raises it
             finished.put(error)
 
     if jobs < 1:
@@ -91,7 +91,7 @@ def build(kernels: Iterable[Recorded], jobs: int, done: Callable[[Built], None])
 
 
 def _start() -> subprocess.Popen[bytes]:
-    """Start a process that sees the same modules."""
+    """Start a worker process that finds the same modules."""
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path), "OMP_NUM_THREADS": "1"
     }  # fmt: skip

@@ -1,7 +1,7 @@
-"""The calls that a pack of compiled kernels serves: a table of problems, made into calls of the public functions.
+"""The calls that a pack of compiled kernels serves: a table of problems, turned into calls of the public functions.
 
-A call is made with tensors without memory while its launches are recorded (`diyfa.ready.recording`), so that it goes
-through all of diyfa's own decisions: which kernels are compiled for it is written nowhere.
+A call gets tensors without memory while its launches are recorded (`diyfa.ready.recording`). It goes through all of
+diyfa's decisions, so no list says which kernels it needs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HALVES = (BF16, FP16)
 
 
 class Call(NamedTuple):
-    """One call of a public function, and what it is called in messages."""
+    """One call of a public function, and its name in messages."""
 
     name: str
     run: Callable[[], object]
@@ -35,7 +35,7 @@ _numbers = count(1)
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.int32, grad: bool = False) -> torch.Tensor:
-    """Return a tensor without memory. It has an address, which no other one has: diyfa tells caches apart by that."""
+    """Return a tensor without memory. Its address is unique, because diyfa tells caches apart by their addresses."""
     begin, elements = next(_numbers) << 36, math.prod(shape)
     if elements >= 1 << 48:
         raise ValueError(f"a tensor of shape {shape} is too large")
@@ -44,10 +44,10 @@ def empty(*shape: int, dtype: torch.dtype = torch.int32, grad: bool = False) -> 
 
 
 class Heads(NamedTuple):
-    """Heads of a model, and features of each."""
+    """Numbers of heads and head dims of a model."""
 
     head_dim: int
-    head_dim_v: int = 0  # 0: as many
+    head_dim_v: int = 0  # 0: head_dim
     queries: int = 16
     keys: int = 16
 
@@ -61,7 +61,7 @@ class Heads(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Samples, and the queries and keys of each."""
+    """Number of samples, and of queries and keys of each."""
 
     batch: int
     queries: int
@@ -72,22 +72,24 @@ class Rows(NamedTuple):
 
 
 def _name(*words: object, **options: Any) -> str:
-    """The words that `words.py` makes the same call of."""
+    """Return the description from which `words.py` makes the same call."""
     for name, value in options.items():
         shown = ",".join(map(str, value)) if isinstance(value, tuple) else str(value).removeprefix("torch.")
         words = (*words, name if value is True else f"{name}={shown}")
     return " ".join(str(word).removeprefix("torch.") for word in words if word != "")
 
 
-# ---- What a call is made of ---------------------------------------------------------------------------------------
+# ---- Kinds of calls -----------------------------------------------------------------------------------------------
 
 
 def attention(
     heads: Heads, rows: Rows, dtype: torch.dtype, packed: bool = False, backward: bool = True, **options: Any
 ) -> Call:
-    """Attention and its backward pass. `options` are those of `flash_attention`: True stands for a tensor, and a bias
-    is the letters of its dimensions, as in "1hqk". `out_dtype`: the call is one of parts that are added up. `packed`:
-    sequences have `rows.queries` rows on average, and none has more than `longest`."""
+    """Return a call of attention, with its backward pass if `backward`.
+
+    `options` are those of `flash_attention`. True stands for a tensor, and a bias is given by the letters of its
+    dimensions, as in "1hqk". With `out_dtype` the output is partial and is merged with others. `packed`: sequences have
+    `rows.queries` rows on average and at most `longest`."""
 
     def run() -> None:
         (b, m, n), (d, _, h, hk), dv = rows, heads, heads.of_values
@@ -114,7 +116,7 @@ def attention(
             checked = checked_options(q, k, v, WHOLE, {"layout": "bshd", **given})
             q, k, v = q.detach(), k.detach(), v.detach()
             out, lse = forward(q, k, v, WHOLE, checked)
-            if backward:  # of the whole output, which is in the dtype of q
+            if backward:  # its input is the merged output, which has the dtype of q
                 out = out.to(dtype)
                 differentiate((torch.empty_like(out), None), (q, k, v), (out, lse), WHOLE, checked)
             return
@@ -128,11 +130,11 @@ def attention(
 
 
 def cache(heads: Heads, rows: Rows, dtype: torch.dtype, page: int = 0, packed: bool = False, **options: Any) -> Call:
-    """Attention over a cache of `rows.keys` keys. Options besides those of `flash_attn_with_kvcache`: how many keys are
-    `new`, features that are `rotary`, `latent`, `float8`.
+    """Return a call of attention over a cache of `rows.keys` keys.
 
-    `packed`: the queries are, `rows.queries` of each sequence on average, and of none more than is `longest`; without
-    a page so are the keys.
+    Options besides those of `flash_attn_with_kvcache`: the number of `new` keys, the number of `rotary` features,
+    `latent`, `float8`. `packed`: the queries are packed, `rows.queries` for each sequence on average and at most
+    `longest`. Without pages the keys are then packed as well.
     """
 
     def run() -> None:
@@ -167,7 +169,7 @@ def cache(heads: Heads, rows: Rows, dtype: torch.dtype, page: int = 0, packed: b
 
 
 def in_the_mode(call: Call) -> Call:
-    """The same call inside `batch_invariant()`."""
+    """Return the call inside `batch_invariant()`."""
 
     def run() -> None:
         with batch_invariant():
@@ -177,7 +179,7 @@ def in_the_mode(call: Call) -> Call:
 
 
 def product_of(m: int, n: int, k: int, dtype: torch.dtype, transposed: bool = False, **options: Any) -> Call:
-    """A matrix product; `transposed`: b is."""
+    """Return a call of the matrix product. `transposed`: b is a transposed view."""
 
     def run() -> None:
         b = empty(n, k, dtype=dtype).t() if transposed else empty(k, n, dtype=dtype)
@@ -187,7 +189,7 @@ def product_of(m: int, n: int, k: int, dtype: torch.dtype, transposed: bool = Fa
 
 
 def merging(head_dim: int, rows: int = 4096) -> Call:
-    """What ring attention does with the outputs of two parts."""
+    """Return a call that merges two partial outputs, as ring attention does."""
 
     def run() -> None:
         out, part = (empty(2, 16, rows, head_dim, dtype=FP32) for _ in range(2))
@@ -208,13 +210,13 @@ def grouped(heads: Heads, queries: int = 32, keys: int = 8) -> Heads:
     return heads._replace(queries=queries, keys=keys)
 
 
-# Sizes of which tables have different rows: a tile, less than what descriptors pay for, the same with more keys for
-# each query, many short sequences, fewer tiles than multiprocessors, one long sequence, more tiles, long sequences.
+# Sizes for which tables of tiles have different rows: one tile, too small for descriptors to pay off, the same with
+# longer sequences, many short ones, fewer tiles than multiprocessors, one long sequence, more tiles, long sequences.
 SHORT, TINY, SMALL, MANY, FEW_TILES, ALONE, MEDIUM, LARGE = (
     Rows(64, 64, 64), Rows(1, 96, 96), Rows(1, 256, 256), Rows(16, 256, 256), Rows(1, 1024, 1024), Rows(1, 4096, 4096),
     Rows(4, 2048, 2048), Rows(8, 4096, 4096),
 )  # fmt: skip
-# Keys that end inside a block: of long sequences, of sentences, of windows of images.
+# Keys that end inside a block: long sequences, sentences, windows of images.
 RAGGED, SENTENCES, WINDOWS = Rows(3, 1000, 1003), Rows(2, 77, 77), Rows(256, 49, 49)
 BRIEF = (Rows(64, 16, 16), Rows(32, 32, 32), Rows(16, 48, 48), Rows(1, 350, 350), Rows(1, 700, 700))  # packed
 TRAINED = (TINY, SMALL, MANY, FEW_TILES, ALONE, MEDIUM, LARGE)
@@ -230,7 +232,7 @@ BOTH = (False, True)
 
 
 class Row(NamedTuple):
-    """Calls: every combination of what is here."""
+    """Calls of attention: every combination of the fields."""
 
     options: tuple[dict[str, Any], ...]
     heads: tuple[Heads, ...]
@@ -268,7 +270,7 @@ TRAINING = (
     Row(({"attn_bias": "1hqk", "bias_grad": True},), (Heads(32), D64), (WINDOWS,)),
     Row(({"seq_lens": True}, CAUSAL | {"seq_lens": True}), USUAL, TRAINED, dtypes=(BF16,)),
     Row(({"deterministic": True}, CAUSAL | {"deterministic": True}), (*USUAL, grouped(D128)), TRAINED, BOTH, (BF16,)),
-    Row(({"out_dtype": "float32"}, CAUSAL | {"out_dtype": "float32"}), USUAL, (MEDIUM,), dtypes=(BF16,)),  # of a ring
+    Row(({"out_dtype": "float32"}, CAUSAL | {"out_dtype": "float32"}), USUAL, (MEDIUM,), dtypes=(BF16,)),  # rings
     Row((FULL, CAUSAL), USUAL, (SMALL, MEDIUM), dtypes=(FP32,)),
 )
 
@@ -276,7 +278,7 @@ TRAINING = (
 def training() -> Iterator[Call]:
     for row in TRAINING:
         yield from row.calls()
-    # Few queries of many keys, without a backward pass.
+    # Few queries with many keys, without a backward pass.
     for dtype, heads, rows in product(HALVES, (*USUAL, grouped(D128)), (Rows(1, 16, 8192), Rows(4, 1, 4096))):
         yield attention(heads, rows, dtype, backward=False, causal=True)
 
@@ -285,7 +287,7 @@ LLAMA, SMALLER, OLDER, PHI, GEMMA, OSS = (
     grouped(D128), grouped(D64), grouped(D128, 32, 32), grouped(D96, 32, 32), grouped(D256, 8, 4), grouped(D64, 64, 8)
 )  # fmt: skip
 DEEPSEEK = Heads(576, 512, 128, 1)
-# A token of one sequence, of some, of many; several of each; and long prompts.
+# One token of one, some and many sequences (DECODING), several tokens (SEVERAL), long prompts (CHUNKS).
 DECODING = (Rows(1, 1, 8192), Rows(16, 1, 8192), Rows(64, 1, 8192), Rows(256, 1, 4096))
 SEVERAL = (Rows(1, 8, 8192), Rows(16, 8, 8192), Rows(64, 8, 8192), Rows(256, 8, 4096), Rows(16, 32, 8192))
 CHUNKS = (Rows(1, 128, 8192), Rows(4, 2048, 8192))
@@ -294,7 +296,7 @@ LOOKED_BACK = {"window_size": (1023, 0), "causal": True}
 
 
 class CacheRow(NamedTuple):
-    """Calls over a cache: every combination of what is here."""
+    """Calls over a cache: every combination of the fields."""
 
     options: tuple[dict[str, Any], ...]
     heads: tuple[Heads, ...]
@@ -308,7 +310,7 @@ class CacheRow(NamedTuple):
             yield cache(heads, rows, dtype, page, packed=packed, **options)
 
 
-# Batches in which some sequences have a token and others many.
+# Batches in which some sequences have one token and others many.
 MIXED, BATCHED = CAUSAL | {"longest": 512}, (Rows(1, 32, 8192), *DECODING[1:2], Rows(32, 1, 8192), DECODING[3])
 SERVING = (
     CacheRow((CAUSAL,), (LLAMA, SMALLER), pages=(0, 16, 64, 256), dtypes=HALVES),
@@ -348,7 +350,7 @@ def serving() -> Iterator[Call]:
 
 
 def others() -> Iterator[Call]:
-    """Merging, and products of few and many rows, of which b may be transposed or nothing aligned."""
+    """Yield merges, and products of few and many rows: with b transposed, unaligned, in float32."""
     for head_dim in (64, 80, 96, 128, 256):
         yield merging(head_dim)
     for dtype, rows, transposed in product(HALVES, (16, 512, 4096), BOTH):
@@ -361,5 +363,5 @@ def others() -> Iterator[Call]:
 
 
 def everything() -> list[Call]:
-    """All calls that a pack serves."""
+    """Return all calls that a pack serves."""
     return [*training(), *serving(), *others()]

@@ -1,4 +1,4 @@
-"""The calls of a model, from the config.json that Hugging Face keeps beside its weights."""
+"""The calls of a model, derived from the config.json that Hugging Face stores with its weights."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ import torch
 from diyfa.ready.calls import BF16, CHUNKS, DECODING, FP32, HALVES, TRAINED, Call, Heads, attention, cache
 
 Config = dict[str, Any]
-# Encoders, whose tokens see all others, by how the names of their architectures end.
+# Ends of the architecture names of encoders, whose tokens see all others.
 _ENCODERS = ("ForMaskedLM", "ForSequenceClassification", "ForImageClassification", "VisionModel")
 _WITH_SINKS = ("gpt_oss",)
 _MASKED = "causal"
 
 
 class Model(NamedTuple):
-    """What attention needs to know of a model."""
+    """The properties of a model that attention depends on."""
 
     heads: Heads
     dtype: torch.dtype
-    options: tuple[dict[str, Any], ...]  # of the different layers, under the names of `flash_attention`
-    latent: Heads | None  # of its cache, where the values are a part of the keys (MLA)
+    options: tuple[dict[str, Any], ...]  # arguments of `flash_attention`, one entry for each kind of layer
+    latent: Heads | None  # heads of a latent cache, where values are the first features of the keys (MLA)
 
 
 def read_model(path: Path) -> Model:
-    """Read a config.json. Raises ValueError where that says too little."""
+    """Read a config.json. Raises ValueError if a needed entry is missing."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -40,8 +40,8 @@ def read_model(path: Path) -> Model:
 
 
 def model_of(config: Config) -> Model:
-    """Return what a config says. Raises ValueError where that is too little."""
-    outer, config = config, {**config, **_object(config, "text_config")}  # models of texts and images have several
+    """Return the model that a config describes. Raises ValueError if a needed entry is missing."""
+    outer, config = config, {**config, **_object(config, "text_config")}  # models of text and images nest the text's
     queries = _number(config, "num_attention_heads", "n_head", "num_heads")
     keys = _optional(config, "num_key_value_heads", "num_kv_heads") or queries
     head_dim = _optional(config, "head_dim")
@@ -54,7 +54,7 @@ def model_of(config: Config) -> Model:
         latent = Heads(rank + rotated, rank, queries, 1)
     name = config.get("dtype") or config.get("torch_dtype") or outer.get("dtype") or outer.get("torch_dtype")
     dtype = getattr(torch, str(name).removeprefix("torch."), None)
-    # "auto", and the float8 of weights, say nothing of attention.
+    # "auto", and a float8 dtype of weights, do not tell the dtype of attention.
     return Model(heads, dtype if dtype in (*HALVES, FP32) else BF16, tuple(_options(config)), latent)
 
 
@@ -71,12 +71,12 @@ def _number(config: Config, *names: str) -> int:
 
 
 def _optional(config: Config, *names: str) -> int | None:
-    """The first of these that is a number: 0 and -1 stand for none, as null does."""
+    """Return the first of these entries that is a positive number. 0 and -1 mean none, as null does."""
     return next((x for x in map(config.get, names) if type(x) is int and x > 0), None)
 
 
 def _options(config: Config) -> Iterator[dict[str, Any]]:
-    """Of layers that see all tokens before them, and of those that look back so far."""
+    """Yield the options of layers without a window, then those of layers with one, if the model has such layers."""
     shared: dict[str, Any] = {}
     if not any(str(name).endswith(_ENCODERS) for name in config.get("architectures") or ()):
         shared[_MASKED] = True
@@ -96,24 +96,24 @@ def _options(config: Config) -> Iterator[dict[str, Any]]:
 
 
 def _alternates(config: Config) -> bool:
-    """Whether some layers see all tokens, in configs that do not list their layers' types."""
+    """Return whether some layers have no window, for configs that do not list their layers' types."""
     pattern = _optional(config, "sliding_window_pattern", "global_attn_every_n_layers") or 0
     return pattern > 1 or config.get("model_type") == "gemma2"
 
 
 def training(model: Model) -> Iterator[Call]:
-    """Batches of few and many tokens, also packed ones, with their backward pass."""
+    """Yield batches of few and many tokens, dense and packed, with their backward pass."""
     for options, rows, packed in product(model.options, TRAINED, (False, True)):
         yield attention(model.heads, rows, model.dtype, packed, **options)
 
 
 def serving(model: Model, pages: tuple[int, ...]) -> Iterator[Call]:
-    """Long prompts, and tokens one at a time, over pages (0: a contiguous cache); packed ones over pages, too."""
+    """Yield decoding steps and long prompts over a cache with `pages` (0: contiguous), with pages also packed ones."""
     heads = model.latent or model.heads
     for options, page, rows in product(model.options, pages, (*DECODING, *CHUNKS)):
         if _MASKED not in options:
             continue
-        if model.latent is not None and rows in CHUNKS:  # whose keys are made of the latent ones, as in training
+        if model.latent is not None and rows in CHUNKS:  # prompts expand the latent keys, as in training
             yield attention(model.heads, rows._replace(keys=rows.queries), model.dtype, True, False, **options)
             continue
         given = {"window_size" if name == "window" else name: value for name, value in options.items()}
@@ -122,5 +122,5 @@ def serving(model: Model, pages: tuple[int, ...]) -> Iterator[Call]:
         yield cache(heads, rows, model.dtype, page, **given)
         if page and model.latent is None:
             yield cache(heads, rows, model.dtype, page, True, **given)
-            if rows in DECODING:  # some sequences have a token, others many
+            if rows in DECODING:  # batches in which some sequences have one token and others many
                 yield cache(heads, rows, model.dtype, page, True, longest=512, **given)

@@ -1,4 +1,4 @@
-"""Which kernels calls would launch: the calls are made, and what they would launch is recorded instead."""
+"""Recording: run calls and record the kernels that they would launch, without launching them."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from diyfa.registry import forced_backend, load_backend, use_backend
 
 
 class Recorded(Protocol):
-    """A kernel that is to be compiled, as a backend describes it. Other processes can be sent one."""
+    """A kernel to be compiled, as a backend describes it. It can be pickled and sent to another process."""
 
     @property
     def name(self) -> str: ...
 
     def is_known(self) -> bool:
-        """Whether a process would find it compiled."""
+        """Return whether a process would find the compiled kernel."""
         ...
 
     def compile(self) -> None:
-        """Compile it to where processes find it."""
+        """Compile the kernel and store it where processes look for it."""
         ...
 
 
 class Recording(NamedTuple):
-    kernels: dict[Any, Recorded]  # by what tells them apart
+    kernels: dict[Any, Recorded]  # by a key of the backend, so that each kernel is recorded once
     refused: list[str]  # calls that the architecture does not run, with the reason
 
 
 def backend_of(arch: str) -> str:
-    """`"sm_90"` -> `"cuda"`, `"Ascend910B3"` -> `"npu"`."""
+    """Return the backend of an architecture: `"sm_90"` -> `"cuda"`, `"Ascend910B3"` -> `"npu"`."""
     return "npu" if arch.startswith("Ascend") else "cuda"
 
 
 def backend_here() -> str:
-    """The backend of this process. Raises ValueError where no device is usable."""
+    """Return the backend of this process. Raises ValueError if no device is usable."""
     name = forced_backend() or default_backend()
     if name == "cpu":
         raise ValueError("no GPU or NPU is usable here (`diyfa info` says why): name an architecture, such as sm_90")
@@ -50,7 +50,7 @@ def backend_here() -> str:
 
 
 def _results(op: str, rest: tuple[Any, ...], returned: Any) -> Iterator[torch.Tensor]:
-    """The tensors that `Kernel.launch` has filled."""
+    """Yield the tensors that `Kernel.launch` has filled."""
     if op in ("attention_fwd", "kvcache_fwd"):
         yield from rest
     elif op == "attention_bwd":
@@ -62,8 +62,7 @@ def _results(op: str, rest: tuple[Any, ...], returned: Any) -> Iterator[torch.Te
 
 
 def _recorded(kernel: Kernel) -> Kernel:
-    """`kernel` as it is while launches are recorded: no call is repeated without being described, and as nothing is
-    computed, results are 0."""
+    """Return `kernel` for recording. It has no `repeat`, so that every call describes its launches; results are 0."""
 
     def launch(problem: Any, tensors: Any, *rest: Any) -> Any:
         returned = kernel.launch(problem, tensors, *rest)
@@ -76,11 +75,10 @@ def _recorded(kernel: Kernel) -> Kernel:
 
 @contextmanager
 def recording(name: str, arch: str | None) -> Iterator[dict[Any, Recorded]]:
-    """Inside the block calls of the backend launch nothing, and their results are 0: what they would launch is in the
-    dictionary. No other thread may call diyfa meanwhile.
+    """Record, inside the block, what calls of the backend would launch, into the dictionary that is yielded.
 
-    Tensors of the CPU, or without memory, are taken for those of a device: of the architecture `arch`, or None of the
-    current one.
+    The calls launch nothing, and their results are 0. No other thread may call diyfa meanwhile. CPU and meta tensors
+    are treated as tensors of a device of the architecture `arch`, None being that of the current device.
 
     Raises ValueError for a backend that cannot do this, or an architecture that it does not know.
     """
@@ -97,7 +95,7 @@ def recording(name: str, arch: str | None) -> Iterator[dict[Any, Recorded]]:
 
 
 def record(name: str, arch: str | None, calls: Iterable[tuple[str, Callable[[], object]]]) -> Recording:
-    """Return what `calls`, which have names, would launch; calls that no kernel runs are listed with the reason."""
+    """Return what `calls`, (name, function), would launch. Calls that no kernel runs are listed with the reason."""
     refused = []
     with recording(name, arch) as found, warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -1,4 +1,4 @@
-"""`diyfa.warmup`: kernels of calls to come, compiled by several processes before they come."""
+"""`diyfa.warmup`: compile the kernels of calls, in several processes, before the calls come."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from diyfa.ready.building import Built, build, cores
 from diyfa.ready.recording import Recorded, backend_here, backend_of, record
 from diyfa.ready.words import parse
 
-SECONDS = 10.0  # between two lines in a log
+SECONDS = 10.0  # least time between two lines in a log
 
 
 class Warmed(NamedTuple):
-    """What `diyfa.warmup` did."""
+    """The result of `diyfa.warmup`."""
 
-    kernels: int  # that the calls launch
-    compiled: int  # of them, now
+    kernels: int  # kernels that the calls launch
+    compiled: int  # kernels compiled now
     failures: tuple[str, ...]
     refused: tuple[str, ...]  # calls that the device does not run, with the reason
     seconds: float
@@ -37,22 +37,22 @@ def warmup(
     jobs: int | None = None,
     quiet: bool = False,
 ) -> Warmed:
-    """Compile the kernels of calls to come into the cache folder, in several processes; what is there already is not.
+    """Compile the kernels of calls to come into the cache folder, in several processes, unless they are there already.
 
         diyfa.warmup("attention bfloat16 D=128 H=32/8 B=4 S=2048 causal")
         diyfa.warmup(lambda: model(batch).loss.backward())
 
     Args:
-        calls: a call in words (`diyfa.ready.words`), a function, or several of both. A function is called once, on the
-            tensors that it has. Nothing of diyfa is computed meanwhile: its results are 0, and what else the function
-            does is done. No other thread may call diyfa until it returns.
-        arch: a GPU that need not be here ("sm_90"), whose place tensors of the CPU take; default: the current device.
-        jobs: processes; default: as many as there are cores.
-        quiet: print nothing. Else a line on standard error says what was done, and more lines how far it is.
+        calls: a call in words (`diyfa.ready.words`), a function, or several of both. A function is called once, with
+            its own tensors. diyfa's operations in it compute nothing and return 0; the rest of the function runs as
+            usual. No other thread may call diyfa until it returns.
+        arch: a GPU that need not be here ("sm_90"); CPU tensors stand for its tensors. Default: the current device.
+        jobs: processes; default: the number of cores.
+        quiet: print nothing. Else lines on standard error show the progress, and a last one the result.
 
     Raises:
-        ValueError: words that mean nothing, no usable device, or an unknown architecture.
-        RuntimeError, OSError: what the functions raise.
+        ValueError: a description that is not understood, no usable device, or an unknown architecture.
+        RuntimeError, OSError: as the functions raise.
     """
     start = time.monotonic()
     given = [calls] if callable(calls) or isinstance(calls, str) else list(calls)
@@ -67,8 +67,7 @@ def warmup(
 
 
 def warm(kernels: list[Recorded], jobs: int, watch: Callable[[int, int, Built], None] | None = None) -> Warmed:
-    """Compile those of `kernels` that no process would find; `watch` is told (how many are done, of how many, the last
-    one)."""
+    """Compile those of `kernels` that are not compiled yet. `watch` is called with (number done, of how many, last)."""
     start = time.monotonic()
     missing = [kernel for kernel in kernels if not kernel.is_known()]
     failures: list[str] = []
@@ -88,7 +87,7 @@ def warm(kernels: list[Recorded], jobs: int, watch: Callable[[int, int, Built], 
 
 
 class _Lines:
-    """A line on standard error every `SECONDS` at most; on a terminal one that changes."""
+    """Progress on standard error: a new line, at most every `SECONDS`, or on a terminal one line that is rewritten."""
 
     def __init__(self) -> None:
         self.last = time.monotonic()

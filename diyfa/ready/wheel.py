@@ -1,4 +1,4 @@
-"""Writing a wheel, which is a zip file with a little metadata: the format is PEP 427's."""
+"""Writing a wheel, a zip file with a little metadata, in the format of PEP 427."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
-_DATE = (2020, 1, 1, 0, 0, 0)  # of all files, so that equal contents are equal wheels
+_DATE = (2020, 1, 1, 0, 0, 0)  # date of all files, so that equal contents make equal wheels
 
 
 def write_wheel(folder: Path, name: str, version: str, summary: str, files: Mapping[str, bytes]) -> Path:
-    """Write the wheel of a package that needs this diyfa and holds `files`, by their paths; return where it is.
+    """Write the wheel of a package that requires this diyfa and holds `files` (content by path). Return its path.
 
-    `name` is the module's, as in "diyfa_sm90". Files are stored as they are, since packs are compressed.
+    `name` is the module's, as in "diyfa_sm90". Files are stored without compression, since packs are compressed.
     """
     path = folder / f"{name}-{version}-py3-none-any.whl"
     info = f"{name}-{version}.dist-info"

@@ -1,11 +1,11 @@
-"""Calls in words, as `diyfa warmup --shapes` and `diyfa.warmup` take them and `diyfa pack --list` shows them:
+"""Calls in words. `diyfa warmup --shapes` and `diyfa.warmup` take them, `diyfa pack --list` shows them:
 
     attention bfloat16 D=128 H=32/8 B=4 S=2048 causal packed
     cache bfloat16 D=128 H=32/8 B=16 Sq=1 Sk=8192 page=16 causal
     product float16 512x4096x4096
 
-D is the head dim, D=192/128 that of V, too; H the heads, H=32/8 those of keys, too; B samples of Sq queries and Sk keys
-each, or of S both.
+D is the head dim (D=192/128: of Q and K, and of V), H the number of heads (H=32/8: of Q, and of K and V). B samples
+have Sq queries and Sk keys each, or S of both.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _DTYPES = {
     "fp32": torch.float32,
 }  # fmt: skip
 
-Form = tuple[str, Callable[[Any], bool]]  # what a value is called in messages, and whether one is that
+Form = tuple[str, Callable[[Any], bool]]  # (description of the value in messages, test of a value)
 _FLAG: Form = "True or False", lambda x: type(x) is bool
 _FACTOR: Form = "a number", lambda x: type(x) in (int, float)
 _COUNT: Form = "a whole number from 0 on", lambda x: type(x) is int and x >= 0
@@ -47,7 +47,7 @@ _IN_THE_MODE = "batch-invariant"
 
 
 def parse(text: str) -> Call:
-    """Return the call that `text` describes; without one of `KINDS` it is attention. Raises ValueError."""
+    """Return the call that `text` describes. The kind is one of `KINDS`, by default attention. Raises ValueError."""
     words = text.split()
     invariant = words[:1] == [_IN_THE_MODE]
     words = words[invariant:]
@@ -80,7 +80,7 @@ def parse(text: str) -> Call:
 
 
 def _option(word: str) -> tuple[str, Any]:
-    """`"causal"` -> ("causal", True), `"softcap=50.0"` -> ("softcap", 50.0)."""
+    """Split a word into name and value: `"causal"` -> ("causal", True), `"softcap=50.0"` -> ("softcap", 50.0)."""
     name, equals, value = word.partition("=")
     if not equals:
         return name, True
@@ -107,7 +107,7 @@ def _number(text: str, given: dict[str, Any], name: str) -> int:
 
 
 def _pair(text: str, given: dict[str, Any], name: str) -> tuple[int, int]:
-    """Of `32/8`, or of one number that stands for both: 0 the second."""
+    """Return the numbers of `32/8`. If there is only one number, the second is 0."""
     match = re.fullmatch(r"(\d+)(?:/(\d+))?", str(given.pop(name, "")))
     if match is None:
         raise ValueError(f"{text!r} needs {name}=<a number> or {name}=<a number>/<another>")

@@ -1,5 +1,8 @@
-"""A process that compiles: `python -m diyfa.ready.worker`. Kernels come by standard input, verdicts leave by standard
-output, each pickled behind its length in 4 bytes; a verdict is (seconds, error or "")."""
+"""A process that compiles: `python -m diyfa.ready.worker`.
+
+It reads kernels from standard input and writes results, (seconds, error or ""), to standard output. Each is pickled
+and preceded by its length in 4 bytes.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ def send(stream: IO[bytes], message: Any) -> None:
 
 
 def receive(stream: IO[bytes]) -> Any:
-    """The next message. Raises EOFError when the other side is gone."""
+    """Return the next message. Raises EOFError if the other process has ended."""
     head = stream.read(4)
     if len(head) < 4:
         raise EOFError
@@ -27,7 +30,7 @@ def receive(stream: IO[bytes]) -> Any:
 
 def main() -> None:
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    with tempfile.TemporaryFile() as log:  # what compilers print: they write to the process's files themselves
+    with tempfile.TemporaryFile() as log:  # compilers write to file descriptors 1 and 2 directly
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
         while True:
@@ -39,7 +42,7 @@ def main() -> None:
             start, error = time.perf_counter(), ""
             try:
                 kernel.compile()
-            except Exception as failure:  # compilers raise whatever they like
+            except Exception as failure:  # compilers may raise anything
                 os.lseek(log.fileno(), begin, os.SEEK_SET)
                 printed = os.read(log.fileno(), 2000).decode(errors="replace")
                 error = " ".join(f"{type(failure).__name__}: {failure} {printed}".split())[:2000]

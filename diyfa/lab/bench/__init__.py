@@ -1,4 +1,4 @@
-"""Measuring: one way of timing, one way of counting work, the peers, and what to write down beside a number."""
+"""Measurement: one way of timing, one count of work, the peers, and the facts recorded with each number."""
 
 from diyfa.lab.bench.runner import BenchmarkResult, BenchmarkRunner
 from diyfa.lab.bench.timing import benchmark_fn, peak_memory_mb, quantiles_of, time_calls

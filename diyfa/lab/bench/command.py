@@ -1,4 +1,4 @@
-"""`diyfa bench`: diyfa beside PyTorch on this device, as a table and as JSON."""
+"""`diyfa bench`: compare diyfa with PyTorch on this device, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OPS = ("attention", "matmul")
 
 @dataclass(frozen=True)
 class Defaults:
-    """What is measured on a device unless the user says otherwise: sizes that take about a minute."""
+    """Default sizes and repetitions of a device, which take about a minute."""
 
     seq_lens: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -62,7 +62,7 @@ def _check(request: Request) -> tuple[str, ...]:
 
 
 def run(request: Request, output: Path | None, json: bool) -> int:
-    """Measure, print and, where asked for, write; returns the exit status 0."""
+    """Measure and print, and write to `output` if given. Return the exit status 0."""
     ops = _check(request)
     device, name = device_for(request.backend)
     defaults = DEFAULTS.get(device.type, ACCELERATOR)
@@ -72,7 +72,7 @@ def run(request: Request, output: Path | None, json: bool) -> int:
     sizes = request.sizes or list(defaults.sizes)
     warmup = defaults.warmup if request.warmup is None else request.warmup
     rep = request.rep or defaults.rep
-    # float32 products in float32, as PyTorch's beside them
+    # The default would multiply float32 in float16; PyTorch multiplies it in float32.
     precision = "ieee" if dtype == torch.float32 else None
     runners: dict[str, BenchmarkRunner] = {}
     totals = {"attention": len(seq_lens) * (len(attention_peers(device)) + 1), "matmul": 2 * len(sizes)}

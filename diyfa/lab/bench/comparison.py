@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def comparison_table(
     results: Sequence[BenchmarkResult], title: str, unavailable: Sequence[tuple[str, tuple[int, ...], str]] = ()
 ) -> None:
-    """Print `results`, in their order, with each one's speed relative to the fastest of its size."""
+    """Print `results` in their order, each with its speed relative to the fastest of its size."""
     try:
         from rich.console import Console
     except ModuleNotFoundError as error:
@@ -34,7 +34,7 @@ def comparison_table(
         rows.append([label, r.name, tile, figure(r.time_ms), figure(r.tflops), figure(r.memory_mb), share])
         styles.append("bold green" if r.time_ms == fastest[r.size] else None)
         previous = r.size
-    if not any(row[2] for row in rows):  # nobody has asked for tiles
+    if not any(row[2] for row in rows):  # no tiles were given
         headings, rows = [x for x in headings if x != "tile"], [[*row[:2], *row[3:]] for row in rows]
     made = table(title, headings, rows, styles)
     for line, following in zip(made.rows, rows[1:], strict=False):

@@ -1,4 +1,4 @@
-"""What diyfa is measured against, timed in the same run: PyTorch's own attention, each implementation by itself."""
+"""The peers that diyfa is timed against in the same run: each implementation of PyTorch's attention by itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SDPA_PEERS: dict[str, SDPBackend] = {
     "SDPA cuDNN": SDPBackend.CUDNN_ATTENTION,
     "SDPA math": SDPBackend.MATH,
 }
-# The math implementation stores scores and weights; beyond this it is out of memory or of patience.
+# The math implementation stores scores and weights. With more bytes it takes too much memory or time.
 MATH_LIMIT_BYTES = 8 * 1024**3
 
 
@@ -32,15 +32,15 @@ def _sdpa(which: SDPBackend) -> Attention:
 
 
 def attention_peers(device: torch.device) -> dict[str, Attention]:
-    """Name -> `f(q, k, v, causal)` for (B, H, S, D) tensors: the implementations that exist for `device`."""
+    """Return the implementations that exist for `device`: name -> `f(q, k, v, causal)` for (B, H, S, D) tensors."""
     names = ["SDPA flash", "SDPA math"] if device.type == "cpu" else list(SDPA_PEERS)
-    if device.type not in ("cpu", "cuda"):  # the choice of an implementation is CUDA's and the CPU's
+    if device.type not in ("cpu", "cuda"):  # only CUDA and the CPU offer a choice of implementations
         return {"SDPA": lambda q, k, v, causal: F.scaled_dot_product_attention(q, k, v, is_causal=causal)}
     return {name: _sdpa(SDPA_PEERS[name]) for name in names}
 
 
 def check_peer(name: str, peer: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> None:
-    """Run `peer` once; raises PeerUnavailable with the reason when it refuses these inputs or would not fit."""
+    """Run `peer` once. Raises PeerUnavailable with the reason if it refuses these inputs or would not fit."""
     if name == "SDPA math":
         scores = 2 * q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * max(4, q.element_size())
         if scores > MATH_LIMIT_BYTES:

@@ -1,4 +1,4 @@
-"""`BenchmarkRunner`: diyfa's operations beside PyTorch's on the same inputs."""
+"""`BenchmarkRunner`: timings of diyfa's and PyTorch's operations on the same inputs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from diyfa.validation import MAX_HEAD_DIM_V
 class BenchmarkResult:
     """One measurement."""
 
-    name: str  # of the implementation: "FlashAttention", "Triton", "SDPA flash", …
+    name: str  # implementation: "FlashAttention", "Triton", "SDPA flash", …
     size: tuple[int, ...]  # (M, N, K), or (batch, heads, seq_len, head_dim)
     time_ms: float  # median
     tflops: float
@@ -30,7 +30,7 @@ class BenchmarkResult:
 
 @contextmanager
 def _on(device: torch.device) -> Iterator[None]:
-    """diyfa's calls run on `device`; whoever benchmarks the CPU has asked for it."""
+    """Run diyfa's calls on `device` inside the block. For the CPU this forces the CPU backend, unless one is forced."""
     if device.type != "cpu":
         yield
         return
@@ -41,12 +41,12 @@ def _on(device: torch.device) -> Iterator[None]:
 
 
 class BenchmarkRunner:
-    """Measures functions and keeps the results.
+    """Measures functions and collects the results.
 
     Args:
-        device: where to run; default: "cuda" or "npu", whichever is there, else "cpu".
+        device: where to run; default: "cuda" or "npu", whichever is available, else "cpu".
         warmup: calls before each measurement. rep: calls measured; the median counts.
-        on_result: called with each result as soon as it is there (progress bars).
+        on_result: called with each result as soon as it is measured (progress bars).
 
     `results` holds every BenchmarkResult so far, `unavailable` a (name, size, reason) for each peer that could not run.
     """
@@ -97,7 +97,7 @@ class BenchmarkRunner:
         *,
         name: str = "Triton",
     ) -> list[BenchmarkResult]:
-        """`triton_fn(a, b)`, called `name` in the results, beside `torch.matmul` for each (M, N, K) of `sizes`.
+        """Measure `triton_fn(a, b)` and `torch.matmul` for each (M, N, K) of `sizes`. Results name the former `name`.
 
         With `block_configs`, such as [{"block_m": 128, "block_n": 128, "block_k": 32}], `triton_fn` is measured once
         with each as keyword arguments instead of once without any.
@@ -125,8 +125,10 @@ class BenchmarkRunner:
         *,
         name: str = "FlashAttention",
     ) -> list[BenchmarkResult]:
-        """`flash_fn(q, k, v, causal=…)`, called `name` in the results, beside each of PyTorch's implementations on
-        (B, H, S, D) tensors; V has 512 features at most."""
+        """Measure `flash_fn(q, k, v, causal=…)` and each of PyTorch's implementations on (B, H, S, D) tensors.
+
+        Results name the former `name`. V has at most 512 features.
+        """
         measured = []
         for seq_len in seq_lengths:
             size = (batch_size, num_heads, seq_len, head_dim)
@@ -149,12 +151,12 @@ class BenchmarkRunner:
     def print_comparison_table(
         self, results: list[BenchmarkResult] | None = None, title: str = "Benchmark Results"
     ) -> None:
-        """Print `results` (default: all so far) as a table, the fastest of each size marked."""
+        """Print `results` (default: all so far) as a table that marks the fastest of each size."""
         from diyfa.lab.bench.comparison import comparison_table
 
         comparison_table(self.results if results is None else results, title, self.unavailable)
 
     def clear_results(self) -> None:
-        """Forget all results."""
+        """Remove all results."""
         self.results.clear()
         self.unavailable.clear()

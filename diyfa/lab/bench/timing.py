@@ -1,4 +1,4 @@
-"""Time and memory of a call on any device: device events where there are some, the wall clock elsewhere."""
+"""Time and memory of a call on any device, by device events, or on the CPU by the wall clock."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any
 import torch
 
 MIB = 1024**2
-# Written between two timed calls so that none starts with its inputs in the last-level cache; larger than any (H200:
-# 50 MB, Ascend 910B: 192 MB).
+# Bytes written between two timed calls, so that none starts with its inputs in the last-level cache. Larger than any
+# such cache (H200: 50 MB, Ascend 910B: 192 MB).
 FLUSH_BYTES = 256 * MIB
 DEFAULT_QUANTILES = (0.5, 0.2, 0.8)
 
 
 def device_module(device: torch.device) -> Any:
-    """`torch.cuda`, `torch.npu`, …: the module of an accelerator's events and memory statistics."""
+    """Return the module of an accelerator's events and memory statistics: `torch.cuda`, `torch.npu`, …"""
     return getattr(torch, device.type)
 
 
@@ -55,7 +55,7 @@ def _time_on_device(fn: Callable[[], Any], device: torch.device, rep: int) -> li
 
 
 def time_calls(fn: Callable[[], Any], device: torch.device, warmup: int = 25, rep: int = 100) -> list[float]:
-    """Milliseconds of each of `rep` calls of `fn` on `device`, after `warmup` calls that do not count."""
+    """Return the milliseconds of each of `rep` calls of `fn` on `device`, after `warmup` calls that do not count."""
     if rep < 1 or warmup < 0:
         raise ValueError(f"rep must be at least 1 and warmup at least 0, got rep={rep}, warmup={warmup}")
     for _ in range(warmup):
@@ -67,7 +67,7 @@ def time_calls(fn: Callable[[], Any], device: torch.device, warmup: int = 25, re
 
 
 def quantiles_of(times: Sequence[float], quantiles: Iterable[float] = DEFAULT_QUANTILES) -> tuple[float, ...]:
-    """The given quantiles (0 to 1, linear interpolation) of `times`."""
+    """Return the given quantiles (0 to 1, linear interpolation) of `times`."""
     wanted = torch.tensor(list(quantiles), dtype=torch.float64, device="cpu")
     if wanted.numel() == 0 or bool(((wanted < 0) | (wanted > 1)).any()):
         raise ValueError(f"quantiles must be one or more numbers from 0 to 1, got {wanted.tolist()}")
@@ -91,11 +91,11 @@ def benchmark_fn(
     quantiles: list[float] | None = None,
     **kwargs: Any,
 ) -> tuple[float, ...]:
-    """Time `fn(*args, **kwargs)` on the device of its first tensor argument (without one: the machine's accelerator).
+    """Time `fn(*args, **kwargs)` on the device of its first tensor argument, by default the machine's accelerator.
 
     Args:
         warmup: calls before the measurement. rep: calls measured.
-        quantiles: which quantiles to return, 0 to 1; default median, 20 % and 80 %.
+        quantiles: the quantiles to return, 0 to 1; default median, 20 % and 80 %.
 
     Returns:
         Milliseconds, one figure for each quantile: by default (median_ms, p20_ms, p80_ms).
@@ -106,8 +106,8 @@ def benchmark_fn(
 
 
 def _peak_on_host(fn: Callable[[], Any]) -> float:
-    """Peak of the bytes that PyTorch's CPU allocator holds during `fn`, above those before; from the profiler."""
-    # Read when the profiler first starts: without it each start and stop is noted on standard error.
+    """Return the peak of bytes that PyTorch's CPU allocator holds during `fn`, above those before (profiler)."""
+    # The profiler reads this at its first start. Without it, each start and stop prints to standard error.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         result = fn()
@@ -125,7 +125,7 @@ def _peak_on_host(fn: Callable[[], Any]) -> float:
 
 
 def peak_memory_mb(fn: Callable[[], Any], device: torch.device) -> float:
-    """Peak memory in MiB that one call of `fn` allocates on `device` above what was allocated before it."""
+    """Return the peak memory in MiB that one call of `fn` allocates on `device`, above that allocated before."""
     if device.type == "cpu":
         return _peak_on_host(fn) / MIB
     module = device_module(device)

@@ -1,1 +1,1 @@
-"""Kernels compiled ahead of time, and what their machine code says."""
+"""Ahead-of-time compilation of the CUDA kernels, and checks of their machine code."""

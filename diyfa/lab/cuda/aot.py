@@ -1,10 +1,13 @@
 """Ahead-of-time compilation of every CUDA kernel, for any architecture, on a machine without a GPU.
 
-`specs.py` and `matmul_specs.py` list what is compiled as `compile_specs(arch) -> Iterator[CompileSpec]`; `compile_all`
-turns the lists into reports with registers, spills and shared memory, from the log of the ptxas run that made the
-binary. A kernel passes the gate (`ok`) when it compiles, spills no more than its spec's budget (0 unless the spec says
-why) and, where the spec asks for clean loops, nothing in those with products, fits the architecture's shared memory,
-and, where the architecture has wgmma, ptxas did not serialise it. `diyfa compile sm_90` prints them.
+`specs.py` and `matmul_specs.py` list what is compiled as `compile_specs(arch) -> Iterator[CompileSpec]`. `compile_all`
+turns the lists into reports with registers, spills and shared memory, read from the log of the ptxas run that made the
+binary. `diyfa compile sm_90` prints them. A kernel passes the gate (`ok`) if all of this holds:
+
+* It compiles and fits the architecture's shared memory.
+* It spills no more than its spec's budget (0 unless the spec says why), and nothing in loops with products if the spec
+  asks for clean loops.
+* ptxas did not serialise its wgmma, if the architecture has wgmma.
 """
 
 from __future__ import annotations
@@ -34,13 +37,14 @@ from diyfa.lab.cuda.sass import disassembled, spills_in_loops
 from diyfa.problem import Launch
 
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
-# Files of this package that list what to compile.
+# Modules of this package that list what to compile.
 SPEC_MODULES = ("specs", "matmul_specs")
 
 _SPILL = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 _REGISTERS = re.compile(r"Used (\d+) registers")
-# ptxas: wgmma instructions were serialised. The number (C7510 to C7517 have been seen) says why: a call, too few
-# registers, other instructions that define their accumulators. C7519 says that a warpgroup.arrive was added, no more.
+# ptxas's messages that wgmma instructions were serialised. The number (C7510 to C7517 have been seen) gives the reason:
+# a call, too few registers, other instructions that define their accumulators. C7519 only says that a warpgroup.arrive
+# was added.
 _SERIALISED = re.compile(r"[^\n]*(?:\bC75(?!19)\d\d\b|wgmma[^\n]*serializ)[^\n]*")
 
 
@@ -50,7 +54,7 @@ class CompileSpec:
 
     `signature` gives the type of each argument that is not a constexpr, in Triton's notation: "*fp16", "i32", "fp32",
     "tensordesc<fp16[128,64]>" for a host-side tensor descriptor with that block. `aligned` names the pointers and
-    integers divisible by 16. `spill_budget` is in bytes; whoever sets it says why beside it.
+    integers divisible by 16. `spill_budget` is in bytes; a comment beside each budget gives its reason.
     """
 
     kernel: str  # "matmul/tma"
@@ -63,7 +67,7 @@ class CompileSpec:
     options: dict[str, Any] = field(default_factory=dict)
     aligned: frozenset[str] = frozenset()
     spill_budget: int = 0
-    clean_loops: bool = False  # loops with wgmma products may not spill, whatever the budget
+    clean_loops: bool = False  # loops with wgmma products may not spill at all
 
 
 def spec_of(launch: Launch, kernel: str, case: str, spill_budget: int = 0, clean_loops: bool = False) -> CompileSpec:
@@ -81,7 +85,7 @@ SpecSource = Callable[[str], Iterator[CompileSpec]]
 
 
 def target(arch: str) -> GPUTarget:
-    """Triton's name of `arch` ("sm_90"). Raises ValueError for one that diyfa does not know."""
+    """Return Triton's target for `arch` ("sm_90"). Raises ValueError for an architecture that diyfa does not know."""
     if gpu_spec(arch) is None:
         raise ValueError(f"unknown CUDA architecture {arch!r}; known are: {', '.join(ARCHS)}")
     return GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
@@ -103,9 +107,9 @@ def _source(spec: CompileSpec) -> Any:
 
 
 def compile_spec(arch: str, spec: CompileSpec) -> CompileReport:
-    """Compile one spec and judge the result. A kernel that does not compile is a report that is not ok.
+    """Compile one spec and judge the result. A kernel that does not compile gives a report that is not ok.
 
-    Not for use beside other threads that print: ptxas's log reaches us through `sys.stdout`.
+    No other thread may print meanwhile, because ptxas's log comes through `sys.stdout`.
     """
     limits = gpu_spec(arch)
     if limits is None:
@@ -120,7 +124,7 @@ def compile_spec(arch: str, spec: CompileSpec) -> CompileReport:
         knobs.compilation.always_compile = True
         try:
             compiled = triton.compile(source, target=where, options=options)
-        except Exception as error:  # compilers raise whatever they like; it is this kernel's verdict and fails the gate
+        except Exception as error:  # compilers may raise anything; this kernel fails the gate
             reason = f"{type(error).__name__}: {error}"[:2000]
             seconds = time.perf_counter() - start
             return CompileReport("cuda", arch, spec.kernel, spec.case, False, seconds, notes=(reason,))
@@ -138,8 +142,8 @@ def judge(
     seconds: float,
     loops: list[int] | None = None,
 ) -> CompileReport:
-    """The gate: a report from ptxas's log, the kernel's shared memory in bytes, and where loops must be clean what
-    `spills_in_loops` says."""
+    """Judge a kernel and return its report. `shared`: bytes of shared memory; `loops`: the result of `spills_in_loops`,
+    or None if loops may spill."""
     registers = [int(n) for n in _REGISTERS.findall(ptxas_log)]
     spills = sum(int(stores) + int(loads) for stores, loads in _SPILL.findall(ptxas_log))
     notes = []
@@ -169,14 +173,14 @@ def judge(
 
 
 def matches(spec: CompileSpec, only: str | None) -> bool:
-    """Whether `only` is part of the spec's "kernel case"."""
+    """Return whether `only` is a substring of the spec's "kernel case"."""
     return only is None or only in f"{spec.kernel} {spec.case}"
 
 
 def specs_for(
     arch: str, spec_sources: Sequence[SpecSource] | None = None, only: str | None = None, every: int = 1
 ) -> list[CompileSpec]:
-    """The specs that `compile_all` compiles with these arguments; it says what this raises."""
+    """Return the specs that `compile_all` compiles with these arguments. The errors are those of `compile_all`."""
     target(arch)
     if spec_sources is None:
         if os.environ.get("TRITON_INTERPRET") == "1":
@@ -190,17 +194,17 @@ def specs_for(
 def compile_all(
     arch: str, spec_sources: Sequence[SpecSource] | None = None, only: str | None = None, every: int = 1
 ) -> Iterator[CompileReport]:
-    """Compile for `arch` what `spec_sources` list, by default those of this package, in their order.
+    """Compile for `arch` all specs that `spec_sources` list, in their order. Default: the sources of this package.
 
     Args:
         arch: such as "sm_90".
         spec_sources: functions `compile_specs(arch)`.
-        only: compile the specs whose "kernel case" contains this.
+        only: compile only specs whose "kernel case" contains this.
         every: compile one in so many cases of a kernel.
 
     Raises:
         ValueError: unknown architecture, a spec that does not fit its kernel, or Triton's interpreter is on.
-        RuntimeError: a kernel of `spec_sources` is the interpreter's.
+        RuntimeError: a kernel of `spec_sources` was made by Triton's interpreter.
     """
     yield from (compile_spec(arch, spec) for spec in specs_for(arch, spec_sources, only, every))
 
@@ -211,5 +215,5 @@ def compile_kernels(target: str, only: str | None = None, every: int = 1) -> Ite
 
 
 def cases(target: str, only: str | None = None, every: int = 1) -> list[tuple[str, str]]:
-    """Return kernel and case of all that `compile_kernels` compiles."""
+    """Return (kernel, case) of all that `compile_kernels` compiles."""
     return [(spec.kernel, spec.case) for spec in specs_for(target, only=only, every=every)]

@@ -1,4 +1,4 @@
-"""The products that are compiled ahead of time."""
+"""The matrix products that are compiled ahead of time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from diyfa.backends.cuda.matmul.kernel import TORCH_DTYPE, launches_of
 from diyfa.lab.cuda.aot import CompileSpec, spec_of
 from diyfa.problem import MatmulProblem
 
-# (inputs, computed in, result, precision)
+# (dtype of inputs, of the product, of the result, precision)
 CASES = (
     ("float16", "float16", "float16", "ieee"),
     ("bfloat16", "bfloat16", "bfloat16", "ieee"),
@@ -29,9 +29,9 @@ CASES = (
 
 
 def compile_specs(arch: str) -> Iterator[CompileSpec]:
-    """Every default and candidate tile of both forms, for few rows and many, both layouts of b.
+    """Yield every default and candidate tile of both forms, for few rows and many, and both layouts of b.
 
-    bfloat16 has float16's tiles: the default ones do for it.
+    bfloat16 has the tiles of float16, so only its default tiles are compiled.
     """
     refusals = {"tma": unsupported_tma, "pointers": unsupported_pointers}
     for (dtype, compute, out, precision), form, aligned in product(CASES, refusals, (True, False)):
@@ -47,7 +47,7 @@ def compile_specs(arch: str) -> Iterator[CompileSpec]:
 
 
 def _specs_of(problem: MatmulProblem, config: MatmulConfig) -> Iterator[CompileSpec]:
-    """Pointers with and without a mask along K, descriptors with both layouts of b."""
+    """Yield form "pointers" with and without a mask along K, form "tma" with both layouts of b."""
     dtype, compute, precision = problem.dtype, problem.compute_dtype, problem.precision
     how = f"{dtype}->{compute}" if dtype != compute else dtype
     how += f"/{precision}" if compute == "float32" else ""
@@ -71,7 +71,7 @@ def _specs_of(problem: MatmulProblem, config: MatmulConfig) -> Iterator[CompileS
 
 
 def _tensors_of(problem: MatmulProblem, b_transposed: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """a, b and c without memory."""
+    """Return a, b and c without memory."""
 
     def empty(rows: int, columns: int, dtype: str) -> torch.Tensor:
         return torch.empty(rows, columns, dtype=TORCH_DTYPE[dtype], device="meta")

@@ -1,4 +1,4 @@
-"""What the gate reads from machine code: whether loops around tensor-core products touch local memory."""
+"""Analysis of machine code for the gate: do loops around tensor-core products touch local memory?"""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BRANCH = re.compile(r"\bBRA\b.* 0x([0-9a-f]+)")
 
 
 def disassembled(cubin: bytes) -> str:
-    """The machine code of a compiled kernel as text."""
+    """Return the machine code of a compiled kernel as text."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -21,10 +21,10 @@ def disassembled(cubin: bytes) -> str:
 
 
 def spills_in_loops(sass: str) -> list[int]:
-    """For each loop over keys of a Hopper kernel, how many of its instructions read or write spilled registers.
+    """Return for each loop over keys of a Hopper kernel how many of its instructions read or write spilled registers.
 
-    That is what a backward branch closes and what has wgmma products, but neither copies nor stores rows of out to
-    global memory: with that, it is the loop over tiles, or a part of that.
+    Such a loop is closed by a backward branch and has wgmma products, but neither copies nor stores rows of out to
+    global memory. A loop that does is the loop over tiles, or a part of it.
     """
     code = [(int(address, 16), text) for address, text in _LINE.findall(sass)]
     number = {address: i for i, (address, _) in enumerate(code)}

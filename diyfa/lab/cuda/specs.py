@@ -1,8 +1,8 @@
-"""Which attention kernels are compiled ahead of time for an architecture: every shipped tile, every feature once.
+"""The attention kernels that are compiled ahead of time for an architecture: every shipped tile, every feature once.
 
-Plain problems are compiled with every tile of the table, problems that use features with the default one. The
-signature follows from the argument names and from what the kernel says of them, so a kernel that gains an argument
-needs no change here.
+Plain problems are compiled with every tile of the table, problems with features with the default tile. Launchers
+describe the launch of each problem, and its signature follows from that (`aot.spec_of`), so a kernel that gains an
+argument needs no change here.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _problem(arch: str, dtype: str, d: int, causal: bool = True, seq_lens: bool 
 
 
 def problems(arch: str) -> Iterator[AttentionProblem]:
-    """Plain problems: the head dims that tables tell apart, both widths of numbers, padded samples."""
+    """Yield plain problems: the head dims that tables tell apart, 16-bit and 32-bit dtypes, padded samples."""
     half = "float16"
     for d in (64, 128, 256):
         yield _problem(arch, half, d)
@@ -60,9 +60,9 @@ def problems(arch: str) -> Iterator[AttentionProblem]:
 
 
 def feature_problems(arch: str) -> Iterator[AttentionProblem]:
-    """Problems with features: all that compose on dense tensors, packed sequences, wide heads, MLA's 576 and 512.
+    """Yield problems with features: all that compose on dense tensors, packed sequences, wide heads, MLA's 576 and 512.
 
-    And without a mask or in bfloat16, which have the tiles of `problems`.
+    It also yields problems without a mask and in bfloat16, which have the same tiles as `problems`.
     """
     half, spec = "float16", gpu_spec(arch)
     yield _problem(arch, half, 128, causal=False)
@@ -71,23 +71,23 @@ def feature_problems(arch: str) -> Iterator[AttentionProblem]:
     everything = {**EVERYTHING, "window_right": 64, "bias_grad": True}
     for d, bias in ((64, half), (128, "float32")):
         yield _problem(arch, half, d).replace(**{**everything, "bias": bias})
-    # A bias alone: the most shared memory beside what tiles take anyway, and loops whose wgmma ptxas once serialised.
+    # A bias alone: it takes the most shared memory besides the tiles, and ptxas once serialised wgmma in such loops.
     for d in (64, 128, 256) if spec is not None and spec.has_wgmma else (256,):
         yield _problem(arch, half, d).replace(bias=half)
-    yield _problem(arch, half, 64, causal=False).replace(dropout=True)  # dropout's mask alone
+    yield _problem(arch, half, 64, causal=False).replace(dropout=True)  # dropout alone
     packed = {"layout": VARLEN, "total_q": 2048, "total_k": 2048}
     yield _problem(arch, half, 64).replace(**packed)
     yield _problem(arch, half, 128).replace(window_left=128, dropout=True, dropout_origins=True, **packed)
-    if spec is not None and spec.has_wgmma:  # of keys that other devices have, too
+    if spec is not None and spec.has_wgmma:  # partial results, as for keys that are spread over several devices
         yield _problem(arch, half, 128).replace(out_dtype="float32", **packed)
     yield _problem(arch, half, 320)
     yield _problem(arch, half, 576).replace(head_dim_v=512)
 
 
-# Bytes of spills that default tiles may have with features, by kernel and class of GPU: what ptxas spills at most, with
+# Bytes of spills that default tiles may have with features, by kernel and class of GPU: the most that ptxas spills with
 # Triton 3.6 on 2026-11-23, rounded up. Dropout's words, slopes, bias addresses and the tanh of the softcap are alive
-# beside accumulators that fill the registers, and no combination of features has tiles of its own. What a tile spills
-# without features is in the table of tiles. A class with a number behind it is of that padded head_dim.
+# together with accumulators that fill the registers, and combinations of features have no separate tiles. The table of
+# tiles has the spills without features. A number after a class is a padded head_dim.
 FEATURE_SPILLS: dict[str, dict[str, int]] = {
     "fwd": {"small": 64, "large": 32},
     "dkdv": {
@@ -100,15 +100,15 @@ FEATURE_SPILLS: dict[str, dict[str, int]] = {
 }  # fmt: skip
 
 
-# The Hopper kernel's: numbers that are stored once for each tile, at its ends or by the producer; loops over keys may
-# not have any (`clean_loops`).
+# Bytes of spills allowed to the Hopper forward: values that are stored once for each tile, at its ends or by the
+# producer. Loops over keys may not spill (`clean_loops`).
 HOPPER_SPILLS = 96
 
 
 def _with_feature_budget(kind: str, problem: AttentionProblem, config: AttentionConfig) -> AttentionConfig:
     spills, name = FEATURE_SPILLS[kind], gpu_class(problem)
     allowed = spills.get(f"{name} {padded_head_dim(problem.head_dim)}", spills.get(name, 0))
-    if problem.dropout_origins:  # where they lie, and what they move keys by
+    if problem.dropout_origins:  # their address, and what they add to head keys
         allowed += 32
     if not problem.features & (PER_SCORE_FEATURES | {"varlen", "window"}):
         return config
@@ -116,7 +116,7 @@ def _with_feature_budget(kind: str, problem: AttentionProblem, config: Attention
 
 
 def tensors_of(problem: AttentionProblem) -> tuple[AttentionTensors, torch.Tensor, torch.Tensor]:
-    """Tensors of a call, out and lse, without memory."""
+    """Return the tensors of a call, out and lse, without memory."""
 
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=getattr(torch, problem.dtype), device="meta")
@@ -151,9 +151,9 @@ def _forward(problem: AttentionProblem, config: AttentionConfig) -> CompileSpec:
 
 
 def _backward(problem: AttentionProblem, has_dlse: bool) -> tuple[bwd.Backward, torch.Tensor]:
-    """A backward pass without memory, and the gradient that it is of."""
+    """Return a backward pass without memory, and dout."""
     tensors, out, lse = tensors_of(problem)
-    out = out.to(tensors.q.dtype)  # the whole one, whatever parts are added up in
+    out = out.to(tensors.q.dtype)  # the merged output, whatever the dtype of partial ones
     dout = torch.empty_like(out)
     dlse = torch.empty_like(lse) if has_dlse else None
     return bwd.Backward(problem, tensors, out, lse, dout, dlse), dout
@@ -168,7 +168,7 @@ def _gradient(kind: str, problem: AttentionProblem, config: AttentionConfig, has
 
 
 def _short(arch: str) -> Iterator[CompileSpec]:
-    """The backward of sequences that one tile holds: every tile, and every feature on dense and packed ones."""
+    """Yield the backward of sequences that fit one tile: every tile, and every feature on dense and packed ones."""
     packed = {"layout": VARLEN, "total_q": 2048, "total_k": 2048, "softcap": 30.0, "dropout": True, "sinks": True}
     cases: list[tuple[int, int, dict[str, Any]]] = [
         *((d, n, {}) for d in (64, 128) for n in (16, 32, 64)),
@@ -186,20 +186,20 @@ def _short(arch: str) -> Iterator[CompileSpec]:
 
 
 def _preprocess(problem: AttentionProblem, has_dlse: bool) -> CompileSpec:
-    # 4 bytes for heads of 512 columns on sm_80.
+    # It spills 4 bytes with heads of 512 columns on sm_80.
     tile = AttentionConfig(bwd.PREPROCESS_BLOCK_M, 1, bwd.PREPROCESS_WARPS, 1, spill_budget=16)
     return _spec("attention_bwd/preprocess", problem, tile, _backward(problem, has_dlse)[0].preprocess())
 
 
 def _merges() -> Iterator[CompileSpec]:
-    """Joining outputs: rows that fill a tile, and those that do not."""
+    """Yield the merge of partial outputs: head dims that fill a tile, and one that does not."""
     for d in (64, 80, 128, 512):
         out, lse = torch.empty(2, 8, 1024, d, device="meta"), torch.empty(2, 8, 1024, device="meta")
         yield spec_of(merge.launch_of(out, lse, out, lse), "attention_merge", f"float32 D={d}")
 
 
 def _sums(arch: str) -> Iterator[CompileSpec]:
-    """Parts of a group added up: of heads that fill tiles, and of packed ones that do not."""
+    """Yield the sums of partial dk and dv of a group: head dims that fill tiles, and a packed case that does not."""
     packed = {"layout": VARLEN, "total_q": 2048, "total_k": 2048, "head_dim_v": 128}
     for d, changes in ((128, {}), (80, packed)):
         problem = _problem(arch, "float16", d).replace(**changes)
@@ -210,7 +210,7 @@ def _sums(arch: str) -> Iterator[CompileSpec]:
 
 
 def _clearing() -> Iterator[CompileSpec]:
-    """Rows of no sequence: of out and the log-sum-exp, and of gradients."""
+    """Yield the kernels that clear rows of no sequence: of out and the log-sum-exp, and of gradients."""
     offsets, lse = torch.empty(9, dtype=torch.int32, device="meta"), torch.empty(8, 4096, device="meta")
     for d, dv in ((64, 64), (80, 80), (192, 128)):
         k, v = (torch.empty(4096, 8, columns, dtype=torch.float16, device="meta") for columns in (d, dv))
@@ -227,7 +227,7 @@ def _bias_gradient(problem: AttentionProblem) -> Iterator[CompileSpec]:
     backward, dout = _backward(problem, False)
     bias = backward.tensors.attn_bias
     assert bias is not None, "its gradient is asked for"
-    # Of a whole bias, of one number for each key, of one for each query.
+    # A full bias, one number for each key, one for each query.
     for name, part in (("tiles", bias), ("keys", bias[:, :, :1]), ("queries", bias[..., :1])):
         tensors = backward.tensors._replace(attn_bias=part)
         launch, _ = bwd_dbias.launch_of(
@@ -237,10 +237,10 @@ def _bias_gradient(problem: AttentionProblem) -> Iterator[CompileSpec]:
 
 
 def _hopper_specs(arch: str) -> Iterator[CompileSpec]:
-    """The Gluon kernel with each tile of its table, with and without a mask, and where the keys end inside a block."""
+    """Yield the Gluon forward with each config of its tables, and its features and masks."""
     if arch != hopper_configs.ARCH or hopper_configs.environment_refusal():
         return
-    # Every config of the tables in one dtype; the other dtype; keys that end inside a block; other lengths.
+    # First every config of the tables in one dtype; then the other dtype, keys that end inside a block, other lengths.
     packed = {"layout": VARLEN, "total_q": 8192, "total_k": 8192}
     cases: list[tuple[tuple[int, bool], str, dict[str, Any]]] = [
         *(
@@ -301,7 +301,7 @@ def _hopper_spec(problem: AttentionProblem, config: hopper_configs.Sm90Config) -
 
 
 def _hopper_tutorial_specs(arch: str) -> Iterator[CompileSpec]:
-    """The Gluon forward for learners, which has one form for all masks and lengths."""
+    """Yield the Gluon forward of the tutorial, which has one form for all masks and lengths."""
     if arch != hopper_configs.ARCH or hopper_configs.environment_refusal():
         return
     from diyfa.backends.cuda.hopper import tutorial
@@ -314,19 +314,20 @@ def _hopper_tutorial_specs(arch: str) -> Iterator[CompileSpec]:
         yield spec_of(launch, "attention_fwd/tutorial", f"{dtype_name(dtype)} D={d}", clean_loops=True)
 
 
-# The Hopper backward's: numbers that are stored at the ends of its loops; with a window and a softcap, inside as well.
+# Bytes of spills allowed to the Hopper backward: values stored at the ends of its loops, with a window and a softcap
+# also inside them.
 HOPPER_BWD_SPILLS, HOPPER_BWD_FEATURE_SPILLS = 192, 352
-HOPPER_BWD_MLA_SPILLS = 720  # and it is up to 1.6 times as fast as the form without
+HOPPER_BWD_MLA_SPILLS = 720  # form "mla" is nonetheless up to 1.6 times as fast as form "columns"
 
 
 def _hopper_backward_specs(arch: str) -> Iterator[CompileSpec]:
-    """The Gluon backward with each tile, and with all it knows on packed sequences."""
+    """Yield the Gluon backward with each tile, and with all its features on packed sequences."""
     if arch != hopper_configs.ARCH or hopper_configs.environment_refusal():
         return
     from diyfa.backends.cuda.hopper import bwd_launch as hopper_bwd
 
     packed = {"layout": VARLEN, "total_q": 8192, "total_k": 8192, "window_left": 1000, "softcap": 30.0, "sinks": True}
-    divided = {"batch": 2, "total_k": 2048}  # whose groups of query heads are divided (`hopper/bwd_parts.py`)
+    divided = {"batch": 2, "total_k": 2048}  # groups of query heads are divided (`attention/bwd_parts.py`)
     for d, dtype, causal, changes in (
         (64, "bfloat16", False, {}),
         (64, "float16", True, {"seq_lens": True, "sinks": True, "deterministic": True}),
@@ -342,7 +343,7 @@ def _hopper_backward_specs(arch: str) -> Iterator[CompileSpec]:
         (192, "bfloat16", True, {**packed, "head_dim_v": 128, "softcap": 0.0}),
         (192, "bfloat16", False, {"head_dim_v": 128, "out_dtype": "float32"}),
         (192, "bfloat16", True, {}),
-        # Products stop within the last box of 64 columns.
+        # Head dims that end inside the last box of 64 columns.
         (96, "bfloat16", True, {}),
         (96, "bfloat16", True, {"softcap": 30.0, "window_left": 1000}),
         (80, "bfloat16", False, {"out_dtype": "float32"}),
@@ -365,7 +366,7 @@ def _hopper_backward_specs(arch: str) -> Iterator[CompileSpec]:
         case += f" in {backward.parts} parts" if backward.parts > 1 else ""
         budget = HOPPER_BWD_FEATURE_SPILLS if problem.softcap else HOPPER_BWD_SPILLS
         budget = HOPPER_BWD_MLA_SPILLS if backward.config.form == "mla" else budget
-        out, dout = (x.to(tensors.q.dtype) for x in (out, dout))  # whole ones, whatever parts are added up in
+        out, dout = (x.to(tensors.q.dtype) for x in (out, dout))  # merged, whatever the dtype of partial ones
         dlse = None if delta is None else torch.empty_like(lse)
         names = {
             "_prepare_kernel": ("prepare", 0),
@@ -382,7 +383,7 @@ def _hopper_backward_specs(arch: str) -> Iterator[CompileSpec]:
 
 
 def kvcache_problems(arch: str) -> Iterator[KVCacheProblem]:
-    """Calls with a cache: head dims, pages, dtypes, many rows with every feature, a latent cache, the mode."""
+    """Yield calls with a cache: head dims, pages, dtypes, features on many rows, a latent cache, batch invariance."""
     spec = gpu_spec(arch)
     has_bf16, has_fp8 = (False, False) if spec is None else (spec.has_bf16, spec.has_fp8)
     half = "bfloat16" if has_bf16 else "float16"
@@ -400,7 +401,7 @@ def kvcache_problems(arch: str) -> Iterator[KVCacheProblem]:
         yield problem(576, half, 128, 1, head_dim_v=512, page_size=64, latent=True)
     if has_fp8:
         yield problem(128, half, cache_dtype="float8_e4m3fn", page_size=16, descales=True)
-    for splits in (0, 1):  # parts of a tile with a program each, and all of them with one
+    for splits in (0, 1):  # a program for each chunk, and one for all chunks of a tile
         yield problem(128, half, page_size=16, batch_invariant=True, num_splits=splits)
 
 
@@ -414,7 +415,7 @@ def _kvcache_case(problem: KVCacheProblem) -> str:
 
 
 def _kvcache_specs(arch: str) -> Iterator[CompileSpec]:
-    """The kernels over a cache; the combine and the append of calls that cover all that they do."""
+    """Yield the kernels over a cache, and for some calls, which cover all forms, the combine and the append kernels."""
     for problem in kvcache_problems(arch):
         tensors, out, lse = example_kvcache(problem)
         config = decode.config_of(problem)
@@ -422,11 +423,11 @@ def _kvcache_specs(arch: str) -> Iterator[CompileSpec]:
         main, *combine = decode.launches_of(problem, tensors, out, lse, config, memory)
         case = _kvcache_case(problem)
         tile = f"{config.block_m}x{config.block_n} w{config.num_warps} s{config.num_stages}"
-        # 64 rows of a latent cache: 64x512 sums alone are 128 registers of each thread. By wgmma they are nonetheless
-        # 1.5 to 1.9 times as fast as 32 rows by mma.sync, which spill nothing.
+        # 64 rows of a latent cache: the 64x512 sums alone take 128 registers of each thread. With wgmma these rows are
+        # nonetheless 1.5 to 1.9 times as fast as 32 rows with mma.sync, which spill nothing.
         budget = 1536 if problem.latent and config.block_m > MMA_BLOCK_M else 0
-        # Pages a block ahead are registers too many where ptxas stops at 168, with every feature on sm_75. In the mode,
-        # whose tile may not be another, sums of a part and those of the parts before are alive together.
+        # On sm_75 with every feature ptxas stops at 168 registers, and pages loaded a block ahead exceed them. In the
+        # batch-invariant mode, where the tile is fixed, the sums of a chunk and of all earlier ones are alive together.
         if arch == "sm_75" and problem.alibi:
             budget = 32
         if problem.batch_invariant and problem.num_splits == 1:
@@ -446,8 +447,10 @@ def _kvcache_specs(arch: str) -> Iterator[CompileSpec]:
 
 
 def _hopper_decode_specs(arch: str) -> Iterator[CompileSpec]:
-    """The Gluon kernel over a latent cache: pages and several tokens, and a contiguous one with all it knows. Each has
-    another form of the combine kernel, in which programs may have whole tiles: rows as a whole, and divided."""
+    """Yield the Gluon kernel over a latent cache: with pages and several tokens, and contiguous with all its features.
+
+    Each has another form of the combine kernel: programs with whole rows, and with some columns of a row.
+    """
     if arch != hopper_configs.ARCH or hopper_configs.environment_refusal():
         return
     from diyfa.backends.cuda.hopper import decode_mla, decode_mla_configs
@@ -466,8 +469,8 @@ def _hopper_decode_specs(arch: str) -> Iterator[CompileSpec]:
 
 
 def _hopper_prefill_specs(arch: str) -> Iterator[CompileSpec]:
-    """The Gluon forward over a cache: pages smaller than a tile, as large and larger, rows, beside both kinds of
-    queries; the widths that have boxes of their own."""
+    """Yield the Gluon forward over a cache: pages smaller than a tile, equal and larger, no pages, packed and dense
+    queries, and head dims that have other boxes."""
     if arch != hopper_configs.ARCH or hopper_configs.environment_refusal():
         return
     from diyfa.backends.cuda.hopper import prefill, prefill_configs
@@ -495,7 +498,7 @@ def _hopper_prefill_specs(arch: str) -> Iterator[CompileSpec]:
         assert reason is None, reason
         config = prefill_configs.config_of(problem)
         tensors, out, lse = example_kvcache(problem)
-        if problem.packed_keys:  # fewer of them used than lie there, too
+        if problem.packed_keys:  # with seqlens, so that a sequence may use fewer keys than it has
             tensors = tensors._replace(seqlens=out.new_empty(problem.batch, dtype=torch.int32))
         launch = prefill.launch_of(problem, tensors, out, lse, config)
         tile = f"{config.consumers}x{hopper_configs.CONSUMER_ROWS}x{config.block_n}"
@@ -504,7 +507,7 @@ def _hopper_prefill_specs(arch: str) -> Iterator[CompileSpec]:
 
 
 def compile_specs(arch: str) -> Iterator[CompileSpec]:
-    """Every attention case for `arch`."""
+    """Yield every attention case for `arch`."""
     yield from _hopper_specs(arch)
     yield from _hopper_tutorial_specs(arch)
     yield from _hopper_backward_specs(arch)

@@ -1,1 +1,1 @@
-"""`diyfa demo`: a small GPT trained with diyfa's attention beside PyTorch's."""
+"""`diyfa demo`: train one small GPT with diyfa's attention and one with PyTorch's."""

@@ -1,5 +1,8 @@
-"""`diyfa demo`: the main thing in two minutes. Train with diyfa's attention, see that it is PyTorch's, write text, and
-sort letters, where every answer is right or wrong."""
+"""`diyfa demo`: see in two minutes that diyfa works.
+
+It trains with diyfa's attention, compares the losses with PyTorch's, writes text, and sorts letters, a task in which
+every answer is right or wrong.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
 
 
 def _curve(losses: list[float], width: int = 56) -> str:
-    """`losses` as bars, averaged into at most `width` columns."""
+    """Return `losses` as bars, averaged into at most `width` columns."""
     columns = min(width, len(losses))
     edges = [round(i * len(losses) / columns) for i in range(columns + 1)]
     means = [sum(losses[a:b]) / (b - a) for a, b in pairwise(edges)]
@@ -51,7 +54,7 @@ def _loss_table(result: Comparison, steps: int) -> Table:
 
 
 def _print_answers(answers: list[demo_task.Answer], steps: int, seconds: float) -> None:
-    """Questions, answers, and how many are right: what a reader can check by eye."""
+    """Print the questions, the answers and how many are right. A reader can check them by eye."""
     right = sum(each.is_right for each in answers)
     out.print(
         f"\nA third model, with diyfa's attention, learned in {steps} steps ({seconds:.0f} s) to sort "
@@ -91,7 +94,7 @@ def _plot(result: Comparison, path: Path) -> None:
 def run(
     backend: str | None, steps: int | None, seed: int, prompt: str, length: int, plot: Path | None, json: bool
 ) -> int:
-    """Train, compare, generate, print; returns 0 when the two loss curves agree within the preset's bounds, else 1."""
+    """Train, compare, generate, print. Return 0 if the two loss curves agree within the preset's bounds, else 1."""
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise typer.BadParameter("matplotlib is needed: pip install 'diyfa[plot]'", param_hint="--plot")
     device, name = device_for(backend)

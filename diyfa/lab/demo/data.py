@@ -1,4 +1,4 @@
-"""Text for the demo that every Python brings along: the sources of its standard library."""
+"""Text for the demo that every Python installation has: the sources of its standard library."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ SKIPPED = ("site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to
 
 
 def standard_library_text(limit: int = 3_000_000) -> bytes:
-    """Up to `limit` bytes of the standard library's Python files, in alphabetical order.
+    """Return up to `limit` bytes of the standard library's Python files, in alphabetical order.
 
-    Raises FileNotFoundError where the interpreter comes without them.
+    Raises FileNotFoundError if the interpreter has no such files.
     """
     root = Path(sysconfig.get_path("stdlib"))
     text = bytearray()
@@ -29,7 +29,7 @@ def standard_library_text(limit: int = 3_000_000) -> bytes:
 
 
 class Batches:
-    """Random windows of a text: training ones from its first nine tenths, held-out ones from the rest."""
+    """Random windows of a text. "train" windows come from its first nine tenths, "held-out" ones from the rest."""
 
     def __init__(self, text: bytes, context: int, batch: int, seed: int, device: torch.device) -> None:
         data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -41,7 +41,7 @@ class Batches:
         self._generator = torch.Generator().manual_seed(seed)
 
     def next(self, part: str = "train") -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and next-byte targets, both (batch, context) int64 on the device."""
+        """Return inputs and next-byte targets, both (batch, context) int64 on the device."""
         data = self._parts[part]
         starts = torch.randint(len(data) - self._context - 1, (self._batch,), generator=self._generator, device="cpu")
         windows = torch.stack([data[i : i + self._context + 1] for i in starts.tolist()]).long().to(self._device)

@@ -1,4 +1,4 @@
-"""A small byte-level GPT whose attention is a function of (q, k, v), so that two can differ in nothing else."""
+"""A small byte-level GPT. Its attention is a function of (q, k, v), so that two models can differ in that alone."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class GPTConfig:
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block: attention, then a GELU feed-forward of four times the width."""
+    """A pre-norm transformer block: attention, then a GELU feed-forward of four times the width."""
 
     def __init__(self, config: GPTConfig, attention: Attention) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(B, S, width) -> (B, S, width)."""
+        """Apply the block to x (B, S, width) -> (B, S, width)."""
         # (B, S, 3·H·D) -> three (B, H, S, D) views
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
         x = x + self.project(self.attention(q, k, v).transpose(1, 2).flatten(2))
@@ -47,7 +47,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes in, logits of the next byte out; the output layer shares the embedding's weight."""
+    """A model from bytes to logits of the next byte. The output layer shares the embedding's weight."""
 
     def __init__(self, config: GPTConfig, attention: Attention) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """(B, S) int64 -> logits (B, S, 256)."""
+        """Return the logits (B, S, 256) of tokens (B, S) int64."""
         x = self.embed(tokens) + self.position.weight[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)
@@ -69,7 +69,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(self, prompt: bytes, length: int, seed: int, temperature: float = 0.8, top_k: int = 40) -> bytes:
-        """`prompt` continued by `length` bytes drawn from the `top_k` likeliest at `temperature`."""
+        """Continue `prompt` by `length` bytes, each drawn from the `top_k` likeliest at `temperature`."""
         generator = torch.Generator().manual_seed(seed)
         tokens = list(prompt or b"\n")
         for _ in range(length):

@@ -13,12 +13,12 @@ from diyfa.lab.demo.train import Preset, Trainer, learning_rate
 LETTERS = 8
 SIZES = GPTConfig(2, 4, 32, 2 * LETTERS)
 STEPS, BATCH, QUESTIONS = 200, 64, 8
-IGNORED = -100  # of F.cross_entropy: what is asked is not to be predicted
+IGNORED = -100  # the target that F.cross_entropy ignores: the model need not predict the question
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One question that training has not seen: there are 63 billion, and it sees 12,800."""
+    """A question and its answer. Training sees 12,800 of 63 billion questions, so it has not seen this one."""
 
     question: str
     answer: str
@@ -30,7 +30,7 @@ class Answer:
 
 
 def _examples(count: int, generator: torch.Generator) -> torch.Tensor:
-    """(count, 2·LETTERS + 1) bytes: different letters in any order, ">", the same letters sorted."""
+    """Return (count, 2·LETTERS + 1) bytes: different letters in any order, ">", the same letters sorted."""
     letters = ord("a") + torch.rand(count, 26, generator=generator, device="cpu").argsort(-1)[:, :LETTERS]
     return torch.cat((letters, torch.full((count, 1), ord(">"), device="cpu"), letters.sort(-1).values), 1)
 
@@ -47,7 +47,7 @@ def train(
     steps: int = STEPS,
     advance: Callable[[], None] = lambda: None,
 ) -> GPT:
-    """A model trained with `attention`; `advance` is called after every step."""
+    """Return a model trained with `attention`; `advance` is called after every step."""
     torch.manual_seed(seed)
     preset = replace(preset, model=SIZES, batch=BATCH, steps=steps, learning_rate=3e-3)
     trainer = Trainer(GPT(SIZES, attention).to(device), preset, device)
@@ -63,7 +63,7 @@ def train(
 
 @torch.no_grad()
 def ask(model: GPT, device: torch.device, seed: int) -> list[Answer]:
-    """Questions with the likeliest continuation that the model finds, letter by letter."""
+    """Return questions with the model's answers, the likeliest letter at each position."""
     examples = _examples(QUESTIONS, torch.Generator().manual_seed(seed + 1))
     tokens = examples[:, : LETTERS + 1].to(device)
     for _ in range(LETTERS):

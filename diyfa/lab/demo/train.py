@@ -1,4 +1,4 @@
-"""Training of the demo: two copies of one model, the same batches, different attention."""
+"""Training of the demo: two copies of one model, with equal batches and different attention."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from diyfa.lab.demo.model import GPT, GPTConfig
 
 @dataclass(frozen=True)
 class Preset:
-    """What fits a device, and when two loss curves agree.
+    """Sizes that fit a device, and bounds within which two loss curves agree.
 
-    Two correct attention kernels round differently and training amplifies that from step to step, so there are two
-    bounds on the relative difference of the losses: `early_bound` for the first `EARLY_STEPS`, where hardly anything is
-    amplified yet and a wrong gradient shows at once, and `bound` for all of them.
+    Two correct attention kernels round differently, and training amplifies that from step to step. So there are two
+    bounds on the relative difference of the losses. `early_bound` holds for the first `EARLY_STEPS`, where hardly
+    anything is amplified yet and a wrong gradient shows at once; `bound` holds for all steps.
     """
 
     model: GPTConfig
@@ -46,7 +46,7 @@ PRESETS: dict[str, Preset] = {
 
 @dataclass
 class Comparison:
-    """Losses by step (nats per byte) of the two models, and the models."""
+    """Losses by step (nats per byte) of the two models, their held-out losses, and diyfa's model."""
 
     diyfa: list[float] = field(default_factory=list)
     sdpa: list[float] = field(default_factory=list)
@@ -54,14 +54,14 @@ class Comparison:
     model: GPT | None = None
 
     def max_relative_difference(self, steps: int | None = None) -> float:
-        """Largest |a - b| / b over the first `steps` (default: all); inf when a loss is not finite."""
+        """Return the largest |a - b| / b over the first `steps` (default: all), or inf if a loss is not finite."""
         pairs = list(zip(self.diyfa, self.sdpa, strict=True))[:steps]
         if not all(math.isfinite(a) and math.isfinite(b) for a, b in pairs):
             return math.inf
         return max(abs(a - b) / b for a, b in pairs)
 
     def agrees(self, preset: Preset) -> bool:
-        """Whether the curves are within both bounds of `preset`."""
+        """Return whether the curves are within both bounds of `preset`."""
         early = self.max_relative_difference(EARLY_STEPS) <= preset.early_bound
         return early and self.max_relative_difference() <= preset.bound
 
@@ -71,7 +71,7 @@ def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 def learning_rate(step: int, preset: Preset, steps: int) -> float:
-    """Linear warm-up over a tenth of the steps, then a half cosine down to a tenth of the rate."""
+    """Return the rate of a step: linear warm-up over a tenth of the steps, then a half cosine down to a tenth."""
     warmup = max(1, steps // 10)
     if step < warmup:
         return preset.learning_rate * (step + 1) / warmup
@@ -115,7 +115,7 @@ def compare(
     backend: str | None = None,
     attention: Callable[..., Any] = flash_attention,
 ) -> Iterator[Comparison]:
-    """Train both models side by side; yields the comparison so far after every step, complete with the last one."""
+    """Train both models step by step. Yield the comparison so far after every step; the last has held-out losses."""
     batches = Batches(standard_library_text(), preset.model.context, preset.batch, seed, device)
     torch.manual_seed(seed)
     reference = GPT(preset.model, _sdpa).to(device)

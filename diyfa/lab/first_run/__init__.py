@@ -1,1 +1,1 @@
-"""`diyfa first-run`: from a new device to checked, tuned and measured kernels."""
+"""`diyfa first-run`: check, tune and measure the kernels on a new device."""

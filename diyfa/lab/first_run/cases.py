@@ -1,4 +1,4 @@
-"""What `diyfa first-run` does, as plain data: its stages, and the steps of each, in the order in which they run."""
+"""The stages of `diyfa first-run` and their steps, as plain data, in the order in which they run."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ DTYPES = ("float16", "bfloat16", "float32")
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large the numerics are: (heads, Sq, Sk, D) of the ordinary cases and the lengths of packed sequences."""
+    """Sizes of the numerics: heads, Sq, Sk and D of the ordinary cases, and the lengths of packed sequences."""
 
     heads: int
     seqlen_q: int
     seqlen_k: int
     head_dim: int
     packed: tuple[int, ...]
-    head_dims: tuple[int, ...]  # of the cases that vary D
+    head_dims: tuple[int, ...]  # D of the cases that vary it
 
 
 FULL = Sizes(4, 384, 520, 64, (300, 0, 129, 1, 64), (16, 40, 64, 80, 96, 128, 192, 256, 512))
 SMOKE = Sizes(2, 17, 20, 16, (9, 0, 5), (24,))
 
-# name -> what differs from the plain case (H heads, Sq queries, Sk keys, D features)
+# name -> differences from the plain case, which has the fields of `Sizes`
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"causal": True},
@@ -46,7 +46,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     },
     "all at once": {"heads_kv": 1, **EVERYTHING_CASE},
 }  # fmt: skip
-# Of the other schedule.
+# Features that are tested with another schedule as well.
 OTHER_FEATURES = {
     "v1": ("plain", "causal", "grouped heads", "seq_lens", "window"),
 }
@@ -62,7 +62,7 @@ def _case(name: str, changes: dict[str, Any], sizes: Sizes, **more: Any) -> Atte
 
 
 def features_in(dtype: str, sizes: Sizes) -> list[AttentionCase]:
-    """Each feature in one dtype, then head dims."""
+    """Return the cases of one dtype: each feature, then head dims."""
     cases = [_case(f"{name}, {dtype}", changes, sizes, dtype=dtype) for name, changes in FEATURES.items()]
     widths = [d for d in sizes.head_dims if d <= 256 or dtype != "float32"]
     return cases + [_case(f"D = {d}, {dtype}", {"causal": True}, sizes, head_dim=d, dtype=dtype) for d in widths]
@@ -70,15 +70,15 @@ def features_in(dtype: str, sizes: Sizes) -> list[AttentionCase]:
 
 @dataclass(frozen=True)
 class OperatorCase:
-    """One call of `npu_fusion_attention`: layout, what the mask says, and options by name."""
+    """One call of `npu_fusion_attention`: its layout, its mask and other options."""
 
     name: str
     layout: str = "BNSD"
     sparse_mode: int = 0
     mask: str = ""  # "", "compressed" or "dense"
     tokens: tuple[int, int] = (2147483647, 2147483647)
-    seqlen_q: int = 0  # 0: as many as keys
-    heads_kv: int = 0  # 0: as many as queries
+    seqlen_q: int = 0  # 0: as many as keys; -1: `Sizes.seqlen_q`
+    heads_kv: int = 0  # 0: as many as query heads
     pse: bool = False
     sink: bool = False
 
@@ -101,15 +101,15 @@ OPERATOR_CASES = (
 
 @dataclass(frozen=True)
 class Grid:
-    """What is timed: B·S tokens and H = hidden / D, as in the FlashAttention papers."""
+    """The problems that are timed. B = tokens / S and H = hidden / D, as in the FlashAttention papers."""
 
     tokens: int
     hidden: int
     head_dims: tuple[int, ...]
     seq_lens: tuple[int, ...]
     dtypes: tuple[str, ...]
-    tuned_at: int  # the length at which dtypes are compared, and the other head dims timed
-    tuned_up_to: int  # longer ones use the tiles of this length
+    tuned_at: int  # the length for the comparison of dtypes and for all head dims but the first
+    tuned_up_to: int  # longer sequences use the tiles of this length
     warmup: int
     rep: int
 
@@ -119,7 +119,7 @@ FULL_GRID = Grid(
 )
 SMOKE_GRID = Grid(32, 16, (16,), (32,), ("float16",), 32, 32, 0, 1)
 
-# name -> what it is for, in the order in which they run: what is most likely to work first
+# name -> purpose. They run in this order: those most likely to work come first.
 STAGES = {
     "small tiles": "a few calls with the smallest tiles: do kernels compile, run and compute?",
     "float16": "every feature in float16 with the tiles in use",
@@ -136,7 +136,7 @@ SMALL = ("plain", "causal", "grouped heads", "window")
 
 @dataclass(frozen=True)
 class Step:
-    """One thing that the worker does: a function of first_run_worker.py with its arguments."""
+    """One task of the worker: a function of `worker.py` with its arguments."""
 
     stage: str
     name: str
@@ -146,12 +146,12 @@ class Step:
 
     @property
     def key(self) -> str:
-        """Under which a finished step is known when the run goes on another day."""
+        """The name by which a resumed run finds that the step is done."""
         return f"{self.stage}: {self.name}"
 
 
 def steps(smoke: bool) -> Iterator[Step]:
-    """All of them, in order."""
+    """Yield all steps in order."""
     sizes, grid = (SMOKE, SMOKE_GRID) if smoke else (FULL, FULL_GRID)
     for name in SMALL:
         case = _case(f"{name}, tile {SMALL_TILE}", FEATURES[name], sizes)
@@ -177,7 +177,7 @@ def steps(smoke: bool) -> Iterator[Step]:
 
 
 def _timed_steps(grid: Grid, timing: dict[str, Any]) -> Iterator[Step]:
-    """Tiles, then speed: of the first head dim at every length, of the others at one."""
+    """Yield the steps for tiles, then for speed: every length of the first head dim, one length of the others."""
     problems = [
         (head_dim, seq_len, causal, dtype)
         for dtype, head_dim, causal in itertools.product(grid.dtypes, grid.head_dims, (False, True))

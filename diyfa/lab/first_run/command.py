@@ -1,8 +1,8 @@
 """`diyfa first-run`: is everything right on this Ascend machine, which tiles are fastest here, and where does it stand?
 
-Every step runs in another process with a time limit (first_run_worker.py), since an exception on the device may poison
-the process and a kernel may hang. What crashed or hung becomes a row like any other and the next step gets a new
-process. The JSON file is written anew after every row, and a run that was cut off goes on where it was.
+Steps run in another process with a time limit (`worker.py`), because an exception on the device may leave a process
+unusable and a kernel may hang. A crash or a timeout becomes a row like any other, and the next step gets a new process.
+The JSON file is rewritten after every step, so that a run that was cut off resumes there.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from diyfa.lab.first_run.page import page, print_page
 
 MARK = "@diyfa "  # before each answer of the worker; CANN prints to the same stream
 WORKER = (sys.executable, "-m", "diyfa.lab.first_run.worker")
-ENDING_S = 3.0  # that a process may take to end after its last word
-START_LIMIT_S = 300.0  # importing torch_npu and opening the device
-PARTS = {"date": str, "done": list, "replaced": list, "rows": list}  # of the JSON file that a run goes on with
-KEPT_OUTPUT = 20  # the last lines that a process printed, for the row of its crash
+ENDING_S = 3.0  # time that a process may take to end after its last output
+START_LIMIT_S = 300.0  # time to import torch_npu and open the device
+PARTS = {"date": str, "done": list, "replaced": list, "rows": list}  # entries of the JSON file that a resumed run needs
+KEPT_OUTPUT = 20  # last lines of a process's output, for the row of its crash
 
 Row = dict[str, Any]
 
@@ -40,25 +40,25 @@ class Request:
     """The options of the command."""
 
     output: Path | None = None
-    stages: Sequence[str] = ()  # by default all
+    stages: Sequence[str] = ()  # (): all
     smoke: bool = False
-    again: bool = False  # forget an earlier run
-    limit_s: float = 600.0  # for an answer: one step, or one tile to compile and time
+    again: bool = False  # ignore the results of an earlier run
+    limit_s: float = 600.0  # time limit of an answer: for one step, or one tile to compile and time
 
 
 @dataclass
 class Outcome:
-    """What became of a step."""
+    """The outcome of one attempt at a step."""
 
     rows: list[Row] = field(default_factory=list)
     replaced: list[str] = field(default_factory=list)  # warnings of tiles that this machine's compiler refuses
-    trying: dict[str, Any] | None = None  # the answer with the tile that was being timed at the end
-    failed: str = ""  # why there is no more
-    ended: bool = False  # the process did
+    trying: dict[str, Any] | None = None  # the answer with the tile that was timed when the step ended
+    failed: str = ""  # reason of the failure
+    ended: bool = False  # the process has ended
 
 
 class Worker:
-    """The process that does the steps, and what it answers."""
+    """The process that runs the steps, and the queue of its answers."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._process = subprocess.Popen(
@@ -78,13 +78,15 @@ class Worker:
                 self._answers.put(answer)
             elif line.strip():
                 self.printed.append(line.rstrip())
-            if mark and answer is None:  # what is missing from it may be a result: nothing after it counts
+            if mark and answer is None:  # a result may be lost, so no later answer counts
                 break
         self._answers.put(None)
 
     def answer(self, limit_s: float) -> dict[str, Any]:
-        """The next answer. Raises TimeoutError, and EOFError where no more can come: the process ended, or its last
-        answer could not be read."""
+        """Return the next answer. Raises TimeoutError after `limit_s`.
+
+        Raises EOFError if no more can come, because the process ended or its last answer could not be read.
+        """
         try:
             answer = self._answers.get(timeout=limit_s)
         except queue.Empty:
@@ -100,12 +102,12 @@ class Worker:
         return answer
 
     def do(self, step: Step, limit_s: float) -> Iterator[dict[str, Any]]:
-        """The answers to one step, the last of which says `done`."""
+        """Yield the answers to one step. The last one says `done`."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(asdict(step)) + "\n")
             self._process.stdin.flush()
-        except OSError:  # it ended meanwhile: the answer says so
+        except OSError:  # the process has ended: `answer` raises that
             pass
         while True:
             answer = self.answer(limit_s)
@@ -114,13 +116,13 @@ class Worker:
                 return
 
     def end(self) -> None:
-        """Kill it: a process that hangs in the driver listens to nothing else."""
+        """Kill the process. One that hangs in the driver responds to nothing else."""
         self._process.kill()
         self._process.wait()
 
 
 def _answer_in(text: str) -> dict[str, Any] | None:
-    """The JSON object in the rest of a line after MARK; None where it is cut off or spoilt."""
+    """Return the JSON object in the rest of a line after MARK, or None if it is cut off or corrupt."""
     try:
         answer = json.loads(text)
     except (ValueError, RecursionError):
@@ -129,7 +131,7 @@ def _answer_in(text: str) -> dict[str, Any] | None:
 
 
 class Run:
-    """One run, or what is left of it. `document` is the JSON file."""
+    """One run, possibly resumed. `document` is the content of the JSON file."""
 
     def __init__(self, request: Request, command: Sequence[str] = WORKER) -> None:
         self.request, self.command = request, command
@@ -153,7 +155,7 @@ class Run:
             raise
 
     def _earlier(self, ready: dict[str, Any]) -> dict[str, Any] | None:
-        """What an earlier run of the same things on the same device wrote."""
+        """Return the document of an earlier run with the same device, versions, switches and size, or None."""
         if self.request.again or not self.path.exists():
             return None
         remedy = "--again starts afresh, --output names another file"
@@ -166,7 +168,7 @@ class Run:
             if not (whole and all(isinstance(tiles, list) for tiles in earlier.get("without", {}).values())):
                 raise ValueError("a part has another type")
             if same:
-                page(earlier, [self.path])  # its rows have what the page tells of them
+                page(earlier, [self.path])  # raises if its rows lack what the page shows
         except OSError as error:
             raise ValueError(f"{self.path} cannot be read ({error.strerror}): {remedy}") from error
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -186,13 +188,13 @@ class Run:
             raise ValueError(f"the NPU cannot be used: {error}. `diyfa info` says what is missing") from error
 
     def left(self) -> list[Step]:
-        """Steps that are not done."""
+        """Return the steps that are not done."""
         stages = self.request.stages or tuple(STAGES)
         done = set(self.document["done"])
         return [step for step in steps(self.request.smoke) if step.stage in stages and step.key not in done]
 
     def do(self, step: Step) -> None:
-        """One step. A tile search goes on without a tile at which its process ended."""
+        """Run one step and save its rows. A search of tiles is repeated without the tile at which its process ended."""
         without: list[dict[str, Any]] = self.document.setdefault("without", {}).setdefault(step.key, [])
         while True:
             if without:
@@ -233,7 +235,7 @@ class Run:
         return outcome
 
     def save(self) -> None:
-        """Write the file whole, so that a run that is cut off leaves one that can be read."""
+        """Write the whole file and then replace the old one, so that a run that is cut off leaves a readable file."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         temporary = _beside(self.path, ".tmp")
         try:
@@ -252,23 +254,22 @@ class Run:
 
 
 def _check_place(path: Path) -> None:
-    """Raise ValueError where neither the JSON file nor the page may come."""
+    """Raise ValueError if `path` is no name for the JSON file, or its file or the page's cannot be written."""
     if path.suffix == ".txt":
         better = path.with_suffix(".json")
         raise ValueError(f"{path}: the page goes there; name the JSON file, such as {better}")
     for place in (path, path.parent / f"{path.stem}.txt"):
-        if place.exists() and not place.is_file():  # a folder, a device
+        if place.exists() and not place.is_file():  # such as a folder or a device
             raise ValueError(f"{place} is no file that can be written: name the JSON file with --output")
 
 
 def _beside(path: Path, ending: str) -> Path:
-    """A file for `path`'s own use, whatever its suffix is: a longer name can be no name of a result."""
+    """Return the path of an auxiliary file. `ending` follows the whole name, so it is never that of another result."""
     return path.with_name(path.name + ending)
 
 
 def _locked(path: Path) -> IO[str]:
-    """A file that is locked while it is open. Two runs at once would overwrite each other's rows, and spoil each
-    other's times."""
+    """Return a file that is locked while it is open. Two runs would overwrite each other's rows and disturb times."""
     import fcntl  # an Ascend machine runs Linux
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -282,7 +283,7 @@ def _locked(path: Path) -> IO[str]:
 
 
 def _row_of_failure(step: Step, outcome: Outcome) -> Row:
-    """What `diyfa report` and the page say of a step that gave no row of its own."""
+    """Return the row of a step that failed without a row, for `diyfa report` and the page."""
     if step.kind in ("numerics", "determinism"):
         case = step.arguments["case"]
         variant = step.arguments.get("variant", "auto")
@@ -300,17 +301,17 @@ def _row_of_failure(step: Step, outcome: Outcome) -> Row:
 
 
 def _info() -> Any:
-    """What `diyfa info --json` says here, or why it says nothing."""
+    """Return the output of `diyfa info --json`, or the reason why there is none."""
     command = [sys.executable, "-m", "diyfa", "info", "--json"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=START_LIMIT_S)
-        return json.loads(done.stdout[done.stdout.index("{") :])  # torch_npu's warnings may stand before it
+        return json.loads(done.stdout[done.stdout.index("{") :])  # torch_npu's warnings may precede it
     except (ValueError, subprocess.TimeoutExpired) as error:
         return {"error": str(error)}
 
 
 def run(request: Request, json_wanted: bool, command: Sequence[str] = WORKER) -> int:
-    """The whole run. The exit status is 1 when results are wrong or a step of the numerics failed."""
+    """Run all steps that are left. Return the exit status, 1 if results are wrong or a step of the numerics failed."""
     for stage in request.stages:
         if stage not in STAGES:
             raise typer.BadParameter(f"must be one of {', '.join(STAGES)}; got {stage!r}", param_hint="--only")

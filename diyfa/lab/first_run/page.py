@@ -1,4 +1,4 @@
-"""The page at the end of `diyfa first-run`: what is right, what is slow, where this machine stands, what to send."""
+"""The page at the end of `diyfa first-run`: correctness, tiles, speed, a comparison with others, files to send."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from rich.markup import escape
 from diyfa.cli.table import figure, table
 from diyfa.lab.first_run.cases import STAGES
 
-# TFLOP/s of the forward pass that others have published, float16 or bfloat16, D = 128, no mask: (who and on what, by
-# sequence length; 0: the length is not said). docs/npu.md has the sources.
+# Published TFLOP/s of the forward pass, float16 or bfloat16, D = 128, no mask: (software and chip, {sequence length:
+# TFLOP/s}); length 0: not stated. docs/npu.md has the sources.
 PUBLISHED: tuple[tuple[str, dict[int, float]], ...] = (
     ("torch_npu, 910B2", {8192: 97.0, 16384: 123.0, 32768: 151.0}),
     ("PTO, 910B2", {16384: 151.0}),
     ("AscendC, A3", {0: 176.0}),
     ("PTO, normalised from 1 or 2 cores", {0: 183.0}),
 )
-SLOW = 1.5  # how many times as long as float16 is worth a word
+SLOW = 1.5  # least ratio of bfloat16's time to float16's that is reported
 FLOAT16_MOST = 65504  # the largest float16
 
 Row = dict[str, Any]
@@ -74,7 +74,7 @@ def _tiles(document: dict[str, Any]) -> Iterator[str]:
 
 
 def dtype_times(document: dict[str, Any]) -> dict[str, float]:
-    """Milliseconds of the forward pass by dtype, and of "bfloat16 through float32"."""
+    """Return the milliseconds of the forward pass by dtype, and by route, such as "bfloat16 through float32"."""
     rows = [row for row in document["rows"] if row.get("table") == "dtypes" and row.get("pass") == "forward"]
     return {row["implementation"].removeprefix("diyfa, "): row["ms"] for row in rows if "ms" in row}
 
@@ -113,7 +113,7 @@ def _not_timed(document: dict[str, Any]) -> Iterator[str]:
 
 
 def _standing(document: dict[str, Any]) -> list[list[str]]:
-    """Rows of the last table: forward, D = 128, no mask, by length, the faster of the 16-bit dtypes."""
+    """Return the rows of the last table: forward, D = 128, no mask, by length, the faster 16-bit dtype."""
     found: dict[str, dict[int, float]] = {}
     for row in document["rows"]:
         mine = row.get("table") == "attention" and row.get("D") == 128 and row.get("causal") is False
@@ -141,7 +141,7 @@ def _to_send(document: dict[str, Any], files: Sequence[Path]) -> Iterator[str]:
 
 
 def print_page(console: Console, document: dict[str, Any], files: Sequence[Path]) -> None:
-    """Print the page. `files`: the JSON file and the page's own."""
+    """Print the page. `files`: the paths of the JSON file and of the page."""
     chip = document["chip"]
     console.print(
         f"[bold]diyfa first-run[/bold] on {escape(str(document['device']))}: {chip['cube_cores']} cube and "
@@ -166,7 +166,7 @@ def print_page(console: Console, document: dict[str, Any], files: Sequence[Path]
 
 
 def page(document: dict[str, Any], files: Sequence[Path]) -> str:
-    """The page as text."""
+    """Return the page as text."""
     console = Console(file=io.StringIO(), width=120, color_system=None)
     print_page(console, document, files)
     text = console.file.getvalue()  # type: ignore[attr-defined]

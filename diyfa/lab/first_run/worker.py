@@ -1,8 +1,8 @@
-"""The process in which `diyfa first-run` does its steps: it reads them from standard input and prints what it finds.
+"""The process that runs the steps of `diyfa first-run`. It reads steps from standard input and prints their results.
 
-An exception on the device may leave a process unable to go on, and a kernel may hang, so the command watches this one:
-one JSON object a line in each direction, its answers marked, since CANN prints to the same stream. After an exception
-that does not come from a compiler or a refusal this process ends itself, and the command starts another.
+An exception on the device may leave a process unusable, and a kernel may hang, so the command watches this process.
+Each direction has one JSON object a line. Answers are marked, because CANN prints to the same stream. After an
+exception that is neither a compiler's nor a refusal, this process ends, and the command starts another.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from diyfa.testing import AttentionCase, attention_function, check_budget, make_
 
 MARK = "@diyfa "  # before each answer
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
-# Products of a kernel, as a multiple of the forward pass's.
+# Work of a kernel's products, as a multiple of the forward pass's.
 WORK = {"fwd": 1.0, "dkdv": 2.0, "dq": 1.5}
 
 Row = dict[str, Any]
 
 
 def answer(**what: Any) -> None:
-    """Tell the command."""
+    """Send an answer to the command."""
     print(MARK + json.dumps(what), flush=True)
 
 
 def first_line(error: BaseException) -> str:
-    """What went wrong, in one line: of a compiler's message the line that says what."""
+    """Return the error in one line. Of a compiler's message, take the line with the reason."""
     lines = [line for line in str(error).splitlines() if line.strip() and not line.startswith("///")] or [""]
     telling = [line for line in lines if "rror:" in line and "encounters error:" not in line]
     telling = [line for line in lines if "overflow" in line] or telling or lines
@@ -54,13 +54,13 @@ def first_line(error: BaseException) -> str:
 
 
 def _case(fields: dict[str, Any]) -> AttentionCase:
-    """An AttentionCase that went through JSON, where tuples become lists."""
+    """Return an AttentionCase from its fields in JSON, where tuples are lists."""
     given: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in fields.items()}
     return AttentionCase(**given)
 
 
 def numerics(device: torch.device, case: dict[str, Any], variant: str = "auto") -> Iterator[Row]:
-    """The largest error of forward and gradients as a share of what is allowed."""
+    """Yield a row with the result, of outputs and gradients, that has the largest error relative to the allowed one."""
     described = _case(case)
     row = {"table": "numerics", "case": described.name, "variant": variant, "dtype": described.dtype}
     try:
@@ -74,7 +74,7 @@ def numerics(device: torch.device, case: dict[str, Any], variant: str = "auto") 
 
 
 def determinism(device: torch.device, case: dict[str, Any]) -> Iterator[Row]:
-    """Outputs and gradients of the same call twice, compared bit by bit."""
+    """Yield a row that says whether two equal calls give bitwise equal outputs and gradients."""
     described = _case(case)
     row = {"table": "numerics", "case": described.name, "variant": "auto", "dtype": described.dtype}
     try:
@@ -91,7 +91,7 @@ def determinism(device: torch.device, case: dict[str, Any]) -> Iterator[Row]:
 
 
 def vendors_operator(**arguments: Any) -> Any:
-    """`torch_npu.npu_fusion_attention`."""
+    """Call `torch_npu.npu_fusion_attention`."""
     import torch_npu
 
     return torch_npu.npu_fusion_attention(**arguments)
@@ -100,7 +100,7 @@ def vendors_operator(**arguments: Any) -> Any:
 def operator_arguments(
     case: OperatorCase, sizes: dict[str, Any], device: torch.device, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """The call of `case`, with leaves that want gradients; the same values for every device and dtype."""
+    """Return the arguments of `case`, with leaves that require gradients and equal values on every device and dtype."""
     generator = torch.Generator().manual_seed(0)
     heads, head_dim, seqlen_k = sizes["heads"], sizes["head_dim"], sizes["seqlen_k"]
     seqlen_q = {0: seqlen_k, -1: sizes["seqlen_q"]}[case.seqlen_q]
@@ -125,7 +125,7 @@ def operator_arguments(
         arguments["atten_mask"] = compressed_mask(device)
     elif case.mask == "dense":
         mask = torch.rand(2, 1, seqlen_q, seqlen_k, generator=generator, device="cpu") < 0.3
-        mask[..., 0] = False  # no row without keys: the operator leaves those open
+        mask[..., 0] = False  # every row has a key: the operator does not define rows without
         arguments["atten_mask"] = mask.to(device)
     if case.pse:
         arguments["pse"] = leaf(2, heads, seqlen_q, seqlen_k)
@@ -135,7 +135,7 @@ def operator_arguments(
 
 
 def operator_results(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """out, lse and gradients of q, k, v on the CPU in float64."""
+    """Return out, lse and the gradients of q, k, v, copied to the CPU in float64."""
     result = function(**arguments)
     out = result[0]
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), device="cpu").to(out.dtype).to(out.device)
@@ -147,8 +147,10 @@ def operator_results(function: Callable[..., Any], arguments: dict[str, Any]) ->
 
 
 def operator(device: torch.device, case: dict[str, Any], sizes: dict[str, Any]) -> Iterator[Row]:
-    """The largest error of diyfa and of the operator on one call, both against float64. `torch_npu` far above `diyfa`
-    says that docs/npu-fusion-attention.md is wrong."""
+    """Yield the largest errors of diyfa and of the operator on one call, both against float64.
+
+    If the error of `torch_npu` is far above that of `diyfa`, docs/npu-fusion-attention.md is wrong.
+    """
 
     def on_the_cpu(**arguments: Any) -> Any:
         return npu_fusion_attention(**arguments, backend="cpu")
@@ -165,7 +167,7 @@ def operator(device: torch.device, case: dict[str, Any], sizes: dict[str, Any]) 
             yield {**row, "unavailable": f"refused: {first_line(error)}"}
             failed.append(error)
             continue
-        # TND statistics lie heads first in the operator's memory unless it is told otherwise.
+        # By default, the operator stores the statistics of TND with heads first.
         names = [name for name in truth if not (name == "lse" and described.layout == "TND")]
         errors = {name: measure_error(found[name], truth[name]).max_abs for name in names}
         yield {**row, "max_error": errors}
@@ -177,7 +179,7 @@ def operator(device: torch.device, case: dict[str, Any], sizes: dict[str, Any]) 
 
 
 class Timed:
-    """One size of attention, ready to be timed: q, k, v (B, H, S, D), and the operations of the forward pass."""
+    """The tensors of one size to be timed, q, k, v (B, H, S, D), and the operations of the forward pass."""
 
     def __init__(self, device: torch.device, size: dict[str, Any]) -> None:
         self.device, self.causal, self.dtype = device, size.get("causal", False), size["dtype"]
@@ -195,8 +197,8 @@ class Timed:
         }  # fmt: skip
 
     def passes(self, through: str = "") -> dict[str, Callable[[], Any]]:
-        """The two passes of diyfa. Nothing is launched before. `through`: the dtype that inputs are converted to before
-        and the output from after, and gradients back."""
+        """Return the two passes of diyfa, without launching anything. `through`: the dtype that inputs are converted
+        to; the output and the gradients are converted back."""
 
         def attend() -> Any:
             q, k, v = (x.to(DTYPES[through]) if through else x for x in self.leaves)
@@ -215,7 +217,7 @@ class Timed:
         return {"forward": forward, "backward": backward}
 
     def times(self, passes: dict[str, Callable[[], Any]]) -> Iterator[Row]:
-        """Milliseconds and TFLOP/s of each pass."""
+        """Yield the milliseconds and TFLOP/s of each pass."""
         for direction, fn in passes.items():
             work = self.flops * (BACKWARD_FACTOR if direction == "backward" else 1)
             ms, p20, p80 = quantiles_of(time_calls(fn, self.device, self.warmup, self.rep))
@@ -223,7 +225,7 @@ class Timed:
 
 
 def dtype(device: torch.device, through: str = "", **size: Any) -> Iterator[Row]:
-    """Both passes in one dtype, or of inputs in one dtype computed in another."""
+    """Time both passes in one dtype, or computed through another dtype."""
     timed = Timed(device, size)
     how = f"diyfa, {timed.dtype}" + (f" through {through}" if through else "")
     for found in timed.times(timed.passes(through)):
@@ -231,7 +233,7 @@ def dtype(device: torch.device, through: str = "", **size: Any) -> Iterator[Row]
 
 
 def vendors_passes(leaves: list[torch.Tensor], causal: bool) -> dict[str, Callable[[], Any]]:
-    """The two passes of `torch_npu.npu_fusion_attention` on the same tensors."""
+    """Return the two passes of `torch_npu.npu_fusion_attention` on the same tensors."""
     q, k, v = leaves
     arguments = fusion_attention_arguments(q, k, v, causal)
     out = vendors_operator(**arguments)[0]
@@ -245,7 +247,7 @@ def vendors_passes(leaves: list[torch.Tensor], causal: bool) -> dict[str, Callab
 
 
 def speed(device: torch.device, implementation: str, **size: Any) -> Iterator[Row]:
-    """Both passes of one implementation."""
+    """Time both passes of one implementation."""
     load_backend("npu").tuning.enabled = implementation == "diyfa tuned"  # type: ignore[attr-defined]
     timed = Timed(device, size)
     row = {"table": "attention", **timed.row, "implementation": implementation}
@@ -260,8 +262,10 @@ def speed(device: torch.device, implementation: str, **size: Any) -> Iterator[Ro
 
 
 def tiles(device: torch.device, without: list[dict[str, Any]] | None = None, **size: Any) -> Iterator[Row]:
-    """Every candidate of every kernel, one row each; the fastest are kept for later calls. `without`: candidates that
-    ended an earlier process."""
+    """Time every candidate tile of every kernel, and store the fastest for later calls. Each candidate has a row.
+
+    `without`: candidates at which an earlier process ended.
+    """
     tuning = load_backend("npu").tuning  # type: ignore[attr-defined]
     tuning.enabled = True
     if reason := tuning.unavailable():
@@ -297,13 +301,13 @@ KINDS: dict[str, Callable[..., Iterator[Row]]] = {
 
 
 def _is_harmless(error: Exception) -> bool:
-    """Whether the device cannot have noticed: what diyfa or a compiler refuses."""
+    """Return whether the error cannot have affected the device: a refusal of diyfa or of a compiler."""
     refused = isinstance(error, (ValueError, TypeError, NotImplementedError, ImportError, torch.OutOfMemoryError))
     return refused or "does not compile" in str(error)
 
 
 def do(step: dict[str, Any], device: torch.device) -> bool:
-    """One step; whether this process may go on to the next."""
+    """Run one step. Return whether this process may run the next."""
     previous = dict(os.environ)
     os.environ.update(step["environment"])
     try:
@@ -325,8 +329,8 @@ def do(step: dict[str, Any], device: torch.device) -> bool:
 
 
 def main() -> int:
-    """Do the steps that come, until there are no more or this process should not go on."""
-    import torch_npu  # noqa: F401  # registers the device where autoloading is off
+    """Run steps until there are no more or this process should end."""
+    import torch_npu  # noqa: F401  # registers the device if autoloading is off
 
     device = torch.device("npu", device_module(torch.device("npu")).current_device())
     chip = asdict(diyfa.detect_npu(device.index or 0))

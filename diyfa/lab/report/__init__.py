@@ -1,1 +1,1 @@
-"""`diyfa report`: benchmark files of any number of devices as tables, and as one HTML page."""
+"""`diyfa report`: show benchmark files of any number of devices as tables and as one HTML page."""

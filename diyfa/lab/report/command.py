@@ -1,4 +1,4 @@
-"""`diyfa report`: benchmark files of any number of devices as tables, and as one HTML page."""
+"""`diyfa report`: show benchmark files of any number of devices as tables and as one HTML page."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _table(section: Section, columns: Sequence[int], title: str) -> Table:
 
 
 def _fitting(section: Section) -> Table | Group:
-    """The whole table; where it is too wide, what all rows share as its title; where that is too wide, lines."""
+    """Return the whole table. If it is too wide, move values that all rows share to its title, or return lines."""
     title, every = f"{section.title} ({section.unit})", range(len(section.columns))
     whole = _table(section, every, title)
     if fits(whole, out):
@@ -47,13 +47,13 @@ def _fitting(section: Section) -> Table | Group:
 
 
 def _named(column: str, value: Any) -> str:
-    """`value` with the name of its column; words mostly stand by themselves."""
+    """Return `value` with the name of its column, or without it if `value` is a word that needs none."""
     alone = isinstance(value, str) and value not in ("yes", "no") and " " not in column
     return shown(value) if alone else f"{column} {shown(value)}"
 
 
 def _lines(section: Section) -> Group:
-    """The rows of a table that is too wide, each as names and values."""
+    """Return the rows of a table that is too wide, each as names and values."""
     grid = Table.grid(padding=(0, 1, 0, 0))
     for row in section.rows:
         pairs = zip(section.columns, row, strict=True)
@@ -75,7 +75,7 @@ def _print(documents: Sequence[Document], sections: Sequence[Section]) -> None:
 
 
 def run(paths: Sequence[Path], output: Path | None, json: bool) -> int:
-    """Read, print and, where `output` says so, write the page; returns the exit status 0.
+    """Read and print, and write the page to `output` if given. Return the exit status 0.
 
     Raises OSError or ValueError for a file that is no benchmark file, ModuleNotFoundError without the page's libraries.
     """

@@ -1,7 +1,7 @@
-"""Benchmark files, read: what `diyfa bench`, the scripts in benchmarks/ and the first run on Ascend write.
+"""Reading of the benchmark files that `diyfa bench`, the scripts in benchmarks/ and `diyfa first-run` write.
 
-A file is one object with `device`, `date`, `versions` and `rows`. Rows are brought to one set of names here:
-`implementation`, `ms`, and the sizes `B, H, S, D` or `M, N, K`.
+A file is one object with `device`, `date`, `versions` and `rows`. This module renames the fields of rows to one set of
+names: `implementation`, `ms`, and the sizes `B, H, S, D` or `M, N, K`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _RENAMED = {"name": "implementation", "time_ms": "ms", "memory_mb": "peak_mib"}
 
 @dataclass(frozen=True)
 class Document:
-    """One file: where, when and with what its rows were measured. `facts` are all other entries of the file."""
+    """One file: its rows, with the device, date and versions of the measurement. `facts` are all other entries."""
 
     path: str
     benchmark: str
@@ -30,10 +30,10 @@ class Document:
 
 
 def read_document(path: Path) -> Document:
-    """The document in the JSON file at `path`.
+    """Return the document in the JSON file at `path`.
 
     Raises:
-        ValueError: it is no benchmark file, with what is missing. OSError: it cannot be read.
+        ValueError: it is no benchmark file; the message says what is missing. OSError: it cannot be read.
     """
     try:
         content = json.loads(path.read_text())

@@ -1,6 +1,6 @@
-"""The report as one HTML page that needs nothing else: tables, and TFLOP/s by sequence length as curves.
+"""The report as one self-contained HTML page: tables, and TFLOP/s by sequence length as curves.
 
-Needs jinja2 and plotly (`pip install 'diyfa[report]'`), imported when a page is made.
+It needs jinja2 and plotly (`pip install 'diyfa[report]'`), which are imported when a page is made.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from diyfa.cli.table import shown
 from diyfa.lab.report.documents import Document, Row
 from diyfa.lab.report.sections import Section, build_sections
 
-COLOURS = ("#2a6fbb", "#d1495b", "#3c8d5a", "#8a5aa8", "#c98a1b", "#4a4a4a")  # told apart without red and green alone
+COLOURS = ("#2a6fbb", "#d1495b", "#3c8d5a", "#8a5aa8", "#c98a1b", "#4a4a4a")  # not told apart by red and green alone
 PASSES = ("forward", "backward")
 
 
 def check_libraries() -> None:
-    """Raises ModuleNotFoundError with the command that installs what is missing."""
+    """Raise ModuleNotFoundError, with the command that installs the missing libraries, if any is missing."""
     missing = [name for name in ("jinja2", "plotly") if importlib.util.find_spec(name) is None]
     if missing:
         raise ModuleNotFoundError(f"the page needs {' and '.join(missing)}: pip install 'diyfa[report]'")
 
 
 def attention_curves(documents: Sequence[Document]) -> list[Any]:
-    """A plotly figure for each pass: a panel for each (dtype, D, mask), a curve for each implementation and device."""
+    """Return a plotly figure for each pass: panels by (dtype, D, mask), curves by implementation and device."""
     from plotly.subplots import make_subplots
 
     rows = [
@@ -69,7 +69,7 @@ def attention_curves(documents: Sequence[Document]) -> list[Any]:
 
 
 def _length(s: int) -> str:
-    """16384 as 16k."""
+    """Return a length for people to read, such as 16k for 16384."""
     return f"{s // 1024}k" if s >= 1024 and s % 1024 == 0 else str(s)
 
 
@@ -78,7 +78,7 @@ def _panel(row: Row) -> tuple[str, int, bool]:
 
 
 def _curves(rows: list[Row], several: bool) -> dict[str, dict[tuple[str, int, bool], list[tuple[int, float]]]]:
-    """{curve: {panel: [(S, best TFLOP/s)]}}."""
+    """Return {curve: {panel: [(S, best TFLOP/s)]}}."""
     best: dict[tuple[str, tuple[str, int, bool], int], float] = {}
     for row in rows:
         name = f"{row['implementation']}, {row['device']}" if several else str(row["implementation"])
@@ -110,7 +110,7 @@ def _add_curve(figure: Any, name: str, index: int, points: list[tuple[int, float
 
 
 def render_page(documents: Sequence[Document], sections: Sequence[Section] | None = None) -> str:
-    """The page as HTML, with plotly's script in it.
+    """Return the page as HTML that includes plotly's script.
 
     Raises:
         ModuleNotFoundError: jinja2 or plotly is not installed.

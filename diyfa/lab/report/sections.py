@@ -1,6 +1,6 @@
-"""What a report shows: rows of all documents sorted into tables, one for each kind of row.
+"""The sections of a report: the rows of all documents, sorted into one table for each kind of row.
 
-Plain data, so that the terminal, the page and `--json` say the same.
+Sections are plain data, so that the terminal, the page and `--json` show the same.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from diyfa.lab.report.documents import Document, Row
 
 @dataclass
 class Section:
-    """One table. `unit` names what its numbers are; `best` holds, for each row, the column that is marked."""
+    """One table. `unit` is that of its numbers; `best` holds for each row the column that is marked, or None."""
 
     title: str
     unit: str
     columns: list[str]
     rows: list[list[Any]]
     best: list[int | None] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)  # what could not be measured, with the reason
+    notes: list[str] = field(default_factory=list)  # reasons of failed or missing results
 
 
 @dataclass(frozen=True)
 class _Pivot:
-    """A table with a line for each combination of `index` and a column for each implementation."""
+    """A table with a row for each combination of `index` and a column for each implementation."""
 
     title: str
     value: str
@@ -63,7 +63,7 @@ _PIVOTS = (
 
 
 def build_sections(documents: Sequence[Document]) -> list[Section]:
-    """Every section that has rows, in a fixed order; rows of no known kind come last, counted by their names."""
+    """Return every section that has rows, in a fixed order. The last one counts rows of unknown kinds by fields."""
     several = len({document.device for document in documents}) > 1
     rows = [{**row, "device": document.device} for document in documents for row in document.rows]
     makers: list[tuple[Callable[[Row], bool], Callable[[list[Row]], Section]]] = [
@@ -94,7 +94,7 @@ def _label(row: Row, several: bool) -> str:
 
 
 def _shown(name: str, value: Any) -> Any:
-    """What the entry `name` of a row says, in words where it is a boolean."""
+    """Return the value of field `name` of a row, in words if it is a boolean."""
     if not isinstance(value, bool):
         return value
     words = ("causal", "full") if name == "causal" else ("yes", "no")
@@ -125,7 +125,7 @@ def _pivoted(pivot: _Pivot, several: bool, rows: list[Row]) -> Section:
 
 
 def _rank(value: Any) -> tuple[Any, ...]:
-    """Sorts what one column holds: nothing first, the forward pass before the backward."""
+    """Return the sort key of a value of one column: None first, the forward pass before the backward."""
     if isinstance(value, str):
         return 2, value != "forward", value
     return (0,) if value is None else (1, value)
@@ -168,7 +168,7 @@ def _equivalence(rows: list[Row]) -> Section:
 
 
 def _compiled(rows: list[Row]) -> Section:
-    """Kernels that were compiled ahead of time; their speed is predicted."""
+    """Return the section of kernels that were compiled ahead of time, with predicted speed."""
     index = ("chip", "kernel", "pass", "dtype", "D", "mask", "tile")
     values = ("ub_kib", "l1_kib", "l0c_kib", "bound", "pipelined", "passes", "mask_passes", "predicted_tflops")
     there = [row for row in rows if "error" not in row]
@@ -190,7 +190,7 @@ def _compiled(rows: list[Row]) -> Section:
 
 
 def _tiles(several: bool, rows: list[Row]) -> Section:
-    """The best tile of each problem beside the table's."""
+    """Return the section with the best tile of each problem and the tile of the config table."""
     index = ("device",) * several + ("kernel", "dtype", "D", "causal", "S")
     index = tuple(name for name in index if any(name in row for row in rows))
     groups: dict[tuple[Any, ...], list[Row]] = {}
