@@ -57,6 +57,7 @@ FACTS = {
     "backends/cuda/hopper/decode_mla.py:_query_box": "the same",
     "backends/cuda/gluon/tma.py:smem_box": "the same",
     "backends/cuda/runtime/pack.py:_warn": "what was said already",
+    "backends/cuda/runtime/pack.py:_left_out": "packs that the driver cannot load",
     "backends/cuda/runtime/launch.py:_multiprocessors": "of a device; asked in each launch",
     "backends/npu/__init__.py:device_name": "of a device; asked in each call",
     "backends/npu/runtime/compat.py:has_ascend_compiler": "searches the installed packages; asked in each call",
