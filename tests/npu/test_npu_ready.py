@@ -23,6 +23,7 @@ def found():
 
 def test_triton_compiles_all_that_the_calls_launch(found):
     kernels = [kernel["name"] for kernel in found["compiled"]]
+    assert found["loaded"] == kernels and found["restored"]  # what launches them is compiled, too
     assert {
         "_fwd_kernel", "_bwd_preprocess_kernel", "_bwd_dkdv_kernel", "_bwd_dq_kernel", "_append_kernel",
         "_decode_kernel", "_combine_kernel", "_merge_kernel", "_matmul_kernel",

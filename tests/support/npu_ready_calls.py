@@ -15,6 +15,8 @@ torch.npu = SimpleNamespace(current_device=lambda: 0, is_available=lambda: False
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from diyfa.backends import npu  # noqa: E402
+from diyfa.backends.npu.runtime import launch as host  # noqa: E402
+from diyfa.backends.npu.runtime.tune import tuner  # noqa: E402
 from diyfa.ready import words  # noqa: E402
 from diyfa.ready.recording import record  # noqa: E402
 
@@ -32,11 +34,13 @@ def main() -> None:
     npu.device_name = lambda index: "Ascend910B3"  # type: ignore[assignment]
     found = record("npu", None, map(words.parse, CALLS))
     compiled: list[dict[str, Any]] = []
+    loaded: list[str] = []
 
-    def warmup(self: Any, *values: Any, grid: Any, **given: Any) -> None:
+    def warmup(self: Any, *values: Any, grid: Any, **given: Any) -> Any:
         names = [name for name in self.arg_names if name not in given]
         assert len(names) == len(values) and not any(isinstance(x, torch.Tensor) for x in values)
         compiled.append({"name": self.__name__, **dict(zip(names, map(str, values), strict=True))})
+        return SimpleNamespace(_init_handles=lambda: loaded.append(self.__name__))
 
     JITFunction.warmup = warmup
     for kernel in found.kernels.values():
@@ -45,7 +49,10 @@ def main() -> None:
         record("npu", "Ascend910B3", ())
     except ValueError as error:
         elsewhere = str(error)
-    print(json.dumps({"compiled": compiled, "refused": found.refused, "elsewhere": elsewhere}))
+    restored = host.recorder is None and not tuner.recording
+    print(json.dumps({
+        "compiled": compiled, "loaded": loaded, "refused": found.refused, "elsewhere": elsewhere, "restored": restored,
+    }))  # fmt: skip
 
 
 if __name__ == "__main__":
