@@ -217,7 +217,7 @@ GRADIENTS = tuple(feature for feature in FEATURES if feature.gradient)
 
 
 class CacheTensor(NamedTuple):
-    """An optional tensor of a call with a cache. Its shape has more letters: "g" KV heads, "p" columns of the page table,
+    """An optional tensor of a call with a cache. Its shape has more letters: "g" KV heads, "p" columns of block_table,
     "s" new keys, "d" and "e" features of keys and values, "r" and "f" rows and columns of rotary_cos, "t" packed
     queries."""
 
