@@ -36,7 +36,7 @@ class Plan:
     def __init__(
         self, backend: Backend, problem: AttentionProblem, nothing: bool, lengths: Lengths, options: AttentionOptions
     ) -> None:
-        """Choose the kernels. Raises ValueError if none runs the problem, or the backward pass of one with gradients."""
+        """Choose the kernels. Raises ValueError if none runs the problem, or its backward pass if one is wanted."""
         self.backend, self.problem = backend, problem
         self.nothing = nothing  # no query can see a key: nothing is launched
         variant = options.variant

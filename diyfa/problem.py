@@ -366,8 +366,8 @@ class NewKeys(NamedTuple):
 
     Row i of k and v becomes key `seqlens[b] + i` (`length + i`) of sequence b. It is dropped at
     `problem.capacity` or beyond, and in a page below 0 or beyond the cache. Nothing else in the cache changes. cos and
-    sin rotate the first `2 * cos.shape[1]` features of k by row `seqlens[b] + i`. They rotate q into `rotated_q`: query
-    i by row `seqlens[b] + i` if the mask is causal or a window, else by row `seqlens[b]`. Rows beyond cos do not rotate.
+    sin rotate the first `2 * cos.shape[1]` features of k by row `seqlens[b] + i`. They rotate q into `rotated_q`, query
+    i by row `seqlens[b] + i` if the mask is causal or a window, else by row `seqlens[b]`. Rows beyond cos rotate by 0.
     Products are formed in fp32 and rounded once. Values for a float8 cache are divided by its descale (1 without one)
     and saturate.
     """
