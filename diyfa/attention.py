@@ -241,7 +241,7 @@ def flash_attention(
         sees no key has output 0 and lse +inf.
 
     Raises:
-        ValueError, TypeError: an argument does not fit, or no kernel or not the named one can run, with the reason.
+        ValueError, TypeError: an argument does not fit, or what was named explicitly cannot run, with the reason.
     """
     if unknown:
         refuse_unknown(flash_attention, unknown)
@@ -393,7 +393,7 @@ def explain(
     out: torch.Tensor | None = None,
     **unknown: NoReturn,
 ) -> registry.Explanation:
-    """Return the backend, kernel and tile that `flash_attention` would run with these arguments, with the reasons.
+    """Return the backend, kernel and tile that `flash_attention` would run with these arguments, and why no others.
 
     If an input requires a gradient, `backward` of the result explains the backward pass. Nothing is launched. `layout`
     is "bhsd" (`flash_attention`), "bshd" (`flash_attention_v2`) or "thd" (`flash_attention_varlen`, with its lengths

@@ -372,8 +372,8 @@ def _flash_attn_varlen_forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """`_flash_attn_forward` for packed sequences. Rows of no sequence are zero with or without `zero_tensors`.
 
-    With pages or `seqused_k`, the keys are divided into `num_splits` chunks, which run in parallel; 0: chosen for the
-    device. Other keys are not divided.
+    Keys in pages are divided into `num_splits` chunks, which run in parallel; 0: chosen for the device. Other keys are
+    not divided.
     """
     num_splits = validation.check_length("num_splits", num_splits)
     if leftpad_k is not None:

@@ -97,7 +97,7 @@ def _check_stride(**tensors: torch.Tensor) -> None:
 
 
 def _check_caches(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, names: tuple[str, str, str]) -> None:
-    """Check that q (…, H, D), k (…, Hk, D), v (…, Hk, Dv) fit; k and v have q's dtype or float8 and equal other sizes."""
+    """Check q (…, H, D), k (…, Hk, D), v (…, Hk, Dv): k and v have q's dtype or float8 and equal other sizes."""
     q_name, k_name, v_name = names
     validation.check_same_device(q, **{k_name: k_cache, v_name: v_cache})
     if q.dtype not in ATTENTION_DTYPES:
@@ -340,8 +340,8 @@ def _check_values(call: _Call, tensors: KVCacheTensors, max_seqlen_k: int) -> No
 
 
 def _autocast(call: _Call) -> _Call | None:
-    """Return the call with the casts of torch.autocast, or None if nothing is cast. With a cache, q and new keys get its
-    dtype unless they are float64, or autocast's with a float8 cache. With packed keys, float32 is cast as in training."""
+    """Return the call with the casts of torch.autocast, or None if nothing is cast. Beside a cache, all but float64 is
+    cast to its dtype, or to autocast's if it is float8. q and packed keys are cast from float32 as in training."""
     q, k, v, optional = call[:4]
     if not isinstance(q, torch.Tensor) or not isinstance(k, torch.Tensor):
         return None
@@ -477,7 +477,7 @@ def flash_attn_with_kvcache(
             of q by row cache_seqlens + i if the mask is causal or a window, else by row cache_seqlens. They need k.
         cache_seqlens: keys in the cache, counted from row 0 of the sequence: an int, (B,) int32, or None: it is full.
         cache_batch_idx: (B,) int32, the row of the contiguous cache that sequence b has; default b. If several
-            sequences append to one row of the cache, or of a page, the keys of any one of them remain.
+            sequences append to one row of the cache, or of a page, the keys of an arbitrary one remain.
         cache_leftpad: (B,) int32, rows at a sequence's beginning that hold no keys.
         block_table: (B, pages of a sequence) int32: key j lies in row j % page size of page
             block_table[b, j // page size]. Pages may have any order, and sequences may share them. Entries beyond the
@@ -488,7 +488,7 @@ def flash_attn_with_kvcache(
         causal, window_size, softcap: as for `flash_attn_func`.
         rotary_interleaved: features (0, 1), (2, 3), … make pairs; else i and i + R / 2.
         alibi_slopes: (H,) or (B, H) float32.
-        num_splits: chunks that the keys of a sequence are divided into; 0: chosen for the device.
+        num_splits: chunks that the keys are divided into; 0: chosen for the device.
         return_softmax_lse: return the log-sum-exp, too.
         sinks: (H,) float32 logits that join the softmax denominator.
         k_descale, v_descale: factors of the values in a float8 cache: a number, a float32 tensor of one element or

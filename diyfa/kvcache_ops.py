@@ -138,13 +138,13 @@ def _meet(distance: int, dims: list[tuple[int, int, int]]) -> bool:
 
 
 def _span(x: torch.Tensor) -> int:
-    """Return the elements of memory from the first to the last of x, which is not empty."""
+    """Return the number of elements in memory from the first to the last of x, which is not empty."""
     return 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
 def share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Return whether x and y have an element in common, for dense tensors and views of equal strides. For others return
-    False, because interleaved slices of one buffer share none."""
+    """Return whether x and y have an element in common, for dense tensors and views of equal strides. For others assume
+    that they have none, as interleaved slices of one buffer."""
     if x.untyped_storage().data_ptr() != y.untyped_storage().data_ptr() or not x.numel() or not y.numel():
         return False
     spans = [_span(x), _span(y)]
@@ -161,7 +161,7 @@ def share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 def check_out(out: torch.Tensor | None, tensors: Sequence[Any], layout: str) -> None:
-    """Check that out shares no memory with inputs, or is exactly q in batches. `tensors`: q, k_cache, v_cache …"""
+    """Check that out shares no memory with `tensors` (q, k_cache, v_cache …), unless it is exactly q, not packed."""
     if out is None:
         return
     for name, x in zip(("q", "k_cache", "v_cache"), tensors, strict=False):
@@ -269,8 +269,8 @@ class _Step:
     ) -> Any:
         """Run the kernel and return what it has filled, or what a repeated launch returns.
 
-        `given` are the fields with all tensors that the kernel reads. `results` makes the arguments of `Kernel.launch`
-        behind `tensors`. `how` are the arguments of a repeated launch behind the tensors.
+        `given` contains all tensors that the kernel reads, in the order of the fields. `results` makes the arguments of
+        `Kernel.launch` behind `tensors`. `how` are the arguments of a repeated launch behind the tensors.
         """
         made = self._again(tensors.length, given, how)
         if made is not None:

@@ -133,7 +133,7 @@ def plan_of(
     options: AttentionOptions,
     key: Hashable | None = None,
 ) -> Plan:
-    """Make the plan of a call with checked arguments, and store it under `key`. Raises ValueError if nothing runs it."""
+    """Make the plan of a checked call and store it under `key`. Raises ValueError if no kernel runs the call."""
     backend = registry.resolve_backend(q.device, options.backend)
     problem = describe_attention(backend, q, k, v, lengths, options)
     plan = Plan(backend, problem, _computes_nothing(q, k, lengths, options), lengths, options)
@@ -172,7 +172,7 @@ def _computes_nothing(q: torch.Tensor, k: torch.Tensor, lengths: Lengths, option
 
 
 def _only_rows_of_sequences(x: torch.Tensor, q: torch.Tensor, lengths: Lengths, other: float) -> torch.Tensor:
-    """Return x (H, Tq) with `other` in rows of no sequence. Without packed sequences, return any x unchanged."""
+    """Return x, broadcast to (H, Tq), with `other` in rows of no sequence. Return x itself if nothing is packed."""
     ends = lengths.cu_seqlens_q
     if ends is None:
         return x
@@ -357,7 +357,7 @@ def _gradients(
     lengths: Lengths,
     options: AttentionOptions,
 ) -> list[torch.Tensor | None]:
-    """Run the backward pass of a call that comes through an operator -> as `_run_backward`."""
+    """Run the backward pass of a call that comes through an operator. Returns what `_run_backward` returns."""
     q, k, v, _, _ = saved
     plan = _plan_of_operator(q, k, v, lengths, options)
     return _run_backward(plan, saved, _given(*tensors_of(lengths, options)), dout, dlse)
@@ -433,7 +433,7 @@ def forward(q: Any, k: Any, v: Any, lengths: Lengths, options: AttentionOptions)
 
 
 class _Unplanned(NamedTuple):
-    """A call without plan and tensors: something traces or transforms it, and its operators choose the kernels."""
+    """The arguments, but for tensors, of a call without a plan. Its operators choose the kernels."""
 
     lengths: Lengths
     options: AttentionOptions
