@@ -1,4 +1,4 @@
-"""`flash_attention` and `flash_attention_v2`: one call for CUDA, NPU and, asked for, CPU tensors."""
+"""`flash_attention` and its variants: one call for CUDA, NPU and, with `backend="cpu"`, CPU tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 class Words(NamedTuple):
-    """Names of some arguments in a family of public functions, for messages."""
+    """The names that a family of public functions has for some arguments, for messages."""
 
     returns_lse: str = "return_lse"
     scale: str = "sm_scale"
@@ -31,7 +31,7 @@ WORDS = Words()
 
 
 def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Inside torch.autocast, single-precision inputs are computed in the autocast dtype, as PyTorch's attention is."""
+    """Cast float32 tensors to the dtype of torch.autocast inside of it, as PyTorch's attention does."""
     dtype = autocast_dtype(tensors[0])
     if dtype is None:
         return tensors
@@ -41,7 +41,7 @@ def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def packed_lengths(
     cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor | None, max_seqlen_q: int, max_seqlen_k: int
 ) -> Lengths:
-    """`Lengths` of packed sequences; their longest may be anything that is an integer."""
+    """Return the `Lengths` of packed sequences. The longest lengths may be any kind of integer."""
     longest_q = validation.check_length("max_seqlen_q", max_seqlen_q)
     longest_k = validation.check_length("max_seqlen_k", max_seqlen_k)
     return Lengths(cu_seqlens_q, cu_seqlens_k, None, longest_q, longest_k)
@@ -57,9 +57,9 @@ def checked_options(
 ) -> AttentionOptions:
     """Check every argument of one call and fill in the defaults.
 
-    `options` hold fields of `AttentionOptions` and what stands for some of them in the public functions: `causal` and
-    `window`, a scale and a backend that may be None; they are used up. Without a given state of the dropout mask one is
-    drawn.
+    `options` are fields of `AttentionOptions`, but `causal` and `window` are as in the public functions, and the scale
+    and the backend may be None. The function changes the dictionary. It draws a state of the dropout mask if none is
+    given.
     """
     sizes = validation.check_shapes(q, k, v, lengths, options["layout"])
     sm_scale, softcap, dropout_p = options.get("sm_scale"), options.get("softcap", 0.0), options.get("dropout_p", 0.0)
@@ -91,7 +91,7 @@ def checked_options(
 def _as_4d(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seq_lens: torch.Tensor | None
 ) -> tuple[torch.Tensor, ...]:
-    """q, k, v with a batch dimension: of (B·H, S, D) the batch is what seq_lens says, else one."""
+    """Return q, k, v with a batch dimension: (B·H, S, D) become B samples, as many as seq_lens has, or one."""
     if q.dim() != 3 or k.dim() != 3 or v.dim() != 3:
         return q, k, v
     if seq_lens is not None:
@@ -113,18 +113,18 @@ def attend(
     words: Words = WORDS,
     weights: Callable[..., torch.Tensor] | None = None,
 ) -> Any:
-    """One call of a public function -> out, or (out, lse).
+    """Run one call of a public function -> out, or (out, lse).
 
-    `owners` are q, k and v by name, or what packs them. `given` are all other arguments and the layout, under diyfa's
-    names; they are used up. With `weights` lse is followed by what that makes of (q, k, lse, lengths, options), which
-    is empty where there is no dropout.
+    `owners` are q, k and v by name, or the tensors that pack them. `given` are all other arguments and the layout,
+    under diyfa's names; the function changes them. With `weights`, the result of `weights(q, k, lse, lengths, options)`
+    follows lse, or a tensor without elements if there is no dropout.
     """
     first, *others = tensors = tuple(owners.values())
     layout, packing = given["layout"], ("qkv", "kv", "")[len(others)]
     if not (type(given["causal"]) is type(given["deterministic"]) is type(returns_lse) is bool):
         flags = {"causal": given["causal"], "deterministic": given["deterministic"], words.returns_lse: returns_lse}
         validation.check_booleans(**flags)
-    given["window"] = validation.check_window(given["window"], words.window)  # a list may change, and cannot be a key
+    given["window"] = validation.check_window(given["window"], words.window)  # a list has no hash
     given["backend"] = given.get("backend") or registry.forced_backend()
     given["batch_invariant"] = registry.is_batch_invariant()
     given["packing"] = packing
@@ -178,7 +178,7 @@ def attend(
 
 
 def _views(packing: str, tensors: tuple[torch.Tensor, ...], names: list[str], layout: str) -> tuple[torch.Tensor, ...]:
-    """q, k and v of checked tensors, which are views where one packs several: (…, parts, H, D) -> (…, H, D)."""
+    """Return q, k and v of checked tensors, as views of those that pack several: (…, 2 or 3, H, D) -> (…, H, D)."""
     if not packing:
         return tensors
     packed, parts = tensors[-1], len(packing)
@@ -210,7 +210,7 @@ def flash_attention(
     backend: str | None = None,
     **unknown: NoReturn,
 ) -> Result:
-    """softmax(q kᵀ · sm_scale) v without ever storing the (Sq, Sk) matrix.
+    """Return softmax(q kᵀ · sm_scale) v without ever storing the (Sq, Sk) matrix.
 
     Args:
         q: (B, H, Sq, D), or (B·H, Sq, D); float16, bfloat16 or float32. D is 1 to 576, v's 1 to 512. Last stride 1,
@@ -218,8 +218,8 @@ def flash_attention(
         k, v: (B, Hk, Sk, D) and (B, Hk, Sk, Dv), or 3-D like q. H must be a multiple of Hk (grouped-query attention).
         causal: query i sees keys j <= i + Sk - Sq (aligned to the bottom right).
         sm_scale: factor of the scores; default 1/sqrt(D).
-        seq_lens: (B,) int32, 0 < length <= Sk. Keys from the length on are masked. The queries of the sample are its
-            first min(length, Sq) rows; output rows beyond them are 0. Causal masks and windows align to these lengths.
+        seq_lens: (B,) int32, 0 < length <= Sk. Keys from the length on are masked. A sample's queries are its first
+            min(length, Sq) rows; output rows beyond them are 0. Causal masks and windows align to these lengths.
         variant: "auto", "v1" (FlashAttention, Dao et al. 2022, arXiv:2205.14135, algorithm 1: key/value blocks
             outermost), "v2" (FlashAttention-2, Dao 2023, arXiv:2307.08691, algorithm 1: query blocks outermost,
             normalisation at the end), or any name of `diyfa.kernels_for`.
@@ -228,10 +228,10 @@ def flash_attention(
         alibi_slopes: (H,) or (B, H) float32; adds -slope · |i + Sk - Sq - j| to the scores.
         attn_bias: broadcastable to (B, H, Sq, Sk), in q's dtype or another; added to the scores.
         sinks: (H,) float32 logits, one for each head, that join the softmax denominator; -inf is none.
-        dropout_p: probability of dropping a softmax weight; kept ones are scaled by 1/(1 - p).
+        dropout_p: probability of dropping a softmax weight; other weights are scaled by 1/(1 - p).
         rng_state: (2,) int64 on q's device, seed and offset of the dropout mask (`diyfa.dropout_mask` shows it);
-            default: drawn from the device's default generator. (2 + 4·B,) of a part of a larger problem: behind them,
-            for each sample, its number in that problem and where its first query head, query and key stand there.
+            default: drawn from the device's default generator. (2 + 4·B,) for a block of a larger problem: four more
+            numbers for each sample, its index in that problem and those of its first query head, query and key.
         deterministic: gradients are bitwise equal from run to run, as with `torch.use_deterministic_algorithms(True)`.
         return_lse: also return the log-sum-exp of the scores (natural logarithm), (B, H, Sq) float32.
         backend: name of a backend that must run the call; default: the one made for the tensors' device.
@@ -241,7 +241,7 @@ def flash_attention(
         sees no key has output 0 and lse +inf.
 
     Raises:
-        ValueError, TypeError: an argument does not fit, or what was asked for explicitly cannot run, with the reason.
+        ValueError, TypeError: an argument does not fit, or what was named explicitly cannot run, with the reason.
     """
     if unknown:
         refuse_unknown(flash_attention, unknown)
@@ -274,9 +274,9 @@ def flash_attention_v2(
     backend: str | None = None,
     **unknown: NoReturn,
 ) -> Result:
-    """`flash_attention` for the layout (B, S, H, D) of q, k, v and the output; everything else is the same.
+    """`flash_attention` for the layout (B, S, H, D) of q, k, v and the output.
 
-    The log-sum-exp stays (B, H, Sq).
+    Everything else is equal; the log-sum-exp stays (B, H, Sq).
     """
     if unknown:
         refuse_unknown(flash_attention_v2, unknown)
@@ -326,12 +326,12 @@ def flash_attention_varlen(
             empty. Values on an accelerator are not read by the host; kernels never leave the tensors.
         max_seqlen_q, max_seqlen_k: at least the longest sequence of each side.
         block_table: (B, pages of a sequence) int32: k and v are pages (pages, page size, Hk, D), and key j of sequence
-            b lies in row j % page size of page block_table[b, j // page size]. cu_seqlens_k then says lengths only,
-            and may be None where seqused_k says them. Entries of pages that the window hides from every query are not
-            read. All others must name pages: a table on the CPU is checked for that, one on the device is not, and what
-            keys of no page count is undefined there.
-        seqused_k: (B,) int32: how many of a sequence's keys there are.
-        out: what the result is written to, (Tq, H, Dv) in q's dtype with last stride 1; not the memory of q, k or v.
+            b lies in row j % page size of page block_table[b, j // page size]. cu_seqlens_k then gives lengths only,
+            and may be None if seqused_k gives them. Entries of pages that the window hides from every query are not
+            read. All others must name pages: a table on the CPU is checked for that. One on the device is not, and the
+            effect of keys in no page is undefined.
+        seqused_k: (B,) int32: number of valid keys of each sequence.
+        out: tensor for the result, (Tq, H, Dv) in q's dtype with last stride 1; not the memory of q, k or v.
         others: as for `flash_attention`; masks, windows, ALiBi and dropout count positions within each sequence.
 
     Returns:
@@ -393,11 +393,11 @@ def explain(
     out: torch.Tensor | None = None,
     **unknown: NoReturn,
 ) -> registry.Explanation:
-    """Which backend, kernel and tile `flash_attention` with these arguments would run, why, and why no other.
+    """Return the backend, kernel and tile that `flash_attention` would run with these arguments, and why no others.
 
-    Where an input requires a gradient, `backward` of the result says the same of the backward pass.
-    Nothing is launched. `layout` is "bhsd" (`flash_attention`), "bshd" (`flash_attention_v2`) or "thd"
-    (`flash_attention_varlen`, with its lengths and pages). Raises what the call itself would raise.
+    If an input requires a gradient, `backward` of the result explains the backward pass. Nothing is launched. `layout`
+    is "bhsd" (`flash_attention`), "bshd" (`flash_attention_v2`) or "thd" (`flash_attention_varlen`, with its lengths
+    and pages). Raises what the call itself would raise.
     """
     if unknown:
         refuse_unknown(explain, unknown)
@@ -432,7 +432,7 @@ def explain(
         if layout == "bhsd":
             q, k, v = _as_4d(q, k, v, seq_lens)
         lengths = Lengths(seq_lens=seq_lens)
-    if rng_state is None:  # what is not run draws no random numbers
+    if rng_state is None:  # no call is run, so no random numbers are drawn
         rng_state = torch.empty(2, dtype=torch.int64, device=q.device)
     options = checked_options(q, k, v, lengths, {
         "layout": layout, "causal": causal, "sm_scale": sm_scale, "variant": variant, "window": window,
@@ -444,7 +444,7 @@ def explain(
     forward = registry.explain_choice("attention_fwd", problem, q.device, backend or "", variant)
     if not options.needs_grad:
         return forward
-    problem = problem.replace(batch_invariant=False)  # as `ops` has it
+    problem = problem.replace(batch_invariant=False)  # as `Plan.backward` does
     variant = registry.variant_of("attention_bwd", chosen, variant, problem)
     backward = registry.explain_choice("attention_bwd", problem, q.device, backend or "", variant)
     return replace(forward, backward=backward)

@@ -1,9 +1,9 @@
-"""The table of features: a row for each field that a call has besides q, k and v, and for those that shapes decide.
+"""The table of features: a row for each field of a call besides q, k and v, and for each feature that shapes decide.
 
-Everything that must know of a feature reads its row: the checks of optional tensors, the operators' schema, the flat
-arguments that the schema wants and what decisions depend on (`diyfa.options`), what backends refuse
-(`AttentionProblem.features`), which gradients there are, the tensors of calls that are compiled ahead of time, and the
-feature tables. `tests/frontend/test_features.py` names the places that a new row has to reach besides.
+These read the rows: the checks of optional tensors, the operators' schema and the facts that decisions depend on
+(`diyfa.options`), the refusals of backends (`AttentionProblem.features`), the list of gradients, the tensors of calls
+that are compiled ahead of time, and the feature tables. `tests/frontend/test_features.py` finds the other code that a
+new row must reach.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Any, NamedTuple
 import torch
 
 ATTENTION_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-Sizes = dict[str, int]  # of one call: "b", "h", "q", "k"
+Sizes = dict[str, int]  # of one call: "b" samples, "h" query heads, "q" queries, "k" keys
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`torch.float16` -> "float16"."""
+    """Return the short name of a dtype: "float16" for `torch.float16`."""
     return str(dtype).removeprefix("torch.")
 
 
 def _contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
-    """Small vectors are read by plain index; only odd callers pass strided ones."""
+    """Return `x` or a contiguous copy: kernels read small vectors by plain index, and strided ones are rare."""
     return x if x is None or x.is_contiguous() else x.contiguous()
 
 
@@ -50,23 +50,23 @@ def _is_positive(value: float) -> bool:
 
 @dataclass(frozen=True)
 class Shape:
-    """The shapes that an optional tensor may have, in the letters of `Sizes`; "n" is B + 1, "2" two, "o" 2 + 4 B."""
+    """The shapes of an optional tensor, in letters: those of `Sizes`, "n" for B + 1, "2" for two, "o" for 2 + 4 B."""
 
     letters: tuple[str, ...]
 
     def every(self, sizes: Sizes) -> list[tuple[int, ...]]:
-        """All of them; the first is the usual one."""
+        """Return all shapes that are allowed, the usual one first."""
         sizes = {**sizes, "n": sizes["b"] + 1, "2": 2, "o": 2 + 4 * sizes["b"]}
         return [tuple(sizes[letter] for letter in letters) for letters in self.letters]
 
     def refuses(self, x: torch.Tensor, sizes: Sizes) -> str:
-        """What is wrong with x, or nothing."""
+        """Return what x must do, as the end of a message, or "" if its shape is allowed."""
         shapes = self.every(sizes)
         return "" if x.shape in shapes else f"have shape {' or '.join(map(str, shapes))}, got {tuple(x.shape)}"
 
 
 class Broadcast(Shape):
-    """Whatever broadcasts to the one shape."""
+    """All shapes that broadcast to the one shape."""
 
     def refuses(self, x: torch.Tensor, sizes: Sizes) -> str:
         (full,), shape = self.every(sizes), tuple(x.shape)
@@ -77,14 +77,14 @@ class Broadcast(Shape):
 
 
 class OneOrAll(Shape):
-    """One element, which stands for all, or the one shape."""
+    """The one shape, or one element that stands for all."""
 
     def refuses(self, x: torch.Tensor, sizes: Sizes) -> str:
         return "" if x.numel() == 1 else super().refuses(x, sizes)
 
 
 class State(Shape):
-    """Seed and offset, which may be followed by the origins of each sample; side by side."""
+    """A contiguous vector of seed and offset, and optionally the origins of each sample behind them."""
 
     def refuses(self, x: torch.Tensor, sizes: Sizes) -> str:
         _, (with_origins,) = self.every(sizes)
@@ -98,13 +98,13 @@ class State(Shape):
 
 @dataclass(frozen=True)
 class Feature:
-    """One field of `Lengths` or `AttentionOptions`, or a feature that the shapes of q, k and v have.
+    """One field of `Lengths` or `AttentionOptions`, or a feature that shapes decide.
 
-    `problem` is the field of `AttentionProblem` that it decides, and `fact` says what that field becomes (None: the
-    value itself). A kernel that does not implement it refuses it under the name `uses` where `present` says that a
-    problem has it (None: where the field of the problem is not 0, False or ""). `label` and `example` (changes of a
-    typical problem) make a row of the feature tables, `label` and `case` (changes of a typical
-    `diyfa.testing.AttentionCase`) what `diyfa validate` and the first run on a new device try.
+    `problem` is the field of `AttentionProblem` that it decides. `fact` maps its value to that field (None: the value
+    itself). `present` says whether a problem has it (None: if the problem's field is not 0, False or ""). Kernels that
+    do not implement it refuse such problems under the name `uses`. `label` and `example` (changes of a typical problem)
+    make a row of the feature tables. `label` and `case` (changes of a typical `diyfa.testing.AttentionCase`) make a
+    trial of `diyfa validate` and of the first run on a new device.
     """
 
     name: str
@@ -114,23 +114,23 @@ class Feature:
     dtypes: tuple[torch.dtype, ...] = ()  # of an optional tensor
     dtypes_in_words: str = ""
     shape: Shape | None = None
-    gradient: str = ""  # its field of `AttentionGradients`
-    gradient_if: str = ""  # the option without which there is none; "": there always is
-    prepared: Callable[[Any], Any] | None = None  # what backends get instead of it
+    gradient: str = ""  # field of `AttentionGradients`
+    gradient_if: str = ""  # option that asks for the gradient; "": no option has to
+    prepared: Callable[[Any], Any] | None = None  # value -> what backends get
     uses: str = ""
-    present: Callable[[Any], bool] | None = None  # of an `AttentionProblem`
-    adjusts: bool = False  # scores are then more than scaled products
+    present: Callable[[Any], bool] | None = None  # whether an `AttentionProblem` has it
+    adjusts: bool = False  # with it, scores are more than scaled products
     label: str = ""
     example: dict[str, Any] = field(default_factory=dict)
     case: dict[str, Any] = field(default_factory=dict)
 
     def is_in(self, problem: Any) -> bool:
-        """Whether a call of the `AttentionProblem` has it."""
+        """Return whether a call of the `AttentionProblem` has it."""
         return bool(getattr(problem, self.problem)) if self.present is None else self.present(problem)
 
 
 _FLOAT32, _INT32, _INT64 = (torch.float32,), (torch.int32,), (torch.int64,)
-# In the order of the schema, where tensors come first.
+# The order is that of the schema, tensors first.
 FEATURES = (
     Feature(
         "cu_seqlens_q", "Tensor?", "batch", _sequences, _INT32, "int32", Shape(("n",)),
@@ -192,7 +192,7 @@ FEATURES = (
     Feature("out_dtype", "str", "out_dtype"),
 )  # fmt: skip
 
-# What shapes say: those of q, k and v, and that of `rng_state`.
+# Features that shapes decide: those of q, k and v, and that of `rng_state`.
 OF_SHAPES = (
     Feature(
         "heads_kv", uses="gqa", present=lambda problem: problem.heads_q != problem.heads_kv,
@@ -207,7 +207,8 @@ OF_SHAPES = (
 
 OPTIONAL = tuple(feature for feature in (*OF_SHAPES, *FEATURES) if feature.uses)  # what a backend may refuse
 ADJUSTING = frozenset([feature.uses for feature in FEATURES if feature.adjusts])
-# Those that go with all others and with any lengths; what a problem with all of them has changed, and a case.
+# COMPOSABLE: features that combine with each other and with any lengths. EVERYTHING and EVERYTHING_CASE: the changes of
+# a typical problem and of a typical test case that add all of them.
 COMPOSABLE = tuple(feature for feature in OPTIONAL if feature.case)
 EVERYTHING = {name: value for feature in COMPOSABLE for name, value in feature.example.items()}
 EVERYTHING_CASE = {name: value for feature in COMPOSABLE for name, value in feature.case.items()}
@@ -216,13 +217,13 @@ GRADIENTS = tuple(feature for feature in FEATURES if feature.gradient)
 
 
 class CacheTensor(NamedTuple):
-    """An optional tensor of a call with a cache. Besides the letters of `Shape` its sizes are "g" heads of keys, "p"
-    columns of the page table, "s" new keys, "d" and "e" features of keys and values, "r" and "f" rows and columns of
-    the rotation, "t" packed queries."""
+    """An optional tensor of a call with a cache. Its shape has more letters: "g" KV heads, "p" columns of block_table,
+    "s" new keys, "d" and "e" features of keys and values, "r" and "f" rows and columns of rotary_cos, "t" packed
+    queries."""
 
     shape: Shape
-    dtypes: tuple[torch.dtype | None, ...] = _INT32  # None: that of q
-    has_rows: bool = False  # the last stride is 1, the others are free; kernels read other tensors by plain index
+    dtypes: tuple[torch.dtype | None, ...] = _INT32  # None: q's dtype
+    has_rows: bool = False  # the last stride must be 1, others are free; False: kernels read by plain index
 
 
 _PER_SEQUENCE, _OFFSETS = CacheTensor(Shape(("b",))), CacheTensor(Shape(("n",)))

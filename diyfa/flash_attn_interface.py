@@ -7,12 +7,12 @@ default, causal masks and windows aligned to the bottom right, dropout on the so
 
 * the log-sum-exp that `return_attn_probs=True` returns has a gradient;
 * the dropout mask is `diyfa.dropout_mask`, the same on every device;
-* packed inputs get their gradient in one packed tensor, nothing is copied in either direction;
+* the gradient of a packed input is one packed tensor, and nothing is copied in either direction;
 * head dimensions up to 512 (576 for q and k), V of another head dimension than K, float32 inputs, NPUs.
 
 There is no `backend=` argument: the tensors' device decides, or `diyfa.use_backend`, or DIYFA_BACKEND.
 
-Below the public functions stand the private ones that sequence-parallel libraries build on (`_flash_attn_forward`,
+Sequence-parallel libraries build on the private functions below the public ones (`_flash_attn_forward`,
 `_flash_attn_backward` and the two for packed sequences). They have no autograd.
 """
 
@@ -48,7 +48,7 @@ Window = tuple[int, int]
 WORDS = Words("return_attn_probs", "softmax_scale", "window_size")
 
 
-# The arguments that end every function's list, but for return_attn_probs: flash_attn's order, diyfa's names.
+# The last arguments of every function before return_attn_probs: flash_attn's order, diyfa's names.
 TAIL = ("dropout_p", "sm_scale", "causal", "window", "softcap", "alibi_slopes", "deterministic")
 
 
@@ -86,12 +86,12 @@ def flash_attn_func(
     return_attn_probs: bool = False,
     **unknown: NoReturn,
 ) -> FlashAttnResult:
-    """Attention of (B, S, H, D) tensors.
+    """Return the attention of (B, S, H, D) tensors.
 
     Args:
         q: (B, Sq, H, D); float16, bfloat16 or float32. Last stride 1, others free.
         k, v: (B, Sk, Hk, D) and (B, Sk, Hk, Dv); H a multiple of Hk.
-        dropout_p: probability of dropping a softmax weight; kept ones are scaled by 1/(1 - p).
+        dropout_p: probability of dropping a softmax weight; other weights are scaled by 1/(1 - p).
         softmax_scale: factor of the scores; default 1/sqrt(D).
         causal: query i sees keys j <= i + Sk - Sq.
         window_size: (left, right), a pair, list or tensor of integers: query i sees keys from i + Sk - Sq - left to
@@ -106,9 +106,9 @@ def flash_attn_func(
 
         * out;
         * softmax_lse (B, H, Sq) float32, natural logarithm, differentiable; +inf for a row that sees no key;
-        * S_dmask: empty when dropout_p is 0, else the softmax weights before dropout, negative (-0.0 for a weight of
-          zero) where they were dropped, (B, H, Sq, Sk) padded with zeros to multiples of 128, in q's dtype and
-          without a gradient. It is formed densely, by plain PyTorch: for tests only.
+        * S_dmask: empty if dropout_p is 0, else the softmax weights before dropout, (B, H, Sq, Sk) padded with zeros to
+          multiples of 128, in q's dtype and without a gradient. Dropped weights are negative (-0.0 for a weight of
+          zero). Plain PyTorch computes the dense matrix: for tests only.
 
     Raises:
         ValueError, TypeError: an argument does not fit or no kernel can run the call, before anything is launched.
@@ -187,7 +187,7 @@ def flash_attn_varlen_func(
         cu_seqlens_q, cu_seqlens_k: (B + 1,) int32 on q's device: sequence b is the rows from [b] to [b + 1].
         max_seqlen_q, max_seqlen_k: at least the longest sequence of each side; an int or a tensor of one element.
         block_table: (B, pages of a sequence) int32: k and v are pages (pages, page size, Hk, D) of any size, and
-            cu_seqlens_k says lengths only. There is no dropout and no backward pass then.
+            cu_seqlens_k gives lengths only. There is no dropout and no backward pass then.
         others: as for `flash_attn_func`; positions count from the start of each sequence.
 
     Returns:
@@ -258,7 +258,7 @@ def flash_attn_varlen_qkvpacked_func(
     return _attend({"qkv": qkv}, lengths, return_attn_probs, *tail)
 
 
-# ---- What sequence-parallel libraries call ----------------------------------------------------------------------
+# ---- Functions that sequence-parallel libraries call ------------------------------------------------------------
 
 
 def _forward(
@@ -337,9 +337,9 @@ def _flash_attn_forward(
     alibi_slopes: torch.Tensor | None,
     return_softmax: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(out, softmax_lse, S_dmask, rng_state) of one block, without autograd.
+    """Return (out, softmax_lse, S_dmask, rng_state) of one block, without autograd.
 
-    S_dmask is empty unless `return_softmax` (which needs dropout_p > 0); rng_state (2,) int64 says nothing when
+    S_dmask is empty unless `return_softmax` is set, which needs dropout_p > 0. rng_state (2,) int64 is meaningless if
     dropout_p is 0.
     """
     return _forward(
@@ -370,10 +370,10 @@ def _flash_attn_varlen_forward(
     zero_tensors: bool = False,
     num_splits: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`_flash_attn_forward` of packed sequences. Rows of no sequence are zero with or without `zero_tensors`.
+    """`_flash_attn_forward` for packed sequences. Rows of no sequence are zero with or without `zero_tensors`.
 
-    `num_splits` parts of the keys, 0: chosen for the device, are computed side by side over pages; other keys are not
-    divided.
+    Keys in pages are divided into `num_splits` chunks, which run in parallel; 0: chosen for the device. Other keys are
+    not divided.
     """
     num_splits = validation.check_length("num_splits", num_splits)
     if leftpad_k is not None:
@@ -417,8 +417,8 @@ def _flash_attn_backward(
 ) -> torch.Tensor:
     """Write the gradients of one block of keys into dq, dk, dv (last stride 1, any others).
 
-    `out` and `softmax_lse` may be those of the attention over more keys than k: the gradients are then this block's
-    share, which ring attention adds up. Returns rowsum(dout · out) (B, H, Sq), without flash_attn's padded rows.
+    `out` and `softmax_lse` may be those of attention over more keys than k. Then the gradients are the terms of this
+    block, which ring attention adds up. Returns rowsum(dout · out) (B, H, Sq), without flash_attn's padded rows.
     """
     return _backward(
         dout, (q, k, v, out, softmax_lse), (dq, dk, dv), None, dropout_p=dropout_p, sm_scale=softmax_scale,
@@ -452,7 +452,7 @@ def _flash_attn_varlen_backward(
     rng_state: torch.Tensor | None = None,
     zero_tensors: bool = False,
 ) -> torch.Tensor:
-    """`_flash_attn_backward` of packed sequences; softmax_lse and what it returns are (H, Tq)."""
+    """`_flash_attn_backward` for packed sequences; softmax_lse and the result are (H, Tq)."""
     lengths = packed_lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return _backward(
         dout, (q, k, v, out, softmax_lse), (dq, dk, dv), lengths, dropout_p=dropout_p, sm_scale=softmax_scale,
@@ -461,7 +461,7 @@ def _flash_attn_varlen_backward(
     )  # fmt: skip
 
 
-# flash_attn has two of each: a Python function and the operator that wraps it.
+# flash_attn has two names for each: a Python function and the operator that wraps it.
 _wrapped_flash_attn_forward = _flash_attn_forward
 _wrapped_flash_attn_backward = _flash_attn_backward
 _wrapped_flash_attn_varlen_forward = _flash_attn_varlen_forward

@@ -1,7 +1,8 @@
-"""Registers diyfa with modules of PyTorch when they are imported, so that `import diyfa` imports none of them.
+"""Register diyfa with modules of PyTorch when they are imported, so that `import diyfa` imports none of them.
 
 `torch.ops.diyfa.…` finds the operators after `import diyfa` alone, whichever of torch and diyfa is imported first, and
-`FlopCounterMode` counts them. The modules that define them are imported when one is looked up or counted.
+`FlopCounterMode` counts them. The first look-up of an operator imports the module that defines it, the import of
+`torch.utils.flop_counter` that of the FLOP formulas.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # they take longer than all of this
+if TYPE_CHECKING:  # importing these takes longer than the rest of this module
     from collections.abc import Callable, Sequence
     from importlib.machinery import ModuleSpec
     from types import ModuleType
@@ -66,11 +67,11 @@ def _define_on_look_up() -> None:
         except AttributeError:
             if name.startswith("__"):  # Python asks every module for these
                 raise
-        # Imported in part if it is defining the operator just now: PyTorch looks whether there is one already.
+        # While the module defines an operator, PyTorch looks it up. Then this finds the half-imported module.
         import_module("diyfa.kvcache_ops" if name.startswith("kvcache_") else "diyfa.ops")
         return plain.__getattr__(self, name)
 
-    # Operators are named, also in saved programs, after the module of their namespace's class.
+    # PyTorch names operators, also in saved programs, after the module of their namespace's class.
     namespace.__class__ = type(plain.__name__, (plain,), {"__getattr__": look_up, "__module__": plain.__module__})
 
 
@@ -79,6 +80,6 @@ def _define_flop_formulas() -> None:
 
 
 def register() -> None:
-    """Register everything, now or later."""
+    """Register the operators and the FLOP formulas, each once its module of PyTorch has been imported."""
     when_imported("torch", _define_on_look_up)
     when_imported("torch.utils.flop_counter", _define_flop_formulas)

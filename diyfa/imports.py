@@ -1,4 +1,4 @@
-"""Importing modules with kernels, and the kernel language with them, inside of a user's call."""
+"""Quick imports of modules with kernels, and of the kernel language with them, inside a user's call."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 
 _slowly = inspect.getsourcelines
 _lock = threading.Lock()
-_before: list[tuple[bool, Any]] = []  # of each import that is going on, what the first of them found
+_before: list[tuple[bool, Any]] = []  # one entry for each running import: the state before the first of them
 
 
 def import_quickly(name: str) -> ModuleType:
-    """`importlib.import_module` at half of its time, for modules of kernels.
+    """Import a module of kernels in half the time of `importlib.import_module`.
 
-    Importing leaves no garbage, but so many new objects that the garbage collector looks through all that PyTorch has
-    made: it is paused. And Triton asks for the source of each function of a kernel, which Python finds token by token.
+    The garbage collector is paused: importing leaves no garbage, but makes so many objects that the collector would
+    search all of PyTorch's. Triton asks for the source of each kernel function, which `inspect` finds token by token.
     """
     with _lock:
         _before.append(_before[0] if _before else (gc.isenabled(), inspect.getsourcelines))
@@ -37,12 +37,12 @@ def import_quickly(name: str) -> ModuleType:
 
 
 def source_lines(function: Any) -> tuple[list[str], int]:
-    """`inspect.getsourcelines`, which for a function looks at indentation behind the last line that has code."""
+    """Return what `inspect.getsourcelines` returns, for a function by the indentation behind its last line of code."""
     code = function.__code__ if type(function) is FunctionType else None
     lines = [] if code is None else linecache.getlines(code.co_filename, function.__globals__)
     if code is None or code.co_name == "<lambda>" or code.co_firstlineno > len(lines):
         return _slowly(function)
-    first = code.co_firstlineno - 1  # of its decorators, if it has some
+    first = code.co_firstlineno - 1  # the line of the first decorator, if there is one
     margin = _indentation(lines[first])
     head = next((i for i in range(first, len(lines)) if lines[i].lstrip().startswith("def ")), first)
     end = max(_last_line(code), head + 1)

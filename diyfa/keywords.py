@@ -1,6 +1,6 @@
-"""Arguments under the names that other libraries give them: the TypeError says what diyfa calls them.
+"""Names of arguments in other libraries: the TypeError of an unknown argument says what diyfa calls it.
 
-A public function takes `**unknown`, which costs a call an empty dictionary, and `without_unknown` hides it from the
+A public function takes `**unknown`, which costs each call an empty dictionary. `without_unknown` hides it from the
 function's signature.
 """
 
@@ -15,7 +15,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 BOOLEAN_MASK = "of a boolean mask, True where a key is seen: torch.zeros(mask.shape).masked_fill(~mask, float('-inf'))"
 BOTTOM_RIGHT = "aligned to the bottom right, PyTorch's to the top left"
-# Name elsewhere -> diyfa's names, of which a function has one at most, and what else to know.
+# Name elsewhere -> (diyfa's names, of which each function has at most one; a note for the message).
 ELSEWHERE: dict[str, tuple[tuple[str, ...], str]] = {
     "query": (("q",), ""),
     "key": (("k",), ""),
@@ -49,7 +49,7 @@ ELSEWHERE: dict[str, tuple[tuple[str, ...], str]] = {
 
 
 def without_unknown(function: Function) -> Function:
-    """`function`, whose signature hides its `**unknown`."""
+    """Return `function` with a signature that hides its `**unknown`."""
     signature = inspect.signature(function)
     named = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
     function.__signature__ = signature.replace(parameters=named)  # type: ignore[attr-defined]
@@ -57,7 +57,7 @@ def without_unknown(function: Function) -> Function:
 
 
 def refuse_unknown(function: Callable[..., Any], unknown: dict[str, Any]) -> NoReturn:
-    """Raise what Python raises of an argument that a function does not have, and name the one that it has."""
+    """Raise Python's TypeError for an unknown argument, and name the argument that the function has instead."""
     name = next(iter(unknown))
     arguments = inspect.signature(function).parameters
     names, note = ELSEWHERE.get(name, ((), ""))

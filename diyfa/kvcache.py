@@ -1,8 +1,8 @@
 """`flash_attn_with_kvcache`: attention over a cache of keys and values, flash_attn 2.8's function; and packed queries
 over pages, for `flash_attention_varlen`.
 
-Everything is checked before anything is written or launched. Values that lie on a device (lengths, tables) are never
-read by the host, so a captured graph may be replayed with others.
+Everything is checked before anything is written or launched. The host never reads values on a device (lengths, tables),
+so a captured graph may be replayed with others.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Descale = torch.Tensor | float | None
 FLOAT8 = torch.float8_e4m3fn
 
 _FLAGS = ("causal", "rotary_interleaved", "return_softmax_lse")
-# The optional tensors of a call: those of `KVCacheTensors`, then those of `NewKeys`, then `out`.
+# Names of the optional tensors of a call: those of `KVCacheTensors`, then those of `NewKeys`, then `out`.
 _BOUND = len(KVCacheTensors._fields) - KVCacheTensors._fields.index("seqlens")
 _OPTIONAL = (
     "cache_seqlens", "cu_seqlens_q", "cu_seqlens_k", "block_table", "cache_batch_idx", "cache_leftpad", "alibi_slopes",
@@ -46,7 +46,7 @@ _OPTIONAL_OF_PACKED = ("seqused_k", *_OPTIONAL[1:])
 
 
 class _Call(NamedTuple):
-    """One call as it comes, but for the numbers that equal calls may differ in: nothing is checked yet."""
+    """The unchecked arguments of a call, without the numbers in which equal calls may differ."""
 
     q: Any
     k: Any  # a cache, or packed keys
@@ -55,8 +55,8 @@ class _Call(NamedTuple):
     scale: float | None
     scale_name: str
     interleaved: bool
-    is_full: bool  # nothing says how many keys there are: as many as there can be
-    # The fields of `KVCacheOptions`; softcap is any number still.
+    is_full: bool  # no numbers of keys are given: the cache is full
+    # The fields of `KVCacheOptions`; softcap may be any kind of number.
     layout: str
     window_left: int
     window_right: int
@@ -77,7 +77,7 @@ class _Call(NamedTuple):
         return KVCacheOptions._make(self[-len(KVCacheOptions._fields) :])._replace(softcap=float(self.softcap))
 
     def given(self) -> dict[str, Any]:
-        """The optional tensors that there are, by the names that the caller knows them by."""
+        """Return the optional tensors that are given, by the caller's names for them."""
         names = _OPTIONAL_OF_PACKED if self.is_packed else _OPTIONAL
         return {name: x for name, x in zip(names, self.optional, strict=True) if x is not None}
 
@@ -90,14 +90,14 @@ def _shape(x: torch.Tensor) -> tuple[int, ...]:
 
 
 def _check_stride(**tensors: torch.Tensor) -> None:
-    """The last dimension has stride 1."""
+    """Check that the last dimension has stride 1."""
     for name, x in tensors.items():
         if x.stride(-1) != 1 and x.shape[-1] != 1 and x.numel():
             raise ValueError(f"the last dimension of {name} must have stride 1, got strides {x.stride()}")
 
 
 def _check_caches(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, names: tuple[str, str, str]) -> None:
-    """q (…, H, D), k (…, Hk, D) and v (…, Hk, Dv) fit; k and v are as q or both float8, of the same leading sizes."""
+    """Check q (…, H, D), k (…, Hk, D), v (…, Hk, Dv): k and v have q's dtype or float8 and equal other sizes."""
     q_name, k_name, v_name = names
     validation.check_same_device(q, **{k_name: k_cache, v_name: v_cache})
     if q.dtype not in ATTENTION_DTYPES:
@@ -131,19 +131,19 @@ def _check_caches(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
 
 
 def _check_not_expanded(**tensors: torch.Tensor) -> None:
-    """What is written has memory for each of its elements."""
+    """Check that a tensor that is written has memory for each of its elements."""
     for name, x in tensors.items():
         if any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True)):
             raise ValueError(f"{name} must not be expanded where it is written, got strides {x.stride()}")
 
 
 def _capacity(k_cache: torch.Tensor, block_table: torch.Tensor | None) -> int:
-    """The most keys that a sequence can have."""
+    """Return the most keys that a sequence can have."""
     return k_cache.shape[1] if block_table is None else block_table.shape[1] * k_cache.shape[1]
 
 
 def _check_optional(q: torch.Tensor, sizes: Sizes, given: dict[str, Any]) -> None:
-    """Device, dtype, shape and strides of the optional tensors, by their rows."""
+    """Check device, dtype, shape and strides of the optional tensors by their rows in the table."""
     rows = CACHE_TENSORS if q.dim() == 4 else PACKED_TENSORS
     for name, x in given.items():
         row = rows[name]
@@ -159,7 +159,7 @@ def _check_optional(q: torch.Tensor, sizes: Sizes, given: dict[str, Any]) -> Non
 
 
 def _check_new_keys(call: _Call, given: dict[str, Any], capacity: int) -> int:
-    """What new keys and their rotation need of each other; returns how many there are."""
+    """Check that new keys and their rotation fit; return the number of new keys."""
     q, k, v, cos, sin = call.q, *(given.get(name) for name in ("k", "v", "rotary_cos", "rotary_sin"))
     if k is None:
         if v is not None:
@@ -180,7 +180,7 @@ def _check_new_keys(call: _Call, given: dict[str, Any], capacity: int) -> int:
             f"rotary_cos must have shape (rows, rotary_dim / 2) with rotary_dim at most {q.shape[-1]}, "
             f"got {_shape(cos)}"
         )
-    beyond = max(0, q.shape[1] - length)  # query i is rotated by row cache_seqlens + i, be there as many keys or not
+    beyond = max(0, q.shape[1] - length)  # row cache_seqlens + i rotates query i, also beyond the keys
     if cos.shape[0] < capacity + beyond:
         more = f", and {beyond} for queries beyond them" if beyond else ""
         raise ValueError(
@@ -193,7 +193,7 @@ def _check_new_keys(call: _Call, given: dict[str, Any], capacity: int) -> int:
 
 
 def _check_sequences(call: _Call, given: dict[str, Any]) -> int:
-    """What says where sequences are and how long; returns how many there are."""
+    """Check the tensors that say where sequences are and how long; return the number of sequences."""
     q, k, table = call.q, call.k, given.get("block_table")
     if call.is_packed:
         if given.get("cu_seqlens_k") is None and (given.get("seqused_k") is None or table is None):
@@ -214,7 +214,7 @@ def _check_sequences(call: _Call, given: dict[str, Any]) -> int:
 
 
 def _check(call: _Call) -> None:
-    """All that shapes, strides, dtypes and devices say."""
+    """Check all that shapes, strides, dtypes and devices show."""
     q, k, v, given = call.q, call.k, call.v, call.given()
     names = ("q", "k", "v") if call.is_packed else ("q", "k_cache", "v_cache")
     validation.check_tensors(**dict(zip(names, (q, k, v), strict=True)))
@@ -249,8 +249,8 @@ def _check(call: _Call) -> None:
 
 
 def _check_pages(tensors: KVCacheTensors, keys: torch.Tensor, queries: torch.Tensor | int, window_left: int) -> None:
-    """On the CPU: block_table names pages of the cache wherever a sequence has `keys` (B,) that some query can see, or
-    that are appended."""
+    """Check on the CPU that block_table names pages of the cache for all of the `keys` (B,) of each sequence that some
+    query can see or that are appended."""
     block_table, cache = tensors.block_table, tensors.k_cache
     assert block_table is not None, "asked for pages only"
     if validation.is_capturing(block_table) or not block_table.numel() or not cache.shape[1]:
@@ -273,7 +273,7 @@ def _check_pages(tensors: KVCacheTensors, keys: torch.Tensor, queries: torch.Ten
 
 
 def _check_lengths(name: str, seqlens: torch.Tensor, added: int, capacity: int, room: str) -> None:
-    """On the CPU: no length is negative or, with what is appended, beyond the capacity."""
+    """Check on the CPU that no length is negative or, with the `added` keys, beyond the capacity."""
     if validation.is_capturing(seqlens) or not seqlens.numel():
         return
     low, high = int(seqlens.min()), int(seqlens.max())
@@ -283,7 +283,7 @@ def _check_lengths(name: str, seqlens: torch.Tensor, added: int, capacity: int, 
 
 
 def _check_cache_values(tensors: KVCacheTensors, window_left: int) -> None:
-    """What the host may read without waiting: lengths that are an int, and tensors on the CPU."""
+    """Check the values that the host can read without waiting: a length that is an int, and tensors on the CPU."""
     k_cache, table, seqlens, added = tensors.k_cache, tensors.block_table, tensors.seqlens, tensors.added
     capacity = _capacity(k_cache, table)
     room = "the cache" if table is None else "block_table"
@@ -304,7 +304,7 @@ def _check_cache_values(tensors: KVCacheTensors, window_left: int) -> None:
 
 
 def _check_packed_values(tensors: KVCacheTensors, max_seqlen_q: int, max_seqlen_k: int, window_left: int) -> None:
-    """What the host may read without waiting: tensors on the CPU."""
+    """Check the values that the host can read without waiting: tensors on the CPU."""
     q, k, cu_q, cu_k = tensors.q, tensors.k_cache, tensors.cu_seqlens_q, tensors.cu_seqlens_k
     assert cu_q is not None, "packed queries come with it"
     if not q.is_cpu or validation.is_capturing(q):
@@ -312,7 +312,7 @@ def _check_packed_values(tensors: KVCacheTensors, max_seqlen_q: int, max_seqlen_
     validation.check_offsets("q", cu_q, max_seqlen_q, q.shape[0])
     table, lengths = tensors.block_table, tensors.seqlens
     if cu_k is not None:
-        total = k.shape[0] if table is None else int(cu_k[-1])  # with pages it says lengths only
+        total = k.shape[0] if table is None else int(cu_k[-1])  # with pages it gives lengths only
         validation.check_offsets("k", cu_k, max_seqlen_k, total)
         rows = cu_k.diff()
         if table is None and lengths is not None and bool((lengths > rows).any()):
@@ -329,7 +329,7 @@ def _check_packed_values(tensors: KVCacheTensors, max_seqlen_q: int, max_seqlen_
 
 
 def _check_values(call: _Call, tensors: KVCacheTensors, max_seqlen_k: int) -> None:
-    """What the host may read without waiting."""
+    """Check the values that the host can read without waiting."""
     if call.is_packed:
         _check_packed_values(tensors, call.max_seqlen_q, max_seqlen_k, call.window_left)
     else:
@@ -340,8 +340,8 @@ def _check_values(call: _Call, tensors: KVCacheTensors, max_seqlen_k: int) -> No
 
 
 def _autocast(call: _Call) -> _Call | None:
-    """The call inside torch.autocast, None if there is nothing to cast. Beside a cache tensors that are no float64 get
-    its dtype, beside one of float8 that of autocast. q and packed keys, if float32, are cast as in training."""
+    """Return the call with the casts of torch.autocast, or None if nothing is cast. Beside a cache, all but float64 is
+    cast to its dtype, or to autocast's if it is float8. q and packed keys are cast from float32 as in training."""
     q, k, v, optional = call[:4]
     if not isinstance(q, torch.Tensor) or not isinstance(k, torch.Tensor):
         return None
@@ -364,14 +364,14 @@ def _autocast(call: _Call) -> _Call | None:
 
 
 def _number_as_tensor(x: Descale, q: torch.Tensor) -> torch.Tensor | None:
-    """A descale that is a number as a tensor of one element; what else it is, is checked later."""
+    """Return a descale that is a number as a tensor of one element. Anything else is returned, and checked later."""
     if isinstance(x, (int, float)) and not isinstance(x, bool) and isinstance(q, torch.Tensor):
         return q.new_full((1, 1), x, dtype=torch.float32)
     return x  # type: ignore[return-value]
 
 
 def _as_backends_read(index: int, x: torch.Tensor, call: _Call) -> torch.Tensor:
-    """Vectors and slopes side by side, a page table with last stride 1, descales (B, Hk) without a copy."""
+    """Return vectors and slopes contiguous, a page table with last stride 1, descales as (B, Hk) without a copy."""
     name = _OPTIONAL[index]
     if name == "block_table" and x.stride(-1) == 1:
         return x
@@ -381,7 +381,7 @@ def _as_backends_read(index: int, x: torch.Tensor, call: _Call) -> torch.Tensor:
 
 
 def _bind(call: _Call, length: int, plan: KVCachePlan | None = None) -> tuple[KVCacheTensors, NewKeys | None]:
-    """What a backend gets, of a call that was checked; `plan` is that of an earlier equal call."""
+    """Return the tensors of a checked call as backends read them. `plan` is that of an earlier equal call."""
     q, k, v, optional, scale = call[:5]
     rest: Any = optional[:_BOUND]
     new_k, new_v, cos, sin = optional[_BOUND:-1]
@@ -400,8 +400,8 @@ def _bind(call: _Call, length: int, plan: KVCachePlan | None = None) -> tuple[KV
 
 
 def _attend(call: _Call, length: int, max_seqlen_k: int, returns_lse: bool) -> Any:
-    """Run a call -> (out, lse if it is returned, …). Equal calls may differ in `length`, of all sequences where no
-    tensor says it, and in `max_seqlen_k`, of packed queries."""
+    """Run a call -> (out, lse if `returns_lse`, …). Equal calls may differ in `length`, which is that of all sequences
+    if no tensor has lengths, and in `max_seqlen_k`, which packed queries have."""
     q, k, v, optional = call[:4]
     key = key_of(q, k, v, WHOLE, call[4:], optional, over_cache=True)
     plan = find(key)
@@ -457,12 +457,12 @@ def flash_attn_with_kvcache(
     out: torch.Tensor | None = None,
     **unknown: NoReturn,
 ) -> KVCacheResult:
-    """Attention of new queries over a cache, to which new keys and values are appended first, in place.
+    """Attend new queries to a cache, to which new keys and values are appended first, in place.
 
     A sequence has n keys: `cache_seqlens` and the new ones. Its last query stands at its last key: query i sees keys
     as in `flash_attn_func` with Sk = n. Nothing waits for the device. There is no backward pass: the result of inputs
     that require a gradient has a grad_fn that raises. Inside torch.autocast q, k and v are cast to the dtype of the
-    cache, or to autocast's beside a float8 cache.
+    cache, or to autocast's if the cache is float8.
 
     Args:
         q: (B, Sq, H, D); float16, bfloat16 or float32. Last stride 1, others free.
@@ -470,32 +470,32 @@ def flash_attn_with_kvcache(
             of any size; in q's dtype or float8_e4m3fn. v_cache may be the first features of k_cache, a view of the
             same memory (the latent cache of multi-head latent attention).
         k, v: (B, Snew, Hk, D) and (B, Snew, Hk, Dv) in q's dtype: they become keys cache_seqlens, cache_seqlens + 1, …
-            of their sequence. Both or none; a latent cache takes k alone. What would land beyond the cache is dropped
-            where the host cannot see it.
-        rotary_cos, rotary_sin: (rows, R / 2) in q's dtype or float32, R <= D, a row for each key there can be and for
-            each query more than new keys. They rotate the first R features of k by row cache_seqlens + i, and those of
-            q by row cache_seqlens + i where the mask is causal or a window, else by row cache_seqlens. They need k.
+            of their sequence. Both or none; a latent cache takes k alone. Keys beyond the cache are dropped if lengths
+            are on the device, where the host cannot check them.
+        rotary_cos, rotary_sin: (rows, R / 2) in q's dtype or float32, R <= D; a row for each key of a full cache, and
+            for each query more than new keys. They rotate the first R features of k by row cache_seqlens + i, and those
+            of q by row cache_seqlens + i if the mask is causal or a window, else by row cache_seqlens. They need k.
         cache_seqlens: keys in the cache, counted from row 0 of the sequence: an int, (B,) int32, or None: it is full.
-        cache_batch_idx: (B,) int32, the row of the contiguous cache that is sequence b's; default b. Of sequences that
-            append to one row of the cache, or of a page, some one's keys are there afterwards.
+        cache_batch_idx: (B,) int32, the row of the contiguous cache that sequence b has; default b. If several
+            sequences append to one row of the cache, or of a page, the keys of an arbitrary one remain.
         cache_leftpad: (B,) int32, rows at a sequence's beginning that hold no keys.
         block_table: (B, pages of a sequence) int32: key j lies in row j % page size of page
-            block_table[b, j // page size]. Any order; sequences may share pages; entries beyond the last page are
-            not read, nor are those of pages that the window or cache_leftpad hides from every query, whatever such
-            pages hold. All others must name pages: a table on the CPU is checked for that, one on the device is not,
-            and what keys of no page count is undefined there (nothing outside the cache is read).
+            block_table[b, j // page size]. Pages may have any order, and sequences may share them. Entries beyond the
+            last page are not read, nor are those of pages that the window or cache_leftpad hides from every query. All
+            others must name pages: a table on the CPU is checked for that. One on the device is not, and the effect of
+            keys in no page is undefined (nothing outside the cache is read).
         softmax_scale: factor of the scores; default 1/sqrt(D).
         causal, window_size, softcap: as for `flash_attn_func`.
         rotary_interleaved: features (0, 1), (2, 3), … make pairs; else i and i + R / 2.
         alibi_slopes: (H,) or (B, H) float32.
-        num_splits: parts that the keys are divided into; 0: chosen for the device.
+        num_splits: chunks that the keys are divided into; 0: chosen for the device.
         return_softmax_lse: return the log-sum-exp, too.
         sinks: (H,) float32 logits that join the softmax denominator.
-        k_descale, v_descale: factors of what a float8 cache holds: a number, a float32 tensor of one element or
-            (B, Hk). What is appended is divided by them.
-        out: what the result is written to, (B, Sq, H, Dv) in q's dtype with last stride 1; no memory of the caches, and
-            none of q, or exactly q. Where a gradient is wanted and out is a view, a leaf that requires one, or q, the
-            result is an alias of it, for that has a grad_fn.
+        k_descale, v_descale: factors of the values in a float8 cache: a number, a float32 tensor of one element or
+            (B, Hk). Appended values are divided by them.
+        out: tensor for the result, (B, Sq, H, Dv) in q's dtype with last stride 1; no memory of the caches, and none of
+            q, or exactly q's. If a gradient is wanted and out is a view, a leaf that requires one, or q, the result is
+            an alias of it, because the result has a grad_fn.
 
     Returns:
         out (B, Sq, H, Dv), or with `return_softmax_lse` (out, lse (B, H, Sq) float32); a row that sees no key has
@@ -516,7 +516,7 @@ def flash_attn_with_kvcache(
     if isinstance(cache_seqlens, torch.Tensor):
         seqlens = cache_seqlens
     elif cache_seqlens is not None:
-        is_int = type(cache_seqlens) is int  # a negative one is refused with the others that do not fit
+        is_int = type(cache_seqlens) is int  # a negative one is refused later, as one that does not fit
         length = cache_seqlens if is_int else validation.check_length("cache_seqlens", cache_seqlens)
     if k_descale is not None or v_descale is not None:
         k_descale, v_descale = _number_as_tensor(k_descale, q), _number_as_tensor(v_descale, q)
@@ -537,7 +537,7 @@ def flash_attn_with_kvcache(
 
 
 def _packed_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: dict[str, Any]) -> _Call:
-    """The call of `attend_packed`. Over pages lengths that grow make few different ones."""
+    """Return the call of `attend_packed`. Over pages, growing lengths make few different calls."""
     if given["dropout_p"]:
         raise ValueError("dropout_p belongs to training; block_table, seqused_k and out to inference")
     (left, right), longest = given["window"], given["max_seqlen_k"]
@@ -552,17 +552,17 @@ def _packed_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: dict[
 def attend_packed(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: dict[str, Any], returns_lse: bool = True
 ) -> tuple[Any, Any]:
-    """Attention of packed queries (Tq, H, D) over pages or packed keys -> out and, if it is returned, lse.
+    """Attend packed queries (Tq, H, D) to pages or packed keys -> out and, if `returns_lse`, lse.
 
     There is no backward pass, as in `flash_attn_with_kvcache`. `given` are the other arguments of
-    `flash_attention_varlen`, checked booleans and window among them, and `scale_name`, what the scale is called.
+    `flash_attention_varlen`, with booleans and window checked, and `scale_name`, the caller's name of the scale.
     """
     pair = _attend(_packed_call(q, k, v, given), 0, given["max_seqlen_k"], returns_lse)
     return pair[0], pair[1]
 
 
 def explain_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: dict[str, Any]) -> registry.Explanation:
-    """What `attend_packed` with the same arguments would run, without running it."""
+    """Explain what `attend_packed` would run with the same arguments, without running it."""
     call = _packed_call(q, k, v, given)
     call = _autocast(call) or call
     _check(call)

@@ -1,9 +1,8 @@
-"""The operators `diyfa::kvcache_append` and `diyfa::kvcache_fwd` (and `_out`), and how calls with a cache are run.
+"""The operators `diyfa::kvcache_append` and `diyfa::kvcache_fwd` (and `_out`), and the plans of calls with a cache.
 
 They have no backward pass: results of inputs that require a gradient have a grad_fn that raises. Their flat schema is
-made from the fields of `KVCacheTensors`, `KVCacheOptions` and `NewKeys`,
-which is the only list of them; calls are packed and unpacked by name. As in `diyfa.ops`, calls that nothing traces or
-transforms bypass the dispatcher, and an equal call runs by what an earlier one came to: a `KVCachePlan`.
+made from the fields of `KVCacheTensors`, `KVCacheOptions` and `NewKeys`, and calls are packed and unpacked by name. As
+in `diyfa.ops`, calls that nothing traces or transforms bypass the dispatcher, and equal calls share a `KVCachePlan`.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class KVCacheOptions(NamedTuple):
     window_left: int = -1  # -1: unbounded
     window_right: int = -1  # 0: causal
     softcap: float = 0.0
-    max_seqlen_q: int = 0  # at least the longest packed queries
+    max_seqlen_q: int = 0  # at least the queries of the longest packed sequence
     max_seqlen_k: int = 0  # at least the most keys of a sequence; 0: as many as the cache holds
     num_splits: int = 0
     batch_invariant: bool = False
@@ -60,13 +59,13 @@ _TYPES = {
 
 
 def _types(fields: type) -> dict[str, str]:
-    """Type in the schema by name of a named tuple's fields."""
+    """Return {field: its type in the schema} of a named tuple."""
     return {name: _TYPES[of.__forward_arg__] for name, of in fields.__annotations__.items()}
 
 
 _CALL = {**_types(KVCacheTensors), **_types(KVCacheOptions)}
 _APPEND = {**_CALL, **_types(NewKeys)}
-del _APPEND["rotated_q"]  # what the operator returns
+del _APPEND["rotated_q"]  # the operator returns it
 
 
 def _schema(types: dict[str, str], **mutated: str) -> str:
@@ -78,17 +77,17 @@ _lib.define(f"kvcache_fwd({_schema(_CALL)}) -> (Tensor out, Tensor lse)")
 _lib.define(f"kvcache_fwd_out(Tensor(a!) out, {_schema(_CALL)}) -> Tensor lse")
 _lib.define(
     f"kvcache_append(Tensor? out, {_schema(_APPEND, k_cache='Tensor(a!)', v_cache='Tensor(b!)')}) -> Tensor"
-)  # the rotated queries, without elements where nothing is rotated; out is looked at before anything is written
+)  # the rotated queries, without elements if nothing is rotated; out is checked before anything is written
 _lib.define("kvcache_bwd(SymInt[] shape, ScalarType dtype, Device device) -> Tensor")  # raises
 
 
 def _pack(*parts: Any) -> list[Any]:
-    """The fields of what makes a call, in the order of the schema."""
+    """Return the fields of a call's named tuples in the order of the schema."""
     return [value for part in parts for name, value in part._asdict().items() if name in _APPEND]
 
 
 def _unpack(names: dict[str, str], values: tuple[Any, ...]) -> list[Any]:
-    """The opposite of `_pack`."""
+    """Return the named tuples of a call from flat arguments: the inverse of `_pack`."""
     given = dict(zip(names, values, strict=True))
     parts: list[Any] = [KVCacheTensors, KVCacheOptions, NewKeys] if "interleaved" in names else [
         KVCacheTensors, KVCacheOptions,
@@ -97,7 +96,7 @@ def _unpack(names: dict[str, str], values: tuple[Any, ...]) -> list[Any]:
 
 
 def unpack_call(values: tuple[Any, ...]) -> tuple[KVCacheTensors, KVCacheOptions]:
-    """The flat arguments of `kvcache_fwd` as the two objects of a call."""
+    """Return the flat arguments of `kvcache_fwd` as the two objects of a call."""
     tensors, options = _unpack(_CALL, values)
     return tensors, options
 
@@ -106,7 +105,7 @@ def unpack_call(values: tuple[Any, ...]) -> tuple[KVCacheTensors, KVCacheOptions
 
 
 def is_latent(k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:
-    """Whether the values are the first features of the keys, in the same memory."""
+    """Return whether the values are the first features of the keys, in the same memory."""
     return (
         v_cache.data_ptr() == k_cache.data_ptr()
         and v_cache.stride() == k_cache.stride()
@@ -116,7 +115,7 @@ def is_latent(k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:
 
 
 def check_new_values(k_cache: torch.Tensor, v_cache: torch.Tensor, v: torch.Tensor | None) -> None:
-    """New values come beside new keys, but for a latent cache."""
+    """Check that new values come with new keys, except for a latent cache, and that other caches do not overlap."""
     latent = is_latent(k_cache, v_cache)
     if v is None and not latent:
         raise ValueError("k comes without v, but v_cache is not the first features of k_cache in the same memory")
@@ -127,8 +126,8 @@ def check_new_values(k_cache: torch.Tensor, v_cache: torch.Tensor, v: torch.Tens
 
 
 def _meet(distance: int, dims: list[tuple[int, int, int]]) -> bool:
-    """Whether an element of a tensor and one of another that lies `distance` elements behind are one; `dims`: (stride,
-    size of the first, of the other), the largest stride first."""
+    """Return whether two tensors have an element in common, if the second begins `distance` elements behind the first.
+    `dims`: (stride, size of the first, size of the second), the largest stride first."""
     if not dims:
         return distance == 0
     (stride, size, other), *inner = dims
@@ -139,13 +138,13 @@ def _meet(distance: int, dims: list[tuple[int, int, int]]) -> bool:
 
 
 def _span(x: torch.Tensor) -> int:
-    """Elements from the first to the last of x, which has some."""
+    """Return the number of elements in memory from the first to the last of x, which is not empty."""
     return 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
 def share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether x and y have an element in common: known for dense tensors and for views with the same strides, and else
-    denied, as neighbours in one buffer have not."""
+    """Return whether x and y have an element in common, for dense tensors and views of equal strides. For others assume
+    that they have none, as interleaved slices of one buffer."""
     if x.untyped_storage().data_ptr() != y.untyped_storage().data_ptr() or not x.numel() or not y.numel():
         return False
     spans = [_span(x), _span(y)]
@@ -162,7 +161,7 @@ def share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 def check_out(out: torch.Tensor | None, tensors: Sequence[Any], layout: str) -> None:
-    """out is memory that nothing else reads, or exactly that of queries in batches. `tensors`: q, k_cache, v_cache …"""
+    """Check that out shares no memory with `tensors` (q, k_cache, v_cache …), unless it is exactly q, not packed."""
     if out is None:
         return
     for name, x in zip(("q", "k_cache", "v_cache"), tensors, strict=False):
@@ -175,12 +174,12 @@ def check_out(out: torch.Tensor | None, tensors: Sequence[Any], layout: str) -> 
 
 
 def bucket(length: int) -> int:
-    """The next power of two: growing lengths make few different calls."""
+    """Return the next power of two, so that growing lengths make few different calls."""
     return 1 << (length - 1).bit_length() if length > 0 else 0
 
 
 def capacity_of(tensors: KVCacheTensors, max_seqlen_k: int) -> int:
-    """The most keys that a sequence can have."""
+    """Return the most keys that a sequence can have."""
     k_cache, table = tensors.k_cache, tensors.block_table
     if k_cache.dim() == 3:
         return min(max_seqlen_k, k_cache.shape[0])
@@ -191,7 +190,7 @@ def capacity_of(tensors: KVCacheTensors, max_seqlen_k: int) -> int:
 def describe_kvcache(
     backend: Backend, tensors: KVCacheTensors, options: KVCacheOptions, out: torch.Tensor | None = None
 ) -> KVCacheProblem:
-    """The problem of one call; `out` is what the caller gives to be filled."""
+    """Return the problem of one call. `out` is the caller's tensor for the result."""
     q, k_cache, v_cache = tensors.q, tensors.k_cache, tensors.v_cache
     packed, capacity = options.layout == VARLEN, capacity_of(tensors, options.max_seqlen_k)
     offsets = tensors.cu_seqlens_q
@@ -212,8 +211,8 @@ def describe_kvcache(
         "head_dim_v": v_cache.shape[-1],
         "page_size": 0 if tensors.block_table is None else k_cache.shape[1],
         "packed_keys": k_cache.dim() == 3,
-        # Bounds beyond every key are none, also where they decide how queries are rotated. The first query stands
-        # seqlen_q - 1 before the last key: with more queries than keys a bound beyond the capacity still hides some.
+        # Bounds beyond every key count as none, for the rotation of queries, too. The first query stands seqlen_q - 1
+        # before the last key: with more queries than keys, a right bound beyond the capacity still hides keys.
         "window_left": -1 if left >= capacity else left,
         "window_right": -1 if right >= max(capacity, seqlen_q) > 0 else right,
         "softcap": options.softcap,
@@ -235,7 +234,7 @@ def describe_kvcache(
 
 
 def _computes_nothing(tensors: KVCacheTensors, options: KVCacheOptions) -> bool:
-    """Whether no query can see a key, so that there is nothing to launch."""
+    """Return whether no query can see a key, so that nothing has to be launched."""
     if tensors.q.numel() == 0 or tensors.k_cache.numel() == 0 or tensors.v_cache.shape[-1] == 0:
         return True
     offsets, table = tensors.cu_seqlens_q, tensors.block_table
@@ -248,16 +247,16 @@ def _computes_nothing(tensors: KVCacheTensors, options: KVCacheOptions) -> bool:
 
 
 class _Step:
-    """One kernel of a call, and the cheaper way to run it again, made for the second call: layers make equal calls."""
+    """One kernel of a call, and `Kernel.repeat` of it from the second call on: layers make equal calls."""
 
     __slots__ = ("_present", "has_run", "kernel", "problem", "repeat")
 
     def __init__(self, op: str, backend: Backend, problem: KVCacheProblem, variant: str = "auto") -> None:
-        """Raises ValueError when no kernel runs the problem."""
+        """Choose the kernel. Raises ValueError if none runs the problem."""
         self.problem, self.kernel = problem, registry.choose(op, problem, backend, variant)
         self.has_run = False
         self.repeat: Callable[..., Any] | None = None
-        self._present: Callable[[Any], Any] = tuple  # selects the tensors among what a call gives
+        self._present: Callable[[Any], Any] = tuple  # selects the tensors among a call's fields
 
     def _again(self, length: int, given: tuple[Any, ...], how: tuple[Any, ...]) -> Any:
         if self.repeat is None:
@@ -270,7 +269,7 @@ class _Step:
     ) -> Any:
         """Run the kernel and return what it has filled, or what a repeated launch returns.
 
-        `given` holds all tensors that the kernel reads, in the order of the fields. `results` makes the arguments of
+        `given` contains all tensors that the kernel reads, in the order of the fields. `results` makes the arguments of
         `Kernel.launch` behind `tensors`. `how` are the arguments of a repeated launch behind the tensors.
         """
         made = self._again(tensors.length, given, how)
@@ -293,7 +292,7 @@ class _Step:
 
 
 class KVCachePlan:
-    """What a call comes to: the steps that append new keys and attend, and what else equal calls have in common."""
+    """The plan of a call: the steps that append new keys and attend, and all else that equal calls have in common."""
 
     __slots__ = (
         "_append", "_attend", "_computes_nothing", "_reach", "added", "binds_given", "problem", "reads_values", "scale",
@@ -307,7 +306,7 @@ class KVCachePlan:
         new: NewKeys | None = None,
         out: torch.Tensor | None = None,
     ) -> None:
-        """Raises ValueError when no kernel attends or appends: before anything is written."""
+        """Choose the kernels. Raises ValueError if none attends or appends, before anything is written."""
         backend = registry.resolve_backend(tensors.q.device, options.backend)
         rotated = None if new is None else new.rotated_q
         attending = tensors if rotated is None else tensors._replace(q=rotated)
@@ -330,7 +329,7 @@ class KVCachePlan:
     def run(
         self, tensors: KVCacheTensors, new: NewKeys | None, out: torch.Tensor | None, returns_lse: bool = True
     ) -> Sequence[Any]:
-        """Append `new` and attend -> (out, lse where it is returned, …)."""
+        """Append `new` and attend -> (out, lse if `returns_lse`, …)."""
         if out is not None:
             check_out(out, tensors, self.problem.layout)
         if new is not None:
@@ -350,7 +349,7 @@ class KVCachePlan:
         return self._attend.run(tensors, tensors, results, out, returns_lse)
 
     def append(self, tensors: KVCacheTensors, new: NewKeys) -> None:
-        """Write new keys to the caches. Overlaps of those depend on their addresses, and are checked each time."""
+        """Write new keys to the caches. Whether these overlap depends on addresses, and is checked each time."""
         distance = tensors.v_cache.data_ptr() - tensors.k_cache.data_ptr()
         if -self._reach < distance < self._reach or new.v is None:
             check_new_values(tensors.k_cache, tensors.v_cache, new.v)
@@ -359,18 +358,18 @@ class KVCachePlan:
 
 
 def with_room(new: NewKeys, q: torch.Tensor) -> NewKeys:
-    """`new` with memory for the rotated queries."""
+    """Return `new` with memory for the rotated queries, if queries are rotated."""
     return new if new.cos is None else new._replace(rotated_q=torch.empty_like(q))
 
 
 class Operators:
-    """Stands for the plan of a call that something looks at."""
+    """A stand-in for the plan of a call that something traces or transforms: it calls the operators."""
 
     def __init__(self, options: KVCacheOptions, wants_grad: bool) -> None:
         self.options, self.wants_grad = options, wants_grad
 
     def run(self, tensors: KVCacheTensors, new: NewKeys | None, out: torch.Tensor | None, returns_lse: bool) -> Pair:
-        """Append `new` and attend, as `KVCachePlan.run`."""
+        """Append `new` and attend, as `KVCachePlan.run` does."""
         options = self.options
         if new is not None:
             rotated = torch.ops.diyfa.kvcache_append(out, *_pack(tensors, options, new))
@@ -391,16 +390,16 @@ def _differentiable(tensors: Sequence[torch.Tensor | None], out: torch.Tensor | 
 
 
 def needs_grad(tensors: Sequence[Any], out: torch.Tensor | None) -> bool:
-    """Whether a gradient of one of a call's `tensors` is wanted."""
+    """Return whether a gradient of one of a call's `tensors` is wanted."""
     return torch.is_grad_enabled() and bool(_differentiable(tensors, out))
 
 
 class _NoBackward(torch.autograd.Function):
-    """Gives results of inputs that require a gradient a grad_fn that raises when it is called."""
+    """The grad_fn of results whose inputs require a gradient. It raises when it is called."""
 
     @staticmethod
     def forward(ctx: Any, pair: Pair, *inputs: torch.Tensor) -> Pair:
-        """`pair` is no input of autograd's: its tensors themselves get the grad_fn."""
+        """Return `pair`. Autograd does not see its tensors as inputs, as they are in a tuple: they get the grad_fn."""
         ctx.inputs = [(x.shape, x.dtype, x.device) for x in inputs]
         return pair
 
@@ -410,13 +409,13 @@ class _NoBackward(torch.autograd.Function):
 
 
 def _takes_grad_fn(x: torch.Tensor, inputs: Sequence[torch.Tensor]) -> bool:
-    """Whether a result can get a grad_fn itself: no view, no leaf that requires a gradient, and no input."""
+    """Return whether a result can get a grad_fn: it is no view, no leaf that requires a gradient, and no input."""
     is_leaf = x.is_leaf and x.requires_grad
     return not (torch.compiler.is_compiling() or x._is_view() or is_leaf or any(x is y for y in inputs))
 
 
 def without_backward(pair: Sequence[Any], tensors: Sequence[Any], out: torch.Tensor | None) -> Pair:
-    """out and lse of a call whose `tensors` require a gradient, or aliases of them, with a grad_fn that raises."""
+    """Return out and lse of a call whose `tensors` require a gradient, or aliases, with a grad_fn that raises."""
     inputs = _differentiable(tensors, out)
     results = tuple(x if _takes_grad_fn(x, inputs) else x.detach() for x in pair[:2])
     return _NoBackward.apply(results, *inputs)
@@ -437,7 +436,7 @@ def _kvcache_fwd_out(out: torch.Tensor, *flat: Any) -> torch.Tensor:
 
 
 def _kvcache_append(out: torch.Tensor | None, *flat: Any) -> torch.Tensor:
-    """An operator returns a tensor: without rotary embedding one without elements."""
+    """Append new keys and return the rotated queries, or a tensor without elements if none are rotated."""
     tensors, options, new = _unpack(_APPEND, flat)
     check_out(out, tensors, options.layout)
     new = with_room(new, tensors.q)

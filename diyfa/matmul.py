@@ -18,7 +18,7 @@ _has_warned = False
 
 
 def _warn_of_half() -> None:
-    """Once in a process: the documented result of float32 matrices is float16, which surprises."""
+    """Warn once in a process that the result of float32 matrices is float16: documented, but surprising."""
     global _has_warned
     if not _has_warned:
         _has_warned = True
@@ -44,16 +44,15 @@ def triton_matmul(
     backend: str | None = None,
     **unknown: NoReturn,
 ) -> torch.Tensor:
-    """c = a @ b with float32 accumulation.
+    """Return a @ b, accumulated in float32.
 
     Args:
         a: (M, K) float16, bfloat16 or float32; any strides.
         b: (K, N), of a's dtype and device; any strides.
         block_m, block_n, block_k: the tile; all three or none. Powers of two from 16, not beyond M, N, K.
-        use_autotune: when no tile is given, measure candidates once for each bucket of sizes; else use the table's.
-        precision: for float32 inputs: None computes in float16 and returns float16, which a warning says once (inside
-            torch.autocast: in its dtype); "tf32" and "ieee" compute in that precision and return float32. Not allowed
-            with other dtypes.
+        use_autotune: without a given tile, measure candidates once for each bucket of sizes. False: use the table's.
+        precision: for float32 inputs only. None computes in float16 and returns float16, with one warning (inside
+            torch.autocast: in its dtype). "tf32" and "ieee" compute in that precision and return float32.
         out_dtype: dtype of the result; default: the inputs' (float16 for float32 inputs without `precision`).
         backend: name of a backend that must run the call.
 

@@ -1,11 +1,11 @@
 """The PyTorch operators `torch.ops.diyfa.*`: schemas, fake kernels and the one autograd of the project.
 
-Backend-neutral operators: `attention_fwd`, `attention_bwd`, `attention_bwd_out` (into given buffers), `matmul`. Their
-implementation is the same Python function for every device; it describes the call as a problem, lets the registry
-choose a kernel, allocates the results and launches it. They are defined with `torch.library.Library` because that costs
-a third of `custom_op` for each call. Their autograd is a `torch.autograd.Function`, which eager calls use directly (a
-sixth of what `register_autograd` costs). It is also the operators' kernel for the Autograd key, so that whatever traces
-a call (torch.compile, torch.export) records the operator alone and can still differentiate it.
+Backend-neutral operators: `attention_fwd`, `attention_bwd`, `attention_bwd_out` (into given buffers), `matmul`. One
+Python function implements each for every device: it describes the call as a problem, lets the registry choose a kernel,
+allocates the results and launches the kernel. `torch.library.Library` defines them, because a call costs a third of one
+of `custom_op`. Their autograd is a `torch.autograd.Function`, which eager calls use directly (a sixth of what
+`register_autograd` costs). It is also the operators' kernel for the Autograd key. So torch.compile and torch.export
+record the operator alone, and can still differentiate it.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ from diyfa.torch_private import below_autograd, differentiates_forward, is_trans
 Pair = tuple[torch.Tensor, torch.Tensor]
 _INF = float("inf")
 
-# After q, k and v every attention operator takes what `diyfa.features` has rows for. `variant` names a forward kernel;
-# the backward takes its own of that name, where there is one.
+# Behind q, k and v every attention operator takes the rows of `diyfa.features`. `variant` names a forward kernel; the
+# backward pass takes its own kernel of that name, if there is one.
 _FEATURE_GRADIENTS = tuple(feature.gradient for feature in GRADIENTS)
-PLACES = {feature.name: 3 + i for i, feature in enumerate(GRADIENTS)}  # of gradients in what `differentiate` returns
+PLACES = {feature.name: 3 + i for i, feature in enumerate(GRADIENTS)}  # of gradients in the result of `differentiate`
 _SAVED = "Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
 _lib = torch.library.Library("diyfa", "DEF")
 _lib.define(f"attention_fwd(Tensor q, Tensor? k, Tensor? v, str packing, {SCHEMA}) -> (Tensor out, Tensor lse)")
-# Here q, k, v are views, and `packing` says which of their gradients share one tensor.
+# q, k, v of this operator are views, and `packing` says which of their gradients share one tensor.
 _lib.define(
     f"attention_bwd(Tensor dout, Tensor? dlse, {_SAVED}, str packing, {SCHEMA}) "
     f"-> (Tensor dq, Tensor dk, Tensor dv, {', '.join(f'Tensor {name}' for name in _FEATURE_GRADIENTS)})"
@@ -76,15 +76,15 @@ _lib.define(
 
 
 def bounds_that_exclude(left: int, right: int, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
-    """A window's bounds, -1 for those beyond every key: the last query stands at key Sk - 1, the first at Sk - Sq."""
+    """Return a window's bounds, -1 for one beyond every key: the last query is at key Sk - 1, the first at Sk - Sq."""
     return -1 if 0 < left >= seqlen_k else left, -1 if 0 < right >= seqlen_q > 0 else right
 
 
 def new_rng_state(device: torch.device) -> torch.Tensor:
-    """Seed and offset of one call's dropout mask, (2,) int64, drawn from the default generator of `device`.
+    """Return seed and offset of one call's dropout mask, (2,) int64, drawn from the default generator of `device`.
 
-    It is drawn on the device, so nothing waits, a captured graph draws anew at every replay, and whatever saves and
-    restores the generator (`torch.random.fork_rng`, checkpointing) repeats the mask.
+    They are drawn on the device: nothing waits, and a captured graph draws new ones at every replay. Code that saves
+    and restores the generator (`torch.random.fork_rng`, checkpointing) repeats the mask.
     """
     return torch.randint(0, 2**32, (2,), dtype=torch.int64, device=device)
 
@@ -92,13 +92,13 @@ def new_rng_state(device: torch.device) -> torch.Tensor:
 def describe_attention(
     backend: Backend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, options: AttentionOptions
 ) -> AttentionProblem:
-    """The problem of one call."""
+    """Return the problem of one call."""
     facts = facts_of(lengths, options)
     q_shape, k_shape, layout = q.shape, k.shape, options.layout
     if layout == VARLEN:
         total_q, heads_q, head_dim = q_shape
         total_k, heads_kv, _ = k_shape
-        # Bounded by the rows there are: a too large maximum costs programs, not correctness.
+        # Too large a maximum is correct, but costs programs: no sequence has more than all rows.
         seqlen_q, seqlen_k = min(lengths.max_seqlen_q, total_q), min(lengths.max_seqlen_k, total_k)
         facts["total_q"], facts["total_k"] = total_q, total_k
     else:
@@ -133,7 +133,7 @@ def plan_of(
     options: AttentionOptions,
     key: Hashable | None = None,
 ) -> Plan:
-    """The plan of a call with checked arguments, which is kept under `key`. Raises ValueError where nothing runs it."""
+    """Make the plan of a checked call and store it under `key`. Raises ValueError if no kernel runs the call."""
     backend = registry.resolve_backend(q.device, options.backend)
     problem = describe_attention(backend, q, k, v, lengths, options)
     plan = Plan(backend, problem, _computes_nothing(q, k, lengths, options), lengths, options)
@@ -144,7 +144,7 @@ def plan_of(
 def _plan_of_operator(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, options: AttentionOptions
 ) -> Plan:
-    """The plan of a call that comes through an operator: the second entrance to `plan_of`."""
+    """Return the plan of a call that comes through an operator: the second entrance to `plan_of`."""
     optional = tensors_of(lengths, options)
     key = key_of(q, k, v, lengths, (registry.forced_backend(), *options), optional)
     plan = find(key)
@@ -162,7 +162,7 @@ def empty_lse(q: torch.Tensor, layout: str) -> torch.Tensor:
 
 
 def _computes_nothing(q: torch.Tensor, k: torch.Tensor, lengths: Lengths, options: AttentionOptions) -> bool:
-    """Whether no query of the call can see a key, so that there is nothing to launch."""
+    """Return whether no query of the call can see a key, so that nothing has to be launched."""
     if q.numel() == 0 or k.numel() == 0:
         return True
     if options.layout != VARLEN:
@@ -172,7 +172,7 @@ def _computes_nothing(q: torch.Tensor, k: torch.Tensor, lengths: Lengths, option
 
 
 def _only_rows_of_sequences(x: torch.Tensor, q: torch.Tensor, lengths: Lengths, other: float) -> torch.Tensor:
-    """x (H, Tq), or any x that belongs to no packed sequences, with `other` in rows that no sequence covers."""
+    """Return x, broadcast to (H, Tq), with `other` in rows of no sequence. Return x itself if nothing is packed."""
     ends = lengths.cu_seqlens_q
     if ends is None:
         return x
@@ -183,8 +183,8 @@ def _only_rows_of_sequences(x: torch.Tensor, q: torch.Tensor, lengths: Lengths, 
 def fill_without_keys(
     sinks: torch.Tensor | None, q: torch.Tensor, lengths: Lengths, layout: str, out: torch.Tensor, lse: torch.Tensor
 ) -> None:
-    """out and lse of rows that see no key: 0 and +inf, with sinks 0 and the sink. A sink of -inf is none, so there lse
-    is +inf; one of +inf (or NaN) makes both NaN, as a softmax over an infinite score is."""
+    """Fill out and lse of rows that see no key: with 0 and +inf, or with sinks 0 and the sink. A sink of -inf is none:
+    lse is +inf. A sink of +inf or NaN makes both NaN, as a softmax over an infinite score is."""
     if sinks is None:
         out.zero_()
         lse.fill_(_INF)
@@ -206,7 +206,7 @@ def _launch_forward(
 def _run_forward(
     plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, optional: Sequence[torch.Tensor]
 ) -> Pair:
-    """`optional`: the optional tensors that there are, in the order of the table."""
+    """Run the forward pass of a plan. `optional`: the optional tensors that are given, in the order of the table."""
     given = q, k, v, *optional
     if plan.repeat is not None:
         pair = plan.repeat([x.data_ptr() for x in given], given)
@@ -238,12 +238,12 @@ def _empty_results(q: torch.Tensor, problem: AttentionProblem) -> Pair:
 
 
 def _binds_as_given(tensors: AttentionTensors, *given: torch.Tensor) -> bool:
-    """Whether a backend reads the tensors of a call themselves, no copy of one."""
+    """Return whether a backend reads the tensors of a call themselves, and no copies."""
     present = tensors.present()
     return len(present) == len(given) and all(x is y for x, y in zip(present, given, strict=True))
 
 
-_BACKWARD_REPEATS_LIMIT = 16  # ways in which a gradient lies in memory
+_BACKWARD_REPEATS_LIMIT = 16  # strides of dout for which a plan has repeats
 
 
 def _run_backward(
@@ -253,9 +253,9 @@ def _run_backward(
     dout: torch.Tensor,
     dlse: torch.Tensor | None = None,
 ) -> list[torch.Tensor | None]:
-    """[what owns dq, dk, dv: three tensors, two or one and None for the rest, the gradients of optional tensors].
+    """Run the backward pass of a plan. `saved`: q, k, v, out, lse.
 
-    `saved`: q, k, v, out, lse.
+    Returns [one to three tensors that contain dq, dk, dv, and None up to three, then gradients of optional tensors].
     """
     if dout.stride(-1) != 1:  # an expanded gradient, as from out.sum()
         dout = dout.contiguous()
@@ -275,7 +275,7 @@ def _run_backward(
     # Repeats are prepared for aligned tensors alone.
     aligned = not (q.data_ptr() | k.data_ptr() | v.data_ptr() | dout.data_ptr()) & 15
     if dlse is None and aligned and not plan.nothing:
-        if stride in known:  # the second call like this: most lengths never come again
+        if stride in known:  # the second such call: most lengths come once
             problem, kernel = plan.backward()
             tensors = bind(q, k, v, lengths, options)
             if kernel.repeat is not None and _binds_as_given(tensors, q, k, v, *optional):
@@ -290,9 +290,9 @@ def _run_backward(
 def _empty_gradients(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions
 ) -> tuple[list[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Buffers for dq, dk, dv -> (the tensors that own memory, the three gradients in them).
+    """Return buffers for dq, dk, dv: (the tensors that own the memory, the three gradients in them).
 
-    Packed ones lie like flash_attn's packed inputs, with the 3 or 2 before the heads: (..., 3, H, D).
+    Packed gradients are laid out like flash_attn's packed inputs, with the 3 or 2 before the heads: (..., 3, H, D).
     """
     packing = options.packing
     dtype = getattr(torch, options.out_dtype) if options.out_dtype else q.dtype
@@ -328,7 +328,7 @@ def _backward_into(
     if plan.nothing:
         for x in _given(*(getattr(grads, name) for name in _FEATURE_GRADIENTS)):
             x.zero_()
-        if grads.dsinks is not None:  # all that is left of the log-sum-exp is the sink itself
+        if grads.dsinks is not None:  # without keys the log-sum-exp is the sink itself
             rest = (0, 2) if lse.dim() == 3 else (1,)
             dlse = torch.zeros_like(lse) if dlse is None else _only_rows_of_sequences(dlse, q, lengths, 0.0)
             sinks = options.sinks
@@ -341,7 +341,7 @@ def _backward_into(
 
 
 def _empty_feature_gradients(options: AttentionOptions) -> dict[str, torch.Tensor | None]:
-    """Buffers for the gradients of optional tensors, None where there is no such gradient."""
+    """Return buffers for the gradients of optional tensors by name, None for a gradient that is not wanted."""
     found = {}
     for feature in GRADIENTS:
         x = getattr(options, feature.name)
@@ -357,13 +357,13 @@ def _gradients(
     lengths: Lengths,
     options: AttentionOptions,
 ) -> list[torch.Tensor | None]:
-    """`_run_backward` of a call that comes through an operator."""
+    """Run the backward pass of a call that comes through an operator. Returns what `_run_backward` returns."""
     q, k, v, _, _ = saved
     plan = _plan_of_operator(q, k, v, lengths, options)
     return _run_backward(plan, saved, _given(*tensors_of(lengths, options)), dout, dlse)
 
 
-# ---- The operators: the one place where a call is flat ------------------------------------------------------------
+# ---- The operators: here alone a call is flat ---------------------------------------------------------------------
 
 
 def _attention_fwd(q: Any, k: Any, v: Any, packing: str, *features: Any) -> Pair:
@@ -371,7 +371,7 @@ def _attention_fwd(q: Any, k: Any, v: Any, packing: str, *features: Any) -> Pair
 
 
 def _attention_bwd(dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *rest: Any) -> Any:
-    """An operator returns tensors only: where there is no gradient, one without elements."""
+    """Return all gradients. An operator returns tensors only: one without elements stands for no gradient."""
     packing, *features = rest
     found = _gradients(dout, dlse, (q, k, v, out, lse), *unpack(features, packing))
     return tuple(dout.new_empty(0) if x is None else x for x in found)
@@ -400,7 +400,7 @@ def _attention_bwd_fake(dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, 
 
 
 def _attention_bwd_out_fake(*arguments: Any) -> None:
-    """Nothing to describe: the gradients are given."""
+    """Do nothing: the gradients are given."""
 
 
 for _name, _implementation, _fake in (
@@ -413,7 +413,7 @@ for _name, _implementation, _fake in (
 _fwd = torch.ops.diyfa.attention_fwd.default
 _bwd = torch.ops.diyfa.attention_bwd.default
 
-# How q, k, v come out of the tensors that own them; the packed ones have 3 or 2 before the heads.
+# Packing -> function that gets q, k, v from the tensors that own them; packed ones have 3 or 2 before the heads.
 UNPACK: dict[str, Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]] = {
     "": lambda q, k, v: (q, k, v),
     "kv": lambda q, kv, _: (q, *kv.unbind(-3)),
@@ -426,14 +426,14 @@ def _given(*tensors: torch.Tensor | None) -> list[torch.Tensor]:
 
 
 def forward(q: Any, k: Any, v: Any, lengths: Lengths, options: AttentionOptions) -> Pair:
-    """The forward operator, or at once what it would call; q, k and v are views."""
+    """Call the forward operator, or directly the function that it would call. q, k and v are views."""
     if runs_at_once(q, k, v, *_given(*tensors_of(lengths, options))):
         return _launch_forward(q, k, v, lengths, options)
     return _fwd(q, k, v, "", *pack(lengths, options))
 
 
 class _Unplanned(NamedTuple):
-    """What a call has besides its tensors, where something looks on: its operators choose the kernels."""
+    """The arguments, but for tensors, of a call without a plan. Its operators choose the kernels."""
 
     lengths: Lengths
     options: AttentionOptions
@@ -460,12 +460,12 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any = None) -> tuple[torch.Tensor | None, ...]:
-        call, saved = ctx.call, ctx.saved_tensors  # asked for once: an unpacking hook may refuse a second time
+        call, saved = ctx.call, ctx.saved_tensors  # read once: an unpacking hook may refuse a second time
         found: Sequence[torch.Tensor | None] | None = None
         if dlse is None and may_be_read(dout) and not torch.is_grad_enabled() and is_unseen():
             q, k, v, out, lse, *optional = saved
             q, k, v = UNPACK[call.options.packing](q, k, v)
-            # Else they were packed and unpacked elsewhere meanwhile.
+            # With other addresses, hooks have packed and unpacked the saved tensors.
             if ctx.addresses == [x.data_ptr() for x in (q, k, v, out, lse, *optional)] and call.holds():
                 found = _run_backward(call, (q, k, v, out, lse), optional, dout)
         if found is None:
@@ -482,7 +482,7 @@ class _Attention(torch.autograd.Function):
 def _differentiate(
     call: Plan | _Unplanned, saved: tuple[Any, ...], dout: torch.Tensor | None, dlse: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, ...]:
-    """`_run_backward` of a call whose gradients others see, or that come from lse, too."""
+    """Run the backward pass of a call that something observes, or that has a gradient of lse, too."""
     lengths, options = with_tensors(call.lengths, call.options, call.names, saved[5:])
     return tuple(differentiate((dout, dlse), saved[:3], saved[3:5], lengths, options))
 
@@ -494,7 +494,7 @@ def differentiate(
     lengths: Lengths,
     options: AttentionOptions,
 ) -> Any:
-    """`_gradients` of one call; `owners` are what packs q, k, v, `results` its out and lse."""
+    """Return `_gradients` of one call. `owners` are the tensors that contain q, k, v; `results` are out and lse."""
     dout, dlse = grads
     if dout is None:
         dout = torch.zeros_like(results[0])
@@ -505,7 +505,7 @@ def differentiate(
 
 
 def _apply(q: Any, k: Any, v: Any, lengths: Lengths, options: AttentionOptions) -> Pair:
-    """The autograd function without a plan."""
+    """Apply the autograd function without a plan."""
     optional = _given(*tensors_of(lengths, options))
     return _Attention.apply(q, k, v, _Unplanned(*without_tensors(lengths, options)), True, *optional)
 
@@ -515,8 +515,8 @@ def wants_grad(*tensors: torch.Tensor | None) -> bool:
 
 
 def _attention_fwd_autograd(q: Any, k: Any, v: Any, packing: str, *features: Any) -> Pair:
-    """The operator as autograd sees it: called from a traced program, which may be trained though it was traced not to
-    be, or the other way round."""
+    """Run the operator under autograd, in a traced program. It may be trained although it was traced without gradients,
+    or the other way round."""
     if differentiates_forward() or wants_grad(q, k, v, *tensors_among(features)):
         lengths, options = unpack(features, packing)
         learned: dict[str, Any] = {
@@ -531,7 +531,7 @@ def _attention_fwd_autograd(q: Any, k: Any, v: Any, packing: str, *features: Any
 
 
 def _attention_bwd_autograd(*arguments: Any) -> Any:
-    """Differentiating its results is an error."""
+    """Run the backward operator. Differentiating its results is an error."""
 
     @once_differentiable
     def below(_: None, *arguments: Any) -> Any:
@@ -551,13 +551,13 @@ def run_plan(
     optional: Sequence[torch.Tensor | None],
     return_lse: bool,
 ) -> Any:
-    """Run a call that `plan` was made for -> out, or (out, lse). `owners` are q, k and v, or what packs them."""
+    """Run a call that `plan` was made for -> out, or (out, lse). `owners` are q, k and v, or tensors that pack them."""
     present: Sequence[torch.Tensor] = ()
     if plan.names:
         present = [x for x in optional if x is not None]
-        if len(present) < len(plan.names):  # the state of the dropout mask is drawn anew
+        if len(present) < len(plan.names):  # the call draws the state of its dropout mask
             present.append(new_rng_state(owners[0].device))
-        elif len(present) > len(plan.names):  # without dropout nothing reads the state that was given
+        elif len(present) > len(plan.names):  # a state was given, but without dropout nothing reads it
             present.pop()
     if plan.problem.needs_grad:
         return _Attention.apply(*owners, plan, return_lse, *present)
@@ -568,12 +568,12 @@ def run_plan(
 
 
 def _sees_operators_only() -> bool:
-    """Whether a graph is traced or torch.func.vmap is at work; the operators' own Autograd kernels serve both."""
+    """Return whether a graph is traced or torch.func.vmap is active: both need the operators' own Autograd kernels."""
     return torch.compiler.is_compiling() or (is_transformed() and not differentiates_forward())
 
 
 def attend(q: Any, k: Any, v: Any, lengths: Lengths, options: AttentionOptions) -> Pair:
-    """Attention of checked inputs -> (out, lse), differentiable where `options` say so.
+    """Compute attention of checked inputs -> (out, lse), differentiable if `options` say so.
 
     q, k and v are the tensors that own the memory: with `options.packing` some are None.
     """
@@ -585,7 +585,7 @@ def attend(q: Any, k: Any, v: Any, lengths: Lengths, options: AttentionOptions) 
 
 
 def _is_matrix_aligned(x: torch.Tensor) -> bool:
-    """One dimension has stride 1; the other stride (not 0) and the base address are multiples of 16 bytes."""
+    """Return whether one stride is 1, and the other (not 0) and the base address are multiples of 16 bytes."""
     step = 16 // x.element_size()
     rows, columns = x.stride()
     major = rows if columns == 1 and rows % step == 0 else columns if rows == 1 else 0
@@ -619,7 +619,7 @@ def product_plan(
     out_dtype: torch.dtype,
     backend: str,
 ) -> ProductPlan:
-    """The plan of a product of checked matrices, which is kept under `key`."""
+    """Make the plan of a product of checked matrices and store it under `key`."""
     chosen = registry.resolve_backend(a.device, backend)
     problem = MatmulProblem(
         chosen.device_type,
@@ -660,7 +660,7 @@ _mm = torch.ops.diyfa.matmul.default
 
 
 def _multiply(a: torch.Tensor, b: torch.Tensor, *arguments: Any) -> torch.Tensor:
-    """The operator, or at once what it would call."""
+    """Call the operator, or directly the function that it would call."""
     return (_matmul if runs_at_once(a, b) else _mm)(a, b, *arguments)
 
 
@@ -685,7 +685,7 @@ class _Matmul(torch.autograd.Function):
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor, *arguments: Any) -> torch.Tensor:
-    """Matrix product of checked inputs; `arguments` in the order of the operator's schema."""
+    """Return the product of checked matrices. `arguments` are in the order of the operator's schema."""
     if _sees_operators_only():
         return _mm(a, b, *arguments)
     if differentiates_forward() or wants_grad(a, b):

@@ -1,8 +1,8 @@
-"""What a call has besides q, k and v, as two objects, `Lengths` and `AttentionOptions`.
+"""The arguments of a call besides q, k and v, as two objects: `Lengths` and `AttentionOptions`.
 
-A public function checks its arguments once and makes these two; everything behind it takes them whole. They are named
-tuples, because every call makes some. `diyfa.features.FEATURES` has one row for each of their fields, from which come
-the operators' schema, the flat arguments that the schema wants (`pack`, `unpack`) and what decisions depend on.
+A public function checks its arguments once and makes both objects. Every later function takes them whole. They are
+named tuples, because every call makes some. `diyfa.features.FEATURES` has one row for each of their fields but
+`packing`. The operators' schema and the facts that decisions depend on come from these rows.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ UNBOUNDED = (-1, -1)  # a window that hides nothing
 
 
 class Lengths(NamedTuple):
-    """How long the sequences of one call are. Without tensors: as long as q and k."""
+    """The lengths of a call's sequences. Without tensors, these are as long as q and k."""
 
     cu_seqlens_q: torch.Tensor | None = None  # (B + 1,) int32: packed sequence b is rows [b] to [b + 1] of q
-    cu_seqlens_k: torch.Tensor | None = None  # the same of k and v
-    seq_lens: torch.Tensor | None = None  # (B,) int32: how much of a padded sequence there is
+    cu_seqlens_k: torch.Tensor | None = None  # (B + 1,) int32: offsets of packed sequences in k and v
+    seq_lens: torch.Tensor | None = None  # (B,) int32: real lengths of padded sequences
     max_seqlen_q: int = 0  # at least the longest packed sequence
     max_seqlen_k: int = 0
 
@@ -36,7 +36,7 @@ WHOLE = Lengths()
 class AttentionOptions(NamedTuple):
     """The options and optional tensors of one call, checked, with the defaults filled in.
 
-    `packing` says which of q, k, v share one tensor: "" none, "kv" (k is both, v None) or "qkv" (q is all, k, v None).
+    `packing` says which of q, k, v share one tensor: "" none, "kv" (k has both, v is None) or "qkv" (q has all three).
     """
 
     layout: str
@@ -64,7 +64,7 @@ class AttentionOptions(NamedTuple):
 SCHEMA = ", ".join(f"{feature.schema} {feature.name}" for feature in FEATURES)
 NAMES = tuple(feature.name for feature in FEATURES)
 LENGTHS = Lengths._fields
-# Tensors that may want a gradient, each with the option that then says so.
+# Name of each tensor that may want a gradient -> the option that asks for it, "" if none has to.
 DIFFERENTIABLE = {feature.name: feature.gradient_if for feature in GRADIENTS}
 CHECKED_TENSORS = {feature.name: feature for feature in TENSORS if feature.shape is not None}
 _TENSOR_NAMES = tuple(feature.name for feature in TENSORS)
@@ -78,11 +78,11 @@ _fact_rules = [(feature.problem, feature.fact) for feature in _FACTS if feature.
 _preparations = [(feature.name, feature.prepared) for feature in TENSORS if feature.prepared is not None]
 
 
-# These are written out in the order of the table, because torch.compile traces them.
+# The next functions list the fields in the order of the table: torch.compile traces them, and not loops over the table.
 
 
 def tensors_of(lengths: Lengths, options: AttentionOptions) -> tuple[torch.Tensor | None, ...]:
-    """The optional tensors, in the order of the table."""
+    """Return all optional tensors or None, in the order of the table."""
     return (
         lengths.cu_seqlens_q, lengths.cu_seqlens_k, lengths.seq_lens, options.alibi_slopes, options.attn_bias,
         options.sinks, options.rng_state,
@@ -90,7 +90,7 @@ def tensors_of(lengths: Lengths, options: AttentionOptions) -> tuple[torch.Tenso
 
 
 def tensors_given(lengths: Lengths, given: dict[str, Any]) -> tuple[Any, ...]:
-    """The same of lengths and arguments by name; () if there are none."""
+    """Return all optional tensors of lengths and named arguments, in the order of the table, or () if none is given."""
     slopes, bias, sinks, state = (
         given.get("alibi_slopes"), given.get("attn_bias"), given.get("sinks"), given.get("rng_state")
     )  # fmt: skip
@@ -100,7 +100,7 @@ def tensors_given(lengths: Lengths, given: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def pack(lengths: Lengths, options: AttentionOptions) -> tuple[Any, ...]:
-    """The flat arguments that `SCHEMA` wants."""
+    """Return the flat arguments of `SCHEMA`."""
     o = options
     return (
         *tensors_of(lengths, options), lengths.max_seqlen_q, lengths.max_seqlen_k, o.sm_scale, o.window_left,
@@ -110,7 +110,7 @@ def pack(lengths: Lengths, options: AttentionOptions) -> tuple[Any, ...]:
 
 
 def unpack(arguments: Sequence[Any], packing: str = "") -> tuple[Lengths, AttentionOptions]:
-    """The opposite of `pack`; `packing` is no part of `SCHEMA`."""
+    """Return the lengths and options of the flat arguments of `SCHEMA`, which has no `packing`."""
     (
         cu_seqlens_q, cu_seqlens_k, seq_lens, alibi_slopes, attn_bias, sinks, rng_state, max_seqlen_q, max_seqlen_k,
         sm_scale, window_left, window_right, softcap, dropout_p, layout, deterministic, needs_grad, bias_grad, backend,
@@ -123,8 +123,8 @@ def unpack(arguments: Sequence[Any], packing: str = "") -> tuple[Lengths, Attent
 
 
 def facts_of(lengths: Lengths, options: AttentionOptions) -> dict[str, Any]:
-    """What decisions depend on besides the device, q, k and v: fields of `AttentionProblem` by name. Lengths and the
-    number of sequences mean something for packed sequences only."""
+    """Return the fields of `AttentionProblem` that lengths and options decide, by name. The fields for lengths and the
+    number of sequences are valid for packed sequences only."""
     facts = dict(zip(_fact_names, _fact_values((*lengths, *options)), strict=True))
     for name, rule in _fact_rules:
         facts[name] = rule(facts[name])
@@ -132,12 +132,12 @@ def facts_of(lengths: Lengths, options: AttentionOptions) -> dict[str, Any]:
 
 
 def tensors_among(arguments: Sequence[Any]) -> Sequence[torch.Tensor | None]:
-    """The optional tensors, which come first in `SCHEMA`."""
+    """Return the optional tensors among flat arguments: `SCHEMA` begins with them."""
     return arguments[: len(TENSORS)]
 
 
 def without_tensors(lengths: Lengths, options: AttentionOptions) -> tuple[Lengths, AttentionOptions, tuple[str, ...]]:
-    """Lengths and options with None for each optional tensor, and the names of those that there are."""
+    """Return lengths and options with None for each optional tensor, and the names of the tensors that were given."""
     names = tuple([n for n, x in zip(_TENSOR_NAMES, tensors_of(lengths, options), strict=True) if x is not None])
     if not names:
         return lengths, options, names
@@ -149,7 +149,7 @@ def without_tensors(lengths: Lengths, options: AttentionOptions) -> tuple[Length
 def with_tensors(
     lengths: Lengths, options: AttentionOptions, names: Sequence[str], tensors: Sequence[torch.Tensor]
 ) -> tuple[Lengths, AttentionOptions]:
-    """The opposite: lengths and options with `tensors` under these names."""
+    """Return lengths and options with `tensors` under these names, as they were before `without_tensors`."""
     if not names:
         return lengths, options
     given: Any = dict(zip(names, tensors, strict=True))
@@ -160,10 +160,10 @@ def with_tensors(
 def bind(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, options: AttentionOptions
 ) -> AttentionTensors:
-    """What a backend gets."""
+    """Return the tensors of a call as backends read them."""
     optional: dict[str, Any] = dict(zip(_TENSOR_NAMES, tensors_of(lengths, options), strict=True))
     for name, prepared in _preparations:
         optional[name] = prepared(optional[name])
-    if optional["cu_seqlens_k"] is None:  # the same offsets on both sides
+    if optional["cu_seqlens_k"] is None:  # queries and keys have the same offsets
         optional["cu_seqlens_k"] = optional["cu_seqlens_q"]
     return AttentionTensors(q, k, v, options.sm_scale, dropout_p=options.dropout_p, **optional)

@@ -1,11 +1,10 @@
-"""Plans: what a call comes to, made once for equal calls.
+"""Plans: the checks and decisions of a call, made once for all equal calls.
 
-All that is checked and decided about a call depends on shapes, strides, dtypes and options. They are its key, and an
-equal call runs at once, by its `Plan`. Values are checked again: those of `seq_lens`, and of lengths on the CPU.
+Checks and decisions depend on shapes, strides, dtypes and options. These are the key of a call, and equal calls run by
+the `Plan` of the first. Only values are checked each time: `seq_lens`, and lengths and page tables on the CPU.
 
-A call has a plan when nothing but eager execution looks at it: nothing is traced, transformed or profiled, and its
-tensors are no subclasses. It then bypasses the operators of `ops.py`, whose schema of two dozen arguments costs as much
-as the launch.
+A call has a plan if only eager execution sees it: nothing traces, transforms or profiles it, and its tensors are no
+subclasses. It then bypasses the operators of `ops.py`, whose schema of two dozen arguments costs as much as the launch.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from diyfa.torch_private import is_unseen
 
 Repeat = Callable[..., Any]
 _float32, _Tensor, _strided = torch.float32, torch.Tensor, torch.strided
-_PLAIN = (torch.Tensor, torch.nn.Parameter)  # all other types see what is done with them
+_PLAIN = (torch.Tensor, torch.nn.Parameter)  # tensors of other types intercept operations
 
 
 class Plan:
-    """What a call comes to: its problem, the kernels of both passes, and all else but its tensors."""
+    """The plan of a call: its problem, the kernels of both passes, and all else but its tensors."""
 
     __slots__ = (
         "_backward", "backend", "backward_repeats", "forward", "has_run", "is_recorded", "lengths", "names", "nothing",
@@ -37,34 +36,32 @@ class Plan:
     def __init__(
         self, backend: Backend, problem: AttentionProblem, nothing: bool, lengths: Lengths, options: AttentionOptions
     ) -> None:
-        """Raises ValueError when no kernel runs the problem, or its backward pass where a gradient is wanted."""
+        """Choose the kernels. Raises ValueError if none runs the problem, or its backward pass if one is wanted."""
         self.backend, self.problem = backend, problem
         self.nothing = nothing  # no query can see a key: nothing is launched
         variant = options.variant
         self.forward = registry.choose("attention_fwd", problem, backend, variant)
         self._backward: dict[bool, tuple[AttentionProblem, Kernel]] = {}
-        # Without the optional tensors, whose names are kept instead.
+        # A plan holds the names of the optional tensors only, so that it keeps no memory alive.
         self.lengths, self.options, self.names = without_tensors(lengths, options)
         self.has_run = False
         self.is_recorded = _recording
-        self.repeat: Repeat | None = None  # `Kernel.repeat`'s, from the second call on: most lengths never come again
-        self.backward_repeats: dict[
-            Hashable, Repeat | None
-        ] = {}  # the same of the backward kernel, by the gradient's strides
+        self.repeat: Repeat | None = None  # by `Kernel.repeat`, from the second call on: most lengths come once
+        self.backward_repeats: dict[Hashable, Repeat | None] = {}  # by strides of dout
         if problem.needs_grad:  # refuse now rather than in the backward pass
             self.backward()
 
     def holds(self) -> bool:
-        """Whether launches are recorded now exactly if they were when the plan was made: between the forward and the
-        backward pass of a call a recording may begin or end, and its kernels are others."""
+        """Return whether recording is on or off as it was when the plan was made. It may begin or end between the two
+        passes of a call, and a recording has plans of its own."""
         return self.is_recorded is _recording
 
     def backward(self, aligned: bool = True) -> tuple[AttentionProblem, Kernel]:
-        """The problem and the kernel of the backward pass; `aligned` as `AttentionProblem.aligned_gradients`."""
+        """Return the problem and the kernel of the backward pass. `aligned` is the problem's `aligned_gradients`."""
         found = self._backward.get(aligned)
         if found is None:
             problem = self.problem
-            if problem.batch_invariant:  # the mode is about results: gradients are computed as ever
+            if problem.batch_invariant:  # the mode concerns the forward pass only
                 problem = problem.replace(batch_invariant=False)
             if not aligned:
                 problem = problem.replace(aligned_gradients=False)
@@ -75,17 +72,17 @@ class Plan:
 
 
 class ProductPlan:
-    """What a matrix product comes to."""
+    """The plan of a matrix product: its problem and its kernel."""
 
     __slots__ = ("has_run", "kernel", "problem", "repeat")
 
     def __init__(self, problem: MatmulProblem, kernel: Kernel) -> None:
         self.problem, self.kernel = problem, kernel
         self.has_run = False
-        self.repeat: Repeat | None = None  # from the second call on
+        self.repeat: Repeat | None = None  # by `Kernel.repeat`, from the second call on
 
     def run(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """a @ b, of matrices like those it was made for."""
+        """Return a @ b for matrices like those that the plan was made for."""
         if self.repeat is None:
             problem, kernel = self.problem, self.kernel
             if a.numel() == 0 or b.numel() == 0:
@@ -96,28 +93,28 @@ class ProductPlan:
         made = None if repeat is None else repeat([a.data_ptr(), b.data_ptr()], (a, b))
         if made is not None:
             return made[0]
-        self.repeat = None  # a tile may have been measured meanwhile
+        self.repeat = None  # if it refused, a tile may have been measured since it was made
         self.has_run = True
         return self.kernel.launch(self.problem, a, b)
 
 
-# What was decided about calls, by all that decides: a `Plan`, a `KVCachePlan` or a `ProductPlan`.
+# Key of a call -> its `Plan`, `KVCachePlan` or `ProductPlan`.
 plans: dict[Hashable, Any] = {}
-LIMIT = 4096  # changing lengths make new entries without end
+LIMIT = 4096  # entries: changing lengths would make new ones without end
 
 
 _recording = False
 
 
 def is_described_only(x: torch.Tensor) -> bool:
-    """Whether a call of such a tensor, which has no memory, only says what its results look like."""
+    """Return whether calls with this tensor only describe their results: it has no memory, and nothing is recorded."""
     return x.is_meta and not _recording
 
 
 @contextmanager
 def recording() -> Iterator[None]:
-    """Inside the block, where launches are recorded, calls of tensors without memory are run like others; no plan is
-    known at its beginning, and none is kept."""
+    """Run calls with tensors without memory like others inside the block: their launches are recorded. The block begins
+    without plans, and its plans are dropped at its end."""
     global plans, _recording
     before = plans, _recording
     plans, _recording = {}, True
@@ -128,14 +125,14 @@ def recording() -> Iterator[None]:
 
 
 def runs_at_once(*tensors: torch.Tensor) -> bool:
-    """Whether a call with these inputs, which wants no gradient, is executed at once, seen by nobody but the device."""
+    """Return whether a call with these inputs runs at once: no gradient is wanted, and only the device sees it."""
     if torch.compiler.is_compiling():
         return False
     wants_grad = torch.is_grad_enabled()
     for x in tensors:
         if type(x) is not torch.Tensor or is_described_only(x) or (wants_grad and x.requires_grad):
             return False
-        if x.layout is not torch.strided or x.is_neg():  # memory that does not hold the values as they are
+        if x.layout is not torch.strided or x.is_neg():  # the memory does not hold the values themselves
             return False
     return is_unseen()
 
@@ -149,12 +146,12 @@ def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
 
 
 def may_be_read(x: Any) -> bool:
-    """Whether this is a tensor that may be read by its address."""
+    """Return whether x is a tensor whose values may be read at its address."""
     return type(x) in _PLAIN and x.layout is _strided and not x.is_neg()
 
 
 def described(x: torch.Tensor) -> Hashable:
-    """All that checks and decisions read of an optional tensor."""
+    """Return all that checks and decisions read of an optional tensor."""
     return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15, x.requires_grad
 
 
@@ -167,16 +164,15 @@ def key_of(
     optional: tuple[torch.Tensor | None, ...],
     over_cache: bool = False,
 ) -> Hashable | None:
-    """All that checks and decisions read of a call with these arguments; `optional` tensors may be among `scalars`.
+    """Return all that checks and decisions read of a call, or None: no plan may be used or stored for it.
 
-    () stands for no optional tensors. None where there is no plan: something looks on, or the tensors are no plain
-    ones. `over_cache`: k and v are caches, which may have another dtype than q, and of which one may be a part of the
-    other. The last of `optional` is out, which may be q; no tensors are among `scalars`, but those that the checks
-    refuse.
+    `optional` is () if no optional tensor is given; `scalars` may contain these tensors, too. `over_cache`: k and v are
+    caches. Their dtype may differ from q's, and v may be a view of k. The last of `optional` is out, which may be q.
+    `scalars` contain no tensors then, except those that the checks refuse.
     """
     if not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN and is_unseen()):
         return None
-    if q.is_neg() or k.is_neg() or v.is_neg():  # their memory does not hold the values as they are
+    if q.is_neg() or k.is_neg() or v.is_neg():  # the memory does not hold the values themselves
         return None
     dtype, keys_dtype, device = q.dtype, k.dtype, q.device
     if v.dtype is not keys_dtype or (keys_dtype is not dtype and not over_cache):
@@ -196,7 +192,7 @@ def key_of(
                 in_place = out is not None and out.data_ptr() == q.data_ptr()
                 rest += keys_dtype, k.data_ptr() == v.data_ptr(), in_place
             else:
-                # Not None: a tensor in the place of a number is refused, not the default.
+                # Not None, which is a default: the checks refuse a tensor that is given as a number.
                 scalars = [_Tensor if isinstance(x, _Tensor) else x for x in scalars]
                 rest += lengths.max_seqlen_q, lengths.max_seqlen_k
         return (
@@ -208,8 +204,8 @@ def key_of(
             v.stride(),
             dtype,
             device,
-            (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15,  # kernels are compiled for whether all are aligned
-            (dtype is _float32 or keys_dtype is not dtype)  # autocast casts no other
+            (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15,  # kernels are compiled for aligned or any tensors
+            (dtype is _float32 or keys_dtype is not dtype)  # autocast casts no other tensors
             and device.type != "meta"
             and torch.is_autocast_enabled(device.type)
             and torch.get_autocast_dtype(device.type),
@@ -218,27 +214,27 @@ def key_of(
             *scalars,
             rest,
         )
-    except RuntimeError:  # a sparse tensor, or another without strides and address: the checks say so
+    except RuntimeError:  # a tensor without strides or address, such as a sparse one: the checks refuse it
         return None
 
 
 def find(key: Hashable | None) -> Any:
-    """The plan of an earlier equal call."""
-    if key is None:  # not asked of `plans`: what torch.compile traces would depend on all that is in there
+    """Return the plan of an earlier equal call, or None."""
+    if key is None:  # do not look it up: a graph of torch.compile would depend on all entries of `plans`
         return None
     try:
         return plans.get(key)
-    except TypeError:  # a list or another wrong argument: not hashable, so never remembered
+    except TypeError:  # a list or another wrong argument has no hash, and is never remembered
         return None
 
 
 def remember(key: Hashable | None, plan: Any) -> None:
-    """Keep what a call came to, for equal ones."""
+    """Store the plan of a call for equal calls."""
     if key is None or plan is None:
         return
     if len(plans) >= LIMIT:
         plans.clear()
     try:
         plans[key] = plan
-    except TypeError:  # as in `find`: a window that came as a list is checked at each call
+    except TypeError:  # no hash, as in `find`: such a call is checked each time
         return

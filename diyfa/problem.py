@@ -1,11 +1,12 @@
-"""One call, described: what every decision (backend, kernel, tile) is made from, and what a backend must offer.
+"""The description of a call, from which backend, kernel and tile are chosen, and the protocol of a backend.
 
-This module is all that a backend may import of diyfa besides the plain data of `diyfa.arch`. It holds
+Besides plain data and helpers (`tests/frontend/test_layering.py` lists them), a backend imports only this module of
+diyfa. It contains
 
 * `AttentionProblem`, `KVCacheProblem` and `MatmulProblem`: descriptions without tensors, so a decision is a pure
   function and can be remembered, explained and tested without a device;
 * `AttentionTensors` and `KVCacheTensors`: the tensors of one call, in the layout that the problem names;
-* `Launch`: one kernel with all that it is launched with;
+* `Launch`: one kernel with its grid, arguments, constants and options;
 * `Kernel` and `Backend`: the protocol between the front end and an accelerator.
 """
 
@@ -29,17 +30,17 @@ LAYOUTS: dict[str, tuple[int, int, int, int]] = {
     "bhsd": (0, 1, 2, 3),  # flash_attention, PyTorch SDPA
     "bshd": (0, 2, 1, 3),  # flash_attention_v2, flash_attn
 }
-# Sequences packed one after another, (T, H, D): no batch dimension, cu_seqlens says where each begins (flash_attn).
+# Sequences packed one after another, (T, H, D), without a batch dimension: cu_seqlens has their offsets (flash_attn).
 VARLEN = "thd"
-MAX_STEPS = 0x7FFF0000  # as many as 32 bits count, in the box of a TMA descriptor
+MAX_STEPS = 0x7FFF0000  # the most that 32-bit coordinates of a TMA descriptor count
 Function = TypeVar("Function", bound=Callable[..., Any])
 P = TypeVar("P", bound="_Problem")
 
 
 def kept(function: Function) -> Function:
-    """`function` of a problem, and of few other things, which answers each problem once: the answer is kept in it.
+    """Make `function` compute its result once for each problem and other arguments, and store it in the problem.
 
-    Equal calls have one problem, that of their plan, so what is decided about them lives as long as the plan.
+    Equal calls have one problem, that of their plan, so decisions about them live as long as the plan.
     """
 
     name = f"{function.__module__}.{function.__qualname__}"
@@ -59,7 +60,7 @@ def kept(function: Function) -> Function:
 
 
 def by_kind(function: Function) -> Function:
-    """`function` of a problem that reads none of its sizes: it gets the problem's kind, and answers each kind once."""
+    """Make `function`, which reads no sizes of a problem, get the problem's kind and compute once for each kind."""
 
     @wraps(function)
     def answer(problem: Any, *rest: Any) -> Any:
@@ -74,12 +75,12 @@ def by_kind(function: Function) -> Function:
 
 
 _kinds: dict[Any, Any] = {}
-KINDS = 4096  # that are kept
+KINDS = 4096  # entries of `_kinds`, at most
 
 
 @dataclass(frozen=True)
 class _Problem:
-    """What every problem begins with."""
+    """The fields and methods that every problem has."""
 
     SIZES: ClassVar[tuple[str, ...]] = ()
 
@@ -89,7 +90,7 @@ class _Problem:
 
     @classmethod
     def of(cls: type[P], facts: dict[str, Any]) -> P:
-        """The problem with these fields, and defaults for the others; at a third of the constructor's time."""
+        """Return the problem with these fields and defaults for the others, in a third of the constructor's time."""
         problem = object.__new__(cls)
         values = problem.__dict__
         values.update(_fields_of(cast(Any, cls)).defaults)
@@ -97,13 +98,13 @@ class _Problem:
         return problem
 
     def replace(self: P, **changes: Any) -> P:
-        """A copy with some fields changed."""
+        """Return a copy with some fields changed."""
         return type(self).of({name: self.__dict__[name] for name in _fields_of(cast(Any, type(self))).names} | changes)
 
     @cached_property
     def kind(self: P) -> P:
-        """The problem without its sizes, which are None there, and of a window's bounds only their signs. Equal kinds
-        are one object. Most decisions depend on it alone, and are made once (`by_kind`)."""
+        """The problem with None for its sizes and only the signs of a window's bounds. Equal kinds are one object. Most
+        decisions depend on the kind alone, and are made once for it (`by_kind`)."""
         values = self.__dict__
         left, right = values.get("window_left", 0), values.get("window_right", 0)
         key = type(self), left >= 0, right >= 0, right > 0, *_fields_of(cast(Any, type(self))).facts(values)
@@ -119,11 +120,11 @@ class _Problem:
         return kind
 
     def __getstate__(self) -> dict[str, Any]:
-        """The fields: a copy, or another process, decides for itself."""
+        """Return the fields only: a copy, or another process, makes its own decisions."""
         return {name: self.__dict__[name] for name in _fields_of(cast(Any, type(self))).names}
 
     def described_as(self, kind: type[P], **others: Any) -> P:
-        """The same call as a problem of another kind: the fields that both have, and `others`."""
+        """Return this call as a problem of another class: the fields that both have, and `others`."""
         shared = {each.name for each in fields(kind)} & {each.name for each in fields(self)}
         return kind(**{name: getattr(self, name) for name in shared} | others)
 
@@ -133,7 +134,7 @@ class _Fields(NamedTuple):
 
     names: tuple[str, ...]
     defaults: dict[str, Any]
-    facts: Callable[[dict[str, Any]], tuple[Any, ...]]  # the values of those that are no sizes and no window's bounds
+    facts: Callable[[dict[str, Any]], tuple[Any, ...]]  # all values but sizes and a window's bounds
 
 
 @cache
@@ -145,7 +146,7 @@ def _fields_of(kind: Any) -> _Fields:
 
 
 class _AttentionShape:
-    """What follows from the fields that both problems of attention have."""
+    """Properties that follow from the fields of both attention problems."""
 
     layout: str
     batch: int
@@ -173,11 +174,11 @@ class AttentionProblem(_AttentionShape, _Problem):
     """One attention call without its tensors.
 
     `window_left` and `window_right` are normalised: -1 is unbounded, causal is `window_right == 0`. `dtype` is the
-    short name ("float16"). `aligned` says that every base address and every stride but the last of q, k and v is a
-    multiple of 16 bytes (what TMA needs), `aligned_gradients` the same of the buffers of dq, dk and dv; `few_steps`
-    what `has_few_steps` says of q, k and v where there are `seq_lens`. In the layout "thd" `batch` counts the
-    sequences, `seqlen_q` and `seqlen_k` are the longest lengths, `total_q` and `total_k` the rows of the packed tensors
-    (0 in other layouts).
+    short name ("float16"). `aligned` says that all base addresses and all strides but the last of q, k and v are
+    multiples of 16 bytes, as TMA needs; `aligned_gradients` says it of the buffers of dq, dk and dv. `few_steps` is
+    `has_few_steps` of q, k and v with `seq_lens`, else True. In the layout "thd" `batch` counts the sequences,
+    `seqlen_q` and `seqlen_k` are the longest lengths, `total_q` and `total_k` the rows of the packed tensors (0 in
+    other layouts).
     """
 
     SIZES = ("batch", "seqlen_q", "seqlen_k", "total_q", "total_k")
@@ -205,21 +206,21 @@ class AttentionProblem(_AttentionShape, _Problem):
     total_k: int = 0
     bias_grad: bool = False  # attn_bias itself wants a gradient
     batch_invariant: bool = False  # see `diyfa.batch_invariant`
-    dropout_origins: bool = False  # the mask is that of a part of a larger problem
-    # Of out and, in the backward pass, of dq, dk and dv; "": `dtype`. Results that are still to be added up are
-    # "float32". A kernel writes its buffers in their dtype.
+    dropout_origins: bool = False  # the mask is that of a block of a larger problem
+    # Dtype of out and, in the backward pass, of dq, dk and dv; "": `dtype`. It is "float32" if results are added up
+    # later. A kernel writes its buffers in their dtype.
     out_dtype: str = ""
     few_steps: bool = True
     aligned_gradients: bool = True
 
     @property
     def masked(self) -> bool:
-        """Whether a query may not see all keys of its sequence."""
+        """Return whether a causal mask or a window may hide keys of its sequence from a query."""
         return self.window_left >= 0 or self.window_right >= 0
 
     @property
     def features(self) -> frozenset[str]:
-        """Names of the optional features this call uses; a backend refuses those it does not list."""
+        """Names of the optional features that this call uses. A backend refuses those that it does not list."""
         return _features(self)
 
 
@@ -234,19 +235,19 @@ class KVCacheProblem(_AttentionShape, _Problem):
 
     The queries are (B, Sq, H, D) ("bshd") or packed ("thd"). The keys of a sequence lie in one of three ways: in one
     row of a contiguous cache (Bc, Sc, Hk, D); in pages (pages, page_size, Hk, D), which `block_table` names; or packed,
-    (Tk, Hk, D), from `cu_seqlens_k` on. `capacity` is the most keys that a sequence can have there.
+    (Tk, Hk, D), at the offsets `cu_seqlens_k`. `capacity` is the most keys that a sequence can have.
 
-    A query at i sees keys of its sequence as in `AttentionProblem`, aligned to the bottom right.
+    Query i sees keys of its sequence as in `AttentionProblem`, aligned to the bottom right.
     """
 
     SIZES = ("batch", "seqlen_q", "capacity", "total_q", "num_splits")
 
-    cache_dtype: str  # of keys and values: as q's, or "float8_e4m3fn"
+    cache_dtype: str  # of keys and values: q's, or "float8_e4m3fn"
     layout: str
     batch: int  # sequences
     heads_q: int
     heads_kv: int
-    seqlen_q: int  # queries of each sequence; packed: at least the longest
+    seqlen_q: int  # queries of each sequence; packed: at least those of the longest
     capacity: int
     head_dim: int
     head_dim_v: int
@@ -257,7 +258,7 @@ class KVCacheProblem(_AttentionShape, _Problem):
     softcap: float = 0.0
     alibi: bool = False
     sinks: bool = False
-    lengths: bool = False  # how many keys there are is on the device (cache_seqlens, or cu_seqlens_k)
+    lengths: bool = False  # numbers of keys are on the device (cache_seqlens or cu_seqlens_k)
     leftpad: bool = False
     cache_batch_idx: bool = False
     descales: bool = False  # of keys or values, for a cache of float8
@@ -266,8 +267,8 @@ class KVCacheProblem(_AttentionShape, _Problem):
     num_splits: int = 0  # 0: the kernel chooses
     batch_invariant: bool = False  # see `diyfa.batch_invariant`
     aligned: bool = True  # base addresses and all strides but the last of q and both caches are multiples of 16 bytes
-    aligned_out: bool = True  # the same of out, where the caller gives it
-    in_place: bool = False  # out replaces the queries
+    aligned_out: bool = True  # and those of out, if the caller gives it
+    in_place: bool = False  # out overwrites the queries
     few_steps: bool = True  # `has_few_steps` of both caches
 
     @property
@@ -275,7 +276,7 @@ class KVCacheProblem(_AttentionShape, _Problem):
         return self.page_size > 0
 
 
-# What `as_kvcache_problem` can say of a forward pass: the features that decide a field of both problems.
+# Features that `as_kvcache_problem` preserves: those that decide a field of both problems.
 KVCACHE_FEATURES = frozenset(
     [x.uses for x in OPTIONAL if (x.problem or x.name) in {each.name for each in fields(KVCacheProblem)}]
 )
@@ -283,10 +284,10 @@ KVCACHE_FEATURES = frozenset(
 
 @dataclass(frozen=True)
 class MatmulProblem(_Problem):
-    """One matrix product (M, K) @ (K, N) without its tensors. `precision` is how the products are formed.
+    """One matrix product (M, K) @ (K, N) without its tensors.
 
-    `aligned` says that each input has a dimension of stride 1, while its other stride and its base address are
-    multiples of 16 bytes (what TMA needs).
+    `aligned` says that each input has a dimension of stride 1, and that its other stride and its base address are
+    multiples of 16 bytes, as TMA needs.
     """
 
     SIZES = ("m", "n", "k")
@@ -296,7 +297,7 @@ class MatmulProblem(_Problem):
     m: int
     n: int
     k: int
-    precision: str = "ieee"  # for float32 operands: "ieee" or "tf32"
+    precision: str = "ieee"  # of products of float32 operands: "ieee" or "tf32"
     block: tuple[int, int, int] | None = None  # tile asked for by the caller
     autotune: bool = True
     aligned: bool = False
@@ -305,7 +306,7 @@ class MatmulProblem(_Problem):
 class AttentionTensors(NamedTuple):
     """The tensors and scalars of one call; q, k, v have the dimension order of `problem.layout`.
 
-    `rng_state` and `dropout_p` are what `diyfa.dropout` defines the mask from.
+    `rng_state` and `dropout_p` define the dropout mask (`diyfa.dropout`).
     """
 
     q: torch.Tensor
@@ -313,16 +314,16 @@ class AttentionTensors(NamedTuple):
     v: torch.Tensor
     sm_scale: float
     cu_seqlens_q: torch.Tensor | None = None  # (B + 1,) int32: sequence b is rows cu_seqlens_q[b] to [b + 1] of q
-    cu_seqlens_k: torch.Tensor | None = None  # the same for k and v; both or none
+    cu_seqlens_k: torch.Tensor | None = None  # (B + 1,) int32: offsets in k and v; both or none
     seq_lens: torch.Tensor | None = None  # (B,) int32
     alibi_slopes: torch.Tensor | None = None  # (H,) or (B, H) fp32
     attn_bias: torch.Tensor | None = None  # broadcastable to (B, H, Sq, Sk)
     sinks: torch.Tensor | None = None  # (H,) fp32
-    rng_state: torch.Tensor | None = None  # int64 [seed, offset], with `dropout_origins` and four words for each sample
+    rng_state: torch.Tensor | None = None  # int64 [seed, offset], with `dropout_origins` also 4 numbers for each sample
     dropout_p: float = 0.0
 
     def present(self) -> list[torch.Tensor]:
-        """q, k, v and the optional tensors that there are, in the order of the fields."""
+        """Return q, k, v and the optional tensors that are given, in the order of the fields."""
         return [x for x in self if isinstance(x, torch.Tensor)]
 
 
@@ -330,9 +331,9 @@ class KVCacheTensors(NamedTuple):
     """The tensors and numbers of one call with a cache.
 
     Sequence b has `n` keys: `seqlens[b] + added`, or without `seqlens` `cu_seqlens_k[b + 1] - cu_seqlens_k[b]`, or
-    without either `length + added`; no more than `problem.capacity`. The first `leftpad[b]` of them are skipped: they
-    are never read and count for no position, so that the last query still stands at the last key. What lies beyond `n`,
-    in pages that no sequence uses or in entries of `block_table` beyond its last page is never read into a result.
+    without either `length + added`; no more than `problem.capacity`. The first `leftpad[b]` of them are padding: they
+    are never read and count for no position, so that the last query still stands at the last key. No result depends on
+    keys beyond `n`, on pages that no sequence uses, or on entries of `block_table` beyond a sequence's last page.
 
     Key j of sequence b is row j of batch entry `cache_batch_idx[b]` (b without it) of a contiguous cache, row
     `j % page_size` of page `block_table[b, j // page_size]`, or row `cu_seqlens_k[b] + j` of packed keys.
@@ -346,7 +347,7 @@ class KVCacheTensors(NamedTuple):
     added: int = 0  # keys that this call has appended to each sequence
     seqlens: torch.Tensor | None = None  # (B,) int32
     cu_seqlens_q: torch.Tensor | None = None  # (B + 1,) int32, packed queries
-    cu_seqlens_k: torch.Tensor | None = None  # (B + 1,) int32: packed keys; with pages it says lengths only
+    cu_seqlens_k: torch.Tensor | None = None  # (B + 1,) int32: offsets of packed keys; with pages only lengths
     block_table: torch.Tensor | None = None  # (B, pages of a sequence) int32, last stride 1
     cache_batch_idx: torch.Tensor | None = None  # (B,) int32
     leftpad: torch.Tensor | None = None  # (B,) int32
@@ -356,19 +357,19 @@ class KVCacheTensors(NamedTuple):
     v_descale: torch.Tensor | None = None
 
     def present(self) -> list[torch.Tensor]:
-        """q, both caches and the optional tensors that there are, in the order of the fields."""
+        """Return q, both caches and the optional tensors that are given, in the order of the fields."""
         return [x for x in self if isinstance(x, torch.Tensor)]
 
 
 class NewKeys(NamedTuple):
-    """What a call appends to a cache, and rotary embedding on the way.
+    """The keys and values that a call appends to a cache, and their rotary embedding.
 
-    Row i of k and v becomes key `seqlens[b] + i` (`length + i`) of sequence b; what would land at `problem.capacity` or
-    beyond, in a page below 0 or beyond the cache, is dropped; nothing else in the cache changes. cos and sin rotate the
-    first `2 * cos.shape[1]` features of k by row `seqlens[b] + i`. They rotate q into `rotated_q`: query i by row
-    `seqlens[b] + i` where the mask is causal or a window, else by row `seqlens[b]`. Rows beyond cos rotate by nothing.
-    Products are formed in fp32 and rounded once. What goes to a float8 cache is divided by its descale (1 without one)
-    and saturates.
+    Row i of k and v becomes key `seqlens[b] + i` (`length + i`) of sequence b. It is dropped at
+    `problem.capacity` or beyond, and in a page below 0 or beyond the cache. Nothing else in the cache changes. cos and
+    sin rotate the first `2 * cos.shape[1]` features of k by row `seqlens[b] + i`. They rotate q into `rotated_q`, query
+    i by row `seqlens[b] + i` if the mask is causal or a window, else by row `seqlens[b]`. Rows beyond cos rotate by 0.
+    Products are formed in fp32 and rounded once. Values for a float8 cache are divided by its descale (1 without one)
+    and saturate.
     """
 
     k: torch.Tensor  # (B, Snew, Hk, D), q's dtype
@@ -379,13 +380,13 @@ class NewKeys(NamedTuple):
     rotated_q: torch.Tensor | None = None  # shaped like q; None without cos
 
     def present(self) -> list[torch.Tensor]:
-        """The tensors that there are, in the order of the fields."""
+        """Return the tensors that are given, in the order of the fields."""
         return [x for x in self if isinstance(x, torch.Tensor)]
 
 
 @kept
 def as_kvcache_problem(problem: AttentionProblem) -> KVCacheProblem:
-    """A forward pass as a call with a cache that holds all its keys; of its features, for those that both have."""
+    """Return a forward pass as a call with a cache of all its keys. Only features of both problems carry over."""
     return problem.described_as(
         KVCacheProblem,
         cache_dtype=problem.dtype,
@@ -397,14 +398,14 @@ def as_kvcache_problem(problem: AttentionProblem) -> KVCacheProblem:
 
 
 def as_kvcache(problem: AttentionProblem, tensors: AttentionTensors) -> tuple[KVCacheProblem, KVCacheTensors]:
-    """`as_kvcache_problem` with its tensors: q, k, v become views in "bshd", as out must; packed ones stay packed."""
+    """Return `as_kvcache_problem` and its tensors. q, k, v become views in "bshd", as out must; packed ones stay so."""
     q, k, v = (x if problem.varlen else as_bhsd(x, problem.layout).transpose(1, 2) for x in tensors[:3])
     optional = {x.name: getattr(tensors, x.name) for x in TENSORS if x.name in KVCacheTensors._fields}
     return as_kvcache_problem(problem), KVCacheTensors(q, k, v, tensors.sm_scale, problem.seqlen_k, **optional)
 
 
 def example_tensors(problem: AttentionProblem, device: str = "meta") -> dict[str, torch.Tensor]:
-    """The optional tensors of a call of `problem`, uninitialised: what a call is made of that is only compiled."""
+    """Return the optional tensors of a call of `problem` by name, uninitialised, for compilation ahead of time."""
     sizes = {"b": problem.batch, "h": problem.heads_q, "q": problem.seqlen_q, "k": problem.seqlen_k}
     found = {}
     for feature in FEATURES:
@@ -416,7 +417,7 @@ def example_tensors(problem: AttentionProblem, device: str = "meta") -> dict[str
 
 
 def example_kvcache(problem: KVCacheProblem) -> tuple[KVCacheTensors, torch.Tensor, torch.Tensor]:
-    """(inputs, out, lse) of a call of `problem`, without memory."""
+    """Return (inputs, out, lse) of a call of `problem`, without memory."""
 
     def empty(*shape: int, dtype: str = "int32") -> torch.Tensor:
         return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
@@ -454,9 +455,9 @@ def example_kvcache(problem: KVCacheProblem) -> tuple[KVCacheTensors, torch.Tens
 class AttentionGradients(NamedTuple):
     """Buffers that a backward kernel fills; last stride 1, any other strides (packed gradients are slices).
 
-    Those of optional tensors are None where there is no such tensor, or it wants none. `delta`, where it is given, is
-    to hold rowsum(dout * out), less dlse if there is one: contiguous, shaped and typed like the log-sum-exp, zero where
-    no sequence is. Every algorithm forms it on the way.
+    The gradient of an optional tensor is None if the tensor is not given or wants none. `delta`, if given, becomes
+    rowsum(dout * out), minus dlse if there is one: contiguous, shaped and typed like the log-sum-exp, 0 in rows of no
+    sequence. Every algorithm computes it anyway.
     """
 
     dq: torch.Tensor
@@ -468,7 +469,7 @@ class AttentionGradients(NamedTuple):
 
 
 def example_gradients(tensors: AttentionTensors, out_dtype: str = "") -> AttentionGradients:
-    """Buffers for all gradients of such a call."""
+    """Return buffers for all gradients of a call with these tensors."""
     dtype = getattr(torch, out_dtype) if out_dtype else tensors.q.dtype
     found = {feature.gradient: getattr(tensors, feature.name) for feature in GRADIENTS}
     buffers: dict[str, Any] = {name: None if x is None else torch.empty_like(x) for name, x in found.items()}
@@ -476,7 +477,7 @@ def example_gradients(tensors: AttentionTensors, out_dtype: str = "") -> Attenti
 
 
 def bhsd_strides(x: torch.Tensor, layout: str) -> tuple[int, int, int, int]:
-    """Strides in (batch, head, sequence, feature) order whatever the layout; packed sequences have no batch stride."""
+    """Return the strides in (batch, head, sequence, feature) order; the batch stride of packed sequences is 0."""
     s = x.stride()
     if layout == VARLEN:
         return 0, s[1], s[0], s[2]
@@ -485,12 +486,12 @@ def bhsd_strides(x: torch.Tensor, layout: str) -> tuple[int, int, int, int]:
 
 
 def per_head_stride(x: torch.Tensor | None) -> int:
-    """Between the samples of an optional (H,) or (B, H); 0 where one row is for all."""
+    """Return the stride between the samples of an optional (H,) or (B, H) tensor, 0 if all have one row."""
     return 0 if x is None or x.dim() == 1 else x.stride(0)
 
 
 def is_aligned(*tensors: torch.Tensor) -> bool:
-    """Base addresses and all strides but the last are multiples of 16 bytes: what TMA can read."""
+    """Return whether base addresses and all strides but the last are multiples of 16 bytes, as TMA needs."""
     bits = 0
     for x in tensors:
         steps = 0
@@ -501,7 +502,7 @@ def is_aligned(*tensors: torch.Tensor) -> bool:
 
 
 class RowSteps(NamedTuple):
-    """How a tensor's rows are counted in steps, the elements that the strides of samples and of rows both divide by."""
+    """Rows of a tensor in steps. A step is the largest number that divides the strides of samples and of rows."""
 
     step: int  # elements; 16 bytes at least, if the tensor is aligned
     per_sample: int  # steps from one sample to the next
@@ -510,7 +511,7 @@ class RowSteps(NamedTuple):
 
 
 def row_steps(x: torch.Tensor, layout: str) -> RowSteps:
-    """The steps of a tensor. Packed sequences are read from the first row of all: they have no bound to keep."""
+    """Return the steps of a tensor. Packed sequences are addressed by rows alone: total is 0, as no bound applies."""
     stride_b, _, stride_row, _ = bhsd_strides(x, layout)
     if layout == VARLEN:
         return RowSteps(stride_row, 0, 1, 0)
@@ -523,18 +524,18 @@ def row_steps(x: torch.Tensor, layout: str) -> RowSteps:
 
 
 def has_few_steps(layout: str, *tensors: torch.Tensor) -> bool:
-    """Whether 32 bits count the steps to every row, which TMA needs where samples end at lengths of their own."""
+    """Return whether 32 bits count the steps to every row. TMA needs that if each sample ends at its own length."""
     return all(row_steps(x, layout).total < MAX_STEPS for x in tensors)
 
 
 def as_bhsd(x: torch.Tensor, layout: str) -> torch.Tensor:
-    """View of a 4-D tensor in (batch, head, sequence, feature) order."""
+    """Return a view of a 4-D tensor in (batch, head, sequence, feature) order."""
     return x if layout == "bhsd" else x.permute(LAYOUTS[layout])
 
 
 def empty_output(q: torch.Tensor, head_dim_v: int, out_dtype: str = "") -> torch.Tensor:
-    """Uninitialised attention output for `q`: its dtype or another one, its shape with `head_dim_v`, and its dimension
-    order in memory."""
+    """Return an uninitialised attention output for `q`: its dtype or `out_dtype`, its shape with `head_dim_v`, and its
+    dimension order in memory."""
     dtype = getattr(torch, out_dtype) if out_dtype else q.dtype
     if q.shape[-1] == head_dim_v:
         return torch.empty_like(q, dtype=dtype)
@@ -546,35 +547,34 @@ def empty_output(q: torch.Tensor, head_dim_v: int, out_dtype: str = "") -> torch
 
 @by_kind
 def refuse_features(problem: AttentionProblem, supported: frozenset[str], who: str) -> str | None:
-    """Reason why `who` cannot run `problem` when it uses a feature outside `supported`, else None."""
+    """Return why `who` cannot run `problem` if it uses a feature outside `supported`, else None."""
     missing = sorted(problem.features - supported)
     return f"{who} does not implement {', '.join(missing)}" if missing else None
 
 
 class Launch(NamedTuple):
-    """One kernel with all that it is launched with: what a launcher returns.
+    """One kernel with its grid, arguments, constants and options: the result of a launcher.
 
-    The same description is run, repeated for equal calls and, made from tensors without memory, compiled ahead of time.
+    It is run, and repeated for equal calls. If it is made from tensors without memory, it is compiled ahead of time.
     """
 
     kernel: Any  # a jit function
     grid: int | tuple[int, ...]  # programs
-    arguments: dict[str, Any]  # by name: tensors, what describes them to the device, None, numbers
+    arguments: dict[str, Any]  # by name: tensors, their TMA descriptors, None, numbers
     constants: dict[str, Any]  # by name: mostly one, a frozen dataclass of all that the kernel is compiled for
     options: dict[str, Any]  # the compiler's: num_warps …
-    aligned: tuple[str, ...] = ()  # numbers that are multiples of 16, for which the kernel may be compiled
+    aligned: tuple[str, ...] = ()  # names of multiples of 16: the kernel may be compiled for that
 
 
 @dataclass(frozen=True)
 class Kernel:
     """One way of computing an operation on a backend.
 
-    `op` is one of `diyfa.registry.OPS`. `unsupported(problem)` returns a reason or None; `by_name_only(problem)` why it
-    runs what it could run only where `variant` names it, or None;
-    `config(problem)` the tile it would use without tuning (a frozen dataclass, or None where there is none); `clears`
-    whether it fills rows that no packed sequence covers, too, out, gradients and delta with 0 and lse with +inf: else
-    the caller has done that.
-    `launch` has, by `op`, the signature
+    `op` is one of `diyfa.registry.OPS`. `unsupported(problem)` returns why it cannot run a problem, or None.
+    `by_name_only(problem)` returns why it runs a problem only if `variant` names it, or None. `config(problem)` returns
+    its tile without tuning: a frozen dataclass, or None if it has none. `clears` says that it also fills rows of no
+    packed sequence, out, gradients and delta with 0 and lse with +inf; else the caller has done that. The signature of
+    `launch` depends on `op`:
 
     * attention_fwd: `(problem, tensors, out, lse) -> None`, filling out (q's layout, in `problem.out_dtype`) and lse
       (`problem.lse_shape`)
@@ -583,23 +583,23 @@ class Kernel:
     * kvcache_append: `(problem, tensors, new) -> None`, writing `NewKeys` to the caches, and the rotated q
     * matmul: `(problem, a, b) -> c`
 
-    An attention kernel may offer a cheaper way to run a call that is equal to one it ran, besides its tensors'
-    addresses: `repeat`, asked once it has run one, with its tensors and results or with those of an equal call, returns
-    a function or, where there is no such way now, None. The function takes the tensors of the new call,
-    `tensors.present()`, and their addresses, allocates and returns the results, or returns None without having launched
-    anything where what was decided no longer holds.
+    A kernel may offer a cheaper way to run a call that differs from an earlier one only in its tensors' addresses.
+    `repeat`, called when such a call has run, takes tensors and results of it or of an equal call. It returns a
+    function, or None if there is no cheaper way now. The function takes the tensors of a new call, `tensors.present()`,
+    and their addresses. It allocates and returns the results. If a decision no longer holds, it launches nothing and
+    returns None.
 
     * attention_fwd: `repeat(problem, tensors, out, lse)` returns `(addresses, present) -> (out, lse)`
-    * attention_bwd: `repeat(problem, tensors, out, lse, dout, gradients, owners)`, for calls without dlse, where
-      `owners` are the one to three tensors that dq, dk, dv lie in, returns `(out, lse, dout, *present) -> [new owners,
-      None for those of three that there are not, the gradients of optional tensors]`; it compares strides, not dtypes
+    * attention_bwd: `repeat(problem, tensors, out, lse, dout, gradients, owners)`, for calls without dlse, returns
+      `(out, lse, dout, *present) -> [*owners, *gradients of optional tensors]`. `owners` are the one to three tensors
+      that contain dq, dk, dv; in the result None fills them up to three. The function compares strides, but not dtypes
       and shapes
     * kvcache_fwd: `repeat(problem, tensors, out, lse)` returns `(numbers, present, out | None, returns_lse) -> (out,
-      lse, …)`, where `numbers` are the addresses and behind them `tensors.length` of the new call, and `out` what it is
-      to fill, or None: it allocates one; what lse is does not matter where it is not returned
+      lse, …)`. `numbers` are the addresses, then `tensors.length` of the new call. `out` is the tensor to fill; without
+      one the function allocates it. lse may be anything if it is not returned
     * matmul: `repeat(problem, a, b)` returns `(addresses, (a, b)) -> [c, …]`
-    * kvcache_append: `repeat(problem, tensors, new)` returns `(numbers, present) -> not None`, where the tensors of
-      `new` stand behind the others
+    * kvcache_append: `repeat(problem, tensors, new)` returns `(numbers, present) -> not None`; the tensors of `new`
+      come behind the others
     """
 
     name: str
@@ -619,10 +619,10 @@ class ToolMissing(RuntimeError):
 
 @dataclass(frozen=True)
 class TunedTile:
-    """The tile that an autotuner chose for one bucket of problems: what `diyfa tune` shows."""
+    """The tile that an autotuner chose for one bucket of problems, as `diyfa tune` shows it."""
 
     kernel: str  # "attention_fwd"
-    bucket: str  # what the choice depends on besides the device
+    bucket: str  # all that the choice depends on besides the device
     config: dict[str, Any]
     milliseconds: float
     measured: str  # date
@@ -630,11 +630,11 @@ class TunedTile:
 
 @dataclass(frozen=True)
 class TriedTile:
-    """A candidate before it is run (no time, no reason), and after."""
+    """A candidate of an autotuner before its run (no time, no reason) or after it."""
 
     kernel: str
     config: dict[str, Any]
-    default: bool  # what would be used untuned
+    default: bool  # whether calls use it without tuning
     milliseconds: float | None = None
     reason: str = ""  # why it cannot run
 
@@ -645,34 +645,34 @@ class Tuning(Protocol):
     enabled: bool  # whether calls use anything but the tables
 
     def unavailable(self) -> str | None:
-        """Why nothing is measured now, or None."""
+        """Return why nothing is measured now, or None."""
         ...
 
     def measuring(
         self, watch: Callable[[TriedTile], None] | None = None, without: Sequence[dict[str, Any]] = ()
     ) -> AbstractContextManager[None]:
-        """Inside this block a problem is measured when it first comes, also where calls do not do that by
-        themselves. `watch` is told before each run of a candidate and after it; candidates whose config is among
-        `without` are left out, for instance because they crashed another process."""
+        """Measure each problem at its first call inside the block, even if calls do not measure by themselves. `watch`
+        is called before each run of a candidate and after it. Candidates whose config is in `without` are left out, for
+        instance because they crashed another process."""
         ...
 
     def stored(self) -> list[TunedTile]:
-        """What is kept for this device and these versions."""
+        """Return the tiles that are stored for this device and these versions."""
         ...
 
     def clear(self) -> int:
-        """Forget it, in this process and for all others; returns how many rows there were."""
+        """Delete the stored tiles, for this process and all others. Return how many there were."""
         ...
 
 
 @runtime_checkable
 class Backend(Protocol):
-    """What an accelerator offers: the object called `backend` in its package, or behind an entry point.
+    """The interface of an accelerator: the object called `backend` in its package, or behind an entry point.
 
-    Optional members: `tuning`, a `Tuning`, of a backend that measures its tiles; `merge(out, lse, part, part_lse)` of
-    one with a kernel for it (`diyfa.distributed.merge` has PyTorch's operators otherwise); `binaries(arch) -> str`,
-    which says where compiled kernels are kept; `recording(arch)` of one whose kernels can be compiled before they are
-    called (`diyfa.ready.recording`).
+    Optional members: `tuning`, a `Tuning`, if the backend measures its tiles; `merge(out, lse, part, part_lse)`, if it
+    has a kernel for that (else `diyfa.distributed.merge` uses PyTorch's operators); `binaries(arch) -> str`, which says
+    where compiled kernels are stored; `recording(arch)`, if its kernels can be compiled before they are called
+    (`diyfa.ready.recording`).
     """
 
     name: str
@@ -680,17 +680,17 @@ class Backend(Protocol):
 
     @property
     def kernels(self) -> Sequence[Kernel]:
-        """Every kernel, the preferred one of each operation first."""
+        """All kernels, the preferred one of each operation first."""
         ...
 
     def accepts(self, device: torch.device) -> str | None:
-        """None if tensors on `device` can be used, else the reason."""
+        """Return None if tensors on `device` can be used, else the reason."""
         ...
 
     def arch(self, device: torch.device) -> str:
-        """Name of the architecture of `device` as the backend's tables know it."""
+        """Return the name of the architecture of `device` in the backend's tables."""
         ...
 
     def unsupported(self, problem: Any) -> str | None:
-        """Reason why no kernel of this backend runs `problem`, or None."""
+        """Return why no kernel of this backend runs `problem`, or None."""
         ...

@@ -1,8 +1,8 @@
-"""Which backend and which kernel runs a call, and why.
+"""The choice of the backend and the kernel that run a call, and the reasons for it.
 
-Backends are named here as strings and loaded when first needed; a package installed beside diyfa adds one through the
-entry-point group `diyfa.backends`. Nothing falls back: what the caller names explicitly either runs or raises with the
-reason.
+Backends are named here as strings and loaded when first needed. A package installed beside diyfa adds one through the
+entry-point group `diyfa.backends`. Nothing falls back: a backend or kernel that the caller names either runs the call
+or raises with the reason.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ BUILTIN_BACKENDS: dict[str, str] = {
     "cpu": "diyfa.backends.cpu",
 }
 OPS = ("attention_fwd", "attention_bwd", "kvcache_fwd", "kvcache_append", "matmul")
-IN_THE_MODE = "split_kv"  # the only forward kernel of `batch_invariant`
-# Backends that run only when asked for by name: correct everywhere, fast nowhere.
+IN_THE_MODE = "split_kv"  # the only forward kernel inside `batch_invariant`
+# Backends that run only if the caller names them: correct everywhere, fast nowhere.
 EXPLICIT_ONLY = frozenset({"cpu"})
 
 _loaded: dict[str, Backend] = {}
@@ -38,12 +38,11 @@ _default_backend: str = os.environ.get("DIYFA_BACKEND", "")
 
 
 class _Forced(threading.local):
-    """The blocks of `use_backend` that this thread is in, the innermost last: each a list of one name, so that equal
-    ones differ; and in how many of `batch_invariant`. No ContextVar: torch.compile cannot trace those."""
+    """The open blocks of this thread. They are in no ContextVar: torch.compile cannot trace those."""
 
     def __init__(self) -> None:
-        self.blocks: tuple[list[str], ...] = ()
-        self.invariant = 0
+        self.blocks: tuple[list[str], ...] = ()  # of `use_backend`, innermost last; lists, so that equal names differ
+        self.invariant = 0  # number of `batch_invariant`'s
 
 
 _forced = _Forced()
@@ -57,12 +56,12 @@ def _plugins() -> dict[str, Any]:
 
 
 def backend_names() -> list[str]:
-    """Names of all backends, built-in first, loaded or not."""
+    """Return the names of all backends, built-in first, loaded or not."""
     return [*BUILTIN_BACKENDS, *(name for name in _plugins() if name not in BUILTIN_BACKENDS)]
 
 
 def load_backend(name: str) -> Backend:
-    """The backend called `name`.
+    """Return the backend called `name`.
 
     Raises ValueError for a name that nobody registered, ModuleNotFoundError when what the backend needs (Triton) is
     not installed, ImportError with the reason when a plug-in does not load, TypeError when its object does not follow
@@ -80,7 +79,7 @@ def load_backend(name: str) -> Backend:
         try:
             backend = _plugins()[name].load()
             follows = isinstance(backend, Backend) and all(isinstance(x, Kernel) for x in backend.kernels)
-        except (Exception, SystemExit) as error:  # another's code raises whatever it likes; all of it is reported
+        except (Exception, SystemExit) as error:  # a plug-in may raise anything, and all of it is reported
             raise ImportError(f"backend {name!r} does not load: {type(error).__name__}: {error}") from error
     else:
         raise ValueError(f"no backend called {name!r}; there are: {', '.join(backend_names())}")
@@ -91,7 +90,7 @@ def load_backend(name: str) -> Backend:
 
 
 def forced_backend() -> str:
-    """The backend set by `use_backend` or the environment variable DIYFA_BACKEND; empty when there is none."""
+    """Return the name set by `use_backend` or the environment variable DIYFA_BACKEND, or "" if none is set."""
     return _forced.blocks[-1][0] if _forced.blocks else _default_backend
 
 
@@ -99,8 +98,8 @@ def forced_backend() -> str:
 def use_backend(name: str) -> Iterator[None]:
     """Run every diyfa call inside the block on the backend called `name`, whatever the tensors' device suggests.
 
-    Each thread has its own setting, as with `torch.autocast`. Blocks may be left in any order: each takes back its own
-    setting only. Raises ValueError at once for an unknown name.
+    Each thread has its own setting, as with `torch.autocast`. Blocks may end in any order: each undoes its own setting
+    only. Raises ValueError at once for an unknown name.
     """
     if name not in BUILTIN_BACKENDS and name not in _plugins():
         raise ValueError(f"no backend called {name!r}; there are: {', '.join(backend_names())}")
@@ -113,18 +112,18 @@ def use_backend(name: str) -> Iterator[None]:
 
 
 def is_batch_invariant() -> bool:
-    """Whether this thread is inside a block of `batch_invariant`."""
+    """Return whether this thread is inside a block of `batch_invariant`."""
     return _forced.invariant > 0
 
 
 @contextmanager
 def batch_invariant() -> Iterator[None]:
-    """Inside the block the result of a query row is bitwise the same whatever shares its batch.
+    """Make the result of each query row bitwise the same inside the block, whatever else is in its batch.
 
-    It does not depend on the batch, on the number of queries of its sequence that come in the same call, on how the
-    cache lies in pages, nor on `num_splits`; and it is the same from a cache as from a training forward in the same
-    mode. Gradients are computed as outside. Everything is computed by the kernels called "split_kv", which take no
-    attn_bias, dropout_p or seq_lens (ValueError). Each thread has its own setting.
+    The result does not depend on the batch, on the number of queries of its sequence in the same call, on the pages of
+    the cache, nor on `num_splits`. It is the same from a cache as from a training forward in the same mode. Gradients
+    are computed as outside. The kernels called "split_kv" compute all results; they take no attn_bias, dropout_p or
+    seq_lens (ValueError). Each thread has its own setting.
     """
     _forced.invariant += 1
     try:
@@ -134,9 +133,9 @@ def batch_invariant() -> Iterator[None]:
 
 
 def resolve_backend(device: torch.device, name: str = "") -> Backend:
-    """The backend for tensors on `device`: the one named, the forced one, or the one made for that device type.
+    """Return the backend for tensors on `device`: the named one, the forced one, or the one for that device type.
 
-    Raises ValueError when the named backend cannot use the device or no backend exists for it.
+    Raises ValueError if the named backend cannot use the device or no backend exists for it.
     """
     name = name or forced_backend()
     if name:
@@ -166,7 +165,7 @@ def resolve_backend(device: torch.device, name: str = "") -> Backend:
 
 
 def refusal(backend: Backend, kernel: Kernel, problem: Any) -> str | None:
-    """Why `kernel` of `backend` does not run `problem`, or None."""
+    """Return why `kernel` of `backend` does not run `problem`, or None."""
     return backend.unsupported(problem) or kernel.unsupported(problem)
 
 
@@ -175,9 +174,9 @@ def _of_op(backend: Backend, op: str) -> list[Kernel]:
 
 
 def choose(op: str, problem: Any, backend: Backend, variant: str = "auto") -> Kernel:
-    """The kernel of `backend` that runs `problem`: the one called `variant`, or the first that does not refuse.
+    """Return the kernel of `backend` that runs `problem`: the one called `variant`, or the first that does not refuse.
 
-    Raises ValueError with every reason when there is none.
+    Raises ValueError with every reason if there is none.
     """
     kernels = _of_op(backend, op)
     refused = backend.unsupported(problem)
@@ -199,8 +198,8 @@ def choose(op: str, problem: Any, backend: Backend, variant: str = "auto") -> Ke
 
 
 def variant_of(op: str, backend: Backend, variant: str, problem: Any) -> str:
-    """What a call with `variant`, which names a forward kernel, means for `op`: the backward kernel of that name, or
-    any where there is none that takes the problem."""
+    """Return the variant of `op` for a call whose `variant` names a forward kernel. The backward pass takes the kernel
+    of the same name if it runs the problem, else any kernel."""
     if op != "attention_bwd" or variant == "auto":
         return variant
     named = [k for k in _of_op(backend, op) if k.name == variant]
@@ -218,7 +217,7 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a call would run: see `diyfa.explain`."""
+    """The kernel that a call would run, and why: the result of `diyfa.explain`."""
 
     op: str
     backend: str
@@ -228,7 +227,7 @@ class Explanation:
     why: str
     problem: Any
     alternatives: tuple[Alternative, ...] = field(default=())
-    backward: Explanation | None = None  # of the same call's backward pass, where a gradient is wanted
+    backward: Explanation | None = None  # of the call's backward pass, if a gradient is wanted
 
     def __str__(self) -> str:
         lines = [f"{self.op}: {self.backend}/{self.kernel} ({self.summary})", f"  why: {self.why}"]
@@ -241,7 +240,7 @@ class Explanation:
 
 
 def _reason_against(other: Backend, device: torch.device) -> str | None:
-    """Why a backend that was not asked for does not take tensors on `device`, or None; what its code raises is one."""
+    """Return why another backend takes no tensors on `device`, or None. What its code raises counts as a reason."""
     try:
         return other.accepts(device)
     except Exception as error:
@@ -251,7 +250,7 @@ def _reason_against(other: Backend, device: torch.device) -> str | None:
 def explain_choice(
     op: str, problem: Any, device: torch.device, backend: str = "", variant: str = "auto"
 ) -> Explanation:
-    """Explain `choose` for one problem, other backends included. Raises as the call itself would."""
+    """Explain `choose` for one problem, other backends included. Raises what the call itself would raise."""
     chosen_backend = resolve_backend(device, backend)
     chosen = choose(op, problem, chosen_backend, variant)
     if variant != "auto":
@@ -289,9 +288,9 @@ def explain_choice(
 
 
 def kernels_for(device: str | torch.device | None = None, op: str = "attention_fwd") -> list[str]:
-    """Names that `variant=` takes on `device` (a device, a device type or a backend name; default: what is there).
+    """Return the names that `variant=` takes on `device`: a device, a device type or a backend name.
 
-    `op` is one of `OPS`. Raises ValueError for a device or an op that there is not.
+    The default is the current machine's backend. `op` is one of `OPS`. Raises ValueError for an unknown device or op.
     """
     if op not in OPS:
         raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}")

@@ -13,7 +13,7 @@ _functorch: Any = torch._C._functorch
 
 
 def is_unseen() -> bool:
-    """Return whether operators run at once, and nothing but the device sees them."""
+    """Return whether operators run at once, and no tracer, transform, mode or profiler sees them."""
     return not (
         torch.compiler.is_compiling()
         or _c._len_torch_dispatch_stack()  # FakeTensorMode, make_fx, and users' modes
@@ -35,7 +35,7 @@ def differentiates_forward() -> bool:
     would drop them.
 
     Raises:
-        RuntimeError: a transform of torch.func differentiates. Neither of the two can follow it.
+        RuntimeError: a transform of torch.func differentiates. Neither a Function nor an operator supports that.
     """
     if is_transformed():
         kinds = _functorch.TransformType
@@ -44,7 +44,7 @@ def differentiates_forward() -> bool:
                 "diyfa cannot be differentiated by torch.func (grad, vjp, jvp, jacrev, …): use torch.autograd, that is "
                 "backward() or torch.autograd.grad, also of what torch.func.vmap returns"
             )
-    return forward_ad._current_level >= 0 and _c._is_fwd_grad_enabled()  # not inside a Function
+    return forward_ad._current_level >= 0 and _c._is_fwd_grad_enabled()  # disabled inside an autograd.Function
 
 
 def below_autograd() -> AbstractContextManager[object]:

@@ -1,8 +1,7 @@
-"""Checks that hold on every backend. Each raises ValueError or TypeError saying what was expected and what came.
+"""Checks that hold on every backend. Each raises ValueError or TypeError with what was expected and what was given.
 
-They read shapes, strides and dtypes only, so they never wait for a device; the one check of values (`seq_lens`) is
-made once for each tensor and version of its contents, and left out while a device graph is captured or a graph is
-traced.
+They read shapes, strides and dtypes, so they do not wait for a device. Besides numbers that are given as tensors, only
+`seq_lens` is read from one: once for each version of its contents, and not while a graph is captured or traced.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from diyfa.torch_private import unbatched
 MATMUL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 576  # of q and k: multi-head latent attention joins 512 latent and 64 rotary features
 MAX_HEAD_DIM_V = 512
-# The first two make nearly every check short; Real takes NumPy's scalars, the last what shapes give while tracing.
+# int and float come first, so that nearly every check is short. Real covers NumPy's scalars, the last two tracing.
 _NUMBER = (int, float, Real, torch.SymInt, torch.SymFloat)
 _LARGEST, _SMALLEST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
 
@@ -37,14 +36,14 @@ def _shape(x: torch.Tensor) -> tuple[int, ...]:
 
 
 def check_tensors(**tensors: object) -> None:
-    """Every argument is a dense tensor."""
+    """Check that every argument is a dense tensor."""
     for name, x in tensors.items():
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
         if x.layout is not torch.strided or x.is_nested:
             what = "a nested tensor" if x.layout is torch.strided else f"layout {x.layout}"
             raise TypeError(f"{name} must be a dense tensor, got {what}")
-        if is_dtensor(x):  # those that are taken have become each rank's part
+        if is_dtensor(x):  # supported DTensors have become local tensors before
             raise TypeError(
                 f"{name} is a DTensor: give each rank's part, {name}.to_local(). flash_attention and flash_attn's "
                 "functions take DTensors as q, k and v, diyfa.distributed.context_parallel_attention those sharded "
@@ -53,13 +52,13 @@ def check_tensors(**tensors: object) -> None:
 
 
 def is_dtensor(x: object) -> bool:
-    """Whether x is a DTensor of PyTorch."""
-    module = sys.modules.get("torch.distributed.tensor")  # slow to import; without it there are none
+    """Return whether x is a DTensor of PyTorch."""
+    module = sys.modules.get("torch.distributed.tensor")  # slow to import; unless somebody has, there are no DTensors
     return module is not None and isinstance(x, module.DTensor)
 
 
 def check_booleans(**options: object) -> None:
-    """Every argument is True or False; what other libraries take in the place of `causal` is told where it belongs."""
+    """Check that every argument is True or False. If another library's argument is passed as `causal`, name diyfa's."""
     for name, value in options.items():
         if isinstance(value, bool):
             continue
@@ -73,28 +72,28 @@ def check_booleans(**options: object) -> None:
 
 
 def check_sizes_of(**sizes: object) -> None:
-    """Every argument is an integer, 0 or more; numbers of heads are 1 or more."""
+    """Check that every argument is an integer of at least 0, and numbers of heads of at least 1."""
     for name, value in sizes.items():
         if check_length(name, value) == 0 and name in ("heads", "heads_kv"):
             raise ValueError(f"{name} must be positive, got 0")
 
 
 def check_same_device(first: torch.Tensor, **others: torch.Tensor | None) -> None:
-    """Every tensor given is on the device of `first`."""
+    """Check that every given tensor is on the device of `first`."""
     for name, x in others.items():
         if x is not None and x.device != first.device:
             raise ValueError(f"all tensors must be on the same device: q is on {first.device}, {name} on {x.device}")
 
 
 def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dims: tuple[int, int, int, int]) -> None:
-    """q, k, v are 4-D, of one dtype and device, and their shapes fit; `dims` are (batch, head, seq, feature)."""
+    """Check that q, k, v are 4-D, of one dtype and device, and fit. `dims` are (batch, head, sequence, feature)."""
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         raise ValueError(f"Expected 3D or 4D tensors of one rank, got q {_shape(q)}, k {_shape(k)}, v {_shape(v)}")
     check_sizes(q, k, v, dims)
 
 
 def check_sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dims: tuple[int | None, int, int, int]) -> None:
-    """As `check_qkv`, of tensors whose rank is known; packed sequences have no batch."""
+    """Check tensors of known rank as `check_qkv` does. Packed sequences have no batch dimension."""
     if q.dtype not in ATTENTION_DTYPES:
         raise TypeError(f"Unsupported dtype {q.dtype}: expected float16, bfloat16 or float32 (float64: backend='cpu')")
     if k.dtype != q.dtype or v.dtype != q.dtype:
@@ -126,10 +125,9 @@ def check_sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dims: tuple[i
 
 
 def as_integer(value: Any) -> int:
-    """An int, a symbolic one as it is, or what stands for one: a NumPy integer, an integer tensor of one element.
+    """Return an int, a symbolic int, a NumPy integer or an integer tensor of one element as an int or symbolic int.
 
-    The value of a tensor on an accelerator has to be waited for. Raises TypeError for everything else, floats and
-    booleans too.
+    Reading a tensor on an accelerator waits for it. Raises TypeError for all else, also for floats and booleans.
     """
     if isinstance(value, bool):
         raise TypeError(f"not an integer: {value}")
@@ -143,15 +141,15 @@ def as_integer(value: Any) -> int:
 
 
 def check_length(name: str, value: Any) -> int:
-    """An integer, as `as_integer` takes it, that is not negative."""
-    if not torch.compiler.is_compiling() and type(value) is int and value >= 0:  # the usual case, quickly
+    """Check that a value is an integer for `as_integer` and not negative; return it."""
+    if not torch.compiler.is_compiling() and type(value) is int and value >= 0:  # a short way for the usual case
         return value
     try:
         length = as_integer(value)
     except TypeError:
         what = f"a {value.dtype} tensor of shape {_shape(value)}" if isinstance(value, torch.Tensor) else repr(value)
         raise TypeError(f"{name} must be an integer, got {what}") from None
-    if torch.compiler.is_compiling():  # a length computed inside the graph has no value yet
+    if torch.compiler.is_compiling():  # lengths computed inside the graph have no values yet
         torch._check(length >= 0)
     elif length < 0:
         raise ValueError(f"{name} must not be negative, got {length}")
@@ -159,8 +157,8 @@ def check_length(name: str, value: Any) -> int:
 
 
 def check_window(window: object, name: str = "window") -> tuple[int, int]:
-    """A pair (left, right) of integers, each -1 (unbounded) or more; always a tuple without tensors."""
-    if type(window) is tuple and len(window) == 2:  # the usual case, quickly
+    """Check a pair (left, right) of integers, each -1 (unbounded) or more; return it as a tuple without tensors."""
+    if type(window) is tuple and len(window) == 2:  # a short way for the usual case
         left, right = window
         if type(left) is int and type(right) is int and left >= -1 and right >= -1:
             return window
@@ -177,7 +175,7 @@ def check_window(window: object, name: str = "window") -> tuple[int, int]:
 
 
 def check_scalars(sm_scale: float | None, softcap: float, dropout_p: float, scale_name: str = "sm_scale") -> None:
-    """Scale finite, softcap not negative, dropout probability in [0, 1)."""
+    """Check that the scale is finite, softcap not negative and the dropout probability in [0, 1)."""
     if sm_scale is not None and not isinstance(sm_scale, _NUMBER):
         raise TypeError(f"{scale_name} must be a number, got {type(sm_scale).__name__}")
     if sm_scale is not None and not -_LARGEST <= sm_scale <= _LARGEST:
@@ -193,7 +191,7 @@ def check_scalars(sm_scale: float | None, softcap: float, dropout_p: float, scal
 
 
 def is_capturing(x: torch.Tensor) -> bool:
-    """Whether a device graph is being captured on the current stream of x's device type, or a graph is traced."""
+    """Return whether the current stream of x's device type captures a device graph, or a graph is traced."""
     if torch.compiler.is_compiling() or type(x) not in (torch.Tensor, torch.nn.Parameter):
         return True
     module = getattr(torch, x.device.type, None)
@@ -201,12 +199,12 @@ def is_capturing(x: torch.Tensor) -> bool:
     return bool(capturing is not None and x.device.type != "cpu" and capturing())
 
 
-# (version, smallest, largest) of lengths that were read: that waits for the device.
+# Lengths -> (version, smallest, largest): reading them waits for the device.
 _lengths_read = WeakTensorKeyDictionary()
 
 
 def _bounds_of(lengths: torch.Tensor) -> tuple[int, int]:
-    """The smallest and the largest value, read once for each tensor and version of its contents."""
+    """Return the smallest and the largest value, read once for each tensor and version of its contents."""
     lengths = unbatched(lengths)
     if lengths.is_inference():  # has no version
         values = lengths.cpu()
@@ -219,7 +217,7 @@ def _bounds_of(lengths: torch.Tensor) -> tuple[int, int]:
 
 
 def check_offsets(side: str, cu_seqlens: torch.Tensor, longest: int, total: int) -> None:
-    """cu_seqlens_q or cu_seqlens_k on the CPU ascends within `total` rows, by no more than `longest`."""
+    """Check that cu_seqlens_q or cu_seqlens_k on the CPU ascends within `total` rows in steps of at most `longest`."""
     name, offsets = f"cu_seqlens_{side}", cu_seqlens.tolist()
     rows = [end - start for start, end in pairwise(offsets)]
     if offsets[0] < 0 or offsets[-1] > total or min(rows, default=0) < 0:
@@ -229,8 +227,8 @@ def check_offsets(side: str, cu_seqlens: torch.Tensor, longest: int, total: int)
 
 
 def check_values(lengths: Lengths, q: torch.Tensor, k: torch.Tensor, layout: str) -> None:
-    """Lengths that passed the other checks fit q and k, as far as the host may read them: seq_lens, and packed lengths
-    where that waits for no device, on the CPU."""
+    """Check that the values of lengths fit q and k, if the host may read them: seq_lens, and packed lengths on the CPU.
+    Lengths have passed the other checks."""
     seq_lens, cu_seqlens_q, cu_seqlens_k = lengths.seq_lens, lengths.cu_seqlens_q, lengths.cu_seqlens_k
     if seq_lens is not None and seq_lens.numel() and not (seq_lens.is_meta or is_capturing(seq_lens)):
         seqlen_k = k.shape[LAYOUTS[layout][2]]
@@ -244,7 +242,7 @@ def check_values(lengths: Lengths, q: torch.Tensor, k: torch.Tensor, layout: str
 
 
 def check_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths) -> None:
-    """Packed sequences: q (Tq, H, D), k and v (Tk, Hk, D), cumulative lengths (B + 1,) int32 on q's device."""
+    """Check packed sequences: q (Tq, H, D), k and v (Tk, Hk, D), cumulative lengths (B + 1,) int32 on q's device."""
     cu_seqlens_q, cu_seqlens_k = lengths.cu_seqlens_q, lengths.cu_seqlens_k
     check_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     assert cu_seqlens_q is not None and cu_seqlens_k is not None, "they are tensors"
@@ -267,7 +265,7 @@ def check_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Len
 
 
 def check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, layout: str) -> Sizes:
-    """q, k, v and packed lengths fit together; returns the sizes that optional tensors must have."""
+    """Check that q, k, v and packed lengths fit; return the sizes that optional tensors must have."""
     if layout == VARLEN:
         check_packed(q, k, v, lengths)
         assert lengths.cu_seqlens_q is not None, "checked above"
@@ -279,7 +277,7 @@ def check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Len
 
 
 def check_optional_tensors(q: torch.Tensor, sizes: Sizes, given: dict[str, Any]) -> None:
-    """Kind, dtype, shape and device of the optional tensors in `given`, by their rows."""
+    """Check kind, dtype, shape and device of the optional tensors in `given` by their rows in the table."""
     for name, feature in CHECKED_TENSORS.items():
         x = given.get(name)
         if x is None:
@@ -296,7 +294,7 @@ def check_optional_tensors(q: torch.Tensor, sizes: Sizes, given: dict[str, Any])
 
 
 def check_batch_invariant(lengths: Lengths, options: dict[str, Any]) -> None:
-    """What is computed in the mode `diyfa.batch_invariant`."""
+    """Check that a call has nothing that the mode `diyfa.batch_invariant` does not compute."""
     given = {"attn_bias": options.get("attn_bias") is not None, "dropout_p": bool(options.get("dropout_p"))}
     given["seq_lens"] = lengths.seq_lens is not None
     if refused := [name for name, there in given.items() if there]:
@@ -304,7 +302,7 @@ def check_batch_invariant(lengths: Lengths, options: dict[str, Any]) -> None:
 
 
 def check_matmul(a: torch.Tensor, b: torch.Tensor) -> None:
-    """a (M, K) and b (K, N) of one supported dtype on one device."""
+    """Check that a is (M, K) and b (K, N), of one supported dtype on one device."""
     check_tensors(a=a, b=b)
     if a.dim() != 2 or b.dim() != 2:
         raise ValueError(f"Expected 2D tensors, got a {_shape(a)} and b {_shape(b)}")
@@ -319,7 +317,7 @@ def check_matmul(a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def check_blocks(blocks: tuple[int | None, int | None, int | None], sizes: tuple[int, int, int]) -> None:
-    """Either no tile size or all three, each a positive power of two of at least 16 and not beyond its dimension."""
+    """Check that no tile size is given or all three, each a power of two from 16 on and not beyond its dimension."""
     given = [x is not None for x in blocks]
     if not any(given):
         return
