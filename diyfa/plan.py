@@ -52,8 +52,8 @@ class Plan:
             self.backward()
 
     def holds(self) -> bool:
-        """Return whether recording is on or off as it was when the plan was made. It may begin or end between the two
-        passes of a call, and a recording has plans of its own."""
+        """Return whether this plan may run now. A recording has plans of its own, and may begin or end between the two
+        passes of a call."""
         return self.is_recorded is _recording
 
     def backward(self, aligned: bool = True) -> tuple[AttentionProblem, Kernel]:

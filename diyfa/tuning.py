@@ -175,11 +175,11 @@ class TuneFile:
 class Tuner:
     """The autotuner of one process (`diyfa.problem.Tuning`).
 
-    A backend's tuner derives from it and defines `_device`, `_identity`, `_cannot_run` and perhaps `_may_measure`.
+    A backend's tuner derives from it and defines `_device`, `_identity`, `_cannot_run` and perhaps `_measures_unasked`
+    and `_may_measure`.
     `timer` measures a call in milliseconds.
     """
 
-    measures_unasked = True  # True: the first call of a problem measures it. False: only calls inside `measuring()` do.
     device_needed = "there is no device to measure on"
 
     def __init__(self, timer: Callable[[Callable[[], None]], float], rounds: int = ROUNDS) -> None:
@@ -188,11 +188,11 @@ class Tuner:
         self._unmeasured: set[tuple[int, str, Hashable]] = set()  # the file has no row: `best` returns the default
         self._renew_lock()
         self.enabled = os.environ.get("DIYFA_AUTOTUNE", "1") != "0"
-        self._asked = self.measures_unasked
+        self._asked = False  # inside `measuring`
         self.recording = False  # launches are recorded: `best` runs what it would measure once, untimed
         self._watch: Callable[[TriedTile], None] = lambda tried: None
         self._without: Sequence[dict[str, Any]] = ()
-        self.cleared = 0  # calls of `clear`
+        self.changes = 0  # how often results of `best` may have changed
         if hasattr(os, "register_at_fork"):  # a lock that another thread holds at the fork would never be released
             os.register_at_fork(after_in_child=self._renew_lock)
 
@@ -211,6 +211,10 @@ class Tuner:
     def _cannot_run(self, error: Exception) -> bool:
         """Return whether `error` only means that this tile does not compile or does not fit."""
         raise NotImplementedError
+
+    def _measures_unasked(self) -> bool:
+        """Return whether the first call of a problem measures it. If not, only calls inside `measuring` do."""
+        return True
 
     def _may_measure(self) -> bool:
         """Return whether kernels may be launched and timed now."""
@@ -247,14 +251,15 @@ class Tuner:
             kept = self._stored(self._file(device), kernel, bucket, candidates)
             if kept is not None:
                 return kept
-            for each in candidates if self._asked else ():
+            for each in candidates if self._asked or self._measures_unasked() else ():
                 run(each)
             return default
         key = (device[0], kernel, bucket)
         known = self._known.get(key)
         if known is not None:
             return known
-        if key in self._unmeasured and not self._asked:
+        measures = self._asked or self._measures_unasked()
+        if key in self._unmeasured and not measures:
             return default
         with self._lock:
             known = self._known.get(key)
@@ -264,7 +269,7 @@ class Tuner:
             file = self._file(device)
             config = self._stored(file, kernel, bucket, candidates)
             if config is None:
-                if not self._asked:
+                if not measures:
                     if len(self._unmeasured) >= MOST_REMEMBERED:
                         self._unmeasured.clear()
                     self._unmeasured.add(key)
@@ -280,11 +285,14 @@ class Tuner:
     def is_settled(self, kernel: str, bucket: Hashable) -> bool:
         """Return whether `best` will return the same config without measuring, as long as `state` does not change."""
         device = self._device() if self.enabled else None
-        return device is None or (device[0], kernel, bucket) in self._known
+        if device is None:
+            return True
+        key = device[0], kernel, bucket
+        return key in self._known or (key in self._unmeasured and not self._asked and not self._measures_unasked())
 
     def state(self) -> tuple[bool, int]:
-        """Return (whether tuning is on, how often results were cleared). Results of `best` hold while this is equal."""
-        return self.enabled, self.cleared
+        """Return (whether tuning is on, how often results changed). Results of `best` hold while this is equal."""
+        return self.enabled, self.changes
 
     @contextmanager
     def measuring(
@@ -298,6 +306,7 @@ class Tuner:
         finally:
             self._asked, self._watch, self._without = previous
             self._unmeasured.clear()
+            self.changes += 1
 
     def unavailable(self) -> str | None:
         """Return why `best` only returns the default now or cannot store what it measures, or None."""
@@ -329,7 +338,7 @@ class Tuner:
         with self._lock:
             self._known = {key: config for key, config in self._known.items() if key[0] != device[0]}
             self._unmeasured.clear()
-            self.cleared += 1
+            self.changes += 1
             file = self._file(device)
             return 0 if file is None else file.clear()
 

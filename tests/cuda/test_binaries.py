@@ -76,7 +76,7 @@ def other(tmp_path_factory):
 def nothing_known(monkeypatch, tmp_path):
     """A process that has looked for nothing yet."""
     monkeypatch.setenv("DIYFA_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(jit, "_noticed", [])
+    monkeypatch.setattr(jit, "_printed", [])
     monkeypatch.setattr(pack, "_left_out", {})
     for asked in (pack.installed, pack._warn):
         asked.cache_clear()
@@ -487,7 +487,7 @@ def test_without_a_compiler_a_pass_is_launched_whole_or_not_at_all(monkeypatch):
 
 
 def test_a_long_compilation_says_so_once(compiler, monkeypatch, capsys):
-    monkeypatch.setattr(jit, "NOTICE_AFTER", 0.05)
+    monkeypatch.setattr(jit, "MESSAGE_AFTER", 0.05)
     stored(launch_of(n=3))
     assert capsys.readouterr().err == ""
     compiler.seconds = 0.3

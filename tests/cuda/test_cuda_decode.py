@@ -19,7 +19,7 @@ if "cuda" not in TARGETS:
     pytest.skip("the cuda backend is not tested in this run", allow_module_level=True)
 
 from guarded_memory import guard
-from line_of_work_kernel import line_of_work
+from iteration_space_kernel import iteration_space
 
 from diyfa.backends.cuda import backend as cuda
 from diyfa.backends.cuda.attention import decode, decode_combine, stream_k
@@ -99,7 +99,7 @@ def test_each_block_of_keys_is_seen_once(monkeypatch, rows_each, batch, programs
 @pytest.mark.parametrize(
     ("batch", "most", "rows"), [(1, 9, 0.6), (5, 100, 0.6), (33, 100, 0.3), (140, 30, 0.5), (3, 100, 0), (140, 30, 0)]
 )
-def test_the_line_of_work_has_each_tile_with_rows_once(batch, most, rows, programs, split_cost):
+def test_the_iteration_space_has_each_tile_with_rows_once(batch, most, rows, programs, split_cost):
     """Sequences without queries take nothing of it, wherever they stand. All may be without queries."""
     generator = random.Random(batch * programs + most)
     queries = [generator.randint(1, 3) if generator.random() < rows else 0 for _ in range(batch)]
@@ -129,7 +129,7 @@ def test_programs_have_whole_tiles_where_a_split_costs_more(programs, blocks, wh
         lengths=True, window_right=-1, arch=cuda.arch(torch.device(DEVICE)),
     )  # fmt: skip
     lengths, offsets = [n * BLOCK_N for n in blocks], [0, *accumulate(queries)]
-    assert bool(line_of_work(call, config, lengths, offsets, programs, [0], DEVICE).min_tile_work) == whole
+    assert bool(iteration_space(call, config, lengths, offsets, programs, [0], DEVICE).min_tile_work) == whole
     assert_line(call, config, lengths, offsets, queries, programs)
 
 
@@ -180,7 +180,7 @@ def assert_line(call, config, lengths, offsets, queries, programs) -> None:
     positions |= {*begins, *(x - 1 for x in begins), *(drawn.randrange(total + 1) for _ in range(9))}
     positions = sorted(x for x in positions if 0 <= x < total)
     positions = sorted(drawn.sample(positions, min(len(positions), 12))) or [0]
-    line = line_of_work(call, config, lengths, offsets, programs, positions, DEVICE)
+    line = iteration_space(call, config, lengths, offsets, programs, positions, DEVICE)
     assert line[:4] == (total, share, cost, min_tile_work)
     for position, found in zip(positions, line.tiles, strict=True):
         if total == 0:
@@ -275,7 +275,7 @@ def test_long_sequences_beside_short_ones(programs, split_cost, scans, lengths, 
 
 
 def test_one_program_shares_with_nobody(monkeypatch):
-    """Its share is the whole line of work: the results are those of `num_splits=1`, bit for bit; others' are not."""
+    """Its share is the whole iteration space: the results are those of `num_splits=1`, bit for bit; others' are not."""
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(3, 1, 4, 32, generator=generator)
     k, v = torch.randn(2, 3, 200, 2, 32, generator=generator)

@@ -345,7 +345,7 @@ def test_lengths_are_checked_when_a_call_is_repeated(recorder):
 
 
 CHANGES = {
-    "tuner": lambda patch: patch.setattr(tune._tuner, "cleared", tune._tuner.cleared + 1),
+    "tuner": lambda patch: patch.setattr(tune._tuner, "changes", tune._tuner.changes + 1),
     "hook": lambda patch: patch.setattr(launcher.knobs.runtime, "launch_enter_hook", lambda metadata: None),
 }
 

@@ -9,8 +9,10 @@ import os
 import threading
 import time
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
@@ -254,7 +256,8 @@ def test_the_fastest_of_the_others_where_the_default_cannot_run():
 class AskedTuner(tune.Tuner):
     """One that measures where it is asked to only."""
 
-    measures_unasked = False
+    def _measures_unasked(self):
+        return False
 
 
 def test_a_tuner_that_waits_to_be_asked(own_cache):
@@ -267,6 +270,37 @@ def test_a_tuner_that_waits_to_be_asked(own_cache):
     assert tuner.best("k", 2, TILES, kernel.run, Tile(32)) == Tile(32) and len(kernel.runs) == 3
     tuner.clear()
     assert tuner.best("k", 1, TILES, kernel.run, Tile(32)) == Tile(32) and len(kernel.runs) == 3
+
+
+@pytest.mark.parametrize("reason", ["a pack", "DIYFA_JIT=never"])
+def test_a_process_that_should_not_compile_measures_when_asked(own_cache, monkeypatch, reason):
+    """Until then the table's tile is settled, so that equal calls are repeated."""
+    if reason == "a pack":
+        monkeypatch.setattr(tune, "_has_pack", lambda: True)
+    else:
+        monkeypatch.setenv("DIYFA_JIT", "never")
+    kernel = FakeKernel()
+    tuner = tune.Tuner(kernel.timer, device=lambda: (0, "Test GPU"), may_measure=lambda: True, rounds=1)
+    assert not tuner.is_settled("k", 1)
+    assert tuner.best("k", 1, TILES, kernel.run, Tile(32)) == Tile(32) and kernel.runs == []
+    assert tuner.is_settled("k", 1)
+    before = tuner.state()
+    with tuner.measuring():
+        assert not tuner.is_settled("k", 1)
+        assert tuner.best("k", 1, TILES, kernel.run, Tile(32)) == Tile(64)
+    assert tuner.state() != before, "calls that repeat the table's tile must decide anew"
+    assert tuner.is_settled("k", 1) and not tuner.is_settled("k", 2)
+
+
+@pytest.mark.parametrize(
+    ("initialised", "pack", "found"), [(True, True, True), (True, False, False), (False, True, False)]
+)
+def test_whether_a_pack_serves_the_device(monkeypatch, initialised, pack, found):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialised)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    answers = {"sm_90": SimpleNamespace(pack=object() if pack else None)}
+    monkeypatch.setattr("diyfa.backends.cuda.runtime.pack.installed", answers.__getitem__)
+    assert tune._has_pack() == found
 
 
 def test_another_device_of_the_model_takes_what_was_measured(own_cache):

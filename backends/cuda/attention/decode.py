@@ -90,10 +90,10 @@ class DecodeConstants(Constants):
     chunks_apart is never set together with split, nor without chunk > 0.
     """
 
-    split: bool  # programs have shares of the line of work; else fixed chunks
+    split: bool  # programs have shares of the iteration space; else fixed chunks
     scan: int  # tiles whose work is added up at once
     one_scan: bool  # these are all tiles
-    long_line: bool  # positions on the line of work may need more than 32 bits
+    long_line: bool  # positions in the iteration space may need more than 32 bits
     one_round: bool  # all KV heads are walked at the same time: head_rounds is 1
     by_tile: bool  # `_combine_kernel` has programs for each tile; else for each share
     has_left: bool
@@ -384,7 +384,7 @@ def _decode_kernel(
 ):  # fmt: skip
     """Attend to the blocks of keys that the schedule (`stream_k.py`) gives this program.
 
-    1. Find the program's share of the line of work, or its fixed chunk.
+    1. Find the program's share of the iteration space, or its fixed chunk.
     2. For each chunk load the queries, and attend to its blocks of keys.
     3. If the chunk is a whole tile, normalise the sums and write out and lse. Else write the sums to a slot of the
        workspace, for the combine kernel.

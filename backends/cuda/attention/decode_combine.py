@@ -208,7 +208,7 @@ def _combine_in_order_kernel(
         store_rows(acc, l_i, m_i, rows, 0, b, owner % heads_kv, first_q, n_queries, outputs, packed, c)
 
 
-# What `_decode_kernel` alone reads: how it loads keys and forms scores. The kernels here are compiled without it.
+# Constants that only `_decode_kernel` reads, to load keys and form scores. The kernels here are compiled without them.
 _NOT_COMBINED: dict[str, Any] = {
     "softcap": False, "alibi": False, "head_dim": 0, "block_d": 0, "block_d_tail": 0, "page_size": 0, "one_page": False,
     "value_pairs": False, "values_in_keys": False, "widen": False, "chunks_apart": False,

@@ -1,7 +1,7 @@
 """The schedule of the kernels over a KV cache: which program attends to which blocks of keys, and where sums wait.
 
 **Stream-K** (Osama et al. 2023, arXiv:2301.03598). A tile is BLOCK_M rows of one sequence. The blocks of keys of all
-tiles lie on one line, tile after tile:
+tiles form one linear iteration space, the line, tile after tile:
 
     line      |        tile 0        | tile 1 |           tile 2            |
     shares    |     share 0     |     share 1     |     share 2     | share 3 |
@@ -57,7 +57,7 @@ COMBINED_PROGRAMS = 1024  # the fewest programs of `_combine_kernel`, if each ha
 
 @triton.jit
 def divide_line(n_blocks, n_tiles, most_blocks, head_rounds, n_shares, SPLIT_COST: tl.constexpr):
-    """Divide the line of work of `n_tiles` tiles with `n_blocks` blocks in all, `most_blocks` in the longest.
+    """Divide the iteration space of `n_tiles` tiles with `n_blocks` blocks in all, `most_blocks` in the longest.
 
     Returns (length of the line, length of a share, `cost`). `cost` is (tile_cost, min_tile_work): what starting a tile
     adds to its blocks, and the least that a tile takes on the line.
@@ -124,7 +124,7 @@ def partials_slot(program, begins_tile):
     return 2 * program + begins_tile
 
 
-# ---- The line of work, from lengths on the device
+# ---- The iteration space, from lengths on the device
 
 
 @triton.jit
@@ -138,7 +138,7 @@ def _count_blocks(start, batch, blocks_m, lengths, mask, c: tl.constexpr):
 
 
 @triton.jit
-def line_of_work(n_shares, batch, blocks_m, head_rounds, lengths, mask, c: tl.constexpr):
+def iteration_space(n_shares, batch, blocks_m, head_rounds, lengths, mask, c: tl.constexpr):
     """Add up the work of all tiles and divide it.
 
     Returns (length of the line, length of a share, `cost` of `divide_line`, blocks of the first SCAN tiles). Positions
@@ -194,7 +194,8 @@ def begin_share(batch, blocks_m, head_rounds, lengths, mask, c: tl.constexpr):
     Returns (position where the share begins, where it ends, the tile at its beginning, position where this tile begins,
     `cost` of `divide_line`).
     """
-    length, share, cost, first_counts = line_of_work(tl.num_programs(1), batch, blocks_m, head_rounds, lengths, mask, c)
+    n_shares = tl.num_programs(1)
+    length, share, cost, first_counts = iteration_space(n_shares, batch, blocks_m, head_rounds, lengths, mask, c)
     position = tl.minimum(tl.program_id(1) * share, length)
     share_end = tl.minimum(position + share, length)
     tile, tile_start = tile_at(position, first_counts, cost, batch, blocks_m, head_rounds, lengths, mask, c)
@@ -221,7 +222,7 @@ def find_shared_tile(n_shares, heads_kv, batch, blocks_m, lengths, mask, c: tl.c
     hk = tl.program_id(1)
     heads_in_parallel = tl.num_programs(1)
     head_rounds = 1 if c.ONE_ROUND else heads_kv // heads_in_parallel
-    length, share, cost, first_counts = line_of_work(n_shares, batch, blocks_m, head_rounds, lengths, mask, c)
+    length, share, cost, first_counts = iteration_space(n_shares, batch, blocks_m, head_rounds, lengths, mask, c)
     tile_cost, _ = cost
     if c.BY_TILE:
         tile = tl.program_id(2) // head_rounds
@@ -317,7 +318,7 @@ def store_fixed_chunk(acc, l_i, m_i, chunk, chunks_per_tile, rows_per_tile, memo
 
 
 def is_split(problem: KVCacheProblem) -> bool:
-    """Whether programs share the line of work. Chunks are fixed with `num_splits=1` and in batch-invariant mode."""
+    """Return whether programs share the iteration space. Otherwise each tile has fixed chunks."""
     return not problem.batch_invariant and problem.num_splits != 1
 
 
@@ -343,7 +344,7 @@ def tiles_per_scan(problem: KVCacheProblem, config: DecodeConfig) -> int:
 
 
 def has_long_line(problem: KVCacheProblem, config: DecodeConfig) -> bool:
-    """Whether positions on the line may need more than 32 bits."""
+    """Return whether positions on the line may need more than 32 bits."""
     blocks = cdiv(problem.capacity, config.block_n)
     return _count_tiles(problem, config) * problem.heads_kv * (blocks + 1) >= 1 << 28
 

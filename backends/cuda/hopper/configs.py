@@ -24,7 +24,7 @@ ROW_BOUND = 1 << 30  # row at which all sequences end in a ragged descriptor
 # Keys times head_dim from which on the kernel pays in dense calls of any size: it costs the host 2 us more than the
 # portable one. Packed calls need new descriptors for each number of tokens. Calls with lengths were not measured.
 LONG_KV_LOOP = 1 << 14
-# As LONG_KV_LOOP, for calls of fewer queries than a tile has. Figures: `SMALL_CALLS` in attention/decode_configs.py.
+# LONG_KV_LOOP for calls with fewer queries than a tile. Figures: `SMALL_CALLS` in attention/decode_configs.py.
 FEW_QUERIES_KV_LOOP = 1 << 17
 SHORT_KV_LOOP = 128  # keys per query; with heads of 64 columns, the portable kernel takes 0.7 of the time
 # A program fills a multiprocessor, and an H200 has 132 of them. With fewer tiles, smaller tiles use the GPU better.

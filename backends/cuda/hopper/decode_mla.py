@@ -167,7 +167,7 @@ class Chunk:
 
 @aggregate
 class Share:
-    """What is left of a program's share of the line of work (`attention/stream_k.py`).
+    """The rest of a program's share of the iteration space (`attention/stream_k.py`).
 
     It fits 32 bits: more blocks would take a program hours.
     """
@@ -214,9 +214,9 @@ class Share:
 
 @gluon.jit
 def _share_of_line(sizes):
-    """Find this program's share of the line of work.
+    """Find this program's share of the iteration space.
 
-    The rule is that of the portable kernel. Only the vectors are formed valid_entry, for Gluon has them with layouts.
+    The scalar rule comes from `stream_k.py`. This function forms only the vectors, which need layouts in Gluon.
     """
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     head_rounds = sizes.heads_kv // gl.num_programs(0)

@@ -1,4 +1,4 @@
-"""Which calls the Hopper kernel for a latent cache (`hopper/decode_mla.py`) takes, and its tile."""
+"""Refusals of the Hopper kernel for a latent cache (`hopper/decode_mla.py`), and its tile."""
 
 from __future__ import annotations
 

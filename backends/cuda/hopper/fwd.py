@@ -710,7 +710,8 @@ def _fwd_sm90_kernel(
     """
     DTYPE: gl.constexpr = q_tensor.dtype
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    # Products read Q and K box by box, V in runs of boxes (`run_of`). Out is stored in runs, and may leave through Q's.
+    # Products read Q and K box by box, and V in several adjacent boxes (`run_of`). Out is stored like V, and may
+    # leave through Q's buffers.
     Q_BUFFERS: gl.constexpr = buffer_count(config.CONSUMERS, config.BOXES, not config.OWN_O and not config.DIRECT)
     q_buffers = gl.allocate_shared_memory(DTYPE, [Q_BUFFERS] + q_tensor.block_shape, q_tensor.layout)
     K_STAGES: gl.constexpr = config.STAGES if config.ONE_RING else config.STAGES // 2

@@ -203,9 +203,9 @@ def stored_binary(arch: str, launch: Launch, signature: Signature) -> StoredBina
     key = None if why_unknown() else key_of_binary(arch, launch, signature)
     found = None if key is None else find_binary(arch, key)
     if found is None:
-        from diyfa.backends.cuda.runtime.jit import compile_with_notice
+        from diyfa.backends.cuda.runtime.jit import compile_with_message
 
-        found = compile_with_notice(arch, launch, signature)
+        found = compile_with_message(arch, launch, signature)
         folder = cache_folder()
         if key is not None and folder is not None:
             folder.put(key, found)

@@ -1,4 +1,4 @@
-"""Compilation in a user's call by Triton's compiler. A slow compilation prints a notice.
+"""Compilation in a user's call by Triton's compiler. A slow compilation prints a message.
 
 The environment variable DIYFA_JIT allows it ("auto", the default) or forbids it ("never").
 """
@@ -25,7 +25,7 @@ from diyfa.backends.cuda.runtime.pack import installed
 if TYPE_CHECKING:
     from diyfa.problem import Launch
 
-NOTICE_AFTER = 1.0  # seconds
+MESSAGE_AFTER = 1.0  # seconds
 
 
 def triton_source(kernel: Any, source: Source) -> Any:
@@ -71,7 +71,7 @@ def stored(compiled: Any, kinds: Kinds) -> StoredBinary:
 
 
 def compile_binary(arch: str, launch: Launch, signature: Signature) -> StoredBinary:
-    """Compile the kernel of `launch`, without a notice, and without a look in the pack and the cache folder."""
+    """Compile the kernel of `launch`, without a message, and without a look in the pack and the cache folder."""
     return stored(compile_for(arch, launch, signature), signature.kinds)
 
 
@@ -89,23 +89,23 @@ def _what_spares_it() -> str:
     return "It is kept there for later processes, such as one that runs a model once before others serve it"
 
 
-_noticed: list[bool] = []
+_printed: list[bool] = []
 
 
 @contextmanager
-def _notice(arch: str, launch: Launch) -> Iterator[None]:
-    """Print a line if the block takes longer than NOTICE_AFTER, once per process."""
+def _message(arch: str, launch: Launch) -> Iterator[None]:
+    """Print a line if the block takes longer than MESSAGE_AFTER, once per process."""
 
     def say() -> None:
-        if not _noticed:
-            _noticed.append(True)
+        if not _printed:
+            _printed.append(True)
             what = f"diyfa is compiling {launch.kernel.fn.__name__} for {arch}, which takes seconds"
             print(f"{what}: {_why_it_is_missing(arch)}. {_what_spares_it()}.", file=sys.stderr, flush=True)
 
-    if _noticed:
+    if _printed:
         yield
         return
-    timer = threading.Timer(NOTICE_AFTER, say)
+    timer = threading.Timer(MESSAGE_AFTER, say)
     timer.daemon = True
     timer.start()
     try:
@@ -114,8 +114,8 @@ def _notice(arch: str, launch: Launch) -> Iterator[None]:
         timer.cancel()
 
 
-def compile_with_notice(arch: str, launch: Launch, signature: Signature) -> StoredBinary:
-    """Compile the kernel of `launch` in a user's call, with a notice if it is slow.
+def compile_with_message(arch: str, launch: Launch, signature: Signature) -> StoredBinary:
+    """Compile the kernel of `launch` in a user's call, with a message if it is slow.
 
     Raises:
         RuntimeError: DIYFA_JIT=never.
@@ -126,5 +126,5 @@ def compile_with_notice(arch: str, launch: Launch, signature: Signature) -> Stor
         raise RuntimeError(
             f"{what}: {_why_it_is_missing(arch)}. Run the call once with DIYFA_JIT=auto: the folder keeps it"
         )
-    with _notice(arch, launch):
+    with _message(arch, launch):
         return compile_binary(arch, launch, signature)

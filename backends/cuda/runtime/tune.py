@@ -1,7 +1,8 @@
 """The autotuner of the CUDA backend: `diyfa.tuning` with Triton's timer and errors, and the current CUDA device.
 
-A problem is measured at its first call. If nothing can be measured, `best` says what it returns. The environment
-variable DIYFA_AUTOTUNE=0 or `set_enabled` turns tuning off. DIYFA_CACHE_DIR moves the file.
+A problem is measured at its first call, since its candidates are compiled for it. In a process that should not compile,
+because a pack is installed or DIYFA_JIT=never, only `diyfa tune` measures. If nothing can be measured, `best` says what
+it returns. The environment variable DIYFA_AUTOTUNE=0 or `set_enabled` turns tuning off. DIYFA_CACHE_DIR moves the file.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 import triton
 
 from diyfa import tuning as shared
+from diyfa.arch import gpu_arch_name
 from diyfa.backends.cuda.runtime.launch import is_interpreting, may_compile
 from diyfa.problem import Tuning
 from diyfa.tuning import ROUNDS, diyfa_version
@@ -70,6 +72,9 @@ class Tuner(shared.Tuner):
     def _device(self) -> tuple[int, str] | None:
         return self._current_device()
 
+    def _measures_unasked(self) -> bool:
+        return may_compile() and not _has_pack()
+
     def _may_measure(self) -> bool:
         return self._measurable()
 
@@ -89,6 +94,15 @@ def _current_device() -> tuple[int, str] | None:
         return None
     index = torch.cuda.current_device()
     return index, torch.cuda.get_device_name(index)
+
+
+def _has_pack() -> bool:
+    """Return whether a pack serves the current device."""
+    from diyfa.backends.cuda.runtime.pack import installed
+
+    return torch.cuda.is_initialized() and (
+        installed(gpu_arch_name(*torch.cuda.get_device_capability())).pack is not None
+    )
 
 
 def _may_measure() -> bool:

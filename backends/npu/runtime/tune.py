@@ -47,7 +47,6 @@ def _time(run: Callable[[], None]) -> float:
 class Tuner(shared.Tuner):
     """`diyfa.tuning.Tuner` on NPUs. `device` replaces the query for the current device, in tests."""
 
-    measures_unasked = False
     device_needed = "there is no NPU to measure on"
 
     def __init__(
@@ -61,6 +60,9 @@ class Tuner(shared.Tuner):
 
     def _device(self) -> tuple[int, str] | None:
         return self.device()
+
+    def _measures_unasked(self) -> bool:
+        return False
 
     def unavailable(self) -> str | None:
         if os.environ.get(VARIABLE):

@@ -1,4 +1,4 @@
-"""Which tile a position on the line of work lies in, as `stream_k.py` computes it: without keys, so of any length."""
+"""The tile of a position in the iteration space, as `stream_k.py` computes it: without keys, so of any length."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from diyfa.backends.cuda.attention.decode_configs import DecodeConfig
 from diyfa.backends.cuda.runtime.launcher import launch_kernel
 from diyfa.problem import KVCacheProblem, Launch
 
-line_of_work_of = stream_k.line_of_work
+iteration_space_of = stream_k.iteration_space
 start_of_tile = stream_k.start_of_tile
 tile_at = stream_k.tile_at
 
@@ -26,7 +26,7 @@ def _positions_kernel(
 ):  # fmt: skip
     lengths = ((cu_seqlens_q_ptr, None, seqlens_ptr, None), (seqlen_q, total_q, 0, 0, 0, capacity))
     mask = (group, -1, -1)
-    length, share, cost, first_counts = line_of_work_of(n_shares, batch, blocks_m, head_rounds, lengths, mask, c)
+    length, share, cost, first_counts = iteration_space_of(n_shares, batch, blocks_m, head_rounds, lengths, mask, c)
     tile_cost, min_tile_work = cost
     position = tl.load(positions_ptr + tl.program_id(0)).to(length.dtype)
     tile, begin = tile_at(position, first_counts, cost, batch, blocks_m, head_rounds, lengths, mask, c)
@@ -43,7 +43,7 @@ def _positions_kernel(
 
 
 class Line(NamedTuple):
-    """The line of work of a call, and the tiles at some positions."""
+    """The iteration space of a call, and the tiles at some positions."""
 
     length: int
     share: int
@@ -52,7 +52,7 @@ class Line(NamedTuple):
     tiles: list[tuple[int, int, int]]  # for each position: the tile; where it begins, computed in two ways
 
 
-def line_of_work(
+def iteration_space(
     problem: KVCacheProblem,
     config: DecodeConfig,
     lengths: list[int],
