@@ -31,7 +31,7 @@ RESULTS = Path(__file__).parent / "results"
 ATTENTIONS = ("sdpa", "flash_attention_2", "diyfa")
 
 
-def model_of(attention: str, device: torch.device, shrink: int) -> Any:
+def parse_model(attention: str, device: torch.device, shrink: int) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -99,7 +99,7 @@ def main() -> None:
         alias_flash_attn()  # before transformers is imported
     use_in_transformers()
     attentions = [x for x in arguments.attention if x != "flash_attention_2" or device.type == "cuda"]
-    models = {attention: model_of(attention, device, arguments.shrink) for attention in attentions}
+    models = {attention: parse_model(attention, device, arguments.shrink) for attention in attentions}
     times: dict[tuple[str, str], list[float]] = {}
     with diyfa.use_backend("cpu") if device.type == "cpu" else nullcontext():
         for turn in range(1 + arguments.rounds):  # the first round compiles the kernels and does not count

@@ -12,8 +12,8 @@ from diyfa import ops, registry, validation
 from diyfa.keywords import refuse_unknown, without_unknown
 from diyfa.kvcache import attend_packed, explain_packed
 from diyfa.ops import new_rng_state
-from diyfa.options import DIFFERENTIABLE, UNBOUNDED, WHOLE, AttentionOptions, Lengths, tensors_given, tensors_of
-from diyfa.plan import autocast_dtype, find, is_described_only, key_of
+from diyfa.options import DIFFERENTIABLE, UNBOUNDED, WHOLE, AttentionOptions, Lengths, optional_from_arguments, optional_tensors
+from diyfa.plan import autocast_dtype, find, is_described_only, call_key
 from diyfa.problem import LAYOUTS, VARLEN
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -128,11 +128,11 @@ def attend(
     given["backend"] = given.get("backend") or registry.forced_backend()
     given["batch_invariant"] = registry.is_batch_invariant()
     given["packing"] = packing
-    optional = tensors_given(lengths, given)
+    optional = optional_from_arguments(lengths, given)
     plan = key = None
     if not packing:
         q, k, v = tensors
-        key = key_of(q, k, v, lengths, given.values(), optional)
+        key = call_key(q, k, v, lengths, given.values(), optional)
         plan = find(key)
     if plan is None:
         if key is None and any(validation.is_dtensor(x) for x in tensors):
@@ -149,7 +149,7 @@ def attend(
             cast = _as_4d(q, k, v, lengths.seq_lens)
         q, k, v = _views(packing, cast, list(owners), layout)
         if packing or any(x is not y for x, y in zip(cast, tensors, strict=True)):
-            key = key_of(q, k, v, lengths, given.values(), optional)
+            key = call_key(q, k, v, lengths, given.values(), optional)
             plan = find(key)
         tensors = cast
     one, two, three = (*tensors, None, None)[:3]
@@ -165,7 +165,7 @@ def attend(
         options = checked_options(q, k, v, lengths, given, words)
         if key is not None and not is_described_only(q):
             plan = ops.plan_of(q, k, v, lengths, options, key)
-            found = ops.run_plan(plan, (one, two, three), tensors_of(lengths, options), returns_lse)
+            found = ops.run_plan(plan, (one, two, three), optional_tensors(lengths, options), returns_lse)
         else:
             found = ops.attend(one, two, three, lengths, options)
             found = found if returns_lse else found[0]
@@ -445,6 +445,6 @@ def explain(
     if not options.needs_grad:
         return forward
     problem = problem.replace(batch_invariant=False)  # as `Plan.backward` does
-    variant = registry.variant_of("attention_bwd", chosen, variant, problem)
+    variant = registry.op_variant("attention_bwd", chosen, variant, problem)
     backward = registry.explain_choice("attention_bwd", problem, q.device, backend or "", variant)
     return replace(forward, backward=backward)

@@ -27,7 +27,7 @@ from diyfa.kvcache_ops import (
     without_backward,
 )
 from diyfa.options import UNBOUNDED, WHOLE
-from diyfa.plan import autocast_dtype, find, is_described_only, key_of, remember
+from diyfa.plan import autocast_dtype, find, is_described_only, call_key, remember
 from diyfa.problem import VARLEN, KVCacheTensors, NewKeys
 
 KVCacheResult = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -42,7 +42,7 @@ _OPTIONAL = (
     "sinks", "k_descale", "v_descale", "k", "v", "rotary_cos", "rotary_sin", "out",
 )  # fmt: skip
 _TABLE = _OPTIONAL.index("block_table")
-_OPTIONAL_OF_PACKED = ("seqused_k", *_OPTIONAL[1:])
+_PACKED_OPTIONAL = ("seqused_k", *_OPTIONAL[1:])
 
 
 class _Call(NamedTuple):
@@ -78,7 +78,7 @@ class _Call(NamedTuple):
 
     def given(self) -> dict[str, Any]:
         """Return the optional tensors that are given, by the caller's names for them."""
-        names = _OPTIONAL_OF_PACKED if self.is_packed else _OPTIONAL
+        names = _PACKED_OPTIONAL if self.is_packed else _OPTIONAL
         return {name: x for name, x in zip(names, self.optional, strict=True) if x is not None}
 
 
@@ -387,7 +387,7 @@ def _bind(call: _Call, length: int, plan: KVCachePlan | None = None) -> tuple[KV
     new_k, new_v, cos, sin = optional[_BOUND:-1]
     if call.is_full:
         length = _capacity(k, optional[_TABLE])
-    if plan is None or not plan.binds_given:
+    if plan is None or not plan.binds_without_copies:
         rest = [x if x is None else _as_backends_read(i, x, call) for i, x in enumerate(rest)]
     if plan is None:
         scale, added = q.shape[-1] ** -0.5 if scale is None else float(scale), 0 if new_k is None else new_k.shape[1]
@@ -403,7 +403,7 @@ def _attend(call: _Call, length: int, max_seqlen_k: int, returns_lse: bool) -> A
     """Run a call -> (out, lse if `returns_lse`, …). Equal calls may differ in `length`, which is that of all sequences
     if no tensor has lengths, and in `max_seqlen_k`, which packed queries have."""
     q, k, v, optional = call[:4]
-    key = key_of(q, k, v, WHOLE, call[4:], optional, over_cache=True)
+    key = call_key(q, k, v, WHOLE, call[4:], optional, over_cache=True)
     plan = find(key)
     if plan is None:
         cast = _autocast(call)
@@ -418,7 +418,7 @@ def _attend(call: _Call, length: int, max_seqlen_k: int, returns_lse: bool) -> A
         plan = Operators(call.options, needs_grad((q, k, v, *optional), out))
     elif plan is None:
         plan = KVCachePlan(tensors, call.options, new, out)
-        plan.binds_given = all(map(is_, tensors[-_BOUND:], optional))
+        plan.binds_without_copies = all(map(is_, tensors[-_BOUND:], optional))
         plan.reads_values = q.is_cpu or not (call.is_packed or tensors.seqlens is not None)
         plan.wants_grad = needs_grad((q, k, v, *optional), out)
         remember(key, plan)
@@ -542,7 +542,7 @@ def _packed_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: dict[
         raise ValueError("dropout_p belongs to training; block_table, seqused_k and out to inference")
     (left, right), longest = given["window"], given["max_seqlen_k"]
     return _Call(
-        q, k, v, tuple(map(given.get, _OPTIONAL_OF_PACKED)), given["sm_scale"], given["scale_name"], True, False,
+        q, k, v, tuple(map(given.get, _PACKED_OPTIONAL)), given["sm_scale"], given["scale_name"], True, False,
         VARLEN, left, 0 if given["causal"] else right, given["softcap"], given["max_seqlen_q"],
         longest if given["block_table"] is None else bucket(longest), given["num_splits"],
         registry.is_batch_invariant(), given["backend"] or registry.forced_backend(), given["variant"],

@@ -178,7 +178,7 @@ def bucket(length: int) -> int:
     return 1 << (length - 1).bit_length() if length > 0 else 0
 
 
-def capacity_of(tensors: KVCacheTensors, max_seqlen_k: int) -> int:
+def sequence_capacity(tensors: KVCacheTensors, max_seqlen_k: int) -> int:
     """Return the most keys that a sequence can have."""
     k_cache, table = tensors.k_cache, tensors.block_table
     if k_cache.dim() == 3:
@@ -192,7 +192,7 @@ def describe_kvcache(
 ) -> KVCacheProblem:
     """Return the problem of one call. `out` is the caller's tensor for the result."""
     q, k_cache, v_cache = tensors.q, tensors.k_cache, tensors.v_cache
-    packed, capacity = options.layout == VARLEN, capacity_of(tensors, options.max_seqlen_k)
+    packed, capacity = options.layout == VARLEN, sequence_capacity(tensors, options.max_seqlen_k)
     offsets = tensors.cu_seqlens_q
     left, right = options.window_left, options.window_right
     seqlen_q = min(options.max_seqlen_q, q.shape[0]) if packed else q.shape[1]
@@ -295,7 +295,7 @@ class KVCachePlan:
     """The plan of a call: the steps that append new keys and attend, and all else that equal calls have in common."""
 
     __slots__ = (
-        "_append", "_attend", "_computes_nothing", "_reach", "added", "binds_given", "problem", "reads_values", "scale",
+        "_append", "_attend", "_computes_nothing", "_reach", "added", "binds_without_copies", "problem", "reads_values", "scale",
         "wants_grad",
     )  # fmt: skip
 
@@ -322,9 +322,9 @@ class KVCachePlan:
                 self._append = step
         self._computes_nothing = _computes_nothing(tensors, options)
         self.scale, self.added = tensors.sm_scale, tensors.added
-        # Set by the front end. `binds_given`: kernels read the caller's tensors, no copies or views of them.
+        # Set by the front end. `binds_without_copies`: kernels read the caller's tensors, no copies or views of them.
         # `reads_values`: the host can check lengths or tables. `wants_grad`: an input requires a gradient in grad mode.
-        self.binds_given = self.reads_values = self.wants_grad = False
+        self.binds_without_copies = self.reads_values = self.wants_grad = False
 
     def run(
         self, tensors: KVCacheTensors, new: NewKeys | None, out: torch.Tensor | None, returns_lse: bool = True
@@ -408,7 +408,7 @@ class _NoBackward(torch.autograd.Function):
         return (None, *(torch.ops.diyfa.kvcache_bwd(*x) for x in ctx.inputs))  # an operator: tracing must not raise
 
 
-def _takes_grad_fn(x: torch.Tensor, inputs: Sequence[torch.Tensor]) -> bool:
+def _can_get_grad_fn(x: torch.Tensor, inputs: Sequence[torch.Tensor]) -> bool:
     """Return whether a result can get a grad_fn: it is no view, no leaf that requires a gradient, and no input."""
     is_leaf = x.is_leaf and x.requires_grad
     return not (torch.compiler.is_compiling() or x._is_view() or is_leaf or any(x is y for y in inputs))
@@ -417,7 +417,7 @@ def _takes_grad_fn(x: torch.Tensor, inputs: Sequence[torch.Tensor]) -> bool:
 def without_backward(pair: Sequence[Any], tensors: Sequence[Any], out: torch.Tensor | None) -> Pair:
     """Return out and lse of a call whose `tensors` require a gradient, or aliases, with a grad_fn that raises."""
     inputs = _differentiable(tensors, out)
-    results = tuple(x if _takes_grad_fn(x, inputs) else x.detach() for x in pair[:2])
+    results = tuple(x if _can_get_grad_fn(x, inputs) else x.detach() for x in pair[:2])
     return _NoBackward.apply(results, *inputs)
 
 

@@ -11,13 +11,13 @@ from diyfa import ops, registry, validation
 from diyfa.attention import autocast
 from diyfa.keywords import refuse_unknown, without_unknown
 from diyfa.options import WHOLE
-from diyfa.plan import find, is_described_only, key_of
+from diyfa.plan import find, is_described_only, call_key
 
 PRECISIONS = ("tf32", "ieee")
 _has_warned = False
 
 
-def _warn_of_half() -> None:
+def _warn_about_half() -> None:
     """Warn once in a process that the result of float32 matrices is float16: documented, but surprising."""
     global _has_warned
     if not _has_warned:
@@ -68,7 +68,7 @@ def triton_matmul(
     backend = backend or registry.forced_backend()
     blocks = (block_m, block_n, block_k)
     asked = ("triton_matmul", *blocks, type(use_autotune), use_autotune, precision, out_dtype, backend)
-    key = key_of(a, b, b, WHOLE, asked, ())
+    key = call_key(a, b, b, WHOLE, asked, ())
     plan = find(key)
     if plan is not None:
         return plan.run(a, b)
@@ -94,5 +94,5 @@ def triton_matmul(
     options = tile, use_autotune, precision or "ieee", compute_dtype, out_dtype, backend
     product = ops.matmul(a, b, *options) if key is None else ops.product_plan(a, b, key, *options).run(a, b)
     if is_unasked and not torch.compiler.is_compiling():
-        _warn_of_half()
+        _warn_about_half()
     return product

@@ -20,14 +20,14 @@ from pathlib import Path
 from diyfa.arch import npu_spec
 from diyfa.device import NPUCapabilities, NPUStatus, detect_npu, npu_status
 from diyfa.npu_stacks import (
-    COMPILER_OF_CANN_8_5,
+    CANN_8_5_COMPILER,
     COMPILERS,
     TRITON_ASCEND,
     TRITON_ASCEND_CANN,
     TRITON_ASCEND_PYTHON,
     installed_version,
     release,
-    stack_of,
+    documented_stack,
     torch_npu_for,
     triton_problem,
 )
@@ -36,7 +36,7 @@ from diyfa.tuning import home_folder
 FINE, UNTESTED, WRONG = "fine", "untested", "wrong"
 CANN_VARIABLES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
 # (CANN, set_env.sh) below the folder "Ascend", since 8.5.0 and before.
-CANN_PLACES = (("cann", "cann/set_env.sh"), ("ascend-toolkit/latest", "ascend-toolkit/set_env.sh"))
+CANN_FOLDERS = (("cann", "cann/set_env.sh"), ("ascend-toolkit/latest", "ascend-toolkit/set_env.sh"))
 NOT_STARTED = (126, 127)  # exit statuses of a program that cannot be executed, or whose libraries are missing
 COMPILER_SECONDS = 30  # time limit of `bishengir-compile --version`, which reads no input
 
@@ -100,13 +100,13 @@ def cann_version(machine: Machine) -> str | None:
 
 
 def _scripts(machine: Machine) -> list[Path]:
-    scripts = [folder / script for folder in machine.folders for _, script in CANN_PLACES]
+    scripts = [folder / script for folder in machine.folders for _, script in CANN_FOLDERS]
     return [script for script in scripts if os.path.exists(script)]  # Path.exists raises without permission
 
 
 def _installed(machine: Machine) -> list[str]:
     """Return "VERSION in FOLDER" for each CANN in the default folders."""
-    places = [folder / place for folder in machine.folders for place, _ in CANN_PLACES]
+    places = [folder / place for folder in machine.folders for place, _ in CANN_FOLDERS]
     return [f"{version} in {place}" for place in places if (version := _cann_in(place))]
 
 
@@ -129,7 +129,7 @@ def _cann(machine: Machine) -> Finding:
     if release(version) < release(TRITON_ASCEND_CANN):
         remedy = f"triton-ascend {TRITON_ASCEND} is made for CANN {TRITON_ASCEND_CANN}: install that or a later one"
         return Finding("CANN", found, WRONG, remedy)
-    stack = stack_of(torch_npu)
+    stack = documented_stack(torch_npu)
     if stack and stack.cann and release(version) != release(stack.cann):
         better = torch_npu_for(stack.torch, version)
         remedy = f"torch_npu {torch_npu} is documented for CANN {stack.cann}"
@@ -154,7 +154,7 @@ def _set_env(machine: Machine) -> Finding:
         return Finding(part, told, WRONG, f"there is no such folder, or it is closed: {source or 'install CANN'}")
     if source:
         return Finding(part, found, WRONG, source)
-    looked = " or ".join(str(machine.folders[0] / script) for _, script in CANN_PLACES)
+    looked = " or ".join(str(machine.folders[0] / script) for _, script in CANN_FOLDERS)
     return Finding(part, found, WRONG, f"looked for {looked} (before CANN 8.5.0): install CANN, then source it")
 
 
@@ -179,7 +179,7 @@ def _compiler(machine: Machine) -> Finding:
     if done.returncode or version is None:
         return Finding(part, path, UNTESTED, f"--version says {said!r}")
     found = f"{version[1]} of {date[0]} in {path}" if date else f"{version[1]} in {path}"
-    if version[1] == COMPILER_OF_CANN_8_5:
+    if version[1] == CANN_8_5_COMPILER:
         remedy = "it refuses most tiles; slower ones take their place, with a warning: `diyfa tune` finds the fastest"
         return Finding(part, found, UNTESTED, remedy)
     if version[1] not in COMPILERS:
@@ -250,7 +250,7 @@ def _torch(machine: Machine) -> Finding:
         its_torch = ".".join(map(str, release(torch_npu)))
         remedy = f"they must be of one release: torch=={its_torch}" + (f", or torch_npu=={wanted}" if wanted else "")
         return Finding(part, found, WRONG, remedy)
-    if stack_of(torch_npu) is None:
+    if documented_stack(torch_npu) is None:
         remedy = "not in diyfa's table of pairs" + (f"; torch_npu=={wanted} is, for this torch" if wanted else "")
         return Finding(part, found, UNTESTED, remedy)
     return Finding(part, found, FINE)

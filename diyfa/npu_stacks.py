@@ -17,9 +17,9 @@ TRITON_ASCEND = "3.2.0"
 TRITON_ASCEND_CANN = "8.5.0"  # the oldest CANN that its installation guide names
 TRITON_ASCEND_PYTHON = ((3, 10), (3, 11))  # versions with wheels, among those that diyfa supports
 # COMPILERS: versions, as `bishengir-compile --version` prints them, that compile every shipped tile; 1.1.0 has the date
-# of CANN 9.0.0. COMPILER_OF_CANN_8_5 (ascendnpu-ir 1.0.0) compiles the conservative tiles and refuses most others.
+# of CANN 9.0.0. CANN_8_5_COMPILER (ascendnpu-ir 1.0.0) compiles the conservative tiles and refuses most others.
 COMPILERS = ("1.1.0", "1.2.0")
-COMPILER_OF_CANN_8_5 = "0.1.0"
+CANN_8_5_COMPILER = "0.1.0"
 TRITON_REMEDY = (
     f"pip uninstall -y triton triton-ascend && pip install --no-deps --no-cache-dir triton-ascend=={TRITON_ASCEND}, "
     "after everything else, in an environment without NVIDIA's Triton"
@@ -59,7 +59,7 @@ def release(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in leading.group().split(".")) if leading else ()
 
 
-def stack_of(torch_npu: str) -> Stack | None:
+def documented_stack(torch_npu: str) -> Stack | None:
     """Return the documented combination with this release of torch_npu, or None."""
     return next((stack for stack in STACKS if stack.torch_npu == torch_npu.split("+")[0]), None)
 

@@ -25,15 +25,15 @@ from diyfa.options import (
     AttentionOptions,
     Lengths,
     bind,
-    facts_of,
+    problem_fields,
     pack,
     tensors_among,
-    tensors_of,
+    optional_tensors,
     unpack,
     with_tensors,
     without_tensors,
 )
-from diyfa.plan import Plan, ProductPlan, find, key_of, may_be_read, remember, runs_at_once
+from diyfa.plan import Plan, ProductPlan, find, call_key, may_be_read, remember, runs_at_once
 from diyfa.problem import (
     LAYOUTS,
     VARLEN,
@@ -56,7 +56,7 @@ _INF = float("inf")
 # Behind q, k and v every attention operator takes the rows of `diyfa.features`. `variant` names a forward kernel; the
 # backward pass takes its own kernel of that name, if there is one.
 _FEATURE_GRADIENTS = tuple(feature.gradient for feature in GRADIENTS)
-PLACES = {feature.name: 3 + i for i, feature in enumerate(GRADIENTS)}  # of gradients in the result of `differentiate`
+GRADIENT_INDEX = {feature.name: 3 + i for i, feature in enumerate(GRADIENTS)}  # of gradients in the result of `differentiate`
 _SAVED = "Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
 _lib = torch.library.Library("diyfa", "DEF")
 _lib.define(f"attention_fwd(Tensor q, Tensor? k, Tensor? v, str packing, {SCHEMA}) -> (Tensor out, Tensor lse)")
@@ -75,7 +75,7 @@ _lib.define(
 )
 
 
-def bounds_that_exclude(left: int, right: int, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
+def normalised_window(left: int, right: int, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
     """Return a window's bounds, -1 for one beyond every key: the last query is at key Sk - 1, the first at Sk - Sq."""
     return -1 if 0 < left >= seqlen_k else left, -1 if 0 < right >= seqlen_q > 0 else right
 
@@ -93,7 +93,7 @@ def describe_attention(
     backend: Backend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, options: AttentionOptions
 ) -> AttentionProblem:
     """Return the problem of one call."""
-    facts = facts_of(lengths, options)
+    facts = problem_fields(lengths, options)
     q_shape, k_shape, layout = q.shape, k.shape, options.layout
     if layout == VARLEN:
         total_q, heads_q, head_dim = q_shape
@@ -106,7 +106,7 @@ def describe_attention(
         heads_q, seqlen_q, head_dim = q_shape[h], q_shape[s], q_shape[d]
         heads_kv, seqlen_k = k_shape[h], k_shape[s]
         facts["batch"] = q_shape[b]
-    left, right = bounds_that_exclude(options.window_left, options.window_right, seqlen_q, seqlen_k)
+    left, right = normalised_window(options.window_left, options.window_right, seqlen_q, seqlen_k)
     facts.update(
         device_type=backend.device_type,
         arch=backend.arch(q.device),
@@ -141,12 +141,12 @@ def plan_of(
     return plan
 
 
-def _plan_of_operator(
+def _operator_plan(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, options: AttentionOptions
 ) -> Plan:
     """Return the plan of a call that comes through an operator: the second entrance to `plan_of`."""
-    optional = tensors_of(lengths, options)
-    key = key_of(q, k, v, lengths, (registry.forced_backend(), *options), optional)
+    optional = optional_tensors(lengths, options)
+    key = call_key(q, k, v, lengths, (registry.forced_backend(), *options), optional)
     plan = find(key)
     return plan_of(q, k, v, lengths, options, key) if plan is None else plan
 
@@ -171,7 +171,7 @@ def _computes_nothing(q: torch.Tensor, k: torch.Tensor, lengths: Lengths, option
     return lengths.cu_seqlens_q.shape[0] == 1 or lengths.max_seqlen_q == 0 or lengths.max_seqlen_k == 0
 
 
-def _only_rows_of_sequences(x: torch.Tensor, q: torch.Tensor, lengths: Lengths, other: float) -> torch.Tensor:
+def _filled_outside_sequences(x: torch.Tensor, q: torch.Tensor, lengths: Lengths, other: float) -> torch.Tensor:
     """Return x, broadcast to (H, Tq), with `other` in rows of no sequence. Return x itself if nothing is packed."""
     ends = lengths.cu_seqlens_q
     if ends is None:
@@ -190,17 +190,17 @@ def fill_without_keys(
         lse.fill_(_INF)
         return
     alone = torch.where(sinks == -_INF, _INF, sinks - sinks + sinks)
-    lse.copy_(_only_rows_of_sequences(alone[:, None], q, lengths, _INF))
+    lse.copy_(_filled_outside_sequences(alone[:, None], q, lengths, _INF))
     nothing = torch.where(alone == alone, 0.0, alone)
     heads_first = out.transpose(0, 1) if layout == VARLEN else as_bhsd(out, layout)
-    heads_first.copy_(_only_rows_of_sequences(nothing[:, None], q, lengths, 0.0)[..., None])
+    heads_first.copy_(_filled_outside_sequences(nothing[:, None], q, lengths, 0.0)[..., None])
 
 
 def _launch_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, options: AttentionOptions
 ) -> Pair:
-    plan = _plan_of_operator(q, k, v, lengths, options)
-    return _run_forward(plan, q, k, v, _given(*tensors_of(lengths, options)))
+    plan = _operator_plan(q, k, v, lengths, options)
+    return _run_forward(plan, q, k, v, _not_none(*optional_tensors(lengths, options)))
 
 
 def _run_forward(
@@ -219,7 +219,7 @@ def _run_forward(
         fill_without_keys(options.sinks, q, lengths, options.layout, out, lse)
         return out, lse
     tensors = bind(q, k, v, lengths, options)
-    if plan.has_run and kernel.repeat is not None and _binds_as_given(tensors, *given):
+    if plan.has_run and kernel.repeat is not None and _binds_without_copies(tensors, *given):
         plan.repeat = kernel.repeat(problem, tensors, *_empty_results(q, problem))
         pair = None if plan.repeat is None else plan.repeat([x.data_ptr() for x in given], given)
         if pair is not None:
@@ -237,7 +237,7 @@ def _empty_results(q: torch.Tensor, problem: AttentionProblem) -> Pair:
     return empty_output(q, problem.head_dim_v, problem.out_dtype), empty_lse(q, problem.layout)
 
 
-def _binds_as_given(tensors: AttentionTensors, *given: torch.Tensor) -> bool:
+def _binds_without_copies(tensors: AttentionTensors, *given: torch.Tensor) -> bool:
     """Return whether a backend reads the tensors of a call themselves, and no copies."""
     present = tensors.present()
     return len(present) == len(given) and all(x is y for x, y in zip(present, given, strict=True))
@@ -278,7 +278,7 @@ def _run_backward(
         if stride in known:  # the second such call: most lengths come once
             problem, kernel = plan.backward()
             tensors = bind(q, k, v, lengths, options)
-            if kernel.repeat is not None and _binds_as_given(tensors, q, k, v, *optional):
+            if kernel.repeat is not None and _binds_without_copies(tensors, q, k, v, *optional):
                 known[stride] = kernel.repeat(problem, tensors, out, lse, dout, gradients, owners)
         else:
             if len(known) >= _BACKWARD_REPEATS_LIMIT:
@@ -323,14 +323,14 @@ def _backward_into(
     q, k, v, out, lse = saved
     problem, kernel = plan.backward(aligned)
     if plan.nothing or (options.layout == VARLEN and not kernel.clears):
-        for x in _given(*grads[:3], grads.delta):
+        for x in _not_none(*grads[:3], grads.delta):
             x.zero_()
     if plan.nothing:
-        for x in _given(*(getattr(grads, name) for name in _FEATURE_GRADIENTS)):
+        for x in _not_none(*(getattr(grads, name) for name in _FEATURE_GRADIENTS)):
             x.zero_()
         if grads.dsinks is not None:  # without keys the log-sum-exp is the sink itself
             rest = (0, 2) if lse.dim() == 3 else (1,)
-            dlse = torch.zeros_like(lse) if dlse is None else _only_rows_of_sequences(dlse, q, lengths, 0.0)
+            dlse = torch.zeros_like(lse) if dlse is None else _filled_outside_sequences(dlse, q, lengths, 0.0)
             sinks = options.sinks
             assert sinks is not None, "dsinks are asked for where there are sinks"
             grads.dsinks.copy_(torch.where(sinks == -_INF, 0.0, dlse.sum(rest) + (sinks - sinks)))
@@ -359,8 +359,8 @@ def _gradients(
 ) -> list[torch.Tensor | None]:
     """Run the backward pass of a call that comes through an operator. Returns what `_run_backward` returns."""
     q, k, v, _, _ = saved
-    plan = _plan_of_operator(q, k, v, lengths, options)
-    return _run_backward(plan, saved, _given(*tensors_of(lengths, options)), dout, dlse)
+    plan = _operator_plan(q, k, v, lengths, options)
+    return _run_backward(plan, saved, _not_none(*optional_tensors(lengths, options)), dout, dlse)
 
 
 # ---- The operators: here alone a call is flat ---------------------------------------------------------------------
@@ -381,7 +381,7 @@ def _attention_bwd_out(dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, l
     dq, dk, dv, delta, *features = rest
     grads, saved = AttentionGradients(dq, dk, dv, delta=delta), (q, k, v, out, lse)
     lengths, options = unpack(features)
-    plan = _plan_of_operator(q, k, v, lengths, options)
+    plan = _operator_plan(q, k, v, lengths, options)
     _backward_into(plan, dout, dlse, saved, grads, lengths, options, aligned=is_aligned(dq, dk, dv))
 
 
@@ -421,13 +421,13 @@ UNPACK: dict[str, Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 }
 
 
-def _given(*tensors: torch.Tensor | None) -> list[torch.Tensor]:
+def _not_none(*tensors: torch.Tensor | None) -> list[torch.Tensor]:
     return [x for x in tensors if x is not None]
 
 
 def forward(q: Any, k: Any, v: Any, lengths: Lengths, options: AttentionOptions) -> Pair:
     """Call the forward operator, or directly the function that it would call. q, k and v are views."""
-    if runs_at_once(q, k, v, *_given(*tensors_of(lengths, options))):
+    if runs_at_once(q, k, v, *_not_none(*optional_tensors(lengths, options))):
         return _launch_forward(q, k, v, lengths, options)
     return _fwd(q, k, v, "", *pack(lengths, options))
 
@@ -499,14 +499,14 @@ def differentiate(
     if dout is None:
         dout = torch.zeros_like(results[0])
     saved = (*UNPACK[options.packing](*owners), *results)
-    if runs_at_once(*_given(dout, dlse, *owners, *tensors_of(lengths, options))):
+    if runs_at_once(*_not_none(dout, dlse, *owners, *optional_tensors(lengths, options))):
         return _gradients(dout, dlse, saved, lengths, options)
     return _bwd(dout, dlse, *saved, options.packing, *pack(lengths, options))
 
 
 def _apply(q: Any, k: Any, v: Any, lengths: Lengths, options: AttentionOptions) -> Pair:
     """Apply the autograd function without a plan."""
-    optional = _given(*tensors_of(lengths, options))
+    optional = _not_none(*optional_tensors(lengths, options))
     return _Attention.apply(q, k, v, _Unplanned(*without_tensors(lengths, options)), True, *optional)
 
 
@@ -524,7 +524,7 @@ def _attention_fwd_autograd(q: Any, k: Any, v: Any, packing: str, *features: Any
         }
         options = options._replace(needs_grad=True, **learned)
         return _apply(q, k, v, lengths, options)
-    if runs_at_once(*_given(q, k, v, *tensors_among(features))):  # in a compiled program
+    if runs_at_once(*_not_none(q, k, v, *tensors_among(features))):  # in a compiled program
         return _attention_fwd(q, k, v, packing, *features)
     with below_autograd():
         return _fwd(q, k, v, packing, *features)
@@ -603,7 +603,7 @@ def _matmul(
     backend: str,
 ) -> torch.Tensor:
     asked = None if block is None else tuple(block), autotune, precision, compute_dtype, out_dtype, backend
-    key = key_of(a, b, b, WHOLE, ("product", *asked, registry.forced_backend()), ())
+    key = call_key(a, b, b, WHOLE, ("product", *asked, registry.forced_backend()), ())
     plan = find(key)
     return (product_plan(a, b, key, *asked) if plan is None else plan).run(a, b)
 

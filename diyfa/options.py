@@ -71,17 +71,17 @@ _TENSOR_NAMES = tuple(feature.name for feature in TENSORS)
 _FIELDS = (*LENGTHS, *AttentionOptions._fields)
 
 
-_FACTS = [feature for feature in FEATURES if feature.problem]
-_fact_values = itemgetter(*[_FIELDS.index(feature.name) for feature in _FACTS])
-_fact_names = [feature.problem for feature in _FACTS]
-_fact_rules = [(feature.problem, feature.fact) for feature in _FACTS if feature.fact is not None]
+_PROBLEM_FEATURES = [feature for feature in FEATURES if feature.problem_field]
+_option_values = itemgetter(*[_FIELDS.index(feature.name) for feature in _PROBLEM_FEATURES])
+_problem_names = [feature.problem_field for feature in _PROBLEM_FEATURES]
+_problem_rules = [(feature.problem_field, feature.to_problem_value) for feature in _PROBLEM_FEATURES if feature.to_problem_value is not None]
 _preparations = [(feature.name, feature.prepared) for feature in TENSORS if feature.prepared is not None]
 
 
 # The next functions list the fields in the order of the table: torch.compile traces them, and not loops over the table.
 
 
-def tensors_of(lengths: Lengths, options: AttentionOptions) -> tuple[torch.Tensor | None, ...]:
+def optional_tensors(lengths: Lengths, options: AttentionOptions) -> tuple[torch.Tensor | None, ...]:
     """Return all optional tensors or None, in the order of the table."""
     return (
         lengths.cu_seqlens_q, lengths.cu_seqlens_k, lengths.seq_lens, options.alibi_slopes, options.attn_bias,
@@ -89,7 +89,7 @@ def tensors_of(lengths: Lengths, options: AttentionOptions) -> tuple[torch.Tenso
     )  # fmt: skip
 
 
-def tensors_given(lengths: Lengths, given: dict[str, Any]) -> tuple[Any, ...]:
+def optional_from_arguments(lengths: Lengths, given: dict[str, Any]) -> tuple[Any, ...]:
     """Return all optional tensors of lengths and named arguments, in the order of the table, or () if none is given."""
     slopes, bias, sinks, state = (
         given.get("alibi_slopes"), given.get("attn_bias"), given.get("sinks"), given.get("rng_state")
@@ -103,7 +103,7 @@ def pack(lengths: Lengths, options: AttentionOptions) -> tuple[Any, ...]:
     """Return the flat arguments of `SCHEMA`."""
     o = options
     return (
-        *tensors_of(lengths, options), lengths.max_seqlen_q, lengths.max_seqlen_k, o.sm_scale, o.window_left,
+        *optional_tensors(lengths, options), lengths.max_seqlen_q, lengths.max_seqlen_k, o.sm_scale, o.window_left,
         o.window_right, o.softcap, o.dropout_p, o.layout, o.deterministic, o.needs_grad, o.bias_grad, o.backend,
         o.variant, o.batch_invariant, o.out_dtype,
     )  # fmt: skip
@@ -122,11 +122,11 @@ def unpack(arguments: Sequence[Any], packing: str = "") -> tuple[Lengths, Attent
     )  # fmt: skip
 
 
-def facts_of(lengths: Lengths, options: AttentionOptions) -> dict[str, Any]:
+def problem_fields(lengths: Lengths, options: AttentionOptions) -> dict[str, Any]:
     """Return the fields of `AttentionProblem` that lengths and options decide, by name. The fields for lengths and the
     number of sequences are valid for packed sequences only."""
-    facts = dict(zip(_fact_names, _fact_values((*lengths, *options)), strict=True))
-    for name, rule in _fact_rules:
+    facts = dict(zip(_problem_names, _option_values((*lengths, *options)), strict=True))
+    for name, rule in _problem_rules:
         facts[name] = rule(facts[name])
     return facts
 
@@ -138,7 +138,7 @@ def tensors_among(arguments: Sequence[Any]) -> Sequence[torch.Tensor | None]:
 
 def without_tensors(lengths: Lengths, options: AttentionOptions) -> tuple[Lengths, AttentionOptions, tuple[str, ...]]:
     """Return lengths and options with None for each optional tensor, and the names of the tensors that were given."""
-    names = tuple([n for n, x in zip(_TENSOR_NAMES, tensors_of(lengths, options), strict=True) if x is not None])
+    names = tuple([n for n, x in zip(_TENSOR_NAMES, optional_tensors(lengths, options), strict=True) if x is not None])
     if not names:
         return lengths, options, names
     nothing: Any = dict.fromkeys(names)
@@ -161,7 +161,7 @@ def bind(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, options: AttentionOptions
 ) -> AttentionTensors:
     """Return the tensors of a call as backends read them."""
-    optional: dict[str, Any] = dict(zip(_TENSOR_NAMES, tensors_of(lengths, options), strict=True))
+    optional: dict[str, Any] = dict(zip(_TENSOR_NAMES, optional_tensors(lengths, options), strict=True))
     for name, prepared in _preparations:
         optional[name] = prepared(optional[name])
     if optional["cu_seqlens_k"] is None:  # queries and keys have the same offsets

@@ -65,7 +65,7 @@ class Plan:
                 problem = problem.replace(batch_invariant=False)
             if not aligned:
                 problem = problem.replace(aligned_gradients=False)
-            variant = registry.variant_of("attention_bwd", self.backend, self.options.variant, problem)
+            variant = registry.op_variant("attention_bwd", self.backend, self.options.variant, problem)
             kernel = registry.choose("attention_bwd", problem, self.backend, variant)
             found = self._backward[aligned] = problem, kernel
         return found
@@ -155,7 +155,7 @@ def described(x: torch.Tensor) -> Hashable:
     return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15, x.requires_grad
 
 
-def key_of(
+def call_key(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,

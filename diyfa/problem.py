@@ -37,7 +37,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 P = TypeVar("P", bound="_Problem")
 
 
-def kept(function: Function) -> Function:
+def cached_per_problem(function: Function) -> Function:
     """Make `function` compute its result once for each problem and other arguments, and store it in the problem.
 
     Equal calls have one problem, that of their plan, so decisions about them live as long as the plan.
@@ -47,9 +47,9 @@ def kept(function: Function) -> Function:
 
     @wraps(function)
     def answer(problem: Any, *rest: Any) -> Any:
-        known = problem.__dict__.get("_kept")
+        known = problem.__dict__.get("_cached")
         if known is None:
-            known = problem.__dict__["_kept"] = {}
+            known = problem.__dict__["_cached"] = {}
         try:
             return known[name, rest]
         except KeyError:
@@ -59,7 +59,7 @@ def kept(function: Function) -> Function:
     return cast(Function, answer)
 
 
-def by_kind(function: Function) -> Function:
+def cached_per_kind(function: Function) -> Function:
     """Make `function`, which reads no sizes of a problem, get the problem's kind and compute once for each kind."""
 
     @wraps(function)
@@ -93,21 +93,21 @@ class _Problem:
         """Return the problem with these fields and defaults for the others, in a third of the constructor's time."""
         problem = object.__new__(cls)
         values = problem.__dict__
-        values.update(_fields_of(cast(Any, cls)).defaults)
+        values.update(_field_table(cast(Any, cls)).defaults)
         values.update(facts)
         return problem
 
     def replace(self: P, **changes: Any) -> P:
         """Return a copy with some fields changed."""
-        return type(self).of({name: self.__dict__[name] for name in _fields_of(cast(Any, type(self))).names} | changes)
+        return type(self).of({name: self.__dict__[name] for name in _field_table(cast(Any, type(self))).names} | changes)
 
     @cached_property
     def kind(self: P) -> P:
         """The problem with None for its sizes and only the signs of a window's bounds. Equal kinds are one object. Most
-        decisions depend on the kind alone, and are made once for it (`by_kind`)."""
+        decisions depend on the kind alone, and are made once for it (`cached_per_kind`)."""
         values = self.__dict__
         left, right = values.get("window_left", 0), values.get("window_right", 0)
-        key = type(self), left >= 0, right >= 0, right > 0, *_fields_of(cast(Any, type(self))).facts(values)
+        key = type(self), left >= 0, right >= 0, right > 0, *_field_table(cast(Any, type(self))).facts(values)
         kind = _kinds.get(key)
         if kind is None:
             if len(_kinds) >= KINDS:
@@ -121,7 +121,7 @@ class _Problem:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the fields only: a copy, or another process, makes its own decisions."""
-        return {name: self.__dict__[name] for name in _fields_of(cast(Any, type(self))).names}
+        return {name: self.__dict__[name] for name in _field_table(cast(Any, type(self))).names}
 
     def described_as(self, kind: type[P], **others: Any) -> P:
         """Return this call as a problem of another class: the fields that both have, and `others`."""
@@ -138,7 +138,7 @@ class _Fields(NamedTuple):
 
 
 @cache
-def _fields_of(kind: Any) -> _Fields:
+def _field_table(kind: Any) -> _Fields:
     every = fields(kind)
     facts = [each.name for each in every if each.name not in {*kind.SIZES, "window_left", "window_right"}]
     defaults = {each.name: each.default for each in every if each.default is not MISSING}
@@ -224,9 +224,9 @@ class AttentionProblem(_AttentionShape, _Problem):
         return _features(self)
 
 
-@by_kind
+@cached_per_kind
 def _features(problem: AttentionProblem) -> frozenset[str]:
-    return frozenset([feature.uses for feature in OPTIONAL if feature.is_in(problem)])
+    return frozenset([feature.refusal_name for feature in OPTIONAL if feature.is_in(problem)])
 
 
 @dataclass(frozen=True)
@@ -278,7 +278,7 @@ class KVCacheProblem(_AttentionShape, _Problem):
 
 # Features that `as_kvcache_problem` preserves: those that decide a field of both problems.
 KVCACHE_FEATURES = frozenset(
-    [x.uses for x in OPTIONAL if (x.problem or x.name) in {each.name for each in fields(KVCacheProblem)}]
+    [x.refusal_name for x in OPTIONAL if (x.problem_field or x.name) in {each.name for each in fields(KVCacheProblem)}]
 )
 
 
@@ -384,7 +384,7 @@ class NewKeys(NamedTuple):
         return [x for x in self if isinstance(x, torch.Tensor)]
 
 
-@kept
+@cached_per_problem
 def as_kvcache_problem(problem: AttentionProblem) -> KVCacheProblem:
     """Return a forward pass as a call with a cache of all its keys. Only features of both problems carry over."""
     return problem.described_as(
@@ -410,7 +410,7 @@ def example_tensors(problem: AttentionProblem, device: str = "meta") -> dict[str
     found = {}
     for feature in FEATURES:
         if feature.shape is not None and feature.is_in(problem):
-            fact = getattr(problem, feature.problem, None)
+            fact = getattr(problem, feature.problem_field, None)
             dtype = getattr(torch, fact) if isinstance(fact, str) else feature.dtypes[0]
             found[feature.name] = torch.empty(feature.shape.every(sizes)[0], dtype=dtype, device=device)
     return found
@@ -545,7 +545,7 @@ def empty_output(q: torch.Tensor, head_dim_v: int, out_dtype: str = "") -> torch
     return dense.permute([*inverse, q.dim() - 1])
 
 
-@by_kind
+@cached_per_kind
 def refuse_features(problem: AttentionProblem, supported: frozenset[str], who: str) -> str | None:
     """Return why `who` cannot run `problem` if it uses a feature outside `supported`, else None."""
     missing = sorted(problem.features - supported)

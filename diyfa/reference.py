@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from diyfa.dropout import drop_threshold, element_levels, kept, keys_of, position_words
+from diyfa.dropout import drop_threshold, element_levels, mask_from_keys, keys_from_state, position_words
 from diyfa.keywords import refuse_unknown, without_unknown
 from diyfa.options import LENGTHS, UNBOUNDED, WHOLE, AttentionOptions, Lengths
 from diyfa.problem import LAYOUTS, VARLEN, KVCacheTensors, NewKeys, as_bhsd
@@ -116,7 +116,7 @@ def _attend(
     return torch.where(~empty & valid_q, out, 0), lse
 
 
-def _attend_each(
+def _attend_sequences(
     attend: Attend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, options: AttentionOptions
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute packed sequences one by one. Return out and lse."""
@@ -127,7 +127,7 @@ def _attend_each(
     lse = torch.full((heads, q.shape[0]), _INF, dtype=stat_dtype, device=q.device)
     keys = None
     if options.rng_state is not None:
-        keys = keys_of(options.rng_state.to(q.device), len(ends), heads)
+        keys = keys_from_state(options.rng_state.to(q.device), len(ends), heads)
     for b, ((q0, q1), (k0, k1)) in enumerate(ends):
         q_b, k_b, v_b = (x[None].transpose(1, 2) for x in (q[q0:q1], k[k0:k1], v[k0:k1]))
         slopes = options.alibi_slopes
@@ -231,7 +231,7 @@ def attention_by(
     if layout == VARLEN:
         if not packed or seq_lens is not None or options.attn_bias is not None:
             raise ValueError("layout 'thd' needs cu_seqlens_q and cu_seqlens_k, and takes no seq_lens and no attn_bias")
-        return _attend_each(attend, q.to(dtype), k.to(dtype), v.to(dtype), lengths, options)
+        return _attend_sequences(attend, q.to(dtype), k.to(dtype), v.to(dtype), lengths, options)
     if lengths.cu_seqlens_q is not None or lengths.cu_seqlens_k is not None:
         raise ValueError(f"cu_seqlens_q and cu_seqlens_k belong to the layout 'thd', got {layout!r}")
     leading = q.shape[:-2]
@@ -247,8 +247,8 @@ def attention_by(
         q, k, v = (x.flatten(0, -4) for x in (q, k, v))
     q, k, v = (as_bhsd(x, layout).to(dtype) for x in (q, k, v))
     if options.rng_state is not None:
-        keys = keys_of(options.rng_state.to(q.device), q.shape[0], q.shape[1])
-        keep = kept(keys, q.shape[2], k.shape[2], options.dropout_p)
+        keys = keys_from_state(options.rng_state.to(q.device), q.shape[0], q.shape[1])
+        keep = mask_from_keys(keys, q.shape[2], k.shape[2], options.dropout_p)
     out, lse = attend(q, k, v, lengths, options, keep)
     out = as_bhsd(out, layout)  # the exchange of heads and sequence is its own inverse
     if len(leading) != 2:
@@ -278,7 +278,7 @@ def _rotated(
     return turned
 
 
-def _place(tensors: KVCacheTensors, b: int, j: int) -> tuple[int, int]:
+def _cache_position(tensors: KVCacheTensors, b: int, j: int) -> tuple[int, int]:
     """Return where key j of sequence b lies in the cache: (batch entry or page, row)."""
     table, index = tensors.block_table, tensors.cache_batch_idx
     if table is not None:
@@ -300,10 +300,10 @@ def _quantised(x: torch.Tensor, descale: torch.Tensor | None, b: int, dtype: tor
     return x.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype)
 
 
-def reference_append(tensors: KVCacheTensors, new: NewKeys, rotates_each_query: bool = False) -> KVCacheTensors:
+def reference_append(tensors: KVCacheTensors, new: NewKeys, rotates_per_query: bool = False) -> KVCacheTensors:
     """Return `tensors` with q rotated, and with copies of the caches to which the new keys and values are appended.
 
-    With `rotates_each_query`, row `seqlens[b] + i` rotates query i, as with a causal mask or a window. Else row
+    With `rotates_per_query`, row `seqlens[b] + i` rotates query i, as with a causal mask or a window. Else row
     `seqlens[b]` rotates all. Without new.v only k is written, and v_cache becomes the new k_cache's first features.
     """
     q, k_cache, v_cache = tensors.q.clone(), tensors.k_cache.clone(), tensors.v_cache.clone()
@@ -311,14 +311,14 @@ def reference_append(tensors: KVCacheTensors, new: NewKeys, rotates_each_query: 
         first = tensors.length if tensors.seqlens is None else int(tensors.seqlens[b])
         k = new.k[b]
         if new.cos is not None and new.sin is not None:
-            of_query = first + torch.arange(q.shape[1], device=q.device) * rotates_each_query
+            of_query = first + torch.arange(q.shape[1], device=q.device) * rotates_per_query
             q[b] = _rotated(q[b], new.cos, new.sin, of_query, new.interleaved).to(q.dtype)
             of_key = first + torch.arange(k.shape[0], device=q.device)
             k = _rotated(k, new.cos, new.sin, of_key, new.interleaved)
         for i in range(k.shape[0]):
             if not 0 <= first + i < _capacity(tensors):
                 continue
-            entry, row = _place(tensors, b, first + i)
+            entry, row = _cache_position(tensors, b, first + i)
             if 0 <= entry < k_cache.shape[0]:
                 k_cache[entry, row] = _quantised(k[i], tensors.k_descale, b, k_cache.dtype)
                 if new.v is not None:
@@ -400,7 +400,7 @@ def reference_kvcache(
         if q0 == q1:
             continue
         stop = min(lengths[b] + (0 if k is None else k.shape[1]), capacity)
-        places = [_place(tensors, b, j) for j in range(pads[b], stop)]
+        places = [_cache_position(tensors, b, j) for j in range(pads[b], stop)]
         keys_and_values = []
         for cache, descale in zip((tensors.k_cache, tensors.v_cache), descales, strict=True):
             x = torch.stack([cache[place] for place in places]) if places else cache.new_empty(0, *cache.shape[2:])

@@ -44,7 +44,7 @@ ROUNDS = 3  # each round measures every candidate once, so that a drifting clock
 # many sizes. Two short measurements of one kernel differ by up to 5 % on an H200, whose clock follows its power.
 MARGIN = 0.05
 NO_FOLDER = "there is no home folder to keep results in: DIYFA_CACHE_DIR names another folder"
-MOST_REMEMBERED = 4096  # entries of `Tuner._known` and of `Tuner._unmeasured`: buckets with and without a tile
+MAX_REMEMBERED = 4096  # entries of `Tuner._known` and of `Tuner._unmeasured`: buckets with and without a tile
 
 
 def bucket_size(n: int) -> int:
@@ -188,7 +188,7 @@ class Tuner:
         self._unmeasured: set[tuple[int, str, Hashable]] = set()  # the file has no row: `best` returns the default
         self._renew_lock()
         self.enabled = os.environ.get("DIYFA_AUTOTUNE", "1") != "0"
-        self._asked = False  # inside `measuring`
+        self._is_measuring = False  # inside `measuring`
         self.recording = False  # launches are recorded: `best` runs what it would measure once, untimed
         self._watch: Callable[[TriedTile], None] = lambda tried: None
         self._without: Sequence[dict[str, Any]] = ()
@@ -251,14 +251,14 @@ class Tuner:
             kept = self._stored(self._file(device), kernel, bucket, candidates)
             if kept is not None:
                 return kept
-            for each in candidates if self._asked or self._measures_unasked() else ():
+            for each in candidates if self._is_measuring or self._measures_unasked() else ():
                 run(each)
             return default
         key = (device[0], kernel, bucket)
         known = self._known.get(key)
         if known is not None:
             return known
-        measures = self._asked or self._measures_unasked()
+        measures = self._is_measuring or self._measures_unasked()
         if key in self._unmeasured and not measures:
             return default
         with self._lock:
@@ -270,14 +270,14 @@ class Tuner:
             config = self._stored(file, kernel, bucket, candidates)
             if config is None:
                 if not measures:
-                    if len(self._unmeasured) >= MOST_REMEMBERED:
+                    if len(self._unmeasured) >= MAX_REMEMBERED:
                         self._unmeasured.clear()
                     self._unmeasured.add(key)
                     return default
                 if not self._may_measure():
                     return default
                 config = self._measure(file, kernel, bucket, candidates, run, default)
-            if len(self._known) >= MOST_REMEMBERED:
+            if len(self._known) >= MAX_REMEMBERED:
                 self._known.clear()  # the file still has the rows
             self._known[key] = config
             return config
@@ -288,7 +288,7 @@ class Tuner:
         if device is None:
             return True
         key = device[0], kernel, bucket
-        return key in self._known or (key in self._unmeasured and not self._asked and not self._measures_unasked())
+        return key in self._known or (key in self._unmeasured and not self._is_measuring and not self._measures_unasked())
 
     def state(self) -> tuple[bool, int]:
         """Return (whether tuning is on, how often results changed). Results of `best` hold while this is equal."""
@@ -299,12 +299,12 @@ class Tuner:
         self, watch: Callable[[TriedTile], None] | None = None, without: Sequence[dict[str, Any]] = ()
     ) -> Iterator[None]:
         """Measure problems inside the block; see `diyfa.problem.Tuning.measuring`."""
-        previous = self._asked, self._watch, self._without
-        self._asked, self._watch, self._without = True, watch or self._watch, without
+        previous = self._is_measuring, self._watch, self._without
+        self._is_measuring, self._watch, self._without = True, watch or self._watch, without
         try:
             yield
         finally:
-            self._asked, self._watch, self._without = previous
+            self._is_measuring, self._watch, self._without = previous
             self._unmeasured.clear()
             self.changes += 1
 

@@ -71,7 +71,7 @@ def check_booleans(**options: object) -> None:
         raise TypeError(f"{name} must be True or False, got {got}{hint}")
 
 
-def check_sizes_of(**sizes: object) -> None:
+def check_named_sizes(**sizes: object) -> None:
     """Check that every argument is an integer of at least 0, and numbers of heads of at least 1."""
     for name, value in sizes.items():
         if check_length(name, value) == 0 and name in ("heads", "heads_kv"):
@@ -203,7 +203,7 @@ def is_capturing(x: torch.Tensor) -> bool:
 _lengths_read = WeakTensorKeyDictionary()
 
 
-def _bounds_of(lengths: torch.Tensor) -> tuple[int, int]:
+def _value_bounds(lengths: torch.Tensor) -> tuple[int, int]:
     """Return the smallest and the largest value, read once for each tensor and version of its contents."""
     lengths = unbatched(lengths)
     if lengths.is_inference():  # has no version
@@ -232,7 +232,7 @@ def check_values(lengths: Lengths, q: torch.Tensor, k: torch.Tensor, layout: str
     seq_lens, cu_seqlens_q, cu_seqlens_k = lengths.seq_lens, lengths.cu_seqlens_q, lengths.cu_seqlens_k
     if seq_lens is not None and seq_lens.numel() and not (seq_lens.is_meta or is_capturing(seq_lens)):
         seqlen_k = k.shape[LAYOUTS[layout][2]]
-        low, high = _bounds_of(seq_lens)
+        low, high = _value_bounds(seq_lens)
         if low <= 0 or high > seqlen_k:
             raise ValueError(f"seq_lens must satisfy 0 < length <= {seqlen_k}, got values from {low} to {high}")
     if cu_seqlens_q is not None and cu_seqlens_q.is_cpu and not is_capturing(cu_seqlens_q):

@@ -29,7 +29,7 @@ from diyfa.problem import (
     MatmulProblem,
     Tuning,
     as_kvcache_problem,
-    by_kind,
+    cached_per_kind,
     refuse_features,
 )
 
@@ -224,7 +224,7 @@ def _arch_of_gpu(device: torch.device) -> str:
     return gpu_arch_name(*torch.cuda.get_device_capability(device))
 
 
-@by_kind
+@cached_per_kind
 def _unsupported(problem: AttentionProblem | KVCacheProblem | MatmulProblem) -> str | None:
     spec = gpu_spec(problem.arch)
     if spec is None or int(problem.arch[3:]) < 75:

@@ -18,8 +18,8 @@ from diyfa.cli.devices import present_device
 from diyfa.cli.output import out, print_json
 from diyfa.cli.table import table
 from diyfa.device import CANN_REMEDY, TORCH_NPU_REMEDY, describe, detect, npu_status
-from diyfa.features import FEATURES as OF_OPTIONS
-from diyfa.features import OF_SHAPES
+from diyfa.features import FEATURES as OPTION_FEATURES
+from diyfa.features import SHAPE_FEATURES
 from diyfa.npu_environment import FINE, WRONG, Machine, cann_version, findings
 from diyfa.npu_stacks import TRITON_ASCEND
 from diyfa.problem import AttentionProblem, Backend, KVCacheProblem, MatmulProblem
@@ -38,7 +38,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "D = 256": {"head_dim": 256, "head_dim_v": 256},
     "D = 512": {"head_dim": 512, "head_dim_v": 512},
-    **{feature.label: feature.example for feature in (*OF_SHAPES, *OF_OPTIONS) if feature.label},
+    **{feature.label: feature.example for feature in (*SHAPE_FEATURES, *OPTION_FEATURES) if feature.label},
 }
 
 

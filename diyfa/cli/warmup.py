@@ -12,7 +12,7 @@ from diyfa.cli.output import err, out, print_json
 from diyfa.cli.pack import compile_missing
 from diyfa.ready import calls, models
 from diyfa.ready.calls import Call
-from diyfa.ready.recording import backend_here, backend_of, record
+from diyfa.ready.recording import backend_here, backend_for_arch, record
 from diyfa.ready.words import parse
 
 PURPOSES = ("training", "serving")
@@ -50,7 +50,7 @@ def run(request: Request, json: bool) -> int:
     """Compile. Return the exit status: 1 if a kernel does not compile, 2 if no call can run."""
     start = time.monotonic()
     asked = _calls(request)
-    name = backend_of(request.arch) if request.arch else backend_here()
+    name = backend_for_arch(request.arch) if request.arch else backend_here()
     recording = record(name, request.arch, asked)
     kernels = list(recording.kernels.values())
     warmed = compile_missing(kernels, request.jobs, f"compiling for {request.arch or name}", json)

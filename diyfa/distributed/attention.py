@@ -18,14 +18,14 @@ from diyfa.distributed.ring import Ring, ring_forward, ring_gradients
 from diyfa.distributed.sharding import (
     Group,
     Segments,
-    gather_parts,
-    groups_of,
+    gather_shards,
+    process_groups,
     joined,
-    place_in,
-    segments_of,
-    sequences_of,
+    rank_in,
+    rank_segments,
+    sequence_offsets,
 )
-from diyfa.distributed.steps import normalised, steps_of
+from diyfa.distributed.steps import normalised, ring_steps
 from diyfa.dropout import with_origins
 from diyfa.keywords import refuse_unknown, without_unknown
 from diyfa.options import UNBOUNDED, WHOLE, AttentionOptions, Lengths
@@ -37,7 +37,7 @@ METHODS = ("auto", "ring", "ulysses", "both")
 INTERNAL = ("gradients", "first", "drawn", "drawn_in")
 
 
-def _own_lengths(segments: Segments, sequences: int, device: torch.device) -> Lengths:
+def _local_lengths(segments: Segments, sequences: int, device: torch.device) -> Lengths:
     """Return the packed lengths of this rank's rows."""
     lens = [0] * sequences
     first = 0
@@ -65,11 +65,11 @@ def _cheapest(
     window = normalised((options.window_left, options.window_right), sequences[-1])
     work = cost.Work(
         dist.get_world_size(group), 1 if options.layout == VARLEN else q.shape[0], q.shape[heads], k.shape[heads],
-        q.shape[rows], q.shape[-1], v.shape[-1], q.element_size(), cost.share_of(sequences, window),
-        options.needs_grad, len(steps_of(segments, dist.get_rank(group), window, options.layout == VARLEN)),
+        q.shape[rows], q.shape[-1], v.shape[-1], q.element_size(), cost.visible_fraction(sequences, window),
+        options.needs_grad, len(ring_steps(segments, dist.get_rank(group), window, options.layout == VARLEN)),
     )  # fmt: skip
     arch = registry.resolve_backend(q.device, options.backend).arch(q.device)
-    return cost.cheapest(work, cost.machine_of(arch, group))
+    return cost.cheapest(work, cost.machine_for(arch, group))
 
 
 def _chosen(
@@ -208,16 +208,16 @@ def described_call(
         raise ValueError(f"rng_state must have shape (2,), seed and offset, got {tuple(state.shape)}")
     q, k, v = qkv
     packed = given["cu_seqlens"] is not None
-    layout = layout_of(given)
+    layout = kernel_layout(given)
     if q.dim() != (3 if packed else 4) or k.dim() != q.dim() or v.dim() != q.dim():
         raise ValueError(f"q, k and v must have {3 if packed else 4} dimensions, got {q.dim()}, {k.dim()}, {v.dim()}")
     rows = q.shape[row_dim(layout)]
     if k.shape[row_dim(layout)] != rows:
         raise ValueError(f"q and k must have the same rows (self-attention), got {rows} and {k.shape[row_dim(layout)]}")
-    ranks, rank = place_in(groups)
-    sequences = sequences_of(rows * ranks, given["cu_seqlens"])
-    segments = segments_of(sequences, ranks, given["load_balance"])
-    lengths = _own_lengths(segments[rank], len(sequences) - 2, q.device) if packed else WHOLE
+    ranks, rank = rank_in(groups)
+    sequences = sequence_offsets(rows * ranks, given["cu_seqlens"])
+    segments = rank_segments(sequences, ranks, given["load_balance"])
+    lengths = _local_lengths(segments[rank], len(sequences) - 2, q.device) if packed else WHOLE
     own = ("method", "load_balance", "cu_seqlens", "return_lse", *INTERNAL)  # options that no kernel reads
     options = checked_options(
         q, k, v, lengths, {name: x for name, x in given.items() if name not in own} | {"layout": layout}
@@ -227,7 +227,7 @@ def described_call(
     return _Call(qkv, where, options, chosen, given.get("first", (0, 0)))
 
 
-def layout_of(given: dict[str, Any]) -> str:
+def kernel_layout(given: dict[str, Any]) -> str:
     """Return the layout of the kernels' tensors. Raises ValueError if there is no such layout."""
     if given["layout"] not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {given['layout']!r}")
@@ -239,8 +239,8 @@ def _checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Group, gi
     if any(validation.is_dtensor(x) for x in (q, k, v)):
         from diyfa.distributed.dtensor import with_local_tensors
 
-        return with_local_tensors(_checked, (q, k, v), group, layout_of(given), given)
-    groups = groups_of(group)
+        return with_local_tensors(_checked, (q, k, v), group, kernel_layout(given), given)
+    groups = process_groups(group)
     call = agreed_call(q, k, v, groups, given)
     out, lse = _ContextParallel.apply(plan_of(call, groups), given["return_lse"], *call.qkv, given["sinks"])
     return out if lse is None else (out, lse)
@@ -257,17 +257,17 @@ def agreed_call(
         call = described_call((q, k, v), groups, given)
     except Exception as error:
         refusal = error
-    wanted = given.get("gradients") or wanted_gradients(q, k, v, given["sinks"])
+    wanted = given.get("gradients") or required_gradients(q, k, v, given["sinks"])
     modes = {"gradients": wanted, "batch_invariant": registry.is_batch_invariant()}
     compared = {"q": q, "k": k, "v": v} | {name: x for name, x in given.items() if name not in INTERNAL} | modes
     if given.get("drawn"):  # the graph drew the state: it is no argument of the user, so it is not compared
         compared["rng_state"] = None
     choice = agree(groups, compared, refusal, METHODS.index(call.method) if call else 0)
     assert call is not None, "a refusal was raised"
-    return with_one_state(call._replace(method=METHODS[choice]), groups, given)
+    return with_first_ranks_state(call._replace(method=METHODS[choice]), groups, given)
 
 
-def wanted_gradients(*learned: torch.Tensor | None) -> str:
+def required_gradients(*learned: torch.Tensor | None) -> str:
     """Return the names of those of q, k, v and sinks that require a gradient, as text."""
     if not torch.is_grad_enabled():
         return "none"
@@ -275,12 +275,12 @@ def wanted_gradients(*learned: torch.Tensor | None) -> str:
     return ", ".join(name for name, x in pairs if isinstance(x, torch.Tensor) and x.requires_grad) or "none"
 
 
-def with_one_state(call: _Call, groups: tuple[dist.ProcessGroup, ...], given: dict[str, Any]) -> _Call:
+def with_first_ranks_state(call: _Call, groups: tuple[dist.ProcessGroup, ...], given: dict[str, Any]) -> _Call:
     """Return the call with the first rank's dropout state, if each rank drew its own."""
     state = call.options.rng_state
     if state is None or not given.get("drawn", given["rng_state"] is None):
         return call
-    state = gather_parts(state, given.get("drawn_in", groups))[:2]
+    state = gather_shards(state, given.get("drawn_in", groups))[:2]
     return call._replace(options=call.options._replace(rng_state=state))
 
 
@@ -306,10 +306,10 @@ def plan_of(call: _Call, groups: tuple[dist.ProcessGroup, ...]) -> _Plan:
     own = dist.get_rank(groups[0]) if method == "both" else 0
     exchange = None
     if size > 1:
-        repeats = ulysses.repeats_of(qkv[1].shape[heads], size)
+        repeats = ulysses.kv_head_repeats(qkv[1].shape[heads], size)
         exchange = ulysses.Ulysses(groups[-1], teams[own], options.layout, repeats)
         options = options._replace(
-            sinks=exchange.own_heads(options.sinks), alibi_slopes=exchange.own_heads(options.alibi_slopes)
+            sinks=exchange.local_heads(options.sinks), alibi_slopes=exchange.local_heads(options.alibi_slopes)
         )
     if method == "both":
         ring = _ring(groups[0], tuple(joined(team) for team in teams), sequences, options, (sample, head))
@@ -317,7 +317,7 @@ def plan_of(call: _Call, groups: tuple[dist.ProcessGroup, ...]) -> _Plan:
     lengths, samples = WHOLE, qkv[0].shape[0]
     if options.layout == VARLEN:
         samples = len(sequences) - 2
-        lengths = _own_lengths(joined(segments), samples, qkv[0].device)
+        lengths = _local_lengths(joined(segments), samples, qkv[0].device)
     if options.rng_state is not None:
         state = with_origins(options.rng_state, [(sample + b, head, 0, 0) for b in range(samples)])
         options = options._replace(rng_state=state)
@@ -337,7 +337,7 @@ def _ring(
         raise ValueError("diyfa.batch_invariant() needs method='ulysses': a ring merges its steps in another order")
     window = normalised((options.window_left, options.window_right), sequences[-1])
     apart = options.rng_state is not None
-    steps = steps_of(segments, dist.get_rank(group), window, options.layout == VARLEN, apart)
+    steps = ring_steps(segments, dist.get_rank(group), window, options.layout == VARLEN, apart)
     return Ring(group, steps, options._replace(sinks=None), first)
 
 
@@ -369,7 +369,7 @@ def backward(
         if summed and q.dtype in (torch.float16, torch.bfloat16):
             options = options._replace(out_dtype="float32")
         found = ops.differentiate((dout, dlse), (q, k, v), (out, lse), lengths, options)
-        dq, dk, dv, dsinks = (found[place] for place in (0, 1, 2, ops.PLACES["sinks"]))
+        dq, dk, dv, dsinks = (found[place] for place in (0, 1, 2, ops.GRADIENT_INDEX["sinks"]))
     else:
         dq, dk, dv, dsinks = ring_gradients(ring, (q, k, v, options.sinks, out, lse), (dout, dlse))
     dq = dq.to(q.dtype)
@@ -377,7 +377,7 @@ def backward(
         dk, dv = dk.to(k.dtype), dv.to(v.dtype)
     if exchange is not None:
         dq, dk, dv = exchange.gather_gradients(dq, dk, dv)
-        dsinks = None if options.sinks is None else exchange.of_all_heads(dsinks)
+        dsinks = None if options.sinks is None else exchange.with_zero_heads(dsinks)
     return dq, dk.to(k.dtype), dv.to(v.dtype), dsinks
 
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from diyfa import validation
-from diyfa.distributed.sharding import gather_parts
+from diyfa.distributed.sharding import gather_shards
 
 Arguments = tuple[tuple[str, Hashable], ...]
 
@@ -39,15 +39,15 @@ def _described(x: object) -> Hashable:
 def _texts(groups: Sequence[dist.ProcessGroup], arguments: Arguments, device: torch.device) -> list[list[str]]:
     """Gather and return the arguments of every rank, each as text."""
     own = "\x1f".join(str(value) for _, value in arguments).encode()
-    lengths = gather_parts(torch.tensor([len(own)], device=device), groups).tolist()
+    lengths = gather_shards(torch.tensor([len(own)], device=device), groups).tolist()
     padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
     padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-    rows = gather_parts(padded.to(device), groups).view(len(lengths), -1).cpu()
+    rows = gather_shards(padded.to(device), groups).view(len(lengths), -1).cpu()
     texts = [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths, strict=True)]
     return [text.split("\x1f") for text in texts]
 
 
-def _device_of(group: dist.ProcessGroup) -> torch.device:
+def _gather_device(group: dist.ProcessGroup) -> torch.device:
     """Return the device for the group's gather: the CPU if the group can use it, because then nothing waits for a GPU.
 
     It does not depend on the arguments, so all ranks choose the same.
@@ -82,13 +82,13 @@ def agree(groups: Sequence[dist.ProcessGroup], given: dict[str, Any], refusal: E
         if refusal is not None:
             raise refusal
         return choice
-    device = _device_of(groups[0])
+    device = _gather_device(groups[0])
     digest = hashlib.sha256(repr(arguments).encode()).digest()
     own = torch.tensor([int.from_bytes(digest[:7], "big"), choice], device=device)
-    hashes, choices = gather_parts(own, groups).view(-1, 2).t().tolist()
+    hashes, choices = gather_shards(own, groups).view(-1, 2).t().tolist()
     if len(set(hashes)) > 1:
         texts = _texts(groups, arguments, device)
-        names = [str(int(n)) for n in gather_parts(torch.tensor([dist.get_rank()], device=device), groups)]
+        names = [str(int(n)) for n in gather_shards(torch.tensor([dist.get_rank()], device=device), groups)]
         found = []
         for (name, _), values in zip(arguments, zip(*texts, strict=True), strict=True):
             usual, _ = Counter(values).most_common(1)[0]

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from diyfa.distributed.merge import head_dim, row_dim
-from diyfa.distributed.sharding import Group, gather_parts
+from diyfa.distributed.sharding import Group, gather_shards
 from diyfa.dropout import with_origins
 from diyfa.features import TENSORS, Feature, Sizes
 from diyfa.ops import new_rng_state
@@ -38,7 +38,7 @@ def _sequence_dims(q: DTensor, layout: str) -> list[int]:
     return [n for n, placement in enumerate(q.placements) if placement == Shard(rows)]
 
 
-def _local_of_heads(x: torch.Tensor | None, q: DTensor, layout: str) -> torch.Tensor | None:
+def _local_head_values(x: torch.Tensor | None, q: DTensor, layout: str) -> torch.Tensor | None:
     """Return the local tensor of x, whose last dimension is the heads. Its gradient is Partial where x is a replica."""
     if not isinstance(x, DTensor):
         return x
@@ -94,7 +94,7 @@ def with_local_tensors(
         own = mesh[tuple(mesh.mesh_dim_names[n] for n in dims)]
     if group is not None and group != own:
         raise ValueError(f"group must be None or the dimensions of q's mesh that shard the sequence, got {group}")
-    options = options | {name: _local_of_heads(options[name], q, layout) for name in ("sinks", "alibi_slopes")}
+    options = options | {name: _local_head_values(options[name], q, layout) for name in ("sinks", "alibi_slopes")}
     options["first"] = 0 if layout == VARLEN else _first(q, LAYOUTS[layout][0]), _first(q, head_dim(layout))
     options["drawn_in"] = tuple(mesh.get_group(n) for n in range(mesh.ndim))  # the whole mesh has one dropout state
     result = attend(q.to_local(), k.to_local(), v.to_local(), own, options)
@@ -110,7 +110,7 @@ def with_local_tensors(
 
 # ---- Sharded over batch or heads ------------------------------------------------------------------------------------
 
-BATCH, HEADS, WHOLE = "batch", "heads", "whole"  # the dimension of a call that a mesh dimension shards
+BATCH, HEADS, REPLICATED = "batch", "heads", "whole"  # the dimension of a call that a mesh dimension shards
 
 
 def _dims(x: torch.Tensor, layout: str) -> dict[int, str]:
@@ -123,12 +123,12 @@ def _dims(x: torch.Tensor, layout: str) -> dict[int, str]:
     return {0: BATCH, 1 if layout == "bhsd" else x.dim() - 2: HEADS}
 
 
-def _dim_of(cut: str, x: torch.Tensor, layout: str) -> int:
+def _sharded_dim(cut: str, x: torch.Tensor, layout: str) -> int:
     """Return the dimension of x that `cut` (BATCH or HEADS) names."""
     return {found: dim for dim, found in _dims(x, layout).items()}[cut]
 
 
-def _cuts_of(name: str, x: DTensor, layout: str) -> list[str]:
+def _shardings(name: str, x: DTensor, layout: str) -> list[str]:
     """Return BATCH, HEADS or WHOLE for each mesh dimension, from the placements of one of the call's tensors.
 
     Raises:
@@ -138,7 +138,7 @@ def _cuts_of(name: str, x: DTensor, layout: str) -> list[str]:
     found = []
     for placement in x.placements:
         if placement == Replicate():
-            found.append(WHOLE)
+            found.append(REPLICATED)
         elif type(placement) is Shard and placement.dim in dims:
             found.append(dims[placement.dim])
         elif placement == Shard(row_dim(layout)):
@@ -152,7 +152,7 @@ def _cuts_of(name: str, x: DTensor, layout: str) -> list[str]:
     return found
 
 
-def _placements_of(feature: Feature, x: torch.Tensor, cuts: Sequence[str], sizes: Sizes) -> list[Any]:
+def _needed_placements(feature: Feature, x: torch.Tensor, cuts: Sequence[str], sizes: Sizes) -> list[Any]:
     """Return the placements in which a rank needs an optional tensor, from the letters of its shape rule.
 
     Raises:
@@ -172,13 +172,13 @@ def _placements_of(feature: Feature, x: torch.Tensor, cuts: Sequence[str], sizes
     return found
 
 
-def _local_of(
+def _local_tensor(
     feature: Feature, x: torch.Tensor | None, first: DTensor, cuts: Sequence[str], sizes: Sizes
 ) -> torch.Tensor | None:
     """Return the local tensor of an optional tensor. Its gradient is Partial over mesh dimensions that shard only q."""
     if x is None:
         return None
-    wanted = _placements_of(feature, x, cuts, sizes)
+    wanted = _needed_placements(feature, x, cuts, sizes)
     if not isinstance(x, DTensor):
         if any(placement != Replicate() for placement in wanted):
             raise TypeError(f"{feature.name} must be a DTensor beside q, k and v, got {type(x).__name__}")
@@ -187,7 +187,7 @@ def _local_of(
         raise ValueError(
             f"all tensors must be on one mesh: q is on {first.device_mesh}, {feature.name} {x.device_mesh}"
         )
-    shares = [Partial() if p == Replicate() and cut != WHOLE else p for p, cut in zip(wanted, cuts, strict=True)]
+    shares = [Partial() if p == Replicate() and cut != REPLICATED else p for p, cut in zip(wanted, cuts, strict=True)]
     return x.redistribute(placements=wanted).to_local(grad_placements=shares)
 
 
@@ -197,7 +197,7 @@ def _dropout_state(first: DTensor, state: torch.Tensor | None, samples: int, lay
         raise ValueError(f"rng_state must have shape (2,), seed and offset, got {tuple(state.shape)}")
     if state is None:
         mesh = first.device_mesh
-        state = gather_parts(new_rng_state(first.device), [mesh.get_group(n) for n in range(mesh.ndim)])[:2]
+        state = gather_shards(new_rng_state(first.device), [mesh.get_group(n) for n in range(mesh.ndim)])[:2]
     begins = dict.fromkeys((BATCH, HEADS), 0) | {cut: _first(first, dim) for dim, cut in _dims(first, layout).items()}
     return with_origins(state, [(begins[BATCH] + b, begins[HEADS], 0, 0) for b in range(samples)])
 
@@ -223,14 +223,14 @@ def attend_with_shards(
     first = whole[0]
     if layout != VARLEN and min(x.dim() for x in whole) < 4:
         raise ValueError(f"DTensors must have 4 dimensions, got {[tuple(x.shape) for x in whole]}")
-    cuts = _cuts_of(names[0], first, layout)
+    cuts = _shardings(names[0], first, layout)
     for name, x in owners.items():
-        if x.device_mesh != first.device_mesh or _cuts_of(name, x, layout) != cuts:
+        if x.device_mesh != first.device_mesh or _shardings(name, x, layout) != cuts:
             placed = f"{names[0]} {first.placements} and {name} {x.placements}"
             raise ValueError(f"{', '.join(names)} must be placed alike on one mesh, got {placed}")
     shards = math.prod([first.device_mesh.size(n) for n, cut in enumerate(cuts) if cut == HEADS])
     for name, x in owners.items():
-        heads = x.shape[_dim_of(HEADS, x, layout)]
+        heads = x.shape[_sharded_dim(HEADS, x, layout)]
         if heads % shards:  # uneven shards would pair query heads with wrong KV heads
             raise ValueError(
                 f"the {heads} heads of {name} must be a multiple of {shards} shards: shard fewer mesh dimensions over "
@@ -243,9 +243,9 @@ def attend_with_shards(
         batch, rows = 0 if offsets is None else offsets.shape[0] - 1, (lengths.max_seqlen_q, lengths.max_seqlen_k)
     else:
         batch, rows = first.shape[0], (first.shape[row_dim(layout)], keys.shape[row_dim(layout)])
-    sizes = {"b": batch, "h": first.shape[_dim_of(HEADS, first, layout)], "q": rows[0], "k": rows[1]}
+    sizes = {"b": batch, "h": first.shape[_sharded_dim(HEADS, first, layout)], "q": rows[0], "k": rows[1]}
     local: dict[str, Any] = {
-        name: _local_of(optional[name], of_call[name], first, cuts, sizes) for name in optional if name in of_call
+        name: _local_tensor(optional[name], of_call[name], first, cuts, sizes) for name in optional if name in of_call
     }
     parts = tuple(x.to_local() for x in whole)
     if given["dropout_p"]:

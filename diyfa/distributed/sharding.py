@@ -43,7 +43,7 @@ Segments = tuple[Segment, ...]
 Sequences = tuple[int, ...]  # offsets as in cu_seqlens, then the number of rows of all ranks
 
 
-def groups_of(group: Group) -> tuple[dist.ProcessGroup, ...]:
+def process_groups(group: Group) -> tuple[dist.ProcessGroup, ...]:
     """Return the process group of each dimension: one, or two for a two-dimensional DeviceMesh.
 
     Raises:
@@ -67,7 +67,7 @@ def groups_of(group: Group) -> tuple[dist.ProcessGroup, ...]:
     return found
 
 
-def place_in(groups: Sequence[dist.ProcessGroup]) -> tuple[int, int]:
+def rank_in(groups: Sequence[dist.ProcessGroup]) -> tuple[int, int]:
     """Return (number of ranks, own rank). Ranks are numbered with the last dimension fastest."""
     ranks, rank = 1, 0
     for group in groups:
@@ -76,7 +76,7 @@ def place_in(groups: Sequence[dist.ProcessGroup]) -> tuple[int, int]:
     return ranks, rank
 
 
-def gather_parts(part: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:
+def gather_shards(part: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:
     """Return the tensors of all ranks, concatenated along the first dimension. `part` is contiguous."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before PyTorch 2.13
     for group in reversed(groups):  # ranks are numbered with the last dimension fastest
@@ -86,7 +86,7 @@ def gather_parts(part: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> tor
     return part
 
 
-def sequences_of(rows: int, cu_seqlens: torch.Tensor | None) -> Sequences:
+def sequence_offsets(rows: int, cu_seqlens: torch.Tensor | None) -> Sequences:
     """Return the unsharded sequences: one of all rows, or the packed ones.
 
     Raises:
@@ -105,7 +105,7 @@ def sequences_of(rows: int, cu_seqlens: torch.Tensor | None) -> Sequences:
 
 
 @lru_cache(maxsize=64)
-def segments_of(sequences: Sequences, ranks: int, load_balance: str) -> tuple[Segments, ...]:
+def rank_segments(sequences: Sequences, ranks: int, load_balance: str) -> tuple[Segments, ...]:
     """Return each rank's segments, in the order of its rows.
 
     Raises:
@@ -123,7 +123,7 @@ def segments_of(sequences: Sequences, ranks: int, load_balance: str) -> tuple[Se
     return tuple(tuple(own) for own in cut(wholes, ranks, rows))
 
 
-def _part(whole: Segment, start: int, stop: int) -> Segment:
+def _sub_segment(whole: Segment, start: int, stop: int) -> Segment:
     return Segment(whole.sequence, start, stop, whole.row + start)
 
 
@@ -132,7 +132,7 @@ def _in_order(wholes: list[Segment], ranks: int, rows: int) -> list[list[Segment
     found: list[list[Segment]] = []
     for rank in range(ranks):
         first, last = rank * size, (rank + 1) * size
-        parts = [_part(w, max(0, first - w.row), min(w.rows, last - w.row)) for w in wholes]
+        parts = [_sub_segment(w, max(0, first - w.row), min(w.rows, last - w.row)) for w in wholes]
         found.append([part for part in parts if part.rows > 0])
     return found
 
@@ -151,7 +151,7 @@ def _zigzag(wholes: list[Segment], ranks: int, rows: int) -> list[list[Segment]]
             rank = min(chunk, 2 * ranks - 1 - chunk)
             stop = start + size + (longer[rank] > (0 if chunk < ranks else 1))
             if stop > start:
-                found[rank].append(_part(whole, start, stop))
+                found[rank].append(_sub_segment(whole, start, stop))
             start = stop
         held = [h + 2 * size + extra for h, extra in zip(held, longer, strict=True)]
     return found
@@ -169,16 +169,16 @@ def joined(several: Sequence[Segments]) -> Segments:
     return tuple(found)
 
 
-def rows_of(segments: Segments) -> torch.Tensor:
+def segment_rows(segments: Segments) -> torch.Tensor:
     """Return the indices in the unsharded tensor, int64, of a shard's rows in their order."""
     return torch.cat(
         [torch.arange(0, device="cpu"), *(torch.arange(s.row, s.row + s.rows, device="cpu") for s in segments)]
     )
 
 
-def _own_segments(rows: int, group: Group, load_balance: str, cu_seqlens: torch.Tensor | None) -> Segments:
-    ranks, rank = place_in(groups_of(group))
-    return segments_of(sequences_of(rows, cu_seqlens), ranks, load_balance)[rank]
+def _local_segments(rows: int, group: Group, load_balance: str, cu_seqlens: torch.Tensor | None) -> Segments:
+    ranks, rank = rank_in(process_groups(group))
+    return rank_segments(sequence_offsets(rows, cu_seqlens), ranks, load_balance)[rank]
 
 
 def shard_sequence(
@@ -204,7 +204,7 @@ def shard_sequence(
     Raises:
         ValueError, TypeError: the rows cannot be divided evenly, or an argument does not fit.
     """
-    segments = _own_segments(x.shape[dim], group, load_balance, cu_seqlens)
+    segments = _local_segments(x.shape[dim], group, load_balance, cu_seqlens)
     return torch.cat([x.narrow(dim, s.row, s.rows) for s in segments] or [x.narrow(dim, 0, 0)], dim)
 
 
@@ -225,12 +225,12 @@ def unshard_sequence(
     """
     if torch.is_grad_enabled() and x.requires_grad:
         raise ValueError("unshard_sequence is no part of the autograd graph: detach x, or compute on what a rank holds")
-    groups = groups_of(group)
-    ranks, _ = place_in(groups)
-    layout = segments_of(sequences_of(x.shape[dim] * ranks, cu_seqlens), ranks, load_balance)
-    parts = gather_parts(x.movedim(dim, 0).contiguous(), groups)
+    groups = process_groups(group)
+    ranks, _ = rank_in(groups)
+    layout = rank_segments(sequence_offsets(x.shape[dim] * ranks, cu_seqlens), ranks, load_balance)
+    parts = gather_shards(x.movedim(dim, 0).contiguous(), groups)
     whole = torch.empty_like(parts)
-    whole[torch.cat([rows_of(segments) for segments in layout]).to(x.device)] = parts
+    whole[torch.cat([segment_rows(segments) for segments in layout]).to(x.device)] = parts
     return whole.movedim(0, dim)
 
 
@@ -247,7 +247,7 @@ def shard_positions(
     `rows` is the number of rows of all ranks. Rows before the first and after the last packed sequence count from 0
     each. Raises as `shard_sequence`.
     """
-    segments = _own_segments(rows, group, load_balance, cu_seqlens)
+    segments = _local_segments(rows, group, load_balance, cu_seqlens)
     return torch.cat(
         [torch.arange(0, device="cpu"), *(torch.arange(s.start, s.stop, device="cpu") for s in segments)]
     ).to(device)

@@ -21,7 +21,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from diyfa.distributed.sharding import Segment, Segments, joined
-from diyfa.ops import bounds_that_exclude
+from diyfa.ops import normalised_window
 
 Range = tuple[int, int]
 
@@ -128,7 +128,7 @@ def _by_sequence(segments: Segments) -> dict[int, list[tuple[Segment, int]]]:
     return found
 
 
-def blocks_of(
+def score_blocks(
     queries: Segments, keys: Segments, window: tuple[int, int], packed: bool, apart: bool = False
 ) -> list[Block]:
     """Return the blocks of the score matrix of one rank's queries and another's keys."""
@@ -198,7 +198,7 @@ def _calls(blocks: list[Block], packed: bool) -> tuple[Call, ...]:
 
 
 @lru_cache(maxsize=64)
-def steps_of(
+def ring_steps(
     layout: tuple[Segments, ...], rank: int, window: tuple[int, int], packed: bool, apart: bool = False
 ) -> tuple[Step, ...]:
     """Return the steps of one rank. All ranks have the same shifts: those at which any rank has work."""
@@ -207,11 +207,11 @@ def steps_of(
         layout = tuple(joined([own]) for own in layout)
     found = []
     for shift in range(ranks):
-        blocks = blocks_of(layout[rank], layout[rank - shift], window, packed, apart)
+        blocks = score_blocks(layout[rank], layout[rank - shift], window, packed, apart)
         anyone = (
             shift == 0
             or blocks
-            or any(blocks_of(layout[other], layout[other - shift], window, packed) for other in range(ranks))
+            or any(score_blocks(layout[other], layout[other - shift], window, packed) for other in range(ranks))
         )
         if anyone:
             found.append(Step(shift, _calls(blocks, packed)))
@@ -220,4 +220,4 @@ def steps_of(
 
 def normalised(window: tuple[int, int], rows: int) -> tuple[int, int]:
     """Return the window with -1 for bounds that hide no key."""
-    return bounds_that_exclude(*window, rows, rows)
+    return normalised_window(*window, rows, rows)

@@ -27,7 +27,7 @@ class _Order(NamedTuple):
 
 
 @lru_cache(maxsize=8)
-def _order_of(held: tuple[Segments, ...], device: torch.device) -> _Order | None:
+def _row_order(held: tuple[Segments, ...], device: torch.device) -> _Order | None:
     """Return the order of the rows, or None if the concatenated shards are in the sequence's order."""
     rows, first = [], 0  # (row in the sequence, row among the shards, number of rows) of each segment
     for segment in (segment for segments in held for segment in segments):
@@ -92,7 +92,7 @@ def refuses(heads: int, ranks: int) -> str | None:
     return f"{heads} query heads cannot be divided between {ranks} ranks" if heads % ranks else None
 
 
-def repeats_of(heads_kv: int, ranks: int) -> int:
+def kv_head_repeats(heads_kv: int, ranks: int) -> int:
     """Return how often each KV head is sent, so that all ranks get the same number."""
     return math.lcm(heads_kv, ranks) // heads_kv
 
@@ -134,18 +134,18 @@ class Ulysses(NamedTuple):
         rows, heads = row_dim(self.layout), head_dim(self.layout)
         features = tensors[0].dim()
         dims = tuple((rows, heads) if x.dim() == features else (x.dim() - 1, x.dim() - 2) for x in tensors)
-        return _Exchange(self.group, _order_of(self.held, tensors[0].device), dims)
+        return _Exchange(self.group, _row_order(self.held, tensors[0].device), dims)
 
     @staticmethod
     def _padded(found: list[torch.Tensor]) -> list[Any]:
         return [*found, None] if len(found) == 1 else found
 
-    def of_all_heads(self, x: torch.Tensor) -> torch.Tensor:
-        """Invert `own_heads`, with zeros for the heads of other ranks."""
+    def with_zero_heads(self, x: torch.Tensor) -> torch.Tensor:
+        """Invert `local_heads`, with zeros for the heads of other ranks."""
         ranks, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
         return torch.cat([x if n == rank else torch.zeros_like(x) for n in range(ranks)], -1)
 
-    def own_heads(self, x: torch.Tensor | None) -> torch.Tensor | None:
+    def local_heads(self, x: torch.Tensor | None) -> torch.Tensor | None:
         """Return this rank's heads of a tensor whose last dimension is the query heads."""
         if x is None:
             return None

@@ -46,7 +46,7 @@ def check_layout(input_layout: str, query: torch.Tensor, key: torch.Tensor, valu
     return layout
 
 
-def refuse_what_cannot_be_said(
+def refuse_unsupported(
     padding_mask: object, prefix: object, dropout_mask: object, q_start: object, kv_start: object, sparse_mode: int
 ) -> None:
     reasons = {

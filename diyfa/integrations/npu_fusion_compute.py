@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from diyfa.attention import flash_attention, flash_attention_varlen
-from diyfa.integrations.npu_fusion_band import Band, Window, as_window, band_of
+from diyfa.integrations.npu_fusion_band import Band, Window, as_window, sample_band
 from diyfa.integrations.npu_fusion_checks import Rows, check_mask_shape
 
 STATISTICS_COPIES = 8  # the operator repeats each row's maximum and sum to fill a 32-byte block
@@ -32,7 +32,7 @@ class Call(NamedTuple):
     def band(self, seqlen_q: int, seqlen_k: int) -> Band:
         if not self.masked:
             return Band(None, None)
-        return band_of(self.sparse_mode, self.pre_tokens, self.next_tokens, seqlen_q, seqlen_k)
+        return sample_band(self.sparse_mode, self.pre_tokens, self.next_tokens, seqlen_q, seqlen_k)
 
     def window(self, seqlen_q: int, seqlen_k: int) -> Window:
         return as_window(self.band(seqlen_q, seqlen_k), seqlen_q, seqlen_k)
@@ -146,14 +146,14 @@ def attend_packed(
     if call.mask is not None:
         longest = max(q_len for q_len, _ in lengths), max(k_len for _, k_len in lengths)
         check_mask_shape(call.mask, 1, 1, *longest)
-    return _one_by_one(q, k, v, ends, call)
+    return _attend_sequences(q, k, v, ends, call)
 
 
 def _offsets(rows: Rows, device: torch.device) -> torch.Tensor:
     return torch.tensor([0, *(end for _, end in rows)], dtype=torch.int32, device="cpu").to(device)
 
 
-def _one_by_one(
+def _attend_sequences(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: tuple[Rows, Rows], call: Call
 ) -> tuple[torch.Tensor, torch.Tensor]:
     outs, lses = [], []

@@ -16,7 +16,7 @@ import torch
 from torch.nn import attention
 
 from diyfa.integrations import torch_operators
-from diyfa.integrations.seams import Handle, handle_of, switch_on
+from diyfa.integrations.seams import Handle, active_handle, switch_on
 from diyfa.torch_private import dispatch_keys
 
 NAME = "diyfa"
@@ -24,7 +24,7 @@ SEAM = torch_operators.SEAM
 DISPATCH_KEYS = {"cuda": "CUDA", "npu": "PrivateUse1", "cpu": "CPU"}
 
 
-def _kernel_of(operator: Any, key: str) -> Callable[..., torch.Tensor]:
+def _current_kernel(operator: Any, key: str) -> Callable[..., torch.Tensor]:
     """Return the kernel that PyTorch currently runs for an operator and a dispatch key."""
     if not hasattr(torch.library, "get_kernel"):  # new in 2.10; `decompose` omits the vendor's own kernel
         return operator.decompose
@@ -32,14 +32,14 @@ def _kernel_of(operator: Any, key: str) -> Callable[..., torch.Tensor]:
     return lambda query, *arguments, **options: kernel.call_boxed(dispatch_keys(query), query, *arguments, **options)
 
 
-def _override_whole_attention(library: torch.library.Library, key: str) -> None:
+def _override_sdpa(library: torch.library.Library, key: str) -> None:
     """Override `scaled_dot_product_attention`, in training and in inference mode.
 
     Calls that diyfa does not take go to the kernel that was registered before.
     """
     operator = torch.ops.aten.scaled_dot_product_attention.default
     for of_key in (f"Autograd{key}", key):
-        attention = torch_operators.scaled_dot_product_attention(_kernel_of(operator, of_key))
+        attention = torch_operators.scaled_dot_product_attention(_current_kernel(operator, of_key))
         library.impl("scaled_dot_product_attention", attention, of_key)
 
 
@@ -48,7 +48,7 @@ def _override(device_type: str, whole: bool, and_then: Callable[[], None] = lamb
 
     The handle's `remove()` calls `and_then` after it has removed the kernels.
     """
-    handle = handle_of(SEAM)
+    handle = active_handle(SEAM)
     if handle is not None:
         raise RuntimeError(f"diyfa is under PyTorch's attention for {handle.detail}; remove that handle first")
     key = DISPATCH_KEYS[device_type]
@@ -61,7 +61,7 @@ def _override(device_type: str, whole: bool, and_then: Callable[[], None] = lamb
             if hasattr(torch.ops.aten, operator.__name__):
                 library.impl(operator.__name__, operator, key)
         if whole:
-            _override_whole_attention(library, key)
+            _override_sdpa(library, key)
         return switch_on(SEAM, undo.pop_all(), device_type)
 
 
@@ -129,13 +129,13 @@ def use_in_pytorch(device_type: str = "cuda") -> Handle:
     """
     if device_type not in DISPATCH_KEYS:
         raise ValueError(f"device_type must be one of {', '.join(DISPATCH_KEYS)}, got {device_type!r}")
-    handle = handle_of(SEAM)
+    handle = active_handle(SEAM)
     if handle is None:
         if device_type == "cuda" and hasattr(attention, "restore_flash_attention_impl"):  # 2.11
             _activate()
         else:
             _override(device_type, whole=device_type != "cuda")
-        handle = handle_of(SEAM)
+        handle = active_handle(SEAM)
         assert handle is not None, "it was switched on above"
     elif handle.detail != device_type:
         raise RuntimeError(f"diyfa is under PyTorch's attention for {handle.detail}; remove that handle first")

@@ -34,7 +34,7 @@ class Handle:
             self._undo.close()
 
 
-def handle_of(seam: str) -> Handle | None:
+def active_handle(seam: str) -> Handle | None:
     """Return the handle of a seam that is on, else None."""
     return _on.get(seam)
 

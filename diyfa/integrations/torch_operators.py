@@ -16,7 +16,7 @@ import torch
 
 from diyfa import flash_attn_interface as interface
 from diyfa import registry
-from diyfa.integrations.eager_attention import attend, causal_from_the_top_left
+from diyfa.integrations.eager_attention import attend, top_left_causal
 from diyfa.integrations.seams import record
 from diyfa.options import UNBOUNDED
 from diyfa.validation import MAX_HEAD_DIM, MAX_HEAD_DIM_V
@@ -206,7 +206,7 @@ FLASH_OPERATORS = (
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def _left_to_pytorch(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> str:
+def _why_left_to_pytorch(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> str:
     """Return why diyfa does not take a call, or ""."""
     tensors = (query, key, value)
     if any(x.is_nested or x.dim() != 4 for x in tensors):
@@ -237,7 +237,7 @@ def scaled_dot_product_attention(original: Callable[..., torch.Tensor]) -> Calla
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        reason = _left_to_pytorch(query, key, value, enable_gqa)
+        reason = _why_left_to_pytorch(query, key, value, enable_gqa)
         if reason:
             record(SEAM, f"scaled_dot_product_attention: PyTorch ({reason})")
             return original(
@@ -248,7 +248,7 @@ def scaled_dot_product_attention(original: Callable[..., torch.Tensor]) -> Calla
         record(SEAM, "scaled_dot_product_attention: diyfa")
         window = UNBOUNDED
         if is_causal:
-            key, value, window = causal_from_the_top_left(query, key, value)
+            key, value, window = top_left_causal(query, key, value)
         return attend(query, key, value, attn_mask, window=window, dropout_p=dropout_p, sm_scale=scale)
 
     return attention

@@ -28,34 +28,34 @@ from typing import Any
 import torch
 
 from diyfa.attention import flash_attention_varlen
-from diyfa.integrations.eager_attention import attend, bias_of
-from diyfa.integrations.seams import Handle, handle_of, record, switch_on
+from diyfa.integrations.eager_attention import attend, mask_as_bias
+from diyfa.integrations.seams import Handle, active_handle, record, switch_on
 from diyfa.kvcache import flash_attn_with_kvcache
 
 NAME = "diyfa"
 SEAM = "transformers"
 WITH_WINDOW = {torch.bool: torch.uint8, torch.int8: torch.int16, torch.int32: torch.int64}
-OF_WINDOWS = frozenset(WITH_WINDOW.values())
+WINDOW_DTYPES = frozenset(WITH_WINDOW.values())
 ROOM = (torch.int8, WITH_WINDOW[torch.int8])
 PACKED = (torch.int32, WITH_WINDOW[torch.int32])
 
 # ---- The mask ------------------------------------------------------------------------------------------------------
 
 
-def _parts(mask_function: Any) -> list[Any]:
+def _mask_functions(mask_function: Any) -> list[Any]:
     """Return the functions whose intersection is a mask function of Transformers."""
     if getattr(mask_function, "__qualname__", "") != "and_masks.<locals>.and_mask":
         return [mask_function]
     (functions,) = (cell.cell_contents for cell in mask_function.__closure__)
-    return [part for function in functions for part in _parts(function)]
+    return [part for function in functions for part in _mask_functions(function)]
 
 
 def _packed(mask_function: Any) -> torch.Tensor | None:
     """Return the number of each row's sequence if the mask is causal and packed, perhaps with a window; else None."""
-    names = [getattr(part, "__qualname__", "").split(".")[0] for part in _parts(mask_function)]
+    names = [getattr(part, "__qualname__", "").split(".")[0] for part in _mask_functions(mask_function)]
     if set(names) - {"sliding_window_overlay"} != {"causal_mask_function", "packed_sequence_mask_function"}:
         return None
-    inner = _parts(mask_function)[names.index("packed_sequence_mask_function")]
+    inner = _mask_functions(mask_function)[names.index("packed_sequence_mask_function")]
     return inner.__closure__[0].cell_contents
 
 
@@ -74,7 +74,7 @@ def _attends_by_itself(config_class: type) -> bool:
     return bool(models) and not supports
 
 
-def attention_mask_of(
+def make_attention_mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
@@ -140,10 +140,10 @@ Sequences = tuple[torch.Tensor, int]  # offsets of packed sequences, length of t
 def _once(x: torch.Tensor, find: Callable[[torch.Tensor], Any]) -> Any:
     """Return find(x), cached on x: it waits for the device, and all layers share one mask."""
     version = None if x.is_inference() else x._version  # tensors of inference mode have no version
-    known, found = getattr(x, "diyfa_found", (None, None))
+    known, found = getattr(x, "diyfa_cached", (None, None))
     if version is None or version != known:
         found = find(x)
-        x.diyfa_found = (version, found)  # type: ignore[attr-defined]
+        x.diyfa_cached = (version, found)  # type: ignore[attr-defined]
     return found
 
 
@@ -212,7 +212,7 @@ def _packed_lengths(
         return ()
     elif mask is not None and mask.dim() == 2:
         found, _, samples = _once(mask, _by_padding)
-        if found is not None and not causal and mask.dtype not in OF_WINDOWS:  # keys may be an encoder's
+        if found is not None and not causal and mask.dtype not in WINDOW_DTYPES:  # keys may be an encoder's
             return samples * q.shape[1], found[0], q.shape[1], found[1]
     elif causal and mask is None and isinstance(positions, torch.Tensor):
         found = _once(positions, _by_position) if positions.shape == (1, q.shape[1]) == q.shape[:2] else None
@@ -267,7 +267,7 @@ def _check(module: Any, mask: torch.Tensor | None, window: int | None, extras: d
     for name in ("block_indices", "head_mask"):
         if extras.get(name) is not None:
             raise ValueError(f"{name} is not supported by diyfa: use attn_implementation='eager'")
-    if mask is not None and mask.dim() < 4 and (mask.dtype in OF_WINDOWS) > bool(window):
+    if mask is not None and mask.dim() < 4 and (mask.dtype in WINDOW_DTYPES) > bool(window):
         raise ValueError(_no_window(module))
     pads = mask is not None and mask.dim() == 2 and mask.shape[0] > 0 and mask.dtype not in PACKED
     if pads and extras.get("cu_seq_lens_q") is not None:
@@ -309,7 +309,7 @@ def attention(
             )
         handed_on = window == getattr(getattr(module, "config", None), "sliding_window", None)
         # Some models pass the configuration's window as it is; the others pass 1 more, as flash_attn counts.
-        if mask.dtype in OF_WINDOWS and not causal and handed_on:
+        if mask.dtype in WINDOW_DTYPES and not causal and handed_on:
             options["window"] = (window, window)
         if mask.dtype in ROOM:
             keys, mask = (mask.shape[2], None) if mask.dim() == 3 else _once(mask, _room)
@@ -334,7 +334,7 @@ def attention(
     if mask is not None and mask.dim() == 2:
         mask = mask.bool()[:, None, None, :]
     if bias is not None:
-        mask = bias if mask is None else bias + bias_of(mask, bias.dtype)
+        mask = bias if mask is None else bias + mask_as_bias(mask, bias.dtype)
     record(SEAM, f"attention{'' if mask is None else ' with a mask'}: diyfa")
     return attend(q, k, v, mask, "bshd", **options), None
 
@@ -400,7 +400,7 @@ def use_in_transformers() -> Handle:
     Raises:
         ModuleNotFoundError: Transformers is missing.
     """
-    handle = handle_of(SEAM)
+    handle = active_handle(SEAM)
     if handle is not None:
         return handle
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -409,7 +409,7 @@ def use_in_transformers() -> Handle:
         for interface, name, function in (
             (AttentionInterface, NAME, attention),
             (AttentionInterface, f"paged|{NAME}", paged_attention),
-            (AttentionMaskInterface, NAME, attention_mask_of),
+            (AttentionMaskInterface, NAME, make_attention_mask),
         ):
             interface.register(name, function)
             undo.callback(interface._global_mapping.pop, name, None)

@@ -20,7 +20,7 @@ from diyfa.lab.compile_report import CompileReport
 from diyfa.registry import load_backend
 
 TARGETS: dict[str, dict[str, Any]] = {"cuda": GPU_SPECS, "npu": NPU_SPECS}
-SPEC_OF = {"cuda": gpu_spec, "npu": npu_spec}
+SPEC_LOOKUPS = {"cuda": gpu_spec, "npu": npu_spec}
 
 
 def list_known(json: bool) -> None:
@@ -38,8 +38,8 @@ def list_known(json: bool) -> None:
 
 def backend_for(target: str) -> str:
     """Return the name of the backend that compiles for `target`. Raises typer.BadParameter for an unknown target."""
-    for name, spec_of in SPEC_OF.items():
-        if spec_of(target) is not None:
+    for name, look_up in SPEC_LOOKUPS.items():
+        if look_up(target) is not None:
             return name
     near = nearest(target)
     suggestion = f"did you mean {' or '.join(near)}? " if near else ""

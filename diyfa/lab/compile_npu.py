@@ -58,11 +58,11 @@ def _kib(size: float) -> str:
     return f"{size / 1024:.0f}"
 
 
-def _plus(always: str, masked: str, nothing: str = "0") -> str:
+def _count_text(always: str, masked: str, nothing: str = "0") -> str:
     return always if masked in (nothing, "0.0") else f"{always}+{masked}"
 
 
-def _used(report: CompileReport, memory: str) -> str:
+def _memory_text(report: CompileReport, memory: str) -> str:
     """Return used / available KiB of a memory, such as "180/192", or "?/192" if the use is not known."""
     used = report.memory.get(memory, None if memory in ("l0a", "l0b") else 0)
     return f"{'?' if used is None else _kib(used)}/{_kib(report.limits[memory])}"
@@ -78,7 +78,7 @@ def _row(report: CompileReport) -> list[str]:
     """Return the cells of one kernel, for its loop over tiles, or the first of two."""
     if not report.memory:  # it did not compile
         return [""] * len(HEADINGS)
-    used = [_used(report, name) for name in ("ub", "l1", "l0a", "l0b", "l0c")]
+    used = [_memory_text(report, name) for name in ("ub", "l1", "l0a", "l0b", "l0c")]
     found = report.metrics
     if not found:
         return [*used, *[""] * 8]
@@ -87,7 +87,7 @@ def _row(report: CompileReport) -> list[str]:
     if not tile:
         return [*used, "", "", *[""] * 6]
     bound = "yes" if found["bound"] else "no"
-    passes = _plus(f"{tile['vector_passes_per_score']:.1f}", f"{mask['vector_passes_per_score']:.1f}")
+    passes = _count_text(f"{tile['vector_passes_per_score']:.1f}", f"{mask['vector_passes_per_score']:.1f}")
     cycles = "/".join(str(tile[f"{name}_cycles"]) for name in ("cube", "vector", "memory"))
     tensors = _kib(tile["loaded_bytes"] + tile["stored_bytes"])
     workspace = _kib(tile["workspace_read_bytes"] + tile["workspace_written_bytes"])
@@ -98,7 +98,7 @@ def _row(report: CompileReport) -> list[str]:
         str(found["pipelined"]),
         passes,
         f"{tile['cube_flops'] / 1e6:.1f}",
-        _plus(f"{tile['vector_elements'] / 1024:.0f}", f"{mask['vector_elements'] / 1024:.0f}"),
+        _count_text(f"{tile['vector_elements'] / 1024:.0f}", f"{mask['vector_elements'] / 1024:.0f}"),
         cycles,
         f"{tensors}+{workspace}",
         "" if share is None else f"{100 * share:.0f} %",

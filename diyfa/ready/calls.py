@@ -52,7 +52,7 @@ class Heads(NamedTuple):
     keys: int = 16
 
     @property
-    def of_values(self) -> int:
+    def value_head_dim(self) -> int:
         return self.head_dim_v or self.head_dim
 
     def __str__(self) -> str:
@@ -92,7 +92,7 @@ def attention(
     `rows.queries` rows on average and at most `longest`."""
 
     def run() -> None:
-        (b, m, n), (d, _, h, hk), dv = rows, heads, heads.of_values
+        (b, m, n), (d, _, h, hk), dv = rows, heads, heads.value_head_dim
         leading = [(b * m,), (b * n,), (b * n,)] if packed else [(b, m), (b, n), (b, n)]
         q, k, v = (
             empty(*x, *of_head, dtype=dtype, grad=backward)
@@ -138,7 +138,7 @@ def cache(heads: Heads, rows: Rows, dtype: torch.dtype, page: int = 0, packed: b
     """
 
     def run() -> None:
-        (b, m, n), (d, _, h, hk), dv = rows, heads, heads.of_values
+        (b, m, n), (d, _, h, hk), dv = rows, heads, heads.value_head_dim
         given = dict(options)
         new, longest = given.pop("new", 0), given.pop("longest", m)
         stored = FLOAT8 if given.pop("float8", False) else dtype
@@ -178,7 +178,7 @@ def in_the_mode(call: Call) -> Call:
     return Call(f"batch-invariant {call.name}", run)
 
 
-def product_of(m: int, n: int, k: int, dtype: torch.dtype, transposed: bool = False, **options: Any) -> Call:
+def matrix_product(m: int, n: int, k: int, dtype: torch.dtype, transposed: bool = False, **options: Any) -> Call:
     """Return a call of the matrix product. `transposed`: b is a transposed view."""
 
     def run() -> None:
@@ -354,12 +354,12 @@ def others() -> Iterator[Call]:
     for head_dim in (64, 80, 96, 128, 256):
         yield merging(head_dim)
     for dtype, rows, transposed in product(HALVES, (16, 512, 4096), BOTH):
-        yield product_of(rows, 4096, 4096, dtype, transposed)
+        yield matrix_product(rows, 4096, 4096, dtype, transposed)
     for rows in (16, 4096):
-        yield product_of(rows, 4095, 4095, BF16)
-        yield product_of(rows, 4096, 4096, FP32, out_dtype=FP16)
+        yield matrix_product(rows, 4095, 4095, BF16)
+        yield matrix_product(rows, 4096, 4096, FP32, out_dtype=FP16)
         for precision in ("tf32", "ieee"):
-            yield product_of(rows, 4096, 4096, FP32, precision=precision)
+            yield matrix_product(rows, 4096, 4096, FP32, precision=precision)
 
 
 def everything() -> list[Call]:

@@ -36,10 +36,10 @@ def read_model(path: Path) -> Model:
         raise ValueError(f"{path} is no JSON: {error}") from error
     if not isinstance(config, dict):
         raise ValueError(f"{path} holds no object")
-    return model_of(config)
+    return parse_model(config)
 
 
-def model_of(config: Config) -> Model:
+def parse_model(config: Config) -> Model:
     """Return the model that a config describes. Raises ValueError if a needed entry is missing."""
     outer, config = config, {**config, **_object(config, "text_config")}  # models of text and images nest the text's
     queries = _number(config, "num_attention_heads", "n_head", "num_heads")

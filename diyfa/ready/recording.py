@@ -22,7 +22,7 @@ class Recorded(Protocol):
     @property
     def name(self) -> str: ...
 
-    def is_known(self) -> bool:
+    def is_stored(self) -> bool:
         """Return whether a process would find the compiled kernel."""
         ...
 
@@ -36,7 +36,7 @@ class Recording(NamedTuple):
     refused: list[str]  # calls that the architecture does not run, with the reason
 
 
-def backend_of(arch: str) -> str:
+def backend_for_arch(arch: str) -> str:
     """Return the backend of an architecture: `"sm_90"` -> `"cuda"`, `"Ascend910B3"` -> `"npu"`."""
     return "npu" if arch.startswith("Ascend") else "cuda"
 

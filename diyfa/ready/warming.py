@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from diyfa.ready.building import Built, build, cores
-from diyfa.ready.recording import Recorded, backend_here, backend_of, record
+from diyfa.ready.recording import Recorded, backend_here, backend_for_arch, record
 from diyfa.ready.words import parse
 
 SECONDS = 10.0  # least time between two lines in a log
@@ -57,7 +57,7 @@ def warmup(
     start = time.monotonic()
     given = [calls] if callable(calls) or isinstance(calls, str) else list(calls)
     named = [parse(each) if isinstance(each, str) else (getattr(each, "__name__", "a call"), each) for each in given]
-    name = backend_of(arch) if arch else backend_here()
+    name = backend_for_arch(arch) if arch else backend_here()
     recording = record(name, arch, named)
     warmed = warm(list(recording.kernels.values()), cores() if jobs is None else jobs, None if quiet else _Lines())
     warmed = warmed._replace(refused=tuple(recording.refused), seconds=time.monotonic() - start)
@@ -69,7 +69,7 @@ def warmup(
 def warm(kernels: list[Recorded], jobs: int, watch: Callable[[int, int, Built], None] | None = None) -> Warmed:
     """Compile those of `kernels` that are not compiled yet. `watch` is called with (number done, of how many, last)."""
     start = time.monotonic()
-    missing = [kernel for kernel in kernels if not kernel.is_known()]
+    missing = [kernel for kernel in kernels if not kernel.is_stored()]
     failures: list[str] = []
     count = 0
 

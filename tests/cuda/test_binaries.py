@@ -25,7 +25,7 @@ from diyfa.backends.cuda import backend
 from diyfa.backends.cuda.gluon.compat import has_gluon
 from diyfa.backends.cuda.runtime import binaries, jit, launcher, pack, tune
 from diyfa.backends.cuda.runtime.constants import Constants
-from diyfa.backends.cuda.runtime.launcher import Tiles, box_of, signature_of
+from diyfa.backends.cuda.runtime.launcher import Tiles, shared_box, launch_signature
 from diyfa.problem import Launch
 
 ARCH = "sm_90"
@@ -77,7 +77,7 @@ def nothing_known(monkeypatch, tmp_path):
     """A process that has looked for nothing yet."""
     monkeypatch.setenv("DIYFA_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(jit, "_printed", [])
-    monkeypatch.setattr(pack, "_left_out", {})
+    monkeypatch.setattr(pack, "_rejected_packs", {})
     for asked in (pack.installed, pack._warn):
         asked.cache_clear()
     yield
@@ -114,8 +114,8 @@ def launch_of(name="f_kernel", constants=None, options=None, aligned=(), **argum
     return Launch(kernel, 1, arguments, constants, {"num_warps": 8} if options is None else options, aligned)
 
 
-def key_of(launch):
-    return binaries.key_of_binary(ARCH, launch, signature_of(launch))
+def call_key(launch):
+    return binaries.binary_key(ARCH, launch, launch_signature(launch))
 
 
 # ---- From the compiler, the cache folder and a pack ---------------------------------------------------------------
@@ -155,18 +155,18 @@ def test_a_key_is_the_same_with_every_triton_and_platform(monkeypatch):
     monkeypatch.setattr(binaries, "source_hash", lambda: "0" * 32)
     x = torch.zeros(64, 32, dtype=torch.float16)
     given = {"q_ptr": x, "stride_q": 32, "stride_k": 1, "n": 7, "s": 0.5, "none": None}
-    assert key_of(launch_of(**given, aligned=("n",))) == "dd2e6e912a05d63bbcd0976fcc061152"
+    assert call_key(launch_of(**given, aligned=("n",))) == "dd2e6e912a05d63bbcd0976fcc061152"
     if has_gluon():
         from triton.experimental.gluon import language as gl
 
-        box = box_of(torch.bfloat16, (1, 64), gl.NVMMASharedLayout.get_default_for([1, 64], gl.float16))
+        box = shared_box(torch.bfloat16, (1, 64), gl.NVMMASharedLayout.get_default_for([1, 64], gl.float16))
         launch = launch_of(rows=Tiles(x, x.shape, x.stride(), box), options={"num_warps": 4, "ptx_version": 88})
-        assert key_of(launch) == key_of(launch._replace(options={"num_warps": 4})) == "8c741b7d520c6509469a5446d2a0c969"
+        assert call_key(launch) == call_key(launch._replace(options={"num_warps": 4})) == "8c741b7d520c6509469a5446d2a0c969"
 
 
 def test_a_key_has_all_that_a_kernel_is_compiled_for(monkeypatch):
     x = torch.zeros(64, 32, dtype=torch.float16)
-    given = {"q_ptr": x, "stride_q": 16, "n": 3, "rows": Tiles(x, x.shape, x.stride(), box_of(x.dtype, (16, 32)))}
+    given = {"q_ptr": x, "stride_q": 16, "n": 3, "rows": Tiles(x, x.shape, x.stride(), shared_box(x.dtype, (16, 32)))}
     others = [
         launch_of(**given, name="g_kernel"), launch_of(**given, options={}), launch_of(**given, aligned=("n",)),
         launch_of(**given, constants={"c": Chosen(32, "causal", True, 0.5)}),
@@ -175,23 +175,23 @@ def test_a_key_has_all_that_a_kernel_is_compiled_for(monkeypatch):
             launch_of(**{**given, **changed})
             for changed in (
                 {"q_ptr": None}, {"q_ptr": x[0, 1:]}, {"q_ptr": x.bfloat16()}, {"stride_q": 1}, {"stride_q": 8},
-                {"n": 2**40}, {"rows": Tiles(x, x.shape, x.stride(), box_of(x.dtype, (8, 32)))},
+                {"n": 2**40}, {"rows": Tiles(x, x.shape, x.stride(), shared_box(x.dtype, (8, 32)))},
             )
         ],
     ]  # fmt: skip
     launch = launch_of(**given)
-    keys = {key_of(launch), *map(key_of, others), binaries.key_of_binary("sm_80", launch, signature_of(launch))}
+    keys = {call_key(launch), *map(call_key, others), binaries.binary_key("sm_80", launch, launch_signature(launch))}
     monkeypatch.setattr(binaries, "source_hash", lambda: "other")
-    assert len({*keys, key_of(launch)}) == len(others) + 3
-    assert key_of(launch_of(**{**given, "n": 4})) == key_of(launch)
+    assert len({*keys, call_key(launch)}) == len(others) + 3
+    assert call_key(launch_of(**{**given, "n": 4})) == call_key(launch)
 
 
 def test_kernels_of_others_are_known_by_their_own_sources(monkeypatch):
     launch = launch_of(n=3)
     launch.kernel.fn.__module__, launch.kernel.cache_key = "another.package", "one"
-    keys = [key_of(launch)]
+    keys = [call_key(launch)]
     monkeypatch.setattr(launch.kernel, "cache_key", "another")
-    assert key_of(launch) not in keys
+    assert call_key(launch) not in keys
 
 
 # ---- Packs that are refused ---------------------------------------------------------------------------------------
@@ -372,19 +372,19 @@ def compiler(monkeypatch, binary):
 
 
 def stored(launch):
-    return binaries.stored_binary(ARCH, launch, signature_of(launch))
+    return binaries.stored_binary(ARCH, launch, launch_signature(launch))
 
 
 def test_what_was_compiled_is_kept(compiler, binary):
     launch = launch_of(n=3)
     assert [stored(launch) for _ in range(3)] == [binary] * 3 and compiler.names == ["f_kernel"]
     cache = binaries.cache_folder()
-    assert cache.get(key_of(launch)) == binary
+    assert cache.get(call_key(launch)) == binary
     assert cache.path.parts[-2:] == ("binaries", f"triton-{binaries.triton.__version__}")
 
 
 def test_a_pack_comes_before_the_folder(compiler, write, binary, monkeypatch):
-    monkeypatch.setattr(binaries, "key_of_binary", lambda *arguments: "b")
+    monkeypatch.setattr(binaries, "binary_key", lambda *arguments: "b")
     binaries.cache_folder().put("b", binary._replace(name="of the folder"))
     assert stored(launch_of(n=3)).name == "of the folder"
     write()
@@ -430,13 +430,13 @@ def test_a_pack_that_the_driver_cannot_load_is_left_out(compiler, write, binary,
         return binary._replace(name="compiled here")
 
     monkeypatch.setattr(jit, "compile_binary", compile_binary)
-    monkeypatch.setattr(binaries, "key_of_binary", lambda *arguments: "b")
+    monkeypatch.setattr(binaries, "binary_key", lambda *arguments: "b")
     monkeypatch.setattr(launcher, "Binary", Loaded)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     file, launch = write(), launch_of(n=3)
     for _ in range(2):
         monkeypatch.setattr(launcher, "_binaries", {})
-        assert isinstance(launcher.binary_of(launch, signature_of(launch), 0), Loaded)
+        assert isinstance(launcher.loaded_binary(launch, launch_signature(launch), 0), Loaded)
     assert compiler.names == ["f_kernel"]
     (record,) = caplog.records
     assert record.message.startswith(f"diyfa does not use {file}: this driver cannot load its kernels")
@@ -444,7 +444,7 @@ def test_a_pack_that_the_driver_cannot_load_is_left_out(compiler, write, binary,
     binaries.cache_folder().put("b", binary)
     monkeypatch.setattr(launcher, "_binaries", {})
     with pytest.raises(RuntimeError, match="device kernel image is invalid"):  # there is no pack to leave out
-        launcher.binary_of(launch, signature_of(launch), 0)
+        launcher.loaded_binary(launch, launch_signature(launch), 0)
 
 
 @pytest.mark.parametrize("result, is_refusal", [(200, True), (209, True), (2, False), (700, False)])
@@ -471,12 +471,12 @@ def test_nothing_is_compiled_where_it_may_not_be(compiler, monkeypatch):
 def test_without_a_compiler_a_pass_is_launched_whole_or_not_at_all(monkeypatch):
     from diyfa.backends.cuda.runtime import passes
 
-    def binary_of(launch, signature, device):
+    def loaded_binary(launch, signature, device):
         if launch.arguments["n"] == 2:
             raise RuntimeError("not this one")
 
     launched = []
-    monkeypatch.setattr(launcher, "binary_of", binary_of)
+    monkeypatch.setattr(launcher, "loaded_binary", loaded_binary)
     monkeypatch.setattr(launcher, "current_device", lambda: 0)
     monkeypatch.setattr(passes, "launch_kernel", lambda launch: launched.append(launch.arguments["n"]))
     monkeypatch.setenv("DIYFA_JIT", "never")

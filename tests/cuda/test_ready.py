@@ -24,7 +24,7 @@ from diyfa.backends.cuda.runtime import launch
 from diyfa.cli.app import app
 from diyfa.ready import calls, words
 from diyfa.ready.building import Built, build
-from diyfa.ready.models import model_of, read_model
+from diyfa.ready.models import parse_model, read_model
 from diyfa.ready.warming import Warmed
 from diyfa.ready.wheel import write_wheel
 from diyfa.registry import load_backend
@@ -115,7 +115,7 @@ def test_words_have_defaults():
 def test_a_pack_serves_a_model(found, name, heads):
     from ready_calls import CONFIGS
 
-    model = model_of(CONFIGS[name])
+    model = parse_model(CONFIGS[name])
     assert str(model.heads) == heads and model.dtype == torch.bfloat16
     of_model = found["models"][name]
     assert of_model["refused"] == [] and of_model["lacking"] == [] and of_model["kernels"] > 40
@@ -133,12 +133,12 @@ def test_a_pack_serves_a_model(found, name, heads):
     ],
 )  # fmt: skip
 def test_layers_of_a_model(config, options):
-    model = model_of({"hidden_size": 1024, "num_attention_heads": 16, **config})
+    model = parse_model({"hidden_size": 1024, "num_attention_heads": 16, **config})
     assert [*model.options] == options and model.heads == (64, 0, 16, 16)
 
 
 def test_a_latent_cache():
-    model = model_of({
+    model = parse_model({
         "num_attention_heads": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
         "v_head_dim": 128, "hidden_size": 7168,
     })  # fmt: skip
@@ -148,7 +148,7 @@ def test_a_latent_cache():
 @pytest.mark.parametrize("config", [{}, {"num_attention_heads": 0}, {"num_attention_heads": -8}])
 def test_a_config_that_says_too_little_is_refused(config):
     with pytest.raises(ValueError, match="num_attention_heads"):
-        model_of({"hidden_size": 64, **config})
+        parse_model({"hidden_size": 64, **config})
 
 
 def test_what_a_config_says_in_another_way_is_left_out():
@@ -156,7 +156,7 @@ def test_what_a_config_says_in_another_way_is_left_out():
         "text_config": None, "attn_config": "flash", "architectures": [1], "torch_dtype": "load", "head_dim": "64",
         "sliding_window": 0, "attn_logit_softcapping": "none",
     }  # fmt: skip
-    model = model_of({"hidden_size": 1024, "num_attention_heads": 16, **odd})
+    model = parse_model({"hidden_size": 1024, "num_attention_heads": 16, **odd})
     assert model == ((64, 0, 16, 16), torch.bfloat16, ({"causal": True},), None)
 
 
@@ -252,7 +252,7 @@ class Kernel:
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def is_known(self) -> bool:
+    def is_stored(self) -> bool:
         return False
 
     def compile(self) -> None:

@@ -296,9 +296,9 @@ def test_packed_gradients_are_repeated(recorder, described, packing):
 
 def test_a_call_that_comes_once_is_not_prepared_for_another(recorder, monkeypatch):
     asked = []
-    repeat = runtime_passes.replay_of
+    repeat = runtime_passes.make_replay
     monkeypatch.setattr(
-        attention_launch, "replay_of", lambda *args, **kwargs: asked.append(1) or repeat(*args, **kwargs)
+        attention_launch, "make_replay", lambda *args, **kwargs: asked.append(1) or repeat(*args, **kwargs)
     )
     for n in (0, 1, 1, 1):
         attend(*qkv())
@@ -475,7 +475,7 @@ def test_tensors_of_another_device_run_on_it(monkeypatch, recorder):
     monkeypatch.setattr(launcher, "_binaries", {})
     monkeypatch.setattr(runtime_passes, "on_device", lambda x: Device(5))
     monkeypatch.setattr(torch.cuda, "device", Device)
-    monkeypatch.setattr(runtime_passes, "current_device_of", lambda x: lambda: entered[-1] if entered else 5)
+    monkeypatch.setattr(runtime_passes, "device_getter", lambda x: lambda: entered[-1] if entered else 5)
     attend(q, k, v)
     assert compiled_in == [[], [5]]
     entered.clear()
@@ -486,7 +486,7 @@ def test_tensors_of_another_device_run_on_it(monkeypatch, recorder):
 
 
 def test_allocators_make_what_they_are_asked_for():
-    for allocate in (runtime_passes.allocator_of("cpu"), runtime_passes.allocator_of("meta")):
+    for allocate in (runtime_passes.make_allocator("cpu"), runtime_passes.make_allocator("meta")):
         x = allocate((2, 3), (3, 1), torch.float16)
         assert x.shape == (2, 3) and x.stride() == (3, 1) and x.dtype == torch.float16
 
@@ -603,7 +603,7 @@ def test_tiles_are_measured_on_a_delta_that_is_filled(recorder, measuring, monke
     monkeypatch.setattr(attention_launch, "candidates", lambda of, problem: TILES)
     if forgets:
         monkeypatch.setattr(tuning, "cache_dir", lambda: None)
-        monkeypatch.setattr(tuning, "MOST_REMEMBERED", 1)
+        monkeypatch.setattr(tuning, "MAX_REMEMBERED", 1)
     q, k, v = qkv(grad=True)
     for _ in range(4):
         recorder.launches.clear()
@@ -818,13 +818,13 @@ def test_an_lse_that_is_not_returned_lies_in_the_workspace(recorder, monkeypatch
     """Behind all that the kernels write there; one that is returned holds no other memory."""
     make, invariant, last = WITHOUT_LSE[case]
     asked, made = [], []
-    allocator_of, workspace = runtime_passes.allocator_of, decode.workspace
+    make_allocator, workspace = runtime_passes.make_allocator, decode.workspace
 
     def spied_on(device_type):
-        allocate = allocator_of(device_type)
+        allocate = make_allocator(device_type)
         return lambda *args: asked.append(allocate(*args)) or asked[-1]
 
-    monkeypatch.setattr(runtime_passes, "allocator_of", spied_on)
+    monkeypatch.setattr(runtime_passes, "make_allocator", spied_on)
     monkeypatch.setattr(decode, "workspace", lambda *args: made.append(workspace(*args)) or made[-1])
     monkeypatch.setattr(stream_k, "multiprocessors", lambda device: 100)
     function = diyfa.flash_attention_varlen if case == "packed" else diyfa.flash_attn_with_kvcache

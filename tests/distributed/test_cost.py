@@ -12,10 +12,10 @@ from diyfa.distributed.cost import (
     Machine,
     Work,
     cheapest,
-    machine_of,
+    machine_for,
     ring_seconds,
     ring_timeline,
-    share_of,
+    visible_fraction,
     ulysses_seconds,
 )
 
@@ -64,16 +64,16 @@ def test_one_million_tokens_scale():
 
 
 def test_what_masks_leave():
-    assert share_of((0, 100, 100), (-1, -1)) == 1.0
-    assert share_of((0, 100, 100), (-1, 0)) == 0.5
-    assert share_of((0, 100, 100), (10, 0)) == 0.1
-    assert share_of((0, 50, 100, 100), (-1, -1)) == 0.5
-    assert share_of((0, 0), (-1, -1)) == 1.0
+    assert visible_fraction((0, 100, 100), (-1, -1)) == 1.0
+    assert visible_fraction((0, 100, 100), (-1, 0)) == 0.5
+    assert visible_fraction((0, 100, 100), (10, 0)) == 0.1
+    assert visible_fraction((0, 50, 100, 100), (-1, -1)) == 0.5
+    assert visible_fraction((0, 0), (-1, -1)) == 1.0
 
 
 def test_a_window_takes_the_ring():
     """Which then has two steps, where Ulysses moves as much as ever."""
-    windowed = replace(LONG, share=share_of((0, 2**20, 2**20), (4096, 0)), steps=2)
+    windowed = replace(LONG, share=visible_fraction((0, 2**20, 2**20), (4096, 0)), steps=2)
     assert cheapest(windowed, HOPPER) == "ring"
 
 
@@ -82,4 +82,4 @@ def test_a_group_that_spans_hosts_has_their_links(monkeypatch):
     for ranks, local, peer in groups:
         monkeypatch.setattr("torch.distributed.get_process_group_ranks", lambda _, ranks=ranks: ranks)
         monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
-        assert machine_of("sm_90", None).peer == peer
+        assert machine_for("sm_90", None).peer == peer

@@ -11,7 +11,7 @@ import pytest
 
 from diyfa import npu_stacks
 from diyfa.backends import npu
-from diyfa.npu_stacks import STACKS, TRITON_ASCEND, release, stack_of, torch_npu_for
+from diyfa.npu_stacks import STACKS, TRITON_ASCEND, release, documented_stack, torch_npu_for
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -40,9 +40,9 @@ def test_which_torch_npu() -> None:
     assert torch_npu_for("2.9.0", "") == "2.9.0"
     assert torch_npu_for("2.13.0", "9.0.0") == "2.13.0"
     assert torch_npu_for("2.5.1", "8.5.0") is None
-    found = stack_of("2.8.0.post2")
+    found = documented_stack("2.8.0.post2")
     assert found is not None and (found.cann, found.torch) == ("8.5.0", "2.8.0")
-    assert stack_of("2.8.0.post99") is None
+    assert documented_stack("2.8.0.post99") is None
 
 
 def test_the_extra_chooses_neither_torch_nor_torch_npu() -> None:

@@ -21,7 +21,7 @@ from hopper_interpreted import (  # noqa: E402
     interpret_backward,
     load_kernel,
     run_backward,
-    source_of,
+    kernel_source,
 )
 from poison import poisoned_allocations  # noqa: E402
 from simulators.gluon import KernelBug  # noqa: E402
@@ -527,7 +527,7 @@ def test_calls_can_be_repeated_past_the_launcher(changes: dict, monkeypatch: pyt
 
 @pytest.mark.parametrize("lost", ["wait_for_turn", "wait_for_stores", "end_turn"])
 def test_all_parts_of_a_turn_are_needed(lost: str, tmp_path: Path) -> None:
-    source, count = re.subn(rf"^( +){lost}\(.*\)$", r"\1pass", source_of("hopper.bwd"), flags=re.MULTILINE)
+    source, count = re.subn(rf"^( +){lost}\(.*\)$", r"\1pass", kernel_source("hopper.bwd"), flags=re.MULTILINE)
     assert count == 1
     kernels = load_kernel({"hopper.bwd": source}, tmp_path, BACKWARD_MODULES)
     with pytest.raises(KernelBug, match=r"nothing orders it after that of somebody else|turn 1"):

@@ -14,7 +14,7 @@ from hopper_gluon import need_hopper_gluon
 
 need_hopper_gluon()
 
-from hopper_interpreted import KERNEL_MODULES, interpret, load_kernel, run, source_of  # noqa: E402
+from hopper_interpreted import KERNEL_MODULES, interpret, load_kernel, run, kernel_source  # noqa: E402
 from poison import poisoned_allocations  # noqa: E402
 from simulators.gluon import Deadlock, InvalidOperand, KernelBug, Race  # noqa: E402
 
@@ -129,7 +129,7 @@ def test_programs_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def mutant(tmp_path: Path, pattern: str, replacement: str | Callable[[re.Match[str]], str]) -> ModuleType:
     """The kernel's module with what `pattern` finds in the kernel's sources replaced."""
-    changed = {name: re.subn(pattern, replacement, source_of(name)) for name in KERNEL_MODULES}
+    changed = {name: re.subn(pattern, replacement, kernel_source(name)) for name in KERNEL_MODULES}
     assert any(found for _, found in changed.values()), f"the kernel has no {pattern}"
     return load_kernel({name: source for name, (source, _) in changed.items()}, tmp_path)
 

@@ -10,7 +10,7 @@ from hopper_gluon import need_hopper_gluon
 
 need_hopper_gluon()
 
-from hopper_interpreted import KERNEL_MODULES, interpret_prefill, load_kernel, run, source_of  # noqa: E402
+from hopper_interpreted import KERNEL_MODULES, interpret_prefill, load_kernel, run, kernel_source  # noqa: E402
 from kvcache_cases import CacheCase, assert_in_budget, run_case  # noqa: E402
 from poison import poisoned_allocations  # noqa: E402
 from simulators.gluon import KernelBug  # noqa: E402
@@ -84,7 +84,7 @@ def attend(case: AttentionCase | CacheCase) -> dict[str, str]:
     return {}
 
 
-SOURCES = {name: Synchronising(source_of(name), SYNCHRONISING, METHODS, HARMLESS) for name in KERNEL_MODULES}
+SOURCES = {name: Synchronising(kernel_source(name), SYNCHRONISING, METHODS, HARMLESS) for name in KERNEL_MODULES}
 LINES = [f"{name} {i}: {line}" for name, source in SOURCES.items() for i, line in enumerate(source.lines)]
 
 

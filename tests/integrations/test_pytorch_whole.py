@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import diyfa
 from diyfa.integrations import Handle, use_in_pytorch
-from diyfa.integrations.eager_attention import bias_of
+from diyfa.integrations.eager_attention import mask_as_bias
 from diyfa.integrations.pytorch import _override
 
 SDPA = "scaled_dot_product_attention"
@@ -53,7 +53,7 @@ def test_masks(handle: Handle, shape: tuple[int, ...], boolean: bool) -> None:
     inputs = leaves((2, 4, 19, 32), (2, 4, 33, 32), (2, 4, 33, 16), dtype=torch.float32)
     given = mask.to(DEVICE)
     attend = on_device(lambda q, k, v: attention(q, k, v, attn_mask=given))
-    assert_like_the_reference(attend, inputs, attn_bias=bias_of(mask, torch.float32))
+    assert_like_the_reference(attend, inputs, attn_bias=mask_as_bias(mask, torch.float32))
     assert handle.calls == {f"{SDPA}: diyfa": 1}
     found = with_gradients(attend, inputs)
     handle.remove()

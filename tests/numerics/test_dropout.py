@@ -16,7 +16,7 @@ from diyfa.dropout import (
     element_levels,
     head_keys,
     kept,
-    keys_of,
+    keys_from_state,
     philox4x32,
     position_words,
     with_origins,
@@ -111,7 +111,7 @@ def test_a_part_with_origins_has_the_bits_of_the_whole() -> None:
     part = dropout_mask(2, 2, 20, 33, 0.5, seed=2**40 + 7, offset=3, origins=origins)
     assert torch.equal(part[0], big[2, 1:3, 30:50, 37:]) and torch.equal(part[1], big[0, 2:, 7:27, :33])
     state = with_origins(torch.tensor([2**40 + 7, 3]), origins.tolist())
-    assert torch.equal(kept(keys_of(state, 2, 2), 20, 33, 0.5), part)
+    assert torch.equal(kept(keys_from_state(state, 2, 2), 20, 33, 0.5), part)
     with pytest.raises(ValueError, match="origins must have shape"):
         dropout_mask(1, 2, 20, 33, 0.5, seed=0, origins=origins)
 

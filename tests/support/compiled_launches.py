@@ -25,7 +25,7 @@ from diyfa import plan as planning
 from diyfa.backends.cuda.attention import stream_k
 from diyfa.backends.cuda.hopper import configs as hopper_configs
 from diyfa.backends.cuda.runtime import jit, launcher, passes, tune
-from diyfa.backends.cuda.runtime.launcher import Tiles, box_of
+from diyfa.backends.cuda.runtime.launcher import Tiles, shared_box
 from diyfa.problem import Launch
 
 SMALL, LARGE = (2, 4, 96, 64), (4, 8, 2048, 64)  # the second is worth its descriptors
@@ -76,7 +76,7 @@ class Described:
 
 def launch_by_triton(launch: Launch) -> None:
     """Launch the same binary by Triton's launcher."""
-    compiled = jit.compile_for("sm_90", launch, launcher.signature_of(launch))
+    compiled = jit.compile_for("sm_90", launch, launcher.launch_signature(launch))
     given = {**launch.arguments, **launch.constants}
     arguments = [given[name] for name in launch.kernel.arg_names]
     grid = launch.grid if isinstance(launch.grid, tuple) else (launch.grid,)
@@ -141,7 +141,7 @@ def a_launch(x: torch.Tensor) -> Launch:
     return Launch(
         rows_kernel,
         (2, 3),
-        {"rows": Tiles(x, x.shape, x.stride(), box_of(x.dtype, (16, 16))), "x_ptr": x, "n": 5, "s": 0.5},
+        {"rows": Tiles(x, x.shape, x.stride(), shared_box(x.dtype, (16, 16))), "x_ptr": x, "n": 5, "s": 0.5},
         {"BLOCK": 16},
         {},
     )
@@ -158,7 +158,7 @@ def threads(driver: Simulated, described: Described) -> dict[str, Any]:
     """How many launches of one binary had the parameters of each of eight threads: 100, side by side, are right."""
     right, found = Counter[int](), Counter[int]()
     known = a_launch(torch.zeros(64, 16, dtype=torch.float16))
-    again = passes.relaunch_of(known, {"rows": 0, "x_ptr": 0, "n": 1})
+    again = passes.make_relaunch(known, {"rows": 0, "x_ptr": 0, "n": 1})
     tensors = [torch.zeros(64 + i, 16, dtype=torch.float16) for i in range(8)]
     driver.libcuda.simulator_need_contexts(1)
 
@@ -217,7 +217,7 @@ def small_maps(driver: Simulated, described: Described) -> dict[str, Any]:
         one = launcher.Driver()
         for rows in (64, 8192):
             x = torch.zeros(rows, 16, dtype=torch.float16)
-            tiles = Tiles(x, x.shape, x.stride(), box_of(x.dtype, (16, 16)))
+            tiles = Tiles(x, x.shape, x.stride(), shared_box(x.dtype, (16, 16)))
             found.append(struct.unpack_from("<Q", one.encode(tiles, x.data_ptr(), [16, 16], 2), 8)[0] >> 21 & 1)
     return {"bits": found}
 

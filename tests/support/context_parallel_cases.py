@@ -262,7 +262,7 @@ def refuse_after_agreement() -> tuple[str, bool]:
     q = torch.randn(1, 4, 8, 16)
     context_parallel_attention(q, q, q, backend="cpu", method="ring")
     if dist.get_rank() == 0:
-        with mock.patch.object(check, "gather_parts") as gather:
+        with mock.patch.object(check, "gather_shards") as gather:
             try:
                 context_parallel_attention(
                     q.expand(2, 4, 8, 16)[:1].mT.contiguous().mT, q, q, backend="cpu", method="ring"
@@ -693,7 +693,7 @@ def run_compiled() -> None:
             found, expected = (torch.autograd.grad(out.square().sum(), qkv) for out in outs)
         pairs = zip((outs[0], *found), (outs[1], *expected), strict=True)
         assert all(torch.allclose(a, b, atol=1e-5) for a, b in pairs), (method, left, scale)
-    number = compiled.number_of(alone, *(x for pair in (
+    number = compiled.call_number(alone, *(x for pair in (
         ("causal", True), ("method", "ulysses"), ("load_balance", "zigzag"), ("layout", "bhsd"),
         ("deterministic", False), ("return_lse", True), ("variant", "auto"), ("backend", "cpu"), ("gradients", "sinks"),
         ("drawn", False)
@@ -705,9 +705,9 @@ def run_compiled() -> None:
 
 def numbers() -> list[int]:
     """Those of calls that differ in little; of the last one in the number of ranks alone."""
-    found = [compiled.number_of(None, "method", x, "causal", y) for x in ("ring", "ulysses") for y in (1, True)]
+    found = [compiled.call_number(None, "method", x, "causal", y) for x in ("ring", "ulysses") for y in (1, True)]
     with mock.patch.object(dist, "get_world_size", return_value=2):
-        return [*found, compiled.number_of(None, "method", "ulysses", "causal", True)]
+        return [*found, compiled.call_number(None, "method", "ulysses", "causal", True)]
 
 
 def run_helpers() -> None:

@@ -33,7 +33,7 @@ names: dict[str, tuple[str, ...]] = {}  # of what tells binaries apart
 
 def record(launch: Launch) -> None:
     name = launch.kernel.fn.__name__
-    signature = launcher.signature_of(launch)
+    signature = launcher.launch_signature(launch)
     names[name] = (*launcher.runtime_names(launch.kernel), "pointers", "strides", "declared")
     rest = (*map(str, signature.kinds), signature.aligned_pointers, signature.aligned_strides, launch.aligned)
     keys[name][f"{launch.constants} {launch.options}"].add(rest)

@@ -53,7 +53,7 @@ def make(folder: Path) -> dict[str, Any]:
 
     launch_all()
     launch_all()  # from the cache folder
-    keys = [binaries.key_of_binary(ARCH, launch, launcher.signature_of(launch)) for launch in described]
+    keys = [binaries.binary_key(ARCH, launch, launcher.launch_signature(launch)) for launch in described]
     cache = binaries.cache_folder()
     assert cache is not None
     kept = {key: cache.get(key) for key in keys}
@@ -74,17 +74,17 @@ def keys_of_many() -> dict[str, str]:
     from diyfa.lab.cuda import aot, matmul_specs, specs
 
     found: dict[str, str] = {}
-    make_spec = aot.spec_of
+    make_spec = aot.launch_spec
 
     def spy(launch: Launch, kernel: str, case: str, *rest: Any, **others: Any) -> Any:
-        found[f"{kernel} {case}"] = binaries.key_of_binary(ARCH, launch, launcher.signature_of(launch))
+        found[f"{kernel} {case}"] = binaries.binary_key(ARCH, launch, launcher.launch_signature(launch))
         return make_spec(launch, kernel, case, *rest, **others)
 
-    aot.spec_of = specs.spec_of = matmul_specs.spec_of = spy  # type: ignore[attr-defined]
+    aot.launch_spec = specs.launch_spec = matmul_specs.launch_spec = spy  # type: ignore[attr-defined]
     for source in (specs.compile_specs, matmul_specs.compile_specs):
         for _ in zip(range(150), source(ARCH), strict=False):
             pass
-    aot.spec_of = specs.spec_of = matmul_specs.spec_of = make_spec  # type: ignore[attr-defined]
+    aot.launch_spec = specs.launch_spec = matmul_specs.launch_spec = make_spec  # type: ignore[attr-defined]
     return found
 
 

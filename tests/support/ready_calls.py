@@ -47,7 +47,7 @@ def of_models(known: dict[Any, Any]) -> dict[str, Any]:
     """Of each model: how many kernels it launches, and those that the pack lacks."""
     found = {}
     for name, config in CONFIGS.items():
-        model = models.model_of(config)
+        model = models.parse_model(config)
         asked = [*models.training(model), *models.serving(model, (0, 16))]
         recorded = record("cuda", ARCH, asked)
         lacking = [x.name for key, x in recorded.kernels.items() if key not in known]

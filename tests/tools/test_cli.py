@@ -1007,15 +1007,15 @@ def test_a_selection_says_what_it_does_not_know(monkeypatch):
 
 
 def test_some_cases_of_each_kernel():
-    from diyfa.lab.compile_report import one_in
+    from diyfa.lab.compile_report import sample_jobs
 
     jobs = [
         SimpleNamespace(kernel=name, case=f"{case} of {tile}") for name in "ab" for case in range(100) for tile in "xyz"
     ]
     jobs.append(SimpleNamespace(kernel="c", case="0"))
     for target in ("sm_80", "sm_90"):
-        found = list(one_in(3, jobs, target))
+        found = list(sample_jobs(3, jobs, target))
         assert {(job.kernel, job.case[-1]) for job in found} == {*itertools.product("ab", "xyz"), ("c", "0")}
         assert 150 < len(found) < 250
-    assert found != list(one_in(3, jobs, "sm_80"))
-    assert list(one_in(1, jobs, "sm_90")) == jobs
+    assert found != list(sample_jobs(3, jobs, "sm_80"))
+    assert list(sample_jobs(1, jobs, "sm_90")) == jobs

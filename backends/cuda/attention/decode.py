@@ -75,7 +75,7 @@ from diyfa.problem import (
     Launch,
     as_bhsd,
     as_kvcache,
-    by_kind,
+    cached_per_kind,
     per_head_stride,
 )
 
@@ -467,7 +467,7 @@ def constants_of(
     )  # fmt: skip
 
 
-@by_kind
+@cached_per_kind
 def _constants_of_kind(
     problem: KVCacheProblem, config: DecodeConfig, split: bool, scan: int, one_scan: bool, long_line: bool,
     one_round: bool, chunks_apart: bool,

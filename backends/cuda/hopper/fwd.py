@@ -90,7 +90,7 @@ from diyfa.backends.cuda.hopper.tiles import (
 )
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.passes import Pass
-from diyfa.problem import AttentionProblem, AttentionTensors, KVCacheTensors, Launch, by_kind, per_head_stride
+from diyfa.problem import AttentionProblem, AttentionTensors, KVCacheTensors, Launch, cached_per_kind, per_head_stride
 
 
 @dataclass(frozen=True, eq=False)
@@ -780,7 +780,7 @@ def constants(problem: AttentionProblem, config: Sm90Config, negate: bool) -> Sm
     return _constants(problem, config, negate, problem.seqlen_k % config.block_n != 0)
 
 
-@by_kind
+@cached_per_kind
 def _constants(problem: AttentionProblem, config: Sm90Config, negate: bool, has_partial_block: bool) -> Sm90Constants:
     ragged = lengths_of(problem) != EQUAL.value
     boxes = boxes_of(problem.head_dim, problem.head_dim_v, config.box_columns)[1]

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from diyfa.backends.cuda.runtime.launch import COMPILE_OPTIONS, LOADED_AT
-from diyfa.backends.cuda.runtime.launcher import source_of
+from diyfa.backends.cuda.runtime.launcher import kernel_source
 from diyfa.tuning import cache_dir
 
 if TYPE_CHECKING:
@@ -122,9 +122,9 @@ def _text(value: Any) -> str:
     raise TypeError(f"a kernel's constant is a plain value or a dtype of Triton's, got {value!r}")
 
 
-def key_of_binary(arch: str, launch: Launch, signature: Signature) -> str:
+def binary_key(arch: str, launch: Launch, signature: Signature) -> str:
     """Return the key of the binary that runs `launch` on `arch`: a hash of all that it is compiled from."""
-    function, source = launch.kernel.fn, source_of(launch, signature)
+    function, source = launch.kernel.fn, kernel_source(launch, signature)
     # Triton's hash of a kernel reads the source of all that it calls. It is used only for kernels that are not diyfa's.
     is_own = function.__module__.startswith(_MODULES)
     options = {**COMPILE_OPTIONS, **launch.options}
@@ -200,7 +200,7 @@ def find_binary(arch: str, key: str) -> StoredBinary | None:
 
 def stored_binary(arch: str, launch: Launch, signature: Signature) -> StoredBinary:
     """Return the binary that runs `launch`, from the pack, the cache folder or the compiler, which fills the folder."""
-    key = None if why_unknown() else key_of_binary(arch, launch, signature)
+    key = None if why_unknown() else binary_key(arch, launch, signature)
     found = None if key is None else find_binary(arch, key)
     if found is None:
         from diyfa.backends.cuda.runtime.jit import compile_with_message

@@ -49,7 +49,7 @@ _DECLARED = ("stride_bias", "stride_out")  # strides that depend on lengths: `La
 class Box:
     """Dtype and shape of a tile that TMA reads and, for Gluon, its layout in shared memory.
 
-    `box_of` makes them, so that equal ones are the same object: keys of binaries are compared quickly.
+    `shared_box` makes them, so that equal ones are the same object: keys of binaries are compared quickly.
     """
 
     def __init__(self, dtype: torch.dtype, shape: tuple[int, ...], layout: Any) -> None:
@@ -60,7 +60,7 @@ class Box:
 
 
 @cache
-def box_of(dtype: torch.dtype, shape: tuple[int, ...], layout: Any = None) -> Box:
+def shared_box(dtype: torch.dtype, shape: tuple[int, ...], layout: Any = None) -> Box:
     return Box(dtype, shape, layout)
 
 
@@ -120,14 +120,14 @@ class _Pattern:
         tensors = [i for i in there if types[i] not in (int, float, Tiles)]
         self.tensors = [(place[i], arguments[i].is_read_wide) for i in tensors]
         self._order = [*tensors, *[i for i in there if types[i] is Tiles]]
-        self._others = [{int: "i32", float: "fp32"}.get(kind) for kind in types]
+        self._scalar_kinds = [{int: "i32", float: "fp32"}.get(kind) for kind in types]
         self._known: dict[tuple[Any, ...], Kinds] = {}
 
     def kinds(self, memory: tuple[Any, ...]) -> Kinds:
         """Return the kinds of all arguments; `memory` has those of the tensors, then those of the `Tiles`."""
         known = self._known.get(memory)
         if known is None:
-            kinds = list(self._others)
+            kinds = list(self._scalar_kinds)
             for i, kind in zip(self._order, memory, strict=True):
                 kinds[i] = kind
             known = self._known[memory] = tuple(kinds)
@@ -157,18 +157,18 @@ class _Arguments:
             if not x.is_constexpr
         )
         self.names = tuple([x.name for x in self.each])
-        self.of = _picker(self.names)
+        self.pick = _picker(self.names)
         self.patterns: dict[tuple[type, ...], _Pattern] = {}
 
 
-_known_arguments: dict[Any, _Arguments] = {}
+_arguments_by_kernel: dict[Any, _Arguments] = {}
 
 
 def _arguments(kernel: Any) -> _Arguments:
     function = kernel.fn  # Triton's own hash of a kernel reads its source
-    found = _known_arguments.get(function)
+    found = _arguments_by_kernel.get(function)
     if found is None:
-        found = _known_arguments[function] = _Arguments(kernel)
+        found = _arguments_by_kernel[function] = _Arguments(kernel)
     return found
 
 
@@ -179,13 +179,13 @@ def runtime_names(kernel: Any) -> tuple[str, ...]:
     return _arguments(kernel).names
 
 
-def signature_of(launch: Launch) -> Signature:
+def launch_signature(launch: Launch) -> Signature:
     """Return the kinds and values of the arguments.
 
     Pointers count as aligned only if all of them are, and so do strides: a kernel has few variants.
     """
     arguments = _arguments(launch.kernel)
-    given = arguments.of(launch.arguments)
+    given = arguments.pick(launch.arguments)
     types = tuple(map(type, given))
     pattern = arguments.patterns.get(types)
     if pattern is None:
@@ -250,7 +250,7 @@ class Source(NamedTuple):
     aligned: frozenset[str]
 
 
-def source_of(launch: Launch, signature: Signature) -> Source:
+def kernel_source(launch: Launch, signature: Signature) -> Source:
     types: dict[str, str] = {}
     constants = dict(launch.constants)
     aligned = set(launch.aligned)
@@ -447,9 +447,9 @@ class Binary:
         """Return the tensor map of the kernel's descriptor `number`, for a tensor at `address` with `tiles`' metadata.
 
         Encoding takes 9 us, so maps are cached. A map depends only on address, shape and strides, so it remains valid
-        if the memory is freed and allocated anew. `place`: `place_of(number, tiles)`, if it is known.
+        if the memory is freed and allocated anew. `place`: `tensor_map_key(number, tiles)`, if it is known.
         """
-        key = address, place or self.place_of(number, tiles)
+        key = address, place or self.tensor_map_key(number, tiles)
         found = self._maps.get(key)
         if found is None:
             if len(self._maps) >= self.MAPS:
@@ -458,7 +458,7 @@ class Binary:
         return found
 
     @staticmethod
-    def place_of(number: int, tiles: Tiles) -> Hashable:
+    def tensor_map_key(number: int, tiles: Tiles) -> Hashable:
         """Return the key of a tensor map without its address."""
         return number, *tiles.shape, *tiles.strides
 
@@ -488,7 +488,7 @@ class Binary:
 _binaries: dict[Any, Binary] = {}  # its size is bounded: lengths and batches are not in the key
 
 
-def binary_of(launch: Launch, signature: Signature, device: int) -> Binary:
+def loaded_binary(launch: Launch, signature: Signature, device: int) -> Binary:
     """Return the binary that runs `launch` on this device."""
     key = (
         launch.kernel.fn,
@@ -513,11 +513,11 @@ def binary_of(launch: Launch, signature: Signature, device: int) -> Binary:
         try:
             found = Binary(stored, signature.kinds)
         except BinaryRefused as error:
-            from diyfa.backends.cuda.runtime.pack import leave_out
+            from diyfa.backends.cuda.runtime.pack import reject_pack
 
-            if not leave_out(arch, f"this driver cannot load its kernels ({error})"):
+            if not reject_pack(arch, f"this driver cannot load its kernels ({error})"):
                 raise
-            return binary_of(launch, signature, device)
+            return loaded_binary(launch, signature, device)
         _binaries[key] = found
     return found
 
@@ -542,7 +542,7 @@ def is_for_triton(launch: Launch) -> bool:
 def load_kernel(launch: Launch) -> None:
     """Load the binary of `launch` on the current device."""
     if recorder is None and not is_for_triton(launch):
-        binary_of(launch, signature_of(launch), current_device())
+        loaded_binary(launch, launch_signature(launch), current_device())
 
 
 def launch_kernel(launch: Launch) -> None:
@@ -555,8 +555,8 @@ def launch_kernel(launch: Launch) -> None:
         launch_by_triton(launch)
         return
     device = current_device()
-    signature = signature_of(launch)
-    binary = binary_of(launch, signature, device)
+    signature = launch_signature(launch)
+    binary = loaded_binary(launch, signature, device)
     x, y, z = (*grid, 1, 1)[:3]
     if x * y * z:
         binary.launch((x, y, z), current_stream(device), binary.encoded(signature.values))

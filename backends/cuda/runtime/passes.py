@@ -13,14 +13,14 @@ import torch
 from diyfa.backends.cuda.runtime.launch import may_compile, on_device
 from diyfa.backends.cuda.runtime.launcher import (
     Tiles,
-    binary_of,
+    loaded_binary,
     launch_kernel,
     launches_are_hooked,
     load_kernel,
     runtime_names,
-    signature_of,
+    launch_signature,
 )
-from diyfa.backends.cuda.runtime.torch_private import allocator_of, current_device, current_stream
+from diyfa.backends.cuda.runtime.torch_private import make_allocator, current_device, current_stream
 from diyfa.problem import Launch
 
 
@@ -55,13 +55,13 @@ Relaunch = Callable[[int, Sequence[int]], None]  # (stream, addresses): launches
 Replay = Callable[..., list[Any] | None]
 
 
-def relaunch_of(launch: Launch, slots: Mapping[str, int]) -> Relaunch:
+def make_relaunch(launch: Launch, slots: Mapping[str, int]) -> Relaunch:
     """Return a function that repeats `launch` on the current device with other addresses and numbers.
 
     `slots`: argument name -> index of its value in the addresses.
     """
-    signature = signature_of(launch)
-    binary = binary_of(launch, signature, current_device())
+    signature = launch_signature(launch)
+    binary = loaded_binary(launch, signature, current_device())
     template = binary.encoded(signature.values)
     places: list[tuple[int, int]] = []  # (index in the template, slot)
     maps: list[tuple[int, int, int, Tiles, Hashable]] = []
@@ -72,7 +72,7 @@ def relaunch_of(launch: Launch, slots: Mapping[str, int]) -> Relaunch:
         x = launch.arguments[name]
         if type(x) is Tiles:
             like = x._replace(base=x.base.new_empty(0))  # only for its dtype: this holds no tensor of the call
-            maps.append((index, slots[name], number, like, binary.place_of(number, x)))
+            maps.append((index, slots[name], number, like, binary.tensor_map_key(number, x)))
             number += 1
             index += 1 + 2 * len(x.shape)
             continue
@@ -92,12 +92,12 @@ def relaunch_of(launch: Launch, slots: Mapping[str, int]) -> Relaunch:
     return relaunch
 
 
-def current_device_of(x: torch.Tensor) -> Callable[[], int]:
+def device_getter(x: torch.Tensor) -> Callable[[], int]:
     """Return a function that returns the current device of x's type. CPU tensors, stand-ins for CUDA's, are on -1."""
     return current_device if x.is_cuda else lambda: -1
 
 
-def replay_of(
+def make_replay(
     found: Pass,
     given: Sequence[torch.Tensor],
     made: Sequence[torch.Tensor],
@@ -162,14 +162,14 @@ def replay_of(
             if None in slots.values():
                 return None
             slots |= {name: len(given) + i for i, name in enumerate(numbers) if name in launch.arguments}
-            again.append(relaunch_of(launch, slots))  # type: ignore[arg-type]
+            again.append(make_relaunch(launch, slots))  # type: ignore[arg-type]
     like = [(tuple(x.shape), x.stride(), x.dtype) for x in made]
     room = None  # offset in bytes of lse in the memory, if lse may be put there
     if lse_is_optional and len(made) == 3:
         elements = -(-made[2].numel() // 4) * 4  # a multiple of 4, so that lse is aligned
         room = elements * made[2].element_size()
         like[2] = (elements + made[1].numel(),), (1,), made[2].dtype
-    allocate, index, current = allocator_of(device.device.type), device.get_device(), current_device_of(device)
+    allocate, index, current = make_allocator(device.device.type), device.get_device(), device_getter(device)
     chosen, stream_of = choice(), current_stream
 
     def replay(

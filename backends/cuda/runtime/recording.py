@@ -14,7 +14,7 @@ from triton import knobs
 from diyfa.arch import gpu_arch_name, gpu_spec
 from diyfa.backends.cuda.runtime import launch as host
 from diyfa.backends.cuda.runtime import launcher, tune
-from diyfa.backends.cuda.runtime.binaries import cache_folder, find_binary, key_of_binary, why_unknown
+from diyfa.backends.cuda.runtime.binaries import cache_folder, find_binary, binary_key, why_unknown
 from diyfa.backends.cuda.runtime.launcher import Signature
 from diyfa.problem import Launch, ToolMissing
 
@@ -34,7 +34,7 @@ class Recorded(NamedTuple):
     launch: Launch  # without the kernel, its arguments and its grid
     signature: Signature  # without values
 
-    def is_known(self) -> bool:
+    def is_stored(self) -> bool:
         """Return whether the pack or the cache folder has its binary."""
         return find_binary(self.arch, self.key) is not None
 
@@ -47,7 +47,7 @@ class Recorded(NamedTuple):
         from diyfa.backends.cuda.runtime.jit import compile_binary
 
         launch = self.launch._replace(kernel=getattr(import_module(self.module), self.name))
-        if key_of_binary(self.arch, launch, self.signature) != self.key:
+        if binary_key(self.arch, launch, self.signature) != self.key:
             raise RuntimeError("the sources of diyfa have changed meanwhile")
         with tempfile.TemporaryDirectory(prefix="diyfa-") as temporary, knobs.cache.scope():
             knobs.cache.dir = temporary  # Triton's cache entry is many times as large as the binary
@@ -64,9 +64,9 @@ class Recorded(NamedTuple):
 
 def recorded(arch: str, launch: Launch) -> Recorded:
     """Return a record of the kernel of `launch`, for `arch`."""
-    signature, function = launcher.signature_of(launch), launch.kernel.fn
+    signature, function = launcher.launch_signature(launch), launch.kernel.fn
     return Recorded(
-        key_of_binary(arch, launch, signature), arch, function.__module__, function.__name__,
+        binary_key(arch, launch, signature), arch, function.__module__, function.__name__,
         launch._replace(kernel=None, grid=1, arguments={}), signature._replace(values=[]),
     )  # fmt: skip
 

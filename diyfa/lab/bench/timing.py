@@ -74,7 +74,7 @@ def quantiles_of(times: Sequence[float], quantiles: Iterable[float] = DEFAULT_QU
     return tuple(torch.quantile(torch.tensor(list(times), dtype=torch.float64, device="cpu"), wanted).tolist())
 
 
-def _device_of(arguments: Iterable[Any]) -> torch.device:
+def _first_device(arguments: Iterable[Any]) -> torch.device:
     for x in arguments:
         if isinstance(x, torch.Tensor):
             return x.device
@@ -100,7 +100,7 @@ def benchmark_fn(
     Returns:
         Milliseconds, one figure for each quantile: by default (median_ms, p20_ms, p80_ms).
     """
-    device = _device_of([*args, *kwargs.values()])
+    device = _first_device([*args, *kwargs.values()])
     times = time_calls(lambda: fn(*args, **kwargs), device, warmup, rep)
     return quantiles_of(times, DEFAULT_QUANTILES if quantiles is None else quantiles)
 

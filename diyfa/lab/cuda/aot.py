@@ -31,8 +31,8 @@ from diyfa.arch import GPUSpec, gpu_spec
 from diyfa.backends.cuda.gluon.inline_ptx import post_processing
 from diyfa.backends.cuda.runtime.jit import triton_source
 from diyfa.backends.cuda.runtime.launch import COMPILE_OPTIONS
-from diyfa.backends.cuda.runtime.launcher import Source, signature_of, source_of
-from diyfa.lab.compile_report import CompileReport, one_in
+from diyfa.backends.cuda.runtime.launcher import Source, launch_signature, kernel_source
+from diyfa.lab.compile_report import CompileReport, sample_jobs
 from diyfa.lab.cuda.sass import disassembled, spills_in_loops
 from diyfa.problem import Launch
 
@@ -70,9 +70,9 @@ class CompileSpec:
     clean_loops: bool = False  # loops with wgmma products may not spill at all
 
 
-def spec_of(launch: Launch, kernel: str, case: str, spill_budget: int = 0, clean_loops: bool = False) -> CompileSpec:
+def launch_spec(launch: Launch, kernel: str, case: str, spill_budget: int = 0, clean_loops: bool = False) -> CompileSpec:
     """Return the spec of the kernel that `launch` runs."""
-    source = source_of(launch, signature_of(launch))
+    source = kernel_source(launch, launch_signature(launch))
     options = dict(launch.options)
     warps, stages = options.pop("num_warps", 4), options.pop("num_stages", 1)
     return CompileSpec(
@@ -188,7 +188,7 @@ def specs_for(
         modules = [importlib.import_module(f"diyfa.lab.cuda.{name}") for name in SPEC_MODULES]
         spec_sources = [module.compile_specs for module in modules]
     specs = [spec for source in spec_sources for spec in source(arch)]
-    return list(one_in(every, [spec for spec in specs if matches(spec, only)], arch))
+    return list(sample_jobs(every, [spec for spec in specs if matches(spec, only)], arch))
 
 
 def compile_all(

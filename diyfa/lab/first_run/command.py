@@ -29,8 +29,8 @@ MARK = "@diyfa "  # before each answer of the worker; CANN prints to the same st
 WORKER = (sys.executable, "-m", "diyfa.lab.first_run.worker")
 ENDING_S = 3.0  # time that a process may take to end after its last output
 START_LIMIT_S = 300.0  # time to import torch_npu and open the device
-PARTS = {"date": str, "done": list, "replaced": list, "rows": list}  # entries of the JSON file that a resumed run needs
-KEPT_OUTPUT = 20  # last lines of a process's output, for the row of its crash
+RESUME_ENTRIES = {"date": str, "done": list, "replaced": list, "rows": list}  # entries of the JSON file that a resumed run needs
+OUTPUT_LINES = 20  # last lines of a process's output, for the row of its crash
 
 Row = dict[str, Any]
 
@@ -66,7 +66,7 @@ class Worker:
             errors="replace",
         )  # fmt: skip
         self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
-        self.printed: collections.deque[str] = collections.deque(maxlen=KEPT_OUTPUT)
+        self.printed: collections.deque[str] = collections.deque(maxlen=OUTPUT_LINES)
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
@@ -138,13 +138,13 @@ class Run:
         self._worker: Worker | None = None
         self._lock: IO[str] | None = None
         if request.output:
-            _check_place(request.output)
+            _check_output_path(request.output)
         self._worker, ready = self._started()
         ready["switches"] = {name: x for name, x in sorted(os.environ.items()) if name.startswith("DIYFA_NPU_")}
         name = str(ready["device"]).replace(" ", "-").replace("/", "-")
         self.path = request.output or Path(f"diyfa-first-run-{name}.json")
         try:
-            _check_place(self.path)
+            _check_output_path(self.path)
             self._lock = _locked(self.path)
             self.document = self._earlier(ready) or {
                 "benchmark": "ascend first run", **ready, "smoke": request.smoke, "info": _info(), "done": [],
@@ -163,7 +163,7 @@ class Run:
             earlier = json.loads(self.path.read_text(encoding="utf-8"))
             same = all(earlier[name] == ready[name] for name in ("device", "versions", "chip", "switches"))
             same = same and earlier["smoke"] == self.request.smoke
-            whole = all(isinstance(earlier[part], kind) for part, kind in PARTS.items())
+            whole = all(isinstance(earlier[part], kind) for part, kind in RESUME_ENTRIES.items())
             whole = whole and all(isinstance(text, str) for text in (*earlier["done"], *earlier["replaced"]))
             if not (whole and all(isinstance(tiles, list) for tiles in earlier.get("without", {}).values())):
                 raise ValueError("a part has another type")
@@ -213,7 +213,7 @@ class Run:
         outcome = Outcome()
         if self._worker is None:
             self._worker, _ = self._started()
-        worker, goes_on = self._worker, False
+        worker, can_continue = self._worker, False
         try:
             for answer in worker.do(step, self.request.limit_s):
                 if "trying" in answer:
@@ -222,16 +222,16 @@ class Run:
                     outcome.rows.append(answer["row"])
                 outcome.replaced += [answer["replaced"]] if "replaced" in answer else []
                 outcome.failed = answer.get("failed", outcome.failed)
-                goes_on = answer.get("goes_on", False)
+                can_continue = answer.get("can_continue", False)
         except (TimeoutError, EOFError) as error:
             outcome.failed, outcome.ended = str(error), True
-        if not goes_on:
+        if not can_continue:
             worker.end()
             self._worker = None
             outcome.ended = True
         told = any("unavailable" in row or row.get("status") == "error" for row in outcome.rows)
         if outcome.failed and not told:
-            outcome.rows.append(_row_of_failure(step, outcome))
+            outcome.rows.append(_failure_row(step, outcome))
         return outcome
 
     def save(self) -> None:
@@ -253,7 +253,7 @@ class Run:
             self._lock.close()
 
 
-def _check_place(path: Path) -> None:
+def _check_output_path(path: Path) -> None:
     """Raise ValueError if `path` is no name for the JSON file, or its file or the page's cannot be written."""
     if path.suffix == ".txt":
         better = path.with_suffix(".json")
@@ -282,7 +282,7 @@ def _locked(path: Path) -> IO[str]:
     return file
 
 
-def _row_of_failure(step: Step, outcome: Outcome) -> Row:
+def _failure_row(step: Step, outcome: Outcome) -> Row:
     """Return the row of a step that failed without a row, for `diyfa report` and the page."""
     if step.kind in ("numerics", "determinism"):
         case = step.arguments["case"]
@@ -310,7 +310,7 @@ def _info() -> Any:
         return {"error": str(error)}
 
 
-def run(request: Request, json_wanted: bool, command: Sequence[str] = WORKER) -> int:
+def run(request: Request, as_json: bool, command: Sequence[str] = WORKER) -> int:
     """Run all steps that are left. Return the exit status, 1 if results are wrong or a step of the numerics failed."""
     for stage in request.stages:
         if stage not in STAGES:
@@ -320,7 +320,7 @@ def run(request: Request, json_wanted: bool, command: Sequence[str] = WORKER) ->
         left = this.left()
         if done := len(this.document["done"]):
             err.print(f"{this.path}: {done} steps are done, {len(left)} left", highlight=False)
-        with progress_bar(not json_wanted) as progress:
+        with progress_bar(not as_json) as progress:
             task = progress.add_task("first run", total=len(left), note="")
             for step in left:
                 progress.update(task, note=step.key)
@@ -335,7 +335,7 @@ def run(request: Request, json_wanted: bool, command: Sequence[str] = WORKER) ->
         this.end()
     text = this.path.with_suffix(".txt")
     text.write_text(page(this.document, [this.path, text]), encoding="utf-8")
-    if json_wanted:
+    if as_json:
         print_json(this.document)
     else:
         print_page(out, this.document, [this.path, text])

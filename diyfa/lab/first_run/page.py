@@ -22,7 +22,7 @@ PUBLISHED: tuple[tuple[str, dict[int, float]], ...] = (
     ("PTO, normalised from 1 or 2 cores", {0: 183.0}),
 )
 SLOW = 1.5  # least ratio of bfloat16's time to float16's that is reported
-FLOAT16_MOST = 65504  # the largest float16
+FLOAT16_MAX = 65504  # the largest float16
 
 Row = dict[str, Any]
 
@@ -91,7 +91,7 @@ def _dtypes(document: dict[str, Any]) -> Iterator[str]:
     yield f"  [red]bfloat16 takes {figure(bfloat / half)} times as long as float16 here.[/red] Until that is mended:"
     ways = (
         ("float32", "exact, as it holds every bfloat16", "float"),
-        ("float16", f"where no value exceeds {FLOAT16_MOST}", "half"),
+        ("float16", f"where no value exceeds {FLOAT16_MAX}", "half"),
     )
     faster = [way for way in ways if times.get(f"bfloat16 through {way[0]}", bfloat) < bfloat]
     for name, exact, method in faster:

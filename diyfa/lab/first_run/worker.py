@@ -337,9 +337,9 @@ def main() -> int:
     chip["arch"] = chip["arch"].value
     answer(ready={**environment(device), "chip": chip})
     for line in sys.stdin:
-        goes_on = do(json.loads(line), device)
-        answer(done=True, goes_on=goes_on)
-        if not goes_on:
+        can_continue = do(json.loads(line), device)
+        answer(done=True, can_continue=can_continue)
+        if not can_continue:
             return 1
     return 0
 

@@ -34,7 +34,7 @@ from typing import Any
 from diyfa.arch import NPUArch, npu_spec
 from diyfa.backends.npu.runtime.compiler import first_error
 from diyfa.backends.npu.tables import configs
-from diyfa.lab.compile_report import CompileReport, one_in
+from diyfa.lab.compile_report import CompileReport, sample_jobs
 from diyfa.lab.npu import gate, hivm, l0
 from diyfa.lab.npu.metrics import limits, metrics
 from diyfa.lab.npu.selection import selected_jobs
@@ -203,7 +203,7 @@ def run_back_half(
     return Compiled("", mixed, bound, depth, hivm.peak_memory(text), notes, module)
 
 
-def hivm_of(job: Job, target: str) -> str:
+def compiled_hivm(job: Job, target: str) -> str:
     """Return the last intermediate form of one kernel, for people. Raises RuntimeError if it does not compile."""
     check_front_half()
     linalg, _ = to_linalg(job, target)
@@ -356,7 +356,7 @@ def jobs_for(
     if npu_spec(target) is None:
         raise ValueError(f"unknown Ascend chip {target!r}: expected a name such as 'Ascend910B3' or 'Ascend950PR_9589'")
     source = shipped_jobs(target, full) if select is None else selected_jobs(target, select)
-    return one_in(every, (job for job in source if only is None or only in f"{job.kernel} {job.case}"), target)
+    return sample_jobs(every, (job for job in source if only is None or only in f"{job.kernel} {job.case}"), target)
 
 
 def compile_all(

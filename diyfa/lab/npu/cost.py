@@ -99,7 +99,7 @@ class Stages:
     memory: float = 0.0  # port between AI core and L2; reads and writes overlap
     shared: float = 0.0  # cycles in both `cube` and `memory`: the cube core writes out
 
-    def plus(self, other: Stages) -> Stages:
+    def add(self, other: Stages) -> Stages:
         return Stages(
             self.cube + other.cube, self.vector + other.vector, self.memory + other.memory, self.shared + other.shared
         )
@@ -271,7 +271,7 @@ def predict(
     full = module.loops[0]
     masked = module.loops[1] if len(module.loops) > 1 else full
     plain = stages(full.tile, chip)
-    cut = stages(masked.tile, chip).plus(stages(masked.masked, chip))
+    cut = stages(masked.tile, chip).add(stages(masked.masked, chip))
     per_tile, per_cut = tile_cycles(plain, module.pipelined), tile_cycles(cut, module.pipelined)
     around = stages(module.task, chip).total
     if module.task.products:

@@ -246,7 +246,7 @@ def _block_frames(lines: list[str]) -> dict[int, tuple[Frame, ...]]:
     defined = {m[1]: m[3] for line in lines if (m := _RESULT.match(line))}
     alone: set[str] = set()
     for name, operation in defined.items():
-        if _tells_cores_apart(operation, alone):
+        if _depends_on_core(operation, alone):
             alone.add(name)
     spans: list[tuple[int, int, Frame]] = []
     headers = set()
@@ -266,7 +266,7 @@ def _block_frames(lines: list[str]) -> dict[int, tuple[Frame, ...]]:
     return {i: tuple(frame for low, high, frame in spans if low <= i <= high) for i in range(len(lines))}
 
 
-def _tells_cores_apart(operation: str, known: set[str]) -> bool:
+def _depends_on_core(operation: str, known: set[str]) -> bool:
     """Return whether a value is the vector core's number, or computed from one of the `known` values."""
     if "get_sub_block_idx" in operation:
         return True
