@@ -35,8 +35,8 @@ from diyfa.distributed.ring import (
     Saved,
     Sum,
     backward_step,
-    forward_step,
     call_options,
+    forward_step,
     ring_backward,
     ring_forward,
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from diyfa.dropout import mask_from_keys, keys_from_state
+from diyfa.dropout import keys_from_state, mask_from_keys
 from diyfa.options import AttentionOptions, Lengths
 
 MULTIPLE = 128  # both sides are padded to a multiple of this, as flash_attn's are

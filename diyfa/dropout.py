@@ -136,8 +136,8 @@ def with_origins(rng_state: torch.Tensor, origins: Sequence[Sequence[int]]) -> t
 
     `rng_state` is the problem's state, `origins` is (b0, h0, i0, j0) for each sample of the call.
     """
-    own = torch.tensor(origins, dtype=torch.int64, device="cpu").flatten()
-    return torch.cat([rng_state[:2], own.to(rng_state.device, non_blocking=True)])
+    flat = torch.tensor(origins, dtype=torch.int64, device="cpu").flatten()
+    return torch.cat([rng_state[:2], flat.to(rng_state.device, non_blocking=True)])
 
 
 def position_words(key: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -36,7 +36,7 @@ def _is_given(value: torch.Tensor | None) -> bool:
     return value is not None
 
 
-def _dtype_name_or_empty(value: torch.Tensor | None) -> str:
+def _dtype_name(value: torch.Tensor | None) -> str:
     return "" if value is None else dtype_name(value.dtype)
 
 
@@ -71,7 +71,9 @@ class Broadcast(Shape):
     def refuses(self, x: torch.Tensor, sizes: Sizes) -> str:
         (full,), shape = self.every(sizes), tuple(x.shape)
         missing = len(full) - len(shape)
-        if missing < 0 or any(size not in (1, whole) for size, whole in zip(shape, full[missing:], strict=True)):
+        if missing < 0 or any(
+            size not in (1, full_size) for size, full_size in zip(shape, full[missing:], strict=True)
+        ):
             return f"be broadcastable to {full}, got {shape}"
         return ""
 
@@ -100,11 +102,11 @@ class State(Shape):
 class Feature:
     """One field of `Lengths` or `AttentionOptions`, or a feature that shapes decide.
 
-    `problem_field` is the field of `AttentionProblem` that it decides. `to_problem_value` maps its value to that field (None: the value
-    itself). `is_present` says whether a problem has it (None: if the problem's field is not 0, False or ""). Kernels that
-    do not implement it refuse such problems under the name `refusal_name`. `label` and `example` (changes of a typical problem)
-    make a row of the feature tables. `label` and `case` (changes of a typical `diyfa.testing.AttentionCase`) make a
-    trial of `diyfa validate` and of the first run on a new device.
+    `problem_field` is the field of `AttentionProblem` that it decides. `to_problem_value` maps its value to that field
+    (None: the value itself). `is_present` says whether a problem has it (None: if the problem's field is not 0, False
+    or ""). Kernels that do not implement it refuse such problems under `refusal_name`. `label` and `example` (changes
+    of a typical problem) make a row of the feature tables. `label` and `case` (changes of a typical
+    `diyfa.testing.AttentionCase`) make a trial of `diyfa validate` and of the first run on a new device.
     """
 
     name: str
@@ -146,10 +148,11 @@ FEATURES = (
     ),
     Feature(
         "alibi_slopes", "Tensor?", "alibi", _is_given, _FLOAT32, "float32", Shape(("h", "bh")),
-        prepared=_contiguous, refusal_name="alibi", adjusts=True, label="ALiBi", example={"alibi": True}, case={"alibi": "h"},
+        prepared=_contiguous, refusal_name="alibi", adjusts=True, label="ALiBi", example={"alibi": True},
+        case={"alibi": "h"},
     ),
     Feature(
-        "attn_bias", "Tensor?", "bias", _dtype_name_or_empty, ATTENTION_DTYPES, "a floating-point tensor of 16, 32 or 64 bits",
+        "attn_bias", "Tensor?", "bias", _dtype_name, ATTENTION_DTYPES, "a floating-point tensor of 16, 32 or 64 bits",
         Broadcast(("bhqk",)), gradient="dbias", gradient_if="bias_grad",
         refusal_name="attn_bias", adjusts=True, label="attn_bias", example={"bias": "float32"}, case={"bias": "1hqk"},
     ),
@@ -179,8 +182,8 @@ FEATURES = (
         case={"softcap": 5.0},
     ),
     Feature(
-        "dropout_p", "float", "dropout", _is_positive, refusal_name="dropout", label="dropout", example={"dropout": True},
-        case={"dropout_p": 0.2},
+        "dropout_p", "float", "dropout", _is_positive, refusal_name="dropout", label="dropout",
+        example={"dropout": True}, case={"dropout_p": 0.2},
     ),
     Feature("layout", "str", "layout"),
     Feature("deterministic", "bool", "deterministic", label="deterministic", example={"deterministic": True}),
@@ -205,7 +208,9 @@ SHAPE_FEATURES = (
     Feature("dropout_origins", problem_field="dropout_origins", refusal_name="dropout_origins"),
 )  # fmt: skip
 
-OPTIONAL = tuple(feature for feature in (*SHAPE_FEATURES, *FEATURES) if feature.refusal_name)  # what a backend may refuse
+OPTIONAL = tuple(
+    feature for feature in (*SHAPE_FEATURES, *FEATURES) if feature.refusal_name
+)  # what a backend may refuse
 ADJUSTING = frozenset([feature.refusal_name for feature in FEATURES if feature.adjusts])
 # COMPOSABLE: features that combine with each other and with any lengths. EVERYTHING and EVERYTHING_CASE: the changes of
 # a typical problem and of a typical test case that add all of them.

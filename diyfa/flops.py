@@ -36,8 +36,8 @@ def _pairs(q_shape: Sequence[int], k_shape: Sequence[int], lengths: Lengths, lay
     if layout == VARLEN:
         assert lengths.cu_seqlens_q is not None, "a varlen call comes with cu_seqlens"
         queries = _lengths_between(lengths.cu_seqlens_q, lengths.max_seqlen_q)
-        of_keys = lengths.cu_seqlens_k
-        keys = queries if of_keys is None else _lengths_between(of_keys, lengths.max_seqlen_k)
+        offsets_k = lengths.cu_seqlens_k
+        keys = queries if offsets_k is None else _lengths_between(offsets_k, lengths.max_seqlen_k)
         return sum(q * k for q, k in zip(queries, keys, strict=True))
     batch, _, seqlen, _ = LAYOUTS[layout]
     if lengths.seq_lens is None:

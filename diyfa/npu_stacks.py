@@ -70,9 +70,9 @@ def torch_npu_for(torch: str, cann: str) -> str | None:
     If `cann` is empty or in no pair with this torch, return the oldest release for the torch. Return None if the torch
     is in no pair.
     """
-    of_torch = [stack for stack in STACKS if release(stack.torch) == release(torch)]
-    exact = [stack for stack in of_torch if cann and release(stack.cann) == release(cann)]
-    return next((stack.torch_npu for stack in exact or of_torch), None)
+    candidates = [stack for stack in STACKS if release(stack.torch) == release(torch)]
+    exact = [stack for stack in candidates if cann and release(stack.cann) == release(cann)]
+    return next((stack.torch_npu for stack in exact or candidates), None)
 
 
 def installed_version(distribution: str) -> str | None:
@@ -108,6 +108,6 @@ def triton_problem() -> str | None:
     if not backends:
         return f"triton-ascend is not installed: pip install triton-ascend=={TRITON_ASCEND}"
     if "ascend" not in backends:
-        there = ", ".join(backends)
-        return f"the installed package `triton` is not triton-ascend (it compiles for {there}): {TRITON_REMEDY}"
+        targets = ", ".join(backends)
+        return f"the installed package `triton` is not triton-ascend (it compiles for {targets}): {TRITON_REMEDY}"
     return None

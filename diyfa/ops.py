@@ -25,15 +25,15 @@ from diyfa.options import (
     AttentionOptions,
     Lengths,
     bind,
-    problem_fields,
-    pack,
-    tensors_among,
     optional_tensors,
+    pack,
+    problem_fields,
+    tensors_among,
     unpack,
     with_tensors,
     without_tensors,
 )
-from diyfa.plan import Plan, ProductPlan, find, call_key, may_be_read, remember, runs_at_once
+from diyfa.plan import Plan, ProductPlan, call_key, find, may_be_read, remember, runs_at_once
 from diyfa.problem import (
     LAYOUTS,
     VARLEN,
@@ -56,7 +56,9 @@ _INF = float("inf")
 # Behind q, k and v every attention operator takes the rows of `diyfa.features`. `variant` names a forward kernel; the
 # backward pass takes its own kernel of that name, if there is one.
 _FEATURE_GRADIENTS = tuple(feature.gradient for feature in GRADIENTS)
-GRADIENT_INDEX = {feature.name: 3 + i for i, feature in enumerate(GRADIENTS)}  # of gradients in the result of `differentiate`
+GRADIENT_INDEX = {
+    feature.name: 3 + i for i, feature in enumerate(GRADIENTS)
+}  # of gradients in the result of `differentiate`
 _SAVED = "Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
 _lib = torch.library.Library("diyfa", "DEF")
 _lib.define(f"attention_fwd(Tensor q, Tensor? k, Tensor? v, str packing, {SCHEMA}) -> (Tensor out, Tensor lse)")
@@ -93,21 +95,21 @@ def describe_attention(
     backend: Backend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, options: AttentionOptions
 ) -> AttentionProblem:
     """Return the problem of one call."""
-    facts = problem_fields(lengths, options)
+    fields = problem_fields(lengths, options)
     q_shape, k_shape, layout = q.shape, k.shape, options.layout
     if layout == VARLEN:
         total_q, heads_q, head_dim = q_shape
         total_k, heads_kv, _ = k_shape
         # Too large a maximum is correct, but costs programs: no sequence has more than all rows.
         seqlen_q, seqlen_k = min(lengths.max_seqlen_q, total_q), min(lengths.max_seqlen_k, total_k)
-        facts["total_q"], facts["total_k"] = total_q, total_k
+        fields["total_q"], fields["total_k"] = total_q, total_k
     else:
         b, h, s, d = LAYOUTS[layout]
         heads_q, seqlen_q, head_dim = q_shape[h], q_shape[s], q_shape[d]
         heads_kv, seqlen_k = k_shape[h], k_shape[s]
-        facts["batch"] = q_shape[b]
+        fields["batch"] = q_shape[b]
     left, right = normalised_window(options.window_left, options.window_right, seqlen_q, seqlen_k)
-    facts.update(
+    fields.update(
         device_type=backend.device_type,
         arch=backend.arch(q.device),
         dtype=dtype_name(q.dtype),
@@ -122,7 +124,7 @@ def describe_attention(
         aligned=is_aligned(q, k, v),
         few_steps=lengths.seq_lens is None or has_few_steps(layout, q, k, v),
     )
-    return AttentionProblem.of(facts)
+    return AttentionProblem.from_fields(fields)
 
 
 def plan_of(
@@ -171,13 +173,13 @@ def _computes_nothing(q: torch.Tensor, k: torch.Tensor, lengths: Lengths, option
     return lengths.cu_seqlens_q.shape[0] == 1 or lengths.max_seqlen_q == 0 or lengths.max_seqlen_k == 0
 
 
-def _filled_outside_sequences(x: torch.Tensor, q: torch.Tensor, lengths: Lengths, other: float) -> torch.Tensor:
-    """Return x, broadcast to (H, Tq), with `other` in rows of no sequence. Return x itself if nothing is packed."""
+def _filled_outside_sequences(x: torch.Tensor, q: torch.Tensor, lengths: Lengths, fill_value: float) -> torch.Tensor:
+    """Return x, broadcast to (H, Tq), with `fill_value` in rows of no sequence, or x itself if nothing is packed."""
     ends = lengths.cu_seqlens_q
     if ends is None:
         return x
     rows = torch.arange(q.shape[0], device=x.device)
-    return torch.where((rows >= ends[0]) & (rows < ends[-1]), x, other)
+    return torch.where((rows >= ends[0]) & (rows < ends[-1]), x, fill_value)
 
 
 def fill_without_keys(
@@ -189,9 +191,9 @@ def fill_without_keys(
         out.zero_()
         lse.fill_(_INF)
         return
-    alone = torch.where(sinks == -_INF, _INF, sinks - sinks + sinks)
-    lse.copy_(_filled_outside_sequences(alone[:, None], q, lengths, _INF))
-    nothing = torch.where(alone == alone, 0.0, alone)
+    lse_of_sink = torch.where(sinks == -_INF, _INF, sinks - sinks + sinks)
+    lse.copy_(_filled_outside_sequences(lse_of_sink[:, None], q, lengths, _INF))
+    nothing = torch.where(lse_of_sink == lse_of_sink, 0.0, lse_of_sink)
     heads_first = out.transpose(0, 1) if layout == VARLEN else as_bhsd(out, layout)
     heads_first.copy_(_filled_outside_sequences(nothing[:, None], q, lengths, 0.0)[..., None])
 
@@ -207,9 +209,9 @@ def _run_forward(
     plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, optional: Sequence[torch.Tensor]
 ) -> Pair:
     """Run the forward pass of a plan. `optional`: the optional tensors that are given, in the order of the table."""
-    given = q, k, v, *optional
+    inputs = q, k, v, *optional
     if plan.repeat is not None:
-        pair = plan.repeat([x.data_ptr() for x in given], given)
+        pair = plan.repeat([x.data_ptr() for x in inputs], inputs)
         if pair is not None:
             return pair
     problem, kernel = plan.problem, plan.forward
@@ -219,9 +221,9 @@ def _run_forward(
         fill_without_keys(options.sinks, q, lengths, options.layout, out, lse)
         return out, lse
     tensors = bind(q, k, v, lengths, options)
-    if plan.has_run and kernel.repeat is not None and _binds_without_copies(tensors, *given):
+    if plan.has_run and kernel.repeat is not None and _binds_without_copies(tensors, *inputs):
         plan.repeat = kernel.repeat(problem, tensors, *_empty_results(q, problem))
-        pair = None if plan.repeat is None else plan.repeat([x.data_ptr() for x in given], given)
+        pair = None if plan.repeat is None else plan.repeat([x.data_ptr() for x in inputs], inputs)
         if pair is not None:
             return pair
     out, lse = _empty_results(q, problem)
@@ -237,10 +239,10 @@ def _empty_results(q: torch.Tensor, problem: AttentionProblem) -> Pair:
     return empty_output(q, problem.head_dim_v, problem.out_dtype), empty_lse(q, problem.layout)
 
 
-def _binds_without_copies(tensors: AttentionTensors, *given: torch.Tensor) -> bool:
+def _binds_without_copies(tensors: AttentionTensors, *inputs: torch.Tensor) -> bool:
     """Return whether a backend reads the tensors of a call themselves, and no copies."""
     present = tensors.present()
-    return len(present) == len(given) and all(x is y for x, y in zip(present, given, strict=True))
+    return len(present) == len(inputs) and all(x is y for x, y in zip(present, inputs, strict=True))
 
 
 _BACKWARD_REPEATS_LIMIT = 16  # strides of dout for which a plan has repeats
@@ -261,12 +263,12 @@ def _run_backward(
         dout = dout.contiguous()
     q, k, v, out, lse = saved
     stride = dout.stride()
-    known = plan.backward_repeats
-    repeat = known.get(stride) if dlse is None else None
+    repeats = plan.backward_repeats
+    repeat = repeats.get(stride) if dlse is None else None
     if repeat is not None:
-        found = repeat(out, lse, dout, q, k, v, *optional)
-        if found is not None:
-            return found
+        repeated = repeat(out, lse, dout, q, k, v, *optional)
+        if repeated is not None:
+            return repeated
     lengths, options = with_tensors(plan.lengths, plan.options, plan.names, optional)
     owners, qkv = _empty_gradients(q, k, v, options)
     rest = _empty_feature_gradients(options)
@@ -275,15 +277,15 @@ def _run_backward(
     # Repeats are prepared for aligned tensors alone.
     aligned = not (q.data_ptr() | k.data_ptr() | v.data_ptr() | dout.data_ptr()) & 15
     if dlse is None and aligned and not plan.nothing:
-        if stride in known:  # the second such call: most lengths come once
+        if stride in repeats:  # the second such call: most lengths come once
             problem, kernel = plan.backward()
             tensors = bind(q, k, v, lengths, options)
             if kernel.repeat is not None and _binds_without_copies(tensors, q, k, v, *optional):
-                known[stride] = kernel.repeat(problem, tensors, out, lse, dout, gradients, owners)
+                repeats[stride] = kernel.repeat(problem, tensors, out, lse, dout, gradients, owners)
         else:
-            if len(known) >= _BACKWARD_REPEATS_LIMIT:
-                known.clear()
-            known[stride] = None
+            if len(repeats) >= _BACKWARD_REPEATS_LIMIT:
+                repeats.clear()
+            repeats[stride] = None
     return [*owners, *(None,) * (3 - len(owners)), *rest.values()]
 
 
@@ -300,8 +302,8 @@ def _empty_gradients(
         grads = (torch.empty_like(q, dtype=dtype), torch.empty_like(k, dtype=dtype), torch.empty_like(v, dtype=dtype))
         return list(grads), grads
     first = q if packing == "qkv" else k
-    parts = len(packing)
-    packed = first.new_empty((*first.shape[:-2], parts, *first.shape[-2:]), dtype=dtype)
+    n_packed = len(packing)
+    packed = first.new_empty((*first.shape[:-2], n_packed, *first.shape[-2:]), dtype=dtype)
     slices = packed.unbind(-3)
     if packing == "qkv":
         return [packed], (slices[0], slices[1], slices[2])
@@ -342,12 +344,12 @@ def _backward_into(
 
 def _empty_feature_gradients(options: AttentionOptions) -> dict[str, torch.Tensor | None]:
     """Return buffers for the gradients of optional tensors by name, None for a gradient that is not wanted."""
-    found = {}
+    buffers = {}
     for feature in GRADIENTS:
         x = getattr(options, feature.name)
-        wanted = x is not None and (not feature.gradient_if or getattr(options, feature.gradient_if))
-        found[feature.gradient] = torch.empty_like(x) if wanted else None
-    return found
+        needs_buffer = x is not None and (not feature.gradient_if or getattr(options, feature.gradient_if))
+        buffers[feature.gradient] = torch.empty_like(x) if needs_buffer else None
+    return buffers
 
 
 def _gradients(
@@ -373,8 +375,8 @@ def _attention_fwd(q: Any, k: Any, v: Any, packing: str, *features: Any) -> Pair
 def _attention_bwd(dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *rest: Any) -> Any:
     """Return all gradients. An operator returns tensors only: one without elements stands for no gradient."""
     packing, *features = rest
-    found = _gradients(dout, dlse, (q, k, v, out, lse), *unpack(features, packing))
-    return tuple(dout.new_empty(0) if x is None else x for x in found)
+    gradients = _gradients(dout, dlse, (q, k, v, out, lse), *unpack(features, packing))
+    return tuple(dout.new_empty(0) if x is None else x for x in gradients)
 
 
 def _attention_bwd_out(dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *rest: Any) -> None:
@@ -395,8 +397,8 @@ def _attention_bwd_fake(dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, 
     packing, *features = rest
     _, options = unpack(features, packing)
     owners, _ = _empty_gradients(q, k, v, options)
-    found = (*owners, *(None,) * (3 - len(owners)), *_empty_feature_gradients(options).values())
-    return tuple(q.new_empty(0) if x is None else x for x in found)
+    gradients = (*owners, *(None,) * (3 - len(owners)), *_empty_feature_gradients(options).values())
+    return tuple(q.new_empty(0) if x is None else x for x in gradients)
 
 
 def _attention_bwd_out_fake(*arguments: Any) -> None:
@@ -461,18 +463,18 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any = None) -> tuple[torch.Tensor | None, ...]:
         call, saved = ctx.call, ctx.saved_tensors  # read once: an unpacking hook may refuse a second time
-        found: Sequence[torch.Tensor | None] | None = None
+        results: Sequence[torch.Tensor | None] | None = None
         if dlse is None and may_be_read(dout) and not torch.is_grad_enabled() and is_unseen():
             q, k, v, out, lse, *optional = saved
             q, k, v = UNPACK[call.options.packing](q, k, v)
             # With other addresses, hooks have packed and unpacked the saved tensors.
             if ctx.addresses == [x.data_ptr() for x in (q, k, v, out, lse, *optional)] and call.holds():
-                found = _run_backward(call, (q, k, v, out, lse), optional, dout)
-        if found is None:
-            found = _differentiate(call, saved, dout, dlse)
-        gradients = [*found[:3], None, None]
+                results = _run_backward(call, (q, k, v, out, lse), optional, dout)
+        if results is None:
+            results = _differentiate(call, saved, dout, dlse)
+        gradients = [*results[:3], None, None]
         if call.names:
-            feature_gradients = dict(zip(DIFFERENTIABLE, found[3:], strict=True))
+            feature_gradients = dict(zip(DIFFERENTIABLE, results[3:], strict=True))
             gradients += [feature_gradients.get(name) for name in call.names]
         # An operator returns a tensor without elements where there is no gradient.
         return tuple([x if need else None for x, need in zip(gradients, ctx.needs_input_grad, strict=True)])
@@ -602,10 +604,10 @@ def _matmul(
     out_dtype: torch.dtype,
     backend: str,
 ) -> torch.Tensor:
-    asked = None if block is None else tuple(block), autotune, precision, compute_dtype, out_dtype, backend
-    key = call_key(a, b, b, WHOLE, ("product", *asked, registry.forced_backend()), ())
+    options = None if block is None else tuple(block), autotune, precision, compute_dtype, out_dtype, backend
+    key = call_key(a, b, b, WHOLE, ("product", *options, registry.forced_backend()), ())
     plan = find(key)
-    return (product_plan(a, b, key, *asked) if plan is None else plan).run(a, b)
+    return (product_plan(a, b, key, *options) if plan is None else plan).run(a, b)
 
 
 def product_plan(

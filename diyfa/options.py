@@ -74,7 +74,11 @@ _FIELDS = (*LENGTHS, *AttentionOptions._fields)
 _PROBLEM_FEATURES = [feature for feature in FEATURES if feature.problem_field]
 _option_values = itemgetter(*[_FIELDS.index(feature.name) for feature in _PROBLEM_FEATURES])
 _problem_names = [feature.problem_field for feature in _PROBLEM_FEATURES]
-_problem_rules = [(feature.problem_field, feature.to_problem_value) for feature in _PROBLEM_FEATURES if feature.to_problem_value is not None]
+_problem_rules = [
+    (feature.problem_field, feature.to_problem_value)
+    for feature in _PROBLEM_FEATURES
+    if feature.to_problem_value is not None
+]
 _preparations = [(feature.name, feature.prepared) for feature in TENSORS if feature.prepared is not None]
 
 
@@ -89,10 +93,10 @@ def optional_tensors(lengths: Lengths, options: AttentionOptions) -> tuple[torch
     )  # fmt: skip
 
 
-def optional_from_arguments(lengths: Lengths, given: dict[str, Any]) -> tuple[Any, ...]:
+def optional_from_arguments(lengths: Lengths, arguments: dict[str, Any]) -> tuple[Any, ...]:
     """Return all optional tensors of lengths and named arguments, in the order of the table, or () if none is given."""
     slopes, bias, sinks, state = (
-        given.get("alibi_slopes"), given.get("attn_bias"), given.get("sinks"), given.get("rng_state")
+        arguments.get("alibi_slopes"), arguments.get("attn_bias"), arguments.get("sinks"), arguments.get("rng_state")
     )  # fmt: skip
     if lengths is WHOLE and slopes is bias is sinks is state is None:
         return ()
@@ -125,10 +129,10 @@ def unpack(arguments: Sequence[Any], packing: str = "") -> tuple[Lengths, Attent
 def problem_fields(lengths: Lengths, options: AttentionOptions) -> dict[str, Any]:
     """Return the fields of `AttentionProblem` that lengths and options decide, by name. The fields for lengths and the
     number of sequences are valid for packed sequences only."""
-    facts = dict(zip(_problem_names, _option_values((*lengths, *options)), strict=True))
+    fields = dict(zip(_problem_names, _option_values((*lengths, *options)), strict=True))
     for name, rule in _problem_rules:
-        facts[name] = rule(facts[name])
-    return facts
+        fields[name] = rule(fields[name])
+    return fields
 
 
 def tensors_among(arguments: Sequence[Any]) -> Sequence[torch.Tensor | None]:
@@ -142,8 +146,8 @@ def without_tensors(lengths: Lengths, options: AttentionOptions) -> tuple[Length
     if not names:
         return lengths, options, names
     nothing: Any = dict.fromkeys(names)
-    of_lengths = {name: nothing.pop(name) for name in names if name in LENGTHS}
-    return lengths._replace(**of_lengths), options._replace(**nothing), names
+    lengths_changes = {name: nothing.pop(name) for name in names if name in LENGTHS}
+    return lengths._replace(**lengths_changes), options._replace(**nothing), names
 
 
 def with_tensors(
@@ -152,9 +156,9 @@ def with_tensors(
     """Return lengths and options with `tensors` under these names, as they were before `without_tensors`."""
     if not names:
         return lengths, options
-    given: Any = dict(zip(names, tensors, strict=True))
-    of_lengths = {name: given.pop(name) for name in names if name in LENGTHS}
-    return lengths._replace(**of_lengths), options._replace(**given)
+    changes: Any = dict(zip(names, tensors, strict=True))
+    lengths_changes = {name: changes.pop(name) for name in names if name in LENGTHS}
+    return lengths._replace(**lengths_changes), options._replace(**changes)
 
 
 def bind(

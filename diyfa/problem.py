@@ -46,15 +46,15 @@ def cached_per_problem(function: Function) -> Function:
     name = f"{function.__module__}.{function.__qualname__}"
 
     @wraps(function)
-    def answer(problem: Any, *rest: Any) -> Any:
-        known = problem.__dict__.get("_cached")
-        if known is None:
-            known = problem.__dict__["_cached"] = {}
+    def answer(problem: Any, *arguments: Any) -> Any:
+        results = problem.__dict__.get("_cached")
+        if results is None:
+            results = problem.__dict__["_cached"] = {}
         try:
-            return known[name, rest]
+            return results[name, arguments]
         except KeyError:
-            found = known[name, rest] = function(problem, *rest)
-            return found
+            result = results[name, arguments] = function(problem, *arguments)
+            return result
 
     return cast(Function, answer)
 
@@ -63,13 +63,13 @@ def cached_per_kind(function: Function) -> Function:
     """Make `function`, which reads no sizes of a problem, get the problem's kind and compute once for each kind."""
 
     @wraps(function)
-    def answer(problem: Any, *rest: Any) -> Any:
-        known = problem.kind.answers
+    def answer(problem: Any, *arguments: Any) -> Any:
+        results = problem.kind.answers
         try:
-            return known[function, rest]
+            return results[function, arguments]
         except KeyError:
-            found = known[function, rest] = function(problem.kind, *rest)
-            return found
+            result = results[function, arguments] = function(problem.kind, *arguments)
+            return result
 
     return cast(Function, answer)
 
@@ -89,17 +89,19 @@ class _Problem:
     dtype: str  # of the inputs
 
     @classmethod
-    def of(cls: type[P], facts: dict[str, Any]) -> P:
+    def from_fields(cls: type[P], fields: dict[str, Any]) -> P:
         """Return the problem with these fields and defaults for the others, in a third of the constructor's time."""
         problem = object.__new__(cls)
         values = problem.__dict__
         values.update(_field_table(cast(Any, cls)).defaults)
-        values.update(facts)
+        values.update(fields)
         return problem
 
     def replace(self: P, **changes: Any) -> P:
         """Return a copy with some fields changed."""
-        return type(self).of({name: self.__dict__[name] for name in _field_table(cast(Any, type(self))).names} | changes)
+        return type(self).from_fields(
+            {name: self.__dict__[name] for name in _field_table(cast(Any, type(self))).names} | changes
+        )
 
     @cached_property
     def kind(self: P) -> P:
@@ -139,10 +141,10 @@ class _Fields(NamedTuple):
 
 @cache
 def _field_table(kind: Any) -> _Fields:
-    every = fields(kind)
-    facts = [each.name for each in every if each.name not in {*kind.SIZES, "window_left", "window_right"}]
-    defaults = {each.name: each.default for each in every if each.default is not MISSING}
-    return _Fields(tuple(each.name for each in every), defaults, itemgetter(*facts))
+    all_fields = fields(kind)
+    key_names = [each.name for each in all_fields if each.name not in {*kind.SIZES, "window_left", "window_right"}]
+    defaults = {each.name: each.default for each in all_fields if each.default is not MISSING}
+    return _Fields(tuple(each.name for each in all_fields), defaults, itemgetter(*key_names))
 
 
 class _AttentionShape:
@@ -407,13 +409,13 @@ def as_kvcache(problem: AttentionProblem, tensors: AttentionTensors) -> tuple[KV
 def example_tensors(problem: AttentionProblem, device: str = "meta") -> dict[str, torch.Tensor]:
     """Return the optional tensors of a call of `problem` by name, uninitialised, for compilation ahead of time."""
     sizes = {"b": problem.batch, "h": problem.heads_q, "q": problem.seqlen_q, "k": problem.seqlen_k}
-    found = {}
+    tensors = {}
     for feature in FEATURES:
         if feature.shape is not None and feature.is_in(problem):
-            fact = getattr(problem, feature.problem_field, None)
-            dtype = getattr(torch, fact) if isinstance(fact, str) else feature.dtypes[0]
-            found[feature.name] = torch.empty(feature.shape.every(sizes)[0], dtype=dtype, device=device)
-    return found
+            value = getattr(problem, feature.problem_field, None)
+            dtype = getattr(torch, value) if isinstance(value, str) else feature.dtypes[0]
+            tensors[feature.name] = torch.empty(feature.shape.every(sizes)[0], dtype=dtype, device=device)
+    return tensors
 
 
 def example_kvcache(problem: KVCacheProblem) -> tuple[KVCacheTensors, torch.Tensor, torch.Tensor]:
@@ -471,8 +473,8 @@ class AttentionGradients(NamedTuple):
 def example_gradients(tensors: AttentionTensors, out_dtype: str = "") -> AttentionGradients:
     """Return buffers for all gradients of a call with these tensors."""
     dtype = getattr(torch, out_dtype) if out_dtype else tensors.q.dtype
-    found = {feature.gradient: getattr(tensors, feature.name) for feature in GRADIENTS}
-    buffers: dict[str, Any] = {name: None if x is None else torch.empty_like(x) for name, x in found.items()}
+    tensors_by_name = {feature.gradient: getattr(tensors, feature.name) for feature in GRADIENTS}
+    buffers: dict[str, Any] = {name: None if x is None else torch.empty_like(x) for name, x in tensors_by_name.items()}
     return AttentionGradients(*(torch.empty_like(x, dtype=dtype) for x in tensors[:3]), **buffers)
 
 

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from diyfa.dropout import drop_threshold, element_levels, mask_from_keys, keys_from_state, position_words
+from diyfa.dropout import drop_threshold, element_levels, keys_from_state, mask_from_keys, position_words
 from diyfa.keywords import refuse_unknown, without_unknown
 from diyfa.options import LENGTHS, UNBOUNDED, WHOLE, AttentionOptions, Lengths
 from diyfa.problem import LAYOUTS, VARLEN, KVCacheTensors, NewKeys, as_bhsd
@@ -138,8 +138,8 @@ def _attend_sequences(
             rows, columns = torch.arange(q1 - q0, device=q.device), torch.arange(k1 - k0, device=q.device)
             words = (position_words(key[b], x) for key, x in zip(keys, (rows, rows, columns, columns), strict=True))
             keep = element_levels(*words) >= drop_threshold(options.dropout_p)  # as dropout_mask for sample b
-        part, part_lse = attend(q_b, k_b, v_b, WHOLE, options._replace(alibi_slopes=slopes), keep)
-        out[q0:q1], lse[:, q0:q1] = part[0].transpose(0, 1), part_lse[0]
+        sequence_out, sequence_lse = attend(q_b, k_b, v_b, WHOLE, options._replace(alibi_slopes=slopes), keep)
+        out[q0:q1], lse[:, q0:q1] = sequence_out[0].transpose(0, 1), sequence_lse[0]
     return out, lse
 
 
@@ -208,18 +208,18 @@ def attention_by(
     window: tuple[int, int] = UNBOUNDED,
     sm_scale: float | None = None,
     dtype: torch.dtype | None = None,
-    **given: Any,
+    **fields: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run `attend` on (B, H, S, D) views of q, k, v of any layout, or on each packed sequence. Return out and lse.
 
-    Arguments and errors are those of `reference_attention`; `given` holds the arguments that are not listed here.
+    Arguments and errors are those of `reference_attention`; `fields` holds the arguments that are not listed here.
     """
     if layout not in (*LAYOUTS, VARLEN):
         raise ValueError(f"layout must be one of {', '.join((*LAYOUTS, VARLEN))}, got {layout!r}")
-    lengths = Lengths(**{name: given.pop(name) for name in LENGTHS if name in given})
+    lengths = Lengths(**{name: fields.pop(name) for name in LENGTHS if name in fields})
     scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
     left, right = window
-    options = AttentionOptions(layout, scale, left, 0 if causal else right, **given)
+    options = AttentionOptions(layout, scale, left, 0 if causal else right, **fields)
     dtype, seq_lens = dtype or q.dtype, lengths.seq_lens
     if options.dropout_p and options.rng_state is None:
         raise ValueError("dropout_p > 0 needs rng_state, a (2,) int64 tensor of seed and offset")
@@ -311,10 +311,10 @@ def reference_append(tensors: KVCacheTensors, new: NewKeys, rotates_per_query: b
         first = tensors.length if tensors.seqlens is None else int(tensors.seqlens[b])
         k = new.k[b]
         if new.cos is not None and new.sin is not None:
-            of_query = first + torch.arange(q.shape[1], device=q.device) * rotates_per_query
-            q[b] = _rotated(q[b], new.cos, new.sin, of_query, new.interleaved).to(q.dtype)
-            of_key = first + torch.arange(k.shape[0], device=q.device)
-            k = _rotated(k, new.cos, new.sin, of_key, new.interleaved)
+            query_positions = first + torch.arange(q.shape[1], device=q.device) * rotates_per_query
+            q[b] = _rotated(q[b], new.cos, new.sin, query_positions, new.interleaved).to(q.dtype)
+            key_positions = first + torch.arange(k.shape[0], device=q.device)
+            k = _rotated(k, new.cos, new.sin, key_positions, new.interleaved)
         for i in range(k.shape[0]):
             if not 0 <= first + i < _capacity(tensors):
                 continue
@@ -400,18 +400,22 @@ def reference_kvcache(
         if q0 == q1:
             continue
         stop = min(lengths[b] + (0 if k is None else k.shape[1]), capacity)
-        places = [_cache_position(tensors, b, j) for j in range(pads[b], stop)]
+        positions = [_cache_position(tensors, b, j) for j in range(pads[b], stop)]
         keys_and_values = []
         for cache, descale in zip((tensors.k_cache, tensors.v_cache), descales, strict=True):
-            x = torch.stack([cache[place] for place in places]) if places else cache.new_empty(0, *cache.shape[2:])
+            x = (
+                torch.stack([cache[position] for position in positions])
+                if positions
+                else cache.new_empty(0, *cache.shape[2:])
+            )
             x = x.to(dtype) if descale is None else x.to(dtype) * descale[b][:, None]
             keys_and_values.append(x[None])
         slopes = alibi_slopes[b : b + 1] if alibi_slopes is not None and alibi_slopes.dim() == 2 else alibi_slopes
-        part, part_lse = compute(
+        result, result_lse = compute(
             rows[q0:q1][None].to(dtype), *keys_and_values, causal=causal, window=window_size, sm_scale=softmax_scale,
             softcap=softcap, alibi_slopes=slopes, sinks=sinks, layout="bshd", return_lse=True,
         )  # fmt: skip
-        out[q0:q1], lse[:, q0:q1] = part[0], part_lse[0]
+        out[q0:q1], lse[:, q0:q1] = result[0], result_lse[0]
     if cu_seqlens_q is None:
         out, lse = out.unflatten(0, q.shape[:2]), lse.unflatten(1, q.shape[:2]).transpose(0, 1)
     return (out, lse) if return_softmax_lse else out

@@ -248,23 +248,23 @@ class Tuner:
         if device is None:
             return default
         if self.recording:
-            kept = self._stored(self._file(device), kernel, bucket, candidates)
-            if kept is not None:
-                return kept
+            stored = self._stored(self._file(device), kernel, bucket, candidates)
+            if stored is not None:
+                return stored
             for each in candidates if self._is_measuring or self._measures_unasked() else ():
                 run(each)
             return default
         key = (device[0], kernel, bucket)
-        known = self._known.get(key)
-        if known is not None:
-            return known
+        cached = self._known.get(key)
+        if cached is not None:
+            return cached
         measures = self._is_measuring or self._measures_unasked()
         if key in self._unmeasured and not measures:
             return default
         with self._lock:
-            known = self._known.get(key)
-            if known is not None:
-                return known
+            cached = self._known.get(key)
+            if cached is not None:
+                return cached
             candidates = list(dict.fromkeys([default, *candidates]))
             file = self._file(device)
             config = self._stored(file, kernel, bucket, candidates)
@@ -288,7 +288,9 @@ class Tuner:
         if device is None:
             return True
         key = device[0], kernel, bucket
-        return key in self._known or (key in self._unmeasured and not self._is_measuring and not self._measures_unasked())
+        return key in self._known or (
+            key in self._unmeasured and not self._is_measuring and not self._measures_unasked()
+        )
 
     def state(self) -> tuple[bool, int]:
         """Return (whether tuning is on, how often results changed). Results of `best` hold while this is equal."""

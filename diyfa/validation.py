@@ -41,8 +41,8 @@ def check_tensors(**tensors: object) -> None:
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
         if x.layout is not torch.strided or x.is_nested:
-            what = "a nested tensor" if x.layout is torch.strided else f"layout {x.layout}"
-            raise TypeError(f"{name} must be a dense tensor, got {what}")
+            kind = "a nested tensor" if x.layout is torch.strided else f"layout {x.layout}"
+            raise TypeError(f"{name} must be a dense tensor, got {kind}")
         if is_dtensor(x):  # supported DTensors have become local tensors before
             raise TypeError(
                 f"{name} is a DTensor: give each rank's part, {name}.to_local(). flash_attention and flash_attn's "
@@ -147,8 +147,8 @@ def check_length(name: str, value: Any) -> int:
     try:
         length = as_integer(value)
     except TypeError:
-        what = f"a {value.dtype} tensor of shape {_shape(value)}" if isinstance(value, torch.Tensor) else repr(value)
-        raise TypeError(f"{name} must be an integer, got {what}") from None
+        got = f"a {value.dtype} tensor of shape {_shape(value)}" if isinstance(value, torch.Tensor) else repr(value)
+        raise TypeError(f"{name} must be an integer, got {got}") from None
     if torch.compiler.is_compiling():  # lengths computed inside the graph have no values yet
         torch._check(length >= 0)
     elif length < 0:
@@ -276,10 +276,10 @@ def check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Len
     return {"b": q.shape[b], "h": q.shape[h], "q": q.shape[s], "k": k.shape[s]}
 
 
-def check_optional_tensors(q: torch.Tensor, sizes: Sizes, given: dict[str, Any]) -> None:
-    """Check kind, dtype, shape and device of the optional tensors in `given` by their rows in the table."""
+def check_optional_tensors(q: torch.Tensor, sizes: Sizes, arguments: dict[str, Any]) -> None:
+    """Check kind, dtype, shape and device of the optional tensors in `arguments` by their rows in the table."""
     for name, feature in CHECKED_TENSORS.items():
-        x = given.get(name)
+        x = arguments.get(name)
         if x is None:
             continue
         check_tensors(**{name: x})
@@ -295,9 +295,9 @@ def check_optional_tensors(q: torch.Tensor, sizes: Sizes, given: dict[str, Any])
 
 def check_batch_invariant(lengths: Lengths, options: dict[str, Any]) -> None:
     """Check that a call has nothing that the mode `diyfa.batch_invariant` does not compute."""
-    given = {"attn_bias": options.get("attn_bias") is not None, "dropout_p": bool(options.get("dropout_p"))}
-    given["seq_lens"] = lengths.seq_lens is not None
-    if refused := [name for name, there in given.items() if there]:
+    used_options = {"attn_bias": options.get("attn_bias") is not None, "dropout_p": bool(options.get("dropout_p"))}
+    used_options["seq_lens"] = lengths.seq_lens is not None
+    if refused := [name for name, is_used in used_options.items() if is_used]:
         raise ValueError(f"diyfa.batch_invariant() takes no {', '.join(refused)}: a cache has nothing like it to equal")
 
 
@@ -318,10 +318,10 @@ def check_matmul(a: torch.Tensor, b: torch.Tensor) -> None:
 
 def check_blocks(blocks: tuple[int | None, int | None, int | None], sizes: tuple[int, int, int]) -> None:
     """Check that no tile size is given or all three, each a power of two from 16 on and not beyond its dimension."""
-    given = [x is not None for x in blocks]
-    if not any(given):
+    is_given = [x is not None for x in blocks]
+    if not any(is_given):
         return
-    if not all(given):
+    if not all(is_given):
         raise ValueError(f"block_m, block_n and block_k must be given together, got {blocks}")
     for name, block, size in zip(("block_m", "block_n", "block_k"), blocks, sizes, strict=True):
         if not isinstance(block, int) or isinstance(block, bool):

@@ -111,10 +111,10 @@ class _FlashAttention(torch.autograd.Function):
         p = torch.exp2(scores - (lse * LOG2E)[..., None])
         # FlashAttention computes delta in its own pass, where sums have another order than those of dp.
         delta = torch.einsum("bhsd,bhsd->bhs", out.to(wide).flip(-1), dout.flip(-1)) - dlse
-        kept, dp = p, dout @ v_w.mT
+        dropped_p, dp = p, dout @ v_w.mT
         if call.keep is not None:
-            kept, dp = p * call.keep, dp * call.keep * call.keep_scale
-        dv = sum_over_group(rounded(kept).mT @ dout * call.keep_scale)
+            dropped_p, dp = p * call.keep, dp * call.keep * call.keep_scale
+        dv = sum_over_group(rounded(dropped_p).mT @ dout * call.keep_scale)
         ds = p * (dp - delta[..., None])
         dbias = None if bias is None else ds.sum_to_size((1,) * (4 - bias.dim()) + bias.shape).to(bias.dtype)
         dsinks = None

@@ -123,16 +123,17 @@ def backward(
     if not problem.varlen:
         per_head = _backward(Call(problem, tensors), out, lse, dout, dlse, gradients)
     else:
-        for part in sequences(problem, tensors):
-            own = gradients._replace(
-                dq=part.queries(gradients.dq),
-                dk=part.keys(gradients.dk),
-                dv=part.keys(gradients.dv),
-                delta=None if gradients.delta is None else part.statistics(gradients.delta),
+        for sequence in sequences(problem, tensors):
+            sequence_gradients = gradients._replace(
+                dq=sequence.queries(gradients.dq),
+                dk=sequence.keys(gradients.dk),
+                dv=sequence.keys(gradients.dv),
+                delta=None if gradients.delta is None else sequence.statistics(gradients.delta),
             )
-            own_dlse = None if dlse is None else part.statistics(dlse)
+            sequence_dlse = None if dlse is None else sequence.statistics(dlse)
             added = _backward(
-                part.call, part.queries(out), part.statistics(lse), part.queries(dout), own_dlse, own
+                sequence.call, sequence.queries(out), sequence.statistics(lse), sequence.queries(dout),
+                sequence_dlse, sequence_gradients,
             )  # fmt: skip
             per_head = {name: per_head.get(name, 0) + x for name, x in added.items()}
     for name in PER_HEAD:

@@ -64,17 +64,17 @@ def _short_refuses(problem: AttentionProblem) -> str | None:
     return _needs_tile(problem, "dbias") if problem.bias_grad else None
 
 
-def _later(file: str, function: str, **given: Any) -> Callable[..., Any]:
+def _later(file: str, function: str, **bound: Any) -> Callable[..., Any]:
     """Return a function of a file with kernels. The file is imported at the first call.
 
     Triton takes a millisecond for each function of a kernel, and not every Triton has the Gluon of `hopper`.
     """
-    found: list[Callable[..., Any]] = []
+    loaded: list[Callable[..., Any]] = []
 
     def call(*arguments: Any) -> Any:
-        if not found:
-            found.append(getattr(import_quickly(f"diyfa.backends.cuda.{file}"), function))
-        return found[0](*arguments, **given)
+        if not loaded:
+            loaded.append(getattr(import_quickly(f"diyfa.backends.cuda.{file}"), function))
+        return loaded[0](*arguments, **bound)
 
     return call
 
@@ -288,8 +288,8 @@ class CudaBackend:
         from diyfa.backends.cuda.runtime.pack import installed
 
         pack, folder = installed(arch), cache_folder()
-        known = pack.reason if pack.pack is None else f"{len(pack.pack)} kernels in {pack.pack.path}"
-        return f"{known}; " + ("no cache folder" if folder is None else f"cache folder {folder.path}")
+        pack_text = pack.reason if pack.pack is None else f"{len(pack.pack)} kernels in {pack.pack.path}"
+        return f"{pack_text}; " + ("no cache folder" if folder is None else f"cache folder {folder.path}")
 
     def recording(self, arch: str | None) -> AbstractContextManager[dict[str, Any]]:
         """Record the kernels of launches (`diyfa.backends.cuda.runtime.recording`)."""
@@ -302,17 +302,17 @@ class CudaBackend:
         from diyfa.backends.cuda.runtime import pack
         from diyfa.backends.cuda.runtime.binaries import find_binary
 
-        found = {kernel.key: find_binary(arch, kernel.key) for kernel in kernels}
+        stored = {kernel.key: find_binary(arch, kernel.key) for kernel in kernels}
         module = folder / pack.module_name(arch)
         module.mkdir()
         (module / "__init__.py").write_text(f'"""Compiled kernels of diyfa for {arch}."""\n')
-        pack.write_pack(module / pack.FILE_NAME, arch, {key: x for key, x in found.items() if x is not None})
+        pack.write_pack(module / pack.FILE_NAME, arch, {key: x for key, x in stored.items() if x is not None})
         return module
 
-    def merge(self, out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
+    def merge(self, out: torch.Tensor, lse: torch.Tensor, partial_out: torch.Tensor, partial_lse: torch.Tensor) -> None:
         from diyfa.backends.cuda.attention import merge
 
-        merge.merge(out, lse, part, part_lse)
+        merge.merge(out, lse, partial_out, partial_lse)
 
 
 backend = CudaBackend()

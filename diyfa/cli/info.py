@@ -102,14 +102,14 @@ def _typical(backend: Backend, arch: str, op: str, **changes: Any) -> AttentionP
 
 def _support(backend: Backend, arch: str) -> list[dict[str, Any]]:
     """Return why each kernel refuses each feature, or None. `registry.choose` decides by the same reasons."""
-    found = []
+    rows = []
     for kernel in backend.kernels:
         features = FEATURES if kernel.op in ATTENTION else {"float16": {}}
         mode = {"batch_invariant": True} if (kernel.op, kernel.name) == ("attention_fwd", IN_THE_MODE) else {}
         for feature, changes in features.items():
             reason = refusal(backend, kernel, _typical(backend, arch, kernel.op, **changes, **mode))
-            found.append({"op": kernel.op, "kernel": kernel.name, "feature": feature, "reason": reason})
-    return found
+            rows.append({"op": kernel.op, "kernel": kernel.name, "feature": feature, "reason": reason})
+    return rows
 
 
 def _refusals(support: list[dict[str, Any]]) -> list[dict[str, str]]:
@@ -161,9 +161,9 @@ def _plain(value: Any) -> Any:
 def collect() -> dict[str, Any]:
     """Return everything that `diyfa info` shows, as plain data."""
     device = present_device()
-    found = versions()
+    installed = versions()
     return {
-        "versions": found,
+        "versions": installed,
         "cpu": cpu_name(),
         "cann": cann_version(Machine()),
         "default_backend": device.type,
@@ -171,7 +171,7 @@ def collect() -> dict[str, Any]:
         "npu": asdict(npu_status()),
         "ascend": [asdict(finding) for finding in findings(Machine.here())],
         "requirements": [
-            {"what": r.what, "present": r.present(found), "enables": r.enables, "how": r.how} for r in REQUIREMENTS
+            {"what": r.what, "present": r.present(installed), "enables": r.enables, "how": r.how} for r in REQUIREMENTS
         ],
         "backends": [_backend(name, device) for name in backend_names()],
         "integrations": [asdict(row) for row in integrations.status()],
@@ -186,11 +186,11 @@ def _print_devices() -> None:
         out.print('No accelerator that PyTorch can use; the CPU runs what names it: backend="cpu".', highlight=False)
 
 
-def _print_ascend(found: list[dict[str, str]]) -> None:
+def _print_ascend(rows: list[dict[str, str]]) -> None:
     """Print one line for each component of an Ascend machine: verdict, version, and a remedy unless it is fine."""
     colours = {FINE: "green", WRONG: "red"}
     grid = Table.grid(padding=(0, 2, 0, 0))
-    for f in found:
+    for f in rows:
         text = f"{f['found']}: {f['remedy']}" if f["remedy"] else f["found"]
         grid.add_row(f"[{colours.get(f['verdict'], 'yellow')}]{f['verdict']}[/]", f["part"], escape(text))
     out.print("Ascend: what is here, and whether it will do", style="italic")
@@ -204,12 +204,12 @@ def _print_requirements(requirements: list[dict[str, Any]]) -> None:
     out.print(_list([(r["what"], r["how"]) for r in requirements if not r["present"]]))
 
 
-def _print_integrations(found: list[dict[str, Any]]) -> None:
+def _print_integrations(clients: list[dict[str, Any]]) -> None:
     """Print one row for each integration with other software, with a line for each route that its calls took."""
     rows = []
-    for row in found:
+    for row in clients:
         on = "on" if row["on"] else "off"
-        calls = "\n".join(f"{count} {where}" for where, count in row["calls"].items())
+        calls = "\n".join(f"{count} {client}" for client, count in row["calls"].items())
         rows.append([row["client"], row["installed"] or "-", f"{row['switched_on_by']}()", on, escape(calls) or "-"])
     headings = ["client", "installed", "diyfa.integrations.", "here", "calls"]
     out.print(table("inside other software, in this process", headings, rows))
@@ -223,8 +223,8 @@ def _list(pairs: Iterable[tuple[str, str]]) -> Table:
     return grid
 
 
-def _mark(there: bool) -> str:
-    return "[green]yes[/]" if there else "[red]no[/]"
+def _mark(is_present: bool) -> str:
+    return "[green]yes[/]" if is_present else "[red]no[/]"
 
 
 def _print_backend(info: dict[str, Any]) -> None:

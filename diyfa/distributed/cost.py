@@ -18,7 +18,7 @@ from itertools import pairwise
 
 import torch.distributed as dist
 
-from diyfa.distributed.ulysses import refuses, kv_head_repeats
+from diyfa.distributed.ulysses import kv_head_repeats, refuses
 
 BACKWARD_WORK = 2.5  # times the forward pass: five products instead of two
 
@@ -95,8 +95,10 @@ class Work:
     def exchanged(self) -> float:
         """The bytes that a rank sends in both Ulysses exchanges of one pass."""
         heads_kv = self.heads_kv * kv_head_repeats(self.heads_kv, self.ranks)
-        there = self.tensor_bytes(self.heads, self.head_dim) + self.tensor_bytes(heads_kv, self.head_dim + self.head_dim_v)
-        return (there + self.tensor_bytes(self.heads, self.head_dim_v)) * (self.ranks - 1) / self.ranks
+        sent = self.tensor_bytes(self.heads, self.head_dim) + self.tensor_bytes(
+            heads_kv, self.head_dim + self.head_dim_v
+        )
+        return (sent + self.tensor_bytes(self.heads, self.head_dim_v)) * (self.ranks - 1) / self.ranks
 
     @property
     def merged(self) -> float:

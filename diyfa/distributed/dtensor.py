@@ -42,10 +42,10 @@ def _local_head_values(x: torch.Tensor | None, q: DTensor, layout: str) -> torch
     """Return the local tensor of x, whose last dimension is the heads. Its gradient is Partial where x is a replica."""
     if not isinstance(x, DTensor):
         return x
-    wanted = [Shard(x.dim() - 1) if p == Shard(head_dim(layout)) else Replicate() for p in q.placements]
-    if x.device_mesh != q.device_mesh or list(x.placements) != wanted:
-        raise ValueError(f"sinks and alibi_slopes must have placements {wanted} on q's mesh, got {x.placements}")
-    return x.to_local(grad_placements=[Partial() if p == Replicate() else p for p in wanted])
+    placements = [Shard(x.dim() - 1) if p == Shard(head_dim(layout)) else Replicate() for p in q.placements]
+    if x.device_mesh != q.device_mesh or list(x.placements) != placements:
+        raise ValueError(f"sinks and alibi_slopes must have placements {placements} on q's mesh, got {x.placements}")
+    return x.to_local(grad_placements=[Partial() if p == Replicate() else p for p in placements])
 
 
 def _first(q: DTensor, dim: int) -> int:
@@ -53,9 +53,9 @@ def _first(q: DTensor, dim: int) -> int:
     first, size = 0, q.shape[dim]
     for n, placement in enumerate(q.placements):
         if placement == Shard(dim):
-            part, mine = -(-size // q.device_mesh.size(n)), q.device_mesh.get_local_rank(n)
-            start = min(mine * part, size)
-            first, size = first + start, min(part, size - start)
+            size_per_rank, coordinate = -(-size // q.device_mesh.size(n)), q.device_mesh.get_local_rank(n)
+            start = min(coordinate * size_per_rank, size)
+            first, size = first + start, min(size_per_rank, size - start)
     return first
 
 
@@ -87,30 +87,30 @@ def with_local_tensors(
         raise ValueError(
             f"{q.shape[heads]} query and {k.shape[heads]} key/value heads must be multiples of {cuts} shards"
         )
-    own: Any = mesh
+    sub_mesh: Any = mesh
     if len(dims) < mesh.ndim:
         if mesh.mesh_dim_names is None:
             raise ValueError("a mesh with other dimensions than the sequence's needs mesh_dim_names")
-        own = mesh[tuple(mesh.mesh_dim_names[n] for n in dims)]
-    if group is not None and group != own:
+        sub_mesh = mesh[tuple(mesh.mesh_dim_names[n] for n in dims)]
+    if group is not None and group != sub_mesh:
         raise ValueError(f"group must be None or the dimensions of q's mesh that shard the sequence, got {group}")
     options = options | {name: _local_head_values(options[name], q, layout) for name in ("sinks", "alibi_slopes")}
     options["first"] = 0 if layout == VARLEN else _first(q, LAYOUTS[layout][0]), _first(q, head_dim(layout))
     options["drawn_in"] = tuple(mesh.get_group(n) for n in range(mesh.ndim))  # the whole mesh has one dropout state
-    result = attend(q.to_local(), k.to_local(), v.to_local(), own, options)
+    result = attend(q.to_local(), k.to_local(), v.to_local(), sub_mesh, options)
     shape = (*q.shape[:-1], v.shape[-1])
     if isinstance(result, torch.Tensor):
         return _placed(result, q, placements, shape)
     out, lse = result
-    where = {row_dim(layout): lse.dim() - 1, heads: lse.dim() - 2}
-    of_lse = [Shard(where.get(p.dim, p.dim)) if isinstance(p, Shard) else p for p in placements]
+    lse_dims = {row_dim(layout): lse.dim() - 1, heads: lse.dim() - 2}
+    lse_placements = [Shard(lse_dims.get(p.dim, p.dim)) if isinstance(p, Shard) else p for p in placements]
     sizes = *q.shape[: lse.dim() - 2], q.shape[heads], q.shape[row_dim(layout)]
-    return _placed(out, q, placements, shape), _placed(lse, q, of_lse, sizes)
+    return _placed(out, q, placements, shape), _placed(lse, q, lse_placements, sizes)
 
 
 # ---- Sharded over batch or heads ------------------------------------------------------------------------------------
 
-BATCH, HEADS, REPLICATED = "batch", "heads", "whole"  # the dimension of a call that a mesh dimension shards
+BATCH, HEADS, REPLICATED = "batch", "heads", "replicated"  # the dimension of a call that a mesh dimension shards
 
 
 def _dims(x: torch.Tensor, layout: str) -> dict[int, str]:
@@ -125,7 +125,7 @@ def _dims(x: torch.Tensor, layout: str) -> dict[int, str]:
 
 def _sharded_dim(cut: str, x: torch.Tensor, layout: str) -> int:
     """Return the dimension of x that `cut` (BATCH or HEADS) names."""
-    return {found: dim for dim, found in _dims(x, layout).items()}[cut]
+    return {name: dim for dim, name in _dims(x, layout).items()}[cut]
 
 
 def _shardings(name: str, x: DTensor, layout: str) -> list[str]:
@@ -135,21 +135,21 @@ def _shardings(name: str, x: DTensor, layout: str) -> list[str]:
         ValueError: the tensor is sharded in another way, or a partial sum.
     """
     dims = _dims(x, layout)
-    found = []
+    shardings = []
     for placement in x.placements:
         if placement == Replicate():
-            found.append(REPLICATED)
+            shardings.append(REPLICATED)
         elif type(placement) is Shard and placement.dim in dims:
-            found.append(dims[placement.dim])
+            shardings.append(dims[placement.dim])
         elif placement == Shard(row_dim(layout)):
             raise ValueError(
                 f"{name} is sharded along its sequence, {placement}: call "
                 "diyfa.distributed.context_parallel_attention, or redistribute it over batch or heads"
             )
         else:
-            wanted = ", ".join(f"Shard({dim}) ({cut})" for dim, cut in dims.items())
-            raise ValueError(f"{name} must be replicated or {wanted}, got placements {x.placements}: redistribute it")
-    return found
+            allowed = ", ".join(f"Shard({dim}) ({cut})" for dim, cut in dims.items())
+            raise ValueError(f"{name} must be replicated or {allowed}, got placements {x.placements}: redistribute it")
+    return shardings
 
 
 def _needed_placements(feature: Feature, x: torch.Tensor, cuts: Sequence[str], sizes: Sizes) -> list[Any]:
@@ -165,11 +165,11 @@ def _needed_placements(feature: Feature, x: torch.Tensor, cuts: Sequence[str], s
         raise ValueError(f"{feature.name} must {problem}")
     letters = max(feature.shape.letters, key=len)
     missing = len(letters) - x.dim()  # leading dimensions that x lacks: it is broadcast over them
-    found: list[Any] = []
+    placements: list[Any] = []
     for cut in cuts:
         dim = letters.find(cut[0]) - missing if cut[0] in letters else -1
-        found.append(Shard(dim) if dim >= 0 and x.shape[dim] == sizes[cut[0]] else Replicate())
-    return found
+        placements.append(Shard(dim) if dim >= 0 and x.shape[dim] == sizes[cut[0]] else Replicate())
+    return placements
 
 
 def _local_tensor(
@@ -178,17 +178,19 @@ def _local_tensor(
     """Return the local tensor of an optional tensor. Its gradient is Partial over mesh dimensions that shard only q."""
     if x is None:
         return None
-    wanted = _needed_placements(feature, x, cuts, sizes)
+    placements = _needed_placements(feature, x, cuts, sizes)
     if not isinstance(x, DTensor):
-        if any(placement != Replicate() for placement in wanted):
+        if any(placement != Replicate() for placement in placements):
             raise TypeError(f"{feature.name} must be a DTensor beside q, k and v, got {type(x).__name__}")
         return x
     if x.device_mesh != first.device_mesh:
         raise ValueError(
             f"all tensors must be on one mesh: q is on {first.device_mesh}, {feature.name} {x.device_mesh}"
         )
-    shares = [Partial() if p == Replicate() and cut != REPLICATED else p for p, cut in zip(wanted, cuts, strict=True)]
-    return x.redistribute(placements=wanted).to_local(grad_placements=shares)
+    grad_placements = [
+        Partial() if p == Replicate() and cut != REPLICATED else p for p, cut in zip(placements, cuts, strict=True)
+    ]
+    return x.redistribute(placements=placements).to_local(grad_placements=grad_placements)
 
 
 def _dropout_state(first: DTensor, state: torch.Tensor | None, samples: int, layout: str) -> torch.Tensor:
@@ -206,23 +208,23 @@ def attend_with_shards(
     attend: Callable[[tuple[Any, ...], Lengths, dict[str, Any]], Any],
     owners: dict[str, Any],
     lengths: Lengths,
-    given: dict[str, Any],
+    arguments: dict[str, Any],
 ) -> Any:
-    """Run `attend(owners, lengths, given)` on this rank's samples and heads; return results sharded like `owners`.
+    """Run `attend(owners, lengths, arguments)` on this rank's samples and heads; return results sharded like `owners`.
 
     `owners` are q, k and v by name, or the tensors that pack them.
 
     Raises:
         TypeError, ValueError: some are no DTensors, sharded otherwise than over batch or heads, or placed differently.
     """
-    layout, names = given["layout"], list(owners)
+    layout, names = arguments["layout"], list(owners)
     if not all(isinstance(x, DTensor) for x in owners.values()):
         kinds = ", ".join(type(x).__name__ for x in owners.values())
         raise TypeError(f"{', '.join(names)} must all be DTensors or none, got {kinds}")
-    whole = list(owners.values())
-    first = whole[0]
-    if layout != VARLEN and min(x.dim() for x in whole) < 4:
-        raise ValueError(f"DTensors must have 4 dimensions, got {[tuple(x.shape) for x in whole]}")
+    tensors = list(owners.values())
+    first = tensors[0]
+    if layout != VARLEN and min(x.dim() for x in tensors) < 4:
+        raise ValueError(f"DTensors must have 4 dimensions, got {[tuple(x.shape) for x in tensors]}")
     cuts = _shardings(names[0], first, layout)
     for name, x in owners.items():
         if x.device_mesh != first.device_mesh or _shardings(name, x, layout) != cuts:
@@ -237,22 +239,24 @@ def attend_with_shards(
                 "heads, or repeat k and v"
             )
     optional = {feature.name: feature for feature in TENSORS}
-    of_call = {**lengths._asdict(), **given}
-    keys, offsets = whole[-1], lengths.cu_seqlens_q
+    all_arguments = {**lengths._asdict(), **arguments}
+    keys, offsets = tensors[-1], lengths.cu_seqlens_q
     if layout == VARLEN:
         batch, rows = 0 if offsets is None else offsets.shape[0] - 1, (lengths.max_seqlen_q, lengths.max_seqlen_k)
     else:
         batch, rows = first.shape[0], (first.shape[row_dim(layout)], keys.shape[row_dim(layout)])
     sizes = {"b": batch, "h": first.shape[_sharded_dim(HEADS, first, layout)], "q": rows[0], "k": rows[1]}
     local: dict[str, Any] = {
-        name: _local_tensor(optional[name], of_call[name], first, cuts, sizes) for name in optional if name in of_call
+        name: _local_tensor(optional[name], all_arguments[name], first, cuts, sizes)
+        for name in optional
+        if name in all_arguments
     }
-    parts = tuple(x.to_local() for x in whole)
-    if given["dropout_p"]:
-        samples = batch if layout == VARLEN else parts[0].shape[0]
+    local_tensors = tuple(x.to_local() for x in tensors)
+    if arguments["dropout_p"]:
+        samples = batch if layout == VARLEN else local_tensors[0].shape[0]
         local["rng_state"] = _dropout_state(first, local.get("rng_state"), samples, layout)
     lengths = lengths._replace(**{name: local.pop(name) for name in LENGTHS if name in local})
-    result = attend(parts, lengths, {**given, **local})
+    result = attend(local_tensors, lengths, {**arguments, **local})
     results = (result,) if isinstance(result, torch.Tensor) else result
     wholes = tuple(_placed_result(x, n == 0, first, cuts, layout) for n, x in enumerate(results))
     return wholes[0] if isinstance(result, torch.Tensor) else wholes

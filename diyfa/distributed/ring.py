@@ -66,10 +66,10 @@ class _Transfer:
         operations = []
         for hop, tensors in messages:
             to, by = (dist.get_global_rank(group, (rank + n) % ranks) for n in (hop, -hop))
-            coming = [torch.empty_like(x) for x in tensors]
+            received = [torch.empty_like(x) for x in tensors]
             operations += [dist.P2POp(dist.isend, x, to, group) for x in tensors]
-            operations += [dist.P2POp(dist.irecv, x, by, group) for x in coming]
-            self.arriving.append(coming)
+            operations += [dist.P2POp(dist.irecv, x, by, group) for x in received]
+            self.arriving.append(received)
         self.sent = [tensors for _, tensors in messages]  # keeps their memory until the transfer is done
         self.requests = dist.batch_isend_irecv(operations) if operations else []
         if operations and operations[0].tensor.device.type == "cuda":
@@ -114,8 +114,8 @@ def _origins(ring: Ring, call: Call, q: torch.Tensor) -> list[tuple[int, int, in
     sample, head = ring.first
     if call.offsets_q:
         return [(x.sequence, head, x.query, x.key) for x in call.origins]
-    (own,) = call.origins
-    return [(sample + b, head, own.query, own.key) for b in range(q.shape[0])]
+    (origin,) = call.origins
+    return [(sample + b, head, origin.query, origin.key) for b in range(q.shape[0])]
 
 
 def has_common_key(ranks: int, k: torch.Tensor, softcap: float, sinks: torch.Tensor | None) -> bool:
@@ -138,14 +138,14 @@ def common_key(ring: Ring, k: torch.Tensor, sinks: torch.Tensor | None) -> torch
     dim = row_dim(ring.options.layout)
     # Packed rows before the first or after the last sequence belong to none and may hold anything: leave them out.
     ends = [row for call in ring.steps[0].calls for row in call.keys]
-    own = _rows(k, (min(ends, default=0), max(ends, default=0)), dim)
-    if own.shape[dim]:
-        bounds = torch.stack((own.amin(dim, keepdim=True), own.amax(dim, keepdim=True)))
+    keys = _rows(k, (min(ends, default=0), max(ends, default=0)), dim)
+    if keys.shape[dim]:
+        bounds = torch.stack((keys.amin(dim, keepdim=True), keys.amax(dim, keepdim=True)))
     else:
         row = [1 if n == dim else size for n, size in enumerate(k.shape)]
         bounds = torch.stack((k.new_full(row, INF), k.new_full(row, -INF)))
-    least, most = gather_shards(bounds[None], (ring.group,)).unbind(1)
-    common = least.amin(0).clamp(min=0) + most.amax(0).clamp(max=0)
+    lower, upper = gather_shards(bounds[None], (ring.group,)).unbind(1)
+    common = lower.amin(0).clamp(min=0) + upper.amax(0).clamp(max=0)
     return torch.where(common.isfinite(), common, 0.0)
 
 
@@ -162,7 +162,12 @@ def _with_common_key(ring: Ring, lse: torch.Tensor, q: torch.Tensor, common: tor
 
 
 def forward_step(
-    ring: Ring, step: Step, q: torch.Tensor, current_kv: Sequence[torch.Tensor], sinks: torch.Tensor | None, merged: Merged
+    ring: Ring,
+    step: Step,
+    q: torch.Tensor,
+    current_kv: Sequence[torch.Tensor],
+    sinks: torch.Tensor | None,
+    merged: Merged,
 ) -> None:
     """Attend to the K/V shard `current_kv` and merge the result into `merged`."""
     dim = row_dim(ring.options.layout)
@@ -195,19 +200,19 @@ def ring_forward(
 class Sum:
     """A gradient in float32 (float64 for float64 inputs) that adds up contributions to ranges of its rows."""
 
-    def __init__(self, like: torch.Tensor, dim: int) -> None:
-        self.like, self.dim = like, dim
+    def __init__(self, template: torch.Tensor, dim: int) -> None:
+        self.like, self.dim = template, dim
         self.total: torch.Tensor | None = None
 
     @property
     def wide(self) -> torch.dtype:
         return torch.promote_types(self.like.dtype, torch.float32)
 
-    def add(self, first: int, share: torch.Tensor) -> None:
-        if self.total is None and share.shape == self.like.shape:
-            self.total = share.to(self.wide)
+    def add(self, first: int, contribution: torch.Tensor) -> None:
+        if self.total is None and contribution.shape == self.like.shape:
+            self.total = contribution.to(self.wide)
         else:
-            self.total_or_zeros().narrow(self.dim, first, share.shape[self.dim]).add_(share)
+            self.total_or_zeros().narrow(self.dim, first, contribution.shape[self.dim]).add_(contribution)
 
     def total_or_zeros(self) -> torch.Tensor:
         if self.total is None:
@@ -231,20 +236,20 @@ class Saved(NamedTuple):
 def backward_step(ring: Ring, step: Step, saved: Saved, current_kv: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Add to dq and dsinks. Return this rank's contributions to dk and dv of the K/V shard `current_kv`, in float32."""
     dim = row_dim(ring.options.layout)
-    shares = [Sum(x, dim) for x in current_kv]
+    sums = [Sum(x, dim) for x in current_kv]
     for call in step.calls:
         q, out, dout = (_rows(x, call.queries, dim) for x in (saved.q, saved.out, saved.dout))
         lse = _rows(saved.lse, call.queries, -1).contiguous()
         dlse = None if saved.dlse is None else _rows(saved.dlse, call.queries, -1).contiguous()
         keys = [_rows(x, call.keys, dim) for x in current_kv]
         options = call_options(ring, call, q, saved.sinks)
-        found = ops.differentiate((dout, dlse), (q, *keys), (out, lse), _lengths(call, q.device), options)
-        saved.dq.add(call.queries[0], found[0])
-        for share, x in zip(shares, found[1:3], strict=True):
-            share.add(call.keys[0], x)
+        gradients = ops.differentiate((dout, dlse), (q, *keys), (out, lse), _lengths(call, q.device), options)
+        saved.dq.add(call.queries[0], gradients[0])
+        for total, x in zip(sums, gradients[1:3], strict=True):
+            total.add(call.keys[0], x)
         if saved.dsinks is not None and call.own:
-            saved.dsinks.add_(found[ops.GRADIENT_INDEX["sinks"]])
-    return [share.total_or_zeros() for share in shares]
+            saved.dsinks.add_(gradients[ops.GRADIENT_INDEX["sinks"]])
+    return [total.total_or_zeros() for total in sums]
 
 
 def ring_backward(ring: Ring, saved: Saved, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -258,8 +263,8 @@ def ring_backward(ring: Ring, saved: Saved, k: torch.Tensor, v: torch.Tensor) ->
         sums = backward_step(ring, step, saved, current_kv)
         arrived = transfer.wait()
         if step.shift:
-            for mine, others in zip(sums, arrived[0], strict=True):
-                mine += others
+            for local, received in zip(sums, arrived[0], strict=True):
+                local += received
         if following:
             current_kv = arrived[-1]
             messages = [(following.shift - step.shift, sums)]

@@ -216,11 +216,11 @@ def _alias(package: Package, version: str) -> AliasHandle:
         if handle.version != version:
             raise RuntimeError(f"{name} is diyfa already, as version {handle.version}; remove that alias first")
         return handle
-    taken = [
+    imported = [
         n for n, m in sys.modules.items() if n.split(".")[0] in package.roots and not _is_ours(package, n, m)
     ]  # fmt: skip
-    if taken:
-        raise RuntimeError(f"{name} is imported already ({min(taken)}): call {package.function} before that")
+    if imported:
+        raise RuntimeError(f"{name} is imported already ({min(imported)}): call {package.function} before that")
     finder = _AliasFinder(package, version)
     sys.meta_path.insert(0, finder)
     return finder.handle

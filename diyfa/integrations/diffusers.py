@@ -46,8 +46,8 @@ def attention(
     A mask of two dimensions is (B, keys).
     """
     if return_lse or _parallel_config is not None:
-        what = "return_lse=True" if return_lse else "context parallelism"
-        raise ValueError(f"{what} of diffusers is not supported by its diyfa backend: use 'native'")
+        feature = "return_lse=True" if return_lse else "context parallelism"
+        raise ValueError(f"{feature} of diffusers is not supported by its diyfa backend: use 'native'")
     if query.shape[2] != key.shape[2] and not enable_gqa:
         raise ValueError(f"{query.shape[2]} query heads and {key.shape[2]} key heads need enable_gqa=True")
     if is_causal and attn_mask is not None:

@@ -108,9 +108,9 @@ def npu_fusion_attention(
     Raises:
         ValueError, TypeError: an argument does not fit, or diyfa cannot express it; the message says which and why.
     """
-    given = dict(locals())  # pass every argument on by its name
-    given["pre_tokens"], given["next_tokens"] = given.pop("pre_tockens"), given.pop("next_tockens")
-    return npu_fusion_attention_v2(**given)
+    arguments = dict(locals())  # pass every argument on by its name
+    arguments["pre_tokens"], arguments["next_tokens"] = arguments.pop("pre_tockens"), arguments.pop("next_tockens")
+    return npu_fusion_attention_v2(**arguments)
 
 
 def npu_fusion_attention_v2(
@@ -203,8 +203,8 @@ def npu_fusion_attention_v2(
         out = out.permute(rule.from_bnsd)
         out = out.flatten(-2) if rule.joined else out
     maximum, total = statistics(lse.detach())
-    (drawn, offset_drawn), numels = (state[0], weights) if state is not None else ((0, 0), 0)
-    return FusionAttentionResult(out, maximum, total, query.new_empty(0), drawn, offset_drawn, numels)
+    (seed_drawn, offset_drawn), numels = (state[0], weights) if state is not None else ((0, 0), 0)
+    return FusionAttentionResult(out, maximum, total, query.new_empty(0), seed_drawn, offset_drawn, numels)
 
 
 def _position_scores(

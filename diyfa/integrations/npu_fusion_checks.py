@@ -55,8 +55,8 @@ def refuse_unsupported(
         "q_start_idx": (q_start, "diyfa counts positions from the start of the tensors"),
         "kv_start_idx": (kv_start, "diyfa counts positions from the start of the tensors"),
     }
-    for name, (given, reason) in reasons.items():
-        if given is not None:
+    for name, (value, reason) in reasons.items():
+        if value is not None:
             raise ValueError(f"{name} is not supported: {reason}")
     if sparse_mode in REFUSED_MODES:
         raise ValueError(f"sparse_mode={sparse_mode} is not supported: {REFUSED_MODES[sparse_mode]}")

@@ -45,9 +45,9 @@ def status() -> list[Status]:
     rows = []
     for seam, (distribution, function) in SEAMS.items():
         handle = active_handle(seam)
-        found = installed_version(distribution) or ""
+        version = installed_version(distribution) or ""
         if handle is None:
-            rows.append(Status(seam, found, function, False))
+            rows.append(Status(seam, version, function, False))
         else:
-            rows.append(Status(seam, found, function, True, handle.detail, dict(handle.calls)))
+            rows.append(Status(seam, version, function, True, handle.detail, dict(handle.calls)))
     return rows + [_alias_status(package) for package in alias.PACKAGES]

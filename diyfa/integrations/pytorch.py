@@ -38,9 +38,9 @@ def _override_sdpa(library: torch.library.Library, key: str) -> None:
     Calls that diyfa does not take go to the kernel that was registered before.
     """
     operator = torch.ops.aten.scaled_dot_product_attention.default
-    for of_key in (f"Autograd{key}", key):
-        attention = torch_operators.scaled_dot_product_attention(_current_kernel(operator, of_key))
-        library.impl("scaled_dot_product_attention", attention, of_key)
+    for dispatch_key in (f"Autograd{key}", key):
+        attention = torch_operators.scaled_dot_product_attention(_current_kernel(operator, dispatch_key))
+        library.impl("scaled_dot_product_attention", attention, dispatch_key)
 
 
 def _override(device_type: str, whole: bool, and_then: Callable[[], None] = lambda: None) -> Handle:

@@ -51,8 +51,10 @@ def backend_for(target: str) -> str:
 def nearest(target: str) -> list[str]:
     """Return the targets that begin with `target`, or else are similar. Ascend chips come without "Ascend"."""
     names = [name.removeprefix(compile_npu.FAMILY) for specs in TARGETS.values() for name in specs]
-    asked = target.removeprefix(compile_npu.FAMILY)
-    return [name for name in names if asked and name.startswith(asked)] or difflib.get_close_matches(asked, names)
+    name_part = target.removeprefix(compile_npu.FAMILY)
+    return [name for name in names if name_part and name.startswith(name_part)] or difflib.get_close_matches(
+        name_part, names
+    )
 
 
 def resolve(target: str) -> str:

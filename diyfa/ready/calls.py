@@ -95,25 +95,25 @@ def attention(
         (b, m, n), (d, _, h, hk), dv = rows, heads, heads.value_head_dim
         leading = [(b * m,), (b * n,), (b * n,)] if packed else [(b, m), (b, n), (b, n)]
         q, k, v = (
-            empty(*x, *of_head, dtype=dtype, grad=backward)
-            for x, of_head in zip(leading, ((h, d), (hk, d), (hk, dv)), strict=True)
+            empty(*x, *per_head, dtype=dtype, grad=backward)
+            for x, per_head in zip(leading, ((h, d), (hk, d), (hk, dv)), strict=True)
         )
-        given = dict(options)
+        arguments = dict(options)
         for name in ("sinks", "alibi_slopes"):
-            if given.get(name):
-                given[name] = empty(h, dtype=FP32, grad=backward and name == "sinks")
-        if given.get("seq_lens"):
-            given["seq_lens"] = empty(b)
-        bias_grad = given.pop("bias_grad", False)
-        if letters := given.get("attn_bias"):
+            if arguments.get(name):
+                arguments[name] = empty(h, dtype=FP32, grad=backward and name == "sinks")
+        if arguments.get("seq_lens"):
+            arguments["seq_lens"] = empty(b)
+        bias_grad = arguments.pop("bias_grad", False)
+        if letters := arguments.get("attn_bias"):
             sizes = {"b": b, "h": h, "q": m, "k": n, "1": 1}
-            given["attn_bias"] = empty(*[sizes[letter] for letter in letters], dtype=dtype, grad=bias_grad)
+            arguments["attn_bias"] = empty(*[sizes[letter] for letter in letters], dtype=dtype, grad=bias_grad)
         if packed:
             offsets = empty(b + 1)
-            longest = given.pop("longest", 0)
-            out: Any = flash_attention_varlen(q, k, v, offsets, offsets, longest or m, longest or n, **given)
-        elif "out_dtype" in given:
-            checked = checked_options(q, k, v, WHOLE, {"layout": "bshd", **given})
+            longest = arguments.pop("longest", 0)
+            out: Any = flash_attention_varlen(q, k, v, offsets, offsets, longest or m, longest or n, **arguments)
+        elif "out_dtype" in arguments:
+            checked = checked_options(q, k, v, WHOLE, {"layout": "bshd", **arguments})
             q, k, v = q.detach(), k.detach(), v.detach()
             out, lse = forward(q, k, v, WHOLE, checked)
             if backward:  # its input is the merged output, which has the dtype of q
@@ -121,7 +121,7 @@ def attention(
                 differentiate((torch.empty_like(out), None), (q, k, v), (out, lse), WHOLE, checked)
             return
         else:
-            out = flash_attention_v2(q, k, v, **given)
+            out = flash_attention_v2(q, k, v, **arguments)
         if backward:
             out.backward(torch.empty_like(out))
 
@@ -139,30 +139,30 @@ def cache(heads: Heads, rows: Rows, dtype: torch.dtype, page: int = 0, packed: b
 
     def run() -> None:
         (b, m, n), (d, _, h, hk), dv = rows, heads, heads.value_head_dim
-        given = dict(options)
-        new, longest = given.pop("new", 0), given.pop("longest", m)
-        stored = FLOAT8 if given.pop("float8", False) else dtype
+        arguments = dict(options)
+        new, longest = arguments.pop("new", 0), arguments.pop("longest", m)
+        stored = FLOAT8 if arguments.pop("float8", False) else dtype
         shape = (b * n // page, page) if page else (b * n,) if packed else (b, n)
         k = empty(*shape, hk, d, dtype=stored)
-        v = k[..., :dv] if given.pop("latent", False) else empty(*shape, hk, dv, dtype=stored)
+        v = k[..., :dv] if arguments.pop("latent", False) else empty(*shape, hk, dv, dtype=stored)
         table = empty(b, n // page) if page else None
         for name in ("sinks", "alibi_slopes"):
-            if given.get(name):
-                given[name] = empty(h, dtype=FP32)
+            if arguments.get(name):
+                arguments[name] = empty(h, dtype=FP32)
         if stored is FLOAT8:
-            given |= {"k_descale": empty(b, hk, dtype=FP32), "v_descale": empty(b, hk, dtype=FP32)}
+            arguments |= {"k_descale": empty(b, hk, dtype=FP32), "v_descale": empty(b, hk, dtype=FP32)}
         if packed:
             q, offsets = empty(b * m, h, d, dtype=dtype), empty(b + 1)
-            given["window"] = given.pop("window_size", (-1, -1))
-            given |= {"block_table": table, "seqused_k": empty(b)}
-            flash_attention_varlen(q, k, v, offsets, None if page else offsets, longest, n, **given)
+            arguments["window"] = arguments.pop("window_size", (-1, -1))
+            arguments |= {"block_table": table, "seqused_k": empty(b)}
+            flash_attention_varlen(q, k, v, offsets, None if page else offsets, longest, n, **arguments)
             return
         if new:
-            given |= {"k": empty(b, new, hk, d, dtype=dtype), "v": empty(b, new, hk, dv, dtype=dtype)}
-        if rotated := given.pop("rotary", 0):
-            given |= {f"rotary_{name}": empty(n, rotated // 2, dtype=dtype) for name in ("cos", "sin")}
+            arguments |= {"k": empty(b, new, hk, d, dtype=dtype), "v": empty(b, new, hk, dv, dtype=dtype)}
+        if rotated := arguments.pop("rotary", 0):
+            arguments |= {f"rotary_{name}": empty(n, rotated // 2, dtype=dtype) for name in ("cos", "sin")}
         q = empty(b, m, h, d, dtype=dtype)
-        flash_attn_with_kvcache(q, k, v, cache_seqlens=empty(b), block_table=table, **given)
+        flash_attn_with_kvcache(q, k, v, cache_seqlens=empty(b), block_table=table, **arguments)
 
     words = f"page={page}" if page else "", "packed" * packed
     return Call(_name("cache", dtype, heads, rows, *words, **options), run)
@@ -192,9 +192,9 @@ def merging(head_dim: int, rows: int = 4096) -> Call:
     """Return a call that merges two partial outputs, as ring attention does."""
 
     def run() -> None:
-        out, part = (empty(2, 16, rows, head_dim, dtype=FP32) for _ in range(2))
-        lse, part_lse = (empty(2, 16, rows, dtype=FP32) for _ in range(2))
-        resolve_backend(out.device).merge(out, lse, part, part_lse)  # type: ignore[attr-defined]
+        out, partial_out = (empty(2, 16, rows, head_dim, dtype=FP32) for _ in range(2))
+        lse, partial_lse = (empty(2, 16, rows, dtype=FP32) for _ in range(2))
+        resolve_backend(out.device).merge(out, lse, partial_out, partial_lse)  # type: ignore[attr-defined]
 
     return Call(f"merge D={head_dim}", run)
 

@@ -116,11 +116,11 @@ def serving(model: Model, pages: tuple[int, ...]) -> Iterator[Call]:
         if model.latent is not None and rows in CHUNKS:  # prompts expand the latent keys, as in training
             yield attention(model.heads, rows._replace(keys=rows.queries), model.dtype, True, False, **options)
             continue
-        given = {"window_size" if name == "window" else name: value for name, value in options.items()}
+        arguments = {"window_size" if name == "window" else name: value for name, value in options.items()}
         if model.latent is not None:
-            given["latent"] = True
-        yield cache(heads, rows, model.dtype, page, **given)
+            arguments["latent"] = True
+        yield cache(heads, rows, model.dtype, page, **arguments)
         if page and model.latent is None:
-            yield cache(heads, rows, model.dtype, page, True, **given)
+            yield cache(heads, rows, model.dtype, page, True, **arguments)
             if rows in DECODING:  # batches in which some sequences have one token and others many
-                yield cache(heads, rows, model.dtype, page, True, longest=512, **given)
+                yield cache(heads, rows, model.dtype, page, True, longest=512, **arguments)

@@ -86,10 +86,10 @@ def recording(name: str, arch: str | None) -> Iterator[dict[Any, Recorded]]:
     if not hasattr(backend, "recording"):
         raise ValueError(f"the {name} backend compiles nothing beforehand")
     kernels = backend.kernels
-    with planning.recording(), use_backend(name), backend.recording(arch) as found:
+    with planning.recording(), use_backend(name), backend.recording(arch) as recorded:
         backend.kernels = tuple(map(_recorded, kernels))
         try:
-            yield found
+            yield recorded
         finally:
             backend.kernels = kernels
 
@@ -97,11 +97,11 @@ def recording(name: str, arch: str | None) -> Iterator[dict[Any, Recorded]]:
 def record(name: str, arch: str | None, calls: Iterable[tuple[str, Callable[[], object]]]) -> Recording:
     """Return what `calls`, (name, function), would launch. Calls that no kernel runs are listed with the reason."""
     refused = []
-    with recording(name, arch) as found, warnings.catch_warnings():
+    with recording(name, arch) as recorded, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for what, call in calls:
+        for call_name, call in calls:
             try:
                 call()
             except ValueError as error:
-                refused.append(f"{what}: {error}")
-    return Recording(found, refused)
+                refused.append(f"{call_name}: {error}")
+    return Recording(recorded, refused)

@@ -25,7 +25,7 @@ from diyfa.backends.cuda import backend
 from diyfa.backends.cuda.gluon.compat import has_gluon
 from diyfa.backends.cuda.runtime import binaries, jit, launcher, pack, tune
 from diyfa.backends.cuda.runtime.constants import Constants
-from diyfa.backends.cuda.runtime.launcher import Tiles, shared_box, launch_signature
+from diyfa.backends.cuda.runtime.launcher import Tiles, launch_signature, shared_box
 from diyfa.problem import Launch
 
 ARCH = "sm_90"
@@ -161,7 +161,11 @@ def test_a_key_is_the_same_with_every_triton_and_platform(monkeypatch):
 
         box = shared_box(torch.bfloat16, (1, 64), gl.NVMMASharedLayout.get_default_for([1, 64], gl.float16))
         launch = launch_of(rows=Tiles(x, x.shape, x.stride(), box), options={"num_warps": 4, "ptx_version": 88})
-        assert call_key(launch) == call_key(launch._replace(options={"num_warps": 4})) == "8c741b7d520c6509469a5446d2a0c969"
+        assert (
+            call_key(launch)
+            == call_key(launch._replace(options={"num_warps": 4}))
+            == "8c741b7d520c6509469a5446d2a0c969"
+        )
 
 
 def test_a_key_has_all_that_a_kernel_is_compiled_for(monkeypatch):

@@ -15,7 +15,7 @@ from subprocesses import ROOT, SUPPORT, run_python
 from triton.runtime.errors import OutOfResources
 
 from diyfa.backends.cuda.runtime import binaries, launcher, tune
-from diyfa.backends.cuda.runtime.launcher import Tiles, shared_box, launch_signature
+from diyfa.backends.cuda.runtime.launcher import Tiles, launch_signature, shared_box
 from diyfa.features import ATTENTION_DTYPES, FEATURES
 from diyfa.problem import Launch
 
@@ -111,7 +111,9 @@ def test_every_dtype_that_a_call_may_have_is_known():
 
 
 def test_numbers_are_known_by_their_size():
-    signature = launch_signature(launch_of(n=3, one=1, large=2**31, small=-(2**31), less=-(2**31) - 1, x=0.5, none=None))
+    signature = launch_signature(
+        launch_of(n=3, one=1, large=2**31, small=-(2**31), less=-(2**31) - 1, x=0.5, none=None)
+    )
     assert signature.kinds == ("i32", "i32", "i64", "i32", "i64", "fp32", None)
     assert signature.values == [3, 1, 2**31, -(2**31), -(2**31) - 1, 0.5]
     for n, kind in ((2**31 - 1, "i32"), (2**31, "i64"), (-(2**31), "i32"), (-(2**31) - 1, "i64")):

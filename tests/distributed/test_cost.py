@@ -15,8 +15,8 @@ from diyfa.distributed.cost import (
     machine_for,
     ring_seconds,
     ring_timeline,
-    visible_fraction,
     ulysses_seconds,
+    visible_fraction,
 )
 
 HOPPER, ATLAS_A2 = (dict(MACHINES)[name] for name in ("sm_90", "Ascend910B"))

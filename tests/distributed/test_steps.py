@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 import pytest
 import torch
 
-from diyfa.distributed.sharding import joined, segment_rows, rank_segments
+from diyfa.distributed.sharding import joined, rank_segments, segment_rows
 from diyfa.distributed.steps import Call, ring_steps
 
 

@@ -93,7 +93,9 @@ def example_case(feature: Feature) -> AttentionCase:
 def test_every_row_says_what_it_is() -> None:
     for feature in FEATURES:
         known = bool(feature.refusal_name) or feature.name in WITHOUT_EFFECT or feature.name in COMPANIONS
-        assert known, f"{feature.name} changes the result: a backend that does not implement it must refuse it (refusal_name)"
+        assert known, (
+            f"{feature.name} changes the result: a backend that does not implement it must refuse it (refusal_name)"
+        )
         if feature.schema == "Tensor?":
             assert feature.shape is not None and feature.dtypes and feature.dtypes_in_words, feature.name
             if type(feature.shape) is Shape and feature.name not in PACKED:  # whose strides are checked
@@ -109,7 +111,9 @@ def test_its_example_has_it(feature: Feature) -> None:
     assert feature.refusal_name in plain(**feature.example).features
     alone = {"gqa", "head_dim_v", "varlen", "causal", "seq_lens"}  # by shapes, lengths or layout
     assert feature.case or feature.refusal_name in alone
-    assert feature.problem_field in ("", "batch") or feature.problem_field in {field.name for field in fields(AttentionProblem)}
+    assert feature.problem_field in ("", "batch") or feature.problem_field in {
+        field.name for field in fields(AttentionProblem)
+    }
 
 
 @by_name(TENSORS)
@@ -357,7 +361,9 @@ def test_a_wrong_tensor_is_refused(feature: Feature) -> None:
 @by_name(OPTIONAL)
 def test_the_matrix_has_cases_of_it(feature: Feature) -> None:
     """Alone and on every kernel, with packed sequences, and with everything that goes with it."""
-    found = [(case, problem) for case, problem in described_cases().values() if feature.refusal_name in problem.features]
+    found = [
+        (case, problem) for case, problem in described_cases().values() if feature.refusal_name in problem.features
+    ]
     by_itself = {feature.refusal_name, "causal", "gqa"}
     assert any(problem.features <= by_itself and case.all_variants for case, problem in found), "on every kernel"
     if feature.name not in NOT_PACKED:

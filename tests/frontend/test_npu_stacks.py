@@ -11,7 +11,7 @@ import pytest
 
 from diyfa import npu_stacks
 from diyfa.backends import npu
-from diyfa.npu_stacks import STACKS, TRITON_ASCEND, release, documented_stack, torch_npu_for
+from diyfa.npu_stacks import STACKS, TRITON_ASCEND, documented_stack, release, torch_npu_for
 
 if sys.version_info >= (3, 11):
     import tomllib

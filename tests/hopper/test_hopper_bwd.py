@@ -19,9 +19,9 @@ from block_ranges import configurations, sees  # noqa: E402
 from hopper_interpreted import (  # noqa: E402
     BACKWARD_MODULES,
     interpret_backward,
+    kernel_source,
     load_kernel,
     run_backward,
-    kernel_source,
 )
 from poison import poisoned_allocations  # noqa: E402
 from simulators.gluon import KernelBug  # noqa: E402

@@ -10,7 +10,7 @@ from hopper_gluon import need_hopper_gluon
 
 need_hopper_gluon()
 
-from hopper_interpreted import WIDE_BACKWARD_MODULES, interpret_backward, load_kernel, kernel_source  # noqa: E402
+from hopper_interpreted import WIDE_BACKWARD_MODULES, interpret_backward, kernel_source, load_kernel  # noqa: E402
 from simulators.gluon import KernelBug  # noqa: E402
 from synchronising import Synchronising  # noqa: E402
 

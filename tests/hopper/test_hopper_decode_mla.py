@@ -12,7 +12,7 @@ from hopper_gluon import need_hopper_gluon
 
 need_hopper_gluon()
 
-from hopper_interpreted import load_kernel, kernel_source  # noqa: E402
+from hopper_interpreted import kernel_source, load_kernel  # noqa: E402
 from kvcache_cases import CacheCase, assert_in_budget, make_call, run_case  # noqa: E402
 from poison import poisoned_allocations  # noqa: E402
 from simulators.gluon import InterpretedKernel, KernelBug  # noqa: E402

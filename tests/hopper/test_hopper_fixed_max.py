@@ -10,7 +10,7 @@ from hopper_gluon import need_hopper_gluon
 
 need_hopper_gluon()
 
-from hopper_interpreted import interpret, load_kernel, run, kernel_source  # noqa: E402
+from hopper_interpreted import interpret, kernel_source, load_kernel, run  # noqa: E402
 from test_hopper_features import DYNAMIC, THREE, TWO, case, packed  # noqa: E402
 
 from diyfa.backends.cuda.hopper import configs as hopper_configs  # noqa: E402

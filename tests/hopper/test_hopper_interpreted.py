@@ -14,7 +14,7 @@ from hopper_gluon import need_hopper_gluon
 
 need_hopper_gluon()
 
-from hopper_interpreted import KERNEL_MODULES, interpret, load_kernel, run, kernel_source  # noqa: E402
+from hopper_interpreted import KERNEL_MODULES, interpret, kernel_source, load_kernel, run  # noqa: E402
 from poison import poisoned_allocations  # noqa: E402
 from simulators.gluon import Deadlock, InvalidOperand, KernelBug, Race  # noqa: E402
 

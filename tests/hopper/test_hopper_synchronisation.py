@@ -10,7 +10,7 @@ from hopper_gluon import need_hopper_gluon
 
 need_hopper_gluon()
 
-from hopper_interpreted import KERNEL_MODULES, interpret_prefill, load_kernel, run, kernel_source  # noqa: E402
+from hopper_interpreted import KERNEL_MODULES, interpret_prefill, kernel_source, load_kernel, run  # noqa: E402
 from kvcache_cases import CacheCase, assert_in_budget, run_case  # noqa: E402
 from poison import poisoned_allocations  # noqa: E402
 from simulators.gluon import KernelBug  # noqa: E402

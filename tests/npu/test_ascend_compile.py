@@ -97,7 +97,8 @@ def releases(target: str) -> list[str]:
 def test_the_front_half_does_not_tell_a2_from_a3() -> None:
     code = (
         "from diyfa.lab.npu import aot, specs\n"
-        f"jobs = [[*specs.attention_jobs(chip, specs.MODE_CASES['crowded']), *specs.v1_problem_jobs(specs.example(chip)),\n"
+        f"jobs = [[*specs.attention_jobs(chip, specs.MODE_CASES['crowded']),\n"
+        f"         *specs.v1_problem_jobs(specs.example(chip)),\n"
         f"         *specs.matmul_jobs(chip)] for chip in ({A2!r}, {A3!r})]\n"
         f"modules = [[aot.to_linalg(job, chip) for job in each] for each, chip in zip(jobs, ({A2!r}, {A3!r}))]\n"
         "print(len(modules[0]), modules[0] == modules[1])\n"

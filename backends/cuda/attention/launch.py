@@ -16,7 +16,7 @@ from diyfa.backends.cuda.attention.tile_io import cdiv, lengths_of, padded_head_
 from diyfa.backends.cuda.runtime import tune
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launch import multiprocessors, on_device
-from diyfa.backends.cuda.runtime.launcher import Tiles, shared_box, runtime_names
+from diyfa.backends.cuda.runtime.launcher import Tiles, runtime_names, shared_box
 from diyfa.backends.cuda.runtime.passes import Pass, Replay, launch_each, make_replay
 from diyfa.features import ADJUSTING, GRADIENTS, TENSORS, Broadcast
 from diyfa.problem import (
@@ -410,7 +410,9 @@ def repeating_append(describe: Callable[..., Pass]) -> Callable[..., Replay | No
 
     def repeat(problem: KVCacheProblem, tensors: KVCacheTensors, new: NewKeys) -> Replay | None:
         tensors, new = _own_objects(tensors), _own_objects(new)
-        return make_replay(describe(problem, tensors, new), [*tensors.present(), *new.present()], (), choice, ("length",))
+        return make_replay(
+            describe(problem, tensors, new), [*tensors.present(), *new.present()], (), choice, ("length",)
+        )
 
     return repeat
 

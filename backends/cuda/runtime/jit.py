@@ -96,16 +96,16 @@ _printed: list[bool] = []
 def _message(arch: str, launch: Launch) -> Iterator[None]:
     """Print a line if the block takes longer than MESSAGE_AFTER, once per process."""
 
-    def say() -> None:
+    def print_message() -> None:
         if not _printed:
             _printed.append(True)
-            what = f"diyfa is compiling {launch.kernel.fn.__name__} for {arch}, which takes seconds"
-            print(f"{what}: {_why_it_is_missing(arch)}. {_advice()}.", file=sys.stderr, flush=True)
+            text = f"diyfa is compiling {launch.kernel.fn.__name__} for {arch}, which takes seconds"
+            print(f"{text}: {_why_it_is_missing(arch)}. {_advice()}.", file=sys.stderr, flush=True)
 
     if _printed:
         yield
         return
-    timer = threading.Timer(MESSAGE_AFTER, say)
+    timer = threading.Timer(MESSAGE_AFTER, print_message)
     timer.daemon = True
     timer.start()
     try:
@@ -122,9 +122,9 @@ def compile_with_message(arch: str, launch: Launch, signature: Signature) -> Sto
         ValueError: another value of DIYFA_JIT than `JIT_SETTINGS`.
     """
     if not may_compile():
-        what = f"DIYFA_JIT=never, and {launch.kernel.fn.__name__} for {arch} would have to be compiled"
+        refusal = f"DIYFA_JIT=never, and {launch.kernel.fn.__name__} for {arch} would have to be compiled"
         raise RuntimeError(
-            f"{what}: {_why_it_is_missing(arch)}. Run the call once with DIYFA_JIT=auto: the folder keeps it"
+            f"{refusal}: {_why_it_is_missing(arch)}. Run the call once with DIYFA_JIT=auto: the folder keeps it"
         )
     with _message(arch, launch):
         return compile_binary(arch, launch, signature)

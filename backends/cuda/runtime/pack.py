@@ -63,22 +63,22 @@ def without_debug(cubin: bytes) -> bytes:
 
 def write_pack(path: Path, arch: str, binaries: Mapping[str, StoredBinary]) -> None:
     """Write a pack of `binaries` by their keys, which must be those of the current sources."""
-    lzma, how = _compression()
+    lzma, options = _compression()
     entries: dict[str, tuple[int, int, str]] = {}  # key -> (offset behind the index, bytes, checksum)
-    parts: list[bytes] = []
+    blocks: list[bytes] = []
     offset = 0
     for key, binary in sorted(binaries.items()):
-        part = lzma.compress(packed(binary._replace(cubin=without_debug(binary.cubin))), **how)
-        entries[key] = offset, len(part), checksum(key, part).hex()
-        parts.append(part)
-        offset += len(part)
+        block = lzma.compress(packed(binary._replace(cubin=without_debug(binary.cubin))), **options)
+        entries[key] = offset, len(block), checksum(key, block).hex()
+        blocks.append(block)
+        offset += len(block)
     content = {"arch": arch, "sources": source_hash(), "entries": entries}
     index = zlib.compress(json.dumps(content).encode(), 9)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with temporary.open("wb") as file:
         file.write(_HEADER.pack(_MAGIC, FORMAT, len(index), checksum("index", index)))
         file.write(index)
-        file.writelines(parts)
+        file.writelines(blocks)
     os.replace(temporary, path)
 
 
@@ -120,22 +120,22 @@ class Pack:
 
     def get(self, key: str) -> StoredBinary | None:
         """Return the binary with this key, or None if there is none or, with a line in the log, it is damaged."""
-        place = self._entries.get(key)
-        if place is None:
+        entry = self._entries.get(key)
+        if entry is None:
             return None
-        offset, size, expected = place
+        offset, size, expected = entry
         try:
             with self.path.open("rb") as file:
                 file.seek(self._begin + offset)
-                part = file.read(size)
+                block = file.read(size)
         except OSError as error:
             _warn(self.path, f"it cannot be read: {error.strerror}")
             return None
-        if checksum(key, part).hex() != expected:
+        if checksum(key, block).hex() != expected:
             _warn(self.path, f"a kernel in it is damaged: {_REINSTALL}")
             return None
-        lzma, how = _compression()
-        return unpacked(lzma.decompress(part, **how))
+        lzma, options = _compression()
+        return unpacked(lzma.decompress(block, **options))
 
 
 @cache
@@ -165,11 +165,11 @@ _rejected_packs: dict[str, str] = {}  # architecture -> why its pack, after it w
 
 def reject_pack(arch: str, reason: str) -> bool:
     """Stop using the pack of `arch`, with a line in the log. Return whether one was in use."""
-    known = installed(arch).pack
-    if known is None:
+    pack = installed(arch).pack
+    if pack is None:
         return False
-    _warn(known.path, reason)
-    _rejected_packs[arch] = f"{known.path} is not used: {reason}"
+    _warn(pack.path, reason)
+    _rejected_packs[arch] = f"{pack.path} is not used: {reason}"
     installed.cache_clear()
     return True
 

@@ -14,7 +14,7 @@ from triton import knobs
 from diyfa.arch import gpu_arch_name, gpu_spec
 from diyfa.backends.cuda.runtime import launch as host
 from diyfa.backends.cuda.runtime import launcher, tune
-from diyfa.backends.cuda.runtime.binaries import cache_folder, find_binary, binary_key, why_unknown
+from diyfa.backends.cuda.runtime.binaries import binary_key, cache_folder, find_binary, why_unknown
 from diyfa.backends.cuda.runtime.launcher import Signature
 from diyfa.problem import Launch, ToolMissing
 
@@ -58,8 +58,8 @@ class Recorded(NamedTuple):
                 f"it needs {binary.shared} bytes of shared memory, {self.arch} has {spec.shared_per_block}"
             )
         if folder is None or not folder.put(self.key, binary):
-            where = "there is no cache folder" if folder is None else f"{folder.path} cannot be written"
-            raise ToolMissing(f"{where}: DIYFA_CACHE_DIR names another one")
+            reason = "there is no cache folder" if folder is None else f"{folder.path} cannot be written"
+            raise ToolMissing(f"{reason}: DIYFA_CACHE_DIR names another one")
 
 
 def recorded(arch: str, launch: Launch) -> Recorded:
@@ -91,18 +91,18 @@ def recording(arch: str | None = None) -> Iterator[dict[str, Recorded]]:
     if arch is None and not torch.cuda.is_available():
         raise ValueError("no GPU is usable here: name an architecture, such as sm_90")
     name = arch or gpu_arch_name(*torch.cuda.get_device_capability())
-    found: dict[str, Recorded] = {}
+    recordings: dict[str, Recorded] = {}
 
     def record(launch: Launch) -> None:
         each = recorded(name, launch)
-        found.setdefault(each.key, each)
+        recordings.setdefault(each.key, each)
 
     before = launcher.recorder, host.stand_in
     measures, records = tune.set_enabled(False) if arch else None, tune.set_recording(True)
     launcher.recorder = record
     host.stand_in = host.StandIn(name, MULTIPROCESSORS[arch] if arch else host.multiprocessors(_current_device()))
     try:
-        yield found
+        yield recordings
     finally:
         launcher.recorder, host.stand_in = before
         tune.set_recording(records)

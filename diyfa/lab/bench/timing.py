@@ -68,10 +68,10 @@ def time_calls(fn: Callable[[], Any], device: torch.device, warmup: int = 25, re
 
 def quantiles_of(times: Sequence[float], quantiles: Iterable[float] = DEFAULT_QUANTILES) -> tuple[float, ...]:
     """Return the given quantiles (0 to 1, linear interpolation) of `times`."""
-    wanted = torch.tensor(list(quantiles), dtype=torch.float64, device="cpu")
-    if wanted.numel() == 0 or bool(((wanted < 0) | (wanted > 1)).any()):
-        raise ValueError(f"quantiles must be one or more numbers from 0 to 1, got {wanted.tolist()}")
-    return tuple(torch.quantile(torch.tensor(list(times), dtype=torch.float64, device="cpu"), wanted).tolist())
+    q = torch.tensor(list(quantiles), dtype=torch.float64, device="cpu")
+    if q.numel() == 0 or bool(((q < 0) | (q > 1)).any()):
+        raise ValueError(f"quantiles must be one or more numbers from 0 to 1, got {q.tolist()}")
+    return tuple(torch.quantile(torch.tensor(list(times), dtype=torch.float64, device="cpu"), q).tolist())
 
 
 def _first_device(arguments: Iterable[Any]) -> torch.device:
@@ -117,10 +117,10 @@ def _peak_on_host(fn: Callable[[], Any]) -> float:
         profile.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
     steps = sorted((event["ts"], event["args"]["Bytes"]) for event in events if event.get("name") == "[memory]")
-    held = peak = 0
+    live = peak = 0
     for _, size in steps:
-        held += size
-        peak = max(peak, held)
+        live += size
+        peak = max(peak, live)
     return float(peak)
 
 

@@ -49,9 +49,9 @@ def compile_specs(arch: str) -> Iterator[CompileSpec]:
 def _config_specs(problem: MatmulProblem, config: MatmulConfig) -> Iterator[CompileSpec]:
     """Yield form "pointers" with and without a mask along K, form "tma" with both layouts of b."""
     dtype, compute, precision = problem.dtype, problem.compute_dtype, problem.precision
-    how = f"{dtype}->{compute}" if dtype != compute else dtype
-    how += f"/{precision}" if compute == "float32" else ""
-    case = f"{how} {config.block_m}x{config.block_n}x{config.block_k} w{config.num_warps} s{config.num_stages}"
+    types = f"{dtype}->{compute}" if dtype != compute else dtype
+    types += f"/{precision}" if compute == "float32" else ""
+    case = f"{types} {config.block_m}x{config.block_n}x{config.block_k} w{config.num_warps} s{config.num_stages}"
     if config.form == "tma":
         for b_transposed in (False, True):
             launch, *_ = launches_of(problem, *_example_tensors(problem, b_transposed), config)
@@ -70,7 +70,9 @@ def _config_specs(problem: MatmulProblem, config: MatmulConfig) -> Iterator[Comp
         yield launch_spec(launch, "matmul/pointers", case + suffix)
 
 
-def _example_tensors(problem: MatmulProblem, b_transposed: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _example_tensors(
+    problem: MatmulProblem, b_transposed: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return a, b and c without memory."""
 
     def empty(rows: int, columns: int, dtype: str) -> torch.Tensor:

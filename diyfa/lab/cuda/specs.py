@@ -228,10 +228,10 @@ def _bias_gradient(problem: AttentionProblem) -> Iterator[CompileSpec]:
     bias = backward.tensors.attn_bias
     assert bias is not None, "its gradient is asked for"
     # A full bias, one number for each key, one for each query.
-    for name, part in (("tiles", bias), ("keys", bias[:, :, :1]), ("queries", bias[..., :1])):
-        tensors = backward.tensors._replace(attn_bias=part)
+    for name, view in (("tiles", bias), ("keys", bias[:, :, :1]), ("queries", bias[..., :1])):
+        tensors = backward.tensors._replace(attn_bias=view)
         launch, _ = bwd_dbias.launch_of(
-            problem, tensors, dout, backward.lse, backward.delta, backward.scale, part.new_empty(part.shape)
+            problem, tensors, dout, backward.lse, backward.delta, backward.scale, view.new_empty(view.shape)
         )
         yield _spec(f"attention_bwd/dbias_{name}", problem, tile, launch)
 
@@ -244,9 +244,9 @@ def _hopper_specs(arch: str) -> Iterator[CompileSpec]:
     packed = {"layout": VARLEN, "total_q": 8192, "total_k": 8192}
     cases: list[tuple[tuple[int, bool], str, dict[str, Any]]] = [
         *(
-            (case, "bfloat16", {"seqlen_q": 16384, "seqlen_k": min(most, 16384)})
+            (case, "bfloat16", {"seqlen_q": 16384, "seqlen_k": min(max_head_dim, 16384)})
             for case, rows in hopper_configs.CONFIGS.items()
-            for most, _ in rows
+            for max_head_dim, _ in rows
         ),
         ((128, True), "float16", {}),
         ((128, False), "float16", {"seqlen_k": 4095}),
@@ -378,8 +378,8 @@ def _hopper_backward_specs(arch: str) -> Iterator[CompileSpec]:
             "_sum_parts_kernel": ("sum_parts", 0),
         }
         for launch in backward.launches(out, dout, dlse, delta, gradients):
-            name, of_kernel = names[launch.kernel.__name__]
-            yield launch_spec(launch, f"attention_bwd/sm90{name and '_' + name}", case, of_kernel)
+            name, spill_budget = names[launch.kernel.__name__]
+            yield launch_spec(launch, f"attention_bwd/sm90{name and '_' + name}", case, spill_budget)
 
 
 def kvcache_problems(arch: str) -> Iterator[KVCacheProblem]:
@@ -389,8 +389,8 @@ def kvcache_problems(arch: str) -> Iterator[KVCacheProblem]:
     half = "bfloat16" if has_bf16 else "float16"
 
     def problem(d: int, dtype: str, heads: int = 32, heads_kv: int = 8, **changes: Any) -> KVCacheProblem:
-        of_call = {"window_right": 0, "lengths": True, **changes}
-        return KVCacheProblem("cuda", arch, dtype, dtype, "bshd", 16, heads, heads_kv, 1, 8192, d, d).replace(**of_call)
+        fields = {"window_right": 0, "lengths": True, **changes}
+        return KVCacheProblem("cuda", arch, dtype, dtype, "bshd", 16, heads, heads_kv, 1, 8192, d, d).replace(**fields)
 
     yield problem(64, "float16")
     yield problem(128, half, page_size=16)
@@ -408,8 +408,8 @@ def kvcache_problems(arch: str) -> Iterator[KVCacheProblem]:
 def _kvcache_case(problem: KVCacheProblem) -> str:
     cache = "" if problem.cache_dtype == problem.dtype else f" {problem.cache_dtype}"
     d, dv = problem.head_dim, problem.head_dim_v
-    used = ("softcap", "alibi", "sinks", "leftpad", "cache_batch_idx", "latent", "batch_invariant", "num_splits")
-    names = "".join(f" {name}" for name in used if getattr(problem, name))
+    shown = ("softcap", "alibi", "sinks", "leftpad", "cache_batch_idx", "latent", "batch_invariant", "num_splits")
+    names = "".join(f" {name}" for name in shown if getattr(problem, name))
     pages = f" page {problem.page_size}" if problem.paged else ""
     return f"{problem.dtype}{cache} D={d if d == dv else f'{d}/{dv}'} Sq={problem.seqlen_q}{pages}{names}"
 

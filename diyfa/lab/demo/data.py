@@ -40,9 +40,9 @@ class Batches:
         self._context, self._batch, self._device = context, batch, device
         self._generator = torch.Generator().manual_seed(seed)
 
-    def next(self, part: str = "train") -> tuple[torch.Tensor, torch.Tensor]:
+    def next(self, split: str = "train") -> tuple[torch.Tensor, torch.Tensor]:
         """Return inputs and next-byte targets, both (batch, context) int64 on the device."""
-        data = self._parts[part]
+        data = self._parts[split]
         starts = torch.randint(len(data) - self._context - 1, (self._batch,), generator=self._generator, device="cpu")
         windows = torch.stack([data[i : i + self._context + 1] for i in starts.tolist()]).long().to(self._device)
         return windows[:, :-1], windows[:, 1:]

@@ -185,10 +185,10 @@ def _timed_steps(grid: Grid, timing: dict[str, Any]) -> Iterator[Step]:
     ]
     for stage in ("tiles", "speed"):
         for head_dim, seq_len, causal, dtype in problems:
-            what = f"D = {head_dim}, {'causal' if causal else 'full'}, {dtype}, S = {seq_len}"
+            name = f"D = {head_dim}, {'causal' if causal else 'full'}, {dtype}, S = {seq_len}"
             arguments = {**timing, "head_dim": head_dim, "causal": causal, "dtype": dtype, "seq_len": seq_len}
             if stage == "tiles" and seq_len <= grid.tuned_up_to:
-                yield Step(stage, what, "tiles", arguments)
+                yield Step(stage, name, "tiles", arguments)
             elif stage == "speed":
                 for who in ("diyfa", "diyfa tuned", "torch_npu"):
-                    yield Step(stage, f"{who}, {what}", "speed", {**arguments, "implementation": who})
+                    yield Step(stage, f"{who}, {name}", "speed", {**arguments, "implementation": who})

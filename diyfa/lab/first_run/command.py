@@ -29,7 +29,12 @@ MARK = "@diyfa "  # before each answer of the worker; CANN prints to the same st
 WORKER = (sys.executable, "-m", "diyfa.lab.first_run.worker")
 ENDING_S = 3.0  # time that a process may take to end after its last output
 START_LIMIT_S = 300.0  # time to import torch_npu and open the device
-RESUME_ENTRIES = {"date": str, "done": list, "replaced": list, "rows": list}  # entries of the JSON file that a resumed run needs
+RESUME_ENTRIES = {
+    "date": str,
+    "done": list,
+    "replaced": list,
+    "rows": list,
+}  # entries of the JSON file that a resumed run needs
 OUTPUT_LINES = 20  # last lines of a process's output, for the row of its crash
 
 Row = dict[str, Any]
@@ -96,9 +101,9 @@ class Worker:
                 code = self._process.wait(timeout=ENDING_S)
             except subprocess.TimeoutExpired:
                 raise EOFError(f"the process gave an answer that cannot be read: {self.printed[-1]}") from None
-            how = f"signal {-code}" if code < 0 else f"exit status {code}"
+            end = f"signal {-code}" if code < 0 else f"exit status {code}"
             last = f"; last printed: {self.printed[-1]}" if self.printed else ""
-            raise EOFError(f"the process ended with {how}{last}")
+            raise EOFError(f"the process ended with {end}{last}")
         return answer
 
     def do(self, step: Step, limit_s: float) -> Iterator[dict[str, Any]]:
@@ -154,26 +159,28 @@ class Run:
             self.end()
             raise
 
-    def _earlier(self, ready: dict[str, Any]) -> dict[str, Any] | None:
+    def _earlier(self, current: dict[str, Any]) -> dict[str, Any] | None:
         """Return the document of an earlier run with the same device, versions, switches and size, or None."""
         if self.request.again or not self.path.exists():
             return None
         remedy = "--again starts afresh, --output names another file"
         try:
             earlier = json.loads(self.path.read_text(encoding="utf-8"))
-            same = all(earlier[name] == ready[name] for name in ("device", "versions", "chip", "switches"))
-            same = same and earlier["smoke"] == self.request.smoke
-            whole = all(isinstance(earlier[part], kind) for part, kind in RESUME_ENTRIES.items())
-            whole = whole and all(isinstance(text, str) for text in (*earlier["done"], *earlier["replaced"]))
-            if not (whole and all(isinstance(tiles, list) for tiles in earlier.get("without", {}).values())):
+            is_same = all(earlier[name] == current[name] for name in ("device", "versions", "chip", "switches"))
+            is_same = is_same and earlier["smoke"] == self.request.smoke
+            is_complete = all(isinstance(earlier[entry], kind) for entry, kind in RESUME_ENTRIES.items())
+            is_complete = is_complete and all(
+                isinstance(text, str) for text in (*earlier["done"], *earlier["replaced"])
+            )
+            if not (is_complete and all(isinstance(tiles, list) for tiles in earlier.get("without", {}).values())):
                 raise ValueError("a part has another type")
-            if same:
+            if is_same:
                 page(earlier, [self.path])  # raises if its rows lack what the page shows
         except OSError as error:
             raise ValueError(f"{self.path} cannot be read ({error.strerror}): {remedy}") from error
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{self.path} is no file of a first run: {remedy}") from error
-        if not same:
+        if not is_same:
             raise ValueError(
                 f"{self.path} is from another device, other versions or switches, or another size of run: {remedy}"
             )
@@ -229,8 +236,8 @@ class Run:
             worker.end()
             self._worker = None
             outcome.ended = True
-        told = any("unavailable" in row or row.get("status") == "error" for row in outcome.rows)
-        if outcome.failed and not told:
+        reported = any("unavailable" in row or row.get("status") == "error" for row in outcome.rows)
+        if outcome.failed and not reported:
             outcome.rows.append(_failure_row(step, outcome))
         return outcome
 
@@ -258,9 +265,9 @@ def _check_output_path(path: Path) -> None:
     if path.suffix == ".txt":
         better = path.with_suffix(".json")
         raise ValueError(f"{path}: the page goes there; name the JSON file, such as {better}")
-    for place in (path, path.parent / f"{path.stem}.txt"):
-        if place.exists() and not place.is_file():  # such as a folder or a device
-            raise ValueError(f"{place} is no file that can be written: name the JSON file with --output")
+    for file in (path, path.parent / f"{path.stem}.txt"):
+        if file.exists() and not file.is_file():  # such as a folder or a device
+            raise ValueError(f"{file} is no file that can be written: name the JSON file with --output")
 
 
 def _beside(path: Path, ending: str) -> Path:

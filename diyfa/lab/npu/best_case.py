@@ -48,8 +48,8 @@ def min_work(problem: AttentionProblem, kernel: str, rows: int, keys: int, key_b
     )
     read = {"fwd": rows * d, "dq": rows * (d + dv), "dkdv": keys * (d + dv), "dbias": 0}
     stored = {"fwd": rows * dv, "dq": rows * d, "dkdv": keys * (d + dv), "dbias": 0}
-    whole = scores * FP32_BYTES if kernel == "dbias" else 0
-    return tile, Work(loaded=read[kernel] * width, stored=stored[kernel] * width + whole)
+    dbias_bytes = scores * FP32_BYTES if kernel == "dbias" else 0
+    return tile, Work(loaded=read[kernel] * width, stored=stored[kernel] * width + dbias_bytes)
 
 
 def best_share(

@@ -204,8 +204,8 @@ def scheduled(costs: list[float], programs: int, zigzag: bool = True) -> list[fl
     """Return the work of each program if tasks are dealt in rounds, with zigzag odd rounds from the last program on."""
     load = [0.0] * programs
     for i, cost in enumerate(costs):
-        turn, place = divmod(i, programs)
-        load[programs - 1 - place if zigzag and turn % 2 else place] += cost
+        wave, position = divmod(i, programs)
+        load[programs - 1 - position if zigzag and wave % 2 else position] += cost
     return load
 
 

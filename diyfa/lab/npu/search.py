@@ -92,8 +92,8 @@ class Cache:
         """Return the hash of all inputs of the compilation of `job`."""
         constants = {name: str(value) for name, value in sorted(job.constants.items())}
         versions = f"triton-ascend {metadata.version('triton-ascend')}, ascendnpu-ir {compiler.version}"
-        parts = [versions, target, job.function.cache_key, sorted(job.signature.items()), constants]
-        text = json.dumps([*parts, sorted(job.options.items())], default=str)
+        fields = [versions, target, job.function.cache_key, sorted(job.signature.items()), constants]
+        text = json.dumps([*fields, sorted(job.options.items())], default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def linalg(self, job: specs.Job, target: str) -> str:
@@ -117,9 +117,9 @@ class Cache:
                 text, error = None, f"front half: {type(failed).__name__}"
             else:
                 text, error, _ = aot.lower(linalg, target, job.options, compiler)
-            part = file.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
-            part.write_bytes(gzip.compress(json.dumps([text, error]).encode()))
-            part.replace(file)  # a reader sees the whole file or none
+            temporary = file.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
+            temporary.write_bytes(gzip.compress(json.dumps([text, error]).encode()))
+            temporary.replace(file)  # a reader sees the whole file or none
         return (None, error) if text is None else (hivm.read(text), "")
 
 
@@ -217,14 +217,14 @@ class TableEntry:
 
         Calls count with their fixed overhead. Without a compiled candidate both are 0.
         """
-        found = []
+        cycles_by_candidate = []
         for candidate in tried:
             if candidate.module is not None:
                 work = candidate.module.loops[0].tile
                 calls = sum(call.times for call in work.vector if call.library) * cost.CALL_CYCLES
-                found.append(((cost.stages(work, self.target).vector - calls) / candidate.area, calls))
-        least = [min(cycles) for cycles in zip(*found, strict=True)] or [0.0, 0.0]
-        return VECTOR_FRACTION * least[0], VECTOR_FRACTION * least[1]
+                cycles_by_candidate.append(((cost.stages(work, self.target).vector - calls) / candidate.area, calls))
+        smallest = [min(cycles) for cycles in zip(*cycles_by_candidate, strict=True)] or [0.0, 0.0]
+        return VECTOR_FRACTION * smallest[0], VECTOR_FRACTION * smallest[1]
 
 
 def shapes(entry: TableEntry) -> Iterator[tuple[int, int]]:
@@ -280,9 +280,9 @@ class Search:
             if job.problem is not None:
                 self.gate.setdefault((job.step, configs.attention_key(job.problem, job.step)), []).append(job)
 
-    def compile(self, entry: TableEntry, found: Iterable[configs.AttentionTile]) -> list[Candidate]:
+    def compile(self, entry: TableEntry, to_compile: Iterable[configs.AttentionTile]) -> list[Candidate]:
         """Compile every tile for `entry`, `jobs` at a time."""
-        return list(self.pool.map(lambda tile: self.one(entry, tile), found))
+        return list(self.pool.map(lambda tile: self.one(entry, tile), to_compile))
 
     def one(self, entry: TableEntry, tile: configs.AttentionTile) -> Candidate:
         """Compile one tile for `entry`. Raises RuntimeError if its prediction exceeds its best case."""
@@ -290,24 +290,24 @@ class Search:
         if candidate.module is not None and entry.share(candidate, self.target) > 1.0001 * entry.best_share(tile):
             raise RuntimeError(f"{entry} {tile}: predicted better than its best case, so best_case.py is wrong")
         if self.verbose:
-            found = f"{100 * entry.share(candidate, self.target):.1f} %" if candidate.module else candidate.error
-            why = "; ".join([found, *candidate.refused])
+            result = f"{100 * entry.share(candidate, self.target):.1f} %" if candidate.module else candidate.error
+            why = "; ".join([result, *candidate.refused])
             print(f"  {tile.block_m}x{tile.block_n} {_launched(tile)[2:]}: {why}", flush=True)
         return candidate
 
     def candidate(self, job: specs.Job, tile: configs.AttentionTile) -> Candidate:
         """Compile one job with all compilers and gate it. The module is the installed compiler's, if all accept it."""
-        found = None
+        first_module = None
         refused: list[str] = []
         for compiler in self.cache.compilers:
             module, error = self.cache.compile(job, self.target, compiler)
             if module is None:
                 return Candidate(tile, None, error, [])
-            found = found or module
+            first_module = first_module or module
             refused += gate.failures(
                 self.target, job.kernel, job.case, module.bound, module.pipelined, compiler.version
             )
-        return Candidate(tile, found, "", refused)
+        return Candidate(tile, first_module, "", refused)
 
     def search(
         self, entry: TableEntry, before: Iterable[Candidate] = (), excluded: Iterable[configs.AttentionTile] = ()
@@ -322,13 +322,13 @@ class Search:
         firsts = {_launched(tile) for tile in (table, *by_shape)}
         tried = Tried([*before] or self.compile(entry, [table]))
         while True:
-            known = {_launched(candidate.tile) for candidate in tried.candidates}
-            waiting = [tile for tile in by_shape if _launched(tile) not in known]
+            compiled = {_launched(candidate.tile) for candidate in tried.candidates}
+            waiting = [tile for tile in by_shape if _launched(tile) not in compiled]
             hopeful = self.hopeful(entry, waiting, tried.candidates, excluded)
             if not hopeful:
                 first = [candidate for candidate in tried.candidates if _launched(candidate.tile) in firsts]
-                again = {_launched(tile): tile for tile in self.with_options(entry, first)}
-                others = [tile for launched, tile in again.items() if launched not in known]
+                with_options = {_launched(tile): tile for tile in self.with_options(entry, first)}
+                others = [tile for launched, tile in with_options.items() if launched not in compiled]
                 changing = [tile for tile in others if self.may_change(entry, tile, tried.candidates)]
                 hopeful = self.hopeful(entry, changing, tried.candidates, excluded)
                 excess = {candidate.shape: candidate.excess for candidate in first}
@@ -391,25 +391,25 @@ class Search:
         share = entry.share(candidate, self.target) if candidate.module is not None else 0.0
         return candidate.error, candidate.refused, share
 
-    def ranked(self, entry: TableEntry, found: Iterable[Candidate]) -> list[Candidate]:
+    def ranked(self, entry: TableEntry, candidates: Iterable[Candidate]) -> list[Candidate]:
         """Return the compiled candidates by predicted share, the highest first; refused ones come last."""
-        there = [candidate for candidate in found if candidate.module is not None]
-        return sorted(there, key=lambda c: (c.accepted, entry.share(c, self.target)), reverse=True)
+        with_module = [candidate for candidate in candidates if candidate.module is not None]
+        return sorted(with_module, key=lambda c: (c.accepted, entry.share(c, self.target)), reverse=True)
 
     def passes_gate(self, entry: TableEntry, candidate: Candidate) -> bool:
         """Return whether every call that would use the row compiles as well as the candidate did."""
         key = configs.attention_key(entry.problem(), entry.kernel)
-        whole = configs.family(self.target) is NPUArch.A2  # for other chips the gate compiles each tile once
-        if whole and candidate.tile == configs.ATTENTION_TILES[key]:
+        is_a2 = configs.family(self.target) is NPUArch.A2  # for other chips the gate compiles each tile once
+        if is_a2 and candidate.tile == configs.ATTENTION_TILES[key]:
             return True
         for job in self.gate.get((entry.kernel, key), ()):
             assert job.problem is not None
-            if not whole and job.problem.dtype != entry.dtype:  # bfloat16, which uses the rows of float16
+            if not is_a2 and job.problem.dtype != entry.dtype:  # bfloat16, which uses the rows of float16
                 continue
             bias = job.constants["c"].bias
-            again = specs.attention_job(job.problem, entry.kernel, candidate.tile, bias=bias)
-            used = self.candidate(again, candidate.tile)
-            if used.module is None or (candidate.accepted and not used.accepted):
+            variant = specs.attention_job(job.problem, entry.kernel, candidate.tile, bias=bias)
+            compiled = self.candidate(variant, candidate.tile)
+            if compiled.module is None or (candidate.accepted and not compiled.accepted):
                 return False
         if entry.kernel != "dbias":
             return True
@@ -422,13 +422,13 @@ class Search:
         table = configs.attention_tile(entry.problem(), entry.kernel)
         tried, excluded = self.search(entry), []
         while True:
-            found = [c for c in self.ranked(entry, tried.candidates) if c.tile not in excluded]
-            winner = found[0] if found else None
+            ranked = [c for c in self.ranked(entry, tried.candidates) if c.tile not in excluded]
+            winner = ranked[0] if ranked else None
             if winner is None or self.passes_gate(entry, winner):
                 break
             excluded.append(winner.tile)
             tried = self.search(entry, tried.candidates, excluded)
-        present = next((c for c in found if c.tile == table and c.accepted), None)
+        present = next((c for c in ranked if c.tile == table and c.accepted), None)
         if winner is not None and present is not None:
             gain = entry.share(winner, self.target) / entry.share(present, self.target) - 1.0
             winner = winner if gain > self.margin else present
@@ -493,17 +493,17 @@ def describe(row: tiles.Row) -> str:
     options = f"buffers {row.workspace_buffers}, vector loop {row.vector_loop}, cube loop {row.cube_loop}"
     state = f"{'bound' if row.bound else 'unbound'}, pipeline {row.pipelined}"
     shares = ", ".join(f"{chip} {100 * share:.1f} %" for chip, share in row.predicted_share.items())
-    where = f"{row.kernel} {row.width} bytes D<={row.head_dim} {row.mode}"
+    key = f"{row.kernel} {row.width} bytes D<={row.head_dim} {row.mode}"
     tried = f"of {row.tried} compiled, {row.failed} that failed, {row.pruned} that could not win"
     left = f", {row.left} left out" if row.left else ""
-    return f"{where}: {row.block_m}x{row.block_n} ({options}), {state}; predicted {shares}; {tried}{left}"
+    return f"{key}: {row.block_m}x{row.block_n} ({options}), {state}; predicted {shares}; {tried}{left}"
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Search, print each row, write the table. The status is 1 when a row found nothing, 2 without the compilers."""
-    known = [name.removeprefix("Ascend") for name in NPU_SPECS]
+    chips = [name.removeprefix("Ascend") for name in NPU_SPECS]
     parser = argparse.ArgumentParser(prog="python -m diyfa.lab.npu.search", description=main.__doc__)
-    parser.add_argument("chip", help=f"one of {', '.join(known)}, with or without Ascend before it")
+    parser.add_argument("chip", help=f"one of {', '.join(chips)}, with or without Ascend before it")
     parser.add_argument("--kernel", action="append", choices=KERNELS)
     parser.add_argument("--dtype", action="append", choices=["float16", "float32"], help="float16 stands for bfloat16")
     parser.add_argument("--head-dim", action="append", type=int, choices=configs.HEAD_DIM_CLASSES)
@@ -526,10 +526,10 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--output", type=Path, default=tiles.PATH, help="the table to write")
     parser.add_argument("--dry-run", action="store_true", help="print, write nothing")
-    asked = parser.parse_args(arguments)
-    target = asked.chip if asked.chip.startswith("Ascend") else f"Ascend{asked.chip}"
+    options = parser.parse_args(arguments)
+    target = options.chip if options.chip.startswith("Ascend") else f"Ascend{options.chip}"
     if npu_spec(target) is None:
-        parser.error(f"unknown Ascend chip {asked.chip!r}")
+        parser.error(f"unknown Ascend chip {options.chip!r}")
     try:
         aot.check_front_half()
         compilers = aot.back_halves(target)
@@ -538,21 +538,21 @@ def main(arguments: list[str] | None = None) -> int:
     except aot.CompilerMissing as missing:
         print(missing, file=sys.stderr)
         return 2
-    dtypes, head_dims = asked.dtype or ("float16",), asked.head_dim or (64, 128, 256)
-    wanted = entries(target, asked.kernel or KERNELS, dtypes, head_dims, asked.mode or configs.MODES)
+    dtypes, head_dims = options.dtype or ("float16",), options.head_dim or (64, 128, 256)
+    rows_to_fill = entries(target, options.kernel or KERNELS, dtypes, head_dims, options.mode or configs.MODES)
     nothing = False
-    with nullcontext(asked.cache) if asked.cache else tempfile.TemporaryDirectory() as folder:
+    with nullcontext(options.cache) if options.cache else tempfile.TemporaryDirectory() as folder:
         cache = Cache(Path(folder), compilers)
-        search = Search(target, cache, asked.jobs, asked.budget, asked.verbose, asked.margin)
-        for entry in wanted:
+        search = Search(target, cache, options.jobs, options.budget, options.verbose, options.margin)
+        for entry in rows_to_fill:
             row = search.row(entry)
             if row is None:
                 nothing = True
                 print(f"{entry}: nothing compiles", flush=True)
                 continue
             print(describe(row), flush=True)
-            if not asked.dry_run:
-                tiles.save(tiles.merged(tiles.load(asked.output), row), asked.output)
+            if not options.dry_run:
+                tiles.save(tiles.merged(tiles.load(options.output), row), options.output)
         print(f"{cache.misses} compiled, {cache.hits} from {folder}", flush=True)
     return int(nothing)
 

@@ -27,8 +27,8 @@ class Selection:
     cube_loop: int | None = None
 
     def __post_init__(self) -> None:
-        known: dict[str, tuple[Any, ...]] = {"kernel": KERNELS, "dtype": tuple(ELEMENT_BYTES), "mode": configs.MODES}
-        for name, values in known.items():
+        choices: dict[str, tuple[Any, ...]] = {"kernel": KERNELS, "dtype": tuple(ELEMENT_BYTES), "mode": configs.MODES}
+        for name, values in choices.items():
             for value in getattr(self, name):
                 if value not in values:
                     raise ValueError(f"unknown {name} {value!r}: expected one of {', '.join(values)}")

@@ -184,8 +184,10 @@ def kvcache_problem_jobs(problem: KVCacheProblem, tile: configs.AttentionTile | 
     }  # fmt: skip
     tile = tile or configs.decode_tile(problem)
     keys = f"page={problem.page_size}" if problem.paged else "contiguous"
-    used = " ".join([keys, f"Sq={problem.seqlen_q}", *(name for name, there in features.items() if there)])
-    case = f"{problem.dtype} D={problem.head_dim} {used} {tile.block_m}x{tile.block_n}"
+    features_text = " ".join(
+        [keys, f"Sq={problem.seqlen_q}", *(name for name, is_present in features.items() if is_present)]
+    )
+    case = f"{problem.dtype} D={problem.head_dim} {features_text} {tile.block_m}x{tile.block_n}"
     names = {decode._pack_kernel: "/pack", decode._decode_kernel: "", decode._combine_kernel: "/combine"}
     for launch in decode.launches_of(problem, *example_kvcache(problem), tile):
         gated = configs.pages_form(problem, tile) != "gathered"
@@ -252,7 +254,9 @@ def dbias_rows_job(target: str, dims: str, has_dlse: bool, bias: str = "float32"
     problem = example(target, bias=bias, **features)
     masked, sinks = " masked" * problem.masked, " sinks" * problem.sinks
     launch = backward_launches(problem, dims, has_dlse)["dbias_rows"]
-    return kernel_job("attention_bwd/v2/dbias_rows", f"{bias} attn_bias[{dims}]{masked}{sinks}{' dlse' * has_dlse}", launch)
+    return kernel_job(
+        "attention_bwd/v2/dbias_rows", f"{bias} attn_bias[{dims}]{masked}{sinks}{' dlse' * has_dlse}", launch
+    )
 
 
 def matmul_job(problem: MatmulProblem, a_transposed: bool = False, b_transposed: bool = False) -> Job:
@@ -378,8 +382,8 @@ def tile_jobs(target: str) -> Iterator[Job]:
         changes = {"dtype": dtype, "head_dim": head_dim}
         cases = [{**changes, **case} for case in reversed(MODE_CASES.values())]  # the most demanding first
         every = [job for case in cases for job in attention_jobs(target, case)]
-        own = attention_jobs(target, {**changes, **mode_case("dbias", "featured")}, ("dbias",))
-        yield from without_repeated_tiles(itertools.chain(every, own))
+        dbias_jobs = attention_jobs(target, {**changes, **mode_case("dbias", "featured")}, ("dbias",))
+        yield from without_repeated_tiles(itertools.chain(every, dbias_jobs))
     for case in HEAD_DIM_CASES:
         if case["head_dim"] in _LEAN_HEAD_DIMS:
             yield from attention_jobs(target, case)
@@ -446,8 +450,8 @@ def all_jobs(target: str, full: bool) -> Iterator[Job]:
             cases = {"crowded": cases["crowded"]}
         changes += [{"dtype": dtype, "head_dim": d, **case} for d in head_dims for case in cases.values()]
         if dtype != "bfloat16" or full:
-            own = mode_case("dbias", "featured")
-            for d, case in itertools.product(head_dims, (own, {**mode_case("dbias", "crowded"), "bias": "k"})):
+            dbias_case = mode_case("dbias", "featured")
+            for d, case in itertools.product(head_dims, (dbias_case, {**mode_case("dbias", "crowded"), "bias": "k"})):
                 yield from attention_jobs(target, {"dtype": dtype, "head_dim": d, **case}, ("dbias",))
     for dtype in ELEMENT_BYTES if full else ("float16",):
         changes += [{"dtype": dtype, **case} for case in HEAD_DIM_CASES]

@@ -171,7 +171,7 @@ def _compiled(rows: list[Row]) -> Section:
     """Return the section of kernels that were compiled ahead of time, with predicted speed."""
     index = ("chip", "kernel", "pass", "dtype", "D", "mask", "tile")
     values = ("ub_kib", "l1_kib", "l0c_kib", "bound", "pipelined", "passes", "mask_passes", "predicted_tflops")
-    there = [row for row in rows if "error" not in row]
+    compiled = [row for row in rows if "error" not in row]
     notes = [" ".join(str(row[name]) for name in (*index, "error")) for row in rows if "error" in row]
     table = [
         [
@@ -180,7 +180,7 @@ def _compiled(rows: list[Row]) -> Section:
             f"{100 * row['predicted_share_of_cube_peak']:.0f} %",
             row["bottleneck"],
         ]
-        for row in there
+        for row in compiled
     ]
     columns = [
         *index, "UB KiB", "L1 KiB", "L0C KiB", "bound", "pipe", "passes", "mask adds", "predicted TFLOP/s",
