@@ -45,7 +45,7 @@ from diyfa.distributed.steps import Step, ring_steps
 from diyfa.distributed.ulysses import Ulysses, kv_head_repeats
 from diyfa.lab.bench.record import device_name
 from diyfa.lab.bench.timing import synchronize, time_calls
-from diyfa.options import WHOLE
+from diyfa.options import NO_LENGTHS
 from diyfa.testing import AttentionCase, Results, check_budget, make_inputs
 
 SPEEDS = dict(MACHINES)
@@ -105,7 +105,7 @@ class Sizes:
         )
 
     def ring(self, group: Any, steps: tuple[Step, ...], qkv: list[torch.Tensor]) -> Ring:
-        options = checked_options(*qkv, WHOLE, {"layout": "bhsd", "causal": self.causal, "backend": self.backend})
+        options = checked_options(*qkv, NO_LENGTHS, {"layout": "bhsd", "causal": self.causal, "backend": self.backend})
         return Ring(group, steps, options)
 
 
@@ -147,7 +147,7 @@ def step_seconds(
     kernels, merges = 0.0, 0.0
     for call in step.calls:
         rows = [x[:, :, slice(*at)] for x, at in zip(qkv, (call.queries, call.keys, call.keys), strict=True)]
-        attend = partial(ops.forward, *rows, WHOLE, call_options(ring, call, qkv[0], None))
+        attend = partial(ops.forward, *rows, NO_LENGTHS, call_options(ring, call, qkv[0], None))
         kernels += seconds_of(attend, sizes.device, reps)
         merges += seconds_of(partial(merged.add, call.queries[0], *attend()), sizes.device, reps)
     return kernels, merges

@@ -14,8 +14,8 @@ from diyfa.kvcache import attend_packed, explain_packed
 from diyfa.ops import new_rng_state
 from diyfa.options import (
     DIFFERENTIABLE,
+    NO_LENGTHS,
     UNBOUNDED,
-    WHOLE,
     AttentionOptions,
     Lengths,
     optional_from_arguments,
@@ -259,7 +259,8 @@ def flash_attention(
     """
     if unknown:
         refuse_unknown(flash_attention, unknown)
-    return attend({"q": q, "k": k, "v": v}, WHOLE if seq_lens is None else Lengths(seq_lens=seq_lens), return_lse, {
+    lengths = NO_LENGTHS if seq_lens is None else Lengths(seq_lens=seq_lens)
+    return attend({"q": q, "k": k, "v": v}, lengths, return_lse, {
         "layout": "bhsd", "causal": causal, "sm_scale": sm_scale, "variant": variant, "window": window,
         "softcap": softcap, "alibi_slopes": alibi_slopes, "attn_bias": attn_bias, "sinks": sinks,
         "dropout_p": dropout_p, "rng_state": rng_state, "deterministic": deterministic, "backend": backend,
@@ -294,7 +295,8 @@ def flash_attention_v2(
     """
     if unknown:
         refuse_unknown(flash_attention_v2, unknown)
-    return attend({"q": q, "k": k, "v": v}, WHOLE if seq_lens is None else Lengths(seq_lens=seq_lens), return_lse, {
+    lengths = NO_LENGTHS if seq_lens is None else Lengths(seq_lens=seq_lens)
+    return attend({"q": q, "k": k, "v": v}, lengths, return_lse, {
         "layout": "bshd", "causal": causal, "sm_scale": sm_scale, "variant": variant, "window": window,
         "softcap": softcap, "alibi_slopes": alibi_slopes, "attn_bias": attn_bias, "sinks": sinks,
         "dropout_p": dropout_p, "rng_state": rng_state, "deterministic": deterministic, "backend": backend,
@@ -453,12 +455,18 @@ def explain(
         "softcap": softcap, "alibi_slopes": alibi_slopes, "attn_bias": attn_bias, "sinks": sinks,
         "dropout_p": dropout_p, "rng_state": rng_state, "deterministic": deterministic, "backend": backend,
     })  # fmt: skip
-    chosen = registry.resolve_backend(q.device, backend or "")
-    problem = ops.describe_attention(chosen, q, k, v, lengths, options)
-    forward = registry.explain_choice("attention_fwd", problem, q.device, backend or "", variant)
+    return _explain_checked(q, k, v, lengths, options, backend or "")
+
+
+def _explain_checked(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, options: AttentionOptions, name: str
+) -> registry.Explanation:
+    """Explain a checked call. `name`: the backend that the caller asked for, or ""."""
+    backend = registry.resolve_backend(q.device, name)
+    problem = ops.describe_attention(backend, q, k, v, lengths, options)
+    forward = registry.explain_choice("attention_fwd", problem, q.device, name, options.variant)
     if not options.needs_grad:
         return forward
     problem = problem.replace(batch_invariant=False)  # as `Plan.backward` does
-    variant = registry.op_variant("attention_bwd", chosen, variant, problem)
-    backward = registry.explain_choice("attention_bwd", problem, q.device, backend or "", variant)
-    return replace(forward, backward=backward)
+    variant = registry.op_variant("attention_bwd", backend, options.variant, problem)
+    return replace(forward, backward=registry.explain_choice("attention_bwd", problem, q.device, name, variant))

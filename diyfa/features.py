@@ -54,14 +54,14 @@ class Shape:
 
     letters: tuple[str, ...]
 
-    def every(self, sizes: Sizes) -> list[tuple[int, ...]]:
+    def allowed_shapes(self, sizes: Sizes) -> list[tuple[int, ...]]:
         """Return all shapes that are allowed, the usual one first."""
         sizes = {**sizes, "n": sizes["b"] + 1, "2": 2, "o": 2 + 4 * sizes["b"]}
         return [tuple(sizes[letter] for letter in letters) for letters in self.letters]
 
     def refuses(self, x: torch.Tensor, sizes: Sizes) -> str:
         """Return what x must do, as the end of a message, or "" if its shape is allowed."""
-        shapes = self.every(sizes)
+        shapes = self.allowed_shapes(sizes)
         return "" if x.shape in shapes else f"have shape {' or '.join(map(str, shapes))}, got {tuple(x.shape)}"
 
 
@@ -69,7 +69,7 @@ class Broadcast(Shape):
     """All shapes that broadcast to the one shape."""
 
     def refuses(self, x: torch.Tensor, sizes: Sizes) -> str:
-        (full,), shape = self.every(sizes), tuple(x.shape)
+        (full,), shape = self.allowed_shapes(sizes), tuple(x.shape)
         missing = len(full) - len(shape)
         if missing < 0 or any(
             size not in (1, full_size) for size, full_size in zip(shape, full[missing:], strict=True)
@@ -89,7 +89,7 @@ class State(Shape):
     """A contiguous vector of seed and offset, and optionally the origins of each sample behind them."""
 
     def refuses(self, x: torch.Tensor, sizes: Sizes) -> str:
-        _, (with_origins,) = self.every(sizes)
+        _, (with_origins,) = self.allowed_shapes(sizes)
         if x.shape not in ((2,), (with_origins,)) or x.stride(0) != 1:
             return (
                 "be a contiguous pair (seed, offset), or that and four origins for each sample, "

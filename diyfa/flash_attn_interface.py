@@ -27,7 +27,7 @@ from diyfa.attention import Words, attend, checked_options, packed_lengths
 from diyfa.attn_probs import signed_probabilities
 from diyfa.keywords import refuse_unknown, without_unknown
 from diyfa.kvcache import attend_packed, flash_attn_with_kvcache
-from diyfa.options import UNBOUNDED, WHOLE, Lengths, pack
+from diyfa.options import NO_LENGTHS, UNBOUNDED, Lengths, pack
 from diyfa.problem import VARLEN
 
 __all__ = [
@@ -58,7 +58,7 @@ def _attend(
     """Run one call. `owners` are q, k and v, or the tensors that pack them; `tail` are the arguments of `TAIL`."""
     arguments = dict(zip(TAIL, tail, strict=True))
     arguments["layout"] = "bshd" if lengths is None else VARLEN
-    return attend(owners, lengths or WHOLE, return_attn_probs, arguments, WORDS, signed_probabilities)
+    return attend(owners, lengths or NO_LENGTHS, return_attn_probs, arguments, WORDS, signed_probabilities)
 
 
 def _attend_pages(
@@ -271,7 +271,7 @@ def _forward(
         raise ValueError("return_softmax=True needs dropout_p > 0: it shows what dropout kept")
     validation.check_tensors(q=q, k=k, v=v)
     arguments["layout"] = "bshd" if lengths is None else VARLEN
-    lengths = lengths or WHOLE
+    lengths = lengths or NO_LENGTHS
     options = checked_options(q, k, v, lengths, arguments, WORDS)._replace(needs_grad=True)
     with torch.no_grad():
         out, lse = torch.ops.diyfa.attention_fwd(q, k, v, "", *pack(lengths, options))
@@ -296,7 +296,7 @@ def _backward(
     elif arguments["rng_state"] is None:
         raise ValueError("dropout_p > 0 needs the rng_state that the forward pass returned")
     arguments["layout"] = "bshd" if lengths is None else VARLEN
-    lengths = lengths or WHOLE
+    lengths = lengths or NO_LENGTHS
     options = checked_options(q, k, v, lengths, arguments, WORDS)._replace(needs_grad=True)
     out_shape = (*q.shape[:-1], v.shape[-1])
     lse_shape = (q.shape[1], q.shape[0]) if options.layout == VARLEN else (q.shape[0], q.shape[2], q.shape[1])

@@ -26,7 +26,7 @@ from diyfa.kvcache_ops import (
     with_room,
     without_backward,
 )
-from diyfa.options import UNBOUNDED, WHOLE
+from diyfa.options import NO_LENGTHS, UNBOUNDED
 from diyfa.plan import autocast_dtype, call_key, find, is_described_only, remember
 from diyfa.problem import VARLEN, KVCacheTensors, NewKeys
 
@@ -76,7 +76,7 @@ class _Call(NamedTuple):
     def options(self) -> KVCacheOptions:
         return KVCacheOptions._make(self[-len(KVCacheOptions._fields) :])._replace(softcap=float(self.softcap))
 
-    def given(self) -> dict[str, Any]:
+    def optional_by_name(self) -> dict[str, Any]:
         """Return the optional tensors that are given, by the caller's names for them."""
         names = _PACKED_OPTIONAL if self.is_packed else _OPTIONAL
         return {name: x for name, x in zip(names, self.optional, strict=True) if x is not None}
@@ -215,7 +215,7 @@ def _check_sequences(call: _Call, optional: dict[str, Any]) -> int:
 
 def _check(call: _Call) -> None:
     """Check all that shapes, strides, dtypes and devices show."""
-    q, k, v, optional = call.q, call.k, call.v, call.given()
+    q, k, v, optional = call.q, call.k, call.v, call.optional_by_name()
     names = ("q", "k", "v") if call.is_packed else ("q", "k_cache", "v_cache")
     validation.check_tensors(**dict(zip(names, (q, k, v), strict=True)))
     table, cos, out = optional.get("block_table"), optional.get("rotary_cos"), optional.get("out")
@@ -403,7 +403,7 @@ def _attend(call: _Call, length: int, max_seqlen_k: int, returns_lse: bool) -> A
     """Run a call -> (out, lse if `returns_lse`, …). Equal calls may differ in `length`, which is that of all sequences
     if no tensor has lengths, and in `max_seqlen_k`, which packed queries have."""
     q, k, v, optional = call[:4]
-    key = call_key(q, k, v, WHOLE, call[4:], optional, over_cache=True)
+    key = call_key(q, k, v, NO_LENGTHS, call[4:], optional, over_cache=True)
     plan = find(key)
     if plan is None:
         cast = _autocast(call)

@@ -10,7 +10,7 @@ import torch
 from diyfa import ops, registry, validation
 from diyfa.attention import autocast
 from diyfa.keywords import refuse_unknown, without_unknown
-from diyfa.options import WHOLE
+from diyfa.options import NO_LENGTHS
 from diyfa.plan import call_key, find, is_described_only
 
 PRECISIONS = ("tf32", "ieee")
@@ -68,7 +68,7 @@ def triton_matmul(
     backend = backend or registry.forced_backend()
     blocks = (block_m, block_n, block_k)
     choices = ("triton_matmul", *blocks, type(use_autotune), use_autotune, precision, out_dtype, backend)
-    key = call_key(a, b, b, WHOLE, choices, ())
+    key = call_key(a, b, b, NO_LENGTHS, choices, ())
     plan = find(key)
     if plan is not None:
         return plan.run(a, b)

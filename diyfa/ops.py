@@ -20,8 +20,8 @@ from diyfa import registry
 from diyfa.features import GRADIENTS
 from diyfa.options import (
     DIFFERENTIABLE,
+    NO_LENGTHS,
     SCHEMA,
-    WHOLE,
     AttentionOptions,
     Lengths,
     bind,
@@ -33,7 +33,7 @@ from diyfa.options import (
     with_tensors,
     without_tensors,
 )
-from diyfa.plan import Plan, ProductPlan, call_key, find, may_be_read, remember, runs_at_once
+from diyfa.plan import Plan, ProductPlan, call_key, find, may_be_read, remember, runs_eagerly
 from diyfa.problem import (
     LAYOUTS,
     VARLEN,
@@ -429,7 +429,7 @@ def _not_none(*tensors: torch.Tensor | None) -> list[torch.Tensor]:
 
 def forward(q: Any, k: Any, v: Any, lengths: Lengths, options: AttentionOptions) -> Pair:
     """Call the forward operator, or directly the function that it would call. q, k and v are views."""
-    if runs_at_once(q, k, v, *_not_none(*optional_tensors(lengths, options))):
+    if runs_eagerly(q, k, v, *_not_none(*optional_tensors(lengths, options))):
         return _launch_forward(q, k, v, lengths, options)
     return _fwd(q, k, v, "", *pack(lengths, options))
 
@@ -468,7 +468,7 @@ class _Attention(torch.autograd.Function):
             q, k, v, out, lse, *optional = saved
             q, k, v = UNPACK[call.options.packing](q, k, v)
             # With other addresses, hooks have packed and unpacked the saved tensors.
-            if ctx.addresses == [x.data_ptr() for x in (q, k, v, out, lse, *optional)] and call.holds():
+            if ctx.addresses == [x.data_ptr() for x in (q, k, v, out, lse, *optional)] and call.is_usable():
                 results = _run_backward(call, (q, k, v, out, lse), optional, dout)
         if results is None:
             results = _differentiate(call, saved, dout, dlse)
@@ -501,7 +501,7 @@ def differentiate(
     if dout is None:
         dout = torch.zeros_like(results[0])
     saved = (*UNPACK[options.packing](*owners), *results)
-    if runs_at_once(*_not_none(dout, dlse, *owners, *optional_tensors(lengths, options))):
+    if runs_eagerly(*_not_none(dout, dlse, *owners, *optional_tensors(lengths, options))):
         return _gradients(dout, dlse, saved, lengths, options)
     return _bwd(dout, dlse, *saved, options.packing, *pack(lengths, options))
 
@@ -526,7 +526,7 @@ def _attention_fwd_autograd(q: Any, k: Any, v: Any, packing: str, *features: Any
         }
         options = options._replace(needs_grad=True, **learned)
         return _apply(q, k, v, lengths, options)
-    if runs_at_once(*_not_none(q, k, v, *tensors_among(features))):  # in a compiled program
+    if runs_eagerly(*_not_none(q, k, v, *tensors_among(features))):  # in a compiled program
         return _attention_fwd(q, k, v, packing, *features)
     with below_autograd():
         return _fwd(q, k, v, packing, *features)
@@ -605,7 +605,7 @@ def _matmul(
     backend: str,
 ) -> torch.Tensor:
     options = None if block is None else tuple(block), autotune, precision, compute_dtype, out_dtype, backend
-    key = call_key(a, b, b, WHOLE, ("product", *options, registry.forced_backend()), ())
+    key = call_key(a, b, b, NO_LENGTHS, ("product", *options, registry.forced_backend()), ())
     plan = find(key)
     return (product_plan(a, b, key, *options) if plan is None else plan).run(a, b)
 
@@ -663,7 +663,7 @@ _mm = torch.ops.diyfa.matmul.default
 
 def _multiply(a: torch.Tensor, b: torch.Tensor, *arguments: Any) -> torch.Tensor:
     """Call the operator, or directly the function that it would call."""
-    return (_matmul if runs_at_once(a, b) else _mm)(a, b, *arguments)
+    return (_matmul if runs_eagerly(a, b) else _mm)(a, b, *arguments)
 
 
 class _Matmul(torch.autograd.Function):

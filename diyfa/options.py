@@ -30,7 +30,7 @@ class Lengths(NamedTuple):
     max_seqlen_k: int = 0
 
 
-WHOLE = Lengths()
+NO_LENGTHS = Lengths()
 
 
 class AttentionOptions(NamedTuple):
@@ -98,7 +98,7 @@ def optional_from_arguments(lengths: Lengths, arguments: dict[str, Any]) -> tupl
     slopes, bias, sinks, state = (
         arguments.get("alibi_slopes"), arguments.get("attn_bias"), arguments.get("sinks"), arguments.get("rng_state")
     )  # fmt: skip
-    if lengths is WHOLE and slopes is bias is sinks is state is None:
+    if lengths is NO_LENGTHS and slopes is bias is sinks is state is None:
         return ()
     return lengths.cu_seqlens_q, lengths.cu_seqlens_k, lengths.seq_lens, slopes, bias, sinks, state
 

@@ -51,7 +51,7 @@ class Plan:
         if problem.needs_grad:  # refuse now rather than in the backward pass
             self.backward()
 
-    def holds(self) -> bool:
+    def is_usable(self) -> bool:
         """Return whether this plan may run now. A recording has plans of its own, and may begin or end between the two
         passes of a call."""
         return self.is_recorded is _recording
@@ -124,7 +124,7 @@ def recording() -> Iterator[None]:
         plans, _recording = before
 
 
-def runs_at_once(*tensors: torch.Tensor) -> bool:
+def runs_eagerly(*tensors: torch.Tensor) -> bool:
     """Return whether a call with these inputs runs at once: no gradient is wanted, and only the device sees it."""
     if torch.compiler.is_compiling():
         return False

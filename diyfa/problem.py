@@ -109,7 +109,7 @@ class _Problem:
         decisions depend on the kind alone, and are made once for it (`cached_per_kind`)."""
         values = self.__dict__
         left, right = values.get("window_left", 0), values.get("window_right", 0)
-        key = type(self), left >= 0, right >= 0, right > 0, *_field_table(cast(Any, type(self))).facts(values)
+        key = type(self), left >= 0, right >= 0, right > 0, *_field_table(cast(Any, type(self))).key_values(values)
         kind = _kinds.get(key)
         if kind is None:
             if len(_kinds) >= KINDS:
@@ -136,15 +136,15 @@ class _Fields(NamedTuple):
 
     names: tuple[str, ...]
     defaults: dict[str, Any]
-    facts: Callable[[dict[str, Any]], tuple[Any, ...]]  # all values but sizes and a window's bounds
+    key_values: Callable[[dict[str, Any]], tuple[Any, ...]]  # all values but sizes and a window's bounds
 
 
 @cache
 def _field_table(kind: Any) -> _Fields:
-    all_fields = fields(kind)
-    key_names = [each.name for each in all_fields if each.name not in {*kind.SIZES, "window_left", "window_right"}]
-    defaults = {each.name: each.default for each in all_fields if each.default is not MISSING}
-    return _Fields(tuple(each.name for each in all_fields), defaults, itemgetter(*key_names))
+    class_fields = fields(kind)
+    key_names = [each.name for each in class_fields if each.name not in {*kind.SIZES, "window_left", "window_right"}]
+    defaults = {each.name: each.default for each in class_fields if each.default is not MISSING}
+    return _Fields(tuple(each.name for each in class_fields), defaults, itemgetter(*key_names))
 
 
 class _AttentionShape:
@@ -414,7 +414,7 @@ def example_tensors(problem: AttentionProblem, device: str = "meta") -> dict[str
         if feature.shape is not None and feature.is_in(problem):
             value = getattr(problem, feature.problem_field, None)
             dtype = getattr(torch, value) if isinstance(value, str) else feature.dtypes[0]
-            tensors[feature.name] = torch.empty(feature.shape.every(sizes)[0], dtype=dtype, device=device)
+            tensors[feature.name] = torch.empty(feature.shape.allowed_shapes(sizes)[0], dtype=dtype, device=device)
     return tensors
 
 

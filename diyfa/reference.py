@@ -15,7 +15,7 @@ import torch
 
 from diyfa.dropout import drop_threshold, element_levels, keys_from_state, mask_from_keys, position_words
 from diyfa.keywords import refuse_unknown, without_unknown
-from diyfa.options import LENGTHS, UNBOUNDED, WHOLE, AttentionOptions, Lengths
+from diyfa.options import LENGTHS, NO_LENGTHS, UNBOUNDED, AttentionOptions, Lengths
 from diyfa.problem import LAYOUTS, VARLEN, KVCacheTensors, NewKeys, as_bhsd
 
 _INF = float("inf")
@@ -138,7 +138,7 @@ def _attend_sequences(
             rows, columns = torch.arange(q1 - q0, device=q.device), torch.arange(k1 - k0, device=q.device)
             words = (position_words(key[b], x) for key, x in zip(keys, (rows, rows, columns, columns), strict=True))
             keep = element_levels(*words) >= drop_threshold(options.dropout_p)  # as dropout_mask for sample b
-        sequence_out, sequence_lse = attend(q_b, k_b, v_b, WHOLE, options._replace(alibi_slopes=slopes), keep)
+        sequence_out, sequence_lse = attend(q_b, k_b, v_b, NO_LENGTHS, options._replace(alibi_slopes=slopes), keep)
         out[q0:q1], lse[:, q0:q1] = sequence_out[0].transpose(0, 1), sequence_lse[0]
     return out, lse
 
@@ -329,6 +329,26 @@ def reference_append(tensors: KVCacheTensors, new: NewKeys, rotates_per_query: b
 
 
 @without_unknown
+def _sequence_keys_and_values(
+    tensors: KVCacheTensors, b: int, start: int, stop: int, dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """Gather keys `start` to `stop` of sequence b and their values, (1, keys, Hk, …), times their descales."""
+    positions = [_cache_position(tensors, b, j) for j in range(start, stop)]
+    gathered = []
+    for cache, descale in ((tensors.k_cache, tensors.k_descale), (tensors.v_cache, tensors.v_descale)):
+        rows = [cache[position] for position in positions]
+        x = (torch.stack(rows) if rows else cache.new_empty(0, *cache.shape[2:])).to(dtype)
+        gathered.append((x if descale is None else x * descale[b][:, None])[None])
+    return gathered
+
+
+def _expanded_descale(x: torch.Tensor | float | None, batch: int, k_cache: torch.Tensor) -> torch.Tensor | None:
+    """Return a descale as float32 (batch, Hk)."""
+    if x is None:
+        return None
+    return torch.as_tensor(x, dtype=torch.float32, device=k_cache.device).expand(batch, k_cache.shape[2])
+
+
 def reference_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -375,13 +395,9 @@ def reference_kvcache(
     dtype = dtype or q.dtype
     batch = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
     seqlens = cache_seqlens if isinstance(cache_seqlens, torch.Tensor) else None
-    descales = [
-        None if x is None else torch.as_tensor(x, dtype=torch.float32, device=q.device).expand(batch, k_cache.shape[2])
-        for x in (k_descale, v_descale)
-    ]
     tensors = KVCacheTensors(
         q, k_cache, v_cache, 1.0, seqlens=seqlens, cache_batch_idx=cache_batch_idx, block_table=block_table,
-        k_descale=descales[0], v_descale=descales[1],
+        k_descale=_expanded_descale(k_descale, batch, k_cache), v_descale=_expanded_descale(v_descale, batch, k_cache),
     )  # fmt: skip
     capacity = _capacity(tensors)
     if seqlens is None:
@@ -400,16 +416,7 @@ def reference_kvcache(
         if q0 == q1:
             continue
         stop = min(lengths[b] + (0 if k is None else k.shape[1]), capacity)
-        positions = [_cache_position(tensors, b, j) for j in range(pads[b], stop)]
-        keys_and_values = []
-        for cache, descale in zip((tensors.k_cache, tensors.v_cache), descales, strict=True):
-            x = (
-                torch.stack([cache[position] for position in positions])
-                if positions
-                else cache.new_empty(0, *cache.shape[2:])
-            )
-            x = x.to(dtype) if descale is None else x.to(dtype) * descale[b][:, None]
-            keys_and_values.append(x[None])
+        keys_and_values = _sequence_keys_and_values(tensors, b, pads[b], stop, dtype)
         slopes = alibi_slopes[b : b + 1] if alibi_slopes is not None and alibi_slopes.dim() == 2 else alibi_slopes
         result, result_lse = compute(
             rows[q0:q1][None].to(dtype), *keys_and_values, causal=causal, window=window_size, sm_scale=softmax_scale,

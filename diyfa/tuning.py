@@ -44,7 +44,7 @@ ROUNDS = 3  # each round measures every candidate once, so that a drifting clock
 # many sizes. Two short measurements of one kernel differ by up to 5 % on an H200, whose clock follows its power.
 MARGIN = 0.05
 NO_FOLDER = "there is no home folder to keep results in: DIYFA_CACHE_DIR names another folder"
-MAX_REMEMBERED = 4096  # entries of `Tuner._known` and of `Tuner._unmeasured`: buckets with and without a tile
+MAX_REMEMBERED = 4096  # entries of `Tuner._configs` and of `Tuner._unmeasured`: buckets with and without a tile
 
 
 def bucket_size(n: int) -> int:
@@ -184,7 +184,7 @@ class Tuner:
 
     def __init__(self, timer: Callable[[Callable[[], None]], float], rounds: int = ROUNDS) -> None:
         self._timer, self._rounds = timer, rounds
-        self._known: dict[tuple[int, str, Hashable], Any] = {}
+        self._configs: dict[tuple[int, str, Hashable], Any] = {}
         self._unmeasured: set[tuple[int, str, Hashable]] = set()  # the file has no row: `best` returns the default
         self._renew_lock()
         self.enabled = os.environ.get("DIYFA_AUTOTUNE", "1") != "0"
@@ -255,14 +255,14 @@ class Tuner:
                 run(each)
             return default
         key = (device[0], kernel, bucket)
-        cached = self._known.get(key)
+        cached = self._configs.get(key)
         if cached is not None:
             return cached
         measures = self._is_measuring or self._measures_unasked()
         if key in self._unmeasured and not measures:
             return default
         with self._lock:
-            cached = self._known.get(key)
+            cached = self._configs.get(key)
             if cached is not None:
                 return cached
             candidates = list(dict.fromkeys([default, *candidates]))
@@ -277,9 +277,9 @@ class Tuner:
                 if not self._may_measure():
                     return default
                 config = self._measure(file, kernel, bucket, candidates, run, default)
-            if len(self._known) >= MAX_REMEMBERED:
-                self._known.clear()  # the file still has the rows
-            self._known[key] = config
+            if len(self._configs) >= MAX_REMEMBERED:
+                self._configs.clear()  # the file still has the rows
+            self._configs[key] = config
             return config
 
     def is_settled(self, kernel: str, bucket: Hashable) -> bool:
@@ -288,7 +288,7 @@ class Tuner:
         if device is None:
             return True
         key = device[0], kernel, bucket
-        return key in self._known or (
+        return key in self._configs or (
             key in self._unmeasured and not self._is_measuring and not self._measures_unasked()
         )
 
@@ -338,7 +338,7 @@ class Tuner:
         if device is None:
             return 0
         with self._lock:
-            self._known = {key: config for key, config in self._known.items() if key[0] != device[0]}
+            self._configs = {key: config for key, config in self._configs.items() if key[0] != device[0]}
             self._unmeasured.clear()
             self.changes += 1
             file = self._file(device)

@@ -91,12 +91,10 @@ def _backward(describe: Callable[..., Pass]) -> dict[str, Any]:
     return {"launch": launching_backward(describe), "repeat": repeating_backward(describe)}
 
 
-def _kernels() -> tuple[Kernel, ...]:
+def _forward_kernels() -> tuple[Kernel, ...]:
+    """Return the kernels of the forward pass, the preferred one first."""
     from diyfa.backends.cuda.attention import configs, decode_configs
-    from diyfa.backends.cuda.hopper import bwd_configs as hopper_bwd_configs
     from diyfa.backends.cuda.hopper import configs as hopper_configs
-    from diyfa.backends.cuda.hopper import decode_mla_configs, prefill_configs
-    from diyfa.backends.cuda.matmul import configs as matmul_configs
 
     return (
         Kernel(
@@ -134,6 +132,15 @@ def _kernels() -> tuple[Kernel, ...]:
             unsupported=lambda problem: refuse_features(problem, V1_FEATURES, "v1") or _needs_tile(problem, "fwd"),
             config=_later("attention.fwd_v1", "config"),
         ),
+    )
+
+
+def _backward_kernels() -> tuple[Kernel, ...]:
+    """Return the kernels of the backward pass, the preferred one first."""
+    from diyfa.backends.cuda.attention import configs
+    from diyfa.backends.cuda.hopper import bwd_configs as hopper_bwd_configs
+
+    return (
         Kernel(
             name="sm90",
             op="attention_bwd",
@@ -163,6 +170,15 @@ def _kernels() -> tuple[Kernel, ...]:
             unsupported=lambda problem: _needs_tile(problem, "dkdv", "dq", *(("dbias",) if problem.bias_grad else ())),
             config=lambda problem: configs.default_config("dkdv", problem),
         ),
+    )
+
+
+def _cache_kernels() -> tuple[Kernel, ...]:
+    """Return the kernels of attention over a cache, the preferred one first, and of appending to it."""
+    from diyfa.backends.cuda.attention import decode_configs
+    from diyfa.backends.cuda.hopper import decode_mla_configs, prefill_configs
+
+    return (
         Kernel(
             name="sm90",
             op="kvcache_fwd",
@@ -198,6 +214,14 @@ def _kernels() -> tuple[Kernel, ...]:
             unsupported=_later("attention.append", "unsupported"),
             repeat=repeating_append(_later("attention.append", "append_pass")),
         ),
+    )
+
+
+def _matmul_kernels() -> tuple[Kernel, ...]:
+    """Return the kernels of the matrix product, the preferred one first."""
+    from diyfa.backends.cuda.matmul import configs as matmul_configs
+
+    return (
         Kernel(
             name="tma",
             op="matmul",
@@ -254,7 +278,7 @@ class CudaBackend:
     device_type = "cuda"
 
     def __init__(self) -> None:
-        self.kernels = _kernels()
+        self.kernels = (*_forward_kernels(), *_backward_kernels(), *_cache_kernels(), *_matmul_kernels())
 
     def accepts(self, device: torch.device) -> str | None:
         from diyfa.backends.cuda.runtime import launch

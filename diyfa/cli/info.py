@@ -209,7 +209,7 @@ def _print_integrations(clients: list[dict[str, Any]]) -> None:
     rows = []
     for row in clients:
         on = "on" if row["on"] else "off"
-        calls = "\n".join(f"{count} {client}" for client, count in row["calls"].items())
+        calls = "\n".join(f"{count} {route}" for route, count in row["calls"].items())
         rows.append([row["client"], row["installed"] or "-", f"{row['switched_on_by']}()", on, escape(calls) or "-"])
     headings = ["client", "installed", "diyfa.integrations.", "here", "calls"]
     out.print(table("inside other software, in this process", headings, rows))

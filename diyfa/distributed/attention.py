@@ -28,7 +28,7 @@ from diyfa.distributed.sharding import (
 from diyfa.distributed.steps import normalised, ring_steps
 from diyfa.dropout import with_origins
 from diyfa.keywords import refuse_unknown, without_unknown
-from diyfa.options import UNBOUNDED, WHOLE, AttentionOptions, Lengths
+from diyfa.options import NO_LENGTHS, UNBOUNDED, AttentionOptions, Lengths
 from diyfa.problem import LAYOUTS, VARLEN
 
 METHODS = ("auto", "ring", "ulysses", "both")
@@ -53,14 +53,14 @@ def _local_lengths(segments: Segments, sequences: int, device: torch.device) -> 
 def _cheapest(
     qkv: tuple[torch.Tensor, ...],
     group: dist.ProcessGroup,
-    layout: tuple[tuple[int, ...], tuple[Segments, ...]],
+    sharding: tuple[tuple[int, ...], tuple[Segments, ...]],
     options: AttentionOptions,
 ) -> str:
     """Return the method that "auto" takes for one group."""
     if options.alibi_slopes is not None or options.batch_invariant:
         return "ulysses"
     q, k, v = qkv
-    sequences, segments = layout
+    sequences, segments = sharding
     rows, heads = row_dim(options.layout), head_dim(options.layout)
     window = normalised((options.window_left, options.window_right), sequences[-1])
     work = cost.Work(
@@ -76,7 +76,7 @@ def _chosen(
     method: str,
     groups: tuple[dist.ProcessGroup, ...],
     qkv: tuple[torch.Tensor, ...],
-    layout: tuple[tuple[int, ...], tuple[Segments, ...]],
+    sharding: tuple[tuple[int, ...], tuple[Segments, ...]],
     options: AttentionOptions,
 ) -> str:
     """Return the method that runs.
@@ -88,7 +88,7 @@ def _chosen(
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
     two = len(groups) == 2
     if method == "auto":
-        method = "both" if two else _cheapest(qkv, groups[0], layout, options)
+        method = "both" if two else _cheapest(qkv, groups[0], sharding, options)
     if two != (method == "both"):
         dimensions = "one dimension" if two else "two dimensions, (ring, ulysses)"
         raise ValueError(f"method {method!r} needs a group of {dimensions}, got a group of {len(groups)}")
@@ -192,7 +192,7 @@ class _Call(NamedTuple):
     """The checked arguments of one rank's call."""
 
     qkv: tuple[torch.Tensor, ...]
-    where: tuple[tuple[int, ...], tuple[Segments, ...]]  # the sequences, and each rank's segments of them
+    sharding: tuple[tuple[int, ...], tuple[Segments, ...]]  # the sequences, and each rank's segments of them
     options: AttentionOptions
     method: str
     first: tuple[int, int] = (0, 0)  # index in dropout's mask of this rank's first sample and query head
@@ -217,7 +217,7 @@ def described_call(
     ranks, rank = rank_in(groups)
     sequences = sequence_offsets(rows * ranks, arguments["cu_seqlens"])
     segments = rank_segments(sequences, ranks, arguments["load_balance"])
-    lengths = _local_lengths(segments[rank], len(sequences) - 2, q.device) if packed else WHOLE
+    lengths = _local_lengths(segments[rank], len(sequences) - 2, q.device) if packed else NO_LENGTHS
     front_end_options = (
         "method",
         "load_balance",
@@ -232,9 +232,9 @@ def described_call(
         lengths,
         {name: x for name, x in arguments.items() if name not in front_end_options} | {"layout": layout},
     )
-    where = sequences, segments
-    chosen = _chosen(arguments["method"], groups, qkv, where, options)
-    return _Call(qkv, where, options, chosen, arguments.get("first", (0, 0)))
+    sharding = sequences, segments
+    chosen = _chosen(arguments["method"], groups, qkv, sharding, options)
+    return _Call(qkv, sharding, options, chosen, arguments.get("first", (0, 0)))
 
 
 def kernel_layout(arguments: dict[str, Any]) -> str:
@@ -309,7 +309,7 @@ class _Plan(NamedTuple):
 def plan_of(call: _Call, groups: tuple[dist.ProcessGroup, ...]) -> _Plan:
     qkv, (sequences, segments), options, method, (sample, head) = call
     if method == "ring":
-        return _Plan(None, _ring(groups[0], segments, sequences, options, call.first), WHOLE, options)
+        return _Plan(None, _ring(groups[0], segments, sequences, options, call.first), NO_LENGTHS, options)
     size, heads = dist.get_world_size(groups[-1]), head_dim(options.layout)
     head += dist.get_rank(groups[-1]) * (qkv[0].shape[heads] // size)
     teams = [segments[n : n + size] for n in range(0, len(segments), size)]  # each team exchanges rows for heads
@@ -323,8 +323,8 @@ def plan_of(call: _Call, groups: tuple[dist.ProcessGroup, ...]) -> _Plan:
         )
     if method == "both":
         ring = _ring(groups[0], tuple(joined(team) for team in teams), sequences, options, (sample, head))
-        return _Plan(exchange, ring, WHOLE, options)
-    lengths, samples = WHOLE, qkv[0].shape[0]
+        return _Plan(exchange, ring, NO_LENGTHS, options)
+    lengths, samples = NO_LENGTHS, qkv[0].shape[0]
     if options.layout == VARLEN:
         samples = len(sequences) - 2
         lengths = _local_lengths(joined(segments), samples, qkv[0].device)

@@ -32,7 +32,7 @@ from diyfa.distributed.merge import INF, Merged, as_rows, head_dim, row_dim
 from diyfa.distributed.sharding import gather_shards
 from diyfa.distributed.steps import Call, Step
 from diyfa.dropout import with_origins
-from diyfa.options import WHOLE, AttentionOptions, Lengths
+from diyfa.options import NO_LENGTHS, AttentionOptions, Lengths
 
 
 class Ring(NamedTuple):
@@ -84,7 +84,7 @@ class _Transfer:
 def _lengths(call: Call, device: torch.device) -> Lengths:
     """Return the packed lengths of one call, or WHOLE. The copy of the offsets to the device is asynchronous."""
     if not call.offsets_q:
-        return WHOLE
+        return NO_LENGTHS
     both = call.offsets_q, call.offsets_k
     longest_q, longest_k = (max(b - a for a, b in pairwise(offsets)) for offsets in both)
     offsets_q, offsets_k = (
@@ -105,7 +105,11 @@ def call_options(ring: Ring, call: Call, q: torch.Tensor, sinks: torch.Tensor | 
     if state is not None:
         state = with_origins(state, _origins(ring, call, q))
     return ring.options._replace(
-        window_left=left, window_right=right, sinks=sinks if call.own else None, out_dtype=out_dtype, rng_state=state
+        window_left=left,
+        window_right=right,
+        sinks=sinks if call.has_diagonal else None,
+        out_dtype=out_dtype,
+        rng_state=state,
     )
 
 
@@ -201,22 +205,22 @@ class Sum:
     """A gradient in float32 (float64 for float64 inputs) that adds up contributions to ranges of its rows."""
 
     def __init__(self, template: torch.Tensor, dim: int) -> None:
-        self.like, self.dim = template, dim
+        self.template, self.dim = template, dim
         self.total: torch.Tensor | None = None
 
     @property
     def wide(self) -> torch.dtype:
-        return torch.promote_types(self.like.dtype, torch.float32)
+        return torch.promote_types(self.template.dtype, torch.float32)
 
     def add(self, first: int, contribution: torch.Tensor) -> None:
-        if self.total is None and contribution.shape == self.like.shape:
+        if self.total is None and contribution.shape == self.template.shape:
             self.total = contribution.to(self.wide)
         else:
             self.total_or_zeros().narrow(self.dim, first, contribution.shape[self.dim]).add_(contribution)
 
     def total_or_zeros(self) -> torch.Tensor:
         if self.total is None:
-            self.total = torch.zeros_like(self.like, dtype=self.wide)
+            self.total = torch.zeros_like(self.template, dtype=self.wide)
         return self.total
 
 
@@ -247,7 +251,7 @@ def backward_step(ring: Ring, step: Step, saved: Saved, current_kv: Sequence[tor
         saved.dq.add(call.queries[0], gradients[0])
         for total, x in zip(sums, gradients[1:3], strict=True):
             total.add(call.keys[0], x)
-        if saved.dsinks is not None and call.own:
+        if saved.dsinks is not None and call.has_diagonal:
             saved.dsinks.add_(gradients[ops.GRADIENT_INDEX["sinks"]])
     return [total.total_or_zeros() for total in sums]
 

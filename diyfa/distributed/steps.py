@@ -43,11 +43,11 @@ class Block(NamedTuple):
     queries: Range  # of this rank's rows
     keys: Range  # of the key owner's rows
     window: tuple[int, int]  # (left, right); -1: unbounded
-    own: bool  # contains every query's own key. Each row has one such block: it adds the sink
+    has_diagonal: bool  # contains every query's own key. Each row has one such block: it adds the sink
     origin: Origin
 
     @property
-    def whole(self) -> bool:
+    def is_unmasked(self) -> bool:
         return self.window == (-1, -1)
 
 
@@ -57,7 +57,7 @@ class Call(NamedTuple):
     queries: Range
     keys: Range
     window: tuple[int, int]
-    own: bool
+    has_diagonal: bool
     origins: tuple[Origin, ...]  # one, or one for each packed sequence; a joined block has the first block's
     offsets_q: tuple[int, ...] = ()
     offsets_k: tuple[int, ...] = ()
@@ -102,14 +102,28 @@ def _join(blocks: list[Block]) -> list[Block]:
     joined_blocks: list[Block] = []
     for block in blocks:
         last = joined_blocks[-1] if joined_blocks else None
-        if last and last.whole and block.whole and last.queries == block.queries and last.keys[1] == block.keys[0]:
-            joined_blocks[-1] = last._replace(keys=(last.keys[0], block.keys[1]), own=last.own or block.own)
+        if (
+            last
+            and last.is_unmasked
+            and block.is_unmasked
+            and last.queries == block.queries
+            and last.keys[1] == block.keys[0]
+        ):
+            joined_blocks[-1] = last._replace(
+                keys=(last.keys[0], block.keys[1]), has_diagonal=last.has_diagonal or block.has_diagonal
+            )
         else:
             joined_blocks.append(block)
     blocks, joined_blocks = joined_blocks, []
     for block in blocks:
         last = joined_blocks[-1] if joined_blocks else None
-        same_keys = last and last.whole and block.whole and last.keys == block.keys and last.own == block.own
+        same_keys = (
+            last
+            and last.is_unmasked
+            and block.is_unmasked
+            and last.keys == block.keys
+            and last.has_diagonal == block.has_diagonal
+        )
         if last and same_keys and last.queries[1] == block.queries[0]:
             joined_blocks[-1] = last._replace(queries=(last.queries[0], block.queries[1]))
         else:
@@ -170,7 +184,7 @@ def _packed(blocks: list[Block]) -> Call:
         (first.queries[0], last.queries[1]),
         (first.keys[0], last.keys[1]),
         first.window,
-        first.own,
+        first.has_diagonal,
         tuple(origins),
         tuple(offsets_q),
         tuple(offsets_k),
@@ -181,14 +195,14 @@ def _calls(blocks: list[Block], packed: bool) -> tuple[Call, ...]:
     if not packed:
         return tuple(Call(*block[:-1], (block.origin,)) for block in blocks)
     calls = []
-    in_order = sorted(blocks, key=lambda block: (not block.own, block.window, block.queries, block.keys))
-    for _, group in groupby(in_order, lambda block: (block.own, block.window)):
+    in_order = sorted(blocks, key=lambda block: (not block.has_diagonal, block.window, block.queries, block.keys))
+    for _, group in groupby(in_order, lambda block: (block.has_diagonal, block.window)):
         ascending: list[list[Block]] = []
         for block in group:
             for chain in ascending:
                 rows, keys = (after[0] - before[1] for before, after in zip(chain[-1][:2], block[:2], strict=True))
                 # A row of a sequence without keys would still add the sink: own blocks leave no rows between them.
-                if keys >= 0 and (rows == 0 if block.own else rows >= 0):
+                if keys >= 0 and (rows == 0 if block.has_diagonal else rows >= 0):
                     chain.append(block)
                     break
             else:

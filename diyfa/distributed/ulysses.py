@@ -101,7 +101,7 @@ class Ulysses(NamedTuple):
     """The exchanges of one call, without autograd."""
 
     group: dist.ProcessGroup
-    held: tuple[Segments, ...]  # the segments of each rank of the group
+    segments_by_rank: tuple[Segments, ...]  # the segments of each rank of the group
     layout: str
     repeats: int  # of each KV head
 
@@ -134,7 +134,7 @@ class Ulysses(NamedTuple):
         rows, heads = row_dim(self.layout), head_dim(self.layout)
         features = tensors[0].dim()
         dims = tuple((rows, heads) if x.dim() == features else (x.dim() - 1, x.dim() - 2) for x in tensors)
-        return _Exchange(self.group, _row_order(self.held, tensors[0].device), dims)
+        return _Exchange(self.group, _row_order(self.segments_by_rank, tensors[0].device), dims)
 
     @staticmethod
     def _padded(tensors: list[torch.Tensor]) -> list[Any]:

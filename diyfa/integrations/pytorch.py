@@ -43,8 +43,8 @@ def _override_sdpa(library: torch.library.Library, key: str) -> None:
         library.impl("scaled_dot_product_attention", attention, dispatch_key)
 
 
-def _override(device_type: str, whole: bool, and_then: Callable[[], None] = lambda: None) -> Handle:
-    """Override PyTorch's flash operators for one device type; if `whole`, `scaled_dot_product_attention`, too.
+def _override(device_type: str, overrides_sdpa: bool, and_then: Callable[[], None] = lambda: None) -> Handle:
+    """Override PyTorch's flash operators for one device type; if `overrides_sdpa`, `scaled_dot_product_attention`, too.
 
     The handle's `remove()` calls `and_then` after it has removed the kernels.
     """
@@ -60,7 +60,7 @@ def _override(device_type: str, whole: bool, and_then: Callable[[], None] = lamb
         for operator in torch_operators.FLASH_OPERATORS:
             if hasattr(torch.ops.aten, operator.__name__):
                 library.impl(operator.__name__, operator, key)
-        if whole:
+        if overrides_sdpa:
             _override_sdpa(library, key)
         return switch_on(SEAM, undo.pop_all(), device_type)
 
@@ -71,7 +71,7 @@ class _Registered:
     def __init__(self, before: str | None = None) -> None:
         self._before = before
         self._replaced = False
-        self._handle = _override("cuda", whole=False, and_then=self._bring_back)
+        self._handle = _override("cuda", overrides_sdpa=False, and_then=self._bring_back)
 
     def remove(self) -> None:
         self._replaced = True
@@ -134,7 +134,7 @@ def use_in_pytorch(device_type: str = "cuda") -> Handle:
         if device_type == "cuda" and hasattr(attention, "restore_flash_attention_impl"):  # 2.11
             _activate()
         else:
-            _override(device_type, whole=device_type != "cuda")
+            _override(device_type, overrides_sdpa=device_type != "cuda")
         handle = active_handle(SEAM)
         assert handle is not None, "it was switched on above"
     elif handle.detail != device_type:

@@ -46,8 +46,8 @@ def switch_on(seam: str, undo: ExitStack, detail: str = "") -> Handle:
     return _on[seam]
 
 
-def record(seam: str, where: str) -> None:
-    """Count one call of a seam that went to `where`."""
+def record(seam: str, route: str) -> None:
+    """Count one call of a seam that went to `route`."""
     handle = _on.get(seam)
     if handle is not None and not torch.compiler.is_compiling():
-        handle.calls[where] += 1
+        handle.calls[route] += 1

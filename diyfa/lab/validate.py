@@ -126,8 +126,8 @@ def _matmul(sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.devic
         return Verdict(case, "matmul", "refused", reason=str(refusal))
     expected = a.double() @ b.double()
     budget = error_budget(measure_error(a @ b, expected), rounding_unit(expected, dtype))
-    share = Check(measure_error(c, expected), budget).share
-    return Verdict(case, "matmul", "pass" if share <= 1 else "FAIL", share, "c")
+    error_share = Check(measure_error(c, expected), budget).share
+    return Verdict(case, "matmul", "pass" if error_share <= 1 else "FAIL", error_share, "c")
 
 
 def _cell(verdict: Verdict) -> str:

@@ -201,7 +201,7 @@ def apply_rotary_emb_qkv_(
         if qkv.shape[2] != 3:
             raise ValueError(f"qkv must have shape (batch, seqlen, 3, heads, head_dim), got {tuple(qkv.shape)}")
         qk = qkv[:, :, :2]
-        parts = (qk[:, :, 0], qk[:, :, 1])
+        tensors = (qk[:, :, 0], qk[:, :, 1])
     elif qkv.dim() == 4:
         heads_kv = 0 if num_heads_q is None else qkv.shape[2] - num_heads_q
         if num_heads_q is None or num_heads_q < 1 or heads_kv < 2 or heads_kv % 2:
@@ -210,7 +210,7 @@ def apply_rotary_emb_qkv_(
                 f"{tuple(qkv.shape)} and num_heads_q={num_heads_q}"
             )
         qk = qkv[:, :, : num_heads_q + heads_kv // 2]
-        parts = (qk[:, :, :num_heads_q], qk[:, :, num_heads_q:])
+        tensors = (qk[:, :, :num_heads_q], qk[:, :, num_heads_q:])
     else:
         raise ValueError(f"qkv must be 4-D or 5-D, got shape {tuple(qkv.shape)}")
     _check_tables(cos, sin, qkv)
@@ -223,8 +223,8 @@ def apply_rotary_emb_qkv_(
         return qkv
     tables = (cos, sin, cos if cos_k is None else cos_k, sin if sin_k is None else sin_k)
     _check_tables(tables[2], tables[3], qkv)
-    for part, (c, s) in zip(parts, (tables[:2], tables[2:]), strict=True):
-        apply_rotary(part, c, s, seqlen_offsets, interleaved=interleaved, inplace=True)
+    for x, (c, s) in zip(tensors, (tables[:2], tables[2:]), strict=True):
+        apply_rotary(x, c, s, seqlen_offsets, interleaved=interleaved, inplace=True)
     return qkv
 
 

@@ -17,7 +17,7 @@ from diyfa.attention import checked_options, flash_attention_v2, flash_attention
 from diyfa.kvcache import flash_attn_with_kvcache
 from diyfa.matmul import triton_matmul
 from diyfa.ops import differentiate, forward
-from diyfa.options import WHOLE
+from diyfa.options import NO_LENGTHS
 from diyfa.registry import batch_invariant, resolve_backend
 
 BF16, FP16, FP32, FLOAT8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
@@ -113,12 +113,12 @@ def attention(
             longest = arguments.pop("longest", 0)
             out: Any = flash_attention_varlen(q, k, v, offsets, offsets, longest or m, longest or n, **arguments)
         elif "out_dtype" in arguments:
-            checked = checked_options(q, k, v, WHOLE, {"layout": "bshd", **arguments})
+            checked = checked_options(q, k, v, NO_LENGTHS, {"layout": "bshd", **arguments})
             q, k, v = q.detach(), k.detach(), v.detach()
-            out, lse = forward(q, k, v, WHOLE, checked)
+            out, lse = forward(q, k, v, NO_LENGTHS, checked)
             if backward:  # its input is the merged output, which has the dtype of q
                 out = out.to(dtype)
-                differentiate((torch.empty_like(out), None), (q, k, v), (out, lse), WHOLE, checked)
+                differentiate((torch.empty_like(out), None), (q, k, v), (out, lse), NO_LENGTHS, checked)
             return
         else:
             out = flash_attention_v2(q, k, v, **arguments)
@@ -212,14 +212,14 @@ def grouped(heads: Heads, queries: int = 32, keys: int = 8) -> Heads:
 
 # Sizes for which tables of tiles have different rows: one tile, too small for descriptors to pay off, the same with
 # longer sequences, many short ones, fewer tiles than multiprocessors, one long sequence, more tiles, long sequences.
-SHORT, TINY, SMALL, MANY, FEW_TILES, ALONE, MEDIUM, LARGE = (
+SHORT, TINY, SMALL, MANY, FEW_TILES, SINGLE, MEDIUM, LARGE = (
     Rows(64, 64, 64), Rows(1, 96, 96), Rows(1, 256, 256), Rows(16, 256, 256), Rows(1, 1024, 1024), Rows(1, 4096, 4096),
     Rows(4, 2048, 2048), Rows(8, 4096, 4096),
 )  # fmt: skip
 # Keys that end inside a block: long sequences, sentences, windows of images.
 RAGGED, SENTENCES, WINDOWS = Rows(3, 1000, 1003), Rows(2, 77, 77), Rows(256, 49, 49)
 BRIEF = (Rows(64, 16, 16), Rows(32, 32, 32), Rows(16, 48, 48), Rows(1, 350, 350), Rows(1, 700, 700))  # packed
-TRAINED = (TINY, SMALL, MANY, FEW_TILES, ALONE, MEDIUM, LARGE)
+TRAINED = (TINY, SMALL, MANY, FEW_TILES, SINGLE, MEDIUM, LARGE)
 FULL = dict[str, Any]()
 CAUSAL: dict[str, Any] = {"causal": True}
 SLIDING = {"causal": True, "window": (1023, 0)}
@@ -251,8 +251,8 @@ TRAINING = (
     Row((FULL, CAUSAL), (D96, D256), TRAINED, dtypes=(FP16,)),
     Row((FULL,), (D72, D80), TRAINED, BOTH, (BF16,)),  # images
     Row((FULL,), (D72, D80), TRAINED, dtypes=(FP16,)),
-    Row((FULL, CAUSAL), tuple(map(grouped, USUAL)), (SMALL, MANY, FEW_TILES, ALONE), BOTH),
-    Row((CAUSAL,), (grouped(D256, 8, 4),), (SMALL, MANY, FEW_TILES, ALONE), BOTH, (BF16,)),
+    Row((FULL, CAUSAL), tuple(map(grouped, USUAL)), (SMALL, MANY, FEW_TILES, SINGLE), BOTH),
+    Row((CAUSAL,), (grouped(D256, 8, 4),), (SMALL, MANY, FEW_TILES, SINGLE), BOTH, (BF16,)),
     Row((FULL,), (D64, D96, D128, D256), (RAGGED, Rows(1, 250, 250))),
     Row((FULL, CAUSAL), USUAL, (SHORT,), BOTH),
     Row((FULL, CAUSAL), (*USUAL, *map(grouped, USUAL)), BRIEF, (True,)),

@@ -442,7 +442,7 @@ def test_kernels_of_cuda_are_compiled_with_it_and_are_given_it(feature: Feature,
 
     def launch(**changes: Any) -> tuple[Any, AttentionTensors]:
         problem = plain(dtype="float16", arch="sm_90", device_type="cuda").replace(**changes)
-        tensors, out, lse = specs.optional_tensors(problem)
+        tensors, out, lse = specs.call_tensors(problem)
         tile = default_config("fwd" if kernel == "fwd" else kernel, problem)
         assert tile is not None
         if kernel == "fwd":

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import diyfa
 from diyfa import flash_attn_interface, ops
 from diyfa import plan as planning
-from diyfa.options import WHOLE, AttentionOptions, pack
+from diyfa.options import NO_LENGTHS, AttentionOptions, pack
 
 OPERATOR = "diyfa.attention_fwd.default"
 
@@ -138,19 +138,19 @@ def test_modes_and_profilers_see_the_operator(launches):
 
 def test_subclasses_transforms_and_duals_take_no_fast_path():
     q, k, v = qkv()
-    assert planning.runs_at_once(q, k, v)
-    assert not planning.runs_at_once(q, torch.nn.Parameter(k, requires_grad=False), v)
-    assert not planning.runs_at_once(q, torch._neg_view(k), v)  # a kernel would read it without its sign
-    assert not planning.runs_at_once(q, k, v.to_sparse())
+    assert planning.runs_eagerly(q, k, v)
+    assert not planning.runs_eagerly(q, torch.nn.Parameter(k, requires_grad=False), v)
+    assert not planning.runs_eagerly(q, torch._neg_view(k), v)  # a kernel would read it without its sign
+    assert not planning.runs_eagerly(q, k, v.to_sparse())
     inside = []
-    torch.func.vmap(lambda x: inside.append(planning.runs_at_once(x)) or x)(q)
+    torch.func.vmap(lambda x: inside.append(planning.runs_eagerly(x)) or x)(q)
     with forward_ad.dual_level():
-        inside.append(planning.runs_at_once(q))
+        inside.append(planning.runs_eagerly(q))
     with torch.device("cpu"):  # a mode that sees every function
-        inside.append(planning.runs_at_once(q))
-    torch.jit.trace(lambda x: (inside.append(planning.runs_at_once(x)), x + 1)[1], q, check_trace=False)
+        inside.append(planning.runs_eagerly(q))
+    torch.jit.trace(lambda x: (inside.append(planning.runs_eagerly(x)), x + 1)[1], q, check_trace=False)
     assert inside == [False] * 4
-    assert planning.runs_at_once(q)
+    assert planning.runs_eagerly(q)
 
 
 def test_plans_are_bounded(launches, monkeypatch):
@@ -387,7 +387,7 @@ def test_packed_gradients_stay_packed(launches):
 def test_a_call_of_the_operator_does_not_lend_its_backend(launches):
     """Its plan belongs to no named backend, so that its backward pass follows the one in force."""
     q, k, v = qkv(requires_grad=True)
-    lengths, options = WHOLE, AttentionOptions("bhsd", 0.25, needs_grad=True)
+    lengths, options = NO_LENGTHS, AttentionOptions("bhsd", 0.25, needs_grad=True)
     with diyfa.use_backend("cpu"):
         torch.ops.diyfa.attention_fwd(q, k, v, "", *pack(lengths, options))
     grads = [torch.autograd.grad(attend(q, k, v).sum(), q)[0] for _ in range(3)]

@@ -22,7 +22,7 @@ from diyfa import ops  # noqa: E402
 from diyfa.backends.cuda.gluon import tile_counter  # noqa: E402
 from diyfa.backends.cuda.hopper.configs import Sm90Config  # noqa: E402
 from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
-from diyfa.options import WHOLE, AttentionOptions  # noqa: E402
+from diyfa.options import NO_LENGTHS, AttentionOptions  # noqa: E402
 from diyfa.testing import AttentionCase, make_inputs  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not is_interpreting(), reason="CPU tensors are refused: here the kernel itself is run")
@@ -84,8 +84,8 @@ def test_results_of_another_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = (x.detach() for x in given[:3])
     options = AttentionOptions("bhsd", 0.1, window_right=0, backend="cuda", variant="sm90", out_dtype="float32")
     with poisoned_allocations():
-        out, lse = ops.forward(q, k, v, WHOLE, options)
-        rounded, same = ops.forward(q, k, v, WHOLE, options._replace(out_dtype=""))
+        out, lse = ops.forward(q, k, v, NO_LENGTHS, options)
+        rounded, same = ops.forward(q, k, v, NO_LENGTHS, options._replace(out_dtype=""))
     assert out.dtype == torch.float32 and rounded.dtype == q.dtype
     assert torch.equal(out.to(q.dtype), rounded) and torch.equal(lse, same) and not torch.equal(out, rounded.float())
 

@@ -14,7 +14,7 @@ from subprocesses import run_python
 from torch.utils.checkpoint import checkpoint
 
 import diyfa
-from diyfa.dropout import kept, keys_from_state
+from diyfa.dropout import keys_from_state, mask_from_keys
 from diyfa.integrations import Handle, use_in_pytorch
 
 aten = torch.ops.aten
@@ -98,7 +98,7 @@ def test_dense(handle: Handle, window: tuple[int, int]) -> None:
 
 
 def dropped(rng_state: torch.Tensor, sizes: tuple[int, int, int, int], p: float) -> torch.Tensor:
-    return ~kept(keys_from_state(rng_state.view(torch.int64), *sizes[:2]), *sizes[2:], p)
+    return ~mask_from_keys(keys_from_state(rng_state.view(torch.int64), *sizes[:2]), *sizes[2:], p)
 
 
 def test_dropout_travels_in_rng_state(handle: Handle) -> None:

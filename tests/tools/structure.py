@@ -36,7 +36,7 @@ CACHES = {
     "backends/cuda/runtime/launcher.py:Binary._maps": "loaded binary: its tensor maps",
     "backends/cuda/runtime/pack.py:installed": "loaded binary: the index of the pack",
     "backends/npu/runtime/tiles.py:_refused": "tuned tile: what the compiler refuses",
-    "diyfa/tuning.py:Tuner._known": "tuned tile",
+    "diyfa/tuning.py:Tuner._configs": "tuned tile",
     "diyfa/tuning.py:Tuner._unmeasured": "tuned tile",
 }
 # Not of calls: what stays true as long as the process lives, one small entry for each device or tile at most.

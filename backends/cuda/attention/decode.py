@@ -594,4 +594,4 @@ def forward_pass(problem: AttentionProblem, tensors: AttentionTensors, out: torc
     """`cache_pass` for a forward pass: its keys are a cache that is full."""
     over_cache, of_cache = as_kvcache(problem, tensors)
     rows = out if problem.varlen else as_bhsd(out, problem.layout).transpose(1, 2)
-    return cache_pass(over_cache, of_cache, rows, lse)._replace(given=of_cache.present())
+    return cache_pass(over_cache, of_cache, rows, lse)._replace(inputs=of_cache.present())

@@ -399,7 +399,7 @@ def repeating(describe: Callable[..., Pass], over_cache: bool = False) -> Callab
         tensors, out = _own_objects(tensors), out.detach()
         with on_device(out):
             found = describe(problem, tensors, out, lse)
-        given = tensors.present() if found.given is None else found.given
+        given = tensors.present() if found.inputs is None else found.inputs
         return make_replay(found, given, [out, lse], choice, ("length",) if over_cache else (), over_cache)
 
     return repeat

@@ -899,9 +899,9 @@ def _config(problem: AttentionProblem) -> Sm90Config:
 def forward_pass(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor) -> Pass:
     """Return the pass that fills out and lse."""
     config = _config(problem)
-    return Pass([launch_of(problem, tensors, out, lse, config)], own=memory_of(config))
+    return Pass([launch_of(problem, tensors, out, lse, config)], derived=memory_of(config))
 
 
 def memory_of(config: Sm90Config) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
-    """Return `Pass.own`: the tile counter of a dynamic schedule."""
+    """Return `Pass.derived`: the tile counter of a dynamic schedule."""
     return {"counter_ptr": counter_of} if config.scheduler == "dynamic" else {}

@@ -27,17 +27,17 @@ from diyfa.problem import Launch
 class Pass(NamedTuple):
     """All launches of an operation, described before any of them is launched.
 
-    `memory`: uninitialised tensors that the launches write besides the results. `own`: functions that make the tensor
-    of an argument from the first result. `finish`: what PyTorch's operators do after the launches. `given`: the tensors
-    that the launches read, in the order of the call's tensors, if they are views of these. `is_settled`: an equal call
-    takes the same tile as long as `choice` of its launcher returns the same.
+    `memory`: uninitialised tensors that the launches write besides the results. `derived`: functions that make the
+    tensor of an argument from the first result. `finish`: what PyTorch's operators do after the launches. `inputs`: the
+    tensors that the launches read, in the order of the call's tensors, if they are views of these. `is_settled`: an
+    equal call takes the same tile as long as `choice` of its launcher returns the same.
     """
 
     launches: Sequence[Launch]
     memory: Sequence[torch.Tensor] = ()
-    own: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] | None = None
+    derived: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] | None = None
     finish: Callable[[], None] | None = None
-    given: Sequence[torch.Tensor] | None = None
+    inputs: Sequence[torch.Tensor] | None = None
     is_settled: bool = True
 
 
@@ -119,7 +119,7 @@ def make_replay(
         lse_is_optional: `outputs` is out and lse. If lse is not wanted and the pass has memory, lse is put behind it,
             for an allocation takes 1 us.
     """
-    launches, derived = operation.launches, operation.own or {}
+    launches, derived = operation.launches, operation.derived or {}
     if not launches or operation.finish is not None or not operation.is_settled:
         return None
     if not all(hasattr(launch.kernel, "params") for launch in launches):  # interpreted

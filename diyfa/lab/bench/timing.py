@@ -66,7 +66,7 @@ def time_calls(fn: Callable[[], Any], device: torch.device, warmup: int = 25, re
     return _time_on_device(fn, device, rep)
 
 
-def quantiles_of(times: Sequence[float], quantiles: Iterable[float] = DEFAULT_QUANTILES) -> tuple[float, ...]:
+def compute_quantiles(times: Sequence[float], quantiles: Iterable[float] = DEFAULT_QUANTILES) -> tuple[float, ...]:
     """Return the given quantiles (0 to 1, linear interpolation) of `times`."""
     q = torch.tensor(list(quantiles), dtype=torch.float64, device="cpu")
     if q.numel() == 0 or bool(((q < 0) | (q > 1)).any()):
@@ -102,7 +102,7 @@ def benchmark_fn(
     """
     device = _first_device([*args, *kwargs.values()])
     times = time_calls(lambda: fn(*args, **kwargs), device, warmup, rep)
-    return quantiles_of(times, DEFAULT_QUANTILES if quantiles is None else quantiles)
+    return compute_quantiles(times, DEFAULT_QUANTILES if quantiles is None else quantiles)
 
 
 def _peak_on_host(fn: Callable[[], Any]) -> float:

@@ -91,6 +91,14 @@ def _plot(result: Comparison, path: Path) -> None:
     pyplot.close(figure)
 
 
+def _print_losses(result: Comparison, steps: int, seconds: float) -> None:
+    out.print(_loss_table(result, steps))
+    out.print(f"diyfa         {_curve(result.diyfa)}", highlight=False)
+    out.print(f"PyTorch SDPA  {_curve(result.sdpa)}", highlight=False)
+    held_out = ", ".join(f"{who} {loss:.4f}" for who, loss in result.held_out.items())
+    out.print(f"held-out loss: {held_out}; training took {seconds:.1f} s", highlight=False)
+
+
 def run(
     backend: str | None, steps: int | None, seed: int, prompt: str, length: int, plot: Path | None, json: bool
 ) -> int:
@@ -155,11 +163,7 @@ def run(
         }
         print_json(document)
         return 0 if agree else 1
-    out.print(_loss_table(result, steps))
-    out.print(f"diyfa         {_curve(result.diyfa)}", highlight=False)
-    out.print(f"PyTorch SDPA  {_curve(result.sdpa)}", highlight=False)
-    held_out = ", ".join(f"{who} {loss:.4f}" for who, loss in result.held_out.items())
-    out.print(f"held-out loss: {held_out}; training took {trained - start:.1f} s", highlight=False)
+    _print_losses(result, steps, trained - start)
     if length:
         out.print(Panel(Text(text.decode(errors="replace")), title="written by the diyfa model"))
     if plot is not None:

@@ -144,15 +144,15 @@ class Run:
         self._lock: IO[str] | None = None
         if request.output:
             _check_output_path(request.output)
-        self._worker, ready = self._started()
-        ready["switches"] = {name: x for name, x in sorted(os.environ.items()) if name.startswith("DIYFA_NPU_")}
-        name = str(ready["device"]).replace(" ", "-").replace("/", "-")
+        self._worker, machine = self._started()
+        machine["switches"] = {name: x for name, x in sorted(os.environ.items()) if name.startswith("DIYFA_NPU_")}
+        name = str(machine["device"]).replace(" ", "-").replace("/", "-")
         self.path = request.output or Path(f"diyfa-first-run-{name}.json")
         try:
             _check_output_path(self.path)
             self._lock = _locked(self.path)
-            self.document = self._earlier(ready) or {
-                "benchmark": "ascend first run", **ready, "smoke": request.smoke, "info": _info(), "done": [],
+            self.document = self._earlier(machine) or {
+                "benchmark": "ascend first run", **machine, "smoke": request.smoke, "info": _info(), "done": [],
                 "replaced": [], "rows": [],
             }  # fmt: skip
         except BaseException:

@@ -22,7 +22,7 @@ import diyfa
 from diyfa.integrations.npu_fusion_arguments import compressed_mask, fusion_attention_arguments
 from diyfa.integrations.npu_fusion_attention import npu_fusion_attention
 from diyfa.lab.bench.record import environment
-from diyfa.lab.bench.timing import device_module, quantiles_of, synchronize, time_calls
+from diyfa.lab.bench.timing import compute_quantiles, device_module, synchronize, time_calls
 from diyfa.lab.bench.work import BACKWARD_FACTOR, attention_flops, tflops
 from diyfa.lab.first_run.cases import OperatorCase
 from diyfa.problem import TriedTile
@@ -220,7 +220,7 @@ class Timed:
         """Yield the milliseconds and TFLOP/s of each pass."""
         for direction, fn in passes.items():
             work = self.flops * (BACKWARD_FACTOR if direction == "backward" else 1)
-            ms, p20, p80 = quantiles_of(time_calls(fn, self.device, self.warmup, self.rep))
+            ms, p20, p80 = compute_quantiles(time_calls(fn, self.device, self.warmup, self.rep))
             yield {"pass": direction, "ms": ms, "ms_p20": p20, "ms_p80": p80, "tflops": tflops(work, ms)}
 
 

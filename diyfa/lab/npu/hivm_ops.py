@@ -276,13 +276,13 @@ def _depends_on_core(operation: str, dependent: set[str]) -> bool:
 
 
 def _trips(
-    lines: list[str], header: str, back: str, back_line: int, defined: dict[str, str], constants: dict[str, int]
+    lines: list[str], header: str, back: str, last_line: int, defined: dict[str, str], constants: dict[str, int]
 ) -> int | None:
     """Return the iterations of the loop that begins at block `header`, or None if bounds or step are not constant."""
     number, first = next((i, line) for i, line in enumerate(lines) if re.match(rf"\s*\^{header}\b", line))
     declared = _split(first[first.index("(") + 1 : first.rindex(")")]) if "(" in first else []
     arguments = [argument.partition(":")[0].strip() for argument in declared]
-    test = next((line for line in lines[number:back_line] if "cf.cond_br" in line), "")
+    test = next((line for line in lines[number:last_line] if "cf.cond_br" in line), "")
     condition = re.search(r"cf\.cond_br (%[\w#-]+)", test)
     compared = re.search(r"[su]lt\"?,? (%[\w-]+), (%[\w-]+)", defined.get(condition[1], "")) if condition else None
     entry = next((m for line in lines[:number] if (m := re.search(rf"\^{header}\(([^:)]*)", line))), None)

@@ -492,11 +492,11 @@ def describe(row: tiles.Row) -> str:
     """Describe a row in one line."""
     options = f"buffers {row.workspace_buffers}, vector loop {row.vector_loop}, cube loop {row.cube_loop}"
     state = f"{'bound' if row.bound else 'unbound'}, pipeline {row.pipelined}"
-    shares = ", ".join(f"{chip} {100 * share:.1f} %" for chip, share in row.predicted_share.items())
+    shares_text = ", ".join(f"{chip} {100 * share:.1f} %" for chip, share in row.predicted_share.items())
     key = f"{row.kernel} {row.width} bytes D<={row.head_dim} {row.mode}"
     tried = f"of {row.tried} compiled, {row.failed} that failed, {row.pruned} that could not win"
     left = f", {row.left} left out" if row.left else ""
-    return f"{key}: {row.block_m}x{row.block_n} ({options}), {state}; predicted {shares}; {tried}{left}"
+    return f"{key}: {row.block_m}x{row.block_n} ({options}), {state}; predicted {shares_text}; {tried}{left}"
 
 
 def main(arguments: list[str] | None = None) -> int:

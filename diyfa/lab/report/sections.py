@@ -84,7 +84,7 @@ def build_sections(documents: Sequence[Document]) -> list[Section]:
     if unavailable:
         sections.append(_not_measured(unavailable))
     if remaining:
-        sections.append(_other(remaining))
+        sections.append(_remaining(remaining))
     return sections
 
 
@@ -142,8 +142,8 @@ def _rounded(value: float | None) -> float | None:
 def _numerics(rows: list[Row]) -> Section:
     table, notes = [], []
     for row in rows:
-        share = row.get("share")
-        table.append([row["case"], row.get("variant", ""), row["status"], row.get("result", ""), _rounded(share)])
+        error_share = row.get("share")
+        table.append([row["case"], row.get("variant", ""), row["status"], row.get("result", ""), _rounded(error_share)])
         if row.get("reason"):
             notes.append(f"{row['case']}: {row['reason']}")
     counts = {status: sum(row["status"] == status for row in rows) for status in _in_order(r["status"] for r in rows)}
@@ -225,7 +225,7 @@ def _not_measured(rows: list[Row]) -> Section:
     return Section("Not measured", "cases", ["device", "implementation", "reason", "cases"], table)
 
 
-def _other(rows: list[Row]) -> Section:
+def _remaining(rows: list[Row]) -> Section:
     kinds: dict[tuple[str, str], int] = {}
     for row in rows:
         key = (row["device"], ", ".join(name for name in row if name != "device"))
