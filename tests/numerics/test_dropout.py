@@ -249,7 +249,7 @@ def test_runs(p) -> None:
     diagonal = torch.stack([keep[i].roll(-i) for i in range(1000)])
     for x in (keep, keep.T, diagonal):
         bits = x.reshape(-1)
-        n_n_kept, dropped = int(bits.sum()), int((~bits).sum())
+        n_kept, dropped = int(bits.sum()), int((~bits).sum())
         runs = 1 + int((bits[1:] != bits[:-1]).sum())
         n = n_kept + dropped
         expected = 1 + 2 * n_kept * dropped / n
