@@ -34,7 +34,7 @@ from diyfa.problem import LAYOUTS, VARLEN
 METHODS = ("auto", "ring", "ulysses", "both")
 # Options that users do not give: the wanted gradients, where q, k and v no longer show them; for dropout `_Call.first`,
 # whether each rank drew its own `rng_state`, and the groups whose first rank's state replaces it.
-INTERNAL = ("gradients", "first", "drawn", "drawn_in")
+INTERNAL = ("gradients", "first", "was_drawn", "state_groups")
 
 
 def _local_lengths(segments: Segments, sequences: int, device: torch.device) -> Lengths:
@@ -270,7 +270,7 @@ def agreed_call(
     gradients = arguments.get("gradients") or required_gradients(q, k, v, arguments["sinks"])
     modes = {"gradients": gradients, "batch_invariant": registry.is_batch_invariant()}
     compared = {"q": q, "k": k, "v": v} | {name: x for name, x in arguments.items() if name not in INTERNAL} | modes
-    if arguments.get("drawn"):  # the graph drew the state: it is no argument of the user, so it is not compared
+    if arguments.get("was_drawn"):  # the graph drew the state: it is no argument of the user, so it is not compared
         compared["rng_state"] = None
     choice = agree(groups, compared, refusal, METHODS.index(call.method) if call else 0)
     assert call is not None, "a refusal was raised"
@@ -288,9 +288,9 @@ def required_gradients(*learned: torch.Tensor | None) -> str:
 def with_first_ranks_state(call: _Call, groups: tuple[dist.ProcessGroup, ...], arguments: dict[str, Any]) -> _Call:
     """Return the call with the first rank's dropout state, if each rank drew its own."""
     state = call.options.rng_state
-    if state is None or not arguments.get("drawn", arguments["rng_state"] is None):
+    if state is None or not arguments.get("was_drawn", arguments["rng_state"] is None):
         return call
-    state = gather_shards(state, arguments.get("drawn_in", groups))[:2]
+    state = gather_shards(state, arguments.get("state_groups", groups))[:2]
     return call._replace(options=call.options._replace(rng_state=state))
 
 

@@ -62,9 +62,9 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Group, argu
     constants["gradients"] = attention.required_gradients(
         q, k, v, arguments["sinks"]
     )  # operators do not see requires_grad
-    state, constants["drawn"] = arguments["rng_state"], False
+    state, constants["was_drawn"] = arguments["rng_state"], False
     if dropout_p != 0 and state is None:  # drawn in the graph, so that both passes get the same state
-        state, constants["drawn"] = ops.new_rng_state(q.device), True
+        state, constants["was_drawn"] = ops.new_rng_state(q.device), True
     number = call_number(group, *[x for pair in constants.items() for x in pair])
     tensors = [state if name == "rng_state" else arguments[name] for name in TENSORS]
     out, lse, _ = torch.ops.diyfa_distributed.attention_fwd(

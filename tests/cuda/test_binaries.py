@@ -1,6 +1,6 @@
 """Binaries outside of a process: packs, the cache folder, and the compiler as the last resort.
 
-Two small kernels are compiled for sm_90 in a process of its own (`kept_binaries.py`), whose driver is a simulated one.
+Two small kernels are compiled for sm_90 in a process of its own (`stored_binaries.py`), with a simulated driver.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def start(command: str, folder: Path, **environment: str) -> subprocess.Popen[st
     path = os.pathsep.join([*map(str, (SUPPORT, ROOT / "tests", ROOT)), os.environ.get("PYTHONPATH", "")])
     environment = {"TRITON_INTERPRET": "0", "PYTHONPATH": path.rstrip(os.pathsep), **environment}
     return subprocess.Popen(
-        [sys.executable, str(SUPPORT / "kept_binaries.py"), command, str(folder)],
+        [sys.executable, str(SUPPORT / "stored_binaries.py"), command, str(folder)],
         env={**os.environ, **environment}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
@@ -59,7 +59,7 @@ def made(tmp_path_factory):
 def other(tmp_path_factory):
     """What another process found, with which this one shared a folder."""
     folder = binaries.BinaryFolder(tmp_path_factory.mktemp("shared"))
-    process, read = start("share", folder.path, PYTHONHASHSEED="1"), 0
+    process, read = start("share_folder", folder.path, PYTHONHASHSEED="1"), 0
     known = {str(i): binaries.StoredBinary(bytes([i]) * (100_000 + i), "f", 0, 4, False, (), 2) for i in range(8)}
     while process.poll() is None and not (folder.path / "7").exists():
         time.sleep(0.01)
@@ -146,8 +146,8 @@ def test_bytes_round_trip(binary):
 
 
 def test_a_key_is_the_same_in_every_process(made, other):
-    assert made.keys_of_many == other["keys_of_many"]
-    keys = list(made.keys_of_many.values())
+    assert made.many_keys == other["many_keys"]
+    keys = list(made.many_keys.values())
     assert len(set(keys)) > 0.9 * len(keys) > 200  # the rest are equal
 
 

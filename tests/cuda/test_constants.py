@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import triton.language as tl
-from constants_kernel import OTHERS, VALUES, Values
+from constants_kernel import OTHER_VALUES, VALUES, Values
 
 import diyfa.backends
 from diyfa.backends.cuda.runtime.constants import Constants
@@ -68,7 +68,7 @@ def test_the_host_reads_values_and_kernels_constexprs() -> None:
 
 def test_they_are_told_apart_by_every_value() -> None:
     assert Values(16, True) == VALUES and hash(Values(16, True)) == hash(VALUES)
-    for name, other in OTHERS.items():
+    for name, other in OTHER_VALUES.items():
         changed = replace(VALUES, **{name: other})
         assert changed != VALUES and repr(changed) != repr(VALUES)
     other_class = type("OtherValues", (Values,), {})
@@ -94,6 +94,6 @@ def test_a_compiled_kernel_is_kept_under_every_value() -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     first, same, *others = json.loads(done.stdout)
-    assert same == first and len(others) == len(OTHERS)
-    for name, (key, code) in zip(OTHERS, others, strict=True):
+    assert same == first and len(others) == len(OTHER_VALUES)
+    for name, (key, code) in zip(OTHER_VALUES, others, strict=True):
         assert key != first[0] and code != first[1], name

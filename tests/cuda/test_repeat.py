@@ -76,7 +76,7 @@ def qkv(shape=(2, 4, 96, 64), dtype=torch.bfloat16, grad=False, kv_heads=None):
     return [torch.zeros(s, dtype=dtype, requires_grad=grad) for s in (shape, kv, kv)]
 
 
-LEAST_ADDRESS = 2**32
+MIN_ADDRESS = 2**32
 
 
 def launches_of(recorder, **tensors):
@@ -86,7 +86,7 @@ def launches_of(recorder, **tensors):
     def name(x: Any) -> Any:
         if isinstance(x, Map):
             return Map(name(x.address), *dataclasses.astuple(x)[1:])
-        return names.get(x, x) if type(x) is int and x >= LEAST_ADDRESS else x
+        return names.get(x, x) if type(x) is int and x >= MIN_ADDRESS else x
 
     found = [
         dataclasses.replace(one, arguments={key: name(x) for key, x in one.arguments.items()})
@@ -116,7 +116,7 @@ def assert_same(first: list[Recorded], *others: list[Recorded]) -> None:
                 *one.arguments.items(),
             ):
                 address = x.address if isinstance(x, Map) else x
-                if type(address) is int and address >= LEAST_ADDRESS:
+                if type(address) is int and address >= MIN_ADDRESS:
                     addresses.append(address)
                     x = dataclasses.replace(x, address=0) if isinstance(x, Map) else "memory"
                 shape.append((one.kernel, key, x))
@@ -708,16 +708,16 @@ def chosen_mla(monkeypatch):
     monkeypatch.setattr(backend, "kernels", kernels)
 
 
-@pytest.mark.parametrize("gives_out", [False, True], ids=["", "out"])
+@pytest.mark.parametrize("passes_out", [False, True], ids=["", "out"])
 @pytest.mark.parametrize("by", ["tensor", "int"])
 @pytest.mark.parametrize("case", CACHES)
-def test_a_repeated_call_with_a_cache_launches_what_the_first_did(recorder, chosen_mla, launched, case, by, gives_out):
+def test_a_repeated_call_with_a_cache_launches_what_the_first_did(recorder, chosen_mla, launched, case, by, passes_out):
     """Of one with an int for all lengths the length is given anew."""
     make, kernels = CACHES[case]
     passes, kept = [], []
     for length in (100, 100, 101, 102):
         given = make(length, by)
-        out = given["q"].new_zeros(*given["q"].shape[:3], given["v_cache"].shape[3]) if gives_out else None
+        out = given["q"].new_zeros(*given["q"].shape[:3], given["v_cache"].shape[3]) if passes_out else None
         launched.clear()
         with diyfa.use_backend("cuda"), diyfa.batch_invariant() if "mode" in case else contextlib.nullcontext():
             result, lse = diyfa.flash_attn_with_kvcache(**given, out=out, return_softmax_lse=True)

@@ -19,7 +19,7 @@ from unittest import mock
 import pytest
 import torch
 from cases import CASES
-from described_cases import problem_of
+from described_cases import case_problem
 from hypothesis import HealthCheck, Phase, given, settings
 from strategies import cases as random_cases
 
@@ -73,7 +73,7 @@ def plain(**changes: Any) -> AttentionProblem:
 
 @lru_cache(maxsize=1)
 def described_cases() -> dict[str, tuple[AttentionCase, AttentionProblem]]:
-    return {name: (case, problem_of(case)) for name, case in CASES.items() if not case.large}
+    return {name: (case, case_problem(case)) for name, case in CASES.items() if not case.large}
 
 
 def example_case(feature: Feature) -> AttentionCase:
@@ -392,7 +392,7 @@ def test_random_cases_have_each_feature_unless_it_is_left_out() -> None:
             small = replace(case, head_dim=8, head_dim_v=8 if case.head_dim_v == case.head_dim else 16)
             sizes = small.sizes
             if min(sizes[0], sizes[3], sizes[4]) > 0:
-                found.update(problem_of(small).features)
+                found.update(case_problem(small).features)
 
         draw()
         return found
@@ -416,8 +416,10 @@ def test_validate_and_the_first_run_on_ascend_try_it(feature: Feature) -> None:
         )
         for case in VALIDATED
     ]  # fmt: skip
-    assert any(feature.refusal_name in problem_of(case).features for case in small), "diyfa validate"
-    assert any(feature.refusal_name in problem_of(case).features for case in features_in("float16", SMOKE)), "first run"
+    assert any(feature.refusal_name in case_problem(case).features for case in small), "diyfa validate"
+    assert any(feature.refusal_name in case_problem(case).features for case in features_in("float16", SMOKE)), (
+        "first run"
+    )
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")

@@ -437,9 +437,9 @@ def test_a_repeated_call_has_a_grad_fn_too(monkeypatch: pytest.MonkeyPatch, want
 
 @pytest.mark.parametrize("refusing", [(), ("kvcache_fwd",), ("kvcache_append",), ("kvcache_append", "kvcache_fwd")])
 @pytest.mark.parametrize("latent", [False, True], ids=["", "latent"])
-@pytest.mark.parametrize("gives_out", [False, True], ids=["", "out"])
+@pytest.mark.parametrize("passes_out", [False, True], ids=["", "out"])
 def test_a_recent_call_that_appends_is_repeated_or_run_anew(
-    monkeypatch: pytest.MonkeyPatch, gives_out: bool, latent: bool, refusing: tuple[str, ...]
+    monkeypatch: pytest.MonkeyPatch, passes_out: bool, latent: bool, refusing: tuple[str, ...]
 ) -> None:
     """What was appended already, where the attention is not repeated, is appended once more."""
     seen: list[Any] = []
@@ -454,13 +454,13 @@ def test_a_recent_call_that_appends_is_repeated_or_run_anew(
         want_cache = given["k_cache"].clone()
         for b, length in enumerate((step, 30)):
             want_cache[b, length : length + SQ] = given["k"][b]
-        if gives_out:
+        if passes_out:
             given["out"] = torch.zeros_like(want[0])
         refusals[:] = refusing if step == 4 else ()
         seen.clear()
         got = diyfa.flash_attn_with_kvcache(return_softmax_lse=True, **given)
         torch.testing.assert_close(got, want)
-        assert not gives_out or got[0] is given["out"]
+        assert not passes_out or got[0] is given["out"]
         assert torch.equal(given["k_cache"], want_cache)
         if step >= 2 and not (refusing and step == 4):
             assert [x[:2] for x in seen] == [("kvcache_append", "repeated"), ("kvcache_fwd", "repeated")]

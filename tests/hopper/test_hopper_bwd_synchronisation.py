@@ -106,7 +106,7 @@ def interpret_source(name: str, source: str, folder: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("name", MODULES)
 def test_with_all_of_them_nothing_is_reported(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    interpret_source(name, SOURCES[name].whole(), tmp_path, monkeypatch)
+    interpret_source(name, SOURCES[name].source(), tmp_path, monkeypatch)
     run(name)
 
 

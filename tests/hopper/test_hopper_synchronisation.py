@@ -89,7 +89,7 @@ LINES = [f"{name} {i}: {line}" for name, source in SOURCES.items() for i, line i
 
 
 def test_with_all_of_them_nothing_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = load_kernel({name: source.whole() for name, source in SOURCES.items()}, tmp_path)
+    kernels = load_kernel({name: source.source() for name, source in SOURCES.items()}, tmp_path)
     for config, case in CONFIGS:
         with monkeypatch.context() as patch:
             interpret_prefill(patch, config, seed=3, kernels=kernels, multiprocessors=1)

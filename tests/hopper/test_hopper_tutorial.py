@@ -103,7 +103,7 @@ def broken(source: str, folder: Path) -> ModuleType:
 
 def test_the_unparsed_source_is_the_kernel(tmp_path: Path) -> None:
     assert len(LINES) > 15
-    attend(SMALL, 3, broken(SOURCE.whole(), tmp_path))
+    attend(SMALL, 3, broken(SOURCE.source(), tmp_path))
 
 
 @pytest.mark.parametrize("line", LINES)

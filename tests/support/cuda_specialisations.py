@@ -44,8 +44,8 @@ def summary() -> dict[str, dict[str, Any]]:
     for name, tiles in keys.items():
         causes = {
             cause
-            for found in tiles.values()
-            for cause, values in zip(names[name], zip(*found, strict=True), strict=True)
+            for sets in tiles.values()
+            for cause, values in zip(names[name], zip(*sets, strict=True), strict=True)
             if len(set(values)) > 1
         }
         counts[name] = {"tiles": len(tiles), "keys": max(map(len, tiles.values())), "causes": sorted(causes)}
@@ -69,8 +69,8 @@ def train(
     dbias = torch.empty_like(bias) if bias is not None else None
     gradients = AttentionGradients(torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), dbias)
     dlse = torch.empty_like(lse) if wants_dlse else None
-    found = bwd.backward_pass(problem, tensors, out, lse, torch.empty_like(out), dlse, gradients, kinds)
-    passes.launch_each(found.launches)
+    backward = bwd.backward_pass(problem, tensors, out, lse, torch.empty_like(out), dlse, gradients, kinds)
+    passes.launch_each(backward.launches)
 
 
 def packed(rng: random.Random, head_dim: int, wants_dlse: bool, self_attention: bool, **features: Any) -> None:
@@ -129,8 +129,8 @@ def hopper(rng: random.Random) -> None:
     problem = describe_attention(cuda, q, k, v, NO_LENGTHS, options)
     assert hopper_configs.refuses(problem) is None
     tensors = bind(q, k, v, NO_LENGTHS, options)
-    found = hopper_fwd.forward_pass(problem, tensors, torch.empty_like(q), torch.empty(problem.lse_shape))
-    passes.launch_each(found.launches)
+    forward = hopper_fwd.forward_pass(problem, tensors, torch.empty_like(q), torch.empty(problem.lse_shape))
+    passes.launch_each(forward.launches)
 
 
 def windowed(rng: random.Random, **arguments: Any) -> None:

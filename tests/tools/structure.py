@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-MOST_HOST_PARAMETERS = 10
-MOST_GLUON_PARAMETERS = 15
+MAX_HOST_PARAMETERS = 10
+MAX_GLUON_PARAMETERS = 15
 # What users call, where each argument has a name of its own.
 PUBLIC = {
     "diyfa/attention.py", "diyfa/flash_attn_interface.py", "diyfa/kvcache.py", "diyfa/selector.py",
@@ -40,7 +40,7 @@ CACHES = {
     "diyfa/tuning.py:Tuner._unmeasured": "tuned tile",
 }
 # Not of calls: what stays true as long as the process lives, one small entry for each device or tile at most.
-FACTS = {
+PROCESS_CACHES = {
     "backends/cuda/__init__.py:_arch_of_gpu": "of a device; asked in each call",
     "backends/cuda/attention/configs.py:_rows": "rows of a table that fit; asked in each new call",
     "backends/cuda/gluon/compat.py:ptxas_options": "searches ptxas",
@@ -70,7 +70,7 @@ FACTS = {
     "diyfa/registry.py:_loaded": "the backends",
     "diyfa/distributed/compiled.py:_calls": "what a compiled graph names by number: one for each kind of call",
 }
-OTHERS = {
+OTHER_CACHES = {
     "backends/cuda/attention/launch.py:_forced": "the configs of `use_config`, as long as its block runs",
     "backends/cuda/gluon/tile_counter.py:_counters": "device memory: eight bytes for each stream",
     "diyfa/integrations/npu_fusion_arguments.py:compressed_mask": "device memory: the 4 MiB that an operator wants",
@@ -123,8 +123,8 @@ def is_public(function: Function) -> bool:
 
 
 def too_many_parameters(found: list[Function]) -> list[Function]:
-    host = [f for f in found if f.language == "host" and f.parameters > MOST_HOST_PARAMETERS and not is_public(f)]
-    return host + [f for f in found if f.language == "gluon" and f.parameters > MOST_GLUON_PARAMETERS]
+    host = [f for f in found if f.language == "host" and f.parameters > MAX_HOST_PARAMETERS and not is_public(f)]
+    return host + [f for f in found if f.language == "gluon" and f.parameters > MAX_GLUON_PARAMETERS]
 
 
 def caches(trees: dict[str, ast.Module]) -> list[str]:
@@ -185,7 +185,7 @@ def main(root: Path) -> None:
         print(f"{title:32} {len(counts):8} {sum(counts):8}")
     remembered = caches(trees)
     for title, names in {
-        f"host functions over {MOST_HOST_PARAMETERS} parameters, Gluon functions over {MOST_GLUON_PARAMETERS}": [
+        f"host functions over {MAX_HOST_PARAMETERS} parameters, Gluon functions over {MAX_GLUON_PARAMETERS}": [
             f"{f.file}:{f.name} {f.parameters}" for f in too_many_parameters(found)
         ],
         "kernels and their helpers with the most parameters": [
@@ -198,9 +198,13 @@ def main(root: Path) -> None:
             for name in sorted(remembered, key=lambda name: CACHES.get(name, ""))
             if name in CACHES
         ],
-        "facts of the process that are remembered": [f"{name}: {FACTS[name]}" for name in remembered if name in FACTS],
-        "what else begins empty and is filled": [f"{name}: {OTHERS[name]}" for name in remembered if name in OTHERS],
-        "caches that no table of this file names": sorted({*remembered} - {*CACHES, *FACTS, *OTHERS}),
+        "facts of the process that are remembered": [
+            f"{name}: {PROCESS_CACHES[name]}" for name in remembered if name in PROCESS_CACHES
+        ],
+        "what else begins empty and is filled": [
+            f"{name}: {OTHER_CACHES[name]}" for name in remembered if name in OTHER_CACHES
+        ],
+        "caches that no table of this file names": sorted({*remembered} - {*CACHES, *PROCESS_CACHES, *OTHER_CACHES}),
         "private parts of PyTorch and Triton": private_parts(trees),
     }.items():
         print(f"\n{title}: {len(names)}")
