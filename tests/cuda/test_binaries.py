@@ -114,7 +114,7 @@ def launch_of(name="f_kernel", constants=None, options=None, aligned=(), **argum
     return Launch(kernel, 1, arguments, constants, {"num_warps": 8} if options is None else options, aligned)
 
 
-def call_key(launch):
+def launch_key(launch):
     return binaries.binary_key(ARCH, launch, launch_signature(launch))
 
 
@@ -127,7 +127,7 @@ def test_the_driver_gets_the_same_from_all_three(made):
     assert len(made.launched[0]) == 2 and made.launched[0] == made.launched[1] == made.launched[2]
 
 
-def test_a_pack_has_what_was_compiled(made):
+def test_a_pack_has_the_compiled_binaries(made):
     known, cache = pack.Pack.open(made.file, ARCH), binaries.BinaryFolder(made.folder)
     assert len(known) == 2 and known.get("0" * 32) is None
     for key in made.keys:
@@ -155,20 +155,20 @@ def test_a_key_is_the_same_with_every_triton_and_platform(monkeypatch):
     monkeypatch.setattr(binaries, "source_hash", lambda: "0" * 32)
     x = torch.zeros(64, 32, dtype=torch.float16)
     given = {"q_ptr": x, "stride_q": 32, "stride_k": 1, "n": 7, "s": 0.5, "none": None}
-    assert call_key(launch_of(**given, aligned=("n",))) == "dd2e6e912a05d63bbcd0976fcc061152"
+    assert launch_key(launch_of(**given, aligned=("n",))) == "dd2e6e912a05d63bbcd0976fcc061152"
     if has_gluon():
         from triton.experimental.gluon import language as gl
 
         box = shared_box(torch.bfloat16, (1, 64), gl.NVMMASharedLayout.get_default_for([1, 64], gl.float16))
         launch = launch_of(rows=Tiles(x, x.shape, x.stride(), box), options={"num_warps": 4, "ptx_version": 88})
         assert (
-            call_key(launch)
-            == call_key(launch._replace(options={"num_warps": 4}))
+            launch_key(launch)
+            == launch_key(launch._replace(options={"num_warps": 4}))
             == "8c741b7d520c6509469a5446d2a0c969"
         )
 
 
-def test_a_key_has_all_that_a_kernel_is_compiled_for(monkeypatch):
+def test_a_key_has_everything_a_kernel_is_compiled_for(monkeypatch):
     x = torch.zeros(64, 32, dtype=torch.float16)
     given = {"q_ptr": x, "stride_q": 16, "n": 3, "rows": Tiles(x, x.shape, x.stride(), shared_box(x.dtype, (16, 32)))}
     others = [
@@ -184,18 +184,22 @@ def test_a_key_has_all_that_a_kernel_is_compiled_for(monkeypatch):
         ],
     ]  # fmt: skip
     launch = launch_of(**given)
-    keys = {call_key(launch), *map(call_key, others), binaries.binary_key("sm_80", launch, launch_signature(launch))}
+    keys = {
+        launch_key(launch),
+        *map(launch_key, others),
+        binaries.binary_key("sm_80", launch, launch_signature(launch)),
+    }
     monkeypatch.setattr(binaries, "source_hash", lambda: "other")
-    assert len({*keys, call_key(launch)}) == len(others) + 3
-    assert call_key(launch_of(**{**given, "n": 4})) == call_key(launch)
+    assert len({*keys, launch_key(launch)}) == len(others) + 3
+    assert launch_key(launch_of(**{**given, "n": 4})) == launch_key(launch)
 
 
-def test_kernels_of_others_are_known_by_their_own_sources(monkeypatch):
+def test_keys_of_foreign_kernels_have_their_sources(monkeypatch):
     launch = launch_of(n=3)
     launch.kernel.fn.__module__, launch.kernel.cache_key = "another.package", "one"
-    keys = [call_key(launch)]
+    keys = [launch_key(launch)]
     monkeypatch.setattr(launch.kernel, "cache_key", "another")
-    assert call_key(launch) not in keys
+    assert launch_key(launch) not in keys
 
 
 # ---- Packs that are refused ---------------------------------------------------------------------------------------
@@ -262,7 +266,7 @@ def test_a_truncated_pack_is_refused(write, kept, caplog):
     assert line.message.startswith(f"diyfa does not use {file}: ") and line.levelno == logging.WARNING
 
 
-def test_a_damaged_size_takes_no_memory(write, monkeypatch):
+def test_a_damaged_size_allocates_no_memory(write, monkeypatch):
     """Of the index: 4 GB, of which the file has none."""
     write(lambda content: content[:12] + b"\xff" * 4 + content[16:])
     asked = []
@@ -338,7 +342,7 @@ def refusing(number):
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC, errno.EACCES])
 @pytest.mark.parametrize("name", ["mkdir", "write_bytes", "replace"])
-def test_where_nothing_can_be_kept_nothing_is(tmp_path, monkeypatch, binary, name, number):
+def test_without_a_cache_folder_nothing_is_stored(tmp_path, monkeypatch, binary, name, number):
     folder = binaries.BinaryFolder(tmp_path / "cache")
     assert folder.put("a", binary)
     with monkeypatch.context() as patch:
@@ -379,15 +383,15 @@ def stored(launch):
     return binaries.stored_binary(ARCH, launch, launch_signature(launch))
 
 
-def test_what_was_compiled_is_kept(compiler, binary):
+def test_compiled_binaries_are_stored(compiler, binary):
     launch = launch_of(n=3)
     assert [stored(launch) for _ in range(3)] == [binary] * 3 and compiler.names == ["f_kernel"]
     cache = binaries.cache_folder()
-    assert cache.get(call_key(launch)) == binary
+    assert cache.get(launch_key(launch)) == binary
     assert cache.path.parts[-2:] == ("binaries", f"triton-{binaries.triton.__version__}")
 
 
-def test_a_pack_comes_before_the_folder(compiler, write, binary, monkeypatch):
+def test_a_pack_precedes_the_cache_folder(compiler, write, binary, monkeypatch):
     monkeypatch.setattr(binaries, "binary_key", lambda *arguments: "b")
     binaries.cache_folder().put("b", binary._replace(name="of the folder"))
     assert stored(launch_of(n=3)).name == "of the folder"
@@ -397,7 +401,7 @@ def test_a_pack_comes_before_the_folder(compiler, write, binary, monkeypatch):
 
 
 @pytest.mark.parametrize("reason", ["home", "file", "changed", "asked for", "DISABLE_PTXAS_OPT", "PTXAS_OPTIONS"])
-def test_a_call_goes_on_where_nothing_is_kept(compiler, binary, monkeypatch, tmp_path, request, reason):
+def test_a_call_runs_if_its_binary_cannot_be_stored(compiler, binary, monkeypatch, tmp_path, request, reason):
     if reason == "home":
         request.getfixturevalue("no_home")
         assert binaries.cache_folder() is None and "no cache folder" in backend.binaries(ARCH)
@@ -414,14 +418,14 @@ def test_a_call_goes_on_where_nothing_is_kept(compiler, binary, monkeypatch, tmp
     assert not (tmp_path / "cache").is_dir()
 
 
-def test_what_triton_compiles_by_default_is_known(monkeypatch):
+def test_tritons_default_options_are_known(monkeypatch):
     assert binaries.why_unknown() is None
     monkeypatch.setenv("TRITON_DEBUG", "0")
     monkeypatch.setenv("DISABLE_PTXAS_OPT", "off")
     assert binaries.why_unknown() is None
 
 
-def test_a_pack_that_the_driver_cannot_load_is_left_out(compiler, write, binary, monkeypatch, caplog):
+def test_a_pack_that_the_driver_cannot_load_is_rejected(compiler, write, binary, monkeypatch, caplog):
     """It may be older than the compiler that made it. Kernels are compiled, and found in the folder."""
 
     class Loaded:
@@ -459,7 +463,7 @@ def test_only_some_errors_of_the_driver_are_about_a_binary(result, is_refusal):
     assert isinstance(raised.value, launcher.BinaryRefused) == is_refusal
 
 
-def test_nothing_is_compiled_where_it_may_not_be(compiler, monkeypatch):
+def test_nothing_is_compiled_if_jit_is_off(compiler, monkeypatch):
     monkeypatch.setenv("DIYFA_JIT", "never")
     with pytest.raises(RuntimeError, match=r"DIYFA_JIT=never.*f_kernel.*no pack for sm_90.*DIYFA_JIT=auto"):
         stored(launch_of(n=3))
@@ -472,7 +476,7 @@ def test_nothing_is_compiled_where_it_may_not_be(compiler, monkeypatch):
     assert stored(launch_of(n=3)) and compiler.names
 
 
-def test_without_a_compiler_a_pass_is_launched_whole_or_not_at_all(monkeypatch):
+def test_without_a_compiler_a_pass_is_launched_completely_or_not_at_all(monkeypatch):
     from diyfa.backends.cuda.runtime import passes
 
     def loaded_binary(launch, signature, device):

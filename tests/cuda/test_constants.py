@@ -66,7 +66,7 @@ def test_the_host_reads_values_and_kernels_constexprs() -> None:
             getattr(VALUES, name)
 
 
-def test_they_are_told_apart_by_every_value() -> None:
+def test_constants_differ_in_every_value() -> None:
     assert Values(16, True) == VALUES and hash(Values(16, True)) == hash(VALUES)
     for name, other in OTHER_VALUES.items():
         changed = replace(VALUES, **{name: other})
@@ -75,7 +75,7 @@ def test_they_are_told_apart_by_every_value() -> None:
     assert other_class(16, True) != VALUES
 
 
-def test_copies_do_not_keep_a_hash() -> None:
+def test_copies_have_no_cached_hash() -> None:
     """That of a text is another one in another process."""
     hash(VALUES)
     for other in (copy.copy(VALUES), copy.deepcopy(VALUES), pickle.loads(pickle.dumps(VALUES))):
@@ -85,7 +85,7 @@ def test_copies_do_not_keep_a_hash() -> None:
     assert other != VALUES
 
 
-def test_a_compiled_kernel_is_kept_under_every_value() -> None:
+def test_a_compiled_kernel_is_cached_under_every_value() -> None:
     pytest.importorskip("triton.backends.nvidia", reason="this Triton has no NVIDIA backend")
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     script = ROOT / "tests/support/constants_kernel.py"

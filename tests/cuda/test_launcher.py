@@ -59,7 +59,7 @@ def test_the_driver_gets_what_triton_gives_it(found, case):
     assert any(len(x) == 16 for x in first[0] if isinstance(x, list)) == case.startswith("descriptors")
 
 
-def test_packed_gradients_are_cleared_where_no_sequence_is(found):
+def test_packed_gradients_are_zero_outside_sequences(found):
     _, of_queries, of_keys, *_ = (words(launch) - {0} for launch in found["packed"]["launches"][0])
     assert of_keys == {"cu_seqlens_k", "dk", "dv"}
     assert {"cu_seqlens_q", "dq"} < of_queries and len(of_queries) == 3  # delta, which is nobody's but the call's
@@ -69,7 +69,7 @@ def test_another_length_compiles_nothing(found):
     assert found["lengths"]["compiled"] == [1, 0, 0, 0, 0]
 
 
-def test_what_the_driver_refuses_is_said(found):
+def test_refusals_of_the_driver_are_reported(found):
     assert found["errors"]["errors"] == [
         "CUDA driver: an illegal memory access was encountered (700)", "CUDA driver: unknown error (999)"
     ]  # fmt: skip
@@ -127,7 +127,7 @@ def test_numbers_beyond_float32_are_infinite():
     struct.pack("<4f", *values)
 
 
-def test_too_much_shared_memory_is_what_the_tuner_leaves_out(monkeypatch):
+def test_the_tuner_skips_tiles_with_too_much_shared_memory(monkeypatch):
     """No error of the driver, which would end the call."""
     monkeypatch.setattr(binaries, "stored_binary", lambda *arguments: SimpleNamespace(shared=300_000))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -137,7 +137,7 @@ def test_too_much_shared_memory_is_what_the_tuner_leaves_out(monkeypatch):
     assert tune.cannot_run(raised.value)
 
 
-def test_strides_of_one_are_known_and_multiples_of_16_all_together():
+def test_strides_of_one_and_alignment_of_all_strides():
     for strides, is_aligned in (((16, 32), True), ((16, 8), False), ((0, 2**32), True), ((1, 16), True)):
         launch = launch_of(stride_q=strides[0], stride_k=strides[1], n=3)
         signature = launch_signature(launch)
@@ -148,7 +148,7 @@ def test_strides_of_one_are_known_and_multiples_of_16_all_together():
         assert source.constants == {"c": 5, **({"stride_q": 1} if strides[0] == 1 else {})}
 
 
-def test_pointers_are_aligned_all_together():
+def test_one_unaligned_pointer_unaligns_all():
     x = torch.zeros(64, dtype=torch.float16)
     for tensors, is_aligned in (((x, x, x), True), ((x, x[1:], x), False), ((x, x, x[1:]), True), ((x, None, x), True)):
         launch = launch_of(**dict(zip(("q_ptr", "k_ptr", "plain_ptr"), tensors, strict=True)))
@@ -182,7 +182,7 @@ def test_tensor_maps_are_known_by_number_shape_and_strides():
     assert len(keys) == len(places)
 
 
-def test_a_binary_is_known_by_all_that_it_is_compiled_for(monkeypatch):
+def test_the_binary_key_has_everything_it_is_compiled_for(monkeypatch):
     """And by nothing else: lengths, other strides and other addresses find it."""
     monkeypatch.setattr(binaries, "stored_binary", lambda *arguments: SimpleNamespace(shared=0))
     monkeypatch.setattr(launcher, "Binary", lambda *arguments: object())

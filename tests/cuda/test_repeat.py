@@ -212,7 +212,7 @@ CASES = {  # a call, kernels of the backward pass
 
 @pytest.mark.parametrize("grad", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("case", CASES)
-def test_a_repeated_call_launches_what_the_first_did(recorder, described, case, grad, monkeypatch):
+def test_a_repeated_call_has_the_launches_of_the_first(recorder, described, case, grad, monkeypatch):
     """Other tensors in the same places are read, whatever objects they are."""
     make, of_backward = CASES[case]
     if case == "divided":
@@ -252,7 +252,7 @@ def test_every_call_returns_a_pair(recorder):
         assert type(attend(*tensors, return_lse=True)) is tuple
 
 
-def test_each_launch_of_a_dynamic_deal_has_its_counter(recorder, described, monkeypatch):
+def test_each_dynamic_schedule_has_its_counter(recorder, described, monkeypatch):
     table = hopper_configs.config_of
     monkeypatch.setattr(
         hopper_fwd, "config_of", lambda problem: dataclasses.replace(table(problem), scheduler="dynamic")
@@ -294,7 +294,7 @@ def test_packed_gradients_are_repeated(recorder, described, packing):
     assert_same(*passes)
 
 
-def test_a_call_that_comes_once_is_not_prepared_for_another(recorder, monkeypatch):
+def test_a_single_call_prepares_no_repeat(recorder, monkeypatch):
     asked = []
     repeat = runtime_passes.make_replay
     monkeypatch.setattr(
@@ -317,7 +317,7 @@ def test_a_tensor_given_twice_is_no_other_call(recorder, described):
     assert not described and [call.arguments[f"{name}_ptr"] for name in "qkv"] == ["x", "y", "z"]
 
 
-def test_strides_of_optional_tensors_are_part_of_the_call(recorder, described):
+def test_strides_of_optional_tensors_are_in_the_key(recorder, described):
     q, k, v = qkv()
     bias = torch.rand(4, 96, 96)
     for _ in range(3):
@@ -351,7 +351,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_was_decided_is_decided_anew_after_a_change(recorder, described, change, monkeypatch):
+def test_decisions_are_renewed_after_a_change(recorder, described, change, monkeypatch):
     q, k, v = qkv(grad=True)
     dout = torch.zeros_like(q)
 
@@ -398,7 +398,7 @@ def test_forced_tiles_nest():
     assert "fwd" not in attention_launch._forced
 
 
-def test_gradients_that_lie_otherwise(recorder, described):
+def test_gradients_with_other_strides(recorder, described):
     """Strides are part of what is repeated; an address that is not aligned is not repeated. An expanded gradient is
     copied first, and lies as others do then."""
     q, k, v = qkv(grad=True)
@@ -433,7 +433,7 @@ UNPACKED = {
 
 
 @pytest.mark.parametrize("how", UNPACKED)
-def test_saved_tensors_that_lie_otherwise(recorder, described, how):
+def test_saved_tensors_with_other_strides(recorder, described, how):
     q, k, v = qkv(grad=True)
     dout = torch.zeros_like(q)
     for _ in range(4):
@@ -485,7 +485,7 @@ def test_tensors_of_another_device_run_on_it(monkeypatch, recorder):
     assert entered == ["left", -1, "left"] and len(recorder.launches) == 1
 
 
-def test_allocators_make_what_they_are_asked_for():
+def test_allocators_return_the_requested_layout():
     for allocate in (runtime_passes.make_allocator("cpu"), runtime_passes.make_allocator("meta")):
         x = allocate((2, 3), (3, 1), torch.float16)
         assert x.shape == (2, 3) and x.stride() == (3, 1) and x.dtype == torch.float16
@@ -531,7 +531,7 @@ def test_on_the_device_a_repeated_call_gives_the_same_bits(shape, monkeypatch):
 )
 @pytest.mark.parametrize("rows", [16, 512])
 @pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
-def test_a_repeated_product_launches_what_the_first_did(recorder, launched, rows, options, transposed):
+def test_a_repeated_product_has_the_launches_of_the_first(recorder, launched, rows, options, transposed):
     dtype = torch.float32 if "precision" in options else torch.bfloat16
     passes, kept = [], []
     for _ in range(4):
@@ -711,7 +711,9 @@ def chosen_mla(monkeypatch):
 @pytest.mark.parametrize("passes_out", [False, True], ids=["", "out"])
 @pytest.mark.parametrize("by", ["tensor", "int"])
 @pytest.mark.parametrize("case", CACHES)
-def test_a_repeated_call_with_a_cache_launches_what_the_first_did(recorder, chosen_mla, launched, case, by, passes_out):
+def test_a_repeated_call_with_a_cache_has_the_launches_of_the_first(
+    recorder, chosen_mla, launched, case, by, passes_out
+):
     """Of one with an int for all lengths the length is given anew."""
     make, kernels = CACHES[case]
     passes, kept = [], []
@@ -753,7 +755,7 @@ def test_queries_that_out_replaces_are_another_call(recorder, launched, monkeypa
     assert not launched
 
 
-def test_values_that_are_no_part_of_the_keys_are_another_call(recorder, chosen_mla):
+def test_separate_values_make_another_call(recorder, chosen_mla):
     given = latent(100, "tensor")
     with diyfa.use_backend("cuda"):
         for _ in range(3):
@@ -765,7 +767,7 @@ def test_values_that_are_no_part_of_the_keys_are_another_call(recorder, chosen_m
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd", "thd"])
-def test_a_repeated_call_of_few_queries_launches_what_the_first_did(recorder, launched, layout):
+def test_a_repeated_call_of_few_queries_has_the_launches_of_the_first(recorder, launched, layout):
     offsets = [torch.tensor([0, n], dtype=torch.int32) for n in (2, 4096)]
     passes, kept = [], []
     for _ in range(4):
@@ -929,7 +931,7 @@ def some_product(pick):
 
 
 @pytest.mark.parametrize("kind", [some_attention, some_decoding, some_product], ids=lambda kind: kind.__name__)
-def test_no_call_launches_what_another_one_decided(recorder, monkeypatch, kind):
+def test_no_call_uses_decisions_of_another_call(recorder, monkeypatch, kind):
     """Calls that differ in little, in any order, launch what they do in a process without earlier calls."""
     pick = Choices(0)
     for _ in range(300):

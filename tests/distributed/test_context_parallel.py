@@ -109,7 +109,7 @@ def test_matrix_without_balance(workers, method):
     check(workers, [(case, Division(method, "none")) for case in MATRIX if case.causal or case.window != (-1, -1)])
 
 
-def test_drawn(workers):
+def test_random_cases(workers):
     check(workers, [random_case(seed, RANKS) for seed in range(RANDOM_CASES)])
 
 
@@ -226,7 +226,7 @@ def test_compiled_ranks_that_disagree_are_named(workers):
         ({"refused": True}, "RuntimeError: not here"),
     ],
 )
-def test_what_is_refused(workers, arguments, told):
+def test_refusals(workers, arguments, told):
     messages = workers.run(call_with, *[arguments] * RANKS)
     assert all(message.startswith(told) for message in messages), messages
 
@@ -239,12 +239,12 @@ def test_a_refused_call_leaves_nothing_under_way(workers):
     assert all(workers.run(run_after_refusal))
 
 
-def test_a_rank_that_refuses_what_was_agreed_on_waits_for_nobody(workers):
+def test_a_rank_that_refuses_an_agreed_call_does_not_hang(workers):
     message, waited = workers.run(refuse_after_agreement)[0]
     assert "stride 1" in message and not waited
 
 
-def test_what_ranks_agreed_on_is_kept_by_group(workers):
+def test_agreed_calls_are_cached_by_group(workers):
     workers.run(run_in_unequally_used_groups, 4)
 
 
@@ -269,7 +269,7 @@ def test_float64_stays_float64(workers):
 
 
 @pytest.mark.parametrize("score", [30.0, 100.0, 1000.0, 10761.0])
-def test_what_float32_keys_have_in_common_costs_nothing(workers, score):
+def test_a_common_vector_of_float32_keys_costs_no_accuracy(workers, score):
     for method in ("ring", "both", "compiled"):
         for error, allowed in workers.run(run_with_common_key, score, method, False)[0]:
             assert error <= allowed, f"{method}: {error:.2g}, allowed {allowed:.2g}"
@@ -287,7 +287,7 @@ def test_gradients_of_repeated_heads_are_rounded_once(workers, how):
 
 
 @pytest.mark.parametrize("score", [100.0, 10761.0])
-def test_with_sinks_it_costs_what_the_guide_says(workers, score):
+def test_the_cost_of_sinks_is_that_of_the_guide(workers, score):
     """Only dQ and dK are worse than on one device: by L * 2**-24 times what keys, or queries, have in common."""
     out, lse, dq, dk, dv = workers.run(run_with_common_key, score, "ring", True)[0]
     for error, allowed in (out, lse, dv):
@@ -299,7 +299,7 @@ def test_with_sinks_it_costs_what_the_guide_says(workers, score):
 
 
 @pytest.mark.parametrize(("softcap", "infinite"), [(2.0, False), (0.0, True)], ids=["softcap", "infinite"])
-def test_keys_whose_common_part_stays(workers, softcap, infinite):
+def test_keys_whose_common_vector_is_not_subtracted(workers, softcap, infinite):
     """A softcap is no sum that a part could be taken from, and a key that is infinite is no part of any mean."""
     assert all(error < 1e-5 for errors in workers.run(run_without_common_key, softcap, infinite) for error in errors)
 

@@ -23,7 +23,7 @@ HOPPER, ATLAS_A2 = (dict(MACHINES)[name] for name in ("sm_90", "Ascend910B"))
 LONG = Work(8, 1, 32, 8, 131072, 128, 128, 2, share=0.5)
 
 
-def test_a_ring_hides_what_is_shorter_than_a_step():
+def test_a_ring_hides_transfers_shorter_than_a_step():
     assert ring_timeline([[1.0, 1.0, 1.0]] * 3, 0.5) == 3.0
     assert ring_timeline([[1.0, 1.0, 1.0]] * 3, 2.0) == 5.0
     # A late rank is waited for by the one that it sends to, and one step later by that one's neighbour.
@@ -63,7 +63,7 @@ def test_one_million_tokens_scale():
         assert LONG.flops * 3.5 / machine.flops / ring_seconds(LONG, machine) > 0.93
 
 
-def test_what_masks_leave():
+def test_visible_fraction():
     assert visible_fraction((0, 100, 100), (-1, -1)) == 1.0
     assert visible_fraction((0, 100, 100), (-1, 0)) == 0.5
     assert visible_fraction((0, 100, 100), (10, 0)) == 0.1

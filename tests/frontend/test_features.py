@@ -90,7 +90,7 @@ def example_case(feature: Feature) -> AttentionCase:
 # ---- The rows ------------------------------------------------------------------------------------------------------
 
 
-def test_every_row_says_what_it_is() -> None:
+def test_every_row_is_complete() -> None:
     for feature in FEATURES:
         known = bool(feature.refusal_name) or feature.name in WITHOUT_EFFECT or feature.name in COMPANIONS
         assert known, (
@@ -146,7 +146,7 @@ def test_a_gradient_has_a_buffer_and_is_compared(feature: Feature) -> None:
 
 
 @by_name(OPTIONAL)
-def test_it_is_in_the_tables_of_info_and_both_readmes(feature: Feature) -> None:
+def test_the_feature_is_in_the_tables_of_info_and_both_readmes(feature: Feature) -> None:
     pytest.importorskip("rich")
     from diyfa.cli.info import FEATURES as ROWS
 
@@ -156,7 +156,7 @@ def test_it_is_in_the_tables_of_info_and_both_readmes(feature: Feature) -> None:
 
 
 @by_name(OPTION_FEATURES)
-def test_it_is_an_argument_of_every_function(feature: Feature) -> None:
+def test_the_feature_is_an_argument_of_every_function(feature: Feature) -> None:
     name = argument_of(feature)
     owns = [x.name for x in TENSORS if COMPANIONS.get(x.name) == feature.name]
     dense, packed = [], [diyfa.flash_attention_varlen]
@@ -193,7 +193,7 @@ def test_it_is_in_the_schema(feature: Feature) -> None:
 
 
 @by_name(OPTION_FEATURES)
-def test_explain_tells_of_it(feature: Feature) -> None:
+def test_explain_names_the_feature(feature: Feature) -> None:
     inputs = make_inputs(example_case(feature))
     layout = example_case(feature).layout
     layout = "bhsd" if layout == "3d" else layout
@@ -259,7 +259,7 @@ def test_over_pages_it_changes_the_result_or_is_refused(feature: Feature) -> Non
 
 
 @by_name(OPTIONAL)
-def test_what_errors_are_measured_by_is_right(feature: Feature) -> None:
+def test_the_yardstick_is_correct(feature: Feature) -> None:
     """A yardstick that is wrong would allow everything: in float64 it gives what the reference does."""
     case = example_case(feature)
     exact = testing.expected_results(case)
@@ -294,7 +294,7 @@ def test_a_cache_has_it_or_kernels_over_caches_refuse_it(feature: Feature) -> No
     assert {id(x) for x in tensors.present()[3:]} <= {id(x) for x in as_kvcache(problem, tensors)[1].present()}
 
 
-def test_kernels_name_features_that_there_are() -> None:
+def test_kernels_name_existing_features() -> None:
     from diyfa.backends import cuda, npu
     from diyfa.backends.cuda.hopper import bwd_configs as hopper_bwd
     from diyfa.backends.cuda.hopper import configs as hopper
@@ -318,7 +318,7 @@ def another_of(x: Any) -> Any:
 
 
 @by_name([feature for feature in OPTION_FEATURES if feature.name not in PACKED])
-def test_calls_that_differ_in_it_share_no_plan(feature: Feature, monkeypatch: Any) -> None:
+def test_calls_that_differ_in_the_feature_share_no_plan(feature: Feature, monkeypatch: Any) -> None:
     """And a repeated call reads its own tensors, for results and gradients."""
     case = example_case(feature)
     inputs, without = make_inputs(case), switched_off(feature, case)
@@ -359,7 +359,7 @@ def test_a_wrong_tensor_is_refused(feature: Feature) -> None:
 
 
 @by_name(OPTIONAL)
-def test_the_matrix_has_cases_of_it(feature: Feature) -> None:
+def test_the_matrix_has_cases_of_the_feature(feature: Feature) -> None:
     """Alone and on every kernel, with packed sequences, and with everything that goes with it."""
     found = [
         (case, problem) for case, problem in described_cases().values() if feature.refusal_name in problem.features
@@ -376,7 +376,7 @@ def test_the_matrix_has_cases_of_it(feature: Feature) -> None:
         assert any(given[feature.name].requires_grad for given in some) == bool(feature.gradient)
 
 
-def test_random_cases_have_each_feature_unless_it_is_left_out() -> None:
+def test_random_cases_have_each_feature_unless_excluded() -> None:
     seen: set[str] = set()
     names = {feature.refusal_name for feature in OPTIONAL}
 
@@ -425,7 +425,7 @@ def test_validate_and_the_first_run_on_ascend_try_it(feature: Feature) -> None:
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 @by_name(OPTIONAL)
 @pytest.mark.parametrize("kernel", ["fwd", "dkdv", "dq", "dbias"])
-def test_kernels_of_cuda_are_compiled_with_it_and_are_given_it(feature: Feature, kernel: str) -> None:
+def test_kernels_of_cuda_are_compiled_for_the_feature_and_get_its_tensors(feature: Feature, kernel: str) -> None:
     pytest.importorskip("triton.tools.tensor_descriptor")
     from diyfa.backends.cuda import FEATURES as IMPLEMENTED
     from diyfa.backends.cuda.attention import bwd_dbias, fwd
@@ -489,7 +489,7 @@ def check_launches(
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 @by_name(OPTIONAL)
 @pytest.mark.parametrize("kernel", ["fwd", "dkdv", "dq", "dbias"])
-def test_kernels_of_ascend_are_compiled_with_it_and_are_given_it(feature: Feature, kernel: str) -> None:
+def test_kernels_of_ascend_are_compiled_for_the_feature_and_get_its_tensors(feature: Feature, kernel: str) -> None:
     from diyfa.backends.npu import FEATURES as IMPLEMENTED
     from diyfa.lab.npu import specs
 

@@ -162,7 +162,7 @@ ABSENT: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str
 
 
 @pytest.mark.parametrize("name", ABSENT)
-def test_what_is_absent(name: str) -> None:
+def test_absent_functions(name: str) -> None:
     call, arguments, options, reason = ABSENT[name]
     with pytest.raises(ValueError, match=reason):
         call(*arguments, **options)
@@ -198,7 +198,7 @@ def test_imports() -> None:
     ]  # fmt: skip
 
 
-def test_packed_queries_over_a_part_of_each_row() -> None:
+def test_packed_queries_over_partly_used_rows() -> None:
     """cache_seqlens as one number, with softcap: the same as without packing."""
     q, k, v = leaves((2, 3, 2, 16), *[(2, 20, 2, 16)] * 2, dtype=torch.float32)
     options: dict[str, Any] = {"cache_seqlens": 11, "causal": True, "softcap": 0.7}

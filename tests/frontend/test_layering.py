@@ -48,7 +48,7 @@ def imports(path: Path, top_level_only: bool = False) -> set[str]:
     return found
 
 
-def test_there_are_backends() -> None:
+def test_backends_exist() -> None:
     assert {p.name for p in BACKEND_FOLDERS} >= {"cpu"}
     assert (ROOT / "diyfa" / "backends").is_symlink()
 

@@ -136,7 +136,7 @@ def test_a_refusal_is_not_cached_as_a_choice(picky: Backend) -> None:
             registry.choose("attention_fwd", refused, picky)
 
 
-def test_what_a_backend_does_not_compute(cpu: Backend) -> None:
+def test_unsupported_dtype(cpu: Backend) -> None:
     with pytest.raises(ValueError, match="computes float16, bfloat16, float32, float64, not float8_e5m2"):
         registry.choose("attention_fwd", problem(dtype="float8_e5m2"), cpu)
 
@@ -175,7 +175,7 @@ def test_use_backend_nests_and_restores() -> None:
         pass
 
 
-def test_use_backend_blocks_left_in_another_order() -> None:
+def test_use_backend_blocks_may_end_in_another_order() -> None:
     first, second = diyfa.use_backend("cpu"), diyfa.use_backend("npu")
     first.__enter__()
     second.__enter__()
@@ -207,7 +207,7 @@ def test_use_backend_belongs_to_its_thread() -> None:
     assert registry.forced_backend() == ""
 
 
-def test_a_problem_keeps_what_is_decided_about_it() -> None:
+def test_decisions_are_cached_per_problem() -> None:
     asked = []
 
     @cached_per_problem
@@ -222,7 +222,7 @@ def test_a_problem_keeps_what_is_decided_about_it() -> None:
     assert decide(pickle.loads(pickle.dumps(first)), "a") == "a 4"
 
 
-def test_a_kind_keeps_what_is_decided_about_it() -> None:
+def test_decisions_are_cached_per_kind() -> None:
     asked = []
 
     @cached_per_kind
@@ -241,7 +241,7 @@ def test_a_kind_keeps_what_is_decided_about_it() -> None:
     assert first.seqlen_q == 4 and first.window_right == 7  # the problem itself is as it was
 
 
-def test_kinds_are_told_apart_by_every_field_but_sizes() -> None:
+def test_kinds_differ_in_every_field_but_sizes() -> None:
     """And of a window's bounds by their signs, where 0 on the right is a causal mask."""
     first = problem()
     for each in fields(AttentionProblem):

@@ -191,7 +191,7 @@ STRIDED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", STRIDED)
-def test_features_that_are_not_side_by_side(handle: Any, name: str, compiled: bool) -> None:
+def test_features_without_stride_one(handle: Any, name: str, compiled: bool) -> None:
     """diffusers' native backend takes them; here they are copied, which is said once."""
     inputs = leaves((2, 17, 2, 16), (2, 23, 2, 16), (2, 23, 2, 16), dtype=torch.float32)
 

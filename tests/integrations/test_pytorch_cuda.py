@@ -67,7 +67,7 @@ def test_graphs_and_dropout(handle: Handle) -> None:
     assert bool(first.isfinite().all()) and not torch.equal(first, out)
 
 
-def test_removal_gives_pytorchs_kernels_back() -> None:
+def test_removal_restores_pytorchs_kernels() -> None:
     q, k, v = (x.detach().cuda() for x in leaves(*[(2, 4, 128, 64)] * 3))
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         before = attention(q, k, v)

@@ -332,7 +332,7 @@ def test_refused(handle: Handle, case: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["alibi_slopes", "seqused_k", "block_table"])
-def test_what_the_backward_operator_does_not_take(handle: Handle, name: str) -> None:
+def test_refusals_of_the_backward_operator(handle: Handle, name: str) -> None:
     """A gradient that would be of another attention."""
     if name == "block_table":
         varlen_with("block_table")
@@ -348,7 +348,7 @@ def test_what_the_backward_operator_does_not_take(handle: Handle, name: str) -> 
         assert aten._flash_attention_forward(*inputs, *lengths, **options)[0].isfinite().all()
 
 
-def test_removal_gives_the_operators_back() -> None:
+def test_removal_restores_the_operators() -> None:
     q, k, v = (x.detach() for x in leaves(*[(1, 2, 9, 16)] * 3))
     handle = use_in_pytorch("cpu")
     assert use_in_pytorch("cpu") is handle and handle.active

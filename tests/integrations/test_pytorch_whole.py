@@ -30,7 +30,7 @@ def handle() -> Iterator[Handle]:
 
 @pytest.mark.parametrize("sizes", [(19, 19), (19, 33), (33, 19), (1, 7), (7, 1)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_causal_from_the_top_left(handle: Handle, sizes: tuple[int, int], dtype: torch.dtype) -> None:
+def test_top_left_causal(handle: Handle, sizes: tuple[int, int], dtype: torch.dtype) -> None:
     queries, keys = sizes
     hidden = torch.ones(queries, keys, dtype=torch.bool).triu(1)
     assert_matches_reference(
@@ -160,7 +160,7 @@ LEFT = {
 
 
 @pytest.mark.parametrize("reason", LEFT)
-def test_what_is_left_to_pytorch(handle: Handle, reason: str) -> None:
+def test_calls_left_to_pytorch(handle: Handle, reason: str) -> None:
     x = leaves((1, 2, 9, 16), dtype=torch.float32)[0].to(DEVICE)
     found = LEFT[reason](x)
     assert handle.calls == {f"{SDPA}: PyTorch ({reason})": 1}
@@ -170,7 +170,7 @@ def test_what_is_left_to_pytorch(handle: Handle, reason: str) -> None:
         assert torch.equal(found, LEFT[reason](x))
 
 
-def test_before_pytorch_kept_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pytorch_without_a_kernel_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Releases without `torch.library.get_kernel`: what is left to PyTorch runs its own decomposition."""
     monkeypatch.delattr(torch.library, "get_kernel")
     inputs = leaves(*[(1, 2, 9, 16)] * 3, dtype=torch.float64)

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from diyfa.integrations.seams import active_handle, switch_on
 
 
-def test_an_old_handle_leaves_the_new_one_alone() -> None:
+def test_an_old_handle_does_not_remove_a_new_one() -> None:
     undone: list[str] = []
 
     def undo(name: str) -> ExitStack:

@@ -60,7 +60,7 @@ def test_a_learned_bias(handle: Handle, npu: torch.device) -> None:
 
 
 @pytest.mark.parametrize("sizes", [(19, 19), (19, 33), (33, 19)], ids=str)
-def test_causal_from_the_top_left(handle: Handle, npu: torch.device, sizes: tuple[int, int]) -> None:
+def test_top_left_causal(handle: Handle, npu: torch.device, sizes: tuple[int, int]) -> None:
     """PyTorch's causal mask of unequal lengths begins at the top left."""
     queries, keys = sizes
     hidden = torch.ones(queries, keys, dtype=torch.bool).triu(1)

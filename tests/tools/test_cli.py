@@ -147,7 +147,7 @@ def test_a_backend_that_cannot_run_the_benchmark_is_one_line(monkeypatch):
     assert result.output == "diyfa bench: backend 'cpu' cannot run this attention_fwd: no tile fits\n"
 
 
-def test_a_bug_keeps_its_traceback(monkeypatch):
+def test_a_bug_shows_its_traceback(monkeypatch):
     def fail(*arguments, **options):
         raise KeyError("oops")
 
@@ -232,7 +232,7 @@ def test_the_library_prints_on_every_terminal(encoding, with_rich, monkeypatch):
 
 
 @pytest.mark.parametrize("absent", ["typer", "rich"])
-def test_without_its_libraries_it_says_what_to_install(monkeypatch, absent):
+def test_missing_libraries_are_named(monkeypatch, absent):
     import diyfa.cli
 
     real = diyfa.cli.importlib.util.find_spec
@@ -276,7 +276,7 @@ def test_info_lists_refusals_with_the_backends_own_reason():
         assert (("attention_fwd", feature) in refusals) == refused
 
 
-def test_info_shows_which_kernel_does_what(monkeypatch):
+def test_info_shows_the_features_of_kernels(monkeypatch):
     """The table says "no" exactly where the dispatch refuses: asked of a backend made for this test, by `choose`."""
     from diyfa.cli.info import FEATURES, _typical
 
@@ -403,7 +403,7 @@ def test_a_file_that_cannot_be_written_is_named_before_the_work(arguments, tmp_p
     assert "cannot write" in result.output and (tmp_path / "file").read_text() == "kept"
 
 
-def test_a_folder_that_is_missing_is_not_made(tmp_path, monkeypatch):
+def test_a_missing_folder_is_not_created(tmp_path, monkeypatch):
     monkeypatch.setattr("diyfa.lab.bench.timing.time_calls", lambda *a, **k: pytest.fail("began"))
     result = invoke("bench", "--backend", "cpu", "--output", str(tmp_path / "missing" / "x.json"))
     assert result.exit_code == 2 and "there is no folder" in result.output and not (tmp_path / "missing").exists()
@@ -445,7 +445,7 @@ def test_demo_fails_when_the_curves_differ(tiny, monkeypatch):
 
 
 @pytest.mark.parametrize("device", demo_train.PRESETS)
-def test_demo_tells_curves_apart(device):
+def test_demo_detects_different_curves(device):
     """A tenth of the loss at the end, or a hundredth at the start on a CPU, is no rounding."""
     preset = demo_train.PRESETS[device]
     curve = [3.0 - step * 1e-3 for step in range(300)]
@@ -488,7 +488,7 @@ def test_unknown_backend():
 
 @pytest.mark.parametrize("command", ["demo", "validate", "bench", "tune"])
 @pytest.mark.skipif(hasattr(torch, "npu"), reason="torch_npu is loaded")
-def test_a_backend_whose_device_is_not_here(command):
+def test_a_backend_without_its_device_is_refused(command):
     result = invoke(command, "--backend", "npu")
     assert (result.exit_code, isinstance(result.exception, SystemExit)) == (2, True), result.output
     assert "'npu' needs a device of type npu; here is" in " ".join(result.output.replace("│", "").split())
@@ -565,7 +565,7 @@ def test_validate_takes_a_backend_without_a_backward_pass(monkeypatch, checks_gr
     assert ("only, FAIL: " if wrong else "only, forward only: ") in printed and "matmul, refused: every case" in printed
 
 
-def test_validate_goes_on_after_a_kernel_that_breaks(monkeypatch):
+def test_validate_continues_after_a_failing_kernel(monkeypatch):
     from diyfa.lab import validate
 
     cpu = load_backend("cpu")
@@ -675,7 +675,7 @@ def tuner(monkeypatch, tmp_path):
     return tuner
 
 
-def test_tune_measures_and_says_what_is_new(tuner):
+def test_tune_measures_and_lists_new_tiles(tuner):
     command = ("tune", "--seq-len", "32", "--seq-len", "48", "--head-dim", "16", "--heads", "4", "--heads-kv", "2")
     status, document = invoke_json(*command)
     assert status == 0
@@ -694,7 +694,7 @@ def test_tune_forward_and_one_mask_only(tuner):
     assert [call[2:] for call in tuner.seen] == [(True, False)]
 
 
-def test_tune_clears_what_it_kept(tuner):
+def test_tune_clears_its_files(tuner):
     invoke("tune", "--seq-len", "32", "--head-dim", "16")
     assert tuner.is_settled("attention_fwd", (32, True))
     assert invoke_json("tune", "--clear") == (0, {"backend": "cuda", "cleared": 2})
@@ -704,13 +704,13 @@ def test_tune_clears_what_it_kept(tuner):
     assert invoke("tune", "--list", "--clear").exit_code == 2
 
 
-def test_tune_where_nothing_can_be_measured(tuner):
+def test_tune_without_autotuning(tuner):
     tuner.enabled = False
     result = invoke("tune")
     assert result.exit_code == 2 and "DIYFA_AUTOTUNE" in result.output and not tuner.seen
 
 
-def test_tune_where_nothing_can_be_kept(tuner, monkeypatch):
+def test_tune_without_a_cache_folder(tuner, monkeypatch):
     """Before anything is measured, which takes long."""
     monkeypatch.setenv("DIYFA_CACHE_DIR", os.devnull)
     result = invoke("tune", "--seq-len", "32", "--head-dim", "16")
@@ -718,7 +718,7 @@ def test_tune_where_nothing_can_be_kept(tuner, monkeypatch):
     assert "DIYFA_CACHE_DIR" in result.output
 
 
-def test_tune_lists_no_row_that_lost_a_part(tuner):
+def test_tune_lists_no_incomplete_row(tuner):
     invoke("tune", "--seq-len", "32", "--head-dim", "16")
     (path,) = Path(os.environ["DIYFA_CACHE_DIR"]).glob("tune/*.json")
     content = json.loads(path.read_text())
@@ -749,7 +749,7 @@ def test_compile_for_an_unknown_target(target):
     assert "no such target" in result.output
 
 
-def test_a_name_that_many_targets_begin_with_is_answered_with_them():
+def test_an_ambiguous_target_lists_its_matches():
     """ "Ascend910B" itself is another chip than the 910B family's."""
     result = invoke("compile", "910B")
     assert result.exit_code == 2
@@ -969,7 +969,7 @@ def test_compile_prints_what_was_read_from_an_ascend_kernel(monkeypatch):
         ("910B3", "--tile", "128x"),
     ],
 )
-def test_compile_refuses_what_it_cannot_mean(arguments):
+def test_compile_refuses_invalid_arguments(arguments):
     assert invoke("compile", *arguments).exit_code == 2
 
 
@@ -995,7 +995,7 @@ def test_a_missing_ascend_compiler_is_named_with_its_pip_command(monkeypatch, pa
     assert "Traceback" not in result.output
 
 
-def test_a_selection_says_what_it_does_not_know(monkeypatch):
+def test_unknown_values_of_a_selection_are_named(monkeypatch):
     from diyfa.lab.npu.selection import Selection
 
     with pytest.raises(ValueError, match="unknown kernel 'sort'"):
