@@ -180,21 +180,21 @@ def call_key(
     if k.device != device or v.device != device:
         return None
     wants_grad = torch.is_grad_enabled()
-    cache_key: tuple[Hashable, ...] = ()
+    optional_key: tuple[Hashable, ...] = ()
     try:
         if optional:
             for x in optional:
                 if x is not None and not may_be_read(x):
                     return None
-            cache_key = (*[x if x is None else described(x) for x in optional], wants_grad)
+            optional_key = (*[x if x is None else described(x) for x in optional], wants_grad)
             if over_cache:
                 out = optional[-1]
                 in_place = out is not None and out.data_ptr() == q.data_ptr()
-                cache_key += keys_dtype, k.data_ptr() == v.data_ptr(), in_place
+                optional_key += keys_dtype, k.data_ptr() == v.data_ptr(), in_place
             else:
                 # Not None, which is a default: the checks refuse a tensor that is given as a number.
                 scalars = [_Tensor if isinstance(x, _Tensor) else x for x in scalars]
-                cache_key += lengths.max_seqlen_q, lengths.max_seqlen_k
+                optional_key += lengths.max_seqlen_q, lengths.max_seqlen_k
         return (
             q.shape,
             k.shape,
@@ -212,7 +212,7 @@ def call_key(
             wants_grad and (q.requires_grad or k.requires_grad or v.requires_grad),
             torch.are_deterministic_algorithms_enabled(),
             *scalars,
-            cache_key,
+            optional_key,
         )
     except RuntimeError:  # a tensor without strides or address, such as a sparse one: the checks refuse it
         return None

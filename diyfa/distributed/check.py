@@ -57,7 +57,9 @@ def _gather_device(group: dist.ProcessGroup) -> torch.device:
     return torch.accelerator.current_accelerator() or torch.device("cpu")
 
 
-def agree(groups: Sequence[dist.ProcessGroup], options: dict[str, Any], refusal: Exception | None, choice: int) -> int:
+def agree(
+    groups: Sequence[dist.ProcessGroup], named_arguments: dict[str, Any], refusal: Exception | None, choice: int
+) -> int:
     """Return the first rank's `choice` if all ranks call with the same arguments and none refuses them.
 
     Nothing is sent if an equal call was checked before.
@@ -66,8 +68,8 @@ def agree(groups: Sequence[dist.ProcessGroup], options: dict[str, Any], refusal:
         ValueError: the arguments differ. Every rank raises it; it names the ranks that differ from most, and how.
         Exception: `refusal`, if all ranks have the same.
     """
-    q, cu_seqlens = options["q"], options["cu_seqlens"]
-    arguments: Arguments = tuple((name, _described(x)) for name, x in options.items() if name != "cu_seqlens")
+    q, cu_seqlens = named_arguments["q"], named_arguments["cu_seqlens"]
+    arguments: Arguments = tuple((name, _described(x)) for name, x in named_arguments.items() if name != "cu_seqlens")
     vector = isinstance(cu_seqlens, torch.Tensor) and cu_seqlens.dim() == 1
     arguments += (("cu_seqlens", tuple(cu_seqlens.tolist()) if vector else _described(cu_seqlens)),)
     accepted = (*arguments, ("error", None))

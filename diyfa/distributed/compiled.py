@@ -130,8 +130,8 @@ def _bwd(dout: Any, dlse: Any, q: Any, k: Any, v: Any, *rest: Any) -> Any:
     call = attention.with_first_ranks_state(call, groups, arguments)
     call = call._replace(options=call.options._replace(batch_invariant=False))  # it concerns the forward pass only
     plan = attention.plan_of(call, groups)
-    candidates = [*call.qkv, out, lse]
-    dq, dk, dv, dsinks = attention.backward(plan, [*candidates[: len(candidates) - len(saved)], *saved], dout, dlse)
+    call_tensors = [*call.qkv, out, lse]
+    dq, dk, dv, dsinks = attention.backward(plan, [*call_tensors[: len(call_tensors) - len(saved)], *saved], dout, dlse)
     return *(x.contiguous() for x in (dq, dk, dv)), q.new_empty(0) if dsinks is None else dsinks
 
 

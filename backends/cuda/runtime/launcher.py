@@ -185,12 +185,12 @@ def launch_signature(launch: Launch) -> Signature:
     Pointers count as aligned only if all of them are, and so do strides: a kernel has few variants.
     """
     arguments = _arguments(launch.kernel)
-    values_by_order = arguments.pick(launch.arguments)
-    types = tuple(map(type, values_by_order))
+    all_values = arguments.pick(launch.arguments)
+    types = tuple(map(type, all_values))
     pattern = arguments.patterns.get(types)
     if pattern is None:
         pattern = arguments.patterns[types] = _Pattern(arguments.each, types)
-    values = list(pattern.present(values_by_order))
+    values = list(pattern.present(all_values))
     memory: list[Any] = []
     addresses = steps = 0
     for i, is_read_wide in pattern.tensors:
@@ -205,12 +205,12 @@ def launch_signature(launch: Launch) -> Signature:
         x = values[i]
         if not -_FLOAT32 <= x <= _FLOAT32:
             values[i] = ctypes.c_float(x).value  # inf, as C converts it
-    for x in pattern.aligned_strides(values_by_order):
+    for x in pattern.aligned_strides(all_values):
         if x != 1:
             steps |= x
-    kinds, numbers = pattern.kinds(tuple(memory)), pattern.numbers(values_by_order)
-    if numbers and (1 in pattern.strides(values_by_order) or max(numbers) >= _INT32 or min(numbers) < -_INT32):
-        kinds, values = _with_unusual_numbers(arguments.each, kinds, values_by_order, values)
+    kinds, numbers = pattern.kinds(tuple(memory)), pattern.numbers(all_values)
+    if numbers and (1 in pattern.strides(all_values) or max(numbers) >= _INT32 or min(numbers) < -_INT32):
+        kinds, values = _with_unusual_numbers(arguments.each, kinds, all_values, values)
     return Signature(kinds, values, not addresses & 15, not steps & 15)
 
 
