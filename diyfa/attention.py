@@ -130,12 +130,8 @@ def attend(
     first, *others = tensors = tuple(owners.values())
     layout, packing = arguments["layout"], ("qkv", "kv", "")[len(others)]
     if not (type(arguments["causal"]) is type(arguments["deterministic"]) is type(returns_lse) is bool):
-        flags = {
-            "causal": arguments["causal"],
-            "deterministic": arguments["deterministic"],
-            words.returns_lse: returns_lse,
-        }
-        validation.check_booleans(**flags)
+        flags = {name: arguments[name] for name in ("causal", "deterministic")}
+        validation.check_booleans(**flags, **{words.returns_lse: returns_lse})
     arguments["window"] = validation.check_window(arguments["window"], words.window)  # a list has no hash
     arguments["backend"] = arguments.get("backend") or registry.forced_backend()
     arguments["batch_invariant"] = registry.is_batch_invariant()

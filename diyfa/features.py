@@ -208,9 +208,8 @@ SHAPE_FEATURES = (
     Feature("dropout_origins", problem_field="dropout_origins", refusal_name="dropout_origins"),
 )  # fmt: skip
 
-OPTIONAL = tuple(
-    feature for feature in (*SHAPE_FEATURES, *FEATURES) if feature.refusal_name
-)  # what a backend may refuse
+# Features that a backend may refuse.
+OPTIONAL = tuple(feature for feature in (*SHAPE_FEATURES, *FEATURES) if feature.refusal_name)
 ADJUSTING = frozenset([feature.refusal_name for feature in FEATURES if feature.adjusts])
 # COMPOSABLE: features that combine with each other and with any lengths. EVERYTHING and EVERYTHING_CASE: the changes of
 # a typical problem and of a typical test case that add all of them.

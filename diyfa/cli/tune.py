@@ -143,13 +143,8 @@ def run(request: Request, json: bool) -> int:
             progress.update(task, advance=1)
     new = [tile for tile in tuning.stored() if tile not in before]
     if json:
-        print_json(
-            {
-                "backend": name,
-                "calls": [description for description, _ in calls],
-                "tiles": [asdict(tile) for tile in new],
-            }
-        )
+        descriptions = [description for description, _ in calls]
+        print_json({"backend": name, "calls": descriptions, "tiles": [asdict(tile) for tile in new]})
     else:
         remark = "" if new else ": every bucket of these problems is known, or has one tile"
         out.print(_table(f"{name}: {len(new)} newly tuned tiles{remark}", new))

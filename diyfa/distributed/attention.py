@@ -218,20 +218,9 @@ def described_call(
     sequences = sequence_offsets(rows * ranks, arguments["cu_seqlens"])
     segments = rank_segments(sequences, ranks, arguments["load_balance"])
     lengths = _local_lengths(segments[rank], len(sequences) - 2, q.device) if packed else NO_LENGTHS
-    front_end_options = (
-        "method",
-        "load_balance",
-        "cu_seqlens",
-        "return_lse",
-        *INTERNAL,
-    )  # options that no kernel reads
-    options = checked_options(
-        q,
-        k,
-        v,
-        lengths,
-        {name: x for name, x in arguments.items() if name not in front_end_options} | {"layout": layout},
-    )
+    front_end_options = ("method", "load_balance", "cu_seqlens", "return_lse", *INTERNAL)  # no kernel reads them
+    kernel_options = {name: x for name, x in arguments.items() if name not in front_end_options}
+    options = checked_options(q, k, v, lengths, kernel_options | {"layout": layout})
     sharding = sequences, segments
     chosen = _chosen(arguments["method"], groups, qkv, sharding, options)
     return _Call(qkv, sharding, options, chosen, arguments.get("first", (0, 0)))

@@ -1,7 +1,7 @@
 """Context parallel attention in a compiled graph: a forward and a backward operator, both opaque to tracing.
 
 A graph cannot hold the group and the options that are no numbers. It names them by one number (`call_number`). Besides
-out and lse the forward operator returns `saved`, further tensors that the backward operator reads: the tensors that
+out and lse the forward operator returns `kept`, further tensors that the backward operator reads: the tensors that
 Ulysses exchanged, or a ring's log-sum-exp without the common key.
 """
 
@@ -59,9 +59,8 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Group, argu
     constants = {name: x for name, x in arguments.items() if name not in (*TENSORS, *SCALARS, "window")}
     # The backward pass may run in another thread, which does not see this thread's `use_backend`.
     constants["backend"] = arguments["backend"] or registry.forced_backend() or None
-    constants["gradients"] = attention.required_gradients(
-        q, k, v, arguments["sinks"]
-    )  # operators do not see requires_grad
+    # Operators do not see requires_grad.
+    constants["gradients"] = attention.required_gradients(q, k, v, arguments["sinks"])
     state, constants["was_drawn"] = arguments["rng_state"], False
     if dropout_p != 0 and state is None:  # drawn in the graph, so that both passes get the same state
         state, constants["was_drawn"] = ops.new_rng_state(q.device), True

@@ -95,9 +95,8 @@ class Work:
     def exchanged(self) -> float:
         """The bytes that a rank sends in both Ulysses exchanges of one pass."""
         heads_kv = self.heads_kv * kv_head_repeats(self.heads_kv, self.ranks)
-        sent = self.tensor_bytes(self.heads, self.head_dim) + self.tensor_bytes(
-            heads_kv, self.head_dim + self.head_dim_v
-        )
+        sent = self.tensor_bytes(self.heads, self.head_dim)
+        sent += self.tensor_bytes(heads_kv, self.head_dim + self.head_dim_v)
         return (sent + self.tensor_bytes(self.heads, self.head_dim_v)) * (self.ranks - 1) / self.ranks
 
     @property

@@ -152,11 +152,8 @@ def flash_attn_varlen_func(
 
 def _attend_packed(q: Tensor, k_cache: Tensor, v_cache: Tensor, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Attend with packed queries to a cache. A contiguous cache becomes a paged one with one page for each sequence."""
-    table, seqused_k, batch = (
-        arguments["page_table"],
-        arguments["cache_seqlens"],
-        arguments["cu_seqlens_q"].shape[0] - 1,
-    )
+    table, seqused_k = arguments["page_table"], arguments["cache_seqlens"]
+    batch = arguments["cu_seqlens_q"].shape[0] - 1
     if table is None:
         rows = arguments["cache_batch_idx"]
         rows = torch.arange(batch, dtype=torch.int32, device=q.device) if rows is None else rows

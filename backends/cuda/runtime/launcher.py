@@ -424,9 +424,8 @@ class Binary:
         self._struct = struct.Struct(layout)
         self._boxes = stored.boxes
         tile_indices = [i for i, kind in enumerate([x for x in kinds if x not in (None, 1)]) if isinstance(kind, Box)]
-        self._tiles = [*enumerate(tile_indices)][
-            ::-1
-        ]  # last first: each becomes several values and moves those behind it
+        # The last comes first, because each becomes several values and moves those behind it.
+        self._tiles = [*enumerate(tile_indices)][::-1]
         self._maps: dict[Any, bytes] = {}
         self._driver = driver()
         self._function = self._driver.load(stored.cubin, stored.name, stored.shared)

@@ -29,12 +29,8 @@ MARK = "@diyfa "  # before each answer of the worker; CANN prints to the same st
 WORKER = (sys.executable, "-m", "diyfa.lab.first_run.worker")
 ENDING_S = 3.0  # time that a process may take to end after its last output
 START_LIMIT_S = 300.0  # time to import torch_npu and open the device
-RESUME_ENTRIES = {
-    "date": str,
-    "done": list,
-    "replaced": list,
-    "rows": list,
-}  # entries of the JSON file that a resumed run needs
+# Entries of the JSON file that a resumed run needs.
+RESUME_ENTRIES = {"date": str, "done": list, "replaced": list, "rows": list}
 OUTPUT_LINES = 20  # last lines of a process's output, for the row of its crash
 
 Row = dict[str, Any]
