@@ -328,7 +328,6 @@ def reference_append(tensors: KVCacheTensors, new: NewKeys, rotates_per_query: b
     return tensors._replace(q=q, k_cache=k_cache, v_cache=v_cache)
 
 
-@without_unknown
 def _sequence_keys_and_values(
     tensors: KVCacheTensors, b: int, start: int, stop: int, dtype: torch.dtype
 ) -> list[torch.Tensor]:
@@ -349,6 +348,7 @@ def _expanded_descale(x: torch.Tensor | float | None, batch: int, k_cache: torch
     return torch.as_tensor(x, dtype=torch.float32, device=k_cache.device).expand(batch, k_cache.shape[2])
 
 
+@without_unknown
 def reference_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
