@@ -96,7 +96,7 @@ def with_local_tensors(
         raise ValueError(f"group must be None or the dimensions of q's mesh that shard the sequence, got {group}")
     options = options | {name: _local_head_values(options[name], q, layout) for name in ("sinks", "alibi_slopes")}
     options["first"] = 0 if layout == VARLEN else _first(q, LAYOUTS[layout][0]), _first(q, head_dim(layout))
-    options["drawn_in"] = tuple(mesh.get_group(n) for n in range(mesh.ndim))  # the whole mesh has one dropout state
+    options["state_groups"] = tuple(mesh.get_group(n) for n in range(mesh.ndim))  # the whole mesh has one dropout state
     result = attend(q.to_local(), k.to_local(), v.to_local(), sub_mesh, options)
     shape = (*q.shape[:-1], v.shape[-1])
     if isinstance(result, torch.Tensor):
