@@ -112,7 +112,13 @@ def _other_language(app, pagename, templatename, context, doctree):
     context["other_language"] = {"address": address, "name": "English" if CHINESE else "中文"}
 
 
+def _escape_bars(app, what, name, obj, options, lines):
+    """|x| is an absolute value in docstrings, not a substitution."""
+    lines[:] = [line.replace("|", r"\|") if "`" not in line else line for line in lines]
+
+
 def setup(app):
+    app.connect("autodoc-process-docstring", _escape_bars)
     app.connect("source-read", _links_that_leave_the_site)
     app.connect("html-page-context", _other_language)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
