@@ -37,7 +37,6 @@ extensions = [
     "sphinx_design",
 ]
 exclude_patterns = ["_*", "**/README.md"] if CHINESE else ["_*", "zh", "**/README.md"]
-suppress_warnings = ["toc.empty_glob"]
 
 myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 4
@@ -50,6 +49,11 @@ autodoc_preserve_defaults = True
 python_maximum_signature_line_length = 88
 default_role = "code"  # docstrings have single backticks
 napoleon_numpy_docstring = False
+
+if CHINESE:
+    import jieba
+
+    jieba.setLogLevel("ERROR")
 
 html_theme = "pydata_sphinx_theme"
 html_title = "diyfa"
@@ -73,7 +77,8 @@ html_theme_options = {
 
 # A fenced block whose first line says so has a title, as in GitHub's and MkDocs' dialects.
 TITLE = re.compile(r'^```(\w+) title="([^"]+)"$', re.MULTILINE)
-LINK = re.compile(r"(?<=\]\()(?![a-z]+:)([^)#\s]+)(#[^)\s]*)?(?=\))")
+LINK = re.compile(r"\[([^\]]*)\]\((?![a-z]+:)([^)#\s]+)(#[^)\s]*)?\)")
+GLOB = re.compile(r"^([\w/-]+\*)\n", re.MULTILINE)  # of a toctree
 
 
 def _links_that_leave_the_site(app, docname, source):
@@ -82,20 +87,21 @@ def _links_that_leave_the_site(app, docname, source):
     site = DOCS / "zh" if CHINESE else DOCS
 
     def rewritten(match):
-        target, anchor = match[1], match[2] or ""
+        text, target, anchor = match[1], match[2], match[3] or ""
         path = Path(os.path.normpath(folder / target))
         if not path.exists() or path.is_relative_to(site):
             return match[0]
         if CHINESE and path.is_relative_to(DOCS) and path.suffix == ".md":
             up = "../" * (docname.count("/") + 1)
             page = path.relative_to(DOCS).with_suffix(".html").as_posix()
-            return f"{up}{page}{anchor}"
+            return f'<a class="reference external" href="{up}{page}{anchor}">{text}</a>'
         if path.is_relative_to(DOCS):
             return match[0]
         kind = "tree" if path.is_dir() else "blob"
-        return f"{REPOSITORY}/{kind}/main/{path.relative_to(ROOT).as_posix()}"
+        return f"[{text}]({REPOSITORY}/{kind}/main/{path.relative_to(ROOT).as_posix()})"
 
     text = TITLE.sub(r"```{code-block} \1\n:caption: \2", source[0])
+    text = GLOB.sub(lambda match: match[0] if any(folder.glob(f"{match[1]}.md")) else "", text)
     parts = re.split(r"(^ *```.*?^ *```$)", text, flags=re.MULTILINE | re.DOTALL)
     source[0] = "".join(part if n % 2 else LINK.sub(rewritten, part) for n, part in enumerate(parts))
 
