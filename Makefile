@@ -11,7 +11,7 @@
 #   make test-triton3.9  the CUDA backend with Triton 3.9, or any other version that it is written for
 #   make test-integrations  diyfa inside Transformers and diffusers
 #   make stubs           the types of the public functions, from their signatures
-#   make tables          the feature tables of both READMEs, from what the backends say
+#   make tables          the tables of both READMEs, from what the backends say and the result files have
 #   make docs            the site in ./site, English and Chinese; warnings are errors
 #   make dist            the wheel and the source distribution in ./dist, checked
 #   make clean           remove what these made
@@ -235,6 +235,7 @@ stubs: $(VENV)/.ready
 
 tables: $(VENV)/.ready
 	$(VENV)/bin/python tests/tools/feature_tables.py
+	$(VENV)/bin/python tests/tools/speed_tables.py
 
 SPHINX = $(VENV)/bin/sphinx-build -q -W --keep-going -j $(JOBS) -c docs
 docs: export TORCH_DEVICE_BACKEND_AUTOLOAD := 0

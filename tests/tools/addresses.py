@@ -1,7 +1,6 @@
 """Write another address of the project: `python tests/tools/addresses.py https://HOST/OWNER/NAME [DOCUMENTATION]`.
 
-The placeholder, or the address that is there now, is in pyproject.toml and in the absolute links of the pages that
-package indexes and GitHub show.
+The address that is there now is in pyproject.toml and in the few files below, which need absolute links.
 """
 
 from __future__ import annotations
@@ -13,9 +12,6 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 FILES = (
     "pyproject.toml",
-    "README.md",
-    "README.zh-CN.md",
-    "CHANGELOG.md",
     "CITATION.cff",
     ".github/ISSUE_TEMPLATE/config.yml",
 )

@@ -6,6 +6,7 @@ environment, diyfa from the wheel.
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -62,17 +63,18 @@ def check_source(archive: Path) -> None:
 
 def check_install(wheel: Path) -> None:
     """Install the wheel into a new environment, and use it from an empty folder."""
+    alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder) / "environment"
         venv.create(home, with_pip=False, symlinks=True)
         python = home / "bin" / "python"
         run = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps", "--no-index", str(wheel)]
-        subprocess.run(run, check=True)
+        subprocess.run(run, check=True, env=alone)
         packages = Path(next((home / "lib").glob("python*"))) / "site-packages"
         (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
-        subprocess.run([python, "-c", CALL], check=True, cwd=folder)
+        subprocess.run([python, "-c", CALL], check=True, cwd=folder, env=alone)
         for arguments in (["--version"], ["info"], ["compile", "--list"]):
-            subprocess.run([home / "bin" / "diyfa", *arguments], check=True, cwd=folder, stdout=subprocess.DEVNULL)
+            subprocess.run([home / "bin" / "diyfa", *arguments], check=True, cwd=folder, env=alone, stdout=subprocess.DEVNULL)
 
 
 if __name__ == "__main__":
