@@ -13,6 +13,7 @@
 #   make stubs           the types of the public functions, from their signatures
 #   make tables          the feature tables of both READMEs, from what the backends say
 #   make docs            the documentation as a site in ./site
+#   make course          run the chapters of docs/course, refresh their outputs and pictures, write notebooks to ./notebooks
 #   make clean           remove what these made
 #
 # Overridable: PYTHON (3.10 to 3.14; 3.10 or 3.11 for the NPU), VENV, VENV_NPU, TORCH_INSTALL (arguments of the `pip install` that brings
@@ -89,10 +90,10 @@ TRITON_TESTS ?= tests/cuda $(addprefix tests/hopper/, test_gluon_compat.py test_
 # What needs a client; the rest of the folder does not.
 INTEGRATION_TESTS ?= $(addprefix tests/integrations/, test_transformers.py test_diffusers.py test_hub_kernel.py test_guide.py)
 
-.PHONY: help demo test test-all test-rest lint format compile-gate compile-gate-cuda compile-gate-npu small-pack test-npu test-npu-oldest test-integrations stubs tables docs clean
+.PHONY: help demo test test-all test-rest lint format compile-gate compile-gate-cuda compile-gate-npu small-pack test-npu test-npu-oldest test-integrations stubs tables docs course clean
 
 help:
-	@sed -n '3,18s/^#   //p' Makefile
+	@sed -n '3,19s/^#   //p' Makefile
 
 # --- environments ---------------------------------------------------------------------------------------------------
 
@@ -120,6 +121,10 @@ $(VENV)/.ready: $(VENV)/.torch pyproject.toml
 
 $(VENV)/.lint: $(VENV)/.ready
 	$(VENV)/bin/python -m pip install -q -e '.[lint]'
+	touch $@
+
+$(VENV)/.course: $(VENV)/.ready
+	$(VENV)/bin/python -m pip install -q -e '.[course]'
 	touch $@
 
 $(VENV)/.docs: $(VENV)/.ready
@@ -234,5 +239,9 @@ tables: $(VENV)/.ready
 docs: $(VENV)/.docs
 	$(VENV)/bin/mkdocs build --strict
 
+course: $(VENV)/.course
+	$(VENV)/bin/python tests/tools/course.py run
+	$(VENV)/bin/python tests/tools/course.py notebooks notebooks
+
 clean:
-	rm -rf $(VENV) $(VENV_NPU) $(VENV_NPU_OLDEST) $(CACHE) site
+	rm -rf $(VENV) $(VENV_NPU) $(VENV_NPU_OLDEST) $(CACHE) site notebooks

@@ -58,7 +58,7 @@ def test_languages_are_in_step(chapter: str) -> None:
     headings = [re.findall(r"^(#+) ", part, re.MULTILINE) for part in prose]
     assert headings[0] == headings[1]
     linked = []
-    for page, part in zip((english, chinese), text, strict=True):
+    for page, part in zip((english, chinese), prose, strict=True):
         targets = re.findall(r"\]\(([^)#]+)", part)
         paths = (t if "://" in t else str((page.path.parent / t).resolve()) for t in targets)
         linked.append(sorted(path.replace("/zh/course/", "/course/") for path in paths))

@@ -1,8 +1,4 @@
-"""What the course "FlashAttention from the ground up" (docs/course) imports: checks of exercises, and the simulator.
-
-    from diyfa.lab.course import check
-    check(2, my_function)
-"""
+"""What the course "FlashAttention from the ground up" (docs/course) imports: checks of exercises, and the simulator."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def block_range(block_range: Callable[[int, int, int, int, int], tuple[int, int]
                 seen = torch.arange(seqlen_k)[None, :] <= i + seqlen_k - seqlen_q
                 blocks = seen.split(block_n, 1)
                 whole = [bool(block.all()) and block.shape[1] == block_n for block in blocks]
-                n_whole = (whole + [False]).index(False)
+                n_whole = [*whole, False].index(False)
                 n_visited = sum(bool(block.any()) for block in blocks)
                 found = tuple(int(n) for n in block_range(row0, rows, seqlen_q, seqlen_k, block_n))
                 _require(
