@@ -212,15 +212,6 @@ def test_refusals_of_packed_queries(name: str) -> None:
     _refused(diyfa.flash_attention_varlen, packed(**changes), error, pattern)
 
 
-def test_values_are_refused_by_a_repeated_call_too() -> None:
-    for _ in range(3):
-        diyfa.flash_attn_with_kvcache(**call())
-        diyfa.flash_attn_with_kvcache(**call(cache_seqlens=3))
-    _refused(diyfa.flash_attn_with_kvcache, call(cache_seqlens=-1), ValueError, "cache_seqlens must be from 0")
-    _refused(diyfa.flash_attn_with_kvcache, call(cache_seqlens=38), ValueError, "cache_seqlens must be from 0")
-    _refused(diyfa.flash_attn_with_kvcache, call(cache_seqlens=INT + 37), ValueError, "cache_seqlens must be from 0")
-
-
 def test_a_kernel_that_refuses_leaves_the_cache_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention is refused before anything is appended."""
     backend = registry.load_backend("cpu")
