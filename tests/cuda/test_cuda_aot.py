@@ -68,6 +68,12 @@ def test_tensor_descriptors(found):
         assert report["ok"], report["notes"]
 
 
+def test_helpers_for_dropout_compile(found):
+    assert len(found["dropout"]) == 4
+    for report in found["dropout"].values():
+        assert report["ok"] and report["spill_bytes"] == 0, report
+
+
 def test_merging_overwrites_statistics_after_every_warp_has_read_them(found):
     """Each warp reads the log-sum-exps of all its program's rows, one of them writes."""
     for ptx in found["merges"]:

@@ -9,6 +9,7 @@ import json
 from dataclasses import asdict, replace
 from typing import Any
 
+import dropout_kernels
 import triton
 import triton.language as tl
 from typer.testing import CliRunner
@@ -137,6 +138,7 @@ def main() -> None:
         "again": _compiled("sm_80", compile_specs, "spilling"),
         "descriptors": {arch: _compiled(arch, descriptor_specs) for arch in ("sm_80", "sm_90", "sm_100")},
         "incomplete": incomplete,
+        "dropout": _compiled("sm_90", dropout_kernels.cuda_specs),
         "merges": [_ptx(spec) for spec in specs._merges()],
         "sums": [_ptx(spec) for spec in specs._sums("sm_90")],
         "shipped": {arch: _shipped(arch) for arch in SHIPPED},

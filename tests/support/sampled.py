@@ -36,6 +36,7 @@ EVERY = {
     "cuda/test_cuda_decode.py::test_no_other_memory_is_read": 5,
     "cuda/test_cuda_decode.py::test_packed_sequences_without_queries_take_no_part": 5,
     "cuda/test_cuda_decode.py::test_positions_on_lines_as_long_as_32_bits_count": 5,
+    "cuda/test_cuda_decode.py::test_rows_that_a_program_of_the_combine_kernel_has_change_no_bit": 4,
     "cuda/test_cuda_packed.py::test_a_packed_sequence_of_nan_reaches_no_other": 3,
     "cuda/test_cuda_packed.py::test_memory_behind_a_sample_reaches_no_result": 3,
     "cuda/test_cuda_tiles.py::test_tile": 5,
