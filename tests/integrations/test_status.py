@@ -6,7 +6,7 @@ import json
 from importlib.metadata import version
 
 import torch
-from subprocesses import run_python
+from subprocesses import run_after_torch
 from typer.testing import CliRunner
 
 import diyfa
@@ -48,7 +48,7 @@ print(sorted(name for name in ("transformers", "diffusers", "rich", "triton") if
 
 
 def test_nothing_is_imported_for_it() -> None:
-    assert run_python(IMPORTS).splitlines() == [
+    assert run_after_torch(IMPORTS).splitlines() == [
         "[]", "True 2.8.3 ['import flash_attn.bert_padding: diyfa', 'import flash_attn: diyfa']", "[]",
     ]  # fmt: skip
 
