@@ -30,7 +30,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from hopper_stress import ending_after
 from poison import poisoned_allocations
 
