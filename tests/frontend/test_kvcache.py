@@ -386,26 +386,6 @@ def _recording(monkeypatch: pytest.MonkeyPatch, seen: list[Any], refusals: list[
     monkeypatch.setattr(planning, "plans", {})
 
 
-@pytest.mark.parametrize("by", ["tensor", "int"])
-@pytest.mark.parametrize("rotary", [False, True])
-def test_a_call_that_comes_again_is_repeated(monkeypatch: pytest.MonkeyPatch, rotary: bool, by: str) -> None:
-    """With other values and another length: the first call is launched, others are repeated, all as the reference."""
-    seen: list[Any] = []
-    _recording(monkeypatch, seen)
-    for step in range(4):
-        given = call(k_cache=torch.randn(B, 40, HK, D), alibi_slopes=torch.rand(H))
-        given["cache_seqlens"] = step if by == "int" else torch.tensor([step, 30], dtype=torch.int32)
-        if rotary:
-            given["rotary_cos"] = given["rotary_sin"] = torch.rand(40, 4)
-        want = reference_kvcache(return_softmax_lse=True, **given)
-        got = diyfa.flash_attn_with_kvcache(return_softmax_lse=True, **given)
-        torch.testing.assert_close(got, want)
-    how = [call[1] for call in seen]
-    assert how == ["launched"] * 2 + ["repeated"] * 6
-    assert len(planning.plans) == 1
-    assert [call[2] for call in seen[2:]] == ([1, 1, 2, 2, 3, 3] if by == "int" else [0] * 6)
-
-
 @pytest.mark.parametrize("wanting", ["q", "k_cache", "k"])
 def test_a_repeated_call_has_a_grad_fn_too(monkeypatch: pytest.MonkeyPatch, wanting: str) -> None:
     """A call that differs in whether a gradient is wanted has another plan."""
