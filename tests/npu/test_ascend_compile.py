@@ -1,8 +1,8 @@
 """The compile gate: every shipped NPU kernel through both halves of the real Ascend compiler, for three chips.
 
 Each chip is compiled once, in a process of its own without the interpreter. The 910B gets every kernel, tile and
-feature; A3, whose modules and memories are a 910B's, and the 950, whose compiler takes four times as long, get some
-cases of each kernel. With DIYFA_FULL_GATE=1 all get every feature in every dtype and head-dim class.
+feature; A3, whose modules and memories are a 910B's, gets each kernel once; the 950, whose compiler takes four times as
+long, gets some cases of each. With DIYFA_FULL_GATE=1 all get every feature in every dtype and head-dim class.
 DIYFA_ASCENDNPU_IR names older releases of the compiler, with which every kernel and tile must pass as well (`make`
 sets it).
 """
@@ -32,6 +32,7 @@ from diyfa.lab.npu import gate
 
 FULL = os.environ.get("DIYFA_FULL_GATE") == "1"
 A2, A3, A5 = "Ascend910B3", "Ascend910_9362", "Ascend950PR_9589"
+EVERY = {A3: ("--every", "1000"), A5: ("--every", "4")}  # of an A3, whose modules are a 910B's, one of each kernel
 TIMEOUT_S = 1500
 COMPILING = {"TRITON_INTERPRET": "0", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # environment of a process that compiles
 # Where every tile has to be compiled.
@@ -56,7 +57,7 @@ needs_compilers = pytest.mark.skipif(bool(_missing()), reason=f"{_missing()} is 
 
 def _compile(target: str, *options: str, limit_s: int = TIMEOUT_S) -> list[dict[str, Any]]:
     if not options:
-        options = ("--full",) if FULL else () if target == A2 else ("--every", "4")
+        options = ("--full",) if FULL else EVERY.get(target, ())
     command = [sys.executable, "-m", "diyfa.lab.npu.aot", target, *options]
     environment = {**os.environ, **COMPILING}
     if len(releases(target)) == 1 and "--conservative" not in options:
