@@ -283,15 +283,22 @@ def training() -> Iterator[Call]:
         yield attention(heads, rows, dtype, backward=False, causal=True)
 
 
-LLAMA, SMALLER, OLDER, PHI, GEMMA, OSS = (
-    grouped(D128), grouped(D64), grouped(D128, 32, 32), grouped(D96, 32, 32), grouped(D256, 8, 4), grouped(D64, 64, 8)
+LLAMA, SMALLER, OLDER, SMALLER_OLDER, PHI, GEMMA, OSS = (
+    grouped(D128), grouped(D64), grouped(D128, 32, 32), grouped(D64, 32, 32), grouped(D96, 32, 32), grouped(D256, 8, 4),
+    grouped(D64, 64, 8),
 )  # fmt: skip
 DEEPSEEK = Heads(576, 512, 128, 1)
 # One token of one, some and many sequences (DECODING), several tokens (SEVERAL), long prompts (CHUNKS).
 DECODING = (Rows(1, 1, 8192), Rows(16, 1, 8192), Rows(64, 1, 8192), Rows(256, 1, 4096))
 SEVERAL = (Rows(1, 8, 8192), Rows(16, 8, 8192), Rows(64, 8, 8192), Rows(256, 8, 4096), Rows(16, 32, 8192))
-CHUNKS = (Rows(1, 128, 8192), Rows(4, 2048, 8192))
+CHUNKS = (Rows(1, 128, 8192), Rows(16, 64, 1024), Rows(16, 128, 1024), Rows(4, 2048, 8192))
 SERVED = (*DECODING, *CHUNKS)
+# Several tokens, as speculative decoding has them (GUESSED); short caches (FEW_KEYS).
+GUESSED = (
+    Rows(1, 2, 1024), Rows(4, 2, 8192), Rows(64, 2, 8192), Rows(200, 2, 8192), Rows(16, 4, 8192), Rows(64, 4, 8192),
+    Rows(200, 4, 8192), Rows(32, 16, 8192), Rows(64, 16, 8192), Rows(256, 16, 4096),
+)  # fmt: skip
+FEW_KEYS = (Rows(4, 1, 1024), Rows(24, 1, 1024), Rows(100, 1, 1024), Rows(200, 1, 2048))
 LOOKED_BACK = {"window_size": (1023, 0), "causal": True}
 
 
@@ -314,11 +321,13 @@ class CacheRow(NamedTuple):
 MIXED, BATCHED = CAUSAL | {"longest": 512}, (Rows(1, 32, 8192), *DECODING[1:2], Rows(32, 1, 8192), DECODING[3])
 SERVING = (
     CacheRow((CAUSAL,), (LLAMA, SMALLER), pages=(0, 16, 64, 256), dtypes=HALVES),
-    CacheRow((CAUSAL,), (LLAMA, SMALLER), SEVERAL, (0, 16, 256)),
+    CacheRow((CAUSAL,), (LLAMA, SMALLER, grouped(D128, 64), OSS), (*SEVERAL, *GUESSED), (0, 16, 64, 256), BOTH),
+    CacheRow((CAUSAL,), (grouped(D128, 8, 1), grouped(D64, 8, 1)), (*SEVERAL, *GUESSED), (16,)),
+    CacheRow((CAUSAL,), (OLDER, SMALLER_OLDER), (*FEW_KEYS, *CHUNKS, *SEVERAL, *GUESSED), (0, 16, 64, 256), BOTH),
     CacheRow((FULL,), (LLAMA, SMALLER, OLDER), DECODING, (0, 256)),  # the default of `flash_attn_with_kvcache`
     CacheRow((CAUSAL,), (LLAMA,), (*SERVED, SEVERAL[1]), (16, 64, 256), (True,), HALVES),
     CacheRow((MIXED,), (LLAMA,), BATCHED, (16, 64, 256), (True,)),
-    CacheRow((CAUSAL,), (SMALLER,), pages=(16,), packed=(True,)),
+    CacheRow((CAUSAL,), (SMALLER,), pages=(16, 64, 256), packed=(True,)),
     CacheRow((MIXED,), (SMALLER,), BATCHED, (16,), (True,)),
     CacheRow((CAUSAL,), (LLAMA._replace(keys=4), SMALLER._replace(keys=4)), (Rows(40, 1, 8192),), (16,), BOTH, HALVES),
     CacheRow((CAUSAL,), (OLDER, PHI, GEMMA)),

@@ -97,7 +97,7 @@ class DecodeConstants(Constants):
     one_round: bool  # all KV heads are walked at the same time: head_rounds is 1
     by_tile: bool  # `_combine_kernel` has programs for each tile; else for each share
     has_left: bool
-    has_right: bool
+    has_right: bool  # not for a single query, which is at the last key
     softcap: bool
     alibi: bool
     bias: bool  # always False; scores.py asks for it
@@ -463,14 +463,14 @@ def constants_of(
     is_one_scan = problem.batch * tiles_per_sequence(problem, config) <= scan
     return _constants_of_kind(
         problem, config, is_split(problem), scan, is_one_scan, has_long_line(problem, config),
-        heads_in_parallel == problem.heads_kv, chunks > 1,
+        heads_in_parallel == problem.heads_kv, chunks > 1, problem.window_right >= 0 and problem.seqlen_q > 1,
     )  # fmt: skip
 
 
 @by_kind
 def _constants_of_kind(
     problem: KVCacheProblem, config: DecodeConfig, split: bool, scan: int, one_scan: bool, long_line: bool,
-    one_round: bool, chunks_apart: bool,
+    one_round: bool, chunks_apart: bool, has_right: bool,
 ) -> DecodeConstants:  # fmt: skip
     block_d, block_d_tail = feature_blocks(problem.head_dim)
     return DecodeConstants(
@@ -481,7 +481,7 @@ def _constants_of_kind(
         one_round=one_round,
         by_tile=False,
         has_left=problem.window_left >= 0,
-        has_right=problem.window_right >= 0,
+        has_right=has_right,
         softcap=problem.softcap != 0.0,
         alibi=problem.alibi,
         bias=False,

@@ -208,10 +208,11 @@ def _combine_in_order_kernel(
         store_rows(acc, l_i, m_i, rows, 0, b, owner % heads_kv, first_q, n_queries, outputs, packed, c)
 
 
-# Constants that only `_decode_kernel` reads, to load keys and form scores. The kernels here are compiled without them.
+# Constants that only `_decode_kernel` reads, to load keys and form scores; and `one_round`, which spares its loop a
+# division. The kernels here are compiled without them.
 _NOT_COMBINED: dict[str, Any] = {
     "softcap": False, "alibi": False, "head_dim": 0, "block_d": 0, "block_d_tail": 0, "page_size": 0, "one_page": False,
-    "value_pairs": False, "values_in_keys": False, "widen": False, "chunks_apart": False,
+    "value_pairs": False, "values_in_keys": False, "widen": False, "chunks_apart": False, "one_round": False,
 }  # fmt: skip
 
 

@@ -678,7 +678,8 @@ def launches_of(
         "scale": positive_scale(tensors.sm_scale),
     }
     arguments = {x: own[x] if x in own else main.arguments[x] for x in _decode_mla_kernel.arg_names if x != "config"}
-    constants = Sm90MlaConstants(problem.page_size, problem.causal, tensors.sm_scale < 0, configs.CONFIG.split_cost)
+    is_masked = problem.causal and problem.seqlen_q > 1  # a single query is at the last key
+    constants = Sm90MlaConstants(problem.page_size, is_masked, tensors.sm_scale < 0, configs.CONFIG.split_cost)
     options = {"num_warps": 4, **ptxas_options()}
     return [Launch(_decode_mla_kernel, main.grid, arguments, {"config": constants}, options), *combine]
 
