@@ -32,6 +32,8 @@ WORDS = Words()
 
 def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Cast float32 tensors to the dtype of torch.autocast inside of it, as PyTorch's attention does."""
+    if torch.float32 not in [x.dtype for x in tensors]:
+        return tensors
     dtype = autocast_dtype(tensors[0])
     if dtype is None:
         return tensors
@@ -65,8 +67,9 @@ def checked_options(
     sm_scale, softcap, dropout_p = options.get("sm_scale"), options.get("softcap", 0.0), options.get("dropout_p", 0.0)
     validation.check_scalars(sm_scale, softcap, dropout_p, words.scale)
     left, right = validation.check_window(options.pop("window", UNBOUNDED), words.window)
-    validation.check_optional_tensors(q, sizes, {**options, "seq_lens": lengths.seq_lens})
-    validation.check_values(lengths, q, k, options["layout"])
+    if tensors_given(lengths, options):
+        validation.check_optional_tensors(q, sizes, {**options, "seq_lens": lengths.seq_lens})
+        validation.check_values(lengths, q, k, options["layout"])
     options["sm_scale"] = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
     options["window_left"], options["window_right"] = left, 0 if options.pop("causal", False) else right
     options["softcap"], options["dropout_p"] = float(softcap), float(dropout_p)
@@ -135,20 +138,21 @@ def attend(
         key = key_of(q, k, v, lengths, given.values(), optional)
         plan = find(key)
     if plan is None:
-        if key is None and any(validation.is_dtensor(x) for x in tensors):
-            from diyfa.distributed.dtensor import attend_with_shards
+        if key is None:  # with a key they are dense tensors
+            if any(validation.is_dtensor(x) for x in tensors):
+                from diyfa.distributed.dtensor import attend_with_shards
 
-            def attend_shards(parts: tuple[Any, ...], lengths: Lengths, given: dict[str, Any]) -> Any:
-                return attend(dict(zip(owners, parts, strict=True)), lengths, returns_lse, given, words, weights)
+                def attend_shards(parts: tuple[Any, ...], lengths: Lengths, given: dict[str, Any]) -> Any:
+                    return attend(dict(zip(owners, parts, strict=True)), lengths, returns_lse, given, words, weights)
 
-            return attend_with_shards(attend_shards, owners, lengths, given)
-        validation.check_tensors(**owners)
+                return attend_with_shards(attend_shards, owners, lengths, given)
+            validation.check_tensors(**owners)
         cast: Any = autocast(*tensors)
-        if layout == "bhsd":
+        if layout == "bhsd" and first.dim() == 3:
             q, k, v = cast
             cast = _as_4d(q, k, v, lengths.seq_lens)
-        q, k, v = _views(packing, cast, list(owners), layout)
-        if packing or any(x is not y for x, y in zip(cast, tensors, strict=True)):
+        q, k, v = _views(packing, cast, list(owners), layout) if packing else cast
+        if packing or q is not tensors[0] or k is not tensors[1] or v is not tensors[2]:
             key = key_of(q, k, v, lengths, given.values(), optional)
             plan = find(key)
         tensors = cast

@@ -23,9 +23,9 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
+def _contiguous(x: torch.Tensor) -> torch.Tensor:
     """Return `x` or a contiguous copy: kernels read small vectors by plain index, and strided ones are rare."""
-    return x if x is None or x.is_contiguous() else x.contiguous()
+    return x.contiguous()
 
 
 def _sequences(cu_seqlens: torch.Tensor | None) -> int:
@@ -116,7 +116,7 @@ class Feature:
     shape: Shape | None = None
     gradient: str = ""  # field of `AttentionGradients`
     gradient_if: str = ""  # option that asks for the gradient; "": no option has to
-    prepared: Callable[[Any], Any] | None = None  # value -> what backends get
+    prepared: Callable[[Any], Any] | None = None  # tensor -> what backends get
     uses: str = ""
     present: Callable[[Any], bool] | None = None  # whether an `AttentionProblem` has it
     adjusts: bool = False  # with it, scores are more than scaled products

@@ -74,7 +74,11 @@ _FIELDS = (*LENGTHS, *AttentionOptions._fields)
 _FACTS = [feature for feature in FEATURES if feature.problem]
 _fact_values = itemgetter(*[_FIELDS.index(feature.name) for feature in _FACTS])
 _fact_names = [feature.problem for feature in _FACTS]
-_fact_rules = [(feature.problem, feature.fact) for feature in _FACTS if feature.fact is not None]
+_fact_rules = [  # (field, rule, value of the field without a tensor)
+    (feature.problem, feature.fact, feature.fact(None) if feature.dtypes else None)
+    for feature in _FACTS
+    if feature.fact is not None
+]
 _preparations = [(feature.name, feature.prepared) for feature in TENSORS if feature.prepared is not None]
 
 
@@ -126,8 +130,9 @@ def facts_of(lengths: Lengths, options: AttentionOptions) -> dict[str, Any]:
     """Return the fields of `AttentionProblem` that lengths and options decide, by name. The fields for lengths and the
     number of sequences are valid for packed sequences only."""
     facts = dict(zip(_fact_names, _fact_values((*lengths, *options)), strict=True))
-    for name, rule in _fact_rules:
-        facts[name] = rule(facts[name])
+    for name, rule, absent in _fact_rules:
+        value = facts[name]
+        facts[name] = absent if value is None else rule(value)
     return facts
 
 
@@ -163,7 +168,8 @@ def bind(
     """Return the tensors of a call as backends read them."""
     optional: dict[str, Any] = dict(zip(_TENSOR_NAMES, tensors_of(lengths, options), strict=True))
     for name, prepared in _preparations:
-        optional[name] = prepared(optional[name])
+        if optional[name] is not None:
+            optional[name] = prepared(optional[name])
     if optional["cu_seqlens_k"] is None:  # queries and keys have the same offsets
         optional["cu_seqlens_k"] = optional["cu_seqlens_q"]
     return AttentionTensors(q, k, v, options.sm_scale, dropout_p=options.dropout_p, **optional)

@@ -777,7 +777,8 @@ def _fwd_sm90_kernel(
 
 def constants(problem: AttentionProblem, config: Sm90Config, negate: bool) -> Sm90Constants:
     """Return the constants that the kernel is compiled with."""
-    return _constants(problem, config, negate, problem.seqlen_k % config.block_n != 0)
+    has_partial_block = problem.window_right < 0 and problem.seqlen_k % config.block_n != 0
+    return _constants(problem, config, negate, has_partial_block)
 
 
 @by_kind

@@ -307,13 +307,16 @@ class Driver:
         self._library = library = ctypes.CDLL("libcuda.so.1")
         self.launch_function = library.cuLaunchKernelEx
         self.launch_function.argtypes = [ctypes.c_void_p] * 4
-        self._encode = library.cuTensorMapEncodeTiled
-        u, p = ctypes.c_uint, ctypes.c_void_p
-        self._encode.argtypes = [p, u, u, p, p, p, p, p, u, u, u, u]
+        self._encode = library.cuTensorMapEncodeTiled  # its arguments are prepared: conversions take as long as it does
         # Memory in which descriptors are encoded: map, shape, strides, box and steps of up to five dimensions.
         self._room = ctypes.create_string_buffer(64 + 128 + _ROOMS[5].size)
+        self._bytes = memoryview(self._room).cast("B")
         self._begin = -ctypes.addressof(self._room) % 64  # the driver requires this alignment of the map
-        self._map = ctypes.addressof(self._room) + self._begin
+        at = ctypes.addressof(self._room) + self._begin
+        self._map = ctypes.c_void_p(at)
+        self._arrays = {  # rank -> shape, strides, box, element strides
+            rank: [ctypes.c_void_p(at + 128 + x) for x in (0, 8 * rank, 16 * rank, 20 * rank)] for rank in _ROOMS
+        }
         self._lock = threading.Lock()  # guards this memory
         version = ctypes.c_int()
         self.check(library.cuDriverGetVersion(ctypes.byref(version)))
@@ -350,26 +353,23 @@ class Driver:
 
     def encode(self, tiles: Tiles, address: int, box: Sequence[int], swizzle: int) -> bytes:
         """Return the tensor map of a tensor at `address` with the metadata of `tiles`. `box`: shape of one copy."""
-        base, shape, strides = tiles[:3]
-        dtype, rank, at, begin = base.dtype, len(box), self._map, self._begin
+        base, shape, strides, _ = tiles
+        dtype, rank, begin = base.dtype, len(box), self._begin
         size = dtype.itemsize
-        shape_at = at + 128
-        steps_at, box_at = shape_at + 8 * rank, shape_at + 16 * rank
         steps = [size * x for x in strides[-2::-1]]
         with self._lock:
             _ROOMS[rank].pack_into(self._room, begin + 128, *shape[::-1], *steps, *box[::-1], *_ONES[:rank])
             # The zeros: no interleave, and zeros beyond the bounds.
             result = self._encode(
-                at, _TMA_TYPES[dtype], rank, address, shape_at, steps_at, box_at, box_at + 4 * rank, 0, swizzle,
+                self._map, _TMA_TYPES[dtype], rank, ctypes.c_void_p(address), *self._arrays[rank], 0, swizzle,
                 _L2_PROMOTION_128B, 0,
             )  # fmt: skip
-            encoded: bytes = self._room.raw[begin : begin + 128]
+            if self._clears_bit and not result and _elements_between_ends(shape, strides) * size < 128 * 1024 - 1:
+                # Drivers up to 13.1 set a wrong bit for small tensors. CUTLASS and Triton clear it, too.
+                self._bytes[begin + 10] &= ~(1 << 5)
+            encoded = bytes(self._bytes[begin : begin + 128])
         if result:
             self.check(result)
-        if self._clears_bit and _elements_between_ends(shape, strides) * size < 128 * 1024 - 1:
-            # Drivers up to 13.1 set a wrong bit for small tensors. CUTLASS and Triton clear it, too.
-            word = struct.unpack_from("<Q", encoded, 8)[0] & ~(1 << 21)
-            encoded = encoded[:8] + struct.pack("<Q", word) + encoded[16:]
         return encoded
 
 
@@ -443,13 +443,13 @@ class Binary:
 
     MAPS = 1024  # most tensor maps in the cache
 
-    def tensor_map(self, number: int, tiles: Tiles, address: int, place: Hashable = None) -> bytes:
+    def tensor_map(self, number: int, tiles: Tiles, address: int, place: Hashable) -> bytes:
         """Return the tensor map of the kernel's descriptor `number`, for a tensor at `address` with `tiles`' metadata.
 
-        Encoding takes 9 us, so maps are cached. A map depends only on address, shape and strides, so it remains valid
-        if the memory is freed and allocated anew. `place`: `place_of(number, tiles)`, if it is known.
+        Encoding takes 9 us, so maps of repeated launches are cached. A map depends only on address, shape and strides,
+        so it remains valid if the memory is freed and allocated anew. `place`: `place_of(number, tiles)`.
         """
-        key = address, place or self.place_of(number, tiles)
+        key = address, place
         found = self._maps.get(key)
         if found is None:
             if len(self._maps) >= self.MAPS:
@@ -464,10 +464,10 @@ class Binary:
 
     def encoded(self, values: Sequence[Any]) -> list[Any]:
         """Return the `values` of a signature with each `Tiles` replaced by its tensor map, shape and strides."""
-        found = list(values)
+        found, encode, boxes = list(values), self._driver.encode, self._boxes
         for number, place in self._tiles:
-            x = values[place]
-            found[place : place + 1] = (self.tensor_map(number, x, x.base.data_ptr()), *x.shape, *x.strides)
+            x = found[place]
+            found[place : place + 1] = (encode(x, x.base.data_ptr(), *boxes[number]), *x.shape, *x.strides)
         return found
 
     def launch(self, grid: tuple[int, int, int], stream: int, values: Sequence[Any]) -> None:
