@@ -67,7 +67,8 @@ def checked_options(
     sm_scale, softcap, dropout_p = options.get("sm_scale"), options.get("softcap", 0.0), options.get("dropout_p", 0.0)
     validation.check_scalars(sm_scale, softcap, dropout_p, words.scale)
     left, right = validation.check_window(options.pop("window", UNBOUNDED), words.window)
-    if tensors_given(lengths, options):
+    has_tensors = bool(tensors_given(lengths, options))
+    if has_tensors:
         validation.check_optional_tensors(q, sizes, {**options, "seq_lens": lengths.seq_lens})
         validation.check_values(lengths, q, k, options["layout"])
     options["sm_scale"] = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
@@ -79,11 +80,10 @@ def checked_options(
     elif options.get("rng_state") is None:
         options["rng_state"] = new_rng_state(q.device)
     if torch.is_grad_enabled():
-        learned = [name for name in DIFFERENTIABLE if options.get(name) is not None and options[name].requires_grad]
-        options["needs_grad"] = q.requires_grad or k.requires_grad or v.requires_grad or bool(learned)
-        for name in learned:
-            if DIFFERENTIABLE[name]:
-                options[DIFFERENTIABLE[name]] = True
+        options["needs_grad"] = q.requires_grad or k.requires_grad or v.requires_grad
+        for name, gate in DIFFERENTIABLE.items() if has_tensors else ():
+            if options.get(name) is not None and options[name].requires_grad:
+                options |= {"needs_grad": True, gate or "needs_grad": True}
     options["backend"] = options.get("backend") or registry.forced_backend()
     options["batch_invariant"] = registry.is_batch_invariant()
     if options["batch_invariant"]:

@@ -15,12 +15,13 @@ from typing import Any, NamedTuple
 import torch
 
 ATTENTION_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_DTYPE_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in ATTENTION_DTYPES}
 Sizes = dict[str, int]  # of one call: "b" samples, "h" query heads, "q" queries, "k" keys
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the short name of a dtype: "float16" for `torch.float16`."""
-    return str(dtype).removeprefix("torch.")
+    return _DTYPE_NAMES.get(dtype) or str(dtype).removeprefix("torch.")
 
 
 def _contiguous(x: torch.Tensor) -> torch.Tensor:

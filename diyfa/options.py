@@ -79,7 +79,7 @@ _fact_rules = [  # (field, rule, value of the field without a tensor)
     for feature in _FACTS
     if feature.fact is not None
 ]
-_preparations = [(feature.name, feature.prepared) for feature in TENSORS if feature.prepared is not None]
+_preparations = [feature.prepared for feature in TENSORS]
 
 
 # The next functions list the fields in the order of the table: torch.compile traces them, and not loops over the table.
@@ -166,10 +166,10 @@ def bind(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, options: AttentionOptions
 ) -> AttentionTensors:
     """Return the tensors of a call as backends read them."""
-    optional: dict[str, Any] = dict(zip(_TENSOR_NAMES, tensors_of(lengths, options), strict=True))
-    for name, prepared in _preparations:
-        if optional[name] is not None:
-            optional[name] = prepared(optional[name])
-    if optional["cu_seqlens_k"] is None:  # queries and keys have the same offsets
-        optional["cu_seqlens_k"] = optional["cu_seqlens_q"]
-    return AttentionTensors(q, k, v, options.sm_scale, dropout_p=options.dropout_p, **optional)
+    given: Any = {}
+    for name, prepared, x in zip(_TENSOR_NAMES, _preparations, tensors_of(lengths, options), strict=True):
+        if x is not None:
+            given[name] = x if prepared is None else prepared(x)
+    if "cu_seqlens_q" in given:  # queries and keys may have the same offsets
+        given.setdefault("cu_seqlens_k", given["cu_seqlens_q"])
+    return AttentionTensors(q, k, v, options.sm_scale, dropout_p=options.dropout_p, **given)

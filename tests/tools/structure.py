@@ -53,7 +53,6 @@ FACTS = {
     "backends/cuda/gluon/tma.py:rows_box": "of each shape of a tile, with its layout",
     "backends/cuda/attention/launch.py:_stride_names": "of a tensor's name, by which kernels know its strides",
     "diyfa/problem.py:_kinds": "kinds of problems, with what follows from a kind alone",
-    "diyfa/problem.py:_fields_of": "of a class of problems: names and defaults of its fields",
     "backends/cuda/hopper/decode_mla.py:_query_box": "the same",
     "backends/cuda/gluon/tma.py:smem_box": "the same",
     "backends/cuda/runtime/pack.py:_warn": "what was said already",

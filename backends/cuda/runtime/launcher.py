@@ -305,9 +305,9 @@ class Driver:
 
     def __init__(self) -> None:
         self._library = library = ctypes.CDLL("libcuda.so.1")
+        # Their arguments are prepared: conversions take as long as the calls.
         self.launch_function = library.cuLaunchKernelEx
-        self.launch_function.argtypes = [ctypes.c_void_p] * 4
-        self._encode = library.cuTensorMapEncodeTiled  # its arguments are prepared: conversions take as long as it does
+        self._encode = library.cuTensorMapEncodeTiled
         self._replace_address = library.cuTensorMapReplaceAddress
         # Memory in which descriptors are encoded: map, shape, strides, box and steps of up to five dimensions.
         self._room = ctypes.create_string_buffer(64 + 128 + _ROOMS[5].size)
@@ -439,18 +439,18 @@ class Binary:
         self._tiles = [*enumerate(places)][::-1]  # last first: each becomes several values and moves those behind it
         self._maps: dict[Any, bytes] = {}
         self._driver = driver()
-        self._function = self._driver.load(stored.cubin, stored.name, stored.shared)
+        function = self._driver.load(stored.cubin, stored.name, stored.shared)
         self._launch = self._driver.launch_function
         self._buffer = ctypes.create_string_buffer(self._struct.size + 64)
         self._begin = -ctypes.addressof(self._buffer) % 64
         first = ctypes.addressof(self._buffer) + self._begin
-        self._parameters = (ctypes.c_void_p * len(offsets))(*[first + x for x in offsets])
+        parameters = (ctypes.c_void_p * len(offsets))(*[first + x for x in offsets])
         self._attribute = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, (1,))
         self._config = _Config(
             1, 1, 1, 32 * stored.num_warps, 1, 1, stored.shared, None, ctypes.pointer(self._attribute),
             int(stored.launch_pdl),
         )  # fmt: skip
-        self._config_address, self._parameters_address = map(ctypes.addressof, (self._config, self._parameters))
+        self._arguments = ctypes.byref(self._config), ctypes.c_void_p(function), parameters, None
         self._lock = threading.Lock()  # guards the buffer
 
     MAPS = 1024  # most tensor maps in the cache
@@ -476,7 +476,8 @@ class Binary:
 
     def encoded(self, values: Sequence[Any]) -> list[Any]:
         """Return the `values` of a signature with each `Tiles` replaced by its tensor map, shape and strides."""
-        found, driver, maps = list(values), self._driver, {}
+        found, driver = list(values), self._driver
+        maps: dict[Any, bytes] = {}
         for number, place in self._tiles:
             base, shape, strides, box = x = found[place]
             like, address = (shape, strides, box), base.data_ptr()
@@ -494,10 +495,10 @@ class Binary:
             self._struct.pack_into(self._buffer, self._begin, *values, *self._scratch)
             config.grid_x, config.grid_y, config.grid_z = grid
             config.stream = stream
-            result = self._launch(self._config_address, self._function, self._parameters_address, None)
+            result = self._launch(*self._arguments)
             if result == _INVALID_CONTEXT:  # the thread's first call
                 self._driver.set_context()
-                result = self._launch(self._config_address, self._function, self._parameters_address, None)
+                result = self._launch(*self._arguments)
         if result:
             self._driver.check(result)
 
