@@ -26,7 +26,6 @@ PUBLIC = {
 # binaries, of which there are as many as kinds of kernels, and tuned tiles.
 CACHES = {
     "diyfa/plan.py:plans": "plan",
-    "diyfa/plan.py:Plan._backward": "plan: its kernels of the backward pass",
     "diyfa/plan.py:Plan.backward_repeats": "plan: its launches of the backward pass",
     "diyfa/distributed/check.py:_agreed": "plan: what all ranks have called with",
     "diyfa/distributed/sharding.py:segments_of": "plan: of a batch, which all layers share",

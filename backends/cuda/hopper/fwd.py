@@ -827,7 +827,7 @@ def key_arguments(
     """
     k, v = tensors[1:3]
     described = ragged_descriptor if ragged else dense_descriptor
-    (kb, kn), (vb, vn) = (steps_of(x, layout) if ragged else (0, 0) for x in (k, v))
+    (kb, kn), (vb, vn) = (steps_of(k, layout), steps_of(v, layout)) if ragged else ((0, 0), (0, 0))
     rows = rows or config.block_n
     d, dv = k.shape[-1], v.shape[-1]
     return {

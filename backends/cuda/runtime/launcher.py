@@ -476,8 +476,7 @@ class Binary:
 
     def encoded(self, values: Sequence[Any]) -> list[Any]:
         """Return the `values` of a signature with each `Tiles` replaced by its tensor map, shape and strides."""
-        found, driver = list(values), self._driver
-        maps: dict[Any, bytes] = {}
+        found, driver, maps = list(values), self._driver, dict[Any, bytes]()
         for number, place in self._tiles:
             base, shape, strides, box = x = found[place]
             like, address = (shape, strides, box), base.data_ptr()
