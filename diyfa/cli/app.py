@@ -74,11 +74,16 @@ def _options(
 
 
 @app.command()
-def info(json: Json = False) -> None:
+def info(
+    everything: Annotated[
+        bool, typer.Option("--all", help="Also every kernel, the features that it runs, and why not.")
+    ] = False,
+    json: Json = False,
+) -> None:
     """Devices, versions, what each enables, what is missing and how to get it."""
     from diyfa.cli.info import run
 
-    run(json)
+    run(json, everything)
 
 
 @app.command()

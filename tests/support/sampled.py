@@ -21,6 +21,11 @@ from targets import TARGETS
 
 # Folder of tests -> of each test the first case and one in so many of the others.
 QUICK = {"frontend": 2, "tools": 1, "numerics": 8}
+# The same for single tests of those folders.
+QUICK_TESTS = {
+    "tools/test_course.py::test_chapter_runs_as_printed": 20,
+    "tools/test_course.py::test_the_check_refuses_a_wrong_answer": 8,
+}
 
 # By file and name; "[npu" for those of that backend where its tensors lie on the CPU.
 SAMPLE_INTERVALS = {
@@ -97,7 +102,8 @@ def quick(items: list[Any]) -> Iterator[Any]:
     seen = set()
     for item in items:
         test = item.nodeid.split("[")[0]
-        every = QUICK.get(test.removeprefix("tests/").split("/")[0])
+        name = test.removeprefix("tests/")
+        every = QUICK_TESTS.get(name, QUICK.get(name.split("/")[0]))
         if every is not None and (test not in seen or crc32(item.nodeid.encode()) % every == 0):
             yield item
         seen.add(test)

@@ -306,19 +306,43 @@ def test_info_shows_the_features_of_kernels(monkeypatch):
         else:
             assert reason is None
     assert {key for key, reason in found.items() if reason} == {("v1", "dropout"), ("v1", "sinks"), ("v2", "window")}
-    printed = invoke("info", width=80).output
-    table = cells(printed.split("what the kernels of picky-features do")[1])
+    printed = invoke("info", "--all", width=80).output
+    table = cells(printed.split("forward: picky-features")[1])
     assert ["dropout", "yes", "no"] in table and ["window", "no", "yes"] in table and ["softcap", "yes", "yes"] in table
     assert "forward v1: dropout" in printed and "no backward kernel" in printed
 
 
 def test_info_fits_80_columns():
-    for line in invoke("info", width=80).output.splitlines():
-        assert len(line) <= 80, line
+    """No line is longer, and no heading is cut: each kernel's whole name stands above its column."""
+    for arguments in ("info",), ("info", "--all"):
+        for line in invoke(*arguments, width=80).output.splitlines():
+            assert len(line) <= 80, line
+    printed = invoke("info", "--all", width=80).output
+    headings = [{cell.strip() for cell in line.strip("┃").split("┃")} for line in printed.splitlines() if "┃" in line]
+    for name in ("cuda", "npu", "cpu"):
+        backend = load_backend(name)
+        for op in ("attention_fwd", "attention_bwd"):
+            assert {k.name for k in backend.kernels if k.op == op} | {"feature"} in headings
+
+
+@pytest.mark.parametrize("gpus", [0, 8])
+def test_info_fits_one_screen(gpus, monkeypatch):
+    """Also beside eight equal GPUs; `--all` prints them all."""
+    from diyfa.arch import GPUArch
+    from diyfa.cli import info
+
+    gpu = diyfa.GPUCapabilities("NVIDIA H200", GPUArch.HOPPER, (9, 0), True, True, True, 233472, 132, 140.0)
+    monkeypatch.setattr(info, "detect", lambda: [gpu] * gpus)
+    output = invoke("info", width=80).output
+    assert len(output.splitlines()) <= info.SCREEN
+    assert ("8 x NVIDIA H200" in output) == bool(gpus)
+    for name in ("cuda", "npu", "cpu"):
+        assert f"\n{name} " in output
+    assert "diyfa info --all" in output
 
 
 def test_info_text():
-    output = invoke("info").output
+    output = invoke("info", "--all").output
     assert "what enables what" in output
     assert "pip install 'diyfa[npu]'" in output.replace("\n", " ") or "torch_npu" in output
 
@@ -354,7 +378,7 @@ def test_info_survives_a_torch_npu_without_cann(tmp_path):
 
 @pytest.fixture
 def tiny(monkeypatch):
-    preset = demo_train.Preset(demo_train.GPTConfig(1, 2, 16, 32), 4, 20, 1e-2, 1e-4, 1e-3)
+    preset = demo_train.Preset(demo_train.GPTConfig(1, 2, 16, 32), 4, 20, 1e-2, 1e-4, 1e-3, long_context=256)
     monkeypatch.setitem(demo_train.PRESETS, "cpu", preset)
     return preset
 
@@ -367,6 +391,10 @@ def test_demo_json(tiny):
     assert len(document["loss"]["diyfa"]) == len(document["loss"]["sdpa"]) == tiny.steps
     assert document["loss"]["diyfa"][0] == pytest.approx(5.55, abs=0.2)  # ln 256: nothing learnt yet
     assert document["loss"]["diyfa"][-1] < document["loss"]["diyfa"][0]
+    assert all(document["tokens_per_second"][name] > 0 for name in ("diyfa", "sdpa"))
+    assert all(document["step_mib"][name] > 0 for name in ("diyfa", "sdpa"))
+    alone = document["attention_mib"]
+    assert alone["tokens"] == 256 and alone["diyfa"] < alone["plain"]  # which stores 2 x 256 x 256 scores
     assert document["text"].startswith("import ")
     assert len(document["text"].encode(errors="replace")) >= 27
 
@@ -377,6 +405,7 @@ def test_demo_text_and_plot(tiny, tmp_path):
     result = invoke("demo", "--backend", "cpu", "--steps", "4", "--length", "10", "--plot", str(plot))
     assert result.exit_code == 0, result.output
     assert "The two curves agree" in result.output
+    assert "tokens/s" in result.output and "a training step, MiB" in result.output
     assert result.output.rstrip().endswith("of 8 right.")
     assert plot.read_bytes().startswith(b"\x89PNG")
 
