@@ -58,7 +58,14 @@ def run(arch: str, folder: Path, jobs: int | None, only: str | None, listing: bo
     with tempfile.TemporaryDirectory() as temporary:
         module = backend.write_pack(arch, recording.kernels.values(), Path(temporary))
         files = {f"{module.name}/{file.name}": file.read_bytes() for file in sorted(module.iterdir())}
-    wheel = write_wheel(folder, module.name, version, f"Compiled kernels of diyfa for {arch}", files)
+    wheel = write_wheel(
+        folder,
+        module.name,
+        version,
+        f"Compiled kernels of diyfa for {arch}",
+        files,
+        local="" if only is None else "some",
+    )
     size = wheel.stat().st_size
     report = {
         "arch": arch, "wheel": str(wheel), "bytes": size, "calls": len(every) - len(recording.refused),

@@ -13,8 +13,12 @@ import torch
 from diyfa.ready.calls import BF16, CHUNKS, DECODING, FP32, HALVES, TRAINED, Call, Heads, attention, cache
 
 Config = dict[str, Any]
-# Ends of the architecture names of encoders, whose tokens see all others.
+# Encoders, whose tokens see all others: how the names of their architectures end, and types of models.
 _ENCODERS = ("ForMaskedLM", "ForSequenceClassification", "ForImageClassification", "VisionModel")
+_ENCODER_TYPES = (
+    "albert", "bert", "camembert", "clip_vision_model", "deberta-v2", "dinov2", "distilbert", "electra", "esm",
+    "modernbert", "mpnet", "nomic_bert", "roberta", "siglip_vision_model", "vit", "wav2vec2", "xlm-roberta",
+)  # fmt: skip
 _WITH_SINKS = ("gpt_oss",)
 _MASKED = "causal"
 
@@ -78,7 +82,8 @@ def _optional(config: Config, *names: str) -> int | None:
 def _options(config: Config) -> Iterator[dict[str, Any]]:
     """Yield the options of layers without a window, then those of layers with one, if the model has such layers."""
     shared: dict[str, Any] = {}
-    if not any(str(name).endswith(_ENCODERS) for name in config.get("architectures") or ()):
+    is_encoder = config.get("model_type") in _ENCODER_TYPES and not config.get("is_decoder")
+    if not is_encoder and not any(str(name).endswith(_ENCODERS) for name in config.get("architectures") or ()):
         shared[_MASKED] = True
     cap = config.get("attn_logit_softcapping")
     if isinstance(cap, (int, float)) and cap > 0:

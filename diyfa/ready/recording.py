@@ -94,8 +94,19 @@ def recording(name: str, arch: str | None) -> Iterator[dict[Any, Recorded]]:
             backend.kernels = kernels
 
 
+def _is_refusal(error: ValueError) -> bool:
+    """Return whether a function of diyfa has raised the error, and not other code that a recorded call runs."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    return frame is not None and str(frame.tb_frame.f_globals.get("__name__", "")).partition(".")[0] == "diyfa"
+
+
 def record(name: str, arch: str | None, calls: Iterable[tuple[str, Callable[[], object]]]) -> Recording:
-    """Return what `calls`, (name, function), would launch. Calls that no kernel runs are listed with the reason."""
+    """Return what `calls`, (name, function), would launch. Calls that no kernel runs are listed with the reason.
+
+    Raises what a function raises, a ValueError of diyfa's excepted: that is the reason.
+    """
     refused = []
     with recording(name, arch) as found, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -103,5 +114,7 @@ def record(name: str, arch: str | None, calls: Iterable[tuple[str, Callable[[], 
             try:
                 call()
             except ValueError as error:
+                if not _is_refusal(error):
+                    raise
                 refused.append(f"{what}: {error}")
     return Recording(found, refused)

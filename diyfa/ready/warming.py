@@ -52,7 +52,7 @@ def warmup(
 
     Raises:
         ValueError: a description that is not understood, no usable device, or an unknown architecture.
-        RuntimeError, OSError: as the functions raise.
+        Any other error that a function raises.
     """
     start = time.monotonic()
     given = [calls] if callable(calls) or isinstance(calls, str) else list(calls)

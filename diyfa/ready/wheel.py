@@ -12,14 +12,18 @@ from pathlib import Path
 _DATE = (2020, 1, 1, 0, 0, 0)  # date of all files, so that equal contents make equal wheels
 
 
-def write_wheel(folder: Path, name: str, version: str, summary: str, files: Mapping[str, bytes]) -> Path:
-    """Write the wheel of a package that requires this diyfa and holds `files` (content by path). Return its path.
+def write_wheel(
+    folder: Path, name: str, version: str, summary: str, files: Mapping[str, bytes], local: str = ""
+) -> Path:
+    """Write the wheel of a package that requires this version of diyfa and holds `files` (content by path).
 
     `name` is the module's, as in "diyfa_sm90". Files are stored without compression, since packs are compressed.
+    `local` is added to the wheel's own version, as in 1.2+some. Returns the wheel's path.
     """
-    path = folder / f"{name}-{version}-py3-none-any.whl"
-    info = f"{name}-{version}.dist-info"
-    metadata = f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\nSummary: {summary}\n"
+    own = f"{version}+{local}" if local else version
+    path = folder / f"{name}-{own}-py3-none-any.whl"
+    info = f"{name}-{own}.dist-info"
+    metadata = f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {own}\nSummary: {summary}\n"
     every = {
         **files,
         f"{info}/METADATA": f"{metadata}Requires-Python: >=3.10\nRequires-Dist: diyfa=={version}\n".encode(),

@@ -186,6 +186,34 @@ def test_a_key_has_all_that_a_kernel_is_compiled_for(monkeypatch):
     assert key_of(launch_of(**{**given, "n": 4})) == key_of(launch)
 
 
+def sources(monkeypatch, tmp_path, text: bytes) -> Path:
+    path = tmp_path / "kernel.py"
+    path.write_bytes(text)
+    monkeypatch.setattr(binaries, "_sources", lambda: {"kernel.py": path})
+    binaries.source_hash.cache_clear()
+    return path
+
+
+@pytest.fixture
+def own_sources(monkeypatch, tmp_path):
+    yield lambda text: sources(monkeypatch, tmp_path, text)
+    binaries.source_hash.cache_clear()
+
+
+def test_ends_of_lines_are_no_other_sources(own_sources):
+    hashes = []
+    for text in (b"a = 1\nb = 2\n", b"a = 1\r\nb = 2\r\n", b"a = 1\nb = 3\n"):
+        own_sources(text)
+        hashes.append(binaries.source_hash())
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
+def test_sources_with_an_old_date_that_changed_after_the_start_are_noticed(own_sources):
+    """As `cp --preserve` and package managers leave them."""
+    os.utime(own_sources(b"a = 1\n"), (0, 0))
+    assert binaries.why_unknown() == "diyfa's files were changed after this process began"
+
+
 def test_kernels_of_others_are_known_by_their_own_sources(monkeypatch):
     launch = launch_of(n=3)
     launch.kernel.fn.__module__, launch.kernel.cache_key = "another.package", "one"

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 import diyfa
 from diyfa.backends.cuda.runtime import launch
 from diyfa.cli.app import app
-from diyfa.ready import calls, words
+from diyfa.ready import building, calls, words
 from diyfa.ready.building import Built, build
 from diyfa.ready.models import model_of, read_model
 from diyfa.ready.warming import Warmed
@@ -129,6 +129,8 @@ def test_a_pack_serves_a_model(found, name, heads):
         ({"model_type": "mistral", "sliding_window": 4096}, [{"causal": True, "window": (4095, 0)}]),
         ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": False}, [{"causal": True}]),
         ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, [{}]),
+        ({"model_type": "roberta", "architectures": ["RobertaModel"]}, [{}]),
+        ({"model_type": "roberta", "architectures": ["RobertaForCausalLM"], "is_decoder": True}, [{"causal": True}]),
         ({"model_type": "bloom"}, [{"causal": True, "alibi_slopes": True}]),
     ],
 )  # fmt: skip
@@ -207,7 +209,7 @@ def test_a_small_pack_serves_its_calls_without_a_compiler(found):
     assert of_pack["status"] == 0 and of_pack["kernels"] == 5
     assert of_pack["compiled"] == []  # in this process
     assert of_pack["launches"] == 1
-    assert of_pack["wheel"] == f"diyfa_sm90-{diyfa.__version__}-py3-none-any.whl"
+    assert of_pack["wheel"] == f"diyfa_sm90-{diyfa.__version__}+some-py3-none-any.whl"  # not all: `--only merge`
     assert of_pack["names"][:2] == ["diyfa_sm90/__init__.py", "diyfa_sm90/binaries.pack"]
 
 
@@ -217,11 +219,14 @@ def test_what_is_compiled_is_not_compiled_again(found):
 
 
 def test_a_wheel_says_what_it_needs_and_holds(tmp_path):
-    path = write_wheel(tmp_path, "diyfa_sm90", "1.2", "Kernels", {"diyfa_sm90/a": b"1", "diyfa_sm90/b": b""})
+    files = {"diyfa_sm90/a": b"1", "diyfa_sm90/b": b""}
+    path = write_wheel(tmp_path, "diyfa_sm90", "1.2", "Kernels", files, local="some")
     with zipfile.ZipFile(path) as wheel:
         read = {name: wheel.read(name) for name in wheel.namelist()}
-    assert b"\nRequires-Dist: diyfa==1.2\n" in read["diyfa_sm90-1.2.dist-info/METADATA"]
-    rows = [line.split(",") for line in read["diyfa_sm90-1.2.dist-info/RECORD"].decode().splitlines()]
+    info = "diyfa_sm90-1.2+some.dist-info"
+    assert path.name.startswith("diyfa_sm90-1.2+some-") and b"\nVersion: 1.2+some\n" in read[f"{info}/METADATA"]
+    assert b"\nRequires-Dist: diyfa==1.2\n" in read[f"{info}/METADATA"]
+    rows = [line.split(",") for line in read[f"{info}/RECORD"].decode().splitlines()]
     assert [name for name, *_ in rows] == [*read] and rows.pop()[1:] == ["", ""]
     for name, digest, size in rows:
         expected = base64.urlsafe_b64encode(hashlib.sha256(read[name]).digest()).decode().rstrip("=")
@@ -298,6 +303,14 @@ def test_kernels_that_nobody_waits_for_any_more_are_not_compiled(monkeypatch, tm
 def test_fewer_processes_than_one_are_refused(jobs):
     with pytest.raises(ValueError, match=f"jobs must be at least 1, got {jobs}"):
         build([Kernel("a")], jobs, print)
+
+
+def test_processes_that_compile_do_not_interpret(monkeypatch):
+    started = []
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(building.subprocess, "Popen", lambda command, **how: started.append(how["env"]))
+    building._start()
+    assert "TRITON_INTERPRET" not in started[0] and started[0]["OMP_NUM_THREADS"] == "1"
 
 
 def test_a_gpu_that_is_here_stands_for_the_one_that_is_named(monkeypatch):

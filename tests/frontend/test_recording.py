@@ -9,7 +9,7 @@ import torch
 
 import diyfa
 from diyfa import use_backend
-from diyfa.ready.recording import recording
+from diyfa.ready.recording import record, recording
 from diyfa.registry import load_backend
 
 
@@ -51,3 +51,14 @@ def test_a_backward_pass_runs_whose_forward_pass_was_recorded():
             assert any(x.any() for x in gradients(out, given))
             again = gradients(diyfa.flash_attention(*given), given)
             assert all(map(torch.equal, again, expected))
+
+
+def test_refusals_are_recorded_and_errors_of_other_code_are_raised():
+    def mistaken():
+        raise ValueError("not diyfa's")
+
+    q = torch.zeros(1, 2, 16, 16)
+    recorded = record("cpu", None, [("a call", lambda: diyfa.flash_attention(q, q, q, softcap=-1.0))])
+    assert len(recorded.refused) == 1 and recorded.refused[0].startswith("a call: ")
+    with pytest.raises(ValueError, match="not diyfa's"):
+        record("cpu", None, [("another", mistaken)])

@@ -47,8 +47,14 @@ def compile_for(arch: str, launch: Launch, signature: Signature) -> Any:
     """Return the compiled kernel, from Triton's own cache or its compiler."""
     target = GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
     source = triton_source(launch.kernel, source_of(launch, signature))
-    with post_processing():
-        return triton.compile(source, target=target, options={**COMPILE_OPTIONS, **launch.options})
+    options = {**COMPILE_OPTIONS, **launch.options}
+    with post_processing(), triton.knobs.compilation.scope():
+        triton.knobs.compilation.store_binary_only = False  # `stored` reads the PTX
+        compiled = triton.compile(source, target=target, options=options)
+        if "ptx" not in compiled.asm:  # a process that stored only binaries has filled Triton's cache
+            triton.knobs.compilation.always_compile = True
+            compiled = triton.compile(source, target=target, options=options)
+        return compiled
 
 
 def stored(compiled: Any, kinds: Kinds) -> StoredBinary:
