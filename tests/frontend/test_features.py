@@ -507,7 +507,7 @@ def test_kernels_of_ascend_are_compiled_with_it_and_are_given_it(feature: Featur
             if kernel == "fwd":
                 from diyfa.backends.npu.attention import fwd
 
-                return fwd.launch_of(problem, *specs.example_call(problem, "qk")), calls[-1]
+                return fwd.make_launch(problem, *specs.example_call(problem, "qk")), calls[-1]
             return specs.backward_of(problem, "qk")[kernel], calls[-1]
 
     base: dict[str, Any] = {"bias": "float16", "bias_grad": True} if kernel == "dbias" else {}
