@@ -494,7 +494,7 @@ def test_kernels_of_ascend_are_compiled_for_the_feature_and_get_its_tensors(feat
             if kernel == "fwd":
                 from diyfa.backends.npu.attention import fwd
 
-                return fwd.launch_of(problem, *specs.example_call(problem, "qk")), calls[-1]
+                return fwd.make_launch(problem, *specs.example_call(problem, "qk")), calls[-1]
             return specs.backward_launches(problem, "qk")[kernel], calls[-1]
 
     base: dict[str, Any] = {"bias": "float16", "bias_grad": True} if kernel == "dbias" else {}
