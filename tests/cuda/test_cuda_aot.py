@@ -42,7 +42,7 @@ def test_every_architecture_compiles(found, arch):
     assert report["memory"]["shared"] >= 2 * 32 * 32 * 2  # one tile of each operand at least
 
 
-def test_gate_fails_what_spills_and_what_does_not_compile(found):
+def test_gate_fails_for_spills_and_compile_errors(found):
     reports = found["toys"]
     assert list(reports) == [
         "product plain", "product unaligned", "product spilling", "product budgeted", "broken shapes"
@@ -155,7 +155,7 @@ def test_the_gate_compiles_what_calls_without_gqa_launch(found):
     assert found["unspecialised"] == []
 
 
-def test_a_bias_is_counted_with_the_shared_memory(found):
+def test_the_bias_counts_in_the_shared_memory(found):
     for (needed, counted, fits), limit in zip(found["biased"], (227 << 10, 227 << 10, 99 << 10), strict=True):
         assert needed <= counted < needed + 2048
         assert fits == (needed <= limit)
@@ -188,7 +188,7 @@ TILE_LEAVES = "UTMASTG.4D [UR8], [UR4]"
         ("STG.E desc[UR4][R2.64], R4", [0, 2, 3]),  # a log-sum-exp tells nothing: more is looked at, not less
     ],
 )
-def test_loops_that_spill_are_told_from_others(leaves, found):
+def test_spills_in_loops_are_detected(leaves, found):
     assert TILE_LEAVES in SASS
     assert spills_in_loops(SASS.replace(TILE_LEAVES, leaves)) == found
 

@@ -10,7 +10,7 @@ from hopper_gluon import need_hopper_gluon
 
 need_hopper_gluon()
 
-from hopper_interpreted import WIDE_BACKWARD_MODULES, interpret_backward, load_kernel, source_of  # noqa: E402
+from hopper_interpreted import WIDE_BACKWARD_MODULES, interpret_backward, kernel_source, load_kernel  # noqa: E402
 from simulators.gluon import KernelBug  # noqa: E402
 from synchronising import Synchronising  # noqa: E402
 
@@ -72,7 +72,7 @@ ROLLING = dict.fromkeys(
 )
 # D and Dv
 MODULES = {**ROLLING, "hopper.bwd_wide": (200, 136), "hopper.bwd_wide_dq": (200, 200), "hopper.bwd_mla": (136, 72)}
-SOURCES = {name: Synchronising(source_of(name), SYNCHRONISING, METHODS) for name in MODULES}
+SOURCES = {name: Synchronising(kernel_source(name), SYNCHRONISING, METHODS) for name in MODULES}
 LINES = [(name, f"{i}: {line}") for name, source in SOURCES.items() for i, line in enumerate(source.lines)]
 
 
@@ -105,7 +105,7 @@ def interpret_sources(sources: dict[str, str], folder: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("name", [x for x in MODULES if x not in ROLLING or x == "hopper.bwd"])
 def test_with_all_of_them_nothing_is_reported(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    interpret_sources({module: source.whole() for module, source in SOURCES.items()}, tmp_path, monkeypatch)
+    interpret_sources({module: source.source() for module, source in SOURCES.items()}, tmp_path, monkeypatch)
     run(name)
 
 

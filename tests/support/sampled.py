@@ -21,9 +21,14 @@ from targets import TARGETS
 
 # Folder of tests -> of each test the first case and one in so many of the others.
 QUICK = {"frontend": 2, "tools": 1, "numerics": 8}
+# The same for single tests of those folders.
+QUICK_TESTS = {
+    "tools/test_course.py::test_chapter_runs_as_printed": 20,
+    "tools/test_course.py::test_the_check_refuses_a_wrong_answer": 8,
+}
 
 # By file and name; "[npu" for those of that backend where its tensors lie on the CPU.
-EVERY = {
+SAMPLE_INTERVALS = {
     "cuda/test_bwd_short.py::test_kernels_for_any_length": 4,
     "cuda/test_bwd_short.py::test_offsets_that_nobody_could_check": 5,
     "cuda/test_bwd_short.py::test_tile": 3,
@@ -77,16 +82,16 @@ EVERY = {
 }
 
 
-def left_out(items: list[Any]) -> Iterator[Any]:
+def skipped_items(items: list[Any]) -> Iterator[Any]:
     """The items that do not run by default; of each test the first one does."""
     on_cpu = "npu" in TARGETS and TARGETS["npu"].device != "npu"
-    at_least = int(os.environ.get("DIYFA_TEST_EVERY", "1"))
+    min_interval = int(os.environ.get("DIYFA_TEST_EVERY", "1"))
     seen = set()
     for item in items:
         name = item.nodeid.split("[")[0].removeprefix("tests/")
         if on_cpu and "[npu-" in item.nodeid:
             name += "[npu"
-        every = max(EVERY.get(name, 1), at_least)
+        every = max(SAMPLE_INTERVALS.get(name, 1), min_interval)
         if not any(item.iter_markers("slow")):
             if name in seen and crc32(item.nodeid.encode()) % every:
                 yield item
@@ -98,7 +103,8 @@ def quick(items: list[Any]) -> Iterator[Any]:
     seen = set()
     for item in items:
         test = item.nodeid.split("[")[0]
-        every = QUICK.get(test.removeprefix("tests/").split("/")[0])
+        name = test.removeprefix("tests/")
+        every = QUICK_TESTS.get(name, QUICK.get(name.split("/")[0]))
         if every is not None and (test not in seen or crc32(item.nodeid.encode()) % every == 0):
             yield item
         seen.add(test)
