@@ -322,6 +322,7 @@ def test_info_fits_80_columns():
         for line in invoke(*arguments, width=80).output.splitlines():
             assert len(line) <= 80, line
     printed = invoke("info", "--all", width=80).output
+    assert "what enables what" in printed and "torch_npu" in printed
     headings = [{cell.strip() for cell in line.strip("┃").split("┃")} for line in printed.splitlines() if "┃" in line]
     for name in ("cuda", "npu", "cpu"):
         backend = load_backend(name)
