@@ -41,7 +41,7 @@ def _ranges_kernel(cases_ptr, out_ptr, count, KIND: tl.constexpr, MANY: tl.const
     if KIND == 0:
         begin, full_begin, full_end, end = key_blocks(start, mask, c)
     elif KIND < 3:
-        begin, full_begin, full_end, end = query_blocks(start, mask, KIND == 2, c)
+        begin, full_begin, full_end, end = query_blocks(start, mask, KIND == 2, False, c)
     else:
         tile = start * GROUP // c.BLOCK_M
         first, n_blocks = cached_blocks(tile, n_queries, n_keys + PAD, PAD, (GROUP, left, right), c)

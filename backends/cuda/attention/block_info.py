@@ -71,15 +71,14 @@ def key_blocks(row0, mask, c: tl.constexpr):
 
 
 @triton.jit
-def query_blocks(col0, mask, EDGES: tl.constexpr, c: tl.constexpr):
+def query_blocks(col0, mask, EDGES: tl.constexpr, WHOLE_KEYS: tl.constexpr, c: tl.constexpr):
     """Return the queries that see keys [col0, col0 + BLOCK_N). All bounds but the ends are multiples of BLOCK_M.
 
     The last full block may extend beyond the queries: these rows read as zeros, and their weight exp(s - inf) is 0.
-    With EDGES they do not read as zeros, and all rows of a full block are queries.
+    With EDGES they do not read as zeros, and all rows of a full block are queries. With WHOLE_KEYS a block that extends
+    beyond the keys has no full blocks.
     """
     n_queries, n_keys, offset, window_left, window_right = mask
-    if c.LENGTHS != EQUAL:
-        n_queries = tl.where(col0 < n_keys, n_queries, 0)
     begin, full_begin, full_end, end = visible_range(
         col0, col0 + c.BLOCK_N - 1, -offset, window_right, window_left, n_queries, c.HAS_RIGHT, c.HAS_LEFT
     )
@@ -87,6 +86,11 @@ def query_blocks(col0, mask, EDGES: tl.constexpr, c: tl.constexpr):
         full_end = full_end // c.BLOCK_M * c.BLOCK_M
     elif c.HAS_LEFT:
         full_end = tl.where(full_end < n_queries, full_end // c.BLOCK_M * c.BLOCK_M, n_queries)
+    if c.LENGTHS != EQUAL:  # no query sees a block beyond the keys
+        end = tl.where(col0 < n_keys, end, 0)
+        full_end = tl.where(col0 < n_keys, full_end, 0)
+    if WHOLE_KEYS:
+        full_begin = tl.where(col0 + c.BLOCK_N <= n_keys, full_begin, end)
     begin = begin // c.BLOCK_M * c.BLOCK_M
     full_begin = tl.maximum(tl.cdiv(tl.minimum(full_begin, end), c.BLOCK_M) * c.BLOCK_M, begin)
     return begin, full_begin, tl.maximum(full_end, full_begin), end

@@ -89,7 +89,7 @@ def _bwd_dbias_kernel(
         _, _, n_queries, n_keys = seq_info(b_out, lengths, c.LENGTHS)
         mask = (n_queries, n_keys, n_keys - n_queries, window_left, window_right)
         if c.REDUCE == QUERIES:
-            begin, _, _, end = query_blocks(block_n * c.BLOCK_N, mask, False, c)
+            begin, _, _, end = query_blocks(block_n * c.BLOCK_N, mask, False, False, c)
             first_step = begin // c.BLOCK_M
             last_step = tl.cdiv(end, c.BLOCK_M)
         else:

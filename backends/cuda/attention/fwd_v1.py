@@ -71,7 +71,7 @@ def _fwd_v1_kernel(
         offs_n = col0 + tl.arange(0, c.BLOCK_N)
         k = load_tile(keys, col0, c.BLOCK_N, c.HEAD_DIM, c.BLOCK_D, True, c.FORM, c)
         v = load_tile(values, col0, c.BLOCK_N, c.HEAD_DIM_V, c.BLOCK_DV, True, c.FORM, c)
-        first, _, _, last = query_blocks(col0, mask, False, c)
+        first, _, _, last = query_blocks(col0, mask, False, False, c)
         for row0 in tl.range(first, last, c.BLOCK_M, num_stages=1):
             offs_m = row0 + tl.arange(0, c.BLOCK_M)
             q = load_tile(queries, row0, c.BLOCK_M, c.HEAD_DIM, c.BLOCK_D, True, c.FORM, c)

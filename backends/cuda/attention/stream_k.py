@@ -21,7 +21,7 @@ earlier share began, and one of a tile that it begins and does not finish. So th
 batch-invariant mode one for each chunk of CHUNK_KEYS keys, counted from the first key that is not padding. Then each
 chunk has a slot, and `_combine_in_order_kernel` adds chunks up from the first to the last.
 
-Functions of scalars are compiled for Gluon as well (`hopper/decode_mla.py`).
+Gluon kernels call the functions of scalars, too (`hopper/decode_mla.py`).
 """
 
 from __future__ import annotations

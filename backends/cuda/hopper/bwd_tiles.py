@@ -152,20 +152,17 @@ def key_block_of(pid, sizes, config):
     hk = head % heads_kv
     first_q, first_k, n_queries, n_keys = sequence_of(b, sizes, config.LENGTHS)
     mask = (n_queries, n_keys, n_keys - n_queries, sizes.window_left, sizes.window_right)
-    # Rows beyond the last query have weights exp(s - inf) = 0, so its block needs no mask.
-    begin, full_begin, full_end, end = query_blocks(col0, mask, False, config)
+    # Keys beyond the last one read as zeros, but their weights exp(0 - lse) may be infinite: they need a mask.
+    begin, full_begin, full_end, end = query_blocks(col0, mask, False, True, config)
     begin = begin // config.BLOCK_M
+    end = gl.maximum(gl.cdiv(end, config.BLOCK_M), begin)
     full_begin = full_begin // config.BLOCK_M
     full_end = gl.cdiv(full_end, config.BLOCK_M)
-    end = gl.maximum(gl.cdiv(end, config.BLOCK_M), begin)
-    # Keys beyond the last one read as zeros, but their weights exp(0 - lse) may be infinite: they need a mask.
-    full_begin = gl.where(col0 + config.BLOCK_N <= n_keys, full_begin, end)
     if config.DETERMINISTIC and config.HAS_LEFT:
         # All blocks count as masked, so that they come in their own order. Otherwise each program would wait for most
         # of the one before.
         full_begin = end
-    full_begin = gl.minimum(gl.maximum(full_begin, begin), end)
-    full_end = gl.minimum(gl.maximum(full_end, full_begin), end)
+        full_end = end
     return KeyBlock(b, hk, col0, first_q, first_k, n_queries, n_keys, begin, full_begin, full_end, end)
 
 

@@ -45,7 +45,7 @@ from diyfa.backends.cuda.attention.seq_info import cache_entry, cached_keys, lef
 from diyfa.backends.cuda.attention.stream_k import divide_line, next_chunk, partials_slot, tile_work
 from diyfa.backends.cuda.attention.tile_io import SEQ_LENS
 from diyfa.backends.cuda.gluon.barriers import WARPS, idle_warps, order_lanes, release, wait_full
-from diyfa.backends.cuda.gluon.compat import aggregate, as_gluon, async_load, optimisation_barrier, ptxas_options
+from diyfa.backends.cuda.gluon.compat import aggregate, async_load, optimisation_barrier, ptxas_options
 from diyfa.backends.cuda.gluon.tma import ragged_descriptor, steps_of
 from diyfa.backends.cuda.hopper import decode_mla_configs as configs
 from diyfa.backends.cuda.hopper.mma import ROWS, accumulator_layout, mma_operand, rescaled, unpaired, zero_output
@@ -66,10 +66,6 @@ SLICES = gl.constexpr(3)
 # Registers of a thread. The first consumer has 240, which the others leave.
 SECOND_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(208), gl.constexpr(56)
 SCAN = gl.constexpr(128)  # tiles whose work is added up at once
-
-# The rule of the schedule, compiled for Gluon.
-_divide_line, _tile_work = as_gluon(divide_line), as_gluon(tile_work)
-_next_chunk, _partials_slot = as_gluon(next_chunk), as_gluon(partials_slot)
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,7 +141,7 @@ class Chunk:
     @gluon.jit
     def slot(self):
         """Where its partial results go."""
-        return _partials_slot(gl.program_id(1) * gl.num_programs(0) + gl.program_id(0), (self.begin == 0).to(gl.int32))
+        return partials_slot(gl.program_id(1) * gl.num_programs(0) + gl.program_id(0), (self.begin == 0).to(gl.int32))
 
     @gluon.jit
     def entry(self, sizes):
@@ -182,9 +178,9 @@ class Share:
         pad = 0
         while (begin >= end) & (left > 0):
             n_blocks, n_keys, pad = sizes.blocks_of(tile)
-            work = _tile_work(n_blocks, cost, SPLIT_COST)
+            work = tile_work(n_blocks, cost, SPLIT_COST)
             if done < work * (sizes.heads_kv // gl.num_programs(0)):
-                head_round, begin, end, taken = _next_chunk(
+                head_round, begin, end, taken = next_chunk(
                     done, 0, done + left, n_blocks, work, cost, False, SPLIT_COST
                 )
                 hk = head_round * gl.num_programs(0) + gl.program_id(0)
@@ -217,7 +213,7 @@ def _share_of_line(sizes):
         n_blocks = gl.where(tile < n_tiles, n_blocks, 0)
         total_blocks += gl.sum(n_blocks.to(gl.int64), 0)
         most_blocks = gl.maximum(most_blocks, gl.max(n_blocks, 0))
-    length, share, cost = _divide_line(
+    length, share, cost = divide_line(
         total_blocks, n_tiles, most_blocks, head_rounds, gl.num_programs(1), sizes.config.SPLIT_COST
     )
     position = gl.minimum(gl.program_id(1) * share, length)
@@ -232,7 +228,7 @@ def _share_of_line(sizes):
         tile = start + gl.arange(0, SCAN, layout=LANES)
         n_blocks, _, _ = sizes.blocks_of(tile, tile < n_tiles)
         # The work of SCAN tiles fits 32 bits.
-        work = gl.where(tile < n_tiles, _tile_work(n_blocks, cost, sizes.config.SPLIT_COST), 0)
+        work = gl.where(tile < n_tiles, tile_work(n_blocks, cost, sizes.config.SPLIT_COST), 0)
         work = gl.convert_layout(work, gl.SliceLayout(1, PAIRS))
         ends = gl.sum(gl.where(earlier <= later[None, :], work[:, None], 0), 0)
         ends = ahead + ends.to(gl.int64) * head_rounds
