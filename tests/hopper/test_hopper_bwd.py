@@ -15,7 +15,7 @@ from hopper_gluon import need_hopper_gluon
 need_hopper_gluon()
 
 import hopper_key_block_kernel  # noqa: E402
-from block_ranges import configurations, sees  # noqa: E402
+from block_ranges import check, configurations  # noqa: E402
 from hopper_interpreted import (  # noqa: E402
     BACKWARD_MODULES,
     interpret_backward,
@@ -708,21 +708,21 @@ def test_inputs_that_32_bits_do_not_count_the_steps_of(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("mask", ["left", "right", "both", "none", "left, in order"])
 def test_which_blocks_of_queries_a_program_visits(mask: str) -> None:
     """All that see one of its keys, no block before or behind them, and without a mask all that need none."""
-    block_m, block_n, in_order = 16, 32, mask.endswith("in order")
+    blocks, in_order = (16, 32), mask.endswith("in order")
     has_left, has_right = mask.startswith(("left", "both")), mask in ("right", "both")
-    cases = configurations(block_m, block_n, has_left, has_right, of_keys=True)
+    cases = configurations(*blocks, has_left, has_right, of_keys=True)
     cases = cases[cases[:, 1] > 0]
-    found = hopper_key_block_kernel.run(cases, block_m, block_n, has_left, has_right, in_order)
-    begin, full_begin, full_end, end = found.long().unbind(1)
-    first_key, n_queries, n_keys, left, right = (x.long()[:, None, None] for x in cases.unbind(1))
-    rows = torch.arange(int(cases[:, 1].max()) // block_m * block_m + block_m)[:, None]
-    keys = first_key + torch.arange(block_n)
-    seen = sees(rows, keys, n_keys - n_queries, left, right) & (keys < n_keys)
-    exists = (rows < n_queries).squeeze(-1).unflatten(1, (-1, block_m))
-    visible = (seen.any(-1).unflatten(1, (-1, block_m)) & exists).any(-1)  # [cases, blocks of queries]
-    whole = (seen.all(-1).unflatten(1, (-1, block_m)) | ~exists).all(-1) & exists.any(-1)
-    blocks = torch.arange(visible.shape[1])
-    assert bool(((begin <= full_begin) & (full_begin <= full_end) & (full_end <= end)).all())
-    assert torch.equal((begin[:, None] <= blocks) & (blocks < end[:, None]), visible)
-    full = (full_begin[:, None] <= blocks) & (blocks < full_end[:, None])
-    assert torch.equal(full, torch.zeros_like(whole) if in_order else whole)
+    found = hopper_key_block_kernel.run(cases, *blocks, has_left, has_right, in_order) * blocks[0]
+    check(found, cases, True, blocks, True)
+    ends = cases[:, 0] + blocks[1] > cases[:, 2]  # keys beyond the end need a mask
+    assert torch.equal(found[ends, 1], found[ends, 2])
+    assert check(found[~ends], cases[~ends], True, blocks, True) != in_order
+
+
+@pytest.mark.parametrize("mask", ["left", "right", "both", "none"])
+def test_which_blocks_of_keys_a_tile_visits(mask: str) -> None:
+    """All that one of its queries sees. Behind the n_right and n_left ones of `block_order` none needs a mask."""
+    blocks, has_left, has_right = (16, 32), mask in ("left", "both"), mask in ("right", "both")
+    cases = configurations(*blocks, has_left, has_right, of_keys=False)
+    found = hopper_key_block_kernel.run_tiles(cases, *blocks, has_left, has_right) * blocks[1]
+    check(found, cases, False, blocks, False)

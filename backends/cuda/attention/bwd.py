@@ -49,7 +49,8 @@ from diyfa.backends.cuda.attention.launch import (
     tile_constants,
     tuned_launches,
 )
-from diyfa.backends.cuda.attention.scores import first_row, row_delta, sequence_of
+from diyfa.backends.cuda.attention.scores import first_row, row_delta
+from diyfa.backends.cuda.attention.seq_info import seq_info
 from diyfa.backends.cuda.attention.tile_io import (
     PACKED,
     PORTABLE,
@@ -96,7 +97,7 @@ def _bwd_preprocess_kernel(
     b = (pid // blocks_m) // heads_q
     h = (pid // blocks_m) % heads_q
     lengths = (cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, seqlen_q, seqlen_k, total_q, total_k)
-    first_q, _, n_queries, _ = sequence_of(b, lengths, c)
+    first_q, _, n_queries, _ = seq_info(b, lengths, c.LENGTHS)
     of_q = (b, h, first_q, n_queries)
     outputs = head_of(o_ptr, (stride_ob, stride_oh, stride_om), of_q, c.FORM, c)
     gradients = head_of(do_ptr, (stride_dob, stride_doh, stride_dom), of_q, c.FORM, c)

@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
+from diyfa.backends.cuda.attention.block_info import key_blocks, query_blocks
 from diyfa.backends.cuda.attention.bwd_dq import score_gradient
 from diyfa.backends.cuda.attention.configs import AttentionConfig, portable_config, schedule
 from diyfa.backends.cuda.attention.dropout import keep_tile, position_words
@@ -31,16 +32,8 @@ from diyfa.backends.cuda.attention.launch import (
     feature_arguments,
     strides,
 )
-from diyfa.backends.cuda.attention.scores import (
-    first_row,
-    head_features,
-    key_blocks,
-    load_statistics,
-    query_blocks,
-    sequence_of,
-    tile_corner,
-    visible_pairs,
-)
+from diyfa.backends.cuda.attention.scores import first_row, head_features, load_statistics, tile_corner, visible_pairs
+from diyfa.backends.cuda.attention.seq_info import seq_info
 from diyfa.backends.cuda.attention.tile_io import EQUAL, POINTER, cdiv, head_of, load_tile
 from diyfa.problem import AttentionProblem, AttentionTensors, Launch
 
@@ -93,10 +86,10 @@ def _bwd_dbias_kernel(
             seen = (block_n * c.BLOCK_N < end) & (block_n * c.BLOCK_N + c.BLOCK_N > begin)
             last_step = tl.where(seen, steps, 0)
     else:
-        _, _, n_queries, n_keys = sequence_of(b_out, lengths, c)
+        _, _, n_queries, n_keys = seq_info(b_out, lengths, c.LENGTHS)
         mask = (n_queries, n_keys, n_keys - n_queries, window_left, window_right)
         if c.REDUCE == QUERIES:
-            begin, _, _, end = query_blocks(block_n * c.BLOCK_N, mask, False, c)
+            begin, _, _, end = query_blocks(block_n * c.BLOCK_N, mask, False, False, c)
             first_step = begin // c.BLOCK_M
             last_step = tl.cdiv(end, c.BLOCK_M)
         else:
@@ -123,7 +116,7 @@ def _bwd_dbias_kernel(
         hk = h // group
         row0 = tile_m * c.BLOCK_M
         col0 = tile_n * c.BLOCK_N
-        first_q, first_k, n_queries, n_keys = sequence_of(b, lengths, c)
+        first_q, first_k, n_queries, n_keys = seq_info(b, lengths, c.LENGTHS)
         tile_mask = (n_queries, n_keys, n_keys - n_queries, window_left, window_right)
         offs_m = row0 + tl.arange(0, c.BLOCK_M)
         offs_n = col0 + tl.arange(0, c.BLOCK_N)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from diyfa.backends.cuda.attention.block_info import query_blocks
 from diyfa.backends.cuda.attention.dots import dot, dot_add, round_to
 from diyfa.backends.cuda.attention.dropout import keep_tile, position_words
 from diyfa.backends.cuda.attention.launch import RUNTIME_SIZES, UNALIGNED_POINTERS
@@ -17,12 +18,11 @@ from diyfa.backends.cuda.attention.scores import (
     head_and_block,
     head_features,
     product_gradient,
-    query_blocks,
     scores_log2,
-    sequence_of,
     tile_corner,
     visible_pairs,
 )
+from diyfa.backends.cuda.attention.seq_info import seq_info
 from diyfa.backends.cuda.attention.tile_io import DESCRIPTOR, LOG2E, PACKED, POINTER, head_of, load_tile, store_tile
 
 
@@ -133,7 +133,7 @@ def _bwd_dkdv_kernel(
     b = head // heads_kv
     hk = head % heads_kv
     lengths = (cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, seqlen_q, seqlen_k, total_q, total_k)
-    first_q, first_k, n_queries, n_keys = sequence_of(b, lengths, c)
+    first_q, first_k, n_queries, n_keys = seq_info(b, lengths, c.LENGTHS)
     if c.LENGTHS == PACKED and col0 >= n_keys:
         return
     mask = (n_queries, n_keys, n_keys - n_queries, window_left, window_right)
@@ -149,7 +149,7 @@ def _bwd_dkdv_kernel(
     k = load_tile(keys, col0, c.BLOCK_N, c.HEAD_DIM, c.BLOCK_D, True, c.FORM, c)
     v = load_tile(values, col0, c.BLOCK_N, c.HEAD_DIM_V, c.BLOCK_DV, True, c.FORM, c)
 
-    begin, full_begin, full_end, end = query_blocks(col0, mask, EDGES, c)
+    begin, full_begin, full_end, end = query_blocks(col0, mask, EDGES, False, c)
     gap = full_end - full_begin
     masked_end = full_begin  # the masked loop covers [begin, full_begin), and [full_end, end) if there is a later edge
     if c.HAS_LEFT or EDGES:

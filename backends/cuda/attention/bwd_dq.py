@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from diyfa.backends.cuda.attention.block_info import key_blocks, masked_keys
 from diyfa.backends.cuda.attention.dots import dot, dot_add, round_to
 from diyfa.backends.cuda.attention.dropout import keep_tile, position_words
 from diyfa.backends.cuda.attention.launch import RUNTIME_SIZES, UNALIGNED_POINTERS
@@ -13,16 +14,14 @@ from diyfa.backends.cuda.attention.scores import (
     first_row,
     head_and_block,
     head_features,
-    key_blocks,
     load_statistics,
-    masked_keys,
     past_gap,
     product_gradient,
     scores_log2,
-    sequence_of,
     tile_corner,
     visible_pairs,
 )
+from diyfa.backends.cuda.attention.seq_info import seq_info
 from diyfa.backends.cuda.attention.tile_io import EQUAL, PACKED, POINTER, head_of, load_tile, store_tile
 
 
@@ -109,7 +108,7 @@ def _bwd_dq_kernel(
     h = head % heads_q
     hk = h // group
     lengths = (cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, seqlen_q, seqlen_k, total_q, total_k)
-    first_q, first_k, n_queries, n_keys = sequence_of(b, lengths, c)
+    first_q, first_k, n_queries, n_keys = seq_info(b, lengths, c.LENGTHS)
     row0 = block_m * c.BLOCK_M
     if c.LENGTHS == PACKED and row0 >= n_queries:
         return

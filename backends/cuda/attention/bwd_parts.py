@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_wait
 from diyfa.backends.cuda.attention.configs import MIN_QUERIES
 from diyfa.backends.cuda.attention.dots import round_to
 from diyfa.backends.cuda.attention.launch import strides
-from diyfa.backends.cuda.attention.scores import sequence_of
+from diyfa.backends.cuda.attention.seq_info import packed_info
 from diyfa.backends.cuda.attention.tile_io import EQUAL, PACKED, cdiv
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launch import can_overlap
@@ -119,8 +119,7 @@ def _sum_parts_kernel(
     dk = dk_ptr + hk.to(tl.int64) * stride_dkh
     dv = dv_ptr + hk.to(tl.int64) * stride_dvh
     if c.LENGTHS == PACKED:
-        offsets = cu_seqlens_k_ptr
-        _, first_k, _, n_keys = sequence_of(b, (offsets, offsets, None, seqlen_k, seqlen_k, total_k, total_k), c)
+        first_k, n_keys = packed_info(cu_seqlens_k_ptr, b, total_k)
         at = first_k.to(tl.int64)
         end = tl.minimum(n_keys, seqlen_k)  # a sequence may be longer than the call said: its other rows have no sums
         dk += at * stride_dkn

@@ -21,10 +21,10 @@ from diyfa.backends.cuda.attention.scores import (
     product_gradient,
     row_delta,
     scores_log2,
-    sequence_of,
     tile_corner,
     visible_pairs,
 )
+from diyfa.backends.cuda.attention.seq_info import seq_info
 from diyfa.backends.cuda.attention.tile_io import LOG2E, PACKED, head_of, load_tile, store_tile
 
 
@@ -47,7 +47,7 @@ def _bwd_short_kernel(
     b = tl.program_id(0) // heads_q
     h = tl.program_id(0) % heads_q
     lengths = (cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, seqlen_q, seqlen_k, total_q, total_k)
-    first_q, first_k, n_queries, n_keys = sequence_of(b, lengths, c)
+    first_q, first_k, n_queries, n_keys = seq_info(b, lengths, c.LENGTHS)
     mask = (n_queries, n_keys, n_keys - n_queries, window_left, window_right)
     # If a sequence is shorter than the tensor, rows behind its end are zeros. Packed, they belong to the next one.
     q_rows = n_queries if c.LENGTHS == PACKED else seqlen_q

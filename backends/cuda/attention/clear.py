@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from diyfa.backends.cuda.attention.seq_info import load_clamped, packed_info
 from diyfa.backends.cuda.attention.tile_io import padded_head_dim
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launch import is_interpreting
@@ -64,12 +65,22 @@ def clear_others(cu_seqlens_ptr, batch, longest, share, shares, out, lse_ptr, he
     `shares` separate programs call it: in the others it would take registers from the loops over keys.
     """
     for b in range(share, batch, shares):
-        begin = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + b), 0), total)
-        end = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + b + 1), 0), total)
-        begin += tl.minimum(tl.maximum(end - begin, 0), longest)
-        _clear_range(begin, end, 0, 1, out, lse_ptr, heads, total, float("inf"), c.HEAD_DIM_V, c.BLOCK_DV)
-    first = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr), 0), total)
-    last = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + batch), 0), total)
+        first, rows = packed_info(cu_seqlens_ptr, b, total)
+        _clear_range(
+            first + tl.minimum(rows, longest),
+            first + rows,
+            0,
+            1,
+            out,
+            lse_ptr,
+            heads,
+            total,
+            float("inf"),
+            c.HEAD_DIM_V,
+            c.BLOCK_DV,
+        )
+    first = load_clamped(cu_seqlens_ptr, total)
+    last = load_clamped(cu_seqlens_ptr + batch, total)
     if last < total:
         # Other programs write at the same time, so no row of a sequence may be cleared. Unused offsets may be 0: the
         # sequences end at the largest one.
@@ -95,10 +106,8 @@ def _clear_kernel(
 ):  # fmt: skip
     """Clear a gap between sequences. Gap b is before sequence b, the last gap behind the last sequence."""
     gap = tl.program_id(0) // shares
-    start = tl.load(cu_seqlens_ptr + tl.maximum(gap - 1, 0))
-    end = tl.load(cu_seqlens_ptr + gap)
-    start = tl.minimum(tl.maximum(start, 0), total)
-    end = tl.minimum(tl.maximum(end, 0), total)
+    start = load_clamped(cu_seqlens_ptr + tl.maximum(gap - 1, 0), total)
+    end = load_clamped(cu_seqlens_ptr + gap, total)
     written = tl.minimum(tl.maximum(end - start, 0), longest)
     begin = tl.where(gap == 0, 0, start + written)
     stop = tl.where(gap == batch, total, end)

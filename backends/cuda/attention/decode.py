@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from diyfa.backends.cuda.attention.cache_info import first_visible_key, sequence_info, visible_blocks
+from diyfa.backends.cuda.attention.block_info import cached_blocks, first_cached_key
 from diyfa.backends.cuda.attention.clear import forward_launches
 from diyfa.backends.cuda.attention.decode_combine import add_chunk, combine_launch, store_rows
 from diyfa.backends.cuda.attention.decode_configs import (
@@ -42,6 +42,7 @@ from diyfa.backends.cuda.attention.launch import (
     strides,
 )
 from diyfa.backends.cuda.attention.scores import score_without_bias, scores_log2, visible_pairs
+from diyfa.backends.cuda.attention.seq_info import cache_entry, cache_seq_info
 from diyfa.backends.cuda.attention.stream_k import (
     CHUNK_KEYS,
     begin_share,
@@ -316,18 +317,13 @@ def _attend_rows(b, hk, block_m, begin, end, sequence, inputs, mask, c: tl.const
         k_base += first_k.to(tl.int64) * stride_kn
         v_base += first_k.to(tl.int64) * stride_vn
     else:
-        entry = b
-        if cache_batch_idx_ptr is not None:
-            entry = tl.load(cache_batch_idx_ptr + b)
-            has_entry = (entry >= 0) & (entry < entries)
-            n_keys = tl.where(has_entry, n_keys, 0)
-            entry = tl.where(has_entry, entry, 0)
+        entry, n_keys = cache_entry(cache_batch_idx_ptr, b, entries, n_keys)
         k_base += entry.to(tl.int64) * stride_kb
         v_base += entry.to(tl.int64) * stride_vb
     cache = (k_base, v_base, table, entries, (stride_kb, stride_kn, stride_vb, stride_vn))
     pairs = (n_queries, n_keys, offset, window_left, window_right)
     score = score_without_bias(scale, softcap, slopes)
-    first_key = first_visible_key(block_m, n_queries, n_keys, pad, mask, c)
+    first_key = first_cached_key(block_m, n_queries, n_keys, pad, mask, c)
     acc, l_i, m_i = _attend_keys(q, q_tail, tokens, begin, end, pad, first_key, cache, pairs, score, c)
     return acc, l_i, m_i, rows
 
@@ -430,9 +426,9 @@ def _decode_kernel(
         while position < share_end:
             b = tile // blocks_m
             block_m = tile % blocks_m
-            sequence = sequence_info(b, True, lengths, c)
+            sequence = cache_seq_info(b, lengths, c)
             first_q, n_queries, _, n_keys, pad = sequence
-            first, n_blocks = visible_blocks(block_m, n_queries, n_keys, pad, mask, c)
+            first, n_blocks = cached_blocks(block_m, n_queries, n_keys, pad, mask, c)
             work = tile_work(n_blocks, cost, c.SPLIT_COST)
             tile_end = tile_start + work.to(position.dtype) * head_rounds
             if position < tile_end:

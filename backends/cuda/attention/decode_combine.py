@@ -9,10 +9,11 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from diyfa.backends.cuda.attention.cache_info import sequence_info, visible_blocks
+from diyfa.backends.cuda.attention.block_info import cached_blocks
 from diyfa.backends.cuda.attention.decode_configs import DecodeConfig
 from diyfa.backends.cuda.attention.dots import round_to
 from diyfa.backends.cuda.attention.fwd import LOWEST, add_sink, lse_of
+from diyfa.backends.cuda.attention.seq_info import cache_seq_info
 from diyfa.backends.cuda.attention.stream_k import (
     COMBINED_ELEMENTS,
     combined_columns,
@@ -180,8 +181,8 @@ def _combine_in_order_kernel(
     tile = owner // heads_kv
     b = tile // blocks_m
     block_m = tile % blocks_m
-    first_q, n_queries, _, n_keys, pad = sequence_info(b, True, lengths, c)
-    first, n_blocks = visible_blocks(block_m, n_queries, n_keys, pad, mask, c)
+    first_q, n_queries, _, n_keys, pad = cache_seq_info(b, lengths, c)
+    first, n_blocks = cached_blocks(block_m, n_queries, n_keys, pad, mask, c)
     rows = block_m * c.BLOCK_M + row + tl.arange(0, 1)
     if (n_blocks > 0) & (tl.max(rows, 0) < n_queries * group):
         cols = tl.arange(0, c.BLOCK_DV)

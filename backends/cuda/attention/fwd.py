@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from diyfa.backends.cuda.attention.block_info import key_blocks, masked_keys
 from diyfa.backends.cuda.attention.clear import clear_others, clearing_programs
 from diyfa.backends.cuda.attention.configs import AttentionConfig, schedule
 from diyfa.backends.cuda.attention.dots import dot, dot_add, round_to
@@ -39,14 +40,12 @@ from diyfa.backends.cuda.attention.scores import (
     first_row,
     head_and_block,
     head_features,
-    key_blocks,
-    masked_keys,
     past_gap,
     scores_log2,
-    sequence_of,
     tile_corner,
     visible_pairs,
 )
+from diyfa.backends.cuda.attention.seq_info import seq_info
 from diyfa.backends.cuda.attention.tile_io import (
     DESCRIPTOR,
     LARGEST_PRODUCT,
@@ -185,7 +184,7 @@ def _fwd_kernel(
     h = head % heads_q
     hk = h // group
     lengths = (cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, seqlen_q, seqlen_k, total_q, total_k)
-    first_q, first_k, n_queries, n_keys = sequence_of(b, lengths, c)
+    first_q, first_k, n_queries, n_keys = seq_info(b, lengths, c.LENGTHS)
     row0 = block_m * c.BLOCK_M
     # The grid covers the longest sequence. A shorter one has no rows in this block, not even rows to fill with zeros.
     if c.LENGTHS == PACKED and row0 >= n_queries:

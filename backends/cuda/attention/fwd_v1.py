@@ -15,11 +15,13 @@ import torch
 import triton
 import triton.language as tl
 
+from diyfa.backends.cuda.attention.block_info import query_blocks
 from diyfa.backends.cuda.attention.configs import AttentionConfig, portable_config
 from diyfa.backends.cuda.attention.dots import dot, round_to
 from diyfa.backends.cuda.attention.fwd import constants
 from diyfa.backends.cuda.attention.launch import RUNTIME_SIZES, UNALIGNED_POINTERS, softmax_scale, strides
-from diyfa.backends.cuda.attention.scores import query_blocks, sequence_of, visible_pairs
+from diyfa.backends.cuda.attention.scores import visible_pairs
+from diyfa.backends.cuda.attention.seq_info import seq_info
 from diyfa.backends.cuda.attention.tile_io import LN2, LOG2E, head_of, load_tile, store_tile
 from diyfa.backends.cuda.runtime.passes import Pass
 from diyfa.problem import AttentionProblem, AttentionTensors, Launch
@@ -43,7 +45,7 @@ def _fwd_v1_kernel(
     h = tl.program_id(0) % heads_q
     hk = h // group
     lengths = (None, None, seq_lens_ptr, seqlen_q, seqlen_k, 0, 0)
-    _, _, n_queries, n_keys = sequence_of(b, lengths, c)
+    _, _, n_queries, n_keys = seq_info(b, lengths, c.LENGTHS)
     mask = (n_queries, n_keys, n_keys - n_queries, window_left, window_right)
     queries = head_of(q_ptr, (stride_qb, stride_qh, stride_qm), (b, h, 0, n_queries), c.FORM, c)
     keys = head_of(k_ptr, (stride_kb, stride_kh, stride_kn), (b, hk, 0, n_keys), c.FORM, c)
@@ -69,7 +71,7 @@ def _fwd_v1_kernel(
         offs_n = col0 + tl.arange(0, c.BLOCK_N)
         k = load_tile(keys, col0, c.BLOCK_N, c.HEAD_DIM, c.BLOCK_D, True, c.FORM, c)
         v = load_tile(values, col0, c.BLOCK_N, c.HEAD_DIM_V, c.BLOCK_DV, True, c.FORM, c)
-        first, _, _, last = query_blocks(col0, mask, False, c)
+        first, _, _, last = query_blocks(col0, mask, False, False, c)
         for row0 in tl.range(first, last, c.BLOCK_M, num_stages=1):
             offs_m = row0 + tl.arange(0, c.BLOCK_M)
             q = load_tile(queries, row0, c.BLOCK_M, c.HEAD_DIM, c.BLOCK_D, True, c.FORM, c)

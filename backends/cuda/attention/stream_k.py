@@ -21,7 +21,7 @@ earlier share began, and one of a tile that it begins and does not finish. So th
 batch-invariant mode one for each chunk of CHUNK_KEYS keys, counted from the first key that is not padding. Then each
 chunk has a slot, and `_combine_in_order_kernel` adds chunks up from the first to the last.
 
-Functions of scalars are compiled for Gluon as well (`hopper/decode_mla.py`).
+Gluon kernels call the functions of scalars, too (`hopper/decode_mla.py`).
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ import torch
 import triton
 import triton.language as tl
 
-from diyfa.backends.cuda.attention.cache_info import sequence_info, visible_blocks
+from diyfa.backends.cuda.attention.block_info import cached_blocks
 from diyfa.backends.cuda.attention.decode_configs import FULL_GPU, DecodeConfig
+from diyfa.backends.cuda.attention.seq_info import cache_seq_info
 from diyfa.backends.cuda.attention.tile_io import cdiv, padded_head_dim
 from diyfa.backends.cuda.runtime.launch import multiprocessors
 from diyfa.problem import KVCacheProblem
@@ -132,8 +133,8 @@ def _count_blocks(start, batch, blocks_m, lengths, mask, c: tl.constexpr):
     """Return the blocks of keys that each of the SCAN tiles from `start` on sees, [SCAN]: 0 beyond the last tile."""
     tiles = start + tl.arange(0, c.SCAN)
     inside = tiles < batch * blocks_m
-    _, n_queries, _, n_keys, pad = sequence_info(tiles // blocks_m, inside, lengths, c)
-    _, n_blocks = visible_blocks(tiles % blocks_m, n_queries, n_keys, pad, mask, c)
+    _, n_queries, _, n_keys, pad = cache_seq_info(tiles // blocks_m, lengths, c, inside)
+    _, n_blocks = cached_blocks(tiles % blocks_m, n_queries, n_keys, pad, mask, c)
     return tl.where(inside, n_blocks, 0)
 
 
@@ -216,7 +217,7 @@ def find_shared_tile(n_shares, heads_kv, batch, blocks_m, lengths, mask, c: tl.c
     `tl.program_id(1)` is the head within a round. `tl.program_id(2)` is a share, of which this is the tile that it
     leaves unfinished; or if BY_TILE, tile * head_rounds + head round.
 
-    Returns (tile, KV head, `sequence_info` of its sequence, the share that begins it, the share that finishes it,
+    Returns (tile, KV head, ``cache_seq_info` of its sequence, the share that begins it, the share that finishes it,
     whether it is shared at all). If not, its results are complete, or another program merges them.
     """
     hk = tl.program_id(1)
@@ -232,9 +233,9 @@ def find_shared_tile(n_shares, heads_kv, batch, blocks_m, lengths, mask, c: tl.c
         last_position = tl.maximum(tl.minimum(first_share * share + share, length) - 1, 0)
         tile, tile_start = tile_at(last_position, first_counts, cost, batch, blocks_m, head_rounds, lengths, mask, c)
     b = tile // blocks_m
-    sequence = sequence_info(b, b < batch, lengths, c)
+    sequence = cache_seq_info(b, lengths, c, b < batch)
     _, n_queries, _, n_keys, pad = sequence
-    _, n_blocks = visible_blocks(tile % blocks_m, n_queries, n_keys, pad, mask, c)
+    _, n_blocks = cached_blocks(tile % blocks_m, n_queries, n_keys, pad, mask, c)
     work = tl.maximum(tile_work(n_blocks, cost, c.SPLIT_COST), 1)
     first_block = tile_start + tile_cost  # position of the tile's first block
     if not c.ONE_ROUND:
@@ -262,7 +263,7 @@ def fixed_chunk(chunks_per_tile, heads_kv, blocks_m, lengths, mask, c: tl.conste
 
     Programs are numbered by tile, KV head, and if CHUNKS_APART by chunk. Else a program has the whole tile.
 
-    Returns (sequence, KV head, tile of the sequence, `sequence_info`, first block, end, the chunk for
+    Returns (sequence, KV head, tile of the sequence, ``cache_seq_info`, first block, end, the chunk for
     `store_fixed_chunk`). There are no blocks (end <= first) if the tile has no rows, or sees no key of the chunk.
     """
     pid = tl.program_id(0)
@@ -274,9 +275,9 @@ def fixed_chunk(chunks_per_tile, heads_kv, blocks_m, lengths, mask, c: tl.conste
     hk = pid % heads_kv
     b = tile // blocks_m
     block_m = tile % blocks_m
-    sequence = sequence_info(b, True, lengths, c)
+    sequence = cache_seq_info(b, lengths, c)
     _, n_queries, _, n_keys, pad = sequence
-    first, n_blocks = visible_blocks(block_m, n_queries, n_keys, pad, mask, c)
+    first, n_blocks = cached_blocks(block_m, n_queries, n_keys, pad, mask, c)
     end = first + n_blocks
     if c.CHUNKS_APART:
         first = tl.maximum(first, chunk * c.CHUNK)

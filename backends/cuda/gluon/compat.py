@@ -100,16 +100,6 @@ def compile_with_older_ptxas(backend: Any, stages: dict[str, Any], options: Any)
     stages["cubin"] = lambda source, metadata: other.make_cubin(source, metadata, options, arch)
 
 
-def as_gluon(function: Any) -> Any:
-    """Return a `@triton.jit` function for use in Gluon kernels, as Gluon does with its `sum` and `max`.
-
-    The function must not create tensors: in Gluon these need a layout.
-    """
-    from triton.experimental import gluon
-
-    return gluon.jit(function.fn)
-
-
 def aggregate(cls: type) -> Any:
     """Make a class an aggregate, values that kernels pass around as one, with a constructor as dataclasses have.
 

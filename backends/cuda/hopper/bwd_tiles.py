@@ -8,12 +8,13 @@ the fp32 dQ have blocks of their own for each sequence, too.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from diyfa.backends.cuda.attention.tile_io import EQUAL, PACKED, SEQ_LENS
+from diyfa.backends.cuda.attention.block_info import block_of_last, end_visible, query_blocks
+from diyfa.backends.cuda.attention.seq_info import seq_info
+from diyfa.backends.cuda.attention.tile_io import EQUAL, PACKED
 from diyfa.backends.cuda.gluon.barriers import LANES, WARPS
 from diyfa.backends.cuda.gluon.channel import Channel, allocate_channel
 from diyfa.backends.cuda.gluon.compat import aggregate
 from diyfa.backends.cuda.hopper.bwd_configs import BOX_COLUMNS, CONSUMERS
-from diyfa.backends.cuda.hopper.tiles import load_clamped
 
 CONSUMER_COUNT = gl.constexpr(CONSUMERS)
 BOX = gl.constexpr(BOX_COLUMNS)
@@ -50,20 +51,14 @@ def sequence_of(b, sizes, LENGTHS: gl.constexpr):
     A packed sequence that is longer than the stated maximum is cut there. There is no memory for more, and no program
     draws the blocks beyond it, so others would wait for them for ever.
     """
-    first_q = 0
-    first_k = 0
-    n_queries = sizes.seqlen_q
-    n_keys = sizes.seqlen_k
+    lengths = (
+        sizes.lengths_q_ptr, sizes.lengths_k_ptr, sizes.lengths_k_ptr,
+        sizes.seqlen_q, sizes.seqlen_k, sizes.total_q, sizes.total_k,
+    )  # fmt: skip
+    first_q, first_k, n_queries, n_keys = seq_info(b, lengths, LENGTHS)
     if LENGTHS == PACKED:
-        first_q = load_clamped(sizes.lengths_q_ptr + b, sizes.total_q)
-        first_k = load_clamped(sizes.lengths_k_ptr + b, sizes.total_k)
-        n_queries = gl.maximum(load_clamped(sizes.lengths_q_ptr + b + 1, sizes.total_q) - first_q, 0)
-        n_keys = gl.maximum(load_clamped(sizes.lengths_k_ptr + b + 1, sizes.total_k) - first_k, 0)
         n_queries = gl.minimum(n_queries, sizes.seqlen_q)
         n_keys = gl.minimum(n_keys, sizes.seqlen_k)
-    if LENGTHS == SEQ_LENS:
-        n_keys = load_clamped(sizes.lengths_k_ptr + b, sizes.seqlen_k)
-        n_queries = gl.minimum(n_keys, sizes.seqlen_q)
     return first_q, first_k, n_queries, n_keys
 
 
@@ -123,8 +118,8 @@ class KeyBlock:
         last = gl.cdiv(self.n_keys, config.BLOCK_N) - 1
         if config.HAS_RIGHT:
             last_row = (block + 1) * config.BLOCK_M - 1
-            last_key = last_row + self.n_keys - self.n_queries + sizes.window_right
-            last = gl.minimum(last, last_key // config.BLOCK_N)
+            end = end_visible(last_row, self.n_keys - self.n_queries, sizes.window_right, self.n_keys)
+            last = block_of_last(end, config.BLOCK_N)
         return last - self.col0 // config.BLOCK_N
 
 
@@ -156,31 +151,18 @@ def key_block_of(pid, sizes, config):
     b = head // heads_kv
     hk = head % heads_kv
     first_q, first_k, n_queries, n_keys = sequence_of(b, sizes, config.LENGTHS)
-    offset = n_keys - n_queries
-    begin = 0
-    full_begin = 0
-    end_row = n_queries
-    full_end = gl.cdiv(n_queries, config.BLOCK_M)  # rows beyond the last query have weights exp(s - inf) = 0
-    if config.HAS_RIGHT:
-        first_row = gl.maximum(col0 - offset - sizes.window_right, 0)  # the first to see a key
-        begin = first_row // config.BLOCK_M
-        first_row = gl.maximum(col0 + (config.BLOCK_N - 1) - offset - sizes.window_right, 0)  # to see all
-        full_begin = gl.cdiv(first_row, config.BLOCK_M)
-    if config.HAS_LEFT:
-        end_row = gl.minimum(n_queries, gl.maximum(col0 + config.BLOCK_N + sizes.window_left - offset, 0))
-        full_rows = gl.maximum(col0 + sizes.window_left - offset + 1, 0)
-        full_end = gl.where(full_rows < n_queries, full_rows // config.BLOCK_M, full_end)
-    end = gl.maximum(gl.cdiv(end_row, config.BLOCK_M), begin)
-    if config.LENGTHS != EQUAL:
-        end = gl.where(col0 < n_keys, end, begin)
+    mask = (n_queries, n_keys, n_keys - n_queries, sizes.window_left, sizes.window_right)
     # Keys beyond the last one read as zeros, but their weights exp(0 - lse) may be infinite: they need a mask.
-    full_begin = gl.where(col0 + config.BLOCK_N <= n_keys, full_begin, end)
+    begin, full_begin, full_end, end = query_blocks(col0, mask, False, True, config)
+    begin = begin // config.BLOCK_M
+    end = gl.maximum(gl.cdiv(end, config.BLOCK_M), begin)
+    full_begin = full_begin // config.BLOCK_M
+    full_end = gl.cdiv(full_end, config.BLOCK_M)
     if config.DETERMINISTIC and config.HAS_LEFT:
         # All blocks count as masked, so that they come in their own order. Otherwise each program would wait for most
         # of the one before.
         full_begin = end
-    full_begin = gl.minimum(gl.maximum(full_begin, begin), end)
-    full_end = gl.minimum(gl.maximum(full_end, full_begin), end)
+        full_end = end
     return KeyBlock(b, hk, col0, first_q, first_k, n_queries, n_keys, begin, full_begin, full_end, end)
 
 

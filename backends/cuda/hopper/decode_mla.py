@@ -38,12 +38,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from diyfa.backends.cuda.attention import decode as portable
+from diyfa.backends.cuda.attention.block_info import cached_blocks, end_visible
 from diyfa.backends.cuda.attention.fwd import LOWEST
 from diyfa.backends.cuda.attention.launch import positive_scale
+from diyfa.backends.cuda.attention.seq_info import cache_entry, cached_keys, left_padding
 from diyfa.backends.cuda.attention.stream_k import divide_line, next_chunk, partials_slot, tile_work
 from diyfa.backends.cuda.attention.tile_io import SEQ_LENS
 from diyfa.backends.cuda.gluon.barriers import WARPS, idle_warps, order_lanes, release, wait_full
-from diyfa.backends.cuda.gluon.compat import aggregate, as_gluon, async_load, optimisation_barrier, ptxas_options
+from diyfa.backends.cuda.gluon.compat import aggregate, async_load, optimisation_barrier, ptxas_options
 from diyfa.backends.cuda.gluon.tma import ragged_descriptor, steps_of
 from diyfa.backends.cuda.hopper import decode_mla_configs as configs
 from diyfa.backends.cuda.hopper.mma import ROWS, accumulator_layout, mma_operand, rescaled, unpaired, zero_output
@@ -65,19 +67,18 @@ SLICES = gl.constexpr(3)
 SECOND_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(208), gl.constexpr(56)
 SCAN = gl.constexpr(128)  # tiles whose work is added up at once
 
-# The rule of the schedule, compiled for Gluon.
-_divide_line, _tile_work = as_gluon(divide_line), as_gluon(tile_work)
-_next_chunk, _partials_slot = as_gluon(next_chunk), as_gluon(partials_slot)
-
 
 @dataclass(frozen=True, eq=False)
 class Sm90MlaConstants(Constants):
     """Constants of the kernel."""
 
     page_size: int  # 0: no pages
-    causal: bool
+    has_right: bool  # causal
     negate: bool
     split_cost: int  # `DecodeConfig`'s
+    has_left: bool = False  # what follows is for `cached_blocks`
+    block_m: int = ROWS.value
+    block_n: int = configs.BLOCK_N
 
 
 @aggregate
@@ -111,27 +112,14 @@ class Sizes:
     stride_table: gl.tensor
 
     @gluon.jit
-    def keys_of(self, b, inside):
-        """Look up sequences `b`, if they are `inside` the batch -> (keys, padding before the keys)."""
-        n_keys = b * 0 + self.length
-        if self.seqlens_ptr is not None:
-            n_keys = gl.minimum(gl.load(self.seqlens_ptr + b, mask=inside, other=0), self.capacity)
-        n_keys = gl.minimum(gl.maximum(n_keys + self.added, 0), self.capacity)
-        pad = b * 0
-        if self.leftpad_ptr is not None:
-            pad = gl.load(self.leftpad_ptr + b, mask=inside, other=0)
-            pad = gl.minimum(gl.maximum(pad, 0), self.capacity)
-        return n_keys, pad
-
-    @gluon.jit
-    def blocks_of(self, tile, inside):
-        """Look up tiles -> (blocks of keys that each sees, at least one; keys; padding before the keys)."""
-        n_keys, pad = self.keys_of(tile // self.blocks_m, inside)
-        end = n_keys
-        if self.config.CAUSAL:
-            rows = gl.minimum((tile % self.blocks_m + 1) * ROWS, self.seqlen_q * self.group)
-            end = gl.minimum(n_keys, (rows - 1) // self.group + n_keys - self.seqlen_q + 1)
-        return gl.maximum(gl.cdiv(gl.maximum(end - pad, 0), BLOCK_N), 1), n_keys, pad
+    def blocks_of(self, tile, inside=None):
+        """Look up tiles -> (blocks of keys that each sees, keys, padding before them). `inside`: as in seq_info.py."""
+        b = tile // self.blocks_m
+        n_keys = cached_keys(None, self.seqlens_ptr, b, self.length, self.added, self.capacity, inside)
+        pad = left_padding(self.leftpad_ptr, b, self.capacity, inside)
+        mask = (self.group, 0, 0)
+        _, n_blocks = cached_blocks(tile % self.blocks_m, self.seqlen_q, n_keys, pad, mask, self.config)
+        return n_blocks, n_keys, pad
 
 
 @aggregate
@@ -153,16 +141,12 @@ class Chunk:
     @gluon.jit
     def slot(self):
         """Where its partial results go."""
-        return _partials_slot(gl.program_id(1) * gl.num_programs(0) + gl.program_id(0), (self.begin == 0).to(gl.int32))
+        return partials_slot(gl.program_id(1) * gl.num_programs(0) + gl.program_id(0), (self.begin == 0).to(gl.int32))
 
     @gluon.jit
-    def keys_end(self, sizes):
-        """The number of keys that may be read: 0 for a sequence whose entry the cache does not have."""
-        n_keys = self.n_keys
-        if sizes.cache_batch_idx_ptr is not None:
-            entry = gl.load(sizes.cache_batch_idx_ptr + self.tile // sizes.blocks_m)
-            n_keys = gl.where((entry >= 0) & (entry < sizes.entries), n_keys, 0)
-        return n_keys
+    def entry(self, sizes):
+        """Return the `cache_entry` of the chunk's sequence."""
+        return cache_entry(sizes.cache_batch_idx_ptr, self.tile // sizes.blocks_m, sizes.entries, self.n_keys)
 
 
 @aggregate
@@ -193,10 +177,10 @@ class Share:
         n_keys = 0
         pad = 0
         while (begin >= end) & (left > 0):
-            n_blocks, n_keys, pad = sizes.blocks_of(tile, True)
-            work = _tile_work(n_blocks, cost, SPLIT_COST)
+            n_blocks, n_keys, pad = sizes.blocks_of(tile)
+            work = tile_work(n_blocks, cost, SPLIT_COST)
             if done < work * (sizes.heads_kv // gl.num_programs(0)):
-                head_round, begin, end, taken = _next_chunk(
+                head_round, begin, end, taken = next_chunk(
                     done, 0, done + left, n_blocks, work, cost, False, SPLIT_COST
                 )
                 hk = head_round * gl.num_programs(0) + gl.program_id(0)
@@ -229,7 +213,7 @@ def _share_of_line(sizes):
         n_blocks = gl.where(tile < n_tiles, n_blocks, 0)
         total_blocks += gl.sum(n_blocks.to(gl.int64), 0)
         most_blocks = gl.maximum(most_blocks, gl.max(n_blocks, 0))
-    length, share, cost = _divide_line(
+    length, share, cost = divide_line(
         total_blocks, n_tiles, most_blocks, head_rounds, gl.num_programs(1), sizes.config.SPLIT_COST
     )
     position = gl.minimum(gl.program_id(1) * share, length)
@@ -244,7 +228,7 @@ def _share_of_line(sizes):
         tile = start + gl.arange(0, SCAN, layout=LANES)
         n_blocks, _, _ = sizes.blocks_of(tile, tile < n_tiles)
         # The work of SCAN tiles fits 32 bits.
-        work = gl.where(tile < n_tiles, _tile_work(n_blocks, cost, sizes.config.SPLIT_COST), 0)
+        work = gl.where(tile < n_tiles, tile_work(n_blocks, cost, sizes.config.SPLIT_COST), 0)
         work = gl.convert_layout(work, gl.SliceLayout(1, PAIRS))
         ends = gl.sum(gl.where(earlier <= later[None, :], work[:, None], 0), 0)
         ends = ahead + ends.to(gl.int64) * head_rounds
@@ -364,10 +348,7 @@ def _producer(share, sizes, shared, q_tensor, q_tail_tensor, k_tensor, k_tail_te
         async_load(q_tail_tensor, [b, token, h, COLUMNS], shared.q_full, shared.q_tail.index(0))
         async_load(q_tensor, [b, token, h, HALF], shared.q_full, shared.q_halves.index(RIGHT))
         async_load(q_tensor, [b, token, h, 0], shared.q_full, shared.q_halves.index(LEFT))
-        n_keys = chunk.keys_end(sizes)
-        entry = b
-        if sizes.cache_batch_idx_ptr is not None:
-            entry = gl.load(sizes.cache_batch_idx_ptr + b)
+        entry, n_keys = chunk.entry(sizes)
         table = 0
         if config.PAGE_SIZE > 0:
             table = sizes.block_table_ptr + b.to(gl.int64) * sizes.stride_table
@@ -507,18 +488,18 @@ def _first_consumer(share, sizes, shared, outputs, score):
         # Position of the last key that each row sees. Rows beyond the last token see what the last token sees.
         row = chunk.tile % sizes.blocks_m * ROWS + gl.arange(0, ROWS, layout=S_ROWS)
         token = gl.minimum(row // sizes.group, sizes.seqlen_q - 1)
-        n_keys = chunk.keys_end(sizes)
+        _, n_keys = chunk.entry(sizes)
         position = token * 0 + n_keys - 1
-        lowest = n_keys - 1  # the position of the tile's first row
-        if sizes.config.CAUSAL:
-            position = gl.minimum(token + chunk.n_keys - sizes.seqlen_q, position)
-            first_token = chunk.tile % sizes.blocks_m * ROWS // sizes.group
-            lowest = gl.minimum(first_token + chunk.n_keys - sizes.seqlen_q, lowest)
+        end = n_keys  # end of the keys that the tile's first row sees
+        if sizes.config.HAS_RIGHT:
+            offset = chunk.n_keys - sizes.seqlen_q
+            position = gl.minimum(token + offset, position)
+            end = end_visible(chunk.tile % sizes.blocks_m * ROWS // sizes.group, offset, 0, n_keys)
         slope = 0.0
         rows = Rows(position, n_keys, slope)
         # Blocks at the chunk's end that some row does not see whole. At least one block is masked.
         n_blocks = chunk.end - chunk.begin
-        n_masked = chunk.end - gl.maximum(lowest + 1 - chunk.pad, 0) // BLOCK_N
+        n_masked = chunk.end - gl.maximum(end - chunk.pad, 0) // BLOCK_N
         n_masked = gl.minimum(gl.maximum(n_masked, 1), n_blocks)
 
         wait_full(shared.q_full, q_loads & 1)

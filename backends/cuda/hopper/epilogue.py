@@ -9,6 +9,7 @@ from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from diyfa.backends.cuda.attention.seq_info import load_clamped
 from diyfa.backends.cuda.attention.tile_io import PACKED, SEQ_LENS
 from diyfa.backends.cuda.gluon.compat import optimisation_barrier
 from diyfa.backends.cuda.hopper.mma import ROWS
@@ -102,8 +103,8 @@ def clear_others(cu_seqlens_ptr, batch, total, heads, matrix, lse_ptr):
     COLUMNS: gl.constexpr = 64
     LAYOUT: gl.constexpr = chunked_layout(COLUMNS)
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    first = gl.minimum(gl.maximum(gl.load(cu_seqlens_ptr), 0), total)
-    last = gl.minimum(gl.maximum(gl.load(cu_seqlens_ptr + batch), 0), total)
+    first = load_clamped(cu_seqlens_ptr, total)
+    last = load_clamped(cu_seqlens_ptr + batch, total)
     if (first > 0) | (last < total):
         for start in range(0, batch, 128):
             i = start + gl.arange(0, 128, layout=LANES)

@@ -25,6 +25,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
+from diyfa.backends.cuda.attention.block_info import block_of_last
 from diyfa.backends.cuda.attention.launch import forced_config, softmax_scale
 from diyfa.backends.cuda.attention.tile_io import EQUAL, PACKED, SEQ_LENS, lengths_of
 from diyfa.backends.cuda.gluon.barriers import idle_warps, wait_for_previous_kernels, wait_for_stores
@@ -396,18 +397,17 @@ def _attend_blocks(
 
 
 @gluon.jit
-def _skip_masked(consumer, tile, key0, item):
+def _skip_masked(consumer, tile, row0, item):
     """Skip the blocks at the tile's end that the right mask hides from all rows of this consumer. Return the next item.
 
     Wait for each stage, then release it unread. An earlier release could count for the item that the stage held
-    before, which other consumers may still read. `key0`: the key that row 0 is aligned with. At least one block
-    remains.
+    before, which other consumers may still read. `row0`: the consumer's first row. At least one block remains.
     """
     config: gl.constexpr = consumer.shared.config
     problem = consumer.problem
     ring = consumer.shared.ring
-    end = key0 + ROWS if problem.CAUSAL else key0 + ROWS + problem.window_right
-    own_end = gl.maximum(gl.cdiv(gl.minimum(end, tile.n_keys), config.BLOCK_N), tile.first_block + 1)
+    _, _, _, end = problem.keys_of_rows(row0, ROWS, tile.n_keys - tile.n_queries, tile.n_keys)
+    own_end = gl.maximum(gl.cdiv(end, config.BLOCK_N), tile.first_block + 1)
     for _ in range(own_end, tile.end_block):
         # Consumers must take equally many ping-pong turns.
         consumer.wait_turn()
@@ -446,10 +446,9 @@ def _attend_tile(consumer, tile, item, used):
 
     row0 = tile.row0 + CONSUMER * ROWS
     order = block_order(tile, problem, config.BLOCK_M, config.BLOCK_N)
-    key0 = row0 + (tile.n_keys - tile.n_queries)
     if problem.HAS_RIGHT and config.CONSUMERS > 1:
         before = item
-        item = _skip_masked(consumer, tile, key0, item)
+        item = _skip_masked(consumer, tile, row0, item)
         order = order.without_last((item - before) // 2)
     offs_m = row0 + gl.arange(0, ROWS, layout=S_ROWS)
     # Positions in the order. A mask or the end of the keys may cut only blocks [0, n_masked). Every row sees all keys
@@ -460,8 +459,8 @@ def _attend_tile(consumer, tile, item, used):
     if problem.HAS_LEFT:
         n_masked = n_first
     elif problem.HAS_RIGHT:
-        after = key0 + 1 if problem.CAUSAL else key0 + 1 + problem.window_right
-        n_masked = order.end_block - (gl.maximum(gl.minimum(after, tile.n_keys), 1) - 1) // config.BLOCK_N
+        _, _, full_end, _ = problem.keys_of_rows(row0, ROWS, tile.n_keys - tile.n_queries, tile.n_keys)
+        n_masked = order.end_block - block_of_last(full_end, config.BLOCK_N)
         n_masked = gl.maximum(gl.minimum(n_masked, order.n_right), 1)
     slope = 0.0
     if consumer.score.ALIBI:

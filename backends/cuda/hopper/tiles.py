@@ -18,6 +18,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from diyfa.backends.cuda.attention.block_info import block_of_last, first_visible, visible_range
+from diyfa.backends.cuda.attention.seq_info import cache_entry, cached_keys, load_clamped, packed_info, packed_keys
 from diyfa.backends.cuda.attention.tile_io import CACHED, PACKED, SEQ_LENS
 from diyfa.backends.cuda.gluon.compat import aggregate, async_load, async_store, optimisation_barrier, reinterpret
 from diyfa.backends.cuda.gluon.tile_info import Tile
@@ -39,23 +41,6 @@ class KeyCache:
     entries: gl.tensor | gl.constexpr  # number of pages, or of entries of a contiguous cache
     stride_table: gl.tensor | gl.constexpr
     PAGE_SIZE: gl.constexpr  # 0: contiguous
-
-    @gluon.jit
-    def keys_of(self, b, lengths_k_ptr, capacity):
-        """Return (entry of sequence b in a contiguous cache, number of its keys)."""
-        entry = b
-        n_keys = self.length
-        if self.seqused_ptr is not None:
-            n_keys = gl.minimum(gl.load(self.seqused_ptr + b), capacity)
-        elif lengths_k_ptr is not None:
-            n_keys = gl.load(lengths_k_ptr + b + 1) - gl.load(lengths_k_ptr + b)
-        n_keys = gl.minimum(gl.maximum(n_keys + self.added, 0), capacity)
-        if self.cache_batch_idx_ptr is not None:
-            entry = gl.load(self.cache_batch_idx_ptr + b)
-            exists = (entry >= 0) & (entry < self.entries)
-            n_keys = gl.where(exists, n_keys, 0)
-            entry = gl.where(exists, entry, 0)
-        return entry, n_keys
 
     @gluon.jit
     def table_of(self, b):
@@ -112,6 +97,13 @@ class Problem:
         )  # fmt: skip
 
     @gluon.jit
+    def keys_of_rows(self, row0, ROWS: gl.constexpr, offset, n_keys):
+        """Return the `visible_range` of queries [row0, row0 + ROWS)."""
+        right = 0 if self.CAUSAL else self.window_right
+        last = row0 + (ROWS - 1)
+        return visible_range(row0, last, offset, self.window_left, right, n_keys, self.HAS_LEFT, self.HAS_RIGHT)
+
+    @gluon.jit
     def pages(self, tile, table, row, BLOCK_N: gl.constexpr):
         """Return the page of keys [row, row + BLOCK_N), or if pages are smaller a page in each lane.
 
@@ -127,7 +119,7 @@ class Problem:
         if COUNT > 1:
             wanted = wanted & (_lanes() < COUNT)
             if self.HAS_LEFT:
-                first_key = tile.row0 + tile.n_keys - tile.n_queries - self.window_left
+                first_key = first_visible(tile.row0, tile.n_keys - tile.n_queries, self.window_left)
                 wanted = wanted & ((number + 1) * PAGE_SIZE > first_key)
         return gl.load(table + number, mask=wanted, other=-1)
 
@@ -139,12 +131,6 @@ class Problem:
         else:
             count = gl.cdiv(self.seqlen_q, BLOCK_M) * self.heads
         return count
-
-
-@gluon.jit
-def load_clamped(pointer, most):
-    """Load a position, clamped to [0, most]. Positions on the device cannot be checked before the launch."""
-    return gl.minimum(gl.maximum(gl.load(pointer), 0), most)
 
 
 @gluon.jit
@@ -182,16 +168,12 @@ def tile_of(index, problem, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
     first_k = 0
     n_queries = problem.seqlen_q
     n_keys = problem.seqlen_k
+    cache = problem.cache
     if problem.LENGTHS == PACKED:
         b, h, tile_m = _packed_tile(index, problem, BLOCK_M)
-        first_q = load_clamped(problem.lengths_q_ptr + b, problem.total_q)
+        first_q, n_queries = packed_info(problem.lengths_q_ptr, b, problem.total_q)
         if problem.LENGTHS_K == PACKED:
-            first_k = load_clamped(problem.lengths_k_ptr + b, problem.total_k)
-        n_queries = gl.maximum(load_clamped(problem.lengths_q_ptr + b + 1, problem.total_q) - first_q, 0)
-        if problem.LENGTHS_K == PACKED:
-            n_keys = gl.maximum(load_clamped(problem.lengths_k_ptr + b + 1, problem.total_k) - first_k, 0)
-            if problem.cache.seqused_ptr is not None:
-                n_keys = load_clamped(problem.cache.seqused_ptr + b, n_keys)
+            first_k, n_keys = packed_keys(problem.lengths_k_ptr, cache.seqused_ptr, b, problem.total_k)
         tiles_m = gl.cdiv(n_queries, BLOCK_M)
         exists = (tile_m >= 0) & (tile_m < tiles_m)
     else:
@@ -208,23 +190,16 @@ def tile_of(index, problem, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
             n_queries = gl.minimum(n_keys, problem.seqlen_q)
         exists = True
     if problem.LENGTHS_K == CACHED:
-        first_k, n_keys = problem.cache.keys_of(b, problem.lengths_k_ptr, problem.seqlen_k)
+        n_keys = cached_keys(problem.lengths_k_ptr, cache.seqused_ptr, b, cache.length, cache.added, problem.seqlen_k)
+        first_k, n_keys = cache_entry(cache.cache_batch_idx_ptr, b, cache.entries, n_keys)
     if problem.HAS_RIGHT:
         tile_m = tiles_m - 1 - tile_m
     row0 = tile_m * BLOCK_M
     if problem.LENGTHS == SEQ_LENS:  # a tile beyond the sample's end sees no key, but its rows are filled with zeros
         n_keys = gl.where(row0 < n_queries, n_keys, 0)
-    key0 = row0 + n_keys - n_queries  # the key that query row0 is aligned with
-    end = n_keys
-    if problem.HAS_RIGHT:
-        end = key0 + BLOCK_M
-        if not problem.CAUSAL:
-            end += problem.window_right
-        end = gl.minimum(n_keys, end)
-    first_block = 0
+    begin, _, _, end = problem.keys_of_rows(row0, BLOCK_M, n_keys - n_queries, n_keys)
     end_block = gl.maximum(gl.cdiv(end, BLOCK_N), 1)
-    if problem.HAS_LEFT:
-        first_block = gl.minimum(gl.maximum(key0 - problem.window_left, 0) // BLOCK_N, end_block - 1)
+    first_block = gl.minimum(begin // BLOCK_N, end_block - 1)
     return exists, Tile(b, h, row0, first_block, end_block, first_q, first_k, n_queries, n_keys)
 
 
@@ -259,18 +234,12 @@ class BlockOrder:
 def block_order(tile, problem, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
     """Return the order of a tile's key blocks."""
     n_blocks = tile.end_block - tile.first_block
-    key0 = tile.row0 + tile.n_keys - tile.n_queries
-    last_key = tile.n_keys - 1  # last key that the tile's first row sees
+    _, full_begin, full_end, _ = problem.keys_of_rows(tile.row0, BLOCK_M, tile.n_keys - tile.n_queries, tile.n_keys)
     n_right = 1
-    if problem.HAS_RIGHT:
-        last_key = gl.minimum(key0 if problem.CAUSAL else key0 + problem.window_right, last_key)
     if problem.HAS_RIGHT or problem.CHECK_KEYS:
-        n_right += tile.end_block - gl.maximum(last_key, 0) // BLOCK_N
+        n_right += tile.end_block - block_of_last(full_end, BLOCK_N)
     n_right = gl.minimum(n_right, n_blocks)
-    n_left = 1
-    if problem.HAS_LEFT:
-        left_end = gl.cdiv(gl.maximum(key0 + (BLOCK_M - 1) - problem.window_left, 0), BLOCK_N)
-        n_left = gl.maximum(left_end - tile.first_block, 1)
+    n_left = gl.maximum(gl.cdiv(full_begin, BLOCK_N) - tile.first_block, 1)
     return BlockOrder(tile.first_block, tile.end_block, n_right, gl.minimum(n_left, n_blocks - n_right))
 
 
