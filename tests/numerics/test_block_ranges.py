@@ -22,10 +22,10 @@ from diyfa.reference import visible_keys
 def test_cuda_blocks(kind: str, mask: str, blocks: tuple[int, int]) -> None:
     import block_range_kernels
 
-    of_keys, has_left, has_right = kind.startswith("query"), mask in ("left", "both"), mask in ("right", "both")
-    cases = configurations(*blocks, has_left, has_right, of_keys)
+    for_keys, has_left, has_right = kind.startswith("query"), mask in ("left", "both"), mask in ("right", "both")
+    cases = configurations(*blocks, has_left, has_right, for_keys)
     found = block_range_kernels.run(cases, kind, blocks, has_left, has_right, TARGETS["cuda"].device)
-    check(found, cases, of_keys, blocks, kind == "query_blocks")
+    check(found, cases, for_keys, blocks, kind == "query_blocks")
 
 
 @pytest.mark.parametrize("lens", [None, (7, 3), (1, 9)], ids=str)

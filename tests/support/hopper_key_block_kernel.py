@@ -1,4 +1,5 @@
-"""`key_block_of` of the Hopper backward and `tile_of`: on many configurations at once, and of each program of one."""
+"""`locate_key_block` of the Hopper backward and `tile_of`: on many configurations at once, and of each program of
+one."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from triton.experimental.gluon import language as gl
 
 from diyfa.backends.cuda.attention.tile_io import EQUAL
 from diyfa.backends.cuda.hopper.bwd_common import Sm90BwdConstants
-from diyfa.backends.cuda.hopper.bwd_tiles import Sizes, key_block_of
+from diyfa.backends.cuda.hopper.bwd_tiles import Sizes, locate_key_block
 from diyfa.backends.cuda.hopper.tiles import KeyCache, Problem, block_order, tile_of
 
 MANY = 8192
@@ -43,7 +44,7 @@ def _key_blocks_kernel(cases_ptr, out_ptr, count, MANY: gl.constexpr, config: gl
     block_n = first // config.BLOCK_N
     if config.DETERMINISTIC:
         block_n = gl.cdiv(seqlen_k, config.BLOCK_N) - 1 - block_n
-    keys = key_block_of(block_n, sizes, config)
+    keys = locate_key_block(block_n, sizes, config)
     _store(out_ptr, at, exists, keys.begin, keys.full_begin, keys.full_end, keys.end)
 
 
@@ -66,11 +67,11 @@ def _tiles_kernel(cases_ptr, out_ptr, count, MANY: gl.constexpr, config: gl.cons
 
 @gluon.jit
 def _order_kernel(
-    out_ptr, heads_q, group_size, batch, seqlen_k, heads_in_turns, count, MANY: gl.constexpr, config: gl.constexpr
+    out_ptr, heads_q, group_size, batch, seqlen_k, interleaved_heads, count, MANY: gl.constexpr, config: gl.constexpr
 ):
     at = gl.program_id(0) * MANY + gl.arange(0, MANY, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    sizes = Sizes(heads_q, group_size, batch, 1, seqlen_k, 0, 0, -1, -1, None, None, heads_in_turns)
-    keys = key_block_of(gl.minimum(at, count - 1), sizes, config)
+    sizes = Sizes(heads_q, group_size, batch, 1, seqlen_k, 0, 0, -1, -1, None, None, interleaved_heads)
+    keys = locate_key_block(gl.minimum(at, count - 1), sizes, config)
     exists = at < count
     gl.store(out_ptr + at * 3, keys.b, mask=exists)
     gl.store(out_ptr + at * 3 + 1, keys.hk, mask=exists)
@@ -81,19 +82,19 @@ def constants(block_m: int, block_n: int, has_left: bool, has_right: bool, deter
     return Sm90BwdConstants(
         block_m=block_m, block_n=block_n, boxes=1, boxes_v=1, used_boxes=1, used_boxes_v=1, stages=2,
         has_left=has_left, has_right=has_right, lengths=EQUAL.value, softcap=False, deterministic=deterministic,
-        direct=False, consumer_registers=240, producer_registers=24,
+        store_from_registers=False, consumer_registers=240, producer_registers=24,
     )  # fmt: skip
 
 
 def order(
-    batch: int, heads_kv: int, group_size: int, seqlen_k: int, heads_in_turns: int, block_n: int, deterministic: bool
+    batch: int, heads_kv: int, group_size: int, seqlen_k: int, interleaved_heads: int, block_n: int, deterministic: bool
 ) -> list[tuple[int, int, int]]:
     """(sample, head of K, first key) of each program."""
     count = batch * heads_kv * -(-seqlen_k // block_n)
     out = torch.full((count, 3), -1, dtype=torch.int32)
     config = constants(block_n, block_n, False, False, deterministic)
     InterpretedKernel(_order_kernel)[(-(-count // MANY),)](
-        out, heads_kv * group_size, group_size, batch, seqlen_k, heads_in_turns, count, MANY=MANY, config=config
+        out, heads_kv * group_size, group_size, batch, seqlen_k, interleaved_heads, count, MANY=MANY, config=config
     )
     return [tuple(row) for row in out.tolist()]
 

@@ -46,7 +46,7 @@ def visible_range(first, last, offset, before, after, length, HAS_BEFORE: tl.con
 
 
 @triton.jit
-def block_of_last(end, BLOCK: tl.constexpr):
+def last_block(end, BLOCK: tl.constexpr):
     """Return the block that has the last position before `end`, or block 0 if there is none."""
     return (tl.maximum(end, 1) - 1) // BLOCK
 

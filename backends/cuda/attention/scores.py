@@ -19,20 +19,20 @@ from diyfa.backends.cuda.attention.tile_io import LOG2E, PACKED
 
 
 @triton.jit
-def head_and_block(pid, blocks, heads, in_turns):
+def head_and_block(pid, blocks, heads, interleaved_heads):
     """Return (head among those of all samples, block) of a program: head after head, so that their data stays in L2.
 
-    The blocks of the last `in_turns` heads alternate. Otherwise the longest blocks of the very last head, under a
-    causal mask, would start when there is little else to do (`heads_in_turns` in launch.py).
+    The blocks of the last `interleaved_heads` heads alternate. Otherwise the longest blocks of the very last head,
+    under a causal mask, would start when there is little else to do (`interleaved_heads` in launch.py).
     """
-    first = heads - in_turns
-    rest = pid - first * blocks
-    if rest < 0:
+    n_sequential = heads - interleaved_heads
+    interleaved_index = pid - n_sequential * blocks
+    if interleaved_index < 0:
         head = pid // blocks
         block = pid % blocks
     else:
-        head = first + rest % in_turns
-        block = rest // in_turns
+        head = n_sequential + interleaved_index % interleaved_heads
+        block = interleaved_index // interleaved_heads
     return head, block
 
 
@@ -94,13 +94,13 @@ def load_statistics(lse_ptr, delta_ptr, row, offs_m, n_queries):
 
 
 @triton.jit
-def row_delta(o, do, dlse, place, offs_m, c: tl.constexpr):
+def row_delta(o, do, dlse, position, offs_m, c: tl.constexpr):
     """Return delta [BLOCK_M] = rowsum(dO * O) - dLSE of queries offs_m, from their tiles [BLOCK_M, BLOCK_DV].
 
-    `place`: as in `head_of`. Beyond the end both tiles are zeros, and delta is 0.
+    `position`: as in `head_view`. Beyond the end both tiles are zeros, and delta is 0.
     """
     dlse_ptr, stride_dlb, stride_dlh, stride_dlm = dlse
-    b, h, first_q, n_queries = place
+    b, h, first_q, n_queries = position
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)  # [BLOCK_M]
     if dlse_ptr is not None:
         dlse_row = dlse_ptr + b.to(tl.int64) * stride_dlb + h.to(tl.int64) * stride_dlh

@@ -112,10 +112,10 @@ def aggregate(cls: type) -> Any:
     fields = dict(cls.__annotations__)
 
     def __init__(self, *values, **named):
-        given = dict(zip(fields, values, strict=False)) | named
-        if len(values) + len(named) != len(fields) or given.keys() != fields.keys():
-            raise TypeError(f"{type(self).__name__} has the fields {list(fields)}, got {list(given)}")
-        for name, value in given.items():
+        fields_by_name = dict(zip(fields, values, strict=False)) | named
+        if len(values) + len(named) != len(fields) or fields_by_name.keys() != fields.keys():
+            raise TypeError(f"{type(self).__name__} has the fields {list(fields)}, got {list(fields_by_name)}")
+        for name, value in fields_by_name.items():
             setattr(self, name, value if isinstance(value, base_value) else constexpr(value))
 
     init = triton.constexpr_function(__init__)

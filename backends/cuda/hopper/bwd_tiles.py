@@ -8,7 +8,7 @@ the fp32 dQ have blocks of their own for each sequence, too.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from diyfa.backends.cuda.attention.block_info import block_of_last, end_visible, query_blocks
+from diyfa.backends.cuda.attention.block_info import end_visible, last_block, query_blocks
 from diyfa.backends.cuda.attention.seq_info import seq_info
 from diyfa.backends.cuda.attention.tile_io import EQUAL, PACKED
 from diyfa.backends.cuda.gluon.barriers import LANES, WARPS
@@ -21,7 +21,8 @@ BOX = gl.constexpr(BOX_COLUMNS)
 # Arguments for whose values Triton must not compile versions of their own.
 SIZES = (
     "heads_q", "group_size", "batch", "seqlen_q", "seqlen_k", "total_q", "total_k", "window_left", "window_right",
-    "steps_qb", "steps_qm", "steps_kb", "steps_kn", "steps_vb", "steps_vn", "steps_dob", "steps_dom", "heads_in_turns",
+    "steps_qb", "steps_qm", "steps_kb", "steps_kn", "steps_vb", "steps_vn", "steps_dob", "steps_dom",
+    "interleaved_heads",
 )  # fmt: skip
 LENGTH_POINTERS = ("lengths_q_ptr", "lengths_k_ptr")
 
@@ -41,11 +42,11 @@ class Sizes:
     window_right: gl.tensor | gl.constexpr
     lengths_q_ptr: gl.tensor | gl.constexpr  # None where all are EQUAL
     lengths_k_ptr: gl.tensor | gl.constexpr
-    heads_in_turns: gl.tensor | gl.constexpr  # heads of K, see `key_block_of`
+    interleaved_heads: gl.tensor | gl.constexpr  # heads of K, see `locate_key_block`
 
 
 @gluon.jit
-def sequence_of(b, sizes, LENGTHS: gl.constexpr):
+def clipped_seq_info(b, sizes, LENGTHS: gl.constexpr):
     """Return the first row of sample b in q, its first row in k, and how many queries and keys it has.
 
     A packed sequence that is longer than the stated maximum is cut there. There is no memory for more, and no program
@@ -106,8 +107,8 @@ class KeyBlock:
     @gluon.jit
     def block(self, i):
         """The i-th of all blocks. Those that need a mask come first."""
-        masked = self.masked_count()
-        return gl.where(i < masked, self.masked_block(i), self.full_begin + i - masked)
+        n_masked = self.masked_count()
+        return gl.where(i < n_masked, self.masked_block(i), self.full_begin + i - n_masked)
 
     @gluon.jit
     def adders_before(self, block, sizes, config):
@@ -119,38 +120,38 @@ class KeyBlock:
         if config.HAS_RIGHT:
             last_row = (block + 1) * config.BLOCK_M - 1
             end = end_visible(last_row, self.n_keys - self.n_queries, sizes.window_right, self.n_keys)
-            last = block_of_last(end, config.BLOCK_N)
+            last = last_block(end, config.BLOCK_N)
         return last - self.col0 // config.BLOCK_N
 
 
 @gluon.jit
-def key_block_of(pid, sizes, config):
+def locate_key_block(pid, sizes, config):
     """Number of a block of keys -> the block. Blocks are numbered head by head, so that what they share stays in L2.
 
     Within a head the first keys come first: under a causal mask they have the most queries. DETERMINISTIC is the other
     way round, since dQ is added up from the last keys to the first (`KeyBlock.adders_before`).
 
-    The last `heads_in_turns` heads take turns: the first blocks of each of them, then the second ones. Otherwise the
-    longest blocks of the very last head would begin when there is little else to do. With DETERMINISTIC all heads take
-    turns, `heads_in_turns` at a time: blocks of one head that began together would wait for each other at each block of
-    queries.
+    The last `interleaved_heads` heads are interleaved: the first blocks of each of them, then the second ones.
+    Otherwise the longest blocks of the very last head would begin when there is little else to do. With DETERMINISTIC
+    all heads are interleaved, `interleaved_heads` at a time: blocks of one head that began together would wait for each
+    other at each block of queries.
     """
     blocks_n = gl.cdiv(sizes.seqlen_k, config.BLOCK_N)
     heads_kv = sizes.heads_q // sizes.group_size
     heads = sizes.batch * heads_kv
-    first = heads - sizes.heads_in_turns
+    n_sequential = heads - sizes.interleaved_heads
     if config.DETERMINISTIC:
-        first = pid // (sizes.heads_in_turns * blocks_n) * sizes.heads_in_turns
-    taking_turns = gl.minimum(sizes.heads_in_turns, heads - first)
-    rest = pid - first * blocks_n
-    head = gl.where(rest < 0, pid // blocks_n, first + rest % taking_turns)
-    block_n = gl.where(rest < 0, pid % blocks_n, rest // taking_turns)
+        n_sequential = pid // (sizes.interleaved_heads * blocks_n) * sizes.interleaved_heads
+    n_interleaved = gl.minimum(sizes.interleaved_heads, heads - n_sequential)
+    interleaved_index = pid - n_sequential * blocks_n
+    head = gl.where(interleaved_index < 0, pid // blocks_n, n_sequential + interleaved_index % n_interleaved)
+    block_n = gl.where(interleaved_index < 0, pid % blocks_n, interleaved_index // n_interleaved)
     if config.DETERMINISTIC:
         block_n = blocks_n - 1 - block_n
     col0 = block_n * config.BLOCK_N
     b = head // heads_kv
     hk = head % heads_kv
-    first_q, first_k, n_queries, n_keys = sequence_of(b, sizes, config.LENGTHS)
+    first_q, first_k, n_queries, n_keys = clipped_seq_info(b, sizes, config.LENGTHS)
     mask = (n_queries, n_keys, n_keys - n_queries, sizes.window_left, sizes.window_right)
     # Keys beyond the last one read as zeros, but their weights exp(0 - lse) may be infinite: they need a mask.
     begin, full_begin, full_end, end = query_blocks(col0, mask, False, True, config)

@@ -42,15 +42,15 @@ from diyfa.backends.cuda.attention.block_info import cached_blocks, end_visible
 from diyfa.backends.cuda.attention.fwd import LOWEST
 from diyfa.backends.cuda.attention.launch import positive_scale
 from diyfa.backends.cuda.attention.seq_info import cache_entry, cached_keys, left_padding
-from diyfa.backends.cuda.attention.stream_k import divide_line, next_chunk, partials_slot, tile_work
+from diyfa.backends.cuda.attention.stream_k import divide_work, next_chunk, partials_slot, tile_work
 from diyfa.backends.cuda.attention.tile_io import SEQ_LENS
 from diyfa.backends.cuda.gluon.barriers import WARPS, idle_warps, order_lanes, release, wait_full
 from diyfa.backends.cuda.gluon.compat import aggregate, async_load, optimisation_barrier, ptxas_options
-from diyfa.backends.cuda.gluon.tma import ragged_descriptor, steps_of
+from diyfa.backends.cuda.gluon.tma import descriptor_steps, ragged_descriptor
 from diyfa.backends.cuda.hopper import decode_mla_configs as configs
 from diyfa.backends.cuda.hopper.mma import ROWS, accumulator_layout, mma_operand, rescaled, unpaired, zero_output
 from diyfa.backends.cuda.hopper.softmax import LN2, Rows, Score, softmax_step
-from diyfa.backends.cuda.hopper.tiles import BOUND, end_of
+from diyfa.backends.cuda.hopper.tiles import BOUND, sequence_end
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launcher import Box, Tiles, shared_box
 from diyfa.backends.cuda.runtime.passes import Pass
@@ -112,7 +112,7 @@ class Sizes:
     stride_table: gl.tensor
 
     @gluon.jit
-    def blocks_of(self, tile, inside=None):
+    def count_blocks(self, tile, inside=None):
         """Look up tiles -> (blocks of keys that each sees, keys, padding before them). `inside`: as in seq_info.py."""
         b = tile // self.blocks_m
         n_keys = cached_keys(None, self.seqlens_ptr, b, self.length, self.added, self.capacity, inside)
@@ -157,8 +157,8 @@ class Share:
     """
 
     tile: gl.tensor
-    done: gl.tensor  # work of the tile that is behind
-    left: gl.tensor  # work of the share that is ahead
+    done_in_tile: gl.tensor  # work of the tile that is behind
+    remaining: gl.tensor  # work of the share that is ahead
     tile_cost: gl.tensor
     min_tile_work: gl.tensor
 
@@ -167,8 +167,8 @@ class Share:
         """Skip what has no blocks. Return the next chunk, and the share behind it."""
         SPLIT_COST: gl.constexpr = sizes.config.SPLIT_COST
         tile = self.tile
-        done = self.done
-        left = self.left
+        done_in_tile = self.done_in_tile
+        remaining = self.remaining
         cost = (self.tile_cost, self.min_tile_work)
         hk = 0
         begin = 0
@@ -176,28 +176,28 @@ class Share:
         n_blocks = 0
         n_keys = 0
         pad = 0
-        while (begin >= end) & (left > 0):
-            n_blocks, n_keys, pad = sizes.blocks_of(tile)
+        while (begin >= end) & (remaining > 0):
+            n_blocks, n_keys, pad = sizes.count_blocks(tile)
             work = tile_work(n_blocks, cost, SPLIT_COST)
-            if done < work * (sizes.heads_kv // gl.num_programs(0)):
+            if done_in_tile < work * (sizes.heads_kv // gl.num_programs(0)):
                 head_round, begin, end, taken = next_chunk(
-                    done, 0, done + left, n_blocks, work, cost, False, SPLIT_COST
+                    done_in_tile, 0, done_in_tile + remaining, n_blocks, work, cost, False, SPLIT_COST
                 )
                 hk = head_round * gl.num_programs(0) + gl.program_id(0)
-                done += taken
-                left -= taken
+                done_in_tile += taken
+                remaining -= taken
             else:
-                done = gl.to_tensor(0)
+                done_in_tile = gl.to_tensor(0)
                 tile += 1
         end = gl.where(begin < end, end, 0)
         return (
             Chunk(tile, hk, begin, end, n_blocks, n_keys, pad),
-            Share(tile, done, left, self.tile_cost, self.min_tile_work),
+            Share(tile, done_in_tile, remaining, self.tile_cost, self.min_tile_work),
         )
 
 
 @gluon.jit
-def _share_of_line(sizes):
+def _find_share(sizes):
     """Find this program's share of the iteration space.
 
     The scalar rule comes from `stream_k.py`. This function forms only the vectors, which need layouts in Gluon.
@@ -206,15 +206,15 @@ def _share_of_line(sizes):
     head_rounds = sizes.heads_kv // gl.num_programs(0)
     n_tiles = sizes.batch * sizes.blocks_m
     total_blocks = gl.full([], 0, gl.int64)
-    most_blocks = 0
+    max_blocks = 0
     for start in range(0, n_tiles, SCAN):
         tile = start + gl.arange(0, SCAN, layout=LANES)
-        n_blocks, _, _ = sizes.blocks_of(tile, tile < n_tiles)
+        n_blocks, _, _ = sizes.count_blocks(tile, tile < n_tiles)
         n_blocks = gl.where(tile < n_tiles, n_blocks, 0)
         total_blocks += gl.sum(n_blocks.to(gl.int64), 0)
-        most_blocks = gl.maximum(most_blocks, gl.max(n_blocks, 0))
-    length, share, cost = divide_line(
-        total_blocks, n_tiles, most_blocks, head_rounds, gl.num_programs(1), sizes.config.SPLIT_COST
+        max_blocks = gl.maximum(max_blocks, gl.max(n_blocks, 0))
+    length, share, cost = divide_work(
+        total_blocks, n_tiles, max_blocks, head_rounds, gl.num_programs(1), sizes.config.SPLIT_COST
     )
     position = gl.minimum(gl.program_id(1) * share, length)
     # The tile that the share begins in follows those that end before it. Their ends are sums over pairs of tiles.
@@ -226,7 +226,7 @@ def _share_of_line(sizes):
     ahead = gl.full([], 0, gl.int64)
     for start in range(0, n_tiles, SCAN):
         tile = start + gl.arange(0, SCAN, layout=LANES)
-        n_blocks, _, _ = sizes.blocks_of(tile, tile < n_tiles)
+        n_blocks, _, _ = sizes.count_blocks(tile, tile < n_tiles)
         # The work of SCAN tiles fits 32 bits.
         work = gl.where(tile < n_tiles, tile_work(n_blocks, cost, sizes.config.SPLIT_COST), 0)
         work = gl.convert_layout(work, gl.SliceLayout(1, PAIRS))
@@ -236,9 +236,9 @@ def _share_of_line(sizes):
         first_tile += gl.sum(is_before.to(gl.int32), 0)
         tile_start = gl.maximum(tile_start, gl.max(gl.where(is_before, ends, 0), 0))
         ahead = gl.max(ends, 0)
-    left = gl.minimum(share, length - position)
+    remaining = gl.minimum(share, length - position)
     tile_cost, min_tile_work = cost
-    return Share(first_tile, (position - tile_start).to(gl.int32), left.to(gl.int32), tile_cost, min_tile_work)
+    return Share(first_tile, (position - tile_start).to(gl.int32), remaining.to(gl.int32), tile_cost, min_tile_work)
 
 
 @aggregate
@@ -367,7 +367,7 @@ def _producer(share, sizes, shared, q_tensor, q_tail_tensor, k_tensor, k_tail_te
                 # Load the page of the next block now, so that its copies need not wait for the load.
                 entry = gl.load(table + gl.maximum(key - BLOCK_N, 0) // config.PAGE_SIZE)
             length = gl.maximum(length, 0)
-            end = end_of(valid_entry, 0, length, steps_kb, steps_kn, SEQ_LENS)
+            end = sequence_end(valid_entry, 0, length, steps_kb, steps_kn, SEQ_LENS)
             first = BOUND - length + row
             _load_slice(
                 k_tail_tensor, [BOUND, end, chunk.hk // sizes.groups, first, COLUMNS], shared, item,
@@ -600,7 +600,7 @@ def _decode_mla_kernel(
     outputs = Outputs(o_ptr, lse_ptr, sums_ptr, statistics_ptr, stride_ob, stride_oh, stride_om)
     no_cap = 0.0
     score = Score(scale, no_cap, False, False, config.NEGATE)
-    share = _share_of_line(sizes)
+    share = _find_share(sizes)
     gl.warp_specialize(
         [
             (_first_consumer, (share, sizes, shared, outputs, score)),
@@ -629,7 +629,7 @@ def _query_box(dtype: torch.dtype, block: tuple[int, ...]) -> Box:
     return shared_box(dtype, block, gl.NVMMASharedLayout(128, 16, 4))
 
 
-def launches_of(
+def make_launches(
     problem: KVCacheProblem,
     tensors: KVCacheTensors,
     out: torch.Tensor,
@@ -642,13 +642,13 @@ def launches_of(
     # More heads than a tile has rows form groups, which the schedule treats as KV heads.
     groups = problem.heads_q // problem.heads_kv // group
     problem = problem.replace(heads_kv=problem.heads_kv * groups)
-    launches = portable.launches_of(problem, tensors, out, lse, configs.CONFIG, memory)
+    launches = portable.make_launches(problem, tensors, out, lse, configs.CONFIG, memory)
     if not launches:
         return []
     main, *combine = launches
     q, k = tensors.q, tensors.k_cache
-    steps_kb, steps_kn = steps_of(k, "bshd")
-    own = {
+    steps_kb, steps_kn = descriptor_steps(k, "bshd")
+    hopper_arguments = {
         "q_tensor": _query_descriptor(q, group, HALF.value),
         "q_tail_tensor": _query_descriptor(q, group, TAIL.value),
         "k_tensor": ragged_descriptor(k, "bshd", configs.BLOCK_N, HALF.value),
@@ -658,7 +658,11 @@ def launches_of(
         "steps_kn": steps_kn,
         "scale": positive_scale(tensors.sm_scale),
     }
-    arguments = {x: own[x] if x in own else main.arguments[x] for x in _decode_mla_kernel.arg_names if x != "config"}
+    arguments = {
+        x: hopper_arguments[x] if x in hopper_arguments else main.arguments[x]
+        for x in _decode_mla_kernel.arg_names
+        if x != "config"
+    }
     is_masked = problem.causal and problem.seqlen_q > 1  # a single query is at the last key
     constants = Sm90MlaConstants(problem.page_size, is_masked, tensors.sm_scale < 0, configs.CONFIG.split_cost)
     options = {"num_warps": 4, **ptxas_options()}
@@ -667,4 +671,4 @@ def launches_of(
 
 def cache_pass(problem: KVCacheProblem, tensors: KVCacheTensors, out: torch.Tensor, lse: torch.Tensor) -> Pass:
     """The pass that fills out and lse."""
-    return portable.cache_pass(problem, tensors, out, lse, configs.CONFIG, launches_of)
+    return portable.cache_pass(problem, tensors, out, lse, configs.CONFIG, make_launches)

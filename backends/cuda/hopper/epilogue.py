@@ -42,7 +42,7 @@ def _in_chunks(elements):
 
 
 @gluon.jit
-def offset_of(matrix, b, h, first, LENGTHS: gl.constexpr):
+def head_offset(matrix, b, h, first, LENGTHS: gl.constexpr):
     """Return the number of elements from a tensor's address to the first row of a sequence in a head."""
     _, step, stride_h, _, _, steps = matrix
     if LENGTHS == PACKED:
@@ -110,9 +110,9 @@ def clear_others(cu_seqlens_ptr, batch, total, heads, matrix, lse_ptr):
             i = start + gl.arange(0, 128, layout=LANES)
             last = gl.maximum(last, gl.max(gl.load(cu_seqlens_ptr + i, mask=i < batch, other=0), 0))
         zeros = gl.zeros([ROWS, COLUMNS], matrix[0].dtype.element_ty, LAYOUT)
-        for part in range(2):
-            begin = gl.where(part == 0, 0, last)
-            end = gl.where(part == 0, first, total)
+        for region in range(2):
+            begin = gl.where(region == 0, 0, last)
+            end = gl.where(region == 0, first, total)
             for i in range(gl.program_id(0), gl.cdiv(end - begin, ROWS) * heads, gl.num_programs(0)):
                 h = (i % heads).to(gl.int64)
                 row0 = begin + i // heads * ROWS

@@ -18,13 +18,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from diyfa.backends.cuda.attention.block_info import block_of_last, first_visible, visible_range
+from diyfa.backends.cuda.attention.block_info import first_visible, last_block, visible_range
 from diyfa.backends.cuda.attention.seq_info import cache_entry, cached_keys, load_clamped, packed_info, packed_keys
 from diyfa.backends.cuda.attention.tile_io import CACHED, PACKED, SEQ_LENS
 from diyfa.backends.cuda.gluon.compat import aggregate, async_load, async_store, optimisation_barrier, reinterpret
 from diyfa.backends.cuda.gluon.tile_info import Tile
 from diyfa.backends.cuda.hopper.configs import ROW_BOUND
-from diyfa.backends.cuda.hopper.mma import buffer_index, buffer_of
+from diyfa.backends.cuda.hopper.mma import box_buffer, buffer_index
 
 BOUND = gl.constexpr(ROW_BOUND)
 
@@ -43,13 +43,13 @@ class KeyCache:
     PAGE_SIZE: gl.constexpr  # 0: contiguous
 
     @gluon.jit
-    def table_of(self, b):
+    def table_row(self, b):
         """Return the address of sequence b's row in the page table."""
         return self.block_table_ptr + b.to(gl.int64) * self.stride_table
 
 
 @constexpr_function
-def pages_of_block(block_n, page_size):
+def pages_per_block(block_n, page_size):
     """Return the number of pages that a key block is copied from."""
     return max(block_n // page_size, 1)
 
@@ -72,7 +72,7 @@ class Problem:
     total_q: gl.tensor
     total_k: gl.tensor
     heads: gl.tensor  # batch * heads_q
-    heads_at_once: gl.tensor  # heads whose tiles alternate, `heads_together` in `hopper/configs.py`
+    heads_in_parallel: gl.tensor  # heads whose tiles alternate, `heads_in_parallel` in `hopper/configs.py`
     batch: gl.tensor
     lengths_q_ptr: gl.tensor | gl.constexpr  # None if all sequences are EQUAL
     lengths_k_ptr: gl.tensor | gl.constexpr
@@ -88,11 +88,11 @@ class Problem:
     def behind_barrier(self):
         """Return the problem with sizes behind `optimisation_barrier`: nothing is computed from them before here."""
         heads_q = optimisation_barrier(self.heads_q)
-        heads_at_once = optimisation_barrier(self.heads_at_once)
+        heads_in_parallel = optimisation_barrier(self.heads_in_parallel)
         seqlen_q = optimisation_barrier(self.seqlen_q)
         return Problem(
             self.window_left, self.window_right, heads_q, seqlen_q, self.seqlen_k, self.total_q, self.total_k,
-            self.heads, heads_at_once, self.batch, self.lengths_q_ptr, self.lengths_k_ptr, self.cache,
+            self.heads, heads_in_parallel, self.batch, self.lengths_q_ptr, self.lengths_k_ptr, self.cache,
             self.LENGTHS, self.LENGTHS_K, self.CAUSAL, self.HAS_LEFT, self.HAS_RIGHT, self.CHECK_KEYS,
         )  # fmt: skip
 
@@ -111,17 +111,17 @@ class Problem:
         weight of 0 would not remove.
         """
         PAGE_SIZE: gl.constexpr = self.cache.PAGE_SIZE
-        COUNT: gl.constexpr = pages_of_block(BLOCK_N, PAGE_SIZE)
+        COUNT: gl.constexpr = pages_per_block(BLOCK_N, PAGE_SIZE)
         number = row // PAGE_SIZE
         if COUNT > 1:
             number += _lanes()
-        wanted = number * PAGE_SIZE < tile.n_keys
+        is_needed = number * PAGE_SIZE < tile.n_keys
         if COUNT > 1:
-            wanted = wanted & (_lanes() < COUNT)
+            is_needed = is_needed & (_lanes() < COUNT)
             if self.HAS_LEFT:
                 first_key = first_visible(tile.row0, tile.n_keys - tile.n_queries, self.window_left)
-                wanted = wanted & ((number + 1) * PAGE_SIZE > first_key)
-        return gl.load(table + number, mask=wanted, other=-1)
+                is_needed = is_needed & ((number + 1) * PAGE_SIZE > first_key)
+        return gl.load(table + number, mask=is_needed, other=-1)
 
     @gluon.jit
     def tile_count(self, BLOCK_M: gl.constexpr):
@@ -150,19 +150,19 @@ def _packed_tile(index, problem, BLOCK_M: gl.constexpr):
         b = start + gl.arange(0, 32, layout=LANES)
         first = gl.load(problem.lengths_q_ptr + b, mask=b < problem.batch, other=0)
         first = gl.minimum(gl.maximum(first, 0), problem.total_q)
-        begun = (b < problem.batch) & (first // BLOCK_M + b <= number)
-        count += gl.sum(begun.to(gl.int32), 0)
+        has_begun = (b < problem.batch) & (first // BLOCK_M + b <= number)
+        count += gl.sum(has_begun.to(gl.int32), 0)
     b = gl.maximum(count - 1, 0)
     return b, h, number - load_clamped(problem.lengths_q_ptr + b, problem.total_q) // BLOCK_M - b
 
 
 @gluon.jit
-def tile_of(index, problem, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+def locate_tile(index, problem, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
     """Return (whether a tile number has a tile, the tile). Only for partitions of one warp.
 
-    A tile has at least one key block. Tiles of `heads_at_once` heads alternate: the longest tiles of all these heads
-    start first, while their keys stay in L2. Packed, a head's sequences follow each other, each with its longest tiles
-    first.
+    A tile has at least one key block. Tiles of `heads_in_parallel` heads alternate: the longest tiles of all these
+    heads start first, while their keys stay in L2. Packed, a head's sequences follow each other, each with its longest
+    tiles first.
     """
     first_q = 0
     first_k = 0
@@ -178,11 +178,11 @@ def tile_of(index, problem, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
         exists = (tile_m >= 0) & (tile_m < tiles_m)
     else:
         tiles_m = gl.cdiv(problem.seqlen_q, BLOCK_M)
-        first = index // (problem.heads_at_once * tiles_m) * problem.heads_at_once
-        width = gl.minimum(problem.heads_at_once, problem.heads - first)
-        rest = index % (problem.heads_at_once * tiles_m)
-        head = first + rest % width
-        tile_m = rest // width
+        first_head = index // (problem.heads_in_parallel * tiles_m) * problem.heads_in_parallel
+        n_heads = gl.minimum(problem.heads_in_parallel, problem.heads - first_head)
+        index_in_group = index % (problem.heads_in_parallel * tiles_m)
+        head = first_head + index_in_group % n_heads
+        tile_m = index_in_group // n_heads
         b = head // problem.heads_q
         h = head % problem.heads_q
         if problem.LENGTHS == SEQ_LENS:
@@ -237,7 +237,7 @@ def block_order(tile, problem, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
     _, full_begin, full_end, _ = problem.keys_of_rows(tile.row0, BLOCK_M, tile.n_keys - tile.n_queries, tile.n_keys)
     n_right = 1
     if problem.HAS_RIGHT or problem.CHECK_KEYS:
-        n_right += tile.end_block - block_of_last(full_end, BLOCK_N)
+        n_right += tile.end_block - last_block(full_end, BLOCK_N)
     n_right = gl.minimum(n_right, n_blocks)
     n_left = gl.maximum(gl.cdiv(full_begin, BLOCK_N) - tile.first_block, 1)
     return BlockOrder(tile.first_block, tile.end_block, n_right, gl.minimum(n_left, n_blocks - n_right))
@@ -250,13 +250,13 @@ def start_load(
 ):  # fmt: skip
     """Start copying a tile to BOXES buffers of equally many columns. `full` completes when all bytes have arrived.
 
-    RAGGED: `row` counts from the sequence's beginning, and `end` is `end_of` the sequence.
+    RAGGED: `row` counts from the sequence's beginning, and `end` is the sequence's `sequence_end`.
     """
     WIDTH: gl.constexpr = tensor.block_shape[-1]
     SIZE: gl.constexpr = tensor.block_type.nbytes * BOXES
     mbarrier.expect(full, SIZE)
     for j in gl.static_range(BOXES):
-        buffer = buffer_of(buffers, tile, j, BOXES)
+        buffer = box_buffer(buffers, tile, j, BOXES)
         if RAGGED:
             coordinates = [BOUND, end, h, BOUND - length + row, j * WIDTH]
         else:
@@ -277,14 +277,14 @@ def start_load_pages(
     that the cache does not have fills them with zeros.
     """
     PAGE_SIZE: gl.constexpr = cache.PAGE_SIZE
-    COUNT: gl.constexpr = pages_of_block(BLOCK_N, PAGE_SIZE)
+    COUNT: gl.constexpr = pages_per_block(BLOCK_N, PAGE_SIZE)
     WIDTH: gl.constexpr = tensor.block_shape[-1]
     SIZE: gl.constexpr = tensor.block_type.nbytes * BOXES * COUNT
     mbarrier.expect(full, SIZE)
-    parts = buffers
+    page_buffers = buffers
     if COUNT > 1:
-        PARTS: gl.constexpr = buffers.shape[0] * COUNT
-        parts = reinterpret(buffers, buffers.dtype, [PARTS] + tensor.block_shape, tensor.layout)
+        PAGE_BUFFERS: gl.constexpr = buffers.shape[0] * COUNT
+        page_buffers = reinterpret(buffers, buffers.dtype, [PAGE_BUFFERS] + tensor.block_shape, tensor.layout)
     number = row // PAGE_SIZE
     if COUNT > 1:
         number += _lanes()
@@ -293,14 +293,14 @@ def start_load_pages(
     end = gl.where(exists, pages, 0) * sample_steps + length * row_steps
     for i in gl.static_range(COUNT):
         if COUNT > 1:
-            own_end = gl.sum(gl.where(_lanes() == i, end, 0), 0)
-            first = BOUND - gl.sum(gl.where(_lanes() == i, length, 0), 0)
+            page_end = gl.sum(gl.where(_lanes() == i, end, 0), 0)
+            first_row = BOUND - gl.sum(gl.where(_lanes() == i, length, 0), 0)
         else:
-            own_end = end
-            first = BOUND - length + row - number * PAGE_SIZE
+            page_end = end
+            first_row = BOUND - length + row - number * PAGE_SIZE
         for j in gl.static_range(BOXES):
-            buffer = parts.index(buffer_index(buffers, tile, j, BOXES) * COUNT + i)
-            async_load(tensor, [BOUND, own_end, h, first, j * WIDTH], full, buffer)
+            buffer = page_buffers.index(buffer_index(buffers, tile, j, BOXES) * COUNT + i)
+            async_load(tensor, [BOUND, page_end, h, first_row, j * WIDTH], full, buffer)
 
 
 @gluon.jit
@@ -313,7 +313,7 @@ def start_store(tensor, b, h, row, column, end, length, buffer, RAGGED: gl.const
 
 
 @gluon.jit
-def end_of(b, first, length, sample_steps, row_steps, LENGTHS: gl.constexpr):
+def sequence_end(b, first, length, sample_steps, row_steps, LENGTHS: gl.constexpr):
     """Return the end of a sequence, in steps of its descriptor's second dimension.
 
     Packed, a step is a row. Otherwise it is a common divisor of the strides of samples and rows. `first`: the
