@@ -61,7 +61,7 @@ def test_languages_are_in_step(chapter: str) -> None:
     for page, part in zip((english, chinese), prose, strict=True):
         targets = re.findall(r"\]\(([^)#]+)", part)
         paths = (t if "://" in t else str((page.path.parent / t).resolve()) for t in targets)
-        linked.append(sorted(path.replace("/zh/course/", "/course/") for path in paths))
+        linked.append(sorted(path.replace("/docs/zh/", "/docs/") for path in paths))
     assert linked[0] == linked[1]
 
 
