@@ -11,8 +11,9 @@
 #   make test-triton3.9  the CUDA backend with Triton 3.9, or any other version that it is written for
 #   make test-integrations  diyfa inside Transformers and diffusers
 #   make stubs           the types of the public functions, from their signatures
-#   make tables          the feature tables of both READMEs, from what the backends say
-#   make docs            the documentation as a site in ./site
+#   make tables          the tables of both READMEs, from what the backends say and the result files have
+#   make docs            the site in ./site, English and Chinese; warnings are errors
+#   make dist            the wheel and the source distribution in ./dist, checked
 #   make course          run the chapters of docs/course, refresh their outputs and pictures, write notebooks to ./notebooks
 #   make clean           remove what these made
 #
@@ -90,10 +91,10 @@ TRITON_TESTS ?= tests/cuda $(addprefix tests/hopper/, test_gluon_compat.py test_
 # What needs a client; the rest of the folder does not.
 INTEGRATION_TESTS ?= $(addprefix tests/integrations/, test_transformers.py test_diffusers.py test_hub_kernel.py test_guide.py)
 
-.PHONY: help demo test test-all test-rest lint format compile-gate compile-gate-cuda compile-gate-npu small-pack test-npu test-npu-oldest test-integrations stubs tables docs course clean
+.PHONY: help demo test test-all test-rest lint format compile-gate compile-gate-cuda compile-gate-npu small-pack test-npu test-npu-oldest test-integrations stubs tables docs dist course clean
 
 help:
-	@sed -n '3,19s/^#   //p' Makefile
+	@sed -n '3,20s/^#   //p' Makefile
 
 # --- environments ---------------------------------------------------------------------------------------------------
 
@@ -129,6 +130,10 @@ $(VENV)/.course: $(VENV)/.ready
 
 $(VENV)/.docs: $(VENV)/.ready
 	$(VENV)/bin/python -m pip install -q -e '.[docs]'
+	touch $@
+
+$(VENV)/.dist: $(VENV)/.ready
+	$(VENV)/bin/python -m pip install -q -e '.[dist]'
 	touch $@
 
 # triton-ascend installs a package named triton, so it cannot share an environment with NVIDIA's.
@@ -235,13 +240,23 @@ stubs: $(VENV)/.ready
 
 tables: $(VENV)/.ready
 	$(VENV)/bin/python tests/tools/feature_tables.py
+	$(VENV)/bin/python tests/tools/speed_tables.py
 
+SPHINX = $(VENV)/bin/sphinx-build -q -W --keep-going -j $(JOBS) -c docs
+docs: export TORCH_DEVICE_BACKEND_AUTOLOAD := 0
 docs: $(VENV)/.docs
-	$(VENV)/bin/mkdocs build --strict
+	$(SPHINX) -d $(CACHE)/doctrees/en docs site
+	$(SPHINX) -d $(CACHE)/doctrees/zh -t zh docs/zh site/zh
+
+dist: $(VENV)/.dist
+	rm -rf dist build
+	$(VENV)/bin/python -m build --outdir dist .
+	$(VENV)/bin/twine check --strict dist/*
+	$(VENV)/bin/python tests/tools/distribution.py dist
 
 course: $(VENV)/.course
 	$(VENV)/bin/python tests/tools/course.py run
 	$(VENV)/bin/python tests/tools/course.py notebooks notebooks
 
 clean:
-	rm -rf $(VENV) $(VENV_NPU) $(VENV_NPU_OLDEST) $(CACHE) site notebooks
+	rm -rf $(VENV) $(VENV_NPU) $(VENV_NPU_OLDEST) $(CACHE) site dist build notebooks

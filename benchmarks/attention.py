@@ -20,7 +20,7 @@ from diyfa import flash_attention
 from diyfa.device import default_backend
 from diyfa.lab.bench.peers import PeerUnavailable, attention_peers, check_peer
 from diyfa.lab.bench.record import default_path, device_name, write_json
-from diyfa.lab.bench.timing import quantiles_of, time_calls
+from diyfa.lab.bench.timing import compute_quantiles, time_calls
 from diyfa.lab.bench.work import BACKWARD_FACTOR, attention_flops, tflops
 from diyfa.validation import dtype_name
 
@@ -72,7 +72,7 @@ def measure(
 
     flops = attention_flops(batch, heads, seq_len, seq_len, head_dim, causal)
     for direction, fn, work in (("forward", forward, flops), ("backward", backward, BACKWARD_FACTOR * flops)):
-        ms, p20, p80 = quantiles_of(time_calls(fn, device, warmup, rep))
+        ms, p20, p80 = compute_quantiles(time_calls(fn, device, warmup, rep))
         yield {**case, "pass": direction, "ms": ms, "ms_p20": p20, "ms_p80": p80, "tflops": tflops(work, ms)}
 
 

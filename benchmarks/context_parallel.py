@@ -35,17 +35,17 @@ from diyfa.distributed.ring import (
     Saved,
     Sum,
     backward_step,
+    call_options,
     forward_step,
-    options_of,
     ring_backward,
     ring_forward,
 )
-from diyfa.distributed.sharding import segments_of
-from diyfa.distributed.steps import Step, steps_of
-from diyfa.distributed.ulysses import Ulysses, repeats_of
+from diyfa.distributed.sharding import rank_segments
+from diyfa.distributed.steps import Step, ring_steps
+from diyfa.distributed.ulysses import Ulysses, kv_head_repeats
 from diyfa.lab.bench.record import device_name
 from diyfa.lab.bench.timing import synchronize, time_calls
-from diyfa.options import WHOLE
+from diyfa.options import NO_LENGTHS
 from diyfa.testing import AttentionCase, Results, check_budget, make_inputs
 
 SPEEDS = dict(MACHINES)
@@ -105,17 +105,17 @@ class Sizes:
         )
 
     def ring(self, group: Any, steps: tuple[Step, ...], qkv: list[torch.Tensor]) -> Ring:
-        options = checked_options(*qkv, WHOLE, {"layout": "bhsd", "causal": self.causal, "backend": self.backend})
+        options = checked_options(*qkv, NO_LENGTHS, {"layout": "bhsd", "causal": self.causal, "backend": self.backend})
         return Ring(group, steps, options)
 
 
 def time_steps(sizes: Sizes, ranks: int, rows: int, reps: int) -> dict[str, list[list[float]]]:
     """Return seconds [rank][step] of the kernels ("partial"), of kernels and merges ("forward"), and of "backward"."""
-    layout = segments_of((0, rows, rows), ranks, "zigzag")
+    layout = rank_segments((0, rows, rows), ranks, "zigzag")
     q, k, v = sizes.random(rows // ranks)
     q.requires_grad_()
     window = (-1, 0 if sizes.causal else -1)
-    every = [steps_of(layout, rank, window, False) for rank in range(ranks)]
+    every = [ring_steps(layout, rank, window, False) for rank in range(ranks)]
     ring = sizes.ring(None, every[0], [q, k, v])
     q = q.detach()
     merged = Merged(q, v.shape[-1], "bhsd", sizes.backend or "")
@@ -147,7 +147,7 @@ def step_seconds(
     kernels, merges = 0.0, 0.0
     for call in step.calls:
         rows = [x[:, :, slice(*at)] for x, at in zip(qkv, (call.queries, call.keys, call.keys), strict=True)]
-        attend = partial(ops.forward, *rows, WHOLE, options_of(ring, call, qkv[0], None))
+        attend = partial(ops.forward, *rows, NO_LENGTHS, call_options(ring, call, qkv[0], None))
         kernels += seconds_of(attend, sizes.device, reps)
         merges += seconds_of(partial(merged.add, call.queries[0], *attend()), sizes.device, reps)
     return kernels, merges
@@ -282,7 +282,7 @@ def _with_gradients(attend: Callable[[], Any], qkv: list[torch.Tensor], dout: to
 def _ring_apart(sizes: Sizes, rows: int, qkv: list[torch.Tensor], reps: int) -> tuple[Apart, Apart]:
     """Time forward and backward of a ring: transfers with steps that compute nothing, and steps without transfers."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    steps = steps_of(segments_of((0, rows, rows), ranks, "zigzag"), rank, (-1, 0 if sizes.causal else -1), False)
+    steps = ring_steps(rank_segments((0, rows, rows), ranks, "zigzag"), rank, (-1, 0 if sizes.causal else -1), False)
     idle = sizes.ring(dist.group.WORLD, tuple(Step(step.shift, ()) for step in steps), qkv)
     busy = sizes.ring(dist.group.WORLD, steps, qkv)
     q, *keys = qkv
@@ -313,8 +313,8 @@ def _ring_apart(sizes: Sizes, rows: int, qkv: list[torch.Tensor], reps: int) -> 
 def _ulysses_apart(sizes: Sizes, rows: int, qkv: list[torch.Tensor], reps: int) -> tuple[Apart, Apart]:
     """Time forward and backward of Ulysses: its exchanges, and attention of a rank's heads over all rows."""
     ranks = dist.get_world_size()
-    segments = segments_of((0, rows, rows), ranks, "zigzag")
-    exchange = Ulysses(dist.group.WORLD, segments, "bhsd", repeats_of(sizes.heads_kv, ranks))
+    segments = rank_segments((0, rows, rows), ranks, "zigzag")
+    exchange = Ulysses(dist.group.WORLD, segments, "bhsd", kv_head_repeats(sizes.heads_kv, ranks))
     q, k, v = exchange.scatter_heads(*qkv)
     lse = ops.empty_lse(qkv[0], "bhsd").zero_()
 

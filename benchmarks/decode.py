@@ -37,7 +37,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import diyfa
 from diyfa.device import default_backend
 from diyfa.lab.bench.record import default_path, device_name, write_json
-from diyfa.lab.bench.timing import quantiles_of, synchronize, time_calls
+from diyfa.lab.bench.timing import compute_quantiles, synchronize, time_calls
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -195,7 +195,7 @@ def time_in_turns(setup: Setup, calls: dict[str, Call]) -> dict[str, float]:
     for _ in range(setup.rounds):
         for name, call in ready.items():
             times[name] += time_calls(call, setup.device, setup.warmup, setup.rep)
-    return {name: quantiles_of(found)[0] for name, found in times.items()}
+    return {name: compute_quantiles(found)[0] for name, found in times.items()}
 
 
 def shortened(case: Case, setup: Setup) -> Case:

@@ -22,7 +22,7 @@ import torch
 from diyfa import flash_attention, flash_attention_varlen
 from diyfa.device import default_backend
 from diyfa.lab.bench.record import default_path, device_name, write_json
-from diyfa.lab.bench.timing import quantiles_of, time_calls
+from diyfa.lab.bench.timing import compute_quantiles, time_calls
 from diyfa.lab.bench.work import BACKWARD_FACTOR, attention_flops, tflops
 from diyfa.validation import dtype_name
 
@@ -101,7 +101,7 @@ def time_in_turns(setup: Setup, cases: dict[str, Attention]) -> Iterator[tuple[s
         for key, call in calls.items():
             times[key] += time_calls(call, setup.device, setup.warmup, setup.rep)
     for (name, direction), milliseconds in times.items():
-        yield name, direction, quantiles_of(milliseconds)[0]
+        yield name, direction, compute_quantiles(milliseconds)[0]
 
 
 def time_ratios(setup: Setup, leaves: list[torch.Tensor], cases: dict[str, dict[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -24,7 +24,7 @@ import torch
 
 from diyfa import flash_attention
 from diyfa.lab.bench.record import default_path, device_name, write_json
-from diyfa.lab.bench.timing import quantiles_of, time_calls
+from diyfa.lab.bench.timing import compute_quantiles, time_calls
 from diyfa.lab.bench.work import attention_flops, tflops
 
 RESULTS = Path(__file__).parent / "results"
@@ -88,7 +88,7 @@ def rows_of(head_dim: int, seqlen: int, causal: bool, rounds: int, device: torch
     times: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds):
         for name in list(calls) if number % 2 else reversed(calls):  # the first call after a pause is faster
-            times[name] += quantiles_of(time_calls(calls[name], device, warmup=10, rep=30), [0.5])
+            times[name] += compute_quantiles(time_calls(calls[name], device, warmup=10, rep=30), [0.5])
     point = {"dtype": "bfloat16", "pass": "forward", "D": head_dim, "causal": causal}
     point |= {"S": seqlen, "B": batch, "H": HEADS, "group": 1}
     for name, found in times.items():

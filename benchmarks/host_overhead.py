@@ -24,7 +24,7 @@ from diyfa import flash_attention, use_backend
 from diyfa.device import default_backend
 from diyfa.flash_attn_interface import flash_attn_varlen_func, flash_attn_with_kvcache
 from diyfa.lab.bench.record import default_path, device_name, write_json
-from diyfa.lab.bench.timing import quantiles_of, synchronize
+from diyfa.lab.bench.timing import compute_quantiles, synchronize
 
 RESULTS = Path(__file__).parent / "results"
 SIZE = (1, 8, 128, 64)  # (B, H, S, D)
@@ -46,7 +46,7 @@ def host_microseconds(fn: Callable[[], Any], device: torch.device, calls: int, r
             fn()
         times.append((time.perf_counter() - start) / calls * 1e6)
     synchronize(device)
-    return quantiles_of(times, [0.5])[0]
+    return compute_quantiles(times, [0.5])[0]
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ from diyfa.backends.cuda.attention.launch import use_config
 from diyfa.backends.cuda.runtime.launcher import launch_kernel
 from diyfa.backends.cuda.runtime.passes import launch_each
 from diyfa.lab.bench.record import default_path, device_name, write_json
-from diyfa.lab.bench.timing import quantiles_of, time_calls
+from diyfa.lab.bench.timing import compute_quantiles, time_calls
 from diyfa.lab.bench.work import attention_flops, tflops
 from diyfa.problem import VARLEN, AttentionProblem, AttentionTensors
 from diyfa.validation import dtype_name
@@ -120,7 +120,7 @@ def rows(head_dim: int, feature: str, options: argparse.Namespace, device: torch
                     for name, call in calls.items():
                         times[name] += time_calls(call, device, options.warmup, options.rep)
                 for name, milliseconds in times.items():
-                    ms = quantiles_of(milliseconds)[0]
+                    ms = compute_quantiles(milliseconds)[0]
                     rate = tflops(work * PRODUCTS[kind] / 2, ms)
                     yield {
                         "table": kind, "pass": "forward" if kind == "fwd" else "backward", "case": case, "D": head_dim,

@@ -25,13 +25,13 @@ import diyfa
 from diyfa.device import default_backend
 from diyfa.integrations import alias_flash_attn, status, use_in_transformers
 from diyfa.lab.bench.record import default_path, write_json
-from diyfa.lab.bench.timing import quantiles_of, synchronize, time_calls
+from diyfa.lab.bench.timing import compute_quantiles, synchronize, time_calls
 
 RESULTS = Path(__file__).parent / "results"
 ATTENTIONS = ("sdpa", "flash_attention_2", "diyfa")
 
 
-def model_of(attention: str, device: torch.device, shrink: int) -> Any:
+def parse_model(attention: str, device: torch.device, shrink: int) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -79,7 +79,7 @@ def milliseconds_of_a_token(model: Any, device: torch.device, shrink: int, count
 def measured(model: Any, device: torch.device, shrink: int, rep: int) -> dict[str, float]:
     """Return {work: milliseconds}, each the median of `rep` calls, and the time of a generated token."""
     found = {
-        name: quantiles_of(time_calls(work, device, 3, rep), [0.5])[0]
+        name: compute_quantiles(time_calls(work, device, 3, rep), [0.5])[0]
         for name, work in works_of(model, device, shrink).items()
     }
     return found | {"a generated token": milliseconds_of_a_token(model, device, shrink, 64 // shrink)}
@@ -99,7 +99,7 @@ def main() -> None:
         alias_flash_attn()  # before transformers is imported
     use_in_transformers()
     attentions = [x for x in arguments.attention if x != "flash_attention_2" or device.type == "cuda"]
-    models = {attention: model_of(attention, device, arguments.shrink) for attention in attentions}
+    models = {attention: parse_model(attention, device, arguments.shrink) for attention in attentions}
     times: dict[tuple[str, str], list[float]] = {}
     with diyfa.use_backend("cpu") if device.type == "cpu" else nullcontext():
         for turn in range(1 + arguments.rounds):  # the first round compiles the kernels and does not count
@@ -109,9 +109,9 @@ def main() -> None:
                         times.setdefault((work, attention), []).append(ms)
                 model.zero_grad(set_to_none=True)
     rows: list[dict[str, Any]] = []
-    for (work, attention), found in times.items():
-        rows.append({"work": work, "implementation": attention, "ms": quantiles_of(found, [0.5])[0], "rounds": found})
-        print(f"{work:20}{attention:20}{rows[-1]['ms']:10.2f} ms   {min(found):.2f} to {max(found):.2f}")
+    for (work, attention), ms in times.items():
+        rows.append({"work": work, "implementation": attention, "ms": compute_quantiles(ms, [0.5])[0], "rounds": ms})
+        print(f"{work:20}{attention:20}{rows[-1]['ms']:10.2f} ms   {min(ms):.2f} to {max(ms):.2f}")
     print(next(row.calls for row in status() if row.client == "transformers"))
     path = arguments.output or default_path("transformers", device, RESULTS)
     write_json(path, "transformers", device, rows, shrink=arguments.shrink)

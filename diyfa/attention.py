@@ -12,8 +12,16 @@ from diyfa import ops, registry, validation
 from diyfa.keywords import refuse_unknown, without_unknown
 from diyfa.kvcache import attend_packed, explain_packed
 from diyfa.ops import new_rng_state
-from diyfa.options import DIFFERENTIABLE, UNBOUNDED, WHOLE, AttentionOptions, Lengths, tensors_given, tensors_of
-from diyfa.plan import autocast_dtype, find, is_described_only, key_of
+from diyfa.options import (
+    DIFFERENTIABLE,
+    NO_LENGTHS,
+    UNBOUNDED,
+    AttentionOptions,
+    Lengths,
+    optional_from_arguments,
+    optional_tensors,
+)
+from diyfa.plan import autocast_dtype, call_key, find, is_described_only
 from diyfa.problem import LAYOUTS, VARLEN
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -109,39 +117,39 @@ def attend(
     owners: dict[str, torch.Tensor],
     lengths: Lengths,
     returns_lse: bool,
-    given: dict[str, Any],
+    arguments: dict[str, Any],
     words: Words = WORDS,
     weights: Callable[..., torch.Tensor] | None = None,
 ) -> Any:
     """Run one call of a public function -> out, or (out, lse).
 
-    `owners` are q, k and v by name, or the tensors that pack them. `given` are all other arguments and the layout,
+    `owners` are q, k and v by name, or the tensors that pack them. `arguments` are all other arguments and the layout,
     under diyfa's names; the function changes them. With `weights`, the result of `weights(q, k, lse, lengths, options)`
     follows lse, or a tensor without elements if there is no dropout.
     """
     first, *others = tensors = tuple(owners.values())
-    layout, packing = given["layout"], ("qkv", "kv", "")[len(others)]
-    if not (type(given["causal"]) is type(given["deterministic"]) is type(returns_lse) is bool):
-        flags = {"causal": given["causal"], "deterministic": given["deterministic"], words.returns_lse: returns_lse}
-        validation.check_booleans(**flags)
-    given["window"] = validation.check_window(given["window"], words.window)  # a list has no hash
-    given["backend"] = given.get("backend") or registry.forced_backend()
-    given["batch_invariant"] = registry.is_batch_invariant()
-    given["packing"] = packing
-    optional = tensors_given(lengths, given)
+    layout, packing = arguments["layout"], ("qkv", "kv", "")[len(others)]
+    if not (type(arguments["causal"]) is type(arguments["deterministic"]) is type(returns_lse) is bool):
+        flags = {name: arguments[name] for name in ("causal", "deterministic")}
+        validation.check_booleans(**flags, **{words.returns_lse: returns_lse})
+    arguments["window"] = validation.check_window(arguments["window"], words.window)  # a list has no hash
+    arguments["backend"] = arguments.get("backend") or registry.forced_backend()
+    arguments["batch_invariant"] = registry.is_batch_invariant()
+    arguments["packing"] = packing
+    optional = optional_from_arguments(lengths, arguments)
     plan = key = None
     if not packing:
         q, k, v = tensors
-        key = key_of(q, k, v, lengths, given.values(), optional)
+        key = call_key(q, k, v, lengths, arguments.values(), optional)
         plan = find(key)
     if plan is None:
         if key is None and any(validation.is_dtensor(x) for x in tensors):
             from diyfa.distributed.dtensor import attend_with_shards
 
-            def attend_shards(parts: tuple[Any, ...], lengths: Lengths, given: dict[str, Any]) -> Any:
-                return attend(dict(zip(owners, parts, strict=True)), lengths, returns_lse, given, words, weights)
+            def attend_shards(shards: tuple[Any, ...], lengths: Lengths, arguments: dict[str, Any]) -> Any:
+                return attend(dict(zip(owners, shards, strict=True)), lengths, returns_lse, arguments, words, weights)
 
-            return attend_with_shards(attend_shards, owners, lengths, given)
+            return attend_with_shards(attend_shards, owners, lengths, arguments)
         validation.check_tensors(**owners)
         cast: Any = autocast(*tensors)
         if layout == "bhsd":
@@ -149,42 +157,44 @@ def attend(
             cast = _as_4d(q, k, v, lengths.seq_lens)
         q, k, v = _views(packing, cast, list(owners), layout)
         if packing or any(x is not y for x, y in zip(cast, tensors, strict=True)):
-            key = key_of(q, k, v, lengths, given.values(), optional)
+            key = call_key(q, k, v, lengths, arguments.values(), optional)
             plan = find(key)
         tensors = cast
     one, two, three = (*tensors, None, None)[:3]
     if not returns_lse:
         weights = None
-    if plan is not None and (weights is None or not given["dropout_p"]):  # weights need the state of the mask
+    if plan is not None and (weights is None or not arguments["dropout_p"]):  # weights need the state of the mask
         if optional:
             validation.check_values(lengths, q, k, layout)
-        found = ops.run_plan(plan, (one, two, three), optional, returns_lse)
+        result = ops.run_plan(plan, (one, two, three), optional, returns_lse)
         if weights is not None:
-            found = (*found, q.new_empty(0))
+            result = (*result, q.new_empty(0))
     else:
-        options = checked_options(q, k, v, lengths, given, words)
+        options = checked_options(q, k, v, lengths, arguments, words)
         if key is not None and not is_described_only(q):
             plan = ops.plan_of(q, k, v, lengths, options, key)
-            found = ops.run_plan(plan, (one, two, three), tensors_of(lengths, options), returns_lse)
+            result = ops.run_plan(plan, (one, two, three), optional_tensors(lengths, options), returns_lse)
         else:
-            found = ops.attend(one, two, three, lengths, options)
-            found = found if returns_lse else found[0]
+            result = ops.attend(one, two, three, lengths, options)
+            result = result if returns_lse else result[0]
         if weights is not None:
-            rest = weights(q, k, found[1], lengths, options) if options.dropout_p else q.new_empty(0)
-            found = (*found, rest)
+            weight_tensor = weights(q, k, result[1], lengths, options) if options.dropout_p else q.new_empty(0)
+            result = (*result, weight_tensor)
     if layout == "bhsd" and first.dim() == 3:
-        return tuple(x.flatten(0, 1) for x in found) if returns_lse else found.flatten(0, 1)
-    return found
+        return tuple(x.flatten(0, 1) for x in result) if returns_lse else result.flatten(0, 1)
+    return result
 
 
 def _views(packing: str, tensors: tuple[torch.Tensor, ...], names: list[str], layout: str) -> tuple[torch.Tensor, ...]:
     """Return q, k and v of checked tensors, as views of those that pack several: (…, 2 or 3, H, D) -> (…, H, D)."""
     if not packing:
         return tensors
-    packed, parts = tensors[-1], len(packing)
-    if packed.dim() != (4 if layout == VARLEN else 5) or packed.shape[-3] != parts:
+    packed, n_packed = tensors[-1], len(packing)
+    if packed.dim() != (4 if layout == VARLEN else 5) or packed.shape[-3] != n_packed:
         leading = "(total" if layout == VARLEN else "(batch, seqlen"
-        raise ValueError(f"{names[-1]} must have shape {leading}, {parts}, heads, head_dim), got {tuple(packed.shape)}")
+        raise ValueError(
+            f"{names[-1]} must have shape {leading}, {n_packed}, heads, head_dim), got {tuple(packed.shape)}"
+        )
     return (*tensors[:-1], *packed.unbind(-3))
 
 
@@ -245,7 +255,8 @@ def flash_attention(
     """
     if unknown:
         refuse_unknown(flash_attention, unknown)
-    return attend({"q": q, "k": k, "v": v}, WHOLE if seq_lens is None else Lengths(seq_lens=seq_lens), return_lse, {
+    lengths = NO_LENGTHS if seq_lens is None else Lengths(seq_lens=seq_lens)
+    return attend({"q": q, "k": k, "v": v}, lengths, return_lse, {
         "layout": "bhsd", "causal": causal, "sm_scale": sm_scale, "variant": variant, "window": window,
         "softcap": softcap, "alibi_slopes": alibi_slopes, "attn_bias": attn_bias, "sinks": sinks,
         "dropout_p": dropout_p, "rng_state": rng_state, "deterministic": deterministic, "backend": backend,
@@ -280,7 +291,8 @@ def flash_attention_v2(
     """
     if unknown:
         refuse_unknown(flash_attention_v2, unknown)
-    return attend({"q": q, "k": k, "v": v}, WHOLE if seq_lens is None else Lengths(seq_lens=seq_lens), return_lse, {
+    lengths = NO_LENGTHS if seq_lens is None else Lengths(seq_lens=seq_lens)
+    return attend({"q": q, "k": k, "v": v}, lengths, return_lse, {
         "layout": "bshd", "causal": causal, "sm_scale": sm_scale, "variant": variant, "window": window,
         "softcap": softcap, "alibi_slopes": alibi_slopes, "attn_bias": attn_bias, "sinks": sinks,
         "dropout_p": dropout_p, "rng_state": rng_state, "deterministic": deterministic, "backend": backend,
@@ -439,12 +451,18 @@ def explain(
         "softcap": softcap, "alibi_slopes": alibi_slopes, "attn_bias": attn_bias, "sinks": sinks,
         "dropout_p": dropout_p, "rng_state": rng_state, "deterministic": deterministic, "backend": backend,
     })  # fmt: skip
-    chosen = registry.resolve_backend(q.device, backend or "")
-    problem = ops.describe_attention(chosen, q, k, v, lengths, options)
-    forward = registry.explain_choice("attention_fwd", problem, q.device, backend or "", variant)
+    return _explain_checked(q, k, v, lengths, options, backend or "")
+
+
+def _explain_checked(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, options: AttentionOptions, name: str
+) -> registry.Explanation:
+    """Explain a checked call. `name`: the backend that the caller asked for, or ""."""
+    backend = registry.resolve_backend(q.device, name)
+    problem = ops.describe_attention(backend, q, k, v, lengths, options)
+    forward = registry.explain_choice("attention_fwd", problem, q.device, name, options.variant)
     if not options.needs_grad:
         return forward
     problem = problem.replace(batch_invariant=False)  # as `Plan.backward` does
-    variant = registry.variant_of("attention_bwd", chosen, variant, problem)
-    backward = registry.explain_choice("attention_bwd", problem, q.device, backend or "", variant)
-    return replace(forward, backward=backward)
+    variant = registry.op_variant("attention_bwd", backend, options.variant, problem)
+    return replace(forward, backward=registry.explain_choice("attention_bwd", problem, q.device, name, variant))

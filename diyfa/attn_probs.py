@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from diyfa.dropout import kept, keys_of
+from diyfa.dropout import keys_from_state, mask_from_keys
 from diyfa.options import AttentionOptions, Lengths
 
 MULTIPLE = 128  # both sides are padded to a multiple of this, as flash_attn's are
@@ -70,7 +70,7 @@ def signed_probabilities(
     if right >= 0:
         visible = visible & (distance <= right)
     weights = torch.exp(scores - lse).masked_fill(~visible, 0.0)
-    keep = kept(keys_of(options.rng_state, batch, heads), seqlen_q, seqlen_k, options.dropout_p)
+    keep = mask_from_keys(keys_from_state(options.rng_state, batch, heads), seqlen_q, seqlen_k, options.dropout_p)
     # The sign bit survives even if a weight underflows to zero.
     signed = torch.where(keep | ~visible, weights, -weights)
     padding = (0, -seqlen_k % MULTIPLE, 0, -seqlen_q % MULTIPLE)

@@ -74,15 +74,15 @@ def unpad_input(
         ValueError: a mask has another shape than the batch, or is on another device.
     """
     _check_mask(hidden_states, attention_mask, "attention_mask")
-    tokens = kept = attention_mask != 0  # a position counts once, whatever its number
+    tokens = is_selected = attention_mask != 0  # a position counts once, whatever its number
     if unused_mask is not None:
         _check_mask(hidden_states, unused_mask, "unused_mask")
-        kept = tokens | (unused_mask != 0)
-    lengths = kept.sum(-1, dtype=torch.int32)
-    used = tokens.sum(-1, dtype=torch.int32)
-    indices = kept.flatten().nonzero().flatten()
+        is_selected = tokens | (unused_mask != 0)
+    lengths = is_selected.sum(-1, dtype=torch.int32)
+    used_lengths = tokens.sum(-1, dtype=torch.int32)
+    indices = is_selected.flatten().nonzero().flatten()
     rows = index_first_axis(hidden_states.flatten(0, 1), indices)
-    return rows, indices, _cumulative(lengths), _longest(lengths), used
+    return rows, indices, _cumulative(lengths), _longest(lengths), used_lengths
 
 
 def unpad_input_for_concatenated_sequences(
@@ -106,15 +106,15 @@ def unpad_input_for_concatenated_sequences(
     _check_mask(hidden_states, attention_mask_in_length, "attention_mask_in_length")
     if attention_mask_in_length.dtype == torch.bool or attention_mask_in_length.is_floating_point():
         raise TypeError(f"attention_mask_in_length must hold integers, got {attention_mask_in_length.dtype}")
-    tokens_of_row = attention_mask_in_length.sum(-1, keepdim=True)
-    places = torch.arange(hidden_states.shape[1], device=hidden_states.device)
-    indices = (places < tokens_of_row).flatten().nonzero().flatten()
+    row_lengths = attention_mask_in_length.sum(-1, keepdim=True)
+    columns = torch.arange(hidden_states.shape[1], device=hidden_states.device)
+    indices = (columns < row_lengths).flatten().nonzero().flatten()
     flat = attention_mask_in_length.flatten()
     lengths = flat[flat.nonzero().flatten()]
     if not torch.compiler.is_compiling() and int(lengths.sum()) != indices.shape[0]:
         raise ValueError(
             f"the lengths of each row of attention_mask_in_length must fit into its {hidden_states.shape[1]} places, "
-            f"got rows of {tokens_of_row.flatten().tolist()}"
+            f"got rows of {row_lengths.flatten().tolist()}"
         )
     tokens = index_first_axis(hidden_states.flatten(0, 1), indices)
     return tokens, indices, _cumulative(lengths), _longest(lengths)

@@ -158,12 +158,12 @@ def _cuda_usable() -> bool:
 
 def detect() -> list[GPUCapabilities | NPUCapabilities]:
     """Return every accelerator that PyTorch can use here, GPUs first."""
-    found: list[GPUCapabilities | NPUCapabilities] = []
+    capabilities: list[GPUCapabilities | NPUCapabilities] = []
     if _cuda_usable():
-        found += [detect_gpu(i) for i in range(torch.cuda.device_count())]
+        capabilities += [detect_gpu(i) for i in range(torch.cuda.device_count())]
     if npu_status().available:
-        found += [detect_npu(i) for i in range(_npu().device_count())]
-    return found
+        capabilities += [detect_npu(i) for i in range(_npu().device_count())]
+    return capabilities
 
 
 def default_backend() -> str:

@@ -117,7 +117,7 @@ def head_keys(
     return (r0 + row) & _MASK, (r1 + row) & _MASK, (c0 + column) & _MASK, (c1 + column) & _MASK
 
 
-def keys_of(rng_state: torch.Tensor, batch: int, heads: int) -> Words:
+def keys_from_state(rng_state: torch.Tensor, batch: int, heads: int) -> Words:
     """Return the `head_keys` of a call's state, on its device. The state is [seed, offset], origins may follow."""
     if rng_state.dtype != torch.int64:
         raise TypeError(f"rng_state must be int64, got {rng_state.dtype}")
@@ -136,8 +136,8 @@ def with_origins(rng_state: torch.Tensor, origins: Sequence[Sequence[int]]) -> t
 
     `rng_state` is the problem's state, `origins` is (b0, h0, i0, j0) for each sample of the call.
     """
-    own = torch.tensor(origins, dtype=torch.int64, device="cpu").flatten()
-    return torch.cat([rng_state[:2], own.to(rng_state.device, non_blocking=True)])
+    flat = torch.tensor(origins, dtype=torch.int64, device="cpu").flatten()
+    return torch.cat([rng_state[:2], flat.to(rng_state.device, non_blocking=True)])
 
 
 def position_words(key: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -203,10 +203,10 @@ def dropout_mask(
         if not -(2**63) <= value < 2**64:
             raise ValueError(f"dropout needs a {name} of 64 bits, got {value}")
     origins = None if origins is None else origins.to(device)
-    return kept(head_keys(batch, heads, seed, offset, device, origins), seqlen_q, seqlen_k, dropout_p)
+    return mask_from_keys(head_keys(batch, heads, seed, offset, device, origins), seqlen_q, seqlen_k, dropout_p)
 
 
-def kept(keys: Words, seqlen_q: int, seqlen_k: int, dropout_p: float) -> torch.Tensor:
+def mask_from_keys(keys: Words, seqlen_q: int, seqlen_k: int, dropout_p: float) -> torch.Tensor:
     """Return the mask of `dropout_mask` from head keys (B, H)."""
     (batch, heads), device = keys[0].shape, keys[0].device
     axes = [torch.arange(size, device=device) for size in (seqlen_q, seqlen_q, seqlen_k, seqlen_k)]

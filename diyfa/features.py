@@ -36,7 +36,7 @@ def _is_given(value: torch.Tensor | None) -> bool:
     return value is not None
 
 
-def _dtype_of(value: torch.Tensor | None) -> str:
+def _dtype_name(value: torch.Tensor | None) -> str:
     return "" if value is None else dtype_name(value.dtype)
 
 
@@ -54,14 +54,14 @@ class Shape:
 
     letters: tuple[str, ...]
 
-    def every(self, sizes: Sizes) -> list[tuple[int, ...]]:
+    def allowed_shapes(self, sizes: Sizes) -> list[tuple[int, ...]]:
         """Return all shapes that are allowed, the usual one first."""
         sizes = {**sizes, "n": sizes["b"] + 1, "2": 2, "o": 2 + 4 * sizes["b"]}
         return [tuple(sizes[letter] for letter in letters) for letters in self.letters]
 
     def refuses(self, x: torch.Tensor, sizes: Sizes) -> str:
         """Return what x must do, as the end of a message, or "" if its shape is allowed."""
-        shapes = self.every(sizes)
+        shapes = self.allowed_shapes(sizes)
         return "" if x.shape in shapes else f"have shape {' or '.join(map(str, shapes))}, got {tuple(x.shape)}"
 
 
@@ -69,9 +69,11 @@ class Broadcast(Shape):
     """All shapes that broadcast to the one shape."""
 
     def refuses(self, x: torch.Tensor, sizes: Sizes) -> str:
-        (full,), shape = self.every(sizes), tuple(x.shape)
+        (full,), shape = self.allowed_shapes(sizes), tuple(x.shape)
         missing = len(full) - len(shape)
-        if missing < 0 or any(size not in (1, whole) for size, whole in zip(shape, full[missing:], strict=True)):
+        if missing < 0 or any(
+            size not in (1, full_size) for size, full_size in zip(shape, full[missing:], strict=True)
+        ):
             return f"be broadcastable to {full}, got {shape}"
         return ""
 
@@ -87,7 +89,7 @@ class State(Shape):
     """A contiguous vector of seed and offset, and optionally the origins of each sample behind them."""
 
     def refuses(self, x: torch.Tensor, sizes: Sizes) -> str:
-        _, (with_origins,) = self.every(sizes)
+        _, (with_origins,) = self.allowed_shapes(sizes)
         if x.shape not in ((2,), (with_origins,)) or x.stride(0) != 1:
             return (
                 "be a contiguous pair (seed, offset), or that and four origins for each sample, "
@@ -100,25 +102,25 @@ class State(Shape):
 class Feature:
     """One field of `Lengths` or `AttentionOptions`, or a feature that shapes decide.
 
-    `problem` is the field of `AttentionProblem` that it decides. `fact` maps its value to that field (None: the value
-    itself). `present` says whether a problem has it (None: if the problem's field is not 0, False or ""). Kernels that
-    do not implement it refuse such problems under the name `uses`. `label` and `example` (changes of a typical problem)
-    make a row of the feature tables. `label` and `case` (changes of a typical `diyfa.testing.AttentionCase`) make a
-    trial of `diyfa validate` and of the first run on a new device.
+    `problem_field` is the field of `AttentionProblem` that it decides. `to_problem_value` maps its value to that field
+    (None: the value itself). `is_present` says whether a problem has it (None: if the problem's field is not 0, False
+    or ""). Kernels that do not implement it refuse such problems under `refusal_name`. `label` and `example` (changes
+    of a typical problem) make a row of the feature tables. `label` and `case` (changes of a typical
+    `diyfa.testing.AttentionCase`) make a trial of `diyfa validate` and of the first run on a new device.
     """
 
     name: str
     schema: str = ""  # type in the operators' schema; "": no argument
-    problem: str = ""
-    fact: Callable[[Any], Hashable] | None = None
+    problem_field: str = ""
+    to_problem_value: Callable[[Any], Hashable] | None = None
     dtypes: tuple[torch.dtype, ...] = ()  # of an optional tensor
     dtypes_in_words: str = ""
     shape: Shape | None = None
     gradient: str = ""  # field of `AttentionGradients`
     gradient_if: str = ""  # option that asks for the gradient; "": no option has to
     prepared: Callable[[Any], Any] | None = None  # value -> what backends get
-    uses: str = ""
-    present: Callable[[Any], bool] | None = None  # whether an `AttentionProblem` has it
+    refusal_name: str = ""
+    is_present: Callable[[Any], bool] | None = None  # whether an `AttentionProblem` has it
     adjusts: bool = False  # with it, scores are more than scaled products
     label: str = ""
     example: dict[str, Any] = field(default_factory=dict)
@@ -126,7 +128,7 @@ class Feature:
 
     def is_in(self, problem: Any) -> bool:
         """Return whether a call of the `AttentionProblem` has it."""
-        return bool(getattr(problem, self.problem)) if self.present is None else self.present(problem)
+        return bool(getattr(problem, self.problem_field)) if self.is_present is None else self.is_present(problem)
 
 
 _FLOAT32, _INT32, _INT64 = (torch.float32,), (torch.int32,), (torch.int64,)
@@ -134,53 +136,54 @@ _FLOAT32, _INT32, _INT64 = (torch.float32,), (torch.int32,), (torch.int64,)
 FEATURES = (
     Feature(
         "cu_seqlens_q", "Tensor?", "batch", _sequences, _INT32, "int32", Shape(("n",)),
-        uses="varlen", present=lambda problem: problem.varlen,
+        refusal_name="varlen", is_present=lambda problem: problem.varlen,
         label="packed sequences", example={"layout": "thd", "total_q": 4096, "total_k": 4096},
     ),
     Feature(
-        "cu_seqlens_k", "Tensor?", "", None, _INT32, "int32", Shape(("n",)), present=lambda problem: problem.varlen,
+        "cu_seqlens_k", "Tensor?", "", None, _INT32, "int32", Shape(("n",)), is_present=lambda problem: problem.varlen,
     ),
     Feature(
         "seq_lens", "Tensor?", "seq_lens", _is_given, _INT32, "int32", Shape(("b",)),
-        prepared=_contiguous, uses="seq_lens", label="seq_lens", example={"seq_lens": True},
+        prepared=_contiguous, refusal_name="seq_lens", label="seq_lens", example={"seq_lens": True},
     ),
     Feature(
         "alibi_slopes", "Tensor?", "alibi", _is_given, _FLOAT32, "float32", Shape(("h", "bh")),
-        prepared=_contiguous, uses="alibi", adjusts=True, label="ALiBi", example={"alibi": True}, case={"alibi": "h"},
+        prepared=_contiguous, refusal_name="alibi", adjusts=True, label="ALiBi", example={"alibi": True},
+        case={"alibi": "h"},
     ),
     Feature(
-        "attn_bias", "Tensor?", "bias", _dtype_of, ATTENTION_DTYPES, "a floating-point tensor of 16, 32 or 64 bits",
+        "attn_bias", "Tensor?", "bias", _dtype_name, ATTENTION_DTYPES, "a floating-point tensor of 16, 32 or 64 bits",
         Broadcast(("bhqk",)), gradient="dbias", gradient_if="bias_grad",
-        uses="attn_bias", adjusts=True, label="attn_bias", example={"bias": "float32"}, case={"bias": "1hqk"},
+        refusal_name="attn_bias", adjusts=True, label="attn_bias", example={"bias": "float32"}, case={"bias": "1hqk"},
     ),
     Feature(
         "sinks", "Tensor?", "sinks", _is_given, _FLOAT32, "float32", Shape(("h",)),
-        gradient="dsinks", prepared=_contiguous, uses="sinks", label="sinks", example={"sinks": True},
+        gradient="dsinks", prepared=_contiguous, refusal_name="sinks", label="sinks", example={"sinks": True},
         case={"sinks": True},
     ),
     Feature(
         "rng_state", "Tensor?", "dropout_origins", _has_origins, _INT64, "int64", State(("2", "o")),
-        present=lambda problem: problem.dropout,
+        is_present=lambda problem: problem.dropout,
     ),
     Feature("max_seqlen_q", "SymInt", "seqlen_q"),
     Feature("max_seqlen_k", "SymInt", "seqlen_k"),
     Feature("sm_scale", "float"),
     Feature(
         "window_left", "SymInt", "window_left",
-        uses="window", present=lambda problem: problem.window_left >= 0 or problem.window_right > 0,
+        refusal_name="window", is_present=lambda problem: problem.window_left >= 0 or problem.window_right > 0,
         label="window", example={"window_left": 256, "window_right": 0}, case={"window": (9, 4)},
     ),
     Feature(
         "window_right", "SymInt", "window_right",
-        uses="causal", present=lambda problem: problem.causal, label="causal", example={"window_right": 0},
+        refusal_name="causal", is_present=lambda problem: problem.causal, label="causal", example={"window_right": 0},
     ),
     Feature(
-        "softcap", "float", "softcap", uses="softcap", adjusts=True, label="softcap", example={"softcap": 30.0},
+        "softcap", "float", "softcap", refusal_name="softcap", adjusts=True, label="softcap", example={"softcap": 30.0},
         case={"softcap": 5.0},
     ),
     Feature(
-        "dropout_p", "float", "dropout", _is_positive, uses="dropout", label="dropout", example={"dropout": True},
-        case={"dropout_p": 0.2},
+        "dropout_p", "float", "dropout", _is_positive, refusal_name="dropout", label="dropout",
+        example={"dropout": True}, case={"dropout_p": 0.2},
     ),
     Feature("layout", "str", "layout"),
     Feature("deterministic", "bool", "deterministic", label="deterministic", example={"deterministic": True}),
@@ -188,25 +191,26 @@ FEATURES = (
     Feature("bias_grad", "bool", "bias_grad"),
     Feature("backend", "str"),
     Feature("variant", "str"),
-    Feature("batch_invariant", "bool", "batch_invariant", uses="batch_invariant"),
+    Feature("batch_invariant", "bool", "batch_invariant", refusal_name="batch_invariant"),
     Feature("out_dtype", "str", "out_dtype"),
 )  # fmt: skip
 
 # Features that shapes decide: those of q, k and v, and that of `rng_state`.
-OF_SHAPES = (
+SHAPE_FEATURES = (
     Feature(
-        "heads_kv", uses="gqa", present=lambda problem: problem.heads_q != problem.heads_kv,
+        "heads_kv", refusal_name="gqa", is_present=lambda problem: problem.heads_q != problem.heads_kv,
         label="grouped-query", example={"heads_kv": 2},
     ),
     Feature(
-        "head_dim_v", uses="head_dim_v", present=lambda problem: problem.head_dim != problem.head_dim_v,
+        "head_dim_v", refusal_name="head_dim_v", is_present=lambda problem: problem.head_dim != problem.head_dim_v,
         label="V of another D", example={"head_dim": 192, "head_dim_v": 128},
     ),
-    Feature("dropout_origins", problem="dropout_origins", uses="dropout_origins"),
+    Feature("dropout_origins", problem_field="dropout_origins", refusal_name="dropout_origins"),
 )  # fmt: skip
 
-OPTIONAL = tuple(feature for feature in (*OF_SHAPES, *FEATURES) if feature.uses)  # what a backend may refuse
-ADJUSTING = frozenset([feature.uses for feature in FEATURES if feature.adjusts])
+# Features that a backend may refuse.
+OPTIONAL = tuple(feature for feature in (*SHAPE_FEATURES, *FEATURES) if feature.refusal_name)
+ADJUSTING = frozenset([feature.refusal_name for feature in FEATURES if feature.adjusts])
 # COMPOSABLE: features that combine with each other and with any lengths. EVERYTHING and EVERYTHING_CASE: the changes of
 # a typical problem and of a typical test case that add all of them.
 COMPOSABLE = tuple(feature for feature in OPTIONAL if feature.case)

@@ -27,7 +27,7 @@ from diyfa.attention import Words, attend, checked_options, packed_lengths
 from diyfa.attn_probs import signed_probabilities
 from diyfa.keywords import refuse_unknown, without_unknown
 from diyfa.kvcache import attend_packed, flash_attn_with_kvcache
-from diyfa.options import UNBOUNDED, WHOLE, Lengths, pack
+from diyfa.options import NO_LENGTHS, UNBOUNDED, Lengths, pack
 from diyfa.problem import VARLEN
 
 __all__ = [
@@ -56,19 +56,21 @@ def _attend(
     owners: dict[str, torch.Tensor], lengths: Lengths | None, return_attn_probs: bool, *tail: Any
 ) -> FlashAttnResult:
     """Run one call. `owners` are q, k and v, or the tensors that pack them; `tail` are the arguments of `TAIL`."""
-    given = dict(zip(TAIL, tail, strict=True))
-    given["layout"] = "bshd" if lengths is None else VARLEN
-    return attend(owners, lengths or WHOLE, return_attn_probs, given, WORDS, signed_probabilities)
+    arguments = dict(zip(TAIL, tail, strict=True))
+    arguments["layout"] = "bshd" if lengths is None else VARLEN
+    return attend(owners, lengths or NO_LENGTHS, return_attn_probs, arguments, WORDS, signed_probabilities)
 
 
-def _attend_pages(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _attend_pages(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **arguments: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend packed queries to pages, or to the first `seqused_k` keys of packed sequences -> out and lse."""
     for name in ("max_seqlen_q", "max_seqlen_k"):
-        given[name] = validation.check_length(name, given[name])
-    given["window"] = validation.check_window(given["window"], "window_size")
+        arguments[name] = validation.check_length(name, arguments[name])
+    arguments["window"] = validation.check_window(arguments["window"], "window_size")
     default: dict[str, Any] = dict.fromkeys(("seqused_k", "sinks", "out", "backend"))
     default |= {"variant": "auto", "scale_name": "softmax_scale", "num_splits": 0}
-    return attend_packed(q, k, v, {**default, **given})
+    return attend_packed(q, k, v, {**default, **arguments})
 
 
 @without_unknown
@@ -262,15 +264,15 @@ def flash_attn_varlen_qkvpacked_func(
 
 
 def _forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths | None, return_softmax: bool, **given: Any
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths | None, return_softmax: bool, **arguments: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    validation.check_booleans(causal=given["causal"], return_softmax=return_softmax)
-    if return_softmax and not given["dropout_p"]:
+    validation.check_booleans(causal=arguments["causal"], return_softmax=return_softmax)
+    if return_softmax and not arguments["dropout_p"]:
         raise ValueError("return_softmax=True needs dropout_p > 0: it shows what dropout kept")
     validation.check_tensors(q=q, k=k, v=v)
-    given["layout"] = "bshd" if lengths is None else VARLEN
-    lengths = lengths or WHOLE
-    options = checked_options(q, k, v, lengths, given, WORDS)._replace(needs_grad=True)
+    arguments["layout"] = "bshd" if lengths is None else VARLEN
+    lengths = lengths or NO_LENGTHS
+    options = checked_options(q, k, v, lengths, arguments, WORDS)._replace(needs_grad=True)
     with torch.no_grad():
         out, lse = torch.ops.diyfa.attention_fwd(q, k, v, "", *pack(lengths, options))
         probabilities = signed_probabilities(q, k, lse, lengths, options) if return_softmax else q.new_empty(0)
@@ -283,30 +285,30 @@ def _backward(
     saved: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     gradients: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
     lengths: Lengths | None,
-    **given: Any,
+    **arguments: Any,
 ) -> torch.Tensor:
     """Fill `gradients`, buffers of q, k and v or None; return delta. `saved`: q, k, v, out and the log-sum-exp."""
     q, k, v, out, softmax_lse = saved
-    validation.check_booleans(causal=given["causal"], deterministic=given["deterministic"])
+    validation.check_booleans(causal=arguments["causal"], deterministic=arguments["deterministic"])
     validation.check_tensors(dout=dout, q=q, k=k, v=v, out=out, softmax_lse=softmax_lse)
-    if not given["dropout_p"]:
-        given["rng_state"] = None  # unused without dropout
-    elif given["rng_state"] is None:
+    if not arguments["dropout_p"]:
+        arguments["rng_state"] = None  # unused without dropout
+    elif arguments["rng_state"] is None:
         raise ValueError("dropout_p > 0 needs the rng_state that the forward pass returned")
-    given["layout"] = "bshd" if lengths is None else VARLEN
-    lengths = lengths or WHOLE
-    options = checked_options(q, k, v, lengths, given, WORDS)._replace(needs_grad=True)
+    arguments["layout"] = "bshd" if lengths is None else VARLEN
+    lengths = lengths or NO_LENGTHS
+    options = checked_options(q, k, v, lengths, arguments, WORDS)._replace(needs_grad=True)
     out_shape = (*q.shape[:-1], v.shape[-1])
     lse_shape = (q.shape[1], q.shape[0]) if options.layout == VARLEN else (q.shape[0], q.shape[2], q.shape[1])
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     expected = [("dout", dout, out_shape, q.dtype), ("out", out, out_shape, q.dtype)]
     expected.append(("softmax_lse", softmax_lse, lse_shape, lse_dtype))
-    for name, wanted, like in zip(("dq", "dk", "dv"), gradients, (q, k, v), strict=True):
-        if wanted is not None:
-            validation.check_tensors(**{name: wanted})
-            expected.append((name, wanted, tuple(like.shape), q.dtype))
-            if wanted.stride(-1) != 1 and wanted.shape[-1] != 1 and wanted.numel():
-                raise ValueError(f"the last dimension of {name} must have stride 1, got strides {wanted.stride()}")
+    for name, buffer, template in zip(("dq", "dk", "dv"), gradients, (q, k, v), strict=True):
+        if buffer is not None:
+            validation.check_tensors(**{name: buffer})
+            expected.append((name, buffer, tuple(template.shape), q.dtype))
+            if buffer.stride(-1) != 1 and buffer.shape[-1] != 1 and buffer.numel():
+                raise ValueError(f"the last dimension of {name} must have stride 1, got strides {buffer.stride()}")
     for name, x, shape, dtype in expected:
         validation.check_same_device(q, **{name: x})
         if tuple(x.shape) != tuple(shape):

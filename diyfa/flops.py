@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from diyfa.kvcache_ops import capacity_of, unpack_call
+from diyfa.kvcache_ops import sequence_capacity, unpack_call
 from diyfa.options import Lengths, unpack
 from diyfa.problem import LAYOUTS, VARLEN
 
@@ -36,8 +36,8 @@ def _pairs(q_shape: Sequence[int], k_shape: Sequence[int], lengths: Lengths, lay
     if layout == VARLEN:
         assert lengths.cu_seqlens_q is not None, "a varlen call comes with cu_seqlens"
         queries = _lengths_between(lengths.cu_seqlens_q, lengths.max_seqlen_q)
-        of_keys = lengths.cu_seqlens_k
-        keys = queries if of_keys is None else _lengths_between(of_keys, lengths.max_seqlen_k)
+        offsets_k = lengths.cu_seqlens_k
+        keys = queries if offsets_k is None else _lengths_between(offsets_k, lengths.max_seqlen_k)
         return sum(q * k for q, k in zip(queries, keys, strict=True))
     batch, _, seqlen, _ = LAYOUTS[layout]
     if lengths.seq_lens is None:
@@ -84,7 +84,7 @@ def kvcache_fwd_flop(*call: Any, out_val: Any = None) -> int:
     """Count q kᵀ and p v over the keys that each sequence has."""
     tensors, options = unpack_call(call)
     q, dims = tensors.q, tensors.q.shape[-1] + tensors.v_cache.shape[-1]
-    capacity = capacity_of(tensors, options.max_seqlen_k)
+    capacity = sequence_capacity(tensors, options.max_seqlen_k)
     offsets = tensors.cu_seqlens_q
     queries = [q.shape[1]] * q.shape[0] if offsets is None else _lengths_between(offsets, options.max_seqlen_q)
     if tensors.seqlens is not None:

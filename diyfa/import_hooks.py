@@ -29,8 +29,8 @@ class _Waiting:
         if fullname != self.name:
             return None
         finders = [finder for finder in sys.meta_path if finder is not self]
-        found = (finder.find_spec(fullname, path, target) for finder in finders)
-        spec = next((spec for spec in found if spec is not None), None)
+        specs = (finder.find_spec(fullname, path, target) for finder in finders)
+        spec = next((spec for spec in specs if spec is not None), None)
         if spec is not None and spec.loader is not None:
             loader: Any = spec.loader
             execute = loader.exec_module

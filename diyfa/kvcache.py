@@ -26,8 +26,8 @@ from diyfa.kvcache_ops import (
     with_room,
     without_backward,
 )
-from diyfa.options import UNBOUNDED, WHOLE
-from diyfa.plan import autocast_dtype, find, is_described_only, key_of, remember
+from diyfa.options import NO_LENGTHS, UNBOUNDED
+from diyfa.plan import autocast_dtype, call_key, find, is_described_only, remember
 from diyfa.problem import VARLEN, KVCacheTensors, NewKeys
 
 KVCacheResult = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -42,7 +42,7 @@ _OPTIONAL = (
     "sinks", "k_descale", "v_descale", "k", "v", "rotary_cos", "rotary_sin", "out",
 )  # fmt: skip
 _TABLE = _OPTIONAL.index("block_table")
-_OPTIONAL_OF_PACKED = ("seqused_k", *_OPTIONAL[1:])
+_PACKED_OPTIONAL = ("seqused_k", *_OPTIONAL[1:])
 
 
 class _Call(NamedTuple):
@@ -76,9 +76,9 @@ class _Call(NamedTuple):
     def options(self) -> KVCacheOptions:
         return KVCacheOptions._make(self[-len(KVCacheOptions._fields) :])._replace(softcap=float(self.softcap))
 
-    def given(self) -> dict[str, Any]:
+    def optional_by_name(self) -> dict[str, Any]:
         """Return the optional tensors that are given, by the caller's names for them."""
-        names = _OPTIONAL_OF_PACKED if self.is_packed else _OPTIONAL
+        names = _PACKED_OPTIONAL if self.is_packed else _OPTIONAL
         return {name: x for name, x in zip(names, self.optional, strict=True) if x is not None}
 
 
@@ -142,10 +142,10 @@ def _capacity(k_cache: torch.Tensor, block_table: torch.Tensor | None) -> int:
     return k_cache.shape[1] if block_table is None else block_table.shape[1] * k_cache.shape[1]
 
 
-def _check_optional(q: torch.Tensor, sizes: Sizes, given: dict[str, Any]) -> None:
+def _check_optional(q: torch.Tensor, sizes: Sizes, optional: dict[str, Any]) -> None:
     """Check device, dtype, shape and strides of the optional tensors by their rows in the table."""
     rows = CACHE_TENSORS if q.dim() == 4 else PACKED_TENSORS
-    for name, x in given.items():
+    for name, x in optional.items():
         row = rows[name]
         validation.check_same_device(q, **{name: x})
         dtypes = [dtype or q.dtype for dtype in row.dtypes]
@@ -158,9 +158,9 @@ def _check_optional(q: torch.Tensor, sizes: Sizes, given: dict[str, Any]) -> Non
             _check_stride(**{name: x})
 
 
-def _check_new_keys(call: _Call, given: dict[str, Any], capacity: int) -> int:
+def _check_new_keys(call: _Call, optional: dict[str, Any], capacity: int) -> int:
     """Check that new keys and their rotation fit; return the number of new keys."""
-    q, k, v, cos, sin = call.q, *(given.get(name) for name in ("k", "v", "rotary_cos", "rotary_sin"))
+    q, k, v, cos, sin = call.q, *(optional.get(name) for name in ("k", "v", "rotary_cos", "rotary_sin"))
     if k is None:
         if v is not None:
             raise ValueError("v is appended beside k, which is None")
@@ -192,20 +192,20 @@ def _check_new_keys(call: _Call, given: dict[str, Any], capacity: int) -> int:
     return length
 
 
-def _check_sequences(call: _Call, given: dict[str, Any]) -> int:
+def _check_sequences(call: _Call, optional: dict[str, Any]) -> int:
     """Check the tensors that say where sequences are and how long; return the number of sequences."""
-    q, k, table = call.q, call.k, given.get("block_table")
+    q, k, table = call.q, call.k, optional.get("block_table")
     if call.is_packed:
-        if given.get("cu_seqlens_k") is None and (given.get("seqused_k") is None or table is None):
+        if optional.get("cu_seqlens_k") is None and (optional.get("seqused_k") is None or table is None):
             raise ValueError(
                 "cu_seqlens_k may be None only where block_table says where the keys are, and seqused_k how many"
             )
-        validation.check_tensors(cu_seqlens_q=given.get("cu_seqlens_q"))
-        cu_q = given["cu_seqlens_q"]
+        validation.check_tensors(cu_seqlens_q=optional.get("cu_seqlens_q"))
+        cu_q = optional["cu_seqlens_q"]
         if cu_q.dim() != 1 or not cu_q.shape[0]:
             raise ValueError(f"cu_seqlens_q must be a vector of B + 1 offsets, got shape {_shape(cu_q)}")
         return cu_q.shape[0] - 1
-    batch, index = q.shape[0], given.get("cache_batch_idx")
+    batch, index = q.shape[0], optional.get("cache_batch_idx")
     if table is not None and index is not None:
         raise ValueError("cache_batch_idx chooses rows of a contiguous cache; pages are chosen by block_table")
     if table is None and index is None and k.shape[0] < batch:
@@ -215,34 +215,34 @@ def _check_sequences(call: _Call, given: dict[str, Any]) -> int:
 
 def _check(call: _Call) -> None:
     """Check all that shapes, strides, dtypes and devices show."""
-    q, k, v, given = call.q, call.k, call.v, call.given()
+    q, k, v, optional = call.q, call.k, call.v, call.optional_by_name()
     names = ("q", "k", "v") if call.is_packed else ("q", "k_cache", "v_cache")
     validation.check_tensors(**dict(zip(names, (q, k, v), strict=True)))
-    table, cos, out = given.get("block_table"), given.get("rotary_cos"), given.get("out")
+    table, cos, out = optional.get("block_table"), optional.get("rotary_cos"), optional.get("out")
     if not call.is_packed and (q.dim() != 4 or k.dim() != 4):
         raise ValueError(
             "q must be (batch, seqlen, heads, head_dim), k_cache (cache batch, rows, heads, head_dim) or (pages, page "
             f"size, heads, head_dim), got {_shape(q)} and {_shape(k)}"
         )
     if call.is_packed and (q.dim() != 3 or k.dim() != (3 if table is None else 4)):
-        of_keys = "(total, heads, head_dim)" if table is None else "(pages, page size, heads, head_dim)"
-        raise ValueError(f"q must be (total, heads, head_dim) and k {of_keys}, got {_shape(q)} and {_shape(k)}")
+        key_shape = "(total, heads, head_dim)" if table is None else "(pages, page size, heads, head_dim)"
+        raise ValueError(f"q must be (total, heads, head_dim) and k {key_shape}, got {_shape(q)} and {_shape(k)}")
     _check_caches(q, k, v, names)
-    validation.check_tensors(**given)
-    batch, pages = _check_sequences(call, given), table.shape[1] if table is not None and table.dim() == 2 else 0
+    validation.check_tensors(**optional)
+    batch, pages = _check_sequences(call, optional), table.shape[1] if table is not None and table.dim() == 2 else 0
     sizes = {
         "b": batch, "h": q.shape[-2], "q": q.shape[1], "g": k.shape[-2], "d": q.shape[-1], "e": v.shape[-1], "p": pages,
         "t": q.shape[0],
     }  # fmt: skip
     if not call.is_packed:
-        sizes["s"] = _check_new_keys(call, given, k.shape[1] if table is None else pages * k.shape[1])
+        sizes["s"] = _check_new_keys(call, optional, k.shape[1] if table is None else pages * k.shape[1])
     if cos is not None:
         sizes["r"], sizes["f"] = cos.shape
-    _check_optional(q, sizes, given)
+    _check_optional(q, sizes, optional)
     validation.check_scalars(call.scale, call.softcap, 0.0, scale_name=call.scale_name)
     validation.check_length("num_splits", call.num_splits)
     for name in ("k_descale", "v_descale"):
-        if name in given and k.dtype != FLOAT8:
+        if name in optional and k.dtype != FLOAT8:
             raise ValueError(f"{name} belongs to a cache of {FLOAT8}, got one of {k.dtype}")
     if out is not None:
         _check_not_expanded(out=out)
@@ -262,8 +262,8 @@ def _check_pages(tensors: KVCacheTensors, keys: torch.Tensor, queries: torch.Ten
     if tensors.added:
         first = torch.minimum(first, keys - tensors.added)
     columns = torch.arange(block_table.shape[1], device=block_table.device)
-    used = (columns >= (first // page_size)[:, None]) & (columns < ((keys + page_size - 1) // page_size)[:, None])
-    outside = used & ((block_table < 0) | (block_table >= pages))
+    is_used = (columns >= (first // page_size)[:, None]) & (columns < ((keys + page_size - 1) // page_size)[:, None])
+    outside = is_used & ((block_table < 0) | (block_table >= pages))
     if bool(outside.any()):
         b, column = outside.nonzero()[0].tolist()
         raise ValueError(
@@ -354,9 +354,9 @@ def _autocast(call: _Call) -> _Call | None:
     if dtype not in ATTENTION_DTYPES:
         return None
     dtypes = (torch.float32,) if as_in_training else (torch.float32, torch.float16, torch.bfloat16)
-    given = (q, k, v) if as_in_training else (q, *optional[_BOUND : _BOUND + 2])
-    cast = [x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype in dtypes else x for x in given]
-    if all(x is y for x, y in zip(cast, given, strict=True)):
+    inputs = (q, k, v) if as_in_training else (q, *optional[_BOUND : _BOUND + 2])
+    cast = [x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype in dtypes else x for x in inputs]
+    if all(x is y for x, y in zip(cast, inputs, strict=True)):
         return None
     if as_in_training:
         return call._replace(q=cast[0], k=cast[1], v=cast[2])
@@ -383,12 +383,12 @@ def _as_backends_read(index: int, x: torch.Tensor, call: _Call) -> torch.Tensor:
 def _bind(call: _Call, length: int, plan: KVCachePlan | None = None) -> tuple[KVCacheTensors, NewKeys | None]:
     """Return the tensors of a checked call as backends read them. `plan` is that of an earlier equal call."""
     q, k, v, optional, scale = call[:5]
-    rest: Any = optional[:_BOUND]
+    bound: Any = optional[:_BOUND]
     new_k, new_v, cos, sin = optional[_BOUND:-1]
     if call.is_full:
         length = _capacity(k, optional[_TABLE])
-    if plan is None or not plan.binds_given:
-        rest = [x if x is None else _as_backends_read(i, x, call) for i, x in enumerate(rest)]
+    if plan is None or not plan.binds_without_copies:
+        bound = [x if x is None else _as_backends_read(i, x, call) for i, x in enumerate(bound)]
     if plan is None:
         scale, added = q.shape[-1] ** -0.5 if scale is None else float(scale), 0 if new_k is None else new_k.shape[1]
     else:
@@ -396,14 +396,14 @@ def _bind(call: _Call, length: int, plan: KVCachePlan | None = None) -> tuple[KV
     new = None if new_k is None else NewKeys(new_k, new_v, cos, sin, call.interleaved)
     if new is not None and cos is not None:
         new = with_room(new, q)
-    return KVCacheTensors(q, k, v, scale, length, added, *rest), new
+    return KVCacheTensors(q, k, v, scale, length, added, *bound), new
 
 
 def _attend(call: _Call, length: int, max_seqlen_k: int, returns_lse: bool) -> Any:
     """Run a call -> (out, lse if `returns_lse`, …). Equal calls may differ in `length`, which is that of all sequences
     if no tensor has lengths, and in `max_seqlen_k`, which packed queries have."""
     q, k, v, optional = call[:4]
-    key = key_of(q, k, v, WHOLE, call[4:], optional, over_cache=True)
+    key = call_key(q, k, v, NO_LENGTHS, call[4:], optional, over_cache=True)
     plan = find(key)
     if plan is None:
         cast = _autocast(call)
@@ -418,7 +418,7 @@ def _attend(call: _Call, length: int, max_seqlen_k: int, returns_lse: bool) -> A
         plan = Operators(call.options, needs_grad((q, k, v, *optional), out))
     elif plan is None:
         plan = KVCachePlan(tensors, call.options, new, out)
-        plan.binds_given = all(map(is_, tensors[-_BOUND:], optional))
+        plan.binds_without_copies = all(map(is_, tensors[-_BOUND:], optional))
         plan.reads_values = q.is_cpu or not (call.is_packed or tensors.seqlens is not None)
         plan.wants_grad = needs_grad((q, k, v, *optional), out)
         remember(key, plan)
@@ -536,38 +536,40 @@ def flash_attn_with_kvcache(
 # ---- Packed queries ---------------------------------------------------------------------------------------------
 
 
-def _packed_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: dict[str, Any]) -> _Call:
+def _packed_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arguments: dict[str, Any]) -> _Call:
     """Return the call of `attend_packed`. Over pages, growing lengths make few different calls."""
-    if given["dropout_p"]:
+    if arguments["dropout_p"]:
         raise ValueError("dropout_p belongs to training; block_table, seqused_k and out to inference")
-    (left, right), longest = given["window"], given["max_seqlen_k"]
+    (left, right), longest = arguments["window"], arguments["max_seqlen_k"]
     return _Call(
-        q, k, v, tuple(map(given.get, _OPTIONAL_OF_PACKED)), given["sm_scale"], given["scale_name"], True, False,
-        VARLEN, left, 0 if given["causal"] else right, given["softcap"], given["max_seqlen_q"],
-        longest if given["block_table"] is None else bucket(longest), given["num_splits"],
-        registry.is_batch_invariant(), given["backend"] or registry.forced_backend(), given["variant"],
+        q, k, v, tuple(map(arguments.get, _PACKED_OPTIONAL)), arguments["sm_scale"], arguments["scale_name"], True,
+        False, VARLEN, left, 0 if arguments["causal"] else right, arguments["softcap"], arguments["max_seqlen_q"],
+        longest if arguments["block_table"] is None else bucket(longest), arguments["num_splits"],
+        registry.is_batch_invariant(), arguments["backend"] or registry.forced_backend(), arguments["variant"],
     )  # fmt: skip
 
 
 def attend_packed(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: dict[str, Any], returns_lse: bool = True
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arguments: dict[str, Any], returns_lse: bool = True
 ) -> tuple[Any, Any]:
     """Attend packed queries (Tq, H, D) to pages or packed keys -> out and, if `returns_lse`, lse.
 
-    There is no backward pass, as in `flash_attn_with_kvcache`. `given` are the other arguments of
+    There is no backward pass, as in `flash_attn_with_kvcache`. `arguments` are the other arguments of
     `flash_attention_varlen`, with booleans and window checked, and `scale_name`, the caller's name of the scale.
     """
-    pair = _attend(_packed_call(q, k, v, given), 0, given["max_seqlen_k"], returns_lse)
+    pair = _attend(_packed_call(q, k, v, arguments), 0, arguments["max_seqlen_k"], returns_lse)
     return pair[0], pair[1]
 
 
-def explain_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: dict[str, Any]) -> registry.Explanation:
+def explain_packed(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arguments: dict[str, Any]
+) -> registry.Explanation:
     """Explain what `attend_packed` would run with the same arguments, without running it."""
-    call = _packed_call(q, k, v, given)
+    call = _packed_call(q, k, v, arguments)
     call = _autocast(call) or call
     _check(call)
     tensors, _ = _bind(call, 0)
-    _check_values(call, tensors, given["max_seqlen_k"])
+    _check_values(call, tensors, arguments["max_seqlen_k"])
     out, backend = call.optional[-1], registry.resolve_backend(q.device, call.backend)
     check_out(out, tensors, call.layout)
     problem = describe_kvcache(backend, tensors, call.options, out)

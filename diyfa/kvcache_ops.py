@@ -60,7 +60,7 @@ _TYPES = {
 
 def _types(fields: type) -> dict[str, str]:
     """Return {field: its type in the schema} of a named tuple."""
-    return {name: _TYPES[of.__forward_arg__] for name, of in fields.__annotations__.items()}
+    return {name: _TYPES[annotation.__forward_arg__] for name, annotation in fields.__annotations__.items()}
 
 
 _CALL = {**_types(KVCacheTensors), **_types(KVCacheOptions)}
@@ -69,7 +69,7 @@ del _APPEND["rotated_q"]  # the operator returns it
 
 
 def _schema(types: dict[str, str], **mutated: str) -> str:
-    return ", ".join(f"{mutated.get(name, of)} {name}" for name, of in types.items())
+    return ", ".join(f"{mutated.get(name, type_name)} {name}" for name, type_name in types.items())
 
 
 _lib = torch.library.Library("diyfa", "FRAGMENT")
@@ -81,18 +81,18 @@ _lib.define(
 _lib.define("kvcache_bwd(SymInt[] shape, ScalarType dtype, Device device) -> Tensor")  # raises
 
 
-def _pack(*parts: Any) -> list[Any]:
+def _pack(*named_tuples: Any) -> list[Any]:
     """Return the fields of a call's named tuples in the order of the schema."""
-    return [value for part in parts for name, value in part._asdict().items() if name in _APPEND]
+    return [value for named_tuple in named_tuples for name, value in named_tuple._asdict().items() if name in _APPEND]
 
 
 def _unpack(names: dict[str, str], values: tuple[Any, ...]) -> list[Any]:
     """Return the named tuples of a call from flat arguments: the inverse of `_pack`."""
-    given = dict(zip(names, values, strict=True))
-    parts: list[Any] = [KVCacheTensors, KVCacheOptions, NewKeys] if "interleaved" in names else [
+    named = dict(zip(names, values, strict=True))
+    classes: list[Any] = [KVCacheTensors, KVCacheOptions, NewKeys] if "interleaved" in names else [
         KVCacheTensors, KVCacheOptions,
     ]  # fmt: skip
-    return [part(**{name: given[name] for name in part._fields if name in given}) for part in parts]
+    return [cls(**{name: named[name] for name in cls._fields if name in named}) for cls in classes]
 
 
 def unpack_call(values: tuple[Any, ...]) -> tuple[KVCacheTensors, KVCacheOptions]:
@@ -165,11 +165,11 @@ def check_out(out: torch.Tensor | None, tensors: Sequence[Any], layout: str) -> 
     if out is None:
         return
     for name, x in zip(("q", "k_cache", "v_cache"), tensors, strict=False):
-        same = name == "q" and out.data_ptr() == x.data_ptr() and out.shape == x.shape and out.stride() == x.stride()
-        if same and layout != VARLEN:
+        is_q = name == "q" and out.data_ptr() == x.data_ptr() and out.shape == x.shape and out.stride() == x.stride()
+        if is_q and layout != VARLEN:
             continue
         if share_memory(out, x):
-            why = ": it is cleared before packed queries are read" if same else ""
+            why = ": it is cleared before packed queries are read" if is_q else ""
             raise ValueError(f"out must not share memory with {name}{why}")
 
 
@@ -178,7 +178,7 @@ def bucket(length: int) -> int:
     return 1 << (length - 1).bit_length() if length > 0 else 0
 
 
-def capacity_of(tensors: KVCacheTensors, max_seqlen_k: int) -> int:
+def sequence_capacity(tensors: KVCacheTensors, max_seqlen_k: int) -> int:
     """Return the most keys that a sequence can have."""
     k_cache, table = tensors.k_cache, tensors.block_table
     if k_cache.dim() == 3:
@@ -192,11 +192,11 @@ def describe_kvcache(
 ) -> KVCacheProblem:
     """Return the problem of one call. `out` is the caller's tensor for the result."""
     q, k_cache, v_cache = tensors.q, tensors.k_cache, tensors.v_cache
-    packed, capacity = options.layout == VARLEN, capacity_of(tensors, options.max_seqlen_k)
+    packed, capacity = options.layout == VARLEN, sequence_capacity(tensors, options.max_seqlen_k)
     offsets = tensors.cu_seqlens_q
     left, right = options.window_left, options.window_right
     seqlen_q = min(options.max_seqlen_q, q.shape[0]) if packed else q.shape[1]
-    return KVCacheProblem.of({
+    return KVCacheProblem.from_fields({
         "device_type": backend.device_type,
         "arch": backend.arch(q.device),
         "dtype": dtype_name(q.dtype),
@@ -258,45 +258,45 @@ class _Step:
         self.repeat: Callable[..., Any] | None = None
         self._present: Callable[[Any], Any] = tuple  # selects the tensors among a call's fields
 
-    def _again(self, length: int, given: tuple[Any, ...], how: tuple[Any, ...]) -> Any:
+    def _relaunch(self, length: int, inputs: tuple[Any, ...], arguments: tuple[Any, ...]) -> Any:
         if self.repeat is None:
             return None
-        present = self._present(given)
-        return self.repeat([*[x.data_ptr() for x in present], length], present, *how)
+        present = self._present(inputs)
+        return self.repeat([*[x.data_ptr() for x in present], length], present, *arguments)
 
     def run(
-        self, tensors: KVCacheTensors, given: tuple[Any, ...], results: Callable[[], tuple[Any, ...]], *how: Any
+        self, tensors: KVCacheTensors, inputs: tuple[Any, ...], results: Callable[[], tuple[Any, ...]], *arguments: Any
     ) -> Any:
         """Run the kernel and return what it has filled, or what a repeated launch returns.
 
-        `given` contains all tensors that the kernel reads, in the order of the fields. `results` makes the arguments of
-        `Kernel.launch` behind `tensors`. `how` are the arguments of a repeated launch behind the tensors.
+        `inputs` contains all tensors that the kernel reads, in the order of the fields. `results` makes the arguments
+        of `Kernel.launch` behind `tensors`. `arguments` are those of a repeated launch behind the tensors.
         """
-        made = self._again(tensors.length, given, how)
-        if made is not None:
-            return made
-        problem, kernel, rest = self.problem, self.kernel, results()
+        repeated = self._relaunch(tensors.length, inputs, arguments)
+        if repeated is not None:
+            return repeated
+        problem, kernel, outputs = self.problem, self.kernel, results()
         if self.has_run and kernel.repeat is not None:
-            self._present = itemgetter(*[i for i, x in enumerate(given) if isinstance(x, torch.Tensor)])
-            self.repeat = kernel.repeat(problem, tensors, *rest)
-            made = self._again(tensors.length, given, how)
-            if made is not None:
-                return made
+            self._present = itemgetter(*[i for i, x in enumerate(inputs) if isinstance(x, torch.Tensor)])
+            self.repeat = kernel.repeat(problem, tensors, *outputs)
+            repeated = self._relaunch(tensors.length, inputs, arguments)
+            if repeated is not None:
+                return repeated
         if problem.varlen and not kernel.clears:
-            out, lse = rest
+            out, lse = outputs
             out.zero_()
             lse.fill_(float("inf"))
-        kernel.launch(problem, tensors, *rest)
+        kernel.launch(problem, tensors, *outputs)
         self.has_run = True
-        return rest
+        return outputs
 
 
 class KVCachePlan:
     """The plan of a call: the steps that append new keys and attend, and all else that equal calls have in common."""
 
     __slots__ = (
-        "_append", "_attend", "_computes_nothing", "_reach", "added", "binds_given", "problem", "reads_values", "scale",
-        "wants_grad",
+        "_append", "_attend", "_computes_nothing", "_reach", "added", "binds_without_copies", "problem", "reads_values",
+        "scale", "wants_grad",
     )  # fmt: skip
 
     def __init__(
@@ -322,9 +322,9 @@ class KVCachePlan:
                 self._append = step
         self._computes_nothing = _computes_nothing(tensors, options)
         self.scale, self.added = tensors.sm_scale, tensors.added
-        # Set by the front end. `binds_given`: kernels read the caller's tensors, no copies or views of them.
+        # Set by the front end. `binds_without_copies`: kernels read the caller's tensors, no copies or views of them.
         # `reads_values`: the host can check lengths or tables. `wants_grad`: an input requires a gradient in grad mode.
-        self.binds_given = self.reads_values = self.wants_grad = False
+        self.binds_without_copies = self.reads_values = self.wants_grad = False
 
     def run(
         self, tensors: KVCacheTensors, new: NewKeys | None, out: torch.Tensor | None, returns_lse: bool = True
@@ -338,8 +338,8 @@ class KVCachePlan:
                 tensors = tensors._replace(q=new.rotated_q)
 
         def results() -> Pair:
-            given = empty_output(tensors.q, self.problem.head_dim_v) if out is None else out
-            return given, empty_lse(tensors.q, self.problem.layout)
+            out_buffer = empty_output(tensors.q, self.problem.head_dim_v) if out is None else out
+            return out_buffer, empty_lse(tensors.q, self.problem.layout)
 
         if self._computes_nothing:
             pair = results()
@@ -385,8 +385,8 @@ class Operators:
 
 def _differentiable(tensors: Sequence[torch.Tensor | None], out: torch.Tensor | None) -> list[torch.Tensor]:
     """Return the `tensors` (q first) that require a gradient, without `out`, which the call overwrites."""
-    given = [x for x in tensors if x is not None and x.requires_grad]
-    return [x for x in given if x is not out or x is tensors[0]]
+    requiring_grad = [x for x in tensors if x is not None and x.requires_grad]
+    return [x for x in requiring_grad if x is not out or x is tensors[0]]
 
 
 def needs_grad(tensors: Sequence[Any], out: torch.Tensor | None) -> bool:
@@ -408,7 +408,7 @@ class _NoBackward(torch.autograd.Function):
         return (None, *(torch.ops.diyfa.kvcache_bwd(*x) for x in ctx.inputs))  # an operator: tracing must not raise
 
 
-def _takes_grad_fn(x: torch.Tensor, inputs: Sequence[torch.Tensor]) -> bool:
+def _can_get_grad_fn(x: torch.Tensor, inputs: Sequence[torch.Tensor]) -> bool:
     """Return whether a result can get a grad_fn: it is no view, no leaf that requires a gradient, and no input."""
     is_leaf = x.is_leaf and x.requires_grad
     return not (torch.compiler.is_compiling() or x._is_view() or is_leaf or any(x is y for y in inputs))
@@ -417,7 +417,7 @@ def _takes_grad_fn(x: torch.Tensor, inputs: Sequence[torch.Tensor]) -> bool:
 def without_backward(pair: Sequence[Any], tensors: Sequence[Any], out: torch.Tensor | None) -> Pair:
     """Return out and lse of a call whose `tensors` require a gradient, or aliases, with a grad_fn that raises."""
     inputs = _differentiable(tensors, out)
-    results = tuple(x if _takes_grad_fn(x, inputs) else x.detach() for x in pair[:2])
+    results = tuple(x if _can_get_grad_fn(x, inputs) else x.detach() for x in pair[:2])
     return _NoBackward.apply(results, *inputs)
 
 

@@ -10,14 +10,14 @@ import torch
 from diyfa import ops, registry, validation
 from diyfa.attention import autocast
 from diyfa.keywords import refuse_unknown, without_unknown
-from diyfa.options import WHOLE
-from diyfa.plan import find, is_described_only, key_of
+from diyfa.options import NO_LENGTHS
+from diyfa.plan import call_key, find, is_described_only
 
 PRECISIONS = ("tf32", "ieee")
 _has_warned = False
 
 
-def _warn_of_half() -> None:
+def _warn_about_half() -> None:
     """Warn once in a process that the result of float32 matrices is float16: documented, but surprising."""
     global _has_warned
     if not _has_warned:
@@ -67,12 +67,12 @@ def triton_matmul(
         refuse_unknown(triton_matmul, unknown)
     backend = backend or registry.forced_backend()
     blocks = (block_m, block_n, block_k)
-    asked = ("triton_matmul", *blocks, type(use_autotune), use_autotune, precision, out_dtype, backend)
-    key = key_of(a, b, b, WHOLE, asked, ())
+    choices = ("triton_matmul", *blocks, type(use_autotune), use_autotune, precision, out_dtype, backend)
+    key = call_key(a, b, b, NO_LENGTHS, choices, ())
     plan = find(key)
     if plan is not None:
         return plan.run(a, b)
-    given = a, b
+    inputs = a, b
     validation.check_tensors(a=a, b=b)
     if precision is None:
         a, b = autocast(a, b)
@@ -89,10 +89,10 @@ def triton_matmul(
     if out_dtype not in validation.MATMUL_DTYPES:
         raise TypeError(f"Unsupported dtype {out_dtype} for the result: expected float16, bfloat16 or float32")
     tile = None if block_m is None else blocks
-    if given[0] is not a or given[1] is not b or is_described_only(a) or ops.wants_grad(a, b):
+    if inputs[0] is not a or inputs[1] is not b or is_described_only(a) or ops.wants_grad(a, b):
         key = None
     options = tile, use_autotune, precision or "ieee", compute_dtype, out_dtype, backend
     product = ops.matmul(a, b, *options) if key is None else ops.product_plan(a, b, key, *options).run(a, b)
     if is_unasked and not torch.compiler.is_compiling():
-        _warn_of_half()
+        _warn_about_half()
     return product

@@ -20,14 +20,14 @@ from pathlib import Path
 from diyfa.arch import npu_spec
 from diyfa.device import NPUCapabilities, NPUStatus, detect_npu, npu_status
 from diyfa.npu_stacks import (
-    COMPILER_OF_CANN_8_5,
+    CANN_8_5_COMPILER,
     COMPILERS,
     TRITON_ASCEND,
     TRITON_ASCEND_CANN,
     TRITON_ASCEND_PYTHON,
+    documented_stack,
     installed_version,
     release,
-    stack_of,
     torch_npu_for,
     triton_problem,
 )
@@ -36,7 +36,7 @@ from diyfa.tuning import home_folder
 FINE, UNTESTED, WRONG = "fine", "untested", "wrong"
 CANN_VARIABLES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
 # (CANN, set_env.sh) below the folder "Ascend", since 8.5.0 and before.
-CANN_PLACES = (("cann", "cann/set_env.sh"), ("ascend-toolkit/latest", "ascend-toolkit/set_env.sh"))
+CANN_FOLDERS = (("cann", "cann/set_env.sh"), ("ascend-toolkit/latest", "ascend-toolkit/set_env.sh"))
 NOT_STARTED = (126, 127)  # exit statuses of a program that cannot be executed, or whose libraries are missing
 COMPILER_SECONDS = 30  # time limit of `bishengir-compile --version`, which reads no input
 
@@ -53,7 +53,7 @@ class Finding:
 
 def _versions() -> dict[str, str]:
     names = ("torch", "torch_npu", "triton", "triton-ascend")
-    return {name: found for name in names if (found := installed_version(name)) is not None}
+    return {name: version for name in names if (version := installed_version(name)) is not None}
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,8 @@ def _cann_in(folder: Path) -> str | None:
     """Return the version of the CANN in a folder such as /usr/local/Ascend/cann, or None."""
     if not os.path.isdir(folder):  # pathlib would raise for a folder without permission
         return None
-    found = (_fields(info).get("version") for info in sorted(folder.glob("*/ascend_toolkit_install.info")))
-    return next(filter(None, found), None)
+    versions = (_fields(info).get("version") for info in sorted(folder.glob("*/ascend_toolkit_install.info")))
+    return next(filter(None, versions), None)
 
 
 def _sourced(machine: Machine) -> Path | None:
@@ -100,22 +100,24 @@ def cann_version(machine: Machine) -> str | None:
 
 
 def _scripts(machine: Machine) -> list[Path]:
-    scripts = [folder / script for folder in machine.folders for _, script in CANN_PLACES]
+    scripts = [folder / script for folder in machine.folders for _, script in CANN_FOLDERS]
     return [script for script in scripts if os.path.exists(script)]  # Path.exists raises without permission
 
 
 def _installed(machine: Machine) -> list[str]:
     """Return "VERSION in FOLDER" for each CANN in the default folders."""
-    places = [folder / place for folder in machine.folders for place, _ in CANN_PLACES]
-    return [f"{version} in {place}" for place in places if (version := _cann_in(place))]
+    folders = [folder / name for folder in machine.folders for name, _ in CANN_FOLDERS]
+    return [f"{version} in {name}" for name in folders if (version := _cann_in(name))]
 
 
 def _cann(machine: Machine) -> Finding:
     home = _sourced(machine)
     if home is None:
-        there = _installed(machine)
-        if there:
-            return Finding("CANN", "; ".join(there), WRONG, "this shell does not use it: source set_env.sh (next line)")
+        installed = _installed(machine)
+        if installed:
+            return Finding(
+                "CANN", "; ".join(installed), WRONG, "this shell does not use it: source set_env.sh (next line)"
+            )
         return Finding(
             "CANN",
             "not found",
@@ -125,37 +127,39 @@ def _cann(machine: Machine) -> Finding:
     version = _cann_in(home)
     if version is None:
         return Finding("CANN", f"unknown version in {home}", UNTESTED, "there is no ascend_toolkit_install.info in it")
-    found, torch_npu = f"{version} in {home}", machine.versions.get("torch_npu", "")
+    text, torch_npu = f"{version} in {home}", machine.versions.get("torch_npu", "")
     if release(version) < release(TRITON_ASCEND_CANN):
         remedy = f"triton-ascend {TRITON_ASCEND} is made for CANN {TRITON_ASCEND_CANN}: install that or a later one"
-        return Finding("CANN", found, WRONG, remedy)
-    stack = stack_of(torch_npu)
+        return Finding("CANN", text, WRONG, remedy)
+    stack = documented_stack(torch_npu)
     if stack and stack.cann and release(version) != release(stack.cann):
         better = torch_npu_for(stack.torch, version)
         remedy = f"torch_npu {torch_npu} is documented for CANN {stack.cann}"
         if better and better != torch_npu:
             remedy += f"; for this one it is torch_npu {better}"
-        return Finding("CANN", found, UNTESTED, remedy)
+        return Finding("CANN", text, UNTESTED, remedy)
     if stack is None or not stack.cann:
-        return Finding("CANN", found, UNTESTED, f"no CANN is documented for torch_npu {torch_npu or '(not installed)'}")
-    return Finding("CANN", found, FINE)
+        return Finding("CANN", text, UNTESTED, f"no CANN is documented for torch_npu {torch_npu or '(not installed)'}")
+    return Finding("CANN", text, FINE)
 
 
 def _set_env(machine: Machine) -> Finding:
     scripts, part = _scripts(machine), "set_env.sh"
-    found = ", ".join(map(str, scripts)) or "not found"
+    text = ", ".join(map(str, scripts)) or "not found"
     source = f"run `source {scripts[0]}`, in every shell" if scripts else ""
     home = _sourced(machine)
     if home is not None:
         variable = next(name for name in CANN_VARIABLES if machine.environ.get(name))
-        told = f"{variable}={home}"
+        variable_text = f"{variable}={home}"
         if os.path.isdir(home):
-            return Finding(part, told, FINE)
-        return Finding(part, told, WRONG, f"there is no such folder, or it is closed: {source or 'install CANN'}")
+            return Finding(part, variable_text, FINE)
+        return Finding(
+            part, variable_text, WRONG, f"there is no such folder, or it is closed: {source or 'install CANN'}"
+        )
     if source:
-        return Finding(part, found, WRONG, source)
-    looked = " or ".join(str(machine.folders[0] / script) for _, script in CANN_PLACES)
-    return Finding(part, found, WRONG, f"looked for {looked} (before CANN 8.5.0): install CANN, then source it")
+        return Finding(part, text, WRONG, source)
+    looked = " or ".join(str(machine.folders[0] / script) for _, script in CANN_FOLDERS)
+    return Finding(part, text, WRONG, f"looked for {looked} (before CANN 8.5.0): install CANN, then source it")
 
 
 def _compiler(machine: Machine) -> Finding:
@@ -172,20 +176,20 @@ def _compiler(machine: Machine) -> Finding:
     printed = done.stdout + done.stderr
     version = re.search(r"bishengir-compile\s+(?:version\s+)?(\d\S*)", printed)
     date = re.search(r"\d{4}-\d\d-\d\d", printed)
-    said = next(iter((done.stderr or done.stdout).strip().splitlines()), "nothing")
+    answer = next(iter((done.stderr or done.stdout).strip().splitlines()), "nothing")
     if done.returncode < 0 or done.returncode in NOT_STARTED:
-        how = f"signal {-done.returncode}" if done.returncode < 0 else f"exit status {done.returncode}"
-        return Finding(part, path, WRONG, f"it does not run: {how}; --version says {said!r}")
+        status = f"signal {-done.returncode}" if done.returncode < 0 else f"exit status {done.returncode}"
+        return Finding(part, path, WRONG, f"it does not run: {status}; --version says {answer!r}")
     if done.returncode or version is None:
-        return Finding(part, path, UNTESTED, f"--version says {said!r}")
-    found = f"{version[1]} of {date[0]} in {path}" if date else f"{version[1]} in {path}"
-    if version[1] == COMPILER_OF_CANN_8_5:
+        return Finding(part, path, UNTESTED, f"--version says {answer!r}")
+    text = f"{version[1]} of {date[0]} in {path}" if date else f"{version[1]} in {path}"
+    if version[1] == CANN_8_5_COMPILER:
         remedy = "it refuses most tiles; slower ones take their place, with a warning: `diyfa tune` finds the fastest"
-        return Finding(part, found, UNTESTED, remedy)
+        return Finding(part, text, UNTESTED, remedy)
     if version[1] not in COMPILERS:
         remedy = f"every tile is proven with {' and '.join(COMPILERS)}: let `diyfa tune` find those that work with it"
-        return Finding(part, found, UNTESTED, remedy)
-    return Finding(part, found, FINE)
+        return Finding(part, text, UNTESTED, remedy)
+    return Finding(part, text, FINE)
 
 
 def _fields(path: Path) -> dict[str, str]:
@@ -202,81 +206,93 @@ def _in_a_range(version: str, ranges: str) -> bool:
 
     Only as many numbers of the version are compared as the end of a range has.
     """
-    found = release(version)
+    number = release(version)
     ends = [(release(low), release(high)) for low, high in re.findall(r"\[([\d.]+),\s*([\d.]+)\]", ranges)]
-    return any(low <= found[: len(low)] and found[: len(high)] <= high for low, high in ends)
+    return any(low <= number[: len(low)] and number[: len(high)] <= high for low, high in ends)
 
 
 def _driver(machine: Machine) -> Finding:
-    place = _fields(machine.root / "etc/ascend_install.info").get("Driver_Install_Path_Param", "/usr/local/Ascend")
-    folder = machine.root / place.lstrip("/")
+    install_path = _fields(machine.root / "etc/ascend_install.info").get(
+        "Driver_Install_Path_Param", "/usr/local/Ascend"
+    )
+    folder = machine.root / install_path.lstrip("/")
     driver, firmware = (_fields(folder / name / "version.info") for name in ("driver", "firmware"))
     part = "driver, firmware"
     if "Version" not in driver:
         verdict = UNTESTED if machine.status.available else WRONG
         remedy = f"no {folder}/driver/version.info: install the driver, or mount that folder into the container"
         return Finding(part, "not found", verdict, remedy)
-    found = f"{driver.get('package_version', driver['Version'])}, {firmware.get('Version', 'not found')}"
+    text = f"{driver.get('package_version', driver['Version'])}, {firmware.get('Version', 'not found')}"
     if "Version" not in firmware:
         remedy = f"no {folder}/firmware/version.info (usual in a container): `npu-smi info` on the host knows it"
-        return Finding(part, found, UNTESTED, remedy)
+        return Finding(part, text, UNTESTED, remedy)
     ranges = driver.get("compatible_version_fw", "")
     if ranges and not _in_a_range(firmware["Version"], ranges):
-        return Finding(part, found, WRONG, f"this driver takes firmware {ranges}: install the pair of one release")
-    return Finding(part, found, FINE if ranges else UNTESTED, "" if ranges else "the driver names no firmware")
+        return Finding(part, text, WRONG, f"this driver takes firmware {ranges}: install the pair of one release")
+    return Finding(part, text, FINE if ranges else UNTESTED, "" if ranges else "the driver names no firmware")
 
 
 def _chip(machine: Machine) -> Finding:
     if machine.chip is None:
         return Finding("chip", "not found", WRONG, f"{machine.status.problem}; {machine.status.remedy}")
     name, cores = machine.chip.name, (machine.chip.cube_cores, machine.chip.vector_cores)
-    found, spec = f"{name}, {cores[0]} cube and {cores[1]} vector cores", npu_spec(name)
+    text, spec = f"{name}, {cores[0]} cube and {cores[1]} vector cores", npu_spec(name)
     if spec is None:
-        return Finding("chip", found, WRONG, "diyfa has kernels for the A2 (910B), A3 (910_93) and A5 (950) families")
+        return Finding("chip", text, WRONG, "diyfa has kernels for the A2 (910B), A3 (910_93) and A5 (950) families")
     if cores != (spec.cube_cores, spec.vector_cores):
         remedy = f"expected {spec.cube_cores} and {spec.vector_cores}; launches take what the driver tells"
-        return Finding("chip", found, UNTESTED, remedy)
-    return Finding("chip", found, FINE)
+        return Finding("chip", text, UNTESTED, remedy)
+    return Finding("chip", text, FINE)
 
 
 def _torch(machine: Machine) -> Finding:
     torch, torch_npu = (machine.versions.get(name) for name in ("torch", "torch_npu"))
-    found, part = f"torch {torch}, torch_npu {torch_npu or 'not found'}", "torch, torch_npu"
-    wanted = torch_npu_for(torch or "", cann_version(machine) or "")
+    text, part = f"torch {torch}, torch_npu {torch_npu or 'not found'}", "torch, torch_npu"
+    documented = torch_npu_for(torch or "", cann_version(machine) or "")
     if torch_npu is None:
-        remedy = f"pip install --no-deps torch_npu=={wanted}" if wanted else "no torch_npu is documented for this torch"
-        return Finding(part, found, WRONG, remedy)
+        remedy = (
+            f"pip install --no-deps torch_npu=={documented}"
+            if documented
+            else "no torch_npu is documented for this torch"
+        )
+        return Finding(part, text, WRONG, remedy)
     if release(torch_npu) != release(torch or ""):
         its_torch = ".".join(map(str, release(torch_npu)))
-        remedy = f"they must be of one release: torch=={its_torch}" + (f", or torch_npu=={wanted}" if wanted else "")
-        return Finding(part, found, WRONG, remedy)
-    if stack_of(torch_npu) is None:
-        remedy = "not in diyfa's table of pairs" + (f"; torch_npu=={wanted} is, for this torch" if wanted else "")
-        return Finding(part, found, UNTESTED, remedy)
-    return Finding(part, found, FINE)
+        remedy = f"they must be of one release: torch=={its_torch}" + (
+            f", or torch_npu=={documented}" if documented else ""
+        )
+        return Finding(part, text, WRONG, remedy)
+    if documented_stack(torch_npu) is None:
+        remedy = "not in diyfa's table of pairs" + (
+            f"; torch_npu=={documented} is, for this torch" if documented else ""
+        )
+        return Finding(part, text, UNTESTED, remedy)
+    return Finding(part, text, FINE)
 
 
 def _triton(machine: Machine) -> Finding:
     version, part = machine.versions.get("triton-ascend"), "triton-ascend"
-    other = machine.versions.get("triton")
-    found = f"{version or 'not found'}" + (f", and triton {other}" if other else "")
+    plain_triton = machine.versions.get("triton")
+    text = f"{version or 'not found'}" + (f", and triton {plain_triton}" if plain_triton else "")
     if problem := machine.triton():
-        return Finding(part, found, WRONG, problem)
-    if other:
-        remedy = f"works, but pip lists triton {other} too and may put it in its place: `pip uninstall triton` removes"
-        return Finding(part, found, UNTESTED, f"{remedy} triton-ascend's files with it, so reinstall that after it")
+        return Finding(part, text, WRONG, problem)
+    if plain_triton:
+        remedy = f"works, but pip lists triton {plain_triton} too and may put it in its place: `pip uninstall triton` "
+        return Finding(
+            part, text, UNTESTED, f"{remedy}removes triton-ascend's files with it, so reinstall that after it"
+        )
     if version != TRITON_ASCEND:
-        return Finding(part, found, UNTESTED, f"the kernels are compiled and tested with {TRITON_ASCEND}")
-    return Finding(part, found, FINE)
+        return Finding(part, text, UNTESTED, f"the kernels are compiled and tested with {TRITON_ASCEND}")
+    return Finding(part, text, FINE)
 
 
 def _python(machine: Machine) -> Finding:
-    found = f"{machine.python[0]}.{machine.python[1]}, {platform.machine()}"
+    text = f"{machine.python[0]}.{machine.python[1]}, {platform.machine()}"
     if machine.python in TRITON_ASCEND_PYTHON:
-        return Finding("Python", found, FINE)
+        return Finding("Python", text, FINE)
     verdict = UNTESTED if "triton-ascend" in machine.versions else WRONG
-    known = " or ".join(f"{major}.{minor}" for major, minor in TRITON_ASCEND_PYTHON)
-    return Finding("Python", found, verdict, f"triton-ascend {TRITON_ASCEND} has wheels for Python {known}")
+    supported = " or ".join(f"{major}.{minor}" for major, minor in TRITON_ASCEND_PYTHON)
+    return Finding("Python", text, verdict, f"triton-ascend {TRITON_ASCEND} has wheels for Python {supported}")
 
 
 def is_ascend(machine: Machine) -> bool:

@@ -17,9 +17,9 @@ TRITON_ASCEND = "3.2.0"
 TRITON_ASCEND_CANN = "8.5.0"  # the oldest CANN that its installation guide names
 TRITON_ASCEND_PYTHON = ((3, 10), (3, 11))  # versions with wheels, among those that diyfa supports
 # COMPILERS: versions, as `bishengir-compile --version` prints them, that compile every shipped tile; 1.1.0 has the date
-# of CANN 9.0.0. COMPILER_OF_CANN_8_5 (ascendnpu-ir 1.0.0) compiles the conservative tiles and refuses most others.
+# of CANN 9.0.0. CANN_8_5_COMPILER (ascendnpu-ir 1.0.0) compiles the conservative tiles and refuses most others.
 COMPILERS = ("1.1.0", "1.2.0")
-COMPILER_OF_CANN_8_5 = "0.1.0"
+CANN_8_5_COMPILER = "0.1.0"
 TRITON_REMEDY = (
     f"pip uninstall -y triton triton-ascend && pip install --no-deps --no-cache-dir triton-ascend=={TRITON_ASCEND}, "
     "after everything else, in an environment without NVIDIA's Triton"
@@ -59,7 +59,7 @@ def release(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in leading.group().split(".")) if leading else ()
 
 
-def stack_of(torch_npu: str) -> Stack | None:
+def documented_stack(torch_npu: str) -> Stack | None:
     """Return the documented combination with this release of torch_npu, or None."""
     return next((stack for stack in STACKS if stack.torch_npu == torch_npu.split("+")[0]), None)
 
@@ -70,9 +70,9 @@ def torch_npu_for(torch: str, cann: str) -> str | None:
     If `cann` is empty or in no pair with this torch, return the oldest release for the torch. Return None if the torch
     is in no pair.
     """
-    of_torch = [stack for stack in STACKS if release(stack.torch) == release(torch)]
-    exact = [stack for stack in of_torch if cann and release(stack.cann) == release(cann)]
-    return next((stack.torch_npu for stack in exact or of_torch), None)
+    candidates = [stack for stack in STACKS if release(stack.torch) == release(torch)]
+    exact = [stack for stack in candidates if cann and release(stack.cann) == release(cann)]
+    return next((stack.torch_npu for stack in exact or candidates), None)
 
 
 def installed_version(distribution: str) -> str | None:
@@ -108,6 +108,6 @@ def triton_problem() -> str | None:
     if not backends:
         return f"triton-ascend is not installed: pip install triton-ascend=={TRITON_ASCEND}"
     if "ascend" not in backends:
-        there = ", ".join(backends)
-        return f"the installed package `triton` is not triton-ascend (it compiles for {there}): {TRITON_REMEDY}"
+        targets = ", ".join(backends)
+        return f"the installed package `triton` is not triton-ascend (it compiles for {targets}): {TRITON_REMEDY}"
     return None

@@ -20,20 +20,20 @@ from diyfa import registry
 from diyfa.features import GRADIENTS
 from diyfa.options import (
     DIFFERENTIABLE,
+    NO_LENGTHS,
     SCHEMA,
-    WHOLE,
     AttentionOptions,
     Lengths,
     bind,
-    facts_of,
+    optional_tensors,
     pack,
+    problem_fields,
     tensors_among,
-    tensors_of,
     unpack,
     with_tensors,
     without_tensors,
 )
-from diyfa.plan import Plan, ProductPlan, find, key_of, may_be_read, remember, runs_at_once
+from diyfa.plan import Plan, ProductPlan, call_key, find, may_be_read, remember, runs_eagerly
 from diyfa.problem import (
     LAYOUTS,
     VARLEN,
@@ -56,7 +56,7 @@ _INF = float("inf")
 # Behind q, k and v every attention operator takes the rows of `diyfa.features`. `variant` names a forward kernel; the
 # backward pass takes its own kernel of that name, if there is one.
 _FEATURE_GRADIENTS = tuple(feature.gradient for feature in GRADIENTS)
-PLACES = {feature.name: 3 + i for i, feature in enumerate(GRADIENTS)}  # of gradients in the result of `differentiate`
+GRADIENT_INDEX = {feature.name: 3 + i for i, feature in enumerate(GRADIENTS)}  # in the result of `differentiate`
 _SAVED = "Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
 _lib = torch.library.Library("diyfa", "DEF")
 _lib.define(f"attention_fwd(Tensor q, Tensor? k, Tensor? v, str packing, {SCHEMA}) -> (Tensor out, Tensor lse)")
@@ -75,7 +75,7 @@ _lib.define(
 )
 
 
-def bounds_that_exclude(left: int, right: int, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
+def normalised_window(left: int, right: int, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
     """Return a window's bounds, -1 for one beyond every key: the last query is at key Sk - 1, the first at Sk - Sq."""
     return -1 if 0 < left >= seqlen_k else left, -1 if 0 < right >= seqlen_q > 0 else right
 
@@ -93,21 +93,21 @@ def describe_attention(
     backend: Backend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, options: AttentionOptions
 ) -> AttentionProblem:
     """Return the problem of one call."""
-    facts = facts_of(lengths, options)
+    fields = problem_fields(lengths, options)
     q_shape, k_shape, layout = q.shape, k.shape, options.layout
     if layout == VARLEN:
         total_q, heads_q, head_dim = q_shape
         total_k, heads_kv, _ = k_shape
         # Too large a maximum is correct, but costs programs: no sequence has more than all rows.
         seqlen_q, seqlen_k = min(lengths.max_seqlen_q, total_q), min(lengths.max_seqlen_k, total_k)
-        facts["total_q"], facts["total_k"] = total_q, total_k
+        fields["total_q"], fields["total_k"] = total_q, total_k
     else:
         b, h, s, d = LAYOUTS[layout]
         heads_q, seqlen_q, head_dim = q_shape[h], q_shape[s], q_shape[d]
         heads_kv, seqlen_k = k_shape[h], k_shape[s]
-        facts["batch"] = q_shape[b]
-    left, right = bounds_that_exclude(options.window_left, options.window_right, seqlen_q, seqlen_k)
-    facts.update(
+        fields["batch"] = q_shape[b]
+    left, right = normalised_window(options.window_left, options.window_right, seqlen_q, seqlen_k)
+    fields.update(
         device_type=backend.device_type,
         arch=backend.arch(q.device),
         dtype=dtype_name(q.dtype),
@@ -122,7 +122,7 @@ def describe_attention(
         aligned=is_aligned(q, k, v),
         few_steps=lengths.seq_lens is None or has_few_steps(layout, q, k, v),
     )
-    return AttentionProblem.of(facts)
+    return AttentionProblem.from_fields(fields)
 
 
 def plan_of(
@@ -141,12 +141,12 @@ def plan_of(
     return plan
 
 
-def _plan_of_operator(
+def _operator_plan(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, options: AttentionOptions
 ) -> Plan:
     """Return the plan of a call that comes through an operator: the second entrance to `plan_of`."""
-    optional = tensors_of(lengths, options)
-    key = key_of(q, k, v, lengths, (registry.forced_backend(), *options), optional)
+    optional = optional_tensors(lengths, options)
+    key = call_key(q, k, v, lengths, (registry.forced_backend(), *options), optional)
     plan = find(key)
     return plan_of(q, k, v, lengths, options, key) if plan is None else plan
 
@@ -171,13 +171,13 @@ def _computes_nothing(q: torch.Tensor, k: torch.Tensor, lengths: Lengths, option
     return lengths.cu_seqlens_q.shape[0] == 1 or lengths.max_seqlen_q == 0 or lengths.max_seqlen_k == 0
 
 
-def _only_rows_of_sequences(x: torch.Tensor, q: torch.Tensor, lengths: Lengths, other: float) -> torch.Tensor:
-    """Return x, broadcast to (H, Tq), with `other` in rows of no sequence. Return x itself if nothing is packed."""
+def _filled_outside_sequences(x: torch.Tensor, q: torch.Tensor, lengths: Lengths, fill_value: float) -> torch.Tensor:
+    """Return x, broadcast to (H, Tq), with `fill_value` in rows of no sequence, or x itself if nothing is packed."""
     ends = lengths.cu_seqlens_q
     if ends is None:
         return x
     rows = torch.arange(q.shape[0], device=x.device)
-    return torch.where((rows >= ends[0]) & (rows < ends[-1]), x, other)
+    return torch.where((rows >= ends[0]) & (rows < ends[-1]), x, fill_value)
 
 
 def fill_without_keys(
@@ -189,27 +189,27 @@ def fill_without_keys(
         out.zero_()
         lse.fill_(_INF)
         return
-    alone = torch.where(sinks == -_INF, _INF, sinks - sinks + sinks)
-    lse.copy_(_only_rows_of_sequences(alone[:, None], q, lengths, _INF))
-    nothing = torch.where(alone == alone, 0.0, alone)
+    lse_of_sink = torch.where(sinks == -_INF, _INF, sinks - sinks + sinks)
+    lse.copy_(_filled_outside_sequences(lse_of_sink[:, None], q, lengths, _INF))
+    nothing = torch.where(lse_of_sink == lse_of_sink, 0.0, lse_of_sink)
     heads_first = out.transpose(0, 1) if layout == VARLEN else as_bhsd(out, layout)
-    heads_first.copy_(_only_rows_of_sequences(nothing[:, None], q, lengths, 0.0)[..., None])
+    heads_first.copy_(_filled_outside_sequences(nothing[:, None], q, lengths, 0.0)[..., None])
 
 
 def _launch_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, options: AttentionOptions
 ) -> Pair:
-    plan = _plan_of_operator(q, k, v, lengths, options)
-    return _run_forward(plan, q, k, v, _given(*tensors_of(lengths, options)))
+    plan = _operator_plan(q, k, v, lengths, options)
+    return _run_forward(plan, q, k, v, _not_none(*optional_tensors(lengths, options)))
 
 
 def _run_forward(
     plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, optional: Sequence[torch.Tensor]
 ) -> Pair:
     """Run the forward pass of a plan. `optional`: the optional tensors that are given, in the order of the table."""
-    given = q, k, v, *optional
+    inputs = q, k, v, *optional
     if plan.repeat is not None:
-        pair = plan.repeat([x.data_ptr() for x in given], given)
+        pair = plan.repeat([x.data_ptr() for x in inputs], inputs)
         if pair is not None:
             return pair
     problem, kernel = plan.problem, plan.forward
@@ -219,9 +219,9 @@ def _run_forward(
         fill_without_keys(options.sinks, q, lengths, options.layout, out, lse)
         return out, lse
     tensors = bind(q, k, v, lengths, options)
-    if plan.has_run and kernel.repeat is not None and _binds_as_given(tensors, *given):
+    if plan.has_run and kernel.repeat is not None and _binds_without_copies(tensors, *inputs):
         plan.repeat = kernel.repeat(problem, tensors, *_empty_results(q, problem))
-        pair = None if plan.repeat is None else plan.repeat([x.data_ptr() for x in given], given)
+        pair = None if plan.repeat is None else plan.repeat([x.data_ptr() for x in inputs], inputs)
         if pair is not None:
             return pair
     out, lse = _empty_results(q, problem)
@@ -237,10 +237,10 @@ def _empty_results(q: torch.Tensor, problem: AttentionProblem) -> Pair:
     return empty_output(q, problem.head_dim_v, problem.out_dtype), empty_lse(q, problem.layout)
 
 
-def _binds_as_given(tensors: AttentionTensors, *given: torch.Tensor) -> bool:
+def _binds_without_copies(tensors: AttentionTensors, *inputs: torch.Tensor) -> bool:
     """Return whether a backend reads the tensors of a call themselves, and no copies."""
     present = tensors.present()
-    return len(present) == len(given) and all(x is y for x, y in zip(present, given, strict=True))
+    return len(present) == len(inputs) and all(x is y for x, y in zip(present, inputs, strict=True))
 
 
 _BACKWARD_REPEATS_LIMIT = 16  # strides of dout for which a plan has repeats
@@ -261,12 +261,12 @@ def _run_backward(
         dout = dout.contiguous()
     q, k, v, out, lse = saved
     stride = dout.stride()
-    known = plan.backward_repeats
-    repeat = known.get(stride) if dlse is None else None
+    repeats = plan.backward_repeats
+    repeat = repeats.get(stride) if dlse is None else None
     if repeat is not None:
-        found = repeat(out, lse, dout, q, k, v, *optional)
-        if found is not None:
-            return found
+        repeated = repeat(out, lse, dout, q, k, v, *optional)
+        if repeated is not None:
+            return repeated
     lengths, options = with_tensors(plan.lengths, plan.options, plan.names, optional)
     owners, qkv = _empty_gradients(q, k, v, options)
     rest = _empty_feature_gradients(options)
@@ -275,15 +275,15 @@ def _run_backward(
     # Repeats are prepared for aligned tensors alone.
     aligned = not (q.data_ptr() | k.data_ptr() | v.data_ptr() | dout.data_ptr()) & 15
     if dlse is None and aligned and not plan.nothing:
-        if stride in known:  # the second such call: most lengths come once
+        if stride in repeats:  # the second such call: most lengths come once
             problem, kernel = plan.backward()
             tensors = bind(q, k, v, lengths, options)
-            if kernel.repeat is not None and _binds_as_given(tensors, q, k, v, *optional):
-                known[stride] = kernel.repeat(problem, tensors, out, lse, dout, gradients, owners)
+            if kernel.repeat is not None and _binds_without_copies(tensors, q, k, v, *optional):
+                repeats[stride] = kernel.repeat(problem, tensors, out, lse, dout, gradients, owners)
         else:
-            if len(known) >= _BACKWARD_REPEATS_LIMIT:
-                known.clear()
-            known[stride] = None
+            if len(repeats) >= _BACKWARD_REPEATS_LIMIT:
+                repeats.clear()
+            repeats[stride] = None
     return [*owners, *(None,) * (3 - len(owners)), *rest.values()]
 
 
@@ -300,8 +300,8 @@ def _empty_gradients(
         grads = (torch.empty_like(q, dtype=dtype), torch.empty_like(k, dtype=dtype), torch.empty_like(v, dtype=dtype))
         return list(grads), grads
     first = q if packing == "qkv" else k
-    parts = len(packing)
-    packed = first.new_empty((*first.shape[:-2], parts, *first.shape[-2:]), dtype=dtype)
+    n_packed = len(packing)
+    packed = first.new_empty((*first.shape[:-2], n_packed, *first.shape[-2:]), dtype=dtype)
     slices = packed.unbind(-3)
     if packing == "qkv":
         return [packed], (slices[0], slices[1], slices[2])
@@ -323,14 +323,14 @@ def _backward_into(
     q, k, v, out, lse = saved
     problem, kernel = plan.backward(aligned)
     if plan.nothing or (options.layout == VARLEN and not kernel.clears):
-        for x in _given(*grads[:3], grads.delta):
+        for x in _not_none(*grads[:3], grads.delta):
             x.zero_()
     if plan.nothing:
-        for x in _given(*(getattr(grads, name) for name in _FEATURE_GRADIENTS)):
+        for x in _not_none(*(getattr(grads, name) for name in _FEATURE_GRADIENTS)):
             x.zero_()
         if grads.dsinks is not None:  # without keys the log-sum-exp is the sink itself
             rest = (0, 2) if lse.dim() == 3 else (1,)
-            dlse = torch.zeros_like(lse) if dlse is None else _only_rows_of_sequences(dlse, q, lengths, 0.0)
+            dlse = torch.zeros_like(lse) if dlse is None else _filled_outside_sequences(dlse, q, lengths, 0.0)
             sinks = options.sinks
             assert sinks is not None, "dsinks are asked for where there are sinks"
             grads.dsinks.copy_(torch.where(sinks == -_INF, 0.0, dlse.sum(rest) + (sinks - sinks)))
@@ -342,12 +342,12 @@ def _backward_into(
 
 def _empty_feature_gradients(options: AttentionOptions) -> dict[str, torch.Tensor | None]:
     """Return buffers for the gradients of optional tensors by name, None for a gradient that is not wanted."""
-    found = {}
+    buffers = {}
     for feature in GRADIENTS:
         x = getattr(options, feature.name)
-        wanted = x is not None and (not feature.gradient_if or getattr(options, feature.gradient_if))
-        found[feature.gradient] = torch.empty_like(x) if wanted else None
-    return found
+        needs_buffer = x is not None and (not feature.gradient_if or getattr(options, feature.gradient_if))
+        buffers[feature.gradient] = torch.empty_like(x) if needs_buffer else None
+    return buffers
 
 
 def _gradients(
@@ -359,8 +359,8 @@ def _gradients(
 ) -> list[torch.Tensor | None]:
     """Run the backward pass of a call that comes through an operator. Returns what `_run_backward` returns."""
     q, k, v, _, _ = saved
-    plan = _plan_of_operator(q, k, v, lengths, options)
-    return _run_backward(plan, saved, _given(*tensors_of(lengths, options)), dout, dlse)
+    plan = _operator_plan(q, k, v, lengths, options)
+    return _run_backward(plan, saved, _not_none(*optional_tensors(lengths, options)), dout, dlse)
 
 
 # ---- The operators: here alone a call is flat ---------------------------------------------------------------------
@@ -373,15 +373,15 @@ def _attention_fwd(q: Any, k: Any, v: Any, packing: str, *features: Any) -> Pair
 def _attention_bwd(dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *rest: Any) -> Any:
     """Return all gradients. An operator returns tensors only: one without elements stands for no gradient."""
     packing, *features = rest
-    found = _gradients(dout, dlse, (q, k, v, out, lse), *unpack(features, packing))
-    return tuple(dout.new_empty(0) if x is None else x for x in found)
+    gradients = _gradients(dout, dlse, (q, k, v, out, lse), *unpack(features, packing))
+    return tuple(dout.new_empty(0) if x is None else x for x in gradients)
 
 
 def _attention_bwd_out(dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *rest: Any) -> None:
     dq, dk, dv, delta, *features = rest
     grads, saved = AttentionGradients(dq, dk, dv, delta=delta), (q, k, v, out, lse)
     lengths, options = unpack(features)
-    plan = _plan_of_operator(q, k, v, lengths, options)
+    plan = _operator_plan(q, k, v, lengths, options)
     _backward_into(plan, dout, dlse, saved, grads, lengths, options, aligned=is_aligned(dq, dk, dv))
 
 
@@ -395,8 +395,8 @@ def _attention_bwd_fake(dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, 
     packing, *features = rest
     _, options = unpack(features, packing)
     owners, _ = _empty_gradients(q, k, v, options)
-    found = (*owners, *(None,) * (3 - len(owners)), *_empty_feature_gradients(options).values())
-    return tuple(q.new_empty(0) if x is None else x for x in found)
+    gradients = (*owners, *(None,) * (3 - len(owners)), *_empty_feature_gradients(options).values())
+    return tuple(q.new_empty(0) if x is None else x for x in gradients)
 
 
 def _attention_bwd_out_fake(*arguments: Any) -> None:
@@ -421,13 +421,13 @@ UNPACK: dict[str, Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 }
 
 
-def _given(*tensors: torch.Tensor | None) -> list[torch.Tensor]:
+def _not_none(*tensors: torch.Tensor | None) -> list[torch.Tensor]:
     return [x for x in tensors if x is not None]
 
 
 def forward(q: Any, k: Any, v: Any, lengths: Lengths, options: AttentionOptions) -> Pair:
     """Call the forward operator, or directly the function that it would call. q, k and v are views."""
-    if runs_at_once(q, k, v, *_given(*tensors_of(lengths, options))):
+    if runs_eagerly(q, k, v, *_not_none(*optional_tensors(lengths, options))):
         return _launch_forward(q, k, v, lengths, options)
     return _fwd(q, k, v, "", *pack(lengths, options))
 
@@ -461,18 +461,18 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any = None) -> tuple[torch.Tensor | None, ...]:
         call, saved = ctx.call, ctx.saved_tensors  # read once: an unpacking hook may refuse a second time
-        found: Sequence[torch.Tensor | None] | None = None
+        results: Sequence[torch.Tensor | None] | None = None
         if dlse is None and may_be_read(dout) and not torch.is_grad_enabled() and is_unseen():
             q, k, v, out, lse, *optional = saved
             q, k, v = UNPACK[call.options.packing](q, k, v)
             # With other addresses, hooks have packed and unpacked the saved tensors.
-            if ctx.addresses == [x.data_ptr() for x in (q, k, v, out, lse, *optional)] and call.holds():
-                found = _run_backward(call, (q, k, v, out, lse), optional, dout)
-        if found is None:
-            found = _differentiate(call, saved, dout, dlse)
-        gradients = [*found[:3], None, None]
+            if ctx.addresses == [x.data_ptr() for x in (q, k, v, out, lse, *optional)] and call.is_usable():
+                results = _run_backward(call, (q, k, v, out, lse), optional, dout)
+        if results is None:
+            results = _differentiate(call, saved, dout, dlse)
+        gradients = [*results[:3], None, None]
         if call.names:
-            feature_gradients = dict(zip(DIFFERENTIABLE, found[3:], strict=True))
+            feature_gradients = dict(zip(DIFFERENTIABLE, results[3:], strict=True))
             gradients += [feature_gradients.get(name) for name in call.names]
         # An operator returns a tensor without elements where there is no gradient.
         return tuple([x if need else None for x, need in zip(gradients, ctx.needs_input_grad, strict=True)])
@@ -499,14 +499,14 @@ def differentiate(
     if dout is None:
         dout = torch.zeros_like(results[0])
     saved = (*UNPACK[options.packing](*owners), *results)
-    if runs_at_once(*_given(dout, dlse, *owners, *tensors_of(lengths, options))):
+    if runs_eagerly(*_not_none(dout, dlse, *owners, *optional_tensors(lengths, options))):
         return _gradients(dout, dlse, saved, lengths, options)
     return _bwd(dout, dlse, *saved, options.packing, *pack(lengths, options))
 
 
 def _apply(q: Any, k: Any, v: Any, lengths: Lengths, options: AttentionOptions) -> Pair:
     """Apply the autograd function without a plan."""
-    optional = _given(*tensors_of(lengths, options))
+    optional = _not_none(*optional_tensors(lengths, options))
     return _Attention.apply(q, k, v, _Unplanned(*without_tensors(lengths, options)), True, *optional)
 
 
@@ -524,7 +524,7 @@ def _attention_fwd_autograd(q: Any, k: Any, v: Any, packing: str, *features: Any
         }
         options = options._replace(needs_grad=True, **learned)
         return _apply(q, k, v, lengths, options)
-    if runs_at_once(*_given(q, k, v, *tensors_among(features))):  # in a compiled program
+    if runs_eagerly(*_not_none(q, k, v, *tensors_among(features))):  # in a compiled program
         return _attention_fwd(q, k, v, packing, *features)
     with below_autograd():
         return _fwd(q, k, v, packing, *features)
@@ -602,10 +602,10 @@ def _matmul(
     out_dtype: torch.dtype,
     backend: str,
 ) -> torch.Tensor:
-    asked = None if block is None else tuple(block), autotune, precision, compute_dtype, out_dtype, backend
-    key = key_of(a, b, b, WHOLE, ("product", *asked, registry.forced_backend()), ())
+    options = None if block is None else tuple(block), autotune, precision, compute_dtype, out_dtype, backend
+    key = call_key(a, b, b, NO_LENGTHS, ("product", *options, registry.forced_backend()), ())
     plan = find(key)
-    return (product_plan(a, b, key, *asked) if plan is None else plan).run(a, b)
+    return (product_plan(a, b, key, *options) if plan is None else plan).run(a, b)
 
 
 def product_plan(
@@ -661,7 +661,7 @@ _mm = torch.ops.diyfa.matmul.default
 
 def _multiply(a: torch.Tensor, b: torch.Tensor, *arguments: Any) -> torch.Tensor:
     """Call the operator, or directly the function that it would call."""
-    return (_matmul if runs_at_once(a, b) else _mm)(a, b, *arguments)
+    return (_matmul if runs_eagerly(a, b) else _mm)(a, b, *arguments)
 
 
 class _Matmul(torch.autograd.Function):

@@ -30,7 +30,7 @@ class Lengths(NamedTuple):
     max_seqlen_k: int = 0
 
 
-WHOLE = Lengths()
+NO_LENGTHS = Lengths()
 
 
 class AttentionOptions(NamedTuple):
@@ -71,17 +71,21 @@ _TENSOR_NAMES = tuple(feature.name for feature in TENSORS)
 _FIELDS = (*LENGTHS, *AttentionOptions._fields)
 
 
-_FACTS = [feature for feature in FEATURES if feature.problem]
-_fact_values = itemgetter(*[_FIELDS.index(feature.name) for feature in _FACTS])
-_fact_names = [feature.problem for feature in _FACTS]
-_fact_rules = [(feature.problem, feature.fact) for feature in _FACTS if feature.fact is not None]
+_PROBLEM_FEATURES = [feature for feature in FEATURES if feature.problem_field]
+_option_values = itemgetter(*[_FIELDS.index(feature.name) for feature in _PROBLEM_FEATURES])
+_problem_names = [feature.problem_field for feature in _PROBLEM_FEATURES]
+_problem_rules = [
+    (feature.problem_field, feature.to_problem_value)
+    for feature in _PROBLEM_FEATURES
+    if feature.to_problem_value is not None
+]
 _preparations = [(feature.name, feature.prepared) for feature in TENSORS if feature.prepared is not None]
 
 
 # The next functions list the fields in the order of the table: torch.compile traces them, and not loops over the table.
 
 
-def tensors_of(lengths: Lengths, options: AttentionOptions) -> tuple[torch.Tensor | None, ...]:
+def optional_tensors(lengths: Lengths, options: AttentionOptions) -> tuple[torch.Tensor | None, ...]:
     """Return all optional tensors or None, in the order of the table."""
     return (
         lengths.cu_seqlens_q, lengths.cu_seqlens_k, lengths.seq_lens, options.alibi_slopes, options.attn_bias,
@@ -89,12 +93,12 @@ def tensors_of(lengths: Lengths, options: AttentionOptions) -> tuple[torch.Tenso
     )  # fmt: skip
 
 
-def tensors_given(lengths: Lengths, given: dict[str, Any]) -> tuple[Any, ...]:
+def optional_from_arguments(lengths: Lengths, arguments: dict[str, Any]) -> tuple[Any, ...]:
     """Return all optional tensors of lengths and named arguments, in the order of the table, or () if none is given."""
     slopes, bias, sinks, state = (
-        given.get("alibi_slopes"), given.get("attn_bias"), given.get("sinks"), given.get("rng_state")
+        arguments.get("alibi_slopes"), arguments.get("attn_bias"), arguments.get("sinks"), arguments.get("rng_state")
     )  # fmt: skip
-    if lengths is WHOLE and slopes is bias is sinks is state is None:
+    if lengths is NO_LENGTHS and slopes is bias is sinks is state is None:
         return ()
     return lengths.cu_seqlens_q, lengths.cu_seqlens_k, lengths.seq_lens, slopes, bias, sinks, state
 
@@ -103,7 +107,7 @@ def pack(lengths: Lengths, options: AttentionOptions) -> tuple[Any, ...]:
     """Return the flat arguments of `SCHEMA`."""
     o = options
     return (
-        *tensors_of(lengths, options), lengths.max_seqlen_q, lengths.max_seqlen_k, o.sm_scale, o.window_left,
+        *optional_tensors(lengths, options), lengths.max_seqlen_q, lengths.max_seqlen_k, o.sm_scale, o.window_left,
         o.window_right, o.softcap, o.dropout_p, o.layout, o.deterministic, o.needs_grad, o.bias_grad, o.backend,
         o.variant, o.batch_invariant, o.out_dtype,
     )  # fmt: skip
@@ -122,13 +126,13 @@ def unpack(arguments: Sequence[Any], packing: str = "") -> tuple[Lengths, Attent
     )  # fmt: skip
 
 
-def facts_of(lengths: Lengths, options: AttentionOptions) -> dict[str, Any]:
+def problem_fields(lengths: Lengths, options: AttentionOptions) -> dict[str, Any]:
     """Return the fields of `AttentionProblem` that lengths and options decide, by name. The fields for lengths and the
     number of sequences are valid for packed sequences only."""
-    facts = dict(zip(_fact_names, _fact_values((*lengths, *options)), strict=True))
-    for name, rule in _fact_rules:
-        facts[name] = rule(facts[name])
-    return facts
+    fields = dict(zip(_problem_names, _option_values((*lengths, *options)), strict=True))
+    for name, rule in _problem_rules:
+        fields[name] = rule(fields[name])
+    return fields
 
 
 def tensors_among(arguments: Sequence[Any]) -> Sequence[torch.Tensor | None]:
@@ -138,12 +142,12 @@ def tensors_among(arguments: Sequence[Any]) -> Sequence[torch.Tensor | None]:
 
 def without_tensors(lengths: Lengths, options: AttentionOptions) -> tuple[Lengths, AttentionOptions, tuple[str, ...]]:
     """Return lengths and options with None for each optional tensor, and the names of the tensors that were given."""
-    names = tuple([n for n, x in zip(_TENSOR_NAMES, tensors_of(lengths, options), strict=True) if x is not None])
+    names = tuple([n for n, x in zip(_TENSOR_NAMES, optional_tensors(lengths, options), strict=True) if x is not None])
     if not names:
         return lengths, options, names
     nothing: Any = dict.fromkeys(names)
-    of_lengths = {name: nothing.pop(name) for name in names if name in LENGTHS}
-    return lengths._replace(**of_lengths), options._replace(**nothing), names
+    lengths_changes = {name: nothing.pop(name) for name in names if name in LENGTHS}
+    return lengths._replace(**lengths_changes), options._replace(**nothing), names
 
 
 def with_tensors(
@@ -152,16 +156,16 @@ def with_tensors(
     """Return lengths and options with `tensors` under these names, as they were before `without_tensors`."""
     if not names:
         return lengths, options
-    given: Any = dict(zip(names, tensors, strict=True))
-    of_lengths = {name: given.pop(name) for name in names if name in LENGTHS}
-    return lengths._replace(**of_lengths), options._replace(**given)
+    changes: Any = dict(zip(names, tensors, strict=True))
+    lengths_changes = {name: changes.pop(name) for name in names if name in LENGTHS}
+    return lengths._replace(**lengths_changes), options._replace(**changes)
 
 
 def bind(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, options: AttentionOptions
 ) -> AttentionTensors:
     """Return the tensors of a call as backends read them."""
-    optional: dict[str, Any] = dict(zip(_TENSOR_NAMES, tensors_of(lengths, options), strict=True))
+    optional: dict[str, Any] = dict(zip(_TENSOR_NAMES, optional_tensors(lengths, options), strict=True))
     for name, prepared in _preparations:
         optional[name] = prepared(optional[name])
     if optional["cu_seqlens_k"] is None:  # queries and keys have the same offsets

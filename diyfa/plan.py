@@ -51,24 +51,24 @@ class Plan:
         if problem.needs_grad:  # refuse now rather than in the backward pass
             self.backward()
 
-    def holds(self) -> bool:
+    def is_usable(self) -> bool:
         """Return whether this plan may run now. A recording has plans of its own, and may begin or end between the two
         passes of a call."""
         return self.is_recorded is _recording
 
     def backward(self, aligned: bool = True) -> tuple[AttentionProblem, Kernel]:
         """Return the problem and the kernel of the backward pass. `aligned` is the problem's `aligned_gradients`."""
-        found = self._backward.get(aligned)
-        if found is None:
+        choice = self._backward.get(aligned)
+        if choice is None:
             problem = self.problem
             if problem.batch_invariant:  # the mode concerns the forward pass only
                 problem = problem.replace(batch_invariant=False)
             if not aligned:
                 problem = problem.replace(aligned_gradients=False)
-            variant = registry.variant_of("attention_bwd", self.backend, self.options.variant, problem)
+            variant = registry.op_variant("attention_bwd", self.backend, self.options.variant, problem)
             kernel = registry.choose("attention_bwd", problem, self.backend, variant)
-            found = self._backward[aligned] = problem, kernel
-        return found
+            choice = self._backward[aligned] = problem, kernel
+        return choice
 
 
 class ProductPlan:
@@ -90,9 +90,9 @@ class ProductPlan:
             if self.has_run and kernel.repeat is not None:
                 self.repeat = kernel.repeat(problem, a, b)
         repeat = self.repeat
-        made = None if repeat is None else repeat([a.data_ptr(), b.data_ptr()], (a, b))
-        if made is not None:
-            return made[0]
+        repeated = None if repeat is None else repeat([a.data_ptr(), b.data_ptr()], (a, b))
+        if repeated is not None:
+            return repeated[0]
         self.repeat = None  # if it refused, a tile may have been measured since it was made
         self.has_run = True
         return self.kernel.launch(self.problem, a, b)
@@ -124,7 +124,7 @@ def recording() -> Iterator[None]:
         plans, _recording = before
 
 
-def runs_at_once(*tensors: torch.Tensor) -> bool:
+def runs_eagerly(*tensors: torch.Tensor) -> bool:
     """Return whether a call with these inputs runs at once: no gradient is wanted, and only the device sees it."""
     if torch.compiler.is_compiling():
         return False
@@ -155,7 +155,7 @@ def described(x: torch.Tensor) -> Hashable:
     return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15, x.requires_grad
 
 
-def key_of(
+def call_key(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -180,21 +180,21 @@ def key_of(
     if k.device != device or v.device != device:
         return None
     wants_grad = torch.is_grad_enabled()
-    rest: tuple[Hashable, ...] = ()
+    optional_key: tuple[Hashable, ...] = ()
     try:
         if optional:
             for x in optional:
                 if x is not None and not may_be_read(x):
                     return None
-            rest = (*[x if x is None else described(x) for x in optional], wants_grad)
+            optional_key = (*[x if x is None else described(x) for x in optional], wants_grad)
             if over_cache:
                 out = optional[-1]
                 in_place = out is not None and out.data_ptr() == q.data_ptr()
-                rest += keys_dtype, k.data_ptr() == v.data_ptr(), in_place
+                optional_key += keys_dtype, k.data_ptr() == v.data_ptr(), in_place
             else:
                 # Not None, which is a default: the checks refuse a tensor that is given as a number.
                 scalars = [_Tensor if isinstance(x, _Tensor) else x for x in scalars]
-                rest += lengths.max_seqlen_q, lengths.max_seqlen_k
+                optional_key += lengths.max_seqlen_q, lengths.max_seqlen_k
         return (
             q.shape,
             k.shape,
@@ -212,7 +212,7 @@ def key_of(
             wants_grad and (q.requires_grad or k.requires_grad or v.requires_grad),
             torch.are_deterministic_algorithms_enabled(),
             *scalars,
-            rest,
+            optional_key,
         )
     except RuntimeError:  # a tensor without strides or address, such as a sparse one: the checks refuse it
         return None

@@ -37,7 +37,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 P = TypeVar("P", bound="_Problem")
 
 
-def kept(function: Function) -> Function:
+def cached_per_problem(function: Function) -> Function:
     """Make `function` compute its result once for each problem and other arguments, and store it in the problem.
 
     Equal calls have one problem, that of their plan, so decisions about them live as long as the plan.
@@ -46,30 +46,30 @@ def kept(function: Function) -> Function:
     name = f"{function.__module__}.{function.__qualname__}"
 
     @wraps(function)
-    def answer(problem: Any, *rest: Any) -> Any:
-        known = problem.__dict__.get("_kept")
-        if known is None:
-            known = problem.__dict__["_kept"] = {}
+    def answer(problem: Any, *arguments: Any) -> Any:
+        results = problem.__dict__.get("_cached")
+        if results is None:
+            results = problem.__dict__["_cached"] = {}
         try:
-            return known[name, rest]
+            return results[name, arguments]
         except KeyError:
-            found = known[name, rest] = function(problem, *rest)
-            return found
+            result = results[name, arguments] = function(problem, *arguments)
+            return result
 
     return cast(Function, answer)
 
 
-def by_kind(function: Function) -> Function:
+def cached_per_kind(function: Function) -> Function:
     """Make `function`, which reads no sizes of a problem, get the problem's kind and compute once for each kind."""
 
     @wraps(function)
-    def answer(problem: Any, *rest: Any) -> Any:
-        known = problem.kind.answers
+    def answer(problem: Any, *arguments: Any) -> Any:
+        results = problem.kind.answers
         try:
-            return known[function, rest]
+            return results[function, arguments]
         except KeyError:
-            found = known[function, rest] = function(problem.kind, *rest)
-            return found
+            result = results[function, arguments] = function(problem.kind, *arguments)
+            return result
 
     return cast(Function, answer)
 
@@ -89,25 +89,27 @@ class _Problem:
     dtype: str  # of the inputs
 
     @classmethod
-    def of(cls: type[P], facts: dict[str, Any]) -> P:
+    def from_fields(cls: type[P], fields: dict[str, Any]) -> P:
         """Return the problem with these fields and defaults for the others, in a third of the constructor's time."""
         problem = object.__new__(cls)
         values = problem.__dict__
-        values.update(_fields_of(cast(Any, cls)).defaults)
-        values.update(facts)
+        values.update(_field_table(cast(Any, cls)).defaults)
+        values.update(fields)
         return problem
 
     def replace(self: P, **changes: Any) -> P:
         """Return a copy with some fields changed."""
-        return type(self).of({name: self.__dict__[name] for name in _fields_of(cast(Any, type(self))).names} | changes)
+        return type(self).from_fields(
+            {name: self.__dict__[name] for name in _field_table(cast(Any, type(self))).names} | changes
+        )
 
     @cached_property
     def kind(self: P) -> P:
         """The problem with None for its sizes and only the signs of a window's bounds. Equal kinds are one object. Most
-        decisions depend on the kind alone, and are made once for it (`by_kind`)."""
+        decisions depend on the kind alone, and are made once for it (`cached_per_kind`)."""
         values = self.__dict__
         left, right = values.get("window_left", 0), values.get("window_right", 0)
-        key = type(self), left >= 0, right >= 0, right > 0, *_fields_of(cast(Any, type(self))).facts(values)
+        key = type(self), left >= 0, right >= 0, right > 0, *_field_table(cast(Any, type(self))).key_values(values)
         kind = _kinds.get(key)
         if kind is None:
             if len(_kinds) >= KINDS:
@@ -121,7 +123,7 @@ class _Problem:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the fields only: a copy, or another process, makes its own decisions."""
-        return {name: self.__dict__[name] for name in _fields_of(cast(Any, type(self))).names}
+        return {name: self.__dict__[name] for name in _field_table(cast(Any, type(self))).names}
 
     def described_as(self, kind: type[P], **others: Any) -> P:
         """Return this call as a problem of another class: the fields that both have, and `others`."""
@@ -134,15 +136,15 @@ class _Fields(NamedTuple):
 
     names: tuple[str, ...]
     defaults: dict[str, Any]
-    facts: Callable[[dict[str, Any]], tuple[Any, ...]]  # all values but sizes and a window's bounds
+    key_values: Callable[[dict[str, Any]], tuple[Any, ...]]  # all values but sizes and a window's bounds
 
 
 @cache
-def _fields_of(kind: Any) -> _Fields:
-    every = fields(kind)
-    facts = [each.name for each in every if each.name not in {*kind.SIZES, "window_left", "window_right"}]
-    defaults = {each.name: each.default for each in every if each.default is not MISSING}
-    return _Fields(tuple(each.name for each in every), defaults, itemgetter(*facts))
+def _field_table(kind: Any) -> _Fields:
+    class_fields = fields(kind)
+    key_names = [each.name for each in class_fields if each.name not in {*kind.SIZES, "window_left", "window_right"}]
+    defaults = {each.name: each.default for each in class_fields if each.default is not MISSING}
+    return _Fields(tuple(each.name for each in class_fields), defaults, itemgetter(*key_names))
 
 
 class _AttentionShape:
@@ -224,9 +226,9 @@ class AttentionProblem(_AttentionShape, _Problem):
         return _features(self)
 
 
-@by_kind
+@cached_per_kind
 def _features(problem: AttentionProblem) -> frozenset[str]:
-    return frozenset([feature.uses for feature in OPTIONAL if feature.is_in(problem)])
+    return frozenset([feature.refusal_name for feature in OPTIONAL if feature.is_in(problem)])
 
 
 @dataclass(frozen=True)
@@ -278,7 +280,7 @@ class KVCacheProblem(_AttentionShape, _Problem):
 
 # Features that `as_kvcache_problem` preserves: those that decide a field of both problems.
 KVCACHE_FEATURES = frozenset(
-    [x.uses for x in OPTIONAL if (x.problem or x.name) in {each.name for each in fields(KVCacheProblem)}]
+    [x.refusal_name for x in OPTIONAL if (x.problem_field or x.name) in {each.name for each in fields(KVCacheProblem)}]
 )
 
 
@@ -384,7 +386,7 @@ class NewKeys(NamedTuple):
         return [x for x in self if isinstance(x, torch.Tensor)]
 
 
-@kept
+@cached_per_problem
 def as_kvcache_problem(problem: AttentionProblem) -> KVCacheProblem:
     """Return a forward pass as a call with a cache of all its keys. Only features of both problems carry over."""
     return problem.described_as(
@@ -407,13 +409,13 @@ def as_kvcache(problem: AttentionProblem, tensors: AttentionTensors) -> tuple[KV
 def example_tensors(problem: AttentionProblem, device: str = "meta") -> dict[str, torch.Tensor]:
     """Return the optional tensors of a call of `problem` by name, uninitialised, for compilation ahead of time."""
     sizes = {"b": problem.batch, "h": problem.heads_q, "q": problem.seqlen_q, "k": problem.seqlen_k}
-    found = {}
+    tensors = {}
     for feature in FEATURES:
         if feature.shape is not None and feature.is_in(problem):
-            fact = getattr(problem, feature.problem, None)
-            dtype = getattr(torch, fact) if isinstance(fact, str) else feature.dtypes[0]
-            found[feature.name] = torch.empty(feature.shape.every(sizes)[0], dtype=dtype, device=device)
-    return found
+            value = getattr(problem, feature.problem_field, None)
+            dtype = getattr(torch, value) if isinstance(value, str) else feature.dtypes[0]
+            tensors[feature.name] = torch.empty(feature.shape.allowed_shapes(sizes)[0], dtype=dtype, device=device)
+    return tensors
 
 
 def example_kvcache(problem: KVCacheProblem) -> tuple[KVCacheTensors, torch.Tensor, torch.Tensor]:
@@ -471,8 +473,8 @@ class AttentionGradients(NamedTuple):
 def example_gradients(tensors: AttentionTensors, out_dtype: str = "") -> AttentionGradients:
     """Return buffers for all gradients of a call with these tensors."""
     dtype = getattr(torch, out_dtype) if out_dtype else tensors.q.dtype
-    found = {feature.gradient: getattr(tensors, feature.name) for feature in GRADIENTS}
-    buffers: dict[str, Any] = {name: None if x is None else torch.empty_like(x) for name, x in found.items()}
+    tensors_by_name = {feature.gradient: getattr(tensors, feature.name) for feature in GRADIENTS}
+    buffers: dict[str, Any] = {name: None if x is None else torch.empty_like(x) for name, x in tensors_by_name.items()}
     return AttentionGradients(*(torch.empty_like(x, dtype=dtype) for x in tensors[:3]), **buffers)
 
 
@@ -545,7 +547,7 @@ def empty_output(q: torch.Tensor, head_dim_v: int, out_dtype: str = "") -> torch
     return dense.permute([*inverse, q.dim() - 1])
 
 
-@by_kind
+@cached_per_kind
 def refuse_features(problem: AttentionProblem, supported: frozenset[str], who: str) -> str | None:
     """Return why `who` cannot run `problem` if it uses a feature outside `supported`, else None."""
     missing = sorted(problem.features - supported)
@@ -669,10 +671,10 @@ class Tuning(Protocol):
 class Backend(Protocol):
     """The interface of an accelerator: the object called `backend` in its package, or behind an entry point.
 
-    Optional members: `tuning`, a `Tuning`, if the backend measures its tiles; `merge(out, lse, part, part_lse)`, if it
-    has a kernel for that (else `diyfa.distributed.merge` uses PyTorch's operators); `binaries(arch) -> str`, which says
-    where compiled kernels are stored; `recording(arch)`, if its kernels can be compiled before they are called
-    (`diyfa.ready.recording`).
+    Optional members: `tuning`, a `Tuning`, if the backend measures its tiles; `merge(out, lse, partial_out,
+    partial_lse)`, if it has a kernel for that (else `diyfa.distributed.merge` uses PyTorch's operators);
+    `binaries(arch) -> str`, which says where compiled kernels are stored; `recording(arch)`, if its kernels can be
+    compiled before they are called (`diyfa.ready.recording`).
     """
 
     name: str

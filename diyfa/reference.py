@@ -13,9 +13,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from diyfa.dropout import drop_threshold, element_levels, kept, keys_of, position_words
+from diyfa.dropout import drop_threshold, element_levels, keys_from_state, mask_from_keys, position_words
 from diyfa.keywords import refuse_unknown, without_unknown
-from diyfa.options import LENGTHS, UNBOUNDED, WHOLE, AttentionOptions, Lengths
+from diyfa.options import LENGTHS, NO_LENGTHS, UNBOUNDED, AttentionOptions, Lengths
 from diyfa.problem import LAYOUTS, VARLEN, KVCacheTensors, NewKeys, as_bhsd
 
 _INF = float("inf")
@@ -116,7 +116,7 @@ def _attend(
     return torch.where(~empty & valid_q, out, 0), lse
 
 
-def _attend_each(
+def _attend_sequences(
     attend: Attend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, options: AttentionOptions
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute packed sequences one by one. Return out and lse."""
@@ -127,7 +127,7 @@ def _attend_each(
     lse = torch.full((heads, q.shape[0]), _INF, dtype=stat_dtype, device=q.device)
     keys = None
     if options.rng_state is not None:
-        keys = keys_of(options.rng_state.to(q.device), len(ends), heads)
+        keys = keys_from_state(options.rng_state.to(q.device), len(ends), heads)
     for b, ((q0, q1), (k0, k1)) in enumerate(ends):
         q_b, k_b, v_b = (x[None].transpose(1, 2) for x in (q[q0:q1], k[k0:k1], v[k0:k1]))
         slopes = options.alibi_slopes
@@ -138,8 +138,8 @@ def _attend_each(
             rows, columns = torch.arange(q1 - q0, device=q.device), torch.arange(k1 - k0, device=q.device)
             words = (position_words(key[b], x) for key, x in zip(keys, (rows, rows, columns, columns), strict=True))
             keep = element_levels(*words) >= drop_threshold(options.dropout_p)  # as dropout_mask for sample b
-        part, part_lse = attend(q_b, k_b, v_b, WHOLE, options._replace(alibi_slopes=slopes), keep)
-        out[q0:q1], lse[:, q0:q1] = part[0].transpose(0, 1), part_lse[0]
+        sequence_out, sequence_lse = attend(q_b, k_b, v_b, NO_LENGTHS, options._replace(alibi_slopes=slopes), keep)
+        out[q0:q1], lse[:, q0:q1] = sequence_out[0].transpose(0, 1), sequence_lse[0]
     return out, lse
 
 
@@ -208,18 +208,18 @@ def attention_by(
     window: tuple[int, int] = UNBOUNDED,
     sm_scale: float | None = None,
     dtype: torch.dtype | None = None,
-    **given: Any,
+    **fields: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run `attend` on (B, H, S, D) views of q, k, v of any layout, or on each packed sequence. Return out and lse.
 
-    Arguments and errors are those of `reference_attention`; `given` holds the arguments that are not listed here.
+    Arguments and errors are those of `reference_attention`; `fields` holds the arguments that are not listed here.
     """
     if layout not in (*LAYOUTS, VARLEN):
         raise ValueError(f"layout must be one of {', '.join((*LAYOUTS, VARLEN))}, got {layout!r}")
-    lengths = Lengths(**{name: given.pop(name) for name in LENGTHS if name in given})
+    lengths = Lengths(**{name: fields.pop(name) for name in LENGTHS if name in fields})
     scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
     left, right = window
-    options = AttentionOptions(layout, scale, left, 0 if causal else right, **given)
+    options = AttentionOptions(layout, scale, left, 0 if causal else right, **fields)
     dtype, seq_lens = dtype or q.dtype, lengths.seq_lens
     if options.dropout_p and options.rng_state is None:
         raise ValueError("dropout_p > 0 needs rng_state, a (2,) int64 tensor of seed and offset")
@@ -231,7 +231,7 @@ def attention_by(
     if layout == VARLEN:
         if not packed or seq_lens is not None or options.attn_bias is not None:
             raise ValueError("layout 'thd' needs cu_seqlens_q and cu_seqlens_k, and takes no seq_lens and no attn_bias")
-        return _attend_each(attend, q.to(dtype), k.to(dtype), v.to(dtype), lengths, options)
+        return _attend_sequences(attend, q.to(dtype), k.to(dtype), v.to(dtype), lengths, options)
     if lengths.cu_seqlens_q is not None or lengths.cu_seqlens_k is not None:
         raise ValueError(f"cu_seqlens_q and cu_seqlens_k belong to the layout 'thd', got {layout!r}")
     leading = q.shape[:-2]
@@ -247,8 +247,8 @@ def attention_by(
         q, k, v = (x.flatten(0, -4) for x in (q, k, v))
     q, k, v = (as_bhsd(x, layout).to(dtype) for x in (q, k, v))
     if options.rng_state is not None:
-        keys = keys_of(options.rng_state.to(q.device), q.shape[0], q.shape[1])
-        keep = kept(keys, q.shape[2], k.shape[2], options.dropout_p)
+        keys = keys_from_state(options.rng_state.to(q.device), q.shape[0], q.shape[1])
+        keep = mask_from_keys(keys, q.shape[2], k.shape[2], options.dropout_p)
     out, lse = attend(q, k, v, lengths, options, keep)
     out = as_bhsd(out, layout)  # the exchange of heads and sequence is its own inverse
     if len(leading) != 2:
@@ -278,7 +278,7 @@ def _rotated(
     return turned
 
 
-def _place(tensors: KVCacheTensors, b: int, j: int) -> tuple[int, int]:
+def _cache_position(tensors: KVCacheTensors, b: int, j: int) -> tuple[int, int]:
     """Return where key j of sequence b lies in the cache: (batch entry or page, row)."""
     table, index = tensors.block_table, tensors.cache_batch_idx
     if table is not None:
@@ -300,10 +300,10 @@ def _quantised(x: torch.Tensor, descale: torch.Tensor | None, b: int, dtype: tor
     return x.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype)
 
 
-def reference_append(tensors: KVCacheTensors, new: NewKeys, rotates_each_query: bool = False) -> KVCacheTensors:
+def reference_append(tensors: KVCacheTensors, new: NewKeys, rotates_per_query: bool = False) -> KVCacheTensors:
     """Return `tensors` with q rotated, and with copies of the caches to which the new keys and values are appended.
 
-    With `rotates_each_query`, row `seqlens[b] + i` rotates query i, as with a causal mask or a window. Else row
+    With `rotates_per_query`, row `seqlens[b] + i` rotates query i, as with a causal mask or a window. Else row
     `seqlens[b]` rotates all. Without new.v only k is written, and v_cache becomes the new k_cache's first features.
     """
     q, k_cache, v_cache = tensors.q.clone(), tensors.k_cache.clone(), tensors.v_cache.clone()
@@ -311,14 +311,14 @@ def reference_append(tensors: KVCacheTensors, new: NewKeys, rotates_each_query: 
         first = tensors.length if tensors.seqlens is None else int(tensors.seqlens[b])
         k = new.k[b]
         if new.cos is not None and new.sin is not None:
-            of_query = first + torch.arange(q.shape[1], device=q.device) * rotates_each_query
-            q[b] = _rotated(q[b], new.cos, new.sin, of_query, new.interleaved).to(q.dtype)
-            of_key = first + torch.arange(k.shape[0], device=q.device)
-            k = _rotated(k, new.cos, new.sin, of_key, new.interleaved)
+            query_positions = first + torch.arange(q.shape[1], device=q.device) * rotates_per_query
+            q[b] = _rotated(q[b], new.cos, new.sin, query_positions, new.interleaved).to(q.dtype)
+            key_positions = first + torch.arange(k.shape[0], device=q.device)
+            k = _rotated(k, new.cos, new.sin, key_positions, new.interleaved)
         for i in range(k.shape[0]):
             if not 0 <= first + i < _capacity(tensors):
                 continue
-            entry, row = _place(tensors, b, first + i)
+            entry, row = _cache_position(tensors, b, first + i)
             if 0 <= entry < k_cache.shape[0]:
                 k_cache[entry, row] = _quantised(k[i], tensors.k_descale, b, k_cache.dtype)
                 if new.v is not None:
@@ -326,6 +326,26 @@ def reference_append(tensors: KVCacheTensors, new: NewKeys, rotates_each_query: 
     if new.v is None:
         v_cache = k_cache[..., : v_cache.shape[-1]]
     return tensors._replace(q=q, k_cache=k_cache, v_cache=v_cache)
+
+
+def _sequence_keys_and_values(
+    tensors: KVCacheTensors, b: int, start: int, stop: int, dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """Gather keys `start` to `stop` of sequence b and their values, (1, keys, Hk, …), times their descales."""
+    positions = [_cache_position(tensors, b, j) for j in range(start, stop)]
+    gathered = []
+    for cache, descale in ((tensors.k_cache, tensors.k_descale), (tensors.v_cache, tensors.v_descale)):
+        rows = [cache[position] for position in positions]
+        x = (torch.stack(rows) if rows else cache.new_empty(0, *cache.shape[2:])).to(dtype)
+        gathered.append((x if descale is None else x * descale[b][:, None])[None])
+    return gathered
+
+
+def _expanded_descale(x: torch.Tensor | float | None, batch: int, k_cache: torch.Tensor) -> torch.Tensor | None:
+    """Return a descale as float32 (batch, Hk)."""
+    if x is None:
+        return None
+    return torch.as_tensor(x, dtype=torch.float32, device=k_cache.device).expand(batch, k_cache.shape[2])
 
 
 @without_unknown
@@ -375,13 +395,9 @@ def reference_kvcache(
     dtype = dtype or q.dtype
     batch = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
     seqlens = cache_seqlens if isinstance(cache_seqlens, torch.Tensor) else None
-    descales = [
-        None if x is None else torch.as_tensor(x, dtype=torch.float32, device=q.device).expand(batch, k_cache.shape[2])
-        for x in (k_descale, v_descale)
-    ]
     tensors = KVCacheTensors(
         q, k_cache, v_cache, 1.0, seqlens=seqlens, cache_batch_idx=cache_batch_idx, block_table=block_table,
-        k_descale=descales[0], v_descale=descales[1],
+        k_descale=_expanded_descale(k_descale, batch, k_cache), v_descale=_expanded_descale(v_descale, batch, k_cache),
     )  # fmt: skip
     capacity = _capacity(tensors)
     if seqlens is None:
@@ -400,18 +416,13 @@ def reference_kvcache(
         if q0 == q1:
             continue
         stop = min(lengths[b] + (0 if k is None else k.shape[1]), capacity)
-        places = [_place(tensors, b, j) for j in range(pads[b], stop)]
-        keys_and_values = []
-        for cache, descale in zip((tensors.k_cache, tensors.v_cache), descales, strict=True):
-            x = torch.stack([cache[place] for place in places]) if places else cache.new_empty(0, *cache.shape[2:])
-            x = x.to(dtype) if descale is None else x.to(dtype) * descale[b][:, None]
-            keys_and_values.append(x[None])
+        keys_and_values = _sequence_keys_and_values(tensors, b, pads[b], stop, dtype)
         slopes = alibi_slopes[b : b + 1] if alibi_slopes is not None and alibi_slopes.dim() == 2 else alibi_slopes
-        part, part_lse = compute(
+        result, result_lse = compute(
             rows[q0:q1][None].to(dtype), *keys_and_values, causal=causal, window=window_size, sm_scale=softmax_scale,
             softcap=softcap, alibi_slopes=slopes, sinks=sinks, layout="bshd", return_lse=True,
         )  # fmt: skip
-        out[q0:q1], lse[:, q0:q1] = part[0], part_lse[0]
+        out[q0:q1], lse[:, q0:q1] = result[0], result_lse[0]
     if cu_seqlens_q is None:
         out, lse = out.unflatten(0, q.shape[:2]), lse.unflatten(1, q.shape[:2]).transpose(0, 1)
     return (out, lse) if return_softmax_lse else out

@@ -169,7 +169,7 @@ def refusal(backend: Backend, kernel: Kernel, problem: Any) -> str | None:
     return backend.unsupported(problem) or kernel.unsupported(problem)
 
 
-def _of_op(backend: Backend, op: str) -> list[Kernel]:
+def _kernels_for_op(backend: Backend, op: str) -> list[Kernel]:
     return [k for k in backend.kernels if k.op == op]
 
 
@@ -178,7 +178,7 @@ def choose(op: str, problem: Any, backend: Backend, variant: str = "auto") -> Ke
 
     Raises ValueError with every reason if there is none.
     """
-    kernels = _of_op(backend, op)
+    kernels = _kernels_for_op(backend, op)
     refused = backend.unsupported(problem)
     if variant != "auto":
         named = [k for k in kernels if k.name == variant]
@@ -197,12 +197,12 @@ def choose(op: str, problem: Any, backend: Backend, variant: str = "auto") -> Ke
     raise ValueError(f"backend {backend.name!r} cannot run this {op}: " + ("; ".join(reasons) or "it has no kernel"))
 
 
-def variant_of(op: str, backend: Backend, variant: str, problem: Any) -> str:
+def op_variant(op: str, backend: Backend, variant: str, problem: Any) -> str:
     """Return the variant of `op` for a call whose `variant` names a forward kernel. The backward pass takes the kernel
     of the same name if it runs the problem, else any kernel."""
     if op != "attention_bwd" or variant == "auto":
         return variant
-    named = [k for k in _of_op(backend, op) if k.name == variant]
+    named = [k for k in _kernels_for_op(backend, op) if k.name == variant]
     return variant if any(refusal(backend, k, problem) is None for k in named) else "auto"
 
 
@@ -269,7 +269,7 @@ def explain_choice(
         if other is not chosen_backend and (reason := _reason_against(other, device)):
             alternatives.append(Alternative(name, "*", reason))
             continue
-        for kernel in _of_op(other, op):
+        for kernel in _kernels_for_op(other, op):
             if kernel is chosen:
                 continue
             if other is not chosen_backend:
@@ -302,4 +302,4 @@ def kernels_for(device: str | torch.device | None = None, op: str = "attention_f
         name = device.type if isinstance(device, torch.device) else device
         if name not in backend_names():
             name = str(name).partition(":")[0]  # "cuda:1"
-    return [k.name for k in _of_op(load_backend(name), op)]
+    return [k.name for k in _kernels_for_op(load_backend(name), op)]

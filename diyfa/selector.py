@@ -17,7 +17,7 @@ from diyfa import registry
 from diyfa.attention import flash_attention
 from diyfa.matmul import triton_matmul
 from diyfa.problem import AttentionProblem, Backend, Kernel, MatmulProblem, dtype_name
-from diyfa.validation import MAX_HEAD_DIM_V, check_booleans, check_sizes_of
+from diyfa.validation import MAX_HEAD_DIM_V, check_booleans, check_named_sizes
 
 # Default sizes: a layer of a 7-billion-parameter model.
 TYPICAL_ATTENTION = {"batch": 1, "heads": 32, "seq_len": 4096, "head_dim": 128}
@@ -82,7 +82,7 @@ class BackendSelector:
         needs_grad: bool,
     ) -> tuple[Kernel, AttentionProblem]:
         heads_kv = heads if heads_kv is None else heads_kv
-        check_sizes_of(batch=batch, heads=heads, heads_kv=heads_kv, seq_len=seq_len, head_dim=head_dim)
+        check_named_sizes(batch=batch, heads=heads, heads_kv=heads_kv, seq_len=seq_len, head_dim=head_dim)
         check_booleans(causal=causal, needs_grad=needs_grad)
         if not 1 <= head_dim <= MAX_HEAD_DIM_V:
             raise ValueError(f"Unsupported head_dim: expected 1 to {MAX_HEAD_DIM_V}, got {head_dim}")
@@ -106,7 +106,7 @@ class BackendSelector:
         return registry.choose("attention_fwd", problem, self._backend), problem
 
     def _matmul(self, m: int, n: int, k: int, dtype: torch.dtype) -> tuple[Kernel, MatmulProblem]:
-        check_sizes_of(m=m, n=n, k=k)
+        check_named_sizes(m=m, n=n, k=k)
         # `triton_matmul` computes float32 in float16 unless a precision is given.
         compute = dtype_name(torch.float16 if dtype == torch.float32 else dtype)
         arch = self._backend.arch(self._device)

@@ -109,8 +109,10 @@ class AttentionCase:
             raise ValueError(f"case {self.name}: rise, peaks and spread are for q and k that are not packed")
         _, heads, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v = self.sizes
         keys = (heads_kv, seqlen_k, self.key_lens, head_dim)
-        alike = head_dim == head_dim_v and (self.packing == "kv" or keys == (heads, seqlen_q, self.lens_q, head_dim))
-        if (self.packing or self.view == "packed") and not alike:
+        same_shapes = head_dim == head_dim_v and (
+            self.packing == "kv" or keys == (heads, seqlen_q, self.lens_q, head_dim)
+        )
+        if (self.packing or self.view == "packed") and not same_shapes:
             raise ValueError(f"case {self.name}: what is packed must be of one shape")
 
     @property
@@ -221,8 +223,8 @@ def _shape_scores(case: AttentionCase, q: torch.Tensor, k: torch.Tensor) -> None
     first = 0  # first row of a packed sequence
     for sample, length in enumerate(case.key_lens or case.seq_lens or (k.shape[2],) * len(k)):
         keys = k[sample] if case.lens_q is None else k[0, :, first:]
-        for place, nats in case.peaks if length else ():
-            keys[:, round(place * (length - 1)), 0] += nats / scale
+        for position, nats in case.peaks if length else ():
+            keys[:, round(position * (length - 1)), 0] += nats / scale
         first += length
 
 
@@ -260,7 +262,7 @@ def make_inputs(case: AttentionCase, device: torch.device | str = "cpu") -> Inpu
             x[sample, length:] = float("nan")
         x[:, x.shape[1] - case.slack :] = float("nan")
 
-    def place(x: torch.Tensor, grad: bool = False) -> torch.Tensor:
+    def to_device(x: torch.Tensor, grad: bool = False) -> torch.Tensor:
         if x.device != torch.device(device):
             base = x if x._base is None else x._base  # copy the buffer, then cut the same view from it
             x = base.to(device).as_strided(x.size(), x.stride(), x.storage_offset())
@@ -273,16 +275,16 @@ def make_inputs(case: AttentionCase, device: torch.device | str = "cpu") -> Inpu
             return x[0] if x.dim() != 4 else x[0].transpose(0, 1)
         return x.transpose(1, 2) if case.layout == "bshd" and x.dim() == 4 else x
 
-    leaves = tuple(place(arrange(x), True) for x in owners)
+    leaves = tuple(to_device(arrange(x), True) for x in owners)
     q, k, v = _unpacked(leaves) if case.packing else leaves
-    dout = place(arrange(dout))
-    dlse = place(dlse.flatten(0, 1) if case.layout == "3d" else dlse[0] if case.layout == VARLEN else dlse)
+    dout = to_device(arrange(dout))
+    dlse = to_device(dlse.flatten(0, 1) if case.layout == "3d" else dlse[0] if case.layout == VARLEN else dlse)
     options: dict[str, Any] = {"causal": case.causal, "sm_scale": case.sm_scale}
     if case.seq_lens is not None:
-        options["seq_lens"] = place(torch.tensor(case.seq_lens, dtype=torch.int32, device="cpu"))
+        options["seq_lens"] = to_device(torch.tensor(case.seq_lens, dtype=torch.int32, device="cpu"))
     if case.lens_q is not None:
         options["cu_seqlens_q"], options["cu_seqlens_k"] = (
-            place(_offsets(lens)) for lens in (case.lens_q, case.key_lens or ())
+            to_device(_offsets(lens)) for lens in (case.lens_q, case.key_lens or ())
         )
         options["max_seqlen_q"], options["max_seqlen_k"] = seqlen_q + case.slack, seqlen_k + case.slack
     if case.window != (-1, -1):
@@ -291,33 +293,35 @@ def make_inputs(case: AttentionCase, device: torch.device | str = "cpu") -> Inpu
         options["softcap"] = case.softcap
     if case.alibi:
         shape = (heads,) if case.alibi == "h" else (batch, heads)
-        options["alibi_slopes"] = place(random(*shape, dtype=torch.float32).abs() * 0.3)
+        options["alibi_slopes"] = to_device(random(*shape, dtype=torch.float32).abs() * 0.3)
     if case.bias:
         full = {"b": batch, "h": heads, "q": seqlen_q, "k": seqlen_k, "1": 1}
         bias = random(*(full[letter] for letter in case.bias), dtype=getattr(torch, case.bias_dtype or case.dtype))
-        options["attn_bias"] = place(bias * case.bias_scale, case.bias_grad)
+        options["attn_bias"] = to_device(bias * case.bias_scale, case.bias_grad)
     if case.sinks:
-        options["sinks"] = place(random(heads, dtype=torch.float32) + case.sink_offset, True)
+        options["sinks"] = to_device(random(heads, dtype=torch.float32) + case.sink_offset, True)
     if case.dropout_p:
         options["dropout_p"] = case.dropout_p
         state = torch.randint(2**32, (2,), generator=generator, dtype=torch.int64, device="cpu")
         if case.dropout_origins:
             origins = torch.randint(2**31, (batch, 4), generator=generator, dtype=torch.int64, device="cpu")
             state = torch.cat([state, origins.flatten()])
-        options["rng_state"] = place(state)
+        options["rng_state"] = to_device(state)
     return Inputs(q, k, v, dout, dlse, options, leaves if case.packing else ())
 
 
-def attention_function(case: AttentionCase, **how: Any) -> Callable[..., Any]:
-    """Return the function of diyfa that takes the case's `leaves` and options; `how` holds `backend` and `variant`."""
+def attention_function(case: AttentionCase, **fixed: Any) -> Callable[..., Any]:
+    """Return the function of diyfa that takes the case's `leaves` and options. `fixed`: `backend` and `variant`."""
     if not case.packing:
         functions: dict[str, Callable[..., Any]] = {"bshd": flash_attention_v2, VARLEN: flash_attention_varlen}
-        return partial(functions.get(case.layout, flash_attention), **how)
+        return partial(functions.get(case.layout, flash_attention), **fixed)
 
     def packed(*owners: torch.Tensor, return_lse: bool = False, **options: Any) -> Any:
         lengths = Lengths(**{name: options.pop(name) for name in LENGTHS if name in options})
         q, k, v = _unpacked(owners)
-        checked = checked_options(q, k, v, lengths, {"layout": case.layout, "packing": case.packing, **options, **how})
+        checked = checked_options(
+            q, k, v, lengths, {"layout": case.layout, "packing": case.packing, **options, **fixed}
+        )
         first, second = (*owners, None)[:2]
         out, lse = attend(first, second, None, lengths, checked)
         return (out, lse) if return_lse else out
@@ -337,8 +341,8 @@ def run_case(attend: Callable[..., Any], inputs: Inputs) -> Results:
     gradients = tuple(x.cpu() for x in gradients)
     leaves, rest = gradients[: len(inputs.leaves)], gradients[len(inputs.leaves) :]
     dq, dk, dv = _unpacked(leaves) if inputs.packed else leaves
-    of_features = {feature.gradient: x for feature, x in zip(learned, rest, strict=True)}
-    return Results(out.detach().cpu(), lse.detach().cpu(), dq, dk, dv, **of_features)
+    feature_gradients = {feature.gradient: x for feature, x in zip(learned, rest, strict=True)}
+    return Results(out.detach().cpu(), lse.detach().cpu(), dq, dk, dv, **feature_gradients)
 
 
 def _upcast(x: Any, dtype: torch.dtype = torch.float64) -> Any:
@@ -445,20 +449,20 @@ def yardsticks(case: AttentionCase, device: str = "cpu", draws: int = YARDSTICK_
     Raises:
         ValueError: a result is not finite where the float64 one is, so that it cannot serve as a yardstick.
     """
-    found: dict[str, Error] = {}
+    errors: dict[str, Error] = {}
     for draw in range(draws):
-        drawn = replace(case, nudge=draw)
-        for name, want, low in zip(
-            Results._fields, expected_results(drawn, device), yardstick_results(drawn, device), strict=True
+        nudged = replace(case, nudge=draw)
+        for name, truth, low in zip(
+            Results._fields, expected_results(nudged, device), yardstick_results(nudged, device), strict=True
         ):
-            if want is None or low is None:
+            if truth is None or low is None:
                 continue
-            error = measure_error(low, want)
+            error = measure_error(low, truth)
             if error.max_abs == float("inf"):
                 raise ValueError(f"{case.name}: a plain FlashAttention's {name} in {case.dtype} is not finite")
-            worst = found.get(name, NO_ERROR)
-            found[name] = Error(max(error.max_abs, worst.max_abs), max(error.rms, worst.rms))
-    return found
+            worst = errors.get(name, NO_ERROR)
+            errors[name] = Error(max(error.max_abs, worst.max_abs), max(error.rms, worst.rms))
+    return errors
 
 
 class Check(NamedTuple):
@@ -488,18 +492,18 @@ def check_budget(
     expected, yardstick = expected_results(case, device), yardstick_results(case, device)
     infinite = Error(float("inf"), float("inf"))
     checks = {}
-    for name, got, want, low in zip(Results._fields, actual, expected, yardstick, strict=True):
-        if want is None or low is None:
+    for name, got, truth, low in zip(Results._fields, actual, expected, yardstick, strict=True):
+        if truth is None or low is None:
             if got is not None:
                 checks[name] = Check(infinite, NO_ERROR, "computed although the case has no such input")
         elif got is None:
             checks[name] = Check(infinite, NO_ERROR, "missing")
-        elif got.dtype != low.dtype or got.shape != want.shape:
-            problem = f"{got.dtype} {tuple(got.shape)}, expected {low.dtype} {tuple(want.shape)}"
+        elif got.dtype != low.dtype or got.shape != truth.shape:
+            problem = f"{got.dtype} {tuple(got.shape)}, expected {low.dtype} {tuple(truth.shape)}"
             checks[name] = Check(infinite, NO_ERROR, problem)
         else:
-            error = measure_error(got, want)
-            unit = _lse_unit(case, device) if name == "lse" else rounding_unit(want, low.dtype)
+            error = measure_error(got, truth)
+            unit = _lse_unit(case, device) if name == "lse" else rounding_unit(truth, low.dtype)
             for count in (1, draws):
                 check = Check(error, error_budget(yardsticks(case, device, count)[name], unit))
                 if check.share <= 1 or error.max_abs == float("inf"):
@@ -531,13 +535,13 @@ def assert_within_budget(
 
 
 def _compare(
-    what: str, actual: torch.Tensor, expected: torch.Tensor, tolerances: tuple[float, float], verbose: bool
+    name: str, actual: torch.Tensor, expected: torch.Tensor, tolerances: tuple[float, float], verbose: bool
 ) -> tuple[bool, float]:
     """Return (allclose, largest difference) of a result and the float64 one.
 
     Tolerances are at least one rounding unit of the result's dtype: no implementation can be closer in that dtype."""
     if actual.shape != expected.shape:
-        raise ValueError(f"{what}: the function returned shape {tuple(actual.shape)}, not {tuple(expected.shape)}")
+        raise ValueError(f"{name}: the function returned shape {tuple(actual.shape)}, not {tuple(expected.shape)}")
     eps = torch.finfo(actual.dtype).eps
     rtol, atol = (max(x, eps) for x in tolerances)
     actual = actual.detach().to(expected.device).double()
@@ -545,7 +549,7 @@ def _compare(
     max_diff = float((actual - expected).abs().max()) if expected.numel() else 0.0
     if verbose:
         verdict = "PASS" if passed else "FAIL"
-        print(f"{verdict} {what}: max diff {max_diff:.3e} (rtol {rtol:.1e}, atol {atol:.1e})")
+        print(f"{verdict} {name}: max diff {max_diff:.3e} (rtol {rtol:.1e}, atol {atol:.1e})")
     return passed, max_diff
 
 
@@ -582,11 +586,11 @@ def validate_matmul(
     generator = torch.Generator().manual_seed(0)
     a = torch.randn((m, k), generator=generator, device="cpu").to(dtype)
     b = torch.randn((k, n), generator=generator, device="cpu").to(dtype)
-    where = _reference_device(device)
+    reference_device = _reference_device(device)
     actual = triton_fn(a.to(device), b.to(device))
     # float32 inputs are multiplied in float16 by default, so the expected product is that of the rounded inputs.
     a, b = (x.to(actual.dtype) if x.dtype == torch.float32 else x for x in (a, b))
-    expected = a.to(where).double() @ b.to(where).double()
+    expected = a.to(reference_device).double() @ b.to(reference_device).double()
     return _compare(f"matmul {m}x{n}x{k} {dtype} on {device}", actual, expected, (rtol, atol), verbose)
 
 
@@ -620,10 +624,13 @@ def validate_attention(
     q, k, v = (
         torch.randn((batch, heads, seq_len, head_dim), generator=generator, device="cpu").to(dtype) for _ in range(3)
     )
-    where = _reference_device(device)
+    reference_device = _reference_device(device)
     actual = flash_fn(q.to(device), k.to(device), v.to(device), causal=causal)
     expected = torch.nn.functional.scaled_dot_product_attention(
-        q.to(where).double(), k.to(where).double(), v.to(where).double(), is_causal=causal
+        q.to(reference_device).double(),
+        k.to(reference_device).double(),
+        v.to(reference_device).double(),
+        is_causal=causal,
     )
-    what = f"attention ({batch}, {heads}, {seq_len}, {head_dim}) {'causal ' if causal else ''}{dtype} on {device}"
-    return _compare(what, actual, expected, (rtol, atol), verbose)
+    name = f"attention ({batch}, {heads}, {seq_len}, {head_dim}) {'causal ' if causal else ''}{dtype} on {device}"
+    return _compare(name, actual, expected, (rtol, atol), verbose)

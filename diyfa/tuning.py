@@ -44,7 +44,7 @@ ROUNDS = 3  # each round measures every candidate once, so that a drifting clock
 # many sizes. Two short measurements of one kernel differ by up to 5 % on an H200, whose clock follows its power.
 MARGIN = 0.05
 NO_FOLDER = "there is no home folder to keep results in: DIYFA_CACHE_DIR names another folder"
-MOST_REMEMBERED = 4096  # entries of `Tuner._known` and of `Tuner._unmeasured`: buckets with and without a tile
+MAX_REMEMBERED = 4096  # entries of `Tuner._configs` and of `Tuner._unmeasured`: buckets with and without a tile
 
 
 def bucket_size(n: int) -> int:
@@ -184,11 +184,11 @@ class Tuner:
 
     def __init__(self, timer: Callable[[Callable[[], None]], float], rounds: int = ROUNDS) -> None:
         self._timer, self._rounds = timer, rounds
-        self._known: dict[tuple[int, str, Hashable], Any] = {}
+        self._configs: dict[tuple[int, str, Hashable], Any] = {}
         self._unmeasured: set[tuple[int, str, Hashable]] = set()  # the file has no row: `best` returns the default
         self._renew_lock()
         self.enabled = os.environ.get("DIYFA_AUTOTUNE", "1") != "0"
-        self._asked = False  # inside `measuring`
+        self._is_measuring = False  # inside `measuring`
         self.recording = False  # launches are recorded: `best` runs what it would measure once, untimed
         self._watch: Callable[[TriedTile], None] = lambda tried: None
         self._without: Sequence[dict[str, Any]] = ()
@@ -248,38 +248,38 @@ class Tuner:
         if device is None:
             return default
         if self.recording:
-            kept = self._stored(self._file(device), kernel, bucket, candidates)
-            if kept is not None:
-                return kept
-            for each in candidates if self._asked or self._measures_unasked() else ():
+            stored = self._stored(self._file(device), kernel, bucket, candidates)
+            if stored is not None:
+                return stored
+            for each in candidates if self._is_measuring or self._measures_unasked() else ():
                 run(each)
             return default
         key = (device[0], kernel, bucket)
-        known = self._known.get(key)
-        if known is not None:
-            return known
-        measures = self._asked or self._measures_unasked()
+        cached = self._configs.get(key)
+        if cached is not None:
+            return cached
+        measures = self._is_measuring or self._measures_unasked()
         if key in self._unmeasured and not measures:
             return default
         with self._lock:
-            known = self._known.get(key)
-            if known is not None:
-                return known
+            cached = self._configs.get(key)
+            if cached is not None:
+                return cached
             candidates = list(dict.fromkeys([default, *candidates]))
             file = self._file(device)
             config = self._stored(file, kernel, bucket, candidates)
             if config is None:
                 if not measures:
-                    if len(self._unmeasured) >= MOST_REMEMBERED:
+                    if len(self._unmeasured) >= MAX_REMEMBERED:
                         self._unmeasured.clear()
                     self._unmeasured.add(key)
                     return default
                 if not self._may_measure():
                     return default
                 config = self._measure(file, kernel, bucket, candidates, run, default)
-            if len(self._known) >= MOST_REMEMBERED:
-                self._known.clear()  # the file still has the rows
-            self._known[key] = config
+            if len(self._configs) >= MAX_REMEMBERED:
+                self._configs.clear()  # the file still has the rows
+            self._configs[key] = config
             return config
 
     def is_settled(self, kernel: str, bucket: Hashable) -> bool:
@@ -288,7 +288,9 @@ class Tuner:
         if device is None:
             return True
         key = device[0], kernel, bucket
-        return key in self._known or (key in self._unmeasured and not self._asked and not self._measures_unasked())
+        return key in self._configs or (
+            key in self._unmeasured and not self._is_measuring and not self._measures_unasked()
+        )
 
     def state(self) -> tuple[bool, int]:
         """Return (whether tuning is on, how often results changed). Results of `best` hold while this is equal."""
@@ -299,12 +301,12 @@ class Tuner:
         self, watch: Callable[[TriedTile], None] | None = None, without: Sequence[dict[str, Any]] = ()
     ) -> Iterator[None]:
         """Measure problems inside the block; see `diyfa.problem.Tuning.measuring`."""
-        previous = self._asked, self._watch, self._without
-        self._asked, self._watch, self._without = True, watch or self._watch, without
+        previous = self._is_measuring, self._watch, self._without
+        self._is_measuring, self._watch, self._without = True, watch or self._watch, without
         try:
             yield
         finally:
-            self._asked, self._watch, self._without = previous
+            self._is_measuring, self._watch, self._without = previous
             self._unmeasured.clear()
             self.changes += 1
 
@@ -336,7 +338,7 @@ class Tuner:
         if device is None:
             return 0
         with self._lock:
-            self._known = {key: config for key, config in self._known.items() if key[0] != device[0]}
+            self._configs = {key: config for key, config in self._configs.items() if key[0] != device[0]}
             self._unmeasured.clear()
             self.changes += 1
             file = self._file(device)

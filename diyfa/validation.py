@@ -41,8 +41,8 @@ def check_tensors(**tensors: object) -> None:
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
         if x.layout is not torch.strided or x.is_nested:
-            what = "a nested tensor" if x.layout is torch.strided else f"layout {x.layout}"
-            raise TypeError(f"{name} must be a dense tensor, got {what}")
+            kind = "a nested tensor" if x.layout is torch.strided else f"layout {x.layout}"
+            raise TypeError(f"{name} must be a dense tensor, got {kind}")
         if is_dtensor(x):  # supported DTensors have become local tensors before
             raise TypeError(
                 f"{name} is a DTensor: give each rank's part, {name}.to_local(). flash_attention and flash_attn's "
@@ -71,7 +71,7 @@ def check_booleans(**options: object) -> None:
         raise TypeError(f"{name} must be True or False, got {got}{hint}")
 
 
-def check_sizes_of(**sizes: object) -> None:
+def check_named_sizes(**sizes: object) -> None:
     """Check that every argument is an integer of at least 0, and numbers of heads of at least 1."""
     for name, value in sizes.items():
         if check_length(name, value) == 0 and name in ("heads", "heads_kv"):
@@ -147,8 +147,8 @@ def check_length(name: str, value: Any) -> int:
     try:
         length = as_integer(value)
     except TypeError:
-        what = f"a {value.dtype} tensor of shape {_shape(value)}" if isinstance(value, torch.Tensor) else repr(value)
-        raise TypeError(f"{name} must be an integer, got {what}") from None
+        got = f"a {value.dtype} tensor of shape {_shape(value)}" if isinstance(value, torch.Tensor) else repr(value)
+        raise TypeError(f"{name} must be an integer, got {got}") from None
     if torch.compiler.is_compiling():  # lengths computed inside the graph have no values yet
         torch._check(length >= 0)
     elif length < 0:
@@ -203,7 +203,7 @@ def is_capturing(x: torch.Tensor) -> bool:
 _lengths_read = WeakTensorKeyDictionary()
 
 
-def _bounds_of(lengths: torch.Tensor) -> tuple[int, int]:
+def _value_bounds(lengths: torch.Tensor) -> tuple[int, int]:
     """Return the smallest and the largest value, read once for each tensor and version of its contents."""
     lengths = unbatched(lengths)
     if lengths.is_inference():  # has no version
@@ -232,7 +232,7 @@ def check_values(lengths: Lengths, q: torch.Tensor, k: torch.Tensor, layout: str
     seq_lens, cu_seqlens_q, cu_seqlens_k = lengths.seq_lens, lengths.cu_seqlens_q, lengths.cu_seqlens_k
     if seq_lens is not None and seq_lens.numel() and not (seq_lens.is_meta or is_capturing(seq_lens)):
         seqlen_k = k.shape[LAYOUTS[layout][2]]
-        low, high = _bounds_of(seq_lens)
+        low, high = _value_bounds(seq_lens)
         if low <= 0 or high > seqlen_k:
             raise ValueError(f"seq_lens must satisfy 0 < length <= {seqlen_k}, got values from {low} to {high}")
     if cu_seqlens_q is not None and cu_seqlens_q.is_cpu and not is_capturing(cu_seqlens_q):
@@ -276,10 +276,10 @@ def check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Len
     return {"b": q.shape[b], "h": q.shape[h], "q": q.shape[s], "k": k.shape[s]}
 
 
-def check_optional_tensors(q: torch.Tensor, sizes: Sizes, given: dict[str, Any]) -> None:
-    """Check kind, dtype, shape and device of the optional tensors in `given` by their rows in the table."""
+def check_optional_tensors(q: torch.Tensor, sizes: Sizes, arguments: dict[str, Any]) -> None:
+    """Check kind, dtype, shape and device of the optional tensors in `arguments` by their rows in the table."""
     for name, feature in CHECKED_TENSORS.items():
-        x = given.get(name)
+        x = arguments.get(name)
         if x is None:
             continue
         check_tensors(**{name: x})
@@ -295,9 +295,9 @@ def check_optional_tensors(q: torch.Tensor, sizes: Sizes, given: dict[str, Any])
 
 def check_batch_invariant(lengths: Lengths, options: dict[str, Any]) -> None:
     """Check that a call has nothing that the mode `diyfa.batch_invariant` does not compute."""
-    given = {"attn_bias": options.get("attn_bias") is not None, "dropout_p": bool(options.get("dropout_p"))}
-    given["seq_lens"] = lengths.seq_lens is not None
-    if refused := [name for name, there in given.items() if there]:
+    used_options = {"attn_bias": options.get("attn_bias") is not None, "dropout_p": bool(options.get("dropout_p"))}
+    used_options["seq_lens"] = lengths.seq_lens is not None
+    if refused := [name for name, is_used in used_options.items() if is_used]:
         raise ValueError(f"diyfa.batch_invariant() takes no {', '.join(refused)}: a cache has nothing like it to equal")
 
 
@@ -318,10 +318,10 @@ def check_matmul(a: torch.Tensor, b: torch.Tensor) -> None:
 
 def check_blocks(blocks: tuple[int | None, int | None, int | None], sizes: tuple[int, int, int]) -> None:
     """Check that no tile size is given or all three, each a power of two from 16 on and not beyond its dimension."""
-    given = [x is not None for x in blocks]
-    if not any(given):
+    is_given = [x is not None for x in blocks]
+    if not any(is_given):
         return
-    if not all(given):
+    if not all(is_given):
         raise ValueError(f"block_m, block_n and block_k must be given together, got {blocks}")
     for name, block, size in zip(("block_m", "block_n", "block_k"), blocks, sizes, strict=True):
         if not isinstance(block, int) or isinstance(block, bool):

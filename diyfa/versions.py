@@ -15,12 +15,12 @@ VERSIONED = ("torch", "triton", "triton-ascend", "torch_npu", "ascendnpu-ir")
 
 def versions() -> dict[str, str]:
     """Return the installed versions of diyfa and of the packages its figures depend on, without absent ones."""
-    found = {"diyfa": diyfa.__version__, "python": platform.python_version()}
-    found |= {name: there for name in VERSIONED if (there := installed_version(name)) is not None}
-    found["torch"] = torch.__version__  # has the build's suffix, such as +cpu
+    version_by_name = {"diyfa": diyfa.__version__, "python": platform.python_version()}
+    version_by_name |= {name: version for name in VERSIONED if (version := installed_version(name)) is not None}
+    version_by_name["torch"] = torch.__version__  # has the build's suffix, such as +cpu
     if torch.version.cuda:
-        found["cuda"] = torch.version.cuda
-    return found
+        version_by_name["cuda"] = torch.version.cuda
+    return version_by_name
 
 
 def device_name(device: torch.device) -> str:

@@ -104,17 +104,17 @@ class _FlashAttention(torch.autograd.Function):
         def rounded(x: torch.Tensor) -> torch.Tensor:
             return x.to(dtype).to(wide)
 
-        def of_key_head(x: torch.Tensor) -> torch.Tensor:
+        def sum_over_group(x: torch.Tensor) -> torch.Tensor:
             return x.unflatten(1, (heads_kv, group)).sum(2).to(dtype)
 
         scores, tanh = _scores_log2(q_w.flip(-1), k_w.flip(-1), bias, call)
         p = torch.exp2(scores - (lse * LOG2E)[..., None])
         # FlashAttention computes delta in its own pass, where sums have another order than those of dp.
         delta = torch.einsum("bhsd,bhsd->bhs", out.to(wide).flip(-1), dout.flip(-1)) - dlse
-        kept, dp = p, dout @ v_w.mT
+        dropped_p, dp = p, dout @ v_w.mT
         if call.keep is not None:
-            kept, dp = p * call.keep, dp * call.keep * call.keep_scale
-        dv = of_key_head(rounded(kept).mT @ dout * call.keep_scale)
+            dropped_p, dp = p * call.keep, dp * call.keep * call.keep_scale
+        dv = sum_over_group(rounded(dropped_p).mT @ dout * call.keep_scale)
         ds = p * (dp - delta[..., None])
         dbias = None if bias is None else ds.sum_to_size((1,) * (4 - bias.dim()) + bias.shape).to(bias.dtype)
         dsinks = None
@@ -124,7 +124,7 @@ class _FlashAttention(torch.autograd.Function):
         if tanh is not None:
             ds = ds * (1 - tanh * tanh)
         ds = rounded(ds)
-        dq, dk = (ds @ k_w * call.scale).to(dtype), of_key_head(ds.mT @ q_w * call.scale)
+        dq, dk = (ds @ k_w * call.scale).to(dtype), sum_over_group(ds.mT @ q_w * call.scale)
         return dq, dk, dv, None if dbias is None else dbias.reshape(bias.shape), dsinks, None
 
 

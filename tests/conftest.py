@@ -15,7 +15,7 @@ if not torch.cuda.is_available():
     # Without a GPU the CUDA kernels run in Triton's interpreter, which must be chosen before Triton is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from sampled import left_out, quick  # noqa: E402
+from sampled import quick, skipped_items  # noqa: E402
 from targets import TARGETS, Target, absent  # noqa: E402
 
 if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None:
@@ -49,7 +49,7 @@ def target(request: pytest.FixtureRequest) -> Target:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of many cases alike some run by default, and some folders are quick (`sampled.py`). On CPU tensors the NPU
     kernels take part in the matrix only: `make test-npu` has all of their tests."""
-    for item in left_out(items):
+    for item in skipped_items(items):
         item.add_marker(pytest.mark.slow)
     for item in quick([item for item in items if not any(item.iter_markers("slow"))]):
         item.add_marker(pytest.mark.quick)

@@ -25,7 +25,7 @@ from diyfa.problem import (
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
-def _runs_everything(problem: AttentionProblem) -> None:
+def _refuses_nothing(problem: AttentionProblem) -> None:
     """Return None: the CPU backend has every feature, as the tests of `diyfa.features` check."""
 
 
@@ -83,7 +83,7 @@ class CpuBackend:
             "attention_bwd",
             "recomputation from the log-sum-exp, key/value blocks outermost",
             bwd.backward,
-            _runs_everything,
+            _refuses_nothing,
             attention_config,
         ),
         Kernel(

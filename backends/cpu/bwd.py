@@ -72,14 +72,14 @@ def _backward(
             if n0 >= stop or n1 <= start:
                 continue
             seen = call.visibility.mask(m0, m1, n0, n1)
-            kept = call.kept(m0, m1, n0, n1)
+            keep_mask = call.keep_mask(m0, m1, n0, n1)
             q_tile = call.scaled_queries(m0, m1)  # [B, Hk, G * BLOCK_M, D]
             dout_tile = call.query_rows(dout_rows, m0, m1)  # [B, Hk, G * BLOCK_M, Dv]
             s, tanh = call.scores(q_tile, k_tile, m0, m1, n0, n1, seen)  # [B, Hk, G * BLOCK_M, BLOCK_N]
             p = torch.exp_(s.sub_(lse_rows[:, :, :, m0:m1].flatten(2, 3).unsqueeze(-1)))
             dp = row_products(dout_tile, v_tile)
-            if kept is not None:
-                dp.mul_(call.keep_scale).masked_fill_(~kept, 0.0)
+            if keep_mask is not None:
+                dp.mul_(call.keep_scale).masked_fill_(~keep_mask, 0.0)
             ds = dp.sub_(delta_rows[:, :, :, m0:m1].flatten(2, 3).unsqueeze(-1)).mul_(p)
             if seen is not None:  # p of hidden keys is 0, but NaN in a row whose lse is NaN
                 for x in (p, ds):
@@ -88,8 +88,8 @@ def _backward(
                 _add_to_bias_gradient(call, dbias, ds, m0, m1, n0, n1)
             if tanh is not None:
                 ds.mul_(1 - tanh * tanh)
-            if kept is not None:  # the weights that v was multiplied with
-                p.masked_fill_(~kept, 0.0).mul_(call.keep_scale)
+            if keep_mask is not None:  # the weights that v was multiplied with
+                p.masked_fill_(~keep_mask, 0.0).mul_(call.keep_scale)
             dv_tile += p.mT @ dout_tile
             dk_tile += ds.mT @ q_tile
             dq_acc[:, :, :, m0:m1] += (ds @ k_tile).unflatten(2, (call.group, -1))
@@ -123,16 +123,17 @@ def backward(
     if not problem.varlen:
         per_head = _backward(Call(problem, tensors), out, lse, dout, dlse, gradients)
     else:
-        for part in sequences(problem, tensors):
-            own = gradients._replace(
-                dq=part.queries(gradients.dq),
-                dk=part.keys(gradients.dk),
-                dv=part.keys(gradients.dv),
-                delta=None if gradients.delta is None else part.statistics(gradients.delta),
+        for sequence in sequences(problem, tensors):
+            sequence_gradients = gradients._replace(
+                dq=sequence.queries(gradients.dq),
+                dk=sequence.keys(gradients.dk),
+                dv=sequence.keys(gradients.dv),
+                delta=None if gradients.delta is None else sequence.statistics(gradients.delta),
             )
-            own_dlse = None if dlse is None else part.statistics(dlse)
+            sequence_dlse = None if dlse is None else sequence.statistics(dlse)
             added = _backward(
-                part.call, part.queries(out), part.statistics(lse), part.queries(dout), own_dlse, own
+                sequence.call, sequence.queries(out), sequence.statistics(lse), sequence.queries(dout),
+                sequence_dlse, sequence_gradients,
             )  # fmt: skip
             per_head = {name: per_head.get(name, 0) + x for name, x in added.items()}
     for name in PER_HEAD:

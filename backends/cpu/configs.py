@@ -40,7 +40,7 @@ MATMUL = MatmulConfig(512, 512, 512)
 def attention_config(problem: AttentionProblem) -> AttentionConfig:
     """Return the tile for `problem`."""
     units = problem.batch * problem.heads_q
-    return next(config for most, config in ATTENTION if units <= most)
+    return next(config for max_units, config in ATTENTION if units <= max_units)
 
 
 def matmul_config(problem: MatmulProblem) -> MatmulConfig:

@@ -74,9 +74,9 @@ def _end_sequences(call: Call, out: torch.Tensor, lse: torch.Tensor) -> None:
 
 def _weighted_values(call: Call, p: torch.Tensor, m0: int, m1: int, n0: int, n1: int) -> torch.Tensor:
     """Return the contribution of a tile to the output: p @ v, with dropout applied to p."""
-    kept = call.kept(m0, m1, n0, n1)
-    if kept is not None:
-        p = p.masked_fill(~kept, 0.0).mul_(call.keep_scale)
+    keep_mask = call.keep_mask(m0, m1, n0, n1)
+    if keep_mask is not None:
+        p = p.masked_fill(~keep_mask, 0.0).mul_(call.keep_scale)
     return p @ call.key_rows(call.v, n0, n1)
 
 

@@ -25,7 +25,7 @@ CHUNK = 64  # keys
 FLOAT8_LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
-class _Part(NamedTuple):
+class _Partial(NamedTuple):
     """The partial result of some keys, [Hk, G, R, ...]. If m is -inf, merging it changes nothing."""
 
     m: torch.Tensor  # the largest score, [Hk, G, R, 1]
@@ -33,17 +33,17 @@ class _Part(NamedTuple):
     acc: torch.Tensor  # sum of exp(s - m) v, [Hk, G, R, Dv]
 
 
-def _merged(a: _Part, b: _Part) -> _Part:
+def _merged(a: _Partial, b: _Partial) -> _Partial:
     m = torch.maximum(a.m, b.m)
     finite_m = m.masked_fill(m == -INF, 0.0)  # no key yet: exp(-inf - 0) is 0, exp(-inf + inf) is NaN
-    of_a, of_b = torch.exp(a.m - finite_m), torch.exp(b.m - finite_m)
-    return _Part(m, a.l * of_a + b.l * of_b, a.acc * of_a + b.acc * of_b)
+    weight_a, weight_b = torch.exp(a.m - finite_m), torch.exp(b.m - finite_m)
+    return _Partial(m, a.l * weight_a + b.l * weight_b, a.acc * weight_a + b.acc * weight_b)
 
 
-def _nothing(rows: torch.Tensor, head_dim_v: int) -> _Part:
+def _nothing(rows: torch.Tensor, head_dim_v: int) -> _Partial:
     """Return the partial result of no keys, for queries [Hk, G, R, D]."""
     m = rows.new_full((*rows.shape[:-1], 1), -INF)
-    return _Part(m, torch.zeros_like(m), rows.new_zeros((*rows.shape[:-1], head_dim_v)))
+    return _Partial(m, torch.zeros_like(m), rows.new_zeros((*rows.shape[:-1], head_dim_v)))
 
 
 class _Sequence(NamedTuple):
@@ -59,7 +59,7 @@ class _Sequence(NamedTuple):
     slopes: torch.Tensor | None  # [Hk, G, 1, 1]
 
 
-def rows_of_keys(problem: KVCacheProblem, tensors: KVCacheTensors, b: int, start: int, stop: int) -> tuple:
+def cache_indices(problem: KVCacheProblem, tensors: KVCacheTensors, b: int, start: int, stop: int) -> tuple:
     """Return the indices of keys `start` to `stop` of sequence b in a cache: (page or batch entry, row), or (row,)."""
     j = torch.arange(start, max(start, stop), device=tensors.q.device)
     if problem.packed_keys:
@@ -71,7 +71,7 @@ def rows_of_keys(problem: KVCacheProblem, tensors: KVCacheTensors, b: int, start
     return torch.full_like(j, b if index is None else int(index[b])), j
 
 
-def _number_of_keys(problem: KVCacheProblem, tensors: KVCacheTensors, b: int) -> int:
+def _n_keys(problem: KVCacheProblem, tensors: KVCacheTensors, b: int) -> int:
     if tensors.seqlens is not None:
         n = int(tensors.seqlens[b]) + tensors.added
     elif tensors.cu_seqlens_k is not None:
@@ -85,16 +85,16 @@ def _gathered(problem: KVCacheProblem, tensors: KVCacheTensors, b: int, start: i
     """Return keys and values of sequence b in the dtype of all arithmetic, [Hk, n rounded up to CHUNK, …]. They are 0
     before `start` and from `n` on."""
     dtype = torch.float64 if problem.dtype == "float64" else torch.float32
-    rows = rows_of_keys(problem, tensors, b, start, n)
-    found = []
+    rows = cache_indices(problem, tensors, b, start, n)
+    keys_and_values = []
     for cache, descale in ((tensors.k_cache, tensors.k_descale), (tensors.v_cache, tensors.v_descale)):
         x = cache[rows].to(dtype)  # [n - start, Hk, …]
         if descale is not None:
             x = x * descale[b][:, None]
         padded = x.new_zeros((x.shape[1], -(-n // CHUNK) * CHUNK, x.shape[2]))
         padded[:, start:n] = x.transpose(0, 1)
-        found.append(padded)
-    return found
+        keys_and_values.append(padded)
+    return keys_and_values
 
 
 def _sequences(
@@ -102,11 +102,11 @@ def _sequences(
 ) -> Iterator[_Sequence]:
     ends = None if tensors.cu_seqlens_q is None else tensors.cu_seqlens_q.clamp(0, problem.total_q).tolist()
     for b in range(problem.batch):
-        own = slice(ends[b], max(ends[b], ends[b + 1])) if ends is not None else None
-        q = tensors.q[b] if own is None else tensors.q[own]
+        rows = slice(ends[b], max(ends[b], ends[b + 1])) if ends is not None else None
+        q = tensors.q[b] if rows is None else tensors.q[rows]
         if not q.shape[0]:
             continue
-        n = _number_of_keys(problem, tensors, b)
+        n = _n_keys(problem, tensors, b)
         start = 0 if tensors.leftpad is None else max(0, min(int(tensors.leftpad[b]), n))
         seen = start  # the first key that a query can see; pages before it may hold anything, or not exist
         if problem.window_left >= 0:
@@ -116,7 +116,7 @@ def _sequences(
         if slopes is not None:
             slopes = (slopes[b] if slopes.dim() == 2 else slopes).to(k.dtype).reshape(problem.heads_kv, -1, 1, 1)
         yield _Sequence(
-            q, out[b] if own is None else out[own], lse[b] if own is None else lse[:, own], k, v, start, n, slopes
+            q, out[b] if rows is None else out[rows], lse[b] if rows is None else lse[:, rows], k, v, start, n, slopes
         )
 
 
@@ -142,7 +142,7 @@ def _scores(problem: KVCacheProblem, sequence: _Sequence, rows: torch.Tensor, m0
     return s.masked_fill(~seen, -INF)
 
 
-def _of_chunk(problem: KVCacheProblem, sequence: _Sequence, rows: torch.Tensor, m0: int, n0: int) -> _Part:
+def _attend_chunk(problem: KVCacheProblem, sequence: _Sequence, rows: torch.Tensor, m0: int, n0: int) -> _Partial:
     """Return the partial result of the chunk from key n0 on."""
     s = _scores(problem, sequence, rows, m0, n0)
     m = s.amax(-1, keepdim=True)
@@ -152,7 +152,7 @@ def _of_chunk(problem: KVCacheProblem, sequence: _Sequence, rows: torch.Tensor, 
         acc = (p.transpose(-1, -2) * v.contiguous()).sum(-2, keepdim=True)
     else:
         acc = p @ v
-    return _Part(m, p.sum(-1, keepdim=True), acc)
+    return _Partial(m, p.sum(-1, keepdim=True), acc)
 
 
 def _chunks_seen(problem: KVCacheProblem, sequence: _Sequence, m0: int, m1: int) -> range:
@@ -183,14 +183,14 @@ def _attend_rows(
     seen = _chunks_seen(problem, sequence, m0, m1)
     total = _nothing(rows, problem.head_dim_v)
     for split in _splits(problem, sequence):
-        part = _nothing(rows, problem.head_dim_v)
+        split_result = _nothing(rows, problem.head_dim_v)
         for n0 in split:
             if n0 in seen:
-                part = _merged(part, _of_chunk(problem, sequence, rows, m0, n0))
-        total = _merged(total, part)
+                split_result = _merged(split_result, _attend_chunk(problem, sequence, rows, m0, n0))
+        total = _merged(total, split_result)
     if sinks is not None:
         sink = sinks.to(rows.dtype).reshape(problem.heads_kv, -1, 1, 1).expand_as(total.m)
-        total = _merged(total, _Part(sink, (sink != -INF).to(rows.dtype), torch.zeros_like(total.acc)))
+        total = _merged(total, _Partial(sink, (sink != -INF).to(rows.dtype), torch.zeros_like(total.acc)))
     none = total.l == 0
     out = total.acc / total.l.masked_fill(none, 1.0)
     lse = (total.m + total.l.log()).masked_fill(none, INF)
@@ -222,14 +222,14 @@ def _rotated(x: torch.Tensor, new: NewKeys, position: torch.Tensor) -> torch.Ten
     cos = torch.where(inside, new.cos[row].to(x.dtype).unsqueeze(1), 1.0)  # [S, 1, R / 2]
     sin = torch.where(inside, new.sin[row].to(x.dtype).unsqueeze(1), 0.0)
     half = new.cos.shape[1]
-    turned = x.clone()
+    rotated = x.clone()
     if new.interleaved:
         a, b = x[..., 0 : 2 * half : 2], x[..., 1 : 2 * half : 2]
-        turned[..., 0 : 2 * half : 2], turned[..., 1 : 2 * half : 2] = a * cos - b * sin, b * cos + a * sin
+        rotated[..., 0 : 2 * half : 2], rotated[..., 1 : 2 * half : 2] = a * cos - b * sin, b * cos + a * sin
     else:
         a, b = x[..., :half], x[..., half : 2 * half]
-        turned[..., :half], turned[..., half : 2 * half] = a * cos - b * sin, b * cos + a * sin
-    return turned
+        rotated[..., :half], rotated[..., half : 2 * half] = a * cos - b * sin, b * cos + a * sin
+    return rotated
 
 
 def _stored(x: torch.Tensor, descale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
@@ -245,24 +245,24 @@ def _stored(x: torch.Tensor, descale: torch.Tensor | None, dtype: torch.dtype) -
 @without_autocast
 def kvcache_append(problem: KVCacheProblem, tensors: KVCacheTensors, new: NewKeys) -> None:
     """Write the new keys, rotated, the new values, and the rotated queries."""
-    rotates_each = problem.window_left >= 0 or problem.window_right >= 0
+    rotates_per_query = problem.window_left >= 0 or problem.window_right >= 0
     for b in range(problem.batch):
         first = tensors.length if tensors.seqlens is None else int(tensors.seqlens[b])
         if new.rotated_q is not None:
             i = torch.arange(problem.seqlen_q, device=tensors.q.device)
-            position = first + (i if rotates_each else torch.zeros_like(i))
+            position = first + (i if rotates_per_query else torch.zeros_like(i))
             new.rotated_q[b] = _rotated(tensors.q[b], new, position).to(new.rotated_q.dtype)
         # Rows i0 to i1 of k fit the capacity; those whose page does not exist are not written.
         i0, i1 = max(0, -first), max(0, min(new.k.shape[1], problem.capacity - first))
         if i0 >= i1:
             continue
-        rows = rows_of_keys(problem, tensors, b, first + i0, first + i1)
-        there = (rows[0] >= 0) & (rows[0] < tensors.k_cache.shape[0])
-        rows = tuple(x[there] for x in rows)
+        rows = cache_indices(problem, tensors, b, first + i0, first + i1)
+        is_in_cache = (rows[0] >= 0) & (rows[0] < tensors.k_cache.shape[0])
+        rows = tuple(x[is_in_cache] for x in rows)
         k = new.k[b, i0:i1]
         if new.cos is not None:
             k = _rotated(k, new, torch.arange(first + i0, first + i1, device=k.device))
         for cache, x, descale in ((tensors.k_cache, k, tensors.k_descale), (tensors.v_cache, new.v, tensors.v_descale)):
             if x is not None:
                 x = x if x is k else x[b, i0:i1]
-                cache[rows] = _stored(x[there], None if descale is None else descale[b], cache.dtype)
+                cache[rows] = _stored(x[is_in_cache], None if descale is None else descale[b], cache.dtype)

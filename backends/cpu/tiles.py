@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from diyfa.dropout import Words, drop_threshold, element_levels, keys_of, position_words
+from diyfa.dropout import Words, drop_threshold, element_levels, keys_from_state, position_words
 from diyfa.problem import AttentionProblem, AttentionTensors, as_bhsd
 
 INF = float("inf")
@@ -88,7 +88,7 @@ def dropout_keys(problem: AttentionProblem, tensors: AttentionTensors) -> Words 
     if not problem.dropout:
         return None
     assert tensors.rng_state is not None
-    return keys_of(tensors.rng_state, problem.batch, problem.heads_q)
+    return keys_from_state(tensors.rng_state, problem.batch, problem.heads_q)
 
 
 class Call:
@@ -152,7 +152,7 @@ class Call:
         """Return a view of a tile [B, Hk, G * BLOCK_M, N] as [B, H, BLOCK_M, N]."""
         return tile.unflatten(2, (self.group, -1)).flatten(1, 2)
 
-    def kept(self, m0: int, m1: int, n0: int, n1: int) -> torch.Tensor | None:
+    def keep_mask(self, m0: int, m1: int, n0: int, n1: int) -> torch.Tensor | None:
         """Return the dropout mask [B, Hk, G * BLOCK_M, BLOCK_N] of a tile, True for kept weights, or None."""
         if self.words is None:
             return None

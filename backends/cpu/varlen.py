@@ -48,7 +48,7 @@ def sequences(problem: AttentionProblem, tensors: AttentionTensors) -> Iterator[
         slopes = tensors.alibi_slopes
         if slopes is not None and slopes.dim() == 2:
             slopes = slopes[b : b + 1]
-        own = tensors._replace(
+        sequence_tensors = tensors._replace(
             q=tensors.q[q0:q1].unsqueeze(0),
             k=tensors.k[k0:k1].unsqueeze(0),
             v=tensors.v[k0:k1].unsqueeze(0),
@@ -56,6 +56,8 @@ def sequences(problem: AttentionProblem, tensors: AttentionTensors) -> Iterator[
             cu_seqlens_q=None,
             cu_seqlens_k=None,
         )
-        alone = problem.replace(layout="bshd", batch=1, seqlen_q=q1 - q0, seqlen_k=k1 - k0, total_q=0, total_k=0)
-        own_keys: Any = None if keys is None else tuple(key[b : b + 1] for key in keys)
-        yield Sequence(Call(alone, own, own_keys), slice(q0, q1), slice(k0, k1))
+        sequence_problem = problem.replace(
+            layout="bshd", batch=1, seqlen_q=q1 - q0, seqlen_k=k1 - k0, total_q=0, total_k=0
+        )
+        sequence_keys: Any = None if keys is None else tuple(key[b : b + 1] for key in keys)
+        yield Sequence(Call(sequence_problem, sequence_tensors, sequence_keys), slice(q0, q1), slice(k0, k1))

@@ -29,7 +29,7 @@ from diyfa.problem import (
     MatmulProblem,
     Tuning,
     as_kvcache_problem,
-    by_kind,
+    cached_per_kind,
     refuse_features,
 )
 
@@ -64,17 +64,17 @@ def _short_refuses(problem: AttentionProblem) -> str | None:
     return _needs_tile(problem, "dbias") if problem.bias_grad else None
 
 
-def _later(file: str, function: str, **given: Any) -> Callable[..., Any]:
+def _later(file: str, function: str, **bound: Any) -> Callable[..., Any]:
     """Return a function of a file with kernels. The file is imported at the first call.
 
     Triton takes a millisecond for each function of a kernel, and not every Triton has the Gluon of `hopper`.
     """
-    found: list[Callable[..., Any]] = []
+    loaded: list[Callable[..., Any]] = []
 
     def call(*arguments: Any) -> Any:
-        if not found:
-            found.append(getattr(import_quickly(f"diyfa.backends.cuda.{file}"), function))
-        return found[0](*arguments, **given)
+        if not loaded:
+            loaded.append(getattr(import_quickly(f"diyfa.backends.cuda.{file}"), function))
+        return loaded[0](*arguments, **bound)
 
     return call
 
@@ -91,12 +91,10 @@ def _backward(describe: Callable[..., Pass]) -> dict[str, Any]:
     return {"launch": launching_backward(describe), "repeat": repeating_backward(describe)}
 
 
-def _kernels() -> tuple[Kernel, ...]:
+def _forward_kernels() -> tuple[Kernel, ...]:
+    """Return the kernels of the forward pass, the preferred one first."""
     from diyfa.backends.cuda.attention import configs, decode_configs
-    from diyfa.backends.cuda.hopper import bwd_configs as hopper_bwd_configs
     from diyfa.backends.cuda.hopper import configs as hopper_configs
-    from diyfa.backends.cuda.hopper import decode_mla_configs, prefill_configs
-    from diyfa.backends.cuda.matmul import configs as matmul_configs
 
     return (
         Kernel(
@@ -134,6 +132,15 @@ def _kernels() -> tuple[Kernel, ...]:
             unsupported=lambda problem: refuse_features(problem, V1_FEATURES, "v1") or _needs_tile(problem, "fwd"),
             config=_later("attention.fwd_v1", "config"),
         ),
+    )
+
+
+def _backward_kernels() -> tuple[Kernel, ...]:
+    """Return the kernels of the backward pass, the preferred one first."""
+    from diyfa.backends.cuda.attention import configs
+    from diyfa.backends.cuda.hopper import bwd_configs as hopper_bwd_configs
+
+    return (
         Kernel(
             name="sm90",
             op="attention_bwd",
@@ -163,6 +170,15 @@ def _kernels() -> tuple[Kernel, ...]:
             unsupported=lambda problem: _needs_tile(problem, "dkdv", "dq", *(("dbias",) if problem.bias_grad else ())),
             config=lambda problem: configs.default_config("dkdv", problem),
         ),
+    )
+
+
+def _cache_kernels() -> tuple[Kernel, ...]:
+    """Return the kernels of attention over a cache, the preferred one first, and of appending to it."""
+    from diyfa.backends.cuda.attention import decode_configs
+    from diyfa.backends.cuda.hopper import decode_mla_configs, prefill_configs
+
+    return (
         Kernel(
             name="sm90",
             op="kvcache_fwd",
@@ -198,6 +214,14 @@ def _kernels() -> tuple[Kernel, ...]:
             unsupported=_later("attention.append", "unsupported"),
             repeat=repeating_append(_later("attention.append", "append_pass")),
         ),
+    )
+
+
+def _matmul_kernels() -> tuple[Kernel, ...]:
+    """Return the kernels of the matrix product, the preferred one first."""
+    from diyfa.backends.cuda.matmul import configs as matmul_configs
+
+    return (
         Kernel(
             name="tma",
             op="matmul",
@@ -224,7 +248,7 @@ def _arch_of_gpu(device: torch.device) -> str:
     return gpu_arch_name(*torch.cuda.get_device_capability(device))
 
 
-@by_kind
+@cached_per_kind
 def _unsupported(problem: AttentionProblem | KVCacheProblem | MatmulProblem) -> str | None:
     spec = gpu_spec(problem.arch)
     if spec is None or int(problem.arch[3:]) < 75:
@@ -254,7 +278,7 @@ class CudaBackend:
     device_type = "cuda"
 
     def __init__(self) -> None:
-        self.kernels = _kernels()
+        self.kernels = (*_forward_kernels(), *_backward_kernels(), *_cache_kernels(), *_matmul_kernels())
 
     def accepts(self, device: torch.device) -> str | None:
         from diyfa.backends.cuda.runtime import launch
@@ -288,8 +312,8 @@ class CudaBackend:
         from diyfa.backends.cuda.runtime.pack import installed
 
         pack, folder = installed(arch), cache_folder()
-        known = pack.reason if pack.pack is None else f"{len(pack.pack)} kernels in {pack.pack.path}"
-        return f"{known}; " + ("no cache folder" if folder is None else f"cache folder {folder.path}")
+        pack_text = pack.reason if pack.pack is None else f"{len(pack.pack)} kernels in {pack.pack.path}"
+        return f"{pack_text}; " + ("no cache folder" if folder is None else f"cache folder {folder.path}")
 
     def recording(self, arch: str | None) -> AbstractContextManager[dict[str, Any]]:
         """Record the kernels of launches (`diyfa.backends.cuda.runtime.recording`)."""
@@ -302,17 +326,17 @@ class CudaBackend:
         from diyfa.backends.cuda.runtime import pack
         from diyfa.backends.cuda.runtime.binaries import find_binary
 
-        found = {kernel.key: find_binary(arch, kernel.key) for kernel in kernels}
+        stored = {kernel.key: find_binary(arch, kernel.key) for kernel in kernels}
         module = folder / pack.module_name(arch)
         module.mkdir()
         (module / "__init__.py").write_text(f'"""Compiled kernels of diyfa for {arch}."""\n')
-        pack.write_pack(module / pack.FILE_NAME, arch, {key: x for key, x in found.items() if x is not None})
+        pack.write_pack(module / pack.FILE_NAME, arch, {key: x for key, x in stored.items() if x is not None})
         return module
 
-    def merge(self, out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
+    def merge(self, out: torch.Tensor, lse: torch.Tensor, partial_out: torch.Tensor, partial_lse: torch.Tensor) -> None:
         from diyfa.backends.cuda.attention import merge
 
-        merge.merge(out, lse, part, part_lse)
+        merge.merge(out, lse, partial_out, partial_lse)
 
 
 backend = CudaBackend()

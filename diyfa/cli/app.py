@@ -34,10 +34,10 @@ class Commands(TyperGroup):
         except (typer.Exit, typer.Abort, BrokenPipeError):
             raise
         except Exception as error:
-            told = getattr(error, "format_message", None)  # typer's own have it, such as BadParameter
-            if told is None and not _is_refusal(error):
+            format_message = getattr(error, "format_message", None)  # typer's own have it, such as BadParameter
+            if format_message is None and not _is_refusal(error):
                 raise
-            message = " ".join((told() if told else str(error) or type(error).__name__).split())
+            message = " ".join((format_message() if format_message else str(error) or type(error).__name__).split())
             command = " ".join(filter(None, ["diyfa", ctx.invoked_subcommand]))
             err.print(f"{command}: {message}", style="red", markup=False, highlight=False, soft_wrap=True)
             if ctx.meta["json"]:
@@ -74,11 +74,16 @@ def _options(
 
 
 @app.command()
-def info(json: Json = False) -> None:
+def info(
+    everything: Annotated[
+        bool, typer.Option("--all", help="Also every kernel, the features that it runs, and why not.")
+    ] = False,
+    json: Json = False,
+) -> None:
     """Devices, versions, what each enables, what is missing and how to get it."""
     from diyfa.cli.info import run
 
-    run(json)
+    run(json, everything)
 
 
 @app.command()
@@ -256,8 +261,8 @@ def compile(
     name = chip if target is None else target
     if name is None:
         raise typer.BadParameter("name a target, or --list to see them", param_hint="TARGET")
-    asked = {"kernel": kernel, "dtype": dtype, "head_dim": head_dim, "mode": mode}
-    select: dict[str, object] = {field: tuple(values) for field, values in asked.items() if values}
+    filters = {"kernel": kernel, "dtype": dtype, "head_dim": head_dim, "mode": mode}
+    select: dict[str, object] = {field: tuple(values) for field, values in filters.items() if values}
     if tile:
         select["tile"] = tuple(parse_tile(text) for text in tile)
     raise typer.Exit((list_cases if listing else run)(name, only, json, select or None, every))

@@ -19,9 +19,9 @@ def device_for(backend: str | None) -> tuple[torch.device, str]:
     if backend not in backend_names():
         raise typer.BadParameter(f"there is no {backend!r}; there are: {', '.join(backend_names())}")
     try:
-        wanted = load_backend(backend).device_type
+        device_type = load_backend(backend).device_type
     except Exception as error:  # a broken plug-in may raise anything
         raise typer.BadParameter(f"{backend!r} does not load: {error}") from error
-    if wanted not in ("cpu", device.type):
-        raise typer.BadParameter(f"{backend!r} needs a device of type {wanted}; here is {device.type}")
-    return torch.device(wanted), backend
+    if device_type not in ("cpu", device.type):
+        raise typer.BadParameter(f"{backend!r} needs a device of type {device_type}; here is {device.type}")
+    return torch.device(device_type), backend

@@ -1,4 +1,7 @@
-"""`diyfa info`: the installed components, what they enable, and how to get the missing ones."""
+"""`diyfa info`: the installed components, what they enable, and how to get the missing ones.
+
+By default it is a summary of at most `SCREEN` lines; `--all` prints every kernel, feature and reason.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,8 @@ from diyfa.cli.devices import present_device
 from diyfa.cli.output import out, print_json
 from diyfa.cli.table import table
 from diyfa.device import CANN_REMEDY, TORCH_NPU_REMEDY, describe, detect, npu_status
-from diyfa.features import FEATURES as OF_OPTIONS
-from diyfa.features import OF_SHAPES
+from diyfa.features import FEATURES as OPTION_FEATURES
+from diyfa.features import SHAPE_FEATURES
 from diyfa.npu_environment import FINE, WRONG, Machine, cann_version, findings
 from diyfa.npu_stacks import TRITON_ASCEND
 from diyfa.problem import AttentionProblem, Backend, KVCacheProblem, MatmulProblem
@@ -30,6 +33,7 @@ from diyfa.versions import cpu_name, versions
 TYPICAL_ARCH = {"cuda": "sm_90", "npu": "Ascend910B3", "cpu": "cpu"}
 
 ATTENTION = {"attention_fwd": "forward", "attention_bwd": "backward"}
+SCREEN = 40  # lines of the summary, in 80 columns
 
 # A feature's name in the documentation -> its changes to the typical problem.
 FEATURES: dict[str, dict[str, Any]] = {
@@ -38,7 +42,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "D = 256": {"head_dim": 256, "head_dim_v": 256},
     "D = 512": {"head_dim": 512, "head_dim_v": 512},
-    **{feature.label: feature.example for feature in (*OF_SHAPES, *OF_OPTIONS) if feature.label},
+    **{feature.label: feature.example for feature in (*SHAPE_FEATURES, *OPTION_FEATURES) if feature.label},
 }
 
 
@@ -102,14 +106,14 @@ def _typical(backend: Backend, arch: str, op: str, **changes: Any) -> AttentionP
 
 def _support(backend: Backend, arch: str) -> list[dict[str, Any]]:
     """Return why each kernel refuses each feature, or None. `registry.choose` decides by the same reasons."""
-    found = []
+    rows = []
     for kernel in backend.kernels:
         features = FEATURES if kernel.op in ATTENTION else {"float16": {}}
         mode = {"batch_invariant": True} if (kernel.op, kernel.name) == ("attention_fwd", IN_THE_MODE) else {}
         for feature, changes in features.items():
             reason = refusal(backend, kernel, _typical(backend, arch, kernel.op, **changes, **mode))
-            found.append({"op": kernel.op, "kernel": kernel.name, "feature": feature, "reason": reason})
-    return found
+            rows.append({"op": kernel.op, "kernel": kernel.name, "feature": feature, "reason": reason})
+    return rows
 
 
 def _refusals(support: list[dict[str, Any]]) -> list[dict[str, str]]:
@@ -161,9 +165,9 @@ def _plain(value: Any) -> Any:
 def collect() -> dict[str, Any]:
     """Return everything that `diyfa info` shows, as plain data."""
     device = present_device()
-    found = versions()
+    installed = versions()
     return {
-        "versions": found,
+        "versions": installed,
         "cpu": cpu_name(),
         "cann": cann_version(Machine()),
         "default_backend": device.type,
@@ -171,7 +175,7 @@ def collect() -> dict[str, Any]:
         "npu": asdict(npu_status()),
         "ascend": [asdict(finding) for finding in findings(Machine.here())],
         "requirements": [
-            {"what": r.what, "present": r.present(found), "enables": r.enables, "how": r.how} for r in REQUIREMENTS
+            {"what": r.what, "present": r.present(installed), "enables": r.enables, "how": r.how} for r in REQUIREMENTS
         ],
         "backends": [_backend(name, device) for name in backend_names()],
         "integrations": [asdict(row) for row in integrations.status()],
@@ -186,11 +190,11 @@ def _print_devices() -> None:
         out.print('No accelerator that PyTorch can use; the CPU runs what names it: backend="cpu".', highlight=False)
 
 
-def _print_ascend(found: list[dict[str, str]]) -> None:
+def _print_ascend(rows: list[dict[str, str]]) -> None:
     """Print one line for each component of an Ascend machine: verdict, version, and a remedy unless it is fine."""
     colours = {FINE: "green", WRONG: "red"}
     grid = Table.grid(padding=(0, 2, 0, 0))
-    for f in found:
+    for f in rows:
         text = f"{f['found']}: {f['remedy']}" if f["remedy"] else f["found"]
         grid.add_row(f"[{colours.get(f['verdict'], 'yellow')}]{f['verdict']}[/]", f["part"], escape(text))
     out.print("Ascend: what is here, and whether it will do", style="italic")
@@ -204,12 +208,64 @@ def _print_requirements(requirements: list[dict[str, Any]]) -> None:
     out.print(_list([(r["what"], r["how"]) for r in requirements if not r["present"]]))
 
 
+<<<<<<< HEAD
+def _print_integrations(clients: list[dict[str, Any]]) -> None:
+=======
+def _print_summary(report: dict[str, Any]) -> None:
+    """Print what this machine has, which backends run on it, and what is missing, one row each."""
+    groups: dict[str, int] = {}
+    for device in detect():
+        facts = dict(describe(device))
+        text = ", ".join([facts.pop("name"), facts.pop("architecture"), facts.pop("memory")])
+        groups[text] = groups.get(text, 0) + 1
+    for text, count in groups.items():
+        out.print(f"{count} x {text}", highlight=False)
+    if not groups:
+        out.print('No accelerator that PyTorch can use; the CPU runs what names it: backend="cpu".', highlight=False)
+    if report["ascend"]:
+        _print_ascend(report["ascend"])
+    out.print("\nbackends", style="italic")
+    out.print(_list(line for backend in report["backends"] for line in _summary_of(backend)))
+    out.print("\ncomponents", style="italic")
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    for r in report["requirements"]:
+        grid.add_row(_mark(r["present"]), r["what"], escape(r["enables"] if r["present"] else r["how"]))
+    out.print(grid)
+    clients = [f"{r['client']} {'on' if r['on'] else 'off'}" for r in report["integrations"] if r["installed"]]
+    if clients:
+        out.print(f"\nInside other software, in this process: {', '.join(clients)}", highlight=False)
+    out.print("`diyfa info --all` prints every kernel, which features it runs, and why not.", highlight=False)
+
+
+def _summary_of(info: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return rows (name, text) of one backend: where it runs, its kernels and the features that no kernel runs."""
+    if not info["loads"]:
+        return [(info["name"], f"not available: {info['reason']}")]
+    state = "usable here" if info["usable_here"] else "no device here"
+    if info["only_when_named"]:
+        state += ", only when named"
+    kernels = [
+        f"{direction} " + ", ".join(k["name"] for k in info["kernels"] if k["op"] == op)
+        for op, direction in ATTENTION.items()
+        if any(k["op"] == op for k in info["kernels"])
+    ]
+    rows = [(info["name"], f"{state}; {'; '.join(kernels)} ({info['arch']})")]
+    refused = [f"{r['feature']} ({ATTENTION[r['op']]})" for r in info["refusals"] if r["op"] in ATTENTION]
+    if refused and info["usable_here"]:
+        named = ", ".join(refused) if len(refused) <= 4 else f"{len(refused)} features"
+        rows.append(("", f"refuses {named}"))
+    if info["binaries"] and info["usable_here"]:
+        rows.append(("", f"compiled kernels: {info['binaries']}"))
+    return rows
+
+
 def _print_integrations(found: list[dict[str, Any]]) -> None:
+>>>>>>> h-site
     """Print one row for each integration with other software, with a line for each route that its calls took."""
     rows = []
-    for row in found:
+    for row in clients:
         on = "on" if row["on"] else "off"
-        calls = "\n".join(f"{count} {where}" for where, count in row["calls"].items())
+        calls = "\n".join(f"{count} {route}" for route, count in row["calls"].items())
         rows.append([row["client"], row["installed"] or "-", f"{row['switched_on_by']}()", on, escape(calls) or "-"])
     headings = ["client", "installed", "diyfa.integrations.", "here", "calls"]
     out.print(table("inside other software, in this process", headings, rows))
@@ -223,8 +279,8 @@ def _list(pairs: Iterable[tuple[str, str]]) -> Table:
     return grid
 
 
-def _mark(there: bool) -> str:
-    return "[green]yes[/]" if there else "[red]no[/]"
+def _mark(is_present: bool) -> str:
+    return "[green]yes[/]" if is_present else "[red]no[/]"
 
 
 def _print_backend(info: dict[str, Any]) -> None:
@@ -243,9 +299,14 @@ def _print_backend(info: dict[str, Any]) -> None:
     attention = [s for s in info["features"] if s["op"] in ATTENTION]
     kernels = list(dict.fromkeys((s["op"], s["kernel"]) for s in attention))
     reasons = {(s["op"], s["kernel"], s["feature"]): s["reason"] for s in attention}
-    headings = [f"{ATTENTION[op]} {kernel}" for op, kernel in kernels]
-    rows = [[name, *(_mark(reasons[op, kernel, name] is None) for op, kernel in kernels)] for name in FEATURES]
-    out.print(table(f"what the kernels of {info['name']} do on {info['arch']}", ["feature", *headings], rows))
+    for op, direction in ATTENTION.items():  # a table each: the kernels of both are too many columns for a terminal
+        names = [kernel for of, kernel in kernels if of == op]
+        if not names:
+            out.print(f"no {direction} kernel")
+            continue
+        rows = [[name, *(_mark(reasons[op, kernel, name] is None) for kernel in names)] for name in FEATURES]
+        title = f"{direction}: {info['name']} on {info['arch']}"
+        out.print(table(title, ["feature", *names], rows))
     refused: dict[tuple[str, str, str], list[str]] = {}
     for s in info["features"]:
         if s["reason"]:
@@ -255,19 +316,19 @@ def _print_backend(info: dict[str, Any]) -> None:
         named = ", ".join(features) if len(features) < len(FEATURES) else "everything"
         lines.append((f"{ATTENTION.get(op, op)} {kernel}: {named}", reason))
     out.print(_list(lines))
-    for op, direction in ATTENTION.items():
-        if op not in [k for k, _ in kernels]:
-            out.print(f"no {direction} kernel")
 
 
-def run(json: bool) -> None:
-    """Print the report."""
+def run(json: bool, everything: bool = False) -> None:
+    """Print the report, or its summary."""
     report = collect()
     if json:
         print_json(report)
         return
     out.print(", ".join(f"{name} {version}" for name, version in report["versions"].items()), highlight=False)
     out.print(f"CPU: {report['cpu']}; CANN: {report['cann'] or 'not found'}", highlight=False)
+    if not everything:
+        _print_summary(report)
+        return
     _print_devices()
     if report["ascend"]:
         _print_ascend(report["ascend"])

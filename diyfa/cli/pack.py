@@ -21,10 +21,10 @@ from diyfa.registry import load_backend
 MEGABYTE = 1 << 20
 
 
-def compile_missing(kernels: list[Recorded], jobs: int | None, what: str, json: bool) -> Warmed:
+def compile_missing(kernels: list[Recorded], jobs: int | None, progress_text: str, json: bool) -> Warmed:
     """Compile the kernels that are not compiled yet, with a progress bar."""
     with progress_bar(not json) as progress:
-        task = progress.add_task(what, total=None, note="")
+        task = progress.add_task(progress_text, total=None, note="")
         failed = 0
 
         def watch(count: int, total: int, built: Built) -> None:

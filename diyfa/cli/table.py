@@ -44,12 +44,12 @@ def table(
     from rich.table import Table
     from rich.text import Text
 
-    made = Table(title=title, title_justify="left", **options)
+    result = Table(title=title, title_justify="left", **options)
     for heading, *cells in zip(headings, *rows, strict=True):
         plain = [Text.from_markup(cell).plain for cell in cells]
         longest = max((len(line) for cell in plain for line in cell.splitlines()), default=0)
         figures = any(plain) and all(FIGURE.fullmatch(cell) for cell in plain if cell)
-        made.add_column(
+        result.add_column(
             heading.replace(" ", "\n") if len(heading) > longest else heading,
             justify="right" if figures else "left",
             no_wrap=longest <= PROSE,
@@ -57,10 +57,10 @@ def table(
             overflow="fold",
         )
     for index, row in enumerate(rows):
-        made.add_row(*row, style=styles[index] if styles else None)
-    return made
+        result.add_row(*row, style=styles[index] if styles else None)
+    return result
 
 
-def fits(made: Table, console: Console) -> bool:
+def fits(candidate: Table, console: Console) -> bool:
     """Return whether `console` has room for all columns, the breakable ones at their smallest width."""
-    return console.measure(made, options=console.options.update(max_width=10_000)).minimum <= console.width
+    return console.measure(candidate, options=console.options.update(max_width=10_000)).minimum <= console.width

@@ -77,11 +77,11 @@ def _calls(request: Request, device: torch.device) -> list[tuple[str, Callable[[
 
     calls: list[tuple[str, Callable[[], Any]]] = []
     for seq_len, head_dim, causal in itertools.product(request.seq_lens, request.head_dims, request.masks):
-        what = f"attention S={seq_len} D={head_dim} {'causal' if causal else 'full'}"
-        calls.append((what, partial(attend, seq_len, head_dim, causal)))
+        name = f"attention S={seq_len} D={head_dim} {'causal' if causal else 'full'}"
+        calls.append((name, partial(attend, seq_len, head_dim, causal)))
     for seq_len, head_dim, page_size in itertools.product(request.seq_lens, request.head_dims, request.page_sizes):
-        what = f"decoding S={seq_len} D={head_dim} {f'pages of {page_size}' if page_size else 'without pages'}"
-        calls.append((what, partial(decode, seq_len, head_dim, page_size)))
+        name = f"decoding S={seq_len} D={head_dim} {f'pages of {page_size}' if page_size else 'without pages'}"
+        calls.append((name, partial(decode, seq_len, head_dim, page_size)))
     return calls + [(f"matmul {size}", partial(multiply, size)) for size in request.sizes]
 
 
@@ -137,14 +137,15 @@ def run(request: Request, json: bool) -> int:
     backend = use_backend(name) if request.backend else nullcontext()
     with progress_bar(not json) as progress, backend, tuning.measuring():
         task = progress.add_task(f"tuning on {device.type}", total=len(calls), note="")
-        for what, call in calls:
-            progress.update(task, note=what)
+        for description, call in calls:
+            progress.update(task, note=description)
             call()
             progress.update(task, advance=1)
     new = [tile for tile in tuning.stored() if tile not in before]
     if json:
-        print_json({"backend": name, "calls": [what for what, _ in calls], "tiles": [asdict(tile) for tile in new]})
+        descriptions = [description for description, _ in calls]
+        print_json({"backend": name, "calls": descriptions, "tiles": [asdict(tile) for tile in new]})
     else:
-        known = "" if new else ": every bucket of these problems is known, or has one tile"
-        out.print(_table(f"{name}: {len(new)} newly tuned tiles{known}", new))
+        remark = "" if new else ": every bucket of these problems is known, or has one tile"
+        out.print(_table(f"{name}: {len(new)} newly tuned tiles{remark}", new))
     return 0

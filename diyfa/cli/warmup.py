@@ -12,7 +12,7 @@ from diyfa.cli.output import err, out, print_json
 from diyfa.cli.pack import compile_missing
 from diyfa.ready import calls, models
 from diyfa.ready.calls import Call
-from diyfa.ready.recording import backend_here, backend_of, record
+from diyfa.ready.recording import backend_for_arch, backend_here, record
 from diyfa.ready.words import parse
 
 PURPOSES = ("training", "serving")
@@ -34,34 +34,34 @@ class Request:
 def _calls(request: Request) -> list[Call]:
     if request.every:
         return calls.everything()
-    found = [parse(text) for text in request.shapes]
+    listed = [parse(text) for text in request.shapes]
     if request.model is not None:
         model = models.read_model(request.model)
         if "training" in request.purposes:
-            found += models.training(model)
+            listed += models.training(model)
         if "serving" in request.purposes:
-            found += models.serving(model, request.pages)
-    if not found:
+            listed += models.serving(model, request.pages)
+    if not listed:
         raise typer.BadParameter("say what for: --model CONFIG.JSON, --shapes WORDS, or --all")
-    return found
+    return listed
 
 
 def run(request: Request, json: bool) -> int:
     """Compile. Return the exit status: 1 if a kernel does not compile, 2 if no call can run."""
     start = time.monotonic()
-    asked = _calls(request)
-    name = backend_of(request.arch) if request.arch else backend_here()
-    recording = record(name, request.arch, asked)
+    calls = _calls(request)
+    name = backend_for_arch(request.arch) if request.arch else backend_here()
+    recording = record(name, request.arch, calls)
     kernels = list(recording.kernels.values())
     warmed = compile_missing(kernels, request.jobs, f"compiling for {request.arch or name}", json)
     warmed = warmed._replace(refused=tuple(recording.refused), seconds=round(time.monotonic() - start, 1))
     if json:
-        print_json({"backend": name, "calls": [call.name for call in asked], **warmed._asdict()})
+        print_json({"backend": name, "calls": [call.name for call in calls], **warmed._asdict()})
     else:
         for reason in recording.refused if not request.every else ():
             err.print(f"cannot run {reason}", markup=False, highlight=False, soft_wrap=True)
         out.print(
-            f"{len(asked) - len(recording.refused)} calls: {warmed.kernels} kernels, of which {warmed.compiled} were "
+            f"{len(calls) - len(recording.refused)} calls: {warmed.kernels} kernels, of which {warmed.compiled} were "
             f"compiled in {warmed.seconds} s",
             highlight=False, soft_wrap=True,
         )  # fmt: skip

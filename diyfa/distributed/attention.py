@@ -18,26 +18,26 @@ from diyfa.distributed.ring import Ring, ring_forward, ring_gradients
 from diyfa.distributed.sharding import (
     Group,
     Segments,
-    gather_parts,
-    groups_of,
+    gather_shards,
     joined,
-    place_in,
-    segments_of,
-    sequences_of,
+    process_groups,
+    rank_in,
+    rank_segments,
+    sequence_offsets,
 )
-from diyfa.distributed.steps import normalised, steps_of
+from diyfa.distributed.steps import normalised, ring_steps
 from diyfa.dropout import with_origins
 from diyfa.keywords import refuse_unknown, without_unknown
-from diyfa.options import UNBOUNDED, WHOLE, AttentionOptions, Lengths
+from diyfa.options import NO_LENGTHS, UNBOUNDED, AttentionOptions, Lengths
 from diyfa.problem import LAYOUTS, VARLEN
 
 METHODS = ("auto", "ring", "ulysses", "both")
 # Options that users do not give: the wanted gradients, where q, k and v no longer show them; for dropout `_Call.first`,
 # whether each rank drew its own `rng_state`, and the groups whose first rank's state replaces it.
-INTERNAL = ("gradients", "first", "drawn", "drawn_in")
+INTERNAL = ("gradients", "first", "was_drawn", "state_groups")
 
 
-def _own_lengths(segments: Segments, sequences: int, device: torch.device) -> Lengths:
+def _local_lengths(segments: Segments, sequences: int, device: torch.device) -> Lengths:
     """Return the packed lengths of this rank's rows."""
     lens = [0] * sequences
     first = 0
@@ -53,30 +53,30 @@ def _own_lengths(segments: Segments, sequences: int, device: torch.device) -> Le
 def _cheapest(
     qkv: tuple[torch.Tensor, ...],
     group: dist.ProcessGroup,
-    where: tuple[tuple[int, ...], tuple[Segments, ...]],
+    sharding: tuple[tuple[int, ...], tuple[Segments, ...]],
     options: AttentionOptions,
 ) -> str:
     """Return the method that "auto" takes for one group."""
     if options.alibi_slopes is not None or options.batch_invariant:
         return "ulysses"
     q, k, v = qkv
-    sequences, segments = where
+    sequences, segments = sharding
     rows, heads = row_dim(options.layout), head_dim(options.layout)
     window = normalised((options.window_left, options.window_right), sequences[-1])
     work = cost.Work(
         dist.get_world_size(group), 1 if options.layout == VARLEN else q.shape[0], q.shape[heads], k.shape[heads],
-        q.shape[rows], q.shape[-1], v.shape[-1], q.element_size(), cost.share_of(sequences, window),
-        options.needs_grad, len(steps_of(segments, dist.get_rank(group), window, options.layout == VARLEN)),
+        q.shape[rows], q.shape[-1], v.shape[-1], q.element_size(), cost.visible_fraction(sequences, window),
+        options.needs_grad, len(ring_steps(segments, dist.get_rank(group), window, options.layout == VARLEN)),
     )  # fmt: skip
     arch = registry.resolve_backend(q.device, options.backend).arch(q.device)
-    return cost.cheapest(work, cost.machine_of(arch, group))
+    return cost.cheapest(work, cost.machine_for(arch, group))
 
 
 def _chosen(
     method: str,
     groups: tuple[dist.ProcessGroup, ...],
     qkv: tuple[torch.Tensor, ...],
-    where: tuple[tuple[int, ...], tuple[Segments, ...]],
+    sharding: tuple[tuple[int, ...], tuple[Segments, ...]],
     options: AttentionOptions,
 ) -> str:
     """Return the method that runs.
@@ -88,10 +88,10 @@ def _chosen(
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
     two = len(groups) == 2
     if method == "auto":
-        method = "both" if two else _cheapest(qkv, groups[0], where, options)
+        method = "both" if two else _cheapest(qkv, groups[0], sharding, options)
     if two != (method == "both"):
-        wanted = "one dimension" if two else "two dimensions, (ring, ulysses)"
-        raise ValueError(f"method {method!r} needs a group of {wanted}, got a group of {len(groups)}")
+        dimensions = "one dimension" if two else "two dimensions, (ring, ulysses)"
+        raise ValueError(f"method {method!r} needs a group of {dimensions}, got a group of {len(groups)}")
     reason = ulysses.refuses(qkv[0].shape[head_dim(options.layout)], dist.get_world_size(groups[-1]))
     if method != "ring" and reason:
         raise ValueError(f"method {method!r} cannot run: {reason}")
@@ -160,7 +160,7 @@ def context_parallel_attention(
     """
     if unknown:
         refuse_unknown(context_parallel_attention, unknown)
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "causal": causal, "sm_scale": sm_scale, "method": method, "load_balance": load_balance, "layout": layout,
         "cu_seqlens": cu_seqlens, "window": window, "softcap": softcap, "alibi_slopes": alibi_slopes, "sinks": sinks,
         "dropout_p": dropout_p, "rng_state": rng_state, "deterministic": deterministic, "return_lse": return_lse,
@@ -169,8 +169,8 @@ def context_parallel_attention(
     if torch.compiler.is_compiling() and not any(validation.is_dtensor(x) for x in (q, k, v)):
         from diyfa.distributed import compiled
 
-        return compiled.attend(q, k, v, group, given)
-    return _outside_graphs(q, k, v, group, given)
+        return compiled.attend(q, k, v, group, arguments)
+    return _outside_graphs(q, k, v, group, arguments)
 
 
 class _OutsideGraphs:
@@ -192,82 +192,81 @@ class _Call(NamedTuple):
     """The checked arguments of one rank's call."""
 
     qkv: tuple[torch.Tensor, ...]
-    where: tuple[tuple[int, ...], tuple[Segments, ...]]  # the sequences, and each rank's segments of them
+    sharding: tuple[tuple[int, ...], tuple[Segments, ...]]  # the sequences, and each rank's segments of them
     options: AttentionOptions
     method: str
     first: tuple[int, int] = (0, 0)  # index in dropout's mask of this rank's first sample and query head
 
 
 def described_call(
-    qkv: tuple[torch.Tensor, ...], groups: tuple[dist.ProcessGroup, ...], given: dict[str, Any]
+    qkv: tuple[torch.Tensor, ...], groups: tuple[dist.ProcessGroup, ...], arguments: dict[str, Any]
 ) -> _Call:
     """Check every argument and return the call. No rank waits for another here."""
-    validation.check_booleans(**{name: given[name] for name in ("causal", "deterministic", "return_lse")})
-    state = given["rng_state"]
-    if given["dropout_p"] and isinstance(state, torch.Tensor) and state.shape != (2,):
+    validation.check_booleans(**{name: arguments[name] for name in ("causal", "deterministic", "return_lse")})
+    state = arguments["rng_state"]
+    if arguments["dropout_p"] and isinstance(state, torch.Tensor) and state.shape != (2,):
         raise ValueError(f"rng_state must have shape (2,), seed and offset, got {tuple(state.shape)}")
     q, k, v = qkv
-    packed = given["cu_seqlens"] is not None
-    layout = layout_of(given)
+    packed = arguments["cu_seqlens"] is not None
+    layout = kernel_layout(arguments)
     if q.dim() != (3 if packed else 4) or k.dim() != q.dim() or v.dim() != q.dim():
         raise ValueError(f"q, k and v must have {3 if packed else 4} dimensions, got {q.dim()}, {k.dim()}, {v.dim()}")
     rows = q.shape[row_dim(layout)]
     if k.shape[row_dim(layout)] != rows:
         raise ValueError(f"q and k must have the same rows (self-attention), got {rows} and {k.shape[row_dim(layout)]}")
-    ranks, rank = place_in(groups)
-    sequences = sequences_of(rows * ranks, given["cu_seqlens"])
-    segments = segments_of(sequences, ranks, given["load_balance"])
-    lengths = _own_lengths(segments[rank], len(sequences) - 2, q.device) if packed else WHOLE
-    own = ("method", "load_balance", "cu_seqlens", "return_lse", *INTERNAL)  # options that no kernel reads
-    options = checked_options(
-        q, k, v, lengths, {name: x for name, x in given.items() if name not in own} | {"layout": layout}
-    )
-    where = sequences, segments
-    chosen = _chosen(given["method"], groups, qkv, where, options)
-    return _Call(qkv, where, options, chosen, given.get("first", (0, 0)))
+    ranks, rank = rank_in(groups)
+    sequences = sequence_offsets(rows * ranks, arguments["cu_seqlens"])
+    segments = rank_segments(sequences, ranks, arguments["load_balance"])
+    lengths = _local_lengths(segments[rank], len(sequences) - 2, q.device) if packed else NO_LENGTHS
+    front_end_options = ("method", "load_balance", "cu_seqlens", "return_lse", *INTERNAL)  # no kernel reads them
+    kernel_options = {name: x for name, x in arguments.items() if name not in front_end_options}
+    options = checked_options(q, k, v, lengths, kernel_options | {"layout": layout})
+    sharding = sequences, segments
+    chosen = _chosen(arguments["method"], groups, qkv, sharding, options)
+    return _Call(qkv, sharding, options, chosen, arguments.get("first", (0, 0)))
 
 
-def layout_of(given: dict[str, Any]) -> str:
+def kernel_layout(arguments: dict[str, Any]) -> str:
     """Return the layout of the kernels' tensors. Raises ValueError if there is no such layout."""
-    if given["layout"] not in LAYOUTS:
-        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {given['layout']!r}")
-    return VARLEN if given["cu_seqlens"] is not None else given["layout"]
+    if arguments["layout"] not in LAYOUTS:
+        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {arguments['layout']!r}")
+    return VARLEN if arguments["cu_seqlens"] is not None else arguments["layout"]
 
 
-def _checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Group, given: dict[str, Any]) -> Any:
+def _checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Group, arguments: dict[str, Any]) -> Any:
     """Run `context_parallel_attention` with its options by name."""
     if any(validation.is_dtensor(x) for x in (q, k, v)):
         from diyfa.distributed.dtensor import with_local_tensors
 
-        return with_local_tensors(_checked, (q, k, v), group, layout_of(given), given)
-    groups = groups_of(group)
-    call = agreed_call(q, k, v, groups, given)
-    out, lse = _ContextParallel.apply(plan_of(call, groups), given["return_lse"], *call.qkv, given["sinks"])
+        return with_local_tensors(_checked, (q, k, v), group, kernel_layout(arguments), arguments)
+    groups = process_groups(group)
+    call = agreed_call(q, k, v, groups, arguments)
+    out, lse = _ContextParallel.apply(plan_of(call, groups), arguments["return_lse"], *call.qkv, arguments["sinks"])
     return out if lse is None else (out, lse)
 
 
 def agreed_call(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, groups: tuple[dist.ProcessGroup, ...], given: dict[str, Any]
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, groups: tuple[dist.ProcessGroup, ...], arguments: dict[str, Any]
 ) -> _Call:
     """Check every argument, and that all ranks have the same. Return the call."""
     call, refusal = None, None
     try:  # a rank that refuses its arguments must tell the others, or they would wait for it
         validation.check_tensors(q=q, k=k, v=v)
         q, k, v = autocast(q, k, v)
-        call = described_call((q, k, v), groups, given)
+        call = described_call((q, k, v), groups, arguments)
     except Exception as error:
         refusal = error
-    wanted = given.get("gradients") or wanted_gradients(q, k, v, given["sinks"])
-    modes = {"gradients": wanted, "batch_invariant": registry.is_batch_invariant()}
-    compared = {"q": q, "k": k, "v": v} | {name: x for name, x in given.items() if name not in INTERNAL} | modes
-    if given.get("drawn"):  # the graph drew the state: it is no argument of the user, so it is not compared
+    gradients = arguments.get("gradients") or required_gradients(q, k, v, arguments["sinks"])
+    modes = {"gradients": gradients, "batch_invariant": registry.is_batch_invariant()}
+    compared = {"q": q, "k": k, "v": v} | {name: x for name, x in arguments.items() if name not in INTERNAL} | modes
+    if arguments.get("was_drawn"):  # the graph drew the state: it is no argument of the user, so it is not compared
         compared["rng_state"] = None
     choice = agree(groups, compared, refusal, METHODS.index(call.method) if call else 0)
     assert call is not None, "a refusal was raised"
-    return with_one_state(call._replace(method=METHODS[choice]), groups, given)
+    return with_first_ranks_state(call._replace(method=METHODS[choice]), groups, arguments)
 
 
-def wanted_gradients(*learned: torch.Tensor | None) -> str:
+def required_gradients(*learned: torch.Tensor | None) -> str:
     """Return the names of those of q, k, v and sinks that require a gradient, as text."""
     if not torch.is_grad_enabled():
         return "none"
@@ -275,12 +274,12 @@ def wanted_gradients(*learned: torch.Tensor | None) -> str:
     return ", ".join(name for name, x in pairs if isinstance(x, torch.Tensor) and x.requires_grad) or "none"
 
 
-def with_one_state(call: _Call, groups: tuple[dist.ProcessGroup, ...], given: dict[str, Any]) -> _Call:
+def with_first_ranks_state(call: _Call, groups: tuple[dist.ProcessGroup, ...], arguments: dict[str, Any]) -> _Call:
     """Return the call with the first rank's dropout state, if each rank drew its own."""
     state = call.options.rng_state
-    if state is None or not given.get("drawn", given["rng_state"] is None):
+    if state is None or not arguments.get("was_drawn", arguments["rng_state"] is None):
         return call
-    state = gather_parts(state, given.get("drawn_in", groups))[:2]
+    state = gather_shards(state, arguments.get("state_groups", groups))[:2]
     return call._replace(options=call.options._replace(rng_state=state))
 
 
@@ -299,25 +298,25 @@ class _Plan(NamedTuple):
 def plan_of(call: _Call, groups: tuple[dist.ProcessGroup, ...]) -> _Plan:
     qkv, (sequences, segments), options, method, (sample, head) = call
     if method == "ring":
-        return _Plan(None, _ring(groups[0], segments, sequences, options, call.first), WHOLE, options)
+        return _Plan(None, _ring(groups[0], segments, sequences, options, call.first), NO_LENGTHS, options)
     size, heads = dist.get_world_size(groups[-1]), head_dim(options.layout)
     head += dist.get_rank(groups[-1]) * (qkv[0].shape[heads] // size)
     teams = [segments[n : n + size] for n in range(0, len(segments), size)]  # each team exchanges rows for heads
-    own = dist.get_rank(groups[0]) if method == "both" else 0
+    ring_rank = dist.get_rank(groups[0]) if method == "both" else 0
     exchange = None
     if size > 1:
-        repeats = ulysses.repeats_of(qkv[1].shape[heads], size)
-        exchange = ulysses.Ulysses(groups[-1], teams[own], options.layout, repeats)
+        repeats = ulysses.kv_head_repeats(qkv[1].shape[heads], size)
+        exchange = ulysses.Ulysses(groups[-1], teams[ring_rank], options.layout, repeats)
         options = options._replace(
-            sinks=exchange.own_heads(options.sinks), alibi_slopes=exchange.own_heads(options.alibi_slopes)
+            sinks=exchange.local_heads(options.sinks), alibi_slopes=exchange.local_heads(options.alibi_slopes)
         )
     if method == "both":
         ring = _ring(groups[0], tuple(joined(team) for team in teams), sequences, options, (sample, head))
-        return _Plan(exchange, ring, WHOLE, options)
-    lengths, samples = WHOLE, qkv[0].shape[0]
+        return _Plan(exchange, ring, NO_LENGTHS, options)
+    lengths, samples = NO_LENGTHS, qkv[0].shape[0]
     if options.layout == VARLEN:
         samples = len(sequences) - 2
-        lengths = _own_lengths(joined(segments), samples, qkv[0].device)
+        lengths = _local_lengths(joined(segments), samples, qkv[0].device)
     if options.rng_state is not None:
         state = with_origins(options.rng_state, [(sample + b, head, 0, 0) for b in range(samples)])
         options = options._replace(rng_state=state)
@@ -336,8 +335,8 @@ def _ring(
     if options.batch_invariant:
         raise ValueError("diyfa.batch_invariant() needs method='ulysses': a ring merges its steps in another order")
     window = normalised((options.window_left, options.window_right), sequences[-1])
-    apart = options.rng_state is not None
-    steps = steps_of(segments, dist.get_rank(group), window, options.layout == VARLEN, apart)
+    separate_blocks = options.rng_state is not None
+    steps = ring_steps(segments, dist.get_rank(group), window, options.layout == VARLEN, separate_blocks)
     return Ring(group, steps, options._replace(sinks=None), first)
 
 
@@ -347,29 +346,29 @@ def forward(plan: _Plan, qkv: Sequence[torch.Tensor], with_lse: bool = True) -> 
     q, k, v = qkv if exchange is None else exchange.scatter_heads(*qkv)
     if ring is None:
         out, lse = ops.forward(q, k, v, lengths, options)
-        kept = q, k, v, out, lse
+        saved = q, k, v, out, lse
     else:
-        out, lse, own_lse = ring_forward(ring, q, k, v, options.sinks)
-        kept = q, k, v, out, own_lse
+        out, lse, saved_lse = ring_forward(ring, q, k, v, options.sinks)
+        saved = q, k, v, out, saved_lse
     if exchange is not None:
-        return *exchange.gather_heads(out, lse if with_lse else None), kept
-    return out, lse if with_lse else None, kept
+        return *exchange.gather_heads(out, lse if with_lse else None), saved
+    return out, lse if with_lse else None, saved
 
 
 def backward(
-    plan: _Plan, kept: Sequence[torch.Tensor], dout: torch.Tensor, dlse: torch.Tensor | None
+    plan: _Plan, saved: Sequence[torch.Tensor], dout: torch.Tensor, dlse: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return dq, dk, dv and dsinks or None, from the tensors that `forward` returned last and dout, dlse."""
     exchange, ring, lengths, options = plan
-    q, k, v, out, lse = kept
+    q, k, v, out, lse = saved
     summed = exchange is not None and exchange.repeats > 1  # the repeats' dk and dv are summed: round only the sum
     if exchange is not None:
         dout, dlse = exchange.scatter_results(dout, dlse)
     if ring is None:
         if summed and q.dtype in (torch.float16, torch.bfloat16):
             options = options._replace(out_dtype="float32")
-        found = ops.differentiate((dout, dlse), (q, k, v), (out, lse), lengths, options)
-        dq, dk, dv, dsinks = (found[place] for place in (0, 1, 2, ops.PLACES["sinks"]))
+        gradients = ops.differentiate((dout, dlse), (q, k, v), (out, lse), lengths, options)
+        dq, dk, dv, dsinks = (gradients[index] for index in (0, 1, 2, ops.GRADIENT_INDEX["sinks"]))
     else:
         dq, dk, dv, dsinks = ring_gradients(ring, (q, k, v, options.sinks, out, lse), (dout, dlse))
     dq = dq.to(q.dtype)
@@ -377,7 +376,7 @@ def backward(
         dk, dv = dk.to(k.dtype), dv.to(v.dtype)
     if exchange is not None:
         dq, dk, dv = exchange.gather_gradients(dq, dk, dv)
-        dsinks = None if options.sinks is None else exchange.of_all_heads(dsinks)
+        dsinks = None if options.sinks is None else exchange.with_zero_heads(dsinks)
     return dq, dk.to(k.dtype), dv.to(v.dtype), dsinks
 
 
@@ -386,8 +385,8 @@ class _ContextParallel(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, plan: _Plan, with_lse: bool, q: Any, k: Any, v: Any, sinks: Any) -> Any:
-        out, lse, kept = forward(plan, (q, k, v), with_lse)
-        ctx.save_for_backward(*kept)
+        out, lse, saved = forward(plan, (q, k, v), with_lse)
+        ctx.save_for_backward(*saved)
         ctx.plan = plan
         return out, lse
 

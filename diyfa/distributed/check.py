@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from diyfa import validation
-from diyfa.distributed.sharding import gather_parts
+from diyfa.distributed.sharding import gather_shards
 
 Arguments = tuple[tuple[str, Hashable], ...]
 
@@ -38,16 +38,16 @@ def _described(x: object) -> Hashable:
 
 def _texts(groups: Sequence[dist.ProcessGroup], arguments: Arguments, device: torch.device) -> list[list[str]]:
     """Gather and return the arguments of every rank, each as text."""
-    own = "\x1f".join(str(value) for _, value in arguments).encode()
-    lengths = gather_parts(torch.tensor([len(own)], device=device), groups).tolist()
+    encoded = "\x1f".join(str(value) for _, value in arguments).encode()
+    lengths = gather_shards(torch.tensor([len(encoded)], device=device), groups).tolist()
     padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
-    padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-    rows = gather_parts(padded.to(device), groups).view(len(lengths), -1).cpu()
+    padded[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+    rows = gather_shards(padded.to(device), groups).view(len(lengths), -1).cpu()
     texts = [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths, strict=True)]
     return [text.split("\x1f") for text in texts]
 
 
-def _device_of(group: dist.ProcessGroup) -> torch.device:
+def _gather_device(group: dist.ProcessGroup) -> torch.device:
     """Return the device for the group's gather: the CPU if the group can use it, because then nothing waits for a GPU.
 
     It does not depend on the arguments, so all ranks choose the same.
@@ -57,7 +57,9 @@ def _device_of(group: dist.ProcessGroup) -> torch.device:
     return torch.accelerator.current_accelerator() or torch.device("cpu")
 
 
-def agree(groups: Sequence[dist.ProcessGroup], given: dict[str, Any], refusal: Exception | None, choice: int) -> int:
+def agree(
+    groups: Sequence[dist.ProcessGroup], named_arguments: dict[str, Any], refusal: Exception | None, choice: int
+) -> int:
     """Return the first rank's `choice` if all ranks call with the same arguments and none refuses them.
 
     Nothing is sent if an equal call was checked before.
@@ -66,8 +68,8 @@ def agree(groups: Sequence[dist.ProcessGroup], given: dict[str, Any], refusal: E
         ValueError: the arguments differ. Every rank raises it; it names the ranks that differ from most, and how.
         Exception: `refusal`, if all ranks have the same.
     """
-    q, cu_seqlens = given["q"], given["cu_seqlens"]
-    arguments: Arguments = tuple((name, _described(x)) for name, x in given.items() if name != "cu_seqlens")
+    q, cu_seqlens = named_arguments["q"], named_arguments["cu_seqlens"]
+    arguments: Arguments = tuple((name, _described(x)) for name, x in named_arguments.items() if name != "cu_seqlens")
     vector = isinstance(cu_seqlens, torch.Tensor) and cu_seqlens.dim() == 1
     arguments += (("cu_seqlens", tuple(cu_seqlens.tolist()) if vector else _described(cu_seqlens)),)
     accepted = (*arguments, ("error", None))
@@ -82,20 +84,22 @@ def agree(groups: Sequence[dist.ProcessGroup], given: dict[str, Any], refusal: E
         if refusal is not None:
             raise refusal
         return choice
-    device = _device_of(groups[0])
+    device = _gather_device(groups[0])
     digest = hashlib.sha256(repr(arguments).encode()).digest()
-    own = torch.tensor([int.from_bytes(digest[:7], "big"), choice], device=device)
-    hashes, choices = gather_parts(own, groups).view(-1, 2).t().tolist()
+    local_hash = torch.tensor([int.from_bytes(digest[:7], "big"), choice], device=device)
+    hashes, choices = gather_shards(local_hash, groups).view(-1, 2).t().tolist()
     if len(set(hashes)) > 1:
         texts = _texts(groups, arguments, device)
-        names = [str(int(n)) for n in gather_parts(torch.tensor([dist.get_rank()], device=device), groups)]
-        found = []
+        names = [str(int(n)) for n in gather_shards(torch.tensor([dist.get_rank()], device=device), groups)]
+        differences = []
         for (name, _), values in zip(arguments, zip(*texts, strict=True), strict=True):
             usual, _ = Counter(values).most_common(1)[0]
             odd = [f"rank {r} has {value}" for r, value in zip(names, values, strict=True) if value != usual]
             if odd:
-                found.append(f"{name}: {', '.join(odd)}, the others {usual}")
-        raise ValueError(f"the ranks call context_parallel_attention with different arguments: {'; '.join(found)}")
+                differences.append(f"{name}: {', '.join(odd)}, the others {usual}")
+        raise ValueError(
+            f"the ranks call context_parallel_attention with different arguments: {'; '.join(differences)}"
+        )
     if refusal is not None:
         raise refusal
     if len(agreed) >= _LIMIT:

@@ -1,6 +1,6 @@
 """Context parallel attention in a compiled graph: a forward and a backward operator, both opaque to tracing.
 
-A graph cannot hold the group and the options that are no numbers. It names them by one number (`number_of`). Besides
+A graph cannot hold the group and the options that are no numbers. It names them by one number (`call_number`). Besides
 out and lse the forward operator returns `kept`, further tensors that the backward operator reads: the tensors that
 Ulysses exchanged, or a ring's log-sum-exp without the common key.
 """
@@ -18,7 +18,7 @@ from diyfa import ops, registry, validation
 from diyfa.distributed import attention, ulysses
 from diyfa.distributed.merge import head_dim, row_dim
 from diyfa.distributed.ring import has_common_key
-from diyfa.distributed.sharding import Group, groups_of
+from diyfa.distributed.sharding import Group, process_groups
 from diyfa.problem import empty_output
 
 TENSORS = ("cu_seqlens", "alibi_slopes", "sinks", "rng_state")
@@ -36,78 +36,79 @@ _lib.define(
 
 
 @torch.compiler.assume_constant_result
-def number_of(group: Group, *options: Any) -> int:
+def call_number(group: Group, *options: Any) -> int:
     """Return the number that stands for a group and the options (name, value, name, value …) in a compiled graph.
 
     It is a hash of the options and of the groups' names and sizes. Compiled graphs are cached on disk by this number,
     among other things: in another run it must not stand for another method or for more ranks.
     """
     group = getattr(group, "real_obj", group)  # torch.compile shows an object that stands for a process group
-    sizes = [(x.group_name, dist.get_world_size(x)) for x in groups_of(group)]
+    sizes = [(x.group_name, dist.get_world_size(x)) for x in process_groups(group)]
     number = int.from_bytes(hashlib.sha256(repr((sizes, options)).encode()).digest()[:7], "big")
     _calls[number] = group, dict(zip(options[::2], options[1::2], strict=True))
     return number
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Group, given: dict[str, Any]) -> Any:
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Group, arguments: dict[str, Any]) -> Any:
     """Run `context_parallel_attention` with its options by name, as one operator of a graph."""
     validation.check_tensors(q=q, k=k, v=v)
     q, k, v = attention.autocast(q, k, v)
-    left, right = (validation.as_integer(x) for x in given["window"])  # values are checked by all ranks together
-    scale = None if given["sm_scale"] is None else float(given["sm_scale"])
-    softcap, dropout_p = float(given["softcap"]), float(given["dropout_p"])
-    others = {name: x for name, x in given.items() if name not in (*TENSORS, *SCALARS, "window")}
+    left, right = (validation.as_integer(x) for x in arguments["window"])  # values are checked by all ranks together
+    scale = None if arguments["sm_scale"] is None else float(arguments["sm_scale"])
+    softcap, dropout_p = float(arguments["softcap"]), float(arguments["dropout_p"])
+    constants = {name: x for name, x in arguments.items() if name not in (*TENSORS, *SCALARS, "window")}
     # The backward pass may run in another thread, which does not see this thread's `use_backend`.
-    others["backend"] = given["backend"] or registry.forced_backend() or None
-    others["gradients"] = attention.wanted_gradients(q, k, v, given["sinks"])  # operators do not see requires_grad
-    state, others["drawn"] = given["rng_state"], False
+    constants["backend"] = arguments["backend"] or registry.forced_backend() or None
+    # Operators do not see requires_grad.
+    constants["gradients"] = attention.required_gradients(q, k, v, arguments["sinks"])
+    state, constants["was_drawn"] = arguments["rng_state"], False
     if dropout_p != 0 and state is None:  # drawn in the graph, so that both passes get the same state
-        state, others["drawn"] = ops.new_rng_state(q.device), True
-    number = number_of(group, *[x for pair in others.items() for x in pair])
-    tensors = [state if name == "rng_state" else given[name] for name in TENSORS]
+        state, constants["was_drawn"] = ops.new_rng_state(q.device), True
+    number = call_number(group, *[x for pair in constants.items() for x in pair])
+    tensors = [state if name == "rng_state" else arguments[name] for name in TENSORS]
     out, lse, _ = torch.ops.diyfa_distributed.attention_fwd(
         q, k, v, *tensors, left, right, scale, softcap, dropout_p, number
     )
-    return (out, lse) if given["return_lse"] else out
+    return (out, lse) if arguments["return_lse"] else out
 
 
-def _given(flat: Any) -> tuple[tuple[dist.ProcessGroup, ...], dict[str, Any]]:
+def _unpacked(flat: Any) -> tuple[tuple[dist.ProcessGroup, ...], dict[str, Any]]:
     """Return (groups, options by name) from an operator's arguments after q, k and v."""
     *flat, number = flat
-    group, others = _calls[number]
+    group, constants = _calls[number]
     named = dict(zip((*TENSORS, *SCALARS), flat, strict=True))
     window = named.pop("window_left"), named.pop("window_right")
-    return groups_of(group), {**others, **named, "window": window}
+    return process_groups(group), {**constants, **named, "window": window}
 
 
-def _method(q: torch.Tensor, groups: tuple[dist.ProcessGroup, ...], given: dict[str, Any]) -> str:
+def _method(q: torch.Tensor, groups: tuple[dist.ProcessGroup, ...], arguments: dict[str, Any]) -> str:
     # The sizes decide "auto", because a graph has the shapes of one method.
-    if given["method"] != "auto":
-        return given["method"]
+    if arguments["method"] != "auto":
+        return arguments["method"]
     if len(groups) == 2:
         return "both"
-    heads = q.shape[head_dim(attention.layout_of(given))]
+    heads = q.shape[head_dim(attention.kernel_layout(arguments))]
     return "ring" if ulysses.refuses(heads, dist.get_world_size(groups[0])) else "ulysses"
 
 
 def _fwd(q: Any, k: Any, v: Any, *rest: Any) -> Any:
-    groups, given = _given(rest)
-    call = attention.agreed_call(q, k, v, groups, given | {"method": _method(q, groups, given)})
-    out, lse, kept = attention.forward(attention.plan_of(call, groups), call.qkv)
-    own = [x.contiguous() for x in kept if not any(x is known for known in (*call.qkv, out, lse))]
-    if len(own) == len(kept):  # Ulysses exchanged all of them, and the results may have any strides
+    groups, arguments = _unpacked(rest)
+    call = attention.agreed_call(q, k, v, groups, arguments | {"method": _method(q, groups, arguments)})
+    out, lse, saved = attention.forward(attention.plan_of(call, groups), call.qkv)
+    new = [x.contiguous() for x in saved if not any(x is returned for returned in (*call.qkv, out, lse))]
+    if len(new) == len(saved):  # Ulysses exchanged all of them, and the results may have any strides
         out, lse = out.contiguous(), lse.contiguous()
-    return out, lse, own
+    return out, lse, new
 
 
 def _fwd_fake(q: Any, k: Any, v: Any, *rest: Any) -> Any:
-    groups, given = _given(rest)
-    layout = attention.layout_of(given)
+    groups, arguments = _unpacked(rest)
+    layout = attention.kernel_layout(arguments)
     out, lse = empty_output(q, v.shape[-1]), ops.empty_lse(q, layout)
-    method, rows, heads = _method(q, groups, given), row_dim(layout), head_dim(layout)
+    method, rows, heads = _method(q, groups, arguments), row_dim(layout), head_dim(layout)
     around, size = (dist.get_world_size(groups[n]) for n in (0, -1))  # ranks of the ring, ranks of the exchange
     if method == "ring" or size == 1:
-        moved = method != "ulysses" and has_common_key(around, k, given["softcap"], given["sinks"])
+        moved = method != "ulysses" and has_common_key(around, k, arguments["softcap"], arguments["sinks"])
         return out, lse, [torch.empty_like(lse)] if moved else []
     out = q.new_empty(out.shape)
 
@@ -116,20 +117,20 @@ def _fwd_fake(q: Any, k: Any, v: Any, *rest: Any) -> Any:
         shape[rows], shape[heads] = shape[rows] * size, shape[heads] * repeats // size
         return x.new_empty(shape)
 
-    repeats = ulysses.repeats_of(k.shape[heads], size)
-    found = [exchanged(q, rows, heads), *(exchanged(x, rows, heads, repeats) for x in (k, v))]
-    return out, lse, [*found, exchanged(out, rows, heads), exchanged(lse, lse.dim() - 1, lse.dim() - 2)]
+    repeats = ulysses.kv_head_repeats(k.shape[heads], size)
+    exchanged_qkv = [exchanged(q, rows, heads), *(exchanged(x, rows, heads, repeats) for x in (k, v))]
+    return out, lse, [*exchanged_qkv, exchanged(out, rows, heads), exchanged(lse, lse.dim() - 1, lse.dim() - 2)]
 
 
 def _bwd(dout: Any, dlse: Any, q: Any, k: Any, v: Any, *rest: Any) -> Any:
-    (*tensors, out, lse, kept), options = rest[: len(TENSORS) + 3], rest[len(TENSORS) + 3 :]
-    groups, given = _given((*tensors, *options))
-    call = attention.described_call((q, k, v), groups, given | {"method": _method(q, groups, given)})
-    call = attention.with_one_state(call, groups, given)
+    (*tensors, out, lse, saved), options = rest[: len(TENSORS) + 3], rest[len(TENSORS) + 3 :]
+    groups, arguments = _unpacked((*tensors, *options))
+    call = attention.described_call((q, k, v), groups, arguments | {"method": _method(q, groups, arguments)})
+    call = attention.with_first_ranks_state(call, groups, arguments)
     call = call._replace(options=call.options._replace(batch_invariant=False))  # it concerns the forward pass only
     plan = attention.plan_of(call, groups)
-    known = [*call.qkv, out, lse]
-    dq, dk, dv, dsinks = attention.backward(plan, [*known[: len(known) - len(kept)], *kept], dout, dlse)
+    call_tensors = [*call.qkv, out, lse]
+    dq, dk, dv, dsinks = attention.backward(plan, [*call_tensors[: len(call_tensors) - len(saved)], *saved], dout, dlse)
     return *(x.contiguous() for x in (dq, dk, dv)), q.new_empty(0) if dsinks is None else dsinks
 
 
@@ -141,15 +142,15 @@ def _bwd_fake(dout: Any, dlse: Any, q: Any, k: Any, v: Any, *rest: Any) -> Any:
 
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:
     tensors, ctx.options = inputs[: 3 + len(TENSORS)], inputs[3 + len(TENSORS) :]
-    out, lse, kept = output
-    ctx.save_for_backward(*tensors, out, lse, *kept)
+    out, lse, saved = output
+    ctx.save_for_backward(*tensors, out, lse, *saved)
 
 
 @once_differentiable
 def _differentiate(ctx: Any, dout: Any, dlse: Any, _: Any) -> Any:
-    q, k, v, cu_seqlens, slopes, sinks, state, out, lse, *kept = ctx.saved_tensors
+    q, k, v, cu_seqlens, slopes, sinks, state, out, lse, *saved = ctx.saved_tensors
     dq, dk, dv, dsinks = torch.ops.diyfa_distributed.attention_bwd(
-        dout, dlse, q, k, v, cu_seqlens, slopes, sinks, state, out, lse, kept, *ctx.options
+        dout, dlse, q, k, v, cu_seqlens, slopes, sinks, state, out, lse, saved, *ctx.options
     )
     return dq, dk, dv, None, None, None if sinks is None else dsinks, None, *(None for _ in ctx.options)
 

@@ -18,7 +18,7 @@ from itertools import pairwise
 
 import torch.distributed as dist
 
-from diyfa.distributed.ulysses import refuses, repeats_of
+from diyfa.distributed.ulysses import kv_head_repeats, refuses
 
 BACKWARD_WORK = 2.5  # times the forward pass: five products instead of two
 
@@ -77,14 +77,14 @@ class Work:
         pairs = self.batch * self.heads * self.rows * self.rows * self.ranks * self.share
         return 2 * pairs * (self.head_dim + self.head_dim_v)
 
-    def bytes_of(self, heads: int, head_dim: int) -> int:
+    def tensor_bytes(self, heads: int, head_dim: int) -> int:
         """Return the bytes of a tensor (batch, heads, rows, head_dim) of one rank."""
         return self.batch * heads * self.rows * head_dim * self.element_size
 
     @property
     def keys(self) -> int:
         """The bytes of a rank's K/V shard."""
-        return self.bytes_of(self.heads_kv, self.head_dim) + self.bytes_of(self.heads_kv, self.head_dim_v)
+        return self.tensor_bytes(self.heads_kv, self.head_dim) + self.tensor_bytes(self.heads_kv, self.head_dim_v)
 
     @property
     def sums(self) -> int:
@@ -94,9 +94,10 @@ class Work:
     @property
     def exchanged(self) -> float:
         """The bytes that a rank sends in both Ulysses exchanges of one pass."""
-        heads_kv = self.heads_kv * repeats_of(self.heads_kv, self.ranks)
-        there = self.bytes_of(self.heads, self.head_dim) + self.bytes_of(heads_kv, self.head_dim + self.head_dim_v)
-        return (there + self.bytes_of(self.heads, self.head_dim_v)) * (self.ranks - 1) / self.ranks
+        heads_kv = self.heads_kv * kv_head_repeats(self.heads_kv, self.ranks)
+        sent = self.tensor_bytes(self.heads, self.head_dim)
+        sent += self.tensor_bytes(heads_kv, self.head_dim + self.head_dim_v)
+        return (sent + self.tensor_bytes(self.heads, self.head_dim_v)) * (self.ranks - 1) / self.ranks
 
     @property
     def merged(self) -> float:
@@ -110,7 +111,7 @@ class Work:
         return elements * (3 * 4 + wider) * 0.75  # in a causal zigzag half of the steps have half of the rows
 
 
-def share_of(sequences: Sequence[int], window: tuple[int, int]) -> float:
+def visible_fraction(sequences: Sequence[int], window: tuple[int, int]) -> float:
     """Return about which fraction of all (query, key) pairs the packed sequences and the window show."""
     *offsets, rows = sequences
     pairs = 0.0
@@ -160,7 +161,7 @@ def cheapest(work: Work, machine: Machine) -> str:
     return "ring" if ring_seconds(work, machine) < ulysses_seconds(work, machine) else "ulysses"
 
 
-def machine_of(arch: str, group: dist.ProcessGroup) -> Machine:
+def machine_for(arch: str, group: dist.ProcessGroup) -> Machine:
     """Return the row of MACHINES for `arch`, with links of at most BETWEEN_HOSTS if the group spans hosts.
 
     torchrun's LOCAL_WORLD_SIZE tells which ranks share a host.

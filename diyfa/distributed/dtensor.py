@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from diyfa.distributed.merge import head_dim, row_dim
-from diyfa.distributed.sharding import Group, gather_parts
+from diyfa.distributed.sharding import Group, gather_shards
 from diyfa.dropout import with_origins
 from diyfa.features import TENSORS, Feature, Sizes
 from diyfa.ops import new_rng_state
@@ -38,14 +38,14 @@ def _sequence_dims(q: DTensor, layout: str) -> list[int]:
     return [n for n, placement in enumerate(q.placements) if placement == Shard(rows)]
 
 
-def _local_of_heads(x: torch.Tensor | None, q: DTensor, layout: str) -> torch.Tensor | None:
+def _local_head_values(x: torch.Tensor | None, q: DTensor, layout: str) -> torch.Tensor | None:
     """Return the local tensor of x, whose last dimension is the heads. Its gradient is Partial where x is a replica."""
     if not isinstance(x, DTensor):
         return x
-    wanted = [Shard(x.dim() - 1) if p == Shard(head_dim(layout)) else Replicate() for p in q.placements]
-    if x.device_mesh != q.device_mesh or list(x.placements) != wanted:
-        raise ValueError(f"sinks and alibi_slopes must have placements {wanted} on q's mesh, got {x.placements}")
-    return x.to_local(grad_placements=[Partial() if p == Replicate() else p for p in wanted])
+    placements = [Shard(x.dim() - 1) if p == Shard(head_dim(layout)) else Replicate() for p in q.placements]
+    if x.device_mesh != q.device_mesh or list(x.placements) != placements:
+        raise ValueError(f"sinks and alibi_slopes must have placements {placements} on q's mesh, got {x.placements}")
+    return x.to_local(grad_placements=[Partial() if p == Replicate() else p for p in placements])
 
 
 def _first(q: DTensor, dim: int) -> int:
@@ -53,9 +53,9 @@ def _first(q: DTensor, dim: int) -> int:
     first, size = 0, q.shape[dim]
     for n, placement in enumerate(q.placements):
         if placement == Shard(dim):
-            part, mine = -(-size // q.device_mesh.size(n)), q.device_mesh.get_local_rank(n)
-            start = min(mine * part, size)
-            first, size = first + start, min(part, size - start)
+            size_per_rank, coordinate = -(-size // q.device_mesh.size(n)), q.device_mesh.get_local_rank(n)
+            start = min(coordinate * size_per_rank, size)
+            first, size = first + start, min(size_per_rank, size - start)
     return first
 
 
@@ -87,30 +87,30 @@ def with_local_tensors(
         raise ValueError(
             f"{q.shape[heads]} query and {k.shape[heads]} key/value heads must be multiples of {cuts} shards"
         )
-    own: Any = mesh
+    sub_mesh: Any = mesh
     if len(dims) < mesh.ndim:
         if mesh.mesh_dim_names is None:
             raise ValueError("a mesh with other dimensions than the sequence's needs mesh_dim_names")
-        own = mesh[tuple(mesh.mesh_dim_names[n] for n in dims)]
-    if group is not None and group != own:
+        sub_mesh = mesh[tuple(mesh.mesh_dim_names[n] for n in dims)]
+    if group is not None and group != sub_mesh:
         raise ValueError(f"group must be None or the dimensions of q's mesh that shard the sequence, got {group}")
-    options = options | {name: _local_of_heads(options[name], q, layout) for name in ("sinks", "alibi_slopes")}
+    options = options | {name: _local_head_values(options[name], q, layout) for name in ("sinks", "alibi_slopes")}
     options["first"] = 0 if layout == VARLEN else _first(q, LAYOUTS[layout][0]), _first(q, head_dim(layout))
-    options["drawn_in"] = tuple(mesh.get_group(n) for n in range(mesh.ndim))  # the whole mesh has one dropout state
-    result = attend(q.to_local(), k.to_local(), v.to_local(), own, options)
+    options["state_groups"] = tuple(mesh.get_group(n) for n in range(mesh.ndim))  # the whole mesh has one dropout state
+    result = attend(q.to_local(), k.to_local(), v.to_local(), sub_mesh, options)
     shape = (*q.shape[:-1], v.shape[-1])
     if isinstance(result, torch.Tensor):
         return _placed(result, q, placements, shape)
     out, lse = result
-    where = {row_dim(layout): lse.dim() - 1, heads: lse.dim() - 2}
-    of_lse = [Shard(where.get(p.dim, p.dim)) if isinstance(p, Shard) else p for p in placements]
+    lse_dims = {row_dim(layout): lse.dim() - 1, heads: lse.dim() - 2}
+    lse_placements = [Shard(lse_dims.get(p.dim, p.dim)) if isinstance(p, Shard) else p for p in placements]
     sizes = *q.shape[: lse.dim() - 2], q.shape[heads], q.shape[row_dim(layout)]
-    return _placed(out, q, placements, shape), _placed(lse, q, of_lse, sizes)
+    return _placed(out, q, placements, shape), _placed(lse, q, lse_placements, sizes)
 
 
 # ---- Sharded over batch or heads ------------------------------------------------------------------------------------
 
-BATCH, HEADS, WHOLE = "batch", "heads", "whole"  # the dimension of a call that a mesh dimension shards
+BATCH, HEADS, REPLICATED = "batch", "heads", "replicated"  # the dimension of a call that a mesh dimension shards
 
 
 def _dims(x: torch.Tensor, layout: str) -> dict[int, str]:
@@ -123,36 +123,36 @@ def _dims(x: torch.Tensor, layout: str) -> dict[int, str]:
     return {0: BATCH, 1 if layout == "bhsd" else x.dim() - 2: HEADS}
 
 
-def _dim_of(cut: str, x: torch.Tensor, layout: str) -> int:
+def _sharded_dim(cut: str, x: torch.Tensor, layout: str) -> int:
     """Return the dimension of x that `cut` (BATCH or HEADS) names."""
-    return {found: dim for dim, found in _dims(x, layout).items()}[cut]
+    return {name: dim for dim, name in _dims(x, layout).items()}[cut]
 
 
-def _cuts_of(name: str, x: DTensor, layout: str) -> list[str]:
+def _shardings(name: str, x: DTensor, layout: str) -> list[str]:
     """Return BATCH, HEADS or WHOLE for each mesh dimension, from the placements of one of the call's tensors.
 
     Raises:
         ValueError: the tensor is sharded in another way, or a partial sum.
     """
     dims = _dims(x, layout)
-    found = []
+    shardings = []
     for placement in x.placements:
         if placement == Replicate():
-            found.append(WHOLE)
+            shardings.append(REPLICATED)
         elif type(placement) is Shard and placement.dim in dims:
-            found.append(dims[placement.dim])
+            shardings.append(dims[placement.dim])
         elif placement == Shard(row_dim(layout)):
             raise ValueError(
                 f"{name} is sharded along its sequence, {placement}: call "
                 "diyfa.distributed.context_parallel_attention, or redistribute it over batch or heads"
             )
         else:
-            wanted = ", ".join(f"Shard({dim}) ({cut})" for dim, cut in dims.items())
-            raise ValueError(f"{name} must be replicated or {wanted}, got placements {x.placements}: redistribute it")
-    return found
+            allowed = ", ".join(f"Shard({dim}) ({cut})" for dim, cut in dims.items())
+            raise ValueError(f"{name} must be replicated or {allowed}, got placements {x.placements}: redistribute it")
+    return shardings
 
 
-def _placements_of(feature: Feature, x: torch.Tensor, cuts: Sequence[str], sizes: Sizes) -> list[Any]:
+def _needed_placements(feature: Feature, x: torch.Tensor, cuts: Sequence[str], sizes: Sizes) -> list[Any]:
     """Return the placements in which a rank needs an optional tensor, from the letters of its shape rule.
 
     Raises:
@@ -165,30 +165,32 @@ def _placements_of(feature: Feature, x: torch.Tensor, cuts: Sequence[str], sizes
         raise ValueError(f"{feature.name} must {problem}")
     letters = max(feature.shape.letters, key=len)
     missing = len(letters) - x.dim()  # leading dimensions that x lacks: it is broadcast over them
-    found: list[Any] = []
+    placements: list[Any] = []
     for cut in cuts:
         dim = letters.find(cut[0]) - missing if cut[0] in letters else -1
-        found.append(Shard(dim) if dim >= 0 and x.shape[dim] == sizes[cut[0]] else Replicate())
-    return found
+        placements.append(Shard(dim) if dim >= 0 and x.shape[dim] == sizes[cut[0]] else Replicate())
+    return placements
 
 
-def _local_of(
+def _local_tensor(
     feature: Feature, x: torch.Tensor | None, first: DTensor, cuts: Sequence[str], sizes: Sizes
 ) -> torch.Tensor | None:
     """Return the local tensor of an optional tensor. Its gradient is Partial over mesh dimensions that shard only q."""
     if x is None:
         return None
-    wanted = _placements_of(feature, x, cuts, sizes)
+    placements = _needed_placements(feature, x, cuts, sizes)
     if not isinstance(x, DTensor):
-        if any(placement != Replicate() for placement in wanted):
+        if any(placement != Replicate() for placement in placements):
             raise TypeError(f"{feature.name} must be a DTensor beside q, k and v, got {type(x).__name__}")
         return x
     if x.device_mesh != first.device_mesh:
         raise ValueError(
             f"all tensors must be on one mesh: q is on {first.device_mesh}, {feature.name} {x.device_mesh}"
         )
-    shares = [Partial() if p == Replicate() and cut != WHOLE else p for p, cut in zip(wanted, cuts, strict=True)]
-    return x.redistribute(placements=wanted).to_local(grad_placements=shares)
+    grad_placements = [
+        Partial() if p == Replicate() and cut != REPLICATED else p for p, cut in zip(placements, cuts, strict=True)
+    ]
+    return x.redistribute(placements=placements).to_local(grad_placements=grad_placements)
 
 
 def _dropout_state(first: DTensor, state: torch.Tensor | None, samples: int, layout: str) -> torch.Tensor:
@@ -197,7 +199,7 @@ def _dropout_state(first: DTensor, state: torch.Tensor | None, samples: int, lay
         raise ValueError(f"rng_state must have shape (2,), seed and offset, got {tuple(state.shape)}")
     if state is None:
         mesh = first.device_mesh
-        state = gather_parts(new_rng_state(first.device), [mesh.get_group(n) for n in range(mesh.ndim)])[:2]
+        state = gather_shards(new_rng_state(first.device), [mesh.get_group(n) for n in range(mesh.ndim)])[:2]
     begins = dict.fromkeys((BATCH, HEADS), 0) | {cut: _first(first, dim) for dim, cut in _dims(first, layout).items()}
     return with_origins(state, [(begins[BATCH] + b, begins[HEADS], 0, 0) for b in range(samples)])
 
@@ -206,53 +208,55 @@ def attend_with_shards(
     attend: Callable[[tuple[Any, ...], Lengths, dict[str, Any]], Any],
     owners: dict[str, Any],
     lengths: Lengths,
-    given: dict[str, Any],
+    arguments: dict[str, Any],
 ) -> Any:
-    """Run `attend(owners, lengths, given)` on this rank's samples and heads; return results sharded like `owners`.
+    """Run `attend(owners, lengths, arguments)` on this rank's samples and heads; return results sharded like `owners`.
 
     `owners` are q, k and v by name, or the tensors that pack them.
 
     Raises:
         TypeError, ValueError: some are no DTensors, sharded otherwise than over batch or heads, or placed differently.
     """
-    layout, names = given["layout"], list(owners)
+    layout, names = arguments["layout"], list(owners)
     if not all(isinstance(x, DTensor) for x in owners.values()):
         kinds = ", ".join(type(x).__name__ for x in owners.values())
         raise TypeError(f"{', '.join(names)} must all be DTensors or none, got {kinds}")
-    whole = list(owners.values())
-    first = whole[0]
-    if layout != VARLEN and min(x.dim() for x in whole) < 4:
-        raise ValueError(f"DTensors must have 4 dimensions, got {[tuple(x.shape) for x in whole]}")
-    cuts = _cuts_of(names[0], first, layout)
+    tensors = list(owners.values())
+    first = tensors[0]
+    if layout != VARLEN and min(x.dim() for x in tensors) < 4:
+        raise ValueError(f"DTensors must have 4 dimensions, got {[tuple(x.shape) for x in tensors]}")
+    cuts = _shardings(names[0], first, layout)
     for name, x in owners.items():
-        if x.device_mesh != first.device_mesh or _cuts_of(name, x, layout) != cuts:
+        if x.device_mesh != first.device_mesh or _shardings(name, x, layout) != cuts:
             placed = f"{names[0]} {first.placements} and {name} {x.placements}"
             raise ValueError(f"{', '.join(names)} must be placed alike on one mesh, got {placed}")
     shards = math.prod([first.device_mesh.size(n) for n, cut in enumerate(cuts) if cut == HEADS])
     for name, x in owners.items():
-        heads = x.shape[_dim_of(HEADS, x, layout)]
+        heads = x.shape[_sharded_dim(HEADS, x, layout)]
         if heads % shards:  # uneven shards would pair query heads with wrong KV heads
             raise ValueError(
                 f"the {heads} heads of {name} must be a multiple of {shards} shards: shard fewer mesh dimensions over "
                 "heads, or repeat k and v"
             )
     optional = {feature.name: feature for feature in TENSORS}
-    of_call = {**lengths._asdict(), **given}
-    keys, offsets = whole[-1], lengths.cu_seqlens_q
+    all_arguments = {**lengths._asdict(), **arguments}
+    keys, offsets = tensors[-1], lengths.cu_seqlens_q
     if layout == VARLEN:
         batch, rows = 0 if offsets is None else offsets.shape[0] - 1, (lengths.max_seqlen_q, lengths.max_seqlen_k)
     else:
         batch, rows = first.shape[0], (first.shape[row_dim(layout)], keys.shape[row_dim(layout)])
-    sizes = {"b": batch, "h": first.shape[_dim_of(HEADS, first, layout)], "q": rows[0], "k": rows[1]}
+    sizes = {"b": batch, "h": first.shape[_sharded_dim(HEADS, first, layout)], "q": rows[0], "k": rows[1]}
     local: dict[str, Any] = {
-        name: _local_of(optional[name], of_call[name], first, cuts, sizes) for name in optional if name in of_call
+        name: _local_tensor(optional[name], all_arguments[name], first, cuts, sizes)
+        for name in optional
+        if name in all_arguments
     }
-    parts = tuple(x.to_local() for x in whole)
-    if given["dropout_p"]:
-        samples = batch if layout == VARLEN else parts[0].shape[0]
+    local_tensors = tuple(x.to_local() for x in tensors)
+    if arguments["dropout_p"]:
+        samples = batch if layout == VARLEN else local_tensors[0].shape[0]
         local["rng_state"] = _dropout_state(first, local.get("rng_state"), samples, layout)
     lengths = lengths._replace(**{name: local.pop(name) for name in LENGTHS if name in local})
-    result = attend(parts, lengths, {**given, **local})
+    result = attend(local_tensors, lengths, {**arguments, **local})
     results = (result,) if isinstance(result, torch.Tensor) else result
     wholes = tuple(_placed_result(x, n == 0, first, cuts, layout) for n, x in enumerate(results))
     return wholes[0] if isinstance(result, torch.Tensor) else wholes

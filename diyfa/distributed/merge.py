@@ -32,16 +32,16 @@ def as_rows(x: torch.Tensor, layout: str) -> torch.Tensor:
     return (x if layout == "bhsd" else x.transpose(-1, -2))[..., None]
 
 
-def merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
-    """Merge `part` (B, H, S, Dv) and `part_lse` (B, H, S) into `out` and `lse`, in place.
+def merge(out: torch.Tensor, lse: torch.Tensor, partial_out: torch.Tensor, partial_lse: torch.Tensor) -> None:
+    """Merge `partial_out` (B, H, S, Dv) and `partial_lse` (B, H, S) into `out` and `lse`, in place.
 
     A log-sum-exp of +inf marks a row that saw no key; its output is 0.
     """
-    seen, part_seen = (x.masked_fill(x == INF, -INF) for x in (lse, part_lse))
-    weight = torch.sigmoid(seen - part_seen).masked_fill_(seen == -INF, 0.0)
-    part_weight = torch.sigmoid(part_seen - seen).masked_fill_(part_seen == -INF, 0.0)
-    out.mul_(weight[..., None]).addcmul_(part, part_weight[..., None])  # lerp_ subtracts, which overflows
-    joint = torch.logaddexp(seen, part_seen)
+    seen, partial_seen = (x.masked_fill(x == INF, -INF) for x in (lse, partial_lse))
+    weight = torch.sigmoid(seen - partial_seen).masked_fill_(seen == -INF, 0.0)
+    partial_weight = torch.sigmoid(partial_seen - seen).masked_fill_(partial_seen == -INF, 0.0)
+    out.mul_(weight[..., None]).addcmul_(partial_out, partial_weight[..., None])  # lerp_ subtracts, which overflows
+    joint = torch.logaddexp(seen, partial_seen)
     lse.copy_(joint.masked_fill_(joint == -INF, INF))
 
 
@@ -65,9 +65,9 @@ class Merged:
         if self.out is None or self.lse is None:
             self.out = empty_output(self.q, self.head_dim_v, dtype_name(out.dtype)).zero_()
             self.lse = empty_lse(self.q, self.layout).fill_(INF)
-        own_out = self.out.narrow(self.dim, first, out.shape[self.dim])
-        own_lse = self.lse.narrow(-1, first, out.shape[self.dim])
-        self.merge(*self._by_head(own_out, own_lse), *self._by_head(out, lse))
+        out_rows = self.out.narrow(self.dim, first, out.shape[self.dim])
+        lse_rows = self.lse.narrow(-1, first, out.shape[self.dim])
+        self.merge(*self._by_head(out_rows, lse_rows), *self._by_head(out, lse))
 
     def _by_head(self, out: torch.Tensor, lse: torch.Tensor) -> Pair:
         """Return views (B, H, S, Dv) and (B, H, S)."""

@@ -29,10 +29,10 @@ import torch.distributed as dist
 
 from diyfa import ops
 from diyfa.distributed.merge import INF, Merged, as_rows, head_dim, row_dim
-from diyfa.distributed.sharding import gather_parts
+from diyfa.distributed.sharding import gather_shards
 from diyfa.distributed.steps import Call, Step
 from diyfa.dropout import with_origins
-from diyfa.options import WHOLE, AttentionOptions, Lengths
+from diyfa.options import NO_LENGTHS, AttentionOptions, Lengths
 
 
 class Ring(NamedTuple):
@@ -60,17 +60,17 @@ def _let_it_begin(device: torch.device) -> None:
 class _Transfer:
     """Messages in flight: tensors sent to rank + hop, and tensors of the same shapes received from rank - hop."""
 
-    def __init__(self, group: dist.ProcessGroup, parcels: Sequence[tuple[int, Sequence[torch.Tensor]]]) -> None:
+    def __init__(self, group: dist.ProcessGroup, messages: Sequence[tuple[int, Sequence[torch.Tensor]]]) -> None:
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         self.arriving: list[list[torch.Tensor]] = []
         operations = []
-        for hop, tensors in parcels:
+        for hop, tensors in messages:
             to, by = (dist.get_global_rank(group, (rank + n) % ranks) for n in (hop, -hop))
-            coming = [torch.empty_like(x) for x in tensors]
+            received = [torch.empty_like(x) for x in tensors]
             operations += [dist.P2POp(dist.isend, x, to, group) for x in tensors]
-            operations += [dist.P2POp(dist.irecv, x, by, group) for x in coming]
-            self.arriving.append(coming)
-        self.sent = [tensors for _, tensors in parcels]  # keeps their memory until the transfer is done
+            operations += [dist.P2POp(dist.irecv, x, by, group) for x in received]
+            self.arriving.append(received)
+        self.sent = [tensors for _, tensors in messages]  # keeps their memory until the transfer is done
         self.requests = dist.batch_isend_irecv(operations) if operations else []
         if operations and operations[0].tensor.device.type == "cuda":
             _let_it_begin(operations[0].tensor.device)
@@ -84,7 +84,7 @@ class _Transfer:
 def _lengths(call: Call, device: torch.device) -> Lengths:
     """Return the packed lengths of one call, or WHOLE. The copy of the offsets to the device is asynchronous."""
     if not call.offsets_q:
-        return WHOLE
+        return NO_LENGTHS
     both = call.offsets_q, call.offsets_k
     longest_q, longest_k = (max(b - a for a, b in pairwise(offsets)) for offsets in both)
     offsets_q, offsets_k = (
@@ -97,7 +97,7 @@ def _rows(x: torch.Tensor, rows: tuple[int, int], dim: int) -> torch.Tensor:
     return x.narrow(dim, rows[0], rows[1] - rows[0])
 
 
-def options_of(ring: Ring, call: Call, q: torch.Tensor, sinks: torch.Tensor | None) -> AttentionOptions:
+def call_options(ring: Ring, call: Call, q: torch.Tensor, sinks: torch.Tensor | None) -> AttentionOptions:
     """Return the options of one call. Its results are float32 at least, because they are summed."""
     left, right = call.window
     out_dtype = "float32" if q.dtype in (torch.float16, torch.bfloat16) else ""
@@ -105,7 +105,11 @@ def options_of(ring: Ring, call: Call, q: torch.Tensor, sinks: torch.Tensor | No
     if state is not None:
         state = with_origins(state, _origins(ring, call, q))
     return ring.options._replace(
-        window_left=left, window_right=right, sinks=sinks if call.own else None, out_dtype=out_dtype, rng_state=state
+        window_left=left,
+        window_right=right,
+        sinks=sinks if call.has_diagonal else None,
+        out_dtype=out_dtype,
+        rng_state=state,
     )
 
 
@@ -114,8 +118,8 @@ def _origins(ring: Ring, call: Call, q: torch.Tensor) -> list[tuple[int, int, in
     sample, head = ring.first
     if call.offsets_q:
         return [(x.sequence, head, x.query, x.key) for x in call.origins]
-    (own,) = call.origins
-    return [(sample + b, head, own.query, own.key) for b in range(q.shape[0])]
+    (origin,) = call.origins
+    return [(sample + b, head, origin.query, origin.key) for b in range(q.shape[0])]
 
 
 def has_common_key(ranks: int, k: torch.Tensor, softcap: float, sinks: torch.Tensor | None) -> bool:
@@ -138,37 +142,42 @@ def common_key(ring: Ring, k: torch.Tensor, sinks: torch.Tensor | None) -> torch
     dim = row_dim(ring.options.layout)
     # Packed rows before the first or after the last sequence belong to none and may hold anything: leave them out.
     ends = [row for call in ring.steps[0].calls for row in call.keys]
-    own = _rows(k, (min(ends, default=0), max(ends, default=0)), dim)
-    if own.shape[dim]:
-        bounds = torch.stack((own.amin(dim, keepdim=True), own.amax(dim, keepdim=True)))
+    keys = _rows(k, (min(ends, default=0), max(ends, default=0)), dim)
+    if keys.shape[dim]:
+        bounds = torch.stack((keys.amin(dim, keepdim=True), keys.amax(dim, keepdim=True)))
     else:
         row = [1 if n == dim else size for n, size in enumerate(k.shape)]
         bounds = torch.stack((k.new_full(row, INF), k.new_full(row, -INF)))
-    least, most = gather_parts(bounds[None], (ring.group,)).unbind(1)
-    common = least.amin(0).clamp(min=0) + most.amax(0).clamp(max=0)
+    lower, upper = gather_shards(bounds[None], (ring.group,)).unbind(1)
+    common = lower.amin(0).clamp(min=0) + upper.amax(0).clamp(max=0)
     return torch.where(common.isfinite(), common, 0.0)
 
 
-def _of_query_heads(ring: Ring, common: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+def _per_query_head(ring: Ring, common: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     dim = head_dim(ring.options.layout)
     return common.repeat_interleave(q.shape[dim] // common.shape[dim], dim) * ring.options.sm_scale
 
 
 def _with_common_key(ring: Ring, lse: torch.Tensor, q: torch.Tensor, common: torch.Tensor) -> torch.Tensor:
     """Return the log-sum-exp over the original keys; rows that see no key keep their infinity."""
-    scores = (q * _of_query_heads(ring, common, q)).sum(-1)
+    scores = (q * _per_query_head(ring, common, q)).sum(-1)
     scores = scores if ring.options.layout == "bhsd" else scores.transpose(-1, -2)
     return torch.where(lse.isinf(), lse, lse + scores)
 
 
 def forward_step(
-    ring: Ring, step: Step, q: torch.Tensor, held: Sequence[torch.Tensor], sinks: torch.Tensor | None, merged: Merged
+    ring: Ring,
+    step: Step,
+    q: torch.Tensor,
+    current_kv: Sequence[torch.Tensor],
+    sinks: torch.Tensor | None,
+    merged: Merged,
 ) -> None:
-    """Attend to the K/V shard `held` and merge the result into `merged`."""
+    """Attend to the K/V shard `current_kv` and merge the result into `merged`."""
     dim = row_dim(ring.options.layout)
     for call in step.calls:
-        queries, (keys, values) = _rows(q, call.queries, dim), (_rows(x, call.keys, dim) for x in held)
-        options = options_of(ring, call, q, sinks)
+        queries, (keys, values) = _rows(q, call.queries, dim), (_rows(x, call.keys, dim) for x in current_kv)
+        options = call_options(ring, call, q, sinks)
         merged.add(call.queries[0], *ops.forward(queries, keys, values, _lengths(call, q.device), options))
 
 
@@ -180,14 +189,14 @@ def ring_forward(
     if common is not None:
         k = k - common
     merged = Merged(q, v.shape[-1], ring.options.layout, ring.options.backend)
-    held = [k.contiguous(), v.contiguous()] if len(ring.steps) > 1 else [k, v]
+    current_kv = [k.contiguous(), v.contiguous()] if len(ring.steps) > 1 else [k, v]
     for step, following in zip(ring.steps, (*ring.steps[1:], None), strict=True):
-        transfer = _Transfer(ring.group, [(following.shift - step.shift, held)]) if following else None
+        transfer = _Transfer(ring.group, [(following.shift - step.shift, current_kv)]) if following else None
         try:
-            forward_step(ring, step, q, held, sinks, merged)
+            forward_step(ring, step, q, current_kv, sinks, merged)
         finally:  # if the kernels refuse the call, which they do on every rank, no message stays for the next call
-            arrived = transfer.wait() if transfer else [held]
-        (held,) = arrived
+            arrived = transfer.wait() if transfer else [current_kv]
+        (current_kv,) = arrived
     out, lse = merged.result()
     return out, lse if common is None else _with_common_key(ring, lse, q, common), lse
 
@@ -195,23 +204,23 @@ def ring_forward(
 class Sum:
     """A gradient in float32 (float64 for float64 inputs) that adds up contributions to ranges of its rows."""
 
-    def __init__(self, like: torch.Tensor, dim: int) -> None:
-        self.like, self.dim = like, dim
+    def __init__(self, template: torch.Tensor, dim: int) -> None:
+        self.template, self.dim = template, dim
         self.total: torch.Tensor | None = None
 
     @property
     def wide(self) -> torch.dtype:
-        return torch.promote_types(self.like.dtype, torch.float32)
+        return torch.promote_types(self.template.dtype, torch.float32)
 
-    def add(self, first: int, share: torch.Tensor) -> None:
-        if self.total is None and share.shape == self.like.shape:
-            self.total = share.to(self.wide)
+    def add(self, first: int, contribution: torch.Tensor) -> None:
+        if self.total is None and contribution.shape == self.template.shape:
+            self.total = contribution.to(self.wide)
         else:
-            self.all().narrow(self.dim, first, share.shape[self.dim]).add_(share)
+            self.total_or_zeros().narrow(self.dim, first, contribution.shape[self.dim]).add_(contribution)
 
-    def all(self) -> torch.Tensor:
+    def total_or_zeros(self) -> torch.Tensor:
         if self.total is None:
-            self.total = torch.zeros_like(self.like, dtype=self.wide)
+            self.total = torch.zeros_like(self.template, dtype=self.wide)
         return self.total
 
 
@@ -228,41 +237,41 @@ class Saved(NamedTuple):
     dsinks: torch.Tensor | None
 
 
-def backward_step(ring: Ring, step: Step, saved: Saved, held: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Add to dq and dsinks. Return this rank's contributions to dk and dv of the K/V shard `held`, in float32."""
+def backward_step(ring: Ring, step: Step, saved: Saved, current_kv: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Add to dq and dsinks. Return this rank's contributions to dk and dv of the K/V shard `current_kv`, in float32."""
     dim = row_dim(ring.options.layout)
-    shares = [Sum(x, dim) for x in held]
+    sums = [Sum(x, dim) for x in current_kv]
     for call in step.calls:
         q, out, dout = (_rows(x, call.queries, dim) for x in (saved.q, saved.out, saved.dout))
         lse = _rows(saved.lse, call.queries, -1).contiguous()
         dlse = None if saved.dlse is None else _rows(saved.dlse, call.queries, -1).contiguous()
-        keys = [_rows(x, call.keys, dim) for x in held]
-        options = options_of(ring, call, q, saved.sinks)
-        found = ops.differentiate((dout, dlse), (q, *keys), (out, lse), _lengths(call, q.device), options)
-        saved.dq.add(call.queries[0], found[0])
-        for share, x in zip(shares, found[1:3], strict=True):
-            share.add(call.keys[0], x)
-        if saved.dsinks is not None and call.own:
-            saved.dsinks.add_(found[ops.PLACES["sinks"]])
-    return [share.all() for share in shares]
+        keys = [_rows(x, call.keys, dim) for x in current_kv]
+        options = call_options(ring, call, q, saved.sinks)
+        gradients = ops.differentiate((dout, dlse), (q, *keys), (out, lse), _lengths(call, q.device), options)
+        saved.dq.add(call.queries[0], gradients[0])
+        for total, x in zip(sums, gradients[1:3], strict=True):
+            total.add(call.keys[0], x)
+        if saved.dsinks is not None and call.has_diagonal:
+            saved.dsinks.add_(gradients[ops.GRADIENT_INDEX["sinks"]])
+    return [total.total_or_zeros() for total in sums]
 
 
 def ring_backward(ring: Ring, saved: Saved, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return dk and dv of this rank's own K/V shard, in float32. Add the gradients of its queries to `saved`."""
-    held = [k.contiguous(), v.contiguous()] if len(ring.steps) > 1 else [k, v]
-    parcels: list[Any] = []  # the previous step's dk and dv, sent to the rank that holds their K/V shard in this step
+    current_kv = [k.contiguous(), v.contiguous()] if len(ring.steps) > 1 else [k, v]
+    messages: list[Any] = []  # the previous step's dk and dv, sent to the rank that holds their K/V shard in this step
     for step, following in zip(ring.steps, (*ring.steps[1:], None), strict=True):
         if following:
-            parcels.append((following.shift - step.shift, held))
-        transfer = _Transfer(ring.group, parcels)
-        sums = backward_step(ring, step, saved, held)
+            messages.append((following.shift - step.shift, current_kv))
+        transfer = _Transfer(ring.group, messages)
+        sums = backward_step(ring, step, saved, current_kv)
         arrived = transfer.wait()
         if step.shift:
-            for mine, others in zip(sums, arrived[0], strict=True):
-                mine += others
+            for local, received in zip(sums, arrived[0], strict=True):
+                local += received
         if following:
-            held = arrived[-1]
-            parcels = [(following.shift - step.shift, sums)]
+            current_kv = arrived[-1]
+            messages = [(following.shift - step.shift, sums)]
         elif step.shift:
             (sums,) = _Transfer(ring.group, [(dist.get_world_size(ring.group) - step.shift, sums)]).wait()
     dk, dv = sums
@@ -286,5 +295,5 @@ def ring_gradients(
     dk, dv = ring_backward(ring, Saved(q, sinks, out, lse, dout, dlse, dq, dsinks), k, v)
     if common is not None and dlse is not None:  # a row of dS sums to its dlse, so dq lacks dlse times the common key
         seen = torch.where(lse.isinf(), 0.0, dlse)
-        dq.all().add_(as_rows(seen, ring.options.layout) * _of_query_heads(ring, common, q))
-    return dq.all(), dk, dv, dsinks
+        dq.total_or_zeros().add_(as_rows(seen, ring.options.layout) * _per_query_head(ring, common, q))
+    return dq.total_or_zeros(), dk, dv, dsinks

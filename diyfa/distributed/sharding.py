@@ -43,7 +43,7 @@ Segments = tuple[Segment, ...]
 Sequences = tuple[int, ...]  # offsets as in cu_seqlens, then the number of rows of all ranks
 
 
-def groups_of(group: Group) -> tuple[dist.ProcessGroup, ...]:
+def process_groups(group: Group) -> tuple[dist.ProcessGroup, ...]:
     """Return the process group of each dimension: one, or two for a two-dimensional DeviceMesh.
 
     Raises:
@@ -54,20 +54,20 @@ def groups_of(group: Group) -> tuple[dist.ProcessGroup, ...]:
     if isinstance(group, DeviceMesh):
         if group.ndim > 2:
             raise ValueError(f"group must be a DeviceMesh of one or two dimensions, got {group.ndim}: name those meant")
-        found = tuple(group.get_group(dim) for dim in range(group.ndim))
+        groups = tuple(group.get_group(dim) for dim in range(group.ndim))
     elif isinstance(group, dist.ProcessGroup):
-        found = (group,)
+        groups = (group,)
     else:
         raise TypeError(
             f"group must be a ProcessGroup, a DeviceMesh or None (all processes, once "
             f"torch.distributed.init_process_group has run), got {type(group).__name__}"
         )
-    if any(dist.get_rank(each) < 0 for each in found):
+    if any(dist.get_rank(each) < 0 for each in groups):
         raise ValueError(f"rank {dist.get_rank()} is no part of the given group")
-    return found
+    return groups
 
 
-def place_in(groups: Sequence[dist.ProcessGroup]) -> tuple[int, int]:
+def rank_in(groups: Sequence[dist.ProcessGroup]) -> tuple[int, int]:
     """Return (number of ranks, own rank). Ranks are numbered with the last dimension fastest."""
     ranks, rank = 1, 0
     for group in groups:
@@ -76,17 +76,17 @@ def place_in(groups: Sequence[dist.ProcessGroup]) -> tuple[int, int]:
     return ranks, rank
 
 
-def gather_parts(part: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:
-    """Return the tensors of all ranks, concatenated along the first dimension. `part` is contiguous."""
+def gather_shards(shard: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:
+    """Return the tensors of all ranks, concatenated along the first dimension. `shard` is contiguous."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before PyTorch 2.13
     for group in reversed(groups):  # ranks are numbered with the last dimension fastest
-        whole = part.new_empty((dist.get_world_size(group) * part.shape[0], *part.shape[1:]))
-        gather(whole, part, group=group)
-        part = whole
-    return part
+        gathered = shard.new_empty((dist.get_world_size(group) * shard.shape[0], *shard.shape[1:]))
+        gather(gathered, shard, group=group)
+        shard = gathered
+    return shard
 
 
-def sequences_of(rows: int, cu_seqlens: torch.Tensor | None) -> Sequences:
+def sequence_offsets(rows: int, cu_seqlens: torch.Tensor | None) -> Sequences:
     """Return the unsharded sequences: one of all rows, or the packed ones.
 
     Raises:
@@ -105,7 +105,7 @@ def sequences_of(rows: int, cu_seqlens: torch.Tensor | None) -> Sequences:
 
 
 @lru_cache(maxsize=64)
-def segments_of(sequences: Sequences, ranks: int, load_balance: str) -> tuple[Segments, ...]:
+def rank_segments(sequences: Sequences, ranks: int, load_balance: str) -> tuple[Segments, ...]:
     """Return each rank's segments, in the order of its rows.
 
     Raises:
@@ -116,69 +116,69 @@ def segments_of(sequences: Sequences, ranks: int, load_balance: str) -> tuple[Se
         raise ValueError(f"load_balance must be one of {', '.join(LOAD_BALANCES)}, got {load_balance!r}")
     if rows % ranks:
         raise ValueError(f"{rows} rows cannot be divided evenly between {ranks} ranks: pad them to a multiple")
-    wholes = [Segment(b, 0, stop - start, start) for b, (start, stop) in enumerate(pairwise(offsets))]
-    wholes = [Segment(-1, 0, offsets[0], 0), *wholes, Segment(-1, 0, rows - offsets[-1], offsets[-1])]
-    wholes = [whole for whole in wholes if whole.rows]
+    full_segments = [Segment(b, 0, stop - start, start) for b, (start, stop) in enumerate(pairwise(offsets))]
+    full_segments = [Segment(-1, 0, offsets[0], 0), *full_segments, Segment(-1, 0, rows - offsets[-1], offsets[-1])]
+    full_segments = [segment for segment in full_segments if segment.rows]
     cut = _zigzag if load_balance == "zigzag" else _in_order
-    return tuple(tuple(own) for own in cut(wholes, ranks, rows))
+    return tuple(tuple(segments) for segments in cut(full_segments, ranks, rows))
 
 
-def _part(whole: Segment, start: int, stop: int) -> Segment:
-    return Segment(whole.sequence, start, stop, whole.row + start)
+def _sub_segment(segment: Segment, start: int, stop: int) -> Segment:
+    return Segment(segment.sequence, start, stop, segment.row + start)
 
 
-def _in_order(wholes: list[Segment], ranks: int, rows: int) -> list[list[Segment]]:
+def _in_order(full_segments: list[Segment], ranks: int, rows: int) -> list[list[Segment]]:
     size = rows // ranks
-    found: list[list[Segment]] = []
+    by_rank: list[list[Segment]] = []
     for rank in range(ranks):
         first, last = rank * size, (rank + 1) * size
-        parts = [_part(w, max(0, first - w.row), min(w.rows, last - w.row)) for w in wholes]
-        found.append([part for part in parts if part.rows > 0])
-    return found
+        segments = [_sub_segment(w, max(0, first - w.row), min(w.rows, last - w.row)) for w in full_segments]
+        by_rank.append([segment for segment in segments if segment.rows > 0])
+    return by_rank
 
 
-def _zigzag(wholes: list[Segment], ranks: int, rows: int) -> list[list[Segment]]:
-    found: list[list[Segment]] = [[] for _ in range(ranks)]
-    held = [0] * ranks
-    for whole in wholes:
-        size, rest = divmod(whole.rows, 2 * ranks)
+def _zigzag(full_segments: list[Segment], ranks: int, rows: int) -> list[list[Segment]]:
+    by_rank: list[list[Segment]] = [[] for _ in range(ranks)]
+    rows_per_rank = [0] * ranks
+    for segment in full_segments:
+        size, remainder = divmod(segment.rows, 2 * ranks)
         longer = [0] * ranks  # chunks with an extra row, 0 to 2; the ranks' totals differ by one row at most
-        fewest_first = sorted(range(ranks), key=held.__getitem__)
-        for n in range(rest):
+        fewest_first = sorted(range(ranks), key=rows_per_rank.__getitem__)
+        for n in range(remainder):
             longer[fewest_first[n % ranks]] += 1
         start = 0
         for chunk in range(2 * ranks):
             rank = min(chunk, 2 * ranks - 1 - chunk)
             stop = start + size + (longer[rank] > (0 if chunk < ranks else 1))
             if stop > start:
-                found[rank].append(_part(whole, start, stop))
+                by_rank[rank].append(_sub_segment(segment, start, stop))
             start = stop
-        held = [h + 2 * size + extra for h, extra in zip(held, longer, strict=True)]
-    return found
+        rows_per_rank = [h + 2 * size + extra for h, extra in zip(rows_per_rank, longer, strict=True)]
+    return by_rank
 
 
 def joined(several: Sequence[Segments]) -> Segments:
     """Return the segments of several ranks, sorted by row, with adjacent ones joined."""
-    found: list[Segment] = []
+    joined_segments: list[Segment] = []
     for segment in sorted((s for segments in several for s in segments), key=lambda s: s.row):
-        last = found[-1] if found else None
+        last = joined_segments[-1] if joined_segments else None
         if last and last.row + last.rows == segment.row and last.sequence == segment.sequence:
-            found[-1] = last._replace(stop=segment.stop)
+            joined_segments[-1] = last._replace(stop=segment.stop)
         else:
-            found.append(segment)
-    return tuple(found)
+            joined_segments.append(segment)
+    return tuple(joined_segments)
 
 
-def rows_of(segments: Segments) -> torch.Tensor:
+def segment_rows(segments: Segments) -> torch.Tensor:
     """Return the indices in the unsharded tensor, int64, of a shard's rows in their order."""
     return torch.cat(
         [torch.arange(0, device="cpu"), *(torch.arange(s.row, s.row + s.rows, device="cpu") for s in segments)]
     )
 
 
-def _own_segments(rows: int, group: Group, load_balance: str, cu_seqlens: torch.Tensor | None) -> Segments:
-    ranks, rank = place_in(groups_of(group))
-    return segments_of(sequences_of(rows, cu_seqlens), ranks, load_balance)[rank]
+def _local_segments(rows: int, group: Group, load_balance: str, cu_seqlens: torch.Tensor | None) -> Segments:
+    ranks, rank = rank_in(process_groups(group))
+    return rank_segments(sequence_offsets(rows, cu_seqlens), ranks, load_balance)[rank]
 
 
 def shard_sequence(
@@ -204,7 +204,7 @@ def shard_sequence(
     Raises:
         ValueError, TypeError: the rows cannot be divided evenly, or an argument does not fit.
     """
-    segments = _own_segments(x.shape[dim], group, load_balance, cu_seqlens)
+    segments = _local_segments(x.shape[dim], group, load_balance, cu_seqlens)
     return torch.cat([x.narrow(dim, s.row, s.rows) for s in segments] or [x.narrow(dim, 0, 0)], dim)
 
 
@@ -225,13 +225,13 @@ def unshard_sequence(
     """
     if torch.is_grad_enabled() and x.requires_grad:
         raise ValueError("unshard_sequence is no part of the autograd graph: detach x, or compute on what a rank holds")
-    groups = groups_of(group)
-    ranks, _ = place_in(groups)
-    layout = segments_of(sequences_of(x.shape[dim] * ranks, cu_seqlens), ranks, load_balance)
-    parts = gather_parts(x.movedim(dim, 0).contiguous(), groups)
-    whole = torch.empty_like(parts)
-    whole[torch.cat([rows_of(segments) for segments in layout]).to(x.device)] = parts
-    return whole.movedim(0, dim)
+    groups = process_groups(group)
+    ranks, _ = rank_in(groups)
+    layout = rank_segments(sequence_offsets(x.shape[dim] * ranks, cu_seqlens), ranks, load_balance)
+    shards = gather_shards(x.movedim(dim, 0).contiguous(), groups)
+    full = torch.empty_like(shards)
+    full[torch.cat([segment_rows(segments) for segments in layout]).to(x.device)] = shards
+    return full.movedim(0, dim)
 
 
 def shard_positions(
@@ -247,7 +247,7 @@ def shard_positions(
     `rows` is the number of rows of all ranks. Rows before the first and after the last packed sequence count from 0
     each. Raises as `shard_sequence`.
     """
-    segments = _own_segments(rows, group, load_balance, cu_seqlens)
+    segments = _local_segments(rows, group, load_balance, cu_seqlens)
     return torch.cat(
         [torch.arange(0, device="cpu"), *(torch.arange(s.start, s.stop, device="cpu") for s in segments)]
     ).to(device)

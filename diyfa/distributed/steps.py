@@ -21,7 +21,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from diyfa.distributed.sharding import Segment, Segments, joined
-from diyfa.ops import bounds_that_exclude
+from diyfa.ops import normalised_window
 
 Range = tuple[int, int]
 
@@ -43,11 +43,11 @@ class Block(NamedTuple):
     queries: Range  # of this rank's rows
     keys: Range  # of the key owner's rows
     window: tuple[int, int]  # (left, right); -1: unbounded
-    own: bool  # contains every query's own key. Each row has one such block: it adds the sink
+    has_diagonal: bool  # contains every query's own key. Each row has one such block: it adds the sink
     origin: Origin
 
     @property
-    def whole(self) -> bool:
+    def is_unmasked(self) -> bool:
         return self.window == (-1, -1)
 
 
@@ -57,7 +57,7 @@ class Call(NamedTuple):
     queries: Range
     keys: Range
     window: tuple[int, int]
-    own: bool
+    has_diagonal: bool
     origins: tuple[Origin, ...]  # one, or one for each packed sequence; a joined block has the first block's
     offsets_q: tuple[int, ...] = ()
     offsets_k: tuple[int, ...] = ()
@@ -99,53 +99,67 @@ def _block(q: Segment, k: Segment, q_row: int, k_row: int, window: tuple[int, in
 
 def _join(blocks: list[Block]) -> list[Block]:
     """Join adjacent blocks of one sequence that have no mask, first along the keys, then along the queries."""
-    found: list[Block] = []
+    joined_blocks: list[Block] = []
     for block in blocks:
-        last = found[-1] if found else None
-        if last and last.whole and block.whole and last.queries == block.queries and last.keys[1] == block.keys[0]:
-            found[-1] = last._replace(keys=(last.keys[0], block.keys[1]), own=last.own or block.own)
+        last = joined_blocks[-1] if joined_blocks else None
+        if (
+            last
+            and last.is_unmasked
+            and block.is_unmasked
+            and last.queries == block.queries
+            and last.keys[1] == block.keys[0]
+        ):
+            joined_blocks[-1] = last._replace(
+                keys=(last.keys[0], block.keys[1]), has_diagonal=last.has_diagonal or block.has_diagonal
+            )
         else:
-            found.append(block)
-    blocks, found = found, []
+            joined_blocks.append(block)
+    blocks, joined_blocks = joined_blocks, []
     for block in blocks:
-        last = found[-1] if found else None
-        alike = last and last.whole and block.whole and last.keys == block.keys and last.own == block.own
-        if last and alike and last.queries[1] == block.queries[0]:
-            found[-1] = last._replace(queries=(last.queries[0], block.queries[1]))
+        last = joined_blocks[-1] if joined_blocks else None
+        same_keys = (
+            last
+            and last.is_unmasked
+            and block.is_unmasked
+            and last.keys == block.keys
+            and last.has_diagonal == block.has_diagonal
+        )
+        if last and same_keys and last.queries[1] == block.queries[0]:
+            joined_blocks[-1] = last._replace(queries=(last.queries[0], block.queries[1]))
         else:
-            found.append(block)
-    return found
+            joined_blocks.append(block)
+    return joined_blocks
 
 
 def _by_sequence(segments: Segments) -> dict[int, list[tuple[Segment, int]]]:
     """Return {sequence: [(segment, its first row in the shard)]}."""
-    found: dict[int, list[tuple[Segment, int]]] = {}
+    by_sequence: dict[int, list[tuple[Segment, int]]] = {}
     row = 0
     for segment in segments:
         if segment.sequence >= 0:
-            found.setdefault(segment.sequence, []).append((segment, row))
+            by_sequence.setdefault(segment.sequence, []).append((segment, row))
         row += segment.rows
-    return found
+    return by_sequence
 
 
-def blocks_of(
-    queries: Segments, keys: Segments, window: tuple[int, int], packed: bool, apart: bool = False
+def score_blocks(
+    queries: Segments, keys: Segments, window: tuple[int, int], packed: bool, separate_blocks: bool = False
 ) -> list[Block]:
     """Return the blocks of the score matrix of one rank's queries and another's keys."""
-    found = []
+    blocks = []
     by_sequence = _by_sequence(keys)
-    for sequence, own in _by_sequence(queries).items():
-        theirs = by_sequence.get(sequence, [])
+    for sequence, query_segments in _by_sequence(queries).items():
+        key_segments = by_sequence.get(sequence, [])
         # The rank's own segments ascend by position, so a causal mask on the shard's rows is the right one.
-        if own == theirs and window == (-1, 0) and (len(own) == 1 or not apart):
-            rows = own[0][1], own[-1][1] + own[-1][0].rows
-            first = own[0][0].start
-            found.append(Block(rows, rows, window, True, Origin(sequence, first, first)))
+        if query_segments == key_segments and window == (-1, 0) and (len(query_segments) == 1 or not separate_blocks):
+            rows = query_segments[0][1], query_segments[-1][1] + query_segments[-1][0].rows
+            first = query_segments[0][0].start
+            blocks.append(Block(rows, rows, window, True, Origin(sequence, first, first)))
             continue
-        pairs = [_block(q, k, q_row, k_row, window, packed) for q, q_row in own for k, k_row in theirs]
-        some = [block for block in pairs if block is not None]
-        found += some if apart else _join(some)
-    return found
+        pairs = [_block(q, k, q_row, k_row, window, packed) for q, q_row in query_segments for k, k_row in key_segments]
+        visible = [block for block in pairs if block is not None]
+        blocks += visible if separate_blocks else _join(visible)
+    return blocks
 
 
 def _packed(blocks: list[Block]) -> Call:
@@ -170,7 +184,7 @@ def _packed(blocks: list[Block]) -> Call:
         (first.queries[0], last.queries[1]),
         (first.keys[0], last.keys[1]),
         first.window,
-        first.own,
+        first.has_diagonal,
         tuple(origins),
         tuple(offsets_q),
         tuple(offsets_k),
@@ -181,14 +195,14 @@ def _calls(blocks: list[Block], packed: bool) -> tuple[Call, ...]:
     if not packed:
         return tuple(Call(*block[:-1], (block.origin,)) for block in blocks)
     calls = []
-    in_order = sorted(blocks, key=lambda block: (not block.own, block.window, block.queries, block.keys))
-    for _, group in groupby(in_order, lambda block: (block.own, block.window)):
+    in_order = sorted(blocks, key=lambda block: (not block.has_diagonal, block.window, block.queries, block.keys))
+    for _, group in groupby(in_order, lambda block: (block.has_diagonal, block.window)):
         ascending: list[list[Block]] = []
         for block in group:
             for chain in ascending:
                 rows, keys = (after[0] - before[1] for before, after in zip(chain[-1][:2], block[:2], strict=True))
                 # A row of a sequence without keys would still add the sink: own blocks leave no rows between them.
-                if keys >= 0 and (rows == 0 if block.own else rows >= 0):
+                if keys >= 0 and (rows == 0 if block.has_diagonal else rows >= 0):
                     chain.append(block)
                     break
             else:
@@ -198,26 +212,26 @@ def _calls(blocks: list[Block], packed: bool) -> tuple[Call, ...]:
 
 
 @lru_cache(maxsize=64)
-def steps_of(
-    layout: tuple[Segments, ...], rank: int, window: tuple[int, int], packed: bool, apart: bool = False
+def ring_steps(
+    layout: tuple[Segments, ...], rank: int, window: tuple[int, int], packed: bool, separate_blocks: bool = False
 ) -> tuple[Step, ...]:
     """Return the steps of one rank. All ranks have the same shifts: those at which any rank has work."""
     ranks = len(layout)
-    if apart:
-        layout = tuple(joined([own]) for own in layout)
-    found = []
+    if separate_blocks:
+        layout = tuple(joined([segments]) for segments in layout)
+    steps = []
     for shift in range(ranks):
-        blocks = blocks_of(layout[rank], layout[rank - shift], window, packed, apart)
+        blocks = score_blocks(layout[rank], layout[rank - shift], window, packed, separate_blocks)
         anyone = (
             shift == 0
             or blocks
-            or any(blocks_of(layout[other], layout[other - shift], window, packed) for other in range(ranks))
+            or any(score_blocks(layout[other], layout[other - shift], window, packed) for other in range(ranks))
         )
         if anyone:
-            found.append(Step(shift, _calls(blocks, packed)))
-    return tuple(found)
+            steps.append(Step(shift, _calls(blocks, packed)))
+    return tuple(steps)
 
 
 def normalised(window: tuple[int, int], rows: int) -> tuple[int, int]:
     """Return the window with -1 for bounds that hide no key."""
-    return bounds_that_exclude(*window, rows, rows)
+    return normalised_window(*window, rows, rows)

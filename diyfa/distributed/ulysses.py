@@ -27,28 +27,28 @@ class _Order(NamedTuple):
 
 
 @lru_cache(maxsize=8)
-def _order_of(held: tuple[Segments, ...], device: torch.device) -> _Order | None:
+def _row_order(segments_by_rank: tuple[Segments, ...], device: torch.device) -> _Order | None:
     """Return the order of the rows, or None if the concatenated shards are in the sequence's order."""
     rows, first = [], 0  # (row in the sequence, row among the shards, number of rows) of each segment
-    for segment in (segment for segments in held for segment in segments):
+    for segment in (segment for segments in segments_by_rank for segment in segments):
         rows.append((segment.row, first, segment.rows))
         first += segment.rows
     ascending = sorted(rows)
     if ascending == rows:
         return None
-    found = [
+    forward_rows = [
         torch.arange(0, device="cpu"),
         *(torch.arange(sent, sent + number, device="cpu") for _, sent, number in ascending),
     ]
-    where, first = {}, 0
+    first_row, first = {}, 0
     for row, _, number in ascending:
-        where[row] = first
+        first_row[row] = first
         first += number
-    back = [
+    inverse_rows = [
         torch.arange(0, device="cpu"),
-        *(torch.arange(where[row], where[row] + number, device="cpu") for row, _, number in rows),
+        *(torch.arange(first_row[row], first_row[row] + number, device="cpu") for row, _, number in rows),
     ]
-    return _Order(*(torch.cat(x).to(device) for x in (found, back)))
+    return _Order(*(torch.cat(x).to(device) for x in (forward_rows, inverse_rows)))
 
 
 class _Exchange(NamedTuple):
@@ -59,10 +59,10 @@ class _Exchange(NamedTuple):
     dims: tuple[tuple[int, int], ...]
 
     def gather_rows(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        found = self._exchanged(tensors, [(heads, rows) for rows, heads in self.dims])
+        exchanged = self._exchanged(tensors, [(heads, rows) for rows, heads in self.dims])
         if self.order is None:
-            return found
-        return [x.index_select(rows, self.order.sequence) for x, (rows, _) in zip(found, self.dims, strict=True)]
+            return exchanged
+        return [x.index_select(rows, self.order.sequence) for x, (rows, _) in zip(exchanged, self.dims, strict=True)]
 
     def gather_heads(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if self.order is not None:
@@ -75,15 +75,15 @@ class _Exchange(NamedTuple):
         ranks = dist.get_world_size(self.group)
         arrived = []
         for dtype in dict.fromkeys(x.dtype for x in tensors):  # one message for tensors of one dtype
-            alike = [n for n, x in enumerate(tensors) if x.dtype == dtype]
-            parts = [tensors[n].unflatten(dims[n][0], (ranks, -1)).movedim(dims[n][0], 0) for n in alike]
-            sent = torch.cat([x.reshape(ranks, -1) for x in parts], 1)
+            same_dtype = [n for n, x in enumerate(tensors) if x.dtype == dtype]
+            pieces = [tensors[n].unflatten(dims[n][0], (ranks, -1)).movedim(dims[n][0], 0) for n in same_dtype]
+            sent = torch.cat([x.reshape(ranks, -1) for x in pieces], 1)
             received = torch.empty_like(sent)
             dist.all_to_all_single(received, sent, group=self.group)
-            sizes = [x[0].numel() for x in parts]
-            for n, x, part in zip(alike, received.split(sizes, 1), parts, strict=True):
-                whole = x.reshape(part.shape).movedim(0, dims[n][1])
-                arrived.append((n, whole.flatten(dims[n][1], dims[n][1] + 1)))
+            sizes = [x[0].numel() for x in pieces]
+            for n, x, piece in zip(same_dtype, received.split(sizes, 1), pieces, strict=True):
+                joined_tensor = x.reshape(piece.shape).movedim(0, dims[n][1])
+                arrived.append((n, joined_tensor.flatten(dims[n][1], dims[n][1] + 1)))
         return [x for _, x in sorted(arrived, key=lambda pair: pair[0])]
 
 
@@ -92,7 +92,7 @@ def refuses(heads: int, ranks: int) -> str | None:
     return f"{heads} query heads cannot be divided between {ranks} ranks" if heads % ranks else None
 
 
-def repeats_of(heads_kv: int, ranks: int) -> int:
+def kv_head_repeats(heads_kv: int, ranks: int) -> int:
     """Return how often each KV head is sent, so that all ranks get the same number."""
     return math.lcm(heads_kv, ranks) // heads_kv
 
@@ -101,7 +101,7 @@ class Ulysses(NamedTuple):
     """The exchanges of one call, without autograd."""
 
     group: dist.ProcessGroup
-    held: tuple[Segments, ...]  # the segments of each rank of the group
+    segments_by_rank: tuple[Segments, ...]  # the segments of each rank of the group
     layout: str
     repeats: int  # of each KV head
 
@@ -121,31 +121,31 @@ class Ulysses(NamedTuple):
 
     def gather_heads(self, out: torch.Tensor, lse: torch.Tensor | None) -> list[Any]:
         """Exchange out, and lse if given, from own heads of all rows to all heads of own rows."""
-        given = (out,) if lse is None else (out, lse)
-        return self._padded(self._exchange(*given).gather_heads(given))
+        results = (out,) if lse is None else (out, lse)
+        return self._padded(self._exchange(*results).gather_heads(results))
 
     def scatter_results(self, dout: torch.Tensor, dlse: torch.Tensor | None) -> list[Any]:
         """Exchange the gradients of `gather_heads`' results back."""
-        given = (dout,) if dlse is None else (dout, dlse)
-        return self._padded(self._exchange(*given).gather_rows(given))
+        gradients = (dout,) if dlse is None else (dout, dlse)
+        return self._padded(self._exchange(*gradients).gather_rows(gradients))
 
     def _exchange(self, *tensors: torch.Tensor) -> _Exchange:
         """Return the exchange of tensors that have the first one's dimensions, or are log-sum-exps without features."""
         rows, heads = row_dim(self.layout), head_dim(self.layout)
         features = tensors[0].dim()
         dims = tuple((rows, heads) if x.dim() == features else (x.dim() - 1, x.dim() - 2) for x in tensors)
-        return _Exchange(self.group, _order_of(self.held, tensors[0].device), dims)
+        return _Exchange(self.group, _row_order(self.segments_by_rank, tensors[0].device), dims)
 
     @staticmethod
-    def _padded(found: list[torch.Tensor]) -> list[Any]:
-        return [*found, None] if len(found) == 1 else found
+    def _padded(tensors: list[torch.Tensor]) -> list[Any]:
+        return [*tensors, None] if len(tensors) == 1 else tensors
 
-    def of_all_heads(self, x: torch.Tensor) -> torch.Tensor:
-        """Invert `own_heads`, with zeros for the heads of other ranks."""
+    def with_zero_heads(self, x: torch.Tensor) -> torch.Tensor:
+        """Invert `local_heads`, with zeros for the heads of other ranks."""
         ranks, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
         return torch.cat([x if n == rank else torch.zeros_like(x) for n in range(ranks)], -1)
 
-    def own_heads(self, x: torch.Tensor | None) -> torch.Tensor | None:
+    def local_heads(self, x: torch.Tensor | None) -> torch.Tensor | None:
         """Return this rank's heads of a tensor whose last dimension is the query heads."""
         if x is None:
             return None

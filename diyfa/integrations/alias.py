@@ -198,7 +198,7 @@ def _is_ours(package: Package, name: str, module: ModuleType) -> bool:
     return name in package.modules and isinstance(loader, _AliasLoader)
 
 
-def handle_of_alias(package: Package) -> AliasHandle | None:
+def active_alias(package: Package) -> AliasHandle | None:
     """Return the handle of the package's alias if it is on, else None."""
     for finder in sys.meta_path:
         if isinstance(finder, _AliasFinder) and finder.package is package:
@@ -211,16 +211,16 @@ def _alias(package: Package, version: str) -> AliasHandle:
         raise TypeError(f"version must be a str such as '2.8.3', got {version!r}")
     if not re.fullmatch(r"\d\w*([.+-]\w+)*", version):
         raise ValueError(f"version must look like 2.8.3, got {version!r}")
-    handle, name = handle_of_alias(package), package.distribution
+    handle, name = active_alias(package), package.distribution
     if handle is not None:
         if handle.version != version:
             raise RuntimeError(f"{name} is diyfa already, as version {handle.version}; remove that alias first")
         return handle
-    taken = [
+    imported = [
         n for n, m in sys.modules.items() if n.split(".")[0] in package.roots and not _is_ours(package, n, m)
     ]  # fmt: skip
-    if taken:
-        raise RuntimeError(f"{name} is imported already ({min(taken)}): call {package.function} before that")
+    if imported:
+        raise RuntimeError(f"{name} is imported already ({min(imported)}): call {package.function} before that")
     finder = _AliasFinder(package, version)
     sys.meta_path.insert(0, finder)
     return finder.handle

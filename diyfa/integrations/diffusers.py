@@ -11,8 +11,8 @@ from contextlib import ExitStack
 
 import torch
 
-from diyfa.integrations.eager_attention import attend, causal_from_the_top_left
-from diyfa.integrations.seams import Handle, handle_of, record, switch_on
+from diyfa.integrations.eager_attention import attend, top_left_causal
+from diyfa.integrations.seams import Handle, active_handle, record, switch_on
 from diyfa.options import UNBOUNDED
 
 NAME = "diyfa"
@@ -46,15 +46,15 @@ def attention(
     A mask of two dimensions is (B, keys).
     """
     if return_lse or _parallel_config is not None:
-        what = "return_lse=True" if return_lse else "context parallelism"
-        raise ValueError(f"{what} of diffusers is not supported by its diyfa backend: use 'native'")
+        feature = "return_lse=True" if return_lse else "context parallelism"
+        raise ValueError(f"{feature} of diffusers is not supported by its diyfa backend: use 'native'")
     if query.shape[2] != key.shape[2] and not enable_gqa:
         raise ValueError(f"{query.shape[2]} query heads and {key.shape[2]} key heads need enable_gqa=True")
     if is_causal and attn_mask is not None:
         raise ValueError("is_causal=True and attn_mask exclude each other")
     window = UNBOUNDED
     if is_causal:
-        key, value, window = causal_from_the_top_left(query, key, value, "bshd")
+        key, value, window = top_left_causal(query, key, value, "bshd")
     if attn_mask is not None and attn_mask.shape == (query.shape[0], key.shape[1]):
         attn_mask = attn_mask[:, None, None, :]
     query, key, value = _with_features_side_by_side(query, key, value)
@@ -77,7 +77,7 @@ def use_in_diffusers() -> Handle:
     Raises:
         ModuleNotFoundError: diffusers is missing, or has no such registry.
     """
-    handle = handle_of(SEAM)
+    handle = active_handle(SEAM)
     if handle is not None:
         return handle
     from diffusers.models import attention_dispatch

@@ -10,7 +10,7 @@ from diyfa.attention import flash_attention, flash_attention_v2
 from diyfa.options import UNBOUNDED
 
 
-def bias_of(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+def mask_as_bias(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
     """Return the bias that a mask adds to the scores: 0 and -inf for a boolean mask (True: seen), else the mask."""
     if mask is None or mask.dtype != torch.bool:
         return mask
@@ -22,12 +22,12 @@ def attend(
 ) -> torch.Tensor:
     """`flash_attention` ("bhsd") or `flash_attention_v2` ("bshd") with a boolean or an additive mask."""
     call = flash_attention if layout == "bhsd" else flash_attention_v2
-    out = call(q, k, v, attn_bias=bias_of(mask, q.dtype), **options)
+    out = call(q, k, v, attn_bias=mask_as_bias(mask, q.dtype), **options)
     assert isinstance(out, torch.Tensor), "nobody asks for the log-sum-exp"
     return out
 
 
-def causal_from_the_top_left(
+def top_left_causal(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str = "bhsd"
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int]]:
     """Return k, v and the window with which query i sees the keys j <= i, for any lengths of q and k."""

@@ -36,9 +36,9 @@ _ABSENT = {
 }
 
 
-def _refuse(attention_chunk: int = 0, **given: Any) -> None:
+def _refuse(attention_chunk: int = 0, **arguments: Any) -> None:
     """Raise ValueError for an argument of FlashAttention-3 that diyfa lacks."""
-    for name, value in given.items():
+    for name, value in arguments.items():
         if value is not None:
             raise ValueError(f"{name} is not supported by diyfa: {_ABSENT[name]}")
     if attention_chunk:
@@ -47,8 +47,8 @@ def _refuse(attention_chunk: int = 0, **given: Any) -> None:
 
 def _result(call: Callable[..., Any], return_attn_probs: bool, *arguments: Any, **options: Any) -> Any:
     """Return out, or (out, softmax_lse), from a function of flash_attn 2 that can return three results."""
-    found = call(*arguments, return_attn_probs=return_attn_probs, **options)
-    return found[:2] if return_attn_probs else found
+    results = call(*arguments, return_attn_probs=return_attn_probs, **options)
+    return results[:2] if return_attn_probs else results
 
 
 def flash_attn_func(
@@ -150,24 +150,26 @@ def flash_attn_varlen_func(
     )  # fmt: skip
 
 
-def _attend_packed(q: Tensor, k_cache: Tensor, v_cache: Tensor, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def _attend_packed(q: Tensor, k_cache: Tensor, v_cache: Tensor, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Attend with packed queries to a cache. A contiguous cache becomes a paged one with one page for each sequence."""
-    table, used, batch = given["page_table"], given["cache_seqlens"], given["cu_seqlens_q"].shape[0] - 1
+    table, seqused_k = arguments["page_table"], arguments["cache_seqlens"]
+    batch = arguments["cu_seqlens_q"].shape[0] - 1
     if table is None:
-        rows = given["cache_batch_idx"]
+        rows = arguments["cache_batch_idx"]
         rows = torch.arange(batch, dtype=torch.int32, device=q.device) if rows is None else rows
         table = rows[:, None]
     capacity = table.shape[1] * k_cache.shape[1]
-    if not isinstance(used, Tensor):
-        used = q.new_full((batch,), capacity if used is None else used, dtype=torch.int32)
-    longest = q.shape[0] if given["max_seqlen_q"] is None else given["max_seqlen_q"]
-    found = flash_attention_varlen(
-        q, k_cache, v_cache, given["cu_seqlens_q"], None, validation.check_length("max_seqlen_q", longest), capacity,
-        given["causal"], given["softmax_scale"], window=given["window_size"], softcap=given["softcap"],
-        block_table=table, seqused_k=used, return_lse=True,
+    if not isinstance(seqused_k, Tensor):
+        seqused_k = q.new_full((batch,), capacity if seqused_k is None else seqused_k, dtype=torch.int32)
+    longest = q.shape[0] if arguments["max_seqlen_q"] is None else arguments["max_seqlen_q"]
+    results = flash_attention_varlen(
+        q, k_cache, v_cache, arguments["cu_seqlens_q"], None, validation.check_length("max_seqlen_q", longest),
+        capacity,
+        arguments["causal"], arguments["softmax_scale"], window=arguments["window_size"], softcap=arguments["softcap"],
+        block_table=table, seqused_k=seqused_k, return_lse=True,
     )  # fmt: skip
-    assert isinstance(found, tuple), "the log-sum-exp was asked for"
-    return found
+    assert isinstance(results, tuple), "the log-sum-exp was asked for"
+    return results
 
 
 def flash_attn_with_kvcache(
@@ -218,20 +220,20 @@ def flash_attn_with_kvcache(
     validation.check_booleans(causal=causal, return_softmax_lse=return_softmax_lse)
     with registry.batch_invariant() if num_splits == 1 else nullcontext():
         if cu_seqlens_q is None:
-            found = kvcache.flash_attn_with_kvcache(
+            results = kvcache.flash_attn_with_kvcache(
                 q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
                 page_table, softmax_scale, causal, window_size, softcap, rotary_interleaved, None, num_splits, True,
                 k_descale=k_descale, v_descale=v_descale,
             )  # fmt: skip
         else:
-            given = {"k": k, "cache_leftpad": cache_leftpad, "k_descale": k_descale, "v_descale": v_descale}
-            for name, value in given.items():
+            refused = {"k": k, "cache_leftpad": cache_leftpad, "k_descale": k_descale, "v_descale": v_descale}
+            for name, value in refused.items():
                 if value is not None:
                     raise ValueError(f"{name} cannot go with packed queries (cu_seqlens_q)")
-            found = _attend_packed(q, k_cache, v_cache, {
+            results = _attend_packed(q, k_cache, v_cache, {
                 "page_table": page_table, "cache_seqlens": cache_seqlens, "cache_batch_idx": cache_batch_idx,
                 "cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q, "causal": causal,
                 "softmax_scale": softmax_scale, "window_size": window_size, "softcap": softcap,
             })  # fmt: skip
     empty = q.new_empty(0, dtype=torch.float32)
-    return (*found, empty, empty) if return_softmax_lse else found[0]
+    return (*results, empty, empty) if return_softmax_lse else results[0]

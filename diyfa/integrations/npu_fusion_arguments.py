@@ -59,8 +59,8 @@ def fusion_attention_arguments(
     validation.check_tensors(q=q, k=k, v=v)
     if layout not in LAYOUT_NAMES:
         raise ValueError(f"layout must be one of {', '.join(LAYOUT_NAMES)}, got {layout!r}")
-    for name, given in (("softcap", softcap != 0), ("seq_lens", seq_lens is not None)):
-        if given:
+    for name, is_used in (("softcap", softcap != 0), ("seq_lens", seq_lens is not None)):
+        if is_used:
             raise ValueError(f"npu_fusion_attention has no {name}: {REFUSED[name]}")
     if alibi_slopes is not None:
         raise ValueError(

@@ -22,7 +22,7 @@ from diyfa.integrations.npu_fusion_checks import (
     check_compressed,
     check_layout,
     check_options,
-    refuse_what_cannot_be_said,
+    refuse_unsupported,
     sequences,
 )
 from diyfa.integrations.npu_fusion_compute import Call, attend, attend_packed, statistics
@@ -108,9 +108,9 @@ def npu_fusion_attention(
     Raises:
         ValueError, TypeError: an argument does not fit, or diyfa cannot express it; the message says which and why.
     """
-    given = dict(locals())  # pass every argument on by its name
-    given["pre_tokens"], given["next_tokens"] = given.pop("pre_tockens"), given.pop("next_tockens")
-    return npu_fusion_attention_v2(**given)
+    arguments = dict(locals())  # pass every argument on by its name
+    arguments["pre_tokens"], arguments["next_tokens"] = arguments.pop("pre_tockens"), arguments.pop("next_tockens")
+    return npu_fusion_attention_v2(**arguments)
 
 
 def npu_fusion_attention_v2(
@@ -158,7 +158,7 @@ def npu_fusion_attention_v2(
     validation.check_tensors(query=query, key=key, value=value)
     layout = check_layout(input_layout, query, key, value, head_num)
     varlen = layout == VARLEN
-    refuse_what_cannot_be_said(padding_mask, prefix, dropout_mask, q_start_idx, kv_start_idx, sparse_mode)
+    refuse_unsupported(padding_mask, prefix, dropout_mask, q_start_idx, kv_start_idx, sparse_mode)
     check_options(scale, keep_prob, inner_precise, softmax_layout, varlen)
     if (query_rope is None) != (key_rope is None):
         raise ValueError("query_rope and key_rope are given together")
@@ -197,14 +197,14 @@ def npu_fusion_attention_v2(
     else:
         rule = LAYOUTS[layout]
         heads_kv = _heads_kv(query, key, head_num) if rule.joined else 0
-        q, k, v = (_heads_apart(x, n, rule) for x, n in ((query, head_num), (key, heads_kv), (value, heads_kv)))
+        q, k, v = (_split_heads(x, n, rule) for x, n in ((query, head_num), (key, heads_kv), (value, heads_kv)))
         out, lse = attend(q, k, v, call)
         weights = lse.numel() * k.shape[2]
         out = out.permute(rule.from_bnsd)
         out = out.flatten(-2) if rule.joined else out
     maximum, total = statistics(lse.detach())
-    (drawn, offset_drawn), numels = (state[0], weights) if state is not None else ((0, 0), 0)
-    return FusionAttentionResult(out, maximum, total, query.new_empty(0), drawn, offset_drawn, numels)
+    (seed_drawn, offset_drawn), numels = (state[0], weights) if state is not None else ((0, 0), 0)
+    return FusionAttentionResult(out, maximum, total, query.new_empty(0), seed_drawn, offset_drawn, numels)
 
 
 def _position_scores(
@@ -264,7 +264,7 @@ def _heads_kv(query: torch.Tensor, key: torch.Tensor, head_num: int) -> int:
     return key.shape[2] // head_dim
 
 
-def _heads_apart(x: torch.Tensor, heads: int, rule: Layout) -> torch.Tensor:
+def _split_heads(x: torch.Tensor, heads: int, rule: Layout) -> torch.Tensor:
     """Return x as a (B, N, S, D) view. A last dimension N·D is split into `heads`."""
     if rule.joined:
         if x.shape[2] % heads:

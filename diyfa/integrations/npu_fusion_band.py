@@ -42,7 +42,7 @@ class Window(NamedTuple):
     right: int
 
 
-def band_of(sparse_mode: int, pre_tokens: int, next_tokens: int, seqlen_q: int, seqlen_k: int) -> Band:
+def sample_band(sparse_mode: int, pre_tokens: int, next_tokens: int, seqlen_q: int, seqlen_k: int) -> Band:
     """Return one sample's band of `sparse_mode` 0 to 4 with an atten_mask. Without a mask no mode hides anything."""
     shift = seqlen_k - seqlen_q
     return {

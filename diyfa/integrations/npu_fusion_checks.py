@@ -46,7 +46,7 @@ def check_layout(input_layout: str, query: torch.Tensor, key: torch.Tensor, valu
     return layout
 
 
-def refuse_what_cannot_be_said(
+def refuse_unsupported(
     padding_mask: object, prefix: object, dropout_mask: object, q_start: object, kv_start: object, sparse_mode: int
 ) -> None:
     reasons = {
@@ -55,8 +55,8 @@ def refuse_what_cannot_be_said(
         "q_start_idx": (q_start, "diyfa counts positions from the start of the tensors"),
         "kv_start_idx": (kv_start, "diyfa counts positions from the start of the tensors"),
     }
-    for name, (given, reason) in reasons.items():
-        if given is not None:
+    for name, (value, reason) in reasons.items():
+        if value is not None:
             raise ValueError(f"{name} is not supported: {reason}")
     if sparse_mode in REFUSED_MODES:
         raise ValueError(f"sparse_mode={sparse_mode} is not supported: {REFUSED_MODES[sparse_mode]}")

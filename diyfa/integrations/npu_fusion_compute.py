@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from diyfa.attention import flash_attention, flash_attention_varlen
-from diyfa.integrations.npu_fusion_band import Band, Window, as_window, band_of
+from diyfa.integrations.npu_fusion_band import Band, Window, as_window, sample_band
 from diyfa.integrations.npu_fusion_checks import Rows, check_mask_shape
 
 STATISTICS_COPIES = 8  # the operator repeats each row's maximum and sum to fill a 32-byte block
@@ -32,7 +32,7 @@ class Call(NamedTuple):
     def band(self, seqlen_q: int, seqlen_k: int) -> Band:
         if not self.masked:
             return Band(None, None)
-        return band_of(self.sparse_mode, self.pre_tokens, self.next_tokens, seqlen_q, seqlen_k)
+        return sample_band(self.sparse_mode, self.pre_tokens, self.next_tokens, seqlen_q, seqlen_k)
 
     def window(self, seqlen_q: int, seqlen_k: int) -> Window:
         return as_window(self.band(seqlen_q, seqlen_k), seqlen_q, seqlen_k)
@@ -63,8 +63,8 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tup
     """Return out and lse of q (B, N, Sq, D), k (B, Nkv, Skv, D) and v (B, Nkv, Skv, Dv)."""
     seqlen_q, seqlen_k = q.shape[2], k.shape[2]
     window = call.window(seqlen_q, seqlen_k)
-    whole = (window.seqlen_q, window.seqlen_k) == (seqlen_q, seqlen_k)
-    if call.slopes is not None and (seqlen_q != seqlen_k or not whole):
+    is_full = (window.seqlen_q, window.seqlen_k) == (seqlen_q, seqlen_k)
+    if call.slopes is not None and (seqlen_q != seqlen_k or not is_full):
         raise ValueError(
             f"pse_type=2 needs Sq == Skv and a band that begins and ends within the matrix, got Sq={seqlen_q}, "
             f"Skv={seqlen_k}, sparse_mode={call.sparse_mode}"
@@ -73,7 +73,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tup
     if call.mask is not None:
         check_mask_shape(call.mask, q.shape[0], q.shape[1], seqlen_q, seqlen_k)
         bias = _hide(bias, call.mask, q.dtype)
-    if not whole:
+    if not is_full:
         q, k, v = q[:, :, : window.seqlen_q], k[:, :, : window.seqlen_k], v[:, :, : window.seqlen_k]
         bias = None if bias is None else _first(bias, window.seqlen_q, window.seqlen_k)
     out, lse = flash_attention(
@@ -116,10 +116,10 @@ def attend_packed(
     """
     lengths = [(q1 - q0, k1 - k0) for (q0, q1), (k0, k1) in zip(*ends, strict=True)]
     windows = [call.window(*sizes) for sizes in lengths]
-    whole = all((w.seqlen_q, w.seqlen_k) == sizes for w, sizes in zip(windows, lengths, strict=True))
-    if call.slopes is not None and not (whole and all(q_len == k_len for q_len, k_len in lengths)):
+    is_full = all((w.seqlen_q, w.seqlen_k) == sizes for w, sizes in zip(windows, lengths, strict=True))
+    if call.slopes is not None and not (is_full and all(q_len == k_len for q_len, k_len in lengths)):
         raise ValueError("pse_type=2 needs Sq == Skv in every sequence and a band that begins and ends within it")
-    if call.mask is None and whole and len({(w.left, w.right) for w in windows}) == 1:
+    if call.mask is None and is_full and len({(w.left, w.right) for w in windows}) == 1:
         cu_q, cu_k = (_offsets(rows, q.device) for rows in ends)
         return flash_attention_varlen(
             q,
@@ -146,14 +146,14 @@ def attend_packed(
     if call.mask is not None:
         longest = max(q_len for q_len, _ in lengths), max(k_len for _, k_len in lengths)
         check_mask_shape(call.mask, 1, 1, *longest)
-    return _one_by_one(q, k, v, ends, call)
+    return _attend_sequences(q, k, v, ends, call)
 
 
 def _offsets(rows: Rows, device: torch.device) -> torch.Tensor:
     return torch.tensor([0, *(end for _, end in rows)], dtype=torch.int32, device="cpu").to(device)
 
 
-def _one_by_one(
+def _attend_sequences(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: tuple[Rows, Rows], call: Call
 ) -> tuple[torch.Tensor, torch.Tensor]:
     outs, lses = [], []

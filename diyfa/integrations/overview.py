@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from diyfa.integrations import alias, diffusers, pytorch, transformers
-from diyfa.integrations.seams import handle_of
+from diyfa.integrations.seams import active_handle
 from diyfa.npu_stacks import installed_version
 
 # {seam: (distribution of its client, function that switches it on)}
@@ -32,8 +32,8 @@ class Status:
     calls: dict[str, int] = field(default_factory=dict)
 
 
-def _of_alias(package: alias.Package) -> Status:
-    name, handle = package.distribution, alias.handle_of_alias(package)
+def _alias_status(package: alias.Package) -> Status:
+    name, handle = package.distribution, alias.active_alias(package)
     if handle is None:
         return Status(name, installed_version(name) or "", package.function, False)
     calls = {f"import {module}: diyfa": 1 for module in handle.imported}
@@ -44,10 +44,10 @@ def status() -> list[Status]:
     """Return one row for each integration. Imports none of the clients."""
     rows = []
     for seam, (distribution, function) in SEAMS.items():
-        handle = handle_of(seam)
-        found = installed_version(distribution) or ""
+        handle = active_handle(seam)
+        version = installed_version(distribution) or ""
         if handle is None:
-            rows.append(Status(seam, found, function, False))
+            rows.append(Status(seam, version, function, False))
         else:
-            rows.append(Status(seam, found, function, True, handle.detail, dict(handle.calls)))
-    return rows + [_of_alias(package) for package in alias.PACKAGES]
+            rows.append(Status(seam, version, function, True, handle.detail, dict(handle.calls)))
+    return rows + [_alias_status(package) for package in alias.PACKAGES]

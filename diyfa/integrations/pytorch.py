@@ -16,7 +16,7 @@ import torch
 from torch.nn import attention
 
 from diyfa.integrations import torch_operators
-from diyfa.integrations.seams import Handle, handle_of, switch_on
+from diyfa.integrations.seams import Handle, active_handle, switch_on
 from diyfa.torch_private import dispatch_keys
 
 NAME = "diyfa"
@@ -24,7 +24,7 @@ SEAM = torch_operators.SEAM
 DISPATCH_KEYS = {"cuda": "CUDA", "npu": "PrivateUse1", "cpu": "CPU"}
 
 
-def _kernel_of(operator: Any, key: str) -> Callable[..., torch.Tensor]:
+def _current_kernel(operator: Any, key: str) -> Callable[..., torch.Tensor]:
     """Return the kernel that PyTorch currently runs for an operator and a dispatch key."""
     if not hasattr(torch.library, "get_kernel"):  # new in 2.10; `decompose` omits the vendor's own kernel
         return operator.decompose
@@ -32,23 +32,23 @@ def _kernel_of(operator: Any, key: str) -> Callable[..., torch.Tensor]:
     return lambda query, *arguments, **options: kernel.call_boxed(dispatch_keys(query), query, *arguments, **options)
 
 
-def _override_whole_attention(library: torch.library.Library, key: str) -> None:
+def _override_sdpa(library: torch.library.Library, key: str) -> None:
     """Override `scaled_dot_product_attention`, in training and in inference mode.
 
     Calls that diyfa does not take go to the kernel that was registered before.
     """
     operator = torch.ops.aten.scaled_dot_product_attention.default
-    for of_key in (f"Autograd{key}", key):
-        attention = torch_operators.scaled_dot_product_attention(_kernel_of(operator, of_key))
-        library.impl("scaled_dot_product_attention", attention, of_key)
+    for dispatch_key in (f"Autograd{key}", key):
+        attention = torch_operators.scaled_dot_product_attention(_current_kernel(operator, dispatch_key))
+        library.impl("scaled_dot_product_attention", attention, dispatch_key)
 
 
-def _override(device_type: str, whole: bool, and_then: Callable[[], None] = lambda: None) -> Handle:
-    """Override PyTorch's flash operators for one device type; if `whole`, `scaled_dot_product_attention`, too.
+def _override(device_type: str, overrides_sdpa: bool, and_then: Callable[[], None] = lambda: None) -> Handle:
+    """Override PyTorch's flash operators for one device type; if `overrides_sdpa`, `scaled_dot_product_attention`, too.
 
     The handle's `remove()` calls `and_then` after it has removed the kernels.
     """
-    handle = handle_of(SEAM)
+    handle = active_handle(SEAM)
     if handle is not None:
         raise RuntimeError(f"diyfa is under PyTorch's attention for {handle.detail}; remove that handle first")
     key = DISPATCH_KEYS[device_type]
@@ -60,8 +60,8 @@ def _override(device_type: str, whole: bool, and_then: Callable[[], None] = lamb
         for operator in torch_operators.FLASH_OPERATORS:
             if hasattr(torch.ops.aten, operator.__name__):
                 library.impl(operator.__name__, operator, key)
-        if whole:
-            _override_whole_attention(library, key)
+        if overrides_sdpa:
+            _override_sdpa(library, key)
         return switch_on(SEAM, undo.pop_all(), device_type)
 
 
@@ -71,7 +71,7 @@ class _Registered:
     def __init__(self, before: str | None = None) -> None:
         self._before = before
         self._replaced = False
-        self._handle = _override("cuda", whole=False, and_then=self._bring_back)
+        self._handle = _override("cuda", overrides_sdpa=False, and_then=self._bring_back)
 
     def remove(self) -> None:
         self._replaced = True
@@ -129,13 +129,13 @@ def use_in_pytorch(device_type: str = "cuda") -> Handle:
     """
     if device_type not in DISPATCH_KEYS:
         raise ValueError(f"device_type must be one of {', '.join(DISPATCH_KEYS)}, got {device_type!r}")
-    handle = handle_of(SEAM)
+    handle = active_handle(SEAM)
     if handle is None:
         if device_type == "cuda" and hasattr(attention, "restore_flash_attention_impl"):  # 2.11
             _activate()
         else:
-            _override(device_type, whole=device_type != "cuda")
-        handle = handle_of(SEAM)
+            _override(device_type, overrides_sdpa=device_type != "cuda")
+        handle = active_handle(SEAM)
         assert handle is not None, "it was switched on above"
     elif handle.detail != device_type:
         raise RuntimeError(f"diyfa is under PyTorch's attention for {handle.detail}; remove that handle first")

@@ -34,7 +34,7 @@ class Handle:
             self._undo.close()
 
 
-def handle_of(seam: str) -> Handle | None:
+def active_handle(seam: str) -> Handle | None:
     """Return the handle of a seam that is on, else None."""
     return _on.get(seam)
 
@@ -46,8 +46,8 @@ def switch_on(seam: str, undo: ExitStack, detail: str = "") -> Handle:
     return _on[seam]
 
 
-def record(seam: str, where: str) -> None:
-    """Count one call of a seam that went to `where`."""
+def record(seam: str, route: str) -> None:
+    """Count one call of a seam that went to `route`."""
     handle = _on.get(seam)
     if handle is not None and not torch.compiler.is_compiling():
-        handle.calls[where] += 1
+        handle.calls[route] += 1

@@ -16,7 +16,7 @@ import torch
 
 from diyfa import flash_attn_interface as interface
 from diyfa import registry
-from diyfa.integrations.eager_attention import attend, causal_from_the_top_left
+from diyfa.integrations.eager_attention import attend, top_left_causal
 from diyfa.integrations.seams import record
 from diyfa.options import UNBOUNDED
 from diyfa.validation import MAX_HEAD_DIM, MAX_HEAD_DIM_V
@@ -76,8 +76,8 @@ def _flash_attention_forward(
     """
     record(SEAM, "_flash_attention_forward: diyfa")
     _refuse(return_debug_mask)
-    for name, given in {"alibi_slopes": alibi_slopes, "block_table": block_table, "seqused_k": seqused_k}.items():
-        if given is not None and torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
+    for name, argument in {"alibi_slopes": alibi_slopes, "block_table": block_table, "seqused_k": seqused_k}.items():
+        if argument is not None and torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
             raise ValueError(f"{name} has no gradient here: PyTorch's backward operator does not take it")
     left, right = _bounds(window_size_left, window_size_right)
     with _splits(num_splits):
@@ -99,9 +99,9 @@ def _flash_attention_forward_no_dropout_inplace(
     out: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *arguments: Any, **options: Any
 ) -> torch.Tensor:
     """Run `_flash_attention_forward`, write its output into `out` and return lse."""
-    wanted, given = (*query.shape[:-1], value.shape[-1]), tuple(out.shape)
-    if given != wanted or out.dtype != query.dtype:  # copy_ would broadcast and convert without an error
-        raise ValueError(f"out must be {wanted} of {query.dtype}, got {given} of {out.dtype}")
+    out_shape, got = (*query.shape[:-1], value.shape[-1]), tuple(out.shape)
+    if got != out_shape or out.dtype != query.dtype:  # copy_ would broadcast and convert without an error
+        raise ValueError(f"out must be {out_shape} of {query.dtype}, got {got} of {out.dtype}")
     result, lse, *_ = _flash_attention_forward(query, key, value, *arguments, **options)
     out.copy_(result)
     return lse
@@ -206,7 +206,7 @@ FLASH_OPERATORS = (
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def _left_to_pytorch(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> str:
+def _why_left_to_pytorch(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> str:
     """Return why diyfa does not take a call, or ""."""
     tensors = (query, key, value)
     if any(x.is_nested or x.dim() != 4 for x in tensors):
@@ -217,8 +217,12 @@ def _left_to_pytorch(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
         return "head_dim"
     if any(x.stride(-1) != 1 for x in tensors):
         return "last stride not 1"
-    alike = [x.shape[:2] for x in tensors]
-    if alike[1] != alike[2] or alike[0][0] != alike[1][0] or (alike[0] != alike[1] and not enable_gqa):
+    leading_dims = [x.shape[:2] for x in tensors]
+    if (
+        leading_dims[1] != leading_dims[2]
+        or leading_dims[0][0] != leading_dims[1][0]
+        or (leading_dims[0] != leading_dims[1] and not enable_gqa)
+    ):
         return "batch or heads differ"
     return ""
 
@@ -237,7 +241,7 @@ def scaled_dot_product_attention(original: Callable[..., torch.Tensor]) -> Calla
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        reason = _left_to_pytorch(query, key, value, enable_gqa)
+        reason = _why_left_to_pytorch(query, key, value, enable_gqa)
         if reason:
             record(SEAM, f"scaled_dot_product_attention: PyTorch ({reason})")
             return original(
@@ -248,7 +252,7 @@ def scaled_dot_product_attention(original: Callable[..., torch.Tensor]) -> Calla
         record(SEAM, "scaled_dot_product_attention: diyfa")
         window = UNBOUNDED
         if is_causal:
-            key, value, window = causal_from_the_top_left(query, key, value)
+            key, value, window = top_left_causal(query, key, value)
         return attend(query, key, value, attn_mask, window=window, dropout_p=dropout_p, sm_scale=scale)
 
     return attention

@@ -28,34 +28,34 @@ from typing import Any
 import torch
 
 from diyfa.attention import flash_attention_varlen
-from diyfa.integrations.eager_attention import attend, bias_of
-from diyfa.integrations.seams import Handle, handle_of, record, switch_on
+from diyfa.integrations.eager_attention import attend, mask_as_bias
+from diyfa.integrations.seams import Handle, active_handle, record, switch_on
 from diyfa.kvcache import flash_attn_with_kvcache
 
 NAME = "diyfa"
 SEAM = "transformers"
 WITH_WINDOW = {torch.bool: torch.uint8, torch.int8: torch.int16, torch.int32: torch.int64}
-OF_WINDOWS = frozenset(WITH_WINDOW.values())
+WINDOW_DTYPES = frozenset(WITH_WINDOW.values())
 ROOM = (torch.int8, WITH_WINDOW[torch.int8])
 PACKED = (torch.int32, WITH_WINDOW[torch.int32])
 
 # ---- The mask ------------------------------------------------------------------------------------------------------
 
 
-def _parts(mask_function: Any) -> list[Any]:
+def _mask_functions(mask_function: Any) -> list[Any]:
     """Return the functions whose intersection is a mask function of Transformers."""
     if getattr(mask_function, "__qualname__", "") != "and_masks.<locals>.and_mask":
         return [mask_function]
     (functions,) = (cell.cell_contents for cell in mask_function.__closure__)
-    return [part for function in functions for part in _parts(function)]
+    return [term for function in functions for term in _mask_functions(function)]
 
 
 def _packed(mask_function: Any) -> torch.Tensor | None:
     """Return the number of each row's sequence if the mask is causal and packed, perhaps with a window; else None."""
-    names = [getattr(part, "__qualname__", "").split(".")[0] for part in _parts(mask_function)]
+    names = [getattr(term, "__qualname__", "").split(".")[0] for term in _mask_functions(mask_function)]
     if set(names) - {"sliding_window_overlay"} != {"causal_mask_function", "packed_sequence_mask_function"}:
         return None
-    inner = _parts(mask_function)[names.index("packed_sequence_mask_function")]
+    inner = _mask_functions(mask_function)[names.index("packed_sequence_mask_function")]
     return inner.__closure__[0].cell_contents
 
 
@@ -67,14 +67,14 @@ def _attends_by_itself(config_class: type) -> bool:
     module = sys.modules.get(config_class.__module__.replace(".configuration_", ".modeling_"))
     if module is None:
         return False
-    found = [x for x in vars(module).values() if isinstance(x, type) and issubclass(x, PreTrainedModel)]
-    models = [x for x in found if x.__module__ == module.__name__]
+    classes = [x for x in vars(module).values() if isinstance(x, type) and issubclass(x, PreTrainedModel)]
+    models = [x for x in classes if x.__module__ == module.__name__]
     flags = ("_supports_attention_backend", "_supports_sdpa", "_supports_flash_attn")
     supports = hasattr(module, "ALL_ATTENTION_FUNCTIONS") or any(getattr(x, name) for x in models for name in flags)
     return bool(models) and not supports
 
 
-def attention_mask_of(
+def make_attention_mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
@@ -112,8 +112,8 @@ def attention_mask_of(
         keys = min(kv_length, int(q_offset) + q_length - kv_offset)
     has_room = keys < kv_length
     # A traced program cannot read from a mask on the device how many rows of a padded cache are seen.
-    asks = tracing and has_room and attention_mask is not None
-    if not (causal or both_ways) or (causal and decodes) or asks:
+    returns_mask = tracing and has_room and attention_mask is not None
+    if not (causal or both_ways) or (causal and decodes) or returns_mask:
         kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
         return sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **kwargs)
     padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
@@ -140,11 +140,11 @@ Sequences = tuple[torch.Tensor, int]  # offsets of packed sequences, length of t
 def _once(x: torch.Tensor, find: Callable[[torch.Tensor], Any]) -> Any:
     """Return find(x), cached on x: it waits for the device, and all layers share one mask."""
     version = None if x.is_inference() else x._version  # tensors of inference mode have no version
-    known, found = getattr(x, "diyfa_found", (None, None))
-    if version is None or version != known:
-        found = find(x)
-        x.diyfa_found = (version, found)  # type: ignore[attr-defined]
-    return found
+    known_version, result = getattr(x, "diyfa_cached", (None, None))
+    if version is None or version != known_version:
+        result = find(x)
+        x.diyfa_cached = (version, result)  # type: ignore[attr-defined]
+    return result
 
 
 def _sequences(begins: torch.Tensor) -> Sequences:
@@ -165,8 +165,8 @@ def _by_position(positions: torch.Tensor) -> Sequences | None:
     It is the rule of Transformers' flash attention. Other jumps of the position start no sequence: images, skipped
     tokens and interpolation cause them.
     """
-    found = _sequences(positions == positions.min())
-    return None if found[0].shape[0] == 2 else found
+    packed = _sequences(positions == positions.min())
+    return None if packed[0].shape[0] == 2 else packed
 
 
 def _room(mask: torch.Tensor) -> tuple[int, torch.Tensor]:
@@ -205,18 +205,18 @@ def _packed_lengths(
     """
     if extras.get("cu_seq_lens_q") is not None and (mask is None or mask.dim() == 2):  # a 4-D mask is complete
         return tuple(extras[f"{name}_{side}"] for name in ("cu_seq_lens", "max_length") for side in "qk")
-    found, positions = None, extras.get("position_ids")
+    packed, positions = None, extras.get("position_ids")
     if mask is not None and mask.dim() == 2 and mask.dtype in PACKED:
-        found = _once(mask, _by_number)
+        packed = _once(mask, _by_number)
     elif q.shape[:2] != k.shape[:2] or torch.compiler.is_compiling() or extras.get("position_bias") is not None:
         return ()
     elif mask is not None and mask.dim() == 2:
-        found, _, samples = _once(mask, _by_padding)
-        if found is not None and not causal and mask.dtype not in OF_WINDOWS:  # keys may be an encoder's
-            return samples * q.shape[1], found[0], q.shape[1], found[1]
+        packed, _, samples = _once(mask, _by_padding)
+        if packed is not None and not causal and mask.dtype not in WINDOW_DTYPES:  # keys may be an encoder's
+            return samples * q.shape[1], packed[0], q.shape[1], packed[1]
     elif causal and mask is None and isinstance(positions, torch.Tensor):
-        found = _once(positions, _by_position) if positions.shape == (1, q.shape[1]) == q.shape[:2] else None
-    return () if found is None else (found[0], found[0], found[1], found[1])
+        packed = _once(positions, _by_position) if positions.shape == (1, q.shape[1]) == q.shape[:2] else None
+    return () if packed is None else (packed[0], packed[0], packed[1], packed[1])
 
 
 def _attend_packed(
@@ -239,13 +239,13 @@ def _attend_one_token(
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     if q.shape[1] != 1 or k.shape[1] == 1 or learns or options["dropout_p"]:
         return None
-    left = None
+    leftpad = None
     if mask is not None:
-        left = None if mask.dim() == 4 or torch.compiler.is_compiling() else _once(mask, _by_padding)[1]
-        if left is None:
+        leftpad = None if mask.dim() == 4 or torch.compiler.is_compiling() else _once(mask, _by_padding)[1]
+        if leftpad is None:
             return None
     out = flash_attn_with_kvcache(
-        q, k, v, cache_leftpad=left, softmax_scale=options["sm_scale"], causal=options["causal"],
+        q, k, v, cache_leftpad=leftpad, softmax_scale=options["sm_scale"], causal=options["causal"],
         window_size=options["window"], softcap=options["softcap"], sinks=options["sinks"],
     )  # fmt: skip
     assert isinstance(out, torch.Tensor), "nobody asks for the log-sum-exp"
@@ -267,7 +267,7 @@ def _check(module: Any, mask: torch.Tensor | None, window: int | None, extras: d
     for name in ("block_indices", "head_mask"):
         if extras.get(name) is not None:
             raise ValueError(f"{name} is not supported by diyfa: use attn_implementation='eager'")
-    if mask is not None and mask.dim() < 4 and (mask.dtype in OF_WINDOWS) > bool(window):
+    if mask is not None and mask.dim() < 4 and (mask.dtype in WINDOW_DTYPES) > bool(window):
         raise ValueError(_no_window(module))
     pads = mask is not None and mask.dim() == 2 and mask.shape[0] > 0 and mask.dtype not in PACKED
     if pads and extras.get("cu_seq_lens_q") is not None:
@@ -309,7 +309,7 @@ def attention(
             )
         handed_on = window == getattr(getattr(module, "config", None), "sliding_window", None)
         # Some models pass the configuration's window as it is; the others pass 1 more, as flash_attn counts.
-        if mask.dtype in OF_WINDOWS and not causal and handed_on:
+        if mask.dtype in WINDOW_DTYPES and not causal and handed_on:
             options["window"] = (window, window)
         if mask.dtype in ROOM:
             keys, mask = (mask.shape[2], None) if mask.dim() == 3 else _once(mask, _room)
@@ -334,7 +334,7 @@ def attention(
     if mask is not None and mask.dim() == 2:
         mask = mask.bool()[:, None, None, :]
     if bias is not None:
-        mask = bias if mask is None else bias + bias_of(mask, bias.dtype)
+        mask = bias if mask is None else bias + mask_as_bias(mask, bias.dtype)
     record(SEAM, f"attention{'' if mask is None else ' with a mask'}: diyfa")
     return attend(q, k, v, mask, "bshd", **options), None
 
@@ -346,19 +346,19 @@ def paged_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     cache: Any = None,
-    **given: Any,
+    **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
     """Return the attention (T, H, D) of all requests' tokens (1, H, T, D) over a paged cache: continuous batching."""
-    _check(module, None, None, given)
-    window = given.get("sliding_window") or getattr(module, "sliding_window", None)
+    _check(module, None, None, arguments)
+    window = arguments.get("sliding_window") or getattr(module, "sliding_window", None)
     group, layer = cache.layer_index_to_group_indices[module.layer_idx]
     if getattr(cache.group_cache_managers[group], "sliding_window", None) and not window:
         raise ValueError(_no_window(module))
-    lengths, longest = given["cu_seq_lens_k"], given["max_seqlen_k"]
+    lengths, longest = arguments["cu_seq_lens_k"], arguments["max_seqlen_k"]
     if isinstance(lengths, dict):
         kind = "sliding_attention" if window else "full_attention"
         lengths, longest = lengths[kind], longest[kind]
-    sinks, softcap, table = given.get("s_aux"), given.get("softcap"), given.get("block_table")
+    sinks, softcap, table = arguments.get("s_aux"), arguments.get("softcap"), arguments.get("block_table")
     options: dict[str, Any] = {
         "causal": True, "softcap": softcap or 0.0, "sinks": None if sinks is None else sinks.flatten().float(),
     }  # fmt: skip
@@ -367,19 +367,19 @@ def paged_attention(
     if table is None:
         k, v = cache.update(
             key_states=key, value_states=value, layer_idx=module.layer_idx,
-            read_index=given["read_index"], write_index=given["write_index"],
+            read_index=arguments["read_index"], write_index=arguments["write_index"],
         )  # fmt: skip
         out = flash_attention_varlen(
-            query[0].transpose(0, 1), k, v, given["cu_seq_lens_q"].to(torch.int32), lengths.to(torch.int32),
-            int(given["max_seqlen_q"]), int(longest), sm_scale=module.scaling, window=band, **options,
+            query[0].transpose(0, 1), k, v, arguments["cu_seq_lens_q"].to(torch.int32), lengths.to(torch.int32),
+            int(arguments["max_seqlen_q"]), int(longest), sm_scale=module.scaling, window=band, **options,
         )  # fmt: skip
         return out, None  # type: ignore[return-value]
     shape = (-1, cache.block_size, cache.num_key_value_heads, cache.head_dim)
     k_cache, v_cache = (x[layer].view(shape) for x in (cache.key_cache, cache.value_cache))
     q, k, v = (x.permute(2, 0, 1, 3) for x in (query, key, value))  # a new token of each request
-    used = (lengths.diff()[: k.shape[0]] - 1).to(torch.int32)
+    cache_lengths = (lengths.diff()[: k.shape[0]] - 1).to(torch.int32)
     out = flash_attn_with_kvcache(
-        q, k_cache, v_cache, k, v, cache_seqlens=used, block_table=table[group], softmax_scale=module.scaling,
+        q, k_cache, v_cache, k, v, cache_seqlens=cache_lengths, block_table=table[group], softmax_scale=module.scaling,
         window_size=band, **options,
     )  # fmt: skip
     return out.squeeze(1), None  # type: ignore[union-attr]
@@ -400,7 +400,7 @@ def use_in_transformers() -> Handle:
     Raises:
         ModuleNotFoundError: Transformers is missing.
     """
-    handle = handle_of(SEAM)
+    handle = active_handle(SEAM)
     if handle is not None:
         return handle
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -409,7 +409,7 @@ def use_in_transformers() -> Handle:
         for interface, name, function in (
             (AttentionInterface, NAME, attention),
             (AttentionInterface, f"paged|{NAME}", paged_attention),
-            (AttentionMaskInterface, NAME, attention_mask_of),
+            (AttentionMaskInterface, NAME, make_attention_mask),
         ):
             interface.register(name, function)
             undo.callback(interface._global_mapping.pop, name, None)

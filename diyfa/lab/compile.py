@@ -20,7 +20,7 @@ from diyfa.lab.compile_report import CompileReport
 from diyfa.registry import load_backend
 
 TARGETS: dict[str, dict[str, Any]] = {"cuda": GPU_SPECS, "npu": NPU_SPECS}
-SPEC_OF = {"cuda": gpu_spec, "npu": npu_spec}
+SPEC_LOOKUPS = {"cuda": gpu_spec, "npu": npu_spec}
 
 
 def list_known(json: bool) -> None:
@@ -38,8 +38,8 @@ def list_known(json: bool) -> None:
 
 def backend_for(target: str) -> str:
     """Return the name of the backend that compiles for `target`. Raises typer.BadParameter for an unknown target."""
-    for name, spec_of in SPEC_OF.items():
-        if spec_of(target) is not None:
+    for name, look_up in SPEC_LOOKUPS.items():
+        if look_up(target) is not None:
             return name
     near = nearest(target)
     suggestion = f"did you mean {' or '.join(near)}? " if near else ""
@@ -51,8 +51,10 @@ def backend_for(target: str) -> str:
 def nearest(target: str) -> list[str]:
     """Return the targets that begin with `target`, or else are similar. Ascend chips come without "Ascend"."""
     names = [name.removeprefix(compile_npu.FAMILY) for specs in TARGETS.values() for name in specs]
-    asked = target.removeprefix(compile_npu.FAMILY)
-    return [name for name in names if asked and name.startswith(asked)] or difflib.get_close_matches(asked, names)
+    name_part = target.removeprefix(compile_npu.FAMILY)
+    return [name for name in names if name_part and name.startswith(name_part)] or difflib.get_close_matches(
+        name_part, names
+    )
 
 
 def resolve(target: str) -> str:

@@ -28,17 +28,17 @@ class CompileReport:
     compiler: str = ""  # name and version, if several compilers compile a kernel
 
 
-class _OfKernel(Protocol):
+class _Job(Protocol):
     @property
     def kernel(self) -> str: ...
     @property
     def case(self) -> str: ...
 
 
-OfKernel = TypeVar("OfKernel", bound=_OfKernel)
+Job = TypeVar("Job", bound=_Job)
 
 
-def one_in(every: int, jobs: Iterable[OfKernel], target: str) -> Iterator[OfKernel]:
+def sample_jobs(every: int, jobs: Iterable[Job], target: str) -> Iterator[Job]:
     """Yield the first case of each kernel, and one in `every` of the others, of all that is compiled for `target`.
 
     A checksum of the names selects them: every nth of a list might always be the same tile. It includes the target, so

@@ -126,8 +126,8 @@ def _matmul(sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.devic
         return Verdict(case, "matmul", "refused", reason=str(refusal))
     expected = a.double() @ b.double()
     budget = error_budget(measure_error(a @ b, expected), rounding_unit(expected, dtype))
-    share = Check(measure_error(c, expected), budget).share
-    return Verdict(case, "matmul", "pass" if share <= 1 else "FAIL", share, "c")
+    error_share = Check(measure_error(c, expected), budget).share
+    return Verdict(case, "matmul", "pass" if error_share <= 1 else "FAIL", error_share, "c")
 
 
 def _cell(verdict: Verdict) -> str:
@@ -139,9 +139,9 @@ def _cell(verdict: Verdict) -> str:
 
 def _table(title: str, verdicts: list[Verdict]) -> Table:
     """Return a table with a row for each case and a column for each kernel."""
-    found = {(v.case, v.kernel): _cell(v) for v in verdicts}
-    cases, kernels = (list(dict.fromkeys(names)) for names in zip(*found, strict=True))
-    return table(title, ["case", *kernels], [[case, *(found[case, kernel] for kernel in kernels)] for case in cases])
+    cells = {(v.case, v.kernel): _cell(v) for v in verdicts}
+    cases, kernels = (list(dict.fromkeys(names)) for names in zip(*cells, strict=True))
+    return table(title, ["case", *kernels], [[case, *(cells[case, kernel] for kernel in kernels)] for case in cases])
 
 
 def _print_reasons(verdicts: list[Verdict]) -> None:
@@ -149,11 +149,11 @@ def _print_reasons(verdicts: list[Verdict]) -> None:
     by_reason: dict[tuple[str, str, str], list[str]] = {}
     for v in verdicts:
         if v.reason:
-            what = "forward only" if v.status == "pass" else v.status
-            by_reason.setdefault((v.kernel, what, v.reason), []).append(v.case)
-    for (kernel, what, reason), cases in by_reason.items():
+            verdict = "forward only" if v.status == "pass" else v.status
+            by_reason.setdefault((v.kernel, verdict, v.reason), []).append(v.case)
+    for (kernel, verdict, reason), cases in by_reason.items():
         named = "every case" if len(cases) == sum(v.kernel == kernel for v in verdicts) else "; ".join(cases)
-        out.print(f"{kernel}, {what}: {named}\n  {reason}", markup=False, highlight=False)
+        out.print(f"{kernel}, {verdict}: {named}\n  {reason}", markup=False, highlight=False)
 
 
 def run(backend: str | None, json: bool) -> int:

@@ -35,7 +35,7 @@ def rotate_half(x: Tensor, interleaved: bool = False) -> Tensor:
     return torch.cat((-b, a), -1)
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """Rotate all features of x (..., heads, R); cos and sin (..., heads or 1, R/2) float32."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     a, b = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
@@ -126,7 +126,7 @@ def apply_rotary(
     _check_tables(cos, sin, x)
     cos, sin = _rows((cos, sin), x, seqlen_offsets, cu_seqlens, max_seqlen)
     rotary_dim = 2 * cos.shape[-1]
-    turned = _turn(x[..., :rotary_dim], cos, -sin if conjugate else sin, interleaved)
+    turned = _rotate(x[..., :rotary_dim], cos, -sin if conjugate else sin, interleaved)
     if inplace:
         x[..., :rotary_dim].copy_(turned)
         return x
@@ -170,7 +170,7 @@ def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: boo
     rotary_dim = 2 * cos.shape[-1]
     if rotary_dim > x.shape[-1]:
         raise ValueError(f"rotary_dim {rotary_dim} exceeds the head dimension {x.shape[-1]}")
-    turned = _turn(x[..., :rotary_dim], cos[..., None, :], sin[..., None, :], interleaved)
+    turned = _rotate(x[..., :rotary_dim], cos[..., None, :], sin[..., None, :], interleaved)
     return torch.cat((turned, x[..., rotary_dim:]), -1)
 
 
@@ -201,7 +201,7 @@ def apply_rotary_emb_qkv_(
         if qkv.shape[2] != 3:
             raise ValueError(f"qkv must have shape (batch, seqlen, 3, heads, head_dim), got {tuple(qkv.shape)}")
         qk = qkv[:, :, :2]
-        parts = (qk[:, :, 0], qk[:, :, 1])
+        tensors = (qk[:, :, 0], qk[:, :, 1])
     elif qkv.dim() == 4:
         heads_kv = 0 if num_heads_q is None else qkv.shape[2] - num_heads_q
         if num_heads_q is None or num_heads_q < 1 or heads_kv < 2 or heads_kv % 2:
@@ -210,7 +210,7 @@ def apply_rotary_emb_qkv_(
                 f"{tuple(qkv.shape)} and num_heads_q={num_heads_q}"
             )
         qk = qkv[:, :, : num_heads_q + heads_kv // 2]
-        parts = (qk[:, :, :num_heads_q], qk[:, :, num_heads_q:])
+        tensors = (qk[:, :, :num_heads_q], qk[:, :, num_heads_q:])
     else:
         raise ValueError(f"qkv must be 4-D or 5-D, got shape {tuple(qkv.shape)}")
     _check_tables(cos, sin, qkv)
@@ -219,12 +219,12 @@ def apply_rotary_emb_qkv_(
         if qkv.dim() == 5:
             cos, sin = cos[..., None, :], sin[..., None, :]
         qk = qk[..., : 2 * cos.shape[-1]]
-        qk.copy_(_turn(qk, cos, sin, interleaved))
+        qk.copy_(_rotate(qk, cos, sin, interleaved))
         return qkv
     tables = (cos, sin, cos if cos_k is None else cos_k, sin if sin_k is None else sin_k)
     _check_tables(tables[2], tables[3], qkv)
-    for part, (c, s) in zip(parts, (tables[:2], tables[2:]), strict=True):
-        apply_rotary(part, c, s, seqlen_offsets, interleaved=interleaved, inplace=True)
+    for x, (c, s) in zip(tensors, (tables[:2], tables[2:]), strict=True):
+        apply_rotary(x, c, s, seqlen_offsets, interleaved=interleaved, inplace=True)
     return qkv
 
 

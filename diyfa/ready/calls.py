@@ -17,7 +17,7 @@ from diyfa.attention import checked_options, flash_attention_v2, flash_attention
 from diyfa.kvcache import flash_attn_with_kvcache
 from diyfa.matmul import triton_matmul
 from diyfa.ops import differentiate, forward
-from diyfa.options import WHOLE
+from diyfa.options import NO_LENGTHS
 from diyfa.registry import batch_invariant, resolve_backend
 
 BF16, FP16, FP32, FLOAT8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
@@ -52,7 +52,7 @@ class Heads(NamedTuple):
     keys: int = 16
 
     @property
-    def of_values(self) -> int:
+    def value_head_dim(self) -> int:
         return self.head_dim_v or self.head_dim
 
     def __str__(self) -> str:
@@ -92,36 +92,36 @@ def attention(
     `rows.queries` rows on average and at most `longest`."""
 
     def run() -> None:
-        (b, m, n), (d, _, h, hk), dv = rows, heads, heads.of_values
+        (b, m, n), (d, _, h, hk), dv = rows, heads, heads.value_head_dim
         leading = [(b * m,), (b * n,), (b * n,)] if packed else [(b, m), (b, n), (b, n)]
         q, k, v = (
-            empty(*x, *of_head, dtype=dtype, grad=backward)
-            for x, of_head in zip(leading, ((h, d), (hk, d), (hk, dv)), strict=True)
+            empty(*x, *per_head, dtype=dtype, grad=backward)
+            for x, per_head in zip(leading, ((h, d), (hk, d), (hk, dv)), strict=True)
         )
-        given = dict(options)
+        arguments = dict(options)
         for name in ("sinks", "alibi_slopes"):
-            if given.get(name):
-                given[name] = empty(h, dtype=FP32, grad=backward and name == "sinks")
-        if given.get("seq_lens"):
-            given["seq_lens"] = empty(b)
-        bias_grad = given.pop("bias_grad", False)
-        if letters := given.get("attn_bias"):
+            if arguments.get(name):
+                arguments[name] = empty(h, dtype=FP32, grad=backward and name == "sinks")
+        if arguments.get("seq_lens"):
+            arguments["seq_lens"] = empty(b)
+        bias_grad = arguments.pop("bias_grad", False)
+        if letters := arguments.get("attn_bias"):
             sizes = {"b": b, "h": h, "q": m, "k": n, "1": 1}
-            given["attn_bias"] = empty(*[sizes[letter] for letter in letters], dtype=dtype, grad=bias_grad)
+            arguments["attn_bias"] = empty(*[sizes[letter] for letter in letters], dtype=dtype, grad=bias_grad)
         if packed:
             offsets = empty(b + 1)
-            longest = given.pop("longest", 0)
-            out: Any = flash_attention_varlen(q, k, v, offsets, offsets, longest or m, longest or n, **given)
-        elif "out_dtype" in given:
-            checked = checked_options(q, k, v, WHOLE, {"layout": "bshd", **given})
+            longest = arguments.pop("longest", 0)
+            out: Any = flash_attention_varlen(q, k, v, offsets, offsets, longest or m, longest or n, **arguments)
+        elif "out_dtype" in arguments:
+            checked = checked_options(q, k, v, NO_LENGTHS, {"layout": "bshd", **arguments})
             q, k, v = q.detach(), k.detach(), v.detach()
-            out, lse = forward(q, k, v, WHOLE, checked)
+            out, lse = forward(q, k, v, NO_LENGTHS, checked)
             if backward:  # its input is the merged output, which has the dtype of q
                 out = out.to(dtype)
-                differentiate((torch.empty_like(out), None), (q, k, v), (out, lse), WHOLE, checked)
+                differentiate((torch.empty_like(out), None), (q, k, v), (out, lse), NO_LENGTHS, checked)
             return
         else:
-            out = flash_attention_v2(q, k, v, **given)
+            out = flash_attention_v2(q, k, v, **arguments)
         if backward:
             out.backward(torch.empty_like(out))
 
@@ -138,31 +138,31 @@ def cache(heads: Heads, rows: Rows, dtype: torch.dtype, page: int = 0, packed: b
     """
 
     def run() -> None:
-        (b, m, n), (d, _, h, hk), dv = rows, heads, heads.of_values
-        given = dict(options)
-        new, longest = given.pop("new", 0), given.pop("longest", m)
-        stored = FLOAT8 if given.pop("float8", False) else dtype
+        (b, m, n), (d, _, h, hk), dv = rows, heads, heads.value_head_dim
+        arguments = dict(options)
+        new, longest = arguments.pop("new", 0), arguments.pop("longest", m)
+        stored = FLOAT8 if arguments.pop("float8", False) else dtype
         shape = (b * n // page, page) if page else (b * n,) if packed else (b, n)
         k = empty(*shape, hk, d, dtype=stored)
-        v = k[..., :dv] if given.pop("latent", False) else empty(*shape, hk, dv, dtype=stored)
+        v = k[..., :dv] if arguments.pop("latent", False) else empty(*shape, hk, dv, dtype=stored)
         table = empty(b, n // page) if page else None
         for name in ("sinks", "alibi_slopes"):
-            if given.get(name):
-                given[name] = empty(h, dtype=FP32)
+            if arguments.get(name):
+                arguments[name] = empty(h, dtype=FP32)
         if stored is FLOAT8:
-            given |= {"k_descale": empty(b, hk, dtype=FP32), "v_descale": empty(b, hk, dtype=FP32)}
+            arguments |= {"k_descale": empty(b, hk, dtype=FP32), "v_descale": empty(b, hk, dtype=FP32)}
         if packed:
             q, offsets = empty(b * m, h, d, dtype=dtype), empty(b + 1)
-            given["window"] = given.pop("window_size", (-1, -1))
-            given |= {"block_table": table, "seqused_k": empty(b)}
-            flash_attention_varlen(q, k, v, offsets, None if page else offsets, longest, n, **given)
+            arguments["window"] = arguments.pop("window_size", (-1, -1))
+            arguments |= {"block_table": table, "seqused_k": empty(b)}
+            flash_attention_varlen(q, k, v, offsets, None if page else offsets, longest, n, **arguments)
             return
         if new:
-            given |= {"k": empty(b, new, hk, d, dtype=dtype), "v": empty(b, new, hk, dv, dtype=dtype)}
-        if rotated := given.pop("rotary", 0):
-            given |= {f"rotary_{name}": empty(n, rotated // 2, dtype=dtype) for name in ("cos", "sin")}
+            arguments |= {"k": empty(b, new, hk, d, dtype=dtype), "v": empty(b, new, hk, dv, dtype=dtype)}
+        if rotated := arguments.pop("rotary", 0):
+            arguments |= {f"rotary_{name}": empty(n, rotated // 2, dtype=dtype) for name in ("cos", "sin")}
         q = empty(b, m, h, d, dtype=dtype)
-        flash_attn_with_kvcache(q, k, v, cache_seqlens=empty(b), block_table=table, **given)
+        flash_attn_with_kvcache(q, k, v, cache_seqlens=empty(b), block_table=table, **arguments)
 
     words = f"page={page}" if page else "", "packed" * packed
     return Call(_name("cache", dtype, heads, rows, *words, **options), run)
@@ -178,7 +178,7 @@ def in_the_mode(call: Call) -> Call:
     return Call(f"batch-invariant {call.name}", run)
 
 
-def product_of(m: int, n: int, k: int, dtype: torch.dtype, transposed: bool = False, **options: Any) -> Call:
+def matrix_product(m: int, n: int, k: int, dtype: torch.dtype, transposed: bool = False, **options: Any) -> Call:
     """Return a call of the matrix product. `transposed`: b is a transposed view."""
 
     def run() -> None:
@@ -192,9 +192,9 @@ def merging(head_dim: int, rows: int = 4096) -> Call:
     """Return a call that merges two partial outputs, as ring attention does."""
 
     def run() -> None:
-        out, part = (empty(2, 16, rows, head_dim, dtype=FP32) for _ in range(2))
-        lse, part_lse = (empty(2, 16, rows, dtype=FP32) for _ in range(2))
-        resolve_backend(out.device).merge(out, lse, part, part_lse)  # type: ignore[attr-defined]
+        out, partial_out = (empty(2, 16, rows, head_dim, dtype=FP32) for _ in range(2))
+        lse, partial_lse = (empty(2, 16, rows, dtype=FP32) for _ in range(2))
+        resolve_backend(out.device).merge(out, lse, partial_out, partial_lse)  # type: ignore[attr-defined]
 
     return Call(f"merge D={head_dim}", run)
 
@@ -212,14 +212,14 @@ def grouped(heads: Heads, queries: int = 32, keys: int = 8) -> Heads:
 
 # Sizes for which tables of tiles have different rows: one tile, too small for descriptors to pay off, the same with
 # longer sequences, many short ones, fewer tiles than multiprocessors, one long sequence, more tiles, long sequences.
-SHORT, TINY, SMALL, MANY, FEW_TILES, ALONE, MEDIUM, LARGE = (
+SHORT, TINY, SMALL, MANY, FEW_TILES, SINGLE, MEDIUM, LARGE = (
     Rows(64, 64, 64), Rows(1, 96, 96), Rows(1, 256, 256), Rows(16, 256, 256), Rows(1, 1024, 1024), Rows(1, 4096, 4096),
     Rows(4, 2048, 2048), Rows(8, 4096, 4096),
 )  # fmt: skip
 # Keys that end inside a block: long sequences, sentences, windows of images.
 RAGGED, SENTENCES, WINDOWS = Rows(3, 1000, 1003), Rows(2, 77, 77), Rows(256, 49, 49)
 BRIEF = (Rows(64, 16, 16), Rows(32, 32, 32), Rows(16, 48, 48), Rows(1, 350, 350), Rows(1, 700, 700))  # packed
-TRAINED = (TINY, SMALL, MANY, FEW_TILES, ALONE, MEDIUM, LARGE)
+TRAINED = (TINY, SMALL, MANY, FEW_TILES, SINGLE, MEDIUM, LARGE)
 FULL = dict[str, Any]()
 CAUSAL: dict[str, Any] = {"causal": True}
 SLIDING = {"causal": True, "window": (1023, 0)}
@@ -251,8 +251,8 @@ TRAINING = (
     Row((FULL, CAUSAL), (D96, D256), TRAINED, dtypes=(FP16,)),
     Row((FULL,), (D72, D80), TRAINED, BOTH, (BF16,)),  # images
     Row((FULL,), (D72, D80), TRAINED, dtypes=(FP16,)),
-    Row((FULL, CAUSAL), tuple(map(grouped, USUAL)), (SMALL, MANY, FEW_TILES, ALONE), BOTH),
-    Row((CAUSAL,), (grouped(D256, 8, 4),), (SMALL, MANY, FEW_TILES, ALONE), BOTH, (BF16,)),
+    Row((FULL, CAUSAL), tuple(map(grouped, USUAL)), (SMALL, MANY, FEW_TILES, SINGLE), BOTH),
+    Row((CAUSAL,), (grouped(D256, 8, 4),), (SMALL, MANY, FEW_TILES, SINGLE), BOTH, (BF16,)),
     Row((FULL,), (D64, D96, D128, D256), (RAGGED, Rows(1, 250, 250))),
     Row((FULL, CAUSAL), USUAL, (SHORT,), BOTH),
     Row((FULL, CAUSAL), (*USUAL, *map(grouped, USUAL)), BRIEF, (True,)),
@@ -363,12 +363,12 @@ def others() -> Iterator[Call]:
     for head_dim in (64, 80, 96, 128, 256):
         yield merging(head_dim)
     for dtype, rows, transposed in product(HALVES, (16, 512, 4096), BOTH):
-        yield product_of(rows, 4096, 4096, dtype, transposed)
+        yield matrix_product(rows, 4096, 4096, dtype, transposed)
     for rows in (16, 4096):
-        yield product_of(rows, 4095, 4095, BF16)
-        yield product_of(rows, 4096, 4096, FP32, out_dtype=FP16)
+        yield matrix_product(rows, 4095, 4095, BF16)
+        yield matrix_product(rows, 4096, 4096, FP32, out_dtype=FP16)
         for precision in ("tf32", "ieee"):
-            yield product_of(rows, 4096, 4096, FP32, precision=precision)
+            yield matrix_product(rows, 4096, 4096, FP32, precision=precision)
 
 
 def everything() -> list[Call]:

@@ -40,10 +40,10 @@ def read_model(path: Path) -> Model:
         raise ValueError(f"{path} is no JSON: {error}") from error
     if not isinstance(config, dict):
         raise ValueError(f"{path} holds no object")
-    return model_of(config)
+    return parse_model(config)
 
 
-def model_of(config: Config) -> Model:
+def parse_model(config: Config) -> Model:
     """Return the model that a config describes. Raises ValueError if a needed entry is missing."""
     outer, config = config, {**config, **_object(config, "text_config")}  # models of text and images nest the text's
     queries = _number(config, "num_attention_heads", "n_head", "num_heads")
@@ -121,11 +121,11 @@ def serving(model: Model, pages: tuple[int, ...]) -> Iterator[Call]:
         if model.latent is not None and rows in CHUNKS:  # prompts expand the latent keys, as in training
             yield attention(model.heads, rows._replace(keys=rows.queries), model.dtype, True, False, **options)
             continue
-        given = {"window_size" if name == "window" else name: value for name, value in options.items()}
+        arguments = {"window_size" if name == "window" else name: value for name, value in options.items()}
         if model.latent is not None:
-            given["latent"] = True
-        yield cache(heads, rows, model.dtype, page, **given)
+            arguments["latent"] = True
+        yield cache(heads, rows, model.dtype, page, **arguments)
         if page and model.latent is None:
-            yield cache(heads, rows, model.dtype, page, True, **given)
+            yield cache(heads, rows, model.dtype, page, True, **arguments)
             if rows in DECODING:  # batches in which some sequences have one token and others many
-                yield cache(heads, rows, model.dtype, page, True, longest=512, **given)
+                yield cache(heads, rows, model.dtype, page, True, longest=512, **arguments)

@@ -22,7 +22,7 @@ class Recorded(Protocol):
     @property
     def name(self) -> str: ...
 
-    def is_known(self) -> bool:
+    def is_stored(self) -> bool:
         """Return whether a process would find the compiled kernel."""
         ...
 
@@ -36,7 +36,7 @@ class Recording(NamedTuple):
     refused: list[str]  # calls that the architecture does not run, with the reason
 
 
-def backend_of(arch: str) -> str:
+def backend_for_arch(arch: str) -> str:
     """Return the backend of an architecture: `"sm_90"` -> `"cuda"`, `"Ascend910B3"` -> `"npu"`."""
     return "npu" if arch.startswith("Ascend") else "cuda"
 
@@ -86,10 +86,10 @@ def recording(name: str, arch: str | None) -> Iterator[dict[Any, Recorded]]:
     if not hasattr(backend, "recording"):
         raise ValueError(f"the {name} backend compiles nothing beforehand")
     kernels = backend.kernels
-    with planning.recording(), use_backend(name), backend.recording(arch) as found:
+    with planning.recording(), use_backend(name), backend.recording(arch) as recorded:
         backend.kernels = tuple(map(_recorded, kernels))
         try:
-            yield found
+            yield recorded
         finally:
             backend.kernels = kernels
 
@@ -108,13 +108,13 @@ def record(name: str, arch: str | None, calls: Iterable[tuple[str, Callable[[], 
     Raises what a function raises, a ValueError of diyfa's excepted: that is the reason.
     """
     refused = []
-    with recording(name, arch) as found, warnings.catch_warnings():
+    with recording(name, arch) as recorded, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for what, call in calls:
+        for call_name, call in calls:
             try:
                 call()
             except ValueError as error:
                 if not _is_refusal(error):
                     raise
-                refused.append(f"{what}: {error}")
-    return Recording(found, refused)
+                refused.append(f"{call_name}: {error}")
+    return Recording(recorded, refused)

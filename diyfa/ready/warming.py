@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from diyfa.ready.building import Built, build, cores
-from diyfa.ready.recording import Recorded, backend_here, backend_of, record
+from diyfa.ready.recording import Recorded, backend_for_arch, backend_here, record
 from diyfa.ready.words import parse
 
 SECONDS = 10.0  # least time between two lines in a log
@@ -25,8 +25,8 @@ class Warmed(NamedTuple):
 
     def __str__(self) -> str:
         text = f"{self.kernels} kernels, of which {self.compiled} were compiled in {self.seconds:.1f} s"
-        for what, several in (("did not compile", self.failures), ("calls cannot run", self.refused)):
-            text += f"; {len(several)} {what}: {several[0]}" if several else ""
+        for verb, several in (("did not compile", self.failures), ("calls cannot run", self.refused)):
+            text += f"; {len(several)} {verb}: {several[0]}" if several else ""
         return text
 
 
@@ -55,9 +55,9 @@ def warmup(
         Any other error that a function raises.
     """
     start = time.monotonic()
-    given = [calls] if callable(calls) or isinstance(calls, str) else list(calls)
-    named = [parse(each) if isinstance(each, str) else (getattr(each, "__name__", "a call"), each) for each in given]
-    name = backend_of(arch) if arch else backend_here()
+    listed = [calls] if callable(calls) or isinstance(calls, str) else list(calls)
+    named = [parse(each) if isinstance(each, str) else (getattr(each, "__name__", "a call"), each) for each in listed]
+    name = backend_for_arch(arch) if arch else backend_here()
     recording = record(name, arch, named)
     warmed = warm(list(recording.kernels.values()), cores() if jobs is None else jobs, None if quiet else _Lines())
     warmed = warmed._replace(refused=tuple(recording.refused), seconds=time.monotonic() - start)
@@ -69,7 +69,7 @@ def warmup(
 def warm(kernels: list[Recorded], jobs: int, watch: Callable[[int, int, Built], None] | None = None) -> Warmed:
     """Compile those of `kernels` that are not compiled yet. `watch` is called with (number done, of how many, last)."""
     start = time.monotonic()
-    missing = [kernel for kernel in kernels if not kernel.is_known()]
+    missing = [kernel for kernel in kernels if not kernel.is_stored()]
     failures: list[str] = []
     count = 0
 

@@ -20,21 +20,21 @@ def write_wheel(
     `name` is the module's, as in "diyfa_sm90". Files are stored without compression, since packs are compressed.
     `local` is added to the wheel's own version, as in 1.2+some. Returns the wheel's path.
     """
-    own = f"{version}+{local}" if local else version
-    path = folder / f"{name}-{own}-py3-none-any.whl"
-    info = f"{name}-{own}.dist-info"
-    metadata = f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {own}\nSummary: {summary}\n"
-    every = {
+    full_version = f"{version}+{local}" if local else version
+    path = folder / f"{name}-{full_version}-py3-none-any.whl"
+    info = f"{name}-{full_version}.dist-info"
+    metadata = f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {full_version}\nSummary: {summary}\n"
+    contents = {
         **files,
         f"{info}/METADATA": f"{metadata}Requires-Python: >=3.10\nRequires-Dist: diyfa=={version}\n".encode(),
         f"{info}/WHEEL": b"Wheel-Version: 1.0\nGenerator: diyfa pack\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
-    record = [f"{file},sha256={_digest(content)},{len(content)}" for file, content in every.items()]
-    every[f"{info}/RECORD"] = "\n".join([*record, f"{info}/RECORD,,", ""]).encode()
+    record = [f"{file},sha256={_digest(content)},{len(content)}" for file, content in contents.items()]
+    contents[f"{info}/RECORD"] = "\n".join([*record, f"{info}/RECORD,,", ""]).encode()
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as wheel:
-            for file, content in every.items():
+            for file, content in contents.items():
                 entry = zipfile.ZipInfo(file, _DATE)
                 entry.external_attr = 0o644 << 16
                 wheel.writestr(entry, content)

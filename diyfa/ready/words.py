@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from diyfa.ready.calls import BF16, Call, Heads, Rows, attention, cache, in_the_mode, merging, product_of
+from diyfa.ready.calls import BF16, Call, Heads, Rows, attention, cache, in_the_mode, matrix_product, merging
 
 _DTYPES = {
     "bfloat16": BF16, "bf16": BF16, "float16": torch.float16, "fp16": torch.float16, "float32": torch.float32,
@@ -32,12 +32,12 @@ _PAIR: Form = "two whole numbers, as in 1023,0", lambda x: isinstance(x, tuple) 
 _BIAS: Form = "the letters of its dimensions, as in 1hqk", lambda x: bool(re.fullmatch("[b1][h1][q1][k1]", str(x)))
 _DTYPE: Form = f"one of {', '.join(_DTYPES)}", lambda x: str(x) in _DTYPES
 _PRECISION: Form = "tf32 or ieee", lambda x: x in ("tf32", "ieee")
-_SHARED = {"causal": _FLAG, "softcap": _FACTOR, "sinks": _FLAG, "alibi_slopes": _FLAG, "packed": _FLAG}
-_ATTENTION = _SHARED | {
+_COMMON = {"causal": _FLAG, "softcap": _FACTOR, "sinks": _FLAG, "alibi_slopes": _FLAG, "packed": _FLAG}
+_ATTENTION = _COMMON | {
     "window": _PAIR, "attn_bias": _BIAS, "bias_grad": _FLAG, "dropout_p": _FACTOR, "seq_lens": _FLAG,
     "deterministic": _FLAG, "out_dtype": _DTYPE, "forward": _FLAG, "longest": _COUNT,
 }  # fmt: skip
-_CACHE = _SHARED | {
+_CACHE = _COMMON | {
     "window_size": _PAIR, "page": _COUNT, "longest": _COUNT, "new": _COUNT, "rotary": _COUNT,
     "rotary_interleaved": _FLAG, "latent": _FLAG, "float8": _FLAG, "num_splits": _COUNT,
 }  # fmt: skip
@@ -54,28 +54,28 @@ def parse(text: str) -> Call:
     kind = words.pop(0) if words[:1] and words[0] in KINDS else "attention"
     dtypes = [_DTYPES[word] for word in words if word in _DTYPES]
     options = [_option(word) for word in words if word not in _DTYPES]
-    given = dict(options)
-    if len(dtypes) > 1 or len(given) < len(options) or ("S" in given and given.keys() & {"Sq", "Sk"}):
+    entries = dict(options)
+    if len(dtypes) > 1 or len(entries) < len(options) or ("S" in entries and entries.keys() & {"Sq", "Sk"}):
         raise ValueError(f"{text!r} says something twice")
     dtype = dtypes[0] if dtypes else BF16
     if kind == "product":
-        m, n, k = _sizes(text, given)
-        _check(text, given, _PRODUCT)
-        if "out_dtype" in given:
-            given["out_dtype"] = _DTYPES[given["out_dtype"]]
-        call = product_of(m, n, k, dtype, **given)
+        m, n, k = _sizes(text, entries)
+        _check(text, entries, _PRODUCT)
+        if "out_dtype" in entries:
+            entries["out_dtype"] = _DTYPES[entries["out_dtype"]]
+        call = matrix_product(m, n, k, dtype, **entries)
     elif kind == "merge":
-        call = merging(_number(text, given, "D"))
-        _check(text, given, {})
+        call = merging(_number(text, entries, "D"))
+        _check(text, entries, {})
     else:
-        heads, rows = _heads(text, given), _rows(text, given)
-        _check(text, given, _CACHE if kind == "cache" else _ATTENTION)
-        if "out_dtype" in given:
-            given["out_dtype"] = str(_DTYPES[given["out_dtype"]]).removeprefix("torch.")
+        heads, rows = _heads(text, entries), _rows(text, entries)
+        _check(text, entries, _CACHE if kind == "cache" else _ATTENTION)
+        if "out_dtype" in entries:
+            entries["out_dtype"] = str(_DTYPES[entries["out_dtype"]]).removeprefix("torch.")
         if kind == "cache":
-            call = cache(heads, rows, dtype, **given)
+            call = cache(heads, rows, dtype, **entries)
         else:
-            call = attention(heads, rows, dtype, backward=not given.pop("forward", False), **given)
+            call = attention(heads, rows, dtype, backward=not entries.pop("forward", False), **entries)
     return in_the_mode(call) if invariant else call
 
 
@@ -90,44 +90,44 @@ def _option(word: str) -> tuple[str, Any]:
         return name, value
 
 
-def _check(text: str, given: dict[str, Any], known: Mapping[str, Form]) -> None:
-    if unknown := sorted(given.keys() - known):
-        raise ValueError(f"unknown words {', '.join(unknown)} in {text!r}; known are: {', '.join(sorted(known))}")
-    for name, value in given.items():
-        form, is_right = known[name]
+def _check(text: str, entries: dict[str, Any], allowed: Mapping[str, Form]) -> None:
+    if unknown := sorted(entries.keys() - allowed):
+        raise ValueError(f"unknown words {', '.join(unknown)} in {text!r}; known are: {', '.join(sorted(allowed))}")
+    for name, value in entries.items():
+        form, is_right = allowed[name]
         if not is_right(value):
             raise ValueError(f"{name} in {text!r} must be {form}, got {value!r}")
 
 
-def _number(text: str, given: dict[str, Any], name: str) -> int:
-    value = given.pop(name, None)
+def _number(text: str, entries: dict[str, Any], name: str) -> int:
+    value = entries.pop(name, None)
     if type(value) is not int or value < 1:
         raise ValueError(f"{text!r} needs {name}=<a number>, got {value!r}")
     return value
 
 
-def _pair(text: str, given: dict[str, Any], name: str) -> tuple[int, int]:
+def _pair(text: str, entries: dict[str, Any], name: str) -> tuple[int, int]:
     """Return the numbers of `32/8`. If there is only one number, the second is 0."""
-    match = re.fullmatch(r"(\d+)(?:/(\d+))?", str(given.pop(name, "")))
+    match = re.fullmatch(r"(\d+)(?:/(\d+))?", str(entries.pop(name, "")))
     if match is None:
         raise ValueError(f"{text!r} needs {name}=<a number> or {name}=<a number>/<another>")
     return int(match[1]), int(match[2] or 0)
 
 
-def _heads(text: str, given: dict[str, Any]) -> Heads:
-    (d, dv), (queries, keys) = _pair(text, given, "D"), _pair(text, given, "H")
+def _heads(text: str, entries: dict[str, Any]) -> Heads:
+    (d, dv), (queries, keys) = _pair(text, entries, "D"), _pair(text, entries, "H")
     return Heads(d, dv if dv != d else 0, queries, keys or queries)
 
 
-def _rows(text: str, given: dict[str, Any]) -> Rows:
-    if "S" in given:
-        given["Sq"] = given["Sk"] = given.pop("S")
-    return Rows(*(_number(text, given, name) for name in ("B", "Sq", "Sk")))
+def _rows(text: str, entries: dict[str, Any]) -> Rows:
+    if "S" in entries:
+        entries["Sq"] = entries["Sk"] = entries.pop("S")
+    return Rows(*(_number(text, entries, name) for name in ("B", "Sq", "Sk")))
 
 
-def _sizes(text: str, given: dict[str, Any]) -> tuple[int, int, int]:
-    for name in given:
+def _sizes(text: str, entries: dict[str, Any]) -> tuple[int, int, int]:
+    for name in entries:
         if match := re.fullmatch(r"(\d+)x(\d+)x(\d+)", name):
-            del given[name]
+            del entries[name]
             return int(match[1]), int(match[2]), int(match[3])
     raise ValueError(f"{text!r} needs the sizes of the product, as in 512x4096x4096")

@@ -1,6 +1,6 @@
 """Binaries outside of a process: packs, the cache folder, and the compiler as the last resort.
 
-Two small kernels are compiled for sm_90 in a process of its own (`kept_binaries.py`), whose driver is a simulated one.
+Two small kernels are compiled for sm_90 in a process of its own (`stored_binaries.py`), with a simulated driver.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from diyfa.backends.cuda import backend
 from diyfa.backends.cuda.gluon.compat import has_gluon
 from diyfa.backends.cuda.runtime import binaries, jit, launcher, pack, tune
 from diyfa.backends.cuda.runtime.constants import Constants
-from diyfa.backends.cuda.runtime.launcher import Tiles, box_of, signature_of
+from diyfa.backends.cuda.runtime.launcher import Tiles, launch_signature, shared_box
 from diyfa.problem import Launch
 
 ARCH = "sm_90"
@@ -35,7 +35,7 @@ def start(command: str, folder: Path, **environment: str) -> subprocess.Popen[st
     path = os.pathsep.join([*map(str, (SUPPORT, ROOT / "tests", ROOT)), os.environ.get("PYTHONPATH", "")])
     environment = {"TRITON_INTERPRET": "0", "PYTHONPATH": path.rstrip(os.pathsep), **environment}
     return subprocess.Popen(
-        [sys.executable, str(SUPPORT / "kept_binaries.py"), command, str(folder)],
+        [sys.executable, str(SUPPORT / "stored_binaries.py"), command, str(folder)],
         env={**os.environ, **environment}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
@@ -59,7 +59,7 @@ def made(tmp_path_factory):
 def other(tmp_path_factory):
     """What another process found, with which this one shared a folder."""
     folder = binaries.BinaryFolder(tmp_path_factory.mktemp("shared"))
-    process, read = start("share", folder.path, PYTHONHASHSEED="1"), 0
+    process, read = start("share_folder", folder.path, PYTHONHASHSEED="1"), 0
     known = {str(i): binaries.StoredBinary(bytes([i]) * (100_000 + i), "f", 0, 4, False, (), 2) for i in range(8)}
     while process.poll() is None and not (folder.path / "7").exists():
         time.sleep(0.01)
@@ -77,7 +77,7 @@ def nothing_known(monkeypatch, tmp_path):
     """A process that has looked for nothing yet."""
     monkeypatch.setenv("DIYFA_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(jit, "_printed", [])
-    monkeypatch.setattr(pack, "_left_out", {})
+    monkeypatch.setattr(pack, "_rejected_packs", {})
     for asked in (pack.installed, pack._warn):
         asked.cache_clear()
     yield
@@ -114,8 +114,8 @@ def launch_of(name="f_kernel", constants=None, options=None, aligned=(), **argum
     return Launch(kernel, 1, arguments, constants, {"num_warps": 8} if options is None else options, aligned)
 
 
-def key_of(launch):
-    return binaries.key_of_binary(ARCH, launch, signature_of(launch))
+def launch_key(launch):
+    return binaries.binary_key(ARCH, launch, launch_signature(launch))
 
 
 # ---- From the compiler, the cache folder and a pack ---------------------------------------------------------------
@@ -127,7 +127,7 @@ def test_the_driver_gets_the_same_from_all_three(made):
     assert len(made.launched[0]) == 2 and made.launched[0] == made.launched[1] == made.launched[2]
 
 
-def test_a_pack_has_what_was_compiled(made):
+def test_a_pack_has_the_compiled_binaries(made):
     known, cache = pack.Pack.open(made.file, ARCH), binaries.BinaryFolder(made.folder)
     assert len(known) == 2 and known.get("0" * 32) is None
     for key in made.keys:
@@ -146,8 +146,8 @@ def test_bytes_round_trip(binary):
 
 
 def test_a_key_is_the_same_in_every_process(made, other):
-    assert made.keys_of_many == other["keys_of_many"]
-    keys = list(made.keys_of_many.values())
+    assert made.many_keys == other["many_keys"]
+    keys = list(made.many_keys.values())
     assert len(set(keys)) > 0.9 * len(keys) > 200  # the rest are equal
 
 
@@ -155,18 +155,19 @@ def test_a_key_is_the_same_with_every_triton_and_platform(monkeypatch):
     monkeypatch.setattr(binaries, "source_hash", lambda: "0" * 32)
     x = torch.zeros(64, 32, dtype=torch.float16)
     given = {"q_ptr": x, "stride_q": 32, "stride_k": 1, "n": 7, "s": 0.5, "none": None}
-    assert key_of(launch_of(**given, aligned=("n",))) == "dd2e6e912a05d63bbcd0976fcc061152"
+    assert launch_key(launch_of(**given, aligned=("n",))) == "dd2e6e912a05d63bbcd0976fcc061152"
     if has_gluon():
         from triton.experimental.gluon import language as gl
 
-        box = box_of(torch.bfloat16, (1, 64), gl.NVMMASharedLayout.get_default_for([1, 64], gl.float16))
+        box = shared_box(torch.bfloat16, (1, 64), gl.NVMMASharedLayout.get_default_for([1, 64], gl.float16))
         launch = launch_of(rows=Tiles(x, x.shape, x.stride(), box), options={"num_warps": 4, "ptx_version": 88})
-        assert key_of(launch) == key_of(launch._replace(options={"num_warps": 4})) == "8c741b7d520c6509469a5446d2a0c969"
+        assert launch_key(launch) == "8c741b7d520c6509469a5446d2a0c969"
+        assert launch_key(launch._replace(options={"num_warps": 4})) == launch_key(launch)
 
 
-def test_a_key_has_all_that_a_kernel_is_compiled_for(monkeypatch):
+def test_a_key_has_everything_a_kernel_is_compiled_for(monkeypatch):
     x = torch.zeros(64, 32, dtype=torch.float16)
-    given = {"q_ptr": x, "stride_q": 16, "n": 3, "rows": Tiles(x, x.shape, x.stride(), box_of(x.dtype, (16, 32)))}
+    given = {"q_ptr": x, "stride_q": 16, "n": 3, "rows": Tiles(x, x.shape, x.stride(), shared_box(x.dtype, (16, 32)))}
     others = [
         launch_of(**given, name="g_kernel"), launch_of(**given, options={}), launch_of(**given, aligned=("n",)),
         launch_of(**given, constants={"c": Chosen(32, "causal", True, 0.5)}),
@@ -175,15 +176,19 @@ def test_a_key_has_all_that_a_kernel_is_compiled_for(monkeypatch):
             launch_of(**{**given, **changed})
             for changed in (
                 {"q_ptr": None}, {"q_ptr": x[0, 1:]}, {"q_ptr": x.bfloat16()}, {"stride_q": 1}, {"stride_q": 8},
-                {"n": 2**40}, {"rows": Tiles(x, x.shape, x.stride(), box_of(x.dtype, (8, 32)))},
+                {"n": 2**40}, {"rows": Tiles(x, x.shape, x.stride(), shared_box(x.dtype, (8, 32)))},
             )
         ],
     ]  # fmt: skip
     launch = launch_of(**given)
-    keys = {key_of(launch), *map(key_of, others), binaries.key_of_binary("sm_80", launch, signature_of(launch))}
+    keys = {
+        launch_key(launch),
+        *map(launch_key, others),
+        binaries.binary_key("sm_80", launch, launch_signature(launch)),
+    }
     monkeypatch.setattr(binaries, "source_hash", lambda: "other")
-    assert len({*keys, key_of(launch)}) == len(others) + 3
-    assert key_of(launch_of(**{**given, "n": 4})) == key_of(launch)
+    assert len({*keys, launch_key(launch)}) == len(others) + 3
+    assert launch_key(launch_of(**{**given, "n": 4})) == launch_key(launch)
 
 
 def sources(monkeypatch, tmp_path, text: bytes) -> Path:
@@ -214,12 +219,12 @@ def test_sources_with_an_old_date_that_changed_after_the_start_are_noticed(own_s
     assert binaries.why_unknown() == "diyfa's files were changed after this process began"
 
 
-def test_kernels_of_others_are_known_by_their_own_sources(monkeypatch):
+def test_keys_of_foreign_kernels_have_their_sources(monkeypatch):
     launch = launch_of(n=3)
     launch.kernel.fn.__module__, launch.kernel.cache_key = "another.package", "one"
-    keys = [key_of(launch)]
+    keys = [launch_key(launch)]
     monkeypatch.setattr(launch.kernel, "cache_key", "another")
-    assert key_of(launch) not in keys
+    assert launch_key(launch) not in keys
 
 
 # ---- Packs that are refused ---------------------------------------------------------------------------------------
@@ -286,7 +291,7 @@ def test_a_truncated_pack_is_refused(write, kept, caplog):
     assert line.message.startswith(f"diyfa does not use {file}: ") and line.levelno == logging.WARNING
 
 
-def test_a_damaged_size_takes_no_memory(write, monkeypatch):
+def test_a_damaged_size_allocates_no_memory(write, monkeypatch):
     """Of the index: 4 GB, of which the file has none."""
     write(lambda content: content[:12] + b"\xff" * 4 + content[16:])
     asked = []
@@ -362,7 +367,7 @@ def refusing(number):
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC, errno.EACCES])
 @pytest.mark.parametrize("name", ["mkdir", "write_bytes", "replace"])
-def test_where_nothing_can_be_kept_nothing_is(tmp_path, monkeypatch, binary, name, number):
+def test_without_a_cache_folder_nothing_is_stored(tmp_path, monkeypatch, binary, name, number):
     folder = binaries.BinaryFolder(tmp_path / "cache")
     assert folder.put("a", binary)
     with monkeypatch.context() as patch:
@@ -400,19 +405,19 @@ def compiler(monkeypatch, binary):
 
 
 def stored(launch):
-    return binaries.stored_binary(ARCH, launch, signature_of(launch))
+    return binaries.stored_binary(ARCH, launch, launch_signature(launch))
 
 
-def test_what_was_compiled_is_kept(compiler, binary):
+def test_compiled_binaries_are_stored(compiler, binary):
     launch = launch_of(n=3)
     assert [stored(launch) for _ in range(3)] == [binary] * 3 and compiler.names == ["f_kernel"]
     cache = binaries.cache_folder()
-    assert cache.get(key_of(launch)) == binary
+    assert cache.get(launch_key(launch)) == binary
     assert cache.path.parts[-2:] == ("binaries", f"triton-{binaries.triton.__version__}")
 
 
-def test_a_pack_comes_before_the_folder(compiler, write, binary, monkeypatch):
-    monkeypatch.setattr(binaries, "key_of_binary", lambda *arguments: "b")
+def test_a_pack_precedes_the_cache_folder(compiler, write, binary, monkeypatch):
+    monkeypatch.setattr(binaries, "binary_key", lambda *arguments: "b")
     binaries.cache_folder().put("b", binary._replace(name="of the folder"))
     assert stored(launch_of(n=3)).name == "of the folder"
     write()
@@ -421,7 +426,7 @@ def test_a_pack_comes_before_the_folder(compiler, write, binary, monkeypatch):
 
 
 @pytest.mark.parametrize("reason", ["home", "file", "changed", "asked for", "DISABLE_PTXAS_OPT", "PTXAS_OPTIONS"])
-def test_a_call_goes_on_where_nothing_is_kept(compiler, binary, monkeypatch, tmp_path, request, reason):
+def test_a_call_runs_if_its_binary_cannot_be_stored(compiler, binary, monkeypatch, tmp_path, request, reason):
     if reason == "home":
         request.getfixturevalue("no_home")
         assert binaries.cache_folder() is None and "no cache folder" in backend.binaries(ARCH)
@@ -438,14 +443,14 @@ def test_a_call_goes_on_where_nothing_is_kept(compiler, binary, monkeypatch, tmp
     assert not (tmp_path / "cache").is_dir()
 
 
-def test_what_triton_compiles_by_default_is_known(monkeypatch):
+def test_tritons_default_options_are_known(monkeypatch):
     assert binaries.why_unknown() is None
     monkeypatch.setenv("TRITON_DEBUG", "0")
     monkeypatch.setenv("DISABLE_PTXAS_OPT", "off")
     assert binaries.why_unknown() is None
 
 
-def test_a_pack_that_the_driver_cannot_load_is_left_out(compiler, write, binary, monkeypatch, caplog):
+def test_a_pack_that_the_driver_cannot_load_is_rejected(compiler, write, binary, monkeypatch, caplog):
     """It may be older than the compiler that made it. Kernels are compiled, and found in the folder."""
 
     class Loaded:
@@ -458,13 +463,13 @@ def test_a_pack_that_the_driver_cannot_load_is_left_out(compiler, write, binary,
         return binary._replace(name="compiled here")
 
     monkeypatch.setattr(jit, "compile_binary", compile_binary)
-    monkeypatch.setattr(binaries, "key_of_binary", lambda *arguments: "b")
+    monkeypatch.setattr(binaries, "binary_key", lambda *arguments: "b")
     monkeypatch.setattr(launcher, "Binary", Loaded)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     file, launch = write(), launch_of(n=3)
     for _ in range(2):
         monkeypatch.setattr(launcher, "_binaries", {})
-        assert isinstance(launcher.binary_of(launch, signature_of(launch), 0), Loaded)
+        assert isinstance(launcher.loaded_binary(launch, launch_signature(launch), 0), Loaded)
     assert compiler.names == ["f_kernel"]
     (record,) = caplog.records
     assert record.message.startswith(f"diyfa does not use {file}: this driver cannot load its kernels")
@@ -472,7 +477,7 @@ def test_a_pack_that_the_driver_cannot_load_is_left_out(compiler, write, binary,
     binaries.cache_folder().put("b", binary)
     monkeypatch.setattr(launcher, "_binaries", {})
     with pytest.raises(RuntimeError, match="device kernel image is invalid"):  # there is no pack to leave out
-        launcher.binary_of(launch, signature_of(launch), 0)
+        launcher.loaded_binary(launch, launch_signature(launch), 0)
 
 
 @pytest.mark.parametrize("result, is_refusal", [(200, True), (209, True), (2, False), (700, False)])
@@ -483,7 +488,7 @@ def test_only_some_errors_of_the_driver_are_about_a_binary(result, is_refusal):
     assert isinstance(raised.value, launcher.BinaryRefused) == is_refusal
 
 
-def test_nothing_is_compiled_where_it_may_not_be(compiler, monkeypatch):
+def test_nothing_is_compiled_if_jit_is_off(compiler, monkeypatch):
     monkeypatch.setenv("DIYFA_JIT", "never")
     with pytest.raises(RuntimeError, match=r"DIYFA_JIT=never.*f_kernel.*no pack for sm_90.*DIYFA_JIT=auto"):
         stored(launch_of(n=3))
@@ -496,15 +501,15 @@ def test_nothing_is_compiled_where_it_may_not_be(compiler, monkeypatch):
     assert stored(launch_of(n=3)) and compiler.names
 
 
-def test_without_a_compiler_a_pass_is_launched_whole_or_not_at_all(monkeypatch):
+def test_without_a_compiler_a_pass_is_launched_completely_or_not_at_all(monkeypatch):
     from diyfa.backends.cuda.runtime import passes
 
-    def binary_of(launch, signature, device):
+    def loaded_binary(launch, signature, device):
         if launch.arguments["n"] == 2:
             raise RuntimeError("not this one")
 
     launched = []
-    monkeypatch.setattr(launcher, "binary_of", binary_of)
+    monkeypatch.setattr(launcher, "loaded_binary", loaded_binary)
     monkeypatch.setattr(launcher, "current_device", lambda: 0)
     monkeypatch.setattr(passes, "launch_kernel", lambda launch: launched.append(launch.arguments["n"]))
     monkeypatch.setenv("DIYFA_JIT", "never")

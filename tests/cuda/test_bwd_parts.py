@@ -119,7 +119,7 @@ def test_delta_follows_the_gradients_that_a_repeated_call_allocates(monkeypatch:
     """The gradient of sinks is made of it; what lies between the launches comes behind."""
     given: list[Any] = []
     monkeypatch.setattr(bwd_parts, "parts_of", lambda *_: 2)
-    monkeypatch.setattr(attention_launch, "replay_of", lambda *arguments: given.append(arguments))
+    monkeypatch.setattr(attention_launch, "make_replay", lambda *arguments: given.append(arguments))
     problem = AttentionProblem("cuda", "sm_80", "float16", "bhsd", 1, 4, 2, 40, 40, 16, 16).replace(sinks=True)
     q, k = (torch.empty(1, heads, 40, 16, dtype=torch.float16, device="meta") for heads in (4, 2))
     lse, sinks = torch.empty(1, 4, 40, device="meta"), torch.empty(4, device="meta")

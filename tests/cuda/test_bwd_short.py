@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from cases import CASES
-from described_cases import problem_of
+from described_cases import case_problem
 from packings import HOSTILE, OVERLAPPING, TOTAL
 from poison import poisoned_allocations
 from targets import TARGETS
@@ -38,7 +38,7 @@ WHOLE = ["_bwd_preprocess_kernel", "_bwd_dkdv_kernel", "_bwd_dq_kernel"]
 
 def is_short(name: str) -> bool:
     """Whether the kernel takes the case on a Hopper GPU."""
-    problem = problem_of(CASES[name]).replace(arch="sm_90")
+    problem = case_problem(CASES[name]).replace(arch="sm_90")
     return not CASES[name].large and registry.refusal(BACKEND, SHORT, problem) is None
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import triton.language as tl
-from constants_kernel import OTHERS, VALUES, Values
+from constants_kernel import OTHER_VALUES, VALUES, Values
 
 import diyfa.backends
 from diyfa.backends.cuda.runtime.constants import Constants
@@ -66,16 +66,16 @@ def test_the_host_reads_values_and_kernels_constexprs() -> None:
             getattr(VALUES, name)
 
 
-def test_they_are_told_apart_by_every_value() -> None:
+def test_constants_differ_in_every_value() -> None:
     assert Values(16, True) == VALUES and hash(Values(16, True)) == hash(VALUES)
-    for name, other in OTHERS.items():
+    for name, other in OTHER_VALUES.items():
         changed = replace(VALUES, **{name: other})
         assert changed != VALUES and repr(changed) != repr(VALUES)
     other_class = type("OtherValues", (Values,), {})
     assert other_class(16, True) != VALUES
 
 
-def test_copies_do_not_keep_a_hash() -> None:
+def test_copies_have_no_cached_hash() -> None:
     """That of a text is another one in another process."""
     hash(VALUES)
     for other in (copy.copy(VALUES), copy.deepcopy(VALUES), pickle.loads(pickle.dumps(VALUES))):
@@ -85,7 +85,7 @@ def test_copies_do_not_keep_a_hash() -> None:
     assert other != VALUES
 
 
-def test_a_compiled_kernel_is_kept_under_every_value() -> None:
+def test_a_compiled_kernel_is_cached_under_every_value() -> None:
     pytest.importorskip("triton.backends.nvidia", reason="this Triton has no NVIDIA backend")
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     script = ROOT / "tests/support/constants_kernel.py"
@@ -94,6 +94,6 @@ def test_a_compiled_kernel_is_kept_under_every_value() -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     first, same, *others = json.loads(done.stdout)
-    assert same == first and len(others) == len(OTHERS)
-    for name, (key, code) in zip(OTHERS, others, strict=True):
+    assert same == first and len(others) == len(OTHER_VALUES)
+    for name, (key, code) in zip(OTHER_VALUES, others, strict=True):
         assert key != first[0] and code != first[1], name

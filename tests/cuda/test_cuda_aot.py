@@ -60,7 +60,7 @@ def test_every_architecture_compiles(tmp_path, arch):
     assert report["memory"]["shared"] >= 2 * 32 * 32 * 2  # one tile of each operand at least
 
 
-def test_gate_fails_what_spills_and_what_does_not_compile(tmp_path):
+def test_gate_fails_for_spills_and_compile_errors(tmp_path):
     reports = compile_toys(tmp_path, "sm_80")
     assert list(reports) == [
         "product plain", "product unaligned", "product spilling", "product budgeted", "broken shapes"
@@ -246,7 +246,7 @@ print(json.dumps([report.memory["shared"], shared_bytes(kind, tile, problem), fi
         ("sm_86", "float32", 256, "dkdv", "float32", "portable", (16, 32, 8, 1), 99 << 10),
     ],
 )
-def test_a_bias_is_counted_with_the_shared_memory(tmp_path, arch, dtype, head_dim, kind, bias, form, tile, limit):
+def test_the_bias_counts_in_the_shared_memory(tmp_path, arch, dtype, head_dim, kind, bias, form, tile, limit):
     """The first and the last were default tiles, which no GPU could launch."""
     case = json.dumps([arch, dtype, head_dim, kind, bias, form, *tile])
     done = run_python("-c", SHARED_WITH_A_BIAS, case, cache=tmp_path)
@@ -290,7 +290,7 @@ TILE_LEAVES = "UTMASTG.4D [UR8], [UR4]"
         ("STG.E desc[UR4][R2.64], R4", [0, 2, 3]),  # a log-sum-exp tells nothing: more is looked at, not less
     ],
 )
-def test_loops_that_spill_are_told_from_others(leaves, found, tmp_path):
+def test_spills_in_loops_are_detected(leaves, found, tmp_path):
     assert TILE_LEAVES in SASS
     done = run_python("-c", LOOPS, SASS.replace(TILE_LEAVES, leaves), cache=tmp_path)
     assert done.returncode == 0, done.stderr

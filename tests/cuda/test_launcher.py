@@ -15,7 +15,7 @@ from subprocesses import ROOT, SUPPORT, run_python
 from triton.runtime.errors import OutOfResources
 
 from diyfa.backends.cuda.runtime import binaries, launcher, tune
-from diyfa.backends.cuda.runtime.launcher import Tiles, box_of, signature_of
+from diyfa.backends.cuda.runtime.launcher import Tiles, launch_signature, shared_box
 from diyfa.features import ATTENTION_DTYPES, FEATURES
 from diyfa.problem import Launch
 
@@ -59,7 +59,7 @@ def test_the_driver_gets_what_triton_gives_it(found, case):
     assert any(len(x) == 16 for x in first[0] if isinstance(x, list)) == case.startswith("descriptors")
 
 
-def test_packed_gradients_are_cleared_where_no_sequence_is(found):
+def test_packed_gradients_are_zero_outside_sequences(found):
     _, of_queries, of_keys, *_ = (words(launch) - {0} for launch in found["packed"]["launches"][0])
     assert of_keys == {"cu_seqlens_k", "dk", "dv"}
     assert {"cu_seqlens_q", "dq"} < of_queries and len(of_queries) == 3  # delta, which is nobody's but the call's
@@ -69,7 +69,7 @@ def test_another_length_compiles_nothing(found):
     assert found["lengths"]["compiled"] == [1, 0, 0, 0, 0]
 
 
-def test_what_the_driver_refuses_is_said(found):
+def test_refusals_of_the_driver_are_reported(found):
     assert found["errors"]["errors"] == [
         "CUDA driver: an illegal memory access was encountered (700)", "CUDA driver: unknown error (999)"
     ]  # fmt: skip
@@ -107,53 +107,55 @@ def test_every_dtype_that_a_call_may_have_is_known():
     dtypes = {dtype for feature in FEATURES for dtype in feature.dtypes} | {*ATTENTION_DTYPES, torch.float8_e4m3fn}
     for dtype in dtypes:
         launch = launch_of(x_ptr=torch.zeros(4, dtype=dtype))
-        assert launcher.source_of(launch, signature_of(launch)).types["x_ptr"].startswith("*")
+        assert launcher.kernel_source(launch, launch_signature(launch)).types["x_ptr"].startswith("*")
 
 
 def test_numbers_are_known_by_their_size():
-    signature = signature_of(launch_of(n=3, one=1, large=2**31, small=-(2**31), less=-(2**31) - 1, x=0.5, none=None))
+    signature = launch_signature(
+        launch_of(n=3, one=1, large=2**31, small=-(2**31), less=-(2**31) - 1, x=0.5, none=None)
+    )
     assert signature.kinds == ("i32", "i32", "i64", "i32", "i64", "fp32", None)
     assert signature.values == [3, 1, 2**31, -(2**31), -(2**31) - 1, 0.5]
     for n, kind in ((2**31 - 1, "i32"), (2**31, "i64"), (-(2**31), "i32"), (-(2**31) - 1, "i64")):
-        assert signature_of(launch_of(n=n, m=0)).kinds == (kind, "i32")
+        assert launch_signature(launch_of(n=n, m=0)).kinds == (kind, "i32")
 
 
 def test_numbers_beyond_float32_are_infinite():
     """A scale divided by a tiny softcap, for instance. `struct` refuses what C converts."""
-    values = signature_of(launch_of(large=1e40, less=-1e40, x=3e38, nan=float("nan"))).values
+    values = launch_signature(launch_of(large=1e40, less=-1e40, x=3e38, nan=float("nan"))).values
     assert values[:3] == [float("inf"), -float("inf"), 3e38] and values[3] != values[3]
     struct.pack("<4f", *values)
 
 
-def test_too_much_shared_memory_is_what_the_tuner_leaves_out(monkeypatch):
+def test_the_tuner_skips_tiles_with_too_much_shared_memory(monkeypatch):
     """No error of the driver, which would end the call."""
     monkeypatch.setattr(binaries, "stored_binary", lambda *arguments: SimpleNamespace(shared=300_000))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     launch = launch_of(n=3)
     with pytest.raises(OutOfResources, match=r"300000.*232448") as raised:
-        launcher.binary_of(launch, signature_of(launch), 0)
+        launcher.loaded_binary(launch, launch_signature(launch), 0)
     assert tune.cannot_run(raised.value)
 
 
-def test_strides_of_one_are_known_and_multiples_of_16_all_together():
+def test_strides_of_one_and_alignment_of_all_strides():
     for strides, is_aligned in (((16, 32), True), ((16, 8), False), ((0, 2**32), True), ((1, 16), True)):
         launch = launch_of(stride_q=strides[0], stride_k=strides[1], n=3)
-        signature = signature_of(launch)
+        signature = launch_signature(launch)
         assert signature.kinds[0] == (1 if strides[0] == 1 else "i32") and signature.aligned_strides == is_aligned
-        source = launcher.source_of(launch, signature)
+        source = launcher.kernel_source(launch, signature)
         expected = {"stride_q", "stride_k"} - ({"stride_q"} if strides[0] == 1 else set())
         assert source.aligned == (expected if is_aligned else set())
         assert source.constants == {"c": 5, **({"stride_q": 1} if strides[0] == 1 else {})}
 
 
-def test_pointers_are_aligned_all_together():
+def test_one_unaligned_pointer_unaligns_all():
     x = torch.zeros(64, dtype=torch.float16)
     for tensors, is_aligned in (((x, x, x), True), ((x, x[1:], x), False), ((x, x, x[1:]), True), ((x, None, x), True)):
         launch = launch_of(**dict(zip(("q_ptr", "k_ptr", "plain_ptr"), tensors, strict=True)))
-        signature = signature_of(launch)
+        signature = launch_signature(launch)
         assert signature.aligned_pointers == is_aligned
         assert signature.values == [y.data_ptr() for y in tensors if y is not None]
-        source = launcher.source_of(launch, signature)
+        source = launcher.kernel_source(launch, signature)
         assert source.aligned == (
             {name for name in ("q_ptr", "k_ptr") if name in source.types} if is_aligned else set()
         )
@@ -163,24 +165,24 @@ def test_pointers_are_aligned_all_together():
 def test_descriptors_are_known_by_their_tiles():
     x = torch.zeros(64, 32, dtype=torch.float16)
     kinds = [
-        signature_of(launch_of(q=Tiles(y, y.shape, y.stride(), box_of(y.dtype, block)))).kinds
+        launch_signature(launch_of(q=Tiles(y, y.shape, y.stride(), shared_box(y.dtype, block)))).kinds
         for y, block in ((x, (16, 32)), (x[:8], (16, 32)), (x, (8, 32)), (x.bfloat16(), (16, 32)))
     ]
     assert kinds[0] == kinds[1] and len(set(kinds)) == 3
-    box = box_of(x.dtype, (16, 32))
+    box = shared_box(x.dtype, (16, 32))
     mixed = launch_of(n=5, q=Tiles(x, x.shape, x.stride(), box), s=0.5, x_ptr=x.float(), none=None, y_ptr=x)
-    assert signature_of(mixed).kinds == ("i32", box, "fp32", torch.float32, None, torch.float16)
+    assert launch_signature(mixed).kinds == ("i32", box, "fp32", torch.float32, None, torch.float16)
 
 
 def test_tensor_maps_are_known_by_number_shape_and_strides():
     x = torch.zeros(64, 32)
-    box = box_of(x.dtype, (16, 16))
+    box = shared_box(x.dtype, (16, 16))
     places = [(0, (64, 32), (32, 1)), (1, (64, 32), (32, 1)), (0, (8, 32), (32, 1)), (0, (64, 32), (64, 1))]
-    keys = {launcher.Binary.place_of(number, Tiles(x, shape, strides, box)) for number, shape, strides in places}
+    keys = {launcher.Binary.tensor_map_key(number, Tiles(x, shape, strides, box)) for number, shape, strides in places}
     assert len(keys) == len(places)
 
 
-def test_a_binary_is_known_by_all_that_it_is_compiled_for(monkeypatch):
+def test_the_binary_key_has_everything_it_is_compiled_for(monkeypatch):
     """And by nothing else: lengths, other strides and other addresses find it."""
     monkeypatch.setattr(binaries, "stored_binary", lambda *arguments: SimpleNamespace(shared=0))
     monkeypatch.setattr(launcher, "Binary", lambda *arguments: object())
@@ -189,7 +191,7 @@ def test_a_binary_is_known_by_all_that_it_is_compiled_for(monkeypatch):
     x = torch.zeros(64, 32, dtype=torch.float16)
 
     def tiles(block):
-        return Tiles(x, x.shape, x.stride(), box_of(x.dtype, block))
+        return Tiles(x, x.shape, x.stride(), shared_box(x.dtype, block))
 
     given = {"q_ptr": x, "stride_q": 16, "n": 3, "s": 0.5, "rows": tiles((16, 32)), "other_ptr": None}
     first = launch_of(**given)
@@ -197,7 +199,7 @@ def test_a_binary_is_known_by_all_that_it_is_compiled_for(monkeypatch):
     def binary(device=0, **changes):
         fields = {name: changes.pop(name) for name in list(changes) if name in Launch._fields}
         launch = first._replace(arguments={**given, **changes}, **fields)
-        return launcher.binary_of(launch, signature_of(launch), device)
+        return launcher.loaded_binary(launch, launch_signature(launch), device)
 
     known = binary()
     for same in ({"q_ptr": x[8:]}, {"stride_q": 32}, {"n": 4}, {"s": 1.5}, {"rows": tiles((16, 32))}, {"grid": 7}):
@@ -212,7 +214,7 @@ def test_a_binary_is_known_by_all_that_it_is_compiled_for(monkeypatch):
 
 
 def test_parameters_lie_as_a_c_struct():
-    kinds = ("i32", torch.float16, None, 1, "fp32", box_of(torch.float16, (16, 16)), "i32", "i64")
+    kinds = ("i32", torch.float16, None, 1, "fp32", shared_box(torch.float16, (16, 16)), "i32", "i64")
     text, offsets = launcher.parameter_layout(kinds, 1)
     # i32, pointer, float; map, two sizes, two strides; i32, i64, scratch
     assert offsets == [0, 8, 16, 64, 192, 196, 200, 208, 216, 224, 232] and text.count("x") == 3

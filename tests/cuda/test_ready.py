@@ -24,7 +24,7 @@ from diyfa.backends.cuda.runtime import launch
 from diyfa.cli.app import app
 from diyfa.ready import building, calls, words
 from diyfa.ready.building import Built, build
-from diyfa.ready.models import model_of, read_model
+from diyfa.ready.models import parse_model, read_model
 from diyfa.ready.warming import Warmed
 from diyfa.ready.wheel import write_wheel
 from diyfa.registry import load_backend
@@ -56,12 +56,12 @@ def test_a_pack_has_every_kernel(found):
     assert kernels - {*found["names"]} == {"_fwd_v1_kernel", "_fwd_tutorial_kernel"}
 
 
-def test_what_an_architecture_lacks_is_said(found):
+def test_missing_features_of_an_architecture_are_reported(found):
     assert len(found["refused by sm_80"]) == 2
     assert all("float8 needs sm_89 or later" in reason for reason in found["refused by sm_80"])
 
 
-def test_calls_of_the_tests_that_a_pack_lacks_are_listed(found):
+def test_calls_of_the_tests_missing_in_a_pack_are_listed(found):
     covered = found["coverage"]
     assert covered["lacking"] and 0 < covered["known"] < covered["kernels"]
     assert all(kernels for kernels in covered["lacking"].values())
@@ -70,7 +70,7 @@ def test_calls_of_the_tests_that_a_pack_lacks_are_listed(found):
 # ---- Calls in words, of models, of functions ----------------------------------------------------------------------
 
 
-def test_words_are_the_calls_that_they_name(found):
+def test_words_parse_to_the_calls_they_name(found):
     assert found["words"] == {"alike": True, "known": True}
 
 
@@ -95,7 +95,7 @@ def test_words_are_the_calls_that_they_name(found):
         ("float16 bfloat16 D=64 H=8 B=1 S=128", "says something twice"),
     ],
 )
-def test_words_that_mean_nothing_are_refused(text, reason):
+def test_unknown_words_are_refused(text, reason):
     with pytest.raises(ValueError, match=reason):
         words.parse(text)
 
@@ -115,7 +115,7 @@ def test_words_have_defaults():
 def test_a_pack_serves_a_model(found, name, heads):
     from ready_calls import CONFIGS
 
-    model = model_of(CONFIGS[name])
+    model = parse_model(CONFIGS[name])
     assert str(model.heads) == heads and model.dtype == torch.bfloat16
     of_model = found["models"][name]
     assert of_model["refused"] == [] and of_model["lacking"] == [] and of_model["kernels"] > 40
@@ -135,12 +135,12 @@ def test_a_pack_serves_a_model(found, name, heads):
     ],
 )  # fmt: skip
 def test_layers_of_a_model(config, options):
-    model = model_of({"hidden_size": 1024, "num_attention_heads": 16, **config})
+    model = parse_model({"hidden_size": 1024, "num_attention_heads": 16, **config})
     assert [*model.options] == options and model.heads == (64, 0, 16, 16)
 
 
 def test_a_latent_cache():
-    model = model_of({
+    model = parse_model({
         "num_attention_heads": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
         "v_head_dim": 128, "hidden_size": 7168,
     })  # fmt: skip
@@ -148,21 +148,21 @@ def test_a_latent_cache():
 
 
 @pytest.mark.parametrize("config", [{}, {"num_attention_heads": 0}, {"num_attention_heads": -8}])
-def test_a_config_that_says_too_little_is_refused(config):
+def test_an_incomplete_config_is_refused(config):
     with pytest.raises(ValueError, match="num_attention_heads"):
-        model_of({"hidden_size": 64, **config})
+        parse_model({"hidden_size": 64, **config})
 
 
-def test_what_a_config_says_in_another_way_is_left_out():
+def test_malformed_config_entries_are_skipped():
     odd = {
         "text_config": None, "attn_config": "flash", "architectures": [1], "torch_dtype": "load", "head_dim": "64",
         "sliding_window": 0, "attn_logit_softcapping": "none",
     }  # fmt: skip
-    model = model_of({"hidden_size": 1024, "num_attention_heads": 16, **odd})
+    model = parse_model({"hidden_size": 1024, "num_attention_heads": 16, **odd})
     assert model == ((64, 0, 16, 16), torch.bfloat16, ({"causal": True},), None)
 
 
-def test_a_config_that_is_no_config_is_refused(tmp_path):
+def test_an_invalid_config_is_refused(tmp_path):
     path = tmp_path / "config.json"
     for text in ("", "[]", "[" * 100_000):
         path.write_text(text)
@@ -179,11 +179,11 @@ def test_a_function_is_recorded_with_zeros_for_results(found):
     }
 
 
-def test_all_is_as_before_when_nothing_is_recorded_any_more(found):
+def test_after_a_recording_everything_is_restored(found):
     assert found["restored"]
 
 
-def test_what_nobody_would_find_is_not_compiled(found):
+def test_binaries_that_cannot_be_stored_are_not_compiled(found):
     refusals = found["refusals"]
     assert refusals["DISABLE_PTXAS_OPT"] == (
         "ValueError: nothing that is compiled now would be found: DISABLE_PTXAS_OPT is set"
@@ -192,7 +192,7 @@ def test_what_nobody_would_find_is_not_compiled(found):
     assert refusals["other sources"] == "RuntimeError: the sources of diyfa have changed meanwhile"
 
 
-def test_without_a_device_an_architecture_is_asked_for():
+def test_without_a_device_an_architecture_must_be_named():
     if torch.cuda.is_available():
         pytest.skip("there is one")
     with pytest.raises(ValueError, match="no GPU or NPU is usable here"):
@@ -213,7 +213,7 @@ def test_a_small_pack_serves_its_calls_without_a_compiler(found):
     assert of_pack["names"][:2] == ["diyfa_sm90/__init__.py", "diyfa_sm90/binaries.pack"]
 
 
-def test_what_is_compiled_is_not_compiled_again(found):
+def test_nothing_is_compiled_twice(found):
     warmed = found["pack"]["warmed"]
     assert (warmed["kernels"], warmed["compiled"], warmed["failures"], warmed["refused"]) == (2, 0, [], [])
 
@@ -257,7 +257,7 @@ class Kernel:
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def is_known(self) -> bool:
+    def is_stored(self) -> bool:
         return False
 
     def compile(self) -> None:
@@ -274,7 +274,7 @@ class Kernel:
             os._exit(9)
 
 
-def test_kernels_that_fail_or_crash_their_process_leave_the_others_alone(monkeypatch):
+def test_a_failing_or_crashing_compilation_does_not_stop_the_others(monkeypatch):
     monkeypatch.setattr(Kernel, "__module__", "test_ready")
     monkeypatch.syspath_prepend(ROOT / "tests" / "cuda")
     done: list[Built] = []
@@ -285,7 +285,7 @@ def test_kernels_that_fail_or_crash_their_process_leave_the_others_alone(monkeyp
     assert errors["crashes"] == "the process that compiles it ended with 9"
 
 
-def test_kernels_that_nobody_waits_for_any_more_are_not_compiled(monkeypatch, tmp_path):
+def test_after_an_interrupt_no_kernel_is_compiled(monkeypatch, tmp_path):
     monkeypatch.setattr(Kernel, "__module__", "test_ready")
     monkeypatch.syspath_prepend(ROOT / "tests" / "cuda")
 
@@ -313,7 +313,7 @@ def test_processes_that_compile_do_not_interpret(monkeypatch):
     assert "TRITON_INTERPRET" not in started[0] and started[0]["OMP_NUM_THREADS"] == "1"
 
 
-def test_a_gpu_that_is_here_stands_for_the_one_that_is_named(monkeypatch):
+def test_the_local_gpu_is_used_for_its_architecture(monkeypatch):
     """A model may lie on it while calls are recorded for another."""
     backend, gpu = load_backend("cuda"), torch.device("cuda", 0)
     monkeypatch.setattr(launch, "stand_in", launch.StandIn("sm_80", 108))

@@ -76,7 +76,7 @@ def qkv(shape=(2, 4, 96, 64), dtype=torch.bfloat16, grad=False, kv_heads=None):
     return [torch.zeros(s, dtype=dtype, requires_grad=grad) for s in (shape, kv, kv)]
 
 
-LEAST_ADDRESS = 2**32
+MIN_ADDRESS = 2**32
 
 
 def launches_of(recorder, **tensors):
@@ -86,7 +86,7 @@ def launches_of(recorder, **tensors):
     def name(x: Any) -> Any:
         if isinstance(x, Map):
             return Map(name(x.address), *dataclasses.astuple(x)[1:])
-        return names.get(x, x) if type(x) is int and x >= LEAST_ADDRESS else x
+        return names.get(x, x) if type(x) is int and x >= MIN_ADDRESS else x
 
     found = [
         dataclasses.replace(one, arguments={key: name(x) for key, x in one.arguments.items()})
@@ -116,7 +116,7 @@ def assert_same(first: list[Recorded], *others: list[Recorded]) -> None:
                 *one.arguments.items(),
             ):
                 address = x.address if isinstance(x, Map) else x
-                if type(address) is int and address >= LEAST_ADDRESS:
+                if type(address) is int and address >= MIN_ADDRESS:
                     addresses.append(address)
                     x = dataclasses.replace(x, address=0) if isinstance(x, Map) else "memory"
                 shape.append((one.kernel, key, x))
@@ -212,7 +212,7 @@ CASES = {  # a call, kernels of the backward pass
 
 @pytest.mark.parametrize("grad", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("case", CASES)
-def test_a_repeated_call_launches_what_the_first_did(recorder, described, case, grad, monkeypatch):
+def test_a_repeated_call_has_the_launches_of_the_first(recorder, described, case, grad, monkeypatch):
     """Other tensors in the same places are read, whatever objects they are."""
     make, of_backward = CASES[case]
     if case == "divided":
@@ -252,7 +252,7 @@ def test_every_call_returns_a_pair(recorder):
         assert type(attend(*tensors, return_lse=True)) is tuple
 
 
-def test_each_launch_of_a_dynamic_deal_has_its_counter(recorder, described, monkeypatch):
+def test_each_dynamic_schedule_has_its_counter(recorder, described, monkeypatch):
     table = hopper_configs.config_of
     monkeypatch.setattr(
         hopper_fwd, "config_of", lambda problem: dataclasses.replace(table(problem), scheduler="dynamic")
@@ -294,11 +294,11 @@ def test_packed_gradients_are_repeated(recorder, described, packing):
     assert_same(*passes)
 
 
-def test_a_call_that_comes_once_is_not_prepared_for_another(recorder, monkeypatch):
+def test_a_single_call_prepares_no_repeat(recorder, monkeypatch):
     asked = []
-    repeat = runtime_passes.replay_of
+    repeat = runtime_passes.make_replay
     monkeypatch.setattr(
-        attention_launch, "replay_of", lambda *args, **kwargs: asked.append(1) or repeat(*args, **kwargs)
+        attention_launch, "make_replay", lambda *args, **kwargs: asked.append(1) or repeat(*args, **kwargs)
     )
     for n in (0, 1, 1, 1):
         attend(*qkv())
@@ -317,7 +317,7 @@ def test_a_tensor_given_twice_is_no_other_call(recorder, described):
     assert not described and [call.arguments[f"{name}_ptr"] for name in "qkv"] == ["x", "y", "z"]
 
 
-def test_strides_of_optional_tensors_are_part_of_the_call(recorder, described):
+def test_strides_of_optional_tensors_are_in_the_key(recorder, described):
     q, k, v = qkv()
     bias = torch.rand(4, 96, 96)
     for _ in range(3):
@@ -351,7 +351,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_was_decided_is_decided_anew_after_a_change(recorder, described, change, monkeypatch):
+def test_decisions_are_renewed_after_a_change(recorder, described, change, monkeypatch):
     q, k, v = qkv(grad=True)
     dout = torch.zeros_like(q)
 
@@ -398,7 +398,7 @@ def test_forced_tiles_nest():
     assert "fwd" not in attention_launch._forced
 
 
-def test_gradients_that_lie_otherwise(recorder, described):
+def test_gradients_with_other_strides(recorder, described):
     """Strides are part of what is repeated; an address that is not aligned is not repeated. An expanded gradient is
     copied first, and lies as others do then."""
     q, k, v = qkv(grad=True)
@@ -433,7 +433,7 @@ UNPACKED = {
 
 
 @pytest.mark.parametrize("how", UNPACKED)
-def test_saved_tensors_that_lie_otherwise(recorder, described, how):
+def test_saved_tensors_with_other_strides(recorder, described, how):
     q, k, v = qkv(grad=True)
     dout = torch.zeros_like(q)
     for _ in range(4):
@@ -475,7 +475,7 @@ def test_tensors_of_another_device_run_on_it(monkeypatch, recorder):
     monkeypatch.setattr(launcher, "_binaries", {})
     monkeypatch.setattr(runtime_passes, "on_device", lambda x: Device(5))
     monkeypatch.setattr(torch.cuda, "device", Device)
-    monkeypatch.setattr(runtime_passes, "current_device_of", lambda x: lambda: entered[-1] if entered else 5)
+    monkeypatch.setattr(runtime_passes, "device_getter", lambda x: lambda: entered[-1] if entered else 5)
     attend(q, k, v)
     assert compiled_in == [[], [5]]
     entered.clear()
@@ -485,8 +485,8 @@ def test_tensors_of_another_device_run_on_it(monkeypatch, recorder):
     assert entered == ["left", -1, "left"] and len(recorder.launches) == 1
 
 
-def test_allocators_make_what_they_are_asked_for():
-    for allocate in (runtime_passes.allocator_of("cpu"), runtime_passes.allocator_of("meta")):
+def test_allocators_return_the_requested_layout():
+    for allocate in (runtime_passes.make_allocator("cpu"), runtime_passes.make_allocator("meta")):
         x = allocate((2, 3), (3, 1), torch.float16)
         assert x.shape == (2, 3) and x.stride() == (3, 1) and x.dtype == torch.float16
 
@@ -531,7 +531,7 @@ def test_on_the_device_a_repeated_call_gives_the_same_bits(shape, monkeypatch):
 )
 @pytest.mark.parametrize("rows", [16, 512])
 @pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
-def test_a_repeated_product_launches_what_the_first_did(recorder, launched, rows, options, transposed):
+def test_a_repeated_product_has_the_launches_of_the_first(recorder, launched, rows, options, transposed):
     dtype = torch.float32 if "precision" in options else torch.bfloat16
     passes, kept = [], []
     for _ in range(4):
@@ -603,7 +603,7 @@ def test_tiles_are_measured_on_a_delta_that_is_filled(recorder, measuring, monke
     monkeypatch.setattr(attention_launch, "candidates", lambda of, problem: TILES)
     if forgets:
         monkeypatch.setattr(tuning, "cache_dir", lambda: None)
-        monkeypatch.setattr(tuning, "MOST_REMEMBERED", 1)
+        monkeypatch.setattr(tuning, "MAX_REMEMBERED", 1)
     q, k, v = qkv(grad=True)
     for _ in range(4):
         recorder.launches.clear()
@@ -708,16 +708,18 @@ def chosen_mla(monkeypatch):
     monkeypatch.setattr(backend, "kernels", kernels)
 
 
-@pytest.mark.parametrize("gives_out", [False, True], ids=["", "out"])
+@pytest.mark.parametrize("passes_out", [False, True], ids=["", "out"])
 @pytest.mark.parametrize("by", ["tensor", "int"])
 @pytest.mark.parametrize("case", CACHES)
-def test_a_repeated_call_with_a_cache_launches_what_the_first_did(recorder, chosen_mla, launched, case, by, gives_out):
+def test_a_repeated_call_with_a_cache_has_the_launches_of_the_first(
+    recorder, chosen_mla, launched, case, by, passes_out
+):
     """Of one with an int for all lengths the length is given anew."""
     make, kernels = CACHES[case]
     passes, kept = [], []
     for length in (100, 100, 101, 102):
         given = make(length, by)
-        out = given["q"].new_zeros(*given["q"].shape[:3], given["v_cache"].shape[3]) if gives_out else None
+        out = given["q"].new_zeros(*given["q"].shape[:3], given["v_cache"].shape[3]) if passes_out else None
         launched.clear()
         with diyfa.use_backend("cuda"), diyfa.batch_invariant() if "mode" in case else contextlib.nullcontext():
             result, lse = diyfa.flash_attn_with_kvcache(**given, out=out, return_softmax_lse=True)
@@ -753,7 +755,7 @@ def test_queries_that_out_replaces_are_another_call(recorder, launched, monkeypa
     assert not launched
 
 
-def test_values_that_are_no_part_of_the_keys_are_another_call(recorder, chosen_mla):
+def test_separate_values_make_another_call(recorder, chosen_mla):
     given = latent(100, "tensor")
     with diyfa.use_backend("cuda"):
         for _ in range(3):
@@ -765,7 +767,7 @@ def test_values_that_are_no_part_of_the_keys_are_another_call(recorder, chosen_m
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd", "thd"])
-def test_a_repeated_call_of_few_queries_launches_what_the_first_did(recorder, launched, layout):
+def test_a_repeated_call_of_few_queries_has_the_launches_of_the_first(recorder, launched, layout):
     offsets = [torch.tensor([0, n], dtype=torch.int32) for n in (2, 4096)]
     passes, kept = [], []
     for _ in range(4):
@@ -818,13 +820,13 @@ def test_an_lse_that_is_not_returned_lies_in_the_workspace(recorder, monkeypatch
     """Behind all that the kernels write there; one that is returned holds no other memory."""
     make, invariant, last = WITHOUT_LSE[case]
     asked, made = [], []
-    allocator_of, workspace = runtime_passes.allocator_of, decode.workspace
+    make_allocator, workspace = runtime_passes.make_allocator, decode.workspace
 
     def spied_on(device_type):
-        allocate = allocator_of(device_type)
+        allocate = make_allocator(device_type)
         return lambda *args: asked.append(allocate(*args)) or asked[-1]
 
-    monkeypatch.setattr(runtime_passes, "allocator_of", spied_on)
+    monkeypatch.setattr(runtime_passes, "make_allocator", spied_on)
     monkeypatch.setattr(decode, "workspace", lambda *args: made.append(workspace(*args)) or made[-1])
     monkeypatch.setattr(stream_k, "multiprocessors", lambda device: 100)
     function = diyfa.flash_attention_varlen if case == "packed" else diyfa.flash_attn_with_kvcache
@@ -929,7 +931,7 @@ def some_product(pick):
 
 
 @pytest.mark.parametrize("kind", [some_attention, some_decoding, some_product], ids=lambda kind: kind.__name__)
-def test_no_call_launches_what_another_one_decided(recorder, monkeypatch, kind):
+def test_no_call_uses_decisions_of_another_call(recorder, monkeypatch, kind):
     """Calls that differ in little, in any order, launch what they do in a process without earlier calls."""
     pick = Choices(0)
     for _ in range(300):

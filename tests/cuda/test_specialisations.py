@@ -71,7 +71,7 @@ def test_kernels_compiled_do_not_grow_with_lengths(counts, run):
         assert found["tiles"] <= 3, f"{kernel}: {found['tiles']} tiles"
 
 
-def test_alignment_is_told_apart_at_all(counts):
+def test_the_count_detects_alignment(counts):
     """The counting sees what it should: where a bias is read wide there is a kernel of its own."""
     assert counts["bias"]["_fwd_kernel"]["causes"] == ["declared"]
 

@@ -67,7 +67,7 @@ def the_file(folder):
     return path
 
 
-def test_candidates_are_measured_in_turns():
+def test_candidates_are_measured_in_rounds():
     """A slow spell of the device (here: the whole first round) meets every candidate and decides nothing."""
     kernel = FakeKernel()
     spell = iter([10.0] * len(TILES))
@@ -144,7 +144,7 @@ def test_corrupt_or_foreign_file_is_measured_over(own_cache, content, caplog):
     assert "1" in json.loads(path.read_text())["rows"]["k"]
 
 
-def test_corrupt_row_is_measured_again(own_cache):
+def test_a_corrupt_row_is_remeasured(own_cache):
     kernel = FakeKernel()
     make_tuner(kernel).best("k", 1, TILES, kernel.run, TILES[0])
     path = the_file(own_cache)
@@ -170,7 +170,7 @@ HOSTILE_ROWS = {
 }
 
 
-def test_rows_that_make_no_sense_go_and_the_others_stay(own_cache):
+def test_invalid_rows_are_dropped_and_valid_ones_stay(own_cache):
     kernel = FakeKernel()
     tuner = make_tuner(kernel)
     tuner.best("k", 1, TILES, kernel.run, TILES[0])
@@ -200,7 +200,7 @@ def plant_pipe(path):
 
 
 @pytest.mark.parametrize("plant", [plant_folder, plant_loop, plant_pipe])
-def test_what_is_no_file_in_the_place_of_one(own_cache, plant, caplog):
+def test_a_folder_instead_of_the_file(own_cache, plant, caplog):
     """Each call works; a folder stays, whoever's it is, and no temporary file is left beside it."""
     kernel = FakeKernel()
     make_tuner(kernel).best("k", 1, TILES, kernel.run, TILES[0])
@@ -215,7 +215,7 @@ def test_what_is_no_file_in_the_place_of_one(own_cache, plant, caplog):
     assert path.is_dir() == (plant is plant_folder)
 
 
-def test_without_a_home_nothing_is_kept(no_home, tmp_path, monkeypatch, caplog):
+def test_without_a_home_folder_nothing_is_stored(no_home, tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
     kernel = FakeKernel()
     tuner = make_tuner(kernel)
@@ -243,7 +243,7 @@ def test_new_version_starts_afresh(own_cache, monkeypatch, changed):
     "error",
     [OutOfResources(300, 200, "shared memory"), PTXASError("no"), RuntimeError("PassManager::run failed")],
 )
-def test_candidate_that_cannot_run_is_left_out(error):
+def test_candidate_that_cannot_run_is_skipped(error):
     kernel = FakeKernel({**DURATION_MS, 64: error})
     assert make_tuner(kernel).best("k", 1, TILES, kernel.run, TILES[0]) == Tile(128)
 
@@ -260,7 +260,7 @@ class AskedTuner(tune.Tuner):
         return False
 
 
-def test_a_tuner_that_waits_to_be_asked(own_cache):
+def test_the_tuner_measures_on_request_only(own_cache):
     kernel = FakeKernel()
     tuner = AskedTuner(kernel.timer, device=lambda: (0, "Test GPU"), may_measure=lambda: True, rounds=1)
     assert tuner.best("k", 1, TILES, kernel.run, Tile(32)) == Tile(32) and kernel.runs == []
@@ -273,7 +273,7 @@ def test_a_tuner_that_waits_to_be_asked(own_cache):
 
 
 @pytest.mark.parametrize("reason", ["a pack", "DIYFA_JIT=never"])
-def test_a_process_that_should_not_compile_measures_when_asked(own_cache, monkeypatch, reason):
+def test_a_process_without_jit_measures_on_request(own_cache, monkeypatch, reason):
     """Until then the table's tile is settled, so that equal calls are repeated."""
     if reason == "a pack":
         monkeypatch.setattr(tune, "_has_pack", lambda: True)
@@ -303,7 +303,7 @@ def test_whether_a_pack_serves_the_device(monkeypatch, initialised, pack, found)
     assert tune._has_pack() == found
 
 
-def test_another_device_of_the_model_takes_what_was_measured(own_cache):
+def test_another_device_of_the_model_uses_the_measured_tile(own_cache):
     """It had asked before, and found nothing."""
     kernel, index = FakeKernel(), [1]
     tuner = AskedTuner(kernel.timer, device=lambda: (index[0], "Test GPU"), may_measure=lambda: True, rounds=1)
@@ -315,7 +315,7 @@ def test_another_device_of_the_model_takes_what_was_measured(own_cache):
     assert tuner.best("k", 1, TILES, kernel.run, Tile(32)) == Tile(64) and len(kernel.runs) == 3
 
 
-def test_where_nothing_is_kept_the_file_is_read_once(monkeypatch):
+def test_without_stored_tiles_the_file_is_read_once(monkeypatch):
     kernel = FakeKernel()
     tuner = AskedTuner(kernel.timer, device=lambda: (0, "Test GPU"), may_measure=lambda: True)
     reads = []
@@ -334,7 +334,7 @@ def test_other_errors_are_raised_and_nothing_is_remembered(own_cache):
     assert not list(own_cache.glob("tune/*.json"))
 
 
-def test_when_nothing_runs_the_default_is_kept_for_this_process_only(own_cache, caplog):
+def test_without_a_running_tile_the_default_is_not_stored(own_cache, caplog):
     error = OutOfResources(300, 200, "shared memory")
     kernel = FakeKernel(dict.fromkeys(DURATION_MS, error))
     tuner = make_tuner(kernel)
@@ -376,7 +376,7 @@ def test_module_switch():
         tune.set_enabled(previous)
 
 
-def test_graph_capture_measures_nothing_but_uses_what_is_known():
+def test_graph_capture_uses_known_tiles_only():
     kernel = FakeKernel()
     capturing = make_tuner(kernel, may_measure=False)
     assert capturing.best("k", 1, TILES, kernel.run, Tile(32)) == Tile(32)
@@ -393,7 +393,7 @@ def test_without_a_device_the_default(own_cache):
     assert not (own_cache / "tune").exists()
 
 
-def test_unwritable_cache_is_reported_and_the_result_kept(own_cache, caplog):
+def test_an_unwritable_cache_is_reported_and_the_result_remembered(own_cache, caplog):
     (own_cache / "tune").write_text("a file where the folder should be")
     kernel = FakeKernel()
     tuner = make_tuner(kernel)

@@ -11,11 +11,11 @@ from context_parallel_cases import (
     METHODS,
     ON_KERNELS,
     WITH_ALIBI,
-    How,
+    Division,
     call_with,
-    drawn,
     lose_rank,
     numbers,
+    random_case,
     refuse_after_agreement,
     run_after_refusal,
     run_block,
@@ -28,8 +28,8 @@ from context_parallel_cases import (
     run_guide,
     run_helpers,
     run_in_float64,
-    run_in_groups_of_different_use,
     run_in_modes,
+    run_in_unequally_used_groups,
     run_misplaced_dtensors,
     run_repeated_heads,
     run_sharded,
@@ -50,7 +50,7 @@ from diyfa.distributed.ring import Sum
 from diyfa.testing import AttentionCase, assert_within_budget
 
 RANKS = 4
-DRAWN = int(os.environ.get("DIYFA_DRAWN_CASES", "24"))  # 200 take half a minute
+RANDOM_CASES = int(os.environ.get("DIYFA_DRAWN_CASES", "24"))  # 200 take half a minute
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def workers(tmp_path_factory):
         yield found
 
 
-def check(workers: Workers, cases: list[tuple[AttentionCase, How]]) -> None:
+def check(workers: Workers, cases: list[tuple[AttentionCase, Division]]) -> None:
     """Every case within its budget; all failures are told at once."""
     failures = []
     for case, how in cases:
@@ -72,12 +72,15 @@ def check(workers: Workers, cases: list[tuple[AttentionCase, How]]) -> None:
 
 @pytest.mark.parametrize("method", ["ring", "ulysses", "both"])
 def test_matrix(workers, method):
-    check(workers, [(case, How(method)) for case in MATRIX])
+    check(workers, [(case, Division(method)) for case in MATRIX])
 
 
 def test_meshes_with_one_rank_in_a_dimension(workers):
     cases = [case for case in MATRIX if case.name in ("causal_gqa", "packed_causal_sinks")]
-    check(workers, [(case, How("both", together=together)) for case in cases for together in (1, RANKS)])
+    check(
+        workers,
+        [(case, Division("both", ulysses_ranks=ulysses_ranks)) for case in cases for ulysses_ranks in (1, RANKS)],
+    )
 
 
 @pytest.mark.parametrize(
@@ -88,7 +91,7 @@ def test_triton_kernels_in_a_ring(workers, backend):
     """Their views, strides and packed rows, on CPU tensors in Triton's interpreter."""
     if backend not in TARGETS or not TARGETS[backend].interpreted:
         pytest.skip(f"the {backend} kernels do not run in the interpreter here")
-    check(workers, [(case, How("ring", backend=backend)) for case in ON_KERNELS])
+    check(workers, [(case, Division("ring", backend=backend)) for case in ON_KERNELS])
 
 
 def test_dropout_is_that_of_one_device(workers):
@@ -98,21 +101,21 @@ def test_dropout_is_that_of_one_device(workers):
 
 
 def test_alibi(workers):
-    check(workers, [(case, How("ulysses")) for case in WITH_ALIBI])
+    check(workers, [(case, Division("ulysses")) for case in WITH_ALIBI])
 
 
 @pytest.mark.parametrize("method", ["ring", pytest.param("both", marks=pytest.mark.slow)])
 def test_matrix_without_balance(workers, method):
-    check(workers, [(case, How(method, "none")) for case in MATRIX if case.causal or case.window != (-1, -1)])
+    check(workers, [(case, Division(method, "none")) for case in MATRIX if case.causal or case.window != (-1, -1)])
 
 
-def test_drawn(workers):
-    check(workers, [drawn(seed, RANKS) for seed in range(DRAWN)])
+def test_random_cases(workers):
+    check(workers, [random_case(seed, RANKS) for seed in range(RANDOM_CASES)])
 
 
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
 def test_gradients_are_bitwise_equal_from_run_to_run(workers, method):
-    assert all(workers.run(run_twice, How(method, deterministic=True)))
+    assert all(workers.run(run_twice, Division(method, deterministic=True)))
 
 
 def test_the_guide(workers):
@@ -223,7 +226,7 @@ def test_compiled_ranks_that_disagree_are_named(workers):
         ({"refused": True}, "RuntimeError: not here"),
     ],
 )
-def test_what_is_refused(workers, arguments, told):
+def test_refusals(workers, arguments, told):
     messages = workers.run(call_with, *[arguments] * RANKS)
     assert all(message.startswith(told) for message in messages), messages
 
@@ -236,13 +239,13 @@ def test_a_refused_call_leaves_nothing_under_way(workers):
     assert all(workers.run(run_after_refusal))
 
 
-def test_a_rank_that_refuses_what_was_agreed_on_waits_for_nobody(workers):
+def test_a_rank_that_refuses_an_agreed_call_does_not_hang(workers):
     message, waited = workers.run(refuse_after_agreement)[0]
     assert "stride 1" in message and not waited
 
 
-def test_what_ranks_agreed_on_is_kept_by_group(workers):
-    workers.run(run_in_groups_of_different_use, 4)
+def test_agreed_calls_are_cached_by_group(workers):
+    workers.run(run_in_unequally_used_groups, 4)
 
 
 @pytest.mark.parametrize("method", ["ring", "ulysses", "both"])
@@ -266,7 +269,7 @@ def test_float64_stays_float64(workers):
 
 
 @pytest.mark.parametrize("score", [30.0, 100.0, 1000.0, 10761.0])
-def test_what_float32_keys_have_in_common_costs_nothing(workers, score):
+def test_a_common_vector_of_float32_keys_costs_no_accuracy(workers, score):
     for method in ("ring", "both", "compiled"):
         for error, allowed in workers.run(run_with_common_key, score, method, False)[0]:
             assert error <= allowed, f"{method}: {error:.2g}, allowed {allowed:.2g}"
@@ -284,7 +287,7 @@ def test_gradients_of_repeated_heads_are_rounded_once(workers, how):
 
 
 @pytest.mark.parametrize("score", [100.0, 10761.0])
-def test_with_sinks_it_costs_what_the_guide_says(workers, score):
+def test_the_cost_of_sinks_is_that_of_the_guide(workers, score):
     """Only dQ and dK are worse than on one device: by L * 2**-24 times what keys, or queries, have in common."""
     out, lse, dq, dk, dv = workers.run(run_with_common_key, score, "ring", True)[0]
     for error, allowed in (out, lse, dv):
@@ -296,7 +299,7 @@ def test_with_sinks_it_costs_what_the_guide_says(workers, score):
 
 
 @pytest.mark.parametrize(("softcap", "infinite"), [(2.0, False), (0.0, True)], ids=["softcap", "infinite"])
-def test_keys_whose_common_part_stays(workers, softcap, infinite):
+def test_keys_whose_common_vector_is_not_subtracted(workers, softcap, infinite):
     """A softcap is no sum that a part could be taken from, and a key that is infinite is no part of any mean."""
     assert all(error < 1e-5 for errors in workers.run(run_without_common_key, softcap, infinite) for error in errors)
 
@@ -338,7 +341,7 @@ def test_pytorchs_own_context_parallel(workers):
 @pytest.mark.slow
 def test_eight_ranks(tmp_path):
     with Workers(8, tmp_path) as workers:
-        check(workers, [(case, How(method)) for method in METHODS for case in MATRIX])
+        check(workers, [(case, Division(method)) for method in METHODS for case in MATRIX])
         losses = workers.run(train_gpt, 256, 4)[0]  # a sequence eight times as long as a rank's part
     assert losses == pytest.approx(train_gpt(256, 4), rel=1e-5) and losses[-1] < losses[0]
 

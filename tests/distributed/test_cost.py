@@ -12,18 +12,18 @@ from diyfa.distributed.cost import (
     Machine,
     Work,
     cheapest,
-    machine_of,
+    machine_for,
     ring_seconds,
     ring_timeline,
-    share_of,
     ulysses_seconds,
+    visible_fraction,
 )
 
 HOPPER, ATLAS_A2 = (dict(MACHINES)[name] for name in ("sm_90", "Ascend910B"))
 LONG = Work(8, 1, 32, 8, 131072, 128, 128, 2, share=0.5)
 
 
-def test_a_ring_hides_what_is_shorter_than_a_step():
+def test_a_ring_hides_transfers_shorter_than_a_step():
     assert ring_timeline([[1.0, 1.0, 1.0]] * 3, 0.5) == 3.0
     assert ring_timeline([[1.0, 1.0, 1.0]] * 3, 2.0) == 5.0
     # A late rank is waited for by the one that it sends to, and one step later by that one's neighbour.
@@ -63,17 +63,17 @@ def test_one_million_tokens_scale():
         assert LONG.flops * 3.5 / machine.flops / ring_seconds(LONG, machine) > 0.93
 
 
-def test_what_masks_leave():
-    assert share_of((0, 100, 100), (-1, -1)) == 1.0
-    assert share_of((0, 100, 100), (-1, 0)) == 0.5
-    assert share_of((0, 100, 100), (10, 0)) == 0.1
-    assert share_of((0, 50, 100, 100), (-1, -1)) == 0.5
-    assert share_of((0, 0), (-1, -1)) == 1.0
+def test_visible_fraction():
+    assert visible_fraction((0, 100, 100), (-1, -1)) == 1.0
+    assert visible_fraction((0, 100, 100), (-1, 0)) == 0.5
+    assert visible_fraction((0, 100, 100), (10, 0)) == 0.1
+    assert visible_fraction((0, 50, 100, 100), (-1, -1)) == 0.5
+    assert visible_fraction((0, 0), (-1, -1)) == 1.0
 
 
 def test_a_window_takes_the_ring():
     """Which then has two steps, where Ulysses moves as much as ever."""
-    windowed = replace(LONG, share=share_of((0, 2**20, 2**20), (4096, 0)), steps=2)
+    windowed = replace(LONG, share=visible_fraction((0, 2**20, 2**20), (4096, 0)), steps=2)
     assert cheapest(windowed, HOPPER) == "ring"
 
 
@@ -82,4 +82,4 @@ def test_a_group_that_spans_hosts_has_their_links(monkeypatch):
     for ranks, local, peer in groups:
         monkeypatch.setattr("torch.distributed.get_process_group_ranks", lambda _, ranks=ranks: ranks)
         monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
-        assert machine_of("sm_90", None).peer == peer
+        assert machine_for("sm_90", None).peer == peer

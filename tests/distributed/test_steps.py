@@ -8,8 +8,8 @@ from itertools import accumulate, pairwise
 import pytest
 import torch
 
-from diyfa.distributed.sharding import joined, rows_of, segments_of
-from diyfa.distributed.steps import Call, steps_of
+from diyfa.distributed.sharding import joined, rank_segments, segment_rows
+from diyfa.distributed.steps import Call, ring_steps
 
 
 def visible(sequences: tuple[int, ...], window: tuple[int, int]) -> torch.Tensor:
@@ -71,8 +71,8 @@ def drawn(seed: int) -> tuple[tuple[int, ...], int, tuple[int, int], str, bool]:
 def test_every_visible_pair_is_computed_once(first, apart):
     for seed in range(first, first + 50):
         sequences, ranks, window, load_balance, packed = drawn(seed)
-        layout = segments_of(sequences, ranks, load_balance)
-        rows = [rows_of(segments) for segments in layout]
+        layout = rank_segments(sequences, ranks, load_balance)
+        rows = [segment_rows(segments) for segments in layout]
         places = [
             torch.tensor([(s.sequence, x) for s in own for x in range(s.start, s.stop)]).view(-1, 2) for own in layout
         ]
@@ -82,7 +82,7 @@ def test_every_visible_pair_is_computed_once(first, apart):
         own_keys = torch.zeros(sequences[-1], dtype=torch.int64)
         shifts = set()
         for rank in range(ranks):
-            steps = steps_of(layout, rank, window, packed, apart)
+            steps = ring_steps(layout, rank, window, packed, apart)
             shifts.add(tuple(step.shift for step in steps))
             for step in steps:
                 for call in step.calls:
@@ -91,7 +91,7 @@ def test_every_visible_pair_is_computed_once(first, apart):
                     if apart:
                         own = places[rank][slice(*call.queries)], places[rank - step.shift][slice(*call.keys)]
                         assert_stands_where_it_says(call, *own)
-                    if call.own:
+                    if call.has_diagonal:
                         own_keys[queries] += 1
         assert len(shifts) == 1, f"{seed}: all ranks pass on alike"
         assert torch.equal(found, visible(sequences, window)), seed
@@ -101,9 +101,9 @@ def test_every_visible_pair_is_computed_once(first, apart):
 
 
 def test_a_causal_zigzag_takes_one_call_of_equal_work_in_every_step():
-    layout = segments_of((0, 64, 64), 4, "zigzag")
+    layout = rank_segments((0, 64, 64), 4, "zigzag")
     for rank in range(4):
-        steps = steps_of(layout, rank, (-1, 0), False)
+        steps = ring_steps(layout, rank, (-1, 0), False)
         assert [len(step.calls) for step in steps] == [1] * 4
         assert [int(pairs_of(step.calls[0]).sum()) for step in steps] == [16 * 17 // 2, *[16 * 16 // 2] * 3]
 
@@ -113,7 +113,7 @@ def test_packed_sequences_of_any_lengths_are_balanced():
     lens = [rng.randint(1, 800) for _ in range(20)]
     lens[-1] += -sum(lens) % 8
     sequences = (0, *accumulate(lens), sum(lens))
-    for steps in zip(*(steps_of(segments_of(sequences, 8, "zigzag"), rank, (-1, 0), True) for rank in range(8)),
+    for steps in zip(*(ring_steps(rank_segments(sequences, 8, "zigzag"), rank, (-1, 0), True) for rank in range(8)),
                      strict=True):  # fmt: skip
         assert all(len(step.calls) == 1 for step in steps)
         pairs = [int(pairs_of(step.calls[0]).sum()) for step in steps]
@@ -121,24 +121,24 @@ def test_packed_sequences_of_any_lengths_are_balanced():
 
 
 def test_a_window_visits_neighbours_only():
-    layout = segments_of((0, 800, 800), 8, "none")
-    assert [step.shift for step in steps_of(layout, 3, (100, 0), False)] == [0, 1]
-    assert [step.shift for step in steps_of(layout, 3, (101, 0), False)] == [0, 1, 2]
-    assert [step.shift for step in steps_of(layout, 3, (100, 30), False)] == [0, 1, 7]
-    zigzag = segments_of((0, 800, 800), 8, "zigzag")
-    assert [step.shift for step in steps_of(zigzag, 3, (50, 0), False)] == [0, 1, 7]
+    layout = rank_segments((0, 800, 800), 8, "none")
+    assert [step.shift for step in ring_steps(layout, 3, (100, 0), False)] == [0, 1]
+    assert [step.shift for step in ring_steps(layout, 3, (101, 0), False)] == [0, 1, 2]
+    assert [step.shift for step in ring_steps(layout, 3, (100, 30), False)] == [0, 1, 7]
+    zigzag = rank_segments((0, 800, 800), 8, "zigzag")
+    assert [step.shift for step in ring_steps(zigzag, 3, (50, 0), False)] == [0, 1, 7]
 
 
 def test_packed_windows_without_balance_take_few_calls():
     rng = random.Random(0)
     cuts = sorted(rng.randint(0, 8192) for _ in range(60))
-    layout = segments_of((0, *cuts, 8192, 8192), 8, "none")
+    layout = rank_segments((0, *cuts, 8192, 8192), 8, "none")
     for rank in range(8):
-        assert all(len(step.calls) <= 1 for step in steps_of(layout, rank, (100, 0), True))
+        assert all(len(step.calls) <= 1 for step in ring_steps(layout, rank, (100, 0), True))
 
 
 def test_neighbouring_segments_join():
-    layout = segments_of((0, 64, 64), 8, "zigzag")
+    layout = rank_segments((0, 64, 64), 8, "zigzag")
     assert joined(layout) == (layout[0][0]._replace(stop=64),)
     first, second = joined(layout[:4])
     assert (first.start, first.stop, second.start, second.stop) == (0, 16, 48, 64)
@@ -147,4 +147,4 @@ def test_neighbouring_segments_join():
 @pytest.mark.parametrize("ranks, rows", [(4, 30), (3, 8)])
 def test_rows_that_cannot_be_divided_are_refused(ranks, rows):
     with pytest.raises(ValueError, match=f"{rows} rows cannot be divided evenly between {ranks} ranks"):
-        segments_of((0, rows, rows), ranks, "zigzag")
+        rank_segments((0, rows, rows), ranks, "zigzag")

@@ -85,7 +85,7 @@ print(metadata.distribution("flash_attn").files, metadata.requires("flash_attn")
 
 
 @pytest.mark.parametrize("real", [False, True])
-def test_what_python_says_about_the_package(real: bool, tmp_path: Path) -> None:
+def test_metadata_of_the_package(real: bool, tmp_path: Path) -> None:
     assert aliased(QUERIES, *([installed(tmp_path)] if real else [])) == [
         "flash_attn flash_attn.bert_padding",
         "None None",
@@ -112,7 +112,7 @@ print(sorted(n for n in scope if n != "__builtins__") == sorted(flash_attn.__all
 
 
 @pytest.mark.parametrize("there", [False, True])
-def test_what_flash_attn_passes_on_from_einops(there: bool, tmp_path: Path) -> None:
+def test_names_that_flash_attn_reexports_from_einops(there: bool, tmp_path: Path) -> None:
     """Reinforcement-learning libraries import `rearrange` from flash_attn.bert_padding."""
     if there:
         (tmp_path / "einops.py").write_text("def rearrange(): ...\ndef repeat(): ...\n")

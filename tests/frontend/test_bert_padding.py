@@ -52,7 +52,7 @@ def test_unpad_input(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
-def test_unused_places_are_kept_but_not_counted(dtype: torch.dtype) -> None:
+def test_unused_positions_are_selected_but_not_counted(dtype: torch.dtype) -> None:
     unused = torch.tensor([[0, 0, 0, 1, 0], *[[0] * 5] * 3, [0] * 5])
     x = tokens(5, 5, 2)
     flat, _, cu_seqlens, longest, used = unpad_input(x, MASK.to(dtype), unused.to(dtype))
@@ -96,7 +96,7 @@ def test_gradients() -> None:
     assert put.shape == (7, 2) and torch.equal(put[places], values) and int(put.count_nonzero()) == 6
 
 
-def test_nothing_to_keep() -> None:
+def test_no_selected_position() -> None:
     x = tokens(2, 4, 3)
     flat, indices, cu_seqlens, longest, used = unpad_input(x, torch.zeros(2, 4))
     assert (flat.shape, cu_seqlens.tolist(), longest, used.tolist()) == ((0, 3), [0, 0, 0], 0, [0, 0])
@@ -113,7 +113,7 @@ def test_wrong_masks(mask: torch.Tensor) -> None:
         unpad_input_for_concatenated_sequences(tokens(5, 5, 2), mask)
 
 
-def test_a_marked_place_counts_once() -> None:
+def test_a_marked_position_counts_once() -> None:
     """Numbers other than 1 in a mask, and places that both masks name, must not lengthen the sequences."""
     x, twos = tokens(2, 4, 3), torch.tensor([[2, 2, 0, 0], [3, 0, 0, 0]])
     expected = unpad_input(x, twos.bool())

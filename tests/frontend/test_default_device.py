@@ -120,7 +120,7 @@ def test_another_default_device_changes_nothing(backend: str, name: str, monkeyp
         torch.testing.assert_close(x, y)
 
 
-def test_inputs_of_the_tests_are_made_on_the_device_that_is_asked_for() -> None:
+def test_inputs_are_made_on_the_requested_device() -> None:
     case = testing.AttentionCase("case", seqlen_q=20, seqlen_k=20, dropout_p=0.2, seq_lens=(9, 20), batch=2)
     try:
         torch.set_default_device("meta")

@@ -71,7 +71,7 @@ def test_without_dropout_nothing_is_drawn(function) -> None:
 
 
 @pytest.mark.parametrize("function", [attend, packed])
-def test_a_given_state_repeats_the_mask(function) -> None:
+def test_an_equal_rng_state_gives_an_equal_mask(function) -> None:
     leaves = qkv()
     state = torch.tensor([5, -1])
     run = lambda *x: function(*x, rng_state=state)  # noqa: E731
@@ -92,7 +92,7 @@ def test_a_state_is_two_words_on_the_device() -> None:
     assert torch.equal(attend(*leaves), attend(*leaves, rng_state=state))
 
 
-def test_fork_rng_repeats_and_leaves_the_generator_alone() -> None:
+def test_fork_rng_repeats_and_restores_the_generator() -> None:
     leaves = qkv(grad=False)
     before = torch.get_rng_state()
     with torch.random.fork_rng():
@@ -163,7 +163,7 @@ def test_compiled_checkpoint_repeats_the_mask() -> None:
     assert same(gradients(compiled, leaves), expected)
 
 
-def test_many_calls_drop_the_share_they_should() -> None:
+def test_many_calls_drop_the_expected_fraction() -> None:
     """The states drawn one after another give independent masks: each position is kept 1 - p of the time."""
     size, p, calls = 16, 0.25, 200
     q = k = torch.zeros(1, 1, size, 1)

@@ -289,7 +289,7 @@ def test_missing_triton(backend: str, package: str, monkeypatch: pytest.MonkeyPa
         registry.load_backend(backend)
 
 
-def test_kernels_for_names_what_there_is() -> None:
+def test_kernels_for_names_existing_kernels() -> None:
     assert diyfa.kernels_for("cpu:0") == diyfa.kernels_for(torch.device("cpu")) == diyfa.kernels_for("cpu")
     with pytest.raises(ValueError, match=r"no backend called 'tpu'; there are: cuda, npu, cpu"):
         diyfa.kernels_for("tpu")
@@ -301,7 +301,7 @@ def test_kernels_for_names_what_there_is() -> None:
 
 
 @pytest.mark.parametrize("number", [0.25, 1, True, "float32", "int64"])
-def test_numbers_of_any_kind(number: object) -> None:
+def test_numbers_of_any_type(number: object) -> None:
     """NumPy's scalars are numbers, too."""
     numpy = pytest.importorskip("numpy")
     given = getattr(numpy, number)(1) if isinstance(number, str) else number
@@ -384,7 +384,7 @@ def test_explain_takes_booleans() -> None:
         diyfa.explain(Q, K, V, 0.1, backend="cpu")
 
 
-def test_what_is_no_boolean_is_refused_after_an_equal_call() -> None:
+def test_non_booleans_are_refused_after_an_equal_call() -> None:
     """1 == True and both have one hash; a remembered call must not let it through."""
     for _ in range(3):
         diyfa.flash_attention(Q, K, V, True, backend="cpu")

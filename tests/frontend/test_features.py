@@ -19,14 +19,14 @@ from unittest import mock
 import pytest
 import torch
 from cases import CASES
-from described_cases import problem_of
+from described_cases import case_problem
 from hypothesis import HealthCheck, Phase, given, settings
 from strategies import cases as random_cases
 
 import diyfa
 from diyfa import options, registry, testing, yardstick
 from diyfa import plan as planning
-from diyfa.features import COMPOSABLE, FEATURES, GRADIENTS, OF_SHAPES, Broadcast, Feature, Shape
+from diyfa.features import COMPOSABLE, FEATURES, GRADIENTS, SHAPE_FEATURES, Broadcast, Feature, Shape
 from diyfa.features import OPTIONAL as REFUSABLE
 from diyfa.options import AttentionOptions
 from diyfa.problem import (
@@ -54,7 +54,7 @@ NOT_PACKED = {"seq_lens", "attn_bias"}  # what packed sequences do not take
 PACKED = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"}
 MODES = {"batch_invariant", "dropout_origins"}  # of a block of code, of a tensor's length: in no table
 OPTIONAL = [feature for feature in REFUSABLE if feature.name not in MODES]
-OF_OPTIONS = [feature for feature in OPTIONAL if feature not in OF_SHAPES]
+OPTION_FEATURES = [feature for feature in OPTIONAL if feature not in SHAPE_FEATURES]
 TENSORS = [feature for feature in FEATURES if feature.schema == "Tensor?"]
 
 
@@ -73,43 +73,47 @@ def plain(**changes: Any) -> AttentionProblem:
 
 @lru_cache(maxsize=1)
 def described_cases() -> dict[str, tuple[AttentionCase, AttentionProblem]]:
-    return {name: (case, problem_of(case)) for name, case in CASES.items() if not case.large}
+    return {name: (case, case_problem(case)) for name, case in CASES.items() if not case.large}
 
 
-def case_of(feature: Feature) -> AttentionCase:
+def example_case(feature: Feature) -> AttentionCase:
     """A case that has the feature, and as little else as possible."""
     found = [
         (case, len(problem.features))
         for case, problem in described_cases().values()
-        if feature.uses in problem.features and min(problem.seqlen_q, problem.seqlen_k) > 1
+        if feature.refusal_name in problem.features and min(problem.seqlen_q, problem.seqlen_k) > 1
     ]
-    assert found, f"no case of tests/support/cases.py has {feature.uses}"
+    assert found, f"no case of tests/support/cases.py has {feature.refusal_name}"
     return min(found, key=lambda each: each[1])[0]
 
 
 # ---- The rows ------------------------------------------------------------------------------------------------------
 
 
-def test_every_row_says_what_it_is() -> None:
+def test_every_row_is_complete() -> None:
     for feature in FEATURES:
-        known = bool(feature.uses) or feature.name in WITHOUT_EFFECT or feature.name in COMPANIONS
-        assert known, f"{feature.name} changes the result: a backend that does not implement it must refuse it (uses)"
+        known = bool(feature.refusal_name) or feature.name in WITHOUT_EFFECT or feature.name in COMPANIONS
+        assert known, (
+            f"{feature.name} changes the result: a backend that does not implement it must refuse it (refusal_name)"
+        )
         if feature.schema == "Tensor?":
             assert feature.shape is not None and feature.dtypes and feature.dtypes_in_words, feature.name
             if type(feature.shape) is Shape and feature.name not in PACKED:  # whose strides are checked
                 assert feature.prepared is not None, f"{feature.name}: kernels read it by plain index"
-    names = [feature.uses for feature in OPTIONAL]
+    names = [feature.refusal_name for feature in OPTIONAL]
     assert len(set(names)) == len(names)
 
 
 @by_name(OPTIONAL)
 def test_its_example_has_it(feature: Feature) -> None:
     assert feature.label and feature.example
-    assert feature.uses not in plain().features
-    assert feature.uses in plain(**feature.example).features
+    assert feature.refusal_name not in plain().features
+    assert feature.refusal_name in plain(**feature.example).features
     alone = {"gqa", "head_dim_v", "varlen", "causal", "seq_lens"}  # by shapes, lengths or layout
-    assert feature.case or feature.uses in alone
-    assert feature.problem in ("", "batch") or feature.problem in {field.name for field in fields(AttentionProblem)}
+    assert feature.case or feature.refusal_name in alone
+    assert feature.problem_field in ("", "batch") or feature.problem_field in {
+        field.name for field in fields(AttentionProblem)
+    }
 
 
 @by_name(TENSORS)
@@ -142,7 +146,7 @@ def test_a_gradient_has_a_buffer_and_is_compared(feature: Feature) -> None:
 
 
 @by_name(OPTIONAL)
-def test_it_is_in_the_tables_of_info_and_both_readmes(feature: Feature) -> None:
+def test_the_feature_is_in_the_tables_of_info_and_both_readmes(feature: Feature) -> None:
     pytest.importorskip("rich")
     from diyfa.cli.info import FEATURES as ROWS
 
@@ -151,8 +155,8 @@ def test_it_is_in_the_tables_of_info_and_both_readmes(feature: Feature) -> None:
         assert f"\n| {feature.label} |" in (ROOT / readme).read_text(encoding="utf-8"), readme
 
 
-@by_name(OF_OPTIONS)
-def test_it_is_an_argument_of_every_function(feature: Feature) -> None:
+@by_name(OPTION_FEATURES)
+def test_the_feature_is_an_argument_of_every_function(feature: Feature) -> None:
     name = argument_of(feature)
     owns = [x.name for x in TENSORS if COMPANIONS.get(x.name) == feature.name]
     dense, packed = [], [diyfa.flash_attention_varlen]
@@ -169,7 +173,7 @@ def test_it_is_an_argument_of_every_function(feature: Feature) -> None:
                 assert re.search(rf"^ +(\w+, )*{word}(, \w+)*:", text, re.M), f"{described.__name__}: {word}"
 
 
-@by_name(OF_OPTIONS)
+@by_name(OPTION_FEATURES)
 def test_the_guide_describes_it(feature: Feature) -> None:
     guide = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
     assert f"| `{argument_of(feature)}` |" in guide or (feature.name in PACKED and "flash_attention_varlen" in guide)
@@ -188,13 +192,13 @@ def test_it_is_in_the_schema(feature: Feature) -> None:
 # ---- What it does --------------------------------------------------------------------------------------------------
 
 
-@by_name(OF_OPTIONS)
-def test_explain_tells_of_it(feature: Feature) -> None:
-    inputs = make_inputs(case_of(feature))
-    layout = case_of(feature).layout
+@by_name(OPTION_FEATURES)
+def test_explain_names_the_feature(feature: Feature) -> None:
+    inputs = make_inputs(example_case(feature))
+    layout = example_case(feature).layout
     layout = "bhsd" if layout == "3d" else layout
     problem = diyfa.explain(inputs.q, inputs.k, inputs.v, layout=layout, backend="cpu", **inputs.options).problem
-    assert feature.uses in problem.features
+    assert feature.refusal_name in problem.features
 
 
 def switched_off(feature: Feature, case: AttentionCase) -> dict[str, Any]:
@@ -204,11 +208,11 @@ def switched_off(feature: Feature, case: AttentionCase) -> dict[str, Any]:
     return {name: value for name, value in off.items() if name not in names}
 
 
-@by_name([feature for feature in OF_OPTIONS if feature.name not in PACKED])
+@by_name([feature for feature in OPTION_FEATURES if feature.name not in PACKED])
 @pytest.mark.parametrize("function", ["reference", "yardstick", "cpu v2", "cpu v1"])
 def test_it_changes_the_result(feature: Feature, function: str) -> None:
     """Of the reference, of what errors are measured by, and of the CPU backend."""
-    case = case_of(feature)
+    case = example_case(feature)
     if function == "reference":
         attend: Any = diyfa.reference_attention
     elif function == "yardstick":
@@ -226,7 +230,7 @@ def test_it_changes_the_result(feature: Feature, function: str) -> None:
     assert any(not torch.equal(a, b) for a, b in zip(with_it, plain_ones, strict=True))
 
 
-@by_name([feature for feature in OF_OPTIONS if feature.name not in PACKED | NOT_PACKED])
+@by_name([feature for feature in OPTION_FEATURES if feature.name not in PACKED | NOT_PACKED])
 def test_over_pages_it_changes_the_result_or_is_refused(feature: Feature) -> None:
     """Of packed queries over pages, where other functions take the arguments: none is left out in silence."""
     case = AttentionCase("pages", layout="thd", lens_q=(2, 3), lens_k=(14, 12), **(feature.case or {"causal": True}))
@@ -245,8 +249,8 @@ def test_over_pages_it_changes_the_result_or_is_refused(feature: Feature) -> Non
     try:
         with_it = diyfa.flash_attention_varlen(*tensors, **lengths, **given)
     except ValueError as refusal:
-        assert feature.uses in str(refusal)
-        with pytest.raises(ValueError, match=feature.uses):
+        assert feature.refusal_name in str(refusal)
+        with pytest.raises(ValueError, match=feature.refusal_name):
             diyfa.explain(*tensors, layout="thd", **lengths, **given)
         return
     assert any(not torch.equal(a, b) for a, b in zip(with_it, plain_ones, strict=True))
@@ -255,9 +259,9 @@ def test_over_pages_it_changes_the_result_or_is_refused(feature: Feature) -> Non
 
 
 @by_name(OPTIONAL)
-def test_what_errors_are_measured_by_is_right(feature: Feature) -> None:
+def test_the_yardstick_is_correct(feature: Feature) -> None:
     """A yardstick that is wrong would allow everything: in float64 it gives what the reference does."""
-    case = case_of(feature)
+    case = example_case(feature)
     exact = testing.expected_results(case)
     for name, found, want in zip(
         Results._fields, testing._run_plain(yardstick.plain_flash_attention, case, torch.float64, "cpu"), exact,
@@ -278,26 +282,26 @@ def test_the_cpu_backend_has_every_feature() -> None:
 @by_name(REFUSABLE)
 def test_a_cache_has_it_or_kernels_over_caches_refuse_it(feature: Feature) -> None:
     """A forward pass as a call with a cache loses nothing in silence, neither a fact nor a tensor."""
-    problem = plain(dtype="float16", **{"batch_invariant": True, **(feature.example or {feature.problem: True})})
-    if feature.uses not in KVCACHE_FEATURES:
+    problem = plain(dtype="float16", **{"batch_invariant": True, **(feature.example or {feature.problem_field: True})})
+    if feature.refusal_name not in KVCACHE_FEATURES:
         for name in registry.BUILTIN_BACKENDS if find_spec("triton") is not None else ("cpu",):
             kernels = [x for x in registry.load_backend(name).kernels if x.op == "attention_fwd"]
             (split_kv,) = [kernel for kernel in kernels if kernel.name == "split_kv"]
-            assert feature.uses in (split_kv.unsupported(problem) or ""), name
+            assert feature.refusal_name in (split_kv.unsupported(problem) or ""), name
         return
     q = torch.empty(2, 4, 64, 64) if problem.layout != "thd" else torch.empty(64, 4, 64)
     tensors = AttentionTensors(q, q, q, 1.0, **example_tensors(problem, "cpu"))
     assert {id(x) for x in tensors.present()[3:]} <= {id(x) for x in as_kvcache(problem, tensors)[1].present()}
 
 
-def test_kernels_name_features_that_there_are() -> None:
+def test_kernels_name_existing_features() -> None:
     from diyfa.backends import cuda, npu
     from diyfa.backends.cuda.hopper import bwd_configs as hopper_bwd
     from diyfa.backends.cuda.hopper import configs as hopper
     from diyfa.backends.npu.tables import configs_v1
 
     for who in (cuda, npu, hopper, hopper_bwd, configs_v1):
-        assert {feature.uses for feature in REFUSABLE} >= who.FEATURES, who.__name__
+        assert {feature.refusal_name for feature in REFUSABLE} >= who.FEATURES, who.__name__
     assert cuda.V1_FEATURES <= cuda.FEATURES
 
 
@@ -313,10 +317,10 @@ def another_of(x: Any) -> Any:
     return torch.flip(x, (0,)) if x.dtype == torch.int64 else torch.clamp(x - 1, min=1)
 
 
-@by_name([feature for feature in OF_OPTIONS if feature.name not in PACKED])
-def test_calls_that_differ_in_it_share_no_plan(feature: Feature, monkeypatch: Any) -> None:
+@by_name([feature for feature in OPTION_FEATURES if feature.name not in PACKED])
+def test_calls_that_differ_in_the_feature_share_no_plan(feature: Feature, monkeypatch: Any) -> None:
     """And a repeated call reads its own tensors, for results and gradients."""
-    case = case_of(feature)
+    case = example_case(feature)
     inputs, without = make_inputs(case), switched_off(feature, case)
     attend = attention_function(case, backend="cpu")
     monkeypatch.setattr(planning, "plans", {})
@@ -355,24 +359,26 @@ def test_a_wrong_tensor_is_refused(feature: Feature) -> None:
 
 
 @by_name(OPTIONAL)
-def test_the_matrix_has_cases_of_it(feature: Feature) -> None:
+def test_the_matrix_has_cases_of_the_feature(feature: Feature) -> None:
     """Alone and on every kernel, with packed sequences, and with everything that goes with it."""
-    found = [(case, problem) for case, problem in described_cases().values() if feature.uses in problem.features]
-    by_itself = {feature.uses, "causal", "gqa"}
+    found = [
+        (case, problem) for case, problem in described_cases().values() if feature.refusal_name in problem.features
+    ]
+    by_itself = {feature.refusal_name, "causal", "gqa"}
     assert any(problem.features <= by_itself and case.all_variants for case, problem in found), "on every kernel"
     if feature.name not in NOT_PACKED:
         assert any(problem.varlen for _, problem in found), "with packed sequences"
-    others = {"seq_lens", *(x.uses for x in COMPOSABLE)}
-    if feature.uses in others:
+    others = {"seq_lens", *(x.refusal_name for x in COMPOSABLE)}
+    if feature.refusal_name in others:
         assert any(problem.features >= others for _, problem in found), "with everything"
     if feature in TENSORS:
         some = [make_inputs(case).options for case, _ in found]
         assert any(given[feature.name].requires_grad for given in some) == bool(feature.gradient)
 
 
-def test_random_cases_have_each_feature_unless_it_is_left_out() -> None:
+def test_random_cases_have_each_feature_unless_excluded() -> None:
     seen: set[str] = set()
-    names = {feature.uses for feature in OPTIONAL}
+    names = {feature.refusal_name for feature in OPTIONAL}
 
     def drawn(without: set[str], examples: int) -> set[str]:
         found: set[str] = set()
@@ -386,14 +392,14 @@ def test_random_cases_have_each_feature_unless_it_is_left_out() -> None:
             small = replace(case, head_dim=8, head_dim_v=8 if case.head_dim_v == case.head_dim else 16)
             sizes = small.sizes
             if min(sizes[0], sizes[3], sizes[4]) > 0:
-                found.update(problem_of(small).features)
+                found.update(case_problem(small).features)
 
         draw()
         return found
 
     seen = drawn(set(), 80)
     assert seen == names, f"never drawn: {names - seen}"
-    left_out = {feature.uses for feature in OF_OPTIONS} - {"causal"}
+    left_out = {feature.refusal_name for feature in OPTION_FEATURES} - {"causal"}
     assert not drawn(left_out, 20) & left_out
 
 
@@ -410,14 +416,16 @@ def test_validate_and_the_first_run_on_ascend_try_it(feature: Feature) -> None:
         )
         for case in VALIDATED
     ]  # fmt: skip
-    assert any(feature.uses in problem_of(case).features for case in small), "diyfa validate"
-    assert any(feature.uses in problem_of(case).features for case in features_in("float16", SMOKE)), "first run"
+    assert any(feature.refusal_name in case_problem(case).features for case in small), "diyfa validate"
+    assert any(feature.refusal_name in case_problem(case).features for case in features_in("float16", SMOKE)), (
+        "first run"
+    )
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 @by_name(OPTIONAL)
 @pytest.mark.parametrize("kernel", ["fwd", "dkdv", "dq", "dbias"])
-def test_kernels_of_cuda_are_compiled_with_it_and_are_given_it(feature: Feature, kernel: str) -> None:
+def test_kernels_of_cuda_are_compiled_for_the_feature_and_get_its_tensors(feature: Feature, kernel: str) -> None:
     pytest.importorskip("triton.tools.tensor_descriptor")
     from diyfa.backends.cuda import FEATURES as IMPLEMENTED
     from diyfa.backends.cuda.attention import bwd_dbias, fwd
@@ -425,18 +433,18 @@ def test_kernels_of_cuda_are_compiled_with_it_and_are_given_it(feature: Feature,
     from diyfa.backends.cuda.attention.launch import UNALIGNED_POINTERS
     from diyfa.lab.cuda import specs
 
-    if feature.uses not in IMPLEMENTED:
+    if feature.refusal_name not in IMPLEMENTED:
         pytest.skip("refused")
     compiled = [*specs.problems("sm_90"), *specs.feature_problems("sm_90")]
     if kernel == "dbias":
         compiled = [problem for problem in compiled if problem.bias_grad]
-        if feature.uses in ("varlen", "seq_lens", "head_dim_v", "gqa", "causal"):
+        if feature.refusal_name in ("varlen", "seq_lens", "head_dim_v", "gqa", "causal"):
             compiled = []
-    assert not compiled or any(feature.uses in problem.features for problem in compiled)
+    assert not compiled or any(feature.refusal_name in problem.features for problem in compiled)
 
     def launch(**changes: Any) -> tuple[Any, AttentionTensors]:
         problem = plain(dtype="float16", arch="sm_90", device_type="cuda").replace(**changes)
-        tensors, out, lse = specs.tensors_of(problem)
+        tensors, out, lse = specs.call_tensors(problem)
         tile = default_config("fwd" if kernel == "fwd" else kernel, problem)
         assert tile is not None
         if kernel == "fwd":
@@ -481,17 +489,17 @@ def check_launches(
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 @by_name(OPTIONAL)
 @pytest.mark.parametrize("kernel", ["fwd", "dkdv", "dq", "dbias"])
-def test_kernels_of_ascend_are_compiled_with_it_and_are_given_it(feature: Feature, kernel: str) -> None:
+def test_kernels_of_ascend_are_compiled_for_the_feature_and_get_its_tensors(feature: Feature, kernel: str) -> None:
     from diyfa.backends.npu import FEATURES as IMPLEMENTED
     from diyfa.lab.npu import specs
 
-    if feature.uses not in IMPLEMENTED:
+    if feature.refusal_name not in IMPLEMENTED:
         pytest.skip("refused")
     asked = [*specs.FEATURE_CASES, *specs.HEAD_DIM_CASES]
-    assert any(feature.uses in specs.case_of("Ascend910B3", changes)[0].features for changes in asked)
-    most = specs.case_of("Ascend910B3", specs.mode_case(kernel, "crowded"))[0].features
-    others = {"seq_lens", *(x.uses for x in COMPOSABLE)}
-    assert feature.uses not in others or feature.uses in most, "with everything that needs memory"
+    assert any(feature.refusal_name in specs.example_case("Ascend910B3", changes)[0].features for changes in asked)
+    most = specs.example_case("Ascend910B3", specs.mode_case(kernel, "crowded"))[0].features
+    others = {"seq_lens", *(x.refusal_name for x in COMPOSABLE)}
+    assert feature.refusal_name not in others or feature.refusal_name in most, "with everything that needs memory"
 
     def launch(**changes: Any) -> tuple[Any, AttentionTensors]:
         problem = specs.example("Ascend910B3", **{"heads_kv": 8, **changes})
@@ -508,7 +516,7 @@ def test_kernels_of_ascend_are_compiled_with_it_and_are_given_it(feature: Featur
                 from diyfa.backends.npu.attention import fwd
 
                 return fwd.launch_of(problem, *specs.example_call(problem, "qk")), calls[-1]
-            return specs.backward_of(problem, "qk")[kernel], calls[-1]
+            return specs.backward_launches(problem, "qk")[kernel], calls[-1]
 
     base: dict[str, Any] = {"bias": "float16", "bias_grad": True} if kernel == "dbias" else {}
     if kernel == "dbias" and feature.name == "cu_seqlens_q":

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from eager_budget import DEVICE, assert_like_the_reference, leaves, on_device, with_gradients
+from eager_budget import DEVICE, assert_matches_reference, leaves, on_device, with_gradients
 from subprocesses import run_python
 
 import diyfa
@@ -62,23 +62,23 @@ def test_dense_and_packed_projections() -> None:
     meaning = {"sm_scale": 0.3, "window": (9, 0), "softcap": 5.0}
     inputs = leaves((2, 19, 4, 32), (2, 19, 2, 32), (2, 19, 2, 32))
     attend = on_device(lambda q, k, v: flash_attn_3.flash_attn_func(q, k, v, **options))
-    assert_like_the_reference(attend, inputs, "bshd", **meaning)
+    assert_matches_reference(attend, inputs, "bshd", **meaning)
 
     def packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return flash_attn_3.flash_attn_qkvpacked_func(torch.cat((q, k, v), 2), num_heads_q=4, **options)
 
-    assert_like_the_reference(on_device(packed), inputs, "bshd", **meaning)
+    assert_matches_reference(on_device(packed), inputs, "bshd", **meaning)
 
     def stacked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return flash_attn_3.flash_attn_qkvpacked_func(torch.stack((q, k, v), 2), causal=True)
 
-    assert_like_the_reference(on_device(stacked), leaves(*[(2, 19, 4, 32)] * 3), "bshd", causal=True)
+    assert_matches_reference(on_device(stacked), leaves(*[(2, 19, 4, 32)] * 3), "bshd", causal=True)
 
 
 def test_packed_sequences() -> None:
     cu_q, cu_k = offsets(7, 0, 20), offsets(9, 4, 20)
     inputs = leaves((27, 4, 32), (33, 2, 32), (33, 2, 32))
-    assert_like_the_reference(
+    assert_matches_reference(
         on_device(lambda q, k, v: flash_attn_3.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 20, 20, causal=True)),
         inputs, "thd", cu_seqlens_q=cu_q.cpu(), cu_seqlens_k=cu_k.cpu(), causal=True,
     )  # fmt: skip
@@ -162,7 +162,7 @@ ABSENT: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str
 
 
 @pytest.mark.parametrize("name", ABSENT)
-def test_what_is_absent(name: str) -> None:
+def test_absent_functions(name: str) -> None:
     call, arguments, options, reason = ABSENT[name]
     with pytest.raises(ValueError, match=reason):
         call(*arguments, **options)
@@ -198,7 +198,7 @@ def test_imports() -> None:
     ]  # fmt: skip
 
 
-def test_packed_queries_over_a_part_of_each_row() -> None:
+def test_packed_queries_over_partly_used_rows() -> None:
     """cache_seqlens as one number, with softcap: the same as without packing."""
     q, k, v = leaves((2, 3, 2, 16), *[(2, 20, 2, 16)] * 2, dtype=torch.float32)
     options: dict[str, Any] = {"cache_seqlens": 11, "causal": True, "softcap": 0.7}
@@ -212,7 +212,7 @@ def test_packed_queries_over_a_part_of_each_row() -> None:
     meaning = {"causal": True, "softcap": 0.7, "seq_lens": torch.tensor([11, 11])}
     for more in ({}, lengths):
         options.update(more)
-        assert_like_the_reference(on_device(attend), [x.detach() for x in (q, k, v)], "bshd", **meaning)
+        assert_matches_reference(on_device(attend), [x.detach() for x in (q, k, v)], "bshd", **meaning)
 
 
 def test_autocast() -> None:
@@ -226,7 +226,7 @@ def test_autocast() -> None:
     found = with_gradients(on_device(attend), inputs)
     assert [x.dtype for x in found] == [torch.bfloat16] + 3 * [torch.float32]
     rounded = [x.detach().bfloat16().requires_grad_() for x in inputs]
-    assert_like_the_reference(on_device(attend), rounded, "bshd", causal=True)
+    assert_matches_reference(on_device(attend), rounded, "bshd", causal=True)
     for got, want in zip(found, with_gradients(on_device(attend), rounded), strict=True):
         assert torch.equal(got, want.to(got.dtype))
 

@@ -650,7 +650,7 @@ def test_private_backward_repeats_the_dropout(varlen: bool) -> None:
         backward(dout, q, k, v, out, lse, *gradients, *lengths, 0.4, None, True, 5, -1, 2.0, None, True)
 
 
-def test_private_backward_fills_slices_and_leaves_the_rest() -> None:
+def test_private_backward_fills_slices_only() -> None:
     """Gradients may be parts of larger buffers, and may be left out."""
     q, k, v = (torch.randn(2, 9, 2, 8) for _ in range(3))
     rest = (0.0, None, True, -1, -1, 0.0, None)

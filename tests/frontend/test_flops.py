@@ -155,7 +155,7 @@ def test_every_operator_has_a_formula() -> None:
 
 
 @pytest.mark.parametrize("first", ["diyfa", "torch.utils.flop_counter"])
-def test_the_counter_may_be_there_first_or_last(first: str) -> None:
+def test_the_counter_may_be_imported_first_or_last(first: str) -> None:
     """The first call of the process is counted, whichever was imported first."""
     code = f"""
 import torch, {first}

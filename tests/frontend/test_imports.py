@@ -87,7 +87,7 @@ def test_the_source_of_a_function_is_the_same(function):
     assert imports.source_lines(function) == inspect.getsourcelines(function)
 
 
-def test_what_was_changed_for_an_import_is_changed_back(tmp_path, monkeypatch):
+def test_changes_for_an_import_are_undone(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "a_good_module.py").write_text("import gc\nenabled = gc.isenabled()\n")
     (tmp_path / "a_bad_module.py").write_text("from diyfa.imports import import_quickly\nimport_quickly('not_there')\n")

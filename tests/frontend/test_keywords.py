@@ -52,7 +52,7 @@ def test_names_of_other_libraries(function: Callable[..., Any]) -> None:
         ("colour", "it takes q, k, v, causal"),
     ],
 )
-def test_what_is_said(name: str, words: str) -> None:
+def test_messages(name: str, words: str) -> None:
     q = torch.ones(1, 1, 2, 16)
     with pytest.raises(TypeError) as error:
         diyfa.flash_attention(q, q, q, **{name: None})

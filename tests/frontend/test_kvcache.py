@@ -221,7 +221,7 @@ def test_values_are_refused_by_a_repeated_call_too() -> None:
     _refused(diyfa.flash_attn_with_kvcache, call(cache_seqlens=INT + 37), ValueError, "cache_seqlens must be from 0")
 
 
-def test_a_kernel_that_refuses_leaves_the_cache_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_refuses_does_not_change_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention is refused before anything is appended."""
     backend = registry.load_backend("cpu")
     kernels = tuple(
@@ -397,7 +397,7 @@ def _recording(monkeypatch: pytest.MonkeyPatch, seen: list[Any], refusals: list[
 
 @pytest.mark.parametrize("by", ["tensor", "int"])
 @pytest.mark.parametrize("rotary", [False, True])
-def test_a_call_that_comes_again_is_repeated(monkeypatch: pytest.MonkeyPatch, rotary: bool, by: str) -> None:
+def test_an_equal_call_is_repeated(monkeypatch: pytest.MonkeyPatch, rotary: bool, by: str) -> None:
     """With other values and another length: the first call is launched, others are repeated, all as the reference."""
     seen: list[Any] = []
     _recording(monkeypatch, seen)
@@ -437,9 +437,9 @@ def test_a_repeated_call_has_a_grad_fn_too(monkeypatch: pytest.MonkeyPatch, want
 
 @pytest.mark.parametrize("refusing", [(), ("kvcache_fwd",), ("kvcache_append",), ("kvcache_append", "kvcache_fwd")])
 @pytest.mark.parametrize("latent", [False, True], ids=["", "latent"])
-@pytest.mark.parametrize("gives_out", [False, True], ids=["", "out"])
+@pytest.mark.parametrize("passes_out", [False, True], ids=["", "out"])
 def test_a_recent_call_that_appends_is_repeated_or_run_anew(
-    monkeypatch: pytest.MonkeyPatch, gives_out: bool, latent: bool, refusing: tuple[str, ...]
+    monkeypatch: pytest.MonkeyPatch, passes_out: bool, latent: bool, refusing: tuple[str, ...]
 ) -> None:
     """What was appended already, where the attention is not repeated, is appended once more."""
     seen: list[Any] = []
@@ -454,13 +454,13 @@ def test_a_recent_call_that_appends_is_repeated_or_run_anew(
         want_cache = given["k_cache"].clone()
         for b, length in enumerate((step, 30)):
             want_cache[b, length : length + SQ] = given["k"][b]
-        if gives_out:
+        if passes_out:
             given["out"] = torch.zeros_like(want[0])
         refusals[:] = refusing if step == 4 else ()
         seen.clear()
         got = diyfa.flash_attn_with_kvcache(return_softmax_lse=True, **given)
         torch.testing.assert_close(got, want)
-        assert not gives_out or got[0] is given["out"]
+        assert not passes_out or got[0] is given["out"]
         assert torch.equal(given["k_cache"], want_cache)
         if step >= 2 and not (refusing and step == 4):
             assert [x[:2] for x in seen] == [("kvcache_append", "repeated"), ("kvcache_fwd", "repeated")]
@@ -492,7 +492,7 @@ def test_lengths_that_grow_make_few_plans(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(planning.plans) == 1
 
 
-def test_problems_say_what_the_call_is() -> None:
+def test_problems_describe_the_call() -> None:
     given = paged(window_size=(64, 2), causal=False)
     tensors = KVCacheTensors(given["q"], given["k_cache"], given["v_cache"], 0.25, block_table=given["block_table"])
     options = kvcache_ops.KVCacheOptions("bshd", 40, 2, num_splits=3)
@@ -520,7 +520,7 @@ def test_windows_of_more_queries_than_keys() -> None:
 # ---- What else it says ------------------------------------------------------------------------------------------
 
 
-def test_lengths_of_other_kinds() -> None:
+def test_lengths_of_other_types() -> None:
     """A full cache, an int and a tensor say the same."""
     given = call(k=..., v=..., cache_seqlens=40)
     want = diyfa.flash_attn_with_kvcache(**given)
@@ -528,7 +528,7 @@ def test_lengths_of_other_kinds() -> None:
         assert torch.equal(diyfa.flash_attn_with_kvcache(**{**given, "cache_seqlens": lengths}), want)
 
 
-def test_descales_of_other_kinds() -> None:
+def test_descales_of_other_types() -> None:
     given = call(k=..., v=..., k_cache=torch.randn(B, 40, HK, D).to(torch.float8_e4m3fn))
     given["v_cache"] = given["k_cache"].clone()
     want = diyfa.flash_attn_with_kvcache(**given, k_descale=0.5, v_descale=2)
@@ -653,7 +653,7 @@ def test_an_out_in_memory_that_is_read_is_refused() -> None:
         _refused(diyfa.flash_attn_with_kvcache, given, ValueError, f"out must not share memory with {name}")
 
 
-def test_a_call_that_is_seen_is_refused_before_it_appends() -> None:
+def test_a_refused_traced_call_appends_nothing() -> None:
     """As under torch.compile, appending is an operator of its own then, and comes first."""
     given = call(rotary_cos=torch.ones(40, 4), rotary_sin=torch.ones(40, 4))
     inside = given["v_cache"].flatten()[: B * SQ * H * D].view(B, SQ, H, D)
@@ -732,7 +732,7 @@ def test_the_mode_chooses_its_kernel() -> None:
 @pytest.mark.parametrize("extra", [
     {"attn_bias": torch.zeros(9, 9)}, {"dropout_p": 0.5}, {"seq_lens": torch.tensor([9], dtype=torch.int32)},
 ])  # fmt: skip
-def test_the_mode_refuses_what_a_cache_has_not(extra: dict[str, Any]) -> None:
+def test_the_mode_refuses_options_without_a_cache_equivalent(extra: dict[str, Any]) -> None:
     x = torch.randn(1, 2, 9, 16)
     with diyfa.batch_invariant(), pytest.raises(ValueError, match=f"takes no {next(iter(extra))}"):
         diyfa.flash_attention(x, x, x, **extra)
@@ -811,7 +811,7 @@ def test_autocast_of_packed_queries() -> None:
             assert diyfa.explain(**pages, layout="thd").kernel == "split_kv"
 
 
-def test_autocast_keeps_the_gradient_wanted() -> None:
+def test_autocast_preserves_requires_grad() -> None:
     given = _as(call(), torch.bfloat16, "k_cache", "v_cache")
     given["q"].requires_grad_()
     with torch.enable_grad(), torch.autocast("cpu", torch.bfloat16):

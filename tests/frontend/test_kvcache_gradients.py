@@ -163,14 +163,14 @@ def test_flash_attns_functions_without_lse(function: str) -> None:
             assert_raises(getattr(diyfa, function)(**given))
 
 
-@pytest.mark.parametrize("gives_out", [False, True], ids=["", "out"])
+@pytest.mark.parametrize("passes_out", [False, True], ids=["", "out"])
 @pytest.mark.parametrize("name", CALLS)
-def test_compiled_calls(name: str, gives_out: bool) -> None:
+def test_compiled_calls(name: str, passes_out: bool) -> None:
     """One graph; the gradient is refused when it is asked for, not when it is traced."""
     attend, make = CALLS[name]
 
     def step(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        out = {"out": torch.empty_like(given["q"])} if gives_out else {}
+        out = {"out": torch.empty_like(given["q"])} if passes_out else {}
         result, lse = attend(**given, **out)
         return result * 2, lse
 

@@ -48,7 +48,7 @@ def imports(path: Path, top_level_only: bool = False) -> set[str]:
     return found
 
 
-def test_there_are_backends() -> None:
+def test_backends_exist() -> None:
     assert {p.name for p in BACKEND_FOLDERS} >= {"cpu"}
     assert (ROOT / "diyfa" / "backends").is_symlink()
 
@@ -88,7 +88,7 @@ FOREIGN_SIGNATURES = {
     "npu_fusion_attention", "npu_fusion_attention_v2", "fusion_attention_arguments", "reference_append",
     "context_parallel_attention",  # public, in diyfa.distributed
 }  # fmt: skip
-MOST_PARAMETERS = 10
+MAX_PARAMETERS = 10
 
 
 def is_kernel(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
@@ -112,7 +112,7 @@ def test_only_public_functions_take_many_parameters(path: Path) -> None:
             arguments = node.args
             count = len(arguments.posonlyargs) + len(arguments.args) + len(arguments.kwonlyargs)
             public = node.name in {*diyfa.__all__, *FOREIGN_SIGNATURES} or is_command(node) or is_kernel(node)
-            assert count <= MOST_PARAMETERS or public, f"{path}: {node.name} takes {count} parameters"
+            assert count <= MAX_PARAMETERS or public, f"{path}: {node.name} takes {count} parameters"
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_one_function_asks_for_the_home_folder() -> None:
 def test_every_cache_is_accounted_for() -> None:
     """A decision, a compiled launch, a tuned tile, or a fact of the process: when it fails, see its tables."""
     structure = runpy.run_path(str(ROOT / "tests" / "tools" / "structure.py"))
-    named = {*structure["CACHES"], *structure["FACTS"], *structure["OTHERS"]}
+    named = {*structure["CACHES"], *structure["PROCESS_CACHES"], *structure["OTHER_CACHES"]}
     assert set(structure["caches"](structure["sources"](ROOT))) == named
 
 

@@ -444,13 +444,13 @@ def mistaken(call: Callable[[], Given], variations: Iterator[Variation], backend
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_call_that_differs_is_not_taken_for_it(call):
+def test_a_different_call_is_not_taken_for_an_equal_one(call):
     assert not mistaken(call, variations_of(call), "cpu")
 
 
 @pytest.mark.skipif("cuda" not in TARGETS or TARGETS["cuda"].device != "cpu", reason="needs the interpreter")
 @pytest.mark.parametrize("call", [dense, packed])
-def test_nor_by_kernels_that_depend_on_strides(call):
+def test_a_different_call_is_not_taken_for_an_equal_one_by_stride_dependent_kernels(call):
     names = "q strides", "all half", "window"
     chosen = (x for x in variations_of(call) if x[0] in names)
     assert not mistaken(call, chosen, "cuda")
@@ -470,7 +470,7 @@ def test_caches_that_overlap_are_refused_at_each_call():
             assert isinstance(outcome({**appending(), **changes})[0], list)
 
 
-def test_no_tensor_is_kept():
+def test_no_tensor_is_held_alive():
     """Nor its memory."""
     with diyfa.use_backend("cpu"), plans({}):
         for call in (dense, packed, decode, appending, with_bias):

@@ -124,12 +124,12 @@ def test_no_cann(tmp_path: Path) -> None:
         ("8.3.RC1", WRONG, ("is made for CANN 8.5.0: install",)),
     ],
 )
-def test_which_cann(healthy: Machine, version: str, verdict: str, words: tuple[str, ...]) -> None:
+def test_version_of_cann(healthy: Machine, version: str, verdict: str, words: tuple[str, ...]) -> None:
     plant_cann(healthy.root / "usr/local/Ascend", version)
     expect(healthy, "CANN", verdict, version, *words)
 
 
-def test_a_folder_that_does_not_say_which_cann_it_is(healthy: Machine, tmp_path: Path) -> None:
+def test_a_cann_folder_without_a_version(healthy: Machine, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     machine = replace(healthy, environ={**healthy.environ, "ASCEND_HOME_PATH": str(tmp_path / "elsewhere")})
     expect(machine, "CANN", UNTESTED, "unknown version in ", "elsewhere", "no ascend_toolkit_install.info")
@@ -147,7 +147,9 @@ def test_a_folder_that_does_not_say_which_cann_it_is(healthy: Machine, tmp_path:
         ("error while loading shared libraries: libLLVM.so\n", 127, WRONG, ("does not run", "libLLVM.so")),
     ],
 )
-def test_which_compiler(healthy: Machine, says: str, status: int, verdict: str, words: tuple[str, ...]) -> None:
+def test_version_of_the_compiler(
+    healthy: Machine, says: str, status: int, verdict: str, words: tuple[str, ...]
+) -> None:
     plant_compiler(healthy.root / "usr/local/Ascend/cann", says, status)
     expect(healthy, "bishengir-compile", verdict, *words)
 
@@ -181,12 +183,12 @@ def test_a_compiler_that_crashes(healthy: Machine) -> None:
 @pytest.mark.parametrize(
     "script", ["printf 'bishengir-compile 1.1.0 \\377\\n'", "echo bishengir-compile 1.1.0 >&2"], ids=["bytes", "stderr"]
 )
-def test_a_compiler_that_answers_in_another_way(healthy: Machine, script: str) -> None:
+def test_a_compiler_with_an_unknown_answer(healthy: Machine, script: str) -> None:
     write(healthy.root / "usr/local/Ascend/cann/bin/bishengir-compile", f"#!/bin/sh\n{script}\n", 0o755)
     expect(healthy, "bishengir-compile", FINE, "1.1.0 in ")
 
 
-def test_an_environment_of_a_cann_that_is_gone(healthy: Machine, tmp_path: Path) -> None:
+def test_an_environment_of_a_removed_cann(healthy: Machine, tmp_path: Path) -> None:
     """After an upgrade, in a shell from before."""
     gone = str(tmp_path / "gone")
     machine = replace(healthy, environ={**healthy.environ, "ASCEND_HOME_PATH": gone})
@@ -194,7 +196,7 @@ def test_an_environment_of_a_cann_that_is_gone(healthy: Machine, tmp_path: Path)
 
 
 @pytest.mark.parametrize("closed", ["", "cann", "cann/aarch64-linux/ascend_toolkit_install.info", "driver"])
-def test_what_may_not_be_read(healthy: Machine, closed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_files(healthy: Machine, closed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """CANN that was installed for a group: of its folders nothing is seen from outside, and every part is judged."""
     place = healthy.root / "usr/local/Ascend" / closed
     stat, read_text = os.stat, Path.read_text
@@ -236,7 +238,7 @@ def test_firmware_of_another_driver(healthy: Machine, firmware: str, verdict: st
     expect(healthy, "driver, firmware", verdict, *words)
 
 
-def test_a_driver_in_another_place(healthy: Machine) -> None:
+def test_a_driver_in_another_folder(healthy: Machine) -> None:
     write(healthy.root / "etc/ascend_install.info", "UserName=HwHiAiUser\nDriver_Install_Path_Param=/opt/huawei\n")
     expect(healthy, "driver, firmware", UNTESTED, "opt/huawei/driver/version.info")  # the chip works all the same
     write(healthy.root / "opt/huawei/driver/version.info", "Version=25.5.0\n")
@@ -270,7 +272,7 @@ def test_torch_and_torch_npu(healthy: Machine, changes: dict[str, str], verdict:
         (None, {"triton-ascend": "3.2.1"}, UNTESTED, ("tested with 3.2.0",)),
     ],
 )
-def test_which_triton(
+def test_version_of_triton(
     healthy: Machine, problem: str | None, changes: dict[str, str], verdict: str, words: tuple[str, ...]
 ) -> None:
     machine = replace(healthy, versions={**VERSIONS, **changes}, triton=lambda: problem)
@@ -285,7 +287,7 @@ def test_which_triton(
         (replace(CHIP, name="Ascend310P3"), WRONG, ("Ascend310P3", "A2 (910B)")),
     ],
 )
-def test_which_chip(healthy: Machine, chip: NPUCapabilities, verdict: str, words: tuple[str, ...]) -> None:
+def test_name_of_the_chip(healthy: Machine, chip: NPUCapabilities, verdict: str, words: tuple[str, ...]) -> None:
     expect(replace(healthy, chip=chip), "chip", verdict, *words)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from diyfa import npu_stacks
 from diyfa.backends import npu
-from diyfa.npu_stacks import STACKS, TRITON_ASCEND, release, stack_of, torch_npu_for
+from diyfa.npu_stacks import STACKS, TRITON_ASCEND, documented_stack, release, torch_npu_for
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -34,15 +34,15 @@ def test_release(version: str, numbers: tuple[int, ...]) -> None:
     assert release(version) == numbers
 
 
-def test_which_torch_npu() -> None:
+def test_release_of_torch_npu() -> None:
     assert torch_npu_for("2.7.1+cpu", "8.5.0") == "2.7.1.post2"
     assert torch_npu_for("2.7.1", "9.0.0.beta1") == "2.7.1.post4"
     assert torch_npu_for("2.9.0", "") == "2.9.0"
     assert torch_npu_for("2.13.0", "9.0.0") == "2.13.0"
     assert torch_npu_for("2.5.1", "8.5.0") is None
-    found = stack_of("2.8.0.post2")
+    found = documented_stack("2.8.0.post2")
     assert found is not None and (found.cann, found.torch) == ("8.5.0", "2.8.0")
-    assert stack_of("2.8.0.post99") is None
+    assert documented_stack("2.8.0.post99") is None
 
 
 def test_the_extra_chooses_neither_torch_nor_torch_npu() -> None:
@@ -62,7 +62,7 @@ def pretend_triton(monkeypatch: pytest.MonkeyPatch, **backends: object) -> None:
     monkeypatch.setattr(npu_stacks.importlib.util, "find_spec", lambda name: SimpleNamespace())
 
 
-def test_the_other_triton_is_told_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_triton_is_reported_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_triton(monkeypatch, ascend=1)
     assert npu_stacks.triton_problem() is None
     pretend_triton(monkeypatch, nvidia=1, amd=1)
@@ -71,7 +71,7 @@ def test_the_other_triton_is_told_with_the_remedy(monkeypatch: pytest.MonkeyPatc
     assert "pip uninstall -y triton triton-ascend" in problem and f"triton-ascend=={TRITON_ASCEND}" in problem
 
 
-def test_a_triton_of_two_halves_is_told_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_triton_of_two_packages_is_reported_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     """What pip leaves where the two overwrote each other: its import raises."""
     pretend_triton(monkeypatch)
     monkeypatch.setitem(sys.modules, "triton.backends", None)
@@ -87,7 +87,7 @@ def test_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     assert npu_stacks.triton_problem() == f"triton-ascend is not installed: pip install triton-ascend=={TRITON_ASCEND}"
 
 
-def test_a_call_with_the_other_triton_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_with_plain_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the driver of NVIDIA's Triton is asked for a GPU. The interpreter runs with either."""
     pretend_triton(monkeypatch, nvidia=1)
     monkeypatch.setattr(npu, "_triton_checked", False)

@@ -442,7 +442,7 @@ DIFFERENTIATING = {
 
 @pytest.mark.parametrize("name", DIFFERENTIATING)
 @pytest.mark.parametrize("op", ["attention", "matmul"])
-def test_derivatives_that_there_are_not_are_refused(name: str, op: str) -> None:
+def test_missing_derivatives_are_refused(name: str, op: str) -> None:
     """Forward mode and torch.func must not get zeros for the derivative."""
     if op == "attention":
         x = tensors((1, 2, 5, 8), grad=False)[0]
@@ -478,7 +478,7 @@ def test_vmap_over_lengths() -> None:
         torch.vmap(attend)(q, k, v, lengths)
 
 
-def test_gradients_of_what_vmap_returns(opaque) -> None:
+def test_gradients_of_vmap_results(opaque) -> None:
     q, k, a, b = tensors((3, 1, 2, 5, 8), (1, 2, 5, 8), (3, 16, 16), (16, 16))
 
     def attend(q):
@@ -503,7 +503,7 @@ def test_saved_tensors_are_versioned() -> None:
         out.sum().backward()
 
 
-def test_inputs_are_left_alone() -> None:
+def test_inputs_do_not_change() -> None:
     q, k, v = tensors((2, 4, 9, 8), (2, 2, 9, 8), (2, 2, 9, 8))
     sinks, bias = torch.zeros(4, requires_grad=True), torch.zeros(9, 9, requires_grad=True)
     before = [x.detach().clone() for x in (q, k, v, sinks, bias)]
@@ -556,7 +556,7 @@ def test_an_output_that_no_loss_uses_costs_no_gradient(monkeypatch) -> None:
     assert not dv.any()
 
 
-def test_fake_tensors_of_a_device_that_is_not_here() -> None:
+def test_fake_tensors_of_an_absent_device() -> None:
     """Shapes and devices can be planned anywhere, packed sequences and dropout included."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -45,7 +45,7 @@ def test_every_field_has_a_row() -> None:
 
 
 def test_every_field_of_a_problem_is_decided() -> None:
-    assert set(options.facts_of(*a_call())) == OF_PROBLEM - BY_TENSORS
+    assert set(options.problem_fields(*a_call())) == OF_PROBLEM - BY_TENSORS
 
 
 def test_every_optional_tensor_reaches_the_backends() -> None:
@@ -68,7 +68,7 @@ def test_every_optional_tensor_reaches_the_backends() -> None:
 def test_unpacking_is_the_opposite_of_packing() -> None:
     lengths, checked = a_call()
     arguments = options.pack(lengths, checked)
-    assert arguments[:7] == options.tensors_of(lengths, checked) == tuple(options.tensors_among(arguments))
+    assert arguments[:7] == options.optional_tensors(lengths, checked) == tuple(options.tensors_among(arguments))
     again = options.unpack(arguments, "kv")
     for before, after in zip((lengths, checked), again, strict=True):
         for name, value, other in zip(before._fields, before, after, strict=True):
@@ -79,4 +79,4 @@ def test_unpacking_is_the_opposite_of_packing() -> None:
 def test_examples_change_a_problem(name: str) -> None:
     (feature,) = (feature for feature in FEATURES if feature.name == name)
     assert feature.example and set(feature.example) <= OF_PROBLEM
-    assert feature.problem in {*feature.example, "batch"}
+    assert feature.problem_field in {*feature.example, "batch"}

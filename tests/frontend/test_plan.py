@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import diyfa
 from diyfa import flash_attn_interface, ops
 from diyfa import plan as planning
-from diyfa.options import WHOLE, AttentionOptions, pack
+from diyfa.options import NO_LENGTHS, AttentionOptions, pack
 
 OPERATOR = "diyfa.attention_fwd.default"
 
@@ -112,7 +112,7 @@ def test_dropout_draws_at_every_call(launches):
     assert len(launches) == 4 and torch.equal(outs[0], outs[2])
 
 
-def test_the_backend_in_force_is_part_of_the_call(launches):
+def test_the_forced_backend_is_in_the_key(launches):
     q, k, v = qkv()
     with diyfa.use_backend("cpu"):
         diyfa.flash_attention(q, k, v)
@@ -138,19 +138,19 @@ def test_modes_and_profilers_see_the_operator(launches):
 
 def test_subclasses_transforms_and_duals_take_no_fast_path():
     q, k, v = qkv()
-    assert planning.runs_at_once(q, k, v)
-    assert not planning.runs_at_once(q, torch.nn.Parameter(k, requires_grad=False), v)
-    assert not planning.runs_at_once(q, torch._neg_view(k), v)  # a kernel would read it without its sign
-    assert not planning.runs_at_once(q, k, v.to_sparse())
+    assert planning.runs_eagerly(q, k, v)
+    assert not planning.runs_eagerly(q, torch.nn.Parameter(k, requires_grad=False), v)
+    assert not planning.runs_eagerly(q, torch._neg_view(k), v)  # a kernel would read it without its sign
+    assert not planning.runs_eagerly(q, k, v.to_sparse())
     inside = []
-    torch.func.vmap(lambda x: inside.append(planning.runs_at_once(x)) or x)(q)
+    torch.func.vmap(lambda x: inside.append(planning.runs_eagerly(x)) or x)(q)
     with forward_ad.dual_level():
-        inside.append(planning.runs_at_once(q))
+        inside.append(planning.runs_eagerly(q))
     with torch.device("cpu"):  # a mode that sees every function
-        inside.append(planning.runs_at_once(q))
-    torch.jit.trace(lambda x: (inside.append(planning.runs_at_once(x)), x + 1)[1], q, check_trace=False)
+        inside.append(planning.runs_eagerly(q))
+    torch.jit.trace(lambda x: (inside.append(planning.runs_eagerly(x)), x + 1)[1], q, check_trace=False)
     assert inside == [False] * 4
-    assert planning.runs_at_once(q)
+    assert planning.runs_eagerly(q)
 
 
 def test_plans_are_bounded(launches, monkeypatch):
@@ -210,7 +210,7 @@ def test_gradients_of_a_repeated_call_are_the_same(trained, launches):
         torch.autograd.grad(out, q, dout)
 
 
-def test_what_wants_a_gradient_is_part_of_the_call(trained, launches):
+def test_inputs_that_require_a_gradient_are_in_the_key(trained, launches):
     q, k, v, dout, expected = trained
     q = q.detach()
     out = attend(q, k, v, causal=True)
@@ -321,7 +321,7 @@ def test_saved_tensors_may_be_packed(trained, launches):
     assert launches
 
 
-def test_a_gradient_that_lies_otherwise(trained, launches):
+def test_a_gradient_with_other_strides(trained, launches):
     q, k, v, dout, expected = trained
     turned = dout.transpose(1, 2).contiguous().transpose(1, 2)
     negative = torch._neg_view(-dout)
@@ -384,10 +384,10 @@ def test_packed_gradients_stay_packed(launches):
     assert all(torch.equal(grads[0], grad) for grad in grads)
 
 
-def test_a_call_of_the_operator_does_not_lend_its_backend(launches):
+def test_an_operator_call_does_not_pass_on_its_backend(launches):
     """Its plan belongs to no named backend, so that its backward pass follows the one in force."""
     q, k, v = qkv(requires_grad=True)
-    lengths, options = WHOLE, AttentionOptions("bhsd", 0.25, needs_grad=True)
+    lengths, options = NO_LENGTHS, AttentionOptions("bhsd", 0.25, needs_grad=True)
     with diyfa.use_backend("cpu"):
         torch.ops.diyfa.attention_fwd(q, k, v, "", *pack(lengths, options))
     grads = [torch.autograd.grad(attend(q, k, v).sum(), q)[0] for _ in range(3)]
@@ -395,7 +395,7 @@ def test_a_call_of_the_operator_does_not_lend_its_backend(launches):
 
 
 @pytest.mark.parametrize("function", ["flash_attention", "flash_attn_func", "flash_attn_with_kvcache"])
-def test_plans_of_other_calls_are_nothing_that_a_compiled_one_depends_on(launches, function):
+def test_a_compiled_call_does_not_depend_on_plans_of_others(launches, function):
     """A program that torch.compile made is not made anew because of them."""
     torch.compiler.reset()
     counter = CompileCounterWithBackend("eager")

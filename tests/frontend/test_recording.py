@@ -28,7 +28,7 @@ def gradients(out, given):
     return torch.autograd.grad(out, given, torch.ones_like(out))
 
 
-def test_a_backward_pass_is_recorded_whose_forward_pass_ran():
+def test_backward_is_recorded_after_a_forward_that_ran():
     """As often as equal calls come."""
     with use_backend("cpu"):
         for _ in range(3):
@@ -39,7 +39,7 @@ def test_a_backward_pass_is_recorded_whose_forward_pass_ran():
                 assert not any(x.any() for x in gradients(out, given))
 
 
-def test_a_backward_pass_runs_whose_forward_pass_was_recorded():
+def test_backward_runs_after_a_recorded_forward():
     """And equal calls afterwards are as ever."""
     with use_backend("cpu"):
         given = inputs()

@@ -23,8 +23,8 @@ from diyfa.problem import (
     Kernel,
     KVCacheProblem,
     MatmulProblem,
-    by_kind,
-    kept,
+    cached_per_kind,
+    cached_per_problem,
     refuse_features,
 )
 
@@ -82,7 +82,7 @@ def picky(cpu: Backend) -> Backend:
     """The CPU backend with kernels that refuse: v2 dropout, v1 dropout and softcaps."""
 
     def refusing(kernel: Kernel) -> Kernel:
-        every = frozenset(feature.uses for feature in OPTIONAL)
+        every = frozenset(feature.refusal_name for feature in OPTIONAL)
         supported = {"v2": every - {"dropout"}, "v1": every - {"dropout", "softcap"}}[kernel.name]
         return replace(kernel, unsupported=lambda problem: refuse_features(problem, supported, kernel.name))
 
@@ -118,10 +118,10 @@ def test_a_variant_means_a_backward_kernel_that_takes_the_problem(cpu: Backend) 
     (v2,) = (kernel for kernel in cpu.kernels if kernel.op == "attention_bwd")
     picky = replace(v2, name="v1", unsupported=lambda problem: "no softcap" if problem.softcap else None)
     backend = SimpleNamespace(name="with_v1", kernels=(picky, v2), unsupported=lambda problem: None)
-    assert registry.variant_of("attention_bwd", backend, "v1", problem()) == "v1"
-    assert registry.variant_of("attention_bwd", backend, "v1", problem(softcap=5.0)) == "auto"
-    assert registry.variant_of("attention_bwd", backend, "v3", problem()) == "auto"
-    assert registry.variant_of("attention_fwd", backend, "v1", problem(softcap=5.0)) == "v1"
+    assert registry.op_variant("attention_bwd", backend, "v1", problem()) == "v1"
+    assert registry.op_variant("attention_bwd", backend, "v1", problem(softcap=5.0)) == "auto"
+    assert registry.op_variant("attention_bwd", backend, "v3", problem()) == "auto"
+    assert registry.op_variant("attention_fwd", backend, "v1", problem(softcap=5.0)) == "v1"
 
 
 def test_auto_names_every_reason(picky: Backend) -> None:
@@ -136,7 +136,7 @@ def test_a_refusal_is_not_cached_as_a_choice(picky: Backend) -> None:
             registry.choose("attention_fwd", refused, picky)
 
 
-def test_what_a_backend_does_not_compute(cpu: Backend) -> None:
+def test_unsupported_dtype(cpu: Backend) -> None:
     with pytest.raises(ValueError, match="computes float16, bfloat16, float32, float64, not float8_e5m2"):
         registry.choose("attention_fwd", problem(dtype="float8_e5m2"), cpu)
 
@@ -175,7 +175,7 @@ def test_use_backend_nests_and_restores() -> None:
         pass
 
 
-def test_use_backend_blocks_left_in_another_order() -> None:
+def test_use_backend_blocks_may_end_in_another_order() -> None:
     first, second = diyfa.use_backend("cpu"), diyfa.use_backend("npu")
     first.__enter__()
     second.__enter__()
@@ -207,10 +207,10 @@ def test_use_backend_belongs_to_its_thread() -> None:
     assert registry.forced_backend() == ""
 
 
-def test_a_problem_keeps_what_is_decided_about_it() -> None:
+def test_decisions_are_cached_per_problem() -> None:
     asked = []
 
-    @kept
+    @cached_per_problem
     def decide(problem: AttentionProblem, kind: str) -> str:
         asked.append(kind)
         return f"{kind} {problem.seqlen_q}"
@@ -222,10 +222,10 @@ def test_a_problem_keeps_what_is_decided_about_it() -> None:
     assert decide(pickle.loads(pickle.dumps(first)), "a") == "a 4"
 
 
-def test_a_kind_keeps_what_is_decided_about_it() -> None:
+def test_decisions_are_cached_per_kind() -> None:
     asked = []
 
-    @by_kind
+    @cached_per_kind
     def decide(problem: AttentionProblem, what: str) -> str:
         asked.append(what)
         bounds = problem.window_left, problem.window_right
@@ -241,7 +241,7 @@ def test_a_kind_keeps_what_is_decided_about_it() -> None:
     assert first.seqlen_q == 4 and first.window_right == 7  # the problem itself is as it was
 
 
-def test_kinds_are_told_apart_by_every_field_but_sizes() -> None:
+def test_kinds_differ_in_every_field_but_sizes() -> None:
     """And of a window's bounds by their signs, where 0 on the right is a causal mask."""
     first = problem()
     for each in fields(AttentionProblem):

@@ -126,7 +126,7 @@ def test_gradient_of_packed_sequences() -> None:
     assert torch.autograd.gradcheck(lambda x: apply_rotary_emb(x, cos, sin, cu_seqlens=cu_seqlens, max_seqlen=3), x)
 
 
-def test_conjugate_turns_back() -> None:
+def test_conjugate_rotates_back() -> None:
     cos, sin, _ = tables(16)
     x = randn(2, 9, 2, 16)
     torch.testing.assert_close(apply_rotary(apply_rotary(x, cos, sin), cos, sin, conjugate=True), x)
@@ -205,7 +205,7 @@ def frequencies(dim: int, positions: torch.Tensor, base: float = 10000.0) -> tor
     return positions.double()[:, None] * base ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
 
 
-def test_module_turns_q_and_k_by_their_positions() -> None:
+def test_module_rotates_q_and_k_by_their_positions() -> None:
     module = RotaryEmbedding(16, base=500.0)
     qkv = randn(2, 9, 3, 4, 16, dtype=torch.float32)
     before = qkv.clone()

@@ -24,7 +24,7 @@ def tile(kernel, problem):
     return {"kernel": kernel.name, **asdict(kernel.config(problem))}
 
 
-def test_attention_config_is_the_kernels_own():
+def test_attention_config_is_that_of_the_kernel():
     backend = registry.load_backend("cpu")
     problem = AttentionProblem("cpu", "cpu", "float32", "bhsd", 2, 4, 4, 300, 300, 96, 96, window_right=0)
     kernel = registry.choose("attention_fwd", problem, backend)
@@ -33,7 +33,7 @@ def test_attention_config_is_the_kernels_own():
     assert AdaptiveKernelSelector().get_attention_config() == diyfa.get_attention_config()
 
 
-def test_matmul_config_is_the_kernels_own():
+def test_matmul_config_is_that_of_the_kernel():
     backend = registry.load_backend("cpu")
     problem = MatmulProblem("cpu", "cpu", "bfloat16", "bfloat16", "bfloat16", 100, 200, 300)
     kernel = registry.choose("matmul", problem, backend)
@@ -64,7 +64,7 @@ def test_selected_matmul_multiplies():
         torch.testing.assert_close(multiply(a, b), a @ b)
 
 
-def test_what_cannot_run_is_refused_with_the_reason():
+def test_refusals_have_a_reason():
     with pytest.raises(ValueError, match="no backend called 'tpu'"):
         BackendSelector("tpu")
     with pytest.raises(ValueError, match="Unsupported head_dim: expected 1 to 512, got 4096"):
@@ -90,7 +90,7 @@ def test_in_the_interpreter_the_host_stands_in(monkeypatch):
     assert BackendSelector("cuda").select_attention(1, 2, 64, 64).keywords["backend"] == "cuda"
 
 
-def test_refusals_are_the_kernels_own(monkeypatch):
+def test_refusals_are_those_of_the_kernels(monkeypatch):
     monkeypatch.setattr(type(registry.load_backend("cpu")), "unsupported", lambda self, problem: "not on Sundays")
     with pytest.raises(ValueError, match=r"cannot run this attention_fwd: v2: not on Sundays"):
         BackendSelector().select_attention(1, 1, 65, 64)

@@ -83,7 +83,7 @@ def test_budget_is_twice_the_yardstick_and_a_unit() -> None:
 @pytest.mark.parametrize(
     "name", ["s64", "fp32", "peaked_8_bfloat16", "sinks_16_float16", "bias_large_fp32", "scale_zero"]
 )
-def test_an_lse_is_held_to_float32(name: str) -> None:
+def test_the_lse_has_the_budget_of_float32(name: str) -> None:
     """2**-20 of the largest score beside the yardstick, whatever the dtype of q is: not to 16 bits."""
     case = CASES[name]
     inputs, want = make_inputs(case), expected_results(case)
@@ -172,7 +172,7 @@ def test_expected_results_are_finite_and_double() -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_inputs_are_what_the_case_says(name: str) -> None:
+def test_inputs_match_the_case(name: str) -> None:
     case = CASES[name]
     inputs, again = make_inputs(case), make_inputs(case)
     b, h, hk, sq, sk, d, dv = case.sizes
@@ -238,7 +238,7 @@ def test_validate_matmul(dtype: torch.dtype, capsys: pytest.CaptureFixture[str])
         assert nan is False
 
 
-def test_validate_takes_the_device_that_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_validate_uses_the_available_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """No "cuda" where there is an NPU or nothing."""
     monkeypatch.setattr(testing, "present_device", lambda: torch.device("cpu"))
     assert diyfa.validate_attention(cpu_attention, 1, 2, 20, 16)[0]

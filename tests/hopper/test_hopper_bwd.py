@@ -19,9 +19,9 @@ from block_ranges import configurations, sees  # noqa: E402
 from hopper_interpreted import (  # noqa: E402
     BACKWARD_MODULES,
     interpret_backward,
+    kernel_source,
     load_kernel,
     run_backward,
-    source_of,
 )
 from poison import poisoned_allocations  # noqa: E402
 from simulators.gluon import KernelBug  # noqa: E402
@@ -36,7 +36,7 @@ from diyfa.backends.cuda.hopper import bwd_configs, bwd_launch  # noqa: E402
 from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
 from diyfa.backends.cuda.runtime.launcher import launch_kernel  # noqa: E402
 from diyfa.backends.cuda.runtime.passes import launch_each  # noqa: E402
-from diyfa.options import LENGTHS, WHOLE, Lengths, pack  # noqa: E402
+from diyfa.options import LENGTHS, NO_LENGTHS, Lengths, pack  # noqa: E402
 from diyfa.problem import VARLEN, AttentionGradients, AttentionProblem, AttentionTensors, Launch  # noqa: E402
 from diyfa.testing import AttentionCase, make_inputs  # noqa: E402
 
@@ -527,7 +527,7 @@ def test_calls_can_be_repeated_past_the_launcher(changes: dict, monkeypatch: pyt
 
 @pytest.mark.parametrize("lost", ["wait_for_turn", "wait_for_stores", "end_turn"])
 def test_all_parts_of_a_turn_are_needed(lost: str, tmp_path: Path) -> None:
-    source, count = re.subn(rf"^( +){lost}\(.*\)$", r"\1pass", source_of("hopper.bwd"), flags=re.MULTILINE)
+    source, count = re.subn(rf"^( +){lost}\(.*\)$", r"\1pass", kernel_source("hopper.bwd"), flags=re.MULTILINE)
     assert count == 1
     kernels = load_kernel({"hopper.bwd": source}, tmp_path, BACKWARD_MODULES)
     with pytest.raises(KernelBug, match=r"nothing orders it after that of somebody else|turn 1"):
@@ -663,9 +663,9 @@ def test_gradients_that_tma_cannot_write_are_refused(wanted: str, monkeypatch: p
     kernel = interpret_backward(monkeypatch)
     torch.manual_seed(0)
     q, k, v, dout = (torch.randn(1, 1, 64, 64).bfloat16() for _ in range(4))
-    options = checked_options(q, k, v, WHOLE, {"layout": "bhsd", "backend": "cuda", "variant": "sm90"})
+    options = checked_options(q, k, v, NO_LENGTHS, {"layout": "bhsd", "backend": "cuda", "variant": "sm90"})
     options = options._replace(needs_grad=True)
-    packed = pack(WHOLE, options)
+    packed = pack(NO_LENGTHS, options)
     out, lse = torch.ops.diyfa.attention_fwd(q, k, v, "", *packed)
 
     def differentiated(**buffers: torch.Tensor) -> list[torch.Tensor]:
@@ -679,7 +679,7 @@ def test_gradients_that_tma_cannot_write_are_refused(wanted: str, monkeypatch: p
     assert kernel.launches == 1
     torch.testing.assert_close(found, want, rtol=2e-2, atol=2e-2)
     backend = registry.load_backend("cuda")
-    described = ops.describe_attention(backend, q, k, v, WHOLE, options).replace(aligned_gradients=False)
+    described = ops.describe_attention(backend, q, k, v, NO_LENGTHS, options).replace(aligned_gradients=False)
     with pytest.raises(ValueError, match="sm90: sm90 writes dq, dk and dv through TMA"):
         registry.choose("attention_bwd", described, backend, "sm90")
 

@@ -10,7 +10,7 @@ from hopper_gluon import need_hopper_gluon
 
 need_hopper_gluon()
 
-from hopper_interpreted import WIDE_BACKWARD_MODULES, interpret_backward, load_kernel, source_of  # noqa: E402
+from hopper_interpreted import WIDE_BACKWARD_MODULES, interpret_backward, kernel_source, load_kernel  # noqa: E402
 from simulators.gluon import KernelBug  # noqa: E402
 from synchronising import Synchronising  # noqa: E402
 
@@ -72,7 +72,7 @@ ROLLING = dict.fromkeys(
 )
 # D and Dv
 MODULES = {**ROLLING, "hopper.bwd_wide": (200, 136), "hopper.bwd_wide_dq": (200, 200), "hopper.bwd_mla": (136, 72)}
-SOURCES = {name: Synchronising(source_of(name), SYNCHRONISING, METHODS) for name in MODULES}
+SOURCES = {name: Synchronising(kernel_source(name), SYNCHRONISING, METHODS) for name in MODULES}
 LINES = [(name, f"{i}: {line}") for name, source in SOURCES.items() for i, line in enumerate(source.lines)]
 
 
@@ -106,7 +106,7 @@ def interpret_source(name: str, source: str, folder: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("name", MODULES)
 def test_with_all_of_them_nothing_is_reported(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    interpret_source(name, SOURCES[name].whole(), tmp_path, monkeypatch)
+    interpret_source(name, SOURCES[name].source(), tmp_path, monkeypatch)
     run(name)
 
 

@@ -12,7 +12,7 @@ from hopper_gluon import need_hopper_gluon
 
 need_hopper_gluon()
 
-from hopper_interpreted import load_kernel, source_of  # noqa: E402
+from hopper_interpreted import kernel_source, load_kernel  # noqa: E402
 from kvcache_cases import CacheCase, assert_in_budget, make_call, run_case  # noqa: E402
 from poison import poisoned_allocations  # noqa: E402
 from simulators.gluon import InterpretedKernel, KernelBug  # noqa: E402
@@ -160,11 +160,11 @@ def test_a_cache_that_tma_cannot_reach_is_refused(monkeypatch: pytest.MonkeyPatc
 
 def test_shares_of_a_long_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """More tiles than are added up at once; shares so long that to begin a tile counts as work."""
-    source, name = source_of("hopper.decode_mla"), "SCAN = gl.constexpr(128)"
+    source, name = kernel_source("hopper.decode_mla"), "SCAN = gl.constexpr(128)"
     assert name in source
     source = source.replace(name, "SCAN = gl.constexpr(2)")
     monkeypatch.setattr(stream_k, "LONG_SHARE", gl.constexpr(1))  # for the combine kernel
-    schedule, long_share = source_of("attention.stream_k"), "LONG_SHARE = tl.constexpr(8)"
+    schedule, long_share = kernel_source("attention.stream_k"), "LONG_SHARE = tl.constexpr(8)"
     assert long_share in schedule
     sources = {"hopper.decode_mla": source, "attention.stream_k": schedule.replace(long_share, long_share[:-2] + "1)")}
     kernels = load_kernel(sources, tmp_path, ("attention.stream_k", "hopper.decode_mla"))
@@ -261,7 +261,7 @@ SYNCHRONISING = (
 METHODS = ("init", "wait_full", "release")
 
 
-SOURCE = Synchronising(source_of("hopper.decode_mla"), SYNCHRONISING, METHODS)
+SOURCE = Synchronising(kernel_source("hopper.decode_mla"), SYNCHRONISING, METHODS)
 LINES = [f"{i}: {line}" for i, line in enumerate(SOURCE.lines)]
 
 

@@ -2,7 +2,7 @@
 
 In the Gluon interpreter. Where the weights of such keys are rounded, their errors are equal, and out is off by that
 much of their value; delta = rowsum(dout * out) then no longer cancels dout * v. With a running maximum they weigh
-exactly 1. Gradients are those that a plain backward pass forms from the kernel's out and lse (`given_forward.py`).
+exactly 1. Gradients are those that a plain backward pass forms from the kernel's out and lse (`fixed_forward.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from given_forward import results_on
+from fixed_forward import results_on
 from hopper_gluon import need_hopper_gluon
 
 need_hopper_gluon()

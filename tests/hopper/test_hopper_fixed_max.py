@@ -10,7 +10,7 @@ from hopper_gluon import need_hopper_gluon
 
 need_hopper_gluon()
 
-from hopper_interpreted import interpret, load_kernel, run, source_of  # noqa: E402
+from hopper_interpreted import interpret, kernel_source, load_kernel, run  # noqa: E402
 from test_hopper_features import DYNAMIC, THREE, TWO, case, packed  # noqa: E402
 
 from diyfa.backends.cuda.hopper import configs as hopper_configs  # noqa: E402
@@ -75,7 +75,7 @@ def test_within_budget(case: AttentionCase, config: hopper_configs.Sm90Config, m
 def test_scores_rise_beyond_what_sums_hold(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Without going through the flagged tiles again, these cases are wrong."""
     case, config = next((case, config) for case, config in CASES if case.name == name)
-    source = source_of("hopper.fwd")
+    source = kernel_source("hopper.fwd")
     flagged = "if flags.any_flagged() != 0:"
     assert flagged in source
     kernels = load_kernel({"hopper.fwd": source.replace(flagged, "if False:")}, tmp_path)

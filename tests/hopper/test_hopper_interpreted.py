@@ -14,7 +14,7 @@ from hopper_gluon import need_hopper_gluon
 
 need_hopper_gluon()
 
-from hopper_interpreted import KERNEL_MODULES, interpret, load_kernel, run, source_of  # noqa: E402
+from hopper_interpreted import KERNEL_MODULES, interpret, kernel_source, load_kernel, run  # noqa: E402
 from poison import poisoned_allocations  # noqa: E402
 from simulators.gluon import Deadlock, InvalidOperand, KernelBug, Race  # noqa: E402
 
@@ -22,7 +22,7 @@ from diyfa import ops  # noqa: E402
 from diyfa.backends.cuda.gluon import tile_counter  # noqa: E402
 from diyfa.backends.cuda.hopper.configs import Sm90Config  # noqa: E402
 from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
-from diyfa.options import WHOLE, AttentionOptions  # noqa: E402
+from diyfa.options import NO_LENGTHS, AttentionOptions  # noqa: E402
 from diyfa.testing import AttentionCase, make_inputs  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not is_interpreting(), reason="CPU tensors are refused: here the kernel itself is run")
@@ -84,8 +84,8 @@ def test_results_of_another_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = (x.detach() for x in given[:3])
     options = AttentionOptions("bhsd", 0.1, window_right=0, backend="cuda", variant="sm90", out_dtype="float32")
     with poisoned_allocations():
-        out, lse = ops.forward(q, k, v, WHOLE, options)
-        rounded, same = ops.forward(q, k, v, WHOLE, options._replace(out_dtype=""))
+        out, lse = ops.forward(q, k, v, NO_LENGTHS, options)
+        rounded, same = ops.forward(q, k, v, NO_LENGTHS, options._replace(out_dtype=""))
     assert out.dtype == torch.float32 and rounded.dtype == q.dtype
     assert torch.equal(out.to(q.dtype), rounded) and torch.equal(lse, same) and not torch.equal(out, rounded.float())
 
@@ -129,7 +129,7 @@ def test_programs_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def mutant(tmp_path: Path, pattern: str, replacement: str | Callable[[re.Match[str]], str]) -> ModuleType:
     """The kernel's module with what `pattern` finds in the kernel's sources replaced."""
-    changed = {name: re.subn(pattern, replacement, source_of(name)) for name in KERNEL_MODULES}
+    changed = {name: re.subn(pattern, replacement, kernel_source(name)) for name in KERNEL_MODULES}
     assert any(found for _, found in changed.values()), f"the kernel has no {pattern}"
     return load_kernel({name: source for name, (source, _) in changed.items()}, tmp_path)
 

@@ -1,7 +1,7 @@
 """Rows with dominant keys: out and lse of the Hopper forward pass are exact enough together for the gradients of both.
 
 In the Gluon interpreter, or on a GPU of that kind. Gradients are those that a plain backward pass forms from the
-kernel's out and lse (`given_forward.py`). A weight that is rounded while the sum that divides it is not leaves out
+kernel's out and lse (`fixed_forward.py`). A weight that is rounded while the sum that divides it is not leaves out
 wrong by less than a unit in its last place, and dq by thousands of times what FlashAttention's is wrong by.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from given_forward import results_of
+from fixed_forward import results_from_forward
 from hopper_gluon import need_hopper_gluon
 
 need_hopper_gluon()
@@ -112,7 +112,7 @@ def check(case: AttentionCase, config: Sm90Config, monkeypatch: pytest.MonkeyPat
     attend = attention_function(case, backend="cuda", variant="sm90")
     with torch.no_grad(), poisoned_allocations():
         out, lse = attend(*inputs.leaves, return_lse=True, **inputs.options)
-    assert_within_budget(results_of(case, out.cpu(), lse.cpu()), case)
+    assert_within_budget(results_from_forward(case, out.cpu(), lse.cpu()), case)
 
 
 @pytest.mark.parametrize(("case", "config"), CASES, ids=[case.name for case, _ in CASES])

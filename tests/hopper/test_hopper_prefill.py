@@ -71,7 +71,7 @@ CASES = {
         case("features", 200, 0, 40, page_size=64, softcap=3.0, alibi="bh", sinks=True, by="used", lens_q=(130, 3, 9)),
         PERSISTENT,
     ),
-    "gives_out": (case("gives_out", 100, 33, page_size=16, gives_out=True), PLAIN),
+    "passes_out": (case("passes_out", 100, 33, page_size=16, passes_out=True), PLAIN),
 }  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from hopper_gluon import need_hopper_gluon
 
 need_hopper_gluon()
 
-from hopper_interpreted import KERNEL_MODULES, interpret_prefill, load_kernel, run, source_of  # noqa: E402
+from hopper_interpreted import KERNEL_MODULES, interpret_prefill, kernel_source, load_kernel, run  # noqa: E402
 from kvcache_cases import CacheCase, assert_in_budget, run_case  # noqa: E402
 from poison import poisoned_allocations  # noqa: E402
 from simulators.gluon import KernelBug  # noqa: E402
@@ -84,12 +84,12 @@ def attend(case: AttentionCase | CacheCase) -> dict[str, str]:
     return {}
 
 
-SOURCES = {name: Synchronising(source_of(name), SYNCHRONISING, METHODS, HARMLESS) for name in KERNEL_MODULES}
+SOURCES = {name: Synchronising(kernel_source(name), SYNCHRONISING, METHODS, HARMLESS) for name in KERNEL_MODULES}
 LINES = [f"{name} {i}: {line}" for name, source in SOURCES.items() for i, line in enumerate(source.lines)]
 
 
 def test_with_all_of_them_nothing_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = load_kernel({name: source.whole() for name, source in SOURCES.items()}, tmp_path)
+    kernels = load_kernel({name: source.source() for name, source in SOURCES.items()}, tmp_path)
     for config, case in CONFIGS:
         with monkeypatch.context() as patch:
             interpret_prefill(patch, config, seed=3, kernels=kernels, multiprocessors=1)

@@ -11,7 +11,7 @@ from hopper_gluon import need_hopper_gluon
 
 need_hopper_gluon()
 
-from hopper_interpreted import load_kernel, source_of  # noqa: E402
+from hopper_interpreted import kernel_source, load_kernel  # noqa: E402
 from poison import poisoned_allocations  # noqa: E402
 from simulators.gluon import Deadlock, InterpretedKernel, KernelBug, Race  # noqa: E402
 from synchronising import Synchronising  # noqa: E402
@@ -92,7 +92,7 @@ FUNCTIONS = ("mbarrier.wait", "mbarrier.expect", "mbarrier.init", "fence_async_s
 METHODS = ("init", "wait_empty", "wait_full", "release")
 
 
-SOURCE = Synchronising(source_of(NAME), FUNCTIONS, METHODS)
+SOURCE = Synchronising(kernel_source(NAME), FUNCTIONS, METHODS)
 LINES = [f"{i}: {line}" for i, line in enumerate(SOURCE.lines)]
 
 
@@ -103,7 +103,7 @@ def broken(source: str, folder: Path) -> ModuleType:
 
 def test_the_unparsed_source_is_the_kernel(tmp_path: Path) -> None:
     assert len(LINES) > 15
-    attend(SMALL, 3, broken(SOURCE.whole(), tmp_path))
+    attend(SMALL, 3, broken(SOURCE.source(), tmp_path))
 
 
 @pytest.mark.parametrize("line", LINES)
@@ -137,7 +137,7 @@ MUTANTS = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_bugs_are_reported(name: str, tmp_path: Path) -> None:
     before, after, error = MUTANTS[name]
-    source = source_of(NAME)
+    source = kernel_source(NAME)
     assert source.count(before) == 1
     with pytest.raises(error):
         attend(SMALL, 3, broken(source.replace(before, after), tmp_path))

@@ -12,7 +12,7 @@ import diffusers
 import pytest
 import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
-from eager_budget import DEVICE, assert_like_the_reference, leaves, on_device, with_gradients
+from eager_budget import DEVICE, assert_matches_reference, leaves, on_device, with_gradients
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import diyfa
@@ -191,7 +191,7 @@ STRIDED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", STRIDED)
-def test_features_that_are_not_side_by_side(handle: Any, name: str, compiled: bool) -> None:
+def test_features_without_stride_one(handle: Any, name: str, compiled: bool) -> None:
     """diffusers' native backend takes them; here they are copied, which is said once."""
     inputs = leaves((2, 17, 2, 16), (2, 23, 2, 16), (2, 23, 2, 16), dtype=torch.float32)
 
@@ -246,7 +246,7 @@ def test_refused(handle: Any, reason: str) -> None:
 def test_half_precision(handle: Any, dtype: torch.dtype) -> None:
     attend = partial(dispatch_attention_fn, is_causal=True, backend=AttentionBackendName("diyfa"))
     inputs = leaves(*[(2, 17, 2, 16)] * 3, dtype=dtype)
-    assert_like_the_reference(on_device(attend), inputs, "bshd", causal=True)
+    assert_matches_reference(on_device(attend), inputs, "bshd", causal=True)
     assert sum(handle.calls.values()) == 1
 
 

@@ -51,7 +51,7 @@ F_BOTH, N_VARLEN, N_LAYER = "c=f:test_dense", "n=n:test_varlen_attn", "n=n:test_
 F_SDPA = f"c=f:test_scaled_dot_product {G_DENSE} {N_VARLEN}"
 W_MASKS, W_CAUSAL = (
     "c=w:test_masks n=n:test_masks",
-    "c=w:test_causal_from_the_top_left n=n:test_causal_from_the_top_left",
+    "c=w:test_top_left_causal n=n:test_top_left_causal",
 )
 T_BOTH, T_PACKED = f"c=t:test_decoders {N_LAYER}", "c=t:test_decoders n=n:test_packed_sequences_of_transformers"
 T_MASKS, T_HALF = (
@@ -62,7 +62,7 @@ D_CALLS, D_REFUSED, T_REFUSED = "c=d:test_calls", "refused=d:test_refused", "ref
 THREE, THREE_PACKED, THREE_ABSENT = (
     "c=3:test_dense_and_packed_projections n=n:test_flash_attention_3",
     "c=3:test_packed_sequences n=n:test_flash_attention_3",
-    "3:test_what_is_absent",
+    "3:test_absent_functions",
 )
 THREE_PAGES = "c=3:test_packed_queries_as_ascends_training_consistency_calls n=n:test_flash_attn_npu_v3_over_pages"
 D_TRAINING = "c=d:test_autocast_and_gradient_checkpointing"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from eager_budget import assert_like_the_reference, leaves
+from eager_budget import assert_matches_reference, leaves
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from diyfa.integrations import Handle, use_in_pytorch
@@ -32,7 +32,7 @@ def test_scaled_dot_product(handle: Handle, causal: bool, compiled: bool) -> Non
         return attention(q * 1.0, k * 1.0, v * 1.0, is_causal=causal, enable_gqa=True) * 1.0
 
     call = torch.compile(attend) if compiled else attend
-    assert_like_the_reference(
+    assert_matches_reference(
         lambda q, k, v: call(q.cuda(), k.cuda(), v.cuda()).cpu(),
         leaves((2, 8, 300, 64), *[(2, 2, 300, 64)] * 2, dtype=torch.bfloat16), causal=causal,
     )  # fmt: skip
@@ -46,7 +46,7 @@ def test_varlen_attn(handle: Handle, window: tuple[int, int]) -> None:
     arguments = (offsets.cuda(), offsets.cuda(), 157, 157)
     grouped = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters  # of newer releases
     more, heads = ({"enable_gqa": True}, 2) if grouped else ({}, 8)
-    assert_like_the_reference(
+    assert_matches_reference(
         lambda q, k, v: varlen.varlen_attn(
             q.cuda(), k.cuda(), v.cuda(), *arguments, window_size=window, **more
         ).cpu(),
@@ -67,7 +67,7 @@ def test_graphs_and_dropout(handle: Handle) -> None:
     assert bool(first.isfinite().all()) and not torch.equal(first, out)
 
 
-def test_removal_gives_pytorchs_kernels_back() -> None:
+def test_removal_restores_pytorchs_kernels() -> None:
     q, k, v = (x.detach().cuda() for x in leaves(*[(2, 4, 128, 64)] * 3))
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         before = attention(q, k, v)

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from eager_budget import assert_like_the_reference, leaves, with_gradients
+from eager_budget import assert_matches_reference, leaves, with_gradients
 from subprocesses import run_python
 from torch.utils.checkpoint import checkpoint
 
 import diyfa
-from diyfa.dropout import kept, keys_of
+from diyfa.dropout import keys_from_state, mask_from_keys
 from diyfa.integrations import Handle, use_in_pytorch
 
 aten = torch.ops.aten
@@ -54,7 +54,7 @@ LONGEST = (max(LENS_Q), max(LENS_K))
 @pytest.mark.parametrize("causal", [False, True])
 def test_scaled_dot_product(handle: Handle, dtype: torch.dtype, causal: bool) -> None:
     shapes = ((2, 4, 37, 32), (2, 2, 37, 32), (2, 2, 37, 32))
-    assert_like_the_reference(
+    assert_matches_reference(
         lambda q, k, v: aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=0.3),
         leaves(*shapes, dtype=dtype), causal=causal, sm_scale=0.3,
     )  # fmt: skip
@@ -94,11 +94,11 @@ def test_dense(handle: Handle, window: tuple[int, int]) -> None:
         sizes = dict(zip(("window_size_left", "window_size_right"), window, strict=True))
         return aten._flash_attention_forward(q, k, v, None, None, 37, 50, 0.0, causal, False, **sizes)[0]
 
-    assert_like_the_reference(attend, leaves((2, 37, 4, 32), (2, 50, 2, 32), (2, 50, 2, 32)), "bshd", window=window)
+    assert_matches_reference(attend, leaves((2, 37, 4, 32), (2, 50, 2, 32), (2, 50, 2, 32)), "bshd", window=window)
 
 
 def dropped(rng_state: torch.Tensor, sizes: tuple[int, int, int, int], p: float) -> torch.Tensor:
-    return ~kept(keys_of(rng_state.view(torch.int64), *sizes[:2]), *sizes[2:], p)
+    return ~mask_from_keys(keys_from_state(rng_state.view(torch.int64), *sizes[:2]), *sizes[2:], p)
 
 
 def test_dropout_travels_in_rng_state(handle: Handle) -> None:
@@ -187,7 +187,7 @@ def test_varlen_attn(handle: Handle, window: tuple[int, int]) -> None:
             q, k, v, offsets(LENS_Q), offsets(LENS_K), *LONGEST, window_size=window, enable_gqa=True, scale=0.2
         )
 
-    assert_like_the_reference(attend, packed(), window=window, sm_scale=0.2, **PACKED)
+    assert_matches_reference(attend, packed(), window=window, sm_scale=0.2, **PACKED)
     assert handle.calls == {"_flash_attention_forward: diyfa": 1, "_flash_attention_backward: diyfa": 1}
 
 
@@ -332,7 +332,7 @@ def test_refused(handle: Handle, case: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["alibi_slopes", "seqused_k", "block_table"])
-def test_what_the_backward_operator_does_not_take(handle: Handle, name: str) -> None:
+def test_refusals_of_the_backward_operator(handle: Handle, name: str) -> None:
     """A gradient that would be of another attention."""
     if name == "block_table":
         varlen_with("block_table")
@@ -348,7 +348,7 @@ def test_what_the_backward_operator_does_not_take(handle: Handle, name: str) -> 
         assert aten._flash_attention_forward(*inputs, *lengths, **options)[0].isfinite().all()
 
 
-def test_removal_gives_the_operators_back() -> None:
+def test_removal_restores_the_operators() -> None:
     q, k, v = (x.detach() for x in leaves(*[(1, 2, 9, 16)] * 3))
     handle = use_in_pytorch("cpu")
     assert use_in_pytorch("cpu") is handle and handle.active

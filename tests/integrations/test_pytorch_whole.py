@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from eager_budget import DEVICE, assert_like_the_reference, leaves, on_device, with_gradients
+from eager_budget import DEVICE, assert_matches_reference, leaves, on_device, with_gradients
 from torch.utils.checkpoint import checkpoint
 
 import diyfa
 from diyfa.integrations import Handle, use_in_pytorch
-from diyfa.integrations.eager_attention import bias_of
+from diyfa.integrations.eager_attention import mask_as_bias
 from diyfa.integrations.pytorch import _override
 
 SDPA = "scaled_dot_product_attention"
@@ -30,10 +30,10 @@ def handle() -> Iterator[Handle]:
 
 @pytest.mark.parametrize("sizes", [(19, 19), (19, 33), (33, 19), (1, 7), (7, 1)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_causal_from_the_top_left(handle: Handle, sizes: tuple[int, int], dtype: torch.dtype) -> None:
+def test_top_left_causal(handle: Handle, sizes: tuple[int, int], dtype: torch.dtype) -> None:
     queries, keys = sizes
     hidden = torch.ones(queries, keys, dtype=torch.bool).triu(1)
-    assert_like_the_reference(
+    assert_matches_reference(
         on_device(lambda q, k, v: attention(q, k, v, is_causal=True, scale=0.25, enable_gqa=True)),
         leaves((2, 4, queries, 32), *[(2, 2, keys, 32)] * 2, dtype=dtype),
         attn_bias=torch.zeros(queries, keys).masked_fill(hidden, float("-inf")), sm_scale=0.25,
@@ -53,7 +53,7 @@ def test_masks(handle: Handle, shape: tuple[int, ...], boolean: bool) -> None:
     inputs = leaves((2, 4, 19, 32), (2, 4, 33, 32), (2, 4, 33, 16), dtype=torch.float32)
     given = mask.to(DEVICE)
     attend = on_device(lambda q, k, v: attention(q, k, v, attn_mask=given))
-    assert_like_the_reference(attend, inputs, attn_bias=bias_of(mask, torch.float32))
+    assert_matches_reference(attend, inputs, attn_bias=mask_as_bias(mask, torch.float32))
     assert handle.calls == {f"{SDPA}: diyfa": 1}
     found = with_gradients(attend, inputs)
     handle.remove()
@@ -66,7 +66,7 @@ def test_masks(handle: Handle, shape: tuple[int, ...], boolean: bool) -> None:
 @pytest.mark.parametrize("shape", [(2, 9, 9), (9, 9), (1, 2, 1, 9), (9, 1)], ids=str)
 def test_a_learned_bias(handle: Handle, shape: tuple[int, ...]) -> None:
     inputs = leaves(*[(2, 2, 9, 16)] * 3, shape, dtype=torch.float32)
-    assert_like_the_reference(on_device(attention), inputs)
+    assert_matches_reference(on_device(attention), inputs)
     assert handle.calls == {f"{SDPA}: diyfa": 1}
 
 
@@ -92,7 +92,7 @@ def test_autocast(handle: Handle) -> None:
     assert [x.dtype for x in found] == [torch.bfloat16] + 3 * [torch.float32]
     rounded = [x.detach().bfloat16().requires_grad_() for x in inputs]
     given = mask.bfloat16().to(DEVICE)
-    assert_like_the_reference(
+    assert_matches_reference(
         on_device(lambda q, k, v: attention(q, k, v, attn_mask=given)), rounded, attn_bias=mask.bfloat16()
     )
     for got, want in zip(
@@ -160,7 +160,7 @@ LEFT = {
 
 
 @pytest.mark.parametrize("reason", LEFT)
-def test_what_is_left_to_pytorch(handle: Handle, reason: str) -> None:
+def test_calls_left_to_pytorch(handle: Handle, reason: str) -> None:
     x = leaves((1, 2, 9, 16), dtype=torch.float32)[0].to(DEVICE)
     found = LEFT[reason](x)
     assert handle.calls == {f"{SDPA}: PyTorch ({reason})": 1}
@@ -170,7 +170,7 @@ def test_what_is_left_to_pytorch(handle: Handle, reason: str) -> None:
         assert torch.equal(found, LEFT[reason](x))
 
 
-def test_before_pytorch_kept_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pytorch_without_a_kernel_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Releases without `torch.library.get_kernel`: what is left to PyTorch runs its own decomposition."""
     monkeypatch.delattr(torch.library, "get_kernel")
     inputs = leaves(*[(1, 2, 9, 16)] * 3, dtype=torch.float64)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-from diyfa.integrations.seams import handle_of, switch_on
+from diyfa.integrations.seams import active_handle, switch_on
 
 
-def test_an_old_handle_leaves_the_new_one_alone() -> None:
+def test_an_old_handle_does_not_remove_a_new_one() -> None:
     undone: list[str] = []
 
     def undo(name: str) -> ExitStack:
@@ -19,7 +19,7 @@ def test_an_old_handle_leaves_the_new_one_alone() -> None:
     old.remove()
     new = switch_on("a seam of tests", undo("new"))
     old.remove()
-    assert undone == ["old"] and new.active and not old.active and handle_of("a seam of tests") is new
+    assert undone == ["old"] and new.active and not old.active and active_handle("a seam of tests") is new
     new.remove()
     new.remove()
-    assert undone == ["old", "new"] and not new.active and handle_of("a seam of tests") is None
+    assert undone == ["old", "new"] and not new.active and active_handle("a seam of tests") is None

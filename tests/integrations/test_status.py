@@ -14,7 +14,7 @@ from diyfa.integrations import status, use_in_pytorch
 CLIENTS = ["pytorch", "transformers", "diffusers", "flash_attn", "flash_attn_3", "flash_attn_npu"]
 
 
-def test_where_calls_went() -> None:
+def test_routes_of_calls() -> None:
     rows = {row.client: row for row in status()}
     assert list(rows) == CLIENTS and not any(row.on or row.calls for row in rows.values())
     handle = use_in_pytorch("cpu")

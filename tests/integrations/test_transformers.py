@@ -513,7 +513,7 @@ def test_one_token_that_learns() -> None:
         torch.testing.assert_close(got, expected, **TOLERANCE)
 
 
-def test_a_position_bias_over_a_cache_with_room_left() -> None:
+def test_a_position_bias_over_a_partly_filled_cache() -> None:
     q, k, v = (torch.randn(2, 4, n, 16) for n in (3, 17, 17))
     bias, room = torch.randn(1, 4, 3, 17), torch.empty((0, 17, 9), dtype=torch.int8)
     found, _ = attention(SimpleNamespace(is_causal=False), q, k, v, room, position_bias=bias)

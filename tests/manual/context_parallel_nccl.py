@@ -22,12 +22,12 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-from context_parallel_cases import MATRIX, METHODS, WITH_ALIBI, How, drawn, run_sharded
+from context_parallel_cases import MATRIX, METHODS, WITH_ALIBI, Division, random_case, run_sharded
 
 from diyfa.distributed import context_parallel_attention
 from diyfa.testing import AttentionCase, assert_within_budget
 
-Cases = list[tuple[AttentionCase, How]]
+Cases = list[tuple[AttentionCase, Division]]
 
 
 def run(name: str, cases: Cases, device: str) -> int:
@@ -48,9 +48,9 @@ def run(name: str, cases: Cases, device: str) -> int:
     return failures
 
 
-def runs_here(case: AttentionCase, how: How) -> bool:
+def runs_here(case: AttentionCase, how: Division) -> bool:
     """Whether the heads can be divided."""
-    size = dist.get_world_size() if how.method == "ulysses" else how.together
+    size = dist.get_world_size() if how.method == "ulysses" else how.ulysses_ranks
     return how.method == "ring" or case.heads % size == 0
 
 
@@ -85,13 +85,13 @@ def main() -> None:
     ranks = dist.get_world_size()
     both = min(2, ranks)
     cases = [case for case in MATRIX if arguments.cases is None or case.name in arguments.cases]
-    matrix = [(case, How(method, together=both)) for case in cases for method in METHODS]
+    matrix = [(case, Division(method, ulysses_ranks=both)) for case in cases for method in METHODS]
     unbalanced = [(case, how._replace(load_balance="none")) for case, how in matrix if how.method == "ring"]
     groups = {
         "matrix": matrix,
         "without balance": unbalanced,
-        "alibi": [(case, How("ulysses")) for case in WITH_ALIBI if arguments.cases is None],
-        "drawn": [drawn(seed, ranks) for seed in range(arguments.drawn)],
+        "alibi": [(case, Division("ulysses")) for case in WITH_ALIBI if arguments.cases is None],
+        "random_case": [random_case(seed, ranks) for seed in range(arguments.random_case)],
     }
     part, parts = map(int, arguments.part.split("/"))
     failures = 0

@@ -30,7 +30,7 @@ import diyfa  # noqa: E402
 from diyfa import plan as planning  # noqa: E402
 from diyfa import registry  # noqa: E402
 from diyfa.backends.cuda import hopper  # noqa: E402
-from diyfa.lab.bench.timing import quantiles_of, time_calls  # noqa: E402
+from diyfa.lab.bench.timing import compute_quantiles, time_calls  # noqa: E402
 
 READS = 4445.0  # GB/s
 NAME = "diyfa.backends.cuda.hopper.decode_mla"
@@ -128,10 +128,10 @@ def measure(name: str) -> None:
     """Times, with a cold L2, in CUDA graphs."""
     device = torch.device("cuda")
     a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
-    peak = 2 * 8192**3 / quantiles_of(time_calls(lambda: a @ a, device, 3, 10))[0] / 1e9
+    peak = 2 * 8192**3 / compute_quantiles(time_calls(lambda: a @ a, device, 3, 10))[0] / 1e9
     choose(name)
     for case in TIMED if name in (PORTABLE, "base") else TIMED[:7]:
-        ms = quantiles_of(time_calls(benchmark.captured(call_of(case), device), device, 3, 15))[0]
+        ms = compute_quantiles(time_calls(benchmark.captured(call_of(case), device), device, 3, 15))[0]
         tflops, gbs = case.flops / ms / 1e9, case.bytes_read / ms / 1e6
         share = max(tflops / peak, gbs / READS)
         print(

@@ -97,7 +97,8 @@ def releases(target: str) -> list[str]:
 def test_the_front_half_does_not_tell_a2_from_a3() -> None:
     code = (
         "from diyfa.lab.npu import aot, specs\n"
-        f"jobs = [[*specs.attention_jobs(chip, specs.MODE_CASES['crowded']), *specs.v1_jobs_of(specs.example(chip)),\n"
+        f"jobs = [[*specs.attention_jobs(chip, specs.MODE_CASES['crowded']),\n"
+        f"         *specs.v1_problem_jobs(specs.example(chip)),\n"
         f"         *specs.matmul_jobs(chip)] for chip in ({A2!r}, {A3!r})]\n"
         f"modules = [[aot.to_linalg(job, chip) for job in each] for each, chip in zip(jobs, ({A2!r}, {A3!r}))]\n"
         "print(len(modules[0]), modules[0] == modules[1])\n"
@@ -393,7 +394,7 @@ def test_each_pass_over_the_queries_ends_with_a_wait() -> None:
     code = (
         "from diyfa.lab.npu import aot, specs\n"
         f"example = specs.example({A2!r}, window_right=0)\n"
-        f"print(aot.hivm_of(specs.v1_jobs_of(example)[0], {A2!r}))\n"
+        f"print(aot.compiled_hivm(specs.v1_problem_jobs(example)[0], {A2!r}))\n"
     )
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300)
@@ -412,7 +413,7 @@ def test_dropout_stays_on_the_vector_unit() -> None:
         "import dropout_kernels\n"
         "from diyfa.lab.npu import aot\n"
         "for job in dropout_kernels.npu_jobs():\n"
-        f"    hivm = aot.hivm_of(job, {A2!r})\n"
+        f"    hivm = aot.compiled_hivm(job, {A2!r})\n"
         "    print(hivm.count('call @vmul_1d_int32_t'), hivm.count('call @vcmp_ge_1d_float'),\n"
         "          hivm.count('memref.store '), hivm.count('memref.load '))\n"
     )

@@ -10,7 +10,7 @@ pytest.importorskip("torch_npu")
 if os.environ.get("DIYFA_HOST_SHIM") != "1":
     pytest.skip("needs torch_npu over host memory", allow_module_level=True)
 
-from context_parallel_cases import Case, How
+from context_parallel_cases import Case, Division
 from context_parallel_on_shim import run_on_shim
 from gloo_workers import Workers
 
@@ -33,7 +33,7 @@ def workers(tmp_path_factory):
 @pytest.mark.parametrize("method", ["ring", "ulysses", "both"])
 def test_npu_tensors(workers, method) -> None:
     for case in CASES:
-        (results, kernels), (_, others) = workers.run(run_on_shim, case, How(method))
+        (results, kernels), (_, others) = workers.run(run_on_shim, case, Division(method))
         merging = {"_merge_kernel"} if method == "ring" else set()
         assert {"_fwd_kernel", "_bwd_dkdv_kernel", "_bwd_dq_kernel"} | merging <= kernels & others, kernels
         assert_within_budget(results, case)

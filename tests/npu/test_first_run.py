@@ -150,10 +150,10 @@ for line in sys.stdin:
                 sys.exit(7)
     if name in sys.argv and sys.argv[1] == "poison":
         answer(failed="aicore exception")
-        answer(done=True, goes_on=False)
+        answer(done=True, can_continue=False)
         time.sleep(60)
     answer(row={"table": "done", "name": name, "environment": step["environment"]})
-    answer(done=True, goes_on=True)
+    answer(done=True, can_continue=True)
 """
 
 

@@ -13,7 +13,7 @@ import torch
 
 import diyfa
 from diyfa import registry
-from diyfa.options import WHOLE, AttentionOptions, pack
+from diyfa.options import NO_LENGTHS, AttentionOptions, pack
 from diyfa.testing import AttentionCase, assert_within_budget, attention_function, make_inputs, run_case
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -139,7 +139,7 @@ def test_dispatch_of_the_operator(npu: torch.device) -> None:
     """The registered operator itself runs on npu tensors."""
     q, k, v = (torch.randn(2, 30, 2, 32, dtype=F16).to(npu) for _ in range(3))
     options = AttentionOptions("bshd", 32**-0.5, window_right=0)
-    out, lse = torch.ops.diyfa.attention_fwd(q, k, v, "", *pack(WHOLE, options))
+    out, lse = torch.ops.diyfa.attention_fwd(q, k, v, "", *pack(NO_LENGTHS, options))
     assert out.device == q.device and lse.device == q.device
     assert out.shape == q.shape and out.stride() == q.stride() and lse.shape == (2, 2, 30)
 

@@ -71,8 +71,8 @@ def test_every_row_of_the_shipped_file_is_used() -> None:
             assert tiles.chip_class(arch[chip]) == chip
             assert 0 < r.predicted_share[chip] < 1
             dtype = "float16" if r.width == 2 else "float32"
-            place = search.Place(arch[chip], r.kernel, dtype, r.head_dim, r.mode)
-            tile = configs.attention_tile(place.problem(), r.kernel)
+            entry = search.TableEntry(arch[chip], r.kernel, dtype, r.head_dim, r.mode)
+            tile = configs.attention_tile(entry.problem(), r.kernel)
             chosen = (tile.block_m, tile.block_n, tile.workspace_buffers, tile.vector_loop, tile.cube_loop)
             assert chosen == r.tile[:5], r
             assert "not timed" in tile.measured
@@ -150,7 +150,7 @@ def test_a_tile_that_one_release_refuses_is_not_taken(named) -> None:
     compiler = Older(0)
     both = search.Search(A2, compiler, 1)
     compiler.compilers.append(aot.BackHalf("1.1.0", Path()))
-    row = both.row(place())
+    row = both.row(entry())
     assert row.block_m * row.block_n == 64 * 128
 
 
@@ -160,13 +160,13 @@ def named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aot, "versions", lambda target: "c 1")
 
 
-def place(kernel: str = "fwd", mode: str = "even") -> search.Place:
-    return search.Place(A2, kernel, "float16", 128, mode)
+def entry(kernel: str = "fwd", mode: str = "even") -> search.TableEntry:
+    return search.TableEntry(A2, kernel, "float16", 128, mode)
 
 
 def test_larger_tiles_win_where_they_move_less(named: None) -> None:
     """Each key is loaded once for a block of rows, so of equal areas the one with more rows is predicted faster."""
-    found = search.Search(A2, Compiler(128 * 128), 1).row(place())
+    found = search.Search(A2, Compiler(128 * 128), 1).row(entry())
     assert found is not None
     assert found.block_m * found.block_n <= 128 * 128
     assert found.block_m == max(search.ROWS)
@@ -176,7 +176,7 @@ def test_larger_tiles_win_where_they_move_less(named: None) -> None:
 
 def test_an_unbound_tile_loses_to_a_bound_one(named: None) -> None:
     compiler = Compiler(256 * 256, bound=lambda job: job.constants["c"].block_m <= 64)
-    found = search.Search(A2, compiler, 1).row(place())
+    found = search.Search(A2, compiler, 1).row(entry())
     assert found is not None
     assert found.bound
     assert found.block_m <= 64
@@ -188,7 +188,7 @@ def test_the_winner_holds_for_every_call_that_uses_the_row(named: None) -> None:
     def refuse(job: specs.Job) -> bool:
         return job.constants["c"].varlen and job.constants["c"].block_m > 128
 
-    found = search.Search(A2, Compiler(128 * 128, refuse), 1).row(place(mode="tail"))
+    found = search.Search(A2, Compiler(128 * 128, refuse), 1).row(entry(mode="tail"))
     assert found is not None
     assert found.block_m == 128
 
@@ -196,7 +196,7 @@ def test_the_winner_holds_for_every_call_that_uses_the_row(named: None) -> None:
 @pytest.mark.parametrize(("target", "asked"), [(A2, False), ("Ascend950PR_9589", True)])
 def test_the_tables_own_tile_is_tried_where_the_gate_is_lean(named: None, target: str, asked: bool) -> None:
     """On the 950 the gate compiles each tile once, so the search looks at the calls that the row is for."""
-    at = replace(place(mode="tail"), target=target)
+    at = replace(entry(mode="tail"), target=target)
     compiler = Compiler(256 * 512)
     looking = search.Search(target, compiler, 1)
     table = configs.attention_tile(at.problem(), "fwd")
@@ -207,7 +207,7 @@ def test_the_tables_own_tile_is_tried_where_the_gate_is_lean(named: None, target
 
 def test_a_tile_of_dbias_holds_for_every_bias(named: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradient of a bias that is the same for all rows ends in a sum."""
-    at = place("dbias", "crowded")
+    at = entry("dbias", "crowded")
     key = configs.attention_key(at.problem(), "dbias")
     monkeypatch.setitem(configs.ATTENTION_TILES, key, configs.AttentionTile(16, 128))  # what the table has is not tried
 
@@ -220,8 +220,8 @@ def test_a_tile_of_dbias_holds_for_every_bias(named: None, monkeypatch: pytest.M
 
 def test_a_row_changes_only_for_what_is_more_than_the_margin(named: None) -> None:
     """The table's 64x256 stays where 256x64, which moves less, is predicted better by too little."""
-    better = search.Search(A2, Compiler(128 * 128), 1).row(place(mode="causal"))
-    kept = search.Search(A2, Compiler(128 * 128), 1, margin=10.0).row(place(mode="causal"))
+    better = search.Search(A2, Compiler(128 * 128), 1).row(entry(mode="causal"))
+    kept = search.Search(A2, Compiler(128 * 128), 1, margin=10.0).row(entry(mode="causal"))
     assert better is not None and kept is not None
     assert (better.block_m, better.block_n) == (256, 64)
     assert (kept.block_m, kept.block_n) == (64, 256)
@@ -229,7 +229,7 @@ def test_a_row_changes_only_for_what_is_more_than_the_margin(named: None) -> Non
 
 def test_what_overflows_is_tried_with_other_options() -> None:
     compiler = Compiler(64 * 64)
-    search.Search(A2, compiler, 1).search(place())
+    search.Search(A2, compiler, 1).search(entry())
     larger = [job for job in compiler.asked if job.constants["c"].block_m * job.constants["c"].block_n > 64 * 64]
     options = {tuple(sorted(job.options.items())) for job in larger}
     assert len(options) > 3
@@ -246,7 +246,7 @@ def test_an_option_that_makes_room_is_tried_with_the_other_shapes() -> None:
         return fits(job, target, release)
 
     compiler.compile = roomier
-    tried = search.Search(A2, compiler, 1).search(place())
+    tried = search.Search(A2, compiler, 1).search(entry())
     assert {c.area for c in tried.compiled if c.tile.vector_loop == 4} >= {64 * 128}
     assert sum(c.tile.vector_loop == 4 and c.area > 64 * 64 for c in tried.candidates) > 1
     assert sum(c.tile.vector_loop == 2 and c.area > 64 * 64 for c in tried.candidates) == 1
@@ -255,7 +255,7 @@ def test_an_option_that_makes_room_is_tried_with_the_other_shapes() -> None:
 def test_what_could_not_win_is_not_compiled() -> None:
     """No tile is left out whose best case is better than what was found, and small ones are."""
     compiler = Compiler(64 * 128)
-    at = place()
+    at = entry()
     searched = search.Search(A2, compiler, 1)
     tried = searched.search(at)
     best = max(at.share(c, A2) for c in tried.compiled)
@@ -264,8 +264,8 @@ def test_what_could_not_win_is_not_compiled() -> None:
     assert len(out) > 5
     assert tried.pruned >= len(out)
     tile = configs.attention_tile(at.problem(), "fwd")
-    least = at.least_vector_cycles(tried.compiled)
-    assert least[0] > 0 and least[1] == search.VECTOR_PART * 16  # one call for each tile
+    least = at.min_vector_cycles(tried.compiled)
+    assert least[0] > 0 and least[1] == search.VECTOR_FRACTION * 16  # one call for each tile
     for block_m, block_n in out:
         other = replace(tile, block_m=block_m, block_n=block_n)
         assert at.best_share(other, least) <= best * (1 + search.MARGIN)
@@ -292,9 +292,9 @@ def test_what_must_overflow_is_not_compiled() -> None:
 
 def test_a_budget_is_kept_and_what_it_left_out_is_counted(named: None) -> None:
     compiler = Compiler(32 * 32)
-    found = search.Search(A2, compiler, 1, budget=4).row(place())
+    found = search.Search(A2, compiler, 1, budget=4).row(entry())
     assert found is not None or len(compiler.asked) <= 4
-    tried = search.Search(A2, Compiler(32 * 64), 1, budget=4).search(place())
+    tried = search.Search(A2, Compiler(32 * 64), 1, budget=4).search(entry())
     assert len(tried.candidates) == 4
     assert tried.left > 0
 
@@ -306,7 +306,7 @@ def test_the_best_case_is_one() -> None:
     module = hivm.read((Path(__file__).parent / "data" / "fwd_causal_910b3.mlir").read_text())
     product = module.loops[0].tile.products[0]
     problem = specs.example(A2, head_dim=product.k, window_right=0)
-    least, around = best_case.least_work(problem, "fwd", product.m, product.n, False)
+    least, around = best_case.min_work(problem, "fwd", product.m, product.n, False)
     work = module.loops[0].tile
     assert least.flops == work.flops
     assert least.loaded <= work.loaded
@@ -329,7 +329,7 @@ def test_the_gradient_of_a_bias_is_ranked_on_its_own_tiles() -> None:
     assert sum(task.tiles for task in tasks) == shared * sum(
         n0 <= row0 + 63 + 512 for row0 in range(0, 512, 64) for n0 in range(0, 1024, 128)
     )
-    found = {p.mode: p for p in search.places(A2, ("dbias",), ("float16",), (64,), configs.MODES)}
+    found = {p.mode: p for p in search.entries(A2, ("dbias",), ("float16",), (64,), configs.MODES)}
     assert list(found) == list(configs.DBIAS_MODES)
     for mode, at in found.items():
         assert at.problem().bias
@@ -337,11 +337,11 @@ def test_the_gradient_of_a_bias_is_ranked_on_its_own_tiles() -> None:
 
 
 def test_where_nothing_compiles_there_is_no_row() -> None:
-    assert search.Search(A2, Compiler(0), 1).row(place()) is None
+    assert search.Search(A2, Compiler(0), 1).row(entry()) is None
 
 
 def test_places_leave_out_what_no_call_asks_for() -> None:
-    found = list(search.places(A2, ("dkdv", "fwd"), ("float16",), (64,), ("even", "tail")))
+    found = list(search.entries(A2, ("dkdv", "fwd"), ("float16",), (64,), ("even", "tail")))
     assert [(p.kernel, p.mode) for p in found] == [("dkdv", "even"), ("fwd", "even"), ("fwd", "tail")]
 
 
@@ -382,7 +382,7 @@ def test_without_a_home_compilations_last_as_long_as_the_search(
     seen = []
     monkeypatch.setattr(aot, "check_front_half", lambda: None)
     monkeypatch.setattr(aot, "back_halves", lambda target: [])
-    monkeypatch.setattr(search.Search, "row", lambda self, place: seen.append(self.cache.folder.is_dir()))
+    monkeypatch.setattr(search.Search, "row", lambda self, entry: seen.append(self.cache.folder.is_dir()))
     assert search.cache_folder() is None
     assert search.main([A2, "--kernel", "fwd", "--head-dim", "64", "--mode", "even"]) == 1
     folder = Path(capsys.readouterr().out.split()[-1])

@@ -339,7 +339,9 @@ def test_the_conservative_tile_of_each_row() -> None:
     """No larger than the table's, and it needs no mask where the table's needs none."""
     for kernel, dtype, head_dim, mode in every_key():
         for arch in (A2, "Ascend950PR_9589"):
-            problem, _ = specs.case_of(arch, {**specs.mode_case(kernel, mode), "dtype": dtype, "head_dim": head_dim})
+            problem, _ = specs.example_case(
+                arch, {**specs.mode_case(kernel, mode), "dtype": dtype, "head_dim": head_dim}
+            )
             tile, even = configs.conservative_tile(problem, kernel), configs.candidates(problem, kernel)[0]
             assert configs.fits(tile, problem, kernel) and configs.candidates(problem, kernel)[-1] == tile
             assert (tile.workspace_buffers, tile.vector_loop, tile.cube_loop) == (2, None, None)  # the compiler's own

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from eager_budget import assert_like_the_reference, leaves
+from eager_budget import assert_matches_reference, leaves
 from npu_interpreter import on_the_host
 from subprocesses import run_python
 
@@ -47,7 +47,7 @@ def test_masks(handle: Handle, npu: torch.device, mask: str) -> None:
         bias = torch.zeros(given.shape).masked_fill(~given, float("-inf"))
     on_device = None if given is None else given.to(npu)
     with on_the_host("zeros", "logical_not", "masked_fill_.Scalar"):
-        assert_like_the_reference(
+        assert_matches_reference(
             on(npu, lambda q, k, v: attention(q, k, v, attn_mask=on_device, enable_gqa=True)),
             leaves(*SHAPES), attn_bias=bias,
         )  # fmt: skip
@@ -55,16 +55,16 @@ def test_masks(handle: Handle, npu: torch.device, mask: str) -> None:
 
 
 def test_a_learned_bias(handle: Handle, npu: torch.device) -> None:
-    assert_like_the_reference(on(npu, attention), leaves(*[(2, 2, 9, 16)] * 3, (2, 9, 9), dtype=torch.float32))
+    assert_matches_reference(on(npu, attention), leaves(*[(2, 2, 9, 16)] * 3, (2, 9, 9), dtype=torch.float32))
     assert handle.calls == {f"{SDPA}: diyfa": 1}
 
 
 @pytest.mark.parametrize("sizes", [(19, 19), (19, 33), (33, 19)], ids=str)
-def test_causal_from_the_top_left(handle: Handle, npu: torch.device, sizes: tuple[int, int]) -> None:
+def test_top_left_causal(handle: Handle, npu: torch.device, sizes: tuple[int, int]) -> None:
     """PyTorch's causal mask of unequal lengths begins at the top left."""
     queries, keys = sizes
     hidden = torch.ones(queries, keys, dtype=torch.bool).triu(1)
-    assert_like_the_reference(
+    assert_matches_reference(
         on(npu, lambda q, k, v: attention(q, k, v, is_causal=True, scale=0.25)),
         leaves((1, 2, queries, 32), *[(1, 2, keys, 32)] * 2, dtype=torch.float32),
         attn_bias=torch.zeros(queries, keys).masked_fill(hidden, float("-inf")), sm_scale=0.25,
@@ -85,7 +85,7 @@ def test_varlen_attn(handle: Handle, npu: torch.device, window: tuple[int, int])
     varlen = pytest.importorskip("torch.nn.attention.varlen")
     offsets = torch.tensor([0, 17, 17, 40], dtype=torch.int32)
     on_device = offsets.to(npu), offsets.to(npu), 23, 23
-    assert_like_the_reference(
+    assert_matches_reference(
         on(npu, lambda q, k, v: varlen.varlen_attn(q, k, v, *on_device, window_size=window, enable_gqa=True)),
         leaves((40, 4, 32), (40, 2, 32), (40, 2, 32)), "thd",
         cu_seqlens_q=offsets, cu_seqlens_k=offsets, window=window,
@@ -140,7 +140,7 @@ def test_a_layer_of_transformers(npu: torch.device, padded: bool) -> None:
     bias = torch.zeros(2, 1, 1, 33).masked_fill(~seen[:, None, None], float("-inf"))
     extras = {"sliding_window": 8, "softcap": 3.0, "s_aux": sinks.to(npu), "scaling": 0.2}
     with on_the_host("zeros", "logical_not", "masked_fill_.Scalar") if padded else nullcontext():
-        assert_like_the_reference(
+        assert_matches_reference(
             on(npu, lambda q, k, v: attention_of_transformers(module, q, k, v, mask, **extras)[0].transpose(1, 2)),
             leaves(*SHAPES), causal=True, window=(7, 0), softcap=3.0, sinks=sinks, sm_scale=0.2, attn_bias=bias,
         )  # fmt: skip
@@ -154,7 +154,7 @@ def test_packed_sequences_of_transformers(npu: torch.device) -> None:
     def attend(*rows: torch.Tensor) -> torch.Tensor:
         return attention_of_transformers(module, *(x.transpose(0, 1)[None] for x in rows), None, **extras)[0][0]
 
-    assert_like_the_reference(
+    assert_matches_reference(
         on(npu, attend), leaves((40, 4, 32), (40, 2, 32), (40, 2, 32)), "thd",
         cu_seqlens_q=offsets, cu_seqlens_k=offsets, causal=True,
     )  # fmt: skip
@@ -167,7 +167,7 @@ def test_a_mask_of_transformers_that_says_everything(npu: torch.device, dtype: t
         torch.randn(2, 1, 19, 33, generator=torch.Generator().manual_seed(3)),
     )
     given = mask.to(dtype).to(npu)
-    assert_like_the_reference(
+    assert_matches_reference(
         on(npu, lambda q, k, v: attention_of_transformers(module, q, k, v, given)[0].transpose(1, 2)),
         leaves(*SHAPES, dtype=dtype), attn_bias=mask.to(dtype),
     )  # fmt: skip
@@ -179,7 +179,7 @@ def test_a_learned_bias_of_transformers(npu: torch.device) -> None:
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         return attention_of_transformers(module, q, k, v, None, position_bias=bias)[0].transpose(1, 2)
 
-    assert_like_the_reference(on(npu, attend), leaves(*SHAPES, (1, 4, 19, 33), dtype=torch.float32))
+    assert_matches_reference(on(npu, attend), leaves(*SHAPES, (1, 4, 19, 33), dtype=torch.float32))
 
 
 def test_one_token_of_transformers(npu: torch.device) -> None:
@@ -194,13 +194,13 @@ def test_one_token_of_transformers(npu: torch.device) -> None:
 
 def test_flash_attention_3(npu: torch.device) -> None:
     options = {"softmax_scale": 0.3, "causal": True, "window_size": (9, 0), "softcap": 5.0}
-    assert_like_the_reference(
+    assert_matches_reference(
         on(npu, lambda q, k, v: flash_attn_3.flash_attn_func(q, k, v, **options)),
         leaves((2, 19, 4, 32), *[(2, 19, 2, 32)] * 2), "bshd", sm_scale=0.3, causal=True, window=(9, 0), softcap=5.0,
     )  # fmt: skip
     offsets = torch.tensor([0, 7, 7, 27], dtype=torch.int32), torch.tensor([0, 9, 13, 33], dtype=torch.int32)
     on_device = [x.to(npu) for x in offsets]
-    assert_like_the_reference(
+    assert_matches_reference(
         on(npu, lambda q, k, v: flash_attn_3.flash_attn_varlen_func(q, k, v, *on_device, 20, 20, causal=True)),
         leaves((27, 4, 32), (33, 2, 32), (33, 2, 32)), "thd",
         cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1], causal=True,

@@ -10,7 +10,7 @@ from block_ranges import configurations, sees
 from targets import TARGETS
 
 from diyfa.backends.cpu.tiles import Visibility
-from diyfa.ops import bounds_that_exclude
+from diyfa.ops import normalised_window
 from diyfa.problem import AttentionProblem
 from diyfa.reference import visible_keys
 
@@ -90,11 +90,11 @@ def test_cpu_blocks(sizes: tuple[int, int], lens: tuple[int, int] | None) -> Non
 def test_a_normalised_window_shows_the_same_keys() -> None:
     for sq, sk, left, right, causal in product(range(6), range(6), range(-1, 8), range(-1, 8), (False, True)):
         want = visible_keys(1, sq, sk, (left, 0 if causal else right))[0]
-        got = visible_keys(1, sq, sk, bounds_that_exclude(left, 0 if causal else right, sq, sk))[0]
+        got = visible_keys(1, sq, sk, normalised_window(left, 0 if causal else right, sq, sk))[0]
         assert torch.equal(got, want), (sq, sk, left, right, causal)
 
 
 def test_bounds_that_exclude_nothing_are_dropped() -> None:
     """They would cost a mask, and a kernel of their own."""
-    assert bounds_that_exclude(7, 5, 5, 7) == (-1, -1)
-    assert bounds_that_exclude(6, 3, 5, 7) == (6, 3)
+    assert normalised_window(7, 5, 5, 7) == (-1, -1)
+    assert normalised_window(6, 3, 5, 7) == (6, 3)

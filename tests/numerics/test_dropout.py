@@ -15,8 +15,8 @@ from diyfa.dropout import (
     dropout_mask,
     element_levels,
     head_keys,
-    kept,
-    keys_of,
+    keys_from_state,
+    mask_from_keys,
     philox4x32,
     position_words,
     with_origins,
@@ -111,7 +111,7 @@ def test_a_part_with_origins_has_the_bits_of_the_whole() -> None:
     part = dropout_mask(2, 2, 20, 33, 0.5, seed=2**40 + 7, offset=3, origins=origins)
     assert torch.equal(part[0], big[2, 1:3, 30:50, 37:]) and torch.equal(part[1], big[0, 2:, 7:27, :33])
     state = with_origins(torch.tensor([2**40 + 7, 3]), origins.tolist())
-    assert torch.equal(kept(keys_of(state, 2, 2), 20, 33, 0.5), part)
+    assert torch.equal(mask_from_keys(keys_from_state(state, 2, 2), 20, 33, 0.5), part)
     with pytest.raises(ValueError, match="origins must have shape"):
         dropout_mask(1, 2, 20, 33, 0.5, seed=0, origins=origins)
 
@@ -249,10 +249,10 @@ def test_runs(p) -> None:
     diagonal = torch.stack([keep[i].roll(-i) for i in range(1000)])
     for x in (keep, keep.T, diagonal):
         bits = x.reshape(-1)
-        kept, dropped = int(bits.sum()), int((~bits).sum())
+        n_kept, dropped = int(bits.sum()), int((~bits).sum())
         runs = 1 + int((bits[1:] != bits[:-1]).sum())
-        n = kept + dropped
-        expected = 1 + 2 * kept * dropped / n
+        n = n_kept + dropped
+        expected = 1 + 2 * n_kept * dropped / n
         variance = (expected - 1) * (expected - 2) / (n - 1)
         assert abs(runs - expected) < SIGMAS * math.sqrt(variance)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from nonfinite import assert_shows_in_what_depends
+from nonfinite import assert_propagates
 from targets import TARGETS
 
 import diyfa
@@ -59,7 +59,7 @@ def _cut() -> list[tuple[str, str, AttentionCase, str]]:
     ("backend", "variant", "case", "name"), _cut(), ids=lambda x: x.name if isinstance(x, AttentionCase) else x
 )
 def test_all_that_depends(backend: str, variant: str, case: AttentionCase, name: str) -> None:
-    assert_shows_in_what_depends(TARGETS[backend], case, variant, name, float("nan"))
+    assert_propagates(TARGETS[backend], case, variant, name, float("nan"))
 
 
 # Kernels of one architecture have their own tiles and forms; the interpreter takes another's where it is told to.
@@ -76,7 +76,7 @@ TURING = {
 @pytest.mark.parametrize(("case", "name"), [(case, name) for case, names in TURING.items() for name in names.split()])
 def test_half_precision_without_tensor_cores(monkeypatch: pytest.MonkeyPatch, case: str, name: str) -> None:
     monkeypatch.setenv("DIYFA_ARCH", "sm_75")
-    assert_shows_in_what_depends(TARGETS["cuda"], next(x for x, _ in CUT if x.name == case), "v2", name, float("nan"))
+    assert_propagates(TARGETS["cuda"], next(x for x, _ in CUT if x.name == case), "v2", name, float("nan"))
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf")])
@@ -85,7 +85,7 @@ def test_half_precision_without_tensor_cores(monkeypatch: pytest.MonkeyPatch, ca
 @pytest.mark.parametrize("backend", TARGETS)
 def test_infinities(backend: str, case: str, name: str, value: float) -> None:
     found = next(x for x, _ in CUT if x.name == case)
-    assert_shows_in_what_depends(TARGETS[backend], found, "auto", name, value)
+    assert_propagates(TARGETS[backend], found, "auto", name, value)
 
 
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k", "window"), [(60, 30, (-1, 0)), (20, 60, (4, 0))])

@@ -327,13 +327,13 @@ TWO_SEQUENCES: dict[str, Any] = {"layout": "thd", "lens_q": (30, 11), "lens_k": 
 # Each feature alone: on every kernel, with packed sequences, and where kernels have code of their own, which is for a
 # scale below 0 and, on Ascend, heads too wide for one product.
 EACH_FEATURE = [
-    *(Case(x.uses, seqlen_q=40, all_variants=True, **x.case) for x in COMPOSABLE),
+    *(Case(x.refusal_name, seqlen_q=40, all_variants=True, **x.case) for x in COMPOSABLE),
     *(
-        Case(f"varlen_{x.uses}", **TWO_SEQUENCES, causal=x.uses != "window", **x.case)
+        Case(f"varlen_{x.refusal_name}", **TWO_SEQUENCES, causal=x.refusal_name != "window", **x.case)
         for x in COMPOSABLE
-        if x.uses not in ("attn_bias", "dropout")  # not with packed sequences; among the cases above
+        if x.refusal_name not in ("attn_bias", "dropout")  # not with packed sequences; among the cases above
     ),
-    *(Case(f"{x.uses}_wide", **WIDE, **x.case) for x in COMPOSABLE),
+    *(Case(f"{x.refusal_name}_wide", **WIDE, **x.case) for x in COMPOSABLE),
 ]
 
 CASES: dict[str, Case] = {}

@@ -25,7 +25,7 @@ from diyfa import plan as planning
 from diyfa.backends.cuda.attention import stream_k
 from diyfa.backends.cuda.hopper import configs as hopper_configs
 from diyfa.backends.cuda.runtime import jit, launcher, passes, tune
-from diyfa.backends.cuda.runtime.launcher import Tiles, box_of
+from diyfa.backends.cuda.runtime.launcher import Tiles, shared_box
 from diyfa.problem import Launch
 
 SMALL, LARGE = (2, 4, 96, 64), (4, 8, 2048, 64)  # the second is worth its descriptors
@@ -37,7 +37,7 @@ ATTENTION: dict[str, tuple[tuple[int, ...], torch.dtype, dict[str, Any], bool]] 
     "descriptors of gluon": (LARGE, torch.bfloat16, {"causal": True, "variant": "sm90"}, False),
 }
 CALLS = 4  # the first two are described; what repeats them is prepared in the second
-LEAST_ADDRESS = 2**40
+MIN_ADDRESS = 2**40
 
 
 def by_name(launches: list[Recorded], tensors: dict[str, torch.Tensor | None]) -> list[list[Any]]:
@@ -46,12 +46,12 @@ def by_name(launches: list[Recorded], tensors: dict[str, torch.Tensor | None]) -
     named = []
     for launch in launches:
         parameters: list[Any] = []
-        for given in launch.parameters:
-            words = struct.unpack(f"<{len(given) // 8}Q", given) if len(given) % 8 == 0 else ()
+        for parameter in launch.parameters:
+            words = struct.unpack(f"<{len(parameter) // 8}Q", parameter) if len(parameter) % 8 == 0 else ()
             for word in words[:1]:
-                if word >= LEAST_ADDRESS:
+                if word >= MIN_ADDRESS:
                     names.setdefault(word, f"memory {len(names)}")
-            parameters.append([names.get(word, word) for word in words] or given.hex())
+            parameters.append([names.get(word, word) for word in words] or parameter.hex())
         named.append([*launch.shape, launch.stream, *launch.attributes, *parameters])
     return named
 
@@ -76,9 +76,9 @@ class Described:
 
 def launch_by_triton(launch: Launch) -> None:
     """Launch the same binary by Triton's launcher."""
-    compiled = jit.compile_for("sm_90", launch, launcher.signature_of(launch))
-    given = {**launch.arguments, **launch.constants}
-    arguments = [given[name] for name in launch.kernel.arg_names]
+    compiled = jit.compile_for("sm_90", launch, launcher.launch_signature(launch))
+    values = {**launch.arguments, **launch.constants}
+    arguments = [values[name] for name in launch.kernel.arg_names]
     grid = launch.grid if isinstance(launch.grid, tuple) else (launch.grid,)
     compiled[(*grid, 1, 1)[:3]](*[x.for_triton() if type(x) is Tiles else x for x in arguments])
 
@@ -86,7 +86,7 @@ def launch_by_triton(launch: Launch) -> None:
 def attention(case: str, driver: Simulated, described: Described) -> dict[str, Any]:
     """launches: those of each call; described: whether it was; as_triton: which launches Triton makes so, too."""
     shape, dtype, options, has_gradients = ATTENTION[case]
-    kept, calls, anew, as_triton = [], [], [], []
+    launched, calls, anew, as_triton = [], [], [], []
     for number in range(CALLS):
         q, k, v = (torch.zeros(shape, dtype=dtype) for _ in range(3))
         if case == "packed":  # a sequence for each sample
@@ -107,7 +107,7 @@ def attention(case: str, driver: Simulated, described: Described) -> dict[str, A
             tensors["dout"] = torch.zeros_like(out)
             grads = torch.autograd.grad(out, (q, k, v), tensors["dout"])
             tensors |= dict(zip(("dq", "dk", "dv"), grads, strict=True))
-        kept.append(tensors)  # so that no address comes twice
+        launched.append(tensors)  # so that no address comes twice
         ours = list(driver.launches)
         calls.append(by_name(ours, tensors))
         anew.append(bool(described.passes))
@@ -141,7 +141,7 @@ def a_launch(x: torch.Tensor) -> Launch:
     return Launch(
         rows_kernel,
         (2, 3),
-        {"rows": Tiles(x, x.shape, x.stride(), box_of(x.dtype, (16, 16))), "x_ptr": x, "n": 5, "s": 0.5},
+        {"rows": Tiles(x, x.shape, x.stride(), shared_box(x.dtype, (16, 16))), "x_ptr": x, "n": 5, "s": 0.5},
         {"BLOCK": 16},
         {},
     )
@@ -156,9 +156,9 @@ def rows_kernel(rows, x_ptr, n, s, BLOCK: triton.language.constexpr):
 
 def threads(driver: Simulated, described: Described) -> dict[str, Any]:
     """How many launches of one binary had the parameters of each of eight threads: 100, side by side, are right."""
-    right, found = Counter[int](), Counter[int]()
-    known = a_launch(torch.zeros(64, 16, dtype=torch.float16))
-    again = passes.relaunch_of(known, {"rows": 0, "x_ptr": 0, "n": 1})
+    right, counts = Counter[int](), Counter[int]()
+    small_launch = a_launch(torch.zeros(64, 16, dtype=torch.float16))
+    relaunch = passes.make_relaunch(small_launch, {"rows": 0, "x_ptr": 0, "n": 1})
     tensors = [torch.zeros(64 + i, 16, dtype=torch.float16) for i in range(8)]
     driver.libcuda.simulator_need_contexts(1)
 
@@ -169,7 +169,7 @@ def threads(driver: Simulated, described: Described) -> dict[str, Any]:
         started.wait()
         for _ in range(50):
             launcher.launch_kernel(launch)
-            again(78, [x.data_ptr(), number])
+            relaunch(78, [x.data_ptr(), number])
             encoded = launcher.driver().encode(launch.arguments["rows"], x.data_ptr(), [16, 16], 0)
             right[number] += struct.unpack_from("<4Q", encoded)[::3] == (x.data_ptr(), 64 + number)
 
@@ -186,15 +186,15 @@ def threads(driver: Simulated, described: Described) -> dict[str, Any]:
         number = struct.unpack("<i", one.parameters[-4])[0]
         x = tensors[number]
         address, _, _, rows, *_ = struct.unpack("<16Q", one.parameters[0])
-        own = address == x.data_ptr() and one.parameters[5] == struct.pack("<Q", address)
-        own &= one.stream == 78 or (one.shape[0] == number + 1 and rows == 64 + number)
-        found[number] += own
-    return {"launches": [found[i] for i in range(8)], "maps": [right[i] for i in range(8)]}
+        is_right = address == x.data_ptr() and one.parameters[5] == struct.pack("<Q", address)
+        is_right &= one.stream == 78 or (one.shape[0] == number + 1 and rows == 64 + number)
+        counts[number] += is_right
+    return {"launches": [counts[i] for i in range(8)], "maps": [right[i] for i in range(8)]}
 
 
 def errors(driver: Simulated, described: Described) -> dict[str, Any]:
     """What is raised where the driver fails."""
-    found = []
+    messages = []
     x = torch.zeros(64, 16, dtype=torch.float16)
     launcher.launch_kernel(a_launch(x))
     for result in (700, 999):
@@ -202,27 +202,27 @@ def errors(driver: Simulated, described: Described) -> dict[str, Any]:
         try:
             launcher.launch_kernel(a_launch(x))
         except RuntimeError as error:
-            found.append(str(error))
+            messages.append(str(error))
     driver.libcuda.simulator_fail(0)
     driver.launches.clear()
     launcher.launch_kernel(a_launch(x))
-    return {"errors": found, "launches_afterwards": len(driver.launches)}
+    return {"errors": messages, "launches_afterwards": len(driver.launches)}
 
 
 def small_maps(driver: Simulated, described: Described) -> dict[str, Any]:
     """Bit 21 of the second word of tensor maps of less than 128 KB and more, by older and newer drivers' versions."""
-    found = []
+    results = []
     for version in (13010, 13020):
         driver.libcuda.simulator_set_version(version)
         one = launcher.Driver()
         for rows in (64, 8192):
             x = torch.zeros(rows, 16, dtype=torch.float16)
-            tiles = Tiles(x, x.shape, x.stride(), box_of(x.dtype, (16, 16)))
-            found.append(struct.unpack_from("<Q", one.encode(tiles, x.data_ptr(), [16, 16], 2), 8)[0] >> 21 & 1)
-    return {"bits": found}
+            tiles = Tiles(x, x.shape, x.stride(), shared_box(x.dtype, (16, 16)))
+            results.append(struct.unpack_from("<Q", one.encode(tiles, x.data_ptr(), [16, 16], 2), 8)[0] >> 21 & 1)
+    return {"bits": results}
 
 
-OTHERS = {"lengths": lengths, "threads": threads, "errors": errors, "small maps": small_maps}
+OTHER_CASES = {"lengths": lengths, "threads": threads, "errors": errors, "small maps": small_maps}
 
 
 def main() -> None:
@@ -234,11 +234,13 @@ def main() -> None:
         module.multiprocessors = lambda device: 132  # type: ignore[assignment]
     type(registry.load_backend("cuda")).accepts = lambda self, device: None  # type: ignore[method-assign]
     diyfa.flash_attention(*[torch.zeros(1, 1, 16, 16, dtype=torch.float16)] * 3, backend="cuda")  # loads all modules
-    described, found = Described(), {}
+    described, results = Described(), {}
     for case in cases:
         planning.plans = {}
-        found[case] = attention(case, driver, described) if case in ATTENTION else OTHERS[case](driver, described)
-    print(json.dumps(found))
+        results[case] = (
+            attention(case, driver, described) if case in ATTENTION else OTHER_CASES[case](driver, described)
+        )
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

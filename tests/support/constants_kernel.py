@@ -20,7 +20,7 @@ class Values(Constants):
 
 
 VALUES = Values(16, True)
-OTHERS = {"size": 32, "flag": False, "form": "other", "dtype": tl.bfloat16}
+OTHER_VALUES = {"size": 32, "flag": False, "form": "other", "dtype": tl.bfloat16}
 
 
 @triton.jit
@@ -39,16 +39,20 @@ def _kernel(ptr, c: tl.constexpr):
 
 
 def main() -> None:
-    """(hash, code) with VALUES, with the same values again, and with each other one of OTHERS."""
+    """(hash, code) with VALUES, with the same values again, and with each of OTHER_VALUES."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    same = Values(VALUES.size, VALUES.flag)
-    found = []
-    for constants in (VALUES, same, *(replace(VALUES, **{name: other}) for name, other in OTHERS.items())):
+    equal_values = Values(VALUES.size, VALUES.flag)
+    hashes = []
+    for constants in (
+        VALUES,
+        equal_values,
+        *(replace(VALUES, **{name: other}) for name, other in OTHER_VALUES.items()),
+    ):
         source = ASTSource(_kernel, {"ptr": "*fp32", "c": "constexpr"}, constexprs={(1,): constants})
-        found.append((source.hash(), triton.compile(source, target=GPUTarget("cuda", 80, 32)).asm["ttir"]))
-    print(json.dumps(found))
+        hashes.append((source.hash(), triton.compile(source, target=GPUTarget("cuda", 80, 32)).asm["ttir"]))
+    print(json.dumps(hashes))
 
 
 if __name__ == "__main__":

@@ -40,34 +40,38 @@ METHODS = ("ring", "ulysses", "both")
 Case = AttentionCase
 
 
-class How(NamedTuple):
+class Division(NamedTuple):
     """How a case is divided between the ranks."""
 
     method: str
     load_balance: str = "zigzag"
     deterministic: bool = False
-    together: int = 2  # with "both"
+    ulysses_ranks: int = 2  # with "both"
     backend: str = "cpu"
     device: str = "cpu"
 
 
 @lru_cache(maxsize=4)
-def mesh(together: int = 2, device: str = "cpu") -> DeviceMesh:
+def mesh(ulysses_ranks: int = 2, device: str = "cpu") -> DeviceMesh:
     """All ranks, so many in each team of Ulysses."""
-    return init_device_mesh(device, (dist.get_world_size() // together, together))
+    return init_device_mesh(device, (dist.get_world_size() // ulysses_ranks, ulysses_ranks))
 
 
-def run_sharded(case: AttentionCase, how: How) -> Results | None:
+def run_sharded(case: AttentionCase, division: Division) -> Results | None:
     """All results of a case, whole, on rank 0."""
-    inputs = make_inputs(case, how.device)
+    inputs = make_inputs(case, division.device)
     options = dict(inputs.options)
-    group = mesh(how.together, "cpu" if dist.get_backend() == "gloo" else how.device) if how.method == "both" else None
+    group = (
+        mesh(division.ulysses_ranks, "cpu" if dist.get_backend() == "gloo" else division.device)
+        if division.method == "both"
+        else None
+    )
     packed = case.lens_q is not None
     cu_seqlens = options.pop("cu_seqlens_q", None)
     for name in ("cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"):
         options.pop(name, None)
     dim = 0 if packed else 1 if case.layout == "bshd" else 2
-    cut: dict[str, Any] = {"load_balance": how.load_balance, "cu_seqlens": cu_seqlens}
+    cut: dict[str, Any] = {"load_balance": division.load_balance, "cu_seqlens": cu_seqlens}
 
     def shard(x: torch.Tensor, dim: int = dim) -> torch.Tensor:
         return shard_sequence(x.detach(), group, dim, **cut)
@@ -80,8 +84,8 @@ def run_sharded(case: AttentionCase, how: How) -> Results | None:
     learned = [options["sinks"]] if "sinks" in options else []
     with poisoned_allocations():
         out, lse = context_parallel_attention(
-            q, k, v, group, method=how.method, deterministic=how.deterministic, return_lse=True, backend=how.backend,
-            layout="bhsd" if packed else case.layout, **cut, **options,
+            q, k, v, group, method=division.method, deterministic=division.deterministic, return_lse=True,
+            backend=division.backend, layout="bhsd" if packed else case.layout, **cut, **options,
         )  # fmt: skip
         gradients = torch.autograd.grad(
             (out, lse), (q, k, v, *learned), (shard(inputs.dout), shard(inputs.dlse, inputs.dlse.dim() - 1))
@@ -89,42 +93,44 @@ def run_sharded(case: AttentionCase, how: How) -> Results | None:
     dsinks = gradients[3].clone() if learned else None
     if dsinks is not None:
         dist.all_reduce(dsinks)
-    whole = [unshard_sequence(x.detach(), group, dim, **cut).cpu() for x in (out, *gradients[:3])]
+    full = [unshard_sequence(x.detach(), group, dim, **cut).cpu() for x in (out, *gradients[:3])]
     lse = unshard_sequence(lse.detach(), group, lse.dim() - 1, **cut).cpu()
     if dist.get_rank():
         return None
-    return Results(whole[0], lse, *whole[1:], None, None if dsinks is None else dsinks.cpu())
+    return Results(full[0], lse, *full[1:], None, None if dsinks is None else dsinks.cpu())
 
 
 def run_dropout(method: str) -> list[bool]:
     """Out and gradients beside those of one device, over groups of one, two and four ranks."""
-    *whole, dout = _small(11)
-    whole[1:] = [x.detach()[:, :4].clone().requires_grad_() for x in whole[1:]]
+    *full, dout = _small(11)
+    full[1:] = [x.detach()[:, :4].clone().requires_grad_() for x in full[1:]]
     common: dict[str, Any] = {"causal": True, "dropout_p": 0.4, "backend": "cpu"}
     state = torch.tensor([2**40 + 7, 5])
 
     def one_device(state: torch.Tensor) -> list[torch.Tensor]:
-        out = flash_attention(*whole, rng_state=state, **common)
-        return [out, *torch.autograd.grad(out, whole, dout.detach())]
+        out = flash_attention(*full, rng_state=state, **common)
+        return [out, *torch.autograd.grad(out, full, dout.detach())]
 
-    def alike(found: Sequence[torch.Tensor], expected: list[torch.Tensor]) -> list[bool]:
-        return [torch.allclose(a, b, atol=1e-5) for a, b in zip(found, expected, strict=True)]
+    def are_close(actual: Sequence[torch.Tensor], expected: list[torch.Tensor]) -> list[bool]:
+        return [torch.allclose(a, b, atol=1e-5) for a, b in zip(actual, expected, strict=True)]
 
     def divided(group: Any, **options: Any) -> list[torch.Tensor]:
-        own = [shard_sequence(x.detach(), group, 2).requires_grad_() for x in whole]
-        out = context_parallel_attention(*own, group, method=method, **common, **options)
-        parts = out, *torch.autograd.grad(out, own, shard_sequence(dout.detach(), group, 2))
-        return [unshard_sequence(x.detach(), group, 2) for x in parts]
+        shards = [shard_sequence(x.detach(), group, 2).requires_grad_() for x in full]
+        out = context_parallel_attention(*shards, group, method=method, **common, **options)
+        outputs = out, *torch.autograd.grad(out, shards, shard_sequence(dout.detach(), group, 2))
+        return [unshard_sequence(x.detach(), group, 2) for x in outputs]
 
     if method == "both":
         groups: list[Any] = [mesh(), mesh(1), mesh(dist.get_world_size())]
     else:
         groups = [dist.new_subgroups(size)[0] for size in (1, 2, dist.get_world_size())]
-    found = [same for group in groups for same in alike(divided(group, rng_state=state), one_device(state))]
+    verdicts = [
+        is_close for group in groups for is_close in are_close(divided(group, rng_state=state), one_device(state))
+    ]
     torch.manual_seed(dist.get_rank())
     results = divided(groups[-1])
     torch.manual_seed(0)
-    return found + alike(results, one_device(new_rng_state(dout.device)))
+    return verdicts + are_close(results, one_device(new_rng_state(dout.device)))
 
 
 # Lengths are multiples of eight ranks.
@@ -181,7 +187,7 @@ WITH_ALIBI = [  # by Ulysses alone
 ]
 
 
-def drawn(seed: int, ranks: int) -> tuple[AttentionCase, How]:
+def random_case(seed: int, ranks: int) -> tuple[AttentionCase, Division]:
     """A case and how it is divided, any that there can be."""
     rng = random.Random(seed)
     heads_kv, group = rng.choice([1, 2, 3, 4]), rng.choice([1, 2, 4])
@@ -215,7 +221,7 @@ def drawn(seed: int, ranks: int) -> tuple[AttentionCase, How]:
         case = Case(layout="thd", lens_q=tuple(lens), slack=rows - sum(lens), **common)
     else:
         case = Case(batch=rng.choice([1, 1, 2]), layout=rng.choice(["bhsd", "bshd"]), seqlen_q=rows, **common)
-    return case, How(method, rng.choice(["zigzag", "zigzag", "none"]), rng.random() < 0.2)
+    return case, Division(method, rng.choice(["zigzag", "zigzag", "none"]), rng.random() < 0.2)
 
 
 def _small(seed: int, rows: int = 64, heads: int = 8, grad: bool = True) -> list[torch.Tensor]:
@@ -226,19 +232,19 @@ def _small(seed: int, rows: int = 64, heads: int = 8, grad: bool = True) -> list
 
 def call_with(*changes: dict[str, Any]) -> str:
     """What a call with this rank's changes raises."""
-    own = {"backend": "cpu"} | changes[dist.get_rank()]
-    refused = RuntimeError("not here") if own.pop("refused", False) else None
-    rows = own.pop("rows", 16)
-    q = torch.randn(1, 4, rows, 8, dtype=own.pop("dtype", torch.float32), requires_grad=own.pop("grad", False))
-    k = own.pop("k", torch.randn(1, 4, own.pop("keys", rows), 8, dtype=q.dtype))
-    cast = torch.autocast("cpu", torch.bfloat16, enabled=own.pop("autocast", False))
-    mode = batch_invariant() if own.pop("batch_invariant", False) else nullcontext()
+    options = {"backend": "cpu"} | changes[dist.get_rank()]
+    refused = RuntimeError("not here") if options.pop("refused", False) else None
+    rows = options.pop("rows", 16)
+    q = torch.randn(1, 4, rows, 8, dtype=options.pop("dtype", torch.float32), requires_grad=options.pop("grad", False))
+    k = options.pop("k", torch.randn(1, 4, options.pop("keys", rows), 8, dtype=q.dtype))
+    cast = torch.autocast("cpu", torch.bfloat16, enabled=options.pop("autocast", False))
+    mode = batch_invariant() if options.pop("batch_invariant", False) else nullcontext()
     attend: Any = context_parallel_attention
-    if own.pop("compiled", False):
+    if options.pop("compiled", False):
         attend = torch.compile(attend, backend="aot_eager", fullgraph=True)
     try:
         with cast, mode, mock.patch.object(attention, "checked_options", side_effect=refused, wraps=checked_options):
-            attend(q, k, k, own.pop("group", None), **own)
+            attend(q, k, k, options.pop("group", None), **options)
     except (ValueError, TypeError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -247,14 +253,14 @@ def call_with(*changes: dict[str, Any]) -> str:
 def run_after_refusal() -> bool:
     """A call whose kernels refuse it, in the middle of a ring, and then one like it that runs."""
     q, k, v = (shard_sequence(x.detach(), None, 2) for x in _small(2)[:3])
-    alone = context_parallel_attention(q, k, v, method="ring", backend="cpu")
+    expected = context_parallel_attention(q, k, v, method="ring", backend="cpu")
     for _ in range(2):
         try:
             context_parallel_attention(v, q, k, method="ring", backend="cpu", variant="none such")
         except ValueError:
             continue
         return False
-    return torch.equal(context_parallel_attention(q, k, v, method="ring", backend="cpu"), alone)
+    return torch.equal(context_parallel_attention(q, k, v, method="ring", backend="cpu"), expected)
 
 
 def refuse_after_agreement() -> tuple[str, bool]:
@@ -262,7 +268,7 @@ def refuse_after_agreement() -> tuple[str, bool]:
     q = torch.randn(1, 4, 8, 16)
     context_parallel_attention(q, q, q, backend="cpu", method="ring")
     if dist.get_rank() == 0:
-        with mock.patch.object(check, "gather_parts") as gather:
+        with mock.patch.object(check, "gather_shards") as gather:
             try:
                 context_parallel_attention(
                     q.expand(2, 4, 8, 16)[:1].mT.contiguous().mT, q, q, backend="cpu", method="ring"
@@ -272,15 +278,15 @@ def refuse_after_agreement() -> tuple[str, bool]:
     return "", False
 
 
-def run_in_groups_of_different_use(limit: int) -> None:
+def run_in_unequally_used_groups(limit: int) -> None:
     """Rank 0 fills the memory of agreed calls in a group of its own; the next call of all must not notice."""
     check._LIMIT, usual = limit, check._LIMIT
-    (alone, *_) = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    (single, *_) = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     q = torch.randn(1, 4, 24, 8)
     context_parallel_attention(q, q, q, backend="cpu", method="ring")
     for rows in range(1, limit + 1) if dist.get_rank() == 0 else ():
         x = torch.randn(1, 4, 2 * rows, 8)
-        context_parallel_attention(x, x, x, alone, backend="cpu", method="ring")
+        context_parallel_attention(x, x, x, single, backend="cpu", method="ring")
     context_parallel_attention(q, q, q, backend="cpu", method="ring")
     check._LIMIT = usual
 
@@ -290,34 +296,34 @@ def run_with_gaps(method: str) -> list[bool]:
     cu_seqlens = torch.tensor([5, 9, 9, 26], dtype=torch.int32)
     cut: dict[str, Any] = {"cu_seqlens": cu_seqlens}
     group = mesh() if method == "both" else None
-    whole = [x.detach()[0, :, :32].transpose(0, 1).clone().requires_grad_() for x in _small(3)[:3]]
+    full = [x.detach()[0, :, :32].transpose(0, 1).clone().requires_grad_() for x in _small(3)[:3]]
     sinks = torch.linspace(-1, 1, 8).requires_grad_()
     common: dict[str, Any] = {"causal": True, "return_lse": True, "backend": "cpu"}
     inside = slice(5, 26)
-    expected, lse = flash_attention_varlen(*whole, cu_seqlens, cu_seqlens, 32, 32, sinks=sinks, **common)
-    of_lse = torch.autograd.grad(lse[:, inside].sum(), (*whole[:2], sinks))
-    own = [shard_sequence(x.detach(), group, **cut).requires_grad_() for x in whole]
-    out, own_lse = context_parallel_attention(*own, group, sinks=sinks, method=method, **cut, **common)
-    loss = torch.where(own_lse.isinf(), 0.0, own_lse).sum()
-    *found, dsinks = torch.autograd.grad(loss, (*own[:2], sinks))
+    expected, lse = flash_attention_varlen(*full, cu_seqlens, cu_seqlens, 32, 32, sinks=sinks, **common)
+    lse_gradients = torch.autograd.grad(lse[:, inside].sum(), (*full[:2], sinks))
+    shards = [shard_sequence(x.detach(), group, **cut).requires_grad_() for x in full]
+    out, shard_lse = context_parallel_attention(*shards, group, sinks=sinks, method=method, **cut, **common)
+    loss = torch.where(shard_lse.isinf(), 0.0, shard_lse).sum()
+    *results, dsinks = torch.autograd.grad(loss, (*shards[:2], sinks))
     dist.all_reduce(dsinks)
-    found = [unshard_sequence(x.detach(), group, **cut) for x in (out, *found)]
-    found.append(unshard_sequence(own_lse.detach(), group, 1, **cut))
-    pairs = zip((*found, dsinks), (expected, *of_lse[:2], lse, of_lse[2]), strict=True)
+    results = [unshard_sequence(x.detach(), group, **cut) for x in (out, *results)]
+    results.append(unshard_sequence(shard_lse.detach(), group, 1, **cut))
+    pairs = zip((*results, dsinks), (expected, *lse_gradients[:2], lse, lse_gradients[2]), strict=True)
     return [torch.allclose(a, b, atol=1e-5) for a, b in pairs]
 
 
 def run_in_modes() -> list[bool]:
     """Autocast computes as bfloat16 inputs do; in the batch-invariant mode "auto" is bitwise a call on one device."""
-    whole = [x.detach() for x in _small(4)[:3]]
-    own = [shard_sequence(x, None, 2) for x in whole]
+    full = [x.detach() for x in _small(4)[:3]]
+    shards = [shard_sequence(x, None, 2) for x in full]
     common: dict[str, Any] = {"causal": True, "backend": "cpu"}
     with torch.autocast("cpu", torch.bfloat16):
-        cast = context_parallel_attention(*own, method="ring", **common)
-    rounded = context_parallel_attention(*(x.bfloat16() for x in own), method="ring", **common)
+        cast = context_parallel_attention(*shards, method="ring", **common)
+    rounded = context_parallel_attention(*(x.bfloat16() for x in shards), method="ring", **common)
     with batch_invariant():
-        out = context_parallel_attention(*own, **common)
-        expected = shard_sequence(flash_attention(*whole, **common), None, 2)
+        out = context_parallel_attention(*shards, **common)
+        expected = shard_sequence(flash_attention(*full, **common), None, 2)
     return [cast.dtype == torch.bfloat16 and torch.equal(cast, rounded), torch.equal(out, expected)]
 
 
@@ -338,34 +344,34 @@ def run_with_common_key(score: float, method: str, sinks: bool) -> list[tuple[fl
         out, lse = attend(*qkv, **options)
         return [out, lse, *torch.autograd.grad((out, lse), qkv, gradients)]
 
-    whole = [x.clone().requires_grad_() for x in (q, k, v)]
+    full = [x.clone().requires_grad_() for x in (q, k, v)]
     exact = results(
-        reference_attention, [x.detach().double().requires_grad_() for x in whole], dout.double(), dlse.double()
+        reference_attention, [x.detach().double().requires_grad_() for x in full], dout.double(), dlse.double()
     )
-    alone = results(partial(flash_attention, backend="cpu"), whole, dout, dlse)
-    own = [shard_sequence(x, group, 2).requires_grad_() for x in (q, k, v)]
+    single_device = results(partial(flash_attention, backend="cpu"), full, dout, dlse)
+    shards = [shard_sequence(x, group, 2).requires_grad_() for x in (q, k, v)]
     attend: Any = partial(
         context_parallel_attention, group=group, method="ring" if method == "compiled" else method, backend="cpu"
     )
     if method == "compiled":
         attend = torch.compile(attend, backend="aot_eager", fullgraph=True)
-    parts = results(attend, own, shard_sequence(dout, group, 2), shard_sequence(dlse, group, 2))
-    found = [unshard_sequence(x.detach(), group, 2) for x in parts]
+    shard_results = results(attend, shards, shard_sequence(dout, group, 2), shard_sequence(dlse, group, 2))
+    unsharded = [unshard_sequence(x.detach(), group, 2) for x in shard_results]
     budgets = []
-    for a, b, x, unit in zip(found, alone, exact, (2.0**-24, LSE_UNIT, *[2.0**-24] * 3), strict=True):
-        error, of_one = (float((y.double() - x).detach().abs().max()) for y in (a, b))
-        budgets.append((error, BUDGET_FACTOR * of_one + unit * float(x.detach().abs().max())))
+    for a, b, x, unit in zip(unsharded, single_device, exact, (2.0**-24, LSE_UNIT, *[2.0**-24] * 3), strict=True):
+        error, single_error = (float((y.double() - x).detach().abs().max()) for y in (a, b))
+        budgets.append((error, BUDGET_FACTOR * single_error + unit * float(x.detach().abs().max())))
     return budgets
 
 
 def run_in_float64() -> float:
     """The largest difference, of out and the gradients, from one device."""
-    *whole, dout = (x.detach().double().requires_grad_() for x in _small(10))
-    own = [shard_sequence(x.detach(), None, 2).requires_grad_() for x in whole]
-    expected = flash_attention(*whole, causal=True, backend="cpu")
-    out = context_parallel_attention(*own, method="ring", causal=True, backend="cpu")
-    found = out, *torch.autograd.grad(out, own, shard_sequence(dout.detach(), None, 2))
-    pairs = zip(found, (expected, *torch.autograd.grad(expected, whole, dout.detach())), strict=True)
+    *full, dout = (x.detach().double().requires_grad_() for x in _small(10))
+    shards = [shard_sequence(x.detach(), None, 2).requires_grad_() for x in full]
+    expected = flash_attention(*full, causal=True, backend="cpu")
+    out = context_parallel_attention(*shards, method="ring", causal=True, backend="cpu")
+    actual = out, *torch.autograd.grad(out, shards, shard_sequence(dout.detach(), None, 2))
+    pairs = zip(actual, (expected, *torch.autograd.grad(expected, full, dout.detach())), strict=True)
     return max(float((unshard_sequence(a.detach(), None, 2) - b).abs().max()) for a, b in pairs)
 
 
@@ -374,39 +380,39 @@ def run_choices() -> list[bool]:
     q, k, v = (shard_sequence(x.detach(), None, 2) for x in _small(6)[:3])
     common: dict[str, Any] = {"causal": True, "backend": "cpu"}
     slopes = torch.linspace(0.1, 1, 8)
-    found = []
-    for mine, options in (("ring" if dist.get_rank() else "ulysses", {}), ("ring", {"alibi_slopes": slopes})):
+    verdicts = []
+    for method, options in (("ring" if dist.get_rank() else "ulysses", {}), ("ring", {"alibi_slopes": slopes})):
         expected = context_parallel_attention(q, k, v, method="ulysses", **common, **options)
-        with mock.patch.object(attention.cost, "cheapest", return_value=mine):
-            found += [torch.equal(context_parallel_attention(q, k, v, **common, **options), expected) for _ in "12"]
+        with mock.patch.object(attention.cost, "cheapest", return_value=method):
+            verdicts += [torch.equal(context_parallel_attention(q, k, v, **common, **options), expected) for _ in "12"]
     with batch_invariant(), mock.patch.object(attention.cost, "cheapest", return_value="ring"):
         expected = context_parallel_attention(q, k, v, method="ulysses", **common)
-        found.append(torch.equal(context_parallel_attention(q, k, v, **common), expected))
+        verdicts.append(torch.equal(context_parallel_attention(q, k, v, **common), expected))
     with mock.patch.object(attention, "plan_of", wraps=attention.plan_of) as plan_of:
         context_parallel_attention(q, k, v, deterministic=True, window=(3, 5), softcap=2.0, backend="cpu")
     options = plan_of.call_args.args[0].options
     seen = options.deterministic, options.window_left, options.window_right, options.softcap
-    return [*found, seen == (True, 3, 5, 2.0)]
+    return [*verdicts, seen == (True, 3, 5, 2.0)]
 
 
-def run_with_large_keys(which: str) -> list[tuple[float, float]]:
+def run_with_large_keys(kind: str) -> list[tuple[float, float]]:
     """float32 keys that some rows do not see and that are far larger than theirs: errors of these rows' out, dq, dk and
     dv, each beside what the error of one device allows."""
     q, k, v, dout = (x.detach().clone() for x in _small(22))
     k, v = k[:, :2].clone(), v[:, :2].clone()
     options: dict[str, Any] = {"causal": True}
     rows = slice(0, 63)
-    if which == "last":  # causal, and no gradient of the row that sees it
+    if kind == "last":  # causal, and no gradient of the row that sees it
         k[:, :, -1] = 1e8
-    elif which == "half":
+    elif kind == "half":
         k[:, :, 32:] += 1e5
         options, rows = {"window": (0, 0)}, slice(0, 32)
     dout[:, :, rows.stop :] = 0
     cu_seqlens = None
-    if which == "packed":
+    if kind == "packed":
         k[0, :, 40:] += 1e6
         options, rows, cu_seqlens = {"causal": True}, slice(0, 40), torch.tensor([0, 40, 64], dtype=torch.int32)
-    elif which == "packed negative":
+    elif kind == "packed negative":
         k[0, :, 40:] -= 1e6
         options, rows, cu_seqlens = {"causal": True}, slice(0, 40), torch.tensor([0, 40, 64], dtype=torch.int32)
     if cu_seqlens is not None:
@@ -417,56 +423,56 @@ def run_with_large_keys(which: str) -> list[tuple[float, float]]:
         out = attend(*qkv)
         return [out, *torch.autograd.grad(out, qkv, dout)]
 
-    def one_device(*qkv: torch.Tensor, **given: Any) -> torch.Tensor:
+    def one_device(*qkv: torch.Tensor, **keywords: Any) -> torch.Tensor:
         if cu_seqlens is None:
             attend = reference_attention if qkv[0].dtype == torch.float64 else flash_attention
-            return attend(*qkv, **options, **given)
+            return attend(*qkv, **options, **keywords)
         return flash_attention_varlen(*qkv, cu_seqlens, cu_seqlens, 64, 64, backend="cpu", **options)
 
     exact = results(one_device, [x.double().requires_grad_() for x in (q, k, v)], dout.double())
-    given = {} if cu_seqlens is not None else {"backend": "cpu"}
-    alone = results(partial(one_device, **given), [x.clone().requires_grad_() for x in (q, k, v)], dout)
+    keywords = {} if cu_seqlens is not None else {"backend": "cpu"}
+    single_device = results(partial(one_device, **keywords), [x.clone().requires_grad_() for x in (q, k, v)], dout)
     cut: dict[str, Any] = {"cu_seqlens": cu_seqlens}
-    own = [shard_sequence(x, None, dim, **cut).requires_grad_() for x in (q, k, v)]
+    shards = [shard_sequence(x, None, dim, **cut).requires_grad_() for x in (q, k, v)]
     attend = partial(context_parallel_attention, method="ring", backend="cpu", **options, **cut)
-    parts = results(attend, own, shard_sequence(dout, None, dim, **cut))
+    shard_results = results(attend, shards, shard_sequence(dout, None, dim, **cut))
     budgets = []
-    for part, of_one, x in zip(parts, alone, exact, strict=True):
-        whole, of_one, x = (
+    for shard_result, single, x in zip(shard_results, single_device, exact, strict=True):
+        unsharded, single, x = (
             y.detach().double().narrow(dim, 0, rows.stop)
-            for y in (unshard_sequence(part.detach(), None, dim, **cut), of_one, x)
+            for y in (unshard_sequence(shard_result.detach(), None, dim, **cut), single, x)
         )
-        allowed = BUDGET_FACTOR * float((of_one - x).abs().max()) + 2.0**-24 * float(x.abs().max())
-        budgets.append((float((whole - x).abs().max()), allowed))
+        allowed = BUDGET_FACTOR * float((single - x).abs().max()) + 2.0**-24 * float(x.abs().max())
+        budgets.append((float((unsharded - x).abs().max()), allowed))
     return budgets
 
 
-def run_repeated_heads(how: str) -> list[bool]:
+def run_repeated_heads(mode: str) -> list[bool]:
     """One key/value head for more ranks, in float16: each rank's share of dV is beyond its range, their sum is not."""
     heads = 8
     q, k, v = (torch.zeros(1, n, 64, 16, dtype=torch.float16) for n in (heads, 1, 1))
     dout = torch.full((1, heads, 64, 16), 10000.0, dtype=torch.float16)
     dout[:, heads // 2 :] = -9000.0
     k += torch.linspace(-1, 1, 64, dtype=torch.float16)[:, None]
-    group = mesh(4) if how == "both" else None
+    group = mesh(4) if mode == "both" else None
 
     def gradients(attend: Any, qkv: list[torch.Tensor], dout: torch.Tensor) -> Sequence[torch.Tensor]:
         return torch.autograd.grad(attend(*qkv), qkv, dout)
 
-    whole = [x.clone().requires_grad_() for x in (q, k, v)]
-    expected = gradients(partial(flash_attention, causal=True, backend="cpu"), whole, dout)
+    full = [x.clone().requires_grad_() for x in (q, k, v)]
+    expected = gradients(partial(flash_attention, causal=True, backend="cpu"), full, dout)
     attend: Any = partial(
         context_parallel_attention,
         group=group,
         causal=True,
-        method="both" if how == "both" else "ulysses",
+        method="both" if mode == "both" else "ulysses",
         backend="cpu",
     )
-    if how == "compiled":
+    if mode == "compiled":
         attend = torch.compile(attend, backend="aot_eager", fullgraph=True)
-    own = [shard_sequence(x, group, 2).requires_grad_() for x in (q, k, v)]
-    found = gradients(attend, own, shard_sequence(dout, group, 2))
-    pairs = zip((unshard_sequence(x, group, 2) for x in found), expected, strict=True)
+    shards = [shard_sequence(x, group, 2).requires_grad_() for x in (q, k, v)]
+    actual = gradients(attend, shards, shard_sequence(dout, group, 2))
+    pairs = zip((unshard_sequence(x, group, 2) for x in actual), expected, strict=True)
     return [torch.allclose(a, b, rtol=2e-3, atol=1e-3) for a, b in pairs]
 
 
@@ -478,14 +484,16 @@ def run_without_common_key(softcap: float, infinite: bool) -> list[float]:
     if infinite:
         k[:, :, -1, 3] = math.inf  # of the last query only, with causal
     options: dict[str, Any] = {"causal": True, "return_lse": True, "softcap": softcap, "backend": "cpu"}
-    whole = flash_attention(q, k, v, **options)
-    own = [shard_sequence(x, None, 2) for x in (q, k, v)]
-    parts = context_parallel_attention(*own, method="ring", **options)
+    expected = flash_attention(q, k, v, **options)
+    shards = [shard_sequence(x, None, 2) for x in (q, k, v)]
+    shard_results = context_parallel_attention(*shards, method="ring", **options)
     errors = []
-    for part, exact in zip(parts, whole, strict=True):
-        found = unshard_sequence(part, None, 2)
+    for shard_result, exact in zip(shard_results, expected, strict=True):
+        unsharded = unshard_sequence(shard_result, None, 2)
         seen = exact.isfinite()
-        errors.append(float((found - exact)[seen].abs().max()) if torch.equal(found.isfinite(), seen) else math.inf)
+        errors.append(
+            float((unsharded - exact)[seen].abs().max()) if torch.equal(unsharded.isfinite(), seen) else math.inf
+        )
     return errors
 
 
@@ -500,15 +508,15 @@ def run_cancelling() -> list[tuple[float, float]]:
     k, v, dout, _ = (x.detach()[:1] for x in _small(5))
     v, dout = ((x + 30.0 * signs).bfloat16() for x in (v, dout))
     cut: dict[str, Any] = {"load_balance": "none"}
-    own = [shard_sequence(x, None, 2, **cut) for x in (torch.zeros_like(v), k.bfloat16(), v)]
-    out = context_parallel_attention(*own[:2], own[2].requires_grad_(), method="ring", backend="cpu", **cut)
-    (dv,) = torch.autograd.grad(out, own[2], shard_sequence(dout, None, 2, **cut))
-    found = []
-    for x, given in ((out, v), (dv, dout)):
-        exact = given.double().mean(2, keepdim=True)
+    shards = [shard_sequence(x, None, 2, **cut) for x in (torch.zeros_like(v), k.bfloat16(), v)]
+    out = context_parallel_attention(*shards[:2], shards[2].requires_grad_(), method="ring", backend="cpu", **cut)
+    (dv,) = torch.autograd.grad(out, shards[2], shard_sequence(dout, None, 2, **cut))
+    errors = []
+    for x, source in ((out, v), (dv, dout)):
+        exact = source.double().mean(2, keepdim=True)
         error = (unshard_sequence(x.detach(), None, 2, **cut).double() - exact).abs().max()
-        found.append((float(error), float(exact.abs().max()) * 2.0**-8))
-    return found
+        errors.append((float(error), float(exact.abs().max()) * 2.0**-8))
+    return errors
 
 
 def run_under_pytorch() -> tuple[dict[str, int], list[bool]]:
@@ -521,29 +529,29 @@ def run_under_pytorch() -> tuple[dict[str, int], list[bool]]:
     from torch.distributed.tensor.experimental._attention import context_parallel_unshard
 
     group = init_device_mesh("cpu", (dist.get_world_size(),))
-    whole = [x.requires_grad_() for x in _small(7)[:3]]
+    full = [x.requires_grad_() for x in _small(7)[:3]]
     dout = _small(7)[3].detach()
-    buffers = [x.detach().clone() for x in (*whole, dout)]
+    buffers = [x.detach().clone() for x in (*full, dout)]
     flash = torch.ops.aten._scaled_dot_product_flash_attention
     with use_backend("cpu"), context_parallel(group, buffers=buffers, buffer_seq_dims=[2] * 4):
         handle = use_in_pytorch("cpu")
         try:
-            own = [DTensor.from_local(x.clone().requires_grad_(), group, [Shard(2)]) for x in buffers]
-            out = flash(*own[:3], 0.0, True)[0]
-            results = [out, *torch.autograd.grad(out, own[:3], own[3].detach())]
+            shards = [DTensor.from_local(x.clone().requires_grad_(), group, [Shard(2)]) for x in buffers]
+            out = flash(*shards[:3], 0.0, True)[0]
+            results = [out, *torch.autograd.grad(out, shards[:3], shards[3].detach())]
             calls = dict(handle.calls)
         finally:
             handle.remove()
-        found = context_parallel_unshard(group, [x.to_local().detach() for x in results], [2] * 4)
-    expected = flash_attention(*whole, causal=True, backend="cpu")
-    pairs = zip(found, (expected, *torch.autograd.grad(expected, whole, dout)), strict=True)
+        actual = context_parallel_unshard(group, [x.to_local().detach() for x in results], [2] * 4)
+    expected = flash_attention(*full, causal=True, backend="cpu")
+    pairs = zip(actual, (expected, *torch.autograd.grad(expected, full, dout)), strict=True)
     return calls, [torch.allclose(a, b, atol=1e-5) for a, b in pairs]
 
 
-def run_twice(how: How) -> bool:
+def run_twice(division: Division) -> bool:
     """Whether gradients are bitwise equal from run to run."""
     case = Case("deterministic", heads=8, heads_kv=2, seqlen_q=96, causal=True, dtype="bfloat16", sinks=True)
-    first, second = run_sharded(case, how), run_sharded(case, how)
+    first, second = run_sharded(case, division), run_sharded(case, division)
     return (
         first is None
         or second is None
@@ -560,9 +568,9 @@ def run_dtensors(method: str) -> list[bool]:
     out, lse = context_parallel_attention(*qkv, group, causal=True, method=method, return_lse=True, backend="cpu")
     grads = torch.autograd.grad((out, lse.sum()), qkv, (dout, torch.tensor(1.0)))
     placements = [Shard(2)] * group.ndim
-    given = [DTensor.from_local(x, group, placements) for x in qkv]
-    out2, lse2 = context_parallel_attention(*given, causal=True, method=method, return_lse=True, backend="cpu")
-    grads2 = torch.autograd.grad((out2.to_local(), lse2.to_local().sum()), given, (dout, torch.tensor(1.0)))
+    sharded = [DTensor.from_local(x, group, placements) for x in qkv]
+    out2, lse2 = context_parallel_attention(*sharded, causal=True, method=method, return_lse=True, backend="cpu")
+    grads2 = torch.autograd.grad((out2.to_local(), lse2.to_local().sum()), sharded, (dout, torch.tensor(1.0)))
     assert list(out2.placements) == list(lse2.placements) == placements
     pairs = [(out, out2), (lse, lse2), *zip(grads, grads2, strict=True)]
     return [torch.equal(a, b.to_local()) for a, b in pairs]
@@ -576,21 +584,21 @@ def run_misplaced_dtensors() -> list[str]:
     x = torch.randn(1, 4, 8, 8)
     good = DTensor.from_local(x, grid, [Shard(2), Replicate()])
     by_heads, nowhere, by_features, sums = (
-        DTensor.from_local(x, grid, places)
-        for places in ([Shard(2), Shard(1)], [Shard(1), Replicate()], [Shard(2), Shard(3)], [Shard(2), Partial()])
+        DTensor.from_local(x, grid, placements)
+        for placements in ([Shard(2), Shard(1)], [Shard(1), Replicate()], [Shard(2), Shard(3)], [Shard(2), Partial()])
     )
-    of_eight, of_three = (distribute_tensor(torch.randn(1, n, 16, 8), grid, [Shard(2), Shard(1)]) for n in (8, 3))
-    found = []
+    eight_heads, three_heads = (distribute_tensor(torch.randn(1, n, 16, 8), grid, [Shard(2), Shard(1)]) for n in (8, 3))
+    refusals = []
     for q, k, group in (
         (good, by_heads, None), (nowhere, nowhere, None), (by_features, by_features, None), (sums, sums, None),
         (good, x, None), (good, good, grid["tp"]), (x, x, init_device_mesh("cpu", (1, 2, 2))),
-        (of_eight, of_three, None), (of_three, of_three, None),
+        (eight_heads, three_heads, None), (three_heads, three_heads, None),
     ):  # fmt: skip
         try:
             context_parallel_attention(q, k, k, group, backend="cpu")
         except (ValueError, TypeError) as error:
-            found.append(f"{type(error).__name__}: {error}")
-    return found
+            refusals.append(f"{type(error).__name__}: {error}")
+    return refusals
 
 
 def run_uneven_dtensors() -> list[bool]:
@@ -603,12 +611,12 @@ def run_uneven_dtensors() -> list[bool]:
     common: dict[str, Any] = {"causal": True, "return_lse": True, "backend": "cpu"}
     expected = flash_attention(*qkv, **common)
     grads = torch.autograd.grad(expected[0], qkv, dout)
-    places = [Shard(2), Shard(0)]
-    given = [distribute_tensor(x.detach(), grid, places).requires_grad_() for x in qkv]
-    results = context_parallel_attention(*given, load_balance="none", **common)
+    placements = [Shard(2), Shard(0)]
+    sharded = [distribute_tensor(x.detach(), grid, placements).requires_grad_() for x in qkv]
+    results = context_parallel_attention(*sharded, load_balance="none", **common)
     shaped = [x.shape == y.shape for x, y in zip(results, expected, strict=True)]
-    found = torch.autograd.grad(results[0], given, distribute_tensor(dout, grid, places))
-    pairs = zip((*expected, *grads), (*results, *found), strict=True)
+    actual = torch.autograd.grad(results[0], sharded, distribute_tensor(dout, grid, placements))
+    pairs = zip((*expected, *grads), (*results, *actual), strict=True)
     return [*shaped, *(torch.allclose(a, b.full_tensor(), atol=1e-5) for a, b in pairs)]
 
 
@@ -624,12 +632,12 @@ def run_dtensors_with_heads(dropout_p: float = 0.0) -> list[bool]:
     expected, lse = flash_attention(*qkv, sinks=sinks, **common)
     grads = torch.autograd.grad(expected, (*qkv, sinks), dout)
     cut = {"load_balance": "none"}  # as DTensors are cut
-    places = [Shard(2), Shard(1)]
-    given = [distribute_tensor(x.detach(), grid, places).requires_grad_() for x in qkv]
-    own_sinks = distribute_tensor(sinks.detach(), grid, [Replicate(), Shard(0)]).requires_grad_()
+    placements = [Shard(2), Shard(1)]
+    sharded = [distribute_tensor(x.detach(), grid, placements).requires_grad_() for x in qkv]
+    sharded_sinks = distribute_tensor(sinks.detach(), grid, [Replicate(), Shard(0)]).requires_grad_()
     torch.manual_seed(dist.get_rank())  # dropout's mask is the first rank's, of all heads and rows
-    out, lse2 = context_parallel_attention(*given, sinks=own_sinks, **common, **cut)
-    grads2 = torch.autograd.grad(out, (*given, own_sinks), distribute_tensor(dout, grid, places))
+    out, lse2 = context_parallel_attention(*sharded, sinks=sharded_sinks, **common, **cut)
+    grads2 = torch.autograd.grad(out, (*sharded, sharded_sinks), distribute_tensor(dout, grid, placements))
     assert isinstance(out, DTensor)
     pairs = [(expected, out), (lse, lse2), *zip(grads, grads2, strict=True)]
     return [torch.allclose(a, b.full_tensor(), atol=1e-5) for a, b in pairs]
@@ -654,7 +662,7 @@ class _Block(torch.nn.Module):
         return self.out(attended.flatten(2)) + lse.sum(1)[..., None]
 
 
-def run_block(method: str, how: str, dropout_p: float) -> bool:
+def run_block(method: str, mode: str, dropout_p: float) -> bool:
     """Whether a block gives the same gradients compiled, or checkpointed, as it does by itself."""
     torch.manual_seed(0)
     block = _Block(method, dropout_p)
@@ -664,39 +672,39 @@ def run_block(method: str, how: str, dropout_p: float) -> bool:
         torch.manual_seed(dist.get_rank())  # dropout's mask is the first rank's
         return list(torch.autograd.grad(run(x).square().sum(), block.parameters()))
 
-    if how == "checkpoint":
+    if mode == "checkpoint":
         from torch.utils.checkpoint import checkpoint
 
-        found = gradients(lambda x: checkpoint(block, x, use_reentrant=False))
+        actual = gradients(lambda x: checkpoint(block, x, use_reentrant=False))
     else:
-        found = gradients(torch.compile(block, backend="aot_eager", fullgraph=True))
-    return all(torch.allclose(a, b, atol=1e-5) for a, b in zip(gradients(block), found, strict=True))
+        actual = gradients(torch.compile(block, backend="aot_eager", fullgraph=True))
+    return all(torch.allclose(a, b, atol=1e-5) for a, b in zip(gradients(block), actual, strict=True))
 
 
 def run_compiled() -> None:
     """One rank by itself: a compiled function with other numbers in each call, where nothing says in the backward pass
     what a block told the forward pass; and that no result of the operator lies in the memory of another."""
-    alone = dist.new_group([0])
+    single = dist.new_group([0])
     if dist.get_rank():
         return
     qkv = [x.detach()[:1, :2, :8].requires_grad_() for x in _small(9)[:3]]
 
     def attend(method: str, left: int, scale: float) -> torch.Tensor:
         options: dict[str, Any] = {"window": (left, 0), "sm_scale": scale, "softcap": 9 * scale}
-        return context_parallel_attention(*qkv, alone, method=method, **options)
+        return context_parallel_attention(*qkv, single, method=method, **options)
 
-    of_graph = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    compiled_attend = torch.compile(attend, backend="aot_eager", fullgraph=True)
     for method, left, scale in (("ring", 3, 0.1), ("ring", 5, 0.3), ("ring", 4, 0.2), ("ulysses", 4, 0.2)):
         with use_backend("cpu"):
-            outs = attend(method, left, scale), of_graph(method, left, scale)
+            outs = attend(method, left, scale), compiled_attend(method, left, scale)
         with batch_invariant():  # which a ring refuses
-            found, expected = (torch.autograd.grad(out.square().sum(), qkv) for out in outs)
-        pairs = zip((outs[0], *found), (outs[1], *expected), strict=True)
+            actual, expected = (torch.autograd.grad(out.square().sum(), qkv) for out in outs)
+        pairs = zip((outs[0], *actual), (outs[1], *expected), strict=True)
         assert all(torch.allclose(a, b, atol=1e-5) for a, b in pairs), (method, left, scale)
-    number = compiled.number_of(alone, *(x for pair in (
+    number = compiled.call_number(single, *(x for pair in (
         ("causal", True), ("method", "ulysses"), ("load_balance", "zigzag"), ("layout", "bhsd"),
         ("deterministic", False), ("return_lse", True), ("variant", "auto"), ("backend", "cpu"), ("gradients", "sinks"),
-        ("drawn", False)
+        ("random_case", False)
     ) for x in pair))  # fmt: skip
     arguments = (*qkv, None, None, torch.zeros(2, requires_grad=True), None, -1, -1, None, 0.0, 0.0, number)
     operator = torch.ops.diyfa_distributed.attention_fwd.default
@@ -705,42 +713,44 @@ def run_compiled() -> None:
 
 def numbers() -> list[int]:
     """Those of calls that differ in little; of the last one in the number of ranks alone."""
-    found = [compiled.number_of(None, "method", x, "causal", y) for x in ("ring", "ulysses") for y in (1, True)]
+    call_numbers = [
+        compiled.call_number(None, "method", x, "causal", y) for x in ("ring", "ulysses") for y in (1, True)
+    ]
     with mock.patch.object(dist, "get_world_size", return_value=2):
-        return [*found, compiled.number_of(None, "method", "ulysses", "causal", True)]
+        return [*call_numbers, compiled.call_number(None, "method", "ulysses", "causal", True)]
 
 
 def run_helpers() -> None:
     """Shards and their opposite, positions, and gradients of what is cut."""
     ranks = dist.get_world_size()
     cu_seqlens = torch.tensor([0, 5, 5, 33, 60], dtype=torch.int32)
-    whole = torch.arange(64.0 * 3).reshape(3, 64)
+    full = torch.arange(64.0 * 3).reshape(3, 64)
     positions = torch.tensor([*range(5), *range(28), *range(27), *range(4)])
     for group in (None, mesh()):
         for cut in ({}, {"load_balance": "none"}, {"cu_seqlens": cu_seqlens}):
-            part = shard_sequence(whole, group, 1, **cut)
-            assert part.shape == (3, 64 // ranks)
-            assert torch.equal(unshard_sequence(part, group, 1, **cut), whole)
+            shard = shard_sequence(full, group, 1, **cut)
+            assert shard.shape == (3, 64 // ranks)
+            assert torch.equal(unshard_sequence(shard, group, 1, **cut), full)
             expected = positions if "cu_seqlens" in cut else torch.arange(64)
             assert torch.equal(shard_positions(64, group, **cut), shard_sequence(expected, group, **cut))
-    x = whole.clone().requires_grad_()
+    x = full.clone().requires_grad_()
     (shard_sequence(x, dim=1) ** 2).sum().backward()
     assert x.grad is not None
     dist.all_reduce(x.grad)
-    assert torch.equal(x.grad, 2 * whole)
+    assert torch.equal(x.grad, 2 * full)
 
 
-def lose_rank(how: str) -> str:
+def lose_rank(manner: str) -> str:
     """Rank 1 dies, or comes late, before its second call; what the others raise."""
     q, k, v, dout = _small(0, heads=2)
     out = context_parallel_attention(q, k, v, causal=True, backend="cpu", method="ring")
     if dist.get_rank() == 1:
-        if how == "dies":
+        if manner == "dies":
             os._exit(1)
-        if how == "lags":
+        if manner == "lags":
             time.sleep(4)
     try:
-        if how != "dies":
+        if manner != "dies":
             context_parallel_attention(q, k, v, causal=True, backend="cpu", method="ring")
         out.backward(dout)
     except RuntimeError as error:
@@ -763,6 +773,6 @@ def run_guide() -> None:
     """The block of docs/distributed.md."""
     text = (Path(__file__).parents[2] / "docs" / "distributed.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    found: dict[str, Any] = {}
-    exec(block, found)
-    assert found["whole"].shape == (1, 8, 512, 64)
+    names: dict[str, Any] = {}
+    exec(block, names)
+    assert names["whole"].shape == (1, 8, 512, 64)

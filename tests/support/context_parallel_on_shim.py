@@ -15,7 +15,7 @@ from unittest import mock
 import npu_interpreter
 import torch
 import torch.distributed as dist
-from context_parallel_cases import How, run_sharded
+from context_parallel_cases import Division, run_sharded
 from npu_interpreter import LAUNCHES, HostArithmetic, to_host
 
 from diyfa.testing import AttentionCase, Results
@@ -40,7 +40,7 @@ def _over_gloo() -> Iterator[None]:
         yield
 
 
-def run_on_shim(case: AttentionCase, how: How) -> tuple[Results | None, set[str]]:
+def run_on_shim(case: AttentionCase, how: Division) -> tuple[Results | None, set[str]]:
     """`run_sharded` of npu tensors, and the kernels that were launched on them."""
     global _installed
     if not _installed:

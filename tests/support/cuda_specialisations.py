@@ -19,7 +19,7 @@ from diyfa.backends.cuda import backend as cuda
 from diyfa.backends.cuda.attention import bwd, configs, fwd
 from diyfa.backends.cuda.runtime import launcher, passes, tune
 from diyfa.ops import describe_attention
-from diyfa.options import WHOLE, AttentionOptions, Lengths, bind
+from diyfa.options import NO_LENGTHS, AttentionOptions, Lengths, bind
 from diyfa.problem import LAYOUTS, VARLEN, AttentionGradients, Launch
 
 CALLS = 200
@@ -33,7 +33,7 @@ names: dict[str, tuple[str, ...]] = {}  # of what tells binaries apart
 
 def record(launch: Launch) -> None:
     name = launch.kernel.fn.__name__
-    signature = launcher.signature_of(launch)
+    signature = launcher.launch_signature(launch)
     names[name] = (*launcher.runtime_names(launch.kernel), "pointers", "strides", "declared")
     rest = (*map(str, signature.kinds), signature.aligned_pointers, signature.aligned_strides, launch.aligned)
     keys[name][f"{launch.constants} {launch.options}"].add(rest)
@@ -44,8 +44,8 @@ def summary() -> dict[str, dict[str, Any]]:
     for name, tiles in keys.items():
         causes = {
             cause
-            for found in tiles.values()
-            for cause, values in zip(names[name], zip(*found, strict=True), strict=True)
+            for sets in tiles.values()
+            for cause, values in zip(names[name], zip(*sets, strict=True), strict=True)
             if len(set(values)) > 1
         }
         counts[name] = {"tiles": len(tiles), "keys": max(map(len, tiles.values())), "causes": sorted(causes)}
@@ -69,8 +69,8 @@ def train(
     dbias = torch.empty_like(bias) if bias is not None else None
     gradients = AttentionGradients(torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), dbias)
     dlse = torch.empty_like(lse) if wants_dlse else None
-    found = bwd.backward_pass(problem, tensors, out, lse, torch.empty_like(out), dlse, gradients, kinds)
-    passes.launch_each(found.launches)
+    backward = bwd.backward_pass(problem, tensors, out, lse, torch.empty_like(out), dlse, gradients, kinds)
+    passes.launch_each(backward.launches)
 
 
 def packed(rng: random.Random, head_dim: int, wants_dlse: bool, self_attention: bool, **features: Any) -> None:
@@ -103,7 +103,7 @@ def dense(
     q, k, v = tensor(HEADS, seqlen_q), tensor(HEADS_KV, seqlen_k), tensor(HEADS_KV, seqlen_k)
     shapes = {"full": (HEADS, seqlen_q, seqlen_k), "keys": (batch, 1, 1, seqlen_k), "queries": (HEADS, seqlen_q, 1)}
     attn_bias = torch.empty(shapes[bias], dtype=torch.float16) if bias else None
-    train((q, k, v), WHOLE, wants_dlse, layout=layout, attn_bias=attn_bias, bias_grad=bool(bias))
+    train((q, k, v), NO_LENGTHS, wants_dlse, layout=layout, attn_bias=attn_bias, bias_grad=bool(bias))
 
 
 def short(rng: random.Random, wants_dlse: bool, packs: bool) -> None:
@@ -113,7 +113,7 @@ def short(rng: random.Random, wants_dlse: bool, packs: bool) -> None:
     rows = ((), (), ()) if packs else ((longest_q,), (longest_k,), (longest_k,))
     q, k, v = (torch.empty(*leading, *row, HEADS, 32, dtype=torch.float16) for row in rows)
     offsets = torch.zeros(batch + 1, dtype=torch.int32)
-    lengths = Lengths(offsets, offsets, None, longest_q, longest_k) if packs else WHOLE
+    lengths = Lengths(offsets, offsets, None, longest_q, longest_k) if packs else NO_LENGTHS
     train((q, k, v), lengths, wants_dlse, configs.SHORT, layout=VARLEN if packs else "bshd")
 
 
@@ -126,11 +126,11 @@ def hopper(rng: random.Random) -> None:
     shape = (8, 2 * HEADS, rng.randint(1024, 4000), 128)
     q, k, v = (torch.empty(shape, dtype=torch.float16) for _ in range(3))
     options = AttentionOptions("bhsd", 0.1, window_right=0, needs_grad=True)
-    problem = describe_attention(cuda, q, k, v, WHOLE, options)
+    problem = describe_attention(cuda, q, k, v, NO_LENGTHS, options)
     assert hopper_configs.refuses(problem) is None
-    tensors = bind(q, k, v, WHOLE, options)
-    found = hopper_fwd.forward_pass(problem, tensors, torch.empty_like(q), torch.empty(problem.lse_shape))
-    passes.launch_each(found.launches)
+    tensors = bind(q, k, v, NO_LENGTHS, options)
+    forward = hopper_fwd.forward_pass(problem, tensors, torch.empty_like(q), torch.empty(problem.lse_shape))
+    passes.launch_each(forward.launches)
 
 
 def windowed(rng: random.Random, **arguments: Any) -> None:

@@ -15,7 +15,7 @@ class _Described(Exception):
     """Raised where a call would be launched."""
 
 
-def problem_of(case: AttentionCase) -> AttentionProblem:
+def case_problem(case: AttentionCase) -> AttentionProblem:
     """The description of its call."""
 
     def describe(op: str, problem: Any, *_: Any) -> None:

@@ -88,7 +88,7 @@ class PlainBlock(torch.nn.Module):
             weights = weights.masked_fill(dropped, 0.0) / (1 - dropout_p)
         return (weights.to(v.dtype) @ v).transpose(1, 2).flatten(-2)
 
-    def turn(self, x):
+    def rotate(self, x):
         position = torch.arange(SEQLEN, device=x.device, dtype=torch.float32)
         angle = torch.outer(position, 10000.0 ** (-torch.arange(0, HEAD_DIM, 2, device=x.device) / HEAD_DIM))
         dtype = self.block.rotary._cos_cached.dtype  # of the block that is compared
@@ -104,10 +104,10 @@ class PlainBlock(torch.nn.Module):
         q, k, v = block.qkv(block.norm(x)).view(BATCH, SEQLEN, 3, HEADS, HEAD_DIM).unbind(2)
         dropped = None if self.dropped is None else self.dropped[:, :, :SEQLEN, :SEQLEN]
         attended = self.attend(
-            self.turn(q), self.turn(k), v, keys & queries & causal, HEAD_DIM**-0.5, dropped, block.dropout_p
+            self.rotate(q), self.rotate(k), v, keys & queries & causal, HEAD_DIM**-0.5, dropped, block.dropout_p
         )
         x = x + block.out(attended) * mask[..., None]
-        query = self.turn(block.query(x).view(BATCH, SEQLEN, HEADS, HEAD_DIM))
+        query = self.rotate(block.query(x).view(BATCH, SEQLEN, HEADS, HEAD_DIM))
         key, value = block.memory(x).view(BATCH, SEQLEN, 2 * HEADS_KV, HEAD_DIM).split(HEADS_KV, -2)
         return x + self.attend(query, key, value, keys & queries, 0.2) * mask[..., None]
 
@@ -129,20 +129,20 @@ def check(device: str, dtype: torch.dtype, dropout_p: float) -> float:
     mask = (torch.arange(SEQLEN, device=device) < torch.tensor(LENGTHS, device=device)[:, None]).int()
     got = step(block, block, x, mask, dtype)
     # PyTorch's own error, the largest over several inputs: a gradient of few values is exact by luck in some of them.
-    plain, drawn = PlainBlock(block), [x, *(torch.randn_like(x) for _ in range(DRAWS - 1))]
-    low = [step(plain, block, inputs, mask, dtype) for inputs in drawn]
+    plain, input_draws = PlainBlock(block), [x, *(torch.randn_like(x) for _ in range(DRAWS - 1))]
+    low = [step(plain, block, inputs, mask, dtype) for inputs in input_draws]
     block.double()
-    exact = [step(plain, block, inputs, mask, torch.float64) for inputs in drawn]
+    exact = [step(plain, block, inputs, mask, torch.float64) for inputs in input_draws]
     names = ["out", "x", *(name for name, _ in block.named_parameters())]
     worst = 0.0
     for i, (name, a) in enumerate(zip(names, got, strict=True)):
         c = exact[0][i]
         allowed = 2 * max(float((b[i] - e[i]).abs().max()) for b, e in zip(low, exact, strict=True))
         allowed += 1e-6 * float(c.abs().max())
-        share = float((a - c).abs().max() / allowed)
-        worst = max(worst, share)
-        if not share <= 1:
-            raise SystemExit(f"{dtype}, dropout {dropout_p}: {name} has {share:.2f} times the error allowed")
+        error_share = float((a - c).abs().max() / allowed)
+        worst = max(worst, error_share)
+        if not error_share <= 1:
+            raise SystemExit(f"{dtype}, dropout {dropout_p}: {name} has {error_share:.2f} times the error allowed")
     return worst
 
 
@@ -150,8 +150,8 @@ def check_dense(device: str, dtype: torch.dtype) -> None:
     """Unpadded calls agree with each other whether packed or not."""
     qkv = torch.randn(2, 33, 3, HEADS, HEAD_DIM, device=device).to(dtype)
     packed = flash_attn_qkvpacked_func(qkv, causal=True, window_size=(16, 16))
-    apart = flash_attn_func(*qkv.unbind(2), causal=True, window_size=(16, 0))
-    if not torch.equal(packed, apart):
+    unpacked = flash_attn_func(*qkv.unbind(2), causal=True, window_size=(16, 0))
+    if not torch.equal(packed, unpacked):
         raise SystemExit("packed and separate inputs give different results")
 
 

@@ -25,37 +25,37 @@ def mesh() -> Any:
     return init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
 
 
-def drawn(*shapes: tuple[int, ...], seed: int = 0) -> list[torch.Tensor]:
+def random_tensors(*shapes: tuple[int, ...], seed: int = 0) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator) for shape in shapes]
 
 
-def beside_whole(
+def compare_with_full(
     call: Callable[..., Any], inputs: dict[str, torch.Tensor], placements: dict[str, Sequence[Any]], results: int
 ) -> list[str]:
     """`call` of DTensors and of whole tensors: names of results and gradients that differ, or are placed otherwise."""
     grid = mesh()
     names = [name for name, x in inputs.items() if x.is_floating_point() and name != "alibi_slopes"]
-    found = []
+    runs = []
     for cut in (False, True):
-        given = {name: x.detach().clone() for name, x in inputs.items()}
+        arguments = {name: x.detach().clone() for name, x in inputs.items()}
         if cut:
-            given = {
+            arguments = {
                 name: distribute_tensor(x, grid, placements[name]) if name in placements else x
-                for name, x in given.items()
+                for name, x in arguments.items()
             }
         for name in names:
-            given[name].requires_grad_()
+            arguments[name].requires_grad_()
         torch.manual_seed(dist.get_rank() if cut else 0)  # whoever draws dropout's state, it is the first rank's
-        out = call(**given)
+        out = call(**arguments)
         outs = out[:results] if isinstance(out, tuple) else (out,)
         loss = sum((x.full_tensor() if cut else x).sin().sum() for x in outs)
         loss.backward()
-        found.append((outs, [given[name].grad for name in names]))
-    (whole, grads), (parts, grads_of_parts) = found
-    wrong = [f"result {n}" for n, (x, y) in enumerate(zip(whole, parts, strict=True))
+        runs.append((outs, [arguments[name].grad for name in names]))
+    (full, grads), (sharded, sharded_grads) = runs
+    wrong = [f"result {n}" for n, (x, y) in enumerate(zip(full, sharded, strict=True))
              if not torch.allclose(x, y.full_tensor(), atol=1e-5)]  # fmt: skip
-    for name, x, y in zip(names, grads, grads_of_parts, strict=True):
+    for name, x, y in zip(names, grads, sharded_grads, strict=True):
         if list(y.placements) != list(placements[name]):
             wrong.append(f"the gradient of {name} is placed {y.placements}")
         if not torch.allclose(x, y.full_tensor(), atol=1e-5):
@@ -67,53 +67,53 @@ def run_padded(layout: str, cuts: tuple[str, str], features: bool, dropout_p: fl
     """Grouped heads, and with `features` everything that goes with them."""
     shapes = ((batch, 4, 6, 16), (batch, 4, 9, 16), (batch, 4, 9, 8))
     heads = (8, 4, 4)
-    q, k, v = drawn(*((b, n, s, d) for n, (b, _, s, d) in zip(heads, shapes, strict=True)))
+    q, k, v = random_tensors(*((b, n, s, d) for n, (b, _, s, d) in zip(heads, shapes, strict=True)))
     if layout == "bshd":
         q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
     placed = [PLACEMENTS[layout][cut] for cut in cuts]
     inputs, placements = {"q": q, "k": k, "v": v}, dict.fromkeys("qkv", placed)
     if features:
-        slopes, bias, sinks = drawn((batch, 8), (8, 6, 9), (8,), seed=1)
+        slopes, bias, sinks = random_tensors((batch, 8), (8, 6, 9), (8,), seed=1)
         inputs |= {"alibi_slopes": slopes.abs(), "attn_bias": bias, "sinks": sinks}
         inputs["seq_lens"] = torch.tensor([9, 5, 7, 1, 4], dtype=torch.int32)[:batch]
         # As a program would have them: parameters on every rank, lengths like the batch.
-        of_batch = [Shard(0) if cut == "batch" else Replicate() for cut in cuts]
+        batch_placements = [Shard(0) if cut == "batch" else Replicate() for cut in cuts]
         placements |= dict.fromkeys(("attn_bias", "sinks"), [Replicate()] * 2)
-        placements |= {"alibi_slopes": of_batch, "seq_lens": of_batch}
+        placements |= {"alibi_slopes": batch_placements, "seq_lens": batch_placements}
     options: dict[str, Any] = {"causal": True, "dropout_p": dropout_p, "return_lse": True, **CPU}
     if features:
         options |= {"softcap": 3.0, "window": (5, 0)}
     call = diyfa.flash_attention if layout == "bhsd" else diyfa.flash_attention_v2
-    return beside_whole(lambda **given: call(**given, **options), inputs, placements, 2)
+    return compare_with_full(lambda **arguments: call(**arguments, **options), inputs, placements, 2)
 
 
 def run_packed(cuts: tuple[str, str], dropout_p: float) -> list[str]:
     """Packed sequences sharded over heads; lengths are plain tensors, the same on every rank."""
-    q, k, v, sinks = drawn((11, 8, 16), (14, 4, 16), (14, 4, 16), (8,))
-    of_q, of_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 2, 11], [0, 7, 14]))
+    q, k, v, sinks = random_tensors((11, 8, 16), (14, 4, 16), (14, 4, 16), (8,))
+    offsets_q, offsets_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 2, 11], [0, 7, 14]))
     placed = [PLACEMENTS["thd"][cut] for cut in cuts]
     placements = {**dict.fromkeys("qkv", placed), "sinks": [Replicate()] * 2}
 
-    def call(**given: Any) -> Any:
-        q, k, v = (given.pop(name) for name in "qkv")
+    def call(**arguments: Any) -> Any:
+        q, k, v = (arguments.pop(name) for name in "qkv")
         return diyfa.flash_attention_varlen(
-            q, k, v, of_q, of_k, 9, 7, causal=True, return_lse=True, dropout_p=dropout_p, **given, **CPU
+            q, k, v, offsets_q, offsets_k, 9, 7, causal=True, return_lse=True, dropout_p=dropout_p, **arguments, **CPU
         )
 
-    return beside_whole(call, {"q": q, "k": k, "v": v, "sinks": sinks}, placements, 2)
+    return compare_with_full(call, {"q": q, "k": k, "v": v, "sinks": sinks}, placements, 2)
 
 
 def run_flash_attn(packing: str, cuts: tuple[str, str]) -> list[str]:
     """flash_attn's functions, also with q, k and v in one tensor."""
-    q, kv, qkv = drawn((4, 6, 8, 16), (4, 6, 2, 4, 16), (4, 6, 3, 8, 16))
+    q, kv, qkv = random_tensors((4, 6, 8, 16), (4, 6, 2, 4, 16), (4, 6, 3, 8, 16))
     by_heads = {"": 2, "kv": 3, "qkv": 3}
     placed = {n: [Shard(n) if cut == "heads" else PLACEMENTS["bshd"][cut] for cut in cuts] for n in (2, 3)}
     inputs = {"": {"q": q, "k": kv[:, :, 0], "v": kv[:, :, 1]}, "kv": {"q": q, "kv": kv}, "qkv": {"qkv": qkv}}[packing]
     call = {"": diyfa.flash_attn_func, "kv": diyfa.flash_attn_kvpacked_func, "qkv": diyfa.flash_attn_qkvpacked_func}
     placements = {name: placed[2 if name in "qkv" and len(name) == 1 else by_heads[packing]] for name in inputs}
     with diyfa.use_backend("cpu"):
-        return beside_whole(
-            lambda **given: call[packing](**given, causal=True, dropout_p=0.2, return_attn_probs=True),
+        return compare_with_full(
+            lambda **arguments: call[packing](**arguments, causal=True, dropout_p=0.2, return_attn_probs=True),
             inputs, placements, 3,
         )  # fmt: skip
 
@@ -123,47 +123,47 @@ def run_compiled() -> list[str]:
         return diyfa.flash_attention(q, k, v, causal=True, **CPU)
 
     placements = {name: [Shard(0), Shard(1)] for name in "qkv"}
-    q, k, v = drawn((4, 8, 6, 16), (4, 4, 9, 16), (4, 4, 9, 16))
+    q, k, v = random_tensors((4, 8, 6, 16), (4, 4, 9, 16), (4, 4, 9, 16))
     compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
-    return beside_whole(compiled, {"q": q, "k": k, "v": v}, placements, 1)
+    return compare_with_full(compiled, {"q": q, "k": k, "v": v}, placements, 1)
 
 
 def run_refused() -> list[str]:
     """What DTensors raise that flash_attention does not follow."""
     grid = mesh()
-    q, k = drawn((4, 8, 6, 16), (4, 3, 6, 16))
-    of = lambda x, *places: DTensor.from_local(x, grid, places, run_check=False)  # noqa: E731
-    good = of(q, Shard(0), Replicate())
-    by_heads = of(q, Replicate(), Shard(1))
+    q, k = random_tensors((4, 8, 6, 16), (4, 3, 6, 16))
+    from_local = lambda x, *placements: DTensor.from_local(x, grid, placements, run_check=False)  # noqa: E731
+    good = from_local(q, Shard(0), Replicate())
+    by_heads = from_local(q, Replicate(), Shard(1))
     other = DTensor.from_local(q, init_device_mesh("cpu", (4,)), [Shard(0)])
     three = distribute_tensor(k, grid, [Replicate(), Shard(1)])
     slopes = torch.rand(16)  # of the whole
     calls: list[tuple[Any, dict[str, Any]]] = [
-        ((of(q, Shard(2), Replicate()),) * 3, {}),
-        ((of(q, Replicate(), Shard(3)),) * 3, {}),
-        ((of(q, Partial(), Replicate()),) * 3, {}),
+        ((from_local(q, Shard(2), Replicate()),) * 3, {}),
+        ((from_local(q, Replicate(), Shard(3)),) * 3, {}),
+        ((from_local(q, Partial(), Replicate()),) * 3, {}),
         ((good, by_heads, by_heads), {}),
         ((good, other, other), {}),
         ((good, q, q), {}),
-        ((distribute_tensor(drawn((4, 6, 6, 16))[0], grid, [Replicate(), Shard(1)]), three, three), {}),
+        ((distribute_tensor(random_tensors((4, 6, 6, 16))[0], grid, [Replicate(), Shard(1)]), three, three), {}),
         ((by_heads,) * 3, {"alibi_slopes": slopes}),
         ((by_heads,) * 3, {"alibi_slopes": distribute_tensor(slopes[:8], grid, [Replicate(), Replicate()])}),
         ((good,) * 3, {"dropout_p": 0.1, "rng_state": torch.zeros(34, dtype=torch.int64)}),
-        ((of(q[0], Shard(0), Replicate()),) * 3, {}),
+        ((from_local(q[0], Shard(0), Replicate()),) * 3, {}),
     ]
-    whole = distribute_tensor(drawn((4, 6, 8, 16))[0], grid, [Replicate()] * 2)
+    replicated = distribute_tensor(random_tensors((4, 6, 8, 16))[0], grid, [Replicate()] * 2)
     others: list[Callable[[], Any]] = [
-        lambda: diyfa.flash_attn_with_kvcache(whole, whole, whole, cache_seqlens=6),
-        lambda: diyfa.explain(whole, whole, whole, **CPU),
-        lambda: diyfa.triton_matmul(whole[0, 0], whole[0, 0].t()),
-        lambda: diyfa.flash_attention(q, q, q, sinks=whole[0, 0, 0, :8], **CPU),
+        lambda: diyfa.flash_attn_with_kvcache(replicated, replicated, replicated, cache_seqlens=6),
+        lambda: diyfa.explain(replicated, replicated, replicated, **CPU),
+        lambda: diyfa.triton_matmul(replicated[0, 0], replicated[0, 0].t()),
+        lambda: diyfa.flash_attention(q, q, q, sinks=replicated[0, 0, 0, :8], **CPU),
     ]
-    found = []
+    refusals = []
     runs = [lambda qkv=qkv, options=options: diyfa.flash_attention(*qkv, **options, **CPU) for qkv, options in calls]
     for run in (*runs, *others):
         try:
             run()
-            found.append("ran")
+            refusals.append("ran")
         except (ValueError, TypeError) as error:
-            found.append(f"{type(error).__name__}: {error}")
-    return found
+            refusals.append(f"{type(error).__name__}: {error}")
+    return refusals

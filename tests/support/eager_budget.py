@@ -20,8 +20,8 @@ def on_device(call: Callable[..., Any]) -> Callable[..., Any]:
     """The same function of CPU tensors by way of DEVICE; of several results the first."""
 
     def moved(*inputs: torch.Tensor) -> torch.Tensor:
-        found = call(*(x.to(DEVICE) for x in inputs))
-        return (found[0] if isinstance(found, tuple) else found).cpu()
+        result = call(*(x.to(DEVICE) for x in inputs))
+        return (result[0] if isinstance(result, tuple) else result).cpu()
 
     return moved
 
@@ -49,21 +49,21 @@ def _with_bias(call: Callable[..., Any]) -> Callable[..., Any]:
     return lambda q, k, v, bias, **options: call(q, k, v, attn_bias=bias, **options)
 
 
-def assert_like_the_reference(
+def assert_matches_reference(
     attend: Callable[..., Any], inputs: list[torch.Tensor], layout: str = "bhsd", **options: Any
 ) -> None:
     """attend(q, k, v) is the attention that `options` of `reference_attention` describe, gradients included; a fourth
     input is an additive bias that learns."""
-    reference, yardstick_of = reference_attention, plain_flash_attention
+    reference, yardstick_call = reference_attention, plain_flash_attention
     if len(inputs) == 4:
-        reference, yardstick_of = (_with_bias(call) for call in (reference, yardstick_of))
+        reference, yardstick_call = (_with_bias(call) for call in (reference, yardstick_call))
     actual = with_gradients(attend, inputs)
     double = [x.detach().double().requires_grad_(x.requires_grad) for x in inputs]
     expected = with_gradients(reference, double, layout=layout, **options)
     plain = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
-    yardstick = with_gradients(yardstick_of, plain, layout=layout, **options)
-    for name, got, want, low in zip(NAMES[: len(actual)], actual, expected, yardstick, strict=True):
+    yardstick = with_gradients(yardstick_call, plain, layout=layout, **options)
+    for name, got, exact, low in zip(NAMES[: len(actual)], actual, expected, yardstick, strict=True):
         assert got.dtype == low.dtype, f"{name} is {got.dtype}, expected {low.dtype}"
-        error = measure_error(got.cpu(), want)
-        allowed = error_budget(measure_error(low, want), rounding_unit(want, low.dtype))
+        error = measure_error(got.cpu(), exact)
+        allowed = error_budget(measure_error(low, exact), rounding_unit(exact, low.dtype))
         assert error.max_abs <= allowed.max_abs and error.rms <= allowed.rms, f"{name}: {error}, budget {allowed}"

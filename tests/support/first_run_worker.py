@@ -38,7 +38,7 @@ def planted_run(launch: Launch) -> None:
         from triton.compiler.errors import MLIRCompilationError
 
         raise MLIRCompilationError("ConvertLinalgRToBinary", "ub overflow, requires 2400000 bits while 1572864 bits")
-    if "candidate" in FAULTS and forward and tune.tuner._asked and shape == (32, 256):
+    if "candidate" in FAULTS and forward and tune.tuner._is_measuring and shape == (32, 256):
         os.kill(os.getpid(), signal.SIGSEGV)
     run(launch)
 

@@ -82,26 +82,26 @@ class Workers:
 
     def start(self, function: Any, arguments: Sequence[tuple[Any, ...]]) -> None:
         """Let rank n call `function`, of an importable module, with `arguments[n]`."""
-        for pipe, own in zip(self.pipes, arguments, strict=True):
-            pipe.send((function.__module__, function.__name__, own))
+        for pipe, rank_arguments in zip(self.pipes, arguments, strict=True):
+            pipe.send((function.__module__, function.__name__, rank_arguments))
 
     def finish(self, ranks: Sequence[int] | None = None) -> list[Any]:
         """What each of `ranks` (all) returned, or the `Failure` it ended in."""
-        found: list[Any] = []
+        results: list[Any] = []
         for rank in range(len(self.pipes)) if ranks is None else ranks:
             kind, value = self.pipes[rank].recv()
             value = torch.load(io.BytesIO(value), weights_only=False)
-            found.append(Failure(*value) if kind == "error" else value)
-        return found
+            results.append(Failure(*value) if kind == "error" else value)
+        return results
 
     def run(self, function: Any, *arguments: Any) -> list[Any]:
         """`function(*arguments)` on every rank; the first failure is raised."""
         self.start(function, [arguments] * len(self.pipes))
-        found = self.finish()
-        for value in found:
+        results = self.finish()
+        for value in results:
             if isinstance(value, Failure):
                 raise value
-        return found
+        return results
 
     def __enter__(self) -> Workers:
         return self

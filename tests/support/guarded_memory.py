@@ -14,7 +14,7 @@ from diyfa.backends.cuda.runtime import passes
 from diyfa.problem import Launch
 
 
-def _range_of(x: torch.Tensor) -> tuple[int, int]:
+def _byte_range(x: torch.Tensor) -> tuple[int, int]:
     """The bytes from the first element of a tensor to its last one."""
     rows = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)) + 1 if x.numel() else 0
     return x.data_ptr(), x.data_ptr() + rows * x.element_size()
@@ -34,21 +34,21 @@ def guard(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
             raise AssertionError(f"{pointers.dtype} of no tensor of the launch")
         accesses += 1
 
-    def guarded(access: Callable[..., Any], place_of_mask: int) -> Callable[..., Any]:
-        def of_builder(builder: Any, pointers: Any, *rest: Any) -> Any:
-            check(pointers, rest[place_of_mask])
+    def guarded(access: Callable[..., Any], mask_index: int) -> Callable[..., Any]:
+        def guarded_access(builder: Any, pointers: Any, *rest: Any) -> Any:
+            check(pointers, rest[mask_index])
             return access(builder, pointers, *rest)
 
-        return of_builder
+        return guarded_access
 
-    for name, place_of_mask in (("create_masked_load", 0), ("create_masked_store", 1)):
+    for name, mask_index in (("create_masked_load", 0), ("create_masked_store", 1)):
         access = getattr(interpreter.InterpreterBuilder, name)
-        monkeypatch.setattr(interpreter.InterpreterBuilder, name, guarded(access, place_of_mask))
+        monkeypatch.setattr(interpreter.InterpreterBuilder, name, guarded(access, mask_index))
 
     def guarded_launch(launch_kernel: Callable[[Launch], None]) -> Callable[[Launch], None]:
         def launch(one: Launch) -> None:
             nonlocal ranges
-            tensors = [_range_of(x) for x in one.arguments.values() if isinstance(x, torch.Tensor)]
+            tensors = [_byte_range(x) for x in one.arguments.values() if isinstance(x, torch.Tensor)]
             ranges = np.array(tensors, dtype=np.uint64)
             launch_kernel(one)
 

@@ -191,7 +191,7 @@ def load_kernel(sources: dict[str, str], folder: Path, modules: tuple[str, ...] 
     try:
         for name in modules:
             path = folder / f"{name.replace('.', '_')}_mutant.py"  # a file, which the interpreter reads again
-            path.write_text(sources.get(name) or source_of(name))
+            path.write_text(sources.get(name) or kernel_source(name))
             spec = importlib.util.spec_from_file_location(path.stem, path)
             assert spec is not None and spec.loader is not None
             module = importlib.util.module_from_spec(spec)
@@ -205,5 +205,5 @@ def load_kernel(sources: dict[str, str], folder: Path, modules: tuple[str, ...] 
     return found
 
 
-def source_of(name: str) -> str:
+def kernel_source(name: str) -> str:
     return (Path(hopper_fwd.__file__).parents[1] / f"{name.replace('.', '/')}.py").read_text()

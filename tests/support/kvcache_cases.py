@@ -54,7 +54,7 @@ class CacheCase:
     latent: bool = False
     num_splits: int = 0
     sliced: bool = False  # cut from larger buffers at odd offsets
-    gives_out: bool = False
+    passes_out: bool = False
     seed: int = 0
     nudge: int = 0
 
@@ -75,16 +75,16 @@ def _random(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> torc
 def _table(case: CacheCase, generator: torch.Generator) -> tuple[torch.Tensor, int]:
     """The page table, and how many pages the cache has."""
     columns = case.capacity // case.page_size
-    used = [-(-(n + case.added) // case.page_size) for n in case.lens]
-    pages = sum(used) + 3
-    order = torch.randperm(pages, generator=generator)[: sum(used)].tolist()
+    page_counts = [-(-(n + case.added) // case.page_size) for n in case.lens]
+    pages = sum(page_counts) + 3
+    order = torch.randperm(pages, generator=generator)[: sum(page_counts)].tolist()
     table = torch.tensor([[GARBAGE[(b + c) % 3] for c in range(columns)] for b in range(case.batch)], dtype=torch.int32)
     table = table.reshape(case.batch, columns)
-    for b, count in enumerate(used):
-        own = [order.pop() for _ in range(count)]
+    for b, count in enumerate(page_counts):
+        pages_of_sequence = [order.pop() for _ in range(count)]
         shared = min(case.shared, count) if b else 0
         for c in range(count):
-            table[b, c] = table[0, c] if c < shared else own[c]
+            table[b, c] = table[0, c] if c < shared else pages_of_sequence[c]
     return table, pages
 
 
@@ -126,11 +126,11 @@ def make_call(case: CacheCase) -> dict[str, Any]:
     pads = case.leftpad or (0,) * case.batch
     for b, n in enumerate(case.lens):
         for j in range(pads[b], n):
-            place = (b if index is None else int(index[b]), j)
+            position = (b if index is None else int(index[b]), j)
             if table is not None:
-                place = (int(table[b, j // case.page_size]), j % case.page_size)
+                position = (int(table[b, j // case.page_size]), j % case.page_size)
             for cache in caches:
-                cache[place] = _random(generator, torch.float64, *cache.shape[2:]).to(cache_dtype)
+                cache[position] = _random(generator, torch.float64, *cache.shape[2:]).to(cache_dtype)
     call["k_cache"], call["v_cache"] = (_cut(x, case.sliced) for x in caches)
     call["q"] = _cut(q, case.sliced)
     if case.latent:
@@ -171,25 +171,25 @@ def _placed(x: Any, device: str) -> Any:
 
 def run_case(case: CacheCase, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """out, lse and both caches after the call, on the CPU."""
-    given = {name: _placed(x, device) for name, x in make_call(case).items()}
+    arguments = {name: _placed(x, device) for name, x in make_call(case).items()}
     if case.latent:
-        given["v_cache"] = given["k_cache"][..., : case.head_dim_v]
-    q, k_cache, v_cache = given.pop("q"), given.pop("k_cache"), given.pop("v_cache")
-    if case.gives_out:
-        given["out"] = q.new_empty((*q.shape[:-1], v_cache.shape[-1]))
+        arguments["v_cache"] = arguments["k_cache"][..., : case.head_dim_v]
+    q, k_cache, v_cache = arguments.pop("q"), arguments.pop("k_cache"), arguments.pop("v_cache")
+    if case.passes_out:
+        arguments["out"] = q.new_empty((*q.shape[:-1], v_cache.shape[-1]))
     if not case.lens_q:
         out, lse = diyfa.flash_attn_with_kvcache(
-            q, k_cache, v_cache, num_splits=case.num_splits, return_softmax_lse=True, **given
+            q, k_cache, v_cache, num_splits=case.num_splits, return_softmax_lse=True, **arguments
         )
     else:
-        lengths, offsets = given.pop("cache_seqlens"), None
+        lengths, offsets = arguments.pop("cache_seqlens"), None
         if case.by == "offsets":
             lengths, offsets = None, _placed(torch.tensor([0, *accumulate(case.lens)], dtype=torch.int32), device)
         out, lse = diyfa.flash_attention_varlen(
-            q, k_cache, v_cache, given.pop("cu_seqlens_q"), offsets, max(case.lens_q), max(case.lens) + case.spare,
-            window=given.pop("window_size"), seqused_k=lengths, return_lse=True, **given,
+            q, k_cache, v_cache, arguments.pop("cu_seqlens_q"), offsets, max(case.lens_q), max(case.lens) + case.spare,
+            window=arguments.pop("window_size"), seqused_k=lengths, return_lse=True, **arguments,
         )  # fmt: skip
-    assert not case.gives_out or out is given["out"]
+    assert not case.passes_out or out is arguments["out"]
     return out.cpu(), lse.cpu(), k_cache.cpu(), v_cache.cpu()
 
 
@@ -214,15 +214,17 @@ def _errors(case: CacheCase) -> tuple[torch.Tensor, torch.Tensor, Error, Error, 
 def assert_in_budget(case: CacheCase, out: torch.Tensor, lse: torch.Tensor) -> None:
     """out and lse are within the error budget of every kernel; where few values leave the yardstick's error to chance,
     it is the largest of some draws."""
-    want, want_lse, *_, unit = _errors(case)
+    expected, expected_lse, *_, unit = _errors(case)
     dtype = getattr(torch, case.dtype)
     assert out.dtype == dtype and lse.dtype == torch.promote_types(dtype, torch.float32)
-    for position, (got, exact, own) in enumerate(((out, want, rounding_unit(want, dtype)), (lse, want_lse, unit))):
+    for position, (got, exact, rounding) in enumerate(
+        ((out, expected, rounding_unit(expected, dtype)), (lse, expected_lse, unit))
+    ):
         error, yardstick = measure_error(got, exact), Error(0.0, 0.0)
         for nudge in range(16):
-            drawn = _errors(replace(case, nudge=nudge))[2 + position]
-            yardstick = Error(*(max(pair) for pair in zip(yardstick, drawn, strict=True)))
-            budget = error_budget(yardstick, own)
+            nudged = _errors(replace(case, nudge=nudge))[2 + position]
+            yardstick = Error(*(max(pair) for pair in zip(yardstick, nudged, strict=True)))
+            budget = error_budget(yardstick, rounding)
             if error.max_abs <= budget.max_abs and error.rms <= budget.rms:
                 break
         else:
@@ -242,11 +244,14 @@ def assert_appended(case: CacheCase, k_cache: torch.Tensor, v_cache: torch.Tenso
         seqlens=seqlens if isinstance(seqlens, torch.Tensor) else None, block_table=call.get("block_table"),
         cache_batch_idx=call.get("cache_batch_idx"), k_descale=call.get("k_descale"), v_descale=call.get("v_descale"),
     )  # fmt: skip
-    want = tensors
+    reference = tensors
     if case.added:
         new = NewKeys(call["k"], call["v"], call.get("rotary_cos"), call.get("rotary_sin"), case.interleaved)
-        want = reference_append(tensors, new)
-    for got, expected, before in ((k_cache, want.k_cache, tensors.k_cache), (v_cache, want.v_cache, tensors.v_cache)):
+        reference = reference_append(tensors, new)
+    for got, expected, before in (
+        (k_cache, reference.k_cache, tensors.k_cache),
+        (v_cache, reference.v_cache, tensors.v_cache),
+    ):
         written = ~expected.isnan() & before.isnan()
         assert torch.equal(_bits(got)[~written], _bits(before)[~written]), "a byte beside the new keys has changed"
         if case.rotary or case.float8:  # products and quotients may be rounded otherwise
@@ -311,7 +316,7 @@ FEATURES = [
     Case("d_256", (40,), head_dim=256),
     Case("sliced", (33, 70), sliced=True, added=2, seqlen_q=2, head_dim=24),
     Case("sliced_paged", (33, 70), sliced=True, page_size=16, head_dim=40, heads=4, heads_kv=2),
-    Case("gives_out", (33, 70), gives_out=True, added=1),
+    Case("passes_out", (33, 70), passes_out=True, added=1),
     Case("splits_1", (133, 9, 200), num_splits=1),
     Case("splits_2", (133, 9, 200), num_splits=2, seqlen_q=3),
     Case("splits_7", (133, 9, 200), num_splits=7, page_size=16),
@@ -334,7 +339,7 @@ PACKED = [
     Case("packed", (33, 9, 70), lens_q=(5, 0, 40), page_size=16, by="used"),
     Case("packed_offsets", (33, 9, 70), lens_q=(5, 9, 1), page_size=3, by="offsets", heads=4, heads_kv=2),
     Case("packed_decode_and_prefill", (130, 5, 70, 0), lens_q=(1, 5, 30, 1), page_size=16, by="used", dtype="bfloat16"),
-    Case("packed_out", (33, 70), lens_q=(1, 20), page_size=64, by="used", gives_out=True, sinks=True, softcap=3.0),
+    Case("packed_out", (33, 70), lens_q=(1, 20), page_size=64, by="used", passes_out=True, sinks=True, softcap=3.0),
     Case("packed_window_alibi", (33, 70), lens_q=(3, 20), page_size=16, by="used", window=(9, 0), alibi="bh"),
     Case("packed_latent", (33, 70), lens_q=(1, 9), page_size=16, by="used", heads=8, head_dim=40, head_dim_v=32,
          latent=True),

@@ -27,19 +27,22 @@ class MergeCase(NamedTuple):
             return torch.randn(shape, generator=generator)
 
         batch = 1 if self.layout == "thd" else self.batch
-        every = self.first + self.rows + self.after
-        out, part = some(batch, self.heads, every, self.head_dim), some(batch, self.heads, self.rows, self.head_dim)
-        lse, part_lse = 5 * some(batch, self.heads, every), 5 * some(batch, self.heads, self.rows)
-        own = lse[..., self.first : self.first + self.rows]
+        all_rows = self.first + self.rows + self.after
+        out, partial_out = (
+            some(batch, self.heads, all_rows, self.head_dim),
+            some(batch, self.heads, self.rows, self.head_dim),
+        )
+        lse, partial_lse = 5 * some(batch, self.heads, all_rows), 5 * some(batch, self.heads, self.rows)
+        merged_lse = lse[..., self.first : self.first + self.rows]
         for i, (a, b) in enumerate((a, b) for a in LSES for b in LSES):
-            place = i % batch, i // batch % self.heads, i // batch // self.heads
-            if place[2] < self.rows:
-                own[place], part_lse[place] = a, b
-        for x, at in ((out[:, :, self.first : self.first + self.rows], own), (part, part_lse)):
+            index = i % batch, i // batch % self.heads, i // batch // self.heads
+            if index[2] < self.rows:
+                merged_lse[index], partial_lse[index] = a, b
+        for x, at in ((out[:, :, self.first : self.first + self.rows], merged_lse), (partial_out, partial_lse)):
             x[at == INF], x[at.isnan()] = 0, float("nan")
         for x in (out, lse):
             x[:, :, : self.first] = x[:, :, self.first + self.rows :] = float("nan")
-        return self._laid_out(out), self._lse(lse), self._laid_out(part), self._lse(part_lse)
+        return self._laid_out(out), self._lse(lse), self._laid_out(partial_out), self._lse(partial_lse)
 
     def _laid_out(self, x: torch.Tensor) -> torch.Tensor:
         if self.layout == "thd":
@@ -62,11 +65,11 @@ MERGE_CASES = {
 
 
 def joined(
-    out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor
+    out: torch.Tensor, lse: torch.Tensor, partial_out: torch.Tensor, partial_lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """In float64, of rows (..., D) and (...)."""
-    a, b = (x.double().masked_fill(x == INF, -INF) for x in (lse, part_lse))
+    a, b = (x.double().masked_fill(x == INF, -INF) for x in (lse, partial_lse))
     none = (a == -INF) & (b == -INF)
     weights = torch.stack((a, b)).softmax(0).masked_fill(none, 0.0)
-    total = weights[0, ..., None] * out.double() + weights[1, ..., None] * part.double()
+    total = weights[0, ..., None] * out.double() + weights[1, ..., None] * partial_out.double()
     return total, torch.logaddexp(a, b).masked_fill(none, INF)

@@ -33,11 +33,11 @@ def poison(inputs: Inputs, case: AttentionCase, name: str, value: float, at: int
     return inputs
 
 
-def same_nonfinite(got: torch.Tensor, want: torch.Tensor) -> bool:
+def same_nonfinite(got: torch.Tensor, expected: torch.Tensor) -> bool:
     """Whether both have NaN, +inf and -inf in the same places."""
-    want = want.to(got.device)
-    same = (f(got).equal(f(want)) for f in (torch.isnan, torch.isposinf, torch.isneginf))
-    return all(same)
+    expected = expected.to(got.device)
+    equal = (f(got).equal(f(expected)) for f in (torch.isnan, torch.isposinf, torch.isneginf))
+    return all(equal)
 
 
 def others(x: torch.Tensor, field: str, case: AttentionCase, name: str) -> list[torch.Tensor]:
@@ -45,36 +45,36 @@ def others(x: torch.Tensor, field: str, case: AttentionCase, name: str) -> list[
     and heads of other groups than the first."""
     heads_kv = case.sizes[2]
     axis = 0 if case.layout == "thd" and field == "lse" else 2 if case.layout == "bshd" and field != "lse" else 1
-    found = []
+    values = []
     if name in ("q", "k", "v", "dout"):
-        found.append(x.narrow(axis, x.shape[axis] // heads_kv, x.shape[axis] - x.shape[axis] // heads_kv))
+        values.append(x.narrow(axis, x.shape[axis] // heads_kv, x.shape[axis] - x.shape[axis] // heads_kv))
     if case.lens_q is None:
-        return [*found, x[1:]]
+        return [*values, x[1:]]
     lens = case.key_lens if field in ("dk", "dv") else case.lens_q
-    return [*found, x[..., lens[0] :] if field == "lse" else x[lens[0] :]]
+    return [*values, x[..., lens[0] :] if field == "lse" else x[lens[0] :]]
 
 
 class _Dependence(torch.autograd.Function):
     """Attention over (B, H, S, D) in which a value is NaN if it depends on one that is not finite, else 0."""
 
     @staticmethod
-    def forward(ctx: Any, q, k, v, bias, sinks, sees, kept):
+    def forward(ctx: Any, q, k, v, bias, sinks, sees, keep_mask):
         q, k, v, bias, sinks = (~x.isfinite() for x in (q, k, v, bias, sinks))
         row = (sees & (q.any(-1)[..., None] | k.any(-1)[..., None, :] | bias)).any(-1) | sinks
-        out = row[..., None] | (kept.float() @ v.float() > 0)
-        ctx.save_for_backward(row, out, v.any(-1), sees, kept)
+        out = row[..., None] | (keep_mask.float() @ v.float() > 0)
+        ctx.save_for_backward(row, out, v.any(-1), sees, keep_mask)
         ctx.head_dim = q.shape[-1]
         return torch.where(out, float("nan"), 0.0), torch.where(row, float("nan"), 0.0)
 
     @staticmethod
     def backward(ctx: Any, dout, dlse):
-        row, out, v, sees, kept = ctx.saved_tensors
+        row, out, v, sees, keep_mask = ctx.saved_tensors
         dout = ~dout.isfinite()
-        row_of_ds = row | (out | dout).any(-1) | ~dlse.isfinite()  # through the weights or delta
-        ds = (sees & row_of_ds[..., None]) | (kept & (dout.any(-1)[..., None] | v[..., None, :]))
+        ds_rows = row | (out | dout).any(-1) | ~dlse.isfinite()  # through the weights or delta
+        ds = (sees & ds_rows[..., None]) | (keep_mask & (dout.any(-1)[..., None] | v[..., None, :]))
         dq, dk = (ds.any(axis)[..., None].expand(*ds.any(axis).shape, ctx.head_dim) for axis in (-1, -2))
-        dv = (kept & row[..., None]).any(-2)[..., None] | (kept.mT.float() @ dout.float() > 0)
-        return *(torch.where(x, float("nan"), 0.0) for x in (dq, dk, dv, ds, row_of_ds)), None, None
+        dv = (keep_mask & row[..., None]).any(-2)[..., None] | (keep_mask.mT.float() @ dout.float() > 0)
+        return *(torch.where(x, float("nan"), 0.0) for x in (dq, dk, dv, ds, ds_rows)), None, None
 
 
 def dependence(inputs: Inputs, case: AttentionCase) -> Results:
@@ -103,7 +103,7 @@ def dependence(inputs: Inputs, case: AttentionCase) -> Results:
     return run_case(call, inputs)
 
 
-def assert_shows_in_what_depends(target: Target, case: AttentionCase, variant: str, name: str, value: float) -> None:
+def assert_propagates(target: Target, case: AttentionCase, variant: str, name: str, value: float) -> None:
     """What depends on the poison is not finite. Other heads, samples and sequences are as without it. What is finite is
     right. What a mask hides the poison from may be either."""
     poisoned = [poison(make_inputs(case, device), case, name, value, 23) for device in (target.device, "cpu")]

@@ -32,7 +32,7 @@ CALLS = (
 
 def main() -> None:
     npu.device_name = lambda index: "Ascend910B3"  # type: ignore[assignment]
-    found = record("npu", None, map(words.parse, CALLS))
+    recorded = record("npu", None, map(words.parse, CALLS))
     compiled: list[dict[str, Any]] = []
     loaded: list[str] = []
 
@@ -43,7 +43,7 @@ def main() -> None:
         return SimpleNamespace(_init_handles=lambda: loaded.append(self.__name__))
 
     JITFunction.warmup = warmup
-    for kernel in found.kernels.values():
+    for kernel in recorded.kernels.values():
         pickle.loads(pickle.dumps(kernel)).compile()
     try:
         record("npu", "Ascend910B3", ())
@@ -51,7 +51,8 @@ def main() -> None:
         elsewhere = str(error)
     restored = host.recorder is None and not tuner.recording
     print(json.dumps({
-        "compiled": compiled, "loaded": loaded, "refused": found.refused, "elsewhere": elsewhere, "restored": restored,
+        "compiled": compiled, "loaded": loaded, "refused": recorded.refused, "elsewhere": elsewhere,
+        "restored": restored,
     }))  # fmt: skip
 
 

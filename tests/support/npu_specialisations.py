@@ -30,7 +30,7 @@ def record(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Non
     if self.binder is None:
         self.create_binder(AscendBackend(GPUTarget("npu", TARGET, 0)))
     bound, types, constants, _, options = self.binder(*args, **kwargs)
-    gate = [specs.type_of(bound[p.name]) for p in self.params if not p.is_constexpr]
+    gate = [specs.type_name(bound[p.name]) for p in self.params if not p.is_constexpr]
     if ["constexpr" if name == "none" else name for name in types] != gate:
         raise TypeError(f"{self.__name__}: the gate would compile {gate}, Triton {types}")
     keys[self.__name__].add("".join(types) + str((constants, options)))

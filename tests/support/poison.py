@@ -27,14 +27,14 @@ def poisoned_allocations() -> Iterator[None]:
 
     Process-wide, so it reaches backward passes on autograd's threads; not for use while code is compiled.
     """
-    places: list[tuple[Any, str]] = [
+    allocators: list[tuple[Any, str]] = [
         (torch, "empty"),
         (torch, "empty_like"),
         (torch, "empty_strided"),
         (torch.Tensor, "new_empty"),
         (torch.Tensor, "new_empty_strided"),
     ]
-    originals = [(owner, name, getattr(owner, name)) for owner, name in places]
+    originals = [(owner, name, getattr(owner, name)) for owner, name in allocators]
 
     def poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         return lambda *args, **kwargs: _poison(allocate(*args, **kwargs))

@@ -43,39 +43,39 @@ GEMMA2 = {
 CONFIGS = {"llama": LLAMA, "qwen3": QWEN3, "gemma2": GEMMA2}
 
 
-def of_models(known: dict[Any, Any]) -> dict[str, Any]:
+def model_kernels(packed: dict[Any, Any]) -> dict[str, Any]:
     """Of each model: how many kernels it launches, and those that the pack lacks."""
-    found = {}
+    by_model = {}
     for name, config in CONFIGS.items():
-        model = models.model_of(config)
-        asked = [*models.training(model), *models.serving(model, (0, 16))]
-        recorded = record("cuda", ARCH, asked)
-        lacking = [x.name for key, x in recorded.kernels.items() if key not in known]
-        found[name] = {"kernels": len(recorded.kernels), "lacking": lacking, "refused": recorded.refused}
-    return found
+        model = models.parse_model(config)
+        calls = [*models.training(model), *models.serving(model, (0, 16))]
+        recorded = record("cuda", ARCH, calls)
+        lacking = [x.name for key, x in recorded.kernels.items() if key not in packed]
+        by_model[name] = {"kernels": len(recorded.kernels), "lacking": lacking, "refused": recorded.refused}
+    return by_model
 
 
-def of_words(known: dict[Any, Any]) -> dict[str, Any]:
+def parsed_calls(packed: dict[Any, Any]) -> dict[str, Any]:
     """Whether calls in words are those they were printed by."""
-    every = calls.everything()
-    again = [words.parse(call.name) for call in every]
-    some = record("cuda", ARCH, again[::40]).kernels
-    return {"alike": [a.name for a in every] == [b.name for b in again], "known": all(key in known for key in some)}
+    listed = calls.everything()
+    parsed = [words.parse(call.name) for call in listed]
+    some = record("cuda", ARCH, parsed[::40]).kernels
+    return {"alike": [a.name for a in listed] == [b.name for b in parsed], "known": all(key in packed for key in some)}
 
 
-def of_a_function() -> dict[str, Any]:
+def recorded_function() -> dict[str, Any]:
     """What a training step that is recorded launches, and what it computes meanwhile."""
     q, k, v = (torch.ones(2, 256, 4, 64, dtype=torch.float16, requires_grad=True) for _ in range(3))
     results = []
-    with recording("cuda", ARCH) as found:
+    with recording("cuda", ARCH) as recorded:
         for _ in range(3):  # equal calls, which would be repeated
             out = diyfa.flash_attn_func(q, k, v, causal=True)
             (dq,) = torch.autograd.grad(out, q, torch.ones_like(out))
             results += [float(out.detach().abs().max()), float(dq.abs().max())]
-    return {"kernels": Counter(x.name for x in found.values()), "largest": max(results)}
+    return {"kernels": Counter(x.name for x in recorded.values()), "largest": max(results)}
 
 
-def of_a_pack(folder: Path) -> dict[str, Any]:
+def pack_launches(folder: Path) -> dict[str, Any]:
     """A pack of the merging kernels, which the driver gets where nothing may be compiled."""
     compiled: list[str] = []
     compile_it = jit.compile_for
@@ -105,7 +105,7 @@ def of_a_pack(folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def of_refusals() -> dict[str, str]:
+def refusal_messages() -> dict[str, str]:
     """Why nothing is recorded, or what was recorded is not compiled."""
     (kernel,) = record("cuda", ARCH, [words.parse("merge D=64")]).kernels.values()
 
@@ -116,18 +116,18 @@ def of_refusals() -> dict[str, str]:
             return f"{type(error).__name__}: {error}"
         return ""
 
-    found = {"other sources": refused(kernel._replace(key="0" * 32).compile)}  # type: ignore[attr-defined]
+    messages = {"other sources": refused(kernel._replace(key="0" * 32).compile)}  # type: ignore[attr-defined]
     for name, value, run in (
         ("DIYFA_CACHE_DIR", os.devnull, kernel.compile),
         ("DISABLE_PTXAS_OPT", "1", lambda: record("cuda", ARCH, [])),
     ):
         before = os.environ.get(name)
         os.environ[name] = value
-        found[name] = refused(run)
+        messages[name] = refused(run)
         del os.environ[name]
         if before is not None:
             os.environ[name] = before
-    return found
+    return messages
 
 
 def state() -> list[Any]:
@@ -146,13 +146,13 @@ def main() -> None:
         "refused": everything.refused,
         "names": Counter(x.name for x in everything.kernels.values()),
         "refused by sm_80": record("cuda", "sm_80", float8).refused,
-        "models": of_models(everything.kernels),
-        "words": of_words(everything.kernels),
-        "function": of_a_function(),
+        "models": model_kernels(everything.kernels),
+        "words": parsed_calls(everything.kernels),
+        "function": recorded_function(),
         "coverage": covered._asdict(),
-        "refusals": of_refusals(),
+        "refusals": refusal_messages(),
         "restored": state() == before,
-        "pack": of_a_pack(folder),
+        "pack": pack_launches(folder),
     }))  # fmt: skip
 
 

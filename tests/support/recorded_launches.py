@@ -60,14 +60,14 @@ class Kernel:
         """A launch of Triton's own."""
         names = launcher.runtime_names(self)
 
-        def launch(**given: Any) -> None:
-            of_kernel = {name: given[name] for name in names}
-            self._launches.append(Recorded(self.__name__, grid, "triton", of_kernel, None, ()))
+        def launch(**arguments: Any) -> None:
+            kernel_arguments = {name: arguments[name] for name in names}
+            self._launches.append(Recorded(self.__name__, grid, "triton", kernel_arguments, None, ()))
 
         return launch
 
 
-def parameters_of(signature: launcher.Signature) -> int:
+def parameter_count(signature: launcher.Signature) -> int:
     """How many a compiled kernel has; a tensor map comes with its shape and strides."""
     kinds = [x for x in signature.kinds if x not in (None, 1)]
     return SCRATCH + sum(1 + 2 * len(x.shape) if isinstance(x, launcher.Box) else 1 for x in kinds)
@@ -80,7 +80,7 @@ class Recorder:
         self.launches: list[Recorded] = []
         self.compiled: list[tuple[Launch, launcher.Signature]] = []
         self.maps: list[Map] = []
-        self._number_of_map: dict[Map, int] = {}
+        self._map_numbers: dict[Map, int] = {}
 
     def stored_binary(self, arch: str, launch: Launch, signature: launcher.Signature) -> binaries.StoredBinary:
         self.compiled.append((launch, signature))
@@ -94,14 +94,14 @@ class Recorder:
         return int(cubin)
 
     def encode(self, tiles: launcher.Tiles, address: int, box: list[int], swizzle: int) -> bytes:
-        found = Map(address, tuple(tiles.shape), tuple(tiles.strides), tuple(box))
-        self.maps.append(found)
+        new_map = Map(address, tuple(tiles.shape), tuple(tiles.strides), tuple(box))
+        self.maps.append(new_map)
         return struct.pack("<Q120x", len(self.maps) - 1)
 
     def launch_function(self, config: int, function: int, parameters: int, extra: None) -> int:
         launch, signature = self.compiled[function - 1]
         settings = launcher._Config.from_address(config)
-        addresses = iter((ctypes.c_void_p * parameters_of(signature)).from_address(parameters))
+        addresses = iter((ctypes.c_void_p * parameter_count(signature)).from_address(parameters))
 
         def read(kind: Any) -> Any:
             return kind.from_address(next(addresses)).value
@@ -111,10 +111,10 @@ class Recorder:
             if kind is None or kind == 1:
                 arguments[name] = kind
             elif isinstance(kind, launcher.Box):
-                found, rank = self.maps[read(ctypes.c_uint64)], len(kind.shape)
-                shape, strides = ([read(of) for _ in range(rank)] for of in (ctypes.c_int32, ctypes.c_int64))
-                assert (tuple(shape), tuple(strides)) == (found.shape, found.strides)
-                arguments[name] = found
+                expected_map, rank = self.maps[read(ctypes.c_uint64)], len(kind.shape)
+                shape, strides = ([read(ctype) for _ in range(rank)] for ctype in (ctypes.c_int32, ctypes.c_int64))
+                assert (tuple(shape), tuple(strides)) == (expected_map.shape, expected_map.strides)
+                arguments[name] = expected_map
             else:
                 arguments[name] = read(_TYPES.get(kind, ctypes.c_uint64))
         assert [read(ctypes.c_uint64) for _ in range(SCRATCH)] == [0] * SCRATCH

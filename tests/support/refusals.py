@@ -39,31 +39,31 @@ REFUSALS = read_refusals()
 def refusal(backend: str, arch: str, variant: str, case: str) -> str | None:
     """What `backend` must say when `variant` is asked to run `case`; None when it must run."""
     for who in (f"{backend}@{arch}", backend):
-        for which in (variant, ANY):
-            if (who, which, case) in REFUSALS:
-                return REFUSALS[who, which, case]
+        for pattern in (variant, ANY):
+            if (who, pattern, case) in REFUSALS:
+                return REFUSALS[who, pattern, case]
     return _lacking(backend, variant, case)
 
 
 def _lacking(backend: str, variant: str, case: str) -> str | None:
     """What the kernel `variant` must say where the case has features that the list's line "only" does not name."""
-    there = REFUSALS.get((backend, variant, ONLY))
-    if there is None:
+    only = REFUSALS.get((backend, variant, ONLY))
+    if only is None:
         return None
     from cases import CASES
-    from described_cases import problem_of
+    from described_cases import case_problem
 
-    missing = sorted(problem_of(CASES[case]).features - set(there.split()))
+    missing = sorted(case_problem(CASES[case]).features - set(only.split()))
     return f"{variant} does not implement {', '.join(missing)}" if missing else None
 
 
 def refused_features(backend: str) -> set[str]:
     """Names of the features that the list lets all kernels of `backend` do without."""
-    found: set[str] = set()
+    features: set[str] = set()
     for (who, variant, _), reason in REFUSALS.items():
         if who.split("@")[0] == backend and variant in (ANY, "auto") and (match := _NOT_IMPLEMENTED.search(reason)):
-            found |= set(match.group(1).split(", "))
-    return found
+            features |= set(match.group(1).split(", "))
+    return features
 
 
 # ---- Writing the list ---------------------------------------------------------------------------------------------
@@ -117,11 +117,11 @@ def write_refusals(backends: list[str]) -> None:
     head, *sections = re.split(r"\n(?=# [A-Z]+\n)", FILE.read_text())
     text = {re.match(r"# ([A-Z]+)", section).group(1).lower(): section for section in sections}
     for backend in backends:
-        own = text.get(backend, "").splitlines()
-        kept = [line for line in own if line.startswith(f"{backend}@") or f" {ONLY}: " in line]
-        cache = [line for line in own if line.startswith(f"{backend} * kvcache_")]  # written by hand
+        old_lines = text.get(backend, "").splitlines()
+        kept_lines = [line for line in old_lines if line.startswith(f"{backend}@") or f" {ONLY}: " in line]
+        cache = [line for line in old_lines if line.startswith(f"{backend} * kvcache_")]  # written by hand
         lines = [f"{backend} {variant} {case}: {reason}" for variant, case, reason in _refused_now(backend)]
-        text[backend] = "\n".join([f"# {backend.upper()}", *kept, *lines, *cache, ""])
+        text[backend] = "\n".join([f"# {backend.upper()}", *kept_lines, *lines, *cache, ""])
     FILE.write_text("\n".join([head, *text.values()]))
 
 

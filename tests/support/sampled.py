@@ -28,7 +28,7 @@ QUICK_TESTS = {
 }
 
 # By file and name; "[npu" for those of that backend where its tensors lie on the CPU.
-EVERY = {
+SAMPLE_INTERVALS = {
     "cuda/test_bwd_short.py::test_kernels_for_any_length": 4,
     "cuda/test_bwd_short.py::test_offsets_that_nobody_could_check": 5,
     "cuda/test_bwd_short.py::test_tile": 3,
@@ -81,16 +81,16 @@ EVERY = {
 }
 
 
-def left_out(items: list[Any]) -> Iterator[Any]:
+def skipped_items(items: list[Any]) -> Iterator[Any]:
     """The items that do not run by default; of each test the first one does."""
     on_cpu = "npu" in TARGETS and TARGETS["npu"].device != "npu"
-    at_least = int(os.environ.get("DIYFA_TEST_EVERY", "1"))
+    min_interval = int(os.environ.get("DIYFA_TEST_EVERY", "1"))
     seen = set()
     for item in items:
         name = item.nodeid.split("[")[0].removeprefix("tests/")
         if on_cpu and "[npu-" in item.nodeid:
             name += "[npu"
-        every = max(EVERY.get(name, 1), at_least)
+        every = max(SAMPLE_INTERVALS.get(name, 1), min_interval)
         if not any(item.iter_markers("slow")):
             if name in seen and crc32(item.nodeid.encode()) % every:
                 yield item

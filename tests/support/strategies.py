@@ -8,7 +8,7 @@ from diyfa.features import COMPOSABLE
 from diyfa.testing import AttentionCase
 
 # Features that a case has or has not, and what a backend that lacks them says.
-FLAGS = {name: x.uses for x in COMPOSABLE for name, value in x.case.items() if value is True}
+FLAGS = {name: x.refusal_name for x in COMPOSABLE for name, value in x.case.items() if value is True}
 
 
 def lengths(draw: st.DrawFn, largest: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -31,7 +31,7 @@ class Synchronising:
         method = isinstance(function, ast.Attribute) and function.attr in self._methods
         return (method or ast.unparse(function) in self._functions) and ast.unparse(call) not in self._harmless
 
-    def whole(self) -> str:
+    def source(self) -> str:
         """The source as it is."""
         return ast.unparse(self.tree)
 

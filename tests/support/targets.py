@@ -58,24 +58,24 @@ def _has_npu() -> bool:
 def available_targets() -> dict[str, Target]:
     """Targets by backend name: DIYFA_TEST_BACKENDS (comma-separated) or, by default, all three, npu only where its
     kernels run in the interpreter on CPU tensors: npu tensors need torch_npu, in an environment of its own."""
-    asked = os.environ.get("DIYFA_TEST_BACKENDS", "")
-    names = [name.strip() for name in asked.split(",") if name.strip()] if asked else ["cpu", "cuda", "npu"]
-    found = {}
+    requested = os.environ.get("DIYFA_TEST_BACKENDS", "")
+    names = [name.strip() for name in requested.split(",") if name.strip()] if requested else ["cpu", "cuda", "npu"]
+    targets = {}
     for name in names:
         if name == "cpu":
-            found[name] = Target("cpu", "cpu", False)
-        elif name == "cuda" and (asked or (_exists("cuda") and _has_triton())):
+            targets[name] = Target("cpu", "cpu", False)
+        elif name == "cuda" and (requested or (_exists("cuda") and _has_triton())):
             gpu = torch.cuda.is_available()
-            found[name] = Target("cuda", "cuda" if gpu else "cpu", not gpu)
+            targets[name] = Target("cuda", "cuda" if gpu else "cpu", not gpu)
         elif name == "npu":
             interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-            if asked and _has_npu():
-                found[name] = Target("npu", "npu", interpreted)
-            elif asked or (interpreted and _npu_refusal() is None):
-                found[name] = Target("npu", "cpu", True)
+            if requested and _has_npu():
+                targets[name] = Target("npu", "npu", interpreted)
+            elif requested or (interpreted and _npu_refusal() is None):
+                targets[name] = Target("npu", "cpu", True)
         elif name not in ("cpu", "cuda"):
             raise ValueError(f"DIYFA_TEST_BACKENDS names an unknown backend: {name!r}")
-    return found
+    return targets
 
 
 TARGETS = available_targets()
@@ -92,10 +92,10 @@ def absent() -> list[str]:
             reason = "no diyfa.backends.cuda: not tested"
         lines.append(reason)
     if not _has_npu():
-        how = "run in the Triton interpreter on CPU tensors"
+        manner = "run in the Triton interpreter on CPU tensors"
         if reason := _npu_refusal():
-            how = f"are not tested: {reason}"
-        lines.append(f"no NPU (torch_npu finds none): npu kernels {how}")
+            manner = f"are not tested: {reason}"
+        lines.append(f"no NPU (torch_npu finds none): npu kernels {manner}")
     return lines
 
 

@@ -17,10 +17,10 @@ from pathlib import Path
 
 CUDA_ERROR_NO_DEVICE = 100
 UNVERSIONED = ("nccl", "cuFile", "cusparseLt", "curand")  # functions of CUDA's libraries that carry no version
-OTHERS = ("GLIBC", "GCC", "CXXABI", "GOMP", "OMP")  # versions of what is no library of CUDA's
+OTHER_VERSIONS = ("GLIBC", "GCC", "CXXABI", "GOMP", "OMP")  # versions of what is no library of CUDA's
 
 
-def output_of(*command: str | Path) -> str:
+def run_command(*command: str | Path) -> str:
     return subprocess.run(list(map(str, command)), check=True, capture_output=True, text=True).stdout
 
 
@@ -28,9 +28,9 @@ def stand_in(folder: Path) -> None:
     """Build one library with all functions that the libraries in `folder` miss, under every name they load."""
     libraries = sorted(folder.glob("*.so"))
     names: dict[str, set[str]] = defaultdict(set)  # of functions, by the version that the linker wants
-    undefined = output_of("nm", "-D", "--undefined-only", "--with-symbol-versions", *libraries)
+    undefined = run_command("nm", "-D", "--undefined-only", "--with-symbol-versions", *libraries)
     for name, version in re.findall(r" U (\w+)(?:@(\S+))?$", undefined, re.MULTILINE):
-        if (version and not version.startswith(OTHERS)) or name.startswith(UNVERSIONED):
+        if (version and not version.startswith(OTHER_VERSIONS)) or name.startswith(UNVERSIONED):
             names[version].add(name)
     with tempfile.TemporaryDirectory() as scratch:
         source, versions = Path(scratch, "cuda.c"), Path(scratch, "cuda.map")
@@ -38,8 +38,8 @@ def stand_in(folder: Path) -> None:
         source.write_text("".join(f"int {f}(void) {{ return {CUDA_ERROR_NO_DEVICE}; }}\n" for f in functions))
         versions.write_text("".join(f"{v} {{ {'; '.join(sorted(names[v]))}; }};\n" for v in sorted(names) if v))
         built = folder / "cuda_stand_in.so"
-        output_of("gcc", "-w", "-shared", "-fPIC", f"-Wl,--version-script={versions}", "-o", built, source)
-    needed = output_of("readelf", "-d", *libraries)
+        run_command("gcc", "-w", "-shared", "-fPIC", f"-Wl,--version-script={versions}", "-o", built, source)
+    needed = run_command("readelf", "-d", *libraries)
     for name in set(re.findall(r"NEEDED.*\[(lib(?:cu|nccl|nv)[^\]]*)\]", needed)):
         if not (folder / name).exists():
             (folder / name).symlink_to(built.name)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-MOST_HOST_PARAMETERS = 10
-MOST_GLUON_PARAMETERS = 15
+MAX_HOST_PARAMETERS = 10
+MAX_GLUON_PARAMETERS = 15
 # What users call, where each argument has a name of its own.
 PUBLIC = {
     "diyfa/attention.py", "diyfa/flash_attn_interface.py", "diyfa/kvcache.py", "diyfa/selector.py",
@@ -29,35 +29,35 @@ CACHES = {
     "diyfa/plan.py:Plan._backward": "plan: its kernels of the backward pass",
     "diyfa/plan.py:Plan.backward_repeats": "plan: its launches of the backward pass",
     "diyfa/distributed/check.py:_agreed": "plan: what all ranks have called with",
-    "diyfa/distributed/sharding.py:segments_of": "plan: of a batch, which all layers share",
-    "diyfa/distributed/steps.py:steps_of": "plan: the same",
-    "diyfa/distributed/ulysses.py:_order_of": "plan: the same",
+    "diyfa/distributed/sharding.py:rank_segments": "plan: of a batch, which all layers share",
+    "diyfa/distributed/steps.py:ring_steps": "plan: the same",
+    "diyfa/distributed/ulysses.py:_row_order": "plan: the same",
     "backends/cuda/runtime/launcher.py:_binaries": "loaded binary",
     "backends/cuda/runtime/launcher.py:Binary._maps": "loaded binary: its tensor maps",
     "backends/cuda/runtime/pack.py:installed": "loaded binary: the index of the pack",
     "backends/npu/runtime/tiles.py:_refused": "tuned tile: what the compiler refuses",
-    "diyfa/tuning.py:Tuner._known": "tuned tile",
+    "diyfa/tuning.py:Tuner._configs": "tuned tile",
     "diyfa/tuning.py:Tuner._unmeasured": "tuned tile",
 }
 # Not of calls: what stays true as long as the process lives, one small entry for each device or tile at most.
-FACTS = {
+PROCESS_CACHES = {
     "backends/cuda/__init__.py:_arch_of_gpu": "of a device; asked in each call",
     "backends/cuda/attention/configs.py:_rows": "rows of a table that fit; asked in each new call",
     "backends/cuda/gluon/compat.py:ptxas_options": "searches ptxas",
     "backends/cuda/runtime/binaries.py:_sources": "names of the sources",
     "backends/cuda/runtime/binaries.py:source_hash": "reads the sources",
-    "backends/cuda/runtime/launcher.py:_known_arguments": "of a kernel: the arguments that are no constants",
+    "backends/cuda/runtime/launcher.py:_arguments_by_kernel": "of a kernel: the arguments that are no constants",
     "backends/cuda/runtime/launcher.py:_Arguments.patterns": "of a kernel: which of them are tensors, by their types",
     "backends/cuda/runtime/launcher.py:_Pattern._known": "of such a pattern: the kinds of its arguments, by dtypes",
-    "backends/cuda/runtime/launcher.py:box_of": "of each shape of a tile: equal ones are one object",
+    "backends/cuda/runtime/launcher.py:shared_box": "of each shape of a tile: equal ones are one object",
     "backends/cuda/gluon/tma.py:rows_box": "of each shape of a tile, with its layout",
     "backends/cuda/attention/launch.py:_stride_names": "of a tensor's name, by which kernels know its strides",
     "diyfa/problem.py:_kinds": "kinds of problems, with what follows from a kind alone",
-    "diyfa/problem.py:_fields_of": "of a class of problems: names and defaults of its fields",
+    "diyfa/problem.py:_field_table": "of a class of problems: names and defaults of its fields",
     "backends/cuda/hopper/decode_mla.py:_query_box": "the same",
     "backends/cuda/gluon/tma.py:smem_box": "the same",
     "backends/cuda/runtime/pack.py:_warn": "what was said already",
-    "backends/cuda/runtime/pack.py:_left_out": "packs that the driver cannot load",
+    "backends/cuda/runtime/pack.py:_rejected_packs": "packs that the driver cannot load",
     "backends/cuda/runtime/launch.py:_multiprocessors": "of a device; asked in each launch",
     "backends/npu/__init__.py:device_name": "of a device; asked in each call",
     "backends/npu/runtime/compat.py:has_ascend_compiler": "searches the installed packages; asked in each call",
@@ -70,7 +70,7 @@ FACTS = {
     "diyfa/registry.py:_loaded": "the backends",
     "diyfa/distributed/compiled.py:_calls": "what a compiled graph names by number: one for each kind of call",
 }
-OTHERS = {
+OTHER_CACHES = {
     "backends/cuda/attention/launch.py:_forced": "the configs of `use_config`, as long as its block runs",
     "backends/cuda/gluon/tile_counter.py:_counters": "device memory: eight bytes for each stream",
     "diyfa/integrations/npu_fusion_arguments.py:compressed_mask": "device memory: the 4 MiB that an operator wants",
@@ -123,8 +123,8 @@ def is_public(function: Function) -> bool:
 
 
 def too_many_parameters(found: list[Function]) -> list[Function]:
-    host = [f for f in found if f.language == "host" and f.parameters > MOST_HOST_PARAMETERS and not is_public(f)]
-    return host + [f for f in found if f.language == "gluon" and f.parameters > MOST_GLUON_PARAMETERS]
+    host = [f for f in found if f.language == "host" and f.parameters > MAX_HOST_PARAMETERS and not is_public(f)]
+    return host + [f for f in found if f.language == "gluon" and f.parameters > MAX_GLUON_PARAMETERS]
 
 
 def caches(trees: dict[str, ast.Module]) -> list[str]:
@@ -185,7 +185,7 @@ def main(root: Path) -> None:
         print(f"{title:32} {len(counts):8} {sum(counts):8}")
     remembered = caches(trees)
     for title, names in {
-        f"host functions over {MOST_HOST_PARAMETERS} parameters, Gluon functions over {MOST_GLUON_PARAMETERS}": [
+        f"host functions over {MAX_HOST_PARAMETERS} parameters, Gluon functions over {MAX_GLUON_PARAMETERS}": [
             f"{f.file}:{f.name} {f.parameters}" for f in too_many_parameters(found)
         ],
         "kernels and their helpers with the most parameters": [
@@ -198,9 +198,13 @@ def main(root: Path) -> None:
             for name in sorted(remembered, key=lambda name: CACHES.get(name, ""))
             if name in CACHES
         ],
-        "facts of the process that are remembered": [f"{name}: {FACTS[name]}" for name in remembered if name in FACTS],
-        "what else begins empty and is filled": [f"{name}: {OTHERS[name]}" for name in remembered if name in OTHERS],
-        "caches that no table of this file names": sorted({*remembered} - {*CACHES, *FACTS, *OTHERS}),
+        "facts of the process that are remembered": [
+            f"{name}: {PROCESS_CACHES[name]}" for name in remembered if name in PROCESS_CACHES
+        ],
+        "what else begins empty and is filled": [
+            f"{name}: {OTHER_CACHES[name]}" for name in remembered if name in OTHER_CACHES
+        ],
+        "caches that no table of this file names": sorted({*remembered} - {*CACHES, *PROCESS_CACHES, *OTHER_CACHES}),
         "private parts of PyTorch and Triton": private_parts(trees),
     }.items():
         print(f"\n{title}: {len(names)}")

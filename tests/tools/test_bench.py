@@ -12,7 +12,7 @@ import diyfa
 from diyfa import BenchmarkResult, BenchmarkRunner, benchmark_fn
 from diyfa.lab.bench.peers import PeerUnavailable, attention_peers, check_peer
 from diyfa.lab.bench.record import environment, write_json
-from diyfa.lab.bench.timing import peak_memory_mb, quantiles_of, time_calls
+from diyfa.lab.bench.timing import compute_quantiles, peak_memory_mb, time_calls
 from diyfa.lab.bench.work import attention_flops, matmul_flops, tflops
 
 CPU = torch.device("cpu")
@@ -40,7 +40,7 @@ def test_quantiles_are_honoured(monkeypatch):
 @pytest.mark.parametrize("wrong", [[], [1.5], [-0.1, 0.5]])
 def test_impossible_quantiles(wrong):
     with pytest.raises(ValueError, match="quantiles must be"):
-        quantiles_of([1.0, 2.0], wrong)
+        compute_quantiles([1.0, 2.0], wrong)
 
 
 def test_impossible_repetitions():

@@ -147,7 +147,7 @@ def test_a_backend_that_cannot_run_the_benchmark_is_one_line(monkeypatch):
     assert result.output == "diyfa bench: backend 'cpu' cannot run this attention_fwd: no tile fits\n"
 
 
-def test_a_bug_keeps_its_traceback(monkeypatch):
+def test_a_bug_shows_its_traceback(monkeypatch):
     def fail(*arguments, **options):
         raise KeyError("oops")
 
@@ -232,7 +232,7 @@ def test_the_library_prints_on_every_terminal(encoding, with_rich, monkeypatch):
 
 
 @pytest.mark.parametrize("absent", ["typer", "rich"])
-def test_without_its_libraries_it_says_what_to_install(monkeypatch, absent):
+def test_missing_libraries_are_named(monkeypatch, absent):
     import diyfa.cli
 
     real = diyfa.cli.importlib.util.find_spec
@@ -276,7 +276,7 @@ def test_info_lists_refusals_with_the_backends_own_reason():
         assert (("attention_fwd", feature) in refusals) == refused
 
 
-def test_info_shows_which_kernel_does_what(monkeypatch):
+def test_info_shows_the_features_of_kernels(monkeypatch):
     """The table says "no" exactly where the dispatch refuses: asked of a backend made for this test, by `choose`."""
     from diyfa.cli.info import FEATURES, _typical
 
@@ -306,19 +306,43 @@ def test_info_shows_which_kernel_does_what(monkeypatch):
         else:
             assert reason is None
     assert {key for key, reason in found.items() if reason} == {("v1", "dropout"), ("v1", "sinks"), ("v2", "window")}
-    printed = invoke("info", width=80).output
-    table = cells(printed.split("what the kernels of picky-features do")[1])
+    printed = invoke("info", "--all", width=80).output
+    table = cells(printed.split("forward: picky-features")[1])
     assert ["dropout", "yes", "no"] in table and ["window", "no", "yes"] in table and ["softcap", "yes", "yes"] in table
     assert "forward v1: dropout" in printed and "no backward kernel" in printed
 
 
 def test_info_fits_80_columns():
-    for line in invoke("info", width=80).output.splitlines():
-        assert len(line) <= 80, line
+    """No line is longer, and no heading is cut: each kernel's whole name stands above its column."""
+    for arguments in ("info",), ("info", "--all"):
+        for line in invoke(*arguments, width=80).output.splitlines():
+            assert len(line) <= 80, line
+    printed = invoke("info", "--all", width=80).output
+    headings = [{cell.strip() for cell in line.strip("┃").split("┃")} for line in printed.splitlines() if "┃" in line]
+    for name in ("cuda", "npu", "cpu"):
+        backend = load_backend(name)
+        for op in ("attention_fwd", "attention_bwd"):
+            assert {k.name for k in backend.kernels if k.op == op} | {"feature"} in headings
+
+
+@pytest.mark.parametrize("gpus", [0, 8])
+def test_info_fits_one_screen(gpus, monkeypatch):
+    """Also beside eight equal GPUs; `--all` prints them all."""
+    from diyfa.arch import GPUArch
+    from diyfa.cli import info
+
+    gpu = diyfa.GPUCapabilities("NVIDIA H200", GPUArch.HOPPER, (9, 0), True, True, True, 233472, 132, 140.0)
+    monkeypatch.setattr(info, "detect", lambda: [gpu] * gpus)
+    output = invoke("info", width=80).output
+    assert len(output.splitlines()) <= info.SCREEN
+    assert ("8 x NVIDIA H200" in output) == bool(gpus)
+    for name in ("cuda", "npu", "cpu"):
+        assert f"\n{name} " in output
+    assert "diyfa info --all" in output
 
 
 def test_info_text():
-    output = invoke("info").output
+    output = invoke("info", "--all").output
     assert "what enables what" in output
     assert "pip install 'diyfa[npu]'" in output.replace("\n", " ") or "torch_npu" in output
 
@@ -354,7 +378,7 @@ def test_info_survives_a_torch_npu_without_cann(tmp_path):
 
 @pytest.fixture
 def tiny(monkeypatch):
-    preset = demo_train.Preset(demo_train.GPTConfig(1, 2, 16, 32), 4, 20, 1e-2, 1e-4, 1e-3)
+    preset = demo_train.Preset(demo_train.GPTConfig(1, 2, 16, 32), 4, 20, 1e-2, 1e-4, 1e-3, long_context=256)
     monkeypatch.setitem(demo_train.PRESETS, "cpu", preset)
     return preset
 
@@ -367,6 +391,10 @@ def test_demo_json(tiny):
     assert len(document["loss"]["diyfa"]) == len(document["loss"]["sdpa"]) == tiny.steps
     assert document["loss"]["diyfa"][0] == pytest.approx(5.55, abs=0.2)  # ln 256: nothing learnt yet
     assert document["loss"]["diyfa"][-1] < document["loss"]["diyfa"][0]
+    assert all(document["tokens_per_second"][name] > 0 for name in ("diyfa", "sdpa"))
+    assert all(document["step_mib"][name] > 0 for name in ("diyfa", "sdpa"))
+    alone = document["attention_mib"]
+    assert alone["tokens"] == 256 and alone["diyfa"] < alone["plain"]  # which stores 2 x 256 x 256 scores
     assert document["text"].startswith("import ")
     assert len(document["text"].encode(errors="replace")) >= 27
 
@@ -377,6 +405,7 @@ def test_demo_text_and_plot(tiny, tmp_path):
     result = invoke("demo", "--backend", "cpu", "--steps", "4", "--length", "10", "--plot", str(plot))
     assert result.exit_code == 0, result.output
     assert "The two curves agree" in result.output
+    assert "tokens/s" in result.output and "a training step, MiB" in result.output
     assert result.output.rstrip().endswith("of 8 right.")
     assert plot.read_bytes().startswith(b"\x89PNG")
 
@@ -403,7 +432,7 @@ def test_a_file_that_cannot_be_written_is_named_before_the_work(arguments, tmp_p
     assert "cannot write" in result.output and (tmp_path / "file").read_text() == "kept"
 
 
-def test_a_folder_that_is_missing_is_not_made(tmp_path, monkeypatch):
+def test_a_missing_folder_is_not_created(tmp_path, monkeypatch):
     monkeypatch.setattr("diyfa.lab.bench.timing.time_calls", lambda *a, **k: pytest.fail("began"))
     result = invoke("bench", "--backend", "cpu", "--output", str(tmp_path / "missing" / "x.json"))
     assert result.exit_code == 2 and "there is no folder" in result.output and not (tmp_path / "missing").exists()
@@ -445,7 +474,7 @@ def test_demo_fails_when_the_curves_differ(tiny, monkeypatch):
 
 
 @pytest.mark.parametrize("device", demo_train.PRESETS)
-def test_demo_tells_curves_apart(device):
+def test_demo_detects_different_curves(device):
     """A tenth of the loss at the end, or a hundredth at the start on a CPU, is no rounding."""
     preset = demo_train.PRESETS[device]
     curve = [3.0 - step * 1e-3 for step in range(300)]
@@ -488,7 +517,7 @@ def test_unknown_backend():
 
 @pytest.mark.parametrize("command", ["demo", "validate", "bench", "tune"])
 @pytest.mark.skipif(hasattr(torch, "npu"), reason="torch_npu is loaded")
-def test_a_backend_whose_device_is_not_here(command):
+def test_a_backend_without_its_device_is_refused(command):
     result = invoke(command, "--backend", "npu")
     assert (result.exit_code, isinstance(result.exception, SystemExit)) == (2, True), result.output
     assert "'npu' needs a device of type npu; here is" in " ".join(result.output.replace("│", "").split())
@@ -565,7 +594,7 @@ def test_validate_takes_a_backend_without_a_backward_pass(monkeypatch, checks_gr
     assert ("only, FAIL: " if wrong else "only, forward only: ") in printed and "matmul, refused: every case" in printed
 
 
-def test_validate_goes_on_after_a_kernel_that_breaks(monkeypatch):
+def test_validate_continues_after_a_failing_kernel(monkeypatch):
     from diyfa.lab import validate
 
     cpu = load_backend("cpu")
@@ -675,7 +704,7 @@ def tuner(monkeypatch, tmp_path):
     return tuner
 
 
-def test_tune_measures_and_says_what_is_new(tuner):
+def test_tune_measures_and_lists_new_tiles(tuner):
     command = ("tune", "--seq-len", "32", "--seq-len", "48", "--head-dim", "16", "--heads", "4", "--heads-kv", "2")
     status, document = invoke_json(*command)
     assert status == 0
@@ -694,7 +723,7 @@ def test_tune_forward_and_one_mask_only(tuner):
     assert [call[2:] for call in tuner.seen] == [(True, False)]
 
 
-def test_tune_clears_what_it_kept(tuner):
+def test_tune_clears_its_files(tuner):
     invoke("tune", "--seq-len", "32", "--head-dim", "16")
     assert tuner.is_settled("attention_fwd", (32, True))
     assert invoke_json("tune", "--clear") == (0, {"backend": "cuda", "cleared": 2})
@@ -704,13 +733,13 @@ def test_tune_clears_what_it_kept(tuner):
     assert invoke("tune", "--list", "--clear").exit_code == 2
 
 
-def test_tune_where_nothing_can_be_measured(tuner):
+def test_tune_without_autotuning(tuner):
     tuner.enabled = False
     result = invoke("tune")
     assert result.exit_code == 2 and "DIYFA_AUTOTUNE" in result.output and not tuner.seen
 
 
-def test_tune_where_nothing_can_be_kept(tuner, monkeypatch):
+def test_tune_without_a_cache_folder(tuner, monkeypatch):
     """Before anything is measured, which takes long."""
     monkeypatch.setenv("DIYFA_CACHE_DIR", os.devnull)
     result = invoke("tune", "--seq-len", "32", "--head-dim", "16")
@@ -718,7 +747,7 @@ def test_tune_where_nothing_can_be_kept(tuner, monkeypatch):
     assert "DIYFA_CACHE_DIR" in result.output
 
 
-def test_tune_lists_no_row_that_lost_a_part(tuner):
+def test_tune_lists_no_incomplete_row(tuner):
     invoke("tune", "--seq-len", "32", "--head-dim", "16")
     (path,) = Path(os.environ["DIYFA_CACHE_DIR"]).glob("tune/*.json")
     content = json.loads(path.read_text())
@@ -749,7 +778,7 @@ def test_compile_for_an_unknown_target(target):
     assert "no such target" in result.output
 
 
-def test_a_name_that_many_targets_begin_with_is_answered_with_them():
+def test_an_ambiguous_target_lists_its_matches():
     """ "Ascend910B" itself is another chip than the 910B family's."""
     result = invoke("compile", "910B")
     assert result.exit_code == 2
@@ -969,7 +998,7 @@ def test_compile_prints_what_was_read_from_an_ascend_kernel(monkeypatch):
         ("910B3", "--tile", "128x"),
     ],
 )
-def test_compile_refuses_what_it_cannot_mean(arguments):
+def test_compile_refuses_invalid_arguments(arguments):
     assert invoke("compile", *arguments).exit_code == 2
 
 
@@ -995,7 +1024,7 @@ def test_a_missing_ascend_compiler_is_named_with_its_pip_command(monkeypatch, pa
     assert "Traceback" not in result.output
 
 
-def test_a_selection_says_what_it_does_not_know(monkeypatch):
+def test_unknown_values_of_a_selection_are_named(monkeypatch):
     from diyfa.lab.npu.selection import Selection
 
     with pytest.raises(ValueError, match="unknown kernel 'sort'"):
@@ -1007,15 +1036,15 @@ def test_a_selection_says_what_it_does_not_know(monkeypatch):
 
 
 def test_some_cases_of_each_kernel():
-    from diyfa.lab.compile_report import one_in
+    from diyfa.lab.compile_report import sample_jobs
 
     jobs = [
         SimpleNamespace(kernel=name, case=f"{case} of {tile}") for name in "ab" for case in range(100) for tile in "xyz"
     ]
     jobs.append(SimpleNamespace(kernel="c", case="0"))
     for target in ("sm_80", "sm_90"):
-        found = list(one_in(3, jobs, target))
+        found = list(sample_jobs(3, jobs, target))
         assert {(job.kernel, job.case[-1]) for job in found} == {*itertools.product("ab", "xyz"), ("c", "0")}
         assert 150 < len(found) < 250
-    assert found != list(one_in(3, jobs, "sm_80"))
-    assert list(one_in(1, jobs, "sm_90")) == jobs
+    assert found != list(sample_jobs(3, jobs, "sm_80"))
+    assert list(sample_jobs(1, jobs, "sm_90")) == jobs

@@ -57,12 +57,12 @@ def section(sections: list, title: str):
     return next(s for s in sections if s.title.startswith(title))
 
 
-def test_there_are_recorded_results() -> None:
+def test_recorded_results_exist() -> None:
     assert len(RESULTS) >= 7
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
-def test_every_recorded_file_is_understood(path: Path) -> None:
+def test_every_recorded_file_is_read(path: Path) -> None:
     document = read_document(path)
     sections = build_sections([document])
     assert document.device and document.date and document.rows and sections
@@ -88,7 +88,7 @@ def test_recorded_numbers_are_shown() -> None:
     assert [row[0] for row in table.rows] == sorted((row[0] for row in table.rows), reverse=True)  # forward first
 
 
-def test_grouped_heads_have_lines_of_their_own() -> None:
+def test_grouped_heads_have_separate_rows() -> None:
     row = {"pass": "forward", "dtype": "bfloat16", "D": 64, "causal": True, "S": 8, "B": 1, "H": 4}
     rows = [
         {**row, "group": group, "implementation": "diyfa", "tflops": tflops} for group, tflops in ((1, 5.0), (4, 3.0))
@@ -115,7 +115,7 @@ def test_sections_of_a_first_run(npu_file: Path) -> None:
     assert section(sections, "Rows of another kind").rows == [["Ascend910B3", "something", 1]]
 
 
-def test_compiled_tiles_say_yes_and_no() -> None:
+def test_compiled_tiles_show_yes_and_no() -> None:
     """Not "causal" and "full", which is what a boolean says of a mask."""
     recorded = next(p for p in RESULTS if p.stem.startswith("npu-") and p.stem.endswith("-tiles"))
     compiled = section(build_sections([read_document(recorded)]), "Compiled for Ascend")
@@ -170,7 +170,7 @@ def test_small_figures_keep_their_digits(tmp_path: Path) -> None:
     assert ">0.0123</td>" in render_page([read_document(path)])
 
 
-def test_devices_are_told_apart_when_there_are_several(npu_file: Path) -> None:
+def test_columns_name_the_device_if_there_are_several(npu_file: Path) -> None:
     recorded = read_document(next(p for p in RESULTS if p.stem.endswith("-attention")))
     attention = section(build_sections([recorded, read_document(npu_file)]), "Attention")
     assert {"diyfa, NVIDIA H200", "diyfa, Ascend910B3"} <= set(attention.columns)
@@ -206,7 +206,7 @@ def test_page(npu_file: Path, tmp_path: Path) -> None:
     assert not re.search(r'<(script|link)[^>]+(src|href)="http', html), "the page needs nothing from the net"
 
 
-def test_curves_hold_the_numbers() -> None:
+def test_curves_contain_the_numbers() -> None:
     pytest.importorskip("plotly")
     from diyfa.lab.report.page import attention_curves
 
@@ -265,7 +265,7 @@ def test_other_files_are_refused(tmp_path: Path, content: str, message: str) -> 
     assert invoke(tmp_path / "absent.json").exit_code == 2
 
 
-def test_what_diyfa_bench_writes_is_understood(tmp_path: Path) -> None:
+def test_files_of_diyfa_bench_are_read(tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
     sizes = "--seq-len 16 --batch 1 --heads 1 --head-dim 16 --size 16 --warmup 0 --rep 1"
     options = ["bench", *sizes.split(), "--backend", "cpu", "--output", str(path), "--json"]

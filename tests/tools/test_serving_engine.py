@@ -42,7 +42,7 @@ def test_the_engine_agrees_with_a_forward_without_a_cache(example, pages: int, p
     assert not any(engine.cache.users) and not engine.cache.page_of and not engine.cache.prefix_of
 
 
-def test_what_does_not_fit_is_refused(example) -> None:
+def test_too_long_requests_are_refused(example) -> None:
     engine = example.Engine(example.Model(example.Config()), pages=4, page_size=16)
     for prompt, tokens in (([1] * 60, 5), ([], 3), ([1], 0)):
         with pytest.raises(ValueError, match="do not fit the engine"):

@@ -61,7 +61,7 @@ from diyfa.backends.cuda.attention.tile_io import (
 )
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.passes import Pass
-from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors, Launch, by_kind, is_aligned
+from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors, Launch, cached_per_kind, is_aligned
 
 PREPROCESS_BLOCK_M = 32
 PREPROCESS_WARPS = 4
@@ -112,7 +112,7 @@ def _bwd_preprocess_kernel(
 _GRADIENT_KERNELS = {"dkdv": _bwd_dkdv_kernel, "dq": _bwd_dq_kernel, "short": _bwd_short_kernel}
 
 
-@by_kind
+@cached_per_kind
 def _preprocess_constants(problem: AttentionProblem) -> PreprocessConstants:
     return PreprocessConstants(
         lengths=lengths_of(problem),
@@ -123,7 +123,7 @@ def _preprocess_constants(problem: AttentionProblem) -> PreprocessConstants:
     )
 
 
-@by_kind
+@cached_per_kind
 def _constants(problem: AttentionProblem, config: AttentionConfig) -> TileConstants:
     return TileConstants(**tile_constants(problem, config))
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from diyfa.arch import ELEMENT_BYTES, gpu_spec
 from diyfa.backends.cuda.attention.tile_io import DESCRIPTOR, PORTABLE, WIDENED, padded_head_dim
 from diyfa.features import ADJUSTING
-from diyfa.problem import AttentionProblem, by_kind
+from diyfa.problem import AttentionProblem, cached_per_kind
 
 
 @dataclass(frozen=True)
@@ -450,7 +450,7 @@ def candidates(kind: str, problem: AttentionProblem) -> tuple[AttentionConfig, .
     return _candidates(problem, kind, 0, has_tma(problem), problem.seqlen_k <= 1024, few_blocks)
 
 
-@by_kind
+@cached_per_kind
 def _candidates(
     problem: AttentionProblem,
     kind: str,

@@ -75,7 +75,7 @@ from diyfa.problem import (
     Launch,
     as_bhsd,
     as_kvcache,
-    by_kind,
+    cached_per_kind,
     per_head_stride,
 )
 
@@ -467,7 +467,7 @@ def constants_of(
     )  # fmt: skip
 
 
-@by_kind
+@cached_per_kind
 def _constants_of_kind(
     problem: KVCacheProblem, config: DecodeConfig, split: bool, scan: int, one_scan: bool, long_line: bool,
     one_round: bool, chunks_apart: bool, has_right: bool,
@@ -594,4 +594,4 @@ def forward_pass(problem: AttentionProblem, tensors: AttentionTensors, out: torc
     """`cache_pass` for a forward pass: its keys are a cache that is full."""
     over_cache, of_cache = as_kvcache(problem, tensors)
     rows = out if problem.varlen else as_bhsd(out, problem.layout).transpose(1, 2)
-    return cache_pass(over_cache, of_cache, rows, lse)._replace(given=of_cache.present())
+    return cache_pass(over_cache, of_cache, rows, lse)._replace(inputs=of_cache.present())

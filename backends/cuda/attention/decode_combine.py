@@ -23,7 +23,7 @@ from diyfa.backends.cuda.attention.stream_k import (
     tiles_per_sequence,
 )
 from diyfa.backends.cuda.attention.tile_io import cdiv
-from diyfa.problem import KVCacheProblem, Launch, by_kind
+from diyfa.problem import KVCacheProblem, Launch, cached_per_kind
 
 if TYPE_CHECKING:
     from diyfa.backends.cuda.attention.decode import DecodeConstants
@@ -216,7 +216,7 @@ _NOT_COMBINED: dict[str, Any] = {
 }  # fmt: skip
 
 
-@by_kind
+@cached_per_kind
 def _combine_constants(
     problem: KVCacheProblem, c: DecodeConstants, by_tile: bool, columns: int, partials: int
 ) -> DecodeConstants:

@@ -11,8 +11,8 @@ from diyfa.problem import (
     AttentionProblem,
     KVCacheProblem,
     as_kvcache_problem,
-    by_kind,
-    kept,
+    cached_per_kind,
+    cached_per_problem,
     refuse_features,
 )
 
@@ -141,13 +141,13 @@ def shared_bytes(problem: KVCacheProblem, block_m: int, block_n: int, num_stages
     return keys + size * block_m * (d + block_n)
 
 
-@kept
+@cached_per_problem
 def decode_config(problem: KVCacheProblem) -> DecodeConfig | None:
     """Return the config for a call, or None if none fits. block_n and num_warps depend on head dims and dtypes only."""
     return _config_of_kind(problem, block_m_of(problem))
 
 
-@by_kind
+@cached_per_kind
 def _config_of_kind(problem: KVCacheProblem, block_m: int) -> DecodeConfig | None:
     spec = gpu_spec(problem.arch)
     if spec is None:

@@ -61,7 +61,7 @@ from diyfa.backends.cuda.attention.tile_io import (
     store_tile,
 )
 from diyfa.backends.cuda.runtime.passes import Pass
-from diyfa.problem import AttentionProblem, AttentionTensors, Launch, by_kind
+from diyfa.problem import AttentionProblem, AttentionTensors, Launch, cached_per_kind
 
 # Start of the running maximum. It is finite: exp2(-inf - m) is 0 and not NaN if all scores of a row so far are -inf. No
 # finite score is lower.
@@ -247,7 +247,7 @@ class ForwardConstants(TileConstants):
     negate: bool  # products are negated (`softmax_scale`)
 
 
-@by_kind
+@cached_per_kind
 def constants(problem: AttentionProblem, config: AttentionConfig, negate: bool) -> ForwardConstants:
     """Return the kernel's constants."""
     return ForwardConstants(**tile_constants(problem, config), sinks=problem.sinks, negate=negate)

@@ -16,8 +16,8 @@ from diyfa.backends.cuda.attention.tile_io import cdiv, lengths_of, padded_head_
 from diyfa.backends.cuda.runtime import tune
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launch import multiprocessors, on_device
-from diyfa.backends.cuda.runtime.launcher import Tiles, box_of, runtime_names
-from diyfa.backends.cuda.runtime.passes import Pass, Replay, launch_each, replay_of
+from diyfa.backends.cuda.runtime.launcher import Tiles, runtime_names, shared_box
+from diyfa.backends.cuda.runtime.passes import Pass, Replay, launch_each, make_replay
 from diyfa.features import ADJUSTING, GRADIENTS, TENSORS, Broadcast
 from diyfa.problem import (
     LAYOUTS,
@@ -30,7 +30,7 @@ from diyfa.problem import (
     Launch,
     NewKeys,
     bhsd_strides,
-    kept,
+    cached_per_problem,
     per_head_stride,
 )
 from diyfa.tuning import bucket_size
@@ -188,7 +188,7 @@ def described(x: torch.Tensor, layout: str, block_rows: int, block_d: int) -> Ti
         b, h, m, d = LAYOUTS[layout]
         sizes, steps = x.shape, x.stride()
         shape, strides = (sizes[b], sizes[h], sizes[m], sizes[d]), (steps[b], steps[h], steps[m], steps[d])
-    return Tiles(x, shape, strides, box_of(x.dtype, (1, 1, block_rows, block_d)))
+    return Tiles(x, shape, strides, shared_box(x.dtype, (1, 1, block_rows, block_d)))
 
 
 def read_by(
@@ -315,7 +315,7 @@ def forced_config(kind: str, problem: Any) -> Any:
     return config(problem) if callable(config) else config
 
 
-@kept
+@cached_per_problem
 def _bucket(problem: AttentionProblem) -> tuple[object, ...]:
     """Return everything that the choice of a tile depends on, with size classes of lengths and batch."""
     return (
@@ -377,7 +377,7 @@ def is_settled(problem: AttentionProblem, *kinds: str) -> bool:
 
 
 def _own_objects(tensors: Tensors) -> Tensors:
-    """Return the tensors as different objects, even if the call has one twice: `replay_of` compares by identity."""
+    """Return the tensors as different objects, even if the call has one twice: `make_replay` compares by identity."""
     given: Any = {name: x.detach() for name, x in tensors._asdict().items() if isinstance(x, torch.Tensor)}
     return tensors._replace(**given)
 
@@ -399,8 +399,8 @@ def repeating(describe: Callable[..., Pass], over_cache: bool = False) -> Callab
         tensors, out = _own_objects(tensors), out.detach()
         with on_device(out):
             found = describe(problem, tensors, out, lse)
-        given = tensors.present() if found.given is None else found.given
-        return replay_of(found, given, [out, lse], choice, ("length",) if over_cache else (), over_cache)
+        given = tensors.present() if found.inputs is None else found.inputs
+        return make_replay(found, given, [out, lse], choice, ("length",) if over_cache else (), over_cache)
 
     return repeat
 
@@ -410,7 +410,9 @@ def repeating_append(describe: Callable[..., Pass]) -> Callable[..., Replay | No
 
     def repeat(problem: KVCacheProblem, tensors: KVCacheTensors, new: NewKeys) -> Replay | None:
         tensors, new = _own_objects(tensors), _own_objects(new)
-        return replay_of(describe(problem, tensors, new), [*tensors.present(), *new.present()], (), choice, ("length",))
+        return make_replay(
+            describe(problem, tensors, new), [*tensors.present(), *new.present()], (), choice, ("length",)
+        )
 
     return repeat
 
@@ -459,7 +461,7 @@ def repeating_backward(describe: Callable[..., Pass]) -> Callable[..., BackwardR
         with on_device(out):
             found = describe(problem, tensors, out, lse, dout, None, gradients)
         given, made = [out, lse, dout, *tensors.present()], [*owners, *([] if delta is None else [delta])]
-        replay = replay_of(found, given, made, choice)
+        replay = make_replay(found, given, made, choice)
         if replay is None:
             return None
         strides_now, missing, count = [x.stride() for x in given], [None] * (3 - len(owners)), len(owners)

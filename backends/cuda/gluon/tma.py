@@ -8,7 +8,7 @@ import torch
 from triton.experimental.gluon import language as gl
 
 from diyfa.backends.cuda.hopper.configs import ROW_BOUND
-from diyfa.backends.cuda.runtime.launcher import Box, Tiles, box_of
+from diyfa.backends.cuda.runtime.launcher import Box, Tiles, shared_box
 from diyfa.problem import LAYOUTS, MAX_STEPS, VARLEN, bhsd_strides, row_steps
 
 _WRAP = 1 << 34  # elements: ROW_BOUND times this is 2^64
@@ -19,13 +19,13 @@ def smem_box(rows: int, columns: int, rank: int, dtype: torch.dtype) -> Box:
     """Return the box of a tile in the swizzled layout that TMA writes and wgmma reads."""
     shape = (1,) * (rank - 2) + (rows, columns)
     words = gl.float32 if dtype == torch.float32 else gl.float16  # bfloat16 has the layout of float16
-    return box_of(dtype, shape, gl.NVMMASharedLayout.get_default_for(list(shape), words))
+    return shared_box(dtype, shape, gl.NVMMASharedLayout.get_default_for(list(shape), words))
 
 
 @cache
 def rows_box(rows: int, columns: int) -> Box:
     """Return the box of a tile of float32 numbers whose rows follow each other in shared memory, without swizzle."""
-    return box_of(torch.float32, (rows, columns), gl.NVMMASharedLayout(0, 32, 2))
+    return shared_box(torch.float32, (rows, columns), gl.NVMMASharedLayout(0, 32, 2))
 
 
 def dense_descriptor(x: torch.Tensor, layout: str, rows: int, columns: int) -> Tiles:

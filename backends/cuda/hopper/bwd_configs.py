@@ -14,7 +14,7 @@ from diyfa.backends.cuda.hopper.configs import (
     keys_seen,
     widest,
 )
-from diyfa.problem import AttentionProblem, by_kind, refuse_features
+from diyfa.problem import AttentionProblem, cached_per_kind, refuse_features
 
 FEATURES = frozenset({"causal", "gqa", "seq_lens", "varlen", "window", "softcap", "sinks", "head_dim_v"})
 MAX_HEAD_DIM = 256
@@ -49,7 +49,7 @@ CONFIGS: dict[int, Sm90BwdConfig] = {
 }
 
 
-@by_kind
+@cached_per_kind
 def config_of(problem: AttentionProblem) -> Sm90BwdConfig:
     """Return the config of a problem that `refuses` accepts."""
     d, dv = problem.head_dim, problem.head_dim_v
@@ -60,7 +60,7 @@ def config_of(problem: AttentionProblem) -> Sm90BwdConfig:
     return CONFIGS[192 if mla else 256]
 
 
-@by_kind
+@cached_per_kind
 def last_columns(problem: AttentionProblem) -> int:
     """Return the columns of a tile's last box that the products of "keys" use: 16 or 32 if head_dim ends there."""
     rest = problem.head_dim - BOX_COLUMNS
@@ -77,7 +77,7 @@ def dq_stages(boxes: int, boxes_v: int) -> int:
     return min(left // (boxes * box) if boxes == boxes_v else left // ((boxes + boxes_v) * box) * 2, 4)
 
 
-@by_kind
+@cached_per_kind
 def refuses(problem: AttentionProblem) -> str | None:
     """Return why the kernel does not take `problem`, or None."""
     if problem.arch != ARCH:

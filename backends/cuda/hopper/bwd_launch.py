@@ -43,7 +43,7 @@ from diyfa.problem import (
     AttentionProblem,
     AttentionTensors,
     Launch,
-    by_kind,
+    cached_per_kind,
     has_few_steps,
     is_aligned,
 )
@@ -71,7 +71,7 @@ class _Form(NamedTuple):
     rolling: bool
 
 
-@by_kind
+@cached_per_kind
 def _query_constants(problem: AttentionProblem, form: _Form, has_dlse: bool, keep_delta: bool) -> QueryConstants:
     return QueryConstants(
         block_m=form.config.block_m,
@@ -85,7 +85,7 @@ def _query_constants(problem: AttentionProblem, form: _Form, has_dlse: bool, kee
     )
 
 
-@by_kind
+@cached_per_kind
 def _constants(problem: AttentionProblem, form: _Form, direct: bool) -> Sm90BwdConstants:
     config = form.config
     return Sm90BwdConstants(
@@ -109,7 +109,7 @@ def _constants(problem: AttentionProblem, form: _Form, direct: bool) -> Sm90BwdC
     )
 
 
-@by_kind
+@cached_per_kind
 def _dq_constants(problem: AttentionProblem, form: _Form, direct: bool) -> Sm90BwdDqConstants:
     return Sm90BwdDqConstants(
         boxes=form.boxes,

@@ -11,7 +11,7 @@ from diyfa.backends.cuda.attention.configs import TMA_MIN_WORK, has_tma
 from diyfa.backends.cuda.attention.tile_io import cdiv, padded_head_dim
 from diyfa.backends.cuda.gluon.compat import NEWEST, OLDEST, has_gluon, ptxas_options
 from diyfa.backends.cuda.runtime.launch import is_interpreting, multiprocessors
-from diyfa.problem import AttentionProblem, by_kind, kept, refuse_features
+from diyfa.problem import AttentionProblem, cached_per_kind, cached_per_problem, refuse_features
 
 FEATURES = frozenset({"causal", "gqa", "head_dim_v", "seq_lens", "varlen", "window", "softcap", "alibi", "sinks"})
 ARCH = "sm_90"
@@ -134,7 +134,7 @@ SMALL: dict[int, Sm90Config] = {
 }
 
 
-@kept
+@cached_per_problem
 def config_of(problem: AttentionProblem) -> Sm90Config:
     """Return the config of a problem that `refuses` accepts."""
     rows = rows_of(problem)
@@ -144,7 +144,7 @@ def config_of(problem: AttentionProblem) -> Sm90Config:
     return fitted(problem, config)
 
 
-@by_kind
+@cached_per_kind
 def fitted(problem: AttentionProblem, config: Sm90Config) -> Sm90Config:
     """Return `config` adapted to `problem`. Tables were measured with sequences of one length and V as wide as K."""
     if not has_one_ring(problem, config.box_columns):
@@ -202,21 +202,21 @@ def boxes_of(head_dim: int, other: int, box_columns: int = 0) -> tuple[int, int]
     return max(64, padded_head_dim(head_dim)), 1
 
 
-@by_kind
+@cached_per_kind
 def has_one_ring(problem: AttentionProblem, box_columns: int = 0) -> bool:
     """Return whether tiles of K and V have the same boxes, so that they use the same buffers."""
     d, dv = problem.head_dim, problem.head_dim_v
     return boxes_of(d, dv, box_columns) == boxes_of(dv, d, box_columns)
 
 
-@by_kind
+@cached_per_kind
 def rows_of(problem: AttentionProblem) -> tuple[tuple[int, Sm90Config], ...]:
     """Return the rows of the table that apply to a problem."""
     narrow = problem.head_dim_v <= 128 < problem.head_dim
     return (narrow and NARROW_V.get(tile_class(problem))) or CONFIGS[tile_class(problem)]
 
 
-@by_kind
+@cached_per_kind
 def tile_class(problem: AttentionProblem) -> tuple[int, bool]:
     """Return the tables' key: columns of the problem's widest tile, and whether it has a mask on the right."""
     masked = problem.window_right >= 0
@@ -278,7 +278,7 @@ TOO_MANY_STEPS = (
 )
 
 
-@by_kind
+@cached_per_kind
 def _refuses_kind(problem: AttentionProblem) -> str | None:
     """Return why the kernel takes no problem of this kind, or None."""
     if problem.arch != ARCH:

@@ -50,7 +50,7 @@ from diyfa.backends.cuda.hopper.mma import ROWS, accumulator_layout, mma_operand
 from diyfa.backends.cuda.hopper.softmax import LN2, Rows, Score, softmax_step
 from diyfa.backends.cuda.hopper.tiles import BOUND, end_of
 from diyfa.backends.cuda.runtime.constants import Constants
-from diyfa.backends.cuda.runtime.launcher import Box, Tiles, box_of
+from diyfa.backends.cuda.runtime.launcher import Box, Tiles, shared_box
 from diyfa.backends.cuda.runtime.passes import Pass
 from diyfa.problem import KVCacheProblem, KVCacheTensors, Launch
 
@@ -645,7 +645,7 @@ def _query_descriptor(q: torch.Tensor, group: int, columns: int) -> Tiles:
 
 @cache
 def _query_box(dtype: torch.dtype, block: tuple[int, ...]) -> Box:
-    return box_of(dtype, block, gl.NVMMASharedLayout(128, 16, 4))
+    return shared_box(dtype, block, gl.NVMMASharedLayout(128, 16, 4))
 
 
 def launches_of(

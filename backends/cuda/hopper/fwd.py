@@ -90,7 +90,7 @@ from diyfa.backends.cuda.hopper.tiles import (
 )
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.passes import Pass
-from diyfa.problem import AttentionProblem, AttentionTensors, KVCacheTensors, Launch, by_kind, per_head_stride
+from diyfa.problem import AttentionProblem, AttentionTensors, KVCacheTensors, Launch, cached_per_kind, per_head_stride
 
 
 @dataclass(frozen=True, eq=False)
@@ -780,7 +780,7 @@ def constants(problem: AttentionProblem, config: Sm90Config, negate: bool) -> Sm
     return _constants(problem, config, negate, problem.seqlen_k % config.block_n != 0)
 
 
-@by_kind
+@cached_per_kind
 def _constants(problem: AttentionProblem, config: Sm90Config, negate: bool, has_partial_block: bool) -> Sm90Constants:
     ragged = lengths_of(problem) != EQUAL.value
     boxes = boxes_of(problem.head_dim, problem.head_dim_v, config.box_columns)[1]
@@ -899,9 +899,9 @@ def _config(problem: AttentionProblem) -> Sm90Config:
 def forward_pass(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor) -> Pass:
     """Return the pass that fills out and lse."""
     config = _config(problem)
-    return Pass([launch_of(problem, tensors, out, lse, config)], own=memory_of(config))
+    return Pass([launch_of(problem, tensors, out, lse, config)], derived=memory_of(config))
 
 
 def memory_of(config: Sm90Config) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
-    """Return `Pass.own`: the tile counter of a dynamic schedule."""
+    """Return `Pass.derived`: the tile counter of a dynamic schedule."""
     return {"counter_ptr": counter_of} if config.scheduler == "dynamic" else {}

@@ -60,4 +60,4 @@ def cache_pass(problem: KVCacheProblem, tensors: KVCacheTensors, out: torch.Tens
     config = _config(problem)
     if problem.in_place:  # out replaces the queries, which the overflow fallback would read a second time
         config = replace(config, fixed_max=False)
-    return Pass([launch_of(problem, tensors, out, lse, config)], own=fwd.memory_of(config))
+    return Pass([launch_of(problem, tensors, out, lse, config)], derived=fwd.memory_of(config))

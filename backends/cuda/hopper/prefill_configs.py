@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from diyfa.backends.cuda.hopper import configs
 from diyfa.backends.cuda.hopper.configs import Sm90Config
-from diyfa.problem import AttentionProblem, KVCacheProblem, kept
+from diyfa.problem import AttentionProblem, KVCacheProblem, cached_per_problem
 
 SMALLEST_PAGE = 16  # keys; with smaller pages, a key block would take too many copies
 SWIZZLE_COLUMNS = 64  # columns of the widest box whose rows follow each other in memory, so that boxes can be stacked
@@ -17,7 +17,7 @@ CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
 FEWEST_QUERIES: tuple[tuple[int, int], ...] = ((1 << 30, 64),)
 
 
-@kept
+@cached_per_problem
 def as_forward(problem: KVCacheProblem) -> AttentionProblem:
     """Return the call as a problem of the forward pass, whose sequence lengths only the device knows."""
     return problem.described_as(
@@ -25,7 +25,7 @@ def as_forward(problem: KVCacheProblem) -> AttentionProblem:
     )
 
 
-@kept
+@cached_per_problem
 def config_of(problem: KVCacheProblem) -> Sm90Config:
     """Return the forward's config. If pages are smaller than blocks: with boxes that can be stacked and more registers.
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from diyfa.arch import ELEMENT_BYTES, GPUArch, GPUSpec, gpu_spec
-from diyfa.problem import MatmulProblem, kept
+from diyfa.problem import MatmulProblem, cached_per_problem
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ def _reduced(config: MatmulConfig, problem: MatmulProblem) -> MatmulConfig | Non
     return None
 
 
-@kept
+@cached_per_problem
 def default_config(problem: MatmulProblem, form: str) -> MatmulConfig | None:
     """Return the tile without measuring: the caller's, or the table's. None if the caller's does not fit."""
     if problem.block is not None:
@@ -198,7 +198,7 @@ def default_config(problem: MatmulProblem, form: str) -> MatmulConfig | None:
     raise AssertionError(f"no tile for {problem}")  # the table has a row that fits every architecture
 
 
-@kept
+@cached_per_problem
 def candidates(problem: MatmulProblem, form: str) -> Sequence[MatmulConfig]:
     """Return the autotuner's candidates: the class's tiles that fit and suit the number of rows."""
     found = (_reduced(row.config, problem) for row in _class_of(problem, form))

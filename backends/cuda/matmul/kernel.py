@@ -27,9 +27,9 @@ from diyfa.backends.cuda.matmul.configs import (
 from diyfa.backends.cuda.runtime import tune
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launch import multiprocessors, on_device
-from diyfa.backends.cuda.runtime.launcher import Tiles, box_of
-from diyfa.backends.cuda.runtime.passes import Pass, Replay, launch_each, replay_of
-from diyfa.problem import Launch, MatmulProblem, kept
+from diyfa.backends.cuda.runtime.launcher import Tiles, shared_box
+from diyfa.backends.cuda.runtime.passes import Pass, Replay, launch_each, make_replay
+from diyfa.problem import Launch, MatmulProblem, cached_per_problem
 from diyfa.tuning import bucket_size
 
 TL_DTYPE = {"float16": tl.float16, "bfloat16": tl.bfloat16, "float32": tl.float32}
@@ -169,8 +169,8 @@ def _is_transposed(x: torch.Tensor) -> bool:
 
 
 def _descriptor(x: torch.Tensor, transposed: bool, block: tuple[int, int]) -> Tiles:
-    step = -1 if transposed else 1  # rows must be contiguous; `replay_of` recognises the base, so it is x itself
-    return Tiles(x, x.shape[::step], x.stride()[::step], box_of(x.dtype, block[::step]))
+    step = -1 if transposed else 1  # rows must be contiguous; `make_replay` recognises the base, so it is x itself
+    return Tiles(x, x.shape[::step], x.stride()[::step], shared_box(x.dtype, block[::step]))
 
 
 def _launch_tma(
@@ -259,7 +259,7 @@ def run(problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, c: torch.Tenso
     launch_each(launches_of(problem, a, b, c, config))
 
 
-@kept
+@cached_per_problem
 def _bucket(problem: MatmulProblem, a_transposed: bool, b_transposed: bool) -> tuple[Any, ...]:
     sizes = tuple(bucket_size(x) for x in (problem.m, problem.n, problem.k))
     kinds = (problem.dtype, problem.compute_dtype, problem.out_dtype, problem.precision)
@@ -293,4 +293,4 @@ def repeat(problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, form: str) 
     a, b = a.detach(), b.detach()  # different objects, even if both are one matrix
     c = a.new_empty((problem.m, problem.n), dtype=TORCH_DTYPE[problem.out_dtype])
     with on_device(a):
-        return replay_of(_pass(problem, a, b, c, form), [a, b], [c], tune.state)
+        return make_replay(_pass(problem, a, b, c, form), [a, b], [c], tune.state)

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from diyfa.backends.cuda.runtime.launch import COMPILE_OPTIONS, LOADED_AT
-from diyfa.backends.cuda.runtime.launcher import source_of
+from diyfa.backends.cuda.runtime.launcher import kernel_source
 from diyfa.tuning import cache_dir
 
 if TYPE_CHECKING:
@@ -78,26 +78,26 @@ def checksum(key: str, data: bytes) -> bytes:
 @cache
 def _sources() -> dict[str, Path]:
     """Return the files that determine binaries, by name: kernels, and the code that describes them to the compiler."""
-    found = {path.relative_to(_PACKAGE).as_posix(): path for path in _PACKAGE.rglob("*.py")}
-    return dict(sorted(found.items()))
+    files = {path.relative_to(_PACKAGE).as_posix(): path for path in _PACKAGE.rglob("*.py")}
+    return dict(sorted(files.items()))
 
 
 @cache
 def source_hash() -> str:
     """Return a hash of the sources."""
-    found = blake2b(digest_size=16)
+    digest = blake2b(digest_size=16)
     for name, path in _sources().items():
         text = path.read_bytes().replace(b"\r\n", b"\n")
-        found.update(f"{name} {len(text)}\n".encode() + text)
-    return found.hexdigest()
+        digest.update(f"{name} {len(text)}\n".encode() + text)
+    return digest.hexdigest()
 
 
 def why_unknown() -> str | None:
     """Return why this process can use neither packs nor the cache folder for its kernels, or None."""
     if triton.knobs.compilation.always_compile:
         return "TRITON_ALWAYS_COMPILE is set"
-    if given := [name for name in _COMPILER_VARIABLES if os.environ.get(name, "").lower() not in _OFF]:
-        return f"{given[0]} is set"
+    if variables := [name for name in _COMPILER_VARIABLES if os.environ.get(name, "").lower() not in _OFF]:
+        return f"{variables[0]} is set"
     try:
         source_hash()
         times = [time for x in map(os.stat, _sources().values()) for time in (x.st_mtime, x.st_ctime)]
@@ -122,16 +122,16 @@ def _text(value: Any) -> str:
     raise TypeError(f"a kernel's constant is a plain value or a dtype of Triton's, got {value!r}")
 
 
-def key_of_binary(arch: str, launch: Launch, signature: Signature) -> str:
+def binary_key(arch: str, launch: Launch, signature: Signature) -> str:
     """Return the key of the binary that runs `launch` on `arch`: a hash of all that it is compiled from."""
-    function, source = launch.kernel.fn, source_of(launch, signature)
+    function, source = launch.kernel.fn, kernel_source(launch, signature)
     # Triton's hash of a kernel reads the source of all that it calls. It is used only for kernels that are not diyfa's.
-    is_own = function.__module__.startswith(_MODULES)
+    is_of_package = function.__module__.startswith(_MODULES)
     options = {**COMPILE_OPTIONS, **launch.options}
     lines = [
         arch,
         f"{function.__module__}.{function.__qualname__}",
-        source_hash() if is_own else launch.kernel.cache_key,
+        source_hash() if is_of_package else launch.kernel.cache_key,
         *[f"{name}: {kind}" for name, kind in source.types.items()],
         *[f"{name} = {_text(value)}" for name, value in source.constants.items()],
         f"multiples of 16: {sorted(source.aligned)}",
@@ -192,21 +192,21 @@ def find_binary(arch: str, key: str) -> StoredBinary | None:
     from diyfa.backends.cuda.runtime.pack import installed
 
     pack, folder = installed(arch).pack, cache_folder()
-    found = None if pack is None else pack.get(key)
-    if found is None and folder is not None:
-        found = folder.get(key)
-    return found
+    binary = None if pack is None else pack.get(key)
+    if binary is None and folder is not None:
+        binary = folder.get(key)
+    return binary
 
 
 def stored_binary(arch: str, launch: Launch, signature: Signature) -> StoredBinary:
     """Return the binary that runs `launch`, from the pack, the cache folder or the compiler, which fills the folder."""
-    key = None if why_unknown() else key_of_binary(arch, launch, signature)
-    found = None if key is None else find_binary(arch, key)
-    if found is None:
+    key = None if why_unknown() else binary_key(arch, launch, signature)
+    binary = None if key is None else find_binary(arch, key)
+    if binary is None:
         from diyfa.backends.cuda.runtime.jit import compile_with_message
 
-        found = compile_with_message(arch, launch, signature)
+        binary = compile_with_message(arch, launch, signature)
         folder = cache_folder()
         if key is not None and folder is not None:
-            folder.put(key, found)
-    return found
+            folder.put(key, binary)
+    return binary

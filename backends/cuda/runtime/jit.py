@@ -19,7 +19,7 @@ from triton.compiler import ASTSource
 from diyfa.backends.cuda.gluon.inline_ptx import post_processing
 from diyfa.backends.cuda.runtime.binaries import StoredBinary, cache_folder, why_unknown
 from diyfa.backends.cuda.runtime.launch import COMPILE_OPTIONS, may_compile
-from diyfa.backends.cuda.runtime.launcher import Box, Kinds, Signature, Source, source_of
+from diyfa.backends.cuda.runtime.launcher import Box, Kinds, Signature, Source, kernel_source
 from diyfa.backends.cuda.runtime.pack import installed
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def triton_source(kernel: Any, source: Source) -> Any:
 def compile_for(arch: str, launch: Launch, signature: Signature) -> Any:
     """Return the compiled kernel, from Triton's own cache or its compiler."""
     target = GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
-    source = triton_source(launch.kernel, source_of(launch, signature))
+    source = triton_source(launch.kernel, kernel_source(launch, signature))
     options = {**COMPILE_OPTIONS, **launch.options}
     with post_processing(), triton.knobs.compilation.scope():
         triton.knobs.compilation.store_binary_only = False  # `stored` reads the PTX
@@ -89,7 +89,7 @@ def _why_it_is_missing(arch: str) -> str:
     return f"{in_pack}, " + ("and there is no cache folder" if folder is None else f"nor is it in {folder.path}")
 
 
-def _what_spares_it() -> str:
+def _advice() -> str:
     if cache_folder() is None:
         return "DIYFA_CACHE_DIR may name a folder that keeps it for later processes"
     return "It is kept there for later processes, such as one that runs a model once before others serve it"
@@ -102,16 +102,16 @@ _printed: list[bool] = []
 def _message(arch: str, launch: Launch) -> Iterator[None]:
     """Print a line if the block takes longer than MESSAGE_AFTER, once per process."""
 
-    def say() -> None:
+    def print_message() -> None:
         if not _printed:
             _printed.append(True)
-            what = f"diyfa is compiling {launch.kernel.fn.__name__} for {arch}, which takes seconds"
-            print(f"{what}: {_why_it_is_missing(arch)}. {_what_spares_it()}.", file=sys.stderr, flush=True)
+            text = f"diyfa is compiling {launch.kernel.fn.__name__} for {arch}, which takes seconds"
+            print(f"{text}: {_why_it_is_missing(arch)}. {_advice()}.", file=sys.stderr, flush=True)
 
     if _printed:
         yield
         return
-    timer = threading.Timer(MESSAGE_AFTER, say)
+    timer = threading.Timer(MESSAGE_AFTER, print_message)
     timer.daemon = True
     timer.start()
     try:
@@ -128,9 +128,9 @@ def compile_with_message(arch: str, launch: Launch, signature: Signature) -> Sto
         ValueError: another value of DIYFA_JIT than `JIT_SETTINGS`.
     """
     if not may_compile():
-        what = f"DIYFA_JIT=never, and {launch.kernel.fn.__name__} for {arch} would have to be compiled"
+        refusal = f"DIYFA_JIT=never, and {launch.kernel.fn.__name__} for {arch} would have to be compiled"
         raise RuntimeError(
-            f"{what}: {_why_it_is_missing(arch)}. Run the call once with DIYFA_JIT=auto: the folder keeps it"
+            f"{refusal}: {_why_it_is_missing(arch)}. Run the call once with DIYFA_JIT=auto: the folder keeps it"
         )
     with _message(arch, launch):
         return compile_binary(arch, launch, signature)

@@ -49,7 +49,7 @@ _DECLARED = ("stride_bias", "stride_out")  # strides that depend on lengths: `La
 class Box:
     """Dtype and shape of a tile that TMA reads and, for Gluon, its layout in shared memory.
 
-    `box_of` makes them, so that equal ones are the same object: keys of binaries are compared quickly.
+    `shared_box` makes them, so that equal ones are the same object: keys of binaries are compared quickly.
     """
 
     def __init__(self, dtype: torch.dtype, shape: tuple[int, ...], layout: Any) -> None:
@@ -60,7 +60,7 @@ class Box:
 
 
 @cache
-def box_of(dtype: torch.dtype, shape: tuple[int, ...], layout: Any = None) -> Box:
+def shared_box(dtype: torch.dtype, shape: tuple[int, ...], layout: Any = None) -> Box:
     return Box(dtype, shape, layout)
 
 
@@ -109,36 +109,36 @@ class _Pattern:
     """Positions of tensors, numbers and None among a kernel's arguments, for one tuple of Python types."""
 
     def __init__(self, arguments: tuple[_Argument, ...], types: tuple[type, ...]) -> None:
-        there = [i for i, kind in enumerate(types) if kind is not NoneType]
-        place = {i: position for position, i in enumerate(there)}  # among the values
-        self.present = _picker(there)
-        self.numbers = _picker([i for i in there if types[i] is int])
-        self.strides = _picker([i for i in there if types[i] is int and arguments[i].is_stride])
-        self.aligned_strides = _picker([i for i in there if types[i] is int and arguments[i].is_aligned_stride])
-        self.floats = [place[i] for i in there if types[i] is float]
-        self.tiles = [place[i] for i in there if types[i] is Tiles]
-        tensors = [i for i in there if types[i] not in (int, float, Tiles)]
-        self.tensors = [(place[i], arguments[i].is_read_wide) for i in tensors]
-        self._order = [*tensors, *[i for i in there if types[i] is Tiles]]
-        self._others = [{int: "i32", float: "fp32"}.get(kind) for kind in types]
+        present = [i for i, kind in enumerate(types) if kind is not NoneType]
+        value_index = {i: position for position, i in enumerate(present)}  # among the values
+        self.present = _picker(present)
+        self.numbers = _picker([i for i in present if types[i] is int])
+        self.strides = _picker([i for i in present if types[i] is int and arguments[i].is_stride])
+        self.aligned_strides = _picker([i for i in present if types[i] is int and arguments[i].is_aligned_stride])
+        self.floats = [value_index[i] for i in present if types[i] is float]
+        self.tiles = [value_index[i] for i in present if types[i] is Tiles]
+        tensors = [i for i in present if types[i] not in (int, float, Tiles)]
+        self.tensors = [(value_index[i], arguments[i].is_read_wide) for i in tensors]
+        self._order = [*tensors, *[i for i in present if types[i] is Tiles]]
+        self._scalar_kinds = [{int: "i32", float: "fp32"}.get(kind) for kind in types]
         self._known: dict[tuple[Any, ...], Kinds] = {}
 
     def kinds(self, memory: tuple[Any, ...]) -> Kinds:
         """Return the kinds of all arguments; `memory` has those of the tensors, then those of the `Tiles`."""
-        known = self._known.get(memory)
-        if known is None:
-            kinds = list(self._others)
+        known_kinds = self._known.get(memory)
+        if known_kinds is None:
+            kinds = list(self._scalar_kinds)
             for i, kind in zip(self._order, memory, strict=True):
                 kinds[i] = kind
-            known = self._known[memory] = tuple(kinds)
-        return known
+            known_kinds = self._known[memory] = tuple(kinds)
+        return known_kinds
 
 
-def _picker(places: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:
+def _picker(keys: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:
     """Return a function that picks these items from a sequence or a dictionary, at the speed of C."""
-    if len(places) > 1:
-        return operator.itemgetter(*places)
-    return lambda values: tuple([values[i] for i in places])
+    if len(keys) > 1:
+        return operator.itemgetter(*keys)
+    return lambda values: tuple([values[i] for i in keys])
 
 
 class _Arguments:
@@ -157,19 +157,19 @@ class _Arguments:
             if not x.is_constexpr
         )
         self.names = tuple([x.name for x in self.each])
-        self.of = _picker(self.names)
+        self.pick = _picker(self.names)
         self.patterns: dict[tuple[type, ...], _Pattern] = {}
 
 
-_known_arguments: dict[Any, _Arguments] = {}
+_arguments_by_kernel: dict[Any, _Arguments] = {}
 
 
 def _arguments(kernel: Any) -> _Arguments:
     function = kernel.fn  # Triton's own hash of a kernel reads its source
-    found = _known_arguments.get(function)
-    if found is None:
-        found = _known_arguments[function] = _Arguments(kernel)
-    return found
+    arguments = _arguments_by_kernel.get(function)
+    if arguments is None:
+        arguments = _arguments_by_kernel[function] = _Arguments(kernel)
+    return arguments
 
 
 def runtime_names(kernel: Any) -> tuple[str, ...]:
@@ -179,18 +179,18 @@ def runtime_names(kernel: Any) -> tuple[str, ...]:
     return _arguments(kernel).names
 
 
-def signature_of(launch: Launch) -> Signature:
+def launch_signature(launch: Launch) -> Signature:
     """Return the kinds and values of the arguments.
 
     Pointers count as aligned only if all of them are, and so do strides: a kernel has few variants.
     """
     arguments = _arguments(launch.kernel)
-    given = arguments.of(launch.arguments)
-    types = tuple(map(type, given))
+    all_values = arguments.pick(launch.arguments)
+    types = tuple(map(type, all_values))
     pattern = arguments.patterns.get(types)
     if pattern is None:
         pattern = arguments.patterns[types] = _Pattern(arguments.each, types)
-    values = list(pattern.present(given))
+    values = list(pattern.present(all_values))
     memory: list[Any] = []
     addresses = steps = 0
     for i, is_read_wide in pattern.tensors:
@@ -205,24 +205,24 @@ def signature_of(launch: Launch) -> Signature:
         x = values[i]
         if not -_FLOAT32 <= x <= _FLOAT32:
             values[i] = ctypes.c_float(x).value  # inf, as C converts it
-    for x in pattern.aligned_strides(given):
+    for x in pattern.aligned_strides(all_values):
         if x != 1:
             steps |= x
-    kinds, numbers = pattern.kinds(tuple(memory)), pattern.numbers(given)
-    if numbers and (1 in pattern.strides(given) or max(numbers) >= _INT32 or min(numbers) < -_INT32):
-        kinds, values = _with_unusual_numbers(arguments.each, kinds, given, values)
+    kinds, numbers = pattern.kinds(tuple(memory)), pattern.numbers(all_values)
+    if numbers and (1 in pattern.strides(all_values) or max(numbers) >= _INT32 or min(numbers) < -_INT32):
+        kinds, values = _with_unusual_numbers(arguments.each, kinds, all_values, values)
     return Signature(kinds, values, not addresses & 15, not steps & 15)
 
 
 def _with_unusual_numbers(
-    arguments: tuple[_Argument, ...], kinds: Kinds, given: Sequence[Any], values: list[Any]
+    arguments: tuple[_Argument, ...], kinds: Kinds, originals: Sequence[Any], values: list[Any]
 ) -> tuple[Kinds, list[Any]]:
     """Return `kinds` and `values` with strides of 1, which are compiled in, and numbers of 64 bits."""
     new_kinds: list[Any] = []
     new_values: list[Any] = []
-    rest = iter(values)
-    for argument, kind, x in zip(arguments, kinds, given, strict=True):
-        value = None if kind is None else next(rest)
+    remaining = iter(values)
+    for argument, kind, x in zip(arguments, kinds, originals, strict=True):
+        value = None if kind is None else next(remaining)
         if kind == "i32" and argument.is_stride and x == 1:
             new_kinds.append(1)
             continue
@@ -250,7 +250,7 @@ class Source(NamedTuple):
     aligned: frozenset[str]
 
 
-def source_of(launch: Launch, signature: Signature) -> Source:
+def kernel_source(launch: Launch, signature: Signature) -> Source:
     types: dict[str, str] = {}
     constants = dict(launch.constants)
     aligned = set(launch.aligned)
@@ -423,8 +423,9 @@ class Binary:
         layout, offsets = parameter_layout(kinds, stored.scratch)
         self._struct = struct.Struct(layout)
         self._boxes = stored.boxes
-        places = [i for i, kind in enumerate([x for x in kinds if x not in (None, 1)]) if isinstance(kind, Box)]
-        self._tiles = [*enumerate(places)][::-1]  # last first: each becomes several values and moves those behind it
+        tile_indices = [i for i, kind in enumerate([x for x in kinds if x not in (None, 1)]) if isinstance(kind, Box)]
+        # The last comes first, because each becomes several values and moves those behind it.
+        self._tiles = [*enumerate(tile_indices)][::-1]
         self._maps: dict[Any, bytes] = {}
         self._driver = driver()
         self._function = self._driver.load(stored.cubin, stored.name, stored.shared)
@@ -443,32 +444,32 @@ class Binary:
 
     MAPS = 1024  # most tensor maps in the cache
 
-    def tensor_map(self, number: int, tiles: Tiles, address: int, place: Hashable = None) -> bytes:
+    def tensor_map(self, number: int, tiles: Tiles, address: int, key_without_address: Hashable = None) -> bytes:
         """Return the tensor map of the kernel's descriptor `number`, for a tensor at `address` with `tiles`' metadata.
 
         Encoding takes 9 us, so maps are cached. A map depends only on address, shape and strides, so it remains valid
-        if the memory is freed and allocated anew. `place`: `place_of(number, tiles)`, if it is known.
+        if the memory is freed and allocated anew. `key_without_address`: `tensor_map_key(number, tiles)`, if known.
         """
-        key = address, place or self.place_of(number, tiles)
-        found = self._maps.get(key)
-        if found is None:
+        key = address, key_without_address or self.tensor_map_key(number, tiles)
+        encoded_map = self._maps.get(key)
+        if encoded_map is None:
             if len(self._maps) >= self.MAPS:
                 self._maps.clear()
-            found = self._maps[key] = self._driver.encode(tiles, address, *self._boxes[number])
-        return found
+            encoded_map = self._maps[key] = self._driver.encode(tiles, address, *self._boxes[number])
+        return encoded_map
 
     @staticmethod
-    def place_of(number: int, tiles: Tiles) -> Hashable:
+    def tensor_map_key(number: int, tiles: Tiles) -> Hashable:
         """Return the key of a tensor map without its address."""
         return number, *tiles.shape, *tiles.strides
 
     def encoded(self, values: Sequence[Any]) -> list[Any]:
         """Return the `values` of a signature with each `Tiles` replaced by its tensor map, shape and strides."""
-        found = list(values)
-        for number, place in self._tiles:
-            x = values[place]
-            found[place : place + 1] = (self.tensor_map(number, x, x.base.data_ptr()), *x.shape, *x.strides)
-        return found
+        arguments = list(values)
+        for number, index in self._tiles:
+            x = values[index]
+            arguments[index : index + 1] = (self.tensor_map(number, x, x.base.data_ptr()), *x.shape, *x.strides)
+        return arguments
 
     def launch(self, grid: tuple[int, int, int], stream: int, values: Sequence[Any]) -> None:
         """Launch on a stream of the current device. `values`: as `encoded` returns them."""
@@ -488,7 +489,7 @@ class Binary:
 _binaries: dict[Any, Binary] = {}  # its size is bounded: lengths and batches are not in the key
 
 
-def binary_of(launch: Launch, signature: Signature, device: int) -> Binary:
+def loaded_binary(launch: Launch, signature: Signature, device: int) -> Binary:
     """Return the binary that runs `launch` on this device."""
     key = (
         launch.kernel.fn,
@@ -500,8 +501,8 @@ def binary_of(launch: Launch, signature: Signature, device: int) -> Binary:
         tuple(launch.options.items()),
         launch.aligned,
     )
-    found = _binaries.get(key)
-    if found is None:
+    binary = _binaries.get(key)
+    if binary is None:
         from diyfa.backends.cuda.runtime import binaries
 
         major, minor = torch.cuda.get_device_capability(device)
@@ -511,15 +512,15 @@ def binary_of(launch: Launch, signature: Signature, device: int) -> Binary:
         if spec is not None and shared > spec.shared_per_block:  # Triton's exception, at which the tuner skips the tile
             raise OutOfResources(shared, spec.shared_per_block, "shared memory")
         try:
-            found = Binary(stored, signature.kinds)
+            binary = Binary(stored, signature.kinds)
         except BinaryRefused as error:
-            from diyfa.backends.cuda.runtime.pack import leave_out
+            from diyfa.backends.cuda.runtime.pack import reject_pack
 
-            if not leave_out(arch, f"this driver cannot load its kernels ({error})"):
+            if not reject_pack(arch, f"this driver cannot load its kernels ({error})"):
                 raise
-            return binary_of(launch, signature, device)
-        _binaries[key] = found
-    return found
+            return loaded_binary(launch, signature, device)
+        _binaries[key] = binary
+    return binary
 
 
 def launches_are_hooked() -> bool:
@@ -542,7 +543,7 @@ def is_for_triton(launch: Launch) -> bool:
 def load_kernel(launch: Launch) -> None:
     """Load the binary of `launch` on the current device."""
     if recorder is None and not is_for_triton(launch):
-        binary_of(launch, signature_of(launch), current_device())
+        loaded_binary(launch, launch_signature(launch), current_device())
 
 
 def launch_kernel(launch: Launch) -> None:
@@ -555,8 +556,8 @@ def launch_kernel(launch: Launch) -> None:
         launch_by_triton(launch)
         return
     device = current_device()
-    signature = signature_of(launch)
-    binary = binary_of(launch, signature, device)
+    signature = launch_signature(launch)
+    binary = loaded_binary(launch, signature, device)
     x, y, z = (*grid, 1, 1)[:3]
     if x * y * z:
         binary.launch((x, y, z), current_stream(device), binary.encoded(signature.values))

@@ -25,7 +25,7 @@ FILE_NAME = "binaries.pack"
 FORMAT = 1
 _MAGIC = b"DIYFAPAK"
 _HEADER = struct.Struct("<8sII16s")  # magic, format, bytes of the index, its checksum
-_AGAIN = "install it again"
+_REINSTALL = "install it again"
 
 
 class PackError(ValueError):
@@ -51,9 +51,9 @@ def without_debug(cubin: bytes) -> bytes:
     They are three quarters of a cubin. A compiler option that omits them would change how it allocates registers.
     """
     (sections,) = struct.unpack_from("<Q", cubin, 40)
-    size, count, index_of_names = struct.unpack_from("<3H", cubin, 58)
+    size, count, name_section = struct.unpack_from("<3H", cubin, 58)
     headers = [struct.unpack_from("<IIQQQQ", cubin, sections + i * size) for i in range(count)]
-    names = headers[index_of_names][4]
+    names = headers[name_section][4]
     cleared = bytearray(cubin)
     for name, _, _, _, offset, length in headers:
         if cubin.startswith((b".debug_", b".nv_debug_"), names + name):
@@ -63,22 +63,22 @@ def without_debug(cubin: bytes) -> bytes:
 
 def write_pack(path: Path, arch: str, binaries: Mapping[str, StoredBinary]) -> None:
     """Write a pack of `binaries` by their keys, which must be those of the current sources."""
-    lzma, how = _compression()
+    lzma, options = _compression()
     entries: dict[str, tuple[int, int, str]] = {}  # key -> (offset behind the index, bytes, checksum)
-    parts: list[bytes] = []
+    blocks: list[bytes] = []
     offset = 0
     for key, binary in sorted(binaries.items()):
-        part = lzma.compress(packed(binary._replace(cubin=without_debug(binary.cubin))), **how)
-        entries[key] = offset, len(part), checksum(key, part).hex()
-        parts.append(part)
-        offset += len(part)
+        block = lzma.compress(packed(binary._replace(cubin=without_debug(binary.cubin))), **options)
+        entries[key] = offset, len(block), checksum(key, block).hex()
+        blocks.append(block)
+        offset += len(block)
     content = {"arch": arch, "sources": source_hash(), "entries": entries}
     index = zlib.compress(json.dumps(content).encode(), 9)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with temporary.open("wb") as file:
         file.write(_HEADER.pack(_MAGIC, FORMAT, len(index), checksum("index", index)))
         file.write(index)
-        file.writelines(parts)
+        file.writelines(blocks)
     os.replace(temporary, path)
 
 
@@ -99,14 +99,14 @@ class Pack:
             with path.open("rb") as file:
                 head = file.read(_HEADER.size)
                 if len(head) < _HEADER.size or not head.startswith(_MAGIC):
-                    raise PackError(f"it is no pack: {_AGAIN}")
+                    raise PackError(f"it is no pack: {_REINSTALL}")
                 _, version, size, expected = _HEADER.unpack(head)
                 if version != FORMAT:
                     raise PackError(f"its format is {version}, and this diyfa reads {FORMAT}")
                 # Compared with the file first: a damaged size may be more than fits into memory.
                 index = file.read(size) if size <= os.fstat(file.fileno()).st_size else b""
             if checksum("index", index) != expected:
-                raise PackError(f"its index is damaged: {_AGAIN}")
+                raise PackError(f"its index is damaged: {_REINSTALL}")
         except OSError as error:
             raise PackError(f"it cannot be read: {error.strerror}") from error
         except ImportError as error:
@@ -120,22 +120,22 @@ class Pack:
 
     def get(self, key: str) -> StoredBinary | None:
         """Return the binary with this key, or None if there is none or, with a line in the log, it is damaged."""
-        place = self._entries.get(key)
-        if place is None:
+        entry = self._entries.get(key)
+        if entry is None:
             return None
-        offset, size, expected = place
+        offset, size, expected = entry
         try:
             with self.path.open("rb") as file:
                 file.seek(self._begin + offset)
-                part = file.read(size)
+                block = file.read(size)
         except OSError as error:
             _warn(self.path, f"it cannot be read: {error.strerror}")
             return None
-        if checksum(key, part).hex() != expected:
-            _warn(self.path, f"a kernel in it is damaged: {_AGAIN}")
+        if checksum(key, block).hex() != expected:
+            _warn(self.path, f"a kernel in it is damaged: {_REINSTALL}")
             return None
-        lzma, how = _compression()
-        return unpacked(lzma.decompress(part, **how))
+        lzma, options = _compression()
+        return unpacked(lzma.decompress(block, **options))
 
 
 @cache
@@ -143,7 +143,7 @@ def _warn(path: Path, reason: str) -> None:
     log.warning("diyfa does not use %s: %s", path, reason)
 
 
-def file_of_pack(arch: str) -> Path | None:
+def pack_file(arch: str) -> Path | None:
     """Return the file of the pack that is installed for `arch`, or None."""
     try:
         spec = find_spec(module_name(arch))
@@ -160,16 +160,16 @@ class Installed(NamedTuple):
     reason: str
 
 
-_left_out: dict[str, str] = {}  # architecture -> why its pack, after it was opened, is not used any more
+_rejected_packs: dict[str, str] = {}  # architecture -> why its pack, after it was opened, is not used any more
 
 
-def leave_out(arch: str, reason: str) -> bool:
+def reject_pack(arch: str, reason: str) -> bool:
     """Stop using the pack of `arch`, with a line in the log. Return whether one was in use."""
-    known = installed(arch).pack
-    if known is None:
+    pack = installed(arch).pack
+    if pack is None:
         return False
-    _warn(known.path, reason)
-    _left_out[arch] = f"{known.path} is not used: {reason}"
+    _warn(pack.path, reason)
+    _rejected_packs[arch] = f"{pack.path} is not used: {reason}"
     installed.cache_clear()
     return True
 
@@ -177,9 +177,9 @@ def leave_out(arch: str, reason: str) -> bool:
 @cache
 def installed(arch: str) -> Installed:
     """Return the pack that is installed for `arch`, with a line in the log if it is refused."""
-    if arch in _left_out:
-        return Installed(None, _left_out[arch])
-    path = file_of_pack(arch)
+    if arch in _rejected_packs:
+        return Installed(None, _rejected_packs[arch])
+    path = pack_file(arch)
     if path is None:
         return Installed(None, f"no pack for {arch} is installed")
     try:

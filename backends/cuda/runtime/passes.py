@@ -13,31 +13,31 @@ import torch
 from diyfa.backends.cuda.runtime.launch import may_compile, on_device
 from diyfa.backends.cuda.runtime.launcher import (
     Tiles,
-    binary_of,
     launch_kernel,
+    launch_signature,
     launches_are_hooked,
     load_kernel,
+    loaded_binary,
     runtime_names,
-    signature_of,
 )
-from diyfa.backends.cuda.runtime.torch_private import allocator_of, current_device, current_stream
+from diyfa.backends.cuda.runtime.torch_private import current_device, current_stream, make_allocator
 from diyfa.problem import Launch
 
 
 class Pass(NamedTuple):
     """All launches of an operation, described before any of them is launched.
 
-    `memory`: uninitialised tensors that the launches write besides the results. `own`: functions that make the tensor
-    of an argument from the first result. `finish`: what PyTorch's operators do after the launches. `given`: the tensors
-    that the launches read, in the order of the call's tensors, if they are views of these. `is_settled`: an equal call
-    takes the same tile as long as `choice` of its launcher returns the same.
+    `memory`: uninitialised tensors that the launches write besides the results. `derived`: functions that make the
+    tensor of an argument from the first result. `finish`: what PyTorch's operators do after the launches. `inputs`: the
+    tensors that the launches read, in the order of the call's tensors, if they are views of these. `is_settled`: an
+    equal call takes the same tile as long as `choice` of its launcher returns the same.
     """
 
     launches: Sequence[Launch]
     memory: Sequence[torch.Tensor] = ()
-    own: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] | None = None
+    derived: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] | None = None
     finish: Callable[[], None] | None = None
-    given: Sequence[torch.Tensor] | None = None
+    inputs: Sequence[torch.Tensor] | None = None
     is_settled: bool = True
 
 
@@ -55,15 +55,15 @@ Relaunch = Callable[[int, Sequence[int]], None]  # (stream, addresses): launches
 Replay = Callable[..., list[Any] | None]
 
 
-def relaunch_of(launch: Launch, slots: Mapping[str, int]) -> Relaunch:
+def make_relaunch(launch: Launch, slots: Mapping[str, int]) -> Relaunch:
     """Return a function that repeats `launch` on the current device with other addresses and numbers.
 
     `slots`: argument name -> index of its value in the addresses.
     """
-    signature = signature_of(launch)
-    binary = binary_of(launch, signature, current_device())
+    signature = launch_signature(launch)
+    binary = loaded_binary(launch, signature, current_device())
     template = binary.encoded(signature.values)
-    places: list[tuple[int, int]] = []  # (index in the template, slot)
+    pointers: list[tuple[int, int]] = []  # (index in the template, slot)
     maps: list[tuple[int, int, int, Tiles, Hashable]] = []
     index = number = 0
     for name, kind in zip(runtime_names(launch.kernel), signature.kinds, strict=True):
@@ -71,87 +71,87 @@ def relaunch_of(launch: Launch, slots: Mapping[str, int]) -> Relaunch:
             continue
         x = launch.arguments[name]
         if type(x) is Tiles:
-            like = x._replace(base=x.base.new_empty(0))  # only for its dtype: this holds no tensor of the call
-            maps.append((index, slots[name], number, like, binary.place_of(number, x)))
+            tiles = x._replace(base=x.base.new_empty(0))  # only for its dtype: this holds no tensor of the call
+            maps.append((index, slots[name], number, tiles, binary.tensor_map_key(number, x)))
             number += 1
             index += 1 + 2 * len(x.shape)
             continue
         if name in slots:
-            places.append((index, slots[name]))
+            pointers.append((index, slots[name]))
         index += 1
     grid: Any = (*(launch.grid if isinstance(launch.grid, tuple) else (launch.grid,)), 1, 1)[:3]
 
     def relaunch(stream: int, addresses: Sequence[int]) -> None:
         values = template[:]  # a copy: other threads launch, too
-        for place, slot in places:
-            values[place] = addresses[slot]
-        for place, slot, number, like, where in maps:
-            values[place] = binary.tensor_map(number, like, addresses[slot], where)
+        for position, slot in pointers:
+            values[position] = addresses[slot]
+        for position, slot, number, tiles, key in maps:
+            values[position] = binary.tensor_map(number, tiles, addresses[slot], key)
         binary.launch(grid, stream, values)
 
     return relaunch
 
 
-def current_device_of(x: torch.Tensor) -> Callable[[], int]:
+def device_getter(x: torch.Tensor) -> Callable[[], int]:
     """Return a function that returns the current device of x's type. CPU tensors, stand-ins for CUDA's, are on -1."""
     return current_device if x.is_cuda else lambda: -1
 
 
-def replay_of(
-    found: Pass,
-    given: Sequence[torch.Tensor],
-    made: Sequence[torch.Tensor],
+def make_replay(
+    operation: Pass,
+    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
     choice: Callable[[], object],
     numbers: Sequence[str] = (),
     lse_is_optional: bool = False,
 ) -> Replay | None:
-    """Return a function that repeats the launches of a pass with other addresses of `given`, or None if it cannot.
+    """Return a function that repeats the launches of a pass with other addresses of `inputs`, or None if it cannot.
 
-    The function allocates tensors like `made` and the pass's memory, launches, and returns them. The caller may pass
+    The function allocates tensors like `outputs` and the pass's memory, launches, and returns them. The caller may pass
     the first of them. If `choice` returns something else than now, or a profiler hooks launches, the function does
     nothing and returns None. If the caller does not want all results, the second may be None. No tensor is inspected.
 
     Args:
-        given: tensors of the call, all different objects.
-        made: tensors that a call allocates. Arguments that are not `given` are in their memory, or in the pass's.
+        inputs: tensors of the call, all different objects.
+        outputs: tensors that a call allocates. Arguments that are not `inputs` are in their memory, or in the pass's.
         numbers: names of arguments that are numbers of the call. Their values follow the addresses. The kernel has them
             behind its tensors, and is not compiled for their values.
-        lse_is_optional: `made` is out and lse. If lse is not wanted and the pass has memory, lse is put behind it, for
-            an allocation takes 1 us.
+        lse_is_optional: `outputs` is out and lse. If lse is not wanted and the pass has memory, lse is put behind it,
+            for an allocation takes 1 us.
     """
-    launches, own = found.launches, found.own or {}
-    if not launches or found.finish is not None or not found.is_settled:
+    launches, derived = operation.launches, operation.derived or {}
+    if not launches or operation.finish is not None or not operation.is_settled:
         return None
     if not all(hasattr(launch.kernel, "params") for launch in launches):  # interpreted
         return None
-    # One list has all values: addresses of `given`, `numbers`, addresses of `made`, of `own`, and of views inside of
-    # `made`.
-    made = [*made, *found.memory]
-    makers, names_of_own = list(own.values()), list(own)
-    slots_of_given = {id(x): i for i, x in enumerate(given)}
-    owners = [(x.untyped_storage().data_ptr(), x.data_ptr()) for x in made]
-    first_made = len(given) + len(numbers)
-    first_own, first_inside = first_made + len(made), first_made + len(made) + len(own)
-    inside: list[tuple[int, int]] = []  # views: (index in `made`, bytes from its beginning)
+    # One list has all values: addresses of `inputs`, `numbers`, addresses of `outputs`, of `derived`, and of views into
+    # `outputs`.
+    outputs = [*outputs, *operation.memory]
+    makers, derived_names = list(derived.values()), list(derived)
+    input_slots = {id(x): i for i, x in enumerate(inputs)}
+    owners = [(x.untyped_storage().data_ptr(), x.data_ptr()) for x in outputs]
+    first_output = len(inputs) + len(numbers)
+    first_derived, first_view = first_output + len(outputs), first_output + len(outputs) + len(derived)
+    views: list[tuple[int, int]] = []  # views: (index in `outputs`, bytes from its beginning)
 
     def slot(name: str, x: torch.Tensor) -> int | None:
-        if id(x) in slots_of_given:
-            return slots_of_given[id(x)]
-        if name in own:
-            return first_own + names_of_own.index(name)
+        if id(x) in input_slots:
+            return input_slots[id(x)]
+        if name in derived:
+            return first_derived + derived_names.index(name)
         storage = x.untyped_storage().data_ptr()
         for i, (owner, begin) in enumerate(owners):
             if storage == owner:
-                place = i, x.data_ptr() - begin
-                if not place[1]:
-                    return first_made + i
-                if place not in inside:
-                    inside.append(place)
-                return first_inside + inside.index(place)
+                view = i, x.data_ptr() - begin
+                if not view[1]:
+                    return first_output + i
+                if view not in views:
+                    views.append(view)
+                return first_view + views.index(view)
         return None
 
-    again: list[Relaunch] = []
-    device = (*made, *given)[0]
+    relaunches: list[Relaunch] = []
+    device = (*outputs, *inputs)[0]
     with on_device(device):  # kernels are compiled and loaded for the current device
         for launch in launches:
             slots: dict[str, int | None] = {}
@@ -161,44 +161,44 @@ def replay_of(
                     slots[name] = slot(name, base)
             if None in slots.values():
                 return None
-            slots |= {name: len(given) + i for i, name in enumerate(numbers) if name in launch.arguments}
-            again.append(relaunch_of(launch, slots))  # type: ignore[arg-type]
-    like = [(tuple(x.shape), x.stride(), x.dtype) for x in made]
-    room = None  # offset in bytes of lse in the memory, if lse may be put there
-    if lse_is_optional and len(made) == 3:
-        elements = -(-made[2].numel() // 4) * 4  # a multiple of 4, so that lse is aligned
-        room = elements * made[2].element_size()
-        like[2] = (elements + made[1].numel(),), (1,), made[2].dtype
-    allocate, index, current = allocator_of(device.device.type), device.get_device(), current_device_of(device)
-    chosen, stream_of = choice(), current_stream
+            slots |= {name: len(inputs) + i for i, name in enumerate(numbers) if name in launch.arguments}
+            relaunches.append(make_relaunch(launch, slots))  # type: ignore[arg-type]
+    layouts = [(tuple(x.shape), x.stride(), x.dtype) for x in outputs]
+    lse_offset = None  # offset in bytes of lse in the memory, if lse may be put there
+    if lse_is_optional and len(outputs) == 3:
+        elements = -(-outputs[2].numel() // 4) * 4  # a multiple of 4, so that lse is aligned
+        lse_offset = elements * outputs[2].element_size()
+        layouts[2] = (elements + outputs[1].numel(),), (1,), outputs[2].dtype
+    allocate, index, current = make_allocator(device.device.type), device.get_device(), device_getter(device)
+    chosen, get_stream = choice(), current_stream
 
     def replay(
         addresses: Sequence[int],
         present: Sequence[torch.Tensor] = (),
         first: torch.Tensor | None = None,
-        whole: bool = True,
+        returns_all: bool = True,
     ) -> list[Any] | None:
         if choice() != chosen or launches_are_hooked():
             return None
         if current() != index:
             with torch.cuda.device(index):
-                return replay(addresses, present, first, whole)
+                return replay(addresses, present, first, returns_all)
         new: list[Any]
-        if whole or room is None:
-            new = [allocate(*x) for x in like] if first is None else [first, *[allocate(*x) for x in like[1:]]]
-            every = [*addresses, *[x.data_ptr() for x in new]]
+        if returns_all or lse_offset is None:
+            new = [allocate(*x) for x in layouts] if first is None else [first, *[allocate(*x) for x in layouts[1:]]]
+            all_addresses = [*addresses, *[x.data_ptr() for x in new]]
         else:
-            new = [allocate(*like[0]) if first is None else first, None, allocate(*like[2])]
+            new = [allocate(*layouts[0]) if first is None else first, None, allocate(*layouts[2])]
             begin = new[2].data_ptr()
-            every = [*addresses, new[0].data_ptr(), begin + room, begin]
+            all_addresses = [*addresses, new[0].data_ptr(), begin + lse_offset, begin]
         if makers:
-            kept = [make(new[0]) for make in makers]  # referenced until all is launched
-            every += [x.data_ptr() for x in kept]
-        if inside:
-            every += [every[first_made + i] + offset for i, offset in inside]
-        stream = stream_of(index)
-        for relaunch in again:
-            relaunch(stream, every)
+            derived_tensors = [make(new[0]) for make in makers]  # referenced until all is launched
+            all_addresses += [x.data_ptr() for x in derived_tensors]
+        if views:
+            all_addresses += [all_addresses[first_output + i] + offset for i, offset in views]
+        stream = get_stream(index)
+        for relaunch in relaunches:
+            relaunch(stream, all_addresses)
         return new
 
     return replay

@@ -14,7 +14,7 @@ from triton import knobs
 from diyfa.arch import gpu_arch_name, gpu_spec
 from diyfa.backends.cuda.runtime import launch as host
 from diyfa.backends.cuda.runtime import launcher, tune
-from diyfa.backends.cuda.runtime.binaries import cache_folder, find_binary, key_of_binary, why_unknown
+from diyfa.backends.cuda.runtime.binaries import binary_key, cache_folder, find_binary, why_unknown
 from diyfa.backends.cuda.runtime.launcher import Signature
 from diyfa.problem import Launch, ToolMissing
 
@@ -34,7 +34,7 @@ class Recorded(NamedTuple):
     launch: Launch  # without the kernel, its arguments and its grid
     signature: Signature  # without values
 
-    def is_known(self) -> bool:
+    def is_stored(self) -> bool:
         """Return whether the pack or the cache folder has its binary."""
         return find_binary(self.arch, self.key) is not None
 
@@ -47,7 +47,7 @@ class Recorded(NamedTuple):
         from diyfa.backends.cuda.runtime.jit import compile_binary
 
         launch = self.launch._replace(kernel=getattr(import_module(self.module), self.name))
-        if key_of_binary(self.arch, launch, self.signature) != self.key:
+        if binary_key(self.arch, launch, self.signature) != self.key:
             raise RuntimeError("the sources of diyfa have changed meanwhile")
         with tempfile.TemporaryDirectory(prefix="diyfa-") as temporary, knobs.cache.scope():
             knobs.cache.dir = temporary  # Triton's cache entry is many times as large as the binary
@@ -58,15 +58,15 @@ class Recorded(NamedTuple):
                 f"it needs {binary.shared} bytes of shared memory, {self.arch} has {spec.shared_per_block}"
             )
         if folder is None or not folder.put(self.key, binary):
-            where = "there is no cache folder" if folder is None else f"{folder.path} cannot be written"
-            raise ToolMissing(f"{where}: DIYFA_CACHE_DIR names another one")
+            reason = "there is no cache folder" if folder is None else f"{folder.path} cannot be written"
+            raise ToolMissing(f"{reason}: DIYFA_CACHE_DIR names another one")
 
 
 def recorded(arch: str, launch: Launch) -> Recorded:
     """Return a record of the kernel of `launch`, for `arch`."""
-    signature, function = launcher.signature_of(launch), launch.kernel.fn
+    signature, function = launcher.launch_signature(launch), launch.kernel.fn
     return Recorded(
-        key_of_binary(arch, launch, signature), arch, function.__module__, function.__name__,
+        binary_key(arch, launch, signature), arch, function.__module__, function.__name__,
         launch._replace(kernel=None, grid=1, arguments={}), signature._replace(values=[]),
     )  # fmt: skip
 
@@ -91,18 +91,18 @@ def recording(arch: str | None = None) -> Iterator[dict[str, Recorded]]:
     if arch is None and not torch.cuda.is_available():
         raise ValueError("no GPU is usable here: name an architecture, such as sm_90")
     name = arch or gpu_arch_name(*torch.cuda.get_device_capability())
-    found: dict[str, Recorded] = {}
+    recordings: dict[str, Recorded] = {}
 
     def record(launch: Launch) -> None:
         each = recorded(name, launch)
-        found.setdefault(each.key, each)
+        recordings.setdefault(each.key, each)
 
     before = launcher.recorder, host.stand_in
     measures, records = tune.set_enabled(False) if arch else None, tune.set_recording(True)
     launcher.recorder = record
     host.stand_in = host.StandIn(name, MULTIPROCESSORS[arch] if arch else host.multiprocessors(_current_device()))
     try:
-        yield found
+        yield recordings
     finally:
         launcher.recorder, host.stand_in = before
         tune.set_recording(records)

@@ -12,7 +12,7 @@ current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.c
 current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # (device) -> handle; None without CUDA
 
 
-def allocator_of(device_type: str) -> Callable[[Sequence[int], Sequence[int], torch.dtype], torch.Tensor]:
+def make_allocator(device_type: str) -> Callable[[Sequence[int], Sequence[int], torch.dtype], torch.Tensor]:
     """Return a function (sizes, strides, dtype) -> uninitialised tensor on the current device of that type.
 
     PyTorch's compiler has one for its programs. It skips the dispatcher and takes a third of the time.

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 import triton
 
-TRITON: tuple[int, int] = tuple(int(part) for part in triton.__version__.split(".")[:2])  # type: ignore[assignment]
+TRITON: tuple[int, int] = tuple(int(number) for number in triton.__version__.split(".")[:2])  # type: ignore[assignment]

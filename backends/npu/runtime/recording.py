@@ -27,7 +27,7 @@ class Recorded(NamedTuple):
     name: str
     launch: Launch  # kernel is None; dtypes replace tensors
 
-    def is_known(self) -> bool:
+    def is_stored(self) -> bool:
         """Return False: only Triton knows. It does not compile a kernel a second time."""
         return False
 

@@ -24,7 +24,7 @@ from diyfa.backends.npu.tables.configs import (
     conservative_tile,
     table_tile,
 )
-from diyfa.problem import AttentionProblem, KVCacheProblem, Launch, kept
+from diyfa.problem import AttentionProblem, KVCacheProblem, Launch, cached_per_problem
 from diyfa.tuning import bucket_size
 
 Problem = AttentionProblem | KVCacheProblem
@@ -146,7 +146,7 @@ def variant(launch: Launch) -> Hashable:
     return launch.kernel.__name__, types, tuple(launch.constants.items()), tuple(launch.options.items())
 
 
-@kept
+@cached_per_problem
 def _candidates(problem: Problem, kernel: str) -> tuple[AttentionTile, ...]:
     return tuple(candidates(problem, kernel))
 
@@ -155,7 +155,7 @@ def _candidates(problem: Problem, kernel: str) -> tuple[AttentionTile, ...]:
 LONGEST, SHORTEST, MOST_TASKS = 8192, 256, 64
 
 
-@kept
+@cached_per_problem
 def _bucket(problem: Problem, kernel: str) -> tuple[Any, ...]:
     """Return all that the choice of a tile depends on. Lengths and the number of tasks are size classes."""
 

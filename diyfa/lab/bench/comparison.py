@@ -30,17 +30,17 @@ def comparison_table(
     for r in results:
         label = "×".join(map(str, r.size)) if r.size != previous else ""
         tile = "" if r.block_config is None else " ".join(f"{k}={v}" for k, v in r.block_config.items())
-        share = f"{fastest[r.size] / r.time_ms:.0%}"
-        rows.append([label, r.name, tile, figure(r.time_ms), figure(r.tflops), figure(r.memory_mb), share])
+        relative = f"{fastest[r.size] / r.time_ms:.0%}"
+        rows.append([label, r.name, tile, figure(r.time_ms), figure(r.tflops), figure(r.memory_mb), relative])
         styles.append("bold green" if r.time_ms == fastest[r.size] else None)
         previous = r.size
     if not any(row[2] for row in rows):  # no tiles were given
         headings, rows = [x for x in headings if x != "tile"], [[*row[:2], *row[3:]] for row in rows]
-    made = table(title, headings, rows, styles)
-    for line, following in zip(made.rows, rows[1:], strict=False):
+    result = table(title, headings, rows, styles)
+    for line, following in zip(result.rows, rows[1:], strict=False):
         line.end_section = following[0] != ""  # the next size begins
     with printable():
         console = Console()
-        console.print(made)
+        console.print(result)
         for name, size, reason in unavailable:
             console.print(f"{name} not measured at {'×'.join(map(str, size))}: {reason}", highlight=False, markup=False)

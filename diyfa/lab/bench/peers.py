@@ -23,9 +23,9 @@ class PeerUnavailable(RuntimeError):
     """A peer cannot run a case here; the message says why."""
 
 
-def _sdpa(which: SDPBackend) -> Attention:
+def _sdpa(backend: SDPBackend) -> Attention:
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
-        with sdpa_kernel(which):
+        with sdpa_kernel(backend):
             return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
 
     return run

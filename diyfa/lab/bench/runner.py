@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from diyfa.lab.bench.peers import PeerUnavailable, attention_peers, check_peer
-from diyfa.lab.bench.timing import peak_memory_mb, quantiles_of, time_calls
+from diyfa.lab.bench.timing import compute_quantiles, peak_memory_mb, time_calls
 from diyfa.lab.bench.work import attention_flops, matmul_flops, tflops
 from diyfa.validation import MAX_HEAD_DIM_V
 
@@ -77,7 +77,7 @@ class BenchmarkRunner:
         fn: Callable[[], Any],
         block_config: dict[str, Any] | None = None,
     ) -> BenchmarkResult:
-        (ms,) = quantiles_of(time_calls(fn, self.device, self.warmup, self.rep), [0.5])
+        (ms,) = compute_quantiles(time_calls(fn, self.device, self.warmup, self.rep), [0.5])
         memory = peak_memory_mb(fn, self.device)
         result = BenchmarkResult(name, size, ms, tflops(flops, ms), memory, block_config)
         self.results.append(result)

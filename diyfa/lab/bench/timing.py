@@ -66,15 +66,15 @@ def time_calls(fn: Callable[[], Any], device: torch.device, warmup: int = 25, re
     return _time_on_device(fn, device, rep)
 
 
-def quantiles_of(times: Sequence[float], quantiles: Iterable[float] = DEFAULT_QUANTILES) -> tuple[float, ...]:
+def compute_quantiles(times: Sequence[float], quantiles: Iterable[float] = DEFAULT_QUANTILES) -> tuple[float, ...]:
     """Return the given quantiles (0 to 1, linear interpolation) of `times`."""
-    wanted = torch.tensor(list(quantiles), dtype=torch.float64, device="cpu")
-    if wanted.numel() == 0 or bool(((wanted < 0) | (wanted > 1)).any()):
-        raise ValueError(f"quantiles must be one or more numbers from 0 to 1, got {wanted.tolist()}")
-    return tuple(torch.quantile(torch.tensor(list(times), dtype=torch.float64, device="cpu"), wanted).tolist())
+    q = torch.tensor(list(quantiles), dtype=torch.float64, device="cpu")
+    if q.numel() == 0 or bool(((q < 0) | (q > 1)).any()):
+        raise ValueError(f"quantiles must be one or more numbers from 0 to 1, got {q.tolist()}")
+    return tuple(torch.quantile(torch.tensor(list(times), dtype=torch.float64, device="cpu"), q).tolist())
 
 
-def _device_of(arguments: Iterable[Any]) -> torch.device:
+def _first_device(arguments: Iterable[Any]) -> torch.device:
     for x in arguments:
         if isinstance(x, torch.Tensor):
             return x.device
@@ -100,9 +100,9 @@ def benchmark_fn(
     Returns:
         Milliseconds, one figure for each quantile: by default (median_ms, p20_ms, p80_ms).
     """
-    device = _device_of([*args, *kwargs.values()])
+    device = _first_device([*args, *kwargs.values()])
     times = time_calls(lambda: fn(*args, **kwargs), device, warmup, rep)
-    return quantiles_of(times, DEFAULT_QUANTILES if quantiles is None else quantiles)
+    return compute_quantiles(times, DEFAULT_QUANTILES if quantiles is None else quantiles)
 
 
 def _peak_on_host(fn: Callable[[], Any]) -> float:
@@ -117,10 +117,10 @@ def _peak_on_host(fn: Callable[[], Any]) -> float:
         profile.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
     steps = sorted((event["ts"], event["args"]["Bytes"]) for event in events if event.get("name") == "[memory]")
-    held = peak = 0
+    live = peak = 0
     for _, size in steps:
-        held += size
-        peak = max(peak, held)
+        live += size
+        peak = max(peak, live)
     return float(peak)
 
 

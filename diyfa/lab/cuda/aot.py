@@ -31,8 +31,8 @@ from diyfa.arch import GPUSpec, gpu_spec
 from diyfa.backends.cuda.gluon.inline_ptx import post_processing
 from diyfa.backends.cuda.runtime.jit import triton_source
 from diyfa.backends.cuda.runtime.launch import COMPILE_OPTIONS
-from diyfa.backends.cuda.runtime.launcher import Source, signature_of, source_of
-from diyfa.lab.compile_report import CompileReport, one_in
+from diyfa.backends.cuda.runtime.launcher import Source, kernel_source, launch_signature
+from diyfa.lab.compile_report import CompileReport, sample_jobs
 from diyfa.lab.cuda.sass import disassembled, spills_in_loops
 from diyfa.problem import Launch
 
@@ -70,9 +70,11 @@ class CompileSpec:
     clean_loops: bool = False  # loops with wgmma products may not spill at all
 
 
-def spec_of(launch: Launch, kernel: str, case: str, spill_budget: int = 0, clean_loops: bool = False) -> CompileSpec:
+def launch_spec(
+    launch: Launch, kernel: str, case: str, spill_budget: int = 0, clean_loops: bool = False
+) -> CompileSpec:
     """Return the spec of the kernel that `launch` runs."""
-    source = source_of(launch, signature_of(launch))
+    source = kernel_source(launch, launch_signature(launch))
     options = dict(launch.options)
     warps, stages = options.pop("num_warps", 4), options.pop("num_stages", 1)
     return CompileSpec(
@@ -98,8 +100,8 @@ def _source(spec: CompileSpec) -> Any:
             "Triton was imported with TRITON_INTERPRET=1; unset it"
         )
     names = spec.fn.arg_names
-    given = spec.signature.keys() | spec.constexprs.keys()
-    if wrong := given ^ set(names):
+    known_names = spec.signature.keys() | spec.constexprs.keys()
+    if wrong := known_names ^ set(names):
         raise ValueError(f"{spec.kernel}: arguments missing from the spec or unknown to the kernel: {sorted(wrong)}")
     if unknown := spec.aligned - spec.signature.keys():
         raise ValueError(f"{spec.kernel}: aligned names what is not in the signature: {sorted(unknown)}")
@@ -114,7 +116,7 @@ def compile_spec(arch: str, spec: CompileSpec) -> CompileReport:
     limits = gpu_spec(arch)
     if limits is None:
         raise ValueError(f"unknown architecture {arch!r}")
-    where, source = target(arch), _source(spec)
+    gpu, source = target(arch), _source(spec)
     options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages, **COMPILE_OPTIONS, **spec.options}
     log = io.StringIO()
     start = time.perf_counter()
@@ -123,7 +125,7 @@ def compile_spec(arch: str, spec: CompileSpec) -> CompileReport:
         knobs.nvidia.dump_ptxas_log = True
         knobs.compilation.always_compile = True
         try:
-            compiled = triton.compile(source, target=where, options=options)
+            compiled = triton.compile(source, target=gpu, options=options)
         except Exception as error:  # compilers may raise anything; this kernel fails the gate
             reason = f"{type(error).__name__}: {error}"[:2000]
             seconds = time.perf_counter() - start
@@ -188,7 +190,7 @@ def specs_for(
         modules = [importlib.import_module(f"diyfa.lab.cuda.{name}") for name in SPEC_MODULES]
         spec_sources = [module.compile_specs for module in modules]
     specs = [spec for source in spec_sources for spec in source(arch)]
-    return list(one_in(every, [spec for spec in specs if matches(spec, only)], arch))
+    return list(sample_jobs(every, [spec for spec in specs if matches(spec, only)], arch))
 
 
 def compile_all(

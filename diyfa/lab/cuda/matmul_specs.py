@@ -15,7 +15,7 @@ from diyfa.backends.cuda.matmul.configs import (
     unsupported_tma,
 )
 from diyfa.backends.cuda.matmul.kernel import TORCH_DTYPE, launches_of
-from diyfa.lab.cuda.aot import CompileSpec, spec_of
+from diyfa.lab.cuda.aot import CompileSpec, launch_spec
 from diyfa.problem import MatmulProblem
 
 # (dtype of inputs, of the product, of the result, precision)
@@ -43,34 +43,36 @@ def compile_specs(arch: str) -> Iterator[CompileSpec]:
                 default = default_config(problem, form)
                 configs.update(dict.fromkeys([*([] if default is None else [default]), *measured]))
         for config in configs:
-            yield from _specs_of(problem, config)
+            yield from _config_specs(problem, config)
 
 
-def _specs_of(problem: MatmulProblem, config: MatmulConfig) -> Iterator[CompileSpec]:
+def _config_specs(problem: MatmulProblem, config: MatmulConfig) -> Iterator[CompileSpec]:
     """Yield form "pointers" with and without a mask along K, form "tma" with both layouts of b."""
     dtype, compute, precision = problem.dtype, problem.compute_dtype, problem.precision
-    how = f"{dtype}->{compute}" if dtype != compute else dtype
-    how += f"/{precision}" if compute == "float32" else ""
-    case = f"{how} {config.block_m}x{config.block_n}x{config.block_k} w{config.num_warps} s{config.num_stages}"
+    types = f"{dtype}->{compute}" if dtype != compute else dtype
+    types += f"/{precision}" if compute == "float32" else ""
+    case = f"{types} {config.block_m}x{config.block_n}x{config.block_k} w{config.num_warps} s{config.num_stages}"
     if config.form == "tma":
         for b_transposed in (False, True):
-            launch, *_ = launches_of(problem, *_tensors_of(problem, b_transposed), config)
+            launch, *_ = launches_of(problem, *_example_tensors(problem, b_transposed), config)
             suffix = " persistent" * config.persistent + " halves" * config.store_halves + " bT" * b_transposed
-            yield spec_of(launch, "matmul/tma", case + suffix)
+            yield launch_spec(launch, "matmul/tma", case + suffix)
         return
     # Unaligned sizes are odd, so they always need the mask along K.
     for even in (True, False) if problem.aligned else (False,):
         some = problem.replace(k=problem.k if even else problem.k + 16)
         if not problem.aligned:
             some = problem.replace(m=problem.m + 1, n=problem.n + 1, k=problem.k + 1)
-        launch, *_ = launches_of(some, *_tensors_of(some), config)
+        launch, *_ = launches_of(some, *_example_tensors(some), config)
         if launch.constants["c"].even_k != even:  # blocks of 16 divide every aligned K
             continue
         suffix = f" split{config.split_k}{' masked' * (not even)}{' odd' * (not problem.aligned)}"
-        yield spec_of(launch, "matmul/pointers", case + suffix)
+        yield launch_spec(launch, "matmul/pointers", case + suffix)
 
 
-def _tensors_of(problem: MatmulProblem, b_transposed: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _example_tensors(
+    problem: MatmulProblem, b_transposed: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return a, b and c without memory."""
 
     def empty(rows: int, columns: int, dtype: str) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """The attention kernels that are compiled ahead of time for an architecture: every shipped tile, every feature once.
 
 Plain problems are compiled with every tile of the table, problems with features with the default tile. Launchers
-describe the launch of each problem, and its signature follows from that (`aot.spec_of`), so a kernel that gains an
+describe the launch of each problem, and its signature follows from that (`aot.launch_spec`), so a kernel that gains an
 argument needs no change here.
 """
 
@@ -27,7 +27,7 @@ from diyfa.backends.cuda.attention.tile_io import padded_head_dim
 from diyfa.backends.cuda.hopper import bwd_configs as hopper_bwd_configs
 from diyfa.backends.cuda.hopper import configs as hopper_configs
 from diyfa.features import EVERYTHING, dtype_name
-from diyfa.lab.cuda.aot import CompileSpec, spec_of
+from diyfa.lab.cuda.aot import CompileSpec, launch_spec
 from diyfa.problem import (
     VARLEN,
     AttentionGradients,
@@ -115,7 +115,7 @@ def _with_feature_budget(kind: str, problem: AttentionProblem, config: Attention
     return replace(config, spill_budget=max(allowed, config.spill_budget))
 
 
-def tensors_of(problem: AttentionProblem) -> tuple[AttentionTensors, torch.Tensor, torch.Tensor]:
+def call_tensors(problem: AttentionProblem) -> tuple[AttentionTensors, torch.Tensor, torch.Tensor]:
     """Return the tensors of a call, out and lse, without memory."""
 
     def empty(*shape: int) -> torch.Tensor:
@@ -143,16 +143,16 @@ def _spec(kernel: str, problem: AttentionProblem, config: AttentionConfig, launc
     ragged = "" if problem.aligned else " unaligned"
     ragged += f" to {problem.out_dtype}" if problem.out_dtype else ""
     case = f"{problem.dtype} D={problem.head_dim} {features}{ragged} {config.block_m}x{config.block_n} {config.form}"
-    return spec_of(launch, kernel, f"{case} w{config.num_warps} s{config.num_stages}", config.spill_budget)
+    return launch_spec(launch, kernel, f"{case} w{config.num_warps} s{config.num_stages}", config.spill_budget)
 
 
 def _forward(problem: AttentionProblem, config: AttentionConfig) -> CompileSpec:
-    return _spec("attention_fwd/v2", problem, config, fwd.launch_of(problem, *tensors_of(problem), config))
+    return _spec("attention_fwd/v2", problem, config, fwd.launch_of(problem, *call_tensors(problem), config))
 
 
 def _backward(problem: AttentionProblem, has_dlse: bool) -> tuple[bwd.Backward, torch.Tensor]:
     """Return a backward pass without memory, and dout."""
-    tensors, out, lse = tensors_of(problem)
+    tensors, out, lse = call_tensors(problem)
     out = out.to(tensors.q.dtype)  # the merged output, whatever the dtype of partial ones
     dout = torch.empty_like(out)
     dlse = torch.empty_like(lse) if has_dlse else None
@@ -195,7 +195,7 @@ def _merges() -> Iterator[CompileSpec]:
     """Yield the merge of partial outputs: head dims that fill a tile, and one that does not."""
     for d in (64, 80, 128, 512):
         out, lse = torch.empty(2, 8, 1024, d, device="meta"), torch.empty(2, 8, 1024, device="meta")
-        yield spec_of(merge.launch_of(out, lse, out, lse), "attention_merge", f"float32 D={d}")
+        yield launch_spec(merge.launch_of(out, lse, out, lse), "attention_merge", f"float32 D={d}")
 
 
 def _sums(arch: str) -> Iterator[CompileSpec]:
@@ -203,10 +203,10 @@ def _sums(arch: str) -> Iterator[CompileSpec]:
     packed = {"layout": VARLEN, "total_q": 2048, "total_k": 2048, "head_dim_v": 128}
     for d, changes in ((128, {}), (80, packed)):
         problem = _problem(arch, "float16", d).replace(**changes)
-        tensors, _, _ = tensors_of(problem)
+        tensors, _, _ = call_tensors(problem)
         memory = [torch.empty(n, device="meta") for n in bwd_parts.sizes_of(problem, 2)]
         for launch in bwd_parts.launches_of(problem, tensors, memory, 2, tensors.k, tensors.v):
-            yield spec_of(launch, "attention_bwd/sum_parts", f"float16 D={d}")
+            yield launch_spec(launch, "attention_bwd/sum_parts", f"float16 D={d}")
 
 
 def _clearing() -> Iterator[CompileSpec]:
@@ -214,10 +214,10 @@ def _clearing() -> Iterator[CompileSpec]:
     offsets, lse = torch.empty(9, dtype=torch.int32, device="meta"), torch.empty(8, 4096, device="meta")
     for d, dv in ((64, 64), (80, 80), (192, 128)):
         k, v = (torch.empty(4096, 8, columns, dtype=torch.float16, device="meta") for columns in (d, dv))
-        yield spec_of(
+        yield launch_spec(
             clear.launch_of(offsets, 1024, v, None, lse, float("inf")), "attention_clear", f"float16 D={dv} out"
         )
-        yield spec_of(clear.launch_of(offsets, 1024, k, v), "attention_clear", f"float16 D={d} gradients")
+        yield launch_spec(clear.launch_of(offsets, 1024, k, v), "attention_clear", f"float16 D={d} gradients")
 
 
 def _bias_gradient(problem: AttentionProblem) -> Iterator[CompileSpec]:
@@ -228,10 +228,10 @@ def _bias_gradient(problem: AttentionProblem) -> Iterator[CompileSpec]:
     bias = backward.tensors.attn_bias
     assert bias is not None, "its gradient is asked for"
     # A full bias, one number for each key, one for each query.
-    for name, part in (("tiles", bias), ("keys", bias[:, :, :1]), ("queries", bias[..., :1])):
-        tensors = backward.tensors._replace(attn_bias=part)
+    for name, view in (("tiles", bias), ("keys", bias[:, :, :1]), ("queries", bias[..., :1])):
+        tensors = backward.tensors._replace(attn_bias=view)
         launch, _ = bwd_dbias.launch_of(
-            problem, tensors, dout, backward.lse, backward.delta, backward.scale, part.new_empty(part.shape)
+            problem, tensors, dout, backward.lse, backward.delta, backward.scale, view.new_empty(view.shape)
         )
         yield _spec(f"attention_bwd/dbias_{name}", problem, tile, launch)
 
@@ -244,9 +244,9 @@ def _hopper_specs(arch: str) -> Iterator[CompileSpec]:
     packed = {"layout": VARLEN, "total_q": 8192, "total_k": 8192}
     cases: list[tuple[tuple[int, bool], str, dict[str, Any]]] = [
         *(
-            (case, "bfloat16", {"seqlen_q": 16384, "seqlen_k": min(most, 16384)})
+            (case, "bfloat16", {"seqlen_q": 16384, "seqlen_k": min(max_head_dim, 16384)})
             for case, rows in hopper_configs.CONFIGS.items()
-            for most, _ in rows
+            for max_head_dim, _ in rows
         ),
         ((128, True), "float16", {}),
         ((128, False), "float16", {"seqlen_k": 4095}),
@@ -282,7 +282,7 @@ def _hopper_specs(arch: str) -> Iterator[CompileSpec]:
 def _hopper_spec(problem: AttentionProblem, config: hopper_configs.Sm90Config) -> CompileSpec:
     from diyfa.backends.cuda.hopper import fwd as hopper_fwd  # needs the Gluon that `_hopper_specs` asked for
 
-    launch = hopper_fwd.launch_of(problem, *tensors_of(problem), config)
+    launch = hopper_fwd.launch_of(problem, *call_tensors(problem), config)
     d, dv = problem.head_dim, problem.head_dim_v
     widths = f"{d}" if d == dv else f"{d}/{dv}"
     mask = "causal" if problem.causal else "full" if problem.seqlen_k % config.block_n == 0 else "ragged"
@@ -297,7 +297,7 @@ def _hopper_spec(problem: AttentionProblem, config: hopper_configs.Sm90Config) -
         f"{' fixed max' if launch.constants['config'].fixed_max else ''}"
         f"{' pingpong' if config.pingpong else ''}{'' if config.scheduler == 'static' else ' ' + config.scheduler}"
     )
-    return spec_of(launch, "attention_fwd/sm90", case, HOPPER_SPILLS, clean_loops=True)
+    return launch_spec(launch, "attention_fwd/sm90", case, HOPPER_SPILLS, clean_loops=True)
 
 
 def _hopper_tutorial_specs(arch: str) -> Iterator[CompileSpec]:
@@ -311,7 +311,7 @@ def _hopper_tutorial_specs(arch: str) -> Iterator[CompileSpec]:
         k, v = (torch.empty(2, 4, 1024, d, dtype=dtype, device="meta") for _ in range(2))
         lse = torch.empty(2, 8, 1024, device="meta")
         launch = tutorial.launch_of(q, k, v, out, lse, True, d**-0.5)
-        yield spec_of(launch, "attention_fwd/tutorial", f"{dtype_name(dtype)} D={d}", clean_loops=True)
+        yield launch_spec(launch, "attention_fwd/tutorial", f"{dtype_name(dtype)} D={d}", clean_loops=True)
 
 
 # Bytes of spills allowed to the Hopper backward: values stored at the ends of its loops, with a window and a softcap
@@ -354,7 +354,7 @@ def _hopper_backward_specs(arch: str) -> Iterator[CompileSpec]:
         (192, "float16", True, {**divided, "heads_kv": 1, "head_dim_v": 128, "sinks": True}),
     ):
         problem = _problem(arch, dtype, d, causal).replace(**{"batch": 16, **changes})
-        tensors, out, lse = tensors_of(problem)
+        tensors, out, lse = call_tensors(problem)
         summed = getattr(torch, problem.out_dtype or dtype)
         gradients = AttentionGradients(*(torch.empty_like(x, dtype=summed) for x in tensors[:3]))
         backward = hopper_bwd.Sm90Backward(problem, tensors, hopper_bwd_configs.config_of(problem), lse, gradients.dq)
@@ -378,8 +378,8 @@ def _hopper_backward_specs(arch: str) -> Iterator[CompileSpec]:
             "_sum_parts_kernel": ("sum_parts", 0),
         }
         for launch in backward.launches(out, dout, dlse, delta, gradients):
-            name, of_kernel = names[launch.kernel.__name__]
-            yield spec_of(launch, f"attention_bwd/sm90{name and '_' + name}", case, of_kernel)
+            name, spill_budget = names[launch.kernel.__name__]
+            yield launch_spec(launch, f"attention_bwd/sm90{name and '_' + name}", case, spill_budget)
 
 
 def kvcache_problems(arch: str) -> Iterator[KVCacheProblem]:
@@ -389,8 +389,8 @@ def kvcache_problems(arch: str) -> Iterator[KVCacheProblem]:
     half = "bfloat16" if has_bf16 else "float16"
 
     def problem(d: int, dtype: str, heads: int = 32, heads_kv: int = 8, **changes: Any) -> KVCacheProblem:
-        of_call = {"window_right": 0, "lengths": True, **changes}
-        return KVCacheProblem("cuda", arch, dtype, dtype, "bshd", 16, heads, heads_kv, 1, 8192, d, d).replace(**of_call)
+        fields = {"window_right": 0, "lengths": True, **changes}
+        return KVCacheProblem("cuda", arch, dtype, dtype, "bshd", 16, heads, heads_kv, 1, 8192, d, d).replace(**fields)
 
     yield problem(64, "float16")
     yield problem(128, half, page_size=16)
@@ -408,8 +408,8 @@ def kvcache_problems(arch: str) -> Iterator[KVCacheProblem]:
 def _kvcache_case(problem: KVCacheProblem) -> str:
     cache = "" if problem.cache_dtype == problem.dtype else f" {problem.cache_dtype}"
     d, dv = problem.head_dim, problem.head_dim_v
-    used = ("softcap", "alibi", "sinks", "leftpad", "cache_batch_idx", "latent", "batch_invariant", "num_splits")
-    names = "".join(f" {name}" for name in used if getattr(problem, name))
+    shown = ("softcap", "alibi", "sinks", "leftpad", "cache_batch_idx", "latent", "batch_invariant", "num_splits")
+    names = "".join(f" {name}" for name in shown if getattr(problem, name))
     pages = f" page {problem.page_size}" if problem.paged else ""
     return f"{problem.dtype}{cache} D={d if d == dv else f'{d}/{dv}'} Sq={problem.seqlen_q}{pages}{names}"
 
@@ -432,9 +432,9 @@ def _kvcache_specs(arch: str) -> Iterator[CompileSpec]:
             budget = 32
         if problem.batch_invariant and problem.num_splits == 1:
             budget = 128
-        yield spec_of(main, "kvcache_fwd/decode", f"{case} {tile}", budget)
+        yield launch_spec(main, "kvcache_fwd/decode", f"{case} {tile}", budget)
         if problem.sinks or problem.batch_invariant or problem.cache_batch_idx:
-            yield from (spec_of(launch, "kvcache_fwd/combine", case) for launch in combine)
+            yield from (launch_spec(launch, "kvcache_fwd/combine", case) for launch in combine)
         if problem.cache_batch_idx or problem.descales:
             new_k, new_v = (
                 tensors.q.new_empty(problem.batch, 4, problem.heads_kv, d)
@@ -443,7 +443,7 @@ def _kvcache_specs(arch: str) -> Iterator[CompileSpec]:
             angles = tensors.q.new_empty(problem.capacity, 32)
             launch = append.launch_of(problem, tensors, NewKeys(new_k, new_v, angles, angles, True, tensors.q))
             assert launch is not None, "there are new keys"
-            yield spec_of(launch, "kvcache_append/append", f"{case} rotary")
+            yield launch_spec(launch, "kvcache_append/append", f"{case} rotary")
 
 
 def _hopper_decode_specs(arch: str) -> Iterator[CompileSpec]:
@@ -464,8 +464,8 @@ def _hopper_decode_specs(arch: str) -> Iterator[CompileSpec]:
         tensors, out, lse = example_kvcache(problem)
         memory = stream_k.workspace(problem, decode_mla_configs.CONFIG, out.device)
         main, combine = decode_mla.launches_of(problem, tensors, out, lse, decode_mla_configs.CONFIG, memory)
-        yield spec_of(main, "kvcache_fwd/sm90", _kvcache_case(problem), clean_loops=True)
-        yield spec_of(combine, "kvcache_fwd/combine", f"{_kvcache_case(problem)} sm90")
+        yield launch_spec(main, "kvcache_fwd/sm90", _kvcache_case(problem), clean_loops=True)
+        yield launch_spec(combine, "kvcache_fwd/combine", f"{_kvcache_case(problem)} sm90")
 
 
 def _hopper_prefill_specs(arch: str) -> Iterator[CompileSpec]:
@@ -503,7 +503,7 @@ def _hopper_prefill_specs(arch: str) -> Iterator[CompileSpec]:
         launch = prefill.launch_of(problem, tensors, out, lse, config)
         tile = f"{config.consumers}x{hopper_configs.CONSUMER_ROWS}x{config.block_n}"
         case = f"{_kvcache_case(problem)} {'packed' if problem.varlen else 'even'} {tile}"
-        yield spec_of(launch, "kvcache_fwd/sm90_prefill", case, HOPPER_SPILLS, clean_loops=True)
+        yield launch_spec(launch, "kvcache_fwd/sm90_prefill", case, HOPPER_SPILLS, clean_loops=True)
 
 
 def compile_specs(arch: str) -> Iterator[CompileSpec]:
@@ -522,7 +522,7 @@ def compile_specs(arch: str) -> Iterator[CompileSpec]:
         for config in candidates("fwd", problem):
             yield _forward(problem, config)
         v1 = fwd_v1.config(problem)
-        yield _spec("attention_fwd/v1", problem, v1, fwd_v1.launch_of(problem, *tensors_of(problem)))
+        yield _spec("attention_fwd/v1", problem, v1, fwd_v1.launch_of(problem, *call_tensors(problem)))
         for kind in ("dkdv", "dq"):
             for config in candidates(kind, problem):
                 yield _gradient(kind, problem, config)

@@ -1,7 +1,7 @@
 """`diyfa demo`: see in two minutes that diyfa works.
 
-It trains with diyfa's attention, compares the losses with PyTorch's, writes text, and sorts letters, a task in which
-every answer is right or wrong.
+It trains with diyfa's attention, compares losses, speed and memory with PyTorch's, writes text, and sorts letters, a task
+in which every answer is right or wrong.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from diyfa import flash_attention
 from diyfa.cli.devices import device_for
 from diyfa.cli.output import err, out, print_json, progress_bar
 from diyfa.lab.demo import task as demo_task
-from diyfa.lab.demo.train import EARLY_STEPS, PRESETS, Comparison, compare
+from diyfa.lab.demo.train import EARLY_STEPS, PRESETS, Comparison, Preset, attention_memory, compare
 
 ROWS = 8
 BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
@@ -50,6 +50,18 @@ def _loss_table(result: Comparison, steps: int) -> Table:
     for step in sorted({round(i * (steps - 1) / (ROWS - 1)) for i in range(ROWS)}):
         a, b = result.diyfa[step], result.sdpa[step]
         table.add_row(str(step + 1), f"{a:.5f}", f"{b:.5f}", f"{abs(a - b) / b:.1e}")
+    return table
+
+
+def _cost_table(result: Comparison, preset: Preset, alone: dict[str, float]) -> Table:
+    """Return speed and memory of both models, and the memory of attention alone, beside one that stores the scores."""
+    table = Table(title="speed and memory", title_justify="left")
+    for heading in ("", "diyfa", "PyTorch SDPA", "scores stored"):
+        table.add_column(heading, justify="right" if heading else "left")
+    speed, step = result.tokens_per_second(preset), result.step_mib
+    table.add_row("training, tokens/s", f"{speed['diyfa']:,.0f}", f"{speed['sdpa']:,.0f}", "")
+    table.add_row("a training step, MiB", f"{step['diyfa']:.1f}", f"{step['sdpa']:.1f}", "")
+    table.add_row(f"attention, {preset.long_context} tokens, MiB", *(f"{mib:.1f}" for mib in alone.values()))
     return table
 
 
@@ -91,6 +103,14 @@ def _plot(result: Comparison, path: Path) -> None:
     pyplot.close(figure)
 
 
+def _print_losses(result: Comparison, steps: int, seconds: float) -> None:
+    out.print(_loss_table(result, steps))
+    out.print(f"diyfa         {_curve(result.diyfa)}", highlight=False)
+    out.print(f"PyTorch SDPA  {_curve(result.sdpa)}", highlight=False)
+    held_out = ", ".join(f"{who} {loss:.4f}" for who, loss in result.held_out.items())
+    out.print(f"held-out loss: {held_out}; training took {seconds:.1f} s", highlight=False)
+
+
 def run(
     backend: str | None, steps: int | None, seed: int, prompt: str, length: int, plot: Path | None, json: bool
 ) -> int:
@@ -124,6 +144,7 @@ def run(
         sorter = demo_task.train(device, preset, seed, attention, task_steps, advance)
         answers = demo_task.ask(sorter, device, seed)
     sorted_at = time.perf_counter()
+    alone = attention_memory(device, preset, name)
     assert result.model is not None
     text = result.model.generate(prompt.encode(), length, seed) if length else b""
     finished = time.perf_counter()
@@ -145,6 +166,9 @@ def run(
             "early_max_relative_difference": early if math.isfinite(early) else None,
             "early_bound": preset.early_bound,
             "agree": agree,
+            "tokens_per_second": result.tokens_per_second(preset),
+            "step_mib": result.step_mib,
+            "attention_mib": {"tokens": preset.long_context, **alone},
             "text": text.decode(errors="replace"),
             "sorted": [{**asdict(each), "right": each.is_right} for each in answers],
             "seconds": {
@@ -155,11 +179,10 @@ def run(
         }
         print_json(document)
         return 0 if agree else 1
-    out.print(_loss_table(result, steps))
-    out.print(f"diyfa         {_curve(result.diyfa)}", highlight=False)
-    out.print(f"PyTorch SDPA  {_curve(result.sdpa)}", highlight=False)
-    held_out = ", ".join(f"{who} {loss:.4f}" for who, loss in result.held_out.items())
-    out.print(f"held-out loss: {held_out}; training took {trained - start:.1f} s", highlight=False)
+    _print_losses(result, steps, trained - start)
+    out.print(_cost_table(result, preset, alone))
+    if device.type == "cpu":
+        out.print("diyfa's CPU backend is there to be read and tested; its kernels for GPUs and NPUs are fast.")
     if length:
         out.print(Panel(Text(text.decode(errors="replace")), title="written by the diyfa model"))
     if plot is not None:

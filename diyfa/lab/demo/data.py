@@ -18,7 +18,7 @@ def standard_library_text(limit: int = 3_000_000) -> bytes:
     root = Path(sysconfig.get_path("stdlib"))
     text = bytearray()
     for path in sorted(root.rglob("*.py")):
-        if any(part in SKIPPED for part in path.relative_to(root).parts):
+        if any(folder_name in SKIPPED for folder_name in path.relative_to(root).parts):
             continue
         text += path.read_bytes()
         if len(text) >= limit:
@@ -36,13 +36,13 @@ class Batches:
         cut = len(data) * 9 // 10
         if len(data) - cut <= context + 1:
             raise ValueError(f"the text is too short for a context of {context}: {len(data)} bytes")
-        self._parts = {"train": data[:cut], "held-out": data[cut:]}
+        self._splits = {"train": data[:cut], "held-out": data[cut:]}
         self._context, self._batch, self._device = context, batch, device
         self._generator = torch.Generator().manual_seed(seed)
 
-    def next(self, part: str = "train") -> tuple[torch.Tensor, torch.Tensor]:
+    def next(self, split: str = "train") -> tuple[torch.Tensor, torch.Tensor]:
         """Return inputs and next-byte targets, both (batch, context) int64 on the device."""
-        data = self._parts[part]
+        data = self._splits[split]
         starts = torch.randint(len(data) - self._context - 1, (self._batch,), generator=self._generator, device="cpu")
         windows = torch.stack([data[i : i + self._context + 1] for i in starts.tolist()]).long().to(self._device)
         return windows[:, :-1], windows[:, 1:]

@@ -68,5 +68,5 @@ def ask(model: GPT, device: torch.device, seed: int) -> list[Answer]:
     tokens = examples[:, : LETTERS + 1].to(device)
     for _ in range(LETTERS):
         tokens = torch.cat((tokens, model(tokens)[:, -1:].argmax(-1)), 1)
-    given = zip(examples[:, :LETTERS], tokens.cpu()[:, LETTERS + 1 :], examples[:, LETTERS + 1 :], strict=True)
-    return [Answer(_text(question), _text(answer), _text(expected)) for question, answer, expected in given]
+    triples = zip(examples[:, :LETTERS], tokens.cpu()[:, LETTERS + 1 :], examples[:, LETTERS + 1 :], strict=True)
+    return [Answer(_text(question), _text(answer), _text(expected)) for question, answer, expected in triples]

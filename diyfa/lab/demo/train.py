@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from diyfa.attention import flash_attention
+from diyfa.lab.bench.timing import peak_memory_mb
 from diyfa.lab.demo.data import Batches, standard_library_text
-from diyfa.lab.demo.model import GPT, GPTConfig
+from diyfa.lab.demo.model import GPT, Attention, GPTConfig
 
 
 @dataclass(frozen=True)
@@ -33,25 +36,38 @@ class Preset:
     early_bound: float
     bound: float
     autocast: torch.dtype | None = None
+    long_context: int = 8192  # tokens over which the memory of attention alone is measured
 
 
 EARLY_STEPS = 50
+WARM_UP_STEPS = 5  # whose times do not count: kernels are compiled in them
 ACCELERATOR = Preset(GPTConfig(6, 6, 64, 512), 32, 500, 1e-3, 5e-3, 2e-2, torch.bfloat16)
 PRESETS: dict[str, Preset] = {
     "cuda": ACCELERATOR,
     "npu": ACCELERATOR,
-    "cpu": Preset(GPTConfig(3, 4, 32, 128), 8, 300, 2e-3, 1e-4, 2e-2),
+    "cpu": Preset(GPTConfig(3, 4, 32, 128), 8, 300, 2e-3, 1e-4, 2e-2, long_context=2048),
 }
 
 
 @dataclass
 class Comparison:
-    """Losses by step (nats per byte) of the two models, their held-out losses, and diyfa's model."""
+    """Losses by step (nats per byte) of the two models, their held-out losses, and diyfa's model.
+
+    `seconds` are the times of each model's steps, and `step_mib` the peak memory of one forward and backward pass of
+    each model, by "diyfa" and "sdpa".
+    """
 
     diyfa: list[float] = field(default_factory=list)
     sdpa: list[float] = field(default_factory=list)
     held_out: dict[str, float] = field(default_factory=dict)
     model: GPT | None = None
+    seconds: dict[str, list[float]] = field(default_factory=lambda: {"diyfa": [], "sdpa": []})
+    step_mib: dict[str, float] = field(default_factory=dict)
+
+    def tokens_per_second(self, preset: Preset) -> dict[str, float]:
+        """Return the speed of each model's training, from its median step after the warm-up."""
+        tokens = preset.batch * preset.model.context
+        return {name: tokens / median(times[WARM_UP_STEPS:] or times) for name, times in self.seconds.items()}
 
     def max_relative_difference(self, steps: int | None = None) -> float:
         """Return the largest |a - b| / b over the first `steps` (default: all), or inf if a loss is not finite."""
@@ -95,12 +111,17 @@ class Trainer:
     def step(self, tokens: torch.Tensor, targets: torch.Tensor, learning_rate: float) -> float:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        loss = self.loss(tokens, targets)
-        self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        loss = self.backward(tokens, targets)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         return loss.item()
+
+    def backward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Run the forward and the backward pass -> the loss."""
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self.loss(tokens, targets)
+        loss.backward()
+        return loss
 
     @torch.no_grad()
     def evaluate(self, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
@@ -126,9 +147,35 @@ def compare(
     for step in range(steps):
         tokens, targets = batches.next()
         rate = learning_rate(step, preset, steps)
-        result.diyfa.append(trainers["diyfa"].step(tokens, targets, rate))
-        result.sdpa.append(trainers["sdpa"].step(tokens, targets, rate))
+        for name, losses in (("diyfa", result.diyfa), ("sdpa", result.sdpa)):
+            start = time.perf_counter()
+            losses.append(trainers[name].step(tokens, targets, rate))  # a number: the device has finished
+            result.seconds[name].append(time.perf_counter() - start)
         if step == steps - 1:
+            for name, trainer in trainers.items():
+                trainer.optimizer.zero_grad(set_to_none=True)
+                result.step_mib[name] = peak_memory_mb(partial(trainer.backward, tokens, targets), device)
             held_out = [batches.next("held-out") for _ in range(8)]
             result.held_out = {name: trainer.evaluate(held_out) for name, trainer in trainers.items()}
         yield result
+
+
+def _plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Causal attention that stores every score: softmax(q kᵀ · scale) v."""
+    hidden = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1)
+    scores = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).masked_fill(hidden, float("-inf"))
+    return scores.softmax(-1) @ v
+
+
+def attention_memory(device: torch.device, preset: Preset, backend: str | None = None) -> dict[str, float]:
+    """Return the peak MiB of a forward and backward pass of attention alone over `preset.long_context` tokens."""
+    sizes = preset.model
+    shape = (1, sizes.heads, preset.long_context, sizes.head_dim)
+
+    def pass_of(attention: Attention) -> float:
+        dtype = preset.autocast or torch.float32
+        q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+        return peak_memory_mb(lambda: attention(q, k, v).sum().backward(), device)
+
+    mine: Attention = partial(flash_attention, causal=True, backend=backend)
+    return {name: pass_of(each) for name, each in (("diyfa", mine), ("sdpa", _sdpa), ("plain", _plain))}

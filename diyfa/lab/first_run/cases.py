@@ -47,7 +47,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "all at once": {"heads_kv": 1, **EVERYTHING_CASE},
 }  # fmt: skip
 # Features that are tested with another schedule as well.
-OTHER_FEATURES = {
+VARIANT_FEATURES = {
     "v1": ("plain", "causal", "grouped heads", "seq_lens", "window"),
 }
 
@@ -160,7 +160,7 @@ def steps(smoke: bool) -> Iterator[Step]:
         for case in features_in(dtype, sizes):
             yield Step(dtype, case.name, "numerics", {"case": asdict(case)})
         if dtype == "float16":
-            for variant, name in ((variant, name) for variant, names in OTHER_FEATURES.items() for name in names):
+            for variant, name in ((variant, name) for variant, names in VARIANT_FEATURES.items() for name in names):
                 case = _case(f"{variant}: {name}, {dtype}", FEATURES[name], sizes)
                 yield Step(dtype, case.name, "numerics", {"case": asdict(case), "variant": variant})
         case = _case(f"equal from run to run, {dtype}", {"causal": True}, sizes, dtype=dtype)
@@ -185,10 +185,10 @@ def _timed_steps(grid: Grid, timing: dict[str, Any]) -> Iterator[Step]:
     ]
     for stage in ("tiles", "speed"):
         for head_dim, seq_len, causal, dtype in problems:
-            what = f"D = {head_dim}, {'causal' if causal else 'full'}, {dtype}, S = {seq_len}"
+            name = f"D = {head_dim}, {'causal' if causal else 'full'}, {dtype}, S = {seq_len}"
             arguments = {**timing, "head_dim": head_dim, "causal": causal, "dtype": dtype, "seq_len": seq_len}
             if stage == "tiles" and seq_len <= grid.tuned_up_to:
-                yield Step(stage, what, "tiles", arguments)
+                yield Step(stage, name, "tiles", arguments)
             elif stage == "speed":
                 for who in ("diyfa", "diyfa tuned", "torch_npu"):
-                    yield Step(stage, f"{who}, {what}", "speed", {**arguments, "implementation": who})
+                    yield Step(stage, f"{who}, {name}", "speed", {**arguments, "implementation": who})

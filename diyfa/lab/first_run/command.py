@@ -29,8 +29,9 @@ MARK = "@diyfa "  # before each answer of the worker; CANN prints to the same st
 WORKER = (sys.executable, "-m", "diyfa.lab.first_run.worker")
 ENDING_S = 3.0  # time that a process may take to end after its last output
 START_LIMIT_S = 300.0  # time to import torch_npu and open the device
-PARTS = {"date": str, "done": list, "replaced": list, "rows": list}  # entries of the JSON file that a resumed run needs
-KEPT_OUTPUT = 20  # last lines of a process's output, for the row of its crash
+# Entries of the JSON file that a resumed run needs.
+RESUME_ENTRIES = {"date": str, "done": list, "replaced": list, "rows": list}
+OUTPUT_LINES = 20  # last lines of a process's output, for the row of its crash
 
 Row = dict[str, Any]
 
@@ -66,7 +67,7 @@ class Worker:
             errors="replace",
         )  # fmt: skip
         self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
-        self.printed: collections.deque[str] = collections.deque(maxlen=KEPT_OUTPUT)
+        self.printed: collections.deque[str] = collections.deque(maxlen=OUTPUT_LINES)
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
@@ -96,9 +97,9 @@ class Worker:
                 code = self._process.wait(timeout=ENDING_S)
             except subprocess.TimeoutExpired:
                 raise EOFError(f"the process gave an answer that cannot be read: {self.printed[-1]}") from None
-            how = f"signal {-code}" if code < 0 else f"exit status {code}"
+            end = f"signal {-code}" if code < 0 else f"exit status {code}"
             last = f"; last printed: {self.printed[-1]}" if self.printed else ""
-            raise EOFError(f"the process ended with {how}{last}")
+            raise EOFError(f"the process ended with {end}{last}")
         return answer
 
     def do(self, step: Step, limit_s: float) -> Iterator[dict[str, Any]]:
@@ -138,42 +139,44 @@ class Run:
         self._worker: Worker | None = None
         self._lock: IO[str] | None = None
         if request.output:
-            _check_place(request.output)
-        self._worker, ready = self._started()
-        ready["switches"] = {name: x for name, x in sorted(os.environ.items()) if name.startswith("DIYFA_NPU_")}
-        name = str(ready["device"]).replace(" ", "-").replace("/", "-")
+            _check_output_path(request.output)
+        self._worker, machine = self._started()
+        machine["switches"] = {name: x for name, x in sorted(os.environ.items()) if name.startswith("DIYFA_NPU_")}
+        name = str(machine["device"]).replace(" ", "-").replace("/", "-")
         self.path = request.output or Path(f"diyfa-first-run-{name}.json")
         try:
-            _check_place(self.path)
+            _check_output_path(self.path)
             self._lock = _locked(self.path)
-            self.document = self._earlier(ready) or {
-                "benchmark": "ascend first run", **ready, "smoke": request.smoke, "info": _info(), "done": [],
+            self.document = self._earlier(machine) or {
+                "benchmark": "ascend first run", **machine, "smoke": request.smoke, "info": _info(), "done": [],
                 "replaced": [], "rows": [],
             }  # fmt: skip
         except BaseException:
             self.end()
             raise
 
-    def _earlier(self, ready: dict[str, Any]) -> dict[str, Any] | None:
+    def _earlier(self, current: dict[str, Any]) -> dict[str, Any] | None:
         """Return the document of an earlier run with the same device, versions, switches and size, or None."""
         if self.request.again or not self.path.exists():
             return None
         remedy = "--again starts afresh, --output names another file"
         try:
             earlier = json.loads(self.path.read_text(encoding="utf-8"))
-            same = all(earlier[name] == ready[name] for name in ("device", "versions", "chip", "switches"))
-            same = same and earlier["smoke"] == self.request.smoke
-            whole = all(isinstance(earlier[part], kind) for part, kind in PARTS.items())
-            whole = whole and all(isinstance(text, str) for text in (*earlier["done"], *earlier["replaced"]))
-            if not (whole and all(isinstance(tiles, list) for tiles in earlier.get("without", {}).values())):
+            is_same = all(earlier[name] == current[name] for name in ("device", "versions", "chip", "switches"))
+            is_same = is_same and earlier["smoke"] == self.request.smoke
+            is_complete = all(isinstance(earlier[entry], kind) for entry, kind in RESUME_ENTRIES.items())
+            is_complete = is_complete and all(
+                isinstance(text, str) for text in (*earlier["done"], *earlier["replaced"])
+            )
+            if not (is_complete and all(isinstance(tiles, list) for tiles in earlier.get("without", {}).values())):
                 raise ValueError("a part has another type")
-            if same:
+            if is_same:
                 page(earlier, [self.path])  # raises if its rows lack what the page shows
         except OSError as error:
             raise ValueError(f"{self.path} cannot be read ({error.strerror}): {remedy}") from error
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{self.path} is no file of a first run: {remedy}") from error
-        if not same:
+        if not is_same:
             raise ValueError(
                 f"{self.path} is from another device, other versions or switches, or another size of run: {remedy}"
             )
@@ -213,7 +216,7 @@ class Run:
         outcome = Outcome()
         if self._worker is None:
             self._worker, _ = self._started()
-        worker, goes_on = self._worker, False
+        worker, can_continue = self._worker, False
         try:
             for answer in worker.do(step, self.request.limit_s):
                 if "trying" in answer:
@@ -222,16 +225,16 @@ class Run:
                     outcome.rows.append(answer["row"])
                 outcome.replaced += [answer["replaced"]] if "replaced" in answer else []
                 outcome.failed = answer.get("failed", outcome.failed)
-                goes_on = answer.get("goes_on", False)
+                can_continue = answer.get("can_continue", False)
         except (TimeoutError, EOFError) as error:
             outcome.failed, outcome.ended = str(error), True
-        if not goes_on:
+        if not can_continue:
             worker.end()
             self._worker = None
             outcome.ended = True
-        told = any("unavailable" in row or row.get("status") == "error" for row in outcome.rows)
-        if outcome.failed and not told:
-            outcome.rows.append(_row_of_failure(step, outcome))
+        reported = any("unavailable" in row or row.get("status") == "error" for row in outcome.rows)
+        if outcome.failed and not reported:
+            outcome.rows.append(_failure_row(step, outcome))
         return outcome
 
     def save(self) -> None:
@@ -253,14 +256,14 @@ class Run:
             self._lock.close()
 
 
-def _check_place(path: Path) -> None:
+def _check_output_path(path: Path) -> None:
     """Raise ValueError if `path` is no name for the JSON file, or its file or the page's cannot be written."""
     if path.suffix == ".txt":
         better = path.with_suffix(".json")
         raise ValueError(f"{path}: the page goes there; name the JSON file, such as {better}")
-    for place in (path, path.parent / f"{path.stem}.txt"):
-        if place.exists() and not place.is_file():  # such as a folder or a device
-            raise ValueError(f"{place} is no file that can be written: name the JSON file with --output")
+    for file in (path, path.parent / f"{path.stem}.txt"):
+        if file.exists() and not file.is_file():  # such as a folder or a device
+            raise ValueError(f"{file} is no file that can be written: name the JSON file with --output")
 
 
 def _beside(path: Path, ending: str) -> Path:
@@ -282,7 +285,7 @@ def _locked(path: Path) -> IO[str]:
     return file
 
 
-def _row_of_failure(step: Step, outcome: Outcome) -> Row:
+def _failure_row(step: Step, outcome: Outcome) -> Row:
     """Return the row of a step that failed without a row, for `diyfa report` and the page."""
     if step.kind in ("numerics", "determinism"):
         case = step.arguments["case"]
@@ -310,7 +313,7 @@ def _info() -> Any:
         return {"error": str(error)}
 
 
-def run(request: Request, json_wanted: bool, command: Sequence[str] = WORKER) -> int:
+def run(request: Request, as_json: bool, command: Sequence[str] = WORKER) -> int:
     """Run all steps that are left. Return the exit status, 1 if results are wrong or a step of the numerics failed."""
     for stage in request.stages:
         if stage not in STAGES:
@@ -320,7 +323,7 @@ def run(request: Request, json_wanted: bool, command: Sequence[str] = WORKER) ->
         left = this.left()
         if done := len(this.document["done"]):
             err.print(f"{this.path}: {done} steps are done, {len(left)} left", highlight=False)
-        with progress_bar(not json_wanted) as progress:
+        with progress_bar(not as_json) as progress:
             task = progress.add_task("first run", total=len(left), note="")
             for step in left:
                 progress.update(task, note=step.key)
@@ -335,7 +338,7 @@ def run(request: Request, json_wanted: bool, command: Sequence[str] = WORKER) ->
         this.end()
     text = this.path.with_suffix(".txt")
     text.write_text(page(this.document, [this.path, text]), encoding="utf-8")
-    if json_wanted:
+    if as_json:
         print_json(this.document)
     else:
         print_page(out, this.document, [this.path, text])

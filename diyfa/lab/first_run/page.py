@@ -22,7 +22,7 @@ PUBLISHED: tuple[tuple[str, dict[int, float]], ...] = (
     ("PTO, normalised from 1 or 2 cores", {0: 183.0}),
 )
 SLOW = 1.5  # least ratio of bfloat16's time to float16's that is reported
-FLOAT16_MOST = 65504  # the largest float16
+FLOAT16_MAX = 65504  # the largest float16
 
 Row = dict[str, Any]
 
@@ -37,8 +37,8 @@ def _numerics(document: dict[str, Any]) -> Iterator[str]:
             verdict = f"[red]{len(bad)} of {len(mine)} wrong or failed[/red]" if bad else f"all {len(mine)} right"
             yield f"  {stage}: {verdict}"
             for row in bad[:5]:
-                share = f"{figure(row['share'])} times the allowed error of {row['result']} " if "share" in row else ""
-                yield f"    {escape(row['case'])}: {share}{escape(row['reason'])}"
+                excess = f"{figure(row['share'])} times the allowed error of {row['result']} " if "share" in row else ""
+                yield f"    {escape(row['case'])}: {excess}{escape(row['reason'])}"
     errors = [row for row in rows if row.get("table") == "equivalence"]
     answered = [row for row in errors if "max_error" in row]
     if errors:
@@ -46,10 +46,10 @@ def _numerics(document: dict[str, Any]) -> Iterator[str]:
         for row in answered:
             who = row["implementation"]
             worst[who] = max(worst.get(who, 0.0), *row["max_error"].values())
-        told = ", ".join(f"{who} {error:.1e}" for who, error in worst.items()) or "nobody answered"
+        text = ", ".join(f"{who} {error:.1e}" for who, error in worst.items()) or "nobody answered"
         refused = len(errors) - len(answered)
-        told += f"; {refused} of {len(errors)} calls refused" if refused else ""
-        yield f"  npu_fusion_attention beside float64, largest error: {told}"
+        text += f"; {refused} of {len(errors)} calls refused" if refused else ""
+        yield f"  npu_fusion_attention beside float64, largest error: {text}"
 
 
 def _tiles(document: dict[str, Any]) -> Iterator[str]:
@@ -91,7 +91,7 @@ def _dtypes(document: dict[str, Any]) -> Iterator[str]:
     yield f"  [red]bfloat16 takes {figure(bfloat / half)} times as long as float16 here.[/red] Until that is mended:"
     ways = (
         ("float32", "exact, as it holds every bfloat16", "float"),
-        ("float16", f"where no value exceeds {FLOAT16_MOST}", "half"),
+        ("float16", f"where no value exceeds {FLOAT16_MAX}", "half"),
     )
     faster = [way for way in ways if times.get(f"bfloat16 through {way[0]}", bfloat) < bfloat]
     for name, exact, method in faster:
@@ -114,17 +114,17 @@ def _not_timed(document: dict[str, Any]) -> Iterator[str]:
 
 def _standing(document: dict[str, Any]) -> list[list[str]]:
     """Return the rows of the last table: forward, D = 128, no mask, by length, the faster 16-bit dtype."""
-    found: dict[str, dict[int, float]] = {}
+    times: dict[str, dict[int, float]] = {}
     for row in document["rows"]:
         mine = row.get("table") == "attention" and row.get("D") == 128 and row.get("causal") is False
         if mine and row.get("pass") == "forward" and row.get("dtype") != "float32" and "tflops" in row:
             who = f"{row['implementation']}, here"
-            by_length = found.setdefault(who, {})
+            by_length = times.setdefault(who, {})
             by_length[row["S"]] = max(by_length.get(row["S"], 0.0), row["tflops"])
-    if not found:
+    if not times:
         return []
-    lengths = sorted({n for by_length in found.values() for n in by_length})
-    every = [*found.items(), *PUBLISHED]
+    lengths = sorted({n for by_length in times.values() for n in by_length})
+    every = [*times.items(), *PUBLISHED]
     return [["", *(f"{n // 1024}K" for n in lengths), "length not said"]] + [
         [who, *(figure(by_length[n]) if n in by_length else "" for n in (*lengths, 0))] for who, by_length in every
     ]
@@ -153,8 +153,8 @@ def print_page(console: Console, document: dict[str, Any], files: Sequence[Path]
     if document["switches"]:
         switches = ", ".join(f"{name}={value}" for name, value in document["switches"].items())
         console.print(f"  with {escape(switches)}", highlight=False, soft_wrap=True)
-    for part in (_numerics(document), _tiles(document), _dtypes(document), _not_timed(document)):
-        lines = list(part)
+    for section in (_numerics(document), _tiles(document), _dtypes(document), _not_timed(document)):
+        lines = list(section)
         if lines:
             console.print("\n" + "\n".join(lines), highlight=False, soft_wrap=True)
     rows = _standing(document)

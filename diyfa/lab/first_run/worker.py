@@ -22,7 +22,7 @@ import diyfa
 from diyfa.integrations.npu_fusion_arguments import compressed_mask, fusion_attention_arguments
 from diyfa.integrations.npu_fusion_attention import npu_fusion_attention
 from diyfa.lab.bench.record import environment
-from diyfa.lab.bench.timing import device_module, quantiles_of, synchronize, time_calls
+from diyfa.lab.bench.timing import compute_quantiles, device_module, synchronize, time_calls
 from diyfa.lab.bench.work import BACKWARD_FACTOR, attention_flops, tflops
 from diyfa.lab.first_run.cases import OperatorCase
 from diyfa.problem import TriedTile
@@ -37,9 +37,9 @@ WORK = {"fwd": 1.0, "dkdv": 2.0, "dq": 1.5}
 Row = dict[str, Any]
 
 
-def answer(**what: Any) -> None:
+def answer(**fields: Any) -> None:
     """Send an answer to the command."""
-    print(MARK + json.dumps(what), flush=True)
+    print(MARK + json.dumps(fields), flush=True)
 
 
 def first_line(error: BaseException) -> str:
@@ -55,8 +55,8 @@ def first_line(error: BaseException) -> str:
 
 def _case(fields: dict[str, Any]) -> AttentionCase:
     """Return an AttentionCase from its fields in JSON, where tuples are lists."""
-    given: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in fields.items()}
-    return AttentionCase(**given)
+    arguments: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in fields.items()}
+    return AttentionCase(**arguments)
 
 
 def numerics(device: torch.device, case: dict[str, Any], variant: str = "auto") -> Iterator[Row]:
@@ -162,14 +162,14 @@ def operator(device: torch.device, case: dict[str, Any], sizes: dict[str, Any]) 
         row = {"table": "equivalence", "case": described.name, "dtype": "float16", "implementation": who}
         try:
             arguments = operator_arguments(described, sizes, device, torch.float16)
-            found = operator_results(function, arguments)
+            results = operator_results(function, arguments)
         except Exception as error:
             yield {**row, "unavailable": f"refused: {first_line(error)}"}
             failed.append(error)
             continue
         # By default, the operator stores the statistics of TND with heads first.
         names = [name for name in truth if not (name == "lse" and described.layout == "TND")]
-        errors = {name: measure_error(found[name], truth[name]).max_abs for name in names}
+        errors = {name: measure_error(results[name], truth[name]).max_abs for name in names}
         yield {**row, "max_error": errors}
     if failed:
         raise failed[0]
@@ -220,16 +220,16 @@ class Timed:
         """Yield the milliseconds and TFLOP/s of each pass."""
         for direction, fn in passes.items():
             work = self.flops * (BACKWARD_FACTOR if direction == "backward" else 1)
-            ms, p20, p80 = quantiles_of(time_calls(fn, self.device, self.warmup, self.rep))
+            ms, p20, p80 = compute_quantiles(time_calls(fn, self.device, self.warmup, self.rep))
             yield {"pass": direction, "ms": ms, "ms_p20": p20, "ms_p80": p80, "tflops": tflops(work, ms)}
 
 
 def dtype(device: torch.device, through: str = "", **size: Any) -> Iterator[Row]:
     """Time both passes in one dtype, or computed through another dtype."""
     timed = Timed(device, size)
-    how = f"diyfa, {timed.dtype}" + (f" through {through}" if through else "")
-    for found in timed.times(timed.passes(through)):
-        yield {"table": "dtypes", **timed.row, "through": through, "implementation": how, **found}
+    implementation = f"diyfa, {timed.dtype}" + (f" through {through}" if through else "")
+    for time in timed.times(timed.passes(through)):
+        yield {"table": "dtypes", **timed.row, "through": through, "implementation": implementation, **time}
 
 
 def vendors_passes(leaves: list[torch.Tensor], causal: bool) -> dict[str, Callable[[], Any]]:
@@ -254,8 +254,8 @@ def speed(device: torch.device, implementation: str, **size: Any) -> Iterator[Ro
     try:
         theirs = implementation == "torch_npu"
         passes = vendors_passes(timed.leaves, timed.causal) if theirs else timed.passes()
-        for found in timed.times(passes):
-            yield {**row, **found}
+        for time in timed.times(passes):
+            yield {**row, **time}
     except Exception as error:
         yield {**row, "unavailable": f"refused: {first_line(error)}"}
         raise
@@ -272,7 +272,7 @@ def tiles(device: torch.device, without: list[dict[str, Any]] | None = None, **s
         yield {"table": "tiles", "kernel": "all", "unavailable": reason}
         return
     timed = Timed(device, size)
-    found: dict[str, Row] = {}
+    rows_by_tile: dict[str, Row] = {}
 
     def watch(tried: TriedTile) -> None:
         kernel = tried.kernel.removeprefix("attention_")
@@ -282,14 +282,14 @@ def tiles(device: torch.device, without: list[dict[str, Any]] | None = None, **s
         answer(trying=tried.config if begins else None, row=row)
         if tried.milliseconds is not None:
             ms = tried.milliseconds
-            found[f"{kernel} {config}"] = {**row, "ms": ms, "tflops": tflops(timed.flops * WORK[kernel], ms)}
+            rows_by_tile[f"{kernel} {config}"] = {**row, "ms": ms, "tflops": tflops(timed.flops * WORK[kernel], ms)}
         elif not begins:
-            found[f"{kernel} {config}"] = {**row, "unavailable": first_line(RuntimeError(tried.reason))}
+            rows_by_tile[f"{kernel} {config}"] = {**row, "unavailable": first_line(RuntimeError(tried.reason))}
 
     with tuning.measuring(watch, without or ()):
         for call in timed.passes().values():
             call()
-    yield from found.values()
+    yield from rows_by_tile.values()
 
 
 # ---- the process -------------------------------------------------------------------------------------------------
@@ -311,7 +311,7 @@ def do(step: dict[str, Any], device: torch.device) -> bool:
     previous = dict(os.environ)
     os.environ.update(step["environment"])
     try:
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always", RuntimeWarning)
             for row in KINDS[step["kind"]](device, **step["arguments"]):
                 answer(row=row)
@@ -320,7 +320,7 @@ def do(step: dict[str, Any], device: torch.device) -> bool:
         answer(failed=first_line(error))
         return _is_harmless(error)
     finally:
-        for text in dict.fromkeys(str(w.message) for w in told):
+        for text in dict.fromkeys(str(w.message) for w in warned):
             if "conservative tile" in text:
                 answer(replaced=text)
         os.environ.clear()
@@ -337,9 +337,9 @@ def main() -> int:
     chip["arch"] = chip["arch"].value
     answer(ready={**environment(device), "chip": chip})
     for line in sys.stdin:
-        goes_on = do(json.loads(line), device)
-        answer(done=True, goes_on=goes_on)
-        if not goes_on:
+        can_continue = do(json.loads(line), device)
+        answer(done=True, can_continue=can_continue)
+        if not can_continue:
             return 1
     return 0
 

@@ -34,7 +34,7 @@ from typing import Any
 from diyfa.arch import NPUArch, npu_spec
 from diyfa.backends.npu.runtime.compiler import first_error
 from diyfa.backends.npu.tables import configs
-from diyfa.lab.compile_report import CompileReport, one_in
+from diyfa.lab.compile_report import CompileReport, sample_jobs
 from diyfa.lab.npu import gate, hivm, l0
 from diyfa.lab.npu.metrics import limits, metrics
 from diyfa.lab.npu.selection import selected_jobs
@@ -82,7 +82,7 @@ class BackHalf:
 
     @property
     def number(self) -> tuple[int, ...]:
-        return tuple(int(part) for part in self.version.split(".")[:2])
+        return tuple(int(digits) for digits in self.version.split(".")[:2])
 
     @property
     def shows(self) -> bool:
@@ -113,19 +113,19 @@ def back_halves(target: str) -> tuple[BackHalf, ...]:
     intermediate form. For the 950 it is the installed one alone: 1.1.0's compiler for that chip fails one of its own
     assertions on every attention kernel.
     """
-    found = [compiler for compiler in _known_releases() if compiler.shows]
-    return tuple(found[:1] if configs.family(target) is NPUArch.A5 else found)
+    releases = [compiler for compiler in _known_releases() if compiler.shows]
+    return tuple(releases[:1] if configs.family(target) is NPUArch.A5 else releases)
 
 
 def oldest_back_half(target: str) -> BackHalf:
     """Return the release that compiles conservative tiles for `target`."""
-    known = back_halves(target) if configs.family(target) is NPUArch.A5 else _known_releases()
-    return min(known, key=lambda compiler: compiler.number)
+    releases = back_halves(target) if configs.family(target) is NPUArch.A5 else _known_releases()
+    return min(releases, key=lambda compiler: compiler.number)
 
 
 def _known_releases() -> list[BackHalf]:
     """Return the installed release, then those of DIYFA_ASCENDNPU_IR."""
-    found = [back_half()]
+    releases = [back_half()]
     for folder in filter(None, os.environ.get("DIYFA_ASCENDNPU_IR", "").split(os.pathsep)):
         named = [d.version for d in metadata.distributions(path=[folder]) if d.name == "ascendnpu-ir"]
         if not named:
@@ -133,8 +133,8 @@ def _known_releases() -> list[BackHalf]:
                 f"DIYFA_ASCENDNPU_IR names {folder}, which holds no ascendnpu-ir: make it with pip install --no-deps "
                 f"--target {folder} ascendnpu-ir==1.1.0"
             )
-        found.append(BackHalf(named[0], Path(folder, "ascendnpuir").absolute()))
-    return found
+        releases.append(BackHalf(named[0], Path(folder, "ascendnpuir").absolute()))
+    return releases
 
 
 def check_front_half() -> None:
@@ -203,7 +203,7 @@ def run_back_half(
     return Compiled("", mixed, bound, depth, hivm.peak_memory(text), notes, module)
 
 
-def hivm_of(job: Job, target: str) -> str:
+def compiled_hivm(job: Job, target: str) -> str:
     """Return the last intermediate form of one kernel, for people. Raises RuntimeError if it does not compile."""
     check_front_half()
     linalg, _ = to_linalg(job, target)
@@ -311,7 +311,7 @@ def compile_jobs(
     compilers = back_halves(target) if compilers is None else compilers
     for compiler in compilers:
         compiler.program(target)
-    begun: dict[tuple[str, BackHalf], Future[tuple[Compiled, float]]] = {}
+    in_progress: dict[tuple[str, BackHalf], Future[tuple[Compiled, float]]] = {}
 
     def timed(linalg: str, mixed: bool, options: dict[str, Any], compiler: BackHalf) -> tuple[Compiled, float]:
         started = time.perf_counter()
@@ -319,7 +319,7 @@ def compile_jobs(
 
     def report(job: Job, compiler: BackHalf, before: float, compiled: Compiled | str) -> CompileReport:
         if isinstance(compiled, str):
-            done, seconds = begun[compiled, compiler].result()
+            done, seconds = in_progress[compiled, compiler].result()
             return _report(job, target, compiler, done, before + seconds)
         return _report(job, target, compiler, compiled, before)
 
@@ -328,7 +328,7 @@ def compile_jobs(
         for job in jobs:
             started = time.perf_counter()
             chosen = compilers[:1] if job.newest_only else compilers
-            compiled: Compiled | str  # a failure, or the key of a compilation in `begun`
+            compiled: Compiled | str  # a failure, or the key of a compilation in `in_progress`
             try:
                 linalg, mixed = to_linalg(job, target)
             except subprocess.CalledProcessError as error:
@@ -340,8 +340,8 @@ def compile_jobs(
                 module = f"{linalg}{sorted(job.options.items())}"
                 compiled = hashlib.sha256(module.encode()).hexdigest()
                 for compiler in chosen:
-                    if (compiled, compiler) not in begun:
-                        begun[compiled, compiler] = pool.submit(timed, linalg, mixed, job.options, compiler)
+                    if (compiled, compiler) not in in_progress:
+                        in_progress[compiled, compiler] = pool.submit(timed, linalg, mixed, job.options, compiler)
             pending += [(job, compiler, time.perf_counter() - started, compiled) for compiler in chosen]
             while len(pending) > 2 * JOBS:
                 yield report(*pending.pop(0))
@@ -356,7 +356,7 @@ def jobs_for(
     if npu_spec(target) is None:
         raise ValueError(f"unknown Ascend chip {target!r}: expected a name such as 'Ascend910B3' or 'Ascend950PR_9589'")
     source = shipped_jobs(target, full) if select is None else selected_jobs(target, select)
-    return one_in(every, (job for job in source if only is None or only in f"{job.kernel} {job.case}"), target)
+    return sample_jobs(every, (job for job in source if only is None or only in f"{job.kernel} {job.case}"), target)
 
 
 def compile_all(
@@ -399,10 +399,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--every", type=int, default=1, help="of each kernel one in so many cases")
     parser.add_argument("--full", action="store_true", help="every feature in every dtype and head-dim class")
     parser.add_argument("--conservative", action="store_true", help="the conservative tiles, with the oldest release")
-    asked = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     failed = False
-    reports = compile_all(asked.target, asked.only, asked.full, asked.every)
-    for report in compile_conservative(asked.target, asked.only) if asked.conservative else reports:
+    reports = compile_all(options.target, options.only, options.full, options.every)
+    for report in compile_conservative(options.target, options.only) if options.conservative else reports:
         failed |= not report.ok
         print(json.dumps(asdict(report)), flush=True)
     return int(failed)

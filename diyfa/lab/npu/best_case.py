@@ -4,7 +4,7 @@ A kernel must at least multiply its products and load its operands once. On the 
 and partial results between cube and vector cores through global memory, and the cube core writes there while it does
 not multiply. The compiler can only add to this. So a tile whose best case is below a compiled tile's prediction loses.
 The vector cores' work is not known beforehand. The search takes the least among the kernel's compiled tiles, less a
-margin (`search.VECTOR_PART`).
+margin (`search.VECTOR_FRACTION`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from diyfa.problem import AttentionProblem
 FP32_BYTES = 4  # of a score, a partial result, or a value of the gate's attn_bias
 
 
-def least_work(problem: AttentionProblem, kernel: str, rows: int, keys: int, key_bias: bool) -> tuple[Work, Work]:
+def min_work(problem: AttentionProblem, kernel: str, rows: int, keys: int, key_bias: bool) -> tuple[Work, Work]:
     """Return (work of a tile of scores, work of a task around its tiles): the least that `kernel` must do.
 
     `key_bias`: the tile also loads a bias value for each score.
@@ -48,8 +48,8 @@ def least_work(problem: AttentionProblem, kernel: str, rows: int, keys: int, key
     )
     read = {"fwd": rows * d, "dq": rows * (d + dv), "dkdv": keys * (d + dv), "dbias": 0}
     stored = {"fwd": rows * dv, "dq": rows * d, "dkdv": keys * (d + dv), "dbias": 0}
-    whole = scores * FP32_BYTES if kernel == "dbias" else 0
-    return tile, Work(loaded=read[kernel] * width, stored=stored[kernel] * width + whole)
+    dbias_bytes = scores * FP32_BYTES if kernel == "dbias" else 0
+    return tile, Work(loaded=read[kernel] * width, stored=stored[kernel] * width + dbias_bytes)
 
 
 def best_share(
@@ -60,7 +60,7 @@ def best_share(
     It assumes a mask without cost and a pipeline as deep as the number of workspace buffers. `vector_cycles`: cycles of
     the vector cores for a tile; the default 0 is below every compiled kernel.
     """
-    work, around = least_work(problem, kernel, tile.block_m, tile.block_n, key_bias)
+    work, around = min_work(problem, kernel, tile.block_m, tile.block_n, key_bias)
     scores = tile.block_m * tile.block_n
     if vector_cycles:
         elements = int(vector_cycles * cost.VECTOR_BYTES // FP32_BYTES)

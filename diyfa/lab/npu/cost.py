@@ -99,7 +99,7 @@ class Stages:
     memory: float = 0.0  # port between AI core and L2; reads and writes overlap
     shared: float = 0.0  # cycles in both `cube` and `memory`: the cube core writes out
 
-    def plus(self, other: Stages) -> Stages:
+    def add(self, other: Stages) -> Stages:
         return Stages(
             self.cube + other.cube, self.vector + other.vector, self.memory + other.memory, self.shared + other.shared
         )
@@ -204,8 +204,8 @@ def scheduled(costs: list[float], programs: int, zigzag: bool = True) -> list[fl
     """Return the work of each program if tasks are dealt in rounds, with zigzag odd rounds from the last program on."""
     load = [0.0] * programs
     for i, cost in enumerate(costs):
-        turn, place = divmod(i, programs)
-        load[programs - 1 - place if zigzag and turn % 2 else place] += cost
+        wave, position = divmod(i, programs)
+        load[programs - 1 - position if zigzag and wave % 2 else position] += cost
     return load
 
 
@@ -271,7 +271,7 @@ def predict(
     full = module.loops[0]
     masked = module.loops[1] if len(module.loops) > 1 else full
     plain = stages(full.tile, chip)
-    cut = stages(masked.tile, chip).plus(stages(masked.masked, chip))
+    cut = stages(masked.tile, chip).add(stages(masked.masked, chip))
     per_tile, per_cut = tile_cycles(plain, module.pipelined), tile_cycles(cut, module.pipelined)
     around = stages(module.task, chip).total
     if module.task.products:

@@ -101,8 +101,8 @@ def failures(target: str, kernel: str, case: str, bound: bool, pipelined: int, c
     """Return the gate's objections to a compiled kernel with matrix products; [] if it passes."""
     exception = exception_for(target, kernel, case, compiler)
     if exception is None:
-        found = [] if bound else ["gate: not split over both vector cores"]
-        return found if pipelined >= DEPTH else [*found, f"gate: pipeline depth {pipelined}, expected {DEPTH}"]
+        problems = [] if bound else ["gate: not split over both vector cores"]
+        return problems if pipelined >= DEPTH else [*problems, f"gate: pipeline depth {pipelined}, expected {DEPTH}"]
     if (bound, pipelined) == (exception.bound, exception.pipelined):
         return []
     if bound >= exception.bound and pipelined >= exception.pipelined:

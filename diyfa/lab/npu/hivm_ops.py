@@ -72,14 +72,14 @@ class Op:
 
 def _split(text: str) -> list[str]:
     """Split at commas outside brackets."""
-    parts, depth, start = [], 0, 0
+    pieces, depth, start = [], 0, 0
     for i, character in enumerate(text):
         depth += character in "<([{"
         depth -= character in ">)]}" and text[i - 1] != "-"
         if character == "," and depth == 0:
-            parts.append(text[start:i].strip())
+            pieces.append(text[start:i].strip())
             start = i + 1
-    return [*parts, text[start:].strip()] if text.strip() else parts
+    return [*pieces, text[start:].strip()] if text.strip() else pieces
 
 
 def functions(hivm: str) -> Iterator[tuple[str, list[str]]]:
@@ -116,18 +116,18 @@ class Reader:
             self._line(number, line)
 
     def _define(self, name: str, type_: str, source: Buffer | None = None, workspace: bool = False) -> None:
-        found = _MEMREF.search(type_)
-        if found is None:
+        match = _MEMREF.search(type_)
+        if match is None:
             return
-        sizes = [size for size in found[1].split("x") if size]
+        sizes = [size for size in match[1].split("x") if size]
         if sizes and "?" not in sizes:
             elements = math.prod(int(size) for size in sizes)
         else:
             elements = source.elements if source else 0
-        if not elements and (stride := re.search(r"strided<\[(\d+),", found[0])) and sizes[0] != "?":
+        if not elements and (stride := re.search(r"strided<\[(\d+),", match[0])) and sizes[0] != "?":
             elements = int(sizes[0]) * int(stride[1])
         workspace |= source is not None and source.workspace
-        self.buffers[name] = Buffer(elements, found[2], found[3] or "", workspace)
+        self.buffers[name] = Buffer(elements, match[2], match[3] or "", workspace)
 
     def _line(self, number: int, line: str) -> None:
         text = line.strip()
@@ -171,7 +171,7 @@ class Reader:
     def _open(self, text: str, result: re.Match[str] | None) -> None:
         """Enter a region: push its frame, and define the buffers that it names."""
         types = _split(text[text.rindex("-> (") + 4 : text.rindex(")")]) if "-> (" in text else []
-        names = [pair.split(" = ")[0] for pair in _split(found[1])] if (found := _ITER_ARGS.search(text)) else []
+        names = [pair.split(" = ")[0] for pair in _split(match[1])] if (match := _ITER_ARGS.search(text)) else []
         for i, type_ in enumerate(types):
             if i < len(names):
                 self._define(names[i], type_)
@@ -188,8 +188,8 @@ class Reader:
             self.frames.append(Frame("loop"))
         elif "scf.if" in text:
             condition = re.search(r"scf\.if (%[\w#-]+)", text)
-            alone = condition is not None and condition[1] in self.sub_block
-            self.frames.append(Frame("always" if alone else "if"))
+            on_one_core = condition is not None and condition[1] in self.sub_block
+            self.frames.append(Frame("always" if on_one_core else "if"))
         else:  # the other branch
             self.frames.append(Frame("if"))
 
@@ -223,9 +223,9 @@ class Reader:
             return
         self.ops.append(Op(kind, name, frames, buffers))
 
-    def _instruction(self, found: re.Match[str], frames: tuple[Frame, ...]) -> None:
+    def _instruction(self, match: re.Match[str], frames: tuple[Frame, ...]) -> None:
         """Add a register instruction of the 950. Loads, stores and masks do not count by themselves."""
-        name, types = found[1], f"{found[3]} {found[4]}"
+        name, types = match[1], f"{match[3]} {match[4]}"
         vectors = [(int(n), dtype) for n, dtype in _VECTOR.findall(types) if dtype not in ("i1", "i8")]
         if vectors and not name.startswith(_BOOKKEEPING):
             elements, dtype = vectors[0]
@@ -244,10 +244,10 @@ def _block_frames(lines: list[str]) -> dict[int, tuple[Frame, ...]]:
         return {}
     constants = {m[1]: int(m[2]) for line in lines if (m := CONSTANT.search(line))}
     defined = {m[1]: m[3] for line in lines if (m := _RESULT.match(line))}
-    alone: set[str] = set()
+    on_one_core: set[str] = set()
     for name, operation in defined.items():
-        if _tells_cores_apart(operation, alone):
-            alone.add(name)
+        if _depends_on_core(operation, on_one_core):
+            on_one_core.add(name)
     spans: list[tuple[int, int, Frame]] = []
     headers = set()
     for i, line in enumerate(lines):
@@ -260,29 +260,29 @@ def _block_frames(lines: list[str]) -> dict[int, tuple[Frame, ...]]:
         if "cf.cond_br" in line and block not in headers:
             condition = re.search(r"cf\.cond_br (%[\w#-]+)", line)
             targets = sorted(starts[m[1]] for m in _BRANCH.finditer(line))
-            kind = "always" if condition is not None and condition[1] in alone else "if"
+            kind = "always" if condition is not None and condition[1] in on_one_core else "if"
             spans.append((targets[0], targets[-1] - 1, Frame(kind)))
     spans.sort(key=lambda span: (span[0], -span[1]))
     return {i: tuple(frame for low, high, frame in spans if low <= i <= high) for i in range(len(lines))}
 
 
-def _tells_cores_apart(operation: str, known: set[str]) -> bool:
-    """Return whether a value is the vector core's number, or computed from one of the `known` values."""
+def _depends_on_core(operation: str, dependent: set[str]) -> bool:
+    """Return whether a value is the vector core's number, or computed from one of the `dependent` values."""
     if "get_sub_block_idx" in operation:
         return True
     return operation.startswith(("arith.", "llvm.")) and any(
-        name in known for name in re.findall(r"%[\w#-]+", operation)
+        name in dependent for name in re.findall(r"%[\w#-]+", operation)
     )
 
 
 def _trips(
-    lines: list[str], header: str, back: str, back_line: int, defined: dict[str, str], constants: dict[str, int]
+    lines: list[str], header: str, back: str, last_line: int, defined: dict[str, str], constants: dict[str, int]
 ) -> int | None:
     """Return the iterations of the loop that begins at block `header`, or None if bounds or step are not constant."""
     number, first = next((i, line) for i, line in enumerate(lines) if re.match(rf"\s*\^{header}\b", line))
     declared = _split(first[first.index("(") + 1 : first.rindex(")")]) if "(" in first else []
     arguments = [argument.partition(":")[0].strip() for argument in declared]
-    test = next((line for line in lines[number:back_line] if "cf.cond_br" in line), "")
+    test = next((line for line in lines[number:last_line] if "cf.cond_br" in line), "")
     condition = re.search(r"cf\.cond_br (%[\w#-]+)", test)
     compared = re.search(r"[su]lt\"?,? (%[\w-]+), (%[\w-]+)", defined.get(condition[1], "")) if condition else None
     entry = next((m for line in lines[:number] if (m := re.search(rf"\^{header}\(([^:)]*)", line))), None)

@@ -32,9 +32,9 @@ def slices(product: Product) -> Slices:
 def use(module: Module, target: str) -> dict[str, int]:
     """Return the most bytes of L0A and of L0B that a kernel's products use; {} if unknown."""
     spec = npu_spec(target)
-    work = [module.task, *(part for loop in module.loops for part in (loop.tile, loop.masked))]
-    products = [product for part in work for product in part.products]
+    work = [module.task, *(region for loop in module.loops for region in (loop.tile, loop.masked))]
+    products = [product for region in work for product in region.products]
     if not products or spec is None or spec.arch is NPUArch.A5:
         return {}
-    found = [slices(product) for product in products]
-    return {name: HALF + max(getattr(each, name) for each in found) for name in ("l0a", "l0b")}
+    sliced = [slices(product) for product in products]
+    return {name: HALF + max(getattr(each, name) for each in sliced) for name in ("l0a", "l0b")}

@@ -39,7 +39,7 @@ def metrics(
     Per tile of scores (per step over k in a matrix product), for one AI core: floating-point operations and cycles of
     the cube core, operations on elements of both vector cores, bytes through global memory.
     """
-    found: dict[str, Any] = {
+    figures: dict[str, Any] = {
         "bound": module.bound,
         "pipelined": module.pipelined,
         "workspace_bytes": module.workspace,
@@ -52,8 +52,8 @@ def metrics(
     if problem is not None and tile is not None and step in cost.PRODUCTS and module.loops:
         reference = reference_problem(problem)
         prediction = cost.predict(module, reference, step, tile.block_m, tile.block_n)
-        found["prediction"] = {**REFERENCE, **prediction.numbers()}
-    return found
+        figures["prediction"] = {**REFERENCE, **prediction.numbers()}
+    return figures
 
 
 def work_numbers(module: Module, work: Work, target: str) -> dict[str, Any]:

@@ -50,7 +50,7 @@ SMALLEST = 1024  # fewest scores in a tile worth trying, up to head dim 256
 MARGIN = 0.005  # relative gain for which a row changes, unless --margin is given: less is noise
 # Best cases assume this fraction of the least vector work among a place's compiled tiles, per score and per tile. The
 # compiler gives every tile the same operations on scores, except fusions and copies: on the 950 up to a quarter more.
-VECTOR_PART = 0.75
+VECTOR_FRACTION = 0.75
 SHORTLIST = 3  # best shapes to try with other options
 PRODUCT_MEMORIES = ("cc", "cbuf")  # what the compiler calls L0C and L1
 RESCUED = 4  # largest size, relative to the best shape, of a failed shape to try with other options
@@ -92,8 +92,8 @@ class Cache:
         """Return the hash of all inputs of the compilation of `job`."""
         constants = {name: str(value) for name, value in sorted(job.constants.items())}
         versions = f"triton-ascend {metadata.version('triton-ascend')}, ascendnpu-ir {compiler.version}"
-        parts = [versions, target, job.function.cache_key, sorted(job.signature.items()), constants]
-        text = json.dumps([*parts, sorted(job.options.items())], default=str)
+        fields = [versions, target, job.function.cache_key, sorted(job.signature.items()), constants]
+        text = json.dumps([*fields, sorted(job.options.items())], default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def linalg(self, job: specs.Job, target: str) -> str:
@@ -117,9 +117,9 @@ class Cache:
                 text, error = None, f"front half: {type(failed).__name__}"
             else:
                 text, error, _ = aot.lower(linalg, target, job.options, compiler)
-            part = file.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
-            part.write_bytes(gzip.compress(json.dumps([text, error]).encode()))
-            part.replace(file)  # a reader sees the whole file or none
+            temporary = file.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
+            temporary.write_bytes(gzip.compress(json.dumps([text, error]).encode()))
+            temporary.replace(file)  # a reader sees the whole file or none
         return (None, error) if text is None else (hivm.read(text), "")
 
 
@@ -159,7 +159,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Place:
+class TableEntry:
     """A row of the table to fill: a kernel's mode for one operand width and head-dim class."""
 
     target: str
@@ -174,7 +174,7 @@ class Place:
 
     @property
     def case(self) -> dict[str, Any]:
-        """The mode's most demanding features, as changes for `specs.case_of`."""
+        """The mode's most demanding features, as changes for `specs.example_case`."""
         return specs.mode_case(self.kernel, self.mode)
 
     @property
@@ -190,7 +190,7 @@ class Place:
         """Return the call whose kernel needs most memory in this mode, as the gate compiles it."""
         example = specs.example(self.target, dtype=self.dtype, head_dim=self.head_dim)
         width = configs.widest_head_dim(configs.attention_key(example, self.kernel))
-        return specs.case_of(self.target, {**self.case, "dtype": self.dtype, "head_dim": width})[0]
+        return specs.example_case(self.target, {**self.case, "dtype": self.dtype, "head_dim": width})[0]
 
     def ranked_on(self, chip: str) -> AttentionProblem:
         """Return the call on which candidates are ranked for `chip`."""
@@ -206,36 +206,36 @@ class Place:
     def best_share(self, tile: configs.AttentionTile, vector: tuple[float, float] = (0.0, 0.0)) -> float:
         """Return the greatest share that could be predicted for `tile` on the target.
 
-        `vector`: result of `least_vector_cycles`.
+        `vector`: result of `min_vector_cycles`.
         """
         problem = self.ranked_on(self.target)
         cycles = vector[0] * tile.block_m * tile.block_n + vector[1]
         return best_case.best_share(problem, self.kernel, tile, "k" in self.bias, cycles)
 
-    def least_vector_cycles(self, tried: Iterable[Candidate]) -> tuple[float, float]:
-        """Return VECTOR_PART of the least vector cycles among compiled candidates: (per score, of calls per tile).
+    def min_vector_cycles(self, tried: Iterable[Candidate]) -> tuple[float, float]:
+        """Return VECTOR_FRACTION of the least vector cycles among compiled candidates: (per score, of calls per tile).
 
         Calls count with their fixed overhead. Without a compiled candidate both are 0.
         """
-        found = []
+        cycles_by_candidate = []
         for candidate in tried:
             if candidate.module is not None:
                 work = candidate.module.loops[0].tile
                 calls = sum(call.times for call in work.vector if call.library) * cost.CALL_CYCLES
-                found.append(((cost.stages(work, self.target).vector - calls) / candidate.area, calls))
-        least = [min(cycles) for cycles in zip(*found, strict=True)] or [0.0, 0.0]
-        return VECTOR_PART * least[0], VECTOR_PART * least[1]
+                cycles_by_candidate.append(((cost.stages(work, self.target).vector - calls) / candidate.area, calls))
+        smallest = [min(cycles) for cycles in zip(*cycles_by_candidate, strict=True)] or [0.0, 0.0]
+        return VECTOR_FRACTION * smallest[0], VECTOR_FRACTION * smallest[1]
 
 
-def shapes(place: Place) -> Iterator[tuple[int, int]]:
+def shapes(entry: TableEntry) -> Iterator[tuple[int, int]]:
     """Yield the (rows, keys) of tiles whose operands fit the chip, the largest first."""
-    problem = place.problem()
-    row = configs.attention_tile(problem, place.kernel)
+    problem = entry.problem()
+    row = configs.attention_tile(problem, entry.kernel)
     sizes = sorted(product(ROWS, KEYS), key=lambda size: -size[0] * size[1])
     for block_m, block_n in sizes:
-        if block_m * block_n < SMALLEST and place.head_dim <= 256:
+        if block_m * block_n < SMALLEST and entry.head_dim <= 256:
             continue
-        if configs.fits(replace(row, block_m=block_m, block_n=block_n), problem, place.kernel):
+        if configs.fits(replace(row, block_m=block_m, block_n=block_n), problem, entry.kernel):
             yield block_m, block_n
 
 
@@ -280,99 +280,99 @@ class Search:
             if job.problem is not None:
                 self.gate.setdefault((job.step, configs.attention_key(job.problem, job.step)), []).append(job)
 
-    def compile(self, place: Place, found: Iterable[configs.AttentionTile]) -> list[Candidate]:
-        """Compile every tile for `place`, `jobs` at a time."""
-        return list(self.pool.map(lambda tile: self.one(place, tile), found))
+    def compile(self, entry: TableEntry, to_compile: Iterable[configs.AttentionTile]) -> list[Candidate]:
+        """Compile every tile for `entry`, `jobs` at a time."""
+        return list(self.pool.map(lambda tile: self.one(entry, tile), to_compile))
 
-    def one(self, place: Place, tile: configs.AttentionTile) -> Candidate:
-        """Compile one tile for `place`. Raises RuntimeError if its prediction exceeds its best case."""
-        candidate = self.candidate(place.job(tile), tile)
-        if candidate.module is not None and place.share(candidate, self.target) > 1.0001 * place.best_share(tile):
-            raise RuntimeError(f"{place} {tile}: predicted better than its best case, so best_case.py is wrong")
+    def one(self, entry: TableEntry, tile: configs.AttentionTile) -> Candidate:
+        """Compile one tile for `entry`. Raises RuntimeError if its prediction exceeds its best case."""
+        candidate = self.candidate(entry.job(tile), tile)
+        if candidate.module is not None and entry.share(candidate, self.target) > 1.0001 * entry.best_share(tile):
+            raise RuntimeError(f"{entry} {tile}: predicted better than its best case, so best_case.py is wrong")
         if self.verbose:
-            found = f"{100 * place.share(candidate, self.target):.1f} %" if candidate.module else candidate.error
-            why = "; ".join([found, *candidate.refused])
+            result = f"{100 * entry.share(candidate, self.target):.1f} %" if candidate.module else candidate.error
+            why = "; ".join([result, *candidate.refused])
             print(f"  {tile.block_m}x{tile.block_n} {_launched(tile)[2:]}: {why}", flush=True)
         return candidate
 
     def candidate(self, job: specs.Job, tile: configs.AttentionTile) -> Candidate:
         """Compile one job with all compilers and gate it. The module is the installed compiler's, if all accept it."""
-        found = None
+        first_module = None
         refused: list[str] = []
         for compiler in self.cache.compilers:
             module, error = self.cache.compile(job, self.target, compiler)
             if module is None:
                 return Candidate(tile, None, error, [])
-            found = found or module
+            first_module = first_module or module
             refused += gate.failures(
                 self.target, job.kernel, job.case, module.bound, module.pipelined, compiler.version
             )
-        return Candidate(tile, found, "", refused)
+        return Candidate(tile, first_module, "", refused)
 
     def search(
-        self, place: Place, before: Iterable[Candidate] = (), excluded: Iterable[configs.AttentionTile] = ()
+        self, entry: TableEntry, before: Iterable[Candidate] = (), excluded: Iterable[configs.AttentionTile] = ()
     ) -> Tried:
-        """Compile candidates for `place` in the order of their best case, until none that remains could win.
+        """Compile candidates for `entry` in the order of their best case, until none that remains could win.
 
         `before`: candidates of earlier searches. `excluded`: tiles that cannot be the row, whatever their prediction.
         """
-        table = configs.attention_tile(place.problem(), place.kernel)
+        table = configs.attention_tile(entry.problem(), entry.kernel)
         usual = replace(table, workspace_buffers=4, cube_loop=None, bound=False, pipelined=0)
-        by_shape = [replace(usual, block_m=m, block_n=n) for m, n in shapes(place)]
+        by_shape = [replace(usual, block_m=m, block_n=n) for m, n in shapes(entry)]
         firsts = {_launched(tile) for tile in (table, *by_shape)}
-        tried = Tried([*before] or self.compile(place, [table]))
+        tried = Tried([*before] or self.compile(entry, [table]))
         while True:
-            known = {_launched(candidate.tile) for candidate in tried.candidates}
-            waiting = [tile for tile in by_shape if _launched(tile) not in known]
-            hopeful = self.hopeful(place, waiting, tried.candidates, excluded)
+            compiled = {_launched(candidate.tile) for candidate in tried.candidates}
+            waiting = [tile for tile in by_shape if _launched(tile) not in compiled]
+            hopeful = self.hopeful(entry, waiting, tried.candidates, excluded)
             if not hopeful:
                 first = [candidate for candidate in tried.candidates if _launched(candidate.tile) in firsts]
-                again = {_launched(tile): tile for tile in self.with_options(place, first)}
-                others = [tile for launched, tile in again.items() if launched not in known]
-                changing = [tile for tile in others if self.may_change(place, tile, tried.candidates)]
-                hopeful = self.hopeful(place, changing, tried.candidates, excluded)
+                with_options = {_launched(tile): tile for tile in self.with_options(entry, first)}
+                others = [tile for launched, tile in with_options.items() if launched not in compiled]
+                changing = [tile for tile in others if self.may_change(entry, tile, tried.candidates)]
+                hopeful = self.hopeful(entry, changing, tried.candidates, excluded)
                 excess = {candidate.shape: candidate.excess for candidate in first}
                 hopeful.sort(key=lambda tile: excess[tile.block_m, tile.block_n])  # smallest overflow first
                 waiting += others
             room = self.budget - len(tried.candidates) if self.budget else len(hopeful)
             if not hopeful or room <= 0:
                 return replace(tried, pruned=len(waiting) - len(hopeful), left=len(hopeful))
-            tried.candidates += self.compile(place, hopeful[: min(self.jobs, room)])
+            tried.candidates += self.compile(entry, hopeful[: min(self.jobs, room)])
 
     def hopeful(
         self,
-        place: Place,
+        entry: TableEntry,
         waiting: Iterable[configs.AttentionTile],
         tried: list[Candidate],
         excluded: Iterable[configs.AttentionTile],
     ) -> list[configs.AttentionTile]:
         """Return the tiles of `waiting` whose best case beats the best accepted candidate, the highest first."""
-        accepted = [place.share(c, self.target) for c in tried if c.accepted and c.tile not in excluded]
+        accepted = [entry.share(c, self.target) for c in tried if c.accepted and c.tile not in excluded]
         goal = max(accepted, default=0.0) * (1.0 + self.margin)
-        vector = place.least_vector_cycles(tried)
-        deep = [tile for tile in waiting if not accepted or self.deep(place, tile)]
-        best = {tile: place.best_share(tile, vector) for tile in deep if not overflows(tile, tried)}
+        vector = entry.min_vector_cycles(tried)
+        deep = [tile for tile in waiting if not accepted or self.deep(entry, tile)]
+        best = {tile: entry.best_share(tile, vector) for tile in deep if not overflows(tile, tried)}
         return sorted((tile for tile, share in best.items() if share > goal), key=lambda t: best[t], reverse=True)
 
-    def deep(self, place: Place, tile: configs.AttentionTile) -> bool:
+    def deep(self, entry: TableEntry, tile: configs.AttentionTile) -> bool:
         """Return whether `tile` has enough workspace buffers for the pipeline depth that the gate requires."""
-        job = place.job(tile)
+        job = entry.job(tile)
         for compiler in self.cache.compilers:
             exception = gate.exception_for(self.target, job.kernel, job.case, compiler.version)
             if tile.workspace_buffers < (exception.pipelined if exception else gate.DEPTH):
                 return False
         return True
 
-    def with_options(self, place: Place, first: list[Candidate]) -> Iterator[configs.AttentionTile]:
+    def with_options(self, entry: TableEntry, first: list[Candidate]) -> Iterator[configs.AttentionTile]:
         """Yield the best tiles of the `first` round, and larger ones that it did not accept, with other options."""
-        best = self.ranked(place, first)
+        best = self.ranked(entry, first)
         yield from (replace(c.tile, **options) for c in best[:SHORTLIST] for options in OPTIONS)
         size = best[0].area if best and best[0].accepted else SMALLEST
         # No option makes room in L0C, which holds the accumulators.
         lost = [c for c in first if not c.accepted and size < c.area <= RESCUED * size and "cc overflow" not in c.error]
         yield from (replace(c.tile, **options) for c in lost for options in OPTIONS)
 
-    def may_change(self, place: Place, tile: configs.AttentionTile, tried: list[Candidate]) -> bool:
+    def may_change(self, entry: TableEntry, tile: configs.AttentionTile, tried: list[Candidate]) -> bool:
         """Return whether the options of `tile` may change its result.
 
         They do not if another shape with the same `trouble` had exactly the same outcome with and without them.
@@ -382,55 +382,55 @@ class Search:
         others = [(plain[c.shape], c) for c in tried if _launched(c.tile)[2:] == options and c is not plain[c.shape]]
         trouble = plain[tile.block_m, tile.block_n].trouble
         return not any(
-            before.trouble == trouble and self.outcome(place, before) == self.outcome(place, after)
+            before.trouble == trouble and self.outcome(entry, before) == self.outcome(entry, after)
             for before, after in others
         )
 
-    def outcome(self, place: Place, candidate: Candidate) -> tuple[Any, ...]:
+    def outcome(self, entry: TableEntry, candidate: Candidate) -> tuple[Any, ...]:
         """Return all properties of a candidate on which the search depends."""
-        share = place.share(candidate, self.target) if candidate.module is not None else 0.0
+        share = entry.share(candidate, self.target) if candidate.module is not None else 0.0
         return candidate.error, candidate.refused, share
 
-    def ranked(self, place: Place, found: Iterable[Candidate]) -> list[Candidate]:
+    def ranked(self, entry: TableEntry, candidates: Iterable[Candidate]) -> list[Candidate]:
         """Return the compiled candidates by predicted share, the highest first; refused ones come last."""
-        there = [candidate for candidate in found if candidate.module is not None]
-        return sorted(there, key=lambda c: (c.accepted, place.share(c, self.target)), reverse=True)
+        with_module = [candidate for candidate in candidates if candidate.module is not None]
+        return sorted(with_module, key=lambda c: (c.accepted, entry.share(c, self.target)), reverse=True)
 
-    def passes_gate(self, place: Place, candidate: Candidate) -> bool:
+    def passes_gate(self, entry: TableEntry, candidate: Candidate) -> bool:
         """Return whether every call that would use the row compiles as well as the candidate did."""
-        key = configs.attention_key(place.problem(), place.kernel)
-        whole = configs.family(self.target) is NPUArch.A2  # for other chips the gate compiles each tile once
-        if whole and candidate.tile == configs.ATTENTION_TILES[key]:
+        key = configs.attention_key(entry.problem(), entry.kernel)
+        is_a2 = configs.family(self.target) is NPUArch.A2  # for other chips the gate compiles each tile once
+        if is_a2 and candidate.tile == configs.ATTENTION_TILES[key]:
             return True
-        for job in self.gate.get((place.kernel, key), ()):
+        for job in self.gate.get((entry.kernel, key), ()):
             assert job.problem is not None
-            if not whole and job.problem.dtype != place.dtype:  # bfloat16, which uses the rows of float16
+            if not is_a2 and job.problem.dtype != entry.dtype:  # bfloat16, which uses the rows of float16
                 continue
             bias = job.constants["c"].bias
-            again = specs.attention_job(job.problem, place.kernel, candidate.tile, bias=bias)
-            used = self.candidate(again, candidate.tile)
-            if used.module is None or (candidate.accepted and not used.accepted):
+            variant = specs.attention_job(job.problem, entry.kernel, candidate.tile, bias=bias)
+            compiled = self.candidate(variant, candidate.tile)
+            if compiled.module is None or (candidate.accepted and not compiled.accepted):
                 return False
-        if place.kernel != "dbias":
+        if entry.kernel != "dbias":
             return True
         # A bias without a row dimension ends in a sum over rows, which is another kernel.
-        other = self.candidate(specs.attention_job(place.problem(), "dbias", candidate.tile, bias="k"), candidate.tile)
+        other = self.candidate(specs.attention_job(entry.problem(), "dbias", candidate.tile, bias="k"), candidate.tile)
         return other.module is not None and (other.accepted or not candidate.accepted)
 
-    def row(self, place: Place) -> tiles.Row | None:
+    def row(self, entry: TableEntry) -> tiles.Row | None:
         """Return the best candidate as a row, or None if none passes."""
-        table = configs.attention_tile(place.problem(), place.kernel)
-        tried, excluded = self.search(place), []
+        table = configs.attention_tile(entry.problem(), entry.kernel)
+        tried, excluded = self.search(entry), []
         while True:
-            found = [c for c in self.ranked(place, tried.candidates) if c.tile not in excluded]
-            winner = found[0] if found else None
-            if winner is None or self.passes_gate(place, winner):
+            ranked = [c for c in self.ranked(entry, tried.candidates) if c.tile not in excluded]
+            winner = ranked[0] if ranked else None
+            if winner is None or self.passes_gate(entry, winner):
                 break
             excluded.append(winner.tile)
-            tried = self.search(place, tried.candidates, excluded)
-        present = next((c for c in found if c.tile == table and c.accepted), None)
+            tried = self.search(entry, tried.candidates, excluded)
+        present = next((c for c in ranked if c.tile == table and c.accepted), None)
         if winner is not None and present is not None:
-            gain = place.share(winner, self.target) / place.share(present, self.target) - 1.0
+            gain = entry.share(winner, self.target) / entry.share(present, self.target) - 1.0
             winner = winner if gain > self.margin else present
         if winner is None:
             return None
@@ -438,10 +438,10 @@ class Search:
         chips = SIBLINGS.get(self.target, (self.target,))
         return tiles.Row(
             chips=tuple(sorted(tiles.chip_class(chip) for chip in chips)),
-            kernel=place.kernel,
-            width=ELEMENT_BYTES[place.dtype],
-            head_dim=place.head_dim,
-            mode=place.mode,
+            kernel=entry.kernel,
+            width=ELEMENT_BYTES[entry.dtype],
+            head_dim=entry.head_dim,
+            mode=entry.mode,
             block_m=winner.tile.block_m,
             block_n=winner.tile.block_n,
             workspace_buffers=winner.tile.workspace_buffers,
@@ -449,7 +449,7 @@ class Search:
             cube_loop=winner.tile.cube_loop,
             bound=winner.module.bound,
             pipelined=winner.module.pipelined,
-            predicted_share={tiles.chip_class(chip): round(place.share(winner, chip), 4) for chip in chips},
+            predicted_share={tiles.chip_class(chip): round(entry.share(winner, chip), 4) for chip in chips},
             tried=len(tried.compiled),
             failed=len(tried.candidates) - len(tried.compiled),
             pruned=tried.pruned,
@@ -479,31 +479,31 @@ def _launched(tile: configs.AttentionTile) -> tuple[int | None, ...]:
     return tile.block_m, tile.block_n, tile.workspace_buffers, tile.vector_loop, tile.cube_loop
 
 
-def places(
+def entries(
     target: str, kernels: Iterable[str], dtypes: Iterable[str], head_dims: Iterable[int], modes: Iterable[str]
-) -> Iterator[Place]:
+) -> Iterator[TableEntry]:
     """Yield every row to fill. "dkdv" has no "tail": such calls use its "even" row."""
     for kernel, dtype, head_dim, mode in product(kernels, dtypes, head_dims, modes):
         if mode in configs.modes(kernel) and not (kernel == "dkdv" and mode == "tail"):
-            yield Place(target, kernel, dtype, head_dim, mode)
+            yield TableEntry(target, kernel, dtype, head_dim, mode)
 
 
 def describe(row: tiles.Row) -> str:
     """Describe a row in one line."""
     options = f"buffers {row.workspace_buffers}, vector loop {row.vector_loop}, cube loop {row.cube_loop}"
     state = f"{'bound' if row.bound else 'unbound'}, pipeline {row.pipelined}"
-    shares = ", ".join(f"{chip} {100 * share:.1f} %" for chip, share in row.predicted_share.items())
-    where = f"{row.kernel} {row.width} bytes D<={row.head_dim} {row.mode}"
+    shares_text = ", ".join(f"{chip} {100 * share:.1f} %" for chip, share in row.predicted_share.items())
+    key = f"{row.kernel} {row.width} bytes D<={row.head_dim} {row.mode}"
     tried = f"of {row.tried} compiled, {row.failed} that failed, {row.pruned} that could not win"
     left = f", {row.left} left out" if row.left else ""
-    return f"{where}: {row.block_m}x{row.block_n} ({options}), {state}; predicted {shares}; {tried}{left}"
+    return f"{key}: {row.block_m}x{row.block_n} ({options}), {state}; predicted {shares_text}; {tried}{left}"
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Search, print each row, write the table. The status is 1 when a row found nothing, 2 without the compilers."""
-    known = [name.removeprefix("Ascend") for name in NPU_SPECS]
+    chips = [name.removeprefix("Ascend") for name in NPU_SPECS]
     parser = argparse.ArgumentParser(prog="python -m diyfa.lab.npu.search", description=main.__doc__)
-    parser.add_argument("chip", help=f"one of {', '.join(known)}, with or without Ascend before it")
+    parser.add_argument("chip", help=f"one of {', '.join(chips)}, with or without Ascend before it")
     parser.add_argument("--kernel", action="append", choices=KERNELS)
     parser.add_argument("--dtype", action="append", choices=["float16", "float32"], help="float16 stands for bfloat16")
     parser.add_argument("--head-dim", action="append", type=int, choices=configs.HEAD_DIM_CLASSES)
@@ -526,10 +526,10 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--output", type=Path, default=tiles.PATH, help="the table to write")
     parser.add_argument("--dry-run", action="store_true", help="print, write nothing")
-    asked = parser.parse_args(arguments)
-    target = asked.chip if asked.chip.startswith("Ascend") else f"Ascend{asked.chip}"
+    options = parser.parse_args(arguments)
+    target = options.chip if options.chip.startswith("Ascend") else f"Ascend{options.chip}"
     if npu_spec(target) is None:
-        parser.error(f"unknown Ascend chip {asked.chip!r}")
+        parser.error(f"unknown Ascend chip {options.chip!r}")
     try:
         aot.check_front_half()
         compilers = aot.back_halves(target)
@@ -538,21 +538,21 @@ def main(arguments: list[str] | None = None) -> int:
     except aot.CompilerMissing as missing:
         print(missing, file=sys.stderr)
         return 2
-    dtypes, head_dims = asked.dtype or ("float16",), asked.head_dim or (64, 128, 256)
-    wanted = places(target, asked.kernel or KERNELS, dtypes, head_dims, asked.mode or configs.MODES)
+    dtypes, head_dims = options.dtype or ("float16",), options.head_dim or (64, 128, 256)
+    rows_to_fill = entries(target, options.kernel or KERNELS, dtypes, head_dims, options.mode or configs.MODES)
     nothing = False
-    with nullcontext(asked.cache) if asked.cache else tempfile.TemporaryDirectory() as folder:
+    with nullcontext(options.cache) if options.cache else tempfile.TemporaryDirectory() as folder:
         cache = Cache(Path(folder), compilers)
-        search = Search(target, cache, asked.jobs, asked.budget, asked.verbose, asked.margin)
-        for place in wanted:
-            row = search.row(place)
+        search = Search(target, cache, options.jobs, options.budget, options.verbose, options.margin)
+        for entry in rows_to_fill:
+            row = search.row(entry)
             if row is None:
                 nothing = True
-                print(f"{place}: nothing compiles", flush=True)
+                print(f"{entry}: nothing compiles", flush=True)
                 continue
             print(describe(row), flush=True)
-            if not asked.dry_run:
-                tiles.save(tiles.merged(tiles.load(asked.output), row), asked.output)
+            if not options.dry_run:
+                tiles.save(tiles.merged(tiles.load(options.output), row), options.output)
         print(f"{cache.misses} compiled, {cache.hits} from {folder}", flush=True)
     return int(nothing)
 

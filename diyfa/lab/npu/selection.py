@@ -8,7 +8,7 @@ from typing import Any
 
 from diyfa.arch import ELEMENT_BYTES
 from diyfa.backends.npu.tables import configs
-from diyfa.lab.npu.specs import Job, attention_job, case_of, mode_case
+from diyfa.lab.npu.specs import Job, attention_job, example_case, mode_case
 
 KERNELS = ("fwd", "dq", "dkdv", "dbias")
 
@@ -27,8 +27,8 @@ class Selection:
     cube_loop: int | None = None
 
     def __post_init__(self) -> None:
-        known: dict[str, tuple[Any, ...]] = {"kernel": KERNELS, "dtype": tuple(ELEMENT_BYTES), "mode": configs.MODES}
-        for name, values in known.items():
+        choices: dict[str, tuple[Any, ...]] = {"kernel": KERNELS, "dtype": tuple(ELEMENT_BYTES), "mode": configs.MODES}
+        for name, values in choices.items():
             for value in getattr(self, name):
                 if value not in values:
                     raise ValueError(f"unknown {name} {value!r}: expected one of {', '.join(values)}")
@@ -71,7 +71,7 @@ def selected_jobs(target: str, select: Mapping[str, Any]) -> Iterator[Job]:
 
 
 def _jobs(target: str, chosen: Selection, kernel: str, dtype: str, head_dim: int, mode: str) -> Iterator[Job]:
-    problem, dims = case_of(target, {**mode_case(kernel, mode), "dtype": dtype, "head_dim": head_dim})
+    problem, dims = example_case(target, {**mode_case(kernel, mode), "dtype": dtype, "head_dim": head_dim})
     row = configs.attention_tile(problem, kernel)
     for tile in chosen.tiles(row):
         # The gate does not apply to a tile that is not shipped.

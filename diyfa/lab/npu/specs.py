@@ -53,7 +53,7 @@ class Job:
     newest_only: bool = False  # not compiled with older releases of the compiler
 
 
-def type_of(argument: Any) -> str:
+def type_name(argument: Any) -> str:
     """Return the compiler's name of an argument's type, as Triton derives it in a launch; "constexpr" for None."""
     if argument is None:
         return "constexpr"
@@ -64,9 +64,9 @@ def type_of(argument: Any) -> str:
     return "i32" if -(2**31) <= argument < 2**31 else "i64"
 
 
-def job_of(kernel: str, case: str, launch: Launch, **about: Any) -> Job:
+def kernel_job(kernel: str, case: str, launch: Launch, **about: Any) -> Job:
     """Return the job that compiles the kernel of `launch`. No value or alignment is compiled in (`compat.kernel`)."""
-    signature = {name: type_of(argument) for name, argument in launch.arguments.items()}
+    signature = {name: type_name(argument) for name, argument in launch.arguments.items()}
     absent = {name: None for name, argument in launch.arguments.items() if argument is None}
     return Job(kernel, case, launch.kernel, signature, {**launch.constants, **absent}, launch.options, **about)
 
@@ -78,7 +78,7 @@ def example(target: str, **changes: Any) -> AttentionProblem:
     return problem.replace(head_dim_v=problem.head_dim) if "head_dim_v" not in changes else problem
 
 
-def case_of(target: str, changes: dict[str, Any]) -> tuple[AttentionProblem, str]:
+def example_case(target: str, changes: dict[str, Any]) -> tuple[AttentionProblem, str]:
     """Return (problem, dimensions of its attn_bias). `changes`: as for `example`, except that "bias" names dimensions.
 
     The bias is float32, which needs the most memory."""
@@ -118,7 +118,7 @@ def example_call(problem: AttentionProblem, bias: str = "") -> tuple[AttentionTe
     return tensors, empty_output(tensors.q, problem.head_dim_v, problem.out_dtype), empty(problem.lse_shape)
 
 
-def backward_of(
+def backward_launches(
     problem: AttentionProblem,
     bias: str = "",
     has_dlse: bool = False,
@@ -151,10 +151,10 @@ def attention_job(
     if kernel == "fwd":
         launch = fwd.launch_of(problem, *example_call(problem, bias), tile)
     else:
-        launch = backward_of(problem, bias, tiles={kernel: tile})[kernel]
+        launch = backward_launches(problem, bias, tiles={kernel: tile})[kernel]
     launch = launch._replace(constants={"c": replace(launch.constants["c"], always_mask=always_mask)})
     name = "attention_fwd/v2" if kernel == "fwd" else f"attention_bwd/v2/{kernel}"
-    return job_of(name, _case(problem, tile, bias, always_mask), launch, problem=problem, step=kernel, tile=tile)
+    return kernel_job(name, _case(problem, tile, bias, always_mask), launch, problem=problem, step=kernel, tile=tile)
 
 
 def kvcache_example(target: str, **changes: Any) -> KVCacheProblem:
@@ -168,7 +168,7 @@ def kvcache_example(target: str, **changes: Any) -> KVCacheProblem:
     )
 
 
-def kvcache_jobs_of(problem: KVCacheProblem, tile: configs.AttentionTile | None = None) -> Iterator[Job]:
+def kvcache_problem_jobs(problem: KVCacheProblem, tile: configs.AttentionTile | None = None) -> Iterator[Job]:
     """Yield the jobs of attention over a cache: the kernel, and the kernels that pack queries and combine splits.
 
     If keys are gathered, the kernels are not gated and must only compile and fit: ascendnpu-ir 1.2.0 gathers on the
@@ -184,12 +184,14 @@ def kvcache_jobs_of(problem: KVCacheProblem, tile: configs.AttentionTile | None 
     }  # fmt: skip
     tile = tile or configs.decode_tile(problem)
     keys = f"page={problem.page_size}" if problem.paged else "contiguous"
-    used = " ".join([keys, f"Sq={problem.seqlen_q}", *(name for name, there in features.items() if there)])
-    case = f"{problem.dtype} D={problem.head_dim} {used} {tile.block_m}x{tile.block_n}"
+    features_text = " ".join(
+        [keys, f"Sq={problem.seqlen_q}", *(name for name, is_present in features.items() if is_present)]
+    )
+    case = f"{problem.dtype} D={problem.head_dim} {features_text} {tile.block_m}x{tile.block_n}"
     names = {decode._pack_kernel: "/pack", decode._decode_kernel: "", decode._combine_kernel: "/combine"}
     for launch in decode.launches_of(problem, *example_kvcache(problem), tile):
         gated = configs.pages_form(problem, tile) != "gathered"
-        yield job_of(f"kvcache_fwd/split_kv{names[launch.kernel]}", case, launch, gated=gated)
+        yield kernel_job(f"kvcache_fwd/split_kv{names[launch.kernel]}", case, launch, gated=gated)
 
 
 def append_job(problem: KVCacheProblem, rotated: int, interleaved: bool) -> Job:
@@ -209,17 +211,17 @@ def append_job(problem: KVCacheProblem, rotated: int, interleaved: bool) -> Job:
     )
     keys = f"page={problem.page_size}" if problem.paged else "contiguous"
     case = f"{problem.dtype} D={problem.head_dim} {keys} rotated={rotated}{' interleaved' * interleaved}"
-    return job_of("kvcache_append/append", case, append.launch_of(problem, tensors, new))
+    return kernel_job("kvcache_append/append", case, append.launch_of(problem, tensors, new))
 
 
-def v1_jobs_of(problem: AttentionProblem) -> tuple[Job, Job]:
+def v1_problem_jobs(problem: AttentionProblem) -> tuple[Job, Job]:
     """Return the jobs of the "v1" forward: the passes over the keys, and the kernel that finishes."""
     from diyfa.backends.npu.attention import fwd_v1
 
     passes, finish = fwd_v1.launches_of(problem, *example_call(problem))
     return (
-        job_of("attention_fwd/v1", _case(problem, configs_v1.v1_tile(problem)), passes),
-        job_of("attention_fwd/v1/finish", f"{problem.dtype} D={problem.head_dim_v}", finish),
+        kernel_job("attention_fwd/v1", _case(problem, configs_v1.v1_tile(problem)), passes),
+        kernel_job("attention_fwd/v1/finish", f"{problem.dtype} D={problem.head_dim_v}", finish),
     )
 
 
@@ -229,14 +231,14 @@ def tutorial_job(target: str) -> Job:
 
     (q, k, v, *_), out, _ = example_call(example(target, heads_kv=8))
     launch = tutorial.launch_of(target, q, k, v, out, causal=True)
-    return job_of("attention_fwd/tutorial", "float16 D=128 causal 64x128", launch)
+    return kernel_job("attention_fwd/tutorial", "float16 D=128 causal 64x128", launch)
 
 
 def preprocess_job(problem: AttentionProblem, has_dlse: bool) -> Job:
     """Return the job of delta = rowsum(dout * out) - dlse."""
     lengths = " seq_lens" * problem.seq_lens + " varlen" * problem.varlen
     case = f"{problem.dtype} D={problem.head_dim_v}{lengths}{' dlse' * has_dlse}"
-    return job_of("attention_bwd/v2/preprocess", case, backward_of(problem, has_dlse=has_dlse)["preprocess"])
+    return kernel_job("attention_bwd/v2/preprocess", case, backward_launches(problem, has_dlse=has_dlse)["preprocess"])
 
 
 def merge_job(target: str, head_dim: int) -> Job:
@@ -244,15 +246,17 @@ def merge_job(target: str, head_dim: int) -> Job:
     from diyfa.backends.npu.attention import merge
 
     out, lse = torch.empty(2, 8, 1024, head_dim, device="meta"), torch.empty(2, 8, 1024, device="meta")
-    return job_of("attention_merge", f"float32 D={head_dim}", merge.launch_of(target, out, lse, out, lse))
+    return kernel_job("attention_merge", f"float32 D={head_dim}", merge.launch_of(target, out, lse, out, lse))
 
 
 def dbias_rows_job(target: str, dims: str, has_dlse: bool, bias: str = "float32", **features: Any) -> Job:
     """Return the job of the gradient of an attn_bias that is the same for all keys. `dims`: "q" or "1"."""
     problem = example(target, bias=bias, **features)
     masked, sinks = " masked" * problem.masked, " sinks" * problem.sinks
-    launch = backward_of(problem, dims, has_dlse)["dbias_rows"]
-    return job_of("attention_bwd/v2/dbias_rows", f"{bias} attn_bias[{dims}]{masked}{sinks}{' dlse' * has_dlse}", launch)
+    launch = backward_launches(problem, dims, has_dlse)["dbias_rows"]
+    return kernel_job(
+        "attention_bwd/v2/dbias_rows", f"{bias} attn_bias[{dims}]{masked}{sinks}{' dlse' * has_dlse}", launch
+    )
 
 
 def matmul_job(problem: MatmulProblem, a_transposed: bool = False, b_transposed: bool = False) -> Job:
@@ -269,7 +273,7 @@ def matmul_job(problem: MatmulProblem, a_transposed: bool = False, b_transposed:
     tile = configs.matmul_tile(problem)
     layout = "nt"[a_transposed] + "nt"[b_transposed]
     case = f"{problem.dtype}->{problem.compute_dtype} {layout} {tile.block_m}x{tile.block_n}x{tile.block_k}"
-    return job_of("matmul/persistent", case, matmul.launch_of(problem, a, b, c))
+    return kernel_job("matmul/persistent", case, matmul.launch_of(problem, a, b, c))
 
 
 # A problem for each mode of the tile table, with all features of the mode: the one that needs the most memory.
@@ -287,7 +291,7 @@ MODE_CASES: dict[str, dict[str, Any]] = {
 
 
 def mode_case(kernel: str, mode: str) -> dict[str, Any]:
-    """Return the most demanding features of `mode`, as changes for `case_of`. "dbias" always has a bias."""
+    """Return the most demanding features of `mode`, as changes for `example_case`. "dbias" always has a bias."""
     if kernel == "dbias" and mode == "featured":
         return MODE_CASES["biased"] | {"dropout": True}
     return MODE_CASES[mode]
@@ -296,7 +300,7 @@ def mode_case(kernel: str, mode: str) -> dict[str, Any]:
 # Each feature by itself or in its common use, and head dims that do not fill a tile. "bias" names the dimensions of
 # attn_bias.
 FEATURE_CASES: tuple[dict[str, Any], ...] = (
-    *(feature.example for feature in COMPOSABLE if feature.uses != "attn_bias"),
+    *(feature.example for feature in COMPOSABLE if feature.refusal_name != "attn_bias"),
     {"seqlen_k": 4000},
     {"seq_lens": True, "window_right": 0},
     {"seq_lens": True, "sinks": True},
@@ -338,8 +342,8 @@ HEAD_DIM_CASES: tuple[dict[str, Any], ...] = (
 
 
 def attention_jobs(target: str, changes: dict[str, Any], kernels: tuple[str, ...] = ()) -> Iterator[Job]:
-    """Yield the jobs of one call, by default of every kernel. `changes`: as for `case_of`."""
-    problem, dims = case_of(target, changes)
+    """Yield the jobs of one call, by default of every kernel. `changes`: as for `example_case`."""
+    problem, dims = example_case(target, changes)
     for kernel in kernels or ("fwd", "dkdv", "dq", *(("dbias",) if "k" in dims else ())):
         yield attention_job(problem, kernel, bias=dims)
 
@@ -361,7 +365,7 @@ def shipped_jobs(target: str, full: bool = False) -> Iterator[Job]:
         [tutorial_job(target)], kvcache_jobs(target, lean=True), helper_jobs(target), matmul_jobs(target),
     )  # fmt: skip
     if full or configs.family(target) is NPUArch.A2:
-        more = (every_job(target, full), v1_jobs(target, ("bfloat16",)), kvcache_jobs(target, lean=False))
+        more = (all_jobs(target, full), v1_jobs(target, ("bfloat16",)), kvcache_jobs(target, lean=False))
         newest_only = (replace(job, newest_only=not full) for job in itertools.chain(*more))
         jobs = itertools.chain(jobs, kvcache_row_jobs(target), newest_only)
     seen: set[str] = set()
@@ -378,8 +382,8 @@ def tile_jobs(target: str) -> Iterator[Job]:
         changes = {"dtype": dtype, "head_dim": head_dim}
         cases = [{**changes, **case} for case in reversed(MODE_CASES.values())]  # the most demanding first
         every = [job for case in cases for job in attention_jobs(target, case)]
-        own = attention_jobs(target, {**changes, **mode_case("dbias", "featured")}, ("dbias",))
-        yield from each_tile_once(itertools.chain(every, own))
+        dbias_jobs = attention_jobs(target, {**changes, **mode_case("dbias", "featured")}, ("dbias",))
+        yield from without_repeated_tiles(itertools.chain(every, dbias_jobs))
     for case in HEAD_DIM_CASES:
         if case["head_dim"] in _LEAN_HEAD_DIMS:
             yield from attention_jobs(target, case)
@@ -394,10 +398,10 @@ def narrower_jobs(target: str) -> Iterator[Job]:
             widest = configs.widest_head_dim(key)
             if widest < head_dim:
                 jobs = [attention_jobs(target, {**case, "head_dim": widest}, (kernel,)) for case in cases]
-                yield from each_tile_once(itertools.chain(*jobs))
+                yield from without_repeated_tiles(itertools.chain(*jobs))
 
 
-def each_tile_once(jobs: Iterable[Job]) -> Iterator[Job]:
+def without_repeated_tiles(jobs: Iterable[Job]) -> Iterator[Job]:
     """Yield the first job of each kernel with each tile."""
     seen: set[tuple[str, int, int]] = set()
     for job in jobs:
@@ -415,28 +419,28 @@ def conservative_jobs(target: str) -> Iterator[Job]:
         for mode in configs.modes(kernel):
             if kernel == "dkdv" and mode == "tail":  # it runs as "even"
                 continue
-            problem, dims = case_of(target, {**mode_case(kernel, mode), "dtype": dtype, "head_dim": head_dim})
+            problem, dims = example_case(target, {**mode_case(kernel, mode), "dtype": dtype, "head_dim": head_dim})
             job = attention_job(problem, kernel, configs.conservative_tile(problem, kernel), bias=dims)
             yield replace(job, gated=False)
     for dtype, head_dim in itertools.product(("float16", "float32"), configs.HEAD_DIM_CLASSES):
         row = {"dtype": dtype, "head_dim": head_dim, "head_dim_v": min(head_dim, 512), **KVCACHE_EXTRAS}
         for case in ({"page_size": 128}, {"page_size": 1, "batch_invariant": True}):
             cached = kvcache_example(target, **row, **case)
-            jobs = kvcache_jobs_of(cached, configs.conservative_tile(cached, "decode"))
+            jobs = kvcache_problem_jobs(cached, configs.conservative_tile(cached, "decode"))
             yield from (replace(job, gated=False) for job in jobs)
 
 
 def always_masked_jobs(target: str) -> Iterator[Job]:
     """Yield tiles that differ under DIYFA_NPU_ALWAYS_MASK=1, in the case that needs the most memory."""
     for dtype, head_dim, mode in itertools.product(("float16", "float32"), configs.HEAD_DIM_CLASSES, configs.MODES):
-        problem, dims = case_of(target, {**MODE_CASES[mode], "dtype": dtype, "head_dim": head_dim})
+        problem, dims = example_case(target, {**MODE_CASES[mode], "dtype": dtype, "head_dim": head_dim})
         for kernel in ("fwd", "dkdv", "dq"):
             job, other = (attention_job(problem, kernel, bias=dims, always_mask=always) for always in (True, False))
             if job.tile != other.tile:
                 yield job
 
 
-def every_job(target: str, full: bool) -> Iterator[Job]:
+def all_jobs(target: str, full: bool) -> Iterator[Job]:
     """Yield every mode of the table and every feature of the attention kernels."""
     head_dims = configs.HEAD_DIM_CLASSES
     changes: list[dict[str, Any]] = []
@@ -446,8 +450,8 @@ def every_job(target: str, full: bool) -> Iterator[Job]:
             cases = {"crowded": cases["crowded"]}
         changes += [{"dtype": dtype, "head_dim": d, **case} for d in head_dims for case in cases.values()]
         if dtype != "bfloat16" or full:
-            own = mode_case("dbias", "featured")
-            for d, case in itertools.product(head_dims, (own, {**mode_case("dbias", "crowded"), "bias": "k"})):
+            dbias_case = mode_case("dbias", "featured")
+            for d, case in itertools.product(head_dims, (dbias_case, {**mode_case("dbias", "crowded"), "bias": "k"})):
                 yield from attention_jobs(target, {"dtype": dtype, "head_dim": d, **case}, ("dbias",))
     for dtype in ELEMENT_BYTES if full else ("float16",):
         changes += [{"dtype": dtype, **case} for case in HEAD_DIM_CASES]
@@ -464,10 +468,10 @@ def v1_jobs(target: str, dtypes: Iterable[str]) -> Iterator[Job]:
     features: tuple[dict[str, Any], ...] = ({}, {"window_right": 0}, every)
     for dtype in dtypes:
         for head_dim in (64, 128, 256):
-            jobs = [v1_jobs_of(example(target, dtype=dtype, head_dim=head_dim, **case)) for case in features]
+            jobs = [v1_problem_jobs(example(target, dtype=dtype, head_dim=head_dim, **case)) for case in features]
             yield from (passes for passes, _ in jobs)
             yield jobs[0][1]
-    yield from v1_jobs_of(example(target, head_dim=40, head_dim_v=80, window_right=0))
+    yield from v1_problem_jobs(example(target, head_dim=40, head_dim_v=80, window_right=0))
 
 
 # Features of the decode kernel that combine in one call.
@@ -482,7 +486,7 @@ def kvcache_row_jobs(target: str) -> Iterator[Job]:
     for dtype, head_dim in itertools.product(("float16", "float32"), configs.HEAD_DIM_CLASSES):
         row = {"dtype": dtype, "head_dim": head_dim, "head_dim_v": min(head_dim, 512), **KVCACHE_EXTRAS}
         for case in ({"page_size": 128}, {"page_size": 1, "batch_invariant": True}):
-            yield from kvcache_jobs_of(kvcache_example(target, **row, **case))
+            yield from kvcache_problem_jobs(kvcache_example(target, **row, **case))
 
 
 def kvcache_jobs(target: str, lean: bool) -> Iterator[Job]:
@@ -499,7 +503,7 @@ def kvcache_jobs(target: str, lean: bool) -> Iterator[Job]:
             {"head_dim": 80, "cache_batch_idx": True},
         ]
     for case in cases:
-        yield from kvcache_jobs_of(kvcache_example(target, **case))
+        yield from kvcache_problem_jobs(kvcache_example(target, **case))
     for dtype, head_dim, page_size, rotated, interleaved in (
         ("float16", 128, 64, 128, False), ("bfloat16", 128, 0, 128, True), ("float32", 80, 16, 48, True),
         ("float16", 128, 0, 0, False),
@@ -515,7 +519,7 @@ def helper_jobs(target: str) -> Iterator[Job]:
             yield preprocess_job(example(target, dtype=dtype, head_dim=head_dim), has_dlse=True)
     yield preprocess_job(example(target, seq_lens=True, head_dim=80), has_dlse=False)
     yield preprocess_job(example(target, layout=VARLEN, head_dim=256), has_dlse=True)
-    yield job_of("attention_bwd/v2/dsinks", "float32", backward_of(example(target, sinks=True))["dsinks"])
+    yield kernel_job("attention_bwd/v2/dsinks", "float32", backward_launches(example(target, sinks=True))["dsinks"])
     for dims, sinks, has_dlse in itertools.product("q1", (False, True), (False, True)):
         yield dbias_rows_job(target, dims, has_dlse, sinks=sinks)
     for dtype, dims in itertools.product(("float16", "bfloat16"), "q1"):

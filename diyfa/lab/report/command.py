@@ -37,19 +37,19 @@ def _table(section: Section, columns: Sequence[int], title: str) -> Table:
 def _fitting(section: Section) -> Table | Group:
     """Return the whole table. If it is too wide, move values that all rows share to its title, or return lines."""
     title, every = f"{section.title} ({section.unit})", range(len(section.columns))
-    whole = _table(section, every, title)
-    if fits(whole, out):
-        return whole
+    full_table = _table(section, every, title)
+    if fits(full_table, out):
+        return full_table
     shared = [i for i in every if len({row[i] for row in section.rows}) == 1]
-    said = [_named(section.columns[i], section.rows[0][i]) for i in shared if section.rows[0][i] is not None]
-    made = _table(section, [i for i in every if i not in shared], ", ".join([title, *said]))
-    return made if fits(made, out) else _lines(section)
+    shared_values = [_named(section.columns[i], section.rows[0][i]) for i in shared if section.rows[0][i] is not None]
+    short_table = _table(section, [i for i in every if i not in shared], ", ".join([title, *shared_values]))
+    return short_table if fits(short_table, out) else _lines(section)
 
 
 def _named(column: str, value: Any) -> str:
     """Return `value` with the name of its column, or without it if `value` is a word that needs none."""
-    alone = isinstance(value, str) and value not in ("yes", "no") and " " not in column
-    return shown(value) if alone else f"{column} {shown(value)}"
+    speaks_for_itself = isinstance(value, str) and value not in ("yes", "no") and " " not in column
+    return shown(value) if speaks_for_itself else f"{column} {shown(value)}"
 
 
 def _lines(section: Section) -> Group:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
-_OF_THE_FILE = ("device", "device_type", "date", "versions", "benchmark")
+_FILE_COLUMNS = ("device", "device_type", "date", "versions", "benchmark")
 _RENAMED = {"name": "implementation", "time_ms": "ms", "memory_mb": "peak_mib"}
 
 
@@ -51,7 +51,7 @@ def read_document(path: Path) -> Document:
         str(content.get("date", "")),
         dict(content.get("versions", {})),
         [_normalised(row) for row in rows],
-        {name: x for name, x in content.items() if name not in (*_OF_THE_FILE, "rows")},
+        {name: x for name, x in content.items() if name not in (*_FILE_COLUMNS, "rows")},
     )
 
 

@@ -120,7 +120,7 @@ def render_page(documents: Sequence[Document], sections: Sequence[Section] | Non
 
     template = files("diyfa.lab.report").joinpath("report.html.jinja").read_text(encoding="utf-8")
     figures = attention_curves(documents)
-    drawn = [
+    figures_html = [
         figure.to_html(full_html=False, include_plotlyjs=index == 0, div_id=f"figure-{index}")
         for index, figure in enumerate(figures)
     ]
@@ -130,7 +130,7 @@ def render_page(documents: Sequence[Document], sections: Sequence[Section] | Non
         .render(
             documents=documents,
             sections=build_sections(documents) if sections is None else sections,
-            figures=drawn,
+            figures=figures_html,
             shown=shown,
             version=diyfa.__version__,
         )

@@ -84,7 +84,7 @@ def build_sections(documents: Sequence[Document]) -> list[Section]:
     if unavailable:
         sections.append(_not_measured(unavailable))
     if remaining:
-        sections.append(_other(remaining))
+        sections.append(_remaining(remaining))
     return sections
 
 
@@ -142,8 +142,8 @@ def _rounded(value: float | None) -> float | None:
 def _numerics(rows: list[Row]) -> Section:
     table, notes = [], []
     for row in rows:
-        share = row.get("share")
-        table.append([row["case"], row.get("variant", ""), row["status"], row.get("result", ""), _rounded(share)])
+        error_share = row.get("share")
+        table.append([row["case"], row.get("variant", ""), row["status"], row.get("result", ""), _rounded(error_share)])
         if row.get("reason"):
             notes.append(f"{row['case']}: {row['reason']}")
     counts = {status: sum(row["status"] == status for row in rows) for status in _in_order(r["status"] for r in rows)}
@@ -171,7 +171,7 @@ def _compiled(rows: list[Row]) -> Section:
     """Return the section of kernels that were compiled ahead of time, with predicted speed."""
     index = ("chip", "kernel", "pass", "dtype", "D", "mask", "tile")
     values = ("ub_kib", "l1_kib", "l0c_kib", "bound", "pipelined", "passes", "mask_passes", "predicted_tflops")
-    there = [row for row in rows if "error" not in row]
+    compiled = [row for row in rows if "error" not in row]
     notes = [" ".join(str(row[name]) for name in (*index, "error")) for row in rows if "error" in row]
     table = [
         [
@@ -180,7 +180,7 @@ def _compiled(rows: list[Row]) -> Section:
             f"{100 * row['predicted_share_of_cube_peak']:.0f} %",
             row["bottleneck"],
         ]
-        for row in there
+        for row in compiled
     ]
     columns = [
         *index, "UB KiB", "L1 KiB", "L0C KiB", "bound", "pipe", "passes", "mask adds", "predicted TFLOP/s",
@@ -225,7 +225,7 @@ def _not_measured(rows: list[Row]) -> Section:
     return Section("Not measured", "cases", ["device", "implementation", "reason", "cases"], table)
 
 
-def _other(rows: list[Row]) -> Section:
+def _remaining(rows: list[Row]) -> Section:
     kinds: dict[tuple[str, str], int] = {}
     for row in rows:
         key = (row["device"], ", ".join(name for name in row if name != "device"))

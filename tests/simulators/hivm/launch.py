@@ -70,7 +70,7 @@ def compile_kernel(
     key = json.dumps([name, function.src, signature, sorted(constants.items()), options, target], default=str)
     if key not in _programs:
         job = specs.Job(name, "", function, signature, constants, options)
-        hivm = aot.hivm_of(job, target)
+        hivm = aot.compiled_hivm(job, target)
         _programs[key] = Program(name, parse(generic(hivm, target)))
     return _programs[key]
 
@@ -149,7 +149,7 @@ def compiled_on_cpu(target: str = "Ascend910B3", programs: int = 2, stale: float
         values |= {name: keywords.pop(name) for name in names if name in keywords}
         constexpr = {p.name for p in function.params if p.is_constexpr}
         constants = {name: x for name, x in values.items() if name in constexpr or x is None}
-        signature = {name: "constexpr" if name in constants else specs.type_of(x) for name, x in values.items()}
+        signature = {name: "constexpr" if name in constants else specs.type_name(x) for name, x in values.items()}
         options = {name: x for name, x in keywords.items() if name not in ("debug",)}
         program = compile_kernel(function, signature, constants, options, target)
         log.launches.append(program.name)

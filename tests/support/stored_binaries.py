@@ -1,6 +1,6 @@
 """Binaries that are made without a GPU, for a process with Triton's compiler. See tests/cuda/test_binaries.py.
 
-`python kept_binaries.py COMMAND FOLDER`. Needs Triton without its interpreter.
+`python stored_binaries.py COMMAND FOLDER`. Needs Triton without its interpreter.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def make(folder: Path) -> dict[str, Any]:
     jit.compile_for = lambda arch, launch, signature: (
         compiled.append(launch.kernel.__name__) or compile_it(arch, launch, signature)
     )
-    found: dict[str, Any] = {"compiled": [], "launched": []}
+    report: dict[str, Any] = {"compiled": [], "launched": []}
 
     def launch_all() -> None:
         compiled.clear()
@@ -48,59 +48,59 @@ def make(folder: Path) -> dict[str, Any]:
         launcher._binaries.clear()
         for launch in described:
             launcher.launch_kernel(launch)
-        found["compiled"].append(compiled[:])
-        found["launched"].append([repr(one) for one in driver.launches])
+        report["compiled"].append(compiled[:])
+        report["launched"].append([repr(one) for one in driver.launches])
 
     launch_all()
     launch_all()  # from the cache folder
-    keys = [binaries.key_of_binary(ARCH, launch, launcher.signature_of(launch)) for launch in described]
+    keys = [binaries.binary_key(ARCH, launch, launcher.launch_signature(launch)) for launch in described]
     cache = binaries.cache_folder()
     assert cache is not None
-    kept = {key: cache.get(key) for key in keys}
-    pack.write_pack(pack_file, ARCH, {key: binary for key, binary in kept.items() if binary is not None})
+    stored = {key: cache.get(key) for key in keys}
+    pack.write_pack(pack_file, ARCH, {key: binary for key, binary in stored.items() if binary is not None})
     for key in keys:
         (cache.path / key).unlink()
     sys.path.insert(0, str(folder / "site"))
     pack.installed.cache_clear()
     os.environ["DIYFA_JIT"] = "never"
     launch_all()  # from the pack
-    for key, binary in kept.items():
+    for key, binary in stored.items():
         assert binary is not None and cache.put(key, binary)
-    return {**found, "keys": keys, "keys_of_many": keys_of_many(), "cache": str(cache.path)}
+    return {**report, "keys": keys, "many_keys": many_keys(), "cache": str(cache.path)}
 
 
-def keys_of_many() -> dict[str, str]:
+def many_keys() -> dict[str, str]:
     """The keys of half of the kernels that are compiled ahead of time."""
     from diyfa.lab.cuda import aot, matmul_specs, specs
 
-    found: dict[str, str] = {}
-    make_spec = aot.spec_of
+    keys: dict[str, str] = {}
+    make_spec = aot.launch_spec
 
     def spy(launch: Launch, kernel: str, case: str, *rest: Any, **others: Any) -> Any:
-        found[f"{kernel} {case}"] = binaries.key_of_binary(ARCH, launch, launcher.signature_of(launch))
+        keys[f"{kernel} {case}"] = binaries.binary_key(ARCH, launch, launcher.launch_signature(launch))
         return make_spec(launch, kernel, case, *rest, **others)
 
-    aot.spec_of = specs.spec_of = matmul_specs.spec_of = spy  # type: ignore[attr-defined]
+    aot.launch_spec = specs.launch_spec = matmul_specs.launch_spec = spy  # type: ignore[attr-defined]
     for source in (specs.compile_specs, matmul_specs.compile_specs):
         for _ in zip(range(150), source(ARCH), strict=False):
             pass
-    aot.spec_of = specs.spec_of = matmul_specs.spec_of = make_spec  # type: ignore[attr-defined]
-    return found
+    aot.launch_spec = specs.launch_spec = matmul_specs.launch_spec = make_spec  # type: ignore[attr-defined]
+    return keys
 
 
-def share(folder: Path) -> dict[str, Any]:
+def share_folder(folder: Path) -> dict[str, Any]:
     """Write and read the same files for a second, beside another process that does the same."""
     cache = binaries.BinaryFolder(folder)
-    known = {str(i): binaries.StoredBinary(bytes([i]) * (100_000 + i), "f", 0, 4, False, (), 2) for i in range(8)}
+    written = {str(i): binaries.StoredBinary(bytes([i]) * (100_000 + i), "f", 0, 4, False, (), 2) for i in range(8)}
     end, read = time.monotonic() + 1, 0
     while time.monotonic() < end:
-        for key, one in known.items():
-            found = cache.get(key)
-            read += found is not None
-            assert found in (None, one) and cache.put(key, one)
-    return {"read": read, "keys_of_many": keys_of_many()}
+        for key, one in written.items():
+            binary = cache.get(key)
+            read += binary is not None
+            assert binary in (None, one) and cache.put(key, one)
+    return {"read": read, "many_keys": many_keys()}
 
 
 if __name__ == "__main__":
     command, folder = sys.argv[1:]
-    print(json.dumps({"make": make, "share": share}[command](Path(folder))))
+    print(json.dumps({"make": make, "share_folder": share_folder}[command](Path(folder))))

@@ -17,7 +17,7 @@ from diyfa.testing import AttentionCase, Inputs, Results, _plain_options, make_i
 from diyfa.yardstick import _FlashAttention, _prepared
 
 
-class _Given(torch.autograd.Function):
+class _FixedForward(torch.autograd.Function):
     """The yardstick but for out and lse, which are given."""
 
     @staticmethod
@@ -31,7 +31,7 @@ class _Given(torch.autograd.Function):
         return (*_FlashAttention.backward(ctx, dout, dlse), None, None)
 
 
-def results_of(case: AttentionCase, out: torch.Tensor, lse: torch.Tensor) -> Results:
+def results_from_forward(case: AttentionCase, out: torch.Tensor, lse: torch.Tensor) -> Results:
     """`out` and `lse`, which a forward pass of `case` gave, and the gradients that follow from them."""
     inputs = make_inputs(case)
     return results_on(inputs._replace(options=_plain_options(case, inputs)), case.layout, out, lse)
@@ -46,13 +46,15 @@ def results_on(inputs: Inputs, layout: str, out: torch.Tensor, lse: torch.Tensor
         rows = slice(first, first + q.shape[2])
         q, k, v, valid_q, call = _prepared(q, k, v, lengths, options, keep)
         if layout == VARLEN:
-            own_out, own_lse = out[rows].transpose(0, 1)[None], lse[:, rows][None]
+            fixed_out, fixed_lse = out[rows].transpose(0, 1)[None], lse[:, rows][None]
             first = rows.stop
         else:
-            own_out = as_bhsd(out, layout) if out.dim() == 4 else out
-            own_out, own_lse = own_out.reshape(*q.shape[:3], -1), lse.reshape(q.shape[:3])
-        own_out, own_lse = _Given.apply(q, k, v, options.attn_bias, options.sinks, call, own_out, own_lse)
-        return torch.where(valid_q, own_out, 0), own_lse.masked_fill(~valid_q.squeeze(-1), float("inf"))
+            fixed_out = as_bhsd(out, layout) if out.dim() == 4 else out
+            fixed_out, fixed_lse = fixed_out.reshape(*q.shape[:3], -1), lse.reshape(q.shape[:3])
+        fixed_out, fixed_lse = _FixedForward.apply(
+            q, k, v, options.attn_bias, options.sinks, call, fixed_out, fixed_lse
+        )
+        return torch.where(valid_q, fixed_out, 0), fixed_lse.masked_fill(~valid_q.squeeze(-1), float("inf"))
 
     def plain(q, k, v, return_lse: bool, **options: Any):
         return attention_by(attend, q, k, v, **options)
