@@ -14,6 +14,8 @@ FILES = (
     "pyproject.toml",
     "CITATION.cff",
     ".github/ISSUE_TEMPLATE/config.yml",
+    "docs/course/index.md",
+    "docs/zh/course/index.md",
 )
 
 

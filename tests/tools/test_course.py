@@ -150,3 +150,10 @@ def test_notebooks(tmp_path: Path) -> None:
         assert code == [cell.code.rstrip("\n") for cell in read_page(pages / f"{file.stem}.md").cells]
         text = "".join("".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "markdown")
         assert "pictures/" not in text and "```output" not in text
+
+
+@pytest.mark.parametrize(("folder", "language"), [(ENGLISH, "en"), (CHINESE, "zh")])
+def test_the_index_names_every_chapter_and_its_notebook(folder: Path, language: str) -> None:
+    text = (folder / "index.md").read_text(encoding="utf-8")
+    assert {f"{name}.md" for name in CHAPTERS} == set(re.findall(r"\]\((0[\w-]+\.md)\)", text))
+    assert set(LESSONS) == set(re.findall(rf"/notebooks/{language}/([\w-]+)\.ipynb", text))
