@@ -14,8 +14,6 @@ FILES = (
     "pyproject.toml",
     "CITATION.cff",
     ".github/ISSUE_TEMPLATE/config.yml",
-    "docs/course/index.md",
-    "docs/zh/course/index.md",
 )
 
 
