@@ -14,6 +14,7 @@
 #   make tables          the tables of both READMEs, from what the backends say and the result files have
 #   make docs            the site in ./site, English and Chinese; warnings are errors
 #   make dist            the wheel and the source distribution in ./dist, checked
+#   make course          run the chapters of docs/course, refresh their outputs and pictures, write notebooks to ./notebooks
 #   make clean           remove what these made
 #
 # Overridable: PYTHON (3.10 to 3.14; 3.10 or 3.11 for the NPU), VENV, VENV_NPU, TORCH_INSTALL (arguments of the `pip install` that brings
@@ -90,10 +91,10 @@ TRITON_TESTS ?= tests/cuda $(addprefix tests/hopper/, test_gluon_compat.py test_
 # What needs a client; the rest of the folder does not.
 INTEGRATION_TESTS ?= $(addprefix tests/integrations/, test_transformers.py test_diffusers.py test_hub_kernel.py test_guide.py)
 
-.PHONY: help demo test test-all test-rest lint format compile-gate compile-gate-cuda compile-gate-npu small-pack test-npu test-npu-oldest test-integrations stubs tables docs dist clean
+.PHONY: help demo test test-all test-rest lint format compile-gate compile-gate-cuda compile-gate-npu small-pack test-npu test-npu-oldest test-integrations stubs tables docs dist course clean
 
 help:
-	@sed -n '3,19s/^#   //p' Makefile
+	@sed -n '3,20s/^#   //p' Makefile
 
 # --- environments ---------------------------------------------------------------------------------------------------
 
@@ -121,6 +122,10 @@ $(VENV)/.ready: $(VENV)/.torch pyproject.toml
 
 $(VENV)/.lint: $(VENV)/.ready
 	$(VENV)/bin/python -m pip install -q -e '.[lint]'
+	touch $@
+
+$(VENV)/.course: $(VENV)/.ready
+	$(VENV)/bin/python -m pip install -q -e '.[course]'
 	touch $@
 
 $(VENV)/.docs: $(VENV)/.ready
@@ -250,5 +255,9 @@ dist: $(VENV)/.dist
 	$(VENV)/bin/twine check --strict dist/*
 	$(VENV)/bin/python tests/tools/distribution.py dist
 
+course: $(VENV)/.course
+	$(VENV)/bin/python tests/tools/course.py run
+	$(VENV)/bin/python tests/tools/course.py notebooks notebooks
+
 clean:
-	rm -rf $(VENV) $(VENV_NPU) $(VENV_NPU_OLDEST) $(CACHE) site dist build
+	rm -rf $(VENV) $(VENV_NPU) $(VENV_NPU_OLDEST) $(CACHE) site dist build notebooks
