@@ -78,6 +78,9 @@ html_theme_options = {
 # A fenced block whose first line says so has a title, as in GitHub's and MkDocs' dialects.
 TITLE = re.compile(r'^```(\w+) title="([^"]+)"$', re.MULTILINE)
 LINK = re.compile(r"\[([^\]]*)\]\((?![a-z]+:)([^)#\s]+)(#[^)\s]*)?\)")
+BROKEN_LINE = re.compile(
+    r"(?<=[\u4e00-\u9fff，。、；：！？（）“”])\n(?=[\u4e00-\u9fff（“])"
+)  # it would show as a space
 GLOB = re.compile(r"^([\w/-]+\*)\n", re.MULTILINE)  # of a toctree
 
 
@@ -109,7 +112,9 @@ def _links_that_leave_the_site(app, docname, source):
         text += f'\n<p><a class="reference external" href="{file}" download>{words}</a></p>\n'
     text = GLOB.sub(lambda match: match[0] if any(folder.glob(f"{match[1]}.md")) else "", text)
     parts = re.split(r"(^ *```.*?^ *```$)", text, flags=re.MULTILINE | re.DOTALL)
-    source[0] = "".join(part if n % 2 else LINK.sub(rewritten, part) for n, part in enumerate(parts))
+    prose = [LINK.sub(rewritten, part) for part in parts[::2]]
+    parts[::2] = [BROKEN_LINE.sub("", part) for part in prose] if CHINESE else prose
+    source[0] = "".join(parts)
 
 
 def _other_language(app, pagename, templatename, context, doctree):

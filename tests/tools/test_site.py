@@ -1,4 +1,4 @@
-"""The site: both languages say the same, links lead somewhere, every block of code runs, and the package's files agree."""
+"""The site: both languages say the same, links lead somewhere, every block of code runs; the package's files agree."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BLOCKS = {
     "guide.md": [GUIDE] * 5 + [MODEL] + [GUIDE] * 3 + [GPU + " and an NPU"] + [GUIDE],
     "ready.md": [GPU],
     "inference.md": [APART + "tools/test_docs.py::test_the_inference_guide_runs"] * 9,
-    "distributed.md": [APART + "support/context_parallel_cases.py::the_guide"],
+    "distributed.md": [APART + "support/context_parallel_cases.py::run_guide"],
     "integrations.md": [APART + "integrations/test_guide.py::test_the_guide_runs"] * 6,
     "npu-fusion-attention.md": [APART + "tools/test_docs.py::test_the_fused_attention_example_runs"],
     "adding-a-backend.md": [
@@ -45,9 +45,15 @@ GIVEN = {
     1: "q, k, v = (torch.randn(2023, 2, 16) for _ in range(3))",
     2: "q, k, v = (torch.randn(2, 4, 32, 16) for _ in range(3))\n"
     "seed, offset, batch, heads, seqlen_q, seqlen_k = 3, 5, 2, 4, 32, 32",
-    8: "a, b = torch.randn(64, 32), torch.randn(32, 48)",
+    8: "a, b = torch.randn(128, 64), torch.randn(64, 128)",
 }
-SMALL = {'device="cuda"': 'device="cpu"', "[1024, 4096]": "[64, 128]", "rep=50": "rep=2"}
+SMALL = {
+    'device="cuda"': 'device="cpu"',
+    "warmup=10": "warmup=1",
+    "[1024, 4096]": "[32]",
+    "head_dim=128": "head_dim=16",
+    "rep=50": "rep=2",
+}
 
 
 def python_blocks(name: str) -> list[str]:
@@ -123,7 +129,7 @@ def test_commands_exist() -> None:
             assert (ROOT / (words[1].replace(".", "/") + ".py")).exists(), where
         else:
             scripts = [word for word in words if word.endswith(".py")]
-            assert words[0] == "-m" or scripts and all((ROOT / script).exists() for script in scripts), where
+            assert words[0] == "-m" or (scripts and all((ROOT / script).exists() for script in scripts)), where
 
 
 # --- both languages ---------------------------------------------------------------------------------------------------
@@ -146,7 +152,9 @@ def test_both_languages_are_in_step(name: str) -> None:
     assert without_toctrees(english) == without_toctrees(chinese)
     assert len(english.tables) == len(chinese.tables)
     for first, second in zip(english.tables, chinese.tables, strict=True):
-        shape = [[re.sub(r"`[^`]*`", "", row).replace(r"\|", "").count("|") for row in rows] for rows in (first, second)]
+        shape = [
+            [re.sub(r"`[^`]*`", "", row).replace(r"\|", "").count("|") for row in rows] for rows in (first, second)
+        ]
         assert shape[0] == shape[1], second[0]
     spans = [Counter(re.findall(r"`([^`]+)`", " ".join(page.prose.split()))) for page in (english, chinese)]
     assert set(spans[0]) == set(spans[1])
@@ -156,7 +164,10 @@ def test_both_languages_are_in_step(name: str) -> None:
 def test_the_chinese_page_is_chinese(name: str) -> None:
     """In each paragraph that has sentences; no line breaks inside one, which a browser shows as spaces."""
     for line in site_pages.read(DOCS / "zh" / name).prose.splitlines():
-        assert not re.search(r"[a-z]{3,} [a-z]{2,} [a-z]{2,} [a-z]{2,} [a-z]{2,} [a-z]{2,}", re.sub("`[^`]*`", "", line))
+        line = re.sub(r'"[^"]*"', "", line)  # messages are quoted as they are
+        assert not re.search(
+            r"[a-z]{3,} [a-z]{2,} [a-z]{2,} [a-z]{2,} [a-z]{2,} [a-z]{2,}", re.sub("`[^`]*`", "", line)
+        )
         assert not re.search(r"[\u4e00-\u9fff][,;:](?=[\u4e00-\u9fff])", line), line
 
 
@@ -180,7 +191,9 @@ def test_doors_lead_to_every_page(folder: str) -> None:
     for door in doors:
         for target, _ in site_pages.links(site_pages.read(DOCS / door)):
             reached.add((DOCS / door).parent.joinpath(target).resolve())
-    pages = {(DOCS / folder / name).resolve() for name in (BOTH if folder else ENGLISH) if not name.startswith("course/")}
+    pages = {
+        (DOCS / folder / name).resolve() for name in (BOTH if folder else ENGLISH) if not name.startswith("course/")
+    }
     own = {(DOCS / door).resolve() for door in doors} | {(DOCS / folder / "index.md").resolve()}
     assert pages - own <= reached
 
@@ -220,7 +233,7 @@ def test_the_index_page_has_absolute_links(monkeypatch: pytest.MonkeyPatch) -> N
     exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), {"__file__": str(path), "__name__": "setup"})
     page = given["long_description"]
     targets = re.findall(r"\]\(([^)]+)\)", page)
-    assert len(targets) > 20 and all(target.startswith(("https://", "#")) for target in targets)
+    assert len(targets) > 10 and all(target.startswith(("https://", "#")) for target in targets)
     assert f"{addresses()['Repository']}/raw/main/docs/speed.svg" in page
 
 
@@ -232,7 +245,9 @@ def test_workflows_call_what_is_here() -> None:
     runs = "\n".join(path.read_text(encoding="utf-8") for path in (folder / "workflows").glob("*.yml"))
     assert "bash .ci/run" in runs and "make dist" in runs and "make docs" in runs
     stages = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
-    assert re.search(r"^stage '.*' docs$", stages, re.MULTILINE) and re.search(r"^stage '.*' dist$", stages, re.MULTILINE)
+    assert re.search(r"^stage '.*' docs$", stages, re.MULTILINE) and re.search(
+        r"^stage '.*' dist$", stages, re.MULTILINE
+    )
 
 
 def test_the_readme_is_short_on_speed() -> None:
