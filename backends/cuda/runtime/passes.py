@@ -29,8 +29,8 @@ class Pass(NamedTuple):
 
     `memory`: uninitialised tensors that the launches write besides the results. `own`: functions that make the tensor
     of an argument from the first result. `finish`: what PyTorch's operators do after the launches. `given`: the tensors
-    that the launches read, in the order of the call's tensors, if they are views of these. `is_settled`: an equal call
-    takes the same tile as long as `choice` of its launcher returns the same.
+    that the launches read, in the order of the call's tensors, if they are views of these. `is_settled` returns whether
+    an equal call takes the same tile as long as `choice` of its launcher returns the same; None: it does.
     """
 
     launches: Sequence[Launch]
@@ -38,7 +38,7 @@ class Pass(NamedTuple):
     own: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] | None = None
     finish: Callable[[], None] | None = None
     given: Sequence[torch.Tensor] | None = None
-    is_settled: bool = True
+    is_settled: Callable[[], bool] | None = None
 
 
 def launch_each(launches: Sequence[Launch]) -> None:
@@ -164,14 +164,16 @@ def replay_of(
             an allocation takes 1 us.
     """
     launches, own = found.launches, found.own or {}
-    if not launches or found.finish is not None or not found.is_settled:
+    if not launches or found.finish is not None:
         return None
     if not all(hasattr(launch.kernel, "params") for launch in launches):  # interpreted
         return None
     made = [*made, *found.memory]
     slots, again = _Slots(given, numbers, made, list(own)), list[Relaunch]()
     device = (*made, *given)[0]
-    with on_device(device):  # kernels are compiled and loaded for the current device
+    with on_device(device):  # kernels are tuned, compiled and loaded for the current device
+        if found.is_settled is not None and not found.is_settled():
+            return None
         for launch in launches:
             of_launch = slots.of_launch(launch)
             if of_launch is None:
