@@ -86,6 +86,17 @@ def test_a_bit_that_older_drivers_set_wrongly_is_cleared(found):
     assert found["small maps"]["bits"] == [0, 1, 1, 1]
 
 
+def test_a_tensor_map_is_moved_to_another_address(found):
+    assert found["small maps"]["moved"] == [True] * 4
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU's driver")
+def test_the_driver_moves_a_tensor_map_to_another_address():
+    from compiled_launches import moved_maps
+
+    assert moved_maps(launcher.driver(), "cuda") == [True, True]
+
+
 # ---- What a binary is known by ------------------------------------------------------------------------------------
 
 

@@ -267,4 +267,4 @@ def backward_pass(
         launch, sums = bwd_dbias.make_launch(problem, tensors, dout, lse, delta, backward.scale, gradients.dbias)
         launches.append(launch)
         finish = partial(bwd_dbias.add_up, sums, gradients.dbias)
-    return Pass(launches, memory, finish=finish, is_settled=is_settled(problem, *kinds))
+    return Pass(launches, memory, finish=finish, is_settled=partial(is_settled, problem, *kinds))

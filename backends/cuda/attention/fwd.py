@@ -11,6 +11,7 @@ with the longest rows. Optional features are compile-time flags: a call without 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import triton
@@ -277,4 +278,4 @@ def make_launch(
 def forward_pass(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor) -> Pass:
     """Return the pass that fills out and lse."""
     launches = tuned_launches("fwd", problem, lambda config: [make_launch(problem, tensors, out, lse, config)])
-    return Pass(launches, is_settled=is_settled(problem, "fwd"))
+    return Pass(launches, is_settled=partial(is_settled, problem, "fwd"))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import cache
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +17,7 @@ from diyfa.backends.cuda.attention.tile_io import cdiv, lengths_constant, padded
 from diyfa.backends.cuda.runtime import tune
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launch import multiprocessors, on_device
-from diyfa.backends.cuda.runtime.launcher import Tiles, runtime_names, shared_box
+from diyfa.backends.cuda.runtime.launcher import Tiles, arguments_among, shared_box
 from diyfa.backends.cuda.runtime.passes import Pass, Replay, launch_each, make_replay
 from diyfa.features import ADJUSTING, GRADIENTS, TENSORS, Broadcast
 from diyfa.problem import (
@@ -110,14 +111,15 @@ def _stride_names(name: str) -> tuple[str, str, str]:
     return f"stride_{name}b", f"stride_{name}h", f"stride_{name}{'n' if name in KEYS else 'm'}"
 
 
-_POINTERS = [(x.name, f"{x.name}_ptr") for x in TENSORS]
+_POINTERS = [f"{x.name}_ptr" for x in TENSORS]
+_optional_tensors = attrgetter(*[x.name for x in TENSORS])
 
 
 def feature_arguments(problem: AttentionProblem, tensors: AttentionTensors, scale: float) -> dict[str, Any]:
     """Return the arguments of attention kernels for features: optional tensors, their strides, sizes and factors."""
     bias_b, bias_h, bias_m, bias_n = bias_strides(problem, tensors.attn_bias)
     return {
-        **{pointer: getattr(tensors, name) for name, pointer in _POINTERS},
+        **dict(zip(_POINTERS, _optional_tensors(tensors), strict=True)),
         "per_head_ptr": tensors.alibi_slopes,
         "stride_per_headb": per_head_stride(tensors.alibi_slopes),
         "stride_biasb": bias_b,
@@ -209,7 +211,7 @@ def input_arguments(
 
 def bind_launch(kernel: Any, grid: int, values: dict[str, Any], constants: Constants, options: Any) -> Launch:
     """Return the launch of `kernel` with those of `values` that it takes. Related kernels have the same `values`."""
-    arguments = {name: values[name] for name in runtime_names(kernel)}
+    arguments = arguments_among(kernel, values)
     aligned: tuple[str, ...] = ()
     if arguments.get("attn_bias_ptr") is not None:
         aligned = tuple(name for name in BIAS_SIZES_AND_STRIDES if name in arguments)

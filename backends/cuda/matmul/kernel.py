@@ -12,6 +12,7 @@ the L2 cache (Triton's matrix-multiplication tutorial). All addresses are 64-bit
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -268,13 +269,13 @@ def _bucket(problem: MatmulProblem, a_transposed: bool, b_transposed: bool) -> t
 
 def _pass(problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, form: str) -> Pass:
     """Return the pass that writes a @ b to c."""
-    config, is_settled = default_config(problem, form), True
+    config, is_settled = default_config(problem, form), None
     assert config is not None, "`unsupported` has asked"
     if problem.autotune and problem.block is None:
         name, bucket = f"matmul/{form}", _bucket(problem, _is_transposed(a), _is_transposed(b))
         tiles = candidates(problem, form)
         config = tune.best(name, bucket, tiles, lambda candidate: run(problem, a, b, c, candidate), config)
-        is_settled = tune.is_settled(name, bucket)
+        is_settled = partial(tune.is_settled, name, bucket)
     launches = make_launches(problem, a, b, c, config)
     partials = [launch.arguments["partial_ptr"] for launch in launches if "partial_ptr" in launch.arguments]
     return Pass(launches, partials[:1], is_settled=is_settled)
