@@ -17,7 +17,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-import diyfa
+import diyfa  # noqa: E402
 
 CHINESE = tags.has("zh")  # noqa: F821, Sphinx defines it
 URLS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]

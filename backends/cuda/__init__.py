@@ -20,6 +20,7 @@ from diyfa.backends.cuda.attention.launch import (
     repeating_append,
     repeating_backward,
 )
+from diyfa.backends.cuda.runtime import launch as runtime_launch
 from diyfa.backends.cuda.runtime.passes import Pass
 from diyfa.imports import import_quickly
 from diyfa.problem import (
@@ -281,19 +282,15 @@ class CudaBackend:
         self.kernels = (*_forward_kernels(), *_backward_kernels(), *_cache_kernels(), *_matmul_kernels())
 
     def accepts(self, device: torch.device) -> str | None:
-        from diyfa.backends.cuda.runtime import launch
-
-        if device.type == "cuda" or (device.type == "cpu" and launch.is_interpreting()):
+        if device.type == "cuda" or (device.type == "cpu" and runtime_launch.is_interpreting()):
             return None
-        if launch.stand_in is not None and device.type in ("cpu", "meta"):
+        if runtime_launch.stand_in is not None and device.type in ("cpu", "meta"):
             return None
         return f"it takes cuda tensors, got tensors on {device}"
 
     def arch(self, device: torch.device) -> str:
-        from diyfa.backends.cuda.runtime import launch
-
-        if launch.stand_in is not None:
-            return launch.stand_in.arch
+        if runtime_launch.stand_in is not None:
+            return runtime_launch.stand_in.arch
         return _arch_of_gpu(device) if device.type == "cuda" else os.environ.get("DIYFA_ARCH", "sm_90")
 
     def unsupported(self, problem: AttentionProblem | KVCacheProblem | MatmulProblem) -> str | None:

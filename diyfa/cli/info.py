@@ -208,9 +208,6 @@ def _print_requirements(requirements: list[dict[str, Any]]) -> None:
     out.print(_list([(r["what"], r["how"]) for r in requirements if not r["present"]]))
 
 
-<<<<<<< HEAD
-def _print_integrations(clients: list[dict[str, Any]]) -> None:
-=======
 def _print_summary(report: dict[str, Any]) -> None:
     """Print what this machine has, which backends run on it, and what is missing, one row each."""
     groups: dict[str, int] = {}
@@ -259,8 +256,7 @@ def _summary_of(info: dict[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
-def _print_integrations(found: list[dict[str, Any]]) -> None:
->>>>>>> h-site
+def _print_integrations(clients: list[dict[str, Any]]) -> None:
     """Print one row for each integration with other software, with a line for each route that its calls took."""
     rows = []
     for row in clients:

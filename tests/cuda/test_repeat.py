@@ -221,7 +221,9 @@ def test_a_repeated_call_has_the_launches_of_the_first(recorder, described, case
     for _ in range(4):
         tensors, call = make(grad)
         described.clear()
-        out, lse = call()
+        result = call()
+        assert type(result) is tuple
+        out, lse = result
         q = tensors["q"]
         assert out.shape == q.shape and out.stride() == torch.empty_like(q).stride() and out.dtype == q.dtype
         assert lse.is_contiguous() and lse.dtype == torch.float32
@@ -243,13 +245,6 @@ def test_a_repeated_call_has_the_launches_of_the_first(recorder, described, case
     if not (case.startswith("gradients") and grad):
         assert not described
     assert_same(*passes)
-
-
-def test_every_call_returns_a_pair(recorder):
-    """A tuple, as the first one does, and not whatever repeats it has allocated."""
-    tensors = qkv()
-    for _ in range(3):
-        assert type(attend(*tensors, return_lse=True)) is tuple
 
 
 def test_each_dynamic_schedule_has_its_counter(recorder, described, monkeypatch):
@@ -317,31 +312,13 @@ def test_a_tensor_given_twice_is_no_other_call(recorder, described):
     assert not described and [call.arguments[f"{name}_ptr"] for name in "qkv"] == ["x", "y", "z"]
 
 
-def test_strides_of_optional_tensors_are_in_the_key(recorder, described):
+def test_a_call_that_reads_a_copy_is_never_repeated(recorder, described):
     q, k, v = qkv()
-    bias = torch.rand(4, 96, 96)
-    for _ in range(3):
-        attend(q, k, v, attn_bias=bias)
-    for other in (bias.transpose(1, 2), bias[:1], bias.half(), torch.rand(4, 96, 97)[..., 1:]):
-        described.clear()
-        attend(q, k, v, attn_bias=other)
-        assert described
-    slopes = torch.rand(4, 2)[:, 0]  # a copy is read instead, so this is never repeated
+    slopes = torch.rand(4, 2)[:, 0]
     for _ in range(4):
         described.clear()
         attend(q, k, v, alibi_slopes=slopes)
         assert described
-
-
-def test_lengths_are_checked_when_a_call_is_repeated(recorder):
-    q, k, v = qkv()
-    lengths = seq_lens_of(40, 96)
-    for _ in range(3):
-        attend(q, k, v, seq_lens=lengths)
-    lengths[0] = 97
-    for wrong in (lengths, seq_lens_of(0, 5)):
-        with pytest.raises(ValueError, match="seq_lens"):
-            attend(q, k, v, seq_lens=wrong)
 
 
 CHANGES = {
@@ -889,7 +866,7 @@ def some_attention(pick):
     options = {"causal": pick(True, False), "window": pick((-1, -1), (30, 0)), "softcap": pick(0, 2.0)}
     options["seq_lens"] = pick(None, seq_lens_of(40, 90))
     bias = torch.zeros(4, rows, keys)
-    options["attn_bias"] = pick(bias, None, shifted(bias), wide(bias), bias.half())
+    options["attn_bias"] = pick(bias, None, shifted(bias), wide(bias), turned(bias), bias[:1], bias.half())
     dout = pick.zeros(*q.shape)
     for x in (q, k, v):
         x.requires_grad_(pick(True, False))

@@ -442,7 +442,7 @@ def _write_rows(folder, name, count, start):
 
 def test_two_processes_lose_no_row(own_cache):
     context = multiprocessing.get_context("spawn")
-    start, count = context.Barrier(2), 60
+    start, count = context.Barrier(2), 30
     workers = [
         context.Process(target=_write_rows, args=(str(own_cache), name, count, start)) for name in ("first", "second")
     ]

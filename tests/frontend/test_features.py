@@ -24,8 +24,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from strategies import cases as random_cases
 
 import diyfa
-from diyfa import options, registry, testing, yardstick
 from diyfa import plan as planning
+from diyfa import registry, testing, yardstick
 from diyfa.features import COMPOSABLE, FEATURES, GRADIENTS, SHAPE_FEATURES, Broadcast, Feature, Shape
 from diyfa.features import OPTIONAL as REFUSABLE
 from diyfa.options import AttentionOptions
@@ -116,17 +116,6 @@ def test_its_example_has_it(feature: Feature) -> None:
     }
 
 
-@by_name(TENSORS)
-def test_an_optional_tensor_reaches_the_backends(feature: Feature) -> None:
-    assert feature.name in AttentionTensors._fields
-    without = example_tensors(plain(), "cpu")
-    owner = next(x for x in FEATURES if x.name == COMPANIONS.get(feature.name, feature.name))
-    present = example_tensors(plain(**owner.example), "cpu")
-    assert feature.name not in without and present[feature.name].dtype in feature.dtypes
-    if feature.name not in options.LENGTHS:
-        assert feature.name in AttentionOptions._fields
-
-
 def test_every_gradient_belongs_to_a_row() -> None:
     declared = {feature.gradient for feature in GRADIENTS}
     assert declared == set(AttentionGradients._fields) - {"dq", "dk", "dv", "delta"}
@@ -177,16 +166,6 @@ def test_the_feature_is_an_argument_of_every_function(feature: Feature) -> None:
 def test_the_guide_describes_it(feature: Feature) -> None:
     guide = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
     assert f"| `{argument_of(feature)}` |" in guide or (feature.name in PACKED and "flash_attention_varlen" in guide)
-
-
-@by_name(FEATURES)
-def test_it_is_in_the_schema(feature: Feature) -> None:
-    for name in ("attention_fwd", "attention_bwd", "attention_bwd_out"):
-        schema = getattr(torch.ops.diyfa, name).default._schema
-        assert feature.name in [argument.name for argument in schema.arguments], name
-    if feature.gradient:
-        returned = [x.name for x in torch.ops.diyfa.attention_bwd.default._schema.returns]
-        assert feature.gradient in returned
 
 
 # ---- What it does --------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from eager_budget import DEVICE, assert_matches_reference, leaves, on_device, with_gradients
-from subprocesses import run_python
+from subprocesses import run_after_torch
 
 import diyfa
 from diyfa.integrations import flash_attn_3
@@ -193,7 +193,7 @@ print(importlib.util.find_spec("flash_attn_npu_v3"), importlib.util.find_spec("f
 
 
 def test_imports() -> None:
-    assert run_python(IMPORTS).splitlines() == [
+    assert run_after_torch(IMPORTS).splitlines() == [
         "True", "True", "True False", "3.0.0 3.0.0 0.1.1", "['flash_attn_3'] 2.8.3", "True", "True False", "None True",
     ]  # fmt: skip
 

@@ -357,14 +357,6 @@ def test_s_dmask_is_empty_without_dropout() -> None:
     assert (out.shape, lse.shape, s_dmask.shape) == ((1, 5, 2, 8), (1, 2, 5), (0,))
 
 
-def test_softmax_lse_has_a_gradient() -> None:
-    q, k, v = (torch.randn(1, 5, 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
-    _, lse, _ = flash_attn_func(q, k, v, return_attn_probs=True)
-    got = torch.autograd.grad(lse.sin().sum(), (q, k))
-    scores = q.transpose(1, 2) @ k.transpose(1, 2).mT * 8**-0.5
-    torch.testing.assert_close(got, torch.autograd.grad(scores.logsumexp(-1).sin().sum(), (q, k)))
-
-
 # ---- Packed gradients -------------------------------------------------------------------------------------------
 
 
@@ -474,23 +466,12 @@ T = torch.zeros(8, 4, 16, dtype=F16)
 CU = torch.tensor([0, 3, 8], dtype=torch.int32)
 PACKED = (T, T, T, CU, CU, 5, 5)
 ERRORS = {
-    "rank": (flash_attn_func, (Q[0], Q[0], Q[0]), {}, ValueError, "Expected"),
     "not_a_tensor": (flash_attn_func, (Q, [1], Q), {}, TypeError, r"k must be a torch\.Tensor"),
-    "dtype": (flash_attn_func, (Q.int(), Q.int(), Q.int()), {}, TypeError, "Unsupported dtype"),
-    "dtypes": (flash_attn_func, (Q, Q.float(), Q), {}, TypeError, "dtypes must match"),
-    "device": (flash_attn_func, (Q, Q.to("meta"), Q), {}, ValueError, "same device"),
-    "heads": (flash_attn_func, (Q, Q[:, :, :3], Q[:, :, :3]), {}, ValueError, "multiple of the key/value heads"),
-    "stride": (flash_attn_func, (Q.mT.contiguous().mT, Q, Q), {}, ValueError, "q must have stride 1"),
     "scale": (flash_attn_func, (Q, Q, Q), {"softmax_scale": float("nan")}, ValueError, "softmax_scale must be finite"),
     "scale_type": (flash_attn_func, (Q, Q, Q), {"softmax_scale": "1"}, TypeError, "softmax_scale must be a number"),
-    "dropout": (flash_attn_func, (Q, Q, Q), {"dropout_p": 1.0}, ValueError, r"dropout_p must be in \[0, 1\)"),
-    "dropout_negative": (flash_attn_func, (Q, Q, Q), {"dropout_p": -0.1}, ValueError, r"dropout_p must be in \[0, 1\)"),
-    "softcap": (flash_attn_func, (Q, Q, Q), {"softcap": -1.0}, ValueError, "softcap"),
     "window": (flash_attn_func, (Q, Q, Q), {"window_size": 4}, TypeError, "window_size must be a pair"),
-    "window_values": (flash_attn_func, (Q, Q, Q), {"window_size": (-3, 0)}, ValueError, "-1 .unbounded. or more"),
     "window_length": (flash_attn_func, (Q, Q, Q), {"window_size": torch.zeros(3)}, TypeError, "pair of integers"),
     "alibi": (flash_attn_func, (Q, Q, Q), {"alibi_slopes": [1.0] * 4}, TypeError, r"alibi_slopes must be a torch\.Ten"),
-    "alibi_dtype": (flash_attn_func, (Q, Q, Q), {"alibi_slopes": torch.ones(4).half()}, TypeError, "float32"),
     "alibi_shape": (flash_attn_func, (Q, Q, Q), {"alibi_slopes": torch.ones(3, 4)}, ValueError, "alibi_slopes must"),
     "qkv_rank": (flash_attn_qkvpacked_func, (Q,), {}, ValueError, r"qkv must have shape \(batch, seqlen, 3, heads"),
     "qkv_parts": (flash_attn_qkvpacked_func, (Q[:, :, None],), {}, ValueError, r"qkv must.*got \(2, 8, 1, 4, 16\)"),
@@ -502,13 +483,7 @@ ERRORS = {
     "varlen_kv": (flash_attn_varlen_kvpacked_func, (T, T, *PACKED[3:]), {}, ValueError, r"kv must have .*\(total, 2"),
     "cu_dtype": (flash_attn_varlen_func, (T, T, T, CU.long(), *PACKED[4:]), {}, TypeError, "cu_seqlens_q must be int"),
     "cu_type": (flash_attn_varlen_func, (T, T, T, [0, 8], *PACKED[4:]), {}, TypeError, r"cu_seqlens_q must be a torch"),
-    "cu_order": (flash_attn_varlen_func, (T, T, T, CU.flip(0), CU, 8, 8), {}, ValueError, "must ascend"),
-    "cu_beyond": (flash_attn_varlen_func, (T, T, T, CU, CU * 2, 8, 16), {}, ValueError, "cu_seqlens_k must ascend"),
-    "cu_count": (flash_attn_varlen_func, (T, T, T, CU, CU[:2], 8, 8), {}, ValueError, "as many sequences"),
     "max_short": (flash_attn_varlen_func, (T, T, T, CU, CU, 4, 5), {}, ValueError, "beyond max_seqlen_q=4"),
-    "max_type": (flash_attn_varlen_func, (T, T, T, CU, CU, "a", 5), {}, TypeError, "max_seqlen_q must be an integer"),
-    "max_none": (flash_attn_varlen_func, (T, T, T, CU, CU, 5, None), {}, TypeError, "max_seqlen_k must be an integer"),
-    "max_tensor": (flash_attn_varlen_func, (T, T, T, CU, CU, CU, 5), {}, TypeError, "max_seqlen_q must be an integer"),
     "pages": (flash_attn_varlen_func, PACKED, {"block_table": CU[None]}, ValueError, r"k \(pages, page size"),
     "private_pages": (_flash_attn_varlen_forward, (*PACKED, 0.0, None, False), {"block_table": CU[None]}, ValueError,
                       r"k \(pages, page size"),
@@ -517,7 +492,6 @@ ERRORS = {
     "causal": (flash_attn_func, (Q, Q, Q, 0.0, None, 1), {}, TypeError, "causal must be True or False, got 1"),
     "swapped": (flash_attn_func, (Q, Q, Q, 0.0, True, 0.25), {}, TypeError, r"got 0\.25; .*softmax_scale="),
     "probs": (flash_attn_func, (Q, Q, Q), {"return_attn_probs": "no"}, TypeError, "return_attn_probs must be True"),
-    "deterministic": (flash_attn_func, (Q, Q, Q), {"deterministic": None}, TypeError, "deterministic must be True"),
     "return_softmax": (_flash_attn_forward, (Q, Q, Q, 0.0, None, False, -1, -1, 0.0, None, True), {}, ValueError,
                        "dropout_p > 0"),
 }  # fmt: skip

@@ -212,15 +212,6 @@ def test_refusals_of_packed_queries(name: str) -> None:
     _refused(diyfa.flash_attention_varlen, packed(**changes), error, pattern)
 
 
-def test_values_are_refused_by_a_repeated_call_too() -> None:
-    for _ in range(3):
-        diyfa.flash_attn_with_kvcache(**call())
-        diyfa.flash_attn_with_kvcache(**call(cache_seqlens=3))
-    _refused(diyfa.flash_attn_with_kvcache, call(cache_seqlens=-1), ValueError, "cache_seqlens must be from 0")
-    _refused(diyfa.flash_attn_with_kvcache, call(cache_seqlens=38), ValueError, "cache_seqlens must be from 0")
-    _refused(diyfa.flash_attn_with_kvcache, call(cache_seqlens=INT + 37), ValueError, "cache_seqlens must be from 0")
-
-
 def test_a_kernel_that_refuses_does_not_change_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention is refused before anything is appended."""
     backend = registry.load_backend("cpu")
@@ -393,26 +384,6 @@ def _recording(monkeypatch: pytest.MonkeyPatch, seen: list[Any], refusals: list[
     kernels = tuple(recorded(k) if k.op.startswith("kvcache") else k for k in backend.kernels)
     monkeypatch.setitem(registry._loaded, "cpu", type("Stub", (type(backend),), {"kernels": kernels})())
     monkeypatch.setattr(planning, "plans", {})
-
-
-@pytest.mark.parametrize("by", ["tensor", "int"])
-@pytest.mark.parametrize("rotary", [False, True])
-def test_an_equal_call_is_repeated(monkeypatch: pytest.MonkeyPatch, rotary: bool, by: str) -> None:
-    """With other values and another length: the first call is launched, others are repeated, all as the reference."""
-    seen: list[Any] = []
-    _recording(monkeypatch, seen)
-    for step in range(4):
-        given = call(k_cache=torch.randn(B, 40, HK, D), alibi_slopes=torch.rand(H))
-        given["cache_seqlens"] = step if by == "int" else torch.tensor([step, 30], dtype=torch.int32)
-        if rotary:
-            given["rotary_cos"] = given["rotary_sin"] = torch.rand(40, 4)
-        want = reference_kvcache(return_softmax_lse=True, **given)
-        got = diyfa.flash_attn_with_kvcache(return_softmax_lse=True, **given)
-        torch.testing.assert_close(got, want)
-    how = [call[1] for call in seen]
-    assert how == ["launched"] * 2 + ["repeated"] * 6
-    assert len(planning.plans) == 1
-    assert [call[2] for call in seen[2:]] == ([1, 1, 2, 2, 3, 3] if by == "int" else [0] * 6)
 
 
 @pytest.mark.parametrize("wanting", ["q", "k_cache", "k"])

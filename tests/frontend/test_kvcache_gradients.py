@@ -94,7 +94,7 @@ def test_the_call_runs_and_its_grad_fn_raises(backend: str, name: str, wanting: 
     with registry.use_backend(target.backend):
         plain = make(target.device)
         want = attend(**plain)
-        for _ in range(3):
+        for _ in range(2 if target.interpreted else 3):
             given = make(target.device)
             given[wanting].requires_grad_()
             got = attend(**given)

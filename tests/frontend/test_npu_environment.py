@@ -154,15 +154,18 @@ def test_version_of_the_compiler(
     expect(healthy, "bishengir-compile", verdict, *words)
 
 
-def test_a_compiler_that_does_not_run(healthy: Machine) -> None:
-    write(healthy.root / "usr/local/Ascend/cann/bin/bishengir-compile", "#!/no/such/interpreter\n", 0o755)
-    expect(healthy, "bishengir-compile", WRONG, "does not run")
-
-
-def test_a_compiler_that_hangs(healthy: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diyfa.npu_environment.COMPILER_SECONDS", 0.2)
-    write(healthy.root / "usr/local/Ascend/cann/bin/bishengir-compile", "#!/bin/sh\nexec sleep 20\n", 0o755)
-    expect(healthy, "bishengir-compile", WRONG, "does not run", "timed out")
+@pytest.mark.parametrize(
+    ("script", "seconds", "why"),
+    [("#!/no/such/interpreter", 20, ""), ("#!/bin/sh\nexec sleep 20", 0.2, "timed out"),
+     ("#!/bin/sh\nkill -SEGV $$", 20, "signal 11")],
+    ids=["absent", "hangs", "crashes"],
+)  # fmt: skip
+def test_a_compiler_that_does_not_run(
+    healthy: Machine, script: str, seconds: float, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diyfa.npu_environment.COMPILER_SECONDS", seconds)
+    write(healthy.root / "usr/local/Ascend/cann/bin/bishengir-compile", f"{script}\n", 0o755)
+    expect(healthy, "bishengir-compile", WRONG, "does not run", why)
 
 
 def test_either_variable_says_which_cann(healthy: Machine, tmp_path: Path) -> None:
@@ -173,11 +176,6 @@ def test_either_variable_says_which_cann(healthy: Machine, tmp_path: Path) -> No
     path = {"PATH": healthy.environ["PATH"]}
     expect(replace(healthy, environ={**path, **old}), "CANN", WRONG, f"8.3.RC1 in {other}")
     expect(replace(healthy, environ={**path, **old}), "set_env.sh", FINE, f"ASCEND_TOOLKIT_HOME={other}")
-
-
-def test_a_compiler_that_crashes(healthy: Machine) -> None:
-    write(healthy.root / "usr/local/Ascend/cann/bin/bishengir-compile", "#!/bin/sh\nkill -SEGV $$\n", 0o755)
-    expect(healthy, "bishengir-compile", WRONG, "does not run", "signal 11")
 
 
 @pytest.mark.parametrize(

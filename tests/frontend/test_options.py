@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-import pytest
 import torch
 
 from diyfa import options
@@ -73,10 +72,3 @@ def test_unpacking_is_the_opposite_of_packing() -> None:
     for before, after in zip((lengths, checked), again, strict=True):
         for name, value, other in zip(before._fields, before, after, strict=True):
             assert other is value if isinstance(value, torch.Tensor) else other == value, name
-
-
-@pytest.mark.parametrize("name", [feature.name for feature in FEATURES if feature.label])
-def test_examples_change_a_problem(name: str) -> None:
-    (feature,) = (feature for feature in FEATURES if feature.name == name)
-    assert feature.example and set(feature.example) <= OF_PROBLEM
-    assert feature.problem_field in {*feature.example, "batch"}

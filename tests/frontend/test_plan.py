@@ -257,22 +257,6 @@ def test_gradients_of_bias_and_sinks_are_repeated(launches):
     assert torch.equal(dsinks, expected[-1])
 
 
-def test_packed_lengths_are_checked_when_a_call_is_repeated(launches):
-    rows = [x[0].transpose(0, 1).contiguous() for x in qkv()]
-    ends = torch.tensor([0, 5, 9], dtype=torch.int32)
-
-    def call(longest):
-        return diyfa.flash_attention_varlen(*rows, ends, ends, longest, longest, backend="cpu")
-
-    for longest in (5, 5, 9, 9):
-        call(longest)
-    assert len(launches) == 2
-    ends[1] = 3
-    with pytest.raises(ValueError, match="beyond max_seqlen"):
-        call(5)
-    assert not call(9)[9:].any()
-
-
 def test_a_second_derivative_is_refused_here_too(trained, launches):
     q, k, v, dout, expected = trained
     out = attend(q, k, v, causal=True)

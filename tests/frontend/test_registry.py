@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from subprocesses import run_python
+from subprocesses import run_after_torch
 
 import diyfa
 from diyfa import registry
@@ -280,7 +280,7 @@ def test_backward_runs_on_the_backend_of_its_forward() -> None:
 
 def test_environment_variable() -> None:
     code = "import torch, diyfa\nq = torch.zeros(1, 1, 4, 8)\nprint(tuple(diyfa.flash_attention(q, q, q).shape))"
-    assert run_python(code, DIYFA_BACKEND="cpu").strip() == "(1, 1, 4, 8)"
+    assert run_after_torch(code, DIYFA_BACKEND="cpu").strip() == "(1, 1, 4, 8)"
 
 
 def test_explain() -> None:
@@ -382,7 +382,7 @@ def add_plugin(folder: Path, name: str, module: str, code: str) -> None:
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_plugin_breaks_nothing_else(name: str, tmp_path: Path) -> None:
     add_plugin(tmp_path, "bad", "bad_attention", BROKEN[name])
-    reason = run_python(USE_BROKEN, tmp_path).strip()
+    reason = run_after_torch(USE_BROKEN, tmp_path).strip()
     expected = {
         "value": "backend 'bad' does not load: ValueError: no such chip",
         "attribute": "backend 'bad' does not load: AttributeError: module 'torch' has no attribute 'no_such_function'",
@@ -462,4 +462,4 @@ print("ok")
 
 def test_third_party_backend_through_an_entry_point(tmp_path: Path) -> None:
     add_plugin(tmp_path, "toy", "toy_attention", TOY)
-    assert run_python(USE_TOY, tmp_path).strip() == "ok"
+    assert run_after_torch(USE_TOY, tmp_path).strip() == "ok"

@@ -95,24 +95,23 @@ def run(name: str) -> None:
         launch_each(found.launches)
 
 
-def interpret_source(name: str, source: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on the backward runs with this source of a module."""
-    count = max(WIDE_BACKWARD_MODULES.index(x) for x in (name, "hopper.bwd")) + 1
-    modules = WIDE_BACKWARD_MODULES[:count]
-    kernels = load_kernel({name: source}, folder, modules)
+def interpret_sources(sources: dict[str, str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on the backward runs with these sources of modules."""
+    count = max(WIDE_BACKWARD_MODULES.index(x) for x in (*sources, "hopper.bwd")) + 1
+    kernels = load_kernel(sources, folder, WIDE_BACKWARD_MODULES[:count])
     interpret_backward(monkeypatch, seed=3, interleave=True, kernels=kernels, multiprocessors=2)
     monkeypatch.setattr(hopper_bwd.Sm90Backward, "_window", lambda backward: (1, 1, 2))
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", [x for x in MODULES if x not in ROLLING or x == "hopper.bwd"])
 def test_with_all_of_them_nothing_is_reported(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    interpret_source(name, SOURCES[name].source(), tmp_path, monkeypatch)
+    interpret_sources({module: source.source() for module, source in SOURCES.items()}, tmp_path, monkeypatch)
     run(name)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "line"), LINES)
 def test_nothing_is_superfluous(name: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    interpret_source(name, SOURCES[name].without(int(line.split(":")[0])), tmp_path, monkeypatch)
+    interpret_sources({name: SOURCES[name].without(int(line.split(":")[0]))}, tmp_path, monkeypatch)
     with pytest.raises(KernelBug):
         run(name)

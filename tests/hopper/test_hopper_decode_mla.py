@@ -171,7 +171,7 @@ def test_shares_of_a_long_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     long_shares = case("long_shares", 129, 1, 40, heads=8)
     pairs = case("by_pairs", 129, heads=128, spare=64)  # each of which would have a block
     # 5: as many as there are blocks, from which on it counts.
-    for programs, each in ((2, long_shares), (3, long_shares), (5, long_shares), (8, pairs)):
+    for programs, each in ((3, long_shares), (5, long_shares), (8, pairs)):
         with monkeypatch.context() as patch:
             interpret(patch, programs=programs, kernels=kernels)
             check(each)

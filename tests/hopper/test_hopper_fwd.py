@@ -21,11 +21,9 @@ from diyfa.testing import (
     AttentionCase,
     Inputs,
     Results,
-    assert_within_budget,
     attention_function,
     check_budget,
     make_inputs,
-    run_case,
 )
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -207,37 +205,6 @@ def test_taken_where_it_can_run_and_explained_where_not(monkeypatch: pytest.Monk
         registry.choose("attention_fwd", problem(dropout=True), cuda, "sm90")
 
 
-def random_cases(seed: int, count: int) -> list[AttentionCase]:
-    choose = random.Random(seed).choice
-    return [
-        AttentionCase(
-            f"sm90_{i}",
-            batch=choose((1, 2, 3)),
-            heads=6,
-            heads_kv=choose((1, 2, 6)),
-            seqlen_q=choose((200, 511, 512, 1000, 1500)),
-            seqlen_k=choose((1, 37, 128, 777, 1024, 2100)),
-            head_dim=choose((128, 256)),
-            dtype=choose(("float16", "bfloat16")),
-            layout=choose(("bhsd", "bshd")),
-            view=choose(("contiguous", "transposed")),
-            causal=choose((False, True)),
-            sm_scale=choose((None, 0.3, -0.05)),
-            seed=i,
-        )
-        for i in range(count)
-    ]
-
-
-@needs_kernel
-@pytest.mark.parametrize("case", random_cases(0, 24), ids=lambda case: case.name)
-def test_results(case: AttentionCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(configs, "TMA_MIN_WORK", 0)
-    monkeypatch.setattr(hopper_configs, "FULL_GPU", 0)
-    inputs = make_inputs(case, "cuda")
-    assert_within_budget(run_case(attention_function(case, variant="sm90"), inputs), case, "cuda")
-
-
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("seqlen", [300, 4096, 65536, 1 << 20])
 @pytest.mark.parametrize("batch", [1, 64, 2048])
@@ -311,63 +278,6 @@ def test_what_is_not_finite_reaches_what_sees_it(head_dim: int, mask: str, monke
         results = Results(rest.cpu(), poisoned_lse.cpu(), *[None] * (len(Results._fields) - 2))
         checks = check_budget(results, case, "cuda")
         assert checks["out"].share <= 1 and checks["lse"].share <= 1, checks
-
-
-@needs_kernel
-@pytest.mark.parametrize("mask", ["full", *MASKS])
-@pytest.mark.parametrize("head_dim", [64, 72, 96, 128, 192, 256])
-def test_scores_may_rise_beyond_what_sums_hold(head_dim: int, mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Maxima of blocks differ by more than float32 can hold as a power of two."""
-    monkeypatch.setattr(configs, "TMA_MIN_WORK", 0)
-    monkeypatch.setattr(hopper_configs, "FULL_GPU", 0)
-    sizes = {"batch": 2, "heads": 4, "heads_kv": 2, "seqlen_q": 700, "head_dim": head_dim, "dtype": "bfloat16"}
-    changes = {**MASKS.get(mask, {}), "sm_scale": 30.0}
-    if mask == "softcap":
-        changes["softcap"] = 500.0
-    case = AttentionCase(f"{mask}_{head_dim}_far", **{**sizes, **changes})
-    inputs = make_inputs(case, "cuda")
-    with torch.no_grad():
-        out, lse = attention_function(case, variant="sm90")(*inputs.leaves, return_lse=True, **inputs.options)
-    checks = check_budget(Results(out.cpu(), lse.cpu(), *[None] * (len(Results._fields) - 2)), case, "cuda")
-    for name in ("out", "lse"):
-        assert checks[name].share <= 1, (name, checks[name])
-
-
-@needs_kernel
-@pytest.mark.parametrize("variant", ["sm90", "v2"])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_many_tiles_of_samples_of_different_lengths(head_dim: int, causal: bool, variant: str) -> None:
-    """Some thirty tiles for each program, most of them beyond an end, again and again."""
-    generator = torch.Generator("cuda").manual_seed(0)
-    lens = [256 * share for share in (16, 3, 7, 1, 12, 5, 9, 2)]
-    shape = (len(lens), 16, max(lens), head_dim)
-    q, k, v = (torch.randn(shape, generator=generator, device="cuda").bfloat16() for _ in range(3))
-    seq_lens = torch.tensor(lens, device="cuda", dtype=torch.int32)
-    first = diyfa.flash_attention(q, k, v, causal, seq_lens=seq_lens, variant=variant)
-    for b, n in enumerate(lens):
-        rows = (x[b, :, :n].float() for x in (q, k, v))
-        expected = torch.nn.functional.scaled_dot_product_attention(*rows, is_causal=causal)
-        assert (first[b, :, :n].float() - expected).abs().max() < 0.02, f"sample {b}"
-        assert not first[b, :, n:].any(), f"beyond sample {b}"
-    for turn in range(50):
-        again = diyfa.flash_attention(q, k, v, causal, seq_lens=seq_lens, variant=variant)
-        assert torch.equal(again, first), f"call {turn}"
-
-
-@needs_kernel
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("seqlen", [1024, 3000, 16384])
-def test_repeats_bit_by_bit(head_dim: int, seqlen: int) -> None:
-    """A race between the producer and the consumers would show as results that move."""
-    generator = torch.Generator("cuda").manual_seed(0)
-    shape = (4, 65536 // max(seqlen, 4096), seqlen, head_dim)
-    q, k, v = (torch.randn(shape, generator=generator, device="cuda").bfloat16() for _ in range(3))
-    portable = diyfa.flash_attention(q, k, v, variant="v2")
-    first = diyfa.flash_attention(q, k, v, variant="sm90")
-    assert (first - portable).abs().max() < 0.02
-    for _ in range(100):
-        assert torch.equal(diyfa.flash_attention(q, k, v, variant="sm90"), first)
 
 
 @needs_kernel

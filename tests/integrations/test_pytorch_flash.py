@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from eager_budget import assert_matches_reference, leaves, with_gradients
-from subprocesses import run_python
+from subprocesses import run_after_torch
 from torch.utils.checkpoint import checkpoint
 
 import diyfa
@@ -518,4 +518,4 @@ def test_another_implementation_in_the_registry(order: str) -> None:
     if not hasattr(torch.nn.attention, "restore_flash_attention_impl"):
         pytest.skip("PyTorch's registry restores nothing before 2.11")
     code, expected = ORDERS[order]
-    assert run_python(RIVAL + code).splitlines() == expected
+    assert run_after_torch(RIVAL + code).splitlines() == expected

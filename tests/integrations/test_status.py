@@ -6,9 +6,12 @@ import json
 from importlib.metadata import version
 
 import torch
-from subprocesses import run_python
+from subprocesses import run_after_torch
+from typer.testing import CliRunner
 
 import diyfa
+from diyfa.cli import output
+from diyfa.cli.app import app
 from diyfa.integrations import status, use_in_pytorch
 
 CLIENTS = ["pytorch", "transformers", "diffusers", "flash_attn", "flash_attn_3", "flash_attn_npu"]
@@ -45,16 +48,20 @@ print(sorted(name for name in ("transformers", "diffusers", "rich", "triton") if
 
 
 def test_nothing_is_imported_for_it() -> None:
-    assert run_python(IMPORTS).splitlines() == [
+    assert run_after_torch(IMPORTS).splitlines() == [
         "[]", "True 2.8.3 ['import flash_attn.bert_padding: diyfa', 'import flash_attn: diyfa']", "[]",
     ]  # fmt: skip
 
 
+def info(*arguments: str) -> str:
+    output.out.width = 100  # kept from when it was made, whatever COLUMNS is now
+    return CliRunner().invoke(app, ["info", *arguments]).stdout
+
+
 def test_info_shows_it() -> None:
-    code = "import sys; from diyfa.cli import main; main()"
-    rows = json.loads(run_python(code, arguments=("info", "--json")))["integrations"]
+    rows = json.loads(info("--json"))["integrations"]
     assert [row["client"] for row in rows] == CLIENTS
     assert rows[0]["installed"] == version("torch") and not rows[0]["on"] and rows[0]["calls"] == {}
     assert rows[0]["switched_on_by"] == "use_in_pytorch"
-    printed = run_python(code, arguments=("info",), COLUMNS="100")
+    printed = info()
     assert "inside other software" in printed and "use_in_transformers()" in printed

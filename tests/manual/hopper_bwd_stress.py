@@ -9,30 +9,30 @@ public functions with `variant="sm90"`, whatever their size. Out and LSE come fr
 error is the backward's own and no forward need be compiled; `--forward` takes the Hopper one. Allocations are poisoned.
 Each call is repeated: dK and dV must be the same bits, with `deterministic` all gradients.
 
-Processes side by side take every n-th case each. The parent ends one that says nothing for --limit seconds, names its
-case and goes on behind it. Each failure comes with the options that repeat it; the summary is printed last.
+Processes side by side take every n-th case each. A case that takes longer than --limit seconds hangs, and ends them.
+Each failure comes with the options that repeat it; the summary is printed last.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
+import multiprocessing
 import random
-import subprocess
 import sys
-import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from hopper_stress import ending_after
 from poison import poisoned_allocations
 
 from diyfa.plan import plans
@@ -56,8 +56,7 @@ GRADIENTS = ("dq", "dk", "dv", "dsinks")
 REPEATS = 3  # of each call
 MORE_DRAWS = 4 * YARDSTICK_DRAWS  # of the yardstick, before a case counts as a failure
 MOST_SCORES = 1 << 24  # of a case: float64 scores of 16 processes have to fit
-MOST_FAILURES = 6  # that are printed in full
-MOST_PROCESSES = 5  # one after another, should they hang or die
+MOST_FAILURES = 6  # of a process
 
 
 # ---- cases
@@ -332,130 +331,50 @@ def check(run: Backward, case: AttentionCase, features: set[str], repeats: int) 
 # ---- processes
 
 
-def say(**what: Any) -> None:
-    print(json.dumps(what), flush=True)
+class Totals(NamedTuple):
+    """What a process has found of its cases."""
+
+    passed: int
+    by_feature: Counter[str]
+    failures: list[str]
+    worst: tuple[float, int]  # share of the error budget, case
+    slowest: tuple[float, int]  # seconds, case
 
 
-def work(options: argparse.Namespace) -> int:
-    """A worker: its cases one after another, a line of JSON before and behind each."""
+def again(options: argparse.Namespace, number: int) -> str:
+    """The options that repeat a case."""
+    words = f"--seed {options.seed} --variants {options.variants} --start {number} --cases 1 --jobs 1"
+    words += f" --only {options.only}" if options.only else ""
+    words += f" --deterministic-runs {options.deterministic_runs}" if options.deterministic_runs else ""
+    return words + " --forward" * options.forward + " --cpu" * options.cpu
+
+
+def work(options: argparse.Namespace, first: int) -> Totals:
+    """Every n-th case from `first` on, one after another, up to one that raises."""
     torch.set_num_threads(1)
     run = Backward(options)
-    for number in range(options.start, options.start + options.cases, options.jobs):
+    passed, by_feature, failures, worst, slowest = 0, Counter[str](), [], (0.0, -1), (0.0, -1)
+    for number in range(first, options.end, options.jobs):
         if time.time() > options.until:
             break
         case, features = case_of(options, number)
-        say(begin=number)
-        begin = time.monotonic()
-        try:
-            wrong, share = check(run, case, features, options.deterministic_runs or REPEATS)
-        except Exception as error:  # the CUDA context may be lost: the parent starts another process
-            say(
-                failed=number,
-                what=f"{type(error).__name__}: {str(error)[:400]}",
-                case=str(case),
-                features=sorted(features),
-            )
-            traceback.print_exc()
-            return 1
-        if wrong is None:
-            say(passed=number, share=share, features=sorted(features), seconds=time.monotonic() - begin)
-        else:
-            say(failed=number, what=wrong, case=str(case), features=sorted(features))
-    say(end=True)
-    return 0
-
-
-class Totals:
-    """What all workers have found."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.options = options
-        self.lock = threading.Lock()
-        self.passed = 0
-        self.by_feature: Counter[str] = Counter()
-        self.failures: list[str] = []
-        self.worst = (0.0, -1)
-        self.slowest = (0.0, -1)
-
-    def again(self, number: int) -> str:
-        options = self.options
-        words = f"--seed {options.seed} --variants {options.variants} --start {number} --cases 1 --jobs 1"
-        if options.only:
-            words += f" --only {options.only}"
-        if options.deterministic_runs:
-            words += f" --deterministic-runs {options.deterministic_runs}"
-        return words + (" --forward" if options.forward else "") + (" --cpu" if options.cpu else "")
-
-    def fail(self, number: int, what: str, details: str = "") -> None:
-        with self.lock:
-            self.failures.append(f"FAILED {what}\n  {details}\n  {self.again(number)}")
-            if len(self.failures) <= MOST_FAILURES:
-                print(self.failures[-1], flush=True)
-
-    def count(self, line: dict[str, Any]) -> None:
-        if "failed" in line:
-            self.fail(line["failed"], line["what"], f"{line['features']} {line['case']}")
-        elif "passed" in line:
-            with self.lock:
-                self.passed += 1
-                self.by_feature.update(line["features"])
-                self.worst = max(self.worst, (line["share"], line["passed"]))
-                self.slowest = max(self.slowest, (line["seconds"], line["passed"]))
-
-
-class Worker:
-    """One process: reads what it says until it ends, or ends it when it says nothing for too long."""
-
-    def __init__(self, options: argparse.Namespace, first: int, errors: str) -> None:
-        arguments = [sys.executable, __file__, *sys.argv[1:], "--worker", "--until", str(options.until)]
-        arguments += ["--start", str(first), "--cases", str(options.end - first), "--jobs", str(options.jobs)]
-        self.limit, self.errors = options.limit, errors
-        with open(errors, "w") as file:
-            self.process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=file, text=True)
-        self.hangs = False
-        self.last: dict[str, Any] = {}  # that it said
-
-    def _end(self) -> None:
-        self.hangs = True
-        self.process.kill()
-
-    def lines(self) -> Iterator[dict[str, Any]]:
-        assert self.process.stdout is not None
-        while True:
-            timer = threading.Timer(self.limit, self._end)
-            timer.start()
-            text = self.process.stdout.readline()
-            timer.cancel()
-            if not text:
+        begin, repeat = time.monotonic(), again(options, number)
+        wrong: str | None
+        with ending_after(options.limit, repeat):
+            try:
+                wrong, share = check(run, case, features, options.deterministic_runs or REPEATS)
+            except Exception:  # the CUDA context may be lost
+                wrong, share = traceback.format_exc(), 0.0
+        if wrong is not None:
+            failures.append(f"FAILED {wrong}\n  {sorted(features)} {case}\n  {repeat}")
+            print(failures[-1], flush=True)
+            if "Traceback" in wrong or len(failures) == MOST_FAILURES:
                 break
-            if text.startswith("{"):
-                self.last = json.loads(text)
-                yield self.last
-        self.process.wait()
-
-    def why(self) -> str:
-        if self.hangs:
-            return f"HANGS: nothing for {self.limit:.0f} s"
-        with open(self.errors) as file:
-            return f"the process died ({self.process.returncode}): {file.read()[-300:]}"
-
-
-def watch(options: argparse.Namespace, number: int, totals: Totals) -> None:
-    """Run every n-th case from `number` on in a process, and in another one behind a case at which it hangs or dies."""
-    for attempt in range(MOST_PROCESSES):
-        if number >= options.end or time.time() >= options.until:
-            return
-        worker = Worker(options, number, f"{options.logs}/hopper_bwd_stress.{number}.{attempt}.txt")
-        for line in worker.lines():
-            totals.count(line)
-        if "end" in worker.last:
-            return
-        at = next((worker.last[key] for key in ("begin", "failed", "passed") if key in worker.last), number)
-        if "failed" not in worker.last:
-            case, features = case_of(options, at)
-            totals.fail(at, worker.why(), f"{sorted(features)} {case}")
-        number = at + options.jobs
-    print(f"{MOST_PROCESSES} processes failed before case {number}", flush=True)
+            continue
+        passed += 1
+        by_feature.update(features)
+        worst, slowest = max(worst, (share, number)), max(slowest, (time.monotonic() - begin, number))
+    return Totals(passed, by_feature, failures, worst, slowest)
 
 
 def main() -> int:
@@ -471,31 +390,24 @@ def main() -> int:
     parser.add_argument("--forward", action="store_true", help="behind the Hopper forward")
     parser.add_argument("--deterministic-runs", type=int, default=0, help="run a few long cases so often instead")
     parser.add_argument("--cpu", action="store_true", help="in the Gluon interpreter, smaller cases")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--until", type=float, default=0.0, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.worker:
-        return work(options)
     if options.deterministic_runs:
         options.cases = min(options.cases, LONG_CASES)
     options.jobs = min(options.jobs, options.cases)
     options.end = options.start + options.cases
-    options.logs = os.environ.get("OUT") or "/tmp"
     options.until = time.time() + options.seconds
     begin = time.monotonic()
-    totals = Totals(options)
-    threads = [threading.Thread(target=watch, args=(options, options.start + i, totals)) for i in range(options.jobs)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ProcessPoolExecutor(options.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        found = list(pool.map(work, [options] * options.jobs, range(options.start, options.start + options.jobs)))
+    passed, failures = sum(x.passed for x in found), [failure for x in found for failure in x.failures]
+    worst, slowest = max(x.worst for x in found), max(x.slowest for x in found)
+    by_feature = sum((x.by_feature for x in found), Counter())
     where = "the interpreter" if options.cpu else torch.cuda.get_device_name()
-    print(f"{where}: {totals.passed} of {options.cases} cases agree, {len(totals.failures)} fail, "
-          f"{time.monotonic() - begin:.0f} s")  # fmt: skip
-    print(f"largest share of the error budget {totals.worst[0]:.2f} (case {totals.worst[1]}), "
-          f"slowest {totals.slowest[0]:.1f} s (case {totals.slowest[1]})")  # fmt: skip
-    print(", ".join(f"{name} {count}" for name, count in sorted(totals.by_feature.items())))
-    return 1 if totals.failures else 0 if totals.passed == options.cases else 2
+    print(f"{where}: {passed} of {options.cases} cases agree, {len(failures)} fail, {time.monotonic() - begin:.0f} s")
+    print(f"largest share of the error budget {worst[0]:.2f} (case {worst[1]}), "
+          f"slowest {slowest[0]:.1f} s (case {slowest[1]})")  # fmt: skip
+    print(", ".join(f"{name} {count}" for name, count in sorted(by_feature.items())))
+    return 1 if failures else 0 if passed == options.cases else 2
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """The compile gate: every shipped NPU kernel through both halves of the real Ascend compiler, for three chips.
 
 Each chip is compiled once, in a process of its own without the interpreter. The 910B gets every kernel, tile and
-feature; A3, whose modules and memories are a 910B's, and the 950, whose compiler takes four times as long, get some
-cases of each kernel. With DIYFA_FULL_GATE=1 all get every feature in every dtype and head-dim class.
+feature; A3, whose modules and memories are a 910B's, gets each kernel once; the 950, whose compiler takes four times as
+long, gets some cases of each. With DIYFA_FULL_GATE=1 all get every feature in every dtype and head-dim class.
 DIYFA_ASCENDNPU_IR names older releases of the compiler, with which every kernel and tile must pass as well (`make`
 sets it).
 """
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from subprocesses import SUPPORT, run_python
 
 from diyfa.arch import ELEMENT_BYTES, NPUArch, npu_spec
 from diyfa.backends.npu.tables import configs
@@ -31,7 +32,9 @@ from diyfa.lab.npu import gate
 
 FULL = os.environ.get("DIYFA_FULL_GATE") == "1"
 A2, A3, A5 = "Ascend910B3", "Ascend910_9362", "Ascend950PR_9589"
+EVERY = {A3: ("--every", "1000"), A5: ("--every", "4")}  # of an A3, whose modules are a 910B's, one of each kernel
 TIMEOUT_S = 1500
+COMPILING = {"TRITON_INTERPRET": "0", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # environment of a process that compiles
 # Where every tile has to be compiled.
 _needs_full = pytest.mark.skipif(not FULL, reason="every tile of A3 and 950 with DIYFA_FULL_GATE=1")
 WHOLE_A3, WHOLE_A5 = (pytest.param(target, marks=_needs_full) for target in (A3, A5))
@@ -54,9 +57,9 @@ needs_compilers = pytest.mark.skipif(bool(_missing()), reason=f"{_missing()} is 
 
 def _compile(target: str, *options: str, limit_s: int = TIMEOUT_S) -> list[dict[str, Any]]:
     if not options:
-        options = ("--full",) if FULL else () if target == A2 else ("--every", "4")
+        options = ("--full",) if FULL else EVERY.get(target, ())
     command = [sys.executable, "-m", "diyfa.lab.npu.aot", target, *options]
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    environment = {**os.environ, **COMPILING}
     if len(releases(target)) == 1 and "--conservative" not in options:
         environment.pop("DIYFA_ASCENDNPU_IR", None)
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=limit_s)
@@ -103,9 +106,7 @@ def test_the_front_half_does_not_tell_a2_from_a3() -> None:
         f"modules = [[aot.to_linalg(job, chip) for job in each] for each, chip in zip(jobs, ({A2!r}, {A3!r}))]\n"
         "print(len(modules[0]), modules[0] == modules[1])\n"
     )
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300)
-    assert done.stdout.split() == ["26", "True"], done.stdout + done.stderr[-2000:]
+    assert run_python(code, **COMPILING).split() == ["26", "True"]
     assert npu_spec(A2)._replace(arch=NPUArch.A3) == npu_spec(A3)
 
 
@@ -352,10 +353,8 @@ def test_the_gate_catches_an_unbound_kernel() -> None:
         f"report = next(aot.compile_jobs([specs.attention_job(problem, 'fwd', tile)], {A2!r}))\n"
         "print(report.ok, 'overflow' in report.notes[0])\n"
     )
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300)
-    lines = done.stdout.splitlines()
-    assert lines == ["False gate: not split over both vector cores", "False True"], done.stdout + done.stderr[-2000:]
+    lines = run_python(code, **COMPILING).splitlines()
+    assert lines == ["False gate: not split over both vector cores", "False True"]
 
 
 def test_a_missing_compiler_is_named() -> None:
@@ -367,11 +366,9 @@ def test_a_missing_compiler_is_named() -> None:
         "try:\n    next(aot.compile_all('Ascend310P3'))\n"
         "except ValueError as error:\n    print(error)\n"
     )
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
     expected = "unset it to compile" if _missing() != "triton-ascend" else "install triton-ascend"
-    lines = done.stdout.splitlines()
-    assert len(lines) == 2, done.stderr[-2000:]
+    lines = run_python(code, TRITON_INTERPRET="1", TORCH_DEVICE_BACKEND_AUTOLOAD="0").splitlines()
+    assert len(lines) == 2
     assert expected in lines[0]
     assert "unknown Ascend chip 'Ascend310P3'" in lines[1]
 
@@ -396,9 +393,7 @@ def test_each_pass_over_the_queries_ends_with_a_wait() -> None:
         f"example = specs.example({A2!r}, window_right=0)\n"
         f"print(aot.compiled_hivm(specs.v1_problem_jobs(example)[0], {A2!r}))\n"
     )
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300)
-    cube, vector = done.stdout.split("func.func @_fwd_v1_kernel_mix_aiv")
+    cube, vector = run_python(code, **COMPILING).split("func.func @_fwd_v1_kernel_mix_aiv")
     for core in (cube, vector):  # by indentation: inside the loops over heads and keys, after the loop over queries
         barriers = [line for line in core.splitlines() if "pipe_barrier[<PIPE_ALL>]" in line]
         assert [len(line) - len(line.lstrip()) for line in barriers] == [8, 4], core[-3000:]
@@ -409,7 +404,6 @@ def test_each_pass_over_the_queries_ends_with_a_wait() -> None:
 def test_dropout_stays_on_the_vector_unit() -> None:
     """The mask in both orientations: integer vector operations, and no loop over single elements."""
     code = (
-        "import sys\nsys.path.insert(0, 'tests/support')\n"
         "import dropout_kernels\n"
         "from diyfa.lab.npu import aot\n"
         "for job in dropout_kernels.npu_jobs():\n"
@@ -417,7 +411,5 @@ def test_dropout_stays_on_the_vector_unit() -> None:
         "    print(hivm.count('call @vmul_1d_int32_t'), hivm.count('call @vcmp_ge_1d_float'),\n"
         "          hivm.count('memref.store '), hivm.count('memref.load '))\n"
     )
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300)
     # One product and one comparison for the whole tile; the two scalars read are seed and offset.
-    assert done.stdout.splitlines() == ["1 1 0 2", "1 1 0 2"], done.stdout + done.stderr[-2000:]
+    assert run_python(code, SUPPORT, **COMPILING).splitlines() == ["1 1 0 2", "1 1 0 2"]

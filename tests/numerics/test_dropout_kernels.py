@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import json
 import os
 
 import pytest
 import torch
-from subprocesses import SUPPORT, run_python
 from targets import TARGETS
 
 from diyfa.dropout import dropout_mask
@@ -95,22 +93,3 @@ def test_the_whole_mask(backend) -> None:
     for b in range(2):
         for h in range(3):
             assert torch.equal(mask_in_tiles(backend, (99, 2), b, h, (0, 0, 40, 37), 16, 32, False), mask[b, h])
-
-
-COMPILE_CUDA = """
-import json, sys
-from dataclasses import asdict
-import dropout_kernels
-from diyfa.lab.cuda import aot
-print(json.dumps([asdict(r) for r in aot.compile_all("{arch}", [dropout_kernels.cuda_specs])]))
-"""
-
-
-@pytest.mark.parametrize("arch", [pytest.param("sm_80", marks=pytest.mark.slow), "sm_90"])
-def test_cuda_helpers_compile(arch, tmp_path) -> None:
-    pytest.importorskip("triton.backends.nvidia", reason="this Triton has no NVIDIA backend")
-    out = run_python(COMPILE_CUDA.format(arch=arch), SUPPORT, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
-    reports = json.loads(out)
-    assert len(reports) == 4
-    for report in reports:
-        assert report["ok"] and report["spill_bytes"] == 0, report

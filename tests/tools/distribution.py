@@ -55,7 +55,13 @@ def check_source(archive: Path) -> None:
     """Raise AssertionError if the source distribution lacks tests, documentation or kernels."""
     with tarfile.open(archive) as tar:
         names = {name.partition("/")[2] for name in tar.getnames()}
-    wanted = ("tests/tools/test_docs.py", "docs/index.md", "docs/zh/index.md", "backends/cuda/hopper/fwd.py", "Makefile")
+    wanted = (
+        "tests/tools/test_docs.py",
+        "docs/index.md",
+        "docs/zh/index.md",
+        "backends/cuda/hopper/fwd.py",
+        "Makefile",
+    )
     for name in (*wanted, "CHANGELOG.md", "benchmarks/attention.py", ".ci/run", "tests/support/refusals.txt"):
         assert name in names, f"not in the source distribution: {name}"
     assert not [name for name in names if name.startswith("diyfa/backends/")], "kernels twice"
@@ -68,13 +74,26 @@ def check_install(wheel: Path) -> None:
         home = Path(folder) / "environment"
         venv.create(home, with_pip=False, symlinks=True)
         python = home / "bin" / "python"
-        run = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps", "--no-index", str(wheel)]
+        run = [
+            sys.executable,
+            "-m",
+            "pip",
+            "--python",
+            str(python),
+            "install",
+            "-q",
+            "--no-deps",
+            "--no-index",
+            str(wheel),
+        ]
         subprocess.run(run, check=True, env=alone)
         packages = Path(next((home / "lib").glob("python*"))) / "site-packages"
         (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
         subprocess.run([python, "-c", CALL], check=True, cwd=folder, env=alone)
         for arguments in (["--version"], ["info"], ["compile", "--list"]):
-            subprocess.run([home / "bin" / "diyfa", *arguments], check=True, cwd=folder, env=alone, stdout=subprocess.DEVNULL)
+            subprocess.run(
+                [home / "bin" / "diyfa", *arguments], check=True, cwd=folder, env=alone, stdout=subprocess.DEVNULL
+            )
 
 
 if __name__ == "__main__":

@@ -73,12 +73,6 @@ def test_version_and_help():
         assert command in output
 
 
-def test_python_dash_m():
-    result = subprocess.run([sys.executable, "-m", "diyfa", "--version"], capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.strip() == diyfa.__version__
-
-
 def test_help_does_not_wait_for_pytorch():
     code = "import sys\nfrom diyfa.cli import main\ntry:\n    main()\nfinally:\n    assert 'torch' not in sys.modules"
     for arguments in (["--version"], ["--help"], ["compile", "--help"]):
@@ -101,8 +95,11 @@ def test_every_option_has_help(name):
     [
         (("bench", "--backend", "cpu", "--op", "conv"), "must be one of attention, matmul, all; got 'conv'"),
         (("bench", "--backend", "cpu", "--head-dim", "600"), "--head-dim"),
-        (("validate", "--backend", "tpu"), "there is no 'tpu'; there are: cuda, npu, cpu"),
+        (("bench", "--backend", "cpu", "--dtype", "int8"), "must be one of"),
+        *(((name, "--backend", "tpu"), "there is no 'tpu'; there are: cuda, npu, cpu")
+          for name in ("demo", "validate", "bench")),
         (("tune", "--backend", "cpu"), "the cpu backend has no autotuner"),
+        (("tune", "--dtype", "int8"), "must be one of"),
         (("report", "absent.json"), "No such file or directory: 'absent.json'"),
         (("first-run", "--only", "everything"), "must be one of small tiles, float16, bfloat16, float32, dtypes,"),
         (("pack", "gfx942"), "name a CUDA architecture such as sm_90"),
@@ -110,10 +107,17 @@ def test_every_option_has_help(name):
         (("warmup", "--shapes", "D=64"), "needs H="),
         (("compile",), "name a target, or --list to see them"),
         (("compile", "gfx942"), "no such target: 'gfx942'; `diyfa compile --list` lists them"),
+        (("compile", "sm_"), "no such target: 'sm_'; did you mean sm_70"),
+        (("compile", "Ascend310"), "no such target: 'Ascend310'"),
+        (("compile", "910B"), "910B3"),  # Ascend910B itself is another chip than the 910B family's
+        (("compile", "910B3", "--chip", "910B3"), "name the chip once"),
+        (("compile", "sm_90", "--kernel", "fwd"), "--kernel"),
+        (("compile", "910B3", "--tile", "128"), "--tile"),
+        (("compile", "910B3", "--tile", "128x"), "--tile"),
         (("demo", "--surprise"), "No such option: --surprise"),
         (("paint",), "No such command 'paint'"),
     ],
-)
+)  # fmt: skip
 def test_a_refusal_is_one_line(arguments, reason):
     result = invoke(*arguments, width=80)
     assert (result.exit_code, isinstance(result.exception, SystemExit)) == (2, True), result.output
@@ -384,8 +388,11 @@ def tiny(monkeypatch):
 
 
 def test_demo_json(tiny):
-    code, document = invoke_json("demo", "--backend", "cpu", "--length", "20", "--prompt", "import ")
+    """Equal runs have equal losses."""
+    arguments = ("demo", "--backend", "cpu", "--length", "20", "--prompt", "import ", "--seed", "3")
+    (code, document), (_, again) = invoke_json(*arguments), invoke_json(*arguments)
     assert code == 0, document
+    assert document["loss"]["sdpa"] == pytest.approx(again["loss"]["sdpa"], rel=1e-5) and document["seed"] == 3
     assert document["agree"]
     assert document["max_relative_difference"] <= document["bound"]
     assert len(document["loss"]["diyfa"]) == len(document["loss"]["sdpa"]) == tiny.steps
@@ -460,17 +467,19 @@ def test_demo_asks_for_matplotlib_before_it_trains(monkeypatch, tmp_path):
     assert not (tmp_path / "loss.png").exists()
 
 
-def test_demo_fails_when_the_curves_differ(tiny, monkeypatch):
-    """An attention that forgets the softmax scale must not pass for PyTorch's."""
+@pytest.mark.parametrize("how", ["differs", "nan"])
+def test_demo_fails_when_the_curves_differ(tiny, monkeypatch, how):
+    """An attention that forgets the softmax scale, or gives NaN, must not pass for PyTorch's."""
 
     def wrong(q, k, v, causal, backend):
-        return reference_attention(q, k, v, causal=causal, sm_scale=1.0)
+        return v * float("nan") if how == "nan" else reference_attention(q, k, v, causal=causal, sm_scale=1.0)
 
     real = demo_train.compare
     monkeypatch.setattr("diyfa.lab.demo.command.compare", lambda *arguments: real(*arguments, attention=wrong))
     code, document = invoke_json("demo", "--backend", "cpu", "--length", "0")
     assert code == 1
     assert not document["agree"]
+    assert (document["max_relative_difference"] is None) == (how == "nan")
 
 
 @pytest.mark.parametrize("device", demo_train.PRESETS)
@@ -487,32 +496,6 @@ def test_demo_detects_different_curves(device):
     for relative in (0.1, -0.1, float("nan"), float("inf")):
         assert not agrees(299, relative) and not agrees(0, relative)
     assert not agrees(demo_train.EARLY_STEPS - 1, 0.01)
-
-
-def test_demo_fails_when_a_loss_is_not_a_number(tiny, monkeypatch):
-    real = demo_train.compare
-
-    def wrong(q, k, v, causal, backend):
-        return v * float("nan")
-
-    monkeypatch.setattr("diyfa.lab.demo.command.compare", lambda *arguments: real(*arguments, attention=wrong))
-    code, document = invoke_json("demo", "--backend", "cpu", "--length", "0")
-    assert code == 1
-    assert document["max_relative_difference"] is None
-
-
-def test_demo_is_reproducible(tiny):
-    first = invoke_json("demo", "--backend", "cpu", "--length", "8", "--seed", "3")[1]
-    second = invoke_json("demo", "--backend", "cpu", "--length", "8", "--seed", "3")[1]
-    assert first["loss"]["sdpa"] == pytest.approx(second["loss"]["sdpa"], rel=1e-5)
-    assert first["seed"] == 3
-
-
-def test_unknown_backend():
-    for command in ("demo", "validate", "bench"):
-        result = invoke(command, "--backend", "tpu")
-        assert result.exit_code == 2
-        assert "there is no 'tpu'" in result.output
 
 
 @pytest.mark.parametrize("command", ["demo", "validate", "bench", "tune"])
@@ -665,13 +648,6 @@ def test_three_significant_digits(value, text):
     assert figure(value) == text
 
 
-@pytest.mark.parametrize("arguments", [("--op", "conv"), ("--dtype", "int8")])
-def test_bench_with_impossible_options(arguments):
-    result = invoke("bench", "--backend", "cpu", *arguments)
-    assert result.exit_code == 2
-    assert "must be one of" in result.output
-
-
 # --- tune -------------------------------------------------------------------------------------------------------------
 
 
@@ -756,12 +732,6 @@ def test_tune_lists_no_incomplete_row(tuner):
     assert [tile["bucket"] for tile in invoke_json("tune", "--list")[1]["tiles"]] == ["(32, False)"]
 
 
-def test_tune_of_a_backend_without_an_autotuner():
-    result = invoke("tune", "--backend", "cpu")
-    assert result.exit_code == 2 and "no autotuner" in result.output
-    assert invoke("tune", "--dtype", "int8").exit_code == 2
-
-
 # --- compile ----------------------------------------------------------------------------------------------------------
 
 
@@ -769,24 +739,6 @@ def test_compile_list_names_every_target():
     from diyfa.arch import GPU_SPECS, NPU_SPECS
 
     assert invoke_json("compile", "--list")[1] == {"cuda": list(GPU_SPECS), "npu": list(NPU_SPECS)}
-
-
-@pytest.mark.parametrize("target", ["gfx942", "sm_", "Ascend310"])
-def test_compile_for_an_unknown_target(target):
-    result = invoke("compile", target)
-    assert result.exit_code == 2
-    assert "no such target" in result.output
-
-
-def test_an_ambiguous_target_lists_its_matches():
-    """ "Ascend910B" itself is another chip than the 910B family's."""
-    result = invoke("compile", "910B")
-    assert result.exit_code == 2
-    assert "910B3" in " ".join(result.output.split())
-
-
-def test_compile_without_a_target():
-    assert invoke("compile").exit_code == 2
 
 
 class Compiler:
@@ -987,19 +939,6 @@ def test_compile_prints_what_was_read_from_an_ascend_kernel(monkeypatch):
     assert compiler.asked == ("Ascend910B3", None, None)
     assert document["reports"][0]["metrics"]["loops"][0]["tile"]["workspace_read_bytes"] == 262144
     assert document["reports"][0]["limits"]["l0a"] == 65536
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("910B3", "--chip", "910B3"),
-        ("sm_90", "--kernel", "fwd"),
-        ("910B3", "--tile", "128"),
-        ("910B3", "--tile", "128x"),
-    ],
-)
-def test_compile_refuses_invalid_arguments(arguments):
-    assert invoke("compile", *arguments).exit_code == 2
 
 
 @pytest.mark.parametrize("package", ["triton-ascend", "ascendnpu-ir"])

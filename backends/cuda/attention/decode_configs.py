@@ -170,14 +170,16 @@ def _config_of_kind(problem: KVCacheProblem, block_m: int) -> DecodeConfig | Non
 # 32 heads of 128, us for 1 / 4 / 16 / 32 / 48 queries of 8192 keys: 55 / 56 / 59 / 64 / 87; the portable forward 137 /
 # 138 / 87 / 86 / 87; the Hopper forward 79 to 80. Of 1024 keys 11 / 12 / 15 / 19 / 30; 21 to 23; 12.
 SMALL_CALLS: tuple[tuple[int, int], ...] = ((16, 2048), (32, 8192))
+MOST_ROWS = max(most for most, _ in SMALL_CALLS)
 FULL_GPU = 132  # multiprocessors of the GPU that is assumed if a call is described without a device, as for compiling
 
 
 def is_small_call(problem: AttentionProblem) -> bool:
     """Return whether `SMALL_CALLS` lists a forward pass."""
     rows = problem.seqlen_q * (problem.heads_q // problem.heads_kv)
-    listed = any(rows <= most and problem.seqlen_k >= least for most, least in SMALL_CALLS)
-    return listed and problem.batch * problem.heads_q < FULL_GPU
+    if problem.batch * problem.heads_q >= FULL_GPU or rows > MOST_ROWS:
+        return False
+    return any(rows <= most and problem.seqlen_k >= least for most, least in SMALL_CALLS)
 
 
 def unsupported(problem: KVCacheProblem) -> str | None:

@@ -151,7 +151,7 @@ class Sm90Backward:
         if config.form == "keys":
             self.programs = min(self.programs, self.multiprocessors)
         self.in_order = problem.deterministic and config.form == "keys"
-        self.dq_blocks, self.rolling, counts_size = blocks, _can_roll(problem, config, dq), 0
+        self.dq_blocks, self.rolling, counts = blocks, _can_roll(problem, config, dq), 0
         if config.form == "columns":  # adds dQ up in registers
             self.dq_blocks = 0
         self.form = _Form(config, self.boxes, self.boxes_v, self.in_order, self.rolling)
@@ -159,19 +159,23 @@ class Sm90Backward:
         self.heads_in_turns, self.lag, self.slots = self._window()
         if self.rolling:
             self.dq_blocks = self.slots * (problem.heads_q // self.heads_kv) * cdiv(problem.seqlen_q, config.block_m)
-            counts_size = cdiv(2 * problem.batch * problem.heads_q, 4) * 4
+            counts = cdiv(2 * problem.batch * problem.heads_q, 4) * 4
         # One allocation. All its parts begin at multiples of 16 bytes.
-        dq_size = self.dq_blocks * config.block_m * self.boxes * BOX_COLUMNS
-        statistics_size = blocks * config.block_m * 2
-        semaphores_size = cdiv(blocks * CONSUMERS, 4) * 4 if self.in_order else 0
-        sizes = (dq_size, statistics_size, 4, counts_size, semaphores_size, *bwd_parts.sizes_of(problem, self.parts))
-        self.workspace = lse.new_empty(sum(sizes))
-        dq_sums, statistics, counter, counts, semaphores, *self.dk_dv_parts = self.workspace.split(sizes)
-        self.dq = dq_sums.view(-1, DQ_COLUMNS.value) if dq_size else None
-        self.statistics = statistics.view(-1, config.block_m)
-        self.counter = counter.view(torch.int32)
-        self.counts = counts.view(torch.int32) if self.rolling else None
-        self.semaphores = semaphores.view(torch.int32) if self.in_order else None
+        semaphores = cdiv(blocks * CONSUMERS, 4) * 4 if self.in_order else 0
+        statistics_at = self.dq_blocks * config.block_m * self.boxes * BOX_COLUMNS
+        counter_at = statistics_at + blocks * config.block_m * 2
+        semaphores_at = counter_at + 4 + counts
+        parts_at = semaphores_at + semaphores
+        sizes = bwd_parts.sizes_of(problem, self.parts)
+        self.workspace = memory = lse.new_empty(parts_at + sum(sizes))
+        words = memory.view(torch.int32)
+        columns, m = DQ_COLUMNS.value, config.block_m
+        self.dq = memory.as_strided((statistics_at // columns, columns), (columns, 1)) if statistics_at else None
+        self.statistics = memory.as_strided((blocks * 2, m), (m, 1), statistics_at)
+        self.counter = words.as_strided((4,), (1,), counter_at)
+        self.counts = words.as_strided((counts,), (1,), counter_at + 4) if self.rolling else None
+        self.semaphores = words.as_strided((semaphores,), (1,), semaphores_at) if self.in_order else None
+        self.dk_dv_parts = memory[parts_at:].split(sizes) if self.parts > 1 else ()
         self.lengths = (
             (tensors.cu_seqlens_q, tensors.cu_seqlens_k) if problem.varlen else (tensors.seq_lens, tensors.seq_lens)
         )

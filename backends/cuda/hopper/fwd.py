@@ -777,7 +777,8 @@ def _fwd_sm90_kernel(
 
 def constants(problem: AttentionProblem, config: Sm90Config, negate: bool) -> Sm90Constants:
     """Return the constants that the kernel is compiled with."""
-    return _constants(problem, config, negate, problem.seqlen_k % config.block_n != 0)
+    has_partial_block = problem.window_right < 0 and problem.seqlen_k % config.block_n != 0
+    return _constants(problem, config, negate, has_partial_block)
 
 
 @cached_per_kind
@@ -826,7 +827,7 @@ def key_arguments(
     """
     k, v = tensors[1:3]
     described = ragged_descriptor if ragged else dense_descriptor
-    (kb, kn), (vb, vn) = (steps_of(x, layout) if ragged else (0, 0) for x in (k, v))
+    (kb, kn), (vb, vn) = (steps_of(k, layout), steps_of(v, layout)) if ragged else ((0, 0), (0, 0))
     rows = rows or config.block_n
     d, dv = k.shape[-1], v.shape[-1]
     return {

@@ -1,7 +1,7 @@
 """`diyfa demo`: see in two minutes that diyfa works.
 
-It trains with diyfa's attention, compares losses, speed and memory with PyTorch's, writes text, and sorts letters, a task
-in which every answer is right or wrong.
+It trains with diyfa's attention, compares losses, speed and memory with PyTorch's, writes text, and sorts letters, a
+task in which every answer is right or wrong.
 """
 
 from __future__ import annotations
