@@ -14,34 +14,34 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from diyfa.backends.cuda.attention.tile_io import EQUAL, SEQ_LENS
+from diyfa.backends.cuda.attention.tile_io import PACKED, SEQ_LENS
 
 
 @triton.jit
-def first_visible(position, offset, before):
-    """Return the first position on the other side that a query (or, with -offset, a key) sees."""
-    return tl.maximum(position + offset - before, 0)
+def first_visible(aligned, before):
+    """Return the first position that a query or key sees on the other side, where it is aligned with `aligned`."""
+    return tl.maximum(aligned - before, 0)
 
 
 @triton.jit
-def end_visible(position, offset, after, length):
-    """Return the end of the positions on the other side, of which there are `length`, that a query or key sees."""
-    return tl.minimum(length, tl.maximum(position + offset + after + 1, 0))
+def end_visible(aligned, after, length):
+    """Return the end of what it sees of `length` positions."""
+    return tl.minimum(length, tl.maximum(aligned + after + 1, 0))
 
 
 @triton.jit
-def visible_range(first, last, offset, before, after, length, HAS_BEFORE: tl.constexpr, HAS_AFTER: tl.constexpr):
-    """Return the positions on the other side that positions first to last see. full_end may be before full_begin."""
+def visible_range(first, last, before, after, length, HAS_BEFORE: tl.constexpr, HAS_AFTER: tl.constexpr):
+    """Return what those see that are aligned with positions first to last. full_end may be before full_begin."""
     begin = 0
     full_begin = 0
     full_end = length
     end = length
     if HAS_BEFORE:
-        begin = first_visible(first, offset, before)
-        full_begin = first_visible(last, offset, before)
+        begin = first_visible(first, before)
+        full_begin = first_visible(last, before)
     if HAS_AFTER:
-        full_end = end_visible(first, offset, after, length)
-        end = end_visible(last, offset, after, length)
+        full_end = end_visible(first, after, length)
+        end = end_visible(last, after, length)
     return begin, full_begin, full_end, end
 
 
@@ -55,8 +55,9 @@ def last_block(end, BLOCK: tl.constexpr):
 def key_blocks(row0, mask, c: tl.constexpr):
     """Return the keys that queries [row0, row0 + BLOCK_M) see. All bounds but `end` are multiples of BLOCK_N."""
     n_queries, n_keys, offset, window_left, window_right = mask
+    first = row0 + offset
     begin, full_begin, full_end, end = visible_range(
-        row0, row0 + c.BLOCK_M - 1, offset, window_left, window_right, n_keys, c.HAS_LEFT, c.HAS_RIGHT
+        first, first + c.BLOCK_M - 1, window_left, window_right, n_keys, c.HAS_LEFT, c.HAS_RIGHT
     )
     if c.LENGTHS == SEQ_LENS:  # query blocks beyond a sample's end see no key
         end = tl.where(row0 < n_queries, end, 0)
@@ -79,20 +80,21 @@ def query_blocks(col0, mask, EDGES: tl.constexpr, WHOLE_KEYS: tl.constexpr, c: t
     beyond the keys has no full blocks.
     """
     n_queries, n_keys, offset, window_left, window_right = mask
+    if c.LENGTHS == SEQ_LENS or (c.LENGTHS == PACKED and WHOLE_KEYS):  # no query sees a block beyond the keys
+        n_queries = tl.where(col0 < n_keys, n_queries, 0)
+    first = col0 - offset
     begin, full_begin, full_end, end = visible_range(
-        col0, col0 + c.BLOCK_N - 1, -offset, window_right, window_left, n_queries, c.HAS_RIGHT, c.HAS_LEFT
+        first, first + c.BLOCK_N - 1, window_right, window_left, n_queries, c.HAS_RIGHT, c.HAS_LEFT
     )
     if EDGES:
         full_end = full_end // c.BLOCK_M * c.BLOCK_M
     elif c.HAS_LEFT:
         full_end = tl.where(full_end < n_queries, full_end // c.BLOCK_M * c.BLOCK_M, n_queries)
-    if c.LENGTHS != EQUAL:  # no query sees a block beyond the keys
-        end = tl.where(col0 < n_keys, end, 0)
-        full_end = tl.where(col0 < n_keys, full_end, 0)
     if WHOLE_KEYS:
         full_begin = tl.where(col0 + c.BLOCK_N <= n_keys, full_begin, end)
     begin = begin // c.BLOCK_M * c.BLOCK_M
-    full_begin = tl.maximum(tl.cdiv(tl.minimum(full_begin, end), c.BLOCK_M) * c.BLOCK_M, begin)
+    full_begin = tl.cdiv(full_begin, c.BLOCK_M) * c.BLOCK_M
+    full_begin = tl.maximum(tl.minimum(full_begin, tl.cdiv(end, c.BLOCK_M) * c.BLOCK_M), begin)
     return begin, full_begin, tl.maximum(full_end, full_begin), end
 
 
@@ -116,7 +118,7 @@ def first_cached_key(block_m, n_queries, n_keys, pad, mask, c: tl.constexpr):
     group, window_left, _ = mask
     begin = pad
     if c.HAS_LEFT:
-        begin = tl.maximum(pad, first_visible(block_m * c.BLOCK_M // group, n_keys - n_queries, window_left))
+        begin = tl.maximum(pad, first_visible(block_m * c.BLOCK_M // group + n_keys - n_queries, window_left))
     return begin
 
 
@@ -133,7 +135,7 @@ def cached_blocks(block_m, n_queries, n_keys, pad, mask, c: tl.constexpr):
     end = n_keys
     if c.HAS_RIGHT:
         last_token = (tl.minimum(row0 + c.BLOCK_M, rows) - 1) // group
-        end = end_visible(last_token, n_keys - n_queries, window_right, n_keys)
+        end = end_visible(last_token + n_keys - n_queries, window_right, n_keys)
     first = (first_cached_key(block_m, n_queries, n_keys, pad, mask, c) - pad) // c.BLOCK_N
     n_blocks = tl.cdiv(tl.maximum(end - pad, 0), c.BLOCK_N) - first
     return first, tl.where(row0 < rows, tl.maximum(n_blocks, 1), 0)

@@ -34,7 +34,7 @@ def load_clamped(pointer, most, inside=None):
 def packed_info(cu_seqlens_ptr, b, total, inside=None):
     """Return (first row, rows) of packed sequences."""
     first = load_clamped(cu_seqlens_ptr + b, total, inside)
-    return first, tl.maximum(load_clamped(cu_seqlens_ptr + b + 1, total, inside) - first, 0)
+    return first, clamp(_load(cu_seqlens_ptr + b + 1, inside), first, total) - first
 
 
 @triton.jit

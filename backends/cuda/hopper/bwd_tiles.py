@@ -119,7 +119,7 @@ class KeyBlock:
         last = gl.cdiv(self.n_keys, config.BLOCK_N) - 1
         if config.HAS_RIGHT:
             last_row = (block + 1) * config.BLOCK_M - 1
-            end = end_visible(last_row, self.n_keys - self.n_queries, sizes.window_right, self.n_keys)
+            end = end_visible(last_row + self.n_keys - self.n_queries, sizes.window_right, self.n_keys)
             last = last_block(end, config.BLOCK_N)
         return last - self.col0 // config.BLOCK_N
 

@@ -38,7 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from diyfa.backends.cuda.attention import decode as portable
-from diyfa.backends.cuda.attention.block_info import cached_blocks, end_visible
+from diyfa.backends.cuda.attention.block_info import end_visible
 from diyfa.backends.cuda.attention.fwd import LOWEST
 from diyfa.backends.cuda.attention.launch import positive_scale
 from diyfa.backends.cuda.attention.seq_info import cache_entry, cached_keys, left_padding
@@ -73,12 +73,9 @@ class Sm90MlaConstants(Constants):
     """Constants of the kernel."""
 
     page_size: int  # 0: no pages
-    has_right: bool  # causal
+    causal: bool
     negate: bool
     split_cost: int  # `DecodeConfig`'s
-    has_left: bool = False  # what follows is for `cached_blocks`
-    block_m: int = ROWS.value
-    block_n: int = configs.BLOCK_N
 
 
 @aggregate
@@ -113,12 +110,18 @@ class Sizes:
 
     @gluon.jit
     def count_blocks(self, tile, inside=None):
-        """Look up tiles -> (blocks of keys that each sees, keys, padding before them). `inside`: as in seq_info.py."""
+        """Look up tiles -> (blocks of keys that each sees, at least one; keys; padding before them).
+
+        `inside`: as in seq_info.py.
+        """
         b = tile // self.blocks_m
         n_keys = cached_keys(None, self.seqlens_ptr, b, self.length, self.added, self.capacity, inside)
         pad = left_padding(self.leftpad_ptr, b, self.capacity, inside)
-        mask = (self.group, 0, 0)
-        _, n_blocks = cached_blocks(tile % self.blocks_m, self.seqlen_q, n_keys, pad, mask, self.config)
+        end = n_keys
+        if self.config.CAUSAL:
+            rows = gl.minimum((tile % self.blocks_m + 1) * ROWS, self.seqlen_q * self.group)
+            end = end_visible((rows - 1) // self.group + n_keys - self.seqlen_q, 0, n_keys)
+        n_blocks = gl.maximum(gl.cdiv(gl.maximum(end - pad, 0), BLOCK_N), 1)
         return n_blocks, n_keys, pad
 
 
@@ -491,10 +494,10 @@ def _first_consumer(share, sizes, shared, outputs, score):
         _, n_keys = chunk.entry(sizes)
         position = token * 0 + n_keys - 1
         end = n_keys  # end of the keys that the tile's first row sees
-        if sizes.config.HAS_RIGHT:
+        if sizes.config.CAUSAL:
             offset = chunk.n_keys - sizes.seqlen_q
             position = gl.minimum(token + offset, position)
-            end = end_visible(chunk.tile % sizes.blocks_m * ROWS // sizes.group, offset, 0, n_keys)
+            end = end_visible(chunk.tile % sizes.blocks_m * ROWS // sizes.group + offset, 0, n_keys)
         slope = 0.0
         rows = Rows(position, n_keys, slope)
         # Blocks at the chunk's end that some row does not see whole. At least one block is masked.

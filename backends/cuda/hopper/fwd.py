@@ -397,16 +397,17 @@ def _attend_blocks(
 
 
 @gluon.jit
-def _skip_masked(consumer, tile, row0, item):
+def _skip_masked(consumer, tile, key0, item):
     """Skip the blocks at the tile's end that the right mask hides from all rows of this consumer. Return the next item.
 
     Wait for each stage, then release it unread. An earlier release could count for the item that the stage held
-    before, which other consumers may still read. `row0`: the consumer's first row. At least one block remains.
+    before, which other consumers may still read. `key0`: the key that row 0 is aligned with. At least one block
+    remains.
     """
     config: gl.constexpr = consumer.shared.config
     problem = consumer.problem
     ring = consumer.shared.ring
-    _, _, _, end = problem.keys_of_rows(row0, ROWS, tile.n_keys - tile.n_queries, tile.n_keys)
+    _, _, _, end = problem.keys_of_rows(key0, ROWS, tile.n_keys)
     consumer_end = gl.maximum(gl.cdiv(end, config.BLOCK_N), tile.first_block + 1)
     for _ in range(consumer_end, tile.end_block):
         # Consumers must take equally many ping-pong turns.
@@ -446,9 +447,10 @@ def _attend_tile(consumer, tile, item, q_loads):
 
     row0 = tile.row0 + CONSUMER * ROWS
     order = block_order(tile, problem, config.BLOCK_M, config.BLOCK_N)
+    key0 = row0 + (tile.n_keys - tile.n_queries)
     if problem.HAS_RIGHT and config.CONSUMERS > 1:
         first_item = item
-        item = _skip_masked(consumer, tile, row0, item)
+        item = _skip_masked(consumer, tile, key0, item)
         order = order.without_last((item - first_item) // 2)
     offs_m = row0 + gl.arange(0, ROWS, layout=S_ROWS)
     # Positions in the order. A mask or the end of the keys may cut only blocks [0, n_masked). Every row sees all keys
@@ -459,7 +461,7 @@ def _attend_tile(consumer, tile, item, q_loads):
     if problem.HAS_LEFT:
         n_masked = n_edge_blocks
     elif problem.HAS_RIGHT:
-        _, _, full_end, _ = problem.keys_of_rows(row0, ROWS, tile.n_keys - tile.n_queries, tile.n_keys)
+        _, _, full_end, _ = problem.keys_of_rows(key0, ROWS, tile.n_keys)
         n_masked = order.end_block - last_block(full_end, config.BLOCK_N)
         n_masked = gl.maximum(gl.minimum(n_masked, order.n_right), 1)
     slope = 0.0

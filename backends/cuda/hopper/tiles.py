@@ -97,11 +97,10 @@ class Problem:
         )  # fmt: skip
 
     @gluon.jit
-    def keys_of_rows(self, row0, ROWS: gl.constexpr, offset, n_keys):
-        """Return the `visible_range` of queries [row0, row0 + ROWS)."""
+    def keys_of_rows(self, key0, ROWS: gl.constexpr, n_keys):
+        """Return the `visible_range` of ROWS queries, of which the first is aligned with key0."""
         right = 0 if self.CAUSAL else self.window_right
-        last = row0 + (ROWS - 1)
-        return visible_range(row0, last, offset, self.window_left, right, n_keys, self.HAS_LEFT, self.HAS_RIGHT)
+        return visible_range(key0, key0 + (ROWS - 1), self.window_left, right, n_keys, self.HAS_LEFT, self.HAS_RIGHT)
 
     @gluon.jit
     def pages(self, tile, table, row, BLOCK_N: gl.constexpr):
@@ -119,7 +118,7 @@ class Problem:
         if COUNT > 1:
             is_needed = is_needed & (_lanes() < COUNT)
             if self.HAS_LEFT:
-                first_key = first_visible(tile.row0, tile.n_keys - tile.n_queries, self.window_left)
+                first_key = first_visible(tile.row0 + tile.n_keys - tile.n_queries, self.window_left)
                 is_needed = is_needed & ((number + 1) * PAGE_SIZE > first_key)
         return gl.load(table + number, mask=is_needed, other=-1)
 
@@ -197,7 +196,7 @@ def locate_tile(index, problem, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
     row0 = tile_m * BLOCK_M
     if problem.LENGTHS == SEQ_LENS:  # a tile beyond the sample's end sees no key, but its rows are filled with zeros
         n_keys = gl.where(row0 < n_queries, n_keys, 0)
-    begin, _, _, end = problem.keys_of_rows(row0, BLOCK_M, n_keys - n_queries, n_keys)
+    begin, _, _, end = problem.keys_of_rows(row0 + n_keys - n_queries, BLOCK_M, n_keys)
     end_block = gl.maximum(gl.cdiv(end, BLOCK_N), 1)
     first_block = gl.minimum(begin // BLOCK_N, end_block - 1)
     return exists, Tile(b, h, row0, first_block, end_block, first_q, first_k, n_queries, n_keys)
@@ -234,7 +233,8 @@ class BlockOrder:
 def block_order(tile, problem, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
     """Return the order of a tile's key blocks."""
     n_blocks = tile.end_block - tile.first_block
-    _, full_begin, full_end, _ = problem.keys_of_rows(tile.row0, BLOCK_M, tile.n_keys - tile.n_queries, tile.n_keys)
+    key0 = tile.row0 + tile.n_keys - tile.n_queries  # the key that the first row is aligned with
+    _, full_begin, full_end, _ = problem.keys_of_rows(key0, BLOCK_M, tile.n_keys)
     n_right = 1
     if problem.HAS_RIGHT or problem.CHECK_KEYS:
         n_right += tile.end_block - last_block(full_end, BLOCK_N)
