@@ -80,8 +80,6 @@ def query_blocks(col0, mask, EDGES: tl.constexpr, WHOLE_KEYS: tl.constexpr, c: t
     beyond the keys has no full blocks.
     """
     n_queries, n_keys, offset, window_left, window_right = mask
-    if c.LENGTHS == SEQ_LENS or (c.LENGTHS == PACKED and WHOLE_KEYS):  # no query sees a block beyond the keys
-        n_queries = tl.where(col0 < n_keys, n_queries, 0)
     first = col0 - offset
     begin, full_begin, full_end, end = visible_range(
         first, first + c.BLOCK_N - 1, window_right, window_left, n_queries, c.HAS_RIGHT, c.HAS_LEFT
@@ -90,6 +88,9 @@ def query_blocks(col0, mask, EDGES: tl.constexpr, WHOLE_KEYS: tl.constexpr, c: t
         full_end = full_end // c.BLOCK_M * c.BLOCK_M
     elif c.HAS_LEFT:
         full_end = tl.where(full_end < n_queries, full_end // c.BLOCK_M * c.BLOCK_M, n_queries)
+    if c.LENGTHS == SEQ_LENS or (c.LENGTHS == PACKED and WHOLE_KEYS):  # no query sees a block beyond the keys
+        end = tl.where(col0 < n_keys, end, 0)
+        full_end = tl.where(col0 < n_keys, full_end, 0)
     if WHOLE_KEYS:
         full_begin = tl.where(col0 + c.BLOCK_N <= n_keys, full_begin, end)
     begin = begin // c.BLOCK_M * c.BLOCK_M
