@@ -1,12 +1,14 @@
 """Which blocks a mask leaves: the key blocks that a tile of queries sees, and the query blocks that see a key block.
 
-Kernels in Triton and in Gluon call these functions. Query i is aligned with key i + offset, and sees the keys from
-`window_left` before that one to `window_right` after it (causal: 0 after). So key j is seen by the queries from
-`window_right` before query j - offset to `window_left` after it. One rule serves both directions.
+Kernels in Triton and in Gluon call these functions. So they create no tensors: in Gluon those need a layout.
 
-Each function returns (begin, full_begin, full_end, end), with begin <= full_begin <= full_end: some positions see
-[begin, end), all see [full_begin, full_end). Blocks [full_begin, full_end) need no mask, others are not visited: a
-window costs its width. `mask`: (queries, keys, offset, window_left, window_right) of one sequence.
+Query i is aligned with key i + offset, and sees the keys from `window_left` before that one to `window_right` after it
+(causal: 0 after). So key j is seen by the queries from `window_right` before query j - offset to `window_left` after
+it. One rule serves both directions.
+
+Ranges are (begin, full_begin, full_end, end): some positions see [begin, end), all see [full_begin, full_end). Blocks
+[full_begin, full_end) need no mask, and blocks outside [begin, end) are not visited: a window costs its width. `mask`:
+(queries, keys, offset, window_left, window_right) of one sequence.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ def key_blocks(row0, mask, c: tl.constexpr):
     n_queries, n_keys, offset, window_left, window_right = mask
     first = row0 + offset
     begin, full_begin, full_end, end = visible_range(
-        first, first + c.BLOCK_M - 1, window_left, window_right, n_keys, c.HAS_LEFT, c.HAS_RIGHT
+        first, row0 + (c.BLOCK_M - 1) + offset, window_left, window_right, n_keys, c.HAS_LEFT, c.HAS_RIGHT
     )
     if c.LENGTHS == SEQ_LENS:  # query blocks beyond a sample's end see no key
         end = tl.where(row0 < n_queries, end, 0)
@@ -82,7 +84,7 @@ def query_blocks(col0, mask, EDGES: tl.constexpr, WHOLE_KEYS: tl.constexpr, c: t
     n_queries, n_keys, offset, window_left, window_right = mask
     first = col0 - offset
     begin, full_begin, full_end, end = visible_range(
-        first, first + c.BLOCK_N - 1, window_right, window_left, n_queries, c.HAS_RIGHT, c.HAS_LEFT
+        first, col0 + (c.BLOCK_N - 1) - offset, window_right, window_left, n_queries, c.HAS_RIGHT, c.HAS_LEFT
     )
     if EDGES:
         full_end = full_end // c.BLOCK_M * c.BLOCK_M
