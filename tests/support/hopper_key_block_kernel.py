@@ -1,5 +1,4 @@
-"""`locate_key_block` of the Hopper backward and `tile_of`: on many configurations at once, and of each program of
-one."""
+"""`locate_key_block` and `locate_tile` of the Hopper kernels, on many configurations at once, and of each program."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from diyfa.backends.cuda.attention.tile_io import EQUAL
 from diyfa.backends.cuda.hopper.bwd_common import Sm90BwdConstants
 from diyfa.backends.cuda.hopper.bwd_tiles import Sizes, locate_key_block
-from diyfa.backends.cuda.hopper.tiles import KeyCache, Problem, block_order, tile_of
+from diyfa.backends.cuda.hopper.tiles import KeyCache, Problem, block_order, locate_tile
 
 MANY = 8192
 
@@ -59,7 +58,7 @@ def _tiles_kernel(cases_ptr, out_ptr, count, MANY: gl.constexpr, config: gl.cons
     index = first // config.BLOCK_M
     if config.HAS_RIGHT:
         index = gl.cdiv(seqlen_q, config.BLOCK_M) - 1 - index
-    _, tile = tile_of(index, problem, config.BLOCK_M, config.BLOCK_N)
+    _, tile = locate_tile(index, problem, config.BLOCK_M, config.BLOCK_N)
     order = block_order(tile, problem, config.BLOCK_M, config.BLOCK_N)
     full_begin = tile.first_block + (order.n_left if config.HAS_LEFT else 0)
     _store(out_ptr, at, exists, tile.first_block, full_begin, tile.end_block - order.n_right, tile.end_block)
