@@ -40,6 +40,8 @@ WORDS = Words()
 
 def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Cast float32 tensors to the dtype of torch.autocast inside of it, as PyTorch's attention does."""
+    if torch.float32 not in [x.dtype for x in tensors]:
+        return tensors
     dtype = autocast_dtype(tensors[0])
     if dtype is None:
         return tensors
@@ -73,8 +75,10 @@ def checked_options(
     sm_scale, softcap, dropout_p = options.get("sm_scale"), options.get("softcap", 0.0), options.get("dropout_p", 0.0)
     validation.check_scalars(sm_scale, softcap, dropout_p, words.scale)
     left, right = validation.check_window(options.pop("window", UNBOUNDED), words.window)
-    validation.check_optional_tensors(q, sizes, {**options, "seq_lens": lengths.seq_lens})
-    validation.check_values(lengths, q, k, options["layout"])
+    has_tensors = bool(optional_from_arguments(lengths, options))
+    if has_tensors:
+        validation.check_optional_tensors(q, sizes, {**options, "seq_lens": lengths.seq_lens})
+        validation.check_values(lengths, q, k, options["layout"])
     options["sm_scale"] = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
     options["window_left"], options["window_right"] = left, 0 if options.pop("causal", False) else right
     options["softcap"], options["dropout_p"] = float(softcap), float(dropout_p)
@@ -84,11 +88,10 @@ def checked_options(
     elif options.get("rng_state") is None:
         options["rng_state"] = new_rng_state(q.device)
     if torch.is_grad_enabled():
-        learned = [name for name in DIFFERENTIABLE if options.get(name) is not None and options[name].requires_grad]
-        options["needs_grad"] = q.requires_grad or k.requires_grad or v.requires_grad or bool(learned)
-        for name in learned:
-            if DIFFERENTIABLE[name]:
-                options[DIFFERENTIABLE[name]] = True
+        options["needs_grad"] = q.requires_grad or k.requires_grad or v.requires_grad
+        for name, gate in DIFFERENTIABLE.items() if has_tensors else ():
+            if options.get(name) is not None and options[name].requires_grad:
+                options |= {"needs_grad": True, gate or "needs_grad": True}
     options["backend"] = options.get("backend") or registry.forced_backend()
     options["batch_invariant"] = registry.is_batch_invariant()
     if options["batch_invariant"]:
@@ -143,20 +146,23 @@ def attend(
         key = call_key(q, k, v, lengths, arguments.values(), optional)
         plan = find(key)
     if plan is None:
-        if key is None and any(validation.is_dtensor(x) for x in tensors):
-            from diyfa.distributed.dtensor import attend_with_shards
+        if key is None:  # with a key they are dense tensors
+            if any(validation.is_dtensor(x) for x in tensors):
+                from diyfa.distributed.dtensor import attend_with_shards
 
-            def attend_shards(shards: tuple[Any, ...], lengths: Lengths, arguments: dict[str, Any]) -> Any:
-                return attend(dict(zip(owners, shards, strict=True)), lengths, returns_lse, arguments, words, weights)
+                def attend_shards(shards: tuple[Any, ...], lengths: Lengths, arguments: dict[str, Any]) -> Any:
+                    return attend(
+                        dict(zip(owners, shards, strict=True)), lengths, returns_lse, arguments, words, weights
+                    )
 
-            return attend_with_shards(attend_shards, owners, lengths, arguments)
-        validation.check_tensors(**owners)
+                return attend_with_shards(attend_shards, owners, lengths, arguments)
+            validation.check_tensors(**owners)
         cast: Any = autocast(*tensors)
-        if layout == "bhsd":
+        if layout == "bhsd" and first.dim() == 3:
             q, k, v = cast
             cast = _as_4d(q, k, v, lengths.seq_lens)
-        q, k, v = _views(packing, cast, list(owners), layout)
-        if packing or any(x is not y for x, y in zip(cast, tensors, strict=True)):
+        q, k, v = _views(packing, cast, list(owners), layout) if packing else cast
+        if packing or q is not tensors[0] or k is not tensors[1] or v is not tensors[2]:
             key = call_key(q, k, v, lengths, arguments.values(), optional)
             plan = find(key)
         tensors = cast

@@ -15,17 +15,18 @@ from typing import Any, NamedTuple
 import torch
 
 ATTENTION_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_DTYPE_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in ATTENTION_DTYPES}
 Sizes = dict[str, int]  # of one call: "b" samples, "h" query heads, "q" queries, "k" keys
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the short name of a dtype: "float16" for `torch.float16`."""
-    return str(dtype).removeprefix("torch.")
+    return _DTYPE_NAMES.get(dtype) or str(dtype).removeprefix("torch.")
 
 
-def _contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
+def _contiguous(x: torch.Tensor) -> torch.Tensor:
     """Return `x` or a contiguous copy: kernels read small vectors by plain index, and strided ones are rare."""
-    return x if x is None or x.is_contiguous() else x.contiguous()
+    return x.contiguous()
 
 
 def _sequences(cu_seqlens: torch.Tensor | None) -> int:
@@ -118,7 +119,7 @@ class Feature:
     shape: Shape | None = None
     gradient: str = ""  # field of `AttentionGradients`
     gradient_if: str = ""  # option that asks for the gradient; "": no option has to
-    prepared: Callable[[Any], Any] | None = None  # value -> what backends get
+    prepared: Callable[[Any], Any] | None = None  # tensor -> what backends get
     refusal_name: str = ""
     is_present: Callable[[Any], bool] | None = None  # whether an `AttentionProblem` has it
     adjusts: bool = False  # with it, scores are more than scaled products

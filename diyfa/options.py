@@ -74,12 +74,12 @@ _FIELDS = (*LENGTHS, *AttentionOptions._fields)
 _PROBLEM_FEATURES = [feature for feature in FEATURES if feature.problem_field]
 _option_values = itemgetter(*[_FIELDS.index(feature.name) for feature in _PROBLEM_FEATURES])
 _problem_names = [feature.problem_field for feature in _PROBLEM_FEATURES]
-_problem_rules = [
-    (feature.problem_field, feature.to_problem_value)
+_problem_rules = [  # (field, rule, value of the field without a tensor)
+    (feature.problem_field, feature.to_problem_value, feature.to_problem_value(None) if feature.dtypes else None)
     for feature in _PROBLEM_FEATURES
     if feature.to_problem_value is not None
 ]
-_preparations = [(feature.name, feature.prepared) for feature in TENSORS if feature.prepared is not None]
+_preparations = [feature.prepared for feature in TENSORS]
 
 
 # The next functions list the fields in the order of the table: torch.compile traces them, and not loops over the table.
@@ -130,8 +130,9 @@ def problem_fields(lengths: Lengths, options: AttentionOptions) -> dict[str, Any
     """Return the fields of `AttentionProblem` that lengths and options decide, by name. The fields for lengths and the
     number of sequences are valid for packed sequences only."""
     fields = dict(zip(_problem_names, _option_values((*lengths, *options)), strict=True))
-    for name, rule in _problem_rules:
-        fields[name] = rule(fields[name])
+    for name, rule, absent in _problem_rules:
+        value = fields[name]
+        fields[name] = absent if value is None else rule(value)
     return fields
 
 
@@ -165,9 +166,10 @@ def bind(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, options: AttentionOptions
 ) -> AttentionTensors:
     """Return the tensors of a call as backends read them."""
-    optional: dict[str, Any] = dict(zip(_TENSOR_NAMES, optional_tensors(lengths, options), strict=True))
-    for name, prepared in _preparations:
-        optional[name] = prepared(optional[name])
-    if optional["cu_seqlens_k"] is None:  # queries and keys have the same offsets
-        optional["cu_seqlens_k"] = optional["cu_seqlens_q"]
-    return AttentionTensors(q, k, v, options.sm_scale, dropout_p=options.dropout_p, **optional)
+    given: Any = {}
+    for name, prepared, x in zip(_TENSOR_NAMES, _preparations, optional_tensors(lengths, options), strict=True):
+        if x is not None:
+            given[name] = x if prepared is None else prepared(x)
+    if "cu_seqlens_q" in given:  # queries and keys may have the same offsets
+        given.setdefault("cu_seqlens_k", given["cu_seqlens_q"])
+    return AttentionTensors(q, k, v, options.sm_scale, dropout_p=options.dropout_p, **given)

@@ -41,13 +41,13 @@ class Plan:
         self.nothing = nothing  # no query can see a key: nothing is launched
         variant = options.variant
         self.forward = registry.choose("attention_fwd", problem, backend, variant)
-        self._backward: dict[bool, tuple[AttentionProblem, Kernel]] = {}
         # A plan holds the names of the optional tensors only, so that it keeps no memory alive.
         self.lengths, self.options, self.names = without_tensors(lengths, options)
         self.has_run = False
         self.is_recorded = _recording
         self.repeat: Repeat | None = None  # by `Kernel.repeat`, from the second call on: most lengths come once
         self.backward_repeats: dict[Hashable, Repeat | None] = {}  # by strides of dout
+        self._backward: tuple[AttentionProblem, Kernel] | None = None
         if problem.needs_grad:  # refuse now rather than in the backward pass
             self.backward()
 
@@ -58,16 +58,17 @@ class Plan:
 
     def backward(self, aligned: bool = True) -> tuple[AttentionProblem, Kernel]:
         """Return the problem and the kernel of the backward pass. `aligned` is the problem's `aligned_gradients`."""
-        choice = self._backward.get(aligned)
-        if choice is None:
-            problem = self.problem
-            if problem.batch_invariant:  # the mode concerns the forward pass only
-                problem = problem.replace(batch_invariant=False)
-            if not aligned:
-                problem = problem.replace(aligned_gradients=False)
-            variant = registry.op_variant("attention_bwd", self.backend, self.options.variant, problem)
-            kernel = registry.choose("attention_bwd", problem, self.backend, variant)
-            choice = self._backward[aligned] = problem, kernel
+        if aligned and self._backward is not None:
+            return self._backward
+        problem = self.problem
+        if problem.batch_invariant:  # the mode concerns the forward pass only
+            problem = problem.replace(batch_invariant=False)
+        if not aligned:  # rare: gradients in a caller's buffers
+            problem = problem.replace(aligned_gradients=False)
+        variant = registry.op_variant("attention_bwd", self.backend, self.options.variant, problem)
+        choice = problem, registry.choose("attention_bwd", problem, self.backend, variant)
+        if aligned:
+            self._backward = choice
         return choice
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import MISSING, dataclass, field, fields
-from functools import cache, cached_property, wraps
+from functools import cached_property, wraps
 from math import gcd
 from operator import itemgetter
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
@@ -74,6 +74,14 @@ def cached_per_kind(function: Function) -> Function:
     return cast(Function, answer)
 
 
+class _Fields(NamedTuple):
+    """The fields of a class of problems."""
+
+    names: tuple[str, ...]
+    defaults: dict[str, Any]
+    key_values: Callable[[dict[str, Any]], tuple[Any, ...]]  # all values but sizes and a window's bounds
+
+
 _kinds: dict[Any, Any] = {}
 KINDS = 4096  # entries of `_kinds`, at most
 
@@ -83,6 +91,7 @@ class _Problem:
     """The fields and methods that every problem has."""
 
     SIZES: ClassVar[tuple[str, ...]] = ()
+    FIELDS: ClassVar[_Fields]  # by `_describe_fields`
 
     device_type: str
     arch: str  # "sm_90", "Ascend910B3", "cpu"
@@ -93,15 +102,13 @@ class _Problem:
         """Return the problem with these fields and defaults for the others, in a third of the constructor's time."""
         problem = object.__new__(cls)
         values = problem.__dict__
-        values.update(_field_table(cast(Any, cls)).defaults)
+        values.update(cls.FIELDS.defaults)
         values.update(fields)
         return problem
 
     def replace(self: P, **changes: Any) -> P:
         """Return a copy with some fields changed."""
-        return type(self).from_fields(
-            {name: self.__dict__[name] for name in _field_table(cast(Any, type(self))).names} | changes
-        )
+        return type(self).from_fields({name: self.__dict__[name] for name in self.FIELDS.names} | changes)
 
     @cached_property
     def kind(self: P) -> P:
@@ -109,7 +116,7 @@ class _Problem:
         decisions depend on the kind alone, and are made once for it (`cached_per_kind`)."""
         values = self.__dict__
         left, right = values.get("window_left", 0), values.get("window_right", 0)
-        key = type(self), left >= 0, right >= 0, right > 0, *_field_table(cast(Any, type(self))).key_values(values)
+        key = type(self), left >= 0, right >= 0, right > 0, *self.FIELDS.key_values(values)
         kind = _kinds.get(key)
         if kind is None:
             if len(_kinds) >= KINDS:
@@ -123,28 +130,12 @@ class _Problem:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the fields only: a copy, or another process, makes its own decisions."""
-        return {name: self.__dict__[name] for name in _field_table(cast(Any, type(self))).names}
+        return {name: self.__dict__[name] for name in self.FIELDS.names}
 
     def described_as(self, kind: type[P], **others: Any) -> P:
         """Return this call as a problem of another class: the fields that both have, and `others`."""
         shared = {each.name for each in fields(kind)} & {each.name for each in fields(self)}
         return kind(**{name: getattr(self, name) for name in shared} | others)
-
-
-class _Fields(NamedTuple):
-    """The fields of a class of problems."""
-
-    names: tuple[str, ...]
-    defaults: dict[str, Any]
-    key_values: Callable[[dict[str, Any]], tuple[Any, ...]]  # all values but sizes and a window's bounds
-
-
-@cache
-def _field_table(kind: Any) -> _Fields:
-    class_fields = fields(kind)
-    key_names = [each.name for each in class_fields if each.name not in {*kind.SIZES, "window_left", "window_right"}]
-    defaults = {each.name: each.default for each in class_fields if each.default is not MISSING}
-    return _Fields(tuple(each.name for each in class_fields), defaults, itemgetter(*key_names))
 
 
 class _AttentionShape:
@@ -303,6 +294,17 @@ class MatmulProblem(_Problem):
     block: tuple[int, int, int] | None = None  # tile asked for by the caller
     autotune: bool = True
     aligned: bool = False
+
+
+def _describe_fields(kind: type[_Problem]) -> None:
+    every = fields(kind)
+    key_names = [each.name for each in every if each.name not in {*kind.SIZES, "window_left", "window_right"}]
+    defaults = {each.name: each.default for each in every if each.default is not MISSING}
+    kind.FIELDS = _Fields(tuple(each.name for each in every), defaults, itemgetter(*key_names))
+
+
+for _kind in (AttentionProblem, KVCacheProblem, MatmulProblem):
+    _describe_fields(_kind)
 
 
 class AttentionTensors(NamedTuple):

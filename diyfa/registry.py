@@ -178,22 +178,20 @@ def choose(op: str, problem: Any, backend: Backend, variant: str = "auto") -> Ke
 
     Raises ValueError with every reason if there is none.
     """
-    kernels = _kernels_for_op(backend, op)
     refused = backend.unsupported(problem)
-    if variant != "auto":
-        named = [k for k in kernels if k.name == variant]
-        if not named:
-            names = ", ".join(k.name for k in kernels) or "none"
-            raise ValueError(f"backend {backend.name!r} has no {op} kernel called {variant!r}; it has: {names}")
-        kernels = named
     reasons = []
-    for kernel in kernels:
+    for kernel in backend.kernels:
+        if kernel.op != op or variant not in ("auto", kernel.name):
+            continue
         reason = refused or kernel.unsupported(problem)
         if reason is None and variant == "auto":
             reason = kernel.by_name_only(problem)
         if reason is None:
             return kernel
         reasons.append(f"{kernel.name}: {reason}")
+    if variant != "auto" and not reasons:
+        names = ", ".join(k.name for k in _kernels_for_op(backend, op)) or "none"
+        raise ValueError(f"backend {backend.name!r} has no {op} kernel called {variant!r}; it has: {names}")
     raise ValueError(f"backend {backend.name!r} cannot run this {op}: " + ("; ".join(reasons) or "it has no kernel"))
 
 

@@ -20,6 +20,7 @@ from diyfa.backends.cuda.attention.launch import (
     repeating_append,
     repeating_backward,
 )
+from diyfa.backends.cuda.runtime import launch as runtime_launch
 from diyfa.backends.cuda.runtime.passes import Pass
 from diyfa.imports import import_quickly
 from diyfa.problem import (
@@ -113,7 +114,7 @@ def _forward_kernels() -> tuple[Kernel, ...]:
             summary="Hopper: a producer warp with TMA, consumer warpgroups that overlap softmax and products",
             **_forward(_later("hopper.fwd", "forward_pass")),
             unsupported=hopper_configs.unsupported,
-            config=hopper_configs.config_of,
+            config=hopper_configs.select_config,
         ),
         Kernel(
             name="v2",
@@ -149,7 +150,7 @@ def _backward_kernels() -> tuple[Kernel, ...]:
             "cannot read is copied first",
             **_backward(_later("hopper.bwd_launch", "backward_pass")),
             unsupported=hopper_bwd_configs.unsupported,
-            config=hopper_bwd_configs.config_of,
+            config=hopper_bwd_configs.select_config,
             by_name_only=hopper_bwd_configs.by_name_only,
         ),
         Kernel(
@@ -195,7 +196,7 @@ def _cache_kernels() -> tuple[Kernel, ...]:
             summary="Hopper, many queries: the forward pass, with keys that lie in pages or rows of a cache",
             **_over_cache(_later("hopper.prefill", "cache_pass")),
             unsupported=prefill_configs.unsupported,
-            config=prefill_configs.config_of,
+            config=prefill_configs.select_config,
         ),
         Kernel(
             name="split_kv",
@@ -281,19 +282,15 @@ class CudaBackend:
         self.kernels = (*_forward_kernels(), *_backward_kernels(), *_cache_kernels(), *_matmul_kernels())
 
     def accepts(self, device: torch.device) -> str | None:
-        from diyfa.backends.cuda.runtime import launch
-
-        if device.type == "cuda" or (device.type == "cpu" and launch.is_interpreting()):
+        if device.type == "cuda" or (device.type == "cpu" and runtime_launch.is_interpreting()):
             return None
-        if launch.stand_in is not None and device.type in ("cpu", "meta"):
+        if runtime_launch.stand_in is not None and device.type in ("cpu", "meta"):
             return None
         return f"it takes cuda tensors, got tensors on {device}"
 
     def arch(self, device: torch.device) -> str:
-        from diyfa.backends.cuda.runtime import launch
-
-        if launch.stand_in is not None:
-            return launch.stand_in.arch
+        if runtime_launch.stand_in is not None:
+            return runtime_launch.stand_in.arch
         return _arch_of_gpu(device) if device.type == "cuda" else os.environ.get("DIYFA_ARCH", "sm_90")
 
     def unsupported(self, problem: AttentionProblem | KVCacheProblem | MatmulProblem) -> str | None:

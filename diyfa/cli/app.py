@@ -213,14 +213,18 @@ def first_run(
 def report(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="JSON files that benchmarks have written.")],
     output: Annotated[
-        Path | None, typer.Option(callback=writable, help="Write one HTML page with curves (diyfa\\[report]).")
+        Path | None, typer.Option(callback=writable, help="Write one HTML page with plots and tables (diyfa\\[report]).")
     ] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown, for an issue tracker.")] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Ablations, trials, tile searches and earlier code too, as a table.")
+    ] = False,
     json: Json = False,
 ) -> None:
-    """Show benchmark files of any number of devices as tables, and as one HTML page."""
+    """Say where diyfa stands on any number of devices: a summary here, and one HTML page to send."""
     from diyfa.lab.report.command import run
 
-    raise typer.Exit(run(files, output, json))
+    raise typer.Exit(run(files, output, markdown, everything, json))
 
 
 @app.command()

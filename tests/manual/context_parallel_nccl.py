@@ -91,7 +91,7 @@ def main() -> None:
         "matrix": matrix,
         "without balance": unbalanced,
         "alibi": [(case, Division("ulysses")) for case in WITH_ALIBI if arguments.cases is None],
-        "random_case": [random_case(seed, ranks) for seed in range(arguments.random_case)],
+        "drawn": [random_case(seed, ranks) for seed in range(arguments.drawn)],
     }
     part, parts = map(int, arguments.part.split("/"))
     failures = 0

@@ -704,7 +704,7 @@ def run_compiled() -> None:
     number = compiled.call_number(single, *(x for pair in (
         ("causal", True), ("method", "ulysses"), ("load_balance", "zigzag"), ("layout", "bhsd"),
         ("deterministic", False), ("return_lse", True), ("variant", "auto"), ("backend", "cpu"), ("gradients", "sinks"),
-        ("random_case", False)
+        ("was_drawn", False)
     ) for x in pair))  # fmt: skip
     arguments = (*qkv, None, None, torch.zeros(2, requires_grad=True), None, -1, -1, None, 0.0, 0.0, number)
     operator = torch.ops.diyfa_distributed.attention_fwd.default

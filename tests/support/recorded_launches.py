@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
@@ -98,10 +98,14 @@ class Recorder:
         self.maps.append(new_map)
         return struct.pack("<Q120x", len(self.maps) - 1)
 
-    def launch_function(self, config: int, function: int, parameters: int, extra: None) -> int:
-        launch, signature = self.compiled[function - 1]
-        settings = launcher._Config.from_address(config)
-        addresses = iter((ctypes.c_void_p * parameter_count(signature)).from_address(parameters))
+    def moved(self, encoded: bytes, address: int) -> bytes:
+        self.maps.append(replace(self.maps[struct.unpack_from("<Q", encoded)[0]], address=address))
+        return struct.pack("<Q120x", len(self.maps) - 1)
+
+    def launch_function(self, config: Any, function: Any, parameters: Any, extra: None) -> int:
+        launch, signature = self.compiled[function.value - 1]
+        settings, addresses = config._obj, iter(parameters)
+        assert len(parameters) == parameter_count(signature)
 
         def read(kind: Any) -> Any:
             return kind.from_address(next(addresses)).value

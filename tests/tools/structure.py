@@ -26,7 +26,6 @@ PUBLIC = {
 # binaries, of which there are as many as kinds of kernels, and tuned tiles.
 CACHES = {
     "diyfa/plan.py:plans": "plan",
-    "diyfa/plan.py:Plan._backward": "plan: its kernels of the backward pass",
     "diyfa/plan.py:Plan.backward_repeats": "plan: its launches of the backward pass",
     "diyfa/distributed/check.py:_agreed": "plan: what all ranks have called with",
     "diyfa/distributed/sharding.py:rank_segments": "plan: of a batch, which all layers share",
@@ -53,7 +52,6 @@ PROCESS_CACHES = {
     "backends/cuda/gluon/tma.py:rows_box": "of each shape of a tile, with its layout",
     "backends/cuda/attention/launch.py:_stride_names": "of a tensor's name, by which kernels know its strides",
     "diyfa/problem.py:_kinds": "kinds of problems, with what follows from a kind alone",
-    "diyfa/problem.py:_field_table": "of a class of problems: names and defaults of its fields",
     "backends/cuda/hopper/decode_mla.py:_query_box": "the same",
     "backends/cuda/gluon/tma.py:smem_box": "the same",
     "backends/cuda/runtime/pack.py:_warn": "what was said already",

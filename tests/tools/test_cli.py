@@ -322,6 +322,7 @@ def test_info_fits_80_columns():
         for line in invoke(*arguments, width=80).output.splitlines():
             assert len(line) <= 80, line
     printed = invoke("info", "--all", width=80).output
+    assert "what enables what" in printed and "torch_npu" in printed
     headings = [{cell.strip() for cell in line.strip("┃").split("┃")} for line in printed.splitlines() if "┃" in line]
     for name in ("cuda", "npu", "cpu"):
         backend = load_backend(name)
@@ -343,12 +344,6 @@ def test_info_fits_one_screen(gpus, monkeypatch):
     for name in ("cuda", "npu", "cpu"):
         assert f"\n{name} " in output
     assert "diyfa info --all" in output
-
-
-def test_info_text():
-    output = invoke("info", "--all").output
-    assert "what enables what" in output
-    assert "pip install 'diyfa[npu]'" in output.replace("\n", " ") or "torch_npu" in output
 
 
 def test_info_survives_a_torch_npu_without_cann(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from operator import itemgetter
 
 import torch
 from triton.experimental.gluon import language as gl
@@ -11,6 +12,8 @@ from diyfa.backends.cuda.hopper.configs import ROW_BOUND
 from diyfa.backends.cuda.runtime.launcher import Box, Tiles, shared_box
 from diyfa.problem import LAYOUTS, MAX_STEPS, VARLEN, bhsd_strides, row_steps
 
+# Layout -> function that picks (batch, head, sequence, feature).
+_IN_ORDER = {layout: itemgetter(*dimensions) for layout, dimensions in LAYOUTS.items()}
 _WRAP = 1 << 34  # elements: ROW_BOUND times this is 2^64
 
 
@@ -30,14 +33,8 @@ def rows_box(rows: int, columns: int) -> Box:
 
 def dense_descriptor(x: torch.Tensor, layout: str, rows: int, columns: int) -> Tiles:
     """Return a descriptor (B, H, S, D). Rows beyond the end of the tensor are read as zeros and not written."""
-    b, h, m, d = LAYOUTS[layout]
-    shape, strides = x.shape, x.stride()
-    return Tiles(
-        x,
-        (shape[b], shape[h], shape[m], shape[d]),
-        (strides[b], strides[h], strides[m], strides[d]),
-        smem_box(rows, columns, 4, x.dtype),
-    )
+    in_order = _IN_ORDER[layout]
+    return Tiles(x, in_order(x.shape), in_order(x.stride()), smem_box(rows, columns, 4, x.dtype))
 
 
 def ragged_descriptor(x: torch.Tensor, layout: str, rows: int, columns: int) -> Tiles:
@@ -52,7 +49,7 @@ def ragged_descriptor(x: torch.Tensor, layout: str, rows: int, columns: int) -> 
     return Tiles(x, shape, strides, smem_box(rows, columns, 5, x.dtype))
 
 
-def steps_of(x: torch.Tensor, layout: str) -> tuple[int, int]:
+def descriptor_steps(x: torch.Tensor, layout: str) -> tuple[int, int]:
     """Return (steps from one sample to the next, steps from one row to the next) of a ragged descriptor."""
     _, per_sample, per_row, total = row_steps(x, layout)
     assert total < MAX_STEPS, "a problem without few_steps is refused"

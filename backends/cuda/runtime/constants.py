@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import triton.language as tl
@@ -22,19 +22,16 @@ class Constants:
 
     __slots__ = ("_hash",)
 
-    def _values(self) -> tuple[Any, ...]:
-        return tuple([self.__dict__[each.name] for each in fields(self)])
-
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        return type(self) is type(other) and self._values() == other._values()
+        return type(self) is type(other) and self.__dict__ == other.__dict__
 
     def __hash__(self) -> int:
         try:
             return self._hash
         except AttributeError:
-            object.__setattr__(self, "_hash", hash((type(self), self._values())))
+            object.__setattr__(self, "_hash", hash((type(self), *self.__dict__.values())))
             return self._hash
 
     def __getstate__(self) -> dict[str, Any]:

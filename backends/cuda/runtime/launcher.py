@@ -15,7 +15,7 @@ import ctypes
 import operator
 import struct
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cache
 from types import NoneType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -172,6 +172,14 @@ def _arguments(kernel: Any) -> _Arguments:
     return arguments
 
 
+def arguments_among(kernel: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of `values` that are a kernel's arguments, by name."""
+    if not hasattr(kernel, "params"):  # interpreted
+        return {name: values[name] for name in runtime_names(kernel)}
+    arguments = _arguments(kernel)
+    return dict(zip(arguments.names, arguments.pick(values), strict=True))
+
+
 def runtime_names(kernel: Any) -> tuple[str, ...]:
     """Return the names of a kernel's arguments that are no constants."""
     if not hasattr(kernel, "params"):  # interpreted
@@ -305,15 +313,19 @@ class Driver:
 
     def __init__(self) -> None:
         self._library = library = ctypes.CDLL("libcuda.so.1")
+        # Their arguments are prepared: conversions take as long as the calls.
         self.launch_function = library.cuLaunchKernelEx
-        self.launch_function.argtypes = [ctypes.c_void_p] * 4
         self._encode = library.cuTensorMapEncodeTiled
-        u, p = ctypes.c_uint, ctypes.c_void_p
-        self._encode.argtypes = [p, u, u, p, p, p, p, p, u, u, u, u]
+        self._replace_address = library.cuTensorMapReplaceAddress
         # Memory in which descriptors are encoded: map, shape, strides, box and steps of up to five dimensions.
         self._room = ctypes.create_string_buffer(64 + 128 + _ROOMS[5].size)
+        self._bytes = memoryview(self._room).cast("B")
         self._begin = -ctypes.addressof(self._room) % 64  # the driver requires this alignment of the map
-        self._map = ctypes.addressof(self._room) + self._begin
+        at = ctypes.addressof(self._room) + self._begin
+        self._map = ctypes.c_void_p(at)
+        self._arrays = {  # rank -> shape, strides, box, element strides
+            rank: [ctypes.c_void_p(at + 128 + x) for x in (0, 8 * rank, 16 * rank, 20 * rank)] for rank in _ROOMS
+        }
         self._lock = threading.Lock()  # guards this memory
         version = ctypes.c_int()
         self.check(library.cuDriverGetVersion(ctypes.byref(version)))
@@ -350,27 +362,35 @@ class Driver:
 
     def encode(self, tiles: Tiles, address: int, box: Sequence[int], swizzle: int) -> bytes:
         """Return the tensor map of a tensor at `address` with the metadata of `tiles`. `box`: shape of one copy."""
-        base, shape, strides = tiles[:3]
-        dtype, rank, at, begin = base.dtype, len(box), self._map, self._begin
+        base, shape, strides, _ = tiles
+        dtype, rank, begin = base.dtype, len(box), self._begin
         size = dtype.itemsize
-        shape_at = at + 128
-        steps_at, box_at = shape_at + 8 * rank, shape_at + 16 * rank
         steps = [size * x for x in strides[-2::-1]]
         with self._lock:
             _ROOMS[rank].pack_into(self._room, begin + 128, *shape[::-1], *steps, *box[::-1], *_ONES[:rank])
             # The zeros: no interleave, and zeros beyond the bounds.
             result = self._encode(
-                at, _TMA_TYPES[dtype], rank, address, shape_at, steps_at, box_at, box_at + 4 * rank, 0, swizzle,
+                self._map, _TMA_TYPES[dtype], rank, ctypes.c_void_p(address), *self._arrays[rank], 0, swizzle,
                 _L2_PROMOTION_128B, 0,
             )  # fmt: skip
-            encoded: bytes = self._room.raw[begin : begin + 128]
+            if self._clears_bit and not result and _elements_between_ends(shape, strides) * size < 128 * 1024 - 1:
+                # Drivers up to 13.1 set a wrong bit for small tensors. CUTLASS and Triton clear it, too.
+                self._bytes[begin + 10] &= ~(1 << 5)
+            encoded = bytes(self._bytes[begin : begin + 128])
         if result:
             self.check(result)
-        if self._clears_bit and _elements_between_ends(shape, strides) * size < 128 * 1024 - 1:
-            # Drivers up to 13.1 set a wrong bit for small tensors. CUTLASS and Triton clear it, too.
-            word = struct.unpack_from("<Q", encoded, 8)[0] & ~(1 << 21)
-            encoded = encoded[:8] + struct.pack("<Q", word) + encoded[16:]
         return encoded
+
+    def moved(self, encoded: bytes, address: int) -> bytes:
+        """Return a tensor map for a tensor at `address`, else like that of `encoded`. It takes less time to make."""
+        begin = self._begin
+        with self._lock:
+            self._bytes[begin : begin + 128] = encoded
+            result = self._replace_address(self._map, ctypes.c_void_p(address))
+            moved = bytes(self._bytes[begin : begin + 128])
+        if result:
+            self.check(result)
+        return moved
 
 
 def _elements_between_ends(shape: Sequence[int], strides: Sequence[int]) -> int:
@@ -428,29 +448,30 @@ class Binary:
         self._tiles = [*enumerate(tile_indices)][::-1]
         self._maps: dict[Any, bytes] = {}
         self._driver = driver()
-        self._function = self._driver.load(stored.cubin, stored.name, stored.shared)
+        function = self._driver.load(stored.cubin, stored.name, stored.shared)
         self._launch = self._driver.launch_function
         self._buffer = ctypes.create_string_buffer(self._struct.size + 64)
         self._begin = -ctypes.addressof(self._buffer) % 64
         first = ctypes.addressof(self._buffer) + self._begin
-        self._parameters = (ctypes.c_void_p * len(offsets))(*[first + x for x in offsets])
+        parameters = (ctypes.c_void_p * len(offsets))(*[first + x for x in offsets])
         self._attribute = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, (1,))
         self._config = _Config(
             1, 1, 1, 32 * stored.num_warps, 1, 1, stored.shared, None, ctypes.pointer(self._attribute),
             int(stored.launch_pdl),
         )  # fmt: skip
-        self._config_address, self._parameters_address = map(ctypes.addressof, (self._config, self._parameters))
+        self._arguments = ctypes.byref(self._config), ctypes.c_void_p(function), parameters, None
         self._lock = threading.Lock()  # guards the buffer
 
     MAPS = 1024  # most tensor maps in the cache
 
-    def tensor_map(self, number: int, tiles: Tiles, address: int, key_without_address: Hashable = None) -> bytes:
+    def tensor_map(self, number: int, tiles: Tiles, address: int, key_without_address: Hashable) -> bytes:
         """Return the tensor map of the kernel's descriptor `number`, for a tensor at `address` with `tiles`' metadata.
 
-        Encoding takes 9 us, so maps are cached. A map depends only on address, shape and strides, so it remains valid
-        if the memory is freed and allocated anew. `key_without_address`: `tensor_map_key(number, tiles)`, if known.
+        Encoding takes 9 us, so maps of repeated launches are cached. A map depends only on address, shape and strides,
+        so it remains valid if the memory is freed and allocated anew. `key_without_address`: `tensor_map_key(number,
+        tiles)`, if known.
         """
-        key = address, key_without_address or self.tensor_map_key(number, tiles)
+        key = address, key_without_address
         encoded_map = self._maps.get(key)
         if encoded_map is None:
             if len(self._maps) >= self.MAPS:
@@ -465,10 +486,15 @@ class Binary:
 
     def encoded(self, values: Sequence[Any]) -> list[Any]:
         """Return the `values` of a signature with each `Tiles` replaced by its tensor map, shape and strides."""
-        arguments = list(values)
+        arguments, driver, maps = list(values), self._driver, dict[Any, bytes]()
         for number, index in self._tiles:
-            x = values[index]
-            arguments[index : index + 1] = (self.tensor_map(number, x, x.base.data_ptr()), *x.shape, *x.strides)
+            base, shape, strides, box = x = arguments[index]
+            like, address = (shape, strides, box), base.data_ptr()
+            if like in maps:  # q, k, v and their gradients mostly differ in their addresses only
+                encoded = driver.moved(maps[like], address)
+            else:
+                encoded = maps[like] = driver.encode(x, address, *self._boxes[number])
+            arguments[index : index + 1] = (encoded, *shape, *strides)
         return arguments
 
     def launch(self, grid: tuple[int, int, int], stream: int, values: Sequence[Any]) -> None:
@@ -478,10 +504,10 @@ class Binary:
             self._struct.pack_into(self._buffer, self._begin, *values, *self._scratch)
             config.grid_x, config.grid_y, config.grid_z = grid
             config.stream = stream
-            result = self._launch(self._config_address, self._function, self._parameters_address, None)
+            result = self._launch(*self._arguments)
             if result == _INVALID_CONTEXT:  # the thread's first call
                 self._driver.set_context()
-                result = self._launch(self._config_address, self._function, self._parameters_address, None)
+                result = self._launch(*self._arguments)
         if result:
             self._driver.check(result)
 

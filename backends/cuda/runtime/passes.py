@@ -29,8 +29,8 @@ class Pass(NamedTuple):
 
     `memory`: uninitialised tensors that the launches write besides the results. `derived`: functions that make the
     tensor of an argument from the first result. `finish`: what PyTorch's operators do after the launches. `inputs`: the
-    tensors that the launches read, in the order of the call's tensors, if they are views of these. `is_settled`: an
-    equal call takes the same tile as long as `choice` of its launcher returns the same.
+    tensors that the launches read, in the order of the call's tensors, if they are views of these. `is_settled` returns
+    whether an equal call takes the same tile as long as `choice` of its launcher returns the same; None: it does.
     """
 
     launches: Sequence[Launch]
@@ -38,7 +38,7 @@ class Pass(NamedTuple):
     derived: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] | None = None
     finish: Callable[[], None] | None = None
     inputs: Sequence[torch.Tensor] | None = None
-    is_settled: bool = True
+    is_settled: Callable[[], bool] | None = None
 
 
 def launch_each(launches: Sequence[Launch]) -> None:
@@ -92,6 +92,50 @@ def make_relaunch(launch: Launch, slots: Mapping[str, int]) -> Relaunch:
     return relaunch
 
 
+class _Slots:
+    """The indices of a replay's values in one list.
+
+    The list has the addresses of `given`, `numbers`, the addresses of `made`, of the tensors that `Pass.own` makes, and
+    of views inside of `made`.
+    """
+
+    def __init__(
+        self, given: Sequence[torch.Tensor], numbers: Sequence[str], made: Sequence[torch.Tensor], own: Sequence[str]
+    ) -> None:
+        self._given = {id(x): i for i, x in enumerate(given)}
+        self._numbers = {name: len(given) + i for i, name in enumerate(numbers)}
+        self.first_made = len(given) + len(numbers)
+        self._made = [(x.untyped_storage().data_ptr(), x.data_ptr()) for x in made]
+        self._own = {name: self.first_made + len(made) + i for i, name in enumerate(own)}
+        self.inside: list[tuple[int, int]] = []  # views: (index in `made`, bytes from its beginning)
+
+    def of_launch(self, launch: Launch) -> dict[str, int] | None:
+        """Return the indices by argument name, or None if a tensor's memory is unknown."""
+        found = {name: i for name, i in self._numbers.items() if name in launch.arguments}
+        for name, x in launch.arguments.items():
+            base = x.base if type(x) is Tiles else x
+            if isinstance(base, torch.Tensor):
+                index = self._given.get(id(base), self._own.get(name))
+                if index is None:
+                    index = self._within_made(base)
+                if index is None:
+                    return None
+                found[name] = index
+        return found
+
+    def _within_made(self, x: torch.Tensor) -> int | None:
+        storage = x.untyped_storage().data_ptr()
+        for i, (owner, begin) in enumerate(self._made):
+            if storage == owner:
+                place = i, x.data_ptr() - begin
+                if not place[1]:
+                    return self.first_made + i
+                if place not in self.inside:
+                    self.inside.append(place)
+                return self.first_made + len(self._made) + len(self._own) + self.inside.index(place)
+        return None
+
+
 def device_getter(x: torch.Tensor) -> Callable[[], int]:
     """Return a function that returns the current device of x's type. CPU tensors, stand-ins for CUDA's, are on -1."""
     return current_device if x.is_cuda else lambda: -1
@@ -120,49 +164,22 @@ def make_replay(
             for an allocation takes 1 us.
     """
     launches, derived = operation.launches, operation.derived or {}
-    if not launches or operation.finish is not None or not operation.is_settled:
+    if not launches or operation.finish is not None:
         return None
     if not all(hasattr(launch.kernel, "params") for launch in launches):  # interpreted
         return None
-    # One list has all values: addresses of `inputs`, `numbers`, addresses of `outputs`, of `derived`, and of views into
-    # `outputs`.
     outputs = [*outputs, *operation.memory]
-    makers, derived_names = list(derived.values()), list(derived)
-    input_slots = {id(x): i for i, x in enumerate(inputs)}
-    owners = [(x.untyped_storage().data_ptr(), x.data_ptr()) for x in outputs]
-    first_output = len(inputs) + len(numbers)
-    first_derived, first_view = first_output + len(outputs), first_output + len(outputs) + len(derived)
-    views: list[tuple[int, int]] = []  # views: (index in `outputs`, bytes from its beginning)
-
-    def slot(name: str, x: torch.Tensor) -> int | None:
-        if id(x) in input_slots:
-            return input_slots[id(x)]
-        if name in derived:
-            return first_derived + derived_names.index(name)
-        storage = x.untyped_storage().data_ptr()
-        for i, (owner, begin) in enumerate(owners):
-            if storage == owner:
-                view = i, x.data_ptr() - begin
-                if not view[1]:
-                    return first_output + i
-                if view not in views:
-                    views.append(view)
-                return first_view + views.index(view)
-        return None
-
-    relaunches: list[Relaunch] = []
+    slots, relaunches = _Slots(inputs, numbers, outputs, list(derived)), list[Relaunch]()
     device = (*outputs, *inputs)[0]
-    with on_device(device):  # kernels are compiled and loaded for the current device
+    with on_device(device):  # kernels are tuned, compiled and loaded for the current device
+        if operation.is_settled is not None and not operation.is_settled():
+            return None
         for launch in launches:
-            slots: dict[str, int | None] = {}
-            for name, x in launch.arguments.items():
-                base = x.base if type(x) is Tiles else x
-                if isinstance(base, torch.Tensor):
-                    slots[name] = slot(name, base)
-            if None in slots.values():
+            of_launch = slots.of_launch(launch)
+            if of_launch is None:
                 return None
-            slots |= {name: len(inputs) + i for i, name in enumerate(numbers) if name in launch.arguments}
-            relaunches.append(make_relaunch(launch, slots))  # type: ignore[arg-type]
+            relaunches.append(make_relaunch(launch, of_launch))
+    makers, views, first_output = list(derived.values()), slots.inside, slots.first_made
     layouts = [(tuple(x.shape), x.stride(), x.dtype) for x in outputs]
     lse_offset = None  # offset in bytes of lse in the memory, if lse may be put there
     if lse_is_optional and len(outputs) == 3:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from diyfa.attention import flash_attention
 from diyfa.lab.bench.timing import peak_memory_mb
 from diyfa.lab.demo.data import Batches, standard_library_text
-from diyfa.lab.demo.model import GPT, GPTConfig
+from diyfa.lab.demo.model import GPT, Attention, GPTConfig
 
 
 @dataclass(frozen=True)
@@ -172,10 +172,12 @@ def attention_memory(device: torch.device, preset: Preset, backend: str | None =
     sizes = preset.model
     shape = (1, sizes.heads, preset.long_context, sizes.head_dim)
 
-    def pass_of(attention: Callable[..., Any]) -> float:
+    def peak(attention: Attention) -> float:
         dtype = preset.autocast or torch.float32
         q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
         return peak_memory_mb(lambda: attention(q, k, v).sum().backward(), device)
 
-    mine = partial(flash_attention, causal=True, backend=backend)
-    return {name: pass_of(each) for name, each in (("diyfa", mine), ("sdpa", _sdpa), ("plain", _plain))}
+    def fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return cast(torch.Tensor, flash_attention(q, k, v, causal=True, backend=backend))
+
+    return {name: peak(each) for name, each in (("diyfa", fused), ("sdpa", _sdpa), ("plain", _plain))}

@@ -1,1 +1,1 @@
-"""`diyfa report`: show benchmark files of any number of devices as tables and as one HTML page."""
+"""`diyfa report`: where diyfa stands on any number of devices, as text and as one HTML page."""

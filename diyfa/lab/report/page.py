@@ -1,137 +1,76 @@
-"""The report as one self-contained HTML page: tables, and TFLOP/s by sequence length as curves.
+"""The report as one self-contained HTML page, drawn by ECharts and Tabulator, which it has inside.
 
-It needs jinja2 and plotly (`pip install 'diyfa[report]'`), which are imported when a page is made.
+The template needs jinja2 (`pip install 'diyfa[report]'`), which is imported when a page is made.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+import json
 from importlib.resources import files
 from typing import Any
 
-import diyfa
-from diyfa.cli.table import shown
-from diyfa.lab.report.documents import Document, Row
-from diyfa.lab.report.sections import Section, build_sections
+from diyfa.lab.report.words import WORDS, both
 
-COLOURS = ("#2a6fbb", "#d1495b", "#3c8d5a", "#8a5aa8", "#c98a1b", "#4a4a4a")  # not told apart by red and green alone
-PASSES = ("forward", "backward")
+LIBRARIES = ("echarts.min.js", "tabulator.min.js", "tabulator.min.css")
 
 
 def check_libraries() -> None:
-    """Raise ModuleNotFoundError, with the command that installs the missing libraries, if any is missing."""
-    missing = [name for name in ("jinja2", "plotly") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ModuleNotFoundError(f"the page needs {' and '.join(missing)}: pip install 'diyfa[report]'")
+    """Raise ModuleNotFoundError, with the command that installs it, if jinja2 is missing."""
+    if importlib.util.find_spec("jinja2") is None:
+        raise ModuleNotFoundError("the page needs jinja2: pip install 'diyfa[report]'")
 
 
-def attention_curves(documents: Sequence[Document]) -> list[Any]:
-    """Return a plotly figure for each pass: panels by (dtype, D, mask), curves by implementation and device."""
-    from plotly.subplots import make_subplots
-
-    rows = [
-        {**row, "device": document.device}
-        for document in documents
-        for row in document.rows
-        if all(name in row for name in ("tflops", "S", "D", "causal", "pass", "implementation"))
-        and "block_m" not in row
-    ]
-    several = len({row["device"] for row in rows}) > 1
-    figures = []
-    for direction in PASSES:
-        mine = [row for row in rows if row["pass"] == direction]
-        panels = sorted({_panel(row) for row in mine})
-        if not panels:
-            continue
-        columns = min(3, len(panels))
-        lines = -(-len(panels) // columns)
-        titles = [f"{dtype} D = {d}, {'causal' if causal else 'full'}".strip() for dtype, d, causal in panels]
-        figure = make_subplots(lines, columns, subplot_titles=titles, shared_xaxes=False)
-        for name, points in _curves(mine, several).items():
-            for panel, xy in points.items():
-                line, column = divmod(panels.index(panel), columns)
-                _add_curve(figure, name, list(_curves(mine, several)).index(name), sorted(xy), line + 1, column + 1)
-        figure.update_layout(
-            title=f"Attention, {direction}: TFLOP/s by sequence length",
-            template="plotly_white",
-            height=120 + 280 * lines,
-            hovermode="x unified",
-            legend={"orientation": "h", "y": -0.08},
-        )
-        lengths = sorted({row["S"] for row in mine})
-        figure.update_xaxes(
-            type="log", title="S", tickvals=lengths, ticktext=[_length(s) for s in lengths], hoverformat=",d"
-        )
-        figure.update_yaxes(rangemode="tozero")
-        figures.append(figure)
-    return figures
-
-
-def _length(s: int) -> str:
-    """Return a length for people to read, such as 16k for 16384."""
-    return f"{s // 1024}k" if s >= 1024 and s % 1024 == 0 else str(s)
-
-
-def _panel(row: Row) -> tuple[str, int, bool]:
-    return str(row.get("dtype", "")), row["D"], bool(row["causal"])
-
-
-def _curves(rows: list[Row], several: bool) -> dict[str, dict[tuple[str, int, bool], list[tuple[int, float]]]]:
-    """Return {curve: {panel: [(S, best TFLOP/s)]}}."""
-    best: dict[tuple[str, tuple[str, int, bool], int], float] = {}
-    for row in rows:
-        name = f"{row['implementation']}, {row['device']}" if several else str(row["implementation"])
-        key = name, _panel(row), row["S"]
-        best[key] = max(row["tflops"], best.get(key, 0.0))
-    curves: dict[str, dict[tuple[str, int, bool], list[tuple[int, float]]]] = {}
-    for (name, panel, s), value in best.items():
-        curves.setdefault(name, {}).setdefault(panel, []).append((s, value))
-    return curves
-
-
-def _add_curve(figure: Any, name: str, index: int, points: list[tuple[int, float]], line: int, column: int) -> None:
-    import plotly.graph_objects as go
-
-    first = not any(trace.name == name for trace in figure.data)
-    figure.add_trace(
-        go.Scatter(
-            x=[s for s, _ in points],
-            y=[value for _, value in points],
-            name=name,
-            legendgroup=name,
-            showlegend=first,
-            mode="lines+markers",
-            line={"color": COLOURS[index % len(COLOURS)], "dash": "solid" if index < len(COLOURS) else "dot"},
-        ),
-        row=line,
-        col=column,
-    )
-
-
-def render_page(documents: Sequence[Document], sections: Sequence[Section] | None = None) -> str:
-    """Return the page as HTML that includes plotly's script.
+def render_page(report: dict[str, Any]) -> str:
+    """Return the page of a report as HTML.
 
     Raises:
-        ModuleNotFoundError: jinja2 or plotly is not installed.
+        ModuleNotFoundError: jinja2 is not installed.
     """
     check_libraries()
     from jinja2 import Environment
+    from markupsafe import Markup
 
-    template = files("diyfa.lab.report").joinpath("report.html.jinja").read_text(encoding="utf-8")
-    figures = attention_curves(documents)
-    figures_html = [
-        figure.to_html(full_html=False, include_plotlyjs=index == 0, div_id=f"figure-{index}")
-        for index, figure in enumerate(figures)
-    ]
+    def text(key: str, **values: Any) -> Markup:
+        return pair(both(key, **values))
+
+    def pair(texts: tuple[str, str]) -> Markup:
+        return Markup("").join(
+            Markup('<span lang="{}">{}</span>').format(language, x)
+            for language, x in zip(("en", "zh"), texts, strict=True)
+        )
+
+    folder = files("diyfa.lab.report")
+    sources = {name: folder.joinpath("page", name).read_text(encoding="utf-8") for name in ("page.css", "page.js")}
+    for name in LIBRARIES:  # their source maps are not inside
+        content = folder.joinpath("vendor", name).read_text(encoding="utf-8")
+        sources[name] = content.partition("\n//# sourceMappingURL")[0].partition("\n/*# sourceMappingURL")[0]
+    data = {**report, "tables": [_interned(table) for table in report["tables"]], "words": WORDS}
+    template = folder.joinpath("page", "page.html.jinja").read_text(encoding="utf-8")
     return (
         Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
         .from_string(template)
-        .render(
-            documents=documents,
-            sections=build_sections(documents) if sections is None else sections,
-            figures=figures_html,
-            shown=shown,
-            version=diyfa.__version__,
-        )
+        .render(report=report, text=text, pair=pair, data=_script(data), **{_name(x): y for x, y in sources.items()})
     )
+
+
+def _name(file: str) -> str:
+    return file.replace(".", "_")
+
+
+def _script(data: Any) -> str:
+    """Return data as JSON that may stand in a script element."""
+    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _interned(table: dict[str, Any]) -> dict[str, Any]:
+    """Return a table whose columns of text have each text once, and its number in the rows."""
+    columns, cells = [], list(zip(*table["rows"], strict=True))
+    for number, name in enumerate(table["columns"]):
+        column: dict[str, Any] = {"name": name}
+        if any(isinstance(x, str) for x in cells[number]):
+            texts = {x: i for i, x in enumerate(dict.fromkeys(x for x in cells[number] if x is not None))}
+            column["texts"] = list(texts)
+            cells[number] = tuple(None if x is None else texts[x] for x in cells[number])
+        columns.append(column)
+    return {"id": table["id"], "columns": columns, "rows": [list(row) for row in zip(*cells, strict=True)]}

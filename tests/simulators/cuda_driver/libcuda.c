@@ -90,6 +90,12 @@ int cuTensorMapEncodeTiled(uint64_t *map, int type, uint32_t rank, void *address
   return 0;
 }
 
+int cuTensorMapReplaceAddress(uint64_t *map, void *address) {
+  sched_yield();
+  map[0] = (uint64_t)address;
+  return 0;
+}
+
 int cuPointerGetAttribute(uint64_t *pointer, int attribute, uint64_t address) {
   *pointer = address;
   return 0;
