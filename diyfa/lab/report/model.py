@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import diyfa
 from diyfa.cli.table import figure
 from diyfa.lab.report.points import (
-    COMPARED,
     DEFAULT,
     DIYFA,
     IDENTITY,
@@ -235,7 +234,9 @@ def _curves(points: Sequence[Point]) -> list[tuple[dict[str, Any], tuple[Any, ..
             grouped.setdefault(panel, {}).setdefault(family, []).append(point)
     found = []
     order = list(dict.fromkeys(point.device for point in points))
-    for panel, families in sorted(grouped.items(), key=lambda item: (order.index(item[0][0]), *item[0][3:], item[0][2])):
+    for panel, families in sorted(
+        grouped.items(), key=lambda item: (order.index(item[0][0]), *item[0][3:], item[0][2])
+    ):
         family, mine = max(families.items(), key=lambda item: (len({p.identity["S"] for p in item[1]}), len(item[1])))
         if len({p.identity["S"] for p in mine}) > 1:
             names = ("device", "source", "pass", "dtype", "D", "Dv", "causal")
@@ -357,7 +358,9 @@ def _decoding(points: Sequence[Point]) -> list[dict[str, Any]]:
             [p.identity["table"], p.identity["case"], name, round(row["GB/s"] / value, 4), round(row["GB/s"]), _mark(row)]
             for p in mine if p.kind == "decode" for name, row in p.newest() if "GB/s" in row
         ]  # fmt: skip
-        about = both("decoding_about", ceiling=both("read_measured" if measured else "read_nominal", value=round(value)))
+        about = both(
+            "decoding_about", ceiling=both("read_measured" if measured else "read_nominal", value=round(value))
+        )
         found.append({"device": device, "about": about, "bars": bars})
     return found
 
@@ -375,7 +378,11 @@ def _beside(points: Sequence[Point]) -> list[dict[str, Any]]:
         if point.kind == "compiled":
             share = row.get("predicted_share_of_cube_peak")
             if share is not None:
-                bars[i["D"], i["mask"] == "causal"] = {"share": share, "S": BESIDE_LENGTH, "tflops": row["predicted_tflops"]}
+                bars[i["D"], i["mask"] == "causal"] = {
+                    "share": share,
+                    "S": BESIDE_LENGTH,
+                    "tflops": row["predicted_tflops"],
+                }
         elif point.kind == "attention" and peak and i.get("dtype") in ("float16", "bfloat16") and i["D"] == i["Dv"]:
             key, distance = (i["D"], i["causal"]), abs(log(i["S"] / BESIDE_LENGTH))
             entry = {"share": round(row["tflops"] / peak.tflops, 4), "S": i["S"], "tflops": round(row["tflops"], 1)}
@@ -473,8 +480,12 @@ def _others(files: Sequence[Results]) -> dict[str, Any]:
             if is_wanted(row, results, PURPOSES[:1]) or "unavailable" in row:
                 continue
             purpose = row.get("purpose", results.purpose)
-            named = {name: row[name] for name in (*IDENTITY[row["kind"]], "run", "code", "form", "feature") if name in row}
-            case = ", ".join(f"{name} {value}" for name, value in named.items() if name not in ("pass", "case", "table"))
+            named = {
+                name: row[name] for name in (*IDENTITY[row["kind"]], "run", "code", "form", "feature") if name in row
+            }
+            case = ", ".join(
+                f"{name} {value}" for name, value in named.items() if name not in ("pass", "case", "table")
+            )
             case = ", ".join(x for x in (str(row.get("table", "")), str(row.get("case", "")), case) if x)
             figures = ("tflops", "GB/s", "ms", "host_us", "peak_mib", "predicted_tflops")
             unit = next((name for name in figures if name in row), None)
