@@ -5,7 +5,7 @@ const state = { device: null, pass: null, group: null, table: null, shown: new S
 const LIGHT = { diyfa: "#0b7a75", cuDNN: "#d98200", FA3: "#2468b4", FA4: "#b8438f", FA2: "#7a5230", npu_fusion_attention: "#c0392b" };
 const DARK = { diyfa: "#35c2b8", cuDNN: "#f5b041", FA3: "#6cb0f5", FA4: "#e48ac3", FA2: "#c9a27e", npu_fusion_attention: "#f1766a" };
 const OTHERS = ["#6b7683", "#8e9a2f", "#5b5bb5", "#a05a5a", "#3f8f5f", "#9a6fb0"];
-const SYMBOLS = { diyfa: "circle", cuDNN: "rect", FA3: "triangle", FA4: "diamond", FA2: "pin" };
+const SYMBOLS = { diyfa: "circle", cuDNN: "rect", FA3: "triangle", FA4: "diamond", FA2: "emptyRect" };
 const HATCH = { symbol: "rect", dashArrayX: [1, 0], dashArrayY: [3, 4], rotation: Math.PI / 4, color: "rgba(255,255,255,.75)" };
 const charts = new Map();
 let table = null;
@@ -19,7 +19,8 @@ const colour = name => (dark() ? DARK : LIGHT)[name] || OTHERS[Math.max(0, repor
 const tokens = s => s >= 1024 && s % 1024 === 0 ? s / 1024 + "k" : String(s);
 const percent = (x, digits = 0) => (100 * x).toFixed(digits) + " %";
 const escaped = x => String(x).replace(/[&<>"]/g, c => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" })[c]);
-const masked = p => `D = ${p.D === p.Dv ? p.D : p.D + "/" + p.Dv}, ${word(p.causal ? "causal" : "full")}`;
+const dtypes = [...new Set(report.heat.map(c => c.dtype))];
+const masked = p => `D = ${p.D === p.Dv ? p.D : p.D + "/" + p.Dv}, ${word(p.causal ? "causal" : "full")}${dtypes.length > 1 && p.dtype ? ", " + p.dtype : ""}`;
 const unique = list => [...new Set(list)];
 const ink = () => getComputedStyle(root).getPropertyValue("--front").trim();
 const faint = () => getComputedStyle(root).getPropertyValue("--line").trim();
@@ -36,18 +37,22 @@ function marks(mark) {
 function draw(element, option) {
   let chart = charts.get(element);
   if (!chart) charts.set(element, chart = echarts.init(element, null, { renderer: "svg" }));
+  else chart.resize();
   const axis = a => ({ axisLine: { lineStyle: { color: faint() } }, splitLine: { lineStyle: { color: faint(), opacity: .6 } }, nameTextStyle: { color: ink() }, ...a, axisLabel: { color: ink(), ...a.axisLabel } });
   chart.setOption({
-    animation: false, backgroundColor: "transparent", textStyle: { fontFamily: "inherit", color: ink() },
+    animation: false, backgroundColor: "transparent", textStyle: { fontFamily: getComputedStyle(document.body).fontFamily, color: ink() },
     aria: { enabled: true, decal: { show: Boolean(option.hatched) } },
     ...option, hatched: undefined,
     title: option.title && { textStyle: { color: ink(), fontSize: 13, fontWeight: 600 }, subtextStyle: { color: ink(), fontSize: 11 }, left: 0, top: 0, itemGap: 2, ...option.title },
-    legend: option.legend && { textStyle: { color: ink() }, inactiveColor: faint(), ...option.legend },
+    legend: option.legend && { textStyle: { color: ink() }, inactiveColor: getComputedStyle(root).getPropertyValue("--quiet").trim(), ...option.legend },
     xAxis: axis(option.xAxis), yAxis: axis(option.yAxis),
     tooltip: { confine: true, backgroundColor: getComputedStyle(root).getPropertyValue("--card").trim(), borderColor: faint(), textStyle: { color: ink(), fontSize: 12 }, ...option.tooltip },
   }, true);
-  chart.resize();
+  chart.getZr().flush();  // a printer does not wait for the next frame
 }
+
+/** The room that a legend needs above a plot: of a wide one, of a page's width, of a telephone's. */
+const headroom = (element, ...tops) => tops[element.clientWidth > 1000 ? 0 : element.clientWidth > 500 ? 1 : 2];
 
 /** Remove the plots of a container and make `count` new places in it. */
 function places(container, count) {
@@ -65,14 +70,14 @@ function nothing(container) {
 }
 
 /** Curves by sequence length: one line for each implementation. */
-function curves(element, title, subtext, series, unit, logarithmic) {
+function curves(element, title, subtext, series, unit, logarithmic = false) {
   const lengths = unique(Object.values(series).flat().map(x => x[0])).sort((a, b) => a - b);
   const narrow = element.clientWidth < 260;
   draw(element, {
-    title: { text: title, subtext },
-    grid: { left: 46, right: 14, top: 46, bottom: 24 },
+    title: { text: title, subtext }, legend: logarithmic ? { bottom: 0, type: "scroll" } : undefined,
+    grid: { left: 46, right: 14, top: 62, bottom: logarithmic ? 54 : 24 },
     xAxis: { type: "category", data: lengths.map(tokens), boundaryGap: narrow ? false : true },
-    yAxis: { type: logarithmic ? "log" : "value", min: logarithmic ? undefined : 0, name: unit, nameGap: 6 },
+    yAxis: { type: logarithmic ? "log" : "value", min: logarithmic ? undefined : 0, name: unit, nameGap: 6, nameTextStyle: { align: "right", color: ink() }, axisLabel: { formatter: x => x >= 1e4 ? x / 1e3 + "k" : String(x) } },
     tooltip: { trigger: "axis", formatter: items => `<b>${escaped(items[0].name)}</b><br>` + items.sort((a, b) => b.value - a.value).map(
       i => `${i.marker}${escaped(i.seriesName)} <b>${unsteady(i.data.mark)}${i.value}</b> ${unit} <small>${escaped(marks(i.data.mark))}</small>`).join("<br>") },
     series: Object.entries(series).map(([name, entries]) => ({
@@ -83,6 +88,7 @@ function curves(element, title, subtext, series, unit, logarithmic) {
   });
 }
 
+const ordered = names => [...names].sort((a, b) => (report.order.indexOf(a) + 99) % 99 - (report.order.indexOf(b) + 99) % 99);
 const chosen = series => Object.fromEntries(Object.entries(series).filter(([name]) => state.shown.has(name)));
 
 function drawThroughput() {
@@ -93,13 +99,14 @@ function drawThroughput() {
 }
 
 const ratioText = r => r.toFixed(2);
-function heatMap(element, cells, x, y, tooltip) {
-  const columns = unique(cells.map(x)), rows = unique(cells.map(y)).reverse(), narrow = element.clientWidth < 600;
-  element.style.height = 90 + rows.length * 26 + "px";
+function heatMap(element, cells, x, names, y, tooltip) {
+  const columns = unique(cells.map(x)), rows = [...names].reverse(), narrow = root.clientWidth < 600;
+  const left = Math.min(14 + (narrow ? 6 : 7) * Math.max(...rows.flatMap(r => r.split("\n").map(x => x.length + (x.match(/[^\x00-\xff]/g) || []).length))), 280);
+  element.style.height = 90 + rows.length * (rows[0].includes("\n") ? 32 : 24) + "px";
   draw(element, {
-    grid: { left: narrow ? 130 : 190, right: 10, top: 8, bottom: 64 },
-    xAxis: { type: "category", data: columns, splitArea: { show: false }, axisLabel: { interval: 0, fontSize: narrow ? 10 : 12 } },
-    yAxis: { type: "category", data: rows, axisLabel: { fontSize: narrow ? 10 : 12, width: narrow ? 122 : 182, overflow: "truncate" } },
+    grid: { left, right: 10, top: 8, bottom: 70 },
+    xAxis: { type: "category", data: columns, splitArea: { show: false }, axisLabel: { interval: 0, fontSize: narrow ? 10 : 12, lineHeight: 15 } },
+    yAxis: { type: "category", data: rows, axisLabel: { fontSize: narrow ? 10 : 12, width: left - 8, overflow: "truncate" } },
     visualMap: { min: .8, max: 1.2, calculable: false, orient: "horizontal", left: "center", bottom: 0, itemHeight: 140, itemWidth: 12, precision: 2, text: ["1.2", "0.8"], textStyle: { color: ink() },
       inRange: { color: dark() ? ["#a8471e", "#7a4a38", "#3c444d", "#2c6a66", "#12918a"] : ["#e08a5b", "#f4d3bd", "#f4f4f1", "#bfe3df", "#4db6ac"] } },
     tooltip: { formatter: i => tooltip(i.data.cell) },
@@ -116,17 +123,17 @@ function drawRatios() {
     + Object.entries(c.ratios).map(([name, r]) => `${escaped(name)}: <b>${ratioText(r)}</b>`).join("<br>");
   const panel = mine.filter(c => c.panel), order = (a, b) => a.D - b.D || a.causal - b.causal || a.S - b.S;
   const lengths = unique(panel.map(c => c.S)).sort((a, b) => a - b);
+  const short = pass => root.clientWidth < 600 ? word(pass === "forward" ? "fwd" : "bwd") : word(pass);
   const passes = ["forward", "backward"].filter(p => panel.some(c => c.pass === p));
-  const wanted = passes.flatMap(p => lengths.map(s => `${word(p)}\n${tokens(s)}`));
-  const cells = [...panel].sort((a, b) => order(a, b));
-  cells.sort((a, b) => wanted.indexOf(`${word(a.pass)}\n${tokens(a.S)}`) - wanted.indexOf(`${word(b.pass)}\n${tokens(b.S)}`));
-  const rows = unique([...panel].sort(order).map(masked));
-  if (panel.length) { cells.sort((a, b) => (wanted.indexOf(`${word(a.pass)}\n${tokens(a.S)}`) - wanted.indexOf(`${word(b.pass)}\n${tokens(b.S)}`)) || rows.indexOf(masked(a)) - rows.indexOf(masked(b))); heatMap($("heat"), cells, c => `${word(c.pass)}\n${tokens(c.S)}`, masked, about); }
+  const wanted = passes.flatMap(p => lengths.map(s => `${short(p)}\n${tokens(s)}`));
+  const at = c => wanted.indexOf(`${short(c.pass)}\n${tokens(c.S)}`), rows = unique([...panel].sort(order).map(masked));
+  const cells = [...panel].sort((a, b) => at(a) - at(b) || order(a, b));
+  if (panel.length) heatMap($("heat"), cells, c => wanted[at(c)], rows, masked, about);
   $("heat").hidden = !panel.length;
   const others = mine.filter(c => !c.panel).sort((a, b) => (a.pass < b.pass) - (a.pass > b.pass) || order(a, b));
   $("models").hidden = $("models-head").hidden = !others.length;
-  const shape = c => `${c.B} × ${c.S}${c.keys !== c.S ? "/" + c.keys : ""}, H ${c.H}${c.group > 1 ? "/" + c.H / c.group : ""}, ${masked(c)}`;
-  if (others.length) heatMap($("models"), others, c => word(c.pass), shape, about);
+  const shape = c => `${masked(c)}${root.clientWidth < 600 ? "\n" : ": "}${c.B} × ${c.S}${c.keys !== c.S ? "/" + c.keys : ""}, H = ${c.H}${c.group > 1 ? "/" + c.H / c.group : ""}`;
+  if (others.length) heatMap($("models"), others, c => word(c.pass), unique([...others].sort(order).map(shape)), shape, about);
 }
 
 function drawRoofline() {
@@ -135,7 +142,7 @@ function drawRoofline() {
   $("roofline-plot").hidden = !roof;
   $("roofline-note").textContent = !roof ? words("nothing", { device: state.device }) : roof.ceilings.length ? "" : words("no_ceiling", { device: roof.device });
   if (!roof) return;
-  const xs = roof.dots.map(d => d[0]), low = Math.min(...xs) / 2, high = Math.max(...xs) * 2;
+  const xs = roof.dots.map(d => d[0]), low = 10 ** Math.floor(Math.log10(Math.min(...xs))), high = 10 ** Math.ceil(Math.log10(Math.max(...xs)));
   const line = (tflops, gbs, label, type) => {
     const data = [];
     if (gbs) data.push([low, low * gbs / 1000], tflops ? [1000 * tflops / gbs, tflops] : [high, high * gbs / 1000]);
@@ -144,16 +151,16 @@ function drawRoofline() {
     return { name: label, type: "line", data, symbol: "none", silent: true, lineStyle: { color: ink(), type, width: 1.5, opacity: type === "solid" ? .9 : .5 }, color: ink() };
   };
   const best = unit => roof.ceilings.find(c => c.unit === unit);
-  const named = roof.ceilings.map(c => words(c.unit === "tflops" ? "product_ceiling" : "read_ceiling", c)).join(", ");
+  const named = roof.ceilings.map(c => words(c.unit === "tflops" ? "product_ceiling" : "read_ceiling", { ...c, name: word(c.name) })).join(", ");
   const lines = [];
   if (roof.ceilings.length) lines.push(line(best("tflops")?.value, best("GB/s")?.value, named, "solid"));
   if (roof.peak) lines.push(line(roof.peak.tflops, roof.peak.gbs, `${word("peak")}: ${roof.peak.tflops} TFLOP/s, ${roof.peak.gbs} GB/s`, "dotted"));
-  const names = unique(roof.dots.map(d => d[2])).filter(n => state.shown.has(n));
+  const names = ordered(unique(roof.dots.map(d => d[2]))).filter(n => state.shown.has(n));
   draw($("roofline-plot"), {
-    legend: { top: 0, type: "scroll" }, grid: { left: 52, right: 20, top: 60, bottom: 44 },
+    legend: { top: 0 }, grid: { left: 52, right: 24, top: headroom($("roofline-plot"), 66, 86, 110), bottom: 44 },
     xAxis: { type: "log", name: word("intensity"), nameLocation: "middle", nameGap: 26, min: low, max: high, axisLabel: { formatter: x => x >= 1 ? String(Math.round(x)) : String(x) } },
-    yAxis: { type: "log", name: "TFLOP/s" },
-    tooltip: { formatter: i => i.data.length ? `${escaped(i.seriesName)}: <b>${i.data[1]}</b> TFLOP/s<br>${escaped(i.data[3])}<br>${i.data[0]} FLOP/B, ${escaped(marks(i.data[4]))}` : "" },
+    yAxis: { type: "log", name: "TFLOP/s", axisLabel: { formatter: String } },
+    tooltip: { formatter: i => i.data.length > 2 ? `${escaped(i.seriesName)}: <b>${i.data[1]}</b> TFLOP/s<br>${escaped(i.data[3])}<br>${i.data[0]} FLOP/B, ${escaped(marks(i.data[4]))}` : "" },
     series: [...names.map(name => ({ name, type: "scatter", symbol: SYMBOLS[name] || "emptyCircle", symbolSize: 8, color: colour(name), itemStyle: { opacity: .75 }, data: roof.dots.filter(d => d[2] === name) })), ...lines],
   });
 }
@@ -163,7 +170,7 @@ function drawMemory() {
   const panels = report.memory.filter(p => p.device === state.device);
   if (!panels.length) return nothing($("memory-panels"));
   const cells = places($("memory-panels"), panels.length);
-  panels.forEach((p, i) => curves(cells[i], word(p.pass), p.device + ": " + Object.keys(p.series).join(", "), p.series, "MiB", true));
+  panels.forEach((p, i) => curves(cells[i], word(p.pass), p.device, p.series, "MiB", true));
 }
 
 function drawDecoding() {
@@ -176,7 +183,7 @@ function drawDecoding() {
   charts.get(plot)?.dispose(); charts.delete(plot);
   if (!mine) return nothing(plot);
   plot.replaceChildren();
-  const bars = mine.bars.filter(b => b[0] === state.group), cases = unique(bars.map(b => b[1])), names = unique(bars.map(b => b[2]));
+  const bars = mine.bars.filter(b => b[0] === state.group), cases = unique(bars.map(b => b[1])), names = ordered(unique(bars.map(b => b[2])));
   const narrow = plot.clientWidth < 600;
   draw(plot, {
     legend: { top: 0 }, grid: { left: narrow ? 120 : 200, right: 46, top: 34, bottom: 40 },
@@ -203,8 +210,8 @@ function drawBeside() {
     seen.add(same);
   }
   draw($("beside-plot"), {
-    hatched: true, legend: { top: 0, type: "scroll", selected: off }, grid: { left: 52, right: 10, top: 60, bottom: 44 },
-    xAxis: { type: "category", data: keys, axisLabel: { interval: 0 } },
+    hatched: true, legend: { top: 0, selected: off }, grid: { left: 52, right: 10, top: headroom($("beside-plot"), 90, 120, 190), bottom: 44 },
+    xAxis: { type: "category", data: keys, axisLabel: { interval: 0, lineHeight: 15, fontSize: root.clientWidth < 700 ? 10 : 12 } },
     yAxis: { type: "value", min: 0, name: word("share_of_peak"), nameTextStyle: { align: "left", color: ink() }, axisLabel: { formatter: x => percent(x) } },
     tooltip: { formatter: i => `<b>${escaped(i.seriesName)}</b><br>${i.name.replace("\n", ", ")}, S = ${i.data.bar.S}<br>${word(i.data.source)}: <b>${percent(i.value, 1)}</b>, ${i.data.bar.tflops} TFLOP/s` },
     series: report.beside.map(chip => {
@@ -235,6 +242,7 @@ function drawTable() {
   table?.destroy();
   const names = [...t.columns.map(c => c.name), ...(t.columns.some(c => c.name === "file") ? ["clocks", "versions"] : [])];
   const isText = name => t.columns.find(c => c.name === name)?.texts !== undefined || ["file", "clocks", "versions"].includes(name);
+  const constant = new Set(t.columns.filter((c, i) => ["dtype", "keys", "commit", "clock_mhz"].includes(c.name) && unique(t.rows.map(r => r[i])).length < 2).map(c => c.name));
   const figures = ["tflops", "GB/s", "TFLOP/s", "ms", "host_us", "peak_mib", "value"];
   const show = name => cell => {
     const x = cell.getValue(), row = cell.getData();
@@ -247,14 +255,14 @@ function drawTable() {
     return escaped(["pass", "mask"].includes(name) ? word(x) : x);
   };
   table = new Tabulator("#table", {
-    data: expanded(t), layout: "fitDataFill", pagination: true, paginationSize: 20, paginationSizeSelector: [20, 100, true], maxHeight: "40rem", locale: root.lang, placeholder: "–",
+    data: expanded(t), layout: "fitDataFill", pagination: true, paginationSize: 15, paginationSizeSelector: [15, 100, true], locale: root.lang, placeholder: "–",
     langs: { en: {}, zh: { pagination: { page_size: "每页", first: "首页", last: "末页", prev: "上一页", next: "下一页", all: "全部", counter: {} } } },
     columns: names.map(name => ({
       title: name === "tflops" ? "TFLOP/s" : name === "predicted_tflops" ? `TFLOP/s (${word("predicted")})` : name === "host_us" ? "µs" : name === "peak_mib" ? "MiB" : column(name),
       field: name.replace(".", "_"), formatter: show(name), headerFilter: isText(name) ? "list" : "number", headerFilterPlaceholder: isText(name) ? "" : "≥",
       headerFilterParams: isText(name) ? { valuesLookup: true, clearable: true, autocomplete: false, sort: "asc" } : {}, headerFilterFunc: isText(name) ? "=" : ">=",
       hozAlign: isText(name) ? "left" : "right", sorter: isText(name) ? "string" : "number", headerSortStartingDir: isText(name) ? "asc" : "desc",
-      visible: !["clocks", "versions"].includes(name), download: true, minWidth: 60, maxInitialWidth: 320,
+      visible: !["clocks", "versions"].includes(name) && !constant.has(name), download: true, minWidth: 60, maxInitialWidth: 320,
     })),
   });
 }
