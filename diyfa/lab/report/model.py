@@ -19,10 +19,11 @@ from diyfa.lab.report.points import (
     DEFAULT,
     DIYFA,
     IDENTITY,
-    PEERS,
+    ORDER,
     Point,
     collect_points,
     is_wanted,
+    ordered,
     report_name,
 )
 from diyfa.lab.report.words import both
@@ -71,8 +72,9 @@ def build_report(files: Sequence[Results], everything: bool = False) -> dict[str
         "devices": devices,
         "files": [_file(results) for results in files],
         "standing": _standings(devices),
-        "implementations": _ordered(name for panel in panels for name in panel["series"]),
+        "implementations": ordered(name for panel in panels for name in panel["series"]),
         "default": list(DEFAULT),
+        "order": list(ORDER),
         "panels": panels,
         "heat": _heat(points),
         "roofline": _roofline(points),
@@ -81,12 +83,6 @@ def build_report(files: Sequence[Results], everything: bool = False) -> dict[str
         "beside": _beside(points),
         "tables": _tables(points, files, everything),
     }
-
-
-def _ordered(names: Iterable[str]) -> list[str]:
-    """Return names in the order of legends: diyfa and the usual peers, other peers, other kernels."""
-    rank = {name: i for i, name in enumerate(dict.fromkeys((*DEFAULT, *PEERS)))}
-    return sorted(set(names), key=lambda name: (rank.get(name, len(rank)), name))
 
 
 def _file(results: Results) -> dict[str, Any]:
@@ -178,10 +174,11 @@ def _standings(devices: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the sentences of the first screen, devices with equal ones together."""
     found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for device in devices:
-        found.setdefault((device["source"], *device["sentences"]), []).append(device)
+        key = (device["source"], *device["sentences"], *device["dates"], *device["versions"].items())
+        found.setdefault(key, []).append(device)
     return [
-        {"devices": [device["name"] for device in mine], "source": source, "sentences": sentences}
-        for (source, *sentences), mine in found.items()
+        {"devices": [x["name"] for x in mine], "source": mine[0]["source"], "sentences": mine[0]["sentences"]}
+        for mine in found.values()
     ]
 
 
@@ -190,7 +187,7 @@ def _standing(points: Iterable[Point]) -> dict[str, Any]:
     best = [found for point in points if (found := point.best_peer())]
     if not best:
         return {}
-    peers = _ordered({peer for point in points for peer in point.ratios()})
+    peers = ordered({peer for point in points for peer in point.ratios()})
     ratios = [ratio for _, ratio in best]
     return {
         "peers": (", ".join(peers), "、".join(peers)), "wins": sum(round(ratio, 2) >= 1 for ratio in ratios),
@@ -260,7 +257,7 @@ def _panels(points: Sequence[Point]) -> list[dict[str, Any]]:
         kind, size, heads, group = family
         shape = f"{'B·S' if kind == 'tokens' else 'B'} = {size}, H = {heads}" if size else ""
         shape += f", H/Hk = {group}" if group > 1 else ""
-        panels.append({**panel, "shape": shape, "series": {name: series[name] for name in _ordered(series)}})
+        panels.append({**panel, "shape": shape, "series": {name: series[name] for name in ordered(series)}})
     return panels
 
 
@@ -340,7 +337,7 @@ def _memory(points: Sequence[Point]) -> list[dict[str, Any]]:
                 panels[panel["device"], panel["pass"]] = found
     return [
         {"device": device, "pass": direction, "series": {name: sorted(series[name], key=lambda x: x[0])
-                                                         for name in _ordered(series)}}
+                                                         for name in ordered(series)}}
         for (device, direction), series in panels.items()
     ]  # fmt: skip
 
