@@ -213,7 +213,8 @@ def first_run(
 def report(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="JSON files that benchmarks have written.")],
     output: Annotated[
-        Path | None, typer.Option(callback=writable, help="Write one HTML page with plots and tables (diyfa\\[report]).")
+        Path | None,
+        typer.Option(callback=writable, help="Write one HTML page with plots and tables (diyfa\\[report])."),
     ] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown, for an issue tracker.")] = False,
     everything: Annotated[

@@ -102,7 +102,9 @@ def read_results(path: Path) -> Results:
         raise ValueError(f"{path} is no JSON file: {error}") from error
     if wrong := check(document):
         more = f" (and {len(wrong) - 1} more faults)" if len(wrong) > 1 else ""
-        raise ValueError(f"{path} is no result file of schema {SCHEMA}: {wrong[0]}{more}. docs/results.md has the fields")
+        raise ValueError(
+            f"{path} is no result file of schema {SCHEMA}: {wrong[0]}{more}. docs/results.md has the fields"
+        )
     known = {name: document[name] for name in FILE_FIELDS if name in document and name != "schema"}
     return Results(str(path), **known, facts={name: x for name, x in document.items() if name not in FILE_FIELDS})
 

@@ -12,14 +12,14 @@ import pytest
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
+from diyfa.lab.report.documents import Document, read_document
+from diyfa.lab.report.sections import build_sections
 from rich.console import Console
 from typer.testing import CliRunner
 
 from diyfa.cli import output
 from diyfa.cli.app import app
 from diyfa.cli.table import shown
-from diyfa.lab.report.documents import Document, read_document
-from diyfa.lab.report.sections import build_sections
 
 RESULTS = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*.json"))
 NPU_ROWS = [

@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 import diyfa
 from diyfa.cli.table import figure
 from diyfa.lab.report.points import (
-    COMPARED,
     DEFAULT,
     DIYFA,
     IDENTITY,
-    PEERS,
+    ORDER,
     Point,
     collect_points,
     is_wanted,
+    ordered,
     report_name,
 )
 from diyfa.lab.report.words import both
@@ -72,8 +72,9 @@ def build_report(files: Sequence[Results], everything: bool = False) -> dict[str
         "devices": devices,
         "files": [_file(results) for results in files],
         "standing": _standings(devices),
-        "implementations": _ordered(name for panel in panels for name in panel["series"]),
+        "implementations": ordered(name for panel in panels for name in panel["series"]),
         "default": list(DEFAULT),
+        "order": list(ORDER),
         "panels": panels,
         "heat": _heat(points),
         "roofline": _roofline(points),
@@ -82,12 +83,6 @@ def build_report(files: Sequence[Results], everything: bool = False) -> dict[str
         "beside": _beside(points),
         "tables": _tables(points, files, everything),
     }
-
-
-def _ordered(names: Iterable[str]) -> list[str]:
-    """Return names in the order of legends: diyfa and the usual peers, other peers, other kernels."""
-    rank = {name: i for i, name in enumerate(dict.fromkeys((*DEFAULT, *PEERS)))}
-    return sorted(set(names), key=lambda name: (rank.get(name, len(rank)), name))
 
 
 def _file(results: Results) -> dict[str, Any]:
@@ -179,10 +174,11 @@ def _standings(devices: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the sentences of the first screen, devices with equal ones together."""
     found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for device in devices:
-        found.setdefault((device["source"], *device["sentences"]), []).append(device)
+        key = (device["source"], *device["sentences"], *device["dates"], *device["versions"].items())
+        found.setdefault(key, []).append(device)
     return [
-        {"devices": [device["name"] for device in mine], "source": source, "sentences": sentences}
-        for (source, *sentences), mine in found.items()
+        {"devices": [x["name"] for x in mine], "source": mine[0]["source"], "sentences": mine[0]["sentences"]}
+        for mine in found.values()
     ]
 
 
@@ -191,7 +187,7 @@ def _standing(points: Iterable[Point]) -> dict[str, Any]:
     best = [found for point in points if (found := point.best_peer())]
     if not best:
         return {}
-    peers = _ordered({peer for point in points for peer in point.ratios()})
+    peers = ordered({peer for point in points for peer in point.ratios()})
     ratios = [ratio for _, ratio in best]
     return {
         "peers": (", ".join(peers), "、".join(peers)), "wins": sum(round(ratio, 2) >= 1 for ratio in ratios),
@@ -235,7 +231,9 @@ def _curves(points: Sequence[Point]) -> list[tuple[dict[str, Any], tuple[Any, ..
             grouped.setdefault(panel, {}).setdefault(family, []).append(point)
     found = []
     order = list(dict.fromkeys(point.device for point in points))
-    for panel, families in sorted(grouped.items(), key=lambda item: (order.index(item[0][0]), *item[0][3:], item[0][2])):
+    for panel, families in sorted(
+        grouped.items(), key=lambda item: (order.index(item[0][0]), *item[0][3:], item[0][2])
+    ):
         family, mine = max(families.items(), key=lambda item: (len({p.identity["S"] for p in item[1]}), len(item[1])))
         if len({p.identity["S"] for p in mine}) > 1:
             names = ("device", "source", "pass", "dtype", "D", "Dv", "causal")
@@ -259,7 +257,7 @@ def _panels(points: Sequence[Point]) -> list[dict[str, Any]]:
         kind, size, heads, group = family
         shape = f"{'B·S' if kind == 'tokens' else 'B'} = {size}, H = {heads}" if size else ""
         shape += f", H/Hk = {group}" if group > 1 else ""
-        panels.append({**panel, "shape": shape, "series": {name: series[name] for name in _ordered(series)}})
+        panels.append({**panel, "shape": shape, "series": {name: series[name] for name in ordered(series)}})
     return panels
 
 
@@ -339,7 +337,7 @@ def _memory(points: Sequence[Point]) -> list[dict[str, Any]]:
                 panels[panel["device"], panel["pass"]] = found
     return [
         {"device": device, "pass": direction, "series": {name: sorted(series[name], key=lambda x: x[0])
-                                                         for name in _ordered(series)}}
+                                                         for name in ordered(series)}}
         for (device, direction), series in panels.items()
     ]  # fmt: skip
 
@@ -357,7 +355,9 @@ def _decoding(points: Sequence[Point]) -> list[dict[str, Any]]:
             [p.identity["table"], p.identity["case"], name, round(row["GB/s"] / value, 4), round(row["GB/s"]), _mark(row)]
             for p in mine if p.kind == "decode" for name, row in p.newest() if "GB/s" in row
         ]  # fmt: skip
-        about = both("decoding_about", ceiling=both("read_measured" if measured else "read_nominal", value=round(value)))
+        about = both(
+            "decoding_about", ceiling=both("read_measured" if measured else "read_nominal", value=round(value))
+        )
         found.append({"device": device, "about": about, "bars": bars})
     return found
 
@@ -375,7 +375,11 @@ def _beside(points: Sequence[Point]) -> list[dict[str, Any]]:
         if point.kind == "compiled":
             share = row.get("predicted_share_of_cube_peak")
             if share is not None:
-                bars[i["D"], i["mask"] == "causal"] = {"share": share, "S": BESIDE_LENGTH, "tflops": row["predicted_tflops"]}
+                bars[i["D"], i["mask"] == "causal"] = {
+                    "share": share,
+                    "S": BESIDE_LENGTH,
+                    "tflops": row["predicted_tflops"],
+                }
         elif point.kind == "attention" and peak and i.get("dtype") in ("float16", "bfloat16") and i["D"] == i["Dv"]:
             key, distance = (i["D"], i["causal"]), abs(log(i["S"] / BESIDE_LENGTH))
             entry = {"share": round(row["tflops"] / peak.tflops, 4), "S": i["S"], "tflops": round(row["tflops"], 1)}
@@ -473,8 +477,12 @@ def _others(files: Sequence[Results]) -> dict[str, Any]:
             if is_wanted(row, results, PURPOSES[:1]) or "unavailable" in row:
                 continue
             purpose = row.get("purpose", results.purpose)
-            named = {name: row[name] for name in (*IDENTITY[row["kind"]], "run", "code", "form", "feature") if name in row}
-            case = ", ".join(f"{name} {value}" for name, value in named.items() if name not in ("pass", "case", "table"))
+            named = {
+                name: row[name] for name in (*IDENTITY[row["kind"]], "run", "code", "form", "feature") if name in row
+            }
+            case = ", ".join(
+                f"{name} {value}" for name, value in named.items() if name not in ("pass", "case", "table")
+            )
             case = ", ".join(x for x in (str(row.get("table", "")), str(row.get("case", "")), case) if x)
             figures = ("tflops", "GB/s", "ms", "host_us", "peak_mib", "predicted_tflops")
             unit = next((name for name in figures if name in row), None)

@@ -26,6 +26,7 @@ ALIASES = {
 }  # fmt: skip
 PEERS = tuple(dict.fromkeys(ALIASES.values()))
 DEFAULT = (DIYFA, "cuDNN", "FA3", "FA4", "npu_fusion_attention")
+ORDER = tuple(dict.fromkeys((*DEFAULT, *PEERS)))
 
 # Fields of a row that say what was measured, by kind, without the implementation; the rest are figures.
 _ATTENTION = ("dtype", "D", "Dv", "causal", "S", "keys", "B", "H", "group")
@@ -51,6 +52,11 @@ COMPARED = {
 }  # fmt: skip
 
 
+def ordered(names: Iterable[str]) -> list[str]:
+    """Return names in the order of legends: diyfa and the usual peers, other peers, other kernels."""
+    return sorted(set(names), key=lambda name: (ORDER.index(name) if name in ORDER else len(ORDER), name))
+
+
 def report_name(name: str, device_type: str) -> str:
     """Return the name of an implementation in reports."""
     plain = "".join(c for c in name.partition(" (fa3")[0].lower() if c.isalnum())
@@ -71,8 +77,8 @@ class Point:
 
     def newest(self) -> Iterator[tuple[str, Row]]:
         """Yield each implementation with its newest figure."""
-        for name, rows in self.figures.items():
-            yield name, rows[-1]
+        for name in ordered(self.figures):
+            yield name, self.figures[name][-1]
 
     def ratios(self) -> dict[str, float]:
         """Return diyfa's speed relative to each peer, above 1 where diyfa is better, from the newest common file."""

@@ -16,6 +16,7 @@ WORDS: dict[str, tuple[str, str]] = {
     "theme": ("Light / dark", "浅色 / 深色"),
     "device": ("device", "设备"), "pass": ("pass", "方向"), "implementations": ("implementations", "实现"),
     "forward": ("forward", "前向"), "backward": ("backward", "反向"),
+    "fwd": ("fwd", "前向"), "bwd": ("bwd", "反向"),
     "forward and backward": ("forward and backward", "前向与反向"),
     "causal": ("causal", "因果"), "full": ("full", "无掩码"), "all": ("all", "全部"),
     "measured": ("measured", "实测"), "predicted": ("predicted", "预测"),
@@ -61,6 +62,9 @@ WORDS: dict[str, tuple[str, str]] = {
     "share_of_reads": ("share of the read bandwidth", "占读带宽的比例"), "intensity": ("FLOP for each byte", "每字节 FLOP"),
     "as_measured_with": ("compared with", "对比"), "spread": ("spread", "离散度"), "of": ("of", "，"),
     "product_ceiling": ("{name}: {value} TFLOP/s", "{name}：{value} TFLOP/s"), "read_ceiling": ("{name}: {value} GB/s", "{name}：{value} GB/s"),
+    "plain reads": ("plain reads", "单纯读取"), "decode": ("one new token", "单个新 token"), "paged": ("pages", "分页缓存"),
+    "ragged": ("ragged lengths", "长短不一"), "mla": ("latent cache (MLA)", "潜缓存（MLA）"), "mode": ("batch-invariant", "批次不变模式"),
+    "tiny": ("1024 keys", "1024 个键"),
     # sentences of the first screen
     "stands": (
         "{direction}: as fast as the best of {peers} or faster at {wins} of {points} points; median {median}, from {low} to {high}.",
@@ -96,7 +100,9 @@ def phrase(key: str, language: str = "en", **values: Any) -> str:
     """Return a text in a language, with its places filled. A value that is a pair is taken in the same language."""
     which = LANGUAGES.index(language)
     text = WORDS[key][which]
-    return text.format(**{name: x[which] if isinstance(x, tuple) else x for name, x in values.items()}) if values else text
+    return (
+        text.format(**{name: x[which] if isinstance(x, tuple) else x for name, x in values.items()}) if values else text
+    )
 
 
 def both(key: str, **values: Any) -> tuple[str, str]:
