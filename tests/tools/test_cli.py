@@ -425,7 +425,7 @@ def test_a_file_that_cannot_be_written_is_named_before_the_work(arguments, tmp_p
     for work in (
         "diyfa.lab.demo.command.compare",
         "diyfa.lab.bench.timing.time_calls",
-        "diyfa.lab.report.command.build_sections",
+        "diyfa.lab.report.command.build_report",
     ):
         monkeypatch.setattr(work, lambda *a, **k: pytest.fail("began"))
     (tmp_path / "file").write_text("kept")
