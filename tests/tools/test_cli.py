@@ -7,6 +7,7 @@ import io
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -169,7 +170,7 @@ def test_a_broken_plug_in_breaks_nothing_else(monkeypatch):
     broken = document["backends"][-1]
     assert code == 0 and broken["name"] == "broken" and not broken["loads"] and "'float'" in broken["reason"]
     assert next(b for b in document["backends"] if b["name"] == "cpu")["loads"]
-    assert "broken: not available" in invoke("info").output
+    assert re.search(r"broken +not available", invoke("info").output)
     result = invoke("validate", "--backend", "broken")
     assert result.exit_code == 2 and result.output.count("\n") == 1 and "'float'" in result.output
 
