@@ -52,7 +52,13 @@ def figures(card: str, direction: str) -> dict[tuple[int, bool], dict[str, float
         rows: list[dict[str, Any]] = json.loads((RESULTS / source.file).read_text(encoding="utf-8"))["rows"]
         for row in rows:
             wanted = row.get("S") == LENGTH and row["D"] in source.dims and row.get("Dv", row["D"]) == row["D"]
-            if not wanted or "purpose" in row or row["pass"] != direction or row.get("group", 1) != 1 or "tflops" not in row:
+            if (
+                not wanted
+                or "purpose" in row
+                or row["pass"] != direction
+                or row.get("group", 1) != 1
+                or "tflops" not in row
+            ):
                 continue
             if row["implementation"] in source.names:
                 peer = PEERS[source.names.index(row["implementation"])]

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import diyfa
 from diyfa.cli.table import figure
 from diyfa.lab.report.points import (
-    COMPARED,
     DEFAULT,
     DIYFA,
     IDENTITY,
@@ -138,7 +137,7 @@ def _ceilings(points: Iterable[Point]) -> list[dict[str, Any]]:
         for name, row in point.newest():
             for unit in ("tflops", "GB/s"):
                 if row.get(unit, 0) > found.get(unit, {}).get("value", 0) and name != DIYFA:
-                    found[unit] = {"unit": unit, "name": name, "value": round(row[unit], 1)}
+                    found[unit] = {"unit": unit, "name": name, "value": _short(row[unit])}
     return list(found.values())
 
 
@@ -232,7 +231,9 @@ def _curves(points: Sequence[Point]) -> list[tuple[dict[str, Any], tuple[Any, ..
             grouped.setdefault(panel, {}).setdefault(family, []).append(point)
     found = []
     order = list(dict.fromkeys(point.device for point in points))
-    for panel, families in sorted(grouped.items(), key=lambda item: (order.index(item[0][0]), *item[0][3:], item[0][2])):
+    for panel, families in sorted(
+        grouped.items(), key=lambda item: (order.index(item[0][0]), *item[0][3:], item[0][2])
+    ):
         family, mine = max(families.items(), key=lambda item: (len({p.identity["S"] for p in item[1]}), len(item[1])))
         if len({p.identity["S"] for p in mine}) > 1:
             names = ("device", "source", "pass", "dtype", "D", "Dv", "causal")
@@ -252,7 +253,7 @@ def _panels(points: Sequence[Point]) -> list[dict[str, Any]]:
         for point in mine:
             for name, row in point.newest():
                 if "tflops" in row:
-                    series.setdefault(name, []).append([point.identity["S"], round(row["tflops"], 1), _mark(row)])
+                    series.setdefault(name, []).append([point.identity["S"], _short(row["tflops"]), _mark(row)])
         kind, size, heads, group = family
         shape = f"{'B·S' if kind == 'tokens' else 'B'} = {size}, H = {heads}" if size else ""
         shape += f", H/Hk = {group}" if group > 1 else ""
@@ -308,7 +309,7 @@ def _roofline(points: Sequence[Point]) -> list[dict[str, Any]]:
                     rate, intensity = row["TFLOP/s"], 1e3 * row["TFLOP/s"] / row["GB/s"]
                     label = f"{i['table']}, {i['case']}"
                 if label:
-                    dots.append([round(intensity, 1), round(rate, 1), name, label, _mark(row)])
+                    dots.append([_short(intensity), _short(rate), name, label, _mark(row)])
         peak = peak_of(device)
         if dots and (peak or _ceilings(mine)):
             roofs.append({"device": device, "dots": dots, "ceilings": _ceilings(mine),
@@ -323,14 +324,14 @@ def _memory(points: Sequence[Point]) -> list[dict[str, Any]]:
         if point.kind == "memory" and point.source == "measured":
             for name, row in point.newest():
                 panel = panels.setdefault((point.device, point.identity["pass"]), {})
-                panel.setdefault(name, []).append([point.identity["S"], round(row["peak_mib"], 2), _mark(row)])
+                panel.setdefault(name, []).append([point.identity["S"], _short(row["peak_mib"]), _mark(row)])
     for panel, _, mine in _curves(points):
         if panel["source"] == "measured" and not any(device == panel["device"] for device, _ in panels):
             found: dict[str, list[Any]] = {}
             for point in mine:
                 for name, row in point.newest():
                     if row.get("peak_mib"):
-                        entry = [point.identity["S"], round(row["peak_mib"], 2), _mark(row)]
+                        entry = [point.identity["S"], _short(row["peak_mib"]), _mark(row)]
                         found.setdefault(name, []).append(entry)
             if found:
                 panels[panel["device"], panel["pass"]] = found
@@ -351,10 +352,12 @@ def _decoding(points: Sequence[Point]) -> list[dict[str, Any]]:
             continue
         value, measured = ceiling
         bars = [
-            [p.identity["table"], p.identity["case"], name, round(row["GB/s"] / value, 4), round(row["GB/s"]), _mark(row)]
+            [p.identity["table"], p.identity["case"], name, _short(row["GB/s"] / value), _short(row["GB/s"]), _mark(row)]
             for p in mine if p.kind == "decode" for name, row in p.newest() if "GB/s" in row
         ]  # fmt: skip
-        about = both("decoding_about", ceiling=both("read_measured" if measured else "read_nominal", value=round(value)))
+        about = both(
+            "decoding_about", ceiling=both("read_measured" if measured else "read_nominal", value=round(value))
+        )
         found.append({"device": device, "about": about, "bars": bars})
     return found
 
@@ -372,7 +375,11 @@ def _beside(points: Sequence[Point]) -> list[dict[str, Any]]:
         if point.kind == "compiled":
             share = row.get("predicted_share_of_cube_peak")
             if share is not None:
-                bars[i["D"], i["mask"] == "causal"] = {"share": share, "S": BESIDE_LENGTH, "tflops": row["predicted_tflops"]}
+                bars[i["D"], i["mask"] == "causal"] = {
+                    "share": share,
+                    "S": BESIDE_LENGTH,
+                    "tflops": row["predicted_tflops"],
+                }
         elif point.kind == "attention" and peak and i.get("dtype") in ("float16", "bfloat16") and i["D"] == i["Dv"]:
             key, distance = (i["D"], i["causal"]), abs(log(i["S"] / BESIDE_LENGTH))
             entry = {"share": round(row["tflops"] / peak.tflops, 4), "S": i["S"], "tflops": round(row["tflops"], 1)}
@@ -467,11 +474,15 @@ def _others(files: Sequence[Results]) -> dict[str, Any]:
     rows = []
     for index, results in enumerate(files):
         for row in results.rows:
-            if is_wanted(row, results, PURPOSES[:1]) or "unavailable" in row:
+            if is_wanted(row, results, PURPOSES[:1]) or "unavailable" in row or row["kind"] not in IDENTITY:
                 continue
             purpose = row.get("purpose", results.purpose)
-            named = {name: row[name] for name in (*IDENTITY[row["kind"]], "run", "code", "form", "feature") if name in row}
-            case = ", ".join(f"{name} {value}" for name, value in named.items() if name not in ("pass", "case", "table"))
+            named = {
+                name: row[name] for name in (*IDENTITY[row["kind"]], "run", "code", "form", "feature") if name in row
+            }
+            case = ", ".join(
+                f"{name} {value}" for name, value in named.items() if name not in ("pass", "case", "table")
+            )
             case = ", ".join(x for x in (str(row.get("table", "")), str(row.get("case", "")), case) if x)
             figures = ("tflops", "GB/s", "ms", "host_us", "peak_mib", "predicted_tflops")
             unit = next((name for name in figures if name in row), None)

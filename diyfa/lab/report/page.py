@@ -50,7 +50,14 @@ def render_page(report: dict[str, Any]) -> str:
     return (
         Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
         .from_string(template)
-        .render(report=report, text=text, pair=pair, words=WORDS, data=_script(data), **{_name(x): y for x, y in sources.items()})
+        .render(
+            report=report,
+            text=text,
+            pair=pair,
+            words=WORDS,
+            data=_script(data),
+            **{_name(x): y for x, y in sources.items()},
+        )
     )
 
 

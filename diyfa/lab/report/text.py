@@ -40,7 +40,9 @@ def figures_at_one_length(report: dict[str, Any], implementations: list[str]) ->
     for panel in report["panels"]:
         length, found = _at(panel)
         cells = [figure(found[name]) if name in found else "-" for name in implementations]
-        rows.append([panel["device"], panel["pass"], _masked(panel), str(length), *cells, _compared(report, panel, length)[1]])
+        rows.append(
+            [panel["device"], panel["pass"], _masked(panel), str(length), *cells, _compared(report, panel, length)[1]]
+        )
     return rows
 
 
@@ -51,7 +53,7 @@ def shown_implementations(report: dict[str, Any]) -> list[str]:
 
 def summary(report: dict[str, Any], width: int) -> list[str]:
     """Return at most `LINES` lines of at most `width` characters: devices, where diyfa stands, and figures."""
-    lines = [f"{len(report['files'])} files, {report['rows']} rows"]
+    lines = [f"{len(report['files'])} file{'s' if len(report['files']) > 1 else ''}, {report['rows']} rows"]
     if report["left_out"]:
         lines[0] += f"; {report['left_out']} of ablations, trials and earlier code left out"
     for group in report["standing"]:
@@ -113,7 +115,9 @@ def _markdown(report: dict[str, Any]) -> Iterator[str]:
     cells = [[x["device"], f"D = {d} {'causal' if causal else 'full'}", f"{bar['share']:.0%}", "predicted"]
              for x in predicted for d, causal, bar in x["bars"]]  # fmt: skip
     if cells:
-        yield from _rows("Predictions of a cost model: nothing ran", ["chip", "forward", "of the peak", "source"], cells)
+        yield from _rows(
+            "Predictions of a cost model: nothing ran", ["chip", "forward", "of the peak", "source"], cells
+        )
 
 
 def _rows(title: str, heads: list[str], rows: list[list[str]]) -> Iterator[str]:

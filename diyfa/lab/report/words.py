@@ -100,7 +100,9 @@ def phrase(key: str, language: str = "en", **values: Any) -> str:
     """Return a text in a language, with its places filled. A value that is a pair is taken in the same language."""
     which = LANGUAGES.index(language)
     text = WORDS[key][which]
-    return text.format(**{name: x[which] if isinstance(x, tuple) else x for name, x in values.items()}) if values else text
+    return (
+        text.format(**{name: x[which] if isinstance(x, tuple) else x for name, x in values.items()}) if values else text
+    )
 
 
 def both(key: str, **values: Any) -> tuple[str, str]:
