@@ -24,7 +24,7 @@ def check_attention(out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torc
     last_q, last_k, last_v = (x.detach()[-1:, -1:].cpu() for x in (q[:, :, rows], k, v))
     expected = reference_attention(last_q.double(), last_k.double(), last_v.double(), causal=causal)
     low = plain_flash_attention(last_q, last_k, last_v, causal=causal)
-    assert isinstance(low, torch.Tensor)
+    assert isinstance(low, torch.Tensor) and isinstance(expected, torch.Tensor)
     return _check(out.detach()[-1:, -1:, rows].cpu(), low, expected)
 
 

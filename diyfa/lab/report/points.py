@@ -22,7 +22,8 @@ ALIASES = {
     "fa4": "FA4", "flashattention4": "FA4",
     "torchnpu": "npu_fusion_attention", "npufusionattention": "npu_fusion_attention",
     "sdpaflash": "FA2", "pytorchflashcpu": "PyTorch flash", "sdpamath": "PyTorch math",
-    "pytorchefficient": "PyTorch efficient", "sdpa": "PyTorch SDPA", "pytorchsdpa": "PyTorch SDPA", "pytorch": "PyTorch", "cublas": "cuBLAS",
+    "pytorchefficient": "PyTorch efficient", "sdpa": "PyTorch SDPA", "pytorchsdpa": "PyTorch SDPA",
+    "pytorch": "PyTorch", "cublas": "cuBLAS",
 }  # fmt: skip
 PEERS = tuple(dict.fromkeys(ALIASES.values()))
 DEFAULT = (DIYFA, "cuDNN", "FA3", "FA4", "npu_fusion_attention")
