@@ -10,6 +10,7 @@
 #   make test-npu-oldest what depends on torch_npu, with the oldest torch and torch_npu of diyfa/npu_stacks.py
 #   make test-triton3.9  the CUDA backend with Triton 3.9, or any other version that it is written for
 #   make test-integrations  diyfa inside Transformers and diffusers
+#   make test-browser    the page of `diyfa report` in Chromium, if that is installed
 #   make stubs           the types of the public functions, from their signatures
 #   make tables          the tables of both READMEs, from what the backends say and the result files have
 #   make docs            the site in ./site, English and Chinese; warnings are errors
@@ -91,10 +92,10 @@ TRITON_TESTS ?= tests/cuda $(addprefix tests/hopper/, test_gluon_compat.py test_
 # What needs a client; the rest of the folder does not.
 INTEGRATION_TESTS ?= $(addprefix tests/integrations/, test_transformers.py test_diffusers.py test_hub_kernel.py test_guide.py)
 
-.PHONY: help demo test test-all test-rest lint format compile-gate compile-gate-cuda compile-gate-npu small-pack test-npu test-npu-oldest test-integrations stubs tables docs dist course clean
+.PHONY: help demo test test-all test-rest test-browser report-libraries lint format compile-gate compile-gate-cuda compile-gate-npu small-pack test-npu test-npu-oldest test-integrations stubs tables docs dist course clean
 
 help:
-	@sed -n '3,20s/^#   //p' Makefile
+	@sed -n '3,21s/^#   //p' Makefile
 
 # --- environments ---------------------------------------------------------------------------------------------------
 
@@ -234,6 +235,30 @@ test-triton%: $(CACHE)/triton%/.ready
 
 test-integrations: $(CACHE)/integrations/.ready
 	PYTHONPATH='$(CURDIR)/$(CACHE)/integrations' $(VENV)/bin/python -m pytest $(INTEGRATION_TESTS) --numprocesses $(JOBS) $(PYTEST_ARGS)
+
+# Playwright drives the Chromium of the system, which is not installed here. DIYFA_SHOTS=FOLDER keeps the screenshots.
+$(CACHE)/browser/.ready: $(VENV)/.ready
+	rm -rf $(@D)
+	$(VENV)/bin/python -m pip install -q --target $(@D) 'playwright>=1.50'
+	touch $@
+
+CHROMIUM := $(shell command -v chromium chromium-browser google-chrome | head -1)
+ifneq ($(CHROMIUM),)
+test-browser: $(CACHE)/browser/.ready
+	PYTHONPATH='$(CURDIR)/$(CACHE)/browser' $(VENV)/bin/python -m pytest tests/tools/test_report_browser.py $(PYTEST_ARGS)
+else
+test-browser:
+	@echo "--- no Chromium here, so no browser tests: apt-get install chromium fonts-noto-cjk"
+endif
+
+# The libraries that the page has inside, from the npm registry; vendor/README.md has their licences.
+VENDOR := diyfa/lab/report/vendor
+report-libraries:
+	mkdir -p $(CACHE)/npm
+	cd $(CACHE)/npm && npm pack --silent echarts@6.1.0 tabulator-tables@6.5.3
+	tar -xzOf $(CACHE)/npm/echarts-6.1.0.tgz package/dist/echarts.min.js > $(VENDOR)/echarts.min.js
+	tar -xzOf $(CACHE)/npm/tabulator-tables-6.5.3.tgz package/dist/js/tabulator.min.js > $(VENDOR)/tabulator.min.js
+	tar -xzOf $(CACHE)/npm/tabulator-tables-6.5.3.tgz package/dist/css/tabulator.min.css > $(VENDOR)/tabulator.min.css
 
 stubs: $(VENV)/.ready
 	$(VENV)/bin/python tests/tools/stubs.py

@@ -18,8 +18,9 @@ import torch
 
 from diyfa import flash_attention
 from diyfa.device import default_backend
+from diyfa.lab.bench.check import WrongResultError, check_attention
 from diyfa.lab.bench.peers import PeerUnavailable, attention_peers, check_peer
-from diyfa.lab.bench.record import default_path, device_name, write_json
+from diyfa.lab.bench.record import clock, default_path, device_name, write_json
 from diyfa.lab.bench.timing import compute_quantiles, time_calls
 from diyfa.lab.bench.work import BACKWARD_FACTOR, attention_flops, tflops
 from diyfa.validation import dtype_name
@@ -54,13 +55,27 @@ def measure(
     batch, heads, seq_len, head_dim = size
     torch.manual_seed(0)
     q, k, v = (torch.randn(size, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
-    case = {"implementation": name, "B": batch, "H": heads, "S": seq_len, "D": head_dim, "causal": causal}
+    case = {
+        "kind": "attention",
+        "implementation": name,
+        "B": batch,
+        "H": heads,
+        "S": seq_len,
+        "D": head_dim,
+        "causal": causal,
+    }
     try:
         check_peer(name, attend, q.detach(), k.detach(), v.detach(), causal)
         out = attend(q, k, v, causal)
     except (PeerUnavailable, ValueError, RuntimeError) as error:
         yield {**case, "unavailable": str(error).splitlines()[0]}
         return
+    try:
+        error_found = check_attention(out, q, k, v, causal)
+    except WrongResultError as error:
+        yield {**case, "unavailable": str(error)}
+        return
+    case["error"] = error_found
     dout = torch.randn_like(out)
 
     def forward() -> None:
@@ -73,7 +88,8 @@ def measure(
     flops = attention_flops(batch, heads, seq_len, seq_len, head_dim, causal)
     for direction, fn, work in (("forward", forward, flops), ("backward", backward, BACKWARD_FACTOR * flops)):
         ms, p20, p80 = compute_quantiles(time_calls(fn, device, warmup, rep))
-        yield {**case, "pass": direction, "ms": ms, "ms_p20": p20, "ms_p80": p80, "tflops": tflops(work, ms)}
+        spread = (p80 - p20) / ms
+        yield {**case, "pass": direction, "ms": ms, "spread": spread, "tflops": tflops(work, ms), **clock(device)}
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:

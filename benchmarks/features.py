@@ -190,7 +190,9 @@ def main() -> None:
         setup = Setup(head_dim, device, dtype, arguments.variant, arguments.rounds, arguments.warmup, arguments.rep)
         same = {"D": head_dim, "dtype": dtype_name(dtype), "variant": arguments.variant}
         for name in arguments.tables:
-            rows += [{"table": name, **row, **same} for row in TABLES[name](setup)]
+            for row in TABLES[name](setup):
+                kind = "feature" if "ratio" in row else "packed"
+                rows.append({"kind": kind, "implementation": "diyfa", "table": name, **row, **same})
     print(device_name(device))
     print_rows(rows)
     path = arguments.output or default_path("features", device, RESULTS)

@@ -92,7 +92,13 @@ def rows_of(head_dim: int, seqlen: int, causal: bool, rounds: int, device: torch
     point = {"dtype": "bfloat16", "pass": "forward", "D": head_dim, "causal": causal}
     point |= {"S": seqlen, "B": batch, "H": HEADS, "group": 1}
     for name, found in times.items():
-        yield {"implementation": name, **point, "ms": median(found), "tflops": tflops(flops, median(found))}
+        yield {
+            "kind": "attention",
+            "implementation": name,
+            **point,
+            "ms": median(found),
+            "tflops": tflops(flops, median(found)),
+        }
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
@@ -129,7 +135,13 @@ def main() -> None:
     print(f"{device_name(device)}, forward, bf16, {HEADS} heads, {TOKENS} tokens, TFLOP/s")
     print_table(rows)
     path = options.output or default_path("hopper_tutorial", device, RESULTS)
-    write_json(path, "The Hopper forward for learners beside the one that calls get, in turns", device, rows)
+    write_json(
+        path,
+        "The Hopper forward for learners beside the one that calls get, in turns",
+        device,
+        rows,
+        purpose="ablation",
+    )
     print(f"wrote {path}")
 
 

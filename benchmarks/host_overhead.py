@@ -138,7 +138,7 @@ def main() -> None:
             except RuntimeError as error:  # PyTorch's kernels refuse some problems
                 print(f"{name:20} {what:34} {str(error).splitlines()[0][:60]}")
                 continue
-        found.append({"implementation": name, "pass": what, "host_us": microseconds})
+        found.append({"kind": "host", "implementation": name, "pass": what, "host_us": microseconds})
         print(f"{name:20} {what:34} {microseconds:8.1f} µs")
     path = arguments.output or default_path("host-overhead", device, RESULTS)
     write_json(path, "host_overhead", device, found)

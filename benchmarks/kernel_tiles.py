@@ -123,9 +123,9 @@ def rows(head_dim: int, feature: str, options: argparse.Namespace, device: torch
                     ms = compute_quantiles(milliseconds)[0]
                     rate = tflops(work * PRODUCTS[kind] / 2, ms)
                     yield {
-                        "table": kind, "pass": "forward" if kind == "fwd" else "backward", "case": case, "D": head_dim,
-                        "causal": causal, "feature": feature, "dtype": options.dtype, "tile": name, "ms": ms,
-                        "tflops": rate,
+                        "kind": "tile", "kernel": kind, "table": kind, "case": case, "D": head_dim,
+                        "pass": "forward" if kind == "fwd" else "backward", "causal": causal, "feature": feature,
+                        "dtype": options.dtype, "tile": name, "ms": ms, "tflops": rate,
                     }  # fmt: skip
 
 
@@ -159,7 +159,7 @@ def main() -> None:
             )
             found.append(row)
     path = options.output or default_path("kernel_tiles", device, RESULTS)
-    write_json(path, "kernel_tiles", device, found)
+    write_json(path, "kernel_tiles", device, found, purpose="tile search")
     print(path)
 
 

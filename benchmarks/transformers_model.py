@@ -110,7 +110,15 @@ def main() -> None:
                 model.zero_grad(set_to_none=True)
     rows: list[dict[str, Any]] = []
     for (work, attention), ms in times.items():
-        rows.append({"work": work, "implementation": attention, "ms": compute_quantiles(ms, [0.5])[0], "rounds": ms})
+        rows.append(
+            {
+                "kind": "model",
+                "work": work,
+                "implementation": attention,
+                "ms": compute_quantiles(ms, [0.5])[0],
+                "rounds": ms,
+            }
+        )
         print(f"{work:20}{attention:20}{rows[-1]['ms']:10.2f} ms   {min(ms):.2f} to {max(ms):.2f}")
     print(next(row.calls for row in status() if row.client == "transformers"))
     path = arguments.output or default_path("transformers", device, RESULTS)

@@ -117,7 +117,7 @@ def validate(
 
 @app.command()
 def bench(
-    op: Annotated[str, typer.Option(help="attention, matmul or all.")] = "all",
+    op: Annotated[str, typer.Option(help="attention, matmul, ceilings or all.")] = "all",
     seq_len: Annotated[list[int] | None, typer.Option(min=1, help="Sequence length; may be repeated.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 4,
     heads: Annotated[int, typer.Option(min=1, help="Heads.")] = 8,
@@ -132,15 +132,21 @@ def bench(
     ] = None,
     rep: Annotated[int | None, typer.Option(min=1, help="Calls measured; default: by device.")] = None,
     backend: BackendName = None,
+    spread_limit: Annotated[
+        float, typer.Option(min=0, help="Mark figures whose calls spread by more than this, relative to the median.")
+    ] = 0.1,
+    again: Annotated[bool, typer.Option(help="Measure what the output file already has, too.")] = False,
     output: Annotated[
-        Path | None, typer.Option(callback=writable, help="Also write the JSON document to this file.")
+        Path | None, typer.Option(callback=writable, help="Also write a result file; one that is there is continued.")
     ] = None,
     json: Json = False,
 ) -> None:
-    """Time diyfa beside PyTorch's own implementations on this device."""
+    """Time diyfa beside PyTorch's own implementations on this device, after a check of each result."""
     from diyfa.lab.bench.command import Request, run
 
-    request = Request(op, seq_len, batch, heads, head_dim, causal, size, dtype, warmup, rep, backend)
+    request = Request(
+        op, seq_len, batch, heads, head_dim, causal, size, dtype, warmup, rep, backend, spread_limit, again
+    )
     raise typer.Exit(run(request, output, json))
 
 

@@ -9,7 +9,16 @@ from typing import Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 out = Console()
 err = Console(stderr=True)
@@ -57,7 +66,9 @@ class LoggedProgress(Progress):
             self._last = time.monotonic()
             task = next(task for task in self.tasks if task.id == task_id)
             done = f"{task.completed:.0f}" + ("" if task.total is None else f" of {task.total:.0f}")
-            line = f"{task.description}: {done} after {task.elapsed or 0.0:.0f} s, {task.fields['note']}"
+            left = task.time_remaining
+            done += f" after {task.elapsed or 0.0:.0f} s" + ("" if left is None else f", about {left:.0f} s left")
+            line = f"{task.description}: {done}, {task.fields['note']}"
             err.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -69,6 +80,7 @@ def progress_bar(enabled: bool = True) -> Progress:
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
+        TimeRemainingColumn(),
         TextColumn("{task.fields[note]}"),
         console=err,
         disable=not enabled or not err.is_terminal,

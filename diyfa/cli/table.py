@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-FIGURE = re.compile(r"[-+./\d]+(e[-+]\d+)?%?")
+FIGURE = re.compile(r"~?[-+./\d]+(e[-+]\d+)?%?")
 PROSE = 32  # characters: a column with longer cells is text, which may be broken between words
 NARROWEST_PROSE = 24  # characters: the smallest width of such a column
 

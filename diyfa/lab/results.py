@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,31 +43,30 @@ COMMON_FIELDS = {
 
 
 class Kind(NamedTuple):
-    """One kind of row: what it is about, and the fields that it must have. `unavailable` may replace the figures."""
+    """One kind of row: what it is about, and the fields that it must have unless it has `unavailable`."""
 
     about: str
     fields: tuple[str, ...]
-    figures: tuple[str, ...]
 
 
 KINDS = {
-    "attention": Kind("a pass of attention", ("implementation", "D", "causal"), ("S", "pass", "tflops")),
-    "packed": Kind("attention over packed sequences, or a named case", ("case",), ("pass", "tflops")),
-    "feature": Kind("a feature, relative to the plain call", ("case", "pass"), ("ms", "ratio")),
-    "decode": Kind("attention over a KV cache", ("implementation", "table", "case"), ("ms", "GB/s")),
-    "matmul": Kind("a matrix product", ("implementation", "dtype", "M", "N", "K"), ("ms", "tflops")),
-    "memory": Kind("peak memory of a call", ("implementation", "S"), ("pass", "peak_mib")),
-    "host": Kind("host time of a call", ("implementation", "pass"), ("host_us",)),
-    "model": Kind("a whole model", ("implementation", "work"), ("ms",)),
-    "ceiling": Kind("what the device reaches at best", ("implementation", "case"), ()),
-    "tile": Kind("one tile of a kernel", (), ()),
+    "attention": Kind("a pass of attention", ("implementation", "pass", "D", "causal", "S", "tflops")),
+    "packed": Kind("attention over packed sequences, or another named case", ("case", "pass", "tflops")),
+    "feature": Kind("a feature, relative to the plain call", ("case", "pass", "ms", "ratio")),
+    "decode": Kind("attention over a KV cache", ("implementation", "table", "case", "ms", "GB/s")),
+    "matmul": Kind("a matrix product", ("implementation", "dtype", "M", "N", "K", "ms", "tflops")),
+    "memory": Kind("peak memory of a call", ("implementation", "pass", "S", "peak_mib")),
+    "host": Kind("host time of a call", ("implementation", "pass", "host_us")),
+    "model": Kind("a whole model", ("implementation", "work", "ms")),
+    "ceiling": Kind("what the device reaches at best: `tflops` or `GB/s`", ("implementation", "case")),
+    "tile": Kind("one tile of a kernel", ()),
     "compiled": Kind(
         "a kernel compiled ahead of time, with predicted speed",
-        ("source", "device", "pass", "D", "mask", "tile"),
-        ("predicted_tflops", "predicted_share_of_cube_peak"),
+        ("source", "device", "pass", "D", "mask", "tile", "predicted_tflops", "predicted_share_of_cube_peak"),
     ),
-    "numerics": Kind("results against the reference", ("case",), ("status",)),
-    "equivalence": Kind("errors against the reference", ("implementation", "case"), ("max_error",)),
+    "numerics": Kind("a result against the reference", ("case", "status")),
+    "equivalence": Kind("errors of a call against the reference", ("implementation", "case", "max_error")),
+    "done": Kind("a step without figures", ()),
 }
 
 
@@ -149,7 +147,7 @@ def check_row(row: Any) -> list[str]:
     kind = row.get("kind")
     if not isinstance(kind, str) or kind not in KINDS:
         return [f": kind is {kind!r}, not one of {', '.join(KINDS)}"]
-    needed = KINDS[kind].fields + (() if "unavailable" in row else KINDS[kind].figures)
+    needed = () if "unavailable" in row else KINDS[kind].fields
     wrong = [f" ({kind}): {name} is missing" for name in needed if name not in row]
     wrong += [f" ({kind}): {fault}" for fault in _wrong_types(row, COMMON_FIELDS)]
     if row.get("source", "measured") not in SOURCES:
@@ -169,11 +167,3 @@ def _wrong_types(entries: dict[str, Any], fields: dict[str, str]) -> list[str]:
         for name, value in entries.items()
         if name in fields and not _is(fields[name], value)
     ]
-
-
-def relative_spread(times: Sequence[float]) -> float:
-    """Return the distance between the 20 % and the 80 % quantile of `times`, relative to their median."""
-    from diyfa.lab.bench.timing import compute_quantiles
-
-    median, low, high = compute_quantiles(times)
-    return (high - low) / median if median else 0.0

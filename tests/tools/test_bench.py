@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import diyfa
 from diyfa import BenchmarkResult, BenchmarkRunner, benchmark_fn
+from diyfa.lab.bench.check import WrongResultError, check_attention, check_matmul
 from diyfa.lab.bench.peers import PeerUnavailable, attention_peers, check_peer
-from diyfa.lab.bench.record import environment, write_json
+from diyfa.lab.bench.record import clock, clocks, environment, write_json
 from diyfa.lab.bench.timing import compute_quantiles, peak_memory_mb, time_calls
 from diyfa.lab.bench.work import attention_flops, matmul_flops, tflops
+from diyfa.lab.results import SCHEMA
 
 CPU = torch.device("cpu")
 
@@ -121,10 +124,47 @@ def test_a_peer_that_refuses_is_named_with_its_reason():
 
 def test_records_carry_device_date_and_versions(tmp_path):
     path = tmp_path / "results" / "attention.json"
-    write_json(path, "attention", CPU, [{"ms": 1.5}])
+    row = {"kind": "host", "implementation": "diyfa", "pass": "forward", "host_us": 1.5}
+    write_json(path, "host", CPU, [row])
     document = json.loads(path.read_text())
-    assert document["rows"] == [{"ms": 1.5}]
+    assert document["rows"] == [row] and document["schema"] == SCHEMA
     assert document["device"] == environment(CPU)["device"]
     assert document["versions"]["torch"] == torch.__version__
     assert document["date"].endswith("+00:00")
     assert " " not in path.name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_check_before_a_timing(dtype, causal):
+    q, k, v = (torch.randn(2, heads, 100, 32).to(dtype) for heads in (4, 2, 2))
+    out = diyfa.flash_attention(q, k, v, causal=causal, backend="cpu")
+    assert 0 < check_attention(out, q, k, v, causal) < 0.02
+    wrong = out.clone()
+    wrong[-1, -1, -1, 0] += 0.1
+    with pytest.raises(WrongResultError, match=r"wrong result: an error of 0\.1, .* times the allowed one"):
+        check_attention(wrong, q, k, v, causal)
+    with pytest.raises(WrongResultError):
+        check_attention(out, q, k, v, not causal) if not causal else check_attention(
+            out * float("nan"), q, k, v, causal
+        )
+    with pytest.raises(WrongResultError, match="shape"):
+        check_attention(out[:, :, :, :16], q, k, v, causal)
+
+
+def test_the_check_of_a_product():
+    a, b = torch.randn(100, 70), torch.randn(70, 90)
+    assert check_matmul(a @ b, a, b) < 1e-4
+    with pytest.raises(WrongResultError):
+        check_matmul(a @ b * 1.01, a, b)
+
+
+def test_clocks_are_those_that_nvidia_smi_says(monkeypatch):
+    assert clocks(CPU) == {} and clock(CPU) == {}
+    said = SimpleNamespace(stdout="1755, 1980, 2619, [N/A]\n")
+    monkeypatch.setattr("diyfa.lab.bench.record.shutil.which", lambda name: name)
+    monkeypatch.setattr("diyfa.lab.bench.record.subprocess.run", lambda *a, **k: said)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(uuid="1-2"))
+    cuda = torch.device("cuda", 0)
+    assert clocks(cuda) == {"sm_mhz": 1755.0, "sm_max_mhz": 1980.0, "memory_mhz": 2619.0}
+    assert clock(cuda) == {"clock_mhz": 1755.0}

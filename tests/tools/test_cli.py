@@ -30,8 +30,10 @@ import diyfa
 from diyfa import registry
 from diyfa.cli import output
 from diyfa.cli.app import app
+from diyfa.lab.bench import timing
 from diyfa.lab.compile_report import CompileReport
 from diyfa.lab.demo import train as demo_train
+from diyfa.lab.results import read_results
 from diyfa.problem import Kernel
 from diyfa.reference import reference_attention
 from diyfa.registry import load_backend
@@ -94,7 +96,7 @@ def test_every_option_has_help(name):
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (("bench", "--backend", "cpu", "--op", "conv"), "must be one of attention, matmul, all; got 'conv'"),
+        (("bench", "--backend", "cpu", "--op", "conv"), "must be one of attention, matmul, ceilings, all"),
         (("bench", "--backend", "cpu", "--head-dim", "600"), "--head-dim"),
         (("bench", "--backend", "cpu", "--dtype", "int8"), "must be one of"),
         *(((name, "--backend", "tpu"), "there is no 'tpu'; there are: cuda, npu, cpu")
@@ -138,7 +140,7 @@ def test_help_has_a_short_name_and_shells_complete():
 def test_bench_takes_every_head_dim():
     arguments = ["--backend", "cpu", "--op", "attention", "--seq-len", "16", "--batch", "1", "--heads", "1"]
     code, document = invoke_json("bench", *arguments, "--head-dim", "576", "--rep", "1", "--warmup", "0")
-    assert code == 0 and "diyfa" in {row["name"] for row in document["rows"]}
+    assert code == 0 and "diyfa" in {row["implementation"] for row in document["rows"]}
     assert invoke("bench", *arguments, "--head-dim", "577").exit_code == 2
 
 
@@ -604,9 +606,75 @@ def test_bench_writes_json(tmp_path):
     code, document = invoke_json(*arguments, "--rep", "1", "--warmup", "0", "--causal", "--output", str(path))
     assert code == 0
     rows = document["rows"]
-    assert {(r["op"], r["name"]) for r in rows} >= {("attention", "diyfa"), ("matmul", "diyfa")}
-    assert {tuple(r["size"]) for r in rows if r["op"] == "attention"} == {(4, 8, 32, 16), (4, 8, 48, 16)}
+    assert {(r["kind"], r["implementation"]) for r in rows} >= {("attention", "diyfa"), ("matmul", "diyfa")}
+    assert {r["case"] for r in rows if r["kind"] == "ceiling"} == {"matrix product", "read"}
+    sizes = {tuple(r[name] for name in "BHSD") for r in rows if r["kind"] == "attention"}
+    assert sizes == {(4, 8, 32, 16), (4, 8, 48, 16)}
+    assert all("spread" in r for r in rows) and all("error" in r for r in rows if r["kind"] != "ceiling")
     assert json.loads(path.read_text())["rows"] == rows
+    assert read_results(path).rows == rows
+
+
+def test_bench_continues_where_it_was_cut_off(tmp_path, monkeypatch):
+    path = tmp_path / "bench.json"
+    arguments = ("bench", "--backend", "cpu", "--op", "attention", "--batch", "1", "--heads", "1", "--head-dim", "16")
+    arguments += ("--rep", "1", "--warmup", "0", "--output", str(path))
+    assert invoke(*arguments, "--seq-len", "16").exit_code == 0
+    earlier = json.loads(path.read_text())["rows"]
+    timed = []
+    real = timing.time_calls
+    monkeypatch.setattr("diyfa.lab.bench.runner.time_calls", lambda *a, **k: timed.append(a) or real(*a, **k))
+    result = invoke(*arguments, "--seq-len", "16", "--seq-len", "24")
+    assert result.exit_code == 0 and f"{len(earlier)} rows of an earlier run kept" in result.output.replace("\n", " ")
+    rows = json.loads(path.read_text())["rows"]
+    assert rows[: len(earlier)] == earlier and len(rows) == 2 * len(earlier) and len(timed) == len(earlier)
+    assert invoke(*arguments, "--seq-len", "16", "--again").exit_code == 0
+    assert len(json.loads(path.read_text())["rows"]) == len(earlier) and len(timed) == 2 * len(earlier)
+
+
+def test_bench_saves_what_it_has_measured(tmp_path, monkeypatch):
+    path = tmp_path / "bench.json"
+    arguments = ("bench", "--backend", "cpu", "--op", "matmul", "--size", "16", "--size", "24", "--rep", "1")
+    calls = []
+
+    def cut_off(*a):
+        calls.append(a)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return [1.0]
+
+    monkeypatch.setattr("diyfa.lab.bench.runner.time_calls", cut_off)
+    assert invoke(*arguments, "--output", str(path)).exit_code != 0
+    assert [row["implementation"] for row in read_results(path).rows] == ["PyTorch", "diyfa"]
+
+
+@pytest.mark.parametrize("change", [{"device": "another"}, {"versions": {"torch": "1"}}, {"benchmark": "decode"}, None])
+def test_bench_does_not_continue_another_file(tmp_path, change):
+    path = tmp_path / "bench.json"
+    arguments = ("bench", "--backend", "cpu", "--op", "matmul", "--size", "16", "--rep", "1", "--output", str(path))
+    assert invoke(*arguments).exit_code == 0
+    path.write_text("{}" if change is None else json.dumps({**json.loads(path.read_text()), **change}))
+    before = path.read_text()
+    result = invoke(*arguments)
+    assert result.exit_code == 2 and "--again starts afresh" in " ".join(result.output.split())
+    assert path.read_text() == before
+
+
+@pytest.mark.parametrize(("limit", "marked"), [("0.3", True), ("0.5", False)])
+def test_bench_marks_unsteady_figures(monkeypatch, limit, marked):
+    monkeypatch.setattr("diyfa.lab.bench.runner.time_calls", lambda *a: [8.0, 10.0, 12.0, 10.0, 10.0, 8.0, 12.0])
+    arguments = ("bench", "--backend", "cpu", "--op", "matmul", "--size", "16", "--spread-limit", limit)
+    printed = invoke(*arguments).output
+    assert ("~10.0" in printed) == marked and ("figures are unsteady" in printed) == marked
+
+
+def test_bench_does_not_time_a_wrong_result(monkeypatch):
+    monkeypatch.setattr("diyfa.lab.bench.command.flash_attention", lambda q, k, v, causal: 1.1 * v)
+    arguments = ("bench", "--backend", "cpu", "--op", "attention", "--seq-len", "16", "--rep", "1")
+    code, document = invoke_json(*arguments)
+    (row,) = (row for row in document["rows"] if row["implementation"] == "diyfa")
+    assert code == 0 and "ms" not in row and row["unavailable"].startswith("wrong result: an error of")
+    assert "diyfa not measured at" in invoke(*arguments).output
 
 
 def test_bench_fits_80_columns(monkeypatch, capsys):

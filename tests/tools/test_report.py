@@ -1,4 +1,4 @@
-"""`diyfa report` on the recorded results and on files made here: what is read, what is shown, what is refused."""
+"""`diyfa report`: which figures count, where diyfa stands, and what the terminal, Markdown, JSON and the page say."""
 
 from __future__ import annotations
 
@@ -12,273 +12,273 @@ import pytest
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
-from diyfa.lab.report.documents import Document, read_document
-from diyfa.lab.report.sections import build_sections
+from result_files import CHIP, GPU, attention, speeds, write_all, write_gpu
 from rich.console import Console
 from typer.testing import CliRunner
 
-from diyfa.cli import output
 from diyfa.cli.app import app
-from diyfa.cli.table import shown
+from diyfa.lab.report.model import attention_bytes, build_report
+from diyfa.lab.report.points import collect_points, report_name
+from diyfa.lab.report.text import markdown, summary
+from diyfa.lab.report.words import WORDS
+from diyfa.lab.results import read_results
 
-RESULTS = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*.json"))
-NPU_ROWS = [
-    {"table": "numerics", "case": "plain, float16", "variant": "auto", "status": "pass", "result": "dq", "share": 0.4,
-     "reason": ""},
-    {"table": "numerics", "case": "causal, float16", "variant": "auto", "status": "error", "reason": "no tile <fits>"},
-    {"table": "equivalence", "case": "mode 3", "implementation": "diyfa", "max_error": {"out": 1e-3, "dq": 2e-3}},
-    {"table": "equivalence", "case": "mode 3", "implementation": "torch_npu", "unavailable": "refused: no CANN"},
-    *({"table": "tiles", "kernel": "fwd", "D": 64, "S": 512, "causal": True, "dtype": "float16", "block_m": m,
-       "block_n": 128, "default": m == 128, "pass": "forward", "ms": 1.0, "tflops": speed}
-      for m, speed in ((128, 80.0), (64, 100.0))),
-    *({"table": "attention", "implementation": name, "B": 1, "H": 2, "S": s, "D": 64, "causal": False,
-       "dtype": "float16", "pass": "forward", "ms": 1.0, "tflops": speed}
-      for name, speed in (("diyfa", 90.0), ("torch_npu", 99.96)) for s in (512, 1024)),
-    {"table": "attention", "implementation": "torch_npu", "B": 1, "H": 2, "S": 512, "D": 64, "causal": True,
-     "unavailable": "refused: RuntimeError: not here"},
-    {"something": "else"},
-]  # fmt: skip
-
-
-@pytest.fixture
-def npu_file(tmp_path: Path) -> Path:
-    path = tmp_path / "npu.json"
-    facts = {"benchmark": "ascend first run", "device": "Ascend910B3", "date": "2026-12-01", "versions": {"torch": "2"}}
-    path.write_text(json.dumps({**facts, "chip": {"cube_cores": 20}, "rows": NPU_ROWS}))
-    return path
+ROOT = Path(__file__).parents[2]
+RECORDED = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
+MAX_PAGE = 2_000_000
 
 
 def invoke(*arguments: object):
-    output.out.width = output.err.width = 160  # kept from when they were made, whatever COLUMNS is now
     return CliRunner().invoke(app, ["report", *map(str, arguments)], env={"COLUMNS": "160"})
 
 
-def section(sections: list, title: str):
-    return next(s for s in sections if s.title.startswith(title))
+def report_of(*paths: Path, everything: bool = False):
+    return build_report([read_results(path) for path in paths], everything)
 
 
-def test_recorded_results_exist() -> None:
-    assert len(RESULTS) >= 7
-
-
-@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
-def test_every_recorded_file_is_read(path: Path) -> None:
-    document = read_document(path)
-    sections = build_sections([document])
-    assert document.device and document.date and document.rows and sections
-    assert not any(s.title == "Rows of another kind" for s in sections), sections[-1]
-    for s in sections:
-        assert all(len(row) == len(s.columns) for row in s.rows)
-
-
-def test_recorded_numbers_are_shown() -> None:
-    """One figure, followed from the file to the table."""
-    path = next(p for p in RESULTS if p.stem.endswith("-attention"))
-    rows = json.loads(path.read_text())["rows"]
-    wanted = next(r for r in rows if r["implementation"] == "diyfa" and r["pass"] == "backward" and not r["causal"])
-    table = section(build_sections([read_document(path)]), "Attention")
-    index = {name: i for i, name in enumerate(table.columns)}
-    found = [
-        row[index["diyfa"]]
-        for row in table.rows
-        if (row[index["pass"]], row[index["mask"]]) == ("backward", "full")
-        and all(row[index[name]] == wanted[name] for name in ("dtype", "D", "S", "B", "H"))
-    ]
-    assert found == [float(f"{wanted['tflops']:.3g}")]
-    assert [row[0] for row in table.rows] == sorted((row[0] for row in table.rows), reverse=True)  # forward first
-
-
-def test_grouped_heads_have_separate_rows() -> None:
-    row = {"pass": "forward", "dtype": "bfloat16", "D": 64, "causal": True, "S": 8, "B": 1, "H": 4}
-    rows = [
-        {**row, "group": group, "implementation": "diyfa", "tflops": tflops} for group, tflops in ((1, 5.0), (4, 3.0))
-    ]
-    table = section(build_sections([Document("x.json", "x", "GPU", "", {}, rows)]), "Attention")
-    assert [row[-2:] for row in table.rows] == [[1, 5.0], [4, 3.0]]
-
-
-def test_sections_of_a_first_run(npu_file: Path) -> None:
-    document = read_document(npu_file)
-    assert document.facts == {"chip": {"cube_cores": 20}}
-    sections = build_sections([document])
-    numerics = section(sections, "Numerics")
-    assert numerics.title == "Numerics: 1 pass, 1 error" and numerics.notes == ["causal, float16: no tile <fits>"]
-    equivalence = section(sections, "npu_fusion_attention")
-    assert equivalence.columns == ["call", "diyfa", "torch_npu"] and equivalence.rows == [["mode 3", "2.0e-03", None]]
-    assert equivalence.notes == ["torch_npu, mode 3: refused: no CANN"]
-    attention = section(sections, "Attention")
-    assert [row[-2:] for row in attention.rows] == [[90.0, 100.0]] * 2
-    assert attention.best == [len(attention.columns) - 1] * 2
-    tiles = section(sections, "Tiles")
-    assert tiles.rows == [["fwd", "float16", 64, "causal", 512, 2, "64×128", 100.0, "128×128", 1.25]]
-    assert section(sections, "Not measured").rows[0][2:] == ["refused: RuntimeError: not here", 1]
-    assert section(sections, "Rows of another kind").rows == [["Ascend910B3", "something", 1]]
-
-
-def test_compiled_tiles_show_yes_and_no() -> None:
-    """Not "causal" and "full", which is what a boolean says of a mask."""
-    recorded = next(p for p in RESULTS if p.stem.startswith("npu-") and p.stem.endswith("-tiles"))
-    compiled = section(build_sections([read_document(recorded)]), "Compiled for Ascend")
-    assert {row[compiled.columns.index("bound")] for row in compiled.rows} == {"yes", "no"}
-
-
-def test_a_wide_table_is_lines_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorded = next(p for p in RESULTS if p.stem.startswith("npu-") and p.stem.endswith("-tiles"))
-    for width, heading in ((80, "L0C KiB 128,"), (200, r"┃\s+UB ┃\s+L1 ┃\s+L0C ┃")):
-        narrow = Console(width=width, file=io.StringIO())
-        monkeypatch.setattr("diyfa.lab.report.command.out", narrow)
-        assert invoke(recorded).exit_code == 0
-        printed = narrow.file.getvalue()
-        assert re.search(heading, printed)
-        assert "two loops" in printed  # no cell has lost letters
-        assert "…" not in printed
-
-
-@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
-def test_80_columns_are_enough(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every line fits, and every cell of a table is there as one piece: nothing cut off, no number in two lines."""
-    narrow = Console(width=80, file=io.StringIO())
-    monkeypatch.setattr("diyfa.lab.report.command.out", narrow)
-    assert invoke(path).exit_code == 0
-    printed = narrow.file.getvalue()
-    assert all(len(line) <= 80 for line in printed.splitlines())
-    assert "…" not in printed
-    for s in build_sections([read_document(path)]):
-        for row in s.rows:
-            for value in row:
-                if isinstance(value, (int, float)):
-                    text = shown(value)
-                    assert re.search(rf"(?<![\w.]){re.escape(text)}(?![\w.])", printed), text
-
-
-def test_small_figures_keep_their_digits(tmp_path: Path) -> None:
-    """What a CPU does is no 0.0 TFLOP/s, in the terminal and on the page."""
-    path = tmp_path / "cpu.json"
-    rows = [
-        {"op": "attention", "name": "diyfa", "size": [1, 2, 64, 64], "causal": False, "dtype": "float32", "time_ms": 7,
-         "tflops": speed, "memory_mb": 1}
-        for speed in (0.012345,)
-    ]  # fmt: skip
-    path.write_text(json.dumps({"device": "a CPU", "rows": rows}))
-    attention = section(build_sections([read_document(path)]), "Attention")
-    assert attention.rows[0][-1] == 0.0123
-    assert "0.0123" in invoke(path).output
-    pytest.importorskip("jinja2")
-    pytest.importorskip("plotly")
-    from diyfa.lab.report.page import render_page
-
-    assert ">0.0123</td>" in render_page([read_document(path)])
-
-
-def test_columns_name_the_device_if_there_are_several(npu_file: Path) -> None:
-    recorded = read_document(next(p for p in RESULTS if p.stem.endswith("-attention")))
-    attention = section(build_sections([recorded, read_document(npu_file)]), "Attention")
-    assert {"diyfa, NVIDIA H200", "diyfa, Ascend910B3"} <= set(attention.columns)
-
-
-def test_terminal(npu_file: Path) -> None:
-    result = invoke(npu_file)
-    assert result.exit_code == 0, result.output
-    for text in ("Ascend910B3, ascend first run", "TFLOP/s", "64×128", "no tile <fits>", "refused: no CANN"):
-        assert text in result.output, result.output
-    assert "written" not in result.output
-
-
-def test_json(npu_file: Path) -> None:
-    result = invoke(npu_file, "--json")
-    content = json.loads(result.stdout)
-    assert content["documents"][0]["rows"] == len(NPU_ROWS) and content["documents"][0]["device"] == "Ascend910B3"
-    assert {"title", "unit", "columns", "rows", "best", "notes"} == set(content["sections"][0])
-
-
-def test_page(npu_file: Path, tmp_path: Path) -> None:
-    pytest.importorskip("jinja2")
-    pytest.importorskip("plotly")
-    page = tmp_path / "report.html"
-    result = invoke(npu_file, next(p for p in RESULTS if p.stem.endswith("-attention")), "--output", page)
-    assert result.exit_code == 0 and f"written: {page}" in result.output.replace("\n", "")
-    html = page.read_text(encoding="utf-8")
-    assert html.startswith("<!doctype html>") and html.rstrip().endswith("</html>")
-    assert "no tile &lt;fits&gt;" in html and "no tile <fits>" not in html  # what a file says is text, not markup
-    assert html.count("<h2>") == len(build_sections([read_document(npu_file)]))
-    figures = re.findall(r'id="(figure-\d+)"', html)
-    assert figures == ["figure-0", "figure-1"]  # one for each pass
-    assert not re.search(r'<(script|link)[^>]+(src|href)="http', html), "the page needs nothing from the net"
-
-
-def test_curves_contain_the_numbers() -> None:
-    pytest.importorskip("plotly")
-    from diyfa.lab.report.page import attention_curves
-
-    document = Document("x.json", "x", "chip", "", {}, [row for row in NPU_ROWS if row.get("table") == "attention"])
-    (figure,) = attention_curves([document])
-    assert {trace.name: (list(trace.x), list(trace.y)) for trace in figure.data} == {
-        "diyfa": ([512, 1024], [90.0, 90.0]), "torch_npu": ([512, 1024], [99.96, 99.96])
-    }  # fmt: skip
-
-
-def test_axes_read_1k_4k_16k() -> None:
-    pytest.importorskip("plotly")
-    from diyfa.lab.report.page import attention_curves
-
-    for figure in attention_curves([read_document(next(p for p in RESULTS if p.stem.endswith("-attention")))]):
-        axes = list(figure.select_xaxes())
-        assert axes and all(axis.tickvals == (1024, 4096, 16384) for axis in axes)
-        assert all(axis.ticktext == ("1k", "4k", "16k") for axis in axes)
-    row = next(row for row in NPU_ROWS if row.get("table") == "attention")
-    (figure,) = attention_curves([Document("x.json", "x", "chip", "", {}, [row, row | {"S": 1000}])])
-    assert next(figure.select_xaxes()).ticktext == ("512", "1000")
-
-
-@pytest.mark.parametrize("absent", ["jinja2", "plotly"])
-def test_a_page_without_its_libraries_says_what_to_install(
-    npu_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, absent: str
-) -> None:
-    from diyfa.lab.report import page
-
-    real = page.importlib.util.find_spec
-    monkeypatch.setattr(page.importlib.util, "find_spec", lambda name: None if name == absent else real(name))
-    result = invoke(npu_file, "--output", tmp_path / "report.html")
-    assert result.exit_code == 2 and f"needs {absent}: pip install 'diyfa[report]'" in result.output
-    assert not (tmp_path / "report.html").exists()
-    assert invoke(npu_file).exit_code == 0  # tables need neither
+@pytest.fixture(scope="module")
+def recorded():
+    return report_of(*RECORDED)
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("not json", "is no JSON file"),
-        ("[" * 200_000, "is no JSON file"),
-        ("9" * 5000, "is no JSON file"),
-        ('{"rows": []}', "needs an object with device and rows"),
-        ('{"device": "x", "rows": [1]}', "every row must be an object"),
-        ("[]", "needs an object with device and rows"),
-    ],
-)
-def test_other_files_are_refused(tmp_path: Path, content: str, message: str) -> None:
-    path = tmp_path / "file.json"
-    path.write_text(content)
-    with pytest.raises(ValueError, match=message):
-        read_document(path)
-    result = invoke(path)
-    assert result.exit_code == 2 and message in result.output
+    ("name", "device_type", "expected"),
+    [("cudnn", "cuda", "cuDNN"), ("SDPA cuDNN", "cuda", "cuDNN"), ("fa4", "cuda", "FA4"), ("SDPA flash", "cuda", "FA2"),
+     ("SDPA flash", "cpu", "PyTorch flash"), ("FlashAttention-3 (fa3-fwd 0.0.3)", "cuda", "FA3"),
+     ("torch_npu", "npu", "npu_fusion_attention"), ("diyfa, deterministic", "cuda", "diyfa, deterministic")],
+)  # fmt: skip
+def test_names_of_implementations(name: str, device_type: str, expected: str) -> None:
+    assert report_name(name, device_type) == expected
+
+
+def test_the_newest_figure_counts(tmp_path: Path) -> None:
+    older = write_gpu(tmp_path, "a.json", "2026-11-01", [attention("diyfa", 100.0), attention("FA4", 200.0)])
+    newer = write_gpu(tmp_path, "b.json", "2026-11-02", [attention("diyfa", 300.0), attention("cuDNN", 250.0)])
+    (point,) = collect_points([read_results(newer), read_results(older)])
+    assert {name: row["tflops"] for name, row in point.newest()} == {"diyfa": 300.0, "FA4": 200.0, "cuDNN": 250.0}
+    # Each ratio is of one file: FA4's of the older one, although diyfa is faster now.
+    assert point.ratios() == {"FA4": 0.5, "cuDNN": 1.2}
+    assert point.best_peer() == ("FA4", 0.5)
+
+
+def test_rows_of_one_file_are_one_figure(tmp_path: Path) -> None:
+    path = write_gpu(tmp_path, rows=[attention("diyfa", x) for x in (90.0, 100.0, 120.0)])
+    (point,) = collect_points([read_results(path)])
+    ((_, row),) = point.newest()
+    assert (row["tflops"], row["spread"]) == (100.0, 0.3)
+
+
+def test_fields_left_out_are_the_same_point(tmp_path: Path) -> None:
+    rows = [attention("diyfa", 100.0, Dv=64, keys=1024), attention("cuDNN", 80.0)]
+    (point,) = collect_points([read_results(write_gpu(tmp_path, rows=rows))])
+    assert point.ratios() == {"cuDNN": 1.25}
+
+
+def test_other_purposes_are_left_out_unless_asked_for(tmp_path: Path) -> None:
+    paths = write_all(tmp_path)
+    text = json.dumps(report_of(*paths))
+    assert "a trial" not in text and report_of(*paths)["left_out"] == 1
+    everything = report_of(*paths, everything=True)
+    (other,) = [table for table in everything["tables"] if table["id"] == "other"]
+    assert everything["left_out"] == 0 and [row[0] for row in other["rows"]] == ["trial"]
+
+
+def test_where_diyfa_stands(tmp_path: Path) -> None:
+    standing = report_of(*write_all(tmp_path))["standing"]
+    assert [group["devices"] for group in standing] == [[GPU], ["NVIDIA H100 80GB HBM3"], [CHIP]]
+    forward, backward, decode = (english for english, _ in standing[0]["sentences"])
+    assert "at 1 of 5 points; median 0.91, from 0.91 to 1.50" in forward and "cuDNN, FA3" in forward
+    assert backward.startswith("Backward: ") and "at 0 of 4 points" in backward
+    assert "up to 91% of the read bandwidth; against FA3" in decode
+    assert standing[2]["source"] == "predicted"
+    assert "Predicted, not run" in standing[2]["sentences"][0][0] and "29% to 36%" in standing[2]["sentences"][0][0]
+
+
+def test_a_device_without_peers_is_not_praised(tmp_path: Path) -> None:
+    path = write_gpu(tmp_path, rows=[row for row in speeds() if row["implementation"] == "diyfa"])
+    (group,) = report_of(path)["standing"]
+    assert all("the files have no peer beside it" in english for english, _ in group["sentences"])
+
+
+def test_curves_join_points_of_one_family(tmp_path: Path) -> None:
+    """Lengths with the same tokens, or else with the same batch; other shapes are in the heat map alone."""
+    report = report_of(*write_all(tmp_path))
+    panel = next(p for p in report["panels"] if (p["device"], p["D"], p["pass"]) == (GPU, 64, "forward"))
+    assert panel["shape"] == "B·S = 16384, H = 32"
+    assert list(panel["series"]) == ["diyfa", "cuDNN", "FA3"]
+    assert [(s, x) for s, x, _ in panel["series"]["cuDNN"]] == [(1024, 425.0), (4096, 500.0)]
+    (other,) = [cell for cell in report["heat"] if not cell["panel"]]
+    assert (other["S"], other["B"], other["ratio"], other["peer"]) == (512, 8, 1.5, "cuDNN")
+    batch = [attention("diyfa", 1.0, length=n, B=4, H=8) for n in (256, 512, 1024)]
+    (panel,) = report_of(write_gpu(tmp_path, "batch.json", rows=batch))["panels"]
+    assert panel["shape"] == "B = 4, H = 8" and len(panel["series"]["diyfa"]) == 3
+
+
+def test_bytes_that_a_pass_moves() -> None:
+    identity = {
+        "dtype": "bfloat16",
+        "B": 2,
+        "H": 8,
+        "group": 4,
+        "S": 100,
+        "keys": 50,
+        "D": 64,
+        "Dv": 32,
+        "pass": "forward",
+    }
+    queries, keys = 2 * 8 * 100 * (64 + 32), 2 * 2 * 50 * (64 + 32)
+    assert attention_bytes(identity) == 2 * (queries + keys)
+    assert attention_bytes({**identity, "pass": "backward"}) == 4 * (queries + keys)
+
+
+def test_ceilings_are_measured_or_said_to_be_the_data_sheets(tmp_path: Path) -> None:
+    paths = write_all(tmp_path)
+    first, other, _ = report_of(*paths)["devices"]
+    assert [(c["unit"], c["value"]) for c in first["ceilings"]] == [("tflops", 800.0), ("GB/s", 4400.0)]
+    assert other["ceilings"] == [] and other["peak"]["gbs"] == 3350
+    (decoding,) = report_of(*paths)["decoding"]
+    assert "plain reads reach on this device (4400 GB/s, measured)" in decoding["about"][0]
+    rows = [row for row in read_results(paths[0]).rows if row["kind"] != "ceiling"]
+    (decoding,) = report_of(write_gpu(tmp_path, rows=rows))["decoding"]
+    assert "data sheet's bandwidth (4800 GB/s): the files have no measured one" in decoding["about"][0]
+
+
+def test_predictions_never_pass_for_measurements(tmp_path: Path, recorded) -> None:
+    for report in (report_of(*write_all(tmp_path)), recorded):
+        chips = {device["name"] for device in report["devices"] if device["source"] == "predicted"}
+        assert chips and all(name.startswith("Ascend") for name in chips)
+        assert {bar["device"] for bar in report["beside"] if bar["source"] == "predicted"} == chips
+        for kind in ("panels", "roofline", "memory", "decoding", "heat"):
+            assert not any(entry["device"] in chips for entry in report[kind])
+        for table in report["tables"]:
+            if "source" in table["columns"]:
+                device, source = (table["columns"].index(name) for name in ("device", "source"))
+                assert all(row[source] == "predicted" for row in table["rows"] if row[device] in chips)
+
+
+def test_recorded_figures_are_in_the_report(recorded) -> None:
+    """One figure, followed from the file to the panel and to the table."""
+    path = next(p for p in RECORDED if p.stem == "h100-2026-11-28-forward-mixture")
+    wanted = next(
+        row for row in json.loads(path.read_text())["rows"]
+        if row["implementation"] == "FlashAttention-3" and (row["D"], row["causal"], row["S"]) == (128, True, 4096)
+    )  # fmt: skip
+    panel = next(
+        p for p in recorded["panels"]
+        if "H100" in p["device"] and (p["D"], p["causal"], p["pass"]) == (128, True, "forward")
+    )  # fmt: skip
+    assert [x for s, x, _ in panel["series"]["FA3"] if s == 4096] == [float(f"{wanted['tflops']:.4g}")]
+    table = next(t for t in recorded["tables"] if t["id"] == "attention")
+    rows = [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
+    found = [
+        row["tflops"] for row in rows
+        if (row["implementation"], row["D"], row["mask"], row["S"]) == ("FA3", 128, "causal", 4096)
+        and row["group"] == 1 and "H100" in row["device"] and row["pass"] == "forward"
+    ]  # fmt: skip
+    assert found == [float(f"{wanted['tflops']:.4g}")]
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_summary_fits_a_terminal(recorded, width: int, tmp_path: Path) -> None:
+    for report in (recorded, report_of(*write_all(tmp_path))):
+        lines = summary(report, width)
+        assert len(lines) <= 40 and all(len(line) <= width for line in lines)
+    many = [write_gpu(tmp_path, f"{i}.json", device=f"GPU {i}") for i in range(30)]
+    lines = summary(report_of(*many), width)
+    assert len(lines) == 40 and re.fullmatch(r"and \d+ more lines: .*", lines[-1])
+
+
+def test_the_summary_has_the_figures(tmp_path: Path) -> None:
+    text = "\n".join(summary(report_of(*write_all(tmp_path)), 80))
+    assert "3 files" in text and "1 of ablations" in text
+    assert re.search(r"H200 +D=64 full +625 +FA3 688 +0.91 +625 +FA3 688 +0.91", text)
+    assert f"{CHIP}\n  Predicted, not run" in text
+
+
+def test_markdown(tmp_path: Path) -> None:
+    text = markdown(report_of(*write_all(tmp_path)))
+    assert f"| {GPU} | forward | D = 64 full | 4096 | 625 | 500 | 688 | 0.91 |" in text
+    assert f"| {CHIP} | D = 64 full | 29% | predicted |" in text and "nothing ran" in text
+    tables = [line for line in text.splitlines() if line.startswith("|")]
+    assert tables and all(line.endswith("|") for line in tables)
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = write_all(tmp_path)
+    monkeypatch.setattr("diyfa.lab.report.command.out", Console(width=80, file=io.StringIO()))
+    assert invoke(*paths).exit_code == 0
+    assert json.loads(invoke(*paths, "--json").stdout)["standing"][0]["devices"] == [GPU]
+    assert invoke(*paths, "--markdown").stdout.startswith("## diyfa report")
+    assert invoke(*paths, "--all", "--json").stdout.count("a trial") == 1
+    broken = tmp_path / "broken.json"
+    broken.write_text('{"device": "x", "rows": []}')
+    result = invoke(broken)
+    assert result.exit_code == 2 and "it has no schema version" in result.output
     assert invoke(tmp_path / "absent.json").exit_code == 2
+
+
+def test_every_text_has_both_languages() -> None:
+    for key, (english, chinese) in WORDS.items():
+        assert english and chinese, key
+        places = [sorted(re.findall(r"{(\w+)}", text)) for text in (english, chinese)]
+        assert places[0] == places[1], key
+
+
+def test_the_page_is_self_contained(tmp_path: Path) -> None:
+    pytest.importorskip("jinja2")
+    page = tmp_path / "report.html"
+    result = invoke(*write_all(tmp_path), "--output", page)
+    assert result.exit_code == 0 and "written: " in result.output
+    html = page.read_text(encoding="utf-8")
+    assert html.startswith("<!doctype html>") and html.rstrip().endswith("</html>")
+    assert not re.search(r"<(script|link|img)[^>]+(src|href)=.?http", html) and "sourceMappingURL" not in html
+    assert "no \\u003csuch> wheel" in html and "no <such> wheel" not in html  # what a file says is text, not markup
+    for key in ("throughput", "ratio", "roofline", "memory", "decoding", "beside", "tables", "devices"):
+        assert f'<h2 id="{key}">' in html
+
+
+def test_a_category_without_rows_is_absent(tmp_path: Path) -> None:
+    pytest.importorskip("jinja2")
+    from diyfa.lab.report.page import render_page
+
+    html = render_page(report_of(write_gpu(tmp_path)))
+    for key in ("memory", "decoding"):
+        assert f'<h2 id="{key}">' not in html
+    rows = [{"kind": "host", "implementation": "diyfa", "pass": "forward", "host_us": 1.0}]
+    html = render_page(report_of(write_gpu(tmp_path, rows=rows)))
+    assert '<h2 id="throughput">' not in html and "have no attention rows that compare" in html
+
+
+def test_the_page_of_all_recorded_files_is_small(recorded) -> None:
+    pytest.importorskip("jinja2")
+    from diyfa.lab.report.page import render_page
+
+    assert len(render_page(recorded).encode()) < MAX_PAGE
+
+
+def test_a_page_without_its_library_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from diyfa.lab.report import page
+
+    monkeypatch.setattr(page.importlib.util, "find_spec", lambda name: None)
+    path = write_gpu(tmp_path)
+    result = invoke(path, "--output", tmp_path / "report.html")
+    assert result.exit_code == 2 and "needs jinja2: pip install 'diyfa[report]'" in result.output
+    assert not (tmp_path / "report.html").exists()
+    assert invoke(path).exit_code == 0
 
 
 def test_files_of_diyfa_bench_are_read(tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
-    sizes = "--seq-len 16 --batch 1 --heads 1 --head-dim 16 --size 16 --warmup 0 --rep 1"
+    sizes = "--seq-len 16 --seq-len 32 --batch 1 --heads 1 --head-dim 16 --size 16 --warmup 0 --rep 1"
     options = ["bench", *sizes.split(), "--backend", "cpu", "--output", str(path), "--json"]
     assert CliRunner().invoke(app, options, env={"COLUMNS": "160"}).exit_code == 0
-    sections = build_sections([read_document(path)])
-    attention, product = section(sections, "Attention"), section(sections, "Matrix product")
-    assert "diyfa" in attention.columns and {"PyTorch", "diyfa"} <= set(product.columns)
-    assert not any(s.title == "Rows of another kind" for s in sections)
+    report = report_of(path)
+    assert {table["id"] for table in report["tables"]} == {"attention", "matmul", "ceiling"}
+    (panel,) = report["panels"]
+    assert {"diyfa", "PyTorch flash"} <= set(panel["series"])
+    assert report["memory"][0]["series"]["diyfa"]
 
 
-def test_the_template_is_part_of_the_package() -> None:
-    from importlib.resources import files
-
-    assert files("diyfa.lab.report").joinpath("report.html.jinja").is_file()
-    pyproject = (Path(__file__).parents[2] / "pyproject.toml").read_text()
-    assert '"diyfa.lab.report" = ["report.html.jinja"]' in pyproject
+def test_the_parts_of_the_page_are_in_the_package() -> None:
+    pyproject = (ROOT / "pyproject.toml").read_text()
+    assert '"diyfa.lab.report" = ["page/*", "vendor/*"]' in pyproject

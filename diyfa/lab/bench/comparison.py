@@ -13,9 +13,15 @@ if TYPE_CHECKING:
 
 
 def comparison_table(
-    results: Sequence[BenchmarkResult], title: str, unavailable: Sequence[tuple[str, tuple[int, ...], str]] = ()
+    results: Sequence[BenchmarkResult],
+    title: str,
+    unavailable: Sequence[tuple[str, tuple[int, ...], str]] = (),
+    spread_limit: float = 0.1,
 ) -> None:
-    """Print `results` in their order, each with its speed relative to the fastest of its size."""
+    """Print `results` in their order, each with its speed relative to the fastest of its size.
+
+    Times and speeds whose spread exceeds `spread_limit` stand behind a ~, which a line below explains.
+    """
     try:
         from rich.console import Console
     except ModuleNotFoundError as error:
@@ -31,7 +37,9 @@ def comparison_table(
         label = "×".join(map(str, r.size)) if r.size != previous else ""
         tile = "" if r.block_config is None else " ".join(f"{k}={v}" for k, v in r.block_config.items())
         relative = f"{fastest[r.size] / r.time_ms:.0%}"
-        rows.append([label, r.name, tile, figure(r.time_ms), figure(r.tflops), figure(r.memory_mb), relative])
+        mark = "~" if r.spread > spread_limit else ""
+        figures = [f"{mark}{figure(r.time_ms)}", f"{mark}{figure(r.tflops)}", figure(r.memory_mb), f"{mark}{relative}"]
+        rows.append([label, r.name, tile, *figures])
         styles.append("bold green" if r.time_ms == fastest[r.size] else None)
         previous = r.size
     if not any(row[2] for row in rows):  # no tiles were given
@@ -42,5 +50,8 @@ def comparison_table(
     with printable():
         console = Console()
         console.print(result)
+        if unsteady := [r.spread for r in results if r.spread > spread_limit]:
+            text = f"~ {len(unsteady)} of {len(results)} figures are unsteady: their calls spread by more than"
+            console.print(f"{text} {spread_limit:.0%}, up to {max(unsteady):.0%}", highlight=False, markup=False)
         for name, size, reason in unavailable:
             console.print(f"{name} not measured at {'×'.join(map(str, size))}: {reason}", highlight=False, markup=False)

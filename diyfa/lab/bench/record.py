@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import shutil
+import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
@@ -11,15 +12,53 @@ from typing import Any
 
 import torch
 
+from diyfa.lab.results import write_results
 from diyfa.npu_environment import Machine, findings
 from diyfa.versions import device_name, versions
 
+# Of the JSON document, by the names that nvidia-smi has for them.
+CLOCKS = {
+    "sm_mhz": "clocks.sm", "sm_max_mhz": "clocks.max.sm", "memory_mhz": "clocks.mem", "power_limit_w": "power.limit",
+}  # fmt: skip
+
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Return device, UTC date and versions, and for an NPU also its CANN, driver and firmware."""
+    """Return device, UTC date, versions and clocks, and for an NPU also its CANN, driver and firmware."""
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
     facts = {"device": device_name(device), "device_type": device.type, "date": date, "versions": versions()}
+    if found := clocks(device):
+        facts["clocks"] = found
     return {**facts, "ascend": _ascend()} if device.type == "npu" else facts
+
+
+def clocks(device: torch.device) -> dict[str, float]:
+    """Return the present clocks and the power limit of a GPU, as far as nvidia-smi says them; of others nothing."""
+    if device.type != "cuda" or shutil.which("nvidia-smi") is None:
+        return {}
+    uuid = torch.cuda.get_device_properties(device).uuid
+    command = [
+        "nvidia-smi",
+        f"--query-gpu={','.join(CLOCKS.values())}",
+        "--format=csv,noheader,nounits",
+        f"--id=GPU-{uuid}",
+    ]
+    try:
+        values = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.split(",")
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    found = {}
+    for name, value in zip(CLOCKS, values, strict=False):
+        try:
+            found[name] = float(value)
+        except ValueError:  # "[N/A]"
+            continue
+    return found
+
+
+def clock(device: torch.device) -> dict[str, float]:
+    """Return the entry of a row for the present clock of the multiprocessors: at the end of a timing, that of it."""
+    found = clocks(device)
+    return {"clock_mhz": found["sm_mhz"]} if "sm_mhz" in found else {}
 
 
 def _ascend() -> list[dict[str, str]]:
@@ -27,11 +66,20 @@ def _ascend() -> list[dict[str, str]]:
     return [asdict(finding) for finding in findings(Machine.here())]
 
 
-def write_json(path: Path, benchmark: str, device: torch.device, rows: Sequence[dict[str, Any]], **facts: Any) -> None:
-    """Write `rows`, their environment and the `facts` that hold for all of them to `path`. Create its folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    document = {"benchmark": benchmark, **environment(device), **facts, "rows": list(rows)}
-    path.write_text(json.dumps(document, indent=1) + "\n")
+def write_json(
+    path: Path,
+    benchmark: str,
+    device: torch.device,
+    rows: Sequence[dict[str, Any]],
+    purpose: str = "comparison",
+    **facts: Any,
+) -> None:
+    """Write a result file: `rows`, their environment and the `facts` that hold for all of them. Create its folder.
+
+    Raises ValueError if a row breaks the schema of `diyfa.lab.results`.
+    """
+    head = {"benchmark": benchmark, "purpose": purpose, **environment(device)}
+    write_results(path, {**head, **facts, "rows": list(rows)})
 
 
 def default_path(benchmark: str, device: torch.device, folder: Path) -> Path:

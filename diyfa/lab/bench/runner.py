@@ -10,10 +10,13 @@ from typing import Any
 
 import torch
 
+from diyfa.lab.bench.check import WrongResultError, check_attention, check_matmul
 from diyfa.lab.bench.peers import PeerUnavailable, attention_peers, check_peer
 from diyfa.lab.bench.timing import compute_quantiles, peak_memory_mb, time_calls
 from diyfa.lab.bench.work import attention_flops, matmul_flops, tflops
 from diyfa.validation import MAX_HEAD_DIM_V
+
+SPREAD_LIMIT = 0.1
 
 
 @dataclass
@@ -26,6 +29,8 @@ class BenchmarkResult:
     tflops: float
     memory_mb: float = 0.0  # peak of one call above its inputs, MiB
     block_config: dict[str, Any] | None = None
+    spread: float = 0.0  # distance between the 20 % and the 80 % quantile, relative to the median
+    error: float = 0.0  # largest error of the part of the result that is checked before the measurement
 
 
 @contextmanager
@@ -47,8 +52,10 @@ class BenchmarkRunner:
         device: where to run; default: "cuda" or "npu", whichever is available, else "cpu".
         warmup: calls before each measurement. rep: calls measured; the median counts.
         on_result: called with each result as soon as it is measured (progress bars).
+        is_done: asked with (name, size) before each measurement, which is left out if the answer is true.
 
-    `results` holds every BenchmarkResult so far, `unavailable` a (name, size, reason) for each peer that could not run.
+    Each implementation's result is checked before it is timed. `results` holds every BenchmarkResult so far,
+    `unavailable` a (name, size, reason) for each implementation that could not run or computes something wrong.
     """
 
     def __init__(
@@ -57,6 +64,8 @@ class BenchmarkRunner:
         warmup: int = 25,
         rep: int = 100,
         on_result: Callable[[BenchmarkResult], None] | None = None,
+        *,
+        is_done: Callable[[str, tuple[int, ...]], bool] | None = None,
     ) -> None:
         if device is None:
             from diyfa.device import default_backend
@@ -66,6 +75,7 @@ class BenchmarkRunner:
         self.warmup = warmup
         self.rep = rep
         self.on_result = on_result
+        self.is_done = is_done or (lambda name, size: False)
         self.results: list[BenchmarkResult] = []
         self.unavailable: list[tuple[str, tuple[int, ...], str]] = []
 
@@ -75,15 +85,25 @@ class BenchmarkRunner:
         size: tuple[int, ...],
         flops: float,
         fn: Callable[[], Any],
+        check: Callable[[Any], float],
         block_config: dict[str, Any] | None = None,
-    ) -> BenchmarkResult:
-        (ms,) = compute_quantiles(time_calls(fn, self.device, self.warmup, self.rep), [0.5])
+    ) -> list[BenchmarkResult]:
+        """Check and time `fn`. Return its result, or nothing if it was measured before or is wrong."""
+        if self.is_done(name, size):
+            return []
+        try:
+            error = check(fn())
+        except WrongResultError as reason:
+            self.unavailable.append((name, size, str(reason)))
+            return []
+        ms, low, high = compute_quantiles(time_calls(fn, self.device, self.warmup, self.rep))
         memory = peak_memory_mb(fn, self.device)
-        result = BenchmarkResult(name, size, ms, tflops(flops, ms), memory, block_config)
+        spread = (high - low) / ms if ms else 0.0
+        result = BenchmarkResult(name, size, ms, tflops(flops, ms), memory, block_config, spread, error)
         self.results.append(result)
         if self.on_result is not None:
             self.on_result(result)
-        return result
+        return [result]
 
     def _randn(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.randn(*shape, device=self.device, dtype=dtype)
@@ -102,15 +122,16 @@ class BenchmarkRunner:
         With `block_configs`, such as [{"block_m": 128, "block_n": 128, "block_k": 32}], `triton_fn` is measured once
         with each as keyword arguments instead of once without any.
         """
-        measured = []
+        measured: list[BenchmarkResult] = []
         for m, n, k in sizes:
             a, b = self._randn(m, k, dtype=dtype), self._randn(k, n, dtype=dtype)
             size, flops = (m, n, k), matmul_flops(m, n, k)
-            measured.append(self._measure("PyTorch", size, flops, partial(torch.matmul, a, b)))
+            check = partial(check_matmul, a=a, b=b)
+            measured += self._measure("PyTorch", size, flops, partial(torch.matmul, a, b), check)
             for config in block_configs or [{}]:
                 with _on(self.device):
                     call = partial(triton_fn, a, b, **config)
-                    measured.append(self._measure(name, size, flops, call, config or None))
+                    measured += self._measure(name, size, flops, call, check, config or None)
         return measured
 
     def benchmark_attention(
@@ -129,32 +150,42 @@ class BenchmarkRunner:
 
         Results name the former `name`. V has at most 512 features.
         """
-        measured = []
+        measured: list[BenchmarkResult] = []
         for seq_len in seq_lengths:
             size = (batch_size, num_heads, seq_len, head_dim)
             head_dim_v = min(head_dim, MAX_HEAD_DIM_V)
             flops = attention_flops(batch_size, num_heads, seq_len, seq_len, (head_dim + head_dim_v) / 2, causal)
             q, k = (self._randn(*size, dtype=dtype) for _ in range(2))
             v = self._randn(*size[:3], head_dim_v, dtype=dtype)
+            check = partial(check_attention, q=q, k=k, v=v, causal=causal)
             for peer, run in attention_peers(self.device).items():
+                if self.is_done(peer, size):
+                    continue
                 try:
                     check_peer(peer, run, q, k, v, causal)
                 except PeerUnavailable as reason:
                     self.unavailable.append((peer, size, str(reason)))
                     continue
-                measured.append(self._measure(peer, size, flops, partial(run, q, k, v, causal)))
+                measured += self._measure(peer, size, flops, partial(run, q, k, v, causal), check)
             with _on(self.device):
                 call = partial(flash_fn, q, k, v, causal=causal)
-                measured.append(self._measure(name, size, flops, call))
+                measured += self._measure(name, size, flops, call, check)
         return measured
 
     def print_comparison_table(
-        self, results: list[BenchmarkResult] | None = None, title: str = "Benchmark Results"
+        self,
+        results: list[BenchmarkResult] | None = None,
+        title: str = "Benchmark Results",
+        *,
+        spread_limit: float = SPREAD_LIMIT,
     ) -> None:
-        """Print `results` (default: all so far) as a table that marks the fastest of each size."""
+        """Print `results` (default: all so far) as a table that marks the fastest of each size.
+
+        Figures whose spread exceeds `spread_limit` are marked.
+        """
         from diyfa.lab.bench.comparison import comparison_table
 
-        comparison_table(self.results if results is None else results, title, self.unavailable)
+        comparison_table(self.results if results is None else results, title, self.unavailable, spread_limit)
 
     def clear_results(self) -> None:
         """Remove all results."""

@@ -24,13 +24,19 @@ import typer
 from diyfa.cli.output import err, out, print_json, progress_bar
 from diyfa.lab.first_run.cases import STAGES, Step, steps
 from diyfa.lab.first_run.page import page, print_page
+from diyfa.lab.results import SCHEMA
 
 MARK = "@diyfa "  # before each answer of the worker; CANN prints to the same stream
 WORKER = (sys.executable, "-m", "diyfa.lab.first_run.worker")
 ENDING_S = 3.0  # time that a process may take to end after its last output
 START_LIMIT_S = 300.0  # time to import torch_npu and open the device
 # Entries of the JSON file that a resumed run needs.
-RESUME_ENTRIES = {"date": str, "done": list, "replaced": list, "rows": list}
+# Kinds of `diyfa.lab.results` of the rows that a worker sends, by their table.
+ROW_KINDS = {
+    "numerics": "numerics", "equivalence": "equivalence", "tiles": "tile", "dtypes": "attention",
+    "attention": "attention", "done": "done",
+}  # fmt: skip
+RESUME_ENTRIES = {"schema": int, "date": str, "done": list, "replaced": list, "rows": list}
 OUTPUT_LINES = 20  # last lines of a process's output, for the row of its crash
 
 Row = dict[str, Any]
@@ -148,8 +154,8 @@ class Run:
             _check_output_path(self.path)
             self._lock = _locked(self.path)
             self.document = self._earlier(machine) or {
-                "benchmark": "ascend first run", **machine, "smoke": request.smoke, "info": _info(), "done": [],
-                "replaced": [], "rows": [],
+                "schema": SCHEMA, "benchmark": "ascend first run", "purpose": "comparison", **machine,
+                "smoke": request.smoke, "info": _info(), "done": [], "replaced": [], "rows": [],
             }  # fmt: skip
         except BaseException:
             self.end()
@@ -203,7 +209,9 @@ class Run:
             if without:
                 step = Step(step.stage, step.name, step.kind, {**step.arguments, "without": without}, step.environment)
             outcome = self._attempt(step)
-            self.document["rows"] += [{**row, "stage": step.stage} for row in outcome.rows]
+            self.document["rows"] += [
+                {"kind": ROW_KINDS[row["table"]], **row, "stage": step.stage} for row in outcome.rows
+            ]
             self.document["replaced"] += [x for x in outcome.replaced if x not in self.document["replaced"]]
             if outcome.trying is None or not outcome.ended or outcome.trying["trying"] in without:
                 break

@@ -118,7 +118,7 @@ def _device(name: str, source: str, points: Sequence[Point], files: Sequence[Res
         for package, version in results.versions.items():
             if version not in versions.setdefault(package, []):
                 versions[package].append(version)
-    clocks = next((results.clocks for results in reversed(chosen) if results.clocks), {})
+    clocks: dict[str, Any] = next((results.clocks for results in reversed(chosen) if results.clocks), {})
     peak = peak_of(name)
     return {
         "name": name, "source": source, "type": chosen[-1].device_type, "dates": [dates[0], dates[-1]],
@@ -137,7 +137,7 @@ def _ceilings(points: Iterable[Point]) -> list[dict[str, Any]]:
         for name, row in point.newest():
             for unit in ("tflops", "GB/s"):
                 if row.get(unit, 0) > found.get(unit, {}).get("value", 0) and name != DIYFA:
-                    found[unit] = {"unit": unit, "name": name, "value": round(row[unit], 1)}
+                    found[unit] = {"unit": unit, "name": name, "value": _short(row[unit])}
     return list(found.values())
 
 
@@ -253,7 +253,7 @@ def _panels(points: Sequence[Point]) -> list[dict[str, Any]]:
         for point in mine:
             for name, row in point.newest():
                 if "tflops" in row:
-                    series.setdefault(name, []).append([point.identity["S"], round(row["tflops"], 1), _mark(row)])
+                    series.setdefault(name, []).append([point.identity["S"], _short(row["tflops"]), _mark(row)])
         kind, size, heads, group = family
         shape = f"{'B·S' if kind == 'tokens' else 'B'} = {size}, H = {heads}" if size else ""
         shape += f", H/Hk = {group}" if group > 1 else ""
@@ -309,7 +309,7 @@ def _roofline(points: Sequence[Point]) -> list[dict[str, Any]]:
                     rate, intensity = row["TFLOP/s"], 1e3 * row["TFLOP/s"] / row["GB/s"]
                     label = f"{i['table']}, {i['case']}"
                 if label:
-                    dots.append([round(intensity, 1), round(rate, 1), name, label, _mark(row)])
+                    dots.append([_short(intensity), _short(rate), name, label, _mark(row)])
         peak = peak_of(device)
         if dots and (peak or _ceilings(mine)):
             roofs.append({"device": device, "dots": dots, "ceilings": _ceilings(mine),
@@ -318,28 +318,27 @@ def _roofline(points: Sequence[Point]) -> list[dict[str, Any]]:
 
 
 def _memory(points: Sequence[Point]) -> list[dict[str, Any]]:
-    """Return the panels of peak memory, from rows of memory and from timings that recorded it."""
-    panels: dict[tuple[str, str], dict[str, list[Any]]] = {}
-    for point in points:
-        if point.kind == "memory" and point.source == "measured":
-            for name, row in point.newest():
-                panel = panels.setdefault((point.device, point.identity["pass"]), {})
-                panel.setdefault(name, []).append([point.identity["S"], round(row["peak_mib"], 2), _mark(row)])
+    """Return the panels of peak memory: from rows of memory, or of devices without them from timings that have it."""
+    panels: dict[tuple[Any, ...], dict[str, list[Any]]] = {}
+    names = ("device", "pass", "D", "Dv", "causal")
+
+    def add(key: tuple[Any, ...], point: Point) -> None:
+        for name, row in point.newest():
+            if row.get("peak_mib"):
+                entry = [point.identity["S"], _short(row["peak_mib"]), _mark(row)]
+                panels.setdefault(key, {}).setdefault(name, []).append(entry)
+
+    rows = [point for point in points if point.kind == "memory" and point.source == "measured"]
+    for point in sorted(rows, key=lambda point: point.identity["S"]):
+        add((point.device, point.identity["pass"]), point)
     for panel, _, mine in _curves(points):
-        if panel["source"] == "measured" and not any(device == panel["device"] for device, _ in panels):
-            found: dict[str, list[Any]] = {}
+        if panel["source"] == "measured" and not any(point.device == panel["device"] for point in rows):
             for point in mine:
-                for name, row in point.newest():
-                    if row.get("peak_mib"):
-                        entry = [point.identity["S"], round(row["peak_mib"], 2), _mark(row)]
-                        found.setdefault(name, []).append(entry)
-            if found:
-                panels[panel["device"], panel["pass"]] = found
+                add(tuple(panel[name] for name in names), point)
     return [
-        {"device": device, "pass": direction, "series": {name: sorted(series[name], key=lambda x: x[0])
-                                                         for name in ordered(series)}}
-        for (device, direction), series in panels.items()
-    ]  # fmt: skip
+        {**dict(zip(names, key, strict=False)), "series": {name: series[name] for name in ordered(series)}}
+        for key, series in panels.items()
+    ]
 
 
 def _decoding(points: Sequence[Point]) -> list[dict[str, Any]]:
@@ -352,7 +351,8 @@ def _decoding(points: Sequence[Point]) -> list[dict[str, Any]]:
             continue
         value, measured = ceiling
         bars = [
-            [p.identity["table"], p.identity["case"], name, round(row["GB/s"] / value, 4), round(row["GB/s"]), _mark(row)]
+            [p.identity["table"], p.identity["case"], name, _short(row["GB/s"] / value), _short(row["GB/s"]),
+             _mark(row)]
             for p in mine if p.kind == "decode" for name, row in p.newest() if "GB/s" in row
         ]  # fmt: skip
         about = both(
@@ -474,7 +474,7 @@ def _others(files: Sequence[Results]) -> dict[str, Any]:
     rows = []
     for index, results in enumerate(files):
         for row in results.rows:
-            if is_wanted(row, results, PURPOSES[:1]) or "unavailable" in row:
+            if is_wanted(row, results, PURPOSES[:1]) or "unavailable" in row or row["kind"] not in IDENTITY:
                 continue
             purpose = row.get("purpose", results.purpose)
             named = {

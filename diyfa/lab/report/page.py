@@ -41,16 +41,25 @@ def render_page(report: dict[str, Any]) -> str:
         )
 
     folder = files("diyfa.lab.report")
-    sources = {name: folder.joinpath("page", name).read_text(encoding="utf-8") for name in ("page.css", "page.js")}
+    sources = {
+        name: folder.joinpath("page").joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js")
+    }
     for name in LIBRARIES:  # their source maps are not inside
-        content = folder.joinpath("vendor", name).read_text(encoding="utf-8")
+        content = folder.joinpath("vendor").joinpath(name).read_text(encoding="utf-8")
         sources[name] = content.partition("\n//# sourceMappingURL")[0].partition("\n/*# sourceMappingURL")[0]
     data = {**report, "tables": [_interned(table) for table in report["tables"]], "words": WORDS}
-    template = folder.joinpath("page", "page.html.jinja").read_text(encoding="utf-8")
+    template = folder.joinpath("page").joinpath("page.html.jinja").read_text(encoding="utf-8")
     return (
         Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
         .from_string(template)
-        .render(report=report, text=text, pair=pair, words=WORDS, data=_script(data), **{_name(x): y for x, y in sources.items()})
+        .render(
+            report=report,
+            text=text,
+            pair=pair,
+            words=WORDS,
+            data=_script(data),
+            **{_name(x): y for x, y in sources.items()},
+        )
     )
 
 

@@ -21,8 +21,9 @@ ALIASES = {
     "fa3": "FA3", "flashattention3": "FA3", "flashattn3": "FA3",
     "fa4": "FA4", "flashattention4": "FA4",
     "torchnpu": "npu_fusion_attention", "npufusionattention": "npu_fusion_attention",
-    "sdpaflash": "FA2", "sdpamath": "PyTorch math", "pytorchefficient": "PyTorch efficient",
-    "sdpa": "PyTorch SDPA", "pytorchsdpa": "PyTorch SDPA", "pytorch": "PyTorch", "cublas": "cuBLAS",
+    "sdpaflash": "FA2", "pytorchflashcpu": "PyTorch flash", "sdpamath": "PyTorch math",
+    "pytorchefficient": "PyTorch efficient", "sdpa": "PyTorch SDPA", "pytorchsdpa": "PyTorch SDPA",
+    "pytorch": "PyTorch", "cublas": "cuBLAS",
 }  # fmt: skip
 PEERS = tuple(dict.fromkeys(ALIASES.values()))
 DEFAULT = (DIYFA, "cuDNN", "FA3", "FA4", "npu_fusion_attention")
@@ -113,7 +114,7 @@ def collect_points(files: Sequence[Results]) -> list[Point]:
     for index in order:
         results = files[index]
         for row in results.rows:
-            if not is_wanted(row, results, PURPOSES[:1]) or "unavailable" in row:
+            if not is_wanted(row, results, PURPOSES[:1]) or "unavailable" in row or row["kind"] not in IDENTITY:
                 continue
             kind, source = row["kind"], row.get("source", "measured")
             device = row.get("device", results.device)

@@ -53,7 +53,7 @@ def shown_implementations(report: dict[str, Any]) -> list[str]:
 
 def summary(report: dict[str, Any], width: int) -> list[str]:
     """Return at most `LINES` lines of at most `width` characters: devices, where diyfa stands, and figures."""
-    lines = [f"{len(report['files'])} files, {report['rows']} rows"]
+    lines = [f"{len(report['files'])} file{'s' if len(report['files']) > 1 else ''}, {report['rows']} rows"]
     if report["left_out"]:
         lines[0] += f"; {report['left_out']} of ablations, trials and earlier code left out"
     for group in report["standing"]:

@@ -170,7 +170,7 @@ function drawMemory() {
   const panels = report.memory.filter(p => p.device === state.device);
   if (!panels.length) return nothing($("memory-panels"));
   const cells = places($("memory-panels"), panels.length);
-  panels.forEach((p, i) => curves(cells[i], word(p.pass), p.device, p.series, "MiB", true));
+  panels.forEach((p, i) => curves(cells[i], word(p.pass), "D" in p ? masked(p) : "", p.series, "MiB", true));
 }
 
 function drawDecoding() {
