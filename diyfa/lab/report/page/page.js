@@ -180,9 +180,9 @@ function drawDecoding() {
   const groups = unique((mine?.bars || []).map(b => b[0]));
   if (!groups.includes(state.group)) state.group = groups[0] ?? null;
   fill("group", groups, state.group);
-  charts.get(plot)?.dispose(); charts.delete(plot);
-  if (!mine) return nothing(plot);
-  plot.replaceChildren();
+  $("decoding-about").textContent = mine ? mine.about[language()] : words("nothing", { device: state.device });
+  plot.hidden = $("decoding-group").hidden = !mine;
+  if (!mine) return;
   const bars = mine.bars.filter(b => b[0] === state.group), cases = unique(bars.map(b => b[1])), names = ordered(unique(bars.map(b => b[2])));
   const narrow = plot.clientWidth < 600;
   draw(plot, {
