@@ -210,7 +210,7 @@ function drawBeside() {
     seen.add(same);
   }
   draw($("beside-plot"), {
-    hatched: true, legend: { top: 0, selected: off }, grid: { left: 52, right: 10, top: headroom($("beside-plot"), 90, 120, 190), bottom: 44 },
+    hatched: true, legend: { top: 0, selected: off }, grid: { left: 52, right: 10, top: headroom($("beside-plot"), 90, 120, 205), bottom: 44 },
     xAxis: { type: "category", data: keys, axisLabel: { interval: 0, lineHeight: 15, fontSize: root.clientWidth < 700 ? 10 : 12 } },
     yAxis: { type: "value", min: 0, name: word("share_of_peak"), nameTextStyle: { align: "left", color: ink() }, axisLabel: { formatter: x => percent(x) } },
     tooltip: { formatter: i => `<b>${escaped(i.seriesName)}</b><br>${i.name.replace("\n", ", ")}, S = ${i.data.bar.S}<br>${word(i.data.source)}: <b>${percent(i.value, 1)}</b>, ${i.data.bar.tflops} TFLOP/s` },
