@@ -272,6 +272,7 @@ docs: export TORCH_DEVICE_BACKEND_AUTOLOAD := 0
 docs: $(VENV)/.docs
 	$(SPHINX) -d $(CACHE)/doctrees/en docs site
 	$(SPHINX) -d $(CACHE)/doctrees/zh -t zh docs/zh site/zh
+	test ! -e tests/tools/course.py || $(VENV)/bin/python tests/tools/course.py notebooks site/notebooks
 
 dist: $(VENV)/.dist
 	rm -rf dist build

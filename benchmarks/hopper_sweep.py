@@ -53,7 +53,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "dynamic": {"persistent": True, "scheduler": "dynamic"},
     "pingpong": {"pingpong": True},
     "pairs": {"pairs": True},
-    "direct": {"direct": True, "own_o": False},
+    "direct": {"store_from_registers": True, "separate_o_buffer": False},
     "fixed-max": {"fixed_max": True},
     "boxes": {"box_columns": 64},
     "q-registers-1": {"q_in_registers": 1},
@@ -181,7 +181,7 @@ def _ours(
     problem = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", b, h, h, s, s, d, dv, -1, 0 if causal else -1)
     out, lse = torch.empty_like(v), q.new_empty((b, h, s), dtype=torch.float32)
     tensors = AttentionTensors(q, k, v, d**-0.5)
-    launch = hopper_fwd.launch_of(problem, tensors, out, lse, hopper_configs.fitted(problem, config))
+    launch = hopper_fwd.make_launch(problem, tensors, out, lse, hopper_configs.fitted(problem, config))
     with post_processing():
         launch.kernel.warmup(**launch.arguments, **launch.constants, **launch.options, grid=(launch.grid,))
 

@@ -45,7 +45,7 @@ myst_links_external_new_tab = False
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
-autodoc_preserve_defaults = True
+autodoc_preserve_defaults = False
 python_maximum_signature_line_length = 88
 default_role = "code"  # docstrings have single backticks
 napoleon_numpy_docstring = False
@@ -78,6 +78,9 @@ html_theme_options = {
 # A fenced block whose first line says so has a title, as in GitHub's and MkDocs' dialects.
 TITLE = re.compile(r'^```(\w+) title="([^"]+)"$', re.MULTILINE)
 LINK = re.compile(r"\[([^\]]*)\]\((?![a-z]+:)([^)#\s]+)(#[^)\s]*)?\)")
+BROKEN_LINE = re.compile(
+    r"(?<=[\u4e00-\u9fff，。、；：！？（）“”])\n(?=[\u4e00-\u9fff（“])"
+)  # it would show as a space
 GLOB = re.compile(r"^([\w/-]+\*)\n", re.MULTILINE)  # of a toctree
 
 
@@ -89,21 +92,29 @@ def _links_that_leave_the_site(app, docname, source):
     def rewritten(match):
         text, target, anchor = match[1], match[2], match[3] or ""
         path = Path(os.path.normpath(folder / target))
-        if not path.exists() or path.is_relative_to(site):
+        if not path.exists() or (path.is_relative_to(site) and path.is_file()):
             return match[0]
         if CHINESE and path.is_relative_to(DOCS) and path.suffix == ".md":
             up = "../" * (docname.count("/") + 1)
             page = path.relative_to(DOCS).with_suffix(".html").as_posix()
             return f'<a class="reference external" href="{up}{page}{anchor}">{text}</a>'
-        if path.is_relative_to(DOCS):
+        if path.is_relative_to(DOCS) and path.is_file():
             return match[0]
         kind = "tree" if path.is_dir() else "blob"
         return f"[{text}]({REPOSITORY}/{kind}/main/{path.relative_to(ROOT).as_posix()})"
 
     text = TITLE.sub(r"```{code-block} \1\n:caption: \2", source[0])
+    if docname == "course/index":  # which is written for GitHub, too
+        text += "\n```{toctree}\n:hidden:\n:glob:\n\n0*\n```\n"
+    elif docname.startswith("course/"):
+        language, words = ("zh", "下载本章的笔记本") if CHINESE else ("en", "Download this chapter as a notebook")
+        file = f"{'../' * (2 if CHINESE else 1)}notebooks/{language}/{posixpath.basename(docname)}.ipynb"
+        text += f'\n<p><a class="reference external" href="{file}" download>{words}</a></p>\n'
     text = GLOB.sub(lambda match: match[0] if any(folder.glob(f"{match[1]}.md")) else "", text)
     parts = re.split(r"(^ *```.*?^ *```$)", text, flags=re.MULTILINE | re.DOTALL)
-    source[0] = "".join(part if n % 2 else LINK.sub(rewritten, part) for n, part in enumerate(parts))
+    prose = [LINK.sub(rewritten, part) for part in parts[::2]]
+    parts[::2] = [BROKEN_LINE.sub("", part) for part in prose] if CHINESE else prose
+    source[0] = "".join(parts)
 
 
 def _other_language(app, pagename, templatename, context, doctree):

@@ -114,7 +114,7 @@ def _forward_kernels() -> tuple[Kernel, ...]:
             summary="Hopper: a producer warp with TMA, consumer warpgroups that overlap softmax and products",
             **_forward(_later("hopper.fwd", "forward_pass")),
             unsupported=hopper_configs.unsupported,
-            config=hopper_configs.config_of,
+            config=hopper_configs.select_config,
         ),
         Kernel(
             name="v2",
@@ -150,7 +150,7 @@ def _backward_kernels() -> tuple[Kernel, ...]:
             "cannot read is copied first",
             **_backward(_later("hopper.bwd_launch", "backward_pass")),
             unsupported=hopper_bwd_configs.unsupported,
-            config=hopper_bwd_configs.config_of,
+            config=hopper_bwd_configs.select_config,
             by_name_only=hopper_bwd_configs.by_name_only,
         ),
         Kernel(
@@ -196,7 +196,7 @@ def _cache_kernels() -> tuple[Kernel, ...]:
             summary="Hopper, many queries: the forward pass, with keys that lie in pages or rows of a cache",
             **_over_cache(_later("hopper.prefill", "cache_pass")),
             unsupported=prefill_configs.unsupported,
-            config=prefill_configs.config_of,
+            config=prefill_configs.select_config,
         ),
         Kernel(
             name="split_kv",

@@ -70,10 +70,10 @@ def _launcher(module: str, function: str) -> Callable[..., Any]:
 def _shape_unsupported(problem: AttentionProblem | KVCacheProblem) -> str | None:
     if problem.dtype not in ELEMENT_BYTES:
         return f"Ascend NPUs have no {problem.dtype} matrix product: use one of {', '.join(ELEMENT_BYTES)}"
-    widest, most = max(problem.head_dim, problem.head_dim_v), configs.HEAD_DIM_CLASSES[-1]
-    if widest > most:
-        return f"head_dim {widest} is beyond {most}, the most that the tile table covers"
-    return configs.always_mask_unfit(problem)
+    widest, max_head_dim = max(problem.head_dim, problem.head_dim_v), configs.HEAD_DIM_CLASSES[-1]
+    if widest > max_head_dim:
+        return f"head_dim {widest} is beyond {max_head_dim}, the most that the tile table covers"
+    return configs.always_mask_refusal(problem)
 
 
 def _attention_unsupported(problem: AttentionProblem) -> str | None:
@@ -215,8 +215,8 @@ class NPUBackend:
         """Record launches; see `diyfa.backends.npu.runtime.recording`."""
         return _kernel_module("runtime.recording").recording(arch)
 
-    def merge(self, out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
-        _kernel_module("attention.merge").merge(self.arch(out.device), out, lse, part, part_lse)
+    def merge(self, out: torch.Tensor, lse: torch.Tensor, partial_out: torch.Tensor, partial_lse: torch.Tensor) -> None:
+        _kernel_module("attention.merge").merge(self.arch(out.device), out, lse, partial_out, partial_lse)
 
 
 @cache

@@ -63,9 +63,9 @@ def _matmul_kernel(
     for tile in range(tl.program_id(0), blocks_m * blocks_n, tl.num_programs(0)):
         first_m = tile // tiles_per_group * c.GROUP_M
         group_rows = tl.minimum(blocks_m - first_m, c.GROUP_M)
-        within = tile % tiles_per_group
-        row0 = (first_m + within % group_rows) * c.BLOCK_M
-        col0 = within // group_rows * c.BLOCK_N
+        index_in_group = tile % tiles_per_group
+        row0 = (first_m + index_in_group % group_rows) * c.BLOCK_M
+        col0 = index_in_group // group_rows * c.BLOCK_N
         acc = tl.zeros([c.BLOCK_M, c.BLOCK_N], tl.float32)
         for k0 in range(0, k, c.BLOCK_K):
             a = load_operand(
@@ -91,7 +91,7 @@ def _major(x: torch.Tensor) -> tuple[torch.Tensor, int, bool]:
     return x, x.stride(1), True
 
 
-def launch_of(problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> Launch:
+def make_launch(problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> Launch:
     """Return the launch that fills c with a @ b."""
     tile: MatmulTile = matmul_tile(problem)
     a, stride_a, a_transposed = _major(a)
@@ -111,5 +111,5 @@ def matmul(problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor) -> torch.Te
     """Launch c = a @ b and return c (M, N) of `problem.out_dtype`. a is (M, K), b is (K, N)."""
     c = a.new_empty((problem.m, problem.n), dtype=getattr(torch, problem.out_dtype))
     with device_guard(a):
-        run(launch_of(problem, a, b, c))
+        run(make_launch(problem, a, b, c))
     return c

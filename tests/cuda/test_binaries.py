@@ -98,7 +98,7 @@ class Chosen(Constants):
     scale: float
 
 
-def launch_of(name="f_kernel", constants=None, options=None, aligned=(), **arguments):
+def make_launch(name="f_kernel", constants=None, options=None, aligned=(), **arguments):
     """Of a kernel that is not compiled here."""
     params = [
         SimpleNamespace(name=x, is_constexpr=False, do_not_specialize=False, do_not_specialize_on_alignment=False)
@@ -155,12 +155,12 @@ def test_a_key_is_the_same_with_every_triton_and_platform(monkeypatch):
     monkeypatch.setattr(binaries, "source_hash", lambda: "0" * 32)
     x = torch.zeros(64, 32, dtype=torch.float16)
     given = {"q_ptr": x, "stride_q": 32, "stride_k": 1, "n": 7, "s": 0.5, "none": None}
-    assert launch_key(launch_of(**given, aligned=("n",))) == "dd2e6e912a05d63bbcd0976fcc061152"
+    assert launch_key(make_launch(**given, aligned=("n",))) == "dd2e6e912a05d63bbcd0976fcc061152"
     if has_gluon():
         from triton.experimental.gluon import language as gl
 
         box = shared_box(torch.bfloat16, (1, 64), gl.NVMMASharedLayout.get_default_for([1, 64], gl.float16))
-        launch = launch_of(rows=Tiles(x, x.shape, x.stride(), box), options={"num_warps": 4, "ptx_version": 88})
+        launch = make_launch(rows=Tiles(x, x.shape, x.stride(), box), options={"num_warps": 4, "ptx_version": 88})
         assert launch_key(launch) == "8c741b7d520c6509469a5446d2a0c969"
         assert launch_key(launch._replace(options={"num_warps": 4})) == launch_key(launch)
 
@@ -169,18 +169,18 @@ def test_a_key_has_everything_a_kernel_is_compiled_for(monkeypatch):
     x = torch.zeros(64, 32, dtype=torch.float16)
     given = {"q_ptr": x, "stride_q": 16, "n": 3, "rows": Tiles(x, x.shape, x.stride(), shared_box(x.dtype, (16, 32)))}
     others = [
-        launch_of(**given, name="g_kernel"), launch_of(**given, options={}), launch_of(**given, aligned=("n",)),
-        launch_of(**given, constants={"c": Chosen(32, "causal", True, 0.5)}),
-        launch_of(**given, constants={"c": Chosen(64, "causal", True, 1)}),
+        make_launch(**given, name="g_kernel"), make_launch(**given, options={}), make_launch(**given, aligned=("n",)),
+        make_launch(**given, constants={"c": Chosen(32, "causal", True, 0.5)}),
+        make_launch(**given, constants={"c": Chosen(64, "causal", True, 1)}),
         *[
-            launch_of(**{**given, **changed})
+            make_launch(**{**given, **changed})
             for changed in (
                 {"q_ptr": None}, {"q_ptr": x[0, 1:]}, {"q_ptr": x.bfloat16()}, {"stride_q": 1}, {"stride_q": 8},
                 {"n": 2**40}, {"rows": Tiles(x, x.shape, x.stride(), shared_box(x.dtype, (8, 32)))},
             )
         ],
     ]  # fmt: skip
-    launch = launch_of(**given)
+    launch = make_launch(**given)
     keys = {
         launch_key(launch),
         *map(launch_key, others),
@@ -188,7 +188,7 @@ def test_a_key_has_everything_a_kernel_is_compiled_for(monkeypatch):
     }
     monkeypatch.setattr(binaries, "source_hash", lambda: "other")
     assert len({*keys, launch_key(launch)}) == len(others) + 3
-    assert launch_key(launch_of(**{**given, "n": 4})) == launch_key(launch)
+    assert launch_key(make_launch(**{**given, "n": 4})) == launch_key(launch)
 
 
 def sources(monkeypatch, tmp_path, text: bytes) -> Path:
@@ -220,7 +220,7 @@ def test_sources_with_an_old_date_that_changed_after_the_start_are_noticed(own_s
 
 
 def test_keys_of_foreign_kernels_have_their_sources(monkeypatch):
-    launch = launch_of(n=3)
+    launch = make_launch(n=3)
     launch.kernel.fn.__module__, launch.kernel.cache_key = "another.package", "one"
     keys = [launch_key(launch)]
     monkeypatch.setattr(launch.kernel, "cache_key", "another")
@@ -409,7 +409,7 @@ def stored(launch):
 
 
 def test_compiled_binaries_are_stored(compiler, binary):
-    launch = launch_of(n=3)
+    launch = make_launch(n=3)
     assert [stored(launch) for _ in range(3)] == [binary] * 3 and compiler.names == ["f_kernel"]
     cache = binaries.cache_folder()
     assert cache.get(launch_key(launch)) == binary
@@ -419,10 +419,10 @@ def test_compiled_binaries_are_stored(compiler, binary):
 def test_a_pack_precedes_the_cache_folder(compiler, write, binary, monkeypatch):
     monkeypatch.setattr(binaries, "binary_key", lambda *arguments: "b")
     binaries.cache_folder().put("b", binary._replace(name="of the folder"))
-    assert stored(launch_of(n=3)).name == "of the folder"
+    assert stored(make_launch(n=3)).name == "of the folder"
     write()
     pack.installed.cache_clear()
-    assert stored(launch_of(n=3)).name == "f" and not compiler.names
+    assert stored(make_launch(n=3)).name == "f" and not compiler.names
 
 
 @pytest.mark.parametrize("reason", ["home", "file", "changed", "asked for", "DISABLE_PTXAS_OPT", "PTXAS_OPTIONS"])
@@ -439,7 +439,7 @@ def test_a_call_runs_if_its_binary_cannot_be_stored(compiler, binary, monkeypatc
         assert binaries.why_unknown() == f"{reason} is set"
     else:
         monkeypatch.setattr(binaries.triton.knobs.compilation, "always_compile", True)
-    assert [stored(launch_of(n=3)) for _ in range(2)] == [binary] * 2 and len(compiler.names) == 2
+    assert [stored(make_launch(n=3)) for _ in range(2)] == [binary] * 2 and len(compiler.names) == 2
     assert not (tmp_path / "cache").is_dir()
 
 
@@ -466,7 +466,7 @@ def test_a_pack_that_the_driver_cannot_load_is_rejected(compiler, write, binary,
     monkeypatch.setattr(binaries, "binary_key", lambda *arguments: "b")
     monkeypatch.setattr(launcher, "Binary", Loaded)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    file, launch = write(), launch_of(n=3)
+    file, launch = write(), make_launch(n=3)
     for _ in range(2):
         monkeypatch.setattr(launcher, "_binaries", {})
         assert isinstance(launcher.loaded_binary(launch, launch_signature(launch), 0), Loaded)
@@ -491,14 +491,14 @@ def test_only_some_errors_of_the_driver_are_about_a_binary(result, is_refusal):
 def test_nothing_is_compiled_if_jit_is_off(compiler, monkeypatch):
     monkeypatch.setenv("DIYFA_JIT", "never")
     with pytest.raises(RuntimeError, match=r"DIYFA_JIT=never.*f_kernel.*no pack for sm_90.*DIYFA_JIT=auto"):
-        stored(launch_of(n=3))
+        stored(make_launch(n=3))
     assert not tune._may_measure()
     monkeypatch.setenv("DIYFA_JIT", "always")
     with pytest.raises(ValueError, match="DIYFA_JIT must be one of auto, never, got 'always'"):
-        stored(launch_of(n=3))
+        stored(make_launch(n=3))
     assert not compiler.names
     monkeypatch.setenv("DIYFA_JIT", "")
-    assert stored(launch_of(n=3)) and compiler.names
+    assert stored(make_launch(n=3)) and compiler.names
 
 
 def test_without_a_compiler_a_pass_is_launched_completely_or_not_at_all(monkeypatch):
@@ -513,19 +513,19 @@ def test_without_a_compiler_a_pass_is_launched_completely_or_not_at_all(monkeypa
     monkeypatch.setattr(launcher, "current_device", lambda: 0)
     monkeypatch.setattr(passes, "launch_kernel", lambda launch: launched.append(launch.arguments["n"]))
     monkeypatch.setenv("DIYFA_JIT", "never")
-    passes.launch_each([launch_of(n=0), launch_of(n=1)])
+    passes.launch_each([make_launch(n=0), make_launch(n=1)])
     with pytest.raises(RuntimeError, match="not this one"):
-        passes.launch_each([launch_of(n=1), launch_of(n=2)])
+        passes.launch_each([make_launch(n=1), make_launch(n=2)])
     assert launched == [0, 1]
 
 
 def test_a_long_compilation_says_so_once(compiler, monkeypatch, capsys):
     monkeypatch.setattr(jit, "MESSAGE_AFTER", 0.05)
-    stored(launch_of(n=3))
+    stored(make_launch(n=3))
     assert capsys.readouterr().err == ""
     compiler.seconds = 0.3
     for name in ("g_kernel", "h_kernel"):
-        stored(launch_of(name, n=3))
+        stored(make_launch(name, n=3))
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("diyfa is compiling g_kernel for sm_90") and "no pack for sm_90 is installed" in line
     assert "kept there for later processes" in line

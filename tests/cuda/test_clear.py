@@ -23,9 +23,9 @@ if "cuda" not in TARGETS:
 DEVICE = TARGETS["cuda"].device
 
 
-@pytest.mark.parametrize("shares", [1, 3])
+@pytest.mark.parametrize("n_programs", [1, 3])
 @pytest.mark.parametrize("name", PACKINGS)
-def test_rows_of_no_sequence(monkeypatch: pytest.MonkeyPatch, name: str, shares: int) -> None:
+def test_rows_of_no_sequence(monkeypatch: pytest.MonkeyPatch, name: str, n_programs: int) -> None:
     offsets, longest, covered = PACKINGS[name]
     cu_seqlens = torch.tensor(offsets, dtype=torch.int32, device=DEVICE)
     x = torch.ones(TOTAL, 4, 2, 40, dtype=torch.float16, device=DEVICE)[:, :, 1]  # slices of something larger
@@ -34,9 +34,13 @@ def test_rows_of_no_sequence(monkeypatch: pytest.MonkeyPatch, name: str, shares:
     outside = torch.ones(TOTAL, dtype=torch.bool, device=DEVICE)
     for first, last in covered:
         outside[first:last] = False
-    launch = clear.launch_of(cu_seqlens, longest, x, y, lse, float("inf"))
-    before = launch.arguments["shares"]
-    launch_kernel(launch._replace(grid=launch.grid // before * shares, arguments=launch.arguments | {"shares": shares}))
+    launch = clear.make_launch(cu_seqlens, longest, x, y, lse, float("inf"))
+    before = launch.arguments["n_programs"]
+    launch_kernel(
+        launch._replace(
+            grid=launch.grid // before * n_programs, arguments=launch.arguments | {"n_programs": n_programs}
+        )
+    )
     for cleared, value in ((x, 0.0), (y, 0.0), (lse.T, float("inf"))):
         assert bool((cleared[outside] == value).all()) and bool((cleared[~outside] == 1).all())
     assert bool((x._base[:, :, 0] == 1).all()) and bool((y._base[:, 0] == 1).all())

@@ -59,21 +59,21 @@ def drawn_lengths(generator: torch.Generator, batch: int, most: int) -> torch.Te
 # Tiles are looked at one, 32 or 128 at a time, and counted with 32 or 64 bits; one head of keys, some or all are walked
 # at a time. The last two have programs of the combine kernel for each tile, which programs share.
 @pytest.mark.parametrize(
-    ("batch", "programs", "heads_kv", "long_line"),
+    ("batch", "programs", "heads_kv", "wide_positions"),
     [
         (5, 1, 2, False), (5, 3, 2, False), (5, 5, 2, False), (5, 7, 2, False), (1, 9, 2, False), (17, 11, 2, False),
         (20, 13, 2, False), (5, 15, 2, True), (5, 8, 2, False), (3, 6, 4, False), (17, 10, 4, True), (1, 12, 4, False),
         (1, 10, 3, False), (1, 15, 3, False),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("rows_each", [1, 4, 32])  # of a program of the combine kernel, of 21
-def test_each_block_of_keys_is_seen_once(monkeypatch, rows_each, batch, programs, heads_kv, long_line):
+@pytest.mark.parametrize("rows_per_program", [1, 4, 32])  # of a program of the combine kernel, of 21
+def test_each_block_of_keys_is_seen_once(monkeypatch, rows_per_program, batch, programs, heads_kv, wide_positions):
     """Scores are all 0, and the value of a key is a number of its head at its block's feature: the sums of weights
     count keys."""
-    monkeypatch.setattr(decode_combine, "combined_rows", lambda programs: rows_each)
+    monkeypatch.setattr(decode_combine, "combined_rows", lambda programs: rows_per_program)
     generator = torch.Generator().manual_seed(programs)
     monkeypatch.setattr(stream_k, "multiprocessors", lambda device: programs)
-    monkeypatch.setattr(decode, "has_long_line", lambda problem, config: long_line)
+    monkeypatch.setattr(decode, "has_wide_positions", lambda problem, config: wide_positions)
     most, seqlen_q = 12 * BLOCK_N, 3
     lengths = drawn_lengths(generator, batch, most)
     q = torch.zeros(batch, seqlen_q, 7 * heads_kv, 32)
@@ -148,7 +148,7 @@ def test_positions_on_lines_as_long_as_32_bits_count(batch, heads_kv, block_n, b
     blocks = min(first_long + beyond, largest) if beyond < 1 else largest
     call = call.replace(capacity=blocks * block_n)
     is_long = blocks >= first_long
-    assert decode.constants_of(call, config).long_line == is_long
+    assert decode.kernel_constants(call, config).wide_positions == is_long
     lengths = [call.capacity - n % 5 for n in range(batch)]
     for programs in (1, 7, 264):
         assert_line(call, config, lengths, None, [1] * batch, programs)
@@ -193,8 +193,8 @@ def assert_line(call, config, lengths, offsets, queries, programs) -> None:
 def launches_without_memory(call: KVCacheProblem) -> list[Launch]:
     """What a call would launch."""
     tensors, out, lse = example_kvcache(call)
-    config = decode.config_of(call)
-    return decode.launches_of(call, tensors, out, lse, config, stream_k.workspace(call, config, out.device))
+    config = decode.select_config(call)
+    return decode.make_launches(call, tensors, out, lse, config, stream_k.workspace(call, config, out.device))
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_rows_that_a_program_of_the_combine_kernel_has_change_no_bit(batch, seql
         monkeypatch.setattr(planning, "plans", {})  # the second call is no repeated one
         with use_config("decode", DecodeConfig(16, BLOCK_N, 4, 1, 1)):
             results.append(attend(q, k, v, cache_seqlens=lengths, causal=True))
-    rows = [one.arguments["rows_each"] for one in launched if one.kernel is decode_combine._combine_kernel]
+    rows = [one.arguments["rows_per_program"] for one in launched if one.kernel is decode_combine._combine_kernel]
     assert rows[0] == 1 < rows[1] and (least > 1 or rows[1] == min(4 * seqlen_q, 16))
     torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
 

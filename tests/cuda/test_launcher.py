@@ -86,10 +86,21 @@ def test_a_bit_that_older_drivers_set_wrongly_is_cleared(found):
     assert found["small maps"]["bits"] == [0, 1, 1, 1]
 
 
+def test_a_tensor_map_is_moved_to_another_address(found):
+    assert found["small maps"]["moved"] == [True] * 4
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU's driver")
+def test_the_driver_moves_a_tensor_map_to_another_address():
+    from compiled_launches import moved_maps
+
+    assert moved_maps(launcher.driver(), "cuda") == [True, True]
+
+
 # ---- What a binary is known by ------------------------------------------------------------------------------------
 
 
-def launch_of(**arguments):
+def make_launch(**arguments):
     """Of a kernel with these arguments; `plain_ptr` is read no wider if it is aligned."""
     params = [
         SimpleNamespace(
@@ -106,23 +117,23 @@ def launch_of(**arguments):
 def test_every_dtype_that_a_call_may_have_is_known():
     dtypes = {dtype for feature in FEATURES for dtype in feature.dtypes} | {*ATTENTION_DTYPES, torch.float8_e4m3fn}
     for dtype in dtypes:
-        launch = launch_of(x_ptr=torch.zeros(4, dtype=dtype))
+        launch = make_launch(x_ptr=torch.zeros(4, dtype=dtype))
         assert launcher.kernel_source(launch, launch_signature(launch)).types["x_ptr"].startswith("*")
 
 
 def test_numbers_are_known_by_their_size():
     signature = launch_signature(
-        launch_of(n=3, one=1, large=2**31, small=-(2**31), less=-(2**31) - 1, x=0.5, none=None)
+        make_launch(n=3, one=1, large=2**31, small=-(2**31), less=-(2**31) - 1, x=0.5, none=None)
     )
     assert signature.kinds == ("i32", "i32", "i64", "i32", "i64", "fp32", None)
     assert signature.values == [3, 1, 2**31, -(2**31), -(2**31) - 1, 0.5]
     for n, kind in ((2**31 - 1, "i32"), (2**31, "i64"), (-(2**31), "i32"), (-(2**31) - 1, "i64")):
-        assert launch_signature(launch_of(n=n, m=0)).kinds == (kind, "i32")
+        assert launch_signature(make_launch(n=n, m=0)).kinds == (kind, "i32")
 
 
 def test_numbers_beyond_float32_are_infinite():
     """A scale divided by a tiny softcap, for instance. `struct` refuses what C converts."""
-    values = launch_signature(launch_of(large=1e40, less=-1e40, x=3e38, nan=float("nan"))).values
+    values = launch_signature(make_launch(large=1e40, less=-1e40, x=3e38, nan=float("nan"))).values
     assert values[:3] == [float("inf"), -float("inf"), 3e38] and values[3] != values[3]
     struct.pack("<4f", *values)
 
@@ -131,7 +142,7 @@ def test_the_tuner_skips_tiles_with_too_much_shared_memory(monkeypatch):
     """No error of the driver, which would end the call."""
     monkeypatch.setattr(binaries, "stored_binary", lambda *arguments: SimpleNamespace(shared=300_000))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    launch = launch_of(n=3)
+    launch = make_launch(n=3)
     with pytest.raises(OutOfResources, match=r"300000.*232448") as raised:
         launcher.loaded_binary(launch, launch_signature(launch), 0)
     assert tune.cannot_run(raised.value)
@@ -139,7 +150,7 @@ def test_the_tuner_skips_tiles_with_too_much_shared_memory(monkeypatch):
 
 def test_strides_of_one_and_alignment_of_all_strides():
     for strides, is_aligned in (((16, 32), True), ((16, 8), False), ((0, 2**32), True), ((1, 16), True)):
-        launch = launch_of(stride_q=strides[0], stride_k=strides[1], n=3)
+        launch = make_launch(stride_q=strides[0], stride_k=strides[1], n=3)
         signature = launch_signature(launch)
         assert signature.kinds[0] == (1 if strides[0] == 1 else "i32") and signature.aligned_strides == is_aligned
         source = launcher.kernel_source(launch, signature)
@@ -151,7 +162,7 @@ def test_strides_of_one_and_alignment_of_all_strides():
 def test_one_unaligned_pointer_unaligns_all():
     x = torch.zeros(64, dtype=torch.float16)
     for tensors, is_aligned in (((x, x, x), True), ((x, x[1:], x), False), ((x, x, x[1:]), True), ((x, None, x), True)):
-        launch = launch_of(**dict(zip(("q_ptr", "k_ptr", "plain_ptr"), tensors, strict=True)))
+        launch = make_launch(**dict(zip(("q_ptr", "k_ptr", "plain_ptr"), tensors, strict=True)))
         signature = launch_signature(launch)
         assert signature.aligned_pointers == is_aligned
         assert signature.values == [y.data_ptr() for y in tensors if y is not None]
@@ -165,12 +176,12 @@ def test_one_unaligned_pointer_unaligns_all():
 def test_descriptors_are_known_by_their_tiles():
     x = torch.zeros(64, 32, dtype=torch.float16)
     kinds = [
-        launch_signature(launch_of(q=Tiles(y, y.shape, y.stride(), shared_box(y.dtype, block)))).kinds
+        launch_signature(make_launch(q=Tiles(y, y.shape, y.stride(), shared_box(y.dtype, block)))).kinds
         for y, block in ((x, (16, 32)), (x[:8], (16, 32)), (x, (8, 32)), (x.bfloat16(), (16, 32)))
     ]
     assert kinds[0] == kinds[1] and len(set(kinds)) == 3
     box = shared_box(x.dtype, (16, 32))
-    mixed = launch_of(n=5, q=Tiles(x, x.shape, x.stride(), box), s=0.5, x_ptr=x.float(), none=None, y_ptr=x)
+    mixed = make_launch(n=5, q=Tiles(x, x.shape, x.stride(), box), s=0.5, x_ptr=x.float(), none=None, y_ptr=x)
     assert launch_signature(mixed).kinds == ("i32", box, "fp32", torch.float32, None, torch.float16)
 
 
@@ -194,7 +205,7 @@ def test_the_binary_key_has_everything_it_is_compiled_for(monkeypatch):
         return Tiles(x, x.shape, x.stride(), shared_box(x.dtype, block))
 
     given = {"q_ptr": x, "stride_q": 16, "n": 3, "s": 0.5, "rows": tiles((16, 32)), "other_ptr": None}
-    first = launch_of(**given)
+    first = make_launch(**given)
 
     def binary(device=0, **changes):
         fields = {name: changes.pop(name) for name in list(changes) if name in Launch._fields}

@@ -20,9 +20,9 @@ from recorded_launches import Map, Recorded
 import diyfa
 from diyfa import flash_attn_interface, ops, registry, tuning
 from diyfa import plan as planning
-from diyfa.backends.cuda.attention import bwd_dbias, bwd_parts, configs, decode, stream_k
+from diyfa.backends.cuda.attention import bwd_dbias, bwd_partials, configs, decode, stream_k
 from diyfa.backends.cuda.attention import launch as attention_launch
-from diyfa.backends.cuda.gluon.tile_counter import counter_of
+from diyfa.backends.cuda.gluon.tile_counter import launch_counter
 from diyfa.backends.cuda.hopper import bwd_configs as hopper_bwd_configs
 from diyfa.backends.cuda.hopper import bwd_launch as hopper_bwd  # noqa: F401
 from diyfa.backends.cuda.hopper import configs as hopper_configs
@@ -79,7 +79,7 @@ def qkv(shape=(2, 4, 96, 64), dtype=torch.bfloat16, grad=False, kv_heads=None):
 MIN_ADDRESS = 2**32
 
 
-def launches_of(recorder, **tensors):
+def named_launches(recorder, **tensors):
     """The launches since the last time, with names instead of the addresses of `tensors`: [(kernel, …, arguments)]."""
     names = {x.data_ptr(): name for name, x in tensors.items() if x is not None}
 
@@ -186,7 +186,7 @@ CASES = {  # a call, kernels of the backward pass
     "window": (dense(window=(10, 3), sm_scale=-0.5), BOTH),
     "softcap": (dense(softcap=3.0), BOTH),
     "gqa": (dense(kv_heads=2), BOTH),
-    "divided": (dense(kv_heads=2), [*BOTH[:2], "_sum_parts_kernel", BOTH[2]]),
+    "divided": (dense(kv_heads=2), [*BOTH[:2], "_sum_partials_kernel", BOTH[2]]),
     "descriptors": (dense(**LARGE), BOTH),
     "descriptors and rows": (dense(**LARGE, causal=True), BOTH),
     "descriptors of gluon": (dense(**LARGE, variant="sm90"), HOPPER_BACKWARD[:-1]),
@@ -216,7 +216,7 @@ def test_a_repeated_call_has_the_launches_of_the_first(recorder, described, case
     """Other tensors in the same places are read, whatever objects they are."""
     make, of_backward = CASES[case]
     if case == "divided":
-        monkeypatch.setattr(bwd_parts, "parts_of", lambda *_: 2)
+        monkeypatch.setattr(bwd_partials, "count_subgroups", lambda *_: 2)
     passes, kept = [], []  # memory that is not given out again
     for _ in range(4):
         tensors, call = make(grad)
@@ -236,7 +236,7 @@ def test_a_repeated_call_has_the_launches_of_the_first(recorder, described, case
             results = {f"d{name}": x for name, x in zip(wanted, found, strict=True)}
             assert all(x.stride() == torch.empty_like(wanted[name[1:]]).stride() for name, x in results.items())
             expected |= {"dout": dout, **{name: results[name] for name in ("dq", "dk", "dv")}}
-        passes.append(launches_of(recorder, **expected))
+        passes.append(named_launches(recorder, **expected))
         kept.append((expected, results))
     assert [one.kernel for one in passes[0]][1:] == (of_backward if grad else [])
     assert read_by(passes[0]) == expected.keys() and all(one.stream == 77 for one in passes[0])
@@ -248,9 +248,9 @@ def test_a_repeated_call_has_the_launches_of_the_first(recorder, described, case
 
 
 def test_each_dynamic_schedule_has_its_counter(recorder, described, monkeypatch):
-    table = hopper_configs.config_of
+    table = hopper_configs.select_config
     monkeypatch.setattr(
-        hopper_fwd, "config_of", lambda problem: dataclasses.replace(table(problem), scheduler="dynamic")
+        hopper_fwd, "select_config", lambda problem: dataclasses.replace(table(problem), scheduler="dynamic")
     )
     q, k, v = qkv(**LARGE)
     passes, kept = [], []
@@ -258,7 +258,7 @@ def test_each_dynamic_schedule_has_its_counter(recorder, described, monkeypatch)
         described.clear()
         out, lse = attend(q, k, v, variant="sm90", return_lse=True)
         kept.append((out, lse))
-        passes.append(launches_of(recorder, q=q, k=k, v=v, out=out, lse=lse, counter=counter_of(q)))
+        passes.append(named_launches(recorder, q=q, k=k, v=v, out=out, lse=lse, counter=launch_counter(q)))
     assert not described and "counter" in read_by(passes[0])
     assert_same(*passes)
     with attention_launch.use_config("sm90", table):
@@ -283,7 +283,7 @@ def test_packed_gradients_are_repeated(recorder, described, packing):
         inputs = [*leaves[:-1], *owner.detach().unbind(2)]
         slices = [*grads[:-1], *grads[-1].unbind(2)]
         tensors = dict(zip(("q", "k", "v", "dq", "dk", "dv"), inputs + slices, strict=True))
-        passes.append(launches_of(recorder, out=out, dout=dout, **tensors))
+        passes.append(named_launches(recorder, out=out, dout=dout, **tensors))
         kept.append((leaves, grads, out, dout))
     assert not described and len(passes[0]) == 4 and read_by(passes[0]) >= {*tensors, "out", "dout"}
     assert_same(*passes)
@@ -305,10 +305,10 @@ def test_a_tensor_given_twice_is_no_other_call(recorder, described):
     x, y, z = qkv()
     for _ in range(3):
         attend(x, x, x)
-    launches_of(recorder)
+    named_launches(recorder)
     described.clear()
     attend(x, y, z)
-    (call,) = launches_of(recorder, x=x, y=y, z=z)
+    (call,) = named_launches(recorder, x=x, y=y, z=z)
     assert not described and [call.arguments[f"{name}_ptr"] for name in "qkv"] == ["x", "y", "z"]
 
 
@@ -353,17 +353,17 @@ def test_a_tile_that_is_forced_is_launched(recorder, described):
     q, k, v = qkv()
     for _ in range(3):
         attend(q, k, v)
-    usual = launches_of(recorder)[-1].constants
+    usual = named_launches(recorder)[-1].constants
     described.clear()
     with attention_launch.use_config("fwd", configs.AttentionConfig(32, 32, 4, 2, "portable")):
         attend(q, k, v)
         attend(q, k, v)
-    forced = launches_of(recorder)[-1].constants
+    forced = named_launches(recorder)[-1].constants
     assert described and (forced.block_m, forced.block_n) == (32, 32) and forced != usual
     for _ in range(3):
         described.clear()
         attend(q, k, v)
-    assert not described and launches_of(recorder)[-1].constants == usual
+    assert not described and named_launches(recorder)[-1].constants == usual
 
 
 def test_forced_tiles_nest():
@@ -387,9 +387,9 @@ def test_gradients_with_other_strides(recorder, described):
         described.clear()
         recorder.launches.clear()
         torch.autograd.grad(out, (q, k, v), dout)
-        for one in launches_of(recorder, dout=dout):
+        for one in named_launches(recorder, dout=dout):
             strides = [one.arguments.get(f"stride_do{letter}") for letter in "bhm"]
-            assert one.kernel == "_sum_parts_kernel" or strides in (list(dout.stride()[:3]), [24576, 6144, 64])
+            assert one.kernel == "_sum_partials_kernel" or strides in (list(dout.stride()[:3]), [24576, 6144, 64])
             assert one.binary[1] == (dout is not off)  # aligned
         return bool(described)
 
@@ -420,7 +420,7 @@ def test_saved_tensors_with_other_strides(recorder, described, how):
     described.clear()
     recorder.launches.clear()
     torch.autograd.grad(out, (q, k, v), dout)
-    _, dkdv, dq = launches_of(recorder, q=q, dout=dout)
+    _, dkdv, dq = named_launches(recorder, q=q, dout=dout)
     assert described and dkdv.arguments["do_ptr"] == "dout"
     assert (dkdv.arguments["q_ptr"] == "q") == (how == "in the same place")
     assert dq.arguments["stride_qm"] == (64 if how == "elsewhere" else TURNED[2])
@@ -517,7 +517,7 @@ def test_a_repeated_product_has_the_launches_of_the_first(recorder, launched, ro
         launched.clear()
         with diyfa.use_backend("cuda"):
             c = diyfa.triton_matmul(a, b, **options)
-        passes.append(launches_of(recorder, a=a, b=b, c=c))
+        passes.append(named_launches(recorder, a=a, b=b, c=c))
         kept.append((a, b, c))
     assert read_by(passes[0]) == {"a", "b", "c"} and not launched
     assert_same(*passes)
@@ -598,7 +598,7 @@ def test_the_gradient_of_sinks_comes_from_delta(recorder, described, monkeypatch
     """Not from what else is allocated for a repeated pass: gradients of parts of groups, or a workspace."""
     given = []
     monkeypatch.setattr(attention_launch, "_fill_dsinks", lambda *tensors: given.append(tensors))
-    monkeypatch.setattr(bwd_parts, "parts_of", lambda *_: 2)
+    monkeypatch.setattr(bwd_partials, "count_subgroups", lambda *_: 2)
     for _ in range(4):
         (q, k, v), sinks = qkv(**LARGE, grad=True, kv_heads=4), torch.rand(8).requires_grad_()
         out, lse = attend(q, k, v, sinks=sinks, variant=variant, return_lse=True)
@@ -614,8 +614,8 @@ def test_the_gradient_of_sinks_comes_from_delta(recorder, described, monkeypatch
 
 def test_the_gradient_of_a_bias_is_described_once(recorder, monkeypatch):
     """It is never repeated, so nothing is prepared for that: its sums are as large as the bias."""
-    seen, describe = [], bwd_dbias.launch_of
-    monkeypatch.setattr(bwd_dbias, "launch_of", lambda *args: seen.append(1) or describe(*args))
+    seen, describe = [], bwd_dbias.make_launch
+    monkeypatch.setattr(bwd_dbias, "make_launch", lambda *args: seen.append(1) or describe(*args))
     (q, k, v), bias = qkv(grad=True), torch.rand(4, 96, 96).requires_grad_()
     for n in range(1, 5):
         torch.autograd.grad(attend(q, k, v, attn_bias=bias), (q, k, v, bias), torch.zeros_like(q))
@@ -702,7 +702,7 @@ def test_a_repeated_call_with_a_cache_has_the_launches_of_the_first(
             result, lse = diyfa.flash_attn_with_kvcache(**given, out=out, return_softmax_lse=True)
         assert out is None or result is out
         tensors = {name: x for name, x in given.items() if isinstance(x, torch.Tensor) and name != "v_cache"}
-        launches = launches_of(recorder, **tensors, out=result, lse=lse)
+        launches = named_launches(recorder, **tensors, out=result, lse=lse)
         assert [one.kernel for one in launches] == kernels
         for one in launches:
             if by == "int" and "length" in one.arguments:
@@ -718,8 +718,8 @@ def test_a_repeated_call_with_a_cache_has_the_launches_of_the_first(
 @pytest.mark.parametrize("by", ["tensor", "int"])
 def test_queries_that_out_replaces_are_another_call(recorder, launched, monkeypatch, by):
     """Tiles that are computed again would read what they have written; repeated as others are."""
-    table = prefill.config_of
-    monkeypatch.setattr(prefill, "config_of", lambda problem: dataclasses.replace(table(problem), fixed_max=True))
+    table = prefill.select_config
+    monkeypatch.setattr(prefill, "select_config", lambda problem: dataclasses.replace(table(problem), fixed_max=True))
     given = prefilled(100, by)
     other = torch.zeros_like(given["q"])
     with diyfa.use_backend("cuda"):
@@ -727,7 +727,7 @@ def test_queries_that_out_replaces_are_another_call(recorder, launched, monkeypa
             out = given["q"] if in_place else other
             launched.clear()
             diyfa.flash_attn_with_kvcache(**given, out=out)
-            (launch,) = launches_of(recorder, out=out)
+            (launch,) = named_launches(recorder, out=out)
             assert launch.arguments["o_ptr"] == "out" and launch.constants.fixed_max != in_place
     assert not launched
 
@@ -760,7 +760,7 @@ def test_a_repeated_call_of_few_queries_has_the_launches_of_the_first(recorder, 
         with diyfa.use_backend("cuda"), torch.no_grad():
             out, lse = attend(causal=True, return_lse=True)
         assert out.shape[-3:] == q.shape and out.is_contiguous()
-        passes.append(launches_of(recorder, q=q, k=k, v=v, out=out, lse=lse))
+        passes.append(named_launches(recorder, q=q, k=k, v=v, out=out, lse=lse))
         kernels = [one.kernel for one in passes[-1]]
         assert kernels == ["_clear_kernel"] * (layout == "thd") + ["_decode_kernel", "_combine_kernel"]
         kept.append((q, k, v, out, lse))
@@ -922,6 +922,6 @@ def test_no_call_uses_decisions_of_another_call(recorder, monkeypatch, kind):
                 results = call()
             of_call = {f"result {i}": x for i, x in enumerate(results)}
             of_call |= {f"given {i}": x for i, x in enumerate(tensors) if x is not None and x.numel()}
-            found.append(launches_of(recorder, **of_call))
+            found.append(named_launches(recorder, **of_call))
         assert_same(*found)
     assert len(planning.plans) < 200  # others were repeated

@@ -427,13 +427,13 @@ def test_kernels_of_cuda_are_compiled_for_the_feature_and_get_its_tensors(featur
         tile = default_config("fwd" if kernel == "fwd" else kernel, problem)
         assert tile is not None
         if kernel == "fwd":
-            return fwd.launch_of(problem, tensors, out, lse, tile), tensors
+            return fwd.make_launch(problem, tensors, out, lse, tile), tensors
         backward = specs._backward(problem, False)[0]
         if kernel == "dbias":
             bias = backward.tensors.attn_bias
             assert bias is not None
             arguments = (backward.dout, backward.lse, backward.delta, backward.scale, torch.empty_like(bias))
-            return bwd_dbias.launch_of(problem, backward.tensors, *arguments)[0], backward.tensors
+            return bwd_dbias.make_launch(problem, backward.tensors, *arguments)[0], backward.tensors
         q, k, v = backward.tensors[:3]
         like = {"dq": q} if kernel == "dq" else {"dk": k, "dv": v}
         return backward.gradient(kernel, tile, {n: torch.empty_like(x) for n, x in like.items()}), backward.tensors
@@ -494,7 +494,7 @@ def test_kernels_of_ascend_are_compiled_for_the_feature_and_get_its_tensors(feat
             if kernel == "fwd":
                 from diyfa.backends.npu.attention import fwd
 
-                return fwd.launch_of(problem, *specs.example_call(problem, "qk")), calls[-1]
+                return fwd.make_launch(problem, *specs.example_call(problem, "qk")), calls[-1]
             return specs.backward_launches(problem, "qk")[kernel], calls[-1]
 
     base: dict[str, Any] = {"bias": "float16", "bias_grad": True} if kernel == "dbias" else {}

@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.language.core import constexpr, tensor  # noqa: E402
 
 from diyfa.backends.cuda.gluon import compat  # noqa: E402
-from diyfa.backends.cuda.hopper.configs import Sm90Config, schedule_of  # noqa: E402
+from diyfa.backends.cuda.hopper.configs import Sm90Config, compile_options  # noqa: E402
 from diyfa.backends.cuda.runtime.versions import TRITON  # noqa: E402
 
 
@@ -95,4 +95,4 @@ def test_the_older_ptxas_compiles_what_asks_for_it(monkeypatch: pytest.MonkeyPat
 def test_a_newer_ptxas_is_replaced_only_where_it_was_compared() -> None:
     options = compat.ptxas_options()
     assert options == ({"ptx_version": 88} if TRITON == (3, 9) else {})
-    assert options.items() <= schedule_of(Sm90Config(2, 64, 2, True, 240, 24)).items()
+    assert options.items() <= compile_options(Sm90Config(2, 64, 2, True, 240, 24)).items()

@@ -15,7 +15,7 @@ from hopper_gluon import need_hopper_gluon
 need_hopper_gluon()
 
 import hopper_key_block_kernel  # noqa: E402
-from block_ranges import configurations, sees  # noqa: E402
+from block_ranges import check, configurations  # noqa: E402
 from hopper_interpreted import (  # noqa: E402
     BACKWARD_MODULES,
     interpret_backward,
@@ -30,7 +30,7 @@ import diyfa  # noqa: E402
 from diyfa import ops, registry  # noqa: E402
 from diyfa import problem as problems  # noqa: E402
 from diyfa.attention import checked_options  # noqa: E402
-from diyfa.backends.cuda.attention import bwd_parts  # noqa: E402
+from diyfa.backends.cuda.attention import bwd_partials  # noqa: E402
 from diyfa.backends.cuda.hopper import bwd as hopper_bwd  # noqa: E402
 from diyfa.backends.cuda.hopper import bwd_configs, bwd_launch  # noqa: E402
 from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
@@ -212,16 +212,18 @@ PARTS = {
 def test_groups_divided_among_programs(main: str, case: AttentionCase, monkeypatch: pytest.MonkeyPatch) -> None:
     """Into parts of two query heads or, where a group is small or odd, of one: more programs, the same gradients."""
     group = case.heads // case.heads_kv
-    monkeypatch.setattr(bwd_parts, "parts_of", lambda *_: group // 2 if group > 2 and group % 2 == 0 else group)
+    monkeypatch.setattr(
+        bwd_partials, "count_subgroups", lambda *_: group // 2 if group > 2 and group % 2 == 0 else group
+    )
     sums: list[int] = []
-    launches_of = bwd_parts.launches_of
+    make_launches = bwd_partials.make_launches
 
     def counted(*arguments: Any) -> tuple[Launch, ...]:
-        found = launches_of(*arguments)
+        found = make_launches(*arguments)
         sums.append(len(found))
         return found
 
-    monkeypatch.setattr(bwd_parts, "launches_of", counted)
+    monkeypatch.setattr(bwd_partials, "make_launches", counted)
     kernel = interpret_backward(monkeypatch, seed=5, main=main, interleave=True, multiprocessors=3)
     assert not run_backward(case)
     assert (kernel.launches, sums) == (1, [1])
@@ -231,23 +233,23 @@ def test_how_many_parts_a_group_has() -> None:
     """As few as give each multiprocessor about a block of keys, two under a causal mask; none has fewer than 512
     queries, nor do all together need more than 512 MiB."""
     one = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", 1, 8, 1, 8192, 8192, 128, 128, -1, 0)
-    tile = bwd_configs.config_of(one)
+    tile = bwd_configs.select_config(one)
 
-    def parts(**changes: Any) -> int:
-        return bwd_parts.parts_of(one.replace(**changes), tile.block_n, 132)
+    def subgroups(**changes: Any) -> int:
+        return bwd_partials.count_subgroups(one.replace(**changes), tile.block_n, 132)
 
-    assert [parts(heads_kv=heads) for heads in (1, 2, 4, 8)] == [4, 2, 1, 1]
-    assert [parts(batch=batch) for batch in (1, 2, 4)] == [4, 2, 1]
-    assert parts(heads_q=7) == 7
-    assert parts(heads_q=71) == 1 and parts(heads_q=61) == 61  # blocks, 64 for each head, of 128 KiB
-    assert [parts(batch=1, seqlen_k=n, heads_q=7) for n in (224 * 128, 225 * 128)] == [7, 1]  # 1.7 times 132
+    assert [subgroups(heads_kv=heads) for heads in (1, 2, 4, 8)] == [4, 2, 1, 1]
+    assert [subgroups(batch=batch) for batch in (1, 2, 4)] == [4, 2, 1]
+    assert subgroups(heads_q=7) == 7
+    assert subgroups(heads_q=71) == 1 and subgroups(heads_q=61) == 61  # blocks, 64 for each head, of 128 KiB
+    assert [subgroups(batch=1, seqlen_k=n, heads_q=7) for n in (224 * 128, 225 * 128)] == [7, 1]  # 1.7 times 132
     wide = bwd_configs.CONFIGS[256]
-    assert [bwd_parts.parts_of(one.replace(heads_kv=n), wide.block_n, 132) for n in (1, 2, 4)] == [2, 1, 1]
+    assert [bwd_partials.count_subgroups(one.replace(heads_kv=n), wide.block_n, 132) for n in (1, 2, 4)] == [2, 1, 1]
     for mask in ({"window_right": -1}, {"window_left": 512}):
-        assert [parts(batch=batch, **mask) for batch in (1, 2)] == [2, 1]
-    assert [parts(seqlen_q=n) for n in (1024, 128, 64, 1)] == [4, 2, 1, 1]
+        assert [subgroups(batch=batch, **mask) for batch in (1, 2)] == [2, 1]
+    assert [subgroups(seqlen_q=n) for n in (1024, 128, 64, 1)] == [4, 2, 1, 1]
     packed = {"layout": VARLEN, "batch": 64, "seqlen_q": 1024, "seqlen_k": 1024, "total_q": 8192}
-    assert [parts(**packed, total_k=n) for n in (0, 8192, 16384, 65536)] == [8, 4, 2, 1]
+    assert [subgroups(**packed, total_k=n) for n in (0, 8192, 16384, 65536)] == [8, 4, 2, 1]
 
 
 @pytest.mark.parametrize("seed", [*range(2), *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 6))])
@@ -280,30 +282,30 @@ def test_heads_whose_fp32_dq_shares_memory(
     assert kernel.launches == 1
 
 
-def drawn(heads: int, blocks: int, heads_in_turns: int, deterministic: bool = False) -> list[tuple[int, int]]:
+def drawn(heads: int, blocks: int, interleaved_heads: int, deterministic: bool = False) -> list[tuple[int, int]]:
     """(head, block of keys) in the order of program numbers: head after head, and the last ones in turns; or all in
     turns, so many at a time, and each from its last block to the first."""
     if deterministic:
-        turns = (range(first, min(first + heads_in_turns, heads)) for first in range(0, heads, heads_in_turns))
+        turns = (range(first, min(first + interleaved_heads, heads)) for first in range(0, heads, interleaved_heads))
         return [(head, block) for some in turns for block in reversed(range(blocks)) for head in some]
-    first = heads - heads_in_turns
+    first = heads - interleaved_heads
     apart = [(head, block) for head in range(first) for block in range(blocks)]
     return apart + [(head, block) for block in range(blocks) for head in range(first, heads)]
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("heads_in_turns", [1, 2, 4, 5, 6])
-def test_the_order_of_the_blocks_of_keys(heads_in_turns: int, deterministic: bool) -> None:
+@pytest.mark.parametrize("interleaved_heads", [1, 2, 4, 5, 6])
+def test_the_order_of_the_blocks_of_keys(interleaved_heads: int, deterministic: bool) -> None:
     found = hopper_key_block_kernel.order(
         batch=2,
         heads_kv=3,
         group_size=4,
         seqlen_k=130,
-        heads_in_turns=heads_in_turns,
+        interleaved_heads=interleaved_heads,
         block_n=64,
         deterministic=deterministic,
     )
-    expected = drawn(6, 3, heads_in_turns, deterministic)
+    expected = drawn(6, 3, interleaved_heads, deterministic)
     assert found == [(head // 3, head % 3, block * 64) for head, block in expected]
 
 
@@ -319,15 +321,15 @@ def test_which_heads_take_turns(widths: tuple[int, int], monkeypatch: pytest.Mon
     found = []
     for problem in (causal, causal.replace(window_left=100), causal.replace(window_right=-1)):
         tensors = AttentionTensors(q, k, v, 0.1)
-        backward = bwd_launch.Sm90Backward(problem, tensors, bwd_configs.config_of(problem), lse, q)
-        found.append(backward.gradient(dout, k, v).arguments["heads_in_turns"])
+        backward = bwd_launch.Sm90Backward(problem, tensors, bwd_configs.select_config(problem), lse, q)
+        found.append(backward.gradient(dout, k, v).arguments["interleaved_heads"])
     assert found == [14 if d == 256 else 20, 1, 1]
     if d == 64:
         found = []
         for right, left in ((0, -1), (-1, -1), (-1, 100)):
             problem = causal.replace(deterministic=True, window_right=right, window_left=left)
-            backward = bwd_launch.Sm90Backward(problem, tensors, bwd_configs.config_of(problem), lse, q)
-            found.append(backward.gradient(dout, k, v).arguments["heads_in_turns"])
+            backward = bwd_launch.Sm90Backward(problem, tensors, bwd_configs.select_config(problem), lse, q)
+            found.append(backward.gradient(dout, k, v).arguments["interleaved_heads"])
         assert found == [1, 14, 1]
 
 
@@ -347,25 +349,25 @@ def test_programs_wait_for_lower_numbers_only(
         monkeypatch.setattr(bwd_launch, "multiprocessors", lambda device, count=multiprocessors: count)
         for heads, seqlen_k in itertools.product((1, 2, 3, 4, 5, 7, 40, 300), (1, 128, 129, 500, 5000)):
             heads_kv = 1 if divided else heads
-            monkeypatch.setattr(bwd_parts, "parts_of", lambda *_, parts=heads // heads_kv: parts)
+            monkeypatch.setattr(bwd_partials, "count_subgroups", lambda *_, subgroups=heads // heads_kv: subgroups)
             some = problem.replace(heads_q=heads, heads_kv=heads_kv, seqlen_k=seqlen_k)
             q, k = (torch.empty(1, heads, n, 64, device="meta").bfloat16() for n in (64, seqlen_k))
             lse = torch.empty(1, heads, 64, device="meta")
             dq = torch.empty(1, heads, 64, 64).bfloat16()
-            config = bwd_configs.config_of(some)
+            config = bwd_configs.select_config(some)
             backward = bwd_launch.Sm90Backward(some, AttentionTensors(q, k, k, 1.0), config, lse, dq)
-            blocks, slots, lag = -(-seqlen_k // config.block_n), backward.slots, backward.lag
-            order = drawn(heads, blocks, backward.heads_in_turns, deterministic)
+            blocks, slots, delay = -(-seqlen_k // config.block_n), backward.slots, backward.delay
+            order = drawn(heads, blocks, backward.interleaved_heads, deterministic)
             first, last = {}, {}
             for number, (head, _) in enumerate(order):
                 first.setdefault(head, number)
                 last[head] = number
             for head in range(heads):
-                shares = range((head + lag) * blocks, (head + lag + 1) * blocks)  # who draws them
+                shares = range((head + delay) * blocks, (head + delay + 1) * blocks)  # who draws them
                 assert last[head] < shares[0]
                 assert head + slots >= heads or shares[-1] < first[head + slots]
-            assert (backward.heads_in_turns > 1) <= in_turns
-            seen.add((slots < heads, backward.heads_in_turns > 1))
+            assert (backward.interleaved_heads > 1) <= in_turns
+            seen.add((slots < heads, backward.interleaved_heads > 1))
     assert seen == {(False, False), (True, False)} | ({(False, True), (True, True)} if in_turns else set())
 
 
@@ -424,7 +426,7 @@ def sums(
     lengths = None if n_keys is None else torch.tensor([n_keys], dtype=torch.int32)
     tensors, lse = AttentionTensors(q, k, v, 0.1, seq_lens=lengths), torch.zeros(1, h, sq)
     gradients = AttentionGradients(*(torch.full_like(x, float("nan")) for x in (q, k, v)))
-    backward = bwd_launch.Sm90Backward(problem, tensors, bwd_configs.config_of(problem), lse, gradients.dq)
+    backward = bwd_launch.Sm90Backward(problem, tensors, bwd_configs.select_config(problem), lse, gradients.dq)
     with pytest.MonkeyPatch.context() as monkeypatch:
         interpret_backward(monkeypatch, seed=seed, interleave=at_once, kernels=kernels, fixed_order=True)
         for launch in backward.launches(out, dout, None, None, gradients):
@@ -446,7 +448,7 @@ def test_deterministic(sizes: tuple[Any, ...]) -> None:
 
 
 def test_deterministic_with_a_group_divided(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bwd_parts, "parts_of", lambda problem, *_: problem.heads_q // problem.heads_kv)
+    monkeypatch.setattr(bwd_partials, "count_subgroups", lambda problem, *_: problem.heads_q // problem.heads_kv)
     first, other = (sums(DETERMINISTIC["full"], seed) for seed in (0, 5))
     assert first[0].count_nonzero()
     assert all(torch.equal(x, y) for x, y in zip(first, other, strict=True))
@@ -495,14 +497,14 @@ def test_turns_where_blocks_end_or_begin(seqlen_q: int, seqlen_k: int, n_keys: i
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_parts_of_the_workspace_are_aligned(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where blocks of queries are odd in number: Triton compiles a kernel again for an address that is not."""
-    monkeypatch.setattr(bwd_parts, "parts_of", lambda *_: 3)
+    monkeypatch.setattr(bwd_partials, "count_subgroups", lambda *_: 3)
     problem = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", 1, 3, 1, 64, 64, 64, 64)
     problem = problem.replace(deterministic=deterministic)
     q, lse = torch.zeros(1, 3, 64, 64, dtype=torch.bfloat16), torch.zeros(1, 3, 64)
-    config = bwd_configs.config_of(problem)
+    config = bwd_configs.select_config(problem)
     backward = bwd_launch.Sm90Backward(problem, AttentionTensors(q, q[:, :1], q[:, :1], 1.0), config, lse, q)
     memory = [backward.dq, backward.statistics, backward.counter, backward.counts, backward.semaphores]
-    memory += backward.dk_dv_parts
+    memory += backward.dk_dv_partials
     assert [x.storage_offset() % 4 for x in memory if x is not None] == [0] * (6 + deterministic)
 
 
@@ -511,13 +513,13 @@ def test_parts_of_the_workspace_are_aligned(deterministic: bool, monkeypatch: py
 ])  # fmt: skip
 def test_calls_can_be_repeated_past_the_launcher(changes: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """What repeats a launch for other addresses (`runtime/passes.py`) takes kernels whose tensors come first only."""
-    monkeypatch.setattr(bwd_parts, "parts_of", lambda problem, *_: problem.heads_q // problem.heads_kv)
+    monkeypatch.setattr(bwd_partials, "count_subgroups", lambda problem, *_: problem.heads_q // problem.heads_kv)
     problem = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", 1, 2, 2, 64, 64, 64, 64).replace(**changes)
     problem = problem.replace(head_dim_v=problem.head_dim)
     q, k, v, out, dout, dq, dk, dv = (torch.zeros(1, 2, 64, problem.head_dim).bfloat16() for _ in range(8))
     lengths = torch.tensor([64], dtype=torch.int32) if problem.seq_lens else None
     tensors, lse = AttentionTensors(q, k, v, 1.0, seq_lens=lengths), torch.zeros(1, 2, 64)
-    backward = bwd_launch.Sm90Backward(problem, tensors, bwd_configs.config_of(problem), lse, dq)
+    backward = bwd_launch.Sm90Backward(problem, tensors, bwd_configs.select_config(problem), lse, dq)
     for launch in backward.launches(out, dout, None, None, AttentionGradients(dq, dk, dv)):
         handed_on = {name for name, x in launch.arguments.items() if type(x) not in (int, float)}
         # Whose address is nothing: the replay could not tell where it lies.
@@ -525,7 +527,7 @@ def test_calls_can_be_repeated_past_the_launcher(changes: dict, monkeypatch: pyt
         assert set(launch.kernel.arg_names[: len(handed_on)]) == handed_on
 
 
-@pytest.mark.parametrize("lost", ["wait_for_turn", "wait_for_stores", "end_turn"])
+@pytest.mark.parametrize("lost", ["wait_until_equal", "wait_for_stores", "increment_semaphore"])
 def test_all_parts_of_a_turn_are_needed(lost: str, tmp_path: Path) -> None:
     source, count = re.subn(rf"^( +){lost}\(.*\)$", r"\1pass", kernel_source("hopper.bwd"), flags=re.MULTILINE)
     assert count == 1
@@ -562,9 +564,9 @@ def test_what_it_refuses(words: str) -> None:
 def test_which_kernel_takes_which_heads(d: int, dv: int, softcap: float, columns: int) -> None:
     """Also where another one would be right, but slower."""
     problem = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", 1, 4, 4, 512, 512, d, dv)
-    assert bwd_configs.config_of(problem.replace(softcap=softcap)) == bwd_configs.CONFIGS[columns]
+    assert bwd_configs.select_config(problem.replace(softcap=softcap)) == bwd_configs.CONFIGS[columns]
     in_order = problem.replace(softcap=softcap, deterministic=True)
-    assert bwd_configs.config_of(in_order) == bwd_configs.CONFIGS[256 if columns == 192 else columns]
+    assert bwd_configs.select_config(in_order) == bwd_configs.CONFIGS[256 if columns == 192 else columns]
 
 
 @pytest.mark.parametrize("boxes", range(2, 5))
@@ -585,7 +587,7 @@ def test_programs_stay_where_blocks_of_keys_are_many(
     q, do, k, v = (
         torch.zeros(1, 2, s, d).bfloat16() for s, d in ((64, head_dim), (64, 128), (260, head_dim), (260, 128))
     )
-    tensors, config = AttentionTensors(q, k, v, 1.0), bwd_configs.config_of(problem)
+    tensors, config = AttentionTensors(q, k, v, 1.0), bwd_configs.select_config(problem)
     grids = []
     for count in (3, 7):
         monkeypatch.setattr(bwd_launch, "multiprocessors", lambda device, count=count: count)
@@ -708,21 +710,21 @@ def test_inputs_that_32_bits_do_not_count_the_steps_of(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("mask", ["left", "right", "both", "none", "left, in order"])
 def test_which_blocks_of_queries_a_program_visits(mask: str) -> None:
     """All that see one of its keys, no block before or behind them, and without a mask all that need none."""
-    block_m, block_n, in_order = 16, 32, mask.endswith("in order")
+    blocks, in_order = (16, 32), mask.endswith("in order")
     has_left, has_right = mask.startswith(("left", "both")), mask in ("right", "both")
-    cases = configurations(block_m, block_n, has_left, has_right, of_keys=True)
+    cases = configurations(*blocks, has_left, has_right, of_keys=True)
     cases = cases[cases[:, 1] > 0]
-    found = hopper_key_block_kernel.run(cases, block_m, block_n, has_left, has_right, in_order)
-    begin, full_begin, full_end, end = found.long().unbind(1)
-    first_key, n_queries, n_keys, left, right = (x.long()[:, None, None] for x in cases.unbind(1))
-    rows = torch.arange(int(cases[:, 1].max()) // block_m * block_m + block_m)[:, None]
-    keys = first_key + torch.arange(block_n)
-    seen = sees(rows, keys, n_keys - n_queries, left, right) & (keys < n_keys)
-    exists = (rows < n_queries).squeeze(-1).unflatten(1, (-1, block_m))
-    visible = (seen.any(-1).unflatten(1, (-1, block_m)) & exists).any(-1)  # [cases, blocks of queries]
-    whole = (seen.all(-1).unflatten(1, (-1, block_m)) | ~exists).all(-1) & exists.any(-1)
-    blocks = torch.arange(visible.shape[1])
-    assert bool(((begin <= full_begin) & (full_begin <= full_end) & (full_end <= end)).all())
-    assert torch.equal((begin[:, None] <= blocks) & (blocks < end[:, None]), visible)
-    full = (full_begin[:, None] <= blocks) & (blocks < full_end[:, None])
-    assert torch.equal(full, torch.zeros_like(whole) if in_order else whole)
+    found = hopper_key_block_kernel.run(cases, *blocks, has_left, has_right, in_order) * blocks[0]
+    check(found, cases, True, blocks, True)
+    ends = cases[:, 0] + blocks[1] > cases[:, 2]  # keys beyond the end need a mask
+    assert torch.equal(found[ends, 1], found[ends, 2])
+    assert check(found[~ends], cases[~ends], True, blocks, True) != in_order
+
+
+@pytest.mark.parametrize("mask", ["left", "right", "both", "none"])
+def test_which_blocks_of_keys_a_tile_visits(mask: str) -> None:
+    """All that one of its queries sees. Behind the n_right and n_left ones of `block_order` none needs a mask."""
+    blocks, has_left, has_right = (16, 32), mask in ("left", "both"), mask in ("right", "both")
+    cases = configurations(*blocks, has_left, has_right, of_keys=False)
+    found = hopper_key_block_kernel.run_tiles(cases, *blocks, has_left, has_right) * blocks[1]
+    check(found, cases, False, blocks, False)

@@ -26,7 +26,7 @@ ONE = Sm90Config(1, 64, 4, True, 232, 24, fixed_max=True)
 THREE = replace(TWO, consumers=3)
 TURNS = {"persistent": True, "pingpong": True, "scheduler": "dynamic"}
 DYNAMIC = replace(TWO, persistent=True, scheduler="dynamic")
-DIRECT = {"own_o": False, "direct": True}
+DIRECT = {"separate_o_buffer": False, "store_from_registers": True}
 WIDE = {**DIRECT, "pingpong": True, "pairs": True}  # as the table has it at 192
 Q_192 = {**WIDE, "q_in_registers": 2}
 
@@ -81,14 +81,20 @@ CASES = [
     (case("window_seq_lens", batch=2, seqlen_q=200, seq_lens=(190, 33), window=(50, 0)), THREE),
     (case("d96", head_dim=96, causal=True), TWO),
     (case("d40", head_dim=40, layout="bshd"), TWO),
-    (case("d192", head_dim=192, causal=True), replace(TWO, stages=3, own_o=False, pingpong=True)),
+    (case("d192", head_dim=192, causal=True), replace(TWO, stages=3, separate_o_buffer=False, pingpong=True)),
     (case("d136", head_dim=136), TWO),
-    (case("d192_128", head_dim=192, head_dim_v=128, causal=True), replace(TWO, own_o=False, persistent=True)),
+    (
+        case("d192_128", head_dim=192, head_dim_v=128, causal=True),
+        replace(TWO, separate_o_buffer=False, persistent=True),
+    ),
     (case("d96_boxes", head_dim=96, causal=True, layout="bshd"), replace(TWO, box_columns=32)),
-    (case("d80_boxes", head_dim=80, dtype="float16"), replace(TWO, box_columns=32, own_o=False, persistent=True)),
-    (case("d160_boxes", head_dim=160), replace(TWO, box_columns=32, own_o=False)),
-    (case("d224_boxes", head_dim=224, seqlen_k=100), replace(TWO, box_columns=32, own_o=False)),
-    (case("d192_128_full", head_dim=192, head_dim_v=128), replace(TWO, own_o=False)),
+    (
+        case("d80_boxes", head_dim=80, dtype="float16"),
+        replace(TWO, box_columns=32, separate_o_buffer=False, persistent=True),
+    ),
+    (case("d160_boxes", head_dim=160), replace(TWO, box_columns=32, separate_o_buffer=False)),
+    (case("d224_boxes", head_dim=224, seqlen_k=100), replace(TWO, box_columns=32, separate_o_buffer=False)),
+    (case("d192_128_full", head_dim=192, head_dim_v=128), replace(TWO, separate_o_buffer=False)),
     (packed("d96_64_boxes", (150, 40), (70, 20), head_dim=96, head_dim_v=64), replace(TWO, box_columns=32)),
     (case("d192_64", head_dim=192, head_dim_v=64, seq_lens=(99,)), TWO),
     (case("d64_192", head_dim=64, head_dim_v=192), TWO),
@@ -98,7 +104,7 @@ CASES = [
     (case("pingpong_three", seqlen_q=400, causal=True), replace(THREE, persistent=True, pingpong=True)),
     (case("one", seqlen_k=300, causal=True), ONE),
     (packed("one_packed", (64, 70, 3), (100, 2, 64)), replace(ONE, stages=2)),
-    (case("one_192", head_dim=192, head_dim_v=128, softcap=9.0), replace(ONE, own_o=False)),
+    (case("one_192", head_dim=192, head_dim_v=128, softcap=9.0), replace(ONE, separate_o_buffer=False)),
     (case("pairs", causal=True), replace(TWO, pairs=True)),
     (case("pairs_float16", dtype="float16", seqlen_k=500, head_dim=128), replace(TWO, pairs=True, block_n=128)),
     (case("pairs_three", seqlen_q=400, seqlen_k=450, causal=True), replace(THREE, pairs=True, **TURNS)),
@@ -148,7 +154,7 @@ CASES = [
     (case("direct_lens", seq_lens=(130,)), replace(DYNAMIC, **DIRECT)),
     (
         case("q_in_registers_256", seqlen_q=300, head_dim=256),
-        replace(DYNAMIC, box_columns=64, q_in_registers=2, own_o=False),
+        replace(DYNAMIC, box_columns=64, q_in_registers=2, separate_o_buffer=False),
     ),
     (case("skip_masked", heads=3, seqlen_q=400, seqlen_k=450, causal=True), THREE),
     (
@@ -169,7 +175,7 @@ CASES = [
     # The last sample has four blocks of keys, and a tile beyond its end.
     (case("dynamic_seq_lens", batch=3, seqlen_q=300, seqlen_k=300, seq_lens=(1, 300, 200), causal=True), DYNAMIC),
     (case("dynamic_window", seqlen_q=400, seqlen_k=400, window=(70, 0)), replace(DYNAMIC, pingpong=True)),
-    (case("dynamic_one_tile", heads=1, seqlen_q=128, head_dim=192), replace(DYNAMIC, own_o=False)),
+    (case("dynamic_one_tile", heads=1, seqlen_q=128, head_dim=192), replace(DYNAMIC, separate_o_buffer=False)),
     (case("dynamic_turns", seqlen_q=300, causal=True), replace(DYNAMIC, pingpong=True)),
     (case("sinks_causal", heads=4, heads_kv=2, sinks=True, causal=True, seqlen_k=300), TWO),
     (case("sinks_no_keys", sinks=True, window=(-1, 0), seqlen_q=200, seqlen_k=70, dtype="float16"), TWO),

@@ -57,8 +57,8 @@ CASES = [
         case("d96", sm_scale=FAR, head_dim=96, causal=True, seqlen_q=200),
         replace(TWO, box_columns=32, pairs=True),
     ),
-    (case("d192_128", sm_scale=FAR, head_dim=192, head_dim_v=128), replace(TWO, own_o=False)),
-    (case("d256", sm_scale=FAR, head_dim=256), replace(DYNAMIC, own_o=False, direct=True)),
+    (case("d192_128", sm_scale=FAR, head_dim=192, head_dim_v=128), replace(TWO, separate_o_buffer=False)),
+    (case("d256", sm_scale=FAR, head_dim=256), replace(DYNAMIC, separate_o_buffer=False, store_from_registers=True)),
     (case("turns", sm_scale=FAR, seqlen_q=400, seqlen_k=300), replace(THREE, persistent=True, pingpong=True)),
     (case("float16", sm_scale=FAR, dtype="float16"), TWO),
 ]

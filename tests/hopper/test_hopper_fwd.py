@@ -108,18 +108,18 @@ def test_buffers_fit_shared_memory(head_dim: int, head_dim_v: int, features: dic
     """And out has buffers of its own, fits where Q was or needs none."""
     case = problem(head_dim=head_dim, head_dim_v=head_dim_v, **features)
     for length, queries in ((1024, 4096), (4096, 4096), (512, 128)):
-        config = hopper_configs.config_of(case.replace(seqlen_k=length, seqlen_q=queries))
-        width, boxes = hopper_configs.boxes_of(head_dim, head_dim_v, config.box_columns)
-        width_v, boxes_v = hopper_configs.boxes_of(head_dim_v, head_dim, config.box_columns)
+        config = hopper_configs.select_config(case.replace(seqlen_k=length, seqlen_q=queries))
+        width, boxes = hopper_configs.box_layout(head_dim, head_dim_v, config.box_columns)
+        width_v, boxes_v = hopper_configs.box_layout(head_dim_v, head_dim, config.box_columns)
         columns, columns_v = width * boxes, width_v * boxes_v
         assert columns >= head_dim and columns_v >= head_dim_v
         rows = config.consumers * hopper_configs.CONSUMER_ROWS
         size = rows * columns + config.stages * config.block_n * (columns + columns_v) // 2
-        if config.own_o:
+        if config.separate_o_buffer:
             size += rows * columns_v
-        elif not config.direct:  # out goes where Q was
+        elif not config.store_from_registers:  # out goes where Q was
             assert (width_v, boxes_v <= boxes) == (width, True)
-        exchanged = 2048 * config.consumers if config.direct else 0
+        exchanged = 2048 * config.consumers if config.store_from_registers else 0
         assert 2 * size + exchanged + 1024 <= 232448
         assert hopper_configs.has_one_ring(case, config.box_columns) or config.stages % 2 == 0
 
@@ -127,8 +127,8 @@ def test_buffers_fit_shared_memory(head_dim: int, head_dim_v: int, features: dic
 @pytest.mark.parametrize("changes", [{"seqlen_q": 1024, "batch": 1}, {"seqlen_q": 64, "batch": 64}], ids=str)
 def test_small_grids_have_small_tiles(changes: dict) -> None:
     """128 tiles of 128 queries leave multiprocessors idle, and 64 queries do not fill one."""
-    assert hopper_configs.config_of(problem()).consumers == 2
-    assert hopper_configs.config_of(problem(**changes)).consumers == 1
+    assert hopper_configs.select_config(problem()).consumers == 2
+    assert hopper_configs.select_config(problem(**changes)).consumers == 1
 
 
 def test_every_head_dim_has_a_row_for_every_length() -> None:
@@ -146,7 +146,7 @@ def test_a_sequence_ends_where_its_descriptor_does(layout: str, columns: int) ->
     sizes = {"b": batch, "h": heads, "s": rows, "d": columns}
     x = torch.empty([sizes[c] for c in layout]).permute([layout.index(c) for c in "bhsd"])
     box = boxes.ragged_descriptor(x, "bhsd", 64, 64)
-    sample_steps, row_steps = boxes.steps_of(x, "bhsd")
+    sample_steps, row_steps = boxes.descriptor_steps(x, "bhsd")
     for b, h, row, length in ((0, 0, 0, 50), (2, 1, 7, 8), (1, 1, 49, 50), (2, 0, 0, 1)):
         end = b * sample_steps + length * row_steps
         coordinates = (hopper_configs.ROW_BOUND, end, h, hopper_configs.ROW_BOUND - length + row, 5)
@@ -178,7 +178,7 @@ def test_packed_tiles_cover_every_row_once(rows: int) -> None:
         begins = [sum(lengths[:b]) for b in range(len(lengths) + 1)]
         size = {"batch": len(lengths), "total_q": begins[-1], "total_k": begins[-1], "heads_q": 4}
         config = hopper_configs.Sm90Config(rows // 64, 128, 4, True, 240, 24)
-        stages = hopper_configs.tiles_of(problem(layout=VARLEN, **size), config) // 4
+        stages = hopper_configs.count_tiles(problem(layout=VARLEN, **size), config) // 4
         seen = set()
         for stage in range(stages):
             b = max(sum(begins[i] // rows + i <= stage for i in range(len(lengths))) - 1, 0)
@@ -217,12 +217,12 @@ def test_programs_have_room_for_all_their_tile_infos(
     for changes in masks:
         size = {"head_dim": head_dim, "head_dim_v": head_dim, "seqlen_q": seqlen, "seqlen_k": seqlen, "batch": batch}
         some = problem(**{"window_right": 0, **size, **changes})
-        config = hopper_configs.config_of(some)
+        config = hopper_configs.select_config(some)
         if not config.persistent:
             continue
-        assert hopper_configs.tile_infos_of(config) == hopper_configs.MAX_TILE_INFOS
-        tiles = hopper_configs.tiles_of(some, config)
-        programs = hopper_configs.grid_of(some, config, torch.device("cpu"))
+        assert hopper_configs.tile_info_count(config) == hopper_configs.MAX_TILE_INFOS
+        tiles = hopper_configs.count_tiles(some, config)
+        programs = hopper_configs.grid_size(some, config, torch.device("cpu"))
         assert -(-tiles // programs) < hopper_configs.MAX_TILE_INFOS
 
 
@@ -287,9 +287,9 @@ def test_programs_draw_tiles_in_graphs_and_on_streams_side_by_side(monkeypatch: 
     from diyfa.backends.cuda.hopper import fwd as hopper_fwd
 
     def dynamic(problem: AttentionProblem) -> hopper_configs.Sm90Config:
-        return replace(hopper_configs.config_of(problem), persistent=True, scheduler="dynamic")
+        return replace(hopper_configs.select_config(problem), persistent=True, scheduler="dynamic")
 
-    monkeypatch.setattr(hopper_fwd, "config_of", dynamic)
+    monkeypatch.setattr(hopper_fwd, "select_config", dynamic)
     q, k, v = (torch.randn(4, 16, 2048, 128, device="cuda").bfloat16() for _ in range(3))
 
     def call() -> torch.Tensor:

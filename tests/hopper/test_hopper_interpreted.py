@@ -30,9 +30,9 @@ pytestmark = pytest.mark.skipif(not is_interpreting(), reason="CPU tensors are r
 
 def config(head_dim: int, consumers: int = 2, **changes) -> Sm90Config:
     """As in the table, with as few buffers as the schedule can do with: nothing waits in vain with many."""
-    block_n, stages, own_o = {64: (128, 4, True), 128: (128, 4, True), 256: (64, 4, False)}[head_dim]
+    block_n, stages, separate_o_buffer = {64: (128, 4, True), 128: (128, 4, True), 256: (64, 4, False)}[head_dim]
     registers = (240, 24) if consumers == 2 else (160, 32)
-    return replace(Sm90Config(consumers, block_n, stages, own_o, *registers, fixed_max=True), **changes)
+    return replace(Sm90Config(consumers, block_n, stages, separate_o_buffer, *registers, fixed_max=True), **changes)
 
 
 def case(name: str, **changes) -> AttentionCase:
@@ -51,8 +51,11 @@ CASES = {
     "negative_scale": (case("negative_scale", sm_scale=-0.2, causal=True), config(64)),
     "zero_scale": (case("zero_scale", sm_scale=0.0), config(64)),
     "three_consumers": (case("three_consumers", seqlen_q=200), config(64, 3, persistent=True)),
-    "direct": (case("direct", seqlen_q=260), config(64, own_o=False, direct=True, persistent=True)),
-    "shared_o": (case("shared_o", seqlen_q=260), config(64, own_o=False, persistent=True)),
+    "direct": (
+        case("direct", seqlen_q=260),
+        config(64, separate_o_buffer=False, store_from_registers=True, persistent=True),
+    ),
+    "shared_o": (case("shared_o", seqlen_q=260), config(64, separate_o_buffer=False, persistent=True)),
     "two_stages": (case("two_stages", seqlen_q=260), config(64, stages=2, persistent=True)),
     "odd_stages": (case("odd_stages", seqlen_q=260), config(64, stages=3, persistent=True)),
     "pingpong": (case("pingpong", seqlen_q=260), config(64, stages=8, persistent=True, pingpong=True)),
@@ -94,7 +97,7 @@ SCHEDULED = case("scheduled", heads=3, heads_kv=1, seqlen_q=300, seqlen_k=300, c
 
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3))])
-@pytest.mark.parametrize("changes", [{}, {"own_o": False}, {"pingpong": True}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"separate_o_buffer": False}, {"pingpong": True}], ids=str)
 def test_tiles_drawn_by_programs_side_by_side(changes: dict, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every tile once, whoever is faster, and the counter is left as the next launch needs it."""
     monkeypatch.setattr(tile_counter, "_counters", {})
@@ -112,7 +115,7 @@ SMALL = case("small", heads=1, heads_kv=1, batch=2, seqlen_q=256, seqlen_k=384)
 
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(n, marks=pytest.mark.slow) for n in range(4, 12))])
 @pytest.mark.parametrize(
-    "changes", [{}, {"own_o": False}, {"pingpong": True}, {"stages": 2}, {"box_columns": 32}], ids=str
+    "changes", [{}, {"separate_o_buffer": False}, {"pingpong": True}, {"stages": 2}, {"box_columns": 32}], ids=str
 )
 def test_every_interleaving(changes: dict, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     interpret(monkeypatch, config(64, persistent=True, **changes), seed)
@@ -160,10 +163,10 @@ MUTANTS = {
         {},
     ),
     "Q is released although out follows it there": (
-        r"if \(config\.OWN_O or config\.DIRECT\) and config\.Q_IN_REGISTERS < config\.BOXES:  # the last",
-        "if True:  #",
+        r"if \(config\.SEPARATE_O_BUFFER or config\.STORE_FROM_REGISTERS\) and config\.Q_IN_REGISTERS < config\.BOXES:",
+        "if True:",
         KernelBug,
-        {"own_o": False},
+        {"separate_o_buffer": False},
     ),
     "out is overwritten while it leaves": (
         r"( +)tma\.store_wait\(0\)\n( +for run in gl\.static_range\(.*\n +by_row = )",
@@ -235,7 +238,7 @@ DYNAMIC_MUTANTS = {
     "leaving orders nothing": (r'sem="acq_rel"', 'sem="relaxed"', Race),
     "no lane but the first has the number that is drawn": (
         r"number = gl\.inline_asm[^)]*\)",
-        "number = drawn",
+        "number = drawn_number",
         InvalidOperand,
     ),
     "a tile info replaces one that nobody has read": (
@@ -249,7 +252,7 @@ DYNAMIC_MUTANTS = {
         r"\2\1",
         KernelBug,
     ),
-    "a tile info is read twice": (r"(turn \+= 1\n.*\n.*tile_infos\.read\()turn", r"\1turn - 1", KernelBug),
+    "a tile info is read twice": (r"(slot \+= 1\n.*\n.*tile_infos\.read\()slot", r"\1slot - 1", KernelBug),
 }
 
 

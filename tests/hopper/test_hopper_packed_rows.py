@@ -27,7 +27,7 @@ DYNAMIC = Sm90Config(2, 64, 4, True, 240, 24, persistent=True, scheduler="dynami
 CONFIGS = {
     "one": (ONE, 64),
     "persistent": (DYNAMIC, 64),
-    "direct": (replace(DYNAMIC, own_o=False, direct=True), 192),
+    "direct": (replace(DYNAMIC, separate_o_buffer=False, store_from_registers=True), 192),
 }
 
 

@@ -28,7 +28,7 @@ from diyfa.testing import AttentionCase, assert_within_budget, attention_functio
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = pytest.mark.skipif(not is_interpreting() and not ON_HOPPER, reason="neither interpreter nor sm_90 GPU")
 
-DIRECT = replace(DYNAMIC, own_o=False, direct=True)
+DIRECT = replace(DYNAMIC, separate_o_buffer=False, store_from_registers=True)
 RUNNING = replace(TWO, fixed_max=False)
 # Blocks are of 64 keys, and the first and the last are seen first: these places are in blocks that follow.
 EARLY, MIDDLE, LATE = 0.25, 0.5, 0.7
@@ -98,7 +98,7 @@ CASES = [
             (96, 0, replace(TWO, box_columns=32, pairs=True)),
             (128, 0, replace(TWO, pairs=True)),
             (192, 0, replace(DIRECT, pairs=True)),
-            (192, 128, replace(TWO, own_o=False)),
+            (192, 128, replace(TWO, separate_o_buffer=False)),
             (256, 0, DIRECT),
         )
     ),

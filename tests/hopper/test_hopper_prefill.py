@@ -63,9 +63,12 @@ CASES = {
     "128_wide_boxes": (case("128_wide_boxes", 170, 20, head_dim=128, page_size=32), replace(PLAIN, stages=3)),
     "192_128": (
         case("192_128", 90, 20, head_dim=192, head_dim_v=128, page_size=32, heads=1),
-        replace(PLAIN, own_o=False, direct=True),
+        replace(PLAIN, separate_o_buffer=False, store_from_registers=True),
     ),
-    "256": (case("256", 90, head_dim=256, page_size=16, heads=1), replace(PLAIN, own_o=False, direct=True)),
+    "256": (
+        case("256", 90, head_dim=256, page_size=16, heads=1),
+        replace(PLAIN, separate_o_buffer=False, store_from_registers=True),
+    ),
     "window": (case("window", 260, 40, window=(50, 9), causal=False, page_size=16), PERSISTENT),
     "features": (
         case("features", 200, 0, 40, page_size=64, softcap=3.0, alibi="bh", sinks=True, by="used", lens_q=(130, 3, 9)),

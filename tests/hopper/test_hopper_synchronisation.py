@@ -54,7 +54,7 @@ HARMLESS = (
 # Two tiles for the one program and three blocks of keys: long enough for every buffer to be used again.
 SMALL = AttentionCase("small", 1, 1, seqlen_q=256, seqlen_k=384, head_dim=64, dtype="bfloat16")
 PLAIN = Sm90Config(
-    2, 128, 4, own_o=True, consumer_registers=240, producer_registers=24, persistent=True, fixed_max=True
+    2, 128, 4, separate_o_buffer=True, consumer_registers=240, producer_registers=24, persistent=True, fixed_max=True
 )
 DYNAMIC = replace(PLAIN, scheduler="dynamic", stages=8)
 OVERFLOWN = replace(SMALL, sm_scale=30.0)  # tiles that the fallback computes again
@@ -63,14 +63,14 @@ SKIPPING = replace(PLAIN, pingpong=True, block_n=64)
 CONFIGS = (
     (PLAIN, SMALL),
     (replace(PLAIN, fixed_max=False), SMALL),
-    (replace(PLAIN, own_o=False), SMALL),
+    (replace(PLAIN, separate_o_buffer=False), SMALL),
     (replace(PLAIN, pingpong=True), SMALL),
     (DYNAMIC, SMALL),
     (SKIPPING, replace(SMALL, causal=True)),
     (replace(PLAIN, q_in_registers=1), SMALL),
     (PLAIN, CacheCase("pages", (300,), 128, head_dim=64, heads=1, dtype="bfloat16", page_size=64, causal=False)),
     (PLAIN, OVERFLOWN),
-    (replace(PLAIN, pingpong=True, own_o=False), OVERFLOWN),
+    (replace(PLAIN, pingpong=True, separate_o_buffer=False), OVERFLOWN),
 )
 
 

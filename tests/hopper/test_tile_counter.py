@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from diyfa.backends.cuda.gluon import tile_counter
-from diyfa.backends.cuda.gluon.tile_counter import counter_of
+from diyfa.backends.cuda.gluon.tile_counter import launch_counter
 
 
 @pytest.fixture(autouse=True)
@@ -16,30 +16,30 @@ def no_counters(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_launches_on_one_stream_share_a_counter() -> None:
     x = torch.zeros(1)
-    counter = counter_of(x)
+    counter = launch_counter(x)
     assert counter.dtype == torch.int32 and counter.tolist() == [0, 0]
-    assert counter_of(x) is counter
+    assert launch_counter(x) is counter
 
 
 def test_each_launch_in_a_graph_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.zeros(1)
-    kept = counter_of(x)
+    kept = launch_counter(x)
     monkeypatch.setattr(tile_counter, "_is_capturing", lambda x: True)
-    first, second = counter_of(x), counter_of(x)
+    first, second = launch_counter(x), launch_counter(x)
     assert len({kept.data_ptr(), first.data_ptr(), second.data_ptr()}) == 3
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: streams and graphs")
 def test_streams_and_graphs_do_not_share() -> None:
     x = torch.zeros(1, device="cuda")
-    here = counter_of(x)
+    here = launch_counter(x)
     with torch.cuda.stream(torch.cuda.Stream()):
-        other = counter_of(x)
-        assert counter_of(x) is other
+        other = launch_counter(x)
+        assert launch_counter(x) is other
     assert other.data_ptr() != here.data_ptr() and other.tolist() == [0, 0]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = counter_of(x)
+        captured = launch_counter(x)
         captured += 1
     for _ in range(2):
         graph.replay()

@@ -63,5 +63,5 @@ def test_info_shows_it() -> None:
     assert [row["client"] for row in rows] == CLIENTS
     assert rows[0]["installed"] == version("torch") and not rows[0]["on"] and rows[0]["calls"] == {}
     assert rows[0]["switched_on_by"] == "use_in_pytorch"
-    printed = info()
+    printed = info("--all")
     assert "inside other software" in printed and "use_in_transformers()" in printed

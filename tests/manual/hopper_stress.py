@@ -135,7 +135,7 @@ def call(
     problem = AttentionProblem("cuda", "sm_90", str(dtype)[6:], layout, *size, d, dv, **common)
     large = compiled.random() < 0.7  # as if all grids were large: their configs
     hopper_configs.FULL_GPU = 0 if large else 1 << 30
-    config = hopper_configs.config_of(problem)
+    config = hopper_configs.select_config(problem)
     if kind == "config":
         config = replace(config, **compiled.choice(changes_of(d, config.consumers)))
     elif kind in ("packed", "seq_lens", "window", "causal", "tiles") and compiled.random() < 0.5:

@@ -239,7 +239,7 @@ def test_every_tile_of_the_table_is_compiled(target: str) -> None:
         if key.cores:  # a row for chips with so many cores: one of them has to be compiled for
             assert any(spec and (spec.arch, spec.cube_cores) == (key.family, key.cores) for spec in specs.values()), key
         elif (key.family is NPUArch.A5) == (target == A5):
-            tile = configs.ATTENTION_TILES[configs._own(key, specs[target])]
+            tile = configs.ATTENTION_TILES[configs._chip_key(key, specs[target])]
             kernel = "v2" if key.kernel == "fwd" else key.kernel
             head_dim = configs.widest_head_dim(key)
             assert (kernel, key.width, head_dim, f"{tile.block_m}x{tile.block_n}") in compiled, key

@@ -138,14 +138,14 @@ def test_merged_outputs(name: str) -> None:
     from diyfa.backends.npu.attention.merge import merge
 
     case = MERGE_CASES[name]._replace(layout="bhsd")
-    out, lse, part, part_lse = case.tensors()
+    out, lse, partial, partial_lse = case.tensors()
     rows = slice(case.first, case.first + case.rows)
-    own, own_lse = out[:, :, rows], lse[..., rows]
-    expected, expected_lse = joined(own, own_lse, part, part_lse)
+    target, target_lse = out[:, :, rows], lse[..., rows]
+    expected, expected_lse = joined(target, target_lse, partial, partial_lse)
     with compiled_on_cpu() as log:
-        merge("Ascend910B3", own, own_lse, part, part_lse)
-    torch.testing.assert_close(own.double(), expected, rtol=4e-6, atol=4e-6, equal_nan=True)
-    torch.testing.assert_close(own_lse.double(), expected_lse, rtol=5e-7, atol=4e-6, equal_nan=True)
+        merge("Ascend910B3", target, target_lse, partial, partial_lse)
+    torch.testing.assert_close(target.double(), expected, rtol=4e-6, atol=4e-6, equal_nan=True)
+    torch.testing.assert_close(target_lse.double(), expected_lse, rtol=5e-7, atol=4e-6, equal_nan=True)
     assert out[:, :, : case.first].isnan().all() and lse[..., : case.first].isnan().all()
     assert log.launches == ["_merge_kernel"] and not log.races, "\n".join(log.races)
 

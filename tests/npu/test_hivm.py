@@ -87,7 +87,7 @@ def test_what_fits_no_slice() -> None:
         (576, "float32", 512, 64),
         (512, "bfloat16", 512, 0),
     ):
-        assert compat.cut_columns(head_dim, configs.widest_product(dtype)) == {"BLOCK_D": first, "REST": rest}
+        assert compat.split_columns(head_dim, configs.widest_product(dtype)) == {"BLOCK_D": first, "BLOCK_D_TAIL": rest}
     assert configs.widest_product("float16") == configs.HEAD_DIM_CLASSES[-1]
     product = MatmulProblem("npu", A2, "float16", "float16", "float32", 4096, 4096, 4096)
     assert configs.matmul_fits(configs.MatmulTile(16, 1024, 16), product)

@@ -69,8 +69,8 @@ FEATURES = [
          dropout_p=0.2),
     case("everything", "bfloat16", batch=2, heads=4, heads_kv=2, bias="hqk", seq_lens=(90, 130), alibi="h", sinks=True,
          window=(40, 3), softcap=5.0, dropout_p=0.2),
-    # Heads whose float32 gradients have more columns than one product: two tiles of columns each (compat.cut_columns),
-    # of which the second may be padded.
+    # Heads whose float32 gradients have more columns than one product: two tiles of columns each
+    # (compat.split_columns), of which the second may be padded.
     case("mla", "float32", heads_kv=1, seqlen_q=40, seqlen_k=70, head_dim=576, head_dim_v=512, causal=True),
     case("padded", "float32", batch=2, heads=1, seqlen_q=40, seqlen_k=50, head_dim=521, head_dim_v=40,
          seq_lens=(50, 23)),

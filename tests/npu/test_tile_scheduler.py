@@ -18,16 +18,16 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 import triton.language as tl
 
 from diyfa.backends.npu.attention.primitives import (
+    count_tasks,
     key_range,
+    locate_task,
+    rounds_before,
     row_range,
-    sequence,
-    task_in,
-    task_of,
-    tasks_of,
-    turns_before,
+    sequence_info,
+    task_in_round,
 )
 from diyfa.backends.npu.runtime.compat import Constants, kernel
-from diyfa.backends.npu.runtime.launch import heads_together
+from diyfa.backends.npu.runtime.launch import heads_per_group
 from diyfa.backends.npu.tables.configs import attention_tile
 from diyfa.problem import AttentionProblem
 
@@ -42,13 +42,13 @@ class ScheduleConstants(Constants):
     has_right: bool
     seq_lens: bool
     varlen: bool
-    turns: int  # of a sample, at most
+    max_rounds: int  # of a sample, at most
 
 
 @kernel
 def schedule_kernel(
     seq_lens_ptr, cu_seqlens_ptr, taken_ptr, steps_ptr,
-    batch, heads, seqlen_q, seqlen_k, total, together, most, window_left, window_right,
+    batch, heads, seqlen_q, seqlen_k, total, heads_in_parallel, max_blocks, window_left, window_right,
     c: tl.constexpr,
 ):  # fmt: skip
     """taken[program, b, h, block] counts how often a program takes a block, steps[b, h, block] the tiles of scores that
@@ -62,22 +62,22 @@ def schedule_kernel(
     first_task = 0
     for sample in range(batch if BY_SAMPLE else 1):
         seqlen = seqlen_k if c.KEYS else seqlen_q
-        blocks, tasks = tasks_of(cu_seqlens_ptr, sample, total, seqlen, batch, heads, BLOCK, c.VARLEN, BY_SAMPLE)
-        turn = turns_before(first_task) + tl.arange(0, c.TURNS)
-        mine = turn < turns_before(first_task + tasks)
-        task = tl.where(mine, task_in(turn) - first_task, 0)
+        blocks, tasks = count_tasks(cu_seqlens_ptr, sample, total, seqlen, batch, heads, BLOCK, c.VARLEN, BY_SAMPLE)
+        round_index = rounds_before(first_task) + tl.arange(0, c.MAX_ROUNDS)
+        is_mine = round_index < rounds_before(first_task + tasks)
+        task = tl.where(is_mine, task_in_round(round_index) - first_task, 0)
         if blocks > 0:
-            b, h, block = task_of(task, sample, blocks, batch, heads, together, BY_SAMPLE, not c.KEYS)
-            _, _, sq, sk = sequence(
+            b, h, block = locate_task(task, sample, blocks, batch, heads, heads_in_parallel, BY_SAMPLE, not c.KEYS)
+            _, _, sq, sk = sequence_info(
                 seq_lens_ptr, cu_seqlens_ptr, cu_seqlens_ptr, sample, seqlen_q, seqlen_k, total, total, c
             )
             if c.KEYS:
                 lo, hi = row_range(block * BLOCK, sq, sk, window_left, window_right, c)
             else:
                 lo, hi = key_range(block * BLOCK, sq, sk, window_left, window_right, c)
-            place = (b * heads + h) * most + block
-            tl.atomic_add(taken_ptr + program * batch * heads * most + place, 1, mask=mine)
-            tl.store(steps_ptr + place, (tl.maximum(hi - lo, 0) + BLOCK_STEP - 1) // BLOCK_STEP, mask=mine)
+            position = (b * heads + h) * max_blocks + block
+            tl.atomic_add(taken_ptr + program * batch * heads * max_blocks + position, 1, mask=is_mine)
+            tl.store(steps_ptr + position, (tl.maximum(hi - lo, 0) + BLOCK_STEP - 1) // BLOCK_STEP, mask=is_mine)
         first_task += tasks
 
 
@@ -139,18 +139,18 @@ def schedule(shape: Shape, name: str, programs: int) -> tuple[torch.Tensor, torc
     block, heads = (tile.block_n, shape.heads_kv) if keys else (tile.block_m, shape.heads)
     sizes = lengths if shape.packed else torch.full((shape.batch,), shape.seqlen_k if keys else shape.seqlen_q)
     exists = torch.arange(-(-int(sizes.max()) // block)) < ((sizes + block - 1) // block)[:, None]
-    most = exists.shape[1]
-    taken = torch.zeros(programs, shape.batch, heads, most, dtype=torch.int32)
-    steps = torch.zeros(shape.batch, heads, most, dtype=torch.int32)
-    turns = -(-shape.batch * heads * most // programs) + 1
+    max_blocks = exists.shape[1]
+    taken = torch.zeros(programs, shape.batch, heads, max_blocks, dtype=torch.int32)
+    steps = torch.zeros(shape.batch, heads, max_blocks, dtype=torch.int32)
+    max_rounds = -(-shape.batch * heads * max_blocks // programs) + 1
     schedule_kernel[(programs,)](
         lengths, cu_seqlens, taken, steps,
-        shape.batch, heads, shape.seqlen_q, shape.seqlen_k, total, heads_together(problem, name), most,
+        shape.batch, heads, shape.seqlen_q, shape.seqlen_k, total, heads_per_group(problem, name), max_blocks,
         shape.left, shape.right,
         ScheduleConstants(
             tile.block_m, tile.block_n, keys,
             causal=shape.right == 0, has_left=shape.left >= 0, has_right=shape.right >= 0,
-            seq_lens=problem.seq_lens, varlen=shape.packed, turns=1 << (turns - 1).bit_length(),
+            seq_lens=problem.seq_lens, varlen=shape.packed, max_rounds=1 << (max_rounds - 1).bit_length(),
         ),
     )  # fmt: skip
     return taken, exists, steps
@@ -161,9 +161,9 @@ def imbalance(taken: torch.Tensor, steps: torch.Tensor) -> float:
     cheapest tasks of as many as some program must take."""
     shares = (taken * steps).sum((1, 2, 3))
     costs = steps[taken.sum(0) > 0].sort().values
-    turns = -(-costs.numel() // taken.shape[0])
-    least = max(shares.float().mean().item(), costs.max().item(), costs[:turns].sum().item())
-    return shares.max().item() / least
+    max_rounds = -(-costs.numel() // taken.shape[0])
+    min_work = max(shares.float().mean().item(), costs.max().item(), costs[:max_rounds].sum().item())
+    return shares.max().item() / min_work
 
 
 @pytest.mark.parametrize(("name", "programs"), CASES)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import diyfa
-from diyfa.backends.npu.tables import asked, configs
+from diyfa.backends.npu.tables import configs, requested
 from diyfa.lab.npu import specs
 from diyfa.problem import KVCacheProblem, Launch
 from diyfa.reference import reference_kvcache
@@ -27,12 +27,12 @@ def tiles(monkeypatch: pytest.MonkeyPatch, npu: torch.device):
     """The module under test, with nothing remembered."""
     module = importlib.import_module("diyfa.backends.npu.runtime.tiles")
     monkeypatch.setattr(module, "_refused", {})
-    monkeypatch.delenv(asked.VARIABLE, raising=False)
+    monkeypatch.delenv(requested.VARIABLE, raising=False)
     monkeypatch.setattr(module.compiler, "compiler_version", lambda: "0.1.0 (e4e2ba9841d1 2026-01-16)")
     return module
 
 
-def shape_of(launch: Launch) -> tuple[int, int]:
+def tile_shape(launch: Launch) -> tuple[int, int]:
     """Query rows and keys of its tile."""
     constants = launch.constants["c"]
     if hasattr(constants, "queries"):  # of a kernel of caches; those for vector cores have no keys
@@ -51,7 +51,7 @@ class Compiler:
         from triton.compiler.errors import MLIRCompilationError
 
         kernel = launch.kernel.__name__.removeprefix("_").removesuffix("_kernel").removeprefix("bwd_")
-        tile = "{}x{}".format(*shape_of(launch))
+        tile = "{}x{}".format(*tile_shape(launch))
         self.tried.append((kernel, tile))
         if not self.takes(kernel, tile):
             raise MLIRCompilationError("ConvertLinalgRToBinary", OVERFLOW)
@@ -70,14 +70,14 @@ def compiler(monkeypatch: pytest.MonkeyPatch, tiles) -> Callable[..., Compiler]:
     return install
 
 
-def launch_of_forward(q: torch.Tensor, **changes) -> Launch:
+def forward_launch(q: torch.Tensor, **changes) -> Launch:
     """The launch of a plain call with the tile 64x64 but for `changes`."""
-    from diyfa.backends.npu.attention.fwd import launch_of
+    from diyfa.backends.npu.attention.fwd import make_launch
     from diyfa.problem import AttentionTensors
 
     problem = specs.example(A2, head_dim=16, dtype=str(q.dtype).removeprefix("torch."))
     tensors = AttentionTensors(q, q, q, 1.0)
-    return launch_of(problem, tensors, q, q.new_empty(q.shape[:3]), configs.AttentionTile(64, 64, **changes))
+    return make_launch(problem, tensors, q, q.new_empty(q.shape[:3]), configs.AttentionTile(64, 64, **changes))
 
 
 def run(case: AttentionCase, npu: torch.device) -> None:
@@ -89,9 +89,9 @@ def run(case: AttentionCase, npu: torch.device) -> None:
 
 
 def test_tiles_by_name() -> None:
-    every = asked.parse("64x128")
-    assert set(every) == set(asked.KERNELS) and set(every.values()) == {(64, 128, None)}
-    assert asked.parse("fwd=64x128x2, dq=32x16") == {"fwd": (64, 128, 2), "dq": (32, 16, None)}
+    every = requested.parse("64x128")
+    assert set(every) == set(requested.KERNELS) and set(every.values()) == {(64, 128, None)}
+    assert requested.parse("fwd=64x128x2, dq=32x16") == {"fwd": (64, 128, 2), "dq": (32, 16, None)}
 
 
 @pytest.mark.parametrize(
@@ -114,13 +114,13 @@ def test_tiles_by_name() -> None:
 )
 def test_what_names_no_tile(text: str, reason: str) -> None:
     with pytest.raises(ValueError, match="DIYFA_NPU_TILE") as caught:
-        asked.parse(text)
+        requested.parse(text)
     assert reason in str(caught.value) and "fwd=64x128,dq=64x64" in str(caught.value)
 
 
 def test_a_wrong_name_is_refused_before_any_launch(npu: torch.device, compiler, monkeypatch) -> None:
     planted = compiler(lambda kernel, tile: True)
-    monkeypatch.setenv(asked.VARIABLE, "64*64")
+    monkeypatch.setenv(requested.VARIABLE, "64*64")
     with pytest.raises(ValueError, match="is no tile"):
         run(CASE, npu)
     assert planted.tried == []
@@ -128,7 +128,7 @@ def test_a_wrong_name_is_refused_before_any_launch(npu: torch.device, compiler, 
 
 def test_an_asked_tile_is_launched_and_explained(npu: torch.device, compiler, monkeypatch) -> None:
     planted = compiler(lambda kernel, tile: True)
-    monkeypatch.setenv(asked.VARIABLE, "fwd=32x48,dkdv=16x32")
+    monkeypatch.setenv(requested.VARIABLE, "fwd=32x48,dkdv=16x32")
     run(CASE, npu)
     table = configs.attention_tile(specs.example(A2, head_dim=16, window_right=0), "dq")
     assert planted.tried == [("fwd", "32x48"), ("dkdv", "16x32"), ("dq", f"{table.block_m}x{table.block_n}")]
@@ -141,20 +141,20 @@ def test_keys_that_fill_the_table_s_tile_but_not_the_asked_one(npu: torch.device
     case = AttentionCase("even", seqlen_q=20, seqlen_k=512, heads=1, head_dim=16)
     problem = specs.example(A2, head_dim=16, seqlen_k=512)
     assert configs.attention_key(problem, "fwd").mode == "even"
-    monkeypatch.setenv(asked.VARIABLE, "16x48")
+    monkeypatch.setenv(requested.VARIABLE, "16x48")
     run(case, npu)
 
 
 @pytest.mark.parametrize("seqlen_k", [47, 49, 95])
 def test_keys_that_nearly_fill_their_tiles(npu: torch.device, tiles, monkeypatch, seqlen_k: int) -> None:
     """One more or less: whether the last tile needs a mask is a comparison without room for an error."""
-    monkeypatch.setenv(asked.VARIABLE, "16x48")
+    monkeypatch.setenv(requested.VARIABLE, "16x48")
     run(AttentionCase("nearly", seqlen_q=20, seqlen_k=seqlen_k, heads=1, head_dim=16), npu)
 
 
 def test_an_asked_tile_that_does_not_compile_is_not_replaced(npu: torch.device, compiler, monkeypatch) -> None:
     planted = compiler(lambda kernel, tile: False)
-    monkeypatch.setenv(asked.VARIABLE, "96x96")
+    monkeypatch.setenv(requested.VARIABLE, "96x96")
     with pytest.raises(RuntimeError, match=r"the tile 96x96 of attention fwd .*ub overflow: needs 292 KiB of 192") as e:
         run(CASE, npu)
     assert "DIYFA_NPU_TILE asks for this tile" in str(e.value) and planted.tried == [("fwd", "96x96")]
@@ -210,7 +210,7 @@ def test_another_type_or_option_is_another_variant(npu: torch.device, tiles, cha
     for changed in ({}, change):
         dtype = getattr(torch, changed.get("dtype", "float16"))
         q = torch.empty(1, 1, 20, 16, dtype=dtype, device=npu)
-        launch = launch_of_forward(q, **{name: x for name, x in changed.items() if name != "dtype"})
+        launch = forward_launch(q, **{name: x for name, x in changed.items() if name != "dtype"})
         variants.add(tiles.variant(launch))
     assert len(variants) == 2
 
@@ -252,7 +252,7 @@ def test_what_goes_wrong_on_the_device_is_raised(npu: torch.device, compiler, ti
 
 
 def test_what_is_remembered_is_bounded(npu: torch.device, compiler, tiles, monkeypatch) -> None:
-    monkeypatch.setattr(tiles, "MOST_REFUSED", 2)
+    monkeypatch.setattr(tiles, "MAX_REFUSED", 2)
     compiler(lambda kernel, tile: kernel != "fwd" or tile == "64x64")
     with pytest.warns(RuntimeWarning):
         for head_dim in (16, 24, 32, 40):
@@ -295,7 +295,7 @@ def test_no_other_tile_in_the_batch_invariant_mode(npu: torch.device, compiler, 
     with diyfa.batch_invariant():
         with pytest.raises(RuntimeError, match=r"all calls have one tile: DIYFA_NPU_TILE=decode=16x32"):
             decode(npu)
-        monkeypatch.setenv(asked.VARIABLE, "decode=16x32")
+        monkeypatch.setenv(requested.VARIABLE, "decode=16x32")
         planted.tried.clear()
         for page_size in (64, 5):
             decode(npu, page_size)
@@ -309,7 +309,7 @@ def test_what_was_refused_elsewhere_is_not_replaced_silently(npu: torch.device, 
         decode(npu, seqlen_q=4)
     with diyfa.batch_invariant(), pytest.raises(RuntimeError, match="all calls have one tile"):
         decode(npu, seqlen_q=4)
-    monkeypatch.setenv(asked.VARIABLE, "decode=64x64")
+    monkeypatch.setenv(requested.VARIABLE, "decode=64x64")
     with pytest.raises(RuntimeError, match=r"the tile 64x64 of attention decode .*asks for this tile"):
         decode(npu, seqlen_q=4)
     assert planted.tried[-1] == ("decode", "64x64")
@@ -321,7 +321,7 @@ def test_an_asked_tile_over_a_cache(npu: torch.device, compiler, monkeypatch) ->
     for asks, page_size, heads, tile in (
         ("48x32", 64, 16, "32x32"), ("fwd=16x16,decode=128x128", 64, 3, "16x64"), ("16x16x2", 5, 16, "16x16"),
     ):  # fmt: skip
-        monkeypatch.setenv(asked.VARIABLE, asks)
+        monkeypatch.setenv(requested.VARIABLE, asks)
         planted.tried.clear()
         decode(npu, page_size, heads=heads)
         assert [tile for kernel, tile in planted.tried if kernel == "decode"] == [tile]
@@ -366,7 +366,7 @@ def tuner(monkeypatch: pytest.MonkeyPatch, tmp_path, tiles):
     def timer(call: Callable[[], None]) -> float:
         call()
         launch = next(x for x in reversed(launched) if "set_workspace_multibuffer" in x.options)
-        rows, keys = shape_of(launch)
+        rows, keys = tile_shape(launch)
         return rows * keys + launch.options["set_workspace_multibuffer"]
 
     def noted(launch: Launch) -> None:
@@ -391,7 +391,7 @@ def test_a_call_uses_what_was_tuned_and_measures_nothing_itself(npu: torch.devic
     tuner.launched.clear()
     run(case, npu)
     for launch, kernel in zip(tuner.launched, ("fwd", "dkdv", "dq"), strict=True):
-        assert shape_of(launch) == (best[kernel]["block_m"], best[kernel]["block_n"]), kernel
+        assert tile_shape(launch) == (best[kernel]["block_m"], best[kernel]["block_n"]), kernel
     assert tuner.clear() == 3
 
 
@@ -400,12 +400,12 @@ def test_calls_over_a_cache_are_tuned(npu: torch.device, tuner) -> None:
         decode(npu)
         with diyfa.batch_invariant():
             decode(npu)
-    (kept,) = tuner.stored()
-    assert kept.kernel == "attention_decode"
-    best = kept.config["block_m"], kept.config["block_n"]
+    (stored,) = tuner.stored()
+    assert stored.kernel == "attention_decode"
+    best = stored.config["block_m"], stored.config["block_n"]
     tuner.launched.clear()
     decode(npu)
-    assert best != (32, 64) and best in [shape_of(launch) for launch in tuner.launched]
+    assert best != (32, 64) and best in [tile_shape(launch) for launch in tuner.launched]
 
 
 def test_tuning_keeps_what_compiles(npu: torch.device, tuner, tiles, monkeypatch) -> None:
@@ -413,7 +413,7 @@ def test_tuning_keeps_what_compiles(npu: torch.device, tuner, tiles, monkeypatch
     noted, conservative = tiles.run, (64, 64)
 
     def refusing(launch: Launch) -> None:
-        if shape_of(launch) != conservative:
+        if tile_shape(launch) != conservative:
             from triton.compiler.errors import MLIRCompilationError
 
             raise MLIRCompilationError("ConvertLinalgRToBinary", OVERFLOW)
@@ -426,8 +426,8 @@ def test_tuning_keeps_what_compiles(npu: torch.device, tuner, tiles, monkeypatch
         with tuner.measuring():
             diyfa.flash_attention(q, q, q)
         diyfa.flash_attention(q, q, q)
-    (kept,) = tuner.stored()
-    assert (kept.config["block_m"], kept.config["block_n"]) == conservative
+    (stored,) = tuner.stored()
+    assert (stored.config["block_m"], stored.config["block_n"]) == conservative
 
 
 PROBLEMS = {
@@ -473,6 +473,6 @@ def test_an_asked_tile_comes_before_a_tuned_one(npu: torch.device, tuner, monkey
     q = torch.zeros(1, 1, 20, 16, dtype=torch.float16, device=npu)
     with tuner.measuring():
         diyfa.flash_attention(q, q, q)
-    monkeypatch.setenv(asked.VARIABLE, "fwd=16x80")
+    monkeypatch.setenv(requested.VARIABLE, "fwd=16x80")
     diyfa.flash_attention(q, q, q)
-    assert shape_of(tuner.launched[-1]) == (16, 80)
+    assert tile_shape(tuner.launched[-1]) == (16, 80)

@@ -21,6 +21,6 @@ def test_against_the_reference(causal: bool, dtype: torch.dtype) -> None:
     """Several tiles of rows and of keys, the last ones partial."""
     q, k, v = (torch.randn(2, 2, 150, 64, dtype=dtype) for _ in range(3))
     out = torch.full_like(q, float("nan"))
-    run(tutorial.launch_of("Ascend910B3", q, k, v, out, causal))
+    run(tutorial.make_launch("Ascend910B3", q, k, v, out, causal))
     expected = diyfa.reference_attention(q.double(), k.double(), v.double(), causal)
     torch.testing.assert_close(out, expected.to(dtype), atol=2e-3 if dtype is torch.float16 else 1.6e-2, rtol=1e-2)

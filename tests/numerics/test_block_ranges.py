@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 import torch
-from block_ranges import configurations, sees
+from block_ranges import check, configurations
 from targets import TARGETS
 
 from diyfa.backends.cpu.tiles import Visibility
@@ -15,55 +15,17 @@ from diyfa.problem import AttentionProblem
 from diyfa.reference import visible_keys
 
 
-def check_ranges(ranges, blocks, others, offset, left, right, other_block: int, transposed: bool, edges: bool) -> None:
-    """`ranges` (begin, full_begin, full_end, end) of the rows (or, transposed, columns) `blocks` [N, block].
-
-    `others` [N]: how many columns (rows) there are. Positions of `blocks` that do not exist are -1.
-    """
-    begin, full_begin, full_end, end = (x[:, None] for x in ranges)
-    assert bool(((begin <= full_begin) & (full_begin <= full_end)).all())
-    for name, x in (("begin", begin), ("full_begin", full_begin), ("full_end", full_end)):
-        whole = x % other_block == 0
-        if name == "full_end" and transposed and not edges:  # the last full block may overrun the queries
-            whole = whole | (x == end)
-        assert bool(whole.all()), name
-    exists = blocks >= 0
-    for j in range(int(others.max())):
-        at = torch.full_like(blocks, j)
-        pair = sees(at, blocks, offset, left, right) if transposed else sees(blocks, at, offset, left, right)
-        pair = pair & exists & (j < others)[:, None]
-        visited = (
-            ((begin <= j) & (j < full_begin)) | ((full_begin <= j) & (j < full_end)) | ((full_end <= j) & (j < end))
-        )
-        lost = pair.any(1, keepdim=True) & ~visited
-        assert not bool(lost.any()), f"{int(lost.sum())} blocks leave out position {j}, which they see"
-        unmasked = (full_begin <= j) & (j < full_end) & (j < others)[:, None]
-        wrong = unmasked & (exists & ~pair).any(1, keepdim=True)
-        assert not bool(wrong.any()), f"{int(wrong.sum())} blocks take position {j} unmasked"
-        assert not bool(((full_begin <= j) & (j < full_end) & (j >= others[:, None])).any()) or transposed
-
-
 @pytest.mark.skipif("cuda" not in TARGETS, reason="no Triton")
 @pytest.mark.parametrize("blocks", [(16, 32), (32, 16), (32, 32)], ids=str)
 @pytest.mark.parametrize("mask", ["left", "right", "both", "none"])
-@pytest.mark.parametrize("kind", ["key_blocks", "query_blocks", "query_blocks_edges"])
+@pytest.mark.parametrize("kind", ["key_blocks", "query_blocks", "query_blocks_edges", "cached_blocks"])
 def test_cuda_blocks(kind: str, mask: str, blocks: tuple[int, int]) -> None:
     import block_range_kernels
 
-    (block_m, block_n), of_keys, edges = blocks, kind != "key_blocks", kind.endswith("edges")
-    has_left, has_right = mask in ("left", "both"), mask in ("right", "both")
-    cases = configurations(block_m, block_n, has_left, has_right, of_keys)
-    found = block_range_kernels.run(
-        cases, of_keys, edges, block_m, block_n, has_left, has_right, TARGETS["cuda"].device
-    )
-    start, sq, sk, left, right = (x.long() for x in cases.unbind(1))
-    length, others, block, other = (sk, sq, block_n, block_m) if of_keys else (sq, sk, block_m, block_n)
-    positions = start[:, None] + torch.arange(block)
-    positions = torch.where(positions < length[:, None], positions, -1)
-    columns = (x[:, None] for x in (sk - sq, left, right))
-    check_ranges(found.long().unbind(1), positions, others, *columns, other, of_keys, edges)
-    if not of_keys:  # full blocks hold keys only
-        assert bool((found[:, 2] <= torch.maximum(found[:, 1], cases[:, 2])).all())
+    for_keys, has_left, has_right = kind.startswith("query"), mask in ("left", "both"), mask in ("right", "both")
+    cases = configurations(*blocks, has_left, has_right, for_keys)
+    found = block_range_kernels.run(cases, kind, blocks, has_left, has_right, TARGETS["cuda"].device)
+    check(found, cases, for_keys, blocks, kind == "query_blocks")
 
 
 @pytest.mark.parametrize("lens", [None, (7, 3), (1, 9)], ids=str)

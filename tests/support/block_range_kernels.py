@@ -1,4 +1,4 @@
-"""The functions of `backends/cuda/attention/scores.py` that choose blocks, on many configurations at once."""
+"""The functions of `backends/cuda/attention/block_info.py`, on many configurations at once."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ import torch
 import triton
 import triton.language as tl
 
-from diyfa.backends.cuda.attention.scores import key_blocks, query_blocks
+from diyfa.backends.cuda.attention.block_info import cached_blocks, key_blocks, query_blocks
 from diyfa.backends.cuda.attention.tile_io import EQUAL
 from diyfa.backends.cuda.runtime.constants import Constants
+
+KINDS = ("key_blocks", "query_blocks", "query_blocks_edges", "cached_blocks")
+MANY = 1024
+GROUP, PAD = tl.constexpr(3), tl.constexpr(5)  # rows of a token, and padding before the keys, for `cached_blocks`
 
 
 @dataclass(frozen=True)
@@ -25,10 +29,7 @@ class RangeConstants(Constants):
 
 
 @triton.jit
-def _ranges_kernel(
-    cases_ptr, out_ptr, count,
-    OF_KEYS: tl.constexpr, EDGES: tl.constexpr, MANY: tl.constexpr, c: tl.constexpr,
-):  # fmt: skip
+def _ranges_kernel(cases_ptr, out_ptr, count, KIND: tl.constexpr, MANY: tl.constexpr, c: tl.constexpr):
     at = tl.program_id(0) * MANY + tl.arange(0, MANY)
     exists = at < count
     start = tl.load(cases_ptr + at * 5, mask=exists, other=0)
@@ -37,10 +38,17 @@ def _ranges_kernel(
     left = tl.load(cases_ptr + at * 5 + 3, mask=exists, other=0)
     right = tl.load(cases_ptr + at * 5 + 4, mask=exists, other=0)
     mask = (n_queries, n_keys, n_keys - n_queries, left, right)
-    if OF_KEYS:
-        begin, full_begin, full_end, end = query_blocks(start, mask, EDGES, c)
-    else:
+    if KIND == 0:
         begin, full_begin, full_end, end = key_blocks(start, mask, c)
+    elif KIND < 3:
+        begin, full_begin, full_end, end = query_blocks(start, mask, KIND == 2, False, c)
+    else:
+        tile = start * GROUP // c.BLOCK_M
+        first, n_blocks = cached_blocks(tile, n_queries, n_keys + PAD, PAD, (GROUP, left, right), c)
+        begin = first * c.BLOCK_N
+        end = begin + n_blocks * c.BLOCK_N
+        full_begin = end
+        full_end = end
     tl.store(out_ptr + at * 4, begin + at * 0, mask=exists)
     tl.store(out_ptr + at * 4 + 1, full_begin + at * 0, mask=exists)
     tl.store(out_ptr + at * 4 + 2, full_end + at * 0, mask=exists)
@@ -48,13 +56,13 @@ def _ranges_kernel(
 
 
 def run(
-    cases: torch.Tensor, of_keys: bool, edges: bool, block_m: int, block_n: int, has_left: bool, has_right: bool,
-    device: str,
-) -> torch.Tensor:  # fmt: skip
+    cases: torch.Tensor, kind: str, blocks: tuple[int, int], has_left: bool, has_right: bool, device: str
+) -> torch.Tensor:
     """(begin, full_begin, full_end, end) of each row (start, queries, keys, left, right), on the CPU."""
-    cases = cases.to(device)
     out = torch.full((len(cases), 4), -1, dtype=torch.int32, device=device)
-    many = 1024
-    constants = RangeConstants(block_m, block_n, has_left, has_right)
-    _ranges_kernel[(triton.cdiv(len(cases), many),)](cases, out, len(cases), of_keys, edges, many, constants)
+    block_m, block_n = blocks
+    rows = block_m * GROUP.value if kind == "cached_blocks" else block_m
+    constants = RangeConstants(rows, block_n, has_left, has_right)
+    grid = (triton.cdiv(len(cases), MANY),)
+    _ranges_kernel[grid](cases.to(device), out, len(cases), KINDS.index(kind), MANY, constants)
     return out.cpu()

@@ -1,4 +1,4 @@
-"""Which keys a query sees, by definition, and small configurations that block ranges are checked on."""
+"""Which keys a query sees, by definition, small configurations, and the comparison of block ranges with both."""
 
 from __future__ import annotations
 
@@ -30,3 +30,31 @@ def configurations(block_m: int, block_n: int, has_left: bool, has_right: bool, 
         for left, right in product(lefts, rights)
     ]
     return torch.tensor(found, dtype=torch.int32)
+
+
+def check(found: torch.Tensor, cases: torch.Tensor, of_keys: bool, blocks: tuple[int, int], pads_queries: bool) -> bool:
+    """Compare `found`, rows of (begin, full_begin, full_end, end), with the definition for each of `cases`.
+
+    Exactly the blocks that some position of a case's own block sees must be visited. If there is none, one may be. All
+    positions must see all of a full block. pads_queries: queries that do not exist may lie in it.
+
+    Returns whether all visited blocks that need no mask are full.
+    """
+    block, other = reversed(blocks) if of_keys else blocks
+    first, sq, sk, left, right = (x.long()[:, None, None] for x in cases.unbind(1))
+    length, others = (sk, sq) if of_keys else (sq, sk)
+    own = first + torch.arange(block)[:, None]
+    at = torch.arange(-(-max(LENGTHS) // other) * other)
+    pair = sees(at, own, sk - sq, left, right) if of_keys else sees(own, at, sk - sq, left, right)
+    visible = (pair & (own < length) & (at < others)).any(1).unflatten(1, (-1, other)).any(-1)  # [cases, blocks]
+    may_be_full = torch.where(at < others, pair | (own >= length), torch.tensor(pads_queries))
+    whole = may_be_full.all(1).unflatten(1, (-1, other)).all(-1)
+    begin, full_begin, full_end, end = (x[:, None] for x in found.long().unbind(1))
+    start = at[::other]
+    full = (full_begin <= start) & (start < full_end)
+    visited = ((begin <= start) & (start < full_begin)) | full | ((full_end <= start) & (start < end))
+    some = visible.any(1)
+    assert torch.equal(visited[some], visible[some])
+    assert bool((visited[~some].sum(1) <= 1).all())
+    assert not bool((full & ~whole).any())
+    return torch.equal(full, whole & visited)

@@ -209,17 +209,29 @@ def errors(driver: Simulated, described: Described) -> dict[str, Any]:
     return {"errors": messages, "launches_afterwards": len(driver.launches)}
 
 
+def moved_maps(one: launcher.Driver, device: str = "cpu") -> list[bool]:
+    """Whether the tensor map of one tensor becomes that of another by its address: of less than 128 KB and more."""
+    found = []
+    for rows in (64, 8192):
+        x, y = (torch.zeros(rows, 16, dtype=torch.float16, device=device) for _ in range(2))
+        tiles = [Tiles(each, each.shape, each.stride(), shared_box(each.dtype, (16, 16))) for each in (x, y)]
+        of_x, of_y = (one.encode(each, each.base.data_ptr(), [16, 16], 2) for each in tiles)
+        found.append(of_x != of_y == one.moved(of_x, y.data_ptr()))
+    return found
+
+
 def small_maps(driver: Simulated, described: Described) -> dict[str, Any]:
     """Bit 21 of the second word of tensor maps of less than 128 KB and more, by older and newer drivers' versions."""
-    results = []
+    results, moved = [], []
     for version in (13010, 13020):
         driver.libcuda.simulator_set_version(version)
         one = launcher.Driver()
+        moved += moved_maps(one)
         for rows in (64, 8192):
             x = torch.zeros(rows, 16, dtype=torch.float16)
             tiles = Tiles(x, x.shape, x.stride(), shared_box(x.dtype, (16, 16)))
             results.append(struct.unpack_from("<Q", one.encode(tiles, x.data_ptr(), [16, 16], 2), 8)[0] >> 21 & 1)
-    return {"bits": results}
+    return {"bits": results, "moved": moved}
 
 
 OTHER_CASES = {"lengths": lengths, "threads": threads, "errors": errors, "small maps": small_maps}

@@ -72,7 +72,7 @@ BACKWARD_KERNELS = {
 }
 FORWARD = hopper_configs.Sm90Config(1, 64, 4, True, 232, 24)  # one that takes all that the backward takes
 MULTIPROCESSORS = 2
-FROM_THE_TABLE = hopper_configs.config_of.__wrapped__  # without what problems keep
+FROM_THE_TABLE = hopper_configs.select_config.__wrapped__  # without what problems keep
 
 
 def interpret(
@@ -98,10 +98,10 @@ def interpret_prefill(monkeypatch: pytest.MonkeyPatch, *args: Any, **options: An
     """`interpret`, and from now on calls with a cache run here, too, where this kernel takes them, however few queries
     they have."""
     kernel = interpret(monkeypatch, *args, **options)
-    monkeypatch.setattr(prefill_configs, "FEWEST_QUERIES", ((1 << 30, 0),))
-    choice = prefill_configs.config_of.__wrapped__
-    monkeypatch.setattr(hopper_prefill, "config_of", choice)
-    monkeypatch.setattr(prefill_configs, "config_of", choice)
+    monkeypatch.setattr(prefill_configs, "MIN_QUERIES_BY_GROUP", ((1 << 30, 0),))
+    choice = prefill_configs.select_config.__wrapped__
+    monkeypatch.setattr(hopper_prefill, "select_config", choice)
+    monkeypatch.setattr(prefill_configs, "select_config", choice)
     backend = registry.load_backend("cuda")
     named = next(k for k in backend.kernels if k.name == "sm90_prefill")
     chosen = replace(named, repeat=None)
@@ -120,7 +120,7 @@ def take_all(monkeypatch: pytest.MonkeyPatch, config: hopper_configs.Sm90Config 
     monkeypatch.setattr(hopper_configs, "TMA_MIN_WORK", 0)
     choice = FROM_THE_TABLE if config is None else lambda problem: config
     for module in (hopper_configs, hopper_fwd):
-        monkeypatch.setattr(module, "config_of", choice)
+        monkeypatch.setattr(module, "select_config", choice)
     if config is not None:
         every_config = {
             (head_dim, mask): hopper_configs.CONFIGS[head_dim, False]
@@ -152,7 +152,7 @@ def interpret_backward(
     monkeypatch.setattr(hopper_bwd_configs, "environment_refusal", lambda: None)
     monkeypatch.setattr(hopper_bwd_launch, "multiprocessors", lambda device: multiprocessors)
     if config is not None:
-        monkeypatch.setattr(hopper_bwd_launch, "config_of", lambda problem: config)
+        monkeypatch.setattr(hopper_bwd_launch, "select_config", lambda problem: config)
     return found[main]
 
 

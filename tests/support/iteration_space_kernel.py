@@ -9,13 +9,13 @@ import triton
 import triton.language as tl
 
 from diyfa.backends.cuda.attention import stream_k
-from diyfa.backends.cuda.attention.decode import constants_of
+from diyfa.backends.cuda.attention.decode import kernel_constants
 from diyfa.backends.cuda.attention.decode_configs import DecodeConfig
 from diyfa.backends.cuda.runtime.launcher import launch_kernel
 from diyfa.problem import KVCacheProblem, Launch
 
-iteration_space_of = stream_k.iteration_space
-start_of_tile = stream_k.start_of_tile
+divide_iteration_space = stream_k.iteration_space
+find_tile_start = stream_k.find_tile_start
 tile_at = stream_k.tile_at
 
 
@@ -26,7 +26,7 @@ def _positions_kernel(
 ):  # fmt: skip
     lengths = ((cu_seqlens_q_ptr, None, seqlens_ptr, None), (seqlen_q, total_q, 0, 0, 0, capacity))
     mask = (group, -1, -1)
-    length, share, cost, first_counts = iteration_space_of(n_shares, batch, blocks_m, head_rounds, lengths, mask, c)
+    length, share, cost, first_counts = divide_iteration_space(n_shares, batch, blocks_m, head_rounds, lengths, mask, c)
     tile_cost, min_tile_work = cost
     position = tl.load(positions_ptr + tl.program_id(0)).to(length.dtype)
     tile, begin = tile_at(position, first_counts, cost, batch, blocks_m, head_rounds, lengths, mask, c)
@@ -36,7 +36,7 @@ def _positions_kernel(
     tl.store(line_ptr + 3, min_tile_work + tl.zeros([], tl.int64))
     same_begin = begin
     if c.ONE_SCAN:
-        same_begin = start_of_tile(tile, first_counts, cost, length, head_rounds, c)
+        same_begin = find_tile_start(tile, first_counts, cost, length, head_rounds, c)
     tl.store(tiles_ptr + 3 * tl.program_id(0), tile.to(tl.int64))
     tl.store(tiles_ptr + 3 * tl.program_id(0) + 1, begin.to(tl.int64))
     tl.store(tiles_ptr + 3 * tl.program_id(0) + 2, same_begin.to(tl.int64))
@@ -81,6 +81,6 @@ def iteration_space(
         "capacity": problem.capacity,
         "group": problem.heads_q // problem.heads_kv,
     }
-    constants = {"c": constants_of(problem, config)}
+    constants = {"c": kernel_constants(problem, config)}
     launch_kernel(Launch(_positions_kernel, len(positions), arguments, constants, {"num_warps": 1}))
     return Line(*line.tolist(), [(tile, begin, same) for tile, begin, same in tiles.tolist()])

@@ -27,16 +27,16 @@ class RangeConstants(Constants):
 @triton.jit
 def _ranges_kernel(
     cases_ptr, out_ptr, count,
-    OF_KEYS: tl.constexpr, MANY: tl.constexpr, c: tl.constexpr,
+    FOR_KEYS: tl.constexpr, BLOCK: tl.constexpr, c: tl.constexpr,
 ):  # fmt: skip
-    at = tl.program_id(0) * MANY + tl.arange(0, MANY)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     exists = at < count
     start = tl.load(cases_ptr + at * 5, mask=exists, other=0)
     sq = tl.load(cases_ptr + at * 5 + 1, mask=exists, other=0)
     sk = tl.load(cases_ptr + at * 5 + 2, mask=exists, other=0)
     left = tl.load(cases_ptr + at * 5 + 3, mask=exists, other=0)
     right = tl.load(cases_ptr + at * 5 + 4, mask=exists, other=0)
-    if OF_KEYS:
+    if FOR_KEYS:
         lo, hi = row_range(start, sq, sk, left, right, c)
     else:
         lo, hi = key_range(start, sq, sk, left, right, c)
@@ -48,13 +48,13 @@ def _ranges_kernel(
 
 
 def run(
-    cases: torch.Tensor, of_keys: bool, block_m: int, block_n: int, causal: bool, has_left: bool, has_right: bool
+    cases: torch.Tensor, for_keys: bool, block_m: int, block_n: int, causal: bool, has_left: bool, has_right: bool
 ) -> torch.Tensor:
     """(lo, hi, whether each of eight tiles needs its mask) of each row (start, queries, keys, left, right)."""
     given = cases.to("npu")
     out = torch.full((len(cases), 10), -1, dtype=torch.int32).to("npu")
-    many = 1024
-    grid = (triton.cdiv(len(cases), many),)
+    block = 1024
+    grid = (triton.cdiv(len(cases), block),)
     constants = RangeConstants(block_m, block_n, causal, has_left, has_right)
-    _ranges_kernel[grid](given, out, len(cases), of_keys, many, constants)
+    _ranges_kernel[grid](given, out, len(cases), for_keys, block, constants)
     return out.cpu()

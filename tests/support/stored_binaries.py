@@ -16,7 +16,7 @@ import torch
 from compiled_launches import a_launch
 from simulators.cuda_driver import install
 
-from diyfa.backends.cuda.attention.merge import launch_of
+from diyfa.backends.cuda.attention.merge import make_launch
 from diyfa.backends.cuda.runtime import binaries, jit, launcher, pack
 from diyfa.problem import Launch
 
@@ -26,7 +26,7 @@ ARCH = "sm_90"
 def launches() -> list[Launch]:
     """Two of small kernels: one of diyfa's, and one of another's with a descriptor."""
     out, lse = torch.zeros(1, 2, 64, 32), torch.zeros(1, 2, 64)
-    return [launch_of(out, lse, out.clone(), lse.clone()), a_launch(torch.zeros(64, 16, dtype=torch.float16))]
+    return [make_launch(out, lse, out.clone(), lse.clone()), a_launch(torch.zeros(64, 16, dtype=torch.float16))]
 
 
 def make(folder: Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import io
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -171,7 +172,7 @@ def test_a_broken_plug_in_breaks_nothing_else(monkeypatch):
     broken = document["backends"][-1]
     assert code == 0 and broken["name"] == "broken" and not broken["loads"] and "'float'" in broken["reason"]
     assert next(b for b in document["backends"] if b["name"] == "cpu")["loads"]
-    assert "broken: not available" in invoke("info").output
+    assert re.search(r"broken +not available", invoke("info").output)
     result = invoke("validate", "--backend", "broken")
     assert result.exit_code == 2 and result.output.count("\n") == 1 and "'float'" in result.output
 
@@ -324,6 +325,7 @@ def test_info_fits_80_columns():
         for line in invoke(*arguments, width=80).output.splitlines():
             assert len(line) <= 80, line
     printed = invoke("info", "--all", width=80).output
+    assert "what enables what" in printed and "torch_npu" in printed
     headings = [{cell.strip() for cell in line.strip("┃").split("┃")} for line in printed.splitlines() if "┃" in line]
     for name in ("cuda", "npu", "cpu"):
         backend = load_backend(name)
@@ -345,12 +347,6 @@ def test_info_fits_one_screen(gpus, monkeypatch):
     for name in ("cuda", "npu", "cpu"):
         assert f"\n{name} " in output
     assert "diyfa info --all" in output
-
-
-def test_info_text():
-    output = invoke("info", "--all").output
-    assert "what enables what" in output
-    assert "pip install 'diyfa[npu]'" in output.replace("\n", " ") or "torch_npu" in output
 
 
 def test_info_survives_a_torch_npu_without_cann(tmp_path):

@@ -61,7 +61,7 @@ def test_languages_are_in_step(chapter: str) -> None:
     for page, part in zip((english, chinese), prose, strict=True):
         targets = re.findall(r"\]\(([^)#]+)", part)
         paths = (t if "://" in t else str((page.path.parent / t).resolve()) for t in targets)
-        linked.append(sorted(path.replace("/zh/course/", "/course/") for path in paths))
+        linked.append(sorted(path.replace("/docs/zh/", "/docs/") for path in paths))
     assert linked[0] == linked[1]
 
 
@@ -150,3 +150,9 @@ def test_notebooks(tmp_path: Path) -> None:
         assert code == [cell.code.rstrip("\n") for cell in read_page(pages / f"{file.stem}.md").cells]
         text = "".join("".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "markdown")
         assert "pictures/" not in text and "```output" not in text
+
+
+@pytest.mark.parametrize("folder", [ENGLISH, CHINESE])
+def test_the_index_names_every_chapter(folder: Path) -> None:
+    text = (folder / "index.md").read_text(encoding="utf-8")
+    assert {f"{name}.md" for name in CHAPTERS} == set(re.findall(r"\]\((0[\w-]+\.md)\)", text))

@@ -34,7 +34,7 @@ class AppendConstants(Constants):
     page_size: int  # 0: no pages
     rotary: int  # number of features that are rotated
     interleaved: bool
-    each_query: bool  # query i has the position of new key i; else all queries have that of the first
+    rotates_per_query: bool  # query i has the position of new key i; else all queries have that of the first
     float8: bool
 
 
@@ -63,12 +63,12 @@ def _read_rotated(x_ptr, rows, exists, positions, rotary, c: tl.constexpr):
         partners = tl.where(is_second, cols - HALF, cols + HALF)
         angles = tl.where(is_second, cols - HALF, cols)
     has_row = (positions >= 0) & (positions < cos_rows)
-    turned = (exists & has_row)[:, None] & (cols < c.ROTARY)[None, :]
-    other = tl.load(x_ptr + rows[:, None] + partners[None, :], mask=turned, other=0.0).to(tl.float32)
+    is_rotated = (exists & has_row)[:, None] & (cols < c.ROTARY)[None, :]
+    partner_values = tl.load(x_ptr + rows[:, None] + partners[None, :], mask=is_rotated, other=0.0).to(tl.float32)
     position = positions.to(tl.int64)[:, None]
-    cos = tl.load(cos_ptr + position * stride_cos + angles[None, :], mask=turned, other=1.0).to(tl.float32)
-    sin = tl.load(sin_ptr + position * stride_sin + angles[None, :], mask=turned, other=0.0).to(tl.float32)
-    return x * cos + tl.where(is_second[None, :], other, -other) * sin, mask
+    cos = tl.load(cos_ptr + position * stride_cos + angles[None, :], mask=is_rotated, other=1.0).to(tl.float32)
+    sin = tl.load(sin_ptr + position * stride_sin + angles[None, :], mask=is_rotated, other=0.0).to(tl.float32)
+    return x * cos + tl.where(is_second[None, :], partner_values, -partner_values) * sin, mask
 
 
 @triton.jit
@@ -118,58 +118,60 @@ def _append_kernel(
     blocks = blocks_k + blocks_v + blocks_q
     b = tl.program_id(0) // blocks
     block = tl.program_id(0) % blocks
-    first = length
+    n_cached = length
     if seqlens_ptr is not None:
-        first = tl.load(seqlens_ptr + b)
+        n_cached = tl.load(seqlens_ptr + b)
     if block < blocks_k + blocks_v:
         is_v = block >= blocks_k
         rows = tl.where(is_v, block - blocks_k, block) * c.ROWS + tl.arange(0, c.ROWS)
-        new = rows // heads_kv
+        new_tokens = rows // heads_kv
         heads = rows % heads_kv
-        positions = first + new
-        # `first + new < capacity` could overflow.
-        exists = (new < seqlen_new) & (positions >= 0) & (first < capacity - new)
+        positions = n_cached + new_tokens
+        # `n_cached + new_tokens < capacity` could overflow.
+        exists = (new_tokens < seqlen_new) & (positions >= 0) & (n_cached < capacity - new_tokens)
         slots = tl.where(exists, positions, 0)
         if c.PAGE_SIZE > 0:
             table = block_table_ptr + b.to(tl.int64) * stride_table
             entry = tl.load(table + slots // c.PAGE_SIZE, mask=exists, other=-1)
             slots = slots % c.PAGE_SIZE
         else:
-            row_of_batch = b
+            cache_entry = b
             if cache_batch_idx_ptr is not None:
-                row_of_batch = tl.load(cache_batch_idx_ptr + b)
-            entry = row_of_batch + rows * 0
+                cache_entry = tl.load(cache_batch_idx_ptr + b)
+            entry = cache_entry + rows * 0
         exists = exists & (entry >= 0) & (entry < entries)
         if is_v:
             if v_ptr is not None:
-                of_v = b.to(tl.int64) * stride_vb + new.to(tl.int64) * stride_vn + heads.to(tl.int64) * stride_vh
-                v, in_v = _read(v_ptr, of_v, exists, c.HEAD_DIM_V, c.BLOCK_DV)
+                v_rows = (
+                    b.to(tl.int64) * stride_vb + new_tokens.to(tl.int64) * stride_vn + heads.to(tl.int64) * stride_vh
+                )
+                v, v_mask = _read(v_ptr, v_rows, exists, c.HEAD_DIM_V, c.BLOCK_DV)
                 cache = (v_cache_ptr, stride_vcb, stride_vcn, stride_vch, v_descale_ptr, stride_vdb, stride_vdh)
-                _write_to_cache(v, in_v, b, heads, entry, slots, cache, c)
+                _write_to_cache(v, v_mask, b, heads, entry, slots, cache, c)
         else:
-            of_k = b.to(tl.int64) * stride_kb + new.to(tl.int64) * stride_kn + heads.to(tl.int64) * stride_kh
+            k_rows = b.to(tl.int64) * stride_kb + new_tokens.to(tl.int64) * stride_kn + heads.to(tl.int64) * stride_kh
             if c.ROTARY > 0:
-                k, in_k = _read_rotated(k_ptr, of_k, exists, positions, rotary, c)
+                k, k_mask = _read_rotated(k_ptr, k_rows, exists, positions, rotary, c)
             else:
-                k, in_k = _read(k_ptr, of_k, exists, c.HEAD_DIM, c.BLOCK_D)
+                k, k_mask = _read(k_ptr, k_rows, exists, c.HEAD_DIM, c.BLOCK_D)
             cache = (k_cache_ptr, stride_kcb, stride_kcn, stride_kch, k_descale_ptr, stride_kdb, stride_kdh)
-            _write_to_cache(k, in_k, b, heads, entry, slots, cache, c)
+            _write_to_cache(k, k_mask, b, heads, entry, slots, cache, c)
     elif c.ROTARY > 0:
-        rows_q = (block - blocks_k - blocks_v) * c.ROWS + tl.arange(0, c.ROWS)
-        tokens = rows_q // heads_q
-        of_head = (rows_q % heads_q).to(tl.int64)
-        of_token = tokens.to(tl.int64)
-        turns = first + tokens * 0
-        if c.EACH_QUERY:
-            turns += tokens
-        of_q = b.to(tl.int64) * stride_qb + of_token * stride_qm + of_head * stride_qh
-        q, is_query = _read_rotated(q_ptr, of_q, tokens < seqlen_q, turns, rotary, c)
-        of_rotated = b.to(tl.int64) * stride_rb + of_token * stride_rm + of_head * stride_rh
-        addresses = rotated_ptr + of_rotated[:, None] + tl.arange(0, c.BLOCK_D)[None, :]
+        q_tile_rows = (block - blocks_k - blocks_v) * c.ROWS + tl.arange(0, c.ROWS)
+        tokens = q_tile_rows // heads_q
+        q_heads = (q_tile_rows % heads_q).to(tl.int64)
+        q_tokens = tokens.to(tl.int64)
+        q_positions = n_cached + tokens * 0
+        if c.ROTATES_PER_QUERY:
+            q_positions += tokens
+        q_rows = b.to(tl.int64) * stride_qb + q_tokens * stride_qm + q_heads * stride_qh
+        q, is_query = _read_rotated(q_ptr, q_rows, tokens < seqlen_q, q_positions, rotary, c)
+        rotated_rows = b.to(tl.int64) * stride_rb + q_tokens * stride_rm + q_heads * stride_rh
+        addresses = rotated_ptr + rotated_rows[:, None] + tl.arange(0, c.BLOCK_D)[None, :]
         tl.store(addresses, round_to(q, rotated_ptr.dtype.element_ty), mask=is_query)
 
 
-def launch_of(problem: KVCacheProblem, tensors: KVCacheTensors, new: NewKeys) -> Launch | None:
+def make_launch(problem: KVCacheProblem, tensors: KVCacheTensors, new: NewKeys) -> Launch | None:
     """Return the launch that writes `new`, or None if there is nothing to write."""
     cos, sin = new.cos, new.sin
     block_d, block_dv = padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
@@ -182,7 +184,7 @@ def launch_of(problem: KVCacheProblem, tensors: KVCacheTensors, new: NewKeys) ->
         page_size=problem.page_size,
         rotary=0 if cos is None else 2 * cos.shape[1],
         interleaved=new.interleaved,
-        each_query=problem.window_left >= 0 or problem.window_right >= 0,
+        rotates_per_query=problem.window_left >= 0 or problem.window_right >= 0,
         float8=problem.cache_dtype != problem.dtype,
     )
     blocks_k = cdiv(new.k.shape[1] * problem.heads_kv, c.rows)
@@ -223,5 +225,5 @@ def unsupported(problem: KVCacheProblem) -> str | None:
 
 def append_pass(problem: KVCacheProblem, tensors: KVCacheTensors, new: NewKeys) -> Pass:
     """Return the pass that writes `new`."""
-    launch = launch_of(problem, tensors, new)
+    launch = make_launch(problem, tensors, new)
     return Pass([] if launch is None else [launch])

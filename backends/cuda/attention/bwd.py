@@ -5,7 +5,7 @@ Sequences that one tile holds have a kernel of their own (`bwd_short.py`). All o
 1. `_bwd_preprocess_kernel` computes delta = rowsum(dO * O) - dLSE, the term of dS that is equal for a whole row. The
    gradient of the log-sum-exp enters here, so it costs nothing later.
 2. `_bwd_dkdv_kernel` gives each program a block of keys and loops over the queries of every head in the group. Groups
-   are divided if key blocks are few (`bwd_parts.py`).
+   are divided if key blocks are few (`bwd_partials.py`).
 3. `_bwd_dq_kernel` gives each program a block of queries and loops over the keys.
 4. `_bwd_dbias_kernel` runs if the bias needs a gradient.
 
@@ -29,7 +29,7 @@ import torch
 import triton
 import triton.language as tl
 
-from diyfa.backends.cuda.attention import bwd_dbias, bwd_parts
+from diyfa.backends.cuda.attention import bwd_dbias, bwd_partials
 from diyfa.backends.cuda.attention.bwd_dkdv import _bwd_dkdv_kernel
 from diyfa.backends.cuda.attention.bwd_dq import _bwd_dq_kernel
 from diyfa.backends.cuda.attention.bwd_short import _bwd_short_kernel
@@ -39,23 +39,24 @@ from diyfa.backends.cuda.attention.launch import (
     RUNTIME_SIZES,
     UNALIGNED_POINTERS,
     TileConstants,
-    described_launch,
+    bind_launch,
     feature_arguments,
-    heads_in_turns,
+    input_arguments,
+    interleaved_heads,
     is_settled,
     programs_at_once,
-    read_by,
     strides,
     tile_constants,
     tuned_launches,
 )
-from diyfa.backends.cuda.attention.scores import first_row, row_delta, sequence_of
+from diyfa.backends.cuda.attention.scores import first_row, row_delta
+from diyfa.backends.cuda.attention.seq_info import seq_info
 from diyfa.backends.cuda.attention.tile_io import (
     PACKED,
     PORTABLE,
     cdiv,
-    head_of,
-    lengths_of,
+    head_view,
+    lengths_constant,
     load_tile,
     padded_head_dim,
 )
@@ -96,14 +97,14 @@ def _bwd_preprocess_kernel(
     b = (pid // blocks_m) // heads_q
     h = (pid // blocks_m) % heads_q
     lengths = (cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, seqlen_q, seqlen_k, total_q, total_k)
-    first_q, _, n_queries, _ = sequence_of(b, lengths, c)
-    of_q = (b, h, first_q, n_queries)
-    outputs = head_of(o_ptr, (stride_ob, stride_oh, stride_om), of_q, c.FORM, c)
-    gradients = head_of(do_ptr, (stride_dob, stride_doh, stride_dom), of_q, c.FORM, c)
+    first_q, _, n_queries, _ = seq_info(b, lengths, c.LENGTHS)
+    q_position = (b, h, first_q, n_queries)
+    outputs = head_view(o_ptr, (stride_ob, stride_oh, stride_om), q_position, c.FORM, c)
+    gradients = head_view(do_ptr, (stride_dob, stride_doh, stride_dom), q_position, c.FORM, c)
     o = load_tile(outputs, row0, c.BLOCK_M, c.HEAD_DIM_V, c.BLOCK_DV, True, c.FORM, c)
     do = load_tile(gradients, row0, c.BLOCK_M, c.HEAD_DIM_V, c.BLOCK_DV, True, c.FORM, c)
     offs_m = row0 + tl.arange(0, c.BLOCK_M)
-    delta = row_delta(o, do, (dlse_ptr, stride_dlb, stride_dlh, stride_dlm), of_q, offs_m, c)
+    delta = row_delta(o, do, (dlse_ptr, stride_dlb, stride_dlh, stride_dlm), q_position, offs_m, c)
     n_rows = n_queries if c.LENGTHS == PACKED else seqlen_q
     delta_row = delta_ptr + first_row(b, h, first_q, heads_q, seqlen_q, total_q, c)
     tl.store(delta_row + offs_m, delta, mask=offs_m < n_rows)
@@ -115,7 +116,7 @@ _GRADIENT_KERNELS = {"dkdv": _bwd_dkdv_kernel, "dq": _bwd_dq_kernel, "short": _b
 @cached_per_kind
 def _preprocess_constants(problem: AttentionProblem) -> PreprocessConstants:
     return PreprocessConstants(
-        lengths=lengths_of(problem),
+        lengths=lengths_constant(problem),
         head_dim_v=problem.head_dim_v,
         block_m=PREPROCESS_BLOCK_M,
         block_dv=padded_head_dim(problem.head_dim_v),
@@ -178,32 +179,34 @@ class Backward:
         values = {"do_ptr": self.dout, **self.shared_arguments}
         grid = cdiv(problem.seqlen_q, PREPROCESS_BLOCK_M) * problem.batch * problem.heads_q
         constants = _preprocess_constants(problem)
-        return described_launch(_bwd_preprocess_kernel, grid, values, constants, {"num_warps": PREPROCESS_WARPS})
+        return bind_launch(_bwd_preprocess_kernel, grid, values, constants, {"num_warps": PREPROCESS_WARPS})
 
-    def gradient(self, kind: str, config: AttentionConfig, results: dict[str, torch.Tensor], parts: int = 1) -> Launch:
-        """Return the launch of the kernel `kind`, which fills `results`. `parts`: subgroups per KV head, for "dkdv"."""
+    def gradient(
+        self, kind: str, config: AttentionConfig, results: dict[str, torch.Tensor], subgroups: int = 1
+    ) -> Launch:
+        """Return the launch of the kernel `kind`, which fills `results`. "dkdv" has `subgroups` per KV head."""
         problem, tensors = self.problem, self.tensors
         q, k, v, dout = tensors.q, tensors.k, tensors.v, self.dout
         m, n = config.block_m, config.block_n
         d, dv = padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
         values = {
-            **read_by(problem, config, q=(q, m, d), k=(k, n, d), v=(v, n, dv), do=(dout, m, dv)),
+            **input_arguments(problem, config, q=(q, m, d), k=(k, n, d), v=(v, n, dv), do=(dout, m, dv)),
             **self.shared_arguments,
             **{f"{name}_ptr": x for name, x in results.items()},
             **self.shared_strides,
             **strides(problem.layout, **results),
-            "group": problem.heads_q // problem.heads_kv // parts,
+            "group": problem.heads_q // problem.heads_kv // subgroups,
             "sm_scale": tensors.sm_scale,
-            "parts": parts,
+            "subgroups": subgroups,
         }
         blocks, heads = (
             (cdiv(problem.seqlen_q, m), problem.heads_q)
             if kind == "dq"
-            else (cdiv(problem.seqlen_k, n), problem.heads_kv * parts)
+            else (cdiv(problem.seqlen_k, n), problem.heads_kv * subgroups)
         )
         heads *= problem.batch
-        values["heads_in_turns"] = heads_in_turns(problem, config, blocks, heads, q.device)
-        return described_launch(
+        values["interleaved_heads"] = interleaved_heads(problem, config, blocks, heads, q.device)
+        return bind_launch(
             _GRADIENT_KERNELS[kind], blocks * heads, values, _constants(problem, config), schedule(config)
         )
 
@@ -212,15 +215,15 @@ class Backward:
     ) -> tuple[list[Launch], list[torch.Tensor]]:
         """Return (launches that fill dk and dv, their memory for partial sums)."""
         problem = self.problem
-        parts = bwd_parts.parts_of(problem, config.block_n, programs_at_once(config, dk.device))
-        if parts == 1:
+        subgroups = bwd_partials.count_subgroups(problem, config.block_n, programs_at_once(config, dk.device))
+        if subgroups == 1:
             return [self.gradient("dkdv", config, {"dk": dk, "dv": dv})], []
-        sizes = bwd_parts.sizes_of(problem, parts)
+        sizes = bwd_partials.partial_sizes(problem, subgroups)
         memory = self.lse.new_empty(sum(sizes))
-        each = memory.split(sizes)
-        of_parts = dict(zip(("dk", "dv"), bwd_parts.in_layout(problem, each, parts), strict=True))
-        main = self.gradient("dkdv", config, of_parts, parts)
-        return [main, *bwd_parts.launches_of(problem, self.tensors, each, parts, dk, dv)], [memory]
+        buffers = memory.split(sizes)
+        partials = dict(zip(("dk", "dv"), bwd_partials.partials_in_layout(problem, buffers, subgroups), strict=True))
+        main = self.gradient("dkdv", config, partials, subgroups)
+        return [main, *bwd_partials.make_launches(problem, self.tensors, buffers, subgroups, dk, dv)], [memory]
 
     def launches(
         self, kind: str, config: AttentionConfig, gradients: AttentionGradients
@@ -251,17 +254,17 @@ def backward_pass(
     if kinds == SPLIT:
         launches.append(backward.preprocess())
     for kind in kinds:
-        between: list[torch.Tensor] = []
+        workspace: list[torch.Tensor] = []
 
-        def launches_of(config: AttentionConfig) -> list[Launch]:
-            found, between[:] = backward.launches(kind, config, gradients)  # noqa: B023 (called before the next kind)
-            return found
+        def make_launches(config: AttentionConfig) -> list[Launch]:
+            new_launches, workspace[:] = backward.launches(kind, config, gradients)  # noqa: B023 (called before the next kind)
+            return new_launches
 
-        launches += tuned_launches(kind, problem, launches_of, launches)
-        memory += between
+        launches += tuned_launches(kind, problem, make_launches, launches)
+        memory += workspace
     finish = None
     if gradients.dbias is not None:
-        launch, sums = bwd_dbias.launch_of(problem, tensors, dout, lse, delta, backward.scale, gradients.dbias)
+        launch, sums = bwd_dbias.make_launch(problem, tensors, dout, lse, delta, backward.scale, gradients.dbias)
         launches.append(launch)
         finish = partial(bwd_dbias.add_up, sums, gradients.dbias)
-    return Pass(launches, memory, finish=finish, is_settled=is_settled(problem, *kinds))
+    return Pass(launches, memory, finish=finish, is_settled=partial(is_settled, problem, *kinds))

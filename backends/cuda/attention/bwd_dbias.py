@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
+from diyfa.backends.cuda.attention.block_info import key_blocks, query_blocks
 from diyfa.backends.cuda.attention.bwd_dq import score_gradient
 from diyfa.backends.cuda.attention.configs import AttentionConfig, portable_config, schedule
 from diyfa.backends.cuda.attention.dropout import keep_tile, position_words
@@ -27,21 +28,13 @@ from diyfa.backends.cuda.attention.launch import (
     UNALIGNED_POINTERS,
     AttentionConstants,
     attention_constants,
-    described_launch,
+    bind_launch,
     feature_arguments,
     strides,
 )
-from diyfa.backends.cuda.attention.scores import (
-    first_row,
-    head_features,
-    key_blocks,
-    load_statistics,
-    query_blocks,
-    sequence_of,
-    tile_corner,
-    visible_pairs,
-)
-from diyfa.backends.cuda.attention.tile_io import EQUAL, POINTER, cdiv, head_of, load_tile
+from diyfa.backends.cuda.attention.scores import first_row, head_features, load_statistics, tile_corner, visible_pairs
+from diyfa.backends.cuda.attention.seq_info import seq_info
+from diyfa.backends.cuda.attention.tile_io import EQUAL, POINTER, cdiv, head_view, load_tile
 from diyfa.problem import AttentionProblem, AttentionTensors, Launch
 
 NOTHING = tl.constexpr(0)
@@ -90,13 +83,13 @@ def _bwd_dbias_kernel(
         if c.LENGTHS == EQUAL:
             mask = (seqlen_q, seqlen_k, seqlen_k - seqlen_q, window_left, window_right)
             begin, _, _, end = key_blocks(block_m * c.BLOCK_M, mask, c)
-            seen = (block_n * c.BLOCK_N < end) & (block_n * c.BLOCK_N + c.BLOCK_N > begin)
-            last_step = tl.where(seen, steps, 0)
+            is_visible = (block_n * c.BLOCK_N < end) & (block_n * c.BLOCK_N + c.BLOCK_N > begin)
+            last_step = tl.where(is_visible, steps, 0)
     else:
-        _, _, n_queries, n_keys = sequence_of(b_out, lengths, c)
+        _, _, n_queries, n_keys = seq_info(b_out, lengths, c.LENGTHS)
         mask = (n_queries, n_keys, n_keys - n_queries, window_left, window_right)
         if c.REDUCE == QUERIES:
-            begin, _, _, end = query_blocks(block_n * c.BLOCK_N, mask, False, c)
+            begin, _, _, end = query_blocks(block_n * c.BLOCK_N, mask, False, False, c)
             first_step = begin // c.BLOCK_M
             last_step = tl.cdiv(end, c.BLOCK_M)
         else:
@@ -113,9 +106,9 @@ def _bwd_dbias_kernel(
         tile_m = block_m
         tile_n = block_n
         if c.REDUCE == NOTHING:  # loop over the heads, then the samples, of a bias entry
-            shared_heads = heads_q // heads_out
-            h = h_out + step % shared_heads
-            b = b_out + step // shared_heads
+            heads_per_bias = heads_q // heads_out
+            h = h_out + step % heads_per_bias
+            b = b_out + step // heads_per_bias
         elif c.REDUCE == QUERIES:
             tile_m = step
         else:
@@ -123,16 +116,16 @@ def _bwd_dbias_kernel(
         hk = h // group
         row0 = tile_m * c.BLOCK_M
         col0 = tile_n * c.BLOCK_N
-        first_q, first_k, n_queries, n_keys = sequence_of(b, lengths, c)
+        first_q, first_k, n_queries, n_keys = seq_info(b, lengths, c.LENGTHS)
         tile_mask = (n_queries, n_keys, n_keys - n_queries, window_left, window_right)
         offs_m = row0 + tl.arange(0, c.BLOCK_M)
         offs_n = col0 + tl.arange(0, c.BLOCK_N)
-        of_q = (b, h, first_q, n_queries)
-        of_k = (b, hk, first_k, n_keys)
-        queries = head_of(q_ptr, (stride_qb, stride_qh, stride_qm), of_q, POINTER, c)
-        gradients = head_of(do_ptr, (stride_dob, stride_doh, stride_dom), of_q, POINTER, c)
-        keys = head_of(k_ptr, (stride_kb, stride_kh, stride_kn), of_k, POINTER, c)
-        values = head_of(v_ptr, (stride_vb, stride_vh, stride_vn), of_k, POINTER, c)
+        q_position = (b, h, first_q, n_queries)
+        k_position = (b, hk, first_k, n_keys)
+        queries = head_view(q_ptr, (stride_qb, stride_qh, stride_qm), q_position, POINTER, c)
+        gradients = head_view(do_ptr, (stride_dob, stride_doh, stride_dom), q_position, POINTER, c)
+        keys = head_view(k_ptr, (stride_kb, stride_kh, stride_kn), k_position, POINTER, c)
+        values = head_view(v_ptr, (stride_vb, stride_vh, stride_vn), k_position, POINTER, c)
         q = load_tile(queries, row0, c.BLOCK_M, c.HEAD_DIM, c.BLOCK_D, True, POINTER, c)
         do = load_tile(gradients, row0, c.BLOCK_M, c.HEAD_DIM_V, c.BLOCK_DV, True, POINTER, c)
         k = load_tile(keys, col0, c.BLOCK_N, c.HEAD_DIM, c.BLOCK_D, True, POINTER, c)
@@ -176,7 +169,7 @@ class BiasGradientConstants(AttentionConstants):
     reduce: int
 
 
-def launch_of(
+def make_launch(
     problem: AttentionProblem,
     tensors: AttentionTensors,
     dout: torch.Tensor,
@@ -217,7 +210,7 @@ def launch_of(
         "steps": steps,
     }
     constants = BiasGradientConstants(**attention_constants(problem, tile), reduce=reduce.value)
-    return described_launch(_bwd_dbias_kernel, grid, values, constants, schedule(tile)), out
+    return bind_launch(_bwd_dbias_kernel, grid, values, constants, schedule(tile)), out
 
 
 def add_up(sums: torch.Tensor, dbias: torch.Tensor) -> None:

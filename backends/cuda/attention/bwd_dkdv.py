@@ -1,4 +1,4 @@
-"""dK and dV: each program has a block of keys and loops over the queries of a group or subgroup (`bwd_parts.py`).
+"""dK and dV: each program has a block of keys and loops over the queries of a group or subgroup (`bwd_partials.py`).
 
 Scores are computed transposed, [BLOCK_N, BLOCK_M], so that P and dS are left operands of the products that accumulate.
 Grouped heads are summed in the accumulators: no atomics, equal bits in every run. See bwd.py for the formulas.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from diyfa.backends.cuda.attention.block_info import query_blocks
 from diyfa.backends.cuda.attention.dots import dot, dot_add, round_to
 from diyfa.backends.cuda.attention.dropout import keep_tile, position_words
 from diyfa.backends.cuda.attention.launch import RUNTIME_SIZES, UNALIGNED_POINTERS
@@ -17,13 +18,12 @@ from diyfa.backends.cuda.attention.scores import (
     head_and_block,
     head_features,
     product_gradient,
-    query_blocks,
     scores_log2,
-    sequence_of,
     tile_corner,
     visible_pairs,
 )
-from diyfa.backends.cuda.attention.tile_io import DESCRIPTOR, LOG2E, PACKED, POINTER, head_of, load_tile, store_tile
+from diyfa.backends.cuda.attention.seq_info import seq_info
+from diyfa.backends.cuda.attention.tile_io import DESCRIPTOR, LOG2E, PACKED, POINTER, head_view, load_tile, store_tile
 
 
 @triton.jit
@@ -94,11 +94,11 @@ def _dkdv_blocks(
         p_t = tl.math.exp2(s_t - (lse * LOG2E)[None, :])
         if MASKED:
             p_t = tl.where(visible_pairs(offs_m[None, :], offs_n[:, None], mask, False, c), p_t, 0.0)
-        kept_t = p_t
+        p_dropped_t = p_t
         if c.DROPOUT:
             keep_t = keep_tile(*column_words, *position_words(*row_keys, offs_m), threshold)  # [BLOCK_N, BLOCK_M]
-            kept_t = tl.where(keep_t, p_t, 0.0)
-        dv = dot_add(round_to(kept_t, do.dtype), do, dv, c.PRECISION)
+            p_dropped_t = tl.where(keep_t, p_t, 0.0)
+        dv = dot_add(round_to(p_dropped_t, do.dtype), do, dv, c.PRECISION)
         dp_t = dot(v, tl.trans(do), c.PRECISION)  # [BLOCK_N, BLOCK_M]
         if c.DROPOUT:
             dp_t = tl.where(keep_t, dp_t * keep_scale, 0.0)
@@ -108,7 +108,7 @@ def _dkdv_blocks(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=(*RUNTIME_SIZES, "parts"), do_not_specialize_on_alignment=UNALIGNED_POINTERS)
+@triton.jit(do_not_specialize=(*RUNTIME_SIZES, "subgroups"), do_not_specialize_on_alignment=UNALIGNED_POINTERS)
 def _bwd_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr,
     q_rows_ptr, do_rows_ptr,  # for EDGE_FORM: addresses of the tensors that FORM reads through descriptors
@@ -118,22 +118,22 @@ def _bwd_dkdv_kernel(
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_dob, stride_doh, stride_dom, stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn,
     stride_per_headb, stride_biasb, stride_biash, stride_biasm, stride_biasn,
-    heads_q, group, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right, heads_in_turns,
+    heads_q, group, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right, interleaved_heads,
     scale, softcap, threshold, keep_scale,
     sm_scale,  # factor of dK
-    parts,  # subgroups per KV head (`bwd_parts.py`)
+    subgroups,  # subgroups per KV head (`bwd_partials.py`)
     c: tl.constexpr,
 ):  # fmt: skip
     blocks_n = tl.cdiv(seqlen_k, c.BLOCK_N)
     pid = tl.program_id(0)
     heads_kv = heads_q // group  # one per subgroup
     # Under a causal mask the first key blocks have the most queries: longest first.
-    head, block_n = head_and_block(pid, blocks_n, tl.num_programs(0) // blocks_n, heads_in_turns)
+    head, block_n = head_and_block(pid, blocks_n, tl.num_programs(0) // blocks_n, interleaved_heads)
     col0 = block_n * c.BLOCK_N
     b = head // heads_kv
     hk = head % heads_kv
     lengths = (cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, seqlen_q, seqlen_k, total_q, total_k)
-    first_q, first_k, n_queries, n_keys = sequence_of(b, lengths, c)
+    first_q, first_k, n_queries, n_keys = seq_info(b, lengths, c.LENGTHS)
     if c.LENGTHS == PACKED and col0 >= n_keys:
         return
     mask = (n_queries, n_keys, n_keys - n_queries, window_left, window_right)
@@ -143,13 +143,13 @@ def _bwd_dkdv_kernel(
     ONE_LOOP: tl.constexpr = HAS_MASK and c.BLOCK_D > 128
 
     offs_n = col0 + tl.arange(0, c.BLOCK_N)
-    of_k = (b, hk // parts, first_k, n_keys)
-    keys = head_of(k_ptr, (stride_kb, stride_kh, stride_kn), of_k, c.FORM, c)
-    values = head_of(v_ptr, (stride_vb, stride_vh, stride_vn), of_k, c.FORM, c)
+    k_position = (b, hk // subgroups, first_k, n_keys)
+    keys = head_view(k_ptr, (stride_kb, stride_kh, stride_kn), k_position, c.FORM, c)
+    values = head_view(v_ptr, (stride_vb, stride_vh, stride_vn), k_position, c.FORM, c)
     k = load_tile(keys, col0, c.BLOCK_N, c.HEAD_DIM, c.BLOCK_D, True, c.FORM, c)
     v = load_tile(values, col0, c.BLOCK_N, c.HEAD_DIM_V, c.BLOCK_DV, True, c.FORM, c)
 
-    begin, full_begin, full_end, end = query_blocks(col0, mask, EDGES, c)
+    begin, full_begin, full_end, end = query_blocks(col0, mask, EDGES, False, c)
     gap = full_end - full_begin
     masked_end = full_begin  # the masked loop covers [begin, full_begin), and [full_end, end) if there is a later edge
     if c.HAS_LEFT or EDGES:
@@ -170,9 +170,9 @@ def _bwd_dkdv_kernel(
     dv = tl.zeros([c.BLOCK_N, c.BLOCK_DV], tl.float32)
     for g in tl.range(0, group, disable_licm=True):
         h = hk * group + g
-        of_q = (b, h, first_q, n_queries)
-        queries = head_of(q_ptr, strides_q, of_q, c.FORM, c)
-        gradients = head_of(do_ptr, strides_do, of_q, c.FORM, c)
+        q_position = (b, h, first_q, n_queries)
+        queries = head_view(q_ptr, strides_q, q_position, c.FORM, c)
+        gradients = head_view(do_ptr, strides_do, q_position, c.FORM, c)
         row = first_row(b, h, first_q, heads_q, seqlen_q, total_q, c)
         statistics = (lse_ptr + row, delta_ptr + row)
         score, row_keys, column_keys = head_features(b, h, features, c)
@@ -181,8 +181,8 @@ def _bwd_dkdv_kernel(
         if HAS_MASK:
             q_edge, do_edge = queries, gradients
             if EDGES:  # a masked block may extend beyond its sequence, whose end a descriptor does not know
-                q_edge = head_of(q_rows_ptr, strides_q, of_q, c.EDGE_FORM, c)
-                do_edge = head_of(do_rows_ptr, strides_do, of_q, c.EDGE_FORM, c)
+                q_edge = head_view(q_rows_ptr, strides_q, q_position, c.EDGE_FORM, c)
+                do_edge = head_view(do_rows_ptr, strides_do, q_position, c.EDGE_FORM, c)
             dk, dv = _dkdv_blocks(
                 dk, dv, k, v, q_edge, do_edge, statistics, col0, masked, mask, score, dropout, True, c.EDGE_FORM, c
             )
@@ -192,14 +192,14 @@ def _bwd_dkdv_kernel(
             )
 
     # Keys beyond the end were read as zeros, but their rows of dV are not zero: clear them.
-    live = offs_n < n_keys
+    is_key = offs_n < n_keys
     if c.DROPOUT:
         dv *= keep_scale
-    dk = tl.where(live[:, None], dk * sm_scale, 0.0)
-    dv = tl.where(live[:, None], dv, 0.0)
+    dk = tl.where(is_key[:, None], dk * sm_scale, 0.0)
+    dv = tl.where(is_key[:, None], dv, 0.0)
     n_rows = n_keys if c.LENGTHS == PACKED else seqlen_k
-    of_rows = (b, hk, first_k, n_rows)
-    dk_rows = head_of(dk_ptr, (stride_dkb, stride_dkh, stride_dkn), of_rows, POINTER, c)
-    dv_rows = head_of(dv_ptr, (stride_dvb, stride_dvh, stride_dvn), of_rows, POINTER, c)
+    store_position = (b, hk, first_k, n_rows)
+    dk_rows = head_view(dk_ptr, (stride_dkb, stride_dkh, stride_dkn), store_position, POINTER, c)
+    dv_rows = head_view(dv_ptr, (stride_dvb, stride_dvh, stride_dvn), store_position, POINTER, c)
     store_tile(dk_rows, dk, col0, c.HEAD_DIM, c.FORM)
     store_tile(dv_rows, dv, col0, c.HEAD_DIM_V, c.FORM)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from diyfa.backends.cuda.attention.block_info import key_blocks, masked_keys
 from diyfa.backends.cuda.attention.dots import dot, dot_add, round_to
 from diyfa.backends.cuda.attention.dropout import keep_tile, position_words
 from diyfa.backends.cuda.attention.launch import RUNTIME_SIZES, UNALIGNED_POINTERS
@@ -13,17 +14,15 @@ from diyfa.backends.cuda.attention.scores import (
     first_row,
     head_and_block,
     head_features,
-    key_blocks,
     load_statistics,
-    masked_keys,
     past_gap,
     product_gradient,
     scores_log2,
-    sequence_of,
     tile_corner,
     visible_pairs,
 )
-from diyfa.backends.cuda.attention.tile_io import EQUAL, PACKED, POINTER, head_of, load_tile, store_tile
+from diyfa.backends.cuda.attention.seq_info import seq_info
+from diyfa.backends.cuda.attention.tile_io import EQUAL, PACKED, POINTER, head_view, load_tile, store_tile
 
 
 @triton.jit
@@ -96,33 +95,33 @@ def _bwd_dq_kernel(
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_dob, stride_doh, stride_dom, stride_dqb, stride_dqh, stride_dqm,
     stride_per_headb, stride_biasb, stride_biash, stride_biasm, stride_biasn,
-    heads_q, group, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right, heads_in_turns,
+    heads_q, group, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right, interleaved_heads,
     scale, softcap, threshold, keep_scale, sm_scale,
     c: tl.constexpr,
 ):  # fmt: skip
     blocks_m = tl.cdiv(seqlen_q, c.BLOCK_M)
     pid = tl.program_id(0)
-    head, block_m = head_and_block(pid, blocks_m, tl.num_programs(0) // blocks_m, heads_in_turns)
+    head, block_m = head_and_block(pid, blocks_m, tl.num_programs(0) // blocks_m, interleaved_heads)
     if c.HAS_RIGHT:  # longest first
         block_m = blocks_m - 1 - block_m
     b = head // heads_q
     h = head % heads_q
     hk = h // group
     lengths = (cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, seqlen_q, seqlen_k, total_q, total_k)
-    first_q, first_k, n_queries, n_keys = sequence_of(b, lengths, c)
+    first_q, first_k, n_queries, n_keys = seq_info(b, lengths, c.LENGTHS)
     row0 = block_m * c.BLOCK_M
     if c.LENGTHS == PACKED and row0 >= n_queries:
         return
     mask = (n_queries, n_keys, n_keys - n_queries, window_left, window_right)
     offs_m = row0 + tl.arange(0, c.BLOCK_M)
-    of_q = (b, h, first_q, n_queries)
-    of_k = (b, hk, first_k, n_keys)
+    q_position = (b, h, first_q, n_queries)
+    k_position = (b, hk, first_k, n_keys)
     strides_k = (stride_kb, stride_kh, stride_kn)
     strides_v = (stride_vb, stride_vh, stride_vn)
-    queries = head_of(q_ptr, (stride_qb, stride_qh, stride_qm), of_q, c.FORM, c)
-    gradients = head_of(do_ptr, (stride_dob, stride_doh, stride_dom), of_q, c.FORM, c)
-    keys = head_of(k_ptr, strides_k, of_k, c.FORM, c)
-    values = head_of(v_ptr, strides_v, of_k, c.FORM, c)
+    queries = head_view(q_ptr, (stride_qb, stride_qh, stride_qm), q_position, c.FORM, c)
+    gradients = head_view(do_ptr, (stride_dob, stride_doh, stride_dom), q_position, c.FORM, c)
+    keys = head_view(k_ptr, strides_k, k_position, c.FORM, c)
+    values = head_view(v_ptr, strides_v, k_position, c.FORM, c)
     q = load_tile(queries, row0, c.BLOCK_M, c.HEAD_DIM, c.BLOCK_D, True, c.FORM, c)
     do = load_tile(gradients, row0, c.BLOCK_M, c.HEAD_DIM_V, c.BLOCK_DV, True, c.FORM, c)
     row = first_row(b, h, first_q, heads_q, seqlen_q, total_q, c)
@@ -139,11 +138,11 @@ def _bwd_dq_kernel(
     full = (full_begin, full_end, 0, 0)
     dq = _dq_blocks(dq, q, do, lse_log2, delta, keys, values, row0, full, mask, score, dropout, False, c.FORM, c)
     if c.FORM != c.EDGE_FORM:  # a masked block may extend beyond its sequence, whose end a descriptor does not know
-        keys = head_of(k_rows_ptr, strides_k, of_k, c.EDGE_FORM, c)
-        values = head_of(v_rows_ptr, strides_v, of_k, c.EDGE_FORM, c)
+        keys = head_view(k_rows_ptr, strides_k, k_position, c.EDGE_FORM, c)
+        values = head_view(v_rows_ptr, strides_v, k_position, c.EDGE_FORM, c)
     dq = _dq_blocks(dq, q, do, lse_log2, delta, keys, values, row0, masked, mask, score, dropout, True, c.EDGE_FORM, c)
     if c.LENGTHS != EQUAL:  # a descriptor may have read any numbers beyond the sequence
         dq = tl.where((offs_m < n_queries)[:, None], dq, 0.0)
     n_rows = n_queries if c.LENGTHS == PACKED else seqlen_q
-    rows = head_of(dq_ptr, (stride_dqb, stride_dqh, stride_dqm), (b, h, first_q, n_rows), POINTER, c)
+    rows = head_view(dq_ptr, (stride_dqb, stride_dqh, stride_dqm), (b, h, first_q, n_rows), POINTER, c)
     store_tile(rows, dq * sm_scale, row0, c.HEAD_DIM, c.FORM)

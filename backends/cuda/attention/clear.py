@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from diyfa.backends.cuda.attention.seq_info import load_clamped, packed_info
 from diyfa.backends.cuda.attention.tile_io import padded_head_dim
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launch import is_interpreting
@@ -21,7 +22,7 @@ from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors
 CLEARED_ELEMENTS = tl.constexpr(2048)  # elements that a program clears at once
 OFFSETS_AT_ONCE = tl.constexpr(128)  # elements of cu_seqlens
 PROGRAMS = 4096  # programs of a launch, about, divided among the gaps between sequences
-MOST_PROGRAMS, FEWEST_PROGRAMS = 64, 4  # programs of a gap
+MAX_PROGRAMS, MIN_PROGRAMS = 64, 4  # programs of a gap
 CLEARING_PROGRAMS = 64  # programs of a forward kernel that clear instead of attending
 
 
@@ -37,16 +38,19 @@ class ClearConstants(Constants):
 
 @triton.jit
 def _clear_range(
-    begin, stop, share, shares,
+    begin, stop, program, n_programs,
     x,  # (pointer, stride of rows, of heads)
     statistics_ptr, heads, total, value, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Set rows [begin, stop) of all heads to 0, and of the statistics to `value`. `shares` programs divide the rows."""
+    """Set rows [begin, stop) of all heads to 0, and of the statistics to `value`.
+
+    `n_programs` programs divide the rows.
+    """
     x_ptr, stride_m, stride_h = x
     ROWS: tl.constexpr = CLEARED_ELEMENTS // BLOCK_D
     cols = tl.arange(0, BLOCK_D)
     zeros = tl.zeros([ROWS, BLOCK_D], x_ptr.dtype.element_ty)
-    for i in range(share, tl.cdiv(stop - begin, ROWS) * heads, shares):
+    for i in range(program, tl.cdiv(stop - begin, ROWS) * heads, n_programs):
         h = (i % heads).to(tl.int64)
         offs_m = begin + i // heads * ROWS + tl.arange(0, ROWS)
         exists = offs_m < stop
@@ -58,30 +62,40 @@ def _clear_range(
 
 
 @triton.jit
-def clear_others(cu_seqlens_ptr, batch, longest, share, shares, out, lse_ptr, heads, total, c: tl.constexpr):
+def clear_others(cu_seqlens_ptr, batch, longest, program, n_programs, out, lse_ptr, heads, total, c: tl.constexpr):
     """Clear rows of out and lse that no sequence covers. Other programs write up to `longest` rows of each sequence.
 
-    `shares` separate programs call it: in the others it would take registers from the loops over keys.
+    `n_programs` separate programs call it: in the others it would take registers from the loops over keys.
     """
-    for b in range(share, batch, shares):
-        begin = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + b), 0), total)
-        end = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + b + 1), 0), total)
-        begin += tl.minimum(tl.maximum(end - begin, 0), longest)
-        _clear_range(begin, end, 0, 1, out, lse_ptr, heads, total, float("inf"), c.HEAD_DIM_V, c.BLOCK_DV)
-    first = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr), 0), total)
-    last = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + batch), 0), total)
+    for b in range(program, batch, n_programs):
+        first, rows = packed_info(cu_seqlens_ptr, b, total)
+        _clear_range(
+            first + tl.minimum(rows, longest),
+            first + rows,
+            0,
+            1,
+            out,
+            lse_ptr,
+            heads,
+            total,
+            float("inf"),
+            c.HEAD_DIM_V,
+            c.BLOCK_DV,
+        )
+    first = load_clamped(cu_seqlens_ptr, total)
+    last = load_clamped(cu_seqlens_ptr + batch, total)
     if last < total:
         # Other programs write at the same time, so no row of a sequence may be cleared. Unused offsets may be 0: the
         # sequences end at the largest one.
         for start in range(0, batch, OFFSETS_AT_ONCE):
             i = start + tl.arange(0, OFFSETS_AT_ONCE)
             last = tl.maximum(last, tl.max(tl.load(cu_seqlens_ptr + i, mask=i < batch, other=0), 0))
-    _clear_range(0, first, share, shares, out, lse_ptr, heads, total, float("inf"), c.HEAD_DIM_V, c.BLOCK_DV)
-    _clear_range(last, total, share, shares, out, lse_ptr, heads, total, float("inf"), c.HEAD_DIM_V, c.BLOCK_DV)
+    _clear_range(0, first, program, n_programs, out, lse_ptr, heads, total, float("inf"), c.HEAD_DIM_V, c.BLOCK_DV)
+    _clear_range(last, total, program, n_programs, out, lse_ptr, heads, total, float("inf"), c.HEAD_DIM_V, c.BLOCK_DV)
 
 
 @triton.jit(
-    do_not_specialize=("batch", "heads", "total", "longest", "shares"),
+    do_not_specialize=("batch", "heads", "total", "longest", "n_programs"),
     do_not_specialize_on_alignment=("cu_seqlens_ptr",),
 )
 def _clear_kernel(
@@ -89,27 +103,25 @@ def _clear_kernel(
     stride_xm, stride_xh, stride_ym, stride_yh,
     batch, heads, total,
     longest,  # most rows of a sequence that other kernels write
-    shares,  # programs of a gap; no constant, because it depends on the batch
+    n_programs,  # programs of a gap; no constant, because it depends on the batch
     value,  # value for the statistics
     c: tl.constexpr,
 ):  # fmt: skip
     """Clear a gap between sequences. Gap b is before sequence b, the last gap behind the last sequence."""
-    gap = tl.program_id(0) // shares
-    start = tl.load(cu_seqlens_ptr + tl.maximum(gap - 1, 0))
-    end = tl.load(cu_seqlens_ptr + gap)
-    start = tl.minimum(tl.maximum(start, 0), total)
-    end = tl.minimum(tl.maximum(end, 0), total)
+    gap = tl.program_id(0) // n_programs
+    start = load_clamped(cu_seqlens_ptr + tl.maximum(gap - 1, 0), total)
+    end = load_clamped(cu_seqlens_ptr + gap, total)
     written = tl.minimum(tl.maximum(end - start, 0), longest)
     begin = tl.where(gap == 0, 0, start + written)
     stop = tl.where(gap == batch, total, end)
-    share = tl.program_id(0) % shares
+    program = tl.program_id(0) % n_programs
     x, y = (x_ptr, stride_xm, stride_xh), (y_ptr, stride_ym, stride_yh)
-    _clear_range(begin, stop, share, shares, x, statistics_ptr, heads, total, value, c.HEAD_DIM, c.BLOCK_D)
+    _clear_range(begin, stop, program, n_programs, x, statistics_ptr, heads, total, value, c.HEAD_DIM, c.BLOCK_D)
     if y_ptr is not None:
-        _clear_range(begin, stop, share, shares, y, None, heads, total, value, c.HEAD_DIM_V, c.BLOCK_DV)
+        _clear_range(begin, stop, program, n_programs, y, None, heads, total, value, c.HEAD_DIM_V, c.BLOCK_DV)
 
 
-def launch_of(
+def make_launch(
     cu_seqlens: torch.Tensor,
     longest: int,
     x: torch.Tensor,
@@ -121,15 +133,15 @@ def launch_of(
     batch = cu_seqlens.shape[0] - 1
     total, heads, head_dim = x.shape
     head_dim_v = head_dim if y is None else y.shape[2]
-    shares = 1 if is_interpreting() else max(FEWEST_PROGRAMS, min(MOST_PROGRAMS, PROGRAMS // (batch + 1)))
+    n_programs = 1 if is_interpreting() else max(MIN_PROGRAMS, min(MAX_PROGRAMS, PROGRAMS // (batch + 1)))
     values = ClearConstants(head_dim, head_dim_v, padded_head_dim(head_dim), padded_head_dim(head_dim_v))
     arguments = {
         "cu_seqlens_ptr": cu_seqlens, "x_ptr": x, "y_ptr": y, "statistics_ptr": statistics,
         "stride_xm": x.stride(0), "stride_xh": x.stride(1),
         "stride_ym": 0 if y is None else y.stride(0), "stride_yh": 0 if y is None else y.stride(1),
-        "batch": batch, "heads": heads, "total": total, "longest": longest, "shares": shares, "value": value,
+        "batch": batch, "heads": heads, "total": total, "longest": longest, "n_programs": n_programs, "value": value,
     }  # fmt: skip
-    return Launch(_clear_kernel, (batch + 1) * shares, arguments, {"c": values}, {"num_warps": 4})
+    return Launch(_clear_kernel, (batch + 1) * n_programs, arguments, {"c": values}, {"num_warps": 4})
 
 
 def clearing_programs(problem: AttentionProblem) -> int:
@@ -148,7 +160,7 @@ def forward_launches(
     """Return the launches that clear rows of out and lse, none if sequences are not packed."""
     if tensors.cu_seqlens_q is None:
         return []
-    return [launch_of(tensors.cu_seqlens_q, problem.seqlen_q, out, None, lse, float("inf"))]
+    return [make_launch(tensors.cu_seqlens_q, problem.seqlen_q, out, None, lse, float("inf"))]
 
 
 def backward_launches(
@@ -161,6 +173,6 @@ def backward_launches(
     if tensors.cu_seqlens_q is None or tensors.cu_seqlens_k is None:
         return []
     return [
-        launch_of(tensors.cu_seqlens_q, problem.seqlen_q, gradients.dq, statistics=delta),
-        launch_of(tensors.cu_seqlens_k, problem.seqlen_k, gradients.dk, gradients.dv),
+        make_launch(tensors.cu_seqlens_q, problem.seqlen_q, gradients.dq, statistics=delta),
+        make_launch(tensors.cu_seqlens_k, problem.seqlen_k, gradients.dk, gradients.dv),
     ]

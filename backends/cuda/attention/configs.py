@@ -35,7 +35,7 @@ def schedule(config: AttentionConfig) -> dict[str, int]:
     return {"num_warps": config.num_warps, "num_stages": config.num_stages}
 
 
-def form_of(config: AttentionConfig) -> int:
+def tile_form(config: AttentionConfig) -> int:
     """Return the kernels' FORM constant of a config."""
     return {"tma": DESCRIPTOR.value, "portable": PORTABLE.value, "widened": WIDENED.value}[config.form]
 
@@ -45,9 +45,9 @@ def reads_rows(problem: AttentionProblem, config: AttentionConfig) -> bool:
     return config.form == "tma" and (problem.seq_lens or problem.varlen)
 
 
-def edge_form_of(problem: AttentionProblem, config: AttentionConfig) -> int:
+def edge_tile_form(problem: AttentionProblem, config: AttentionConfig) -> int:
     """Return the kernels' EDGE_FORM constant: the form in which blocks that a mask cuts are read."""
-    return PORTABLE.value if reads_rows(problem, config) else form_of(config)
+    return PORTABLE.value if reads_rows(problem, config) else tile_form(config)
 
 
 # Class of GPU -> rows of (most padded head_dim, tile). The first row that fits is the default. The others of its
@@ -342,7 +342,7 @@ def has_tma(problem: AttentionProblem) -> bool:
 UNALIGNED_SPILLS = 264
 SPLIT, SHORT = ("dkdv", "dq"), ("short",)  # kernels of a backward pass; `_bwd_preprocess_kernel` comes before SPLIT
 MIN_QUERIES = 512  # fewest queries, of all heads of a group, for which the start-up of a key block's program pays
-LONGEST_SHORT = 64  # tokens of the longest sequence that one tile of the "short" table holds
+MAX_SHORT_LENGTH = 64  # tokens of the longest sequence that one tile of the "short" table holds
 
 # Tiles that TMA writes begin at multiples of 1 KB, and each buffer has a barrier: at most 1040 bytes in these kernels.
 DESCRIPTOR_SPACE = 2048
@@ -430,7 +430,7 @@ def _prefers_few_rows(kind: str, problem: AttentionProblem, few_blocks: bool) ->
 
 # For fewer blocks of 128 queries than multiprocessors: two of these programs run on a multiprocessor (one prompt of
 # 512, 32 heads, causal: 14 us against 15.7).
-_DQ_OF_FEW_BLOCKS = C(64, 64, 4, 2, "tma", measured="H200, 2026-11-28")
+_DQ_FEW_BLOCKS = C(64, 64, 4, 2, "tma", measured="H200, 2026-11-28")
 
 
 def _heads(problem: AttentionProblem) -> _Heads:
@@ -444,7 +444,7 @@ def candidates(kind: str, problem: AttentionProblem) -> tuple[AttentionConfig, .
     """
     longest = max(problem.seqlen_q, problem.seqlen_k)
     if kind == "short":
-        return _candidates(problem, kind, padded_head_dim(longest)) if longest <= LONGEST_SHORT else ()
+        return _candidates(problem, kind, padded_head_dim(longest)) if longest <= MAX_SHORT_LENGTH else ()
     blocks = problem.batch * problem.heads_q * (-(-problem.seqlen_q // 128))
     few_blocks = blocks <= FULL_GPU and not _is_ragged(problem)
     return _candidates(problem, kind, 0, has_tma(problem), problem.seqlen_k <= 1024, few_blocks)
@@ -462,19 +462,19 @@ def _candidates(
     """Return `candidates` for a kind of problem. `block`: for "short", rows of the tile that holds the sequences."""
     if kind == "short":
         # The kernel reads each tensor once, through registers, so tiles of aligned tensors serve all.
-        known = _rows(kind, gpu_class(problem.replace(aligned=True)), _heads(problem))
-        rows = [x for x in known if x[1].block_m == block]
+        fitting_rows = _rows(kind, gpu_class(problem.replace(aligned=True)), _heads(problem))
+        rows = [x for x in fitting_rows if x[1].block_m == block]
         if not problem.aligned:
             rows = [(width, replace(config, spill_budget=UNALIGNED_SPILLS)) for width, config in rows]
     else:
-        known = _rows(kind, gpu_class(problem), _heads(problem))
-        rows = list(known) if tma else [x for x in known if x[1].form != "tma"]
+        fitting_rows = _rows(kind, gpu_class(problem), _heads(problem))
+        rows = list(fitting_rows) if tma else [x for x in fitting_rows if x[1].form != "tma"]
     if not rows:
         return ()
     narrowest, first = rows[0]
     tiles = [config for widest, config in rows if widest == narrowest and config.form == first.form]
     if kind == "dq" and few_blocks and narrowest == 128 and first.form == "tma" and gpu_class(problem) == "wgmma":
-        tiles.append(_DQ_OF_FEW_BLOCKS)
+        tiles.append(_DQ_FEW_BLOCKS)
     if problem.bias and kind != "dkdv":  # each block waits for more loads
         tiles.sort(key=lambda config: -config.num_stages)
     if _prefers_few_rows(kind, problem, few_blocks):

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from diyfa.backends.cuda.attention.cache_info import first_visible_key, sequence_info, visible_blocks
+from diyfa.backends.cuda.attention.block_info import cached_blocks, first_cached_key
 from diyfa.backends.cuda.attention.clear import forward_launches
 from diyfa.backends.cuda.attention.decode_combine import add_chunk, combine_launch, store_rows
 from diyfa.backends.cuda.attention.decode_configs import (
@@ -42,12 +42,13 @@ from diyfa.backends.cuda.attention.launch import (
     strides,
 )
 from diyfa.backends.cuda.attention.scores import score_without_bias, scores_log2, visible_pairs
+from diyfa.backends.cuda.attention.seq_info import cache_entry, cache_seq_info
 from diyfa.backends.cuda.attention.stream_k import (
     CHUNK_KEYS,
     begin_share,
     chunks_per_tile,
     fixed_chunk,
-    has_long_line,
+    has_wide_positions,
     heads_in_parallel,
     is_split,
     next_chunk,
@@ -93,7 +94,7 @@ class DecodeConstants(Constants):
     split: bool  # programs have shares of the iteration space; else fixed chunks
     scan: int  # tiles whose work is added up at once
     one_scan: bool  # these are all tiles
-    long_line: bool  # positions in the iteration space may need more than 32 bits
+    wide_positions: bool  # positions in the iteration space may need more than 32 bits
     one_round: bool  # all KV heads are walked at the same time: head_rounds is 1
     by_tile: bool  # `_combine_kernel` has programs for each tile; else for each share
     has_left: bool
@@ -124,7 +125,7 @@ class DecodeConstants(Constants):
 
 
 @triton.jit
-def _pages_of(table, keys, exists, c: tl.constexpr):
+def _load_pages(table, keys, exists, c: tl.constexpr):
     """Load the pages that keys of a sequence lie in; -1 for keys that do not exist."""
     # An unsigned division by a power of two is a single shift.
     return tl.load(table + keys.to(tl.uint32) // c.PAGE_SIZE, mask=exists, other=-1)
@@ -220,18 +221,18 @@ def _attend_keys(
         is_key = keys < n_keys
         if c.HAS_LEFT and not c.ONE_PAGE:  # pages left of the window may hold NaN, and a weight of 0 times NaN is NaN
             is_key = is_key & (keys >= first_key)
-        page = _pages_of(table, keys, is_key, c)
+        page = _load_pages(table, keys, is_key, c)
     for block in tl.range(begin, end):
         offs_n = pad + block * c.BLOCK_N + tl.arange(0, c.BLOCK_N)
         exists, k_rows, v_rows = _key_rows(page, offs_n, n_keys, pages, strides, c)
         if c.PAGE_SIZE > 0:  # load the pages of the next block now, so that its keys need not wait for this load
             next_keys = (pad + block * c.BLOCK_N if c.ONE_PAGE else offs_n) + c.BLOCK_N
-            page = _pages_of(table, next_keys, next_keys < n_keys, c)
+            page = _load_pages(table, next_keys, next_keys < n_keys, c)
         k = _load_rows(k_base, k_rows, exists, 0, c.BLOCK_D, c.HEAD_DIM).to(q.dtype)
         s = dot(q, tl.trans(k), c.PRECISION)  # [BLOCK_M, BLOCK_N]
         if c.BLOCK_D_TAIL > 0:
-            rest = _load_rows(k_base, k_rows, exists, c.BLOCK_D, c.BLOCK_D_TAIL, c.HEAD_DIM).to(q.dtype)
-            s = dot_add(q_tail, tl.trans(rest), s, c.PRECISION)
+            k_tail = _load_rows(k_base, k_rows, exists, c.BLOCK_D, c.BLOCK_D_TAIL, c.HEAD_DIM).to(q.dtype)
+            s = dot_add(q_tail, tl.trans(k_tail), s, c.PRECISION)
         s, _tanh = scores_log2(s, tokens[:, None], offs_n[None, :], (0, 0, 0), mask, score, True, PRECISE, c)
         visible = exists[None, :] & visible_pairs(tokens[:, None], offs_n[None, :], mask, False, c)
         s = tl.where(visible, s, float("-inf"))
@@ -316,18 +317,13 @@ def _attend_rows(b, hk, block_m, begin, end, sequence, inputs, mask, c: tl.const
         k_base += first_k.to(tl.int64) * stride_kn
         v_base += first_k.to(tl.int64) * stride_vn
     else:
-        entry = b
-        if cache_batch_idx_ptr is not None:
-            entry = tl.load(cache_batch_idx_ptr + b)
-            has_entry = (entry >= 0) & (entry < entries)
-            n_keys = tl.where(has_entry, n_keys, 0)
-            entry = tl.where(has_entry, entry, 0)
+        entry, n_keys = cache_entry(cache_batch_idx_ptr, b, entries, n_keys)
         k_base += entry.to(tl.int64) * stride_kb
         v_base += entry.to(tl.int64) * stride_vb
     cache = (k_base, v_base, table, entries, (stride_kb, stride_kn, stride_vb, stride_vn))
     pairs = (n_queries, n_keys, offset, window_left, window_right)
     score = score_without_bias(scale, softcap, slopes)
-    first_key = first_visible_key(block_m, n_queries, n_keys, pad, mask, c)
+    first_key = first_cached_key(block_m, n_queries, n_keys, pad, mask, c)
     acc, l_i, m_i = _attend_keys(q, q_tail, tokens, begin, end, pad, first_key, cache, pairs, score, c)
     return acc, l_i, m_i, rows
 
@@ -430,9 +426,9 @@ def _decode_kernel(
         while position < share_end:
             b = tile // blocks_m
             block_m = tile % blocks_m
-            sequence = sequence_info(b, True, lengths, c)
+            sequence = cache_seq_info(b, lengths, c)
             first_q, n_queries, _, n_keys, pad = sequence
-            first, n_blocks = visible_blocks(block_m, n_queries, n_keys, pad, mask, c)
+            first, n_blocks = cached_blocks(block_m, n_queries, n_keys, pad, mask, c)
             work = tile_work(n_blocks, cost, c.SPLIT_COST)
             tile_end = tile_start + work.to(position.dtype) * head_rounds
             if position < tile_end:
@@ -455,21 +451,21 @@ def _decode_kernel(
                 tile += 1
 
 
-def constants_of(
+def kernel_constants(
     problem: KVCacheProblem, config: DecodeConfig, chunks: int = 1, heads_in_parallel: int = 1
 ) -> DecodeConstants:
     """Constants of `_decode_kernel` for a call with so many `chunks_per_tile` and `heads_in_parallel`."""
     scan = tiles_per_scan(problem, config)
     is_one_scan = problem.batch * tiles_per_sequence(problem, config) <= scan
-    return _constants_of_kind(
-        problem, config, is_split(problem), scan, is_one_scan, has_long_line(problem, config),
+    return _constants_for_kind(
+        problem, config, is_split(problem), scan, is_one_scan, has_wide_positions(problem, config),
         heads_in_parallel == problem.heads_kv, chunks > 1, problem.window_right >= 0 and problem.seqlen_q > 1,
     )  # fmt: skip
 
 
 @cached_per_kind
-def _constants_of_kind(
-    problem: KVCacheProblem, config: DecodeConfig, split: bool, scan: int, one_scan: bool, long_line: bool,
+def _constants_for_kind(
+    problem: KVCacheProblem, config: DecodeConfig, split: bool, scan: int, one_scan: bool, wide_positions: bool,
     one_round: bool, chunks_apart: bool, has_right: bool,
 ) -> DecodeConstants:  # fmt: skip
     block_d, block_d_tail = feature_blocks(problem.head_dim)
@@ -477,7 +473,7 @@ def _constants_of_kind(
         split=split,
         scan=scan,
         one_scan=one_scan,
-        long_line=long_line,
+        wide_positions=wide_positions,
         one_round=one_round,
         by_tile=False,
         has_left=problem.window_left >= 0,
@@ -508,14 +504,14 @@ def _constants_of_kind(
     )
 
 
-def config_of(problem: KVCacheProblem) -> DecodeConfig:
+def select_config(problem: KVCacheProblem) -> DecodeConfig:
     """The config of a call that `unsupported` accepts, or the one that `use_config("decode", ...)` sets."""
     config = forced_config("decode", problem) or decode_config(problem)
     assert config is not None, "unsupported() accepted a problem that no tile fits"
     return config
 
 
-def launches_of(
+def make_launches(
     problem: KVCacheProblem,
     tensors: KVCacheTensors,
     out: torch.Tensor,
@@ -530,8 +526,8 @@ def launches_of(
     if not count:
         return []
     chunks = chunks_per_tile(problem, config, q.device)
-    parallel = heads_in_parallel(problem, count)
-    c = constants_of(problem, config, chunks, parallel)
+    n_heads = heads_in_parallel(problem, count)
+    c = kernel_constants(problem, config, chunks, n_heads)
     sums = statistics = None
     if memory is not None:
         rows = workspace_rows(problem, config, q.device)
@@ -568,11 +564,11 @@ def launches_of(
         "softcap": problem.softcap,
     }
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    grid = (parallel, count // parallel) if c.split else count
+    grid = (n_heads, count // n_heads) if c.split else count
     main = Launch(_decode_kernel, grid, arguments, {"c": c}, options)
     if memory is None:
         return [main]
-    return [main, combine_launch(problem, config, c, arguments, count, parallel)]
+    return [main, combine_launch(problem, config, c, arguments, count, n_heads)]
 
 
 def cache_pass(
@@ -581,17 +577,20 @@ def cache_pass(
     out: torch.Tensor,
     lse: torch.Tensor,
     config: DecodeConfig | None = None,
-    launches: Callable[..., list[Launch]] = launches_of,
+    launches: Callable[..., list[Launch]] = make_launches,
 ) -> Pass:
     """The pass that fills out and lse. `config`, `launches`: those of another kernel with the same schedule."""
-    config = config or config_of(problem)
+    config = config or select_config(problem)
     memory = workspace(problem, config, tensors.q.device)
-    found = [*forward_launches(problem, tensors, out, lse), *launches(problem, tensors, out, lse, config, memory)]
-    return Pass(found, [] if memory is None else [memory])
+    all_launches = [
+        *forward_launches(problem, tensors, out, lse),
+        *launches(problem, tensors, out, lse, config, memory),
+    ]
+    return Pass(all_launches, [] if memory is None else [memory])
 
 
 def forward_pass(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor) -> Pass:
     """`cache_pass` for a forward pass: its keys are a cache that is full."""
-    over_cache, of_cache = as_kvcache(problem, tensors)
+    cache_problem, cache_tensors = as_kvcache(problem, tensors)
     rows = out if problem.varlen else as_bhsd(out, problem.layout).transpose(1, 2)
-    return cache_pass(over_cache, of_cache, rows, lse)._replace(inputs=of_cache.present())
+    return cache_pass(cache_problem, cache_tensors, rows, lse)._replace(inputs=cache_tensors.present())

@@ -9,10 +9,11 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from diyfa.backends.cuda.attention.cache_info import sequence_info, visible_blocks
+from diyfa.backends.cuda.attention.block_info import cached_blocks
 from diyfa.backends.cuda.attention.decode_configs import DecodeConfig
 from diyfa.backends.cuda.attention.dots import round_to
-from diyfa.backends.cuda.attention.fwd import LOWEST, add_sink, lse_of
+from diyfa.backends.cuda.attention.fwd import LOWEST, add_sink, row_lse
+from diyfa.backends.cuda.attention.seq_info import cache_seq_info
 from diyfa.backends.cuda.attention.stream_k import (
     COMBINED_ELEMENTS,
     combined_columns,
@@ -47,11 +48,11 @@ def store_rows(
         sink += tl.load(sinks_ptr + heads, mask=exists, other=0.0)
         m_i, l_i, acc = add_sink(sink, m_i, l_i, acc)
     # A row that saw no key has out = 0, lse = +inf.
-    live = l_i != 0.0
-    out = tl.where(live[:, None], acc / tl.where(live, l_i, 1.0)[:, None], 0.0)
+    has_keys = l_i != 0.0
+    out = tl.where(has_keys[:, None], acc / tl.where(has_keys, l_i, 1.0)[:, None], 0.0)
     if v_descale_ptr is not None:
         out *= tl.load(v_descale_ptr + b.to(tl.int64) * stride_vdb + hk.to(tl.int64) * stride_vdh)
-    lse = tl.where(live, lse_of(sink, m_i, tl.where(live, l_i, 1.0)), float("inf"))
+    lse = tl.where(has_keys, row_lse(sink, m_i, tl.where(has_keys, l_i, 1.0)), float("inf"))
     if PACKED:
         lse_rows = heads.to(tl.int64) * total_q + first_q + tokens
     else:
@@ -81,7 +82,8 @@ def add_chunk(m_i, l_i, acc, m_chunk, l_chunk, acc_chunk):
 
 _RUNTIME = (
     "stride_vdb", "stride_vdh", "batch", "heads_kv", "group", "blocks_m", "seqlen_q", "total_q", "total_k", "length",
-    "added", "capacity", "window_left", "window_right", "rows_per_tile", "chunks_per_tile", "n_shares", "rows_each",
+    "added", "capacity", "window_left", "window_right", "rows_per_tile", "chunks_per_tile", "n_shares",
+    "rows_per_program",
 )  # fmt: skip
 _UNALIGNED = ("cu_seqlens_q_ptr", "cu_seqlens_k_ptr", "seqlens_ptr", "leftpad_ptr", "sinks_ptr", "v_descale_ptr")
 
@@ -93,7 +95,7 @@ def _combine_kernel(
     stride_ob, stride_oh, stride_om, stride_vdb, stride_vdh, batch, heads_kv, group, blocks_m, seqlen_q, total_q,
     total_k, added, window_left, window_right,
     n_shares,
-    rows_each,  # rows that a program has, one after another
+    rows_per_program,  # rows that a program has, one after another
     c: tl.constexpr,
 ):  # fmt: skip
     """Merge the partial results of some rows and columns of a tile whose keys several programs shared.
@@ -116,7 +118,7 @@ def _combine_kernel(
         (stride_ob, stride_oh, stride_om, stride_vdb, stride_vdh),
         (heads_kv, group, seqlen_q, total_q),
     )  # fmt: skip
-    row0 = tl.program_id(0) // (c.BLOCK_DV // c.COLUMNS) * rows_each
+    row0 = tl.program_id(0) // (c.BLOCK_DV // c.COLUMNS) * rows_per_program
     first_column = tl.program_id(0) % (c.BLOCK_DV // c.COLUMNS) * c.COLUMNS
     tile, hk, sequence, first_share, last_share, is_unfinished = find_shared_tile(
         n_shares, heads_kv, batch, blocks_m, lengths, mask, c
@@ -126,7 +128,7 @@ def _combine_kernel(
     if c.OVERLAP:
         gdc_wait()
     first_row = tile % blocks_m * c.BLOCK_M
-    rows_end = tl.minimum(row0 + rows_each, n_queries * group - first_row)
+    rows_end = tl.minimum(row0 + rows_per_program, n_queries * group - first_row)
     for row in range(row0, tl.where(is_unfinished, rows_end, 0)):
         rows = first_row + row + tl.arange(0, 1)
         cols = first_column + tl.arange(0, c.COLUMNS)
@@ -175,13 +177,13 @@ def _combine_in_order_kernel(
         (stride_ob, stride_oh, stride_om, stride_vdb, stride_vdh),
         (heads_kv, group, seqlen_q, total_q),
     )  # fmt: skip
-    owner = tl.program_id(0) // rows_per_tile
+    tile_and_head = tl.program_id(0) // rows_per_tile
     row = tl.program_id(0) % rows_per_tile
-    tile = owner // heads_kv
+    tile = tile_and_head // heads_kv
     b = tile // blocks_m
     block_m = tile % blocks_m
-    first_q, n_queries, _, n_keys, pad = sequence_info(b, True, lengths, c)
-    first, n_blocks = visible_blocks(block_m, n_queries, n_keys, pad, mask, c)
+    first_q, n_queries, _, n_keys, pad = cache_seq_info(b, lengths, c)
+    first, n_blocks = cached_blocks(block_m, n_queries, n_keys, pad, mask, c)
     rows = block_m * c.BLOCK_M + row + tl.arange(0, 1)
     if (n_blocks > 0) & (tl.max(rows, 0) < n_queries * group):
         cols = tl.arange(0, c.BLOCK_DV)
@@ -190,22 +192,22 @@ def _combine_in_order_kernel(
         acc = tl.zeros([1, c.BLOCK_DV], tl.float32)
         end = tl.cdiv(first + n_blocks, c.CHUNK)
         for start in range(first // c.CHUNK, end, c.PARTIALS):
-            number = tl.arange(0, c.PARTIALS)
-            exists = start + number < end
-            slots = owner.to(tl.int64) * chunks_per_tile + start + number
+            chunk = tl.arange(0, c.PARTIALS)
+            exists = start + chunk < end
+            slots = tile_and_head.to(tl.int64) * chunks_per_tile + start + chunk
             statistics = statistics_ptr + slots * (2 * rows_per_tile) + row
             m_chunks = tl.load(statistics, mask=exists, other=LOWEST)
             l_chunks = tl.load(statistics + rows_per_tile, mask=exists, other=0.0)
             sums = sums_ptr + (slots * rows_per_tile + row)[:, None] * c.BLOCK_DV + cols[None, :]
             acc_chunks = tl.load(sums, mask=exists[:, None], other=0.0)
             for i in tl.static_range(c.PARTIALS):
-                is_chunk = number == i
+                is_chunk = chunk == i
                 m_chunk = tl.sum(tl.where(is_chunk, m_chunks, 0.0), 0) + tl.zeros([1], tl.float32)
                 l_chunk = tl.sum(tl.where(is_chunk, l_chunks, 0.0), 0) + tl.zeros([1], tl.float32)
                 acc_chunk = tl.sum(tl.where(is_chunk[:, None], acc_chunks, 0.0), 0)[None, :]
                 m_i, l_i, acc = add_chunk(m_i, l_i, acc, m_chunk, l_chunk, acc_chunk)
         packed: tl.constexpr = cu_seqlens_q_ptr is not None
-        store_rows(acc, l_i, m_i, rows, 0, b, owner % heads_kv, first_q, n_queries, outputs, packed, c)
+        store_rows(acc, l_i, m_i, rows, 0, b, tile_and_head % heads_kv, first_q, n_queries, outputs, packed, c)
 
 
 # Constants that only `_decode_kernel` reads, to load keys and form scores; and `one_round`, which spares its loop a
@@ -231,7 +233,7 @@ def combine_launch(
     """The launch that merges what `programs` programs of `_decode_kernel` with these arguments leave."""
     rows = rows_per_tile(problem, config)
     n_shares = programs // heads_in_parallel
-    rows_each = 1
+    rows_per_program = 1
     if c.chunks_apart:
         kernel = _combine_in_order_kernel
         grid: int | tuple[int, int, int] = programs // arguments["chunks_per_tile"] * rows
@@ -243,11 +245,11 @@ def combine_launch(
         tiles = problem.batch * tiles_per_sequence(problem, config) * problem.heads_kv
         by_tile, columns = c.one_scan and tiles < programs, combined_columns(problem, config, programs)
         shared, column_blocks = tiles if by_tile else programs, c.block_dv // columns
-        rows_each = min(combined_rows(rows * column_blocks * shared), rows)
-        grid = cdiv(rows, rows_each) * column_blocks, heads_in_parallel, shared // heads_in_parallel
+        rows_per_program = min(combined_rows(rows * column_blocks * shared), rows)
+        grid = cdiv(rows, rows_per_program) * column_blocks, heads_in_parallel, shared // heads_in_parallel
         constants = _combine_constants(problem, c, by_tile, columns, max(8, COMBINED_ELEMENTS // columns))
-    given = arguments | {"n_shares": n_shares, "rows_each": rows_each}
-    given = {name: given[name] for name in kernel.arg_names if name in given}
-    early = {"launch_pdl": True} if c.overlap else {}
+    kernel_arguments = arguments | {"n_shares": n_shares, "rows_per_program": rows_per_program}
+    kernel_arguments = {name: kernel_arguments[name] for name in kernel.arg_names if name in kernel_arguments}
+    overlap_options = {"launch_pdl": True} if c.overlap else {}
     # Programs of one warp all fit beside `_decode_kernel`, and wait there with everything known but the sums.
-    return Launch(kernel, grid, given, {"c": constants}, {"num_warps": 1, **early})
+    return Launch(kernel, grid, kernel_arguments, {"c": constants}, {"num_warps": 1, **overlap_options})

@@ -92,7 +92,7 @@ def is_widened(problem: KVCacheProblem) -> bool:
     return problem.dtype == "float32" or _is_turing(problem)
 
 
-def block_m_of(problem: KVCacheProblem) -> int:
+def choose_block_m(problem: KVCacheProblem) -> int:
     """Return the rows of a tile."""
     rows = problem.seqlen_q * (problem.heads_q // problem.heads_kv)
     if is_widened(problem):
@@ -118,8 +118,8 @@ def reads_values_once(problem: KVCacheProblem) -> bool:
 
 def reads_value_pairs(problem: KVCacheProblem) -> bool:
     """Return whether float8 values are read as pairs of features, and converted in registers (`_load_pairs`)."""
-    of_float8 = problem.cache_dtype == FLOAT8 and not is_widened(problem) and not reads_values_once(problem)
-    return of_float8 and problem.aligned and problem.head_dim_v % 2 == 0
+    is_float8 = problem.cache_dtype == FLOAT8 and not is_widened(problem) and not reads_values_once(problem)
+    return is_float8 and problem.aligned and problem.head_dim_v % 2 == 0
 
 
 def shared_bytes(problem: KVCacheProblem, block_m: int, block_n: int, num_stages: int) -> int:
@@ -144,24 +144,28 @@ def shared_bytes(problem: KVCacheProblem, block_m: int, block_n: int, num_stages
 @cached_per_problem
 def decode_config(problem: KVCacheProblem) -> DecodeConfig | None:
     """Return the config for a call, or None if none fits. block_n and num_warps depend on head dims and dtypes only."""
-    return _config_of_kind(problem, block_m_of(problem))
+    return _config_for_kind(problem, choose_block_m(problem))
 
 
 @cached_per_kind
-def _config_of_kind(problem: KVCacheProblem, block_m: int) -> DecodeConfig | None:
+def _config_for_kind(problem: KVCacheProblem, block_m: int) -> DecodeConfig | None:
     spec = gpu_spec(problem.arch)
     if spec is None:
         return None
     width = max(padded_head_dim(problem.head_dim_v), feature_blocks(problem.head_dim)[0])
     rows = _FLOAT8_ROWS + _ROWS if problem.cache_dtype == FLOAT8 else _ROWS
-    for widest, block_n, warps, stages, several in rows:
+    for widest, block_n, warps, stages, programs_per_sm in rows:
         if _is_turing(problem) and block_n > TURING_BLOCK_N:
             continue
         shared = shared_bytes(problem, block_m, block_n, stages)
-        if width <= widest and shared <= spec.shared_per_block and several * (shared + RESERVED) <= spec.shared_per_sm:
+        if (
+            width <= widest
+            and shared <= spec.shared_per_block
+            and programs_per_sm * (shared + RESERVED) <= spec.shared_per_sm
+        ):
             if block_m > MMA_BLOCK_M:  # larger blocks spill
                 block_n, warps = (32, 8) if width > 64 else (64, 4)
-            return DecodeConfig(block_m, block_n, warps, stages, several)
+            return DecodeConfig(block_m, block_n, warps, stages, programs_per_sm)
     return None
 
 
@@ -179,7 +183,7 @@ def is_small_call(problem: AttentionProblem) -> bool:
     rows = problem.seqlen_q * (problem.heads_q // problem.heads_kv)
     if problem.batch * problem.heads_q >= FULL_GPU or rows > MOST_ROWS:
         return False
-    return any(rows <= most and problem.seqlen_k >= least for most, least in SMALL_CALLS)
+    return any(rows <= max_rows and problem.seqlen_k >= min_keys for max_rows, min_keys in SMALL_CALLS)
 
 
 def unsupported(problem: KVCacheProblem) -> str | None:

@@ -11,11 +11,13 @@ with the longest rows. Optional features are compile-time flags: a call without 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import triton
 import triton.language as tl
 
+from diyfa.backends.cuda.attention.block_info import key_blocks, masked_keys
 from diyfa.backends.cuda.attention.clear import clear_others, clearing_programs
 from diyfa.backends.cuda.attention.configs import AttentionConfig, schedule
 from diyfa.backends.cuda.attention.dots import dot, dot_add, round_to
@@ -24,11 +26,11 @@ from diyfa.backends.cuda.attention.launch import (
     RUNTIME_SIZES,
     UNALIGNED_POINTERS,
     TileConstants,
-    described_launch,
+    bind_launch,
     feature_arguments,
-    heads_in_turns,
+    input_arguments,
+    interleaved_heads,
     is_settled,
-    read_by,
     softmax_scale,
     strides,
     tile_constants,
@@ -39,14 +41,12 @@ from diyfa.backends.cuda.attention.scores import (
     first_row,
     head_and_block,
     head_features,
-    key_blocks,
-    masked_keys,
     past_gap,
     scores_log2,
-    sequence_of,
     tile_corner,
     visible_pairs,
 )
+from diyfa.backends.cuda.attention.seq_info import seq_info
 from diyfa.backends.cuda.attention.tile_io import (
     DESCRIPTOR,
     LARGEST_PRODUCT,
@@ -55,7 +55,7 @@ from diyfa.backends.cuda.attention.tile_io import (
     PACKED,
     POINTER,
     cdiv,
-    head_of,
+    head_view,
     load_tile,
     padded_head_dim,
     store_tile,
@@ -90,7 +90,7 @@ def add_sink(sink, m_i, l_i, acc):
     """Update running maximum, sum and output for a sink [BLOCK_M], the score of a key without a value.
 
     Returns (m_i, l_i, acc). If the sink is the maximum its weight is exactly 1. A fused multiply-subtract would give
-    the rounding error of the product instead. The product of the largest sinks overflows float32: see `lse_of`.
+    the rounding error of the product instead. The product of the largest sinks overflows float32: see `row_lse`.
     """
     product = tl.where(sink < float("inf"), tl.minimum(sink, LARGEST_PRODUCT), sink) * LOG2E
     m_new = tl.maximum(m_i, product)
@@ -100,7 +100,7 @@ def add_sink(sink, m_i, l_i, acc):
 
 
 @triton.jit
-def lse_of(sink, m_i, l_i):
+def row_lse(sink, m_i, l_i):
     """Return the log-sum-exp of rows with a positive sum, which includes the sink. Without sinks, `sink` is 0."""
     lse = (m_i + tl.math.log2(l_i)) * LN2
     return tl.where((sink > LARGEST_PRODUCT) & (sink < float("inf")), sink, lse)
@@ -165,7 +165,7 @@ def _fwd_kernel(
     stride_per_headb, stride_biasb, stride_biash, stride_biasm, stride_biasn,
     heads_q,
     group,  # query heads per KV head
-    batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right, heads_in_turns,
+    batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right, interleaved_heads,
     scale, softcap, threshold,
     keep_scale,  # 1 / (1 - p) of the dropout
     c: tl.constexpr,
@@ -178,26 +178,26 @@ def _fwd_kernel(
             out, longest, clearing = (o_ptr, stride_om, stride_oh), blocks_m * c.BLOCK_M, tl.num_programs(0) - tiles
             clear_others(cu_seqlens_q_ptr, batch, longest, pid - tiles, clearing, out, lse_ptr, heads_q, total_q, c)
             return
-    head, block_m = head_and_block(pid, blocks_m, batch * heads_q, heads_in_turns)
+    head, block_m = head_and_block(pid, blocks_m, batch * heads_q, interleaved_heads)
     if c.HAS_RIGHT:  # longest first, so that the last programs to start are short
         block_m = blocks_m - 1 - block_m
     b = head // heads_q
     h = head % heads_q
     hk = h // group
     lengths = (cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, seqlen_q, seqlen_k, total_q, total_k)
-    first_q, first_k, n_queries, n_keys = sequence_of(b, lengths, c)
+    first_q, first_k, n_queries, n_keys = seq_info(b, lengths, c.LENGTHS)
     row0 = block_m * c.BLOCK_M
     # The grid covers the longest sequence. A shorter one has no rows in this block, not even rows to fill with zeros.
     if c.LENGTHS == PACKED and row0 >= n_queries:
         return
     mask = (n_queries, n_keys, n_keys - n_queries, window_left, window_right)
     offs_m = row0 + tl.arange(0, c.BLOCK_M)
-    of_k = (b, hk, first_k, n_keys)
+    k_position = (b, hk, first_k, n_keys)
     strides_k = (stride_kb, stride_kh, stride_kn)
     strides_v = (stride_vb, stride_vh, stride_vn)
-    queries = head_of(q_ptr, (stride_qb, stride_qh, stride_qm), (b, h, first_q, n_queries), c.FORM, c)
-    keys = head_of(k_ptr, strides_k, of_k, c.FORM, c)
-    values = head_of(v_ptr, strides_v, of_k, c.FORM, c)
+    queries = head_view(q_ptr, (stride_qb, stride_qh, stride_qm), (b, h, first_q, n_queries), c.FORM, c)
+    keys = head_view(k_ptr, strides_k, k_position, c.FORM, c)
+    values = head_view(v_ptr, strides_v, k_position, c.FORM, c)
     q = load_tile(queries, row0, c.BLOCK_M, c.HEAD_DIM, c.BLOCK_D, True, c.FORM, c)
     blocks = key_blocks(row0, mask, c)
     _, full_begin, full_end, _ = blocks
@@ -215,8 +215,8 @@ def _fwd_kernel(
     full = (full_begin, full_end, 0, 0)
     sums = _attend_blocks(sums, q, keys, values, row0, full, mask, score, dropout, False, c.FORM, c)
     if c.FORM != c.EDGE_FORM:  # a masked block may extend beyond its sequence, whose end a descriptor does not know
-        keys = head_of(k_rows_ptr, strides_k, of_k, c.EDGE_FORM, c)
-        values = head_of(v_rows_ptr, strides_v, of_k, c.EDGE_FORM, c)
+        keys = head_view(k_rows_ptr, strides_k, k_position, c.EDGE_FORM, c)
+        values = head_view(v_rows_ptr, strides_v, k_position, c.EDGE_FORM, c)
     masked = masked_keys(blocks, c)
     sums = _attend_blocks(sums, q, keys, values, row0, masked, mask, score, dropout, True, c.EDGE_FORM, c)
     acc, l_i, m_i = sums
@@ -226,16 +226,16 @@ def _fwd_kernel(
         m_i, l_i, acc = add_sink(sink, m_i, l_i, acc)
 
     # A row that saw no key or is beyond its sequence has out 0 and lse +inf.
-    live = (l_i != 0.0) & (offs_m < n_queries)
-    out = tl.where(live[:, None], acc / tl.where(live, l_i, 1.0)[:, None], 0.0)
+    has_keys = (l_i != 0.0) & (offs_m < n_queries)
+    out = tl.where(has_keys[:, None], acc / tl.where(has_keys, l_i, 1.0)[:, None], 0.0)
     if c.DROPOUT:
         out *= keep_scale
-    lse = tl.where(live, lse_of(sink, m_i, tl.where(live, l_i, 1.0)), float("inf"))
+    lse = tl.where(has_keys, row_lse(sink, m_i, tl.where(has_keys, l_i, 1.0)), float("inf"))
     n_rows = n_queries if c.LENGTHS == PACKED else seqlen_q  # packed, the next rows belong to another sequence
     lse_row = lse_ptr + first_row(b, h, first_q, heads_q, seqlen_q, total_q, c)
     tl.store(lse_row + offs_m, lse, mask=offs_m < n_rows)
     # Results are written through addresses in every form.
-    rows = head_of(o_ptr, (stride_ob, stride_oh, stride_om), (b, h, first_q, n_rows), POINTER, c)
+    rows = head_view(o_ptr, (stride_ob, stride_oh, stride_om), (b, h, first_q, n_rows), POINTER, c)
     store_tile(rows, out, row0, c.HEAD_DIM_V, c.FORM)
 
 
@@ -253,7 +253,7 @@ def constants(problem: AttentionProblem, config: AttentionConfig, negate: bool) 
     return ForwardConstants(**tile_constants(problem, config), sinks=problem.sinks, negate=negate)
 
 
-def launch_of(
+def make_launch(
     problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor, config: AttentionConfig
 ) -> Launch:
     """Return the launch that fills out and lse."""
@@ -263,19 +263,19 @@ def launch_of(
     m, n = config.block_m, config.block_n
     blocks, heads = cdiv(problem.seqlen_q, m), problem.batch * problem.heads_q
     values = {
-        **read_by(problem, config, q=(q, m, block_d), k=(k, n, block_d), v=(v, n, block_dv)),
+        **input_arguments(problem, config, q=(q, m, block_d), k=(k, n, block_d), v=(v, n, block_dv)),
         "o_ptr": out,
         "lse_ptr": lse,
         "batch": problem.batch,
         **strides(problem.layout, q=q, k=k, v=v, o=out),
         **feature_arguments(problem, tensors, scale),
-        "heads_in_turns": heads_in_turns(problem, config, blocks, heads, q.device),
+        "interleaved_heads": interleaved_heads(problem, config, blocks, heads, q.device),
     }
     grid = blocks * heads + clearing_programs(problem)
-    return described_launch(_fwd_kernel, grid, values, constants(problem, config, negate), schedule(config))
+    return bind_launch(_fwd_kernel, grid, values, constants(problem, config, negate), schedule(config))
 
 
 def forward_pass(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor) -> Pass:
     """Return the pass that fills out and lse."""
-    launches = tuned_launches("fwd", problem, lambda config: [launch_of(problem, tensors, out, lse, config)])
-    return Pass(launches, is_settled=is_settled(problem, "fwd"))
+    launches = tuned_launches("fwd", problem, lambda config: [make_launch(problem, tensors, out, lse, config)])
+    return Pass(launches, is_settled=partial(is_settled, problem, "fwd"))

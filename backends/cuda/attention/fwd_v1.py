@@ -15,12 +15,14 @@ import torch
 import triton
 import triton.language as tl
 
+from diyfa.backends.cuda.attention.block_info import query_blocks
 from diyfa.backends.cuda.attention.configs import AttentionConfig, portable_config
 from diyfa.backends.cuda.attention.dots import dot, round_to
 from diyfa.backends.cuda.attention.fwd import constants
 from diyfa.backends.cuda.attention.launch import RUNTIME_SIZES, UNALIGNED_POINTERS, softmax_scale, strides
-from diyfa.backends.cuda.attention.scores import query_blocks, sequence_of, visible_pairs
-from diyfa.backends.cuda.attention.tile_io import LN2, LOG2E, head_of, load_tile, store_tile
+from diyfa.backends.cuda.attention.scores import visible_pairs
+from diyfa.backends.cuda.attention.seq_info import seq_info
+from diyfa.backends.cuda.attention.tile_io import LN2, LOG2E, head_view, load_tile, store_tile
 from diyfa.backends.cuda.runtime.passes import Pass
 from diyfa.problem import AttentionProblem, AttentionTensors, Launch
 
@@ -43,12 +45,12 @@ def _fwd_v1_kernel(
     h = tl.program_id(0) % heads_q
     hk = h // group
     lengths = (None, None, seq_lens_ptr, seqlen_q, seqlen_k, 0, 0)
-    _, _, n_queries, n_keys = sequence_of(b, lengths, c)
+    _, _, n_queries, n_keys = seq_info(b, lengths, c.LENGTHS)
     mask = (n_queries, n_keys, n_keys - n_queries, window_left, window_right)
-    queries = head_of(q_ptr, (stride_qb, stride_qh, stride_qm), (b, h, 0, n_queries), c.FORM, c)
-    keys = head_of(k_ptr, (stride_kb, stride_kh, stride_kn), (b, hk, 0, n_keys), c.FORM, c)
-    values = head_of(v_ptr, (stride_vb, stride_vh, stride_vn), (b, hk, 0, n_keys), c.FORM, c)
-    outputs = head_of(o_ptr, (stride_ob, stride_oh, stride_om), (b, h, 0, seqlen_q), c.FORM, c)
+    queries = head_view(q_ptr, (stride_qb, stride_qh, stride_qm), (b, h, 0, n_queries), c.FORM, c)
+    keys = head_view(k_ptr, (stride_kb, stride_kh, stride_kn), (b, hk, 0, n_keys), c.FORM, c)
+    values = head_view(v_ptr, (stride_vb, stride_vh, stride_vn), (b, hk, 0, n_keys), c.FORM, c)
+    outputs = head_view(o_ptr, (stride_ob, stride_oh, stride_om), (b, h, 0, seqlen_q), c.FORM, c)
     row = (b.to(tl.int64) * heads_q + h) * seqlen_q
     running_row = running_ptr + row * c.HEAD_DIM_V
     running = (running_row, b, h, 0, n_queries, c.HEAD_DIM_V)
@@ -69,7 +71,7 @@ def _fwd_v1_kernel(
         offs_n = col0 + tl.arange(0, c.BLOCK_N)
         k = load_tile(keys, col0, c.BLOCK_N, c.HEAD_DIM, c.BLOCK_D, True, c.FORM, c)
         v = load_tile(values, col0, c.BLOCK_N, c.HEAD_DIM_V, c.BLOCK_DV, True, c.FORM, c)
-        first, _, _, last = query_blocks(col0, mask, False, c)
+        first, _, _, last = query_blocks(col0, mask, False, False, c)
         for row0 in tl.range(first, last, c.BLOCK_M, num_stages=1):
             offs_m = row0 + tl.arange(0, c.BLOCK_M)
             q = load_tile(queries, row0, c.BLOCK_M, c.HEAD_DIM, c.BLOCK_D, True, c.FORM, c)
@@ -84,11 +86,11 @@ def _fwd_v1_kernel(
             m_new = tl.maximum(m_old, tl.max(s, 1))
             m_ref = tl.where(m_new == float("-inf"), 0.0, m_new)
             p = tl.math.exp2(s - m_ref[:, None])  # [BLOCK_M, BLOCK_N]
-            kept = l_old * tl.math.exp2(m_old - m_ref)
-            l_new = kept + tl.sum(p, 1)
+            l_rescaled = l_old * tl.math.exp2(m_old - m_ref)
+            l_new = l_rescaled + tl.sum(p, 1)
             o = load_tile(running, row0, c.BLOCK_M, c.HEAD_DIM_V, c.BLOCK_DV, True, c.FORM, c)
             norm = tl.where(l_new != 0.0, l_new, 1.0)
-            o = (o * kept[:, None] + dot(round_to(p, v.dtype), v, c.PRECISION)) / norm[:, None]
+            o = (o * l_rescaled[:, None] + dot(round_to(p, v.dtype), v, c.PRECISION)) / norm[:, None]
             store_tile(running, o, row0, c.HEAD_DIM_V, c.FORM)
             tl.debug_barrier()  # every warp has read the old statistics of all rows
             tl.store(m_row + offs_m, m_new, mask=offs_m < n_queries)
@@ -101,12 +103,12 @@ def _fwd_v1_kernel(
         store_tile(outputs, o, row0, c.HEAD_DIM_V, c.FORM)
         m = tl.load(m_row + offs_m, mask=offs_m < seqlen_q, other=0.0)
         total = tl.load(l_row + offs_m, mask=offs_m < seqlen_q, other=0.0)
-        live = total != 0.0  # False for rows that saw no key and rows beyond the sequence
-        lse = tl.where(live, (m + tl.math.log2(tl.where(live, total, 1.0))) * LN2, float("inf"))
+        has_keys = total != 0.0  # False for rows that saw no key and rows beyond the sequence
+        lse = tl.where(has_keys, (m + tl.math.log2(tl.where(has_keys, total, 1.0))) * LN2, float("inf"))
         tl.store(l_row + offs_m, lse, mask=offs_m < seqlen_q)
 
 
-def launch_of(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor) -> Launch:
+def make_launch(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor) -> Launch:
     """Return the launch that fills out and lse."""
     q, k, v = tensors.q, tensors.k, tensors.v
     rows = (problem.batch, problem.heads_q, problem.seqlen_q)
@@ -137,7 +139,7 @@ def launch_of(problem: AttentionProblem, tensors: AttentionTensors, out: torch.T
 
 def forward_pass(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor) -> Pass:
     """Return the pass that fills out and lse."""
-    launch = launch_of(problem, tensors, out, lse)
+    launch = make_launch(problem, tensors, out, lse)
     return Pass([launch], [launch.arguments["running_ptr"], launch.arguments["m_ptr"]])
 
 

@@ -6,17 +6,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import cache
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
 
-from diyfa.backends.cuda.attention.configs import AttentionConfig, candidates, edge_form_of, form_of, reads_rows
+from diyfa.backends.cuda.attention.configs import AttentionConfig, candidates, edge_tile_form, reads_rows, tile_form
 from diyfa.backends.cuda.attention.dropout import keep_threshold
-from diyfa.backends.cuda.attention.tile_io import cdiv, lengths_of, padded_head_dim
+from diyfa.backends.cuda.attention.tile_io import cdiv, lengths_constant, padded_head_dim
 from diyfa.backends.cuda.runtime import tune
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launch import multiprocessors, on_device
-from diyfa.backends.cuda.runtime.launcher import Tiles, runtime_names, shared_box
+from diyfa.backends.cuda.runtime.launcher import Tiles, arguments_among, shared_box
 from diyfa.backends.cuda.runtime.passes import Pass, Replay, launch_each, make_replay
 from diyfa.features import ADJUSTING, GRADIENTS, TENSORS, Broadcast
 from diyfa.problem import (
@@ -42,7 +43,7 @@ Tensors = TypeVar("Tensors", AttentionTensors, KVCacheTensors, NewKeys)
 
 # Sizes and strides with which a bias is read and its gradient written. If all are multiples of 16, kernels are compiled
 # for that: their loops have a sixth fewer instructions.
-READ_BIAS_BY = (
+BIAS_SIZES_AND_STRIDES = (
     "seqlen_q", "seqlen_k", "stride_biasb", "stride_biash", "stride_biasm", "stride_outb", "stride_outh", "stride_outm",
 )  # fmt: skip
 # Numbers and strides that kernels are not specialised for. The alignment of tensors that are read one number at a time
@@ -50,7 +51,7 @@ READ_BIAS_BY = (
 RUNTIME_SIZES = (
     "stride_per_headb", "total_q", "total_k", "window_left",
     "window_right", "threshold",
-    "heads_in_turns",
+    "interleaved_heads",
     "group",  # a variant for 1 has no loop over heads; ptxas serialises its wgmma in the dK/dV kernel (C7515)
 )  # fmt: skip
 WARPS_AT_ONCE = 8  # warps whose tiles fill the registers of a multiprocessor
@@ -98,11 +99,11 @@ def strides(layout: str, **tensors: torch.Tensor | None) -> dict[str, int]:
 
     The last is `..n` for tensors of `KEYS`.
     """
-    found: dict[str, int] = {}
+    arguments: dict[str, int] = {}
     for name, x in tensors.items():
         batch, head, row = _stride_names(name)
-        found[batch], found[head], found[row], _ = (0, 0, 0, 0) if x is None else bhsd_strides(x, layout)
-    return found
+        arguments[batch], arguments[head], arguments[row], _ = (0, 0, 0, 0) if x is None else bhsd_strides(x, layout)
+    return arguments
 
 
 @cache
@@ -110,14 +111,15 @@ def _stride_names(name: str) -> tuple[str, str, str]:
     return f"stride_{name}b", f"stride_{name}h", f"stride_{name}{'n' if name in KEYS else 'm'}"
 
 
-_POINTERS = [(x.name, f"{x.name}_ptr") for x in TENSORS]
+_POINTERS = [f"{x.name}_ptr" for x in TENSORS]
+_optional_tensors = attrgetter(*[x.name for x in TENSORS])
 
 
 def feature_arguments(problem: AttentionProblem, tensors: AttentionTensors, scale: float) -> dict[str, Any]:
     """Return the arguments of attention kernels for features: optional tensors, their strides, sizes and factors."""
     bias_b, bias_h, bias_m, bias_n = bias_strides(problem, tensors.attn_bias)
     return {
-        **{pointer: getattr(tensors, name) for name, pointer in _POINTERS},
+        **dict(zip(_POINTERS, _optional_tensors(tensors), strict=True)),
         "per_head_ptr": tensors.alibi_slopes,
         "stride_per_headb": per_head_stride(tensors.alibi_slopes),
         "stride_biasb": bias_b,
@@ -144,7 +146,7 @@ def programs_at_once(config: AttentionConfig, device: torch.device) -> int:
     return multiprocessors(device) * max(WARPS_AT_ONCE // config.num_warps, 1)
 
 
-def heads_in_turns(
+def interleaved_heads(
     problem: AttentionProblem, config: AttentionConfig, blocks: int, heads: int, device: torch.device
 ) -> int:
     """Return the number of heads, at the end, whose blocks alternate (`head_and_block`).
@@ -179,7 +181,7 @@ def cache_arguments(problem: KVCacheProblem, tensors: KVCacheTensors) -> dict[st
     }
 
 
-def described(x: torch.Tensor, layout: str, block_rows: int, block_d: int) -> Tiles:
+def tile_descriptor(x: torch.Tensor, layout: str, block_rows: int, block_d: int) -> Tiles:
     """Return a description of `x` for TMA copies of tiles [block_rows, block_d] of a head."""
     if layout == VARLEN:  # all sequences are one sample
         rows, heads, features = x.shape
@@ -191,7 +193,7 @@ def described(x: torch.Tensor, layout: str, block_rows: int, block_d: int) -> Ti
     return Tiles(x, shape, strides, shared_box(x.dtype, (1, 1, block_rows, block_d)))
 
 
-def read_by(
+def input_arguments(
     problem: AttentionProblem, config: AttentionConfig, **inputs: tuple[torch.Tensor, int, int]
 ) -> dict[str, Any]:
     """Return the arguments of inputs: descriptors for TMA, else the tensors.
@@ -200,19 +202,19 @@ def read_by(
     `..._rows_ptr` has the tensor.
     """
     takes_rows = reads_rows(problem, config)
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for name, (x, rows, columns) in inputs.items():
-        found[f"{name}_ptr"] = described(x, problem.layout, rows, columns) if config.form == "tma" else x
-        found[f"{name}_rows_ptr"] = x if takes_rows else None
-    return found
+        arguments[f"{name}_ptr"] = tile_descriptor(x, problem.layout, rows, columns) if config.form == "tma" else x
+        arguments[f"{name}_rows_ptr"] = x if takes_rows else None
+    return arguments
 
 
-def described_launch(kernel: Any, grid: int, values: dict[str, Any], constants: Constants, options: Any) -> Launch:
+def bind_launch(kernel: Any, grid: int, values: dict[str, Any], constants: Constants, options: Any) -> Launch:
     """Return the launch of `kernel` with those of `values` that it takes. Related kernels have the same `values`."""
-    arguments = {name: values[name] for name in runtime_names(kernel)}
+    arguments = arguments_among(kernel, values)
     aligned: tuple[str, ...] = ()
     if arguments.get("attn_bias_ptr") is not None:
-        aligned = tuple(name for name in READ_BIAS_BY if name in arguments)
+        aligned = tuple(name for name in BIAS_SIZES_AND_STRIDES if name in arguments)
         if any(arguments[name] & 15 for name in aligned):
             aligned = ()
     return Launch(kernel, grid, arguments, {"c": constants}, options, aligned)
@@ -259,9 +261,9 @@ class TileConstants(AttentionConstants):
 
 # Constants with the name of a field of the problem, and their types. A flag tells whether the field is not 0.
 _SHARED = [
-    (each.name, {"bool": bool, "int": int, "str": str}[str(each.type)])
-    for each in fields(AttentionConstants)
-    if each.name in {x.name for x in fields(AttentionProblem)}
+    (constant.name, {"bool": bool, "int": int, "str": str}[str(constant.type)])
+    for constant in fields(AttentionConstants)
+    if constant.name in {x.name for x in fields(AttentionProblem)}
 ]
 
 
@@ -271,7 +273,7 @@ def attention_constants(problem: AttentionProblem, config: AttentionConfig) -> d
         **{name: kind(getattr(problem, name)) for name, kind in _SHARED},
         "has_left": problem.window_left >= 0,
         "has_right": problem.window_right >= 0,
-        "lengths": lengths_of(problem),
+        "lengths": lengths_constant(problem),
         "adjusted": has_adjusted_scores(problem),
         "block_m": config.block_m,
         "block_n": config.block_n,
@@ -283,7 +285,7 @@ def attention_constants(problem: AttentionProblem, config: AttentionConfig) -> d
 
 def tile_constants(problem: AttentionProblem, config: AttentionConfig) -> dict[str, Any]:
     """Return the fields of `TileConstants`."""
-    forms = {"form": form_of(config), "edge_form": edge_form_of(problem, config)}
+    forms = {"form": tile_form(config), "edge_form": edge_tile_form(problem, config)}
     return attention_constants(problem, config) | forms
 
 
@@ -337,28 +339,29 @@ def _bucket(problem: AttentionProblem) -> tuple[object, ...]:
 def tuned_launches(
     kind: str,
     problem: AttentionProblem,
-    launches_of: Callable[[AttentionConfig], list[Launch]],
+    make_launches: Callable[[AttentionConfig], list[Launch]],
     before: Sequence[Launch] = (),
 ) -> list[Launch]:
-    """Return `launches_of` the tile for this problem's bucket: measured once if tuning is possible, else the table's.
+    """Return `make_launches` of the tile for this problem's bucket.
 
-    A deterministic problem always takes the table's, for another tile rounds differently. `before`: launches that fill
+    The tile is measured once if tuning is possible, else the table's. A deterministic problem always takes the table's,
+    for another tile rounds differently. `before`: launches that fill
     what those read. They run before a measurement, so that it leaves right results even if the call has run already.
     """
     if (forced := forced_config(kind, problem)) is not None:
-        return launches_of(forced)
+        return make_launches(forced)
     tiles = candidates(kind, problem)
     assert tiles, "unsupported() accepted a problem that no tile fits"
     if _has_one_tile(problem, tiles):
-        return launches_of(tiles[0])
-    needed = list(before)
+        return make_launches(tiles[0])
+    pending = list(before)
 
     def run(config: AttentionConfig) -> None:
-        launch_each(needed)
-        needed.clear()  # once is enough
-        launch_each(launches_of(config))
+        launch_each(pending)
+        pending.clear()  # once is enough
+        launch_each(make_launches(config))
 
-    return launches_of(tune.best(f"attention_{kind}", _bucket(problem), tiles, run, tiles[0]))
+    return make_launches(tune.best(f"attention_{kind}", _bucket(problem), tiles, run, tiles[0]))
 
 
 def _has_one_tile(problem: AttentionProblem, tiles: Sequence[AttentionConfig]) -> bool:
@@ -376,10 +379,10 @@ def is_settled(problem: AttentionProblem, *kinds: str) -> bool:
 # ---- `Kernel.launch` and `Kernel.repeat` of a pass -----------------------------------------------------------------
 
 
-def _own_objects(tensors: Tensors) -> Tensors:
+def _distinct_objects(tensors: Tensors) -> Tensors:
     """Return the tensors as different objects, even if the call has one twice: `make_replay` compares by identity."""
-    given: Any = {name: x.detach() for name, x in tensors._asdict().items() if isinstance(x, torch.Tensor)}
-    return tensors._replace(**given)
+    views: Any = {name: x.detach() for name, x in tensors._asdict().items() if isinstance(x, torch.Tensor)}
+    return tensors._replace(**views)
 
 
 def launching(describe: Callable[..., Pass]) -> Callable[..., None]:
@@ -396,11 +399,11 @@ def repeating(describe: Callable[..., Pass], over_cache: bool = False) -> Callab
     """Return `Kernel.repeat` of a forward pass, or of a pass over a cache."""
 
     def repeat(problem: Any, tensors: Any, out: torch.Tensor, lse: torch.Tensor) -> Replay | None:
-        tensors, out = _own_objects(tensors), out.detach()
+        tensors, out = _distinct_objects(tensors), out.detach()
         with on_device(out):
-            found = describe(problem, tensors, out, lse)
-        given = tensors.present() if found.inputs is None else found.inputs
-        return make_replay(found, given, [out, lse], choice, ("length",) if over_cache else (), over_cache)
+            described = describe(problem, tensors, out, lse)
+        inputs = tensors.present() if described.inputs is None else described.inputs
+        return make_replay(described, inputs, [out, lse], choice, ("length",) if over_cache else (), over_cache)
 
     return repeat
 
@@ -409,7 +412,7 @@ def repeating_append(describe: Callable[..., Pass]) -> Callable[..., Replay | No
     """Return `Kernel.repeat` of an append to a cache."""
 
     def repeat(problem: KVCacheProblem, tensors: KVCacheTensors, new: NewKeys) -> Replay | None:
-        tensors, new = _own_objects(tensors), _own_objects(new)
+        tensors, new = _distinct_objects(tensors), _distinct_objects(new)
         return make_replay(
             describe(problem, tensors, new), [*tensors.present(), *new.present()], (), choice, ("length",)
         )
@@ -431,10 +434,10 @@ def launching_backward(describe: Callable[..., Pass]) -> Callable[..., None]:
     ) -> None:
         with on_device(tensors.q):
             gradients, delta = _with_delta(gradients, lse)
-            found = describe(problem, tensors, out, lse, dout, dlse, gradients)
-            launch_each(found.launches)
-            if found.finish is not None:
-                found.finish()
+            described = describe(problem, tensors, out, lse, dout, dlse, gradients)
+            launch_each(described.launches)
+            if described.finish is not None:
+                described.finish()
             if gradients.dsinks is not None:
                 assert tensors.sinks is not None and delta is not None, "dsinks are asked for where there are sinks"
                 _fill_dsinks(tensors.sinks, lse, delta, gradients.dsinks)
@@ -456,30 +459,30 @@ def repeating_backward(describe: Callable[..., Pass]) -> Callable[..., BackwardR
     ) -> BackwardReplay | None:
         if gradients.dbias is not None:  # `Pass.finish` is not repeated, and the partial sums are large
             return None
-        tensors = _own_objects(tensors)
+        tensors = _distinct_objects(tensors)
         gradients, delta = _with_delta(gradients, lse)
         with on_device(out):
-            found = describe(problem, tensors, out, lse, dout, None, gradients)
-        given, made = [out, lse, dout, *tensors.present()], [*owners, *([] if delta is None else [delta])]
-        replay = make_replay(found, given, made, choice)
+            described = describe(problem, tensors, out, lse, dout, None, gradients)
+        inputs, outputs = [out, lse, dout, *tensors.present()], [*owners, *([] if delta is None else [delta])]
+        replay = make_replay(described, inputs, outputs, choice)
         if replay is None:
             return None
-        strides_now, missing, count = [x.stride() for x in given], [None] * (3 - len(owners)), len(owners)
-        place = None if tensors.sinks is None else next(i for i, x in enumerate(given) if x is tensors.sinks)
+        strides_now, missing, count = [x.stride() for x in inputs], [None] * (3 - len(owners)), len(owners)
+        sinks_index = None if tensors.sinks is None else next(i for i, x in enumerate(inputs) if x is tensors.sinks)
 
-        def run_again(*given: torch.Tensor) -> list[torch.Tensor | None] | None:
-            out, lse, dout, q, k, v, *_ = addresses = [x.data_ptr() for x in given]
-            if (out | lse | dout | q | k | v) & 15 or [x.stride() for x in given] != strides_now:
+        def run_again(*inputs: torch.Tensor) -> list[torch.Tensor | None] | None:
+            out, lse, dout, q, k, v, *_ = addresses = [x.data_ptr() for x in inputs]
+            if (out | lse | dout | q | k | v) & 15 or [x.stride() for x in inputs] != strides_now:
                 return None
-            made = replay(addresses)
-            if made is None:
+            outputs = replay(addresses)
+            if outputs is None:
                 return None
             dsinks = None
-            if place is not None:
-                dsinks = torch.empty_like(given[place])
+            if sinks_index is not None:
+                dsinks = torch.empty_like(inputs[sinks_index])
                 with on_device(dsinks):
-                    _fill_dsinks(given[place], given[1], made[count], dsinks)
-            return [*made[:count], *missing, *(dsinks if x.name == "sinks" else None for x in GRADIENTS)]
+                    _fill_dsinks(inputs[sinks_index], inputs[1], outputs[count], dsinks)
+            return [*outputs[:count], *missing, *(dsinks if x.name == "sinks" else None for x in GRADIENTS)]
 
         return run_again
 

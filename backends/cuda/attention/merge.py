@@ -34,14 +34,14 @@ class MergeConstants(Constants):
 
 @triton.jit(do_not_specialize=("heads", "rows"))
 def _merge_kernel(
-    part_ptr, part_lse_ptr,
+    partial_ptr, partial_lse_ptr,
     o_ptr, lse_ptr,
     stride_pb, stride_ph, stride_pm, stride_plb, stride_plh,
     stride_ob, stride_oh, stride_om, stride_lb, stride_lh,
     heads, rows,
     c: tl.constexpr,
 ):  # fmt: skip
-    """Merge `part` into `o` and `lse` in BLOCK_M rows of a head."""
+    """Merge `partial` into `o` and `lse` in BLOCK_M rows of a head."""
     blocks = tl.cdiv(rows, c.BLOCK_M)
     pid = tl.program_id(0)
     b = (pid // blocks // heads).to(tl.int64)
@@ -53,42 +53,43 @@ def _merge_kernel(
 
     lse_at = lse_ptr + b * stride_lb + h * stride_lh + offs_m
     lse = tl.load(lse_at, mask=exists, other=0.0)
-    part_lse = tl.load(part_lse_ptr + b * stride_plb + h * stride_plh + offs_m, mask=exists, other=0.0)
-    seen = tl.where(lse == INF, -INF, lse)
-    part_seen = tl.where(part_lse == INF, -INF, part_lse)
-    most = tl.maximum(seen, part_seen)
-    most = tl.where(most == -INF, 0.0, most)  # the row saw no key in either: both weights and both outputs are 0
-    weight, part_weight = tl.exp(seen - most), tl.exp(part_seen - most)
-    both = weight + part_weight
-    joint = tl.where(both == 0.0, INF, most + tl.log(both))
+    partial_lse = tl.load(partial_lse_ptr + b * stride_plb + h * stride_plh + offs_m, mask=exists, other=0.0)
+    valid_lse = tl.where(lse == INF, -INF, lse)
+    valid_partial_lse = tl.where(partial_lse == INF, -INF, partial_lse)
+    max_lse = tl.maximum(valid_lse, valid_partial_lse)
+    # A row that saw no key in either has weights and outputs of 0.
+    max_lse = tl.where(max_lse == -INF, 0.0, max_lse)
+    weight, partial_weight = tl.exp(valid_lse - max_lse), tl.exp(valid_partial_lse - max_lse)
+    weight_sum = weight + partial_weight
+    merged_lse = tl.where(weight_sum == 0.0, INF, max_lse + tl.log(weight_sum))
 
     rows_m = offs_m.to(tl.int64)[:, None]
     o_at = o_ptr + b * stride_ob + h * stride_oh + rows_m * stride_om + offs_d[None, :]
-    part_at = part_ptr + b * stride_pb + h * stride_ph + rows_m * stride_pm + offs_d[None, :]
+    partial_at = partial_ptr + b * stride_pb + h * stride_ph + rows_m * stride_pm + offs_d[None, :]
     o = tl.load(o_at, mask=inside, other=0.0)  # [BLOCK_M, BLOCK_DV]
-    part = tl.load(part_at, mask=inside, other=0.0)
-    total = tl.where(both == 0.0, 1.0, both)
-    tl.store(o_at, o * (weight / total)[:, None] + part * (part_weight / total)[:, None], mask=inside)
+    partial = tl.load(partial_at, mask=inside, other=0.0)
+    safe_sum = tl.where(weight_sum == 0.0, 1.0, weight_sum)
+    tl.store(o_at, o * (weight / safe_sum)[:, None] + partial * (partial_weight / safe_sum)[:, None], mask=inside)
     tl.debug_barrier()  # every warp has read the log-sum-exps of all rows
-    tl.store(lse_at, joint, mask=exists)
+    tl.store(lse_at, merged_lse, mask=exists)
 
 
-def launch_of(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> Launch:
+def make_launch(out: torch.Tensor, lse: torch.Tensor, partial: torch.Tensor, partial_lse: torch.Tensor) -> Launch:
     """Return the launch for outputs (B, H, S, Dv) and LSEs (B, H, S), whose last dimensions are contiguous."""
     batch, heads, rows, head_dim_v = out.shape
     block_dv = padded_head_dim(head_dim_v)
     values = MergeConstants(head_dim_v, max(1, MERGED_ELEMENTS // block_dv), block_dv)
     strides = {
         f"stride_{name}{dim}": stride
-        for name, x in {"p": part, "pl": part_lse, "o": out, "l": lse}.items()
+        for name, x in {"p": partial, "pl": partial_lse, "o": out, "l": lse}.items()
         for dim, stride in zip("bhm", x.stride()[:-1], strict=False)
     }
-    pointers = {"part_ptr": part, "part_lse_ptr": part_lse, "o_ptr": out, "lse_ptr": lse}
+    pointers = {"partial_ptr": partial, "partial_lse_ptr": partial_lse, "o_ptr": out, "lse_ptr": lse}
     arguments = {**pointers, **strides, "heads": heads, "rows": rows}
     return Launch(_merge_kernel, batch * heads * cdiv(rows, values.block_m), arguments, {"c": values}, {"num_warps": 4})
 
 
-def merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
-    """Merge `part` into `out` (B, H, S, Dv) and `lse` (B, H, S), both float32, in place."""
+def merge(out: torch.Tensor, lse: torch.Tensor, partial: torch.Tensor, partial_lse: torch.Tensor) -> None:
+    """Merge `partial` into `out` (B, H, S, Dv) and `lse` (B, H, S), both float32, in place."""
     with on_device(out):
-        launch_kernel(launch_of(out, lse, part, part_lse))
+        launch_kernel(make_launch(out, lse, partial, partial_lse))

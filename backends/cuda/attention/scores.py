@@ -1,11 +1,10 @@
-"""From the products q·k to the scores of a tile: blocks to visit, mask, softcap, ALiBi, bias, dropout.
+"""From the products q·k to the scores of a tile: mask, softcap, ALiBi, bias, dropout.
 
 The forward and the backward kernels use these functions. A tile is [BLOCK_M, BLOCK_N] or, in the dK/dV kernel,
 transposed. Positions come as `rows` and `cols` that broadcast to it ([BLOCK_M, 1] and [1, BLOCK_N], or [1, BLOCK_M] and
 [BLOCK_N, 1]). Query i is aligned with key i + offset. It sees the keys from `window_left` before that one to
 `window_right` after it (causal: 0 after). Helpers take these tuples:
 
-    lengths = (cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, seqlen_q, seqlen_k, total_q, total_k)
     mask = (queries, keys, offset, window_left, window_right)           of one sequence
     score = (scale, (softcap, slope), (bias pointer, stride_biasm, stride_biasn))    of one head
 """
@@ -16,46 +15,24 @@ import triton
 import triton.language as tl
 
 from diyfa.backends.cuda.attention.dropout import head_keys
-from diyfa.backends.cuda.attention.tile_io import LOG2E, PACKED, SEQ_LENS
+from diyfa.backends.cuda.attention.tile_io import LOG2E, PACKED
 
 
 @triton.jit
-def sequence_of(b, lengths, c: tl.constexpr):
-    """Return (first row in q, first row in k, number of queries, number of keys) of sample b.
-
-    Lengths on the device cannot be checked before the launch. They are clamped to the tensors' sizes.
-    """
-    cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, seqlen_q, seqlen_k, total_q, total_k = lengths
-    first_q = 0
-    first_k = 0
-    n_queries = seqlen_q
-    n_keys = seqlen_k
-    if c.LENGTHS == PACKED:
-        first_q = tl.minimum(tl.maximum(tl.load(cu_seqlens_q_ptr + b), 0), total_q)
-        first_k = tl.minimum(tl.maximum(tl.load(cu_seqlens_k_ptr + b), 0), total_k)
-        n_queries = tl.minimum(tl.maximum(tl.load(cu_seqlens_q_ptr + b + 1), first_q), total_q) - first_q
-        n_keys = tl.minimum(tl.maximum(tl.load(cu_seqlens_k_ptr + b + 1), first_k), total_k) - first_k
-    if c.LENGTHS == SEQ_LENS:
-        n_keys = tl.minimum(tl.maximum(tl.load(seq_lens_ptr + b), 0), seqlen_k)
-        n_queries = tl.minimum(n_keys, seqlen_q)
-    return first_q, first_k, n_queries, n_keys
-
-
-@triton.jit
-def head_and_block(pid, blocks, heads, in_turns):
+def head_and_block(pid, blocks, heads, interleaved_heads):
     """Return (head among those of all samples, block) of a program: head after head, so that their data stays in L2.
 
-    The blocks of the last `in_turns` heads alternate. Otherwise the longest blocks of the very last head, under a
-    causal mask, would start when there is little else to do (`heads_in_turns` in launch.py).
+    The blocks of the last `interleaved_heads` heads alternate. Otherwise the longest blocks of the very last head,
+    under a causal mask, would start when there is little else to do (`interleaved_heads` in launch.py).
     """
-    first = heads - in_turns
-    rest = pid - first * blocks
-    if rest < 0:
+    n_sequential = heads - interleaved_heads
+    interleaved_index = pid - n_sequential * blocks
+    if interleaved_index < 0:
         head = pid // blocks
         block = pid % blocks
     else:
-        head = first + rest % in_turns
-        block = rest // in_turns
+        head = n_sequential + interleaved_index % interleaved_heads
+        block = interleaved_index // interleaved_heads
     return head, block
 
 
@@ -98,20 +75,6 @@ def score_without_bias(scale, softcap, slope):
 
 
 @triton.jit
-def masked_keys(blocks, c: tl.constexpr):
-    """Return (begin, end, begin of a gap, its length) of one loop over those keys of `key_blocks` that need a mask."""
-    begin, full_begin, full_end, end = blocks
-    gap = full_end - full_begin
-    if c.HAS_LEFT:  # both edges: [begin, full_begin) and [full_end, end)
-        masked_begin = begin
-        masked_end = end - gap
-    else:
-        masked_begin = full_end
-        masked_end = end
-    return masked_begin, masked_end, full_begin, gap
-
-
-@triton.jit
 def past_gap(start_n, corner, gap_at, gap, score, c: tl.constexpr):
     """Return (first key, bias corner) of a block of `masked_keys`, moved past the gap if it is behind it."""
     if c.HAS_LEFT:
@@ -131,13 +94,13 @@ def load_statistics(lse_ptr, delta_ptr, row, offs_m, n_queries):
 
 
 @triton.jit
-def row_delta(o, do, dlse, place, offs_m, c: tl.constexpr):
+def row_delta(o, do, dlse, position, offs_m, c: tl.constexpr):
     """Return delta [BLOCK_M] = rowsum(dO * O) - dLSE of queries offs_m, from their tiles [BLOCK_M, BLOCK_DV].
 
-    `place`: as in `head_of`. Beyond the end both tiles are zeros, and delta is 0.
+    `position`: as in `head_view`. Beyond the end both tiles are zeros, and delta is 0.
     """
     dlse_ptr, stride_dlb, stride_dlh, stride_dlm = dlse
-    b, h, first_q, n_queries = place
+    b, h, first_q, n_queries = position
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)  # [BLOCK_M]
     if dlse_ptr is not None:
         dlse_row = dlse_ptr + b.to(tl.int64) * stride_dlb + h.to(tl.int64) * stride_dlh
@@ -145,62 +108,6 @@ def row_delta(o, do, dlse, place, offs_m, c: tl.constexpr):
             dlse_row = dlse_row + first_q.to(tl.int64) * stride_dlm
         delta -= tl.load(dlse_row + offs_m.to(tl.int64) * stride_dlm, mask=offs_m < n_queries, other=0.0)
     return delta
-
-
-@triton.jit
-def key_blocks(row0, mask, c: tl.constexpr):
-    """Return (begin, full_begin, full_end, end) of the keys that queries [row0, row0 + BLOCK_M) see.
-
-    All queries see [full_begin, full_end), which needs no mask. Some see [begin, full_begin) and [full_end, end). All
-    bounds but `end` are multiples of BLOCK_N. Keys outside [begin, end) are not visited: a window costs its width.
-    """
-    n_queries, n_keys, offset, window_left, window_right = mask
-    begin = 0
-    full_begin = 0
-    end = n_keys
-    full_end = n_keys
-    if c.HAS_RIGHT:
-        end = tl.minimum(n_keys, tl.maximum(row0 + c.BLOCK_M + offset + window_right, 0))
-        full_end = tl.minimum(n_keys, tl.maximum(row0 + offset + window_right + 1, 0))
-    if c.LENGTHS == SEQ_LENS:  # query blocks beyond a sample's end see no key
-        end = tl.where(row0 < n_queries, end, 0)
-        full_end = tl.where(row0 < n_queries, full_end, 0)
-    full_end = full_end // c.BLOCK_N * c.BLOCK_N
-    if c.HAS_LEFT:
-        begin = tl.maximum(row0 + offset - window_left, 0) // c.BLOCK_N * c.BLOCK_N
-        full_begin = tl.cdiv(tl.maximum(row0 + c.BLOCK_M - 1 + offset - window_left, 0), c.BLOCK_N) * c.BLOCK_N
-        full_begin = tl.maximum(tl.minimum(full_begin, tl.cdiv(end, c.BLOCK_N) * c.BLOCK_N), begin)
-        full_end = tl.maximum(full_end, full_begin)
-    return begin, full_begin, full_end, end
-
-
-@triton.jit
-def query_blocks(col0, mask, EDGES: tl.constexpr, c: tl.constexpr):
-    """Return (begin, full_begin, full_end, end) of the queries that see keys [col0, col0 + BLOCK_N), as `key_blocks`.
-
-    The last full block may extend beyond the queries: these rows read as zeros, and their weight exp(s - inf) is 0.
-    With EDGES they do not read as zeros, and all rows of a full block are queries.
-    """
-    n_queries, n_keys, offset, window_left, window_right = mask
-    begin = 0
-    full_begin = 0
-    end = n_queries
-    if c.LENGTHS == SEQ_LENS:
-        end = tl.where(col0 < n_keys, n_queries, 0)
-    full_end = end
-    if c.HAS_RIGHT:
-        begin = tl.maximum(col0 - offset - window_right, 0) // c.BLOCK_M * c.BLOCK_M
-        full_begin = tl.cdiv(tl.maximum(col0 + c.BLOCK_N - 1 - offset - window_right, 0), c.BLOCK_M) * c.BLOCK_M
-    if c.HAS_LEFT:
-        full_end = tl.minimum(end, tl.maximum(col0 + window_left - offset + 1, 0))
-        if not EDGES:
-            full_end = tl.where(full_end < end, full_end // c.BLOCK_M * c.BLOCK_M, end)
-        end = tl.minimum(end, tl.maximum(col0 + c.BLOCK_N + window_left - offset, 0))
-    if EDGES:
-        full_end = full_end // c.BLOCK_M * c.BLOCK_M
-    full_begin = tl.maximum(tl.minimum(full_begin, tl.cdiv(end, c.BLOCK_M) * c.BLOCK_M), begin)
-    full_end = tl.maximum(full_end, full_begin)
-    return begin, full_begin, full_end, end
 
 
 @triton.jit

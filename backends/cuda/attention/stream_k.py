@@ -21,7 +21,7 @@ earlier share began, and one of a tile that it begins and does not finish. So th
 batch-invariant mode one for each chunk of CHUNK_KEYS keys, counted from the first key that is not padding. Then each
 chunk has a slot, and `_combine_in_order_kernel` adds chunks up from the first to the last.
 
-Functions of scalars are compiled for Gluon as well (`hopper/decode_mla.py`).
+Gluon kernels call the functions of scalars, too (`hopper/decode_mla.py`).
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ import torch
 import triton
 import triton.language as tl
 
-from diyfa.backends.cuda.attention.cache_info import sequence_info, visible_blocks
+from diyfa.backends.cuda.attention.block_info import cached_blocks
 from diyfa.backends.cuda.attention.decode_configs import FULL_GPU, DecodeConfig
+from diyfa.backends.cuda.attention.seq_info import cache_seq_info
 from diyfa.backends.cuda.attention.tile_io import cdiv, padded_head_dim
 from diyfa.backends.cuda.runtime.launch import multiprocessors
 from diyfa.problem import KVCacheProblem
@@ -56,8 +57,8 @@ COMBINED_PROGRAMS = 1024  # the fewest programs of `_combine_kernel`, if each ha
 
 
 @triton.jit
-def divide_line(n_blocks, n_tiles, most_blocks, head_rounds, n_shares, SPLIT_COST: tl.constexpr):
-    """Divide the iteration space of `n_tiles` tiles with `n_blocks` blocks in all, `most_blocks` in the longest.
+def divide_work(n_blocks, n_tiles, max_blocks, head_rounds, n_shares, SPLIT_COST: tl.constexpr):
+    """Divide the iteration space of `n_tiles` tiles with `n_blocks` blocks in all, `max_blocks` in the longest.
 
     Returns (length of the line, length of a share, `cost`). `cost` is (tile_cost, min_tile_work): what starting a tile
     adds to its blocks, and the least that a tile takes on the line.
@@ -71,8 +72,8 @@ def divide_line(n_blocks, n_tiles, most_blocks, head_rounds, n_shares, SPLIT_COS
     min_tile_work = 0
     if SPLIT_COST > 0:
         tiles_per_share = tl.cdiv(n_tiles * head_rounds, n_shares)
-        if tiles_per_share * (most_blocks + tile_cost).to(n_blocks.dtype) <= share + SPLIT_COST:
-            min_tile_work = most_blocks + tile_cost
+        if tiles_per_share * (max_blocks + tile_cost).to(n_blocks.dtype) <= share + SPLIT_COST:
+            min_tile_work = max_blocks + tile_cost
             share = tl.maximum(tiles_per_share.to(n_blocks.dtype) * min_tile_work, 1)
             length = (n_tiles * head_rounds).to(n_blocks.dtype) * min_tile_work
     return length, share, (tile_cost, min_tile_work)
@@ -131,34 +132,34 @@ def partials_slot(program, begins_tile):
 def _count_blocks(start, batch, blocks_m, lengths, mask, c: tl.constexpr):
     """Return the blocks of keys that each of the SCAN tiles from `start` on sees, [SCAN]: 0 beyond the last tile."""
     tiles = start + tl.arange(0, c.SCAN)
-    inside = tiles < batch * blocks_m
-    _, n_queries, _, n_keys, pad = sequence_info(tiles // blocks_m, inside, lengths, c)
-    _, n_blocks = visible_blocks(tiles % blocks_m, n_queries, n_keys, pad, mask, c)
-    return tl.where(inside, n_blocks, 0)
+    is_tile = tiles < batch * blocks_m
+    _, n_queries, _, n_keys, pad = cache_seq_info(tiles // blocks_m, lengths, c, is_tile)
+    _, n_blocks = cached_blocks(tiles % blocks_m, n_queries, n_keys, pad, mask, c)
+    return tl.where(is_tile, n_blocks, 0)
 
 
 @triton.jit
 def iteration_space(n_shares, batch, blocks_m, head_rounds, lengths, mask, c: tl.constexpr):
     """Add up the work of all tiles and divide it.
 
-    Returns (length of the line, length of a share, `cost` of `divide_line`, blocks of the first SCAN tiles). Positions
-    have the type of the length: int64 if LONG_LINE, else int32.
+    Returns (length of the line, length of a share, `cost` of `divide_work`, blocks of the first SCAN tiles). Positions
+    have the type of the length: int64 if WIDE_POSITIONS, else int32.
     """
-    LINE: tl.constexpr = tl.int64 if c.LONG_LINE else tl.int32
+    POSITION_TYPE: tl.constexpr = tl.int64 if c.WIDE_POSITIONS else tl.int32
     first_counts = _count_blocks(0, batch, blocks_m, lengths, mask, c)
-    n_blocks = tl.sum(first_counts.to(LINE), 0)
+    n_blocks = tl.sum(first_counts.to(POSITION_TYPE), 0)
     n_tiles = tl.sum((first_counts > 0).to(tl.int32), 0)
-    most_blocks = 0
+    max_blocks = 0
     if c.SPLIT_COST > 0:
-        most_blocks = tl.max(first_counts, 0)
+        max_blocks = tl.max(first_counts, 0)
     if not c.ONE_SCAN:
         for start in range(c.SCAN, batch * blocks_m, c.SCAN):
             counts = _count_blocks(start, batch, blocks_m, lengths, mask, c)
-            n_blocks += tl.sum(counts.to(LINE), 0)
+            n_blocks += tl.sum(counts.to(POSITION_TYPE), 0)
             n_tiles += tl.sum((counts > 0).to(tl.int32), 0)
             if c.SPLIT_COST > 0:
-                most_blocks = tl.maximum(most_blocks, tl.max(counts, 0))
-    length, share, cost = divide_line(n_blocks, n_tiles, most_blocks, head_rounds, n_shares, c.SPLIT_COST)
+                max_blocks = tl.maximum(max_blocks, tl.max(counts, 0))
+    length, share, cost = divide_work(n_blocks, n_tiles, max_blocks, head_rounds, n_shares, c.SPLIT_COST)
     return length, share, cost, first_counts
 
 
@@ -192,7 +193,7 @@ def begin_share(batch, blocks_m, head_rounds, lengths, mask, c: tl.constexpr):
     """Find the share of this program of `_decode_kernel`: share `tl.program_id(1)` of `tl.num_programs(1)`.
 
     Returns (position where the share begins, where it ends, the tile at its beginning, position where this tile begins,
-    `cost` of `divide_line`).
+    `cost` of `divide_work`).
     """
     n_shares = tl.num_programs(1)
     length, share, cost, first_counts = iteration_space(n_shares, batch, blocks_m, head_rounds, lengths, mask, c)
@@ -203,7 +204,7 @@ def begin_share(batch, blocks_m, head_rounds, lengths, mask, c: tl.constexpr):
 
 
 @triton.jit
-def start_of_tile(tile, first_counts, cost, length, head_rounds, c: tl.constexpr):
+def find_tile_start(tile, first_counts, cost, length, head_rounds, c: tl.constexpr):
     """Return the position where one of the first SCAN tiles begins on a line of this length."""
     work = tile_work(first_counts, cost, c.SPLIT_COST).to(length.dtype)
     return tl.sum(tl.where(tl.arange(0, c.SCAN) < tile, work, 0), 0) * head_rounds
@@ -216,7 +217,7 @@ def find_shared_tile(n_shares, heads_kv, batch, blocks_m, lengths, mask, c: tl.c
     `tl.program_id(1)` is the head within a round. `tl.program_id(2)` is a share, of which this is the tile that it
     leaves unfinished; or if BY_TILE, tile * head_rounds + head round.
 
-    Returns (tile, KV head, `sequence_info` of its sequence, the share that begins it, the share that finishes it,
+    Returns (tile, KV head, `cache_seq_info` of its sequence, the share that begins it, the share that finishes it,
     whether it is shared at all). If not, its results are complete, or another program merges them.
     """
     hk = tl.program_id(1)
@@ -226,15 +227,15 @@ def find_shared_tile(n_shares, heads_kv, batch, blocks_m, lengths, mask, c: tl.c
     tile_cost, _ = cost
     if c.BY_TILE:
         tile = tl.program_id(2) // head_rounds
-        tile_start = start_of_tile(tile, first_counts, cost, length, head_rounds, c)
+        tile_start = find_tile_start(tile, first_counts, cost, length, head_rounds, c)
     else:
         first_share = tl.program_id(2)
         last_position = tl.maximum(tl.minimum(first_share * share + share, length) - 1, 0)
         tile, tile_start = tile_at(last_position, first_counts, cost, batch, blocks_m, head_rounds, lengths, mask, c)
     b = tile // blocks_m
-    sequence = sequence_info(b, b < batch, lengths, c)
+    sequence = cache_seq_info(b, lengths, c, b < batch)
     _, n_queries, _, n_keys, pad = sequence
-    _, n_blocks = visible_blocks(tile % blocks_m, n_queries, n_keys, pad, mask, c)
+    _, n_blocks = cached_blocks(tile % blocks_m, n_queries, n_keys, pad, mask, c)
     work = tl.maximum(tile_work(n_blocks, cost, c.SPLIT_COST), 1)
     first_block = tile_start + tile_cost  # position of the tile's first block
     if not c.ONE_ROUND:
@@ -262,7 +263,7 @@ def fixed_chunk(chunks_per_tile, heads_kv, blocks_m, lengths, mask, c: tl.conste
 
     Programs are numbered by tile, KV head, and if CHUNKS_APART by chunk. Else a program has the whole tile.
 
-    Returns (sequence, KV head, tile of the sequence, `sequence_info`, first block, end, the chunk for
+    Returns (sequence, KV head, tile of the sequence, `cache_seq_info`, first block, end, the chunk for
     `store_fixed_chunk`). There are no blocks (end <= first) if the tile has no rows, or sees no key of the chunk.
     """
     pid = tl.program_id(0)
@@ -274,9 +275,9 @@ def fixed_chunk(chunks_per_tile, heads_kv, blocks_m, lengths, mask, c: tl.conste
     hk = pid % heads_kv
     b = tile // blocks_m
     block_m = tile % blocks_m
-    sequence = sequence_info(b, True, lengths, c)
+    sequence = cache_seq_info(b, lengths, c)
     _, n_queries, _, n_keys, pad = sequence
-    first, n_blocks = visible_blocks(block_m, n_queries, n_keys, pad, mask, c)
+    first, n_blocks = cached_blocks(block_m, n_queries, n_keys, pad, mask, c)
     end = first + n_blocks
     if c.CHUNKS_APART:
         first = tl.maximum(first, chunk * c.CHUNK)
@@ -340,18 +341,18 @@ def _count_tiles(problem: KVCacheProblem, config: DecodeConfig) -> int:
 def tiles_per_scan(problem: KVCacheProblem, config: DecodeConfig) -> int:
     """Tiles whose work a program adds up at once. With up to 32, one warp does it, a tile in each lane."""
     tiles = _count_tiles(problem, config)
-    return next((lanes for lanes in SCANS if tiles <= lanes), SCANS[-1])
+    return next((scan for scan in SCANS if tiles <= scan), SCANS[-1])
 
 
-def has_long_line(problem: KVCacheProblem, config: DecodeConfig) -> bool:
+def has_wide_positions(problem: KVCacheProblem, config: DecodeConfig) -> bool:
     """Return whether positions on the line may need more than 32 bits."""
     blocks = cdiv(problem.capacity, config.block_n)
     return _count_tiles(problem, config) * problem.heads_kv * (blocks + 1) >= 1 << 28
 
 
 def _programs_at_once(config: DecodeConfig, device: torch.device) -> int:
-    absent = FULL_GPU if device.type == "meta" else INTERPRETED
-    return config.programs_per_sm * (multiprocessors(device) or absent)
+    default = FULL_GPU if device.type == "meta" else INTERPRETED
+    return config.programs_per_sm * (multiprocessors(device) or default)
 
 
 def chunks_per_tile(problem: KVCacheProblem, config: DecodeConfig, device: torch.device) -> int:

@@ -40,7 +40,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 LARGEST_PRODUCT = tl.constexpr(2.358e38)  # about the largest number whose product with LOG2E float32 holds
 
 
-def lengths_of(problem: AttentionProblem) -> int:
+def lengths_constant(problem: AttentionProblem) -> int:
     """Return the kernels' LENGTHS constant."""
     return (PACKED if problem.varlen else SEQ_LENS if problem.seq_lens else EQUAL).value
 
@@ -56,14 +56,14 @@ def cdiv(n: int, block: int) -> int:
 
 
 @triton.jit
-def head_of(ref, strides, place, FORM: tl.constexpr, c: tl.constexpr):
+def head_view(ref, strides, position, FORM: tl.constexpr, c: tl.constexpr):
     """Return the `head` that `load_tile` and `store_tile` take.
 
-    `place`: (sample, head, first row of the sequence if packed, number of rows). A descriptor covers all heads and is
-    not changed.
+    `position`: (sample, head, first row of the sequence if packed, number of rows). A descriptor covers all heads and
+    is not changed.
     """
     stride_b, stride_h, stride_row = strides
-    b, h, first, n_rows = place
+    b, h, first, n_rows = position
     if FORM != DESCRIPTOR:
         ref = ref + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
         if c.LENGTHS == PACKED:

@@ -29,7 +29,7 @@ class Channel:
     INDEX: gl.constexpr  # which of them this is
 
     @gluon.jit
-    def of(self, i: gl.constexpr):
+    def pick(self, i: gl.constexpr):
         """The i-th of several channels that were allocated together."""
         return Channel(self.full, self.empty, self.STAGES, self.CHANNELS, i)
 
@@ -103,7 +103,7 @@ def allocate_channel(
     RELEASES: gl.constexpr,  # arrivals that free it; 0: no `empty` barriers
     CHANNELS: gl.constexpr = 1,
 ):
-    """One or more channels, with their barriers initialised. `Channel.of` picks one of several."""
+    """One or more channels, with their barriers initialised. `Channel.pick` picks one of several."""
     COUNT: gl.constexpr = CHANNELS * STAGES
     full = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     if RELEASES > 0:

@@ -100,16 +100,6 @@ def compile_with_older_ptxas(backend: Any, stages: dict[str, Any], options: Any)
     stages["cubin"] = lambda source, metadata: other.make_cubin(source, metadata, options, arch)
 
 
-def as_gluon(function: Any) -> Any:
-    """Return a `@triton.jit` function for use in Gluon kernels, as Gluon does with its `sum` and `max`.
-
-    The function must not create tensors: in Gluon these need a layout.
-    """
-    from triton.experimental import gluon
-
-    return gluon.jit(function.fn)
-
-
 def aggregate(cls: type) -> Any:
     """Make a class an aggregate, values that kernels pass around as one, with a constructor as dataclasses have.
 
@@ -122,10 +112,10 @@ def aggregate(cls: type) -> Any:
     fields = dict(cls.__annotations__)
 
     def __init__(self, *values, **named):
-        given = dict(zip(fields, values, strict=False)) | named
-        if len(values) + len(named) != len(fields) or given.keys() != fields.keys():
-            raise TypeError(f"{type(self).__name__} has the fields {list(fields)}, got {list(given)}")
-        for name, value in given.items():
+        fields_by_name = dict(zip(fields, values, strict=False)) | named
+        if len(values) + len(named) != len(fields) or fields_by_name.keys() != fields.keys():
+            raise TypeError(f"{type(self).__name__} has the fields {list(fields)}, got {list(fields_by_name)}")
+        for name, value in fields_by_name.items():
             setattr(self, name, value if isinstance(value, base_value) else constexpr(value))
 
     init = triton.constexpr_function(__init__)

@@ -67,13 +67,13 @@ def post_process(ptx: str) -> str:
     """
     for marker, (pattern, edit) in _EDITS.items():
         first, *marked = ptx.split(marker)
-        parts = [first]
-        for part in marked:
-            edited, edits = pattern.subn(edit, part, count=1)
+        pieces = [first]
+        for piece in marked:
+            edited, edits = pattern.subn(edit, piece, count=1)
             if not edits:
                 raise RuntimeError(f"what {marker!r} means does not follow it: this Triton writes other PTX")
-            parts.append(edited)
-        ptx = "".join(parts)
+            pieces.append(edited)
+        ptx = "".join(pieces)
     return ptx
 
 
@@ -101,9 +101,9 @@ def post_processing() -> Iterator[None]:
         other = triton.knobs.runtime.add_stages_inspection_hook
 
         def both(*arguments: Any) -> Any:
-            asked = other(*arguments) if other is not None else None
+            previous_result = other(*arguments) if other is not None else None
             if not arguments:  # Triton since 3.7 asks for a cache key; markers and options already put our edits there
-                return asked or ("", "")
+                return previous_result or ("", "")
             return _change_stages(*arguments)
 
         triton.knobs.runtime.add_stages_inspection_hook = both

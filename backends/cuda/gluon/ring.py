@@ -38,7 +38,7 @@ class KVRing:
             mbarrier.invalidate(self.empty.index(stage))
 
     @gluon.jit
-    def buffer_of(self, item):
+    def buffer_index(self, item):
         """Return the item's tile in `k_buffers` or `v_buffers`."""
         stage = item % self.STAGES
         if not self.ONE_RING:

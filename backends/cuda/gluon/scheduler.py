@@ -35,21 +35,26 @@ class TileScheduler:
         `gl.atomic_add` would wait at once, to broadcast the number to all lanes.
         """
         if self.SCHEDULE == "dynamic":
-            drawn = gl.inline_asm_elementwise(
+            drawn_number = gl.inline_asm_elementwise(
                 "{ .reg .pred first; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 first, lane, 0; mov.b32 $0, 0; "
                 "@first atom.global.relaxed.gpu.add.u32 $0, [$1], 1; }",
                 "=r,l", [self.counter_ptr], dtype=gl.int32, is_pure=False, pack=1,
             )  # fmt: skip
         else:
-            drawn = 0
-        return drawn
+            drawn_number = 0
+        return drawn_number
 
     @gluon.jit
-    def next_tile(self, index, drawn):
+    def next_tile(self, index, drawn_number):
         """Return the number of this program's tile after `index`. It waits for the number that `draw` asked for."""
         if self.SCHEDULE == "dynamic":
             number = gl.inline_asm_elementwise(
-                "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [drawn], dtype=gl.int32, is_pure=False, pack=1
+                "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;",
+                "=r,r",
+                [drawn_number],
+                dtype=gl.int32,
+                is_pure=False,
+                pack=1,
             )
             index = gl.num_programs(0) + number
         else:

@@ -22,12 +22,12 @@ _COUNT = gl.constexpr(
 
 
 @gluon.jit
-def wait_for_turn(semaphore_ptr, turn):
-    """Wait until the semaphore is `turn`. Only for partitions of one warp."""
-    gl.inline_asm_elementwise(_WAIT, "=r,l,r", [semaphore_ptr, turn], dtype=gl.int32, is_pure=False, pack=1)
+def wait_until_equal(semaphore_ptr, count):
+    """Wait until the semaphore is `count`. Only for partitions of one warp."""
+    gl.inline_asm_elementwise(_WAIT, "=r,l,r", [semaphore_ptr, count], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def end_turn(semaphore_ptr):
+def increment_semaphore(semaphore_ptr):
     """Add one to the semaphore. The program's copies must be written before (`wait_for_stores`)."""
     gl.inline_asm_elementwise(_COUNT, "=r,l", [semaphore_ptr], dtype=gl.int32, is_pure=False, pack=1)

@@ -28,17 +28,17 @@ def _zeros(x: torch.Tensor) -> torch.Tensor:
     return torch.zeros(2, dtype=torch.int32, device=x.device)
 
 
-def counter_of(x: torch.Tensor) -> torch.Tensor:
+def launch_counter(x: torch.Tensor) -> torch.Tensor:
     """Return the counter (int32, [next tile, programs that left]) of a launch on the current stream of `x`'s device."""
     if _is_capturing(x):
         return _zeros(x)
     stream = torch.cuda.current_stream(x.device) if x.is_cuda else None
     key = (x.device, 0 if stream is None else stream.cuda_stream)
-    found = _counters.get(key)
-    if found is None:
+    counter = _counters.get(key)
+    if counter is None:
         with ThreadPoolExecutor(1) as thread:
-            found = thread.submit(_zeros, x).result()
+            counter = thread.submit(_zeros, x).result()
         if stream is not None:  # a fresh thread zeroes on the default stream
             stream.wait_stream(torch.cuda.default_stream(x.device))
-        _counters[key] = found
-    return found
+        _counters[key] = counter
+    return counter

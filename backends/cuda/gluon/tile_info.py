@@ -79,20 +79,20 @@ class TileInfos:
     COUNT: gl.constexpr
 
     @gluon.jit
-    def is_last(self, turn, scheduler):
-        """Return whether slot `turn` is the last that may have a tile, so that the next one must be the end marker.
+    def is_last(self, slot, scheduler):
+        """Return whether `slot` is the last that may have a tile, so that the next one must be the end marker.
 
         Only a dynamic schedule needs this: in a static one `grid_of` sees to it.
         """
         if scheduler.SCHEDULE == "dynamic" and self.COUNT > BARRIERS:
-            last = turn == self.COUNT - 2
+            last = slot == self.COUNT - 2
         else:
             last = False
         return last
 
     @gluon.jit
-    def write(self, turn, tile):
-        """Write a tile to slot `turn`. Only for partitions of one warp."""
+    def write(self, slot, tile):
+        """Write a tile to `slot`. Only for partitions of one warp."""
         LAYOUT: gl.constexpr = gl.BlockedLayout([WORDS], [32], [1], [0])
         field = gl.arange(0, WORDS, layout=LAYOUT)
         words = gl.where(field == 0, tile.b, tile.h)
@@ -103,21 +103,21 @@ class TileInfos:
         words = gl.where(field == 6, tile.first_k, words)
         words = gl.where(field == 7, tile.n_queries, words)
         words = gl.where(field == 8, tile.n_keys, words)
-        self.words.index(turn % self.COUNT).store(words)
-        arrive_per_lane(self.written.index(turn % BARRIERS))
+        self.words.index(slot % self.COUNT).store(words)
+        arrive_per_lane(self.written.index(slot % BARRIERS))
 
     @gluon.jit
-    def reread(self, turn, problem, NUM_WARPS: gl.constexpr):
-        """Return the tile of slot `turn`, which this warp or an earlier pass has written. For NUM_WARPS warps."""
+    def reread(self, slot, problem, NUM_WARPS: gl.constexpr):
+        """Return the tile of `slot`, which this warp or an earlier pass has written. For NUM_WARPS warps."""
         LAYOUT: gl.constexpr = gl.BlockedLayout([WORDS], [32], [NUM_WARPS], [0])
-        words = self.words.index(turn % self.COUNT).load(LAYOUT)
+        words = self.words.index(slot % self.COUNT).load(LAYOUT)
         return _from_words(words, problem, LAYOUT)
 
     @gluon.jit
-    def read(self, turn, problem):
-        """Wait until slot `turn` is written and return its tile. For partitions of four warps."""
-        wait_full(self.written.index(turn % BARRIERS), (turn // BARRIERS) & 1)
-        return self.reread(turn, problem, 4)
+    def read(self, slot, problem):
+        """Wait until `slot` is written and return its tile. For partitions of four warps."""
+        wait_full(self.written.index(slot % BARRIERS), (slot // BARRIERS) & 1)
+        return self.reread(slot, problem, 4)
 
 
 @gluon.jit

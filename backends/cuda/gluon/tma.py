@@ -49,7 +49,7 @@ def ragged_descriptor(x: torch.Tensor, layout: str, rows: int, columns: int) -> 
     return Tiles(x, shape, strides, smem_box(rows, columns, 5, x.dtype))
 
 
-def steps_of(x: torch.Tensor, layout: str) -> tuple[int, int]:
+def descriptor_steps(x: torch.Tensor, layout: str) -> tuple[int, int]:
     """Return (steps from one sample to the next, steps from one row to the next) of a ragged descriptor."""
     _, per_sample, per_row, total = row_steps(x, layout)
     assert total < MAX_STEPS, "a problem without few_steps is refused"

@@ -1,9 +1,9 @@
 """Attention backward for Hopper (sm_90): one loop for dQ, dK and dV, in Gluon.
 
 A persistent program takes one block of BLOCK_N = 128 keys of a head after another. For each it goes through the queries
-of all heads of the group, or of a chunk of the group (`bwd_parts.py`). Its roles are a producer warp, which finds the
-blocks and copies tiles to shared memory through TMA; two consumer warpgroups with 64 of the keys each; and two adder
-warps, one for each consumer. For each block of BLOCK_M queries a consumer forms
+of all heads of the group, or of a chunk of the group (`bwd_partials.py`). Its roles are a producer warp, which finds
+the blocks and copies tiles to shared memory through TMA; two consumer warpgroups with 64 of the keys each; and two
+adder warps, one for each consumer. For each block of BLOCK_M queries a consumer forms
 
     Sᵀ = K Qᵀ,  Pᵀ = exp(Sᵀ - LSE),  dPᵀ = V dOᵀ,  dSᵀ = Pᵀ * (dPᵀ - delta),  dV += Pᵀ dO,  dK += dSᵀ Q,  dQ = dS K
 
@@ -40,13 +40,13 @@ from diyfa.backends.cuda.gluon.barriers import (
 from diyfa.backends.cuda.gluon.channel import Channel, allocate_channel
 from diyfa.backends.cuda.gluon.compat import aggregate, async_reduce_add, optimisation_barrier, reinterpret
 from diyfa.backends.cuda.gluon.scheduler import TileScheduler
-from diyfa.backends.cuda.gluon.semaphore import end_turn, wait_for_turn
+from diyfa.backends.cuda.gluon.semaphore import increment_semaphore, wait_until_equal
 from diyfa.backends.cuda.hopper.bwd_common import (
     Consumer,
     Inputs,
     Outputs,
     allocate_shared,
-    columns_of,
+    box_width,
     finished_rows,
     load_keys,
     load_queries,
@@ -59,7 +59,7 @@ from diyfa.backends.cuda.hopper.bwd_common import (
     used_columns,
 )
 from diyfa.backends.cuda.hopper.bwd_dq import DQ_COLUMNS, DQ_ROWS, to_register_order
-from diyfa.backends.cuda.hopper.bwd_rolling_dq import rolling_dq
+from diyfa.backends.cuda.hopper.bwd_rolling_dq import make_rolling_dq
 from diyfa.backends.cuda.hopper.bwd_tiles import (
     BOX,
     CONSUMER_COUNT,
@@ -71,9 +71,9 @@ from diyfa.backends.cuda.hopper.bwd_tiles import (
     allocate_key_blocks,
     draw_key_block,
     first_query_block,
-    key_block_of,
+    locate_key_block,
 )
-from diyfa.backends.cuda.hopper.mma import ROWS, accumulator_layout, box_of, finish_values, run_of
+from diyfa.backends.cuda.hopper.mma import ROWS, accumulator_layout, box_matrix, finish_values, run_matrix
 from diyfa.backends.cuda.hopper.softmax import LOG2E
 
 DS_STAGES = gl.constexpr(2)
@@ -91,24 +91,25 @@ class Gradients:
     dq_boxes: gl.shared_memory_descriptor  # in 16 bits, for `RollingDq`
     dq_buffers: gl.shared_memory_descriptor  # the same memory in fp32: each consumer's half of dQ
     dq: Channel  # from each consumer to its adder
-    out_buffers: gl.shared_memory_descriptor | gl.constexpr  # each consumer's dV, and then its dK; None if DIRECT
+    # Each consumer's dV, and then its dK; None if STORE_FROM_REGISTERS.
+    out_buffers: gl.shared_memory_descriptor | gl.constexpr
 
     @gluon.jit
     def store_ds(self, ds, item, CONSUMER: gl.constexpr):
         """Leave a consumer's dSᵀ, [64, BLOCK_M]."""
         BOXES: gl.constexpr = ds.shape[1] // ROWS
         first = (item % DS_STAGES) * CONSUMER_COUNT + CONSUMER
-        run_of(self.ds_buffers, first, BOXES, 0, BOXES).store(ds)
+        run_matrix(self.ds_buffers, first, BOXES, 0, BOXES).store(ds)
         fence_async_shared()
 
     @gluon.jit
     def store_dq(self, dq, item, CONSUMER: gl.constexpr):
         """Hand a consumer's half of dQ, an accumulator, to its adder."""
-        self.dq.of(CONSUMER).acquire(item)
+        self.dq.pick(CONSUMER).acquire(item)
         in_order = to_register_order(dq)
         self.dq_buffers.index(CONSUMER).slice(0, in_order.shape[0], 0).store(in_order)
         fence_async_shared()
-        self.dq.of(CONSUMER).commit(item)
+        self.dq.pick(CONSUMER).commit(item)
 
 
 @gluon.jit
@@ -120,7 +121,7 @@ def _allocate_gradients(k_tensor, dq_tensor, config: gl.constexpr):
     dq_boxes = gl.allocate_shared_memory(DTYPE, [CONSUMER_COUNT * 2] + k_tensor.block_shape, k_tensor.layout)
     dq_buffers = reinterpret(dq_boxes, gl.float32, [CONSUMER_COUNT, DQ_ROWS, DQ_COLUMNS], dq_tensor.layout)
     dq = allocate_channel(1, WARPS, 1, CONSUMER_COUNT)
-    if config.DIRECT:
+    if config.STORE_FROM_REGISTERS:
         out_buffers = None
     else:
         OUT_BOXES: gl.constexpr = CONSUMER_COUNT * config.BOXES
@@ -132,7 +133,7 @@ def _allocate_gradients(k_tensor, dq_tensor, config: gl.constexpr):
 
 
 @gluon.jit
-def _persistent_producer(sizes, shared, inputs, dq, key_blocks, scheduler):
+def _persistent_producer(sizes, shared, inputs, rolling_dq, key_blocks, scheduler):
     """One warp: draw block after block of keys, tell the other roles, and copy what they read.
 
     The first queries of a block are copied before its keys, whose buffers become free later.
@@ -147,7 +148,7 @@ def _persistent_producer(sizes, shared, inputs, dq, key_blocks, scheduler):
     item = 0
     iteration = 0
     while index < count:
-        keys = key_block_of(index, sizes, config)
+        keys = locate_key_block(index, sizes, config)
         exists = True
         if config.LENGTHS == PACKED:
             exists = keys.col0 < keys.n_keys
@@ -156,30 +157,30 @@ def _persistent_producer(sizes, shared, inputs, dq, key_blocks, scheduler):
             h = keys.hk * sizes.group_size
             if n > 0:
                 load_queries(keys, h, 0, item, sizes, shared, inputs)
-            chunk = dq.chunk_with(index, sizes, config)
+            chunk = rolling_dq.chunk_with(index, sizes, config)
             key_blocks.write(iteration, keys, chunk, KEYS)
             load_keys(keys, sizes, shared, inputs)
             for g in range(sizes.group_size):
                 for i in range(gl.where(g == 0, 1, 0), n):
                     load_queries(keys, h + g, i, item + g * n + i, sizes, shared, inputs)
-            dq.announce(chunk, iteration, sizes, config)
+            rolling_dq.announce(chunk, iteration, sizes, config)
             item += sizes.group_size * n
             iteration += 1
         index = draw_key_block(scheduler, WAITS)
-    no_keys = key_block_of(0, sizes, config)
-    iteration = dq.produce_last_chunks(index, count, iteration, no_keys, key_blocks, scheduler, sizes, config)
+    no_keys = locate_key_block(0, sizes, config)
+    iteration = rolling_dq.produce_last_chunks(index, count, iteration, no_keys, key_blocks, scheduler, sizes, config)
     key_blocks.write(iteration, no_keys, -1, END)
 
 
 @gluon.jit
-def _adder(CONSUMER: gl.constexpr, sizes, shared, gradients, dq, dq_tensor, semaphores_ptr, key_blocks):
+def _adder(CONSUMER: gl.constexpr, sizes, shared, gradients, rolling_dq, dq_tensor, semaphores_ptr, key_blocks):
     """One warp: add a consumer's halves of dQ, as they appear in shared memory, to the fp32 dQ in global memory.
 
     DETERMINISTIC: for each block of queries it waits until the programs with later keys have added theirs.
     """
     config: gl.constexpr = shared.config
     COPY_ROWS: gl.constexpr = dq_tensor.block_shape[0]  # a half is added by one copy or several
-    COPIES: gl.constexpr = columns_of(CONSUMER, config.BOXES, config.LAST_COLUMNS) // config.LAST_COLUMNS
+    COPIES: gl.constexpr = box_width(CONSUMER, config.BOXES, config.LAST_COLUMNS) // config.LAST_COLUMNS
     item = 0
     iteration = 0
     heads_kv = sizes.heads_q // sizes.group_size
@@ -187,33 +188,33 @@ def _adder(CONSUMER: gl.constexpr, sizes, shared, gradients, dq, dq_tensor, sema
     while kind == KEYS:
         key_blocks.channel.release(iteration)
         head = keys.b * heads_kv + keys.hk
-        dq.wait_until_free(head, sizes, config)
+        rolling_dq.wait_until_free(head, sizes, config)
         for g in range(sizes.group_size):
             h = keys.hk * sizes.group_size + g
             first = first_query_block(keys.b, h, keys.first_q, sizes, config.BLOCK_M, config.LENGTHS)
-            first_of_dq = first
+            first_dq_block = first
             if config.ROLLING:
-                first_of_dq = dq.first_block(head, g, sizes, config.BLOCK_M)
+                first_dq_block = rolling_dq.first_block(head, g, sizes, config.BLOCK_M)
             for i in range(keys.end - keys.begin):
                 block = keys.block(i)
                 half = (first + block) * CONSUMER_COUNT + CONSUMER
-                gradients.dq.of(CONSUMER).wait(item)
+                gradients.dq.pick(CONSUMER).wait(item)
                 if config.DETERMINISTIC:
-                    wait_for_turn(semaphores_ptr + half, keys.adders_before(block, sizes, config))
-                row = ((first_of_dq + block) * CONSUMER_COUNT + CONSUMER) * DQ_ROWS
+                    wait_until_equal(semaphores_ptr + half, keys.adders_before(block, sizes, config))
+                row = ((first_dq_block + block) * CONSUMER_COUNT + CONSUMER) * DQ_ROWS
                 for j in gl.static_range(COPIES):
                     buffer = gradients.dq_buffers.index(CONSUMER).slice(j * COPY_ROWS, COPY_ROWS, 0)
                     async_reduce_add(dq_tensor, [row + j * COPY_ROWS, 0], buffer)
                 tma.store_wait(0)
-                gradients.dq.of(CONSUMER).release(item)
+                gradients.dq.pick(CONSUMER).release(item)
                 if config.DETERMINISTIC:
                     wait_for_stores()
-                    end_turn(semaphores_ptr + half)
+                    increment_semaphore(semaphores_ptr + half)
                 item += 1
-        dq.finish_block(head, chunk, iteration, CONSUMER, sizes, config)
+        rolling_dq.finish_block(head, chunk, iteration, CONSUMER, sizes, config)
         iteration += 1
         kind, chunk, keys = key_blocks.read(iteration, sizes, config.LENGTHS)
-    dq.skip_last_chunks(kind, iteration, key_blocks, sizes, config)
+    rolling_dq.skip_last_chunks(kind, iteration, key_blocks, sizes, config)
 
 
 # ---- the consumers
@@ -232,7 +233,7 @@ def _zero_gradient(config: gl.constexpr):
     else:
         zeros = ()
         for j in gl.static_range(config.BOXES):
-            zeros += (_zeros(columns_of(j, config.BOXES, config.LAST_COLUMNS)),)
+            zeros += (_zeros(box_width(j, config.BOXES, config.LAST_COLUMNS)),)
     return zeros
 
 
@@ -242,7 +243,7 @@ def _start_gradient(weights, buffers, stage, x, config: gl.constexpr):
     started = ()
     for j in gl.static_range(len(x)):
         if len(x) == 1:
-            right = run_of(buffers, stage, config.BOXES, 0, config.BOXES)
+            right = run_matrix(buffers, stage, config.BOXES, 0, config.BOXES)
         else:
             right = used_columns(buffers, stage, j, config.BOXES, config.BOXES, config.LAST_COLUMNS)
         left = gl.convert_layout(weights, gl.DotOperandLayout(0, x[j].type.layout, 2))  # costs nothing
@@ -258,11 +259,11 @@ def _start_dq(shared, gradients, item, zero, c: gl.constexpr):
     COLUMN_BOX: gl.constexpr = c if config.BOXES > 1 else 0
     QUERY_BOX: gl.constexpr = 0 if config.BOXES > 1 else c
     QUERY_BOXES: gl.constexpr = config.BLOCK_M // ROWS
-    COLUMNS: gl.constexpr = columns_of(c, config.BOXES, config.LAST_COLUMNS) if config.BOXES > 1 else BOX
+    COLUMNS: gl.constexpr = box_width(c, config.BOXES, config.LAST_COLUMNS) if config.BOXES > 1 else BOX
     dq = _zeros(COLUMNS)
     for half in gl.static_range(CONSUMER_COUNT):
-        ds = box_of(gradients.ds_buffers, stage * CONSUMER_COUNT + half, QUERY_BOX, QUERY_BOXES).permute((1, 0))
-        k = box_of(shared.k_buffers, half + zero, COLUMN_BOX, config.BOXES).slice(0, COLUMNS, 1)
+        ds = box_matrix(gradients.ds_buffers, stage * CONSUMER_COUNT + half, QUERY_BOX, QUERY_BOXES).permute((1, 0))
+        k = box_matrix(shared.k_buffers, half + zero, COLUMN_BOX, config.BOXES).slice(0, COLUMNS, 1)
         dq = warpgroup_mma(ds, k, dq, use_acc=half > 0, is_async=True)
     return dq
 
@@ -330,7 +331,7 @@ def _wait_for(dv, dq, PENDING: gl.constexpr):
 
 
 @gluon.jit
-def _consumer(INDEX: gl.constexpr, sizes, shared, gradients, outputs, dq, key_blocks):
+def _consumer(INDEX: gl.constexpr, sizes, shared, gradients, outputs, rolling_dq, key_blocks):
     """One warpgroup: dK and dV of its 64 keys of each block, and half of the dQ of all 128."""
     config: gl.constexpr = shared.config
     scale = scale_in_log2(outputs.scale, config.SOFTCAP)
@@ -342,20 +343,22 @@ def _consumer(INDEX: gl.constexpr, sizes, shared, gradients, outputs, dq, key_bl
         dk = _zero_gradient(config)
         dv = _zero_gradient(config)
         for j in gl.static_range(CONSUMER_COUNT):
-            shared.keys.of(j).wait(iteration)
-        shared.values.of(INDEX).wait(iteration)
-        masked = keys.masked_count()
+            shared.keys.pick(j).wait(iteration)
+        shared.values.pick(INDEX).wait(iteration)
+        n_masked = keys.masked_count()
         for _ in range(sizes.group_size):
-            dk, dv, item = _blocks(consumer, gradients, 0, masked, dk, dv, item, True)
+            dk, dv, item = _blocks(consumer, gradients, 0, n_masked, dk, dv, item, True)
             dk, dv, item = _blocks(consumer, gradients, keys.full_begin, keys.full_end, dk, dv, item, False)
-        dq.wait_until_added(iteration)
+        rolling_dq.wait_until_added(iteration)
         key_blocks.channel.release(iteration)
-        x = dq.load_first(chunk, INDEX, sizes, config)
+        x = rolling_dq.load_first(chunk, INDEX, sizes, config)
         _store(consumer, gradients, dk, dv)
-        dq.convert(chunk, x, iteration, INDEX, item, gradients, outputs.sm_scale, sizes, config)
+        rolling_dq.convert(chunk, x, iteration, INDEX, item, gradients, outputs.sm_scale, sizes, config)
         iteration += 1
         kind, chunk, keys = key_blocks.read(iteration, sizes, config.LENGTHS)
-    dq.convert_last_chunks(kind, chunk, iteration, INDEX, key_blocks, gradients, outputs.sm_scale, sizes, config)
+    rolling_dq.convert_last_chunks(
+        kind, chunk, iteration, INDEX, key_blocks, gradients, outputs.sm_scale, sizes, config
+    )
     tma.store_wait(0)
 
 
@@ -365,7 +368,7 @@ def _store(consumer, gradients, dk, dv):
     outputs = consumer.outputs
     dv = _finished(dv, 1.0, consumer)
     dk = _finished(dk, outputs.sm_scale, consumer)
-    if consumer.shared.config.DIRECT:
+    if consumer.shared.config.STORE_FROM_REGISTERS:
         for j in gl.static_range(len(dk)):
             store_from_registers(dk[j], outputs.dk_ptr, outputs.dk_tensor, consumer, j * BOX)
         for j in gl.static_range(len(dv)):
@@ -391,7 +394,7 @@ def _store_rows(x, tensor, buffers, consumer):
     c: gl.constexpr = consumer.INDEX
     tma.store_wait(0)
     if len(x) == 1:
-        run_of(buffers, c, B, 0, B).store(x[0].to(buffers.dtype))
+        run_matrix(buffers, c, B, 0, B).store(x[0].to(buffers.dtype))
     else:
         for j in gl.static_range(B):
             used_columns(buffers, c, j, B, B, config.LAST_COLUMNS).store(x[j].to(buffers.dtype))
@@ -400,7 +403,9 @@ def _store_rows(x, tensor, buffers, consumer):
 
 
 @gluon.jit
-def _specialise(sizes, shared, gradients, inputs, outputs, dq, dq_tensor, semaphores_ptr, key_blocks, scheduler):
+def _specialise(
+    sizes, shared, gradients, inputs, outputs, rolling_dq, dq_tensor, semaphores_ptr, key_blocks, scheduler
+):
     """Run both consumers, the producer and the adders. The first consumer runs on the warps that the kernel is launched
     with, and gets the registers that the others leave."""
     config: gl.constexpr = shared.config
@@ -408,11 +413,11 @@ def _specialise(sizes, shared, gradients, inputs, outputs, dq, dq_tensor, semaph
     P: gl.constexpr = config.PRODUCER_REGISTERS
     gl.warp_specialize(
         [
-            (_consumer, (0, sizes, shared, gradients, outputs, dq, key_blocks)),
-            (_consumer, (1, sizes, shared, gradients, outputs, dq, key_blocks)),
-            (_persistent_producer, (sizes, shared, inputs, dq, key_blocks, scheduler)),
-            (_adder, (0, sizes, shared, gradients, dq, dq_tensor, semaphores_ptr, key_blocks)),
-            (_adder, (1, sizes, shared, gradients, dq, dq_tensor, semaphores_ptr, key_blocks)),
+            (_consumer, (0, sizes, shared, gradients, outputs, rolling_dq, key_blocks)),
+            (_consumer, (1, sizes, shared, gradients, outputs, rolling_dq, key_blocks)),
+            (_persistent_producer, (sizes, shared, inputs, rolling_dq, key_blocks, scheduler)),
+            (_adder, (0, sizes, shared, gradients, rolling_dq, dq_tensor, semaphores_ptr, key_blocks)),
+            (_adder, (1, sizes, shared, gradients, rolling_dq, dq_tensor, semaphores_ptr, key_blocks)),
             (idle_warps, ()),
         ],
         [4, 1, 1, 1, 1],
@@ -420,11 +425,11 @@ def _specialise(sizes, shared, gradients, inputs, outputs, dq, dq_tensor, semaph
     )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=(*SIZES, "dq_slots", "dq_lag"), do_not_specialize_on_alignment=LENGTH_POINTERS)
+@gluon.jit(do_not_specialize=(*SIZES, "dq_slots", "dq_delay"), do_not_specialize_on_alignment=LENGTH_POINTERS)
 def _bwd_sm90_kernel(
     q_tensor, k_tensor, v_tensor, do_tensor,  # (B, H, S, D) whatever the strides, or ragged (`gluon/tma.py`)
     dk_tensor, dv_tensor,
-    dk_ptr, dv_ptr,  # the same tensors, for DIRECT
+    dk_ptr, dv_ptr,  # the same tensors, for STORE_FROM_REGISTERS
     statistics_tensor,  # [2 * blocks of queries, BLOCK_M] fp32
     dq_tensor,  # [2 * DQ_ROWS * blocks of queries, DQ_COLUMNS] fp32
     dq_ptr, counts_ptr, dq_out_tensor,  # of `RollingDq`; dq_ptr is the memory of dq_tensor; None unless ROLLING
@@ -432,9 +437,9 @@ def _bwd_sm90_kernel(
     counter_ptr,  # int32, zero: blocks of keys that programs have drawn
     lengths_q_ptr, lengths_k_ptr,  # int32: cu_seqlens of packed sequences, or twice seq_lens
     heads_q, group_size, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
-    steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn, steps_dob, steps_dom,  # `steps_of` each tensor
-    heads_in_turns,  # see `key_block_of`
-    dq_slots, dq_lag,  # of `RollingDq`
+    steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn, steps_dob, steps_dom,  # of `descriptor_steps`
+    interleaved_heads,  # see `locate_key_block`
+    dq_slots, dq_delay,  # of `RollingDq`
     sm_scale, scale, softcap,
     config: gl.constexpr,  # `Sm90BwdConstants`
 ):  # fmt: skip
@@ -442,13 +447,13 @@ def _bwd_sm90_kernel(
     shared = allocate_shared(q_tensor, k_tensor, v_tensor, do_tensor, statistics_tensor, config)
     gradients = _allocate_gradients(k_tensor, dq_tensor, config)
     key_blocks = allocate_key_blocks()
-    dq = rolling_dq(dq_ptr, counts_ptr, dq_slots, dq_lag, dq_out_tensor, config.ROLLING)
+    rolling_dq = make_rolling_dq(dq_ptr, counts_ptr, dq_slots, dq_delay, dq_out_tensor, config.ROLLING)
     fence_async_shared()
     wait_for_previous_kernels()
 
     sizes = Sizes(
         heads_q, group_size, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
-        lengths_q_ptr, lengths_k_ptr, heads_in_turns,
+        lengths_q_ptr, lengths_k_ptr, interleaved_heads,
     )  # fmt: skip
     inputs = Inputs(
         q_tensor, k_tensor, v_tensor, do_tensor, statistics_tensor,
@@ -456,4 +461,4 @@ def _bwd_sm90_kernel(
     )  # fmt: skip
     outputs = Outputs(dk_tensor, dv_tensor, dk_ptr, dv_ptr, sm_scale, scale, softcap)
     scheduler = TileScheduler(counter_ptr, "dynamic")
-    _specialise(sizes, shared, gradients, inputs, outputs, dq, dq_tensor, semaphores_ptr, key_blocks, scheduler)
+    _specialise(sizes, shared, gradients, inputs, outputs, rolling_dq, dq_tensor, semaphores_ptr, key_blocks, scheduler)

@@ -23,12 +23,12 @@ from diyfa.backends.cuda.hopper.bwd_tiles import (
     KeyBlock,
     Sizes,
     first_query_block,
-    key_block_of,
+    locate_key_block,
 )
-from diyfa.backends.cuda.hopper.epilogue import matrix, offset_of, store_float32
-from diyfa.backends.cuda.hopper.mma import ROWS, accumulator_layout, box_of, buffer_count, buffer_of
+from diyfa.backends.cuda.hopper.epilogue import head_offset, matrix, store_float32
+from diyfa.backends.cuda.hopper.mma import ROWS, accumulator_layout, box_buffer, box_matrix, buffer_count
 from diyfa.backends.cuda.hopper.softmax import LOG2E, reciprocal_of_exp2
-from diyfa.backends.cuda.hopper.tiles import end_of, start_load, start_store
+from diyfa.backends.cuda.hopper.tiles import sequence_end, start_load, start_store
 from diyfa.backends.cuda.runtime.constants import Constants
 
 
@@ -50,7 +50,7 @@ class Sm90BwdConstants(Constants):
     deterministic: bool
     consumer_registers: int
     producer_registers: int
-    direct: bool = False  # dK and dV are stored in float32, from registers, to be added up later
+    store_from_registers: bool = False  # dK and dV are stored in float32, from registers, to be added up later
     rolling: bool = False  # the kernel also converts dQ (`RollingDq`)
     last_columns: int = 64  # columns of a tile's last box that products use: 16, 32 or 64
 
@@ -65,7 +65,7 @@ class Shared:
     q_buffers: gl.shared_memory_descriptor
     do_buffers: gl.shared_memory_descriptor
     statistics: gl.shared_memory_descriptor  # [2 * STAGES, 1, BLOCK_M]: lse in units of log2, delta
-    keys: Channel  # K, of each 64 keys (`Channel.of`)
+    keys: Channel  # K, of each 64 keys (`Channel.pick`)
     values: Channel  # V, of each 64 keys
     queries: Channel  # Q and the statistics. A stage that is released is free for dO as well.
     douts: Channel  # dO, which is needed later than Q
@@ -83,7 +83,7 @@ class Shared:
 
 @aggregate
 class Inputs:
-    """Tensors that the producer reads, and their `steps_of` (`gluon/tma.py`)."""
+    """Tensors that the producer reads, and their `descriptor_steps` (`gluon/tma.py`)."""
 
     q_tensor: tma.tensor_descriptor
     k_tensor: tma.tensor_descriptor
@@ -106,7 +106,7 @@ class Outputs:
 
     dk_tensor: tma.tensor_descriptor
     dv_tensor: tma.tensor_descriptor
-    dk_ptr: gl.tensor | gl.constexpr  # for DIRECT
+    dk_ptr: gl.tensor | gl.constexpr  # for STORE_FROM_REGISTERS
     dv_ptr: gl.tensor | gl.constexpr
     sm_scale: gl.tensor
     scale: gl.tensor  # sm_scale, divided by the softcap if there is one
@@ -132,7 +132,7 @@ class Consumer:
 
 @gluon.jit
 def allocate_tiles(tensor, TILES: gl.constexpr, BOXES: gl.constexpr, BY_RUNS: gl.constexpr):
-    """Buffers for TILES tiles of BOXES boxes. BY_RUNS: `run_of` reads them."""
+    """Buffers for TILES tiles of BOXES boxes. BY_RUNS: `run_matrix` reads them."""
     COUNT: gl.constexpr = buffer_count(TILES, BOXES, BY_RUNS)
     return gl.allocate_shared_memory(tensor.dtype, [COUNT] + tensor.block_shape, tensor.layout)
 
@@ -163,24 +163,24 @@ def load_keys(keys, sizes, shared, inputs):
     """Start copying a block of keys: K, then V.
 
     Where programs divide a group of query heads, `keys.hk` counts chunks of groups, several for each head of K
-    (`bwd_parts.py`).
+    (`bwd_partials.py`).
     """
     config: gl.constexpr = shared.config
     RAGGED: gl.constexpr = config.LENGTHS != EQUAL
     b = keys.b
     heads = inputs.k_tensor.shape[len(inputs.k_tensor.block_shape) - 3]
     hk = keys.hk // (sizes.heads_q // sizes.group_size // heads.to(gl.int32))
-    end_k = end_of(b, keys.first_k, keys.n_keys, inputs.steps_kb, inputs.steps_kn, config.LENGTHS)
-    end_v = end_of(b, keys.first_k, keys.n_keys, inputs.steps_vb, inputs.steps_vn, config.LENGTHS)
+    end_k = sequence_end(b, keys.first_k, keys.n_keys, inputs.steps_kb, inputs.steps_kn, config.LENGTHS)
+    end_v = sequence_end(b, keys.first_k, keys.n_keys, inputs.steps_vb, inputs.steps_vn, config.LENGTHS)
     for c in gl.static_range(config.BLOCK_N // ROWS):
         start_load(
             inputs.k_tensor, b, hk, keys.col0 + c * ROWS, end_k, keys.n_keys,
-            shared.k_buffers, c, shared.keys.of(c).full_barrier(0), config.BOXES, RAGGED,
+            shared.k_buffers, c, shared.keys.pick(c).full_barrier(0), config.BOXES, RAGGED,
         )  # fmt: skip
     for c in gl.static_range(config.BLOCK_N // ROWS):
         start_load(
             inputs.v_tensor, b, hk, keys.col0 + c * ROWS, end_v, keys.n_keys,
-            shared.v_buffers, c, shared.values.of(c).full_barrier(0), config.BOXES_V, RAGGED,
+            shared.v_buffers, c, shared.values.pick(c).full_barrier(0), config.BOXES_V, RAGGED,
         )  # fmt: skip
 
 
@@ -190,8 +190,8 @@ def load_queries(keys, h, i, item, sizes, shared, inputs):
     config: gl.constexpr = shared.config
     RAGGED: gl.constexpr = config.LENGTHS != EQUAL
     b = keys.b
-    end_q = end_of(b, keys.first_q, keys.n_queries, inputs.steps_qb, inputs.steps_qm, config.LENGTHS)
-    end_do = end_of(b, keys.first_q, keys.n_queries, inputs.steps_dob, inputs.steps_dom, config.LENGTHS)
+    end_q = sequence_end(b, keys.first_q, keys.n_queries, inputs.steps_qb, inputs.steps_qm, config.LENGTHS)
+    end_do = sequence_end(b, keys.first_q, keys.n_queries, inputs.steps_dob, inputs.steps_dom, config.LENGTHS)
     first = first_query_block(b, h, keys.first_q, sizes, config.BLOCK_M, config.LENGTHS)
     block = keys.block(i)
     row = block * config.BLOCK_M
@@ -245,7 +245,7 @@ def _run_roles(keys, sizes, shared, exchange, inputs, outputs):
 @gluon.jit
 def run_key_block(sizes, shared, exchange, inputs, outputs):
     """Run the producer, and `exchange.consume` on both consumers, for the one block of keys of this program."""
-    keys = key_block_of(gl.program_id(0), sizes, shared.config)
+    keys = locate_key_block(gl.program_id(0), sizes, shared.config)
     if shared.config.LENGTHS == PACKED:
         if keys.col0 < keys.n_keys:
             _run_roles(keys, sizes, shared, exchange, inputs, outputs)
@@ -263,7 +263,7 @@ def sync_consumers():
 
 
 @constexpr_function
-def columns_of(box, boxes, last_columns):
+def box_width(box, boxes, last_columns):
     """How many columns of a box the products use, in a tile of `boxes` boxes."""
     return last_columns if box == boxes - 1 else 64
 
@@ -273,7 +273,7 @@ def used_columns(
     buffers, tile, j: gl.constexpr, USED: gl.constexpr, BOXES: gl.constexpr, LAST_COLUMNS: gl.constexpr
 ):  # fmt: skip
     """The columns of box j of a tile that products use, where they use USED of BOXES boxes."""
-    return box_of(buffers, tile, j, BOXES).slice(0, columns_of(j, USED, LAST_COLUMNS), 1)
+    return box_matrix(buffers, tile, j, BOXES).slice(0, box_width(j, USED, LAST_COLUMNS), 1)
 
 
 @gluon.jit
@@ -329,13 +329,13 @@ def softmax_weights(s, lse, start_m, consumer, MASKED: gl.constexpr):
         lane = columns & 6
         constant = columns & ~6
         key = keys.col0 + consumer.ROW + gl.arange(0, ROWS, layout=gl.SliceLayout(1, s.type.layout))[:, None]
-        own = key - (keys.n_keys - keys.n_queries) - start_m - lane
-        seen = (key < keys.n_keys) & (constant >= 0)
+        diagonal = key - (keys.n_keys - keys.n_queries) - start_m - lane
+        is_visible = (key < keys.n_keys) & (constant >= 0)
         if config.HAS_RIGHT:
-            seen = seen & (constant >= own - consumer.sizes.window_right)
+            is_visible = is_visible & (constant >= diagonal - consumer.sizes.window_right)
         if config.HAS_LEFT:
-            seen = seen & (constant <= own + consumer.sizes.window_left)
-        x = gl.where(seen, x, float("-inf"))
+            is_visible = is_visible & (constant <= diagonal + consumer.sizes.window_left)
+        x = gl.where(is_visible, x, float("-inf"))
     p = gl.exp2(x)
     return p, with_derivative(p, t, config.SOFTCAP)
 
@@ -364,7 +364,7 @@ def store_boxes(
         if j < USED:
             start_store(
                 tensor, keys.b, keys.hk, keys.col0 + consumer.ROW, j * BOX, keys.first_k + keys.n_keys, keys.n_keys,
-                buffer_of(buffers, tile, j, BOXES).reshape(tensor.block_shape),
+                box_buffer(buffers, tile, j, BOXES).reshape(tensor.block_shape),
                 consumer.shared.config.LENGTHS == PACKED,
             )  # fmt: skip
 
@@ -376,6 +376,6 @@ def store_from_registers(x, pointer, tensor, consumer, column: gl.constexpr):
     keys = consumer.keys
     rows = matrix(pointer, tensor, 0)
     PACKED_OR_EQUAL: gl.constexpr = PACKED if config.LENGTHS == PACKED else EQUAL
-    offset = offset_of(rows, keys.b, keys.hk, keys.first_k, PACKED_OR_EQUAL)
+    offset = head_offset(rows, keys.b, keys.hk, keys.first_k, PACKED_OR_EQUAL)
     end = keys.n_keys if config.LENGTHS == PACKED else consumer.sizes.seqlen_k
     store_float32(x, rows, offset, keys.col0 + consumer.ROW, end, column)

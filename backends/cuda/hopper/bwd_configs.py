@@ -50,21 +50,21 @@ CONFIGS: dict[int, Sm90BwdConfig] = {
 
 
 @cached_per_kind
-def config_of(problem: AttentionProblem) -> Sm90BwdConfig:
+def select_config(problem: AttentionProblem) -> Sm90BwdConfig:
     """Return the config of a problem that `refuses` accepts."""
     d, dv = problem.head_dim, problem.head_dim_v
     if d == dv <= WIDE:
         return CONFIGS[64 if d <= 64 else 128]
     # "mla" adds up dQ in no fixed order. It has no registers for a softcap: it would spill 1.7 KB.
-    mla = dv <= WIDE < d <= 192 and not problem.softcap and not problem.deterministic
-    return CONFIGS[192 if mla else 256]
+    is_mla = dv <= WIDE < d <= 192 and not problem.softcap and not problem.deterministic
+    return CONFIGS[192 if is_mla else 256]
 
 
 @cached_per_kind
 def last_columns(problem: AttentionProblem) -> int:
     """Return the columns of a tile's last box that the products of "keys" use: 16 or 32 if head_dim ends there."""
-    rest = problem.head_dim - BOX_COLUMNS
-    return next((n for n in (16, 32) if 0 < rest <= n), BOX_COLUMNS)
+    tail = problem.head_dim - BOX_COLUMNS
+    return next((n for n in (16, 32) if 0 < tail <= n), BOX_COLUMNS)
 
 
 def dq_stages(boxes: int, boxes_v: int) -> int:
@@ -73,8 +73,8 @@ def dq_stages(boxes: int, boxes_v: int) -> int:
     K and V use the same stages if they have equally many boxes.
     """
     box = 64 * BOX_COLUMNS * 2
-    left = SHARED_MEMORY - CONSUMERS * (boxes + boxes_v) * box
-    return min(left // (boxes * box) if boxes == boxes_v else left // ((boxes + boxes_v) * box) * 2, 4)
+    available = SHARED_MEMORY - CONSUMERS * (boxes + boxes_v) * box
+    return min(available // (boxes * box) if boxes == boxes_v else available // ((boxes + boxes_v) * box) * 2, 4)
 
 
 @cached_per_kind
@@ -109,8 +109,8 @@ def by_name_only(problem: AttentionProblem) -> str | None:
     elements = MIN_KV_LOOP << problem.deterministic  # deterministic: programs wait for each other
     queries = problem.seqlen_q * problem.heads_q // problem.heads_kv
     scores = MIN_SCORES if problem.heads_q > problem.heads_kv else MIN_SCORES // 2  # MHA: no dK, dV of groups to add up
-    large = keys * widest(problem) >= elements and rows * problem.heads_q * keys >= scores
-    if large and queries >= MIN_QUERIES:
+    is_large = keys * widest(problem) >= elements and rows * problem.heads_q * keys >= scores
+    if is_large and queries >= MIN_QUERIES:
         return None
     return f"sm90 pays from {elements} elements of K for a query, {MIN_QUERIES} queries, and {scores} scores, on"
 

@@ -20,8 +20,8 @@ from diyfa.backends.cuda.hopper.bwd_tiles import (
     LENGTH_POINTERS,
     SIZES,
     Sizes,
+    clipped_seq_info,
     first_query_block,
-    sequence_of,
 )
 from diyfa.backends.cuda.hopper.epilogue import chunked_layout
 from diyfa.backends.cuda.hopper.mma import ROWS
@@ -55,8 +55,8 @@ def to_register_order(dq):
     64 columns become DQ_ROWS rows. In the accumulator a row is 16 * warp + 8 * half + lane // 4, and a column is
     8 * n + 2 * (lane % 4) + bit.
     """
-    parts = dq.reshape([4, 2, 8, dq.shape[1] // 8, 4, 2])  # warp, half, lane // 4, n, lane % 4, bit
-    return parts.permute(3, 0, 2, 4, 1, 5).reshape([dq.shape[1] // 4, DQ_COLUMNS])
+    split = dq.reshape([4, 2, 8, dq.shape[1] // 8, 4, 2])  # warp, half, lane // 4, n, lane % 4, bit
+    return split.permute(3, 0, 2, 4, 1, 5).reshape([dq.shape[1] // 4, DQ_COLUMNS])
 
 
 @gluon.jit
@@ -91,7 +91,7 @@ def _prepare_kernel(
     block = pid % blocks_m
     h = pid // blocks_m % heads_q
     b = pid // blocks_m // heads_q
-    first_q, _, n_queries, _ = sequence_of(b, sizes, config.LENGTHS)
+    first_q, _, n_queries, _ = clipped_seq_info(b, sizes, config.LENGTHS)
     row0 = block * M
     if pid == 0:
         gl.store(counter_ptr, 0)
@@ -127,9 +127,9 @@ def _prepare_kernel(
         if dq_ptr is not None:  # noqa: SIM102 (decided when it is compiled)
             if number < dq_blocks:
                 zeros = gl.zeros([HALF_DQ], gl.float32, IN_ORDER)
-                part_at = dq_ptr + number.to(gl.int64) * (M * D) + gl.arange(0, HALF_DQ, layout=IN_ORDER)
-                for part in gl.static_range(M * D // HALF_DQ):
-                    gl.store(part_at + part * HALF_DQ, zeros)
+                half_addresses = dq_ptr + number.to(gl.int64) * (M * D) + gl.arange(0, HALF_DQ, layout=IN_ORDER)
+                for i_half in gl.static_range(M * D // HALF_DQ):
+                    gl.store(half_addresses + i_half * HALF_DQ, zeros)
         if config.ROLLING:
             for i in gl.static_range(2):  # there are at least as many query heads as heads of K
                 gl.store(counts_ptr + (b * heads_q + h) * 2 + i, 0, mask=block == 0)
@@ -164,7 +164,7 @@ def _convert_kernel(
     block = pid // HALVES % blocks_m
     h = pid // HALVES // blocks_m % heads_q
     b = pid // HALVES // blocks_m // heads_q
-    first_q, _, n_queries, _ = sequence_of(b, sizes, config.LENGTHS)
+    first_q, _, n_queries, _ = clipped_seq_info(b, sizes, config.LENGTHS)
     row0 = block * M
     column0 = 0
     if D > BOX:

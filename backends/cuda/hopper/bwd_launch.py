@@ -6,21 +6,21 @@ from typing import Any, NamedTuple
 
 import torch
 
-from diyfa.backends.cuda.attention import bwd_parts
+from diyfa.backends.cuda.attention import bwd_partials
 from diyfa.backends.cuda.attention.clear import backward_launches
 from diyfa.backends.cuda.attention.launch import forced_config, strides
-from diyfa.backends.cuda.attention.tile_io import cdiv, lengths_of
+from diyfa.backends.cuda.attention.tile_io import cdiv, lengths_constant
 from diyfa.backends.cuda.gluon.compat import ptxas_options
-from diyfa.backends.cuda.gluon.tma import dense_descriptor, ragged_descriptor, rows_box, steps_of
+from diyfa.backends.cuda.gluon.tma import dense_descriptor, descriptor_steps, ragged_descriptor, rows_box
 from diyfa.backends.cuda.hopper.bwd import _bwd_sm90_kernel
 from diyfa.backends.cuda.hopper.bwd_common import Sm90BwdConstants
 from diyfa.backends.cuda.hopper.bwd_configs import (
     BOX_COLUMNS,
     CONSUMERS,
     Sm90BwdConfig,
-    config_of,
     dq_stages,
     last_columns,
+    select_config,
 )
 from diyfa.backends.cuda.hopper.bwd_dq import (
     DQ_COLUMNS,
@@ -33,7 +33,7 @@ from diyfa.backends.cuda.hopper.bwd_dq import (
 from diyfa.backends.cuda.hopper.bwd_mla import BOXES, BOXES_V, _bwd_mla_kernel
 from diyfa.backends.cuda.hopper.bwd_wide import _bwd_wide_dkdv_kernel
 from diyfa.backends.cuda.hopper.bwd_wide_dq import BLOCK_M, Sm90BwdDqConstants, _bwd_wide_dq_kernel
-from diyfa.backends.cuda.hopper.configs import FULL_GPU, heads_together
+from diyfa.backends.cuda.hopper.configs import FULL_GPU, heads_in_parallel
 from diyfa.backends.cuda.hopper.mma import ROWS
 from diyfa.backends.cuda.runtime.launch import multiprocessors
 from diyfa.backends.cuda.runtime.launcher import Tiles
@@ -49,7 +49,7 @@ from diyfa.problem import (
 )
 
 
-def blocks_of(problem: AttentionProblem, block_m: int) -> int:
+def count_blocks(problem: AttentionProblem, block_m: int) -> int:
     """Number of blocks of queries of all heads. Each sequence has blocks of its own."""
     if problem.varlen:
         return problem.heads_q * (problem.total_q // block_m + problem.batch)
@@ -77,7 +77,7 @@ def _query_constants(problem: AttentionProblem, form: _Form, has_dlse: bool, kee
         block_m=form.config.block_m,
         block_d=form.boxes * BOX_COLUMNS,
         block_dv=BOX_COLUMNS << (form.boxes_v - 1).bit_length(),
-        lengths=lengths_of(problem),
+        lengths=lengths_constant(problem),
         has_dlse=has_dlse,
         keep_delta=keep_delta,
         deterministic=form.in_order,
@@ -86,7 +86,7 @@ def _query_constants(problem: AttentionProblem, form: _Form, has_dlse: bool, kee
 
 
 @cached_per_kind
-def _constants(problem: AttentionProblem, form: _Form, direct: bool) -> Sm90BwdConstants:
+def _constants(problem: AttentionProblem, form: _Form, store_from_registers: bool) -> Sm90BwdConstants:
     config = form.config
     return Sm90BwdConstants(
         block_m=config.block_m,
@@ -98,19 +98,19 @@ def _constants(problem: AttentionProblem, form: _Form, direct: bool) -> Sm90BwdC
         stages=config.stages,
         has_left=problem.window_left >= 0,
         has_right=problem.window_right >= 0,
-        lengths=lengths_of(problem),
+        lengths=lengths_constant(problem),
         softcap=problem.softcap != 0.0,
         deterministic=form.in_order,
         consumer_registers=config.consumer_registers,
         producer_registers=config.producer_registers,
-        direct=direct,
+        store_from_registers=store_from_registers,
         rolling=form.rolling,
         last_columns=last_columns(problem) if config.form == "keys" else BOX_COLUMNS,
     )
 
 
 @cached_per_kind
-def _dq_constants(problem: AttentionProblem, form: _Form, direct: bool) -> Sm90BwdDqConstants:
+def _dq_constants(problem: AttentionProblem, form: _Form, store_from_registers: bool) -> Sm90BwdDqConstants:
     return Sm90BwdDqConstants(
         boxes=form.boxes,
         boxes_v=form.boxes_v,
@@ -120,11 +120,11 @@ def _dq_constants(problem: AttentionProblem, form: _Form, direct: bool) -> Sm90B
         causal=problem.causal,
         has_left=problem.window_left >= 0,
         has_right=problem.window_right >= 0,
-        lengths=lengths_of(problem),
+        lengths=lengths_constant(problem),
         softcap=problem.softcap != 0.0,
         consumer_registers=form.config.consumer_registers,
         producer_registers=form.config.producer_registers,
-        direct=direct,
+        store_from_registers=store_from_registers,
     )
 
 
@@ -143,10 +143,10 @@ class Sm90Backward:
         self.boxes, self.boxes_v = (self._boxes(d) for d in (problem.head_dim, problem.head_dim_v))
         if config.form == "mla":
             self.boxes, self.boxes_v = BOXES.value, BOXES_V.value
-        blocks = blocks_of(problem, config.block_m)
+        blocks = count_blocks(problem, config.block_m)
         self.multiprocessors = multiprocessors(dq.device) or FULL_GPU
-        self.parts = bwd_parts.parts_of(problem, config.block_n, self.multiprocessors)
-        self.heads_kv = problem.heads_kv * self.parts  # each with a part of a group
+        self.subgroups = bwd_partials.count_subgroups(problem, config.block_n, self.multiprocessors)
+        self.heads_kv = problem.heads_kv * self.subgroups  # each with a subgroup of query heads
         self.programs = cdiv(problem.seqlen_k, config.block_n) * problem.batch * self.heads_kv
         if config.form == "keys":
             self.programs = min(self.programs, self.multiprocessors)
@@ -156,7 +156,7 @@ class Sm90Backward:
             self.dq_blocks = 0
         self.form = _Form(config, self.boxes, self.boxes_v, self.in_order, self.rolling)
         self.sizes = {name: getattr(problem, name) for name in _SIZES}
-        self.heads_in_turns, self.lag, self.slots = self._window()
+        self.interleaved_heads, self.delay, self.slots = self._window()
         if self.rolling:
             self.dq_blocks = self.slots * (problem.heads_q // self.heads_kv) * cdiv(problem.seqlen_q, config.block_m)
             counts = cdiv(2 * problem.batch * problem.heads_q, 4) * 4
@@ -166,7 +166,7 @@ class Sm90Backward:
         counter_at = statistics_at + blocks * config.block_m * 2
         semaphores_at = counter_at + 4 + counts
         parts_at = semaphores_at + semaphores
-        sizes = bwd_parts.sizes_of(problem, self.parts)
+        sizes = bwd_partials.partial_sizes(problem, self.subgroups)
         self.workspace = memory = lse.new_empty(parts_at + sum(sizes))
         words = memory.view(torch.int32)
         columns, m = DQ_COLUMNS.value, config.block_m
@@ -175,15 +175,15 @@ class Sm90Backward:
         self.counter = words.as_strided((4,), (1,), counter_at)
         self.counts = words.as_strided((counts,), (1,), counter_at + 4) if self.rolling else None
         self.semaphores = words.as_strided((semaphores,), (1,), semaphores_at) if self.in_order else None
-        self.dk_dv_parts = memory[parts_at:].split(sizes) if self.parts > 1 else ()
+        self.dk_dv_partials = memory[parts_at:].split(sizes) if self.subgroups > 1 else ()
         self.lengths = (
             (tensors.cu_seqlens_q, tensors.cu_seqlens_k) if problem.varlen else (tensors.seq_lens, tensors.seq_lens)
         )
 
     def _window(self) -> tuple[int, int, int]:
-        """Return how many heads of K take turns (`key_block_of`), and the `lag` and `slots` of `RollingDq`.
+        """Return how many heads of K are interleaved (`locate_key_block`), and the `delay` and `slots` of `RollingDq`.
 
-        `lag` is the number of heads between adding dQ and converting it, `slots` the number of heads that the fp32 dQ
+        `delay` is the number of heads between adding dQ and converting it, `slots` the number of heads that the fp32 dQ
         has room for. While a program works at a block of keys, about as many other blocks are drawn as there are
         programs. Under a causal mask the first block of a head takes twice the average, and twice as many are drawn.
         The heads of those blocks are at work at the same time.
@@ -191,13 +191,13 @@ class Sm90Backward:
         problem = self.problem
         heads, blocks = problem.batch * self.heads_kv, cdiv(problem.seqlen_k, self.config.block_n)
         programs = min(self.programs, self.multiprocessors)
-        at_work = min(1 + cdiv(programs * (2 if problem.window_right >= 0 else 1), blocks), heads)
-        half = cdiv(at_work, 2)
+        n_active = min(1 + cdiv(programs * (2 if problem.window_right >= 0 else 1), blocks), heads)
+        half = cdiv(n_active, 2)
         if self.in_order and problem.window_left < 0 and problem.window_right < 0:
-            lag = min(at_work + cdiv(half, 2), heads)  # heads that take turns finish later
-            return half, lag, min(2 * lag, heads)
-        differ = problem.causal and problem.window_left < 0 and not self.in_order
-        return half if differ else 1, at_work, min(2 * at_work, heads)
+            delay = min(n_active + cdiv(half, 2), heads)  # interleaved heads finish later
+            return half, delay, min(2 * delay, heads)
+        blocks_differ = problem.causal and problem.window_left < 0 and not self.in_order
+        return half if blocks_differ else 1, n_active, min(2 * n_active, heads)
 
     def _boxes(self, head_dim: int) -> int:
         """Number of TMA boxes of a tile: at least one for each consumer that has columns of its own."""
@@ -239,14 +239,14 @@ class Sm90Backward:
     def _rolling(self) -> dict[str, Any]:
         """Arguments of `RollingDq`."""
         if not self.rolling:
-            return {**dict.fromkeys(("dq_ptr", "counts_ptr", "dq_out_tensor")), "dq_slots": 0, "dq_lag": 0}
+            return {**dict.fromkeys(("dq_ptr", "counts_ptr", "dq_out_tensor")), "dq_slots": 0, "dq_delay": 0}
         out = dense_descriptor(self.out, self.problem.layout, ROWS.value, BOX_COLUMNS)
         return {
             "dq_ptr": self.dq,
             "counts_ptr": self.counts,
             "dq_out_tensor": out,
             "dq_slots": self.slots,
-            "dq_lag": self.lag,
+            "dq_delay": self.delay,
         }
 
     def _inputs(self, dout: torch.Tensor, rows: int) -> dict[str, Any]:
@@ -254,7 +254,7 @@ class Sm90Backward:
         problem, layout = self.problem, self.problem.layout
         sm_scale = self.tensors.sm_scale
         ragged = problem.seq_lens or problem.varlen
-        described = ragged_descriptor if ragged else dense_descriptor
+        make_descriptor = ragged_descriptor if ragged else dense_descriptor
         arguments = {
             "lengths_q_ptr": self.lengths[0],
             "lengths_k_ptr": self.lengths[1],
@@ -268,27 +268,29 @@ class Sm90Backward:
         }
         for (pointer, sample_steps, row_steps), x in zip(_INPUTS, (*self.tensors[:3], dout), strict=True):
             box_rows = ROWS.value if row_steps[-1] == "n" else rows
-            arguments[pointer] = described(x, layout, box_rows, BOX_COLUMNS)
-            arguments[sample_steps], arguments[row_steps] = steps_of(x, layout) if ragged else (0, 0)
+            arguments[pointer] = make_descriptor(x, layout, box_rows, BOX_COLUMNS)
+            arguments[sample_steps], arguments[row_steps] = descriptor_steps(x, layout) if ragged else (0, 0)
         return arguments
 
     def _output(self, name: str, x: torch.Tensor) -> dict[str, Any]:
-        """Arguments of a gradient: its descriptor, and its address if it is stored in float32 (DIRECT)."""
-        direct = x.dtype == torch.float32
+        """Arguments of a gradient: its descriptor, and its address if it is stored in float32."""
+        store_from_registers = x.dtype == torch.float32
         # Rows beyond a sample's end are written, with zeros. Rows beyond a packed sequence belong to another one.
-        described = ragged_descriptor if self.problem.varlen else dense_descriptor
+        make_descriptor = ragged_descriptor if self.problem.varlen else dense_descriptor
         # Boxes have 128 bytes. Direct stores use no more of the descriptor than its shape and strides.
-        box = described(x, self.problem.layout, ROWS.value, BOX_COLUMNS // 2 if direct else BOX_COLUMNS)
-        return {f"{name}_tensor": box, f"{name}_ptr": x if direct else None}
+        box = make_descriptor(
+            x, self.problem.layout, ROWS.value, BOX_COLUMNS // 2 if store_from_registers else BOX_COLUMNS
+        )
+        return {f"{name}_tensor": box, f"{name}_ptr": x if store_from_registers else None}
 
     def gradient(self, dout: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> Launch:
-        """Launch that writes dk and dv, or the parts of both that `bwd_parts` adds up.
+        """Launch that writes dk and dv, or partial sums of both that `bwd_partials` adds up.
 
         Except for "columns" it adds up the fp32 dQ, too; if `rolling` it also writes dq.
         """
         problem, config = self.problem, self.config
-        if self.parts > 1:
-            dk, dv = bwd_parts.in_layout(problem, self.dk_dv_parts, self.parts)
+        if self.subgroups > 1:
+            dk, dv = bwd_partials.partials_in_layout(problem, self.dk_dv_partials, self.subgroups)
         dq_arguments: dict[str, Any] = {"dq_ptr": self.dq}
         if config.form == "columns":
             dq_arguments = {}
@@ -306,7 +308,7 @@ class Sm90Backward:
             **self._output("dv", dv),
             "statistics_tensor": _rows_descriptor(self.statistics, 1),
             **dq_arguments,
-            "heads_in_turns": self.heads_in_turns,
+            "interleaved_heads": self.interleaved_heads,
             "group_size": problem.heads_q // self.heads_kv,
         }
         values = _constants(problem, self.form, dk.dtype == torch.float32)
@@ -321,10 +323,10 @@ class Sm90Backward:
             **self._output("dq", dq),
             "statistics_ptr": self.statistics,
             "heads": problem.batch * problem.heads_q,
-            "heads_at_once": heads_together(problem),
+            "heads_in_parallel": heads_in_parallel(problem),
         }
         values = _dq_constants(problem, self.form, dq.dtype == torch.float32)
-        grid = blocks_of(problem, BLOCK_M.value)
+        grid = count_blocks(problem, BLOCK_M.value)
         return Launch(_bwd_wide_dq_kernel, grid, arguments, {"config": values}, OPTIONS)
 
     def convert(self) -> tuple[Launch, ...]:
@@ -357,10 +359,10 @@ class Sm90Backward:
         """All launches of a backward pass."""
         first, main = self.prepare(out, dout, dlse, delta), self.gradient(dout, gradients.dk, gradients.dv)
         dq_launches = (self.query_gradient(dout, gradients.dq),) if self.config.form == "columns" else self.convert()
-        part_launches = bwd_parts.launches_of(
-            self.problem, self.tensors, self.dk_dv_parts, self.parts, gradients.dk, gradients.dv
+        sum_launches = bwd_partials.make_launches(
+            self.problem, self.tensors, self.dk_dv_partials, self.subgroups, gradients.dk, gradients.dv
         )
-        return first, main, *dq_launches, *part_launches
+        return first, main, *dq_launches, *sum_launches
 
 
 def _rows_descriptor(x: torch.Tensor, rows: int) -> Tiles:
@@ -377,7 +379,7 @@ def _can_roll(problem: AttentionProblem, config: Sm90BwdConfig, dq: torch.Tensor
 
 
 def _config(problem: AttentionProblem) -> Sm90BwdConfig:
-    return forced_config("sm90_bwd", problem) or config_of(problem)
+    return forced_config("sm90_bwd", problem) or select_config(problem)
 
 
 def _readable(problem: AttentionProblem, dout: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

@@ -43,7 +43,7 @@ from diyfa.backends.cuda.hopper.bwd_tiles import (
     Sizes,
     first_query_block,
 )
-from diyfa.backends.cuda.hopper.mma import ROWS, accumulator_layout, box_of, paired, run_of, unpaired
+from diyfa.backends.cuda.hopper.mma import ROWS, accumulator_layout, box_matrix, paired, run_matrix, unpaired
 from diyfa.backends.cuda.hopper.softmax import LOG2E
 
 BOXES = gl.constexpr(3)  # of Q and K
@@ -70,14 +70,14 @@ class Exchange:
     @gluon.jit
     def box(self, item, CONSUMER: gl.constexpr):
         """A consumer's dSᵀ."""
-        return box_of(self.buffers, self.ds.of(CONSUMER).stage(item), 0, 1)
+        return box_matrix(self.buffers, self.ds.pick(CONSUMER).stage(item), 0, 1)
 
     @gluon.jit
     def store(self, ds, item, CONSUMER: gl.constexpr):
         """Leave a consumer's dSᵀ."""
         self.box(item, CONSUMER).store(ds)
         fence_async_shared()
-        self.ds.of(CONSUMER).commit(item)
+        self.ds.pick(CONSUMER).commit(item)
 
 
 @gluon.jit
@@ -96,7 +96,7 @@ def _start_dq(consumer, exchange, item, zero):
     dq = gl.zeros([ROWS, BOX], gl.float32, accumulator_layout(BOX))
     for half in gl.static_range(CONSUMER_COUNT):
         ds = exchange.box(item, half).permute((1, 0))
-        k = box_of(consumer.shared.k_buffers, half + zero, consumer.INDEX, BOXES)
+        k = box_matrix(consumer.shared.k_buffers, half + zero, consumer.INDEX, BOXES)
         dq = warpgroup_mma(ds, k, dq, use_acc=half > 0, is_async=True)
     return dq
 
@@ -106,7 +106,7 @@ def _start_last_dq(consumer, exchange, item, zero):
     """Start the last box of dS K, [64, 64], from the dS of this consumer's keys."""
     dq = gl.zeros([ROWS, BOX], gl.float32, accumulator_layout(BOX))
     ds = exchange.box(item, consumer.INDEX).permute((1, 0))
-    k = box_of(consumer.shared.k_buffers, consumer.INDEX + zero, BOXES - 1, BOXES)
+    k = box_matrix(consumer.shared.k_buffers, consumer.INDEX + zero, BOXES - 1, BOXES)
     return warpgroup_mma(ds, k, dq, use_acc=False, is_async=True)
 
 
@@ -127,8 +127,8 @@ def _add_in_fours(pointer, x):
     fours = gl.arange(0, DQ_COLUMNS // 4, layout=gl.SliceLayout(0, LAYOUT))[None, :]
     # The low bits depend on the thread's lane and warp; the rest are constants, which need no registers.
     index = rows * DQ_COLUMNS + fours * 4
-    own = pointer.to(gl.int64) + optimisation_barrier((index & 511) * 4)
-    addresses = own + (index & ~511) * 4
+    thread_base = pointer.to(gl.int64) + optimisation_barrier((index & 511) * 4)
+    addresses = thread_base + (index & ~511) * 4
     gl.inline_asm_elementwise(
         "mov.b32 $0, 0; red.relaxed.gpu.global.add.v4.f32 [$1], {$2, $3, $4, $5};", "=r,l,f,f,f,f",
         [addresses, x0, x1, x2, x3], dtype=gl.int32, is_pure=False, pack=1,
@@ -154,7 +154,7 @@ def _blocks(
     DTYPE: gl.constexpr = shared.k_buffers.dtype
     S_LAYOUT: gl.constexpr = accumulator_layout(M)
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, accumulator_layout(2 * BOX), 2)
-    OF_LAST: gl.constexpr = gl.DotOperandLayout(0, accumulator_layout(BOX), 2)
+    LAST_OPERAND: gl.constexpr = gl.DotOperandLayout(0, accumulator_layout(BOX), 2)
     for i in range(start, end):
         if MASKED:
             block = consumer.keys.masked_block(i)
@@ -173,24 +173,24 @@ def _blocks(
         dp = start_product(shared.v_buffers, c + zero, shared.do_buffers, do_stage, BOXES_V, BOXES_V, M)
         dp = warpgroup_mma_wait(0, deps=[dp])
         zero = hidden_index(zero)
-        do = run_of(shared.do_buffers, index_behind(stage, zero), BOXES_V, 0, BOXES_V)
+        do = run_matrix(shared.do_buffers, index_behind(stage, zero), BOXES_V, 0, BOXES_V)
         dv = warpgroup_mma(unpaired(p, DTYPE, OPERAND), do, dv, is_async=True)
 
         ds = (unpaired(p, DTYPE, S_LAYOUT).to(gl.float32) * (dp - shared.delta(stage))).to(DTYPE)
         exchange.store(ds, item, c)
         ds = gl.convert_layout(ds, OPERAND)
         zero = hidden_index(zero)
-        q = run_of(shared.q_buffers, index_behind(stage, zero), BOXES, 0, BOXES)
+        q = run_matrix(shared.q_buffers, index_behind(stage, zero), BOXES, 0, BOXES)
         dk = warpgroup_mma(ds, q, dk, is_async=True)
-        ds = gl.convert_layout(ds, OF_LAST)
-        dk_last = warpgroup_mma(ds, box_of(shared.q_buffers, stage, BOXES - 1, BOXES), dk_last, is_async=True)
+        ds = gl.convert_layout(ds, LAST_OPERAND)
+        dk_last = warpgroup_mma(ds, box_matrix(shared.q_buffers, stage, BOXES - 1, BOXES), dk_last, is_async=True)
         dv, dk, dk_last = warpgroup_mma_wait(0, deps=[dv, dk, dk_last])
         shared.queries.release(item)
         dq = _start_last_dq(consumer, exchange, item, zero)
         dq = warpgroup_mma_wait(0, deps=[dq])
         _add_dq(exchange, dq, first + block, BOXES - 1)
         # The additions read their registers for a while. Without a wait in between the next product would need others.
-        exchange.ds.of(1 - c).wait(item)
+        exchange.ds.pick(1 - c).wait(item)
         dq = _start_dq(consumer, exchange, item, zero)
         dq = warpgroup_mma_wait(0, deps=[dq])
         _add_dq(exchange, dq, first + block, c)
@@ -204,20 +204,20 @@ def _consumer(INDEX: gl.constexpr, keys, sizes, shared, exchange, outputs):
     config: gl.constexpr = shared.config
     scale = scale_in_log2(outputs.scale, config.SOFTCAP)
     consumer = Consumer(INDEX, INDEX * ROWS, keys, sizes, shared, outputs, scale, outputs.softcap * LOG2E)
-    OF_TWO: gl.constexpr = accumulator_layout(2 * BOX)
-    dk = gl.zeros([ROWS, 2 * BOX], gl.float32, OF_TWO)
+    PAIR_LAYOUT: gl.constexpr = accumulator_layout(2 * BOX)
+    dk = gl.zeros([ROWS, 2 * BOX], gl.float32, PAIR_LAYOUT)
     dk_last = gl.zeros([ROWS, BOX], gl.float32, accumulator_layout(BOX))
-    dv = gl.zeros([ROWS, 2 * BOX], gl.float32, OF_TWO)
+    dv = gl.zeros([ROWS, 2 * BOX], gl.float32, PAIR_LAYOUT)
     item = 0
     for j in gl.static_range(CONSUMER_COUNT):
-        shared.keys.of(j).wait(0)
-    shared.values.of(INDEX).wait(0)
-    masked = keys.masked_count()
+        shared.keys.pick(j).wait(0)
+    shared.values.pick(INDEX).wait(0)
+    n_masked = keys.masked_count()
     for g in range(sizes.group_size):
         h = keys.hk * sizes.group_size + g
         first = first_query_block(keys.b, h, keys.first_q, sizes, config.BLOCK_M, config.LENGTHS)
         dk, dk_last, dv, item = _blocks(
-            consumer, exchange, first, 0, masked, dk, dk_last, dv, item, True
+            consumer, exchange, first, 0, n_masked, dk, dk_last, dv, item, True
         )  # fmt: skip
         dk, dk_last, dv, item = _blocks(
             consumer, exchange, first, keys.full_begin, keys.full_end, dk, dk_last, dv, item, False
@@ -225,7 +225,7 @@ def _consumer(INDEX: gl.constexpr, keys, sizes, shared, exchange, outputs):
     dk = finished_rows(dk, outputs.sm_scale, consumer)
     dk_last = finished_rows(dk_last, outputs.sm_scale, consumer)
     dv = finished_rows(dv, 1.0, consumer)
-    if config.DIRECT:
+    if config.STORE_FROM_REGISTERS:
         store_from_registers(dk, outputs.dk_ptr, outputs.dk_tensor, consumer, 0)
         store_from_registers(dk_last, outputs.dk_ptr, outputs.dk_tensor, consumer, 2 * BOX)
         store_from_registers(dv, outputs.dv_ptr, outputs.dv_tensor, consumer, 0)
@@ -233,9 +233,9 @@ def _consumer(INDEX: gl.constexpr, keys, sizes, shared, exchange, outputs):
         # They leave through the buffers of K, which both consumers must have read, and of V.
         DTYPE: gl.constexpr = shared.k_buffers.dtype
         sync_consumers()
-        run_of(shared.k_buffers, INDEX, BOXES, 0, BOXES).store(dk.to(DTYPE))
-        box_of(shared.k_buffers, INDEX, BOXES - 1, BOXES).store(dk_last.to(DTYPE))
-        run_of(shared.v_buffers, INDEX, BOXES_V, 0, BOXES_V).store(dv.to(DTYPE))
+        run_matrix(shared.k_buffers, INDEX, BOXES, 0, BOXES).store(dk.to(DTYPE))
+        box_matrix(shared.k_buffers, INDEX, BOXES - 1, BOXES).store(dk_last.to(DTYPE))
+        run_matrix(shared.v_buffers, INDEX, BOXES_V, 0, BOXES_V).store(dv.to(DTYPE))
         fence_async_shared()
         store_boxes(outputs.dk_tensor, shared.k_buffers, INDEX, consumer, 0, BOXES, BOXES, config.USED_BOXES)
         store_boxes(outputs.dv_tensor, shared.v_buffers, INDEX, consumer, 0, BOXES_V, BOXES_V, config.USED_BOXES_V)
@@ -252,7 +252,7 @@ def _bwd_mla_kernel(
     lengths_q_ptr, lengths_k_ptr,
     heads_q, group_size, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
     steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn, steps_dob, steps_dom,
-    heads_in_turns,  # see `key_block_of`
+    interleaved_heads,  # see `locate_key_block`
     sm_scale, scale, softcap,
     config: gl.constexpr,  # `Sm90BwdConstants`
 ):  # fmt: skip
@@ -264,7 +264,7 @@ def _bwd_mla_kernel(
 
     sizes = Sizes(
         heads_q, group_size, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
-        lengths_q_ptr, lengths_k_ptr, heads_in_turns,
+        lengths_q_ptr, lengths_k_ptr, interleaved_heads,
     )  # fmt: skip
     inputs = Inputs(
         q_tensor, k_tensor, v_tensor, do_tensor, statistics_tensor,

@@ -5,16 +5,17 @@ Without it the fp32 dQ of all queries is cleared, added up, and read again by `_
 kernel. `bwd.py` calls one method of `RollingDq` wherever a role has to do something for it. Unless ENABLED, the methods
 do nothing.
 
-* "Head" is a head of K here. It stands for all query heads of its group, or of a chunk of the group (`bwd_parts.py`).
+* "Head" is a head of K here. It stands for all query heads of its group, or of a chunk of the group
+(`bwd_partials.py`).
 * Blocks of keys are numbered head by head. Each head's dQ is divided into as many chunks as it has blocks of keys.
-* The program that draws block n also takes chunk n - lag * (blocks of a head). Its consumers convert that chunk when
+* The program that draws block n also takes chunk n - delay * (blocks of a head). Its consumers convert that chunk when
   they have finished the block; its adders then clear the chunk, if a later head uses the same memory. Once no blocks of
   keys are left, programs draw the last chunks.
 * A head uses the memory of the head `slots` heads before it.
 * Two counts in global memory order all this for a head: how many blocks of keys adders have added, and how many chunks
   they have cleared. Consumers read a chunk when the first count is complete. An adder begins with a head when the
   second count of the head that had the same memory is complete. Both waits are for lower numbers, which have been
-  drawn before. `lag` and `slots` are large enough for waits to be rare (`Sm90Backward`).
+  drawn before. `delay` and `slots` are large enough for waits to be rare (`Sm90Backward`).
 """
 
 # Aggregates are checked against their annotations, so these must not be postponed.
@@ -25,10 +26,10 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from diyfa.backends.cuda.gluon.barriers import WARPS, wait_for_stores
 from diyfa.backends.cuda.gluon.channel import Channel, allocate_channel
 from diyfa.backends.cuda.gluon.compat import aggregate, async_store
-from diyfa.backends.cuda.gluon.semaphore import end_turn, wait_for_turn
+from diyfa.backends.cuda.gluon.semaphore import increment_semaphore, wait_until_equal
 from diyfa.backends.cuda.hopper.bwd_dq import HALF_DQ, from_register_order
 from diyfa.backends.cuda.hopper.bwd_tiles import BOX, CHUNK_ONLY, CONSUMER_COUNT, draw_key_block
-from diyfa.backends.cuda.hopper.mma import ROWS, accumulator_layout, box_of, buffer_of
+from diyfa.backends.cuda.hopper.mma import ROWS, accumulator_layout, box_buffer, box_matrix
 
 
 @aggregate
@@ -38,7 +39,7 @@ class RollingDq:
     pointer: gl.tensor | gl.constexpr  # [slots, query heads of a group, blocks of queries, BLOCK_M * D]
     counts_ptr: gl.tensor | gl.constexpr  # [heads, 2] int32, zeros: blocks of keys added, chunks cleared
     slots: gl.tensor | gl.constexpr
-    lag: gl.tensor | gl.constexpr  # heads
+    delay: gl.tensor | gl.constexpr  # heads
     out_tensor: tma.tensor_descriptor | gl.constexpr  # dQ in 16 bits, (B, H, S, D) whatever the strides
     added: Channel  # from the producer to the consumers: the chunk of an iteration is added up
     converted: Channel  # from each consumer to its adder: the chunk of an iteration is converted
@@ -51,7 +52,7 @@ class RollingDq:
         """The number of the chunk to convert after block `index` of keys; -1: none."""
         chunk = -1
         if self.ENABLED:
-            chunk = gl.maximum(index - self.lag * gl.cdiv(sizes.seqlen_k, config.BLOCK_N), -1)
+            chunk = gl.maximum(index - self.delay * gl.cdiv(sizes.seqlen_k, config.BLOCK_N), -1)
         return chunk
 
     @gluon.jit
@@ -59,7 +60,7 @@ class RollingDq:
         """Wait until adders have added all blocks of keys of the chunk's head."""
         if chunk >= 0:
             chunks = gl.cdiv(sizes.seqlen_k, config.BLOCK_N)
-            wait_for_turn(self.counts_ptr + (chunk // chunks).to(gl.int64) * 2, chunks * CONSUMER_COUNT)
+            wait_until_equal(self.counts_ptr + (chunk // chunks).to(gl.int64) * 2, chunks * CONSUMER_COUNT)
 
     @gluon.jit
     def announce(self, chunk, iteration, sizes, config):
@@ -72,7 +73,7 @@ class RollingDq:
     def produce_last_chunks(self, index, count, iteration, no_keys, key_blocks, scheduler, sizes, config):
         """Hand out the chunks that no block of keys comes with -> the next iteration."""
         if self.ENABLED:
-            ahead = self.lag * gl.cdiv(sizes.seqlen_k, config.BLOCK_N)
+            ahead = self.delay * gl.cdiv(sizes.seqlen_k, config.BLOCK_N)
             while index < count + ahead:
                 key_blocks.write(iteration, no_keys, index - ahead, CHUNK_ONLY)
                 self.announce(index - ahead, iteration, sizes, config)
@@ -94,28 +95,28 @@ class RollingDq:
         if self.ENABLED:
             if head >= self.slots:
                 cleared = self.counts_ptr + (head - self.slots).to(gl.int64) * 2 + 1
-                wait_for_turn(cleared, gl.cdiv(sizes.seqlen_k, config.BLOCK_N) * CONSUMER_COUNT)
+                wait_until_equal(cleared, gl.cdiv(sizes.seqlen_k, config.BLOCK_N) * CONSUMER_COUNT)
 
     @gluon.jit
     def end_adding(self, head):
         """Count a block of keys of the head as added."""
         wait_for_stores()
-        end_turn(self.counts_ptr + head.to(gl.int64) * 2)
+        increment_semaphore(self.counts_ptr + head.to(gl.int64) * 2)
 
     @gluon.jit
     def end_clearing(self, chunk, sizes, config):
         """Count the chunk as cleared, if there is one."""
         if chunk >= 0:
             head = chunk // gl.cdiv(sizes.seqlen_k, config.BLOCK_N)
-            end_turn(self.counts_ptr + head.to(gl.int64) * 2 + 1)
+            increment_semaphore(self.counts_ptr + head.to(gl.int64) * 2 + 1)
 
     @gluon.jit
     def finish_block(self, head, chunk, iteration, CONSUMER: gl.constexpr, sizes, config):
         """Count a block of keys as added. Clear the consumer's halves of the chunk that came with it, and count it."""
         if self.ENABLED:
             self.end_adding(head)
-            self.converted.of(CONSUMER).wait(iteration)
-            chunk_of(chunk, CONSUMER, sizes, config).clear(self, sizes, config)
+            self.converted.pick(CONSUMER).wait(iteration)
+            locate_chunk(chunk, CONSUMER, sizes, config).clear(self, sizes, config)
             self.end_clearing(chunk, sizes, config)
 
     @gluon.jit
@@ -140,7 +141,7 @@ class RollingDq:
         """Start loading the first blocks of a chunk, which arrive while dV and dK are stored."""
         x = ()
         if self.ENABLED:
-            blocks = chunk_of(chunk, CONSUMER, sizes, config)
+            blocks = locate_chunk(chunk, CONSUMER, sizes, config)
             x = blocks.load(blocks.start, self, sizes, config)
         return x
 
@@ -148,9 +149,9 @@ class RollingDq:
     def convert(self, chunk, x, iteration, CONSUMER: gl.constexpr, item, gradients, sm_scale, sizes, config):
         """Convert a chunk through the memory in which `item` of dQ would wait; x: the result of `load_first`."""
         if self.ENABLED:
-            gradients.dq.of(CONSUMER).acquire(item)
-            chunk_of(chunk, CONSUMER, sizes, config).store(x, self, gradients.dq_boxes, sm_scale, sizes, config)
-            self.converted.of(CONSUMER).commit(iteration)
+            gradients.dq.pick(CONSUMER).acquire(item)
+            locate_chunk(chunk, CONSUMER, sizes, config).store(x, self, gradients.dq_boxes, sm_scale, sizes, config)
+            self.converted.pick(CONSUMER).commit(iteration)
 
     @gluon.jit
     def convert_last_chunks(
@@ -162,7 +163,7 @@ class RollingDq:
                 self.added.wait(iteration)
                 key_blocks.channel.release(iteration)
                 x = self.load_first(chunk, CONSUMER, sizes, config)
-                chunk_of(chunk, CONSUMER, sizes, config).store(x, self, gradients.dq_boxes, sm_scale, sizes, config)
+                locate_chunk(chunk, CONSUMER, sizes, config).store(x, self, gradients.dq_boxes, sm_scale, sizes, config)
                 iteration += 1
                 kind, chunk, _ = key_blocks.read(iteration, sizes, config.LENGTHS)
 
@@ -177,22 +178,22 @@ class DqChunk:
     CONSUMER: gl.constexpr
 
     @gluon.jit
-    def pointers(self, i, dq, sizes, BLOCK_M: gl.constexpr):
+    def pointers(self, i, rolling_dq, sizes, BLOCK_M: gl.constexpr):
         LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
-        half = (dq.first_block(self.head, 0, sizes, BLOCK_M) + i).to(gl.int64) * CONSUMER_COUNT + self.CONSUMER
-        return dq.pointer + half * HALF_DQ + gl.arange(0, HALF_DQ, layout=LAYOUT)
+        half = (rolling_dq.first_block(self.head, 0, sizes, BLOCK_M) + i).to(gl.int64) * CONSUMER_COUNT + self.CONSUMER
+        return rolling_dq.pointer + half * HALF_DQ + gl.arange(0, HALF_DQ, layout=LAYOUT)
 
     @gluon.jit
-    def load(self, i, dq, sizes, config: gl.constexpr):
+    def load(self, i, rolling_dq, sizes, config: gl.constexpr):
         """The fp32 dQ of the next BLOCK_N queries, from block i on."""
         x = ()
         for j in gl.static_range(config.BLOCK_N // config.BLOCK_M):
-            at = self.pointers(i + j, dq, sizes, config.BLOCK_M)
+            at = self.pointers(i + j, rolling_dq, sizes, config.BLOCK_M)
             x += (gl.load(at, mask=i + j < self.end, cache_modifier=".cg"),)  # added up in the L2 cache
         return x
 
     @gluon.jit
-    def store(self, x, dq, buffers, sm_scale, sizes, config: gl.constexpr):
+    def store(self, x, rolling_dq, buffers, sm_scale, sizes, config: gl.constexpr):
         """Scale the chunk and write it in 16 bits through the consumer's two `buffers`, which are free before and
         after; x: its first blocks."""
         M: gl.constexpr = config.BLOCK_M
@@ -205,42 +206,42 @@ class DqChunk:
             for j in gl.static_range(COUNT):
                 rows = from_register_order(x[j] * sm_scale).to(buffers.dtype)
                 rows = gl.convert_layout(rows, accumulator_layout(BOX), assert_trivial=True)
-                box_of(buffers, self.CONSUMER, j, 2).store(rows)
+                box_matrix(buffers, self.CONSUMER, j, 2).store(rows)
             fence_async_shared()
             for j in gl.static_range(COUNT):
                 if i + j < self.end:
                     h = self.head % heads_kv * sizes.group_size + (i + j) // blocks_m
                     async_store(
-                        dq.out_tensor, [self.head // heads_kv, h, (i + j) % blocks_m * M + ROW, COLUMN],
-                        buffer_of(buffers, self.CONSUMER, j, 2).reshape(dq.out_tensor.block_shape),
+                        rolling_dq.out_tensor, [self.head // heads_kv, h, (i + j) % blocks_m * M + ROW, COLUMN],
+                        box_buffer(buffers, self.CONSUMER, j, 2).reshape(rolling_dq.out_tensor.block_shape),
                     )  # fmt: skip
-            x = self.load(i + COUNT, dq, sizes, config)
+            x = self.load(i + COUNT, rolling_dq, sizes, config)
             tma.store_wait(0)
 
     @gluon.jit
-    def clear(self, dq, sizes, config: gl.constexpr):
+    def clear(self, rolling_dq, sizes, config: gl.constexpr):
         """Write zeros where the consumer has read, if a later head uses the memory."""
         heads = sizes.batch * (sizes.heads_q // sizes.group_size)
-        for i in range(self.start, gl.where(self.head + dq.slots < heads, self.end, self.start)):
+        for i in range(self.start, gl.where(self.head + rolling_dq.slots < heads, self.end, self.start)):
             zeros = gl.zeros([HALF_DQ], gl.float32, gl.BlockedLayout([4], [32], [gl.num_warps()], [0]))
-            gl.store(self.pointers(i, dq, sizes, config.BLOCK_M), zeros)
+            gl.store(self.pointers(i, rolling_dq, sizes, config.BLOCK_M), zeros)
 
 
 @gluon.jit
-def chunk_of(number, CONSUMER: gl.constexpr, sizes, config: gl.constexpr):
+def locate_chunk(number, CONSUMER: gl.constexpr, sizes, config: gl.constexpr):
     """The consumer's halves of chunk `number`; no blocks if it is -1."""
     chunks = gl.cdiv(sizes.seqlen_k, config.BLOCK_N)
     count = sizes.group_size * gl.cdiv(sizes.seqlen_q, config.BLOCK_M)
-    each = gl.cdiv(count, chunks)
-    start = number % chunks * each
-    end = gl.where(number >= 0, gl.minimum(start + each, count), start)
+    blocks_per_chunk = gl.cdiv(count, chunks)
+    start = number % chunks * blocks_per_chunk
+    end = gl.where(number >= 0, gl.minimum(start + blocks_per_chunk, count), start)
     return DqChunk(number // chunks, start, end, CONSUMER)
 
 
 @gluon.jit
-def rolling_dq(pointer, counts_ptr, slots, lag, out_tensor, ENABLED: gl.constexpr):
+def make_rolling_dq(pointer, counts_ptr, slots, delay, out_tensor, ENABLED: gl.constexpr):
     """`RollingDq`, with its barriers initialised."""
     added = allocate_channel(1, 1, 0)
     # Two stages: a consumer may convert the next chunk before its adder has waited for this one.
     converted = allocate_channel(2, WARPS, 0, CONSUMER_COUNT)
-    return RollingDq(pointer, counts_ptr, slots, lag, out_tensor, added, converted, ENABLED)
+    return RollingDq(pointer, counts_ptr, slots, delay, out_tensor, added, converted, ENABLED)

@@ -8,19 +8,21 @@ the fp32 dQ have blocks of their own for each sequence, too.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from diyfa.backends.cuda.attention.tile_io import EQUAL, PACKED, SEQ_LENS
+from diyfa.backends.cuda.attention.block_info import end_visible, last_block, query_blocks
+from diyfa.backends.cuda.attention.seq_info import seq_info
+from diyfa.backends.cuda.attention.tile_io import EQUAL, PACKED
 from diyfa.backends.cuda.gluon.barriers import LANES, WARPS
 from diyfa.backends.cuda.gluon.channel import Channel, allocate_channel
 from diyfa.backends.cuda.gluon.compat import aggregate
 from diyfa.backends.cuda.hopper.bwd_configs import BOX_COLUMNS, CONSUMERS
-from diyfa.backends.cuda.hopper.tiles import load_clamped
 
 CONSUMER_COUNT = gl.constexpr(CONSUMERS)
 BOX = gl.constexpr(BOX_COLUMNS)
 # Arguments for whose values Triton must not compile versions of their own.
 SIZES = (
     "heads_q", "group_size", "batch", "seqlen_q", "seqlen_k", "total_q", "total_k", "window_left", "window_right",
-    "steps_qb", "steps_qm", "steps_kb", "steps_kn", "steps_vb", "steps_vn", "steps_dob", "steps_dom", "heads_in_turns",
+    "steps_qb", "steps_qm", "steps_kb", "steps_kn", "steps_vb", "steps_vn", "steps_dob", "steps_dom",
+    "interleaved_heads",
 )  # fmt: skip
 LENGTH_POINTERS = ("lengths_q_ptr", "lengths_k_ptr")
 
@@ -40,30 +42,24 @@ class Sizes:
     window_right: gl.tensor | gl.constexpr
     lengths_q_ptr: gl.tensor | gl.constexpr  # None where all are EQUAL
     lengths_k_ptr: gl.tensor | gl.constexpr
-    heads_in_turns: gl.tensor | gl.constexpr  # heads of K, see `key_block_of`
+    interleaved_heads: gl.tensor | gl.constexpr  # heads of K, see `locate_key_block`
 
 
 @gluon.jit
-def sequence_of(b, sizes, LENGTHS: gl.constexpr):
+def clipped_seq_info(b, sizes, LENGTHS: gl.constexpr):
     """Return the first row of sample b in q, its first row in k, and how many queries and keys it has.
 
     A packed sequence that is longer than the stated maximum is cut there. There is no memory for more, and no program
     draws the blocks beyond it, so others would wait for them for ever.
     """
-    first_q = 0
-    first_k = 0
-    n_queries = sizes.seqlen_q
-    n_keys = sizes.seqlen_k
+    lengths = (
+        sizes.lengths_q_ptr, sizes.lengths_k_ptr, sizes.lengths_k_ptr,
+        sizes.seqlen_q, sizes.seqlen_k, sizes.total_q, sizes.total_k,
+    )  # fmt: skip
+    first_q, first_k, n_queries, n_keys = seq_info(b, lengths, LENGTHS)
     if LENGTHS == PACKED:
-        first_q = load_clamped(sizes.lengths_q_ptr + b, sizes.total_q)
-        first_k = load_clamped(sizes.lengths_k_ptr + b, sizes.total_k)
-        n_queries = gl.maximum(load_clamped(sizes.lengths_q_ptr + b + 1, sizes.total_q) - first_q, 0)
-        n_keys = gl.maximum(load_clamped(sizes.lengths_k_ptr + b + 1, sizes.total_k) - first_k, 0)
         n_queries = gl.minimum(n_queries, sizes.seqlen_q)
         n_keys = gl.minimum(n_keys, sizes.seqlen_k)
-    if LENGTHS == SEQ_LENS:
-        n_keys = load_clamped(sizes.lengths_k_ptr + b, sizes.seqlen_k)
-        n_queries = gl.minimum(n_keys, sizes.seqlen_q)
     return first_q, first_k, n_queries, n_keys
 
 
@@ -111,8 +107,8 @@ class KeyBlock:
     @gluon.jit
     def block(self, i):
         """The i-th of all blocks. Those that need a mask come first."""
-        masked = self.masked_count()
-        return gl.where(i < masked, self.masked_block(i), self.full_begin + i - masked)
+        n_masked = self.masked_count()
+        return gl.where(i < n_masked, self.masked_block(i), self.full_begin + i - n_masked)
 
     @gluon.jit
     def adders_before(self, block, sizes, config):
@@ -123,64 +119,51 @@ class KeyBlock:
         last = gl.cdiv(self.n_keys, config.BLOCK_N) - 1
         if config.HAS_RIGHT:
             last_row = (block + 1) * config.BLOCK_M - 1
-            last_key = last_row + self.n_keys - self.n_queries + sizes.window_right
-            last = gl.minimum(last, last_key // config.BLOCK_N)
+            end = end_visible(last_row + self.n_keys - self.n_queries, sizes.window_right, self.n_keys)
+            last = last_block(end, config.BLOCK_N)
         return last - self.col0 // config.BLOCK_N
 
 
 @gluon.jit
-def key_block_of(pid, sizes, config):
+def locate_key_block(pid, sizes, config):
     """Number of a block of keys -> the block. Blocks are numbered head by head, so that what they share stays in L2.
 
     Within a head the first keys come first: under a causal mask they have the most queries. DETERMINISTIC is the other
     way round, since dQ is added up from the last keys to the first (`KeyBlock.adders_before`).
 
-    The last `heads_in_turns` heads take turns: the first blocks of each of them, then the second ones. Otherwise the
-    longest blocks of the very last head would begin when there is little else to do. With DETERMINISTIC all heads take
-    turns, `heads_in_turns` at a time: blocks of one head that began together would wait for each other at each block of
-    queries.
+    The last `interleaved_heads` heads are interleaved: the first blocks of each of them, then the second ones.
+    Otherwise the longest blocks of the very last head would begin when there is little else to do. With DETERMINISTIC
+    all heads are interleaved, `interleaved_heads` at a time: blocks of one head that began together would wait for each
+    other at each block of queries.
     """
     blocks_n = gl.cdiv(sizes.seqlen_k, config.BLOCK_N)
     heads_kv = sizes.heads_q // sizes.group_size
     heads = sizes.batch * heads_kv
-    first = heads - sizes.heads_in_turns
+    n_sequential = heads - sizes.interleaved_heads
     if config.DETERMINISTIC:
-        first = pid // (sizes.heads_in_turns * blocks_n) * sizes.heads_in_turns
-    taking_turns = gl.minimum(sizes.heads_in_turns, heads - first)
-    rest = pid - first * blocks_n
-    head = gl.where(rest < 0, pid // blocks_n, first + rest % taking_turns)
-    block_n = gl.where(rest < 0, pid % blocks_n, rest // taking_turns)
+        n_sequential = pid // (sizes.interleaved_heads * blocks_n) * sizes.interleaved_heads
+    n_interleaved = gl.minimum(sizes.interleaved_heads, heads - n_sequential)
+    interleaved_index = pid - n_sequential * blocks_n
+    head = gl.where(interleaved_index < 0, pid // blocks_n, n_sequential + interleaved_index % n_interleaved)
+    block_n = gl.where(interleaved_index < 0, pid % blocks_n, interleaved_index // n_interleaved)
     if config.DETERMINISTIC:
         block_n = blocks_n - 1 - block_n
     col0 = block_n * config.BLOCK_N
     b = head // heads_kv
     hk = head % heads_kv
-    first_q, first_k, n_queries, n_keys = sequence_of(b, sizes, config.LENGTHS)
-    offset = n_keys - n_queries
-    begin = 0
-    full_begin = 0
-    end_row = n_queries
-    full_end = gl.cdiv(n_queries, config.BLOCK_M)  # rows beyond the last query have weights exp(s - inf) = 0
-    if config.HAS_RIGHT:
-        first_row = gl.maximum(col0 - offset - sizes.window_right, 0)  # the first to see a key
-        begin = first_row // config.BLOCK_M
-        first_row = gl.maximum(col0 + (config.BLOCK_N - 1) - offset - sizes.window_right, 0)  # to see all
-        full_begin = gl.cdiv(first_row, config.BLOCK_M)
-    if config.HAS_LEFT:
-        end_row = gl.minimum(n_queries, gl.maximum(col0 + config.BLOCK_N + sizes.window_left - offset, 0))
-        full_rows = gl.maximum(col0 + sizes.window_left - offset + 1, 0)
-        full_end = gl.where(full_rows < n_queries, full_rows // config.BLOCK_M, full_end)
-    end = gl.maximum(gl.cdiv(end_row, config.BLOCK_M), begin)
-    if config.LENGTHS != EQUAL:
-        end = gl.where(col0 < n_keys, end, begin)
+    first_q, first_k, n_queries, n_keys = clipped_seq_info(b, sizes, config.LENGTHS)
+    mask = (n_queries, n_keys, n_keys - n_queries, sizes.window_left, sizes.window_right)
     # Keys beyond the last one read as zeros, but their weights exp(0 - lse) may be infinite: they need a mask.
-    full_begin = gl.where(col0 + config.BLOCK_N <= n_keys, full_begin, end)
+    begin, full_begin, full_end, end = query_blocks(col0, mask, False, True, config)
+    begin = begin // config.BLOCK_M
+    end = gl.maximum(gl.cdiv(end, config.BLOCK_M), begin)
+    full_begin = full_begin // config.BLOCK_M
+    full_end = gl.cdiv(full_end, config.BLOCK_M)
     if config.DETERMINISTIC and config.HAS_LEFT:
         # All blocks count as masked, so that they come in their own order. Otherwise each program would wait for most
         # of the one before.
         full_begin = end
-    full_begin = gl.minimum(gl.maximum(full_begin, begin), end)
-    full_end = gl.minimum(gl.maximum(full_end, full_begin), end)
+        full_end = end
     return KeyBlock(b, hk, col0, first_q, first_k, n_queries, n_keys, begin, full_begin, full_end, end)
 
 

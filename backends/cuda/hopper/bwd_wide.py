@@ -42,7 +42,7 @@ from diyfa.backends.cuda.hopper.bwd_common import (
 )
 from diyfa.backends.cuda.hopper.bwd_dq import DQ_COLUMNS, DQ_ROWS, from_register_order, to_register_order
 from diyfa.backends.cuda.hopper.bwd_tiles import BOX, CONSUMER_COUNT, LENGTH_POINTERS, SIZES, Sizes
-from diyfa.backends.cuda.hopper.mma import ROWS, accumulator_layout, box_of, run_of
+from diyfa.backends.cuda.hopper.mma import ROWS, accumulator_layout, box_matrix, run_matrix
 from diyfa.backends.cuda.hopper.softmax import LOG2E
 
 
@@ -66,9 +66,9 @@ def _half(buffers, tile, half: gl.constexpr, BOXES: gl.constexpr):
     """A half of a tile's columns as one matrix."""
     HALF: gl.constexpr = BOXES // CONSUMER_COUNT
     if BOXES == 3:
-        run = run_of(buffers, tile, BOXES, 1 - half, BOXES)
+        run = run_matrix(buffers, tile, BOXES, 1 - half, BOXES)
     else:
-        run = run_of(buffers, tile * CONSUMER_COUNT + half, HALF, 0, HALF)
+        run = run_matrix(buffers, tile * CONSUMER_COUNT + half, HALF, 0, HALF)
     return run
 
 
@@ -98,22 +98,22 @@ class Exchange:
         self.dp.commit(item)
 
     @gluon.jit
-    def load_dp(self, like):
-        """Consumer 0 takes it, in the layout of `like`, an accumulator."""
-        x = self.dp_buffer.load(to_register_order(like).type.layout)
-        return gl.convert_layout(from_register_order(x), like.type.layout)
+    def load_dp(self, accumulator):
+        """Consumer 0 takes it, in the layout of `accumulator`."""
+        x = self.dp_buffer.load(to_register_order(accumulator).type.layout)
+        return gl.convert_layout(from_register_order(x), accumulator.type.layout)
 
     @gluon.jit
     def store_p(self, p, item):
         """Consumer 0 leaves Pᵀ."""
-        box_of(self.p_buffer, 0, 0, 1).store(p)
+        box_matrix(self.p_buffer, 0, 0, 1).store(p)
         fence_async_shared()
         self.p.commit(item)
 
     @gluon.jit
     def store_ds(self, ds, item):
         """Consumer 0 leaves dSᵀ."""
-        box_of(self.ds_buffer, 0, 0, 1).store(ds)
+        box_matrix(self.ds_buffer, 0, 0, 1).store(ds)
         fence_async_shared()
         self.ds.commit(item)
 
@@ -136,7 +136,7 @@ def _start_dv(consumer, exchange, dv, item, zero):
     shared = consumer.shared
     exchange.p.wait(item)
     do = _half(shared.do_buffers, shared.queries.stage(item), 1 - consumer.INDEX, shared.config.BOXES_V)
-    return warpgroup_mma(box_of(exchange.p_buffer, zero, 0, 1), do, dv, is_async=True)
+    return warpgroup_mma(box_matrix(exchange.p_buffer, zero, 0, 1), do, dv, is_async=True)
 
 
 @gluon.jit
@@ -145,14 +145,14 @@ def _finish(consumer, exchange, dk, dv, item, zero):
     shared = consumer.shared
     exchange.ds.wait(item)
     q = _half(shared.q_buffers, shared.queries.stage(item), consumer.INDEX, shared.config.BOXES)
-    dk = warpgroup_mma(box_of(exchange.ds_buffer, zero, 0, 1), q, dk, is_async=True)
+    dk = warpgroup_mma(box_matrix(exchange.ds_buffer, zero, 0, 1), q, dk, is_async=True)
     dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
     shared.queries.release(item)
     return dk, dv
 
 
 @gluon.jit
-def _blocks_of_first(
+def _consumer0_blocks(
     consumer, exchange, start, end,
     dk, dv,  # [64, half of the columns] fp32
     item,
@@ -185,7 +185,7 @@ def _blocks_of_first(
 
 
 @gluon.jit
-def _blocks_of_second(consumer, exchange, dk, dv, item):
+def _consumer1_blocks(consumer, exchange, dk, dv, item):
     """Consumer 1: all blocks of queries of one head. It needs no mask."""
     shared = consumer.shared
     config: gl.constexpr = shared.config
@@ -220,15 +220,15 @@ def _consumer(INDEX: gl.constexpr, keys, sizes, shared, exchange, outputs):
     shared.values.wait(0)
     for _ in range(sizes.group_size):
         if INDEX == 0:
-            dk, dv, item = _blocks_of_first(consumer, exchange, 0, keys.masked_count(), dk, dv, item, True)
-            dk, dv, item = _blocks_of_first(consumer, exchange, keys.full_begin, keys.full_end, dk, dv, item, False)
+            dk, dv, item = _consumer0_blocks(consumer, exchange, 0, keys.masked_count(), dk, dv, item, True)
+            dk, dv, item = _consumer0_blocks(consumer, exchange, keys.full_begin, keys.full_end, dk, dv, item, False)
         else:
-            dk, dv, item = _blocks_of_second(consumer, exchange, dk, dv, item)
+            dk, dv, item = _consumer1_blocks(consumer, exchange, dk, dv, item)
     dk = finished_rows(dk, outputs.sm_scale, consumer)
     dv = finished_rows(dv, 1.0, consumer)
     FIRST_K: gl.constexpr = half_first(INDEX, config.BOXES)  # first boxes
     FIRST_V: gl.constexpr = half_first(1 - INDEX, config.BOXES_V)
-    if config.DIRECT:
+    if config.STORE_FROM_REGISTERS:
         store_from_registers(dk, outputs.dk_ptr, outputs.dk_tensor, consumer, FIRST_K * BOX)
         store_from_registers(dv, outputs.dv_ptr, outputs.dv_tensor, consumer, FIRST_V * BOX)
     else:
@@ -254,7 +254,7 @@ def _bwd_wide_dkdv_kernel(
     lengths_q_ptr, lengths_k_ptr,
     heads_q, group_size, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
     steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn, steps_dob, steps_dom,
-    heads_in_turns,  # see `key_block_of`
+    interleaved_heads,  # see `locate_key_block`
     sm_scale, scale, softcap,
     config: gl.constexpr,  # `Sm90BwdConstants`
 ):  # fmt: skip
@@ -266,7 +266,7 @@ def _bwd_wide_dkdv_kernel(
 
     sizes = Sizes(
         heads_q, group_size, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
-        lengths_q_ptr, lengths_k_ptr, heads_in_turns,
+        lengths_q_ptr, lengths_k_ptr, interleaved_heads,
     )  # fmt: skip
     inputs = Inputs(
         q_tensor, k_tensor, v_tensor, do_tensor, statistics_tensor,

@@ -39,19 +39,27 @@ from diyfa.backends.cuda.hopper.bwd_common import (
     with_derivative,
 )
 from diyfa.backends.cuda.hopper.bwd_tiles import BOX, CONSUMER_COUNT, LENGTH_POINTERS, SIZES, first_query_block
-from diyfa.backends.cuda.hopper.epilogue import matrix, offset_of, store_float32
+from diyfa.backends.cuda.hopper.epilogue import head_offset, matrix, store_float32
 from diyfa.backends.cuda.hopper.mma import (
     ROWS,
     accumulator_layout,
-    buffer_of,
+    box_buffer,
     finish_values,
     run_count,
-    run_of,
+    run_matrix,
     run_start,
     zero_output,
 )
 from diyfa.backends.cuda.hopper.softmax import LOG2E, Rows, mask_scores
-from diyfa.backends.cuda.hopper.tiles import KeyCache, Problem, block_order, end_of, start_load, start_store, tile_of
+from diyfa.backends.cuda.hopper.tiles import (
+    KeyCache,
+    Problem,
+    block_order,
+    locate_tile,
+    sequence_end,
+    start_load,
+    start_store,
+)
 from diyfa.backends.cuda.runtime.constants import Constants
 
 BLOCK_M = gl.constexpr(128)
@@ -74,7 +82,7 @@ class Sm90BwdDqConstants(Constants):
     softcap: bool
     consumer_registers: int
     producer_registers: int
-    direct: bool  # dQ is stored in float32 from registers, to be added up later
+    store_from_registers: bool  # dQ is stored in float32 from registers, to be added up later
 
 
 @aggregate
@@ -94,7 +102,7 @@ class DqOutputs:
     """Tensors that the consumers write, or that only they read, and scales."""
 
     dq_tensor: tma.tensor_descriptor
-    dq_ptr: gl.tensor | gl.constexpr  # for DIRECT
+    dq_ptr: gl.tensor | gl.constexpr  # for STORE_FROM_REGISTERS
     statistics_ptr: gl.tensor
     sm_scale: gl.tensor
     scale: gl.tensor
@@ -107,7 +115,7 @@ def _producer(problem, shared, inputs, group_size):
     config: gl.constexpr = shared.config
     RAGGED: gl.constexpr = problem.LENGTHS != EQUAL
     ring = shared.ring
-    exists, tile = tile_of(gl.program_id(0), problem, BLOCK_M, BLOCK_N)
+    exists, tile = locate_tile(gl.program_id(0), problem, BLOCK_M, BLOCK_N)
     shared.tile_infos.write(0, tile.if_any(exists))
     if exists:
         b = tile.b
@@ -115,15 +123,15 @@ def _producer(problem, shared, inputs, group_size):
         hk = h // group_size
         n_queries = tile.n_queries
         n_keys = tile.n_keys
-        end_q = end_of(b, tile.first_q, n_queries, inputs.steps_qb, inputs.steps_qm, problem.LENGTHS)
-        end_do = end_of(b, tile.first_q, n_queries, inputs.steps_dob, inputs.steps_dom, problem.LENGTHS)
-        end_k = end_of(b, tile.first_k, n_keys, inputs.steps_kb, inputs.steps_kn, problem.LENGTHS)
-        end_v = end_of(b, tile.first_k, n_keys, inputs.steps_vb, inputs.steps_vn, problem.LENGTHS)
+        end_q = sequence_end(b, tile.first_q, n_queries, inputs.steps_qb, inputs.steps_qm, problem.LENGTHS)
+        end_do = sequence_end(b, tile.first_q, n_queries, inputs.steps_dob, inputs.steps_dom, problem.LENGTHS)
+        end_k = sequence_end(b, tile.first_k, n_keys, inputs.steps_kb, inputs.steps_kn, problem.LENGTHS)
+        end_v = sequence_end(b, tile.first_k, n_keys, inputs.steps_vb, inputs.steps_vn, problem.LENGTHS)
         order = block_order(tile, problem, BLOCK_M, BLOCK_N)
         n_blocks = tile.end_block - tile.first_block
         for c in gl.static_range(CONSUMER_COUNT):
             row = tile.row0 + c * ROWS
-            full = shared.queries.of(c).full_barrier(0)
+            full = shared.queries.pick(c).full_barrier(0)
             start_load(
                 inputs.do_tensor, b, h, row, end_do, n_queries, shared.do_buffers, c, full, config.BOXES_V, RAGGED
             )
@@ -134,12 +142,12 @@ def _producer(problem, shared, inputs, group_size):
             ring.wait_empty(item)
             start_load(
                 inputs.v_tensor, b, hk, row, end_v, n_keys,
-                ring.v_buffers, ring.buffer_of(item), ring.full_barrier(item), config.BOXES_V, RAGGED,
+                ring.v_buffers, ring.buffer_index(item), ring.full_barrier(item), config.BOXES_V, RAGGED,
             )  # fmt: skip
             ring.wait_empty(item + 1)
             start_load(
                 inputs.k_tensor, b, hk, row, end_k, n_keys,
-                ring.k_buffers, ring.buffer_of(item + 1), ring.full_barrier(item + 1), config.BOXES, RAGGED,
+                ring.k_buffers, ring.buffer_index(item + 1), ring.full_barrier(item + 1), config.BOXES, RAGGED,
             )  # fmt: skip
 
 
@@ -155,13 +163,13 @@ def _blocks(
     scale = scale_in_log2(outputs.scale, config.SOFTCAP)
     for i in range(start, end):
         item = 2 * i
-        own = INDEX + optimisation_barrier(i * 0)  # as in `bwd.py`
-        v = ring.buffer_of(item)
-        k = ring.buffer_of(item + 1)
+        q_tile = INDEX + optimisation_barrier(i * 0)  # as in `bwd.py`
+        v = ring.buffer_index(item)
+        k = ring.buffer_index(item + 1)
         ring.wait_full(item)
-        dp = start_product(shared.do_buffers, own, ring.v_buffers, v, config.USED_BOXES_V, config.BOXES_V, BLOCK_N)
+        dp = start_product(shared.do_buffers, q_tile, ring.v_buffers, v, config.USED_BOXES_V, config.BOXES_V, BLOCK_N)
         ring.wait_full(item + 1)
-        s = start_product(shared.q_buffers, own, ring.k_buffers, k, config.USED_BOXES, config.BOXES, BLOCK_N)
+        s = start_product(shared.q_buffers, q_tile, ring.k_buffers, k, config.USED_BOXES, config.BOXES, BLOCK_N)
         dp = warpgroup_mma_wait(config.USED_BOXES, deps=[dp])  # S, a product for each box, runs on
         ring.release(item)
         s = warpgroup_mma_wait(0, deps=[s])
@@ -173,7 +181,7 @@ def _blocks(
         started = ()
         for run in gl.static_range(run_count(config.BOXES)):
             operand = gl.convert_layout(ds, gl.DotOperandLayout(0, dq[run].type.layout, 2))  # costs nothing
-            k_run = run_of(ring.k_buffers, k, config.BOXES, run, config.BOXES)
+            k_run = run_matrix(ring.k_buffers, k, config.BOXES, run, config.BOXES)
             started += (warpgroup_mma(operand, k_run, dq[run], is_async=True),)
         dq = finish_values(started)
         ring.release(item + 1)
@@ -199,14 +207,14 @@ def _consumer(INDEX: gl.constexpr, problem, shared, outputs):
         rows = Rows(offs_m + (tile.n_keys - tile.n_queries), tile.n_keys, 0.0)
         order = block_order(tile, problem, BLOCK_M, BLOCK_N)
         # The first block of the order is the one in which the keys end. It always gets the mask.
-        masked = order.n_right
+        n_masked = order.n_right
         if problem.HAS_LEFT:
-            masked += order.n_left
+            n_masked += order.n_left
         dq = zero_output(BOX, config.BOXES)
-        shared.queries.of(INDEX).wait(0)
-        dq = _blocks(shared, outputs, problem, rows, lse, delta, order, 0, masked, dq, INDEX, True)
+        shared.queries.pick(INDEX).wait(0)
+        dq = _blocks(shared, outputs, problem, rows, lse, delta, order, 0, n_masked, dq, INDEX, True)
         n_blocks = tile.end_block - tile.first_block
-        dq = _blocks(shared, outputs, problem, rows, lse, delta, order, masked, n_blocks, dq, INDEX, False)
+        dq = _blocks(shared, outputs, problem, rows, lse, delta, order, n_masked, n_blocks, dq, INDEX, False)
         _store(shared, outputs, problem, tile, row0, dq, INDEX)
 
 
@@ -214,32 +222,32 @@ def _consumer(INDEX: gl.constexpr, problem, shared, outputs):
 def _store(shared, outputs, problem, tile, row0, dq, INDEX: gl.constexpr):
     """Write a consumer's rows of dQ, with zeros beyond the end of a sample."""
     config: gl.constexpr = shared.config
-    if config.DIRECT:
+    if config.STORE_FROM_REGISTERS:
         PACKED_OR_EQUAL: gl.constexpr = PACKED if problem.LENGTHS == PACKED else EQUAL
-        to = matrix(outputs.dq_ptr, outputs.dq_tensor, 0)
-        offset = offset_of(to, tile.b, tile.h, tile.first_q, PACKED_OR_EQUAL)
+        dq_matrix = matrix(outputs.dq_ptr, outputs.dq_tensor, 0)
+        offset = head_offset(dq_matrix, tile.b, tile.h, tile.first_q, PACKED_OR_EQUAL)
         end = tile.n_queries if problem.LENGTHS == PACKED else problem.seqlen_q
     for run in gl.static_range(run_count(config.BOXES)):
         x = dq[run] * outputs.sm_scale
         if problem.LENGTHS == SEQ_LENS:
-            own = row0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, dq[run].type.layout))
-            x = gl.where((own < tile.n_queries)[:, None], x, 0.0)
-        if config.DIRECT:
-            store_float32(x, to, offset, row0, end, run_start(run, config.BOXES) * BOX)
+            rows = row0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, dq[run].type.layout))
+            x = gl.where((rows < tile.n_queries)[:, None], x, 0.0)
+        if config.STORE_FROM_REGISTERS:
+            store_float32(x, dq_matrix, offset, row0, end, run_start(run, config.BOXES) * BOX)
         else:
-            run_of(shared.q_buffers, INDEX, config.BOXES, run, config.BOXES).store(x.to(shared.q_buffers.dtype))
-    if not config.DIRECT:
+            run_matrix(shared.q_buffers, INDEX, config.BOXES, run, config.BOXES).store(x.to(shared.q_buffers.dtype))
+    if not config.STORE_FROM_REGISTERS:
         fence_async_shared()
         for j in gl.static_range(config.USED_BOXES):
             start_store(
                 outputs.dq_tensor, tile.b, tile.h, row0, j * BOX, tile.first_q + tile.n_queries, tile.n_queries,
-                buffer_of(shared.q_buffers, INDEX, j, config.BOXES).reshape(outputs.dq_tensor.block_shape),
+                box_buffer(shared.q_buffers, INDEX, j, config.BOXES).reshape(outputs.dq_tensor.block_shape),
                 problem.LENGTHS == PACKED,
             )  # fmt: skip
         tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=(*SIZES, "heads", "heads_at_once"), do_not_specialize_on_alignment=LENGTH_POINTERS)
+@gluon.jit(do_not_specialize=(*SIZES, "heads", "heads_in_parallel"), do_not_specialize_on_alignment=LENGTH_POINTERS)
 def _bwd_wide_dq_kernel(
     q_tensor, k_tensor, v_tensor, do_tensor,  # as in `bwd.py`
     dq_tensor, dq_ptr,
@@ -247,7 +255,7 @@ def _bwd_wide_dq_kernel(
     lengths_q_ptr, lengths_k_ptr,
     heads_q, group_size, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
     heads,  # of all samples
-    heads_at_once,  # heads that take turns, see `tile_of`
+    heads_in_parallel,  # heads whose tiles alternate, see `locate_tile`
     steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn, steps_dob, steps_dom,
     sm_scale, scale, softcap,
     config: gl.constexpr,  # `Sm90BwdDqConstants`
@@ -256,12 +264,12 @@ def _bwd_wide_dq_kernel(
     ONE_RING: gl.constexpr = config.BOXES == config.BOXES_V
     q_buffers = allocate_tiles(q_tensor, CONSUMER_COUNT, config.BOXES, True)
     do_buffers = allocate_tiles(do_tensor, CONSUMER_COUNT, config.BOXES_V, False)
-    STAGES_OF_EACH: gl.constexpr = config.STAGES if ONE_RING else config.STAGES // 2
-    k_buffers = allocate_tiles(k_tensor, STAGES_OF_EACH, config.BOXES, True)
+    STAGES_PER_RING: gl.constexpr = config.STAGES if ONE_RING else config.STAGES // 2
+    k_buffers = allocate_tiles(k_tensor, STAGES_PER_RING, config.BOXES, True)
     if ONE_RING:
         v_buffers = k_buffers
     else:
-        v_buffers = allocate_tiles(v_tensor, STAGES_OF_EACH, config.BOXES_V, False)
+        v_buffers = allocate_tiles(v_tensor, STAGES_PER_RING, config.BOXES_V, False)
     queries = allocate_channel(1, 2, 0, CONSUMER_COUNT)
     kv = allocate_channel(config.STAGES, 1, CONSUMER_COUNT * WARPS)
     ring = KVRing(k_buffers, v_buffers, kv.full, kv.empty, config.STAGES, ONE_RING, CONSUMER_COUNT)
@@ -270,7 +278,7 @@ def _bwd_wide_dq_kernel(
     wait_for_previous_kernels()
 
     problem = Problem(
-        window_left, window_right, heads_q, seqlen_q, seqlen_k, total_q, total_k, heads, heads_at_once, batch,
+        window_left, window_right, heads_q, seqlen_q, seqlen_k, total_q, total_k, heads, heads_in_parallel, batch,
         lengths_q_ptr, lengths_k_ptr, KeyCache(None, None, None, None, None, None, None, 0),
         config.LENGTHS, config.LENGTHS, config.CAUSAL, config.HAS_LEFT, config.HAS_RIGHT, False,
     )  # fmt: skip

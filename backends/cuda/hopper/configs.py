@@ -40,21 +40,21 @@ class Sm90Config:
     consumers: int  # warpgroups
     block_n: int  # keys
     stages: int  # buffers of [block_n, head_dim] for K and V
-    own_o: bool  # out leaves through buffers of its own, so that the next Q need not wait for it
+    separate_o_buffer: bool  # out leaves through buffers of its own, so that the next Q need not wait for it
     consumer_registers: int
     producer_registers: int
     persistent: bool = False  # one program per multiprocessor, with many tiles; else one program per tile
     pingpong: bool = False  # the consumers take turns at issuing their products
-    box_columns: int = 0  # columns of the TMA boxes that make up a tile; 0: see `boxes_of`
+    box_columns: int = 0  # columns of the TMA boxes that make up a tile; 0: see `box_layout`
     pairs: bool = False  # the KV loop carries weights as pairs in int32 (`mma_operand` in `mma.py`)
     q_in_registers: int = 0  # boxes of Q that a consumer holds in registers (`queries_in_registers` in `mma.py`)
-    direct: bool = False  # out leaves from registers, through no buffer (`epilogue.py`)
+    store_from_registers: bool = False  # out leaves from registers, through no buffer (`epilogue.py`)
     fixed_max: bool = False  # bfloat16: no new maximum after the edge blocks (`fixed_max_step` in `softmax.py`)
     scheduler: str = "static"  # or "dynamic" (`gluon/scheduler.py`)
     measured: str = ""  # device, date, TFLOP/s
 
     def __post_init__(self) -> None:
-        if self.own_o and self.direct:
+        if self.separate_o_buffer and self.store_from_registers:
             raise ValueError(f"out leaves through its own buffers or through none, not {self}")
 
 
@@ -96,31 +96,31 @@ CONFIGS: dict[tuple[int, bool], tuple[tuple[int, Sm90Config], ...]] = {
                  box_columns=64, q_in_registers=2, measured=_H200 + "489/632/711")),
     ),
     (192, False): (
-        (_ANY, C(2, 64, 6, False, 240, 24, persistent=True, pingpong=True, pairs=True, direct=True,
+        (_ANY, C(2, 64, 6, False, 240, 24, persistent=True, pingpong=True, pairs=True, store_from_registers=True,
                  fixed_max=True, measured=_H200 + "650/715/727")),
     ),
     (192, True): (
         (_ANY, C(2, 64, 6, False, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, pairs=True,
-                 direct=True, fixed_max=True, measured=_H200 + "497/656/712")),
+                 store_from_registers=True, fixed_max=True, measured=_H200 + "497/656/712")),
     ),
     (256, False): (
-        (_ANY, C(2, 64, 4, False, 240, 24, persistent=True, pairs=True, direct=True,
+        (_ANY, C(2, 64, 4, False, 240, 24, persistent=True, pairs=True, store_from_registers=True,
                  measured=_H200 + "650/731/747")),
     ),
     (256, True): (
-        (_ANY, C(2, 64, 4, False, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, direct=True,
-                 measured=_H200 + "500/660/719")),
+        (_ANY, C(2, 64, 4, False, 240, 24, persistent=True, scheduler="dynamic", pingpong=True,
+                 store_from_registers=True, measured=_H200 + "500/660/719")),
     ),
 }
 # V has fewer columns than K, and at most 128, as in MLA's 192/128. Its products are shorter, so that longer blocks pay.
 NARROW_V: dict[tuple[int, bool], tuple[tuple[int, Sm90Config], ...]] = {
     (192, False): (
-        (_ANY, C(2, 128, 4, False, 240, 24, persistent=True, pingpong=True, pairs=True, direct=True,
+        (_ANY, C(2, 128, 4, False, 240, 24, persistent=True, pingpong=True, pairs=True, store_from_registers=True,
                  measured=_H200 + "643/724/759")),
     ),
     (192, True): (
         (_ANY, C(2, 128, 4, False, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, pairs=True,
-                 direct=True, measured=_H200 + "481/682/729")),
+                 store_from_registers=True, measured=_H200 + "481/682/729")),
     ),
 }
 # fmt: on
@@ -128,18 +128,18 @@ NARROW_V: dict[tuple[int, bool], tuple[tuple[int, Sm90Config], ...]] = {
 # overlap as two consumers do. Not at 256 columns, where the accumulators alone fill half of the registers.
 SMALL: dict[int, Sm90Config] = {
     64: C(1, 128, 4, True, 232, 24, fixed_max=True),
-    128: C(1, 64, 4, False, 232, 24, direct=True),
-    192: C(1, 64, 3, False, 232, 24, direct=True),
+    128: C(1, 64, 4, False, 232, 24, store_from_registers=True),
+    192: C(1, 64, 3, False, 232, 24, store_from_registers=True),
     256: C(1, 64, 4, False, 248, 88),
 }
 
 
 @cached_per_problem
-def config_of(problem: AttentionProblem) -> Sm90Config:
+def select_config(problem: AttentionProblem) -> Sm90Config:
     """Return the config of a problem that `refuses` accepts."""
-    rows = rows_of(problem)
-    config = next(c for most, c in rows if keys_seen(problem) <= most)
-    if tiles_of(problem, config) < FULL_GPU or problem.seqlen_q < config.consumers * CONSUMER_ROWS:
+    rows = config_rows(problem)
+    config = next(c for max_keys, c in rows if keys_seen(problem) <= max_keys)
+    if count_tiles(problem, config) < FULL_GPU or problem.seqlen_q < config.consumers * CONSUMER_ROWS:
         config = SMALL[min(columns for columns in SMALL if widest(problem) <= columns)]
     return fitted(problem, config)
 
@@ -151,14 +151,16 @@ def fitted(problem: AttentionProblem, config: Sm90Config) -> Sm90Config:
         config = replace(config, stages=cdiv(config.stages, 2) * 2)
         if problem.head_dim_v > problem.head_dim or tile_class(problem)[0] == 256:  # out does not fit Q's buffers
             config = replace(
-                config, own_o=not config.direct, block_n=min(config.block_n, 64 if config.stages < 6 else 128)
+                config,
+                separate_o_buffer=not config.store_from_registers,
+                block_n=min(config.block_n, 64 if config.stages < 6 else 128),
             )
     if problem.out_dtype == "float32":  # out is twice as large as Q's buffers or its own
-        config = replace(config, own_o=False, direct=True)
+        config = replace(config, separate_o_buffer=False, store_from_registers=True)
     if config.persistent and config.scheduler == "static" and problem.features & {"seq_lens", "varlen"}:
         config = replace(config, scheduler="dynamic")  # only the device knows how long tiles take
-    busy = config.consumers == 2 and problem.features & BUSY_PRODUCER and not finds_ahead(problem, config)
-    if busy and tile_class(problem)[0] < 256:  # at 256, the consumers would spill more than the producer does
+    is_busy = config.consumers == 2 and problem.features & BUSY_PRODUCER and not finds_ahead(problem, config)
+    if is_busy and tile_class(problem)[0] < 256:  # at 256, the consumers would spill more than the producer does
         config = replace(config, consumer_registers=232, producer_registers=40)
     return config
 
@@ -182,7 +184,7 @@ def has_long_kv_loop(problem: AttentionProblem, elements: int = LONG_KV_LOOP) ->
     return not with_lengths and keys_seen(problem) * widest(problem) >= elements
 
 
-def schedule_of(config: Sm90Config) -> dict[str, int]:
+def compile_options(config: Sm90Config) -> dict[str, int]:
     """Return the compiler options of a config. `maxnreg`: the mean of one consumer's and its producer's registers."""
     options = {"num_warps": 4, "launch_pdl": True, **ptxas_options()}
     if config.consumers == 1:
@@ -190,7 +192,7 @@ def schedule_of(config: Sm90Config) -> dict[str, int]:
     return options
 
 
-def boxes_of(head_dim: int, other: int, box_columns: int = 0) -> tuple[int, int]:
+def box_layout(head_dim: int, other: int, box_columns: int = 0) -> tuple[int, int]:
     """Return (columns of a TMA box, number of boxes) of a tile of `head_dim` columns.
 
     `other`: the head dim of V, or for V that of K. `box_columns`: the config's, 0 if it has none.
@@ -206,11 +208,11 @@ def boxes_of(head_dim: int, other: int, box_columns: int = 0) -> tuple[int, int]
 def has_one_ring(problem: AttentionProblem, box_columns: int = 0) -> bool:
     """Return whether tiles of K and V have the same boxes, so that they use the same buffers."""
     d, dv = problem.head_dim, problem.head_dim_v
-    return boxes_of(d, dv, box_columns) == boxes_of(dv, d, box_columns)
+    return box_layout(d, dv, box_columns) == box_layout(dv, d, box_columns)
 
 
 @cached_per_kind
-def rows_of(problem: AttentionProblem) -> tuple[tuple[int, Sm90Config], ...]:
+def config_rows(problem: AttentionProblem) -> tuple[tuple[int, Sm90Config], ...]:
     """Return the rows of the table that apply to a problem."""
     narrow = problem.head_dim_v <= 128 < problem.head_dim
     return (narrow and NARROW_V.get(tile_class(problem))) or CONFIGS[tile_class(problem)]
@@ -229,7 +231,7 @@ def widest(problem: AttentionProblem) -> int:
     return max(problem.head_dim, problem.head_dim_v)
 
 
-def tiles_of(problem: AttentionProblem, config: Sm90Config) -> int:
+def count_tiles(problem: AttentionProblem, config: Sm90Config) -> int:
     """Return the number of tiles of all heads; of packed sequences, an upper bound."""
     rows = config.consumers * CONSUMER_ROWS
     if problem.varlen:
@@ -237,13 +239,13 @@ def tiles_of(problem: AttentionProblem, config: Sm90Config) -> int:
     return cdiv(problem.seqlen_q, rows) * problem.batch * problem.heads_q
 
 
-def heads_together(problem: AttentionProblem) -> int:
+def heads_in_parallel(problem: AttentionProblem) -> int:
     """Return the number of query heads whose tiles alternate: if tiles differ in length, those whose K and V fit L2."""
     if problem.window_right < 0 or problem.window_left >= 0 or problem.varlen:
         return 1
     pair_bytes = 2 * 2 * problem.seqlen_k * problem.head_dim
-    together = max(1, L2_BYTES // pair_bytes) * (problem.heads_q // problem.heads_kv)
-    return min(together, problem.batch * problem.heads_q)  # more would overflow the kernel's 32 bits
+    n_heads = max(1, L2_BYTES // pair_bytes) * (problem.heads_q // problem.heads_kv)
+    return min(n_heads, problem.batch * problem.heads_q)  # more would overflow the kernel's 32 bits
 
 
 def has_fixed_max(problem: AttentionProblem, config: Sm90Config) -> bool:
@@ -256,14 +258,14 @@ def has_fixed_max(problem: AttentionProblem, config: Sm90Config) -> bool:
     return config.fixed_max and problem.dtype == "bfloat16" and near_first
 
 
-def tile_infos_of(config: Sm90Config) -> int:
+def tile_info_count(config: Sm90Config) -> int:
     """Return the number of a program's tile infos. A program of one tile has two: the tile's and the end marker."""
     return MAX_TILE_INFOS if config.persistent else 2
 
 
-def grid_of(problem: AttentionProblem, config: Sm90Config, device: torch.device) -> int:
+def grid_size(problem: AttentionProblem, config: Sm90Config, device: torch.device) -> int:
     """Return the number of programs to launch."""
-    tiles = tiles_of(problem, config)
+    tiles = count_tiles(problem, config)
     if not config.persistent:
         return tiles
     at_once = programs = min(tiles, multiprocessors(device) or FULL_GPU)
@@ -309,7 +311,7 @@ def refuses(problem: AttentionProblem) -> str | None:
         )
     if widest(problem) <= 64 and keys_seen(problem) <= SHORT_KV_LOOP:
         return f"sm90 pays from {SHORT_KV_LOOP + 1} keys for a query on where heads have 64 columns"
-    config = config_of(problem)
+    config = select_config(problem)
     if problem.seqlen_q < config.consumers * CONSUMER_ROWS and not has_long_kv_loop(problem, FEW_QUERIES_KV_LOOP):
         return (
             f"sm90 has tiles of {config.consumers * CONSUMER_ROWS} queries, which {problem.seqlen_q} would not fill; it"

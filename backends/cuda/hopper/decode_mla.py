@@ -38,17 +38,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from diyfa.backends.cuda.attention import decode as portable
+from diyfa.backends.cuda.attention.block_info import end_visible
 from diyfa.backends.cuda.attention.fwd import LOWEST
 from diyfa.backends.cuda.attention.launch import positive_scale
-from diyfa.backends.cuda.attention.stream_k import divide_line, next_chunk, partials_slot, tile_work
+from diyfa.backends.cuda.attention.seq_info import cache_entry, cached_keys, left_padding
+from diyfa.backends.cuda.attention.stream_k import divide_work, next_chunk, partials_slot, tile_work
 from diyfa.backends.cuda.attention.tile_io import SEQ_LENS
 from diyfa.backends.cuda.gluon.barriers import WARPS, idle_warps, order_lanes, release, wait_full
-from diyfa.backends.cuda.gluon.compat import aggregate, as_gluon, async_load, optimisation_barrier, ptxas_options
-from diyfa.backends.cuda.gluon.tma import ragged_descriptor, steps_of
+from diyfa.backends.cuda.gluon.compat import aggregate, async_load, optimisation_barrier, ptxas_options
+from diyfa.backends.cuda.gluon.tma import descriptor_steps, ragged_descriptor
 from diyfa.backends.cuda.hopper import decode_mla_configs as configs
 from diyfa.backends.cuda.hopper.mma import ROWS, accumulator_layout, mma_operand, rescaled, unpaired, zero_output
 from diyfa.backends.cuda.hopper.softmax import LN2, Rows, Score, softmax_step
-from diyfa.backends.cuda.hopper.tiles import BOUND, end_of
+from diyfa.backends.cuda.hopper.tiles import BOUND, sequence_end
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launcher import Box, Tiles, shared_box
 from diyfa.backends.cuda.runtime.passes import Pass
@@ -64,10 +66,6 @@ SLICES = gl.constexpr(3)
 # Registers of a thread. The first consumer has 240, which the others leave.
 SECOND_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(208), gl.constexpr(56)
 SCAN = gl.constexpr(128)  # tiles whose work is added up at once
-
-# The rule of the schedule, compiled for Gluon.
-_divide_line, _tile_work = as_gluon(divide_line), as_gluon(tile_work)
-_next_chunk, _partials_slot = as_gluon(next_chunk), as_gluon(partials_slot)
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,27 +109,20 @@ class Sizes:
     stride_table: gl.tensor
 
     @gluon.jit
-    def keys_of(self, b, inside):
-        """Look up sequences `b`, if they are `inside` the batch -> (keys, padding before the keys)."""
-        n_keys = b * 0 + self.length
-        if self.seqlens_ptr is not None:
-            n_keys = gl.minimum(gl.load(self.seqlens_ptr + b, mask=inside, other=0), self.capacity)
-        n_keys = gl.minimum(gl.maximum(n_keys + self.added, 0), self.capacity)
-        pad = b * 0
-        if self.leftpad_ptr is not None:
-            pad = gl.load(self.leftpad_ptr + b, mask=inside, other=0)
-            pad = gl.minimum(gl.maximum(pad, 0), self.capacity)
-        return n_keys, pad
+    def count_blocks(self, tile, inside=None):
+        """Look up tiles -> (blocks of keys that each sees, at least one; keys; padding before them).
 
-    @gluon.jit
-    def blocks_of(self, tile, inside):
-        """Look up tiles -> (blocks of keys that each sees, at least one; keys; padding before the keys)."""
-        n_keys, pad = self.keys_of(tile // self.blocks_m, inside)
+        `inside`: as in seq_info.py.
+        """
+        b = tile // self.blocks_m
+        n_keys = cached_keys(None, self.seqlens_ptr, b, self.length, self.added, self.capacity, inside)
+        pad = left_padding(self.leftpad_ptr, b, self.capacity, inside)
         end = n_keys
         if self.config.CAUSAL:
             rows = gl.minimum((tile % self.blocks_m + 1) * ROWS, self.seqlen_q * self.group)
-            end = gl.minimum(n_keys, (rows - 1) // self.group + n_keys - self.seqlen_q + 1)
-        return gl.maximum(gl.cdiv(gl.maximum(end - pad, 0), BLOCK_N), 1), n_keys, pad
+            end = end_visible((rows - 1) // self.group + n_keys - self.seqlen_q, 0, n_keys)
+        n_blocks = gl.maximum(gl.cdiv(gl.maximum(end - pad, 0), BLOCK_N), 1)
+        return n_blocks, n_keys, pad
 
 
 @aggregate
@@ -153,16 +144,12 @@ class Chunk:
     @gluon.jit
     def slot(self):
         """Where its partial results go."""
-        return _partials_slot(gl.program_id(1) * gl.num_programs(0) + gl.program_id(0), (self.begin == 0).to(gl.int32))
+        return partials_slot(gl.program_id(1) * gl.num_programs(0) + gl.program_id(0), (self.begin == 0).to(gl.int32))
 
     @gluon.jit
-    def keys_end(self, sizes):
-        """The number of keys that may be read: 0 for a sequence whose entry the cache does not have."""
-        n_keys = self.n_keys
-        if sizes.cache_batch_idx_ptr is not None:
-            entry = gl.load(sizes.cache_batch_idx_ptr + self.tile // sizes.blocks_m)
-            n_keys = gl.where((entry >= 0) & (entry < sizes.entries), n_keys, 0)
-        return n_keys
+    def entry(self, sizes):
+        """Return the `cache_entry` of the chunk's sequence."""
+        return cache_entry(sizes.cache_batch_idx_ptr, self.tile // sizes.blocks_m, sizes.entries, self.n_keys)
 
 
 @aggregate
@@ -173,8 +160,8 @@ class Share:
     """
 
     tile: gl.tensor
-    done: gl.tensor  # work of the tile that is behind
-    left: gl.tensor  # work of the share that is ahead
+    done_in_tile: gl.tensor  # work of the tile that is behind
+    remaining: gl.tensor  # work of the share that is ahead
     tile_cost: gl.tensor
     min_tile_work: gl.tensor
 
@@ -183,8 +170,8 @@ class Share:
         """Skip what has no blocks. Return the next chunk, and the share behind it."""
         SPLIT_COST: gl.constexpr = sizes.config.SPLIT_COST
         tile = self.tile
-        done = self.done
-        left = self.left
+        done_in_tile = self.done_in_tile
+        remaining = self.remaining
         cost = (self.tile_cost, self.min_tile_work)
         hk = 0
         begin = 0
@@ -192,28 +179,28 @@ class Share:
         n_blocks = 0
         n_keys = 0
         pad = 0
-        while (begin >= end) & (left > 0):
-            n_blocks, n_keys, pad = sizes.blocks_of(tile, True)
-            work = _tile_work(n_blocks, cost, SPLIT_COST)
-            if done < work * (sizes.heads_kv // gl.num_programs(0)):
-                head_round, begin, end, taken = _next_chunk(
-                    done, 0, done + left, n_blocks, work, cost, False, SPLIT_COST
+        while (begin >= end) & (remaining > 0):
+            n_blocks, n_keys, pad = sizes.count_blocks(tile)
+            work = tile_work(n_blocks, cost, SPLIT_COST)
+            if done_in_tile < work * (sizes.heads_kv // gl.num_programs(0)):
+                head_round, begin, end, taken = next_chunk(
+                    done_in_tile, 0, done_in_tile + remaining, n_blocks, work, cost, False, SPLIT_COST
                 )
                 hk = head_round * gl.num_programs(0) + gl.program_id(0)
-                done += taken
-                left -= taken
+                done_in_tile += taken
+                remaining -= taken
             else:
-                done = gl.to_tensor(0)
+                done_in_tile = gl.to_tensor(0)
                 tile += 1
         end = gl.where(begin < end, end, 0)
         return (
             Chunk(tile, hk, begin, end, n_blocks, n_keys, pad),
-            Share(tile, done, left, self.tile_cost, self.min_tile_work),
+            Share(tile, done_in_tile, remaining, self.tile_cost, self.min_tile_work),
         )
 
 
 @gluon.jit
-def _share_of_line(sizes):
+def _find_share(sizes):
     """Find this program's share of the iteration space.
 
     The scalar rule comes from `stream_k.py`. This function forms only the vectors, which need layouts in Gluon.
@@ -222,15 +209,15 @@ def _share_of_line(sizes):
     head_rounds = sizes.heads_kv // gl.num_programs(0)
     n_tiles = sizes.batch * sizes.blocks_m
     total_blocks = gl.full([], 0, gl.int64)
-    most_blocks = 0
+    max_blocks = 0
     for start in range(0, n_tiles, SCAN):
         tile = start + gl.arange(0, SCAN, layout=LANES)
-        n_blocks, _, _ = sizes.blocks_of(tile, tile < n_tiles)
+        n_blocks, _, _ = sizes.count_blocks(tile, tile < n_tiles)
         n_blocks = gl.where(tile < n_tiles, n_blocks, 0)
         total_blocks += gl.sum(n_blocks.to(gl.int64), 0)
-        most_blocks = gl.maximum(most_blocks, gl.max(n_blocks, 0))
-    length, share, cost = _divide_line(
-        total_blocks, n_tiles, most_blocks, head_rounds, gl.num_programs(1), sizes.config.SPLIT_COST
+        max_blocks = gl.maximum(max_blocks, gl.max(n_blocks, 0))
+    length, share, cost = divide_work(
+        total_blocks, n_tiles, max_blocks, head_rounds, gl.num_programs(1), sizes.config.SPLIT_COST
     )
     position = gl.minimum(gl.program_id(1) * share, length)
     # The tile that the share begins in follows those that end before it. Their ends are sums over pairs of tiles.
@@ -242,9 +229,9 @@ def _share_of_line(sizes):
     ahead = gl.full([], 0, gl.int64)
     for start in range(0, n_tiles, SCAN):
         tile = start + gl.arange(0, SCAN, layout=LANES)
-        n_blocks, _, _ = sizes.blocks_of(tile, tile < n_tiles)
+        n_blocks, _, _ = sizes.count_blocks(tile, tile < n_tiles)
         # The work of SCAN tiles fits 32 bits.
-        work = gl.where(tile < n_tiles, _tile_work(n_blocks, cost, sizes.config.SPLIT_COST), 0)
+        work = gl.where(tile < n_tiles, tile_work(n_blocks, cost, sizes.config.SPLIT_COST), 0)
         work = gl.convert_layout(work, gl.SliceLayout(1, PAIRS))
         ends = gl.sum(gl.where(earlier <= later[None, :], work[:, None], 0), 0)
         ends = ahead + ends.to(gl.int64) * head_rounds
@@ -252,9 +239,9 @@ def _share_of_line(sizes):
         first_tile += gl.sum(is_before.to(gl.int32), 0)
         tile_start = gl.maximum(tile_start, gl.max(gl.where(is_before, ends, 0), 0))
         ahead = gl.max(ends, 0)
-    left = gl.minimum(share, length - position)
+    remaining = gl.minimum(share, length - position)
     tile_cost, min_tile_work = cost
-    return Share(first_tile, (position - tile_start).to(gl.int32), left.to(gl.int32), tile_cost, min_tile_work)
+    return Share(first_tile, (position - tile_start).to(gl.int32), remaining.to(gl.int32), tile_cost, min_tile_work)
 
 
 @aggregate
@@ -364,10 +351,7 @@ def _producer(share, sizes, shared, q_tensor, q_tail_tensor, k_tensor, k_tail_te
         async_load(q_tail_tensor, [b, token, h, COLUMNS], shared.q_full, shared.q_tail.index(0))
         async_load(q_tensor, [b, token, h, HALF], shared.q_full, shared.q_halves.index(RIGHT))
         async_load(q_tensor, [b, token, h, 0], shared.q_full, shared.q_halves.index(LEFT))
-        n_keys = chunk.keys_end(sizes)
-        entry = b
-        if sizes.cache_batch_idx_ptr is not None:
-            entry = gl.load(sizes.cache_batch_idx_ptr + b)
+        entry, n_keys = chunk.entry(sizes)
         table = 0
         if config.PAGE_SIZE > 0:
             table = sizes.block_table_ptr + b.to(gl.int64) * sizes.stride_table
@@ -386,7 +370,7 @@ def _producer(share, sizes, shared, q_tensor, q_tail_tensor, k_tensor, k_tail_te
                 # Load the page of the next block now, so that its copies need not wait for the load.
                 entry = gl.load(table + gl.maximum(key - BLOCK_N, 0) // config.PAGE_SIZE)
             length = gl.maximum(length, 0)
-            end = end_of(valid_entry, 0, length, steps_kb, steps_kn, SEQ_LENS)
+            end = sequence_end(valid_entry, 0, length, steps_kb, steps_kn, SEQ_LENS)
             first = BOUND - length + row
             _load_slice(
                 k_tail_tensor, [BOUND, end, chunk.hk // sizes.groups, first, COLUMNS], shared, item,
@@ -507,18 +491,18 @@ def _first_consumer(share, sizes, shared, outputs, score):
         # Position of the last key that each row sees. Rows beyond the last token see what the last token sees.
         row = chunk.tile % sizes.blocks_m * ROWS + gl.arange(0, ROWS, layout=S_ROWS)
         token = gl.minimum(row // sizes.group, sizes.seqlen_q - 1)
-        n_keys = chunk.keys_end(sizes)
+        _, n_keys = chunk.entry(sizes)
         position = token * 0 + n_keys - 1
-        lowest = n_keys - 1  # the position of the tile's first row
+        end = n_keys  # end of the keys that the tile's first row sees
         if sizes.config.CAUSAL:
-            position = gl.minimum(token + chunk.n_keys - sizes.seqlen_q, position)
-            first_token = chunk.tile % sizes.blocks_m * ROWS // sizes.group
-            lowest = gl.minimum(first_token + chunk.n_keys - sizes.seqlen_q, lowest)
+            offset = chunk.n_keys - sizes.seqlen_q
+            position = gl.minimum(token + offset, position)
+            end = end_visible(chunk.tile % sizes.blocks_m * ROWS // sizes.group + offset, 0, n_keys)
         slope = 0.0
         rows = Rows(position, n_keys, slope)
         # Blocks at the chunk's end that some row does not see whole. At least one block is masked.
         n_blocks = chunk.end - chunk.begin
-        n_masked = chunk.end - gl.maximum(lowest + 1 - chunk.pad, 0) // BLOCK_N
+        n_masked = chunk.end - gl.maximum(end - chunk.pad, 0) // BLOCK_N
         n_masked = gl.minimum(gl.maximum(n_masked, 1), n_blocks)
 
         wait_full(shared.q_full, q_loads & 1)
@@ -619,7 +603,7 @@ def _decode_mla_kernel(
     outputs = Outputs(o_ptr, lse_ptr, sums_ptr, statistics_ptr, stride_ob, stride_oh, stride_om)
     no_cap = 0.0
     score = Score(scale, no_cap, False, False, config.NEGATE)
-    share = _share_of_line(sizes)
+    share = _find_share(sizes)
     gl.warp_specialize(
         [
             (_first_consumer, (share, sizes, shared, outputs, score)),
@@ -648,7 +632,7 @@ def _query_box(dtype: torch.dtype, block: tuple[int, ...]) -> Box:
     return shared_box(dtype, block, gl.NVMMASharedLayout(128, 16, 4))
 
 
-def launches_of(
+def make_launches(
     problem: KVCacheProblem,
     tensors: KVCacheTensors,
     out: torch.Tensor,
@@ -661,13 +645,13 @@ def launches_of(
     # More heads than a tile has rows form groups, which the schedule treats as KV heads.
     groups = problem.heads_q // problem.heads_kv // group
     problem = problem.replace(heads_kv=problem.heads_kv * groups)
-    launches = portable.launches_of(problem, tensors, out, lse, configs.CONFIG, memory)
+    launches = portable.make_launches(problem, tensors, out, lse, configs.CONFIG, memory)
     if not launches:
         return []
     main, *combine = launches
     q, k = tensors.q, tensors.k_cache
-    steps_kb, steps_kn = steps_of(k, "bshd")
-    own = {
+    steps_kb, steps_kn = descriptor_steps(k, "bshd")
+    hopper_arguments = {
         "q_tensor": _query_descriptor(q, group, HALF.value),
         "q_tail_tensor": _query_descriptor(q, group, TAIL.value),
         "k_tensor": ragged_descriptor(k, "bshd", configs.BLOCK_N, HALF.value),
@@ -677,7 +661,11 @@ def launches_of(
         "steps_kn": steps_kn,
         "scale": positive_scale(tensors.sm_scale),
     }
-    arguments = {x: own[x] if x in own else main.arguments[x] for x in _decode_mla_kernel.arg_names if x != "config"}
+    arguments = {
+        x: hopper_arguments[x] if x in hopper_arguments else main.arguments[x]
+        for x in _decode_mla_kernel.arg_names
+        if x != "config"
+    }
     is_masked = problem.causal and problem.seqlen_q > 1  # a single query is at the last key
     constants = Sm90MlaConstants(problem.page_size, is_masked, tensors.sm_scale < 0, configs.CONFIG.split_cost)
     options = {"num_warps": 4, **ptxas_options()}
@@ -686,4 +674,4 @@ def launches_of(
 
 def cache_pass(problem: KVCacheProblem, tensors: KVCacheTensors, out: torch.Tensor, lse: torch.Tensor) -> Pass:
     """The pass that fills out and lse."""
-    return portable.cache_pass(problem, tensors, out, lse, configs.CONFIG, launches_of)
+    return portable.cache_pass(problem, tensors, out, lse, configs.CONFIG, make_launches)

@@ -24,7 +24,7 @@ def refuses(problem: KVCacheProblem) -> str | None:
         return f"sm90 takes latent caches of {HEAD_DIM} features, the first {HEAD_DIM_V} of which are the values"
     if problem.dtype not in DTYPES or problem.cache_dtype != problem.dtype:
         return f"sm90 takes {' and '.join(DTYPES)}, not {problem.dtype} with a cache of {problem.cache_dtype}"
-    used = {
+    options = {
         "packed queries": problem.varlen,
         "packed keys": problem.packed_keys,
         "a window": problem.window_left >= 0 or problem.window_right > 0,
@@ -35,7 +35,7 @@ def refuses(problem: KVCacheProblem) -> str | None:
         "batch_invariant": problem.batch_invariant,
         "num_splits=1": not is_split(problem),
     }
-    if refused := [name for name, is_used in used.items() if is_used]:
+    if refused := [name for name, is_used in options.items() if is_used]:
         return f"sm90 does not take {', '.join(refused)}"
     if problem.paged and problem.page_size % BLOCK_N:
         return f"sm90 copies {BLOCK_N} keys of one page at once: pages are multiples of that, not {problem.page_size}"

@@ -9,6 +9,7 @@ from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from diyfa.backends.cuda.attention.seq_info import load_clamped
 from diyfa.backends.cuda.attention.tile_io import PACKED, SEQ_LENS
 from diyfa.backends.cuda.gluon.compat import optimisation_barrier
 from diyfa.backends.cuda.hopper.mma import ROWS
@@ -41,7 +42,7 @@ def _in_chunks(elements):
 
 
 @gluon.jit
-def offset_of(matrix, b, h, first, LENGTHS: gl.constexpr):
+def head_offset(matrix, b, h, first, LENGTHS: gl.constexpr):
     """Return the number of elements from a tensor's address to the first row of a sequence in a head."""
     _, step, stride_h, _, _, steps = matrix
     if LENGTHS == PACKED:
@@ -102,16 +103,16 @@ def clear_others(cu_seqlens_ptr, batch, total, heads, matrix, lse_ptr):
     COLUMNS: gl.constexpr = 64
     LAYOUT: gl.constexpr = chunked_layout(COLUMNS)
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    first = gl.minimum(gl.maximum(gl.load(cu_seqlens_ptr), 0), total)
-    last = gl.minimum(gl.maximum(gl.load(cu_seqlens_ptr + batch), 0), total)
+    first = load_clamped(cu_seqlens_ptr, total)
+    last = load_clamped(cu_seqlens_ptr + batch, total)
     if (first > 0) | (last < total):
         for start in range(0, batch, 128):
             i = start + gl.arange(0, 128, layout=LANES)
             last = gl.maximum(last, gl.max(gl.load(cu_seqlens_ptr + i, mask=i < batch, other=0), 0))
         zeros = gl.zeros([ROWS, COLUMNS], matrix[0].dtype.element_ty, LAYOUT)
-        for part in range(2):
-            begin = gl.where(part == 0, 0, last)
-            end = gl.where(part == 0, first, total)
+        for region in range(2):
+            begin = gl.where(region == 0, 0, last)
+            end = gl.where(region == 0, first, total)
             for i in range(gl.program_id(0), gl.cdiv(end - begin, ROWS) * heads, gl.num_programs(0)):
                 h = (i % heads).to(gl.int64)
                 row0 = begin + i // heads * ROWS

@@ -25,42 +25,43 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
+from diyfa.backends.cuda.attention.block_info import last_block
 from diyfa.backends.cuda.attention.launch import forced_config, softmax_scale
-from diyfa.backends.cuda.attention.tile_io import EQUAL, PACKED, SEQ_LENS, lengths_of
+from diyfa.backends.cuda.attention.tile_io import EQUAL, PACKED, SEQ_LENS, lengths_constant
 from diyfa.backends.cuda.gluon.barriers import idle_warps, wait_for_previous_kernels, wait_for_stores
 from diyfa.backends.cuda.gluon.compat import aggregate
 from diyfa.backends.cuda.gluon.ring import KVRing
 from diyfa.backends.cuda.gluon.scheduler import TileScheduler
-from diyfa.backends.cuda.gluon.tile_counter import counter_of
+from diyfa.backends.cuda.gluon.tile_counter import launch_counter
 from diyfa.backends.cuda.gluon.tile_info import TileInfos, allocate_tile_infos
-from diyfa.backends.cuda.gluon.tma import dense_descriptor, ragged_descriptor, steps_of
+from diyfa.backends.cuda.gluon.tma import dense_descriptor, descriptor_steps, ragged_descriptor
 from diyfa.backends.cuda.hopper.configs import (
     CONSUMER_ROWS,
     Sm90Config,
-    boxes_of,
-    config_of,
+    box_layout,
+    compile_options,
     finds_ahead,
-    grid_of,
+    grid_size,
     has_fixed_max,
     has_one_ring,
-    heads_together,
-    schedule_of,
-    tile_infos_of,
+    heads_in_parallel,
+    select_config,
+    tile_info_count,
 )
-from diyfa.backends.cuda.hopper.epilogue import clear_others, matrix, offset_of, store_rows
+from diyfa.backends.cuda.hopper.epilogue import clear_others, head_offset, matrix, store_rows
 from diyfa.backends.cuda.hopper.mma import (
     ROWS,
     Queries,
     accumulator_layout,
     allocate_ones,
+    box_buffer,
     buffer_count,
-    buffer_of,
     finish_values,
     mma_operand,
     queries_in_registers,
     rescaled,
     run_count,
-    run_of,
+    run_matrix,
     run_start,
     start_scores,
     start_values,
@@ -82,11 +83,11 @@ from diyfa.backends.cuda.hopper.tiles import (
     KeyCache,
     Problem,
     block_order,
-    end_of,
+    locate_tile,
+    sequence_end,
     start_load,
     start_load_pages,
     start_store,
-    tile_of,
 )
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.passes import Pass
@@ -101,8 +102,8 @@ class Sm90Constants(Constants):
     block_n: int
     consumers: int
     stages: int
-    own_o: bool
-    direct: bool
+    separate_o_buffer: bool
+    store_from_registers: bool
     pingpong: bool
     q_in_registers: int
     boxes: int
@@ -180,8 +181,8 @@ class Outputs:
 
 
 @gluon.jit
-def _find_tile(index, turn, problem, shared, scheduler):
-    """Find the next non-empty tile at or after number `index`, write its tile info to slot `turn`, return its number.
+def _find_tile(index, slot, problem, shared, scheduler):
+    """Find the next non-empty tile at or after number `index`, write its tile info to `slot`, return its number.
 
     If no tile is left, the tile info says so.
     """
@@ -191,13 +192,13 @@ def _find_tile(index, turn, problem, shared, scheduler):
     tiles = problem.tile_count(config.BLOCK_M)
     searching = True
     while searching:
-        exists, tile = tile_of(gl.minimum(index, tiles - 1), problem, config.BLOCK_M, config.BLOCK_N)
-        more = (index < tiles) & (shared.tile_infos.is_last(turn - 1, scheduler) == 0)
-        searching = more & (exists == 0)
+        exists, tile = locate_tile(gl.minimum(index, tiles - 1), problem, config.BLOCK_M, config.BLOCK_N)
+        has_more = (index < tiles) & (shared.tile_infos.is_last(slot - 1, scheduler) == 0)
+        searching = has_more & (exists == 0)
         if searching:
             index = scheduler.next_tile(index, scheduler.draw())
         else:
-            shared.tile_infos.write(turn, tile.if_any(more))
+            shared.tile_infos.write(slot, tile.if_any(has_more))
     return index
 
 
@@ -216,23 +217,23 @@ def _producer(problem, shared, inputs):
     ring = shared.ring
     scheduler = inputs.scheduler
     item = 0
-    used = 0  # tiles of queries loaded so far
-    turn = 0  # slot of the tile's info: its number among the program's tiles
+    q_loads = 0  # tiles of queries loaded so far
+    slot = 0  # slot of the tile's info: its number among the program's tiles
     if config.FALLBACK:
-        turn = shared.flags.next_flagged(turn, 1)
+        slot = shared.flags.next_flagged(slot, 1)
     else:
-        index = _find_tile(gl.program_id(0), turn, problem, shared, scheduler)
-    tile = shared.tile_infos.reread(turn, problem, 1)
+        index = _find_tile(gl.program_id(0), slot, problem, shared, scheduler)
+    tile = shared.tile_infos.reread(slot, problem, 1)
     while tile.end_block > 0:
         b = tile.b
         h = tile.h
         n_keys = tile.n_keys
-        end_q = end_of(b, tile.first_q, tile.n_queries, inputs.steps_qb, inputs.steps_qm, problem.LENGTHS)
-        end_k = end_of(b, tile.first_k, n_keys, inputs.steps_kb, inputs.steps_kn, problem.LENGTHS_K)
-        end_v = end_of(b, tile.first_k, n_keys, inputs.steps_vb, inputs.steps_vn, problem.LENGTHS_K)
+        end_q = sequence_end(b, tile.first_q, tile.n_queries, inputs.steps_qb, inputs.steps_qm, problem.LENGTHS)
+        end_k = sequence_end(b, tile.first_k, n_keys, inputs.steps_kb, inputs.steps_kn, problem.LENGTHS_K)
+        end_v = sequence_end(b, tile.first_k, n_keys, inputs.steps_vb, inputs.steps_vn, problem.LENGTHS_K)
         hk = h // inputs.group_size
         for c in gl.static_range(config.CONSUMERS):
-            shared.queries.wait_empty(c, used)
+            shared.queries.wait_empty(c, q_loads)
             start_load(
                 inputs.q_tensor, b, h, tile.row0 + c * ROWS, end_q, tile.n_queries,
                 shared.queries.buffers, c, shared.queries.full.index(c), config.BOXES, RAGGED,
@@ -242,40 +243,40 @@ def _producer(problem, shared, inputs):
         # Block at which to draw the next tile's number. The answer arrives while that block waits for its buffers.
         # If programs drew at the first block, each would commit itself a whole tile ahead: with 8 tiles per program
         # they would not end at the same time.
-        asking = n_blocks - 1
+        draw_at_block = n_blocks - 1
         if config.FIND_AHEAD:
-            asking = gl.maximum(n_blocks - 2, 0)
-        if shared.tile_infos.is_last(turn, scheduler):  # draw nothing: a number drawn here would be lost
-            asking = n_blocks
-        drawn = 0
+            draw_at_block = gl.maximum(n_blocks - 2, 0)
+        if shared.tile_infos.is_last(slot, scheduler):  # draw nothing: a number drawn here would be lost
+            draw_at_block = n_blocks
+        drawn_number = 0
         if config.PAGE_SIZE > 0:
-            table = problem.cache.table_of(b)
+            table = problem.cache.table_row(b)
             pages = problem.pages(tile, table, order.block(0) * config.BLOCK_N, config.BLOCK_N)
         for i in range(n_blocks):
             if not config.FALLBACK:
-                if i == asking:
-                    drawn = scheduler.draw()
+                if i == draw_at_block:
+                    drawn_number = scheduler.draw()
                 if config.FIND_AHEAD:  # noqa: SIM102 (decided when it is compiled)
                     if i == n_blocks - 1:
-                        following = scheduler.next_tile(index, drawn)
-                        index = _find_tile(following, turn + 1, problem, shared, scheduler)
+                        next_index = scheduler.next_tile(index, drawn_number)
+                        index = _find_tile(next_index, slot + 1, problem, shared, scheduler)
             row = order.block(i) * config.BLOCK_N
             ring.wait_empty(item)
             if config.PAGE_SIZE > 0:
                 start_load_pages(
                     inputs.k_tensor, problem.cache, pages, hk, row, n_keys, inputs.steps_kb, inputs.steps_kn,
-                    ring.k_buffers, ring.buffer_of(item), ring.full_barrier(item), config.BOXES, config.BLOCK_N,
+                    ring.k_buffers, ring.buffer_index(item), ring.full_barrier(item), config.BOXES, config.BLOCK_N,
                 )  # fmt: skip
             else:
                 start_load(
                     inputs.k_tensor, b, hk, row, end_k, n_keys,
-                    ring.k_buffers, ring.buffer_of(item), ring.full_barrier(item), config.BOXES, RAGGED_K,
+                    ring.k_buffers, ring.buffer_index(item), ring.full_barrier(item), config.BOXES, RAGGED_K,
                 )  # fmt: skip
             ring.wait_empty(item + 1)
             if config.PAGE_SIZE > 0:
                 start_load_pages(
                     inputs.v_tensor, problem.cache, pages, hk, row, n_keys, inputs.steps_vb, inputs.steps_vn,
-                    ring.v_buffers, ring.buffer_of(item + 1), ring.full_barrier(item + 1), config.BOXES_V,
+                    ring.v_buffers, ring.buffer_index(item + 1), ring.full_barrier(item + 1), config.BOXES_V,
                     config.BLOCK_N,
                 )  # fmt: skip
                 # Load the next block's page numbers now: they arrive while this warp waits for buffers.
@@ -284,18 +285,18 @@ def _producer(problem, shared, inputs):
             else:
                 start_load(
                     inputs.v_tensor, b, hk, row, end_v, n_keys,
-                    ring.v_buffers, ring.buffer_of(item + 1), ring.full_barrier(item + 1), config.BOXES_V, RAGGED_K,
+                    ring.v_buffers, ring.buffer_index(item + 1), ring.full_barrier(item + 1), config.BOXES_V, RAGGED_K,
                 )  # fmt: skip
             item += 2
         if config.FALLBACK:
-            used += 1
-            turn = shared.flags.next_flagged(turn + 1, 1)
+            q_loads += 1
+            slot = shared.flags.next_flagged(slot + 1, 1)
         else:
-            turn += 1
-            used = turn
+            slot += 1
+            q_loads = slot
             if not config.FIND_AHEAD:
-                index = _find_tile(scheduler.next_tile(index, drawn), turn, problem, shared, scheduler)
-        tile = shared.tile_infos.reread(turn, problem, 1)
+                index = _find_tile(scheduler.next_tile(index, drawn_number), slot, problem, shared, scheduler)
+        tile = shared.tile_infos.reread(slot, problem, 1)
     if scheduler.SCHEDULE == "dynamic" and not config.FALLBACK:
         scheduler.leave()
 
@@ -406,9 +407,9 @@ def _skip_masked(consumer, tile, key0, item):
     config: gl.constexpr = consumer.shared.config
     problem = consumer.problem
     ring = consumer.shared.ring
-    end = key0 + ROWS if problem.CAUSAL else key0 + ROWS + problem.window_right
-    own_end = gl.maximum(gl.cdiv(gl.minimum(end, tile.n_keys), config.BLOCK_N), tile.first_block + 1)
-    for _ in range(own_end, tile.end_block):
+    _, _, _, end = problem.keys_of_rows(key0, ROWS, tile.n_keys)
+    consumer_end = gl.maximum(gl.cdiv(end, config.BLOCK_N), tile.first_block + 1)
+    for _ in range(consumer_end, tile.end_block):
         # Consumers must take equally many ping-pong turns.
         consumer.wait_turn()
         consumer.hand_over()
@@ -420,7 +421,7 @@ def _skip_masked(consumer, tile, key0, item):
 
 
 @gluon.jit
-def _attend_tile(consumer, tile, item, used):
+def _attend_tile(consumer, tile, item, q_loads):
     """Compute and write the rows of out and lse of this consumer's 64 queries of a tile.
 
     1. Skip the blocks that the right mask hides from all 64 rows. A lone consumer has none: the tile ends at its rows.
@@ -429,7 +430,7 @@ def _attend_tile(consumer, tile, item, used):
        the order are masked, later ones are not. FIXED_MAX: [1, n_first) update the maximum, [n_first, n_blocks) use it.
     4. Epilogue: values of the last block, division by the sum of weights, lse, stores.
 
-    `item`: ring item of the first block's K; its V is item + 1. `used`: tiles of queries that were loaded before.
+    `item`: ring item of the first block's K; its V is item + 1. `q_loads`: tiles of queries that were loaded before.
     Returns (item of the next tile, overflown rows [64] int32, or 0 without FIXED_MAX).
     """
     config: gl.constexpr = consumer.shared.config
@@ -448,20 +449,20 @@ def _attend_tile(consumer, tile, item, used):
     order = block_order(tile, problem, config.BLOCK_M, config.BLOCK_N)
     key0 = row0 + (tile.n_keys - tile.n_queries)
     if problem.HAS_RIGHT and config.CONSUMERS > 1:
-        before = item
+        first_item = item
         item = _skip_masked(consumer, tile, key0, item)
-        order = order.without_last((item - before) // 2)
+        order = order.without_last((item - first_item) // 2)
     offs_m = row0 + gl.arange(0, ROWS, layout=S_ROWS)
     # Positions in the order. A mask or the end of the keys may cut only blocks [0, n_masked). Every row sees all keys
     # of blocks [n_first, n_blocks), and has seen a key before them.
     n_blocks = order.end_block - order.first_block
-    n_first = order.n_right + order.n_left
+    n_edge_blocks = order.n_right + order.n_left
     n_masked = 1
     if problem.HAS_LEFT:
-        n_masked = n_first
+        n_masked = n_edge_blocks
     elif problem.HAS_RIGHT:
-        after = key0 + 1 if problem.CAUSAL else key0 + 1 + problem.window_right
-        n_masked = order.end_block - (gl.maximum(gl.minimum(after, tile.n_keys), 1) - 1) // config.BLOCK_N
+        _, _, full_end, _ = problem.keys_of_rows(key0, ROWS, tile.n_keys)
+        n_masked = order.end_block - last_block(full_end, config.BLOCK_N)
         n_masked = gl.maximum(gl.minimum(n_masked, order.n_right), 1)
     slope = 0.0
     if consumer.score.ALIBI:
@@ -469,9 +470,10 @@ def _attend_tile(consumer, tile, item, used):
     rows = Rows(offs_m + (tile.n_keys - tile.n_queries), tile.n_keys, slope)
 
     # Prologue: no block comes before the first one, so there are no values to add.
-    queries.wait_full(CONSUMER, used)
+    queries.wait_full(CONSUMER, q_loads)
     q = queries_in_registers(queries, CONSUMER, config)
-    if (config.OWN_O or config.DIRECT) and config.Q_IN_REGISTERS == config.BOXES:  # shared memory is read no more
+    # Out goes elsewhere and the queries are in registers, so nobody reads their buffers any more.
+    if (config.SEPARATE_O_BUFFER or config.STORE_FROM_REGISTERS) and config.Q_IN_REGISTERS == config.BOXES:
         queries.release(CONSUMER)
     ring.wait_full(item)
     s = start_scores(q, queries, ring, item, CONSUMER, config)
@@ -495,14 +497,14 @@ def _attend_tile(consumer, tile, item, used):
     if config.FIXED_MAX:
         if not problem.HAS_LEFT:
             o, p, m_i, l_i, item = _attend_blocks(
-                consumer, q, rows, order, n_masked, n_first, o, p, m_i, l_i, item, False, False
+                consumer, q, rows, order, n_masked, n_edge_blocks, o, p, m_i, l_i, item, False, False
             )  # fmt: skip
         # The maximum is still -inf although the row sees the next blocks: its scores overflowed or its inputs are
         # infinite. Flag it for the fallback.
-        lost = (m_i == float("-inf")) & (n_first < n_blocks)
+        is_lost = (m_i == float("-inf")) & (n_edge_blocks < n_blocks)
         m_i = gl.where(m_i == float("-inf"), 0.0, m_i)
         o, p, m_i, l_i, item = _attend_blocks(
-            consumer, q, rows, order, n_first, n_blocks, o, p, m_i, l_i, item, False, True
+            consumer, q, rows, order, n_edge_blocks, n_blocks, o, p, m_i, l_i, item, False, True
         )  # fmt: skip
     else:
         o, p, m_i, l_i, item = _attend_blocks(
@@ -510,7 +512,8 @@ def _attend_tile(consumer, tile, item, used):
         )  # fmt: skip
 
     # Epilogue.
-    if (config.OWN_O or config.DIRECT) and config.Q_IN_REGISTERS < config.BOXES:  # the last scores have read them
+    # The last scores have read the queries.
+    if (config.SEPARATE_O_BUFFER or config.STORE_FROM_REGISTERS) and config.Q_IN_REGISTERS < config.BOXES:
         queries.release(CONSUMER)
     ring.wait_full(item + 1)
     o = start_values(p, o, ring, consumer.shared.ones, item + 1, config)
@@ -523,13 +526,13 @@ def _attend_tile(consumer, tile, item, used):
         # dominant weight cancels. It also agrees with the weights of the backward pass: delta is rowsum(dout * out).
         l_rounded = gl.convert_layout(gl.max(o[run_count(config.BOXES_V)], 1), S_ROWS)
     # A row that saw no key or is beyond its sample's end has out 0 and lse +inf.
-    seen = l_i != 0.0
-    total = gl.where(seen, l_i, 1.0)
-    factor = gl.where(seen, 1.0 / gl.where(seen, l_rounded, 1.0), 0.0)
-    lse_log2 = gl.where(seen, m_i + gl.log2(total), float("-inf"))
-    share = factor
+    has_keys = l_i != 0.0
+    total = gl.where(has_keys, l_i, 1.0)
+    factor = gl.where(has_keys, 1.0 / gl.where(has_keys, l_rounded, 1.0), 0.0)
+    lse_log2 = gl.where(has_keys, m_i + gl.log2(total), float("-inf"))
+    keys_weight = factor
     if outputs.SINKS:
-        lse, share = add_sink(lse_log2, gl.load(outputs.sinks_ptr + tile.h))
+        lse, keys_weight = add_sink(lse_log2, gl.load(outputs.sinks_ptr + tile.h))
     else:
         lse = lse_log2 * LN2
     lse = gl.where(lse == float("-inf"), float("inf"), lse)
@@ -544,17 +547,17 @@ def _attend_tile(consumer, tile, item, used):
         gl.store(lse_ptr + offs_m, lse, mask=offs_m < problem.seqlen_q)
     overflown = 0
     if config.FIXED_MAX:
-        overflown = (lost | overflown_rows(l_i, o, config.BOXES_V)).to(gl.int32)
-    _store_output(consumer, tile, row0, o, factor, share)
+        overflown = (is_lost | overflown_rows(l_i, o, config.BOXES_V)).to(gl.int32)
+    _store_output(consumer, tile, row0, o, factor, keys_weight)
     return item + 2, overflown
 
 
 @gluon.jit
-def _store_output(consumer, tile, row0, o, factor, share):
-    """Write rows of out: the accumulators o times `factor`, and with sinks times `share`, the keys' weight beside them.
+def _store_output(consumer, tile, row0, o, factor, keys_weight):
+    """Write rows of out: the accumulators o times `factor`, and with sinks times `keys_weight`.
 
-    Out leaves through shared memory and TMA, which drops rows beyond the end. With OWN_O that copy may go on during the
-    next tile. DIRECT: out leaves from registers.
+    Out leaves through shared memory and TMA, which drops rows beyond the end. With SEPARATE_O_BUFFER that copy may go
+    on during the next tile. STORE_FROM_REGISTERS: out leaves from registers.
     """
     config: gl.constexpr = consumer.shared.config
     problem = consumer.problem
@@ -562,10 +565,11 @@ def _store_output(consumer, tile, row0, o, factor, share):
     CONSUMER: gl.constexpr = consumer.INDEX
     DTYPE: gl.constexpr = outputs.o_tensor.dtype
     WIDTH: gl.constexpr = outputs.o_tensor.block_shape[-1]
-    O_BOXES: gl.constexpr = config.BOXES_V if config.OWN_O else config.BOXES  # boxes per tile of `o_buffers`
-    if config.DIRECT:
-        rows_of_o = matrix(outputs.o_ptr, outputs.o_tensor, 0)
-        offset = offset_of(rows_of_o, tile.b, tile.h, tile.first_q, PACKED if problem.LENGTHS == PACKED else EQUAL)
+    # Boxes per tile of `o_buffers`.
+    O_BOXES: gl.constexpr = config.BOXES_V if config.SEPARATE_O_BUFFER else config.BOXES
+    if config.STORE_FROM_REGISTERS:
+        o_matrix = matrix(outputs.o_ptr, outputs.o_tensor, 0)
+        offset = head_offset(o_matrix, tile.b, tile.h, tile.first_q, PACKED if problem.LENGTHS == PACKED else EQUAL)
         end = tile.n_queries if problem.LENGTHS == PACKED else problem.seqlen_q
     else:
         tma.store_wait(0)
@@ -574,22 +578,22 @@ def _store_output(consumer, tile, row0, o, factor, share):
         # Rows without keys become 0 even if o is NaN. A row with a NaN score has a factor of NaN and remains NaN.
         out = gl.where(by_row == 0.0, 0.0, o[run] * by_row)
         if outputs.SINKS:  # a second product: float32 may hold both factors and not their product
-            out *= gl.convert_layout(share, gl.SliceLayout(1, o[run].type.layout))[:, None]
+            out *= gl.convert_layout(keys_weight, gl.SliceLayout(1, o[run].type.layout))[:, None]
         out = out.to(DTYPE)
-        if config.DIRECT:
-            store_rows(out, rows_of_o, offset, row0, end, run_start(run, config.BOXES_V) * WIDTH)
+        if config.STORE_FROM_REGISTERS:
+            store_rows(out, o_matrix, offset, row0, end, run_start(run, config.BOXES_V) * WIDTH)
         else:
-            run_of(outputs.o_buffers, CONSUMER, O_BOXES, run, config.BOXES_V).store(out)
-    if not config.DIRECT:
+            run_matrix(outputs.o_buffers, CONSUMER, O_BOXES, run, config.BOXES_V).store(out)
+    if not config.STORE_FROM_REGISTERS:
         fence_async_shared()
         for j in gl.static_range(config.BOXES_V):
-            o_buffer = buffer_of(outputs.o_buffers, CONSUMER, j, O_BOXES)
+            o_buffer = box_buffer(outputs.o_buffers, CONSUMER, j, O_BOXES)
             o_buffer = o_buffer.reshape(outputs.o_tensor.block_shape)
             start_store(
                 outputs.o_tensor, tile.b, tile.h, row0, j * WIDTH, tile.first_q + tile.n_queries, tile.n_queries,
                 o_buffer, problem.LENGTHS == PACKED,
             )  # fmt: skip
-        if not config.OWN_O:  # out leaves through the buffers that the next queries are loaded to
+        if not config.SEPARATE_O_BUFFER:  # out leaves through the buffers that the next queries are loaded to
             tma.store_wait(0)
             consumer.shared.queries.release(CONSUMER)
 
@@ -601,34 +605,34 @@ def _consumer(INDEX: gl.constexpr, problem, shared, outputs):
     score = outputs.score.in_log2()
     consumer = Consumer(INDEX, problem, shared, outputs, score)
     item = 0
-    used = 0  # tiles of queries loaded so far
-    turn = 0  # slot of the tile's info
+    q_loads = 0  # tiles of queries loaded so far
+    slot = 0  # slot of the tile's info
     if config.FALLBACK:
-        turn = shared.flags.next_flagged(turn, 4)
-        tile = shared.tile_infos.reread(turn, problem, 4)
+        slot = shared.flags.next_flagged(slot, 4)
+        tile = shared.tile_infos.reread(slot, problem, 4)
     else:
         # Give consumer 0 the first ping-pong turn; otherwise all would wait forever. The fallback does not need it:
         # the last block's hand-over still counts.
         if INDEX == config.CONSUMERS - 1:
             consumer.hand_over()
-        tile = shared.tile_infos.read(turn, problem)
+        tile = shared.tile_infos.read(slot, problem)
     if config.FIXED_MAX:
         all_overflown = gl.zeros([ROWS], gl.int32, gl.SliceLayout(1, accumulator_layout(config.BLOCK_N)))
     while tile.end_block > 0:
-        item, overflown = _attend_tile(consumer, tile, item, used)
+        item, overflown = _attend_tile(consumer, tile, item, q_loads)
         if config.FALLBACK:
-            used += 1
-            turn = shared.flags.next_flagged(turn + 1, 4)
-            tile = shared.tile_infos.reread(turn, problem, 4)
+            q_loads += 1
+            slot = shared.flags.next_flagged(slot + 1, 4)
+            tile = shared.tile_infos.reread(slot, problem, 4)
         else:
             if config.FIXED_MAX:
-                shared.flags.flag(turn, overflown, INDEX)
+                shared.flags.flag(slot, overflown, INDEX)
                 all_overflown = all_overflown | overflown
-            turn += 1
-            used = turn
-            tile = shared.tile_infos.read(turn, problem)
+            slot += 1
+            q_loads = slot
+            tile = shared.tile_infos.read(slot, problem)
     if config.FIXED_MAX:
-        shared.flags.finish(turn, all_overflown, INDEX)
+        shared.flags.finish(slot, all_overflown, INDEX)
         wait_for_stores()  # the fallback may write the same rows
     else:
         tma.store_wait(0)
@@ -657,7 +661,7 @@ def _attend(problem, shared, inputs, outputs):
 
 SIZES = (
     "length", "added", "entries", "stride_table",
-    "heads", "heads_q", "heads_at_once", "batch", "seqlen_q", "seqlen_k", "total_q", "total_k",
+    "heads", "heads_q", "heads_in_parallel", "batch", "seqlen_q", "seqlen_k", "total_q", "total_k",
     "window_left", "window_right", "group_size", "stride_slopeb",
     "steps_qb", "steps_qm", "steps_kb", "steps_kn", "steps_vb", "steps_vn",
 )  # fmt: skip
@@ -688,16 +692,16 @@ def _fwd_sm90_kernel(
     q_tensor, k_tensor, v_tensor, o_tensor,  # (B, H, S, D) with any strides, or ragged (`gluon/tma.py`)
     lengths_q_ptr, lengths_k_ptr,  # int32: cu_seqlens of packed sequences; or both are seq_lens
     lse_ptr,  # (B, H, Sq) fp32, packed (H, Tq)
-    o_ptr,  # for DIRECT and packed sequences
+    o_ptr,  # for STORE_FROM_REGISTERS and packed sequences
     slopes_ptr,  # (H,) or (B, H) fp32, for ALIBI
     sinks_ptr,  # (H,) fp32, for SINKS
     counter_ptr,  # int32, [next tile, programs that left]: for a dynamic schedule
     seqused_ptr, block_table_ptr, cache_batch_idx_ptr, length, added, entries, stride_table,  # `KeyCache`
     heads,  # batch * heads_q
-    heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
+    heads_q, heads_in_parallel, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
     group_size,  # query heads per KV head
     stride_slopeb,
-    steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn,  # `steps_of` each tensor
+    steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn,  # of `descriptor_steps`
     scale, softcap,
     config: gl.constexpr,  # `Sm90Constants`
 ):  # fmt: skip
@@ -710,9 +714,11 @@ def _fwd_sm90_kernel(
     """
     DTYPE: gl.constexpr = q_tensor.dtype
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    # Products read Q and K box by box, and V in several adjacent boxes (`run_of`). Out is stored like V, and may
+    # Products read Q and K box by box, and V in several adjacent boxes (`run_matrix`). Out is stored like V, and may
     # leave through Q's buffers.
-    Q_BUFFERS: gl.constexpr = buffer_count(config.CONSUMERS, config.BOXES, not config.OWN_O and not config.DIRECT)
+    Q_BUFFERS: gl.constexpr = buffer_count(
+        config.CONSUMERS, config.BOXES, not config.SEPARATE_O_BUFFER and not config.STORE_FROM_REGISTERS
+    )
     q_buffers = gl.allocate_shared_memory(DTYPE, [Q_BUFFERS] + q_tensor.block_shape, q_tensor.layout)
     K_STAGES: gl.constexpr = config.STAGES if config.ONE_RING else config.STAGES // 2
     K_BUFFERS: gl.constexpr = buffer_count(K_STAGES, config.BOXES, config.ONE_RING)
@@ -722,7 +728,7 @@ def _fwd_sm90_kernel(
     else:
         V_BUFFERS: gl.constexpr = buffer_count(K_STAGES, config.BOXES_V, True)
         v_buffers = _key_buffers(v_tensor, V_BUFFERS, config.BLOCK_N)
-    if config.OWN_O:
+    if config.SEPARATE_O_BUFFER:
         O_BUFFERS: gl.constexpr = buffer_count(config.CONSUMERS, config.BOXES_V, True)
         o_buffers = gl.allocate_shared_memory(DTYPE, [O_BUFFERS] + o_tensor.block_shape, o_tensor.layout)
     else:
@@ -747,7 +753,7 @@ def _fwd_sm90_kernel(
     wait_for_previous_kernels()
 
     problem = Problem(
-        window_left, window_right, heads_q, seqlen_q, seqlen_k, total_q, total_k, heads, heads_at_once, batch,
+        window_left, window_right, heads_q, seqlen_q, seqlen_k, total_q, total_k, heads, heads_in_parallel, batch,
         lengths_q_ptr, lengths_k_ptr,
         KeyCache(
             seqused_ptr, block_table_ptr, cache_batch_idx_ptr, length, added, entries, stride_table, config.PAGE_SIZE
@@ -769,8 +775,8 @@ def _fwd_sm90_kernel(
             queries.init()
             ring.init()
             fence_async_shared()
-            again = Shared(for_fallback(config), queries, ring, tile_infos, flags, ones)
-            _attend(problem, again, inputs, outputs)
+            fallback_shared = Shared(for_fallback(config), queries, ring, tile_infos, flags, ones)
+            _attend(problem, fallback_shared, inputs, outputs)
     if config.LENGTHS == PACKED:
         clear_others(lengths_q_ptr, batch, total_q, heads_q, matrix(o_ptr, o_tensor, 0), lse_ptr)
 
@@ -783,34 +789,34 @@ def constants(problem: AttentionProblem, config: Sm90Config, negate: bool) -> Sm
 
 @cached_per_kind
 def _constants(problem: AttentionProblem, config: Sm90Config, negate: bool, has_partial_block: bool) -> Sm90Constants:
-    ragged = lengths_of(problem) != EQUAL.value
-    boxes = boxes_of(problem.head_dim, problem.head_dim_v, config.box_columns)[1]
+    ragged = lengths_constant(problem) != EQUAL.value
+    boxes = box_layout(problem.head_dim, problem.head_dim_v, config.box_columns)[1]
     return Sm90Constants(
         block_m=CONSUMER_ROWS * config.consumers,
         block_n=config.block_n,
         consumers=config.consumers,
         stages=config.stages,
-        own_o=config.own_o,
-        direct=config.direct,
+        separate_o_buffer=config.separate_o_buffer,
+        store_from_registers=config.store_from_registers,
         pingpong=config.pingpong,
         q_in_registers=min(config.q_in_registers, boxes),
         boxes=boxes,
-        boxes_v=boxes_of(problem.head_dim_v, problem.head_dim, config.box_columns)[1],
+        boxes_v=box_layout(problem.head_dim_v, problem.head_dim, config.box_columns)[1],
         pairs=config.pairs,
         one_ring=has_one_ring(problem, config.box_columns),
         causal=problem.causal,
         has_left=problem.window_left >= 0,
         has_right=problem.window_right >= 0,
         check_keys=problem.window_right < 0 and (ragged or problem.window_left >= 0 or has_partial_block),
-        lengths=lengths_of(problem),
-        lengths_k=lengths_of(problem),
+        lengths=lengths_constant(problem),
+        lengths_k=lengths_constant(problem),
         page_size=0,
         softcap=problem.softcap != 0.0,
         alibi=problem.alibi,
         sinks=problem.sinks,
         negate=negate,
         fixed_max=has_fixed_max(problem, config),
-        tile_infos=tile_infos_of(config),
+        tile_infos=tile_info_count(config),
         schedule=config.scheduler,
         find_ahead=finds_ahead(problem, config),
         consumer_registers=config.consumer_registers,
@@ -826,13 +832,13 @@ def key_arguments(
     `ragged`: sequences have lengths of their own. `rows`: rows of a TMA box; 0: block_n.
     """
     k, v = tensors[1:3]
-    described = ragged_descriptor if ragged else dense_descriptor
-    (kb, kn), (vb, vn) = (steps_of(k, layout), steps_of(v, layout)) if ragged else ((0, 0), (0, 0))
+    make_descriptor = ragged_descriptor if ragged else dense_descriptor
+    (kb, kn), (vb, vn) = (descriptor_steps(k, layout), descriptor_steps(v, layout)) if ragged else ((0, 0), (0, 0))
     rows = rows or config.block_n
     d, dv = k.shape[-1], v.shape[-1]
     return {
-        "k_tensor": described(k, layout, rows, boxes_of(d, dv, config.box_columns)[0]),
-        "v_tensor": described(v, layout, rows, boxes_of(dv, d, config.box_columns)[0]),
+        "k_tensor": make_descriptor(k, layout, rows, box_layout(d, dv, config.box_columns)[0]),
+        "v_tensor": make_descriptor(v, layout, rows, box_layout(dv, d, config.box_columns)[0]),
         "steps_kb": kb,
         "steps_kn": kn,
         "steps_vb": vb,
@@ -840,7 +846,7 @@ def key_arguments(
     }
 
 
-def launch_of(
+def make_launch(
     problem: AttentionProblem,
     tensors: AttentionTensors,
     out: torch.Tensor,
@@ -852,12 +858,12 @@ def launch_of(
     q = tensors.q
     layout, d, dv = problem.layout, problem.head_dim, problem.head_dim_v
     scale, negate = softmax_scale(problem, tensors.sm_scale)
-    width, width_v = boxes_of(d, dv, config.box_columns)[0], boxes_of(dv, d, config.box_columns)[0]
+    width, width_v = box_layout(d, dv, config.box_columns)[0], box_layout(dv, d, config.box_columns)[0]
     has_lengths = problem.seq_lens or problem.varlen
     lengths_q, lengths_k = (
         (tensors.cu_seqlens_q, tensors.cu_seqlens_k) if problem.varlen else (tensors.seq_lens, tensors.seq_lens)
     )
-    qb, qm = steps_of(q, layout) if has_lengths else (0, 0)
+    qb, qm = descriptor_steps(q, layout) if has_lengths else (0, 0)
     arguments = {
         "q_tensor": (ragged_descriptor if has_lengths else dense_descriptor)(q, layout, CONSUMER_ROWS, width),
         # Rows beyond a sample's end are written as zeros. Rows beyond a packed sequence belong to the next one.
@@ -865,14 +871,14 @@ def launch_of(
         "lengths_q_ptr": lengths_q,
         "lengths_k_ptr": lengths_k,
         "lse_ptr": lse,
-        "o_ptr": out if config.direct or problem.varlen else None,
+        "o_ptr": out if config.store_from_registers or problem.varlen else None,
         "slopes_ptr": tensors.alibi_slopes,
         "sinks_ptr": tensors.sinks,
-        "counter_ptr": counter_of(q) if config.scheduler == "dynamic" else None,
+        "counter_ptr": launch_counter(q) if config.scheduler == "dynamic" else None,
         **dict.fromkeys(CACHE_ARGUMENTS),
         "heads": problem.batch * problem.heads_q,
         "heads_q": problem.heads_q,
-        "heads_at_once": heads_together(problem),
+        "heads_in_parallel": heads_in_parallel(problem),
         "batch": problem.batch,
         "seqlen_q": problem.seqlen_q,
         "seqlen_k": problem.seqlen_k,
@@ -888,21 +894,21 @@ def launch_of(
         "softcap": problem.softcap,
         **(key_arguments(tensors, config, layout, has_lengths) if keys is None else keys),
     }
-    grid = grid_of(problem, config, q.device)
+    grid = grid_size(problem, config, q.device)
     values = {"config": constants(problem, config, negate)}
-    return Launch(_fwd_sm90_kernel, grid, arguments, values, schedule_of(config))
+    return Launch(_fwd_sm90_kernel, grid, arguments, values, compile_options(config))
 
 
 def _config(problem: AttentionProblem) -> Sm90Config:
-    return forced_config("sm90", problem) or config_of(problem)
+    return forced_config("sm90", problem) or select_config(problem)
 
 
 def forward_pass(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor) -> Pass:
     """Return the pass that fills out and lse."""
     config = _config(problem)
-    return Pass([launch_of(problem, tensors, out, lse, config)], derived=memory_of(config))
+    return Pass([make_launch(problem, tensors, out, lse, config)], derived=derived_arguments(config))
 
 
-def memory_of(config: Sm90Config) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
+def derived_arguments(config: Sm90Config) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
     """Return `Pass.derived`: the tile counter of a dynamic schedule."""
-    return {"counter_ptr": counter_of} if config.scheduler == "dynamic" else {}
+    return {"counter_ptr": launch_counter} if config.scheduler == "dynamic" else {}

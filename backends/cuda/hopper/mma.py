@@ -27,10 +27,10 @@ ROWS = gl.constexpr(CONSUMER_ROWS)  # queries of one consumer: the M of one warp
 @constexpr_function
 def _runs(boxes):
     """Return the number of boxes of each accumulator's run."""
-    found = []
-    while sum(found) < boxes:
-        found.append(1 << ((boxes - sum(found)).bit_length() - 1))
-    return found
+    lengths = []
+    while sum(lengths) < boxes:
+        lengths.append(1 << ((boxes - sum(lengths)).bit_length() - 1))
+    return lengths
 
 
 @constexpr_function
@@ -87,29 +87,29 @@ def buffer_index(buffers, tile, BOX: gl.constexpr, BOXES: gl.constexpr):
 
 
 @gluon.jit
-def buffer_of(buffers, tile, BOX: gl.constexpr, BOXES: gl.constexpr):
+def box_buffer(buffers, tile, BOX: gl.constexpr, BOXES: gl.constexpr):
     """Return the buffer of a box."""
     return buffers.index(buffer_index(buffers, tile, BOX, BOXES))
 
 
 @gluon.jit
-def box_of(buffers, tile, BOX: gl.constexpr, BOXES: gl.constexpr):
+def box_matrix(buffers, tile, BOX: gl.constexpr, BOXES: gl.constexpr):
     """Return the buffer of a box as a matrix, without leading dimensions of size 1."""
     RANK: gl.constexpr = len(buffers.shape)
-    return buffer_of(buffers, tile, BOX, BOXES).reshape([buffers.shape[RANK - 2], buffers.shape[RANK - 1]])
+    return box_buffer(buffers, tile, BOX, BOXES).reshape([buffers.shape[RANK - 2], buffers.shape[RANK - 1]])
 
 
 @gluon.jit
-def run_of(buffers, tile, BOXES: gl.constexpr, RUN: gl.constexpr, OF: gl.constexpr):
+def run_matrix(buffers, tile, BOXES: gl.constexpr, RUN: gl.constexpr, USED_BOXES: gl.constexpr):
     """Return the boxes of a run as one matrix. The tile uses the first OF of its BOXES boxes.
 
     Runs are powers of two, the longest first. So a run of COUNT boxes begins at a multiple of COUNT buffers. Seen as
     tiles COUNT times as wide, the buffers have it as one tile.
     """
-    FIRST: gl.constexpr = run_start(RUN, OF)
-    COUNT: gl.constexpr = run_length(RUN, OF)
+    FIRST: gl.constexpr = run_start(RUN, USED_BOXES)
+    COUNT: gl.constexpr = run_length(RUN, USED_BOXES)
     if COUNT == 1:
-        run = box_of(buffers, tile, FIRST, BOXES)
+        run = box_matrix(buffers, tile, FIRST, BOXES)
     else:
         RANK: gl.constexpr = len(buffers.shape)
         N_ROWS: gl.constexpr = buffers.shape[RANK - 2]
@@ -145,14 +145,14 @@ class Queries:
             mbarrier.invalidate(self.empty.index(c))
 
     @gluon.jit
-    def wait_empty(self, CONSUMER: gl.constexpr, used):
-        """In the producer, wait until the consumer's buffers are free. `used`: tiles of queries loaded before."""
+    def wait_empty(self, CONSUMER: gl.constexpr, q_loads):
+        """In the producer, wait until the consumer's buffers are free. `q_loads`: tiles of queries loaded before."""
         # A fresh barrier counts as one phase done: the first wait, for parity 1, passes.
-        mbarrier.wait(self.empty.index(CONSUMER), (used & 1) ^ 1)
+        mbarrier.wait(self.empty.index(CONSUMER), (q_loads & 1) ^ 1)
 
     @gluon.jit
-    def wait_full(self, CONSUMER: gl.constexpr, used):
-        mbarrier.wait(self.full.index(CONSUMER), used & 1)
+    def wait_full(self, CONSUMER: gl.constexpr, q_loads):
+        mbarrier.wait(self.full.index(CONSUMER), q_loads & 1)
 
     @gluon.jit
     def release(self, CONSUMER: gl.constexpr):
@@ -173,7 +173,7 @@ def queries_in_registers(queries, CONSUMER: gl.constexpr, config):
     LAYOUT: gl.constexpr = gl.DotOperandLayout(0, accumulator_layout(config.BLOCK_N), 2)
     q = ()
     for j in gl.static_range(config.Q_IN_REGISTERS):
-        q += (box_of(queries.buffers, CONSUMER, j, queries.BOXES).load(LAYOUT),)
+        q += (box_matrix(queries.buffers, CONSUMER, j, queries.BOXES).load(LAYOUT),)
     if config.Q_IN_REGISTERS > 0:
         fence_async_shared()
     return q
@@ -187,11 +187,11 @@ def start_scores(
     """Start q kᵀ, [64, BLOCK_N], summed over the boxes of the head dim."""
     s = gl.zeros([ROWS, config.BLOCK_N], gl.float32, accumulator_layout(config.BLOCK_N))
     for j in gl.static_range(config.BOXES):
-        k = box_of(ring.k_buffers, ring.buffer_of(item), j, config.BOXES).permute((1, 0))
+        k = box_matrix(ring.k_buffers, ring.buffer_index(item), j, config.BOXES).permute((1, 0))
         if j < config.Q_IN_REGISTERS:
             s = warpgroup_mma(q[j], k, s, use_acc=j > 0, is_async=True)
         else:
-            from_shared = box_of(queries.buffers, CONSUMER, j, config.BOXES)
+            from_shared = box_matrix(queries.buffers, CONSUMER, j, config.BOXES)
             s = warpgroup_mma(from_shared, k, s, use_acc=j > 0, is_async=True)
     return s
 
@@ -276,7 +276,7 @@ def start_values(p, o, ring, ones, item, config):
     if config.PAIRS:
         p = unpaired(p, ring.v_buffers.dtype, gl.DotOperandLayout(0, o[0].type.layout, 2))
     for run in gl.static_range(run_count(config.BOXES_V)):
-        v = run_of(ring.v_buffers, ring.buffer_of(item), config.BOXES_V, run, config.BOXES_V)
+        v = run_matrix(ring.v_buffers, ring.buffer_index(item), config.BOXES_V, run, config.BOXES_V)
         weights = gl.convert_layout(p, gl.DotOperandLayout(0, o[run].type.layout, 2))  # costs nothing
         started += (warpgroup_mma(weights, v, o[run], is_async=True),)
     if config.FIXED_MAX:
@@ -313,11 +313,11 @@ def _in_place(n):
 def _rescaled_unless_zero(o, alpha, changed):
     """Return an accumulator with rows times alpha. A warp branches past its products if its `changed` is 0."""
     BY_ROW: gl.constexpr = gl.SliceLayout(1, o.type.layout)
-    OWN: gl.constexpr = o.shape[1] // 2  # elements per thread
+    ELEMENTS: gl.constexpr = o.shape[1] // 2  # elements per thread
     factor = gl.convert_layout(alpha, BY_ROW)[:, None]
     return gl.inline_asm_elementwise(
-        _products_unless_zero(OWN), _in_place(OWN), [o, factor, gl.convert_layout(changed, BY_ROW)[:, None]],
-        dtype=gl.float32, is_pure=True, pack=OWN,
+        _products_unless_zero(ELEMENTS), _in_place(ELEMENTS), [o, factor, gl.convert_layout(changed, BY_ROW)[:, None]],
+        dtype=gl.float32, is_pure=True, pack=ELEMENTS,
     )  # fmt: skip
 
 

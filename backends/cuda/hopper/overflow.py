@@ -44,24 +44,24 @@ class OverflowFlags:
     TILES: gl.constexpr  # slots for tiles
 
     @gluon.jit
-    def flag(self, turn, lost, CONSUMER: gl.constexpr):
-        """Write to slot `turn` whether a row of its tile is `lost` [64] int32."""
-        self.words.index(CONSUMER * (self.TILES + 1) + turn).store(_per_warp(lost))
+    def flag(self, slot, lost, CONSUMER: gl.constexpr):
+        """Write to `slot` whether a row of its tile is `lost` [64] int32."""
+        self.words.index(CONSUMER * (self.TILES + 1) + slot).store(_per_warp(lost))
 
     @gluon.jit
-    def finish(self, turn, lost, CONSUMER: gl.constexpr):
-        """Write whether any row of the program is `lost`. Flag slot `turn`, behind the last tile, to end searches."""
-        self.flag(turn, gl.full([ROWS], 1, gl.int32, lost.type.layout), CONSUMER)
+    def finish(self, slot, lost, CONSUMER: gl.constexpr):
+        """Write whether any row of the program is `lost`. Flag `slot`, behind the last tile, to end searches."""
+        self.flag(slot, gl.full([ROWS], 1, gl.int32, lost.type.layout), CONSUMER)
         self.flag(self.TILES, lost, CONSUMER)
 
     @gluon.jit
-    def is_flagged(self, turn, NUM_WARPS: gl.constexpr):
-        """Return whether a consumer has flagged slot `turn`, as int32."""
+    def is_flagged(self, slot, NUM_WARPS: gl.constexpr):
+        """Return whether a consumer has flagged `slot`, as int32."""
         LAYOUT: gl.constexpr = gl.BlockedLayout([WARPS], [32], [NUM_WARPS], [0])  # every thread reads all words
-        found = 0
+        any_flag = 0
         for c in gl.static_range(self.CONSUMERS):
-            found |= gl.max(self.words.index(c * (self.TILES + 1) + turn).load(LAYOUT), 0)
-        return found
+            any_flag |= gl.max(self.words.index(c * (self.TILES + 1) + slot).load(LAYOUT), 0)
+        return any_flag
 
     @gluon.jit
     def any_flagged(self):
@@ -69,11 +69,11 @@ class OverflowFlags:
         return self.is_flagged(self.TILES, 4)
 
     @gluon.jit
-    def next_flagged(self, turn, NUM_WARPS: gl.constexpr):
-        """Return the first flagged slot at or after `turn`. The slot behind the last tile is always flagged."""
-        while self.is_flagged(turn, NUM_WARPS) == 0:
-            turn += 1
-        return turn
+    def next_flagged(self, slot, NUM_WARPS: gl.constexpr):
+        """Return the first flagged slot at or after `slot`. The slot behind the last tile is always flagged."""
+        while self.is_flagged(slot, NUM_WARPS) == 0:
+            slot += 1
+        return slot
 
 
 @gluon.jit

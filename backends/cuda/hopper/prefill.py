@@ -10,7 +10,7 @@ from diyfa.backends.cuda.attention.launch import forced_config
 from diyfa.backends.cuda.attention.tile_io import CACHED, PACKED
 from diyfa.backends.cuda.hopper import fwd
 from diyfa.backends.cuda.hopper.configs import Sm90Config
-from diyfa.backends.cuda.hopper.prefill_configs import as_forward, config_of
+from diyfa.backends.cuda.hopper.prefill_configs import as_forward, select_config
 from diyfa.backends.cuda.runtime.passes import Pass
 from diyfa.problem import VARLEN, AttentionTensors, KVCacheProblem, KVCacheTensors, Launch
 
@@ -19,7 +19,7 @@ def _keys_layout(problem: KVCacheProblem) -> str:
     return VARLEN if problem.packed_keys else "bshd"
 
 
-def launch_of(
+def make_launch(
     problem: KVCacheProblem, tensors: KVCacheTensors, out: torch.Tensor, lse: torch.Tensor, config: Sm90Config
 ) -> Launch:
     """Return the launch that fills out and lse."""
@@ -41,7 +41,7 @@ def launch_of(
         sinks=tensors.sinks,
     )  # fmt: skip
     # Only keys end early, not queries.
-    launch = fwd.launch_of(as_forward(problem).replace(seq_lens=False), queries, out, lse, config, keys)
+    launch = fwd.make_launch(as_forward(problem).replace(seq_lens=False), queries, out, lse, config, keys)
     constants = replace(
         launch.constants["config"],
         lengths_k=(PACKED if problem.packed_keys else CACHED).value,
@@ -52,7 +52,7 @@ def launch_of(
 
 
 def _config(problem: KVCacheProblem) -> Sm90Config:
-    return forced_config("sm90", as_forward(problem)) or config_of(problem)
+    return forced_config("sm90", as_forward(problem)) or select_config(problem)
 
 
 def cache_pass(problem: KVCacheProblem, tensors: KVCacheTensors, out: torch.Tensor, lse: torch.Tensor) -> Pass:
@@ -60,4 +60,4 @@ def cache_pass(problem: KVCacheProblem, tensors: KVCacheTensors, out: torch.Tens
     config = _config(problem)
     if problem.in_place:  # out replaces the queries, which the overflow fallback would read a second time
         config = replace(config, fixed_max=False)
-    return Pass([launch_of(problem, tensors, out, lse, config)], derived=fwd.memory_of(config))
+    return Pass([make_launch(problem, tensors, out, lse, config)], derived=fwd.derived_arguments(config))

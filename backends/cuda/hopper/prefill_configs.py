@@ -8,13 +8,13 @@ from diyfa.backends.cuda.hopper import configs
 from diyfa.backends.cuda.hopper.configs import Sm90Config
 from diyfa.problem import AttentionProblem, KVCacheProblem, cached_per_problem
 
-SMALLEST_PAGE = 16  # keys; with smaller pages, a key block would take too many copies
+MIN_PAGE_SIZE = 16  # keys; with smaller pages, a key block would take too many copies
 SWIZZLE_COLUMNS = 64  # columns of the widest box whose rows follow each other in memory, so that boxes can be stacked
 # For two consumers and a producer, if a key block has several pages. Three consumers have no registers to give away.
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
 # (most query heads per KV head) -> fewest queries of a sequence, on average, from which on a tile of one head's queries
 # pays. With fewer, the portable kernel has all of these heads in one tile and splits keys among programs.
-FEWEST_QUERIES: tuple[tuple[int, int], ...] = ((1 << 30, 64),)
+MIN_QUERIES_BY_GROUP: tuple[tuple[int, int], ...] = ((1 << 30, 64),)
 
 
 @cached_per_problem
@@ -26,16 +26,16 @@ def as_forward(problem: KVCacheProblem) -> AttentionProblem:
 
 
 @cached_per_problem
-def config_of(problem: KVCacheProblem) -> Sm90Config:
+def select_config(problem: KVCacheProblem) -> Sm90Config:
     """Return the forward's config. If pages are smaller than blocks: with boxes that can be stacked and more registers.
 
     The producer needs those to count pages.
     """
     forward = as_forward(problem)
-    config = configs.config_of(forward)
+    config = configs.select_config(forward)
     if not 0 < problem.page_size < config.block_n:
         return config
-    if configs.boxes_of(problem.head_dim, problem.head_dim_v, config.box_columns)[0] > SWIZZLE_COLUMNS:
+    if configs.box_layout(problem.head_dim, problem.head_dim_v, config.box_columns)[0] > SWIZZLE_COLUMNS:
         config = configs.fitted(forward, replace(config, box_columns=SWIZZLE_COLUMNS))
     if config.consumers == 2:
         config = replace(
@@ -50,41 +50,41 @@ def _queries(problem: KVCacheProblem) -> int:
     return problem.total_q // max(problem.batch, 1) if problem.varlen else problem.seqlen_q
 
 
-def _fewest_queries(problem: KVCacheProblem) -> int:
+def _min_queries(problem: KVCacheProblem) -> int:
     group = problem.heads_q // problem.heads_kv
-    return next(fewest for most, fewest in FEWEST_QUERIES if group <= most)
+    return next(min_queries for max_group, min_queries in MIN_QUERIES_BY_GROUP if group <= max_group)
 
 
 def has_few_queries(problem: KVCacheProblem) -> bool:
     """Return whether the call has too few queries for the kernel, with any number of keys."""
-    return _queries(problem) < _fewest_queries(problem)
+    return _queries(problem) < _min_queries(problem)
 
 
 def refuses(problem: KVCacheProblem) -> str | None:
     """Return why the kernel does not take `problem`, or None."""
     if problem.cache_dtype != problem.dtype:
         return f"sm90_prefill takes keys in the dtype of the queries, not {problem.cache_dtype} for {problem.dtype}"
-    used = {
+    options = {
         "cache_leftpad": problem.leftpad,
         "batch_invariant": problem.batch_invariant,
         "num_splits": problem.num_splits > 1,
     }
-    if refused := [name for name, is_used in used.items() if is_used]:
+    if refused := [name for name, is_used in options.items() if is_used]:
         return f"sm90_prefill does not take {', '.join(refused)}"
     if has_few_queries(problem):
-        fewest, queries = _fewest_queries(problem), _queries(problem)
-        return f"sm90_prefill pays from {fewest} queries of a sequence on, these have {queries} on average"
+        min_queries, queries = _min_queries(problem), _queries(problem)
+        return f"sm90_prefill pays from {min_queries} queries of a sequence on, these have {queries} on average"
     if reason := configs.refuses(as_forward(problem)):
         return reason
     if not problem.few_steps:  # the forward pass does not check it for packed queries
         return configs.TOO_MANY_STEPS
     if not problem.aligned_out:
         return "sm90_prefill writes out through TMA, which needs an address and strides that are multiples of 16 bytes"
-    block_n, page = config_of(problem).block_n, problem.page_size
-    if problem.paged and (page < SMALLEST_PAGE or (page % block_n and block_n % page)):
+    block_n, page = select_config(problem).block_n, problem.page_size
+    if problem.paged and (page < MIN_PAGE_SIZE or (page % block_n and block_n % page)):
         return (
             f"sm90_prefill copies {block_n} keys of one page or of several whole ones: pages are multiples of "
-            f"that, or divide it and are {SMALLEST_PAGE} at least, not {page}"
+            f"that, or divide it and are {MIN_PAGE_SIZE} at least, not {page}"
         )
     return None
 

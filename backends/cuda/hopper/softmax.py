@@ -89,24 +89,24 @@ def _columns(s):
 def _alibi(s, start_n, rows):
     """Return what ALiBi subtracts from scores [64, BLOCK_N]: slope times the distance of query and key."""
     lane, constant = _columns(s)
-    own = (rows.position[:, None] - lane - start_n).to(gl.float32)
-    return rows.slope * gl.abs(own - constant.to(gl.float32))
+    distance = (rows.position[:, None] - lane - start_n).to(gl.float32)
+    return rows.slope * gl.abs(distance - constant.to(gl.float32))
 
 
 @gluon.jit
 def mask_scores(s, start_n, rows, problem):
     """Return scores [64, BLOCK_N] with -inf at keys that the row does not see."""
     lane, constant = _columns(s)
-    own = rows.position[:, None] - lane - start_n
+    diagonal = rows.position[:, None] - lane - start_n
     if problem.CAUSAL:  # the last row is aligned with the last key, so this also excludes keys beyond the end
-        seen = constant <= own
+        is_visible = constant <= diagonal
     elif problem.HAS_RIGHT:
-        seen = (constant <= own + problem.window_right) & (constant < rows.n_keys - start_n - lane)
+        is_visible = (constant <= diagonal + problem.window_right) & (constant < rows.n_keys - start_n - lane)
     else:
-        seen = constant < rows.n_keys - start_n - lane
+        is_visible = constant < rows.n_keys - start_n - lane
     if problem.HAS_LEFT:
-        seen = seen & (constant >= own - problem.window_left)
-    return gl.where(seen, s, float("-inf"))
+        is_visible = is_visible & (constant >= diagonal - problem.window_left)
+    return gl.where(is_visible, s, float("-inf"))
 
 
 @gluon.jit

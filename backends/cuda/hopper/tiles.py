@@ -18,11 +18,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from diyfa.backends.cuda.attention.block_info import first_visible, last_block, visible_range
+from diyfa.backends.cuda.attention.seq_info import cache_entry, cached_keys, load_clamped, packed_info, packed_keys
 from diyfa.backends.cuda.attention.tile_io import CACHED, PACKED, SEQ_LENS
 from diyfa.backends.cuda.gluon.compat import aggregate, async_load, async_store, optimisation_barrier, reinterpret
 from diyfa.backends.cuda.gluon.tile_info import Tile
 from diyfa.backends.cuda.hopper.configs import ROW_BOUND
-from diyfa.backends.cuda.hopper.mma import buffer_index, buffer_of
+from diyfa.backends.cuda.hopper.mma import box_buffer, buffer_index
 
 BOUND = gl.constexpr(ROW_BOUND)
 
@@ -41,30 +43,13 @@ class KeyCache:
     PAGE_SIZE: gl.constexpr  # 0: contiguous
 
     @gluon.jit
-    def keys_of(self, b, lengths_k_ptr, capacity):
-        """Return (entry of sequence b in a contiguous cache, number of its keys)."""
-        entry = b
-        n_keys = self.length
-        if self.seqused_ptr is not None:
-            n_keys = gl.minimum(gl.load(self.seqused_ptr + b), capacity)
-        elif lengths_k_ptr is not None:
-            n_keys = gl.load(lengths_k_ptr + b + 1) - gl.load(lengths_k_ptr + b)
-        n_keys = gl.minimum(gl.maximum(n_keys + self.added, 0), capacity)
-        if self.cache_batch_idx_ptr is not None:
-            entry = gl.load(self.cache_batch_idx_ptr + b)
-            exists = (entry >= 0) & (entry < self.entries)
-            n_keys = gl.where(exists, n_keys, 0)
-            entry = gl.where(exists, entry, 0)
-        return entry, n_keys
-
-    @gluon.jit
-    def table_of(self, b):
+    def table_row(self, b):
         """Return the address of sequence b's row in the page table."""
         return self.block_table_ptr + b.to(gl.int64) * self.stride_table
 
 
 @constexpr_function
-def pages_of_block(block_n, page_size):
+def pages_per_block(block_n, page_size):
     """Return the number of pages that a key block is copied from."""
     return max(block_n // page_size, 1)
 
@@ -87,7 +72,7 @@ class Problem:
     total_q: gl.tensor
     total_k: gl.tensor
     heads: gl.tensor  # batch * heads_q
-    heads_at_once: gl.tensor  # heads whose tiles alternate, `heads_together` in `hopper/configs.py`
+    heads_in_parallel: gl.tensor  # heads whose tiles alternate, `heads_in_parallel` in `hopper/configs.py`
     batch: gl.tensor
     lengths_q_ptr: gl.tensor | gl.constexpr  # None if all sequences are EQUAL
     lengths_k_ptr: gl.tensor | gl.constexpr
@@ -103,13 +88,19 @@ class Problem:
     def behind_barrier(self):
         """Return the problem with sizes behind `optimisation_barrier`: nothing is computed from them before here."""
         heads_q = optimisation_barrier(self.heads_q)
-        heads_at_once = optimisation_barrier(self.heads_at_once)
+        heads_in_parallel = optimisation_barrier(self.heads_in_parallel)
         seqlen_q = optimisation_barrier(self.seqlen_q)
         return Problem(
             self.window_left, self.window_right, heads_q, seqlen_q, self.seqlen_k, self.total_q, self.total_k,
-            self.heads, heads_at_once, self.batch, self.lengths_q_ptr, self.lengths_k_ptr, self.cache,
+            self.heads, heads_in_parallel, self.batch, self.lengths_q_ptr, self.lengths_k_ptr, self.cache,
             self.LENGTHS, self.LENGTHS_K, self.CAUSAL, self.HAS_LEFT, self.HAS_RIGHT, self.CHECK_KEYS,
         )  # fmt: skip
+
+    @gluon.jit
+    def keys_of_rows(self, key0, ROWS: gl.constexpr, n_keys):
+        """Return the `visible_range` of ROWS queries, of which the first is aligned with key0."""
+        right = 0 if self.CAUSAL else self.window_right
+        return visible_range(key0, key0 + (ROWS - 1), self.window_left, right, n_keys, self.HAS_LEFT, self.HAS_RIGHT)
 
     @gluon.jit
     def pages(self, tile, table, row, BLOCK_N: gl.constexpr):
@@ -119,17 +110,17 @@ class Problem:
         weight of 0 would not remove.
         """
         PAGE_SIZE: gl.constexpr = self.cache.PAGE_SIZE
-        COUNT: gl.constexpr = pages_of_block(BLOCK_N, PAGE_SIZE)
+        COUNT: gl.constexpr = pages_per_block(BLOCK_N, PAGE_SIZE)
         number = row // PAGE_SIZE
         if COUNT > 1:
             number += _lanes()
-        wanted = number * PAGE_SIZE < tile.n_keys
+        is_needed = number * PAGE_SIZE < tile.n_keys
         if COUNT > 1:
-            wanted = wanted & (_lanes() < COUNT)
+            is_needed = is_needed & (_lanes() < COUNT)
             if self.HAS_LEFT:
-                first_key = tile.row0 + tile.n_keys - tile.n_queries - self.window_left
-                wanted = wanted & ((number + 1) * PAGE_SIZE > first_key)
-        return gl.load(table + number, mask=wanted, other=-1)
+                first_key = first_visible(tile.row0 + tile.n_keys - tile.n_queries, self.window_left)
+                is_needed = is_needed & ((number + 1) * PAGE_SIZE > first_key)
+        return gl.load(table + number, mask=is_needed, other=-1)
 
     @gluon.jit
     def tile_count(self, BLOCK_M: gl.constexpr):
@@ -139,12 +130,6 @@ class Problem:
         else:
             count = gl.cdiv(self.seqlen_q, BLOCK_M) * self.heads
         return count
-
-
-@gluon.jit
-def load_clamped(pointer, most):
-    """Load a position, clamped to [0, most]. Positions on the device cannot be checked before the launch."""
-    return gl.minimum(gl.maximum(gl.load(pointer), 0), most)
 
 
 @gluon.jit
@@ -164,43 +149,39 @@ def _packed_tile(index, problem, BLOCK_M: gl.constexpr):
         b = start + gl.arange(0, 32, layout=LANES)
         first = gl.load(problem.lengths_q_ptr + b, mask=b < problem.batch, other=0)
         first = gl.minimum(gl.maximum(first, 0), problem.total_q)
-        begun = (b < problem.batch) & (first // BLOCK_M + b <= number)
-        count += gl.sum(begun.to(gl.int32), 0)
+        has_begun = (b < problem.batch) & (first // BLOCK_M + b <= number)
+        count += gl.sum(has_begun.to(gl.int32), 0)
     b = gl.maximum(count - 1, 0)
     return b, h, number - load_clamped(problem.lengths_q_ptr + b, problem.total_q) // BLOCK_M - b
 
 
 @gluon.jit
-def tile_of(index, problem, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+def locate_tile(index, problem, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
     """Return (whether a tile number has a tile, the tile). Only for partitions of one warp.
 
-    A tile has at least one key block. Tiles of `heads_at_once` heads alternate: the longest tiles of all these heads
-    start first, while their keys stay in L2. Packed, a head's sequences follow each other, each with its longest tiles
-    first.
+    A tile has at least one key block. Tiles of `heads_in_parallel` heads alternate: the longest tiles of all these
+    heads start first, while their keys stay in L2. Packed, a head's sequences follow each other, each with its longest
+    tiles first.
     """
     first_q = 0
     first_k = 0
     n_queries = problem.seqlen_q
     n_keys = problem.seqlen_k
+    cache = problem.cache
     if problem.LENGTHS == PACKED:
         b, h, tile_m = _packed_tile(index, problem, BLOCK_M)
-        first_q = load_clamped(problem.lengths_q_ptr + b, problem.total_q)
+        first_q, n_queries = packed_info(problem.lengths_q_ptr, b, problem.total_q)
         if problem.LENGTHS_K == PACKED:
-            first_k = load_clamped(problem.lengths_k_ptr + b, problem.total_k)
-        n_queries = gl.maximum(load_clamped(problem.lengths_q_ptr + b + 1, problem.total_q) - first_q, 0)
-        if problem.LENGTHS_K == PACKED:
-            n_keys = gl.maximum(load_clamped(problem.lengths_k_ptr + b + 1, problem.total_k) - first_k, 0)
-            if problem.cache.seqused_ptr is not None:
-                n_keys = load_clamped(problem.cache.seqused_ptr + b, n_keys)
+            first_k, n_keys = packed_keys(problem.lengths_k_ptr, cache.seqused_ptr, b, problem.total_k)
         tiles_m = gl.cdiv(n_queries, BLOCK_M)
         exists = (tile_m >= 0) & (tile_m < tiles_m)
     else:
         tiles_m = gl.cdiv(problem.seqlen_q, BLOCK_M)
-        first = index // (problem.heads_at_once * tiles_m) * problem.heads_at_once
-        width = gl.minimum(problem.heads_at_once, problem.heads - first)
-        rest = index % (problem.heads_at_once * tiles_m)
-        head = first + rest % width
-        tile_m = rest // width
+        first_head = index // (problem.heads_in_parallel * tiles_m) * problem.heads_in_parallel
+        n_heads = gl.minimum(problem.heads_in_parallel, problem.heads - first_head)
+        index_in_group = index % (problem.heads_in_parallel * tiles_m)
+        head = first_head + index_in_group % n_heads
+        tile_m = index_in_group // n_heads
         b = head // problem.heads_q
         h = head % problem.heads_q
         if problem.LENGTHS == SEQ_LENS:
@@ -208,23 +189,16 @@ def tile_of(index, problem, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
             n_queries = gl.minimum(n_keys, problem.seqlen_q)
         exists = True
     if problem.LENGTHS_K == CACHED:
-        first_k, n_keys = problem.cache.keys_of(b, problem.lengths_k_ptr, problem.seqlen_k)
+        n_keys = cached_keys(problem.lengths_k_ptr, cache.seqused_ptr, b, cache.length, cache.added, problem.seqlen_k)
+        first_k, n_keys = cache_entry(cache.cache_batch_idx_ptr, b, cache.entries, n_keys)
     if problem.HAS_RIGHT:
         tile_m = tiles_m - 1 - tile_m
     row0 = tile_m * BLOCK_M
     if problem.LENGTHS == SEQ_LENS:  # a tile beyond the sample's end sees no key, but its rows are filled with zeros
         n_keys = gl.where(row0 < n_queries, n_keys, 0)
-    key0 = row0 + n_keys - n_queries  # the key that query row0 is aligned with
-    end = n_keys
-    if problem.HAS_RIGHT:
-        end = key0 + BLOCK_M
-        if not problem.CAUSAL:
-            end += problem.window_right
-        end = gl.minimum(n_keys, end)
-    first_block = 0
+    begin, _, _, end = problem.keys_of_rows(row0 + n_keys - n_queries, BLOCK_M, n_keys)
     end_block = gl.maximum(gl.cdiv(end, BLOCK_N), 1)
-    if problem.HAS_LEFT:
-        first_block = gl.minimum(gl.maximum(key0 - problem.window_left, 0) // BLOCK_N, end_block - 1)
+    first_block = gl.minimum(begin // BLOCK_N, end_block - 1)
     return exists, Tile(b, h, row0, first_block, end_block, first_q, first_k, n_queries, n_keys)
 
 
@@ -259,18 +233,13 @@ class BlockOrder:
 def block_order(tile, problem, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
     """Return the order of a tile's key blocks."""
     n_blocks = tile.end_block - tile.first_block
-    key0 = tile.row0 + tile.n_keys - tile.n_queries
-    last_key = tile.n_keys - 1  # last key that the tile's first row sees
+    key0 = tile.row0 + tile.n_keys - tile.n_queries  # the key that the first row is aligned with
+    _, full_begin, full_end, _ = problem.keys_of_rows(key0, BLOCK_M, tile.n_keys)
     n_right = 1
-    if problem.HAS_RIGHT:
-        last_key = gl.minimum(key0 if problem.CAUSAL else key0 + problem.window_right, last_key)
     if problem.HAS_RIGHT or problem.CHECK_KEYS:
-        n_right += tile.end_block - gl.maximum(last_key, 0) // BLOCK_N
+        n_right += tile.end_block - last_block(full_end, BLOCK_N)
     n_right = gl.minimum(n_right, n_blocks)
-    n_left = 1
-    if problem.HAS_LEFT:
-        left_end = gl.cdiv(gl.maximum(key0 + (BLOCK_M - 1) - problem.window_left, 0), BLOCK_N)
-        n_left = gl.maximum(left_end - tile.first_block, 1)
+    n_left = gl.maximum(gl.cdiv(full_begin, BLOCK_N) - tile.first_block, 1)
     return BlockOrder(tile.first_block, tile.end_block, n_right, gl.minimum(n_left, n_blocks - n_right))
 
 
@@ -281,13 +250,13 @@ def start_load(
 ):  # fmt: skip
     """Start copying a tile to BOXES buffers of equally many columns. `full` completes when all bytes have arrived.
 
-    RAGGED: `row` counts from the sequence's beginning, and `end` is `end_of` the sequence.
+    RAGGED: `row` counts from the sequence's beginning, and `end` is the sequence's `sequence_end`.
     """
     WIDTH: gl.constexpr = tensor.block_shape[-1]
     SIZE: gl.constexpr = tensor.block_type.nbytes * BOXES
     mbarrier.expect(full, SIZE)
     for j in gl.static_range(BOXES):
-        buffer = buffer_of(buffers, tile, j, BOXES)
+        buffer = box_buffer(buffers, tile, j, BOXES)
         if RAGGED:
             coordinates = [BOUND, end, h, BOUND - length + row, j * WIDTH]
         else:
@@ -308,14 +277,14 @@ def start_load_pages(
     that the cache does not have fills them with zeros.
     """
     PAGE_SIZE: gl.constexpr = cache.PAGE_SIZE
-    COUNT: gl.constexpr = pages_of_block(BLOCK_N, PAGE_SIZE)
+    COUNT: gl.constexpr = pages_per_block(BLOCK_N, PAGE_SIZE)
     WIDTH: gl.constexpr = tensor.block_shape[-1]
     SIZE: gl.constexpr = tensor.block_type.nbytes * BOXES * COUNT
     mbarrier.expect(full, SIZE)
-    parts = buffers
+    page_buffers = buffers
     if COUNT > 1:
-        PARTS: gl.constexpr = buffers.shape[0] * COUNT
-        parts = reinterpret(buffers, buffers.dtype, [PARTS] + tensor.block_shape, tensor.layout)
+        PAGE_BUFFERS: gl.constexpr = buffers.shape[0] * COUNT
+        page_buffers = reinterpret(buffers, buffers.dtype, [PAGE_BUFFERS] + tensor.block_shape, tensor.layout)
     number = row // PAGE_SIZE
     if COUNT > 1:
         number += _lanes()
@@ -324,14 +293,14 @@ def start_load_pages(
     end = gl.where(exists, pages, 0) * sample_steps + length * row_steps
     for i in gl.static_range(COUNT):
         if COUNT > 1:
-            own_end = gl.sum(gl.where(_lanes() == i, end, 0), 0)
-            first = BOUND - gl.sum(gl.where(_lanes() == i, length, 0), 0)
+            page_end = gl.sum(gl.where(_lanes() == i, end, 0), 0)
+            first_row = BOUND - gl.sum(gl.where(_lanes() == i, length, 0), 0)
         else:
-            own_end = end
-            first = BOUND - length + row - number * PAGE_SIZE
+            page_end = end
+            first_row = BOUND - length + row - number * PAGE_SIZE
         for j in gl.static_range(BOXES):
-            buffer = parts.index(buffer_index(buffers, tile, j, BOXES) * COUNT + i)
-            async_load(tensor, [BOUND, own_end, h, first, j * WIDTH], full, buffer)
+            buffer = page_buffers.index(buffer_index(buffers, tile, j, BOXES) * COUNT + i)
+            async_load(tensor, [BOUND, page_end, h, first_row, j * WIDTH], full, buffer)
 
 
 @gluon.jit
@@ -344,7 +313,7 @@ def start_store(tensor, b, h, row, column, end, length, buffer, RAGGED: gl.const
 
 
 @gluon.jit
-def end_of(b, first, length, sample_steps, row_steps, LENGTHS: gl.constexpr):
+def sequence_end(b, first, length, sample_steps, row_steps, LENGTHS: gl.constexpr):
     """Return the end of a sequence, in steps of its descriptor's second dimension.
 
     Packed, a step is a row. Otherwise it is a common divisor of the strides of samples and rows. `first`: the

@@ -88,9 +88,11 @@ def _producer(q_tensor, k_tensor, v_tensor, q_buffers, q_full, ring, tile):
     for i in range(tile.n_blocks):
         row = (tile.n_blocks - 1 - i) * BLOCK_N  # last block first: the masked blocks come before all others
         ring.wait_empty(2 * i)
-        _load(k_tensor, tile.b, hk, row, ring.full_barrier(2 * i), ring.k_buffers.index(ring.buffer_of(2 * i)))
+        _load(k_tensor, tile.b, hk, row, ring.full_barrier(2 * i), ring.k_buffers.index(ring.buffer_index(2 * i)))
         ring.wait_empty(2 * i + 1)
-        _load(v_tensor, tile.b, hk, row, ring.full_barrier(2 * i + 1), ring.v_buffers.index(ring.buffer_of(2 * i + 1)))
+        _load(
+            v_tensor, tile.b, hk, row, ring.full_barrier(2 * i + 1), ring.v_buffers.index(ring.buffer_index(2 * i + 1))
+        )
 
 
 @gluon.jit
@@ -144,10 +146,10 @@ def _consumer(INDEX: gl.constexpr, q_buffers, q_full, ring, tile, o_tensor, lse_
             p = gl.convert_layout(p.to(DTYPE), P_LAYOUT)  # free: a thread has the elements that P V reads already
             ring.wait_full(2 * i)
             _turn("sync", INDEX)
-            k = _matrix(ring.k_buffers, ring.buffer_of(2 * i))
+            k = _matrix(ring.k_buffers, ring.buffer_index(2 * i))
             s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
             ring.wait_full(2 * i - 1)
-            o = warpgroup_mma(p, _matrix(ring.v_buffers, ring.buffer_of(2 * i - 1)), o, is_async=True)
+            o = warpgroup_mma(p, _matrix(ring.v_buffers, ring.buffer_index(2 * i - 1)), o, is_async=True)
             _turn("arrive", 1 - INDEX)
             # Products finish in order: with one still running S is there, and P V runs on during the softmax.
             s = warpgroup_mma_wait(1, deps=[s])
@@ -162,7 +164,7 @@ def _consumer(INDEX: gl.constexpr, q_buffers, q_full, ring, tile, o_tensor, lse_
     item = 2 * tile.n_blocks - 1
     ring.wait_full(item)
     p = gl.convert_layout(p.to(DTYPE), P_LAYOUT)
-    o = warpgroup_mma(p, _matrix(ring.v_buffers, ring.buffer_of(item)), o, is_async=True)
+    o = warpgroup_mma(p, _matrix(ring.v_buffers, ring.buffer_index(item)), o, is_async=True)
     o = warpgroup_mma_wait(0, deps=[o])
     lse = gl.where(l_i == 0.0, float("inf"), (m_i + gl.log2(l_i)) * LN2)
     lse_ptr += (tile.b * o_tensor.shape[1] + tile.h).to(gl.int64) * o_tensor.shape[2]
@@ -211,7 +213,7 @@ def _fwd_tutorial_kernel(q_tensor, k_tensor, v_tensor, o_tensor, lse_ptr, diagon
     )
 
 
-def launch_of(
+def make_launch(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, causal: bool, scale: float
 ) -> Launch:
     """Return the launch that fills out and lse."""
@@ -240,5 +242,5 @@ def flash_attention(
     q, k, v = (x.contiguous() for x in (q, k, v))  # TMA wants rows that are contiguous and aligned
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     with on_device(q):
-        launch_each([launch_of(q, k, v, out, lse, causal, scale)])
+        launch_each([make_launch(q, k, v, out, lse, causal, scale)])
     return out, lse

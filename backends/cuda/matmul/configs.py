@@ -35,7 +35,7 @@ class MatmulConfig:
 class Row:
     """Row of the table: its problems, its tile, and measured figures."""
 
-    kind: str  # see `kind_of`
+    kind: str  # see `problem_kind`
     min_shared: int  # fewest bytes of shared memory per block of the architectures that this row is for
     max_m: int  # largest M for which the row is a default
     config: MatmulConfig
@@ -114,7 +114,7 @@ TABLE: tuple[Row, ...] = (
 SPLIT_MAX_M = 64
 
 
-def kind_of(problem: MatmulProblem) -> str:
+def problem_kind(problem: MatmulProblem) -> str:
     """Return what limits the tile: "fma", "wide", "narrow" or "mma".
 
     * fma: Triton (3.2 to 3.9) multiplies without tensor cores, before Ampere and for float32 in full precision. The
@@ -158,7 +158,7 @@ def fits(config: MatmulConfig, problem: MatmulProblem) -> bool:
     return shared_bytes(config, problem) + KIB <= _limits(problem.arch).shared_per_block
 
 
-def given_config(problem: MatmulProblem, form: str) -> MatmulConfig | None:
+def requested_config(problem: MatmulProblem, form: str) -> MatmulConfig | None:
     """Return the caller's tile with as many pipeline stages as fit, or None if not even one fits."""
     assert problem.block is not None
     block_m, block_n, block_k = problem.block
@@ -170,9 +170,9 @@ def given_config(problem: MatmulProblem, form: str) -> MatmulConfig | None:
     return None
 
 
-def _class_of(problem: MatmulProblem, form: str) -> list[Row]:
-    shared, kind = _limits(problem.arch).shared_per_block, kind_of(problem)
-    rows = [r for r in TABLE if r.config.form == form and r.kind == kind and r.min_shared <= shared]
+def _table_rows(problem: MatmulProblem, form: str) -> list[Row]:
+    shared_per_block, kind = _limits(problem.arch).shared_per_block, problem_kind(problem)
+    rows = [r for r in TABLE if r.config.form == form and r.kind == kind and r.min_shared <= shared_per_block]
     if form == "tma" and any(r.min_shared for r in rows):
         rows = [r for r in rows if r.min_shared]
     return rows
@@ -191,8 +191,8 @@ def _reduced(config: MatmulConfig, problem: MatmulProblem) -> MatmulConfig | Non
 def default_config(problem: MatmulProblem, form: str) -> MatmulConfig | None:
     """Return the tile without measuring: the caller's, or the table's. None if the caller's does not fit."""
     if problem.block is not None:
-        return given_config(problem, form)
-    for row in _class_of(problem, form):
+        return requested_config(problem, form)
+    for row in _table_rows(problem, form):
         if problem.m <= row.max_m and (config := _reduced(row.config, problem)):
             return config
     raise AssertionError(f"no tile for {problem}")  # the table has a row that fits every architecture
@@ -201,10 +201,12 @@ def default_config(problem: MatmulProblem, form: str) -> MatmulConfig | None:
 @cached_per_problem
 def candidates(problem: MatmulProblem, form: str) -> Sequence[MatmulConfig]:
     """Return the autotuner's candidates: the class's tiles that fit and suit the number of rows."""
-    found = (_reduced(row.config, problem) for row in _class_of(problem, form))
-    few = problem.m <= SPLIT_MAX_M
+    reduced = (_reduced(row.config, problem) for row in _table_rows(problem, form))
+    has_few_rows = problem.m <= SPLIT_MAX_M
     return tuple(
-        dict.fromkeys(c for c in found if c and (c.split_k == 1 or few) and (c.block_m <= 128 or problem.m > 128))
+        dict.fromkeys(
+            c for c in reduced if c and (c.split_k == 1 or has_few_rows) and (c.block_m <= 128 or problem.m > 128)
+        )
     )
 
 

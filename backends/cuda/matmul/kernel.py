@@ -12,6 +12,7 @@ the L2 cache (Triton's matrix-multiplication tutorial). All addresses are 64-bit
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -105,9 +106,9 @@ def _matmul_kernel(
             a = tl.load(a_ptrs, mask=mask_m, other=0.0)
             b = tl.load(b_ptrs, mask=mask_n, other=0.0)
         else:
-            left = K - k
-            a = tl.load(a_ptrs, mask=mask_m & (tl.arange(0, c.BLOCK_K)[None, :] < left), other=0.0)
-            b = tl.load(b_ptrs, mask=mask_n & (tl.arange(0, c.BLOCK_K)[:, None] < left), other=0.0)
+            n_left = K - k
+            a = tl.load(a_ptrs, mask=mask_m & (tl.arange(0, c.BLOCK_K)[None, :] < n_left), other=0.0)
+            b = tl.load(b_ptrs, mask=mask_n & (tl.arange(0, c.BLOCK_K)[:, None] < n_left), other=0.0)
         a = dot_operand(a.to(c.COMPUTE_DTYPE))
         b = dot_operand(b.to(c.COMPUTE_DTYPE))
         acc = tl.dot(a, b, acc, input_precision=c.PRECISION)
@@ -238,7 +239,7 @@ def _options(config: MatmulConfig) -> dict[str, int]:
     return {"num_warps": config.num_warps, "num_stages": config.num_stages}
 
 
-def launches_of(
+def make_launches(
     problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, config: MatmulConfig
 ) -> list[Launch]:
     """Return the launches that write a @ b to the contiguous c."""
@@ -246,17 +247,17 @@ def launches_of(
         return [_launch_tma(problem, a, b, c, config)]
     if config.split_k == 1:
         return [_launch_pointers(problem, a, b, c, config)]
-    parts = a.new_empty((config.split_k, problem.m, problem.n), dtype=torch.float32)
+    partials = a.new_empty((config.split_k, problem.m, problem.n), dtype=torch.float32)
     size = problem.m * problem.n
-    arguments = {"partial_ptr": parts, "c_ptr": c, "size": size}
+    arguments = {"partial_ptr": partials, "c_ptr": c, "size": size}
     constants = {"c": SumConstants(config.split_k, SUM_BLOCK)}
     add_up = Launch(_sum_splits_kernel, triton.cdiv(size, SUM_BLOCK), arguments, constants, {})
-    return [_launch_pointers(problem, a, b, parts, config), add_up]
+    return [_launch_pointers(problem, a, b, partials, config), add_up]
 
 
 def run(problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, config: MatmulConfig) -> None:
     """Write a @ b to the contiguous c with the given tile, on the current device."""
-    launch_each(launches_of(problem, a, b, c, config))
+    launch_each(make_launches(problem, a, b, c, config))
 
 
 @cached_per_problem
@@ -268,16 +269,16 @@ def _bucket(problem: MatmulProblem, a_transposed: bool, b_transposed: bool) -> t
 
 def _pass(problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, form: str) -> Pass:
     """Return the pass that writes a @ b to c."""
-    config, is_settled = default_config(problem, form), True
+    config, is_settled = default_config(problem, form), None
     assert config is not None, "`unsupported` has asked"
     if problem.autotune and problem.block is None:
         name, bucket = f"matmul/{form}", _bucket(problem, _is_transposed(a), _is_transposed(b))
         tiles = candidates(problem, form)
         config = tune.best(name, bucket, tiles, lambda candidate: run(problem, a, b, c, candidate), config)
-        is_settled = tune.is_settled(name, bucket)
-    launches = launches_of(problem, a, b, c, config)
-    parts = [launch.arguments["partial_ptr"] for launch in launches if "partial_ptr" in launch.arguments]
-    return Pass(launches, parts[:1], is_settled=is_settled)
+        is_settled = partial(tune.is_settled, name, bucket)
+    launches = make_launches(problem, a, b, c, config)
+    partials = [launch.arguments["partial_ptr"] for launch in launches if "partial_ptr" in launch.arguments]
+    return Pass(launches, partials[:1], is_settled=is_settled)
 
 
 def matmul(problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, form: str) -> torch.Tensor:

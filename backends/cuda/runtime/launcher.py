@@ -15,7 +15,7 @@ import ctypes
 import operator
 import struct
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cache
 from types import NoneType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -170,6 +170,14 @@ def _arguments(kernel: Any) -> _Arguments:
     if arguments is None:
         arguments = _arguments_by_kernel[function] = _Arguments(kernel)
     return arguments
+
+
+def arguments_among(kernel: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of `values` that are a kernel's arguments, by name."""
+    if not hasattr(kernel, "params"):  # interpreted
+        return {name: values[name] for name in runtime_names(kernel)}
+    arguments = _arguments(kernel)
+    return dict(zip(arguments.names, arguments.pick(values), strict=True))
 
 
 def runtime_names(kernel: Any) -> tuple[str, ...]:

@@ -29,8 +29,8 @@ class Pass(NamedTuple):
 
     `memory`: uninitialised tensors that the launches write besides the results. `derived`: functions that make the
     tensor of an argument from the first result. `finish`: what PyTorch's operators do after the launches. `inputs`: the
-    tensors that the launches read, in the order of the call's tensors, if they are views of these. `is_settled`: an
-    equal call takes the same tile as long as `choice` of its launcher returns the same.
+    tensors that the launches read, in the order of the call's tensors, if they are views of these. `is_settled` returns
+    whether an equal call takes the same tile as long as `choice` of its launcher returns the same; None: it does.
     """
 
     launches: Sequence[Launch]
@@ -38,7 +38,7 @@ class Pass(NamedTuple):
     derived: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] | None = None
     finish: Callable[[], None] | None = None
     inputs: Sequence[torch.Tensor] | None = None
-    is_settled: bool = True
+    is_settled: Callable[[], bool] | None = None
 
 
 def launch_each(launches: Sequence[Launch]) -> None:
@@ -164,14 +164,16 @@ def make_replay(
             for an allocation takes 1 us.
     """
     launches, derived = operation.launches, operation.derived or {}
-    if not launches or operation.finish is not None or not operation.is_settled:
+    if not launches or operation.finish is not None:
         return None
     if not all(hasattr(launch.kernel, "params") for launch in launches):  # interpreted
         return None
     outputs = [*outputs, *operation.memory]
     slots, relaunches = _Slots(inputs, numbers, outputs, list(derived)), list[Relaunch]()
     device = (*outputs, *inputs)[0]
-    with on_device(device):  # kernels are compiled and loaded for the current device
+    with on_device(device):  # kernels are tuned, compiled and loaded for the current device
+        if operation.is_settled is not None and not operation.is_settled():
+            return None
         for launch in launches:
             of_launch = slots.of_launch(launch)
             if of_launch is None:

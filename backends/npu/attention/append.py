@@ -15,11 +15,11 @@ import triton.language as tl
 
 from diyfa.backends.npu.attention.primitives import block_at, load_tile, narrow, store_tile
 from diyfa.backends.npu.runtime.compat import INTERPRETED, Constants, kernel, padded_head_dim
-from diyfa.backends.npu.runtime.launch import addressed, described, device_guard, run, vector_programs
+from diyfa.backends.npu.runtime.launch import bind_launch, device_guard, run, tensor_arguments, vector_programs
 from diyfa.backends.npu.tables import configs
 from diyfa.problem import KVCacheProblem, KVCacheTensors, Launch, NewKeys
 
-MOST_HEADS = 16  # heads of a token that a vector program copies at once, at most
+MAX_HEADS = 16  # heads of a token that a vector program copies at once, at most
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class AppendConstants(Constants):
     block_dv: int
     half: int  # half of the features that are rotated
     block_half: int
-    rest: int  # features of a key or query that are not rotated
-    block_rest: int
+    unrotated: int  # features of a key or query that are not rotated
+    block_unrotated: int
     heads: int
     interleaved: bool
     seqlens: bool
@@ -56,21 +56,21 @@ def store_heads(base, x, heads, stride_h, FEATURES: tl.constexpr, HEADS: tl.cons
 @triton.jit
 def copy_token(
     source, target, cos_ptr, sin_ptr, row, rows, count, stride_sh, stride_th, stride_cos, stride_sin,
-    HALF: tl.constexpr, REST: tl.constexpr, BLOCK_REST: tl.constexpr, c: tl.constexpr,
+    HALF: tl.constexpr, UNROTATED: tl.constexpr, BLOCK_UNROTATED: tl.constexpr, c: tl.constexpr,
 ):  # fmt: skip
     """Copy `count` heads of one token from `source` to `target`, HEADS at a time.
 
     The first 2 · HALF features are rotated by row `row` of cos and sin. These have `rows` rows; a token beyond them is
-    copied without rotation. REST features that are not rotated follow."""
+    copied without rotation. UNROTATED features follow, which are not rotated."""
     dtype = target.dtype.element_ty
-    WHOLE: tl.constexpr = 2 * HALF
+    ROTATED: tl.constexpr = 2 * HALF
     BLOCK: tl.constexpr = 2 * c.BLOCK_HALF
     if HALF > 0:
-        there = tl.where(row < rows, 1, 0)
+        is_rotated = tl.where(row < rows, 1, 0)
         row = tl.minimum(row, rows - 1).to(tl.int64)
-        cos = load_heads(cos_ptr + row * stride_cos, there, 1, HALF, 1, c.BLOCK_HALF).to(tl.float32)
-        sin = load_heads(sin_ptr + row * stride_sin, there, 1, HALF, 1, c.BLOCK_HALF).to(tl.float32)
-        cos = cos + (1 - there).to(tl.float32)
+        cos = load_heads(cos_ptr + row * stride_cos, is_rotated, 1, HALF, 1, c.BLOCK_HALF).to(tl.float32)
+        sin = load_heads(sin_ptr + row * stride_sin, is_rotated, 1, HALF, 1, c.BLOCK_HALF).to(tl.float32)
+        cos = cos + (1 - is_rotated).to(tl.float32)
     for block in range(tl.cdiv(count, c.HEADS)):
         h0 = block * c.HEADS
         heads = tl.minimum(count - h0, c.HEADS)
@@ -78,10 +78,10 @@ def copy_token(
         end = target + h0 * stride_th.to(tl.int64)
         if HALF > 0:
             if c.INTERLEAVED:  # loading every other feature would waste 15/16 of the buffer
-                x = load_heads(origin, heads, stride_sh, WHOLE, c.HEADS, BLOCK).to(tl.float32)
+                x = load_heads(origin, heads, stride_sh, ROTATED, c.HEADS, BLOCK).to(tl.float32)
                 x0, x1 = tl.split(tl.reshape(x, [c.HEADS, c.BLOCK_HALF, 2]))
                 x = tl.reshape(tl.join(x0 * cos - x1 * sin, x0 * sin + x1 * cos), [c.HEADS, BLOCK])
-                store_heads(end, narrow(x, dtype, c.INTERPRET), heads, stride_th, WHOLE, c.HEADS, BLOCK)
+                store_heads(end, narrow(x, dtype, c.INTERPRET), heads, stride_th, ROTATED, c.HEADS, BLOCK)
             else:
                 x0 = load_heads(origin, heads, stride_sh, HALF, c.HEADS, c.BLOCK_HALF).to(tl.float32)
                 x1 = load_heads(origin + HALF, heads, stride_sh, HALF, c.HEADS, c.BLOCK_HALF).to(tl.float32)
@@ -89,9 +89,9 @@ def copy_token(
                 y1 = narrow(x0 * sin + x1 * cos, dtype, c.INTERPRET)
                 store_heads(end, y0, heads, stride_th, HALF, c.HEADS, c.BLOCK_HALF)
                 store_heads(end + HALF, y1, heads, stride_th, HALF, c.HEADS, c.BLOCK_HALF)
-        if REST > 0:
-            x = load_heads(origin + WHOLE, heads, stride_sh, REST, c.HEADS, BLOCK_REST)
-            store_heads(end + WHOLE, x, heads, stride_th, REST, c.HEADS, BLOCK_REST)
+        if UNROTATED > 0:
+            x = load_heads(origin + ROTATED, heads, stride_sh, UNROTATED, c.HEADS, BLOCK_UNROTATED)
+            store_heads(end + ROTATED, x, heads, stride_th, UNROTATED, c.HEADS, BLOCK_UNROTATED)
 
 
 @kernel
@@ -134,7 +134,7 @@ def _append_kernel(
                 k_new_ptr + b.to(tl.int64) * stride_k_newb + i.to(tl.int64) * stride_k_newm,
                 k_ptr + entry * stride_kb + row * stride_kn,
                 cos_ptr, sin_ptr, tl.maximum(key, 0), cos_rows, heads, stride_k_newh, stride_kh, stride_cos, stride_sin,
-                c.HALF, c.REST, c.BLOCK_REST, c,
+                c.HALF, c.UNROTATED, c.BLOCK_UNROTATED, c,
             )  # fmt: skip
             if not c.LATENT:
                 copy_token(
@@ -150,22 +150,22 @@ def _append_kernel(
                 rotated_q_ptr + b.to(tl.int64) * stride_rotated_qb + query.to(tl.int64) * stride_rotated_qm,
                 cos_ptr, sin_ptr, tl.maximum(start + query * q_step, 0), cos_rows, heads_q, stride_qh,
                 stride_rotated_qh, stride_cos, stride_sin,
-                c.HALF, c.REST, c.BLOCK_REST, c,
+                c.HALF, c.UNROTATED, c.BLOCK_UNROTATED, c,
             )  # fmt: skip
 
 
-def launch_of(problem: KVCacheProblem, tensors: KVCacheTensors, new: NewKeys) -> Launch:
+def make_launch(problem: KVCacheProblem, tensors: KVCacheTensors, new: NewKeys) -> Launch:
     """Return the launch that appends `new`, and rotates q if `new` has a buffer for it."""
     half = new.cos.shape[1] if new.cos is not None else 0
-    rest = problem.head_dim - 2 * half
+    unrotated = problem.head_dim - 2 * half
     seqlen_q = 0 if new.rotated_q is None else problem.seqlen_q
     seqlen_new = new.k.shape[1]
     table = tensors.block_table
     heads = max(problem.heads_kv, problem.heads_q if seqlen_q else 0)
     values: dict[str, Any] = {
-        **addressed("bshd", k_new=new.k, v_new=new.k if new.v is None else new.v),
-        **addressed("bshd", k=tensors.k_cache, v=tensors.v_cache, q=tensors.q),
-        **addressed("bshd", rotated_q=tensors.q if new.rotated_q is None else new.rotated_q),
+        **tensor_arguments("bshd", k_new=new.k, v_new=new.k if new.v is None else new.v),
+        **tensor_arguments("bshd", k=tensors.k_cache, v=tensors.v_cache, q=tensors.q),
+        **tensor_arguments("bshd", rotated_q=tensors.q if new.rotated_q is None else new.rotated_q),
         "cos_ptr": new.cos,
         "sin_ptr": new.sin,
         "stride_cos": 0 if new.cos is None else new.cos.stride(0),
@@ -186,9 +186,9 @@ def launch_of(problem: KVCacheProblem, tensors: KVCacheTensors, new: NewKeys) ->
         "BLOCK_DV": padded_head_dim(problem.head_dim_v),
         "HALF": half,
         "BLOCK_HALF": padded_head_dim(half),
-        "REST": rest,
-        "BLOCK_REST": padded_head_dim(rest),
-        "HEADS": min(triton.next_power_of_2(heads), MOST_HEADS),
+        "UNROTATED": unrotated,
+        "BLOCK_UNROTATED": padded_head_dim(unrotated),
+        "HEADS": min(triton.next_power_of_2(heads), MAX_HEADS),
         "INTERLEAVED": new.interleaved,
         "SEQLENS": tensors.seqlens is not None,
         "PAGED": problem.paged,
@@ -197,10 +197,10 @@ def launch_of(problem: KVCacheProblem, tensors: KVCacheTensors, new: NewKeys) ->
         "INTERPRET": INTERPRETED,
     }
     grid = vector_programs(problem.arch, tensors.q.device, problem.batch * (seqlen_new + seqlen_q))
-    return described(_append_kernel, AppendConstants, grid, values, configs.family_options(problem.arch))
+    return bind_launch(_append_kernel, AppendConstants, grid, values, configs.family_options(problem.arch))
 
 
 def kvcache_append(problem: KVCacheProblem, tensors: KVCacheTensors, new: NewKeys) -> None:
     """Write `new` to the caches, and the rotated q to its buffer if there is one."""
     with device_guard(tensors.q):
-        run(launch_of(problem, tensors, new))
+        run(make_launch(problem, tensors, new))

@@ -39,7 +39,7 @@ def _four_strides(bias: torch.Tensor) -> list[int]:
     return [0] * (4 - bias.dim()) + strides
 
 
-def _described(bias: torch.Tensor) -> Bias:
+def _bias_view(bias: torch.Tensor) -> Bias:
     b, h, m, n = _four_strides(bias)
     return Bias(bias, ("q" if m else "") + ("k" if n else "") or "1", (b, h, m))
 
@@ -66,12 +66,12 @@ def as_read(bias: torch.Tensor | None) -> Bias:
                 bias = bias.narrow(dim, 0, 1)
         bias = bias.to(bias.dtype if bias.dtype in NATIVE else torch.float32, memory_format=torch.contiguous_format)
         bias = bias.contiguous()
-    return _described(bias)
+    return _bias_view(bias)
 
 
-def as_written(gradient: torch.Tensor) -> Bias:
-    """Return the buffer that the kernel writes: `gradient`, or a new one whose values the caller copies to it."""
-    if _fits_kernels(gradient):
-        return _described(gradient)
-    dtype = gradient.dtype if gradient.dtype in NATIVE else torch.float32
-    return _described(gradient.new_empty(gradient.shape, dtype=dtype))
+def as_written(dbias: torch.Tensor) -> Bias:
+    """Return the buffer that the kernel writes: `dbias`, or a new one whose values the caller copies to it."""
+    if _fits_kernels(dbias):
+        return _bias_view(dbias)
+    dtype = dbias.dtype if dbias.dtype in NATIVE else torch.float32
+    return _bias_view(dbias.new_empty(dbias.shape, dtype=dtype))

@@ -27,7 +27,7 @@ from diyfa.backends.npu.attention.bwd_dkdv import KeyGradientConstants, _bwd_dkd
 from diyfa.backends.npu.attention.bwd_dq import QueryGradientConstants, _bwd_dq_kernel
 from diyfa.backends.npu.attention.bwd_dsinks import SinkGradientConstants, _bwd_dsinks_kernel
 from diyfa.backends.npu.attention.launch import AttentionConstants, attention_launch, call_values
-from diyfa.backends.npu.runtime.launch import addressed, described, device_guard, run, vector_programs
+from diyfa.backends.npu.runtime.launch import bind_launch, device_guard, run, tensor_arguments, vector_programs
 from diyfa.backends.npu.runtime.tiles import chosen_tile, run_tiled
 from diyfa.backends.npu.tables.configs import PREPROCESS_ROWS, AttentionTile, attention_tile, preprocess_rows
 from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors, Launch
@@ -41,27 +41,27 @@ def _dbias_launch(
     tile: AttentionTile | None,
 ) -> tuple[str, Launch]:
     """Return (name, launch) for the gradient of the bias. It writes `dbias`, or the buffer of `as_written`."""
-    written = as_written(dbias)
-    own_batch, own_heads = ((1,) * (4 - dbias.dim()) + tuple(dbias.shape))[:2]
-    values = {**values, **written.values("dbias"), "own_batch": own_batch, "own_heads": own_heads}
-    tasks = own_batch * own_heads
-    if "k" not in written.dims:
-        tasks *= triton.cdiv(problem.seqlen_q, PREPROCESS_ROWS) if "q" in written.dims else 1
-        values |= {"BLOCK_M": PREPROCESS_ROWS, "DBIAS": written.dims}
-        return "dbias_rows", described(
+    buffer = as_written(dbias)
+    bias_batch, bias_heads = ((1,) * (4 - dbias.dim()) + tuple(dbias.shape))[:2]
+    values = {**values, **buffer.values("dbias"), "bias_batch": bias_batch, "bias_heads": bias_heads}
+    tasks = bias_batch * bias_heads
+    if "k" not in buffer.dims:
+        tasks *= triton.cdiv(problem.seqlen_q, PREPROCESS_ROWS) if "q" in buffer.dims else 1
+        values |= {"BLOCK_M": PREPROCESS_ROWS, "DBIAS": buffer.dims}
+        return "dbias_rows", bind_launch(
             _bwd_dbias_rows_kernel, BiasRowsConstants, vector_programs(problem.arch, dbias.device, tasks), values
         )
-    if values["BIAS"] != written.dims:  # an expanded bias has a gradient for each repeated value
+    if values["BIAS"] != buffer.dims:  # an expanded bias has a gradient for each repeated value
         assert tensors.attn_bias is not None
         bias = as_read(tensors.attn_bias.contiguous())
         values |= {**bias.values("bias"), "BIAS": bias.dims}
     tile = tile or attention_tile(problem, "dbias")
-    tasks *= triton.cdiv(problem.seqlen_q, tile.block_m) if "q" in written.dims else 1
+    tasks *= triton.cdiv(problem.seqlen_q, tile.block_m) if "q" in buffer.dims else 1
     tasks *= triton.cdiv(problem.seqlen_k, tile.block_n)
     return "dbias", attention_launch(_bwd_dbias_kernel, AttentionConstants, "dbias", problem, values, tile, tasks)
 
 
-def launches_of(
+def make_launches(
     problem: AttentionProblem,
     tensors: AttentionTensors,
     out: torch.Tensor,
@@ -77,7 +77,7 @@ def launches_of(
     layout, arch, device, heads_q = problem.layout, problem.arch, lse.device, problem.heads_q
     values = {
         **call_values(problem, tensors, "dq"),
-        **addressed(layout, out=out, dout=dout, dq=gradients.dq, dk=gradients.dk, dv=gradients.dv),
+        **tensor_arguments(layout, out=out, dout=dout, dq=gradients.dq, dk=gradients.dk, dv=gradients.dv),
         "lse_ptr": lse,
         "delta_ptr": torch.empty_like(lse) if gradients.delta is None else gradients.delta,
         "dlse_ptr": None if dlse is None else dlse.contiguous(),
@@ -90,8 +90,8 @@ def launches_of(
 
     block = preprocess_rows(problem)
     grid = vector_programs(arch, device, triton.cdiv(rows, block) * batch * heads_q)
-    own = {"seqlen_q": rows, "BLOCK_M": block}
-    launches["preprocess"] = described(_bwd_preprocess_kernel, PreprocessConstants, grid, values | own)
+    row_values = {"seqlen_q": rows, "BLOCK_M": block}
+    launches["preprocess"] = bind_launch(_bwd_preprocess_kernel, PreprocessConstants, grid, values | row_values)
 
     tile = tiles.get("dkdv") or attention_tile(problem, "dkdv")
     tasks = triton.cdiv(problem.seqlen_k, tile.block_n) * problem.batch * problem.heads_kv
@@ -105,9 +105,9 @@ def launches_of(
         name, launch = _dbias_launch(problem, tensors, gradients.dbias, values, tiles.get("dbias"))
         launches[name] = launch
     if gradients.dsinks is not None:
-        own = {"batch": batch, "seqlen_q": rows, "BLOCK_M": PREPROCESS_ROWS}
-        launches["dsinks"] = described(
-            _bwd_dsinks_kernel, SinkGradientConstants, vector_programs(arch, device, heads_q), values | own
+        row_values = {"batch": batch, "seqlen_q": rows, "BLOCK_M": PREPROCESS_ROWS}
+        launches["dsinks"] = bind_launch(
+            _bwd_dsinks_kernel, SinkGradientConstants, vector_programs(arch, device, heads_q), values | row_values
         )
     return launches
 
@@ -132,18 +132,18 @@ def attention_bwd(
     def launch_with(kernel: str, tile: AttentionTile) -> list[Launch]:
         if tile is tiles.get(kernel):
             return [launches[kernel]]
-        return [launches_of(problem, tensors, out, lse, dout, dlse, gradients, {kernel: tile})[kernel]]
+        return [make_launches(problem, tensors, out, lse, dout, dlse, gradients, {kernel: tile})[kernel]]
 
     tiles: dict[str, AttentionTile] = {}
     with device_guard(tensors.q):
         tiled = ("dkdv", "dq", "dbias") if dbias is not None and "k" in as_written(dbias).dims else ("dkdv", "dq")
         tiles |= {kernel: chosen_tile(problem, kernel, partial(launch_with, kernel)) for kernel in tiled}
-        launches = launches_of(problem, tensors, out, lse, dout, dlse, gradients, tiles)
+        launches = make_launches(problem, tensors, out, lse, dout, dlse, gradients, tiles)
         for kernel, launch in launches.items():
             if kernel in tiles:
                 (launch,) = run_tiled(problem, kernel, tiles[kernel], partial(launch_with, kernel))
             else:
                 run(launch)
-            written = launch.arguments.get("dbias_ptr")
-            if dbias is not None and written is not None and written is not dbias:
-                dbias.copy_(written)
+            dbias_buffer = launch.arguments.get("dbias_ptr")
+            if dbias is not None and dbias_buffer is not None and dbias_buffer is not dbias:
+                dbias.copy_(dbias_buffer)

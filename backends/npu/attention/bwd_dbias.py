@@ -10,22 +10,22 @@ import triton.language as tl
 
 from diyfa.backends.npu.attention.dropout import head_keys, keep_tile, position_words
 from diyfa.backends.npu.attention.primitives import (
-    base_of,
     block_at,
+    dense_head_base,
     dot,
+    head_base,
     key_range,
     load_lse,
     load_row,
     load_tile,
     masked,
     narrow,
-    row_base_of,
+    rounds_before,
     score_tile,
-    sequence,
+    sequence_info,
     store_row,
     store_tile,
-    task_in,
-    turns_before,
+    task_in_round,
 )
 from diyfa.backends.npu.runtime.compat import kernel
 
@@ -40,56 +40,58 @@ def _bwd_dbias_kernel(
     stride_per_head_b, stride_bias_b, stride_bias_h, stride_bias_m,
     sm_scale, softcap, softcap_minus, softcap_inverse, softcap_rate, keep_threshold, keep_prob, keep_scale, grad_scale,
     batch, heads_q, heads_kv, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
-    own_batch, own_heads,
+    bias_batch, bias_heads,
     c: tl.constexpr,
 ):  # fmt: skip
     """Write dbias: the sum of p · (dp - delta) over the dimensions along which the bias is broadcast.
 
     The order of the sum is fixed, and there are no atomics. BIAS: the bias's dimensions in a tile, "qk" or "k".
-    `own_batch`, `own_heads`: its number of samples and of heads, 1 if broadcast.
+    `bias_batch`, `bias_heads`: its number of samples and of heads, 1 if broadcast.
     """
     PAD_D: tl.constexpr = c.HEAD_DIM != c.BLOCK_D
     PAD_DV: tl.constexpr = c.HEAD_DIM_V != c.BLOCK_DV
     row_blocks = tl.cdiv(seqlen_q, c.BLOCK_M)
     key_blocks = tl.cdiv(seqlen_k, c.BLOCK_N)
     group = heads_q // heads_kv
-    own_rows = row_blocks if c.BIAS == "qk" else 1
+    bias_row_blocks = row_blocks if c.BIAS == "qk" else 1
     # Number of score tiles for one tile of the bias, by dimension: 1 if the bias has that dimension.
-    shared_batch = batch // own_batch
-    shared_heads = heads_q // own_heads
-    shared_rows = row_blocks // own_rows
-    for turn in range(turns_before(own_batch * own_heads * own_rows * key_blocks)):
-        task = task_in(turn)
-        own_n = task % key_blocks
-        own_m = task // key_blocks % own_rows
-        own_h = task // key_blocks // own_rows % own_heads
-        own_b = task // key_blocks // own_rows // own_heads
-        steps = shared_batch * shared_heads * shared_rows
+    samples_per_bias = batch // bias_batch
+    heads_per_bias = heads_q // bias_heads
+    row_blocks_per_bias = row_blocks // bias_row_blocks
+    for round_index in range(rounds_before(bias_batch * bias_heads * bias_row_blocks * key_blocks)):
+        task = task_in_round(round_index)
+        bias_n = task % key_blocks
+        bias_m = task // key_blocks % bias_row_blocks
+        bias_h = task // key_blocks // bias_row_blocks % bias_heads
+        bias_b = task // key_blocks // bias_row_blocks // bias_heads
+        steps = samples_per_bias * heads_per_bias * row_blocks_per_bias
         if c.BIAS == "qk" and not c.SEQ_LENS:  # skip a tile if no row sees a key of it
-            lo, hi = key_range(own_m * c.BLOCK_M, seqlen_q, seqlen_k, window_left, window_right, c)
-            if (own_n * c.BLOCK_N >= hi) | (own_n * c.BLOCK_N < lo):
+            lo, hi = key_range(bias_m * c.BLOCK_M, seqlen_q, seqlen_k, window_left, window_right, c)
+            if (bias_n * c.BLOCK_N >= hi) | (bias_n * c.BLOCK_N < lo):
                 steps = 0
         acc = tl.zeros([c.BLOCK_M, c.BLOCK_N], tl.float32)
         for step in range(steps):
-            n0 = own_n * c.BLOCK_N
-            row0 = (own_m + step % shared_rows) * c.BLOCK_M
-            h = own_h + step // shared_rows % shared_heads
-            b = own_b + step // shared_rows // shared_heads
+            n0 = bias_n * c.BLOCK_N
+            row0 = (bias_m + step % row_blocks_per_bias) * c.BLOCK_M
+            h = bias_h + step // row_blocks_per_bias % heads_per_bias
+            b = bias_b + step // row_blocks_per_bias // heads_per_bias
             hk = h // group
-            start_q, start_k, sq, sk = sequence(seq_lens_ptr, None, None, b, seqlen_q, seqlen_k, total_q, total_k, c)
-            q_base = base_of(q_ptr, b, h, start_q, stride_qb, stride_qh, stride_qm, False)
-            k_base = base_of(k_ptr, b, hk, start_k, stride_kb, stride_kh, stride_kn, False)
-            v_base = base_of(v_ptr, b, hk, start_k, stride_vb, stride_vh, stride_vn, False)
-            dout_base = base_of(dout_ptr, b, h, start_q, stride_dob, stride_doh, stride_dom, False)
+            start_q, start_k, sq, sk = sequence_info(
+                seq_lens_ptr, None, None, b, seqlen_q, seqlen_k, total_q, total_k, c
+            )
+            q_base = head_base(q_ptr, b, h, start_q, stride_qb, stride_qh, stride_qm, False)
+            k_base = head_base(k_ptr, b, hk, start_k, stride_kb, stride_kh, stride_kn, False)
+            v_base = head_base(v_ptr, b, hk, start_k, stride_vb, stride_vh, stride_vn, False)
+            dout_base = head_base(dout_ptr, b, h, start_q, stride_dob, stride_doh, stride_dom, False)
             q_block = block_at(q_base, sq, stride_qm, row0, 0, c.HEAD_DIM, c.BLOCK_M, c.BLOCK_D)
             dout_block = block_at(dout_base, sq, stride_dom, row0, 0, c.HEAD_DIM_V, c.BLOCK_M, c.BLOCK_DV)
             k_block = block_at(k_base, sk, stride_kn, n0, 0, c.HEAD_DIM, c.BLOCK_N, c.BLOCK_D)
             v_block = block_at(v_base, sk, stride_vn, n0, 0, c.HEAD_DIM_V, c.BLOCK_N, c.BLOCK_DV)
             q = load_tile(q_block, PAD_D)  # [BLOCK_M, BLOCK_D]
             k = load_tile(k_block, PAD_D)  # [BLOCK_N, BLOCK_D]
-            lse = load_lse(row_base_of(lse_ptr, b, h, 0, heads_q, seqlen_q, total_q, False), row0, sq, c.BLOCK_M)
+            lse = load_lse(dense_head_base(lse_ptr, b, h, 0, heads_q, seqlen_q, total_q, False), row0, sq, c.BLOCK_M)
             delta = load_row(
-                row_base_of(delta_ptr, b, h, 0, heads_q, seqlen_q, total_q, False), row0, seqlen_q, c.BLOCK_M
+                dense_head_base(delta_ptr, b, h, 0, heads_q, seqlen_q, total_q, False), row0, seqlen_q, c.BLOCK_M
             )
             s, _ = score_tile(
                 dot(q, tl.trans(k), c.INTERPRET), b, h, row0, n0, sq, sk,
@@ -110,18 +112,18 @@ def _bwd_dbias_kernel(
             ds = masked(ds, 0.0, row0, n0, sq, sk, window_left, window_right, False, c)
             # Masks do not hide everything beyond the sequence: neither what no product wrote, nor 0 times a NaN. This
             # select is unconditional, and in this form: else AscendNPU IR 1.1.0 does not pipeline the loop.
-            real = (tl.arange(0, c.BLOCK_M) + row0).to(tl.float32) < sq.to(tl.float32)
-            ds = tl.where(real[:, None], ds, 0.0)
+            is_row = (tl.arange(0, c.BLOCK_M) + row0).to(tl.float32) < sq.to(tl.float32)
+            ds = tl.where(is_row[:, None], ds, 0.0)
             acc += ds
         if c.DROPOUT:
             acc = acc * keep_scale
-        out_base = dbias_ptr + own_b.to(tl.int64) * stride_dbias_b + own_h.to(tl.int64) * stride_dbias_h
+        out_base = dbias_ptr + bias_b.to(tl.int64) * stride_dbias_b + bias_h.to(tl.int64) * stride_dbias_h
         dtype = dbias_ptr.dtype.element_ty
         if c.BIAS == "qk":
             block = tl.make_block_ptr(
-                out_base, (seqlen_q, seqlen_k), (stride_dbias_m, 1), (own_m * c.BLOCK_M, own_n * c.BLOCK_N),
+                out_base, (seqlen_q, seqlen_k), (stride_dbias_m, 1), (bias_m * c.BLOCK_M, bias_n * c.BLOCK_N),
                 (c.BLOCK_M, c.BLOCK_N), (1, 0),
             )  # fmt: skip
             store_tile(block, narrow(acc, dtype, c.INTERPRET), True)
         else:
-            store_row(out_base, narrow(tl.sum(acc, 0), dtype, c.INTERPRET), own_n * c.BLOCK_N, seqlen_k, c.BLOCK_N)
+            store_row(out_base, narrow(tl.sum(acc, 0), dtype, c.INTERPRET), bias_n * c.BLOCK_N, seqlen_k, c.BLOCK_N)

@@ -47,45 +47,47 @@ def _bwd_dbias_rows_kernel(
     sinks_ptr, lse_ptr, delta_ptr, dlse_ptr, seq_lens_ptr,
     dbias_ptr,
     stride_dbias_b, stride_dbias_h,
-    batch, heads_q, seqlen_q, seqlen_k, window_left, window_right, own_batch, own_heads,
+    batch, heads_q, seqlen_q, seqlen_k, window_left, window_right, bias_batch, bias_heads,
     c: tl.constexpr,
 ):  # fmt: skip
     """Write dbias: the sum of exp(sink - lse) · delta + dlse over the broadcast dimensions other than keys.
 
-    DBIAS is "q", a value for each row, or "1". `own_batch`, `own_heads`: number of samples and heads of the bias. Rows
-    that see no key have lse inf, and their dlse may be anything. NaN in delta or lse stays in its row.
+    DBIAS is "q", a value for each row, or "1". `bias_batch`, `bias_heads`: number of samples and heads of the bias.
+    Rows that see no key have lse inf, and their dlse may be anything. NaN in delta or lse stays in its row.
     """
     row_blocks = tl.cdiv(seqlen_q, c.BLOCK_M)
-    own_rows = row_blocks if c.DBIAS == "q" else 1
-    shared_batch = batch // own_batch
-    shared_heads = heads_q // own_heads
-    shared_rows = row_blocks // own_rows
-    for task in range(tl.program_id(0), own_batch * own_heads * own_rows, tl.num_programs(0)):
-        own_m = task % own_rows
-        own_h = task // own_rows % own_heads
-        own_b = task // own_rows // own_heads
+    bias_row_blocks = row_blocks if c.DBIAS == "q" else 1
+    samples_per_bias = batch // bias_batch
+    heads_per_bias = heads_q // bias_heads
+    row_blocks_per_bias = row_blocks // bias_row_blocks
+    for task in range(tl.program_id(0), bias_batch * bias_heads * bias_row_blocks, tl.num_programs(0)):
+        bias_m = task % bias_row_blocks
+        bias_h = task // bias_row_blocks % bias_heads
+        bias_b = task // bias_row_blocks // bias_heads
         total = tl.zeros([c.BLOCK_M], tl.float32)
-        for step in range(shared_batch * shared_heads * shared_rows):
-            row0 = (own_m + step % shared_rows) * c.BLOCK_M
-            h = own_h + step // shared_rows % shared_heads
-            b = own_b + step // shared_rows // shared_heads
+        for step in range(samples_per_bias * heads_per_bias * row_blocks_per_bias):
+            row0 = (bias_m + step % row_blocks_per_bias) * c.BLOCK_M
+            h = bias_h + step // row_blocks_per_bias % heads_per_bias
+            b = bias_b + step // row_blocks_per_bias // heads_per_bias
             base = (b * heads_q + h).to(tl.int64) * seqlen_q
             lse = load_lse(lse_ptr + base, row0, seqlen_q, c.BLOCK_M)  # inf beyond the rows
             delta = load_row(delta_ptr + base, row0, seqlen_q, c.BLOCK_M)
             sink = float("-inf")
             if c.SINKS:
                 sink = tl.load(sinks_ptr + h)
-            row = tl.exp(sink - lse) * delta
+            summand = tl.exp(sink - lse) * delta
             if c.HAS_DLSE:
-                row += load_row(dlse_ptr + base, row0, seqlen_q, c.BLOCK_M)
+                summand += load_row(dlse_ptr + base, row0, seqlen_q, c.BLOCK_M)
             if c.SINKS and (c.HAS_LEFT or c.HAS_RIGHT):
                 sq, sk = effective_lengths(seq_lens_ptr, b, seqlen_q, seqlen_k, c.SEQ_LENS)
-                blind = sees_nothing(row0 + sk - sq, sk, window_left, window_right, c.BLOCK_M, c.HAS_LEFT, c.HAS_RIGHT)
-                row = tl.where(blind > 0.0, 0.0, row)
-            total += tl.where(lse != float("inf"), row, 0.0)
-        out_base = dbias_ptr + own_b.to(tl.int64) * stride_dbias_b + own_h.to(tl.int64) * stride_dbias_h
+                sees_no_key = sees_nothing(
+                    row0 + sk - sq, sk, window_left, window_right, c.BLOCK_M, c.HAS_LEFT, c.HAS_RIGHT
+                )
+                summand = tl.where(sees_no_key > 0.0, 0.0, summand)
+            total += tl.where(lse != float("inf"), summand, 0.0)
+        out_base = dbias_ptr + bias_b.to(tl.int64) * stride_dbias_b + bias_h.to(tl.int64) * stride_dbias_h
         dtype = dbias_ptr.dtype.element_ty
         if c.DBIAS == "q":
-            store_row(out_base, narrow(total, dtype, c.INTERPRET), own_m * c.BLOCK_M, seqlen_q, c.BLOCK_M)
+            store_row(out_base, narrow(total, dtype, c.INTERPRET), bias_m * c.BLOCK_M, seqlen_q, c.BLOCK_M)
         else:
             tl.store(out_base, narrow(tl.sum(total, 0), dtype, c.INTERPRET))

@@ -13,8 +13,8 @@ No other program adds to these rows, so nothing needs atomics and results are th
 are held transposed, [BLOCK_N, BLOCK_M]: then the left operands of both accumulating products need no transpose.
 
 With dropout dpᵀ, and pᵀ in the dv product only, are 0 at dropped positions; delta is multiplied by 1 - p_drop, and both
-gradients are divided by it after the loop. Columns of q, k and dk beyond one product's width (REST) go through a second
-product.
+gradients are divided by it after the loop. Columns of q, k and dk beyond one product's width (BLOCK_D_TAIL) go through
+a second product.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ import triton.language as tl
 from diyfa.backends.npu.attention.dropout import head_keys, keep_tile, position_words
 from diyfa.backends.npu.attention.launch import AttentionConstants
 from diyfa.backends.npu.attention.primitives import (
-    base_of,
     block_at,
     cap_derivative,
+    count_tasks,
+    dense_head_base,
     dot,
     dot_add,
     drop_columns,
-    first_rows,
+    head_base,
+    keep_first_rows,
     load_lse,
     load_row,
     load_tile,
+    locate_task,
     masked,
     narrow,
-    row_base_of,
+    rounds_before,
     row_bias,
     row_range,
     score_tile,
-    sequence,
+    sequence_info,
     store_tile,
-    task_in,
-    task_of,
-    tasks_of,
-    turns_before,
+    task_in_round,
 )
 from diyfa.backends.npu.runtime.compat import kernel
 
@@ -56,7 +56,7 @@ from diyfa.backends.npu.runtime.compat import kernel
 class KeyGradientConstants(AttentionConstants):
     """Constants of `_bwd_dkdv_kernel`."""
 
-    rest: int  # columns of q, k and dk beyond block_d, for a second product; 0 if one holds all
+    block_d_tail: int  # columns of q, k and dk beyond block_d, for a second product; 0 if one holds all
 
 
 @kernel
@@ -68,26 +68,26 @@ def _bwd_dkdv_kernel(
     stride_dob, stride_doh, stride_dom, stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn,
     stride_per_head_b, stride_bias_b, stride_bias_h, stride_bias_m,
     sm_scale, softcap, softcap_minus, softcap_inverse, softcap_rate, keep_threshold, keep_prob, keep_scale, grad_scale,
-    batch, heads_q, heads_kv, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right, together,
+    batch, heads_q, heads_kv, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right, heads_in_parallel,
     c: tl.constexpr,
 ):  # fmt: skip
     """Write dk and dv. The module docstring lists the steps."""
     PAD_D: tl.constexpr = c.HEAD_DIM < c.BLOCK_D
-    PAD_REST: tl.constexpr = c.HEAD_DIM != c.BLOCK_D + c.REST
+    PAD_D_TAIL: tl.constexpr = c.HEAD_DIM != c.BLOCK_D + c.BLOCK_D_TAIL
     PAD_DV: tl.constexpr = c.HEAD_DIM_V != c.BLOCK_DV
     ROW_BIAS: tl.constexpr = c.BIAS == "q" or c.BIAS == "1"  # the same for all keys
     group = heads_q // heads_kv
     BY_SAMPLE: tl.constexpr = c.VARLEN or c.SEQ_LENS
     first_task = 0  # tasks of earlier samples
     for sample in range(batch if BY_SAMPLE else 1):
-        blocks, tasks = tasks_of(
+        blocks, tasks = count_tasks(
             cu_seqlens_k_ptr, sample, total_k, seqlen_k, batch, heads_kv, c.BLOCK_N, c.VARLEN, BY_SAMPLE
         )
-        for turn in range(turns_before(first_task), turns_before(first_task + tasks)):
-            task = task_in(turn) - first_task
-            b, hk, block = task_of(task, sample, blocks, batch, heads_kv, together, BY_SAMPLE, False)
+        for round_index in range(rounds_before(first_task), rounds_before(first_task + tasks)):
+            task = task_in_round(round_index) - first_task
+            b, hk, block = locate_task(task, sample, blocks, batch, heads_kv, heads_in_parallel, BY_SAMPLE, False)
             n0 = block * c.BLOCK_N
-            start_q, start_k, sq, sk = sequence(
+            start_q, start_k, sq, sk = sequence_info(
                 seq_lens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, b, seqlen_q, seqlen_k, total_q, total_k, c
             )
             # Rows after a packed sequence belong to the next one.
@@ -95,27 +95,27 @@ def _bwd_dkdv_kernel(
             keys = sk if c.VARLEN else seqlen_k
             lo, hi = row_range(n0, sq, sk, window_left, window_right, c)
             row_blocks = tl.cdiv(tl.maximum(hi - lo, 0), c.BLOCK_M)
-            k_base = base_of(k_ptr, b, hk, start_k, stride_kb, stride_kh, stride_kn, c.VARLEN)
-            v_base = base_of(v_ptr, b, hk, start_k, stride_vb, stride_vh, stride_vn, c.VARLEN)
-            dk_base = base_of(dk_ptr, b, hk, start_k, stride_dkb, stride_dkh, stride_dkn, c.VARLEN)
-            dv_base = base_of(dv_ptr, b, hk, start_k, stride_dvb, stride_dvh, stride_dvn, c.VARLEN)
+            k_base = head_base(k_ptr, b, hk, start_k, stride_kb, stride_kh, stride_kn, c.VARLEN)
+            v_base = head_base(v_ptr, b, hk, start_k, stride_vb, stride_vh, stride_vn, c.VARLEN)
+            dk_base = head_base(dk_ptr, b, hk, start_k, stride_dkb, stride_dkh, stride_dkn, c.VARLEN)
+            dv_base = head_base(dv_ptr, b, hk, start_k, stride_dvb, stride_dvh, stride_dvn, c.VARLEN)
             k_block = block_at(k_base, sk, stride_kn, n0, 0, c.HEAD_DIM, c.BLOCK_N, c.BLOCK_D)
             v_block = block_at(v_base, sk, stride_vn, n0, 0, c.HEAD_DIM_V, c.BLOCK_N, c.BLOCK_DV)
             k = load_tile(k_block, PAD_D)  # [BLOCK_N, BLOCK_D]
             v = load_tile(v_block, PAD_DV)  # [BLOCK_N, BLOCK_DV]
-            if c.REST:
-                k_rest_block = block_at(k_base, sk, stride_kn, n0, c.BLOCK_D, c.HEAD_DIM, c.BLOCK_N, c.REST)
-                k_rest = load_tile(k_rest_block, PAD_REST)  # [BLOCK_N, REST]
-                dk_rest = tl.zeros([c.BLOCK_N, c.REST], tl.float32)
+            if c.BLOCK_D_TAIL:
+                k_tail_block = block_at(k_base, sk, stride_kn, n0, c.BLOCK_D, c.HEAD_DIM, c.BLOCK_N, c.BLOCK_D_TAIL)
+                k_tail = load_tile(k_tail_block, PAD_D_TAIL)  # [BLOCK_N, BLOCK_D_TAIL]
+                dk_tail = tl.zeros([c.BLOCK_N, c.BLOCK_D_TAIL], tl.float32)
             dk = tl.zeros([c.BLOCK_N, c.BLOCK_D], tl.float32)
             dv = tl.zeros([c.BLOCK_N, c.BLOCK_DV], tl.float32)
             for step in range(row_blocks * group):  # query tiles of each head of the group
                 h = hk * group + step // row_blocks
                 row0 = lo + (step % row_blocks) * c.BLOCK_M
-                q_base = base_of(q_ptr, b, h, start_q, stride_qb, stride_qh, stride_qm, c.VARLEN)
-                dout_base = base_of(dout_ptr, b, h, start_q, stride_dob, stride_doh, stride_dom, c.VARLEN)
-                lse_base = row_base_of(lse_ptr, b, h, start_q, heads_q, seqlen_q, total_q, c.VARLEN)
-                delta_base = row_base_of(delta_ptr, b, h, start_q, heads_q, seqlen_q, total_q, c.VARLEN)
+                q_base = head_base(q_ptr, b, h, start_q, stride_qb, stride_qh, stride_qm, c.VARLEN)
+                dout_base = head_base(dout_ptr, b, h, start_q, stride_dob, stride_doh, stride_dom, c.VARLEN)
+                lse_base = dense_head_base(lse_ptr, b, h, start_q, heads_q, seqlen_q, total_q, c.VARLEN)
+                delta_base = dense_head_base(delta_ptr, b, h, start_q, heads_q, seqlen_q, total_q, c.VARLEN)
                 q_block = block_at(q_base, sq, stride_qm, row0, 0, c.HEAD_DIM, c.BLOCK_M, c.BLOCK_D)
                 dout_block = block_at(dout_base, sq, stride_dom, row0, 0, c.HEAD_DIM_V, c.BLOCK_M, c.BLOCK_DV)
                 q = load_tile(q_block, PAD_D)  # [BLOCK_M, BLOCK_D]
@@ -125,10 +125,12 @@ def _bwd_dkdv_kernel(
                     lse = lse - row_bias(bias_ptr, b, h, stride_bias_b, stride_bias_h, row0, sq, c)
                 delta = load_row(delta_base, row0, rows, c.BLOCK_M)
                 s = dot(k, tl.trans(q), c.INTERPRET)  # [BLOCK_N, BLOCK_M]
-                if c.REST:
-                    q_rest_block = block_at(q_base, sq, stride_qm, row0, c.BLOCK_D, c.HEAD_DIM, c.BLOCK_M, c.REST)
-                    q_rest = load_tile(q_rest_block, PAD_REST)  # [BLOCK_M, REST]
-                    s = dot_add(k_rest, tl.trans(q_rest), s, c.INTERPRET)
+                if c.BLOCK_D_TAIL:
+                    q_tail_block = block_at(
+                        q_base, sq, stride_qm, row0, c.BLOCK_D, c.HEAD_DIM, c.BLOCK_M, c.BLOCK_D_TAIL
+                    )
+                    q_tail = load_tile(q_tail_block, PAD_D_TAIL)  # [BLOCK_M, BLOCK_D_TAIL]
+                    s = dot_add(k_tail, tl.trans(q_tail), s, c.INTERPRET)
                 s, capped = score_tile(
                     s, b, h, row0, n0, sq, sk, sm_scale, softcap, softcap_minus, softcap_rate,
                     per_head_ptr, stride_per_head_b, bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, True, c,
@@ -141,37 +143,39 @@ def _bwd_dkdv_kernel(
                 # The cube unit may overwrite a left operand. In fp32 p itself is that of the dv product, so every
                 # other use of p comes before that product.
                 dp = dot(v, tl.trans(dout), c.INTERPRET)  # [BLOCK_N, BLOCK_M]
-                kept = p
+                p_dropped = p
                 if c.DROPOUT:
                     delta = delta * keep_prob  # 1 / keep_prob follows after the loop
                     row_key0, row_key1, column_key0, column_key1 = head_keys(rng_state_ptr, b, h, c.DROPOUT_ORIGINS)
                     r0, r1 = position_words(row_key0, row_key1, tl.arange(0, c.BLOCK_M) + row0)
                     c0, c1 = position_words(column_key0, column_key1, tl.arange(0, c.BLOCK_N) + n0)
                     keep = keep_tile(c0, c1, r0, r1, keep_threshold)
-                    kept = tl.where(keep, p, 0.0)
+                    p_dropped = tl.where(keep, p, 0.0)
                     dp = tl.where(keep, dp, 0.0)
                 ds = p * (dp - delta[None, :])
                 if c.SOFTCAP != "":
                     ds = ds * cap_derivative(capped, softcap_inverse)
                 ds = drop_columns(ds, row0, sq, c.BLOCK_M)
-                dv = dot_add(narrow(kept, dout.dtype, c.INTERPRET), dout, dv, c.INTERPRET)
+                dv = dot_add(narrow(p_dropped, dout.dtype, c.INTERPRET), dout, dv, c.INTERPRET)
                 ds = narrow(ds, q.dtype, c.INTERPRET)
                 dk = dot_add(ds, q, dk, c.INTERPRET)
-                if c.REST:
-                    dk_rest = dot_add(ds, q_rest, dk_rest, c.INTERPRET)
+                if c.BLOCK_D_TAIL:
+                    dk_tail = dot_add(ds, q_tail, dk_tail, c.INTERPRET)
             # Keys that no row sees and keys beyond the sequence get gradient 0.
-            seen = tl.where(row_blocks > 0, (sk - n0) if c.SEQ_LENS else c.BLOCK_N, 0)
-            dk = first_rows(dk, seen, c.BLOCK_N) * grad_scale
-            if c.REST:
-                dk_rest = first_rows(dk_rest, seen, c.BLOCK_N) * grad_scale
-            dv = first_rows(dv, seen, c.BLOCK_N)
+            n_seen_keys = tl.where(row_blocks > 0, (sk - n0) if c.SEQ_LENS else c.BLOCK_N, 0)
+            dk = keep_first_rows(dk, n_seen_keys, c.BLOCK_N) * grad_scale
+            if c.BLOCK_D_TAIL:
+                dk_tail = keep_first_rows(dk_tail, n_seen_keys, c.BLOCK_N) * grad_scale
+            dv = keep_first_rows(dv, n_seen_keys, c.BLOCK_N)
             if c.DROPOUT:
                 dv = dv * keep_scale
             dk_block = block_at(dk_base, keys, stride_dkn, n0, 0, c.HEAD_DIM, c.BLOCK_N, c.BLOCK_D)
             dv_block = block_at(dv_base, keys, stride_dvn, n0, 0, c.HEAD_DIM_V, c.BLOCK_N, c.BLOCK_DV)
             store_tile(dk_block, narrow(dk, dk_ptr.dtype.element_ty, c.INTERPRET), PAD_D)
-            if c.REST:
-                dk_rest_block = block_at(dk_base, keys, stride_dkn, n0, c.BLOCK_D, c.HEAD_DIM, c.BLOCK_N, c.REST)
-                store_tile(dk_rest_block, narrow(dk_rest, dk_ptr.dtype.element_ty, c.INTERPRET), PAD_REST)
+            if c.BLOCK_D_TAIL:
+                dk_tail_block = block_at(
+                    dk_base, keys, stride_dkn, n0, c.BLOCK_D, c.HEAD_DIM, c.BLOCK_N, c.BLOCK_D_TAIL
+                )
+                store_tile(dk_tail_block, narrow(dk_tail, dk_ptr.dtype.element_ty, c.INTERPRET), PAD_D_TAIL)
             store_tile(dv_block, narrow(dv, dv_ptr.dtype.element_ty, c.INTERPRET), PAD_DV)
         first_task += tasks

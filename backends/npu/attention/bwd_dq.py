@@ -20,27 +20,27 @@ import triton.language as tl
 from diyfa.backends.npu.attention.dropout import head_keys, keep_tile, position_words
 from diyfa.backends.npu.attention.launch import AttentionConstants
 from diyfa.backends.npu.attention.primitives import (
-    base_of,
     block_at,
     cap_derivative,
+    count_tasks,
+    dense_head_base,
     dot,
     dot_add,
-    first_rows,
+    head_base,
+    keep_first_rows,
     key_range,
     load_lse,
     load_row,
     load_tile,
+    locate_task,
     masked,
     narrow,
-    row_base_of,
+    rounds_before,
     row_bias,
     score_tile,
-    sequence,
+    sequence_info,
     store_tile,
-    task_in,
-    task_of,
-    tasks_of,
-    turns_before,
+    task_in_round,
 )
 from diyfa.backends.npu.runtime.compat import kernel
 
@@ -50,7 +50,7 @@ class QueryGradientConstants(AttentionConstants):
     """Constants of `_bwd_dq_kernel`."""
 
     masked: bool  # some tile of scores may need a mask
-    rest: int  # columns of q, k and dq beyond block_d, for a second product; 0 if one holds all
+    block_d_tail: int  # columns of q, k and dq beyond block_d, for a second product; 0 if one holds all
 
 
 @kernel
@@ -62,46 +62,47 @@ def _bwd_dq_kernel(
     stride_dob, stride_doh, stride_dom, stride_dqb, stride_dqh, stride_dqm,
     stride_per_head_b, stride_bias_b, stride_bias_h, stride_bias_m,
     sm_scale, softcap, softcap_minus, softcap_inverse, softcap_rate, keep_threshold, keep_prob, keep_scale, grad_scale,
-    batch, heads_q, heads_kv, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right, together,
+    batch, heads_q, heads_kv, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right, heads_in_parallel,
     c: tl.constexpr,
 ):  # fmt: skip
     PAD_D: tl.constexpr = c.HEAD_DIM < c.BLOCK_D
-    PAD_REST: tl.constexpr = c.HEAD_DIM != c.BLOCK_D + c.REST
+    PAD_D_TAIL: tl.constexpr = c.HEAD_DIM != c.BLOCK_D + c.BLOCK_D_TAIL
     PAD_DV: tl.constexpr = c.HEAD_DIM_V != c.BLOCK_DV
     ROW_BIAS: tl.constexpr = c.BIAS == "q" or c.BIAS == "1"  # the same for all keys
     group = heads_q // heads_kv
     BY_SAMPLE: tl.constexpr = c.VARLEN or c.SEQ_LENS
     first_task = 0  # tasks of earlier samples
     for sample in range(batch if BY_SAMPLE else 1):
-        blocks, tasks = tasks_of(
+        blocks, tasks = count_tasks(
             cu_seqlens_q_ptr, sample, total_q, seqlen_q, batch, heads_q, c.BLOCK_M, c.VARLEN, BY_SAMPLE
         )
-        for turn in range(turns_before(first_task), turns_before(first_task + tasks)):
-            b, h, block = task_of(task_in(turn) - first_task, sample, blocks, batch, heads_q, together, BY_SAMPLE, True)
+        for round_index in range(rounds_before(first_task), rounds_before(first_task + tasks)):
+            task = task_in_round(round_index) - first_task
+            b, h, block = locate_task(task, sample, blocks, batch, heads_q, heads_in_parallel, BY_SAMPLE, True)
             row0 = block * c.BLOCK_M
             hk = h // group
-            start_q, start_k, sq, sk = sequence(
+            start_q, start_k, sq, sk = sequence_info(
                 seq_lens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, b, seqlen_q, seqlen_k, total_q, total_k, c
             )
             rows = sq if c.VARLEN else seqlen_q  # rows after a packed sequence belong to the next one
             lo, hi = key_range(row0, sq, sk, window_left, window_right, c)
-            q_base = base_of(q_ptr, b, h, start_q, stride_qb, stride_qh, stride_qm, c.VARLEN)
-            k_base = base_of(k_ptr, b, hk, start_k, stride_kb, stride_kh, stride_kn, c.VARLEN)
-            v_base = base_of(v_ptr, b, hk, start_k, stride_vb, stride_vh, stride_vn, c.VARLEN)
-            dout_base = base_of(dout_ptr, b, h, start_q, stride_dob, stride_doh, stride_dom, c.VARLEN)
-            dq_base = base_of(dq_ptr, b, h, start_q, stride_dqb, stride_dqh, stride_dqm, c.VARLEN)
-            lse_base = row_base_of(lse_ptr, b, h, start_q, heads_q, seqlen_q, total_q, c.VARLEN)
-            delta_base = row_base_of(delta_ptr, b, h, start_q, heads_q, seqlen_q, total_q, c.VARLEN)
+            q_base = head_base(q_ptr, b, h, start_q, stride_qb, stride_qh, stride_qm, c.VARLEN)
+            k_base = head_base(k_ptr, b, hk, start_k, stride_kb, stride_kh, stride_kn, c.VARLEN)
+            v_base = head_base(v_ptr, b, hk, start_k, stride_vb, stride_vh, stride_vn, c.VARLEN)
+            dout_base = head_base(dout_ptr, b, h, start_q, stride_dob, stride_doh, stride_dom, c.VARLEN)
+            dq_base = head_base(dq_ptr, b, h, start_q, stride_dqb, stride_dqh, stride_dqm, c.VARLEN)
+            lse_base = dense_head_base(lse_ptr, b, h, start_q, heads_q, seqlen_q, total_q, c.VARLEN)
+            delta_base = dense_head_base(delta_ptr, b, h, start_q, heads_q, seqlen_q, total_q, c.VARLEN)
             q_block = block_at(q_base, sq, stride_qm, row0, 0, c.HEAD_DIM, c.BLOCK_M, c.BLOCK_D)
             dout_block = block_at(dout_base, sq, stride_dom, row0, 0, c.HEAD_DIM_V, c.BLOCK_M, c.BLOCK_DV)
             k_block = block_at(k_base, sk, stride_kn, lo, 0, c.HEAD_DIM, c.BLOCK_N, c.BLOCK_D)
             v_block = block_at(v_base, sk, stride_vn, lo, 0, c.HEAD_DIM_V, c.BLOCK_N, c.BLOCK_DV)
             q = load_tile(q_block, PAD_D)  # [BLOCK_M, BLOCK_D]
-            if c.REST:
-                q_rest_block = block_at(q_base, sq, stride_qm, row0, c.BLOCK_D, c.HEAD_DIM, c.BLOCK_M, c.REST)
-                k_rest_block = block_at(k_base, sk, stride_kn, lo, c.BLOCK_D, c.HEAD_DIM, c.BLOCK_N, c.REST)
-                q_rest = load_tile(q_rest_block, PAD_REST)  # [BLOCK_M, REST]
-                dq_rest = tl.zeros([c.BLOCK_M, c.REST], tl.float32)
+            if c.BLOCK_D_TAIL:
+                q_tail_block = block_at(q_base, sq, stride_qm, row0, c.BLOCK_D, c.HEAD_DIM, c.BLOCK_M, c.BLOCK_D_TAIL)
+                k_tail_block = block_at(k_base, sk, stride_kn, lo, c.BLOCK_D, c.HEAD_DIM, c.BLOCK_N, c.BLOCK_D_TAIL)
+                q_tail = load_tile(q_tail_block, PAD_D_TAIL)  # [BLOCK_M, BLOCK_D_TAIL]
+                dq_tail = tl.zeros([c.BLOCK_M, c.BLOCK_D_TAIL], tl.float32)
             dout = load_tile(dout_block, PAD_DV)  # [BLOCK_M, BLOCK_DV]
             lse = load_lse(lse_base, row0, sq, c.BLOCK_M)
             if ROW_BIAS:  # a weight is exp(s + bias - lse)
@@ -117,9 +118,9 @@ def _bwd_dq_kernel(
                 n0 = lo + step
                 k = load_tile(k_block, PAD_D)  # [BLOCK_N, BLOCK_D]
                 s = dot(q, tl.trans(k), c.INTERPRET)  # [BLOCK_M, BLOCK_N]
-                if c.REST:
-                    k_rest = load_tile(k_rest_block, PAD_REST)  # [BLOCK_N, REST]
-                    s = dot_add(q_rest, tl.trans(k_rest), s, c.INTERPRET)
+                if c.BLOCK_D_TAIL:
+                    k_tail = load_tile(k_tail_block, PAD_D_TAIL)  # [BLOCK_N, BLOCK_D_TAIL]
+                    s = dot_add(q_tail, tl.trans(k_tail), s, c.INTERPRET)
                 s, capped = score_tile(
                     s, b, h, row0, n0, sq, sk, sm_scale, softcap, softcap_minus, softcap_rate,
                     per_head_ptr, stride_per_head_b, bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, False, c,
@@ -139,19 +140,21 @@ def _bwd_dq_kernel(
                     ds = masked(ds, 0.0, row0, n0, sq, sk, window_left, window_right, False, c)
                 ds = narrow(ds, k.dtype, c.INTERPRET)
                 dq = dot_add(ds, k, dq, c.INTERPRET)
-                if c.REST:
-                    dq_rest = dot_add(ds, k_rest, dq_rest, c.INTERPRET)
-                    k_rest_block = tl.advance(k_rest_block, (c.BLOCK_N, 0))
+                if c.BLOCK_D_TAIL:
+                    dq_tail = dot_add(ds, k_tail, dq_tail, c.INTERPRET)
+                    k_tail_block = tl.advance(k_tail_block, (c.BLOCK_N, 0))
                 k_block = tl.advance(k_block, (c.BLOCK_N, 0))
                 v_block = tl.advance(v_block, (c.BLOCK_N, 0))
             # Rows that see no key, and with SEQ_LENS rows beyond the sequence, get gradient 0. The causal mask does not
             # hide rows beyond the sequence, where tiles hold what no product wrote.
-            seen = tl.where(hi > lo, (sq - row0) if c.SEQ_LENS else c.BLOCK_M, 0)
-            dq = first_rows(dq, seen, c.BLOCK_M) * grad_scale
+            n_seen_rows = tl.where(hi > lo, (sq - row0) if c.SEQ_LENS else c.BLOCK_M, 0)
+            dq = keep_first_rows(dq, n_seen_rows, c.BLOCK_M) * grad_scale
             dq_block = block_at(dq_base, rows, stride_dqm, row0, 0, c.HEAD_DIM, c.BLOCK_M, c.BLOCK_D)
             store_tile(dq_block, narrow(dq, dq_ptr.dtype.element_ty, c.INTERPRET), PAD_D)
-            if c.REST:
-                dq_rest = first_rows(dq_rest, seen, c.BLOCK_M) * grad_scale
-                dq_rest_block = block_at(dq_base, rows, stride_dqm, row0, c.BLOCK_D, c.HEAD_DIM, c.BLOCK_M, c.REST)
-                store_tile(dq_rest_block, narrow(dq_rest, dq_ptr.dtype.element_ty, c.INTERPRET), PAD_REST)
+            if c.BLOCK_D_TAIL:
+                dq_tail = keep_first_rows(dq_tail, n_seen_rows, c.BLOCK_M) * grad_scale
+                dq_tail_block = block_at(
+                    dq_base, rows, stride_dqm, row0, c.BLOCK_D, c.HEAD_DIM, c.BLOCK_M, c.BLOCK_D_TAIL
+                )
+                store_tile(dq_tail_block, narrow(dq_tail, dq_ptr.dtype.element_ty, c.INTERPRET), PAD_D_TAIL)
         first_task += tasks

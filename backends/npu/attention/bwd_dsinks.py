@@ -33,6 +33,6 @@ def _bwd_dsinks_kernel(sinks_ptr, lse_ptr, delta_ptr, dsinks_ptr, batch, heads_q
             base = (b * heads_q + h).to(tl.int64) * seqlen_q
             lse = load_row(lse_ptr + base, row0, seqlen_q, c.BLOCK_M)
             delta = load_row(delta_ptr + base, row0, seqlen_q, c.BLOCK_M)  # zero beyond the rows
-            real = ((tl.arange(0, c.BLOCK_M) + row0).to(tl.float32) < seqlen_q.to(tl.float32)) & (lse != float("inf"))
-            total -= tl.where(real, tl.exp(sink - lse) * delta, 0.0)
+            is_row = ((tl.arange(0, c.BLOCK_M) + row0).to(tl.float32) < seqlen_q.to(tl.float32)) & (lse != float("inf"))
+            total -= tl.where(is_row, tl.exp(sink - lse) * delta, 0.0)
         tl.store(dsinks_ptr + h, tl.sum(total, 0))

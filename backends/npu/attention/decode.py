@@ -37,23 +37,29 @@ import triton.language as tl
 
 from diyfa.backends.npu.attention.fwd import LOWEST, online_softmax_update
 from diyfa.backends.npu.attention.primitives import (
-    base_of,
     block_at,
     capped_scores,
+    dense_head_base,
     dot,
     dot_add,
-    first_rows,
+    head_base,
+    keep_first_rows,
     load_row,
     load_tile,
     narrow,
     packed_rows,
-    row_base_of,
     running_max,
     store_row,
     store_tile,
 )
 from diyfa.backends.npu.runtime.compat import INTERPRETED, Constants, kernel, padded_head_dim
-from diyfa.backends.npu.runtime.launch import addressed, cube_programs, described, device_guard, vector_programs
+from diyfa.backends.npu.runtime.launch import (
+    bind_launch,
+    cube_programs,
+    device_guard,
+    tensor_arguments,
+    vector_programs,
+)
 from diyfa.backends.npu.runtime.tiles import chosen_tile, run_tiled
 from diyfa.backends.npu.tables import configs
 from diyfa.backends.npu.tables.configs import AttentionTile
@@ -115,7 +121,7 @@ class RowConstants(Constants):
 
 
 @triton.jit
-def keys_of(
+def key_bounds(
     seqlens_ptr, cu_seqlens_k_ptr, batch_idx_ptr, leftpad_ptr, b, length, added, capacity, entries, c: tl.constexpr
 ):  # fmt: skip
     """Return (first row in packed keys, first key, end) for the keys of sequence `b`: keys [first key, end) count.
@@ -162,12 +168,12 @@ def first_key(table_ptr, first, count, page_size, pages):
 
 
 @triton.jit
-def gathered_rows(table_ptr, key0, lo, count, own_page, own_row, page_size, pages, c: tl.constexpr):
+def gathered_rows(table_ptr, key0, lo, count, fallback_page, fallback_row, page_size, pages, c: tl.constexpr):
     """Return (page, row in the page) of each key from `key0` on, [BLOCK_N] each.
 
     Keys that the left window hides from all queries (before `lo`) are replaced by key `lo`, keys beyond the sequence by
-    its last key, and keys whose entry names no page by the key at `own_row` of `own_page` (`first_key`). Their memory
-    may not be read: it may hold NaN, and a weight of 0 times NaN is NaN.
+    its last key, and keys whose entry names no page by the key at `fallback_row` of `fallback_page` (`first_key`).
+    Their memory may not be read: it may hold NaN, and a weight of 0 times NaN is NaN.
 
     With AscendNPU IR 1.1.0 any select on loaded values or addresses costs the split over the vector cores or the
     pipeline. This arithmetic does not.
@@ -180,16 +186,16 @@ def gathered_rows(table_ptr, key0, lo, count, own_page, own_row, page_size, page
     row = keys % page_size
     absent = tl.minimum(tl.maximum(entries - page, -1), 1)
     absent = absent * absent  # 0 or 1
-    return page + absent * (own_page - page), row + absent * (own_row - row)
+    return page + absent * (fallback_page - page), row + absent * (fallback_row - row)
 
 
 @triton.jit
-def have_pages(table_ptr, key0, there, page_size, pages, c: tl.constexpr):
-    """Return whether each of the `there` keys from `key0` on lies in an existing page, bool [BLOCK_N].
+def have_pages(table_ptr, key0, n_valid_keys, page_size, pages, c: tl.constexpr):
+    """Return whether each of the `n_valid_keys` keys from `key0` on lies in an existing page, bool [BLOCK_N].
 
     This reads the table a second time: AscendNPU IR 1.1.0 makes no mask from values that also form addresses. The load
     is clamped, not masked: AscendNPU IR 1.2.0 would load beyond the table first and select afterwards."""
-    cols = tl.minimum(tl.arange(0, c.BLOCK_N), there - 1)
+    cols = tl.minimum(tl.arange(0, c.BLOCK_N), n_valid_keys - 1)
     entries = tl.load(table_ptr + (key0 + cols) // page_size)
     return (entries - nearest_page(entries, pages)).to(tl.float32) == 0.0  # the vector core compares no integers
 
@@ -218,7 +224,7 @@ def load_keys(
 
 
 @triton.jit
-def queries_of_rows(c: tl.constexpr):
+def query_per_row(c: tl.constexpr):
     """Return the query number, in the tile, of each row, fp32 [HEADS * QUERIES].
 
     A reshape or a division here would make the compiler use only one of the two vector cores."""
@@ -233,7 +239,7 @@ def queries_of_rows(c: tl.constexpr):
 
 
 @triton.jit
-def values_of_rows(ptr, heads, other, c: tl.constexpr):
+def head_value_per_row(ptr, heads, other, c: tl.constexpr):
     """Return for each row the value of its head, [HEADS * QUERIES]. Heads from `heads` on have the value `other`."""
     if c.QUERIES == 1:
         offs = tl.arange(0, c.HEADS)
@@ -249,12 +255,12 @@ def values_of_rows(ptr, heads, other, c: tl.constexpr):
 
 
 @triton.jit
-def mask_keys(s, rows, there, distance, window_left, window_right, c: tl.constexpr):
-    """Return s [BLOCK_M, BLOCK_N] with -inf beyond the `there` keys of the block, and where a query does not see a key.
+def mask_keys(s, rows, n_valid_keys, distance, window_left, window_right, c: tl.constexpr):
+    """Return s [BLOCK_M, BLOCK_N] with -inf from key `n_valid_keys` of the block on, and where a query sees no key.
 
-    `distance`: position of the block's first key minus that of the tile's first query. `rows`: `queries_of_rows`."""
+    `distance`: position of the block's first key minus that of the tile's first query. `rows`: `query_per_row`."""
     cols = tl.arange(0, c.BLOCK_N).to(tl.float32)
-    s = tl.where((cols < there.to(tl.float32))[None, :], s, float("-inf"))
+    s = tl.where((cols < n_valid_keys.to(tl.float32))[None, :], s, float("-inf"))
     rel = rows[:, None] - cols[None, :]
     if c.HAS_RIGHT:
         s = tl.where(rel >= (distance - window_right).to(tl.float32), s, float("-inf"))
@@ -279,7 +285,7 @@ def _decode_kernel(
 
     `entries`: pages of the cache, batch entries or packed rows. Rows that see no key get out 0 and lse +inf."""
     BLOCK_M: tl.constexpr = c.HEADS * c.QUERIES
-    MIXED: tl.constexpr = c.HEADS > 1 and c.QUERIES > 1
+    Q_IS_PACKED: tl.constexpr = c.HEADS > 1 and c.QUERIES > 1
     group = heads_q // heads_kv
     head_blocks = tl.cdiv(group, c.HEADS)
     tiles = tl.cdiv(seqlen_q, c.QUERIES) * head_blocks
@@ -299,7 +305,7 @@ def _decode_kernel(
         if c.VARLEN:
             start_q, sq = packed_rows(cu_seqlens_q_ptr, b, total_q)
         queries = tl.maximum(sq - row0, 0)
-        start_k, first, count = keys_of(
+        start_k, first, count = key_bounds(
             seqlens_ptr, cu_seqlens_k_ptr, batch_idx_ptr, leftpad_ptr, b, length, added, capacity, entries, c
         )
         offset = count - sq
@@ -313,22 +319,22 @@ def _decode_kernel(
             hi = tl.where(queries > 0, hi, lo)
         block0 = lo // c.BLOCK_N
         block1 = tl.where(hi > lo, tl.cdiv(hi, c.BLOCK_N), block0)
-        part = tl.cdiv(block1 - block0, splits)
-        block0 += split * part
-        block1 = tl.minimum(block1, block0 + part)
+        blocks_per_split = tl.cdiv(block1 - block0, splits)
+        block0 += split * blocks_per_split
+        block1 = tl.minimum(block1, block0 + blocks_per_split)
 
-        if MIXED:  # q_ptr is the output of `_pack_kernel`
-            there_m = BLOCK_M
+        if Q_IS_PACKED:  # q_ptr is the output of `_pack_kernel`
+            n_valid_rows = BLOCK_M
             stride_q = c.HEAD_DIM
             q_base = q_ptr + ((b * heads_kv + hk) * tiles + tile).to(tl.int64) * (BLOCK_M * c.HEAD_DIM)
         else:
             if c.QUERIES == 1:
-                there_m = tl.where(queries > 0, heads, 0)
+                n_valid_rows = tl.where(queries > 0, heads, 0)
                 stride_q = stride_qh
             else:
-                there_m = queries
+                n_valid_rows = queries
                 stride_q = stride_qm
-            q_base = base_of(q_ptr, b, head, start_q + row0, stride_qb, stride_qh, stride_qm, c.VARLEN)
+            q_base = head_base(q_ptr, b, head, start_q + row0, stride_qb, stride_qh, stride_qm, c.VARLEN)
             if not c.VARLEN:
                 q_base += row0.to(tl.int64) * stride_qm
         k_base = k_ptr + hk.to(tl.int64) * stride_kh
@@ -337,7 +343,7 @@ def _decode_kernel(
         if c.PAGES != "":
             table = block_table_ptr + b.to(tl.int64) * stride_table
             if c.PAGES == "gathered":
-                own_page, own_row, has_page = first_key(table, lo, count, page_size, entries)
+                fallback_page, fallback_row, has_page = first_key(table, lo, count, page_size, entries)
                 block1 = tl.where(has_page, block1, block0)
         elif c.PACKED_KEYS:
             k_base += start_k.to(tl.int64) * stride_kn
@@ -348,19 +354,19 @@ def _decode_kernel(
                 entry = tl.minimum(tl.maximum(tl.load(batch_idx_ptr + b), 0), entries - 1)
             k_base += entry.to(tl.int64) * stride_kb
             v_base += entry.to(tl.int64) * stride_vb
-        q_block = block_at(q_base, there_m, stride_q, 0, 0, c.HEAD_DIM, BLOCK_M, c.BLOCK_D)
+        q_block = block_at(q_base, n_valid_rows, stride_q, 0, 0, c.HEAD_DIM, BLOCK_M, c.BLOCK_D)
         q = load_tile(q_block, c.HEAD_DIM != c.BLOCK_D)
         m_i = tl.full([BLOCK_M], LOWEST, tl.float32)
         l_i = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, c.BLOCK_DV], tl.float32)
-        rows = queries_of_rows(c)
+        rows = query_per_row(c)
         if c.ALIBI:
-            slope = values_of_rows(slopes_ptr + b.to(tl.int64) * stride_slope_b + head, heads, 0.0, c)
+            slope = head_value_per_row(slopes_ptr + b.to(tl.int64) * stride_slope_b + head, heads, 0.0, c)
         # Counted from 0: a loop that begins at a window's edge crashes AscendNPU IR 1.0.0.
         for step in range(block1 - block0):
             block = block0 + step
             key0 = tl.maximum(block * c.BLOCK_N, first)
-            there = tl.minimum((block + 1) * c.BLOCK_N, count) - key0
+            n_valid_keys = tl.minimum((block + 1) * c.BLOCK_N, count) - key0
             distance = key0 - row0 - offset  # from the tile's first query to the block's first key
             page = 0
             row = key0
@@ -368,10 +374,10 @@ def _decode_kernel(
                 entry = tl.load(table + key0 // page_size)
                 page = nearest_page(entry, entries)
                 row = key0 % page_size
-                there = tl.where(page == entry, there, 0)
+                n_valid_keys = tl.where(page == entry, n_valid_keys, 0)
             elif c.PAGES == "gathered":
-                page, row = gathered_rows(table, key0, lo, count, own_page, own_row, page_size, entries, c)
-            k = load_keys(k_base, page, row, there, stride_kb, stride_kn, c.HEAD_DIM, c.BLOCK_D, c)
+                page, row = gathered_rows(table, key0, lo, count, fallback_page, fallback_row, page_size, entries, c)
+            k = load_keys(k_base, page, row, n_valid_keys, stride_kb, stride_kn, c.HEAD_DIM, c.BLOCK_D, c)
             s = dot(q, tl.trans(k), c.INTERPRET)  # [BLOCK_M, BLOCK_N]
             if c.SOFTCAP != "":
                 s = capped_scores(s, softcap, softcap_minus, softcap_rate, c.SOFTCAP)
@@ -380,28 +386,28 @@ def _decode_kernel(
             if c.ALIBI:
                 cols = tl.arange(0, c.BLOCK_N).to(tl.float32) + distance.to(tl.float32)
                 s = s - slope[:, None] * tl.abs(rows[:, None] - cols[None, :])
-            needed = there < c.BLOCK_N
+            needs_mask = n_valid_keys < c.BLOCK_N
             if c.HAS_RIGHT:
-                needed = needed | (distance + c.BLOCK_N - 1 > window_right)
+                needs_mask = needs_mask | (distance + c.BLOCK_N - 1 > window_right)
             if c.HAS_LEFT:
-                needed = needed | (distance < c.QUERIES - 1 - window_left)
+                needs_mask = needs_mask | (distance < c.QUERIES - 1 - window_left)
             if c.ALWAYS_MASK:  # noqa: SIM114 - one is compiled in, the other tested at run time
-                s = mask_keys(s, rows, there, distance, window_left, window_right, c)
-            elif needed:
-                s = mask_keys(s, rows, there, distance, window_left, window_right, c)
+                s = mask_keys(s, rows, n_valid_keys, distance, window_left, window_right, c)
+            elif needs_mask:
+                s = mask_keys(s, rows, n_valid_keys, distance, window_left, window_right, c)
             if c.PAGES == "gathered":
-                s = tl.where(have_pages(table, key0, there, page_size, entries, c)[None, :], s, float("-inf"))
+                s = tl.where(have_pages(table, key0, n_valid_keys, page_size, entries, c)[None, :], s, float("-inf"))
             p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, c.INTERPRET)
-            v = load_keys(v_base, page, row, there, stride_vb, stride_vn, c.HEAD_DIM_V, c.BLOCK_DV, c)
+            v = load_keys(v_base, page, row, n_valid_keys, stride_vb, stride_vn, c.HEAD_DIM_V, c.BLOCK_DV, c)
             acc = acc * alpha[:, None]
             acc = dot_add(narrow(p, v.dtype, c.INTERPRET), v, acc, c.INTERPRET)
         if c.SINKS:  # a key without a value, as in the forward kernel; counted in split 0 only
-            counted = tl.where(split == 0, heads, 0)
-            sink = values_of_rows(sinks_ptr + head, counted, float("-inf"), c)
+            n_sinks = tl.where(split == 0, heads, 0)
+            sink = head_value_per_row(sinks_ptr + head, n_sinks, float("-inf"), c)
             m_new = running_max(m_i, sink, c.INTERPRET)
             alpha = tl.exp(m_i - m_new)
             l_i = l_i * alpha + tl.exp(sink - m_new)
-            acc = first_rows(acc, tl.where(block1 > block0, BLOCK_M, 0), BLOCK_M) * alpha[:, None]
+            acc = keep_first_rows(acc, tl.where(block1 > block0, BLOCK_M, 0), BLOCK_M) * alpha[:, None]
             m_i = m_new
         empty = l_i == 0.0  # the select drops an accumulator that no iteration wrote
         safe_l = tl.where(empty, 1.0, l_i)
@@ -411,21 +417,21 @@ def _decode_kernel(
             first_row = (((b * heads_kv + hk) * splits + split) * tiles + tile).to(tl.int64) * BLOCK_M
             out_base = out_ptr + first_row * c.HEAD_DIM_V
             lse_base = lse_ptr + first_row
-            there_m = BLOCK_M
+            n_valid_rows = BLOCK_M
             stride_out = c.HEAD_DIM_V
         else:
-            out_base = base_of(out_ptr, b, head, start_q + row0, stride_ob, stride_oh, stride_om, c.VARLEN)
+            out_base = head_base(out_ptr, b, head, start_q + row0, stride_ob, stride_oh, stride_om, c.VARLEN)
             if not c.VARLEN:
                 out_base += row0.to(tl.int64) * stride_om
-            lse_base = row_base_of(lse_ptr, b, head, start_q, heads_q, seqlen_q, total_q, c.VARLEN) + row0
+            lse_base = dense_head_base(lse_ptr, b, head, start_q, heads_q, seqlen_q, total_q, c.VARLEN) + row0
             stride_out = stride_oh if c.QUERIES == 1 else stride_om
-        out_block = block_at(out_base, there_m, stride_out, 0, 0, c.HEAD_DIM_V, BLOCK_M, c.BLOCK_DV)
+        out_block = block_at(out_base, n_valid_rows, stride_out, 0, 0, c.HEAD_DIM_V, BLOCK_M, c.BLOCK_DV)
         store_tile(out_block, narrow(out, out_ptr.dtype.element_ty, c.INTERPRET), c.HEAD_DIM_V != c.BLOCK_DV)
-        store_row(lse_base, lse, 0, there_m, BLOCK_M)
+        store_row(lse_base, lse, 0, n_valid_rows, BLOCK_M)
 
 
 @triton.jit
-def rows_of_tile(
+def locate_rows(
     cu_seqlens_q_ptr, pair, tile, r0, heads_q, heads_kv, seqlen_q, total_q,
     c: tl.constexpr,
 ):  # fmt: skip
@@ -443,10 +449,10 @@ def rows_of_tile(
     if c.VARLEN:
         start, length = packed_rows(cu_seqlens_q_ptr, b, total_q)
     if c.QUERIES == 1:
-        there = tl.where(query < length, tl.minimum(group - in_group, c.ROWS), 0)
+        n_valid_rows = tl.where(query < length, tl.minimum(group - in_group, c.ROWS), 0)
     else:
-        there = tl.where(in_group < group, tl.minimum(length - query, c.ROWS), 0)
-    return b, pair % heads_kv * group + in_group, start, query, tl.maximum(there, 0)
+        n_valid_rows = tl.where(in_group < group, tl.minimum(length - query, c.ROWS), 0)
+    return b, pair % heads_kv * group + in_group, start, query, tl.maximum(n_valid_rows, 0)
 
 
 @kernel
@@ -461,18 +467,18 @@ def _pack_kernel(
 
     In q no single stride leads along these rows. A tile assembled inside `_decode_kernel` would not get the layout that
     the cube core reads."""
-    PARTS: tl.constexpr = c.HEADS * c.QUERIES // c.ROWS
-    for task in range(tl.program_id(0), batch * heads_kv * tiles * PARTS, tl.num_programs(0)):
-        pair = task // PARTS // tiles
-        b, head, start, query, there = rows_of_tile(
-            cu_seqlens_q_ptr, pair, task // PARTS % tiles, task % PARTS * c.ROWS, heads_q, heads_kv, seqlen_q, total_q,
-            c,
+    CHUNKS: tl.constexpr = c.HEADS * c.QUERIES // c.ROWS
+    for task in range(tl.program_id(0), batch * heads_kv * tiles * CHUNKS, tl.num_programs(0)):
+        pair = task // CHUNKS // tiles
+        b, head, start, query, n_valid_rows = locate_rows(
+            cu_seqlens_q_ptr, pair, task // CHUNKS % tiles, task % CHUNKS * c.ROWS, heads_q, heads_kv, seqlen_q,
+            total_q, c,
         )  # fmt: skip
-        q_base = base_of(q_ptr, b, head, start + query, stride_qb, stride_qh, stride_qm, c.VARLEN)
+        q_base = head_base(q_ptr, b, head, start + query, stride_qb, stride_qh, stride_qm, c.VARLEN)
         if not c.VARLEN:
             q_base += query.to(tl.int64) * stride_qm
-        q_block = block_at(q_base, there, stride_qm, 0, 0, c.HEAD_DIM, c.ROWS, c.BLOCK_D)
-        row = (pair * tiles + task // PARTS % tiles).to(tl.int64) * (c.HEADS * c.QUERIES) + task % PARTS * c.ROWS
+        q_block = block_at(q_base, n_valid_rows, stride_qm, 0, 0, c.HEAD_DIM, c.ROWS, c.BLOCK_D)
+        row = (pair * tiles + task // CHUNKS % tiles).to(tl.int64) * (c.HEADS * c.QUERIES) + task % CHUNKS * c.ROWS
         packed_block = block_at(
             packed_q_ptr + row * c.HEAD_DIM, c.ROWS, c.HEAD_DIM, 0, 0, c.HEAD_DIM, c.ROWS, c.BLOCK_D
         )
@@ -497,28 +503,28 @@ def _combine_kernel(
     """Merge out and lse of all splits, ROWS rows at a time, from the workspace that `_decode_kernel` writes.
 
     m_i is the maximum lse of the splits; a split has the weight exp(lse - m_i)."""
-    PARTS: tl.constexpr = c.HEADS * c.QUERIES // c.ROWS
-    step = (tiles * (c.HEADS * c.QUERIES)).to(tl.int64)  # rows of the workspace from one split to the next
-    for task in range(tl.program_id(0), batch * heads_kv * tiles * PARTS, tl.num_programs(0)):
-        pair = task // PARTS // tiles
-        b, head, start, query, there = rows_of_tile(
-            cu_seqlens_q_ptr, pair, task // PARTS % tiles, task % PARTS * c.ROWS, heads_q, heads_kv, seqlen_q, total_q,
-            c,
+    CHUNKS: tl.constexpr = c.HEADS * c.QUERIES // c.ROWS
+    split_stride = (tiles * (c.HEADS * c.QUERIES)).to(tl.int64)  # rows of the workspace from one split to the next
+    for task in range(tl.program_id(0), batch * heads_kv * tiles * CHUNKS, tl.num_programs(0)):
+        pair = task // CHUNKS // tiles
+        b, head, start, query, n_valid_rows = locate_rows(
+            cu_seqlens_q_ptr, pair, task // CHUNKS % tiles, task % CHUNKS * c.ROWS, heads_q, heads_kv, seqlen_q,
+            total_q, c,
         )  # fmt: skip
-        first = (pair * splits * tiles + task // PARTS % tiles).to(tl.int64) * (
+        first_row = (pair * splits * tiles + task // CHUNKS % tiles).to(tl.int64) * (
             c.HEADS * c.QUERIES
-        ) + task % PARTS * c.ROWS
+        ) + task % CHUNKS * c.ROWS
         m_i = tl.full([c.ROWS], LOWEST, tl.float32)
         for split in range(splits):
-            lse = split_lse(partial_lse_ptr + first + split * step, there, c.ROWS)
+            lse = split_lse(partial_lse_ptr + first_row + split * split_stride, n_valid_rows, c.ROWS)
             m_i = running_max(m_i, lse, c.INTERPRET)
         l_i = tl.zeros([c.ROWS], tl.float32)
         acc = tl.zeros([c.ROWS, c.BLOCK_DV], tl.float32)
         for split in range(splits):
-            row = first + split * step
-            weight = tl.exp(split_lse(partial_lse_ptr + row, there, c.ROWS) - m_i)
+            row = first_row + split * split_stride
+            weight = tl.exp(split_lse(partial_lse_ptr + row, n_valid_rows, c.ROWS) - m_i)
             block = block_at(
-                partial_ptr + row * c.HEAD_DIM_V, there, c.HEAD_DIM_V, 0, 0, c.HEAD_DIM_V, c.ROWS, c.BLOCK_DV
+                partial_ptr + row * c.HEAD_DIM_V, n_valid_rows, c.HEAD_DIM_V, 0, 0, c.HEAD_DIM_V, c.ROWS, c.BLOCK_DV
             )
             acc += weight[:, None] * load_tile(block, c.HEAD_DIM_V != c.BLOCK_DV)
             l_i += weight
@@ -526,14 +532,14 @@ def _combine_kernel(
         safe_l = tl.where(empty, 1.0, l_i)
         out = tl.where(empty[:, None], 0.0, acc / safe_l[:, None])
         lse = tl.where(empty, float("inf"), m_i + tl.log(safe_l))
-        out_base = base_of(out_ptr, b, head, start + query, stride_ob, stride_oh, stride_om, c.VARLEN)
+        out_base = head_base(out_ptr, b, head, start + query, stride_ob, stride_oh, stride_om, c.VARLEN)
         if not c.VARLEN:
             out_base += query.to(tl.int64) * stride_om
         stride = stride_oh if c.QUERIES == 1 else stride_om
-        out_block = block_at(out_base, there, stride, 0, 0, c.HEAD_DIM_V, c.ROWS, c.BLOCK_DV)
+        out_block = block_at(out_base, n_valid_rows, stride, 0, 0, c.HEAD_DIM_V, c.ROWS, c.BLOCK_DV)
         store_tile(out_block, narrow(out, out_ptr.dtype.element_ty, c.INTERPRET), c.HEAD_DIM_V != c.BLOCK_DV)
-        lse_base = row_base_of(lse_ptr, b, head, start, heads_q, seqlen_q, total_q, c.VARLEN) + query
-        store_row(lse_base, lse, 0, there, c.ROWS)
+        lse_base = dense_head_base(lse_ptr, b, head, start, heads_q, seqlen_q, total_q, c.VARLEN) + query
+        store_row(lse_base, lse, 0, n_valid_rows, c.ROWS)
 
 
 def split_count(problem: KVCacheProblem, tile: AttentionTile, tiles: int, programs: int) -> int:
@@ -550,11 +556,11 @@ def split_count(problem: KVCacheProblem, tile: AttentionTile, tiles: int, progra
     blocks = triton.cdiv(keys, tile.block_n)
     if problem.num_splits:
         return max(1, min(problem.num_splits, blocks))
-    wanted = triton.cdiv(configs.DECODE_TASKS * programs, max(tiles, 1))
-    return max(1, min(wanted, blocks // configs.DECODE_SPLIT_BLOCKS, configs.DECODE_MOST_SPLITS))
+    target = triton.cdiv(configs.DECODE_TASKS * programs, max(tiles, 1))
+    return max(1, min(target, blocks // configs.DECODE_SPLIT_BLOCKS, configs.DECODE_MAX_SPLITS))
 
 
-def launches_of(
+def make_launches(
     problem: KVCacheProblem,
     tensors: KVCacheTensors,
     out: torch.Tensor,
@@ -564,7 +570,7 @@ def launches_of(
     """Return the launches that fill out and lse, one to three. `tile` replaces the table's tile."""
     tile = tile or configs.untuned_tile(problem, "decode")
     group = problem.heads_q // problem.heads_kv
-    heads = heads_of_tile(problem, tile)
+    heads = heads_per_tile(problem, tile)
     queries = tile.block_m // heads
     pairs = problem.batch * problem.heads_kv
     tiles = pairs * triton.cdiv(group, heads) * triton.cdiv(problem.seqlen_q, queries)
@@ -574,35 +580,35 @@ def launches_of(
     # A program stores consecutive values of lse. Packed sequences of one query have lse (H, Tq), where heads are not
     # consecutive: then `_combine_kernel` stores one row at a time.
     partial = splits > 1 or packed or (problem.varlen and queries == 1)
-    part = 1 if problem.varlen and queries == 1 else min(heads if queries == 1 else queries, VECTOR_ROWS)
+    rows_per_program = 1 if problem.varlen and queries == 1 else min(heads if queries == 1 else queries, VECTOR_ROWS)
     values = call_values(problem, tensors, tile) | {
-        "HEADS": heads, "QUERIES": queries, "ROWS": part, "splits": splits, "tiles": tiles // pairs
+        "HEADS": heads, "QUERIES": queries, "ROWS": rows_per_program, "splits": splits, "tiles": tiles // pairs
     }  # fmt: skip
-    results = {**addressed(problem.layout, out=out), "lse_ptr": lse}
-    vector_grid = vector_programs(problem.arch, device, tiles * tile.block_m // part)
+    results = {**tensor_arguments(problem.layout, out=out), "lse_ptr": lse}
+    vector_grid = vector_programs(problem.arch, device, tiles * tile.block_m // rows_per_program)
     options = configs.family_options(problem.arch)
     launches = []
-    own = results
+    buffers = results
     if partial:
         rows = tiles * splits * tile.block_m
-        own = results | {
+        buffers = results | {
             "out_ptr": out.new_empty((rows, problem.head_dim_v), dtype=torch.float32),
             "lse_ptr": lse.new_empty(rows),
         }
     if packed:
         x = tensors.q.new_empty(tiles * tile.block_m, problem.head_dim)
-        launches.append(described(_pack_kernel, RowConstants, vector_grid, values | {"packed_q_ptr": x}, options))
-        own = own | {"q_ptr": x}
+        launches.append(bind_launch(_pack_kernel, RowConstants, vector_grid, values | {"packed_q_ptr": x}, options))
+        buffers = buffers | {"q_ptr": x}
     grid = cube_programs(problem.arch, device, tiles * splits)
-    decode = values | own | {"PARTIAL": partial}
-    launches.append(described(_decode_kernel, DecodeConstants, grid, decode, tile.compile_options(problem.arch)))
+    decode = values | buffers | {"PARTIAL": partial}
+    launches.append(bind_launch(_decode_kernel, DecodeConstants, grid, decode, tile.compile_options(problem.arch)))
     if partial:
-        combine = values | results | {"partial_ptr": own["out_ptr"], "partial_lse_ptr": own["lse_ptr"]}
-        launches.append(described(_combine_kernel, RowConstants, vector_grid, combine, options))
+        combine = values | results | {"partial_ptr": buffers["out_ptr"], "partial_lse_ptr": buffers["lse_ptr"]}
+        launches.append(bind_launch(_combine_kernel, RowConstants, vector_grid, combine, options))
     return launches
 
 
-def heads_of_tile(problem: KVCacheProblem, tile: AttentionTile) -> int:
+def heads_per_tile(problem: KVCacheProblem, tile: AttentionTile) -> int:
     """Return the number of query heads in a tile; it has block_m / heads queries of each.
 
     One query: block_m. Fewer queries than block_m: the heads of a KV head, at most block_m / 2. Else 1."""
@@ -620,8 +626,8 @@ def call_values(problem: KVCacheProblem, tensors: KVCacheTensors, tile: Attentio
     right = problem.window_right if problem.seqlen_q > 1 else -1
     names = "batch heads_q heads_kv seqlen_q total_q capacity page_size window_left"
     return {
-        **addressed(problem.layout, q=tensors.q),
-        **addressed(keys, k=tensors.k_cache, v=tensors.v_cache),
+        **tensor_arguments(problem.layout, q=tensors.q),
+        **tensor_arguments(keys, k=tensors.k_cache, v=tensors.v_cache),
         "seqlens_ptr": tensors.seqlens,
         "cu_seqlens_q_ptr": tensors.cu_seqlens_q,
         "cu_seqlens_k_ptr": tensors.cu_seqlens_k,
@@ -664,7 +670,7 @@ def kvcache_fwd(problem: KVCacheProblem, tensors: KVCacheTensors, out: torch.Ten
     """Launch the kernels that fill out (q's shape with v's head dim) and lse (`problem.lse_shape`, fp32)."""
 
     def launches(tile: AttentionTile) -> list[Launch]:
-        return launches_of(problem, tensors, out, lse, tile)
+        return make_launches(problem, tensors, out, lse, tile)
 
     with device_guard(tensors.q):
         run_tiled(problem, "decode", chosen_tile(problem, "decode", launches), launches)

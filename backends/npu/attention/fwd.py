@@ -20,7 +20,8 @@ Differences from a GPU kernel:
 * Exponentials have base e: Ascend's exp2 is a multiplication and an exp.
 * Every dimension that can overrun is loaded with zero padding, so rows of V beyond the keys bring no NaN.
 
-`per_head_ptr` holds ALiBi slopes; `configs.attention_scalars` defines the scalars, `primitives.task_of` `together`.
+`per_head_ptr` holds ALiBi slopes. `configs.attention_scalars` defines the scalars, `primitives.locate_task`
+`heads_in_parallel`.
 """
 
 from __future__ import annotations
@@ -34,30 +35,30 @@ import triton.language as tl
 from diyfa.backends.npu.attention.dropout import head_keys, keep_tile, position_words
 from diyfa.backends.npu.attention.launch import AttentionConstants, attention_launch, call_values
 from diyfa.backends.npu.attention.primitives import (
-    base_of,
     block_at,
+    count_tasks,
+    dense_head_base,
     dot,
     dot_add,
-    first_rows,
+    head_base,
+    keep_first_rows,
     key_range,
     load_row,
     load_tile,
+    locate_task,
     masked,
     narrow,
-    row_base_of,
+    rounds_before,
     row_bias,
     running_max,
     score_tile,
-    sequence,
+    sequence_info,
     store_row,
     store_tile,
-    task_in,
-    task_of,
-    tasks_of,
-    turns_before,
+    task_in_round,
 )
 from diyfa.backends.npu.runtime.compat import kernel
-from diyfa.backends.npu.runtime.launch import addressed, device_guard
+from diyfa.backends.npu.runtime.launch import device_guard, tensor_arguments
 from diyfa.backends.npu.runtime.tiles import chosen_tile, run_tiled
 from diyfa.backends.npu.tables.configs import AttentionTile, fwd_tile
 from diyfa.problem import AttentionProblem, AttentionTensors, Launch
@@ -92,7 +93,7 @@ def _fwd_kernel(
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_ob, stride_oh, stride_om, stride_per_head_b, stride_bias_b, stride_bias_h, stride_bias_m,
     sm_scale, softcap, softcap_minus, softcap_inverse, softcap_rate, keep_threshold, keep_prob, keep_scale, grad_scale,
-    batch, heads_q, heads_kv, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right, together,
+    batch, heads_q, heads_kv, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right, heads_in_parallel,
     c: tl.constexpr,
 ):  # fmt: skip
     PAD_D: tl.constexpr = c.HEAD_DIM != c.BLOCK_D
@@ -102,23 +103,24 @@ def _fwd_kernel(
     BY_SAMPLE: tl.constexpr = c.VARLEN or c.SEQ_LENS
     first_task = 0  # tasks of earlier samples
     for sample in range(batch if BY_SAMPLE else 1):
-        blocks, tasks = tasks_of(
+        blocks, tasks = count_tasks(
             cu_seqlens_q_ptr, sample, total_q, seqlen_q, batch, heads_q, c.BLOCK_M, c.VARLEN, BY_SAMPLE
         )
-        for turn in range(turns_before(first_task), turns_before(first_task + tasks)):
-            b, h, block = task_of(task_in(turn) - first_task, sample, blocks, batch, heads_q, together, BY_SAMPLE, True)
+        for round_index in range(rounds_before(first_task), rounds_before(first_task + tasks)):
+            task = task_in_round(round_index) - first_task
+            b, h, block = locate_task(task, sample, blocks, batch, heads_q, heads_in_parallel, BY_SAMPLE, True)
             row0 = block * c.BLOCK_M
             hk = h // group
-            start_q, start_k, sq, sk = sequence(
+            start_q, start_k, sq, sk = sequence_info(
                 seq_lens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, b, seqlen_q, seqlen_k, total_q, total_k, c
             )
             rows = sq if c.VARLEN else seqlen_q  # rows after a packed sequence belong to the next one
             lo, hi = key_range(row0, sq, sk, window_left, window_right, c)
-            q_base = base_of(q_ptr, b, h, start_q, stride_qb, stride_qh, stride_qm, c.VARLEN)
-            k_base = base_of(k_ptr, b, hk, start_k, stride_kb, stride_kh, stride_kn, c.VARLEN)
-            v_base = base_of(v_ptr, b, hk, start_k, stride_vb, stride_vh, stride_vn, c.VARLEN)
-            out_base = base_of(out_ptr, b, h, start_q, stride_ob, stride_oh, stride_om, c.VARLEN)
-            lse_base = row_base_of(lse_ptr, b, h, start_q, heads_q, seqlen_q, total_q, c.VARLEN)
+            q_base = head_base(q_ptr, b, h, start_q, stride_qb, stride_qh, stride_qm, c.VARLEN)
+            k_base = head_base(k_ptr, b, hk, start_k, stride_kb, stride_kh, stride_kn, c.VARLEN)
+            v_base = head_base(v_ptr, b, hk, start_k, stride_vb, stride_vh, stride_vn, c.VARLEN)
+            out_base = head_base(out_ptr, b, h, start_q, stride_ob, stride_oh, stride_om, c.VARLEN)
+            lse_base = dense_head_base(lse_ptr, b, h, start_q, heads_q, seqlen_q, total_q, c.VARLEN)
             q_block = block_at(q_base, sq, stride_qm, row0, 0, c.HEAD_DIM, c.BLOCK_M, c.BLOCK_D)
             k_block = block_at(k_base, sk, stride_kn, lo, 0, c.HEAD_DIM, c.BLOCK_N, c.BLOCK_D)
             v_block = block_at(v_base, sk, stride_vn, lo, 0, c.HEAD_DIM_V, c.BLOCK_N, c.BLOCK_DV)
@@ -157,12 +159,12 @@ def _fwd_kernel(
                 m_new = running_max(m_i, sink, c.INTERPRET)  # >= LOWEST: a sink of -inf adds 0, one of +inf gives NaN
                 alpha = tl.exp(m_i - m_new)
                 l_i = l_i * alpha + tl.exp(sink - m_new)
-                acc = first_rows(acc, tl.where(hi > lo, c.BLOCK_M, 0), c.BLOCK_M) * alpha[:, None]
+                acc = keep_first_rows(acc, tl.where(hi > lo, c.BLOCK_M, 0), c.BLOCK_M) * alpha[:, None]
                 m_i = m_new
             # Rows that see no key and rows beyond the sequence get output 0 and lse +inf. The select also drops an
             # accumulator that no loop iteration wrote, which the compiler does not clear.
-            real = (tl.arange(0, c.BLOCK_M) + row0).to(tl.float32) < sq.to(tl.float32)
-            l_i = tl.where(real, l_i, 0.0)
+            is_row = (tl.arange(0, c.BLOCK_M) + row0).to(tl.float32) < sq.to(tl.float32)
+            l_i = tl.where(is_row, l_i, 0.0)
             empty = l_i == 0.0
             safe_l = tl.where(empty, 1.0, l_i)
             out = tl.where(empty[:, None], 0.0, acc / safe_l[:, None])
@@ -176,7 +178,7 @@ def _fwd_kernel(
         first_task += tasks
 
 
-def launch_of(
+def make_launch(
     problem: AttentionProblem,
     tensors: AttentionTensors,
     out: torch.Tensor,
@@ -186,7 +188,7 @@ def launch_of(
     """Return the launch that fills out and lse. `tile` replaces the table's tile."""
     tile = tile or fwd_tile(problem)
     tasks = triton.cdiv(problem.seqlen_q, tile.block_m) * problem.batch * problem.heads_q
-    values = {**call_values(problem, tensors, "fwd"), **addressed(problem.layout, out=out), "lse_ptr": lse}
+    values = {**call_values(problem, tensors, "fwd"), **tensor_arguments(problem.layout, out=out), "lse_ptr": lse}
     return attention_launch(_fwd_kernel, ForwardConstants, "fwd", problem, values, tile, tasks)
 
 
@@ -194,7 +196,7 @@ def attention_fwd(problem: AttentionProblem, tensors: AttentionTensors, out: tor
     """Launch the forward kernel, which fills out (q's shape with v's head dim) and lse (`problem.lse_shape`, fp32)."""
 
     def launch(tile: AttentionTile) -> list[Launch]:
-        return [launch_of(problem, tensors, out, lse, tile)]
+        return [make_launch(problem, tensors, out, lse, tile)]
 
     with device_guard(tensors.q):
         run_tiled(problem, "fwd", chosen_tile(problem, "fwd", launch), launch)

@@ -38,7 +38,14 @@ from diyfa.backends.npu.attention.primitives import (
     tile_needs_mask,
 )
 from diyfa.backends.npu.runtime.compat import Constants, kernel
-from diyfa.backends.npu.runtime.launch import addressed, cube_programs, described, device_guard, run, vector_programs
+from diyfa.backends.npu.runtime.launch import (
+    bind_launch,
+    cube_programs,
+    device_guard,
+    run,
+    tensor_arguments,
+    vector_programs,
+)
 from diyfa.backends.npu.tables.configs import preprocess_rows
 from diyfa.backends.npu.tables.configs_v1 import v1_tile
 from diyfa.problem import AttentionProblem, AttentionTensors, Launch
@@ -82,7 +89,7 @@ def _fwd_v1_kernel(
                 q = load_tile(q_block, PAD_D)  # [BLOCK_M, BLOCK_D]
                 s = dot(q, tl.trans(k), c.INTERPRET) * sm_scale  # [BLOCK_M, BLOCK_N]
                 if tile_needs_mask(row0, n0, sq, sk, window_left, window_right, c):
-                    # Not `mask_whole`: with it the 950's compiler does not finish at D = 256.
+                    # Not `apply_mask`: with it the 950's compiler does not finish at D = 256.
                     rel = (tl.arange(0, c.BLOCK_M)[:, None] - tl.arange(0, c.BLOCK_N)[None, :]).to(tl.float32)
                     rows = tl.arange(0, c.BLOCK_M)[:, None].to(tl.float32)
                     s = mask_tile(s, rel, rows, float("-inf"), row0, n0, sq, sk, window_left, window_right, c)
@@ -90,8 +97,8 @@ def _fwd_v1_kernel(
                 m_old = tl.where(l_old == 0.0, LOWEST, load_row(m_ptr + row_base, row0, sq, c.BLOCK_M))
                 m_new = running_max(m_old, tl.max(s, 1), c.INTERPRET)
                 p = tl.exp(s - m_new[:, None])
-                kept = l_old * tl.exp(m_old - m_new)
-                l_new = kept + tl.sum(p, 1)
+                l_rescaled = l_old * tl.exp(m_old - m_new)
+                l_new = l_rescaled + tl.sum(p, 1)
                 running_block = block_at(
                     running_ptr + running_base, sq, c.HEAD_DIM_V, row0, 0, c.HEAD_DIM_V, c.BLOCK_M, c.BLOCK_DV
                 )
@@ -101,7 +108,7 @@ def _fwd_v1_kernel(
                 o = load_tile(running_block, PAD_DV)  # [BLOCK_M, BLOCK_DV]
                 norm = tl.where(l_new == 0.0, 1.0, l_new)
                 pv = dot(narrow(p, v.dtype, c.INTERPRET), v, c.INTERPRET)  # [BLOCK_M, BLOCK_DV]
-                store_tile(new_running_block, (o * kept[:, None] + pv) / norm[:, None], PAD_DV)
+                store_tile(new_running_block, (o * l_rescaled[:, None] + pv) / norm[:, None], PAD_DV)
                 store_row(new_m_ptr + row_base, m_new, row0, sq, c.BLOCK_M)
                 store_row(new_l_ptr + row_base, l_new, row0, sq, c.BLOCK_M)
             tl.debug_barrier()
@@ -146,7 +153,7 @@ def _fwd_v1_finish_kernel(
         store_row(lse_ptr + row_base, lse, row0, seqlen_q, c.BLOCK_M)
 
 
-def launches_of(
+def make_launches(
     problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor
 ) -> tuple[Launch, Launch]:
     """Return the launch of the passes, which needs zeros in lse, and the launch that finishes out and lse."""
@@ -155,7 +162,7 @@ def launches_of(
     state = {"running_ptr": running, "m_ptr": torch.empty_like(lse), "l_ptr": lse}
     values = {
         **call_values(problem, tensors, "fwd"),
-        **addressed(problem.layout, out=out),
+        **tensor_arguments(problem.layout, out=out),
         **state,
         **{f"new_{name}": x for name, x in state.items()},
         "lse_ptr": lse,
@@ -163,14 +170,14 @@ def launches_of(
         "BLOCK_N": tile.block_n,
     }
     cores = cube_programs(problem.arch, lse.device, heads)
-    passes = described(_fwd_v1_kernel, AttentionConstants, cores, values, tile.compile_options(problem.arch))
+    passes = bind_launch(_fwd_v1_kernel, AttentionConstants, cores, values, tile.compile_options(problem.arch))
     cores = vector_programs(problem.arch, lse.device, triton.cdiv(problem.seqlen_q, rows) * heads)
-    return passes, described(_fwd_v1_finish_kernel, FinishConstants, cores, values | {"BLOCK_M": rows})
+    return passes, bind_launch(_fwd_v1_finish_kernel, FinishConstants, cores, values | {"BLOCK_M": rows})
 
 
 def attention_fwd(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Launch the kernels, which fill out (q's shape with v's head dim) and lse (B, H, Sq), fp32."""
     lse.zero_()
     with device_guard(tensors.q):
-        for launch in launches_of(problem, tensors, out, lse):
+        for launch in make_launches(problem, tensors, out, lse):
             run(launch)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from diyfa.backends.npu.attention.bias import as_read
-from diyfa.backends.npu.runtime.compat import INTERPRETED, Constants, cut_columns, padded_head_dim
-from diyfa.backends.npu.runtime.launch import addressed, cube_programs, described, heads_together
+from diyfa.backends.npu.runtime.compat import INTERPRETED, Constants, padded_head_dim, split_columns
+from diyfa.backends.npu.runtime.launch import bind_launch, cube_programs, heads_per_group, tensor_arguments
 from diyfa.backends.npu.tables import configs
 from diyfa.backends.npu.tables.configs import (
     AttentionTile,
@@ -56,7 +56,7 @@ def call_values(problem: AttentionProblem, tensors: AttentionTensors, step: str)
     says whether a tile needs a mask."""
     bias = as_read(tensors.attn_bias)
     return {
-        **addressed(problem.layout, q=tensors.q, k=tensors.k, v=tensors.v),
+        **tensor_arguments(problem.layout, q=tensors.q, k=tensors.k, v=tensors.v),
         **{f"{x.name}_ptr": getattr(tensors, x.name) for x in TENSORS},
         "per_head_ptr": tensors.alibi_slopes,
         "stride_per_head_b": per_head_stride(tensors.alibi_slopes),
@@ -89,10 +89,14 @@ def attention_launch(
     tasks: int,
 ) -> Launch:
     """Return the launch of a kernel with matrix products. `step`: its name in the tile table. `tasks`: its tasks."""
-    values = values | {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "together": heads_together(problem, step)}
+    values = values | {
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "heads_in_parallel": heads_per_group(problem, step),
+    }
     if problem.seqlen_k % tile.block_n:  # MASKED is False for the table's "even" tile; this tile may need a mask
         values["MASKED"] = True
     if step in ("dq", "dkdv"):  # their results have as many columns as q
-        values |= cut_columns(problem.head_dim, widest_product(problem.dtype))
+        values |= split_columns(problem.head_dim, widest_product(problem.dtype))
     grid = cube_programs(problem.arch, values["q_ptr"].device, tasks)
-    return described(kernel, constants, grid, values, tile.compile_options(problem.arch))
+    return bind_launch(kernel, constants, grid, values, tile.compile_options(problem.arch))

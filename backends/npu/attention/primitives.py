@@ -4,8 +4,8 @@ Positions are compared in fp32, because integer compares run on Ascend's scalar 
 and int32 arithmetic subtracts the tile's distance from the diagonal first. So the compare is exact where it decides.
 
 **Tasks and rounds.** A kernel launches at most one program per core, and each program loops over tasks. A task is one
-block of one head. In round `turn` every program takes one task: program i the i-th one in even rounds, the i-th one
-from the end in odd rounds (`task_in`). Work falls (or rises) steadily with the task number, so this evens it out.
+block of one head. In each round every program takes one task: program i the i-th one in even rounds, the i-th one from
+the end in odd rounds (`task_in_round`). Work falls (or rises) steadily with the task number, so this evens it out.
 """
 
 from __future__ import annotations
@@ -110,26 +110,26 @@ def running_max(m_i, row_max, INTERPRET: tl.constexpr):
 
 
 @triton.jit
-def place_of(turn):
-    """Return this program's position in round `turn`: upwards in even rounds, downwards in odd ones."""
-    return tl.program_id(0) + turn % 2 * (tl.num_programs(0) - 1 - 2 * tl.program_id(0))
+def position_in_round(round_index):
+    """Return this program's position in round `round_index`: upwards in even rounds, downwards in odd ones."""
+    return tl.program_id(0) + round_index % 2 * (tl.num_programs(0) - 1 - 2 * tl.program_id(0))
 
 
 @triton.jit
-def turns_before(task):
+def rounds_before(task):
     """Return how many of the first `task` tasks this program takes: the number of its rounds before task `task`."""
-    turn = task // tl.num_programs(0)
-    return turn + (place_of(turn) < task % tl.num_programs(0)).to(tl.int32)
+    round_index = task // tl.num_programs(0)
+    return round_index + (position_in_round(round_index) < task % tl.num_programs(0)).to(tl.int32)
 
 
 @triton.jit
-def task_in(turn):
-    """Return the number of the task that this program takes in round `turn`, counted over all samples."""
-    return turn * tl.num_programs(0) + place_of(turn)
+def task_in_round(round_index):
+    """Return the number of the task that this program takes in round `round_index`, counted over all samples."""
+    return round_index * tl.num_programs(0) + position_in_round(round_index)
 
 
 @triton.jit
-def tasks_of(cu_seqlens_ptr, sample, total, seqlen, batch, heads, BLOCK: tl.constexpr, VARLEN: tl.constexpr,
+def count_tasks(cu_seqlens_ptr, sample, total, seqlen, batch, heads, BLOCK: tl.constexpr, VARLEN: tl.constexpr,
              BY_SAMPLE: tl.constexpr):  # fmt: skip
     """Return (blocks of the sequence of `sample`, tasks of `sample`: one for each block of each head).
 
@@ -148,21 +148,23 @@ def tasks_of(cu_seqlens_ptr, sample, total, seqlen, batch, heads, BLOCK: tl.cons
 
 
 @triton.jit
-def task_of(task, sample, blocks, batch, heads, together, BY_SAMPLE: tl.constexpr, LAST_FIRST: tl.constexpr):
+def locate_task(
+    task, sample, blocks, batch, heads, heads_in_parallel, BY_SAMPLE: tl.constexpr, LAST_FIRST: tl.constexpr
+):
     """Return (b, head, block of the sequence) of task number `task` of `sample`.
 
-    Heads go in groups of `together`. A group's tasks are the first block of each head, then the second block of each,
-    and so on (LAST_FIRST: from the last block down). So programs that run at once have equal work, and the keys of the
-    group stay in the cache until all its blocks are done.
+    Heads go in groups of `heads_in_parallel`. A group's tasks are the first block of each head, then the second block
+    of each, and so on (LAST_FIRST: from the last block down). So programs that run at once have equal work, and the
+    keys of the group stay in the cache until all its blocks are done.
     """
     pairs = heads
     if not BY_SAMPLE:
         pairs = heads * batch
-    part = task // (together * blocks)
-    inside = task % (together * blocks)
-    width = tl.minimum(together, pairs - part * together)
-    pair = part * together + inside % width
-    block = inside // width
+    head_group = task // (heads_in_parallel * blocks)
+    index_in_group = task % (heads_in_parallel * blocks)
+    group_heads = tl.minimum(heads_in_parallel, pairs - head_group * heads_in_parallel)
+    pair = head_group * heads_in_parallel + index_in_group % group_heads
+    block = index_in_group // group_heads
     if LAST_FIRST:
         block = blocks - 1 - block
     if BY_SAMPLE:
@@ -194,7 +196,7 @@ def packed_rows(cu_seqlens_ptr, b, total):
 
 
 @triton.jit
-def sequence(
+def sequence_info(
     seq_lens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, b, seqlen_q, seqlen_k, total_q, total_k, c: tl.constexpr
 ):
     """Return (first row in q, first row in k, query rows, keys) of sample `b`. First rows are 0 unless VARLEN."""
@@ -208,7 +210,7 @@ def sequence(
 
 
 @triton.jit
-def base_of(ptr, b, h, start, stride_b, stride_h, stride_m, VARLEN: tl.constexpr):
+def head_base(ptr, b, h, start, stride_b, stride_h, stride_m, VARLEN: tl.constexpr):
     """Return the address of the first row of sample b, head h. Packed sequences: row `start`, no batch stride."""
     base = ptr + h.to(tl.int64) * stride_h
     if VARLEN:
@@ -219,7 +221,7 @@ def base_of(ptr, b, h, start, stride_b, stride_h, stride_m, VARLEN: tl.constexpr
 
 
 @triton.jit
-def row_base_of(ptr, b, h, start, heads, seqlen, total, VARLEN: tl.constexpr):
+def dense_head_base(ptr, b, h, start, heads, seqlen, total, VARLEN: tl.constexpr):
     """Return the address of the first value of sample b, head h in a dense (B, H, Sq), or with VARLEN (H, Tq)."""
     if VARLEN:
         base = ptr + h.to(tl.int64) * total + start
@@ -283,14 +285,14 @@ def tile_needs_mask(row0, n0, sq, sk, window_left, window_right, c: tl.constexpr
     """Return whether the tile of scores at (row0, n0) has a query and a key that must not see each other."""
     offset = sk - sq
     if c.CAUSAL:  # the last row sees up to key sk - 1, so the diagonal also hides keys beyond sk
-        needed = n0 + c.BLOCK_N > row0 + offset
+        needs_mask = n0 + c.BLOCK_N > row0 + offset
     else:
-        needed = n0 + c.BLOCK_N > sk
+        needs_mask = n0 + c.BLOCK_N > sk
         if c.HAS_RIGHT:
-            needed = needed | (n0 + c.BLOCK_N > row0 + offset + window_right)
+            needs_mask = needs_mask | (n0 + c.BLOCK_N > row0 + offset + window_right)
     if c.HAS_LEFT:
-        needed = needed | (n0 < row0 + c.BLOCK_M + offset - window_left)
-    return needed
+        needs_mask = needs_mask | (n0 < row0 + c.BLOCK_M + offset - window_left)
+    return needs_mask
 
 
 @triton.jit
@@ -319,15 +321,15 @@ def masked(x, fill, row0, n0, sq, sk, window_left, window_right, TRANSPOSED: tl.
     The mask is under a run-time `if`, so a tile in which all see each other pays nothing. ALWAYS_MASK drops the `if`.
     """
     if c.ALWAYS_MASK:
-        x = mask_whole(x, fill, row0, n0, sq, sk, window_left, window_right, TRANSPOSED, c)
+        x = apply_mask(x, fill, row0, n0, sq, sk, window_left, window_right, TRANSPOSED, c)
     else:
         if tile_needs_mask(row0, n0, sq, sk, window_left, window_right, c):
-            x = mask_whole(x, fill, row0, n0, sq, sk, window_left, window_right, TRANSPOSED, c)
+            x = apply_mask(x, fill, row0, n0, sq, sk, window_left, window_right, TRANSPOSED, c)
     return x
 
 
 @triton.jit
-def mask_whole(x, fill, row0, n0, sq, sk, window_left, window_right, TRANSPOSED: tl.constexpr, c: tl.constexpr):
+def apply_mask(x, fill, row0, n0, sq, sk, window_left, window_right, TRANSPOSED: tl.constexpr, c: tl.constexpr):
     """Form the positions inside the tile and apply `mask_tile`."""
     rows = tl.arange(0, c.BLOCK_M).to(tl.float32)
     cols = tl.arange(0, c.BLOCK_N).to(tl.float32)
@@ -400,12 +402,12 @@ def add_alibi(s, slope, row0, n0, sq, sk, TRANSPOSED: tl.constexpr, c: tl.conste
     rows = tl.arange(0, c.BLOCK_M).to(tl.float32)
     cols = tl.arange(0, c.BLOCK_N).to(tl.float32)
     if c.ALIBI == "by_axis":
-        of_row = rows * slope
-        of_col = (cols + distance) * slope
+        row_terms = rows * slope
+        col_terms = (cols + distance) * slope
         if TRANSPOSED:
-            s = s + of_col[:, None] - of_row[None, :]
+            s = s + col_terms[:, None] - row_terms[None, :]
         else:
-            s = s + of_col[None, :] - of_row[:, None]
+            s = s + col_terms[None, :] - row_terms[:, None]
     else:
         if TRANSPOSED:
             rel = rows[None, :] - cols[:, None]
@@ -429,7 +431,7 @@ def drop_columns(x, start, length, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def first_rows(acc, count, BLOCK: tl.constexpr):
+def keep_first_rows(acc, count, BLOCK: tl.constexpr):
     """Return acc [BLOCK, columns] with 0 in the rows from `count` on.
 
     The compiler does not clear an accumulator whose loop runs no iteration; `count` 0 drops what it holds. The select

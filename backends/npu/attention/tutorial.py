@@ -78,7 +78,9 @@ def _fwd_tutorial_kernel(
         tl.store(tile_at(out_ptr + head, row0, seqlen, BLOCK_M, HEAD_DIM), out, boundary_check=(0,))
 
 
-def launch_of(arch: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, causal: bool) -> Launch:
+def make_launch(
+    arch: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, causal: bool
+) -> Launch:
     """Return the launch on chip `arch` that fills `out`."""
     batch, heads, seqlen, head_dim = q.shape
     grid = cube_programs(arch, q.device, triton.cdiv(seqlen, TILE.block_m) * batch * heads)

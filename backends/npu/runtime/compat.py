@@ -49,10 +49,12 @@ def padded_head_dim(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def cut_columns(head_dim: int, most: int) -> dict[str, int]:
-    """Return the columns of dq and dk: BLOCK_D in a first tile, at most `most`, and REST in a second one, mostly 0."""
-    rest = padded_head_dim(head_dim - most) if head_dim > most else 0
-    return {"BLOCK_D": padded_head_dim(min(head_dim, most)), "REST": rest}
+def split_columns(head_dim: int, max_columns: int) -> dict[str, int]:
+    """Return the columns of dq and dk: BLOCK_D in a first tile, at most `max_columns`, BLOCK_D_TAIL in a second one.
+
+    BLOCK_D_TAIL is 0 if the first tile has all columns."""
+    tail = padded_head_dim(head_dim - max_columns) if head_dim > max_columns else 0
+    return {"BLOCK_D": padded_head_dim(min(head_dim, max_columns)), "BLOCK_D_TAIL": tail}
 
 
 @dataclass(frozen=True)

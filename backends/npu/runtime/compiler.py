@@ -21,11 +21,11 @@ def compiler_version() -> str:
     if program is None:
         return ""
     try:
-        done = subprocess.run([program, "--version"], capture_output=True, text=True, errors="replace", timeout=60)
+        process = subprocess.run([program, "--version"], capture_output=True, text=True, errors="replace", timeout=60)
     except (OSError, subprocess.TimeoutExpired):
         return "unknown"
-    found = re.search(rf"{PROGRAM} (?:version )?(\S+)(?: \(.*?(\w+ \d+-\d+-\d+)\))?", done.stdout + done.stderr)
-    return "unknown" if found is None else f"{found[1]} ({found[2]})" if found[2] else found[1]
+    match = re.search(rf"{PROGRAM} (?:version )?(\S+)(?: \(.*?(\w+ \d+-\d+-\d+)\))?", process.stdout + process.stderr)
+    return "unknown" if match is None else f"{match[1]} ({match[2]})" if match[2] else match[1]
 
 
 def is_compile_failure(error: BaseException) -> bool:
@@ -34,17 +34,17 @@ def is_compile_failure(error: BaseException) -> bool:
     from triton.runtime.errors import OutOfResources
 
     names = ("CompilationError", "MLIRCompilationError")  # the second is triton-ascend's
-    known = [getattr(errors, name) for name in names if hasattr(errors, name)]
+    error_types = [getattr(errors, name) for name in names if hasattr(errors, name)]
     # With TRITON_ASCEND_COMPILE_SPEED_OPT triton-ascend remembers failures, and reports them without a type of its own.
-    return isinstance(error, (*known, OutOfResources)) or str(error) == "already failed once"
+    return isinstance(error, (*error_types, OutOfResources)) or str(error) == "already failed once"
 
 
 def first_error(log: str) -> str:
     """Return the first error in the compiler's output, in one line."""
     overflow = re.search(r"(\w+) overflow, requires (\d+) bits while (\d+) bits", log)
     if overflow:
-        memory, needed, there = overflow[1], int(overflow[2]) // 8192, int(overflow[3]) // 8192
-        return f"{memory} overflow: needs {needed} KiB of {there}"
+        memory, needed, available = overflow[1], int(overflow[2]) // 8192, int(overflow[3]) // 8192
+        return f"{memory} overflow: needs {needed} KiB of {available}"
     # Triton's exception adds lines around the compiler's output.
     lines = [x for x in log.splitlines() if x.strip() and not x.startswith(("///", "[INFO]")) and "encounters" not in x]
     errors = [x for x in lines if "error" in x.lower() and "Failed to run" not in x]

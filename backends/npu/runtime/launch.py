@@ -55,7 +55,7 @@ def vector_programs(arch: str, device: torch.device, tasks: int) -> int:
     return max(1, min(tasks, _cores(arch, device)[1]))
 
 
-def heads_together(problem: AttentionProblem, kernel: str) -> int:
+def heads_per_group(problem: AttentionProblem, kernel: str) -> int:
     """Return the number of heads in a group of tasks: query heads for "fwd" and "dq", KV heads for "dkdv".
 
     Each block of a head reads all its keys and values ("dkdv": queries and dout) again, so those of a group should fit
@@ -66,9 +66,9 @@ def heads_together(problem: AttentionProblem, kernel: str) -> int:
     row_bytes = (problem.head_dim + problem.head_dim_v) * ELEMENT_BYTES[problem.dtype]
     by_sample = problem.varlen or problem.seq_lens
     heads = problem.heads_kv * (1 if by_sample else problem.batch)
-    parts = -(-heads * rows * row_bytes // CACHE_BYTES)
-    together = -(-heads // max(1, min(parts, heads)))
-    return together if kernel == "dkdv" else together * group
+    n_groups = -(-heads * rows * row_bytes // CACHE_BYTES)
+    kv_heads_per_group = -(-heads // max(1, min(n_groups, heads)))
+    return kv_heads_per_group if kernel == "dkdv" else kv_heads_per_group * group
 
 
 def device_guard(x: torch.Tensor) -> AbstractContextManager[object]:
@@ -81,7 +81,7 @@ def distinct_rows(x: torch.Tensor, layout: str) -> torch.Tensor:
     return x.contiguous() if bhsd_strides(x, layout)[2] == 0 else x
 
 
-def addressed(layout: str, **tensors: torch.Tensor) -> dict[str, Any]:
+def tensor_arguments(layout: str, **tensors: torch.Tensor) -> dict[str, Any]:
     """Return tensors and their strides of batch, head and row by kernel argument.
 
     For `out` these are `out_ptr`, `stride_ob`, `stride_oh`, `stride_om`. Rows of keys and values have n for m."""
@@ -95,15 +95,15 @@ def addressed(layout: str, **tensors: torch.Tensor) -> dict[str, Any]:
     return arguments
 
 
-def described(
+def bind_launch(
     kernel: Any, constants: type[Constants], grid: int, values: dict[str, Any], options: dict[str, Any] | None = None
 ) -> Launch:
     """Return the launch of `kernel`, with the `values` that it and its `constants` name. Others are ignored.
 
     Related kernels share `values`, where names of constants are in capitals."""
     arguments = {name: values[name] for name in kernel.arg_names if name != "c"}
-    own = constants(*(values[field.name.upper()] for field in fields(constants)))
-    return Launch(kernel, grid, arguments, {"c": own}, options or {})
+    bound_constants = constants(*(values[field.name.upper()] for field in fields(constants)))
+    return Launch(kernel, grid, arguments, {"c": bound_constants}, options or {})
 
 
 recorder: Callable[[Launch], None] | None = None  # receives launches instead of the device: see recording.py

@@ -61,14 +61,14 @@ def recording(arch: str | None = None) -> Iterator[dict[Hashable, Recorded]]:
             f"kernels for {arch} are compiled where one is, by CANN's compiler: run this there, and name no "
             f"architecture; `diyfa compile {arch}` checks elsewhere that they compile"
         )
-    found: dict[Hashable, Recorded] = {}
+    recordings: dict[Hashable, Recorded] = {}
 
     def record(launch: Launch) -> None:
-        found.setdefault(variant(launch), recorded(launch))
+        recordings.setdefault(variant(launch), recorded(launch))
 
-    before = host.recorder, tuner.recording
+    previous = host.recorder, tuner.recording
     host.recorder, tuner.recording = record, True
     try:
-        yield found
+        yield recordings
     finally:
-        host.recorder, tuner.recording = before
+        host.recorder, tuner.recording = previous

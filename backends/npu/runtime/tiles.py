@@ -15,21 +15,21 @@ from typing import Any
 from diyfa.backends.npu.runtime import compiler
 from diyfa.backends.npu.runtime.launch import run
 from diyfa.backends.npu.runtime.tune import tuner
-from diyfa.backends.npu.tables.asked import VARIABLE
 from diyfa.backends.npu.tables.configs import (
     AttentionTile,
-    asked_tile,
     attention_key,
     candidates,
     conservative_tile,
+    requested_tile,
     table_tile,
 )
+from diyfa.backends.npu.tables.requested import VARIABLE
 from diyfa.problem import AttentionProblem, KVCacheProblem, Launch, cached_per_problem
 from diyfa.tuning import bucket_size
 
 Problem = AttentionProblem | KVCacheProblem
-LaunchesOf = Callable[[AttentionTile], Sequence[Launch]]  # a kernel, with the kernels that pack or combine for it
-MOST_REFUSED = 1024  # refused kernels to remember; a forgotten one is compiled and refused a second time
+MakeLaunches = Callable[[AttentionTile], Sequence[Launch]]  # a kernel, with the kernels that pack or combine for it
+MAX_REFUSED = 1024  # refused kernels to remember; a forgotten one is compiled and refused a second time
 _refused: dict[Hashable, None] = {}
 
 
@@ -38,16 +38,16 @@ def is_fixed(problem: Problem) -> bool:
     return problem.batch_invariant if isinstance(problem, KVCacheProblem) else problem.deterministic
 
 
-def chosen_tile(problem: Problem, kernel: str, launches_of: LaunchesOf) -> AttentionTile:
+def chosen_tile(problem: Problem, kernel: str, make_launches: MakeLaunches) -> AttentionTile:
     """Return the tile of `kernel` for `problem`. Inside `diyfa tune` it first times the launches of each candidate."""
-    asked = asked_tile(problem, kernel)
-    if asked is not None:
-        return asked
+    requested = requested_tile(problem, kernel)
+    if requested is not None:
+        return requested
     if is_fixed(problem):
         return table_tile(problem, kernel)
     tiles = _candidates(problem, kernel)
     return tuner.best(
-        f"attention_{kernel}", _bucket(problem, kernel), tiles, lambda tile: _run(launches_of(tile)), tiles[0]
+        f"attention_{kernel}", _bucket(problem, kernel), tiles, lambda tile: _run(make_launches(tile)), tiles[0]
     )
 
 
@@ -56,16 +56,16 @@ def _run(launches: Sequence[Launch]) -> None:
         run(launch)
 
 
-def run_tiled(problem: Problem, kernel: str, tile: AttentionTile, launches_of: LaunchesOf) -> Sequence[Launch]:
+def run_tiled(problem: Problem, kernel: str, tile: AttentionTile, make_launches: MakeLaunches) -> Sequence[Launch]:
     """Run the launches with `tile`, or with the conservative tile if this machine's compiler refuses `tile`.
 
     Returns the launches that ran. Raises RuntimeError with the reasons if neither tile compiles, and if a refused tile
     may not be replaced: DIYFA_NPU_TILE asks for it, or the call is batch invariant.
     """
-    launches = launches_of(tile)
+    launches = make_launches(tile)
     # A tile that may not be replaced is compiled once more, so that the error has its reason.
     if _refused and _is_replaceable(problem, kernel) and any(variant(launch) in _refused for launch in launches):
-        launches = launches_of(conservative_tile(problem, kernel))
+        launches = make_launches(conservative_tile(problem, kernel))
         _run(launches)
         return launches
     for launch in launches:
@@ -74,33 +74,33 @@ def run_tiled(problem: Problem, kernel: str, tile: AttentionTile, launches_of: L
         except Exception as error:
             if not compiler.is_compile_failure(error):
                 raise
-            return _run_conservative(problem, kernel, tile, launches_of, launch, error)
+            return _run_conservative(problem, kernel, tile, make_launches, launch, error)
     return launches
 
 
-def _in_the_mode(problem: Problem) -> bool:
+def _is_batch_invariant(problem: Problem) -> bool:
     return isinstance(problem, KVCacheProblem) and problem.batch_invariant
 
 
 def _is_replaceable(problem: Problem, kernel: str) -> bool:
     """Return whether the conservative tile may replace the chosen one."""
-    return asked_tile(problem, kernel) is None and not _in_the_mode(problem)
+    return requested_tile(problem, kernel) is None and not _is_batch_invariant(problem)
 
 
 def _run_conservative(
-    problem: Problem, kernel: str, tile: AttentionTile, launches_of: LaunchesOf, refused: Launch, refusal: Exception
+    problem: Problem, kernel: str, tile: AttentionTile, make_launches: MakeLaunches, refused: Launch, refusal: Exception
 ) -> Sequence[Launch]:
     """Run the launches with the conservative tile after the compiler refused launch `refused`, and warn."""
     first = _reason(problem, kernel, tile, refusal)
-    if asked_tile(problem, kernel) is not None:
+    if requested_tile(problem, kernel) is not None:
         raise RuntimeError(f"{first}. {VARIABLE} asks for this tile: name another one, or unset it") from refusal
     conservative = conservative_tile(problem, kernel)
-    if _in_the_mode(problem):
+    if _is_batch_invariant(problem):
         raise RuntimeError(
             f"{first}. In the batch invariant mode all calls have one tile: {VARIABLE}={kernel}={_shape(conservative)} "
             "asks for a smaller one for all"
         ) from refusal
-    refused_variant, launches = variant(refused), launches_of(conservative)
+    refused_variant, launches = variant(refused), make_launches(conservative)
     try:
         _run(launches)
     except Exception as error:
@@ -108,7 +108,7 @@ def _run_conservative(
             raise
         second = _reason(problem, kernel, conservative, error)
         raise RuntimeError(f"{first}. The conservative tile does not compile either: {second}") from error
-    while len(_refused) >= MOST_REFUSED:
+    while len(_refused) >= MAX_REFUSED:
         _refused.pop(next(iter(_refused)), None)
     _refused[refused_variant] = None
     command = f"diyfa tune --head-dim {problem.head_dim} --dtype {problem.dtype}"
@@ -130,10 +130,10 @@ def _reason(problem: Problem, kernel: str, tile: AttentionTile, error: Exception
         features = f"pages of {problem.page_size}" if problem.paged else "no pages"
     else:
         features = " ".join(sorted(problem.features - {"gqa"})) or "full"
-    what = f"the tile {_shape(tile)} of attention {kernel} ({problem.dtype}, D = {problem.head_dim}, {features})"
+    tile_text = f"the tile {_shape(tile)} of attention {kernel} ({problem.dtype}, D = {problem.head_dim}, {features})"
     version = compiler.compiler_version()
-    by = f"{compiler.PROGRAM} {version}" if version else compiler.HOW_TO_FIND_IT
-    return f"{what} does not compile ({by}): {compiler.first_error(str(error))}"
+    compiler_text = f"{compiler.PROGRAM} {version}" if version else compiler.HOW_TO_FIND_IT
+    return f"{tile_text} does not compile ({compiler_text}): {compiler.first_error(str(error))}"
 
 
 def _shape(tile: AttentionTile) -> str:
@@ -152,7 +152,7 @@ def _candidates(problem: Problem, kernel: str) -> tuple[AttentionTile, ...]:
 
 
 # Longer sequences only have more tiles, and more tasks only give each core more. Neither changes the best tile.
-LONGEST, SHORTEST, MOST_TASKS = 8192, 256, 64
+MAX_LENGTH, MIN_LENGTH, MAX_TASKS = 8192, 256, 64
 
 
 @cached_per_problem
@@ -160,15 +160,15 @@ def _bucket(problem: Problem, kernel: str) -> tuple[Any, ...]:
     """Return all that the choice of a tile depends on. Lengths and the number of tasks are size classes."""
 
     def length(n: int) -> int:
-        return bucket_size(min(max(n, SHORTEST), LONGEST))
+        return bucket_size(min(max(n, MIN_LENGTH), MAX_LENGTH))
 
     if isinstance(problem, KVCacheProblem):
         return (
             problem.dtype,
             problem.layout,
-            bucket_size(min(problem.batch * problem.heads_kv, MOST_TASKS)),
+            bucket_size(min(problem.batch * problem.heads_kv, MAX_TASKS)),
             bucket_size(problem.heads_q // problem.heads_kv),
-            bucket_size(min(problem.seqlen_q, SHORTEST)),
+            bucket_size(min(problem.seqlen_q, MIN_LENGTH)),
             length(problem.capacity),
             problem.head_dim,
             problem.head_dim_v,
@@ -185,7 +185,7 @@ def _bucket(problem: Problem, kernel: str) -> tuple[Any, ...]:
     return (
         problem.dtype,
         problem.layout,
-        bucket_size(min(tasks, MOST_TASKS)),
+        bucket_size(min(tasks, MAX_TASKS)),
         bucket_size(problem.heads_q // problem.heads_kv),
         length(problem.seqlen_q),
         length(problem.seqlen_k),

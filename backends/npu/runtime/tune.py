@@ -17,12 +17,12 @@ from diyfa import tuning as shared
 from diyfa.backends.npu import device_name
 from diyfa.backends.npu.runtime.compat import INTERPRETED
 from diyfa.backends.npu.runtime.compiler import compiler_version, is_compile_failure
-from diyfa.backends.npu.tables.asked import VARIABLE
+from diyfa.backends.npu.tables.requested import VARIABLE
 from diyfa.npu_stacks import installed_version
 from diyfa.problem import Tuning
 
 MEASURE_MS = 60  # measured time of each candidate in each round
-FEWEST, MOST = 3, 50  # runs in a measurement
+MIN_RUNS, MAX_RUNS = 3, 50  # runs in a measurement
 
 
 def _npu() -> Any:
@@ -34,7 +34,7 @@ def _time(run: Callable[[], None]) -> float:
     npu = _npu()
     run()
     times: list[float] = []
-    while len(times) < FEWEST or (len(times) < MOST and sum(times) < MEASURE_MS):
+    while len(times) < MIN_RUNS or (len(times) < MAX_RUNS and sum(times) < MEASURE_MS):
         start, end = (npu.Event(enable_timing=True) for _ in range(2))
         start.record()
         run()

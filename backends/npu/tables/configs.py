@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from diyfa.arch import ELEMENT_BYTES, NPUArch, NPUSpec, npu_spec
-from diyfa.backends.npu.tables import asked, l0, tiles
+from diyfa.backends.npu.tables import l0, requested, tiles
 from diyfa.dropout import drop_threshold
 from diyfa.problem import AttentionProblem, KVCacheProblem, MatmulProblem
 
@@ -120,9 +120,9 @@ def searched_rows(rows: list[tiles.Row]) -> Iterator[tuple[TileKey, AttentionTil
     general: dict[TileKey, AttentionTile] = {}
     special: dict[TileKey, AttentionTile] = {}
     for row in rows:
-        how = f"compiled {row.date}, {row.compilers}; best predicted of {row.tried}, not timed on a device"
+        origin = f"compiled {row.date}, {row.compilers}; best predicted of {row.tried}, not timed on a device"
         shape, pipeline = (row.block_m, row.block_n), (row.bound, row.pipelined)
-        tile = AttentionTile(*shape, *pipeline, row.workspace_buffers, row.vector_loop, row.cube_loop, how)
+        tile = AttentionTile(*shape, *pipeline, row.workspace_buffers, row.vector_loop, row.cube_loop, origin)
         for chip in row.chips:
             name, _, cores = chip.partition("/")
             arch = NPUArch(name)
@@ -133,8 +133,8 @@ def searched_rows(rows: list[tiles.Row]) -> Iterator[tuple[TileKey, AttentionTil
                 special[key._replace(family=arch, cores=int(cores))] = tile
     yield from general.items()
     for key, tile in special.items():
-        shared = key._replace(family=NPUArch.A5 if key.family is NPUArch.A5 else NPUArch.A2, cores=0)
-        if tile != general.get(shared):
+        family_key = key._replace(family=NPUArch.A5 if key.family is NPUArch.A5 else NPUArch.A2, cores=0)
+        if tile != general.get(family_key):
             yield key, tile
 
 
@@ -195,18 +195,18 @@ def attention_key(problem: AttentionProblem, kernel: str) -> TileKey:
     widest = max(problem.head_dim, problem.head_dim_v)
     head_dim = next(d for d in HEAD_DIM_CLASSES if widest <= d)
     row = TileKey(chip, kernel, ELEMENT_BYTES[problem.dtype], head_dim, modes(kernel)[0])
-    mode = attention_mode(problem, ATTENTION_TILES[_own(row, spec)].block_n)
+    mode = attention_mode(problem, ATTENTION_TILES[_chip_key(row, spec)].block_n)
     if kernel == "dkdv" and mode == "tail":  # each key has its own row of dk and dv; rows beyond are not stored
         mode = "even"
-    return _own(row._replace(mode=mode), spec)
+    return _chip_key(row._replace(mode=mode), spec)
 
 
-def _own(key: TileKey, spec: NPUSpec | None) -> TileKey:
+def _chip_key(key: TileKey, spec: NPUSpec | None) -> TileKey:
     """Return the key of the chip's own row if there is one, else `key`."""
     if spec is None:
         return key
-    own = key._replace(family=spec.arch, cores=spec.cube_cores)
-    return own if own in ATTENTION_TILES else key
+    chip_key = key._replace(family=spec.arch, cores=spec.cube_cores)
+    return chip_key if chip_key in ATTENTION_TILES else key
 
 
 def fwd_tile(problem: AttentionProblem) -> AttentionTile:
@@ -222,7 +222,7 @@ def bwd_tiles(problem: AttentionProblem) -> dict[str, AttentionTile]:
 
 def untuned_tile(problem: AttentionProblem | KVCacheProblem, kernel: str) -> AttentionTile:
     """Return the tile that DIYFA_NPU_TILE asks for, else the table's."""
-    return asked_tile(problem, kernel) or table_tile(problem, kernel)
+    return requested_tile(problem, kernel) or table_tile(problem, kernel)
 
 
 def table_tile(problem: AttentionProblem | KVCacheProblem, kernel: str) -> AttentionTile:
@@ -230,11 +230,11 @@ def table_tile(problem: AttentionProblem | KVCacheProblem, kernel: str) -> Atten
     return decode_tile(problem) if isinstance(problem, KVCacheProblem) else attention_tile(problem, kernel)
 
 
-def asked_tile(problem: AttentionProblem | KVCacheProblem, kernel: str) -> AttentionTile | None:
+def requested_tile(problem: AttentionProblem | KVCacheProblem, kernel: str) -> AttentionTile | None:
     """Return the tile that DIYFA_NPU_TILE asks for, with the other options of the table's row, or None.
 
     Raises ValueError if the variable names no tile."""
-    shape = asked.shape_of(kernel)
+    shape = requested.requested_shape(kernel)
     if shape is None:
         return None
     row, rows, keys = table_tile(problem, kernel), shape.block_m, shape.block_n
@@ -242,7 +242,7 @@ def asked_tile(problem: AttentionProblem | KVCacheProblem, kernel: str) -> Atten
         rows, keys = _rows_and_keys(problem, rows, keys)
     buffers = shape.workspace_buffers or row.workspace_buffers
     changes: dict[str, Any] = {"block_m": rows, "block_n": keys, "workspace_buffers": buffers}
-    return replace(row, **changes, bound=False, pipelined=0, measured=f"asked for by {asked.VARIABLE}")
+    return replace(row, **changes, bound=False, pipelined=0, measured=f"asked for by {requested.VARIABLE}")
 
 
 # Conservative tiles, by head-dim class: the side of a square tile in the modes that mask by position only, and in other
@@ -286,7 +286,7 @@ DECODE_SHAPES: dict[tuple[int, int], tuple[tuple[int, int], tuple[int, int]]] = 
 }
 DECODE_TASKS = 4  # wanted tasks per program
 DECODE_SPLIT_BLOCKS = 4  # fewest blocks of keys in a split, unless num_splits asks for more splits
-DECODE_MOST_SPLITS = 64
+DECODE_MAX_SPLITS = 64
 
 
 def decode_tile(problem: KVCacheProblem) -> AttentionTile:
@@ -295,7 +295,7 @@ def decode_tile(problem: KVCacheProblem) -> AttentionTile:
     In batch-invariant mode it depends on dtype and head dims alone, so it is the tile for gathered keys.
     """
     whole, gathered = DECODE_SHAPES[ELEMENT_BYTES[problem.dtype], _head_dim_class(problem)]
-    shape = gathered if problem.batch_invariant or problem.page_size % _least_keys(problem) else whole
+    shape = gathered if problem.batch_invariant or problem.page_size % _min_keys(problem) else whole
     return AttentionTile(*_rows_and_keys(problem, *shape))
 
 
@@ -307,13 +307,13 @@ def _rows_and_keys(problem: KVCacheProblem, rows: int, keys: int) -> tuple[int, 
     rows = _power_of_2(rows + 1) // 2
     if problem.batch_invariant:
         return rows, keys
-    if problem.paged and problem.page_size % _least_keys(problem) == 0:
+    if problem.paged and problem.page_size % _min_keys(problem) == 0:
         keys = math.gcd(keys, problem.page_size)
-    there = _power_of_2(problem.heads_q // problem.heads_kv) * _power_of_2(problem.seqlen_q)
-    return min(rows, max(16, there)), keys
+    n_rows = _power_of_2(problem.heads_q // problem.heads_kv) * _power_of_2(problem.seqlen_q)
+    return min(rows, max(16, n_rows)), keys
 
 
-def _least_keys(problem: KVCacheProblem) -> int:
+def _min_keys(problem: KVCacheProblem) -> int:
     """Return the fewest keys in a block: the 950's compiler crashes on fewer than 32, the cube core takes 16."""
     return 32 if family(problem.arch) is NPUArch.A5 else 16
 
@@ -345,7 +345,7 @@ def candidates(problem: AttentionProblem | KVCacheProblem, kernel: str = "fwd") 
     tiles = [
         tile
         for block_m, block_n in shapes
-        if block_m >= 16 and block_n >= (_least_keys(problem) if isinstance(problem, KVCacheProblem) else 16)
+        if block_m >= 16 and block_n >= (_min_keys(problem) if isinstance(problem, KVCacheProblem) else 16)
         for buffers in (4, 2)
         if fits(tile := replace(row, block_m=block_m, block_n=block_n, workspace_buffers=buffers), problem, kernel)
     ]
@@ -376,11 +376,11 @@ def fits(tile: AttentionTile, problem: AttentionProblem | KVCacheProblem, kernel
 def widest_product(dtype: str) -> int:
     """Return the most columns of a product: a slice of at least 16 rows must fit half of L0B (see l0.py).
 
-    Wider heads need two products for dq and dk (see `compat.cut_columns`)."""
+    Wider heads need two products for dq and dk (see `compat.split_columns`)."""
     return max(d for d in range(16, HEAD_DIM_CLASSES[-1] + 1, 16) if l0.longest_slice(16, d, ELEMENT_BYTES[dtype]))
 
 
-def always_mask_unfit(problem: AttentionProblem | KVCacheProblem) -> str | None:
+def always_mask_refusal(problem: AttentionProblem | KVCacheProblem) -> str | None:
     """Return why DIYFA_NPU_ALWAYS_MASK=1 does not work for `problem`, or None.
 
     The 950's table was chosen without it. Masks in every tile would make most of its forward tiles overflow the unified

@@ -82,7 +82,7 @@ def load(path: Path = PATH) -> list[Row]:
 
 def merged(rows: Iterable[Row], new: Row) -> list[Row]:
     """Return `rows` with `new` in place of the rows for its chips. A row equal in tile and origin takes its chips."""
-    kept = []
+    result = []
     for row in rows:
         if row.key == new.key and set(row.chips) & set(new.chips):
             chips = tuple(chip for chip in row.chips if chip not in new.chips)
@@ -90,13 +90,13 @@ def merged(rows: Iterable[Row], new: Row) -> list[Row]:
             if not chips:
                 continue
             row = _replaced(row, chips, shares)
-        kept.append(row)
-    for i, row in enumerate(kept):
+        result.append(row)
+    for i, row in enumerate(result):
         if row.key == new.key and row.tile == new.tile and (row.compilers, row.date) == (new.compilers, new.date):
             chips = tuple(sorted({*row.chips, *new.chips}))
-            kept[i] = _replaced(row, chips, dict(sorted((row.predicted_share | new.predicted_share).items())))
-            return kept
-    return sorted([*kept, new], key=lambda row: (row.kernel != "fwd", row.key, row.chips))
+            result[i] = _replaced(row, chips, dict(sorted((row.predicted_share | new.predicted_share).items())))
+            return result
+    return sorted([*result, new], key=lambda row: (row.kernel != "fwd", row.key, row.chips))
 
 
 def _replaced(row: Row, chips: tuple[str, ...], shares: dict[str, float]) -> Row:

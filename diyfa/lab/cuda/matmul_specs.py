@@ -14,7 +14,7 @@ from diyfa.backends.cuda.matmul.configs import (
     unsupported_pointers,
     unsupported_tma,
 )
-from diyfa.backends.cuda.matmul.kernel import TORCH_DTYPE, launches_of
+from diyfa.backends.cuda.matmul.kernel import TORCH_DTYPE, make_launches
 from diyfa.lab.cuda.aot import CompileSpec, launch_spec
 from diyfa.problem import MatmulProblem
 
@@ -54,7 +54,7 @@ def _config_specs(problem: MatmulProblem, config: MatmulConfig) -> Iterator[Comp
     case = f"{types} {config.block_m}x{config.block_n}x{config.block_k} w{config.num_warps} s{config.num_stages}"
     if config.form == "tma":
         for b_transposed in (False, True):
-            launch, *_ = launches_of(problem, *_example_tensors(problem, b_transposed), config)
+            launch, *_ = make_launches(problem, *_example_tensors(problem, b_transposed), config)
             suffix = " persistent" * config.persistent + " halves" * config.store_halves + " bT" * b_transposed
             yield launch_spec(launch, "matmul/tma", case + suffix)
         return
@@ -63,7 +63,7 @@ def _config_specs(problem: MatmulProblem, config: MatmulConfig) -> Iterator[Comp
         some = problem.replace(k=problem.k if even else problem.k + 16)
         if not problem.aligned:
             some = problem.replace(m=problem.m + 1, n=problem.n + 1, k=problem.k + 1)
-        launch, *_ = launches_of(some, *_example_tensors(some), config)
+        launch, *_ = make_launches(some, *_example_tensors(some), config)
         if launch.constants["c"].even_k != even:  # blocks of 16 divide every aligned K
             continue
         suffix = f" split{config.split_k}{' masked' * (not even)}{' odd' * (not problem.aligned)}"

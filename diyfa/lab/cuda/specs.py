@@ -14,7 +14,18 @@ from typing import Any
 import torch
 
 from diyfa.arch import gpu_spec
-from diyfa.backends.cuda.attention import append, bwd, bwd_dbias, bwd_parts, clear, decode, fwd, fwd_v1, merge, stream_k
+from diyfa.backends.cuda.attention import (
+    append,
+    bwd,
+    bwd_dbias,
+    bwd_partials,
+    clear,
+    decode,
+    fwd,
+    fwd_v1,
+    merge,
+    stream_k,
+)
 from diyfa.backends.cuda.attention.configs import (
     PER_SCORE_FEATURES,
     AttentionConfig,
@@ -147,7 +158,7 @@ def _spec(kernel: str, problem: AttentionProblem, config: AttentionConfig, launc
 
 
 def _forward(problem: AttentionProblem, config: AttentionConfig) -> CompileSpec:
-    return _spec("attention_fwd/v2", problem, config, fwd.launch_of(problem, *call_tensors(problem), config))
+    return _spec("attention_fwd/v2", problem, config, fwd.make_launch(problem, *call_tensors(problem), config))
 
 
 def _backward(problem: AttentionProblem, has_dlse: bool) -> tuple[bwd.Backward, torch.Tensor]:
@@ -195,7 +206,7 @@ def _merges() -> Iterator[CompileSpec]:
     """Yield the merge of partial outputs: head dims that fill a tile, and one that does not."""
     for d in (64, 80, 128, 512):
         out, lse = torch.empty(2, 8, 1024, d, device="meta"), torch.empty(2, 8, 1024, device="meta")
-        yield launch_spec(merge.launch_of(out, lse, out, lse), "attention_merge", f"float32 D={d}")
+        yield launch_spec(merge.make_launch(out, lse, out, lse), "attention_merge", f"float32 D={d}")
 
 
 def _sums(arch: str) -> Iterator[CompileSpec]:
@@ -204,9 +215,9 @@ def _sums(arch: str) -> Iterator[CompileSpec]:
     for d, changes in ((128, {}), (80, packed)):
         problem = _problem(arch, "float16", d).replace(**changes)
         tensors, _, _ = call_tensors(problem)
-        memory = [torch.empty(n, device="meta") for n in bwd_parts.sizes_of(problem, 2)]
-        for launch in bwd_parts.launches_of(problem, tensors, memory, 2, tensors.k, tensors.v):
-            yield launch_spec(launch, "attention_bwd/sum_parts", f"float16 D={d}")
+        memory = [torch.empty(n, device="meta") for n in bwd_partials.partial_sizes(problem, 2)]
+        for launch in bwd_partials.make_launches(problem, tensors, memory, 2, tensors.k, tensors.v):
+            yield launch_spec(launch, "attention_bwd/sum_partials", f"float16 D={d}")
 
 
 def _clearing() -> Iterator[CompileSpec]:
@@ -215,9 +226,9 @@ def _clearing() -> Iterator[CompileSpec]:
     for d, dv in ((64, 64), (80, 80), (192, 128)):
         k, v = (torch.empty(4096, 8, columns, dtype=torch.float16, device="meta") for columns in (d, dv))
         yield launch_spec(
-            clear.launch_of(offsets, 1024, v, None, lse, float("inf")), "attention_clear", f"float16 D={dv} out"
+            clear.make_launch(offsets, 1024, v, None, lse, float("inf")), "attention_clear", f"float16 D={dv} out"
         )
-        yield launch_spec(clear.launch_of(offsets, 1024, k, v), "attention_clear", f"float16 D={d} gradients")
+        yield launch_spec(clear.make_launch(offsets, 1024, k, v), "attention_clear", f"float16 D={d} gradients")
 
 
 def _bias_gradient(problem: AttentionProblem) -> Iterator[CompileSpec]:
@@ -230,7 +241,7 @@ def _bias_gradient(problem: AttentionProblem) -> Iterator[CompileSpec]:
     # A full bias, one number for each key, one for each query.
     for name, view in (("tiles", bias), ("keys", bias[:, :, :1]), ("queries", bias[..., :1])):
         tensors = backward.tensors._replace(attn_bias=view)
-        launch, _ = bwd_dbias.launch_of(
+        launch, _ = bwd_dbias.make_launch(
             problem, tensors, dout, backward.lse, backward.delta, backward.scale, view.new_empty(view.shape)
         )
         yield _spec(f"attention_bwd/dbias_{name}", problem, tile, launch)
@@ -276,13 +287,13 @@ def _hopper_specs(arch: str) -> Iterator[CompileSpec]:
     for (d, causal), dtype, changes in cases:
         problem = _problem(arch, dtype, d, causal).replace(**{"seqlen_q": 4096, "seqlen_k": 4096, **changes})
         if not hopper_configs.refuses(problem):
-            yield _hopper_spec(problem, hopper_configs.config_of(problem))
+            yield _hopper_spec(problem, hopper_configs.select_config(problem))
 
 
 def _hopper_spec(problem: AttentionProblem, config: hopper_configs.Sm90Config) -> CompileSpec:
     from diyfa.backends.cuda.hopper import fwd as hopper_fwd  # needs the Gluon that `_hopper_specs` asked for
 
-    launch = hopper_fwd.launch_of(problem, *call_tensors(problem), config)
+    launch = hopper_fwd.make_launch(problem, *call_tensors(problem), config)
     d, dv = problem.head_dim, problem.head_dim_v
     widths = f"{d}" if d == dv else f"{d}/{dv}"
     mask = "causal" if problem.causal else "full" if problem.seqlen_k % config.block_n == 0 else "ragged"
@@ -291,7 +302,8 @@ def _hopper_spec(problem: AttentionProblem, config: hopper_configs.Sm90Config) -
         f"{problem.dtype} D={widths} {features}{mask} "
         f"{config.consumers}x{hopper_configs.CONSUMER_ROWS}x{config.block_n}"
         f"{f' to {problem.out_dtype}' if problem.out_dtype else ''}"
-        f"{f' boxes of {config.box_columns}' if config.box_columns else ''}{' direct' if config.direct else ''}"
+        f"{f' boxes of {config.box_columns}' if config.box_columns else ''}"
+        f"{' direct' if config.store_from_registers else ''}"
         f"{' pairs' if config.pairs else ''}"
         f"{f' {config.q_in_registers} of Q in registers' if config.q_in_registers else ''}"
         f"{' fixed max' if launch.constants['config'].fixed_max else ''}"
@@ -310,7 +322,7 @@ def _hopper_tutorial_specs(arch: str) -> Iterator[CompileSpec]:
         q, out = (torch.empty(2, 8, 1024, d, dtype=dtype, device="meta") for _ in range(2))
         k, v = (torch.empty(2, 4, 1024, d, dtype=dtype, device="meta") for _ in range(2))
         lse = torch.empty(2, 8, 1024, device="meta")
-        launch = tutorial.launch_of(q, k, v, out, lse, True, d**-0.5)
+        launch = tutorial.make_launch(q, k, v, out, lse, True, d**-0.5)
         yield launch_spec(launch, "attention_fwd/tutorial", f"{dtype_name(dtype)} D={d}", clean_loops=True)
 
 
@@ -327,7 +339,7 @@ def _hopper_backward_specs(arch: str) -> Iterator[CompileSpec]:
     from diyfa.backends.cuda.hopper import bwd_launch as hopper_bwd
 
     packed = {"layout": VARLEN, "total_q": 8192, "total_k": 8192, "window_left": 1000, "softcap": 30.0, "sinks": True}
-    divided = {"batch": 2, "total_k": 2048}  # groups of query heads are divided (`attention/bwd_parts.py`)
+    divided = {"batch": 2, "total_k": 2048}  # groups of query heads are divided (`attention/bwd_partials.py`)
     for d, dtype, causal, changes in (
         (64, "bfloat16", False, {}),
         (64, "float16", True, {"seq_lens": True, "sinks": True, "deterministic": True}),
@@ -357,13 +369,15 @@ def _hopper_backward_specs(arch: str) -> Iterator[CompileSpec]:
         tensors, out, lse = call_tensors(problem)
         summed = getattr(torch, problem.out_dtype or dtype)
         gradients = AttentionGradients(*(torch.empty_like(x, dtype=summed) for x in tensors[:3]))
-        backward = hopper_bwd.Sm90Backward(problem, tensors, hopper_bwd_configs.config_of(problem), lse, gradients.dq)
+        backward = hopper_bwd.Sm90Backward(
+            problem, tensors, hopper_bwd_configs.select_config(problem), lse, gradients.dq
+        )
         dout, delta = torch.empty_like(out), torch.empty_like(lse) if problem.sinks else None
         features = "+".join(sorted(problem.features - {"gqa"})) or "full"
         features += "+deterministic" if problem.deterministic else ""
         case = f"{dtype} D={d} {features} {backward.config.block_m}x{backward.config.block_n}"
         case += f" to {problem.out_dtype}" if problem.out_dtype else ""
-        case += f" in {backward.parts} parts" if backward.parts > 1 else ""
+        case += f" in {backward.subgroups} subgroups" if backward.subgroups > 1 else ""
         budget = HOPPER_BWD_FEATURE_SPILLS if problem.softcap else HOPPER_BWD_SPILLS
         budget = HOPPER_BWD_MLA_SPILLS if backward.config.form == "mla" else budget
         out, dout = (x.to(tensors.q.dtype) for x in (out, dout))  # merged, whatever the dtype of partial ones
@@ -375,7 +389,7 @@ def _hopper_backward_specs(arch: str) -> Iterator[CompileSpec]:
             "_bwd_wide_dkdv_kernel": ("dkdv", budget),
             "_bwd_wide_dq_kernel": ("dq", budget),
             "_convert_kernel": ("convert", 0),
-            "_sum_parts_kernel": ("sum_parts", 0),
+            "_sum_partials_kernel": ("sum_partials", 0),
         }
         for launch in backward.launches(out, dout, dlse, delta, gradients):
             name, spill_budget = names[launch.kernel.__name__]
@@ -418,9 +432,9 @@ def _kvcache_specs(arch: str) -> Iterator[CompileSpec]:
     """Yield the kernels over a cache, and for some calls, which cover all forms, the combine and the append kernels."""
     for problem in kvcache_problems(arch):
         tensors, out, lse = example_kvcache(problem)
-        config = decode.config_of(problem)
+        config = decode.select_config(problem)
         memory = stream_k.workspace(problem, config, out.device)
-        main, *combine = decode.launches_of(problem, tensors, out, lse, config, memory)
+        main, *combine = decode.make_launches(problem, tensors, out, lse, config, memory)
         case = _kvcache_case(problem)
         tile = f"{config.block_m}x{config.block_n} w{config.num_warps} s{config.num_stages}"
         # 64 rows of a latent cache: the 64x512 sums alone take 128 registers of each thread. With wgmma these rows are
@@ -441,7 +455,7 @@ def _kvcache_specs(arch: str) -> Iterator[CompileSpec]:
                 for d in (problem.head_dim, problem.head_dim_v)
             )
             angles = tensors.q.new_empty(problem.capacity, 32)
-            launch = append.launch_of(problem, tensors, NewKeys(new_k, new_v, angles, angles, True, tensors.q))
+            launch = append.make_launch(problem, tensors, NewKeys(new_k, new_v, angles, angles, True, tensors.q))
             assert launch is not None, "there are new keys"
             yield launch_spec(launch, "kvcache_append/append", f"{case} rotary")
 
@@ -463,7 +477,7 @@ def _hopper_decode_specs(arch: str) -> Iterator[CompileSpec]:
     ):
         tensors, out, lse = example_kvcache(problem)
         memory = stream_k.workspace(problem, decode_mla_configs.CONFIG, out.device)
-        main, combine = decode_mla.launches_of(problem, tensors, out, lse, decode_mla_configs.CONFIG, memory)
+        main, combine = decode_mla.make_launches(problem, tensors, out, lse, decode_mla_configs.CONFIG, memory)
         yield launch_spec(main, "kvcache_fwd/sm90", _kvcache_case(problem), clean_loops=True)
         yield launch_spec(combine, "kvcache_fwd/combine", f"{_kvcache_case(problem)} sm90")
 
@@ -496,11 +510,11 @@ def _hopper_prefill_specs(arch: str) -> Iterator[CompileSpec]:
         problem = call.replace(**changes)
         reason = prefill_configs.refuses(problem)
         assert reason is None, reason
-        config = prefill_configs.config_of(problem)
+        config = prefill_configs.select_config(problem)
         tensors, out, lse = example_kvcache(problem)
         if problem.packed_keys:  # with seqlens, so that a sequence may use fewer keys than it has
             tensors = tensors._replace(seqlens=out.new_empty(problem.batch, dtype=torch.int32))
-        launch = prefill.launch_of(problem, tensors, out, lse, config)
+        launch = prefill.make_launch(problem, tensors, out, lse, config)
         tile = f"{config.consumers}x{hopper_configs.CONSUMER_ROWS}x{config.block_n}"
         case = f"{_kvcache_case(problem)} {'packed' if problem.varlen else 'even'} {tile}"
         yield launch_spec(launch, "kvcache_fwd/sm90_prefill", case, HOPPER_SPILLS, clean_loops=True)
@@ -522,7 +536,7 @@ def compile_specs(arch: str) -> Iterator[CompileSpec]:
         for config in candidates("fwd", problem):
             yield _forward(problem, config)
         v1 = fwd_v1.config(problem)
-        yield _spec("attention_fwd/v1", problem, v1, fwd_v1.launch_of(problem, *call_tensors(problem)))
+        yield _spec("attention_fwd/v1", problem, v1, fwd_v1.make_launch(problem, *call_tensors(problem)))
         for kind in ("dkdv", "dq"):
             for config in candidates(kind, problem):
                 yield _gradient(kind, problem, config)

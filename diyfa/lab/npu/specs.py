@@ -130,7 +130,7 @@ def backward_launches(
     tensors, out, lse = example_call(problem, bias)
     gradients = example_gradients(tensors, problem.out_dtype)
     out = out.to(tensors.q.dtype)  # the complete output has q's dtype, even if partial ones have out_dtype
-    return bwd.launches_of(problem, tensors, out, lse, out, lse if has_dlse else None, gradients, tiles)
+    return bwd.make_launches(problem, tensors, out, lse, out, lse if has_dlse else None, gradients, tiles)
 
 
 def attention_job(
@@ -149,7 +149,7 @@ def attention_job(
 
     tile = tile or configs.attention_tile(problem, kernel, always_mask)
     if kernel == "fwd":
-        launch = fwd.launch_of(problem, *example_call(problem, bias), tile)
+        launch = fwd.make_launch(problem, *example_call(problem, bias), tile)
     else:
         launch = backward_launches(problem, bias, tiles={kernel: tile})[kernel]
     launch = launch._replace(constants={"c": replace(launch.constants["c"], always_mask=always_mask)})
@@ -189,7 +189,7 @@ def kvcache_problem_jobs(problem: KVCacheProblem, tile: configs.AttentionTile | 
     )
     case = f"{problem.dtype} D={problem.head_dim} {features_text} {tile.block_m}x{tile.block_n}"
     names = {decode._pack_kernel: "/pack", decode._decode_kernel: "", decode._combine_kernel: "/combine"}
-    for launch in decode.launches_of(problem, *example_kvcache(problem), tile):
+    for launch in decode.make_launches(problem, *example_kvcache(problem), tile):
         gated = configs.pages_form(problem, tile) != "gathered"
         yield kernel_job(f"kvcache_fwd/split_kv{names[launch.kernel]}", case, launch, gated=gated)
 
@@ -211,14 +211,14 @@ def append_job(problem: KVCacheProblem, rotated: int, interleaved: bool) -> Job:
     )
     keys = f"page={problem.page_size}" if problem.paged else "contiguous"
     case = f"{problem.dtype} D={problem.head_dim} {keys} rotated={rotated}{' interleaved' * interleaved}"
-    return kernel_job("kvcache_append/append", case, append.launch_of(problem, tensors, new))
+    return kernel_job("kvcache_append/append", case, append.make_launch(problem, tensors, new))
 
 
 def v1_problem_jobs(problem: AttentionProblem) -> tuple[Job, Job]:
     """Return the jobs of the "v1" forward: the passes over the keys, and the kernel that finishes."""
     from diyfa.backends.npu.attention import fwd_v1
 
-    passes, finish = fwd_v1.launches_of(problem, *example_call(problem))
+    passes, finish = fwd_v1.make_launches(problem, *example_call(problem))
     return (
         kernel_job("attention_fwd/v1", _case(problem, configs_v1.v1_tile(problem)), passes),
         kernel_job("attention_fwd/v1/finish", f"{problem.dtype} D={problem.head_dim_v}", finish),
@@ -230,7 +230,7 @@ def tutorial_job(target: str) -> Job:
     from diyfa.backends.npu.attention import tutorial
 
     (q, k, v, *_), out, _ = example_call(example(target, heads_kv=8))
-    launch = tutorial.launch_of(target, q, k, v, out, causal=True)
+    launch = tutorial.make_launch(target, q, k, v, out, causal=True)
     return kernel_job("attention_fwd/tutorial", "float16 D=128 causal 64x128", launch)
 
 
@@ -246,7 +246,7 @@ def merge_job(target: str, head_dim: int) -> Job:
     from diyfa.backends.npu.attention import merge
 
     out, lse = torch.empty(2, 8, 1024, head_dim, device="meta"), torch.empty(2, 8, 1024, device="meta")
-    return kernel_job("attention_merge", f"float32 D={head_dim}", merge.launch_of(target, out, lse, out, lse))
+    return kernel_job("attention_merge", f"float32 D={head_dim}", merge.make_launch(target, out, lse, out, lse))
 
 
 def dbias_rows_job(target: str, dims: str, has_dlse: bool, bias: str = "float32", **features: Any) -> Job:
@@ -273,7 +273,7 @@ def matmul_job(problem: MatmulProblem, a_transposed: bool = False, b_transposed:
     tile = configs.matmul_tile(problem)
     layout = "nt"[a_transposed] + "nt"[b_transposed]
     case = f"{problem.dtype}->{problem.compute_dtype} {layout} {tile.block_m}x{tile.block_n}x{tile.block_k}"
-    return kernel_job("matmul/persistent", case, matmul.launch_of(problem, a, b, c))
+    return kernel_job("matmul/persistent", case, matmul.make_launch(problem, a, b, c))
 
 
 # A problem for each mode of the tile table, with all features of the mode: the one that needs the most memory.

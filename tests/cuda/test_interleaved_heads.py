@@ -50,7 +50,7 @@ def test_how_many_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def turns(problem: AttentionProblem = causal, warps: int = 8, blocks: int = 64, count: int = 100) -> int:
         monkeypatch.setattr(attention_launch, "multiprocessors", lambda device: count)
-        return attention_launch.heads_in_turns(problem, AttentionConfig(64, 64, warps, 2), blocks, 64, DEVICE)
+        return attention_launch.interleaved_heads(problem, AttentionConfig(64, 64, warps, 2), blocks, 64, DEVICE)
 
     assert [turns(warps=warps) for warps in (4, 8, 16)] == [8, 5, 5]
     assert [turns(blocks=blocks) for blocks in (1, 10, 200, 1000)] == [64, 21, 2, 2]
@@ -59,8 +59,8 @@ def test_how_many_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert turns(count=0) == 1
 
 
-@pytest.mark.parametrize("parts", [1, 2])
-def test_launches(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("subgroups", [1, 2])
+def test_launches(subgroups: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads of all samples are counted, and of dK and dV those of all parts."""
     monkeypatch.setattr(attention_launch, "multiprocessors", lambda device: 4)
     problem = AttentionProblem("cuda", "sm_80", "float16", "bhsd", 3, 4, 2, 64, 96, 16, 16, -1, 0)
@@ -69,11 +69,11 @@ def test_launches(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = AttentionTensors(q, k, k, 1.0)
     backward = bwd.Backward(problem, tensors, q, lse, q, None)
     found = [
-        fwd.launch_of(problem, tensors, q, lse, config),
+        fwd.make_launch(problem, tensors, q, lse, config),
         backward.gradient("dq", config, {"dq": q}),
-        backward.gradient("dkdv", config, {"dk": k, "dv": k}, parts),
+        backward.gradient("dkdv", config, {"dk": k, "dv": k}, subgroups),
     ]
-    assert [(x.grid, x.arguments["heads_in_turns"]) for x in found] == [(24, 5), (24, 5), (18 * parts, 4)]
+    assert [(x.grid, x.arguments["interleaved_heads"]) for x in found] == [(24, 5), (24, 5), (18 * subgroups, 4)]
 
 
 CASES = [

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 VARIABLE = "DIYFA_NPU_TILE"
 KERNELS = ("fwd", "dq", "dkdv", "dbias", "decode")
-MOST = 1024  # rows or keys: more fit no memory of any chip
+MAX_SIZE = 1024  # rows or keys: more fit no memory of any chip
 _SHAPE = re.compile(r"(\d+)x(\d+)(?:x(\d+))?")
 
 
@@ -28,7 +28,7 @@ class Shape(NamedTuple):
     workspace_buffers: int | None  # None: the number in the table's row
 
 
-def shape_of(kernel: str) -> Shape | None:
+def requested_shape(kernel: str) -> Shape | None:
     """Return the tile that DIYFA_NPU_TILE asks for, for `kernel`, or None. Raises ValueError if it names no tile."""
     text = os.environ.get(VARIABLE)
     return parse(text).get(kernel) if text else None
@@ -36,17 +36,17 @@ def shape_of(kernel: str) -> Shape | None:
 
 def parse(text: str) -> dict[str, Shape]:
     """Parse the value of DIYFA_NPU_TILE into shapes by kernel. Raises ValueError."""
-    found: dict[str, Shape] = {}
-    for part in text.split(","):
-        name, equals, shape = (x.strip() for x in part.rpartition("="))
+    shapes: dict[str, Shape] = {}
+    for entry in text.split(","):
+        name, equals, shape = (x.strip() for x in entry.rpartition("="))
         if equals and name not in KERNELS:
             raise _wrong(text, f"there is no kernel {name!r}, but {', '.join(KERNELS)}")
         tile = _shape(text, shape)
         named = (name,) if equals else KERNELS
-        if again := [kernel for kernel in named if kernel in found]:
-            raise _wrong(text, f"{again[0]} is named twice")
-        found |= dict.fromkeys(named, tile)
-    return found
+        if repeated := [kernel for kernel in named if kernel in shapes]:
+            raise _wrong(text, f"{repeated[0]} is named twice")
+        shapes |= dict.fromkeys(named, tile)
+    return shapes
 
 
 def _shape(text: str, shape: str) -> Shape:
@@ -56,8 +56,8 @@ def _shape(text: str, shape: str) -> Shape:
     rows, keys, buffers = (None if x is None else int(x) for x in match.groups())
     assert rows is not None and keys is not None
     for name, size in (("rows", rows), ("keys", keys)):
-        if size % 16 or not 16 <= size <= MOST:
-            raise _wrong(text, f"{size} {name}: the cube unit takes multiples of 16, at most {MOST}")
+        if size % 16 or not 16 <= size <= MAX_SIZE:
+            raise _wrong(text, f"{size} {name}: the cube unit takes multiples of 16, at most {MAX_SIZE}")
     if buffers is not None and not 1 <= buffers <= 8:
         raise _wrong(text, f"{buffers} workspace buffers: expected 1 to 8")
     return Shape(rows, keys, buffers)

@@ -1,4 +1,4 @@
-"""Query heads of a group divided among programs (`backends/cuda/attention/bwd_parts.py`), in the portable backward."""
+"""Query heads of a group divided among programs (`attention/bwd_partials.py`), in the portable backward."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from targets import TARGETS
 if "cuda" not in TARGETS:
     pytest.skip("the cuda backend is not tested in this run", allow_module_level=True)
 
-from diyfa.backends.cuda.attention import bwd, bwd_parts
+from diyfa.backends.cuda.attention import bwd, bwd_partials
 from diyfa.backends.cuda.attention import launch as attention_launch
 from diyfa.backends.cuda.runtime.launcher import launch_kernel
 from diyfa.problem import VARLEN, AttentionGradients, AttentionProblem, AttentionTensors, Launch
@@ -41,7 +41,7 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_gradients(case: AttentionCase, monkeypatch: pytest.MonkeyPatch) -> None:
     group = case.heads // case.heads_kv
-    parts = group // 2 if group == 4 else group
+    subgroups = group // 2 if group == 4 else group
     counts: list[int] = []
     gradient = bwd.Backward.gradient
 
@@ -52,13 +52,13 @@ def test_gradients(case: AttentionCase, monkeypatch: pytest.MonkeyPatch) -> None
         return launch
 
     monkeypatch.setattr(bwd.Backward, "gradient", counted)
-    monkeypatch.setattr(bwd_parts, "parts_of", lambda *_: parts)
+    monkeypatch.setattr(bwd_partials, "count_subgroups", lambda *_: subgroups)
     inputs = make_inputs(case, DEVICE)
     with poisoned_allocations():
         results = run_case(attention_function(case, backend="cuda"), inputs)
     missed = {name: check for name, check in check_budget(results, case, DEVICE).items() if not check.share <= 1}
     assert not missed
-    assert counts and all(count % (case.batch * case.heads_kv * parts) == 0 for count in counts)
+    assert counts and all(count % (case.batch * case.heads_kv * subgroups) == 0 for count in counts)
 
 
 def test_parts_are_taken_where_blocks_of_keys_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,26 +78,26 @@ def test_parts_are_taken_where_blocks_of_keys_are_few(monkeypatch: pytest.Monkey
     assert grids == {0: [64], 20: [64], 108: [256, (128, 1)]}
 
 
-@pytest.mark.parametrize("parts", [1, 2, 5])
+@pytest.mark.parametrize("subgroups", [1, 2, 5])
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 @pytest.mark.parametrize(("d", "dv"), [(8, 72), (64, 16), (130, 64)])
-def test_sums(d: int, dv: int, layout: str, parts: int) -> None:
+def test_sums(d: int, dv: int, layout: str, subgroups: int) -> None:
     """Every number of all parts is added, each part of a head's and no other's."""
-    problem = AttentionProblem("cuda", "sm_90", "float16", layout, 2, 3 * parts, 3, 5, 37, d, dv)
-    generator = torch.Generator().manual_seed(parts)
-    sizes = [2 * 37 * 3 * parts * columns for columns in (d, dv)]
+    problem = AttentionProblem("cuda", "sm_90", "float16", layout, 2, 3 * subgroups, 3, 5, 37, d, dv)
+    generator = torch.Generator().manual_seed(subgroups)
+    sizes = [2 * 37 * 3 * subgroups * columns for columns in (d, dv)]
     memory = [torch.randint(-9, 9, (n,), generator=generator).float().to(DEVICE) for n in sizes]
-    found = bwd_parts.in_layout(problem, memory, parts)
+    found = bwd_partials.partials_in_layout(problem, memory, subgroups)
     shapes = [(2, 3, 37, n) if layout == "bhsd" else (2, 37, 3, n) for n in (d, dv)]
     got = [torch.full(shape, float("nan"), dtype=torch.float16, device=DEVICE) for shape in shapes]
-    launches = bwd_parts.launches_of(problem, AttentionTensors(*[got[0]] * 3, 1.0), memory, parts, *got)
-    assert len(launches) == (parts > 1)
+    launches = bwd_partials.make_launches(problem, AttentionTensors(*[got[0]] * 3, 1.0), memory, subgroups, *got)
+    assert len(launches) == (subgroups > 1)
     for launch in launches:
         launch_kernel(launch)
     heads = 1 if layout == "bhsd" else 2
     for x, y in zip(found, got, strict=True):
-        if parts > 1:
-            assert torch.equal(x.unflatten(heads, (3, parts)).sum(heads + 1), y.float())
+        if subgroups > 1:
+            assert torch.equal(x.unflatten(heads, (3, subgroups)).sum(heads + 1), y.float())
 
 
 def test_sums_end_where_a_sequence_is_said_to_end() -> None:
@@ -106,10 +106,10 @@ def test_sums_end_where_a_sequence_is_said_to_end() -> None:
     problem = AttentionProblem("cuda", "sm_80", "float16", VARLEN, 2, 4, 2, 1, longest, 16, 24)
     problem = problem.replace(total_q=1, total_k=total)
     offsets = torch.tensor([0, 60, total], dtype=torch.int32, device=DEVICE)
-    memory = [torch.ones(n, device=DEVICE) for n in bwd_parts.sizes_of(problem, 2)]
+    memory = [torch.ones(n, device=DEVICE) for n in bwd_partials.partial_sizes(problem, 2)]
     got = [torch.full((total, 2, d), -7.0, dtype=torch.float16, device=DEVICE) for d in (16, 24)]
     tensors = AttentionTensors(*[got[0]] * 3, 1.0, cu_seqlens_q=offsets, cu_seqlens_k=offsets)
-    for launch in bwd_parts.launches_of(problem, tensors, memory, 2, *got):
+    for launch in bwd_partials.make_launches(problem, tensors, memory, 2, *got):
         launch_kernel(launch)
     for x in got:
         assert (x[:longest] == 2).all() and (x[longest:60] == -7).all() and (x[60:] == 2).all()
@@ -118,7 +118,7 @@ def test_sums_end_where_a_sequence_is_said_to_end() -> None:
 def test_delta_follows_the_gradients_that_a_repeated_call_allocates(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradient of sinks is made of it; what lies between the launches comes behind."""
     given: list[Any] = []
-    monkeypatch.setattr(bwd_parts, "parts_of", lambda *_: 2)
+    monkeypatch.setattr(bwd_partials, "count_subgroups", lambda *_: 2)
     monkeypatch.setattr(attention_launch, "make_replay", lambda *arguments: given.append(arguments))
     problem = AttentionProblem("cuda", "sm_80", "float16", "bhsd", 1, 4, 2, 40, 40, 16, 16).replace(sinks=True)
     q, k = (torch.empty(1, heads, 40, 16, dtype=torch.float16, device="meta") for heads in (4, 2))
@@ -127,4 +127,4 @@ def test_delta_follows_the_gradients_that_a_repeated_call_allocates(monkeypatch:
     attention_launch.repeating_backward(bwd.backward_pass)(problem, tensors, q, lse, q, gradients, [q, k, k])
     [(found, _, made, _)] = given
     assert [x.shape for x in made] == [q.shape, k.shape, k.shape, lse.shape]
-    assert [x.shape for x in found.memory] == [(sum(bwd_parts.sizes_of(problem, 2)),)]
+    assert [x.shape for x in found.memory] == [(sum(bwd_partials.partial_sizes(problem, 2)),)]

@@ -1,0 +1,144 @@
+"""Which blocks a mask leaves: the key blocks that a tile of queries sees, and the query blocks that see a key block.
+
+Kernels in Triton and in Gluon call these functions. So they create no tensors: in Gluon those need a layout.
+
+Query i is aligned with key i + offset, and sees the keys from `window_left` before that one to `window_right` after it
+(causal: 0 after). So key j is seen by the queries from `window_right` before query j - offset to `window_left` after
+it. One rule serves both directions.
+
+Ranges are (begin, full_begin, full_end, end): some positions see [begin, end), all see [full_begin, full_end). Blocks
+[full_begin, full_end) need no mask, and blocks outside [begin, end) are not visited: a window costs its width. `mask`:
+(queries, keys, offset, window_left, window_right) of one sequence.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from diyfa.backends.cuda.attention.tile_io import PACKED, SEQ_LENS
+
+
+@triton.jit
+def first_visible(aligned, before):
+    """Return the first position that a query or key sees on the other side, where it is aligned with `aligned`."""
+    return tl.maximum(aligned - before, 0)
+
+
+@triton.jit
+def end_visible(aligned, after, length):
+    """Return the end of what it sees of `length` positions."""
+    return tl.minimum(length, tl.maximum(aligned + after + 1, 0))
+
+
+@triton.jit
+def visible_range(first, last, before, after, length, HAS_BEFORE: tl.constexpr, HAS_AFTER: tl.constexpr):
+    """Return what those see that are aligned with positions first to last. full_end may be before full_begin."""
+    begin = 0
+    full_begin = 0
+    full_end = length
+    end = length
+    if HAS_BEFORE:
+        begin = first_visible(first, before)
+        full_begin = first_visible(last, before)
+    if HAS_AFTER:
+        full_end = end_visible(first, after, length)
+        end = end_visible(last, after, length)
+    return begin, full_begin, full_end, end
+
+
+@triton.jit
+def last_block(end, BLOCK: tl.constexpr):
+    """Return the block that has the last position before `end`, or block 0 if there is none."""
+    return (tl.maximum(end, 1) - 1) // BLOCK
+
+
+@triton.jit
+def key_blocks(row0, mask, c: tl.constexpr):
+    """Return the keys that queries [row0, row0 + BLOCK_M) see. All bounds but `end` are multiples of BLOCK_N."""
+    n_queries, n_keys, offset, window_left, window_right = mask
+    first = row0 + offset
+    begin, full_begin, full_end, end = visible_range(
+        first, row0 + (c.BLOCK_M - 1) + offset, window_left, window_right, n_keys, c.HAS_LEFT, c.HAS_RIGHT
+    )
+    if c.LENGTHS == SEQ_LENS:  # query blocks beyond a sample's end see no key
+        end = tl.where(row0 < n_queries, end, 0)
+        full_end = tl.where(row0 < n_queries, full_end, 0)
+    full_end = full_end // c.BLOCK_N * c.BLOCK_N
+    if c.HAS_LEFT:
+        begin = begin // c.BLOCK_N * c.BLOCK_N
+        full_begin = tl.cdiv(tl.minimum(full_begin, end), c.BLOCK_N) * c.BLOCK_N
+        full_begin = tl.maximum(full_begin, begin)
+        full_end = tl.maximum(full_end, full_begin)
+    return begin, full_begin, full_end, end
+
+
+@triton.jit
+def query_blocks(col0, mask, EDGES: tl.constexpr, WHOLE_KEYS: tl.constexpr, c: tl.constexpr):
+    """Return the queries that see keys [col0, col0 + BLOCK_N). All bounds but the ends are multiples of BLOCK_M.
+
+    The last full block may extend beyond the queries: these rows read as zeros, and their weight exp(s - inf) is 0.
+    With EDGES they do not read as zeros, and all rows of a full block are queries. With WHOLE_KEYS a block that extends
+    beyond the keys has no full blocks.
+    """
+    n_queries, n_keys, offset, window_left, window_right = mask
+    first = col0 - offset
+    begin, full_begin, full_end, end = visible_range(
+        first, col0 + (c.BLOCK_N - 1) - offset, window_right, window_left, n_queries, c.HAS_RIGHT, c.HAS_LEFT
+    )
+    if EDGES:
+        full_end = full_end // c.BLOCK_M * c.BLOCK_M
+    elif c.HAS_LEFT:
+        full_end = tl.where(full_end < n_queries, full_end // c.BLOCK_M * c.BLOCK_M, n_queries)
+    if c.LENGTHS == SEQ_LENS or (c.LENGTHS == PACKED and WHOLE_KEYS):  # no query sees a block beyond the keys
+        end = tl.where(col0 < n_keys, end, 0)
+        full_end = tl.where(col0 < n_keys, full_end, 0)
+    if WHOLE_KEYS:
+        full_begin = tl.where(col0 + c.BLOCK_N <= n_keys, full_begin, end)
+    begin = begin // c.BLOCK_M * c.BLOCK_M
+    full_begin = tl.cdiv(full_begin, c.BLOCK_M) * c.BLOCK_M
+    full_begin = tl.maximum(tl.minimum(full_begin, tl.cdiv(end, c.BLOCK_M) * c.BLOCK_M), begin)
+    return begin, full_begin, tl.maximum(full_end, full_begin), end
+
+
+@triton.jit
+def masked_keys(blocks, c: tl.constexpr):
+    """Return (begin, end, begin of a gap, its length) of one loop over those keys of `key_blocks` that need a mask."""
+    begin, full_begin, full_end, end = blocks
+    gap = full_end - full_begin
+    if c.HAS_LEFT:  # both edges: [begin, full_begin) and [full_end, end)
+        masked_begin = begin
+        masked_end = end - gap
+    else:
+        masked_begin = full_end
+        masked_end = end
+    return masked_begin, masked_end, full_begin, gap
+
+
+@triton.jit
+def first_cached_key(block_m, n_queries, n_keys, pad, mask, c: tl.constexpr):
+    """Return the first key of a cache that any row of a tile sees. `mask`, `pad`: as in `cached_blocks`."""
+    group, window_left, _ = mask
+    begin = pad
+    if c.HAS_LEFT:
+        begin = tl.maximum(pad, first_visible(block_m * c.BLOCK_M // group + n_keys - n_queries, window_left))
+    return begin
+
+
+@triton.jit
+def cached_blocks(block_m, n_queries, n_keys, pad, mask, c: tl.constexpr):
+    """Return the blocks of keys of a cache that a tile sees: (number of the first, counted from `pad`; how many).
+
+    Rows of a tile are token * group + head in the group. `mask`: (group, window_left, window_right). A tile that has
+    rows gets at least one block, so that some program writes its results. A tile without rows gets none.
+    """
+    group, _, window_right = mask
+    row0 = block_m * c.BLOCK_M
+    rows = n_queries * group
+    end = n_keys
+    if c.HAS_RIGHT:
+        last_token = (tl.minimum(row0 + c.BLOCK_M, rows) - 1) // group
+        end = end_visible(last_token + n_keys - n_queries, window_right, n_keys)
+    first = (first_cached_key(block_m, n_queries, n_keys, pad, mask, c) - pad) // c.BLOCK_N
+    n_blocks = tl.cdiv(tl.maximum(end - pad, 0), c.BLOCK_N) - first
+    return first, tl.where(row0 < rows, tl.maximum(n_blocks, 1), 0)
