@@ -489,11 +489,12 @@ class Binary:
         arguments, driver, maps = list(values), self._driver, dict[Any, bytes]()
         for number, index in self._tiles:
             base, shape, strides, box = x = arguments[index]
-            like, address = (shape, strides, box), base.data_ptr()
+            copy, address = self._boxes[number], base.data_ptr()
+            like = shape, strides, box, copy
             if like in maps:  # q, k, v and their gradients mostly differ in their addresses only
                 encoded = driver.moved(maps[like], address)
             else:
-                encoded = maps[like] = driver.encode(x, address, *self._boxes[number])
+                encoded = maps[like] = driver.encode(x, address, *copy)
             arguments[index : index + 1] = (encoded, *shape, *strides)
         return arguments
 
