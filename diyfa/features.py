@@ -228,7 +228,7 @@ class CacheTensor(NamedTuple):
 
     shape: Shape
     dtypes: tuple[torch.dtype | None, ...] = _INT32  # None: q's dtype
-    has_rows: bool = False  # the last stride must be 1, others are free; False: kernels read by plain index
+    has_rows: bool = False  # the last stride must be 1, others are free; False: any strides, adapted in kvcache.py
 
 
 _PER_SEQUENCE, _OFFSETS = CacheTensor(Shape(("b",))), CacheTensor(Shape(("n",)))

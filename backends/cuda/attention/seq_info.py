@@ -57,7 +57,7 @@ def cached_keys(cu_seqlens_k_ptr, seqused_ptr, b, length, added, capacity, insid
     elif cu_seqlens_k_ptr is not None:
         n_keys = _load(cu_seqlens_k_ptr + b + 1, inside) - _load(cu_seqlens_k_ptr + b, inside)
     else:
-        n_keys = b * 0 + length
+        n_keys = b * 0 + length  # b * 0: a zero of b's type and shape
     return clamp(n_keys + added, 0, capacity)
 
 
