@@ -123,7 +123,7 @@ def time_steps(sizes: Sizes, ranks: int, rows: int, reps: int) -> dict[str, list
         forward_step(ring, step, q, [k, v], None, merged)
     out, lse = merged.result()
     saved = Saved(q, None, out, lse, torch.randn_like(out), None, Sum(q, 2), None)
-    saved.dq.all()
+    saved.dq.total_or_zeros()
     known: dict[Any, list[float]] = {}
     found: dict[str, list[list[float]]] = {"partial": [], "forward": [], "backward": []}
     for own in every:

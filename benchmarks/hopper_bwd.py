@@ -202,7 +202,8 @@ def measure(names: list[str], rounds: int, until: float, to: str) -> None:
     """Time the configs and their peers alternately; write each row to `to` at once."""
     import triton
 
-    from diyfa.backends.cuda.attention.bwd import attention_backward
+    from diyfa.backends.cuda.attention.bwd import backward_pass
+    from diyfa.backends.cuda.attention.launch import launching_backward
     from diyfa.backends.cuda.runtime import tune
     from diyfa.problem import AttentionGradients
 
@@ -228,7 +229,9 @@ def measure(names: list[str], rounds: int, until: float, to: str) -> None:
             lse = (keys.float().log() + 0.5).expand(b, h, s).contiguous()
             if group > 1 or (d > 128 and s > 1024):
                 gradients = AttentionGradients(*(torch.empty_like(x) for x in tensors[:3]))
-                functions["portable"] = partial(attention_backward, problem, tensors, out, lse, do, None, gradients)
+                functions["portable"] = partial(
+                    launching_backward(backward_pass), problem, tensors, out, lse, do, None, gradients
+                )
             for name in names:
                 head_dim, config, changes = every[name]
                 if head_dim == d:

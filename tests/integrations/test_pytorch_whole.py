@@ -22,7 +22,7 @@ attention = torch.nn.functional.scaled_dot_product_attention
 
 @pytest.fixture
 def handle() -> Iterator[Handle]:
-    handle = _override(DEVICE, whole=True)
+    handle = _override(DEVICE, overrides_sdpa=True)
     with diyfa.use_backend(DEVICE):
         yield handle
     handle.remove()

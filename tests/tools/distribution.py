@@ -44,6 +44,8 @@ def check_wheel(wheel: Path) -> None:
         metadata = archive.read(next(n for n in names if n.endswith("METADATA"))).decode()
     assert not (missing := sources() - names), f"not in the wheel: {sorted(missing)}"
     assert not [name for name in names if name.startswith(("tests/", "docs/"))]
+    data = {str(p.relative_to(ROOT)) for kind in ("css", "js", "jinja") for p in (ROOT / "diyfa").rglob(f"*.{kind}")}
+    assert not (missing := data - names), f"not in the wheel: {sorted(missing)}"
     assert "diyfa/backends/npu/tables/tiles.json" in names and "diyfa/py.typed" in names
     for name in ("Author: diyfa authors", "License-Expression: Apache-2.0", "Project-URL: Repository", "Classifier: "):
         assert name in metadata, f"no {name!r} in the metadata"

@@ -100,6 +100,30 @@ def test_a_device_without_peers_is_not_praised(tmp_path: Path) -> None:
     assert all("the files have no peer beside it" in english for english, _ in group["sentences"])
 
 
+def test_a_device_without_the_usual_peers_shows_others(tmp_path: Path) -> None:
+    rows = [attention(name, 1.0, length=n) for name in ("diyfa", "diyfa v1", "SDPA flash") for n in (512, 1024)]
+    report = report_of(write_gpu(tmp_path, rows=rows, device="a CPU", device_type="cpu"))
+    assert report["default"] == ["diyfa", "PyTorch flash"]
+    assert "diyfa v1" in report["implementations"]
+
+
+def test_the_tables_of_a_first_run(tmp_path: Path) -> None:
+    rows = [
+        {"kind": "numerics", "case": "plain", "variant": "auto", "status": "pass", "result": "dq", "share": 0.4},
+        {"kind": "equivalence", "case": "mode 3", "implementation": "diyfa", "max_error": {"out": 1e-3, "dq": 2e-3}},
+        {"kind": "equivalence", "case": "mode 3", "implementation": "torch_npu", "unavailable": "refused: no CANN"},
+        {"kind": "tile", "kernel": "fwd", "D": 64, "block_m": 64, "block_n": 128, "tflops": 80.0},
+        *(attention(name, 90.0, length=n, dtype="float16") for name in ("diyfa", "torch_npu") for n in (512, 1024)),
+        {"kind": "done"},
+    ]
+    report = report_of(write_gpu(tmp_path, rows=rows, device=CHIP, device_type="npu"))
+    tables = {table["id"]: dict(zip(table["columns"], table["rows"][0], strict=True)) for table in report["tables"]}
+    assert set(tables) == {"attention", "tile", "numerics", "equivalence", "unavailable"}
+    assert tables["numerics"]["status"] == "pass" and tables["equivalence"]["error"] == 2e-3
+    assert tables["unavailable"]["implementation"] == "npu_fusion_attention"
+    assert report["default"] == ["diyfa", "npu_fusion_attention"] and report["devices"][0]["source"] == "measured"
+
+
 def test_curves_join_points_of_one_family(tmp_path: Path) -> None:
     """Lengths with the same tokens, or else with the same batch; other shapes are in the heat map alone."""
     report = report_of(*write_all(tmp_path))

@@ -131,6 +131,8 @@ def test_device_pass_and_implementations_are_chosen(load: Any, small: Path) -> N
     assert page.inner_html("#panels") != before and "D = 64, full" in page.evaluate(titles)
     assert "no such rows for NVIDIA H100" in page.inner_text("#memory-panels")
     assert "No ceiling was measured on NVIDIA H100" in page.inner_text("#roofline-note")
+    assert "no such rows for NVIDIA H100" in page.inner_text("#decoding-about")
+    assert not page.is_visible("#decoding-plot") and not page.is_visible("#decoding-group")
     page.select_option("[data-control=device]", GPU)
     page.select_option("[data-control=group]", "paged")
     assert drawn(page, "#memory-panels > div") >= 3 and drawn(page, "#decoding-plot") >= 3

@@ -60,6 +60,7 @@ def build_report(files: Sequence[Results], everything: bool = False) -> dict[str
     wanted = sum(is_wanted(row, results, PURPOSES[:1]) for results in files for row in results.rows)
     devices = [_device(name, source, points, files) for name, source in _device_names(points, files)]
     panels = _panels(points)
+    default = _default_implementations(panels)
     shown = sum(len(point.figures) for point in points)
     figures = sum(len(rows) for point in points for rows in point.figures.values())
     return {
@@ -73,11 +74,11 @@ def build_report(files: Sequence[Results], everything: bool = False) -> dict[str
         "files": [_file(results) for results in files],
         "standing": _standings(devices),
         "implementations": ordered(name for panel in panels for name in panel["series"]),
-        "default": list(DEFAULT),
+        "default": default,
         "order": list(ORDER),
         "panels": panels,
         "heat": _heat(points),
-        "roofline": _roofline(points),
+        "roofline": _roofline(points, default),
         "memory": _memory(points),
         "decoding": _decoding(points),
         "beside": _beside(points),
@@ -261,6 +262,16 @@ def _panels(points: Sequence[Point]) -> list[dict[str, Any]]:
     return panels
 
 
+def _default_implementations(panels: Sequence[dict[str, Any]]) -> list[str]:
+    """Return what plots show at first: diyfa and its usual peers, or other peers on a device without those."""
+    found: set[str] = set()
+    for device in {panel["device"] for panel in panels}:
+        here = ordered(name for panel in panels if panel["device"] == device for name in panel["series"])
+        usual = [name for name in here if name in DEFAULT]
+        found.update(usual if len(usual) > 1 else [name for name in here if name in ORDER][:4])
+    return ordered(found)
+
+
 def _heat(points: Sequence[Point]) -> list[dict[str, Any]]:
     """Return the cells of the heat maps: those of the panels by length, and the other shapes by pass."""
     in_panels = {id(point) for _, _, mine in _curves(points) for point in mine}
@@ -288,7 +299,7 @@ def attention_bytes(identity: dict[str, Any]) -> float:
     return size * elements * (2 if identity["pass"] == "backward" else 1)
 
 
-def _roofline(points: Sequence[Point]) -> list[dict[str, Any]]:
+def _roofline(points: Sequence[Point], names: Sequence[str]) -> list[dict[str, Any]]:
     """Return one roof for each measured device that has points and a ceiling or a data sheet."""
     roofs = []
     for device in dict.fromkeys(p.device for p in points if p.source == "measured"):
@@ -298,7 +309,7 @@ def _roofline(points: Sequence[Point]) -> list[dict[str, Any]]:
             i = point.identity
             for name, row in point.newest():
                 label = ""
-                if name not in DEFAULT:
+                if name not in names:
                     continue
                 if point.kind == "attention" and "tflops" in row and i.get("B") and i.get("H") and row.get("ms"):
                     if i["pass"] not in DIRECTIONS:

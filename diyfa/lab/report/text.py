@@ -46,11 +46,6 @@ def figures_at_one_length(report: dict[str, Any], implementations: list[str]) ->
     return rows
 
 
-def shown_implementations(report: dict[str, Any]) -> list[str]:
-    """Return the implementations of tables: the default ones that have figures, else all."""
-    return [name for name in report["default"] if name in report["implementations"]] or report["implementations"]
-
-
 def summary(report: dict[str, Any], width: int) -> list[str]:
     """Return at most `LINES` lines of at most `width` characters: devices, where diyfa stands, and figures."""
     lines = [f"{len(report['files'])} file{'s' if len(report['files']) > 1 else ''}, {report['rows']} rows"]
@@ -100,7 +95,7 @@ def _markdown(report: dict[str, Any]) -> Iterator[str]:
     for group in report["standing"]:
         mark = " **(predicted, not run)**" if group["source"] == "predicted" else ""
         yield f"- **{', '.join(group['devices'])}**{mark}: {' '.join(english for english, _ in group['sentences'])}"
-    implementations = shown_implementations(report)
+    implementations = report["default"]
     rows = figures_at_one_length(report, implementations)
     if rows:
         heads = ["device", "pass", "point", "S", *implementations, "ratio to the best peer"]

@@ -9,7 +9,7 @@ LANGUAGES = ("en", "zh")
 WORDS: dict[str, tuple[str, str]] = {
     # page
     "title": ("diyfa: how fast, on which device", "diyfa：在各设备上有多快"),
-    "made": ("Made by diyfa {version} on {date} from {files} result files.", "由 diyfa {version} 于 {date} 根据 {files} 个结果文件生成。"),
+    "made": ("Made by diyfa {version} on {date}. Result files: {files}.", "由 diyfa {version} 于 {date} 生成。结果文件：{files} 个。"),
     "left_out": ("{rows} rows of ablations, trials, tile searches and earlier code are left out; `--all` lists them.", "消融、试验、分块搜索与旧代码的 {rows} 行未列入；用 `--all` 列出。"),
     "older": ("{rows} older figures of the same points are left out: the newest counts.", "相同测点的 {rows} 个较旧数据未列入：以最新者为准。"),
     "language": ("中文", "English"),
@@ -91,6 +91,7 @@ WORDS: dict[str, tuple[str, str]] = {
     "c.table": ("group", "组别"), "c.work": ("work", "任务"), "c.reason": ("reason", "原因"), "c.cases": ("cases", "次数"),
     "c.purpose": ("purpose", "用途"), "c.kind": ("kind", "类别"), "c.value": ("value", "数值"), "c.unit": ("unit", "单位"),
     "c.relative": ("times the plain call", "普通调用的倍数"), "c.commit": ("commit", "提交"), "c.tile": ("tile", "分块"),
+    "c.ub_kib": ("UB KiB", "UB KiB"), "c.l1_kib": ("L1 KiB", "L1 KiB"), "c.l0c_kib": ("L0C KiB", "L0C KiB"),
     "c.bottleneck": ("waits for", "瓶颈"), "c.status": ("status", "状态"), "c.result": ("worst result", "最差结果"),
     "c.error": ("largest error", "最大误差"), "c.clocks": ("clocks", "时钟"), "c.versions": ("versions", "版本"),
 }  # fmt: skip

@@ -180,9 +180,9 @@ function drawDecoding() {
   const groups = unique((mine?.bars || []).map(b => b[0]));
   if (!groups.includes(state.group)) state.group = groups[0] ?? null;
   fill("group", groups, state.group);
-  charts.get(plot)?.dispose(); charts.delete(plot);
-  if (!mine) return nothing(plot);
-  plot.replaceChildren();
+  $("decoding-about").textContent = mine ? mine.about[language()] : words("nothing", { device: state.device });
+  plot.hidden = $("decoding-group").hidden = !mine;
+  if (!mine) return;
   const bars = mine.bars.filter(b => b[0] === state.group), cases = unique(bars.map(b => b[1])), names = ordered(unique(bars.map(b => b[2])));
   const narrow = plot.clientWidth < 600;
   draw(plot, {
@@ -210,7 +210,7 @@ function drawBeside() {
     seen.add(same);
   }
   draw($("beside-plot"), {
-    hatched: true, legend: { top: 0, selected: off }, grid: { left: 52, right: 10, top: headroom($("beside-plot"), 90, 120, 190), bottom: 44 },
+    hatched: true, legend: { top: 0, selected: off }, grid: { left: 52, right: 10, top: headroom($("beside-plot"), 90, 120, 205), bottom: 44 },
     xAxis: { type: "category", data: keys, axisLabel: { interval: 0, lineHeight: 15, fontSize: root.clientWidth < 700 ? 10 : 12 } },
     yAxis: { type: "value", min: 0, name: word("share_of_peak"), nameTextStyle: { align: "left", color: ink() }, axisLabel: { formatter: x => percent(x) } },
     tooltip: { formatter: i => `<b>${escaped(i.seriesName)}</b><br>${i.name.replace("\n", ", ")}, S = ${i.data.bar.S}<br>${word(i.data.source)}: <b>${percent(i.value, 1)}</b>, ${i.data.bar.tflops} TFLOP/s` },
