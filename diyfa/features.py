@@ -122,7 +122,7 @@ class Feature:
     prepared: Callable[[Any], Any] | None = None  # tensor -> what backends get
     refusal_name: str = ""
     is_present: Callable[[Any], bool] | None = None  # whether an `AttentionProblem` has it
-    adjusts: bool = False  # with it, scores are more than scaled products
+    adjusts: bool = False  # with it, scores are not just sm_scale * q k (bias, ALiBi, softcap)
     label: str = ""
     example: dict[str, Any] = field(default_factory=dict)
     case: dict[str, Any] = field(default_factory=dict)

@@ -1,7 +1,8 @@
 """Plans: the checks and decisions of a call, made once for all equal calls.
 
-Checks and decisions depend on shapes, strides, dtypes and options. These are the key of a call, and equal calls run by
-the `Plan` of the first. Only values are checked each time: `seq_lens`, and lengths and page tables on the CPU.
+Checks and decisions depend on shapes, strides, dtypes, device, alignment to 16 bytes, wanted gradients, autocast,
+determinism and options. These are the key of a call, and equal calls run by the `Plan` of the first. Only values are
+checked later: other lengths and page tables on the CPU each time, `seq_lens` once for each version of its contents.
 
 A call has a plan if only eager execution sees it: nothing traces, transforms or profiles it, and its tensors are no
 subclasses. It then bypasses the operators of `ops.py`, whose schema of two dozen arguments costs as much as the launch.
@@ -26,7 +27,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)  # tensors of other types intercept 
 
 
 class Plan:
-    """The plan of a call: its problem, the kernels of both passes, and all else but its tensors."""
+    """The plan of equal calls: their problem, both kernels, lengths and options. It holds no tensor."""
 
     __slots__ = (
         "_backward", "backend", "backward_repeats", "forward", "has_run", "is_recorded", "lengths", "names", "nothing",
@@ -45,7 +46,7 @@ class Plan:
         self.lengths, self.options, self.names = without_tensors(lengths, options)
         self.has_run = False
         self.is_recorded = _recording
-        self.repeat: Repeat | None = None  # by `Kernel.repeat`, from the second call on: most lengths come once
+        self.repeat: Repeat | None = None  # by `Kernel.repeat`, from the second call on: most plans run once
         self.backward_repeats: dict[Hashable, Repeat | None] = {}  # by strides of dout
         self._backward: tuple[AttentionProblem, Kernel] | None = None
         if problem.needs_grad:  # refuse now rather than in the backward pass
@@ -126,7 +127,7 @@ def recording() -> Iterator[None]:
 
 
 def runs_eagerly(*tensors: torch.Tensor) -> bool:
-    """Return whether a call with these inputs runs at once: no gradient is wanted, and only the device sees it."""
+    """Return whether a call with these inputs runs at once: no gradient is wanted, and `is_unseen`."""
     if torch.compiler.is_compiling():
         return False
     wants_grad = torch.is_grad_enabled()

@@ -32,8 +32,9 @@ from diyfa.options import NO_LENGTHS, UNBOUNDED, AttentionOptions, Lengths
 from diyfa.problem import LAYOUTS, VARLEN
 
 METHODS = ("auto", "ring", "ulysses", "both")
-# Options that users do not give: the wanted gradients, where q, k and v no longer show them; for dropout `_Call.first`,
-# whether each rank drew its own `rng_state`, and the groups whose first rank's state replaces it.
+# Options that users do not give. "gradients": names of inputs that need one, where local tensors no longer say so. For
+# dropout, "first": `_Call.first`; "was_drawn": each rank drew its own `rng_state`; "state_groups": groups whose first
+# rank's state replaces it.
 INTERNAL = ("gradients", "first", "was_drawn", "state_groups")
 
 

@@ -1,7 +1,7 @@
 """Context parallel attention in a compiled graph: a forward and a backward operator, both opaque to tracing.
 
 A graph cannot hold the group and the options that are no numbers. It names them by one number (`call_number`). Besides
-out and lse the forward operator returns `kept`, further tensors that the backward operator reads: the tensors that
+out and lse the forward operator returns tensors for the backward operator (`kept` in the schemas): the tensors that
 Ulysses exchanged, or a ring's log-sum-exp without the common key.
 """
 

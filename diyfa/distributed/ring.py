@@ -82,7 +82,7 @@ class _Transfer:
 
 
 def _lengths(call: Call, device: torch.device) -> Lengths:
-    """Return the packed lengths of one call, or WHOLE. The copy of the offsets to the device is asynchronous."""
+    """Return the packed lengths of one call, or NO_LENGTHS. The copy of the offsets to the device is asynchronous."""
     if not call.offsets_q:
         return NO_LENGTHS
     both = call.offsets_q, call.offsets_k

@@ -10,8 +10,8 @@ Adjacent blocks without a mask are joined. So a causal zigzag takes one call a s
 the keys, or the second half of the queries with all keys. Blocks of packed sequences with equal masks are one packed
 call; rows between them become sequences without keys, and keys between them sequences without queries.
 
-Dropout needs the position of each call's rows and keys in their sequence. Then (`apart`) only blocks are joined whose
-rows and keys are adjacent in the sequence, too.
+Dropout needs the position of each call's rows and keys in their sequence. So with `separate_blocks` no blocks are
+joined; only segments of a rank that are adjacent in their sequence are.
 """
 
 from __future__ import annotations

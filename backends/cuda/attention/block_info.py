@@ -8,7 +8,7 @@ it. One rule serves both directions.
 
 Ranges are (begin, full_begin, full_end, end): some positions see [begin, end), all see [full_begin, full_end). Blocks
 [full_begin, full_end) need no mask, and blocks outside [begin, end) are not visited: a window costs its width. `mask`:
-(queries, keys, offset, window_left, window_right) of one sequence.
+(queries, keys, offset, window_left, window_right) of one sequence; (group, window_left, window_right) over a cache.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def first_visible(aligned, before):
 
 @triton.jit
 def end_visible(aligned, after, length):
-    """Return the end of what it sees of `length` positions."""
+    """Return the end (exclusive) of the positions that a query or key sees, at most `length`."""
     return tl.minimum(length, tl.maximum(aligned + after + 1, 0))
 
 
@@ -78,8 +78,8 @@ def query_blocks(col0, mask, EDGES: tl.constexpr, WHOLE_KEYS: tl.constexpr, c: t
     """Return the queries that see keys [col0, col0 + BLOCK_N). All bounds but the ends are multiples of BLOCK_M.
 
     The last full block may extend beyond the queries: these rows read as zeros, and their weight exp(s - inf) is 0.
-    With EDGES they do not read as zeros, and all rows of a full block are queries. With WHOLE_KEYS a block that extends
-    beyond the keys has no full blocks.
+    EDGES: masked blocks are read in another form, because that of full blocks does not know where a sequence ends. So a
+    full block has only queries. With WHOLE_KEYS a block that extends beyond the keys has no full blocks.
     """
     n_queries, n_keys, offset, window_left, window_right = mask
     first = col0 - offset
@@ -103,7 +103,10 @@ def query_blocks(col0, mask, EDGES: tl.constexpr, WHOLE_KEYS: tl.constexpr, c: t
 
 @triton.jit
 def masked_keys(blocks, c: tl.constexpr):
-    """Return (begin, end, begin of a gap, its length) of one loop over those keys of `key_blocks` that need a mask."""
+    """Return (begin, end, begin of a gap, its length) of one loop over those keys of `key_blocks` that need a mask.
+
+    HAS_LEFT: they lie on both sides of the full ones. So positions from the gap's begin on are moved by its length.
+    """
     begin, full_begin, full_end, end = blocks
     gap = full_end - full_begin
     if c.HAS_LEFT:  # both edges: [begin, full_begin) and [full_end, end)

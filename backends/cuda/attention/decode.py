@@ -91,7 +91,7 @@ class DecodeConstants(Constants):
     chunks_apart is never set together with split, nor without chunk > 0.
     """
 
-    split: bool  # programs have shares of the iteration space; else fixed chunks
+    split: bool  # programs have shares of the iteration space; else each has a whole tile, or with chunks_apart a chunk
     scan: int  # tiles whose work is added up at once
     one_scan: bool  # these are all tiles
     wide_positions: bool  # positions in the iteration space may need more than 32 bits
@@ -364,7 +364,7 @@ def _decode_kernel(
     o_ptr, lse_ptr,
     sums_ptr,  # [slots, rows of a slot, BLOCK_DV]
     statistics_ptr,  # [slots, 2, rows of a slot]: maxima, sums of weights
-    length,  # keys of each sequence, if no lengths lie on the device: a repeated call gives it anew
+    length,  # keys of each sequence without `added`, if no tensor has lengths; a repeated call may pass another
     capacity, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_qb, stride_qh, stride_qm, stride_ob, stride_oh, stride_om,
     stride_slopeb, stride_table, stride_kdb, stride_kdh, stride_vdb, stride_vdh,
@@ -380,8 +380,9 @@ def _decode_kernel(
 ):  # fmt: skip
     """Attend to the blocks of keys that the schedule (`stream_k.py`) gives this program.
 
-    1. Find the program's share of the iteration space, or its fixed chunk.
-    2. For each chunk load the queries, and attend to its blocks of keys.
+    1. Find the program's share of the iteration space (SPLIT), or its tile or fixed chunk.
+    2. Cut a share into chunks, one for each tile and head that it touches: blocks [begin, end), counted from `first`,
+       the first block that the tile sees. For each chunk load the queries, and attend to its blocks of keys.
     3. If the chunk is a whole tile, normalise the sums and write out and lse. Else write the sums to a slot of the
        workspace, for the combine kernel.
 

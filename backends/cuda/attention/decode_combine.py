@@ -105,8 +105,8 @@ def _combine_kernel(
     2. Wait for `_decode_kernel`.
     3. If the tile is shared, read the chunks' partial results, PARTIALS at a time, and write out and lse.
 
-    The grid is (blocks of rows_each rows x blocks of COLUMNS columns, heads_in_parallel, tiles and head rounds if
-    BY_TILE, else shares).
+    The grid is (blocks of `rows_per_program` rows x blocks of COLUMNS columns, heads_in_parallel, tiles and head rounds
+    if BY_TILE, else shares).
     """
     lengths = (
         (cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, leftpad_ptr),

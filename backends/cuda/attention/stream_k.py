@@ -8,8 +8,9 @@ tiles form one linear iteration space, the line, tile after tile:
 
 The line is cut into `n_shares` equal shares, so ragged lengths are as balanced as equal ones. Lengths lie on the
 device, so each program adds up the line itself. Positions and lengths on the line count blocks, plus TILE_COST for each
-tile if shares are long. A share belongs to `heads_in_parallel` programs, one for each of as many KV heads. If there are
-more KV heads, a tile lies on the line `head_rounds` times in a row, each time for the next `heads_in_parallel` heads.
+tile if shares are long; short tiles may be lengthened to min_tile_work (`divide_work`). A share belongs to
+`heads_in_parallel` programs, one for each of as many KV heads. If there are more KV heads, a tile lies on the line
+`head_rounds` times in a row, each time for the next `heads_in_parallel` heads.
 
 The blocks of one tile and one head that a share contains are a chunk. If a chunk is the whole tile, its program writes
 the output. Else it leaves partial results (unnormalised sums, row maxima, sums of weights) in the workspace, and
@@ -17,9 +18,10 @@ the output. Else it leaves partial results (unnormalised sums, row maxima, sums 
 so under programmatic dependent launch it overlaps with it. A share leaves at most two chunks: one of a tile that an
 earlier share began, and one of a tile that it begins and does not finish. So there are two slots for each program.
 
-**Fixed chunks**, for `num_splits=1` and in batch-invariant mode. Each tile and head has programs of its own: one, or in
-batch-invariant mode one for each chunk of CHUNK_KEYS keys, counted from the first key that is not padding. Then each
-chunk has a slot, and `_combine_in_order_kernel` adds chunks up from the first to the last.
+**Fixed chunks**, for `num_splits=1` and in batch-invariant mode. Each tile and head has a program of its own. In
+batch-invariant mode its keys form chunks of CHUNK_KEYS, counted from the first key that is not padding, whose sums are
+added up from the first to the last. If `chunks_per_tile` > 1, each chunk has a program and a slot of its own,
+and `_combine_in_order_kernel` adds up.
 
 Gluon kernels call the functions of scalars, too (`hopper/decode_mla.py`).
 """
@@ -97,9 +99,9 @@ def next_chunk(
 
     `position`, inside the tile, is where the share goes on; the tile begins at `tile_start`.
 
-    Returns (head round, first block, end, what the chunk takes on the line). Blocks are counted from the first one that
-    the tile sees. There are none (end <= first) if the share has only what the start of the tile counts, or what fills
-    the tile up to min_tile_work.
+    Returns (head round, begin, end, length on the line). The chunk is blocks [begin, end), counted from the first that
+    the tile sees. It is empty (end <= begin) if the share has only the cost of the tile's start, or what fills the tile
+    up to min_tile_work.
     """
     tile_cost, _ = cost
     from_work = (position - tile_start).to(tl.int32)
@@ -214,8 +216,8 @@ def find_tile_start(tile, first_counts, cost, length, head_rounds, c: tl.constex
 def find_shared_tile(n_shares, heads_kv, batch, blocks_m, lengths, mask, c: tl.constexpr):
     """Find the tile whose partial results this program of `_combine_kernel` merges.
 
-    `tl.program_id(1)` is the head within a round. `tl.program_id(2)` is a share, of which this is the tile that it
-    leaves unfinished; or if BY_TILE, tile * head_rounds + head round.
+    `tl.program_id(1)` is the head within a round. `tl.program_id(2)` is tile * head_rounds + head round if BY_TILE, else
+    a share, and the tile is the one at its end.
 
     Returns (tile, KV head, `cache_seq_info` of its sequence, the share that begins it, the share that finishes it,
     whether it is shared at all). If not, its results are complete, or another program merges them.
@@ -319,7 +321,7 @@ def store_fixed_chunk(acc, l_i, m_i, chunk, chunks_per_tile, rows_per_tile, memo
 
 
 def is_split(problem: KVCacheProblem) -> bool:
-    """Return whether programs share the iteration space. Otherwise each tile has fixed chunks."""
+    """Return whether programs share the iteration space. Otherwise each has a whole tile or a fixed chunk."""
     return not problem.batch_invariant and problem.num_splits != 1
 
 
@@ -397,9 +399,9 @@ def combined_columns(problem: KVCacheProblem, config: DecodeConfig, programs: in
 def combined_rows(programs: int) -> int:
     """Rows that one program of `_combine_kernel` has, where `programs` would have one row each.
 
-    Most programs find that their tile is not shared, and each recomputes the line to find it. If they are more than run
-    at once, that is repeated, and where the main kernel leaves no registers beside it, all of it comes after its end. A
-    power of two, as `block_m` is: else a program would have rows of two tiles.
+    Most programs find that their tile is not shared, and each recomputes the line to find it. More programs than run at
+    once repeat that in every wave, and without free registers beside the main kernel none of it overlaps. So a program
+    takes several rows: a power of two, as `block_m` is, so that it has rows of one tile only.
     """
     rows = 1
     while programs >= 2 * rows * COMBINED_PROGRAMS:

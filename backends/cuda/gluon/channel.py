@@ -55,8 +55,8 @@ class Channel:
     def commit(self, item):
         """Tell the consumers that all threads of this partition have filled the item's stage.
 
-        It arrives WARPS times, or LANES times from one warp. Consumers that read the stage through TMA or wgmma need a
-        `fence_async_shared` before it.
+        A partition of WARPS warps arrives WARPS times, one warp LANES times: that is the channel's FILLS. Consumers that
+        read the stage through TMA or wgmma need a `fence_async_shared` before it.
         """
         if gl.num_warps() == WARPS:
             order_lanes()
@@ -66,7 +66,7 @@ class Channel:
 
     @gluon.jit
     def signal(self, item):
-        """Arrive at the item's `full` barrier, once for each warp, without having stored anything."""
+        """Arrive at the item's `full` barrier, once for each warp. `commit` is for stages that were written."""
         _arrive(self.full_barrier(item))
 
     @gluon.jit

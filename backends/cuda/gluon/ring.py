@@ -13,6 +13,8 @@ from diyfa.backends.cuda.gluon.compat import aggregate
 class KVRing:
     """Stages in which item i uses stage i % STAGES. K of the n-th block is item 2n, its V item 2n + 1.
 
+    Unless ONE_RING, STAGES is even: K has the even stages, V the odd ones.
+
     A stage has two barriers. `full` completes when TMA has delivered all bytes, `empty` when all warps of all consumers
     have arrived. Both count phases, so nobody resets them: the n-th item of a stage waits for the parity of n.
     """

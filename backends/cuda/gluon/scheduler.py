@@ -5,8 +5,8 @@ together (`hopper/tiles.py`). There are two schedules:
 
 * "static": of n programs, each takes every n-th tile. So does a grid of one program per tile. Under a causal mask the
   first program gets the longest tile of each n, so the programs of a persistent grid do not end at the same time.
-* "dynamic": a program takes the next tile that nobody has. The producer draws a number from the tile counter before the
-  last block of the tile before. Its next tile is that number + the number of programs.
+* "dynamic": a program takes the next tile that nobody has. The producer draws a number from the tile counter at the
+  last block of a tile, with FIND_AHEAD at the last but one. Its next tile is that number + the number of programs.
 
 Only the producer asks the scheduler. Consumers read the producer's tile infos (`gluon/tile_info.py`).
 

@@ -5,7 +5,7 @@ thousand clocks. The producer does it while the ring still has work for the cons
 memory. A tile info without key blocks is the end marker: no tile is left.
 
 A program's tiles have slots 0, 1, ..., in which nobody overwrites a tile info. The grid has enough programs for that
-(`grid_of`), and a dynamic schedule gives no program more tiles than slots. So the producer need not wait before it
+(`grid_size`), and a dynamic schedule gives no program more tiles than slots. So the producer need not wait before it
 writes a tile info, and a program can repeat tiles whose sums overflowed (`hopper/overflow.py`). All slots use the same
 two barriers. The producer has loaded the queries of slot t before it writes slot t + 1. So all consumers have finished
 with the queries of slot t - 1, and with its barrier.
@@ -82,7 +82,7 @@ class TileInfos:
     def is_last(self, slot, scheduler):
         """Return whether `slot` is the last that may have a tile, so that the next one must be the end marker.
 
-        Only a dynamic schedule needs this: in a static one `grid_of` sees to it.
+        Only a dynamic schedule needs this: in a static one `grid_size` sees to it.
         """
         if scheduler.SCHEDULE == "dynamic" and self.COUNT > BARRIERS:
             last = slot == self.COUNT - 2
@@ -108,7 +108,7 @@ class TileInfos:
 
     @gluon.jit
     def reread(self, slot, problem, NUM_WARPS: gl.constexpr):
-        """Return the tile of `slot`, which this warp or an earlier pass has written. For NUM_WARPS warps."""
+        """Return the tile of `slot` without waiting: this warp, or an earlier pass, wrote it. For NUM_WARPS warps."""
         LAYOUT: gl.constexpr = gl.BlockedLayout([WORDS], [32], [NUM_WARPS], [0])
         words = self.words.index(slot % self.COUNT).load(LAYOUT)
         return _from_words(words, problem, LAYOUT)

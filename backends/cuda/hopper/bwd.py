@@ -12,8 +12,9 @@ P and dS are in registers as the left operands of the products that accumulate d
 keys. So consumers exchange dS through shared memory, and each forms half of dQ, which its adder adds to fp32 in global
 memory.
 
-`_prepare_kernel` forms delta and clears the fp32 dQ before this kernel. The fp32 dQ is converted to 16 bits by this
-kernel (`bwd_rolling_dq.py`) or by `_convert_kernel` after it (`bwd_dq.py`). `docs/hopper-backward.md` explains it all.
+Before this kernel, `_prepare_kernel` forms delta and clears the fp32 dQ. This kernel converts it to 16 bits, and then
+clears it for later heads (`bwd_rolling_dq.py`), or `_convert_kernel` converts it afterwards (`bwd_dq.py`).
+`docs/hopper-backward.md` explains it all.
 
 In global memory, queries lie in blocks of BLOCK_M of one head. Each sequence begins with a block of its own. The
 statistics of a block are two rows: lse in units of log2, and delta. The fp32 dQ of a block is in the order of the
@@ -96,7 +97,7 @@ class Gradients:
 
     @gluon.jit
     def store_ds(self, ds, item, CONSUMER: gl.constexpr):
-        """Leave a consumer's dSᵀ, [64, BLOCK_M]."""
+        """Write a consumer's dSᵀ, [64, BLOCK_M], to the item's stage. Consumers meet before either reads it."""
         BOXES: gl.constexpr = ds.shape[1] // ROWS
         first = (item % DS_STAGES) * CONSUMER_COUNT + CONSUMER
         run_matrix(self.ds_buffers, first, BOXES, 0, BOXES).store(ds)
@@ -253,7 +254,7 @@ def _start_gradient(weights, buffers, stage, x, config: gl.constexpr):
 
 @gluon.jit
 def _start_dq(shared, gradients, item, zero, c: gl.constexpr):
-    """Start a consumer's half of dS K, [64, 64]: 64 of the columns, or at head_dim 64 of the queries."""
+    """Start a consumer's half of dS K, [64, COLUMNS]: COLUMNS of its columns, or with one box 64 of the queries."""
     config: gl.constexpr = shared.config
     stage = item % DS_STAGES
     COLUMN_BOX: gl.constexpr = c if config.BOXES > 1 else 0
@@ -275,9 +276,10 @@ def _blocks(
     item,  # number of the block among those of all heads
     MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Add the blocks [start, end) of queries of one head, either those that need a mask or those that need none.
+    """Add to dk and dv, and hand to the adder as dQ, what blocks [start, end) of queries of one head contribute.
 
-    dP is formed while P is computed, dV while dS goes to shared memory, and dK while dQ does.
+    These blocks all need a mask (MASKED), or none does. Releasing an item frees its Q, statistics and dO. dP is formed
+    while P is computed, dV while dS goes to shared memory, and dK while dQ does.
     """
     config: gl.constexpr = consumer.shared.config
     c: gl.constexpr = consumer.INDEX

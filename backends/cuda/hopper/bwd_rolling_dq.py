@@ -3,7 +3,7 @@
 Without it the fp32 dQ of all queries is cleared, added up, and read again by `_convert_kernel`. That takes 75 us for
 16384 tokens of 2048 columns. Rolling dQ needs memory for `slots` heads only, which stays in the L2 cache, and no other
 kernel. `bwd.py` calls one method of `RollingDq` wherever a role has to do something for it. Unless ENABLED, the methods
-do nothing.
+do nothing. ENABLED excludes seq_lens, packed sequences and softcap (`_can_roll`).
 
 * "Head" is a head of K here. It stands for all query heads of its group, or of a chunk of the group
 (`bwd_partials.py`).
@@ -12,10 +12,11 @@ do nothing.
   they have finished the block; its adders then clear the chunk, if a later head uses the same memory. Once no blocks of
   keys are left, programs draw the last chunks.
 * A head uses the memory of the head `slots` heads before it.
-* Two counts in global memory order all this for a head: how many blocks of keys adders have added, and how many chunks
-  they have cleared. Consumers read a chunk when the first count is complete. An adder begins with a head when the
-  second count of the head that had the same memory is complete. Both waits are for lower numbers, which have been
-  drawn before. `delay` and `slots` are large enough for waits to be rare (`Sm90Backward`).
+* Two counts in global memory order all this for a head: blocks of keys that adders have added, and chunks that they
+  have cleared. Each adder counts, so a block or chunk counts CONSUMER_COUNT times. Consumers read a chunk when the
+  first count is complete. An adder begins with a head when the second count of the head that had the same memory is
+  complete. Both waits are for lower numbers, which have been drawn before. `delay` and `slots` are large enough for
+  waits to be rare (`Sm90Backward`).
 """
 
 # Aggregates are checked against their annotations, so these must not be postponed.
@@ -37,7 +38,7 @@ class RollingDq:
     """The fp32 dQ, its counts, and the channels that order its conversion within a program."""
 
     pointer: gl.tensor | gl.constexpr  # [slots, query heads of a group, blocks of queries, BLOCK_M * D]
-    counts_ptr: gl.tensor | gl.constexpr  # [heads, 2] int32, zeros: blocks of keys added, chunks cleared
+    counts_ptr: gl.tensor | gl.constexpr  # [heads, 2] int32, zeros: blocks added, chunks cleared, by each adder
     slots: gl.tensor | gl.constexpr
     delay: gl.tensor | gl.constexpr  # heads
     out_tensor: tma.tensor_descriptor | gl.constexpr  # dQ in 16 bits, (B, H, S, D) whatever the strides
@@ -71,7 +72,7 @@ class RollingDq:
 
     @gluon.jit
     def produce_last_chunks(self, index, count, iteration, no_keys, key_blocks, scheduler, sizes, config):
-        """Hand out the chunks that no block of keys comes with -> the next iteration."""
+        """Draw and announce the chunks of the last `delay` heads, which come without keys -> the next iteration."""
         if self.ENABLED:
             ahead = self.delay * gl.cdiv(sizes.seqlen_k, config.BLOCK_N)
             while index < count + ahead:

@@ -241,7 +241,7 @@ def _producer(problem, shared, inputs):
         order = block_order(tile, problem, config.BLOCK_M, config.BLOCK_N)
         n_blocks = tile.end_block - tile.first_block
         # Block at which to draw the next tile's number. The answer arrives while that block waits for its buffers.
-        # If programs drew at the first block, each would commit itself a whole tile ahead: with 8 tiles per program
+        # If programs drew at the first block, each would own one tile beyond its current one: with 8 tiles per program
         # they would not end at the same time.
         draw_at_block = n_blocks - 1
         if config.FIND_AHEAD:
@@ -427,7 +427,8 @@ def _attend_tile(consumer, tile, item, q_loads):
     1. Skip the blocks that the right mask hides from all 64 rows. A lone consumer has none: the tile ends at its rows.
     2. Prologue: scores and softmax of the first block of the order (`block_order`).
     3. KV loop (`_attend_blocks`), which adds the values of each block one iteration later. Positions [1, n_masked) of
-       the order are masked, later ones are not. FIXED_MAX: [1, n_first) update the maximum, [n_first, n_blocks) use it.
+       the order are masked, later ones are not. FIXED_MAX: positions [1, n_edge_blocks) update the maximum, and
+       [n_edge_blocks, n_blocks) use it unchanged.
     4. Epilogue: values of the last block, division by the sum of weights, lse, stores.
 
     `item`: ring item of the first block's K; its V is item + 1. `q_loads`: tiles of queries that were loaded before.
@@ -454,7 +455,7 @@ def _attend_tile(consumer, tile, item, q_loads):
         order = order.without_last((item - first_item) // 2)
     offs_m = row0 + gl.arange(0, ROWS, layout=S_ROWS)
     # Positions in the order. A mask or the end of the keys may cut only blocks [0, n_masked). Every row sees all keys
-    # of blocks [n_first, n_blocks), and has seen a key before them.
+    # of blocks [n_edge_blocks, n_blocks), and has seen a key before them.
     n_blocks = order.end_block - order.first_block
     n_edge_blocks = order.n_right + order.n_left
     n_masked = 1
@@ -611,8 +612,8 @@ def _consumer(INDEX: gl.constexpr, problem, shared, outputs):
         slot = shared.flags.next_flagged(slot, 4)
         tile = shared.tile_infos.reread(slot, problem, 4)
     else:
-        # Give consumer 0 the first ping-pong turn; otherwise all would wait forever. The fallback does not need it:
-        # the last block's hand-over still counts.
+        # Give consumer 0 the first ping-pong turn; otherwise all would wait forever. The fallback needs no such start:
+        # the last hand-over of the first pass is still pending on consumer 0's barrier.
         if INDEX == config.CONSUMERS - 1:
             consumer.hand_over()
         tile = shared.tile_infos.read(slot, problem)

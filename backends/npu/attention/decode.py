@@ -11,19 +11,20 @@ Up to three kernels run:
 1. `_pack_kernel`, if HEADS and QUERIES are both above 1: copies q, so that the rows of each tile are contiguous.
 2. `_decode_kernel`: for each task finds the keys that the tile sees in its split, runs online softmax over their
    blocks as fwd.py does, and writes out and lse; if PARTIAL, it writes those of the split to a workspace in fp32.
-3. `_combine_kernel`, if PARTIAL: merges the splits of each row by their lse.
+3. `_combine_kernel`, if PARTIAL: merges the splits of each row by their lse. PARTIAL: there are several splits, or rows
+   of a tile have no common stride in out or lse.
 
 Loading keys:
 
 * A block of keys is one load if it is contiguous: in a contiguous cache, in packed keys, and in pages whose size is a
   multiple of BLOCK_N (PAGES "whole"). One scalar load of the page table finds its page.
 * With other page sizes keys are gathered row by row (PAGES "gathered"), which compiles to a copy for each key.
-* A block begins at the first key after left padding or at a multiple of BLOCK_N, and it ends with the keys. So keys
-  outside are not loaded, and left padding needs no mask.
+* Block n covers keys [n * BLOCK_N, (n + 1) * BLOCK_N) without left padding and without keys beyond the sequence:
+  `n_valid_keys` keys from `key0` on. Keys outside are not loaded, and left padding needs no mask.
 
 Batch-invariant mode has one split, fixed BLOCK_M and BLOCK_N, and keys cut at multiples of BLOCK_N. Then a row of the
-result is bitwise the same whatever else is in the call: it depends on its own query and on its keys in their order. In
-this mode the kernel also computes the forward pass of training.
+result is bitwise the same whatever else is in the call: it depends on its own query, its keys in their order, and the
+left padding before them. In this mode the kernel also computes the forward pass of training.
 """
 
 from __future__ import annotations

@@ -13,15 +13,15 @@ Differences from a GPU kernel:
 
 * The grid has at most one program per cube core. The launcher reserves cube-to-vector workspace for every program, and
   more programs than cores would run in a second wave. For packed sequences only blocks that exist are tasks.
-* There is one loop over all key blocks. If MASKED, the mask is under a run-time `if` (`primitives.masked`). With two
-  loops (full blocks, then diagonal blocks) and square tiles the compiler would use only one of the two vector cores;
-  with any tiles the two loops would share that core's buffer.
+* There is one loop over all key blocks. If MASKED, the mask is under a run-time `if`, unless ALWAYS_MASK
+  (`primitives.masked`). With two loops (full blocks, then diagonal blocks) and square tiles the compiler would use only
+  one of the two vector cores; with any tiles the two loops would share that core's buffer.
 * K is loaded as stored and transposed in `tl.dot(q, tl.trans(k))`: the cube instruction does this at no cost.
 * Exponentials have base e: Ascend's exp2 is a multiplication and an exp.
 * Every dimension that can overrun is loaded with zero padding, so rows of V beyond the keys bring no NaN.
 
-`per_head_ptr` holds ALiBi slopes. `configs.attention_scalars` defines the scalars, `primitives.locate_task`
-`heads_in_parallel`.
+`per_head_ptr` holds ALiBi slopes. `configs.attention_scalars` defines the scalar arguments from sm_scale to grad_scale,
+and `primitives.locate_task` explains `heads_in_parallel`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ from diyfa.backends.npu.tables.configs import AttentionTile, fwd_tile
 from diyfa.problem import AttentionProblem, AttentionTensors, Launch
 
 # Initial running maximum. It is finite, so that exp(-inf - m) is 0 and not NaN for a row that has seen no key yet. No
-# float32 is lower, so a bias that masks with float32's lowest value is not below it.
+# finite float32 is lower, so a bias that masks with float32's lowest value is not below it.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
