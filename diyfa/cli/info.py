@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from importlib.util import find_spec
 from itertools import product
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ TYPICAL_ARCH = {"cuda": "sm_90", "npu": "Ascend910B3", "cpu": "cpu"}
 
 ATTENTION = {"attention_fwd": "forward", "attention_bwd": "backward"}
 SCREEN = 40  # lines of the summary, in 80 columns
+TEXT = 54  # letters of a row's text in a line of 80 columns
 
 # A feature's name in the documentation -> its changes to the typical problem.
 FEATURES: dict[str, dict[str, Any]] = {
@@ -190,12 +192,16 @@ def _print_devices() -> None:
         out.print('No accelerator that PyTorch can use; the CPU runs what names it: backend="cpu".', highlight=False)
 
 
-def _print_ascend(rows: list[dict[str, str]]) -> None:
-    """Print one line for each component of an Ascend machine: verdict, version, and a remedy unless it is fine."""
+def _print_ascend(rows: list[dict[str, str]], longest: int | None = None) -> None:
+    """Print a row for each component of an Ascend machine: verdict, version, and a remedy unless it is fine.
+
+    Rows are shortened to `longest` letters.
+    """
     colours = {FINE: "green", WRONG: "red"}
     grid = Table.grid(padding=(0, 2, 0, 0))
     for f in rows:
         text = f"{f['found']}: {f['remedy']}" if f["remedy"] else f["found"]
+        text = text if longest is None else shorten(text, longest, placeholder=" ...")
         grid.add_row(f"[{colours.get(f['verdict'], 'yellow')}]{f['verdict']}[/]", f["part"], escape(text))
     out.print("Ascend: what is here, and whether it will do", style="italic")
     out.print(grid)
@@ -220,13 +226,14 @@ def _print_summary(report: dict[str, Any]) -> None:
     if not groups:
         out.print('No accelerator that PyTorch can use; the CPU runs what names it: backend="cpu".', highlight=False)
     if report["ascend"]:
-        _print_ascend(report["ascend"])
+        _print_ascend(report["ascend"], 2 * TEXT)
     out.print("\nbackends", style="italic")
     out.print(_list(line for backend in report["backends"] for line in _summary_of(backend)))
     out.print("\ncomponents", style="italic")
     grid = Table.grid(padding=(0, 2, 0, 0))
     for r in report["requirements"]:
-        grid.add_row(_mark(r["present"]), r["what"], escape(r["enables"] if r["present"] else r["how"]))
+        text = shorten(r["enables"] if r["present"] else r["how"], TEXT, placeholder=" ...")
+        grid.add_row(_mark(r["present"]), r["what"], escape(text))
     out.print(grid)
     clients = [f"{r['client']} {'on' if r['on'] else 'off'}" for r in report["integrations"] if r["installed"]]
     if clients:

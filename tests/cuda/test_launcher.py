@@ -196,19 +196,22 @@ def test_tensor_maps_are_known_by_number_shape_and_strides():
 def test_a_tensor_map_is_moved_only_if_its_copies_are_equal(monkeypatch):
     """Triton's compiler chooses box and swizzle of each descriptor by itself, even if their tiles are equal."""
     x, y, z = torch.zeros(3, 64, 32)
-    tiles = [Tiles(each, each.shape, each.stride(), shared_box(x.dtype, (16, 32))) for each in (x, y, z)]
+    tensors = x, y, z, x[:32], torch.zeros(64, 64)[:, :32], z[:32]
+    tiles = [Tiles(each, each.shape, each.stride(), shared_box(x.dtype, (16, 32))) for each in tensors]
     driver = SimpleNamespace(
-        encode=lambda tiles, address, box, swizzle: (address, box, swizzle),
+        encode=lambda tiles, address, box, swizzle: (address, tiles.shape, tiles.strides, box, swizzle),
         moved=lambda encoded, address: (address, *encoded[1:]),
         load=lambda *arguments: 1,
         launch_function=None,
     )
     monkeypatch.setattr(launcher, "_driver", [driver])
-    copies = ((16, 32), 3), ((16, 32), 2), ((16, 32), 3)
-    stored = binaries.StoredBinary(b"", "kernel", 0, 4, False, copies, 0)
+    copies = [((16, 32), swizzle) for swizzle in (3, 2, 3, 3, 3, 3)]
+    stored = binaries.StoredBinary(b"", "kernel", 0, 4, False, tuple(copies), 0)
     binary = launcher.Binary(stored, tuple(each.box for each in tiles))
     maps = [value for value in binary.encoded(tiles) if type(value) is tuple]
-    assert maps == [(each.base.data_ptr(), *copy) for each, copy in zip(tiles, copies, strict=True)]
+    assert maps == [
+        (each.base.data_ptr(), each.shape, each.strides, *copy) for each, copy in zip(tiles, copies, strict=True)
+    ]
 
 
 def test_the_binary_key_has_everything_it_is_compiled_for(monkeypatch):

@@ -309,8 +309,7 @@ def test_commands_on_npu_tensors(npu: torch.device, no_cache: None, tmp_path: Pa
     assert {"chip", "driver, firmware", "CANN", "bishengir-compile"} < {part["part"] for part in document["ascend"]}
     result = CliRunner().invoke(app, ["report", str(path)], env={"COLUMNS": "160"})
     assert result.exit_code == 0, result.output
-    for text in ("Ascend910B3", "FlashAttention", "Matrix product", "libopapi.so"):
-        assert text in result.output
+    assert "Ascend910B3" in result.output and "Forward: up to" in result.output
 
 
 # ---- torch.compile -----------------------------------------------------------------------------------------------

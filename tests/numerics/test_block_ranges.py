@@ -28,6 +28,36 @@ def test_cuda_blocks(kind: str, mask: str, blocks: tuple[int, int]) -> None:
     check(found, cases, for_keys, blocks, kind == "query_blocks")
 
 
+@pytest.mark.skipif("cuda" not in TARGETS, reason="no Triton")
+@pytest.mark.parametrize("mask", ["left", "right", "both", "none"])
+@pytest.mark.parametrize(
+    ("kind", "lengths"),
+    [
+        ("key_blocks", "SEQ_LENS"), ("query_blocks", "SEQ_LENS"), ("query_blocks_whole_keys", "SEQ_LENS"),
+        ("query_blocks_whole_keys", "PACKED"),
+    ],
+)  # fmt: skip
+def test_cuda_blocks_beyond_a_sequence_visit_nothing(kind: str, lengths: str, mask: str) -> None:
+    import block_range_kernels
+
+    from diyfa.backends.cuda.attention import tile_io
+
+    blocks, for_keys = (16, 32), kind.startswith("query")
+    has_left, has_right = mask in ("left", "both"), mask in ("right", "both")
+    cases = configurations(*blocks, has_left, has_right, for_keys, rows=128)
+    if lengths == "SEQ_LENS":  # queries and keys have one length, up to that of the tensors
+        cases = cases[cases[:, 1] <= cases[:, 2]]
+    constant = getattr(tile_io, lengths).value
+    found = block_range_kernels.run(cases, kind, blocks, has_left, has_right, TARGETS["cuda"].device, constant)
+    beyond = cases[:, 0] >= cases[:, 2 if for_keys else 1]
+    assert beyond.any() and not beyond.all()
+    check(found[beyond], cases[beyond], for_keys, blocks, for_keys, most_unseen=0)
+    check(found[~beyond], cases[~beyond], for_keys, blocks, for_keys)
+    if kind == "query_blocks_whole_keys":  # keys beyond the end need a mask
+        ends = cases[:, 0] + blocks[1] > cases[:, 2]
+        assert torch.equal(found[ends, 1], found[ends, 2])
+
+
 @pytest.mark.parametrize("lens", [None, (7, 3), (1, 9)], ids=str)
 @pytest.mark.parametrize("sizes", list(product((1, 4, 9), (1, 5, 9))), ids=str)
 def test_cpu_blocks(sizes: tuple[int, int], lens: tuple[int, int] | None) -> None:

@@ -12,7 +12,7 @@ from diyfa.backends.cuda.attention.block_info import cached_blocks, key_blocks, 
 from diyfa.backends.cuda.attention.tile_io import EQUAL
 from diyfa.backends.cuda.runtime.constants import Constants
 
-KINDS = ("key_blocks", "query_blocks", "query_blocks_edges", "cached_blocks")
+KINDS = ("key_blocks", "query_blocks", "query_blocks_edges", "query_blocks_whole_keys", "cached_blocks")
 MANY = 1024
 GROUP, PAD = tl.constexpr(3), tl.constexpr(5)  # rows of a token, and padding before the keys, for `cached_blocks`
 
@@ -40,8 +40,8 @@ def _ranges_kernel(cases_ptr, out_ptr, count, KIND: tl.constexpr, MANY: tl.const
     mask = (n_queries, n_keys, n_keys - n_queries, left, right)
     if KIND == 0:
         begin, full_begin, full_end, end = key_blocks(start, mask, c)
-    elif KIND < 3:
-        begin, full_begin, full_end, end = query_blocks(start, mask, KIND == 2, False, c)
+    elif KIND < 4:
+        begin, full_begin, full_end, end = query_blocks(start, mask, KIND == 2, KIND == 3, c)
     else:
         tile = start * GROUP // c.BLOCK_M
         first, n_blocks = cached_blocks(tile, n_queries, n_keys + PAD, PAD, (GROUP, left, right), c)
@@ -56,13 +56,19 @@ def _ranges_kernel(cases_ptr, out_ptr, count, KIND: tl.constexpr, MANY: tl.const
 
 
 def run(
-    cases: torch.Tensor, kind: str, blocks: tuple[int, int], has_left: bool, has_right: bool, device: str
+    cases: torch.Tensor,
+    kind: str,
+    blocks: tuple[int, int],
+    has_left: bool,
+    has_right: bool,
+    device: str,
+    lengths: int = EQUAL.value,
 ) -> torch.Tensor:
     """(begin, full_begin, full_end, end) of each row (start, queries, keys, left, right), on the CPU."""
     out = torch.full((len(cases), 4), -1, dtype=torch.int32, device=device)
     block_m, block_n = blocks
     rows = block_m * GROUP.value if kind == "cached_blocks" else block_m
-    constants = RangeConstants(rows, block_n, has_left, has_right)
+    constants = RangeConstants(rows, block_n, has_left, has_right, lengths)
     grid = (triton.cdiv(len(cases), MANY),)
     _ranges_kernel[grid](cases.to(device), out, len(cases), KINDS.index(kind), MANY, constants)
     return out.cpu()

@@ -216,8 +216,8 @@ def find_tile_start(tile, first_counts, cost, length, head_rounds, c: tl.constex
 def find_shared_tile(n_shares, heads_kv, batch, blocks_m, lengths, mask, c: tl.constexpr):
     """Find the tile whose partial results this program of `_combine_kernel` merges.
 
-    `tl.program_id(1)` is the head within a round. BY_TILE: `tl.program_id(2)` is tile * head_rounds + head round.
-    Else it is a share, and the tile is the one at its end.
+    `tl.program_id(1)` is the head within a round. `tl.program_id(2)` is tile * head_rounds + head round if BY_TILE,
+    else a share, and the tile is the one at its end.
 
     Returns (tile, KV head, `cache_seq_info` of its sequence, the share that begins it, the share that finishes it,
     whether it is shared at all). If not, its results are complete, or another program merges them.

@@ -55,8 +55,8 @@ class Channel:
     def commit(self, item):
         """Tell the consumers that all threads of this partition have filled the item's stage.
 
-        WARPS warps arrive WARPS times, one warp LANES times: that is the channel's FILLS. Consumers that read the stage
-        through TMA or wgmma need a `fence_async_shared` before it.
+        A partition of WARPS warps arrives WARPS times, one warp LANES times: that is the channel's FILLS. Consumers
+        that read the stage through TMA or wgmma need a `fence_async_shared` before it.
         """
         if gl.num_warps() == WARPS:
             order_lanes()
