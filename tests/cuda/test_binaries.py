@@ -501,6 +501,14 @@ def test_nothing_is_compiled_if_jit_is_off(compiler, monkeypatch):
     assert stored(make_launch(n=3)) and compiler.names
 
 
+def test_nothing_is_compiled_for_a_profiler_if_jit_is_off(monkeypatch):
+    """It hooks Triton's own launches, which would compile."""
+    monkeypatch.setattr(launcher.knobs.runtime, "launch_enter_hook", lambda metadata: None)
+    monkeypatch.setenv("DIYFA_JIT", "never")
+    with pytest.raises(RuntimeError, match=r"DIYFA_JIT=never, and Triton, whose launches a profiler hooks.*f_kernel"):
+        launcher.launch_kernel(make_launch(n=3))
+
+
 def test_without_a_compiler_a_pass_is_launched_completely_or_not_at_all(monkeypatch):
     from diyfa.backends.cuda.runtime import passes
 

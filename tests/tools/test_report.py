@@ -32,13 +32,13 @@ def invoke(*arguments: object):
     return CliRunner().invoke(app, ["report", *map(str, arguments)], env={"COLUMNS": "160"})
 
 
-def report_of(*paths: Path, everything: bool = False):
+def make_report(*paths: Path, everything: bool = False):
     return build_report([read_results(path) for path in paths], everything)
 
 
 @pytest.fixture(scope="module")
 def recorded():
-    return report_of(*RECORDED)
+    return make_report(*RECORDED)
 
 
 @pytest.mark.parametrize(
@@ -76,15 +76,15 @@ def test_fields_left_out_are_the_same_point(tmp_path: Path) -> None:
 
 def test_other_purposes_are_left_out_unless_asked_for(tmp_path: Path) -> None:
     paths = write_all(tmp_path)
-    text = json.dumps(report_of(*paths))
-    assert "a trial" not in text and report_of(*paths)["left_out"] == 1
-    everything = report_of(*paths, everything=True)
+    text = json.dumps(make_report(*paths))
+    assert "a trial" not in text and make_report(*paths)["left_out"] == 1
+    everything = make_report(*paths, everything=True)
     (other,) = [table for table in everything["tables"] if table["id"] == "other"]
     assert everything["left_out"] == 0 and [row[0] for row in other["rows"]] == ["trial"]
 
 
 def test_where_diyfa_stands(tmp_path: Path) -> None:
-    standing = report_of(*write_all(tmp_path))["standing"]
+    standing = make_report(*write_all(tmp_path))["standing"]
     assert [group["devices"] for group in standing] == [[GPU], ["NVIDIA H100 80GB HBM3"], [CHIP]]
     forward, backward, decode = (english for english, _ in standing[0]["sentences"])
     assert "at 1 of 5 points; median 0.91, from 0.91 to 1.50" in forward and "cuDNN, FA3" in forward
@@ -96,13 +96,13 @@ def test_where_diyfa_stands(tmp_path: Path) -> None:
 
 def test_a_device_without_peers_is_not_praised(tmp_path: Path) -> None:
     path = write_gpu(tmp_path, rows=[row for row in speeds() if row["implementation"] == "diyfa"])
-    (group,) = report_of(path)["standing"]
+    (group,) = make_report(path)["standing"]
     assert all("the files have no peer beside it" in english for english, _ in group["sentences"])
 
 
 def test_a_device_without_the_usual_peers_shows_others(tmp_path: Path) -> None:
     rows = [attention(name, 1.0, length=n) for name in ("diyfa", "diyfa v1", "SDPA flash") for n in (512, 1024)]
-    report = report_of(write_gpu(tmp_path, rows=rows, device="a CPU", device_type="cpu"))
+    report = make_report(write_gpu(tmp_path, rows=rows, device="a CPU", device_type="cpu"))
     assert report["default"] == ["diyfa", "PyTorch flash"]
     assert "diyfa v1" in report["implementations"]
 
@@ -116,7 +116,7 @@ def test_the_tables_of_a_first_run(tmp_path: Path) -> None:
         *(attention(name, 90.0, length=n, dtype="float16") for name in ("diyfa", "torch_npu") for n in (512, 1024)),
         {"kind": "done"},
     ]
-    report = report_of(write_gpu(tmp_path, rows=rows, device=CHIP, device_type="npu"))
+    report = make_report(write_gpu(tmp_path, rows=rows, device=CHIP, device_type="npu"))
     tables = {table["id"]: dict(zip(table["columns"], table["rows"][0], strict=True)) for table in report["tables"]}
     assert set(tables) == {"attention", "tile", "numerics", "equivalence", "unavailable"}
     assert tables["numerics"]["status"] == "pass" and tables["equivalence"]["error"] == 2e-3
@@ -126,7 +126,7 @@ def test_the_tables_of_a_first_run(tmp_path: Path) -> None:
 
 def test_curves_join_points_of_one_family(tmp_path: Path) -> None:
     """Lengths with the same tokens, or else with the same batch; other shapes are in the heat map alone."""
-    report = report_of(*write_all(tmp_path))
+    report = make_report(*write_all(tmp_path))
     panel = next(p for p in report["panels"] if (p["device"], p["D"], p["pass"]) == (GPU, 64, "forward"))
     assert panel["shape"] == "B·S = 16384, H = 32"
     assert list(panel["series"]) == ["diyfa", "cuDNN", "FA3"]
@@ -134,7 +134,7 @@ def test_curves_join_points_of_one_family(tmp_path: Path) -> None:
     (other,) = [cell for cell in report["heat"] if not cell["panel"]]
     assert (other["S"], other["B"], other["ratio"], other["peer"]) == (512, 8, 1.5, "cuDNN")
     batch = [attention("diyfa", 1.0, length=n, B=4, H=8) for n in (256, 512, 1024)]
-    (panel,) = report_of(write_gpu(tmp_path, "batch.json", rows=batch))["panels"]
+    (panel,) = make_report(write_gpu(tmp_path, "batch.json", rows=batch))["panels"]
     assert panel["shape"] == "B = 4, H = 8" and len(panel["series"]["diyfa"]) == 3
 
 
@@ -157,18 +157,18 @@ def test_bytes_that_a_pass_moves() -> None:
 
 def test_ceilings_are_measured_or_said_to_be_the_data_sheets(tmp_path: Path) -> None:
     paths = write_all(tmp_path)
-    first, other, _ = report_of(*paths)["devices"]
+    first, other, _ = make_report(*paths)["devices"]
     assert [(c["unit"], c["value"]) for c in first["ceilings"]] == [("tflops", 800.0), ("GB/s", 4400.0)]
     assert other["ceilings"] == [] and other["peak"]["gbs"] == 3350
-    (decoding,) = report_of(*paths)["decoding"]
+    (decoding,) = make_report(*paths)["decoding"]
     assert "plain reads reach on this device (4400 GB/s, measured)" in decoding["about"][0]
     rows = [row for row in read_results(paths[0]).rows if row["kind"] != "ceiling"]
-    (decoding,) = report_of(write_gpu(tmp_path, rows=rows))["decoding"]
+    (decoding,) = make_report(write_gpu(tmp_path, rows=rows))["decoding"]
     assert "data sheet's bandwidth (4800 GB/s): the files have no measured one" in decoding["about"][0]
 
 
 def test_predictions_never_pass_for_measurements(tmp_path: Path, recorded) -> None:
-    for report in (report_of(*write_all(tmp_path)), recorded):
+    for report in (make_report(*write_all(tmp_path)), recorded):
         chips = {device["name"] for device in report["devices"] if device["source"] == "predicted"}
         assert chips and all(name.startswith("Ascend") for name in chips)
         assert {bar["device"] for bar in report["beside"] if bar["source"] == "predicted"} == chips
@@ -204,23 +204,23 @@ def test_recorded_figures_are_in_the_report(recorded) -> None:
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_summary_fits_a_terminal(recorded, width: int, tmp_path: Path) -> None:
-    for report in (recorded, report_of(*write_all(tmp_path))):
+    for report in (recorded, make_report(*write_all(tmp_path))):
         lines = summary(report, width)
         assert len(lines) <= 40 and all(len(line) <= width for line in lines)
     many = [write_gpu(tmp_path, f"{i}.json", device=f"GPU {i}") for i in range(30)]
-    lines = summary(report_of(*many), width)
+    lines = summary(make_report(*many), width)
     assert len(lines) == 40 and re.fullmatch(r"and \d+ more lines: .*", lines[-1])
 
 
 def test_the_summary_has_the_figures(tmp_path: Path) -> None:
-    text = "\n".join(summary(report_of(*write_all(tmp_path)), 80))
+    text = "\n".join(summary(make_report(*write_all(tmp_path)), 80))
     assert "3 files" in text and "1 of ablations" in text
     assert re.search(r"H200 +D=64 full +625 +FA3 688 +0.91 +625 +FA3 688 +0.91", text)
     assert f"{CHIP}\n  Predicted, not run" in text
 
 
 def test_markdown(tmp_path: Path) -> None:
-    text = markdown(report_of(*write_all(tmp_path)))
+    text = markdown(make_report(*write_all(tmp_path)))
     assert f"| {GPU} | forward | D = 64 full | 4096 | 625 | 500 | 688 | 0.91 |" in text
     assert f"| {CHIP} | D = 64 full | 29% | predicted |" in text and "nothing ran" in text
     tables = [line for line in text.splitlines() if line.startswith("|")]
@@ -265,11 +265,11 @@ def test_a_category_without_rows_is_absent(tmp_path: Path) -> None:
     pytest.importorskip("jinja2")
     from diyfa.lab.report.page import render_page
 
-    html = render_page(report_of(write_gpu(tmp_path)))
+    html = render_page(make_report(write_gpu(tmp_path)))
     for key in ("memory", "decoding"):
         assert f'<h2 id="{key}">' not in html
     rows = [{"kind": "host", "implementation": "diyfa", "pass": "forward", "host_us": 1.0}]
-    html = render_page(report_of(write_gpu(tmp_path, rows=rows)))
+    html = render_page(make_report(write_gpu(tmp_path, rows=rows)))
     assert '<h2 id="throughput">' not in html and "have no attention rows that compare" in html
 
 
@@ -296,7 +296,7 @@ def test_files_of_diyfa_bench_are_read(tmp_path: Path) -> None:
     sizes = "--seq-len 16 --seq-len 32 --batch 1 --heads 1 --head-dim 16 --size 16 --warmup 0 --rep 1"
     options = ["bench", *sizes.split(), "--backend", "cpu", "--output", str(path), "--json"]
     assert CliRunner().invoke(app, options, env={"COLUMNS": "160"}).exit_code == 0
-    report = report_of(path)
+    report = make_report(path)
     assert {table["id"] for table in report["tables"]} == {"attention", "matmul", "ceiling"}
     (panel,) = report["panels"]
     assert {"diyfa", "PyTorch flash"} <= set(panel["series"])

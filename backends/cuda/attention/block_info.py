@@ -1,4 +1,4 @@
-"""Which blocks a mask leaves: the key blocks that a tile of queries sees, and the query blocks that see a key block.
+"""The blocks that a mask leaves: key blocks that a tile of queries sees, and query blocks that see a block of keys.
 
 Kernels in Triton and in Gluon call these functions. So they create no tensors: in Gluon those need a layout.
 

@@ -345,8 +345,8 @@ def tuned_launches(
     """Return `make_launches` of the tile for this problem's bucket.
 
     The tile is measured once if tuning is possible, else the table's. A deterministic problem always takes the table's,
-    for another tile rounds differently. `before`: launches that fill
-    what those read. They run before a measurement, so that it leaves right results even if the call has run already.
+    for another tile rounds differently. `before`: launches that fill what those read. They run before a measurement, so
+    that it leaves right results even if the call has run already.
     """
     if (forced := forced_config(kind, problem)) is not None:
         return make_launches(forced)

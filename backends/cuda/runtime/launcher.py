@@ -25,7 +25,7 @@ from triton import knobs  # an ImportError if Triton is too old, which the regis
 from triton.runtime.errors import OutOfResources
 
 from diyfa.arch import gpu_arch_name, gpu_spec
-from diyfa.backends.cuda.runtime.launch import COMPILE_OPTIONS
+from diyfa.backends.cuda.runtime.launch import COMPILE_OPTIONS, may_compile
 from diyfa.backends.cuda.runtime.torch_private import current_device, current_stream
 from diyfa.problem import Launch
 
@@ -591,7 +591,13 @@ def launch_kernel(launch: Launch) -> None:
 
 
 def launch_by_triton(launch: Launch) -> None:
-    """Launch as Triton's users do: in the interpreter, and for profilers that hook launches."""
+    """Launch as Triton's users do: in the interpreter, and for profilers that hook launches.
+
+    Raises RuntimeError if Triton would compile and DIYFA_JIT=never.
+    """
+    if hasattr(launch.kernel, "params") and not may_compile():
+        name = launch.kernel.fn.__name__
+        raise RuntimeError(f"DIYFA_JIT=never, and Triton, whose launches a profiler hooks, would compile {name}")
     from diyfa.backends.cuda.gluon.inline_ptx import post_processing
 
     grid = launch.grid if isinstance(launch.grid, tuple) else (launch.grid,)

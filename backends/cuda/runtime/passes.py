@@ -95,44 +95,48 @@ def make_relaunch(launch: Launch, slots: Mapping[str, int]) -> Relaunch:
 class _Slots:
     """The indices of a replay's values in one list.
 
-    The list has the addresses of `given`, `numbers`, the addresses of `made`, of the tensors that `Pass.own` makes, and
-    of views inside of `made`.
+    The list has the addresses of `inputs`, `numbers`, the addresses of `outputs`, of the tensors that `Pass.derived`
+    makes, and of views into `outputs`.
     """
 
     def __init__(
-        self, given: Sequence[torch.Tensor], numbers: Sequence[str], made: Sequence[torch.Tensor], own: Sequence[str]
+        self,
+        inputs: Sequence[torch.Tensor],
+        numbers: Sequence[str],
+        outputs: Sequence[torch.Tensor],
+        derived: Sequence[str],
     ) -> None:
-        self._given = {id(x): i for i, x in enumerate(given)}
-        self._numbers = {name: len(given) + i for i, name in enumerate(numbers)}
-        self.first_made = len(given) + len(numbers)
-        self._made = [(x.untyped_storage().data_ptr(), x.data_ptr()) for x in made]
-        self._own = {name: self.first_made + len(made) + i for i, name in enumerate(own)}
-        self.inside: list[tuple[int, int]] = []  # views: (index in `made`, bytes from its beginning)
+        self._inputs = {id(x): i for i, x in enumerate(inputs)}
+        self._numbers = {name: len(inputs) + i for i, name in enumerate(numbers)}
+        self.first_output = len(inputs) + len(numbers)
+        self._outputs = [(x.untyped_storage().data_ptr(), x.data_ptr()) for x in outputs]
+        self._derived = {name: self.first_output + len(outputs) + i for i, name in enumerate(derived)}
+        self.views: list[tuple[int, int]] = []  # (index in `outputs`, bytes from its beginning)
 
-    def of_launch(self, launch: Launch) -> dict[str, int] | None:
+    def argument_slots(self, launch: Launch) -> dict[str, int] | None:
         """Return the indices by argument name, or None if a tensor's memory is unknown."""
-        found = {name: i for name, i in self._numbers.items() if name in launch.arguments}
+        slots = {name: i for name, i in self._numbers.items() if name in launch.arguments}
         for name, x in launch.arguments.items():
             base = x.base if type(x) is Tiles else x
             if isinstance(base, torch.Tensor):
-                index = self._given.get(id(base), self._own.get(name))
-                if index is None:
-                    index = self._within_made(base)
-                if index is None:
+                slot = self._inputs.get(id(base), self._derived.get(name))
+                if slot is None:
+                    slot = self._output_slot(base)
+                if slot is None:
                     return None
-                found[name] = index
-        return found
+                slots[name] = slot
+        return slots
 
-    def _within_made(self, x: torch.Tensor) -> int | None:
+    def _output_slot(self, x: torch.Tensor) -> int | None:
         storage = x.untyped_storage().data_ptr()
-        for i, (owner, begin) in enumerate(self._made):
+        for i, (owner, begin) in enumerate(self._outputs):
             if storage == owner:
-                place = i, x.data_ptr() - begin
-                if not place[1]:
-                    return self.first_made + i
-                if place not in self.inside:
-                    self.inside.append(place)
-                return self.first_made + len(self._made) + len(self._own) + self.inside.index(place)
+                view = i, x.data_ptr() - begin
+                if not view[1]:
+                    return self.first_output + i
+                if view not in self.views:
+                    self.views.append(view)
+                return self.first_output + len(self._outputs) + len(self._derived) + self.views.index(view)
         return None
 
 
@@ -175,11 +179,11 @@ def make_replay(
         if operation.is_settled is not None and not operation.is_settled():
             return None
         for launch in launches:
-            of_launch = slots.of_launch(launch)
-            if of_launch is None:
+            launch_slots = slots.argument_slots(launch)
+            if launch_slots is None:
                 return None
-            relaunches.append(make_relaunch(launch, of_launch))
-    makers, views, first_output = list(derived.values()), slots.inside, slots.first_made
+            relaunches.append(make_relaunch(launch, launch_slots))
+    makers, views, first_output = list(derived.values()), slots.views, slots.first_output
     layouts = [(tuple(x.shape), x.stride(), x.dtype) for x in outputs]
     lse_offset = None  # offset in bytes of lse in the memory, if lse may be put there
     if lse_is_optional and len(outputs) == 3:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from diyfa.arch import ELEMENT_BYTES, NPUArch, NPUSpec, npu_spec
 from diyfa.backends.npu.tables import l0, requested, tiles
 from diyfa.dropout import drop_threshold
+from diyfa.features import ADJUSTING
 from diyfa.problem import AttentionProblem, KVCacheProblem, MatmulProblem
 
 MEASURED = "compiled 2026-11-21, triton-ascend 3.2.0 + ascendnpu-ir 1.2.0; not timed on a device"
@@ -107,7 +108,7 @@ FIRST_CHIPS = ("Ascend910B/20", "Ascend950/32")  # by family and cube cores, as 
 MODES = ("even", "tail", "causal", "biased", "featured", "crowded")
 DBIAS_MODES = MODES[3:]  # modes of calls with a bias, which alone have a gradient of one
 _CROWDING = frozenset({"attn_bias", "dropout"})
-_FEATURED = frozenset({"window", "softcap", "alibi"})
+_FEATURED = ADJUSTING - _CROWDING | {"window"}
 
 
 def modes(kernel: str) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from diyfa.lab.results import write_results
 from diyfa.npu_environment import Machine, findings
 from diyfa.versions import device_name, versions
 
-# Of the JSON document, by the names that nvidia-smi has for them.
+# Names in the JSON document, with the names that nvidia-smi has for them.
 CLOCKS = {
     "sm_mhz": "clocks.sm", "sm_max_mhz": "clocks.max.sm", "memory_mhz": "clocks.mem", "power_limit_w": "power.limit",
 }  # fmt: skip
@@ -26,8 +26,8 @@ def environment(device: torch.device) -> dict[str, Any]:
     """Return device, UTC date, versions and clocks, and for an NPU also its CANN, driver and firmware."""
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
     facts = {"device": device_name(device), "device_type": device.type, "date": date, "versions": versions()}
-    if found := clocks(device):
-        facts["clocks"] = found
+    if readings := clocks(device):
+        facts["clocks"] = readings
     return {**facts, "ascend": _ascend()} if device.type == "npu" else facts
 
 
@@ -46,19 +46,19 @@ def clocks(device: torch.device) -> dict[str, float]:
         values = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.split(",")
     except (OSError, subprocess.SubprocessError):
         return {}
-    found = {}
+    readings = {}
     for name, value in zip(CLOCKS, values, strict=False):
         try:
-            found[name] = float(value)
+            readings[name] = float(value)
         except ValueError:  # "[N/A]"
             continue
-    return found
+    return readings
 
 
 def clock(device: torch.device) -> dict[str, float]:
     """Return the entry of a row for the present clock of the multiprocessors: at the end of a timing, that of it."""
-    found = clocks(device)
-    return {"clock_mhz": found["sm_mhz"]} if "sm_mhz" in found else {}
+    readings = clocks(device)
+    return {"clock_mhz": readings["sm_mhz"]} if "sm_mhz" in readings else {}
 
 
 def _ascend() -> list[dict[str, str]]:

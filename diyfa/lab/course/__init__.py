@@ -1,4 +1,4 @@
-"""What the course "FlashAttention from the ground up" (docs/course) imports: checks of exercises, and the simulator."""
+"""Imports of the course "FlashAttention from the ground up" (docs/course): checks of exercises, and the simulator."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ PEAKS = {  # the first whose name is part of the device's
 }  # fmt: skip
 
 
-def peak_of(device: str) -> Peak | None:
+def data_sheet_peak(device: str) -> Peak | None:
     """Return the data sheet's peaks of a device, or None."""
     return next((peak for name, peak in PEAKS.items() if name in device), None)
 
@@ -120,10 +120,10 @@ def _device(name: str, source: str, points: Sequence[Point], files: Sequence[Res
             if version not in versions.setdefault(package, []):
                 versions[package].append(version)
     clocks: dict[str, Any] = next((results.clocks for results in reversed(chosen) if results.clocks), {})
-    peak = peak_of(name)
+    peak = data_sheet_peak(name)
     return {
         "name": name, "source": source, "type": chosen[-1].device_type, "dates": [dates[0], dates[-1]],
-        "versions": {package: ", ".join(found) for package, found in versions.items()}, "clocks": clocks,
+        "versions": {package: ", ".join(each) for package, each in versions.items()}, "clocks": clocks,
         "kinds": dict(Counter(point.kind for point in mine)), "peak": None if peak is None else peak._asdict(),
         "ceilings": _ceilings(mine), "sentences": _sentences(mine, source),
     }  # fmt: skip
@@ -131,15 +131,15 @@ def _device(name: str, source: str, points: Sequence[Point], files: Sequence[Res
 
 def _ceilings(points: Iterable[Point]) -> list[dict[str, Any]]:
     """Return the best measured ceiling of each unit: matrix products and plain reads."""
-    found: dict[str, dict[str, Any]] = {}
+    best: dict[str, dict[str, Any]] = {}
     for point in points:
         if point.source != "measured" or point.kind not in ("ceiling", "matmul"):
             continue
         for name, row in point.newest():
             for unit in ("tflops", "GB/s"):
-                if row.get(unit, 0) > found.get(unit, {}).get("value", 0) and name != DIYFA:
-                    found[unit] = {"unit": unit, "name": name, "value": _short(row[unit])}
-    return list(found.values())
+                if row.get(unit, 0) > best.get(unit, {}).get("value", 0) and name != DIYFA:
+                    best[unit] = {"unit": unit, "name": name, "value": _short(row[unit])}
+    return list(best.values())
 
 
 def _sentences(points: Sequence[Point], source: str) -> list[Text]:
@@ -173,19 +173,19 @@ def _sentences(points: Sequence[Point], source: str) -> list[Text]:
 
 def _standings(devices: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the sentences of the first screen, devices with equal ones together."""
-    found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for device in devices:
         key = (device["source"], *device["sentences"], *device["dates"], *device["versions"].items())
-        found.setdefault(key, []).append(device)
+        groups.setdefault(key, []).append(device)
     return [
         {"devices": [x["name"] for x in mine], "source": mine[0]["source"], "sentences": mine[0]["sentences"]}
-        for mine in found.values()
+        for mine in groups.values()
     ]
 
 
 def _standing(points: Iterable[Point]) -> dict[str, Any]:
     """Return the places of the sentence `stands`, or nothing without a peer."""
-    best = [found for point in points if (found := point.best_peer())]
+    best = [peer for point in points if (peer := point.best_peer())]
     if not best:
         return {}
     peers = ordered({peer for point in points for peer in point.ratios()})
@@ -203,7 +203,7 @@ def _read_ceiling(points: Iterable[Point]) -> tuple[float, bool] | None:
     for ceiling in _ceilings(points):
         if ceiling["unit"] == "GB/s":
             return ceiling["value"], True
-    peak = peak_of(points[0].device) if points else None
+    peak = data_sheet_peak(points[0].device) if points else None
     return (peak.gbs, False) if peak else None
 
 
@@ -230,7 +230,7 @@ def _curves(points: Sequence[Point]) -> list[tuple[dict[str, Any], tuple[Any, ..
         panel = (point.device, point.source, i["pass"], i.get("dtype", ""), i["D"], i["Dv"], i["causal"])
         for family in _families(i):
             grouped.setdefault(panel, {}).setdefault(family, []).append(point)
-    found = []
+    curves = []
     order = list(dict.fromkeys(point.device for point in points))
     for panel, families in sorted(
         grouped.items(), key=lambda item: (order.index(item[0][0]), *item[0][3:], item[0][2])
@@ -238,8 +238,8 @@ def _curves(points: Sequence[Point]) -> list[tuple[dict[str, Any], tuple[Any, ..
         family, mine = max(families.items(), key=lambda item: (len({p.identity["S"] for p in item[1]}), len(item[1])))
         if len({p.identity["S"] for p in mine}) > 1:
             names = ("device", "source", "pass", "dtype", "D", "Dv", "causal")
-            found.append((dict(zip(names, panel, strict=True)), family, sorted(mine, key=lambda p: p.identity["S"])))
-    return found
+            curves.append((dict(zip(names, panel, strict=True)), family, sorted(mine, key=lambda p: p.identity["S"])))
+    return curves
 
 
 def _mark(row: Row) -> dict[str, Any]:
@@ -264,12 +264,12 @@ def _panels(points: Sequence[Point]) -> list[dict[str, Any]]:
 
 def _default_implementations(panels: Sequence[dict[str, Any]]) -> list[str]:
     """Return what plots show at first: diyfa and its usual peers, or other peers on a device without those."""
-    found: set[str] = set()
+    names: set[str] = set()
     for device in {panel["device"] for panel in panels}:
         here = ordered(name for panel in panels if panel["device"] == device for name in panel["series"])
         usual = [name for name in here if name in DEFAULT]
-        found.update(usual if len(usual) > 1 else [name for name in here if name in ORDER][:4])
-    return ordered(found)
+        names.update(usual if len(usual) > 1 else [name for name in here if name in ORDER][:4])
+    return ordered(names)
 
 
 def _heat(points: Sequence[Point]) -> list[dict[str, Any]]:
@@ -321,7 +321,7 @@ def _roofline(points: Sequence[Point], names: Sequence[str]) -> list[dict[str, A
                     label = f"{i['table']}, {i['case']}"
                 if label:
                     dots.append([_short(intensity), _short(rate), name, label, _mark(row)])
-        peak = peak_of(device)
+        peak = data_sheet_peak(device)
         if dots and (peak or _ceilings(mine)):
             roofs.append({"device": device, "dots": dots, "ceilings": _ceilings(mine),
                           "peak": None if peak is None else peak._asdict()})  # fmt: skip
@@ -354,7 +354,7 @@ def _memory(points: Sequence[Point]) -> list[dict[str, Any]]:
 
 def _decoding(points: Sequence[Point]) -> list[dict[str, Any]]:
     """Return decoding of each device: (group, case, implementation, share of the read bandwidth, GB/s)."""
-    found = []
+    groups = []
     for device in dict.fromkeys(p.device for p in points if p.kind == "decode" and p.source == "measured"):
         mine = [p for p in points if p.device == device and p.source == "measured"]
         ceiling = _read_ceiling(mine)
@@ -369,20 +369,20 @@ def _decoding(points: Sequence[Point]) -> list[dict[str, Any]]:
         about = both(
             "decoding_about", ceiling=both("read_measured" if measured else "read_nominal", value=round(value))
         )
-        found.append({"device": device, "about": about, "bars": bars})
-    return found
+        groups.append({"device": device, "about": about, "bars": bars})
+    return groups
 
 
 def _beside(points: Sequence[Point]) -> list[dict[str, Any]]:
     """Return the share of its chip's peak of diyfa's forward, by chip and (D, mask); measured and predicted."""
-    found: dict[tuple[str, str], dict[tuple[int, bool], dict[str, Any]]] = {}
+    bars_by_device: dict[tuple[str, str], dict[tuple[int, bool], dict[str, Any]]] = {}
     curves = [point for _, _, mine in _curves(points) for point in mine]
     for point in [p for p in points if p.kind == "compiled"] + (curves or _attention(points)):
         i = point.identity
         if i.get("pass") != "forward" or DIYFA not in point.figures:
             continue
-        row, bars = point.figures[DIYFA][-1], found.setdefault((point.device, point.source), {})
-        peak = peak_of(point.device)
+        row, bars = point.figures[DIYFA][-1], bars_by_device.setdefault((point.device, point.source), {})
+        peak = data_sheet_peak(point.device)
         if point.kind == "compiled":
             share = row.get("predicted_share_of_cube_peak")
             if share is not None:
@@ -397,11 +397,15 @@ def _beside(points: Sequence[Point]) -> list[dict[str, Any]]:
             old = bars.get(key)
             if old is None or (distance, -entry["share"]) < (abs(log(old["S"] / BESIDE_LENGTH)), -old["share"]):
                 bars[key] = entry
-    shared = set.intersection(*(set(bars) for bars in found.values() if bars)) if any(found.values()) else set()
-    shared = shared or {key for bars in found.values() for key in bars}
+    shared = (
+        set.intersection(*(set(bars) for bars in bars_by_device.values() if bars))
+        if any(bars_by_device.values())
+        else set()
+    )
+    shared = shared or {key for bars in bars_by_device.values() for key in bars}
     return [
         {"device": device, "source": source, "bars": [[*key, bars[key]] for key in sorted(shared) if key in bars]}
-        for (device, source), bars in sorted(found.items(), key=lambda item: item[0][1] != "measured") if bars
+        for (device, source), bars in sorted(bars_by_device.items(), key=lambda item: item[0][1] != "measured") if bars
     ]  # fmt: skip
 
 
@@ -457,7 +461,7 @@ def _cell(name: str, implementation: str, row: Row, point: Point) -> Any:
     if name == "error":
         return _short(max(row["max_error"].values(), default=None)) if "max_error" in row else None
     if name == "share":
-        peak = peak_of(point.device)
+        peak = data_sheet_peak(point.device)
         if point.kind == "attention" and peak and point.identity.get("dtype") in ("float16", "bfloat16"):
             return round(row["tflops"] / peak.tflops, 3)
         return _short(row.get("predicted_share_of_cube_peak", row.get("share")))

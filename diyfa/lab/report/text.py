@@ -21,8 +21,8 @@ def _at(panel: dict[str, Any]) -> tuple[int, dict[str, float]]:
     """Return a length of the panel, the nearest to `LENGTH` at which diyfa was measured, and the figures there."""
     lengths = [s for s, _, _ in panel["series"]["diyfa"]]
     length = min(lengths, key=lambda s: (abs(s - LENGTH), s))
-    found = {name: x for name, entries in panel["series"].items() for s, x, _ in entries if s == length}
-    return length, found
+    by_name = {name: x for name, entries in panel["series"].items() for s, x, _ in entries if s == length}
+    return length, by_name
 
 
 def _compared(report: dict[str, Any], panel: dict[str, Any], length: int) -> tuple[str, str]:

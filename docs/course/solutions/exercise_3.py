@@ -1,4 +1,4 @@
-"""Which blocks of keys a causal tile visits."""
+"""The blocks of keys that a causal tile visits."""
 
 
 def block_range(row0, rows, seqlen_q, seqlen_k, block_n):
