@@ -12,6 +12,7 @@ import torch
 
 from diyfa.arch import ELEMENT_BYTES, npu_spec
 from diyfa.backends.npu.runtime.compat import INTERPRETED, INTERPRETER_PROGRAMS, Constants
+from diyfa.backends.npu.runtime.multibuffer import options_in_use
 from diyfa.problem import AttentionProblem, Launch, bhsd_strides
 
 # Bytes of the cache that all cores share which the operands of one group of heads may take. It is an assumption, far
@@ -103,7 +104,7 @@ def bind_launch(
     Related kernels share `values`, where names of constants are in capitals."""
     arguments = {name: values[name] for name in kernel.arg_names if name != "c"}
     bound_constants = constants(*(values[field.name.upper()] for field in fields(constants)))
-    return Launch(kernel, grid, arguments, {"c": bound_constants}, options or {})
+    return Launch(kernel, grid, arguments, {"c": bound_constants}, options_in_use(options or {}))
 
 
 recorder: Callable[[Launch], None] | None = None  # receives launches instead of the device: see recording.py

@@ -39,11 +39,12 @@ class AttentionTile:
     vector_loop: int | None = None  # tile_mix_vector_loop
     cube_loop: int | None = None  # tile_mix_cube_loop
     measured: str = MEASURED
+    multibuffer: bool = True  # see runtime/multibuffer.py
 
     def compile_options(self, arch: str) -> dict[str, Any]:
         """Return the options of the Ascend compiler, by triton-ascend's names."""
         options: dict[str, Any] = {
-            "multibuffer": True,
+            "multibuffer": self.multibuffer,
             "enable_auto_bind_sub_block": True,
             "limit_auto_multi_buffer_only_for_local_buffer": False,
             "set_workspace_multibuffer": self.workspace_buffers,
@@ -255,9 +256,9 @@ _CONSERVATIVE_DECODE = {64: (16, 32), 128: (16, 32), 256: (16, 32), 576: (16, 32
 
 
 def conservative_tile(problem: AttentionProblem | KVCacheProblem, kernel: str) -> AttentionTile:
-    """Return a small tile with the compiler's default options that every known release of the compiler accepts.
+    """Return a small tile without multibuffering that every known release of the compiler accepts.
 
-    It may be neither bound nor pipelined. Its number of keys divides that of every "even" row."""
+    It may not be bound, and it is not pipelined. Its number of keys divides that of every "even" row."""
     if isinstance(problem, KVCacheProblem):
         rows, keys = _rows_and_keys(problem, *_CONSERVATIVE_DECODE[_head_dim_class(problem)])
     else:
@@ -267,7 +268,7 @@ def conservative_tile(problem: AttentionProblem | KVCacheProblem, kernel: str) -
             rows = max(rows, 32)
             keys = keys if kernel == "dkdv" else rows  # the accumulators of 32 keys do not fit
     return AttentionTile(
-        rows, keys, bound=False, pipelined=0, workspace_buffers=2,
+        rows, keys, bound=False, pipelined=0, workspace_buffers=2, multibuffer=False,
         measured="conservative, by rule: compiles with every known compiler; not timed on a device",
     )  # fmt: skip
 
@@ -339,7 +340,7 @@ def pages_form(problem: KVCacheProblem, tile: AttentionTile) -> str:
 def candidates(problem: AttentionProblem | KVCacheProblem, kernel: str = "fwd") -> list[AttentionTile]:
     """Return the tiles worth timing on a device: the table's and its halves, each with 4 and 2 workspace buffers.
 
-    The conservative tile is last. It compiles even if none of the others does.
+    The conservative tile is last, and with multibuffering last but one. It compiles even if none of the others does.
     """
     row = table_tile(problem, kernel)
     shapes = [(row.block_m, row.block_n), (row.block_m // 2, row.block_n), (row.block_m, row.block_n // 2)]
@@ -350,7 +351,8 @@ def candidates(problem: AttentionProblem | KVCacheProblem, kernel: str = "fwd") 
         for buffers in (4, 2)
         if fits(tile := replace(row, block_m=block_m, block_n=block_n, workspace_buffers=buffers), problem, kernel)
     ]
-    return [*tiles, conservative_tile(problem, kernel)]
+    conservative = conservative_tile(problem, kernel)
+    return [*tiles, replace(conservative, multibuffer=True), conservative]
 
 
 def fits(tile: AttentionTile, problem: AttentionProblem | KVCacheProblem, kernel: str = "fwd") -> bool:
