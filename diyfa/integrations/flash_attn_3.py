@@ -211,7 +211,8 @@ def flash_attn_with_kvcache(
 
     Raises:
         ValueError: qv, q_descale, attention_chunk, cu_seqlens_k_new or rotary_seqlens is given; scheduler_metadata has
-            elements; packed queries come with new keys, cache_leftpad or descales; else as `diyfa.flash_attn_with_kvcache`.
+            elements; packed queries come with new keys, cache_leftpad or descales; else as
+            `diyfa.flash_attn_with_kvcache`.
     """
     _refuse(
         attention_chunk, qv=qv, q_descale=q_descale, cu_seqlens_k_new=cu_seqlens_k_new, rotary_seqlens=rotary_seqlens,

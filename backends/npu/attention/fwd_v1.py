@@ -46,7 +46,7 @@ from diyfa.backends.npu.runtime.launch import (
     tensor_arguments,
     vector_programs,
 )
-from diyfa.backends.npu.tables.configs import preprocess_rows
+from diyfa.backends.npu.tables.configs import family_options, preprocess_rows
 from diyfa.backends.npu.tables.configs_v1 import v1_tile
 from diyfa.problem import AttentionProblem, AttentionTensors, Launch
 
@@ -172,7 +172,8 @@ def make_launches(
     cores = cube_programs(problem.arch, lse.device, heads)
     passes = bind_launch(_fwd_v1_kernel, AttentionConstants, cores, values, tile.compile_options(problem.arch))
     cores = vector_programs(problem.arch, lse.device, triton.cdiv(problem.seqlen_q, rows) * heads)
-    return passes, bind_launch(_fwd_v1_finish_kernel, FinishConstants, cores, values | {"BLOCK_M": rows})
+    options = family_options(problem.arch)
+    return passes, bind_launch(_fwd_v1_finish_kernel, FinishConstants, cores, values | {"BLOCK_M": rows}, options)
 
 
 def attention_fwd(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor) -> None:

@@ -16,6 +16,7 @@ import triton.language as tl
 from diyfa.backends.npu.attention.primitives import block_at, load_row, load_tile, store_row, store_tile
 from diyfa.backends.npu.runtime.compat import Constants, kernel, padded_head_dim
 from diyfa.backends.npu.runtime.launch import bind_launch, device_guard, run, tensor_arguments, vector_programs
+from diyfa.backends.npu.tables.configs import family_options
 from diyfa.problem import Launch
 
 MERGED_ELEMENTS = 4096  # output elements that a program merges at once
@@ -87,7 +88,7 @@ def make_launch(
         "batch": batch, "heads": heads, "rows": rows, "HEAD_DIM_V": head_dim_v, "BLOCK_M": block, "BLOCK_DV": block_dv,
     }  # fmt: skip
     programs = vector_programs(arch, out.device, triton.cdiv(rows, block) * batch * heads)
-    return bind_launch(_merge_kernel, MergeConstants, programs, values)
+    return bind_launch(_merge_kernel, MergeConstants, programs, values, family_options(arch))
 
 
 def merge(arch: str, out: torch.Tensor, lse: torch.Tensor, partial: torch.Tensor, partial_lse: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""This machine's Ascend compiler, CANN's `bishengir-compile`: its version, and its errors in one line."""
+"""This machine's Ascend compiler, `bishengir-compile` of CANN or triton-ascend: its version, and its errors in one line."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import re
 import shutil
 import subprocess
 from functools import cache
+
+from diyfa.npu_stacks import bundled_compiler
 
 PROGRAM = "bishengir-compile"
 HOW_TO_FIND_IT = (
@@ -16,8 +18,8 @@ HOW_TO_FIND_IT = (
 
 @cache
 def compiler_version() -> str:
-    """Return the version of the compiler in PATH, such as "0.1.0 (e4e2ba9841d1 2026-01-16)"; "" without one."""
-    program = shutil.which(PROGRAM)
+    """Return the version of the compiler in use, such as "0.1.0 (e4e2ba9841d1 2026-01-16)"; "" without one."""
+    program = bundled_compiler() or shutil.which(PROGRAM)
     if program is None:
         return ""
     try:

@@ -97,14 +97,14 @@ def tensor_arguments(layout: str, **tensors: torch.Tensor) -> dict[str, Any]:
 
 
 def bind_launch(
-    kernel: Any, constants: type[Constants], grid: int, values: dict[str, Any], options: dict[str, Any] | None = None
+    kernel: Any, constants: type[Constants], grid: int, values: dict[str, Any], options: dict[str, Any]
 ) -> Launch:
     """Return the launch of `kernel`, with the `values` that it and its `constants` name. Others are ignored.
 
     Related kernels share `values`, where names of constants are in capitals."""
     arguments = {name: values[name] for name in kernel.arg_names if name != "c"}
     bound_constants = constants(*(values[field.name.upper()] for field in fields(constants)))
-    return Launch(kernel, grid, arguments, {"c": bound_constants}, options_in_use(options or {}))
+    return Launch(kernel, grid, arguments, {"c": bound_constants}, options_in_use(options))
 
 
 recorder: Callable[[Launch], None] | None = None  # receives launches instead of the device: see recording.py

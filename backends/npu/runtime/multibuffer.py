@@ -15,6 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from diyfa.backends.npu.runtime.compat import stable_options
 from diyfa.backends.npu.runtime.compiler import compiler_version
 from diyfa.npu_stacks import installed_version
 from diyfa.tuning import cache_dir
@@ -66,7 +67,8 @@ def is_on() -> bool:
 
 
 def options_in_use(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the compiler options of a launch: `options`, without multibuffering where that is off."""
+    """Return the compiler options of a launch: stable over releases, and without multibuffering where that is off."""
+    options = stable_options(options)
     if options.get("multibuffer", True) and is_on():
         return options
     return {name: x for name, x in options.items() if name not in WORKSPACE_OPTIONS} | {"multibuffer": False}

@@ -24,5 +24,5 @@ def check_metadata(scheduler_metadata: torch.Tensor | None) -> None:
     if scheduler_metadata is not None and scheduler_metadata.numel():
         raise ValueError(
             "scheduler_metadata must come from get_scheduler_metadata of this module, whose result has no elements: "
-            f"diyfa divides the work on the device. Got {tuple(scheduler_metadata.shape)} of other kernels; leave it out"
+            f"diyfa divides work on the device. Got {tuple(scheduler_metadata.shape)} of other kernels; leave it out"
         )
