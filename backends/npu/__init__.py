@@ -211,6 +211,12 @@ class NPUBackend:
             return f"unknown Ascend chip {problem.arch!r}: its memory sizes and cores are not in diyfa.arch"
         return None
 
+    def binaries(self, arch: str) -> str | None:
+        """Return how kernels are compiled if that is not the usual way."""
+        from diyfa.backends.npu.runtime.multibuffer import state
+
+        return state()
+
     def recording(self, arch: str | None) -> AbstractContextManager[dict[Any, Any]]:
         """Record launches; see `diyfa.backends.npu.runtime.recording`."""
         return _kernel_module("runtime.recording").recording(arch)

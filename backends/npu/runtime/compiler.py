@@ -1,4 +1,4 @@
-"""This machine's Ascend compiler, `bishengir-compile` of CANN or triton-ascend: its version, and its errors in one line."""
+"""This machine's Ascend compiler, `bishengir-compile` of CANN or triton-ascend: its version, its errors in one line."""
 
 from __future__ import annotations
 

@@ -58,6 +58,20 @@ def keep_off(because: str) -> Path | None:
     return file
 
 
+def may_try_without() -> bool:
+    """Return whether a case that fails may be tried without: neither the user nor an earlier check has decided."""
+    return not os.environ.get(VARIABLE) and kept_off() is None
+
+
+def state() -> str | None:
+    """Return that kernels are compiled without multibuffering, and why, in one line. None if they are with it."""
+    if is_on():
+        return None
+    if os.environ.get(VARIABLE):
+        return f"without multibuffering ({VARIABLE}=0)"
+    return f"without multibuffering, kept in {path()} because of: {kept_off()}"
+
+
 def is_on() -> bool:
     """Return whether kernels are compiled with multibuffering. Every call reads the variable. Raises ValueError."""
     value = os.environ.get(VARIABLE, "")
