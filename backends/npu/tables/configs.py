@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from diyfa.arch import ELEMENT_BYTES, NPUArch, NPUSpec, npu_spec
+from diyfa.backends.npu.runtime import multibuffer
 from diyfa.backends.npu.tables import l0, requested, tiles
 from diyfa.dropout import drop_threshold
 from diyfa.features import ADJUSTING
@@ -174,6 +175,10 @@ _ALWAYS_MASKED = {
 }
 
 
+# (rows, keys) without multibuffering, if the usual tile then overflows the unified buffer with ascendnpu-ir 1.1.0.
+_WITHOUT_MULTIBUFFER = {TileKey(NPUArch.A2, "fwd", 2, 256, "crowded"): (32, 128)}
+
+
 def attention_tile(problem: AttentionProblem, kernel: str, always_mask: bool | None = None) -> AttentionTile:
     """Return the table's tile of `kernel` ("fwd", "dq", "dkdv" or "dbias") for `problem`.
 
@@ -183,10 +188,12 @@ def attention_tile(problem: AttentionProblem, kernel: str, always_mask: bool | N
     tile = ATTENTION_TILES[key]
     if problem.head_dim > widest_head_dim(key):
         tile = AttentionTile(*_BEYOND_512[key[:3]], bound=False, pipelined=0, vector_loop=1)
-    if not (ALWAYS_MASK if always_mask is None else always_mask):
-        return tile
     chip = NPUArch.A5 if key.family is NPUArch.A5 else NPUArch.A2
-    shape = _ALWAYS_MASKED.get(key._replace(family=chip, cores=0), (tile.block_m, tile.block_n))
+    family_key, shape = key._replace(family=chip, cores=0), (tile.block_m, tile.block_n)
+    if ALWAYS_MASK if always_mask is None else always_mask:
+        shape = _ALWAYS_MASKED.get(family_key, shape)
+    if family_key in _WITHOUT_MULTIBUFFER and not multibuffer.is_on():
+        shape = _WITHOUT_MULTIBUFFER[family_key]
     return replace(tile, block_m=shape[0], block_n=shape[1])
 
 
