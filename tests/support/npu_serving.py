@@ -9,6 +9,7 @@ import torch
 WARMED = (
     "attention float16 D=64 H=8/4 B=2 S=512 causal",
     "cache bfloat16 D=128 H=8/2 B=4 Sq=1 Sk=1024 page=128 causal new=1 rotary=64",
+    "cache bfloat16 D=128 H=8/2 B=64 Sq=1 Sk=128 page=128 causal",  # one split
     "product float16 256x256x256",
 )
 
