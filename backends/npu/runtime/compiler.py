@@ -45,9 +45,10 @@ def compiling_if_allowed(kernel: str) -> Iterator[None]:
 @cache
 def _check_before_compiling() -> None:
     """Patch Triton's backend: it is asked for the stages of a compilation when a kernel is in no cache, and only then."""
-    from triton.backends.ascend.compiler import AscendBackend
+    from triton.backends import backends
 
-    add_stages = AscendBackend.add_stages
+    backend: Any = backends["ascend"].compiler  # not the class that an import finds: Triton loads its backends by path
+    add_stages = backend.add_stages
 
     def checked(self: Any, *arguments: Any) -> Any:
         if kernel := _forbidden.get():
@@ -57,7 +58,7 @@ def _check_before_compiling() -> None:
             )
         return add_stages(self, *arguments)
 
-    AscendBackend.add_stages = checked
+    backend.add_stages = checked
 
 
 @cache
