@@ -102,6 +102,12 @@ def test_a_grid_larger_than_the_chip() -> None:
     assert started["_bwd_preprocess_kernel"] == (48, 40)
 
 
+@pytest.mark.parametrize("name", ["causal_d64", "everything_dropout"])
+def test_attention_without_multibuffering(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DIYFA_NPU_MULTIBUFFER", "0")
+    test_attention(next(case for case in CHOSEN if case.name == name))
+
+
 def test_v1_forward() -> None:
     """The running output goes through global memory between the passes over the queries."""
     case = Case("v1", heads=1, seqlen_q=200, seqlen_k=300, head_dim=64, causal=True)
@@ -292,6 +298,7 @@ CHANGES = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_broken_program_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a compiler could get wrong, done to its output: a race, a wrong result or a flag out of step."""
+    monkeypatch.setenv("DIYFA_NPU_MULTIBUFFER", "1")  # the buffers and flags that are changed are those of the pipeline
     from simulators.hivm import launch
     from simulators.hivm.cores import Deadlock, FlagError
 

@@ -1,5 +1,5 @@
-"""This machine's Ascend compiler, CANN's `bishengir-compile`: its version, its errors in one line, and DIYFA_JIT=never,
-which forbids to start it."""
+"""This machine's Ascend compiler, `bishengir-compile` of CANN or triton-ascend: its version, its errors in one line, and
+DIYFA_JIT=never, which forbids to start it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from typing import Any
+
+from diyfa.npu_stacks import bundled_compiler
 
 PROGRAM = "bishengir-compile"
 HOW_TO_FIND_IT = (
@@ -63,8 +65,8 @@ def _check_before_compiling() -> None:
 
 @cache
 def compiler_version() -> str:
-    """Return the version of the compiler in PATH, such as "0.1.0 (e4e2ba9841d1 2026-01-16)"; "" without one."""
-    program = shutil.which(PROGRAM)
+    """Return the version of the compiler in use, such as "0.1.0 (e4e2ba9841d1 2026-01-16)"; "" without one."""
+    program = bundled_compiler() or shutil.which(PROGRAM)
     if program is None:
         return ""
     try:

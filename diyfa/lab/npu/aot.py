@@ -279,8 +279,9 @@ def _report(job: Job, target: str, compiler: BackHalf, compiled: Compiled, secon
     elif compiled.mixed:
         notes.insert(0, f"{'bound' if compiled.bound else 'unbound'}, pipeline {compiled.pipelined}")
         if job.gated:
+            multibuffer = job.options.get("multibuffer", True)
             failures += gate.failures(
-                target, job.kernel, job.case, compiled.bound, compiled.pipelined, compiler.version
+                target, job.kernel, job.case, compiled.bound, compiled.pipelined, compiler.version, multibuffer
             )
     memory = dict(compiled.memory)
     if compiled.module:
