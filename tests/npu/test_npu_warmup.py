@@ -1,6 +1,6 @@
 """`diyfa warmup` fills triton-ascend's caches: afterwards calls on npu tensors start no compiler.
 
-triton-ascend runs as on a device, from the call to its generated launcher; see `planted_cann.py` for what is planted."""
+triton-ascend runs as on a device, from the call to its generated launcher; `planted_cann.py` says what is planted."""
 
 from __future__ import annotations
 

@@ -23,7 +23,10 @@ from npu_env import ROOT, build_shim, shim_environment
 SOURCE = ROOT / "tests" / "simulators" / "acl" / "launcher_stand_in.c"
 
 BACK_HALF = """#!/bin/sh
-case "$*" in *--help*) echo limit-auto-multi-buffer-buffer; exit;; *--version*) echo "bishengir-compile 1.2.0"; exit;; esac
+case "$*" in
+*--help*) echo limit-auto-multi-buffer-buffer; exit;;
+*--version*) echo "bishengir-compile 1.2.0"; exit;;
+esac
 sleep 0.2
 echo "back half $(grep -o 'func.func @[a-z_]*' "$1" | head -1)" >> {log}
 if [ -s {refused} ] && grep -q "$(cat {refused})" "$1"; then

@@ -1,5 +1,6 @@
-"""This machine's Ascend compiler, `bishengir-compile` of CANN or triton-ascend: its version, its errors in one line, and
-DIYFA_JIT=never, which forbids to start it."""
+"""This machine's Ascend compiler, `bishengir-compile` of CANN or triton-ascend.
+
+Here are its version, its errors in one line, and DIYFA_JIT=never, which forbids to start it."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ def compiling_if_allowed(kernel: str) -> Iterator[None]:
 
 @cache
 def _check_before_compiling() -> None:
-    """Patch Triton's backend: it is asked for the stages of a compilation when a kernel is in no cache, and only then."""
+    """Patch Triton's backend. It is asked for the stages of a compilation if a kernel is in no cache, and only then."""
     from triton.backends import backends
 
     backend: Any = backends["ascend"].compiler  # not the class that an import finds: Triton loads its backends by path
