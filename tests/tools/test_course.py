@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import traceback
 from pathlib import Path
 from types import ModuleType
 
@@ -135,7 +136,8 @@ def test_the_check_refuses_a_wrong_answer(
     need_interpreter(chapter)
     try:
         solved = check(chapter, solution(chapter, *WRONG[chapter][name], folder=tmp_path).solution)
-    except (IndexError, ValueError):  # the learner's own error
+    except (IndexError, ValueError) as error:  # of the learner's code, not of the check's
+        assert traceback.extract_tb(error.__traceback__)[-1].name in solution(chapter).__dict__
         return
     assert not solved
     assert re.match(rf"Exercise {chapter} is not solved yet\. \w", capsys.readouterr().out)
