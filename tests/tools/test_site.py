@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 from collections import Counter
@@ -72,8 +73,11 @@ def test_every_python_block_is_listed() -> None:
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_every_python_block_compiles(name: str) -> None:
+    """And the names of diyfa exist that it uses, also where it does not run."""
     for block in python_blocks(name):
-        compile(block, name, "exec")
+        for node in ast.walk(compile(block, name, "exec", ast.PyCF_ONLY_AST)):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "diyfa":
+                assert hasattr(diyfa, node.attr), f"{name}: diyfa.{node.attr}"
 
 
 @pytest.mark.parametrize("name", [name for name, how in BLOCKS.items() if HERE in how])
