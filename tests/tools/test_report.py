@@ -124,6 +124,24 @@ def test_the_tables_of_a_first_run(tmp_path: Path) -> None:
     assert report["default"] == ["diyfa", "npu_fusion_attention"] and report["devices"][0]["source"] == "measured"
 
 
+def test_figures_of_0_and_what_json_lacks(tmp_path: Path) -> None:
+    """A figure may round to 0, and an error may be NaN: the report has both, and is JSON that a browser reads."""
+    rows = [
+        *(attention(name, 0.0, length=n, ms=0.0) for name in ("diyfa", "cuDNN") for n in (1024, 2048)),
+        {"kind": "decode", "implementation": "diyfa", "table": "t", "case": "c", "ms": 0, "GB/s": 0, "TFLOP/s": 1.0},
+        {"kind": "equivalence", "case": "a", "implementation": "diyfa", "max_error": {"dq": float("nan"), "out": 1.0}},
+        {"kind": "equivalence", "case": "b", "implementation": "diyfa", "max_error": {"dq": "none", "out": 2.0}},
+        {"kind": "numerics", "case": "a", "status": "fail", "share": float("inf"), "result": ["out", "dq"]},
+    ]
+    report = make_report(write_gpu(tmp_path, rows=rows))
+    assert json.dumps(report, allow_nan=False)
+    cells = {table["id"]: [dict(zip(table["columns"], x, strict=True)) for x in table["rows"]]
+             for table in report["tables"]}  # fmt: skip
+    assert [row["error"] for row in cells["equivalence"]] == ["nan", 2.0]
+    assert cells["numerics"][0]["share"] == "inf" and cells["numerics"][0]["result"] == "['out', 'dq']"
+    assert report["heat"] == [] and report["roofline"] == []
+
+
 def test_curves_join_points_of_one_family(tmp_path: Path) -> None:
     """Lengths with the same tokens, or else with the same batch; other shapes are in the heat map alone."""
     report = make_report(*write_all(tmp_path))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
-from math import log
+from math import isfinite, isnan, log
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -311,12 +311,12 @@ def _roofline(points: Sequence[Point], names: Sequence[str]) -> list[dict[str, A
                 label = ""
                 if name not in names:
                     continue
-                if point.kind == "attention" and "tflops" in row and i.get("B") and i.get("H") and row.get("ms"):
+                if point.kind == "attention" and row.get("tflops") and i.get("B") and i.get("H") and row.get("ms"):
                     if i["pass"] not in DIRECTIONS:
                         continue
                     rate, intensity = row["tflops"], row["tflops"] * row["ms"] * 1e9 / attention_bytes(i)
                     label = f"{i['pass']}, D = {i['D']}, {'causal' if i['causal'] else 'full'}, S = {i['S']}"
-                elif point.kind == "decode" and row.get("TFLOP/s"):
+                elif point.kind == "decode" and row.get("TFLOP/s") and row["GB/s"]:
                     rate, intensity = row["TFLOP/s"], 1e3 * row["TFLOP/s"] / row["GB/s"]
                     label = f"{i['table']}, {i['case']}"
                 if label:
@@ -459,7 +459,8 @@ def _cell(name: str, implementation: str, row: Row, point: Point) -> Any:
     if name == "relative":
         return _short(row.get("ratio"))
     if name == "error":
-        return _short(max(row["max_error"].values(), default=None)) if "max_error" in row else None
+        errors = [x for x in row.get("max_error", {}).values() if isinstance(x, (int, float))]
+        return _short(max(errors, key=lambda x: (isnan(x), x), default=None))
     if name == "share":
         peak = data_sheet_peak(point.device)
         if point.kind == "attention" and peak and point.identity.get("dtype") in ("float16", "bfloat16"):
@@ -469,8 +470,10 @@ def _cell(name: str, implementation: str, row: Row, point: Point) -> Any:
 
 
 def _short(value: Any) -> Any:
-    """Return a number with four significant digits, anything else as it is."""
-    return float(f"{value:.4g}") if isinstance(value, float) else value
+    """Return a number with four significant digits, and what JSON or a table's cell cannot hold as text."""
+    if isinstance(value, float) and isfinite(value):
+        return float(f"{value:.4g}")
+    return value if value is None or isinstance(value, (int, str)) else str(value)
 
 
 def _unavailable(files: Sequence[Results]) -> dict[str, Any]:
