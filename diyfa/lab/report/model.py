@@ -111,9 +111,10 @@ def _device_names(points: Sequence[Point], files: Sequence[Results]) -> list[tup
 
 def _device(name: str, source: str, points: Sequence[Point], files: Sequence[Results]) -> dict[str, Any]:
     mine = [point for point in points if (point.device, point.source) == (name, source)]
-    used = sorted({row["file"] for point in mine for rows in point.figures.values() for row in rows})
-    chosen = [files[index] for index in used] or [results for results in files if results.device == name]
-    dates = sorted(results.date[:10] for results in chosen)
+    used = [row for point in mine for rows in point.figures.values() for row in rows]
+    chosen = [files[index] for index in sorted({row["file"] for row in used})]
+    chosen = chosen or [results for results in files if results.device == name]
+    dates = sorted({row["date"] for row in used} or {results.date[:10] for results in chosen})
     versions: dict[str, list[str]] = {}
     for results in chosen:
         for package, version in results.versions.items():
