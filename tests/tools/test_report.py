@@ -13,6 +13,7 @@ pytest.importorskip("typer")
 pytest.importorskip("rich")
 
 from result_files import CHIP, GPU, attention, speeds, write_all, write_gpu
+from markdown_it import MarkdownIt
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -234,7 +235,7 @@ def test_the_summary_has_the_figures(tmp_path: Path) -> None:
     text = "\n".join(summary(make_report(*write_all(tmp_path)), 80))
     assert "3 files" in text and "1 of ablations" in text
     assert re.search(r"H200 +D=64 full +625 +FA3 688 +0.91 +625 +FA3 688 +0.91", text)
-    assert f"{CHIP}\n  Predicted, not run" in text
+    assert f"{CHIP}\n  Predicted, not run" in text and "Each ratio is of two figures of one file." in text
 
 
 def test_markdown(tmp_path: Path) -> None:
@@ -243,6 +244,19 @@ def test_markdown(tmp_path: Path) -> None:
     assert f"| {CHIP} | D = 64 full | 29% | predicted |" in text and "nothing ran" in text
     tables = [line for line in text.splitlines() if line.startswith("|")]
     assert tables and all(line.endswith("|") for line in tables)
+
+
+def test_markdown_shows_names_as_they_are(tmp_path: Path) -> None:
+    name, device = r"a|b \ <i>*c*</i> [d](e) ~~f~~ `g`", "GPU | *x* <b>"
+    rows = [attention(x, 1.0, length=n) for x in ("diyfa", "cuDNN") for n in (1024, 4096)]
+    rows += [{"kind": "decode", "table": "decode", "case": name, "implementation": name, "ms": 1, "GB/s": 9}]
+    report = make_report(write_gpu(tmp_path, rows=rows, device=device + " H200"))
+    tokens = MarkdownIt("gfm-like", {"linkify": False}).parse(markdown({**report, "default": ["diyfa", name]}))
+    inline = [token for token in tokens if token.type == "inline"]
+    assert not any(x.type not in ("text", "text_special", "strong_open", "strong_close", "softbreak")
+                   for token in inline for x in token.children)  # fmt: skip
+    cells = ["".join(x.content for x in token.children) for token in inline]
+    assert cells.count(name) == 3 and cells.count(device + " H200") == 1
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
