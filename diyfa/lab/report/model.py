@@ -5,6 +5,7 @@ The page, the terminal, Markdown and `--json` show the same content. Texts are (
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
@@ -42,15 +43,15 @@ class Peak(NamedTuple):
     gbs: float
 
 
-PEAKS = {  # the first whose name is part of the device's
-    "H200": Peak(989.4, 4800), "H100 PCIe": Peak(756, 2000), "H100 NVL": Peak(835, 3900), "H100": Peak(989.4, 3350),
-    "A100-SXM4-80GB": Peak(312, 2039), "A100": Peak(312, 1555), "B200": Peak(2250, 8000),
+PEAKS = {  # the first whose words are in the device's name
+    "H200 NVL": Peak(835, 4800), "H200": Peak(989.4, 4800), "H100 PCIe": Peak(756, 2000), "H100 NVL": Peak(835, 3900), "H100": Peak(989.4, 3350),
+    "A100-SXM4-80GB": Peak(312, 2039), "A100 80GB PCIe": Peak(312, 1935), "A100": Peak(312, 1555), "B200": Peak(2250, 8000),
 }  # fmt: skip
 
 
 def data_sheet_peak(device: str) -> Peak | None:
     """Return the data sheet's peaks of a device, or None."""
-    return next((peak for name, peak in PEAKS.items() if name in device), None)
+    return next((peak for name, peak in PEAKS.items() if re.search(rf"\b{name}\b", device)), None)  # no GH200
 
 
 def build_report(files: Sequence[Results], everything: bool = False) -> dict[str, Any]:
