@@ -326,6 +326,16 @@ def test_the_summary_has_the_figures(tmp_path: Path) -> None:
     assert f"{CHIP}\n  Predicted, not run" in text and "Each ratio is of two figures of one file." in text
 
 
+def test_the_summary_has_each_pass_in_its_columns(tmp_path: Path) -> None:
+    rows = [
+        attention(name, x, direction, length)
+        for direction, x, name in (("forward", 100.0, "diyfa"), ("backward", 30.0, "diyfa"), ("backward", 20.0, "FA4"))
+        for length in (1024, 4096)
+    ]  # fmt: skip
+    text = "\n".join(summary(make_report(write_gpu(tmp_path, rows=rows)), 80))
+    assert re.search(r"H200 D=64 full +100 +- +30\.0 +FA4 20\.0 +1\.50$", text, re.MULTILINE)
+
+
 def test_markdown(tmp_path: Path) -> None:
     text = markdown(make_report(*write_all(tmp_path)))
     assert f"| {GPU} | forward | D = 64 full | 4096 | 625 | 500 | 688 | 0.91 |" in text
