@@ -210,11 +210,11 @@ SHAPE_FEATURES = (
 )  # fmt: skip
 
 # Features that a backend may refuse.
-OPTIONAL = tuple(feature for feature in (*SHAPE_FEATURES, *FEATURES) if feature.refusal_name)
+REFUSABLE = tuple(feature for feature in (*SHAPE_FEATURES, *FEATURES) if feature.refusal_name)
 ADJUSTING = frozenset([feature.refusal_name for feature in FEATURES if feature.adjusts])
 # COMPOSABLE: features that combine with each other and with any lengths. EVERYTHING and EVERYTHING_CASE: the changes of
 # a typical problem and of a typical test case that add all of them.
-COMPOSABLE = tuple(feature for feature in OPTIONAL if feature.case)
+COMPOSABLE = tuple(feature for feature in REFUSABLE if feature.case)
 EVERYTHING = {name: value for feature in COMPOSABLE for name, value in feature.example.items()}
 EVERYTHING_CASE = {name: value for feature in COMPOSABLE for name, value in feature.case.items()}
 TENSORS = tuple(feature for feature in FEATURES if feature.schema == "Tensor?")

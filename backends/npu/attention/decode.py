@@ -154,7 +154,7 @@ def cached_keys(
 
 
 @triton.jit
-def visible_keys(query0, n_valid_queries, pad, n_keys, offset, window_left, window_right, c: tl.constexpr):
+def cached_key_range(query0, n_valid_queries, pad, n_keys, offset, window_left, window_right, c: tl.constexpr):
     """Return (key_lo, key_hi): the tile whose first query is `query0` sees no keys outside [key_lo, key_hi).
 
     Query i is aligned with key i + `offset`. Without HAS_RIGHT and HAS_LEFT all keys [pad, n_keys) count as seen."""
@@ -369,7 +369,7 @@ def _decode_kernel(
             seqlens_ptr, cu_seqlens_k_ptr, batch_idx_ptr, leftpad_ptr, b, length, added, capacity, cache_dim0, c
         )
         offset = n_keys - sq  # query i is aligned with key i + offset
-        key_lo, key_hi = visible_keys(query0, n_valid_queries, pad, n_keys, offset, window_left, window_right, c)
+        key_lo, key_hi = cached_key_range(query0, n_valid_queries, pad, n_keys, offset, window_left, window_right, c)
         first_block, end_block = blocks_of_split(key_lo, key_hi, split, splits, c)
 
         # 3. Memory.
