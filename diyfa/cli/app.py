@@ -107,9 +107,18 @@ def demo(
 @app.command()
 def validate(
     backend: BackendName = None,
+    invariant: Annotated[
+        bool, typer.Option("--invariant", help="Compare a small model's training and generation bit for bit instead.")
+    ] = False,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the model of --invariant.")] = 3,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens of its longest sequence.")] = 96,
     json: Json = False,
 ) -> None:
     """Compare every kernel of this device with the reference under the error budget; exit status 1 when one fails."""
+    if invariant:
+        from diyfa.lab.invariant import run as run_invariant
+
+        raise typer.Exit(run_invariant(backend, layers, tokens, json))
     from diyfa.lab.validate import run
 
     raise typer.Exit(run(backend, json))
