@@ -36,6 +36,7 @@ BLOCKS = {
     "distributed.md": [APART + "support/context_parallel_cases.py::run_guide"],
     "integrations.md": [APART + "integrations/test_guide.py::test_the_guide_runs"] * 6,
     "npu-fusion-attention.md": [APART + "tools/test_docs.py::test_the_fused_attention_example_runs"],
+    "vllm-ascend.md": ["compiled: needs vllm-ascend", HERE],
     "adding-a-backend.md": [
         APART + "tools/test_docs.py::test_the_guides_plug_in_builds_and_runs_as_printed",
         APART + "tools/test_docs.py::test_the_guides_check_runs_as_printed",

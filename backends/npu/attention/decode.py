@@ -45,7 +45,6 @@ from diyfa.backends.npu.attention.primitives import (
     dot_add,
     head_base,
     keep_first_rows,
-    load_row,
     load_tile,
     narrow,
     packed_rows,
@@ -53,6 +52,7 @@ from diyfa.backends.npu.attention.primitives import (
     store_row,
     store_tile,
 )
+from diyfa.backends.npu.attention.vector_io import load_block, load_values, store_block, store_values
 from diyfa.backends.npu.runtime.compat import INTERPRETED, Constants, kernel, padded_head_dim
 from diyfa.backends.npu.runtime.launch import (
     bind_launch,
@@ -478,18 +478,15 @@ def _pack_kernel(
         q_base = head_base(q_ptr, b, head, start + query, stride_qb, stride_qh, stride_qm, c.VARLEN)
         if not c.VARLEN:
             q_base += query.to(tl.int64) * stride_qm
-        q_block = block_at(q_base, n_valid_rows, stride_qm, 0, 0, c.HEAD_DIM, c.ROWS, c.BLOCK_D)
+        q = load_block(q_base, n_valid_rows, stride_qm, 0, c.HEAD_DIM, c.ROWS, c.BLOCK_D)
         row = (pair * tiles + task // CHUNKS % tiles).to(tl.int64) * (c.HEADS * c.QUERIES) + task % CHUNKS * c.ROWS
-        packed_block = block_at(
-            packed_q_ptr + row * c.HEAD_DIM, c.ROWS, c.HEAD_DIM, 0, 0, c.HEAD_DIM, c.ROWS, c.BLOCK_D
-        )
-        store_tile(packed_block, load_tile(q_block, c.HEAD_DIM != c.BLOCK_D), c.HEAD_DIM != c.BLOCK_D)
+        store_block(packed_q_ptr + row * c.HEAD_DIM, q, c.ROWS, c.HEAD_DIM, 0, c.HEAD_DIM, c.ROWS, c.BLOCK_D)
 
 
 @triton.jit
 def split_lse(base, rows, ROWS: tl.constexpr):
     """Load the log-sum-exps of a split [ROWS], -inf for rows that see no key in it."""
-    lse = load_row(base, 0, rows, ROWS)
+    lse = load_values(base, 0, rows, ROWS)
     return tl.where(lse == float("inf"), float("-inf"), lse)
 
 
@@ -524,10 +521,10 @@ def _combine_kernel(
         for split in range(splits):
             row = first_row + split * split_stride
             weight = tl.exp(split_lse(partial_lse_ptr + row, n_valid_rows, c.ROWS) - m_i)
-            block = block_at(
-                partial_ptr + row * c.HEAD_DIM_V, n_valid_rows, c.HEAD_DIM_V, 0, 0, c.HEAD_DIM_V, c.ROWS, c.BLOCK_DV
+            partial = load_block(
+                partial_ptr + row * c.HEAD_DIM_V, n_valid_rows, c.HEAD_DIM_V, 0, c.HEAD_DIM_V, c.ROWS, c.BLOCK_DV
             )
-            acc += weight[:, None] * load_tile(block, c.HEAD_DIM_V != c.BLOCK_DV)
+            acc += weight[:, None] * partial
             l_i += weight
         empty = l_i == 0.0
         safe_l = tl.where(empty, 1.0, l_i)
@@ -537,10 +534,10 @@ def _combine_kernel(
         if not c.VARLEN:
             out_base += query.to(tl.int64) * stride_om
         stride = stride_oh if c.QUERIES == 1 else stride_om
-        out_block = block_at(out_base, n_valid_rows, stride, 0, 0, c.HEAD_DIM_V, c.ROWS, c.BLOCK_DV)
-        store_tile(out_block, narrow(out, out_ptr.dtype.element_ty, c.INTERPRET), c.HEAD_DIM_V != c.BLOCK_DV)
+        out = narrow(out, out_ptr.dtype.element_ty, c.INTERPRET)
+        store_block(out_base, out, n_valid_rows, stride, 0, c.HEAD_DIM_V, c.ROWS, c.BLOCK_DV)
         lse_base = dense_head_base(lse_ptr, b, head, start, heads_q, seqlen_q, total_q, c.VARLEN) + query
-        store_row(lse_base, lse, 0, n_valid_rows, c.ROWS)
+        store_values(lse_base, lse, 0, n_valid_rows, c.ROWS)
 
 
 def split_count(problem: KVCacheProblem, tile: AttentionTile, tiles: int, programs: int) -> int:
