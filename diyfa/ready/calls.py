@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from diyfa.attention import checked_options, flash_attention_v2, flash_attention_varlen
+from diyfa.features import TENSORS
 from diyfa.kvcache import flash_attn_with_kvcache
 from diyfa.matmul import triton_matmul
 from diyfa.ops import differentiate, forward
@@ -22,6 +23,8 @@ from diyfa.registry import batch_invariant, resolve_backend
 
 BF16, FP16, FP32, FLOAT8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 HALVES = (BF16, FP16)
+# Names of the optional tensors that have a float32 number for each head -> whether they have a gradient.
+PER_HEAD = {x.name: bool(x.gradient) for x in TENSORS if x.shape is not None and "h" in x.shape.letters}
 
 
 class Call(NamedTuple):
@@ -99,9 +102,9 @@ def attention(
             for x, per_head in zip(leading, ((h, d), (hk, d), (hk, dv)), strict=True)
         )
         arguments = dict(options)
-        for name in ("sinks", "alibi_slopes"):
+        for name, has_gradient in PER_HEAD.items():
             if arguments.get(name):
-                arguments[name] = empty(h, dtype=FP32, grad=backward and name == "sinks")
+                arguments[name] = empty(h, dtype=FP32, grad=backward and has_gradient)
         if arguments.get("seq_lens"):
             arguments["seq_lens"] = empty(b)
         bias_grad = arguments.pop("bias_grad", False)
@@ -146,7 +149,7 @@ def cache(heads: Heads, rows: Rows, dtype: torch.dtype, page: int = 0, packed: b
         k = empty(*shape, hk, d, dtype=stored)
         v = k[..., :dv] if arguments.pop("latent", False) else empty(*shape, hk, dv, dtype=stored)
         table = empty(b, n // page) if page else None
-        for name in ("sinks", "alibi_slopes"):
+        for name in PER_HEAD:
             if arguments.get(name):
                 arguments[name] = empty(h, dtype=FP32)
         if stored is FLOAT8:

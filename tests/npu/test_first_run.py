@@ -135,7 +135,7 @@ for line in sys.stdin:
     on = step["environment"].get("DIYFA_NPU_MULTIBUFFER") != "0"
     if name in sys.argv and (sys.argv[1] == "hang" or sys.argv[1] == "hang with it" and on):
         time.sleep(60)
-    if name in sys.argv and sys.argv[1] == "wrong with it" and step["kind"] == "numerics":
+    if name in sys.argv and sys.argv[1] in ("wrong with it", "hang with it") and step["kind"] == "numerics":
         answer(row={"table": "numerics", "case": name, "variant": "auto", "dtype": "float16", "result": "dq",
                     "status": "FAIL" if on else "pass", "share": 7.5 if on else 0.5, "reason": ""})
         answer(done=True, can_continue=True)
@@ -428,7 +428,7 @@ def test_no_process_is_left(fake, monkeypatch: pytest.MonkeyPatch) -> None:
     workers, worker = [], first_run.Worker
     monkeypatch.setattr(first_run, "Worker", lambda command: workers.append(worker(command)) or workers[-1])
     fake("hang", "causal")
-    assert len(workers) == 2 and all(x._process.poll() is not None for x in workers)
+    assert len(workers) == 3 and all(x._process.poll() is not None for x in workers)
 
 
 def test_two_at_once(fake) -> None:
