@@ -470,7 +470,9 @@ def _constants_for_kind(
     one_round: bool, chunks_apart: bool, has_right: bool,
 ) -> DecodeConstants:  # fmt: skip
     block_d, block_d_tail = feature_blocks(problem.head_dim)
-    return DecodeConstants(
+    return DecodeConstants.read_from(
+        problem,
+        config,
         split=split,
         scan=scan,
         one_scan=one_scan,
@@ -479,19 +481,11 @@ def _constants_for_kind(
         by_tile=False,
         has_left=problem.window_left >= 0,
         has_right=has_right,
-        softcap=problem.softcap != 0.0,
-        alibi=problem.alibi,
         bias=False,
-        head_dim=problem.head_dim,
-        head_dim_v=problem.head_dim_v,
-        block_m=config.block_m,
-        block_n=config.block_n,
         block_d=block_d,
         block_d_tail=block_d_tail,
         block_dv=padded_head_dim(problem.head_dim_v),
-        page_size=problem.page_size,
         one_page=problem.paged and problem.page_size % config.block_n == 0 and not problem.leftpad,
-        packed_keys=problem.packed_keys,
         value_pairs=reads_value_pairs(problem),
         values_in_keys=reads_values_once(problem),
         widen=is_widened(problem),
@@ -500,7 +494,6 @@ def _constants_for_kind(
         columns=padded_head_dim(problem.head_dim_v),
         chunk=CHUNK_KEYS // config.block_n if problem.batch_invariant else 0,
         chunks_apart=chunks_apart,
-        split_cost=config.split_cost,
         precision="ieee",
     )
 
