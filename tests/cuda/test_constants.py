@@ -76,7 +76,7 @@ def test_constants_differ_in_every_value() -> None:
 
 
 def test_constants_are_read_by_name() -> None:
-    """From all sources, and not where a value is given. A flag tells whether its field is not 0; other types are given."""
+    """From all sources, but not if a value is given. A flag tells whether its field is not 0."""
     problem = make_dataclass("Problem", [("flag", float), ("dtype", str), ("form", str)])(0.5, "float16", "problem's")
     config = make_dataclass("Config", [("size", int), ("num_warps", int)])(32, 4)
     assert Values.read_from(problem, config, form="given") == Values(32, True, "given")
