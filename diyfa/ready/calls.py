@@ -296,6 +296,7 @@ DECODING = (Rows(1, 1, 8192), Rows(16, 1, 8192), Rows(64, 1, 8192), Rows(256, 1,
 SEVERAL = (Rows(1, 8, 8192), Rows(16, 8, 8192), Rows(64, 8, 8192), Rows(256, 8, 4096), Rows(16, 32, 8192))
 CHUNKS = (Rows(1, 128, 8192), Rows(16, 64, 1024), Rows(16, 128, 1024), Rows(4, 2048, 8192))
 SERVED = (*DECODING, *CHUNKS)
+FEW_QUERIES = tuple(Rows(4, queries, 8192) for queries in (2, 4, 8, 16, 32))  # short prompts, guessed tokens
 # Several tokens, as speculative decoding has them (GUESSED); short caches (FEW_KEYS).
 GUESSED = (
     Rows(1, 2, 1024), Rows(4, 2, 8192), Rows(64, 2, 8192), Rows(200, 2, 8192), Rows(16, 4, 8192), Rows(64, 4, 8192),
