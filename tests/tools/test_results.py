@@ -58,6 +58,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         (document(purpose="fun"), "purpose is 'fun', not one of comparison, before and after"),
         (document(device=7), "device is 7, not a text"),
         ({name: x for name, x in document(HOST_ROW).items() if name != "versions"}, "versions is missing"),
+        (document({**HOST_ROW, "purpose": "fun"}), r"rows\[0\] \(host\): purpose is 'fun', not one of comparison"),
         (document(1), r"rows\[0\] is no object"),
         (document(HOST_ROW, {"kind": "magic"}), r"rows\[1\]: kind is 'magic', not one of attention, packed"),
         (document({**HOST_ROW, "kind": []}), r"rows\[0\]: kind is \[\]"),
