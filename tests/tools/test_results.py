@@ -99,6 +99,16 @@ def test_a_broken_document_is_not_written(tmp_path: Path) -> None:
     assert path.read_text() == "kept"
 
 
+def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    """Who reads the old file while a new one is written reads the old one to its end."""
+    path = tmp_path / "x.json"
+    write_results(path, document(HOST_ROW))
+    before = path.read_text()
+    with path.open() as old:
+        write_results(path, document(HOST_ROW, HOST_ROW))
+        assert old.read() == before != path.read_text()
+
+
 def test_figures_that_round_to_0_and_texts_of_several_lines_are_read() -> None:
     zero = {**HOST_ROW, "host_us": 0.0, "run": 0, "note": "one\ntwo"}
     assert not check(document(zero, note="a\tb", date="2026-11-28T10:00:00+00:00"))
