@@ -250,7 +250,7 @@ class ForwardConstants(TileConstants):
 @cached_per_kind
 def constants(problem: AttentionProblem, config: AttentionConfig, negate: bool) -> ForwardConstants:
     """Return the kernel's constants."""
-    return ForwardConstants(**tile_constants(problem, config), sinks=problem.sinks, negate=negate)
+    return ForwardConstants.read_from(problem, config, **tile_constants(problem, config), negate=negate)
 
 
 def make_launch(
