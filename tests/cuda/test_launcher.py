@@ -115,7 +115,7 @@ def make_launch(**arguments):
 
 
 def test_every_dtype_that_a_call_may_have_is_known():
-    dtypes = {dtype for feature in FEATURES for dtype in feature.dtypes} | {*ATTENTION_DTYPES, torch.float8_e4m3fn}
+    dtypes = {dtype for feature in FEATURES for dtype in feature.dtypes} | {*ATTENTION_DTYPES, *EIGHT_BIT_DTYPES}
     for dtype in dtypes:
         launch = make_launch(x_ptr=torch.zeros(4, dtype=dtype))
         assert launcher.kernel_source(launch, launch_signature(launch)).types["x_ptr"].startswith("*")
