@@ -69,6 +69,8 @@ C = AttentionConfig
 _H200 = "H200, 2026-11-21: "
 _LATER = "H200, 2026-11-23: "
 
+_EIGHT_BITS_SMALL: tuple[Row, ...] = ((128, C(32, 32, 4, 1)), (256, C(32, 32, 8, 1, spill_budget=32)))
+_EIGHT_BITS_WIDE: tuple[Row, ...] = ((512, C(32, 32, 8, 1)), (1024, C(16, 32, 8, 1)))
 _FORWARD: dict[str, tuple[Row, ...]] = {
     "wgmma": (
         (64, C(64, 128, 4, 2, "tma", _H200 + "374/479/460")),
@@ -125,9 +127,17 @@ _FORWARD: dict[str, tuple[Row, ...]] = {
         (64, C(128, 64, 4, 3)),
         (128, C(128, 64, 8, 3)),
         (256, C(64, 64, 8, 2)),
-        (512, C(32, 32, 8, 1)),
-        (1024, C(16, 32, 8, 1)),
+        *_EIGHT_BITS_WIDE,
     ),
+    # Through addresses ptxas serialises the wgmma of int8 (C7515). With 32 rows there are none.
+    "eight bits wgmma": (
+        (64, C(128, 64, 8, 2, "tma")),
+        (128, C(128, 64, 8, 2, "tma")),
+        (256, C(64, 64, 8, 2, "tma")),
+        *_EIGHT_BITS_SMALL,
+        *_EIGHT_BITS_WIDE,
+    ),
+    "eight bits unaligned": (*_EIGHT_BITS_SMALL, *_EIGHT_BITS_WIDE),
 }
 _BACKWARD_DKDV: dict[str, tuple[Row, ...]] = {
     "wgmma": (
@@ -299,7 +309,7 @@ for _kind, _table in (("fwd", _FORWARD), ("dkdv", _BACKWARD_DKDV), ("dq", _BACKW
     _table["wgmma ragged"] = (*_RAGGED[_kind], *_others)
 _TABLES = {
     kind: {
-        name: (*rows, *({"float32": _WIDE_FLOAT32, "eight bits": ()}.get(name, _WIDE[kind])))
+        name: rows if name.startswith("eight bits") else (*rows, *(_WIDE_FLOAT32 if name == "float32" else _WIDE[kind]))
         for name, rows in table.items()
     }
     for kind, table in (("fwd", _FORWARD), ("dkdv", _BACKWARD_DKDV), ("dq", _BACKWARD_DQ))
@@ -332,14 +342,15 @@ def _is_ragged(problem: AttentionProblem) -> bool:
 def gpu_class(problem: AttentionProblem) -> str:
     """Return the key of the tables' rows for this GPU and problem."""
     spec = gpu_spec(problem.arch)
-    if problem.dtype in EIGHT_BITS:
-        return "eight bits"
     if problem.dtype == "float32":
         return "float32"
     if spec is None or not spec.has_bf16:  # before Ampere
         return "turing"
     narrow_v = padded_head_dim(problem.head_dim_v) < padded_head_dim(problem.head_dim)
-    if not problem.aligned or (spec.has_wgmma and narrow_v):
+    passes_registers = not problem.aligned or (spec.has_wgmma and narrow_v)
+    if problem.dtype in EIGHT_BITS:
+        return "eight bits" + (" unaligned" if passes_registers else " wgmma" if spec.has_wgmma else "")
+    if passes_registers:
         return "unaligned"
     if spec.has_wgmma:
         return "wgmma ragged" if _is_ragged(problem) else "wgmma"
