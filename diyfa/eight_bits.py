@@ -28,7 +28,7 @@ ARGUMENTS = ("q_descale", "k_descale", "v_descale", "k_mean", "v_mean")
 WEIGHT_SHIFT = {"float8_e4m3fn": 8, "float8_e5m2": 15}
 
 
-def _per_row(descale: torch.Tensor, heads: int, rows: int, block: int) -> torch.Tensor:
+def per_row(descale: torch.Tensor, heads: int, rows: int, block: int) -> torch.Tensor:
     """Return the factor of each row, broadcastable to (B, heads, rows, 1)."""
     if descale.numel() == 1:
         return descale.reshape(1, 1, 1, 1)
@@ -48,8 +48,42 @@ def dequantised(
     """Return the numbers that x (B, H, S, D) stands for, in `dtype`. `mean`: (B, H, D)."""
     x = x.to(dtype)
     if descale is not None:
-        x = x * _per_row(descale.to(dtype), x.shape[1], x.shape[2], block)
+        x = x * per_row(descale.to(dtype), x.shape[1], x.shape[2], block)
     return x if mean is None else x + mean.to(dtype)[:, :, None]
+
+
+SMALLEST_DESCALE = 2.0**-120  # so that a quotient of zeros is 0, and its reciprocal finite
+
+
+class Scheme(NamedTuple):
+    """How one of q, k and v is quantised."""
+
+    dtype: torch.dtype
+    kind: int  # of the descale
+    block: int  # rows that share it, per block
+    group: int  # heads that share it, per head
+    smooth: bool = False  # take off the mean over the sequence
+    rotate: bool = False  # multiply by the normalised Hadamard matrix
+
+    @property
+    def largest(self) -> float:
+        """The largest magnitude of a value."""
+        return 127.0 if self.dtype == torch.int8 else torch.finfo(self.dtype).max
+
+    def descale(self, magnitude: torch.Tensor) -> torch.Tensor:
+        """Return the descale of numbers of at most this magnitude. A NaN stays."""
+        return (magnitude / self.largest).clamp_min(SMALLEST_DESCALE)
+
+
+def hadamard(x: torch.Tensor) -> torch.Tensor:
+    """Return the last dimension of x, a power of two, multiplied by the normalised Hadamard matrix."""
+    size = x.shape[-1]
+    step = 1
+    while step < size:
+        a, b = x.unflatten(-1, (-1, 2, step)).unbind(-2)
+        x = torch.stack((a + b, a - b), -2).flatten(-3)
+        step *= 2
+    return x * size**-0.5
 
 
 class Quantized(NamedTuple):

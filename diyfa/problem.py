@@ -689,7 +689,8 @@ class Backend(Protocol):
     """The interface of an accelerator: the object called `backend` in its package, or behind an entry point.
 
     Optional members: `tuning`, a `Tuning`, if the backend measures its tiles; `merge(out, lse, partial_out,
-    partial_lse)`, if it has a kernel for that (else `diyfa.distributed.merge` uses PyTorch's operators);
+    partial_lse)`, if it has a kernel for that (else `diyfa.distributed.merge` uses PyTorch's operators); `quantize(x,
+    values, scheme) -> (descale, mean)`, likewise (`diyfa.quantize`);
     `binaries(arch) -> str`, which says where compiled kernels are stored; `recording(arch)`, if its kernels can be
     compiled before they are called (`diyfa.ready.recording`).
     """

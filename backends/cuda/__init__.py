@@ -22,7 +22,7 @@ from diyfa.backends.cuda.attention.launch import (
 )
 from diyfa.backends.cuda.runtime import launch as runtime_launch
 from diyfa.backends.cuda.runtime.passes import Pass
-from diyfa.eight_bits import EIGHT_BITS
+from diyfa.eight_bits import EIGHT_BITS, Scheme
 from diyfa.eight_bits import FLOAT8 as FLOAT8_NAMES
 from diyfa.imports import import_quickly
 from diyfa.problem import (
@@ -347,6 +347,13 @@ class CudaBackend:
         from diyfa.backends.cuda.attention import merge
 
         merge.merge(out, lse, partial_out, partial_lse)
+
+    def quantize(
+        self, x: torch.Tensor, values: torch.Tensor, scheme: Scheme
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        from diyfa.backends.cuda.attention import quantize
+
+        return quantize.quantize(x, values, scheme)
 
 
 backend = CudaBackend()
