@@ -24,6 +24,7 @@ from diyfa.backends.cuda.attention import (
     fwd,
     fwd_v1,
     merge,
+    quantize,
     stream_k,
 )
 from diyfa.backends.cuda.attention.configs import (
@@ -37,7 +38,7 @@ from diyfa.backends.cuda.attention.decode_configs import MMA_BLOCK_M
 from diyfa.backends.cuda.attention.tile_io import padded_head_dim
 from diyfa.backends.cuda.hopper import bwd_configs as hopper_bwd_configs
 from diyfa.backends.cuda.hopper import configs as hopper_configs
-from diyfa.eight_bits import EIGHT_BITS, PER_BLOCK, PER_HEAD, PER_TENSOR
+from diyfa.eight_bits import EIGHT_BITS, PER_BLOCK, PER_HEAD, PER_TENSOR, Scheme
 from diyfa.features import EVERYTHING, dtype_name
 from diyfa.lab.cuda.aot import CompileSpec, launch_spec
 from diyfa.problem import (
@@ -558,6 +559,37 @@ def _hopper_prefill_specs(arch: str) -> Iterator[CompileSpec]:
         yield launch_spec(launch, "kvcache_fwd/sm90_prefill", case, HOPPER_SPILLS, clean_loops=True)
 
 
+def _quantizing(arch: str) -> Iterator[CompileSpec]:
+    """Yield the passes of `quantize`: the sums for a mean, and each mode, dtype and head dim, rotated or not."""
+    spec = gpu_spec(arch)
+    if spec is None or not spec.has_bf16:
+        return
+    modes = {"measure": quantize.MEASURE.value, "alone": quantize.ALONE.value, "given": quantize.GIVEN.value}
+    cases: list[tuple[str, int, str, Scheme]] = [
+        ("alone", d, dtype, Scheme(torch.int8, PER_BLOCK, 128 if d < 256 else 64, 1, True, rotate))
+        for d, dtype, rotate in ((64, "bfloat16", True), (128, "bfloat16", True), (256, "float16", False))
+    ]
+    cases += [
+        ("measure", 128, "bfloat16", Scheme(torch.int8, PER_HEAD, 128, 4, False, True)),
+        ("given", 128, "bfloat16", Scheme(torch.int8, PER_HEAD, 128, 4, False, True)),
+        ("given", 80, "float32", Scheme(torch.int8, PER_TENSOR, 64, 1, True)),
+        ("alone", 512, "float16", Scheme(torch.int8, PER_BLOCK, 64, 1)),
+    ]
+    if spec.has_fp8:
+        cases = [(mode, d, dtype, scheme._replace(dtype=torch.float8_e4m3fn)) for mode, d, dtype, scheme in cases]
+    for mode, d, dtype, scheme in cases:
+        x = torch.empty(2, 8, 1024, d, dtype=getattr(torch, dtype), device="meta")
+        mean = x.new_empty((2, 8, d), dtype=torch.float32) if scheme.smooth else None
+        descale = x.new_empty((2, 8, 8), dtype=torch.float32)
+        values = None if mode == "measure" else torch.empty_like(x, dtype=scheme.dtype)
+        name = f"{dtype_name(scheme.dtype)} of {dtype} D={d} {mode}{' smooth' * scheme.smooth}{' rotate' * scheme.rotate}"
+        launch = quantize.make_launch(x, mean, values, descale, scheme, modes[mode])
+        yield launch_spec(launch, "quantize/round", name)
+        if scheme.smooth:
+            sums = x.new_empty((2, 8, 2, d), dtype=torch.float32)
+            yield launch_spec(quantize.sum_launch(x, sums, scheme), "quantize/sum", name)
+
+
 def compile_specs(arch: str) -> Iterator[CompileSpec]:
     """Yield every attention case for `arch`."""
     yield from _hopper_specs(arch)
@@ -570,6 +602,7 @@ def compile_specs(arch: str) -> Iterator[CompileSpec]:
     yield from _sums(arch)
     yield from _short(arch)
     yield from _clearing()
+    yield from _quantizing(arch)
     for problem in problems(arch):
         for config in candidates("fwd", problem):
             yield _forward(problem, config)
