@@ -16,6 +16,7 @@ from triton.runtime.errors import OutOfResources
 
 from diyfa.backends.cuda.runtime import binaries, launcher, tune
 from diyfa.backends.cuda.runtime.launcher import Tiles, launch_signature, shared_box
+from diyfa.eight_bits import EIGHT_BIT_DTYPES
 from diyfa.features import ATTENTION_DTYPES, FEATURES
 from diyfa.problem import Launch
 

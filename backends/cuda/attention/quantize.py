@@ -26,6 +26,7 @@ from diyfa.eight_bits import PER_BLOCK, PER_HEAD, PER_TENSOR, SMALLEST_DESCALE, 
 from diyfa.problem import Launch
 
 SUMMED_ROWS = 512  # of one program that sums rows
+ROWS_PER_CHUNK = tl.constexpr(SUMMED_ROWS)
 ROTATED_COLUMNS = 64  # columns of the rows that one product takes, rows of the matrix
 MEASURE, ALONE, GIVEN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 TENSOR = tl.constexpr(PER_TENSOR)
@@ -69,8 +70,7 @@ def _load(base, rows, columns, stride_m, n_rows, c: tl.constexpr):
 
 @triton.jit(do_not_specialize=("heads", "n_rows", "chunks"))
 def _sum_kernel(
-    x_ptr, sums_ptr, stride_xb, stride_xh, stride_xm, heads, n_rows, chunks, rows_per_chunk: tl.constexpr,
-    c: tl.constexpr,
+    x_ptr, sums_ptr, stride_xb, stride_xh, stride_xm, heads, n_rows, chunks, c: tl.constexpr,
 ):  # fmt: skip
     """Write the sum of a chunk of rows of a head to sums (B, H, chunks, D)."""
     pid = tl.program_id(0)
@@ -78,8 +78,8 @@ def _sum_kernel(
     base = x_ptr + head // heads * stride_xb + head % heads * stride_xh
     offs_d = tl.arange(0, c.BLOCK_D)
     total = tl.zeros([c.BLOCK_D], tl.float32)
-    for start in range(0, rows_per_chunk, c.BLOCK_M):
-        rows = chunk * rows_per_chunk + start + tl.arange(0, c.BLOCK_M)
+    for start in range(0, ROWS_PER_CHUNK, c.BLOCK_M):
+        rows = chunk * ROWS_PER_CHUNK + start + tl.arange(0, c.BLOCK_M)
         total += tl.sum(_load(base, rows, offs_d, stride_xm, n_rows, c).to(tl.float32), 0)
     tl.store(sums_ptr + (head * chunks + chunk) * c.HEAD_DIM + offs_d, total, mask=offs_d < c.HEAD_DIM)
 
@@ -168,7 +168,7 @@ def sum_launch(x: torch.Tensor, sums: torch.Tensor, scheme: Scheme) -> Launch:
     b, h, m, _ = x.stride()
     arguments = {"x_ptr": x, "sums_ptr": sums, "stride_xb": b, "stride_xh": h, "stride_xm": m, "heads": heads}
     arguments |= {"n_rows": rows, "chunks": chunks}
-    return Launch(_sum_kernel, batch * heads * chunks, arguments, {"rows_per_chunk": SUMMED_ROWS, "c": c}, _options(c))
+    return Launch(_sum_kernel, batch * heads * chunks, arguments, {"c": c}, _options(c))
 
 
 def make_launch(
