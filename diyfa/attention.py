@@ -285,8 +285,8 @@ def flash_attention(
         out_dtype: dtype of the output of float8 and int8; default: v's if that has 16 bits, else bfloat16.
 
     Returns:
-        The output, shaped and typed like q (float8 and int8: `out_dtype`) with v's feature size; with `return_lse` the pair (out, lse). A row that
-        sees no key has output 0 and lse +inf.
+        The output, shaped and typed like q (float8 and int8: `out_dtype`) with v's feature size; with `return_lse` the
+        pair (out, lse). A row that sees no key has output 0 and lse +inf.
 
     Raises:
         ValueError, TypeError: an argument does not fit, or what was named explicitly cannot run, with the reason.

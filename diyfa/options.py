@@ -129,12 +129,13 @@ def unpack(arguments: Sequence[Any], packing: str = "") -> tuple[Lengths, Attent
     """Return the lengths and options of the flat arguments of `SCHEMA`, which has no `packing`."""
     (
         cu_seqlens_q, cu_seqlens_k, seq_lens, alibi_slopes, attn_bias, sinks, rng_state, q_descale, k_descale,
-        v_descale, k_mean, v_mean, max_seqlen_q, max_seqlen_k, sm_scale, window_left, window_right, softcap, dropout_p, layout, deterministic, needs_grad, bias_grad, backend,
-        variant, batch_invariant, out_dtype,
+        v_descale, k_mean, v_mean, max_seqlen_q, max_seqlen_k, sm_scale, window_left, window_right, softcap, dropout_p,
+        layout, deterministic, needs_grad, bias_grad, backend, variant, batch_invariant, out_dtype,
     ) = arguments  # fmt: skip
     return Lengths(cu_seqlens_q, cu_seqlens_k, seq_lens, max_seqlen_q, max_seqlen_k), AttentionOptions(
         layout, sm_scale, window_left, window_right, softcap, dropout_p, alibi_slopes, attn_bias, sinks, rng_state,
-        q_descale, k_descale, v_descale, k_mean, v_mean, deterministic, needs_grad, bias_grad, backend, variant, batch_invariant, out_dtype, packing,
+        q_descale, k_descale, v_descale, k_mean, v_mean, deterministic, needs_grad, bias_grad, backend, variant,
+        batch_invariant, out_dtype, packing,
     )  # fmt: skip
 
 

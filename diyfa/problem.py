@@ -205,7 +205,7 @@ class AttentionProblem(_AttentionShape, _Problem):
     out_dtype: str = ""
     few_steps: bool = True
     aligned_gradients: bool = True
-    # Of float8 and int8 (`diyfa.eight_bits`): the kind of each descale, 0 without one, and whether means were taken off.
+    # Of float8 and int8 (`diyfa.eight_bits`): the kind of each descale, 0 without one; whether means were taken off.
     q_descale: int = 0
     k_descale: int = 0
     v_descale: int = 0

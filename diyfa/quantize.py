@@ -1,13 +1,13 @@
 """`quantize`: q, k and v in float8 or int8, as `flash_attention` takes them.
 
-A number x becomes round((x - mean) / descale). The descale is the largest magnitude of those that share it divided by the
-largest number of the dtype, so that nothing saturates. Backends with a kernel for it (`quantize`) do this in one to three
-passes; PyTorch's operators are the definition, and run where there is no kernel and in compiled programs.
+A number x becomes round((x - mean) / descale). The descale is the largest magnitude of those that share it divided by
+the largest number of the dtype, so that nothing saturates. Backends with a kernel for it (`quantize`) do this in one to
+three passes; PyTorch's operators are the definition, and run where there is no kernel and in compiled programs.
 
 * smooth: keys, and values of float8, often have a large mean over the sequence, which would take the digits of what
   differs between them. It is taken off first. A softmax does not see the mean of k. That of v is added to the output.
-* rotate: q and k are multiplied by one orthogonal matrix (a Hadamard matrix divided by the root of its size). Products of
-  rows stay, but large features are spread over all.
+* rotate: q and k are multiplied by one orthogonal matrix (a Hadamard matrix divided by the root of its size). Products
+  of rows stay, but large features are spread over all.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ def quantize(
     """Return q, k and v in few bits, for `diyfa.flash_attention(*diyfa.quantize(q, k, v))`.
 
     Args:
-        q, k, v: as for `diyfa.flash_attention` ("bhsd", also 3-D) or `flash_attention_v2` ("bshd"); float16, bfloat16 or
-            float32. All rows count, those beyond `seq_lens`, too: they must hold finite numbers.
+        q, k, v: as for `diyfa.flash_attention` ("bhsd", also 3-D) or `flash_attention_v2` ("bshd"); float16, bfloat16
+            or float32. All rows count, those beyond `seq_lens`, too: they must hold finite numbers.
         per: what shares a descale: "tensor"; "head", each KV head of a sample (q: its group of heads); or "block", 128
             queries or 64 keys of a head. v then has one for each head, because its factor has to leave the sum.
         dtype: "float8" (float8_e4m3fn), or "int8" for q and k, beside which v stays in float16 or bfloat16.
@@ -129,7 +129,9 @@ def quantize(
     _check(q, k, v, layout, is_int8)
     head_dim = q.shape[-1]
     if rotate and head_dim & (head_dim - 1):
-        raise ValueError(f"rotate needs a head_dim that is a power of two, got {head_dim}: pad q and k, or leave it off")
+        raise ValueError(
+            f"rotate needs a head_dim that is a power of two, got {head_dim}: pad q and k, or leave it off"
+        )
     kind, chosen = KINDS[per], DTYPES[dtype]
     heads = 0 if q.dim() == 3 else LAYOUTS[layout][1]
     group = q.shape[heads] // k.shape[heads] if kind == PER_HEAD else 1

@@ -160,7 +160,9 @@ def _attend(
     weight_dtype: torch.dtype | None = None,
 ):  # fmt: skip
     q, k, v, valid_q, call = _prepared(q, k, v, lengths, options, keep)
-    out, lse = _FlashAttention.apply(q, k, v, options.attn_bias, options.sinks, call._replace(weight_dtype=weight_dtype))
+    out, lse = _FlashAttention.apply(
+        q, k, v, options.attn_bias, options.sinks, call._replace(weight_dtype=weight_dtype)
+    )
     if options.v_mean is not None:  # weights sum to 1, with a sink to less
         total = (lse != _INF).to(out.dtype)
         if options.sinks is not None:

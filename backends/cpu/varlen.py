@@ -50,7 +50,9 @@ def sequences(problem: AttentionProblem, tensors: AttentionTensors) -> Iterator[
         if slopes is not None and slopes.dim() == 2:
             slopes = slopes[b : b + 1]
         per_sample: Any = {
-            name: x[b : b + 1] for name in EIGHT_BIT_ARGUMENTS if (x := getattr(tensors, name)) is not None and x.dim() > 1
+            name: x[b : b + 1]
+            for name in EIGHT_BIT_ARGUMENTS
+            if (x := getattr(tensors, name)) is not None and x.dim() > 1
         }
         sequence_tensors = tensors._replace(
             q=tensors.q[q0:q1].unsqueeze(0),

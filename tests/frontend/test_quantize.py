@@ -178,12 +178,16 @@ CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any], type, str]] = {
     "descale shape": (
         (F8, F8, F8), {"k_descale": torch.ones(2, 3)}, ValueError, r"k_descale must have shape \(2, 2\) or \(2, 2, 1\)"
     ),
-    "blocks of v": ((F8, F8, F8), {"v_descale": torch.ones(2, 2, 1)}, ValueError, r"v_descale must have shape \(2, 2\)"),
+    "blocks of v": (
+        (F8, F8, F8), {"v_descale": torch.ones(2, 2, 1)}, ValueError, r"v_descale must have shape \(2, 2\)"
+    ),
     "mean shape": ((F8, F8, F8), {"v_mean": torch.ones(2, 2)}, ValueError, r"v_mean must have shape \(2, 2, 16\)"),
     "twice": (
         (Quantized(F8, ONE), F8, F8), {"q_descale": ONE}, ValueError, r"q_descale must not be given"
     ),
-    "mean of q": ((Quantized(F8, ONE, torch.ones(2, 2, 16)), F8, F8), {}, ValueError, r"q may be no Quantized with a mean"),
+    "mean of q": (
+        (Quantized(F8, ONE, torch.ones(2, 2, 16)), F8, F8), {}, ValueError, r"q may be no Quantized with a mean"
+    ),
     "dropout": ((F8, F8, F8), {"dropout_p": 0.5}, ValueError, r"takes no dropout_p"),
     "out_dtype": ((F8, F8, F8), {"out_dtype": E4M3}, ValueError, r"out_dtype must be torch\.bfloat16"),
     "out_dtype kind": ((F8, F8, F8), {"out_dtype": "float32"}, TypeError, r"out_dtype must be a torch\.dtype, got str"),

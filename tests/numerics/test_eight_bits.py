@@ -1,4 +1,4 @@
-"""float8 and int8 attention on every backend that has it, against the float64 reference of the same quantised inputs."""
+"""float8 and int8 attention on every backend that has it, against the float64 reference of the quantised inputs."""
 
 from __future__ import annotations
 
@@ -225,7 +225,9 @@ def test_matrix(backend: str, case: Case) -> None:
     check(case, TARGETS[backend])
 
 
-@pytest.mark.parametrize("case", [CASES["e4m3_block"], CASES["sinks"], CASES["int8_bf16"]], ids=["e4m3", "sinks", "int8"])
+@pytest.mark.parametrize(
+    "case", [CASES["e4m3_block"], CASES["sinks"], CASES["int8_bf16"]], ids=["e4m3", "sinks", "int8"]
+)
 def test_v1_of_the_cpu(case: Case) -> None:
     check(case, TARGETS["cpu"], "v1")
 
@@ -240,9 +242,12 @@ def test_random_calls(backend: str) -> None:
     for _ in range(8):
         dtype = pick(E4M3, E4M3, E5M2, INT8)
         heads_kv = pick(1, 2)
-        options: dict[str, Any] = pick({}, {"causal": True}, {"window": (pick(0, 13, 90), pick(0, 5))}, {"softcap": 5.0})
+        options: dict[str, Any] = pick(
+            {}, {"causal": True}, {"window": (pick(0, 13, 90), pick(0, 5))}, {"softcap": 5.0}
+        )
         case = Case(
-            dtype=dtype, value_dtype=pick(BF16, F16, E4M3) if dtype == INT8 else None, kind=pick("tensor", "head", "block"),
+            dtype=dtype, value_dtype=pick(BF16, F16, E4M3) if dtype == INT8 else None,
+            kind=pick("tensor", "head", "block"),
             means=pick(True, False), heads=heads_kv * pick(1, 2), heads_kv=heads_kv, seqlen_q=pick(1, 33, 130),
             seqlen_k=pick(3, 64, 129), head_dim=pick(16, 32, 40), sinks=pick(True, False),
             data=pick("normal", "outliers", "peaks", "sink"), options=options,
@@ -261,9 +266,7 @@ def test_extreme_descales(backend: str, factor: float) -> None:
     scale = 0.3 / factor if factor else 0.3
     changed = k._replace(descale=k.descale * factor)
     out, lse = diyfa.flash_attention(q, changed, v, sm_scale=scale, return_lse=True, backend=backend)
-    want, want_lse = diyfa.flash_attention(
-        q, k, v, sm_scale=0.3 if factor else 0.0, return_lse=True, backend=backend
-    )
+    want, want_lse = diyfa.flash_attention(q, k, v, sm_scale=0.3 if factor else 0.0, return_lse=True, backend=backend)
     torch.testing.assert_close(out.float(), want.float(), rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(lse, want_lse, rtol=1e-5, atol=1e-5)
 
@@ -333,7 +336,7 @@ def test_kernels_without_these_types_say_so() -> None:
     hopper = problem.replace(arch="sm_90")
     assert registry.choose("attention_fwd", hopper, cuda).name == "v2"
     for variant in ("sm90", "v1", "split_kv"):
-        with pytest.raises(ValueError, match="eight_bits|takes float16 and bfloat16, not float8_e4m3fn"):
+        with pytest.raises(ValueError, match=r"eight_bits|takes float16 and bfloat16, not float8_e4m3fn"):
             registry.choose("attention_fwd", hopper.replace(batch_invariant=variant == "split_kv"), cuda, variant)
     for kernel in [kernel for name in ("cuda", "cpu") for kernel in registry.load_backend(name).kernels]:
         if kernel.op == "attention_bwd":

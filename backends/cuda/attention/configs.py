@@ -467,9 +467,7 @@ _DQ_FEW_BLOCKS = C(64, 64, 4, 2, "tma", measured="H200, 2026-11-28")
 
 
 def _heads(problem: AttentionProblem) -> _Heads:
-    return _Heads(
-        problem.arch, problem.dtype, problem.value_dtype, problem.bias, problem.head_dim, problem.head_dim_v
-    )
+    return _Heads(problem.arch, problem.dtype, problem.value_dtype, problem.bias, problem.head_dim, problem.head_dim_v)
 
 
 def candidates(kind: str, problem: AttentionProblem) -> tuple[AttentionConfig, ...]:

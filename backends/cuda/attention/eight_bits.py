@@ -1,14 +1,14 @@
 """What a forward kernel does for q, k and v of float8 and int8: factors, means and the scale of its weights.
 
-With q = q8 · dq, k = k8 · dk + mk and v = v8 · dv + mv (`diyfa.eight_bits`) a score is scale · (dq dk q8·k8 + dq q8·mk).
-The first factor joins the softmax scale. It is one number for each tile, because the rows of a tile share their descales.
-The second term is one number for each query. The softmax does not see it, so it is added to the log-sum-exp at the end;
-only scores that are more than scaled products (softcap) have it in the loop. Weights sum to l, so the output is
-(dv · p8 v8 + l · mv) / l.
+With q = q8 · dq, k = k8 · dk + mk and v = v8 · dv + mv (`diyfa.eight_bits`) a score is
+scale · (dq dk q8·k8 + dq q8·mk). The first factor joins the softmax scale. It is one number for each tile, because the
+rows of a tile share their descales. The second term is one number for each query. The softmax does not see it, so it is
+added to the log-sum-exp at the end; only scores that are more than scaled products (softcap) have it in the loop.
+Weights sum to l, so the output is (dv · p8 v8 + l · mv) / l.
 
-Weights are rounded to the dtype of v. `WEIGHT_SHIFT` of `diyfa.eight_bits` says by how much they are scaled before: the
-running maximum is kept that much lower, which scales weights, sums and accumulators alike and leaves the log-sum-exp and
-the quotient as they are.
+Weights are rounded to the dtype of v. `WEIGHT_SHIFT` of `diyfa.eight_bits` says by how much they are scaled before. The
+running maximum is kept that much lower, which scales weights, sums and accumulators alike, and leaves the log-sum-exp
+and the quotient as they are.
 """
 
 from __future__ import annotations

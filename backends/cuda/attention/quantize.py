@@ -1,9 +1,9 @@
 """Quantises q, k or v to float8 or int8 in one to three passes over its rows.
 
-One program has a block of rows of a head. It rotates them by a product with a Hadamard matrix that it makes itself, takes
-the mean off, and either measures the largest magnitude of its block or divides by the descale and rounds. With one descale
-for each block, one pass does both. Otherwise all blocks are measured before any is divided. A mean takes a pass before
-that, of sums over chunks of rows.
+One program has a block of rows of a head. It rotates them by a product with a Hadamard matrix that it makes itself,
+takes the mean off, and either measures the largest magnitude of its block or divides by the descale and rounds. With
+one descale for each block, one pass does both. Otherwise all blocks are measured before any is divided. A mean takes a
+pass before that, of sums over chunks of rows.
 
 The matrix is orthogonal and linear: the mean of rotated rows is the rotated mean. So the products are of the inputs
 themselves, with 1 and -1, and are exact.
@@ -12,6 +12,7 @@ themselves, with 1 and -1, and are exact.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -166,7 +167,14 @@ def sum_launch(x: torch.Tensor, sums: torch.Tensor, scheme: Scheme) -> Launch:
     batch, heads, rows, _ = x.shape
     chunks, c = sums.shape[2], constants(x, scheme._replace(kind=PER_TENSOR), MEASURE.value)
     b, h, m, _ = x.stride()
-    arguments = {"x_ptr": x, "sums_ptr": sums, "stride_xb": b, "stride_xh": h, "stride_xm": m, "heads": heads}
+    arguments: dict[str, Any] = {
+        "x_ptr": x,
+        "sums_ptr": sums,
+        "stride_xb": b,
+        "stride_xh": h,
+        "stride_xm": m,
+        "heads": heads,
+    }
     arguments |= {"n_rows": rows, "chunks": chunks}
     return Launch(_sum_kernel, batch * heads * chunks, arguments, {"c": c}, _options(c))
 
@@ -182,7 +190,7 @@ def make_launch(
     """Return the launch of one pass over x (B, H, S, D)."""
     batch, heads, rows, head_dim = x.shape
     c = constants(x, scheme, mode)
-    arguments = {"x_ptr": x, "mean_ptr": mean, "values_ptr": values, "descale_ptr": descale}
+    arguments: dict[str, Any] = {"x_ptr": x, "mean_ptr": mean, "values_ptr": values, "descale_ptr": descale}
     for name, y in (("x", x), ("v", x if values is None else values)):
         b, h, m, _ = y.stride()
         arguments |= {f"stride_{name}b": b, f"stride_{name}h": h, f"stride_{name}m": m}
@@ -193,18 +201,17 @@ def make_launch(
 def quantize(x: torch.Tensor, values: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Fill `values`, shaped like x (B, H, S, D). Return the descale and the mean (B, H, D)."""
     batch, heads, rows, head_dim = x.shape
-    new = {"dtype": torch.float32, "device": x.device}
     mean = None
     with on_device(x):
         if scheme.smooth:
-            sums = torch.empty((batch, heads, cdiv(rows, SUMMED_ROWS), head_dim), **new)
+            sums = x.new_empty((batch, heads, cdiv(rows, SUMMED_ROWS), head_dim), dtype=torch.float32)
             launch_kernel(sum_launch(x, sums, scheme))
             mean = sums.sum(2) / rows
             if scheme.rotate:
                 mean = hadamard(mean)
         mode = ALONE if scheme.kind == PER_BLOCK else MEASURE
         blocks = cdiv(rows, constants(x, scheme, mode.value).block_m)
-        descale = torch.empty((batch, heads, blocks), **new)
+        descale = x.new_empty((batch, heads, blocks), dtype=torch.float32)
         launch_kernel(make_launch(x, mean, values if mode is ALONE else None, descale, scheme, mode.value))
         if mode is not ALONE:
             magnitude = descale

@@ -582,7 +582,9 @@ def _quantizing(arch: str) -> Iterator[CompileSpec]:
         mean = x.new_empty((2, 8, d), dtype=torch.float32) if scheme.smooth else None
         descale = x.new_empty((2, 8, 8), dtype=torch.float32)
         values = None if mode == "measure" else torch.empty_like(x, dtype=scheme.dtype)
-        name = f"{dtype_name(scheme.dtype)} of {dtype} D={d} {mode}{' smooth' * scheme.smooth}{' rotate' * scheme.rotate}"
+        name = (
+            f"{dtype_name(scheme.dtype)} of {dtype} D={d} {mode}{' smooth' * scheme.smooth}{' rotate' * scheme.rotate}"
+        )
         launch = quantize.make_launch(x, mean, values, descale, scheme, modes[mode])
         yield launch_spec(launch, "quantize/round", name)
         if scheme.smooth:
