@@ -15,6 +15,7 @@ import torch
 
 from diyfa.dropout import drop_threshold, element_levels, keys_from_state, mask_from_keys, position_words
 from diyfa.eight_bits import BLOCK_K, BLOCK_Q, EIGHT_BIT_DTYPES, dequantised, unwrapped
+from diyfa.features import for_sample
 from diyfa.keywords import refuse_unknown, without_unknown
 from diyfa.options import LENGTHS, NO_LENGTHS, UNBOUNDED, AttentionOptions, Lengths
 from diyfa.problem import LAYOUTS, VARLEN, KVCacheTensors, NewKeys, as_bhsd
@@ -42,13 +43,21 @@ def visible_keys(
         visible (B, 1, Sq, Sk) bool, valid_q (B, 1, Sq, 1) bool, distance (B, 1, Sq, Sk) int64: j minus the position.
     """
     if seq_lens is None:
-        len_k = torch.full((batch, 1, 1, 1), seqlen_k, device=device)
-        len_q = torch.full((batch, 1, 1, 1), seqlen_q, device=device)
+        len_k = torch.full((batch,), seqlen_k, device=device)
+        len_q = torch.full((batch,), seqlen_q, device=device)
     else:
-        len_k = seq_lens.to(device=device, dtype=torch.int64)[:, None, None, None]
+        len_k = seq_lens.to(device=device, dtype=torch.int64)
         len_q = len_k.clamp(max=seqlen_q)
-    i = torch.arange(seqlen_q, device=device)[:, None]
-    j = torch.arange(seqlen_k, device=device)
+    return visible_keys_of_lengths(len_q, len_k, seqlen_q, seqlen_k, window)
+
+
+def visible_keys_of_lengths(
+    len_q: torch.Tensor, len_k: torch.Tensor, seqlen_q: int, seqlen_k: int, window: tuple[int, int]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the results of `visible_keys` for samples with len_q (B,) queries and len_k (B,) keys."""
+    len_q, len_k = len_q[:, None, None, None], len_k[:, None, None, None]
+    i = torch.arange(seqlen_q, device=len_q.device)[:, None]
+    j = torch.arange(seqlen_k, device=len_q.device)
     distance = j - (i + len_k - len_q)
     valid_q = i < len_q
     visible = valid_q & (j < len_k)
@@ -64,6 +73,25 @@ def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return a @ b, summed in float32 or wider and rounded once. PyTorch may sum float16 products in float16."""
     wide = torch.promote_types(a.dtype, torch.float32)
     return (a.to(wide) @ b.to(wide)).to(a.dtype)
+
+
+def masked_scores(
+    q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor, distance: torch.Tensor, options: AttentionOptions
+) -> torch.Tensor:
+    """Return the scores of q (B, H, Sq, D) and k (B, H, Sk, D), -inf where a query does not see a key.
+
+    They have the dtype of the softmax statistics, float32 or wider. `visible`, `distance`: those of `visible_keys`."""
+    dtype, (batch, heads) = q.dtype, q.shape[:2]
+    stat_dtype = torch.promote_types(dtype, torch.float32)
+    scores = _product(q * options.sm_scale, k.transpose(-1, -2))
+    if options.softcap:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
+    if options.alibi_slopes is not None:
+        slopes = options.alibi_slopes.to(stat_dtype).expand(batch, heads)[:, :, None, None]
+        scores = (scores - slopes * distance.abs()).to(dtype)
+    if options.attn_bias is not None:
+        scores = scores + options.attn_bias.to(dtype)
+    return scores.to(stat_dtype).masked_fill(~visible, -_INF)
 
 
 def _attend(
@@ -87,16 +115,7 @@ def _attend(
         valid_k = torch.arange(seqlen_k, device=q.device)[:, None] < seq_lens.to(q.device)[:, None, None, None]
         q, k, v = torch.where(valid_q, q, 0), torch.where(valid_k, k, 0), torch.where(valid_k, v, 0)
     k, v = (x.repeat_interleave(heads // k.shape[1], dim=1) for x in (k, v))
-
-    scores = _product(q * options.sm_scale, k.transpose(-1, -2))
-    if options.softcap:
-        scores = options.softcap * torch.tanh(scores / options.softcap)
-    if options.alibi_slopes is not None:
-        slopes = options.alibi_slopes.to(stat_dtype).expand(batch, heads)[:, :, None, None]
-        scores = (scores - slopes * distance.abs()).to(dtype)
-    if options.attn_bias is not None:
-        scores = scores + options.attn_bias.to(dtype)
-    scores = scores.to(stat_dtype).masked_fill(~visible, -_INF)
+    scores = masked_scores(q, k, visible, distance, options)
 
     # torch.softmax would give NaN for rows without a key, which must give 0, and the sink joins the denominator only.
     sink = None if sinks is None else sinks.to(stat_dtype)[:, None, None]
@@ -120,24 +139,16 @@ def _attend(
 
 
 def _dequantised(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions, b: int | None = None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, AttentionOptions]:
-    """Return the numbers that q, k and v stand for, and the options without what they were made with, but `v_mean`.
-
-    `b`: the packed sequence that they are, None for all samples."""
-
-    def sample(x: torch.Tensor | None) -> torch.Tensor | None:
-        return x if x is None or b is None or x.numel() == 1 or x.dim() < 2 else x[b : b + 1]
-
-    o = options
-    v_mean = sample(o.v_mean)
+    """Return the numbers that q, k and v (B, H, S, D) stand for, and the options with only `v_mean` of what says so."""
+    o, dtype = options, q.dtype
     if o.q_descale is o.k_descale is o.v_descale is o.k_mean is None:
-        return q, k, v, o._replace(v_mean=v_mean)
-    dtype = q.dtype
-    q = dequantised(q, sample(o.q_descale), dtype, BLOCK_Q)
-    k = dequantised(k, sample(o.k_descale), dtype, BLOCK_K, sample(o.k_mean))
-    v = dequantised(v, sample(o.v_descale), dtype)
-    return q, k, v, o._replace(q_descale=None, k_descale=None, v_descale=None, k_mean=None, v_mean=v_mean)
+        return q, k, v, o
+    q = dequantised(q, o.q_descale, dtype, BLOCK_Q)
+    k = dequantised(k, o.k_descale, dtype, BLOCK_K, o.k_mean)
+    v = dequantised(v, o.v_descale, dtype)
+    return q, k, v, o._replace(q_descale=None, k_descale=None, v_descale=None, k_mean=None)
 
 
 def _attend_sequences(
@@ -154,16 +165,14 @@ def _attend_sequences(
         keys = keys_from_state(options.rng_state.to(q.device), len(ends), heads)
     for b, ((q0, q1), (k0, k1)) in enumerate(ends):
         q_b, k_b, v_b = (x[None].transpose(1, 2) for x in (q[q0:q1], k[k0:k1], v[k0:k1]))
-        slopes = options.alibi_slopes
-        if slopes is not None and slopes.dim() == 2:
-            slopes = slopes[b : b + 1]
-        q_b, k_b, v_b, options_b = _dequantised(q_b, k_b, v_b, options, b)
+        sequence = for_sample(options, b)
+        q_b, k_b, v_b, sequence = _dequantised(q_b, k_b, v_b, sequence)
         keep = None
         if keys is not None:
             rows, columns = torch.arange(q1 - q0, device=q.device), torch.arange(k1 - k0, device=q.device)
             words = (position_words(key[b], x) for key, x in zip(keys, (rows, rows, columns, columns), strict=True))
             keep = element_levels(*words) >= drop_threshold(options.dropout_p)  # as dropout_mask for sample b
-        sequence_out, sequence_lse = attend(q_b, k_b, v_b, NO_LENGTHS, options_b._replace(alibi_slopes=slopes), keep)
+        sequence_out, sequence_lse = attend(q_b, k_b, v_b, NO_LENGTHS, sequence, keep)
         out[q0:q1], lse[:, q0:q1] = sequence_out[0].transpose(0, 1), sequence_lse[0]
     return out, lse
 
