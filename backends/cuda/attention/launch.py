@@ -11,7 +11,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from diyfa.backends.cuda.attention.configs import AttentionConfig, candidates, edge_tile_form, reads_rows, tile_form
+from diyfa.backends.cuda.attention.configs import (
+    AttentionConfig,
+    candidates,
+    edge_tile_form,
+    key_columns,
+    reads_rows,
+    tile_form,
+)
 from diyfa.backends.cuda.attention.dropout import keep_threshold
 from diyfa.backends.cuda.attention.tile_io import cdiv, lengths_constant, padded_head_dim
 from diyfa.backends.cuda.runtime import tune
@@ -266,7 +273,7 @@ def attention_constants(problem: AttentionProblem) -> dict[str, Any]:
         "has_right": problem.window_right >= 0,
         "lengths": lengths_constant(problem),
         "adjusted": has_adjusted_scores(problem),
-        "block_d": padded_head_dim(problem.head_dim),
+        "block_d": key_columns(problem),
         "block_dv": padded_head_dim(problem.head_dim_v),
         "precision": "ieee",
     }
@@ -322,6 +329,7 @@ def _bucket(problem: AttentionProblem) -> tuple[object, ...]:
         bucket_size(problem.window_left + 1),
         problem.aligned,
         problem.bias,
+        problem.value_dtype,
     )
 
 
