@@ -33,7 +33,8 @@ CACHE := .cache
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python3.10; do \
   "$$p" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 15))' 2>/dev/null && echo "$$p" && break; done)
 TORCH_VERSION ?= 2.13.0
-# Of `make test-npu-oldest`; any other pair of diyfa/npu_stacks.py runs the same way, in a VENV_NPU_OLDEST of its own.
+# Of `make test-npu-oldest`; any other pair of diyfa/npu_stacks.py runs the same way, in a VENV_NPU_OLDEST of its own,
+# the newest with `VENV_NPU_OLDEST=.venv-npu-newest OLDEST_TORCH=2.14.0 OLDEST_TORCH_NPU=2.14.0`.
 OLDEST_TORCH ?= 2.7.1
 OLDEST_TORCH_NPU ?= 2.7.1.post2
 # The extra `npu` has no triton-ascend, because a machine with an NPU has one. Its interpreter refuses newer NumPys.

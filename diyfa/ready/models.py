@@ -10,7 +10,20 @@ from typing import Any, NamedTuple
 
 import torch
 
-from diyfa.ready.calls import BF16, CHUNKS, DECODING, FP32, HALVES, TRAINED, Call, Heads, attention, cache
+from diyfa.ready.calls import (
+    BF16,
+    CHUNKS,
+    DECODING,
+    FEW_QUERIES,
+    FP32,
+    HALVES,
+    TRAINED,
+    Call,
+    Heads,
+    Rows,
+    attention,
+    cache,
+)
 
 Config = dict[str, Any]
 # Encoders, whose tokens see all others: how the names of their architectures end, and types of models.
@@ -114,8 +127,20 @@ def training(model: Model) -> Iterator[Call]:
 
 def serving(model: Model, pages: tuple[int, ...]) -> Iterator[Call]:
     """Yield decoding steps and long prompts over a cache with `pages` (0: contiguous), with pages also packed ones."""
+    yield from _over_caches(model, pages, (*DECODING, *CHUNKS))
+
+
+def serving_more(model: Model, pages: tuple[int, ...]) -> Iterator[Call]:
+    """Yield what a server meets besides `serving`: short prompts and guessed tokens, and appending."""
+    yield from _over_caches(model, pages, FEW_QUERIES)
+    if model.latent is None:
+        for rows in (DECODING[0], CHUNKS[0]):
+            yield from _over_caches(model, pages, (rows,), new=rows.queries)
+
+
+def _over_caches(model: Model, pages: tuple[int, ...], sizes: tuple[Rows, ...], new: int = 0) -> Iterator[Call]:
     heads = model.latent or model.heads
-    for options, page, rows in product(model.options, pages, (*DECODING, *CHUNKS)):
+    for options, page, rows in product(model.options, pages, sizes):
         if _MASKED not in options:
             continue
         if model.latent is not None and rows in CHUNKS:  # prompts expand the latent keys, as in training
@@ -124,6 +149,9 @@ def serving(model: Model, pages: tuple[int, ...]) -> Iterator[Call]:
         arguments = {"window_size" if name == "window" else name: value for name, value in options.items()}
         if model.latent is not None:
             arguments["latent"] = True
+        if new:
+            yield cache(heads, rows, model.dtype, page, **arguments, new=new)
+            continue
         yield cache(heads, rows, model.dtype, page, **arguments)
         if page and model.latent is None:
             yield cache(heads, rows, model.dtype, page, True, **arguments)

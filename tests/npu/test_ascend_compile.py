@@ -176,6 +176,29 @@ def test_conservative_tiles_of_the_950_compile() -> None:
     assert found and all(r["ok"] for r in found), [_describe(r) for r in found if not r["ok"]]
 
 
+SAMPLE = (
+    "attention_fwd/v2 float16 D=128 causal 64x256", "attention_bwd/v2/dq float16 D=128 causal 128x128",
+    "attention_bwd/v2/dkdv float16 D=128 causal 64x64", "kvcache_fwd/split_kv float16 D=128 page=128 Sq=1 16x128",
+    "matmul/persistent float16->float16 nn 128x256x256", "attention_merge float32 D=80",
+)  # fmt: skip
+
+
+@needs_compilers
+@pytest.mark.timeout(TIMEOUT_S)
+def test_a_sample_passes_with_all_blocks_parallel() -> None:
+    """As TRITON_ALL_BLOCKS_PARALLEL=1 compiles it; the compiler adds a loop over the blocks of the grid."""
+    code = (
+        "import json; from dataclasses import asdict, replace; from diyfa.lab.npu import aot\n"
+        f"jobs = [job for job in aot.jobs_for({A2!r}) if f'{{job.kernel}} {{job.case}}' in {SAMPLE!r}]\n"
+        "jobs = [replace(job, options={**job.options, aot.ALL_BLOCKS_PARALLEL: True}) for job in jobs]\n"
+        f"print(json.dumps([asdict(report) for report in aot.compile_jobs(jobs, {A2!r})]))\n"
+    )
+    found = json.loads(run_python(code, **COMPILING))
+    assert {f"{r['kernel']} {r['case']}" for r in found} == {*SAMPLE}
+    assert {r["compiler"] for r in found} == {f"ascendnpu-ir {version}" for version in releases(A2)}
+    assert [_describe(r) for r in found if not r["ok"]] == []
+
+
 @needs_compilers
 @pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.parametrize("target", [A2, WHOLE_A3])

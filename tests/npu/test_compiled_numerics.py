@@ -90,6 +90,18 @@ def test_attention(case: Case) -> None:
         assert log.instructions > 100
 
 
+def test_a_grid_larger_than_the_chip() -> None:
+    """With TRITON_ALL_BLOCKS_PARALLEL=1 48 blocks run on 20 cube and 40 vector cores of a 910B3."""
+    case = Case("many_heads", heads=48, heads_kv=24, seqlen_q=40, seqlen_k=70, head_dim=16, causal=True, sinks=True)
+    results, log = run(case, programs=48, all_blocks_parallel=True)
+    assert_within_budget(results, case)
+    assert not log.races, "\n".join(log.races)
+    assert {"_fwd_kernel", "_bwd_dkdv_kernel", "_bwd_dq_kernel", "_bwd_preprocess_kernel"} <= {*log.launches}
+    started = dict(zip(log.launches, log.grids, strict=True))
+    assert started["_fwd_kernel"] == started["_bwd_dq_kernel"] == (48, 20)
+    assert started["_bwd_preprocess_kernel"] == (48, 40)
+
+
 @pytest.mark.parametrize("name", ["causal_d64", "everything_dropout"])
 def test_attention_without_multibuffering(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DIYFA_NPU_MULTIBUFFER", "0")

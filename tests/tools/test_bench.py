@@ -96,6 +96,14 @@ def test_attention_beside_its_peers(capsys):
     assert runner.results == []
 
 
+def test_work_of_a_wide_head_is_that_of_both_head_dims():
+    results = BenchmarkRunner("cpu", warmup=0, rep=1).benchmark_attention(
+        diyfa.flash_attention, [16], 1, 1, 576, dtype=torch.float32
+    )
+    for r in results:
+        assert r.tflops == pytest.approx(tflops(4 * 16 * 16 * (576 + 512) / 2, r.time_ms))
+
+
 def test_matmul_with_block_configurations():
     runner = BenchmarkRunner("cpu", warmup=0, rep=1)
     blocks = [{"block_m": 16, "block_n": 16, "block_k": 16}, {"block_m": 32, "block_n": 16, "block_k": 16}]
@@ -148,6 +156,15 @@ def test_the_check_before_a_timing(dtype, causal):
         check_attention(out, q, k, v, not causal) if not causal else check_attention(
             out * float("nan"), q, k, v, causal
         )
+    for place in ((0, 0, 0), (0, 0, 99), (-1, -1, 0)):  # the first and last rows of the first and last head
+        wrong = out.clone()
+        wrong[place] += 0.1
+        with pytest.raises(WrongResultError, match=r"wrong result: an error of 0\.1"):
+            check_attention(wrong, q, k, v, causal)
+    wrong = out.clone()
+    wrong[1, 1, 50, 3] = float("nan")
+    with pytest.raises(WrongResultError, match="NaN or infinity"):
+        check_attention(wrong, q, k, v, causal)
     with pytest.raises(WrongResultError, match="shape"):
         check_attention(out[:, :, :, :16], q, k, v, causal)
 
@@ -157,6 +174,11 @@ def test_the_check_of_a_product():
     assert check_matmul(a @ b, a, b) < 1e-4
     with pytest.raises(WrongResultError):
         check_matmul(a @ b * 1.01, a, b)
+    for place in ((0, 0), (-1, -1)):
+        wrong = a @ b
+        wrong[place] += 1
+        with pytest.raises(WrongResultError, match="wrong result: an error of 1"):
+            check_matmul(wrong, a, b)
 
 
 def test_clocks_are_those_that_nvidia_smi_says(monkeypatch):

@@ -31,8 +31,10 @@ from diyfa import registry
 from diyfa.cli import output
 from diyfa.cli.app import app
 from diyfa.lab.bench import timing
+from diyfa.lab.bench.command import DEFAULTS
 from diyfa.lab.compile_report import CompileReport
 from diyfa.lab.demo import train as demo_train
+from diyfa.lab.report.model import build_report
 from diyfa.lab.results import read_results
 from diyfa.problem import Kernel
 from diyfa.reference import reference_attention
@@ -613,6 +615,7 @@ def test_bench_writes_json(tmp_path):
     assert {r["case"] for r in rows if r["kind"] == "ceiling"} == {"matrix product", "read"}
     sizes = {tuple(r[name] for name in "BHSD") for r in rows if r["kind"] == "attention"}
     assert sizes == {(4, 8, 32, 16), (4, 8, 48, 16)}
+    assert all(r["causal"] for r in rows if r["kind"] == "attention")
     assert all("spread" in r for r in rows) and all("error" in r for r in rows if r["kind"] != "ceiling")
     assert json.loads(path.read_text())["rows"] == rows
     assert read_results(path).rows == rows
@@ -633,6 +636,51 @@ def test_bench_continues_where_it_was_cut_off(tmp_path, monkeypatch):
     assert rows[: len(earlier)] == earlier and len(rows) == 2 * len(earlier) and len(timed) == len(earlier)
     assert invoke(*arguments, "--seq-len", "16", "--again").exit_code == 0
     assert len(json.loads(path.read_text())["rows"]) == len(earlier) and len(timed) == 2 * len(earlier)
+
+
+def test_the_ceilings_of_bench(monkeypatch):
+    """2·16³ operations and the bytes that the sum reads, in 1 ms."""
+    monkeypatch.setattr("diyfa.lab.bench.command.time_calls", lambda *a: [0.8, 1.0, 1.0, 1.0, 1.2])
+    arguments = ("bench", "--backend", "cpu", "--op", "ceilings", "--size", "16")
+    product, read = invoke_json(*arguments)[1]["rows"]
+    assert product["tflops"] == pytest.approx(2 * 16**3 / 1e-3 / 1e12)
+    assert read["GB/s"] == pytest.approx(DEFAULTS["cpu"].read_mib * 2**20 / 1e-3 / 1e9)
+    monkeypatch.setattr("diyfa.lab.bench.command.time_calls", lambda *a: [0.8, 0.8, 1.0, 1.2, 1.2])
+    assert invoke(*arguments).output.count(": ~") == 2
+    assert invoke(*arguments, "--spread-limit", "0.5").output.count(": ~") == 0
+
+
+def test_bench_says_when_each_row_was_measured(tmp_path, monkeypatch):
+    """Rows of a continued file keep their date and clocks, new ones have those of their own run."""
+    path = tmp_path / "bench.json"
+    arguments = ("bench", "--backend", "cpu", "--op", "matmul", "--size", "16", "--rep", "1", "--output", str(path))
+    assert invoke(*arguments).exit_code == 0
+    earlier = json.loads(path.read_text())
+    path.write_text(json.dumps({**earlier, "date": "2026-01-02T03:04:05+00:00", "clocks": {"sm_mhz": 1.0}, "chip": 7}))
+    assert invoke(*arguments, "--size", "24").exit_code == 0
+    document = json.loads(path.read_text())
+    assert (document["date"], document["clocks"]) == ("2026-01-02T03:04:05+00:00", {"sm_mhz": 1.0})
+    assert document["chip"] == 7 and document["rows"][:2] == earlier["rows"]
+    assert all(row["date"][:10] >= earlier["date"][:10] for row in document["rows"][2:])
+    report = build_report([read_results(path)])
+    (table,) = report["tables"]
+    dates = [row[table["columns"].index("date")] for row in table["rows"]]
+    assert dates[:2] == ["2026-01-02"] * 2 and dates[2:] == [document["rows"][2]["date"][:10]] * 2
+    assert report["devices"][0]["dates"] == [dates[0], dates[2]]
+
+
+def test_bench_shows_and_keeps_apart_what_was_measured_otherwise(tmp_path):
+    """Another dtype is another table, and a larger product another ceiling."""
+    path = tmp_path / "bench.json"
+    arguments = ("bench", "--backend", "cpu", "--rep", "1", "--warmup", "0", "--output", str(path))
+    small = ("--seq-len", "16", "--batch", "1", "--heads", "1", "--head-dim", "16", "--size", "16")
+    assert invoke(*arguments, *small).exit_code == 0
+    result = invoke(*arguments, *small, "--dtype", "bfloat16")
+    assert result.exit_code == 0 and result.output.count("diyfa") == 2
+    assert result.output.count("ceiling, ") == 2
+    assert "product of 24: " in invoke(*arguments, "--op", "ceilings", "--size", "24").output
+    found = [(row["dtype"], row["M"]) for row in read_results(path).rows if row.get("case") == "matrix product"]
+    assert found == [("float32", 16), ("bfloat16", 16), ("float32", 24)]
 
 
 def test_bench_saves_what_it_has_measured(tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ import torch
 
 from diyfa.arch import ELEMENT_BYTES, npu_spec
 from diyfa.backends.npu.runtime.compat import INTERPRETED, INTERPRETER_PROGRAMS, Constants
+from diyfa.backends.npu.runtime.compiler import compiling_if_allowed
 from diyfa.backends.npu.runtime.multibuffer import options_in_use
 from diyfa.problem import AttentionProblem, Launch, bhsd_strides
 
@@ -111,9 +112,14 @@ recorder: Callable[[Launch], None] | None = None  # receives launches instead of
 
 
 def run(launch: Launch) -> None:
-    """Launch on the current device, or give the launch to `recorder`. The interpreter takes no compiler options."""
+    """Launch on the current device, or give the launch to `recorder`. The interpreter takes no compiler options.
+
+    Raises RuntimeError if Triton would have to compile the kernel and DIYFA_JIT=never."""
     if recorder is not None:
         recorder(launch)
         return
-    options = {} if INTERPRETED else launch.options
-    launch.kernel[(launch.grid,)](**launch.arguments, **launch.constants, **options)
+    if INTERPRETED:
+        launch.kernel[(launch.grid,)](**launch.arguments, **launch.constants)
+        return
+    with compiling_if_allowed(launch.kernel.__name__):
+        launch.kernel[(launch.grid,)](**launch.arguments, **launch.constants, **launch.options)

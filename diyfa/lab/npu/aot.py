@@ -45,8 +45,12 @@ from diyfa.problem import ToolMissing
 JOBS = os.cpu_count() or 2  # back-half processes at a time
 TIMEOUT_S = 300
 
+# The option of a job that stands for TRITON_ALL_BLOCKS_PARALLEL=1. triton-ascend then starts at most as many blocks as
+# the chip has cores, and the compiled kernel loops over the blocks of the grid.
+ALL_BLOCKS_PARALLEL = "all_blocks_parallel"
 # triton-ascend's option name -> flag of bishengir-compile, as triton-ascend itself passes them.
 _FLAGS = {
+    ALL_BLOCKS_PARALLEL: "--enable-auto-blockify-loop",
     "multibuffer": "--enable-auto-multi-buffer",
     "enable_auto_bind_sub_block": "--enable-auto-bind-sub-block",
     "limit_auto_multi_buffer_only_for_local_buffer": "--limit-auto-multi-buffer-only-for-local-buffer",
