@@ -102,8 +102,8 @@ def use_in_diffusers(quantize: str | None = None) -> Handle:
     if handle is not None:
         if handle.detail != (quantize or ""):
             raise ValueError(
-                f"diyfa is in diffusers with quantize={handle.detail or None!r}: remove that handle first, then ask for "
-                f"{quantize!r}"
+                f"diyfa is in diffusers with quantize={handle.detail or None!r}: remove that handle first, then ask "
+                f"for {quantize!r}"
             )
         return handle
     from diffusers.models import attention_dispatch
