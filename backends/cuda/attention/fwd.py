@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import triton
@@ -63,7 +62,6 @@ from diyfa.backends.cuda.attention.tile_io import (
     store_tile,
 )
 from diyfa.backends.cuda.runtime.passes import Pass
-from diyfa.eight_bits import ARGUMENTS as EIGHT_BIT_ARGUMENTS
 from diyfa.eight_bits import EIGHT_BITS, WEIGHT_SHIFT
 from diyfa.problem import AttentionProblem, AttentionTensors, Launch, cached_per_kind
 
@@ -279,11 +277,12 @@ class ForwardConstants(TileConstants):
 @cached_per_kind
 def constants(problem: AttentionProblem, config: AttentionConfig, negate: bool) -> ForwardConstants:
     """Return the kernel's constants."""
-    eight_bits: dict[str, Any] = {}
-    if problem.dtype in EIGHT_BITS:
-        eight_bits = {name: getattr(problem, name) for name in EIGHT_BIT_ARGUMENTS}
-        eight_bits |= {"eight_bits": True, "weight_shift": WEIGHT_SHIFT.get(problem.value_dtype or problem.dtype, 0)}
-    return ForwardConstants(**tile_constants(problem, config), sinks=problem.sinks, negate=negate, **eight_bits)
+    eight_bits = problem.dtype in EIGHT_BITS
+    weight_shift = WEIGHT_SHIFT.get(problem.value_dtype or problem.dtype, 0) if eight_bits else 0
+    shared = tile_constants(problem, config)
+    return ForwardConstants.read_from(
+        problem, config, **shared, negate=negate, eight_bits=eight_bits, weight_shift=weight_shift
+    )
 
 
 def make_launch(
