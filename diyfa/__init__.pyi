@@ -41,9 +41,9 @@ __all__: list[str]
 
 @overload
 def flash_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: torch.Tensor | Quantized,
+    k: torch.Tensor | Quantized,
+    v: torch.Tensor | Quantized,
     causal: bool = False,
     sm_scale: float | None = None,
     seq_lens: torch.Tensor | None = None,
@@ -68,9 +68,9 @@ def flash_attention(
 ) -> torch.Tensor: ...
 @overload
 def flash_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: torch.Tensor | Quantized,
+    k: torch.Tensor | Quantized,
+    v: torch.Tensor | Quantized,
     causal: bool = False,
     sm_scale: float | None = None,
     seq_lens: torch.Tensor | None = None,
@@ -95,9 +95,9 @@ def flash_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def flash_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: torch.Tensor | Quantized,
+    k: torch.Tensor | Quantized,
+    v: torch.Tensor | Quantized,
     causal: bool = False,
     sm_scale: float | None = None,
     seq_lens: torch.Tensor | None = None,
@@ -122,9 +122,9 @@ def flash_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def flash_attention_v2(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: torch.Tensor | Quantized,
+    k: torch.Tensor | Quantized,
+    v: torch.Tensor | Quantized,
     causal: bool = False,
     sm_scale: float | None = None,
     seq_lens: torch.Tensor | None = None,
@@ -149,9 +149,9 @@ def flash_attention_v2(
 ) -> torch.Tensor: ...
 @overload
 def flash_attention_v2(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: torch.Tensor | Quantized,
+    k: torch.Tensor | Quantized,
+    v: torch.Tensor | Quantized,
     causal: bool = False,
     sm_scale: float | None = None,
     seq_lens: torch.Tensor | None = None,
@@ -176,9 +176,9 @@ def flash_attention_v2(
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def flash_attention_v2(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: torch.Tensor | Quantized,
+    k: torch.Tensor | Quantized,
+    v: torch.Tensor | Quantized,
     causal: bool = False,
     sm_scale: float | None = None,
     seq_lens: torch.Tensor | None = None,
@@ -203,9 +203,9 @@ def flash_attention_v2(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def flash_attention_varlen(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: torch.Tensor | Quantized,
+    k: torch.Tensor | Quantized,
+    v: torch.Tensor | Quantized,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor | None,
     max_seqlen_q: int,
@@ -235,9 +235,9 @@ def flash_attention_varlen(
 ) -> torch.Tensor: ...
 @overload
 def flash_attention_varlen(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: torch.Tensor | Quantized,
+    k: torch.Tensor | Quantized,
+    v: torch.Tensor | Quantized,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor | None,
     max_seqlen_q: int,
@@ -267,9 +267,9 @@ def flash_attention_varlen(
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def flash_attention_varlen(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: torch.Tensor | Quantized,
+    k: torch.Tensor | Quantized,
+    v: torch.Tensor | Quantized,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor | None,
     max_seqlen_q: int,
@@ -653,9 +653,9 @@ def flash_attn_with_kvcache(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def reference_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: torch.Tensor | Quantized,
+    k: torch.Tensor | Quantized,
+    v: torch.Tensor | Quantized,
     causal: bool = False,
     sm_scale: float | None = None,
     seq_lens: torch.Tensor | None = None,
@@ -681,9 +681,9 @@ def reference_attention(
 ) -> torch.Tensor: ...
 @overload
 def reference_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: torch.Tensor | Quantized,
+    k: torch.Tensor | Quantized,
+    v: torch.Tensor | Quantized,
     causal: bool = False,
     sm_scale: float | None = None,
     seq_lens: torch.Tensor | None = None,
@@ -709,9 +709,9 @@ def reference_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def reference_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: torch.Tensor | Quantized,
+    k: torch.Tensor | Quantized,
+    v: torch.Tensor | Quantized,
     causal: bool = False,
     sm_scale: float | None = None,
     seq_lens: torch.Tensor | None = None,

@@ -14,13 +14,14 @@ from typing import Any, NoReturn
 import torch
 
 from diyfa.dropout import drop_threshold, element_levels, keys_from_state, mask_from_keys, position_words
-from diyfa.eight_bits import BLOCK_K, BLOCK_Q, EIGHT_BIT_DTYPES, dequantised, unwrapped
+from diyfa.eight_bits import BLOCK_K, BLOCK_Q, EIGHT_BIT_DTYPES, Quantized, dequantised, unwrapped
 from diyfa.features import for_sample
 from diyfa.keywords import refuse_unknown, without_unknown
 from diyfa.options import LENGTHS, NO_LENGTHS, UNBOUNDED, AttentionOptions, Lengths
 from diyfa.problem import LAYOUTS, VARLEN, KVCacheTensors, NewKeys, as_bhsd
 
 _INF = float("inf")
+Input = torch.Tensor | Quantized
 
 # (q, k, v, lengths, options, keep) -> out, lse, as `_attend`.
 Attend = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -179,9 +180,9 @@ def _attend_sequences(
 
 @without_unknown
 def reference_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Input,
+    k: Input,
+    v: Input,
     causal: bool = False,
     sm_scale: float | None = None,
     seq_lens: torch.Tensor | None = None,
@@ -242,9 +243,9 @@ def reference_attention(
 
 def attention_by(
     attend: Attend,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Any,
+    k: Any,
+    v: Any,
     *,
     layout: str = "bhsd",
     causal: bool = False,
