@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from diyfa.block_lists import BLOCK_SIZES, WORD, block_of, list_length, n_blocks
+
 ATTENTION_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _DTYPE_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in ATTENTION_DTYPES}
 Sizes = dict[str, int]  # of one call: "b" samples, "h" query heads, "q" queries, "k" keys
@@ -99,6 +101,31 @@ class State(Shape):
         return ""
 
 
+class BlockLists(Shape):
+    """`mask_blocks` of a block mask: one list or as many as samples and heads. `BlockMask` guarantees its length."""
+
+    def allowed_shapes(self, sizes: Sizes) -> list[tuple[int, ...]]:
+        return [(1, 1, list_length(*n_blocks(sizes["q"], sizes["k"], (BLOCK_SIZES[-1],) * 2)))]
+
+    def refuses(self, x: torch.Tensor, sizes: Sizes) -> str:
+        full = sizes["b"], sizes["h"]
+        if x.dim() == 3 and all(size in (1, n) for size, n in zip(x.shape, full, strict=False)):
+            return ""
+        return f"be of 1 or {full[0]} samples and 1 or {full[1]} query heads, got {tuple(x.shape[:-1])}"
+
+
+class BlockBits(Shape):
+    """`mask_bits` of a block mask: its partial blocks."""
+
+    def allowed_shapes(self, sizes: Sizes) -> list[tuple[int, ...]]:
+        return [(1, BLOCK_SIZES[-1], BLOCK_SIZES[-1] // WORD)]
+
+    def refuses(self, x: torch.Tensor, sizes: Sizes) -> str:
+        if x.dim() == 3 and all(size in BLOCK_SIZES for size in block_of(x)):
+            return ""
+        return f"have shape (partial blocks, 64 or 128, 2 or 4), got {tuple(x.shape)}"
+
+
 @dataclass(frozen=True)
 class Feature:
     """One field of `Lengths` or `AttentionOptions`, or a feature that shapes decide.
@@ -165,6 +192,14 @@ FEATURES = (
     Feature(
         "rng_state", "Tensor?", "dropout_origins", _has_origins, _INT64, "int64", State(("2", "o")),
         is_present=lambda problem: problem.dropout,
+    ),
+    Feature(
+        "mask_blocks", "Tensor?", "", None, _INT32, "int32", BlockLists(()), prepared=_contiguous,
+        is_present=lambda problem: bool(problem.mask),
+    ),
+    Feature(
+        "mask_bits", "Tensor?", "mask", block_of, _INT32, "int32", BlockBits(()), prepared=_contiguous,
+        refusal_name="mask", label="block mask", example={"mask": (128, 128)},
     ),
     Feature("max_seqlen_q", "SymInt", "seqlen_q"),
     Feature("max_seqlen_k", "SymInt", "seqlen_k"),

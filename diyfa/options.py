@@ -49,6 +49,8 @@ class AttentionOptions(NamedTuple):
     attn_bias: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
     rng_state: torch.Tensor | None = None  # None without dropout
+    mask_blocks: torch.Tensor | None = None  # both tensors of a block mask (`diyfa.block_lists`), or none
+    mask_bits: torch.Tensor | None = None
     deterministic: bool = False
     needs_grad: bool = False
     bias_grad: bool = False  # attn_bias itself wants a gradient
@@ -89,18 +91,22 @@ def optional_tensors(lengths: Lengths, options: AttentionOptions) -> tuple[torch
     """Return all optional tensors or None, in the order of the table."""
     return (
         lengths.cu_seqlens_q, lengths.cu_seqlens_k, lengths.seq_lens, options.alibi_slopes, options.attn_bias,
-        options.sinks, options.rng_state,
+        options.sinks, options.rng_state, options.mask_blocks, options.mask_bits,
     )  # fmt: skip
 
 
 def optional_from_arguments(lengths: Lengths, arguments: dict[str, Any]) -> tuple[Any, ...]:
     """Return all optional tensors of lengths and named arguments, in the order of the table, or () if none is given."""
-    slopes, bias, sinks, state = (
-        arguments.get("alibi_slopes"), arguments.get("attn_bias"), arguments.get("sinks"), arguments.get("rng_state")
+    slopes, bias, sinks, state, blocks = (
+        arguments.get("alibi_slopes"), arguments.get("attn_bias"), arguments.get("sinks"), arguments.get("rng_state"),
+        arguments.get("mask_blocks"),
     )  # fmt: skip
-    if lengths is NO_LENGTHS and slopes is bias is sinks is state is None:
+    if lengths is NO_LENGTHS and slopes is bias is sinks is state is blocks is None:
         return ()
-    return lengths.cu_seqlens_q, lengths.cu_seqlens_k, lengths.seq_lens, slopes, bias, sinks, state
+    return (
+        lengths.cu_seqlens_q, lengths.cu_seqlens_k, lengths.seq_lens, slopes, bias, sinks, state, blocks,
+        arguments.get("mask_bits"),
+    )  # fmt: skip
 
 
 def pack(lengths: Lengths, options: AttentionOptions) -> tuple[Any, ...]:
@@ -116,13 +122,14 @@ def pack(lengths: Lengths, options: AttentionOptions) -> tuple[Any, ...]:
 def unpack(arguments: Sequence[Any], packing: str = "") -> tuple[Lengths, AttentionOptions]:
     """Return the lengths and options of the flat arguments of `SCHEMA`, which has no `packing`."""
     (
-        cu_seqlens_q, cu_seqlens_k, seq_lens, alibi_slopes, attn_bias, sinks, rng_state, max_seqlen_q, max_seqlen_k,
-        sm_scale, window_left, window_right, softcap, dropout_p, layout, deterministic, needs_grad, bias_grad, backend,
-        variant, batch_invariant, out_dtype,
+        cu_seqlens_q, cu_seqlens_k, seq_lens, alibi_slopes, attn_bias, sinks, rng_state, mask_blocks, mask_bits,
+        max_seqlen_q, max_seqlen_k, sm_scale, window_left, window_right, softcap, dropout_p, layout, deterministic,
+        needs_grad, bias_grad, backend, variant, batch_invariant, out_dtype,
     ) = arguments  # fmt: skip
     return Lengths(cu_seqlens_q, cu_seqlens_k, seq_lens, max_seqlen_q, max_seqlen_k), AttentionOptions(
         layout, sm_scale, window_left, window_right, softcap, dropout_p, alibi_slopes, attn_bias, sinks, rng_state,
-        deterministic, needs_grad, bias_grad, backend, variant, batch_invariant, out_dtype, packing,
+        mask_blocks, mask_bits, deterministic, needs_grad, bias_grad, backend, variant, batch_invariant, out_dtype,
+        packing,
     )  # fmt: skip
 
 

@@ -205,6 +205,7 @@ class AttentionProblem(_AttentionShape, _Problem):
     out_dtype: str = ""
     few_steps: bool = True
     aligned_gradients: bool = True
+    mask: tuple[int, ...] = ()  # (queries, keys) of a block of the block mask, () without one
 
     @property
     def masked(self) -> bool:
@@ -324,6 +325,8 @@ class AttentionTensors(NamedTuple):
     attn_bias: torch.Tensor | None = None  # broadcastable to (B, H, Sq, Sk)
     sinks: torch.Tensor | None = None  # (H,) fp32
     rng_state: torch.Tensor | None = None  # int64 [seed, offset], with `dropout_origins` also 4 numbers for each sample
+    mask_blocks: torch.Tensor | None = None  # (B or 1, H or 1, L) int32, lists of blocks (`diyfa.block_lists`)
+    mask_bits: torch.Tensor | None = None  # (P, BLOCK_Q, BLOCK_K / 32) int32: partial blocks; both or none
     dropout_p: float = 0.0
 
     def present(self) -> list[torch.Tensor]:

@@ -13,8 +13,10 @@ from typing import Any, NoReturn
 
 import torch
 
+from diyfa.block_lists import visible_pairs
 from diyfa.dropout import drop_threshold, element_levels, keys_from_state, mask_from_keys, position_words
 from diyfa.keywords import refuse_unknown, without_unknown
+from diyfa.masks import BlockMask
 from diyfa.options import LENGTHS, NO_LENGTHS, UNBOUNDED, AttentionOptions, Lengths
 from diyfa.problem import LAYOUTS, VARLEN, KVCacheTensors, NewKeys, as_bhsd
 
@@ -93,6 +95,11 @@ def _attend(
         scores = (scores - slopes * distance.abs()).to(dtype)
     if options.attn_bias is not None:
         scores = scores + options.attn_bias.to(dtype)
+    if options.mask_blocks is not None and options.mask_bits is not None:
+        rows, columns = slice(0, seqlen_q), slice(0, seqlen_k)
+        visible = visible & visible_pairs(
+            options.mask_blocks, options.mask_bits, (seqlen_q, seqlen_k), rows, columns
+        )
     scores = scores.to(stat_dtype).masked_fill(~visible, -_INF)
 
     # torch.softmax would give NaN for rows without a key, which must give 0, and the sink joins the denominator only.
@@ -156,6 +163,7 @@ def reference_attention(
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
+    mask: BlockMask | None = None,
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: torch.Tensor | None = None,
@@ -171,7 +179,8 @@ def reference_attention(
     Args:
         q, k, v: as for `diyfa.flash_attention` ("bhsd", also 3-D; here also 2-D and with more leading dimensions),
             `diyfa.flash_attention_v2` ("bshd") or `diyfa.flash_attention_varlen` ("thd").
-        causal, sm_scale, seq_lens, window, softcap, alibi_slopes, attn_bias, sinks, dropout_p: as for these functions.
+        causal, sm_scale, seq_lens, window, softcap, alibi_slopes, attn_bias, mask, sinks, dropout_p: as for these
+            functions; here a mask may come with causal and window.
         rng_state: int64, the seed and offset of the dropout mask, with or without origins; required when dropout_p > 0.
         cu_seqlens_q, cu_seqlens_k: (B + 1,) int32, for the layout "thd" only: the offsets of its sequences.
         layout: "bhsd", "bshd" or "thd".
@@ -192,7 +201,7 @@ def reference_attention(
     out, lse = attention_by(
         _attend, q, k, v, causal=causal, sm_scale=sm_scale, seq_lens=seq_lens, window=window, softcap=softcap,
         alibi_slopes=alibi_slopes, attn_bias=attn_bias, sinks=sinks, dropout_p=dropout_p, rng_state=rng_state,
-        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, layout=layout, dtype=dtype,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, layout=layout, dtype=dtype, mask=mask,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -208,6 +217,7 @@ def attention_by(
     window: tuple[int, int] = UNBOUNDED,
     sm_scale: float | None = None,
     dtype: torch.dtype | None = None,
+    mask: BlockMask | None = None,
     **fields: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run `attend` on (B, H, S, D) views of q, k, v of any layout, or on each packed sequence. Return out and lse.
@@ -219,6 +229,8 @@ def attention_by(
     lengths = Lengths(**{name: fields.pop(name) for name in LENGTHS if name in fields})
     scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
     left, right = window
+    if mask is not None:
+        fields["mask_blocks"], fields["mask_bits"] = mask.blocks, mask.bits
     options = AttentionOptions(layout, scale, left, 0 if causal else right, **fields)
     dtype, seq_lens = dtype or q.dtype, lengths.seq_lens
     if options.dropout_p and options.rng_state is None:
@@ -229,8 +241,10 @@ def attention_by(
         raise TypeError(f"rng_state must be a torch.Tensor, got {type(options.rng_state).__name__}")
     keep, packed = None, lengths.cu_seqlens_q is not None and lengths.cu_seqlens_k is not None
     if layout == VARLEN:
-        if not packed or seq_lens is not None or options.attn_bias is not None:
-            raise ValueError("layout 'thd' needs cu_seqlens_q and cu_seqlens_k, and takes no seq_lens and no attn_bias")
+        if not packed:
+            raise ValueError("layout 'thd' needs cu_seqlens_q and cu_seqlens_k")
+        if seq_lens is not None or options.attn_bias is not None or mask is not None:
+            raise ValueError("layout 'thd' takes no seq_lens, no attn_bias and no mask")
         return _attend_sequences(attend, q.to(dtype), k.to(dtype), v.to(dtype), lengths, options)
     if lengths.cu_seqlens_q is not None or lengths.cu_seqlens_k is not None:
         raise ValueError(f"cu_seqlens_q and cu_seqlens_k belong to the layout 'thd', got {layout!r}")

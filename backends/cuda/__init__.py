@@ -55,7 +55,7 @@ def _short_refuses(problem: AttentionProblem) -> str | None:
     """Return why the backward kernel for short sequences does not take `problem`, or None."""
     from diyfa.backends.cuda.attention.configs import default_config
 
-    if reason := refuse_features(problem, FEATURES - {"gqa"}, "short"):
+    if reason := refuse_features(problem, FEATURES - {"gqa", "mask"}, "short"):
         return reason
     if default_config("short", problem) is None:
         return (

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from diyfa.backends.cuda.attention.block_mask import mask_strides
 from diyfa.backends.cuda.attention.configs import AttentionConfig, candidates, edge_tile_form, reads_rows, tile_form
 from diyfa.backends.cuda.attention.dropout import keep_threshold
 from diyfa.backends.cuda.attention.tile_io import cdiv, lengths_constant, padded_head_dim
@@ -49,7 +50,7 @@ BIAS_SIZES_AND_STRIDES = (
 # Numbers and strides that kernels are not specialised for. The alignment of tensors that are read one number at a time
 # changes nothing.
 RUNTIME_SIZES = (
-    "stride_per_headb", "total_q", "total_k", "window_left",
+    "stride_per_headb", "stride_maskb", "stride_maskh", "total_q", "total_k", "window_left",
     "window_right", "threshold",
     "interleaved_heads",
     "group",  # a variant for 1 has no loop over heads; ptxas serialises its wgmma in the dK/dV kernel (C7515)
@@ -126,6 +127,7 @@ def feature_arguments(problem: AttentionProblem, tensors: AttentionTensors, scal
         "stride_biash": bias_h,
         "stride_biasm": bias_m,
         "stride_biasn": bias_n,
+        **mask_strides(tensors),
         "heads_q": problem.heads_q,
         "group": problem.heads_q // problem.heads_kv,
         "seqlen_q": problem.seqlen_q,
@@ -224,7 +226,7 @@ def bind_launch(kernel: Any, grid: int, values: dict[str, Any], constants: Const
 FEATURES = frozenset(
     {
         "causal", "window", "softcap", "seq_lens", "varlen", "alibi", "attn_bias", "sinks", "dropout",
-        "dropout_origins", "gqa", "head_dim_v",
+        "dropout_origins", "gqa", "head_dim_v", "mask",
     }
 )  # fmt: skip
 
@@ -257,6 +259,8 @@ class TileConstants(AttentionConstants):
 
     form: int
     edge_form: int
+    mask_q: int  # queries and keys of a block of the block mask, 0 without one
+    mask_k: int
 
 
 # Constants with the name of a field of the problem, and their types. A flag tells whether the field is not 0.
@@ -286,7 +290,13 @@ def attention_constants(problem: AttentionProblem, config: AttentionConfig) -> d
 def tile_constants(problem: AttentionProblem, config: AttentionConfig) -> dict[str, Any]:
     """Return the fields of `TileConstants`."""
     forms = {"form": tile_form(config), "edge_form": edge_tile_form(problem, config)}
-    return attention_constants(problem, config) | forms
+    return attention_constants(problem, config) | forms | mask_constants(problem)
+
+
+def mask_constants(problem: AttentionProblem) -> dict[str, int]:
+    """Return the constants `mask_q` and `mask_k`."""
+    mask_q, mask_k = problem.mask or (0, 0)
+    return {"mask_q": mask_q, "mask_k": mask_k}
 
 
 @contextmanager
@@ -333,6 +343,7 @@ def _bucket(problem: AttentionProblem) -> tuple[object, ...]:
         bucket_size(problem.window_left + 1),
         problem.aligned,
         problem.bias,
+        problem.mask,
     )
 
 
