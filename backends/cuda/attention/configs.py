@@ -403,7 +403,7 @@ def _rows(kind: str, name: str, heads: _Heads) -> tuple[tuple[int, AttentionConf
 
 # These features need more registers for every score, so lighter tiles come first (H200, D=64 and 128, S=4096: the plain
 # default was up to 3.6 times slower with a bias, 12 % with a softcap or dropout).
-PER_SCORE_FEATURES = ADJUSTING | {"dropout"}
+PER_SCORE_FEATURES = ADJUSTING | {"dropout", "mask"}
 LIGHT_SCORES_PER_WARP = 1024
 FULL_GPU = 132  # multiprocessors of an H200
 

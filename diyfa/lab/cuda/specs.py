@@ -93,6 +93,11 @@ def feature_problems(arch: str) -> Iterator[AttentionProblem]:
         yield _problem(arch, half, 128).replace(out_dtype="float32", **packed)
     yield _problem(arch, half, 320)
     yield _problem(arch, half, 576).replace(head_dim_v=512)
+    for d, block in ((64, (128, 128)), (64, (64, 64)), (128, (128, 128)), (128, (64, 64)), (256, (128, 64))):
+        yield _problem(arch, half, d, causal=False).replace(mask=block)
+    yield _problem(arch, half, 128, causal=False, seq_lens=True).replace(mask=(128, 128))
+    with_mask = {**everything, "bias": half, "window_left": -1, "window_right": -1, "mask": (64, 128)}
+    yield _problem(arch, half, 64).replace(**with_mask)
 
 
 # Bytes of spills that default tiles may have with features, by kernel and class of GPU: the most that ptxas spills with
