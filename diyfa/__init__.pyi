@@ -19,6 +19,8 @@ from diyfa.dropout import dropout_mask as dropout_mask
 from diyfa.lab.bench import BenchmarkResult as BenchmarkResult
 from diyfa.lab.bench import BenchmarkRunner as BenchmarkRunner
 from diyfa.lab.bench import benchmark_fn as benchmark_fn
+from diyfa.masks import BlockMask as BlockMask
+from diyfa.masks import block_mask as block_mask
 from diyfa.matmul import triton_matmul as triton_matmul
 from diyfa.ready.warming import warmup as warmup
 from diyfa.reference import reference_kvcache as reference_kvcache
@@ -51,6 +53,7 @@ def flash_attention(
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
+    mask: BlockMask | None = None,
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: torch.Tensor | None = None,
@@ -72,6 +75,7 @@ def flash_attention(
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
+    mask: BlockMask | None = None,
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: torch.Tensor | None = None,
@@ -93,6 +97,7 @@ def flash_attention(
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
+    mask: BlockMask | None = None,
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: torch.Tensor | None = None,
@@ -114,6 +119,7 @@ def flash_attention_v2(
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
+    mask: BlockMask | None = None,
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: torch.Tensor | None = None,
@@ -135,6 +141,7 @@ def flash_attention_v2(
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
+    mask: BlockMask | None = None,
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: torch.Tensor | None = None,
@@ -156,6 +163,7 @@ def flash_attention_v2(
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
+    mask: BlockMask | None = None,
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: torch.Tensor | None = None,
@@ -608,6 +616,7 @@ def reference_attention(
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
+    mask: BlockMask | None = None,
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: torch.Tensor | None = None,
@@ -630,6 +639,7 @@ def reference_attention(
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
+    mask: BlockMask | None = None,
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: torch.Tensor | None = None,
@@ -652,6 +662,7 @@ def reference_attention(
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
+    mask: BlockMask | None = None,
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: torch.Tensor | None = None,

@@ -1,8 +1,9 @@
 """FLOP formulas of the operators for `torch.utils.flop_counter`, counted as PyTorch counts its own attention.
 
 The forward pass has two matrix products, the backward pass five, over all pairs of a query and a key of one sequence.
-Only products count; causal masks and windows do not reduce them, but the empty blocks of a block mask do not count. Packed and padded sequences count with their real lengths,
-which waits for the device. If only shapes are known (fake tensors), each sequence counts with the largest length.
+Only products count. Causal masks and windows do not reduce them; empty blocks of a block mask do not count. Packed and
+padded sequences count with their real lengths, which waits for the device. If only shapes are known (fake tensors),
+each sequence counts with the largest length.
 
 `diyfa.import_hooks` imports this module once PyTorch's counter has been imported.
 """

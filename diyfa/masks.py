@@ -229,12 +229,12 @@ def block_mask(
     Raises:
         TypeError, ValueError: an argument does not fit, or the function returns no such booleans.
     """
-    if not callable(mask_fn):
+    if not callable(mask_fn) or hasattr(mask_fn, "arg_names"):
         hint = ""
         if isinstance(mask_fn, torch.Tensor):
             hint = "; a boolean tensor becomes a mask by BlockMask.from_dense"
-        elif hasattr(mask_fn, "arg_names"):
-            hint = "; a jit function of Triton is not run here, a Python function of tensors is"
+        elif callable(mask_fn):
+            hint = ", a jit function of Triton; PyTorch's operators evaluate the mask, so give a Python function"
         raise TypeError(f"mask_fn must be a function of b, h, i, j, got {type(mask_fn).__name__}{hint}")
     sizes = {"B": 1 if B is None else B, "H": 1 if H is None else H, "Sq": Sq, "Sk": Sk}
     for name, size in sizes.items():
@@ -242,7 +242,7 @@ def block_mask(
             raise TypeError(f"{name} must be an integer, got {type(size).__name__}")
         if size < (1 if name in "BH" else 0):
             raise ValueError(f"{name} must be {'positive' if name in 'BH' else 'at least 0'}, got {size}")
-    batch, heads, seqlen_q, seqlen_k = shape = tuple(sizes.values())
+    batch, heads, seqlen_q, seqlen_k = sizes.values()
     place = torch.empty(0, device=device).device
     b = torch.arange(batch, device=place)[:, None, None, None]
     h = torch.arange(heads, device=place)[:, None, None]
@@ -308,10 +308,13 @@ def _positive(**numbers: int) -> None:
             raise ValueError(f"{name} must be positive, got {number}")
 
 
+def _described(x: Any) -> str:
+    return f"a tensor of {x.dtype} and shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
+
+
 def _integers(name: str, x: Any, *dims: int) -> None:
     if not isinstance(x, torch.Tensor) or x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
-        got = f"a tensor of {x.dtype}" if isinstance(x, torch.Tensor) else type(x).__name__
-        raise TypeError(f"{name} must be a tensor of integers, got {got}")
+        raise TypeError(f"{name} must be a tensor of integers, got {_described(x)}")
     if x.dim() not in dims:
         raise ValueError(f"{name} must have {' or '.join(map(str, dims))} dimensions, got shape {tuple(x.shape)}")
 
@@ -323,8 +326,8 @@ def causal(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -
 
 def sliding_window(left: int, right: int = 0) -> MaskFunction:
     """Return the mask in which a query sees `left` keys before its position, its own, and `right` keys after it."""
-    if min(left, right) < 0:
-        raise ValueError(f"left and right must be at least 0, got {left} and {right}")
+    if not all(isinstance(x, int) and not isinstance(x, bool) and x >= 0 for x in (left, right)):
+        raise ValueError(f"left and right must be integers of at least 0, got {left!r} and {right!r}")
     return lambda b, h, i, j: (j >= i - left) & (j <= i + right)
 
 
@@ -357,44 +360,136 @@ def prefix_lm(lengths: int | torch.Tensor) -> MaskFunction:
     return lambda b, h, i, j: (j < lengths) | (j <= i)
 
 
-def sliding_tile(shape: Sequence[int], tile: Sequence[int], window: Sequence[int]) -> MaskFunction:
-    """Return the sliding-tile mask of images and video, whose tokens are stored tile after tile.
+def first_keys(count: int) -> MaskFunction:
+    """Return the mask in which all queries see the first `count` keys, as in `any_of(first_keys(4), causal)`."""
+    _positive(count=count)
+    return lambda b, h, i, j: j < count
 
-    The grid of tokens is divided into tiles. A query sees the tiles of a window around its own tile, which is moved to
-    stay inside the grid. All queries of a tile see the same keys, so blocks of a tile's size are full or empty.
+
+def global_tokens(is_global: torch.Tensor) -> MaskFunction:
+    """Return the mask in which some tokens see all keys and all queries see them.
+
+    `is_global`: (S,) booleans. S is Sk of the mask.
+    """
+    if not isinstance(is_global, torch.Tensor) or is_global.dtype != torch.bool or is_global.dim() != 1:
+        raise TypeError(f"is_global must be a vector of booleans, got {_described(is_global)}")
+    return lambda b, h, i, j: is_global[i] | is_global[j]
+
+
+def shared_prefix(ids: torch.Tensor, prefix_of: torch.Tensor) -> MaskFunction:
+    """Return the causal document mask in which a document may also see the whole of another one, its prefix.
 
     Args:
-        shape: tokens along each axis, such as (frames, height, width).
-        tile: tokens of a tile along each axis; it divides the shape.
-        window: tiles that a query sees along each axis, an odd number.
+        ids: (S,) integers, the document of each position, 0 to N - 1. S is Sk of the mask.
+        prefix_of: (N,) integers, the document that is each document's prefix; its own number if it has none.
     """
+    _integers("ids", ids, 1)
+    _integers("prefix_of", prefix_of, 1)
+
+    def mask(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        own, other = ids[i], ids[j]
+        prefix = prefix_of[own]
+        return ((own == other) & (j <= i)) | ((own != prefix) & (other == prefix))
+
+    return mask
+
+
+def block_diffusion(length: int, block: int) -> MaskFunction:
+    """Return the training mask of block diffusion (Arriola et al. 2025, arXiv:2503.09573), of 2 · length tokens.
+
+    The noised tokens stand before the clean ones. A noised token sees its block of noised tokens and the clean tokens
+    of earlier blocks. A clean token sees the clean tokens of its block and of earlier ones.
+    """
+    _positive(length=length, block=block)
+
+    def mask(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        block_i, block_j = i % length // block, j % length // block
+        clean_i, clean_j = i >= length, j >= length
+        before = torch.where(clean_i, block_j <= block_i, block_j < block_i)
+        return (clean_j & before) | (~clean_i & ~clean_j & (block_i == block_j))
+
+    return mask
+
+
+def _grid(name: str, shape: Sequence[int], tile: Sequence[int], window: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Check the arguments of masks on a grid of tokens and return them as tuples."""
     shape, tile, window = tuple(shape), tuple(tile), tuple(window)
     if not len(shape) == len(tile) == len(window) > 0:
-        raise ValueError(f"shape, tile and window must have one number for each axis, got {shape}, {tile}, {window}")
+        raise ValueError(f"{name} takes one number for each axis, got shape {shape}, tile {tile}, window {window}")
     for axis, (size, part, width) in enumerate(zip(shape, tile, window, strict=True)):
         _positive(shape=size, tile=part, window=width)
         if size % part:
             raise ValueError(f"tile must divide shape, got {part} and {size} along axis {axis}")
-        if width % 2 == 0:
-            raise ValueError(f"window must be odd, got {width} along axis {axis}")
-    grid = tuple(size // part for size, part in zip(shape, tile, strict=True))
-    tokens = 1
-    for part in tile:
-        tokens *= part
+    return shape, tile, window
 
-    def coordinates(index: torch.Tensor) -> list[torch.Tensor]:
-        number, result = index // tokens, []
-        for size in reversed(grid):
-            result.append(number % size)
-            number = number // size
-        return result[::-1]
+
+def _coordinates(
+    index: torch.Tensor, shape: tuple[int, ...], tile: tuple[int, ...]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return for each axis (number of the tile, place in the tile) of tokens that are stored tile after tile."""
+    volume = 1
+    for part in tile:
+        volume *= part
+    number, place, result = index // volume, index % volume, []
+    for size, part in zip(reversed(shape), reversed(tile), strict=True):
+        result.append((number % (size // part), place % part))
+        number, place = number // (size // part), place // part
+    return result[::-1]
+
+
+def _near(centre: torch.Tensor, other: torch.Tensor, size: int, width: int) -> torch.Tensor:
+    """Return whether `other` lies in the window of `width` around `centre`, moved to stay inside [0, size)."""
+    if width >= size:
+        return (other >= 0) & (centre >= 0)
+    before, after = width // 2, (width - 1) // 2
+    first = centre.clamp(before, size - 1 - after) - before
+    return (other >= first) & (other < first + width)
+
+
+def sliding_tile(shape: Sequence[int], tile: Sequence[int], window: Sequence[int], text: int = 0) -> MaskFunction:
+    """Return the sliding-tile mask of images and video (Zhang et al. 2025, arXiv:2502.04507).
+
+    Tokens are stored tile after tile. A query sees the tiles of a window around its own tile, which is moved to stay
+    inside the grid. All queries of a tile see the same keys, so blocks of a tile's size are full or empty.
+
+    Args:
+        shape: tokens along each axis, such as (frames, height, width).
+        tile: tokens of a tile along each axis; it divides the shape.
+        window: tiles that a query sees along each axis.
+        text: tokens behind those of the grid, which see all keys and which all queries see.
+    """
+    shape, tile, window = _grid("sliding_tile", shape, tile, window)
+    tokens = 1
+    for size in shape:
+        tokens *= size
+
+    def mask(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        keep = (i < tokens) & (j < tokens)
+        axes = zip(shape, tile, window, _coordinates(i, shape, tile), _coordinates(j, shape, tile), strict=True)
+        for size, part, width, (tile_i, _), (tile_j, _) in axes:
+            keep = keep & _near(tile_i, tile_j, size // part, width)
+        return keep | (i >= tokens) | (j >= tokens) if text else keep
+
+    return mask
+
+
+def neighborhood(shape: Sequence[int], window: Sequence[int], tile: Sequence[int] | None = None) -> MaskFunction:
+    """Return the neighborhood mask of images and video (NATTEN, Hassani et al. 2022, arXiv:2204.07143).
+
+    A query sees a window of keys around its position on the grid, which is moved to stay inside the grid.
+
+    Args:
+        shape: tokens along each axis, such as (height, width).
+        window: keys that a query sees along each axis.
+        tile: if tokens are stored tile after tile, the tokens of a tile along each axis: fewer blocks are partial then.
+    """
+    shape, tile, window = _grid("neighborhood", shape, shape if tile is None else tile, window)
 
     def mask(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
         keep = (i >= 0) & (j >= 0)
-        for size, width, tile_i, tile_j in zip(grid, window, coordinates(i), coordinates(j), strict=True):
-            half = width // 2
-            centre = tile_i.clamp(min(half, size - 1 - half), max(half, size - 1 - half)) if width < size else tile_i
-            keep = keep & (((tile_j - centre).abs() <= half) if width < size else (tile_j >= 0))
+        axes = zip(shape, tile, window, _coordinates(i, shape, tile), _coordinates(j, shape, tile), strict=True)
+        for size, part, width, (tile_i, place_i), (tile_j, place_j) in axes:
+            keep = keep & _near(tile_i * part + place_i, tile_j * part + place_j, size, width)
         return keep
 
     return mask
@@ -426,6 +521,8 @@ def tree(parents: torch.Tensor, context: int = 0) -> MaskFunction:
         context: tokens before the drafts.
     """
     _integers("parents", parents, 1)
+    if isinstance(context, bool) or not isinstance(context, int) or context < 0:
+        raise ValueError(f"context must be an integer of at least 0, got {context!r}")
     count = parents.shape[0]
     # Row n of the matrix is the set of n's ancestors and n. Each step doubles the distance that it covers.
     above = torch.zeros(count + 1, count + 1, dtype=torch.float32, device=parents.device)

@@ -97,9 +97,7 @@ def _attend(
         scores = scores + options.attn_bias.to(dtype)
     if options.mask_blocks is not None and options.mask_bits is not None:
         rows, columns = slice(0, seqlen_q), slice(0, seqlen_k)
-        visible = visible & visible_pairs(
-            options.mask_blocks, options.mask_bits, (seqlen_q, seqlen_k), rows, columns
-        )
+        visible = visible & visible_pairs(options.mask_blocks, options.mask_bits, (seqlen_q, seqlen_k), rows, columns)
     scores = scores.to(stat_dtype).masked_fill(~visible, -_INF)
 
     # torch.softmax would give NaN for rows without a key, which must give 0, and the sink joins the denominator only.

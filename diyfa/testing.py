@@ -51,7 +51,8 @@ class AttentionCase:
     `bias` is the shape of attn_bias: "b", "h", "q", "k" for full dimensions, "1" for broadcast ones ("11qk", "qk").
     `bias_scale` multiplies it, `bias_grad` asks for its gradient. `alibi` is "h" or "bh". `sink_offset` is added to the
     sinks. `mask` is a block mask of random bits: "shape:block size:density", the shape of its samples and heads in
-    letters as for `bias`, the block "64", "128" or "64x128", the density of blocks and, in partial blocks, of bits. `dropout_p` comes with an rng_state drawn from `seed`; `dropout_origins` adds origins in a larger problem.
+    letters as for `bias`, the block "64", "128" or "64x128", the density of blocks and, in partial blocks, of bits.
+    `dropout_p` comes with an rng_state drawn from `seed`; `dropout_origins` adds origins in a larger problem.
 
     Without packing, `rise` (nats) is added to the scores: nothing at the first key, all of it at the last. Each of
     `peaks`, (position, nats), is added to the scores of one key: position 0 is the first key of its sequence, 1 the

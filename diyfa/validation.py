@@ -299,7 +299,7 @@ def check_mask(mask: Any, q: Any, k: Any, arguments: dict[str, Any], window_name
     if not isinstance(mask, BlockMask):
         hint = ""
         if isinstance(mask, torch.Tensor):
-            hint = "; a boolean tensor becomes one by BlockMask.from_dense, one that is added to the scores is attn_bias="
+            hint = "; a boolean tensor becomes one by BlockMask.from_dense, what is added to the scores is attn_bias="
         elif type(mask).__name__ == "BlockMask":
             hint = " of another library; FlexAttention's becomes one by diyfa.BlockMask.from_flex"
         raise TypeError(f"mask must be a diyfa.BlockMask, got {type(mask).__name__}{hint}")
@@ -312,7 +312,8 @@ def check_mask(mask: Any, q: Any, k: Any, arguments: dict[str, Any], window_name
         s = -2 if arguments["layout"] == "bhsd" else 1
         sizes = q.shape[s], k.shape[s]
         if mask.shape[2:] != sizes:
-            raise ValueError(f"mask is for {mask.shape[2]} queries and {mask.shape[3]} keys, got {sizes[0]} and {sizes[1]}")
+            expected = f"{mask.shape[2]} queries and {mask.shape[3]} keys"
+            raise ValueError(f"mask is for {expected}, got {sizes[0]} and {sizes[1]}")
 
 
 def check_batch_invariant(lengths: Lengths, options: dict[str, Any]) -> None:

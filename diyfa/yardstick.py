@@ -142,9 +142,7 @@ def _prepared(
         q, k, v = torch.where(valid_q, q, 0), torch.where(valid_k, k, 0), torch.where(valid_k, v, 0)
     if options.mask_blocks is not None and options.mask_bits is not None:
         rows, columns = slice(0, seqlen_q), slice(0, seqlen_k)
-        visible = visible & visible_pairs(
-            options.mask_blocks, options.mask_bits, (seqlen_q, seqlen_k), rows, columns
-        )
+        visible = visible & visible_pairs(options.mask_blocks, options.mask_bits, (seqlen_q, seqlen_k), rows, columns)
     alibi = None
     if alibi_slopes is not None:
         alibi = -alibi_slopes.to(wide).expand(batch, heads)[:, :, None, None] * distance.abs()

@@ -65,7 +65,7 @@ class Visibility:
         return start, stop
 
     def mask(self, m0: int, m1: int, n0: int, n1: int) -> torch.Tensor | None:
-        """Return the mask [B or 1, H or 1, BLOCK_M, BLOCK_N], True for seen keys, or None if each query sees each key."""
+        """Return the mask [B or 1, H or 1, BLOCK_M, BLOCK_N], True for seen keys, None if each query sees each key."""
         if self.block_mask is None:
             return self._mask_by_position(m0, m1, n0, n1)
         kept = visible_pairs(*self.block_mask, self.sizes, slice(m0, m1), slice(n0, n1))

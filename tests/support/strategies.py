@@ -72,8 +72,9 @@ def cases(draw: st.DrawFn, largest: int, without: set[str]) -> AttentionCase:
         sm_scale=draw(st.sampled_from([None, None, 0.0]) | st.floats(1e-3, 1.0) | st.floats(-1.0, -1e-3)),
         seq_lens=seq_lens,
         window=feature(
-            "window", (-1, -1), st.just((-1, -1)) if has_mask
-            else st.tuples(st.integers(-1, largest), st.integers(-1, largest)),
+            "window",
+            (-1, -1),
+            st.just((-1, -1)) if has_mask else st.tuples(st.integers(-1, largest), st.integers(-1, largest)),
         ),
         softcap=feature("softcap", 0.0, st.sampled_from([0.0, 0.0, 1.0, 20.0])),
         alibi=feature("alibi", "", st.sampled_from(["", "", "h", "bh"])),

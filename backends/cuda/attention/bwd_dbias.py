@@ -217,7 +217,9 @@ def make_launch(
         "heads_out": heads_out,
         "steps": steps,
     }
-    constants = BiasGradientConstants(**attention_constants(problem, tile), **mask_constants(problem), reduce=reduce.value)
+    constants = BiasGradientConstants(
+        **attention_constants(problem, tile), **mask_constants(problem), reduce=reduce.value
+    )
     return bind_launch(_bwd_dbias_kernel, grid, values, constants, schedule(tile)), out
 
 

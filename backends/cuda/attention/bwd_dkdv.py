@@ -24,7 +24,16 @@ from diyfa.backends.cuda.attention.scores import (
     visible_pairs,
 )
 from diyfa.backends.cuda.attention.seq_info import seq_info
-from diyfa.backends.cuda.attention.tile_io import DESCRIPTOR, EQUAL, LOG2E, PACKED, POINTER, head_view, load_tile, store_tile
+from diyfa.backends.cuda.attention.tile_io import (
+    DESCRIPTOR,
+    EQUAL,
+    LOG2E,
+    PACKED,
+    POINTER,
+    head_view,
+    load_tile,
+    store_tile,
+)
 
 
 @triton.jit

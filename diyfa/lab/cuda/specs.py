@@ -126,6 +126,8 @@ def _with_feature_budget(kind: str, problem: AttentionProblem, config: Attention
     allowed = spills.get(f"{name} {padded_head_dim(problem.head_dim)}", spills.get(name, 0))
     if problem.dropout_origins:  # their address, and what they add to head keys
         allowed += 32
+    if problem.mask:  # the addresses of its words
+        allowed += 224
     if not problem.features & (PER_SCORE_FEATURES | {"varlen", "window"}):
         return config
     return replace(config, spill_budget=max(allowed, config.spill_budget))
