@@ -118,16 +118,16 @@ class BlockMask:
                 )
         seqlen_q, seqlen_k = mask.seq_lengths
         batch, heads = mask.kv_num_blocks.shape[:2]
-        if block_size is None:
-            block_size = tuple(size if size in BLOCK_SIZES else 128 for size in mask.BLOCK_SIZE)
+        block_q, block_k = (size if size in BLOCK_SIZES else 128 for size in mask.BLOCK_SIZE)
         shift = seqlen_k - seqlen_q
 
         def from_first_query(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
             return mask.mask_mod(b, h, i - shift, j)
 
         return block_mask(
-            from_first_query, batch, heads, seqlen_q, seqlen_k, block_size=block_size, device=mask.kv_num_blocks.device
-        )
+            from_first_query, batch, heads, seqlen_q, seqlen_k,
+            block_size=(block_q, block_k) if block_size is None else block_size, device=mask.kv_num_blocks.device,
+        )  # fmt: skip
 
     def to_flex(self) -> Any:
         """Return a BlockMask of `torch.nn.attention.flex_attention` with the blocks and bits of this mask."""

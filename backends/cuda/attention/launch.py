@@ -293,7 +293,7 @@ def tile_constants(problem: AttentionProblem, config: AttentionConfig) -> dict[s
     return attention_constants(problem, config) | forms | mask_constants(problem)
 
 
-def mask_constants(problem: AttentionProblem) -> dict[str, int]:
+def mask_constants(problem: AttentionProblem) -> dict[str, Any]:
     """Return the constants `mask_q` and `mask_k`."""
     mask_q, mask_k = problem.mask or (0, 0)
     return {"mask_q": mask_q, "mask_k": mask_k}
