@@ -411,6 +411,19 @@ def test_a_causal_mask_is_the_causal_call() -> None:
         torch.testing.assert_close(ours, theirs)
 
 
+def test_on_hopper_the_portable_kernels_run_it() -> None:
+    pytest.importorskip("triton")
+    q, mask = torch.randn(1, 2, 256, 64, requires_grad=True).half(), block_mask(masks.causal, 1, 1, 256, 256)
+    if not diyfa.registry.load_backend("cuda").accepts(q.device):
+        explained = diyfa.explain(q, q, q, mask=mask, backend="cuda")
+        assert explained.kernel == "v2" and explained.backward.kernel == "split"
+        for each in (explained, explained.backward):
+            reasons = {x.kernel: x.reason for x in each.alternatives if x.backend == "cuda"}
+            assert "mask" in reasons["sm90"]
+        with pytest.raises(ValueError, match="v1 does not implement mask"):
+            diyfa.flash_attention(q, q, q, mask=mask, backend="cuda", variant="v1")
+
+
 def test_only_blocks_with_visible_keys_count_as_products() -> None:
     q, k = torch.randn(2, 4, 200, 16, requires_grad=True), torch.randn(2, 2, 300, 16)
     dense = torch.zeros(2, 1, 200, 300, dtype=torch.bool)
