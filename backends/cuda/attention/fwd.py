@@ -129,7 +129,7 @@ def _attend_blocks(
     offs_m = row0 + tl.arange(0, c.BLOCK_M)
     PRECISE: tl.constexpr = q.dtype == tl.float32
     # The compiler must not move code out of the loop: the accumulator needs the registers.
-    NO_LICM: tl.constexpr = c.FORM == DESCRIPTOR
+    NO_LICM: tl.constexpr = c.FORM == DESCRIPTOR or c.MASK_K != 0
     # Full blocks of a block mask may extend beyond a shorter sequence.
     CHECK_END: tl.constexpr = MASKED or (c.MASK_K != 0 and c.LENGTHS != EQUAL)
     corner = tile_corner(row0, start, score, c)

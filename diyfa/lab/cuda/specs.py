@@ -105,7 +105,7 @@ def feature_problems(arch: str) -> Iterator[AttentionProblem]:
 # together with accumulators that fill the registers, and combinations of features have no separate tiles. The table of
 # tiles has the spills without features. A number after a class is a padded head_dim.
 FEATURE_SPILLS: dict[str, dict[str, int]] = {
-    "fwd": {"small": 64, "large": 32},
+    "fwd": {"small": 64, "large": 32, "turing mask": 576, "turing mask 256": 3936},
     "dkdv": {
         "wgmma": 224, "wgmma 128": 1824, "wgmma ragged": 352, "large": 1856, "small": 128, "small 256": 160,
         "turing": 32, "turing 256": 2368,
@@ -123,6 +123,8 @@ HOPPER_SPILLS = 96
 
 def _with_feature_budget(kind: str, problem: AttentionProblem, config: AttentionConfig) -> AttentionConfig:
     spills, name = FEATURE_SPILLS[kind], gpu_class(problem)
+    if problem.mask and f"{name} mask" in spills:
+        name = f"{name} mask"
     allowed = spills.get(f"{name} {padded_head_dim(problem.head_dim)}", spills.get(name, 0))
     if problem.dropout_origins:  # their address, and what they add to head keys
         allowed += 32
