@@ -17,6 +17,7 @@ import triton.language as tl
 from diyfa.backends.npu.attention.primitives import dot_add, narrow
 from diyfa.backends.npu.runtime.compat import INTERPRETED, Constants, kernel
 from diyfa.backends.npu.runtime.launch import cube_programs, device_guard, run
+from diyfa.backends.npu.runtime.multibuffer import options_in_use
 from diyfa.backends.npu.tables.configs import MatmulTile, matmul_tile
 from diyfa.problem import Launch, MatmulProblem
 
@@ -104,7 +105,7 @@ def make_launch(problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, c: tor
     )
     arguments = {"a_ptr": a, "b_ptr": b, "c_ptr": c, **strides, "m": problem.m, "n": problem.n, "k": problem.k}
     grid = cube_programs(problem.arch, a.device, tasks)
-    return Launch(_matmul_kernel, grid, arguments, {"c": constants}, tile.compile_options(problem.arch))
+    return Launch(_matmul_kernel, grid, arguments, {"c": constants}, options_in_use(tile.compile_options(problem.arch)))
 
 
 def matmul(problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -105,7 +105,7 @@ def feature_problems(arch: str) -> Iterator[AttentionProblem]:
 # together with accumulators that fill the registers, and combinations of features have no separate tiles. The table of
 # tiles has the spills without features. A number after a class is a padded head_dim.
 FEATURE_SPILLS: dict[str, dict[str, int]] = {
-    "fwd": {"small": 64, "large": 32, "turing mask": 576, "turing mask 256": 3936},
+    "fwd": {"small": 64, "large": 32, "turing mask": 672, "turing mask 256": 4096},
     "dkdv": {
         "wgmma": 224, "wgmma 128": 1824, "wgmma ragged": 352, "large": 1856, "small": 128, "small 256": 160,
         "turing": 32, "turing 256": 2368,
@@ -129,7 +129,7 @@ def _with_feature_budget(kind: str, problem: AttentionProblem, config: Attention
     if problem.dropout_origins:  # their address, and what they add to head keys
         allowed += 32
     if problem.mask:  # the addresses of its words
-        allowed += 224
+        allowed += 224 if problem.bias else 64
     if not problem.features & (PER_SCORE_FEATURES | {"varlen", "window"}):
         return config
     return replace(config, spill_budget=max(allowed, config.spill_budget))
