@@ -107,10 +107,11 @@ class BlockMask:
     def from_flex(mask: Any, block_size: int | tuple[int, int] | None = None) -> BlockMask:
         """Return the mask of a BlockMask of `torch.nn.attention.flex_attention`.
 
-        Its `mask_mod` is called with index tensors that broadcast to the scores, counted from the first query and key
-        as FlexAttention does. `block_size`: by default the mask's own where that is 64 or 128, else 128.
+        A query sees all keys of the blocks that are listed as full, and of those listed as partial the keys that its
+        `mask_mod` shows. That is called with index tensors that broadcast to the scores, counted from the first query
+        and key as FlexAttention does. `block_size`: by default the mask's own where that is 64 or 128, else 128.
         """
-        for name in ("mask_mod", "seq_lengths", "BLOCK_SIZE", "kv_num_blocks"):
+        for name in ("mask_mod", "seq_lengths", "BLOCK_SIZE", "kv_num_blocks", "kv_indices", "full_kv_num_blocks"):
             if not hasattr(mask, name):
                 raise TypeError(
                     f"expected a BlockMask of torch.nn.attention.flex_attention, got {type(mask).__name__} "
@@ -118,11 +119,17 @@ class BlockMask:
                 )
         seqlen_q, seqlen_k = mask.seq_lengths
         batch, heads = mask.kv_num_blocks.shape[:2]
+        theirs_q, theirs_k = mask.BLOCK_SIZE
         block_q, block_k = (size if size in BLOCK_SIZES else 128 for size in mask.BLOCK_SIZE)
         shift = seqlen_k - seqlen_q
+        partial = _listed_blocks(mask.kv_num_blocks, mask.kv_indices)
+        full = torch.zeros_like(partial)
+        if mask.full_kv_num_blocks is not None:
+            full = _listed_blocks(mask.full_kv_num_blocks, mask.full_kv_indices)
 
         def from_first_query(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
-            return mask.mask_mod(b, h, i - shift, j)
+            block = b, h, (i - shift) // theirs_q, j // theirs_k
+            return full[block] | (partial[block] & mask.mask_mod(b, h, i - shift, j))
 
         return block_mask(
             from_first_query, batch, heads, seqlen_q, seqlen_k,
@@ -137,6 +144,8 @@ class BlockMask:
         blocks, bits, (block_q, block_k) = self.blocks, self.bits, self.block_size
         nq, nk = n_blocks(seqlen_q, seqlen_k, (block_q, block_k))
         codes = self._codes()
+        if not bits.shape[0]:  # a compact mask without partial blocks
+            bits = bits.new_zeros(1, *bits.shape[1:])
         one_sample, one_head = self.shape[0] == 1, self.shape[1] == 1
 
         def mask_mod(b: Any, h: Any, q_index: Any, k_index: Any) -> Any:
@@ -170,6 +179,14 @@ class BlockMask:
     def _codes(self) -> torch.Tensor:
         _, _, seqlen_q, seqlen_k = self.shape
         return codes_of(self.blocks, *n_blocks(seqlen_q, seqlen_k, self.block_size))
+
+
+def _listed_blocks(counts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """Return which blocks (…, rows, columns) are among the first `counts` (…, rows) `indices` of their row."""
+    columns = indices.shape[-1]
+    is_listed = torch.arange(columns, device=counts.device) < counts[..., None]
+    blocks = torch.zeros(*counts.shape, columns + 1, dtype=torch.bool, device=counts.device)
+    return blocks.scatter_(-1, torch.where(is_listed, indices, columns).long(), True)[..., :columns]
 
 
 def _block_size(block_size: Any) -> tuple[int, int]:

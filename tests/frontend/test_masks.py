@@ -167,6 +167,35 @@ def test_masks_of_flex_attention_come_and_go(function: Any, block: Any, sizes: t
     torch.testing.assert_close(torch.where(seen, with_flex, 0), ours_out)
 
 
+def test_the_blocks_of_a_flex_mask_count_whatever_its_function_says() -> None:
+    """Masks of selected blocks have no function, and one may differ from it."""
+    counts, indices = (
+        torch.tensor([[[1, 2, 0]]], dtype=torch.int32),
+        torch.tensor([[[[2, 0, 1], [0, 2, 1], [0, 1, 2]]]]),
+    )
+    for function in (None, flex_causal):
+        theirs = flex_attention.BlockMask.from_kv_blocks(
+            counts, indices.int(), counts.flip(-1), indices.flip(-2).int(), BLOCK_SIZE=64, mask_mod=function,
+            seq_lengths=(170, 180),
+        )  # fmt: skip
+        want = torch.zeros(192, 192, dtype=torch.bool)
+        shown = torch.ones(192, 192).tril().bool() if function else torch.ones(192, 192, dtype=torch.bool)
+        for i, blocks in enumerate(([2], [0, 2], [])):
+            for j in blocks:
+                tile = slice(64 * i, 64 * i + 64), slice(64 * j, 64 * j + 64)
+                want[tile] = shown[tile]
+        for i, blocks in enumerate(([], [0, 2], [2])):
+            for j in blocks:
+                want[64 * i : 64 * i + 64, 64 * j : 64 * j + 64] = True
+        assert torch.equal(BlockMask.from_flex(theirs).to_dense()[0, 0], want[:170, :180])
+
+
+def test_a_mask_without_partial_blocks_goes_to_flex_attention() -> None:
+    mask = BlockMask.from_dense(torch.ones(2, 2, dtype=torch.bool).repeat_interleave(64, 0).repeat_interleave(64, 1))
+    back = mask.compact().to_flex()
+    assert bool(flex_attention.create_mask(back.mask_mod, 1, 1, 128, 128, device="cpu").all())
+
+
 def test_a_mask_of_another_block_size_is_taken() -> None:
     theirs = flex_attention.create_block_mask(flex_causal, None, None, 300, 300, device="cpu", BLOCK_SIZE=256)
     ours = BlockMask.from_flex(theirs)

@@ -255,8 +255,8 @@ MASKS = [
     Case("mask_fp32", heads=1, seqlen_q=100, mask="11:64:0.5", dtype="float32"),
     Case("mask_softcap_alibi", batch=2, seqlen_q=100, mask="b1:64:0.5", softcap=3.0, alibi="bh"),
     Case("mask_dropout", batch=2, seqlen_q=90, seqlen_k=70, mask="1h:64:0.6", dropout_p=0.3),
-    Case("mask_bias", seqlen_q=100, mask="1h:64:0.5", bias="1hqk"),
-    Case("mask_bias_keys", batch=2, seqlen_q=100, mask="b1:128x64:0.5", bias="b11k"),
+    Case("mask_bias", seqlen_q=70, seqlen_k=260, mask="1h:64:0.5", bias="1hqk"),  # lists out of order
+    Case("mask_bias_keys", batch=2, seqlen_q=60, seqlen_k=200, mask="b1:128x64:0.5", bias="b11k"),
     Case("mask_bias_queries", seqlen_q=100, mask="11:64:0.5", bias="bhq1"),
     Case("mask_lens", batch=3, heads=1, seqlen_q=150, mask="b1:64:0.6", seq_lens=(150, 77, 1)),
     Case("mask_lens_bshd", batch=2, seqlen_q=100, seqlen_k=140, mask="11:64:0.7", seq_lens=(140, 65), layout="bshd"),
