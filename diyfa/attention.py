@@ -471,7 +471,8 @@ def explain(
         rng_state = torch.empty(2, dtype=torch.int64, device=q.device)
     blocks: dict[str, torch.Tensor] = {}
     if mask is not None:
-        validation.check_mask(mask, q, k, {"layout": layout, "causal": causal, "window": window}, "window")
+        others = {"layout": layout, "causal": causal, "window": validation.check_window(window)}
+        validation.check_mask(mask, q, k, others, "window")
         blocks = {"mask_blocks": mask.blocks, "mask_bits": mask.bits}
     options = checked_options(q, k, v, lengths, {
         **blocks, "layout": layout, "causal": causal, "sm_scale": sm_scale, "variant": variant, "window": window,

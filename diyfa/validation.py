@@ -303,7 +303,7 @@ def check_mask(mask: Any, q: Any, k: Any, arguments: dict[str, Any], window_name
         elif type(mask).__name__ == "BlockMask":
             hint = " of another library; FlexAttention's becomes one by diyfa.BlockMask.from_flex"
         raise TypeError(f"mask must be a diyfa.BlockMask, got {type(mask).__name__}{hint}")
-    if arguments["causal"] or tuple(arguments["window"]) != (-1, -1):
+    if arguments["causal"] or arguments["window"] != (-1, -1):
         raise ValueError(
             f"mask takes the place of causal and {window_name}: put them into it, as "
             "masks.all_of(masks.causal, …) and masks.sliding_window of diyfa.masks do"

@@ -456,12 +456,12 @@ def test_on_hopper_the_portable_kernels_run_it() -> None:
 def test_only_blocks_with_visible_keys_count_as_products() -> None:
     q, k = torch.randn(2, 4, 200, 16, requires_grad=True), torch.randn(2, 2, 300, 16)
     dense = torch.zeros(2, 1, 200, 300, dtype=torch.bool)
-    dense[0, 0, 0, 0] = True  # a block of 64 x 64
+    dense[0, 0, 0, 0] = True  # a block of 64 x 128
     dense[1, 0, 199, 299] = True  # a block of 8 x 44
-    mask = BlockMask.from_dense(dense, 64)
+    mask = BlockMask.from_dense(dense, (64, 128))
     with FlopCounterMode(display=False) as counter:
         diyfa.flash_attention(q, k, k, mask=mask, backend="cpu").sum().backward()
-    pairs = 4 * (64 * 64 + 8 * 44)
+    pairs = 4 * (64 * 128 + 8 * 44)
     assert counter.get_total_flops() == 2 * pairs * (2 + 5) * 16
 
 
