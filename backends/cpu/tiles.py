@@ -15,6 +15,7 @@ import torch
 
 from diyfa.block_lists import visible_pairs
 from diyfa.dropout import Words, drop_threshold, element_levels, keys_from_state, position_words
+from diyfa.eight_bits import BLOCK_K, BLOCK_Q, EIGHT_BITS, dequantised
 from diyfa.problem import AttentionProblem, AttentionTensors, as_bhsd
 
 INF = float("inf")
@@ -123,8 +124,12 @@ class Call:
         if tensors.mask_blocks is not None and tensors.mask_bits is not None:
             block_mask = tensors.mask_blocks, tensors.mask_bits
         self.visibility = Visibility(problem, tensors.seq_lens, block_mask)
-        self.q = self.grouped(as_bhsd(tensors.q, problem.layout))
-        self.k, self.v = as_bhsd(tensors.k, problem.layout), as_bhsd(tensors.v, problem.layout)
+        q, self.k, self.v = (as_bhsd(x, problem.layout) for x in tensors[:3])
+        if problem.dtype in EIGHT_BITS:
+            q = dequantised(q, tensors.q_descale, self.dtype, BLOCK_Q)
+            self.k = dequantised(self.k, tensors.k_descale, self.dtype, BLOCK_K, tensors.k_mean)
+            self.v = dequantised(self.v, tensors.v_descale, self.dtype, mean=tensors.v_mean)
+        self.q = self.grouped(q)
         self.slopes = self.bias = self.sink_rows = None
         if tensors.alibi_slopes is not None:  # [B or 1, H, 1, 1]
             self.slopes = tensors.alibi_slopes.to(self.dtype).reshape(-1, problem.heads_q, 1, 1)

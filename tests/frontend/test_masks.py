@@ -453,6 +453,16 @@ def test_on_hopper_the_portable_kernels_run_it() -> None:
             diyfa.flash_attention(q, q, q, mask=mask, backend="cuda", variant="v1")
 
 
+def test_quantized_inputs_take_a_mask_that_fits() -> None:
+    q, k, v = (torch.randn(1, 2, 100, 16) for _ in range(3))
+    ours = diyfa.quantize(q, k, v)
+    out = diyfa.flash_attention(*ours, mask=CAUSAL, backend="cpu", out_dtype=torch.float32)
+    same = diyfa.flash_attention(*ours, causal=True, backend="cpu", out_dtype=torch.float32)
+    torch.testing.assert_close(out, same)
+    with pytest.raises(ValueError, match="90 queries"):
+        diyfa.flash_attention(*ours, mask=block_mask(masks.causal, 1, 1, 90, 100), backend="cpu")
+
+
 def test_only_blocks_with_visible_keys_count_as_products() -> None:
     q, k = torch.randn(2, 4, 200, 16, requires_grad=True), torch.randn(2, 2, 300, 16)
     dense = torch.zeros(2, 1, 200, 300, dtype=torch.bool)
