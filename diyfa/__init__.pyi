@@ -43,9 +43,9 @@ __all__: list[str]
 
 @overload
 def flash_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: torch.Tensor | Quantized,
+    k: torch.Tensor | Quantized,
+    v: torch.Tensor | Quantized,
     causal: bool = False,
     sm_scale: float | None = None,
     seq_lens: torch.Tensor | None = None,
@@ -71,9 +71,9 @@ def flash_attention(
 ) -> torch.Tensor: ...
 @overload
 def flash_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: torch.Tensor | Quantized,
+    k: torch.Tensor | Quantized,
+    v: torch.Tensor | Quantized,
     causal: bool = False,
     sm_scale: float | None = None,
     seq_lens: torch.Tensor | None = None,
@@ -99,9 +99,9 @@ def flash_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def flash_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: torch.Tensor | Quantized,
+    k: torch.Tensor | Quantized,
+    v: torch.Tensor | Quantized,
     causal: bool = False,
     sm_scale: float | None = None,
     seq_lens: torch.Tensor | None = None,
@@ -127,9 +127,9 @@ def flash_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def flash_attention_v2(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: torch.Tensor | Quantized,
+    k: torch.Tensor | Quantized,
+    v: torch.Tensor | Quantized,
     causal: bool = False,
     sm_scale: float | None = None,
     seq_lens: torch.Tensor | None = None,
@@ -155,9 +155,9 @@ def flash_attention_v2(
 ) -> torch.Tensor: ...
 @overload
 def flash_attention_v2(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: torch.Tensor | Quantized,
+    k: torch.Tensor | Quantized,
+    v: torch.Tensor | Quantized,
     causal: bool = False,
     sm_scale: float | None = None,
     seq_lens: torch.Tensor | None = None,
@@ -183,9 +183,9 @@ def flash_attention_v2(
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def flash_attention_v2(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: torch.Tensor | Quantized,
+    k: torch.Tensor | Quantized,
+    v: torch.Tensor | Quantized,
     causal: bool = False,
     sm_scale: float | None = None,
     seq_lens: torch.Tensor | None = None,
@@ -211,9 +211,9 @@ def flash_attention_v2(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def flash_attention_varlen(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: torch.Tensor | Quantized,
+    k: torch.Tensor | Quantized,
+    v: torch.Tensor | Quantized,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor | None,
     max_seqlen_q: int,
@@ -243,9 +243,9 @@ def flash_attention_varlen(
 ) -> torch.Tensor: ...
 @overload
 def flash_attention_varlen(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: torch.Tensor | Quantized,
+    k: torch.Tensor | Quantized,
+    v: torch.Tensor | Quantized,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor | None,
     max_seqlen_q: int,
@@ -275,9 +275,9 @@ def flash_attention_varlen(
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def flash_attention_varlen(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: torch.Tensor | Quantized,
+    k: torch.Tensor | Quantized,
+    v: torch.Tensor | Quantized,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor | None,
     max_seqlen_q: int,
@@ -661,9 +661,9 @@ def flash_attn_with_kvcache(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def reference_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: torch.Tensor | Quantized,
+    k: torch.Tensor | Quantized,
+    v: torch.Tensor | Quantized,
     causal: bool = False,
     sm_scale: float | None = None,
     seq_lens: torch.Tensor | None = None,
@@ -690,9 +690,9 @@ def reference_attention(
 ) -> torch.Tensor: ...
 @overload
 def reference_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: torch.Tensor | Quantized,
+    k: torch.Tensor | Quantized,
+    v: torch.Tensor | Quantized,
     causal: bool = False,
     sm_scale: float | None = None,
     seq_lens: torch.Tensor | None = None,
@@ -719,9 +719,9 @@ def reference_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def reference_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: torch.Tensor | Quantized,
+    k: torch.Tensor | Quantized,
+    v: torch.Tensor | Quantized,
     causal: bool = False,
     sm_scale: float | None = None,
     seq_lens: torch.Tensor | None = None,

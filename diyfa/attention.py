@@ -27,6 +27,7 @@ from diyfa.plan import autocast_dtype, call_key, find, is_described_only
 from diyfa.problem import LAYOUTS, VARLEN
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+Input = torch.Tensor | Quantized
 
 
 class Words(NamedTuple):
@@ -127,7 +128,7 @@ def _as_4d(
 
 
 def attend(
-    owners: dict[str, torch.Tensor],
+    owners: dict[str, Any],
     lengths: Lengths,
     returns_lse: bool,
     arguments: dict[str, Any],
@@ -235,9 +236,9 @@ def _refuse_over_cache(**arguments: object) -> None:
 
 @without_unknown
 def flash_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Input,
+    k: Input,
+    v: Input,
     causal: bool = False,
     sm_scale: float | None = None,
     seq_lens: torch.Tensor | None = None,
@@ -317,9 +318,9 @@ def flash_attention(
 
 @without_unknown
 def flash_attention_v2(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Input,
+    k: Input,
+    v: Input,
     causal: bool = False,
     sm_scale: float | None = None,
     seq_lens: torch.Tensor | None = None,
@@ -363,9 +364,9 @@ def flash_attention_v2(
 
 @without_unknown
 def flash_attention_varlen(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Input,
+    k: Input,
+    v: Input,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor | None,
     max_seqlen_q: int,
@@ -424,12 +425,14 @@ def flash_attention_varlen(
     if unknown:
         refuse_unknown(flash_attention_varlen, unknown)
     if block_table is not None or seqused_k is not None or out is not None:
-        _refuse_over_cache(
-            q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, k_mean=k_mean, v_mean=v_mean,
-            out_dtype=out_dtype,
-        )  # fmt: skip
+        owners: dict[str, Any] = {"q": q, "k": k, "v": v}
+        eight_bits: dict[str, Any] = {
+            "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale, "k_mean": k_mean, "v_mean": v_mean,
+        }  # fmt: skip
+        _refuse_over_cache(**eight_bits | unwrapped(owners, eight_bits), out_dtype=out_dtype)
         validation.check_booleans(causal=causal, deterministic=deterministic, return_lse=return_lse)
-        pair = attend_packed(q, k, v, {
+        q_given, k_given, v_given = owners.values()
+        pair = attend_packed(q_given, k_given, v_given, {
             "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k,
             "max_seqlen_q": validation.check_length("max_seqlen_q", max_seqlen_q),
             "max_seqlen_k": validation.check_length("max_seqlen_k", max_seqlen_k),
@@ -451,9 +454,9 @@ def flash_attention_varlen(
 
 @without_unknown
 def explain(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Input,
+    k: Input,
+    v: Input,
     causal: bool = False,
     sm_scale: float | None = None,
     seq_lens: torch.Tensor | None = None,
@@ -497,19 +500,19 @@ def explain(
     if layout not in (*LAYOUTS, VARLEN):
         raise ValueError(f"layout must be one of {', '.join((*LAYOUTS, VARLEN))}, got {layout!r}")
     validation.check_booleans(causal=causal, deterministic=deterministic, return_lse=return_lse)
-    owners = {"q": q, "k": k, "v": v}
+    owners: dict[str, Any] = {"q": q, "k": k, "v": v}
     eight_bits: dict[str, Any] = {
         "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale, "k_mean": k_mean, "v_mean": v_mean,
     }  # fmt: skip
     eight_bits |= unwrapped(owners, eight_bits)
-    q, k, v = owners.values()
+    x, y, z = owners.values()
     if block_table is not None or seqused_k is not None or out is not None:
         if layout != VARLEN:
             raise ValueError(f"block_table, seqused_k and out belong to the layout 'thd', got {layout!r}")
         if seq_lens is not None or attn_bias is not None or mask is not None:
             raise ValueError("layout 'thd' takes no seq_lens, no attn_bias and no mask")
         _refuse_over_cache(**eight_bits, out_dtype=out_dtype)
-        return explain_packed(q, k, v, {
+        return explain_packed(x, y, z, {
             "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k,
             "max_seqlen_q": validation.check_length("max_seqlen_q", max_seqlen_q),
             "max_seqlen_k": validation.check_length("max_seqlen_k", max_seqlen_k),
@@ -523,31 +526,31 @@ def explain(
             raise ValueError("layout 'thd' needs cu_seqlens_q and cu_seqlens_k")
         if seq_lens is not None or attn_bias is not None or mask is not None:
             raise ValueError("layout 'thd' takes no seq_lens, no attn_bias and no mask")
-        validation.check_tensors(q=q, k=k, v=v)
-        q, k, v = autocast(q, k, v)
+        validation.check_tensors(**owners)
+        x, y, z = autocast(x, y, z)
         lengths = packed_lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     else:
         if cu_seqlens_q is not None or cu_seqlens_k is not None:
             raise ValueError(f"cu_seqlens_q and cu_seqlens_k belong to the layout 'thd', got {layout!r}")
-        validation.check_tensors(q=q, k=k, v=v)
-        q, k, v = autocast(q, k, v)
+        validation.check_tensors(**owners)
+        x, y, z = autocast(x, y, z)
         if layout == "bhsd":
-            q, k, v = _as_4d(q, k, v, seq_lens)
+            x, y, z = _as_4d(x, y, z, seq_lens)
         lengths = Lengths(seq_lens=seq_lens)
     if rng_state is None:  # no call is run, so no random numbers are drawn
-        rng_state = torch.empty(2, dtype=torch.int64, device=q.device)
+        rng_state = torch.empty(2, dtype=torch.int64, device=x.device)
     blocks: dict[str, torch.Tensor] = {}
     if mask is not None:
         others = {"layout": layout, "causal": causal, "window": validation.check_window(window)}
-        validation.check_mask(mask, q, k, others, "window")
+        validation.check_mask(mask, x, y, others, "window")
         blocks = {"mask_blocks": mask.blocks, "mask_bits": mask.bits}
-    options = checked_options(q, k, v, lengths, {
+    options = checked_options(x, y, z, lengths, {
         **blocks, "layout": layout, "causal": causal, "sm_scale": sm_scale, "variant": variant, "window": window,
         "softcap": softcap, "alibi_slopes": alibi_slopes, "attn_bias": attn_bias, "sinks": sinks,
         "dropout_p": dropout_p, "rng_state": rng_state, "deterministic": deterministic, "backend": backend,
         "out_dtype": out_dtype, **eight_bits,
     })  # fmt: skip
-    explained = _explain_checked(q, k, v, lengths, options, backend or "")
+    explained = _explain_checked(x, y, z, lengths, options, backend or "")
     if mask is None or mask.blocks.is_meta:
         return explained
     return replace(explained, mask=mask.summary())

@@ -15,7 +15,7 @@ import torch
 
 from diyfa.block_lists import visible_pairs
 from diyfa.dropout import drop_threshold, element_levels, keys_from_state, mask_from_keys, position_words
-from diyfa.eight_bits import BLOCK_K, BLOCK_Q, EIGHT_BIT_DTYPES, dequantised, unwrapped
+from diyfa.eight_bits import BLOCK_K, BLOCK_Q, EIGHT_BIT_DTYPES, Quantized, dequantised, unwrapped
 from diyfa.features import for_sample
 from diyfa.keywords import refuse_unknown, without_unknown
 from diyfa.masks import BlockMask
@@ -23,6 +23,7 @@ from diyfa.options import LENGTHS, NO_LENGTHS, UNBOUNDED, AttentionOptions, Leng
 from diyfa.problem import LAYOUTS, VARLEN, KVCacheTensors, NewKeys, as_bhsd
 
 _INF = float("inf")
+Input = torch.Tensor | Quantized
 
 # (q, k, v, lengths, options, keep) -> out, lse, as `_attend`.
 Attend = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -184,9 +185,9 @@ def _attend_sequences(
 
 @without_unknown
 def reference_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Input,
+    k: Input,
+    v: Input,
     causal: bool = False,
     sm_scale: float | None = None,
     seq_lens: torch.Tensor | None = None,
@@ -249,9 +250,9 @@ def reference_attention(
 
 def attention_by(
     attend: Attend,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Any,
+    k: Any,
+    v: Any,
     *,
     layout: str = "bhsd",
     causal: bool = False,
@@ -259,7 +260,6 @@ def attention_by(
     sm_scale: float | None = None,
     dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
-    mask: BlockMask | None = None,
     **fields: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run `attend` on (B, H, S, D) views of q, k, v of any layout, or on each packed sequence. Return out and lse.
@@ -282,6 +282,7 @@ def attention_by(
     lengths = Lengths(**{name: fields.pop(name) for name in LENGTHS if name in fields})
     scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
     left, right = window
+    mask: BlockMask | None = fields.pop("mask", None)
     if mask is not None:
         fields["mask_blocks"], fields["mask_bits"] = mask.blocks, mask.bits
     options = AttentionOptions(layout, scale, left, 0 if causal else right, **fields)

@@ -188,7 +188,12 @@ def _row_maxima(q, k, v, lengths: Lengths, options: AttentionOptions, keep: torc
 
 
 def plain_flash_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: bool = False, **options: Any
+    q: torch.Tensor | Quantized,
+    k: torch.Tensor | Quantized,
+    v: torch.Tensor | Quantized,
+    *,
+    return_lse: bool = False,
+    **options: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Compute FlashAttention in q's dtype. Arguments and results are those of `diyfa.reference_attention`."""
     values: torch.Tensor = v.values if isinstance(v, Quantized) else v
