@@ -20,6 +20,8 @@ from diyfa.eight_bits import Quantized as Quantized
 from diyfa.lab.bench import BenchmarkResult as BenchmarkResult
 from diyfa.lab.bench import BenchmarkRunner as BenchmarkRunner
 from diyfa.lab.bench import benchmark_fn as benchmark_fn
+from diyfa.masks import BlockMask as BlockMask
+from diyfa.masks import block_mask as block_mask
 from diyfa.matmul import triton_matmul as triton_matmul
 from diyfa.quantize import quantize as quantize
 from diyfa.ready.warming import warmup as warmup
@@ -53,6 +55,7 @@ def flash_attention(
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
+    mask: BlockMask | None = None,
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: torch.Tensor | None = None,
@@ -80,6 +83,7 @@ def flash_attention(
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
+    mask: BlockMask | None = None,
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: torch.Tensor | None = None,
@@ -107,6 +111,7 @@ def flash_attention(
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
+    mask: BlockMask | None = None,
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: torch.Tensor | None = None,
@@ -134,6 +139,7 @@ def flash_attention_v2(
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
+    mask: BlockMask | None = None,
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: torch.Tensor | None = None,
@@ -161,6 +167,7 @@ def flash_attention_v2(
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
+    mask: BlockMask | None = None,
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: torch.Tensor | None = None,
@@ -188,6 +195,7 @@ def flash_attention_v2(
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
+    mask: BlockMask | None = None,
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: torch.Tensor | None = None,
@@ -664,6 +672,7 @@ def reference_attention(
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
+    mask: BlockMask | None = None,
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: torch.Tensor | None = None,
@@ -692,6 +701,7 @@ def reference_attention(
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
+    mask: BlockMask | None = None,
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: torch.Tensor | None = None,
@@ -720,6 +730,7 @@ def reference_attention(
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
+    mask: BlockMask | None = None,
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: torch.Tensor | None = None,
