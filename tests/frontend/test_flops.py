@@ -141,7 +141,7 @@ def test_cache(way: str) -> None:
 
 def test_matmul() -> None:
     a, b = leaves((5, 7), (7, 3))
-    found = counted(lambda: ops.matmul(a, b, None, False, "ieee", torch.float32, torch.float32, "cpu").sum().backward())
+    found = counted(lambda: ops.matmul(a, b, None, None, False, "ieee", torch.float32, torch.float32, None, "auto", False, "cpu").sum().backward())
     assert found == {"diyfa.matmul": 3 * 2 * 5 * 7 * 3}
 
 

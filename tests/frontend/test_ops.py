@@ -73,7 +73,7 @@ def test_opcheck_strides(view: str) -> None:
 def test_opcheck_matmul() -> None:
     a, b = tensors((20, 30), (30, 40), grad=False)
     for compute, out in ((torch.float16, torch.float16), (torch.float32, torch.float32)):
-        torch.library.opcheck(torch.ops.diyfa.matmul.default, (a, b, None, True, "ieee", compute, out, "cpu"))
+        torch.library.opcheck(torch.ops.diyfa.matmul.default, (a, b, None, None, True, "ieee", compute, out, None, "auto", False, "cpu"))
     torch.library.opcheck(torch.ops.diyfa.matmul.default, (b.t(), a.t(), [16, 16, 16], True, "ieee", torch.float16,
                                                            torch.bfloat16, "cpu"))  # fmt: skip
 
