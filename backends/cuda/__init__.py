@@ -220,9 +220,20 @@ def _cache_kernels() -> tuple[Kernel, ...]:
 
 def _matmul_kernels() -> tuple[Kernel, ...]:
     """Return the kernels of the matrix product, the preferred one first."""
+    from diyfa.backends.cuda.hopper import matmul_configs as hopper_matmul_configs
     from diyfa.backends.cuda.matmul import configs as matmul_configs
 
     return (
+        Kernel(
+            name="sm90",
+            op="matmul",
+            summary="Hopper: a producer warp with TMA, consumer warpgroups with wgmma, persistent",
+            launch=_later("hopper.matmul", "matmul"),
+            repeat=_later("hopper.matmul", "repeat"),
+            unsupported=hopper_matmul_configs.unsupported,
+            config=hopper_matmul_configs.select_config,
+            by_name_only=hopper_matmul_configs.by_name_only,
+        ),
         Kernel(
             name="tma",
             op="matmul",

@@ -351,10 +351,10 @@ def _pass(
         config = tune.best(name, bucket, tiles, lambda candidate: run(problem, a, b, bias, c, candidate), config)
         is_settled = partial(tune.is_settled, name, bucket)
     launches = make_launches(problem, a, b, bias, c, config)
-    return Pass(launches, _partials(launches), is_settled=is_settled)
+    return Pass(launches, partials_of(launches), is_settled=is_settled)
 
 
-def _partials(launches: list[Launch]) -> list[torch.Tensor]:
+def partials_of(launches: list[Launch]) -> list[torch.Tensor]:
     """Return the memory of the partial sums, if K is split."""
     return [launch.arguments["partial_ptr"] for launch in launches if "partial_ptr" in launch.arguments]
 

@@ -54,7 +54,8 @@ def _config_specs(problem: MatmulProblem, config: MatmulConfig) -> Iterator[Comp
     case = f"{types} {config.block_m}x{config.block_n}x{config.block_k} w{config.num_warps} s{config.num_stages}"
     if config.form == "tma":
         for b_transposed in (False, True):
-            launch, *_ = make_launches(problem, *_example_tensors(problem, b_transposed), config)
+            a, b, c = _example_tensors(problem, b_transposed)
+            launch, *_ = make_launches(problem, a, b, None, c, config)
             suffix = " persistent" * config.persistent + " halves" * config.store_halves + " bT" * b_transposed
             yield launch_spec(launch, "matmul/tma", case + suffix)
         return
@@ -63,7 +64,8 @@ def _config_specs(problem: MatmulProblem, config: MatmulConfig) -> Iterator[Comp
         some = problem.replace(k=problem.k if even else problem.k + 16)
         if not problem.aligned:
             some = problem.replace(m=problem.m + 1, n=problem.n + 1, k=problem.k + 1)
-        launch, *_ = make_launches(some, *_example_tensors(some), config)
+        a, b, c = _example_tensors(some)
+        launch, *_ = make_launches(some, a, b, None, c, config)
         if launch.constants["c"].even_k != even:  # blocks of 16 divide every aligned K
             continue
         suffix = f" split{config.split_k}{' masked' * (not even)}{' odd' * (not problem.aligned)}"
