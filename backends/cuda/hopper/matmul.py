@@ -154,7 +154,10 @@ class Operands:
 
     @gluon.jit
     def start_product(self, item, BOX: gl.constexpr, acc, USE_ACC: gl.constexpr):
-        """Start acc += a @ b of a step, [ROWS, BLOCK_K] @ [BLOCK_K, BLOCK_N]. Without USE_ACC, acc is overwritten."""
+        """Start acc += a @ b of a step, [ROWS, BLOCK_K] @ [BLOCK_K, BLOCK_N]. Without USE_ACC, acc is overwritten.
+
+        Triton multiplies float32 operands as tf32 by default.
+        """
         config: gl.constexpr = self.config
         stage = self.channel.stage(item)
         a = self.a_buffers.index(stage * (config.BLOCK_M // config.ROWS) + BOX)
@@ -163,7 +166,7 @@ class Operands:
             a = a.permute((1, 0))
         if config.B_TRANSPOSED:
             b = b.permute((1, 0))
-        return warpgroup_mma(a, b, acc, use_acc=USE_ACC, precision="tf32", is_async=True)
+        return warpgroup_mma(a, b, acc, use_acc=USE_ACC, is_async=True)
 
 
 @aggregate

@@ -68,6 +68,7 @@ def _config(block_m: int, block_n: int, block_k: int, stages: int, **rest: int |
 # benchmarks/matmul.py has shown on a GPU that the kernel is the fastest for it.
 AUTOMATIC: frozenset[str] = frozenset()
 
+_WIDE = _config(64, 256, 64, 5, consumers=1, consumer_registers=240, producer_registers=96)  # wgmma needs 154 registers
 _LARGE = (
     _config(128, 256, 64, 4),
     _config(128, 256, 64, 4, group_m=16),
@@ -82,14 +83,14 @@ TABLE: tuple[ProblemClass, ...] = (
             _config(64, 128, 128, 4, consumers=1, split_k=2),
             _config(64, 128, 128, 4, consumers=1, split_k=4),
             _config(64, 64, 128, 6, consumers=1),
-            _config(64, 256, 64, 5, consumers=1, split_k=4),
+            replace(_WIDE, split_k=4),
         ),
         max_m=64,
         min_k=1024,
     ),
     ProblemClass(
         "skinny",
-        (_config(64, 128, 128, 4, consumers=1), _config(64, 64, 128, 6, consumers=1), _config(64, 256, 64, 5, consumers=1)),
+        (_config(64, 128, 128, 4, consumers=1), _config(64, 64, 128, 6, consumers=1), _WIDE),
         max_m=64,
     ),
     ProblemClass(

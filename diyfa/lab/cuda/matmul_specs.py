@@ -7,6 +7,7 @@ from itertools import product
 
 import torch
 
+from diyfa.backends.cuda.hopper.matmul_configs import Sm90MatmulConfig
 from diyfa.backends.cuda.matmul.configs import (
     MatmulConfig,
     candidates,
@@ -44,6 +45,54 @@ def compile_specs(arch: str) -> Iterator[CompileSpec]:
                 configs.update(dict.fromkeys([*([] if default is None else [default]), *measured]))
         for config in configs:
             yield from _config_specs(problem, config)
+    yield from _hopper_specs(arch)
+
+
+def _hopper_specs(arch: str) -> Iterator[CompileSpec]:
+    """Yield the Gluon product for Hopper: every tile of its table in float16, then layouts, dtypes and epilogues of the
+    default tiles."""
+    from diyfa.backends.cuda.hopper import matmul_configs
+
+    half = MatmulProblem("cuda", arch, "float16", "float16", "float16", 4096, 4096, 4096, aligned=True)
+    if matmul_configs.unsupported(half) is not None:
+        return
+    tiles: dict[Sm90MatmulConfig, None] = {}
+    for row in matmul_configs.TABLE:
+        tiles.update(dict.fromkeys(config for config in row.candidates if matmul_configs.fits(config, half)))
+    for config in tiles:
+        yield _hopper_spec(half, config)
+    large = matmul_configs.select_config(half)
+    skinny = matmul_configs.select_config(half.replace(m=16))
+    for layout in ((True, True), (False, False), (False, True)):
+        yield _hopper_spec(half.replace(k_major=layout), large)
+    yield _hopper_spec(half.replace(m=16, k_major=(True, True)), skinny)
+    for activation in (None, "relu", "gelu", "silu"):
+        problem = half.replace(k_major=(True, True), bias=True, activation=activation)
+        yield _hopper_spec(problem.replace(dtype="bfloat16", compute_dtype="bfloat16", out_dtype="bfloat16"), large)
+    yield _hopper_spec(half.replace(out_dtype="float32"), large)
+    tf32 = MatmulProblem("cuda", arch, "float32", "float32", "float32", 4096, 4096, 4096, "tf32", aligned=True)
+    for m in (16, 4096):
+        problem = tf32.replace(m=m, k_major=(True, True))
+        yield _hopper_spec(problem, matmul_configs.select_config(problem))
+
+
+def _hopper_spec(problem: MatmulProblem, config: Sm90MatmulConfig) -> CompileSpec:
+    from diyfa.backends.cuda.hopper import matmul
+
+    def matrix(rows: int, columns: int, row_major: bool, dtype: str) -> torch.Tensor:
+        shape = (rows, columns) if row_major else (columns, rows)
+        x = torch.empty(shape, dtype=TORCH_DTYPE[dtype], device="meta")
+        return x if row_major else x.t()
+
+    a_by_k, b_by_k = problem.k_major
+    a, b = matrix(problem.m, problem.k, a_by_k, problem.dtype), matrix(problem.k, problem.n, not b_by_k, problem.dtype)
+    c = matrix(problem.m, problem.n, True, problem.out_dtype)
+    bias = torch.empty(problem.n, dtype=TORCH_DTYPE[problem.dtype], device="meta") if problem.bias else None
+    launch, *_ = matmul.make_launches(problem, a, b, bias, c, config)
+    case = f"{problem.dtype}->{problem.out_dtype} {'nt'[not a_by_k]}{'nt'[b_by_k]} "
+    case += f"{config.block_m}x{config.block_n}x{config.block_k} s{config.stages} c{config.consumers}"
+    case += f"{' pingpong' * config.pingpong} group{config.group_m} split{config.split_k}{' bias' * problem.bias}"
+    return launch_spec(launch, "matmul/sm90", f"{case} {problem.activation or ''}".rstrip(), clean_loops=True)
 
 
 def _config_specs(problem: MatmulProblem, config: MatmulConfig) -> Iterator[CompileSpec]:
