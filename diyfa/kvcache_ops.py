@@ -27,6 +27,7 @@ from diyfa.problem import (
     has_few_steps,
     is_aligned,
 )
+from diyfa.validation import memory_span, share_memory
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 

@@ -71,11 +71,13 @@ def test_opcheck_strides(view: str) -> None:
 
 
 def test_opcheck_matmul() -> None:
-    a, b = tensors((20, 30), (30, 40), grad=False)
+    a, b, bias = tensors((20, 30), (30, 40), (20,), grad=False)
     for compute, out in ((torch.float16, torch.float16), (torch.float32, torch.float32)):
         torch.library.opcheck(torch.ops.diyfa.matmul.default, (a, b, None, None, True, "ieee", compute, out, None, "auto", False, "cpu"))
-    torch.library.opcheck(torch.ops.diyfa.matmul.default, (b.t(), a.t(), [16, 16, 16], True, "ieee", torch.float16,
-                                                           torch.bfloat16, "cpu"))  # fmt: skip
+    torch.library.opcheck(torch.ops.diyfa.matmul.default, (b.t(), a.t(), bias, [16, 16, 16], True, "ieee", torch.float16,
+                                                           torch.bfloat16, "gelu", "tiled", False, "cpu"))  # fmt: skip
+    out, options = torch.empty(20, 40), (None, True, "ieee", torch.float32, torch.float32, "relu", "auto", False, "cpu")
+    torch.library.opcheck(torch.ops.diyfa.matmul_out.default, (a, b, None, out, *options))
 
 
 def step(q, k, v, bias, sinks, causal):
