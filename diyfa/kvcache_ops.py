@@ -281,7 +281,9 @@ class KVCachePlan:
         self._append: _Step | None = None
         if new is not None:
             caches = tensors.k_cache, tensors.v_cache
-            self._reach = max(memory_span(x) * x.element_size() for x in caches)  # bytes; caches further apart are separate
+            self._reach = max(
+                memory_span(x) * x.element_size() for x in caches
+            )  # bytes; caches further apart are separate
             appended = problem if rotated is None else describe_kvcache(backend, tensors, options, out)
             step = _Step("kvcache_append", backend, appended)
             if tensors.q.shape[0] and (rotated is not None or (new.k.numel() and tensors.k_cache.numel())):

@@ -51,6 +51,7 @@ from diyfa.problem import (
     is_aligned,
 )
 from diyfa.torch_private import below_autograd, differentiates_forward, is_transformed, is_unseen
+from diyfa.validation import check_no_overlap
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 _INF = float("inf")
@@ -605,6 +606,7 @@ def _matmul(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, *argume
 def _matmul_out(
     a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, *arguments: Any
 ) -> None:
+    check_no_overlap(out, a=a, b=b, bias=bias)
     _product(a, b, bias, out, _matmul_options(arguments))
 
 

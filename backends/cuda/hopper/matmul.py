@@ -276,7 +276,9 @@ def _consumer(INDEX: gl.constexpr, order, operands, output):
         if config.PINGPONG:
             turn("arrive", 1 - INDEX)
         _store_tile(output, INDEX, BOX, tile, acc)
-        item = end + (EVERY - 1) * order.steps  # steps of the other consumer's tile; with PINGPONG all have equally many
+        item = (
+            end + (EVERY - 1) * order.steps
+        )  # steps of the other consumer's tile; with PINGPONG all have equally many
     tma.store_wait(0)
 
 

@@ -280,9 +280,7 @@ def _options(config: MatmulConfig) -> dict[str, int]:
     return {"num_warps": config.num_warps, "num_stages": config.num_stages}
 
 
-def make_sum(
-    problem: MatmulProblem, partials: torch.Tensor, bias: torch.Tensor | None, c: torch.Tensor
-) -> Launch:
+def make_sum(problem: MatmulProblem, partials: torch.Tensor, bias: torch.Tensor | None, c: torch.Tensor) -> Launch:
     """Return the launch that adds up partial sums (splits, M, N) and writes them with their epilogue to c."""
     size = problem.m * problem.n
     arguments = {
@@ -387,4 +385,7 @@ def repeating(describe: Callable[..., Pass]) -> Callable[..., Replay | None]:
 
 
 matmul_tma, repeat_tma = launching(partial(_pass, form="tma")), repeating(partial(_pass, form="tma"))
-matmul_pointers, repeat_pointers = launching(partial(_pass, form="pointers")), repeating(partial(_pass, form="pointers"))
+matmul_pointers, repeat_pointers = (
+    launching(partial(_pass, form="pointers")),
+    repeating(partial(_pass, form="pointers")),
+)
