@@ -1,4 +1,4 @@
-"""Implementations in processes of their own, for benchmarks that measure in turns: one that hangs costs its time only."""
+"""Implementations in processes of their own, for benchmarks that measure in turns. One that hangs costs its time."""
 
 from __future__ import annotations
 

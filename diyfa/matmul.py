@@ -111,7 +111,9 @@ def triton_matmul(
     wants_grad = ops.wants_grad(a, b, bias)
     if inputs[0] is not a or inputs[1] is not b or is_described_only(a) or wants_grad:
         key = None
-    tile = None if block_m is None else blocks
+    tile = None
+    if block_m is not None and block_n is not None and block_k is not None:
+        tile = block_m, block_n, block_k
     options = MatmulOptions(
         tile, use_autotune, precision or "ieee", compute_dtype, out_dtype, activation, variant, False, backend
     )

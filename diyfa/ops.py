@@ -1,11 +1,11 @@
 """The PyTorch operators `torch.ops.diyfa.*`: schemas, fake kernels and the one autograd of the project.
 
 Backend-neutral operators: `attention_fwd`, `attention_bwd`, `attention_bwd_out` (into given buffers), `matmul`,
-`matmul_out`. One Python function implements each for every device: it describes the call as a problem, lets the registry choose a kernel,
-allocates the results and launches the kernel. `torch.library.Library` defines them, because a call costs a third of one
-of `custom_op`. Their autograd is a `torch.autograd.Function`, which eager calls use directly (a sixth of what
-`register_autograd` costs). It is also the operators' kernel for the Autograd key. So torch.compile and torch.export
-record the operator alone, and can still differentiate it.
+`matmul_out`. One Python function implements each for every device: it describes the call as a problem, lets the
+registry choose a kernel, allocates the results and launches the kernel. `torch.library.Library` defines them, because a
+call costs a third of one of `custom_op`. Their autograd is a `torch.autograd.Function`, which eager calls use directly
+(a sixth of what `register_autograd` costs). It is also the operators' kernel for the Autograd key. So torch.compile and
+torch.export record the operator alone, and can still differentiate it.
 """
 
 from __future__ import annotations
@@ -612,7 +612,10 @@ def _matmul_out(
 
 def _matmul_options(arguments: Sequence[Any]) -> MatmulOptions:
     options = MatmulOptions(*arguments)
-    return options if options.block is None else options._replace(block=tuple(options.block))
+    if options.block is None:
+        return options
+    block_m, block_n, block_k = options.block  # a list: the schema has no tuples
+    return options._replace(block=(block_m, block_n, block_k))
 
 
 def _product(
@@ -710,8 +713,8 @@ def _gradient_before_activation(ctx: Any, dc: torch.Tensor) -> torch.Tensor:
 
 
 class _Matmul(torch.autograd.Function):
-    """c = activation(a @ b + bias). With dz the gradient of the sum, da = dz @ bᵀ and db = aᵀ @ dz by the same operator,
-    in the inputs' dtype; dbias adds up the rows of dz in float32."""
+    """c = activation(a @ b + bias). With dz the gradient of the sum, da = dz @ bᵀ and db = aᵀ @ dz by the same
+    operator, in the inputs' dtype; dbias adds up the rows of dz in float32."""
 
     @staticmethod
     def forward(ctx: Any, a: Any, b: Any, bias: Any, *arguments: Any) -> torch.Tensor:

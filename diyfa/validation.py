@@ -363,11 +363,8 @@ def check_product_out(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dtype
         raise TypeError(f"out must be {dtype}, as out_dtype says, got {out.dtype}")
     _check_device_of_a(a, out=out)
     steps = sorted((stride, size) for size, stride in zip(out.shape, out.stride(), strict=True) if size > 1)
-    if (
-        out.numel()
-        and any(stride < 1 for stride, _ in steps)
-        or (len(steps) == 2 and steps[1][0] < steps[0][0] * steps[0][1])
-    ):
+    overlaps = len(steps) == 2 and steps[1][0] < steps[0][0] * steps[0][1]
+    if out.numel() and (overlaps or any(stride < 1 for stride, _ in steps)):
         raise ValueError(f"out must not overlap itself, got shape {_shape(out)} with strides {out.stride()}")
 
 

@@ -139,7 +139,7 @@ def make_launch(
 def matmul(
     problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, c: torch.Tensor
 ) -> None:
-    """Fill c (M, N) with activation(a @ b + bias). Block pointers write contiguous columns: other results are copied."""
+    """Fill c (M, N) with activation(a @ b + bias). Block pointers write contiguous columns; others are copied."""
     result = c if c.stride(1) == 1 else c.new_empty(c.shape)
     with device_guard(a):
         run(make_launch(problem, a, b, bias, result))

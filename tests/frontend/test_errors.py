@@ -270,7 +270,7 @@ MATMUL = {
     "precision_dtype": ((A, B), {"precision": "ieee"}, ValueError, r"applies to float32"),
     "out_dtype": ((A, B), {"out_dtype": torch.int8}, TypeError, r"Unsupported dtype torch\.int8"),
     "autotune": ((A, B), {"use_autotune": "no"}, TypeError, r"use_autotune must be True or False, got 'no'"),
-    "activation": ((A, B), {"activation": "tanh"}, ValueError, r"activation must be None, 'relu', 'gelu', 'silu', got 'tanh'"),
+    "activation": ((A, B), {"activation": "tanh"}, ValueError, r"None, 'relu', 'gelu', 'silu', got 'tanh'"),
     "bias_shape": ((A, B), {"bias": BIAS[:5]}, ValueError, r"bias must have shape \(48,\), .*got \(5,\)"),
     "bias_rank": ((A, B), {"bias": BIAS[None]}, ValueError, r"bias must have shape \(48,\)"),
     "bias_dtype": ((A, B), {"bias": BIAS.double()}, TypeError, r"Unsupported dtype torch\.float64 of bias"),

@@ -40,7 +40,9 @@ def test_a_dry_run_measures_every_implementation() -> None:
     ).stdout.splitlines()
     rows = [json.loads(line) for line in found if line.startswith("{")]
     names = {"cublas", "portable", "sm90 64x128x128 s4 c1 group8 split2"}
-    assert {(row["implementation"], row["case"]) for row in rows} == {(x, mode) for x in names for mode in ("graph", "eager")}
+    assert {(row["implementation"], row["case"]) for row in rows} == {
+        (x, mode) for x in names for mode in ("graph", "eager")
+    }
     assert all(row["table"] == "skinny, long K" and row["ms"] > 0 for row in rows)
     assert found[-1].startswith("dry: ") and not any("AUTOMATIC" in line for line in found)
 
@@ -91,10 +93,14 @@ def row(table: str, name: str, ms: float | None, m: int = 8) -> dict:
 
 def test_conclusions(benchmark: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     """A candidate counts at all points of its class; one that hung at one of them is out."""
-    rows = [row("large", name, ms) for name, ms in (("cublas", 2.0), ("portable", 2.5), ("sm90 a", 1.0), ("sm90 b", 2.0))]
+    rows = [
+        row("large", name, ms) for name, ms in (("cublas", 2.0), ("portable", 2.5), ("sm90 a", 1.0), ("sm90 b", 2.0))
+    ]
     rows += [row("large", name, ms, 16) for name, ms in (("cublas", 4.0), ("portable", 4.0), ("sm90 b", 4.0))]
     rows += [row("large", "sm90 a", None, 16)]
-    rows += [row("narrow", name, ms) for name, ms in (("cublas", 1.0), ("portable", 1.0), ("sm90 c", 1.5), ("sm90 d", 1.25))]
+    rows += [
+        row("narrow", name, ms) for name, ms in (("cublas", 1.0), ("portable", 1.0), ("sm90 c", 1.5), ("sm90 d", 1.25))
+    ]
     speeds = benchmark.relative_speeds(rows, "large")
     assert speeds == {"cublas": 1.0, "sm90 b": 1.0, "portable": pytest.approx(0.8**0.5), "sm90 a": 0.0}
     assert benchmark.conclusions(rows) == ({"narrow": ["sm90 d", "sm90 c"], "large": ["sm90 b"]}, ["large"])

@@ -283,6 +283,12 @@ def _consumer(INDEX: gl.constexpr, order, operands, output):
 
 
 @gluon.jit
+def _buffers(tensor, COUNT: gl.constexpr):
+    """Allocate buffers for COUNT boxes of a tensor."""
+    return gl.allocate_shared_memory(tensor.dtype, [COUNT] + tensor.block_shape, tensor.layout)  # noqa: RUF005 (Gluon)
+
+
+@gluon.jit
 def _matmul_sm90_kernel(
     a_tensor,  # (M, K), boxes of [ROWS, BLOCK_K]; A_TRANSPOSED: (K, M), [BLOCK_K, ROWS]
     b_tensor,  # (K, N), boxes of [BLOCK_K, BLOCK_N]; B_TRANSPOSED: (N, K), [BLOCK_N, BLOCK_K]
@@ -297,11 +303,9 @@ def _matmul_sm90_kernel(
     # A stage is read by the consumer whose tile it is, or by all.
     READERS: gl.constexpr = 1 if config.PINGPONG else CONSUMERS
     STORES: gl.constexpr = CONSUMERS * _store_buffers(config)
-    a_buffers = gl.allocate_shared_memory(
-        a_tensor.dtype, [config.STAGES * BOXES] + a_tensor.block_shape, a_tensor.layout
-    )
-    b_buffers = gl.allocate_shared_memory(b_tensor.dtype, [config.STAGES] + b_tensor.block_shape, b_tensor.layout)
-    c_buffers = gl.allocate_shared_memory(c_tensor.dtype, [STORES] + c_tensor.block_shape, c_tensor.layout)
+    a_buffers = _buffers(a_tensor, config.STAGES * BOXES)
+    b_buffers = _buffers(b_tensor, config.STAGES)
+    c_buffers = _buffers(c_tensor, STORES)
     channel = allocate_channel(config.STAGES, 1, WARPS * READERS)
     fence_async_shared()  # TMA must see the barriers
     wait_for_previous_kernels()
