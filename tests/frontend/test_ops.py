@@ -76,8 +76,8 @@ def test_opcheck_matmul() -> None:
         torch.library.opcheck(
             torch.ops.diyfa.matmul.default, (a, b, None, None, True, "ieee", compute, out, None, "auto", False, "cpu")
         )
-    torch.library.opcheck(torch.ops.diyfa.matmul.default, (b.t(), a.t(), bias, [16, 16, 16], True, "ieee", torch.float16,
-                                                           torch.bfloat16, "gelu", "tiled", False, "cpu"))  # fmt: skip
+    options = ([16, 16, 16], True, "ieee", torch.float16, torch.bfloat16, "gelu", "tiled", False, "cpu")
+    torch.library.opcheck(torch.ops.diyfa.matmul.default, (b.t(), a.t(), bias, *options))
     out = torch.empty(20, 40)
     options = (None, True, "ieee", torch.float32, torch.float32, "relu", "auto", False, "cpu")
     torch.library.opcheck(torch.ops.diyfa.matmul_out.default, (a, b, None, out, *options))

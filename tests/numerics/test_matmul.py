@@ -167,7 +167,7 @@ UNIT = {torch.float16: 2**-10, torch.bfloat16: 2**-7, torch.float32: 2**-22}  # 
 
 
 def assert_within_one_unit(c, a, b, bias=None, activation=None):
-    """Each element is off the exact result by one unit of its dtype at most, and by what fp32 sums and functions lose."""
+    """Each element is off the exact result by at most one unit of its dtype, and what fp32 sums and functions lose."""
     exact = reference_matmul(a.double().cpu(), b.double().cpu(), bias=bias, activation=activation)
     sums = reference_matmul(a.double().cpu().abs(), b.double().cpu().abs(), bias=None if bias is None else bias.abs())
     info = torch.finfo(c.dtype)
