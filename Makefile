@@ -33,9 +33,12 @@ CACHE := .cache
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python3.10; do \
   "$$p" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 15))' 2>/dev/null && echo "$$p" && break; done)
 TORCH_VERSION ?= 2.13.0
-# Of `make test-npu-oldest`; any other pair of diyfa/npu_stacks.py runs the same way, in a VENV_NPU_OLDEST of its own.
+# Of `make test-npu-oldest`; any other pair of diyfa/npu_stacks.py runs the same way, in a VENV_NPU_OLDEST of its own,
+# the newest with `VENV_NPU_OLDEST=.venv-npu-newest OLDEST_TORCH=2.14.0 OLDEST_TORCH_NPU=2.14.0`.
 OLDEST_TORCH ?= 2.7.1
 OLDEST_TORCH_NPU ?= 2.7.1.post2
+# The extra `npu` has no triton-ascend, because a machine with an NPU has one. Its interpreter refuses newer NumPys.
+TRITON_ASCEND_INSTALL ?= triton-ascend==3.2.0 'numpy<2.3'
 PYTEST_ARGS ?=
 
 # With an NVIDIA GPU PyTorch's default build brings CUDA and its own Triton. Without one that would be gigabytes for
@@ -143,7 +146,7 @@ $(VENV_NPU)/.torch:
 	touch $@
 
 $(VENV_NPU)/.ready: $(VENV_NPU)/.torch pyproject.toml
-	$(VENV_NPU)/bin/python -m pip install -q torch_npu==$(TORCH_VERSION) -e '.[npu,npu-compile,cli,test]'
+	$(VENV_NPU)/bin/python -m pip install -q torch_npu==$(TORCH_VERSION) $(TRITON_ASCEND_INSTALL) -e '.[npu,npu-compile,cli,test]'
 	touch $@
 
 # Most indices have so old a torch for x86 as a CUDA build alone; its gigabytes of libraries are not needed.
@@ -151,7 +154,7 @@ $(VENV_NPU_OLDEST)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV_NPU_OLDEST)
 	$(VENV_NPU_OLDEST)/bin/python -m pip install -q --no-deps torch==$(OLDEST_TORCH) torch_npu==$(OLDEST_TORCH_NPU)
 	$(VENV_NPU_OLDEST)/bin/python tests/support/torch_without_cuda.py
-	$(VENV_NPU_OLDEST)/bin/python -m pip install -q -e '.[npu,cli,test]'
+	$(VENV_NPU_OLDEST)/bin/python -m pip install -q $(TRITON_ASCEND_INSTALL) -e '.[npu,cli,test]'
 	touch $@
 
 # Only Triton differs, so it is laid over the first environment.

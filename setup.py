@@ -1,4 +1,8 @@
-"""The page of a package index: the README with absolute links. Everything else is in pyproject.toml."""
+"""The page of a package index: the README with absolute links. Everything else is in pyproject.toml.
+
+A source distribution has the kernels once, in `backends`. The link to them, which an editable install and the tests
+need, is made here.
+"""
 
 import re
 from pathlib import Path
@@ -16,4 +20,7 @@ def index_page() -> str:
     return re.sub(r"(?<!!)\[([^\]]*)\]\((?!https:|#)([^)]+)\)", rf"[\1]({repository}/blob/main/\2)", text)
 
 
+link = ROOT / "diyfa" / "backends"
+if not link.exists():
+    link.symlink_to(Path("..", "backends"), target_is_directory=True)
 setup(long_description=index_page(), long_description_content_type="text/markdown")

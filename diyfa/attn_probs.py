@@ -10,6 +10,7 @@ import torch
 
 from diyfa.dropout import keys_from_state, mask_from_keys
 from diyfa.options import AttentionOptions, Lengths
+from diyfa.reference import masked_scores, visible_keys_of_lengths
 
 MULTIPLE = 128  # both sides are padded to a multiple of this, as flash_attn's are
 
@@ -55,21 +56,9 @@ def signed_probabilities(
     batch, seqlen_q, heads, _ = q.shape
     seqlen_k = k.shape[1]
     q, k = q.transpose(1, 2).to(lse.dtype), k.transpose(1, 2).to(lse.dtype).repeat_interleave(heads // k.shape[2], 1)
-    scores = (q * options.sm_scale) @ k.mT
-    if options.softcap:
-        scores = options.softcap * torch.tanh(scores / options.softcap)
-    i, j = torch.arange(seqlen_q, device=q.device)[:, None], torch.arange(seqlen_k, device=q.device)
-    len_q, len_k = len_q[:, None, None, None], len_k[:, None, None, None]
-    distance = j - (i + len_k - len_q)  # [B, 1, Sq, Sk]
-    if options.alibi_slopes is not None:
-        scores = scores - options.alibi_slopes.expand(batch, heads)[:, :, None, None] * distance.abs()
-    left, right = options.window_left, options.window_right
-    visible = (i < len_q) & (j < len_k)
-    if left >= 0:
-        visible = visible & (distance >= -left)
-    if right >= 0:
-        visible = visible & (distance <= right)
-    weights = torch.exp(scores - lse).masked_fill(~visible, 0.0)
+    window = options.window_left, options.window_right
+    visible, _, distance = visible_keys_of_lengths(len_q, len_k, seqlen_q, seqlen_k, window)
+    weights = torch.exp(masked_scores(q, k, visible, distance, options) - lse).masked_fill(~visible, 0.0)
     keep = mask_from_keys(keys_from_state(options.rng_state, batch, heads), seqlen_q, seqlen_k, options.dropout_p)
     # The sign bit survives even if a weight underflows to zero.
     signed = torch.where(keep | ~visible, weights, -weights)

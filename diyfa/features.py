@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -210,15 +210,28 @@ SHAPE_FEATURES = (
 )  # fmt: skip
 
 # Features that a backend may refuse.
-OPTIONAL = tuple(feature for feature in (*SHAPE_FEATURES, *FEATURES) if feature.refusal_name)
+REFUSABLE = tuple(feature for feature in (*SHAPE_FEATURES, *FEATURES) if feature.refusal_name)
 ADJUSTING = frozenset([feature.refusal_name for feature in FEATURES if feature.adjusts])
 # COMPOSABLE: features that combine with each other and with any lengths. EVERYTHING and EVERYTHING_CASE: the changes of
 # a typical problem and of a typical test case that add all of them.
-COMPOSABLE = tuple(feature for feature in OPTIONAL if feature.case)
+COMPOSABLE = tuple(feature for feature in REFUSABLE if feature.case)
 EVERYTHING = {name: value for feature in COMPOSABLE for name, value in feature.example.items()}
 EVERYTHING_CASE = {name: value for feature in COMPOSABLE for name, value in feature.case.items()}
 TENSORS = tuple(feature for feature in FEATURES if feature.schema == "Tensor?")
 GRADIENTS = tuple(feature for feature in FEATURES if feature.gradient)
+
+
+Values = TypeVar("Values", bound=NamedTuple)  # options or tensors of a call, whose fields have the names of features
+
+
+def for_sample(values: Values, b: int) -> Values:
+    """Return `values` for a call of sample b alone: the b-th row of each optional tensor of shape (B, H)."""
+    rows = {}
+    for feature in TENSORS:
+        x = getattr(values, feature.name, None)
+        if x is not None and type(feature.shape) is Shape and x.dim() == 2:
+            rows[feature.name] = x[b : b + 1]
+    return values._replace(**rows) if rows else values
 
 
 class CacheTensor(NamedTuple):

@@ -1,8 +1,8 @@
 """A verdict on each component of an Ascend machine: fine, untested or wrong.
 
-Fine: diyfa's tests use this version, or the vendor documents the combination. Untested: nothing is known against it.
-Wrong: it cannot work, and `remedy` says what to do. Nothing of diyfa has run on a chip yet, so "fine" promises no more
-than that.
+Fine: diyfa's tests use this version, the vendor documents the combination, or diyfa was written for it after a reading
+of its source (triton-ascend 3.2.1 and 3.2.2). Untested: nothing is known against it. Wrong: it cannot work, and
+`remedy` says what to do. Nothing of diyfa has run on a chip yet, so "fine" promises no more than that.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,10 +24,13 @@ from diyfa.npu_stacks import (
     CANN_8_5_COMPILER,
     COMPILERS,
     TRITON_ASCEND,
-    TRITON_ASCEND_CANN,
-    TRITON_ASCEND_PYTHON,
+    TRITON_ASCENDS,
+    TritonAscend,
+    bundled_compiler,
+    cxx_compiler,
     documented_stack,
     installed_version,
+    launcher_problem,
     release,
     torch_npu_for,
     triton_problem,
@@ -68,11 +72,18 @@ class Machine:
     triton: Callable[[], str | None] = triton_problem
     status: NPUStatus = field(default_factory=npu_status)
     chip: NPUCapabilities | None = None
+    bundled: Path | None = field(default_factory=bundled_compiler)  # the compiler inside triton-ascend
+    include: Path = field(default_factory=lambda: Path(sysconfig.get_paths()["include"]))  # the folder of Python.h
 
     @classmethod
     def here(cls) -> Machine:
         """This machine."""
         return cls(chip=detect_npu() if npu_status().available else None)
+
+    @property
+    def triton_ascend(self) -> TritonAscend:
+        """What the installed triton-ascend needs; if there is none or it is unknown, what the tested one needs."""
+        return TRITON_ASCENDS.get(self.versions.get("triton-ascend", ""), TRITON_ASCENDS[TRITON_ASCEND])
 
     @property
     def folders(self) -> list[Path]:
@@ -122,23 +133,24 @@ def _cann(machine: Machine) -> Finding:
             "CANN",
             "not found",
             WRONG,
-            f"install CANN {TRITON_ASCEND_CANN} or later, toolkit and operators of your chip",
+            f"install CANN {machine.triton_ascend.cann} or later, toolkit and operators of your chip",
         )
     version = _cann_in(home)
     if version is None:
         return Finding("CANN", f"unknown version in {home}", UNTESTED, "there is no ascend_toolkit_install.info in it")
     text, torch_npu = f"{version} in {home}", machine.versions.get("torch_npu", "")
-    if release(version) < release(TRITON_ASCEND_CANN):
-        remedy = f"triton-ascend {TRITON_ASCEND} is made for CANN {TRITON_ASCEND_CANN}: install that or a later one"
+    needed, compiler = machine.triton_ascend.cann, machine.versions.get("triton-ascend", TRITON_ASCEND)
+    if release(version) < release(needed):
+        remedy = f"triton-ascend {compiler} is made for CANN {needed}: install that or a later one"
         return Finding("CANN", text, WRONG, remedy)
     stack = documented_stack(torch_npu)
-    if stack and stack.cann and release(version) != release(stack.cann):
+    if stack and not stack.has_cann(version):
         better = torch_npu_for(stack.torch, version)
         remedy = f"torch_npu {torch_npu} is documented for CANN {stack.cann}"
         if better and better != torch_npu:
             remedy += f"; for this one it is torch_npu {better}"
         return Finding("CANN", text, UNTESTED, remedy)
-    if stack is None or not stack.cann:
+    if stack is None:
         return Finding("CANN", text, UNTESTED, f"no CANN is documented for torch_npu {torch_npu or '(not installed)'}")
     return Finding("CANN", text, FINE)
 
@@ -164,7 +176,7 @@ def _set_env(machine: Machine) -> Finding:
 
 def _compiler(machine: Machine) -> Finding:
     part = "bishengir-compile"
-    path = shutil.which(part, path=machine.environ.get("PATH", ""))
+    path = str(machine.bundled) if machine.bundled else shutil.which(part, path=machine.environ.get("PATH", ""))
     if path is None:
         return Finding(part, "not found", WRONG, "it comes with CANN: source its set_env.sh, which puts it on PATH")
     try:
@@ -256,6 +268,8 @@ def _torch(machine: Machine) -> Finding:
             else "no torch_npu is documented for this torch"
         )
         return Finding(part, text, WRONG, remedy)
+    if problem := launcher_problem(torch or "", machine.versions.get("triton-ascend", "")):
+        return Finding(part, text, WRONG, problem)
     if release(torch_npu) != release(torch or ""):
         its_torch = ".".join(map(str, release(torch_npu)))
         remedy = f"they must be of one release: torch=={its_torch}" + (
@@ -276,23 +290,46 @@ def _triton(machine: Machine) -> Finding:
     text = f"{version or 'not found'}" + (f", and triton {plain_triton}" if plain_triton else "")
     if problem := machine.triton():
         return Finding(part, text, WRONG, problem)
-    if plain_triton:
+    if plain_triton and not (version in TRITON_ASCENDS and machine.triton_ascend.needs_triton):
         remedy = f"works, but pip lists triton {plain_triton} too and may put it in its place: `pip uninstall triton` "
         return Finding(
             part, text, UNTESTED, f"{remedy}removes triton-ascend's files with it, so reinstall that after it"
         )
-    if version != TRITON_ASCEND:
-        return Finding(part, text, UNTESTED, f"the kernels are compiled and tested with {TRITON_ASCEND}")
+    if version not in TRITON_ASCENDS:
+        known = f"{', '.join(list(TRITON_ASCENDS)[:-1])} and {list(TRITON_ASCENDS)[-1]}"
+        return Finding(part, text, UNTESTED, f"diyfa knows {known}, and is tested with {TRITON_ASCEND}")
+    return Finding(part, text, FINE)
+
+
+def _cxx(machine: Machine) -> Finding:
+    """The first launch of a kernel compiles a launcher in C++, which includes Python.h."""
+    part = "C++, Python.h"
+    header = machine.include / "Python.h"
+    path = machine.environ.get("PATH", "")
+    compiler = cxx_compiler(machine.environ, lambda name: shutil.which(name, path=path))
+    missing = [
+        *([] if compiler and shutil.which(compiler, path=path) else ["a C++ compiler (apt install g++)"]),
+        *([] if os.path.exists(header) else ["Python.h (apt install python3-dev, or a Python with headers)"]),
+    ]
+    text = f"{compiler or 'not found'}, {header if os.path.exists(header) else 'not found'}"
+    if missing:
+        return Finding(part, text, WRONG, f"the first launch compiles C++, so install {' and '.join(missing)}")
     return Finding(part, text, FINE)
 
 
 def _python(machine: Machine) -> Finding:
     text = f"{machine.python[0]}.{machine.python[1]}, {platform.machine()}"
-    if machine.python in TRITON_ASCEND_PYTHON:
+    if machine.python in machine.triton_ascend.python:
         return Finding("Python", text, FINE)
-    verdict = UNTESTED if "triton-ascend" in machine.versions else WRONG
-    supported = " or ".join(f"{major}.{minor}" for major, minor in TRITON_ASCEND_PYTHON)
-    return Finding("Python", text, verdict, f"triton-ascend {TRITON_ASCEND} has wheels for Python {supported}")
+    version = machine.versions.get("triton-ascend")
+    if version is None:
+        later = [name for name, needs in TRITON_ASCENDS.items() if machine.python in needs.python]
+        remedy = (
+            f"of triton-ascend only {' and '.join(later)} has wheels for it" if later else "triton-ascend has no wheel"
+        )
+        return Finding("Python", text, UNTESTED if later else WRONG, remedy)
+    supported = ", ".join(f"{major}.{minor}" for major, minor in machine.triton_ascend.python)
+    return Finding("Python", text, UNTESTED, f"triton-ascend {version} has wheels for Python {supported}")
 
 
 def is_ascend(machine: Machine) -> bool:
@@ -309,5 +346,5 @@ def findings(machine: Machine) -> list[Finding]:
     """Return the verdict on each component, from the chip up, or [] if this is no Ascend machine."""
     if not is_ascend(machine):
         return []
-    checks = (_chip, _driver, _cann, _set_env, _compiler, _python, _torch, _triton)
+    checks = (_chip, _driver, _cann, _set_env, _compiler, _cxx, _python, _torch, _triton)
     return [check(machine) for check in checks]

@@ -1,8 +1,10 @@
 """Releases of CANN, PyTorch, torch_npu and triton-ascend that belong together on an Ascend machine, as plain data.
 
-The pairs are those of torch_npu's compatibility table (COMPATIBILITY.md of its repository, read on 2026-11-24). The
-machine has CANN, torch and torch_npu. diyfa's extra `npu` adds triton-ascend and never chooses the others. This module
-imports nothing of diyfa and no kernel language.
+The pairs are those of torch_npu's compatibility table (COMPATIBILITY.md of its repository, read on 2026-11-24) and of
+the release notes of TorchNPU 26.1.1 and 26.2.0 (read on 2026-11-29). The notes name triton-ascend 3.2.2 for 26.1, and
+for CANN 9.2.0 with torch 2.7.1; 3.6.0 for CANN 9.2.0 with torch 2.10.0 and 2.13.0; none for the others. The machine has
+CANN, torch, torch_npu and triton-ascend. diyfa's extra `npu` chooses none of them. This module imports nothing of diyfa
+and no kernel language.
 """
 
 from __future__ import annotations
@@ -10,29 +12,62 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
-# Later releases depend on the package `triton` and overwrite its files; pip undoes one of both when it next installs.
-TRITON_ASCEND = "3.2.0"
-TRITON_ASCEND_CANN = "8.5.0"  # the oldest CANN that its installation guide names
-TRITON_ASCEND_PYTHON = ((3, 10), (3, 11))  # versions with wheels, among those that diyfa supports
+
+@dataclass(frozen=True)
+class TritonAscend:
+    """What a release of triton-ascend needs. `python`: versions with wheels, among those that diyfa supports."""
+
+    cann: str  # the oldest CANN that its installation guide names
+    python: tuple[tuple[int, int], ...]
+    needs_triton: bool  # it depends on the package `triton` and overwrites its files, so pip lists both
+
+
+TRITON_ASCEND = "3.2.0"  # tests and compile gate run with it; no index but Ascend's own mirror has a later one
+_LATER = TritonAscend("9.0.0", ((3, 10), (3, 11), (3, 12), (3, 13)), True)
+TRITON_ASCENDS: dict[str, TritonAscend] = {
+    TRITON_ASCEND: TritonAscend("8.5.0", ((3, 10), (3, 11)), False),
+    "3.2.1": _LATER,
+    "3.2.2": _LATER,
+}
+# Packages that triton-ascend and CANN's Python import, and that triton-ascend 3.2.0 does not declare. The extra `npu`
+# has them. Without those of IMPORTED `import triton` fails.
+IMPORTED = ("pybind11", "numpy")
+CXX20_TORCH = (2, 14)  # its ATen needs C++20, and triton-ascend 3.2.x builds the launcher of a kernel as C++17
 # COMPILERS: versions, as `bishengir-compile --version` prints them, that compile every shipped tile; 1.1.0 has the date
 # of CANN 9.0.0. CANN_8_5_COMPILER (ascendnpu-ir 1.0.0) compiles the conservative tiles and refuses most others.
 COMPILERS = ("1.1.0", "1.2.0")
 CANN_8_5_COMPILER = "0.1.0"
-TRITON_REMEDY = (
-    f"pip uninstall -y triton triton-ascend && pip install --no-deps --no-cache-dir triton-ascend=={TRITON_ASCEND}, "
-    "after everything else, in an environment without NVIDIA's Triton"
+GET_TRITON_ASCEND = (
+    f"pip install --no-deps triton-ascend=={TRITON_ASCEND} (Python 3.12 and 3.13: 3.2.2 from Ascend's mirror), then "
+    "pip install 'diyfa[npu]'"
 )
+
+
+def triton_remedy() -> str:
+    """Return how to put triton-ascend, in the release that pip lists or else the tested one, over another Triton."""
+    version = installed_version("triton-ascend") or TRITON_ASCEND
+    return (
+        f"pip uninstall -y triton triton-ascend && pip install --no-deps --no-cache-dir triton-ascend=={version}, "
+        "after everything else, in an environment without NVIDIA's Triton"
+    )
 
 
 @dataclass(frozen=True)
 class Stack:
     """One documented combination."""
 
-    cann: str  # release; "": none is documented yet
+    cann: str  # release: "9.1" is every 9.1.x
     torch: str
     torch_npu: str
+
+    def has_cann(self, version: str) -> bool:
+        """Return whether it is documented for this version of CANN."""
+        numbers = release(self.cann)
+        return release(version)[: len(numbers)] == numbers
 
 
 STACKS = (
@@ -48,7 +83,18 @@ STACKS = (
     Stack("9.1.0", "2.10.0", "2.10.0.post4"),
     Stack("9.1.0", "2.11.0", "2.11.0"),
     Stack("9.1.0", "2.12.0", "2.12.0"),
-    Stack("", "2.13.0", "2.13.0"),
+    Stack("9.1", "2.7.1", "2.7.1.post10"),
+    Stack("9.1", "2.9.0", "2.9.0.post8"),
+    Stack("9.1", "2.10.0", "2.10.0.post6"),
+    Stack("9.1", "2.11.0", "2.11.0.post2"),
+    Stack("9.1", "2.12.0", "2.12.0.post2"),
+    Stack("9.2.0", "2.7.1", "2.7.1.post11"),
+    Stack("9.2.0", "2.9.0", "2.9.0.post9"),
+    Stack("9.2.0", "2.10.0", "2.10.0.post7"),
+    Stack("9.2.0", "2.11.0", "2.11.0.post3"),
+    Stack("9.2.0", "2.12.0", "2.12.0.post3"),
+    Stack("9.2.0", "2.13.0", "2.13.0"),
+    Stack("9.2.0", "2.14.0", "2.14.0"),
 )
 
 
@@ -71,7 +117,7 @@ def torch_npu_for(torch: str, cann: str) -> str | None:
     is in no pair.
     """
     candidates = [stack for stack in STACKS if release(stack.torch) == release(torch)]
-    exact = [stack for stack in candidates if cann and release(stack.cann) == release(cann)]
+    exact = [stack for stack in candidates if stack.has_cann(cann)]
     return next((stack.torch_npu for stack in exact or candidates), None)
 
 
@@ -104,10 +150,34 @@ def triton_problem() -> str | None:
     try:
         backends = triton_backends()
     except Exception as error:  # a package mixed from both may raise anything
-        return f"the installed package `triton` does not load ({type(error).__name__}: {error}): {TRITON_REMEDY}"
+        if isinstance(error, ImportError) and error.name in IMPORTED:
+            return f"triton-ascend imports {error.name} and does not declare it: pip install 'diyfa[npu]'"
+        return f"the installed package `triton` does not load ({type(error).__name__}: {error}): {triton_remedy()}"
     if not backends:
-        return f"triton-ascend is not installed: pip install triton-ascend=={TRITON_ASCEND}"
+        return f"triton-ascend is not installed: {GET_TRITON_ASCEND}"
     if "ascend" not in backends:
         targets = ", ".join(backends)
-        return f"the installed package `triton` is not triton-ascend (it compiles for {targets}): {TRITON_REMEDY}"
+        return f"the installed package `triton` is not triton-ascend (it compiles for {targets}): {triton_remedy()}"
     return None
+
+
+def launcher_problem(torch: str, triton_ascend: str) -> str | None:
+    """Return why these versions cannot launch a kernel on a device, with a remedy, or None."""
+    if release(torch)[:2] < CXX20_TORCH or release(triton_ascend)[:2] != (3, 2):
+        return None
+    return (
+        f"triton-ascend {triton_ascend} builds launchers as C++17, torch {torch} needs C++20: take torch 2.13 or older"
+    )
+
+
+def bundled_compiler() -> Path | None:
+    """Return the `bishengir-compile` inside triton-ascend, or None. From 3.2.1 on it goes before the one in PATH."""
+    spec = importlib.util.find_spec("triton")
+    folders = list(spec.submodule_search_locations or ()) if spec is not None else []
+    programs = [Path(folder, "backends/ascend/bishengir/bin/bishengir-compile") for folder in folders]
+    return next((program for program in programs if program.is_file()), None)
+
+
+def cxx_compiler(environ: Mapping[str, str], which: Callable[[str], str | None]) -> str | None:
+    """Return the C++ compiler with which triton-ascend builds launchers, or None: CC, else clang++, else g++."""
+    return environ.get("CC") or which("clang++") or which("g++")

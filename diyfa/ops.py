@@ -137,7 +137,7 @@ def plan_of(
     """Make the plan of a checked call and store it under `key`. Raises ValueError if no kernel runs the call."""
     backend = registry.resolve_backend(q.device, options.backend)
     problem = describe_attention(backend, q, k, v, lengths, options)
-    plan = Plan(backend, problem, _computes_nothing(q, k, lengths, options), lengths, options)
+    plan = Plan(backend, problem, _sees_no_key(q, k, lengths, options), lengths, options)
     remember(key, plan)
     return plan
 
@@ -162,7 +162,7 @@ def empty_lse(q: torch.Tensor, layout: str) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32, device=q.device)
 
 
-def _computes_nothing(q: torch.Tensor, k: torch.Tensor, lengths: Lengths, options: AttentionOptions) -> bool:
+def _sees_no_key(q: torch.Tensor, k: torch.Tensor, lengths: Lengths, options: AttentionOptions) -> bool:
     """Return whether no query of the call can see a key, so that nothing has to be launched."""
     if q.numel() == 0 or k.numel() == 0:
         return True
@@ -192,9 +192,9 @@ def fill_without_keys(
         return
     lse_of_sink = torch.where(sinks == -_INF, _INF, sinks - sinks + sinks)
     lse.copy_(_filled_outside_sequences(lse_of_sink[:, None], q, lengths, _INF))
-    nothing = torch.where(lse_of_sink == lse_of_sink, 0.0, lse_of_sink)
+    out_of_sink = torch.where(lse_of_sink == lse_of_sink, 0.0, lse_of_sink)
     heads_first = out.transpose(0, 1) if layout == VARLEN else as_bhsd(out, layout)
-    heads_first.copy_(_filled_outside_sequences(nothing[:, None], q, lengths, 0.0)[..., None])
+    heads_first.copy_(_filled_outside_sequences(out_of_sink[:, None], q, lengths, 0.0)[..., None])
 
 
 def _launch_forward(
@@ -215,7 +215,7 @@ def _run_forward(
             return pair
     problem, kernel = plan.problem, plan.forward
     lengths, options = with_tensors(plan.lengths, plan.options, plan.names, optional)
-    if plan.nothing:
+    if plan.sees_no_key:
         out, lse = _empty_results(q, problem)
         fill_without_keys(options.sinks, q, lengths, options.layout, out, lse)
         return out, lse
@@ -275,7 +275,7 @@ def _run_backward(
     _backward_into(plan, dout, dlse, saved, gradients, lengths, options)
     # Repeats are prepared for aligned tensors alone.
     aligned = not (q.data_ptr() | k.data_ptr() | v.data_ptr() | dout.data_ptr()) & 15
-    if dlse is None and aligned and not plan.nothing:
+    if dlse is None and aligned and not plan.sees_no_key:
         if stride in repeats:  # the second such call: most lengths come once
             problem, kernel = plan.backward()
             tensors = bind(q, k, v, lengths, options)
@@ -323,10 +323,10 @@ def _backward_into(
     """Fill the gradients of one call; `saved` is (q, k, v, out, lse), `aligned` the problem's `aligned_gradients`."""
     q, k, v, out, lse = saved
     problem, kernel = plan.backward(aligned)
-    if plan.nothing or (options.layout == VARLEN and not kernel.clears):
+    if plan.sees_no_key or (options.layout == VARLEN and not kernel.clears):
         for x in _not_none(*grads[:3], grads.delta):
             x.zero_()
-    if plan.nothing:
+    if plan.sees_no_key:
         for x in _not_none(*(getattr(grads, name) for name in _FEATURE_GRADIENTS)):
             x.zero_()
         if grads.dsinks is not None:  # without keys the log-sum-exp is the sink itself

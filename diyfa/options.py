@@ -169,9 +169,9 @@ def without_tensors(lengths: Lengths, options: AttentionOptions) -> tuple[Length
     names = tuple([n for n, x in zip(_TENSOR_NAMES, optional_tensors(lengths, options), strict=True) if x is not None])
     if not names:
         return lengths, options, names
-    nothing: Any = dict.fromkeys(names)
-    lengths_changes = {name: nothing.pop(name) for name in names if name in LENGTHS}
-    return lengths._replace(**lengths_changes), options._replace(**nothing), names
+    none: Any = dict.fromkeys(names)
+    lengths_changes = {name: none.pop(name) for name in names if name in LENGTHS}
+    return lengths._replace(**lengths_changes), options._replace(**none), names
 
 
 def with_tensors(

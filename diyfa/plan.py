@@ -21,6 +21,7 @@ from diyfa.options import AttentionOptions, Lengths, without_tensors
 from diyfa.problem import AttentionProblem, Backend, Kernel, MatmulProblem
 from diyfa.torch_private import is_unseen
 
+# Runs a call again with other tensors: it replaces addresses in launches that are prepared. Returns None if it cannot.
 Repeat = Callable[..., Any]
 _float32, _Tensor, _strided = torch.float32, torch.Tensor, torch.strided
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # tensors of other types intercept operations
@@ -30,16 +31,21 @@ class Plan:
     """The plan of equal calls: their problem, both kernels, lengths and options. It holds no tensor."""
 
     __slots__ = (
-        "_backward", "backend", "backward_repeats", "forward", "has_run", "is_recorded", "lengths", "names", "nothing",
-        "options", "problem", "repeat",
+        "_backward", "backend", "backward_repeats", "forward", "has_run", "is_recorded", "lengths", "names", "options",
+        "problem", "repeat", "sees_no_key",
     )  # fmt: skip
 
     def __init__(
-        self, backend: Backend, problem: AttentionProblem, nothing: bool, lengths: Lengths, options: AttentionOptions
+        self,
+        backend: Backend,
+        problem: AttentionProblem,
+        sees_no_key: bool,
+        lengths: Lengths,
+        options: AttentionOptions,
     ) -> None:
         """Choose the kernels. Raises ValueError if none runs the problem, or its backward pass if one is wanted."""
         self.backend, self.problem = backend, problem
-        self.nothing = nothing  # no query can see a key: nothing is launched
+        self.sees_no_key = sees_no_key  # no query can see a key: nothing is launched
         variant = options.variant
         self.forward = registry.choose("attention_fwd", problem, backend, variant)
         # A plan holds the names of the optional tensors only, so that it keeps no memory alive.

@@ -22,7 +22,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, cast, runtime_c
 
 import torch
 
-from diyfa.features import FEATURES, GRADIENTS, OPTIONAL, TENSORS
+from diyfa.features import FEATURES, GRADIENTS, REFUSABLE, TENSORS
 from diyfa.features import dtype_name as dtype_name
 
 # Index of the (batch, head, sequence, feature) dimensions in each 4-D layout.
@@ -219,7 +219,7 @@ class AttentionProblem(_AttentionShape, _Problem):
 
 @cached_per_kind
 def _features(problem: AttentionProblem) -> frozenset[str]:
-    return frozenset([feature.refusal_name for feature in OPTIONAL if feature.is_in(problem)])
+    return frozenset([feature.refusal_name for feature in REFUSABLE if feature.is_in(problem)])
 
 
 @dataclass(frozen=True)
@@ -271,7 +271,7 @@ class KVCacheProblem(_AttentionShape, _Problem):
 
 # Features that `as_kvcache_problem` preserves: those that decide a field of both problems.
 KVCACHE_FEATURES = frozenset(
-    [x.refusal_name for x in OPTIONAL if (x.problem_field or x.name) in {each.name for each in fields(KVCacheProblem)}]
+    [x.refusal_name for x in REFUSABLE if (x.problem_field or x.name) in {each.name for each in fields(KVCacheProblem)}]
 )
 
 

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 
 from diyfa.dropout import drop_threshold, element_levels, keys_from_state, mask_from_keys, position_words
+from diyfa.features import for_sample
 from diyfa.keywords import refuse_unknown, without_unknown
 from diyfa.options import LENGTHS, NO_LENGTHS, UNBOUNDED, AttentionOptions, Lengths
 from diyfa.problem import LAYOUTS, VARLEN, KVCacheTensors, NewKeys, as_bhsd
@@ -41,13 +42,21 @@ def visible_keys(
         visible (B, 1, Sq, Sk) bool, valid_q (B, 1, Sq, 1) bool, distance (B, 1, Sq, Sk) int64: j minus the position.
     """
     if seq_lens is None:
-        len_k = torch.full((batch, 1, 1, 1), seqlen_k, device=device)
-        len_q = torch.full((batch, 1, 1, 1), seqlen_q, device=device)
+        len_k = torch.full((batch,), seqlen_k, device=device)
+        len_q = torch.full((batch,), seqlen_q, device=device)
     else:
-        len_k = seq_lens.to(device=device, dtype=torch.int64)[:, None, None, None]
+        len_k = seq_lens.to(device=device, dtype=torch.int64)
         len_q = len_k.clamp(max=seqlen_q)
-    i = torch.arange(seqlen_q, device=device)[:, None]
-    j = torch.arange(seqlen_k, device=device)
+    return visible_keys_of_lengths(len_q, len_k, seqlen_q, seqlen_k, window)
+
+
+def visible_keys_of_lengths(
+    len_q: torch.Tensor, len_k: torch.Tensor, seqlen_q: int, seqlen_k: int, window: tuple[int, int]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the results of `visible_keys` for samples with len_q (B,) queries and len_k (B,) keys."""
+    len_q, len_k = len_q[:, None, None, None], len_k[:, None, None, None]
+    i = torch.arange(seqlen_q, device=len_q.device)[:, None]
+    j = torch.arange(seqlen_k, device=len_q.device)
     distance = j - (i + len_k - len_q)
     valid_q = i < len_q
     visible = valid_q & (j < len_k)
@@ -63,6 +72,25 @@ def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return a @ b, summed in float32 or wider and rounded once. PyTorch may sum float16 products in float16."""
     wide = torch.promote_types(a.dtype, torch.float32)
     return (a.to(wide) @ b.to(wide)).to(a.dtype)
+
+
+def masked_scores(
+    q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor, distance: torch.Tensor, options: AttentionOptions
+) -> torch.Tensor:
+    """Return the scores of q (B, H, Sq, D) and k (B, H, Sk, D), -inf where a query does not see a key.
+
+    They have the dtype of the softmax statistics, float32 or wider. `visible`, `distance`: those of `visible_keys`."""
+    dtype, (batch, heads) = q.dtype, q.shape[:2]
+    stat_dtype = torch.promote_types(dtype, torch.float32)
+    scores = _product(q * options.sm_scale, k.transpose(-1, -2))
+    if options.softcap:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
+    if options.alibi_slopes is not None:
+        slopes = options.alibi_slopes.to(stat_dtype).expand(batch, heads)[:, :, None, None]
+        scores = (scores - slopes * distance.abs()).to(dtype)
+    if options.attn_bias is not None:
+        scores = scores + options.attn_bias.to(dtype)
+    return scores.to(stat_dtype).masked_fill(~visible, -_INF)
 
 
 def _attend(
@@ -84,16 +112,7 @@ def _attend(
         valid_k = torch.arange(seqlen_k, device=q.device)[:, None] < seq_lens.to(q.device)[:, None, None, None]
         q, k, v = torch.where(valid_q, q, 0), torch.where(valid_k, k, 0), torch.where(valid_k, v, 0)
     k, v = (x.repeat_interleave(heads // k.shape[1], dim=1) for x in (k, v))
-
-    scores = _product(q * options.sm_scale, k.transpose(-1, -2))
-    if options.softcap:
-        scores = options.softcap * torch.tanh(scores / options.softcap)
-    if options.alibi_slopes is not None:
-        slopes = options.alibi_slopes.to(stat_dtype).expand(batch, heads)[:, :, None, None]
-        scores = (scores - slopes * distance.abs()).to(dtype)
-    if options.attn_bias is not None:
-        scores = scores + options.attn_bias.to(dtype)
-    scores = scores.to(stat_dtype).masked_fill(~visible, -_INF)
+    scores = masked_scores(q, k, visible, distance, options)
 
     # torch.softmax would give NaN for rows without a key, which must give 0, and the sink joins the denominator only.
     sink = None if sinks is None else sinks.to(stat_dtype)[:, None, None]
@@ -130,15 +149,12 @@ def _attend_sequences(
         keys = keys_from_state(options.rng_state.to(q.device), len(ends), heads)
     for b, ((q0, q1), (k0, k1)) in enumerate(ends):
         q_b, k_b, v_b = (x[None].transpose(1, 2) for x in (q[q0:q1], k[k0:k1], v[k0:k1]))
-        slopes = options.alibi_slopes
-        if slopes is not None and slopes.dim() == 2:
-            slopes = slopes[b : b + 1]
         keep = None
         if keys is not None:
             rows, columns = torch.arange(q1 - q0, device=q.device), torch.arange(k1 - k0, device=q.device)
             words = (position_words(key[b], x) for key, x in zip(keys, (rows, rows, columns, columns), strict=True))
             keep = element_levels(*words) >= drop_threshold(options.dropout_p)  # as dropout_mask for sample b
-        sequence_out, sequence_lse = attend(q_b, k_b, v_b, NO_LENGTHS, options._replace(alibi_slopes=slopes), keep)
+        sequence_out, sequence_lse = attend(q_b, k_b, v_b, NO_LENGTHS, for_sample(options, b), keep)
         out[q0:q1], lse[:, q0:q1] = sequence_out[0].transpose(0, 1), sequence_lse[0]
     return out, lse
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from diyfa.imports import import_quickly
-from diyfa.npu_stacks import TRITON_ASCEND
+from diyfa.npu_stacks import GET_TRITON_ASCEND
 from diyfa.problem import Backend, Kernel
 
 ENTRY_POINT_GROUP = "diyfa.backends"
@@ -71,8 +71,8 @@ def load_backend(name: str) -> Backend:
         return _loaded[name]
     if name in BUILTIN_BACKENDS:
         if name != "cpu" and importlib.util.find_spec("triton") is None:
-            package = f"triton-ascend=={TRITON_ASCEND}" if name == "npu" else "triton"
-            raise ModuleNotFoundError(f"triton is required by the {name} backend: pip install {package}")
+            how = GET_TRITON_ASCEND if name == "npu" else "pip install triton"
+            raise ModuleNotFoundError(f"triton is required by the {name} backend: {how}")
         backend = import_quickly(BUILTIN_BACKENDS[name]).backend
         follows = isinstance(backend, Backend)
     elif name in _plugins():

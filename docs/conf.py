@@ -52,8 +52,14 @@ napoleon_numpy_docstring = False
 
 if CHINESE:
     import jieba
+    from sphinx.search.zh import SearchChinese
 
     jieba.setLogLevel("ERROR")
+    # Sphinx 9 ships the English stemmer for Chinese pages but looks for one of this name: "Chinese" ends the search.
+    SearchChinese.language_name = "English"
+    SearchChinese.js_splitter_code = (DOCS / "_static" / "search-zh.js").read_text(encoding="utf-8")
+    for word in ("昇腾", "前向", "反向传播", "块表", "乘加"):  # not in jieba's dictionary
+        jieba.add_word(word)
 
 html_theme = "pydata_sphinx_theme"
 html_title = "diyfa"
@@ -61,6 +67,7 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 templates_path = ["_templates"]
 html_show_sourcelink = False
+html_context = {"default_mode": "auto"}
 html_baseurl = URLS["Documentation"]
 html_theme_options = {
     "logo": {"text": "diyfa"},

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from diyfa.backends.cpu.tiles import Call, dropout_keys
+from diyfa.features import for_sample
 from diyfa.problem import AttentionProblem, AttentionTensors
 
 
@@ -45,14 +46,10 @@ def sequences(problem: AttentionProblem, tensors: AttentionTensors) -> Iterator[
     for b, ((q0, q1), (k0, k1)) in enumerate(zip(ends_q, ends_k, strict=True)):
         if q0 == q1:
             continue
-        slopes = tensors.alibi_slopes
-        if slopes is not None and slopes.dim() == 2:
-            slopes = slopes[b : b + 1]
-        sequence_tensors = tensors._replace(
+        sequence_tensors = for_sample(tensors, b)._replace(
             q=tensors.q[q0:q1].unsqueeze(0),
             k=tensors.k[k0:k1].unsqueeze(0),
             v=tensors.v[k0:k1].unsqueeze(0),
-            alibi_slopes=slopes,
             cu_seqlens_q=None,
             cu_seqlens_k=None,
         )

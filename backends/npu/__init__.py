@@ -16,7 +16,7 @@ import torch
 
 from diyfa.arch import ELEMENT_BYTES, npu_spec
 from diyfa.backends.npu.tables import configs, configs_v1
-from diyfa.npu_stacks import TRITON_ASCEND, triton_problem
+from diyfa.npu_stacks import GET_TRITON_ASCEND, installed_version, launcher_problem, triton_problem
 from diyfa.problem import (
     KVCACHE_FEATURES,
     AttentionProblem,
@@ -40,10 +40,11 @@ _triton_checked = False
 
 
 def _check_triton() -> None:
-    """Raise ImportError if the package `triton` cannot compile for an NPU. Any Triton can interpret."""
+    """Raise ImportError if the package `triton` cannot compile or launch for an NPU. Any Triton can interpret."""
     global _triton_checked
     if not _triton_checked and os.environ.get("TRITON_INTERPRET", "0") != "1":
-        if problem := triton_problem():
+        problem = triton_problem() or launcher_problem(torch.__version__, installed_version("triton-ascend") or "")
+        if problem:
             raise ImportError(f"the npu backend needs triton-ascend: {problem}")
         _triton_checked = True
 
@@ -57,8 +58,7 @@ def _kernel_module(name: str) -> Any:
         return importlib.import_module(f"diyfa.backends.npu.{name}")
     except ImportError as error:
         if (error.name or "").split(".")[0] == "triton":
-            remedy = f"pip install triton-ascend=={TRITON_ASCEND}"
-            raise ImportError(f"the npu backend needs triton-ascend ({remedy}): {error}") from error
+            raise ImportError(f"the npu backend needs triton-ascend ({GET_TRITON_ASCEND}): {error}") from error
         raise
 
 
@@ -210,6 +210,12 @@ class NPUBackend:
         if npu_spec(problem.arch) is None:
             return f"unknown Ascend chip {problem.arch!r}: its memory sizes and cores are not in diyfa.arch"
         return None
+
+    def binaries(self, arch: str) -> str | None:
+        """Return how kernels are compiled if that is not the usual way."""
+        from diyfa.backends.npu.runtime.multibuffer import state
+
+        return state()
 
     def recording(self, arch: str | None) -> AbstractContextManager[dict[Any, Any]]:
         """Record launches; see `diyfa.backends.npu.runtime.recording`."""

@@ -18,6 +18,7 @@ import triton.language as tl
 from diyfa.backends.npu.attention.primitives import dot_add, narrow
 from diyfa.backends.npu.runtime.compat import INTERPRETED, Constants, kernel
 from diyfa.backends.npu.runtime.launch import cube_programs, device_guard, run
+from diyfa.backends.npu.runtime.multibuffer import options_in_use
 from diyfa.backends.npu.tables.configs import MatmulTile, matmul_tile
 from diyfa.problem import Launch, MatmulProblem
 
@@ -133,7 +134,7 @@ def make_launch(
     tensors = {"a_ptr": a, "b_ptr": b, "bias_ptr": bias, "c_ptr": c}
     arguments = {**tensors, **strides, "m": problem.m, "n": problem.n, "k": problem.k}
     grid = cube_programs(problem.arch, a.device, tasks)
-    return Launch(_matmul_kernel, grid, arguments, {"c": constants}, tile.compile_options(problem.arch))
+    return Launch(_matmul_kernel, grid, arguments, {"c": constants}, options_in_use(tile.compile_options(problem.arch)))
 
 
 def matmul(

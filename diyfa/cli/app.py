@@ -107,9 +107,18 @@ def demo(
 @app.command()
 def validate(
     backend: BackendName = None,
+    invariant: Annotated[
+        bool, typer.Option("--invariant", help="Compare a small model's training and generation bit for bit instead.")
+    ] = False,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the model of --invariant.")] = 3,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens of its longest sequence.")] = 96,
     json: Json = False,
 ) -> None:
     """Compare every kernel of this device with the reference under the error budget; exit status 1 when one fails."""
+    if invariant:
+        from diyfa.lab.invariant import run as run_invariant
+
+        raise typer.Exit(run_invariant(backend, layers, tokens, json))
     from diyfa.lab.validate import run
 
     raise typer.Exit(run(backend, json))
@@ -309,7 +318,8 @@ def warmup(
     ] = None,
     purpose: Annotated[list[str] | None, typer.Option(help="Of --model: training or serving; default: both.")] = None,
     page_size: Annotated[
-        list[int] | None, typer.Option(min=0, help="Of --model: keys of a page, 0: no pages; default: 0, 16 and 256.")
+        list[int] | None,
+        typer.Option(min=0, help="Of --model: keys of a page, 0: none; default: 0, 16 and 256 (on an NPU 128)."),
     ] = None,
     shapes: Annotated[
         list[str] | None,
@@ -325,6 +335,6 @@ def warmup(
 
     if wrong := [each for each in purpose or () if each not in PURPOSES]:
         raise typer.BadParameter(f"must be {' or '.join(PURPOSES)}, got {wrong[0]!r}", param_hint="--purpose")
-    pages = (0, 16, 256) if page_size is None else tuple(page_size)
+    pages = None if page_size is None else tuple(page_size)
     request = Request(model, tuple(purpose or PURPOSES), pages, tuple(shapes or ()), every, arch, jobs)
     raise typer.Exit(run(request, json))

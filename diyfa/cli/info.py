@@ -25,7 +25,7 @@ from diyfa.device import CANN_REMEDY, TORCH_NPU_REMEDY, describe, detect, npu_st
 from diyfa.features import FEATURES as OPTION_FEATURES
 from diyfa.features import SHAPE_FEATURES
 from diyfa.npu_environment import FINE, WRONG, Machine, cann_version, findings
-from diyfa.npu_stacks import TRITON_ASCEND
+from diyfa.npu_stacks import GET_TRITON_ASCEND
 from diyfa.problem import AttentionProblem, Backend, KVCacheProblem, MatmulProblem
 from diyfa.registry import EXPLICIT_ONLY, IN_THE_MODE, backend_names, load_backend, refusal
 from diyfa.versions import cpu_name, versions
@@ -81,7 +81,7 @@ REQUIREMENTS = (
     Requirement(
         "triton-ascend",
         "kernels on Ascend NPUs",
-        f"pip install 'diyfa[npu]' (triton-ascend {TRITON_ASCEND}) in an environment without NVIDIA's Triton",
+        f"{GET_TRITON_ASCEND}, in an environment without NVIDIA's Triton",
         lambda v: "triton-ascend" in v,
     ),
     Requirement("CANN", "running anything on an Ascend NPU", CANN_REMEDY, lambda v: bool(cann_version(Machine()))),

@@ -16,6 +16,7 @@ from diyfa.ready.recording import backend_for_arch, backend_here, record
 from diyfa.ready.words import parse
 
 PURPOSES = ("training", "serving")
+PAGES = {"cuda": (0, 16, 256), "npu": (0, 16, 128)}  # keys of a page that serving engines use
 
 
 @dataclass(frozen=True)
@@ -24,11 +25,15 @@ class Request:
 
     model: Path | None
     purposes: tuple[str, ...]
-    pages: tuple[int, ...]
+    pages: tuple[int, ...] | None  # None: `PAGES`
     shapes: tuple[str, ...]
     every: bool
     arch: str | None
     jobs: int | None
+
+
+def _backend(request: Request) -> str:
+    return backend_for_arch(request.arch) if request.arch else backend_here()
 
 
 def _calls(request: Request) -> list[Call]:
@@ -40,7 +45,8 @@ def _calls(request: Request) -> list[Call]:
         if "training" in request.purposes:
             listed += models.training(model)
         if "serving" in request.purposes:
-            listed += models.serving(model, request.pages)
+            pages = PAGES[_backend(request)] if request.pages is None else request.pages
+            listed += models.serving(model, pages)
     if not listed:
         raise typer.BadParameter("say what for: --model CONFIG.JSON, --shapes WORDS, or --all")
     return listed
@@ -50,7 +56,7 @@ def run(request: Request, json: bool) -> int:
     """Compile. Return the exit status: 1 if a kernel does not compile, 2 if no call can run."""
     start = time.monotonic()
     calls = _calls(request)
-    name = backend_for_arch(request.arch) if request.arch else backend_here()
+    name = _backend(request)
     recording = record(name, request.arch, calls)
     kernels = list(recording.kernels.values())
     warmed = compile_missing(kernels, request.jobs, f"compiling for {request.arch or name}", json)

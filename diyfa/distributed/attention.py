@@ -17,6 +17,7 @@ from diyfa.distributed.merge import head_dim, row_dim
 from diyfa.distributed.ring import Ring, ring_forward, ring_gradients
 from diyfa.distributed.sharding import (
     Group,
+    Offsets,
     Segments,
     gather_shards,
     joined,
@@ -33,40 +34,41 @@ from diyfa.problem import LAYOUTS, VARLEN
 
 METHODS = ("auto", "ring", "ulysses", "both")
 # Options that users do not give. "gradients": names of inputs that need one, where local tensors no longer say so. For
-# dropout, "first": `_Call.first`; "was_drawn": each rank drew its own `rng_state`; "state_groups": groups whose first
-# rank's state replaces it.
-INTERNAL = ("gradients", "first", "was_drawn", "state_groups")
+# dropout, "mask_origin": `_Call.mask_origin`; "was_drawn": each rank drew its own `rng_state`; "state_groups": groups
+# whose first rank's state replaces it.
+INTERNAL = ("gradients", "mask_origin", "was_drawn", "state_groups")
+Sharding = tuple[Offsets, tuple[Segments, ...]]  # offsets of the unsharded sequences, and each rank's segments of them
 
 
-def _local_lengths(segments: Segments, sequences: int, device: torch.device) -> Lengths:
+def _local_lengths(segments: Segments, n_sequences: int, device: torch.device) -> Lengths:
     """Return the packed lengths of this rank's rows."""
-    lens = [0] * sequences
-    first = 0
+    lens = [0] * n_sequences
+    rows_before = 0  # packed rows before the first sequence
     for segment in segments:
         if segment.sequence >= 0:
             lens[segment.sequence] += segment.rows
         elif not sum(lens):
-            first += segment.rows
-    offsets = torch.tensor([0, *lens], dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32) + first
+            rows_before += segment.rows
+    offsets = torch.tensor([0, *lens], dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32) + rows_before
     return Lengths(*(offsets.to(device),) * 2, None, *(max(lens, default=0),) * 2)
 
 
 def _cheapest(
     qkv: tuple[torch.Tensor, ...],
     group: dist.ProcessGroup,
-    sharding: tuple[tuple[int, ...], tuple[Segments, ...]],
+    sharding: Sharding,
     options: AttentionOptions,
 ) -> str:
     """Return the method that "auto" takes for one group."""
     if options.alibi_slopes is not None or options.batch_invariant:
         return "ulysses"
     q, k, v = qkv
-    sequences, segments = sharding
+    offsets, segments = sharding
     rows, heads = row_dim(options.layout), head_dim(options.layout)
-    window = normalised((options.window_left, options.window_right), sequences[-1])
+    window = normalised((options.window_left, options.window_right), offsets[-1])
     work = cost.Work(
         dist.get_world_size(group), 1 if options.layout == VARLEN else q.shape[0], q.shape[heads], k.shape[heads],
-        q.shape[rows], q.shape[-1], v.shape[-1], q.element_size(), cost.visible_fraction(sequences, window),
+        q.shape[rows], q.shape[-1], v.shape[-1], q.element_size(), cost.visible_fraction(offsets, window),
         options.needs_grad, len(ring_steps(segments, dist.get_rank(group), window, options.layout == VARLEN)),
     )  # fmt: skip
     arch = registry.resolve_backend(q.device, options.backend).arch(q.device)
@@ -77,7 +79,7 @@ def _chosen(
     method: str,
     groups: tuple[dist.ProcessGroup, ...],
     qkv: tuple[torch.Tensor, ...],
-    sharding: tuple[tuple[int, ...], tuple[Segments, ...]],
+    sharding: Sharding,
     options: AttentionOptions,
 ) -> str:
     """Return the method that runs.
@@ -87,11 +89,11 @@ def _chosen(
     """
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
-    two = len(groups) == 2
+    is_2d = len(groups) == 2
     if method == "auto":
-        method = "both" if two else _cheapest(qkv, groups[0], sharding, options)
-    if two != (method == "both"):
-        dimensions = "one dimension" if two else "two dimensions, (ring, ulysses)"
+        method = "both" if is_2d else _cheapest(qkv, groups[0], sharding, options)
+    if is_2d != (method == "both"):
+        dimensions = "one dimension" if is_2d else "two dimensions, (ring, ulysses)"
         raise ValueError(f"method {method!r} needs a group of {dimensions}, got a group of {len(groups)}")
     reason = ulysses.refuses(qkv[0].shape[head_dim(options.layout)], dist.get_world_size(groups[-1]))
     if method != "ring" and reason:
@@ -193,10 +195,10 @@ class _Call(NamedTuple):
     """The checked arguments of one rank's call."""
 
     qkv: tuple[torch.Tensor, ...]
-    sharding: tuple[tuple[int, ...], tuple[Segments, ...]]  # the sequences, and each rank's segments of them
+    sharding: Sharding
     options: AttentionOptions
     method: str
-    first: tuple[int, int] = (0, 0)  # index in dropout's mask of this rank's first sample and query head
+    mask_origin: tuple[int, int] = (0, 0)  # index in dropout's mask of this rank's first sample and query head
 
 
 def described_call(
@@ -216,15 +218,15 @@ def described_call(
     if k.shape[row_dim(layout)] != rows:
         raise ValueError(f"q and k must have the same rows (self-attention), got {rows} and {k.shape[row_dim(layout)]}")
     ranks, rank = rank_in(groups)
-    sequences = sequence_offsets(rows * ranks, arguments["cu_seqlens"])
-    segments = rank_segments(sequences, ranks, arguments["load_balance"])
-    lengths = _local_lengths(segments[rank], len(sequences) - 2, q.device) if packed else NO_LENGTHS
+    offsets = sequence_offsets(rows * ranks, arguments["cu_seqlens"])
+    segments = rank_segments(offsets, ranks, arguments["load_balance"])
+    lengths = _local_lengths(segments[rank], len(offsets) - 2, q.device) if packed else NO_LENGTHS
     front_end_options = ("method", "load_balance", "cu_seqlens", "return_lse", *INTERNAL)  # no kernel reads them
     kernel_options = {name: x for name, x in arguments.items() if name not in front_end_options}
     options = checked_options(q, k, v, lengths, kernel_options | {"layout": layout})
-    sharding = sequences, segments
+    sharding = offsets, segments
     chosen = _chosen(arguments["method"], groups, qkv, sharding, options)
-    return _Call(qkv, sharding, options, chosen, arguments.get("first", (0, 0)))
+    return _Call(qkv, sharding, options, chosen, arguments.get("mask_origin", (0, 0)))
 
 
 def kernel_layout(arguments: dict[str, Any]) -> str:
@@ -297,9 +299,10 @@ class _Plan(NamedTuple):
 
 
 def plan_of(call: _Call, groups: tuple[dist.ProcessGroup, ...]) -> _Plan:
-    qkv, (sequences, segments), options, method, (sample, head) = call
+    """Return the plan of a call whose method is chosen. Raises ValueError for options that the method lacks."""
+    qkv, (offsets, segments), options, method, (sample, head) = call
     if method == "ring":
-        return _Plan(None, _ring(groups[0], segments, sequences, options, call.first), NO_LENGTHS, options)
+        return _Plan(None, _ring(groups[0], segments, offsets, options, call.mask_origin), NO_LENGTHS, options)
     size, heads = dist.get_world_size(groups[-1]), head_dim(options.layout)
     head += dist.get_rank(groups[-1]) * (qkv[0].shape[heads] // size)
     teams = [segments[n : n + size] for n in range(0, len(segments), size)]  # each team exchanges rows for heads
@@ -312,11 +315,11 @@ def plan_of(call: _Call, groups: tuple[dist.ProcessGroup, ...]) -> _Plan:
             sinks=exchange.local_heads(options.sinks), alibi_slopes=exchange.local_heads(options.alibi_slopes)
         )
     if method == "both":
-        ring = _ring(groups[0], tuple(joined(team) for team in teams), sequences, options, (sample, head))
+        ring = _ring(groups[0], tuple(joined(team) for team in teams), offsets, options, (sample, head))
         return _Plan(exchange, ring, NO_LENGTHS, options)
     lengths, samples = NO_LENGTHS, qkv[0].shape[0]
     if options.layout == VARLEN:
-        samples = len(sequences) - 2
+        samples = len(offsets) - 2
         lengths = _local_lengths(joined(segments), samples, qkv[0].device)
     if options.rng_state is not None:
         state = with_origins(options.rng_state, [(sample + b, head, 0, 0) for b in range(samples)])
@@ -327,18 +330,19 @@ def plan_of(call: _Call, groups: tuple[dist.ProcessGroup, ...]) -> _Plan:
 def _ring(
     group: dist.ProcessGroup,
     segments: tuple[Segments, ...],
-    sequences: tuple[int, ...],
+    offsets: Offsets,
     options: AttentionOptions,
-    first: tuple[int, int],
+    mask_origin: tuple[int, int],
 ) -> Ring:
+    """Return the ring of one call. Raises ValueError for options that need method "ulysses"."""
     if options.alibi_slopes is not None:
         raise ValueError("alibi_slopes need method='ulysses': in a ring a key's distance is not known to the kernels")
     if options.batch_invariant:
         raise ValueError("diyfa.batch_invariant() needs method='ulysses': a ring merges its steps in another order")
-    window = normalised((options.window_left, options.window_right), sequences[-1])
+    window = normalised((options.window_left, options.window_right), offsets[-1])
     separate_blocks = options.rng_state is not None
     steps = ring_steps(segments, dist.get_rank(group), window, options.layout == VARLEN, separate_blocks)
-    return Ring(group, steps, options._replace(sinks=None), first)
+    return Ring(group, steps, options._replace(sinks=None), mask_origin)
 
 
 def forward(plan: _Plan, qkv: Sequence[torch.Tensor], with_lse: bool = True) -> tuple[Any, ...]:

@@ -111,11 +111,14 @@ class Work:
         return elements * (3 * 4 + wider) * 0.75  # in a causal zigzag half of the steps have half of the rows
 
 
-def visible_fraction(sequences: Sequence[int], window: tuple[int, int]) -> float:
-    """Return about which fraction of all (query, key) pairs the packed sequences and the window show."""
-    *offsets, rows = sequences
+def visible_fraction(offsets: Sequence[int], window: tuple[int, int]) -> float:
+    """Return about which fraction of all (query, key) pairs the packed sequences and the window show.
+
+    `offsets`: of the sequences, then the number of all rows.
+    """
+    *starts, rows = offsets
     pairs = 0.0
-    for length in (b - a for a, b in pairwise(offsets)):
+    for length in (b - a for a, b in pairwise(starts)):
         seen = [length / 2 if bound < 0 else min(bound, length / 2) for bound in window]  # keys before, after a row
         pairs += length * sum(seen)
     return max(pairs, 1.0) / max(rows * rows, 1)

@@ -48,7 +48,7 @@ def _local_head_values(x: torch.Tensor | None, q: DTensor, layout: str) -> torch
     return x.to_local(grad_placements=[Partial() if p == Replicate() else p for p in placements])
 
 
-def _first(q: DTensor, dim: int) -> int:
+def _first_index(q: DTensor, dim: int) -> int:
     """Return the index of this rank's first element along `dim`. DTensors are cut like `torch.chunk`."""
     first, size = 0, q.shape[dim]
     for n, placement in enumerate(q.placements):
@@ -95,7 +95,10 @@ def with_local_tensors(
     if group is not None and group != sub_mesh:
         raise ValueError(f"group must be None or the dimensions of q's mesh that shard the sequence, got {group}")
     options = options | {name: _local_head_values(options[name], q, layout) for name in ("sinks", "alibi_slopes")}
-    options["first"] = 0 if layout == VARLEN else _first(q, LAYOUTS[layout][0]), _first(q, head_dim(layout))
+    options["mask_origin"] = (
+        0 if layout == VARLEN else _first_index(q, LAYOUTS[layout][0]),
+        _first_index(q, head_dim(layout)),
+    )
     options["state_groups"] = tuple(mesh.get_group(n) for n in range(mesh.ndim))  # the whole mesh has one dropout state
     result = attend(q.to_local(), k.to_local(), v.to_local(), sub_mesh, options)
     shape = (*q.shape[:-1], v.shape[-1])
@@ -129,7 +132,7 @@ def _sharded_dim(cut: str, x: torch.Tensor, layout: str) -> int:
 
 
 def _shardings(name: str, x: DTensor, layout: str) -> list[str]:
-    """Return BATCH, HEADS or WHOLE for each mesh dimension, from the placements of one of the call's tensors.
+    """Return BATCH, HEADS or REPLICATED for each mesh dimension, from the placements of one of the call's tensors.
 
     Raises:
         ValueError: the tensor is sharded in another way, or a partial sum.
@@ -173,7 +176,7 @@ def _needed_placements(feature: Feature, x: torch.Tensor, cuts: Sequence[str], s
 
 
 def _local_tensor(
-    feature: Feature, x: torch.Tensor | None, first: DTensor, cuts: Sequence[str], sizes: Sizes
+    feature: Feature, x: torch.Tensor | None, q: DTensor, cuts: Sequence[str], sizes: Sizes
 ) -> torch.Tensor | None:
     """Return the local tensor of an optional tensor. Its gradient is Partial over mesh dimensions that shard only q."""
     if x is None:
@@ -183,24 +186,22 @@ def _local_tensor(
         if any(placement != Replicate() for placement in placements):
             raise TypeError(f"{feature.name} must be a DTensor beside q, k and v, got {type(x).__name__}")
         return x
-    if x.device_mesh != first.device_mesh:
-        raise ValueError(
-            f"all tensors must be on one mesh: q is on {first.device_mesh}, {feature.name} {x.device_mesh}"
-        )
+    if x.device_mesh != q.device_mesh:
+        raise ValueError(f"all tensors must be on one mesh: q is on {q.device_mesh}, {feature.name} {x.device_mesh}")
     grad_placements = [
         Partial() if p == Replicate() and cut != REPLICATED else p for p, cut in zip(placements, cuts, strict=True)
     ]
     return x.redistribute(placements=placements).to_local(grad_placements=grad_placements)
 
 
-def _dropout_state(first: DTensor, state: torch.Tensor | None, samples: int, layout: str) -> torch.Tensor:
+def _dropout_state(q: DTensor, state: torch.Tensor | None, samples: int, layout: str) -> torch.Tensor:
     """Return the global dropout state with the origins of this rank's samples and heads; the first rank draws it."""
     if state is not None and state.shape != (2,):
         raise ValueError(f"rng_state must have shape (2,), seed and offset, got {tuple(state.shape)}")
     if state is None:
-        mesh = first.device_mesh
-        state = gather_shards(new_rng_state(first.device), [mesh.get_group(n) for n in range(mesh.ndim)])[:2]
-    begins = dict.fromkeys((BATCH, HEADS), 0) | {cut: _first(first, dim) for dim, cut in _dims(first, layout).items()}
+        mesh = q.device_mesh
+        state = gather_shards(new_rng_state(q.device), [mesh.get_group(n) for n in range(mesh.ndim)])[:2]
+    begins = dict.fromkeys((BATCH, HEADS), 0) | {cut: _first_index(q, dim) for dim, cut in _dims(q, layout).items()}
     return with_origins(state, [(begins[BATCH] + b, begins[HEADS], 0, 0) for b in range(samples)])
 
 
@@ -222,15 +223,15 @@ def attend_with_shards(
         kinds = ", ".join(type(x).__name__ for x in owners.values())
         raise TypeError(f"{', '.join(names)} must all be DTensors or none, got {kinds}")
     tensors = list(owners.values())
-    first = tensors[0]
+    q = tensors[0]  # or what packs it
     if layout != VARLEN and min(x.dim() for x in tensors) < 4:
         raise ValueError(f"DTensors must have 4 dimensions, got {[tuple(x.shape) for x in tensors]}")
-    cuts = _shardings(names[0], first, layout)
+    cuts = _shardings(names[0], q, layout)
     for name, x in owners.items():
-        if x.device_mesh != first.device_mesh or _shardings(name, x, layout) != cuts:
-            placed = f"{names[0]} {first.placements} and {name} {x.placements}"
+        if x.device_mesh != q.device_mesh or _shardings(name, x, layout) != cuts:
+            placed = f"{names[0]} {q.placements} and {name} {x.placements}"
             raise ValueError(f"{', '.join(names)} must be placed alike on one mesh, got {placed}")
-    shards = math.prod([first.device_mesh.size(n) for n, cut in enumerate(cuts) if cut == HEADS])
+    shards = math.prod([q.device_mesh.size(n) for n, cut in enumerate(cuts) if cut == HEADS])
     for name, x in owners.items():
         heads = x.shape[_sharded_dim(HEADS, x, layout)]
         if heads % shards:  # uneven shards would pair query heads with wrong KV heads
@@ -244,27 +245,27 @@ def attend_with_shards(
     if layout == VARLEN:
         batch, rows = 0 if offsets is None else offsets.shape[0] - 1, (lengths.max_seqlen_q, lengths.max_seqlen_k)
     else:
-        batch, rows = first.shape[0], (first.shape[row_dim(layout)], keys.shape[row_dim(layout)])
-    sizes = {"b": batch, "h": first.shape[_sharded_dim(HEADS, first, layout)], "q": rows[0], "k": rows[1]}
+        batch, rows = q.shape[0], (q.shape[row_dim(layout)], keys.shape[row_dim(layout)])
+    sizes = {"b": batch, "h": q.shape[_sharded_dim(HEADS, q, layout)], "q": rows[0], "k": rows[1]}
     local: dict[str, Any] = {
-        name: _local_tensor(optional[name], all_arguments[name], first, cuts, sizes)
+        name: _local_tensor(optional[name], all_arguments[name], q, cuts, sizes)
         for name in optional
         if name in all_arguments
     }
     local_tensors = tuple(x.to_local() for x in tensors)
     if arguments["dropout_p"]:
         samples = batch if layout == VARLEN else local_tensors[0].shape[0]
-        local["rng_state"] = _dropout_state(first, local.get("rng_state"), samples, layout)
+        local["rng_state"] = _dropout_state(q, local.get("rng_state"), samples, layout)
     lengths = lengths._replace(**{name: local.pop(name) for name in LENGTHS if name in local})
     result = attend(local_tensors, lengths, {**arguments, **local})
     results = (result,) if isinstance(result, torch.Tensor) else result
-    wholes = tuple(_placed_result(x, n == 0, first, cuts, layout) for n, x in enumerate(results))
+    wholes = tuple(_placed_result(x, n == 0, q, cuts, layout) for n, x in enumerate(results))
     return wholes[0] if isinstance(result, torch.Tensor) else wholes
 
 
-def _placed_result(x: torch.Tensor, is_out: bool, first: DTensor, cuts: Sequence[str], layout: str) -> DTensor:
+def _placed_result(x: torch.Tensor, is_out: bool, q: DTensor, cuts: Sequence[str], layout: str) -> DTensor:
     """Return the DTensor of a result: out, a tensor (batch, heads, …) such as the log-sum-exp, or an empty one."""
-    sizes = {cut: first.shape[dim] for dim, cut in _dims(first, layout).items()}
+    sizes = {cut: q.shape[dim] for dim, cut in _dims(q, layout).items()}
     dims = {HEADS: 0} if layout == VARLEN else {BATCH: 0, HEADS: 1}
     if is_out:
         dims = {cut: dim for dim, cut in _dims(x, layout).items()}
@@ -273,4 +274,4 @@ def _placed_result(x: torch.Tensor, is_out: bool, first: DTensor, cuts: Sequence
     shape = list(x.shape)
     for cut, dim in dims.items():
         shape[dim] = sizes[cut]
-    return _placed(x, first, [Shard(dims[cut]) if cut in dims else Replicate() for cut in cuts], tuple(shape))
+    return _placed(x, q, [Shard(dims[cut]) if cut in dims else Replicate() for cut in cuts], tuple(shape))

@@ -54,8 +54,8 @@ class Merged:
         self.lse: torch.Tensor | None = None  # +inf where no key was seen yet
         self.merge = getattr(resolve_backend(q.device, backend), "merge", merge)
 
-    def add(self, first: int, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Merge `out` and `lse` into the rows from `first` on. This object may keep and overwrite both tensors.
+    def add(self, first_row: int, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """Merge `out` and `lse` into the rows from `first_row` on. This object may keep and overwrite both tensors.
 
         A log-sum-exp of +inf marks a row that saw no key.
         """
@@ -65,8 +65,8 @@ class Merged:
         if self.out is None or self.lse is None:
             self.out = empty_output(self.q, self.head_dim_v, dtype_name(out.dtype)).zero_()
             self.lse = empty_lse(self.q, self.layout).fill_(INF)
-        out_rows = self.out.narrow(self.dim, first, out.shape[self.dim])
-        lse_rows = self.lse.narrow(-1, first, out.shape[self.dim])
+        out_rows = self.out.narrow(self.dim, first_row, out.shape[self.dim])
+        lse_rows = self.lse.narrow(-1, first_row, out.shape[self.dim])
         self.merge(*self._by_head(out_rows, lse_rows), *self._by_head(out, lse))
 
     def _by_head(self, out: torch.Tensor, lse: torch.Tensor) -> Pair:

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from diyfa import ops
 from diyfa.distributed.merge import INF, Merged, as_rows, head_dim, row_dim
 from diyfa.distributed.sharding import gather_shards
-from diyfa.distributed.steps import Call, Step
+from diyfa.distributed.steps import Call, Range, Step
 from diyfa.dropout import with_origins
 from diyfa.options import NO_LENGTHS, AttentionOptions, Lengths
 
@@ -41,7 +41,7 @@ class Ring(NamedTuple):
     group: dist.ProcessGroup
     steps: tuple[Step, ...]
     options: AttentionOptions  # of the whole call; dropout's state is the only optional tensor in it
-    first: tuple[int, int] = (0, 0)  # index in the whole call of this rank's first sample and query head
+    mask_origin: tuple[int, int] = (0, 0)  # index in dropout's mask of this rank's first sample and query head
 
 
 def _let_it_begin(device: torch.device) -> None:
@@ -76,6 +76,7 @@ class _Transfer:
             _let_it_begin(operations[0].tensor.device)
 
     def wait(self) -> list[list[torch.Tensor]]:
+        """Return the received tensors of each message."""
         for request in self.requests:
             request.wait()
         return self.arriving
@@ -93,7 +94,8 @@ def _lengths(call: Call, device: torch.device) -> Lengths:
     return Lengths(offsets_q, offsets_k, None, longest_q, longest_k)
 
 
-def _rows(x: torch.Tensor, rows: tuple[int, int], dim: int) -> torch.Tensor:
+def _rows(x: torch.Tensor, rows: Range, dim: int) -> torch.Tensor:
+    """Return a view of rows [rows[0], rows[1]) along `dim`."""
     return x.narrow(dim, rows[0], rows[1] - rows[0])
 
 
@@ -115,7 +117,7 @@ def call_options(ring: Ring, call: Call, q: torch.Tensor, sinks: torch.Tensor | 
 
 def _origins(ring: Ring, call: Call, q: torch.Tensor) -> list[tuple[int, int, int, int]]:
     """Return (sample, query head, query, key) of the first element of each sample or packed sequence of one call."""
-    sample, head = ring.first
+    sample, head = ring.mask_origin
     if call.offsets_q:
         return [(x.sequence, head, x.query, x.key) for x in call.origins]
     (origin,) = call.origins
@@ -154,6 +156,7 @@ def common_key(ring: Ring, k: torch.Tensor, sinks: torch.Tensor | None) -> torch
 
 
 def _per_query_head(ring: Ring, common: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """Return the common key of each query head's KV head, times the scale of the scores."""
     dim = head_dim(ring.options.layout)
     return common.repeat_interleave(q.shape[dim] // common.shape[dim], dim) * ring.options.sm_scale
 
@@ -212,11 +215,12 @@ class Sum:
     def wide(self) -> torch.dtype:
         return torch.promote_types(self.template.dtype, torch.float32)
 
-    def add(self, first: int, contribution: torch.Tensor) -> None:
+    def add(self, first_row: int, contribution: torch.Tensor) -> None:
+        """Add a contribution to the rows from `first_row` on."""
         if self.total is None and contribution.shape == self.template.shape:
             self.total = contribution.to(self.wide)
         else:
-            self.total_or_zeros().narrow(self.dim, first, contribution.shape[self.dim]).add_(contribution)
+            self.total_or_zeros().narrow(self.dim, first_row, contribution.shape[self.dim]).add_(contribution)
 
     def total_or_zeros(self) -> torch.Tensor:
         if self.total is None:

@@ -40,7 +40,7 @@ class Segment(NamedTuple):
 
 
 Segments = tuple[Segment, ...]
-Sequences = tuple[int, ...]  # offsets as in cu_seqlens, then the number of rows of all ranks
+Offsets = tuple[int, ...]  # of the unsharded sequences, as in cu_seqlens; then the number of rows of all ranks
 
 
 def process_groups(group: Group) -> tuple[dist.ProcessGroup, ...]:
@@ -86,8 +86,8 @@ def gather_shards(shard: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> t
     return shard
 
 
-def sequence_offsets(rows: int, cu_seqlens: torch.Tensor | None) -> Sequences:
-    """Return the unsharded sequences: one of all rows, or the packed ones.
+def sequence_offsets(rows: int, cu_seqlens: torch.Tensor | None) -> Offsets:
+    """Return the offsets of the unsharded sequences: of one that has all rows, or of the packed ones.
 
     Raises:
         TypeError, ValueError: cu_seqlens is no int32 vector that ascends within `rows`.
@@ -105,39 +105,42 @@ def sequence_offsets(rows: int, cu_seqlens: torch.Tensor | None) -> Sequences:
 
 
 @lru_cache(maxsize=64)
-def rank_segments(sequences: Sequences, ranks: int, load_balance: str) -> tuple[Segments, ...]:
+def rank_segments(offsets: Offsets, ranks: int, load_balance: str) -> tuple[Segments, ...]:
     """Return each rank's segments, in the order of its rows.
 
     Raises:
         ValueError: the rows cannot be divided evenly, or there is no such rule.
     """
-    *offsets, rows = sequences
+    *starts, rows = offsets
     if load_balance not in LOAD_BALANCES:
         raise ValueError(f"load_balance must be one of {', '.join(LOAD_BALANCES)}, got {load_balance!r}")
     if rows % ranks:
         raise ValueError(f"{rows} rows cannot be divided evenly between {ranks} ranks: pad them to a multiple")
-    full_segments = [Segment(b, 0, stop - start, start) for b, (start, stop) in enumerate(pairwise(offsets))]
-    full_segments = [Segment(-1, 0, offsets[0], 0), *full_segments, Segment(-1, 0, rows - offsets[-1], offsets[-1])]
+    full_segments = [Segment(b, 0, stop - start, start) for b, (start, stop) in enumerate(pairwise(starts))]
+    full_segments = [Segment(-1, 0, starts[0], 0), *full_segments, Segment(-1, 0, rows - starts[-1], starts[-1])]
     full_segments = [segment for segment in full_segments if segment.rows]
     cut = _zigzag if load_balance == "zigzag" else _in_order
     return tuple(tuple(segments) for segments in cut(full_segments, ranks, rows))
 
 
 def _sub_segment(segment: Segment, start: int, stop: int) -> Segment:
+    """Return rows [start, stop) of a segment that begins at position 0 of its sequence."""
     return Segment(segment.sequence, start, stop, segment.row + start)
 
 
 def _in_order(full_segments: list[Segment], ranks: int, rows: int) -> list[list[Segment]]:
+    """Return each rank's segments by the rule "none"."""
     size = rows // ranks
     by_rank: list[list[Segment]] = []
     for rank in range(ranks):
-        first, last = rank * size, (rank + 1) * size
-        segments = [_sub_segment(w, max(0, first - w.row), min(w.rows, last - w.row)) for w in full_segments]
+        begin, end = rank * size, (rank + 1) * size
+        segments = [_sub_segment(x, max(0, begin - x.row), min(x.rows, end - x.row)) for x in full_segments]
         by_rank.append([segment for segment in segments if segment.rows > 0])
     return by_rank
 
 
 def _zigzag(full_segments: list[Segment], ranks: int, rows: int) -> list[list[Segment]]:
+    """Return each rank's segments by the rule "zigzag"."""
     by_rank: list[list[Segment]] = [[] for _ in range(ranks)]
     rows_per_rank = [0] * ranks
     for segment in full_segments:

@@ -84,10 +84,10 @@ def _block(q: Segment, k: Segment, q_row: int, k_row: int, window: tuple[int, in
         k_last, q_first = min(k_last, q.stop + right), max(q_first, k.start - right)
     if q_first >= q_last or k_first >= k_last:
         return None
-    behind = q_last - k_last
+    distance = q_last - k_last  # from the block's last key to its last query
     if not (packed and q == k):
-        left = -1 if left < 0 or left - behind >= k_last - k_first - 1 else left - behind
-        right = -1 if right < 0 or right + behind >= q_last - q_first - 1 else right + behind
+        left = -1 if left < 0 or left - distance >= k_last - k_first - 1 else left - distance
+        right = -1 if right < 0 or right + distance >= q_last - q_first - 1 else right + distance
     return Block(
         (q_row + q_first - q.start, q_row + q_last - q.start),
         (k_row + k_first - k.start, k_row + k_last - k.start),
@@ -153,8 +153,8 @@ def score_blocks(
         # The rank's own segments ascend by position, so a causal mask on the shard's rows is the right one.
         if query_segments == key_segments and window == (-1, 0) and (len(query_segments) == 1 or not separate_blocks):
             rows = query_segments[0][1], query_segments[-1][1] + query_segments[-1][0].rows
-            first = query_segments[0][0].start
-            blocks.append(Block(rows, rows, window, True, Origin(sequence, first, first)))
+            start = query_segments[0][0].start
+            blocks.append(Block(rows, rows, window, True, Origin(sequence, start, start)))
             continue
         pairs = [_block(q, k, q_row, k_row, window, packed) for q, q_row in query_segments for k, k_row in key_segments]
         visible = [block for block in pairs if block is not None]
@@ -192,6 +192,7 @@ def _packed(blocks: list[Block]) -> Call:
 
 
 def _calls(blocks: list[Block], packed: bool) -> tuple[Call, ...]:
+    """Return the calls of a step: one for each block, or packed calls of blocks with equal masks."""
     if not packed:
         return tuple(Call(*block[:-1], (block.origin,)) for block in blocks)
     calls = []
@@ -200,9 +201,11 @@ def _calls(blocks: list[Block], packed: bool) -> tuple[Call, ...]:
         ascending: list[list[Block]] = []
         for block in group:
             for chain in ascending:
-                rows, keys = (after[0] - before[1] for before, after in zip(chain[-1][:2], block[:2], strict=True))
+                gap_rows, gap_keys = (
+                    after[0] - before[1] for before, after in zip(chain[-1][:2], block[:2], strict=True)
+                )
                 # A row of a sequence without keys would still add the sink: own blocks leave no rows between them.
-                if keys >= 0 and (rows == 0 if block.has_diagonal else rows >= 0):
+                if gap_keys >= 0 and (gap_rows == 0 if block.has_diagonal else gap_rows >= 0):
                     chain.append(block)
                     break
             else:
@@ -222,12 +225,12 @@ def ring_steps(
     steps = []
     for shift in range(ranks):
         blocks = score_blocks(layout[rank], layout[rank - shift], window, packed, separate_blocks)
-        anyone = (
+        any_rank_has_work = (
             shift == 0
             or blocks
             or any(score_blocks(layout[other], layout[other - shift], window, packed) for other in range(ranks))
         )
-        if anyone:
+        if any_rank_has_work:
             steps.append(Step(shift, _calls(blocks, packed)))
     return tuple(steps)
 

@@ -10,6 +10,7 @@ _PUBLIC = {
     "AliasHandle": "alias",
     "alias_flash_attn": "alias",
     "alias_flash_attn_3": "alias",
+    "alias_flash_attn_npu": "alias",
     "alias_flash_attn_npu_v3": "alias",
     "Handle": "seams",
     "Status": "overview",
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from diyfa.integrations.alias import AliasHandle as AliasHandle
     from diyfa.integrations.alias import alias_flash_attn as alias_flash_attn
     from diyfa.integrations.alias import alias_flash_attn_3 as alias_flash_attn_3
+    from diyfa.integrations.alias import alias_flash_attn_npu as alias_flash_attn_npu
     from diyfa.integrations.alias import alias_flash_attn_npu_v3 as alias_flash_attn_npu_v3
     from diyfa.integrations.diffusers import use_in_diffusers as use_in_diffusers
     from diyfa.integrations.overview import Status as Status

@@ -1,4 +1,4 @@
-"""Aliases that make `import flash_attn`, FlashAttention-3's module or flash_attn_npu_v3 mean diyfa, for programs and
+"""Aliases that make `import flash_attn`, FlashAttention-3's module or flash_attn_npu mean diyfa, for programs and
 libraries that cannot be edited.
 
 A finder at the head of `sys.meta_path` (Python's import protocol, PEP 451) finds those modules of the package that
@@ -64,12 +64,22 @@ FLASH_ATTN_3 = Package(
     "alias_flash_attn_3",
     {"flash_attn_interface": _THREE, "flash_attn_3": None, "flash_attn_3.flash_attn_interface": _THREE},
 )
-FLASH_ATTN_NPU_V3 = Package(
+_NPU = "diyfa.integrations.flash_attn_npu"
+FLASH_ATTN_NPU = Package(
     "flash_attn_npu",
-    "alias_flash_attn_npu_v3",
-    {"flash_attn_npu_v3": _THREE, "flash_attn_npu_v3.flash_attn_interface": _THREE},
+    "alias_flash_attn_npu",
+    {
+        "flash_attn_npu": f"{_NPU}.v2",
+        "flash_attn_npu.flash_attn_npu_interface": f"{_NPU}.v2",
+        "flash_attn_npu_3": f"{_NPU}.v3",
+        "flash_attn_npu_3.flash_attn_npu_interface": f"{_NPU}.v3",
+        "flash_attn_npu_4": f"{_NPU}.v4",
+        "flash_attn_npu_4.flash_attn_npu_interface": f"{_NPU}.v4",
+        "flash_attn_npu_v3": _THREE,  # until 0.2 in place of flash_attn_npu_3
+        "flash_attn_npu_v3.flash_attn_interface": _THREE,
+    },
 )
-PACKAGES = (FLASH_ATTN, FLASH_ATTN_3, FLASH_ATTN_NPU_V3)
+PACKAGES = (FLASH_ATTN, FLASH_ATTN_3, FLASH_ATTN_NPU)
 
 
 class _AliasLoader(Loader):
@@ -254,11 +264,21 @@ def alias_flash_attn_3(version: str = "3.0.0") -> AliasHandle:
     return _alias(FLASH_ATTN_3, version)
 
 
-def alias_flash_attn_npu_v3(version: str = "0.1.1") -> AliasHandle:
-    """`alias_flash_attn` for `import flash_attn_npu_v3`.
+def alias_flash_attn_npu(version: str = "0.4.2") -> AliasHandle:
+    """`alias_flash_attn` for the package flash-attn-npu: its modules of all releases.
 
-    vLLM-Ascend imports its `flash_attn_with_kvcache` if inference must give the results of training. With
-    `num_splits=1` that function runs inside `diyfa.batch_invariant()`. The functions are those of
-    `diyfa.integrations.flash_attn_3`.
+    * `flash_attn_npu` has the functions of flash_attn 2; MindSpeed imports it.
+    * `flash_attn_npu_3` has those of FlashAttention-3 and `get_scheduler_metadata`; vLLM-Ascend imports it.
+    * `flash_attn_npu_4` has FlashAttention-4's arguments. Masks and score functions are refused.
+    * `flash_attn_npu_v3` is the older name of the second. With `num_splits=1` its `flash_attn_with_kvcache` runs inside
+      `diyfa.batch_invariant()`, as vLLM-Ascend expects if inference must give the results of training.
+
+    diyfa needs no scheduler metadata: `get_scheduler_metadata` returns a tensor without elements, and the functions
+    refuse any other.
     """
-    return _alias(FLASH_ATTN_NPU_V3, version)
+    return _alias(FLASH_ATTN_NPU, version)
+
+
+def alias_flash_attn_npu_v3(version: str = "0.1.1") -> AliasHandle:
+    """`alias_flash_attn_npu` with the version of a release that has `flash_attn_npu_v3`."""
+    return _alias(FLASH_ATTN_NPU, version)

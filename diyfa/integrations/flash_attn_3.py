@@ -17,6 +17,7 @@ import torch
 from diyfa import flash_attn_interface as flash_attn_2
 from diyfa import kvcache, registry, validation
 from diyfa.attention import flash_attention_varlen
+from diyfa.integrations.flash_attn_npu.metadata import check_metadata
 from diyfa.options import UNBOUNDED
 
 __all__ = ["flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
@@ -32,7 +33,6 @@ _ABSENT = {
     "seqused_q": "cut the queries with cu_seqlens_q",
     "cu_seqlens_k_new": "pad what is appended, or append it before the call",
     "rotary_seqlens": "positions begin at cache_seqlens",
-    "scheduler_metadata": "it is made for FlashAttention-3's kernels; leave it out, the work is divided on the device",
 }
 
 
@@ -210,13 +210,14 @@ def flash_attn_with_kvcache(
         out, or with return_softmax_lse (out, lse, out_accum, lse_accum), the last two without elements.
 
     Raises:
-        ValueError: qv, q_descale, attention_chunk, cu_seqlens_k_new, rotary_seqlens or scheduler_metadata is given;
-            packed queries come with new keys, cache_leftpad or descales; else as `diyfa.flash_attn_with_kvcache`.
+        ValueError: qv, q_descale, attention_chunk, cu_seqlens_k_new or rotary_seqlens is given; scheduler_metadata has
+            elements; packed queries come with new keys, cache_leftpad or descales; else as
+            `diyfa.flash_attn_with_kvcache`.
     """
     _refuse(
         attention_chunk, qv=qv, q_descale=q_descale, cu_seqlens_k_new=cu_seqlens_k_new, rotary_seqlens=rotary_seqlens,
-        scheduler_metadata=scheduler_metadata,
     )  # fmt: skip
+    check_metadata(scheduler_metadata)
     validation.check_booleans(causal=causal, return_softmax_lse=return_softmax_lse)
     with registry.batch_invariant() if num_splits == 1 else nullcontext():
         if cu_seqlens_q is None:

@@ -58,8 +58,8 @@ def _kib(size: float) -> str:
     return f"{size / 1024:.0f}"
 
 
-def _count_text(always: str, masked: str, nothing: str = "0") -> str:
-    return always if masked in (nothing, "0.0") else f"{always}+{masked}"
+def _count_text(always: str, masked: str) -> str:
+    return always if masked in ("0", "0.0") else f"{always}+{masked}"
 
 
 def _memory_text(report: CompileReport, memory: str) -> str:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import os
+import unicodedata
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,8 +40,15 @@ COMMON_FIELDS = {
     "D": "integer", "Dv": "integer", "causal": "boolean", "S": "integer", "keys": "integer", "B": "integer",
     "H": "integer", "group": "integer", "M": "integer", "N": "integer", "K": "integer", "ms": "number",
     "ms_p20": "number", "ms_p80": "number", "spread": "number", "tflops": "number", "GB/s": "number",
-    "TFLOP/s": "number", "peak_mib": "number", "host_us": "number",
+    "TFLOP/s": "number", "peak_mib": "number", "host_us": "number", "ratio": "number", "work": "text", "mask": "text",
+    "tile": "text", "variant": "text", "kernel": "text", "feature": "text", "block_m": "integer",
+    "block_n": "integer", "num_warps": "integer", "num_stages": "integer", "status": "text", "max_error": "object",
+    "predicted_tflops": "number", "predicted_share_of_cube_peak": "number",
 }  # fmt: skip
+SIZES = ("D", "Dv", "S", "keys", "B", "H", "group", "M", "N", "K")  # at least 1; other numbers may be 0
+# Other magnitudes are no figures, and reports could not compute with them.
+SMALLEST, LARGEST = 1e-12, 1e15
+PROSE = ("note", "unavailable")  # the texts that may have several lines
 
 
 class Kind(NamedTuple):
@@ -131,7 +140,7 @@ def check(document: Any) -> list[str]:
         return [f"its schema is {version!r}, this diyfa reads up to {SCHEMA}: install the newer one that wrote it"]
     missing = [name for name in FILE_FIELDS if name not in document and name not in OPTIONAL_FILE_FIELDS]
     wrong = [f"{name} is missing" for name in missing]
-    wrong += _wrong_types(document, FILE_FIELDS)
+    wrong += _wrong_values(document, FILE_FIELDS)
     if isinstance(document.get("purpose"), str) and document["purpose"] not in PURPOSES:
         wrong.append(f"purpose is {document['purpose']!r}, not one of {', '.join(PURPOSES)}")
     if isinstance(document.get("rows"), list):
@@ -149,7 +158,7 @@ def check_row(row: Any) -> list[str]:
         return [f": kind is {kind!r}, not one of {', '.join(KINDS)}"]
     needed = () if "unavailable" in row else KINDS[kind].fields
     wrong = [f" ({kind}): {name} is missing" for name in needed if name not in row]
-    wrong += [f" ({kind}): {fault}" for fault in _wrong_types(row, COMMON_FIELDS)]
+    wrong += [f" ({kind}): {fault}" for fault in _wrong_values(row, COMMON_FIELDS)]
     if row.get("source", "measured") not in SOURCES:
         wrong.append(f" ({kind}): source is {row['source']!r}, not one of {', '.join(SOURCES)}")
     if row.get("purpose", PURPOSES[0]) not in PURPOSES:
@@ -161,9 +170,37 @@ def _is(name: str, value: Any) -> bool:
     return isinstance(value, _TYPES[name]) and (name == "boolean" or not isinstance(value, bool))
 
 
-def _wrong_types(entries: dict[str, Any], fields: dict[str, str]) -> list[str]:
-    return [
-        f"{name} is {value!r}, not {'an' if fields[name][0] in 'aeiou' else 'a'} {fields[name]}"
-        for name, value in entries.items()
-        if name in fields and not _is(fields[name], value)
-    ]
+def _wrong_values(entries: dict[str, Any], fields: dict[str, str]) -> list[str]:
+    """Return what is wrong with the entries that `fields` gives a type, in words."""
+    wrong = [fault for name, value in entries.items() if name in fields and (fault := _fault(name, value, fields[name]))]
+    for name, kind in (("versions", "text"), ("clocks", "number")):
+        if isinstance(entries.get(name), dict):
+            values = entries[name].items()
+            wrong += [fault for key, value in values if (fault := _fault(f"{name}.{key}", value, kind))]
+    if isinstance(entries.get("date"), str) and not _is_date(entries["date"]):
+        wrong.append(f"date is {entries['date']!r}, not an ISO 8601 date")
+    return wrong
+
+
+def _fault(name: str, value: Any, kind: str) -> str:
+    """Return what is wrong with a value that must be of a kind, or an empty text."""
+    if not _is(kind, value):
+        return f"{name} is {value!r}, not {'an' if kind[0] in 'aeiou' else 'a'} {kind}"
+    if kind in ("number", "integer"):
+        if name in SIZES and value < 1:
+            return f"{name} is {value!r}, not at least 1"
+        if not (value == 0 or SMALLEST <= value <= LARGEST):  # nan is neither
+            return f"{name} is {value!r}, not 0 or from {SMALLEST} to {LARGEST}"
+    if kind == "text":
+        refused = ("Cs",) if name in PROSE else ("Cs", "Cc")
+        if any(unicodedata.category(c) in refused for c in name + value):
+            return f"{name!r} is {value!r}, which has characters that are no text"
+    return ""
+
+
+def _is_date(text: str) -> bool:
+    try:
+        date.fromisoformat(text[:10])
+    except ValueError:
+        return False
+    return len(text) == 10 or text[10] == "T"

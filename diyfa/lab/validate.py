@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+import os
+from collections.abc import Callable, Sequence
+from contextlib import closing, nullcontext
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -12,11 +13,14 @@ import torch
 from rich.table import Table
 
 from diyfa import explain, kernels_for, triton_matmul
+from diyfa.backends.npu.runtime import multibuffer
 from diyfa.cli.devices import device_for
 from diyfa.cli.output import out, print_json, progress_bar
 from diyfa.cli.table import table
 from diyfa.features import COMPOSABLE
 from diyfa.lab.bench.record import environment
+from diyfa.lab.first_run.cases import Step
+from diyfa.lab.first_run.command import START_LIMIT_S, WORKER, Worker
 from diyfa.registry import IN_THE_MODE, batch_invariant
 from diyfa.testing import (
     BUDGET_FACTOR,
@@ -56,6 +60,9 @@ MATMULS = (
 )
 
 
+LIMIT_S = 600.0  # time limit of a case on an NPU, its compilation included
+
+
 @dataclass(frozen=True)
 class Verdict:
     """The verdict on one case and one kernel.
@@ -88,7 +95,8 @@ def _forward(attend: Callable[..., Any], inputs: Inputs) -> Results:
     return Results(out.cpu(), lse.cpu(), absent, absent, absent)
 
 
-def _attention(case: AttentionCase, variant: str, device: torch.device, backend: str) -> Verdict:
+def attention_verdict(case: AttentionCase, variant: str, device: torch.device, backend: str) -> Verdict:
+    """Return the verdict on a kernel for a case, in this process."""
     with batch_invariant() if variant == IN_THE_MODE else nullcontext():
         return _attention_by(case, variant, device, backend)
 
@@ -115,9 +123,10 @@ def _attention_by(case: AttentionCase, variant: str, device: torch.device, backe
     return Verdict(case.name, variant, status, checks[name].share, name, passes, reason)
 
 
-def _matmul(sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device, backend: str) -> Verdict:
+def matmul_verdict(sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device, backend: str) -> Verdict:
+    """Return the verdict on a matrix product (M, N, K), in this process."""
     m, n, k = sizes
-    case = f"{m}x{n}x{k}, {str(dtype).removeprefix('torch.')}"
+    case = _product_name(sizes, dtype)
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(shape, generator=generator, device="cpu").to(dtype) for shape in ((m, k), (k, n)))
     try:
@@ -128,6 +137,96 @@ def _matmul(sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.devic
     budget = error_budget(measure_error(a @ b, expected), rounding_unit(expected, dtype))
     error_share = Check(measure_error(c, expected), budget).share
     return Verdict(case, "matmul", "pass" if error_share <= 1 else "FAIL", error_share, "c")
+
+
+def _product_name(sizes: tuple[int, int, int], dtype: torch.dtype) -> str:
+    m, n, k = sizes
+    return f"{m}x{n}x{k}, {str(dtype).removeprefix('torch.')}"
+
+
+class Judge:
+    """Verdicts in this process."""
+
+    without_multibuffer = ""
+
+    def __init__(self, device: torch.device, backend: str) -> None:
+        self.device, self.backend = device, backend
+
+    def attention(self, case: AttentionCase, variant: str) -> Verdict:
+        return attention_verdict(case, variant, self.device, self.backend)
+
+    def matmul(self, sizes: tuple[int, int, int], dtype: torch.dtype) -> Verdict:
+        return matmul_verdict(sizes, dtype, self.device, self.backend)
+
+    def close(self) -> None:
+        """End the other process, if there is one."""
+
+
+class WatchedJudge(Judge):
+    """Verdicts from another process with a time limit, for NPUs: a kernel may hang, or leave its process unusable.
+
+    A case that hangs, crashes or is wrong is tried once more without multibuffering. If that is right, it is kept for
+    all later calls (`diyfa.backends.npu.runtime.multibuffer`).
+    """
+
+    def __init__(self, device: torch.device, backend: str, command: Sequence[str] = WORKER) -> None:
+        super().__init__(device, backend)
+        self._command = command
+        self._worker: Worker | None = None
+        self.without_multibuffer = multibuffer.state() or ""
+
+    def attention(self, case: AttentionCase, variant: str) -> Verdict:
+        step = Step("validate", case.name, "attention_verdict", {"case": asdict(case), "variant": variant})
+        return self._judge(step, Verdict(case.name, variant, "FAIL"))
+
+    def matmul(self, sizes: tuple[int, int, int], dtype: torch.dtype) -> Verdict:
+        name = _product_name(sizes, dtype)
+        arguments = {"sizes": list(sizes), "dtype": str(dtype).removeprefix("torch.")}
+        return self._judge(Step("validate", name, "matmul_verdict", arguments), Verdict(name, "matmul", "FAIL"))
+
+    def close(self) -> None:
+        if self._worker is not None:
+            self._worker.end()
+            self._worker = None
+
+    def _judge(self, step: Step, failed: Verdict) -> Verdict:
+        step = replace(step, arguments={**step.arguments, "backend": self.backend})
+        first = self._attempt(step, failed)
+        if first.status != "FAIL" or not multibuffer.may_try_without():
+            return first
+        again = self._attempt(replace(step, environment={multibuffer.VARIABLE: "0"}), failed)
+        if again.status != "pass":
+            return first
+        with_it = first.reason or f"{first.share:.3g} times the allowed error of {first.result}"
+        kept = multibuffer.keep_off(f"{first.kernel}, {first.case}: {with_it}")
+        off = f"without multibuffering; no file can be written, so set {multibuffer.VARIABLE}=0"
+        self.without_multibuffer = (multibuffer.state() if kept else off) or off
+        self.close()  # the process has read that there was nothing to keep
+        return replace(again, reason=f"right without multibuffering; with it: {with_it}")
+
+    def _attempt(self, step: Step, failed: Verdict) -> Verdict:
+        """Return the verdict of the process, or `failed` with the reason if there is none."""
+        verdict = failed
+        try:
+            if self._worker is None:
+                self._worker = Worker(self._command)
+                self._worker.answer(START_LIMIT_S)
+            for answer in self._worker.do(step, LIMIT_S):
+                if "row" in answer:
+                    verdict = Verdict(**answer["row"])
+                elif "failed" in answer:
+                    verdict = replace(failed, reason=answer["failed"])
+        except (TimeoutError, EOFError) as error:
+            verdict = replace(failed, reason=str(error))
+        if verdict.status == "FAIL":  # an exception on the device may have left the process unusable
+            self.close()
+        return verdict
+
+
+def _judge_for(device: torch.device, backend: str) -> Judge:
+    """Return the judge for a backend on a device. Interpreted kernels neither hang nor are compiled."""
+    watched = device.type == "npu" and backend == "npu" and os.environ.get("TRITON_INTERPRET", "0") != "1"
+    return (WatchedJudge if watched else Judge)(device, backend)
 
 
 def _cell(verdict: Verdict) -> str:
@@ -160,22 +259,25 @@ def run(backend: str | None, json: bool) -> int:
     """Run every case on every kernel. Return 0 if none fails (a refusal is no failure) and one passes, else 1."""
     device, name = device_for(backend)
     variants = kernels_for(name)
-    verdicts = []
-    with progress_bar(not json) as progress:
+    verdicts, judge = [], _judge_for(device, name)
+    with progress_bar(not json) as progress, closing(judge):
         total = len(CASES) * len(variants) + len(MATMULS)
         task = progress.add_task(f"validating {name}", total=total, note="")
         for case, variant in product(CASES, variants):
             progress.update(task, note=f"{variant}: {case.name}")
-            verdicts.append(_attention(case, variant, device, name))
+            verdicts.append(judge.attention(case, variant))
             progress.advance(task)
         for sizes, dtype in MATMULS:
             progress.update(task, note="matmul")
-            verdicts.append(_matmul(sizes, dtype, device, name))
+            verdicts.append(judge.matmul(sizes, dtype))
             progress.advance(task)
     counts = {status: sum(v.status == status for v in verdicts) for status in ("pass", "FAIL", "refused")}
     ok = counts["FAIL"] == 0 and counts["pass"] > 0
     if json:
-        print_json({"backend": name, **environment(device), "ok": ok, "cases": [asdict(v) for v in verdicts]})
+        document = {"backend": name, **environment(device), "ok": ok, "cases": [asdict(v) for v in verdicts]}
+        if judge.without_multibuffer:
+            document["without_multibuffer"] = judge.without_multibuffer
+        print_json(document)
         return 0 if ok else 1
     out.print(f"backend {name} on {environment(device)['device']}", highlight=False)
     products = len(MATMULS)
@@ -188,5 +290,7 @@ def run(backend: str | None, json: bool) -> int:
         "one unit of the result's rounding.",
         highlight=False,
     )
+    if judge.without_multibuffer:
+        out.print(f"Calls are compiled {judge.without_multibuffer}.", markup=False, highlight=False)
     out.print(f"{counts['pass']} passed, {counts['FAIL']} failed, {counts['refused']} refused", highlight=False)
     return 0 if ok else 1

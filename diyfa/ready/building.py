@@ -27,8 +27,12 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def build(kernels: Iterable[Recorded], jobs: int, done: Callable[[Built], None]) -> None:
+def build(
+    kernels: Iterable[Recorded], jobs: int, done: Callable[[Built], None], one_before_others: bool = False
+) -> None:
     """Compile all kernels in at most `jobs` processes. `done` is called for each one, in this thread.
+
+    `one_before_others`: kernels are compiled one at a time until one has succeeded.
 
     The processes are new programs. A fork would copy a process that may have threads and a device, and
     `multiprocessing` would run the user's script once more.
@@ -48,6 +52,17 @@ def build(kernels: Iterable[Recorded], jobs: int, done: Callable[[Built], None])
             return Built(kernel.name, 0.0, f"the process that compiles it ended with {process.wait()}")
 
     lock, is_over = threading.Lock(), False
+    turn, may_compile_beside = threading.Lock(), not one_before_others
+
+    def compile_in_turn(process: subprocess.Popen[bytes], kernel: Recorded) -> Built:
+        nonlocal may_compile_beside
+        if not may_compile_beside:
+            with turn:
+                if not may_compile_beside:
+                    built = compile_with(process, kernel)
+                    may_compile_beside = not built.error
+                    return built
+        return compile_with(process, kernel)
 
     def work() -> None:
         process: subprocess.Popen[bytes] | None = None
@@ -63,7 +78,7 @@ def build(kernels: Iterable[Recorded], jobs: int, done: Callable[[Built], None])
                             return
                         process = _start()
                         processes.append(process)
-                finished.put(compile_with(process, kernel))
+                finished.put(compile_in_turn(process, kernel))
             finished.put(None)
         except BaseException as error:  # `build` raises it
             finished.put(error)

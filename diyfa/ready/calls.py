@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from diyfa.attention import checked_options, flash_attention_v2, flash_attention_varlen
+from diyfa.features import TENSORS
 from diyfa.kvcache import flash_attn_with_kvcache
 from diyfa.matmul import triton_matmul
 from diyfa.ops import differentiate, forward
@@ -22,6 +23,8 @@ from diyfa.registry import batch_invariant, resolve_backend
 
 BF16, FP16, FP32, FLOAT8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 HALVES = (BF16, FP16)
+# Names of the optional tensors that have a float32 number for each head -> whether they have a gradient.
+PER_HEAD = {x.name: bool(x.gradient) for x in TENSORS if x.shape is not None and "h" in x.shape.letters}
 
 
 class Call(NamedTuple):
@@ -99,9 +102,9 @@ def attention(
             for x, per_head in zip(leading, ((h, d), (hk, d), (hk, dv)), strict=True)
         )
         arguments = dict(options)
-        for name in ("sinks", "alibi_slopes"):
+        for name, has_gradient in PER_HEAD.items():
             if arguments.get(name):
-                arguments[name] = empty(h, dtype=FP32, grad=backward and name == "sinks")
+                arguments[name] = empty(h, dtype=FP32, grad=backward and has_gradient)
         if arguments.get("seq_lens"):
             arguments["seq_lens"] = empty(b)
         bias_grad = arguments.pop("bias_grad", False)
@@ -146,7 +149,7 @@ def cache(heads: Heads, rows: Rows, dtype: torch.dtype, page: int = 0, packed: b
         k = empty(*shape, hk, d, dtype=stored)
         v = k[..., :dv] if arguments.pop("latent", False) else empty(*shape, hk, dv, dtype=stored)
         table = empty(b, n // page) if page else None
-        for name in ("sinks", "alibi_slopes"):
+        for name in PER_HEAD:
             if arguments.get(name):
                 arguments[name] = empty(h, dtype=FP32)
         if stored is FLOAT8:
@@ -293,6 +296,7 @@ DECODING = (Rows(1, 1, 8192), Rows(16, 1, 8192), Rows(64, 1, 8192), Rows(256, 1,
 SEVERAL = (Rows(1, 8, 8192), Rows(16, 8, 8192), Rows(64, 8, 8192), Rows(256, 8, 4096), Rows(16, 32, 8192))
 CHUNKS = (Rows(1, 128, 8192), Rows(16, 64, 1024), Rows(16, 128, 1024), Rows(4, 2048, 8192))
 SERVED = (*DECODING, *CHUNKS)
+FEW_QUERIES = tuple(Rows(4, queries, 8192) for queries in (2, 4, 8, 16, 32))  # short prompts, guessed tokens
 # Several tokens, as speculative decoding has them (GUESSED); short caches (FEW_KEYS).
 GUESSED = (
     Rows(1, 2, 1024), Rows(4, 2, 8192), Rows(64, 2, 8192), Rows(200, 2, 8192), Rows(16, 4, 8192), Rows(64, 4, 8192),

@@ -10,7 +10,19 @@ from typing import Any, NamedTuple
 
 import torch
 
-from diyfa.ready.calls import BF16, CHUNKS, DECODING, FP32, HALVES, TRAINED, Call, Heads, attention, cache
+from diyfa.ready.calls import (
+    BF16,
+    CHUNKS,
+    DECODING,
+    FEW_QUERIES,
+    FP32,
+    HALVES,
+    TRAINED,
+    Call,
+    Heads,
+    attention,
+    cache,
+)
 
 Config = dict[str, Any]
 # Encoders, whose tokens see all others: how the names of their architectures end, and types of models.
@@ -113,9 +125,12 @@ def training(model: Model) -> Iterator[Call]:
 
 
 def serving(model: Model, pages: tuple[int, ...]) -> Iterator[Call]:
-    """Yield decoding steps and long prompts over a cache with `pages` (0: contiguous), with pages also packed ones."""
+    """Yield decoding steps and prompts over a cache with `pages` (0: contiguous), with pages also packed ones.
+
+    Of decoding steps and of long prompts, some also append their keys."""
     heads = model.latent or model.heads
-    for options, page, rows in product(model.options, pages, (*DECODING, *CHUNKS)):
+    appending = DECODING[0], CHUNKS[0]
+    for options, page, rows in product(model.options, pages, (*DECODING, *FEW_QUERIES, *CHUNKS)):
         if _MASKED not in options:
             continue
         if model.latent is not None and rows in CHUNKS:  # prompts expand the latent keys, as in training
@@ -125,6 +140,8 @@ def serving(model: Model, pages: tuple[int, ...]) -> Iterator[Call]:
         if model.latent is not None:
             arguments["latent"] = True
         yield cache(heads, rows, model.dtype, page, **arguments)
+        if rows in appending and model.latent is None:
+            yield cache(heads, rows, model.dtype, page, **arguments, new=rows.queries)
         if page and model.latent is None:
             yield cache(heads, rows, model.dtype, page, True, **arguments)
             if rows in DECODING:  # batches in which some sequences have one token and others many

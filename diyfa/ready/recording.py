@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 
 from diyfa import plan as planning
-from diyfa.device import default_backend
+from diyfa.device import present_device
 from diyfa.problem import AttentionGradients, Kernel
 from diyfa.registry import forced_backend, load_backend, use_backend
 
@@ -21,6 +21,11 @@ class Recorded(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def shares_a_header(self) -> bool:
+        """Whether the first compilation writes a file that all others read and do not wait for."""
+        ...
 
     def is_stored(self) -> bool:
         """Return whether a process would find the compiled kernel."""
@@ -42,8 +47,10 @@ def backend_for_arch(arch: str) -> str:
 
 
 def backend_here() -> str:
-    """Return the backend of this process. Raises ValueError if no device is usable."""
-    name = forced_backend() or default_backend()
+    """Return the backend of this machine's device. Raises ValueError if none is usable.
+
+    This imports torch_npu if that works: the command line switches off that `import torch` does so."""
+    name = forced_backend() or present_device().type
     if name == "cpu":
         raise ValueError("no GPU or NPU is usable here (`diyfa info` says why): name an architecture, such as sm_90")
     return name

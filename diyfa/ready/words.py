@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from diyfa.ready.calls import BF16, Call, Heads, Rows, attention, cache, in_the_mode, matrix_product, merging
+from diyfa.ready.calls import BF16, PER_HEAD, Call, Heads, Rows, attention, cache, in_the_mode, matrix_product, merging
 
 _DTYPES = {
     "bfloat16": BF16, "bf16": BF16, "float16": torch.float16, "fp16": torch.float16, "float32": torch.float32,
@@ -32,7 +32,7 @@ _PAIR: Form = "two whole numbers, as in 1023,0", lambda x: isinstance(x, tuple) 
 _BIAS: Form = "the letters of its dimensions, as in 1hqk", lambda x: bool(re.fullmatch("[b1][h1][q1][k1]", str(x)))
 _DTYPE: Form = f"one of {', '.join(_DTYPES)}", lambda x: str(x) in _DTYPES
 _PRECISION: Form = "tf32 or ieee", lambda x: x in ("tf32", "ieee")
-_COMMON = {"causal": _FLAG, "softcap": _FACTOR, "sinks": _FLAG, "alibi_slopes": _FLAG, "packed": _FLAG}
+_COMMON = {"causal": _FLAG, "softcap": _FACTOR, "packed": _FLAG} | dict.fromkeys(PER_HEAD, _FLAG)
 _ATTENTION = _COMMON | {
     "window": _PAIR, "attn_bias": _BIAS, "bias_grad": _FLAG, "dropout_p": _FACTOR, "seq_lens": _FLAG,
     "deterministic": _FLAG, "out_dtype": _DTYPE, "forward": _FLAG, "longest": _COUNT,

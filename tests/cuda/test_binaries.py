@@ -12,6 +12,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -512,7 +513,7 @@ def test_nothing_is_compiled_for_a_profiler_if_jit_is_off(monkeypatch):
 def test_without_a_compiler_a_pass_is_launched_completely_or_not_at_all(monkeypatch):
     from diyfa.backends.cuda.runtime import passes
 
-    def loaded_binary(launch, signature, device):
+    def loaded_binary(launch, signature, device, stored=None):
         if launch.arguments["n"] == 2:
             raise RuntimeError("not this one")
 
@@ -525,6 +526,32 @@ def test_without_a_compiler_a_pass_is_launched_completely_or_not_at_all(monkeypa
     with pytest.raises(RuntimeError, match="not this one"):
         passes.launch_each([make_launch(n=1), make_launch(n=2)])
     assert launched == [0, 1]
+
+
+def test_missing_kernels_of_a_pass_are_compiled_side_by_side(compiler, monkeypatch, binary):
+    """Each compilation waits until both have begun. Then they are loaded in the calling thread, and launched."""
+    from diyfa.backends.cuda.runtime import passes
+
+    both_have_begun, threads, launched = threading.Barrier(2), [], []
+
+    def compile_binary(arch, launch, signature):
+        both_have_begun.wait(20)
+        return binary._replace(name=launch.kernel.fn.__name__)
+
+    def loaded(stored, kinds):
+        threads.append(threading.current_thread())
+        return stored.name
+
+    monkeypatch.setattr(jit, "compile_binary", compile_binary)
+    monkeypatch.setattr(launcher, "Binary", loaded)
+    monkeypatch.setattr(launcher, "_binaries", {})
+    monkeypatch.setattr(launcher, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(passes, "launch_kernel", lambda launch: launched.append(launch.kernel.fn.__name__))
+    pair = [make_launch("f_kernel", n=3), make_launch("g_kernel", n=3)]
+    passes.launch_each([pair[0], *pair])  # an equal one is compiled once
+    assert sorted(launcher._binaries.values()) == ["f_kernel", "g_kernel"]
+    assert threads == [threading.current_thread()] * 2 and launched == ["f_kernel", "f_kernel", "g_kernel"]
 
 
 def test_a_long_compilation_says_so_once(compiler, monkeypatch, capsys):

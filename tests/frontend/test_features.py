@@ -27,7 +27,7 @@ import diyfa
 from diyfa import plan as planning
 from diyfa import registry, testing, yardstick
 from diyfa.features import COMPOSABLE, FEATURES, GRADIENTS, SHAPE_FEATURES, Broadcast, Feature, Shape
-from diyfa.features import OPTIONAL as REFUSABLE
+from diyfa.features import REFUSABLE as ALL_REFUSABLE
 from diyfa.options import AttentionOptions
 from diyfa.problem import (
     KVCACHE_FEATURES,
@@ -53,8 +53,8 @@ WITHOUT_EFFECT = {
 NOT_PACKED = {"seq_lens", "attn_bias"}  # what packed sequences do not take
 PACKED = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"}
 MODES = {"batch_invariant", "dropout_origins"}  # of a block of code, of a tensor's length: in no table
-OPTIONAL = [feature for feature in REFUSABLE if feature.name not in MODES]
-OPTION_FEATURES = [feature for feature in OPTIONAL if feature not in SHAPE_FEATURES]
+REFUSABLE = [feature for feature in ALL_REFUSABLE if feature.name not in MODES]
+OPTION_FEATURES = [feature for feature in REFUSABLE if feature not in SHAPE_FEATURES]
 TENSORS = [feature for feature in FEATURES if feature.schema == "Tensor?"]
 
 
@@ -100,11 +100,11 @@ def test_every_row_is_complete() -> None:
             assert feature.shape is not None and feature.dtypes and feature.dtypes_in_words, feature.name
             if type(feature.shape) is Shape and feature.name not in PACKED:  # whose strides are checked
                 assert feature.prepared is not None, f"{feature.name}: kernels read it by plain index"
-    names = [feature.refusal_name for feature in OPTIONAL]
+    names = [feature.refusal_name for feature in REFUSABLE]
     assert len(set(names)) == len(names)
 
 
-@by_name(OPTIONAL)
+@by_name(REFUSABLE)
 def test_its_example_has_it(feature: Feature) -> None:
     assert feature.label and feature.example
     assert feature.refusal_name not in plain().features
@@ -134,7 +134,7 @@ def test_a_gradient_has_a_buffer_and_is_compared(feature: Feature) -> None:
 # ---- What a user sees ----------------------------------------------------------------------------------------------
 
 
-@by_name(OPTIONAL)
+@by_name(REFUSABLE)
 def test_the_feature_is_in_the_tables_of_info_and_both_readmes(feature: Feature) -> None:
     pytest.importorskip("rich")
     from diyfa.cli.info import FEATURES as ROWS
@@ -237,7 +237,7 @@ def test_over_pages_it_changes_the_result_or_is_refused(feature: Feature) -> Non
     assert explained[0] != explained[1]
 
 
-@by_name(OPTIONAL)
+@by_name(REFUSABLE)
 def test_the_yardstick_is_correct(feature: Feature) -> None:
     """A yardstick that is wrong would allow everything: in float64 it gives what the reference does."""
     case = example_case(feature)
@@ -252,13 +252,13 @@ def test_the_yardstick_is_correct(feature: Feature) -> None:
 
 
 def test_the_cpu_backend_has_every_feature() -> None:
-    for feature in OPTIONAL:
+    for feature in REFUSABLE:
         for kernel in registry.load_backend("cpu").kernels:
             if kernel.op in ("attention_fwd", "attention_bwd") and kernel.name != "split_kv":
                 assert kernel.unsupported(plain(**feature.example)) is None
 
 
-@by_name(REFUSABLE)
+@by_name(ALL_REFUSABLE)
 def test_a_cache_has_it_or_kernels_over_caches_refuse_it(feature: Feature) -> None:
     """A forward pass as a call with a cache loses nothing in silence, neither a fact nor a tensor."""
     problem = plain(dtype="float16", **{"batch_invariant": True, **(feature.example or {feature.problem_field: True})})
@@ -280,7 +280,7 @@ def test_kernels_name_existing_features() -> None:
     from diyfa.backends.npu.tables import configs_v1
 
     for who in (cuda, npu, hopper, hopper_bwd, configs_v1):
-        assert {feature.refusal_name for feature in REFUSABLE} >= who.FEATURES, who.__name__
+        assert {feature.refusal_name for feature in ALL_REFUSABLE} >= who.FEATURES, who.__name__
     assert cuda.V1_FEATURES <= cuda.FEATURES
 
 
@@ -337,7 +337,7 @@ def test_a_wrong_tensor_is_refused(feature: Feature) -> None:
 # ---- What is tested and compiled -----------------------------------------------------------------------------------
 
 
-@by_name(OPTIONAL)
+@by_name(REFUSABLE)
 def test_the_matrix_has_cases_of_the_feature(feature: Feature) -> None:
     """Alone and on every kernel, with packed sequences, and with everything that goes with it."""
     found = [
@@ -357,7 +357,7 @@ def test_the_matrix_has_cases_of_the_feature(feature: Feature) -> None:
 
 def test_random_cases_have_each_feature_unless_excluded() -> None:
     seen: set[str] = set()
-    names = {feature.refusal_name for feature in OPTIONAL}
+    names = {feature.refusal_name for feature in REFUSABLE}
 
     def drawn(without: set[str], examples: int) -> set[str]:
         found: set[str] = set()
@@ -382,7 +382,7 @@ def test_random_cases_have_each_feature_unless_excluded() -> None:
     assert not drawn(left_out, 20) & left_out
 
 
-@by_name(OPTIONAL)
+@by_name(REFUSABLE)
 def test_validate_and_the_first_run_on_ascend_try_it(feature: Feature) -> None:
     pytest.importorskip("rich")
     from diyfa.lab.first_run.cases import SMOKE, features_in
@@ -402,7 +402,7 @@ def test_validate_and_the_first_run_on_ascend_try_it(feature: Feature) -> None:
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
-@by_name(OPTIONAL)
+@by_name(REFUSABLE)
 @pytest.mark.parametrize("kernel", ["fwd", "dkdv", "dq", "dbias"])
 def test_kernels_of_cuda_are_compiled_for_the_feature_and_get_its_tensors(feature: Feature, kernel: str) -> None:
     pytest.importorskip("triton.tools.tensor_descriptor")
@@ -466,7 +466,7 @@ def check_launches(
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
-@by_name(OPTIONAL)
+@by_name(REFUSABLE)
 @pytest.mark.parametrize("kernel", ["fwd", "dkdv", "dq", "dbias"])
 def test_kernels_of_ascend_are_compiled_for_the_feature_and_get_its_tensors(feature: Feature, kernel: str) -> None:
     from diyfa.backends.npu import FEATURES as IMPLEMENTED

@@ -153,7 +153,7 @@ ABSENT: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str
         flash_attn_3.flash_attn_with_kvcache, (X[0], X, X, X, X), {"cu_seqlens_q": CU}, "k cannot go with packed",
     ),
     "metadata": (
-        flash_attn_3.flash_attn_with_kvcache, (X, X, X), {"scheduler_metadata": X}, "scheduler_metadata is",
+        flash_attn_3.flash_attn_with_kvcache, (X, X, X), {"scheduler_metadata": X}, "scheduler_metadata must",
     ),
     "offsets of new keys": (
         flash_attn_3.flash_attn_with_kvcache, (X, X, X), {"cu_seqlens_k_new": CU}, "cu_seqlens_k_new is not supported",

@@ -87,6 +87,7 @@ FOREIGN_SIGNATURES = {
     "_flash_attention_forward", "_flash_attention_backward", "_scaled_dot_product_flash_attention_backward",
     "npu_fusion_attention", "npu_fusion_attention_v2", "fusion_attention_arguments", "reference_append",
     "context_parallel_attention",  # public, in diyfa.distributed
+    "get_scheduler_metadata",
 }  # fmt: skip
 MAX_PARAMETERS = 10
 

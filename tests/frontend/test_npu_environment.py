@@ -16,8 +16,12 @@ from subprocesses import run_python
 from diyfa.arch import NPUArch
 from diyfa.device import NPUCapabilities, NPUStatus
 from diyfa.npu_environment import FINE, UNTESTED, WRONG, Finding, Machine, findings
+from diyfa.npu_stacks import installed_version, launcher_problem
 
-PARTS = ["chip", "driver, firmware", "CANN", "set_env.sh", "bishengir-compile", "Python", "torch, torch_npu"]
+PARTS = [
+    "chip", "driver, firmware", "CANN", "set_env.sh", "bishengir-compile", "C++, Python.h", "Python",
+    "torch, torch_npu",
+]  # fmt: skip
 CHIP = NPUCapabilities("Ascend910B3", NPUArch.A2, 20, 40, 1, 1, 1, 1, 1, 64.0)
 VERSIONS = {"torch": "2.7.1+cpu", "torch_npu": "2.7.1.post2", "triton-ascend": "3.2.0"}
 DRIVER = "Version=25.0.rc1.1\nascendhal_version=7.35.23\ncompatible_version_fw=[6.4.0,6.4.99],[7.0.0,7.7.99]\n"
@@ -52,9 +56,15 @@ def healthy(tmp_path: Path) -> Machine:
     home = plant_cann(ascend, "8.5.0")
     write(ascend / "driver/version.info", DRIVER)
     write(ascend / "firmware/version.info", FIRMWARE)
-    environ = {"ASCEND_HOME_PATH": str(home), "PATH": os.pathsep.join([str(home / "bin"), os.environ["PATH"]])}
+    write(tmp_path / "usr/bin/g++", "#!/bin/sh\n", 0o755)
+    write(tmp_path / "include/Python.h", "")
+    environ = {
+        "ASCEND_HOME_PATH": str(home),
+        "PATH": os.pathsep.join([str(home / "bin"), str(tmp_path / "usr/bin"), "/bin"]),
+    }
     status = NPUStatus(True, True, "2.7.1.post2")
-    return Machine(tmp_path, environ, tmp_path / "home", (3, 11), VERSIONS, lambda: None, status, CHIP)
+    include = tmp_path / "include"
+    return Machine(tmp_path, environ, tmp_path / "home", (3, 11), VERSIONS, lambda: None, status, CHIP, None, include)
 
 
 def judged(machine: Machine, part: str) -> Finding:
@@ -248,7 +258,7 @@ def test_a_driver_in_another_folder(healthy: Machine) -> None:
     ("changes", "verdict", "words"),
     [
         ({"torch": "2.9.0", "torch_npu": "2.9.0"}, FINE, ()),
-        ({"torch_npu": "2.7.1.post11"}, UNTESTED, ("not in diyfa's table", "torch_npu==2.7.1.post2 is")),
+        ({"torch_npu": "2.7.1.post99"}, UNTESTED, ("not in diyfa's table", "torch_npu==2.7.1.post2 is")),
         ({"torch_npu": "2.7.1.post2+git1a2b3c4"}, FINE, ()),
         ({"torch": "2.7.0"}, WRONG, ("they must be of one release: torch==2.7.1",)),
         ({"torch": "2.8.0"}, WRONG, ("they must be of one release: torch==2.7.1, or torch_npu==2.8.0.post2",)),
@@ -267,7 +277,15 @@ def test_torch_and_torch_npu(healthy: Machine, changes: dict[str, str], verdict:
     [
         ("the installed package `triton` is not triton-ascend: pip …", {}, WRONG, ("is not triton-ascend: pip …",)),
         (None, {"triton": "3.3.1"}, UNTESTED, ("3.2.0, and triton 3.3.1", "works, but")),
-        (None, {"triton-ascend": "3.2.1"}, UNTESTED, ("tested with 3.2.0",)),
+        (None, {"triton-ascend": "3.2.1", "triton": "3.2.0"}, FINE, ("3.2.1, and triton 3.2.0",)),
+        (None, {"triton-ascend": "3.2.2", "triton": "3.5.0"}, FINE, ("3.2.2, and triton 3.5.0",)),
+        (
+            None,
+            {"triton-ascend": "3.6.0"},
+            UNTESTED,
+            ("3.6.0: diyfa knows 3.2.0, 3.2.1 and 3.2.2", "tested with 3.2.0"),
+        ),
+        (None, {"triton-ascend": "3.6.0", "triton": "3.6.0"}, UNTESTED, ("works, but",)),
     ],
 )
 def test_version_of_triton(
@@ -291,9 +309,81 @@ def test_name_of_the_chip(healthy: Machine, chip: NPUCapabilities, verdict: str,
 
 def test_a_python_without_wheels(healthy: Machine) -> None:
     expect(replace(healthy, python=(3, 10)), "Python", FINE)
-    expect(replace(healthy, python=(3, 13)), "Python", UNTESTED, "Python 3.10 or 3.11")
+    expect(replace(healthy, python=(3, 13)), "Python", UNTESTED, "3.2.0 has wheels for Python 3.10, 3.11")
+    expect(replace(healthy, python=(3, 12), versions={**VERSIONS, "triton-ascend": "3.2.2"}), "Python", FINE)
     without = {name: version for name, version in VERSIONS.items() if name != "triton-ascend"}
-    expect(replace(healthy, python=(3, 13), versions=without), "Python", WRONG, "has wheels for")
+    expect(replace(healthy, python=(3, 13), versions=without), "Python", UNTESTED, "only 3.2.1 and 3.2.2 has wheels")
+    expect(replace(healthy, python=(3, 14), versions=without), "Python", WRONG, "has no wheel")
+
+
+# The stacks that people have in autumn 2026: CANN, torch, torch_npu, triton-ascend, Python; verdicts of the parts that
+# these decide (others are fine), and words of the remedy.
+PLANTED: dict[str, tuple[tuple[str, str, str, str, tuple[int, int]], dict[str, tuple[str, str]]]] = {
+    "vllm-ascend": (("9.1.0", "2.10.0", "2.10.0.post4", "3.2.2", (3, 12)), {}),
+    "liger": (("9.1.0", "2.9.0", "2.9.0.post6", "3.2.2", (3, 11)), {}),
+    "a patch of CANN 9.1": (("9.1.1", "2.10.0", "2.10.0.post6", "3.2.2", (3, 11)), {}),
+    "CANN 9.1 before its patch": (
+        ("9.1.1", "2.10.0", "2.10.0.post4", "3.2.2", (3, 11)),
+        {"CANN": (UNTESTED, "documented for CANN 9.1.0; for this one it is torch_npu 2.10.0.post6")},
+    ),
+    "CANN 9.2, torch 2.7": (("9.2.0", "2.7.1", "2.7.1.post11", "3.2.2", (3, 11)), {}),
+    "CANN 9.2, torch 2.10": (
+        ("9.2.0", "2.10.0", "2.10.0.post7", "3.6.0", (3, 12)),
+        {"triton-ascend": (UNTESTED, "diyfa knows 3.2.0, 3.2.1 and 3.2.2"), "Python": (UNTESTED, "")},
+    ),
+    "CANN 9.2, torch 2.11": (("9.2.0", "2.11.0", "2.11.0.post3", "3.2.2", (3, 13)), {}),
+    "CANN 9.2, torch 2.12": (("9.2.0", "2.12.0", "2.12.0.post3", "3.2.1", (3, 10)), {}),
+    "CANN 9.2, torch 2.13": (("9.2.0", "2.13.0", "2.13.0", "3.2.2", (3, 11)), {}),
+    "torch 2.14": (
+        ("9.2.0", "2.14.0", "2.14.0", "3.2.2", (3, 11)),
+        {"torch, torch_npu": (WRONG, "as C++17, torch 2.14.0 needs C++20: take torch 2.13")},
+    ),
+    "torch 2.14 with the tested compiler": (
+        ("8.5.0", "2.14.0", "2.14.0", "3.2.0", (3, 11)),
+        {
+            "torch, torch_npu": (WRONG, "triton-ascend 3.2.0 builds launchers as C++17"),
+            "CANN": (UNTESTED, "torch_npu 2.14.0 is documented for CANN 9.2.0"),
+        },
+    ),
+    "a CANN too old for it": (
+        ("8.5.0", "2.9.0", "2.9.0", "3.2.2", (3, 11)),
+        {"CANN": (WRONG, "triton-ascend 3.2.2 is made for CANN 9.0.0")},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_stack(healthy: Machine, name: str) -> None:
+    (cann, torch_version, torch_npu, triton_ascend, python), expected = PLANTED[name]
+    plant_cann(healthy.root / "usr/local/Ascend", cann)
+    versions = {"torch": torch_version, "torch_npu": torch_npu, "triton-ascend": triton_ascend}
+    if triton_ascend in ("3.2.1", "3.2.2"):
+        versions["triton"] = "3.2.0"  # it depends on it
+    machine = replace(healthy, versions=versions, python=python)
+    verdicts = {finding.part: finding for finding in findings(machine)}
+    judged_otherwise = {part: finding.verdict for part, finding in verdicts.items() if finding.verdict != FINE}
+    assert judged_otherwise == {part: verdict for part, (verdict, _) in expected.items()}
+    assert all(words in verdicts[part].remedy for part, (_, words) in expected.items())
+
+
+def test_a_slim_image(healthy: Machine) -> None:
+    """Without a C++ compiler or Python's headers the first launch fails."""
+    expect(healthy, "C++, Python.h", FINE, "usr/bin/g++", "include/Python.h")
+    (healthy.include / "Python.h").unlink()
+    expect(healthy, "C++, Python.h", WRONG, "g++, not found", "install Python.h (apt install python3-dev")
+    bare = replace(healthy, environ={**healthy.environ, "PATH": str(healthy.root / "empty")})
+    expect(bare, "C++, Python.h", WRONG, "not found, not found", "a C++ compiler (apt install g++) and Python.h")
+    named = replace(healthy, environ={**healthy.environ, "CC": "clang-17"})
+    expect(named, "C++, Python.h", WRONG, "clang-17, ", "a C++ compiler")
+    write(healthy.root / "usr/bin/clang++", "#!/bin/sh\n", 0o755)
+    expect(healthy, "C++, Python.h", WRONG, "usr/bin/clang++, not found")
+
+
+def test_the_compiler_inside_triton_ascend_goes_first(healthy: Machine, tmp_path: Path) -> None:
+    """From 3.2.1 on triton-ascend calls its own, whatever PATH says."""
+    plant_compiler(tmp_path / "wheel", COMPILER.replace("1.1.0", "1.3.0"))
+    machine = replace(healthy, bundled=tmp_path / "wheel/bin/bishengir-compile")
+    expect(machine, "bishengir-compile", UNTESTED, "1.3.0", str(tmp_path / "wheel"))
 
 
 INFO = """
@@ -328,4 +418,6 @@ def test_info(tmp_path: Path) -> None:
     assert all(finding["verdict"] == FINE or finding["remedy"] for finding in report["ascend"])
     if hasattr(torch, "npu") and torch.npu.is_available():  # on a chip, or on the host shim
         assert found["chip"]["found"].startswith(torch.npu.get_device_name(0))
-        assert found["torch, torch_npu"]["verdict"] == found["triton-ascend"]["verdict"] == FINE
+        launches = launcher_problem(torch.__version__, installed_version("triton-ascend") or "") is None
+        assert found["torch, torch_npu"]["verdict"] == (FINE if launches else WRONG)
+        assert found["triton-ascend"]["verdict"] == FINE

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -11,7 +14,7 @@ import pytest
 
 from diyfa import npu_stacks
 from diyfa.backends import npu
-from diyfa.npu_stacks import STACKS, TRITON_ASCEND, documented_stack, release, torch_npu_for
+from diyfa.npu_stacks import STACKS, TRITON_ASCEND, documented_stack, installed_version, release, torch_npu_for
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -39,19 +42,47 @@ def test_release_of_torch_npu() -> None:
     assert torch_npu_for("2.7.1", "9.0.0.beta1") == "2.7.1.post4"
     assert torch_npu_for("2.9.0", "") == "2.9.0"
     assert torch_npu_for("2.13.0", "9.0.0") == "2.13.0"
+    assert torch_npu_for("2.10.0", "9.1.0") == "2.10.0.post4"
+    assert torch_npu_for("2.10.0", "9.1.1") == "2.10.0.post6"
+    assert torch_npu_for("2.10.0", "9.2.0.beta1") == "2.10.0.post7"
     assert torch_npu_for("2.5.1", "8.5.0") is None
     found = documented_stack("2.8.0.post2")
     assert found is not None and (found.cann, found.torch) == ("8.5.0", "2.8.0")
     assert documented_stack("2.8.0.post99") is None
 
 
-def test_the_extra_chooses_neither_torch_nor_torch_npu() -> None:
-    """The machine has them, in releases that belong to its CANN."""
+def test_the_extra_asks_for_nothing_that_a_machine_has() -> None:
+    """Neither packages that belong to its CANN, nor versions of others."""
     with (ROOT / "pyproject.toml").open("rb") as file:
         extras = tomllib.load(file)["project"]["optional-dependencies"]
-    names = {re.split(r"[\[<>=~! ]", requirement)[0].replace("_", "-") for requirement in extras["npu"]}
-    assert not names & {"torch", "torch-npu", "triton", "diyfa"}
-    assert f"triton-ascend=={TRITON_ASCEND}" in extras["npu"]
+    assert extras["npu"] == ["attrs", "decorator", "psutil", "pybind11", "pyyaml"]
+
+
+# What a machine of vllm-ascend has: the versions that triton-ascend 3.2.2 pins, too.
+STAND_INS = {
+    "torch": "2.10.0", "torch_npu": "2.10.0.post4", "triton-ascend": "3.2.2", "triton": "3.2.0", "numpy": "1.26.4",
+    "attrs": "24.2.0", "decorator": "5.1.1", "psutil": "6.0.0", "pybind11": "2.13.6", "PyYAML": "6.0.1",
+}  # fmt: skip
+
+
+def test_an_installation_replaces_nothing(tmp_path: Path) -> None:
+    """pip would install diyfa alone beside triton-ascend 3.2.2. It has no index, so it fails if it wants anything."""
+    if not (installed_version("pip") and release(installed_version("setuptools") or "") >= (77,)):
+        pytest.skip("pip and setuptools 77 build the package's metadata")
+    for name, version in STAND_INS.items():
+        folder = tmp_path / "packages" / f"{name.replace('-', '_')}-{version}.dist-info"
+        folder.mkdir(parents=True)
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        (folder / "INSTALLER").write_text("pip\n")
+        (folder / "RECORD").write_text("")
+    report = tmp_path / "report.json"
+    command = ["-m", "pip", "install", "--dry-run", "--no-index", "--no-build-isolation", "--report", str(report)]
+    done = subprocess.run(
+        [sys.executable, *command, f"{ROOT}[npu]"], capture_output=True, text=True, timeout=250,
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "packages"), "PIP_CONFIG_FILE": os.devnull},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert [each["metadata"]["name"] for each in json.loads(report.read_text())["install"]] == ["diyfa"]
 
 
 def pretend_triton(monkeypatch: pytest.MonkeyPatch, **backends: object) -> None:
@@ -84,7 +115,76 @@ def test_a_triton_of_two_packages_is_reported_with_the_remedy(monkeypatch: pytes
 
 def test_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(npu_stacks.importlib.util, "find_spec", lambda name: None)
-    assert npu_stacks.triton_problem() == f"triton-ascend is not installed: pip install triton-ascend=={TRITON_ASCEND}"
+    problem = npu_stacks.triton_problem()
+    assert problem and problem.startswith("triton-ascend is not installed: pip install --no-deps triton-ascend==3.2.0 ")
+    assert "pip install 'diyfa[npu]'" in problem
+
+
+def test_a_package_that_triton_ascend_does_not_declare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """3.2.0 imports pybind11 and requires nothing."""
+
+    def no_pybind11() -> tuple[str, ...]:
+        raise ModuleNotFoundError("No module named 'pybind11'", name="pybind11")
+
+    monkeypatch.setattr(npu_stacks, "triton_backends", no_pybind11)
+    want = "triton-ascend imports pybind11 and does not declare it: pip install 'diyfa[npu]'"
+    assert npu_stacks.triton_problem() == want
+    monkeypatch.setattr(npu, "_triton_checked", False)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setattr(npu, "triton_problem", npu_stacks.triton_problem)
+    with pytest.raises(ImportError, match=re.escape(want)):
+        npu._kernel_module("attention.fwd")
+
+
+def test_the_remedy_keeps_the_release_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pip still lists triton-ascend 3.2.2 where NVIDIA's Triton lies over it."""
+    pretend_triton(monkeypatch, nvidia=1)
+    monkeypatch.setattr(npu_stacks, "installed_version", lambda name: "3.2.2" if name == "triton-ascend" else None)
+    assert "triton-ascend==3.2.2, after everything else" in (npu_stacks.triton_problem() or "")
+
+
+def test_a_torch_whose_headers_need_another_standard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said by the first call, which would otherwise fail in a C++ compiler."""
+    assert npu_stacks.launcher_problem("2.13.0+cpu", "3.2.2") is None
+    assert npu_stacks.launcher_problem("2.14.0", "3.6.0") is None
+    assert npu_stacks.launcher_problem("2.14.0", "") is None
+    pretend_triton(monkeypatch, ascend=1)
+    monkeypatch.setattr(npu, "installed_version", lambda name: "3.2.2")
+    monkeypatch.setattr("torch.__version__", "2.14.0+cpu")
+    monkeypatch.setattr(npu, "_triton_checked", False)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(
+        ImportError, match=r"3\.2\.2 builds launchers as C\+\+17, torch 2\.14\.0\+cpu needs C\+\+20: take torch"
+    ):
+        npu._kernel_module("attention.fwd")
+
+
+def test_the_compiler_inside_triton_ascend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "triton/backends/ascend/bishengir/bin/bishengir-compile"
+    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path / "triton")])
+    monkeypatch.setattr(npu_stacks.importlib.util, "find_spec", lambda name: spec)
+    assert npu_stacks.bundled_compiler() is None
+    program.parent.mkdir(parents=True)
+    program.write_text("#!/bin/sh\necho 'bishengir-compile 1.3.0 (/build 0123456789ab 2026-08-01)'\n")
+    program.chmod(0o755)
+    assert npu_stacks.bundled_compiler() == program
+    from diyfa.backends.npu.runtime import compiler
+
+    compiler.compiler_version.cache_clear()
+    try:
+        assert compiler.compiler_version() == "1.3.0 (0123456789ab 2026-08-01)"
+    finally:
+        compiler.compiler_version.cache_clear()
+
+
+def test_options_are_those_of_the_gate_in_every_release() -> None:
+    """Later releases have other defaults for 910B."""
+    from diyfa.backends.npu.runtime.compat import stable_options
+
+    assert stable_options({}) == {"enable_select_analysis": False, "enable_auto_bind_sub_block": True}
+    assert stable_options({"enable_auto_bind_sub_block": False})["enable_auto_bind_sub_block"] is False
+    on_950 = {"compile_on_910_95": True, "enable_select_analysis": True}
+    assert stable_options(on_950) == on_950
 
 
 def test_a_call_with_plain_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from subprocesses import run_after_torch
 
 import diyfa
 from diyfa import registry
-from diyfa.features import OPTIONAL
+from diyfa.features import REFUSABLE
 from diyfa.problem import (
     AttentionProblem,
     Backend,
@@ -82,7 +82,7 @@ def picky(cpu: Backend) -> Backend:
     """The CPU backend with kernels that refuse: v2 dropout, v1 dropout and softcaps."""
 
     def refusing(kernel: Kernel) -> Kernel:
-        every = frozenset(feature.refusal_name for feature in OPTIONAL)
+        every = frozenset(feature.refusal_name for feature in REFUSABLE)
         supported = {"v2": every - {"dropout"}, "v1": every - {"dropout", "softcap"}}[kernel.name]
         return replace(kernel, unsupported=lambda problem: refuse_features(problem, supported, kernel.name))
 

@@ -176,6 +176,29 @@ def test_conservative_tiles_of_the_950_compile() -> None:
     assert found and all(r["ok"] for r in found), [_describe(r) for r in found if not r["ok"]]
 
 
+SAMPLE = (
+    "attention_fwd/v2 float16 D=128 causal 64x256", "attention_bwd/v2/dq float16 D=128 causal 128x128",
+    "attention_bwd/v2/dkdv float16 D=128 causal 64x64", "kvcache_fwd/split_kv float16 D=128 page=128 Sq=1 16x128",
+    "matmul/persistent float16->float16 nn 128x256x256", "attention_merge float32 D=80",
+)  # fmt: skip
+
+
+@needs_compilers
+@pytest.mark.timeout(TIMEOUT_S)
+def test_a_sample_passes_with_all_blocks_parallel() -> None:
+    """As TRITON_ALL_BLOCKS_PARALLEL=1 compiles it; the compiler adds a loop over the blocks of the grid."""
+    code = (
+        "import json; from dataclasses import asdict, replace; from diyfa.lab.npu import aot\n"
+        f"jobs = [job for job in aot.jobs_for({A2!r}) if f'{{job.kernel}} {{job.case}}' in {SAMPLE!r}]\n"
+        "jobs = [replace(job, options={**job.options, aot.ALL_BLOCKS_PARALLEL: True}) for job in jobs]\n"
+        f"print(json.dumps([asdict(report) for report in aot.compile_jobs(jobs, {A2!r})]))\n"
+    )
+    found = json.loads(run_python(code, **COMPILING))
+    assert {f"{r['kernel']} {r['case']}" for r in found} == {*SAMPLE}
+    assert {r["compiler"] for r in found} == {f"ascendnpu-ir {version}" for version in releases(A2)}
+    assert [_describe(r) for r in found if not r["ok"]] == []
+
+
 @needs_compilers
 @pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.parametrize("target", [A2, WHOLE_A3])
@@ -273,6 +296,19 @@ def test_the_exceptions_may_only_shrink() -> None:
     assert all(len(e.reason) > 20 for e in gate.EXCEPTIONS)
 
 
+def test_what_the_gate_says_without_multibuffering() -> None:
+    """Nothing is pipelined then, and every exception that allows less than bound still does."""
+    for target, kernel, case, compiler in (
+        (A2, "attention_fwd/v2", "float16 D=64 causal 128x128", "1.2.0"),
+        (A2, "attention_fwd/v1", "float16 D=64 64x128", "1.1.0"),
+    ):
+        assert not gate.failures(target, kernel, case, True, 0, compiler, multibuffer=False)
+        unbound = gate.failures(target, kernel, case, False, 0, compiler, multibuffer=False)
+        assert unbound == ["gate: not split over both vector cores"]
+    for target, kernel in ((A5, "attention_fwd/v2"), (A2, "matmul/persistent")):
+        assert not gate.failures(target, kernel, "float16->float16 nn", False, 0, "1.2.0", multibuffer=False)
+
+
 def test_what_the_gate_says() -> None:
     dkdv = "attention_bwd/v2/dkdv"
     for target in (A2, A3):
@@ -337,6 +373,21 @@ def test_head_dims_are_native_in_multiples_of_16() -> None:
         "float16 D=192 causal head_dim_v 32x32": (32, 192 + 128),
     }.items():
         assert sizes[case] == 4 * (2 * keys * keys + keys * columns), case
+
+
+@needs_compilers
+@pytest.mark.timeout(300)
+def test_a_sample_without_multibuffering(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three kernels; the log has the whole gate. One of them has another tile then."""
+    monkeypatch.setenv("DIYFA_NPU_MULTIBUFFER", "0")
+    for case in (
+        "attention_fwd/v2 float16 D=256 alibi attn_bias[qk] dropout seq_lens",
+        "attention_bwd/v2/dq float16 D=64 causal 1",
+        "kvcache_fwd/split_kv float16 D=128 page=128 Sq=1 ",
+    ):
+        found = _compile(A2, "--only", case)
+        assert found and all(r["ok"] and "bound, pipeline 0" in r["notes"] for r in found), found
+        assert "dropout" not in case or all(r["case"].endswith(" 32x128") for r in found)
 
 
 @needs_compilers

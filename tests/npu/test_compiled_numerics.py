@@ -90,6 +90,24 @@ def test_attention(case: Case) -> None:
         assert log.instructions > 100
 
 
+def test_a_grid_larger_than_the_chip() -> None:
+    """With TRITON_ALL_BLOCKS_PARALLEL=1 48 blocks run on 20 cube and 40 vector cores of a 910B3."""
+    case = Case("many_heads", heads=48, heads_kv=24, seqlen_q=40, seqlen_k=70, head_dim=16, causal=True, sinks=True)
+    results, log = run(case, programs=48, all_blocks_parallel=True)
+    assert_within_budget(results, case)
+    assert not log.races, "\n".join(log.races)
+    assert {"_fwd_kernel", "_bwd_dkdv_kernel", "_bwd_dq_kernel", "_bwd_preprocess_kernel"} <= {*log.launches}
+    started = dict(zip(log.launches, log.grids, strict=True))
+    assert started["_fwd_kernel"] == started["_bwd_dq_kernel"] == (48, 20)
+    assert started["_bwd_preprocess_kernel"] == (48, 40)
+
+
+@pytest.mark.parametrize("name", ["causal_d64", "everything_dropout"])
+def test_attention_without_multibuffering(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DIYFA_NPU_MULTIBUFFER", "0")
+    test_attention(next(case for case in CHOSEN if case.name == name))
+
+
 def test_v1_forward() -> None:
     """The running output goes through global memory between the passes over the queries."""
     case = Case("v1", heads=1, seqlen_q=200, seqlen_k=300, head_dim=64, causal=True)
@@ -280,6 +298,7 @@ CHANGES = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_broken_program_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a compiler could get wrong, done to its output: a race, a wrong result or a flag out of step."""
+    monkeypatch.setenv("DIYFA_NPU_MULTIBUFFER", "1")  # the buffers and flags that are changed are those of the pipeline
     from simulators.hivm import launch
     from simulators.hivm.cores import Deadlock, FlagError
 

@@ -132,8 +132,14 @@ answer(ready={"device": "Ascend910B3", "date": "today", "versions": {}, "chip": 
 for line in sys.stdin:
     step = json.loads(line)
     name = step["name"]
-    if name in sys.argv and sys.argv[1] == "hang":
+    on = step["environment"].get("DIYFA_NPU_MULTIBUFFER") != "0"
+    if name in sys.argv and (sys.argv[1] == "hang" or sys.argv[1] == "hang with it" and on):
         time.sleep(60)
+    if name in sys.argv and sys.argv[1] in ("wrong with it", "hang with it") and step["kind"] == "numerics":
+        answer(row={"table": "numerics", "case": name, "variant": "auto", "dtype": "float16", "result": "dq",
+                    "status": "FAIL" if on else "pass", "share": 7.5 if on else 0.5, "reason": ""})
+        answer(done=True, can_continue=True)
+        continue
     if name in sys.argv and sys.argv[1] == "crash":
         sys.exit(7)
     torn = {"half": '{"row": {"table"', "nested": "[" * 100000, "spoilt": '{"row"EZ9999'}
@@ -152,7 +158,7 @@ for line in sys.stdin:
         answer(failed="aicore exception")
         answer(done=True, can_continue=False)
         time.sleep(60)
-    answer(row={"table": "done", "name": name, "environment": step["environment"]})
+    answer(row={"table": "done", "name": name, "status": "pass", "environment": step["environment"]})
     answer(done=True, can_continue=True)
 """
 
@@ -188,6 +194,49 @@ def test_a_step_that_ends_the_process(fake, fault: str, reason: str) -> None:
     assert (failed["case"], failed["status"], failed["reason"]) == ("causal, tile 32x32", "error", reason)
     assert [row["name"] for row in others] == ["plain", "grouped heads", "window"] and len(document["done"]) == 4
     assert all(row["environment"] == {"DIYFA_NPU_TILE": "32x32"} for row in others)
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch):
+    """The module that keeps multibuffering off, which has read nothing yet."""
+    from diyfa.backends.npu.runtime import multibuffer
+
+    monkeypatch.delenv(multibuffer.VARIABLE, raising=False)
+    multibuffer.kept_off.cache_clear()
+    yield multibuffer
+    multibuffer.kept_off.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("fault", "with_it"),
+    [("hang with it", "no answer within 3 s"), ("wrong with it", "7.5 times the allowed error")],
+)
+def test_what_is_right_only_without_multibuffering(fake, kept, fault: str, with_it: str) -> None:
+    """It is kept for later calls, the page says so, and later steps are not tried twice."""
+    document = fake(fault, "causal")
+    (cured,) = [row for row in document["rows"] if "with_multibuffer" in row]
+    assert cured["with_multibuffer"] == with_it and cured["status"] == "pass"
+    assert [row["status"] for row in document["rows"]] == 4 * ["pass"] and len(document["done"]) == 4
+    assert kept.path().is_file() and kept.kept_off() == f"small tiles: causal: {with_it}" and not kept.is_on()
+    assert str(kept.path()) in document["without_multibuffer"]
+    page = fake.path.with_suffix(".txt").read_text()
+    assert "1 of the cases above are right only without" in page and with_it in page and str(kept.path()) in page
+    again = fake("", again=True)
+    assert again["without_multibuffer"] == document["without_multibuffer"]
+
+
+@pytest.mark.parametrize("decided", ["0", "1"])
+def test_a_decision_of_the_user_stays(fake, kept, decided: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(kept.VARIABLE, decided)
+    document = fake("wrong with it", "causal")
+    assert [row.get("status") for row in document["rows"]].count("FAIL") == 1 and not kept.path().exists()
+    assert document["switches"] == {kept.VARIABLE: decided}
+
+
+def test_what_is_wrong_either_way_keeps_nothing(fake, kept) -> None:
+    document = fake("crash", "causal")
+    assert [row["status"] for row in document["rows"]].count("error") == 1 and not kept.path().exists()
+    assert document["without_multibuffer"] == ""
 
 
 @pytest.mark.parametrize(
@@ -379,7 +428,7 @@ def test_no_process_is_left(fake, monkeypatch: pytest.MonkeyPatch) -> None:
     workers, worker = [], first_run.Worker
     monkeypatch.setattr(first_run, "Worker", lambda command: workers.append(worker(command)) or workers[-1])
     fake("hang", "causal")
-    assert len(workers) == 2 and all(x._process.poll() is not None for x in workers)
+    assert len(workers) == 3 and all(x._process.poll() is not None for x in workers)
 
 
 def test_two_at_once(fake) -> None:

@@ -42,3 +42,12 @@ def test_calls_that_an_npu_does_not_run_are_listed(found):
 
 def test_another_chip_is_compiled_for_where_it_is(found):
     assert "kernels for Ascend910B3 are compiled where one is, by CANN's compiler" in found["elsewhere"]
+
+
+def test_random_calls_of_models_launch_nothing_that_their_warm_up_lacks():
+    printed = run_python(
+        "from npu_serving_calls import main; main()", SUPPORT, TRITON_INTERPRET="0", TORCH_DEVICE_BACKEND_AUTOLOAD="0"
+    )
+    found = json.loads(printed.splitlines()[-1])
+    assert {name: each["missing"] for name, each in found.items()} == {name: [] for name in found}
+    assert all(each["refused"] == [] and each["called"] >= 8 for each in found.values())

@@ -18,14 +18,14 @@ from diyfa.reference import visible_keys
 @pytest.mark.skipif("cuda" not in TARGETS, reason="no Triton")
 @pytest.mark.parametrize("blocks", [(16, 32), (32, 16), (32, 32)], ids=str)
 @pytest.mark.parametrize("mask", ["left", "right", "both", "none"])
-@pytest.mark.parametrize("kind", ["key_blocks", "query_blocks", "query_blocks_edges", "cached_blocks"])
+@pytest.mark.parametrize("kind", ["key_ranges", "query_ranges", "query_ranges_edges", "cached_blocks"])
 def test_cuda_blocks(kind: str, mask: str, blocks: tuple[int, int]) -> None:
     import block_range_kernels
 
     for_keys, has_left, has_right = kind.startswith("query"), mask in ("left", "both"), mask in ("right", "both")
     cases = configurations(*blocks, has_left, has_right, for_keys)
     found = block_range_kernels.run(cases, kind, blocks, has_left, has_right, TARGETS["cuda"].device)
-    check(found, cases, for_keys, blocks, kind == "query_blocks")
+    check(found, cases, for_keys, blocks, kind == "query_ranges")
 
 
 @pytest.mark.skipif("cuda" not in TARGETS, reason="no Triton")
@@ -33,8 +33,8 @@ def test_cuda_blocks(kind: str, mask: str, blocks: tuple[int, int]) -> None:
 @pytest.mark.parametrize(
     ("kind", "lengths"),
     [
-        ("key_blocks", "SEQ_LENS"), ("query_blocks", "SEQ_LENS"), ("query_blocks_whole_keys", "SEQ_LENS"),
-        ("query_blocks_whole_keys", "PACKED"),
+        ("key_ranges", "SEQ_LENS"), ("query_ranges", "SEQ_LENS"), ("query_ranges_whole_keys", "SEQ_LENS"),
+        ("query_ranges_whole_keys", "PACKED"),
     ],
 )  # fmt: skip
 def test_cuda_blocks_beyond_a_sequence_visit_nothing(kind: str, lengths: str, mask: str) -> None:
@@ -53,7 +53,7 @@ def test_cuda_blocks_beyond_a_sequence_visit_nothing(kind: str, lengths: str, ma
     assert beyond.any() and not beyond.all()
     check(found[beyond], cases[beyond], for_keys, blocks, for_keys, most_unseen=0)
     check(found[~beyond], cases[~beyond], for_keys, blocks, for_keys)
-    if kind == "query_blocks_whole_keys":  # keys beyond the end need a mask
+    if kind == "query_ranges_whole_keys":  # keys beyond the end need a mask
         ends = cases[:, 0] + blocks[1] > cases[:, 2]
         assert torch.equal(found[ends, 1], found[ends, 2])
 

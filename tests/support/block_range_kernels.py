@@ -8,11 +8,11 @@ import torch
 import triton
 import triton.language as tl
 
-from diyfa.backends.cuda.attention.block_info import cached_blocks, key_blocks, query_blocks
+from diyfa.backends.cuda.attention.block_info import cached_blocks, key_ranges, query_ranges
 from diyfa.backends.cuda.attention.tile_io import EQUAL
 from diyfa.backends.cuda.runtime.constants import Constants
 
-KINDS = ("key_blocks", "query_blocks", "query_blocks_edges", "query_blocks_whole_keys", "cached_blocks")
+KINDS = ("key_ranges", "query_ranges", "query_ranges_edges", "query_ranges_whole_keys", "cached_blocks")
 MANY = 1024
 GROUP, PAD = tl.constexpr(3), tl.constexpr(5)  # rows of a token, and padding before the keys, for `cached_blocks`
 
@@ -39,9 +39,9 @@ def _ranges_kernel(cases_ptr, out_ptr, count, KIND: tl.constexpr, MANY: tl.const
     right = tl.load(cases_ptr + at * 5 + 4, mask=exists, other=0)
     mask = (n_queries, n_keys, n_keys - n_queries, left, right)
     if KIND == 0:
-        begin, full_begin, full_end, end = key_blocks(start, mask, c)
+        begin, full_begin, full_end, end = key_ranges(start, mask, c)
     elif KIND < 4:
-        begin, full_begin, full_end, end = query_blocks(start, mask, KIND == 2, KIND == 3, c)
+        begin, full_begin, full_end, end = query_ranges(start, mask, KIND == 2, KIND == 3, c)
     else:
         tile = start * GROUP // c.BLOCK_M
         first, n_blocks = cached_blocks(tile, n_queries, n_keys + PAD, PAD, (GROUP, left, right), c)

@@ -37,7 +37,7 @@ def planted_run(launch: Launch) -> None:
     if "tile" in FAULTS and forward and shape not in ((64, 64), (32, 32), (32, 256)):
         from triton.compiler.errors import MLIRCompilationError
 
-        raise MLIRCompilationError("ConvertLinalgRToBinary", "ub overflow, requires 2400000 bits while 1572864 bits")
+        raise MLIRCompilationError("ConvertLinalgRToBinary", "ub overflow, requires 2400000 bits while 1572864 bits\n")
     if "candidate" in FAULTS and forward and tune.tuner._is_measuring and shape == (32, 256):
         os.kill(os.getpid(), signal.SIGSEGV)
     run(launch)

@@ -18,6 +18,9 @@ from pathlib import Path
 CUDA_ERROR_NO_DEVICE = 100
 UNVERSIONED = ("nccl", "cuFile", "cusparseLt", "curand")  # functions of CUDA's libraries that carry no version
 OTHER_VERSIONS = ("GLIBC", "GCC", "CXXABI", "GOMP", "OMP")  # versions of what is no library of CUDA's
+# Options of the memory allocator that CUDA's library and torch_npu both register from release 2.14 on; PyTorch ends the
+# process when a name is registered twice.
+ALLOCATOR_OPTIONS = (b"pinned_reserve_segment_size_mb", b"per_process_memory_fraction")
 
 
 def run_command(*command: str | Path) -> str:
@@ -45,6 +48,17 @@ def stand_in(folder: Path) -> None:
             (folder / name).symlink_to(built.name)
 
 
+def rename_allocator_options(folder: Path) -> None:
+    """Begin CUDA's names of `ALLOCATOR_OPTIONS` with an X. Nothing reads them without CUDA.
+
+    The compiler stores a name as a whole and in constants of 16 bytes, so the first 16 are what is looked for."""
+    library = folder / "libc10_cuda.so"
+    contents = library.read_bytes()
+    for name in ALLOCATOR_OPTIONS:
+        contents = contents.replace(name[:16], b"X" + name[1:16])
+    library.write_bytes(contents)
+
+
 def forget_requirements() -> None:
     """Take CUDA's packages and NVIDIA's Triton out of torch's metadata, or pip installs them with the next package."""
     path = Path(str(distribution("torch").locate_file("")), f"torch-{distribution('torch').version}.dist-info/METADATA")
@@ -57,6 +71,7 @@ def main() -> None:
     folder = Path(spec.submodule_search_locations[0], "lib")
     if (folder / "libtorch_cuda.so").exists():
         stand_in(folder)
+        rename_allocator_options(folder)
         forget_requirements()
 
 

@@ -1,4 +1,4 @@
-"""Check a wheel and a source distribution: contents, a fresh install, an import, a call, the command line.
+"""Check a wheel and a source distribution: contents, a fresh install, a call, the command line, tests of the sources.
 
 `make dist` runs it: `python tests/tools/distribution.py dist`. PyTorch and the other dependencies come from the running
 environment, diyfa from the wheel.
@@ -69,6 +69,20 @@ def check_source(archive: Path) -> None:
     assert not [name for name in names if name.startswith("diyfa/backends/")], "kernels twice"
 
 
+def check_source_works(archive: Path) -> None:
+    """Unpack the source distribution, build it for editing as `make test` does, and run a few of its tests."""
+    alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    with tempfile.TemporaryDirectory() as folder:
+        with tarfile.open(archive) as tar:
+            tar.extractall(folder, filter="data")
+        (home,) = Path(folder).iterdir()
+        make = [sys.executable, "setup.py", "-q", "egg_info"]
+        subprocess.run(make, check=True, cwd=home, env=alone, stderr=subprocess.DEVNULL)
+        tests = ["tests/tools/test_results.py", "tests/frontend/test_device.py"]
+        run = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *tests]
+        subprocess.run(run, check=True, cwd=home, env=alone, stdout=subprocess.DEVNULL)
+
+
 def check_install(wheel: Path) -> None:
     """Install the wheel into a new environment, and use it from an empty folder."""
     alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -103,6 +117,7 @@ if __name__ == "__main__":
     (wheel,), (archive,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
     check_wheel(wheel)
     check_source(archive)
+    check_source_works(archive)
     check_install(wheel.resolve())
     sizes = ", ".join(f"{path.name} {path.stat().st_size / 2**20:.1f} MiB" for path in (wheel, archive))
-    print(f"{sizes}: contents, a fresh install, a call and the command line are right")
+    print(f"{sizes}: contents, a fresh install, a call, the command line and tests of the sources are right")

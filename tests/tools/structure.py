@@ -61,6 +61,7 @@ PROCESS_CACHES = {
     "backends/npu/runtime/compat.py:has_ascend_compiler": "searches the installed packages; asked in each call",
     "backends/npu/runtime/compat.py:interpreter_problem": "the same",
     "backends/npu/runtime/compiler.py:compiler_version": "runs the compiler",
+    "backends/npu/runtime/multibuffer.py:kept_off": "reads a file, and runs the compiler if there is one",
     "backends/npu/runtime/launch.py:_core_counts": "of a device, from the driver; asked in each launch",
     "diyfa/integrations/transformers.py:_attends_by_itself": "of a model's file, which is read for it",
     "diyfa/device.py:npu_status": "tries to import torch_npu, which may take long to fail",

@@ -148,6 +148,15 @@ def test_the_check_before_a_timing(dtype, causal):
         check_attention(out, q, k, v, not causal) if not causal else check_attention(
             out * float("nan"), q, k, v, causal
         )
+    for place in ((0, 0, 0), (0, 0, 99), (-1, -1, 0)):  # the first and last rows of the first and last head
+        wrong = out.clone()
+        wrong[place] += 0.1
+        with pytest.raises(WrongResultError, match=r"wrong result: an error of 0\.1"):
+            check_attention(wrong, q, k, v, causal)
+    wrong = out.clone()
+    wrong[1, 1, 50, 3] = float("nan")
+    with pytest.raises(WrongResultError, match="NaN or infinity"):
+        check_attention(wrong, q, k, v, causal)
     with pytest.raises(WrongResultError, match="shape"):
         check_attention(out[:, :, :, :16], q, k, v, causal)
 
@@ -157,6 +166,11 @@ def test_the_check_of_a_product():
     assert check_matmul(a @ b, a, b) < 1e-4
     with pytest.raises(WrongResultError):
         check_matmul(a @ b * 1.01, a, b)
+    for place in ((0, 0), (-1, -1)):
+        wrong = a @ b
+        wrong[place] += 1
+        with pytest.raises(WrongResultError, match="wrong result: an error of 1"):
+            check_matmul(wrong, a, b)
 
 
 def test_clocks_are_those_that_nvidia_smi_says(monkeypatch):

@@ -33,6 +33,7 @@ from diyfa.cli.app import app
 from diyfa.lab.bench import timing
 from diyfa.lab.compile_report import CompileReport
 from diyfa.lab.demo import train as demo_train
+from diyfa.lab.report.model import build_report
 from diyfa.lab.results import read_results
 from diyfa.problem import Kernel
 from diyfa.reference import reference_attention
@@ -633,6 +634,39 @@ def test_bench_continues_where_it_was_cut_off(tmp_path, monkeypatch):
     assert rows[: len(earlier)] == earlier and len(rows) == 2 * len(earlier) and len(timed) == len(earlier)
     assert invoke(*arguments, "--seq-len", "16", "--again").exit_code == 0
     assert len(json.loads(path.read_text())["rows"]) == len(earlier) and len(timed) == 2 * len(earlier)
+
+
+def test_bench_says_when_each_row_was_measured(tmp_path, monkeypatch):
+    """Rows of a continued file keep their date and clocks, new ones have those of their own run."""
+    path = tmp_path / "bench.json"
+    arguments = ("bench", "--backend", "cpu", "--op", "matmul", "--size", "16", "--rep", "1", "--output", str(path))
+    assert invoke(*arguments).exit_code == 0
+    earlier = json.loads(path.read_text())
+    path.write_text(json.dumps({**earlier, "date": "2026-01-02T03:04:05+00:00", "clocks": {"sm_mhz": 1.0}, "chip": 7}))
+    assert invoke(*arguments, "--size", "24").exit_code == 0
+    document = json.loads(path.read_text())
+    assert (document["date"], document["clocks"]) == ("2026-01-02T03:04:05+00:00", {"sm_mhz": 1.0})
+    assert document["chip"] == 7 and document["rows"][:2] == earlier["rows"]
+    assert all(row["date"][:10] >= earlier["date"][:10] for row in document["rows"][2:])
+    report = build_report([read_results(path)])
+    (table,) = report["tables"]
+    dates = [row[table["columns"].index("date")] for row in table["rows"]]
+    assert dates[:2] == ["2026-01-02"] * 2 and dates[2:] == [document["rows"][2]["date"][:10]] * 2
+    assert report["devices"][0]["dates"] == [dates[0], dates[2]]
+
+
+def test_bench_shows_and_keeps_apart_what_was_measured_otherwise(tmp_path):
+    """Another dtype is another table, and a larger product another ceiling."""
+    path = tmp_path / "bench.json"
+    arguments = ("bench", "--backend", "cpu", "--rep", "1", "--warmup", "0", "--output", str(path))
+    small = ("--seq-len", "16", "--batch", "1", "--heads", "1", "--head-dim", "16", "--size", "16")
+    assert invoke(*arguments, *small).exit_code == 0
+    result = invoke(*arguments, *small, "--dtype", "bfloat16")
+    assert result.exit_code == 0 and result.output.count("diyfa") == 2
+    assert result.output.count("ceiling, ") == 2
+    assert "product of 24: " in invoke(*arguments, "--op", "ceilings", "--size", "24").output
+    found = [(row["dtype"], row["M"]) for row in read_results(path).rows if row.get("case") == "matrix product"]
+    assert found == [("float32", 16), ("bfloat16", 16), ("float32", 24)]
 
 
 def test_bench_saves_what_it_has_measured(tmp_path, monkeypatch):

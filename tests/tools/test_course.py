@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+import traceback
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 pytest.importorskip("matplotlib")
 
 import course
 from course import CHAPTERS, CHINESE, ENGLISH, digest, execute_apart, read_page, without_comments, written
-from course_wrong_answers import WRONG
+from course_answers import RIGHT, WRONG
 
 from diyfa.lab.course import check
 
@@ -114,19 +116,40 @@ def test_the_check_accepts_the_solution(chapter: int) -> None:
     assert check(chapter, solution(chapter).solution)
 
 
+def answers(of: dict[int, dict[str, tuple[str, str]]]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(("chapter", "name"), [(chapter, name) for chapter in of for name in of[chapter]])
+
+
+@answers(RIGHT)
+def test_the_check_accepts_another_right_answer(chapter: int, name: str, tmp_path: Path) -> None:
+    need_interpreter(chapter)
+    assert check(chapter, solution(chapter, *RIGHT[chapter][name], folder=tmp_path).solution)
+
+
 # NumPy's warnings of infinite and invalid numbers are what some of the mistakes cause.
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize(("chapter", "name"), [(chapter, name) for chapter, names in WRONG.items() for name in names])
+@answers(WRONG)
 def test_the_check_refuses_a_wrong_answer(
     chapter: int, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """And says why: without a hint the learner would have to read the check."""
     need_interpreter(chapter)
     try:
         solved = check(chapter, solution(chapter, *WRONG[chapter][name], folder=tmp_path).solution)
-    except (IndexError, ValueError):  # the learner's own error
+    except (IndexError, ValueError) as error:  # of the learner's code, not of the check's
+        assert traceback.extract_tb(error.__traceback__)[-1].name in solution(chapter).__dict__
         return
     assert not solved
-    assert f"Exercise {chapter} is not solved yet." in capsys.readouterr().out
+    assert re.match(rf"Exercise {chapter} is not solved yet\. \w", capsys.readouterr().out)
+
+
+def test_the_learners_own_errors_are_shown() -> None:
+    def answer(x: torch.Tensor) -> torch.Tensor:
+        assert x.dim() == 3
+        return x
+
+    with pytest.raises(AssertionError, match="dim"):
+        check(1, answer)
 
 
 @pytest.mark.parametrize("chapter", LESSONS)

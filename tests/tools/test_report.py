@@ -13,11 +13,12 @@ pytest.importorskip("typer")
 pytest.importorskip("rich")
 
 from result_files import CHIP, GPU, attention, speeds, write_all, write_gpu
+from markdown_it import MarkdownIt
 from rich.console import Console
 from typer.testing import CliRunner
 
 from diyfa.cli.app import app
-from diyfa.lab.report.model import attention_bytes, build_report
+from diyfa.lab.report.model import attention_bytes, build_report, data_sheet_peak
 from diyfa.lab.report.points import collect_points, report_name
 from diyfa.lab.report.text import markdown, summary
 from diyfa.lab.report.words import WORDS
@@ -59,6 +60,49 @@ def test_the_newest_figure_counts(tmp_path: Path) -> None:
     # Each ratio is of one file: FA4's of the older one, although diyfa is faster now.
     assert point.ratios() == {"FA4": 0.5, "cuDNN": 1.2}
     assert point.best_peer() == ("FA4", 0.5)
+
+
+def test_the_newest_common_file_is_that_of_the_ratio(tmp_path: Path) -> None:
+    older = write_gpu(tmp_path, "a.json", "2026-11-01", [attention("diyfa", 100.0), attention("FA4", 200.0)])
+    newer = write_gpu(tmp_path, "b.json", "2026-11-02", [attention("diyfa", 300.0), attention("FA4", 200.0)])
+    (point,) = collect_points([read_results(newer), read_results(older)])
+    assert point.ratios() == {"FA4": 1.5}
+
+
+def test_a_row_is_as_old_as_its_own_date(tmp_path: Path) -> None:
+    continued = [attention("diyfa", 100.0, date="2026-11-03T10:00:00+00:00")]
+    first = write_gpu(tmp_path, "a.json", "2026-11-01", continued)
+    other = write_gpu(tmp_path, "b.json", "2026-11-02", [attention("diyfa", 50.0)])
+    report = make_report(first, other)
+    (row,) = report["tables"][0]["rows"]
+    found = dict(zip(report["tables"][0]["columns"], row, strict=True))
+    assert (found["tflops"], found["date"]) == (100.0, "2026-11-03")
+    assert report["devices"][0]["dates"] == ["2026-11-02", "2026-11-03"]
+
+
+def test_a_ratio_above_1_is_faster_or_smaller(tmp_path: Path) -> None:
+    def pair(**fields: object):
+        figure, mine, theirs = (fields.pop(name) for name in ("figure", "mine", "theirs"))
+        return [{**fields, "implementation": name, figure: x} for name, x in (("diyfa", mine), ("FA3", theirs))]
+
+    rows = [
+        *pair(kind="decode", table="t", case="c", figure="ms", mine=2.0, theirs=3.0, **{"GB/s": 1}),
+        *pair(kind="memory", S=1024, figure="peak_mib", mine=10, theirs=20, **{"pass": "forward"}),
+        *pair(kind="host", figure="host_us", mine=20.0, theirs=10.0, **{"pass": "forward"}),
+        *pair(kind="model", work="w", figure="ms", mine=4.0, theirs=5.0),
+        *pair(kind="matmul", dtype="float16", M=1, N=1, K=1, ms=1.0, figure="tflops", mine=4.0, theirs=5.0),
+    ]
+    points = collect_points([read_results(write_gpu(tmp_path, rows=rows))])
+    ratios = {point.kind: point.ratios() for point in points}
+    wanted = {"decode": 1.5, "memory": 2.0, "host": 0.5, "model": 1.25, "matmul": 0.8}
+    assert ratios == {kind: {"FA3": ratio} for kind, ratio in wanted.items()}
+
+
+def test_as_fast_is_a_ratio_that_rounds_to_1(tmp_path: Path) -> None:
+    speeds = ((1024, 99.6), (2048, 100.0), (4096, 99.4), (8192, 101.0))
+    rows = [row for n, x in speeds for row in (attention("diyfa", x, length=n), attention("FA3", 100.0, length=n))]
+    (group,) = make_report(write_gpu(tmp_path, rows=rows))["standing"]
+    assert "faster at 3 of 4 points; median 1.00, from 0.99 to 1.01" in group["sentences"][0][0]
 
 
 def test_rows_of_one_file_are_one_figure(tmp_path: Path) -> None:
@@ -124,6 +168,24 @@ def test_the_tables_of_a_first_run(tmp_path: Path) -> None:
     assert report["default"] == ["diyfa", "npu_fusion_attention"] and report["devices"][0]["source"] == "measured"
 
 
+def test_figures_of_0_and_what_json_lacks(tmp_path: Path) -> None:
+    """A figure may round to 0, and an error may be NaN: the report has both, and is JSON that a browser reads."""
+    rows = [
+        *(attention(name, 0.0, length=n, ms=0.0) for name in ("diyfa", "cuDNN") for n in (1024, 2048)),
+        {"kind": "decode", "implementation": "diyfa", "table": "t", "case": "c", "ms": 0, "GB/s": 0, "TFLOP/s": 1.0},
+        {"kind": "equivalence", "case": "a", "implementation": "diyfa", "max_error": {"dq": float("nan"), "out": 1.0}},
+        {"kind": "equivalence", "case": "b", "implementation": "diyfa", "max_error": {"dq": "none", "out": 2.0}},
+        {"kind": "numerics", "case": "a", "status": "fail", "share": float("inf"), "result": ["out", "dq"]},
+    ]
+    report = make_report(write_gpu(tmp_path, rows=rows))
+    assert json.dumps(report, allow_nan=False)
+    cells = {table["id"]: [dict(zip(table["columns"], x, strict=True)) for x in table["rows"]]
+             for table in report["tables"]}  # fmt: skip
+    assert [row["error"] for row in cells["equivalence"]] == ["nan", 2.0]
+    assert cells["numerics"][0]["share"] == "inf" and cells["numerics"][0]["result"] == "['out', 'dq']"
+    assert report["heat"] == [] and report["roofline"] == []
+
+
 def test_curves_join_points_of_one_family(tmp_path: Path) -> None:
     """Lengths with the same tokens, or else with the same batch; other shapes are in the heat map alone."""
     report = make_report(*write_all(tmp_path))
@@ -153,6 +215,51 @@ def test_bytes_that_a_pass_moves() -> None:
     queries, keys = 2 * 8 * 100 * (64 + 32), 2 * 2 * 50 * (64 + 32)
     assert attention_bytes(identity) == 2 * (queries + keys)
     assert attention_bytes({**identity, "pass": "backward"}) == 4 * (queries + keys)
+    assert attention_bytes({**identity, "dtype": "float32"}) == 4 * (queries + keys)
+
+
+@pytest.mark.parametrize(
+    ("device", "peak"),
+    [("NVIDIA H200", (989.4, 4800)), ("NVIDIA H200 NVL", (835, 4800)), ("NVIDIA GH200 480GB", None),
+     ("NVIDIA H100 80GB HBM3", (989.4, 3350)), ("NVIDIA H100 PCIe", (756, 2000)), ("NVIDIA H100 NVL", (835, 3900)),
+     ("NVIDIA A100-SXM4-80GB", (312, 2039)), ("NVIDIA A100 80GB PCIe", (312, 1935)),
+     ("NVIDIA A100-SXM4-40GB", (312, 1555)), ("NVIDIA B200", (2250, 8000)), ("NVIDIA GB200", None), (CHIP, None)],
+)  # fmt: skip
+def test_peaks_of_the_data_sheets(device: str, peak: tuple[float, float] | None) -> None:
+    assert data_sheet_peak(device) == peak
+
+
+def test_shares_and_intensities(tmp_path: Path) -> None:
+    """An H200's peak is 989.4 TFLOP/s. A pass with S = 1024 and D = 64 has 512 operations for each byte."""
+    flops = 4 * 1024 * 1024 * 64
+    rows = [attention(name, flops / 0.5e9, length=1024, ms=0.5, B=1, H=1) for name in ("diyfa", "FA3")]
+    rows += [attention("diyfa", x, length=n, B=1, H=1, ms=1.0) for n, x in ((4096, 494.7), (65536, 700.0))]
+    cache = {"kind": "decode", "table": "t", "case": "c", "ms": 1.0, "GB/s": 2400.0, "TFLOP/s": 4.8}
+    ceilings = [{"kind": "matmul", "implementation": name, "dtype": "float16", "M": 1, "N": 1, "K": 1, "ms": 1.0,
+                 "tflops": x} for name, x in (("diyfa", 900.0), ("cuBLAS", 800.0))]  # fmt: skip
+    rows += [{**cache, "implementation": "diyfa"}, {**cache, "implementation": "FA3", "ms": 2.0}, *ceilings]
+    report = make_report(write_gpu(tmp_path, rows=rows))
+    (roof,) = report["roofline"]
+    assert [dot[:2] for dot in roof["dots"] if dot[2] == "FA3"] == [[512.0, 0.5369], [2.0, 4.8]]
+    assert roof["ceilings"] == [{"unit": "tflops", "name": "cuBLAS", "value": 800.0}]
+    (chip,) = report["beside"]
+    assert chip["bars"] == [[64, False, {"share": 0.5, "S": 4096, "tflops": 494.7}]]
+    attention_table, decode_table = report["tables"][:2]
+    place = [attention_table["columns"].index(name) for name in ("implementation", "S", "share")]
+    assert ["diyfa", 4096, 0.5] in [[row[i] for i in place] for row in attention_table["rows"]]
+    assert decode_table["rows"][0][decode_table["columns"].index("ratio")] == 2.0
+    (decoding,) = report["decoding"]
+    assert decoding["bars"][0][3:5] == [0.5, 2400.0]
+    assert "up to 50% of the read bandwidth" in report["standing"][0]["sentences"][1][0]
+
+
+def test_a_prediction_is_its_share_of_the_peak(tmp_path: Path) -> None:
+    report = make_report(*write_all(tmp_path))
+    (chip,) = (chip for chip in report["beside"] if chip["source"] == "predicted")
+    assert (chip["device"], [[d, causal, bar["share"]] for d, causal, bar in chip["bars"]]) == (
+        CHIP, [[64, False, 0.29], [128, True, 0.36]]
+    )  # fmt: skip
+    assert report["limit"] == 0.1 and report["older"] == 0
 
 
 def test_ceilings_are_measured_or_said_to_be_the_data_sheets(tmp_path: Path) -> None:
@@ -216,7 +323,17 @@ def test_the_summary_has_the_figures(tmp_path: Path) -> None:
     text = "\n".join(summary(make_report(*write_all(tmp_path)), 80))
     assert "3 files" in text and "1 of ablations" in text
     assert re.search(r"H200 +D=64 full +625 +FA3 688 +0.91 +625 +FA3 688 +0.91", text)
-    assert f"{CHIP}\n  Predicted, not run" in text
+    assert f"{CHIP}\n  Predicted, not run" in text and "Each ratio is of two figures of one file." in text
+
+
+def test_the_summary_has_each_pass_in_its_columns(tmp_path: Path) -> None:
+    rows = [
+        attention(name, x, direction, length)
+        for direction, x, name in (("forward", 100.0, "diyfa"), ("backward", 30.0, "diyfa"), ("backward", 20.0, "FA4"))
+        for length in (1024, 4096)
+    ]  # fmt: skip
+    text = "\n".join(summary(make_report(write_gpu(tmp_path, rows=rows)), 80))
+    assert re.search(r"H200 D=64 full +100 +- +30\.0 +FA4 20\.0 +1\.50$", text, re.MULTILINE)
 
 
 def test_markdown(tmp_path: Path) -> None:
@@ -225,6 +342,19 @@ def test_markdown(tmp_path: Path) -> None:
     assert f"| {CHIP} | D = 64 full | 29% | predicted |" in text and "nothing ran" in text
     tables = [line for line in text.splitlines() if line.startswith("|")]
     assert tables and all(line.endswith("|") for line in tables)
+
+
+def test_markdown_shows_names_as_they_are(tmp_path: Path) -> None:
+    name, device = r"a|b \ <i>*c*</i> [d](e) ~~f~~ `g`", "GPU | *x* <b>"
+    rows = [attention(x, 1.0, length=n) for x in ("diyfa", "cuDNN") for n in (1024, 4096)]
+    rows += [{"kind": "decode", "table": "decode", "case": name, "implementation": name, "ms": 1, "GB/s": 9}]
+    report = make_report(write_gpu(tmp_path, rows=rows, device=device + " H200"))
+    tokens = MarkdownIt("gfm-like", {"linkify": False}).parse(markdown({**report, "default": ["diyfa", name]}))
+    inline = [token for token in tokens if token.type == "inline"]
+    assert not any(x.type not in ("text", "text_special", "strong_open", "strong_close", "softbreak")
+                   for token in inline for x in token.children)  # fmt: skip
+    cells = ["".join(x.content for x in token.children) for token in inline]
+    assert cells.count(name) == 3 and cells.count(device + " H200") == 1
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

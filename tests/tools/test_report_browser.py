@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from result_files import CHIP, GPU, write_all
+from result_files import CHIP, GPU, attention, write_all, write_gpu
 
 from diyfa.lab.report.model import build_report
 from diyfa.lab.report.page import render_page
@@ -206,6 +206,52 @@ def test_what_a_file_says_is_text(load: Any, small: Path) -> None:
     page = load(small)
     page.click("[data-table=unavailable]")
     assert "no <such> wheel" in page.inner_text("#table .tabulator-row")
+
+
+def test_what_a_file_says_is_never_run(load: Any, tmp_path: Path) -> None:
+    """Names with markup, in every tooltip, list of a filter and downloaded cell."""
+    script = "=<img src=x onerror=window.ran=1>"
+    rows = [
+        attention(name, 400.0, length=n, dtype=dtype, commit=script)
+        for name in ("diyfa", "cuDNN", script) for n in (1024, 4096) for dtype in ("float16", script)
+    ]  # fmt: skip
+    rows += [{"kind": "decode", "table": script, "case": script, "implementation": "diyfa", "ms": 1.0, "GB/s": 9.0}]
+    rows += [{"kind": "memory", "pass": script, "implementation": script, "S": n, "peak_mib": 9.0} for n in (1, 2)]
+    path = write_gpu(tmp_path, f"{script}.json", rows=rows, device=f"{GPU}{script}", versions={script: script})
+    page = load(written(tmp_path / "report.html", [path]))
+    page.evaluate("""
+        for (const element of document.querySelectorAll("#panels > div, .plot, #memory-panels > div")) {
+          const chart = echarts.getInstanceByDom(element);
+          chart?.getOption().series.forEach((s, seriesIndex) => s.data.forEach((_, dataIndex) =>
+            chart.dispatchAction({ type: "showTip", seriesIndex, dataIndex })));
+        }""")
+    listed = 0
+    for tab in page.locator("#tabs button").all():
+        tab.click()
+        for field in ("device", "implementation", "file"):
+            page.click(f".tabulator-col[tabulator-field={field}] input")
+            page.wait_for_selector(".tabulator-edit-list-item")
+            listed += sum(script in text for text in page.locator(".tabulator-edit-list-item").all_inner_texts())
+            page.keyboard.press("Escape")
+    assert listed == 8  # three tables with the device and the file, two with the implementation
+    page.wait_for_timeout(200)
+    assert page.evaluate("window.ran") is None
+    page.click("[data-table=attention]")
+    with page.expect_download() as download:
+        page.click("#download")
+    download.value.save_as(tmp_path / "table.csv")
+    found = list(csv.DictReader((tmp_path / "table.csv").open(encoding="utf-8-sig")))
+    assert {row["commit"] for row in found} == {f"'{script}"}  # a spreadsheet takes = for a formula
+
+
+def test_the_lists_of_filters_are_translated(load: Any, small: Path) -> None:
+    page = load(small, locale="zh-CN")
+    page.click(".tabulator-col[tabulator-field=pass] input")
+    page.click(".tabulator-edit-list-item:has-text('反向')")
+    page.wait_for_function("document.querySelectorAll('#table .tabulator-row').length > 3")
+    assert page.input_value(".tabulator-col[tabulator-field=pass] input") == "反向"
+    cells = page.locator("#table .tabulator-row .tabulator-cell[tabulator-field=pass]").all_inner_texts()
+    assert set(cells) == {"反向"}
 
 
 def test_it_prints_on_a4(load: Any, whole: Path) -> None:

@@ -57,6 +57,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         (document(schema=True), "its schema is True"),
         (document(purpose="fun"), "purpose is 'fun', not one of comparison, before and after"),
         (document(device=7), "device is 7, not a text"),
+        ({name: x for name, x in document(HOST_ROW).items() if name != "versions"}, "versions is missing"),
         (document(1), r"rows\[0\] is no object"),
         (document(HOST_ROW, {"kind": "magic"}), r"rows\[1\]: kind is 'magic', not one of attention, packed"),
         (document({**HOST_ROW, "kind": []}), r"rows\[0\]: kind is \[\]"),
@@ -64,6 +65,21 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         (document({**HOST_ROW, "spread": True}), r"spread is True, not a number"),
         (document({**HOST_ROW, "source": "guessed"}), r"source is 'guessed', not one of measured, predicted"),
         (document({"kind": "host", "pass": "forward"}), r"implementation is missing \(and 1 more faults\)"),
+        (document({**HOST_ROW, "host_us": float("nan")}), "host_us is nan, not 0 or from 1e-12 to"),
+        (document({**HOST_ROW, "host_us": float("inf")}), "host_us is inf, not 0 or from"),
+        (document({**HOST_ROW, "host_us": -1}), "host_us is -1, not 0 or from"),
+        (document({**HOST_ROW, "host_us": 10**400}), "host_us is 10+, not 0 or from"),
+        (document({**HOST_ROW, "host_us": 1e-320}), "host_us is 1e-320, not 0 or from"),
+        (document({**HOST_ROW, "group": 0}), "group is 0, not at least 1"),
+        (document({**HOST_ROW, "mask": []}), r"mask is \[\], not a text"),
+        (document({**HOST_ROW, "max_error": 1.0}), "max_error is 1.0, not an object"),
+        (document({**HOST_ROW, "date": "today"}), "date is 'today', not an ISO 8601 date"),
+        (document(date="2026-11-28 noon"), "date is '2026-11-28 noon', not an ISO 8601 date"),
+        (document(device="a\nb"), r"'device' is 'a\\nb', which has characters that are no text"),
+        (document(versions={"torch": 2}), "versions.torch is 2, not a text"),
+        (document(versions={"torch": "\ud800"}), "'versions.torch' is .*, which has characters that are no text"),
+        (document(clocks={"sm_mhz": "fast"}), "clocks.sm_mhz is 'fast', not a number"),
+        (document({**HOST_ROW, "clocks": {"sm_mhz": float("inf")}}), "clocks.sm_mhz is inf, not 0 or from"),
     ],
 )  # fmt: skip
 def test_other_files_are_refused(tmp_path: Path, content: Any, message: str) -> None:
@@ -80,6 +96,11 @@ def test_a_broken_document_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"rows\[0\] \(host\): host_us is missing"):
         write_results(path, document({"kind": "host", "implementation": "diyfa", "pass": "forward"}))
     assert path.read_text() == "kept"
+
+
+def test_figures_that_round_to_0_and_texts_of_several_lines_are_read() -> None:
+    zero = {**HOST_ROW, "host_us": 0.0, "run": 0, "note": "one\ntwo"}
+    assert not check(document(zero, note="a\tb", date="2026-11-28T10:00:00+00:00"))
 
 
 def test_a_reason_replaces_the_figures() -> None:

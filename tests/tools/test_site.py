@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import site_pages
@@ -34,6 +36,7 @@ BLOCKS = {
     "distributed.md": [APART + "support/context_parallel_cases.py::run_guide"],
     "integrations.md": [APART + "integrations/test_guide.py::test_the_guide_runs"] * 6,
     "npu-fusion-attention.md": [APART + "tools/test_docs.py::test_the_fused_attention_example_runs"],
+    "vllm-ascend.md": ["compiled: needs vllm-ascend", HERE],
     "adding-a-backend.md": [
         APART + "tools/test_docs.py::test_the_guides_plug_in_builds_and_runs_as_printed",
         APART + "tools/test_docs.py::test_the_guides_check_runs_as_printed",
@@ -72,8 +75,11 @@ def test_every_python_block_is_listed() -> None:
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_every_python_block_compiles(name: str) -> None:
+    """And the names of diyfa exist that it uses, also where it does not run."""
     for block in python_blocks(name):
-        compile(block, name, "exec")
+        for node in ast.walk(compile(block, name, "exec", ast.PyCF_ONLY_AST)):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "diyfa":
+                assert hasattr(diyfa, node.attr), f"{name}: diyfa.{node.attr}"
 
 
 @pytest.mark.parametrize("name", [name for name, how in BLOCKS.items() if HERE in how])
@@ -209,6 +215,25 @@ def test_the_reference_has_every_public_name() -> None:
             both = [(DOCS / folder / "api" / name).read_text(encoding="utf-8") for folder in ("", "zh")]
             directives = [re.findall(r"^(?:\.\.|   ):?.*", text, re.MULTILINE) for text in both]
             assert directives[0] == directives[1], name
+
+
+def test_the_chinese_search_has_its_stemmer_and_words() -> None:
+    """Its script names a stemmer that it has, and divides a query without spaces; this field's terms are words."""
+    pytest.importorskip("sphinx")
+    jieba = pytest.importorskip("jieba")
+    from sphinx.search.zh import SearchChinese
+
+    before = {name: getattr(SearchChinese, name) for name in ("language_name", "js_splitter_code")}
+    path = DOCS / "conf.py"
+    tags = SimpleNamespace(has=lambda name: name == "zh")
+    try:
+        exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), {"tags": tags, "__file__": str(path)})
+        assert SearchChinese.js_stemmer_rawcode == f"{SearchChinese.language_name.lower()}-stemmer.js"
+        assert "var splitQuery =" in SearchChinese.js_splitter_code
+    finally:
+        for name, value in before.items():
+            setattr(SearchChinese, name, value)
+    assert list(jieba.cut("昇腾内核的前向")) == ["昇腾", "内核", "的", "前向"]
 
 
 # --- the package ------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The blocks that a mask leaves: key blocks that a tile of queries sees, and query blocks that see a block of keys.
+"""The ranges that a mask leaves: keys that a tile of queries sees, and queries that see a block of keys.
 
 Kernels in Triton and in Gluon call these functions. So they create no tensors: in Gluon those need a layout.
 
@@ -6,9 +6,11 @@ Query i is aligned with key i + offset, and sees the keys from `window_left` bef
 (causal: 0 after). So key j is seen by the queries from `window_right` before query j - offset to `window_left` after
 it. One rule serves both directions.
 
-Ranges are (begin, full_begin, full_end, end): some positions see [begin, end), all see [full_begin, full_end). Blocks
-[full_begin, full_end) need no mask, and blocks outside [begin, end) are not visited: a window costs its width. `mask`:
-(queries, keys, offset, window_left, window_right) of one sequence; (group, window_left, window_right) over a cache.
+Ranges are positions, (begin, full_begin, full_end, end): some rows see [begin, end), all see [full_begin, full_end).
+Blocks in [full_begin, full_end) need no mask. Blocks outside [begin, end) are not visited: a window costs its width.
+
+`mask` is (n_queries, n_keys, offset, window_left, window_right) of one sequence. Over a cache it is (group,
+window_left, window_right), because the numbers differ from tile to tile; group: query heads of a KV head.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ def last_block(end, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def key_blocks(row0, mask, c: tl.constexpr):
+def key_ranges(row0, mask, c: tl.constexpr):
     """Return the keys that queries [row0, row0 + BLOCK_M) see. All bounds but `end` are multiples of BLOCK_N."""
     n_queries, n_keys, offset, window_left, window_right = mask
     first = row0 + offset
@@ -74,7 +76,7 @@ def key_blocks(row0, mask, c: tl.constexpr):
 
 
 @triton.jit
-def query_blocks(col0, mask, EDGES: tl.constexpr, WHOLE_KEYS: tl.constexpr, c: tl.constexpr):
+def query_ranges(col0, mask, EDGES: tl.constexpr, WHOLE_KEYS: tl.constexpr, c: tl.constexpr):
     """Return the queries that see keys [col0, col0 + BLOCK_N). All bounds but the ends are multiples of BLOCK_M.
 
     The last full block may extend beyond the queries: these rows read as zeros, and their weight exp(s - inf) is 0.
@@ -103,7 +105,7 @@ def query_blocks(col0, mask, EDGES: tl.constexpr, WHOLE_KEYS: tl.constexpr, c: t
 
 @triton.jit
 def masked_keys(blocks, c: tl.constexpr):
-    """Return (begin, end, begin of a gap, its length) of one loop over those keys of `key_blocks` that need a mask.
+    """Return (begin, end, begin of a gap, its length) of one loop over those keys of `key_ranges` that need a mask.
 
     HAS_LEFT: they lie on both sides of the full ones. So positions from the gap's begin on are moved by its length.
     """

@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from diyfa.backends.cuda.attention.block_info import key_blocks, query_blocks
+from diyfa.backends.cuda.attention.block_info import key_ranges, query_ranges
 from diyfa.backends.cuda.attention.bwd_dq import score_gradient
 from diyfa.backends.cuda.attention.configs import AttentionConfig, portable_config, schedule
 from diyfa.backends.cuda.attention.dropout import keep_tile, position_words
@@ -82,18 +82,18 @@ def _bwd_dbias_kernel(
     if c.REDUCE == NOTHING:
         if c.LENGTHS == EQUAL:
             mask = (seqlen_q, seqlen_k, seqlen_k - seqlen_q, window_left, window_right)
-            begin, _, _, end = key_blocks(block_m * c.BLOCK_M, mask, c)
+            begin, _, _, end = key_ranges(block_m * c.BLOCK_M, mask, c)
             is_visible = (block_n * c.BLOCK_N < end) & (block_n * c.BLOCK_N + c.BLOCK_N > begin)
             last_step = tl.where(is_visible, steps, 0)
     else:
         _, _, n_queries, n_keys = seq_info(b_out, lengths, c.LENGTHS)
         mask = (n_queries, n_keys, n_keys - n_queries, window_left, window_right)
         if c.REDUCE == QUERIES:
-            begin, _, _, end = query_blocks(block_n * c.BLOCK_N, mask, False, False, c)
+            begin, _, _, end = query_ranges(block_n * c.BLOCK_N, mask, False, False, c)
             first_step = begin // c.BLOCK_M
             last_step = tl.cdiv(end, c.BLOCK_M)
         else:
-            begin, _, _, end = key_blocks(block_m * c.BLOCK_M, mask, c)
+            begin, _, _, end = key_ranges(block_m * c.BLOCK_M, mask, c)
             first_step = begin // c.BLOCK_N
             last_step = tl.cdiv(end, c.BLOCK_N)
     per_head = (per_head_ptr, stride_per_headb)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from diyfa.backends.cuda.attention.block_info import query_blocks
+from diyfa.backends.cuda.attention.block_info import query_ranges
 from diyfa.backends.cuda.attention.dots import dot, dot_add, round_to
 from diyfa.backends.cuda.attention.dropout import keep_tile, position_words
 from diyfa.backends.cuda.attention.launch import RUNTIME_SIZES, UNALIGNED_POINTERS
@@ -149,7 +149,7 @@ def _bwd_dkdv_kernel(
     k = load_tile(keys, col0, c.BLOCK_N, c.HEAD_DIM, c.BLOCK_D, True, c.FORM, c)
     v = load_tile(values, col0, c.BLOCK_N, c.HEAD_DIM_V, c.BLOCK_DV, True, c.FORM, c)
 
-    begin, full_begin, full_end, end = query_blocks(col0, mask, EDGES, False, c)
+    begin, full_begin, full_end, end = query_ranges(col0, mask, EDGES, False, c)
     gap = full_end - full_begin
     masked_end = full_begin  # the masked loop covers [begin, full_begin), and [full_end, end) if there is a later edge
     if c.HAS_LEFT or EDGES:

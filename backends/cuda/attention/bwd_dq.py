@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from diyfa.backends.cuda.attention.block_info import key_blocks, masked_keys
+from diyfa.backends.cuda.attention.block_info import key_ranges, masked_keys
 from diyfa.backends.cuda.attention.dots import dot, dot_add, round_to
 from diyfa.backends.cuda.attention.dropout import keep_tile, position_words
 from diyfa.backends.cuda.attention.launch import RUNTIME_SIZES, UNALIGNED_POINTERS
@@ -126,7 +126,7 @@ def _bwd_dq_kernel(
     do = load_tile(gradients, row0, c.BLOCK_M, c.HEAD_DIM_V, c.BLOCK_DV, True, c.FORM, c)
     row = first_row(b, h, first_q, heads_q, seqlen_q, total_q, c)
     lse_log2, delta = load_statistics(lse_ptr, delta_ptr, row, offs_m, n_queries)
-    blocks = key_blocks(row0, mask, c)
+    blocks = key_ranges(row0, mask, c)
     _, full_begin, full_end, _ = blocks
     masked = masked_keys(blocks, c)
     per_head = (per_head_ptr, stride_per_headb)

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from diyfa.backends.cuda.attention.block_info import key_blocks, masked_keys
+from diyfa.backends.cuda.attention.block_info import key_ranges, masked_keys
 from diyfa.backends.cuda.attention.clear import clear_others, clearing_programs
 from diyfa.backends.cuda.attention.configs import AttentionConfig, schedule
 from diyfa.backends.cuda.attention.dots import dot, dot_add, round_to
@@ -199,7 +199,7 @@ def _fwd_kernel(
     keys = head_view(k_ptr, strides_k, k_position, c.FORM, c)
     values = head_view(v_ptr, strides_v, k_position, c.FORM, c)
     q = load_tile(queries, row0, c.BLOCK_M, c.HEAD_DIM, c.BLOCK_D, True, c.FORM, c)
-    blocks = key_blocks(row0, mask, c)
+    blocks = key_ranges(row0, mask, c)
     _, full_begin, full_end, _ = blocks
 
     per_head = (per_head_ptr, stride_per_headb)

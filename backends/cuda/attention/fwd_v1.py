@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from diyfa.backends.cuda.attention.block_info import query_blocks
+from diyfa.backends.cuda.attention.block_info import query_ranges
 from diyfa.backends.cuda.attention.configs import AttentionConfig, portable_config
 from diyfa.backends.cuda.attention.dots import dot, round_to
 from diyfa.backends.cuda.attention.fwd import constants
@@ -71,7 +71,7 @@ def _fwd_v1_kernel(
         offs_n = col0 + tl.arange(0, c.BLOCK_N)
         k = load_tile(keys, col0, c.BLOCK_N, c.HEAD_DIM, c.BLOCK_D, True, c.FORM, c)
         v = load_tile(values, col0, c.BLOCK_N, c.HEAD_DIM_V, c.BLOCK_DV, True, c.FORM, c)
-        first, _, _, last = query_blocks(col0, mask, False, False, c)
+        first, _, _, last = query_ranges(col0, mask, False, False, c)
         for row0 in tl.range(first, last, c.BLOCK_M, num_stages=1):
             offs_m = row0 + tl.arange(0, c.BLOCK_M)
             q = load_tile(queries, row0, c.BLOCK_M, c.HEAD_DIM, c.BLOCK_D, True, c.FORM, c)

@@ -18,7 +18,7 @@ import hashlib
 import re
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -88,23 +88,42 @@ def _change_stages(backend: Any, stages: dict[str, Any], options: Any, language:
     stages["ptx"] = make_and_post_process
 
 
-_LOCK = threading.RLock()  # a process has one hook; another thread must not remove it during a compilation
+# A process has one hook. The first thread installs it, and the last removes it: several may compile at once.
+_LOCK = threading.Lock()
+_installed = ExitStack()
+_users = 0
+
+
+def _install() -> None:
+    """Set Triton's knobs for compilations, until `_installed` is closed."""
+    _installed.enter_context(triton.knobs.compilation.scope())
+    triton.knobs.compilation.store_binary_only = False  # `jit.stored` reads the PTX
+    if not has_gluon():  # the patterns fit the PTX of the supported versions only
+        return
+    _installed.enter_context(triton.knobs.runtime.scope())
+    other = triton.knobs.runtime.add_stages_inspection_hook
+
+    def both(*arguments: Any) -> Any:
+        previous_result = other(*arguments) if other is not None else None
+        if not arguments:  # Triton since 3.7 asks for a cache key; markers and options already put our edits there
+            return previous_result or ("", "")
+        return _change_stages(*arguments)
+
+    triton.knobs.runtime.add_stages_inspection_hook = both
 
 
 @contextmanager
 def post_processing() -> Iterator[None]:
     """Post-process the PTX of kernels compiled inside. PTX without markers does not change; others' hooks run, too."""
-    if not has_gluon():  # the patterns fit the PTX of the supported versions only
+    global _users
+    with _LOCK:
+        if not _users:
+            _install()
+        _users += 1
+    try:
         yield
-        return
-    with _LOCK, triton.knobs.runtime.scope():
-        other = triton.knobs.runtime.add_stages_inspection_hook
-
-        def both(*arguments: Any) -> Any:
-            previous_result = other(*arguments) if other is not None else None
-            if not arguments:  # Triton since 3.7 asks for a cache key; markers and options already put our edits there
-                return previous_result or ("", "")
-            return _change_stages(*arguments)
-
-        triton.knobs.runtime.add_stages_inspection_hook = both
-        yield
+    finally:
+        with _LOCK:
+            _users -= 1
+            if not _users:
+                _installed.close()

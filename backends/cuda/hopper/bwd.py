@@ -270,7 +270,7 @@ def _start_dq(shared, gradients, item, zero, c: gl.constexpr):
 
 
 @gluon.jit
-def _blocks(
+def _add_query_blocks(
     consumer, gradients, start, end,
     dk, dv,  # [64, D] fp32, `_zero_gradient`
     item,  # number of the block among those of all heads
@@ -278,8 +278,10 @@ def _blocks(
 ):  # fmt: skip
     """Add to dk and dv, and hand to the adder as dQ, what blocks [start, end) of queries of one head contribute.
 
-    These blocks all need a mask (MASKED), or none does. Releasing an item frees its Q, statistics and dO. dP is formed
-    while P is computed, dV while dS goes to shared memory, and dK while dQ does.
+    These blocks all need a mask (MASKED), or none does. Items are numbered as in `queries` and `douts`, which have the
+    same blocks of queries in the same order. Releasing an item of `queries` frees its Q, its statistics and also its
+    dO: the producer waits for it before it overwrites either. dP is formed while P is computed, dV while dS goes to
+    shared memory, and dK while dQ does.
     """
     config: gl.constexpr = consumer.shared.config
     c: gl.constexpr = consumer.INDEX
@@ -349,8 +351,8 @@ def _consumer(INDEX: gl.constexpr, sizes, shared, gradients, outputs, rolling_dq
         shared.values.pick(INDEX).wait(iteration)
         n_masked = keys.masked_count()
         for _ in range(sizes.group_size):
-            dk, dv, item = _blocks(consumer, gradients, 0, n_masked, dk, dv, item, True)
-            dk, dv, item = _blocks(consumer, gradients, keys.full_begin, keys.full_end, dk, dv, item, False)
+            dk, dv, item = _add_query_blocks(consumer, gradients, 0, n_masked, dk, dv, item, True)
+            dk, dv, item = _add_query_blocks(consumer, gradients, keys.full_begin, keys.full_end, dk, dv, item, False)
         rolling_dq.wait_until_added(iteration)
         key_blocks.channel.release(iteration)
         x = rolling_dq.load_first(chunk, INDEX, sizes, config)

@@ -139,7 +139,7 @@ def _add_in_fours(pointer, x):
 
 
 @gluon.jit
-def _blocks(
+def _add_query_blocks(
     consumer, exchange,
     first,  # number of the head's first block of queries
     start, end,
@@ -147,7 +147,9 @@ def _blocks(
     item,  # number of the block among those of all heads
     MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Add the blocks [start, end) of queries of one head, either those that need a mask or those that need none."""
+    """Add to dk, dk_last, dv and dQ what blocks [start, end) of queries of one head contribute.
+
+    These blocks all need a mask (MASKED), or none does."""
     c: gl.constexpr = consumer.INDEX
     shared = consumer.shared
     M: gl.constexpr = shared.config.BLOCK_M
@@ -216,10 +218,10 @@ def _consumer(INDEX: gl.constexpr, keys, sizes, shared, exchange, outputs):
     for g in range(sizes.group_size):
         h = keys.hk * sizes.group_size + g
         first = first_query_block(keys.b, h, keys.first_q, sizes, config.BLOCK_M, config.LENGTHS)
-        dk, dk_last, dv, item = _blocks(
+        dk, dk_last, dv, item = _add_query_blocks(
             consumer, exchange, first, 0, n_masked, dk, dk_last, dv, item, True
         )  # fmt: skip
-        dk, dk_last, dv, item = _blocks(
+        dk, dk_last, dv, item = _add_query_blocks(
             consumer, exchange, first, keys.full_begin, keys.full_end, dk, dk_last, dv, item, False
         )  # fmt: skip
     dk = finished_rows(dk, outputs.sm_scale, consumer)

@@ -8,7 +8,7 @@ the fp32 dQ have blocks of their own for each sequence, too.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from diyfa.backends.cuda.attention.block_info import end_visible, last_block, query_blocks
+from diyfa.backends.cuda.attention.block_info import end_visible, last_block, query_ranges
 from diyfa.backends.cuda.attention.seq_info import seq_info
 from diyfa.backends.cuda.attention.tile_io import EQUAL, PACKED
 from diyfa.backends.cuda.gluon.barriers import LANES, WARPS
@@ -154,7 +154,7 @@ def locate_key_block(pid, sizes, config):
     first_q, first_k, n_queries, n_keys = clipped_seq_info(b, sizes, config.LENGTHS)
     mask = (n_queries, n_keys, n_keys - n_queries, sizes.window_left, sizes.window_right)
     # Keys beyond the last one read as zeros, but their weights exp(0 - lse) may be infinite: they need a mask.
-    begin, full_begin, full_end, end = query_blocks(col0, mask, False, True, config)
+    begin, full_begin, full_end, end = query_ranges(col0, mask, False, True, config)
     begin = begin // config.BLOCK_M
     end = gl.maximum(gl.cdiv(end, config.BLOCK_M), begin)
     full_begin = full_begin // config.BLOCK_M

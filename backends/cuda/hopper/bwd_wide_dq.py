@@ -152,12 +152,12 @@ def _producer(problem, shared, inputs, group_size):
 
 
 @gluon.jit
-def _blocks(
+def _add_key_blocks(
     shared, outputs, problem, rows, lse, delta, order, start, end,
     dq,  # [64, D] fp32, a tuple of accumulators (`mma.py`)
     INDEX: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Add the blocks [start, end) of the order, either those that need a mask or those that need none."""
+    """Add to dq what blocks of keys [start, end) of `order` contribute. All need a mask (MASKED), or none does."""
     config: gl.constexpr = shared.config
     ring = shared.ring
     scale = scale_in_log2(outputs.scale, config.SOFTCAP)
@@ -212,9 +212,9 @@ def _consumer(INDEX: gl.constexpr, problem, shared, outputs):
             n_masked += order.n_left
         dq = zero_output(BOX, config.BOXES)
         shared.queries.pick(INDEX).wait(0)
-        dq = _blocks(shared, outputs, problem, rows, lse, delta, order, 0, n_masked, dq, INDEX, True)
+        dq = _add_key_blocks(shared, outputs, problem, rows, lse, delta, order, 0, n_masked, dq, INDEX, True)
         n_blocks = tile.end_block - tile.first_block
-        dq = _blocks(shared, outputs, problem, rows, lse, delta, order, n_masked, n_blocks, dq, INDEX, False)
+        dq = _add_key_blocks(shared, outputs, problem, rows, lse, delta, order, n_masked, n_blocks, dq, INDEX, False)
         _store(shared, outputs, problem, tile, row0, dq, INDEX)
 
 

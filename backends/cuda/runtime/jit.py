@@ -48,8 +48,7 @@ def compile_for(arch: str, launch: Launch, signature: Signature) -> Any:
     target = GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
     source = triton_source(launch.kernel, kernel_source(launch, signature))
     options = {**COMPILE_OPTIONS, **launch.options}
-    with post_processing(), triton.knobs.compilation.scope():
-        triton.knobs.compilation.store_binary_only = False  # `stored` reads the PTX
+    with post_processing():
         compiled = triton.compile(source, target=target, options=options)
         if "ptx" not in compiled.asm:  # a process that stored only binaries has filled Triton's cache
             triton.knobs.compilation.always_compile = True
@@ -96,6 +95,7 @@ def _advice() -> str:
 
 
 _printed: list[bool] = []
+_PRINTING = threading.Lock()
 
 
 @contextmanager
@@ -103,7 +103,9 @@ def _message(arch: str, launch: Launch) -> Iterator[None]:
     """Print a line if the block takes longer than MESSAGE_AFTER, once per process."""
 
     def print_message() -> None:
-        if not _printed:
+        with _PRINTING:  # kernels may be compiled side by side
+            if _printed:
+                return
             _printed.append(True)
             text = f"diyfa is compiling {launch.kernel.fn.__name__} for {arch}, which takes seconds"
             print(f"{text}: {_why_it_is_missing(arch)}. {_advice()}.", file=sys.stderr, flush=True)

@@ -15,7 +15,7 @@ import ctypes
 import operator
 import struct
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import cache
 from types import NoneType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -516,9 +516,9 @@ class Binary:
 _binaries: dict[Any, Binary] = {}  # its size is bounded: lengths and batches are not in the key
 
 
-def loaded_binary(launch: Launch, signature: Signature, device: int) -> Binary:
-    """Return the binary that runs `launch` on this device."""
-    key = (
+def _key(launch: Launch, signature: Signature, device: int) -> Hashable:
+    """Return the key of a loaded binary."""
+    return (
         launch.kernel.fn,
         device,
         signature.kinds,
@@ -528,13 +528,22 @@ def loaded_binary(launch: Launch, signature: Signature, device: int) -> Binary:
         tuple(launch.options.items()),
         launch.aligned,
     )
+
+
+def _arch(device: int) -> str:
+    major, minor = torch.cuda.get_device_capability(device)
+    return gpu_arch_name(major, minor)
+
+
+def loaded_binary(launch: Launch, signature: Signature, device: int, stored: StoredBinary | None = None) -> Binary:
+    """Return the binary that runs `launch` on this device. `stored`: what to load, if it was looked up already."""
+    key = _key(launch, signature, device)
     binary = _binaries.get(key)
     if binary is None:
         from diyfa.backends.cuda.runtime import binaries
 
-        major, minor = torch.cuda.get_device_capability(device)
-        arch = gpu_arch_name(major, minor)
-        stored = binaries.stored_binary(arch, launch, signature)
+        arch = _arch(device)
+        stored = stored or binaries.stored_binary(arch, launch, signature)
         spec, shared = gpu_spec(arch), stored.shared
         if spec is not None and shared > spec.shared_per_block:  # Triton's exception, at which the tuner skips the tile
             raise OutOfResources(shared, spec.shared_per_block, "shared memory")
@@ -567,10 +576,31 @@ def is_for_triton(launch: Launch) -> bool:
     return launches_are_hooked() or not hasattr(launch.kernel, "params")
 
 
-def load_kernel(launch: Launch) -> None:
-    """Load the binary of `launch` on the current device."""
-    if recorder is None and not is_for_triton(launch):
-        loaded_binary(launch, launch_signature(launch), current_device())
+def is_missing(launch: Launch) -> bool:
+    """Return whether the binary of `launch` has yet to be loaded on the current device."""
+    if recorder is not None or is_for_triton(launch):
+        return False
+    return _key(launch, launch_signature(launch), current_device()) not in _binaries
+
+
+def load_kernels(launches: Sequence[Launch]) -> None:
+    """Load the binaries of several launches on the current device. Those not stored are compiled side by side."""
+    described = [(launch, launch_signature(launch)) for launch in launches if is_missing(launch)]
+    if not described:
+        return
+    device = current_device()
+    missing = {_key(*each, device): each for each in described}
+    stored: Iterable[StoredBinary | None] = [None] * len(missing)
+    if len(missing) > 1 and may_compile():
+        from concurrent.futures import ThreadPoolExecutor
+
+        from diyfa.backends.cuda.runtime.binaries import stored_binary
+
+        arch = _arch(device)
+        with ThreadPoolExecutor(len(missing)) as pool:  # the compiler runs outside of Python's lock most of its time
+            stored = list(pool.map(lambda each: stored_binary(arch, *each), missing.values()))
+    for each, binary in zip(missing.values(), stored, strict=True):  # here: other threads have other current devices
+        loaded_binary(*each, device, binary)
 
 
 def launch_kernel(launch: Launch) -> None:

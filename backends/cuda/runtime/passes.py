@@ -13,10 +13,11 @@ import torch
 from diyfa.backends.cuda.runtime.launch import may_compile, on_device
 from diyfa.backends.cuda.runtime.launcher import (
     Tiles,
+    is_missing,
     launch_kernel,
     launch_signature,
     launches_are_hooked,
-    load_kernel,
+    load_kernels,
     loaded_binary,
     runtime_names,
 )
@@ -42,10 +43,9 @@ class Pass(NamedTuple):
 
 
 def launch_each(launches: Sequence[Launch]) -> None:
-    """Launch on the current device and stream. If a binary is missing and must not be compiled, launch none of them."""
-    if len(launches) > 1 and not may_compile():
-        for launch in launches:
-            load_kernel(launch)
+    """Launch on the current device and stream. If a binary is missing, launch none before all are compiled."""
+    if len(launches) > 1 and (not may_compile() or is_missing(launches[0])):
+        load_kernels(launches)
     for launch in launches:
         launch_kernel(launch)
 

@@ -13,7 +13,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from diyfa.backends.npu.attention.primitives import block_at, load_tile, narrow, store_tile
+from diyfa.backends.npu.attention.primitives import narrow
+from diyfa.backends.npu.attention.vector_io import load_block, store_block
 from diyfa.backends.npu.runtime.compat import INTERPRETED, Constants, kernel, padded_head_dim
 from diyfa.backends.npu.runtime.launch import bind_launch, device_guard, run, tensor_arguments, vector_programs
 from diyfa.backends.npu.tables import configs
@@ -44,13 +45,13 @@ class AppendConstants(Constants):
 @triton.jit
 def load_heads(base, heads, stride_h, FEATURES: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr):
     """Load features of a token's heads, [HEADS, BLOCK], zero beyond them."""
-    return load_tile(block_at(base, heads, stride_h, 0, 0, FEATURES, HEADS, BLOCK), FEATURES != BLOCK)
+    return load_block(base, heads, stride_h, 0, FEATURES, HEADS, BLOCK)
 
 
 @triton.jit
 def store_heads(base, x, heads, stride_h, FEATURES: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr):
     """Store features of a token's heads from x [HEADS, BLOCK], except beyond them."""
-    store_tile(block_at(base, heads, stride_h, 0, 0, FEATURES, HEADS, BLOCK), x, FEATURES != BLOCK)
+    store_block(base, x, heads, stride_h, 0, FEATURES, HEADS, BLOCK)
 
 
 @triton.jit

@@ -29,7 +29,13 @@ from diyfa.backends.npu.attention.bwd_dsinks import SinkGradientConstants, _bwd_
 from diyfa.backends.npu.attention.launch import AttentionConstants, attention_launch, call_values
 from diyfa.backends.npu.runtime.launch import bind_launch, device_guard, run, tensor_arguments, vector_programs
 from diyfa.backends.npu.runtime.tiles import chosen_tile, run_tiled
-from diyfa.backends.npu.tables.configs import PREPROCESS_ROWS, AttentionTile, attention_tile, preprocess_rows
+from diyfa.backends.npu.tables.configs import (
+    PREPROCESS_ROWS,
+    AttentionTile,
+    attention_tile,
+    family_options,
+    preprocess_rows,
+)
 from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors, Launch
 
 
@@ -49,8 +55,9 @@ def _dbias_launch(
         tasks *= triton.cdiv(problem.seqlen_q, PREPROCESS_ROWS) if "q" in buffer.dims else 1
         values |= {"BLOCK_M": PREPROCESS_ROWS, "DBIAS": buffer.dims}
         return "dbias_rows", bind_launch(
-            _bwd_dbias_rows_kernel, BiasRowsConstants, vector_programs(problem.arch, dbias.device, tasks), values
-        )
+            _bwd_dbias_rows_kernel, BiasRowsConstants, vector_programs(problem.arch, dbias.device, tasks), values,
+            family_options(problem.arch),
+        )  # fmt: skip
     if values["BIAS"] != buffer.dims:  # an expanded bias has a gradient for each repeated value
         assert tensors.attn_bias is not None
         bias = as_read(tensors.attn_bias.contiguous())
@@ -91,7 +98,10 @@ def make_launches(
     block = preprocess_rows(problem)
     grid = vector_programs(arch, device, triton.cdiv(rows, block) * batch * heads_q)
     row_values = {"seqlen_q": rows, "BLOCK_M": block}
-    launches["preprocess"] = bind_launch(_bwd_preprocess_kernel, PreprocessConstants, grid, values | row_values)
+    options = family_options(arch)
+    launches["preprocess"] = bind_launch(
+        _bwd_preprocess_kernel, PreprocessConstants, grid, values | row_values, options
+    )
 
     tile = tiles.get("dkdv") or attention_tile(problem, "dkdv")
     tasks = triton.cdiv(problem.seqlen_k, tile.block_n) * problem.batch * problem.heads_kv
@@ -107,7 +117,11 @@ def make_launches(
     if gradients.dsinks is not None:
         row_values = {"batch": batch, "seqlen_q": rows, "BLOCK_M": PREPROCESS_ROWS}
         launches["dsinks"] = bind_launch(
-            _bwd_dsinks_kernel, SinkGradientConstants, vector_programs(arch, device, heads_q), values | row_values
+            _bwd_dsinks_kernel,
+            SinkGradientConstants,
+            vector_programs(arch, device, heads_q),
+            values | row_values,
+            options,
         )
     return launches
 

@@ -20,11 +20,10 @@ import triton.language as tl
 from diyfa.backends.npu.attention.primitives import (
     effective_lengths,
     load_lse,
-    load_row,
     narrow,
     sees_nothing,
-    store_row,
 )
+from diyfa.backends.npu.attention.vector_io import load_values, store_values
 from diyfa.backends.npu.runtime.compat import Constants, kernel
 
 
@@ -71,13 +70,13 @@ def _bwd_dbias_rows_kernel(
             b = bias_b + step // row_blocks_per_bias // heads_per_bias
             base = (b * heads_q + h).to(tl.int64) * seqlen_q
             lse = load_lse(lse_ptr + base, row0, seqlen_q, c.BLOCK_M)  # inf beyond the rows
-            delta = load_row(delta_ptr + base, row0, seqlen_q, c.BLOCK_M)
+            delta = load_values(delta_ptr + base, row0, seqlen_q, c.BLOCK_M)
             sink = float("-inf")
             if c.SINKS:
                 sink = tl.load(sinks_ptr + h)
             summand = tl.exp(sink - lse) * delta
             if c.HAS_DLSE:
-                summand += load_row(dlse_ptr + base, row0, seqlen_q, c.BLOCK_M)
+                summand += load_values(dlse_ptr + base, row0, seqlen_q, c.BLOCK_M)
             if c.SINKS and (c.HAS_LEFT or c.HAS_RIGHT):
                 sq, sk = effective_lengths(seq_lens_ptr, b, seqlen_q, seqlen_k, c.SEQ_LENS)
                 sees_no_key = sees_nothing(
@@ -88,6 +87,6 @@ def _bwd_dbias_rows_kernel(
         out_base = dbias_ptr + bias_b.to(tl.int64) * stride_dbias_b + bias_h.to(tl.int64) * stride_dbias_h
         dtype = dbias_ptr.dtype.element_ty
         if c.DBIAS == "q":
-            store_row(out_base, narrow(total, dtype, c.INTERPRET), bias_m * c.BLOCK_M, seqlen_q, c.BLOCK_M)
+            store_values(out_base, narrow(total, dtype, c.INTERPRET), bias_m * c.BLOCK_M, seqlen_q, c.BLOCK_M)
         else:
             tl.store(out_base, narrow(tl.sum(total, 0), dtype, c.INTERPRET))

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import triton.language as tl
 
-from diyfa.backends.npu.attention.primitives import block_at, load_row, load_tile, packed_rows, store_row
+from diyfa.backends.npu.attention.primitives import packed_rows
+from diyfa.backends.npu.attention.vector_io import load_block, load_values, store_values
 from diyfa.backends.npu.runtime.compat import Constants, kernel
 
 
@@ -37,7 +38,6 @@ def _bwd_preprocess_kernel(
 
     Rows are independent, so packed sequences (VARLEN, `seqlen_q` rows in all) are one sample here. Rows before the
     first sequence and after the last one are neither read nor written."""
-    PAD_DV: tl.constexpr = c.HEAD_DIM_V != c.BLOCK_DV
     samples = batch
     rows = seqlen_q
     if c.VARLEN:
@@ -60,11 +60,9 @@ def _bwd_preprocess_kernel(
             row_base += start
             out_base += start.to(tl.int64) * stride_om
             dout_base += start.to(tl.int64) * stride_dom
-        out_block = block_at(out_base, sq, stride_om, row0, 0, c.HEAD_DIM_V, c.BLOCK_M, c.BLOCK_DV)
-        dout_block = block_at(dout_base, sq, stride_dom, row0, 0, c.HEAD_DIM_V, c.BLOCK_M, c.BLOCK_DV)
-        out = load_tile(out_block, PAD_DV).to(tl.float32)  # [BLOCK_M, BLOCK_DV]
-        dout = load_tile(dout_block, PAD_DV).to(tl.float32)
-        delta = tl.sum(out * dout, 1)
+        out = load_block(out_base, sq, stride_om, row0, c.HEAD_DIM_V, c.BLOCK_M, c.BLOCK_DV)  # [BLOCK_M, BLOCK_DV]
+        dout = load_block(dout_base, sq, stride_dom, row0, c.HEAD_DIM_V, c.BLOCK_M, c.BLOCK_DV)
+        delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
         if c.HAS_DLSE:
-            delta = delta - load_row(dlse_ptr + row_base, row0, sq, c.BLOCK_M)
-        store_row(delta_ptr + row_base, delta, row0, rows, c.BLOCK_M)
+            delta = delta - load_values(dlse_ptr + row_base, row0, sq, c.BLOCK_M)
+        store_values(delta_ptr + row_base, delta, row0, rows, c.BLOCK_M)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import triton.language as tl
 
-from diyfa.backends.npu.attention.primitives import load_row
+from diyfa.backends.npu.attention.vector_io import load_values
 from diyfa.backends.npu.runtime.compat import Constants, kernel
 
 
@@ -31,8 +31,8 @@ def _bwd_dsinks_kernel(sinks_ptr, lse_ptr, delta_ptr, dsinks_ptr, batch, heads_q
             b = step // row_blocks
             row0 = (step % row_blocks) * c.BLOCK_M
             base = (b * heads_q + h).to(tl.int64) * seqlen_q
-            lse = load_row(lse_ptr + base, row0, seqlen_q, c.BLOCK_M)
-            delta = load_row(delta_ptr + base, row0, seqlen_q, c.BLOCK_M)  # zero beyond the rows
+            lse = load_values(lse_ptr + base, row0, seqlen_q, c.BLOCK_M)
+            delta = load_values(delta_ptr + base, row0, seqlen_q, c.BLOCK_M)  # zero beyond the rows
             is_row = ((tl.arange(0, c.BLOCK_M) + row0).to(tl.float32) < seqlen_q.to(tl.float32)) & (lse != float("inf"))
             total -= tl.where(is_row, tl.exp(sink - lse) * delta, 0.0)
         tl.store(dsinks_ptr + h, tl.sum(total, 0))

@@ -37,6 +37,7 @@ from diyfa.backends.npu.attention.primitives import (
     store_tile,
     tile_needs_mask,
 )
+from diyfa.backends.npu.attention.vector_io import load_block, load_values, store_block, store_values
 from diyfa.backends.npu.runtime.compat import Constants, kernel
 from diyfa.backends.npu.runtime.launch import (
     bind_launch,
@@ -46,7 +47,7 @@ from diyfa.backends.npu.runtime.launch import (
     tensor_arguments,
     vector_programs,
 )
-from diyfa.backends.npu.tables.configs import preprocess_rows
+from diyfa.backends.npu.tables.configs import family_options, preprocess_rows
 from diyfa.backends.npu.tables.configs_v1 import v1_tile
 from diyfa.problem import AttentionProblem, AttentionTensors, Launch
 
@@ -132,25 +133,23 @@ def _fwd_v1_finish_kernel(
     batch, heads_q, seqlen_q,
     c: tl.constexpr,
 ):  # fmt: skip
-    PAD_DV: tl.constexpr = c.HEAD_DIM_V != c.BLOCK_DV
     row_blocks = tl.cdiv(seqlen_q, c.BLOCK_M)
     for task in range(tl.program_id(0), row_blocks * batch * heads_q, tl.num_programs(0)):
         row0 = (task % row_blocks) * c.BLOCK_M
         bh = task // row_blocks
         row_base = bh.to(tl.int64) * seqlen_q
-        running_block = block_at(
-            running_ptr + row_base * c.HEAD_DIM_V, seqlen_q, c.HEAD_DIM_V, row0, 0, c.HEAD_DIM_V, c.BLOCK_M, c.BLOCK_DV
+        o = load_block(  # [BLOCK_M, BLOCK_DV]
+            running_ptr + row_base * c.HEAD_DIM_V, seqlen_q, c.HEAD_DIM_V, row0, c.HEAD_DIM_V, c.BLOCK_M, c.BLOCK_DV
         )
         out_base = out_ptr + (bh // heads_q).to(tl.int64) * stride_ob + (bh % heads_q).to(tl.int64) * stride_oh
-        out_block = block_at(out_base, seqlen_q, stride_om, row0, 0, c.HEAD_DIM_V, c.BLOCK_M, c.BLOCK_DV)
-        o = load_tile(running_block, PAD_DV)  # [BLOCK_M, BLOCK_DV]
-        store_tile(out_block, narrow(o, out_ptr.dtype.element_ty, c.INTERPRET), PAD_DV)
-        total = load_row(lse_ptr + row_base, row0, seqlen_q, c.BLOCK_M)
-        m = load_row(m_ptr + row_base, row0, seqlen_q, c.BLOCK_M)
+        out = narrow(o, out_ptr.dtype.element_ty, c.INTERPRET)
+        store_block(out_base, out, seqlen_q, stride_om, row0, c.HEAD_DIM_V, c.BLOCK_M, c.BLOCK_DV)
+        total = load_values(lse_ptr + row_base, row0, seqlen_q, c.BLOCK_M)
+        m = load_values(m_ptr + row_base, row0, seqlen_q, c.BLOCK_M)
         # Rows that saw no key and rows beyond the sequence keep output 0, its initial value, and get lse +inf.
         empty = total == 0.0
         lse = tl.where(empty, float("inf"), m + tl.log(tl.where(empty, 1.0, total)))
-        store_row(lse_ptr + row_base, lse, row0, seqlen_q, c.BLOCK_M)
+        store_values(lse_ptr + row_base, lse, row0, seqlen_q, c.BLOCK_M)
 
 
 def make_launches(
@@ -172,7 +171,8 @@ def make_launches(
     cores = cube_programs(problem.arch, lse.device, heads)
     passes = bind_launch(_fwd_v1_kernel, AttentionConstants, cores, values, tile.compile_options(problem.arch))
     cores = vector_programs(problem.arch, lse.device, triton.cdiv(problem.seqlen_q, rows) * heads)
-    return passes, bind_launch(_fwd_v1_finish_kernel, FinishConstants, cores, values | {"BLOCK_M": rows})
+    options = family_options(problem.arch)
+    return passes, bind_launch(_fwd_v1_finish_kernel, FinishConstants, cores, values | {"BLOCK_M": rows}, options)
 
 
 def attention_fwd(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor) -> None:

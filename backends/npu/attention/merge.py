@@ -13,9 +13,10 @@ import torch
 import triton
 import triton.language as tl
 
-from diyfa.backends.npu.attention.primitives import block_at, load_row, load_tile, store_row, store_tile
+from diyfa.backends.npu.attention.vector_io import load_block, load_values, store_block, store_values
 from diyfa.backends.npu.runtime.compat import Constants, kernel, padded_head_dim
 from diyfa.backends.npu.runtime.launch import bind_launch, device_guard, run, tensor_arguments, vector_programs
+from diyfa.backends.npu.tables.configs import family_options
 from diyfa.problem import Launch
 
 MERGED_ELEMENTS = 4096  # output elements that a program merges at once
@@ -41,15 +42,14 @@ def _merge_kernel(
     c: tl.constexpr,
 ):  # fmt: skip
     """Merge `partial` and `partial_lse` into `out` and `lse`. A task is BLOCK_M rows of one head."""
-    PAD_DV: tl.constexpr = c.HEAD_DIM_V != c.BLOCK_DV
     row_blocks = tl.cdiv(rows, c.BLOCK_M)
     for task in range(tl.program_id(0), row_blocks * batch * heads, tl.num_programs(0)):
         b = (task // row_blocks // heads).to(tl.int64)
         h = (task // row_blocks % heads).to(tl.int64)
         row0 = task % row_blocks * c.BLOCK_M
         lse_base = lse_ptr + b * stride_lseb + h * stride_lseh
-        lse = load_row(lse_base, row0, rows, c.BLOCK_M)
-        partial_lse = load_row(
+        lse = load_values(lse_base, row0, rows, c.BLOCK_M)
+        partial_lse = load_values(
             partial_lse_ptr + b * stride_partial_lseb + h * stride_partial_lseh, row0, rows, c.BLOCK_M
         )
         valid_lse = tl.where(lse == INF, -INF, lse)
@@ -59,17 +59,15 @@ def _merge_kernel(
         weight = tl.exp(valid_lse - max_lse)
         partial_weight = tl.exp(valid_partial_lse - max_lse)
         weight_sum = weight + partial_weight
-        store_row(lse_base, tl.where(weight_sum == 0.0, INF, max_lse + tl.log(weight_sum)), row0, rows, c.BLOCK_M)
+        store_values(lse_base, tl.where(weight_sum == 0.0, INF, max_lse + tl.log(weight_sum)), row0, rows, c.BLOCK_M)
 
         out_base = out_ptr + b * stride_ob + h * stride_oh
         partial_base = partial_ptr + b * stride_partialb + h * stride_partialh
-        out_block = block_at(out_base, rows, stride_om, row0, 0, c.HEAD_DIM_V, c.BLOCK_M, c.BLOCK_DV)
-        partial_block = block_at(partial_base, rows, stride_partialm, row0, 0, c.HEAD_DIM_V, c.BLOCK_M, c.BLOCK_DV)
-        out = load_tile(out_block, PAD_DV)  # [BLOCK_M, BLOCK_DV]
-        partial = load_tile(partial_block, PAD_DV)
+        out = load_block(out_base, rows, stride_om, row0, c.HEAD_DIM_V, c.BLOCK_M, c.BLOCK_DV)  # [BLOCK_M, BLOCK_DV]
+        partial = load_block(partial_base, rows, stride_partialm, row0, c.HEAD_DIM_V, c.BLOCK_M, c.BLOCK_DV)
         safe_sum = tl.where(weight_sum == 0.0, 1.0, weight_sum)
         out = out * (weight / safe_sum)[:, None] + partial * (partial_weight / safe_sum)[:, None]
-        store_tile(out_block, out, PAD_DV)
+        store_block(out_base, out, rows, stride_om, row0, c.HEAD_DIM_V, c.BLOCK_M, c.BLOCK_DV)
 
 
 def make_launch(
@@ -87,7 +85,7 @@ def make_launch(
         "batch": batch, "heads": heads, "rows": rows, "HEAD_DIM_V": head_dim_v, "BLOCK_M": block, "BLOCK_DV": block_dv,
     }  # fmt: skip
     programs = vector_programs(arch, out.device, triton.cdiv(rows, block) * batch * heads)
-    return bind_launch(_merge_kernel, MergeConstants, programs, values)
+    return bind_launch(_merge_kernel, MergeConstants, programs, values, family_options(arch))
 
 
 def merge(arch: str, out: torch.Tensor, lse: torch.Tensor, partial: torch.Tensor, partial_lse: torch.Tensor) -> None:

@@ -27,6 +27,7 @@ import triton.language as tl
 from diyfa.backends.npu.attention.primitives import dot, dot_add, narrow
 from diyfa.backends.npu.runtime.compat import INTERPRETED, kernel
 from diyfa.backends.npu.runtime.launch import cube_programs
+from diyfa.backends.npu.runtime.multibuffer import options_in_use
 from diyfa.backends.npu.tables.configs import AttentionTile
 from diyfa.problem import Launch
 
@@ -88,4 +89,4 @@ def make_launch(
     arguments |= {"sm_scale": head_dim**-0.5, "heads": batch * heads, "seqlen": seqlen}
     constants = {"HEAD_DIM": head_dim, "BLOCK_M": TILE.block_m, "BLOCK_N": TILE.block_n, "CAUSAL": causal}
     constants["INTERPRET"] = INTERPRETED
-    return Launch(_fwd_tutorial_kernel, grid, arguments, constants, TILE.compile_options(arch))
+    return Launch(_fwd_tutorial_kernel, grid, arguments, constants, options_in_use(TILE.compile_options(arch)))

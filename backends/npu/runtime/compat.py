@@ -1,5 +1,17 @@
 """Differences between the Ascend compiler, Triton's interpreter and mainline Triton: decided here and nowhere else.
 
+Releases of triton-ascend after 3.2.0 were read, not run: branch release/3.2.1 of its public repository (2026-04-16) and
+main (2026-04-27), which is 3.5. No branch for 3.2.2 or 3.6 was public. What differs:
+
+* Defaults of compiler options changed for 910B and 910_93. `stable_options` names them, so that every release compiles
+  the kernels of the gate.
+* The wheel has a `bishengir-compile` of its own, which goes before CANN's (`npu_stacks.bundled_compiler`).
+* From 3.5 on a constexpr looks up attributes in its value (`Constants`).
+* From 3.5 on `AscendBackend.get_codegen_implementation` takes the options, so `diyfa compile` needs 3.2.
+
+Equal, and used here: `make_block_ptr`, `driver.active.utils.get_device_properties`, `MLIRCompilationError`,
+`JITFunction.warmup`, `CompiledKernel._init_handles`, and a launcher that is built as C++17.
+
 Triton reads `TRITON_INTERPRET` when a kernel is decorated, so this module reads it when it is imported.
 """
 
@@ -88,6 +100,13 @@ class Constants:
             raise AttributeError(f"{type(self).__name__} has no field {name}")
         value = getattr(self, name.lower())
         return value if INTERPRETED else constexpr(value)
+
+
+def stable_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Return compiler options with 3.2.0's defaults for 910B and 910_93, where later releases have others."""
+    if options.get("compile_on_910_95"):
+        return options
+    return {"enable_select_analysis": False, "enable_auto_bind_sub_block": True, **options}
 
 
 def kernel(function: Callable[..., Any]) -> Any:

@@ -1,11 +1,20 @@
-"""This machine's Ascend compiler, CANN's `bishengir-compile`: its version, and its errors in one line."""
+"""This machine's Ascend compiler, `bishengir-compile` of CANN or triton-ascend.
+
+Here are its version, its errors in one line, and DIYFA_JIT=never, which forbids to start it."""
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
+from typing import Any
+
+from diyfa.npu_stacks import bundled_compiler
 
 PROGRAM = "bishengir-compile"
 HOW_TO_FIND_IT = (
@@ -13,11 +22,52 @@ HOW_TO_FIND_IT = (
     "/usr/local/Ascend/ascend-toolkit/set_env.sh)"
 )
 
+JIT_SETTINGS = ("auto", "never")  # of DIYFA_JIT
+_forbidden: ContextVar[str] = ContextVar("name of the kernel that may not be compiled", default="")
+
+
+@contextmanager
+def compiling_if_allowed(kernel: str) -> Iterator[None]:
+    """Launch `kernel` inside the block. With DIYFA_JIT=never Triton then raises RuntimeError instead of compiling it.
+
+    Raises ValueError for another value than `JIT_SETTINGS`."""
+    setting = os.environ.get("DIYFA_JIT") or "auto"
+    if setting not in JIT_SETTINGS:
+        raise ValueError(f"DIYFA_JIT must be one of {', '.join(JIT_SETTINGS)}, got {setting!r}")
+    if setting == "auto":
+        yield
+        return
+    _check_before_compiling()
+    token = _forbidden.set(kernel)
+    try:
+        yield
+    finally:
+        _forbidden.reset(token)
+
+
+@cache
+def _check_before_compiling() -> None:
+    """Patch Triton's backend. It is asked for the stages of a compilation if a kernel is in no cache, and only then."""
+    from triton.backends import backends
+
+    backend: Any = backends["ascend"].compiler  # not the class that an import finds: Triton loads its backends by path
+    add_stages = backend.add_stages
+
+    def checked(self: Any, *arguments: Any) -> Any:
+        if kernel := _forbidden.get():
+            raise RuntimeError(
+                f"DIYFA_JIT=never, and {kernel} would have to be compiled: it is not in Triton's cache folder "
+                "(TRITON_CACHE_DIR). `diyfa warmup` compiles it, or run the call once with DIYFA_JIT=auto"
+            )
+        return add_stages(self, *arguments)
+
+    backend.add_stages = checked
+
 
 @cache
 def compiler_version() -> str:
-    """Return the version of the compiler in PATH, such as "0.1.0 (e4e2ba9841d1 2026-01-16)"; "" without one."""
-    program = shutil.which(PROGRAM)
+    """Return the version of the compiler in use, such as "0.1.0 (e4e2ba9841d1 2026-01-16)"; "" without one."""
+    program = bundled_compiler() or shutil.which(PROGRAM)
     if program is None:
         return ""
     try:

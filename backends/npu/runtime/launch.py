@@ -12,6 +12,8 @@ import torch
 
 from diyfa.arch import ELEMENT_BYTES, npu_spec
 from diyfa.backends.npu.runtime.compat import INTERPRETED, INTERPRETER_PROGRAMS, Constants
+from diyfa.backends.npu.runtime.compiler import compiling_if_allowed
+from diyfa.backends.npu.runtime.multibuffer import options_in_use
 from diyfa.problem import AttentionProblem, Launch, bhsd_strides
 
 # Bytes of the cache that all cores share which the operands of one group of heads may take. It is an assumption, far
@@ -96,23 +98,28 @@ def tensor_arguments(layout: str, **tensors: torch.Tensor) -> dict[str, Any]:
 
 
 def bind_launch(
-    kernel: Any, constants: type[Constants], grid: int, values: dict[str, Any], options: dict[str, Any] | None = None
+    kernel: Any, constants: type[Constants], grid: int, values: dict[str, Any], options: dict[str, Any]
 ) -> Launch:
     """Return the launch of `kernel`, with the `values` that it and its `constants` name. Others are ignored.
 
     Related kernels share `values`, where names of constants are in capitals."""
     arguments = {name: values[name] for name in kernel.arg_names if name != "c"}
     bound_constants = constants(*(values[field.name.upper()] for field in fields(constants)))
-    return Launch(kernel, grid, arguments, {"c": bound_constants}, options or {})
+    return Launch(kernel, grid, arguments, {"c": bound_constants}, options_in_use(options))
 
 
 recorder: Callable[[Launch], None] | None = None  # receives launches instead of the device: see recording.py
 
 
 def run(launch: Launch) -> None:
-    """Launch on the current device, or give the launch to `recorder`. The interpreter takes no compiler options."""
+    """Launch on the current device, or give the launch to `recorder`. The interpreter takes no compiler options.
+
+    Raises RuntimeError if Triton would have to compile the kernel and DIYFA_JIT=never."""
     if recorder is not None:
         recorder(launch)
         return
-    options = {} if INTERPRETED else launch.options
-    launch.kernel[(launch.grid,)](**launch.arguments, **launch.constants, **options)
+    if INTERPRETED:
+        launch.kernel[(launch.grid,)](**launch.arguments, **launch.constants)
+        return
+    with compiling_if_allowed(launch.kernel.__name__):
+        launch.kernel[(launch.grid,)](**launch.arguments, **launch.constants, **launch.options)

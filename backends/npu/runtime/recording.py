@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from importlib import import_module
 from typing import NamedTuple
 
 import torch
 
+from diyfa.backends.npu.runtime import compiler
 from diyfa.backends.npu.runtime import launch as host
 from diyfa.backends.npu.runtime.compat import INTERPRETED
 from diyfa.backends.npu.runtime.tiles import variant
@@ -27,19 +29,40 @@ class Recorded(NamedTuple):
     name: str
     launch: Launch  # kernel is None; dtypes replace tensors
 
+    @property
+    def shares_a_header(self) -> bool:
+        """Whether the launchers share a precompiled header: Triton writes it in place, so another process may read
+        half of it, on which GCC fails."""
+        return True
+
     def is_stored(self) -> bool:
         """Return False: only Triton knows. It does not compile a kernel a second time."""
         return False
 
     def compile(self) -> None:
-        """Compile the kernel and the function that launches it. Raises what the compiler raises."""
+        """Compile the kernel and the function that launches it. Raises RuntimeError if one does not compile."""
         kernel, launch = getattr(import_module(self.module), self.name), self.launch
         values = [launch.arguments[name] for name in kernel.arg_names if name not in launch.constants]
-        compiled = kernel.warmup(*values, grid=(1,), **launch.constants, **launch.options)
-        # Private in Triton. Without this call the first launch would wait for a C++ compiler.
-        load = getattr(compiled, "_init_handles", None)
-        if load is not None:
-            load()
+        try:
+            compiled = kernel.warmup(*values, grid=(1,), **launch.constants, **launch.options)
+            # Private in Triton. Without this call the first launch would wait for a C++ compiler.
+            load = getattr(compiled, "_init_handles", None)
+            if load is not None:
+                load()
+        except Exception as error:  # compilers may raise anything
+            reason = compiler.first_error(str(error)) if compiler.is_compile_failure(error) else str(error)
+            raise RuntimeError(f"{self._constants()}: {reason}") from error
+
+    def _constants(self) -> str:
+        """Return what distinguishes this kernel from others of its name, for messages."""
+        dtypes = [str(x).removeprefix("torch.") for x in self.launch.arguments.values() if isinstance(x, torch.dtype)]
+        constants = [
+            f"{field.name}={value}"
+            for constants in self.launch.constants.values()
+            for field in fields(constants)
+            if (value := getattr(constants, field.name))
+        ]
+        return ", ".join([*dtypes[:1], *constants])
 
 
 def recorded(launch: Launch) -> Recorded:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from diyfa.arch import ELEMENT_BYTES, NPUArch, NPUSpec, npu_spec
+from diyfa.backends.npu.runtime import multibuffer
 from diyfa.backends.npu.tables import l0, requested, tiles
 from diyfa.dropout import drop_threshold
 from diyfa.features import ADJUSTING
@@ -39,11 +40,12 @@ class AttentionTile:
     vector_loop: int | None = None  # tile_mix_vector_loop
     cube_loop: int | None = None  # tile_mix_cube_loop
     measured: str = MEASURED
+    multibuffer: bool = True  # see runtime/multibuffer.py
 
     def compile_options(self, arch: str) -> dict[str, Any]:
         """Return the options of the Ascend compiler, by triton-ascend's names."""
         options: dict[str, Any] = {
-            "multibuffer": True,
+            "multibuffer": self.multibuffer,
             "enable_auto_bind_sub_block": True,
             "limit_auto_multi_buffer_only_for_local_buffer": False,
             "set_workspace_multibuffer": self.workspace_buffers,
@@ -173,6 +175,10 @@ _ALWAYS_MASKED = {
 }
 
 
+# (rows, keys) without multibuffering, if the usual tile then overflows the unified buffer with ascendnpu-ir 1.1.0.
+_WITHOUT_MULTIBUFFER = {TileKey(NPUArch.A2, "fwd", 2, 256, "crowded"): (32, 128)}
+
+
 def attention_tile(problem: AttentionProblem, kernel: str, always_mask: bool | None = None) -> AttentionTile:
     """Return the table's tile of `kernel` ("fwd", "dq", "dkdv" or "dbias") for `problem`.
 
@@ -182,10 +188,12 @@ def attention_tile(problem: AttentionProblem, kernel: str, always_mask: bool | N
     tile = ATTENTION_TILES[key]
     if problem.head_dim > widest_head_dim(key):
         tile = AttentionTile(*_BEYOND_512[key[:3]], bound=False, pipelined=0, vector_loop=1)
-    if not (ALWAYS_MASK if always_mask is None else always_mask):
-        return tile
     chip = NPUArch.A5 if key.family is NPUArch.A5 else NPUArch.A2
-    shape = _ALWAYS_MASKED.get(key._replace(family=chip, cores=0), (tile.block_m, tile.block_n))
+    family_key, shape = key._replace(family=chip, cores=0), (tile.block_m, tile.block_n)
+    if ALWAYS_MASK if always_mask is None else always_mask:
+        shape = _ALWAYS_MASKED.get(family_key, shape)
+    if family_key in _WITHOUT_MULTIBUFFER and not multibuffer.is_on():
+        shape = _WITHOUT_MULTIBUFFER[family_key]
     return replace(tile, block_m=shape[0], block_n=shape[1])
 
 
@@ -255,9 +263,9 @@ _CONSERVATIVE_DECODE = {64: (16, 32), 128: (16, 32), 256: (16, 32), 576: (16, 32
 
 
 def conservative_tile(problem: AttentionProblem | KVCacheProblem, kernel: str) -> AttentionTile:
-    """Return a small tile with the compiler's default options that every known release of the compiler accepts.
+    """Return a small tile without multibuffering that every known release of the compiler accepts.
 
-    It may be neither bound nor pipelined. Its number of keys divides that of every "even" row."""
+    It may not be bound, and it is not pipelined. Its number of keys divides that of every "even" row."""
     if isinstance(problem, KVCacheProblem):
         rows, keys = _rows_and_keys(problem, *_CONSERVATIVE_DECODE[_head_dim_class(problem)])
     else:
@@ -267,7 +275,7 @@ def conservative_tile(problem: AttentionProblem | KVCacheProblem, kernel: str) -
             rows = max(rows, 32)
             keys = keys if kernel == "dkdv" else rows  # the accumulators of 32 keys do not fit
     return AttentionTile(
-        rows, keys, bound=False, pipelined=0, workspace_buffers=2,
+        rows, keys, bound=False, pipelined=0, workspace_buffers=2, multibuffer=False,
         measured="conservative, by rule: compiles with every known compiler; not timed on a device",
     )  # fmt: skip
 
@@ -339,7 +347,7 @@ def pages_form(problem: KVCacheProblem, tile: AttentionTile) -> str:
 def candidates(problem: AttentionProblem | KVCacheProblem, kernel: str = "fwd") -> list[AttentionTile]:
     """Return the tiles worth timing on a device: the table's and its halves, each with 4 and 2 workspace buffers.
 
-    The conservative tile is last. It compiles even if none of the others does.
+    The conservative tile is last, and with multibuffering last but one. It compiles even if none of the others does.
     """
     row = table_tile(problem, kernel)
     shapes = [(row.block_m, row.block_n), (row.block_m // 2, row.block_n), (row.block_m, row.block_n // 2)]
@@ -350,7 +358,8 @@ def candidates(problem: AttentionProblem | KVCacheProblem, kernel: str = "fwd") 
         for buffers in (4, 2)
         if fits(tile := replace(row, block_m=block_m, block_n=block_n, workspace_buffers=buffers), problem, kernel)
     ]
-    return [*tiles, conservative_tile(problem, kernel)]
+    conservative = conservative_tile(problem, kernel)
+    return [*tiles, replace(conservative, multibuffer=True), conservative]
 
 
 def fits(tile: AttentionTile, problem: AttentionProblem | KVCacheProblem, kernel: str = "fwd") -> bool:

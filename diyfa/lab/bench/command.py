@@ -78,6 +78,7 @@ class File:
         self.path = path
         self.document = {"benchmark": BENCHMARK, "purpose": "comparison", **environment(device)}
         self.rows: list[Row] = []
+        self.facts: Row = {}  # of the new rows, where the file's are those of an earlier run
         if path is not None and path.exists() and not again:
             remedy = "--again starts afresh, --output names another file"
             try:
@@ -88,10 +89,14 @@ class File:
             if found != (BENCHMARK, self.document["device"], self.document["versions"]):
                 raise ValueError(f"{path} is of another benchmark, device or versions: {remedy}")
             self.rows = list(earlier.rows)
+            self.facts = {name: self.document.pop(name) for name in ("date", "clocks") if name in self.document}
+            self.document |= {"date": earlier.date, **earlier.facts}
+            if earlier.clocks:
+                self.document["clocks"] = earlier.clocks
 
     def add(self, rows: Iterable[Row]) -> None:
         """Add rows and write the file, so that a run that is cut off loses none."""
-        self.rows += rows
+        self.rows += [{**row, **self.facts} for row in rows]
         if self.path is not None:
             write_results(self.path, {**self.document, "rows": self.rows})
 
@@ -148,6 +153,8 @@ class Bench:
         }  # fmt: skip
         for case, (unit, run, rate) in ceilings.items():
             identity = {"kind": "ceiling", "implementation": "PyTorch", "case": case, "dtype": self.dtype}
+            if case == "matrix product":
+                identity |= dict.fromkeys("MNK", size)
             if self.file.find(identity) is None:
                 ms, low, high = compute_quantiles(time_calls(run, self.device, self.warmup, self.rep))
                 self.file.add([{**identity, "ms": ms, "spread": round((high - low) / ms, 4), unit: rate(ms)}])
@@ -209,13 +216,17 @@ def _print(ops: Iterable[str], file: File, request: Request, dtype: str) -> None
     """Print one table for each operation, from the rows of the file."""
     names = {"attention": "BHSD", "matmul": "MNK"}
     for op in ops:
-        rows = [row for row in file.rows if row["kind"] == op and row.get("causal", request.causal) == request.causal]
+        kind = op.removesuffix("s")
+        rows = [
+            row for row in file.rows
+            if (row["kind"], row["dtype"]) == (kind, dtype) and row.get("causal", request.causal) == request.causal
+        ]  # fmt: skip
         if op not in names:
-            for row in file.rows:
-                if row["kind"] == "ceiling":
-                    unit, value = ("TFLOP/s", row["tflops"]) if "tflops" in row else ("GB/s", row["GB/s"])
-                    mark = "~" if row["spread"] > request.spread_limit else ""
-                    out.print(f"ceiling, {row['case']}: {mark}{figure(value)} {unit}", highlight=False)
+            for row in rows:
+                unit, value = ("TFLOP/s", row["tflops"]) if "tflops" in row else ("GB/s", row["GB/s"])
+                mark = "~" if row["spread"] > request.spread_limit else ""
+                size = f" of {row['M']}" if "M" in row else ""
+                out.print(f"ceiling, {row['case']}{size}: {mark}{figure(value)} {unit}", highlight=False)
             continue
         runner = BenchmarkRunner(device="cpu")
         for row in rows:

@@ -32,9 +32,9 @@ ROWS = 8
 BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
 
 
-def _curve(losses: list[float], width: int = 56) -> str:
-    """Return `losses` as bars, averaged into at most `width` columns."""
-    columns = min(width, len(losses))
+def _curve(losses: list[float]) -> str:
+    """Return `losses` as bars, averaged into at most 56 columns."""
+    columns = min(56, len(losses))
     edges = [round(i * len(losses) / columns) for i in range(columns + 1)]
     means = [sum(losses[a:b]) / (b - a) for a, b in pairwise(edges)]
     low, high = min(means), max(means)

@@ -52,6 +52,17 @@ def _numerics(document: dict[str, Any]) -> Iterator[str]:
         yield f"  npu_fusion_attention beside float64, largest error: {text}"
 
 
+def _multibuffer(document: dict[str, Any]) -> Iterator[str]:
+    """Yield what was wrong with multibuffering and right without it, and how calls are compiled now."""
+    cured = [row for row in document["rows"] if "with_multibuffer" in row]
+    if cured:
+        yield f"[red]{len(cured)} of the cases above are right only without multibuffering.[/red] With it:"
+        yield from (f"    {escape(row['case'])}: {escape(row['with_multibuffer'])}" for row in cured[:5])
+    if state := document.get("without_multibuffer"):
+        yield f"  Calls are compiled {escape(state)}."
+        yield "  DIYFA_NPU_MULTIBUFFER=1 diyfa first-run --again checks them with it; removing the file brings it back."
+
+
 def _tiles(document: dict[str, Any]) -> Iterator[str]:
     rows = [row for row in document["rows"] if row.get("table") == "tiles"]
     replaced = document["replaced"]
@@ -153,7 +164,8 @@ def print_page(console: Console, document: dict[str, Any], files: Sequence[Path]
     if document["switches"]:
         switches = ", ".join(f"{name}={value}" for name, value in document["switches"].items())
         console.print(f"  with {escape(switches)}", highlight=False, soft_wrap=True)
-    for section in (_numerics(document), _tiles(document), _dtypes(document), _not_timed(document)):
+    sections = (_numerics, _multibuffer, _tiles, _dtypes, _not_timed)
+    for section in (each(document) for each in sections):
         lines = list(section)
         if lines:
             console.print("\n" + "\n".join(lines), highlight=False, soft_wrap=True)

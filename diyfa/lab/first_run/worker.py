@@ -87,6 +87,24 @@ def determinism(device: torch.device, case: dict[str, Any]) -> Iterator[Row]:
     yield {**row, "status": "FAIL" if differ else "pass", "reason": f"differ: {differ}" if differ else ""}
 
 
+# ---- the cases of `diyfa validate` ---------------------------------------------------------------------------------
+
+
+def attention_verdict(device: torch.device, case: dict[str, Any], variant: str, backend: str) -> Iterator[Row]:
+    """Yield the `Verdict` on one case and kernel of `diyfa validate`."""
+    from diyfa.lab import validate
+
+    yield asdict(validate.attention_verdict(_case(case), variant, device, backend))
+
+
+def matmul_verdict(device: torch.device, sizes: list[int], dtype: str, backend: str) -> Iterator[Row]:
+    """Yield the `Verdict` on one matrix product of `diyfa validate`."""
+    from diyfa.lab import validate
+
+    m, n, k = sizes
+    yield asdict(validate.matmul_verdict((m, n, k), DTYPES[dtype], device, backend))
+
+
 # ---- the vendor's operator ---------------------------------------------------------------------------------------
 
 
@@ -296,7 +314,7 @@ def tiles(device: torch.device, without: list[dict[str, Any]] | None = None, **s
 
 KINDS: dict[str, Callable[..., Iterator[Row]]] = {
     "numerics": numerics, "determinism": determinism, "operator": operator, "dtype": dtype, "speed": speed,
-    "tiles": tiles,
+    "tiles": tiles, "attention_verdict": attention_verdict, "matmul_verdict": matmul_verdict,
 }  # fmt: skip
 
 

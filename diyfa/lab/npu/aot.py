@@ -45,8 +45,12 @@ from diyfa.problem import ToolMissing
 JOBS = os.cpu_count() or 2  # back-half processes at a time
 TIMEOUT_S = 300
 
+# The option of a job that stands for TRITON_ALL_BLOCKS_PARALLEL=1. triton-ascend then starts at most as many blocks as
+# the chip has cores, and the compiled kernel loops over the blocks of the grid.
+ALL_BLOCKS_PARALLEL = "all_blocks_parallel"
 # triton-ascend's option name -> flag of bishengir-compile, as triton-ascend itself passes them.
 _FLAGS = {
+    ALL_BLOCKS_PARALLEL: "--enable-auto-blockify-loop",
     "multibuffer": "--enable-auto-multi-buffer",
     "enable_auto_bind_sub_block": "--enable-auto-bind-sub-block",
     "limit_auto_multi_buffer_only_for_local_buffer": "--limit-auto-multi-buffer-only-for-local-buffer",
@@ -275,8 +279,9 @@ def _report(job: Job, target: str, compiler: BackHalf, compiled: Compiled, secon
     elif compiled.mixed:
         notes.insert(0, f"{'bound' if compiled.bound else 'unbound'}, pipeline {compiled.pipelined}")
         if job.gated:
+            multibuffer = job.options.get("multibuffer", True)
             failures += gate.failures(
-                target, job.kernel, job.case, compiled.bound, compiled.pipelined, compiler.version
+                target, job.kernel, job.case, compiled.bound, compiled.pipelined, compiler.version, multibuffer
             )
     memory = dict(compiled.memory)
     if compiled.module:

@@ -21,7 +21,7 @@ def run(paths: Sequence[Path], output: Path | None, as_markdown: bool, everythin
         check_libraries()
     report = build_report([read_results(path) for path in paths], everything)
     if output is not None:
-        output.write_text(render_page(report), encoding="utf-8")
+        output.write_text(render_page(report), encoding="utf-8", errors="replace")  # lone surrogates
     if json:
         print_json(report)
         return 0

@@ -5,10 +5,11 @@ The page, the terminal, Markdown and `--json` show the same content. Texts are (
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
-from math import log
+from math import isfinite, isnan, log
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -42,15 +43,15 @@ class Peak(NamedTuple):
     gbs: float
 
 
-PEAKS = {  # the first whose name is part of the device's
-    "H200": Peak(989.4, 4800), "H100 PCIe": Peak(756, 2000), "H100 NVL": Peak(835, 3900), "H100": Peak(989.4, 3350),
-    "A100-SXM4-80GB": Peak(312, 2039), "A100": Peak(312, 1555), "B200": Peak(2250, 8000),
+PEAKS = {  # the first whose words are in the device's name
+    "H200 NVL": Peak(835, 4800), "H200": Peak(989.4, 4800), "H100 PCIe": Peak(756, 2000), "H100 NVL": Peak(835, 3900), "H100": Peak(989.4, 3350),
+    "A100-SXM4-80GB": Peak(312, 2039), "A100 80GB PCIe": Peak(312, 1935), "A100": Peak(312, 1555), "B200": Peak(2250, 8000),
 }  # fmt: skip
 
 
 def data_sheet_peak(device: str) -> Peak | None:
     """Return the data sheet's peaks of a device, or None."""
-    return next((peak for name, peak in PEAKS.items() if name in device), None)
+    return next((peak for name, peak in PEAKS.items() if re.search(rf"\b{name}\b", device)), None)  # no GH200
 
 
 def build_report(files: Sequence[Results], everything: bool = False) -> dict[str, Any]:
@@ -111,9 +112,10 @@ def _device_names(points: Sequence[Point], files: Sequence[Results]) -> list[tup
 
 def _device(name: str, source: str, points: Sequence[Point], files: Sequence[Results]) -> dict[str, Any]:
     mine = [point for point in points if (point.device, point.source) == (name, source)]
-    used = sorted({row["file"] for point in mine for rows in point.figures.values() for row in rows})
-    chosen = [files[index] for index in used] or [results for results in files if results.device == name]
-    dates = sorted(results.date[:10] for results in chosen)
+    used = [row for point in mine for rows in point.figures.values() for row in rows]
+    chosen = [files[index] for index in sorted({row["file"] for row in used})]
+    chosen = chosen or [results for results in files if results.device == name]
+    dates = sorted({row["date"] for row in used} or {results.date[:10] for results in chosen})
     versions: dict[str, list[str]] = {}
     for results in chosen:
         for package, version in results.versions.items():
@@ -311,12 +313,12 @@ def _roofline(points: Sequence[Point], names: Sequence[str]) -> list[dict[str, A
                 label = ""
                 if name not in names:
                     continue
-                if point.kind == "attention" and "tflops" in row and i.get("B") and i.get("H") and row.get("ms"):
+                if point.kind == "attention" and row.get("tflops") and i.get("B") and i.get("H") and row.get("ms"):
                     if i["pass"] not in DIRECTIONS:
                         continue
                     rate, intensity = row["tflops"], row["tflops"] * row["ms"] * 1e9 / attention_bytes(i)
                     label = f"{i['pass']}, D = {i['D']}, {'causal' if i['causal'] else 'full'}, S = {i['S']}"
-                elif point.kind == "decode" and row.get("TFLOP/s"):
+                elif point.kind == "decode" and row.get("TFLOP/s") and row["GB/s"]:
                     rate, intensity = row["TFLOP/s"], 1e3 * row["TFLOP/s"] / row["GB/s"]
                     label = f"{i['table']}, {i['case']}"
                 if label:
@@ -459,7 +461,8 @@ def _cell(name: str, implementation: str, row: Row, point: Point) -> Any:
     if name == "relative":
         return _short(row.get("ratio"))
     if name == "error":
-        return _short(max(row["max_error"].values(), default=None)) if "max_error" in row else None
+        errors = [x for x in row.get("max_error", {}).values() if isinstance(x, (int, float))]
+        return _short(max(errors, key=lambda x: (isnan(x), x), default=None))
     if name == "share":
         peak = data_sheet_peak(point.device)
         if point.kind == "attention" and peak and point.identity.get("dtype") in ("float16", "bfloat16"):
@@ -469,8 +472,10 @@ def _cell(name: str, implementation: str, row: Row, point: Point) -> Any:
 
 
 def _short(value: Any) -> Any:
-    """Return a number with four significant digits, anything else as it is."""
-    return float(f"{value:.4g}") if isinstance(value, float) else value
+    """Return a number with four significant digits, and what JSON or a table's cell cannot hold as text."""
+    if isinstance(value, float) and isfinite(value):
+        return float(f"{value:.4g}")
+    return value if value is None or isinstance(value, (int, str)) else str(value)
 
 
 def _unavailable(files: Sequence[Results]) -> dict[str, Any]:

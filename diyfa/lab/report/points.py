@@ -40,7 +40,7 @@ IDENTITY: dict[str, tuple[str, ...]] = {
     "matmul": ("dtype", "M", "N", "K"),
     "feature": ("case", "pass", "dtype", "D"),
     "packed": ("case", "pass", "dtype", "D"),
-    "ceiling": ("case",),
+    "ceiling": ("case", "dtype", "M", "N", "K"),
     "compiled": ("pass", "dtype", "D", "mask", "tile"),
     "tile": ("pass", "kernel", "feature", "tile", "block_m", "block_n", "num_warps", "num_stages", *_ATTENTION),
     "numerics": ("case", "variant"),
@@ -126,6 +126,9 @@ def collect_points(files: Sequence[Results]) -> list[Point]:
             groups.setdefault((key, name, index), []).append(row)
     for (key, name, index), rows in groups.items():
         points[key].figures.setdefault(name, []).append(_merged(rows, files[index], index))
+    for point in points.values():
+        for figures in point.figures.values():  # rows of a file that was continued may be newer than its date
+            figures.sort(key=lambda row: row["date"])
     return list(points.values())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +11,8 @@ from diyfa.cli.table import figure
 
 LINES = 40
 LENGTH = 4096  # the length that the summary shows, or the nearest
+# Why a ratio may differ from the quotient of the two speeds beside it.
+RATIOS = "Speeds are the newest. Each ratio is of two figures of one file."
 
 
 def _masked(entry: dict[str, Any]) -> str:
@@ -75,6 +78,7 @@ def summary(report: dict[str, Any], width: int) -> list[str]:
         for row in [heads, *rows]:
             cells = [x.ljust(n) if i < 2 else x.rjust(n) for i, (x, n) in enumerate(zip(row, widths, strict=True))]
             lines.append(" ".join(cells).rstrip()[:width])
+        lines += _wrapped(RATIOS, width, "")
     if len(lines) > LINES:
         rest = len(lines) - LINES + 1
         lines = [*lines[: LINES - 1], f"and {rest} more lines: --output writes the page, --markdown all of them"]
@@ -94,12 +98,14 @@ def _markdown(report: dict[str, Any]) -> Iterator[str]:
     yield f"## diyfa report, {report['date']}\n"
     for group in report["standing"]:
         mark = " **(predicted, not run)**" if group["source"] == "predicted" else ""
-        yield f"- **{', '.join(group['devices'])}**{mark}: {' '.join(english for english, _ in group['sentences'])}"
+        sentences = " ".join(_escaped(english) for english, _ in group["sentences"])
+        yield f"- **{_escaped(', '.join(group['devices']))}**{mark}: {sentences}"
     implementations = report["default"]
     rows = figures_at_one_length(report, implementations)
     if rows:
         heads = ["device", "pass", "point", "S", *implementations, "ratio to the best peer"]
         yield from _rows(f"Attention, TFLOP/s near S = {LENGTH}", heads, rows)
+        yield f"\n{RATIOS}"
     for decoding in report["decoding"]:
         cells = [[case, name, f"{share:.0%}", str(gbs)] for table, case, name, share, gbs, _ in decoding["bars"]
                  if table == "decode"]  # fmt: skip
@@ -116,9 +122,13 @@ def _markdown(report: dict[str, Any]) -> Iterator[str]:
 
 
 def _rows(title: str, heads: list[str], rows: list[list[str]]) -> Iterator[str]:
-    yield f"\n### {title}\n"
-    yield f"| {' | '.join(heads)} |"
+    yield f"\n### {_escaped(title)}\n"
+    yield f"| {' | '.join(map(_escaped, heads))} |"
     yield "|---" * len(heads) + "|"
     for row in rows:
-        cells = [cell.replace("|", r"\|") for cell in row]
-        yield f"| {' | '.join(cells)} |"
+        yield f"| {' | '.join(map(_escaped, row))} |"
+
+
+def _escaped(text: str) -> str:
+    """Return a text whose signs Markdown does not take for markup."""
+    return re.sub(r"[\\`*\[\]<>|~]", r"\\\g<0>", text)

@@ -28,8 +28,8 @@ WORDS: dict[str, tuple[str, str]] = {
         "注意力单次前向或反向的 TFLOP/s，每个头维度 D 与掩码一幅图。前向按 4·B·H·Sq·Sk·D 计，因果掩码减半，反向乘 2.5。每个数据取文件中最新的一次，提示框中有日期。"),
     "ratio": ("Ratio to the best peer", "与最快同类实现之比"),
     "ratio_about": (
-        "diyfa's speed divided by that of the fastest other implementation. Above 1 diyfa is faster. Both figures are of one file, so of one device in one session; each peer is compared in the newest file that has both.",
-        "diyfa 的速度除以其他实现中最快者的速度，大于 1 表示 diyfa 更快。两个数据取自同一文件，即同一设备的同一次测试；每个实现取同时含有两者的最新文件。"),
+        "diyfa's speed divided by that of the fastest other implementation. Above 1 diyfa is faster. Both figures are of one file, so of one device with the same versions; each peer is compared in the newest file that has both.",
+        "diyfa 的速度除以其他实现中最快者的速度，大于 1 表示 diyfa 更快。两个数据取自同一文件，即同一设备、同样的版本；每个实现取同时含有两者的最新文件。"),
     "models": ("Shapes from models", "来自模型的形状"),
     "roofline": ("Roofline", "屋顶线"),
     "roofline_about": (

@@ -2,9 +2,10 @@
 
 
 def pairs(n_blocks):
-    programs = [(i, n_blocks - 1 - i) for i in range(n_blocks // 2)]
+    even = n_blocks - n_blocks % 2
+    programs = [(i, even - 1 - i) for i in range(even // 2)]  # even + 1 tiles of keys each
     if n_blocks % 2:
-        programs.append((n_blocks // 2,))
+        programs.append((n_blocks - 1,))  # as many: the last block sees n_blocks = even + 1 tiles
     return programs
 
 

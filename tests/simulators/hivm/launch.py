@@ -20,6 +20,7 @@ from simulators.hivm.memory import GLOBAL_GRANULE, Memory, Ref
 from simulators.hivm.order import Blocks
 from triton.runtime.jit import JITFunction
 
+from diyfa.arch import npu_spec
 from diyfa.backends.npu import NPUBackend
 from diyfa.backends.npu.runtime import launch
 from diyfa.lab.npu import aot, specs
@@ -27,6 +28,9 @@ from diyfa.lab.npu import aot, specs
 _DTYPES = {
     torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32", torch.int32: "i32", torch.int64: "i64"
 }  # fmt: skip
+
+
+_CUBE = "#hivm.func_core_type<AIC>"
 
 
 @dataclass
@@ -39,6 +43,11 @@ class Program:
     @property
     def mixed(self) -> bool:
         return f"{self.name}_mix_aic" in self.functions
+
+    @property
+    def is_cube(self) -> bool:
+        """Return whether its blocks occupy cube cores."""
+        return self.mixed or self.functions[self.name].attributes["hivm.func_core_type"] == _CUBE
 
     def constant(self, suffix: str) -> int | None:
         """Return the constant that one of the compiler's functions for the launcher returns, or None."""
@@ -57,6 +66,7 @@ class Log:
     instructions: int = 0
     races: list[str] = field(default_factory=list)
     stale: float | None = None  # the accumulators' value before a kernel; None: NaN
+    grids: list[tuple[int, int]] = field(default_factory=list)  # of each launch: size of its grid, blocks executed
 
 
 _programs: dict[str, Program] = {}
@@ -86,8 +96,8 @@ def generic(hivm: str, target: str) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
 
 
-def execute(program: Program, arguments: list[Any], grid: int, log: Log) -> None:
-    """Run `grid` blocks of `program` on tensors and numbers."""
+def execute(program: Program, arguments: list[Any], grid: int, log: Log, blocks_started: int | None = None) -> None:
+    """Run `blocks_started` blocks of `program`, by default `grid`, on tensors and numbers."""
     memories: dict[int, Memory] = {}
 
     def place(value: Any) -> Any:
@@ -106,19 +116,18 @@ def execute(program: Program, arguments: list[Any], grid: int, log: Log) -> None
     lock = Memory("sync block lock", 0, GLOBAL_GRANULE)
     hidden = [0, *(Ref(memory, "i8", 0, 0, (-1,), (1,)) for memory in (lock, workspace))]
     blocks = Blocks()
-    for block in range(grid):
+    started = grid if blocks_started is None else blocks_started
+    log.grids.append((grid, started))
+    for block in range(started):
         _run_block(program, [*hidden, *placed, grid, 1, 1], block, grid, blocks, log)
 
 
 def _run_block(program: Program, arguments: list[Any], block: int, grid: int, blocks: Blocks, log: Log) -> None:
-    kernel = program.functions.get(program.name)
     if program.mixed:
         names = ["cube", "vector 0", "vector 1"]
         kinds = [("_mix_aic", True, 0), ("_mix_aiv", False, 0), ("_mix_aiv", False, 1)]
     else:
-        assert kernel is not None
-        is_cube = kernel.attributes["hivm.func_core_type"] == "#hivm.func_core_type<AIC>"
-        names, kinds = ["cube" if is_cube else "vector"], [("", is_cube, 0)]
+        names, kinds = ["cube" if program.is_cube else "vector"], [("", program.is_cube, 0)]
     cluster = Cluster(names, block, grid, blocks, log.stale)
     running = []
     for index, (suffix, is_cube, vector) in enumerate(kinds):
@@ -139,9 +148,14 @@ def _run_block(program: Program, arguments: list[Any], block: int, grid: int, bl
 
 
 @contextmanager
-def compiled_on_cpu(target: str = "Ascend910B3", programs: int = 2, stale: float | None = None) -> Iterator[Log]:
-    """Run kernels, compiled for `target`, on CPU tensors inside this context. The npu backend sees `programs` cores."""
-    log = Log(stale=stale)
+def compiled_on_cpu(
+    target: str = "Ascend910B3", programs: int = 2, stale: float | None = None, all_blocks_parallel: bool = False
+) -> Iterator[Log]:
+    """Run kernels, compiled for `target`, on CPU tensors inside this context. The npu backend sees `programs` cores.
+
+    `all_blocks_parallel`: as with TRITON_ALL_BLOCKS_PARALLEL=1 at most as many blocks run as the chip has cores."""
+    log, spec = Log(stale=stale), npu_spec(target)
+    assert spec is not None
 
     def run(function: Any, *args: Any, grid: Any, warmup: bool, **keywords: Any) -> None:
         names = function.arg_names
@@ -151,10 +165,14 @@ def compiled_on_cpu(target: str = "Ascend910B3", programs: int = 2, stale: float
         constants = {name: x for name, x in values.items() if name in constexpr or x is None}
         signature = {name: "constexpr" if name in constants else specs.type_name(x) for name, x in values.items()}
         options = {name: x for name, x in keywords.items() if name not in ("debug",)}
+        if all_blocks_parallel:
+            options[aot.ALL_BLOCKS_PARALLEL] = True
         program = compile_kernel(function, signature, constants, options, target)
         log.launches.append(program.name)
         (size,) = grid
-        execute(program, [values[name] for name in names if name not in constants], size, log)
+        cores = spec.cube_cores if program.is_cube else spec.vector_cores
+        started = min(size, cores) if all_blocks_parallel else size
+        execute(program, [values[name] for name in names if name not in constants], size, log, started)
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(JITFunction, "run", run))

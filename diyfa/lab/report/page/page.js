@@ -13,7 +13,7 @@ let table = null;
 const language = () => root.lang === "zh" ? 1 : 0;
 const dark = () => root.dataset.theme === "dark" && !state.print;
 const words = (key, places = {}) => (report.words[key] || [key, key])[language()].replace(/\{(\w+)\}/g, (all, name) => places[name] ?? all);
-const word = key => report.words[key] ? words(key) : key;
+const word = key => Object.hasOwn(report.words, key) ? words(key) : key;
 const column = name => report.words["c." + name] ? words("c." + name) : word(name);
 const colour = name => (dark() ? DARK : LIGHT)[name] || OTHERS[Math.max(0, report.implementations.indexOf(name)) % OTHERS.length];
 const tokens = s => s >= 1024 && s % 1024 === 0 ? s / 1024 + "k" : String(s);
@@ -74,8 +74,8 @@ function curves(element, title, subtext, series, unit, logarithmic = false) {
   const lengths = unique(Object.values(series).flat().map(x => x[0])).sort((a, b) => a - b);
   const narrow = element.clientWidth < 260;
   draw(element, {
-    title: { text: title, subtext }, legend: logarithmic ? { bottom: 0, type: "scroll" } : undefined,
-    grid: { left: 46, right: 14, top: 62, bottom: logarithmic ? 54 : 24 },
+    title: { text: title, subtext }, legend: logarithmic ? { bottom: 0, type: state.print ? "plain" : "scroll" } : undefined,
+    grid: { left: 46, right: 14, top: 62, bottom: logarithmic ? (state.print ? 78 : 54) : 24 },
     xAxis: { type: "category", data: lengths.map(tokens), boundaryGap: narrow ? false : true },
     yAxis: { type: logarithmic ? "log" : "value", min: logarithmic ? undefined : 0, name: unit, nameGap: 6, nameTextStyle: { align: "right", color: ink() }, axisLabel: { formatter: x => x >= 1e4 ? x / 1e3 + "k" : String(x) } },
     tooltip: { trigger: "axis", formatter: items => `<b>${escaped(items[0].name)}</b><br>` + items.sort((a, b) => b.value - a.value).map(
@@ -119,7 +119,7 @@ function heatMap(element, cells, x, names, y, tooltip) {
 function drawRatios() {
   if (!$("heat")) return;
   const mine = report.heat.filter(c => c.device === state.device);
-  const about = c => `<b>${escaped(c.device)}</b><br>${word(c.pass)}, ${masked(c)}, S = ${c.S}${c.keys !== c.S ? " / " + c.keys : ""}, B = ${c.B}, H = ${c.H}${c.group > 1 ? ", H/Hk = " + c.group : ""}<br>`
+  const about = c => `<b>${escaped(c.device)}</b><br>${word(c.pass)}, ${escaped(masked(c))}, S = ${c.S}${c.keys !== c.S ? " / " + c.keys : ""}, B = ${c.B}, H = ${c.H}${c.group > 1 ? ", H/Hk = " + c.group : ""}<br>`
     + Object.entries(c.ratios).map(([name, r]) => `${escaped(name)}: <b>${ratioText(r)}</b>`).join("<br>");
   const panel = mine.filter(c => c.panel), order = (a, b) => a.D - b.D || a.causal - b.causal || a.S - b.S;
   const lengths = unique(panel.map(c => c.S)).sort((a, b) => a - b);
@@ -223,6 +223,9 @@ function drawBeside() {
   });
 }
 
+/** What a spreadsheet would take for a formula, as text. */
+const plain = x => typeof x === "string" && /^[=+@-]/.test(x) ? "'" + x : x;
+
 /** The rows of a table as objects, texts in place of their numbers. */
 function expanded(t) {
   return t.rows.map(row => {
@@ -252,17 +255,22 @@ function drawTable() {
     if (name === "share") return percent(x, 1);
     if (figures.includes(name) && row.spread > report.limit) return "~" + escaped(x);
     if (name === "predicted_tflops") return `≈ ${escaped(x)} <b class="badge predicted">P</b>`;
-    return escaped(["pass", "mask"].includes(name) ? word(x) : x);
+    return escaped(named(name, x));
   };
+  const rows = expanded(t), named = (name, x) => name === "kind" ? word("t." + x) : ["source", "pass", "mask"].includes(name) ? word(x) : x;
+  const choices = name => ({
+    values: unique(rows.map(r => r[name])).filter(x => x != null).map(x => ({ label: named(name, x), value: x })),
+    itemFormatter: escaped, clearable: true, autocomplete: false, sort: "asc",
+  });
   table = new Tabulator("#table", {
-    data: expanded(t), layout: "fitDataFill", pagination: true, paginationSize: 15, paginationSizeSelector: [15, 100, true], locale: root.lang, placeholder: "–",
+    data: rows, layout: "fitDataFill", pagination: true, paginationSize: 15, paginationSizeSelector: [15, 100, true], locale: root.lang, placeholder: "–",
     langs: { en: {}, zh: { pagination: { page_size: "每页", first: "首页", last: "末页", prev: "上一页", next: "下一页", all: "全部", counter: {} } } },
     columns: names.map(name => ({
       title: name === "tflops" ? "TFLOP/s" : name === "predicted_tflops" ? `TFLOP/s (${word("predicted")})` : name === "host_us" ? "µs" : name === "peak_mib" ? "MiB" : column(name),
-      field: name.replace(".", "_"), formatter: show(name), headerFilter: isText(name) ? "list" : "number", headerFilterPlaceholder: isText(name) ? "" : "≥",
-      headerFilterParams: isText(name) ? { valuesLookup: true, clearable: true, autocomplete: false, sort: "asc" } : {}, headerFilterFunc: isText(name) ? "=" : ">=",
+      field: name, formatter: show(name), headerFilter: isText(name) ? "list" : "number", headerFilterPlaceholder: isText(name) ? "" : "≥",
+      headerFilterParams: isText(name) ? choices(name) : {}, headerFilterFunc: isText(name) ? "=" : ">=",
       hozAlign: isText(name) ? "left" : "right", sorter: isText(name) ? "string" : "number", headerSortStartingDir: isText(name) ? "asc" : "desc",
-      visible: !["clocks", "versions"].includes(name) && !constant.has(name), download: true, minWidth: 60, maxInitialWidth: 320,
+      visible: !["clocks", "versions"].includes(name) && !constant.has(name), download: true, accessorDownload: plain, minWidth: 60, maxInitialWidth: 320,
     })),
   });
 }

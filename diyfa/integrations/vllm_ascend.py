@@ -1,0 +1,161 @@
+"""The metadata of vllm-ascend's attention backend as arguments of `diyfa.flash_attention_varlen`.
+
+vllm-ascend builds one `AscendMetadata` for each step and hands it to the attention of every layer. This module reads
+its fields by name and imports neither vllm nor vllm_ascend. docs/vllm-ascend.md has the design around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+# `AscendAttentionState`: the keys of PREFILL_NO_CACHE are those of the call, the others read the cache.
+PREFILL_NO_CACHE = "PrefillNoCache"
+STATES = (PREFILL_NO_CACHE, "PrefillCacheHit", "DecodeOnly", "ChunkedPrefill", "SpecDecoding")
+CACHE_DTYPES = ("auto", "float16", "bfloat16", "half")
+UNBOUNDED = (-1, -1)
+
+
+def attention_arguments(
+    metadata: Any,
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    value: torch.Tensor | None,
+    kv_cache: torch.Tensor | Sequence[torch.Tensor] | None,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    logits_soft_cap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    kv_cache_dtype: str = "auto",
+    attn_type: str = "decoder",
+    max_seqlen_k: int | None = None,
+) -> dict[str, Any]:
+    """Return the arguments with which `diyfa.flash_attention_varlen` computes what `AscendAttentionBackendImpl` does.
+
+    The step's keys must be in the cache already, as `reshape_and_cache` writes them. Rows of `query` from
+    `metadata.actual_seq_lengths_q[-1]` on are padding: the result has no rows for them.
+
+    Args:
+        metadata: `AscendMetadata`. Read are attn_state, query_start_loc, actual_seq_lengths_q, seq_lens, seq_lens_list,
+            block_tables, causal and model_runner_type. `seq_lens` may be on the CPU.
+        query: (tokens, H, D). key, value: (tokens, Hk, D) of this step, or None; read without a cache only.
+        kv_cache: (2, blocks, block size, Hk, D), or keys and values apart; read with a cache only.
+        scale, sliding_window, logits_soft_cap, alibi_slopes, sinks, kv_cache_dtype, attn_type: as the constructor of
+            vllm's attention implementations takes them. sliding_window: keys that a query sees, its own included.
+        max_seqlen_k: for a call that a graph replays, the longest sequence that it will see. Default: the longest now.
+
+    Raises:
+        ValueError: an unknown attn_state, metadata that contradict each other or the tensors, and what is not
+            translated: cross attention, context parallelism, quantised caches, a window without a causal mask.
+    """
+    state = _state(metadata)
+    is_encoder = metadata.model_runner_type == "pooling" and not metadata.causal
+    if attn_type not in ("decoder", "encoder_only", "encoder"):
+        raise ValueError(f"attention of type {attn_type!r} is not translated: decoder, encoder and encoder_only are")
+    if getattr(metadata, "pcp_local_num_input_tokens", 0):
+        raise ValueError("metadata of context parallelism are not translated")
+    if kv_cache_dtype not in CACHE_DTYPES:
+        raise ValueError(f"kv_cache_dtype must be one of {', '.join(CACHE_DTYPES)}, got {kv_cache_dtype!r}")
+    if sliding_window is not None and not metadata.causal:
+        raise ValueError("a sliding window without a causal mask is not translated")
+    if sliding_window is not None and sliding_window < 1:
+        raise ValueError(f"sliding_window must be at least 1, got {sliding_window}")
+
+    ends = [int(end) for end in metadata.actual_seq_lengths_q]
+    starts = [0, *ends[:-1]]
+    batch, n_tokens = len(ends), ends[-1] if ends else 0
+    if any(end < start for start, end in zip(starts, ends, strict=True)):
+        raise ValueError(f"actual_seq_lengths_q must not decrease, got {ends}")
+    if metadata.query_start_loc.numel() != batch + 1:
+        raise ValueError(f"query_start_loc must have {batch + 1} entries, got {metadata.query_start_loc.numel()}")
+    if n_tokens > query.shape[0]:
+        raise ValueError(f"actual_seq_lengths_q ends with {n_tokens}, and query has {query.shape[0]} rows")
+    cu_seqlens_q = metadata.query_start_loc.to(query.device, torch.int32)
+    max_seqlen_q = max((end - start for start, end in zip(starts, ends, strict=True)), default=0)
+    arguments: dict[str, Any] = {
+        "q": query[:n_tokens], "cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q,
+        "causal": bool(metadata.causal), "sm_scale": float(scale),
+        "window": UNBOUNDED if sliding_window is None else (sliding_window - 1, 0),
+        "softcap": float(logits_soft_cap or 0.0), "alibi_slopes": alibi_slopes, "sinks": sinks,
+    }  # fmt: skip
+    if state == PREFILL_NO_CACHE or is_encoder:
+        if key is None or value is None:
+            raise ValueError(f"{state} reads the step's own keys and values, and got none")
+        if min(key.shape[0], value.shape[0]) < n_tokens:
+            raise ValueError(f"key and value must have {n_tokens} rows, got {key.shape[0]} and {value.shape[0]}")
+        return arguments | {
+            "k": key[:n_tokens], "v": value[:n_tokens], "cu_seqlens_k": cu_seqlens_q, "max_seqlen_k": max_seqlen_q,
+        }  # fmt: skip
+    key_cache, value_cache = _caches(kv_cache, state)
+    lengths = [int(length) for length in metadata.seq_lens_list]
+    if len(lengths) < batch or metadata.seq_lens.numel() < batch:
+        raise ValueError(
+            f"{batch} sequences need as many lengths: seq_lens_list has {len(lengths)}, "
+            f"seq_lens {metadata.seq_lens.numel()}"
+        )
+    _check_cached_lengths(metadata, starts, ends, lengths, key_cache.shape[1])
+    longest = max(lengths[:batch], default=0)
+    if max_seqlen_k is not None and max_seqlen_k < longest:
+        raise ValueError(f"max_seqlen_k must be at least {longest}, the longest sequence, got {max_seqlen_k}")
+    return arguments | {
+        "k": key_cache, "v": value_cache, "cu_seqlens_k": None,
+        "max_seqlen_k": longest if max_seqlen_k is None else max_seqlen_k,
+        "block_table": metadata.block_tables[:batch].to(torch.int32),
+        "seqused_k": metadata.seq_lens[:batch].to(query.device, torch.int32),
+    }  # fmt: skip
+
+
+def slots(metadata: Any, block_size: int) -> list[int]:
+    """Return the slots of this step's tokens in the cache, as `block_tables` gives them: block · block_size + offset.
+
+    vllm-ascend writes keys through `slot_mapping` and diyfa reads them through `block_tables`, so both must agree. This
+    reads tensors on the host, for tests and for finding errors."""
+    table = metadata.block_tables.tolist()
+    start, found = 0, []
+    for b, (end, length) in enumerate(zip(metadata.actual_seq_lengths_q, metadata.seq_lens_list, strict=False)):
+        for position in range(length - (end - start), length):
+            found.append(table[b][position // block_size] * block_size + position % block_size)
+        start = end
+    return found
+
+
+def _state(metadata: Any) -> str:
+    state = getattr(metadata.attn_state, "name", metadata.attn_state)
+    if state not in STATES:
+        raise ValueError(f"attn_state must be one of {', '.join(STATES)}, got {state!r}")
+    return state
+
+
+def _caches(kv_cache: Any, state: str) -> tuple[torch.Tensor, torch.Tensor]:
+    if kv_cache is None or len(kv_cache) != 2:
+        raise ValueError(f"{state} reads a cache: expected keys and values, got {_described(kv_cache)}")
+    key_cache, value_cache = kv_cache[0], kv_cache[1]
+    if key_cache.dim() != 4 or key_cache.shape[:3] != value_cache.shape[:3]:
+        raise ValueError(
+            f"a cache must be (blocks, block size, Hk, D) each, got {_described(key_cache)} and "
+            f"{_described(value_cache)}"
+        )
+    return key_cache, value_cache
+
+
+def _described(x: Any) -> str:
+    return f"a tensor {tuple(x.shape)}" if isinstance(x, torch.Tensor) else f"{type(x).__name__}"
+
+
+def _check_cached_lengths(
+    metadata: Any, starts: list[int], ends: list[int], lengths: list[int], block_size: int
+) -> None:
+    """Raise ValueError if a sequence is shorter than its queries, or its keys have no room in `block_tables`."""
+    if metadata.block_tables is None or metadata.block_tables.shape[0] < len(ends):
+        rows = None if metadata.block_tables is None else metadata.block_tables.shape[0]
+        raise ValueError(f"block_tables must have {len(ends)} rows, one for each sequence, got {rows}")
+    room = metadata.block_tables.shape[1] * block_size
+    for b, (start, end, length) in enumerate(zip(starts, ends, lengths, strict=False)):
+        if length < end - start:
+            raise ValueError(f"sequence {b} has {end - start} queries and {length} keys: seq_lens counts both")
+        if length > room:
+            raise ValueError(f"sequence {b} has {length} keys, and its row of block_tables room for {room}")
