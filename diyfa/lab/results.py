@@ -172,7 +172,9 @@ def _is(name: str, value: Any) -> bool:
 
 def _wrong_values(entries: dict[str, Any], fields: dict[str, str]) -> list[str]:
     """Return what is wrong with the entries that `fields` gives a type, in words."""
-    wrong = [fault for name, value in entries.items() if name in fields and (fault := _fault(name, value, fields[name]))]
+    wrong = [
+        fault for name, value in entries.items() if name in fields and (fault := _fault(name, value, fields[name]))
+    ]
     for name, kind in (("versions", "text"), ("clocks", "number")):
         if isinstance(entries.get(name), dict):
             values = entries[name].items()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import product
 
 import torch
@@ -17,6 +17,7 @@ from diyfa.backends.cuda.matmul.configs import (
 )
 from diyfa.backends.cuda.matmul.kernel import TORCH_DTYPE, make_launches
 from diyfa.lab.cuda.aot import CompileSpec, launch_spec
+from diyfa.options import ACTIVATIONS
 from diyfa.problem import MatmulProblem
 
 # (dtype of inputs, of the product, of the result, precision)
@@ -27,6 +28,11 @@ CASES = (
     ("float32", "float32", "float32", "tf32"),
     ("float32", "float32", "float32", "ieee"),
 )
+
+
+# Bytes of spills allowed to gelu, once for each tile: before Hopper the sums and the main loop's addresses leave about 10
+# registers of 255.
+GELU_SPILLS = 160
 
 
 def compile_specs(arch: str) -> Iterator[CompileSpec]:
@@ -45,7 +51,25 @@ def compile_specs(arch: str) -> Iterator[CompileSpec]:
                 configs.update(dict.fromkeys([*([] if default is None else [default]), *measured]))
         for config in configs:
             yield from _config_specs(problem, config)
+    yield from _epilogue_specs(arch, refusals)
     yield from _hopper_specs(arch)
+
+
+def _epilogue_specs(arch: str, refusals: Mapping[str, Callable[[MatmulProblem], str | None]]) -> Iterator[CompileSpec]:
+    """Yield the default tiles of both forms with a bias and each activation, and the kernel that adds up splits."""
+    for form, m, activation in product(refusals, (16, 4096), (None, *ACTIVATIONS)):
+        half = MatmulProblem("cuda", arch, "float16", "float16", "float16", m, 4096, 4096, aligned=True)
+        problem = half.replace(bias=True, activation=activation)
+        config = None if refusals[form](problem) else default_config(problem, form)
+        if config is None:
+            continue
+        bias = torch.empty(problem.n, dtype=torch.float16, device="meta")
+        a, b, c = _example_tensors(problem, b_transposed=True)
+        tile = f"{config.block_m}x{config.block_n}x{config.block_k} split{config.split_k}"
+        launch = make_launches(problem, a, b, bias, c, config)[-1]  # of two, the one with the epilogue
+        name = "sum" if config.split_k > 1 else form
+        case = f"float16 bT {tile} bias {activation or ''}".rstrip()
+        yield launch_spec(launch, f"matmul/{name}", case, GELU_SPILLS if activation == "gelu" else 0)
 
 
 def _hopper_specs(arch: str) -> Iterator[CompileSpec]:
