@@ -308,6 +308,8 @@ def test_overlap_is_checked_at_every_call() -> None:
         diyfa.triton_matmul(memory[0], memory[1], out=memory[2], backend="cpu")
     with pytest.raises(ValueError, match="out must not share memory with b"):
         diyfa.triton_matmul(memory[0], memory[1], out=memory[1], backend="cpu")
+    described = torch.empty(32, 32, dtype=torch.float16, device="meta")
+    assert diyfa.triton_matmul(described, described, out=torch.empty_like(described), backend="cpu").is_meta
     columns = torch.zeros(32, 96, dtype=torch.float16)
     diyfa.triton_matmul(columns[:, :32], columns[:, 32:64], out=columns[:, 64:], backend="cpu")  # interleaved, apart
 

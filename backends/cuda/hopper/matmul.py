@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from diyfa.backends.cuda.attention.launch import forced_config
+from diyfa.backends.cuda.attention.launch import choice, forced_config
 from diyfa.backends.cuda.gluon.barriers import WARPS, idle_warps, turn, wait_for_previous_kernels
 from diyfa.backends.cuda.gluon.channel import Channel, allocate_channel
 from diyfa.backends.cuda.gluon.compat import aggregate, async_load, async_store
@@ -402,4 +402,4 @@ def matmul_pass(
     return Pass(launches, partials_of(launches))
 
 
-matmul, repeat = launching(matmul_pass), repeating(matmul_pass)
+matmul, repeat = launching(matmul_pass), repeating(matmul_pass, choice)

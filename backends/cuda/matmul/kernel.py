@@ -369,8 +369,11 @@ def launching(describe: Callable[..., Pass]) -> Callable[..., None]:
     return launch
 
 
-def repeating(describe: Callable[..., Pass]) -> Callable[..., Replay | None]:
-    """Return `Kernel.repeat` of a kernel whose pass `describe(problem, a, b, bias, c)` returns."""
+def repeating(describe: Callable[..., Pass], choice: Callable[[], object] = tune.state) -> Callable[..., Replay | None]:
+    """Return `Kernel.repeat` of a kernel whose pass `describe(problem, a, b, bias, c)` returns.
+
+    `choice` returns what decides on its tile besides the problem.
+    """
 
     def repeat(
         problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, c: torch.Tensor
@@ -379,7 +382,7 @@ def repeating(describe: Callable[..., Pass]) -> Callable[..., Replay | None]:
         a, b, c, bias = a.detach(), b.detach(), c.detach(), None if bias is None else bias.detach()
         inputs = [a, b] if bias is None else [a, b, bias]
         with on_device(a):
-            return make_replay(describe(problem, a, b, bias, c), inputs, [c], tune.state)
+            return make_replay(describe(problem, a, b, bias, c), inputs, [c], choice)
 
     return repeat
 
