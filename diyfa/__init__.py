@@ -55,6 +55,8 @@ _PUBLIC: dict[str, str] = {
     "BenchmarkResult": "diyfa.lab.bench",
     "BenchmarkRunner": "diyfa.lab.bench",
     "benchmark_fn": "diyfa.lab.bench",
+    "quantize": "diyfa.quantize",
+    "Quantized": "diyfa.eight_bits",
     "warmup": "diyfa.ready.warming",
     "validate_attention": "diyfa.testing",
     "validate_matmul": "diyfa.testing",
@@ -77,6 +79,7 @@ if TYPE_CHECKING:  # for editors, which look up docstrings here; types are those
     from diyfa.device import print_gpu_info as print_gpu_info
     from diyfa.device import supports_fp8 as supports_fp8
     from diyfa.dropout import dropout_mask as dropout_mask
+    from diyfa.eight_bits import Quantized as Quantized
     from diyfa.flash_attn_interface import flash_attn_func as flash_attn_func
     from diyfa.flash_attn_interface import flash_attn_kvpacked_func as flash_attn_kvpacked_func
     from diyfa.flash_attn_interface import flash_attn_qkvpacked_func as flash_attn_qkvpacked_func
@@ -88,6 +91,7 @@ if TYPE_CHECKING:  # for editors, which look up docstrings here; types are those
     from diyfa.lab.bench import BenchmarkRunner as BenchmarkRunner
     from diyfa.lab.bench import benchmark_fn as benchmark_fn
     from diyfa.matmul import triton_matmul as triton_matmul
+    from diyfa.quantize import quantize as quantize
     from diyfa.ready.warming import warmup as warmup
     from diyfa.reference import reference_attention as reference_attention
     from diyfa.reference import reference_kvcache as reference_kvcache

@@ -16,10 +16,12 @@ from diyfa.device import detect_npu as detect_npu
 from diyfa.device import print_gpu_info as print_gpu_info
 from diyfa.device import supports_fp8 as supports_fp8
 from diyfa.dropout import dropout_mask as dropout_mask
+from diyfa.eight_bits import Quantized as Quantized
 from diyfa.lab.bench import BenchmarkResult as BenchmarkResult
 from diyfa.lab.bench import BenchmarkRunner as BenchmarkRunner
 from diyfa.lab.bench import benchmark_fn as benchmark_fn
 from diyfa.matmul import triton_matmul as triton_matmul
+from diyfa.quantize import quantize as quantize
 from diyfa.ready.warming import warmup as warmup
 from diyfa.reference import reference_kvcache as reference_kvcache
 from diyfa.registry import batch_invariant as batch_invariant
@@ -57,6 +59,12 @@ def flash_attention(
     deterministic: bool = False,
     return_lse: Literal[False] = False,
     backend: str | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    k_mean: torch.Tensor | None = None,
+    v_mean: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor: ...
 @overload
 def flash_attention(
@@ -78,6 +86,12 @@ def flash_attention(
     deterministic: bool = False,
     return_lse: Literal[True],
     backend: str | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    k_mean: torch.Tensor | None = None,
+    v_mean: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def flash_attention(
@@ -99,6 +113,12 @@ def flash_attention(
     deterministic: bool = False,
     return_lse: bool = False,
     backend: str | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    k_mean: torch.Tensor | None = None,
+    v_mean: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def flash_attention_v2(
@@ -120,6 +140,12 @@ def flash_attention_v2(
     deterministic: bool = False,
     return_lse: Literal[False] = False,
     backend: str | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    k_mean: torch.Tensor | None = None,
+    v_mean: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor: ...
 @overload
 def flash_attention_v2(
@@ -141,6 +167,12 @@ def flash_attention_v2(
     deterministic: bool = False,
     return_lse: Literal[True],
     backend: str | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    k_mean: torch.Tensor | None = None,
+    v_mean: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def flash_attention_v2(
@@ -162,6 +194,12 @@ def flash_attention_v2(
     deterministic: bool = False,
     return_lse: bool = False,
     backend: str | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    k_mean: torch.Tensor | None = None,
+    v_mean: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def flash_attention_varlen(
@@ -185,6 +223,12 @@ def flash_attention_varlen(
     deterministic: bool = False,
     return_lse: Literal[False] = False,
     backend: str | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    k_mean: torch.Tensor | None = None,
+    v_mean: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     block_table: torch.Tensor | None = None,
     seqused_k: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
@@ -211,6 +255,12 @@ def flash_attention_varlen(
     deterministic: bool = False,
     return_lse: Literal[True],
     backend: str | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    k_mean: torch.Tensor | None = None,
+    v_mean: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     block_table: torch.Tensor | None = None,
     seqused_k: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
@@ -237,6 +287,12 @@ def flash_attention_varlen(
     deterministic: bool = False,
     return_lse: bool = False,
     backend: str | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    k_mean: torch.Tensor | None = None,
+    v_mean: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     block_table: torch.Tensor | None = None,
     seqused_k: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
@@ -616,6 +672,12 @@ def reference_attention(
     layout: str = "bhsd",
     return_lse: Literal[False] = False,
     dtype: torch.dtype | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    k_mean: torch.Tensor | None = None,
+    v_mean: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor: ...
 @overload
 def reference_attention(
@@ -638,6 +700,12 @@ def reference_attention(
     layout: str = "bhsd",
     return_lse: Literal[True],
     dtype: torch.dtype | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    k_mean: torch.Tensor | None = None,
+    v_mean: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def reference_attention(
@@ -660,4 +728,10 @@ def reference_attention(
     layout: str = "bhsd",
     return_lse: bool = False,
     dtype: torch.dtype | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    k_mean: torch.Tensor | None = None,
+    v_mean: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from diyfa import ops, registry, validation
+from diyfa.eight_bits import EIGHT_BIT_DTYPES, Quantized, unwrapped
 from diyfa.keywords import refuse_unknown, without_unknown
 from diyfa.kvcache import attend_packed, explain_packed
 from diyfa.ops import new_rng_state
@@ -76,12 +77,15 @@ def checked_options(
     validation.check_scalars(sm_scale, softcap, dropout_p, words.scale)
     left, right = validation.check_window(options.pop("window", UNBOUNDED), words.window)
     has_tensors = bool(optional_from_arguments(lengths, options))
+    if has_tensors or q.dtype in EIGHT_BIT_DTYPES:
+        validation.check_eight_bit_options(q, options)
     if has_tensors:
         validation.check_optional_tensors(q, sizes, {**options, "seq_lens": lengths.seq_lens})
         validation.check_values(lengths, q, k, options["layout"])
     options["sm_scale"] = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
     options["window_left"], options["window_right"] = left, 0 if options.pop("causal", False) else right
     options["softcap"], options["dropout_p"] = float(softcap), float(dropout_p)
+    options["out_dtype"] = validation.output_dtype(q, v, options.get("out_dtype"))
     options["deterministic"] = options.get("deterministic", False) or torch.are_deterministic_algorithms_enabled()
     if not dropout_p:
         options["rng_state"] = None
@@ -92,6 +96,11 @@ def checked_options(
         for name, gate in DIFFERENTIABLE.items() if has_tensors else ():
             if options.get(name) is not None and options[name].requires_grad:
                 options |= {"needs_grad": True, gate or "needs_grad": True}
+        if options.get("needs_grad") and q.dtype in EIGHT_BIT_DTYPES:
+            raise ValueError(
+                f"attention of {q.dtype} has no backward pass: call it inside torch.no_grad(), or without inputs that "
+                "require a gradient"
+            )
     options["backend"] = options.get("backend") or registry.forced_backend()
     options["batch_invariant"] = registry.is_batch_invariant()
     if options["batch_invariant"]:
@@ -156,6 +165,9 @@ def attend(
                     )
 
                 return attend_with_shards(attend_shards, owners, lengths, arguments)
+            if any(isinstance(x, Quantized) for x in tensors):
+                arguments |= unwrapped(owners, arguments)
+                return attend(owners, lengths, returns_lse, arguments, words, weights)
             validation.check_tensors(**owners)
         cast: Any = autocast(*tensors)
         if layout == "bhsd" and first.dim() == 3:
@@ -204,6 +216,15 @@ def _views(packing: str, tensors: tuple[torch.Tensor, ...], names: list[str], la
     return (*tensors[:-1], *packed.unbind(-3))
 
 
+def _refuse_over_cache(**arguments: object) -> None:
+    """Raise ValueError if an argument for float8 or int8 inputs is given to a call over a cache."""
+    if given := [name for name, value in arguments.items() if value is not None]:
+        raise ValueError(
+            f"a call over a cache (block_table, seqused_k, out) takes no {', '.join(given)}: eight_bits are for calls "
+            "without one; flash_attn_with_kvcache reads caches of float8"
+        )
+
+
 @without_unknown
 def flash_attention(
     q: torch.Tensor,
@@ -224,14 +245,21 @@ def flash_attention(
     deterministic: bool = False,
     return_lse: bool = False,
     backend: str | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    k_mean: torch.Tensor | None = None,
+    v_mean: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     **unknown: NoReturn,
 ) -> Result:
     """Return softmax(q kᵀ · sm_scale) v without ever storing the (Sq, Sk) matrix.
 
     Args:
         q: (B, H, Sq, D), or (B·H, Sq, D); float16, bfloat16 or float32. D is 1 to 576, v's 1 to 512. Last stride 1,
-            others free.
+            others free. Without a gradient also float8_e4m3fn, float8_e5m2 or int8, as `diyfa.quantize` makes them.
         k, v: (B, Hk, Sk, D) and (B, Hk, Sk, Dv), or 3-D like q. H must be a multiple of Hk (grouped-query attention).
+            They have q's dtype; beside int8 v has float8, float16 or bfloat16.
         causal: query i sees keys j <= i + Sk - Sq (aligned to the bottom right).
         sm_scale: factor of the scores; default 1/sqrt(D).
         seq_lens: (B,) int32, 0 < length <= Sk. Keys from the length on are masked. A sample's queries are its first
@@ -251,10 +279,14 @@ def flash_attention(
         deterministic: gradients are bitwise equal from run to run, as with `torch.use_deterministic_algorithms(True)`.
         return_lse: also return the log-sum-exp of the scores (natural logarithm), (B, H, Sq) float32.
         backend: name of a backend that must run the call; default: the one made for the tensors' device.
+        q_descale, k_descale, v_descale: float32 factors of q, k and v in float8 or int8, positive: one number, (B, Hk),
+            or for q (B, H, ceil(Sq / 128)) and for k (B, Hk, ceil(Sk / 64)), one for each block of rows. Default: 1.
+        k_mean, v_mean: (B, Hk, D) and (B, Hk, Dv) float32, added to k and v of float8 or int8 after the factor.
+        out_dtype: dtype of the output of float8 and int8; default: v's if that has 16 bits, else bfloat16.
 
     Returns:
-        The output, shaped and typed like q with v's feature size; with `return_lse` the pair (out, lse). A row that
-        sees no key has output 0 and lse +inf.
+        The output, shaped and typed like q (float8 and int8: `out_dtype`) with v's feature size; with `return_lse` the
+        pair (out, lse). A row that sees no key has output 0 and lse +inf.
 
     Raises:
         ValueError, TypeError: an argument does not fit, or what was named explicitly cannot run, with the reason.
@@ -266,6 +298,8 @@ def flash_attention(
         "layout": "bhsd", "causal": causal, "sm_scale": sm_scale, "variant": variant, "window": window,
         "softcap": softcap, "alibi_slopes": alibi_slopes, "attn_bias": attn_bias, "sinks": sinks,
         "dropout_p": dropout_p, "rng_state": rng_state, "deterministic": deterministic, "backend": backend,
+        "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale, "k_mean": k_mean, "v_mean": v_mean,
+        "out_dtype": out_dtype,
     })  # fmt: skip
 
 
@@ -289,6 +323,12 @@ def flash_attention_v2(
     deterministic: bool = False,
     return_lse: bool = False,
     backend: str | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    k_mean: torch.Tensor | None = None,
+    v_mean: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     **unknown: NoReturn,
 ) -> Result:
     """`flash_attention` for the layout (B, S, H, D) of q, k, v and the output.
@@ -302,6 +342,8 @@ def flash_attention_v2(
         "layout": "bshd", "causal": causal, "sm_scale": sm_scale, "variant": variant, "window": window,
         "softcap": softcap, "alibi_slopes": alibi_slopes, "attn_bias": attn_bias, "sinks": sinks,
         "dropout_p": dropout_p, "rng_state": rng_state, "deterministic": deterministic, "backend": backend,
+        "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale, "k_mean": k_mean, "v_mean": v_mean,
+        "out_dtype": out_dtype,
     })  # fmt: skip
 
 
@@ -327,6 +369,12 @@ def flash_attention_varlen(
     deterministic: bool = False,
     return_lse: bool = False,
     backend: str | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    k_mean: torch.Tensor | None = None,
+    v_mean: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     block_table: torch.Tensor | None = None,
     seqused_k: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
@@ -362,6 +410,10 @@ def flash_attention_varlen(
     if unknown:
         refuse_unknown(flash_attention_varlen, unknown)
     if block_table is not None or seqused_k is not None or out is not None:
+        _refuse_over_cache(
+            q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, k_mean=k_mean, v_mean=v_mean,
+            out_dtype=out_dtype,
+        )  # fmt: skip
         validation.check_booleans(causal=causal, deterministic=deterministic, return_lse=return_lse)
         pair = attend_packed(q, k, v, {
             "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k,
@@ -378,6 +430,8 @@ def flash_attention_varlen(
         "layout": VARLEN, "causal": causal, "sm_scale": sm_scale, "variant": variant, "window": window,
         "softcap": softcap, "alibi_slopes": alibi_slopes, "sinks": sinks,
         "dropout_p": dropout_p, "rng_state": rng_state, "deterministic": deterministic, "backend": backend,
+        "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale, "k_mean": k_mean, "v_mean": v_mean,
+        "out_dtype": out_dtype,
     })  # fmt: skip
 
 
@@ -406,6 +460,12 @@ def explain(
     deterministic: bool = False,
     return_lse: bool = False,
     backend: str | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    k_mean: torch.Tensor | None = None,
+    v_mean: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     block_table: torch.Tensor | None = None,
     seqused_k: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
@@ -422,11 +482,18 @@ def explain(
     if layout not in (*LAYOUTS, VARLEN):
         raise ValueError(f"layout must be one of {', '.join((*LAYOUTS, VARLEN))}, got {layout!r}")
     validation.check_booleans(causal=causal, deterministic=deterministic, return_lse=return_lse)
+    owners = {"q": q, "k": k, "v": v}
+    eight_bits: dict[str, Any] = {
+        "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale, "k_mean": k_mean, "v_mean": v_mean,
+    }  # fmt: skip
+    eight_bits |= unwrapped(owners, eight_bits)
+    q, k, v = owners.values()
     if block_table is not None or seqused_k is not None or out is not None:
         if layout != VARLEN:
             raise ValueError(f"block_table, seqused_k and out belong to the layout 'thd', got {layout!r}")
         if seq_lens is not None or attn_bias is not None:
             raise ValueError("layout 'thd' takes no seq_lens and no attn_bias")
+        _refuse_over_cache(**eight_bits, out_dtype=out_dtype)
         return explain_packed(q, k, v, {
             "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k,
             "max_seqlen_q": validation.check_length("max_seqlen_q", max_seqlen_q),
@@ -456,6 +523,7 @@ def explain(
         "layout": layout, "causal": causal, "sm_scale": sm_scale, "variant": variant, "window": window,
         "softcap": softcap, "alibi_slopes": alibi_slopes, "attn_bias": attn_bias, "sinks": sinks,
         "dropout_p": dropout_p, "rng_state": rng_state, "deterministic": deterministic, "backend": backend,
+        "out_dtype": out_dtype, **eight_bits,
     })  # fmt: skip
     return _explain_checked(q, k, v, lengths, options, backend or "")
 

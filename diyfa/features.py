@@ -14,9 +14,12 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from diyfa.eight_bits import BLOCK_K, BLOCK_Q, EIGHT_BITS, PER_BLOCK, PER_HEAD, PER_TENSOR
+
 ATTENTION_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _DTYPE_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in ATTENTION_DTYPES}
-Sizes = dict[str, int]  # of one call: "b" samples, "h" query heads, "q" queries, "k" keys
+# Of one call: "b" samples, "h" query heads, "g" KV heads, "q" queries, "k" keys, "d" and "e" features of k and v
+Sizes = dict[str, int]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -41,6 +44,12 @@ def _dtype_name(value: torch.Tensor | None) -> str:
     return "" if value is None else dtype_name(value.dtype)
 
 
+def _descale_kind(descale: torch.Tensor | None) -> int:
+    if descale is None:
+        return 0
+    return PER_TENSOR if descale.numel() == 1 else PER_HEAD if descale.dim() == 2 else PER_BLOCK
+
+
 def _has_origins(rng_state: torch.Tensor | None) -> bool:
     return rng_state is not None and rng_state.shape[0] > 2
 
@@ -51,14 +60,21 @@ def _is_positive(value: float) -> bool:
 
 @dataclass(frozen=True)
 class Shape:
-    """The shapes of an optional tensor, in letters: those of `Sizes`, "n" for B + 1, "2" for two, "o" for 2 + 4 B."""
+    """The shapes of an optional tensor, in letters: those of `Sizes`, "n" for B + 1, "2" for two, "o" for 2 + 4 B, "x"
+    and "y" for blocks of BLOCK_Q queries and of BLOCK_K keys."""
 
     letters: tuple[str, ...]
 
     def allowed_shapes(self, sizes: Sizes) -> list[tuple[int, ...]]:
         """Return all shapes that are allowed, the usual one first."""
         sizes = {**sizes, "n": sizes["b"] + 1, "2": 2, "o": 2 + 4 * sizes["b"]}
+        if "q" in sizes and "k" in sizes:
+            sizes |= {"x": -(-sizes["q"] // BLOCK_Q), "y": -(-sizes["k"] // BLOCK_K)}
         return [tuple(sizes[letter] for letter in letters) for letters in self.letters]
+
+    def example(self, sizes: Sizes, value: Any) -> tuple[int, ...]:
+        """Return the shape of a tensor for which the problem's field has this value."""
+        return self.allowed_shapes(sizes)[0]
 
     def refuses(self, x: torch.Tensor, sizes: Sizes) -> str:
         """Return what x must do, as the end of a message, or "" if its shape is allowed."""
@@ -84,6 +100,13 @@ class OneOrAll(Shape):
 
     def refuses(self, x: torch.Tensor, sizes: Sizes) -> str:
         return "" if x.numel() == 1 else super().refuses(x, sizes)
+
+
+class Descale(OneOrAll):
+    """One element, one for each head, or one for each block of rows."""
+
+    def example(self, sizes: Sizes, value: Any) -> tuple[int, ...]:
+        return ((1,), *self.allowed_shapes(sizes))[value - PER_TENSOR]
 
 
 class State(Shape):
@@ -166,6 +189,19 @@ FEATURES = (
         "rng_state", "Tensor?", "dropout_origins", _has_origins, _INT64, "int64", State(("2", "o")),
         is_present=lambda problem: problem.dropout,
     ),
+    Feature(
+        "q_descale", "Tensor?", "q_descale", _descale_kind, _FLOAT32, "float32", Descale(("bg", "bhx")),
+        prepared=_contiguous,
+    ),
+    Feature(
+        "k_descale", "Tensor?", "k_descale", _descale_kind, _FLOAT32, "float32", Descale(("bg", "bgy")),
+        prepared=_contiguous,
+    ),
+    Feature(
+        "v_descale", "Tensor?", "v_descale", _descale_kind, _FLOAT32, "float32", Descale(("bg",)), prepared=_contiguous,
+    ),
+    Feature("k_mean", "Tensor?", "k_mean", _is_given, _FLOAT32, "float32", Shape(("bgd",)), prepared=_contiguous),
+    Feature("v_mean", "Tensor?", "v_mean", _is_given, _FLOAT32, "float32", Shape(("bge",)), prepared=_contiguous),
     Feature("max_seqlen_q", "SymInt", "seqlen_q"),
     Feature("max_seqlen_k", "SymInt", "seqlen_k"),
     Feature("sm_scale", "float"),
@@ -196,7 +232,7 @@ FEATURES = (
     Feature("out_dtype", "str", "out_dtype"),
 )  # fmt: skip
 
-# Features that shapes decide: those of q, k and v, and that of `rng_state`.
+# Features that shapes and dtypes decide: those of q, k and v, and that of `rng_state`.
 SHAPE_FEATURES = (
     Feature(
         "heads_kv", refusal_name="gqa", is_present=lambda problem: problem.heads_q != problem.heads_kv,
@@ -207,6 +243,11 @@ SHAPE_FEATURES = (
         label="V of another D", example={"head_dim": 192, "head_dim_v": 128},
     ),
     Feature("dropout_origins", problem_field="dropout_origins", refusal_name="dropout_origins"),
+    # With it come the descales and means. They are refused with other dtypes, so that no kernel leaves them out.
+    Feature(
+        "eight_bits", refusal_name="eight_bits", is_present=lambda problem: problem.dtype in EIGHT_BITS,
+        label="float8 and int8", example={"dtype": "float8_e4m3fn", "out_dtype": "bfloat16"},
+    ),
 )  # fmt: skip
 
 # Features that a backend may refuse.
@@ -225,11 +266,13 @@ Values = TypeVar("Values", bound=NamedTuple)  # options or tensors of a call, wh
 
 
 def for_sample(values: Values, b: int) -> Values:
-    """Return `values` for a call of sample b alone: the b-th row of each optional tensor of shape (B, H)."""
+    """Return `values` for a call of sample b alone: the b-th row of each optional tensor with one for each sample."""
     rows = {}
     for feature in TENSORS:
         x = getattr(values, feature.name, None)
-        if x is not None and type(feature.shape) is Shape and x.dim() == 2:
+        if x is None or feature.shape is None or isinstance(feature.shape, Broadcast) or x.numel() == 1:
+            continue
+        if any(letters[0] == "b" and 1 < len(letters) == x.dim() for letters in feature.shape.letters):
             rows[feature.name] = x[b : b + 1]
     return values._replace(**rows) if rows else values
 

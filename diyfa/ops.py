@@ -118,6 +118,7 @@ def describe_attention(
         seqlen_k=seqlen_k,
         head_dim=head_dim,
         head_dim_v=v.shape[-1],
+        value_dtype="" if v.dtype is q.dtype else dtype_name(v.dtype),
         window_left=left,
         window_right=right,
         aligned=is_aligned(q, k, v),

@@ -49,6 +49,11 @@ class AttentionOptions(NamedTuple):
     attn_bias: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
     rng_state: torch.Tensor | None = None  # None without dropout
+    q_descale: torch.Tensor | None = None  # of float8 or int8, as the next four: `diyfa.eight_bits`
+    k_descale: torch.Tensor | None = None
+    v_descale: torch.Tensor | None = None
+    k_mean: torch.Tensor | None = None
+    v_mean: torch.Tensor | None = None
     deterministic: bool = False
     needs_grad: bool = False
     bias_grad: bool = False  # attn_bias itself wants a gradient
@@ -112,7 +117,8 @@ def optional_tensors(lengths: Lengths, options: AttentionOptions) -> tuple[torch
     """Return all optional tensors or None, in the order of the table."""
     return (
         lengths.cu_seqlens_q, lengths.cu_seqlens_k, lengths.seq_lens, options.alibi_slopes, options.attn_bias,
-        options.sinks, options.rng_state,
+        options.sinks, options.rng_state, options.q_descale, options.k_descale, options.v_descale, options.k_mean,
+        options.v_mean,
     )  # fmt: skip
 
 
@@ -121,9 +127,15 @@ def optional_from_arguments(lengths: Lengths, arguments: dict[str, Any]) -> tupl
     slopes, bias, sinks, state = (
         arguments.get("alibi_slopes"), arguments.get("attn_bias"), arguments.get("sinks"), arguments.get("rng_state")
     )  # fmt: skip
-    if lengths is NO_LENGTHS and slopes is bias is sinks is state is None:
+    q_descale, k_descale, v_descale = arguments.get("q_descale"), arguments.get("k_descale"), arguments.get("v_descale")
+    k_mean, v_mean = arguments.get("k_mean"), arguments.get("v_mean")
+    nothing = slopes is bias is sinks is state is q_descale is k_descale is v_descale is k_mean is v_mean is None
+    if lengths is NO_LENGTHS and nothing:
         return ()
-    return lengths.cu_seqlens_q, lengths.cu_seqlens_k, lengths.seq_lens, slopes, bias, sinks, state
+    return (
+        lengths.cu_seqlens_q, lengths.cu_seqlens_k, lengths.seq_lens, slopes, bias, sinks, state, q_descale, k_descale,
+        v_descale, k_mean, v_mean,
+    )  # fmt: skip
 
 
 def pack(lengths: Lengths, options: AttentionOptions) -> tuple[Any, ...]:
@@ -139,13 +151,14 @@ def pack(lengths: Lengths, options: AttentionOptions) -> tuple[Any, ...]:
 def unpack(arguments: Sequence[Any], packing: str = "") -> tuple[Lengths, AttentionOptions]:
     """Return the lengths and options of the flat arguments of `SCHEMA`, which has no `packing`."""
     (
-        cu_seqlens_q, cu_seqlens_k, seq_lens, alibi_slopes, attn_bias, sinks, rng_state, max_seqlen_q, max_seqlen_k,
-        sm_scale, window_left, window_right, softcap, dropout_p, layout, deterministic, needs_grad, bias_grad, backend,
-        variant, batch_invariant, out_dtype,
+        cu_seqlens_q, cu_seqlens_k, seq_lens, alibi_slopes, attn_bias, sinks, rng_state, q_descale, k_descale,
+        v_descale, k_mean, v_mean, max_seqlen_q, max_seqlen_k, sm_scale, window_left, window_right, softcap, dropout_p,
+        layout, deterministic, needs_grad, bias_grad, backend, variant, batch_invariant, out_dtype,
     ) = arguments  # fmt: skip
     return Lengths(cu_seqlens_q, cu_seqlens_k, seq_lens, max_seqlen_q, max_seqlen_k), AttentionOptions(
         layout, sm_scale, window_left, window_right, softcap, dropout_p, alibi_slopes, attn_bias, sinks, rng_state,
-        deterministic, needs_grad, bias_grad, backend, variant, batch_invariant, out_dtype, packing,
+        q_descale, k_descale, v_descale, k_mean, v_mean, deterministic, needs_grad, bias_grad, backend, variant,
+        batch_invariant, out_dtype, packing,
     )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from diyfa.torch_private import is_unseen
 
 # Runs a call again with other tensors: it replaces addresses in launches that are prepared. Returns None if it cannot.
 Repeat = Callable[..., Any]
-_float32, _Tensor, _strided = torch.float32, torch.Tensor, torch.strided
+_float32, _int8, _Tensor, _strided = torch.float32, torch.int8, torch.Tensor, torch.strided
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # tensors of other types intercept operations
 
 
@@ -194,7 +194,8 @@ def call_key(
     if q.is_neg() or k.is_neg() or v.is_neg():  # the memory does not hold the values themselves
         return None
     dtype, keys_dtype, device = q.dtype, k.dtype, q.device
-    if v.dtype is not keys_dtype or (keys_dtype is not dtype and not over_cache):
+    values_dtype = v.dtype
+    if (values_dtype is not keys_dtype and keys_dtype is not _int8) or (keys_dtype is not dtype and not over_cache):
         return None  # the checks refuse it
     if k.device != device or v.device != device:
         return None
@@ -222,6 +223,7 @@ def call_key(
             k.stride(),
             v.stride(),
             dtype,
+            values_dtype,
             device,
             (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15,  # kernels are compiled for aligned or any tensors
             (dtype is _float32 or keys_dtype is not dtype)  # autocast casts no other tensors

@@ -205,6 +205,13 @@ class AttentionProblem(_AttentionShape, _Problem):
     out_dtype: str = ""
     few_steps: bool = True
     aligned_gradients: bool = True
+    # Of float8 and int8 (`diyfa.eight_bits`): the kind of each descale, 0 without one; whether means were taken off.
+    q_descale: int = 0
+    k_descale: int = 0
+    v_descale: int = 0
+    k_mean: bool = False
+    v_mean: bool = False
+    value_dtype: str = ""  # v's, if it differs from `dtype`
 
     @property
     def masked(self) -> bool:
@@ -328,6 +335,11 @@ class AttentionTensors(NamedTuple):
     attn_bias: torch.Tensor | None = None  # broadcastable to (B, H, Sq, Sk)
     sinks: torch.Tensor | None = None  # (H,) fp32
     rng_state: torch.Tensor | None = None  # int64 [seed, offset], with `dropout_origins` also 4 numbers for each sample
+    q_descale: torch.Tensor | None = None  # fp32, contiguous: one number, (B, Hk) or (B, H, blocks)
+    k_descale: torch.Tensor | None = None  # fp32: one number, (B, Hk) or (B, Hk, blocks)
+    v_descale: torch.Tensor | None = None  # fp32: one number or (B, Hk)
+    k_mean: torch.Tensor | None = None  # (B, Hk, D) fp32
+    v_mean: torch.Tensor | None = None  # (B, Hk, Dv) fp32
     dropout_p: float = 0.0
 
     def present(self) -> list[torch.Tensor]:
@@ -414,13 +426,16 @@ def as_kvcache(problem: AttentionProblem, tensors: AttentionTensors) -> tuple[KV
 
 def example_tensors(problem: AttentionProblem, device: str = "meta") -> dict[str, torch.Tensor]:
     """Return the optional tensors of a call of `problem` by name, uninitialised, for compilation ahead of time."""
-    sizes = {"b": problem.batch, "h": problem.heads_q, "q": problem.seqlen_q, "k": problem.seqlen_k}
+    sizes = {
+        "b": problem.batch, "h": problem.heads_q, "g": problem.heads_kv, "q": problem.seqlen_q, "k": problem.seqlen_k,
+        "d": problem.head_dim, "e": problem.head_dim_v,
+    }  # fmt: skip
     tensors = {}
     for feature in FEATURES:
         if feature.shape is not None and feature.is_in(problem):
             value = getattr(problem, feature.problem_field, None)
             dtype = getattr(torch, value) if isinstance(value, str) else feature.dtypes[0]
-            tensors[feature.name] = torch.empty(feature.shape.allowed_shapes(sizes)[0], dtype=dtype, device=device)
+            tensors[feature.name] = torch.empty(feature.shape.example(sizes, value), dtype=dtype, device=device)
     return tensors
 
 
@@ -680,7 +695,8 @@ class Backend(Protocol):
     """The interface of an accelerator: the object called `backend` in its package, or behind an entry point.
 
     Optional members: `tuning`, a `Tuning`, if the backend measures its tiles; `merge(out, lse, partial_out,
-    partial_lse)`, if it has a kernel for that (else `diyfa.distributed.merge` uses PyTorch's operators);
+    partial_lse)`, if it has a kernel for that (else `diyfa.distributed.merge` uses PyTorch's operators); `quantize(x,
+    values, scheme) -> (descale, mean)`, likewise (`diyfa.quantize`);
     `binaries(arch) -> str`, which says where compiled kernels are stored; `recording(arch)`, if its kernels can be
     compiled before they are called (`diyfa.ready.recording`).
     """

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 
 from diyfa.dropout import drop_threshold, element_levels, keys_from_state, mask_from_keys, position_words
+from diyfa.eight_bits import BLOCK_K, BLOCK_Q, EIGHT_BIT_DTYPES, dequantised, unwrapped
 from diyfa.features import for_sample
 from diyfa.keywords import refuse_unknown, without_unknown
 from diyfa.options import LENGTHS, NO_LENGTHS, UNBOUNDED, AttentionOptions, Lengths
@@ -107,6 +108,8 @@ def _attend(
     batch, heads, seqlen_q, _ = q.shape
     seqlen_k = k.shape[2]
     window, seq_lens, sinks = (options.window_left, options.window_right), lengths.seq_lens, options.sinks
+    if options.v_mean is not None:
+        v = v + options.v_mean.to(dtype)[:, :, None]
     visible, valid_q, distance = visible_keys(batch, seqlen_q, seqlen_k, window, seq_lens, q.device)
     if seq_lens is not None:
         valid_k = torch.arange(seqlen_k, device=q.device)[:, None] < seq_lens.to(q.device)[:, None, None, None]
@@ -135,6 +138,19 @@ def _attend(
     return torch.where(~empty & valid_q, out, 0), lse
 
 
+def _dequantised(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, AttentionOptions]:
+    """Return the numbers that q, k and v (B, H, S, D) stand for, and the options with only `v_mean` of what says so."""
+    o, dtype = options, q.dtype
+    if o.q_descale is o.k_descale is o.v_descale is o.k_mean is None:
+        return q, k, v, o
+    q = dequantised(q, o.q_descale, dtype, BLOCK_Q)
+    k = dequantised(k, o.k_descale, dtype, BLOCK_K, o.k_mean)
+    v = dequantised(v, o.v_descale, dtype)
+    return q, k, v, o._replace(q_descale=None, k_descale=None, v_descale=None, k_mean=None)
+
+
 def _attend_sequences(
     attend: Attend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, options: AttentionOptions
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -149,12 +165,14 @@ def _attend_sequences(
         keys = keys_from_state(options.rng_state.to(q.device), len(ends), heads)
     for b, ((q0, q1), (k0, k1)) in enumerate(ends):
         q_b, k_b, v_b = (x[None].transpose(1, 2) for x in (q[q0:q1], k[k0:k1], v[k0:k1]))
+        sequence = for_sample(options, b)
+        q_b, k_b, v_b, sequence = _dequantised(q_b, k_b, v_b, sequence)
         keep = None
         if keys is not None:
             rows, columns = torch.arange(q1 - q0, device=q.device), torch.arange(k1 - k0, device=q.device)
             words = (position_words(key[b], x) for key, x in zip(keys, (rows, rows, columns, columns), strict=True))
             keep = element_levels(*words) >= drop_threshold(options.dropout_p)  # as dropout_mask for sample b
-        sequence_out, sequence_lse = attend(q_b, k_b, v_b, NO_LENGTHS, for_sample(options, b), keep)
+        sequence_out, sequence_lse = attend(q_b, k_b, v_b, NO_LENGTHS, sequence, keep)
         out[q0:q1], lse[:, q0:q1] = sequence_out[0].transpose(0, 1), sequence_lse[0]
     return out, lse
 
@@ -180,6 +198,12 @@ def reference_attention(
     layout: str = "bhsd",
     return_lse: bool = False,
     dtype: torch.dtype | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    k_mean: torch.Tensor | None = None,
+    v_mean: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     **unknown: NoReturn,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Compute softmax(q kᵀ · sm_scale) v by forming the whole score matrix.
@@ -192,7 +216,9 @@ def reference_attention(
         cu_seqlens_q, cu_seqlens_k: (B + 1,) int32, for the layout "thd" only: the offsets of its sequences.
         layout: "bhsd", "bshd" or "thd".
         return_lse: also return the log-sum-exp of the scores.
-        dtype: compute and return in this dtype (torch.float64 for an oracle); default: q's.
+        dtype: compute and return in this dtype (torch.float64 for an oracle); default: q's. float8 and int8 compute in
+            float32 and return `out_dtype`.
+        q_descale, k_descale, v_descale, k_mean, v_mean, out_dtype: as for `diyfa.flash_attention`.
 
     Returns:
         The output in q's layout; with `return_lse` also the natural log-sum-exp (B, H, Sq), for "thd" (H, Tq), float32
@@ -208,7 +234,8 @@ def reference_attention(
     out, lse = attention_by(
         _attend, q, k, v, causal=causal, sm_scale=sm_scale, seq_lens=seq_lens, window=window, softcap=softcap,
         alibi_slopes=alibi_slopes, attn_bias=attn_bias, sinks=sinks, dropout_p=dropout_p, rng_state=rng_state,
-        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, layout=layout, dtype=dtype,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, layout=layout, dtype=dtype, q_descale=q_descale,
+        k_descale=k_descale, v_descale=v_descale, k_mean=k_mean, v_mean=v_mean, out_dtype=out_dtype,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -224,6 +251,7 @@ def attention_by(
     window: tuple[int, int] = UNBOUNDED,
     sm_scale: float | None = None,
     dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
     **fields: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run `attend` on (B, H, S, D) views of q, k, v of any layout, or on each packed sequence. Return out and lse.
@@ -232,6 +260,17 @@ def attention_by(
     """
     if layout not in (*LAYOUTS, VARLEN):
         raise ValueError(f"layout must be one of {', '.join((*LAYOUTS, VARLEN))}, got {layout!r}")
+    owners = {"q": q, "k": k, "v": v}
+    fields |= unwrapped(owners, fields)
+    q, k, v = owners.values()
+    if q.dtype in EIGHT_BIT_DTYPES and dtype is None:
+        if out_dtype is None:
+            out_dtype = v.dtype if v.dtype in (torch.float16, torch.bfloat16) else torch.bfloat16
+        out, lse = attention_by(
+            attend, q, k, v, layout=layout, causal=causal, window=window, sm_scale=sm_scale, dtype=torch.float32,
+            **fields,
+        )  # fmt: skip
+        return out.to(out_dtype), lse
     lengths = Lengths(**{name: fields.pop(name) for name in LENGTHS if name in fields})
     scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
     left, right = window
@@ -265,6 +304,7 @@ def attention_by(
     if options.rng_state is not None:
         keys = keys_from_state(options.rng_state.to(q.device), q.shape[0], q.shape[1])
         keep = mask_from_keys(keys, q.shape[2], k.shape[2], options.dropout_p)
+    q, k, v, options = _dequantised(q, k, v, options)
     out, lse = attend(q, k, v, lengths, options, keep)
     out = as_bhsd(out, layout)  # the exchange of heads and sequence is its own inverse
     if len(leading) != 2:

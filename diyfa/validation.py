@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from diyfa.eight_bits import ARGUMENTS as EIGHT_BIT_ARGUMENTS
+from diyfa.eight_bits import EIGHT_BIT_DTYPES, VALUE_DTYPES
 from diyfa.features import ATTENTION_DTYPES as ATTENTION_DTYPES
 from diyfa.features import Sizes
 from diyfa.keywords import BOOLEAN_MASK
@@ -94,9 +96,14 @@ def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dims: tuple[int
 
 def check_sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dims: tuple[int | None, int, int, int]) -> None:
     """Check tensors of known rank as `check_qkv` does. Packed sequences have no batch dimension."""
-    if q.dtype not in ATTENTION_DTYPES:
-        raise TypeError(f"Unsupported dtype {q.dtype}: expected float16, bfloat16 or float32 (float64: backend='cpu')")
-    if k.dtype != q.dtype or v.dtype != q.dtype:
+    if q.dtype in EIGHT_BIT_DTYPES:
+        check_eight_bits(q, k, v)
+    elif q.dtype not in ATTENTION_DTYPES:
+        raise TypeError(
+            f"Unsupported dtype {q.dtype}: expected float16, bfloat16 or float32 (float64: backend='cpu'), or what "
+            "diyfa.quantize makes: float8_e4m3fn, float8_e5m2 or int8"
+        )
+    elif k.dtype != q.dtype or v.dtype != q.dtype:
         raise TypeError(f"dtypes must match: q is {q.dtype}, k {k.dtype}, v {v.dtype}")
     if k.device != q.device or v.device != q.device:
         raise ValueError(
@@ -122,6 +129,39 @@ def check_sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dims: tuple[i
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.stride(-1) != 1 and x.shape[-1] != 1 and x.numel():
             raise ValueError(f"the last dimension of {name} must have stride 1, got strides {x.stride()}")
+
+
+def check_eight_bits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Check the dtypes of k and v beside a q of float8 or int8."""
+    expected = VALUE_DTYPES if q.dtype == torch.int8 else (q.dtype,)
+    if k.dtype != q.dtype or v.dtype not in expected:
+        names = " or ".join(dtype_name(x) for x in expected)
+        raise TypeError(f"beside q of {q.dtype} k must have the same dtype and v {names}, got k {k.dtype}, v {v.dtype}")
+
+
+def check_eight_bit_options(q: torch.Tensor, options: dict[str, Any]) -> None:
+    """Check what a call of float8 or int8 does not take, or what only such a call takes."""
+    if q.dtype not in EIGHT_BIT_DTYPES:
+        if given := [name for name in EIGHT_BIT_ARGUMENTS if options.get(name) is not None]:
+            raise ValueError(f"{', '.join(given)} belong to q and k of float8 or int8, q is {q.dtype}")
+        return
+    if options.get("dropout_p"):
+        raise ValueError(f"q of {q.dtype} takes no dropout_p: it has no backward pass")
+
+
+def output_dtype(q: torch.Tensor, v: torch.Tensor, out_dtype: object) -> str:
+    """Check `out_dtype`. Return the name of the output's dtype, or "" for that of the inputs."""
+    if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
+        raise TypeError(f"out_dtype must be a torch.dtype, got {type(out_dtype).__name__}")
+    if q.dtype not in EIGHT_BIT_DTYPES:
+        if out_dtype is not None and out_dtype != q.dtype:
+            raise ValueError(f"the output of {q.dtype} inputs has their dtype, got out_dtype={out_dtype}")
+        return ""
+    if out_dtype is None:
+        out_dtype = v.dtype if v.dtype in (torch.float16, torch.bfloat16) else torch.bfloat16
+    if out_dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise ValueError(f"out_dtype must be torch.bfloat16, torch.float16 or torch.float32, got {out_dtype}")
+    return dtype_name(out_dtype)
 
 
 def as_integer(value: Any) -> int:
@@ -270,10 +310,16 @@ def check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Len
         check_packed(q, k, v, lengths)
         assert lengths.cu_seqlens_q is not None, "checked above"
         batch, heads = lengths.cu_seqlens_q.shape[0] - 1, q.shape[1]
-        return {"b": batch, "h": heads, "q": lengths.max_seqlen_q, "k": lengths.max_seqlen_k}
+        return {
+            "b": batch, "h": heads, "g": k.shape[1], "q": lengths.max_seqlen_q, "k": lengths.max_seqlen_k,
+            "d": k.shape[2], "e": v.shape[2],
+        }  # fmt: skip
     check_qkv(q, k, v, LAYOUTS[layout])
-    b, h, s, _ = LAYOUTS[layout]
-    return {"b": q.shape[b], "h": q.shape[h], "q": q.shape[s], "k": k.shape[s]}
+    b, h, s, d = LAYOUTS[layout]
+    return {
+        "b": q.shape[b], "h": q.shape[h], "g": k.shape[h], "q": q.shape[s], "k": k.shape[s], "d": k.shape[d],
+        "e": v.shape[d],
+    }  # fmt: skip
 
 
 def check_optional_tensors(q: torch.Tensor, sizes: Sizes, arguments: dict[str, Any]) -> None:

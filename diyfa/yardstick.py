@@ -11,11 +11,14 @@ for tests.
 
 from __future__ import annotations
 
+from functools import partial
 from math import e, log, log2
 from typing import Any, NamedTuple
 
 import torch
 
+from diyfa.eight_bits import EIGHT_BIT_DTYPES, WEIGHT_SHIFT, Quantized
+from diyfa.features import dtype_name
 from diyfa.options import AttentionOptions, Lengths
 from diyfa.reference import attention_by, visible_keys
 
@@ -33,6 +36,7 @@ class _Call(NamedTuple):
     alibi: torch.Tensor | None
     keep: torch.Tensor | None
     keep_scale: float
+    weight_dtype: torch.dtype | None = None  # of the weights beside v; None: q's
 
 
 def _scores_log2(
@@ -68,6 +72,12 @@ def _update(
     return p, m_new, l * alpha + p.sum(-1, keepdim=True), acc * alpha
 
 
+def _rounded_weights(p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return p rounded to `dtype`, for float8 with the scale that keeps most digits."""
+    scale = 2.0 ** WEIGHT_SHIFT.get(dtype_name(dtype), 0)
+    return (p * scale).to(dtype).to(p.dtype) / scale
+
+
 class _FlashAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q, k, v, bias, sinks, call: _Call):
@@ -81,7 +91,7 @@ class _FlashAttention(torch.autograd.Function):
             p, m, l, acc = _update(scores[..., n : n + BLOCK_N], m, l, acc)  # noqa: E741
             if call.keep is not None:
                 p = p * call.keep[..., n : n + BLOCK_N]
-            acc = acc + p.to(dtype).to(wide) @ v_w[:, :, n : n + BLOCK_N]
+            acc = acc + _rounded_weights(p, call.weight_dtype or dtype) @ v_w[:, :, n : n + BLOCK_N]
         if sinks is not None:  # a key without a value
             sink = (sinks.to(wide) * LOG2E)[:, None, None].expand_as(m)
             _, m, l, acc = _update(sink, m, l, acc)  # noqa: E741
@@ -145,9 +155,20 @@ def _prepared(
     return q, k, v, valid_q, _Call(options.sm_scale, options.softcap, visible, alibi, keep, 1 / (1 - options.dropout_p))
 
 
-def _attend(q, k, v, lengths: Lengths, options: AttentionOptions, keep: torch.Tensor | None):
+def _attend(
+    q, k, v, lengths: Lengths, options: AttentionOptions, keep: torch.Tensor | None,
+    weight_dtype: torch.dtype | None = None,
+):  # fmt: skip
     q, k, v, valid_q, call = _prepared(q, k, v, lengths, options, keep)
-    out, lse = _FlashAttention.apply(q, k, v, options.attn_bias, options.sinks, call)
+    out, lse = _FlashAttention.apply(
+        q, k, v, options.attn_bias, options.sinks, call._replace(weight_dtype=weight_dtype)
+    )
+    if options.v_mean is not None:  # weights sum to 1, with a sink to less
+        total = (lse != _INF).to(out.dtype)
+        if options.sinks is not None:
+            total = total - torch.exp(options.sinks.to(lse.dtype)[:, None] - lse).masked_fill(lse == _INF, 0.0)
+        mean = options.v_mean.to(out.dtype).repeat_interleave(q.shape[1] // max(1, k.shape[1]), dim=1)
+        out = out + total[..., None] * mean[:, :, None]
     return torch.where(valid_q, out, 0), lse.masked_fill(~valid_q.squeeze(-1), _INF)
 
 
@@ -166,7 +187,10 @@ def plain_flash_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: bool = False, **options: Any
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Compute FlashAttention in q's dtype. Arguments and results are those of `diyfa.reference_attention`."""
-    out, lse = attention_by(_attend, q, k, v, **options)
+    values: torch.Tensor = v.values if isinstance(v, Quantized) else v
+    first: torch.Tensor = q.values if isinstance(q, Quantized) else q
+    weight_dtype = values.dtype if first.dtype in EIGHT_BIT_DTYPES else None
+    out, lse = attention_by(partial(_attend, weight_dtype=weight_dtype), q, k, v, **options)
     return (out, lse) if return_lse else out
 
 

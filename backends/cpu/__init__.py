@@ -13,6 +13,7 @@ import torch
 
 from diyfa.backends.cpu import bwd, fwd, kvcache, matmul
 from diyfa.backends.cpu.configs import attention_config, matmul_config
+from diyfa.eight_bits import EIGHT_BITS
 from diyfa.problem import (
     KVCACHE_FEATURES,
     AttentionProblem,
@@ -25,8 +26,8 @@ from diyfa.problem import (
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
-def _refuses_nothing(problem: AttentionProblem) -> None:
-    """Return None: the CPU backend has every feature, as the tests of `diyfa.features` check."""
+def _backward_unsupported(problem: AttentionProblem) -> str | None:
+    return f"{problem.dtype} has no backward pass" if problem.dtype in EIGHT_BITS else None
 
 
 def _forward_unsupported(problem: AttentionProblem) -> str | None:
@@ -83,7 +84,7 @@ class CpuBackend:
             "attention_bwd",
             "recomputation from the log-sum-exp, key/value blocks outermost",
             bwd.backward,
-            _refuses_nothing,
+            _backward_unsupported,
             attention_config,
         ),
         Kernel(
@@ -117,6 +118,8 @@ class CpuBackend:
         return "cpu"
 
     def unsupported(self, problem: Any) -> str | None:
+        if isinstance(problem, AttentionProblem) and problem.dtype in EIGHT_BITS:
+            return None
         if problem.dtype not in DTYPES:
             return f"the cpu backend computes {', '.join(DTYPES)}, not {problem.dtype}"
         return None

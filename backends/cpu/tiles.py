@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from diyfa.dropout import Words, drop_threshold, element_levels, keys_from_state, position_words
+from diyfa.eight_bits import BLOCK_K, BLOCK_Q, EIGHT_BITS, dequantised
 from diyfa.problem import AttentionProblem, AttentionTensors, as_bhsd
 
 INF = float("inf")
@@ -102,8 +103,12 @@ class Call:
         self.dtype = torch.float64 if problem.dtype == "float64" else torch.float32  # dtype of all arithmetic
         self.group = problem.heads_q // problem.heads_kv
         self.visibility = Visibility(problem, tensors.seq_lens)
-        self.q = self.grouped(as_bhsd(tensors.q, problem.layout))
-        self.k, self.v = as_bhsd(tensors.k, problem.layout), as_bhsd(tensors.v, problem.layout)
+        q, self.k, self.v = (as_bhsd(x, problem.layout) for x in tensors[:3])
+        if problem.dtype in EIGHT_BITS:
+            q = dequantised(q, tensors.q_descale, self.dtype, BLOCK_Q)
+            self.k = dequantised(self.k, tensors.k_descale, self.dtype, BLOCK_K, tensors.k_mean)
+            self.v = dequantised(self.v, tensors.v_descale, self.dtype, mean=tensors.v_mean)
+        self.q = self.grouped(q)
         self.slopes = self.bias = self.sink_rows = None
         if tensors.alibi_slopes is not None:  # [B or 1, H, 1, 1]
             self.slopes = tensors.alibi_slopes.to(self.dtype).reshape(-1, problem.heads_q, 1, 1)

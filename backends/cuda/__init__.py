@@ -22,6 +22,8 @@ from diyfa.backends.cuda.attention.launch import (
 )
 from diyfa.backends.cuda.runtime import launch as runtime_launch
 from diyfa.backends.cuda.runtime.passes import Pass
+from diyfa.eight_bits import EIGHT_BITS, Scheme
+from diyfa.eight_bits import FLOAT8 as FLOAT8_NAMES
 from diyfa.imports import import_quickly
 from diyfa.problem import (
     AttentionProblem,
@@ -35,7 +37,8 @@ from diyfa.problem import (
 )
 
 # split_kv is the only forward kernel whose result does not depend on the batch.
-ALL_FEATURES = FEATURES | {"batch_invariant"}
+ALL_FEATURES = FEATURES | {"batch_invariant", "eight_bits"}
+V2_FEATURES = FEATURES | {"eight_bits"}
 V1_FEATURES = frozenset({"causal", "window", "gqa", "seq_lens", "head_dim_v"})
 MAX_HEAD_DIM, MAX_HEAD_DIM_V = 576, 512
 DTYPES = ("float16", "bfloat16", "float32")
@@ -63,6 +66,11 @@ def _short_refuses(problem: AttentionProblem) -> str | None:
             f"queries and {problem.seqlen_k} keys"
         )
     return _needs_tile(problem, "dbias") if problem.bias_grad else None
+
+
+def _split_refuses(problem: AttentionProblem) -> str | None:
+    kinds = ("dkdv", "dq", *(("dbias",) if problem.bias_grad else ()))
+    return refuse_features(problem, FEATURES, "split") or _needs_tile(problem, *kinds)
 
 
 def _later(file: str, function: str, **bound: Any) -> Callable[..., Any]:
@@ -122,7 +130,7 @@ def _forward_kernels() -> tuple[Kernel, ...]:
             clears=True,
             summary="FlashAttention-2: query blocks outermost, block pointers or TMA",
             **_forward(_later("attention.fwd", "forward_pass")),
-            unsupported=lambda problem: refuse_features(problem, FEATURES, "v2") or _needs_tile(problem, "fwd"),
+            unsupported=lambda problem: refuse_features(problem, V2_FEATURES, "v2") or _needs_tile(problem, "fwd"),
             config=lambda problem: configs.default_config("fwd", problem),
         ),
         Kernel(
@@ -168,7 +176,7 @@ def _backward_kernels() -> tuple[Kernel, ...]:
             clears=True,
             summary="preprocess, dK/dV by key blocks, dQ by query blocks; no atomics",
             **_backward(_later("attention.bwd", "backward_pass")),
-            unsupported=lambda problem: _needs_tile(problem, "dkdv", "dq", *(("dbias",) if problem.bias_grad else ())),
+            unsupported=_split_refuses,
             config=lambda problem: configs.default_config("dkdv", problem),
         ),
     )
@@ -265,7 +273,12 @@ def _unsupported(problem: AttentionProblem | KVCacheProblem | MatmulProblem) -> 
     spec = gpu_spec(problem.arch)
     if spec is None or int(problem.arch[3:]) < 75:
         return f"{problem.arch} is not supported: Triton's kernels need sm_75 or later"
-    if problem.dtype not in DTYPES:
+    if isinstance(problem, AttentionProblem) and problem.dtype in EIGHT_BITS:
+        has_float8 = problem.dtype in FLOAT8_NAMES or problem.value_dtype in FLOAT8_NAMES
+        if not (spec.has_fp8 if has_float8 else spec.has_bf16):
+            kind, oldest = ("float8", "sm_89") if has_float8 else ("int8", "sm_80")
+            return f"{kind} needs {oldest} or later, this is {problem.arch}"
+    elif problem.dtype not in DTYPES:
         return f"dtype {problem.dtype} is not supported: float16, bfloat16 or float32"
     if problem.dtype == "bfloat16" and not spec.has_bf16:
         return f"bfloat16 needs sm_80 or later, this is {problem.arch}"
@@ -345,6 +358,13 @@ class CudaBackend:
         from diyfa.backends.cuda.attention import merge
 
         merge.merge(out, lse, partial_out, partial_lse)
+
+    def quantize(
+        self, x: torch.Tensor, values: torch.Tensor, scheme: Scheme
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        from diyfa.backends.cuda.attention import quantize
+
+        return quantize.quantize(x, values, scheme)
 
 
 backend = CudaBackend()

@@ -46,7 +46,7 @@ def _calls(request: Request) -> list[Call]:
             listed += models.training(model)
         if "serving" in request.purposes:
             pages = PAGES[_backend(request)] if request.pages is None else request.pages
-            listed += models.serving(model, pages)
+            listed += [*models.serving(model, pages), *models.serving_more(model, pages)]
     if not listed:
         raise typer.BadParameter("say what for: --model CONFIG.JSON, --shapes WORDS, or --all")
     return listed

@@ -28,6 +28,7 @@ from diyfa.distributed.sharding import (
 )
 from diyfa.distributed.steps import normalised, ring_steps
 from diyfa.dropout import with_origins
+from diyfa.eight_bits import EIGHT_BIT_DTYPES
 from diyfa.keywords import refuse_unknown, without_unknown
 from diyfa.options import NO_LENGTHS, UNBOUNDED, AttentionOptions, Lengths
 from diyfa.problem import LAYOUTS, VARLEN
@@ -223,6 +224,8 @@ def described_call(
     lengths = _local_lengths(segments[rank], len(offsets) - 2, q.device) if packed else NO_LENGTHS
     front_end_options = ("method", "load_balance", "cu_seqlens", "return_lse", *INTERNAL)  # no kernel reads them
     kernel_options = {name: x for name, x in arguments.items() if name not in front_end_options}
+    if q.dtype in EIGHT_BIT_DTYPES:
+        raise ValueError(f"context_parallel_attention takes no {q.dtype}: partial results of float8 are not merged")
     options = checked_options(q, k, v, lengths, kernel_options | {"layout": layout})
     sharding = offsets, segments
     chosen = _chosen(arguments["method"], groups, qkv, sharding, options)

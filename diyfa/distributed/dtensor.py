@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from diyfa.distributed.merge import head_dim, row_dim
 from diyfa.distributed.sharding import Group, gather_shards
 from diyfa.dropout import with_origins
+from diyfa.eight_bits import EIGHT_BIT_DTYPES
 from diyfa.features import TENSORS, Feature, Sizes
 from diyfa.ops import new_rng_state
 from diyfa.options import LENGTHS, Lengths
@@ -224,6 +225,8 @@ def attend_with_shards(
         raise TypeError(f"{', '.join(names)} must all be DTensors or none, got {kinds}")
     tensors = list(owners.values())
     q = tensors[0]  # or what packs it
+    if q.dtype in EIGHT_BIT_DTYPES:
+        raise ValueError(f"DTensors of {q.dtype} have no rule for descales: give each rank's part, to_local()")
     if layout != VARLEN and min(x.dim() for x in tensors) < 4:
         raise ValueError(f"DTensors must have 4 dimensions, got {[tuple(x.shape) for x in tensors]}")
     cuts = _shardings(names[0], q, layout)

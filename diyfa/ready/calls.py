@@ -116,7 +116,9 @@ def attention(
             longest = arguments.pop("longest", 0)
             out: Any = flash_attention_varlen(q, k, v, offsets, offsets, longest or m, longest or n, **arguments)
         elif "out_dtype" in arguments:
+            partial_dtype = arguments.pop("out_dtype")
             checked = checked_options(q, k, v, NO_LENGTHS, {"layout": "bshd", **arguments})
+            checked = checked._replace(out_dtype=partial_dtype)
             q, k, v = q.detach(), k.detach(), v.detach()
             out, lse = forward(q, k, v, NO_LENGTHS, checked)
             if backward:  # its input is the merged output, which has the dtype of q

@@ -20,6 +20,7 @@ from diyfa.ready.calls import (
     TRAINED,
     Call,
     Heads,
+    Rows,
     attention,
     cache,
 )
@@ -125,12 +126,21 @@ def training(model: Model) -> Iterator[Call]:
 
 
 def serving(model: Model, pages: tuple[int, ...]) -> Iterator[Call]:
-    """Yield decoding steps and prompts over a cache with `pages` (0: contiguous), with pages also packed ones.
+    """Yield decoding steps and long prompts over a cache with `pages` (0: contiguous), with pages also packed ones."""
+    yield from _over_caches(model, pages, (*DECODING, *CHUNKS))
 
-    Of decoding steps and of long prompts, some also append their keys."""
+
+def serving_more(model: Model, pages: tuple[int, ...]) -> Iterator[Call]:
+    """Yield what a server meets besides `serving`: short prompts and guessed tokens, and appending."""
+    yield from _over_caches(model, pages, FEW_QUERIES)
+    if model.latent is None:
+        for rows in (DECODING[0], CHUNKS[0]):
+            yield from _over_caches(model, pages, (rows,), new=rows.queries)
+
+
+def _over_caches(model: Model, pages: tuple[int, ...], sizes: tuple[Rows, ...], new: int = 0) -> Iterator[Call]:
     heads = model.latent or model.heads
-    appending = DECODING[0], CHUNKS[0]
-    for options, page, rows in product(model.options, pages, (*DECODING, *FEW_QUERIES, *CHUNKS)):
+    for options, page, rows in product(model.options, pages, sizes):
         if _MASKED not in options:
             continue
         if model.latent is not None and rows in CHUNKS:  # prompts expand the latent keys, as in training
@@ -139,9 +149,10 @@ def serving(model: Model, pages: tuple[int, ...]) -> Iterator[Call]:
         arguments = {"window_size" if name == "window" else name: value for name, value in options.items()}
         if model.latent is not None:
             arguments["latent"] = True
+        if new:
+            yield cache(heads, rows, model.dtype, page, **arguments, new=new)
+            continue
         yield cache(heads, rows, model.dtype, page, **arguments)
-        if rows in appending and model.latent is None:
-            yield cache(heads, rows, model.dtype, page, **arguments, new=rows.queries)
         if page and model.latent is None:
             yield cache(heads, rows, model.dtype, page, True, **arguments)
             if rows in DECODING:  # batches in which some sequences have one token and others many

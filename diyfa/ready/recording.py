@@ -17,15 +17,13 @@ from diyfa.registry import forced_backend, load_backend, use_backend
 
 
 class Recorded(Protocol):
-    """A kernel to be compiled, as a backend describes it. It can be pickled and sent to another process."""
+    """A kernel to be compiled, as a backend describes it. It can be pickled and sent to another process.
+
+    An attribute `shares_a_header` that is true says that the first compilation writes a file that all others read and do
+    not wait for."""
 
     @property
     def name(self) -> str: ...
-
-    @property
-    def shares_a_header(self) -> bool:
-        """Whether the first compilation writes a file that all others read and do not wait for."""
-        ...
 
     def is_stored(self) -> bool:
         """Return whether a process would find the compiled kernel."""

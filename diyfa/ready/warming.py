@@ -81,7 +81,7 @@ def warm(kernels: list[Recorded], jobs: int, watch: Callable[[int, int, Built], 
         if watch is not None:
             watch(count, len(missing), built)
 
-    build(missing, jobs, done, any(kernel.shares_a_header for kernel in missing))
+    build(missing, jobs, done, any(getattr(kernel, "shares_a_header", False) for kernel in missing))
     compiled = len(missing) - len(failures)
     return Warmed(len(kernels), compiled, tuple(failures), (), time.monotonic() - start)
 

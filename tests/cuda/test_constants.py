@@ -9,7 +9,7 @@ import os
 import pickle
 import subprocess
 import sys
-from dataclasses import fields, replace
+from dataclasses import fields, make_dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -73,6 +73,16 @@ def test_constants_differ_in_every_value() -> None:
         assert changed != VALUES and repr(changed) != repr(VALUES)
     other_class = type("OtherValues", (Values,), {})
     assert other_class(16, True) != VALUES
+
+
+def test_constants_are_read_by_name() -> None:
+    """From all sources, but not if a value is given. A flag tells whether its field is not 0."""
+    problem = make_dataclass("Problem", [("flag", float), ("dtype", str), ("form", str)])(0.5, "float16", "problem's")
+    config = make_dataclass("Config", [("size", int), ("num_warps", int)])(32, 4)
+    assert Values.read_from(problem, config, form="given") == Values(32, True, "given")
+    assert Values.read_from(replace(problem, flag=0.0), config) == Values(32, False, "problem's")
+    with pytest.raises(TypeError, match="size"):
+        Values.read_from(problem)
 
 
 def test_copies_have_no_cached_hash() -> None:

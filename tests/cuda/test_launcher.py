@@ -16,6 +16,7 @@ from triton.runtime.errors import OutOfResources
 
 from diyfa.backends.cuda.runtime import binaries, launcher, tune
 from diyfa.backends.cuda.runtime.launcher import Tiles, launch_signature, shared_box
+from diyfa.eight_bits import EIGHT_BIT_DTYPES
 from diyfa.features import ATTENTION_DTYPES, FEATURES
 from diyfa.problem import Launch
 
@@ -115,7 +116,7 @@ def make_launch(**arguments):
 
 
 def test_every_dtype_that_a_call_may_have_is_known():
-    dtypes = {dtype for feature in FEATURES for dtype in feature.dtypes} | {*ATTENTION_DTYPES, torch.float8_e4m3fn}
+    dtypes = {dtype for feature in FEATURES for dtype in feature.dtypes} | {*ATTENTION_DTYPES, *EIGHT_BIT_DTYPES}
     for dtype in dtypes:
         launch = make_launch(x_ptr=torch.zeros(4, dtype=dtype))
         assert launcher.kernel_source(launch, launch_signature(launch)).types["x_ptr"].startswith("*")

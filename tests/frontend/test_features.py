@@ -42,7 +42,8 @@ from diyfa.testing import AttentionCase, Results, attention_function, make_input
 
 ROOT = Path(__file__).parents[2]
 # Optional tensors that come with another row's argument.
-COMPANIONS = {"cu_seqlens_k": "cu_seqlens_q", "rng_state": "dropout_p"}
+EIGHT_BITS = ("q_descale", "k_descale", "v_descale", "k_mean", "v_mean")
+COMPANIONS = {"cu_seqlens_k": "cu_seqlens_q", "rng_state": "dropout_p", **dict.fromkeys(EIGHT_BITS, "eight_bits")}
 # What the public functions call it, where that is another name.
 ARGUMENTS = {"window_left": "window", "window_right": "causal"}
 # Options that are no features: they change no result.
@@ -53,7 +54,10 @@ WITHOUT_EFFECT = {
 NOT_PACKED = {"seq_lens", "attn_bias"}  # what packed sequences do not take
 PACKED = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"}
 MODES = {"batch_invariant", "dropout_origins"}  # of a block of code, of a tensor's length: in no table
-REFUSABLE = [feature for feature in ALL_REFUSABLE if feature.name not in MODES]
+# A dtype of q: it has no gradient, so that no case of the matrix has it. tests/numerics/test_eight_bits.py has its own.
+BY_DTYPE = {"eight_bits"}
+IN_TABLES = [feature for feature in ALL_REFUSABLE if feature.name not in MODES]
+REFUSABLE = [feature for feature in IN_TABLES if feature.name not in BY_DTYPE]
 OPTION_FEATURES = [feature for feature in REFUSABLE if feature not in SHAPE_FEATURES]
 TENSORS = [feature for feature in FEATURES if feature.schema == "Tensor?"]
 
@@ -134,7 +138,7 @@ def test_a_gradient_has_a_buffer_and_is_compared(feature: Feature) -> None:
 # ---- What a user sees ----------------------------------------------------------------------------------------------
 
 
-@by_name(REFUSABLE)
+@by_name(IN_TABLES)
 def test_the_feature_is_in_the_tables_of_info_and_both_readmes(feature: Feature) -> None:
     pytest.importorskip("rich")
     from diyfa.cli.info import FEATURES as ROWS
@@ -160,6 +164,17 @@ def test_the_feature_is_an_argument_of_every_function(feature: Feature) -> None:
             text = inspect.getdoc(described) or ""
             for word in (name, *owns):
                 assert re.search(rf"^ +(\w+, )*{word}(, \w+)*:", text, re.M), f"{described.__name__}: {word}"
+
+
+def test_descales_and_means_are_arguments_of_every_function() -> None:
+    for function in (
+        diyfa.flash_attention, diyfa.flash_attention_v2, diyfa.flash_attention_varlen, diyfa.explain,
+        diyfa.reference_attention,
+    ):  # fmt: skip
+        assert {*EIGHT_BITS, "out_dtype"} <= set(inspect.signature(function).parameters), function.__name__
+    text, guide = inspect.getdoc(diyfa.flash_attention) or "", (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
+    for name in (*EIGHT_BITS, "out_dtype"):
+        assert re.search(rf"^ +(\w+, )*{name}(, \w+)*:", text, re.M) and f"`{name}`" in guide, name
 
 
 @by_name(OPTION_FEATURES)
@@ -261,12 +276,14 @@ def test_the_cpu_backend_has_every_feature() -> None:
 @by_name(ALL_REFUSABLE)
 def test_a_cache_has_it_or_kernels_over_caches_refuse_it(feature: Feature) -> None:
     """A forward pass as a call with a cache loses nothing in silence, neither a fact nor a tensor."""
-    problem = plain(dtype="float16", **{"batch_invariant": True, **(feature.example or {feature.problem_field: True})})
+    example = feature.example or {feature.problem_field: True}
+    problem = plain(**{"dtype": "float16", "batch_invariant": True, **example})
     if feature.refusal_name not in KVCACHE_FEATURES:
         for name in registry.BUILTIN_BACKENDS if find_spec("triton") is not None else ("cpu",):
             kernels = [x for x in registry.load_backend(name).kernels if x.op == "attention_fwd"]
             (split_kv,) = [kernel for kernel in kernels if kernel.name == "split_kv"]
-            assert feature.refusal_name in (split_kv.unsupported(problem) or ""), name
+            reason = split_kv.unsupported(problem) or ""
+            assert feature.refusal_name in reason or f"no {problem.dtype} matrix product" in reason, name
         return
     q = torch.empty(2, 4, 64, 64) if problem.layout != "thd" else torch.empty(64, 4, 64)
     tensors = AttentionTensors(q, q, q, 1.0, **example_tensors(problem, "cpu"))
@@ -319,7 +336,7 @@ def test_calls_that_differ_in_the_feature_share_no_plan(feature: Feature, monkey
         assert (a is None) == (b is None) and (a is None or torch.equal(a, b)), name
 
 
-@by_name([feature for feature in TENSORS if feature.name in AttentionOptions._fields])
+@by_name([x for x in TENSORS if x.name in AttentionOptions._fields and x.name not in EIGHT_BITS])
 def test_a_wrong_tensor_is_refused(feature: Feature) -> None:
     q = torch.zeros(2, 4, 8, 16)
     owner = next(x for x in FEATURES if x.name == COMPANIONS.get(feature.name, feature.name))

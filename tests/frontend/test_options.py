@@ -14,7 +14,7 @@ from diyfa.problem import AttentionProblem, AttentionTensors
 # Fields of a problem that the device, q, k and v, and buffers of gradients decide.
 BY_TENSORS = {
     "device_type", "arch", "dtype", "heads_q", "heads_kv", "head_dim", "head_dim_v", "aligned", "total_q", "total_k",
-    "few_steps", "aligned_gradients",
+    "few_steps", "aligned_gradients", "value_dtype",
 }  # fmt: skip
 
 

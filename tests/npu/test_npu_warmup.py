@@ -22,6 +22,7 @@ from diyfa.npu_stacks import installed_version
 if not has_ascend_compiler() or installed_version("torch_npu") is None:
     pytest.skip("triton-ascend or torch_npu is not installed", allow_module_level=True)
 
+pytestmark = pytest.mark.timeout(900)  # each process imports PyTorch and triton-ascend
 SERVED = {
     "_fwd_kernel", "_bwd_preprocess_kernel", "_bwd_dkdv_kernel", "_bwd_dq_kernel", "_append_kernel", "_decode_kernel",
     "_combine_kernel", "_matmul_kernel",

@@ -12,12 +12,14 @@ READMES = ("README.md", "README.zh-CN.md")
 # Heading of the first column, which says the language -> the first row: what the marks of a column rest on.
 STATE = {
     "feature": {
+        "forward": "forward only",
         "": "how far",
         "cuda": "measured on H100 and H200",
         "npu": "compiled and simulated, not yet run on a device",
         "cpu": "runs",
     },
     "功能": {
+        "forward": "仅前向",
         "": "验证程度",
         "cuda": "已在 H100 与 H200 上实测",
         "npu": "已编译并模拟，尚未在设备上运行",
@@ -27,16 +29,22 @@ STATE = {
 BEGIN, END = "<!-- features: rows are the names of `diyfa.cli.info.FEATURES` -->\n", "<!-- end of features -->"
 
 
-def refused() -> dict[str, set[str]]:
-    """Backend -> the features that it refuses; without those whose Triton is not the one installed here."""
+def refused() -> dict[str, dict[str, set[str]]]:
+    """Backend -> {feature: the passes that refuse it}; without backends whose Triton is not the one installed here."""
     found = {}
     for name, arch in TYPICAL_ARCH.items():
         try:
             support = _support(load_backend(name), arch)
         except ImportError:
             continue
-        found[name] = {r["feature"] for r in _refusals(support) if r["op"] != "matmul"}
+        refusals = [r for r in _refusals(support) if r["op"] != "matmul"]
+        found[name] = {f: {r["op"] for r in refusals if r["feature"] == f} for f in FEATURES}
     return found
+
+
+def marks_of(passes: set[str], forward: str) -> str:
+    """The mark of a feature that these passes refuse."""
+    return "✓" if not passes else forward if passes == {"attention_bwd"} else "–"
 
 
 def with_table(page: str) -> str:
@@ -52,7 +60,7 @@ def with_table(page: str) -> str:
     for feature in FEATURES:
         old = there.get(feature, ["?"] * len(backends))
         marks = [
-            ("–" if feature in known[name] else "✓") if name in known else was
+            marks_of(known[name][feature], state["forward"]) if name in known else was
             for name, was in zip(backends, old, strict=True)
         ]
         written.append(f"| {' | '.join((feature, *marks))} |")

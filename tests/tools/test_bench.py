@@ -96,6 +96,14 @@ def test_attention_beside_its_peers(capsys):
     assert runner.results == []
 
 
+def test_work_of_a_wide_head_is_that_of_both_head_dims():
+    results = BenchmarkRunner("cpu", warmup=0, rep=1).benchmark_attention(
+        diyfa.flash_attention, [16], 1, 1, 576, dtype=torch.float32
+    )
+    for r in results:
+        assert r.tflops == pytest.approx(tflops(4 * 16 * 16 * (576 + 512) / 2, r.time_ms))
+
+
 def test_matmul_with_block_configurations():
     runner = BenchmarkRunner("cpu", warmup=0, rep=1)
     blocks = [{"block_m": 16, "block_n": 16, "block_k": 16}, {"block_m": 32, "block_n": 16, "block_k": 16}]

@@ -31,6 +31,7 @@ from diyfa import registry
 from diyfa.cli import output
 from diyfa.cli.app import app
 from diyfa.lab.bench import timing
+from diyfa.lab.bench.command import DEFAULTS
 from diyfa.lab.compile_report import CompileReport
 from diyfa.lab.demo import train as demo_train
 from diyfa.lab.report.model import build_report
@@ -614,6 +615,7 @@ def test_bench_writes_json(tmp_path):
     assert {r["case"] for r in rows if r["kind"] == "ceiling"} == {"matrix product", "read"}
     sizes = {tuple(r[name] for name in "BHSD") for r in rows if r["kind"] == "attention"}
     assert sizes == {(4, 8, 32, 16), (4, 8, 48, 16)}
+    assert all(r["causal"] for r in rows if r["kind"] == "attention")
     assert all("spread" in r for r in rows) and all("error" in r for r in rows if r["kind"] != "ceiling")
     assert json.loads(path.read_text())["rows"] == rows
     assert read_results(path).rows == rows
@@ -634,6 +636,18 @@ def test_bench_continues_where_it_was_cut_off(tmp_path, monkeypatch):
     assert rows[: len(earlier)] == earlier and len(rows) == 2 * len(earlier) and len(timed) == len(earlier)
     assert invoke(*arguments, "--seq-len", "16", "--again").exit_code == 0
     assert len(json.loads(path.read_text())["rows"]) == len(earlier) and len(timed) == 2 * len(earlier)
+
+
+def test_the_ceilings_of_bench(monkeypatch):
+    """2·16³ operations and the bytes that the sum reads, in 1 ms."""
+    monkeypatch.setattr("diyfa.lab.bench.command.time_calls", lambda *a: [0.8, 1.0, 1.0, 1.0, 1.2])
+    arguments = ("bench", "--backend", "cpu", "--op", "ceilings", "--size", "16")
+    product, read = invoke_json(*arguments)[1]["rows"]
+    assert product["tflops"] == pytest.approx(2 * 16**3 / 1e-3 / 1e12)
+    assert read["GB/s"] == pytest.approx(DEFAULTS["cpu"].read_mib * 2**20 / 1e-3 / 1e9)
+    monkeypatch.setattr("diyfa.lab.bench.command.time_calls", lambda *a: [0.8, 0.8, 1.0, 1.2, 1.2])
+    assert invoke(*arguments).output.count(": ~") == 2
+    assert invoke(*arguments, "--spread-limit", "0.5").output.count(": ~") == 0
 
 
 def test_bench_says_when_each_row_was_measured(tmp_path, monkeypatch):

@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
-from result_files import CHIP, GPU, attention, speeds, write_all, write_gpu
 from markdown_it import MarkdownIt
+from result_files import CHIP, GPU, attention, speeds, write_all, write_gpu
 from rich.console import Console
 from typer.testing import CliRunner
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -117,6 +118,57 @@ def test_every_plot_is_drawn(load: Any, small: Path, whole: Path) -> None:
         for selector in PLOTS:
             assert drawn(page, selector) >= 3, (path, selector)
         assert page.locator("#table .tabulator-row").count() > 3
+
+
+def test_the_plots_have_the_figures_of_the_report(load: Any, small: Path) -> None:
+    """Curves, cells and their colours, ceilings, bars: what is drawn, not only that something is."""
+    page = load(small)
+    option = "echarts.getInstanceByDom(document.querySelector('{}')).getOption()"
+
+    def read(plot: str, what: str) -> Any:
+        return page.evaluate(f"(o => {what})({option.format(plot)})")
+
+    report = page.evaluate("report")
+    panel = next(x for x in report["panels"] if x["device"] == GPU and x["pass"] == "forward")
+    found = read("#panels > div", "o.series.map(s => [s.name, s.data.map(x => x.value)])")
+    assert found == [[name, [x for _, x, _ in entries]] for name, entries in panel["series"].items()]
+    assert read("#panels > div", "[o.title[0].text, o.xAxis[0].data, o.yAxis[0].min]") == [
+        "D = 64, full",
+        ["1k", "4k"],
+        0,
+    ]
+    assert page.locator("#panels > div").count() == sum(
+        x["device"] == GPU and x["pass"] == "forward" for x in report["panels"]
+    )
+    cells = read(
+        "#heat", "o.series[0].data.map(x => [o.xAxis[0].data[x.value[0]], o.yAxis[0].data[x.value[1]], x.value[2]])"
+    )
+    wanted = {(f"{c['pass']}\n{c['S'] // 1024}k", f"D = {c['D']}, {'causal' if c['causal'] else 'full'}", c["ratio"])
+              for c in report["heat"] if c["panel"] and c["device"] == GPU}  # fmt: skip
+    assert {tuple(cell) for cell in cells} == wanted and len(wanted) == 8
+    low, *_, high = read("#heat", "o.visualMap[0].inRange.color")
+    assert read("#heat", "[o.visualMap[0].min, o.visualMap[0].max]") == [0.8, 1.2]
+    assert int(low[1:3], 16) > int(low[5:7], 16) and int(high[1:3], 16) < int(high[5:7], 16)  # slower is red
+    line, _ = read("#roofline-plot", "o.series.filter(s => s.type === 'line').map(s => s.data)")
+    assert line[1:] == [[pytest.approx(1000 * 800 / 4400), 800], [line[2][0], 800]]
+    assert line[0][1] == pytest.approx(line[0][0] * 4.4)
+    (roof,) = (roof for roof in report["roofline"] if roof["device"] == GPU)
+    dots = read("#roofline-plot", "o.series.filter(s => s.type === 'scatter').flatMap(s => s.data.map(d => [...d]))")
+    assert sorted(map(str, dots)) == sorted(map(str, roof["dots"]))
+    assert read("#memory-panels > div", "o.yAxis[0].type") == "log"
+    bars = read("#decoding-plot", "o.series.map(s => [s.name, s.data.map(x => x.value)])")
+    assert bars == [["diyfa", [round(4000 / 4400, 4)] * 2], ["FA3", [round(3500 / 4400, 4)] * 2]]
+    shares = read("#beside-plot", "o.series.map(s => [s.name, s.data.map(x => x && x.value)])")
+    assert shares == [[x["device"] + (" (predicted)" if x["source"] == "predicted" else ""),
+                       [bar["share"] for *_, bar in x["bars"]]] for x in report["beside"]]  # fmt: skip
+    colours = read("#panels > div", "o.series.map(s => s.color)")
+    page.click("#theme")
+    assert not set(colours) & set(read("#panels > div", "o.series.map(s => s.color)"))
+    tip = page.evaluate("""() => {
+      const at = document.querySelector("#models"), chart = echarts.getInstanceByDom(at);
+      chart.dispatchAction({ type: "showTip", seriesIndex: 0, dataIndex: 0 });
+      return at.innerText; }""")
+    assert "cuDNN: 1.50" in tip
 
 
 def test_device_pass_and_implementations_are_chosen(load: Any, small: Path) -> None:
@@ -262,7 +314,9 @@ def test_it_prints_on_a4(load: Any, whole: Path) -> None:
     assert widths <= 704  # 186 mm
     page.evaluate("dispatchEvent(new Event('afterprint'))")
     assert page.evaluate("document.documentElement.dataset.theme") == "dark"
-    assert page.pdf(format="A4").startswith(b"%PDF")
+    pdf = page.pdf(prefer_css_page_size=True)
+    widths = [round(float(x)) for x in re.findall(rb"/MediaBox \[0 0 ([\d.]+)", pdf)]
+    assert pdf.startswith(b"%PDF") and set(widths) == {595, 842} and widths.count(842) == 1  # the table lies crosswise
 
 
 @pytest.mark.parametrize("locale", ["en-US", "zh-CN"])

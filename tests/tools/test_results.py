@@ -58,6 +58,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         (document(purpose="fun"), "purpose is 'fun', not one of comparison, before and after"),
         (document(device=7), "device is 7, not a text"),
         ({name: x for name, x in document(HOST_ROW).items() if name != "versions"}, "versions is missing"),
+        (document({**HOST_ROW, "purpose": "fun"}), r"rows\[0\] \(host\): purpose is 'fun', not one of comparison"),
         (document(1), r"rows\[0\] is no object"),
         (document(HOST_ROW, {"kind": "magic"}), r"rows\[1\]: kind is 'magic', not one of attention, packed"),
         (document({**HOST_ROW, "kind": []}), r"rows\[0\]: kind is \[\]"),
@@ -96,6 +97,16 @@ def test_a_broken_document_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"rows\[0\] \(host\): host_us is missing"):
         write_results(path, document({"kind": "host", "implementation": "diyfa", "pass": "forward"}))
     assert path.read_text() == "kept"
+
+
+def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    """Who reads the old file while a new one is written reads the old one to its end."""
+    path = tmp_path / "x.json"
+    write_results(path, document(HOST_ROW))
+    before = path.read_text()
+    with path.open() as old:
+        write_results(path, document(HOST_ROW, HOST_ROW))
+        assert old.read() == before != path.read_text()
 
 
 def test_figures_that_round_to_0_and_texts_of_several_lines_are_read() -> None:

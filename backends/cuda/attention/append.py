@@ -175,13 +175,11 @@ def make_launch(problem: KVCacheProblem, tensors: KVCacheTensors, new: NewKeys) 
     """Return the launch that writes `new`, or None if there is nothing to write."""
     cos, sin = new.cos, new.sin
     block_d, block_dv = padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
-    c = AppendConstants(
+    c = AppendConstants.read_from(
+        problem,
         rows=TILE_ELEMENTS // max(block_d, block_dv),
         block_d=block_d,
         block_dv=block_dv,
-        head_dim=problem.head_dim,
-        head_dim_v=problem.head_dim_v,
-        page_size=problem.page_size,
         rotary=0 if cos is None else 2 * cos.shape[1],
         interleaved=new.interleaved,
         rotates_per_query=problem.window_left >= 0 or problem.window_right >= 0,

@@ -9,7 +9,7 @@ it. One rule serves both directions.
 Ranges are positions, (begin, full_begin, full_end, end): some rows see [begin, end), all see [full_begin, full_end).
 Blocks in [full_begin, full_end) need no mask. Blocks outside [begin, end) are not visited: a window costs its width.
 
-`mask` is (n_queries, n_keys, offset, window_left, window_right) of one sequence. Over a cache it is (group,
+`mask` is (n_queries, n_keys, offset, window_left, window_right) of one sequence. `tile_mask`, over a cache, is (group,
 window_left, window_right), because the numbers differ from tile to tile; group: query heads of a KV head.
 """
 
@@ -121,9 +121,9 @@ def masked_keys(blocks, c: tl.constexpr):
 
 
 @triton.jit
-def first_cached_key(block_m, n_queries, n_keys, pad, mask, c: tl.constexpr):
-    """Return the first key of a cache that any row of a tile sees. `mask`, `pad`: as in `cached_blocks`."""
-    group, window_left, _ = mask
+def first_cached_key(block_m, n_queries, n_keys, pad, tile_mask, c: tl.constexpr):
+    """Return the first key of a cache that any row of a tile sees. `tile_mask`, `pad`: as in `cached_blocks`."""
+    group, window_left, _ = tile_mask
     begin = pad
     if c.HAS_LEFT:
         begin = tl.maximum(pad, first_visible(block_m * c.BLOCK_M // group + n_keys - n_queries, window_left))
@@ -131,19 +131,19 @@ def first_cached_key(block_m, n_queries, n_keys, pad, mask, c: tl.constexpr):
 
 
 @triton.jit
-def cached_blocks(block_m, n_queries, n_keys, pad, mask, c: tl.constexpr):
+def cached_blocks(block_m, n_queries, n_keys, pad, tile_mask, c: tl.constexpr):
     """Return the blocks of keys of a cache that a tile sees: (number of the first, counted from `pad`; how many).
 
-    Rows of a tile are token * group + head in the group. `mask`: (group, window_left, window_right). A tile that has
-    rows gets at least one block, so that some program writes its results. A tile without rows gets none.
+    Rows of a tile are token * group + head in the group. A tile that has rows gets at least one block, so that some
+    program writes its results. A tile without rows gets none.
     """
-    group, _, window_right = mask
+    group, _, window_right = tile_mask
     row0 = block_m * c.BLOCK_M
     rows = n_queries * group
     end = n_keys
     if c.HAS_RIGHT:
         last_token = (tl.minimum(row0 + c.BLOCK_M, rows) - 1) // group
         end = end_visible(last_token + n_keys - n_queries, window_right, n_keys)
-    first = (first_cached_key(block_m, n_queries, n_keys, pad, mask, c) - pad) // c.BLOCK_N
+    first = (first_cached_key(block_m, n_queries, n_keys, pad, tile_mask, c) - pad) // c.BLOCK_N
     n_blocks = tl.cdiv(tl.maximum(end - pad, 0), c.BLOCK_N) - first
     return first, tl.where(row0 < rows, tl.maximum(n_blocks, 1), 0)

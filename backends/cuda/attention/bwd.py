@@ -126,7 +126,7 @@ def _preprocess_constants(problem: AttentionProblem) -> PreprocessConstants:
 
 @cached_per_kind
 def _constants(problem: AttentionProblem, config: AttentionConfig) -> TileConstants:
-    return TileConstants(**tile_constants(problem, config))
+    return TileConstants.read_from(problem, config, **tile_constants(problem, config))
 
 
 class Backward:

@@ -209,7 +209,7 @@ def make_launch(
         "heads_out": heads_out,
         "steps": steps,
     }
-    constants = BiasGradientConstants(**attention_constants(problem, tile), reduce=reduce.value)
+    constants = BiasGradientConstants.read_from(problem, tile, **attention_constants(problem), reduce=reduce.value)
     return bind_launch(_bwd_dbias_kernel, grid, values, constants, schedule(tile)), out
 
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from diyfa.arch import ELEMENT_BYTES, gpu_spec
 from diyfa.backends.cuda.attention.tile_io import DESCRIPTOR, PORTABLE, WIDENED, padded_head_dim
+from diyfa.eight_bits import EIGHT_BITS
 from diyfa.features import ADJUSTING
 from diyfa.problem import AttentionProblem, cached_per_kind
 
@@ -68,6 +69,8 @@ C = AttentionConfig
 _H200 = "H200, 2026-11-21: "
 _LATER = "H200, 2026-11-23: "
 
+_EIGHT_BITS_SMALL: tuple[Row, ...] = ((128, C(32, 32, 4, 1)), (256, C(32, 32, 8, 1, spill_budget=32)))
+_EIGHT_BITS_WIDE: tuple[Row, ...] = ((512, C(32, 32, 8, 1)), (1024, C(16, 32, 8, 1)))
 _FORWARD: dict[str, tuple[Row, ...]] = {
     "wgmma": (
         (64, C(64, 128, 4, 2, "tma", _H200 + "374/479/460")),
@@ -119,6 +122,22 @@ _FORWARD: dict[str, tuple[Row, ...]] = {
         (128, C(32, 32, 4, 1)),
         (256, C(32, 32, 8, 1, spill_budget=32)),
     ),
+    # float8 and int8. Rows of a tile share their descales (`diyfa.eight_bits`): at most 128 queries and 64 keys.
+    "eight bits": (
+        (64, C(128, 64, 4, 3)),
+        (128, C(128, 64, 8, 3)),
+        (256, C(64, 64, 8, 2)),
+        *_EIGHT_BITS_WIDE,
+    ),
+    # Through addresses ptxas serialises the wgmma of int8 (C7515). With 32 rows there are none.
+    "eight bits wgmma": (
+        (64, C(128, 64, 8, 2, "tma")),
+        (128, C(128, 64, 8, 2, "tma")),
+        (256, C(64, 64, 8, 2, "tma")),
+        *_EIGHT_BITS_SMALL,
+        *_EIGHT_BITS_WIDE,
+    ),
+    "eight bits unaligned": (*_EIGHT_BITS_SMALL, *_EIGHT_BITS_WIDE),
 }
 _BACKWARD_DKDV: dict[str, tuple[Row, ...]] = {
     "wgmma": (
@@ -289,7 +308,10 @@ for _kind, _table in (("fwd", _FORWARD), ("dkdv", _BACKWARD_DKDV), ("dq", _BACKW
     _others = [row for row in _table["wgmma"] if (row[0], replace(row[1], measured="", spill_budget=0)) not in _tiles]
     _table["wgmma ragged"] = (*_RAGGED[_kind], *_others)
 _TABLES = {
-    kind: {name: (*rows, *(_WIDE_FLOAT32 if name == "float32" else _WIDE[kind])) for name, rows in table.items()}
+    kind: {
+        name: rows if name.startswith("eight bits") else (*rows, *(_WIDE_FLOAT32 if name == "float32" else _WIDE[kind]))
+        for name, rows in table.items()
+    }
     for kind, table in (("fwd", _FORWARD), ("dkdv", _BACKWARD_DKDV), ("dq", _BACKWARD_DQ))
 }
 _TABLES["dbias"] = {
@@ -308,6 +330,12 @@ _TABLES["short"] = {
 }
 
 
+def key_columns(problem: AttentionProblem | _Heads) -> int:
+    """Return the columns of a tile of q or k. A product of eight bits needs 32."""
+    columns = padded_head_dim(problem.head_dim)
+    return max(columns, 32) if problem.dtype in EIGHT_BITS else columns
+
+
 def _is_ragged(problem: AttentionProblem) -> bool:
     return problem.varlen or problem.seq_lens
 
@@ -320,7 +348,10 @@ def gpu_class(problem: AttentionProblem) -> str:
     if spec is None or not spec.has_bf16:  # before Ampere
         return "turing"
     narrow_v = padded_head_dim(problem.head_dim_v) < padded_head_dim(problem.head_dim)
-    if not problem.aligned or (spec.has_wgmma and narrow_v):
+    passes_registers = not problem.aligned or (spec.has_wgmma and narrow_v)
+    if problem.dtype in EIGHT_BITS:
+        return "eight bits" + (" unaligned" if passes_registers else " wgmma" if spec.has_wgmma else "")
+    if passes_registers:
         return "unaligned"
     if spec.has_wgmma:
         return "wgmma ragged" if _is_ragged(problem) else "wgmma"
@@ -351,15 +382,16 @@ DESCRIPTOR_SPACE = 2048
 
 def shared_bytes(kind: str, config: AttentionConfig, problem: AttentionProblem | _Heads) -> int:
     """Return the bytes of shared memory that the tiles of a kernel need: those that stay, and buffers of the others."""
-    d, dv = padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
-    size = ELEMENT_BYTES["float32" if config.form == "widened" else problem.dtype]
+    d, dv = key_columns(problem), padded_head_dim(problem.head_dim_v)
+    size = ELEMENT_BYTES.get("float32" if config.form == "widened" else problem.dtype, 1)
     m, n, stages = config.block_m, config.block_n, max(1, config.num_stages)
     bias = ELEMENT_BYTES.get(problem.bias, 8) * m * n if problem.bias else 0  # of a tile; dtypes have up to 8 bytes
     if kind == "dbias":  # no tile stays: all four and the bias change from step to step
         return stages * (size * (m + n) * (d + dv) + bias)
     descriptors = DESCRIPTOR_SPACE if config.form == "tma" else 0
     if kind == "fwd":  # a bias is loaded as far ahead as K and V
-        return size * (m * d + stages * n * (d + dv)) + (stages - 1) * bias + descriptors
+        size_v = ELEMENT_BYTES.get(problem.value_dtype, size)
+        return size * (m * d + stages * n * d) + size_v * stages * n * dv + (stages - 1) * bias + descriptors
     # Beyond 256 features the compiler stages one operand twice, once for each of its products.
     twice = size * m * min(d, dv) if max(d, dv) > 256 else 0
     crossing, bias = size * m * n, max(1, stages - 1) * bias  # dS crosses shared memory; a bias does, or waits there
@@ -385,6 +417,7 @@ class _Heads(NamedTuple):
 
     arch: str
     dtype: str
+    value_dtype: str
     bias: str
     head_dim: int
     head_dim_v: int
@@ -397,7 +430,7 @@ def _rows(kind: str, name: str, heads: _Heads) -> tuple[tuple[int, AttentionConf
     width = max(padded_head_dim(heads.head_dim), padded_head_dim(heads.head_dim_v))
     if spec is None:
         return ()
-    rows = _TABLES[kind][name]
+    rows = _TABLES[kind].get(name, ())  # a backward pass has no tiles of eight bits
     return tuple(x for x in rows if width <= x[0] and shared_bytes(kind, x[1], heads) <= spec.shared_per_block)
 
 
@@ -435,7 +468,7 @@ _DQ_FEW_BLOCKS = C(64, 64, 4, 2, "tma", measured="H200, 2026-11-28")
 
 
 def _heads(problem: AttentionProblem) -> _Heads:
-    return _Heads(problem.arch, problem.dtype, problem.bias, problem.head_dim, problem.head_dim_v)
+    return _Heads(problem.arch, problem.dtype, problem.value_dtype, problem.bias, problem.head_dim, problem.head_dim_v)
 
 
 def candidates(kind: str, problem: AttentionProblem) -> tuple[AttentionConfig, ...]:

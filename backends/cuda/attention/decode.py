@@ -267,7 +267,7 @@ def _powers_of_two(largest):
 
 
 @triton.jit
-def _attend_rows(b, hk, block_m, begin, end, sequence, inputs, mask, c: tl.constexpr):
+def _attend_rows(b, hk, block_m, begin, end, sequence, inputs, tile_mask, c: tl.constexpr):
     """Attend to blocks [begin, end) of keys for tile `block_m` of sequence b -> (acc, l_i, m_i, rows).
 
     rows [BLOCK_M] are token * group + head in the group. The rest is as in `_attend_keys`.
@@ -280,7 +280,7 @@ def _attend_rows(b, hk, block_m, begin, end, sequence, inputs, mask, c: tl.const
     block_table_ptr, stride_table, cache_batch_idx_ptr, entries = cache_lookup
     slopes_ptr, stride_slopeb, k_descale_ptr, stride_kdb, stride_kdh = score_inputs
     scale, softcap = score
-    group, window_left, window_right = mask
+    group, window_left, window_right = tile_mask
     rows = block_m * c.BLOCK_M + tl.arange(0, c.BLOCK_M)
     tokens = rows // group
     heads = hk * group + rows % group
@@ -323,16 +323,16 @@ def _attend_rows(b, hk, block_m, begin, end, sequence, inputs, mask, c: tl.const
     cache = (k_base, v_base, table, entries, (stride_kb, stride_kn, stride_vb, stride_vn))
     pairs = (n_queries, n_keys, offset, window_left, window_right)
     score = score_without_bias(scale, softcap, slopes)
-    first_key = first_cached_key(block_m, n_queries, n_keys, pad, mask, c)
+    first_key = first_cached_key(block_m, n_queries, n_keys, pad, tile_mask, c)
     acc, l_i, m_i = _attend_keys(q, q_tail, tokens, begin, end, pad, first_key, cache, pairs, score, c)
     return acc, l_i, m_i, rows
 
 
 @triton.jit
-def _attend_chunks(b, hk, block_m, begin, end, sequence, inputs, mask, c: tl.constexpr):
+def _attend_chunks(b, hk, block_m, begin, end, sequence, inputs, tile_mask, c: tl.constexpr):
     """`_attend_rows` for all fixed chunks that blocks [begin, end) lie in, added up in order."""
     if c.CHUNK == 0 or c.CHUNKS_APART:  # the blocks are one chunk
-        acc, l_i, m_i, rows = _attend_rows(b, hk, block_m, begin, end, sequence, inputs, mask, c)
+        acc, l_i, m_i, rows = _attend_rows(b, hk, block_m, begin, end, sequence, inputs, tile_mask, c)
     else:
         m_i = tl.full([c.BLOCK_M], LOWEST, tl.float32)
         l_i = tl.zeros([c.BLOCK_M], tl.float32)
@@ -340,7 +340,7 @@ def _attend_chunks(b, hk, block_m, begin, end, sequence, inputs, mask, c: tl.con
         rows = block_m * c.BLOCK_M + tl.arange(0, c.BLOCK_M)
         for n in range(begin // c.CHUNK, tl.cdiv(end, c.CHUNK)):
             first, last = tl.maximum(begin, n * c.CHUNK), tl.minimum(end, (n + 1) * c.CHUNK)
-            acc_chunk, l_chunk, m_chunk, _ = _attend_rows(b, hk, block_m, first, last, sequence, inputs, mask, c)
+            acc_chunk, l_chunk, m_chunk, _ = _attend_rows(b, hk, block_m, first, last, sequence, inputs, tile_mask, c)
             m_i, l_i, acc = add_chunk(m_i, l_i, acc, m_chunk, l_chunk, acc_chunk)
     return acc, l_i, m_i, rows
 
@@ -393,7 +393,7 @@ def _decode_kernel(
         (cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, leftpad_ptr),
         (seqlen_q, total_q, total_k, length, added, capacity),
     )
-    mask = (group, window_left, window_right)
+    tile_mask = (group, window_left, window_right)
     inputs = (
         (q_ptr, stride_qb, stride_qh, stride_qm),
         (k_ptr, stride_kb, stride_kh, stride_kn),
@@ -411,10 +411,12 @@ def _decode_kernel(
         gdc_launch_dependents()
     memory = (sums_ptr, statistics_ptr)
     if not c.SPLIT:
-        b, hk, block_m, sequence, first, end, chunk = fixed_chunk(chunks_per_tile, heads_kv, blocks_m, lengths, mask, c)
+        b, hk, block_m, sequence, first, end, chunk = fixed_chunk(
+            chunks_per_tile, heads_kv, blocks_m, lengths, tile_mask, c
+        )
         first_q, n_queries, _, _, _ = sequence
         if first < end:
-            acc, l_i, m_i, rows = _attend_chunks(b, hk, block_m, first, end, sequence, inputs, mask, c)
+            acc, l_i, m_i, rows = _attend_chunks(b, hk, block_m, first, end, sequence, inputs, tile_mask, c)
             if c.CHUNKS_APART:
                 store_fixed_chunk(acc, l_i, m_i, chunk, chunks_per_tile, rows_per_tile, memory, c)
             else:
@@ -423,13 +425,13 @@ def _decode_kernel(
         heads_in_parallel = tl.num_programs(0)
         program = tl.program_id(1) * heads_in_parallel + tl.program_id(0)
         head_rounds = 1 if c.ONE_ROUND else heads_kv // heads_in_parallel
-        position, share_end, tile, tile_start, cost = begin_share(batch, blocks_m, head_rounds, lengths, mask, c)
+        position, share_end, tile, tile_start, cost = begin_share(batch, blocks_m, head_rounds, lengths, tile_mask, c)
         while position < share_end:
             b = tile // blocks_m
             block_m = tile % blocks_m
             sequence = cache_seq_info(b, lengths, c)
             first_q, n_queries, _, n_keys, pad = sequence
-            first, n_blocks = cached_blocks(block_m, n_queries, n_keys, pad, mask, c)
+            first, n_blocks = cached_blocks(block_m, n_queries, n_keys, pad, tile_mask, c)
             work = tile_work(n_blocks, cost, c.SPLIT_COST)
             tile_end = tile_start + work.to(position.dtype) * head_rounds
             if position < tile_end:
@@ -439,7 +441,7 @@ def _decode_kernel(
                 hk = tl.program_id(0) + head_round * heads_in_parallel
                 if begin < end:
                     acc, l_i, m_i, rows = _attend_rows(
-                        b, hk, block_m, first + begin, first + end, sequence, inputs, mask, c
+                        b, hk, block_m, first + begin, first + end, sequence, inputs, tile_mask, c
                     )
                     if end - begin == n_blocks:
                         store_rows(acc, l_i, m_i, rows, 0, b, hk, first_q, n_queries, outputs, PACKED, c)
@@ -470,7 +472,9 @@ def _constants_for_kind(
     one_round: bool, chunks_apart: bool, has_right: bool,
 ) -> DecodeConstants:  # fmt: skip
     block_d, block_d_tail = feature_blocks(problem.head_dim)
-    return DecodeConstants(
+    return DecodeConstants.read_from(
+        problem,
+        config,
         split=split,
         scan=scan,
         one_scan=one_scan,
@@ -479,19 +483,11 @@ def _constants_for_kind(
         by_tile=False,
         has_left=problem.window_left >= 0,
         has_right=has_right,
-        softcap=problem.softcap != 0.0,
-        alibi=problem.alibi,
         bias=False,
-        head_dim=problem.head_dim,
-        head_dim_v=problem.head_dim_v,
-        block_m=config.block_m,
-        block_n=config.block_n,
         block_d=block_d,
         block_d_tail=block_d_tail,
         block_dv=padded_head_dim(problem.head_dim_v),
-        page_size=problem.page_size,
         one_page=problem.paged and problem.page_size % config.block_n == 0 and not problem.leftpad,
-        packed_keys=problem.packed_keys,
         value_pairs=reads_value_pairs(problem),
         values_in_keys=reads_values_once(problem),
         widen=is_widened(problem),
@@ -500,7 +496,6 @@ def _constants_for_kind(
         columns=padded_head_dim(problem.head_dim_v),
         chunk=CHUNK_KEYS // config.block_n if problem.batch_invariant else 0,
         chunks_apart=chunks_apart,
-        split_cost=config.split_cost,
         precision="ieee",
     )
 

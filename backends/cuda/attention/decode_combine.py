@@ -112,7 +112,7 @@ def _combine_kernel(
         (cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, leftpad_ptr),
         (seqlen_q, total_q, total_k, length, added, capacity),
     )
-    mask = (group, window_left, window_right)
+    tile_mask = (group, window_left, window_right)
     outputs = (
         o_ptr, lse_ptr, sinks_ptr, v_descale_ptr,
         (stride_ob, stride_oh, stride_om, stride_vdb, stride_vdh),
@@ -121,7 +121,7 @@ def _combine_kernel(
     row0 = tl.program_id(0) // (c.BLOCK_DV // c.COLUMNS) * rows_per_program
     first_column = tl.program_id(0) % (c.BLOCK_DV // c.COLUMNS) * c.COLUMNS
     tile, hk, sequence, first_share, last_share, is_unfinished = find_shared_tile(
-        n_shares, heads_kv, batch, blocks_m, lengths, mask, c
+        n_shares, heads_kv, batch, blocks_m, lengths, tile_mask, c
     )
     b = tile // blocks_m
     first_q, n_queries, _, _, _ = sequence
@@ -171,7 +171,7 @@ def _combine_in_order_kernel(
         (cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, leftpad_ptr),
         (seqlen_q, total_q, total_k, length, added, capacity),
     )
-    mask = (group, window_left, window_right)
+    tile_mask = (group, window_left, window_right)
     outputs = (
         o_ptr, lse_ptr, sinks_ptr, v_descale_ptr,
         (stride_ob, stride_oh, stride_om, stride_vdb, stride_vdh),
@@ -183,7 +183,7 @@ def _combine_in_order_kernel(
     b = tile // blocks_m
     block_m = tile % blocks_m
     first_q, n_queries, _, n_keys, pad = cache_seq_info(b, lengths, c)
-    first, n_blocks = cached_blocks(block_m, n_queries, n_keys, pad, mask, c)
+    first, n_blocks = cached_blocks(block_m, n_queries, n_keys, pad, tile_mask, c)
     rows = block_m * c.BLOCK_M + row + tl.arange(0, 1)
     if (n_blocks > 0) & (tl.max(rows, 0) < n_queries * group):
         cols = tl.arange(0, c.BLOCK_DV)

@@ -34,6 +34,16 @@ def dot_add(a, b, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def dot_float8(a, b):
+    """Return a @ b of float8 in fp32, to be added to a sum.
+
+    Tensor cores add products of float8 with about 14 bits. So a long sum is made of short ones: the compiler must not
+    take the sum as the accumulator of the product, which it does not if the number of imprecise sums is limited.
+    """
+    return tl.dot(dot_operand(a), dot_operand(b), max_num_imprecise_acc=a.shape[1])
+
+
+@triton.jit
 def round_to(x, DTYPE: tl.constexpr):
     """Return float32 `x` in DTYPE, rounded to nearest even.
 
@@ -51,4 +61,11 @@ def round_to(x, DTYPE: tl.constexpr):
         small = ((x + 24576.0) - 24576.0).to(tl.int32, bitcast=True) | ((bits >> 31) << 31)
         small = small.to(tl.float32, bitcast=True)
         x = tl.where(x == x, tl.where(tl.abs(x) < 0.015625, small, rounded), x)
+    if _INTERPRETING and DTYPE == tl.float8e5:  # noqa: SIM300
+        bits = x.to(tl.int32, bitcast=True)
+        rounded = ((bits + (0xFFFFF + ((bits >> 21) & 1))) & ~0x1FFFFF).to(tl.float32, bitcast=True)
+        # Below 2**-14 there are multiples of 2**-16.
+        small = ((x + 192.0) - 192.0).to(tl.int32, bitcast=True) | ((bits >> 31) << 31)
+        small = small.to(tl.float32, bitcast=True)
+        x = tl.where(x == x, tl.where(tl.abs(x) < 0.00006103515625, small, rounded), x)
     return x.to(DTYPE)

@@ -19,9 +19,10 @@ import triton.language as tl
 
 from diyfa.backends.cuda.attention.block_info import key_ranges, masked_keys
 from diyfa.backends.cuda.attention.clear import clear_others, clearing_programs
-from diyfa.backends.cuda.attention.configs import AttentionConfig, schedule
-from diyfa.backends.cuda.attention.dots import dot, dot_add, round_to
+from diyfa.backends.cuda.attention.configs import AttentionConfig, key_columns, schedule
+from diyfa.backends.cuda.attention.dots import dot, dot_add, dot_float8, round_to
 from diyfa.backends.cuda.attention.dropout import keep_tile, position_words
+from diyfa.backends.cuda.attention.eight_bits import final_sums, query_factors, tile_scores
 from diyfa.backends.cuda.attention.launch import (
     RUNTIME_SIZES,
     UNALIGNED_POINTERS,
@@ -61,6 +62,7 @@ from diyfa.backends.cuda.attention.tile_io import (
     store_tile,
 )
 from diyfa.backends.cuda.runtime.passes import Pass
+from diyfa.eight_bits import EIGHT_BITS, WEIGHT_SHIFT
 from diyfa.problem import AttentionProblem, AttentionTensors, Launch, cached_per_kind
 
 # Start of the running maximum. It is finite: exp2(-inf - m) is 0 and not NaN if all scores of a row so far are -inf. No
@@ -69,13 +71,16 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit
-def online_softmax_update(s, m_i, l_i, acc, scale_log2, GUARD: tl.constexpr):
+def online_softmax_update(s, m_i, l_i, acc, scale_log2, GUARD: tl.constexpr, SHIFT: tl.constexpr = 0):
     """Update running maximum, sum and output for a block of scores s [BLOCK_M, BLOCK_N].
 
     Returns (p, m_i, l_i, acc). p: the block's weights relative to the new maximum. m_i is in units of log2. GUARD: the
-    maximum may still be -inf.
+    maximum may still be -inf. SHIFT: keep the maximum that much lower, so that weights are up to 2**SHIFT.
     """
-    m_new = tl.maximum(m_i, tl.max(s, 1) * scale_log2)  # [BLOCK_M]
+    if SHIFT:
+        m_new = tl.maximum(m_i, tl.max(s, 1) * scale_log2 - SHIFT)  # [BLOCK_M]
+    else:
+        m_new = tl.maximum(m_i, tl.max(s, 1) * scale_log2)
     if GUARD:  # avoid inf - inf
         m_ref = tl.where(m_new == float("-inf"), 0.0, m_new)
     else:
@@ -110,12 +115,13 @@ def row_lse(sink, m_i, l_i):
 def _attend_blocks(
     sums,  # acc [BLOCK_M, BLOCK_DV] fp32, l_i and m_i [BLOCK_M]
     q,  # [BLOCK_M, BLOCK_D]
-    keys, values, row0, blocks, mask, score, dropout, MASKED: tl.constexpr, FORM: tl.constexpr, c: tl.constexpr,
+    keys, values, row0, blocks, mask, score, dropout, factors,
+    MASKED: tl.constexpr, FORM: tl.constexpr, c: tl.constexpr,
 ):  # fmt: skip
     """Attend to keys [start, end) of `blocks` = (start, end, gap_at, gap), and return the sums.
 
     MASKED: compare positions, and omit a gap of `gap` keys at `gap_at` (`masked_keys`). Otherwise every query sees all
-    keys of the blocks.
+    keys of the blocks. `factors`: those of float8 and int8 (`query_factors`).
     """
     acc, l_i, m_i = sums
     start, end, gap_at, gap = blocks
@@ -134,6 +140,10 @@ def _attend_blocks(
         offs_n = start_n + tl.arange(0, c.BLOCK_N)
         k = load_tile(keys, start_n, c.BLOCK_N, c.HEAD_DIM, c.BLOCK_D, MASKED, FORM, c)
         s = dot(q, tl.trans(k), c.PRECISION)  # [BLOCK_M, BLOCK_N]
+        # Adjusted scores will be in units of log2.
+        scale_log2 = 1.0 if c.ADJUSTED else scale * LOG2E
+        if c.EIGHT_BITS:
+            s, scale_log2 = tile_scores(s, scale_log2, factors, start_n, c)
         if c.NEGATE:
             s = -s
         if c.ADJUSTED:
@@ -141,14 +151,15 @@ def _attend_blocks(
             s, _tanh = scores_log2(s, offs_m[:, None], offs_n[None, :], begins, mask, score, MASKED, PRECISE, c)
         if MASKED:
             s = tl.where(visible_pairs(offs_m[:, None], offs_n[None, :], mask, True, c), s, float("-inf"))
-        # Adjusted scores are in units of log2 already.
-        scale_log2 = 1.0 if c.ADJUSTED else scale * LOG2E
-        p, m_i, l_i, acc = online_softmax_update(s, m_i, l_i, acc, scale_log2, MASKED or c.BIAS)
+        p, m_i, l_i, acc = online_softmax_update(s, m_i, l_i, acc, scale_log2, MASKED or c.BIAS, c.WEIGHT_SHIFT)
         if c.DROPOUT:  # after the sum: weights are normalised by the sum without dropout
             keep = keep_tile(*row_words, *position_words(*column_keys, offs_n), threshold)
             p = tl.where(keep, p, 0.0)
         v = load_tile(values, start_n, c.BLOCK_N, c.HEAD_DIM_V, c.BLOCK_DV, MASKED, FORM, c)
-        acc = dot_add(round_to(p, v.dtype), v, acc, c.PRECISION)
+        if c.WEIGHT_SHIFT:
+            acc += dot_float8(round_to(p, v.dtype), v)
+        else:
+            acc = dot_add(round_to(p, v.dtype), v, acc, c.PRECISION)
         if c.BIAS:
             corner = bias_corner(corner, 0, c.BLOCK_N, score)
     return acc, l_i, m_i
@@ -159,6 +170,7 @@ def _fwd_kernel(
     q_ptr, k_ptr, v_ptr,
     k_rows_ptr, v_rows_ptr,  # for EDGE_FORM: addresses of the tensors that FORM reads through descriptors
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, per_head_ptr, attn_bias_ptr, rng_state_ptr, sinks_ptr,
+    q_descale_ptr, k_descale_ptr, v_descale_ptr, k_mean_ptr, v_mean_ptr,
     o_ptr, lse_ptr,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_ob, stride_oh, stride_om,
@@ -205,6 +217,11 @@ def _fwd_kernel(
     per_head = (per_head_ptr, stride_per_headb)
     bias = (attn_bias_ptr, stride_biasb, stride_biash, stride_biasm, stride_biasn)
     score, row_keys, column_keys = head_features(b, h, (scale, softcap, per_head, bias, rng_state_ptr), c)
+    heads_kv = heads_q // group
+    factors = (1.0, 0, 0)
+    if c.EIGHT_BITS:
+        pointers = (q_descale_ptr, k_descale_ptr, k_mean_ptr)
+        factors = query_factors(q, pointers, (b, h, hk, row0), (heads_q, heads_kv, seqlen_q, seqlen_k), c)
     row_words = position_words(*row_keys, offs_m) if c.DROPOUT else row_keys
     dropout = (row_words, column_keys, threshold)
     sums = (
@@ -213,12 +230,15 @@ def _fwd_kernel(
         tl.full([c.BLOCK_M], LOWEST, tl.float32),
     )
     full = (full_begin, full_end, 0, 0)
-    sums = _attend_blocks(sums, q, keys, values, row0, full, mask, score, dropout, False, c.FORM, c)
+    sums = _attend_blocks(sums, q, keys, values, row0, full, mask, score, dropout, factors, False, c.FORM, c)
     if c.FORM != c.EDGE_FORM:  # a masked block may extend beyond its sequence, whose end a descriptor does not know
         keys = head_view(k_rows_ptr, strides_k, k_position, c.EDGE_FORM, c)
         values = head_view(v_rows_ptr, strides_v, k_position, c.EDGE_FORM, c)
     masked = masked_keys(blocks, c)
-    sums = _attend_blocks(sums, q, keys, values, row0, masked, mask, score, dropout, True, c.EDGE_FORM, c)
+    sums = _attend_blocks(sums, q, keys, values, row0, masked, mask, score, dropout, factors, True, c.EDGE_FORM, c)
+    if c.EIGHT_BITS:
+        _, _, row_offset = factors
+        sums = final_sums(sums, scale, row_offset, (v_descale_ptr, v_mean_ptr), (b, hk, heads_kv), c)
     acc, l_i, m_i = sums
     sink = tl.zeros([c.BLOCK_M], tl.float32)
     if c.SINKS:  # last, so that the weight of a row's only key is exactly exp2(0) in the loops
@@ -245,12 +265,24 @@ class ForwardConstants(TileConstants):
 
     sinks: bool
     negate: bool  # products are negated (`softmax_scale`)
+    eight_bits: bool = False  # the fields below are those of the problem
+    q_descale: int = 0
+    k_descale: int = 0
+    v_descale: int = 0
+    k_mean: bool = False
+    v_mean: bool = False
+    weight_shift: int = 0  # weights are scaled by 2**weight_shift, 0 unless v is float8
 
 
 @cached_per_kind
 def constants(problem: AttentionProblem, config: AttentionConfig, negate: bool) -> ForwardConstants:
     """Return the kernel's constants."""
-    return ForwardConstants(**tile_constants(problem, config), sinks=problem.sinks, negate=negate)
+    eight_bits = problem.dtype in EIGHT_BITS
+    weight_shift = WEIGHT_SHIFT.get(problem.value_dtype or problem.dtype, 0) if eight_bits else 0
+    shared = tile_constants(problem, config)
+    return ForwardConstants.read_from(
+        problem, config, **shared, negate=negate, eight_bits=eight_bits, weight_shift=weight_shift
+    )
 
 
 def make_launch(
@@ -259,7 +291,7 @@ def make_launch(
     """Return the launch that fills out and lse."""
     q, k, v = tensors.q, tensors.k, tensors.v
     scale, negate = softmax_scale(problem, tensors.sm_scale)
-    block_d, block_dv = padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
+    block_d, block_dv = key_columns(problem), padded_head_dim(problem.head_dim_v)
     m, n = config.block_m, config.block_n
     blocks, heads = cdiv(problem.seqlen_q, m), problem.batch * problem.heads_q
     values = {

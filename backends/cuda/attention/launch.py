@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
 
-from diyfa.backends.cuda.attention.configs import AttentionConfig, candidates, edge_tile_form, reads_rows, tile_form
+from diyfa.backends.cuda.attention.configs import (
+    AttentionConfig,
+    candidates,
+    edge_tile_form,
+    key_columns,
+    reads_rows,
+    tile_form,
+)
 from diyfa.backends.cuda.attention.dropout import keep_threshold
 from diyfa.backends.cuda.attention.tile_io import cdiv, lengths_constant, padded_head_dim
 from diyfa.backends.cuda.runtime import tune
@@ -259,34 +266,23 @@ class TileConstants(AttentionConstants):
     edge_form: int
 
 
-# Constants with the name of a field of the problem, and their types. A flag tells whether the field is not 0.
-_SHARED = [
-    (constant.name, {"bool": bool, "int": int, "str": str}[str(constant.type)])
-    for constant in fields(AttentionConstants)
-    if constant.name in {x.name for x in fields(AttentionProblem)}
-]
-
-
-def attention_constants(problem: AttentionProblem, config: AttentionConfig) -> dict[str, Any]:
-    """Return the fields of `AttentionConstants`. A flag named as a field of the problem tells whether that is not 0."""
+def attention_constants(problem: AttentionProblem) -> dict[str, Any]:
+    """Return the fields of `AttentionConstants` that are no fields of the problem or the config."""
     return {
-        **{name: kind(getattr(problem, name)) for name, kind in _SHARED},
         "has_left": problem.window_left >= 0,
         "has_right": problem.window_right >= 0,
         "lengths": lengths_constant(problem),
         "adjusted": has_adjusted_scores(problem),
-        "block_m": config.block_m,
-        "block_n": config.block_n,
-        "block_d": padded_head_dim(problem.head_dim),
+        "block_d": key_columns(problem),
         "block_dv": padded_head_dim(problem.head_dim_v),
         "precision": "ieee",
     }
 
 
 def tile_constants(problem: AttentionProblem, config: AttentionConfig) -> dict[str, Any]:
-    """Return the fields of `TileConstants`."""
+    """Return the fields of `TileConstants` that are no fields of the problem or the config."""
     forms = {"form": tile_form(config), "edge_form": edge_tile_form(problem, config)}
-    return attention_constants(problem, config) | forms
+    return attention_constants(problem) | forms
 
 
 @contextmanager
@@ -333,6 +329,7 @@ def _bucket(problem: AttentionProblem) -> tuple[object, ...]:
         bucket_size(problem.window_left + 1),
         problem.aligned,
         problem.bias,
+        problem.value_dtype,
     )
 
 

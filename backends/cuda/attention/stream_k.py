@@ -131,24 +131,24 @@ def partials_slot(program, begins_tile):
 
 
 @triton.jit
-def _count_blocks(start, batch, blocks_m, lengths, mask, c: tl.constexpr):
+def _count_blocks(start, batch, blocks_m, lengths, tile_mask, c: tl.constexpr):
     """Return the blocks of keys that each of the SCAN tiles from `start` on sees, [SCAN]: 0 beyond the last tile."""
     tiles = start + tl.arange(0, c.SCAN)
     is_tile = tiles < batch * blocks_m
     _, n_queries, _, n_keys, pad = cache_seq_info(tiles // blocks_m, lengths, c, is_tile)
-    _, n_blocks = cached_blocks(tiles % blocks_m, n_queries, n_keys, pad, mask, c)
+    _, n_blocks = cached_blocks(tiles % blocks_m, n_queries, n_keys, pad, tile_mask, c)
     return tl.where(is_tile, n_blocks, 0)
 
 
 @triton.jit
-def iteration_space(n_shares, batch, blocks_m, head_rounds, lengths, mask, c: tl.constexpr):
+def iteration_space(n_shares, batch, blocks_m, head_rounds, lengths, tile_mask, c: tl.constexpr):
     """Add up the work of all tiles and divide it.
 
     Returns (length of the line, length of a share, `cost` of `divide_work`, blocks of the first SCAN tiles). Positions
     have the type of the length: int64 if WIDE_POSITIONS, else int32.
     """
     POSITION_TYPE: tl.constexpr = tl.int64 if c.WIDE_POSITIONS else tl.int32
-    first_counts = _count_blocks(0, batch, blocks_m, lengths, mask, c)
+    first_counts = _count_blocks(0, batch, blocks_m, lengths, tile_mask, c)
     n_blocks = tl.sum(first_counts.to(POSITION_TYPE), 0)
     n_tiles = tl.sum((first_counts > 0).to(tl.int32), 0)
     max_blocks = 0
@@ -156,7 +156,7 @@ def iteration_space(n_shares, batch, blocks_m, head_rounds, lengths, mask, c: tl
         max_blocks = tl.max(first_counts, 0)
     if not c.ONE_SCAN:
         for start in range(c.SCAN, batch * blocks_m, c.SCAN):
-            counts = _count_blocks(start, batch, blocks_m, lengths, mask, c)
+            counts = _count_blocks(start, batch, blocks_m, lengths, tile_mask, c)
             n_blocks += tl.sum(counts.to(POSITION_TYPE), 0)
             n_tiles += tl.sum((counts > 0).to(tl.int32), 0)
             if c.SPLIT_COST > 0:
@@ -178,12 +178,12 @@ def _count_tiles_before(position, counts, ahead, head_rounds, cost, c: tl.conste
 
 
 @triton.jit
-def tile_at(position, first_counts, cost, batch, blocks_m, head_rounds, lengths, mask, c: tl.constexpr):
+def tile_at(position, first_counts, cost, batch, blocks_m, head_rounds, lengths, tile_mask, c: tl.constexpr):
     """Return (the tile that contains a position of the line, the position where this tile begins)."""
     tile, tile_start, ahead = _count_tiles_before(position, first_counts, position * 0, head_rounds, cost, c)
     if not c.ONE_SCAN:
         for start in range(c.SCAN, batch * blocks_m, c.SCAN):
-            counts = _count_blocks(start, batch, blocks_m, lengths, mask, c)
+            counts = _count_blocks(start, batch, blocks_m, lengths, tile_mask, c)
             n_before, last_end, ahead = _count_tiles_before(position, counts, ahead, head_rounds, cost, c)
             tile += n_before
             tile_start = tl.maximum(tile_start, last_end)
@@ -191,17 +191,17 @@ def tile_at(position, first_counts, cost, batch, blocks_m, head_rounds, lengths,
 
 
 @triton.jit
-def begin_share(batch, blocks_m, head_rounds, lengths, mask, c: tl.constexpr):
+def begin_share(batch, blocks_m, head_rounds, lengths, tile_mask, c: tl.constexpr):
     """Find the share of this program of `_decode_kernel`: share `tl.program_id(1)` of `tl.num_programs(1)`.
 
     Returns (position where the share begins, where it ends, the tile at its beginning, position where this tile begins,
     `cost` of `divide_work`).
     """
     n_shares = tl.num_programs(1)
-    length, share, cost, first_counts = iteration_space(n_shares, batch, blocks_m, head_rounds, lengths, mask, c)
+    length, share, cost, first_counts = iteration_space(n_shares, batch, blocks_m, head_rounds, lengths, tile_mask, c)
     position = tl.minimum(tl.program_id(1) * share, length)
     share_end = tl.minimum(position + share, length)
-    tile, tile_start = tile_at(position, first_counts, cost, batch, blocks_m, head_rounds, lengths, mask, c)
+    tile, tile_start = tile_at(position, first_counts, cost, batch, blocks_m, head_rounds, lengths, tile_mask, c)
     return position, share_end, tile, tile_start, cost
 
 
@@ -213,7 +213,7 @@ def find_tile_start(tile, first_counts, cost, length, head_rounds, c: tl.constex
 
 
 @triton.jit
-def find_shared_tile(n_shares, heads_kv, batch, blocks_m, lengths, mask, c: tl.constexpr):
+def find_shared_tile(n_shares, heads_kv, batch, blocks_m, lengths, tile_mask, c: tl.constexpr):
     """Find the tile whose partial results this program of `_combine_kernel` merges.
 
     `tl.program_id(1)` is the head within a round. `tl.program_id(2)` is tile * head_rounds + head round if BY_TILE,
@@ -225,7 +225,7 @@ def find_shared_tile(n_shares, heads_kv, batch, blocks_m, lengths, mask, c: tl.c
     hk = tl.program_id(1)
     heads_in_parallel = tl.num_programs(1)
     head_rounds = 1 if c.ONE_ROUND else heads_kv // heads_in_parallel
-    length, share, cost, first_counts = iteration_space(n_shares, batch, blocks_m, head_rounds, lengths, mask, c)
+    length, share, cost, first_counts = iteration_space(n_shares, batch, blocks_m, head_rounds, lengths, tile_mask, c)
     tile_cost, _ = cost
     if c.BY_TILE:
         tile = tl.program_id(2) // head_rounds
@@ -233,11 +233,13 @@ def find_shared_tile(n_shares, heads_kv, batch, blocks_m, lengths, mask, c: tl.c
     else:
         first_share = tl.program_id(2)
         last_position = tl.maximum(tl.minimum(first_share * share + share, length) - 1, 0)
-        tile, tile_start = tile_at(last_position, first_counts, cost, batch, blocks_m, head_rounds, lengths, mask, c)
+        tile, tile_start = tile_at(
+            last_position, first_counts, cost, batch, blocks_m, head_rounds, lengths, tile_mask, c
+        )
     b = tile // blocks_m
     sequence = cache_seq_info(b, lengths, c, b < batch)
     _, n_queries, _, n_keys, pad = sequence
-    _, n_blocks = cached_blocks(tile % blocks_m, n_queries, n_keys, pad, mask, c)
+    _, n_blocks = cached_blocks(tile % blocks_m, n_queries, n_keys, pad, tile_mask, c)
     work = tl.maximum(tile_work(n_blocks, cost, c.SPLIT_COST), 1)
     first_block = tile_start + tile_cost  # position of the tile's first block
     if not c.ONE_ROUND:
@@ -260,7 +262,7 @@ def find_shared_tile(n_shares, heads_kv, batch, blocks_m, lengths, mask, c: tl.c
 
 
 @triton.jit
-def fixed_chunk(chunks_per_tile, heads_kv, blocks_m, lengths, mask, c: tl.constexpr):
+def fixed_chunk(chunks_per_tile, heads_kv, blocks_m, lengths, tile_mask, c: tl.constexpr):
     """Find the chunk of this program of `_decode_kernel`: number `tl.program_id(0)`.
 
     Programs are numbered by tile, KV head, and if CHUNKS_APART by chunk. Else a program has the whole tile.
@@ -279,7 +281,7 @@ def fixed_chunk(chunks_per_tile, heads_kv, blocks_m, lengths, mask, c: tl.conste
     block_m = tile % blocks_m
     sequence = cache_seq_info(b, lengths, c)
     _, n_queries, _, n_keys, pad = sequence
-    first, n_blocks = cached_blocks(block_m, n_queries, n_keys, pad, mask, c)
+    first, n_blocks = cached_blocks(block_m, n_queries, n_keys, pad, tile_mask, c)
     end = first + n_blocks
     if c.CHUNKS_APART:
         first = tl.maximum(first, chunk * c.CHUNK)

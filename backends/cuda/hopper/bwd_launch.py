@@ -88,21 +88,17 @@ def _query_constants(problem: AttentionProblem, form: _Form, has_dlse: bool, kee
 @cached_per_kind
 def _constants(problem: AttentionProblem, form: _Form, store_from_registers: bool) -> Sm90BwdConstants:
     config = form.config
-    return Sm90BwdConstants(
-        block_m=config.block_m,
-        block_n=config.block_n,
+    return Sm90BwdConstants.read_from(
+        problem,
+        config,
         boxes=form.boxes,
         boxes_v=form.boxes_v,
         used_boxes=cdiv(problem.head_dim, BOX_COLUMNS),
         used_boxes_v=cdiv(problem.head_dim_v, BOX_COLUMNS),
-        stages=config.stages,
         has_left=problem.window_left >= 0,
         has_right=problem.window_right >= 0,
         lengths=lengths_constant(problem),
-        softcap=problem.softcap != 0.0,
         deterministic=form.in_order,
-        consumer_registers=config.consumer_registers,
-        producer_registers=config.producer_registers,
         store_from_registers=store_from_registers,
         rolling=form.rolling,
         last_columns=last_columns(problem) if config.form == "keys" else BOX_COLUMNS,
@@ -111,7 +107,9 @@ def _constants(problem: AttentionProblem, form: _Form, store_from_registers: boo
 
 @cached_per_kind
 def _dq_constants(problem: AttentionProblem, form: _Form, store_from_registers: bool) -> Sm90BwdDqConstants:
-    return Sm90BwdDqConstants(
+    return Sm90BwdDqConstants.read_from(
+        problem,
+        form.config,
         boxes=form.boxes,
         boxes_v=form.boxes_v,
         used_boxes=cdiv(problem.head_dim, BOX_COLUMNS),
@@ -121,9 +119,6 @@ def _dq_constants(problem: AttentionProblem, form: _Form, store_from_registers: 
         has_left=problem.window_left >= 0,
         has_right=problem.window_right >= 0,
         lengths=lengths_constant(problem),
-        softcap=problem.softcap != 0.0,
-        consumer_registers=form.config.consumer_registers,
-        producer_registers=form.config.producer_registers,
         store_from_registers=store_from_registers,
     )
 

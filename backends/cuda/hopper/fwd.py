@@ -792,18 +792,13 @@ def constants(problem: AttentionProblem, config: Sm90Config, negate: bool) -> Sm
 def _constants(problem: AttentionProblem, config: Sm90Config, negate: bool, has_partial_block: bool) -> Sm90Constants:
     ragged = lengths_constant(problem) != EQUAL.value
     boxes = box_layout(problem.head_dim, problem.head_dim_v, config.box_columns)[1]
-    return Sm90Constants(
+    return Sm90Constants.read_from(
+        problem,
+        config,
         block_m=CONSUMER_ROWS * config.consumers,
-        block_n=config.block_n,
-        consumers=config.consumers,
-        stages=config.stages,
-        separate_o_buffer=config.separate_o_buffer,
-        store_from_registers=config.store_from_registers,
-        pingpong=config.pingpong,
         q_in_registers=min(config.q_in_registers, boxes),
         boxes=boxes,
         boxes_v=box_layout(problem.head_dim_v, problem.head_dim, config.box_columns)[1],
-        pairs=config.pairs,
         one_ring=has_one_ring(problem, config.box_columns),
         causal=problem.causal,
         has_left=problem.window_left >= 0,
@@ -812,16 +807,11 @@ def _constants(problem: AttentionProblem, config: Sm90Config, negate: bool, has_
         lengths=lengths_constant(problem),
         lengths_k=lengths_constant(problem),
         page_size=0,
-        softcap=problem.softcap != 0.0,
-        alibi=problem.alibi,
-        sinks=problem.sinks,
         negate=negate,
         fixed_max=has_fixed_max(problem, config),
         tile_infos=tile_info_count(config),
         schedule=config.scheduler,
         find_ahead=finds_ahead(problem, config),
-        consumer_registers=config.consumer_registers,
-        producer_registers=config.producer_registers,
     )
 
 

@@ -219,6 +219,7 @@ def _launch_tma(
         "N": n,
         "K": k,
     }
+<<<<<<< HEAD
     constants = DescriptorConstants(
         block_m=config.block_m,
         block_n=config.block_n,
@@ -230,6 +231,10 @@ def _launch_tma(
         store_halves=config.store_halves,
         out_dtype=TL_DTYPE[problem.out_dtype],
         activation=problem.activation,
+=======
+    constants = DescriptorConstants.read_from(
+        config, a_transposed=a_transposed, b_transposed=b_transposed, out_dtype=TL_DTYPE[problem.out_dtype]
+>>>>>>> main
     )
     # In the interpreter only 2, so that each program has several tiles.
     programs = min(tiles, multiprocessors(a.device) or 2) if config.persistent else tiles
@@ -260,12 +265,8 @@ def _launch_pointers(
         "N": n,
         "K": k,
     }
-    constants = PointerConstants(
-        block_m=config.block_m,
-        block_n=config.block_n,
-        block_k=config.block_k,
-        group_m=config.group_m,
-        split_k=config.split_k,
+    constants = PointerConstants.read_from(
+        config,
         even_k=k % (config.block_k * config.split_k) == 0,
         compute_dtype=TL_DTYPE[problem.compute_dtype],
         precision=problem.precision,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import triton.language as tl
 
 from diyfa.backends.cuda.runtime.launch import is_interpreting
+
+_KINDS: dict[Any, type] = {name: kind for kind in (bool, int, str) for name in (kind, kind.__name__)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,6 +23,15 @@ class Constants:
     """
 
     __slots__ = ("_hash",)
+
+    @classmethod
+    def read_from(cls, *sources: Any, **given: Any) -> Any:
+        """Return the constants with these `given`; others are fields of the `sources` (dataclasses) of the same name.
+
+        A flag tells whether its field is not 0, False or ""."""
+        kinds = {x.name: _KINDS[x.type] for x in fields(cls) if x.type in _KINDS and x.name not in given}
+        names = [(source, x.name) for source in sources for x in fields(source) if x.name in kinds]
+        return cls(**{name: kinds[name](getattr(source, name)) for source, name in names}, **given)
 
     def __eq__(self, other: object) -> bool:
         if self is other:

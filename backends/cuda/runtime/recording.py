@@ -34,10 +34,6 @@ class Recorded(NamedTuple):
     launch: Launch  # without the kernel, its arguments and its grid
     signature: Signature  # without values
 
-    @property
-    def shares_a_header(self) -> bool:
-        return False
-
     def is_stored(self) -> bool:
         """Return whether the pack or the cache folder has its binary."""
         return find_binary(self.arch, self.key) is not None

@@ -29,9 +29,9 @@ def check_attention(out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torc
         head_q, head_k, head_v, head_out = (x.detach()[head, head].cpu() for x in (q, k, v, out))
         for begin, end in {(0, min(ROWS, length)), (max(0, length - ROWS), length)}:
             keys = slice(end if causal else None)  # the later ones are hidden from these rows
-            part = head_q[:, :, begin:end], head_k[:, :, keys], head_v[:, :, keys]
-            expected = reference_attention(*(x.double() for x in part), causal=causal)
-            low = plain_flash_attention(*part, causal=causal)
+            part_q, part_k, part_v = head_q[:, :, begin:end], head_k[:, :, keys], head_v[:, :, keys]
+            expected = reference_attention(part_q.double(), part_k.double(), part_v.double(), causal=causal)
+            low = plain_flash_attention(part_q, part_k, part_v, causal=causal)
             assert isinstance(low, torch.Tensor) and isinstance(expected, torch.Tensor)
             errors.append(_check(head_out[:, :, begin:end], low, expected))
     return max(errors)

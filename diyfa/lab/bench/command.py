@@ -152,7 +152,7 @@ class Bench:
             "read": ("GB/s", x.sum, lambda ms: 4 * x.numel() / ms / 1e6),
         }  # fmt: skip
         for case, (unit, run, rate) in ceilings.items():
-            identity = {"kind": "ceiling", "implementation": "PyTorch", "case": case, "dtype": self.dtype}
+            identity: Row = {"kind": "ceiling", "implementation": "PyTorch", "case": case, "dtype": self.dtype}
             if case == "matrix product":
                 identity |= dict.fromkeys("MNK", size)
             if self.file.find(identity) is None:
@@ -225,8 +225,8 @@ def _print(ops: Iterable[str], file: File, request: Request, dtype: str) -> None
             for row in rows:
                 unit, value = ("TFLOP/s", row["tflops"]) if "tflops" in row else ("GB/s", row["GB/s"])
                 mark = "~" if row["spread"] > request.spread_limit else ""
-                size = f" of {row['M']}" if "M" in row else ""
-                out.print(f"ceiling, {row['case']}{size}: {mark}{figure(value)} {unit}", highlight=False)
+                of_size = f" of {row['M']}" if "M" in row else ""
+                out.print(f"ceiling, {row['case']}{of_size}: {mark}{figure(value)} {unit}", highlight=False)
             continue
         runner = BenchmarkRunner(device="cpu")
         for row in rows:

@@ -24,6 +24,7 @@ from diyfa.backends.cuda.attention import (
     fwd,
     fwd_v1,
     merge,
+    quantize,
     stream_k,
 )
 from diyfa.backends.cuda.attention.configs import (
@@ -37,6 +38,7 @@ from diyfa.backends.cuda.attention.decode_configs import MMA_BLOCK_M
 from diyfa.backends.cuda.attention.tile_io import padded_head_dim
 from diyfa.backends.cuda.hopper import bwd_configs as hopper_bwd_configs
 from diyfa.backends.cuda.hopper import configs as hopper_configs
+from diyfa.eight_bits import EIGHT_BITS, PER_BLOCK, PER_HEAD, PER_TENSOR, Scheme
 from diyfa.features import EVERYTHING, dtype_name
 from diyfa.lab.cuda.aot import CompileSpec, launch_spec
 from diyfa.problem import (
@@ -95,6 +97,40 @@ def feature_problems(arch: str) -> Iterator[AttentionProblem]:
     yield _problem(arch, half, 576).replace(head_dim_v=512)
 
 
+def eight_bit_problems(arch: str) -> Iterator[AttentionProblem]:
+    """Yield problems of float8 and int8 that the GPU runs: each dtype, head dim and kind of descale, all features."""
+    spec = gpu_spec(arch)
+    if spec is None or not spec.has_bf16:
+        return
+    tensor = {"q_descale": PER_TENSOR, "k_descale": PER_TENSOR, "v_descale": PER_TENSOR}
+    head = {"q_descale": PER_HEAD, "k_descale": PER_HEAD, "v_descale": PER_HEAD}
+    block = {"q_descale": PER_BLOCK, "k_descale": PER_BLOCK, "v_descale": PER_HEAD}
+    means = {"k_mean": True, "v_mean": True}
+    packed = {"layout": VARLEN, "total_q": 2048, "total_k": 2048, "window_left": 128, "sinks": True}
+    int8, e4m3, bf16 = "int8", "float8_e4m3fn", "bfloat16"
+    rows: list[tuple[str, int, dict[str, Any]]] = [
+        (int8, 64, {"value_dtype": bf16, "k_mean": True, **block}),
+        (int8, 128, {"value_dtype": bf16, "k_mean": True, **block}),
+        (int8, 256, {"value_dtype": "float16", "out_dtype": "float16", **tensor}),
+        (int8, 80, {"value_dtype": bf16, "aligned": False, **head}),
+        (int8, 128, {"value_dtype": bf16, **packed, **block}),
+    ]
+    if spec.has_fp8:
+        rows += [
+            (e4m3, 64, {**block, **means}),
+            (e4m3, 128, {**tensor}),
+            (e4m3, 128, {**block, **means}),
+            (e4m3, 256, {**head}),
+            (e4m3, 192, {"head_dim_v": 128, **head}),
+            (e4m3, 128, {"out_dtype": "float32", "seq_lens": True, **packed, "layout": "bhsd", **head}),
+            (e4m3, 64, {"softcap": 30.0, "alibi": True, "sinks": True, **block, **means}),
+            ("float8_e5m2", 128, {**tensor}),
+            (int8, 128, {"value_dtype": e4m3, **block, **means}),
+        ]
+    for dtype, d, changes in rows:
+        yield _problem(arch, dtype, d).replace(**{"out_dtype": bf16, **changes})
+
+
 # Bytes of spills that default tiles may have with features, by kernel and class of GPU: the most that ptxas spills with
 # Triton 3.6 on 2026-11-23, rounded up. Dropout's words, slopes, bias addresses and the tanh of the softcap are alive
 # together with accumulators that fill the registers, and combinations of features have no separate tiles. The table of
@@ -129,18 +165,18 @@ def _with_feature_budget(kind: str, problem: AttentionProblem, config: Attention
 def call_tensors(problem: AttentionProblem) -> tuple[AttentionTensors, torch.Tensor, torch.Tensor]:
     """Return the tensors of a call, out and lse, without memory."""
 
-    def empty(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=getattr(torch, problem.dtype), device="meta")
-
-    def heads(number: int, rows: int, total: int, columns: int) -> torch.Tensor:
+    def heads(number: int, rows: int, total: int, columns: int, dtype: str = problem.dtype) -> torch.Tensor:
         leading = (total, number) if problem.varlen else (problem.batch, number, rows)
+        tensor_dtype = getattr(torch, dtype)
         if problem.aligned:
-            return empty(*leading, columns)
-        return empty(*leading[:-1], leading[-1] + 1, columns + 1)[..., 1:, 1:]  # odd strides and address
+            return torch.empty(*leading, columns, dtype=tensor_dtype, device="meta")
+        shape = (*leading[:-1], leading[-1] + 1, columns + 1)
+        return torch.empty(shape, dtype=tensor_dtype, device="meta")[..., 1:, 1:]  # odd strides and address
 
     q = heads(problem.heads_q, problem.seqlen_q, problem.total_q, problem.head_dim)
     k = heads(problem.heads_kv, problem.seqlen_k, problem.total_k, problem.head_dim)
-    v = heads(problem.heads_kv, problem.seqlen_k, problem.total_k, problem.head_dim_v)
+    value_dtype = problem.value_dtype or problem.dtype
+    v = heads(problem.heads_kv, problem.seqlen_k, problem.total_k, problem.head_dim_v, value_dtype)
     dropout_p = 0.5 if problem.dropout else 0.0
     tensors = AttentionTensors(q, k, v, 0.125, dropout_p=dropout_p, **example_tensors(problem))
     out = empty_output(q, problem.head_dim_v, problem.out_dtype).contiguous()
@@ -153,6 +189,9 @@ def _spec(kernel: str, problem: AttentionProblem, config: AttentionConfig, launc
         features = "every feature"
     ragged = "" if problem.aligned else " unaligned"
     ragged += f" to {problem.out_dtype}" if problem.out_dtype else ""
+    ragged += f" v {problem.value_dtype}" if problem.value_dtype else ""
+    if problem.dtype in EIGHT_BITS:
+        ragged += f" descales {problem.q_descale}{problem.k_descale}{problem.v_descale}" + " means" * problem.k_mean
     case = f"{problem.dtype} D={problem.head_dim} {features}{ragged} {config.block_m}x{config.block_n} {config.form}"
     return launch_spec(launch, kernel, f"{case} w{config.num_warps} s{config.num_stages}", config.spill_budget)
 
@@ -520,6 +559,39 @@ def _hopper_prefill_specs(arch: str) -> Iterator[CompileSpec]:
         yield launch_spec(launch, "kvcache_fwd/sm90_prefill", case, HOPPER_SPILLS, clean_loops=True)
 
 
+def _quantizing(arch: str) -> Iterator[CompileSpec]:
+    """Yield the passes of `quantize`: the sums for a mean, and each mode, dtype and head dim, rotated or not."""
+    spec = gpu_spec(arch)
+    if spec is None or not spec.has_bf16:
+        return
+    modes = {"measure": quantize.MEASURE.value, "alone": quantize.ALONE.value, "given": quantize.GIVEN.value}
+    cases: list[tuple[str, int, str, Scheme]] = [
+        ("alone", d, dtype, Scheme(torch.int8, PER_BLOCK, 128 if d < 256 else 64, 1, True, rotate))
+        for d, dtype, rotate in ((64, "bfloat16", True), (128, "bfloat16", True), (256, "float16", False))
+    ]
+    cases += [
+        ("measure", 128, "bfloat16", Scheme(torch.int8, PER_HEAD, 128, 4, False, True)),
+        ("given", 128, "bfloat16", Scheme(torch.int8, PER_HEAD, 128, 4, False, True)),
+        ("given", 80, "float32", Scheme(torch.int8, PER_TENSOR, 64, 1, True)),
+        ("alone", 512, "float16", Scheme(torch.int8, PER_BLOCK, 64, 1)),
+    ]
+    if spec.has_fp8:
+        cases = [(mode, d, dtype, scheme._replace(dtype=torch.float8_e4m3fn)) for mode, d, dtype, scheme in cases]
+    for mode, d, dtype, scheme in cases:
+        x = torch.empty(2, 8, 1024, d, dtype=getattr(torch, dtype), device="meta")
+        mean = x.new_empty((2, 8, d), dtype=torch.float32) if scheme.smooth else None
+        descale = x.new_empty((2, 8, 8), dtype=torch.float32)
+        values = None if mode == "measure" else torch.empty_like(x, dtype=scheme.dtype)
+        name = (
+            f"{dtype_name(scheme.dtype)} of {dtype} D={d} {mode}{' smooth' * scheme.smooth}{' rotate' * scheme.rotate}"
+        )
+        launch = quantize.make_launch(x, mean, values, descale, scheme, modes[mode])
+        yield launch_spec(launch, "quantize/round", name)
+        if scheme.smooth:
+            sums = x.new_empty((2, 8, 2, d), dtype=torch.float32)
+            yield launch_spec(quantize.sum_launch(x, sums, scheme), "quantize/sum", name)
+
+
 def compile_specs(arch: str) -> Iterator[CompileSpec]:
     """Yield every attention case for `arch`."""
     yield from _hopper_specs(arch)
@@ -532,6 +604,7 @@ def compile_specs(arch: str) -> Iterator[CompileSpec]:
     yield from _sums(arch)
     yield from _short(arch)
     yield from _clearing()
+    yield from _quantizing(arch)
     for problem in problems(arch):
         for config in candidates("fwd", problem):
             yield _forward(problem, config)
@@ -541,6 +614,9 @@ def compile_specs(arch: str) -> Iterator[CompileSpec]:
             for config in candidates(kind, problem):
                 yield _gradient(kind, problem, config)
         yield _preprocess(problem, False)
+    for problem in eight_bit_problems(arch):
+        for config in candidates("fwd", problem):
+            yield _forward(problem, _with_feature_budget("fwd", problem, config))
     for problem in feature_problems(arch):
         if (tile := default_config("fwd", problem)) is not None:
             yield _forward(problem, _with_feature_budget("fwd", problem, tile))

@@ -44,8 +44,9 @@ class Peak(NamedTuple):
 
 
 PEAKS = {  # the first whose words are in the device's name
-    "H200 NVL": Peak(835, 4800), "H200": Peak(989.4, 4800), "H100 PCIe": Peak(756, 2000), "H100 NVL": Peak(835, 3900), "H100": Peak(989.4, 3350),
-    "A100-SXM4-80GB": Peak(312, 2039), "A100 80GB PCIe": Peak(312, 1935), "A100": Peak(312, 1555), "B200": Peak(2250, 8000),
+    "H200 NVL": Peak(835, 4800), "H200": Peak(989.4, 4800), "H100 PCIe": Peak(756, 2000),
+    "H100 NVL": Peak(835, 3900), "H100": Peak(989.4, 3350), "A100-SXM4-80GB": Peak(312, 2039),
+    "A100 80GB PCIe": Peak(312, 1935), "A100": Peak(312, 1555), "B200": Peak(2250, 8000),
 }  # fmt: skip
 
 

@@ -1,0 +1,222 @@
+"""Quantises q, k or v to float8 or int8 in one to three passes over its rows.
+
+One program has a block of rows of a head. It rotates them by a product with a Hadamard matrix that it makes itself,
+takes the mean off, and either measures the largest magnitude of its block or divides by the descale and rounds. With
+one descale for each block, one pass does both. Otherwise all blocks are measured before any is divided. A mean takes a
+pass before that, of sums over chunks of rows.
+
+The matrix is orthogonal and linear: the mean of rotated rows is the rotated mean. So the products are of the inputs
+themselves, with 1 and -1, and are exact.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from diyfa.backends.cuda.attention.dots import dot_add, round_to
+from diyfa.backends.cuda.attention.tile_io import cdiv, padded_head_dim
+from diyfa.backends.cuda.runtime.constants import Constants
+from diyfa.backends.cuda.runtime.launch import on_device
+from diyfa.backends.cuda.runtime.launcher import launch_kernel
+from diyfa.eight_bits import PER_BLOCK, PER_HEAD, PER_TENSOR, SMALLEST_DESCALE, Scheme, hadamard
+from diyfa.problem import Launch
+
+SUMMED_ROWS = 512  # of one program that sums rows
+ROWS_PER_CHUNK = tl.constexpr(SUMMED_ROWS)
+ROTATED_COLUMNS = 64  # columns of the rows that one product takes, rows of the matrix
+MEASURE, ALONE, GIVEN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+TENSOR = tl.constexpr(PER_TENSOR)
+SMALLEST = tl.constexpr(SMALLEST_DESCALE)
+ROUNDING = tl.constexpr(12582912.0)  # 1.5 * 2**23: a sum with it has no fraction
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizeConstants(Constants):
+    """Constants of the kernels."""
+
+    head_dim: int
+    block_m: int  # rows of a program
+    block_d: int
+    block_k: int  # columns of one product of the rotation
+    mode: int  # MEASURE the magnitude, divide by that of the block ALONE, or by a GIVEN descale
+    kind: int
+    rotate: bool
+    smooth: bool
+    integers: bool
+    largest: float
+    precision: str
+
+
+@triton.jit
+def _hadamard(first, scale, c: tl.constexpr):
+    """Return rows [first, first + BLOCK_K) of the Hadamard matrix, times `scale`: [BLOCK_K, BLOCK_D]."""
+    bits = (first + tl.arange(0, c.BLOCK_K))[:, None] & tl.arange(0, c.BLOCK_D)[None, :]
+    bits = bits ^ (bits >> 8)
+    bits = bits ^ (bits >> 4)
+    bits = bits ^ (bits >> 2)
+    bits = bits ^ (bits >> 1)
+    return tl.where((bits & 1) == 0, scale, -scale)
+
+
+@triton.jit
+def _load(base, rows, columns, stride_m, n_rows, c: tl.constexpr):
+    inside = (rows < n_rows)[:, None] & (columns < c.HEAD_DIM)[None, :]
+    return tl.load(base + rows.to(tl.int64)[:, None] * stride_m + columns[None, :], mask=inside, other=0.0)
+
+
+@triton.jit(do_not_specialize=("heads", "n_rows", "chunks"))
+def _sum_kernel(
+    x_ptr, sums_ptr, stride_xb, stride_xh, stride_xm, heads, n_rows, chunks, c: tl.constexpr,
+):  # fmt: skip
+    """Write the sum of a chunk of rows of a head to sums (B, H, chunks, D)."""
+    pid = tl.program_id(0)
+    head, chunk = (pid // chunks).to(tl.int64), pid % chunks
+    base = x_ptr + head // heads * stride_xb + head % heads * stride_xh
+    offs_d = tl.arange(0, c.BLOCK_D)
+    total = tl.zeros([c.BLOCK_D], tl.float32)
+    for start in range(0, ROWS_PER_CHUNK, c.BLOCK_M):
+        rows = chunk * ROWS_PER_CHUNK + start + tl.arange(0, c.BLOCK_M)
+        total += tl.sum(_load(base, rows, offs_d, stride_xm, n_rows, c).to(tl.float32), 0)
+    tl.store(sums_ptr + (head * chunks + chunk) * c.HEAD_DIM + offs_d, total, mask=offs_d < c.HEAD_DIM)
+
+
+@triton.jit(do_not_specialize=("heads", "n_rows", "group"))
+def _quantize_kernel(
+    x_ptr, mean_ptr, values_ptr, descale_ptr,
+    stride_xb, stride_xh, stride_xm, stride_vb, stride_vh, stride_vm,
+    heads, n_rows, group,
+    scale,  # of the matrix: 1 / sqrt(D)
+    c: tl.constexpr,
+):  # fmt: skip
+    """Quantise BLOCK_M rows of a head, or measure them. `mean` (B, H, D) is that of rotated rows.
+
+    `descale` is (B, H, blocks): written, the magnitude with MEASURE; or with GIVEN read, one number or (B, H // group).
+    """
+    blocks = tl.cdiv(n_rows, c.BLOCK_M)
+    pid = tl.program_id(0)
+    head = (pid // blocks).to(tl.int64)
+    b, h = head // heads, head % heads
+    rows = pid % blocks * c.BLOCK_M + tl.arange(0, c.BLOCK_M)
+    offs_d = tl.arange(0, c.BLOCK_D)
+    base = x_ptr + b * stride_xb + h * stride_xh
+    if c.ROTATE:
+        y = tl.zeros([c.BLOCK_M, c.BLOCK_D], tl.float32)
+        for first in range(0, c.HEAD_DIM, c.BLOCK_K):
+            x = _load(base, rows, first + tl.arange(0, c.BLOCK_K), stride_xm, n_rows, c)
+            y = dot_add(x, _hadamard(first, 1.0, c).to(x.dtype), y, c.PRECISION)
+        y = tl.where((offs_d < c.HEAD_DIM)[None, :], y * scale, 0.0)
+    else:
+        y = _load(base, rows, offs_d, stride_xm, n_rows, c).to(tl.float32)
+    if c.SMOOTH:
+        mean = tl.load(mean_ptr + head * c.HEAD_DIM + offs_d, mask=offs_d < c.HEAD_DIM, other=0.0)
+        y = tl.where((rows < n_rows)[:, None], y - mean[None, :], 0.0)
+    if c.MODE != GIVEN:
+        magnitude = tl.max(tl.max(tl.abs(y), 1), 0)
+        not_a_number = tl.max(tl.max(tl.where(y == y, 0, 1), 1), 0)  # which a maximum leaves out
+        magnitude = tl.where(not_a_number > 0, float("nan"), magnitude)
+        if c.MODE == ALONE:
+            magnitude = magnitude / c.LARGEST
+            magnitude = tl.where(magnitude < SMALLEST, SMALLEST, magnitude)
+        tl.store(descale_ptr + pid, magnitude)
+    if c.MODE != MEASURE:
+        if c.MODE == ALONE:
+            descale = magnitude
+        elif c.KIND == TENSOR:
+            descale = tl.load(descale_ptr)
+        else:
+            descale = tl.load(descale_ptr + (b * (heads // group) + h // group))
+        y = y / descale
+        y = tl.where(y > c.LARGEST, c.LARGEST, tl.where(y < -c.LARGEST, -c.LARGEST, y))
+        if c.INTEGERS:
+            y = tl.where(y == y, (y + ROUNDING) - ROUNDING, 0.0)
+        target = values_ptr + b * stride_vb + h * stride_vh + rows.to(tl.int64)[:, None] * stride_vm + offs_d[None, :]
+        inside = (rows < n_rows)[:, None] & (offs_d < c.HEAD_DIM)[None, :]
+        tl.store(target, round_to(y, values_ptr.dtype.element_ty), mask=inside)
+
+
+def constants(x: torch.Tensor, scheme: Scheme, mode: int) -> QuantizeConstants:
+    """Return the constants of a pass over x."""
+    block_d = padded_head_dim(x.shape[3])
+    block_m = scheme.block if scheme.kind == PER_BLOCK else 64 if block_d <= 256 else 32
+    return QuantizeConstants(
+        head_dim=x.shape[3],
+        block_m=block_m,
+        block_d=block_d,
+        block_k=min(block_d, ROTATED_COLUMNS),
+        mode=mode,
+        kind=scheme.kind,
+        rotate=scheme.rotate,
+        smooth=scheme.smooth,
+        integers=scheme.dtype == torch.int8,
+        largest=scheme.largest,
+        precision="ieee",
+    )
+
+
+def _options(c: QuantizeConstants) -> dict[str, int]:
+    return {"num_warps": 4 if c.block_m * c.block_d <= 8192 else 8, "num_stages": 1}
+
+
+def sum_launch(x: torch.Tensor, sums: torch.Tensor, scheme: Scheme) -> Launch:
+    """Return the launch that fills sums (B, H, chunks, D) of x (B, H, S, D)."""
+    batch, heads, rows, _ = x.shape
+    chunks, c = sums.shape[2], constants(x, scheme._replace(kind=PER_TENSOR), MEASURE.value)
+    b, h, m, _ = x.stride()
+    arguments: dict[str, Any] = {
+        "x_ptr": x,
+        "sums_ptr": sums,
+        "stride_xb": b,
+        "stride_xh": h,
+        "stride_xm": m,
+        "heads": heads,
+    }
+    arguments |= {"n_rows": rows, "chunks": chunks}
+    return Launch(_sum_kernel, batch * heads * chunks, arguments, {"c": c}, _options(c))
+
+
+def make_launch(
+    x: torch.Tensor,
+    mean: torch.Tensor | None,
+    values: torch.Tensor | None,
+    descale: torch.Tensor,
+    scheme: Scheme,
+    mode: int,
+) -> Launch:
+    """Return the launch of one pass over x (B, H, S, D)."""
+    batch, heads, rows, head_dim = x.shape
+    c = constants(x, scheme, mode)
+    arguments: dict[str, Any] = {"x_ptr": x, "mean_ptr": mean, "values_ptr": values, "descale_ptr": descale}
+    for name, y in (("x", x), ("v", x if values is None else values)):
+        b, h, m, _ = y.stride()
+        arguments |= {f"stride_{name}b": b, f"stride_{name}h": h, f"stride_{name}m": m}
+    arguments |= {"heads": heads, "n_rows": rows, "group": scheme.group, "scale": head_dim**-0.5}
+    return Launch(_quantize_kernel, batch * heads * cdiv(rows, c.block_m), arguments, {"c": c}, _options(c))
+
+
+def quantize(x: torch.Tensor, values: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Fill `values`, shaped like x (B, H, S, D). Return the descale and the mean (B, H, D)."""
+    batch, heads, rows, head_dim = x.shape
+    mean = None
+    with on_device(x):
+        if scheme.smooth:
+            sums = x.new_empty((batch, heads, cdiv(rows, SUMMED_ROWS), head_dim), dtype=torch.float32)
+            launch_kernel(sum_launch(x, sums, scheme))
+            mean = sums.sum(2) / rows
+            if scheme.rotate:
+                mean = hadamard(mean)
+        mode = ALONE if scheme.kind == PER_BLOCK else MEASURE
+        blocks = cdiv(rows, constants(x, scheme, mode.value).block_m)
+        descale = x.new_empty((batch, heads, blocks), dtype=torch.float32)
+        launch_kernel(make_launch(x, mean, values if mode is ALONE else None, descale, scheme, mode.value))
+        if mode is not ALONE:
+            magnitude = descale
+            if scheme.kind == PER_HEAD:
+                magnitude = magnitude.unflatten(1, (-1, scheme.group)).flatten(2)
+            descale = scheme.descale(magnitude.amax(-1) if scheme.kind == PER_HEAD else magnitude.amax())
+            launch_kernel(make_launch(x, mean, values, descale, scheme, GIVEN.value))
+    return descale, mean

@@ -1,0 +1,146 @@
+"""`quantize`: q, k and v in float8 or int8, as `flash_attention` takes them.
+
+A number x becomes round((x - mean) / descale). The descale is the largest magnitude of those that share it divided by
+the largest number of the dtype, so that nothing saturates. Backends with a kernel for it (`quantize`) do this in one to
+three passes; PyTorch's operators are the definition, and run where there is no kernel and in compiled programs.
+
+* smooth: keys, and values of float8, often have a large mean over the sequence, which would take the digits of what
+  differs between them. It is taken off first. A softmax does not see the mean of k. That of v is added to the output.
+* rotate: q and k are multiplied by one orthogonal matrix (a Hadamard matrix divided by the root of its size). Products
+  of rows stay, but large features are spread over all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from diyfa import registry, validation
+from diyfa.eight_bits import BLOCK_K, BLOCK_Q, PER_BLOCK, PER_HEAD, PER_TENSOR, Quantized, Scheme, hadamard, per_row
+from diyfa.features import ATTENTION_DTYPES
+from diyfa.problem import LAYOUTS, as_bhsd
+
+KINDS = {"tensor": PER_TENSOR, "head": PER_HEAD, "block": PER_BLOCK}
+DTYPES = {"float8": torch.float8_e4m3fn, "int8": torch.int8}
+
+
+def quantize_by_operators(x: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return the values of x (B, H, S, D), their descale and, if the scheme takes it off, the mean (B, H, D)."""
+    y, mean = x.float(), None
+    if scheme.smooth:
+        mean = y.sum(2) / y.shape[2]
+    if scheme.rotate:
+        y, mean = hadamard(y), None if mean is None else hadamard(mean)
+    if mean is not None:
+        y = y - mean[:, :, None]
+    magnitude = y.abs().amax(-1)  # (B, H, S)
+    if scheme.kind == PER_BLOCK:
+        padding = -magnitude.shape[2] % scheme.block
+        magnitude = torch.nn.functional.pad(magnitude, (0, padding)).unflatten(2, (-1, scheme.block)).amax(-1)
+    elif scheme.kind == PER_HEAD:
+        magnitude = magnitude.unflatten(1, (-1, scheme.group)).amax((2, 3))
+    else:
+        magnitude = magnitude.amax()
+    descale = scheme.descale(magnitude)
+    y = y / per_row(descale, y.shape[1], y.shape[2], scheme.block)
+    if scheme.dtype == torch.int8:
+        y = y.round().nan_to_num(0.0)  # the descale is NaN
+    return y.clamp(-scheme.largest, scheme.largest).to(scheme.dtype), descale, mean
+
+
+def _quantized(x: torch.Tensor, layout: str, scheme: Scheme, kernel: Any) -> Quantized:
+    """Quantise q, k or v in a 4-D layout, or in 3-D."""
+    rows = as_bhsd(x if x.dim() == 4 else x[None], layout)
+    if rows.numel() == 0:
+        shape = {PER_TENSOR: (), PER_HEAD: (rows.shape[0], rows.shape[1] // scheme.group)}.get(scheme.kind)
+        shape = (*rows.shape[:2], -(-rows.shape[2] // scheme.block)) if shape is None else shape
+        mean = x.new_zeros((*rows.shape[:2], rows.shape[3]), dtype=torch.float32) if scheme.smooth else None
+        return Quantized(torch.empty_like(x, dtype=scheme.dtype), x.new_ones(shape, dtype=torch.float32), mean)
+    if kernel is not None:
+        out = torch.empty_like(x, dtype=scheme.dtype)
+        descale, mean = kernel(rows, as_bhsd(out if x.dim() == 4 else out[None], layout), scheme)
+        return Quantized(out, descale, mean)
+    values, descale, mean = quantize_by_operators(rows, scheme)
+    values = as_bhsd(values, layout)
+    return Quantized(values if x.dim() == 4 else values[0], descale, mean)
+
+
+def _kernel(x: torch.Tensor, name: str) -> Any:
+    """Return the function of x's backend that quantises, or None."""
+    if torch.compiler.is_compiling() or x.is_meta or (x.device.type == "cpu" and not name):
+        return None
+    return getattr(registry.resolve_backend(x.device, name), "quantize", None)
+
+
+def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str, int8: bool) -> None:
+    validation.check_tensors(q=q, k=k, v=v)
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}: blocks and means need samples")
+    if q.dtype not in ATTENTION_DTYPES:
+        raise TypeError(f"Unsupported dtype {q.dtype}: expected float16, bfloat16 or float32")
+    if layout == "bhsd" and q.dim() == k.dim() == v.dim() == 3:
+        validation.check_qkv(q[None], k[None], v[None], LAYOUTS[layout])
+    else:
+        validation.check_qkv(q, k, v, LAYOUTS[layout])
+    if int8 and v.dtype not in (torch.float16, torch.bfloat16):
+        raise TypeError(f"beside int8 v stays as it is, in float16 or bfloat16, got {v.dtype}")
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        raise ValueError("quantize has no gradient: call it inside torch.no_grad(), or with detached tensors")
+
+
+def quantize(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    per: str = "tensor",
+    dtype: str = "float8",
+    smooth: bool = False,
+    rotate: bool = False,
+    *,
+    layout: str = "bhsd",
+    backend: str | None = None,
+) -> tuple[Quantized, Quantized, Quantized]:
+    """Return q, k and v in few bits, for `diyfa.flash_attention(*diyfa.quantize(q, k, v))`.
+
+    Args:
+        q, k, v: as for `diyfa.flash_attention` ("bhsd", also 3-D) or `flash_attention_v2` ("bshd"); float16, bfloat16
+            or float32. All rows count, those beyond `seq_lens`, too: they must hold finite numbers.
+        per: what shares a descale: "tensor"; "head", each KV head of a sample (q: its group of heads); or "block", 128
+            queries or 64 keys of a head. v then has one for each head, because its factor has to leave the sum.
+        dtype: "float8" (float8_e4m3fn), or "int8" for q and k, beside which v stays in float16 or bfloat16.
+        smooth: take the mean over the sequence off k, and off v in float8. Results stay those of the original numbers,
+            log-sum-exp included.
+        rotate: multiply q and k by a Hadamard matrix, which spreads outlier features. D must be a power of two.
+        layout: "bhsd" or "bshd".
+        backend: name of a backend whose kernel does it; default: that of the tensors' device. CPU tensors need none.
+
+    Returns:
+        Three `Quantized` (values, descale, mean). A NaN or infinity makes all numbers that share its descale NaN.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit, or an input requires a gradient.
+    """
+    validation.check_booleans(smooth=smooth, rotate=rotate)
+    for name, value, known in (("per", per, KINDS), ("dtype", dtype, DTYPES)):
+        if value not in known:
+            raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+    is_int8 = dtype == "int8"
+    _check(q, k, v, layout, is_int8)
+    head_dim = q.shape[-1]
+    if rotate and head_dim & (head_dim - 1):
+        raise ValueError(
+            f"rotate needs a head_dim that is a power of two, got {head_dim}: pad q and k, or leave it off"
+        )
+    kind, chosen = KINDS[per], DTYPES[dtype]
+    heads = 0 if q.dim() == 3 else LAYOUTS[layout][1]
+    group = q.shape[heads] // k.shape[heads] if kind == PER_HEAD else 1
+    kernel = _kernel(q, backend or registry.forced_backend())
+    with torch.no_grad():
+        return (
+            _quantized(q, layout, Scheme(chosen, kind, BLOCK_Q, group, rotate=rotate), kernel),
+            _quantized(k, layout, Scheme(chosen, kind, BLOCK_K, 1, smooth=smooth, rotate=rotate), kernel),
+            Quantized(v, None)
+            if is_int8
+            else _quantized(v, layout, Scheme(chosen, min(kind, PER_HEAD), BLOCK_K, 1, smooth=smooth), kernel),
+        )
