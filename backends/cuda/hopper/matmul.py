@@ -334,17 +334,8 @@ def _matmul_sm90_kernel(
 
 def constants(problem: MatmulProblem, config: Sm90MatmulConfig) -> MatmulSm90Constants:
     """Return the constants that the kernel is compiled with."""
-    return MatmulSm90Constants(
-        block_m=config.block_m,
-        block_n=config.block_n,
-        block_k=config.block_k,
-        stages=config.stages,
-        consumers=config.consumers,
-        pingpong=config.pingpong,
-        group_m=config.group_m,
-        split_k=config.split_k,
-        consumer_registers=config.consumer_registers,
-        producer_registers=config.producer_registers,
+    return MatmulSm90Constants.read_from(
+        config,
         rows=config.rows,
         a_transposed=not problem.k_major[0],
         b_transposed=problem.k_major[1],

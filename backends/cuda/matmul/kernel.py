@@ -219,22 +219,12 @@ def _launch_tma(
         "N": n,
         "K": k,
     }
-<<<<<<< HEAD
-    constants = DescriptorConstants(
-        block_m=config.block_m,
-        block_n=config.block_n,
-        block_k=config.block_k,
-        group_m=config.group_m,
+    constants = DescriptorConstants.read_from(
+        config,
         a_transposed=a_transposed,
         b_transposed=b_transposed,
-        persistent=config.persistent,
-        store_halves=config.store_halves,
         out_dtype=TL_DTYPE[problem.out_dtype],
         activation=problem.activation,
-=======
-    constants = DescriptorConstants.read_from(
-        config, a_transposed=a_transposed, b_transposed=b_transposed, out_dtype=TL_DTYPE[problem.out_dtype]
->>>>>>> main
     )
     # In the interpreter only 2, so that each program has several tiles.
     programs = min(tiles, multiprocessors(a.device) or 2) if config.persistent else tiles

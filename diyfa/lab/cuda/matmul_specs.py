@@ -30,8 +30,8 @@ CASES = (
 )
 
 
-# Bytes of spills allowed to gelu, once for each tile: before Hopper the sums and the main loop's addresses leave about 10
-# registers of 255.
+# Bytes of spills allowed to gelu, once for each tile: before Hopper the sums and the main loop's addresses leave about
+# 10 registers of 255.
 GELU_SPILLS = 160
 
 
