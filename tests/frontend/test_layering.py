@@ -81,13 +81,13 @@ def test_the_library_imports_nothing_of_the_laboratory(path: Path) -> None:
         assert not name.startswith("diyfa.lab"), f"{path} imports {name}"
 
 
-# Their parameters are given: those of flash_attn, torch and torch_npu.
+# Their parameters are given: those of flash_attn, torch, torch_npu and vllm's attention implementations.
 FOREIGN_SIGNATURES = {
     "_flash_attn_forward", "_flash_attn_backward", "_flash_attn_varlen_forward", "_flash_attn_varlen_backward",
     "_flash_attention_forward", "_flash_attention_backward", "_scaled_dot_product_flash_attention_backward",
     "npu_fusion_attention", "npu_fusion_attention_v2", "fusion_attention_arguments", "reference_append",
     "context_parallel_attention",  # public, in diyfa.distributed
-    "get_scheduler_metadata",
+    "get_scheduler_metadata", "attention_arguments",
 }  # fmt: skip
 MAX_PARAMETERS = 10
 

@@ -60,6 +60,7 @@ PROCESS_CACHES = {
     "backends/npu/__init__.py:device_name": "of a device; asked in each call",
     "backends/npu/runtime/compat.py:has_ascend_compiler": "searches the installed packages; asked in each call",
     "backends/npu/runtime/compat.py:interpreter_problem": "the same",
+    "backends/npu/runtime/compiler.py:_check_before_compiling": "patches Triton once",
     "backends/npu/runtime/compiler.py:compiler_version": "runs the compiler",
     "backends/npu/runtime/multibuffer.py:kept_off": "reads a file, and runs the compiler if there is one",
     "backends/npu/runtime/launch.py:_core_counts": "of a device, from the driver; asked in each launch",
