@@ -256,6 +256,14 @@ def test_every_class_has_tiles_that_fit() -> None:
     assert names >= matmul_configs.AUTOMATIC
 
 
+def test_pingpong_divides_no_k() -> None:
+    """A consumer skips the other's tiles, so all must have equally many steps."""
+    with pytest.raises(ValueError, match="no split_k"):
+        Sm90MatmulConfig(128, 128, 64, 3, pingpong=True, split_k=2)
+    with pytest.raises(ValueError, match="two consumers"):
+        Sm90MatmulConfig(64, 128, 64, 3, consumers=1, pingpong=True)
+
+
 # ---- the same kernel with one thing wrong
 
 NAME = "hopper.matmul"

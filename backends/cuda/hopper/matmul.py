@@ -269,16 +269,16 @@ def _consumer(INDEX: gl.constexpr, order, operands, output):
     for index in range(gl.program_id(0) + FIRST * programs, order.count(), EVERY * programs):
         tile = order.locate(index)
         end = item + tile.end_step - tile.first_step
-        # A consumer that waited for a stage before the other had read what is in it would find a parity of that.
+        # A consumer may wait for a stage only once the other has waited for all earlier items: else an older phase of
+        # the same parity would answer.
         if config.PINGPONG:
             turn("sync", INDEX)
         acc = _accumulate(operands, BOX, item, end)
         if config.PINGPONG:
             turn("arrive", 1 - INDEX)
         _store_tile(output, INDEX, BOX, tile, acc)
-        item = (
-            end + (EVERY - 1) * order.steps
-        )  # steps of the other consumer's tile; with PINGPONG all have equally many
+        # With PINGPONG skip the other consumer's tile, which has as many steps: K is not split.
+        item = end + (EVERY - 1) * order.steps
     tma.store_wait(0)
 
 

@@ -36,6 +36,10 @@ class Sm90MatmulConfig:
     consumer_registers: int = 232
     producer_registers: int = 40
 
+    def __post_init__(self) -> None:
+        if self.pingpong and (self.split_k > 1 or self.consumers != 2):
+            raise ValueError(f"pingpong needs two consumers and tiles with equally many steps: no split_k, got {self}")
+
     @property
     def rows(self) -> int:
         """Rows of a consumer's tile."""
