@@ -22,6 +22,8 @@ _PUBLIC: dict[str, str] = {
     "flash_attention_v2": "diyfa.attention",
     "flash_attention_varlen": "diyfa.attention",
     "explain": "diyfa.attention",
+    "BlockMask": "diyfa.masks",
+    "block_mask": "diyfa.masks",
     "dropout_mask": "diyfa.dropout",
     "flash_attn_func": "diyfa.flash_attn_interface",
     "flash_attn_kvpacked_func": "diyfa.flash_attn_interface",
@@ -90,6 +92,8 @@ if TYPE_CHECKING:  # for editors, which look up docstrings here; types are those
     from diyfa.lab.bench import BenchmarkResult as BenchmarkResult
     from diyfa.lab.bench import BenchmarkRunner as BenchmarkRunner
     from diyfa.lab.bench import benchmark_fn as benchmark_fn
+    from diyfa.masks import BlockMask as BlockMask
+    from diyfa.masks import block_mask as block_mask
     from diyfa.matmul import triton_matmul as triton_matmul
     from diyfa.quantize import quantize as quantize
     from diyfa.ready.warming import warmup as warmup

@@ -20,6 +20,8 @@ from diyfa.eight_bits import Quantized as Quantized
 from diyfa.lab.bench import BenchmarkResult as BenchmarkResult
 from diyfa.lab.bench import BenchmarkRunner as BenchmarkRunner
 from diyfa.lab.bench import benchmark_fn as benchmark_fn
+from diyfa.masks import BlockMask as BlockMask
+from diyfa.masks import block_mask as block_mask
 from diyfa.matmul import triton_matmul as triton_matmul
 from diyfa.quantize import quantize as quantize
 from diyfa.ready.warming import warmup as warmup
@@ -41,9 +43,9 @@ __all__: list[str]
 
 @overload
 def flash_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: torch.Tensor | Quantized,
+    k: torch.Tensor | Quantized,
+    v: torch.Tensor | Quantized,
     causal: bool = False,
     sm_scale: float | None = None,
     seq_lens: torch.Tensor | None = None,
@@ -53,6 +55,7 @@ def flash_attention(
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
+    mask: BlockMask | None = None,
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: torch.Tensor | None = None,
@@ -68,9 +71,9 @@ def flash_attention(
 ) -> torch.Tensor: ...
 @overload
 def flash_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: torch.Tensor | Quantized,
+    k: torch.Tensor | Quantized,
+    v: torch.Tensor | Quantized,
     causal: bool = False,
     sm_scale: float | None = None,
     seq_lens: torch.Tensor | None = None,
@@ -80,6 +83,7 @@ def flash_attention(
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
+    mask: BlockMask | None = None,
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: torch.Tensor | None = None,
@@ -95,9 +99,9 @@ def flash_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def flash_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: torch.Tensor | Quantized,
+    k: torch.Tensor | Quantized,
+    v: torch.Tensor | Quantized,
     causal: bool = False,
     sm_scale: float | None = None,
     seq_lens: torch.Tensor | None = None,
@@ -107,6 +111,7 @@ def flash_attention(
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
+    mask: BlockMask | None = None,
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: torch.Tensor | None = None,
@@ -122,9 +127,9 @@ def flash_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def flash_attention_v2(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: torch.Tensor | Quantized,
+    k: torch.Tensor | Quantized,
+    v: torch.Tensor | Quantized,
     causal: bool = False,
     sm_scale: float | None = None,
     seq_lens: torch.Tensor | None = None,
@@ -134,6 +139,7 @@ def flash_attention_v2(
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
+    mask: BlockMask | None = None,
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: torch.Tensor | None = None,
@@ -149,9 +155,9 @@ def flash_attention_v2(
 ) -> torch.Tensor: ...
 @overload
 def flash_attention_v2(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: torch.Tensor | Quantized,
+    k: torch.Tensor | Quantized,
+    v: torch.Tensor | Quantized,
     causal: bool = False,
     sm_scale: float | None = None,
     seq_lens: torch.Tensor | None = None,
@@ -161,6 +167,7 @@ def flash_attention_v2(
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
+    mask: BlockMask | None = None,
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: torch.Tensor | None = None,
@@ -176,9 +183,9 @@ def flash_attention_v2(
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def flash_attention_v2(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: torch.Tensor | Quantized,
+    k: torch.Tensor | Quantized,
+    v: torch.Tensor | Quantized,
     causal: bool = False,
     sm_scale: float | None = None,
     seq_lens: torch.Tensor | None = None,
@@ -188,6 +195,7 @@ def flash_attention_v2(
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
+    mask: BlockMask | None = None,
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: torch.Tensor | None = None,
@@ -203,9 +211,9 @@ def flash_attention_v2(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def flash_attention_varlen(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: torch.Tensor | Quantized,
+    k: torch.Tensor | Quantized,
+    v: torch.Tensor | Quantized,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor | None,
     max_seqlen_q: int,
@@ -235,9 +243,9 @@ def flash_attention_varlen(
 ) -> torch.Tensor: ...
 @overload
 def flash_attention_varlen(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: torch.Tensor | Quantized,
+    k: torch.Tensor | Quantized,
+    v: torch.Tensor | Quantized,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor | None,
     max_seqlen_q: int,
@@ -267,9 +275,9 @@ def flash_attention_varlen(
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def flash_attention_varlen(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: torch.Tensor | Quantized,
+    k: torch.Tensor | Quantized,
+    v: torch.Tensor | Quantized,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor | None,
     max_seqlen_q: int,
@@ -653,9 +661,9 @@ def flash_attn_with_kvcache(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def reference_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: torch.Tensor | Quantized,
+    k: torch.Tensor | Quantized,
+    v: torch.Tensor | Quantized,
     causal: bool = False,
     sm_scale: float | None = None,
     seq_lens: torch.Tensor | None = None,
@@ -664,6 +672,7 @@ def reference_attention(
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
+    mask: BlockMask | None = None,
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: torch.Tensor | None = None,
@@ -681,9 +690,9 @@ def reference_attention(
 ) -> torch.Tensor: ...
 @overload
 def reference_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: torch.Tensor | Quantized,
+    k: torch.Tensor | Quantized,
+    v: torch.Tensor | Quantized,
     causal: bool = False,
     sm_scale: float | None = None,
     seq_lens: torch.Tensor | None = None,
@@ -692,6 +701,7 @@ def reference_attention(
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
+    mask: BlockMask | None = None,
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: torch.Tensor | None = None,
@@ -709,9 +719,9 @@ def reference_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def reference_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: torch.Tensor | Quantized,
+    k: torch.Tensor | Quantized,
+    v: torch.Tensor | Quantized,
     causal: bool = False,
     sm_scale: float | None = None,
     seq_lens: torch.Tensor | None = None,
@@ -720,6 +730,7 @@ def reference_attention(
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
+    mask: BlockMask | None = None,
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: torch.Tensor | None = None,

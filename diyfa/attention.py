@@ -12,6 +12,7 @@ from diyfa import ops, registry, validation
 from diyfa.eight_bits import EIGHT_BIT_DTYPES, Quantized, unwrapped
 from diyfa.keywords import refuse_unknown, without_unknown
 from diyfa.kvcache import attend_packed, explain_packed
+from diyfa.masks import BlockMask
 from diyfa.ops import new_rng_state
 from diyfa.options import (
     DIFFERENTIABLE,
@@ -26,6 +27,7 @@ from diyfa.plan import autocast_dtype, call_key, find, is_described_only
 from diyfa.problem import LAYOUTS, VARLEN
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+Input = torch.Tensor | Quantized
 
 
 class Words(NamedTuple):
@@ -126,7 +128,7 @@ def _as_4d(
 
 
 def attend(
-    owners: dict[str, torch.Tensor],
+    owners: dict[str, Any],
     lengths: Lengths,
     returns_lse: bool,
     arguments: dict[str, Any],
@@ -148,6 +150,11 @@ def attend(
     arguments["backend"] = arguments.get("backend") or registry.forced_backend()
     arguments["batch_invariant"] = registry.is_batch_invariant()
     arguments["packing"] = packing
+    mask = arguments.pop("mask", None)
+    if mask is not None:
+        q, k, _ = tensors  # no function with packed tensors takes a mask
+        validation.check_mask(mask, q, k, arguments, words.window)
+        arguments["mask_blocks"], arguments["mask_bits"] = mask.blocks, mask.bits
     optional = optional_from_arguments(lengths, arguments)
     plan = key = None
     if not packing:
@@ -157,6 +164,8 @@ def attend(
     if plan is None:
         if key is None:  # with a key they are dense tensors
             if any(validation.is_dtensor(x) for x in tensors):
+                if mask is not None:
+                    raise ValueError("DTensors take no mask: give each rank's part, .to_local(), with its own mask")
                 from diyfa.distributed.dtensor import attend_with_shards
 
                 def attend_shards(shards: tuple[Any, ...], lengths: Lengths, arguments: dict[str, Any]) -> Any:
@@ -166,7 +175,7 @@ def attend(
 
                 return attend_with_shards(attend_shards, owners, lengths, arguments)
             if any(isinstance(x, Quantized) for x in tensors):
-                arguments |= unwrapped(owners, arguments)
+                arguments |= unwrapped(owners, arguments) | {"mask": mask}
                 return attend(owners, lengths, returns_lse, arguments, words, weights)
             validation.check_tensors(**owners)
         cast: Any = autocast(*tensors)
@@ -227,9 +236,9 @@ def _refuse_over_cache(**arguments: object) -> None:
 
 @without_unknown
 def flash_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Input,
+    k: Input,
+    v: Input,
     causal: bool = False,
     sm_scale: float | None = None,
     seq_lens: torch.Tensor | None = None,
@@ -239,6 +248,7 @@ def flash_attention(
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
+    mask: BlockMask | None = None,
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: torch.Tensor | None = None,
@@ -271,6 +281,8 @@ def flash_attention(
         softcap: scores become softcap · tanh(score / softcap); 0 is off.
         alibi_slopes: (H,) or (B, H) float32; adds -slope · |i + Sk - Sq - j| to the scores.
         attn_bias: broadcastable to (B, H, Sq, Sk), in q's dtype or another; added to the scores.
+        mask: which keys each query sees, a `diyfa.BlockMask`. Its empty blocks are skipped in both passes. It counts
+            rows and columns of the tensors, also with seq_lens. It stands in place of causal and window.
         sinks: (H,) float32 logits, one for each head, that join the softmax denominator; -inf is none.
         dropout_p: probability of dropping a softmax weight; other weights are scaled by 1/(1 - p).
         rng_state: (2,) int64 on q's device, seed and offset of the dropout mask (`diyfa.dropout_mask` shows it);
@@ -300,14 +312,15 @@ def flash_attention(
         "dropout_p": dropout_p, "rng_state": rng_state, "deterministic": deterministic, "backend": backend,
         "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale, "k_mean": k_mean, "v_mean": v_mean,
         "out_dtype": out_dtype,
+        "mask": mask,
     })  # fmt: skip
 
 
 @without_unknown
 def flash_attention_v2(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Input,
+    k: Input,
+    v: Input,
     causal: bool = False,
     sm_scale: float | None = None,
     seq_lens: torch.Tensor | None = None,
@@ -317,6 +330,7 @@ def flash_attention_v2(
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
+    mask: BlockMask | None = None,
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: torch.Tensor | None = None,
@@ -344,14 +358,15 @@ def flash_attention_v2(
         "dropout_p": dropout_p, "rng_state": rng_state, "deterministic": deterministic, "backend": backend,
         "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale, "k_mean": k_mean, "v_mean": v_mean,
         "out_dtype": out_dtype,
+        "mask": mask,
     })  # fmt: skip
 
 
 @without_unknown
 def flash_attention_varlen(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Input,
+    k: Input,
+    v: Input,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor | None,
     max_seqlen_q: int,
@@ -410,12 +425,14 @@ def flash_attention_varlen(
     if unknown:
         refuse_unknown(flash_attention_varlen, unknown)
     if block_table is not None or seqused_k is not None or out is not None:
-        _refuse_over_cache(
-            q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, k_mean=k_mean, v_mean=v_mean,
-            out_dtype=out_dtype,
-        )  # fmt: skip
+        owners: dict[str, Any] = {"q": q, "k": k, "v": v}
+        eight_bits: dict[str, Any] = {
+            "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale, "k_mean": k_mean, "v_mean": v_mean,
+        }  # fmt: skip
+        _refuse_over_cache(**eight_bits | unwrapped(owners, eight_bits), out_dtype=out_dtype)
         validation.check_booleans(causal=causal, deterministic=deterministic, return_lse=return_lse)
-        pair = attend_packed(q, k, v, {
+        q_given, k_given, v_given = owners.values()
+        pair = attend_packed(q_given, k_given, v_given, {
             "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k,
             "max_seqlen_q": validation.check_length("max_seqlen_q", max_seqlen_q),
             "max_seqlen_k": validation.check_length("max_seqlen_k", max_seqlen_k),
@@ -437,9 +454,9 @@ def flash_attention_varlen(
 
 @without_unknown
 def explain(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Input,
+    k: Input,
+    v: Input,
     causal: bool = False,
     sm_scale: float | None = None,
     seq_lens: torch.Tensor | None = None,
@@ -450,6 +467,7 @@ def explain(
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
+    mask: BlockMask | None = None,
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: torch.Tensor | None = None,
@@ -482,19 +500,19 @@ def explain(
     if layout not in (*LAYOUTS, VARLEN):
         raise ValueError(f"layout must be one of {', '.join((*LAYOUTS, VARLEN))}, got {layout!r}")
     validation.check_booleans(causal=causal, deterministic=deterministic, return_lse=return_lse)
-    owners = {"q": q, "k": k, "v": v}
+    owners: dict[str, Any] = {"q": q, "k": k, "v": v}
     eight_bits: dict[str, Any] = {
         "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale, "k_mean": k_mean, "v_mean": v_mean,
     }  # fmt: skip
     eight_bits |= unwrapped(owners, eight_bits)
-    q, k, v = owners.values()
+    x, y, z = owners.values()
     if block_table is not None or seqused_k is not None or out is not None:
         if layout != VARLEN:
             raise ValueError(f"block_table, seqused_k and out belong to the layout 'thd', got {layout!r}")
-        if seq_lens is not None or attn_bias is not None:
-            raise ValueError("layout 'thd' takes no seq_lens and no attn_bias")
+        if seq_lens is not None or attn_bias is not None or mask is not None:
+            raise ValueError("layout 'thd' takes no seq_lens, no attn_bias and no mask")
         _refuse_over_cache(**eight_bits, out_dtype=out_dtype)
-        return explain_packed(q, k, v, {
+        return explain_packed(x, y, z, {
             "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k,
             "max_seqlen_q": validation.check_length("max_seqlen_q", max_seqlen_q),
             "max_seqlen_k": validation.check_length("max_seqlen_k", max_seqlen_k),
@@ -504,28 +522,38 @@ def explain(
             "num_splits": 0,
         })  # fmt: skip
     if layout == VARLEN:
-        if cu_seqlens_q is None or cu_seqlens_k is None or seq_lens is not None or attn_bias is not None:
-            raise ValueError("layout 'thd' needs cu_seqlens_q and cu_seqlens_k, and takes no seq_lens and no attn_bias")
-        validation.check_tensors(q=q, k=k, v=v)
-        q, k, v = autocast(q, k, v)
+        if cu_seqlens_q is None or cu_seqlens_k is None:
+            raise ValueError("layout 'thd' needs cu_seqlens_q and cu_seqlens_k")
+        if seq_lens is not None or attn_bias is not None or mask is not None:
+            raise ValueError("layout 'thd' takes no seq_lens, no attn_bias and no mask")
+        validation.check_tensors(**owners)
+        x, y, z = autocast(x, y, z)
         lengths = packed_lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     else:
         if cu_seqlens_q is not None or cu_seqlens_k is not None:
             raise ValueError(f"cu_seqlens_q and cu_seqlens_k belong to the layout 'thd', got {layout!r}")
-        validation.check_tensors(q=q, k=k, v=v)
-        q, k, v = autocast(q, k, v)
+        validation.check_tensors(**owners)
+        x, y, z = autocast(x, y, z)
         if layout == "bhsd":
-            q, k, v = _as_4d(q, k, v, seq_lens)
+            x, y, z = _as_4d(x, y, z, seq_lens)
         lengths = Lengths(seq_lens=seq_lens)
     if rng_state is None:  # no call is run, so no random numbers are drawn
-        rng_state = torch.empty(2, dtype=torch.int64, device=q.device)
-    options = checked_options(q, k, v, lengths, {
-        "layout": layout, "causal": causal, "sm_scale": sm_scale, "variant": variant, "window": window,
+        rng_state = torch.empty(2, dtype=torch.int64, device=x.device)
+    blocks: dict[str, torch.Tensor] = {}
+    if mask is not None:
+        others = {"layout": layout, "causal": causal, "window": validation.check_window(window)}
+        validation.check_mask(mask, x, y, others, "window")
+        blocks = {"mask_blocks": mask.blocks, "mask_bits": mask.bits}
+    options = checked_options(x, y, z, lengths, {
+        **blocks, "layout": layout, "causal": causal, "sm_scale": sm_scale, "variant": variant, "window": window,
         "softcap": softcap, "alibi_slopes": alibi_slopes, "attn_bias": attn_bias, "sinks": sinks,
         "dropout_p": dropout_p, "rng_state": rng_state, "deterministic": deterministic, "backend": backend,
         "out_dtype": out_dtype, **eight_bits,
     })  # fmt: skip
-    return _explain_checked(q, k, v, lengths, options, backend or "")
+    explained = _explain_checked(x, y, z, lengths, options, backend or "")
+    if mask is None or mask.blocks.is_meta:
+        return explained
+    return replace(explained, mask=mask.summary())
 
 
 def _explain_checked(

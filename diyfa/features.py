@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from diyfa.block_lists import BLOCK_SIZES, WORD, block_of, list_length, n_blocks
 from diyfa.eight_bits import BLOCK_K, BLOCK_Q, EIGHT_BITS, PER_BLOCK, PER_HEAD, PER_TENSOR
 
 ATTENTION_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -122,6 +123,31 @@ class State(Shape):
         return ""
 
 
+class BlockLists(Shape):
+    """`mask_blocks` of a block mask: one list or as many as samples and heads. `BlockMask` guarantees its length."""
+
+    def allowed_shapes(self, sizes: Sizes) -> list[tuple[int, ...]]:
+        return [(1, 1, list_length(*n_blocks(sizes["q"], sizes["k"], (BLOCK_SIZES[-1],) * 2)))]
+
+    def refuses(self, x: torch.Tensor, sizes: Sizes) -> str:
+        full = sizes["b"], sizes["h"]
+        if x.dim() == 3 and all(size in (1, n) for size, n in zip(x.shape, full, strict=False)):
+            return ""
+        return f"be of 1 or {full[0]} samples and 1 or {full[1]} query heads, got {tuple(x.shape[:-1])}"
+
+
+class BlockBits(Shape):
+    """`mask_bits` of a block mask: its partial blocks."""
+
+    def allowed_shapes(self, sizes: Sizes) -> list[tuple[int, ...]]:
+        return [(1, BLOCK_SIZES[-1], BLOCK_SIZES[-1] // WORD)]
+
+    def refuses(self, x: torch.Tensor, sizes: Sizes) -> str:
+        if x.dim() == 3 and all(size in BLOCK_SIZES for size in block_of(x)):
+            return ""
+        return f"have shape (partial blocks, 64 or 128, 2 or 4), got {tuple(x.shape)}"
+
+
 @dataclass(frozen=True)
 class Feature:
     """One field of `Lengths` or `AttentionOptions`, or a feature that shapes decide.
@@ -202,6 +228,14 @@ FEATURES = (
     ),
     Feature("k_mean", "Tensor?", "k_mean", _is_given, _FLOAT32, "float32", Shape(("bgd",)), prepared=_contiguous),
     Feature("v_mean", "Tensor?", "v_mean", _is_given, _FLOAT32, "float32", Shape(("bge",)), prepared=_contiguous),
+    Feature(
+        "mask_blocks", "Tensor?", "", None, _INT32, "int32", BlockLists(()), prepared=_contiguous,
+        is_present=lambda problem: bool(problem.mask),
+    ),
+    Feature(
+        "mask_bits", "Tensor?", "mask", block_of, _INT32, "int32", BlockBits(()), prepared=_contiguous,
+        refusal_name="mask", label="block mask", example={"mask": (128, 128)},
+    ),
     Feature("max_seqlen_q", "SymInt", "seqlen_q"),
     Feature("max_seqlen_k", "SymInt", "seqlen_k"),
     Feature("sm_scale", "float"),

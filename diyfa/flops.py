@@ -1,8 +1,9 @@
 """FLOP formulas of the operators for `torch.utils.flop_counter`, counted as PyTorch counts its own attention.
 
 The forward pass has two matrix products, the backward pass five, over all pairs of a query and a key of one sequence.
-Only products count; masks and windows do not reduce them. Packed and padded sequences count with their real lengths,
-which waits for the device. If only shapes are known (fake tensors), each sequence counts with the largest length.
+Only products count. Causal masks and windows do not reduce them; empty blocks of a block mask do not count. Packed and
+padded sequences count with their real lengths, which waits for the device. If only shapes are known (fake tensors),
+each sequence counts with the largest length.
 
 `diyfa.import_hooks` imports this module once PyTorch's counter has been imported.
 """
@@ -15,8 +16,9 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
+from diyfa.block_lists import block_of, visible_area
 from diyfa.kvcache_ops import sequence_capacity, unpack_call
-from diyfa.options import Lengths, unpack
+from diyfa.options import AttentionOptions, Lengths, unpack
 from diyfa.problem import LAYOUTS, VARLEN
 
 
@@ -45,6 +47,16 @@ def _pairs(q_shape: Sequence[int], k_shape: Sequence[int], lengths: Lengths, lay
     return sum(min(n, q_shape[seqlen]) * n for n in _values(lengths.seq_lens, k_shape[seqlen]))
 
 
+def _all_pairs(q_shape: Sequence[int], k_shape: Sequence[int], lengths: Lengths, options: AttentionOptions) -> int:
+    """Count the pairs of all heads, those in empty blocks of a block mask left out if the host can know them."""
+    layout, blocks, heads = options.layout, options.mask_blocks, _heads(q_shape, options.layout)
+    if blocks is None or type(blocks) is not torch.Tensor or blocks.is_meta or lengths.seq_lens is not None:
+        return heads * _pairs(q_shape, k_shape, lengths, layout)
+    batch, _, seqlen, _ = LAYOUTS[layout]
+    area = visible_area(blocks, block_of(options.mask_bits), q_shape[seqlen], k_shape[seqlen])
+    return int(area.expand(q_shape[batch], heads).sum())
+
+
 def _heads(q_shape: Sequence[int], layout: str) -> int:
     return q_shape[-2] if layout == VARLEN else q_shape[LAYOUTS[layout][1]]
 
@@ -57,14 +69,14 @@ def attention_fwd_flop(q: Any, k: Any, v: Any, packing: str, *features: Any, out
     k_shape = (*first.shape[:-3], *first.shape[-2:]) if packing else k.shape
     q_shape = k_shape if packing == "qkv" else q.shape
     dims = q_shape[-1] + (k_shape if packing else v.shape)[-1]
-    return 2 * _heads(q_shape, options.layout) * _pairs(q_shape, k_shape, lengths, options.layout) * dims
+    return 2 * _all_pairs(q_shape, k_shape, lengths, options) * dims
 
 
 def _backward(q: Any, k: Any, v: Any, features: Sequence[Any]) -> int:
     """Count q kᵀ, dout vᵀ, and the products for dq, dk and dv."""
     lengths, options = unpack(features)
     dims = 3 * q.shape[-1] + 2 * v.shape[-1]
-    return 2 * _heads(q.shape, options.layout) * _pairs(q.shape, k.shape, lengths, options.layout) * dims
+    return 2 * _all_pairs(q.shape, k.shape, lengths, options) * dims
 
 
 @register_flop_formula(torch.ops.diyfa.attention_bwd, get_raw=True)

@@ -23,6 +23,7 @@ ELSEWHERE: dict[str, tuple[tuple[str, ...], str]] = {
     "attn_mask": (("attn_bias",), f"added to the scores; {BOOLEAN_MASK}"),
     "attention_mask": (("attn_bias",), f"added to the scores; {BOOLEAN_MASK}"),
     "mask": (("attn_bias",), f"added to the scores; {BOOLEAN_MASK}"),
+    "block_mask": (("mask",), "FlexAttention's becomes one by diyfa.BlockMask.from_flex"),
     "bias": (("attn_bias",), ""),
     "is_causal": (("causal",), BOTTOM_RIGHT),
     "causal_mask": (("causal",), BOTTOM_RIGHT),

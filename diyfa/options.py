@@ -54,6 +54,8 @@ class AttentionOptions(NamedTuple):
     v_descale: torch.Tensor | None = None
     k_mean: torch.Tensor | None = None
     v_mean: torch.Tensor | None = None
+    mask_blocks: torch.Tensor | None = None  # both tensors of a block mask (`diyfa.block_lists`), or none
+    mask_bits: torch.Tensor | None = None
     deterministic: bool = False
     needs_grad: bool = False
     bias_grad: bool = False  # attn_bias itself wants a gradient
@@ -118,23 +120,24 @@ def optional_tensors(lengths: Lengths, options: AttentionOptions) -> tuple[torch
     return (
         lengths.cu_seqlens_q, lengths.cu_seqlens_k, lengths.seq_lens, options.alibi_slopes, options.attn_bias,
         options.sinks, options.rng_state, options.q_descale, options.k_descale, options.v_descale, options.k_mean,
-        options.v_mean,
+        options.v_mean, options.mask_blocks, options.mask_bits,
     )  # fmt: skip
 
 
 def optional_from_arguments(lengths: Lengths, arguments: dict[str, Any]) -> tuple[Any, ...]:
     """Return all optional tensors of lengths and named arguments, in the order of the table, or () if none is given."""
-    slopes, bias, sinks, state = (
-        arguments.get("alibi_slopes"), arguments.get("attn_bias"), arguments.get("sinks"), arguments.get("rng_state")
+    slopes, bias, sinks, state, blocks = (
+        arguments.get("alibi_slopes"), arguments.get("attn_bias"), arguments.get("sinks"), arguments.get("rng_state"),
+        arguments.get("mask_blocks"),
     )  # fmt: skip
     q_descale, k_descale, v_descale = arguments.get("q_descale"), arguments.get("k_descale"), arguments.get("v_descale")
     k_mean, v_mean = arguments.get("k_mean"), arguments.get("v_mean")
     nothing = slopes is bias is sinks is state is q_descale is k_descale is v_descale is k_mean is v_mean is None
-    if lengths is NO_LENGTHS and nothing:
+    if lengths is NO_LENGTHS and nothing and blocks is None:
         return ()
     return (
         lengths.cu_seqlens_q, lengths.cu_seqlens_k, lengths.seq_lens, slopes, bias, sinks, state, q_descale, k_descale,
-        v_descale, k_mean, v_mean,
+        v_descale, k_mean, v_mean, blocks, arguments.get("mask_bits"),
     )  # fmt: skip
 
 
@@ -152,13 +155,14 @@ def unpack(arguments: Sequence[Any], packing: str = "") -> tuple[Lengths, Attent
     """Return the lengths and options of the flat arguments of `SCHEMA`, which has no `packing`."""
     (
         cu_seqlens_q, cu_seqlens_k, seq_lens, alibi_slopes, attn_bias, sinks, rng_state, q_descale, k_descale,
-        v_descale, k_mean, v_mean, max_seqlen_q, max_seqlen_k, sm_scale, window_left, window_right, softcap, dropout_p,
-        layout, deterministic, needs_grad, bias_grad, backend, variant, batch_invariant, out_dtype,
+        v_descale, k_mean, v_mean, mask_blocks, mask_bits, max_seqlen_q, max_seqlen_k, sm_scale, window_left,
+        window_right, softcap, dropout_p, layout, deterministic, needs_grad, bias_grad, backend, variant,
+        batch_invariant, out_dtype,
     ) = arguments  # fmt: skip
     return Lengths(cu_seqlens_q, cu_seqlens_k, seq_lens, max_seqlen_q, max_seqlen_k), AttentionOptions(
         layout, sm_scale, window_left, window_right, softcap, dropout_p, alibi_slopes, attn_bias, sinks, rng_state,
-        q_descale, k_descale, v_descale, k_mean, v_mean, deterministic, needs_grad, bias_grad, backend, variant,
-        batch_invariant, out_dtype, packing,
+        q_descale, k_descale, v_descale, k_mean, v_mean, mask_blocks, mask_bits, deterministic, needs_grad, bias_grad,
+        backend, variant, batch_invariant, out_dtype, packing,
     )  # fmt: skip
 
 

@@ -212,6 +212,7 @@ class AttentionProblem(_AttentionShape, _Problem):
     k_mean: bool = False
     v_mean: bool = False
     value_dtype: str = ""  # v's, if it differs from `dtype`
+    mask: tuple[int, ...] = ()  # (queries, keys) of a block of the block mask, () without one
 
     @property
     def masked(self) -> bool:
@@ -340,6 +341,8 @@ class AttentionTensors(NamedTuple):
     v_descale: torch.Tensor | None = None  # fp32: one number or (B, Hk)
     k_mean: torch.Tensor | None = None  # (B, Hk, D) fp32
     v_mean: torch.Tensor | None = None  # (B, Hk, Dv) fp32
+    mask_blocks: torch.Tensor | None = None  # (B or 1, H or 1, L) int32, lists of blocks (`diyfa.block_lists`)
+    mask_bits: torch.Tensor | None = None  # (P, BLOCK_Q, BLOCK_K / 32) int32: partial blocks; both or none
     dropout_p: float = 0.0
 
     def present(self) -> list[torch.Tensor]:

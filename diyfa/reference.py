@@ -13,14 +13,17 @@ from typing import Any, NoReturn
 
 import torch
 
+from diyfa.block_lists import visible_pairs
 from diyfa.dropout import drop_threshold, element_levels, keys_from_state, mask_from_keys, position_words
-from diyfa.eight_bits import BLOCK_K, BLOCK_Q, EIGHT_BIT_DTYPES, dequantised, unwrapped
+from diyfa.eight_bits import BLOCK_K, BLOCK_Q, EIGHT_BIT_DTYPES, Quantized, dequantised, unwrapped
 from diyfa.features import for_sample
 from diyfa.keywords import refuse_unknown, without_unknown
+from diyfa.masks import BlockMask
 from diyfa.options import LENGTHS, NO_LENGTHS, UNBOUNDED, AttentionOptions, Lengths
 from diyfa.problem import LAYOUTS, VARLEN, KVCacheTensors, NewKeys, as_bhsd
 
 _INF = float("inf")
+Input = torch.Tensor | Quantized
 
 # (q, k, v, lengths, options, keep) -> out, lse, as `_attend`.
 Attend = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -111,6 +114,9 @@ def _attend(
     if options.v_mean is not None:
         v = v + options.v_mean.to(dtype)[:, :, None]
     visible, valid_q, distance = visible_keys(batch, seqlen_q, seqlen_k, window, seq_lens, q.device)
+    if options.mask_blocks is not None and options.mask_bits is not None:
+        rows, columns = slice(0, seqlen_q), slice(0, seqlen_k)
+        visible = visible & visible_pairs(options.mask_blocks, options.mask_bits, (seqlen_q, seqlen_k), rows, columns)
     if seq_lens is not None:
         valid_k = torch.arange(seqlen_k, device=q.device)[:, None] < seq_lens.to(q.device)[:, None, None, None]
         q, k, v = torch.where(valid_q, q, 0), torch.where(valid_k, k, 0), torch.where(valid_k, v, 0)
@@ -179,9 +185,9 @@ def _attend_sequences(
 
 @without_unknown
 def reference_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Input,
+    k: Input,
+    v: Input,
     causal: bool = False,
     sm_scale: float | None = None,
     seq_lens: torch.Tensor | None = None,
@@ -190,6 +196,7 @@ def reference_attention(
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
+    mask: BlockMask | None = None,
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: torch.Tensor | None = None,
@@ -211,7 +218,8 @@ def reference_attention(
     Args:
         q, k, v: as for `diyfa.flash_attention` ("bhsd", also 3-D; here also 2-D and with more leading dimensions),
             `diyfa.flash_attention_v2` ("bshd") or `diyfa.flash_attention_varlen` ("thd").
-        causal, sm_scale, seq_lens, window, softcap, alibi_slopes, attn_bias, sinks, dropout_p: as for these functions.
+        causal, sm_scale, seq_lens, window, softcap, alibi_slopes, attn_bias, mask, sinks, dropout_p: as for these
+            functions; here a mask may come with causal and window.
         rng_state: int64, the seed and offset of the dropout mask, with or without origins; required when dropout_p > 0.
         cu_seqlens_q, cu_seqlens_k: (B + 1,) int32, for the layout "thd" only: the offsets of its sequences.
         layout: "bhsd", "bshd" or "thd".
@@ -235,16 +243,16 @@ def reference_attention(
         _attend, q, k, v, causal=causal, sm_scale=sm_scale, seq_lens=seq_lens, window=window, softcap=softcap,
         alibi_slopes=alibi_slopes, attn_bias=attn_bias, sinks=sinks, dropout_p=dropout_p, rng_state=rng_state,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, layout=layout, dtype=dtype, q_descale=q_descale,
-        k_descale=k_descale, v_descale=v_descale, k_mean=k_mean, v_mean=v_mean, out_dtype=out_dtype,
+        k_descale=k_descale, v_descale=v_descale, k_mean=k_mean, v_mean=v_mean, out_dtype=out_dtype, mask=mask,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
 
 def attention_by(
     attend: Attend,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Any,
+    k: Any,
+    v: Any,
     *,
     layout: str = "bhsd",
     causal: bool = False,
@@ -274,6 +282,9 @@ def attention_by(
     lengths = Lengths(**{name: fields.pop(name) for name in LENGTHS if name in fields})
     scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
     left, right = window
+    mask: BlockMask | None = fields.pop("mask", None)
+    if mask is not None:
+        fields["mask_blocks"], fields["mask_bits"] = mask.blocks, mask.bits
     options = AttentionOptions(layout, scale, left, 0 if causal else right, **fields)
     dtype, seq_lens = dtype or q.dtype, lengths.seq_lens
     if options.dropout_p and options.rng_state is None:
@@ -284,8 +295,10 @@ def attention_by(
         raise TypeError(f"rng_state must be a torch.Tensor, got {type(options.rng_state).__name__}")
     keep, packed = None, lengths.cu_seqlens_q is not None and lengths.cu_seqlens_k is not None
     if layout == VARLEN:
-        if not packed or seq_lens is not None or options.attn_bias is not None:
-            raise ValueError("layout 'thd' needs cu_seqlens_q and cu_seqlens_k, and takes no seq_lens and no attn_bias")
+        if not packed:
+            raise ValueError("layout 'thd' needs cu_seqlens_q and cu_seqlens_k")
+        if seq_lens is not None or options.attn_bias is not None or mask is not None:
+            raise ValueError("layout 'thd' takes no seq_lens, no attn_bias and no mask")
         return _attend_sequences(attend, q.to(dtype), k.to(dtype), v.to(dtype), lengths, options)
     if lengths.cu_seqlens_q is not None or lengths.cu_seqlens_k is not None:
         raise ValueError(f"cu_seqlens_q and cu_seqlens_k belong to the layout 'thd', got {layout!r}")

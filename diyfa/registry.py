@@ -231,11 +231,14 @@ class Explanation:
     problem: Any
     alternatives: tuple[Alternative, ...] = field(default=())
     backward: Explanation | None = None  # of the call's backward pass, if a gradient is wanted
+    mask: str = ""  # density of the block mask and its blocks by kind
 
     def __str__(self) -> str:
         lines = [f"{self.op}: {self.backend}/{self.kernel} ({self.summary})", f"  why: {self.why}"]
         if self.config is not None:
             lines.append(f"  tile: {self.config}")
+        if self.mask:
+            lines.append(f"  mask: {self.mask}")
         lines += [f"  not {a.backend}/{a.kernel}: {a.reason}" for a in self.alternatives]
         if self.backward is not None:
             lines.append(str(self.backward))

@@ -18,6 +18,7 @@ import torch
 from diyfa.attention import checked_options, flash_attention, flash_attention_v2, flash_attention_varlen
 from diyfa.device import present_device
 from diyfa.features import GRADIENTS
+from diyfa.masks import BlockMask
 from diyfa.ops import attend
 from diyfa.options import LENGTHS, Lengths
 from diyfa.problem import VARLEN
@@ -49,7 +50,9 @@ class AttentionCase:
 
     `bias` is the shape of attn_bias: "b", "h", "q", "k" for full dimensions, "1" for broadcast ones ("11qk", "qk").
     `bias_scale` multiplies it, `bias_grad` asks for its gradient. `alibi` is "h" or "bh". `sink_offset` is added to the
-    sinks. `dropout_p` comes with an rng_state drawn from `seed`; `dropout_origins` adds origins in a larger problem.
+    sinks. `mask` is a block mask of random bits: "shape:block size:density", the shape of its samples and heads in
+    letters as for `bias`, the block "64", "128" or "64x128", the density of blocks and, in partial blocks, of bits.
+    `dropout_p` comes with an rng_state drawn from `seed`; `dropout_origins` adds origins in a larger problem.
 
     Without packing, `rise` (nats) is added to the scores: nothing at the first key, all of it at the last. Each of
     `peaks`, (position, nats), is added to the scores of one key: position 0 is the first key of its sequence, 1 the
@@ -86,6 +89,7 @@ class AttentionCase:
     bias_dtype: str = ""  # "": dtype
     bias_grad: bool = True
     bias_scale: float = 1.0
+    mask: str = ""
     sinks: bool = False
     sink_offset: float = 0.0
     rise: float = 0.0
@@ -228,6 +232,21 @@ def _shape_scores(case: AttentionCase, q: torch.Tensor, k: torch.Tensor) -> None
         first += length
 
 
+def _random_mask(case: AttentionCase) -> BlockMask:
+    """Return the mask of a case: of its blocks a third of the density is full, two thirds are partial."""
+    letters, block, density = case.mask.split(":")
+    batch, heads, _, seqlen_q, seqlen_k, _, _ = case.sizes
+    sizes = {"b": batch, "h": heads, "1": 1}
+    block_q, block_k = (int(size) for size in (block.split("x") * 2)[:2])
+    generator = torch.Generator().manual_seed(case.seed)
+    outer = [sizes[letter] for letter in letters]
+    kinds = torch.rand(*outer, -(-seqlen_q // block_q), -(-seqlen_k // block_k), generator=generator, device="cpu")
+    kinds = kinds.repeat_interleave(block_q, -2).repeat_interleave(block_k, -1)[..., :seqlen_q, :seqlen_k]
+    bits = torch.rand(*outer, seqlen_q, seqlen_k, generator=generator, device="cpu") < float(density)
+    keep = (kinds < float(density)) & ((kinds < float(density) / 3) | bits)
+    return BlockMask.from_dense(keep, (block_q, block_k))
+
+
 def make_inputs(case: AttentionCase, device: torch.device | str = "cpu") -> Inputs:
     """Make the tensors of `case`: standard normal, with the same values on every device; leaves require gradients.
 
@@ -298,6 +317,8 @@ def make_inputs(case: AttentionCase, device: torch.device | str = "cpu") -> Inpu
         full = {"b": batch, "h": heads, "q": seqlen_q, "k": seqlen_k, "1": 1}
         bias = random(*(full[letter] for letter in case.bias), dtype=getattr(torch, case.bias_dtype or case.dtype))
         options["attn_bias"] = to_device(bias * case.bias_scale, case.bias_grad)
+    if case.mask:
+        options["mask"] = _random_mask(case).to(device)
     if case.sinks:
         options["sinks"] = to_device(random(heads, dtype=torch.float32) + case.sink_offset, True)
     if case.dropout_p:

@@ -20,6 +20,7 @@ from diyfa.eight_bits import EIGHT_BIT_DTYPES, VALUE_DTYPES
 from diyfa.features import ATTENTION_DTYPES as ATTENTION_DTYPES
 from diyfa.features import Sizes
 from diyfa.keywords import BOOLEAN_MASK
+from diyfa.masks import BlockMask
 from diyfa.options import ACTIVATIONS, CHECKED_TENSORS, Lengths
 from diyfa.problem import LAYOUTS, VARLEN
 from diyfa.problem import dtype_name as dtype_name
@@ -339,10 +340,33 @@ def check_optional_tensors(q: torch.Tensor, sizes: Sizes, arguments: dict[str, A
             check_same_device(q, **{name: x})
 
 
+def check_mask(mask: Any, q: Any, k: Any, arguments: dict[str, Any], window_name: str) -> None:
+    """Check that a block mask is one, that it fits the lengths of q and k, and that no other mask is given."""
+    if not isinstance(mask, BlockMask):
+        hint = ""
+        if isinstance(mask, torch.Tensor):
+            hint = "; a boolean tensor becomes one by BlockMask.from_dense, what is added to the scores is attn_bias="
+        elif type(mask).__name__ == "BlockMask":
+            hint = " of another library; FlexAttention's becomes one by diyfa.BlockMask.from_flex"
+        raise TypeError(f"mask must be a diyfa.BlockMask, got {type(mask).__name__}{hint}")
+    if arguments["causal"] or arguments["window"] != (-1, -1):
+        raise ValueError(
+            f"mask takes the place of causal and {window_name}: put them into it, as "
+            "masks.all_of(masks.causal, …) and masks.sliding_window of diyfa.masks do"
+        )
+    if isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and min(q.dim(), k.dim()) >= 3:
+        s = -2 if arguments["layout"] == "bhsd" else 1
+        sizes = q.shape[s], k.shape[s]
+        if mask.shape[2:] != sizes:
+            expected = f"{mask.shape[2]} queries and {mask.shape[3]} keys"
+            raise ValueError(f"mask is for {expected}, got {sizes[0]} and {sizes[1]}")
+
+
 def check_batch_invariant(lengths: Lengths, options: dict[str, Any]) -> None:
     """Check that a call has nothing that the mode `diyfa.batch_invariant` does not compute."""
     used_options = {"attn_bias": options.get("attn_bias") is not None, "dropout_p": bool(options.get("dropout_p"))}
     used_options["seq_lens"] = lengths.seq_lens is not None
+    used_options["mask"] = options.get("mask_blocks") is not None
     if refused := [name for name, is_used in used_options.items() if is_used]:
         raise ValueError(f"diyfa.batch_invariant() takes no {', '.join(refused)}: a cache has nothing like it to equal")
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from diyfa.block_lists import visible_pairs
 from diyfa.eight_bits import EIGHT_BIT_DTYPES, WEIGHT_SHIFT, Quantized
 from diyfa.features import dtype_name
 from diyfa.options import AttentionOptions, Lengths
@@ -149,6 +150,9 @@ def _prepared(
     if seq_lens is not None:
         valid_k = torch.arange(seqlen_k, device=q.device)[:, None] < seq_lens.to(q.device)[:, None, None, None]
         q, k, v = torch.where(valid_q, q, 0), torch.where(valid_k, k, 0), torch.where(valid_k, v, 0)
+    if options.mask_blocks is not None and options.mask_bits is not None:
+        rows, columns = slice(0, seqlen_q), slice(0, seqlen_k)
+        visible = visible & visible_pairs(options.mask_blocks, options.mask_bits, (seqlen_q, seqlen_k), rows, columns)
     alibi = None
     if alibi_slopes is not None:
         alibi = -alibi_slopes.to(wide).expand(batch, heads)[:, :, None, None] * distance.abs()
@@ -184,7 +188,12 @@ def _row_maxima(q, k, v, lengths: Lengths, options: AttentionOptions, keep: torc
 
 
 def plain_flash_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: bool = False, **options: Any
+    q: torch.Tensor | Quantized,
+    k: torch.Tensor | Quantized,
+    v: torch.Tensor | Quantized,
+    *,
+    return_lse: bool = False,
+    **options: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Compute FlashAttention in q's dtype. Arguments and results are those of `diyfa.reference_attention`."""
     values: torch.Tensor = v.values if isinstance(v, Quantized) else v

@@ -72,6 +72,8 @@ def _backward(
             if n0 >= stop or n1 <= start:
                 continue
             seen = call.visibility.mask(m0, m1, n0, n1)
+            if seen is not None and not seen.any():
+                continue
             keep_mask = call.keep_mask(m0, m1, n0, n1)
             q_tile = call.scaled_queries(m0, m1)  # [B, Hk, G * BLOCK_M, D]
             dout_tile = call.query_rows(dout_rows, m0, m1)  # [B, Hk, G * BLOCK_M, Dv]

@@ -38,9 +38,13 @@ MATMUL = MatmulConfig(512, 512, 512)
 
 
 def attention_config(problem: AttentionProblem) -> AttentionConfig:
-    """Return the tile for `problem`."""
+    """Return the tile for `problem`, with a block mask at most one of its blocks: hidden ones are skipped."""
     units = problem.batch * problem.heads_q
-    return next(config for max_units, config in ATTENTION if units <= max_units)
+    tile = next(config for max_units, config in ATTENTION if units <= max_units)
+    if not problem.mask:
+        return tile
+    block_q, block_k = problem.mask
+    return AttentionConfig(min(tile.block_m, block_q), min(tile.block_n, block_k))
 
 
 def matmul_config(problem: MatmulProblem) -> MatmulConfig:

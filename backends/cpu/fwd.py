@@ -92,6 +92,8 @@ def _forward_v2(call: Call, out: torch.Tensor, lse: torch.Tensor) -> None:
         for n0 in range(start, stop, config.block_n):
             n1 = min(n0 + config.block_n, stop)
             seen = call.visibility.mask(m0, m1, n0, n1)
+            if seen is not None and not seen.any():
+                continue
             s, _ = call.scores(q_tile, call.key_rows(call.k, n0, n1), m0, m1, n0, n1, seen)
             p, m, alpha = _online_softmax_update(s, m)
             l = l * alpha + p.sum(-1, keepdim=True)  # noqa: E741
@@ -122,6 +124,8 @@ def _forward_v1(call: Call, out: torch.Tensor, lse: torch.Tensor) -> None:
             o, m, l = state[index]  # noqa: E741
             q_tile = call.scaled_queries(m0, m1)
             seen = call.visibility.mask(m0, m1, n0, n1)
+            if seen is not None and not seen.any():
+                continue
             s, _ = call.scores(q_tile, k_tile, m0, m1, n0, n1, seen)
             p, m, alpha = _online_softmax_update(s, m)
             l_old = l * alpha

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from diyfa.block_lists import visible_pairs
 from diyfa.dropout import Words, drop_threshold, element_levels, keys_from_state, position_words
 from diyfa.eight_bits import BLOCK_K, BLOCK_Q, EIGHT_BITS, dequantised
 from diyfa.problem import AttentionProblem, AttentionTensors, as_bhsd
@@ -32,9 +33,16 @@ def without_autocast(launch: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Visibility:
-    """The mask of one call: sequence lengths and window, aligned to the bottom right of each sample."""
+    """The mask of one call: sequence lengths and window, aligned to the bottom right of each sample, or a block mask
+    (`block_mask` is its two tensors)."""
 
-    def __init__(self, problem: AttentionProblem, seq_lens: torch.Tensor | None) -> None:
+    def __init__(
+        self,
+        problem: AttentionProblem,
+        seq_lens: torch.Tensor | None,
+        block_mask: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> None:
+        self.block_mask, self.sizes = block_mask, (problem.seqlen_q, problem.seqlen_k)
         self.left, self.right = problem.window_left, problem.window_right
         if seq_lens is None:
             len_k = torch.tensor([problem.seqlen_k], device="cpu")
@@ -58,7 +66,17 @@ class Visibility:
         return start, stop
 
     def mask(self, m0: int, m1: int, n0: int, n1: int) -> torch.Tensor | None:
-        """Return the mask [B or 1, 1, BLOCK_M, BLOCK_N], True for seen keys, or None if each query sees each key."""
+        """Return the mask [B or 1, H or 1, BLOCK_M, BLOCK_N], True for seen keys, None if each query sees each key."""
+        if self.block_mask is None:
+            return self._mask_by_position(m0, m1, n0, n1)
+        kept = visible_pairs(*self.block_mask, self.sizes, slice(m0, m1), slice(n0, n1))
+        seen = self._mask_by_position(m0, m1, n0, n1)
+        if seen is None:
+            return None if bool(kept.all()) else kept
+        return seen & kept
+
+    def _mask_by_position(self, m0: int, m1: int, n0: int, n1: int) -> torch.Tensor | None:
+        """Return the mask of lengths and window alone, as `mask` does."""
         if (
             n1 <= self.min_len_k
             and m1 <= self.min_len_q
@@ -102,7 +120,10 @@ class Call:
         self.problem, self.tensors = problem, tensors
         self.dtype = torch.float64 if problem.dtype == "float64" else torch.float32  # dtype of all arithmetic
         self.group = problem.heads_q // problem.heads_kv
-        self.visibility = Visibility(problem, tensors.seq_lens)
+        block_mask = None
+        if tensors.mask_blocks is not None and tensors.mask_bits is not None:
+            block_mask = tensors.mask_blocks, tensors.mask_bits
+        self.visibility = Visibility(problem, tensors.seq_lens, block_mask)
         q, self.k, self.v = (as_bhsd(x, problem.layout) for x in tensors[:3])
         if problem.dtype in EIGHT_BITS:
             q = dequantised(q, tensors.q_descale, self.dtype, BLOCK_Q)

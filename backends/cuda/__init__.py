@@ -54,11 +54,18 @@ def _needs_tile(problem: AttentionProblem, *kinds: str) -> str | None:
     return f"no tile for {problem.dtype} and head_dim {problem.head_dim} fits the shared memory of {problem.arch}"
 
 
+def _v2_refuses(problem: AttentionProblem) -> str | None:
+    """Return why the portable forward kernel does not take `problem`, or None."""
+    if problem.mask and problem.dtype in EIGHT_BITS:
+        return f"v2 does not implement mask for {problem.dtype}"
+    return refuse_features(problem, V2_FEATURES, "v2") or _needs_tile(problem, "fwd")
+
+
 def _short_refuses(problem: AttentionProblem) -> str | None:
     """Return why the backward kernel for short sequences does not take `problem`, or None."""
     from diyfa.backends.cuda.attention.configs import default_config
 
-    if reason := refuse_features(problem, FEATURES - {"gqa"}, "short"):
+    if reason := refuse_features(problem, FEATURES - {"gqa", "mask"}, "short"):
         return reason
     if default_config("short", problem) is None:
         return (
@@ -130,7 +137,7 @@ def _forward_kernels() -> tuple[Kernel, ...]:
             clears=True,
             summary="FlashAttention-2: query blocks outermost, block pointers or TMA",
             **_forward(_later("attention.fwd", "forward_pass")),
-            unsupported=lambda problem: refuse_features(problem, V2_FEATURES, "v2") or _needs_tile(problem, "fwd"),
+            unsupported=_v2_refuses,
             config=lambda problem: configs.default_config("fwd", problem),
         ),
         Kernel(

@@ -11,9 +11,12 @@ from contextlib import ExitStack
 
 import torch
 
-from diyfa.integrations.eager_attention import attend, top_left_causal
+from diyfa.attention import flash_attention_v2
+from diyfa.integrations.eager_attention import attend, mask_as_bias, top_left_causal
 from diyfa.integrations.seams import Handle, active_handle, record, switch_on
 from diyfa.options import UNBOUNDED
+from diyfa.quantize import DTYPES
+from diyfa.quantize import quantize as quantized
 
 NAME = "diyfa"
 SEAM = "diffusers"
@@ -58,11 +61,22 @@ def attention(
     if attn_mask is not None and attn_mask.shape == (query.shape[0], key.shape[1]):
         attn_mask = attn_mask[:, None, None, :]
     query, key, value = _with_features_side_by_side(query, key, value)
-    record(SEAM, f"attention{'' if attn_mask is None else ' with a mask'}: diyfa")
-    return attend(query, key, value, attn_mask, "bshd", window=window, dropout_p=dropout_p, sm_scale=scale)
+    handle = active_handle(SEAM)
+    eight_bits = handle.detail if handle is not None else ""
+    route = f"attention{'' if attn_mask is None else ' with a mask'}: diyfa"
+    record(SEAM, f"{route} in {eight_bits}" if eight_bits else route)
+    if not eight_bits:
+        return attend(query, key, value, attn_mask, "bshd", window=window, dropout_p=dropout_p, sm_scale=scale)
+    bias, out_dtype = mask_as_bias(attn_mask, query.dtype), query.dtype
+    parts = quantized(query, key, value, "block", eight_bits, smooth=True, layout="bshd")
+    out = flash_attention_v2(
+        *parts, attn_bias=bias, window=window, dropout_p=dropout_p, sm_scale=scale, out_dtype=out_dtype
+    )
+    assert isinstance(out, torch.Tensor), "nobody asks for the log-sum-exp"
+    return out
 
 
-def use_in_diffusers() -> Handle:
+def use_in_diffusers(quantize: str | None = None) -> Handle:
     """Give diffusers the attention backend "diyfa".
 
         handle = use_in_diffusers()
@@ -70,15 +84,27 @@ def use_in_diffusers() -> Handle:
 
     Tensors on the CPU need `diyfa.use_backend("cpu")` around the model's calls.
 
+    Args:
+        quantize: "int8" or "float8": each call quantises its inputs (`diyfa.quantize`, smoothed, one descale for each
+            block). It is for inference: inputs that require a gradient are refused. Default: nothing is quantised.
+
     Returns:
         A handle whose `remove()` removes the name. Models that are set to it then fail until they are set to another.
         A second call returns the same handle.
 
     Raises:
         ModuleNotFoundError: diffusers is missing, or has no such registry.
+        ValueError: `quantize` is unknown, or the backend is switched on with another.
     """
+    if quantize not in (None, *DTYPES):
+        raise ValueError(f"quantize must be None or one of {', '.join(DTYPES)}, got {quantize!r}")
     handle = active_handle(SEAM)
     if handle is not None:
+        if handle.detail != (quantize or ""):
+            raise ValueError(
+                f"diyfa is in diffusers with quantize={handle.detail or None!r}: remove that handle first, then ask "
+                f"for {quantize!r}"
+            )
         return handle
     from diffusers.models import attention_dispatch
 
@@ -99,4 +125,4 @@ def use_in_diffusers() -> Handle:
             undo.callback(members.pop, key)
         undo.callback(forget)
         registry.register(member)(attention)
-        return switch_on(SEAM, undo.pop_all())
+        return switch_on(SEAM, undo.pop_all(), quantize or "")

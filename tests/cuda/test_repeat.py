@@ -18,7 +18,7 @@ import torch
 from recorded_launches import Map, Recorded
 
 import diyfa
-from diyfa import flash_attn_interface, ops, registry, tuning
+from diyfa import flash_attn_interface, masks, ops, registry, tuning
 from diyfa import plan as planning
 from diyfa.backends.cuda.attention import bwd_dbias, bwd_partials, configs, decode, stream_k
 from diyfa.backends.cuda.attention import launch as attention_launch
@@ -143,6 +143,8 @@ def dense(shape=(2, 4, 96, 64), dtype=torch.bfloat16, kv_heads=None, **options):
         q, k, v = qkv(shape, dtype, grad, kv_heads)
         given = {name: x() if callable(x) else x for name, x in options.items()}
         tensors = {name: x for name, x in given.items() if isinstance(x, torch.Tensor)}
+        if isinstance(mask := given.get("mask"), diyfa.BlockMask):
+            tensors |= {"mask_blocks": mask.blocks, "mask_bits": mask.bits}
         return {"q": q, "k": k, "v": v, **tensors}, lambda: attend(q, k, v, return_lse=True, **given)
 
     return make
@@ -183,6 +185,12 @@ def seq_lens_of(*lengths):
 BOTH = ["_bwd_preprocess_kernel", "_bwd_dkdv_kernel", "_bwd_dq_kernel"]
 LARGE = {"shape": (4, 8, 2048, 128), "dtype": torch.float16}  # worth its descriptors
 LENGTHS = {"seq_lens": lambda: seq_lens_of(40, 96)}
+
+
+def causal_mask(length, heads=1):
+    return lambda: diyfa.block_mask(masks.causal, 1, heads, length, length)
+
+
 CASES = {  # a call, kernels of the backward pass
     "plain": (dense(), BOTH),
     "one tile": (dense((2, 4, 49, 32), sinks=lambda: torch.zeros(4)), ["_bwd_short_kernel"]),
@@ -203,6 +211,9 @@ CASES = {  # a call, kernels of the backward pass
     "sinks": (dense(sinks=lambda: torch.rand(4), window=(20, 0)), BOTH),
     "dropout": (dense(dropout_p=0.5, rng_state=lambda: torch.tensor([3, 4])), BOTH),
     "several": (dense(**LENGTHS, alibi_slopes=lambda: torch.rand(4), sinks=lambda: torch.rand(4)), BOTH),
+    "mask": (dense(mask=causal_mask(96)), BOTH),
+    "mask by head": (dense(mask=causal_mask(96, 4), **LENGTHS), BOTH),
+    "mask and descriptors": (dense(**LARGE, mask=causal_mask(2048)), BOTH),
     "packed": (packed(), ["_clear_kernel"] * 2 + BOTH),
     "packed, large": (packed((2, 2048, 4, 128), torch.float16), ["_clear_kernel"] * 2 + BOTH),
     "packed, gluon": (packed((2, 1024, 4, 64), causal=True, variant="sm90"), ["_clear_kernel"] * 2 + HOPPER_BACKWARD),

@@ -44,15 +44,18 @@ ROOT = Path(__file__).parents[2]
 # Optional tensors that come with another row's argument.
 EIGHT_BITS = ("q_descale", "k_descale", "v_descale", "k_mean", "v_mean")
 COMPANIONS = {"cu_seqlens_k": "cu_seqlens_q", "rng_state": "dropout_p", **dict.fromkeys(EIGHT_BITS, "eight_bits")}
+# Optional tensors of an object that is the argument (`tests/frontend/test_masks.py`).
+INSIDE_MASK = {"mask_blocks", "mask_bits"}
 # What the public functions call it, where that is another name.
-ARGUMENTS = {"window_left": "window", "window_right": "causal"}
+ARGUMENTS = {"window_left": "window", "window_right": "causal", "mask_bits": "mask"}
 # Options that are no features: they change no result.
 WITHOUT_EFFECT = {
     "max_seqlen_q", "max_seqlen_k", "sm_scale", "layout", "deterministic", "needs_grad", "bias_grad", "backend",
     "variant", "out_dtype",
 }  # fmt: skip
-NOT_PACKED = {"seq_lens", "attn_bias"}  # what packed sequences do not take
+NOT_PACKED = {"seq_lens", "attn_bias", *INSIDE_MASK}  # what packed sequences do not take
 PACKED = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"}
+NOT_ON_NPU = {"mask"}
 MODES = {"batch_invariant", "dropout_origins"}  # of a block of code, of a tensor's length: in no table
 # A dtype of q: it has no gradient, so that no case of the matrix has it. tests/numerics/test_eight_bits.py has its own.
 BY_DTYPE = {"eight_bits"}
@@ -96,7 +99,7 @@ def example_case(feature: Feature) -> AttentionCase:
 
 def test_every_row_is_complete() -> None:
     for feature in FEATURES:
-        known = bool(feature.refusal_name) or feature.name in WITHOUT_EFFECT or feature.name in COMPANIONS
+        known = bool(feature.refusal_name) or feature.name in {*WITHOUT_EFFECT, *COMPANIONS, *INSIDE_MASK}
         assert known, (
             f"{feature.name} changes the result: a backend that does not implement it must refuse it (refusal_name)"
         )
@@ -113,7 +116,8 @@ def test_its_example_has_it(feature: Feature) -> None:
     assert feature.label and feature.example
     assert feature.refusal_name not in plain().features
     assert feature.refusal_name in plain(**feature.example).features
-    alone = {"gqa", "head_dim_v", "varlen", "causal", "seq_lens"}  # by shapes, lengths or layout
+    # By shapes, lengths or layout, or in place of other masks.
+    alone = {"gqa", "head_dim_v", "varlen", "causal", "seq_lens", "mask"}
     assert feature.case or feature.refusal_name in alone
     assert feature.problem_field in ("", "batch") or feature.problem_field in {
         field.name for field in fields(AttentionProblem)
@@ -336,7 +340,7 @@ def test_calls_that_differ_in_the_feature_share_no_plan(feature: Feature, monkey
         assert (a is None) == (b is None) and (a is None or torch.equal(a, b)), name
 
 
-@by_name([x for x in TENSORS if x.name in AttentionOptions._fields and x.name not in EIGHT_BITS])
+@by_name([x for x in TENSORS if x.name in AttentionOptions._fields and x.name not in {*EIGHT_BITS, *INSIDE_MASK}])
 def test_a_wrong_tensor_is_refused(feature: Feature) -> None:
     q = torch.zeros(2, 4, 8, 16)
     owner = next(x for x in FEATURES if x.name == COMPANIONS.get(feature.name, feature.name))
@@ -367,7 +371,7 @@ def test_the_matrix_has_cases_of_the_feature(feature: Feature) -> None:
     others = {"seq_lens", *(x.refusal_name for x in COMPOSABLE)}
     if feature.refusal_name in others:
         assert any(problem.features >= others for _, problem in found), "with everything"
-    if feature in TENSORS:
+    if feature in TENSORS and feature.name not in INSIDE_MASK:
         some = [make_inputs(case).options for case, _ in found]
         assert any(given[feature.name].requires_grad for given in some) == bool(feature.gradient)
 
@@ -402,6 +406,7 @@ def test_random_cases_have_each_feature_unless_excluded() -> None:
 @by_name(REFUSABLE)
 def test_validate_and_the_first_run_on_ascend_try_it(feature: Feature) -> None:
     pytest.importorskip("rich")
+    from diyfa.backends import npu
     from diyfa.lab.first_run.cases import SMOKE, features_in
     from diyfa.lab.validate import CASES as VALIDATED
 
@@ -413,6 +418,9 @@ def test_validate_and_the_first_run_on_ascend_try_it(feature: Feature) -> None:
         for case in VALIDATED
     ]  # fmt: skip
     assert any(feature.refusal_name in case_problem(case).features for case in small), "diyfa validate"
+    if feature.refusal_name in NOT_ON_NPU:
+        assert feature.refusal_name not in npu.FEATURES
+        return
     assert any(feature.refusal_name in case_problem(case).features for case in features_in("float16", SMOKE)), (
         "first run"
     )

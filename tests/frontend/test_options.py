@@ -26,6 +26,7 @@ def a_call() -> tuple[Lengths, AttentionOptions]:
     vector = torch.arange(12, dtype=torch.int32)
     lengths = Lengths(vector[:3], vector[3:6], vector[:2], 7, 5)
     strided = {x.name: torch.rand(8)[::2] for x in options.TENSORS if x.name not in options.LENGTHS}
+    strided["mask_bits"] = torch.rand(1, 2, 8)[..., ::2]
     checked = AttentionOptions(
         layout="bshd", sm_scale=0.25, window_left=3, window_right=1, softcap=2.0, dropout_p=0.5, **strided,
         deterministic=True, needs_grad=True, bias_grad=True, backend="cpu", variant="v1", packing="kv",

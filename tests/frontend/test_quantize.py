@@ -217,3 +217,7 @@ def test_a_cache_takes_no_descales_of_q() -> None:
     }  # fmt: skip
     with pytest.raises(ValueError, match="takes no q_descale"):
         diyfa.flash_attention_varlen(q, pages, pages, **given, backend="cpu")
+    del given["q_descale"]
+    for function, layout in ((diyfa.flash_attention_varlen, {}), (diyfa.explain, {"layout": "thd"})):
+        with pytest.raises(ValueError, match="takes no k_descale"):
+            function(q, Quantized(pages, ONE), pages, **given, **layout, backend="cpu")

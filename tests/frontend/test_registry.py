@@ -246,7 +246,7 @@ def test_kinds_differ_in_every_field_but_sizes() -> None:
     first = problem()
     for each in fields(AttentionProblem):
         value = getattr(first, each.name)
-        other = {str: "x", bool: not value, int: 77, float: 3.5}[type(value)]
+        other = {str: "x", bool: not value, int: 77, float: 3.5, tuple: (64, 64)}[type(value)]
         changed = first.replace(**{each.name: other})
         assert (changed.kind is first.kind) == (each.name in AttentionProblem.SIZES), each.name
     windows = [(-1, -1), (-1, 0), (-1, 5), (0, -1), (3, 0), (3, 5)]

@@ -70,6 +70,33 @@ def draw_by_flux(pipeline: Any) -> torch.Tensor:
     ).images  # fmt: skip
 
 
+@pytest.mark.parametrize("dtype", ["int8", "float8"])
+def test_attention_in_eight_bits_is_asked_for(dtype: str) -> None:
+    """And never a default: the handle and its counts say so, and other options than those of the handle are refused."""
+    generator = seeded(3)
+    q, k, v = (torch.randn(1, 40, 2, 16, generator=generator).to(DEVICE, torch.bfloat16) for _ in range(3))
+    mask = torch.rand(1, 1, 40, 40, generator=generator).to(DEVICE) > 0.3
+    handle = use_in_diffusers(quantize=dtype)
+    try:
+        with diyfa.use_backend(DEVICE):
+            found = dispatch_attention_fn(q, k, v, attn_mask=mask, backend=AttentionBackendName("diyfa"))
+            with pytest.raises(ValueError, match="no gradient"):
+                dispatch_attention_fn(q.clone().requires_grad_(), k, v, backend=AttentionBackendName("diyfa"))
+        assert use_in_diffusers(dtype) is handle
+        with pytest.raises(ValueError, match="remove that handle first"):
+            use_in_diffusers()
+    finally:
+        handle.remove()
+    exact = dispatch_attention_fn(
+        *(x.float() for x in (q, k, v)), attn_mask=mask, backend=AttentionBackendName("native")
+    )
+    error = (found.float() - exact).square().mean().sqrt() / exact.square().mean().sqrt()
+    assert found.dtype == torch.bfloat16 and 1e-3 < error < (0.03 if dtype == "int8" else 0.1)
+    assert next(iter(handle.calls)) == f"attention with a mask: diyfa in {dtype}"
+    with pytest.raises(ValueError, match="quantize must be None or one of float8, int8"):
+        use_in_diffusers("int4")
+
+
 def test_a_diffusion_transformer(handle: Any) -> None:
     pipeline = flux()
     expected = draw_by_flux(pipeline)

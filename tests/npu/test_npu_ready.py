@@ -28,7 +28,10 @@ def test_triton_compiles_all_that_the_calls_launch(found):
         "_fwd_kernel", "_bwd_preprocess_kernel", "_bwd_dkdv_kernel", "_bwd_dq_kernel", "_append_kernel",
         "_decode_kernel", "_combine_kernel", "_merge_kernel", "_matmul_kernel",
     } == {*kernels}  # fmt: skip
-    forward, packed = [kernel for kernel in found["compiled"] if kernel["name"] == "_fwd_kernel"]
+    forward, packed, other = [kernel for kernel in found["compiled"] if kernel["name"] == "_fwd_kernel"]
+    assert other == {**forward, "q_ptr": other["q_ptr"], "k_ptr": other["k_ptr"], "v_ptr": other["v_ptr"],
+                     "out_ptr": other["out_ptr"]}  # fmt: skip
+    assert {other[name] for name in ("q_ptr", "k_ptr", "v_ptr", "out_ptr")} == {"torch.bfloat16"}
     assert (forward["q_ptr"], forward["lse_ptr"], forward["cu_seqlens_q_ptr"]) == (
         "torch.float16", "torch.float32", "None"
     )  # fmt: skip

@@ -237,6 +237,40 @@ COMBINED = [
     ),
 ]  # fmt: skip
 
+# Block masks: samples and heads of the mask, its block, and the density of blocks and bits.
+MASKS = [
+    Case("mask", seqlen_q=150, mask="11:64:0.5", all_variants=True),
+    Case("mask_gqa_sinks", batch=2, heads=4, heads_kv=2, seqlen_q=100, seqlen_k=200, mask="bh:64x128:0.5", sinks=True),
+    Case("mask_wide_blocks", seqlen_q=200, seqlen_k=100, head_dim=64, mask="1h:128x64:0.8", layout="bshd"),
+    Case("mask_128", heads=1, seqlen_q=257, seqlen_k=130, mask="11:128:0.6", dtype="bfloat16"),
+    Case("mask_empty", batch=2, seqlen_q=70, mask="b1:64:0"),
+    Case("mask_empty_sinks", seqlen_q=70, mask="11:64:0", sinks=True),
+    Case("mask_full", seqlen_q=128, seqlen_k=192, mask="11:64:1"),
+    Case("mask_full_ragged", seqlen_q=70, seqlen_k=90, mask="11:128:1"),
+    Case("mask_sparse", seqlen_q=70, seqlen_k=300, mask="11:64:0.02"),  # rows without keys, and with one
+    Case("mask_one_query", seqlen_q=1, seqlen_k=200, mask="11:64:0.5"),
+    Case("mask_one_key", seqlen_q=200, seqlen_k=1, mask="11:64:0.7"),
+    Case("mask_d256", heads=1, seqlen_q=70, head_dim=256, mask="11:64:0.7"),
+    Case("mask_dv_192_128", heads=1, seqlen_q=70, head_dim=192, head_dim_v=128, mask="11:64:0.7"),
+    Case("mask_fp32", heads=1, seqlen_q=100, mask="11:64:0.5", dtype="float32"),
+    Case("mask_softcap_alibi", batch=2, seqlen_q=100, mask="b1:64:0.5", softcap=3.0, alibi="bh"),
+    Case("mask_dropout", batch=2, seqlen_q=90, seqlen_k=70, mask="1h:64:0.6", dropout_p=0.3),
+    Case("mask_bias", seqlen_q=70, seqlen_k=260, mask="1h:64:0.5", bias="1hqk"),  # lists out of order
+    Case("mask_bias_keys", batch=2, seqlen_q=60, seqlen_k=200, mask="b1:128x64:0.5", bias="b11k"),
+    Case("mask_bias_queries", seqlen_q=100, mask="11:64:0.5", bias="bhq1"),
+    Case("mask_lens", batch=3, heads=1, seqlen_q=150, mask="b1:64:0.6", seq_lens=(150, 77, 1)),
+    Case("mask_lens_bshd", batch=2, seqlen_q=100, seqlen_k=140, mask="11:64:0.7", seq_lens=(140, 65), layout="bshd"),
+    Case("mask_lens_bias_gqa", batch=2, heads=4, heads_kv=2, seqlen_q=100, mask="bh:64:0.6", seq_lens=(100, 30),
+         bias="bhqk", sinks=True),
+    Case("mask_3d", batch=1, heads=3, seqlen_q=100, mask="1h:64:0.5", layout="3d"),
+    Case("mask_sliced", seqlen_q=100, mask="11:64:0.5", view="sliced"),
+    Case("mask_large", batch=2, heads=4, heads_kv=2, seqlen_q=1000, seqlen_k=1300, head_dim=128, mask="bh:128:0.3",
+         dtype="bfloat16", large=True),
+    Case("mask_large_64", batch=1, heads=2, seqlen_q=2000, head_dim=64, mask="11:64:0.2", large=True),
+    Case("mask_large_lens", batch=2, heads=4, seqlen_q=900, head_dim=128, mask="11:128:0.5", seq_lens=(900, 513),
+         softcap=20.0, large=True),
+]  # fmt: skip
+
 # What strains the arithmetic: weights that are all but 0 and 1, and maxima far from where they are first looked for.
 PEAKED = [
     *(
@@ -339,7 +373,7 @@ EACH_FEATURE = [
 CASES: dict[str, Case] = {}
 for _case in [
     *BASIC, *DTYPES, *HEAD_DIMS, *LENGTHS, *HEADS, *SEQ_LENS, *LAYOUTS, *FEATURES, *VARLEN, *PACKING, *DROPOUT,
-    *COMBINED, *PEAKED, *DOMINATED, *EACH_FEATURE,
+    *COMBINED, *MASKS, *PEAKED, *DOMINATED, *EACH_FEATURE,
 ]:  # fmt: skip
     if _case.name in CASES:
         raise ValueError(f"two cases are called {_case.name}")

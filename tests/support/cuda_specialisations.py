@@ -164,7 +164,7 @@ RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
 def main() -> None:
     from diyfa.backends.cuda.hopper import configs as hopper_configs
 
-    passes.launch_kernel = record
+    launcher.recorder = record
     tune.set_enabled(False)
     counts = {}
     runs = RUNS if hopper_configs.environment_refusal() else {**RUNS, "Hopper": (hopper, {})}

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from targets import Target
 
+from diyfa.block_lists import visible_pairs
 from diyfa.options import AttentionOptions, Lengths
 from diyfa.reference import attention_by, visible_keys
 from diyfa.testing import (
@@ -90,6 +91,11 @@ def dependence(inputs: Inputs, case: AttentionCase) -> Results:
         k, v = (torch.where(valid_k, x, 0).repeat_interleave(heads // k.shape[1], dim=1) for x in (k, v))
         bias = torch.zeros(()) if options.attn_bias is None else options.attn_bias
         sinks = torch.zeros(heads) if options.sinks is None else options.sinks
+        if options.mask_blocks is not None and options.mask_bits is not None:
+            sizes = seqlen_q, seqlen_k
+            sees = sees & visible_pairs(
+                options.mask_blocks, options.mask_bits, sizes, slice(0, seqlen_q), slice(0, seqlen_k)
+            )
         sees = sees.expand(batch, heads, seqlen_q, seqlen_k)
         out, lse = _Dependence.apply(
             torch.where(valid_q, q, 0), k, v, bias.expand(sees.shape), sinks[:, None].expand(sees.shape[:-1]), sees,

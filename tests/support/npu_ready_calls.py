@@ -27,6 +27,7 @@ CALLS = (
     "merge D=64",
     "product float16 256x256x256",
     "cache bfloat16 D=128 H=8/2 B=4 Sq=1 Sk=1024 float8",
+    "attention bfloat16 D=64 H=8/4 B=2 S=512 causal",  # the first in another dtype
 )
 
 

@@ -76,8 +76,10 @@ class PlantedCann:
 
     @property
     def environment(self) -> dict[str, str]:
+        inherited = shim_environment(build_shim(ROOT / ".cache" / "acl_host_shim"))
+        inherited.pop("TORCH_DEVICE_BACKEND_AUTOLOAD", None)  # the command line sets it, and scripts need the default
         return {
-            **shim_environment(build_shim(ROOT / ".cache" / "acl_host_shim")),
+            **inherited,
             "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}",
             "CC": str(self.folder / "bin" / "c++"),
             "ASCEND_HOME_PATH": str(self.folder),
@@ -86,7 +88,6 @@ class PlantedCann:
             "TRITON_CACHE_DIR": str(self.folder / "triton"),
             "DIYFA_CACHE_DIR": str(self.folder / "diyfa"),
             "TRITON_INTERPRET": "0",
-            "TORCH_DEVICE_BACKEND_AUTOLOAD": "1",
         }
 
     def compiled(self) -> list[str]:

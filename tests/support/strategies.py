@@ -44,6 +44,12 @@ def cases(draw: st.DrawFn, largest: int, without: set[str]) -> AttentionCase:
     views = ["contiguous"] if layout == "3d" or packing else ["contiguous", "transposed", "sliced"]
     biases = ["", "", "bhqk", "1hqk", "b1qk", "b11k", "1h11", "qk", "k", "q1"]
     bias = "" if varlen else feature("attn_bias", "", st.sampled_from(biases))
+    has_mask = not (varlen or packing) and feature("mask", False, st.booleans())
+    outer = st.sampled_from(["11", "b1", "1h", "bh"])
+    block, density = st.sampled_from(["64", "128", "64x128"]), st.sampled_from(["0", "0.1", "0.5", "0.9", "1"])
+    mask = ":".join(draw(x) for x in (outer, block, density)) if has_mask else ""
+    if layout == "3d":
+        mask = mask.replace("b", "1", 1)
     bias_dtypes = ["", "", "float16", "bfloat16", "float32", "float64"]
     return AttentionCase(
         name="fuzz",
@@ -61,10 +67,15 @@ def cases(draw: st.DrawFn, largest: int, without: set[str]) -> AttentionCase:
         lens_q=lens_q,
         lens_k=lens_k,
         slack=draw(st.integers(0, 5)) if varlen else 0,
-        causal=draw(st.booleans()),
+        causal=not has_mask and draw(st.booleans()),
+        mask=mask,
         sm_scale=draw(st.sampled_from([None, None, 0.0]) | st.floats(1e-3, 1.0) | st.floats(-1.0, -1e-3)),
         seq_lens=seq_lens,
-        window=feature("window", (-1, -1), st.tuples(st.integers(-1, largest), st.integers(-1, largest))),
+        window=feature(
+            "window",
+            (-1, -1),
+            st.just((-1, -1)) if has_mask else st.tuples(st.integers(-1, largest), st.integers(-1, largest)),
+        ),
         softcap=feature("softcap", 0.0, st.sampled_from([0.0, 0.0, 1.0, 20.0])),
         alibi=feature("alibi", "", st.sampled_from(["", "", "h", "bh"])),
         bias=bias,

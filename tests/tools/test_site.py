@@ -31,6 +31,7 @@ MODEL, GPU = "compiled: needs the weights of a model", "compiled: needs a GPU"
 BLOCKS = {
     "index.md": [HERE],
     "guide.md": [GUIDE] * 5 + [MODEL] + [GUIDE] * 3 + [GPU + " and an NPU"] + [GUIDE],
+    "masks.md": [HERE] * 3,
     "ready.md": [GPU],
     "inference.md": [APART + "tools/test_docs.py::test_the_inference_guide_runs"] * 9,
     "distributed.md": [APART + "support/context_parallel_cases.py::run_guide"],

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from diyfa.backends.cuda.attention.block_info import key_ranges, query_ranges
+from diyfa.backends.cuda.attention.block_mask import kept_pairs, mask_view
 from diyfa.backends.cuda.attention.bwd_dq import score_gradient
 from diyfa.backends.cuda.attention.configs import AttentionConfig, portable_config, schedule
 from diyfa.backends.cuda.attention.dropout import keep_tile, position_words
@@ -30,6 +31,7 @@ from diyfa.backends.cuda.attention.launch import (
     attention_constants,
     bind_launch,
     feature_arguments,
+    mask_constants,
     strides,
 )
 from diyfa.backends.cuda.attention.scores import first_row, head_features, load_statistics, tile_corner, visible_pairs
@@ -47,10 +49,11 @@ def _bwd_dbias_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr,
     lse_ptr, delta_ptr,
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, per_head_ptr, attn_bias_ptr, rng_state_ptr,
-    dbias_ptr,
+    mask_blocks_ptr, mask_bits_ptr, dbias_ptr,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_dob, stride_doh, stride_dom,
     stride_per_headb, stride_biasb, stride_biash, stride_biasm, stride_biasn,
+    stride_maskb, stride_maskh,
     heads_q, group, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
     scale, softcap, threshold, keep_scale,
     stride_outb, stride_outh, stride_outm, stride_outn,
@@ -136,6 +139,9 @@ def _bwd_dbias_kernel(
         begins = (row0, col0, tile_corner(row0, col0, score, c))
         rows, cols = offs_m[:, None], offs_n[None, :]
         visible = visible_pairs(rows, cols, tile_mask, True, c) & (offs_m < n_queries)[:, None]
+        if c.MASK_K:
+            tensors = (mask_blocks_ptr, mask_bits_ptr, stride_maskb, stride_maskh)
+            visible = visible & kept_pairs(mask_view(tensors, b, h, seqlen_q, seqlen_k, c), row0, col0, rows, cols, c)
         keep = True
         if c.DROPOUT:
             row_words, column_words = position_words(*row_keys, offs_m), position_words(*column_keys, offs_n)
@@ -167,6 +173,8 @@ class BiasGradientConstants(AttentionConstants):
     """Constants of the kernel."""
 
     reduce: int
+    mask_q: int  # queries and keys of a block of the block mask, 0 without one
+    mask_k: int
 
 
 def make_launch(
@@ -209,7 +217,8 @@ def make_launch(
         "heads_out": heads_out,
         "steps": steps,
     }
-    constants = BiasGradientConstants.read_from(problem, tile, **attention_constants(problem), reduce=reduce.value)
+    own = {**mask_constants(problem), "reduce": reduce.value}
+    constants = BiasGradientConstants.read_from(problem, tile, **attention_constants(problem), **own)
     return bind_launch(_bwd_dbias_kernel, grid, values, constants, schedule(tile)), out
 
 

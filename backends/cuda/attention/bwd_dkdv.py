@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from diyfa.backends.cuda.attention.block_info import query_ranges
+from diyfa.backends.cuda.attention.block_mask import kept_pairs, listed, listed_queries, mask_view
 from diyfa.backends.cuda.attention.dots import dot, dot_add, round_to
 from diyfa.backends.cuda.attention.dropout import keep_tile, position_words
 from diyfa.backends.cuda.attention.launch import RUNTIME_SIZES, UNALIGNED_POINTERS
@@ -23,7 +24,16 @@ from diyfa.backends.cuda.attention.scores import (
     visible_pairs,
 )
 from diyfa.backends.cuda.attention.seq_info import seq_info
-from diyfa.backends.cuda.attention.tile_io import DESCRIPTOR, LOG2E, PACKED, POINTER, head_view, load_tile, store_tile
+from diyfa.backends.cuda.attention.tile_io import (
+    DESCRIPTOR,
+    EQUAL,
+    LOG2E,
+    PACKED,
+    POINTER,
+    head_view,
+    load_tile,
+    store_tile,
+)
 
 
 @triton.jit
@@ -46,7 +56,7 @@ def _dkdv_blocks(
     dv,  # [BLOCK_N, BLOCK_DV] fp32
     k,  # [BLOCK_N, BLOCK_D]
     v,  # [BLOCK_N, BLOCK_DV]
-    queries, gradients, statistics, col0, blocks, mask, score, dropout,
+    queries, gradients, statistics, col0, blocks, mask, block_mask, score, dropout,
     MASKED: tl.constexpr, FORM: tl.constexpr, c: tl.constexpr,
 ):  # fmt: skip
     """Add the gradients of one head's queries [start, end) of `blocks` = (start, end, gap_at, gap) to dk and dv.
@@ -55,19 +65,23 @@ def _dkdv_blocks(
     sequences have one length, the last block needs no mask: queries beyond the end read as zeros, and their weights are
     exp(s - inf) = 0.
 
+    With a block mask (c.MASK_Q), [start, end) are positions in a list of queries, `block_mask` is (list, view), and
+    MASKED applies the mask's bits.
+
     AHEAD: load statistics one block ahead, which removes most spills of loops with wgmma and adds some to others. The
     compiler must not move code out of the loops over queries and heads: the accumulators need the registers.
     """
     lse_row, delta_row = statistics
     start, end, gap_at, gap = blocks
+    list_ptr, view = block_mask
     n_queries, _, _, _, _ = mask
     row_keys, column_words, threshold, keep_scale = dropout
     offs_n = col0 + tl.arange(0, c.BLOCK_N)
     PRECISE: tl.constexpr = k.dtype == tl.float32
-    AHEAD: tl.constexpr = c.FORM == DESCRIPTOR
+    AHEAD: tl.constexpr = c.FORM == DESCRIPTOR and c.MASK_Q == 0
     EDGES: tl.constexpr = c.FORM != c.EDGE_FORM
-    CHECK_ROWS: tl.constexpr = MASKED or not EDGES
-    HAS_GAP: tl.constexpr = MASKED and (c.HAS_LEFT or EDGES)
+    CHECK_ROWS: tl.constexpr = MASKED or not EDGES or c.MASK_Q != 0
+    HAS_GAP: tl.constexpr = MASKED and (c.HAS_LEFT or EDGES) and c.MASK_Q == 0
     if AHEAD:
         first_m = start
         if HAS_GAP:
@@ -78,6 +92,8 @@ def _dkdv_blocks(
         if HAS_GAP:
             start_m += tl.where(start_m >= gap_at, gap, 0)
             next_m += tl.where(next_m >= gap_at, gap, 0)
+        if c.MASK_Q:
+            start_m = listed(start_m, list_ptr, c.MASK_Q)
         start_m = tl.multiple_of(start_m, c.BLOCK_M)
         offs_m = start_m + tl.arange(0, c.BLOCK_M)
         if AHEAD:  # the compiler itself would start these loads only where it waits for them
@@ -93,7 +109,10 @@ def _dkdv_blocks(
         s_t, tanh_t = scores_log2(s_t, offs_m[None, :], offs_n[:, None], begins, mask, score, True, PRECISE, c)
         p_t = tl.math.exp2(s_t - (lse * LOG2E)[None, :])
         if MASKED:
-            p_t = tl.where(visible_pairs(offs_m[None, :], offs_n[:, None], mask, False, c), p_t, 0.0)
+            visible = visible_pairs(offs_m[None, :], offs_n[:, None], mask, False, c)
+            if c.MASK_Q:
+                visible = visible & kept_pairs(view, start_m, col0, offs_m[None, :], offs_n[:, None], c)
+            p_t = tl.where(visible, p_t, 0.0)
         p_dropped_t = p_t
         if c.DROPOUT:
             keep_t = keep_tile(*column_words, *position_words(*row_keys, offs_m), threshold)  # [BLOCK_N, BLOCK_M]
@@ -114,10 +133,11 @@ def _bwd_dkdv_kernel(
     q_rows_ptr, do_rows_ptr,  # for EDGE_FORM: addresses of the tensors that FORM reads through descriptors
     lse_ptr, delta_ptr,
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, per_head_ptr, attn_bias_ptr, rng_state_ptr,
-    dk_ptr, dv_ptr,
+    mask_blocks_ptr, mask_bits_ptr, dk_ptr, dv_ptr,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_dob, stride_doh, stride_dom, stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn,
     stride_per_headb, stride_biasb, stride_biash, stride_biasm, stride_biasn,
+    stride_maskb, stride_maskh,
     heads_q, group, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right, interleaved_heads,
     scale, softcap, threshold, keep_scale,
     sm_scale,  # factor of dK
@@ -139,7 +159,9 @@ def _bwd_dkdv_kernel(
     mask = (n_queries, n_keys, n_keys - n_queries, window_left, window_right)
     # At 256 features the two accumulators fill the registers. With a second copy of the loop they would spill.
     EDGES: tl.constexpr = c.FORM != c.EDGE_FORM
-    HAS_MASK: tl.constexpr = c.HAS_RIGHT or c.HAS_LEFT or EDGES
+    HAS_MASK: tl.constexpr = c.HAS_RIGHT or c.HAS_LEFT or EDGES or c.MASK_Q != 0
+    # Full blocks of a block mask are read in EDGE_FORM, too, if sequences may end in them.
+    FULL_FORM: tl.constexpr = c.EDGE_FORM if c.MASK_Q != 0 else c.FORM
     ONE_LOOP: tl.constexpr = HAS_MASK and c.BLOCK_D > 128
 
     offs_n = col0 + tl.arange(0, c.BLOCK_N)
@@ -178,18 +200,33 @@ def _bwd_dkdv_kernel(
         score, row_keys, column_keys = head_features(b, h, features, c)
         column_words = position_words(*column_keys, offs_n) if c.DROPOUT else column_keys
         dropout = (row_keys, column_words, threshold, keep_scale)
+        visited_full, visited_masked, block_mask = full, masked, (0, 0)
+        if c.MASK_Q:
+            tensors = (mask_blocks_ptr, mask_bits_ptr, stride_maskb, stride_maskh)
+            view = mask_view(tensors, b, h, seqlen_q, seqlen_k, c)
+            list_ptr, listed_full, listed_end = listed_queries(view, col0, c)
+            if c.LENGTHS != EQUAL:  # no query sees a block beyond the keys
+                listed_full = tl.where(col0 < n_keys, listed_full, 0)
+                listed_end = tl.where(col0 < n_keys, listed_end, 0)
+            visited_full = (0, listed_full, 0, 0)
+            visited_masked = (0 if ONE_LOOP else listed_full, listed_end, 0, 0)
+            block_mask = (list_ptr, view)
         if HAS_MASK:
             q_edge, do_edge = queries, gradients
             if EDGES:  # a masked block may extend beyond its sequence, whose end a descriptor does not know
                 q_edge = head_view(q_rows_ptr, strides_q, q_position, c.EDGE_FORM, c)
                 do_edge = head_view(do_rows_ptr, strides_do, q_position, c.EDGE_FORM, c)
             dk, dv = _dkdv_blocks(
-                dk, dv, k, v, q_edge, do_edge, statistics, col0, masked, mask, score, dropout, True, c.EDGE_FORM, c
-            )
+                dk, dv, k, v, q_edge, do_edge, statistics, col0, visited_masked, mask, block_mask, score, dropout,
+                True, c.EDGE_FORM, c,
+            )  # fmt: skip
+            if FULL_FORM != c.FORM:
+                queries, gradients = q_edge, do_edge
         if not ONE_LOOP:
             dk, dv = _dkdv_blocks(
-                dk, dv, k, v, queries, gradients, statistics, col0, full, mask, score, dropout, False, c.FORM, c
-            )
+                dk, dv, k, v, queries, gradients, statistics, col0, visited_full, mask, block_mask, score, dropout,
+                False, FULL_FORM, c,
+            )  # fmt: skip
 
     # Keys beyond the end were read as zeros, but their rows of dV are not zero: clear them.
     is_key = offs_n < n_keys

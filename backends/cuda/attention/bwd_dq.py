@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from diyfa.backends.cuda.attention.block_info import key_ranges, masked_keys
+from diyfa.backends.cuda.attention.block_mask import kept_pairs, listed, listed_keys, mask_view
 from diyfa.backends.cuda.attention.dots import dot, dot_add, round_to
 from diyfa.backends.cuda.attention.dropout import keep_tile, position_words
 from diyfa.backends.cuda.attention.launch import RUNTIME_SIZES, UNALIGNED_POINTERS
@@ -51,32 +52,41 @@ def _dq_blocks(
     do,  # [BLOCK_M, BLOCK_DV]
     lse_log2,  # [BLOCK_M]
     delta,  # [BLOCK_M]
-    keys, values, row0, blocks, mask, score, dropout, MASKED: tl.constexpr, FORM: tl.constexpr, c: tl.constexpr,
+    keys, values, row0, blocks, mask, block_mask, score, dropout,
+    MASKED: tl.constexpr, FORM: tl.constexpr, c: tl.constexpr,
 ):  # fmt: skip
-    """Add the gradients of keys [start, end) of `blocks` to dq; gap and MASKED as in `_attend_blocks` of fwd.py.
+    """Add the gradients of keys [start, end) of `blocks` to dq; gap, `block_mask` and MASKED as in `_attend_blocks` of
+    fwd.py.
 
     The compiler must not move code out of the loop: the registers are full.
     """
     start, end, gap_at, gap = blocks
+    list_ptr, view = block_mask
+    CHECK_END: tl.constexpr = MASKED or (c.MASK_K != 0 and c.LENGTHS != EQUAL)
     row_words, column_keys, threshold, keep_scale = dropout
     offs_m = row0 + tl.arange(0, c.BLOCK_M)
     corner = tile_corner(row0, start, score, c)
     for start_n in tl.range(start, end, c.BLOCK_N, disable_licm=True):
         block_corner = corner
-        if MASKED:
+        if c.MASK_K:
+            start_n = listed(start_n, list_ptr, c.MASK_K)
+            block_corner = tile_corner(row0, start_n, score, c)
+        elif MASKED:
             start_n, block_corner = past_gap(start_n, corner, gap_at, gap, score, c)
         start_n = tl.multiple_of(start_n, c.BLOCK_N)
         offs_n = start_n + tl.arange(0, c.BLOCK_N)
-        k = load_tile(keys, start_n, c.BLOCK_N, c.HEAD_DIM, c.BLOCK_D, MASKED, FORM, c)
-        v = load_tile(values, start_n, c.BLOCK_N, c.HEAD_DIM_V, c.BLOCK_DV, MASKED, FORM, c)
+        k = load_tile(keys, start_n, c.BLOCK_N, c.HEAD_DIM, c.BLOCK_D, CHECK_END, FORM, c)
+        v = load_tile(values, start_n, c.BLOCK_N, c.HEAD_DIM_V, c.BLOCK_DV, CHECK_END, FORM, c)
         rows, cols = offs_m[:, None], offs_n[None, :]
-        visible = visible_pairs(rows, cols, mask, True, c) if MASKED else True
+        visible = visible_pairs(rows, cols, mask, True, c) if CHECK_END else True
+        if c.MASK_K and MASKED:
+            visible = visible & kept_pairs(view, row0, start_n, rows, cols, c)
         keep = True
         if c.DROPOUT:
             keep = keep_tile(*row_words, *position_words(*column_keys, offs_n), threshold)
         begins = (row0, start_n, block_corner)
         ds, t = score_gradient(
-            q, k, v, do, lse_log2, delta, rows, cols, begins, visible, keep, keep_scale, mask, score, MASKED, c
+            q, k, v, do, lse_log2, delta, rows, cols, begins, visible, keep, keep_scale, mask, score, CHECK_END, c
         )
         ds = product_gradient(ds, t, score, c)
         dq = dot_add(round_to(ds, k.dtype), k, dq, c.PRECISION)
@@ -91,10 +101,11 @@ def _bwd_dq_kernel(
     k_rows_ptr, v_rows_ptr,  # for EDGE_FORM: addresses of the tensors that FORM reads through descriptors
     lse_ptr, delta_ptr,
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, per_head_ptr, attn_bias_ptr, rng_state_ptr,
-    dq_ptr,
+    mask_blocks_ptr, mask_bits_ptr, dq_ptr,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_dob, stride_doh, stride_dom, stride_dqb, stride_dqh, stride_dqm,
     stride_per_headb, stride_biasb, stride_biash, stride_biasm, stride_biasn,
+    stride_maskb, stride_maskh,
     heads_q, group, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right, interleaved_heads,
     scale, softcap, threshold, keep_scale, sm_scale,
     c: tl.constexpr,
@@ -129,6 +140,17 @@ def _bwd_dq_kernel(
     blocks = key_ranges(row0, mask, c)
     _, full_begin, full_end, _ = blocks
     masked = masked_keys(blocks, c)
+    block_mask = (0, 0)
+    FULL_FORM: tl.constexpr = c.EDGE_FORM if c.MASK_K != 0 else c.FORM  # as in fwd.py
+    if c.MASK_K:
+        tensors = (mask_blocks_ptr, mask_bits_ptr, stride_maskb, stride_maskh)
+        view = mask_view(tensors, b, h, seqlen_q, seqlen_k, c)
+        list_ptr, full_end, end = listed_keys(view, row0, c)
+        if c.LENGTHS != EQUAL:
+            full_end = tl.where(row0 < n_queries, full_end, 0)
+            end = tl.where(row0 < n_queries, end, 0)
+        masked = (full_end, end, 0, 0)
+        block_mask = (list_ptr, view)
     per_head = (per_head_ptr, stride_per_headb)
     bias = (attn_bias_ptr, stride_biasb, stride_biash, stride_biasm, stride_biasn)
     score, row_keys, column_keys = head_features(b, h, (scale, softcap, per_head, bias, rng_state_ptr), c)
@@ -136,11 +158,20 @@ def _bwd_dq_kernel(
     dropout = (row_words, column_keys, threshold, keep_scale)
     dq = tl.zeros([c.BLOCK_M, c.BLOCK_D], tl.float32)
     full = (full_begin, full_end, 0, 0)
-    dq = _dq_blocks(dq, q, do, lse_log2, delta, keys, values, row0, full, mask, score, dropout, False, c.FORM, c)
+    if FULL_FORM == c.FORM:
+        dq = _dq_blocks(
+            dq, q, do, lse_log2, delta, keys, values, row0, full, mask, block_mask, score, dropout, False, c.FORM, c
+        )
     if c.FORM != c.EDGE_FORM:  # a masked block may extend beyond its sequence, whose end a descriptor does not know
         keys = head_view(k_rows_ptr, strides_k, k_position, c.EDGE_FORM, c)
         values = head_view(v_rows_ptr, strides_v, k_position, c.EDGE_FORM, c)
-    dq = _dq_blocks(dq, q, do, lse_log2, delta, keys, values, row0, masked, mask, score, dropout, True, c.EDGE_FORM, c)
+    if FULL_FORM != c.FORM:
+        dq = _dq_blocks(
+            dq, q, do, lse_log2, delta, keys, values, row0, full, mask, block_mask, score, dropout, False, FULL_FORM, c
+        )
+    dq = _dq_blocks(
+        dq, q, do, lse_log2, delta, keys, values, row0, masked, mask, block_mask, score, dropout, True, c.EDGE_FORM, c
+    )
     if c.LENGTHS != EQUAL:  # a descriptor may have read any numbers beyond the sequence
         dq = tl.where((offs_m < n_queries)[:, None], dq, 0.0)
     n_rows = n_queries if c.LENGTHS == PACKED else seqlen_q

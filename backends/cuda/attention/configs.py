@@ -7,6 +7,7 @@ become float32 as they are read.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -436,7 +437,7 @@ def _rows(kind: str, name: str, heads: _Heads) -> tuple[tuple[int, AttentionConf
 
 # These features need more registers for every score, so lighter tiles come first (H200, D=64 and 128, S=4096: the plain
 # default was up to 3.6 times slower with a bias, 12 % with a softcap or dropout).
-PER_SCORE_FEATURES = ADJUSTING | {"dropout"}
+PER_SCORE_FEATURES = ADJUSTING | {"dropout", "mask"}
 LIGHT_SCORES_PER_WARP = 1024
 FULL_GPU = 132  # multiprocessors of an H200
 
@@ -515,13 +516,28 @@ def _candidates(
         tiles.sort(key=lambda config: max(64, config.block_m))
     if _prefers_light_tiles(kind, problem, few_keys):
         tiles.sort(key=lambda config: config.block_m * config.block_n > LIGHT_SCORES_PER_WARP * config.num_warps)
-    return tuple(tiles)
+    return _within_mask(tiles, problem)
+
+
+def _within_mask(tiles: Sequence[AttentionConfig], problem: AttentionProblem) -> tuple[AttentionConfig, ...]:
+    """Return the tiles cut to the blocks of the problem's block mask, which they must divide."""
+    if not problem.mask:
+        return tuple(tiles)
+    block_m, block_n = problem.mask
+    cut = [replace(x, block_m=min(x.block_m, block_m), block_n=min(x.block_n, block_n)) for x in tiles]
+    # A figure or a budget is of the whole tile. Half the rows take half the warps.
+    cut = [
+        small if small == whole
+        else replace(small, measured="", num_warps=max(4, whole.num_warps * small.block_m // whole.block_m))
+        for small, whole in zip(cut, tiles, strict=True)
+    ]  # fmt: skip
+    return tuple(dict.fromkeys(cut))
 
 
 def portable_config(kind: str, problem: AttentionProblem) -> AttentionConfig | None:
     """Return the table's tile for a kernel that does not use TMA, or None if no row fits."""
     rows = _rows(kind, gpu_class(problem), _heads(problem))
-    return next((c for _, c in rows if c.form != "tma"), None)
+    return next(iter(_within_mask([c for _, c in rows if c.form != "tma"], problem)), None)
 
 
 def default_config(kind: str, problem: AttentionProblem) -> AttentionConfig | None:

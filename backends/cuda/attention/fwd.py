@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from diyfa.backends.cuda.attention.block_info import key_ranges, masked_keys
+from diyfa.backends.cuda.attention.block_mask import kept_pairs, listed, listed_keys, mask_view
 from diyfa.backends.cuda.attention.clear import clear_others, clearing_programs
 from diyfa.backends.cuda.attention.configs import AttentionConfig, key_columns, schedule
 from diyfa.backends.cuda.attention.dots import dot, dot_add, dot_float8, round_to
@@ -50,6 +51,7 @@ from diyfa.backends.cuda.attention.scores import (
 from diyfa.backends.cuda.attention.seq_info import seq_info
 from diyfa.backends.cuda.attention.tile_io import (
     DESCRIPTOR,
+    EQUAL,
     LARGEST_PRODUCT,
     LN2,
     LOG2E,
@@ -115,30 +117,37 @@ def row_lse(sink, m_i, l_i):
 def _attend_blocks(
     sums,  # acc [BLOCK_M, BLOCK_DV] fp32, l_i and m_i [BLOCK_M]
     q,  # [BLOCK_M, BLOCK_D]
-    keys, values, row0, blocks, mask, score, dropout, factors,
+    keys, values, row0, blocks, mask, block_mask, score, dropout, factors,
     MASKED: tl.constexpr, FORM: tl.constexpr, c: tl.constexpr,
 ):  # fmt: skip
     """Attend to keys [start, end) of `blocks` = (start, end, gap_at, gap), and return the sums.
 
     MASKED: compare positions, and omit a gap of `gap` keys at `gap_at` (`masked_keys`). Otherwise every query sees all
-    keys of the blocks. `factors`: those of float8 and int8 (`query_factors`).
+    keys of the blocks. With a block mask (c.MASK_K), [start, end) are positions in a list, `block_mask` is (list,
+    view), and MASKED applies the mask's bits. `factors`: those of float8 and int8 (`query_factors`).
     """
     acc, l_i, m_i = sums
     start, end, gap_at, gap = blocks
+    list_ptr, view = block_mask
     scale, _, _ = score
     row_words, column_keys, threshold = dropout
     offs_m = row0 + tl.arange(0, c.BLOCK_M)
     PRECISE: tl.constexpr = q.dtype == tl.float32
     # The compiler must not move code out of the loop: the accumulator needs the registers.
-    NO_LICM: tl.constexpr = c.FORM == DESCRIPTOR
+    NO_LICM: tl.constexpr = c.FORM == DESCRIPTOR or c.MASK_K != 0
+    # Full blocks of a block mask may extend beyond a shorter sequence.
+    CHECK_END: tl.constexpr = MASKED or (c.MASK_K != 0 and c.LENGTHS != EQUAL)
     corner = tile_corner(row0, start, score, c)
     for start_n in tl.range(start, end, c.BLOCK_N, disable_licm=NO_LICM):
         block_corner = corner
-        if MASKED:
+        if c.MASK_K:
+            start_n = listed(start_n, list_ptr, c.MASK_K)
+            block_corner = tile_corner(row0, start_n, score, c)
+        elif MASKED:
             start_n, block_corner = past_gap(start_n, corner, gap_at, gap, score, c)
         start_n = tl.multiple_of(start_n, c.BLOCK_N)
         offs_n = start_n + tl.arange(0, c.BLOCK_N)
-        k = load_tile(keys, start_n, c.BLOCK_N, c.HEAD_DIM, c.BLOCK_D, MASKED, FORM, c)
+        k = load_tile(keys, start_n, c.BLOCK_N, c.HEAD_DIM, c.BLOCK_D, CHECK_END, FORM, c)
         s = dot(q, tl.trans(k), c.PRECISION)  # [BLOCK_M, BLOCK_N]
         # Adjusted scores will be in units of log2.
         scale_log2 = 1.0 if c.ADJUSTED else scale * LOG2E
@@ -148,14 +157,17 @@ def _attend_blocks(
             s = -s
         if c.ADJUSTED:
             begins = (row0, start_n, block_corner)
-            s, _tanh = scores_log2(s, offs_m[:, None], offs_n[None, :], begins, mask, score, MASKED, PRECISE, c)
-        if MASKED:
-            s = tl.where(visible_pairs(offs_m[:, None], offs_n[None, :], mask, True, c), s, float("-inf"))
-        p, m_i, l_i, acc = online_softmax_update(s, m_i, l_i, acc, scale_log2, MASKED or c.BIAS, c.WEIGHT_SHIFT)
+            s, _tanh = scores_log2(s, offs_m[:, None], offs_n[None, :], begins, mask, score, CHECK_END, PRECISE, c)
+        if CHECK_END:
+            visible = visible_pairs(offs_m[:, None], offs_n[None, :], mask, True, c)
+            if c.MASK_K and MASKED:
+                visible = visible & kept_pairs(view, row0, start_n, offs_m[:, None], offs_n[None, :], c)
+            s = tl.where(visible, s, float("-inf"))
+        p, m_i, l_i, acc = online_softmax_update(s, m_i, l_i, acc, scale_log2, CHECK_END or c.BIAS, c.WEIGHT_SHIFT)
         if c.DROPOUT:  # after the sum: weights are normalised by the sum without dropout
             keep = keep_tile(*row_words, *position_words(*column_keys, offs_n), threshold)
             p = tl.where(keep, p, 0.0)
-        v = load_tile(values, start_n, c.BLOCK_N, c.HEAD_DIM_V, c.BLOCK_DV, MASKED, FORM, c)
+        v = load_tile(values, start_n, c.BLOCK_N, c.HEAD_DIM_V, c.BLOCK_DV, CHECK_END, FORM, c)
         if c.WEIGHT_SHIFT:
             acc += dot_float8(round_to(p, v.dtype), v)
         else:
@@ -171,10 +183,11 @@ def _fwd_kernel(
     k_rows_ptr, v_rows_ptr,  # for EDGE_FORM: addresses of the tensors that FORM reads through descriptors
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, per_head_ptr, attn_bias_ptr, rng_state_ptr, sinks_ptr,
     q_descale_ptr, k_descale_ptr, v_descale_ptr, k_mean_ptr, v_mean_ptr,
-    o_ptr, lse_ptr,
+    mask_blocks_ptr, mask_bits_ptr, o_ptr, lse_ptr,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_ob, stride_oh, stride_om,
     stride_per_headb, stride_biasb, stride_biash, stride_biasm, stride_biasn,
+    stride_maskb, stride_maskh,
     heads_q,
     group,  # query heads per KV head
     batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right, interleaved_heads,
@@ -213,6 +226,19 @@ def _fwd_kernel(
     q = load_tile(queries, row0, c.BLOCK_M, c.HEAD_DIM, c.BLOCK_D, True, c.FORM, c)
     blocks = key_ranges(row0, mask, c)
     _, full_begin, full_end, _ = blocks
+    masked = masked_keys(blocks, c)
+    block_mask = (0, 0)
+    # Full blocks of a block mask are read in EDGE_FORM, too, if sequences may end in them.
+    FULL_FORM: tl.constexpr = c.EDGE_FORM if c.MASK_K != 0 else c.FORM
+    if c.MASK_K:
+        tensors = (mask_blocks_ptr, mask_bits_ptr, stride_maskb, stride_maskh)
+        view = mask_view(tensors, b, h, seqlen_q, seqlen_k, c)
+        list_ptr, full_end, end = listed_keys(view, row0, c)
+        if c.LENGTHS != EQUAL:  # query blocks beyond a sample's end see no key
+            full_end = tl.where(row0 < n_queries, full_end, 0)
+            end = tl.where(row0 < n_queries, end, 0)
+        masked = (full_end, end, 0, 0)
+        block_mask = (list_ptr, view)
 
     per_head = (per_head_ptr, stride_per_headb)
     bias = (attn_bias_ptr, stride_biasb, stride_biash, stride_biasm, stride_biasn)
@@ -230,12 +256,20 @@ def _fwd_kernel(
         tl.full([c.BLOCK_M], LOWEST, tl.float32),
     )
     full = (full_begin, full_end, 0, 0)
-    sums = _attend_blocks(sums, q, keys, values, row0, full, mask, score, dropout, factors, False, c.FORM, c)
+    if FULL_FORM == c.FORM:
+        sums = _attend_blocks(
+            sums, q, keys, values, row0, full, mask, block_mask, score, dropout, factors, False, c.FORM, c
+        )
     if c.FORM != c.EDGE_FORM:  # a masked block may extend beyond its sequence, whose end a descriptor does not know
         keys = head_view(k_rows_ptr, strides_k, k_position, c.EDGE_FORM, c)
         values = head_view(v_rows_ptr, strides_v, k_position, c.EDGE_FORM, c)
-    masked = masked_keys(blocks, c)
-    sums = _attend_blocks(sums, q, keys, values, row0, masked, mask, score, dropout, factors, True, c.EDGE_FORM, c)
+    if FULL_FORM != c.FORM:
+        sums = _attend_blocks(
+            sums, q, keys, values, row0, full, mask, block_mask, score, dropout, factors, False, FULL_FORM, c
+        )
+    sums = _attend_blocks(
+        sums, q, keys, values, row0, masked, mask, block_mask, score, dropout, factors, True, c.EDGE_FORM, c
+    )
     if c.EIGHT_BITS:
         _, _, row_offset = factors
         sums = final_sums(sums, scale, row_offset, (v_descale_ptr, v_mean_ptr), (b, hk, heads_kv), c)

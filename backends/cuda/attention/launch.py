@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from diyfa.backends.cuda.attention.block_mask import mask_strides
 from diyfa.backends.cuda.attention.configs import (
     AttentionConfig,
     candidates,
@@ -56,7 +57,7 @@ BIAS_SIZES_AND_STRIDES = (
 # Numbers and strides that kernels are not specialised for. The alignment of tensors that are read one number at a time
 # changes nothing.
 RUNTIME_SIZES = (
-    "stride_per_headb", "total_q", "total_k", "window_left",
+    "stride_per_headb", "stride_maskb", "stride_maskh", "total_q", "total_k", "window_left",
     "window_right", "threshold",
     "interleaved_heads",
     "group",  # a variant for 1 has no loop over heads; ptxas serialises its wgmma in the dK/dV kernel (C7515)
@@ -133,6 +134,7 @@ def feature_arguments(problem: AttentionProblem, tensors: AttentionTensors, scal
         "stride_biash": bias_h,
         "stride_biasm": bias_m,
         "stride_biasn": bias_n,
+        **mask_strides(tensors),
         "heads_q": problem.heads_q,
         "group": problem.heads_q // problem.heads_kv,
         "seqlen_q": problem.seqlen_q,
@@ -231,7 +233,7 @@ def bind_launch(kernel: Any, grid: int, values: dict[str, Any], constants: Const
 FEATURES = frozenset(
     {
         "causal", "window", "softcap", "seq_lens", "varlen", "alibi", "attn_bias", "sinks", "dropout",
-        "dropout_origins", "gqa", "head_dim_v",
+        "dropout_origins", "gqa", "head_dim_v", "mask",
     }
 )  # fmt: skip
 
@@ -264,6 +266,8 @@ class TileConstants(AttentionConstants):
 
     form: int
     edge_form: int
+    mask_q: int  # queries and keys of a block of the block mask, 0 without one
+    mask_k: int
 
 
 def attention_constants(problem: AttentionProblem) -> dict[str, Any]:
@@ -282,7 +286,13 @@ def attention_constants(problem: AttentionProblem) -> dict[str, Any]:
 def tile_constants(problem: AttentionProblem, config: AttentionConfig) -> dict[str, Any]:
     """Return the fields of `TileConstants` that are no fields of the problem or the config."""
     forms = {"form": tile_form(config), "edge_form": edge_tile_form(problem, config)}
-    return attention_constants(problem) | forms
+    return attention_constants(problem) | forms | mask_constants(problem)
+
+
+def mask_constants(problem: AttentionProblem) -> dict[str, Any]:
+    """Return the constants `mask_q` and `mask_k`."""
+    mask_q, mask_k = problem.mask or (0, 0)
+    return {"mask_q": mask_q, "mask_k": mask_k}
 
 
 @contextmanager
@@ -330,6 +340,7 @@ def _bucket(problem: AttentionProblem) -> tuple[object, ...]:
         problem.aligned,
         problem.bias,
         problem.value_dtype,
+        problem.mask,
     )
 
 

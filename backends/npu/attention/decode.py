@@ -48,6 +48,7 @@ from diyfa.backends.npu.attention.primitives import (
     dot_add,
     head_base,
     keep_first_rows,
+    load_row,
     load_tile,
     narrow,
     packed_rows,
@@ -55,7 +56,6 @@ from diyfa.backends.npu.attention.primitives import (
     store_row,
     store_tile,
 )
-from diyfa.backends.npu.attention.vector_io import load_block, load_values, store_block, store_values
 from diyfa.backends.npu.runtime.compat import INTERPRETED, Constants, kernel, padded_head_dim
 from diyfa.backends.npu.runtime.launch import (
     bind_launch,
@@ -539,15 +539,16 @@ def _pack_kernel(
         q_base = head_base(q_ptr, b, head, start_q + query, stride_qb, stride_qh, stride_qm, c.VARLEN)
         if not c.VARLEN:
             q_base += query.to(tl.int64) * stride_qm
-        q = load_block(q_base, n_valid_rows, stride_qm, 0, c.HEAD_DIM, c.CHUNK_ROWS, c.BLOCK_D)
+        q_block = block_at(q_base, n_valid_rows, stride_qm, 0, 0, c.HEAD_DIM, c.CHUNK_ROWS, c.BLOCK_D)
         packed_base = packed_q_ptr + ((pair * tiles + tile).to(tl.int64) * BLOCK_M + row_in_tile) * c.HEAD_DIM
-        store_block(packed_base, q, c.CHUNK_ROWS, c.HEAD_DIM, 0, c.HEAD_DIM, c.CHUNK_ROWS, c.BLOCK_D)
+        packed_block = block_at(packed_base, c.CHUNK_ROWS, c.HEAD_DIM, 0, 0, c.HEAD_DIM, c.CHUNK_ROWS, c.BLOCK_D)
+        store_tile(packed_block, load_tile(q_block, c.HEAD_DIM != c.BLOCK_D), c.HEAD_DIM != c.BLOCK_D)
 
 
 @triton.jit
 def load_split_lse(base, n_valid_rows, CHUNK_ROWS: tl.constexpr):
     """Load the log-sum-exps of a split [CHUNK_ROWS], -inf for rows that see no key in it."""
-    lse = load_values(base, 0, n_valid_rows, CHUNK_ROWS)
+    lse = load_row(base, 0, n_valid_rows, CHUNK_ROWS)
     return tl.where(lse == float("inf"), float("-inf"), lse)
 
 
@@ -580,11 +581,11 @@ def _combine_kernel(
         for split in range(splits):
             split_row = workspace_row + split * split_stride
             weight = tl.exp(load_split_lse(partial_lse_ptr + split_row, n_valid_rows, c.CHUNK_ROWS) - m_i)
-            partial = load_block(
-                partial_ptr + split_row * c.HEAD_DIM_V, n_valid_rows, c.HEAD_DIM_V, 0, c.HEAD_DIM_V, c.CHUNK_ROWS,
+            block = block_at(
+                partial_ptr + split_row * c.HEAD_DIM_V, n_valid_rows, c.HEAD_DIM_V, 0, 0, c.HEAD_DIM_V, c.CHUNK_ROWS,
                 c.BLOCK_DV,
             )  # fmt: skip
-            acc += weight[:, None] * partial
+            acc += weight[:, None] * load_tile(block, c.HEAD_DIM_V != c.BLOCK_DV)
             l_i += weight
         empty = l_i == 0.0
         safe_l = tl.where(empty, 1.0, l_i)
@@ -594,10 +595,10 @@ def _combine_kernel(
         if not c.VARLEN:
             out_base += query.to(tl.int64) * stride_om
         stride = stride_oh if c.QUERIES == 1 else stride_om
-        out = narrow(out, out_ptr.dtype.element_ty, c.INTERPRET)
-        store_block(out_base, out, n_valid_rows, stride, 0, c.HEAD_DIM_V, c.CHUNK_ROWS, c.BLOCK_DV)
+        out_block = block_at(out_base, n_valid_rows, stride, 0, 0, c.HEAD_DIM_V, c.CHUNK_ROWS, c.BLOCK_DV)
+        store_tile(out_block, narrow(out, out_ptr.dtype.element_ty, c.INTERPRET), c.HEAD_DIM_V != c.BLOCK_DV)
         lse_base = dense_head_base(lse_ptr, b, head, start_q, heads_q, seqlen_q, total_q, c.VARLEN) + query
-        store_values(lse_base, lse, 0, n_valid_rows, c.CHUNK_ROWS)
+        store_row(lse_base, lse, 0, n_valid_rows, c.CHUNK_ROWS)
 
 
 def split_count(problem: KVCacheProblem, tile: AttentionTile, tiles: int, programs: int) -> int:

@@ -1,7 +1,8 @@
 """Loads and stores of the kernels without matrix products, by pointers and masks.
 
 Block pointers, which primitives.py uses for the operands of the cube core, compile to the same code here, but Triton
-3.9 has none. Masks only cut off the end of rows and columns, which the compiler turns into shorter copies.
+3.9 has none. Masks only cut off the end of rows and columns, which the compiler turns into shorter copies. A vector
+that is stored has at least two values: triton-ascend's interpreter ignores the mask of a store of one.
 """
 
 from __future__ import annotations

@@ -95,6 +95,11 @@ def feature_problems(arch: str) -> Iterator[AttentionProblem]:
         yield _problem(arch, half, 128).replace(out_dtype="float32", **packed)
     yield _problem(arch, half, 320)
     yield _problem(arch, half, 576).replace(head_dim_v=512)
+    for d, block in ((64, (128, 128)), (64, (64, 64)), (128, (128, 128)), (128, (64, 64)), (256, (128, 64))):
+        yield _problem(arch, half, d, causal=False).replace(mask=block)
+    yield _problem(arch, half, 128, causal=False, seq_lens=True).replace(mask=(128, 128))
+    with_mask = {**everything, "bias": half, "window_left": -1, "window_right": -1, "mask": (64, 128)}
+    yield _problem(arch, half, 64).replace(**with_mask)
 
 
 def eight_bit_problems(arch: str) -> Iterator[AttentionProblem]:
@@ -136,7 +141,7 @@ def eight_bit_problems(arch: str) -> Iterator[AttentionProblem]:
 # together with accumulators that fill the registers, and combinations of features have no separate tiles. The table of
 # tiles has the spills without features. A number after a class is a padded head_dim.
 FEATURE_SPILLS: dict[str, dict[str, int]] = {
-    "fwd": {"small": 64, "large": 32},
+    "fwd": {"small": 64, "large": 32, "turing mask": 672, "turing mask 256": 4096},
     "dkdv": {
         "wgmma": 224, "wgmma 128": 1824, "wgmma ragged": 352, "large": 1856, "small": 128, "small 256": 160,
         "turing": 32, "turing 256": 2368,
@@ -154,9 +159,13 @@ HOPPER_SPILLS = 96
 
 def _with_feature_budget(kind: str, problem: AttentionProblem, config: AttentionConfig) -> AttentionConfig:
     spills, name = FEATURE_SPILLS[kind], gpu_class(problem)
+    if problem.mask and f"{name} mask" in spills:
+        name = f"{name} mask"
     allowed = spills.get(f"{name} {padded_head_dim(problem.head_dim)}", spills.get(name, 0))
     if problem.dropout_origins:  # their address, and what they add to head keys
         allowed += 32
+    if problem.mask:  # the addresses of its words
+        allowed += 224 if problem.bias else 64
     if not problem.features & (PER_SCORE_FEATURES | {"varlen", "window"}):
         return config
     return replace(config, spill_budget=max(allowed, config.spill_budget))
