@@ -14,20 +14,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
-import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+from served import Served, watchdog
 
 from diyfa.backends.cuda.hopper.configs import Sm90Config
 
@@ -218,7 +214,7 @@ def serve(name: str, case: tuple[int, bool], options: argparse.Namespace) -> Non
     head_dim, causal = case
     config = None if name in PEERS else config_named(head_dim, name)
     calls = {}
-    with _watchdog(COMPILE_LIMIT):
+    with watchdog(COMPILE_LIMIT):
         for seqlen in options.seq_lens:
             torch.manual_seed(0)
             *shape, d = sizes(head_dim, seqlen)
@@ -238,21 +234,11 @@ def serve(name: str, case: tuple[int, bool], options: argparse.Namespace) -> Non
     for line in sys.stdin:
         seqlen = int(line)
         call, inputs = calls[seqlen]
-        with _watchdog(options.limit):
+        with watchdog(options.limit):
             if seqlen not in errors:
                 errors[seqlen] = float(f"{_error(call, *inputs, causal):.2e}")
             ms = do_bench(call, warmup=15, rep=options.rep, return_mode="median")
         print(json.dumps({"ms": ms, "error": errors[seqlen]}), flush=True)
-
-
-@contextmanager
-def _watchdog(limit: float) -> Iterator[None]:
-    """End the process after `limit` seconds, because a kernel that waits for ever does not return."""
-    timer = threading.Timer(limit, os._exit, (124,))
-    timer.daemon = True
-    timer.start()
-    yield
-    timer.cancel()
 
 
 # ---- the sweep
@@ -265,43 +251,6 @@ def _command(name: str, case: tuple[int, bool], options: argparse.Namespace) -> 
     return [*command, "--seq-lens", *map(str, options.seq_lens)]
 
 
-class Served:
-    """One implementation in its own process, which compiles at once and measures on request."""
-
-    def __init__(self, name: str, case: tuple[int, bool], options: argparse.Namespace) -> None:
-        self.name = name
-        self.reason = ""  # why it no longer measures
-        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  `close` does
-        self._process = subprocess.Popen(
-            _command(name, case, options), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True
-        )
-
-    def answer(self) -> dict[str, Any] | None:
-        """Return the next line of JSON, or None if the process has ended. Other output of libraries is skipped."""
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith("{"):
-                found = json.loads(line)
-                self.reason = found.get("unavailable", "")
-                return None if self.reason else found
-        status = self._process.wait()
-        self._errors.seek(0)
-        self.reason = "hung" if status == 124 else (self._errors.read().strip() or f"status {status}")[-300:]
-        return None
-
-    def measure(self, seqlen: int) -> dict[str, Any] | None:
-        """Return the process's answer at a length ("ms", and "error" the first time), or None (see `reason`)."""
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # the process has ended: `answer` finds the reason
-            print(seqlen, file=self._process.stdin, flush=True)
-        return self.answer()
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        self._errors.close()
-
-
 def measure_case(
     names: list[str], case: tuple[int, bool], options: argparse.Namespace, deadline: float
 ) -> Iterator[dict[str, Any]]:
@@ -312,7 +261,7 @@ def measure_case(
         waiting = list(names)
         alive: list[Served] = []
         while waiting and time.monotonic() < deadline:  # all compile before the first measurement
-            some = [Served(name, case, options) for name in waiting[: options.jobs]]
+            some = [Served(name, _command(name, case, options)) for name in waiting[: options.jobs]]
             waiting = waiting[options.jobs :]
             served += some
             alive += [each for each in some if each.answer() is not None]
@@ -323,7 +272,7 @@ def measure_case(
                 for each in alive if turn % 2 == 0 else alive[::-1]:
                     if each.reason or time.monotonic() > deadline:
                         continue
-                    found = each.measure(seqlen)
+                    found = each.ask(seqlen)
                     if found is not None:
                         figures.setdefault((each.name, seqlen), []).append(found["ms"])
                         errors[each.name, seqlen] = found["error"]

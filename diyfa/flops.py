@@ -127,6 +127,6 @@ def kvcache_bwd_flop(*call: Any, out_val: Any = None) -> int:
     return 0
 
 
-@register_flop_formula(torch.ops.diyfa.matmul, get_raw=True)
+@register_flop_formula([torch.ops.diyfa.matmul, torch.ops.diyfa.matmul_out], get_raw=True)
 def matmul_flop(a: Any, b: Any, *rest: Any, out_val: Any = None) -> int:
     return 2 * a.shape[0] * a.shape[1] * b.shape[1]

@@ -27,6 +27,7 @@ from diyfa.problem import (
     has_few_steps,
     is_aligned,
 )
+from diyfa.validation import memory_span, share_memory
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -123,41 +124,6 @@ def check_new_values(k_cache: torch.Tensor, v_cache: torch.Tensor, v: torch.Tens
         raise ValueError("v must be None where v_cache is a view of k_cache: k brings the values, too")
     if v is not None and share_memory(k_cache, v_cache):
         raise ValueError("v_cache must not overlap k_cache, unless it is the first features of the same memory")
-
-
-def _meet(distance: int, dims: list[tuple[int, int, int]]) -> bool:
-    """Return whether two tensors have an element in common, if the second begins `distance` elements behind the first.
-    `dims`: (stride, size of the first, size of the second), the largest stride first."""
-    if not dims:
-        return distance == 0
-    (stride, size, other), *inner = dims
-    if stride == 0:
-        return _meet(distance, inner)
-    steps = distance // stride
-    return any(-other < n < size and _meet(distance - n * stride, inner) for n in (steps, steps + 1))
-
-
-def _span(x: torch.Tensor) -> int:
-    """Return the number of elements in memory from the first to the last of x, which is not empty."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-
-
-def share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Return whether x and y have an element in common, for dense tensors and views of equal strides. For others assume
-    that they have none, as interleaved slices of one buffer."""
-    if x.untyped_storage().data_ptr() != y.untyped_storage().data_ptr() or not x.numel() or not y.numel():
-        return False
-    spans = [_span(x), _span(y)]
-    size = x.element_size()
-    begins = x.data_ptr(), y.data_ptr()
-    if begins[0] + spans[0] * size <= begins[1] or begins[1] + spans[1] * y.element_size() <= begins[0]:
-        return False
-    if spans == [x.numel(), y.numel()]:
-        return True
-    if x.stride() != y.stride() or x.dtype != y.dtype:
-        return False
-    dims = sorted(zip(x.stride(), x.shape, y.shape, strict=True), reverse=True)
-    return _meet((begins[1] - begins[0]) // size, dims)
 
 
 def check_out(out: torch.Tensor | None, tensors: Sequence[Any], layout: str) -> None:
@@ -315,7 +281,9 @@ class KVCachePlan:
         self._append: _Step | None = None
         if new is not None:
             caches = tensors.k_cache, tensors.v_cache
-            self._reach = max(_span(x) * x.element_size() for x in caches)  # bytes; caches further apart are separate
+            self._reach = max(
+                memory_span(x) * x.element_size() for x in caches
+            )  # bytes; caches further apart are separate
             appended = problem if rotated is None else describe_kvcache(backend, tensors, options, out)
             step = _Step("kvcache_append", backend, appended)
             if tensors.q.shape[0] and (rotated is not None or (new.k.numel() and tensors.k_cache.numel())):

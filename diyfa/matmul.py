@@ -10,8 +10,8 @@ import torch
 from diyfa import ops, registry, validation
 from diyfa.attention import autocast
 from diyfa.keywords import refuse_unknown, without_unknown
-from diyfa.options import NO_LENGTHS
-from diyfa.plan import call_key, find, is_described_only
+from diyfa.options import MatmulOptions
+from diyfa.plan import find, is_described_only
 
 PRECISIONS = ("tf32", "ieee")
 _has_warned = False
@@ -41,10 +41,17 @@ def triton_matmul(
     *,
     precision: str | None = None,
     out_dtype: torch.dtype | None = None,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    out: torch.Tensor | None = None,
+    variant: str = "auto",
     backend: str | None = None,
     **unknown: NoReturn,
 ) -> torch.Tensor:
-    """Return a @ b, accumulated in float32.
+    """Return activation(a @ b + bias), accumulated in float32 and rounded once.
+
+    The kernel adds the bias and applies the activation before it writes the result. Gradients of a, b and bias are
+    computed by the same kernels. With "gelu" and "silu" the backward pass computes a @ b a second time.
 
     Args:
         a: (M, K) float16, bfloat16 or float32; any strides.
@@ -54,24 +61,35 @@ def triton_matmul(
         precision: for float32 inputs only. None computes in float16 and returns float16, with one warning (inside
             torch.autocast: in its dtype). "tf32" and "ieee" compute in that precision and return float32.
         out_dtype: dtype of the result; default: the inputs' (float16 for float32 inputs without `precision`).
+        bias: (N,) float16, bfloat16 or float32, added to each row in float32.
+        activation: None, "relu", "gelu" (by the error function, PyTorch's default) or "silu", applied in float32.
+        out: (M, N) of `out_dtype` (default: out's own), any strides, to write the result to. It shares no memory with
+            the inputs, and the call has no gradient.
+        variant: name of the kernel that must run the call, one of `kernels_for(op="matmul")`. The backward pass takes
+            it for the products that it can run. "auto" chooses.
         backend: name of a backend that must run the call.
 
     Returns:
-        (M, N).
+        (M, N); `out` if it is given.
 
     Raises:
-        ValueError: not 2-D, not on a supported device, devices or inner dimensions differ, bad tile or precision.
+        ValueError: not 2-D, not on a supported device, devices or inner dimensions differ, bad tile, precision,
+            activation, bias or out, or the variant cannot run the call.
         TypeError: unsupported or differing dtypes.
     """
     if unknown:
         refuse_unknown(triton_matmul, unknown)
     backend = backend or registry.forced_backend()
     blocks = (block_m, block_n, block_k)
-    choices = ("triton_matmul", *blocks, type(use_autotune), use_autotune, precision, out_dtype, backend)
-    key = call_key(a, b, b, NO_LENGTHS, choices, ())
+    choices = (
+        "triton_matmul", *blocks, type(use_autotune), use_autotune, precision, out_dtype, activation, variant, backend
+    )  # fmt: skip
+    key = ops.product_key(a, b, bias, out, choices)
     plan = find(key)
     if plan is not None:
-        return plan.run(a, b)
+        if out is not None:
+            validation.check_no_overlap(out, a=a, b=b, bias=bias)  # the key does not hold addresses
+        return plan.run(a, b, bias, out)
     inputs = a, b
     validation.check_tensors(a=a, b=b)
     if precision is None:
@@ -79,20 +97,38 @@ def triton_matmul(
     validation.check_booleans(use_autotune=use_autotune)
     validation.check_matmul(a, b)
     validation.check_blocks(blocks, (a.shape[0], b.shape[1], a.shape[1]))
+    validation.check_epilogue(a, b, bias, activation)
     if precision is not None and precision not in PRECISIONS:
         raise ValueError(f"precision must be None, 'tf32' or 'ieee', got {precision!r}")
     if precision is not None and a.dtype != torch.float32:
         raise ValueError(f"precision={precision!r} applies to float32 inputs, got {a.dtype}")
-    is_unasked = a.dtype == torch.float32 and precision is None and out_dtype is None
+    is_unasked = a.dtype == torch.float32 and precision is None and out_dtype is None and out is None
     compute_dtype = torch.float16 if a.dtype == torch.float32 and precision is None else a.dtype
-    out_dtype = compute_dtype if out_dtype is None else out_dtype
+    if out_dtype is None:
+        out_dtype = out.dtype if isinstance(out, torch.Tensor) else compute_dtype
     if out_dtype not in validation.MATMUL_DTYPES:
         raise TypeError(f"Unsupported dtype {out_dtype} for the result: expected float16, bfloat16 or float32")
-    tile = None if block_m is None else blocks
-    if inputs[0] is not a or inputs[1] is not b or is_described_only(a) or ops.wants_grad(a, b):
+    wants_grad = ops.wants_grad(a, b, bias)
+    if inputs[0] is not a or inputs[1] is not b or is_described_only(a) or wants_grad:
         key = None
-    options = tile, use_autotune, precision or "ieee", compute_dtype, out_dtype, backend
-    product = ops.matmul(a, b, *options) if key is None else ops.product_plan(a, b, key, *options).run(a, b)
+    tile = None
+    if block_m is not None and block_n is not None and block_k is not None:
+        tile = block_m, block_n, block_k
+    options = MatmulOptions(
+        tile, use_autotune, precision or "ieee", compute_dtype, out_dtype, activation, variant, False, backend
+    )
+    if out is not None:
+        validation.check_product_out(out, a, b, out_dtype)
+        if not torch.compiler.is_compiling():  # a traced tensor has no address: the operator checks it
+            validation.check_no_overlap(out, a=a, b=b, bias=bias)
+        if wants_grad or ops.wants_grad(out):
+            raise ValueError("out has no gradient: give no out, or call triton_matmul under torch.no_grad()")
+    if key is not None:
+        product = ops.product_plan(a, b, bias, out, key, options).run(a, b, bias, out)
+    elif out is not None:
+        product = ops.matmul_out(a, b, bias, out, *options)
+    else:
+        product = ops.matmul(a, b, bias, *options)
     if is_unasked and not torch.compiler.is_compiling():
         _warn_about_half()
     return product

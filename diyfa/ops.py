@@ -1,11 +1,11 @@
 """The PyTorch operators `torch.ops.diyfa.*`: schemas, fake kernels and the one autograd of the project.
 
-Backend-neutral operators: `attention_fwd`, `attention_bwd`, `attention_bwd_out` (into given buffers), `matmul`. One
-Python function implements each for every device: it describes the call as a problem, lets the registry choose a kernel,
-allocates the results and launches the kernel. `torch.library.Library` defines them, because a call costs a third of one
-of `custom_op`. Their autograd is a `torch.autograd.Function`, which eager calls use directly (a sixth of what
-`register_autograd` costs). It is also the operators' kernel for the Autograd key. So torch.compile and torch.export
-record the operator alone, and can still differentiate it.
+Backend-neutral operators: `attention_fwd`, `attention_bwd`, `attention_bwd_out` (into given buffers), `matmul`,
+`matmul_out`. One Python function implements each for every device: it describes the call as a problem, lets the
+registry choose a kernel, allocates the results and launches the kernel. `torch.library.Library` defines them, because a
+call costs a third of one of `custom_op`. Their autograd is a `torch.autograd.Function`, which eager calls use directly
+(a sixth of what `register_autograd` costs). It is also the operators' kernel for the Autograd key. So torch.compile and
+torch.export record the operator alone, and can still differentiate it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from diyfa import registry
 from diyfa.features import GRADIENTS
 from diyfa.options import (
     DIFFERENTIABLE,
+    MATMUL_SCHEMA,
     NO_LENGTHS,
     SCHEMA,
     AttentionOptions,
     Lengths,
+    MatmulOptions,
     bind,
     optional_tensors,
     pack,
@@ -49,6 +51,7 @@ from diyfa.problem import (
     is_aligned,
 )
 from diyfa.torch_private import below_autograd, differentiates_forward, is_transformed, is_unseen
+from diyfa.validation import check_no_overlap
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 _INF = float("inf")
@@ -69,10 +72,8 @@ _lib.define(
     f"attention_bwd_out(Tensor dout, Tensor? dlse, {_SAVED}, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, "
     f"Tensor(d!) delta, {SCHEMA}) -> ()"
 )
-_lib.define(
-    "matmul(Tensor a, Tensor b, int[]? block, bool autotune, str precision, ScalarType compute_dtype, "
-    "ScalarType out_dtype, str backend) -> Tensor"
-)
+_lib.define(f"matmul(Tensor a, Tensor b, Tensor? bias, {MATMUL_SCHEMA}) -> Tensor")
+_lib.define(f"matmul_out(Tensor a, Tensor b, Tensor? bias, Tensor(a!) out, {MATMUL_SCHEMA}) -> ()")
 
 
 def normalised_window(left: int, right: int, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
@@ -593,102 +594,166 @@ def _is_matrix_aligned(x: torch.Tensor) -> bool:
     return major > 0 and major % step == 0 and x.data_ptr() % 16 == 0
 
 
-def _matmul(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    block: list[int] | None,
-    autotune: bool,
-    precision: str,
-    compute_dtype: torch.dtype,
-    out_dtype: torch.dtype,
-    backend: str,
+def _is_row_major(x: torch.Tensor) -> bool:
+    """Return whether an aligned matrix is read along its second dimension, the one of stride 1."""
+    rows, columns = x.stride()
+    return columns == 1 and rows * x.element_size() % 16 == 0
+
+
+def _matmul(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, *arguments: Any) -> torch.Tensor:
+    return _product(a, b, bias, None, _matmul_options(arguments))
+
+
+def _matmul_out(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, *arguments: Any
+) -> None:
+    check_no_overlap(out, a=a, b=b, bias=bias)
+    _product(a, b, bias, out, _matmul_options(arguments))
+
+
+def _matmul_options(arguments: Sequence[Any]) -> MatmulOptions:
+    options = MatmulOptions(*arguments)
+    if options.block is None:
+        return options
+    block_m, block_n, block_k = options.block  # a list: the schema has no tuples
+    return options._replace(block=(block_m, block_n, block_k))
+
+
+def _product(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None, options: MatmulOptions
 ) -> torch.Tensor:
-    options = None if block is None else tuple(block), autotune, precision, compute_dtype, out_dtype, backend
-    key = call_key(a, b, b, NO_LENGTHS, ("product", *options, registry.forced_backend()), ())
+    key = product_key(a, b, bias, out, ("product", *options, registry.forced_backend()))
     plan = find(key)
-    return (product_plan(a, b, key, *options) if plan is None else plan).run(a, b)
+    if plan is None:
+        plan = product_plan(a, b, bias, out, key, options)
+    return plan.run(a, b, bias, out)
+
+
+def product_key(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None, scalars: tuple[Any, ...]
+) -> Hashable | None:
+    """Return the `call_key` of a matrix product."""
+    optional = () if bias is None and out is None else (bias, out)
+    return call_key(a, b, b, NO_LENGTHS, scalars, optional)
 
 
 def product_plan(
     a: torch.Tensor,
     b: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor | None,
     key: Hashable | None,
-    tile: Any,
-    autotune: bool,
-    precision: str,
-    compute_dtype: torch.dtype,
-    out_dtype: torch.dtype,
-    backend: str,
+    options: MatmulOptions,
 ) -> ProductPlan:
     """Make the plan of a product of checked matrices and store it under `key`."""
-    chosen = registry.resolve_backend(a.device, backend)
+    chosen = registry.resolve_backend(a.device, options.backend)
     problem = MatmulProblem(
         chosen.device_type,
         chosen.arch(a.device),
         dtype_name(a.dtype),
-        dtype_name(compute_dtype),
-        dtype_name(out_dtype),
+        dtype_name(options.compute_dtype),
+        dtype_name(options.out_dtype),
         a.shape[0],
         b.shape[1],
         a.shape[1],
-        precision,
-        tile,
-        autotune,
+        options.precision,
+        options.block,
+        options.autotune,
         _is_matrix_aligned(a) and _is_matrix_aligned(b),
+        (_is_row_major(a), not _is_row_major(b)),
+        None if out is None else _is_matrix_aligned(out) and _is_row_major(out),
+        bias is not None,
+        options.activation,
     )
-    plan = ProductPlan(problem, registry.choose("matmul", problem, chosen))
+    variant = options.variant
+    if options.is_backward:
+        variant = registry.variant_or_auto("matmul", chosen, variant, problem)
+    plan = ProductPlan(problem, registry.choose("matmul", problem, chosen, variant))
     remember(key, plan)
     return plan
 
 
-def _matmul_fake(
-    a: Any, b: Any, block: Any, autotune: Any, precision: Any, compute_dtype: Any, out_dtype: Any, backend: Any
-) -> Any:
-    return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
+def _matmul_fake(a: Any, b: Any, bias: Any, *arguments: Any) -> Any:
+    return a.new_empty((a.shape[0], b.shape[1]), dtype=MatmulOptions(*arguments).out_dtype)
 
 
-def _matmul_autograd(a: torch.Tensor, b: torch.Tensor, *arguments: Any) -> torch.Tensor:
-    if differentiates_forward() or wants_grad(a, b):
-        return _Matmul.apply(a, b, *arguments)
+def _matmul_autograd(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, *arguments: Any) -> torch.Tensor:
+    if differentiates_forward() or wants_grad(a, b, bias):
+        return _Matmul.apply(a, b, bias, *arguments)
     with below_autograd():
-        return _mm(a, b, *arguments)
+        return _mm(a, b, bias, *arguments)
 
 
 _lib.impl("matmul", _matmul, "CompositeExplicitAutograd")
 _lib.impl("matmul", _matmul_autograd, "Autograd")
+_lib.impl("matmul_out", _matmul_out, "CompositeExplicitAutograd")
 torch.library.register_fake("diyfa::matmul", _matmul_fake, lib=_lib)
+torch.library.register_fake("diyfa::matmul_out", lambda *arguments: None, lib=_lib)
 _mm = torch.ops.diyfa.matmul.default
+_mm_out = torch.ops.diyfa.matmul_out.default
 
 
-def _multiply(a: torch.Tensor, b: torch.Tensor, *arguments: Any) -> torch.Tensor:
+def _multiply(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, *arguments: Any) -> torch.Tensor:
     """Call the operator, or directly the function that it would call."""
-    return (_matmul if runs_eagerly(a, b) else _mm)(a, b, *arguments)
+    given = (a, b) if bias is None else (a, b, bias)
+    return (_matmul if runs_eagerly(*given) else _mm)(a, b, bias, *arguments)
+
+
+def _gradient_before_activation(ctx: Any, dc: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of a @ b + bias. gelu and silu compute that sum a second time, by the same kernels."""
+    options: MatmulOptions = ctx.options
+    if options.activation is None:
+        return dc
+    a, b, bias, c = ctx.saved_tensors
+    if options.activation == "relu":
+        return torch.ops.aten.threshold_backward(dc, c, 0.0)
+    options = options._replace(block=None, out_dtype=torch.float32, activation=None, is_backward=True)
+    z = matmul(a, b, bias, *options)
+    backward = torch.ops.aten.gelu_backward if ctx.options.activation == "gelu" else torch.ops.aten.silu_backward
+    return backward(dc.float(), z)
 
 
 class _Matmul(torch.autograd.Function):
-    """c = a @ b; da = dc @ bᵀ and db = aᵀ @ dc by the same operator, in the inputs' dtype."""
+    """c = activation(a @ b + bias). With dz the gradient of the sum, da = dz @ bᵀ and db = aᵀ @ dz by the same
+    operator, in the inputs' dtype; dbias adds up the rows of dz in float32."""
 
     @staticmethod
-    def forward(ctx: Any, a: Any, b: Any, *arguments: Any) -> torch.Tensor:
-        ctx.save_for_backward(a, b)
-        ctx.arguments = arguments
-        return _multiply(a, b, *arguments)
+    def forward(ctx: Any, a: Any, b: Any, bias: Any, *arguments: Any) -> torch.Tensor:
+        c = _multiply(a, b, bias, *arguments)
+        ctx.options = options = MatmulOptions(*arguments)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.save_for_backward(a, b, bias, c if options.activation == "relu" else None)
+        return c
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, ...]:
-        a, b = ctx.saved_tensors
-        _, autotune, precision, compute_dtype, _, backend = ctx.arguments
-        dc = grads[0].to(a.dtype)
-        rest = (None, autotune, precision, compute_dtype, a.dtype, backend)
-        da = matmul(dc, b.t(), *rest) if ctx.needs_input_grad[0] else None
-        db = matmul(a.t(), dc, *rest) if ctx.needs_input_grad[1] else None
-        return (da, db, *(None,) * len(ctx.arguments))
+        a, b, *_ = ctx.saved_tensors
+        dz = _gradient_before_activation(ctx, grads[0])
+        options = ctx.options._replace(block=None, out_dtype=a.dtype, activation=None, is_backward=True)
+        needs_a, needs_b, needs_bias, *_ = ctx.needs_input_grad
+        dbias = dz.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs_bias else None
+        dz = dz.to(a.dtype)
+        da = matmul(dz, b.t(), None, *options) if needs_a else None
+        db = matmul(a.t(), dz, None, *options) if needs_b else None
+        return (da, db, dbias, *(None,) * len(options))
 
 
-def matmul(a: torch.Tensor, b: torch.Tensor, *arguments: Any) -> torch.Tensor:
-    """Return the product of checked matrices. `arguments` are in the order of the operator's schema."""
+def matmul(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, *arguments: Any) -> torch.Tensor:
+    """Return the product of checked matrices. `arguments` are `MatmulOptions`."""
     if _sees_operators_only():
-        return _mm(a, b, *arguments)
-    if differentiates_forward() or wants_grad(a, b):
-        return _Matmul.apply(a, b, *arguments)
-    return _multiply(a, b, *arguments)
+        return _mm(a, b, bias, *arguments)
+    if differentiates_forward() or wants_grad(a, b, bias):
+        return _Matmul.apply(a, b, bias, *arguments)
+    return _multiply(a, b, bias, *arguments)
+
+
+def matmul_out(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, *arguments: Any
+) -> torch.Tensor:
+    """Write the product of checked matrices to `out` and return it."""
+    given = (a, b, out) if bias is None else (a, b, bias, out)
+    if not _sees_operators_only() and runs_eagerly(*given):
+        _matmul_out(a, b, bias, out, *arguments)
+    else:
+        _mm_out(a, b, bias, out, *arguments)
+    return out

@@ -92,6 +92,29 @@ _preparations = [feature.prepared for feature in TENSORS]
 # The next functions list the fields in the order of the table: torch.compile traces them, and not loops over the table.
 
 
+ACTIVATIONS = ("relu", "gelu", "silu")
+
+
+class MatmulOptions(NamedTuple):
+    """The options of one matrix product, in the order of the operators' schema (`MATMUL_SCHEMA`)."""
+
+    block: tuple[int, int, int] | None  # the caller's tile
+    autotune: bool
+    precision: str  # of products of float32 operands: "ieee" or "tf32"
+    compute_dtype: torch.dtype
+    out_dtype: torch.dtype
+    activation: str | None = None  # one of ACTIVATIONS
+    variant: str = "auto"
+    is_backward: bool = False  # a product of a backward pass: another kernel may run it if `variant` cannot
+    backend: str = ""
+
+
+MATMUL_SCHEMA = (
+    "int[]? block, bool autotune, str precision, ScalarType compute_dtype, ScalarType out_dtype, str? activation, "
+    "str variant, bool is_backward, str backend"
+)
+
+
 def optional_tensors(lengths: Lengths, options: AttentionOptions) -> tuple[torch.Tensor | None, ...]:
     """Return all optional tensors or None, in the order of the table."""
     return (

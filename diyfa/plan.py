@@ -89,21 +89,32 @@ class ProductPlan:
         self.has_run = False
         self.repeat: Repeat | None = None  # by `Kernel.repeat`, from the second call on
 
-    def run(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """Return a @ b for matrices like those that the plan was made for."""
-        if self.repeat is None:
-            problem, kernel = self.problem, self.kernel
-            if a.numel() == 0 or b.numel() == 0:
-                return a.new_zeros((problem.m, problem.n), dtype=getattr(torch, problem.out_dtype))
-            if self.has_run and kernel.repeat is not None:
-                self.repeat = kernel.repeat(problem, a, b)
+    def run(
+        self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the product of matrices like those that the plan was made for, in `out` if it is given."""
         repeat = self.repeat
-        repeated = None if repeat is None else repeat([a.data_ptr(), b.data_ptr()], (a, b))
-        if repeated is not None:
-            return repeated[0]
-        self.repeat = None  # if it refused, a tile may have been measured since it was made
+        if repeat is not None:
+            present = (a, b) if bias is None else (a, b, bias)
+            repeated = repeat([x.data_ptr() for x in present], present, out)
+            if repeated is not None:
+                return repeated[0]
+            self.repeat = None  # it refused: a tile may have been measured since it was made
+        problem, kernel = self.problem, self.kernel
+        c = out
+        if c is None:
+            c = a.new_empty((problem.m, problem.n), dtype=getattr(torch, problem.out_dtype))
+        if problem.k == 0:  # no kernel reads an empty matrix
+            from diyfa.reference import reference_matmul
+
+            return c.copy_(reference_matmul(a, b, bias=bias, activation=problem.activation))
+        if problem.m == 0 or problem.n == 0:
+            return c
+        kernel.launch(problem, a, b, bias, c)
+        if self.has_run and kernel.repeat is not None:
+            self.repeat = kernel.repeat(problem, a, b, bias, c)
         self.has_run = True
-        return self.kernel.launch(self.problem, a, b)
+        return c
 
 
 # Key of a call -> its `Plan`, `KVCachePlan` or `ProductPlan`.

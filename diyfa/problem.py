@@ -285,10 +285,10 @@ KVCACHE_FEATURES = frozenset(
 
 @dataclass(frozen=True)
 class MatmulProblem(_Problem):
-    """One matrix product (M, K) @ (K, N) without its tensors.
+    """One matrix product (M, K) @ (K, N), with its epilogue, without its tensors.
 
     `aligned` says that each input has a dimension of stride 1, and that its other stride and its base address are
-    multiples of 16 bytes, as TMA needs.
+    multiples of 16 bytes, as TMA needs. `k_major` says of a and of b whether that dimension is K.
     """
 
     SIZES = ("m", "n", "k")
@@ -302,6 +302,10 @@ class MatmulProblem(_Problem):
     block: tuple[int, int, int] | None = None  # tile asked for by the caller
     autotune: bool = True
     aligned: bool = False
+    k_major: tuple[bool, bool] = (True, False)
+    aligned_out: bool | None = None  # a given `out` has rows that TMA can write; None: a new, contiguous result
+    bias: bool = False  # (N,), added in float32
+    activation: str | None = None  # one of `diyfa.options.ACTIVATIONS`
 
 
 def _describe_fields(kind: type[_Problem]) -> None:
@@ -603,7 +607,7 @@ class Kernel:
     * attention_bwd: `(problem, tensors, out, lse, dout, dlse | None, gradients) -> None`, filling `AttentionGradients`
     * kvcache_fwd: `(problem, tensors, out, lse) -> None`, with `KVCacheProblem` and `KVCacheTensors`
     * kvcache_append: `(problem, tensors, new) -> None`, writing `NewKeys` to the caches, and the rotated q
-    * matmul: `(problem, a, b) -> c`
+    * matmul: `(problem, a, b, bias | None, c) -> None`, filling c (M, N) of `problem.out_dtype`, of any strides
 
     A kernel may offer a cheaper way to run a call that differs from an earlier one only in its tensors' addresses.
     `repeat`, called when such a call has run, takes tensors and results of it or of an equal call. It returns a
@@ -619,7 +623,9 @@ class Kernel:
     * kvcache_fwd: `repeat(problem, tensors, out, lse)` returns `(numbers, present, out | None, returns_lse) -> (out,
       lse, …)`. `numbers` are the addresses, then `tensors.length` of the new call. `out` is the tensor to fill; without
       one the function allocates it. lse may be anything if it is not returned
-    * matmul: `repeat(problem, a, b)` returns `(addresses, (a, b)) -> [c, …]`
+    * matmul: `repeat(problem, a, b, bias | None, c)` returns `(addresses, present, out | None) -> [c, …]`, where
+      `present` are a, b and the bias if there is one. `out` is the tensor to fill; without one the function allocates
+      it
     * kvcache_append: `repeat(problem, tensors, new)` returns `(numbers, present) -> not None`; the tensors of `new`
       come behind the others
     """

@@ -495,3 +495,38 @@ def reference_kvcache(
     if cu_seqlens_q is None:
         out, lse = out.unflatten(0, q.shape[:2]), lse.unflatten(1, q.shape[:2]).transpose(0, 1)
     return (out, lse) if return_softmax_lse else out
+
+
+_ACTIVATIONS: dict[str | None, Callable[[torch.Tensor], torch.Tensor]] = {
+    None: lambda x: x,
+    "relu": torch.nn.functional.relu,
+    "gelu": lambda x: 0.5 * x * (1 + torch.erf(x * 0.5**0.5)),
+    "silu": lambda x: x / (1 + torch.exp(-x)),
+}
+
+
+def reference_matmul(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Return activation(a @ b + bias), computed in float32, or in float64 if a is: the oracle of `triton_matmul`.
+
+    Args:
+        a: (M, K) of any dtype.
+        b: (K, N) of a's dtype.
+        bias: (N,) of any dtype.
+        activation: None, "relu", "gelu" (by the error function) or "silu".
+        out_dtype: dtype of the result; default: that of the computation.
+
+    Returns:
+        (M, N).
+    """
+    dtype = torch.float64 if a.dtype == torch.float64 else torch.float32
+    product = a.to(dtype) @ b.to(dtype)
+    if bias is not None:
+        product = product + bias.to(dtype)
+    return _ACTIVATIONS[activation](product).to(out_dtype or dtype)

@@ -21,7 +21,7 @@ from diyfa.features import ATTENTION_DTYPES as ATTENTION_DTYPES
 from diyfa.features import Sizes
 from diyfa.keywords import BOOLEAN_MASK
 from diyfa.masks import BlockMask
-from diyfa.options import CHECKED_TENSORS, Lengths
+from diyfa.options import ACTIVATIONS, CHECKED_TENSORS, Lengths
 from diyfa.problem import LAYOUTS, VARLEN
 from diyfa.problem import dtype_name as dtype_name
 from diyfa.torch_private import unbatched
@@ -402,3 +402,81 @@ def check_blocks(blocks: tuple[int | None, int | None, int | None], sizes: tuple
             raise ValueError(f"{name}={block} exceeds the matrix dimension {size}")
         if block < 16 or block & (block - 1):
             raise ValueError(f"{name} must be a power of two of at least 16, got {block}")
+
+
+def _check_device_of_a(a: torch.Tensor, **others: torch.Tensor) -> None:
+    for name, x in others.items():
+        if x.device != a.device:
+            raise ValueError(f"all tensors must be on the same device: a is on {a.device}, {name} on {x.device}")
+
+
+def check_epilogue(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, activation: str | None) -> None:
+    """Check that bias is (N,) of a supported dtype on a's device, and that the activation is one of ACTIVATIONS."""
+    if activation is not None and activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be None, {', '.join(map(repr, ACTIVATIONS))}, got {activation!r}")
+    if bias is None:
+        return
+    check_tensors(bias=bias)
+    if bias.shape != (b.shape[1],):
+        raise ValueError(f"bias must have shape ({b.shape[1]},), one number for each column of b, got {_shape(bias)}")
+    if bias.dtype not in MATMUL_DTYPES:
+        raise TypeError(f"Unsupported dtype {bias.dtype} of bias: expected float16, bfloat16 or float32")
+    _check_device_of_a(a, bias=bias)
+
+
+def check_product_out(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> None:
+    """Check that out is (M, N) of `dtype` on a's device, with memory of its own for each element."""
+    check_tensors(out=out)
+    if out.shape != (a.shape[0], b.shape[1]):
+        raise ValueError(f"out must have shape {(a.shape[0], b.shape[1])}, got {_shape(out)}")
+    if out.dtype != dtype:
+        raise TypeError(f"out must be {dtype}, as out_dtype says, got {out.dtype}")
+    _check_device_of_a(a, out=out)
+    steps = sorted((stride, size) for size, stride in zip(out.shape, out.stride(), strict=True) if size > 1)
+    overlaps = len(steps) == 2 and steps[1][0] < steps[0][0] * steps[0][1]
+    if out.numel() and (overlaps or any(stride < 1 for stride, _ in steps)):
+        raise ValueError(f"out must not overlap itself, got shape {_shape(out)} with strides {out.stride()}")
+
+
+def check_no_overlap(out: torch.Tensor, **inputs: torch.Tensor | None) -> None:
+    """Check that out shares no memory with the inputs. Tensors without memory share none."""
+    if out.is_meta:
+        return
+    for name, x in inputs.items():
+        if x is not None and share_memory(out, x):
+            raise ValueError(f"out must not share memory with {name}")
+
+
+def _meet(distance: int, dims: list[tuple[int, int, int]]) -> bool:
+    """Return whether two tensors have an element in common, if the second begins `distance` elements behind the first.
+    `dims`: (stride, size of the first, size of the second), the largest stride first."""
+    if not dims:
+        return distance == 0
+    (stride, size, other), *inner = dims
+    if stride == 0:
+        return _meet(distance, inner)
+    steps = distance // stride
+    return any(-other < n < size and _meet(distance - n * stride, inner) for n in (steps, steps + 1))
+
+
+def memory_span(x: torch.Tensor) -> int:
+    """Return the number of elements in memory from the first to the last of x, which is not empty."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+
+
+def share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Return whether x and y have an element in common, for dense tensors and views of equal strides. For others assume
+    that they have none, as interleaved slices of one buffer."""
+    if x.untyped_storage().data_ptr() != y.untyped_storage().data_ptr() or not x.numel() or not y.numel():
+        return False
+    spans = [memory_span(x), memory_span(y)]
+    size = x.element_size()
+    begins = x.data_ptr(), y.data_ptr()
+    if begins[0] + spans[0] * size <= begins[1] or begins[1] + spans[1] * y.element_size() <= begins[0]:
+        return False
+    if spans == [x.numel(), y.numel()]:
+        return True
+    if x.stride() != y.stride() or x.dtype != y.dtype:
+        return False
+    dims = sorted(zip(x.stride(), x.shape, y.shape, strict=True), reverse=True)
+    return _meet((begins[1] - begins[0]) // size, dims)

@@ -12,13 +12,21 @@ from diyfa.backends.cpu.configs import matmul_config
 from diyfa.backends.cpu.tiles import without_autocast
 from diyfa.problem import MatmulProblem
 
+_ACTIVATIONS = {
+    None: lambda x: x,
+    "relu": torch.nn.functional.relu,
+    "gelu": lambda x: 0.5 * x * (1 + torch.erf(x * 0.5**0.5)),  # PyTorch's own makes NaN of inf on some CPUs
+    "silu": torch.nn.functional.silu,
+}
+
 
 @without_autocast
-def matmul(problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return c = a @ b, [M, N], of a [M, K] and b [K, N]."""
+def matmul(
+    problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, c: torch.Tensor
+) -> None:
+    """Fill c [M, N] with activation(a @ b + bias), of a [M, K], b [K, N] and bias [N]."""
     config = matmul_config(problem)
-    compute_dtype, out_dtype = getattr(torch, problem.compute_dtype), getattr(torch, problem.out_dtype)
-    c = a.new_empty((problem.m, problem.n), dtype=out_dtype)
+    compute_dtype, activate = getattr(torch, problem.compute_dtype), _ACTIVATIONS[problem.activation]
     for m in range(0, problem.m, config.block_m):
         for n in range(0, problem.n, config.block_n):
             rows, columns = slice(m, m + config.block_m), slice(n, n + config.block_n)
@@ -27,5 +35,6 @@ def matmul(problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor) -> torch.Te
                 a_tile = a[rows, k : k + config.block_k].to(compute_dtype).float()  # [BLOCK_M, BLOCK_K]
                 b_tile = b[k : k + config.block_k, columns].to(compute_dtype).float()  # [BLOCK_K, BLOCK_N]
                 acc.addmm_(a_tile, b_tile)
-            c[rows, columns] = acc
-    return c
+            if bias is not None:
+                acc += bias[columns].float()
+            c[rows, columns] = activate(acc)

@@ -235,15 +235,26 @@ def _cache_kernels() -> tuple[Kernel, ...]:
 
 def _matmul_kernels() -> tuple[Kernel, ...]:
     """Return the kernels of the matrix product, the preferred one first."""
+    from diyfa.backends.cuda.hopper import matmul_configs as hopper_matmul_configs
     from diyfa.backends.cuda.matmul import configs as matmul_configs
 
     return (
         Kernel(
+            name="sm90",
+            op="matmul",
+            summary="Hopper: a producer warp with TMA, consumer warpgroups with wgmma, persistent",
+            launch=_later("hopper.matmul", "matmul"),
+            repeat=_later("hopper.matmul", "repeat"),
+            unsupported=hopper_matmul_configs.unsupported,
+            config=hopper_matmul_configs.select_config,
+            by_name_only=hopper_matmul_configs.by_name_only,
+        ),
+        Kernel(
             name="tma",
             op="matmul",
             summary="Triton, tiles read through host-side tensor descriptors (TMA)",
-            launch=_later("matmul.kernel", "matmul", form="tma"),
-            repeat=_later("matmul.kernel", "repeat", form="tma"),
+            launch=_later("matmul.kernel", "matmul_tma"),
+            repeat=_later("matmul.kernel", "repeat_tma"),
             unsupported=matmul_configs.unsupported_tma,
             config=lambda problem: matmul_configs.default_config(problem, "tma"),
         ),
@@ -251,8 +262,8 @@ def _matmul_kernels() -> tuple[Kernel, ...]:
             name="pointers",
             op="matmul",
             summary="Triton, tiles read through masked pointers: any strides, dtypes and architecture",
-            launch=_later("matmul.kernel", "matmul", form="pointers"),
-            repeat=_later("matmul.kernel", "repeat", form="pointers"),
+            launch=_later("matmul.kernel", "matmul_pointers"),
+            repeat=_later("matmul.kernel", "repeat_pointers"),
             unsupported=matmul_configs.unsupported_pointers,
             config=lambda problem: matmul_configs.default_config(problem, "pointers"),
         ),

@@ -2,7 +2,8 @@
 
 Each program loops over tiles of c. Within a group of `group_m` rows of tiles the order is column by column, so the
 group's rows of a stay in L2 while b streams through (as in the Triton matrix multiplication tutorial). Operands may be
-row-major or column-major. A block pointer always follows memory, and a column-major tile is transposed in `tl.dot`. (A
+row-major or column-major. The vector cores apply bias and activation to the float32 sums of a tile before it is
+rounded. A block pointer always follows memory, and a column-major tile is transposed in `tl.dot`. (A
 block pointer with exchanged strides compiles to the product of the untransposed tile.)
 """
 
@@ -36,6 +37,24 @@ def load_operand(
     return tile
 
 
+@triton.jit
+def activate(x, ACTIVATION: tl.constexpr, INTERPRET: tl.constexpr):
+    """Return the activation of x: None, "relu", "gelu" (by the error function) or "silu". NaN stays NaN.
+
+    The interpreter's maximum always filters NaN. On the chip a mask would take memory, and the maximum takes none.
+    """
+    if ACTIVATION == "relu":
+        if INTERPRET:
+            x = tl.where(x <= 0.0, 0.0, x)
+        else:
+            x = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    elif ACTIVATION == "gelu":
+        x = 0.5 * x * (1.0 + tl.math.erf(x * 0.7071067811865476))
+    elif ACTIVATION == "silu":
+        x = x / (1.0 + tl.exp(-x))
+    return x
+
+
 @dataclass(frozen=True)
 class MatmulConstants(Constants):
     """Constants of `_matmul_kernel`."""
@@ -47,12 +66,13 @@ class MatmulConstants(Constants):
     a_transposed: bool
     b_transposed: bool
     compute: tl.dtype
+    activation: str | None
     interpret: bool
 
 
 @kernel
 def _matmul_kernel(
-    a_ptr, b_ptr,
+    a_ptr, b_ptr, bias_ptr,
     c_ptr,
     stride_a, stride_b, stride_cm,
     m, n, k,
@@ -76,6 +96,10 @@ def _matmul_kernel(
                 b_ptr, k, n, stride_b, k0, col0, c.BLOCK_K, c.BLOCK_N, c.B_TRANSPOSED
             )  # [BLOCK_K, BLOCK_N]
             acc = dot_add(a.to(c.COMPUTE), b.to(c.COMPUTE), acc, c.INTERPRET)
+        if bias_ptr is not None:
+            offs_n = col0 + tl.arange(0, c.BLOCK_N)
+            acc += tl.load(bias_ptr + offs_n, mask=offs_n < n, other=0.0).to(tl.float32)[None, :]
+        acc = activate(acc, c.ACTIVATION, c.INTERPRET)
         c_block = tl.make_block_ptr(c_ptr, (m, n), (stride_cm, 1), (row0, col0), (c.BLOCK_M, c.BLOCK_N), (1, 0))
         tl.store(c_block, narrow(acc, c_ptr.dtype.element_ty, c.INTERPRET), boundary_check=(0, 1))
 
@@ -92,8 +116,10 @@ def _major(x: torch.Tensor) -> tuple[torch.Tensor, int, bool]:
     return x, x.stride(1), True
 
 
-def make_launch(problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> Launch:
-    """Return the launch that fills c with a @ b."""
+def make_launch(
+    problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, c: torch.Tensor
+) -> Launch:
+    """Return the launch that fills c, of contiguous columns, with activation(a @ b + bias)."""
     tile: MatmulTile = matmul_tile(problem)
     a, stride_a, a_transposed = _major(a)
     b, stride_b, b_transposed = _major(b)
@@ -101,16 +127,22 @@ def make_launch(problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, c: tor
     strides = {"stride_a": stride_a, "stride_b": stride_b, "stride_cm": c.stride(0)}
     compute = _TL_DTYPES[problem.compute_dtype]
     constants = MatmulConstants(
-        tile.block_m, tile.block_n, tile.block_k, tile.group_m, a_transposed, b_transposed, compute, INTERPRETED
-    )
-    arguments = {"a_ptr": a, "b_ptr": b, "c_ptr": c, **strides, "m": problem.m, "n": problem.n, "k": problem.k}
+        tile.block_m, tile.block_n, tile.block_k, tile.group_m, a_transposed, b_transposed, compute,
+        problem.activation, INTERPRETED,
+    )  # fmt: skip
+    bias = None if bias is None else bias.contiguous()
+    tensors = {"a_ptr": a, "b_ptr": b, "bias_ptr": bias, "c_ptr": c}
+    arguments = {**tensors, **strides, "m": problem.m, "n": problem.n, "k": problem.k}
     grid = cube_programs(problem.arch, a.device, tasks)
     return Launch(_matmul_kernel, grid, arguments, {"c": constants}, options_in_use(tile.compile_options(problem.arch)))
 
 
-def matmul(problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Launch c = a @ b and return c (M, N) of `problem.out_dtype`. a is (M, K), b is (K, N)."""
-    c = a.new_empty((problem.m, problem.n), dtype=getattr(torch, problem.out_dtype))
+def matmul(
+    problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, c: torch.Tensor
+) -> None:
+    """Fill c (M, N) with activation(a @ b + bias). Block pointers write contiguous columns; others are copied."""
+    result = c if c.stride(1) == 1 else c.new_empty(c.shape)
     with device_guard(a):
-        run(make_launch(problem, a, b, c))
-    return c
+        run(make_launch(problem, a, b, bias, result))
+        if result is not c:
+            c.copy_(result)

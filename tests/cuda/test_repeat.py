@@ -28,6 +28,8 @@ from diyfa.backends.cuda.hopper import bwd_launch as hopper_bwd  # noqa: F401
 from diyfa.backends.cuda.hopper import configs as hopper_configs
 from diyfa.backends.cuda.hopper import decode_mla, decode_mla_configs, prefill  # noqa: F401
 from diyfa.backends.cuda.hopper import fwd as hopper_fwd
+from diyfa.backends.cuda.hopper import matmul as hopper_matmul  # noqa: F401
+from diyfa.backends.cuda.hopper import matmul_configs as hopper_matmul_configs
 from diyfa.backends.cuda.runtime import binaries, launcher, tune
 from diyfa.backends.cuda.runtime import passes as runtime_passes
 
@@ -42,6 +44,7 @@ def recorder(monkeypatch):
     monkeypatch.setattr(planning, "plans", {})
     monkeypatch.setattr(hopper_configs, "environment_refusal", lambda: None)
     monkeypatch.setattr(hopper_bwd_configs, "environment_refusal", lambda: None)
+    monkeypatch.setattr(hopper_matmul_configs, "environment_refusal", lambda: None)
     monkeypatch.setattr(hopper_bwd_configs, "MIN_SCORES", 1 << 60)  # where variant="sm90" asks for it, and only there
     for module in (stream_k, hopper_configs):
         monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
@@ -514,6 +517,24 @@ def test_on_the_device_a_repeated_call_gives_the_same_bits(shape, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True))
 
 
+@pytest.mark.parametrize("rows", [16, 512])
+@pytest.mark.parametrize("variant", ["auto", "sm90"])
+def test_a_repeated_product_with_an_epilogue_has_the_launches_of_the_first(recorder, launched, rows, variant):
+    """Also into a given tensor, where K is split (16 rows) and where it is not."""
+    passes, kept = [], []
+    for _ in range(4):
+        a, b = torch.zeros(rows, 4096, dtype=torch.bfloat16), torch.zeros(4096, 640, dtype=torch.bfloat16)
+        bias, out = torch.zeros(640), torch.zeros(rows, 1280, dtype=torch.bfloat16)[:, :640]
+        launched.clear()
+        with diyfa.use_backend("cuda"):
+            c = diyfa.triton_matmul(a, b, bias=bias, activation="gelu", out=out, variant=variant)
+        assert c is out
+        passes.append(named_launches(recorder, a=a, b=b, bias=bias, c=c))
+        kept.append((a, b, bias, c))
+    assert read_by(passes[0]) == {"a", "b", "bias", "c"} and not launched
+    assert_same(*passes)
+
+
 @pytest.mark.parametrize(
     "options", [{}, {"precision": "tf32"}, {"block_m": 16, "block_n": 32, "block_k": 32}], ids=["", "tf32", "block"]
 )
@@ -910,12 +931,21 @@ def some_decoding(pick):
 def some_product(pick):
     a, b = pick.zeros(pick(96, 112), 64), pick.zeros(64, pick(80, 72))
     options = pick({}, {"out_dtype": torch.float32}, {"block_m": 16, "block_n": 32, "block_k": 32})
+    options |= pick({}, {"activation": "relu"}, {"activation": "gelu"})
+    if "block_m" not in options and a.stride(1) == 1 == b.stride(1) and not (a.data_ptr() | b.data_ptr()) % 16:
+        options["variant"] = pick("auto", "sm90")
+    bias = torch.zeros(2 * b.shape[1], dtype=torch.bfloat16)
+    options |= pick({}, {"bias": bias[::2]}, {"bias": bias[1 : 1 + b.shape[1]]}, {"bias": bias.float()[::2]})
+    if pick(False, True):
+        rows = pick(b.shape[1], b.shape[1] + 8)
+        out = torch.zeros(a.shape[0], rows, dtype=options.get("out_dtype", a.dtype))
+        options["out"] = out[:, : b.shape[1]]
 
     def call():
         with diyfa.use_backend("cuda"):
             return (diyfa.triton_matmul(a, b, **options),)
 
-    return [a, b], call
+    return [a, b, *(x for x in options.values() if isinstance(x, torch.Tensor))], call
 
 
 @pytest.mark.parametrize("kind", [some_attention, some_decoding, some_product], ids=lambda kind: kind.__name__)

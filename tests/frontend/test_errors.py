@@ -248,6 +248,7 @@ def test_unsupported_gradient_is_refused_in_the_forward_pass(monkeypatch: pytest
 
 
 A, B = torch.zeros(64, 32, dtype=F16), torch.zeros(32, 48, dtype=F16)
+BIAS, OUT, SQUARE = (torch.zeros(shape, dtype=torch.float16) for shape in ((48,), (64, 48), (32, 32)))
 MATMUL = {
     "not_a_tensor": ((A, None), {}, TypeError, r"b must be a torch\.Tensor, got NoneType"),
     "sparse": ((A, B.to_sparse()), {}, TypeError, r"b must be a dense tensor"),
@@ -269,6 +270,26 @@ MATMUL = {
     "precision_dtype": ((A, B), {"precision": "ieee"}, ValueError, r"applies to float32"),
     "out_dtype": ((A, B), {"out_dtype": torch.int8}, TypeError, r"Unsupported dtype torch\.int8"),
     "autotune": ((A, B), {"use_autotune": "no"}, TypeError, r"use_autotune must be True or False, got 'no'"),
+    "activation": ((A, B), {"activation": "tanh"}, ValueError, r"None, 'relu', 'gelu', 'silu', got 'tanh'"),
+    "bias_shape": ((A, B), {"bias": BIAS[:5]}, ValueError, r"bias must have shape \(48,\), .*got \(5,\)"),
+    "bias_rank": ((A, B), {"bias": BIAS[None]}, ValueError, r"bias must have shape \(48,\)"),
+    "bias_dtype": ((A, B), {"bias": BIAS.double()}, TypeError, r"Unsupported dtype torch\.float64 of bias"),
+    "bias_device": ((A, B), {"bias": BIAS.to("meta")}, ValueError, r"a is on cpu, bias on meta"),
+    "bias_type": ((A, B), {"bias": 1.0}, TypeError, r"bias must be a torch\.Tensor, got float"),
+    "out_shape": ((A, B), {"out": A}, ValueError, r"out must have shape \(64, 48\), got \(64, 32\)"),
+    "out_dtype_differs": (
+        (A, B), {"out": OUT, "out_dtype": torch.float32}, TypeError, r"out must be torch\.float32, .*got torch\.float16"
+    ),
+    "out_of_integers": ((A, B), {"out": OUT.int()}, TypeError, r"Unsupported dtype torch\.int32"),
+    "out_device": ((A, B), {"out": OUT.to("meta")}, ValueError, r"a is on cpu, out on meta"),
+    "out_expanded": ((A, B), {"out": OUT[:1].expand(64, 48)}, ValueError, r"out must not overlap itself"),
+    "out_overlaps": ((A, B), {"out": OUT.as_strided((64, 48), (40, 1))}, ValueError, r"out must not overlap itself"),
+    "out_is_a": ((SQUARE, SQUARE.clone()), {"out": SQUARE}, ValueError, r"out must not share memory with a"),
+    "out_is_b": ((SQUARE.clone(), SQUARE), {"out": SQUARE.t()}, ValueError, r"out must not share memory with b"),
+    "out_grad": ((A.clone().requires_grad_(), B), {"out": OUT}, ValueError, r"out has no gradient"),
+    "out_type": ((A, B), {"out": 1.0}, TypeError, r"out must be a torch\.Tensor, got float"),
+    "variant": ((A, B), {"variant": "sm90"}, ValueError, r"no matmul kernel called 'sm90'; it has: tiled"),
+    "variant_type": ((A, B), {"variant": None}, ValueError, r"no matmul kernel called None"),
     "tf32_refused": ((A.float(), B.float()), {"precision": "tf32"}, ValueError, r"IEEE precision only"),
 }  # fmt: skip
 
@@ -278,6 +299,19 @@ def test_matmul_errors(name: str) -> None:
     args, kwargs, exception, pattern = MATMUL[name]
     with pytest.raises(exception, match=pattern):
         diyfa.triton_matmul(*args, **{"backend": "cpu", **kwargs})
+
+
+def test_overlap_is_checked_at_every_call() -> None:
+    """Equal calls have one plan, whatever their addresses."""
+    memory = torch.zeros(3, 32, 32, dtype=torch.float16)
+    for _ in range(3):
+        diyfa.triton_matmul(memory[0], memory[1], out=memory[2], backend="cpu")
+    with pytest.raises(ValueError, match="out must not share memory with b"):
+        diyfa.triton_matmul(memory[0], memory[1], out=memory[1], backend="cpu")
+    described = torch.empty(32, 32, dtype=torch.float16, device="meta")
+    assert diyfa.triton_matmul(described, described, out=torch.empty_like(described), backend="cpu").is_meta
+    columns = torch.zeros(32, 96, dtype=torch.float16)
+    diyfa.triton_matmul(columns[:, :32], columns[:, 32:64], out=columns[:, 64:], backend="cpu")  # interleaved, apart
 
 
 @pytest.mark.parametrize(("backend", "package"), [("cuda", "triton$"), ("npu", "--no-deps triton-ascend==3.2.0 ")])

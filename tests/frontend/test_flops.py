@@ -141,8 +141,17 @@ def test_cache(way: str) -> None:
 
 def test_matmul() -> None:
     a, b = leaves((5, 7), (7, 3))
-    found = counted(lambda: ops.matmul(a, b, None, False, "ieee", torch.float32, torch.float32, "cpu").sum().backward())
+    found = counted(
+        lambda: (
+            ops.matmul(a, b, None, None, False, "ieee", torch.float32, torch.float32, None, "auto", False, "cpu")
+            .sum()
+            .backward()
+        )
+    )
     assert found == {"diyfa.matmul": 3 * 2 * 5 * 7 * 3}
+    with torch.no_grad():
+        found = counted(lambda: diyfa.triton_matmul(a, b, precision="ieee", out=torch.empty(5, 3), backend="cpu"))
+    assert found == {"diyfa.matmul_out": 2 * 5 * 7 * 3}
 
 
 def test_every_operator_has_a_formula() -> None:

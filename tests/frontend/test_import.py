@@ -70,7 +70,8 @@ ORDERS = {
 
 LOOK_UP = """
 assert not hasattr(torch.ops.diyfa, "nothing_of_that_name")
-for name in ("kvcache_append", "kvcache_fwd", "kvcache_fwd_out", "attention_fwd", "attention_bwd_out", "matmul"):
+for name in ("kvcache_append", "kvcache_fwd", "kvcache_fwd_out", "attention_fwd", "attention_bwd_out", "matmul",
+             "matmul_out"):
     print(getattr(torch.ops.diyfa, name))
 import diyfa.ops
 assert torch.ops.diyfa.attention_fwd.default is diyfa.ops._fwd
@@ -80,6 +81,7 @@ assert torch.ops.diyfa.attention_fwd.default is diyfa.ops._fwd
 @pytest.mark.parametrize("order", ORDERS)
 def test_operators_are_found_after_the_import_alone(order: str) -> None:
     names = ("kvcache_append", "kvcache_fwd", "kvcache_fwd_out", "attention_fwd", "attention_bwd_out", "matmul")
+    names += ("matmul_out",)
     assert run_python(f"{ORDERS[order]}\n{LOOK_UP}").split() == [f"diyfa.{name}" for name in names]
 
 
@@ -87,7 +89,8 @@ def test_an_operator_is_looked_up_in_a_compiled_graph() -> None:
     code = """
 import torch, diyfa
 graph = torch.compile(lambda a: torch.ops.diyfa.matmul(
-    a, a, None, False, "ieee", torch.float32, torch.float32, "cpu"), backend="eager", fullgraph=True)
+    a, a, None, None, False, "ieee", torch.float32, torch.float32, None, "auto", False, "cpu"),
+    backend="eager", fullgraph=True)
 a = torch.randn(4, 4)
 torch.testing.assert_close(graph(a), a @ a)
 """

@@ -71,11 +71,16 @@ def test_opcheck_strides(view: str) -> None:
 
 
 def test_opcheck_matmul() -> None:
-    a, b = tensors((20, 30), (30, 40), grad=False)
+    a, b, bias = tensors((20, 30), (30, 40), (20,), grad=False)
     for compute, out in ((torch.float16, torch.float16), (torch.float32, torch.float32)):
-        torch.library.opcheck(torch.ops.diyfa.matmul.default, (a, b, None, True, "ieee", compute, out, "cpu"))
-    torch.library.opcheck(torch.ops.diyfa.matmul.default, (b.t(), a.t(), [16, 16, 16], True, "ieee", torch.float16,
-                                                           torch.bfloat16, "cpu"))  # fmt: skip
+        torch.library.opcheck(
+            torch.ops.diyfa.matmul.default, (a, b, None, None, True, "ieee", compute, out, None, "auto", False, "cpu")
+        )
+    options = ([16, 16, 16], True, "ieee", torch.float16, torch.bfloat16, "gelu", "tiled", False, "cpu")
+    torch.library.opcheck(torch.ops.diyfa.matmul.default, (b.t(), a.t(), bias, *options))
+    out = torch.empty(20, 40)
+    options = (None, True, "ieee", torch.float32, torch.float32, "relu", "auto", False, "cpu")
+    torch.library.opcheck(torch.ops.diyfa.matmul_out.default, (a, b, None, out, *options))
 
 
 def step(q, k, v, bias, sinks, causal):
@@ -243,6 +248,28 @@ def test_compiled_lengths_beyond_the_keys_are_all_keys() -> None:
     for options in ({}, {"causal": True}, {"variant": "v1", "window": (3, 2)}):
         expected = diyfa.flash_attention(q, q, q, seq_lens=lens.clamp(max=12), **options, **CPU)
         torch.testing.assert_close(compiled(q, q, q, seq_lens=lens, **options, **CPU), expected)
+
+
+@pytest.mark.parametrize("activation", [None, "relu", "gelu", "silu"])
+def test_compile_a_product_with_its_epilogue(activation: str | None) -> None:
+    """With bias, activation and their gradients; and into a given tensor."""
+    leaves = tensors((20, 30), (30, 40), (40,))
+
+    def step(a, b, bias):
+        product = diyfa.triton_matmul(a, b, bias=bias, activation=activation, precision="ieee", **CPU)
+        return product.square().sum()
+
+    compiled = torch.compile(step, fullgraph=True)
+    for found, expected in zip(gradients(compiled, leaves), gradients(step, leaves), strict=True):
+        torch.testing.assert_close(found, expected)
+
+    def into(a, b, bias, out):
+        diyfa.triton_matmul(a, b, bias=bias, activation=activation, precision="ieee", out=out, **CPU)
+        return out + 1
+
+    plain = [x.detach() for x in leaves]
+    found, out = torch.compile(into, fullgraph=True)(*plain, given := torch.empty(20, 40)), given
+    assert torch.equal(found, into(*plain, torch.empty(20, 40))) and torch.equal(out + 1, found)
 
 
 def test_compile_matmul() -> None:

@@ -9,6 +9,7 @@ from targets import Target
 import diyfa
 from diyfa import registry
 from diyfa.problem import MatmulProblem
+from diyfa.reference import reference_matmul
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 SHAPES = [  # (M, N, K)
@@ -160,6 +161,157 @@ def test_nan_and_inf_reach_exactly_their_row(backend, device):
     assert not c[9].isfinite().any()
     rest = [i for i in range(33) if i not in (5, 9)]
     assert c[rest].isfinite().all()
+
+
+UNIT = {torch.float16: 2**-10, torch.bfloat16: 2**-7, torch.float32: 2**-22}  # of a result's last place
+
+
+def assert_within_one_unit(c, a, b, bias=None, activation=None):
+    """Each element is off the exact result by at most one unit of its dtype, and what fp32 sums and functions lose."""
+    exact = reference_matmul(a.double().cpu(), b.double().cpu(), bias=bias, activation=activation)
+    sums = reference_matmul(a.double().cpu().abs(), b.double().cpu().abs(), bias=None if bias is None else bias.abs())
+    info = torch.finfo(c.dtype)
+    allowed = exact.abs() * UNIT[c.dtype] + sums * a.shape[1] * 2**-23 + info.smallest_normal * UNIT[c.dtype]
+    assert c.shape == exact.shape
+    error = (c.double().cpu() - exact).abs()
+    assert (error <= allowed).all(), (error / allowed).max()
+
+
+@pytest.mark.parametrize("activation", [None, "relu", "gelu", "silu"])
+@pytest.mark.parametrize("bias_dtype", [None, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(70, 48, 96), (3, 37, 21)], ids=str)
+def test_bias_and_activation(backend, device, shape, bias_dtype, activation):
+    m, n, k = shape
+    a, b = matrix(m, k, torch.float16, device), matrix(k, n, torch.float16, device, True, seed=1)
+    bias = None if bias_dtype is None else matrix(1, n, bias_dtype, device, seed=2)[0]
+    for out_dtype in (torch.float16, torch.float32):
+        c = diyfa.triton_matmul(a, b, bias=bias, activation=activation, out_dtype=out_dtype, backend=backend)
+        assert c.dtype == out_dtype
+        assert_within_one_unit(c, a, b, None if bias is None else bias.cpu(), activation)
+
+
+@pytest.mark.parametrize("stride", [0, 3])
+def test_bias_of_any_stride(backend, device, stride):
+    a, b = matrix(20, 32, torch.float16, device), matrix(32, 24, torch.float16, device, seed=1)
+    storage = torch.full((100,), float("nan"), dtype=torch.float16, device=device)
+    if stride:
+        bias = storage[: 24 * stride : stride]
+        bias.copy_(matrix(1, 24, torch.float16, device, seed=2)[0])
+    else:
+        bias = storage[:1].fill_(0.5).expand(24)
+    c = diyfa.triton_matmul(a, b, bias=bias, backend=backend)
+    assert_within_one_unit(c, a, b, bias.cpu())
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", "silu"])
+def test_activations_of_values_that_are_not_finite(backend, device, activation):
+    """As PyTorch's formulas: inf stays inf, -inf becomes 0 or NaN, NaN stays NaN; subnormal numbers are kept."""
+    values = torch.tensor([float("inf"), -float("inf"), float("nan"), 2.0**-24, -(2.0**-20), 0.0], dtype=torch.float16)
+    a = torch.ones(17, 16, dtype=torch.float16, device=device)
+    a[:, 1:] = 0.0
+    b = torch.zeros(16, 6, dtype=torch.float16, device=device)
+    b[0] = values.to(device)
+    c = diyfa.triton_matmul(a, b, activation=activation, out_dtype=torch.float32, backend=backend).cpu()
+    expected = reference_matmul(a.double().cpu(), b.double().cpu(), activation=activation).float()
+    torch.testing.assert_close(c, expected, rtol=2**-20, atol=0.0, equal_nan=True)
+
+
+@pytest.mark.parametrize("layout", ["rows", "columns", "slice", "any"])
+def test_out(backend, device, layout):
+    m, n, k = 40, 24, 64
+    a, b = matrix(m, k, torch.float16, device), matrix(k, n, torch.float16, device, seed=1)
+    bias = matrix(1, n, torch.float16, device, seed=2)[0]
+    storage = torch.full((3 * m, 3 * n), float("nan"), dtype=torch.float16, device=device)
+    out = {
+        "rows": storage.view(-1)[: m * n].view(m, n),
+        "columns": storage.view(-1)[: m * n].view(n, m).t(),
+        "slice": storage[m : 2 * m, 8 : 8 + n],
+        "any": storage[::3, 1::3],
+    }[layout]
+    expected = diyfa.triton_matmul(a, b, bias=bias, activation="relu", backend=backend)
+    for _ in range(3):
+        out.fill_(float("nan"))
+        c = diyfa.triton_matmul(a, b, bias=bias, activation="relu", out=out, backend=backend)
+        assert c is out and torch.equal(out, expected)
+    assert storage.isnan().sum() == storage.numel() - m * n  # nothing else was written
+
+
+def test_out_says_the_dtype(backend, device):
+    a, b = matrix(20, 32, torch.float16, device), matrix(32, 24, torch.float16, device, seed=1)
+    out = torch.empty(20, 24, dtype=torch.float32, device=device)
+    diyfa.triton_matmul(a, b, out=out, backend=backend)
+    assert torch.equal(out, diyfa.triton_matmul(a, b, out_dtype=torch.float32, backend=backend))
+
+
+RAGGED = [1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129]
+
+
+@pytest.mark.parametrize("size", RAGGED)
+@pytest.mark.parametrize("dimension", range(3))
+def test_ragged_sizes(backend, device, dimension, size):
+    shape = [48, 40, 56]
+    shape[dimension] = size
+    m, n, k = shape
+    a, b = matrix(m, k, torch.float16, device), matrix(k, n, torch.float16, device, seed=1)
+    assert_within_one_unit(diyfa.triton_matmul(a, b, backend=backend), a, b)
+
+
+@pytest.mark.parametrize("activation", [None, "relu", "gelu", "silu"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_gradients_of_the_epilogue(backend, device, dtype, activation):
+    precision = "ieee" if dtype == torch.float32 else None
+    leaves = [
+        matrix(24, 40, dtype, device, True).requires_grad_(),
+        matrix(40, 56, dtype, device, seed=1).requires_grad_(),
+        matrix(1, 56, torch.float32, device, seed=2)[0].requires_grad_(),
+    ]
+    dc = matrix(24, 56, dtype, device, seed=3)
+    c = diyfa.triton_matmul(
+        leaves[0], leaves[1], bias=leaves[2], activation=activation, precision=precision, backend=backend
+    )
+    found = torch.autograd.grad(c, leaves, dc)
+    exact_leaves = [x.detach().double().cpu().requires_grad_() for x in leaves]
+    exact = reference_matmul(exact_leaves[0], exact_leaves[1], bias=exact_leaves[2], activation=activation)
+    expected = torch.autograd.grad(exact, exact_leaves, dc.double().cpu())
+    for x, y, leaf in zip(found, expected, leaves, strict=True):
+        assert x.dtype == leaf.dtype and x.shape == leaf.shape
+        tolerance = 2**-9 if dtype == torch.float16 else 2**-18  # the gradient of the sum is rounded to `dtype` once
+        assert (x.double().cpu() - y).abs().max() <= tolerance * y.abs().max()
+
+
+def test_gradient_of_the_bias_alone(backend, device):
+    a, b = matrix(24, 40, torch.float16, device), matrix(40, 56, torch.float16, device, seed=1)
+    bias = torch.zeros(56, dtype=torch.float16, device=device, requires_grad=True)
+    diyfa.triton_matmul(a, b, bias=bias, activation="relu", backend=backend).float().sum().backward()
+    assert torch.equal(bias.grad.cpu(), ((a.cpu().float() @ b.cpu().float()) > 0).sum(0).half())
+
+
+def test_every_kernel_by_name(backend, device):
+    a, b = matrix(64, 64, torch.float16, device), matrix(64, 64, torch.float16, device, True, seed=1)
+    names = diyfa.kernels_for(backend, "matmul")
+    ran = []
+    for name in names:
+        try:
+            c = diyfa.triton_matmul(a, b, variant=name, backend=backend)
+        except ValueError as refused:
+            assert name in str(refused)
+        else:
+            ran.append(name)
+            assert_within_one_unit(c, a, b)
+    assert ran
+    with pytest.raises(ValueError, match=f"no matmul kernel called 'v9'; it has: {', '.join(names)}"):
+        diyfa.triton_matmul(a, b, variant="v9", backend=backend)
+
+
+@pytest.mark.parametrize("activation", [None, "relu", "gelu"])
+def test_an_empty_sum_is_the_bias(backend, device, activation):
+    bias = matrix(1, 5, torch.float32, device)[0]
+    a, b = (torch.ones(shape, dtype=torch.float16, device=device) for shape in ((4, 0), (0, 5)))
+    c = diyfa.triton_matmul(a, b, bias=bias, activation=activation, backend=backend)
+    expected = reference_matmul(a, b, bias=bias, activation=activation, out_dtype=torch.float16)
+    assert c.shape == (4, 5) and torch.equal(c, expected)
+    out = torch.full((4, 5), float("nan"), dtype=torch.float16, device=device)
+    assert torch.equal(diyfa.triton_matmul(a, b, out=out, backend=backend), torch.zeros_like(out))
 
 
 @pytest.mark.parametrize("shape", [(0, 4, 5), (4, 0, 5), (4, 5, 0)], ids=str)

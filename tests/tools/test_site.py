@@ -49,7 +49,8 @@ GIVEN = {
     1: "q, k, v = (torch.randn(2023, 2, 16) for _ in range(3))",
     2: "q, k, v = (torch.randn(2, 4, 32, 16) for _ in range(3))\n"
     "seed, offset, batch, heads, seqlen_q, seqlen_k = 3, 5, 2, 4, 32, 32",
-    8: "a, b = torch.randn(128, 64), torch.randn(64, 128)",
+    8: "a, b, out = torch.randn(128, 64), torch.randn(64, 128), torch.empty(128, 128)\n"
+    "x, weight, bias = torch.randn(20, 64), torch.randn(32, 64), torch.randn(32)",
 }
 SMALL = {
     'device="cuda"': 'device="cpu"',

@@ -297,7 +297,7 @@ def mask_constants(problem: AttentionProblem) -> dict[str, Any]:
 
 @contextmanager
 def use_config(kind: str, config: Any) -> Iterator[None]:
-    """Launch every kernel of `kind` ("fwd", "dkdv", "dq", "sm90", "decode") with this config inside the block.
+    """Launch every kernel of `kind` ("fwd", "dkdv", "dq", "sm90", "sm90_matmul", "decode") with this config inside it.
 
     For sweeps and tests. The config may be a function of the problem.
     """

@@ -236,7 +236,9 @@ def unsupported_tma(problem: MatmulProblem) -> str | None:
         return f"reads float16 and bfloat16 as they are, not {problem.dtype} computed in {problem.compute_dtype}"
     if not problem.aligned:
         return "an input's strides or base address are not multiples of 16 bytes"
-    if problem.n * ELEMENT_BYTES[problem.out_dtype] % 16:
+    if problem.aligned_out is False:
+        return "out has columns that are not contiguous, or rows or an address that are no multiples of 16 bytes"
+    if problem.aligned_out is None and problem.n * ELEMENT_BYTES[problem.out_dtype] % 16:
         return f"rows of the result ({problem.n} x {problem.out_dtype}) are not a multiple of 16 bytes"
     if problem.m <= FEW_ROWS and problem.block is None:
         return f"with {problem.m} rows reading b is all the work, which the pointer form splits along its depth"

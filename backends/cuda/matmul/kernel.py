@@ -5,12 +5,16 @@
 * `pointers`: plain masked pointers, for any strides, dtypes and architecture. K may be split among programs. A second
   kernel adds their partial sums in a fixed order, so results do not vary from run to run.
 
+Bias and activation are applied to the float32 sums before they are rounded (`epilogue.py`), with a split K by the
+second kernel.
+
 Programs are ordered in groups of row tiles, so that programs that run at the same time use the same operand tiles in
 the L2 cache (Triton's matrix-multiplication tutorial). All addresses are 64-bit.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,6 +29,7 @@ from diyfa.backends.cuda.matmul.configs import (
     candidates,
     default_config,
 )
+from diyfa.backends.cuda.matmul.epilogue import activate, add_bias
 from diyfa.backends.cuda.runtime import tune
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launch import multiprocessors, on_device
@@ -50,6 +55,7 @@ class PointerConstants(Constants):
     even_k: bool  # block_k * split_k divides K: no mask along K
     compute_dtype: tl.dtype
     precision: str
+    activation: str | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +71,7 @@ class DescriptorConstants(Constants):
     persistent: bool
     store_halves: bool
     out_dtype: tl.dtype
+    activation: str | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +80,7 @@ class SumConstants(Constants):
 
     split_k: int
     block: int
+    activation: str | None
 
 
 @triton.jit
@@ -86,9 +94,10 @@ def grouped_tile(tile, num_tiles_m, num_tiles_n, GROUP_M: tl.constexpr):
 
 @triton.jit
 def _matmul_kernel(
-    a_ptr, b_ptr, c_ptr, stride_am, stride_ak, stride_bk, stride_bn, M, N, K, c: tl.constexpr
+    a_ptr, b_ptr, bias_ptr, c_ptr, stride_am, stride_ak, stride_bk, stride_bn, stride_bias, stride_cm, stride_cn,
+    M, N, K, c: tl.constexpr
 ):  # fmt: skip
-    """Compute a tile of the contiguous result (M, N), or of partial sums (SPLIT_K, M, N)."""
+    """Compute a tile of the result (M, N), or of contiguous partial sums (SPLIT_K, M, N)."""
     pid_m, pid_n = grouped_tile(tl.program_id(0), tl.cdiv(M, c.BLOCK_M), tl.cdiv(N, c.BLOCK_N), c.GROUP_M)
     split = tl.program_id(1)
     offs_m = pid_m.to(tl.int64) * c.BLOCK_M + tl.arange(0, c.BLOCK_M)
@@ -114,19 +123,27 @@ def _matmul_kernel(
         acc = tl.dot(a, b, acc, input_precision=c.PRECISION)
         a_ptrs += step * stride_ak
         b_ptrs += step * stride_bk
-    c_ptrs = c_ptr + (split.to(tl.int64) * M + offs_m[:, None]) * N + offs_n[None, :]
+    if c.SPLIT_K == 1:
+        if bias_ptr is not None:
+            acc = add_bias(acc, bias_ptr, stride_bias, offs_n, N)
+        acc = activate(acc, c.ACTIVATION)
+    c_ptrs = c_ptr + (split.to(tl.int64) * M + offs_m[:, None]) * stride_cm + offs_n[None, :] * stride_cn
     tl.store(c_ptrs, round_to(acc, c_ptr.dtype.element_ty), mask=mask_m & mask_n)
 
 
 @triton.jit
-def _sum_splits_kernel(partial_ptr, c_ptr, size, c: tl.constexpr):
-    """Write the sums of partial[s, i] over s, in the order of s, to the result's elements i."""
+def _sum_splits_kernel(partial_ptr, bias_ptr, c_ptr, stride_bias, stride_cm, stride_cn, size, N, c: tl.constexpr):
+    """Write the sums of partial[s, i] over s, in the order of s, with the epilogue, to element i of the result."""
     offs = tl.program_id(0).to(tl.int64) * c.BLOCK + tl.arange(0, c.BLOCK)
     mask = offs < size
     acc = tl.zeros((c.BLOCK,), tl.float32)
     for s in range(c.SPLIT_K):
         acc += tl.load(partial_ptr + tl.full((), s, tl.int64) * size + offs, mask=mask, other=0.0)
-    tl.store(c_ptr + offs, round_to(acc, c_ptr.dtype.element_ty), mask=mask)
+    row, column = offs // N, offs % N
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + column * stride_bias, mask=mask, other=0.0).to(tl.float32)
+    acc = activate(acc, c.ACTIVATION)
+    tl.store(c_ptr + row * stride_cm + column * stride_cn, round_to(acc, c_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -134,6 +151,7 @@ def _matmul_tma_kernel(
     a_desc,  # blocks of [BLOCK_M, BLOCK_K], or [BLOCK_K, BLOCK_M] if A_TRANSPOSED
     b_desc,  # blocks of [BLOCK_K, BLOCK_N], or [BLOCK_N, BLOCK_K] if B_TRANSPOSED
     c_desc,  # blocks of [BLOCK_M, BLOCK_N], half as wide if STORE_HALVES
+    bias_ptr, stride_bias,
     M, N, K, c: tl.constexpr,
 ):  # fmt: skip
     """Compute tiles of c. Descriptors clip: elements beyond a or b read as 0, elements beyond c are not written."""
@@ -154,6 +172,9 @@ def _matmul_tma_kernel(
             else:
                 b = b_desc.load([k, start_n])
             acc = tl.dot(dot_operand(a), dot_operand(b), acc)
+        if bias_ptr is not None:
+            acc = add_bias(acc, bias_ptr, stride_bias, start_n + tl.arange(0, c.BLOCK_N), N)
+        acc = activate(acc, c.ACTIVATION)
         if c.STORE_HALVES:
             halves = tl.permute(tl.reshape(acc, (c.BLOCK_M, 2, c.BLOCK_N // 2)), (0, 2, 1))
             left, right = tl.split(halves)  # [BLOCK_M, BLOCK_N // 2]
@@ -174,8 +195,17 @@ def _descriptor(x: torch.Tensor, transposed: bool, block: tuple[int, int]) -> Ti
     return Tiles(x, x.shape[::step], x.stride()[::step], shared_box(x.dtype, block[::step]))
 
 
+def _epilogue(problem: MatmulProblem, bias: torch.Tensor | None) -> dict[str, Any]:
+    return {"bias_ptr": bias, "stride_bias": 1 if bias is None else bias.stride(0)}
+
+
 def _launch_tma(
-    problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, config: MatmulConfig
+    problem: MatmulProblem,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    c: torch.Tensor,
+    config: MatmulConfig,
 ) -> Launch:
     m, n, k = problem.m, problem.n, problem.k
     a_transposed, b_transposed = _is_transposed(a), _is_transposed(b)
@@ -184,12 +214,17 @@ def _launch_tma(
         "a_desc": _descriptor(a, a_transposed, (config.block_m, config.block_k)),
         "b_desc": _descriptor(b, b_transposed, (config.block_k, config.block_n)),
         "c_desc": _descriptor(c, False, (config.block_m, config.block_n >> config.store_halves)),
+        **_epilogue(problem, bias),
         "M": m,
         "N": n,
         "K": k,
     }
     constants = DescriptorConstants.read_from(
-        config, a_transposed=a_transposed, b_transposed=b_transposed, out_dtype=TL_DTYPE[problem.out_dtype]
+        config,
+        a_transposed=a_transposed,
+        b_transposed=b_transposed,
+        out_dtype=TL_DTYPE[problem.out_dtype],
+        activation=problem.activation,
     )
     # In the interpreter only 2, so that each program has several tiles.
     programs = min(tiles, multiprocessors(a.device) or 2) if config.persistent else tiles
@@ -197,17 +232,25 @@ def _launch_tma(
 
 
 def _launch_pointers(
-    problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, config: MatmulConfig
+    problem: MatmulProblem,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    c: torch.Tensor,
+    config: MatmulConfig,
 ) -> Launch:
     m, n, k = problem.m, problem.n, problem.k
     arguments = {
         "a_ptr": a,
         "b_ptr": b,
+        **_epilogue(problem, bias),
         "c_ptr": c,
         "stride_am": a.stride(0),
         "stride_ak": a.stride(1),
         "stride_bk": b.stride(0),
         "stride_bn": b.stride(1),
+        "stride_cm": c.stride(-2),
+        "stride_cn": c.stride(-1),
         "M": m,
         "N": n,
         "K": k,
@@ -217,6 +260,7 @@ def _launch_pointers(
         even_k=k % (config.block_k * config.split_k) == 0,
         compute_dtype=TL_DTYPE[problem.compute_dtype],
         precision=problem.precision,
+        activation=problem.activation if config.split_k == 1 else None,
     )
     grid = triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n), config.split_k
     aligned = tuple([name for name, size in (("N", n), ("K", k)) if size % 16 == 0])  # rows are read and written wide
@@ -227,59 +271,115 @@ def _options(config: MatmulConfig) -> dict[str, int]:
     return {"num_warps": config.num_warps, "num_stages": config.num_stages}
 
 
-def make_launches(
-    problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, config: MatmulConfig
-) -> list[Launch]:
-    """Return the launches that write a @ b to the contiguous c."""
-    if config.form == "tma":
-        return [_launch_tma(problem, a, b, c, config)]
-    if config.split_k == 1:
-        return [_launch_pointers(problem, a, b, c, config)]
-    partials = a.new_empty((config.split_k, problem.m, problem.n), dtype=torch.float32)
+def make_sum(problem: MatmulProblem, partials: torch.Tensor, bias: torch.Tensor | None, c: torch.Tensor) -> Launch:
+    """Return the launch that adds up partial sums (splits, M, N) and writes them with their epilogue to c."""
     size = problem.m * problem.n
-    arguments = {"partial_ptr": partials, "c_ptr": c, "size": size}
-    constants = {"c": SumConstants(config.split_k, SUM_BLOCK)}
-    add_up = Launch(_sum_splits_kernel, triton.cdiv(size, SUM_BLOCK), arguments, constants, {})
-    return [_launch_pointers(problem, a, b, partials, config), add_up]
+    arguments = {
+        "partial_ptr": partials,
+        **_epilogue(problem, bias),
+        "c_ptr": c,
+        "stride_cm": c.stride(0),
+        "stride_cn": c.stride(1),
+        "size": size,
+        "N": problem.n,
+    }
+    constants = {"c": SumConstants(partials.shape[0], SUM_BLOCK, problem.activation)}
+    return Launch(_sum_splits_kernel, triton.cdiv(size, SUM_BLOCK), arguments, constants, {})
 
 
-def run(problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, config: MatmulConfig) -> None:
-    """Write a @ b to the contiguous c with the given tile, on the current device."""
-    launch_each(make_launches(problem, a, b, c, config))
+def make_launches(
+    problem: MatmulProblem,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    c: torch.Tensor,
+    config: MatmulConfig,
+) -> list[Launch]:
+    """Return the launches that write activation(a @ b + bias) to c."""
+    if config.form == "tma":
+        return [_launch_tma(problem, a, b, bias, c, config)]
+    if config.split_k == 1:
+        return [_launch_pointers(problem, a, b, bias, c, config)]
+    partials = a.new_empty((config.split_k, problem.m, problem.n), dtype=torch.float32)
+    return [_launch_pointers(problem, a, b, None, partials, config), make_sum(problem, partials, bias, c)]
+
+
+def run(
+    problem: MatmulProblem,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    c: torch.Tensor,
+    config: MatmulConfig,
+) -> None:
+    """Write activation(a @ b + bias) to c with the given tile, on the current device."""
+    launch_each(make_launches(problem, a, b, bias, c, config))
 
 
 @cached_per_problem
-def _bucket(problem: MatmulProblem, a_transposed: bool, b_transposed: bool) -> tuple[Any, ...]:
+def _bucket(problem: MatmulProblem) -> tuple[Any, ...]:
     sizes = tuple(bucket_size(x) for x in (problem.m, problem.n, problem.k))
     kinds = (problem.dtype, problem.compute_dtype, problem.out_dtype, problem.precision)
-    return (*kinds, *sizes, a_transposed, b_transposed)
+    return (*kinds, *sizes, *problem.k_major)
 
 
-def _pass(problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, form: str) -> Pass:
-    """Return the pass that writes a @ b to c."""
+def _pass(
+    problem: MatmulProblem,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    c: torch.Tensor,
+    form: str,
+) -> Pass:
+    """Return the pass that writes activation(a @ b + bias) to c."""
     config, is_settled = default_config(problem, form), None
     assert config is not None, "`unsupported` has asked"
     if problem.autotune and problem.block is None:
-        name, bucket = f"matmul/{form}", _bucket(problem, _is_transposed(a), _is_transposed(b))
+        name, bucket = f"matmul/{form}", _bucket(problem)
         tiles = candidates(problem, form)
-        config = tune.best(name, bucket, tiles, lambda candidate: run(problem, a, b, c, candidate), config)
+        config = tune.best(name, bucket, tiles, lambda candidate: run(problem, a, b, bias, c, candidate), config)
         is_settled = partial(tune.is_settled, name, bucket)
-    launches = make_launches(problem, a, b, c, config)
-    partials = [launch.arguments["partial_ptr"] for launch in launches if "partial_ptr" in launch.arguments]
-    return Pass(launches, partials[:1], is_settled=is_settled)
+    launches = make_launches(problem, a, b, bias, c, config)
+    return Pass(launches, partials_of(launches), is_settled=is_settled)
 
 
-def matmul(problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, form: str) -> torch.Tensor:
-    """Return a @ b, computed by the kernel of this form."""
-    c = a.new_empty((problem.m, problem.n), dtype=TORCH_DTYPE[problem.out_dtype])
-    with on_device(a):
-        launch_each(_pass(problem, a, b, c, form).launches)
-    return c
+def partials_of(launches: list[Launch]) -> list[torch.Tensor]:
+    """Return the memory of the partial sums, if K is split."""
+    return [launch.arguments["partial_ptr"] for launch in launches if "partial_ptr" in launch.arguments]
 
 
-def repeat(problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, form: str) -> Replay | None:
-    """Return `Kernel.repeat` of the kernel of this form."""
-    a, b = a.detach(), b.detach()  # different objects, even if both are one matrix
-    c = a.new_empty((problem.m, problem.n), dtype=TORCH_DTYPE[problem.out_dtype])
-    with on_device(a):
-        return make_replay(_pass(problem, a, b, c, form), [a, b], [c], tune.state)
+def launching(describe: Callable[..., Pass]) -> Callable[..., None]:
+    """Return `Kernel.launch` of a kernel whose pass `describe(problem, a, b, bias, c)` returns."""
+
+    def launch(
+        problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, c: torch.Tensor
+    ) -> None:
+        with on_device(a):
+            launch_each(describe(problem, a, b, bias, c).launches)
+
+    return launch
+
+
+def repeating(describe: Callable[..., Pass], choice: Callable[[], object] = tune.state) -> Callable[..., Replay | None]:
+    """Return `Kernel.repeat` of a kernel whose pass `describe(problem, a, b, bias, c)` returns.
+
+    `choice` returns what decides on its tile besides the problem.
+    """
+
+    def repeat(
+        problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, c: torch.Tensor
+    ) -> Replay | None:
+        # Detached, they are different objects, even if two of them are one tensor.
+        a, b, c, bias = a.detach(), b.detach(), c.detach(), None if bias is None else bias.detach()
+        inputs = [a, b] if bias is None else [a, b, bias]
+        with on_device(a):
+            return make_replay(describe(problem, a, b, bias, c), inputs, [c], choice)
+
+    return repeat
+
+
+matmul_tma, repeat_tma = launching(partial(_pass, form="tma")), repeating(partial(_pass, form="tma"))
+matmul_pointers, repeat_pointers = (
+    launching(partial(_pass, form="pointers")),
+    repeating(partial(_pass, form="pointers")),
+)

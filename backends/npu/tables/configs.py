@@ -445,13 +445,15 @@ def attention_sizes(problem: AttentionProblem) -> dict[str, int]:
 
 
 MATMUL_TILES: dict[int, MatmulTile] = {2: MatmulTile(128, 256, 256), 4: MatmulTile(128, 128, 128)}
+GELU_TILES: dict[int, MatmulTile] = {2: MatmulTile(128, 128, 256), 4: MatmulTile(128, 128, 128)}  # erf takes UB
 
 
 def matmul_tile(problem: MatmulProblem) -> MatmulTile:
     """Return the caller's tile, or the table's for the wider of input and compute dtype."""
     if problem.block is not None:
         return MatmulTile(*problem.block, measured="asked for by the caller")
-    return MATMUL_TILES[max(ELEMENT_BYTES[problem.dtype], ELEMENT_BYTES[problem.compute_dtype])]
+    tiles = GELU_TILES if problem.activation == "gelu" else MATMUL_TILES
+    return tiles[max(ELEMENT_BYTES[problem.dtype], ELEMENT_BYTES[problem.compute_dtype])]
 
 
 def matmul_fits(tile: MatmulTile, problem: MatmulProblem) -> bool:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import product
 
 import torch
 
+from diyfa.backends.cuda.hopper.matmul_configs import Sm90MatmulConfig
 from diyfa.backends.cuda.matmul.configs import (
     MatmulConfig,
     candidates,
@@ -16,6 +17,7 @@ from diyfa.backends.cuda.matmul.configs import (
 )
 from diyfa.backends.cuda.matmul.kernel import TORCH_DTYPE, make_launches
 from diyfa.lab.cuda.aot import CompileSpec, launch_spec
+from diyfa.options import ACTIVATIONS
 from diyfa.problem import MatmulProblem
 
 # (dtype of inputs, of the product, of the result, precision)
@@ -26,6 +28,11 @@ CASES = (
     ("float32", "float32", "float32", "tf32"),
     ("float32", "float32", "float32", "ieee"),
 )
+
+
+# Bytes of spills allowed to gelu, once for each tile: before Hopper the sums and the main loop's addresses leave about
+# 10 registers of 255.
+GELU_SPILLS = 160
 
 
 def compile_specs(arch: str) -> Iterator[CompileSpec]:
@@ -44,6 +51,72 @@ def compile_specs(arch: str) -> Iterator[CompileSpec]:
                 configs.update(dict.fromkeys([*([] if default is None else [default]), *measured]))
         for config in configs:
             yield from _config_specs(problem, config)
+    yield from _epilogue_specs(arch, refusals)
+    yield from _hopper_specs(arch)
+
+
+def _epilogue_specs(arch: str, refusals: Mapping[str, Callable[[MatmulProblem], str | None]]) -> Iterator[CompileSpec]:
+    """Yield the default tiles of both forms with a bias and each activation, and the kernel that adds up splits."""
+    for form, m, activation in product(refusals, (16, 4096), (None, *ACTIVATIONS)):
+        half = MatmulProblem("cuda", arch, "float16", "float16", "float16", m, 4096, 4096, aligned=True)
+        problem = half.replace(bias=True, activation=activation)
+        config = None if refusals[form](problem) else default_config(problem, form)
+        if config is None:
+            continue
+        bias = torch.empty(problem.n, dtype=torch.float16, device="meta")
+        a, b, c = _example_tensors(problem, b_transposed=True)
+        tile = f"{config.block_m}x{config.block_n}x{config.block_k} split{config.split_k}"
+        launch = make_launches(problem, a, b, bias, c, config)[-1]  # of two, the one with the epilogue
+        name = "sum" if config.split_k > 1 else form
+        case = f"float16 bT {tile} bias {activation or ''}".rstrip()
+        yield launch_spec(launch, f"matmul/{name}", case, GELU_SPILLS if activation == "gelu" else 0)
+
+
+def _hopper_specs(arch: str) -> Iterator[CompileSpec]:
+    """Yield the Gluon product for Hopper: every tile of its table in float16, then layouts, dtypes and epilogues of the
+    default tiles."""
+    from diyfa.backends.cuda.hopper import matmul_configs
+
+    half = MatmulProblem("cuda", arch, "float16", "float16", "float16", 4096, 4096, 4096, aligned=True)
+    if matmul_configs.unsupported(half) is not None:
+        return
+    tiles: dict[Sm90MatmulConfig, None] = {}
+    for row in matmul_configs.TABLE:
+        tiles.update(dict.fromkeys(config for config in row.candidates if matmul_configs.fits(config, half)))
+    for config in tiles:
+        yield _hopper_spec(half, config)
+    large = matmul_configs.select_config(half)
+    skinny = matmul_configs.select_config(half.replace(m=16))
+    for layout in ((True, True), (False, False), (False, True)):
+        yield _hopper_spec(half.replace(k_major=layout), large)
+    yield _hopper_spec(half.replace(m=16, k_major=(True, True)), skinny)
+    for activation in (None, "relu", "gelu", "silu"):
+        problem = half.replace(k_major=(True, True), bias=True, activation=activation)
+        yield _hopper_spec(problem.replace(dtype="bfloat16", compute_dtype="bfloat16", out_dtype="bfloat16"), large)
+    yield _hopper_spec(half.replace(out_dtype="float32"), large)
+    tf32 = MatmulProblem("cuda", arch, "float32", "float32", "float32", 4096, 4096, 4096, "tf32", aligned=True)
+    for m in (16, 4096):
+        problem = tf32.replace(m=m, k_major=(True, True))
+        yield _hopper_spec(problem, matmul_configs.select_config(problem))
+
+
+def _hopper_spec(problem: MatmulProblem, config: Sm90MatmulConfig) -> CompileSpec:
+    from diyfa.backends.cuda.hopper import matmul
+
+    def matrix(rows: int, columns: int, row_major: bool, dtype: str) -> torch.Tensor:
+        shape = (rows, columns) if row_major else (columns, rows)
+        x = torch.empty(shape, dtype=TORCH_DTYPE[dtype], device="meta")
+        return x if row_major else x.t()
+
+    a_by_k, b_by_k = problem.k_major
+    a, b = matrix(problem.m, problem.k, a_by_k, problem.dtype), matrix(problem.k, problem.n, not b_by_k, problem.dtype)
+    c = matrix(problem.m, problem.n, True, problem.out_dtype)
+    bias = torch.empty(problem.n, dtype=TORCH_DTYPE[problem.dtype], device="meta") if problem.bias else None
+    launch, *_ = matmul.make_launches(problem, a, b, bias, c, config)
+    case = f"{problem.dtype}->{problem.out_dtype} {'nt'[not a_by_k]}{'nt'[b_by_k]} "
+    case += f"{config.block_m}x{config.block_n}x{config.block_k} s{config.stages} c{config.consumers}"
+    case += f"{' pingpong' * config.pingpong} group{config.group_m} split{config.split_k}{' bias' * problem.bias}"
+    return launch_spec(launch, "matmul/sm90", f"{case} {problem.activation or ''}".rstrip(), clean_loops=True)
 
 
 def _config_specs(problem: MatmulProblem, config: MatmulConfig) -> Iterator[CompileSpec]:
@@ -54,7 +127,8 @@ def _config_specs(problem: MatmulProblem, config: MatmulConfig) -> Iterator[Comp
     case = f"{types} {config.block_m}x{config.block_n}x{config.block_k} w{config.num_warps} s{config.num_stages}"
     if config.form == "tma":
         for b_transposed in (False, True):
-            launch, *_ = make_launches(problem, *_example_tensors(problem, b_transposed), config)
+            a, b, c = _example_tensors(problem, b_transposed)
+            launch, *_ = make_launches(problem, a, b, None, c, config)
             suffix = " persistent" * config.persistent + " halves" * config.store_halves + " bT" * b_transposed
             yield launch_spec(launch, "matmul/tma", case + suffix)
         return
@@ -63,7 +137,8 @@ def _config_specs(problem: MatmulProblem, config: MatmulConfig) -> Iterator[Comp
         some = problem.replace(k=problem.k if even else problem.k + 16)
         if not problem.aligned:
             some = problem.replace(m=problem.m + 1, n=problem.n + 1, k=problem.k + 1)
-        launch, *_ = make_launches(some, *_example_tensors(some), config)
+        a, b, c = _example_tensors(some)
+        launch, *_ = make_launches(some, a, b, None, c, config)
         if launch.constants["c"].even_k != even:  # blocks of 16 divide every aligned K
             continue
         suffix = f" split{config.split_k}{' masked' * (not even)}{' odd' * (not problem.aligned)}"

@@ -273,7 +273,12 @@ def matmul_job(problem: MatmulProblem, a_transposed: bool = False, b_transposed:
     tile = configs.matmul_tile(problem)
     layout = "nt"[a_transposed] + "nt"[b_transposed]
     case = f"{problem.dtype}->{problem.compute_dtype} {layout} {tile.block_m}x{tile.block_n}x{tile.block_k}"
-    return kernel_job("matmul/persistent", case, matmul.make_launch(problem, a, b, c))
+    bias = None
+    if problem.bias:
+        bias = torch.empty(problem.n, dtype=getattr(torch, problem.compute_dtype), device="meta")
+    if problem.bias or problem.activation:
+        case = f"epilogue {case}{' bias' * problem.bias} {problem.activation or ''}".rstrip()
+    return kernel_job("matmul/persistent", case, matmul.make_launch(problem, a, b, bias, c))
 
 
 # A problem for each mode of the tile table, with all features of the mode: the one that needs the most memory.
@@ -541,3 +546,12 @@ def matmul_jobs(target: str) -> Iterator[Job]:
         problem = MatmulProblem("npu", target, dtype, compute, out, 4096, 4096, 4096)
         for layout in ((False, False), (True, False), (False, True), (True, True)):
             yield matmul_job(problem, *layout)
+    for dtype, activation in (
+        ("float16", None),
+        ("float16", "relu"),
+        ("bfloat16", "gelu"),
+        ("float16", "silu"),
+        ("float32", "gelu"),
+    ):
+        problem = MatmulProblem("npu", target, dtype, dtype, dtype, 4096, 4096, 4096, bias=True, activation=activation)
+        yield matmul_job(problem, False, True)  # as in a linear layer

@@ -18,7 +18,14 @@ from .shared_memory import SharedView
 WARPS = 4  # of a warpgroup
 ROWS = 64  # of one instruction
 MAX_COLUMNS = 256
-DTYPES = (tl.float16, tl.bfloat16)
+DTYPES = (tl.float16, tl.bfloat16, tl.float32)  # float32 is multiplied as tf32
+
+
+def _multiplied(data: np.ndarray, dtype: tl.dtype) -> np.ndarray:
+    """Return the numbers that the tensor cores multiply: of float32 the first 10 bits of the mantissa."""
+    if dtype == tl.float32:
+        return (np.ascontiguousarray(data).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
+    return widen(data, dtype)
 
 
 class Accumulator(TensorHandle):
@@ -46,9 +53,9 @@ class Product:
         self.result = Accumulator(self)
 
     def execute(self) -> None:
-        a = widen(self.a.values(), self.a.dtype) if isinstance(self.a, SharedView) else self.a
+        a = _multiplied(self.a.values(), self.a.dtype) if isinstance(self.a, SharedView) else self.a
         with np.errstate(all="ignore"):
-            product = matrix_product(a, widen(self.b.values(), self.b.dtype))
+            product = matrix_product(a, _multiplied(self.b.values(), self.b.dtype))
             if self.use_acc:
                 # A product may continue the accumulator of an unfinished one, because they execute in order.
                 acc = self.acc.registers if isinstance(self.acc, Accumulator) else self.acc.data
@@ -72,7 +79,7 @@ class Products:
             if isinstance(operand, SharedView):
                 operand.access(what, clock, self.agent, number, write=False, asynchronous=True)
         if not isinstance(a, SharedView):
-            a = widen(a.data, a.dtype)
+            a = _multiplied(a.data, a.dtype)
         if not isinstance(acc, Accumulator) or acc.product not in self.issued:
             acc.data  # noqa: B018  raises when another partition's product is still writing it
         product = Product(a, b, acc, use_acc, what)
@@ -129,6 +136,8 @@ def check_operands(a: Any, b: Any, acc: Any, num_warps: int) -> None:
                 isinstance(operand.layout, gl.NVMMASharedLayout) and operand.layout.rank == 2,
                 f"{name} lies in shared memory as {operand.layout}",
             )
+            along_k = operand.layout.transposed == (name == "b")
+            need(bits == 16 or along_k, f"{name} of {bits} bits must be contiguous along K")
     if not isinstance(a, gl.shared_memory_descriptor):
         wanted = gl.DotOperandLayout(0, layout, 32 // bits)
         need(a.type.layout == wanted, f"a in registers needs {wanted}, has {a.type.layout}")

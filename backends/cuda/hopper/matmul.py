@@ -1,0 +1,396 @@
+"""Matrix product for Hopper (sm_90): c = activation(a @ b + bias), in Gluon.
+
+A persistent program computes tiles [BLOCK_M, BLOCK_N] of c one after another. Its warps are specialised:
+
+* A producer warp copies operand tiles to shared memory by TMA, STAGES steps of BLOCK_K ahead of the products and beyond
+  the end of a tile.
+* Two consumer warpgroups multiply by wgmma, each half of the tile's rows. The result leaves through shared memory by
+  TMA stores, which run on during the products of the next tile. PINGPONG: each consumer computes every other tile
+  whole, so one multiplies during the other's epilogue. They multiply in turns. A tile of 64 rows has one consumer.
+
+Tiles are numbered in groups of GROUP_M tile rows, down the rows first, so that programs that run at the same time use
+the same operand tiles in the L2 cache. SPLIT_K: K of a tile is divided among programs, which write float32 sums. A
+second kernel adds these up and applies the epilogue (`matmul/kernel.py`).
+
+Read `_matmul_sm90_kernel` first, then `_producer`, `_consumer`, `_accumulate` and `_store_tile`.
+"""
+
+# Aggregates are checked against their annotations, so these must not be postponed.
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from triton import constexpr_function
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from diyfa.backends.cuda.attention.launch import choice, forced_config
+from diyfa.backends.cuda.gluon.barriers import WARPS, idle_warps, turn, wait_for_previous_kernels
+from diyfa.backends.cuda.gluon.channel import Channel, allocate_channel
+from diyfa.backends.cuda.gluon.compat import aggregate, async_load, async_store
+from diyfa.backends.cuda.gluon.tma import smem_box
+from diyfa.backends.cuda.hopper.matmul_configs import (
+    Sm90MatmulConfig,
+    compile_options,
+    select_config,
+    store_columns,
+)
+from diyfa.backends.cuda.matmul.epilogue import activate, add_bias
+from diyfa.backends.cuda.matmul.kernel import launching, make_sum, partials_of, repeating
+from diyfa.backends.cuda.runtime.constants import Constants
+from diyfa.backends.cuda.runtime.launch import multiprocessors
+from diyfa.backends.cuda.runtime.launcher import Tiles
+from diyfa.backends.cuda.runtime.passes import Pass
+from diyfa.problem import Launch, MatmulProblem
+
+
+@dataclass(frozen=True, eq=False)
+class MatmulSm90Constants(Constants):
+    """The kernel's compile-time constants. `Sm90MatmulConfig` explains the tile."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    stages: int
+    consumers: int
+    pingpong: bool
+    group_m: int
+    split_k: int
+    consumer_registers: int
+    producer_registers: int
+    rows: int  # of a consumer's tile
+    a_transposed: bool  # M is the dimension of stride 1
+    b_transposed: bool  # K is
+    store_columns: int  # of a TMA store
+    activation: str | None
+
+
+@constexpr_function
+def _store_buffers(config):
+    """Return the buffers that a consumer's tile leaves through: two, or one if its columns are one store."""
+    return min(2, config.BLOCK_N // config.STORE_COLUMNS)
+
+
+@constexpr_function
+def _accumulator_layout(config, bits):
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, config.BLOCK_N, 256 // bits])
+
+
+@aggregate
+class WorkTile:
+    """A tile of c and its part of K: the steps [first_step, end_step) of BLOCK_K."""
+
+    row0: gl.tensor
+    column0: gl.tensor
+    split: gl.tensor
+    first_step: gl.tensor
+    end_step: gl.tensor
+
+
+@aggregate
+class TileOrder:
+    """The numbering of all tiles. Programs take tiles program_id, program_id + num_programs, ..."""
+
+    tiles_m: gl.tensor
+    tiles_n: gl.tensor
+    steps: gl.tensor  # of BLOCK_K in K
+    config: gl.constexpr
+
+    @gluon.jit
+    def count(self):
+        return self.tiles_m * self.tiles_n * self.config.SPLIT_K
+
+    @gluon.jit
+    def locate(self, index):
+        """Return the tile of a number. Tiles of one split follow each other."""
+        config: gl.constexpr = self.config
+        tiles = self.tiles_m * self.tiles_n
+        split = index // tiles
+        index = index % tiles
+        first_m = index // (config.GROUP_M * self.tiles_n) * config.GROUP_M
+        group_m = gl.minimum(self.tiles_m - first_m, config.GROUP_M)
+        index = index - first_m * self.tiles_n
+        steps = gl.cdiv(self.steps, config.SPLIT_K)
+        first_step = split * steps
+        end_step = gl.minimum(first_step + steps, self.steps)
+        row0 = (first_m + index % group_m) * config.BLOCK_M
+        return WorkTile(row0, index // group_m * config.BLOCK_N, split, first_step, end_step)
+
+
+@aggregate
+class Operands:
+    """Stages of operand tiles in shared memory, and the channel that hands them to the consumers."""
+
+    a_tensor: tma.tensor_descriptor
+    b_tensor: tma.tensor_descriptor
+    a_buffers: gl.shared_memory_descriptor  # a stage has a box for each ROWS of BLOCK_M
+    b_buffers: gl.shared_memory_descriptor
+    channel: Channel
+    config: gl.constexpr
+
+    @gluon.jit
+    def start_load(self, item, tile, step):
+        """Start the TMA copies of a step's operand tiles. Elements beyond a and b become zeros."""
+        config: gl.constexpr = self.config
+        BOXES: gl.constexpr = config.BLOCK_M // config.ROWS
+        stage = self.channel.stage(item)
+        full = self.channel.full_barrier(item)
+        k = step * config.BLOCK_K
+        mbarrier.expect(full, BOXES * self.a_tensor.block_type.nbytes + self.b_tensor.block_type.nbytes)
+        for i in gl.static_range(BOXES):
+            row = tile.row0 + i * config.ROWS
+            a_at = [k, row] if config.A_TRANSPOSED else [row, k]
+            async_load(self.a_tensor, a_at, full, self.a_buffers.index(stage * BOXES + i))
+        b_at = [tile.column0, k] if config.B_TRANSPOSED else [k, tile.column0]
+        async_load(self.b_tensor, b_at, full, self.b_buffers.index(stage))
+
+    @gluon.jit
+    def start_product(self, item, BOX: gl.constexpr, acc, USE_ACC: gl.constexpr):
+        """Start acc += a @ b of a step, [ROWS, BLOCK_K] @ [BLOCK_K, BLOCK_N]. Without USE_ACC, acc is overwritten.
+
+        Triton multiplies float32 operands as tf32 by default.
+        """
+        config: gl.constexpr = self.config
+        stage = self.channel.stage(item)
+        a = self.a_buffers.index(stage * (config.BLOCK_M // config.ROWS) + BOX)
+        b = self.b_buffers.index(stage)
+        if config.A_TRANSPOSED:
+            a = a.permute((1, 0))
+        if config.B_TRANSPOSED:
+            b = b.permute((1, 0))
+        return warpgroup_mma(a, b, acc, use_acc=USE_ACC, is_async=True)
+
+
+@aggregate
+class Output:
+    """The result, and buffers of [ROWS, STORE_COLUMNS] that it leaves through: one or two for each consumer."""
+
+    c_tensor: tma.tensor_descriptor  # (splits, M, N)
+    bias_ptr: gl.tensor | gl.constexpr
+    stride_bias: gl.tensor | gl.constexpr
+    buffers: gl.shared_memory_descriptor
+    config: gl.constexpr
+
+
+@gluon.jit
+def _producer(order, operands):
+    """Run the producer warp: copy the operand tiles of all tiles, each as soon as its stage is free."""
+    item = 0
+    for index in range(gl.program_id(0), order.count(), gl.num_programs(0)):
+        tile = order.locate(index)
+        for step in range(tile.first_step, tile.end_step):
+            operands.channel.acquire(item)
+            operands.start_load(item, tile, step)
+            item += 1
+
+
+@gluon.jit
+def _accumulate(operands, BOX: gl.constexpr, item, end):
+    """Return the sum [ROWS, BLOCK_N] of the products of items [item, end), of which there is at least one.
+
+    The next product is issued before the one before it is complete, so the tensor cores do not idle.
+    """
+    config: gl.constexpr = operands.config
+    LAYOUT: gl.constexpr = _accumulator_layout(config, operands.a_buffers.dtype.primitive_bitwidth)
+    channel = operands.channel
+    acc = gl.zeros([config.ROWS, config.BLOCK_N], gl.float32, LAYOUT)
+    channel.wait(item)
+    acc = operands.start_product(item, BOX, acc, False)
+    acc = warpgroup_mma_wait(1, deps=[acc])  # waits for nothing: the loop carries a tensor
+    for i in range(item + 1, end):
+        channel.wait(i)
+        acc = operands.start_product(i, BOX, acc, True)
+        acc = warpgroup_mma_wait(1, deps=[acc])
+        channel.release(i - 1)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    channel.release(end - 1)
+    return acc
+
+
+@gluon.jit
+def _column_chunks(acc, COLUMNS: gl.constexpr):
+    """Return acc [ROWS, BLOCK_N] as a tuple of tiles of COLUMNS columns, without moving data between threads."""
+    chunks = (acc,)
+    for _ in gl.static_range(16):
+        if chunks[0].shape[1] > COLUMNS:
+            halves = ()
+            for i in gl.static_range(len(chunks)):
+                x = chunks[i]
+                halves += gl.split(x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)))
+            chunks = halves
+    return chunks
+
+
+@gluon.jit
+def _store_tile(output, CONSUMER: gl.constexpr, BOX: gl.constexpr, tile, acc):
+    """Apply the epilogue to a consumer's rows of a tile and start their TMA stores, which clip at the edges of c.
+
+    A buffer is written again once the store before the last has read it. Nothing waits for a store of this tile.
+    """
+    config: gl.constexpr = output.config
+    COLUMNS: gl.constexpr = config.STORE_COLUMNS
+    BUFFERS: gl.constexpr = _store_buffers(config)
+    DTYPE: gl.constexpr = output.c_tensor.dtype
+    row = tile.row0 + BOX * config.ROWS
+    chunks = _column_chunks(acc, COLUMNS)
+    for i in gl.static_range(len(chunks)):
+        x = chunks[i]
+        column = tile.column0 + i * COLUMNS
+        if output.bias_ptr is not None:
+            offs_n = column + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, x.type.layout))
+            x = add_bias(x, output.bias_ptr, output.stride_bias, offs_n, output.c_tensor.shape[2])
+        x = activate(x, config.ACTIVATION)
+        buffer = output.buffers.index(CONSUMER * BUFFERS + i % BUFFERS)
+        tma.store_wait(BUFFERS - 1)
+        buffer.reshape([config.ROWS, COLUMNS]).store(x.to(DTYPE))
+        fence_async_shared()  # TMA must see what threads have stored
+        async_store(output.c_tensor, [tile.split, row, column], buffer)
+
+
+@gluon.jit
+def _consumer(INDEX: gl.constexpr, order, operands, output):
+    """Run a consumer warpgroup: its rows of each tile, or with PINGPONG every second tile."""
+    config: gl.constexpr = operands.config
+    BOX: gl.constexpr = 0 if config.PINGPONG else INDEX
+    FIRST: gl.constexpr = INDEX if config.PINGPONG else 0
+    EVERY: gl.constexpr = config.CONSUMERS if config.PINGPONG else 1
+    item = FIRST * order.steps
+    if config.PINGPONG and INDEX == 1:
+        turn("arrive", 0)  # consumer 0 has the first turn
+    programs = gl.num_programs(0)
+    for index in range(gl.program_id(0) + FIRST * programs, order.count(), EVERY * programs):
+        tile = order.locate(index)
+        end = item + tile.end_step - tile.first_step
+        # A consumer may wait for a stage only once the other has waited for all earlier items: else an older phase of
+        # the same parity would answer.
+        if config.PINGPONG:
+            turn("sync", INDEX)
+        acc = _accumulate(operands, BOX, item, end)
+        if config.PINGPONG:
+            turn("arrive", 1 - INDEX)
+        _store_tile(output, INDEX, BOX, tile, acc)
+        # With PINGPONG skip the other consumer's tile, which has as many steps: K is not split.
+        item = end + (EVERY - 1) * order.steps
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _buffers(tensor, COUNT: gl.constexpr):
+    """Allocate buffers for COUNT boxes of a tensor."""
+    return gl.allocate_shared_memory(tensor.dtype, [COUNT] + tensor.block_shape, tensor.layout)  # noqa: RUF005 (Gluon)
+
+
+@gluon.jit
+def _matmul_sm90_kernel(
+    a_tensor,  # (M, K), boxes of [ROWS, BLOCK_K]; A_TRANSPOSED: (K, M), [BLOCK_K, ROWS]
+    b_tensor,  # (K, N), boxes of [BLOCK_K, BLOCK_N]; B_TRANSPOSED: (N, K), [BLOCK_N, BLOCK_K]
+    bias_ptr,  # (N,)
+    c_tensor,  # (SPLIT_K, M, N), boxes of [1, ROWS, STORE_COLUMNS]
+    stride_bias,
+    config: gl.constexpr,  # `MatmulSm90Constants`
+):  # fmt: skip
+    """Make buffers and barriers, then run the producer and the consumers until all tiles are done."""
+    CONSUMERS: gl.constexpr = config.CONSUMERS
+    BOXES: gl.constexpr = config.BLOCK_M // config.ROWS
+    # A stage is read by the consumer whose tile it is, or by all.
+    READERS: gl.constexpr = 1 if config.PINGPONG else CONSUMERS
+    STORES: gl.constexpr = CONSUMERS * _store_buffers(config)
+    a_buffers = _buffers(a_tensor, config.STAGES * BOXES)
+    b_buffers = _buffers(b_tensor, config.STAGES)
+    c_buffers = _buffers(c_tensor, STORES)
+    channel = allocate_channel(config.STAGES, 1, WARPS * READERS)
+    fence_async_shared()  # TMA must see the barriers
+    wait_for_previous_kernels()
+
+    K_DIM: gl.constexpr = 0 if config.A_TRANSPOSED else 1
+    order = TileOrder(
+        gl.cdiv(c_tensor.shape[1], config.BLOCK_M),
+        gl.cdiv(c_tensor.shape[2], config.BLOCK_N),
+        gl.cdiv(a_tensor.shape[K_DIM], config.BLOCK_K),
+        config,
+    )
+    operands = Operands(a_tensor, b_tensor, a_buffers, b_buffers, channel, config)
+    output = Output(c_tensor, bias_ptr, stride_bias, c_buffers, config)
+    # The first consumer runs on the warps of the launch. Idle warps fill up the producer's warpgroup, unless there is
+    # one consumer, which has no registers to give away.
+    OTHERS: gl.constexpr = CONSUMERS - 1
+    PRODUCERS: gl.constexpr = 3 if OTHERS else 1  # partitions of the producer's warpgroup
+    P: gl.constexpr = config.PRODUCER_REGISTERS
+    gl.warp_specialize(
+        [(_consumer, (i, order, operands, output)) for i in (0, 1)[: OTHERS + 1]]
+        + [(_producer, (order, operands)), (idle_warps, ()), (idle_warps, ())][:PRODUCERS],
+        [4][:OTHERS] + [1, 1, 2][:PRODUCERS],
+        [config.CONSUMER_REGISTERS][:OTHERS] + [P, P, P][:PRODUCERS],
+    )  # fmt: skip
+
+
+def constants(problem: MatmulProblem, config: Sm90MatmulConfig) -> MatmulSm90Constants:
+    """Return the constants that the kernel is compiled with."""
+    return MatmulSm90Constants.read_from(
+        config,
+        rows=config.rows,
+        a_transposed=not problem.k_major[0],
+        b_transposed=problem.k_major[1],
+        store_columns=store_columns(problem, config),
+        activation=problem.activation if config.split_k == 1 else None,
+    )
+
+
+def _matrix(x: torch.Tensor, is_row_major: bool, box: tuple[int, int]) -> Tiles:
+    """Return the descriptor of a matrix, whose box is [rows, columns]. The dimension of stride 1 comes last."""
+    step = 1 if is_row_major else -1
+    return Tiles(x, x.shape[::step], x.stride()[::step], smem_box(*box[::step], 2, x.dtype))
+
+
+def make_launches(
+    problem: MatmulProblem,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    c: torch.Tensor,
+    config: Sm90MatmulConfig,
+) -> list[Launch]:
+    """Return the launches that write activation(a @ b + bias) to c."""
+    values, (a_by_k, b_by_k) = constants(problem, config), problem.k_major
+    tensors = {
+        "a_tensor": _matrix(a, a_by_k, (config.rows, config.block_k)),
+        "b_tensor": _matrix(b, not b_by_k, (config.block_k, config.block_n)),
+    }
+    count = triton.cdiv(problem.m, config.block_m) * triton.cdiv(problem.n, config.block_n) * config.split_k
+    grid = min(count, multiprocessors(a.device) or 132)
+
+    def launch(x: torch.Tensor, x_bias: torch.Tensor | None) -> Launch:
+        splits, rows, columns = x.shape
+        shape, strides = (splits, rows, columns), (x.stride(0), x.stride(1), 1)
+        arguments: dict[str, Any] = {
+            **tensors,
+            "bias_ptr": x_bias,
+            "c_tensor": Tiles(x, shape, strides, smem_box(config.rows, values.store_columns, 3, x.dtype)),
+            "stride_bias": 1 if x_bias is None else x_bias.stride(0),
+        }
+        return Launch(_matmul_sm90_kernel, grid, arguments, {"config": values}, compile_options(config))
+
+    if config.split_k == 1:
+        return [launch(c.unsqueeze(0), bias)]
+    partials = a.new_empty((config.split_k, problem.m, problem.n), dtype=torch.float32)
+    return [launch(partials, None), make_sum(problem, partials, bias, c)]
+
+
+def matmul_pass(
+    problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, c: torch.Tensor
+) -> Pass:
+    """Return the pass that writes activation(a @ b + bias) to c."""
+    config = forced_config("sm90_matmul", problem) or select_config(problem)
+    launches = make_launches(problem, a, b, bias, c, config)
+    return Pass(launches, partials_of(launches))
+
+
+matmul, repeat = launching(matmul_pass), repeating(matmul_pass, choice)

@@ -1,0 +1,224 @@
+"""Tiles of the matrix product on Hopper: candidates by class of (M, N, K), and which classes `auto` takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from diyfa.arch import ELEMENT_BYTES, gpu_spec
+from diyfa.backends.cuda.attention.tile_io import cdiv
+from diyfa.backends.cuda.gluon.compat import ptxas_options
+from diyfa.backends.cuda.hopper.configs import environment_refusal
+from diyfa.problem import MatmulProblem, cached_per_problem
+
+SHARED_BYTES = 232448  # for one program on sm_90
+BARRIER_BYTES = 1024
+STORE_BYTES = 128  # of a row of a TMA store: the swizzle
+CONSUMER_ROWS = 64  # the M of a warpgroup's product
+
+
+@dataclass(frozen=True)
+class Sm90MatmulConfig:
+    """Tile [block_m, block_n] of a program, which multiplies `block_k` of K at a time.
+
+    `block_k` counts 16-bit elements; of float32 a step has half as many. `consumers` divide the rows of a tile;
+    with `pingpong` each has a whole one, and they take turns. `group_m`: tile rows that use the same columns of b in
+    the L2 cache. `split_k`: programs that divide K of a tile.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    stages: int
+    consumers: int = 2
+    pingpong: bool = False
+    group_m: int = 8
+    split_k: int = 1
+    consumer_registers: int = 232
+    producer_registers: int = 40
+
+    def __post_init__(self) -> None:
+        if self.pingpong and (self.split_k > 1 or self.consumers != 2):
+            raise ValueError(f"pingpong needs two consumers and tiles with equally many steps: no split_k, got {self}")
+
+    @property
+    def rows(self) -> int:
+        """Rows of a consumer's tile."""
+        return self.block_m if self.pingpong else self.block_m // self.consumers
+
+
+@dataclass(frozen=True)
+class ProblemClass:
+    """A class of (M, N, K) and its candidates, the default first. No row has been measured yet.
+
+    A problem belongs to the first class whose bounds it does not exceed. `max_tiles`: tiles of 128 x 128. `min_k`:
+    smallest K.
+    """
+
+    name: str
+    candidates: tuple[Sm90MatmulConfig, ...]
+    max_m: int = 1 << 62
+    max_n: int = 1 << 62
+    max_tiles: int = 1 << 62
+    max_k: int = 1 << 62
+    min_k: int = 0
+    measured: str = "not measured yet"  # device, date, problem: TFLOP/s
+
+
+def _config(block_m: int, block_n: int, block_k: int, stages: int, **rest: int | bool) -> Sm90MatmulConfig:
+    return Sm90MatmulConfig(block_m, block_n, block_k, stages, **rest)  # type: ignore[arg-type]
+
+
+# `auto` takes this kernel for the classes named here, and the portable kernels for all others. A class is named once
+# benchmarks/matmul.py has shown on a GPU that the kernel is the fastest for it.
+AUTOMATIC: frozenset[str] = frozenset()
+
+_WIDE = _config(64, 256, 64, 5, consumers=1, consumer_registers=240, producer_registers=96)  # wgmma needs 154 registers
+_LARGE = (
+    _config(128, 256, 64, 4),
+    _config(128, 256, 64, 4, group_m=16),
+    _config(128, 128, 64, 5, pingpong=True),
+    _config(128, 128, 64, 6),
+    _config(128, 128, 128, 3),
+)
+TABLE: tuple[ProblemClass, ...] = (
+    ProblemClass(
+        "skinny, long K",
+        (
+            _config(64, 128, 128, 4, consumers=1, split_k=2),
+            _config(64, 128, 128, 4, consumers=1, split_k=4),
+            _config(64, 64, 128, 6, consumers=1),
+            replace(_WIDE, split_k=4),
+        ),
+        max_m=64,
+        min_k=1024,
+    ),
+    ProblemClass(
+        "skinny",
+        (_config(64, 128, 128, 4, consumers=1), _config(64, 64, 128, 6, consumers=1), _WIDE),
+        max_m=64,
+    ),
+    ProblemClass(
+        "few tiles, long K",
+        (
+            _config(128, 128, 64, 6, split_k=2),
+            _config(128, 128, 64, 6, split_k=4),
+            _config(128, 128, 64, 6, split_k=8),
+            _config(64, 128, 128, 4, consumers=1, split_k=2),
+        ),
+        max_tiles=66,
+        min_k=2048,
+    ),
+    ProblemClass(
+        "few tiles",
+        (
+            _config(64, 64, 128, 6, consumers=1),
+            _config(64, 128, 128, 4, consumers=1),
+            _config(128, 64, 128, 4),
+            _config(128, 128, 64, 6),
+            _config(64, 64, 64, 8, consumers=1, split_k=2),
+        ),
+        max_tiles=132,
+    ),
+    ProblemClass(
+        "narrow",
+        (_config(128, 128, 64, 6), _config(128, 128, 64, 5, pingpong=True), _config(128, 64, 128, 4)),
+        max_n=128,
+    ),
+    ProblemClass(
+        "short K",
+        (_config(128, 128, 64, 5, pingpong=True), _config(128, 256, 64, 4), _config(128, 128, 64, 6)),
+        max_k=512,
+    ),
+    ProblemClass("large", _LARGE),
+)
+
+
+def problem_class(m: int, n: int, k: int) -> ProblemClass:
+    """Return the class of (M, N, K)."""
+    tiles = cdiv(m, 128) * cdiv(n, 128)
+    return next(
+        row
+        for row in TABLE
+        if m <= row.max_m and n <= row.max_n and tiles <= row.max_tiles and row.min_k <= k <= row.max_k
+    )
+
+
+def store_columns(problem: MatmulProblem, config: Sm90MatmulConfig) -> int:
+    """Return the columns of a TMA store: 128 bytes of a row, of float32 partial sums if K is split."""
+    dtype = problem.out_dtype if config.split_k == 1 else "float32"
+    return STORE_BYTES // ELEMENT_BYTES[dtype]
+
+
+def shared_bytes(config: Sm90MatmulConfig, problem: MatmulProblem) -> int:
+    """Return the bytes of shared memory for operand stages and stores."""
+    stage = (config.block_m + config.block_n) * config.block_k * ELEMENT_BYTES[problem.dtype]
+    buffers = min(2, config.block_n // store_columns(problem, config))
+    return config.stages * stage + config.consumers * buffers * config.rows * STORE_BYTES
+
+
+def fits(config: Sm90MatmulConfig, problem: MatmulProblem) -> bool:
+    """Return whether a program has the shared memory that `config` needs."""
+    return shared_bytes(config, problem) + BARRIER_BYTES <= SHARED_BYTES
+
+
+def _for_problem(config: Sm90MatmulConfig, problem: MatmulProblem) -> Sm90MatmulConfig:
+    """Return `config` with steps of the problem's dtype, and no more splits than steps."""
+    block_k = config.block_k * 2 // ELEMENT_BYTES[problem.dtype]
+    steps = cdiv(problem.k, block_k)
+    split_k = cdiv(steps, cdiv(steps, config.split_k))  # each split has a step
+    return replace(config, block_k=block_k, split_k=split_k)
+
+
+@cached_per_problem
+def candidates(problem: MatmulProblem) -> tuple[Sm90MatmulConfig, ...]:
+    """Return the tiles of the problem's class that fit, the default first."""
+    row = problem_class(problem.m, problem.n, problem.k)
+    tiles = (_for_problem(config, problem) for config in row.candidates)
+    return tuple(dict.fromkeys(config for config in tiles if fits(config, problem)))
+
+
+def select_config(problem: MatmulProblem) -> Sm90MatmulConfig:
+    """Return the default tile."""
+    return candidates(problem)[0]
+
+
+def compile_options(config: Sm90MatmulConfig) -> dict[str, int]:
+    """Return the compiler options of a config. `maxnreg`: the mean of one consumer's and its producer's registers."""
+    options = {"num_warps": 4, "launch_pdl": True, **ptxas_options()}
+    if config.consumers == 1:
+        options["maxnreg"] = cdiv((config.consumer_registers + config.producer_registers) // 2, 8) * 8
+    return options
+
+
+def _refusal(problem: MatmulProblem) -> str | None:
+    spec = gpu_spec(problem.arch)
+    if spec is None or not spec.has_wgmma:
+        return f"wgmma needs sm_90, this is {problem.arch}"
+    if problem.block is not None:
+        return "it takes tiles of its own table, not block_m, block_n and block_k"
+    if problem.compute_dtype != problem.dtype or (problem.dtype == "float32" and problem.precision != "tf32"):
+        return f"it multiplies float16, bfloat16 and tf32 as they are, not {problem.dtype} in {problem.compute_dtype}"
+    if not problem.aligned:
+        return "an input's strides or base address are not multiples of 16 bytes"
+    if problem.dtype == "float32" and problem.k_major != (True, True):
+        return "tf32 products of wgmma need both operands contiguous along K: a row-major, b column-major"
+    if problem.aligned_out is False:
+        return "out has columns that are not contiguous, or rows or an address that are no multiples of 16 bytes"
+    if problem.aligned_out is None and problem.n * ELEMENT_BYTES[problem.out_dtype] % 16:
+        return f"rows of the result ({problem.n} x {problem.out_dtype}) are not a multiple of 16 bytes"
+    if max(problem.m, problem.n, problem.k) >= 2**31:
+        return f"each dimension must be below 2^31, got {(problem.m, problem.n, problem.k)}"
+    return None
+
+
+def unsupported(problem: MatmulProblem) -> str | None:
+    """Return why the kernel cannot run `problem`, or None."""
+    return _refusal(problem) or environment_refusal()
+
+
+def by_name_only(problem: MatmulProblem) -> str | None:
+    """Return why `auto` does not take the kernel for `problem`, or None."""
+    name = problem_class(problem.m, problem.n, problem.k).name
+    if name in AUTOMATIC:
+        return None
+    return f'not measured against the portable kernels for the class "{name}": variant="sm90" runs it'

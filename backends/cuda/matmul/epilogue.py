@@ -1,0 +1,46 @@
+"""The epilogue of a product: bias and activation of a tile of float32 sums, before it is rounded.
+
+The portable kernels and the Hopper kernel call it, so it has no layouts.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _normal_below(x):
+    """Return the probability that a standard normal number is below x, which is (1 + erf(x / sqrt(2))) / 2.
+
+    By the approximation of erfc in Press et al., Numerical Recipes ("erfcc"), whose relative error is below 1.2e-7
+    everywhere. The library's erf has two branches, of which a tile's elements take both: they spill 400 bytes.
+    """
+    z = tl.abs(x) * 0.7071067811865476
+    t = 1.0 / (1.0 + 0.5 * z)
+    series = -0.82215223 + t * 0.17087277
+    series = -1.13520398 + t * (1.48851587 + t * series)
+    series = -0.18628806 + t * (0.27886807 + t * series)
+    series = 0.37409196 + t * (0.09678418 + t * series)
+    series = -1.26551223 + t * (1.00002368 + t * series)
+    tail = 0.5 * t * tl.exp(series - z * z)
+    return tl.where(x < 0.0, tail, 1.0 - tail)
+
+
+@triton.jit
+def activate(x, ACTIVATION: tl.constexpr):
+    """Return the activation of x: None, "relu", "gelu" (by the error function) or "silu". NaN stays NaN."""
+    if ACTIVATION == "relu":
+        x = tl.where(x <= 0.0, 0.0, x)
+    elif ACTIVATION == "gelu":
+        x = x * _normal_below(x)
+    elif ACTIVATION == "silu":
+        x = x / (1.0 + tl.exp(-x))
+    return x
+
+
+@triton.jit
+def add_bias(x, bias_ptr, stride_bias, offs_n, N):
+    """Return x [.., columns] plus the biases of the columns `offs_n`, of which those below N exist."""
+    bias = tl.load(bias_ptr + offs_n.to(tl.int64) * stride_bias, mask=offs_n < N, other=0.0).to(tl.float32)
+    return x + bias[None, :]

@@ -1,0 +1,352 @@
+"""The Gluon product for Hopper in the simulator: results, and each of its waits, arrivals and fences is needed."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from hopper_gluon import need_hopper_gluon
+
+need_hopper_gluon()
+
+from hopper_interpreted import kernel_source, load_kernel  # noqa: E402
+from poison import poisoned_allocations  # noqa: E402
+from simulators.gluon import Deadlock, InterpretedKernel, KernelBug, Race  # noqa: E402
+from synchronising import Synchronising  # noqa: E402
+
+import diyfa  # noqa: E402
+from diyfa import plan as planning  # noqa: E402
+from diyfa import registry  # noqa: E402
+from diyfa.backends.cuda.attention.launch import use_config  # noqa: E402
+from diyfa.backends.cuda.hopper import matmul, matmul_configs  # noqa: E402
+from diyfa.backends.cuda.hopper.matmul_configs import Sm90MatmulConfig  # noqa: E402
+from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
+from diyfa.backends.cuda.runtime.passes import launch_each  # noqa: E402
+from diyfa.problem import MatmulProblem  # noqa: E402
+from diyfa.reference import reference_matmul  # noqa: E402
+
+pytestmark = pytest.mark.skipif(not is_interpreting(), reason="CPU tensors are refused: here the kernel itself is run")
+
+# Few stages, so that each is used again within a tile.
+TILES = {
+    "two consumers": Sm90MatmulConfig(128, 128, 64, 3, group_m=2),
+    "wide": Sm90MatmulConfig(128, 256, 64, 2),
+    "pingpong": Sm90MatmulConfig(128, 128, 64, 3, pingpong=True, group_m=1),
+    "one consumer": Sm90MatmulConfig(64, 128, 128, 2, consumers=1),
+    "one store": Sm90MatmulConfig(64, 64, 64, 3, consumers=1),
+    "split": Sm90MatmulConfig(128, 128, 64, 3, split_k=2),
+}
+UNIT = {torch.float16: 2**-10, torch.bfloat16: 2**-7, torch.float32: 2**-22}
+
+
+def random_matrix(rows: int, columns: int, row_major: bool, dtype: torch.dtype) -> torch.Tensor:
+    x = torch.randn((rows, columns) if row_major else (columns, rows)).to(dtype)
+    return x if row_major else x.t()
+
+
+def multiply(
+    config: Sm90MatmulConfig,
+    sizes: tuple[int, int, int],
+    seed: int = 3,
+    kernels: ModuleType = matmul,
+    interleave: bool = False,
+    multiprocessors: int = 2,
+    dtype: torch.dtype = torch.float16,
+    **problem: object,
+) -> None:
+    """Require a product within one unit of the exact one. Memory that the kernel does not write is NaN."""
+    m, n, k = sizes
+    name = str(dtype).removeprefix("torch.")
+    out = str(problem.pop("out_dtype", name))
+    precision = "tf32" if dtype == torch.float32 else "ieee"
+    described = MatmulProblem("cuda", "sm_90", name, name, out, m, n, k, precision, aligned=True).replace(**problem)
+    assert matmul_configs.fits(config, described) and matmul_configs._refusal(described) is None
+    torch.manual_seed(0)
+    a = random_matrix(m, k, described.k_major[0], dtype)
+    b = random_matrix(k, n, not described.k_major[1], dtype)
+    bias = torch.randn(n).to(dtype) if described.bias else None
+    kernel = InterpretedKernel(kernels._matmul_sm90_kernel, seed, interleave)
+    c = torch.full((m, n), float("nan"), dtype=getattr(torch, out))
+    with pytest.MonkeyPatch.context() as patch, poisoned_allocations():
+        patch.setattr(matmul, "_matmul_sm90_kernel", kernel)
+        patch.setattr(matmul, "multiprocessors", lambda device: multiprocessors)
+        launch_each(matmul.make_launches(described, a, b, bias, c, config))
+    assert kernel.launches == 1
+    exact = reference_matmul(a.double(), b.double(), bias=bias, activation=described.activation)
+    sums = reference_matmul(a.double().abs(), b.double().abs(), bias=None if bias is None else bias.abs())
+    rounding = 2**-9 if dtype == torch.float32 else k * 2**-23  # of factors to tf32, or of sums
+    assert ((c.double() - exact).abs() <= exact.abs() * UNIT[c.dtype] + sums * rounding + 2**-24).all()
+
+
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("layout", list(product((True, False), repeat=2)), ids=str)
+def test_layouts(tile: str, layout: tuple[bool, bool]) -> None:
+    multiply(TILES[tile], (200, 264, 328), k_major=layout, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("activation", [None, "relu", "gelu", "silu"])
+def test_epilogue(tile: str, activation: str | None) -> None:
+    multiply(TILES[tile], (130, 136, 200), bias=True, activation=activation)
+
+
+@pytest.mark.parametrize("tile", TILES)
+def test_float32_result(tile: str) -> None:
+    multiply(TILES[tile], (130, 140, 200), out_dtype="float32", k_major=(True, True))
+
+
+@pytest.mark.parametrize("tile", TILES)
+def test_tf32(tile: str) -> None:
+    config = TILES[tile]
+    halved = Sm90MatmulConfig(**{**vars(config), "block_k": config.block_k // 2})
+    multiply(halved, (130, 132, 200), dtype=torch.float32, k_major=(True, True))
+
+
+# (M, N, K): one tile and many; one step and many; whole tiles and ragged ones; more programs than tiles
+SIZES = [(1, 8, 8), (128, 128, 64), (129, 136, 72), (64, 8, 520), (384, 256, 64), (5, 520, 136), (257, 16, 8)]
+
+
+@pytest.mark.parametrize("tile", [x for x in TILES if x != "split"])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_sizes(tile: str, sizes: tuple[int, int, int]) -> None:
+    multiply(TILES[tile], sizes, multiprocessors=3)
+
+
+@pytest.mark.parametrize("size", [1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129])
+def test_ragged_rows(size: int) -> None:
+    multiply(TILES["two consumers"], (size, 72, 88))
+
+
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("seed", range(6))
+def test_every_interleaving(tile: str, seed: int) -> None:
+    multiply(TILES[tile], (300, 264, 328), seed)
+
+
+@pytest.mark.parametrize("tile", TILES)
+def test_programs_side_by_side(tile: str) -> None:
+    multiply(TILES[tile], (300, 264, 200), seed=5, interleave=True, multiprocessors=3)
+
+
+@pytest.mark.parametrize("group_m", [1, 2, 3, 8])
+@pytest.mark.parametrize("sizes", [(1000, 500, 64), (64, 2000, 200), (640, 640, 640)], ids=str)
+def test_the_order_has_each_tile_once(group_m: int, sizes: tuple[int, int, int]) -> None:
+    """In plain numbers, as `TileOrder.locate` computes them."""
+    config = Sm90MatmulConfig(128, 128, 64, 3, group_m=group_m)
+    tiles_m, tiles_n = -(-sizes[0] // 128), -(-sizes[1] // 128)
+    rows = []
+    for index in range(tiles_m * tiles_n):
+        first_m = index // (config.group_m * tiles_n) * config.group_m
+        rest, group = index - first_m * tiles_n, min(tiles_m - first_m, config.group_m)
+        rows.append((first_m + rest % group, rest // group))
+    assert sorted(rows) == list(product(range(tiles_m), range(tiles_n)))
+    assert {n for _, n in rows[: min(group_m, tiles_m)]} == {0}  # down the rows of a group first
+
+
+# ---- through the public function
+
+
+@pytest.fixture
+def simulated(monkeypatch: pytest.MonkeyPatch) -> InterpretedKernel:
+    """From now on `variant="sm90"` runs in the simulator."""
+    kernel = InterpretedKernel(matmul._matmul_sm90_kernel, 3)
+    monkeypatch.setattr(planning, "plans", {})
+    monkeypatch.setattr(matmul, "_matmul_sm90_kernel", kernel)
+    monkeypatch.setattr(matmul, "multiprocessors", lambda device: 2)
+    monkeypatch.setattr(matmul_configs, "environment_refusal", lambda: None)
+    return kernel
+
+
+def test_the_public_call(simulated: InterpretedKernel) -> None:
+    torch.manual_seed(0)
+    a, weight, bias = torch.randn(100, 72).half(), torch.randn(136, 72).half(), torch.randn(136)
+    out = torch.empty(100, 272, dtype=torch.float16)[:, :136]
+    with diyfa.use_backend("cuda"):
+        for _ in range(2):
+            c = diyfa.triton_matmul(a, weight.t(), bias=bias, activation="silu", out=out, variant="sm90")
+    assert c is out and simulated.launches == 2
+    expected = reference_matmul(a, weight.t(), bias=bias, activation="silu")
+    torch.testing.assert_close(c.float(), expected, rtol=2**-10, atol=2**-10)
+
+
+def test_the_backward_pass_takes_the_kernel(simulated: InterpretedKernel) -> None:
+    """dz @ bᵀ and aᵀ @ dz read both operands as they lie: no copy, and transposed operands in the kernel."""
+    torch.manual_seed(0)
+    a, b = (torch.randn(shape).bfloat16().requires_grad_() for shape in ((72, 64), (64, 136)))
+    with diyfa.use_backend("cuda"):
+        diyfa.triton_matmul(a, b, activation="gelu", variant="sm90").float().sum().backward()
+    assert simulated.launches == 4  # the product, that product again for gelu, and both gradients
+    exact_a, exact_b = (x.detach().double().requires_grad_() for x in (a, b))
+    reference_matmul(exact_a, exact_b, activation="gelu").sum().backward()
+    for found, expected in ((a.grad, exact_a.grad), (b.grad, exact_b.grad)):
+        assert (found.double() - expected).abs().max() <= 2**-7 * expected.abs().max()
+
+
+def test_a_gradient_that_the_kernel_cannot_compute_takes_another(simulated: InterpretedKernel) -> None:
+    """K = 20: da has rows of 40 bytes, which TMA cannot write."""
+    a, b = torch.randn(64, 24).half()[:, :20].requires_grad_(), torch.randn(20, 64).half().requires_grad_()
+    with diyfa.use_backend("cuda"):
+        diyfa.triton_matmul(a, b, variant="sm90").float().sum().backward()
+    assert simulated.launches == 2  # the product and db
+    exact = torch.ones(64, 64) @ b.detach().float().t()
+    torch.testing.assert_close(a.grad.float(), exact, rtol=2**-10, atol=2**-6)
+
+
+def test_a_config_of_the_caller(simulated: InterpretedKernel) -> None:
+    a, b = torch.randn(64, 64).half(), torch.randn(64, 64).half()
+    asked: list[MatmulProblem] = []
+
+    def config(problem: MatmulProblem) -> Sm90MatmulConfig:
+        asked.append(problem)
+        return TILES["one store"]
+
+    with diyfa.use_backend("cuda"), use_config("sm90_matmul", config):
+        diyfa.triton_matmul(a, b, variant="sm90")
+    assert len(asked) == 1 and simulated.launches == 1
+
+
+HALF = MatmulProblem("cuda", "sm_90", "float16", "float16", "float16", 4096, 4096, 4096, aligned=True)
+FULL = MatmulProblem("cuda", "sm_90", "float32", "float32", "float32", 64, 64, 64, aligned=True)
+REFUSALS = {
+    "wgmma needs sm_90, this is sm_100": HALF.replace(arch="sm_100"),
+    "tiles of its own table": HALF.replace(block=(64, 64, 64)),
+    "not float32 in float32": FULL,
+    "not float32 in float16": FULL.replace(compute_dtype="float16"),
+    "contiguous along K": FULL.replace(precision="tf32", k_major=(True, False)),
+    "not multiples of 16 bytes": HALF.replace(aligned=False),
+    "no multiples of 16 bytes": HALF.replace(aligned_out=False),
+    "rows of the result": HALF.replace(n=4100),
+    "below 2\\^31": HALF.replace(k=2**31),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSALS)
+def test_refusals(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matmul_configs, "environment_refusal", lambda: None)
+    with pytest.raises(ValueError, match=reason):
+        registry.choose("matmul", REFUSALS[reason], registry.load_backend("cuda"), "sm90")
+
+
+def test_the_choice_is_one_line_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`auto` takes the kernel for exactly the classes of AUTOMATIC, which is empty until they are measured."""
+    backend = registry.load_backend("cuda")
+    monkeypatch.setattr(matmul_configs, "environment_refusal", lambda: None)
+    assert registry.choose("matmul", HALF, backend).name == "tma"
+    assert registry.choose("matmul", HALF, backend, "sm90").name == "sm90"
+    monkeypatch.setattr(matmul_configs, "AUTOMATIC", frozenset({"large"}))
+    assert registry.choose("matmul", HALF, backend).name == "sm90"
+    assert registry.choose("matmul", HALF.replace(m=16), backend).name != "sm90"
+
+
+def test_every_class_has_tiles_that_fit() -> None:
+    """For each dtype and result, and a split never has an empty share of K."""
+    names = set()
+    for m, n, k in product((1, 16, 64, 65, 512, 8192, 32768), (8, 128, 1024, 8192), (1, 8, 256, 1024, 4096, 65536)):
+        names.add(matmul_configs.problem_class(m, n, k).name)
+        for problem in (HALF, HALF.replace(out_dtype="float32"), FULL.replace(precision="tf32", k_major=(True, True))):
+            for config in matmul_configs.candidates(problem.replace(m=m, n=n, k=k)):
+                steps = -(-k // config.block_k)
+                share = -(-steps // config.split_k)
+                assert (config.split_k - 1) * share < steps
+                assert config.block_m % (64 * config.consumers) == 0 or config.pingpong
+    assert names == {row.name for row in matmul_configs.TABLE}
+    assert names >= matmul_configs.AUTOMATIC
+
+
+def test_pingpong_divides_no_k() -> None:
+    """A consumer skips the other's tiles, so all must have equally many steps."""
+    with pytest.raises(ValueError, match="no split_k"):
+        Sm90MatmulConfig(128, 128, 64, 3, pingpong=True, split_k=2)
+    with pytest.raises(ValueError, match="two consumers"):
+        Sm90MatmulConfig(64, 128, 64, 3, consumers=1, pingpong=True)
+
+
+# ---- the same kernel with one thing wrong
+
+NAME = "hopper.matmul"
+FUNCTIONS = ("mbarrier.expect", "fence_async_shared", "tma.store_wait", "turn", "wait_for_previous_kernels")
+METHODS = ("acquire", "wait", "release")
+SOURCE = Synchronising(kernel_source(NAME), FUNCTIONS, METHODS)
+LINES = [f"{i}: {line}" for i, line in enumerate(SOURCE.lines)]
+
+
+def broken(source: str, folder: Path) -> ModuleType:
+    """Return the kernel's module with another source."""
+    return load_kernel({NAME: source}, folder, (NAME,))
+
+
+def run_both(kernels: ModuleType) -> None:
+    """Several tiles in both schedules, of 5 steps in 3 stages, with copies and products that run late and early."""
+    for tile, seed in product(("two consumers", "pingpong"), (3, 1, 2)):
+        multiply(TILES[tile], (300, 264, 264), seed, kernels)
+
+
+def test_the_unparsed_source_is_the_kernel(tmp_path: Path) -> None:
+    assert len(LINES) >= 13
+    run_both(broken(SOURCE.source(), tmp_path))
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_no_wait_arrival_or_fence_is_superfluous(line: str, tmp_path: Path) -> None:
+    with pytest.raises(KernelBug):
+        run_both(broken(SOURCE.without(int(line.split(":")[0])), tmp_path))
+
+
+MUTANTS = {
+    "a stage is released before its product is done": (
+        "        acc = warpgroup_mma_wait(1, deps=[acc])\n        channel.release(i - 1)\n",
+        "        acc = warpgroup_mma_wait(1, deps=[acc])\n        channel.release(i)\n",
+        KernelBug,
+    ),
+    "the last stage is released before its product is done": (
+        "    acc = warpgroup_mma_wait(0, deps=[acc])\n    channel.release(end - 1)\n",
+        "    channel.release(end - 1)\n    acc = warpgroup_mma_wait(0, deps=[acc])\n",
+        Race,
+    ),
+    "the loop waits for no product": (
+        "        acc = warpgroup_mma_wait(1, deps=[acc])\n        channel.release(i - 1)\n",
+        "        acc = warpgroup_mma_wait(2, deps=[acc])\n        channel.release(i - 1)\n",
+        Race,
+    ),
+    "the sum is stored while its last product runs": (
+        "    acc = warpgroup_mma_wait(0, deps=[acc])\n    channel.release(end - 1)\n",
+        "    acc = warpgroup_mma_wait(1, deps=[acc])\n    channel.release(end - 1)\n",
+        Race,
+    ),
+    "a consumer waits for the phase before": ("        channel.wait(i)\n", "        channel.wait(i - 1)\n", KernelBug),
+    "a store's buffer is written one store too early": (
+        "tma.store_wait(BUFFERS - 1)",
+        "tma.store_wait(BUFFERS)",
+        Race,
+    ),
+    "both consumers read the first one's rows": (
+        "0 if config.PINGPONG else INDEX",
+        "0",
+        (KernelBug, AssertionError),
+    ),
+    "the producer expects the bytes of one box": (
+        "BOXES * self.a_tensor.block_type.nbytes + self",
+        "self.a_tensor.block_type.nbytes + self",
+        KernelBug,
+    ),
+    "all consumers release what one reads": ("1 if config.PINGPONG else CONSUMERS", "CONSUMERS", Deadlock),
+    "nobody has the first turn": ("if config.PINGPONG and INDEX == 1:", "if False:", Deadlock),
+    "a consumer keeps its turn": ('turn("arrive", 1 - INDEX)', 'turn("arrive", INDEX)', KernelBug),
+    "the other consumer's steps are not skipped": (
+        "item = end + (EVERY - 1) * order.steps",
+        "item = end",
+        (KernelBug, AssertionError),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_bugs_are_reported(name: str, tmp_path: Path) -> None:
+    before, after, error = MUTANTS[name]
+    source = kernel_source(NAME)
+    assert source.count(before) == 1
+    with pytest.raises(error):
+        run_both(broken(source.replace(before, after), tmp_path))
