@@ -32,6 +32,7 @@ BLOCKS = {
     "index.md": [HERE],
     "guide.md": [GUIDE] * 5 + [MODEL] + [GUIDE] * 3 + [GPU + " and an NPU"] + [GUIDE],
     "masks.md": [HERE] * 3,
+    "precision.md": [HERE] * 2,
     "ready.md": [GPU],
     "inference.md": [APART + "tools/test_docs.py::test_the_inference_guide_runs"] * 9,
     "distributed.md": [APART + "support/context_parallel_cases.py::run_guide"],
@@ -85,9 +86,10 @@ def test_every_python_block_compiles(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name, how in BLOCKS.items() if HERE in how])
 def test_blocks_run_here(name: str) -> None:
+    names: dict[str, object] = {}
     for block, how in zip(python_blocks(name), BLOCKS[name], strict=True):
         if how == HERE:
-            exec(block, {})
+            exec(block, names)
 
 
 def test_the_guide_runs() -> None:
