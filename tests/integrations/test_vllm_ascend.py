@@ -152,16 +152,33 @@ def test_slot_mapping_and_block_tables_name_the_same_slots() -> None:
         ({"seq_lens_list": [0, 41]}, {}, "sequence 0 has 1 queries and 0 keys"),
         ({"seq_lens_list": [21, 97]}, {}, "sequence 1 has 97 keys, and its row of block_tables room for 96"),
         ({"block_tables": torch.zeros(1, 6, dtype=torch.int32)}, {}, "block_tables must have 2 rows.*got 1"),
-        ({"block_tables": None}, {}, "block_tables must have 2 rows.*got None"),
+        ({"block_tables": None}, {}, "block_tables must be a tensor of integers with 2 dimensions, got NoneType"),
+        ({"block_tables": torch.zeros(2, dtype=torch.int32)}, {}, r"with 2 dimensions, got a tensor \(2,\)"),
+        ({"block_tables": torch.zeros(2, 6)}, {}, "block_tables must be a tensor of integers .*of torch.float32"),
+        ({"query_start_loc": torch.tensor([0, 2, 2])}, {}, r"is \[0, 1, 2\], got \[0, 2, 2\]"),
+        ({"query_start_loc": [0, 1, 2]}, {}, "query_start_loc must be a tensor of integers with 1 dimensions, got list"),
+        ({"actual_seq_lengths_q": None}, {}, "actual_seq_lengths_q must be a list of integers, got NoneType"),
+        ({"seq_lens": torch.tensor([20, 41])}, {}, r"must be equal, got \[20, 41\] and \[21, 41\]"),
+        ({"seq_lens": None}, {}, "seq_lens must be a tensor of integers with 1 dimensions, got NoneType"),
+        ({"seq_lens_list": None}, {}, "seq_lens_list must be a list of integers, got NoneType"),
         ({"pcp_local_num_input_tokens": 4}, {}, "context parallelism"),
         ({"causal": False}, {"sliding_window": 8}, "without a causal mask"),
         ({}, {"sliding_window": 0}, "at least 1, got 0"),
         ({}, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype must be one of .*got 'fp8'"),
         ({}, {"attn_type": "encoder_decoder"}, "'encoder_decoder' is not translated"),
         ({}, {"kv_cache": None}, "DecodeOnly reads a cache: expected keys and values, got NoneType"),
+        ({}, {"kv_cache": 5}, "expected keys and values, got int"),
+        ({}, {"kv_cache": torch.tensor(1.0)}, r"expected keys and values, got a tensor \(\)"),
+        ({}, {"kv_cache": [None, None]}, "expected keys and values, got list"),
         ({}, {"kv_cache": torch.zeros(2, 3, 4)}, r"each, got a tensor \(3, 4\)"),
         ({"attn_state": "PrefillNoCache"}, {}, "PrefillNoCache reads the step's own keys and values, and got none"),
         ({"attn_state": "PrefillNoCache"}, {"key": torch.zeros(1, 2, 64), "value": torch.zeros(5, 2, 64)}, "got 1"),
+        ({"attn_state": "PrefillNoCache"}, {"key": torch.zeros(2, 2, 64), "value": torch.tensor(1.0)}, "value must be"),
+        (
+            {"attn_state": "PrefillNoCache"}, {"key": torch.zeros(2, 2, 64), "value": torch.zeros(2, 2, 64)},
+            r"PrefillNoCache has no keys but its own, \[1, 1\] of each sequence, got \[21, 41\]",
+        ),
+        ({}, {"query": torch.zeros(2, 256)}, r"query must be \(tokens, heads, head_dim\), got a tensor \(2, 256\)"),
         ({}, {"max_seqlen_k": 40}, "max_seqlen_k must be at least 41"),
     ],
 )  # fmt: skip
@@ -169,6 +186,12 @@ def test_what_is_refused(metadata: dict[str, Any], options: dict[str, Any], word
     step = Step("DecodeOnly", (1, 1), (20, 40), 64)
     for name, value in metadata.items():
         setattr(step.metadata, name, value)
-    given = {"key": None, "value": None, "kv_cache": step.cache, "scale": 1.0} | options
+    given = {"query": step.query, "key": None, "value": None, "kv_cache": step.cache, "scale": 1.0} | options
     with pytest.raises(ValueError, match=words):
-        attention_arguments(step.metadata, step.query, **given)
+        attention_arguments(step.metadata, **given)
+
+
+def test_a_step_without_sequences() -> None:
+    step = Step("DecodeOnly", (1, 1), (20, 40), 64)
+    step.metadata.actual_seq_lengths_q, step.metadata.query_start_loc = [], torch.zeros(1, dtype=torch.int32)
+    assert step.attend().shape == (0, HEADS, 64)
