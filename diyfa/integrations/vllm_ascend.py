@@ -199,9 +199,7 @@ def _check_cached_lengths(
 ) -> None:
     """Raise ValueError if a sequence is shorter than its queries, or its keys have no room in `block_tables`."""
     if block_tables.shape[0] < len(ends):
-        raise ValueError(
-            f"block_tables must have {len(ends)} rows, one for each sequence, got {block_tables.shape[0]}"
-        )
+        raise ValueError(f"block_tables must have {len(ends)} rows, one for each sequence, got {block_tables.shape[0]}")
     room = block_tables.shape[1] * block_size
     for b, (start, end, length) in enumerate(zip(starts, ends, lengths, strict=False)):
         if length < end - start:
