@@ -85,7 +85,7 @@ def test_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(multibuffer, "compiler_version", lambda: "9.9.9")
     multibuffer.kept_off.cache_clear()
     assert multibuffer.is_on()
-    for text in ("", "[]", "{", '{"versions": 1}'):
+    for text in ("", "[]", "{", '{"versions": 1}', "[" * 100_000):
         path.write_text(text)
         multibuffer.kept_off.cache_clear()
         assert multibuffer.is_on()
@@ -95,6 +95,21 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("DIYFA_CACHE_DIR", str(tmp_path / "file"))
     assert multibuffer.keep_off("a case") is None and multibuffer.is_on()
+
+
+def test_a_disk_that_is_full_leaves_the_file_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is replaced whole, so another process never reads half of it."""
+    path = multibuffer.keep_off("the first case")
+    assert path is not None
+    write = Path.write_text
+
+    def write_half(self: Path, text: str, encoding: str) -> int:
+        write(self, text[: len(text) // 2], encoding)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", write_half)
+    assert multibuffer.keep_off("the second case") is None
+    assert multibuffer.kept_off() == "the first case" and [*path.parent.iterdir()] == [path]
 
 
 # A process that judges without computing: of the cases named, those that hang or are wrong with multibuffering.
