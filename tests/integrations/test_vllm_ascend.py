@@ -126,11 +126,15 @@ def test_a_padding_sequence_at_the_end_changes_no_other() -> None:
     torch.testing.assert_close(step.attend()[:2], expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_graph_names_the_longest_sequence_to_come() -> None:
+@pytest.mark.parametrize("longest", [41, 96])
+def test_a_graph_names_the_longest_sequence_to_come(longest: int) -> None:
     step = Step("DecodeOnly", (1, 1), (20, 40), 64)
-    arguments = attention_arguments(step.metadata, step.query, None, None, step.cache, scale=1.0, max_seqlen_k=96)
-    assert arguments["max_seqlen_k"] == 96 and arguments["seqused_k"].tolist() == [21, 41]
-    assert arguments["seqused_k"].dtype == arguments["block_table"].dtype == torch.int32
+    step.metadata.query_start_loc, step.metadata.block_tables = (
+        x.long() for x in (step.metadata.query_start_loc, step.metadata.block_tables)
+    )
+    arguments = attention_arguments(step.metadata, step.query, None, None, step.cache, scale=1.0, max_seqlen_k=longest)
+    assert arguments["max_seqlen_k"] == longest and arguments["seqused_k"].tolist() == [21, 41]
+    assert {arguments[name].dtype for name in ("cu_seqlens_q", "seqused_k", "block_table")} == {torch.int32}
 
 
 def test_slot_mapping_and_block_tables_name_the_same_slots() -> None:

@@ -13,7 +13,7 @@ from typing import cast
 import pytest
 import torch
 
-from diyfa.backends.npu.runtime import multibuffer
+from diyfa.backends.npu.runtime import multibuffer, tiles
 from diyfa.backends.npu.tables import configs
 from diyfa.lab.npu import specs
 from diyfa.lab.validate import CASES, Judge, WatchedJudge, _judge_for
@@ -61,6 +61,15 @@ def test_the_conservative_tile_never_has_it() -> None:
     launched = specs.attention_job(problem, "fwd", tile).options
     assert launched["multibuffer"] is False and not launched.keys() & set(multibuffer.WORKSPACE_OPTIONS)
     assert configs.candidates(problem, "fwd")[-2:] == [replace(tile, multibuffer=True), tile]
+
+
+def test_every_call_reads_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the tile depends on it, and an equal call was made before."""
+    crowded = {"head_dim": 256, "head_dim_v": 256, "softcap": 1.0, "alibi": True, "sinks": True, "bias": "1hqk"}
+    problem = specs.example(ARCH).replace(**crowded)
+    for value, rows in (("1", 64), ("0", 32), ("1", 64)):
+        monkeypatch.setenv(multibuffer.VARIABLE, value)
+        assert tiles.chosen_tile(problem, "fwd", lambda tile: []).block_m == rows
 
 
 def test_a_value_that_is_neither(monkeypatch: pytest.MonkeyPatch) -> None:
