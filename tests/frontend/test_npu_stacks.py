@@ -181,11 +181,13 @@ def test_the_compiler_inside_triton_ascend(tmp_path: Path, monkeypatch: pytest.M
 def test_options_are_those_of_the_gate_in_every_release() -> None:
     """Later releases have other defaults for 910B."""
     from diyfa.backends.npu.runtime.compat import stable_options
+    from diyfa.backends.npu.runtime.multibuffer import options_in_use
 
     assert stable_options({}) == {"enable_select_analysis": False, "enable_auto_bind_sub_block": True}
     assert stable_options({"enable_auto_bind_sub_block": False})["enable_auto_bind_sub_block"] is False
     on_950 = {"compile_on_910_95": True, "enable_select_analysis": True}
     assert stable_options(on_950) == on_950
+    assert options_in_use({}).items() >= stable_options({}).items()
 
 
 def test_a_call_with_plain_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

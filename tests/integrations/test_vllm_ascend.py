@@ -26,7 +26,7 @@ HEADS, HEADS_KV, BLOCK_SIZE, BLOCKS = 4, 2, 16, 24
 STEPS = [
     ("PrefillNoCache", (5, 33, 1), (0, 0, 0)),
     ("PrefillCacheHit", (7, 20), (16, 33)),
-    ("DecodeOnly", (1, 1, 1, 1), (0, 15, 16, 70)),
+    ("DecodeOnly", (1, 1, 1, 1), (0, 15, 16, 95)),  # the last one fills its row of block_tables
     ("ChunkedPrefill", (1, 1, 40, 9), (30, 63, 0, 50)),
     ("SpecDecoding", (3, 3, 3), (10, 31, 64)),
 ]
@@ -113,6 +113,11 @@ def test_an_encoder_reads_its_own_keys_in_any_state() -> None:
     torch.testing.assert_close(step.attend(), step.expected().float(), rtol=1e-4, atol=1e-4)
 
 
+def test_a_pooling_model_with_a_causal_mask_reads_the_cache() -> None:
+    step = Step("ChunkedPrefill", (5, 9), (20, 0), 64, model_runner_type="pooling")
+    torch.testing.assert_close(step.attend(), step.expected(causal=True).float(), rtol=1e-4, atol=1e-4)
+
+
 def test_a_padding_sequence_at_the_end_changes_no_other() -> None:
     """As the builder pads: one more sequence without a block of its own, of length 1."""
     step = Step("DecodeOnly", (1, 1), (20, 40), 256)
@@ -175,6 +180,7 @@ def test_slot_mapping_and_block_tables_name_the_same_slots() -> None:
         ({}, {"kv_cache": torch.tensor(1.0)}, r"expected keys and values, got a tensor \(\)"),
         ({}, {"kv_cache": [None, None]}, "expected keys and values, got list"),
         ({}, {"kv_cache": torch.zeros(2, 3, 4)}, r"each, got a tensor \(3, 4\)"),
+        ({}, {"kv_cache": [torch.zeros(24, 16, 2, 64), torch.zeros(24, 32, 2, 64)]}, r"and a tensor \(24, 32, 2, 64\)"),
         ({"attn_state": "PrefillNoCache"}, {}, "PrefillNoCache reads the step's own keys and values, and got none"),
         ({"attn_state": "PrefillNoCache"}, {"key": torch.zeros(1, 2, 64), "value": torch.zeros(5, 2, 64)}, "got 1"),
         ({"attn_state": "PrefillNoCache"}, {"key": torch.zeros(2, 2, 64), "value": torch.tensor(1.0)}, "value must be"),
