@@ -91,9 +91,11 @@ def test_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(multibuffer.VARIABLE, "0")
     assert multibuffer.state() == "without multibuffering (DIYFA_NPU_MULTIBUFFER=0)"
     monkeypatch.delenv(multibuffer.VARIABLE)
-    monkeypatch.setattr(multibuffer, "compiler_version", lambda: "9.9.9")
-    multibuffer.kept_off.cache_clear()
-    assert multibuffer.is_on()
+    for name, version in (("compiler_version", lambda: "9.9.9"), ("installed_version", lambda name: "9.9.9")):
+        with monkeypatch.context() as other:
+            other.setattr(multibuffer, name, version)
+            multibuffer.kept_off.cache_clear()
+            assert multibuffer.is_on()
     for text in ("", "[]", "{", '{"versions": 1}', "[" * 100_000):
         path.write_text(text)
         multibuffer.kept_off.cache_clear()
