@@ -50,8 +50,8 @@ def attention_arguments(
 
     Raises:
         ValueError: an unknown attn_state, metadata that contradict each other or the tensors, and what is not
-            translated: cross attention, context parallelism, quantised caches, a window without a causal mask. Lengths on a
-            device are not read, since that would synchronise, so only those on the host can contradict others.
+            translated: cross attention, context parallelism, quantised caches, a window without a causal mask.
+            Lengths on a device are not read, since that would synchronise: only those on the host are compared.
     """
     state = _state(metadata)
     is_encoder = metadata.model_runner_type == "pooling" and not metadata.causal
@@ -177,7 +177,7 @@ def _integers(metadata: Any, name: str, dim: int) -> torch.Tensor:
     x = getattr(metadata, name)
     if not isinstance(x, torch.Tensor) or x.dim() != dim or x.dtype not in (torch.int32, torch.int64):
         dtype = f" of {x.dtype}" if isinstance(x, torch.Tensor) else ""
-        raise ValueError(f"{name} must be a tensor of integers with {dim} dimensions, got {_described(x)}{dtype}")
+        raise ValueError(f"{name} must be a {dim}-dimensional tensor of integers, got {_described(x)}{dtype}")
     return x
 
 
