@@ -87,6 +87,7 @@ def test_calls_after_a_warm_up_start_no_compiler(warmed: WarmUp) -> None:
 
     for launcher in (cann.folder / "triton").glob("*/launcher*"):  # as a warm-up that was killed leaves it
         launcher.unlink()
+    cann.launched()
     refused = serve(cann, DIYFA_JIT="never")
     assert "RuntimeError: DIYFA_JIT=never, and the launcher of _fwd_kernel would have to be compiled" in refused.stderr
     assert cann.launched() == [] and cann.compiled() == []
