@@ -57,7 +57,7 @@ _PUBLIC: dict[str, str] = {
     "BenchmarkResult": "diyfa.lab.bench",
     "BenchmarkRunner": "diyfa.lab.bench",
     "benchmark_fn": "diyfa.lab.bench",
-    "quantize": "diyfa.quantize",
+    "quantize": "diyfa.quantization",
     "Quantized": "diyfa.eight_bits",
     "warmup": "diyfa.ready.warming",
     "validate_attention": "diyfa.testing",
@@ -95,7 +95,7 @@ if TYPE_CHECKING:  # for editors, which look up docstrings here; types are those
     from diyfa.masks import BlockMask as BlockMask
     from diyfa.masks import block_mask as block_mask
     from diyfa.matmul import triton_matmul as triton_matmul
-    from diyfa.quantize import quantize as quantize
+    from diyfa.quantization import quantize as quantize
     from diyfa.ready.warming import warmup as warmup
     from diyfa.reference import reference_attention as reference_attention
     from diyfa.reference import reference_kvcache as reference_kvcache

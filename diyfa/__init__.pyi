@@ -23,7 +23,7 @@ from diyfa.lab.bench import benchmark_fn as benchmark_fn
 from diyfa.masks import BlockMask as BlockMask
 from diyfa.masks import block_mask as block_mask
 from diyfa.matmul import triton_matmul as triton_matmul
-from diyfa.quantize import quantize as quantize
+from diyfa.quantization import quantize as quantize
 from diyfa.ready.warming import warmup as warmup
 from diyfa.reference import reference_kvcache as reference_kvcache
 from diyfa.registry import batch_invariant as batch_invariant

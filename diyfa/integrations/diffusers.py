@@ -15,8 +15,8 @@ from diyfa.attention import flash_attention_v2
 from diyfa.integrations.eager_attention import attend, mask_as_bias, top_left_causal
 from diyfa.integrations.seams import Handle, active_handle, record, switch_on
 from diyfa.options import UNBOUNDED
-from diyfa.quantize import DTYPES
-from diyfa.quantize import quantize as quantized
+from diyfa.quantization import DTYPES
+from diyfa.quantization import quantize as quantized
 
 NAME = "diyfa"
 SEAM = "diffusers"

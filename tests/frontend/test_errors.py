@@ -366,7 +366,7 @@ def test_explain_ignores_nothing_that_the_call_would_not_take() -> None:
     call = {"layout": "thd", "cu_seqlens_q": CU_Q, "seqused_k": used, "block_table": table, "backend": "cpu"}
     call |= {"max_seqlen_q": 8, "max_seqlen_k": 8}
     for given in ({"seq_lens": used}, {"attn_bias": torch.zeros(1, 1, 1, 1)}):
-        with pytest.raises(ValueError, match="takes no seq_lens and no attn_bias"):
+        with pytest.raises(ValueError, match="takes no seq_lens, no attn_bias and no mask"):
             diyfa.explain(QP, pages, pages, **call, **given)
     with pytest.raises(ValueError, match="max_seqlen_q"):
         diyfa.explain(QP, pages, pages, **call | {"max_seqlen_q": -5})

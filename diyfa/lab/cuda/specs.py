@@ -146,7 +146,7 @@ FEATURE_SPILLS: dict[str, dict[str, int]] = {
         "wgmma": 224, "wgmma 128": 1824, "wgmma ragged": 352, "large": 1856, "small": 128, "small 256": 160,
         "turing": 32, "turing 256": 2368,
     },
-    "dq": {"wgmma": 96, "large": 384, "small": 32, "turing": 32},
+    "dq": {"wgmma": 112, "large": 384, "small": 48, "turing": 32},
     "short": {"wgmma": 32, "wgmma ragged": 32, "large": 352, "small": 352},
     "dbias": {"turing": 1280, "large": 352},
 }  # fmt: skip
