@@ -142,7 +142,8 @@ def _state(metadata: Any) -> str:
 
 
 def _caches(kv_cache: Any, state: str) -> tuple[torch.Tensor, torch.Tensor]:
-    caches = list(kv_cache) if isinstance(kv_cache, (list, tuple)) or getattr(kv_cache, "ndim", 0) else []
+    is_tensor = isinstance(kv_cache, torch.Tensor) and kv_cache.dim() > 0
+    caches = list(kv_cache) if is_tensor or isinstance(kv_cache, (list, tuple)) else []
     if len(caches) != 2 or not all(isinstance(x, torch.Tensor) for x in caches):
         raise ValueError(f"{state} reads a cache: expected keys and values, got {_described(kv_cache)}")
     key_cache, value_cache = caches

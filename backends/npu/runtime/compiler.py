@@ -58,8 +58,8 @@ def _check_before_compiling() -> None:
         def compile_if_allowed(*arguments: Any, **options: Any) -> Any:
             if kernel := _forbidden.get():
                 raise RuntimeError(
-                    f"DIYFA_JIT=never, and {what}{kernel} would have to be compiled: it is not in Triton's cache folder "
-                    "(TRITON_CACHE_DIR). `diyfa warmup` compiles it, or run the call once with DIYFA_JIT=auto"
+                    f"DIYFA_JIT=never, and {what}{kernel} would have to be compiled: it is not in Triton's cache "
+                    "folder (TRITON_CACHE_DIR). `diyfa warmup` compiles it, or run the call once with DIYFA_JIT=auto"
                 )
             return compile_(*arguments, **options)
 
