@@ -81,9 +81,17 @@ class Machine:
         return cls(chip=detect_npu() if npu_status().available else None)
 
     @property
+    def known_triton_ascend(self) -> str:
+        """The known release whose needs hold for the installed triton-ascend: the last one that is not later than it.
+
+        It is the tested one if there is none."""
+        installed = release(self.versions.get("triton-ascend", ""))
+        return next((name for name in reversed(TRITON_ASCENDS) if release(name) <= installed), TRITON_ASCEND)
+
+    @property
     def triton_ascend(self) -> TritonAscend:
-        """What the installed triton-ascend needs; if there is none or it is unknown, what the tested one needs."""
-        return TRITON_ASCENDS.get(self.versions.get("triton-ascend", ""), TRITON_ASCENDS[TRITON_ASCEND])
+        """What `known_triton_ascend` needs."""
+        return TRITON_ASCENDS[self.known_triton_ascend]
 
     @property
     def folders(self) -> list[Path]:
@@ -138,17 +146,20 @@ def _cann(machine: Machine) -> Finding:
     version = _cann_in(home)
     if version is None:
         return Finding("CANN", f"unknown version in {home}", UNTESTED, "there is no ascend_toolkit_install.info in it")
+    if not release(version):
+        remedy = "its ascend_toolkit_install.info has no number of a release"
+        return Finding("CANN", f"{version} in {home}", UNTESTED, remedy)
     text, torch_npu = f"{version} in {home}", machine.versions.get("torch_npu", "")
-    needed, compiler = machine.triton_ascend.cann, machine.versions.get("triton-ascend", TRITON_ASCEND)
+    needed = machine.triton_ascend.cann
     if release(version) < release(needed):
-        remedy = f"triton-ascend {compiler} is made for CANN {needed}: install that or a later one"
+        remedy = f"triton-ascend {machine.known_triton_ascend} is made for CANN {needed}: install that or a later one"
         return Finding("CANN", text, WRONG, remedy)
     stack = documented_stack(torch_npu)
     if stack and not stack.has_cann(version):
-        better = torch_npu_for(stack.torch, version)
+        better = documented_stack(torch_npu_for(stack.torch, version) or "")
         remedy = f"torch_npu {torch_npu} is documented for CANN {stack.cann}"
-        if better and better != torch_npu:
-            remedy += f"; for this one it is torch_npu {better}"
+        if better and better.has_cann(version):
+            remedy += f"; for this one it is torch_npu {better.torch_npu}"
         return Finding("CANN", text, UNTESTED, remedy)
     if stack is None:
         return Finding("CANN", text, UNTESTED, f"no CANN is documented for torch_npu {torch_npu or '(not installed)'}")
@@ -290,7 +301,7 @@ def _triton(machine: Machine) -> Finding:
     text = f"{version or 'not found'}" + (f", and triton {plain_triton}" if plain_triton else "")
     if problem := machine.triton():
         return Finding(part, text, WRONG, problem)
-    if plain_triton and not (version in TRITON_ASCENDS and machine.triton_ascend.needs_triton):
+    if plain_triton and not machine.triton_ascend.needs_triton:
         remedy = f"works, but pip lists triton {plain_triton} too and may put it in its place: `pip uninstall triton` "
         return Finding(
             part, text, UNTESTED, f"{remedy}removes triton-ascend's files with it, so reinstall that after it"
@@ -307,8 +318,11 @@ def _cxx(machine: Machine) -> Finding:
     header = machine.include / "Python.h"
     path = machine.environ.get("PATH", "")
     compiler = cxx_compiler(machine.environ, lambda name: shutil.which(name, path=path))
+    wanted = (
+        "the C++ compiler that CC names, or unset CC" if "CC" in machine.environ else "a C++ compiler (apt install g++)"
+    )
     missing = [
-        *([] if compiler and shutil.which(compiler, path=path) else ["a C++ compiler (apt install g++)"]),
+        *([] if compiler and shutil.which(compiler, path=path) else [wanted]),
         *([] if os.path.exists(header) else ["Python.h (apt install python3-dev, or a Python with headers)"]),
     ]
     text = f"{compiler or 'not found'}, {header if os.path.exists(header) else 'not found'}"
@@ -321,15 +335,16 @@ def _python(machine: Machine) -> Finding:
     text = f"{machine.python[0]}.{machine.python[1]}, {platform.machine()}"
     if machine.python in machine.triton_ascend.python:
         return Finding("Python", text, FINE)
-    version = machine.versions.get("triton-ascend")
-    if version is None:
+    if "triton-ascend" not in machine.versions:
         later = [name for name, needs in TRITON_ASCENDS.items() if machine.python in needs.python]
         remedy = (
-            f"of triton-ascend only {' and '.join(later)} has wheels for it" if later else "triton-ascend has no wheel"
+            f"of triton-ascend only {' and '.join(later)} have wheels for it" if later else "triton-ascend has no wheel"
         )
         return Finding("Python", text, UNTESTED if later else WRONG, remedy)
     supported = ", ".join(f"{major}.{minor}" for major, minor in machine.triton_ascend.python)
-    return Finding("Python", text, UNTESTED, f"triton-ascend {version} has wheels for Python {supported}")
+    return Finding(
+        "Python", text, UNTESTED, f"triton-ascend {machine.known_triton_ascend} has wheels for Python {supported}"
+    )
 
 
 def is_ascend(machine: Machine) -> bool:

@@ -180,4 +180,4 @@ def bundled_compiler() -> Path | None:
 
 def cxx_compiler(environ: Mapping[str, str], which: Callable[[str], str | None]) -> str | None:
     """Return the C++ compiler with which triton-ascend builds launchers, or None: CC, else clang++, else g++."""
-    return environ.get("CC") or which("clang++") or which("g++")
+    return environ["CC"] if "CC" in environ else which("clang++") or which("g++")

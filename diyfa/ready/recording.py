@@ -54,8 +54,8 @@ def backend_here() -> str:
     return name
 
 
-def _results(op: str, rest: tuple[Any, ...], returned: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors that `Kernel.launch` has filled."""
+def _results(op: str, rest: tuple[Any, ...]) -> Iterator[torch.Tensor]:
+    """Yield the tensors that `Kernel.launch` fills. `rest`: its arguments from the third on."""
     if op in ("attention_fwd", "kvcache_fwd"):
         yield from rest
     elif op == "attention_bwd":
@@ -63,17 +63,16 @@ def _results(op: str, rest: tuple[Any, ...], returned: Any) -> Iterator[torch.Te
     elif op == "kvcache_append":
         yield from [] if rest[0].rotated_q is None else [rest[0].rotated_q]
     else:
-        yield returned
+        yield rest[-1]
 
 
 def _recorded(kernel: Kernel) -> Kernel:
     """Return `kernel` for recording. It has no `repeat`, so that every call describes its launches; results are 0."""
 
-    def launch(problem: Any, tensors: Any, *rest: Any) -> Any:
-        returned = kernel.launch(problem, tensors, *rest)
-        for x in _results(kernel.op, rest, returned):
+    def launch(problem: Any, tensors: Any, *rest: Any) -> None:
+        kernel.launch(problem, tensors, *rest)
+        for x in _results(kernel.op, rest):
             x.zero_()
-        return returned
 
     return replace(kernel, launch=launch, repeat=None)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from eager_budget import DEVICE, assert_matches_reference, leaves, on_device
 from subprocesses import run_after_torch
 
 import diyfa
-from diyfa.integrations import flash_attn_3
+from diyfa.integrations import alias_flash_attn_npu, flash_attn_3
 from diyfa.integrations.flash_attn_npu import v2, v3, v4
 
 # Read from the package's source distribution; those of the 910 where the 950 has others.
@@ -169,6 +171,14 @@ def test_metadata_needs_lengths() -> None:
         v3.get_scheduler_metadata(2, 3, 32, 4, 2, 32, 7)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("name", ["flash_attn_npu_3", "flash_attn_npu_4.other"])
+def test_the_real_package_is_imported_already(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any module of it, whether or not diyfa has one of that name."""
+    monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    with pytest.raises(RuntimeError, match=rf"imported already \({name}\): call alias_flash_attn_npu before that"):
+        alias_flash_attn_npu()
+
+
 IMPORTS = """
 import importlib.metadata as metadata, importlib.util, sys
 from diyfa.integrations import alias_flash_attn_npu, alias_flash_attn_npu_v3
@@ -184,7 +194,7 @@ from flash_attn_npu_4 import flash_attn_varlen_func as four
 from flash_attn_npu_4.flash_attn_npu_interface import get_scheduler_metadata as its_metadata
 from flash_attn_npu_v3 import flash_attn_with_kvcache as older
 import flash_attn_npu, flash_attn_npu_3, flash_attn_npu_4
-from diyfa.integrations import flash_attn_3
+from diyfa.integrations import alias_flash_attn_npu, flash_attn_3
 from diyfa.integrations.flash_attn_npu import v2, v3, v4
 import diyfa
 print(flash_attn_func is diyfa.flash_attn_func, flash_attn_varlen_func is v2.flash_attn_varlen_func)

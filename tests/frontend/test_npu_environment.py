@@ -132,6 +132,7 @@ def test_no_cann(tmp_path: Path) -> None:
         ("8.5.1", UNTESTED, ("torch_npu 2.7.1.post2 is documented for CANN 8.5.0",)),
         ("9.0.0", UNTESTED, ("documented for CANN 8.5.0", "for this one it is torch_npu 2.7.1.post4")),
         ("8.3.RC1", WRONG, ("is made for CANN 8.5.0: install",)),
+        ("main", UNTESTED, ("main in ", "its ascend_toolkit_install.info has no number of a release")),
     ],
 )
 def test_version_of_cann(healthy: Machine, version: str, verdict: str, words: tuple[str, ...]) -> None:
@@ -285,7 +286,15 @@ def test_torch_and_torch_npu(healthy: Machine, changes: dict[str, str], verdict:
             UNTESTED,
             ("3.6.0: diyfa knows 3.2.0, 3.2.1 and 3.2.2", "tested with 3.2.0"),
         ),
-        (None, {"triton-ascend": "3.6.0", "triton": "3.6.0"}, UNTESTED, ("works, but",)),
+        (None, {"triton-ascend": "3.6.0", "triton": "3.6.0"}, UNTESTED, ("3.6.0, and triton 3.6.0: diyfa knows",)),
+        (
+            None,
+            {"triton-ascend": "3.2.2rc3", "triton": "3.2.0"},
+            UNTESTED,
+            ("3.2.2rc3, and triton 3.2.0: diyfa knows",),
+        ),
+        (None, {"triton-ascend": "3.2.0+git1234", "triton": "3.2.0"}, UNTESTED, ("works, but",)),
+        (None, {"triton-ascend": "unknown"}, UNTESTED, ("unknown: diyfa knows",)),
     ],
 )
 def test_version_of_triton(
@@ -312,8 +321,13 @@ def test_a_python_without_wheels(healthy: Machine) -> None:
     expect(replace(healthy, python=(3, 13)), "Python", UNTESTED, "3.2.0 has wheels for Python 3.10, 3.11")
     expect(replace(healthy, python=(3, 12), versions={**VERSIONS, "triton-ascend": "3.2.2"}), "Python", FINE)
     without = {name: version for name, version in VERSIONS.items() if name != "triton-ascend"}
-    expect(replace(healthy, python=(3, 13), versions=without), "Python", UNTESTED, "only 3.2.1 and 3.2.2 has wheels")
+    expect(replace(healthy, python=(3, 13), versions=without), "Python", UNTESTED, "3.2.1 and 3.2.2 have wheels for it")
     expect(replace(healthy, python=(3, 14), versions=without), "Python", WRONG, "has no wheel")
+    for version in ("3.2.2rc3", "3.2.2+git1234", "3.6.0"):  # of such a release the last known one before it tells
+        machine = replace(healthy, python=(3, 12), versions={**VERSIONS, "triton-ascend": version})
+        expect(machine, "Python", FINE)
+        expect(machine, "CANN", WRONG, "triton-ascend 3.2.2 is made for CANN 9.0.0")
+        expect(replace(machine, python=(3, 14)), "Python", UNTESTED, "triton-ascend 3.2.2 has wheels for Python 3.10, ")
 
 
 # The stacks that people have in autumn 2026: CANN, torch, torch_npu, triton-ascend, Python; verdicts of the parts that
@@ -329,7 +343,7 @@ PLANTED: dict[str, tuple[tuple[str, str, str, str, tuple[int, int]], dict[str, t
     "CANN 9.2, torch 2.7": (("9.2.0", "2.7.1", "2.7.1.post11", "3.2.2", (3, 11)), {}),
     "CANN 9.2, torch 2.10": (
         ("9.2.0", "2.10.0", "2.10.0.post7", "3.6.0", (3, 12)),
-        {"triton-ascend": (UNTESTED, "diyfa knows 3.2.0, 3.2.1 and 3.2.2"), "Python": (UNTESTED, "")},
+        {"triton-ascend": (UNTESTED, "diyfa knows 3.2.0, 3.2.1 and 3.2.2")},
     ),
     "CANN 9.2, torch 2.11": (("9.2.0", "2.11.0", "2.11.0.post3", "3.2.2", (3, 13)), {}),
     "CANN 9.2, torch 2.12": (("9.2.0", "2.12.0", "2.12.0.post3", "3.2.1", (3, 10)), {}),
@@ -366,6 +380,15 @@ def test_a_planted_stack(healthy: Machine, name: str) -> None:
     assert all(words in verdicts[part].remedy for part, (_, words) in expected.items())
 
 
+@pytest.mark.parametrize(("cann", "torch_version", "post"), [("9.0.0", "2.11.0", "3"), ("10.0.0", "2.10.0", "7")])
+def test_no_torch_npu_is_documented_for_this_cann(healthy: Machine, cann: str, torch_version: str, post: str) -> None:
+    """Then none is named for it."""
+    plant_cann(healthy.root / "usr/local/Ascend", cann)
+    torch_npu = f"{torch_version}.post{post}"
+    machine = replace(healthy, versions={**VERSIONS, "torch": torch_version, "torch_npu": torch_npu})
+    assert judged(machine, "CANN").remedy == f"torch_npu {torch_npu} is documented for CANN 9.2.0"
+
+
 def test_a_slim_image(healthy: Machine) -> None:
     """Without a C++ compiler or Python's headers the first launch fails."""
     expect(healthy, "C++, Python.h", FINE, "usr/bin/g++", "include/Python.h")
@@ -374,7 +397,11 @@ def test_a_slim_image(healthy: Machine) -> None:
     bare = replace(healthy, environ={**healthy.environ, "PATH": str(healthy.root / "empty")})
     expect(bare, "C++, Python.h", WRONG, "not found, not found", "a C++ compiler (apt install g++) and Python.h")
     named = replace(healthy, environ={**healthy.environ, "CC": "clang-17"})
-    expect(named, "C++, Python.h", WRONG, "clang-17, ", "a C++ compiler")
+    expect(named, "C++, Python.h", WRONG, "clang-17, ", "the C++ compiler that CC names, or unset CC")
+    write(healthy.include / "Python.h", "")
+    for words in ("", "ccache g++"):  # triton-ascend starts CC as one program, if it is set at all
+        expect(replace(healthy, environ={**healthy.environ, "CC": words}), "C++, Python.h", WRONG, "unset CC")
+    (healthy.include / "Python.h").unlink()
     write(healthy.root / "usr/bin/clang++", "#!/bin/sh\n", 0o755)
     expect(healthy, "C++, Python.h", WRONG, "usr/bin/clang++, not found")
 

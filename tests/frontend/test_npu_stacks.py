@@ -178,14 +178,32 @@ def test_the_compiler_inside_triton_ascend(tmp_path: Path, monkeypatch: pytest.M
         compiler.compiler_version.cache_clear()
 
 
+def test_whether_a_call_may_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty DIYFA_JIT is none; tests/npu/test_npu_warmup.py has "never"."""
+    from diyfa.backends.npu.runtime.compiler import compiling_if_allowed
+
+    for value in ("", "auto"):
+        monkeypatch.setenv("DIYFA_JIT", value)
+        with compiling_if_allowed("a kernel"):
+            pass
+    monkeypatch.setenv("DIYFA_JIT", "Never")
+    with (
+        pytest.raises(ValueError, match="DIYFA_JIT must be one of auto, never, got 'Never'"),
+        compiling_if_allowed("a kernel"),
+    ):
+        pass
+
+
 def test_options_are_those_of_the_gate_in_every_release() -> None:
     """Later releases have other defaults for 910B."""
     from diyfa.backends.npu.runtime.compat import stable_options
+    from diyfa.backends.npu.runtime.multibuffer import options_in_use
 
     assert stable_options({}) == {"enable_select_analysis": False, "enable_auto_bind_sub_block": True}
     assert stable_options({"enable_auto_bind_sub_block": False})["enable_auto_bind_sub_block"] is False
     on_950 = {"compile_on_910_95": True, "enable_select_analysis": True}
     assert stable_options(on_950) == on_950
+    assert options_in_use({}).items() >= stable_options({}).items()
 
 
 def test_a_call_with_plain_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ HEADS, HEADS_KV, BLOCK_SIZE, BLOCKS = 4, 2, 16, 24
 STEPS = [
     ("PrefillNoCache", (5, 33, 1), (0, 0, 0)),
     ("PrefillCacheHit", (7, 20), (16, 33)),
-    ("DecodeOnly", (1, 1, 1, 1), (0, 15, 16, 70)),
+    ("DecodeOnly", (1, 1, 1, 1), (0, 15, 16, 95)),  # the last one fills its row of block_tables
     ("ChunkedPrefill", (1, 1, 40, 9), (30, 63, 0, 50)),
     ("SpecDecoding", (3, 3, 3), (10, 31, 64)),
 ]
@@ -113,6 +113,11 @@ def test_an_encoder_reads_its_own_keys_in_any_state() -> None:
     torch.testing.assert_close(step.attend(), step.expected().float(), rtol=1e-4, atol=1e-4)
 
 
+def test_a_pooling_model_with_a_causal_mask_reads_the_cache() -> None:
+    step = Step("ChunkedPrefill", (5, 9), (20, 0), 64, model_runner_type="pooling")
+    torch.testing.assert_close(step.attend(), step.expected(causal=True).float(), rtol=1e-4, atol=1e-4)
+
+
 def test_a_padding_sequence_at_the_end_changes_no_other() -> None:
     """As the builder pads: one more sequence without a block of its own, of length 1."""
     step = Step("DecodeOnly", (1, 1), (20, 40), 256)
@@ -126,11 +131,15 @@ def test_a_padding_sequence_at_the_end_changes_no_other() -> None:
     torch.testing.assert_close(step.attend()[:2], expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_graph_names_the_longest_sequence_to_come() -> None:
+@pytest.mark.parametrize("longest", [41, 96])
+def test_a_graph_names_the_longest_sequence_to_come(longest: int) -> None:
     step = Step("DecodeOnly", (1, 1), (20, 40), 64)
-    arguments = attention_arguments(step.metadata, step.query, None, None, step.cache, scale=1.0, max_seqlen_k=96)
-    assert arguments["max_seqlen_k"] == 96 and arguments["seqused_k"].tolist() == [21, 41]
-    assert arguments["seqused_k"].dtype == arguments["block_table"].dtype == torch.int32
+    step.metadata.query_start_loc, step.metadata.block_tables = (
+        x.long() for x in (step.metadata.query_start_loc, step.metadata.block_tables)
+    )
+    arguments = attention_arguments(step.metadata, step.query, None, None, step.cache, scale=1.0, max_seqlen_k=longest)
+    assert arguments["max_seqlen_k"] == longest and arguments["seqused_k"].tolist() == [21, 41]
+    assert {arguments[name].dtype for name in ("cu_seqlens_q", "seqused_k", "block_table")} == {torch.int32}
 
 
 def test_slot_mapping_and_block_tables_name_the_same_slots() -> None:
@@ -152,16 +161,34 @@ def test_slot_mapping_and_block_tables_name_the_same_slots() -> None:
         ({"seq_lens_list": [0, 41]}, {}, "sequence 0 has 1 queries and 0 keys"),
         ({"seq_lens_list": [21, 97]}, {}, "sequence 1 has 97 keys, and its row of block_tables room for 96"),
         ({"block_tables": torch.zeros(1, 6, dtype=torch.int32)}, {}, "block_tables must have 2 rows.*got 1"),
-        ({"block_tables": None}, {}, "block_tables must have 2 rows.*got None"),
+        ({"block_tables": None}, {}, "block_tables must be a 2-dimensional tensor of integers, got NoneType"),
+        ({"block_tables": torch.zeros(2, dtype=torch.int32)}, {}, r"of integers, got a tensor \(2,\)"),
+        ({"block_tables": torch.zeros(2, 6)}, {}, "block_tables must be a .*of torch.float32"),
+        ({"query_start_loc": torch.tensor([0, 2, 2])}, {}, r"is \[0, 1, 2\], got \[0, 2, 2\]"),
+        ({"query_start_loc": [0, 1, 2]}, {}, "query_start_loc must be a .*got list"),
+        ({"actual_seq_lengths_q": None}, {}, "actual_seq_lengths_q must be a list of integers, got NoneType"),
+        ({"seq_lens": torch.tensor([20, 41])}, {}, r"must be equal, got \[20, 41\] and \[21, 41\]"),
+        ({"seq_lens": None}, {}, "seq_lens must be a 1-dimensional tensor of integers, got NoneType"),
+        ({"seq_lens_list": None}, {}, "seq_lens_list must be a list of integers, got NoneType"),
         ({"pcp_local_num_input_tokens": 4}, {}, "context parallelism"),
         ({"causal": False}, {"sliding_window": 8}, "without a causal mask"),
         ({}, {"sliding_window": 0}, "at least 1, got 0"),
         ({}, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype must be one of .*got 'fp8'"),
         ({}, {"attn_type": "encoder_decoder"}, "'encoder_decoder' is not translated"),
         ({}, {"kv_cache": None}, "DecodeOnly reads a cache: expected keys and values, got NoneType"),
+        ({}, {"kv_cache": 5}, "expected keys and values, got int"),
+        ({}, {"kv_cache": torch.tensor(1.0)}, r"expected keys and values, got a tensor \(\)"),
+        ({}, {"kv_cache": [None, None]}, "expected keys and values, got list"),
         ({}, {"kv_cache": torch.zeros(2, 3, 4)}, r"each, got a tensor \(3, 4\)"),
+        ({}, {"kv_cache": [torch.zeros(24, 16, 2, 64), torch.zeros(24, 32, 2, 64)]}, r"and a tensor \(24, 32, 2, 64\)"),
         ({"attn_state": "PrefillNoCache"}, {}, "PrefillNoCache reads the step's own keys and values, and got none"),
         ({"attn_state": "PrefillNoCache"}, {"key": torch.zeros(1, 2, 64), "value": torch.zeros(5, 2, 64)}, "got 1"),
+        ({"attn_state": "PrefillNoCache"}, {"key": torch.zeros(2, 2, 64), "value": torch.tensor(1.0)}, "value must be"),
+        (
+            {"attn_state": "PrefillNoCache"}, {"key": torch.zeros(2, 2, 64), "value": torch.zeros(2, 2, 64)},
+            r"PrefillNoCache has no keys but its own, \[1, 1\] of each sequence, got \[21, 41\]",
+        ),
+        ({}, {"query": torch.zeros(2, 256)}, r"query must be \(tokens, heads, head_dim\), got a tensor \(2, 256\)"),
         ({}, {"max_seqlen_k": 40}, "max_seqlen_k must be at least 41"),
     ],
 )  # fmt: skip
@@ -169,6 +196,12 @@ def test_what_is_refused(metadata: dict[str, Any], options: dict[str, Any], word
     step = Step("DecodeOnly", (1, 1), (20, 40), 64)
     for name, value in metadata.items():
         setattr(step.metadata, name, value)
-    given = {"key": None, "value": None, "kv_cache": step.cache, "scale": 1.0} | options
+    given = {"query": step.query, "key": None, "value": None, "kv_cache": step.cache, "scale": 1.0} | options
     with pytest.raises(ValueError, match=words):
-        attention_arguments(step.metadata, step.query, **given)
+        attention_arguments(step.metadata, **given)
+
+
+def test_a_step_without_sequences() -> None:
+    step = Step("DecodeOnly", (1, 1), (20, 40), 64)
+    step.metadata.actual_seq_lengths_q, step.metadata.query_start_loc = [], torch.zeros(1, dtype=torch.int32)
+    assert step.attend().shape == (0, HEADS, 64)

@@ -13,7 +13,7 @@ from typing import cast
 import pytest
 import torch
 
-from diyfa.backends.npu.runtime import multibuffer
+from diyfa.backends.npu.runtime import multibuffer, tiles
 from diyfa.backends.npu.tables import configs
 from diyfa.lab.npu import specs
 from diyfa.lab.validate import CASES, Judge, WatchedJudge, _judge_for
@@ -63,6 +63,15 @@ def test_the_conservative_tile_never_has_it() -> None:
     assert configs.candidates(problem, "fwd")[-2:] == [replace(tile, multibuffer=True), tile]
 
 
+def test_every_call_reads_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the tile depends on it, and an equal call was made before."""
+    crowded = {"head_dim": 256, "head_dim_v": 256, "softcap": 1.0, "alibi": True, "sinks": True, "bias": "1hqk"}
+    problem = specs.example(ARCH).replace(**crowded)
+    for value, rows in (("1", 64), ("0", 32), ("1", 64)):
+        monkeypatch.setenv(multibuffer.VARIABLE, value)
+        assert tiles.chosen_tile(problem, "fwd", lambda tile: []).block_m == rows
+
+
 def test_a_value_that_is_neither(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(multibuffer.VARIABLE, "off")
     with pytest.raises(ValueError, match=r"DIYFA_NPU_MULTIBUFFER='off': expected 0 .* or 1"):
@@ -82,10 +91,12 @@ def test_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(multibuffer.VARIABLE, "0")
     assert multibuffer.state() == "without multibuffering (DIYFA_NPU_MULTIBUFFER=0)"
     monkeypatch.delenv(multibuffer.VARIABLE)
-    monkeypatch.setattr(multibuffer, "compiler_version", lambda: "9.9.9")
-    multibuffer.kept_off.cache_clear()
-    assert multibuffer.is_on()
-    for text in ("", "[]", "{", '{"versions": 1}'):
+    for name, version in (("compiler_version", lambda: "9.9.9"), ("installed_version", lambda name: "9.9.9")):
+        with monkeypatch.context() as other:
+            other.setattr(multibuffer, name, version)
+            multibuffer.kept_off.cache_clear()
+            assert multibuffer.is_on()
+    for text in ("", "[]", "{", '{"versions": 1}', "[" * 100_000):
         path.write_text(text)
         multibuffer.kept_off.cache_clear()
         assert multibuffer.is_on()
@@ -95,6 +106,21 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("DIYFA_CACHE_DIR", str(tmp_path / "file"))
     assert multibuffer.keep_off("a case") is None and multibuffer.is_on()
+
+
+def test_a_disk_that_is_full_leaves_the_file_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is replaced whole, so another process never reads half of it."""
+    path = multibuffer.keep_off("the first case")
+    assert path is not None
+    write = Path.write_text
+
+    def write_half(self: Path, text: str, encoding: str) -> int:
+        write(self, text[: len(text) // 2], encoding)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", write_half)
+    assert multibuffer.keep_off("the second case") is None
+    assert multibuffer.kept_off() == "the first case" and [*path.parent.iterdir()] == [path]
 
 
 # A process that judges without computing: of the cases named, those that hang or are wrong with multibuffering.

@@ -85,6 +85,13 @@ def test_calls_after_a_warm_up_start_no_compiler(warmed: WarmUp) -> None:
     assert [line.partition("@")[2] for line in cann.compiled()] == ["_fwd_kernel"]
     assert "DIYFA_JIT must be one of auto, never, got 'no'" in serve(cann, DIYFA_JIT="no").stderr
 
+    for launcher in (cann.folder / "triton").glob("*/launcher*"):  # as a warm-up that was killed leaves it
+        launcher.unlink()
+    cann.launched()
+    refused = serve(cann, DIYFA_JIT="never")
+    assert "RuntimeError: DIYFA_JIT=never, and the launcher of _fwd_kernel would have to be compiled" in refused.stderr
+    assert cann.launched() == [] and cann.compiled() == []
+
 
 def test_a_kernel_that_does_not_compile_is_named(tmp_path: Path) -> None:
     cann = PlantedCann(tmp_path / "cann", header_seconds=0.0)

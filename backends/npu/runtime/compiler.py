@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
@@ -47,21 +47,29 @@ def compiling_if_allowed(kernel: str) -> Iterator[None]:
 
 @cache
 def _check_before_compiling() -> None:
-    """Patch Triton's backend. It is asked for the stages of a compilation if a kernel is in no cache, and only then."""
+    """Patch Triton's backend. It is asked for the stages of a compilation if a kernel is in no cache, and only then.
+
+    The kernel may be there without the C++ function that launches it, such as after a warm-up that was killed."""
     from triton.backends import backends
 
-    backend: Any = backends["ascend"].compiler  # not the class that an import finds: Triton loads its backends by path
-    add_stages = backend.add_stages
+    ascend: Any = backends["ascend"]  # not the classes that an import finds: Triton loads its backends by path
 
-    def checked(self: Any, *arguments: Any) -> Any:
-        if kernel := _forbidden.get():
-            raise RuntimeError(
-                f"DIYFA_JIT=never, and {kernel} would have to be compiled: it is not in Triton's cache folder "
-                "(TRITON_CACHE_DIR). `diyfa warmup` compiles it, or run the call once with DIYFA_JIT=auto"
-            )
-        return add_stages(self, *arguments)
+    def checked(compile_: Callable[..., Any], what: str) -> Callable[..., Any]:
+        def compile_if_allowed(*arguments: Any, **options: Any) -> Any:
+            if kernel := _forbidden.get():
+                raise RuntimeError(
+                    f"DIYFA_JIT=never, and {what}{kernel} would have to be compiled: it is not in Triton's cache "
+                    "folder (TRITON_CACHE_DIR). `diyfa warmup` compiles it, or run the call once with DIYFA_JIT=auto"
+                )
+            return compile_(*arguments, **options)
 
-    backend.add_stages = checked
+        return compile_if_allowed
+
+    ascend.compiler.add_stages = checked(ascend.compiler.add_stages, "")
+    functions = ascend.driver.__init__.__globals__
+    name = "_build_npu_ext"  # private: starts the C++ compiler
+    if name in functions:
+        functions[name] = checked(functions[name], "the launcher of ")
 
 
 @cache

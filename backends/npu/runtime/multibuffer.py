@@ -41,17 +41,25 @@ def kept_off() -> str | None:
     try:
         kept = json.loads(file.read_text(encoding="utf-8")) if file else {}
         return str(kept["because"]) if kept["versions"] == versions() else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
 def keep_off(because: str) -> Path | None:
     """Write the file, for all later processes. Return its path, or None if it cannot be written."""
     file = path()
+    if file is None:
+        return None
+    temporary = file.with_suffix(f".{os.getpid()}.tmp")  # another process may read the file meanwhile
+    content = json.dumps({"because": because, "versions": versions()}, indent=1) + "\n"
     try:
-        if file is not None:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps({"because": because, "versions": versions()}, indent=1) + "\n", encoding="utf-8")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            temporary.write_text(content, encoding="utf-8")
+            temporary.replace(file)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
     except OSError:
         return None
     kept_off.cache_clear()

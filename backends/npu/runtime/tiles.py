@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-from diyfa.backends.npu.runtime import compiler
+from diyfa.backends.npu.runtime import compiler, multibuffer
 from diyfa.backends.npu.runtime.launch import run
 from diyfa.backends.npu.runtime.tune import tuner
 from diyfa.backends.npu.tables.configs import (
@@ -45,7 +45,7 @@ def chosen_tile(problem: Problem, kernel: str, make_launches: MakeLaunches) -> A
         return requested
     if is_fixed(problem):
         return table_tile(problem, kernel)
-    tiles = _candidates(problem, kernel)
+    tiles = _candidates(problem, kernel, multibuffer.is_on())
     return tuner.best(
         f"attention_{kernel}", _bucket(problem, kernel), tiles, lambda tile: _run(make_launches(tile)), tiles[0]
     )
@@ -147,7 +147,8 @@ def variant(launch: Launch) -> Hashable:
 
 
 @cached_per_problem
-def _candidates(problem: Problem, kernel: str) -> tuple[AttentionTile, ...]:
+def _candidates(problem: Problem, kernel: str, is_multibuffered: bool) -> tuple[AttentionTile, ...]:
+    """Return the tiles to choose from. `is_multibuffered` is part of the cache's key: tiles depend on it."""
     return tuple(candidates(problem, kernel))
 
 
