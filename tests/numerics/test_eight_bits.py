@@ -286,6 +286,20 @@ def test_a_nan_descale_shows(backend: str, name: str) -> None:
 
 
 @targets
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_mean_that_is_not_finite_shows(backend: str, value: float) -> None:
+    """In every row of its head that sees a key, although a softmax does not see the mean of k."""
+    target = TARGETS[backend]
+    (q, k, v), _ = make_call(Case(kind="head", means=True, seqlen_q=70, seqlen_k=40))
+    assert k.mean is not None
+    k.mean[1, 0] = value
+    q8, k8, v8 = (Quantized(*(None if y is None else y.to(target.device) for y in x)) for x in (q, k, v))
+    out = diyfa.flash_attention(q8, k8, v8, causal=True, backend=backend).cpu()
+    assert out[1, 0, 30:].isnan().all() and (out[1, 0, :30] == 0).all()
+    assert out[0].isfinite().all() and out[1, 1].isfinite().all()
+
+
+@targets
 def test_small_weights_are_not_lost(backend: str) -> None:
     """One key has most of the weight, 400 others 2**-10 each: unscaled, float8 would make all of them 0."""
     target = TARGETS[backend]
