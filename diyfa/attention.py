@@ -100,7 +100,8 @@ def checked_options(
             if options.get(name) is not None and options[name].requires_grad:
                 options |= {"needs_grad": True, gate or "needs_grad": True}
         if q.dtype in EIGHT_BIT_DTYPES and (
-            options["needs_grad"] or any(x is not None and x.requires_grad for x in map(options.get, EIGHT_BIT_ARGUMENTS))
+            options["needs_grad"]
+            or any(x is not None and x.requires_grad for x in map(options.get, EIGHT_BIT_ARGUMENTS))
         ):
             raise ValueError(
                 f"attention of {q.dtype} has no backward pass: call it inside torch.no_grad(), or without inputs that "
