@@ -141,7 +141,7 @@ def eight_bit_problems(arch: str) -> Iterator[AttentionProblem]:
 # together with accumulators that fill the registers, and combinations of features have no separate tiles. The table of
 # tiles has the spills without features. A number after a class is a padded head_dim.
 FEATURE_SPILLS: dict[str, dict[str, int]] = {
-    "fwd": {"small": 64, "large": 32, "turing mask": 672, "turing mask 256": 4096},
+    "fwd": {"small": 64, "large": 64, "turing mask": 672, "turing mask 256": 4096},
     "dkdv": {
         "wgmma": 224, "wgmma 128": 1824, "wgmma ragged": 352, "large": 1856, "small": 128, "small 256": 160,
         "turing": 32, "turing 256": 2368,
@@ -494,6 +494,8 @@ def _kvcache_specs(arch: str) -> Iterator[CompileSpec]:
             budget = 32
         if problem.batch_invariant and problem.num_splits == 1:
             budget = 128
+        if arch == "sm_100" and problem.descales:
+            budget = 16
         yield launch_spec(main, "kvcache_fwd/decode", f"{case} {tile}", budget)
         if problem.sinks or problem.batch_invariant or problem.cache_batch_idx:
             yield from (launch_spec(launch, "kvcache_fwd/combine", case) for launch in combine)
