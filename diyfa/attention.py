@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from diyfa import ops, registry, validation
+from diyfa.eight_bits import ARGUMENTS as EIGHT_BIT_ARGUMENTS
 from diyfa.eight_bits import EIGHT_BIT_DTYPES, Quantized, unwrapped
 from diyfa.keywords import refuse_unknown, without_unknown
 from diyfa.kvcache import attend_packed, explain_packed
@@ -98,7 +99,10 @@ def checked_options(
         for name, gate in DIFFERENTIABLE.items() if has_tensors else ():
             if options.get(name) is not None and options[name].requires_grad:
                 options |= {"needs_grad": True, gate or "needs_grad": True}
-        if options.get("needs_grad") and q.dtype in EIGHT_BIT_DTYPES:
+        if q.dtype in EIGHT_BIT_DTYPES and (
+            options["needs_grad"]
+            or any(x is not None and x.requires_grad for x in map(options.get, EIGHT_BIT_ARGUMENTS))
+        ):
             raise ValueError(
                 f"attention of {q.dtype} has no backward pass: call it inside torch.no_grad(), or without inputs that "
                 "require a gradient"

@@ -190,10 +190,13 @@ def _listed_blocks(counts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
 
 
 def _block_size(block_size: Any) -> tuple[int, int]:
-    sizes = (block_size, block_size) if isinstance(block_size, int) else tuple(block_size)
+    sizes = (block_size, block_size) if isinstance(block_size, int) else block_size
+    expected = f"block_size must be 64, 128 or a pair (queries, keys) of these, got {block_size!r}"
+    if not isinstance(sizes, (tuple, list)) or not all(isinstance(size, int) for size in sizes):
+        raise TypeError(expected)
     if len(sizes) != 2 or any(size not in BLOCK_SIZES for size in sizes):
-        raise ValueError(f"block_size must be 64, 128 or a pair (queries, keys) of these, got {block_size!r}")
-    return sizes
+        raise ValueError(expected)
+    return sizes[0], sizes[1]
 
 
 def _build(

@@ -323,12 +323,17 @@ def check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Len
     }  # fmt: skip
 
 
+MASK_TENSORS = ("mask_blocks", "mask_bits")
+
+
 def check_optional_tensors(q: torch.Tensor, sizes: Sizes, arguments: dict[str, Any]) -> None:
     """Check kind, dtype, shape and device of the optional tensors in `arguments` by their rows in the table."""
     for name, feature in CHECKED_TENSORS.items():
         x = arguments.get(name)
         if x is None:
             continue
+        if name in MASK_TENSORS:
+            name = "mask"  # the argument that they are parts of
         check_tensors(**{name: x})
         if x.dtype not in feature.dtypes:
             hint = f"; {BOOLEAN_MASK}" if x.dtype == torch.bool and name == "attn_bias" else ""
@@ -432,9 +437,13 @@ def check_product_out(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dtype
     if out.dtype != dtype:
         raise TypeError(f"out must be {dtype}, as out_dtype says, got {out.dtype}")
     _check_device_of_a(a, out=out)
-    steps = sorted((stride, size) for size, stride in zip(out.shape, out.stride(), strict=True) if size > 1)
-    overlaps = len(steps) == 2 and steps[1][0] < steps[0][0] * steps[0][1]
-    if out.numel() and (overlaps or any(stride < 1 for stride, _ in steps)):
+    if not torch.compiler.is_compiling() and out.is_neg():
+        raise ValueError("out must hold its numbers themselves, got a view that negates them, such as x.conj().imag")
+    (rows, columns), (row, column) = out.shape, out.stride()
+    repeats = (rows > 1 and row < 1) or (columns > 1 and column < 1)
+    if rows > 1 and columns > 1:  # a traced tensor has symbolic sizes, which cannot be sorted
+        repeats = repeats or (column < row * rows if row < column else row < column * columns)
+    if repeats and out.numel():
         raise ValueError(f"out must not overlap itself, got shape {_shape(out)} with strides {out.stride()}")
 
 
@@ -465,8 +474,8 @@ def memory_span(x: torch.Tensor) -> int:
 
 
 def share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Return whether x and y have an element in common, for dense tensors and views of equal strides. For others assume
-    that they have none, as interleaved slices of one buffer."""
+    """Return whether x and y have an element in common, for dense tensors and views of equal strides in any order. For
+    others assume that they have none, as interleaved slices of one buffer."""
     if x.untyped_storage().data_ptr() != y.untyped_storage().data_ptr() or not x.numel() or not y.numel():
         return False
     spans = [memory_span(x), memory_span(y)]
@@ -476,7 +485,8 @@ def share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
         return False
     if spans == [x.numel(), y.numel()]:
         return True
-    if x.stride() != y.stride() or x.dtype != y.dtype:
+    dims, others = (sorted(zip(z.stride(), z.shape, strict=True), reverse=True) for z in (x, y))
+    if [stride for stride, _ in dims] != [stride for stride, _ in others] or x.dtype != y.dtype:
         return False
-    dims = sorted(zip(x.stride(), x.shape, y.shape, strict=True), reverse=True)
-    return _meet((begins[1] - begins[0]) // size, dims)
+    sizes = [(stride, n, other) for (stride, n), (_, other) in zip(dims, others, strict=True)]
+    return _meet((begins[1] - begins[0]) // size, sizes)

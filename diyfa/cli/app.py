@@ -111,7 +111,9 @@ def validate(
         bool, typer.Option("--invariant", help="Compare a small model's training and generation bit for bit instead.")
     ] = False,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the model of --invariant.")] = 3,
-    tokens: Annotated[int, typer.Option(min=2, help="Tokens of its longest sequence.")] = 96,
+    tokens: Annotated[
+        int, typer.Option(min=2, help="Tokens of its longest sequence; over 1024 for several chunks on a GPU.")
+    ] = 96,
     json: Json = False,
 ) -> None:
     """Compare every kernel of this device with the reference under the error budget; exit status 1 when one fails."""

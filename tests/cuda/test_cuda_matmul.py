@@ -89,6 +89,20 @@ def test_split_sums_are_the_same_each_time():
     assert torch.equal(first, second)
 
 
+@runs
+@pytest.mark.parametrize("tile", POINTER_TILES, ids=str)
+def test_a_bias_of_any_stride(tile):
+    """With a split K the second kernel adds it, and applies the activation."""
+    device, arch = device_and_arch()
+    generator = torch.Generator().manual_seed(0)
+    a, b, many = (torch.randn(shape, generator=generator).half().to(device) for shape in ((37, 71), (71, 53), (159,)))
+    described = problem(arch, m=37, n=53, k=71, bias=True, activation="relu")
+    for bias in (many[::3], many[:1].expand(53)):
+        c = torch.full((37, 53), float("nan"), dtype=torch.float16, device=device)
+        matmul.run(described, a, b, bias, c, tile)
+        torch.testing.assert_close(c, (a.double() @ b.double() + bias.double()).relu().half(), rtol=2e-3, atol=2e-3)
+
+
 def problem(arch, dtype="float16", m=512, n=512, k=512, **changes):
     return MatmulProblem("cuda", arch, dtype, dtype, dtype, m, n, k, **changes)
 

@@ -249,6 +249,7 @@ def test_unsupported_gradient_is_refused_in_the_forward_pass(monkeypatch: pytest
 
 A, B = torch.zeros(64, 32, dtype=F16), torch.zeros(32, 48, dtype=F16)
 BIAS, OUT, SQUARE = (torch.zeros(shape, dtype=torch.float16) for shape in ((48,), (64, 48), (32, 32)))
+GRID = torch.zeros(32, 64, dtype=torch.float16)
 MATMUL = {
     "not_a_tensor": ((A, None), {}, TypeError, r"b must be a torch\.Tensor, got NoneType"),
     "sparse": ((A, B.to_sparse()), {}, TypeError, r"b must be a dense tensor"),
@@ -286,6 +287,13 @@ MATMUL = {
     "out_overlaps": ((A, B), {"out": OUT.as_strided((64, 48), (40, 1))}, ValueError, r"out must not overlap itself"),
     "out_is_a": ((SQUARE, SQUARE.clone()), {"out": SQUARE}, ValueError, r"out must not share memory with a"),
     "out_is_b": ((SQUARE.clone(), SQUARE), {"out": SQUARE.t()}, ValueError, r"out must not share memory with b"),
+    "out_is_part_of_a": (
+        (GRID[:, :32], SQUARE), {"out": GRID[:, :32].t()}, ValueError, r"out must not share memory with a"
+    ),
+    "out_meets_a_corner": (
+        (GRID[:, :32], SQUARE), {"out": GRID[:, 31:63].t()}, ValueError, r"out must not share memory with a"
+    ),
+    "out_negated": ((A, B), {"out": torch._neg_view(OUT)}, ValueError, r"out must hold its numbers themselves"),
     "out_grad": ((A.clone().requires_grad_(), B), {"out": OUT}, ValueError, r"out has no gradient"),
     "out_type": ((A, B), {"out": 1.0}, TypeError, r"out must be a torch\.Tensor, got float"),
     "variant": ((A, B), {"variant": "sm90"}, ValueError, r"no matmul kernel called 'sm90'; it has: tiled"),
@@ -312,6 +320,7 @@ def test_overlap_is_checked_at_every_call() -> None:
     assert diyfa.triton_matmul(described, described, out=torch.empty_like(described), backend="cpu").is_meta
     columns = torch.zeros(32, 96, dtype=torch.float16)
     diyfa.triton_matmul(columns[:, :32], columns[:, 32:64], out=columns[:, 64:], backend="cpu")  # interleaved, apart
+    diyfa.triton_matmul(columns[:, :32], columns[:, 32:64], out=columns[:, 64:].t(), backend="cpu")
 
 
 @pytest.mark.parametrize(("backend", "package"), [("cuda", "triton$"), ("npu", "--no-deps triton-ascend==3.2.0 ")])

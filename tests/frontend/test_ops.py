@@ -272,6 +272,20 @@ def test_compile_a_product_with_its_epilogue(activation: str | None) -> None:
     assert torch.equal(found, into(*plain, torch.empty(20, 40))) and torch.equal(out + 1, found)
 
 
+def test_compile_matmul_into_out_of_any_size() -> None:
+    torch.compiler.reset()
+
+    def multiply(a, b, out):
+        return diyfa.triton_matmul(a, b, precision="ieee", out=out, **CPU)
+
+    compiled = torch.compile(multiply, fullgraph=True, dynamic=True, backend="aot_eager")
+    for m, k, n in ((8, 12, 20), (9, 13, 30)):
+        a, b = tensors((m, k), (k, n), grad=False)
+        for out in (torch.zeros(m, n), torch.zeros(n, m).t(), torch.zeros(m + 1, n + 3)[1:, 2:-1]):
+            compiled(a, b, out)
+            torch.testing.assert_close(out, a @ b)
+
+
 def test_compile_matmul() -> None:
     torch.compiler.reset()
 

@@ -198,6 +198,12 @@ CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any], type, str]] = {
     "gradient of sinks": (
         (F8, F8, F8), {"sinks": torch.zeros(2).requires_grad_()}, ValueError, r"has no backward pass"
     ),
+    "gradient of a descale": (
+        (F8, F8, F8), {"k_descale": torch.ones(1).requires_grad_()}, ValueError, r"has no backward pass"
+    ),
+    "gradient of a mean": (
+        (F8, F8, F8), {"v_mean": torch.zeros(2, 2, 16).requires_grad_()}, ValueError, r"has no backward pass"
+    ),
 }  # fmt: skip
 
 

@@ -11,7 +11,8 @@ from targets import TARGETS, Target
 
 import diyfa
 from diyfa import registry
-from diyfa.eight_bits import BLOCK_K, BLOCK_Q, Quantized
+from diyfa.eight_bits import BLOCK_K, BLOCK_Q, WEIGHT_SHIFT, Quantized
+from diyfa.features import dtype_name
 from diyfa.testing import LSE_UNIT, Error, error_budget, measure_error, rounding_unit
 from diyfa.yardstick import largest_scores, plain_flash_attention
 
@@ -283,6 +284,27 @@ def test_a_nan_descale_shows(backend: str, name: str) -> None:
     moved = [Quantized(*(None if y is None else y.to(target.device) for y in x)) for x in given.values()]
     out = diyfa.flash_attention(*moved, backend=backend).cpu()
     assert out[1, 0].isnan().all() and out[0].isfinite().all() and out[1, 1].isfinite().all()
+
+
+def test_scaled_weights_do_not_saturate() -> None:
+    """The factor is the largest power of two that the dtype holds: a weight of 1 becomes that number."""
+    for dtype in (E4M3, E5M2):
+        factor = 2.0 ** WEIGHT_SHIFT[dtype_name(dtype)]
+        assert factor < LARGEST[dtype] < 2 * factor
+
+
+@targets
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_mean_that_is_not_finite_shows(backend: str, value: float) -> None:
+    """In every row of its head that sees a key, although a softmax does not see the mean of k."""
+    target = TARGETS[backend]
+    (q, k, v), _ = make_call(Case(kind="head", means=True, seqlen_q=70, seqlen_k=40))
+    assert k.mean is not None
+    k.mean[1, 0] = value
+    q8, k8, v8 = (Quantized(*(None if y is None else y.to(target.device) for y in x)) for x in (q, k, v))
+    out = diyfa.flash_attention(q8, k8, v8, causal=True, backend=backend).cpu()
+    assert out[1, 0, 30:].isnan().all() and (out[1, 0, :30] == 0).all()
+    assert out[0].isfinite().all() and out[1, 1].isfinite().all()
 
 
 @targets

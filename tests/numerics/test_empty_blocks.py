@@ -101,3 +101,22 @@ def test_one_visible_key(backend: str, kind: str) -> None:
     out = diyfa.flash_attention(q, k, v, mask=BlockMask.from_dense(keep, BLOCK).to(device), backend=backend).cpu()
     want = torch.where(keep.any(1)[:, None], v.cpu()[:, :, keep.int().argmax(1)], 0)
     assert torch.equal(out, want)
+
+
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "cpu"])
+def test_bits_are_addressed_in_64_bits(backend: str) -> None:
+    """A block whose bits lie 2^31 words behind the first, in memory of which only its page is touched."""
+    device, blocks = TARGETS[backend].device, 2**31 // (BLOCK * BLOCK // 32)
+    keep = torch.rand(BLOCK, BLOCK, generator=torch.Generator().manual_seed(5)) < 0.5
+    near = BlockMask.from_dense(keep, BLOCK).to(device)
+    try:
+        bits = torch.empty(blocks + 1, BLOCK, BLOCK // 32, dtype=torch.int32, device=device)
+    except RuntimeError:
+        pytest.skip("needs 8 GiB of addresses")
+    bits[blocks] = near.bits[0]
+    lists = near.blocks.clone()
+    lists[..., 0] = blocks  # the index of its bits
+    far = BlockMask(near.shape, lists, bits)
+    q, k, v = (torch.randn(1, 1, BLOCK, D).half().to(device) for _ in range(3))
+    want, out = (diyfa.flash_attention(q, k, v, mask=each, backend=backend) for each in (near, far))
+    assert torch.equal(out.cpu(), want.cpu())

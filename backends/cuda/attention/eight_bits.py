@@ -107,4 +107,6 @@ def final_sums(sums, scale, offset, pointers, position, c: tl.constexpr):
         if c.NEGATE:
             offset = -offset
         m_i += offset * (scale * LOG2E)
+        # A row that sees a key shows an offset that is not finite, though the softmax did not see it.
+        l_i = tl.where((l_i != 0.0) & (offset - offset != 0.0), float("nan"), l_i)
     return acc, l_i, m_i
