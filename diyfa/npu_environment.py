@@ -243,8 +243,8 @@ def _driver(machine: Machine) -> Finding:
     part = "driver, firmware"
     if "Version" not in driver:
         verdict = UNTESTED if machine.status.available else WRONG
-        remedy = f"no {folder}/driver/version.info: install the driver, or mount that folder into the container"
-        return Finding(part, "not found", verdict, remedy)
+        text = f"no {folder}/driver/version.info"
+        return Finding(part, text, verdict, "install the driver, or mount that folder into the container")
     text = f"{driver.get('package_version', driver['Version'])}, {firmware.get('Version', 'not found')}"
     if "Version" not in firmware:
         remedy = f"no {folder}/firmware/version.info (usual in a container): `npu-smi info` on the host knows it"
@@ -325,7 +325,7 @@ def _cxx(machine: Machine) -> Finding:
         *([] if compiler and shutil.which(compiler, path=path) else [wanted]),
         *([] if os.path.exists(header) else ["Python.h (apt install python3-dev, or a Python with headers)"]),
     ]
-    text = f"{compiler or 'not found'}, {header if os.path.exists(header) else 'not found'}"
+    text = f"{compiler or 'not found'}, {'found' if os.path.exists(header) else 'not found'}"
     if missing:
         return Finding(part, text, WRONG, f"the first launch compiles C++, so install {' and '.join(missing)}")
     return Finding(part, text, FINE)

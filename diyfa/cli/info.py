@@ -254,7 +254,15 @@ def _summary_of(info: dict[str, Any]) -> list[tuple[str, str]]:
         if any(k["op"] == op for k in info["kernels"])
     ]
     rows = [(info["name"], f"{state}; {'; '.join(kernels)} ({info['arch']})")]
-    refused = [f"{r['feature']} ({ATTENTION[r['op']]})" for r in info["refusals"] if r["op"] in ATTENTION]
+    passes = {k["op"] for k in info["kernels"] if k["op"] in ATTENTION}
+    refusing = {
+        r["feature"]: {s["op"] for s in info["refusals"] if s["feature"] == r["feature"]} for r in info["refusals"]
+    }
+    refused = [
+        feature if ops >= passes else f"{feature} ({', '.join(ATTENTION[op] for op in ATTENTION if op in ops)})"
+        for feature, ops in refusing.items()
+        if ops & passes
+    ]
     if refused and info["usable_here"]:
         named = ", ".join(refused) if len(refused) <= 4 else f"{len(refused)} features"
         rows.append(("", f"refuses {named}"))

@@ -391,7 +391,7 @@ def test_no_torch_npu_is_documented_for_this_cann(healthy: Machine, cann: str, t
 
 def test_a_slim_image(healthy: Machine) -> None:
     """Without a C++ compiler or Python's headers the first launch fails."""
-    expect(healthy, "C++, Python.h", FINE, "usr/bin/g++", "include/Python.h")
+    expect(healthy, "C++, Python.h", FINE, "usr/bin/g++, found")
     (healthy.include / "Python.h").unlink()
     expect(healthy, "C++, Python.h", WRONG, "g++, not found", "install Python.h (apt install python3-dev")
     bare = replace(healthy, environ={**healthy.environ, "PATH": str(healthy.root / "empty")})
