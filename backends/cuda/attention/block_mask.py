@@ -57,8 +57,9 @@ def kept_pairs(view, row0, col0, rows, cols, c: tl.constexpr):
     code = tl.load(lists + (row0 // c.MASK_Q) * nk + col0 // c.MASK_K)
     block = bits_ptr + tl.maximum(code, 0).to(tl.int64) * (c.MASK_Q * c.MASK_K // WORD)
     words = block + (rows % c.MASK_Q) * (c.MASK_K // WORD) + (cols % c.MASK_K) // WORD
-    word = tl.load(words, mask=(code >= 0) & (rows >= 0) & (cols >= 0), other=0)
-    return ((word >> (cols % WORD)) & 1 != 0) | (code == FULL)
+    codes = tl.broadcast_to(code, words.shape)  # Triton 3.9's interpreter takes no scalar in a mask
+    word = tl.load(words, mask=codes >= 0, other=0)
+    return ((word >> (cols % WORD)) & 1 != 0) | (codes == FULL)
 
 
 def mask_strides(tensors: AttentionTensors) -> dict[str, int]:

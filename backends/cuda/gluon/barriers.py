@@ -6,7 +6,6 @@ so that none can run ahead. A marker here makes `inline_ptx.py` remove that from
 
 from __future__ import annotations
 
-from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
@@ -43,20 +42,6 @@ def wait_for_stores():
     `tma.store_wait` waits only until their shared memory has been read.
     """
     _inline_ptx("cp.async.bulk.wait_group 0; mov.b32 $0, 0;")
-
-
-@constexpr_function
-def _named_barrier(action, number):
-    return f"bar.{action} {number}, 256; mov.b32 $0, 0;"
-
-
-@gluon.jit
-def turn(ACTION: gl.constexpr, CONSUMER: gl.constexpr):
-    """Wait for the turn of one of two consumer warpgroups ("sync"), or give it the turn and go on ("arrive").
-
-    Triton itself uses the named barriers below 8.
-    """
-    _inline_ptx(_named_barrier(ACTION, 8 + CONSUMER))
 
 
 @gluon.jit

@@ -33,7 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from diyfa.backends.cuda.attention.launch import choice, forced_config
-from diyfa.backends.cuda.gluon.barriers import WARPS, idle_warps, turn, wait_for_previous_kernels
+from diyfa.backends.cuda.gluon.barriers import WARPS, idle_warps, wait_for_previous_kernels
 from diyfa.backends.cuda.gluon.channel import Channel, allocate_channel
 from diyfa.backends.cuda.gluon.compat import aggregate, async_load, async_store
 from diyfa.backends.cuda.gluon.tma import smem_box
@@ -77,6 +77,21 @@ class MatmulSm90Constants(Constants):
 def _store_buffers(config):
     """Return the buffers that a consumer's tile leaves through: two, or one if its columns are one store."""
     return min(2, config.BLOCK_N // config.STORE_COLUMNS)
+
+
+@constexpr_function
+def _turn_barrier(action, number):
+    return f"bar.{action} {number}, 256; mov.b32 $0, 0;"
+
+
+@gluon.jit
+def turn(ACTION: gl.constexpr, CONSUMER: gl.constexpr):
+    """Wait for the turn of one of two consumer warpgroups ("sync"), or give it the turn and go on ("arrive").
+
+    Triton itself uses the named barriers below 8.
+    """
+    text: gl.constexpr = _turn_barrier(ACTION, 8 + CONSUMER)
+    gl.inline_asm_elementwise(text, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @constexpr_function
