@@ -14,11 +14,11 @@ tables.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -43,7 +43,7 @@ from diyfa.distributed.ring import (
 from diyfa.distributed.sharding import rank_segments
 from diyfa.distributed.steps import Step, ring_steps
 from diyfa.distributed.ulysses import Ulysses, kv_head_repeats
-from diyfa.lab.bench.record import device_name
+from diyfa.lab.bench.record import write_json
 from diyfa.lab.bench.timing import synchronize, time_calls
 from diyfa.options import NO_LENGTHS
 from diyfa.testing import AttentionCase, Results, check_budget, make_inputs
@@ -190,7 +190,7 @@ def predict(sizes: Sizes, ranks: int, rows: int, reps: int, kernel_tflops: list[
         for method, (forward, backward) in times.items():
             ring = method == "ring"
             rows_found.append({
-                "method": method, "links": links, "GB/s": (peer if ring else exchange) / 1e9,
+                "method": method, "tokens": rows, "links": links, "GB/s": (peer if ring else exchange) / 1e9,
                 "forward_s": forward, "backward_s": backward,
                 "forward_efficiency": whole[0] / ranks / forward,
                 "efficiency": sum(whole) / ranks / (forward + backward),
@@ -340,6 +340,24 @@ def reduced(x: float, device: torch.device) -> float:
     return float(value)
 
 
+def result_rows(sizes: Sizes, ranks: int, row: dict[str, Any], predicted: bool) -> list[dict[str, Any]]:
+    """Return one row of a result file for each pass of a run, with the speed of all ranks together."""
+    tokens = row["tokens"]
+    shape = {"B": 1, "H": sizes.heads, "group": sizes.heads // sizes.heads_kv, "S": tokens, "D": sizes.head_dim}
+    common = {
+        "kind": "packed", "implementation": "diyfa", "case": f"context parallel, {row['method']}, {ranks} ranks",
+        "dtype": str(sizes.dtype).removeprefix("torch."), "causal": sizes.causal, **shape, "facts": row,
+    }  # fmt: skip
+    if predicted:
+        common |= {"source": "predicted", "device": f"{ranks} chips, {row['links']}"}
+    forward = sizes.work(ranks, tokens).flops * ranks
+    results = []
+    for name, flops in (("forward", forward), ("backward", BACKWARD_WORK * forward)):
+        seconds = row[f"{name}_s"]
+        results.append({**common, "pass": name, "ms": 1e3 * seconds, "tflops": flops / seconds / 1e12})
+    return results
+
+
 def show(rows: list[dict[str, Any]]) -> None:
     """Print rows that may have different columns."""
     for row in rows:
@@ -364,6 +382,7 @@ def main() -> None:
         "--kernel-tflops", type=float, nargs="+", default=[], metavar="TFLOPS",
         help="with --predict: measure nothing; forward, and backward where it differs",
     )  # fmt: skip
+    parser.add_argument("--output", type=Path, help="result file")
     arguments = parser.parse_args()
     kind = arguments.device or ("cpu" if arguments.kernel_tflops else default_backend())
     if arguments.predict:
@@ -391,8 +410,11 @@ def main() -> None:
     if not dist.is_initialized() or dist.get_rank() == 0:
         if arguments.predict:
             show(rows)
-        name = "none" if arguments.kernel_tflops else device_name(sizes.device)
-        print(json.dumps({"device": name, "arguments": vars(arguments), "rows": rows}))
+        if arguments.output is not None:
+            ranks = arguments.predict or dist.get_world_size()
+            results = [result for row in rows for result in result_rows(sizes, ranks, row, bool(arguments.predict))]
+            options = {name: x for name, x in vars(arguments).items() if name != "output"}
+            write_json(arguments.output, "context_parallel", sizes.device, results, options=options)
     if dist.is_initialized():
         dist.destroy_process_group()
 

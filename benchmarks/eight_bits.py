@@ -1,6 +1,6 @@
 """Errors of float8 and int8 attention against float64 attention of the original inputs, beside bfloat16's.
 
-    python benchmarks/eight_bits.py [--seqlen 2048] [--head-dim 128] [--heads 4] [--data normal] [--json FILE]
+    python benchmarks/eight_bits.py [--seqlen 2048] [--head-dim 128] [--heads 4] [--data normal]
 
 It needs no accelerator. Quantisation is that of `diyfa.quantize`. Attention is the plain FlashAttention of
 `diyfa.yardstick`, which rounds weights as the kernels do. Inputs are drawn in float32 and rounded to bfloat16. An error
@@ -16,9 +16,7 @@ queries, in percent: a mean that all rows share would hide the error of what dif
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -123,13 +121,10 @@ def main() -> None:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--data", nargs="+", choices=DATA, default=list(DATA))
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     results = measure((1, arguments.heads, arguments.seqlen, arguments.head_dim), arguments.data)
     for name, rows in results.items():
         print(f"\n{name}\n\n{table(rows)}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ odd, ragged, causal and grouped shapes, in its own process with a time-out. Thos
 config that hangs or fails costs one line. The speed is sustained: the GPU is at its power limit. bf16, 16384 tokens,
 2048 features in all heads; TFLOP/s count 2·B·H·S²·(3·D + 2·Dv) backward and 2·B·H·S²·(D + Dv) forward, half with a
 causal mask; figures are medians over the rounds of medians of `triton.testing.do_bench`. Prints one table at the end,
-and writes JSON to $OUT/hopper_bwd.json if OUT is set.
+and writes a result file if OUT is set: $OUT/hopper_bwd.json.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from typing import Any
 import torch
 
 from diyfa.backends.cuda.hopper.bwd_configs import CONFIGS, Sm90BwdConfig
+from diyfa.lab.bench.record import write_json
+from diyfa.versions import device_name
 
 TOKENS, HIDDEN = 16384, 2048
 SEQ_LENS = (1024, 4096, 16384)
@@ -273,6 +275,18 @@ def table(rows: list[dict[str, Any]]) -> None:
         print(f"{name[0]:4} {name[1]:23}{' '.join(cells)}")
 
 
+def result_row(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a measured row as result files have it."""
+    d, s, group, name = row["d"], row["s"], row["group"], row["name"]
+    dv = HEAD_DIMS[d]
+    passed = "forward" if name.endswith(" forward") else "backward"
+    sizes = {"B": TOKENS // s, "H": HIDDEN // (d if d == dv else 256), "S": s, "D": d, "Dv": dv, "group": group}
+    return {
+        "kind": "attention", "implementation": name.removesuffix(" forward"), "pass": passed, "dtype": "bfloat16",
+        "causal": row["causal"], **sizes, "ms": row["ms"], "tflops": row["tflops"],
+    }  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="configs with one of these in their names, and their head dims")
@@ -325,11 +339,13 @@ def main() -> None:
     except subprocess.TimeoutExpired:
         print("measuring hung; what there was:")
     rows = [json.loads(line) for line in rows_path.read_text().splitlines()] if rows_path.exists() else []
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     if "OUT" in os.environ:
         configs = {name: asdict(config) for name, (_, config, _) in chosen.items()}
-        (folder / "hopper_bwd.json").write_text(json.dumps({"device": device, "configs": configs, "rows": rows}))
-    print(f"{device}, torch {torch.__version__}, {time.time() - begin:.0f} s")
+        results = [result_row(row) for row in rows]
+        write_json(
+            folder / "hopper_bwd.json", "hopper_bwd", torch.device("cuda"), results, "tile search", configs=configs
+        )
+    print(f"{device_name(torch.device('cuda'))}, torch {torch.__version__}, {time.time() - begin:.0f} s")
     table(rows)
 
 

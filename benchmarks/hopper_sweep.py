@@ -26,6 +26,7 @@ import torch
 from served import Served, watchdog
 
 from diyfa.backends.cuda.hopper.configs import Sm90Config
+from diyfa.lab.bench.record import write_json
 
 TOKENS, HIDDEN = 16384, 2048
 PEERS = ("cudnn", "fa3", "fa4")
@@ -369,7 +370,7 @@ def main() -> None:
     parser.add_argument("--rep", type=int, default=40, help="milliseconds of each measurement")
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each point, whose median counts")
     parser.add_argument("--jobs", type=int, default=14, help="processes that import and compile at once")
-    parser.add_argument("--output", type=Path, default=None, help="JSON lines")
+    parser.add_argument("--output", type=Path, default=None, help="result file, written after each case")
     parser.add_argument("--serve", default=None, help=argparse.SUPPRESS)
     options = parser.parse_args()
     cases = [(int(case.split("-")[0]), case.endswith("causal")) for case in options.cases]
@@ -383,9 +384,9 @@ def main() -> None:
         for row in measure_case(names, case, options, deadline):
             rows.append(row)
             print(json.dumps(row), flush=True)
-            if options.output is not None:
-                with options.output.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
+        if options.output is not None:
+            results = [{"kind": "attention", "pass": "forward", "dtype": "bfloat16", **each} for each in rows]
+            write_json(options.output, "hopper_sweep", torch.device("cuda"), results, "tile search")
     for case in cases:
         print_table(rows, case, options.seq_lens)
     print_summary(rows)

@@ -4,13 +4,12 @@
 
 The model and the data are those of `diyfa demo`, in bfloat16 autocast. Implementations alternate in blocks of steps, so
 that none has a cooler GPU to itself. Prints tokens/s, losses and the largest relative difference of two loss curves;
-writes JSON with the curves to $OUT/training-D.json if OUT is set.
+writes a result file with the curves if OUT is set: $OUT/training-D.json.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
 from collections.abc import Callable
@@ -23,6 +22,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from diyfa.attention import flash_attention
+from diyfa.lab.bench.record import write_json
 from diyfa.lab.demo.data import Batches, standard_library_text
 from diyfa.lab.demo.model import GPT, GPTConfig
 from diyfa.lab.demo.train import ACCELERATOR, Preset, Trainer, learning_rate
@@ -86,11 +86,16 @@ def main() -> None:
             f"{losses[name][-1]:.4f}, largest difference from diyfa {apart:.1e}"
         )
     if "OUT" in os.environ:
-        document = {
-            "device": torch.cuda.get_device_name(), "torch": torch.__version__, "options": vars(options),
-            "summary": summary, "losses": losses,
-        }  # fmt: skip
-        Path(os.environ["OUT"], f"training-{options.head_dim}.json").write_text(json.dumps(document))
+        tokens = preset.batch * model.context
+        work = f"training step, GPT of {options.layers} layers and {options.width} features"
+        sizes = {"B": preset.batch, "S": model.context, "D": options.head_dim, "dtype": "bfloat16"}
+        rows = [
+            {"kind": "model", "implementation": name, "work": work, **sizes,
+             "ms": 1e3 * tokens / found["tokens_per_second"], **found}
+            for name, found in summary.items()
+        ]  # fmt: skip
+        path = Path(os.environ["OUT"], f"training-{options.head_dim}.json")
+        write_json(path, "training", device, rows, options=vars(options), losses=losses)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What float8 and int8 inputs stand for: plain data and the one definition of their values.
+"""Plain data of float8 and int8 inputs, and the one definition of the numbers that they stand for.
 
 Element i of a tensor x stands for x[i] * descale + mean. The descale is one number, one for each sample and KV head, or
 one for each block of rows. The mean, if there is one, is a vector for each sample and KV head.

@@ -19,7 +19,8 @@ from diyfa.eight_bits import BLOCK_K, BLOCK_Q, EIGHT_BITS, PER_BLOCK, PER_HEAD, 
 
 ATTENTION_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _DTYPE_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in ATTENTION_DTYPES}
-# Of one call: "b" samples, "h" query heads, "g" KV heads, "q" queries, "k" keys, "d" and "e" features of k and v
+# Letter -> size of a call: "b" samples, "h" query heads, "g" KV heads, "q" queries, "k" keys, "d" and "e" features of k
+# and v.
 Sizes = dict[str, int]
 
 

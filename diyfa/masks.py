@@ -28,7 +28,7 @@ CHUNK = 1 << 24  # scores that are held at once while a mask is built
 
 
 class BlockMask:
-    """Which blocks of the scores (B, H, Sq, Sk) are empty, full or partial, and the bits of partial ones.
+    """A mask of the scores (B, H, Sq, Sk): the kind of each block (empty, full, partial) and the bits of partial ones.
 
     Made by `block_mask`, `BlockMask.from_dense` or `BlockMask.from_flex`. Not to be changed once it is made.
 

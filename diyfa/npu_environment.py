@@ -90,7 +90,7 @@ class Machine:
 
     @property
     def triton_ascend(self) -> TritonAscend:
-        """What `known_triton_ascend` needs."""
+        """The requirements of `known_triton_ascend`."""
         return TRITON_ASCENDS[self.known_triton_ascend]
 
     @property

@@ -19,7 +19,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class TritonAscend:
-    """What a release of triton-ascend needs. `python`: versions with wheels, among those that diyfa supports."""
+    """Requirements of a release of triton-ascend. `python`: versions with wheels, among those that diyfa supports."""
 
     cann: str  # the oldest CANN that its installation guide names
     python: tuple[tuple[int, int], ...]

@@ -52,12 +52,12 @@ def build(
             return Built(kernel.name, 0.0, f"the process that compiles it ended with {process.wait()}")
 
     lock, is_over = threading.Lock(), False
-    turn, may_compile_beside = threading.Lock(), not one_before_others
+    alone, may_compile_beside = threading.Lock(), not one_before_others
 
-    def compile_in_turn(process: subprocess.Popen[bytes], kernel: Recorded) -> Built:
+    def compile_first(process: subprocess.Popen[bytes], kernel: Recorded) -> Built:
         nonlocal may_compile_beside
         if not may_compile_beside:
-            with turn:
+            with alone:
                 if not may_compile_beside:
                     built = compile_with(process, kernel)
                     may_compile_beside = not built.error
@@ -78,7 +78,7 @@ def build(
                             return
                         process = _start()
                         processes.append(process)
-                finished.put(compile_in_turn(process, kernel))
+                finished.put(compile_first(process, kernel))
             finished.put(None)
         except BaseException as error:  # `build` raises it
             finished.put(error)

@@ -19,8 +19,8 @@ from diyfa.registry import forced_backend, load_backend, use_backend
 class Recorded(Protocol):
     """A kernel to be compiled, as a backend describes it. It can be pickled and sent to another process.
 
-    An attribute `shares_a_header` that is true says that the first compilation writes a file that all others read, and
-    do not wait for."""
+    A true attribute `shares_a_header` says that the first compilation writes a file that all others read without
+    waiting for it."""
 
     @property
     def name(self) -> str: ...

@@ -3,7 +3,8 @@
 `diyfa.block_lists` describes the tensors. A kernel's tile divides a block of the mask: BLOCK_M divides MASK_Q, and
 BLOCK_N divides MASK_K. So a tile of queries has one list of key blocks, and a loop over these keys counts positions in
 the list: block `position // MASK_K` of the list, key `position % MASK_K` of that block. Positions [0, full) lie in
-blocks of which each query sees each key, [full, end) in partial blocks. Queries of a key tile are listed alike.
+blocks of which each query sees each key, [full, end) in partial blocks. The queries of a key tile have a list of the
+same form.
 
     view = (lists of the head, bits, blocks of queries, blocks of keys)     of one head
 """

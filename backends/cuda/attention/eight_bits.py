@@ -1,4 +1,4 @@
-"""What a forward kernel does for q, k and v of float8 and int8: factors, means and the scale of its weights.
+"""Factors, means and the scale of weights, which the forward kernel applies to q, k and v of float8 and int8.
 
 With q = q8 · dq, k = k8 · dk + mk and v = v8 · dv + mv (`diyfa.eight_bits`) a score is
 scale · (dq dk q8·k8 + dq q8·mk). The first factor joins the softmax scale. It is one number for each tile, because the
@@ -7,7 +7,7 @@ added to the log-sum-exp at the end; only scores that are more than scaled produ
 Weights sum to l, so the output is (dv · p8 v8 + l · mv) / l.
 
 Weights are rounded to the dtype of v. `WEIGHT_SHIFT` of `diyfa.eight_bits` says by how much they are scaled before. The
-running maximum is kept that much lower, which scales weights, sums and accumulators alike, and leaves the log-sum-exp
+running maximum is that much lower. This scales weights, sums and accumulators by one number, and leaves the log-sum-exp
 and the quotient as they are.
 """
 

@@ -1,4 +1,4 @@
-"""Whether kernels are compiled with multibuffering, the compiler's overlap of loads, products and vector work.
+"""The switch for multibuffering, the compiler's overlap of loads, products and vector work.
 
 With it, the compiler gives a loop several copies of its buffers, in on-chip memory and in the workspace between cube
 and vector cores, and orders the accesses by flags. Some releases of CANN miscompile this: a kernel hangs or computes

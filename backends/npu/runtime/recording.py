@@ -31,8 +31,8 @@ class Recorded(NamedTuple):
 
     @property
     def shares_a_header(self) -> bool:
-        """Whether the launchers share a precompiled header: Triton writes it in place, so another process may read
-        half of it, on which GCC fails."""
+        """Return True: the launchers share a precompiled header. Triton writes it in place, so another process may
+        read half of it, on which GCC fails."""
         return True
 
     def is_stored(self) -> bool:

@@ -1,7 +1,8 @@
 """The functions of the module flash_attn_npu_4: FlashAttention-4's arguments.
 
 `num_splits` and `pack_gqa` are hints for other kernels; they change no result and are not used. Masks and score
-functions are written for another language there: diyfa's own are `flash_attention(…, mask=, score_fn=)`.
+functions are written for another language there. diyfa's masks are `flash_attention(…, mask=)`; it has no score
+functions.
 """
 
 from __future__ import annotations
@@ -18,15 +19,16 @@ __all__ = ["flash_attn_func", "flash_attn_varlen_func", "get_scheduler_metadata"
 
 Tensor = torch.Tensor
 Window = tuple[int, int]
-_FUNCTIONS = "diyfa's masks and score functions are arguments of diyfa.flash_attention: mask=, score_fn="
+_MASK = "diyfa's own masks are an argument of diyfa.flash_attention: mask=, a diyfa.BlockMask"
+_SCORE = "diyfa has attn_bias, alibi_slopes and softcap, and no functions of a score"
 _ABSENT = {
     "qv": "concatenate it to q, and the latent cache to k",
     "gather_kv_indices": "give pages of one key with page_table",
     "min_seqlen_k": "leave it out",
     "seqused_q": "cut the queries with cu_seqlens_q",
     "seqlen_k_per_split": "the length of a split follows from the device",
-    **dict.fromkeys(("score_mod", "score_mod_bwd", "mask_mod", "aux_tensors", "aux_scalars"), _FUNCTIONS),
-    **dict.fromkeys(("block_sparse_tensors", "block_sparse_tensors_bwd"), _FUNCTIONS),
+    **dict.fromkeys(("score_mod", "score_mod_bwd", "aux_tensors", "aux_scalars"), _SCORE),
+    **dict.fromkeys(("mask_mod", "block_sparse_tensors", "block_sparse_tensors_bwd"), _MASK),
 }
 
 

@@ -225,8 +225,8 @@ def _print(ops: Iterable[str], file: File, request: Request, dtype: str) -> None
             for row in rows:
                 unit, value = ("TFLOP/s", row["tflops"]) if "tflops" in row else ("GB/s", row["GB/s"])
                 mark = "~" if row["spread"] > request.spread_limit else ""
-                of_size = f" of {row['M']}" if "M" in row else ""
-                out.print(f"ceiling, {row['case']}{of_size}: {mark}{figure(value)} {unit}", highlight=False)
+                width = f" of {row['M']}" if "M" in row else ""
+                out.print(f"ceiling, {row['case']}{width}: {mark}{figure(value)} {unit}", highlight=False)
             continue
         runner = BenchmarkRunner(device="cpu")
         for row in rows:
