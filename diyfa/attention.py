@@ -310,14 +310,18 @@ def flash_attention(
     if unknown:
         refuse_unknown(flash_attention, unknown)
     lengths = NO_LENGTHS if seq_lens is None else Lengths(seq_lens=seq_lens)
-    return attend({"q": q, "k": k, "v": v}, lengths, return_lse, {
+    arguments: dict[str, Any] = {
         "layout": "bhsd", "causal": causal, "sm_scale": sm_scale, "variant": variant, "window": window,
         "softcap": softcap, "alibi_slopes": alibi_slopes, "attn_bias": attn_bias, "sinks": sinks,
         "dropout_p": dropout_p, "rng_state": rng_state, "deterministic": deterministic, "backend": backend,
-        "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale, "k_mean": k_mean, "v_mean": v_mean,
-        "out_dtype": out_dtype,
-        "mask": mask,
-    })  # fmt: skip
+    }  # fmt: skip
+    # The key of a call holds all arguments, so those that few calls have are left out: a microsecond of each call.
+    if not (q_descale is k_descale is v_descale is k_mean is v_mean is out_dtype is mask is None):
+        arguments |= {
+            "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale, "k_mean": k_mean, "v_mean": v_mean,
+            "out_dtype": out_dtype, "mask": mask,
+        }  # fmt: skip
+    return attend({"q": q, "k": k, "v": v}, lengths, return_lse, arguments)
 
 
 @without_unknown
@@ -356,14 +360,18 @@ def flash_attention_v2(
     if unknown:
         refuse_unknown(flash_attention_v2, unknown)
     lengths = NO_LENGTHS if seq_lens is None else Lengths(seq_lens=seq_lens)
-    return attend({"q": q, "k": k, "v": v}, lengths, return_lse, {
+    arguments: dict[str, Any] = {
         "layout": "bshd", "causal": causal, "sm_scale": sm_scale, "variant": variant, "window": window,
         "softcap": softcap, "alibi_slopes": alibi_slopes, "attn_bias": attn_bias, "sinks": sinks,
         "dropout_p": dropout_p, "rng_state": rng_state, "deterministic": deterministic, "backend": backend,
-        "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale, "k_mean": k_mean, "v_mean": v_mean,
-        "out_dtype": out_dtype,
-        "mask": mask,
-    })  # fmt: skip
+    }  # fmt: skip
+    # The key of a call holds all arguments, so those that few calls have are left out: a microsecond of each call.
+    if not (q_descale is k_descale is v_descale is k_mean is v_mean is out_dtype is mask is None):
+        arguments |= {
+            "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale, "k_mean": k_mean, "v_mean": v_mean,
+            "out_dtype": out_dtype, "mask": mask,
+        }  # fmt: skip
+    return attend({"q": q, "k": k, "v": v}, lengths, return_lse, arguments)
 
 
 @without_unknown
