@@ -5,8 +5,13 @@ from __future__ import annotations
 
 import pytest
 
-triton = pytest.importorskip("triton")
-from diyfa.backends.cuda.gluon.compat import has_gluon  # noqa: E402
 
-if not has_gluon():
-    pytest.skip(f"the Hopper kernel is not written for Triton {triton.__version__}", allow_module_level=True)
+def need_hopper_gluon() -> None:
+    triton = pytest.importorskip("triton")
+    from diyfa.backends.cuda.gluon.compat import has_gluon
+
+    if not has_gluon():
+        pytest.skip(f"the Hopper kernel is not written for Triton {triton.__version__}", allow_module_level=True)
+
+
+need_hopper_gluon()
