@@ -88,8 +88,7 @@ def _backward(
                     call.per_head(x).masked_fill_(~seen, 0.0)
             if dbias is not None:
                 _add_to_bias_gradient(call, dbias, ds, m0, m1, n0, n1)
-            if tanh is not None:
-                ds.mul_(1 - tanh * tanh)
+            ds = call.product_gradient(ds, tanh)
             if keep_mask is not None:  # the weights that v was multiplied with
                 p.masked_fill_(~keep_mask, 0.0).mul_(call.keep_scale)
             dv_tile += p.mT @ dout_tile

@@ -212,3 +212,7 @@ class Call:
         if seen is not None:
             heads.masked_fill_(~seen, -INF)
         return s, tanh
+
+    def product_gradient(self, ds: torch.Tensor, tanh: torch.Tensor | None) -> torch.Tensor:
+        """Turn the gradient of scores into that of scaled products, in place; `tanh`: the second result of `scores`."""
+        return ds if tanh is None else ds.mul_(1 - tanh * tanh)

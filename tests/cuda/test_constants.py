@@ -5,22 +5,18 @@ from __future__ import annotations
 import ast
 import copy
 import json
-import os
 import pickle
-import subprocess
-import sys
 from dataclasses import fields, make_dataclass, replace
 from pathlib import Path
 
 import pytest
 import triton.language as tl
 from constants_kernel import OTHER_VALUES, VALUES, Values
+from subprocesses import SUPPORT, run_python
 
 import diyfa.backends
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launch import is_interpreting
-
-ROOT = Path(__file__).parents[2]
 
 
 def kernel_constexprs() -> dict[str, list[str]]:
@@ -97,13 +93,7 @@ def test_copies_have_no_cached_hash() -> None:
 
 def test_a_compiled_kernel_is_cached_under_every_value() -> None:
     pytest.importorskip("triton.backends.nvidia", reason="this Triton has no NVIDIA backend")
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    script = ROOT / "tests/support/constants_kernel.py"
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, env=environment, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    first, same, *others = json.loads(done.stdout)
+    first, same, *others = json.loads(run_python(SUPPORT / "constants_kernel.py", TRITON_INTERPRET="0"))
     assert same == first and len(others) == len(OTHER_VALUES)
     for name, (key, code) in zip(OTHER_VALUES, others, strict=True):
         assert key != first[0] and code != first[1], name

@@ -8,14 +8,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from subprocesses import SUPPORT, run_python
 
-ROOT = Path(__file__).parents[2]
 ATTENTION = {"_fwd_kernel", "_bwd_preprocess_kernel", "_bwd_dkdv_kernel", "_bwd_dq_kernel"}
 SHORT = {"_fwd_kernel", "_bwd_short_kernel"}
 # run -> what may tell the kernels for one tile apart
@@ -46,13 +42,7 @@ def counts() -> dict[str, dict[str, dict]]:
     if importlib.util.find_spec("triton") is None:
         pytest.skip("Triton is not installed")
     pytest.importorskip("triton.backends.nvidia", reason="this Triton has no NVIDIA backend")
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "DIYFA_ARCH": "sm_90", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tests/support/cuda_specialisations.py")],
-        capture_output=True, text=True, env=environment, timeout=280, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout)
+    return json.loads(run_python(SUPPORT / "cuda_specialisations.py", TRITON_INTERPRET="0", DIYFA_ARCH="sm_90"))
 
 
 @pytest.mark.parametrize("run", EXPECTED)

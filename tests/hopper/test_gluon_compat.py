@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import hopper_gluon  # noqa: F401
 import pytest
-from hopper_gluon import need_hopper_gluon
+from triton.backends.compiler import GPUTarget
+from triton.language.core import constexpr, tensor
 
-need_hopper_gluon()
-
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.language.core import constexpr, tensor  # noqa: E402
-
-from diyfa.backends.cuda.gluon import compat  # noqa: E402
-from diyfa.backends.cuda.hopper.configs import Sm90Config, compile_options  # noqa: E402
-from diyfa.backends.cuda.runtime.versions import TRITON  # noqa: E402
+from diyfa.backends.cuda.gluon import compat
+from diyfa.backends.cuda.hopper.configs import Sm90Config, compile_options
+from diyfa.backends.cuda.runtime.versions import TRITON
 
 
 def pair(**fields: type) -> type:

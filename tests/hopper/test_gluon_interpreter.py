@@ -5,17 +5,12 @@ from __future__ import annotations
 import math
 import re
 
+import gluon_aggregates
+import gluon_kernels as kernels
 import pytest
 import torch
-from hopper_gluon import need_hopper_gluon
-from subprocesses import SUPPORT, run_python
-
-need_hopper_gluon()
-
-import gluon_aggregates  # noqa: E402
-import gluon_kernels as kernels  # noqa: E402
-import triton.language as tl  # noqa: E402
-from simulators.gluon import (  # noqa: E402
+import triton.language as tl
+from simulators.gluon import (
     BarrierMisuse,
     Deadlock,
     InterpretedKernel,
@@ -26,8 +21,9 @@ from simulators.gluon import (  # noqa: E402
     Race,
     Uninitialised,
 )
-from triton.experimental.gluon import language as gl  # noqa: E402
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # noqa: E402
+from subprocesses import SUPPORT, run_python
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 SEEDS = (0, 1, 2, 3, 4, 5)
 

@@ -8,39 +8,35 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import hopper_key_block_kernel
 import pytest
 import torch
-from hopper_gluon import need_hopper_gluon
-
-need_hopper_gluon()
-
-import hopper_key_block_kernel  # noqa: E402
-from block_ranges import check, configurations  # noqa: E402
-from hopper_interpreted import (  # noqa: E402
+from block_ranges import check, configurations
+from hopper_interpreted import (
     BACKWARD_MODULES,
     interpret_backward,
+    interpreted_only,
     kernel_source,
     load_kernel,
     run_backward,
 )
-from poison import poisoned_allocations  # noqa: E402
-from simulators.gluon import KernelBug  # noqa: E402
+from poison import poisoned_allocations
+from simulators.gluon import KernelBug
 
-import diyfa  # noqa: E402
-from diyfa import ops, registry  # noqa: E402
-from diyfa import problem as problems  # noqa: E402
-from diyfa.attention import checked_options  # noqa: E402
-from diyfa.backends.cuda.attention import bwd_partials  # noqa: E402
-from diyfa.backends.cuda.hopper import bwd as hopper_bwd  # noqa: E402
-from diyfa.backends.cuda.hopper import bwd_configs, bwd_launch  # noqa: E402
-from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
-from diyfa.backends.cuda.runtime.launcher import launch_kernel  # noqa: E402
-from diyfa.backends.cuda.runtime.passes import launch_each  # noqa: E402
-from diyfa.options import LENGTHS, NO_LENGTHS, Lengths, pack  # noqa: E402
-from diyfa.problem import VARLEN, AttentionGradients, AttentionProblem, AttentionTensors, Launch  # noqa: E402
-from diyfa.testing import AttentionCase, make_inputs  # noqa: E402
+import diyfa
+from diyfa import ops, registry
+from diyfa import problem as problems
+from diyfa.attention import checked_options
+from diyfa.backends.cuda.attention import bwd_partials
+from diyfa.backends.cuda.hopper import bwd as hopper_bwd
+from diyfa.backends.cuda.hopper import bwd_configs, bwd_launch
+from diyfa.backends.cuda.runtime.launcher import launch_kernel
+from diyfa.backends.cuda.runtime.passes import launch_each
+from diyfa.options import LENGTHS, NO_LENGTHS, Lengths, pack
+from diyfa.problem import VARLEN, AttentionGradients, AttentionProblem, AttentionTensors, Launch
+from diyfa.testing import AttentionCase, make_inputs
 
-pytestmark = pytest.mark.skipif(not is_interpreting(), reason="CPU tensors are refused: here the kernel itself is run")
+pytestmark = interpreted_only
 
 
 def case(name: str, **changes) -> AttentionCase:

@@ -6,20 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from hopper_gluon import need_hopper_gluon
+from hopper_interpreted import WIDE_BACKWARD_MODULES, interpret_backward, interpreted_only, kernel_source, load_kernel
+from simulators.gluon import KernelBug
+from synchronising import Synchronising
 
-need_hopper_gluon()
+from diyfa.backends.cuda.hopper import bwd_launch as hopper_bwd
+from diyfa.backends.cuda.runtime.passes import launch_each
+from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors
 
-from hopper_interpreted import WIDE_BACKWARD_MODULES, interpret_backward, kernel_source, load_kernel  # noqa: E402
-from simulators.gluon import KernelBug  # noqa: E402
-from synchronising import Synchronising  # noqa: E402
-
-from diyfa.backends.cuda.hopper import bwd_launch as hopper_bwd  # noqa: E402
-from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
-from diyfa.backends.cuda.runtime.passes import launch_each  # noqa: E402
-from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors  # noqa: E402
-
-pytestmark = pytest.mark.skipif(not is_interpreting(), reason="CPU tensors are refused: here the kernel itself is run")
+pytestmark = interpreted_only
 
 SYNCHRONISING = (
     "mbarrier.wait",

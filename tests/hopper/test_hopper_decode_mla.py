@@ -8,28 +8,23 @@ from types import ModuleType
 
 import pytest
 import torch
-from hopper_gluon import need_hopper_gluon
+from hopper_interpreted import interpreted_only, kernel_source, load_kernel
+from kvcache_cases import CacheCase, assert_in_budget, make_call, run_case
+from poison import poisoned_allocations
+from simulators.gluon import InterpretedKernel, KernelBug
+from synchronising import Synchronising
+from triton.experimental.gluon import language as gl
 
-need_hopper_gluon()
+import diyfa
+from diyfa import plan as planning
+from diyfa import problem, registry
+from diyfa.backends.cuda.attention import decode, stream_k
+from diyfa.backends.cuda.hopper import decode_mla, decode_mla_configs
+from diyfa.backends.cuda.runtime.passes import launch_each
+from diyfa.problem import KVCacheProblem, KVCacheTensors
+from diyfa.reference import reference_kvcache
 
-from hopper_interpreted import kernel_source, load_kernel  # noqa: E402
-from kvcache_cases import CacheCase, assert_in_budget, make_call, run_case  # noqa: E402
-from poison import poisoned_allocations  # noqa: E402
-from simulators.gluon import InterpretedKernel, KernelBug  # noqa: E402
-from synchronising import Synchronising  # noqa: E402
-from triton.experimental.gluon import language as gl  # noqa: E402
-
-import diyfa  # noqa: E402
-from diyfa import plan as planning  # noqa: E402
-from diyfa import problem, registry  # noqa: E402
-from diyfa.backends.cuda.attention import decode, stream_k  # noqa: E402
-from diyfa.backends.cuda.hopper import decode_mla, decode_mla_configs  # noqa: E402
-from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
-from diyfa.backends.cuda.runtime.passes import launch_each  # noqa: E402
-from diyfa.problem import KVCacheProblem, KVCacheTensors  # noqa: E402
-from diyfa.reference import reference_kvcache  # noqa: E402
-
-pytestmark = pytest.mark.skipif(not is_interpreting(), reason="CPU tensors are refused: here the kernel itself is run")
+pytestmark = interpreted_only
 
 
 def interpret(

@@ -13,17 +13,12 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from fixed_forward import results_on
-from hopper_gluon import need_hopper_gluon
+from hopper_interpreted import interpret, interpreted_only
+from test_hopper_features import TWO
 
-need_hopper_gluon()
-
-from hopper_interpreted import interpret  # noqa: E402
-from test_hopper_features import TWO  # noqa: E402
-
-import diyfa  # noqa: E402
-from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
-from diyfa.reference import reference_attention  # noqa: E402
-from diyfa.testing import (  # noqa: E402
+import diyfa
+from diyfa.reference import reference_attention
+from diyfa.testing import (
     LSE_UNIT,
     YARDSTICK_DRAWS,
     Error,
@@ -34,9 +29,9 @@ from diyfa.testing import (  # noqa: E402
     rounding_unit,
     run_case,
 )
-from diyfa.yardstick import plain_flash_attention  # noqa: E402
+from diyfa.yardstick import plain_flash_attention
 
-pytestmark = pytest.mark.skipif(not is_interpreting(), reason="CPU tensors are refused: here the kernel itself is run")
+pytestmark = interpreted_only
 
 BLOCK, QUERIES, COLUMNS = 64, 128, 64
 

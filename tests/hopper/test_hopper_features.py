@@ -6,20 +6,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hopper_gluon import need_hopper_gluon
+from hopper_interpreted import interpret, interpreted_only, run
 
-need_hopper_gluon()
+import diyfa
+from diyfa.backends.cuda.hopper import configs as hopper_configs
+from diyfa.backends.cuda.hopper.configs import Sm90Config
+from diyfa.reference import reference_attention
+from diyfa.testing import AttentionCase
 
-from hopper_interpreted import interpret, run  # noqa: E402
-
-import diyfa  # noqa: E402
-from diyfa.backends.cuda.hopper import configs as hopper_configs  # noqa: E402
-from diyfa.backends.cuda.hopper.configs import Sm90Config  # noqa: E402
-from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
-from diyfa.reference import reference_attention  # noqa: E402
-from diyfa.testing import AttentionCase  # noqa: E402
-
-pytestmark = pytest.mark.skipif(not is_interpreting(), reason="CPU tensors are refused: here the kernel itself is run")
+pytestmark = interpreted_only
 
 TWO = Sm90Config(2, 64, 4, True, 240, 24, fixed_max=True)  # blocks of 64 keys: more edges in the same time
 ONE = Sm90Config(1, 64, 4, True, 232, 24, fixed_max=True)

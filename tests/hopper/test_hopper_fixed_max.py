@@ -6,18 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hopper_gluon import need_hopper_gluon
+from hopper_interpreted import interpret, interpreted_only, kernel_source, load_kernel, run
+from test_hopper_features import DYNAMIC, THREE, TWO, case, packed
 
-need_hopper_gluon()
+from diyfa.backends.cuda.hopper import configs as hopper_configs
+from diyfa.testing import AttentionCase
 
-from hopper_interpreted import interpret, kernel_source, load_kernel, run  # noqa: E402
-from test_hopper_features import DYNAMIC, THREE, TWO, case, packed  # noqa: E402
-
-from diyfa.backends.cuda.hopper import configs as hopper_configs  # noqa: E402
-from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
-from diyfa.testing import AttentionCase  # noqa: E402
-
-pytestmark = pytest.mark.skipif(not is_interpreting(), reason="CPU tensors are refused: here the kernel itself is run")
+pytestmark = interpreted_only
 
 # A scale of 30 spreads scores over thousands: from one block of 64 keys to the next, maxima differ by more than float32
 # can hold as a power of two. One of 2 lets them differ by a few dozen, which it can.

@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import os
 
+import hopper_interpreted
 import pytest
 import torch
-from hopper_gluon import need_hopper_gluon
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 
-need_hopper_gluon()
-
-import hopper_interpreted  # noqa: E402
-from hypothesis import HealthCheck, Phase, given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-
-from diyfa.backends.cuda.hopper import configs as hopper_configs  # noqa: E402
-from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
-from diyfa.testing import YARDSTICK_DRAWS, AttentionCase  # noqa: E402
+from diyfa.backends.cuda.hopper import configs as hopper_configs
+from diyfa.backends.cuda.runtime.launch import is_interpreting
+from diyfa.testing import YARDSTICK_DRAWS, AttentionCase
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = pytest.mark.skipif(not is_interpreting() and not ON_HOPPER, reason="neither interpreter nor sm_90 GPU")

@@ -13,17 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from hopper_gluon import need_hopper_gluon
+from hopper_interpreted import interpret, take_all
+from nonfinite import same_nonfinite
 
-need_hopper_gluon()
-
-from hopper_interpreted import interpret, take_all  # noqa: E402
-from nonfinite import same_nonfinite  # noqa: E402
-
-import diyfa  # noqa: E402
-from diyfa.backends.cuda.hopper.configs import Sm90Config  # noqa: E402
-from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
-from diyfa.reference import visible_keys  # noqa: E402
+import diyfa
+from diyfa.backends.cuda.hopper.configs import Sm90Config
+from diyfa.backends.cuda.runtime.launch import is_interpreting
+from diyfa.reference import visible_keys
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = pytest.mark.skipif(not is_interpreting() and not ON_HOPPER, reason="neither interpreter nor sm_90 GPU")

@@ -10,22 +10,17 @@ from types import ModuleType
 
 import pytest
 import torch
-from hopper_gluon import need_hopper_gluon
+from hopper_interpreted import KERNEL_MODULES, interpret, interpreted_only, kernel_source, load_kernel, run
+from poison import poisoned_allocations
+from simulators.gluon import Deadlock, InvalidOperand, KernelBug, Race
 
-need_hopper_gluon()
+from diyfa import ops
+from diyfa.backends.cuda.gluon import tile_counter
+from diyfa.backends.cuda.hopper.configs import Sm90Config
+from diyfa.options import NO_LENGTHS, AttentionOptions
+from diyfa.testing import AttentionCase, make_inputs
 
-from hopper_interpreted import KERNEL_MODULES, interpret, kernel_source, load_kernel, run  # noqa: E402
-from poison import poisoned_allocations  # noqa: E402
-from simulators.gluon import Deadlock, InvalidOperand, KernelBug, Race  # noqa: E402
-
-from diyfa import ops  # noqa: E402
-from diyfa.backends.cuda.gluon import tile_counter  # noqa: E402
-from diyfa.backends.cuda.hopper.configs import Sm90Config  # noqa: E402
-from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
-from diyfa.options import NO_LENGTHS, AttentionOptions  # noqa: E402
-from diyfa.testing import AttentionCase, make_inputs  # noqa: E402
-
-pytestmark = pytest.mark.skipif(not is_interpreting(), reason="CPU tensors are refused: here the kernel itself is run")
+pytestmark = interpreted_only
 
 
 def config(head_dim: int, consumers: int = 2, **changes) -> Sm90Config:

@@ -8,27 +8,22 @@ from types import ModuleType
 
 import pytest
 import torch
-from hopper_gluon import need_hopper_gluon
+from hopper_interpreted import interpreted_only, kernel_source, load_kernel
+from poison import poisoned_allocations
+from simulators.gluon import Deadlock, InterpretedKernel, KernelBug, Race
+from synchronising import Synchronising
 
-need_hopper_gluon()
+import diyfa
+from diyfa import plan as planning
+from diyfa import registry
+from diyfa.backends.cuda.attention.launch import use_config
+from diyfa.backends.cuda.hopper import matmul, matmul_configs
+from diyfa.backends.cuda.hopper.matmul_configs import Sm90MatmulConfig
+from diyfa.backends.cuda.runtime.passes import launch_each
+from diyfa.problem import MatmulProblem
+from diyfa.reference import reference_matmul
 
-from hopper_interpreted import kernel_source, load_kernel  # noqa: E402
-from poison import poisoned_allocations  # noqa: E402
-from simulators.gluon import Deadlock, InterpretedKernel, KernelBug, Race  # noqa: E402
-from synchronising import Synchronising  # noqa: E402
-
-import diyfa  # noqa: E402
-from diyfa import plan as planning  # noqa: E402
-from diyfa import registry  # noqa: E402
-from diyfa.backends.cuda.attention.launch import use_config  # noqa: E402
-from diyfa.backends.cuda.hopper import matmul, matmul_configs  # noqa: E402
-from diyfa.backends.cuda.hopper.matmul_configs import Sm90MatmulConfig  # noqa: E402
-from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
-from diyfa.backends.cuda.runtime.passes import launch_each  # noqa: E402
-from diyfa.problem import MatmulProblem  # noqa: E402
-from diyfa.reference import reference_matmul  # noqa: E402
-
-pytestmark = pytest.mark.skipif(not is_interpreting(), reason="CPU tensors are refused: here the kernel itself is run")
+pytestmark = interpreted_only
 
 # Few stages, so that each is used again within a tile.
 TILES = {

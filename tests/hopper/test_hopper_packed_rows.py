@@ -7,20 +7,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hopper_gluon import need_hopper_gluon
+from hopper_interpreted import interpret, interpret_prefill, interpreted_only
+from packings import HOSTILE, OVERLAPPING, assert_rows, attend_to
+from poison import poisoned_allocations
 
-need_hopper_gluon()
+import diyfa
+from diyfa import kvcache
+from diyfa.backends.cuda.hopper.configs import Sm90Config
 
-from hopper_interpreted import interpret, interpret_prefill  # noqa: E402
-from packings import HOSTILE, OVERLAPPING, assert_rows, attend_to  # noqa: E402
-from poison import poisoned_allocations  # noqa: E402
-
-import diyfa  # noqa: E402
-from diyfa import kvcache  # noqa: E402
-from diyfa.backends.cuda.hopper.configs import Sm90Config  # noqa: E402
-from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
-
-pytestmark = pytest.mark.skipif(not is_interpreting(), reason="CPU tensors are refused: here the kernel itself is run")
+pytestmark = interpreted_only
 
 ONE = Sm90Config(1, 64, 4, True, 232, 24, fixed_max=True)
 DYNAMIC = Sm90Config(2, 64, 4, True, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, fixed_max=True)

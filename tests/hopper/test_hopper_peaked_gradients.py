@@ -13,17 +13,13 @@ from typing import Any
 import pytest
 import torch
 from fixed_forward import results_from_forward
-from hopper_gluon import need_hopper_gluon
+from hopper_interpreted import interpret, interpret_backward, run_backward, take_all
+from poison import poisoned_allocations
+from test_hopper_features import DYNAMIC, TWO
 
-need_hopper_gluon()
-
-from hopper_interpreted import interpret, interpret_backward, run_backward, take_all  # noqa: E402
-from poison import poisoned_allocations  # noqa: E402
-from test_hopper_features import DYNAMIC, TWO  # noqa: E402
-
-from diyfa.backends.cuda.hopper.configs import Sm90Config  # noqa: E402
-from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
-from diyfa.testing import AttentionCase, assert_within_budget, attention_function, make_inputs  # noqa: E402
+from diyfa.backends.cuda.hopper.configs import Sm90Config
+from diyfa.backends.cuda.runtime.launch import is_interpreting
+from diyfa.testing import AttentionCase, assert_within_budget, attention_function, make_inputs
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = pytest.mark.skipif(not is_interpreting() and not ON_HOPPER, reason="neither interpreter nor sm_90 GPU")

@@ -7,23 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from hopper_gluon import need_hopper_gluon
+from hopper_interpreted import interpret_prefill, interpreted_only
+from kvcache_cases import CacheCase, assert_appended, assert_in_budget, run_case
+from poison import poisoned_allocations
 
-need_hopper_gluon()
+import diyfa
+from diyfa import kvcache, problem
+from diyfa import plan as planning
+from diyfa.backends.cuda.hopper import configs, prefill_configs
+from diyfa.backends.cuda.hopper.configs import Sm90Config
+from diyfa.problem import KVCacheProblem
 
-from hopper_interpreted import interpret_prefill  # noqa: E402
-from kvcache_cases import CacheCase, assert_appended, assert_in_budget, run_case  # noqa: E402
-from poison import poisoned_allocations  # noqa: E402
-
-import diyfa  # noqa: E402
-from diyfa import kvcache, problem  # noqa: E402
-from diyfa import plan as planning  # noqa: E402
-from diyfa.backends.cuda.hopper import configs, prefill_configs  # noqa: E402
-from diyfa.backends.cuda.hopper.configs import Sm90Config  # noqa: E402
-from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
-from diyfa.problem import KVCacheProblem  # noqa: E402
-
-pytestmark = pytest.mark.skipif(not is_interpreting(), reason="CPU tensors are refused: here the kernel itself is run")
+pytestmark = interpreted_only
 
 PERSISTENT = Sm90Config(
     2, 128, 4, True, 232, 40, persistent=True, scheduler="dynamic", pingpong=True, pairs=True, fixed_max=True

@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
 import time
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from scripts import load_script
 
 pytest.importorskip("triton")
 
 
 @pytest.fixture(scope="module")
 def sweep() -> ModuleType:
-    path = Path(__file__).resolve().parents[2] / "benchmarks" / "hopper_sweep.py"
-    spec = importlib.util.spec_from_file_location("hopper_sweep", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(path.parent)  # as for a script
-        spec.loader.exec_module(module)
-    return module
+    return load_script(Path(__file__).resolve().parents[2] / "benchmarks" / "hopper_sweep.py")
 
 
 def test_peers_are_measured_beside_every_config(sweep: ModuleType) -> None:

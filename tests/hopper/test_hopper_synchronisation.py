@@ -6,22 +6,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hopper_gluon import need_hopper_gluon
+from hopper_interpreted import KERNEL_MODULES, interpret_prefill, interpreted_only, kernel_source, load_kernel, run
+from kvcache_cases import CacheCase, assert_in_budget, run_case
+from poison import poisoned_allocations
+from simulators.gluon import KernelBug
+from synchronising import Synchronising
 
-need_hopper_gluon()
+import diyfa
+from diyfa.backends.cuda.hopper.configs import Sm90Config
+from diyfa.testing import AttentionCase
 
-from hopper_interpreted import KERNEL_MODULES, interpret_prefill, kernel_source, load_kernel, run  # noqa: E402
-from kvcache_cases import CacheCase, assert_in_budget, run_case  # noqa: E402
-from poison import poisoned_allocations  # noqa: E402
-from simulators.gluon import KernelBug  # noqa: E402
-from synchronising import Synchronising  # noqa: E402
-
-import diyfa  # noqa: E402
-from diyfa.backends.cuda.hopper.configs import Sm90Config  # noqa: E402
-from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
-from diyfa.testing import AttentionCase  # noqa: E402
-
-pytestmark = pytest.mark.skipif(not is_interpreting(), reason="CPU tensors are refused: here the kernel itself is run")
+pytestmark = interpreted_only
 
 # Those that stand behind a helper count where it calls them and where it is called.
 SYNCHRONISING = (

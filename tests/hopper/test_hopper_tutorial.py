@@ -7,20 +7,15 @@ from types import ModuleType
 
 import pytest
 import torch
-from hopper_gluon import need_hopper_gluon
+from hopper_interpreted import interpreted_only, kernel_source, load_kernel
+from poison import poisoned_allocations
+from simulators.gluon import Deadlock, InterpretedKernel, KernelBug, Race
+from synchronising import Synchronising
 
-need_hopper_gluon()
+from diyfa.backends.cuda.hopper import tutorial
+from diyfa.testing import AttentionCase, Results, check_budget, make_inputs
 
-from hopper_interpreted import kernel_source, load_kernel  # noqa: E402
-from poison import poisoned_allocations  # noqa: E402
-from simulators.gluon import Deadlock, InterpretedKernel, KernelBug, Race  # noqa: E402
-from synchronising import Synchronising  # noqa: E402
-
-from diyfa.backends.cuda.hopper import tutorial  # noqa: E402
-from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
-from diyfa.testing import AttentionCase, Results, check_budget, make_inputs  # noqa: E402
-
-pytestmark = pytest.mark.skipif(not is_interpreting(), reason="CPU tensors are refused: here the kernel itself is run")
+pytestmark = interpreted_only
 
 # No padding, ragged tiles, groups of heads, one visible key, rows that see no key, and scores that no one draws at
 # random: peaks anywhere, several of nearly one height, scores that rise, all of them large.

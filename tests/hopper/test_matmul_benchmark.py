@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import subprocess
 import sys
@@ -11,25 +10,18 @@ import time
 from pathlib import Path
 from types import ModuleType
 
+import hopper_gluon  # noqa: F401
 import pytest
-from hopper_gluon import need_hopper_gluon
+from scripts import load_script
 
-need_hopper_gluon()
-
-from diyfa.backends.cuda.hopper import matmul_configs  # noqa: E402
+from diyfa.backends.cuda.hopper import matmul_configs
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "matmul.py"
 
 
 @pytest.fixture(scope="module")
 def benchmark() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("matmul_benchmark", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(SCRIPT.parent)  # as for a script
-        spec.loader.exec_module(module)
-    return module
+    return load_script(SCRIPT)
 
 
 def test_a_dry_run_measures_every_implementation() -> None:

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 
 import pytest
-from subprocesses import SUPPORT
-
-SCRIPT = SUPPORT / "npu_specialisations.py"
+from subprocesses import SUPPORT, run_python
 
 
 @pytest.mark.skipif(
@@ -20,12 +15,9 @@ SCRIPT = SUPPORT / "npu_specialisations.py"
 )
 def test_one_kernel_serves_all_sizes() -> None:
     """384 calls of different sizes for each set of features. Keys that fill whole tiles have a kernel of their own."""
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT)], capture_output=True, text=True, env=environment, timeout=300, check=False
+    counts = json.loads(
+        run_python(SUPPORT / "npu_specialisations.py", TRITON_INTERPRET="0", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     )
-    assert done.returncode == 0, done.stderr[-2000:]
-    counts = json.loads(done.stdout)
     assert set(counts) >= {"bhsd full", "bshd causal", "thd featured", "bhsd biased"}
     for call, kernels in counts.items():
         assert {"_fwd_kernel", "_bwd_preprocess_kernel", "_bwd_dkdv_kernel", "_bwd_dq_kernel"} <= set(kernels), call

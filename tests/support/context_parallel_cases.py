@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 import random
@@ -18,6 +17,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from poison import poisoned_allocations
+from scripts import load_script
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from diyfa.attention import checked_options, flash_attention, flash_attention_varlen
@@ -760,13 +760,9 @@ def lose_rank(manner: str) -> str:
 
 def train_gpt(tokens: int, steps: int) -> list[float]:
     """The losses of docs/long_context_gpt.py, on these processes."""
-    path = Path(__file__).parents[2] / "docs" / "long_context_gpt.py"
-    spec = importlib.util.spec_from_file_location("long_context_gpt", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    script = load_script(Path(__file__).parents[2] / "docs" / "long_context_gpt.py")
     with use_backend("cpu"):
-        return module.train(tokens, steps)
+        return script.train(tokens, steps)
 
 
 def run_guide() -> None:

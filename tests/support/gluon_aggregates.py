@@ -1,6 +1,7 @@
 """Small Gluon kernels with aggregates and constants, right or with one planted bug (BUG)."""
 
 # Aggregates are checked against their annotations, so these must not be postponed.
+import hopper_gluon  # noqa: F401
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hopper_gluon  # noqa: F401
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2

@@ -1,4 +1,5 @@
-"""What the tests of the Hopper kernel need of this environment."""
+"""Importing this skips a test, or the module that is being imported, if the Hopper kernels are not written for the
+installed Triton's Gluon."""
 
 from __future__ import annotations
 
@@ -6,10 +7,11 @@ import pytest
 
 
 def need_hopper_gluon() -> None:
-    """Skip the test, or the module that is being imported, where Triton is not one whose Gluon the kernel is written
-    in."""
     triton = pytest.importorskip("triton")
     from diyfa.backends.cuda.gluon.compat import has_gluon
 
     if not has_gluon():
         pytest.skip(f"the Hopper kernel is not written for Triton {triton.__version__}", allow_module_level=True)
+
+
+need_hopper_gluon()

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import hopper_gluon  # noqa: F401
 import pytest
 import torch
 from poison import poisoned_allocations
@@ -29,6 +30,7 @@ from diyfa.backends.cuda.hopper import configs as hopper_configs
 from diyfa.backends.cuda.hopper import fwd as hopper_fwd
 from diyfa.backends.cuda.hopper import prefill as hopper_prefill
 from diyfa.backends.cuda.hopper import prefill_configs
+from diyfa.backends.cuda.runtime.launch import is_interpreting
 from diyfa.testing import (
     YARDSTICK_DRAWS,
     AttentionCase,
@@ -40,6 +42,9 @@ from diyfa.testing import (
 )
 
 # What synchronises, each after what it imports of the others; the last one has the kernel.
+interpreted_only = pytest.mark.skipif(
+    not is_interpreting(), reason="CPU tensors are refused: here the kernel itself is run"
+)
 KERNEL_MODULES = (
     "gluon.barriers",
     "gluon.ring",

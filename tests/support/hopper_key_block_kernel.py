@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import hopper_gluon  # noqa: F401
 import torch
 from simulators.gluon import InterpretedKernel
 from triton.experimental import gluon

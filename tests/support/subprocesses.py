@@ -55,15 +55,15 @@ def _server() -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", SERVER], env=environment, stdin=pipe, stdout=pipe, text=True)
 
 
-def run_python(code: str, *paths: Path, arguments: Sequence[str] = (), **environment: str) -> str:
-    """Standard output of `code`, which finds `arguments` in `sys.argv`; fails with its standard error when it does not
-    exit with 0."""
+def run_python(code: str | Path, *paths: Path, arguments: Sequence[str] = (), **environment: str) -> str:
+    """Standard output of `code` or of a file, which finds `arguments` in `sys.argv`; fails with its standard error when
+    it does not exit with 0."""
     done = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
+        [sys.executable, *(["-c", code] if isinstance(code, str) else [code]), *arguments],
         env={**os.environ, "PYTHONPATH": _python_path(*paths), **environment},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -16,6 +16,7 @@ pytest.importorskip("matplotlib")
 import course
 from course import CHAPTERS, CHINESE, ENGLISH, digest, execute_apart, read_page, without_comments, written
 from course_answers import RIGHT, WRONG
+from scripts import load_script
 
 from diyfa.lab.course import check
 
@@ -27,9 +28,7 @@ def needs(chapter: str) -> None:
     if chapter[:2] in ("05", "07"):
         pytest.importorskip("triton")
     if chapter[:2] == "07":
-        from hopper_gluon import need_hopper_gluon
-
-        need_hopper_gluon()
+        import hopper_gluon  # noqa: F401
 
 
 @pytest.mark.parametrize("chapter", CHAPTERS)
@@ -86,19 +85,13 @@ def test_every_picture_is_shown() -> None:
 
 def solution(chapter: int, before: str = "", after: str = "", folder: Path | None = None) -> ModuleType:
     """Import a solution, changed. From a file, because Triton reads the source of a kernel."""
-    import importlib.util
-
     file = SOLUTIONS / f"exercise_{chapter}.py"
     if folder is not None:
         source = file.read_text(encoding="utf-8")
         assert source.count(before) == 1, before
         file = folder / f"wrong_{chapter}.py"
         file.write_text(source.replace(before, after), encoding="utf-8")
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(file)
 
 
 def need_interpreter(chapter: int) -> None:

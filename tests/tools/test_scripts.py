@@ -3,7 +3,6 @@ tests is said of tests that exist."""
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -11,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from sampled import QUICK, SAMPLE_INTERVALS, quick
+from scripts import load_script
 
 from diyfa.lab.bench import record
 from diyfa.lab.bench.record import environment
@@ -20,25 +20,16 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted([*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "tests" / "manual").glob("*.py")])
 
 
-def load(path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Return a script as a module."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    spec = importlib.util.spec_from_file_location(f"script_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
-    return module
-
-
 def benchmark(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    return load(ROOT / "benchmarks" / f"{name}.py", monkeypatch)
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return load_script(ROOT / "benchmarks" / f"{name}.py")
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_imports(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "tests" / "hopper"))
-    load(path, monkeypatch)
+    for folder in ("benchmarks", "tests/hopper"):
+        monkeypatch.syspath_prepend(str(ROOT / folder))
+    load_script(path)
 
 
 def test_predictions_of_context_parallel_are_a_result_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from scripts import load_script
 
 import diyfa
 
@@ -17,12 +16,7 @@ FILE = Path(__file__).parents[2] / "docs" / "serving_engine.py"
 
 @pytest.fixture(scope="module")
 def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("serving_engine", FILE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["serving_engine"] = module  # dataclasses look there
-    spec.loader.exec_module(module)
-    return module
+    return load_script(FILE)
 
 
 @pytest.mark.parametrize(("pages", "page_size", "chunk"), [(40, 4, 7), (9, 16, 64), (160, 1, 16)])

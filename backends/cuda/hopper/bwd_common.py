@@ -33,11 +33,9 @@ from diyfa.backends.cuda.runtime.constants import Constants
 
 
 @dataclass(frozen=True, eq=False)
-class Sm90BwdConstants(Constants):
-    """Constants of a kernel: the problem's features, the tile and the schedule (`Sm90BwdConfig`)."""
+class BoxConstants(Constants):
+    """Constants of every kernel with products."""
 
-    block_m: int
-    block_n: int
     boxes: int  # TMA boxes of BOX_COLUMNS columns in a tile of Q or K
     boxes_v: int  # boxes in a tile of V or dO
     used_boxes: int  # boxes of Q and K that head_dim reaches
@@ -47,10 +45,18 @@ class Sm90BwdConstants(Constants):
     has_right: bool
     lengths: int
     softcap: bool
-    deterministic: bool
     consumer_registers: int
     producer_registers: int
-    store_from_registers: bool = False  # dK and dV are stored in float32, from registers, to be added up later
+    store_from_registers: bool  # gradients are stored in float32, from registers, to be added up later
+
+
+@dataclass(frozen=True, eq=False)
+class Sm90BwdConstants(BoxConstants):
+    """Constants of a kernel for blocks of keys: the problem's features, the tile and the schedule (`Sm90BwdConfig`)."""
+
+    block_m: int
+    block_n: int
+    deterministic: bool
     rolling: bool = False  # the kernel also converts dQ (`RollingDq`)
     last_columns: int = 64  # columns of a tile's last box that products use: 16, 32 or 64
 

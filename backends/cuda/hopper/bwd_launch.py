@@ -85,42 +85,34 @@ def _query_constants(problem: AttentionProblem, form: _Form, has_dlse: bool, kee
     )
 
 
+def _box_constants(problem: AttentionProblem, form: _Form, store_from_registers: bool) -> dict[str, Any]:
+    """Return the fields of `BoxConstants` that are no fields of the problem or the config."""
+    return {
+        "boxes": form.boxes,
+        "boxes_v": form.boxes_v,
+        "used_boxes": cdiv(problem.head_dim, BOX_COLUMNS),
+        "used_boxes_v": cdiv(problem.head_dim_v, BOX_COLUMNS),
+        "has_left": problem.window_left >= 0,
+        "has_right": problem.window_right >= 0,
+        "lengths": lengths_constant(problem),
+        "store_from_registers": store_from_registers,
+    }
+
+
 @cached_per_kind
 def _constants(problem: AttentionProblem, form: _Form, store_from_registers: bool) -> Sm90BwdConstants:
-    config = form.config
+    columns = last_columns(problem) if form.config.form == "keys" else BOX_COLUMNS
     return Sm90BwdConstants.read_from(
-        problem,
-        config,
-        boxes=form.boxes,
-        boxes_v=form.boxes_v,
-        used_boxes=cdiv(problem.head_dim, BOX_COLUMNS),
-        used_boxes_v=cdiv(problem.head_dim_v, BOX_COLUMNS),
-        has_left=problem.window_left >= 0,
-        has_right=problem.window_right >= 0,
-        lengths=lengths_constant(problem),
-        deterministic=form.in_order,
-        store_from_registers=store_from_registers,
-        rolling=form.rolling,
-        last_columns=last_columns(problem) if config.form == "keys" else BOX_COLUMNS,
-    )
+        problem, form.config, **_box_constants(problem, form, store_from_registers), deterministic=form.in_order,
+        rolling=form.rolling, last_columns=columns,
+    )  # fmt: skip
 
 
 @cached_per_kind
 def _dq_constants(problem: AttentionProblem, form: _Form, store_from_registers: bool) -> Sm90BwdDqConstants:
-    return Sm90BwdDqConstants.read_from(
-        problem,
-        form.config,
-        boxes=form.boxes,
-        boxes_v=form.boxes_v,
-        used_boxes=cdiv(problem.head_dim, BOX_COLUMNS),
-        used_boxes_v=cdiv(problem.head_dim_v, BOX_COLUMNS),
-        stages=dq_stages(form.boxes, form.boxes_v),
-        causal=problem.causal,
-        has_left=problem.window_left >= 0,
-        has_right=problem.window_right >= 0,
-        lengths=lengths_constant(problem),
-        store_from_registers=store_from_registers,
-    )
+    shared = _box_constants(problem, form, store_from_registers)
+    stages = dq_stages(form.boxes, form.boxes_v)
+    return Sm90BwdDqConstants.read_from(problem, form.config, **shared, stages=stages, causal=problem.causal)
 
 
 class Sm90Backward:
@@ -233,16 +225,12 @@ class Sm90Backward:
 
     def _rolling(self) -> dict[str, Any]:
         """Arguments of `RollingDq`."""
-        if not self.rolling:
-            return {**dict.fromkeys(("dq_ptr", "counts_ptr", "dq_out_tensor")), "dq_slots": 0, "dq_delay": 0}
-        out = dense_descriptor(self.out, self.problem.layout, ROWS.value, BOX_COLUMNS)
-        return {
-            "dq_ptr": self.dq,
-            "counts_ptr": self.counts,
-            "dq_out_tensor": out,
-            "dq_slots": self.slots,
-            "dq_delay": self.delay,
-        }
+        values: tuple[Any, ...] = (None, None, None, 0, 0)
+        if self.rolling:
+            out = dense_descriptor(self.out, self.problem.layout, ROWS.value, BOX_COLUMNS)
+            values = (self.dq, self.counts, out, self.slots, self.delay)
+        names = ("dq_ptr", "counts_ptr", "dq_out_tensor", "dq_slots", "dq_delay")
+        return dict(zip(names, values, strict=True))
 
     def _inputs(self, dout: torch.Tensor, rows: int) -> dict[str, Any]:
         """Arguments that all main kernels have: inputs, in boxes of `rows` queries, sizes and scales."""

@@ -31,6 +31,7 @@ from diyfa.backends.cuda.gluon.compat import aggregate, optimisation_barrier
 from diyfa.backends.cuda.gluon.ring import KVRing
 from diyfa.backends.cuda.gluon.tile_info import TileInfos, allocate_tile_infos
 from diyfa.backends.cuda.hopper.bwd_common import (
+    BoxConstants,
     Inputs,
     allocate_tiles,
     exponents,
@@ -60,29 +61,16 @@ from diyfa.backends.cuda.hopper.tiles import (
     start_load,
     start_store,
 )
-from diyfa.backends.cuda.runtime.constants import Constants
 
 BLOCK_M = gl.constexpr(128)
 BLOCK_N = gl.constexpr(64)
 
 
 @dataclass(frozen=True, eq=False)
-class Sm90BwdDqConstants(Constants):
-    """Constants of the kernel."""
+class Sm90BwdDqConstants(BoxConstants):
+    """Constants of the kernel. Its stages are those of blocks of V and K."""
 
-    boxes: int  # TMA boxes of BOX_COLUMNS columns in a tile of Q or K
-    boxes_v: int  # boxes in a tile of V or dO
-    used_boxes: int  # boxes of Q and K that head_dim reaches
-    used_boxes_v: int  # boxes of V and dO that head_dim_v reaches
-    stages: int  # of blocks of V and K
     causal: bool
-    has_left: bool
-    has_right: bool
-    lengths: int
-    softcap: bool
-    consumer_registers: int
-    producer_registers: int
-    store_from_registers: bool  # dQ is stored in float32 from registers, to be added up later
 
 
 @aggregate

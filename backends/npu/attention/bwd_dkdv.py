@@ -27,7 +27,6 @@ from diyfa.backends.npu.attention.dropout import head_keys, keep_tile, position_
 from diyfa.backends.npu.attention.launch import AttentionConstants
 from diyfa.backends.npu.attention.primitives import (
     block_at,
-    cap_derivative,
     count_tasks,
     dense_head_base,
     dot,
@@ -41,6 +40,7 @@ from diyfa.backends.npu.attention.primitives import (
     locate_task,
     masked,
     narrow,
+    product_gradient,
     rounds_before,
     row_bias,
     row_range,
@@ -153,8 +153,7 @@ def _bwd_dkdv_kernel(
                     p_dropped = tl.where(keep, p, 0.0)
                     dp = tl.where(keep, dp, 0.0)
                 ds = p * (dp - delta[None, :])
-                if c.SOFTCAP != "":
-                    ds = ds * cap_derivative(capped, softcap_inverse)
+                ds = product_gradient(ds, b, h, capped, softcap_inverse, per_head_ptr, stride_per_head_b, c)
                 ds = drop_columns(ds, row0, sq, c.BLOCK_M)
                 dv = dot_add(narrow(p_dropped, dout.dtype, c.INTERPRET), dout, dv, c.INTERPRET)
                 ds = narrow(ds, q.dtype, c.INTERPRET)

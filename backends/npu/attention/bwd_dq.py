@@ -21,7 +21,6 @@ from diyfa.backends.npu.attention.dropout import head_keys, keep_tile, position_
 from diyfa.backends.npu.attention.launch import AttentionConstants
 from diyfa.backends.npu.attention.primitives import (
     block_at,
-    cap_derivative,
     count_tasks,
     dense_head_base,
     dot,
@@ -35,6 +34,7 @@ from diyfa.backends.npu.attention.primitives import (
     locate_task,
     masked,
     narrow,
+    product_gradient,
     rounds_before,
     row_bias,
     score_tile,
@@ -132,8 +132,7 @@ def _bwd_dq_kernel(
                     c0, c1 = position_words(column_key0, column_key1, tl.arange(0, c.BLOCK_N) + n0)
                     dp = tl.where(keep_tile(r0, r1, c0, c1, keep_threshold), dp, 0.0)
                 ds = p * (dp - delta[:, None])
-                if c.SOFTCAP != "":
-                    ds = ds * cap_derivative(capped, softcap_inverse)
+                ds = product_gradient(ds, b, h, capped, softcap_inverse, per_head_ptr, stride_per_head_b, c)
                 # Mask ds, not p: a product with fewer keys than the tile does not write the other columns of its
                 # accumulator, so s and dp may hold anything there, NaN included.
                 if c.MASKED:

@@ -362,13 +362,6 @@ def capped_scores(s, softcap, softcap_minus, softcap_rate, SOFTCAP: tl.constexpr
 
 
 @triton.jit
-def cap_derivative(capped, softcap_inverse):
-    """Return tanh² - 1 from the result of `capped_scores`: minus the cap's derivative, as grad_scale is negative."""
-    t = capped * softcap_inverse
-    return t * t - 1.0
-
-
-@triton.jit
 def score_tile(
     s, b, h, row0, n0, sq, sk, sm_scale, softcap, softcap_minus, softcap_rate, per_head_ptr, stride_per_head_b,
     bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, TRANSPOSED: tl.constexpr, c: tl.constexpr,
@@ -388,6 +381,17 @@ def score_tile(
     if c.BIAS == "qk" or c.BIAS == "k":
         s = add_bias(s, bias_ptr, b, h, stride_bias_b, stride_bias_h, stride_bias_m, row0, n0, sq, sk, TRANSPOSED, c)
     return s, capped
+
+
+@triton.jit
+def product_gradient(ds, b, h, capped, softcap_inverse, per_head_ptr, stride_per_head_b, c: tl.constexpr):
+    """Turn the gradient of scores into that of products, up to `grad_scale`. `capped`: the result of `score_tile`.
+
+    With a softcap that is minus its derivative, 1 - tanh², as grad_scale is negative."""
+    if c.SOFTCAP != "":
+        t = capped * softcap_inverse
+        ds = ds * (t * t - 1.0)
+    return ds
 
 
 @triton.jit
