@@ -20,7 +20,7 @@ from diyfa.backends.cuda.attention.launch import use_config
 from diyfa.backends.cuda.hopper import matmul, matmul_configs
 from diyfa.backends.cuda.hopper.matmul_configs import Sm90MatmulConfig
 from diyfa.backends.cuda.runtime.passes import launch_each
-from diyfa.problem import MatmulProblem
+from diyfa.problem import MatmulProblem, MatmulTensors
 from diyfa.reference import reference_matmul
 
 pytestmark = interpreted_only
@@ -32,6 +32,7 @@ TILES = {
     "pingpong": Sm90MatmulConfig(128, 128, 64, 3, pingpong=True, group_m=1),
     "one consumer": Sm90MatmulConfig(64, 128, 128, 2, consumers=1),
     "one store": Sm90MatmulConfig(64, 64, 64, 3, consumers=1),
+    "narrow store": Sm90MatmulConfig(64, 32, 64, 3, consumers=1),
     "split": Sm90MatmulConfig(128, 128, 64, 3, split_k=2),
 }
 UNIT = {torch.float16: 2**-10, torch.bfloat16: 2**-7, torch.float32: 2**-22}
@@ -57,21 +58,23 @@ def multiply(
     name = str(dtype).removeprefix("torch.")
     out = str(problem.pop("out_dtype", name))
     precision = "tf32" if dtype == torch.float32 else "ieee"
+    descales = problem.pop("descales", (None, None))
     described = MatmulProblem("cuda", "sm_90", name, name, out, m, n, k, precision, aligned=True).replace(**problem)
     assert matmul_configs.fits(config, described) and matmul_configs._refusal(described) is None
+    c_dtype = getattr(torch, out)
     torch.manual_seed(0)
     a = random_matrix(m, k, described.k_major[0], dtype)
     b = random_matrix(k, n, not described.k_major[1], dtype)
-    bias = torch.randn(n).to(dtype) if described.bias else None
+    bias = torch.randn(n).to(c_dtype if dtype == torch.float8_e4m3fn else dtype) if described.bias else None
     kernel = InterpretedKernel(kernels._matmul_sm90_kernel, seed, interleave)
-    c = torch.full((m, n), float("nan"), dtype=getattr(torch, out))
+    c = torch.full((m, n), float("nan"), dtype=c_dtype)
     with pytest.MonkeyPatch.context() as patch, poisoned_allocations():
         patch.setattr(matmul, "_matmul_sm90_kernel", kernel)
         patch.setattr(matmul, "multiprocessors", lambda device: multiprocessors)
-        launch_each(matmul.make_launches(described, a, b, bias, c, config))
+        launch_each(matmul.make_launches(described, MatmulTensors(a, b, bias, *descales), c, config))
     assert kernel.launches == 1
-    exact = reference_matmul(a.double(), b.double(), bias=bias, activation=described.activation)
-    sums = reference_matmul(a.double().abs(), b.double().abs(), bias=None if bias is None else bias.abs())
+    exact = reference_matmul(a.double(), b.double(), *descales, bias=bias, activation=described.activation)
+    sums = reference_matmul(a.double().abs(), b.double().abs(), *descales, bias=None if bias is None else bias.abs())
     rounding = 2**-9 if dtype == torch.float32 else k * 2**-23  # of factors to tf32, or of sums
     assert ((c.double() - exact).abs() <= exact.abs() * UNIT[c.dtype] + sums * rounding + 2**-24).all()
 
@@ -98,6 +101,40 @@ def test_tf32(tile: str) -> None:
     config = TILES[tile]
     halved = Sm90MatmulConfig(**{**vars(config), "block_k": config.block_k // 2})
     multiply(halved, (130, 132, 200), dtype=torch.float32, k_major=(True, True))
+
+
+FLOAT8_TILES = [x for x in TILES if x not in ("wide", "pingpong")]
+
+
+def float8(config: Sm90MatmulConfig, sizes: tuple[int, int, int], out_dtype: str, **problem: object) -> None:
+    doubled = Sm90MatmulConfig(**{**vars(config), "block_k": config.block_k * 2})
+    multiply(doubled, sizes, dtype=torch.float8_e4m3fn, k_major=(True, True), out_dtype=out_dtype, **problem)
+
+
+@pytest.mark.parametrize("tile", FLOAT8_TILES)
+@pytest.mark.parametrize("kind", ["none", "numbers", "vectors", "number and vector"])
+def test_float8(tile: str, kind: str) -> None:
+    rows, columns = torch.rand(130, 1) + 0.5, torch.rand(1, 136) + 0.5
+    descales = {
+        "none": (None, None),
+        "numbers": (torch.tensor(0.25), torch.tensor([[3.0]])),
+        "vectors": (rows, columns),
+        "number and vector": (torch.tensor([2.0]), columns[0]),
+    }[kind]
+    float8(TILES[tile], (130, 136, 400), "bfloat16", descales=descales, bias=kind == "vectors", activation="silu")
+
+
+@pytest.mark.parametrize("tile", FLOAT8_TILES)
+def test_float8_sizes(tile: str) -> None:
+    for sizes in ((1, 8, 16), (129, 136, 144), (64, 8, 1040)) if tile != "split" else ((129, 136, 1040),):
+        float8(TILES[tile], sizes, "float32", multiprocessors=3)
+    float8(TILES[tile], (300, 264, 528), "float16", seed=5, interleave=True)
+
+
+def test_float8_sums_have_two_registers() -> None:
+    problem = HALF.replace(dtype="float8_e4m3fn", compute_dtype="float8_e4m3fn", k_major=(True, True))
+    assert all(config.rows * config.block_n <= 64 * 128 for config in matmul_configs.candidates(problem))
+    assert "two registers" in str(matmul_configs.config_refusal(TILES["wide"], problem))
 
 
 # (M, N, K): one tile and many; one step and many; whole tiles and ragged ones; more programs than tiles
@@ -211,10 +248,13 @@ REFUSALS = {
     "not float32 in float32": FULL,
     "not float32 in float16": FULL.replace(compute_dtype="float16"),
     "contiguous along K": FULL.replace(precision="tf32", k_major=(True, False)),
+    "tf32 and float8 needs": HALF.replace(dtype="float8_e4m3fn", compute_dtype="float8_e4m3fn"),
     "not multiples of 16 bytes": HALF.replace(aligned=False),
     "no multiples of 16 bytes": HALF.replace(aligned_out=False),
     "rows of the result": HALF.replace(n=4100),
-    "below 2\\^31": HALF.replace(k=2**31),
+    "at most 2147418112": HALF.replace(k=2**31 - 1),
+    "tiles of 16 x 16": HALF.replace(m=2**20, n=2**20, k=64),
+    "steps of BLOCK_K": HALF.replace(m=2**18, n=2**18, k=2**18),
 }
 
 
@@ -239,9 +279,15 @@ def test_the_choice_is_one_line_of_the_table(monkeypatch: pytest.MonkeyPatch) ->
 def test_every_class_has_tiles_that_fit() -> None:
     """For each dtype and result, and a split never has an empty share of K."""
     names = set()
+    others = (
+        HALF.replace(out_dtype="float32"),
+        FULL.replace(precision="tf32", k_major=(True, True)),
+        HALF.replace(dtype="float8_e4m3fn", compute_dtype="float8_e4m3fn", k_major=(True, True)),
+    )
     for m, n, k in product((1, 16, 64, 65, 512, 8192, 32768), (8, 128, 1024, 8192), (1, 8, 256, 1024, 4096, 65536)):
         names.add(matmul_configs.problem_class(m, n, k).name)
-        for problem in (HALF, HALF.replace(out_dtype="float32"), FULL.replace(precision="tf32", k_major=(True, True))):
+        for problem in (HALF, *others):
+            assert matmul_configs.candidates(problem.replace(m=m, n=n, k=k))
             for config in matmul_configs.candidates(problem.replace(m=m, n=n, k=k)):
                 steps = -(-k // config.block_k)
                 share = -(-steps // config.split_k)
@@ -249,6 +295,106 @@ def test_every_class_has_tiles_that_fit() -> None:
                 assert config.block_m % (64 * config.consumers) == 0 or config.pingpong
     assert names == {row.name for row in matmul_configs.TABLE}
     assert names >= matmul_configs.AUTOMATIC
+
+
+@pytest.mark.parametrize("dimension", ["m", "n", "k"])
+def test_sizes_are_refused_whose_rounding_to_tiles_overflows(dimension: str) -> None:
+    """Sizes, tiles and steps are counted in 32 bits; the largest tile rounds a size up by 255."""
+    problem = HALF.replace(m=8, n=8, k=8)
+    for size in (2**31 - 8, 2**31 - 256, 2**31, 2**32):
+        assert "at most" in str(matmul_configs._refusal(problem.replace(**{dimension: size})))
+    assert matmul_configs._refusal(problem.replace(**{dimension: 2**31 - 2**16})) is None
+
+
+def test_partial_sums_need_rows_that_tma_writes() -> None:
+    """An `out` with padded rows may have any N, but partial sums are contiguous (SPLIT_K, M, N) of float32."""
+    padded = HALF.replace(m=16, n=129, k=8192, aligned_out=True)
+    assert matmul_configs._refusal(padded) is None
+    assert {config.split_k for config in matmul_configs.candidates(padded)} == {1}
+    assert matmul_configs.select_config(padded.replace(n=132)).split_k > 1
+    assert not matmul_configs.fits(TILES["split"], padded) and matmul_configs.fits(TILES["split"], HALF)
+
+
+def test_a_config_that_cannot_run_is_refused(simulated: InterpretedKernel) -> None:
+    """Before anything is launched, if the caller sets it for this thread."""
+    a, b = torch.randn(64, 256).half(), torch.randn(256, 136).half()
+    out = torch.empty(64, 136).half()[:, :129]
+    with diyfa.use_backend("cuda"), use_config("sm90_matmul", TILES["split"]):
+        diyfa.triton_matmul(a, b, variant="sm90")
+        with pytest.raises(ValueError, match="partial sums"):
+            diyfa.triton_matmul(a, b[:, :129], out=out, variant="sm90")
+    with (
+        diyfa.use_backend("cuda"),
+        use_config("sm90_matmul", Sm90MatmulConfig(128, 256, 64, 9)),
+        pytest.raises(ValueError, match="shared memory"),
+    ):
+        diyfa.triton_matmul(a, b, variant="sm90")
+    assert simulated.launches == 1
+
+
+def test_padded_rows_of_any_number_of_columns(simulated: InterpretedKernel) -> None:
+    """Both split and unsplit classes, with NaN beside the result, which stays."""
+    torch.manual_seed(0)
+    for n, k in ((129, 1024), (1, 64), (7, 72)):
+        a, b = torch.randn(16, k).half(), torch.randn(k, 136).half()[:, :n]
+        memory = torch.full((16, 160), float("nan"), dtype=torch.float16)
+        with diyfa.use_backend("cuda"):
+            c = diyfa.triton_matmul(a, b, out=memory[:, :n], variant="sm90")
+        torch.testing.assert_close(c.float(), a.float() @ b.float(), rtol=2**-10, atol=2**-6)
+        assert memory[:, n:].isnan().all()
+    assert simulated.launches == 3
+
+
+def test_an_empty_sum_is_not_launched(simulated: InterpretedKernel) -> None:
+    """K = 0 gives activation(bias), also where the class would split K; an empty result is empty."""
+    bias = torch.randn(8)
+    with diyfa.use_backend("cuda"):
+        c = diyfa.triton_matmul(torch.empty(64, 0).half(), torch.empty(8, 0).half().t(), bias=bias, activation="silu")
+        for m, n in ((0, 8), (8, 0)):
+            a, b = torch.empty(m, 64).half(), torch.empty(64, n).half()
+            assert diyfa.triton_matmul(a, b).shape == (m, n)
+    torch.testing.assert_close(c, torch.nn.functional.silu(bias).half().expand(64, 8), rtol=2**-10, atol=2**-10)
+    assert not simulated.launches
+    for problem in (HALF.replace(k=0), HALF.replace(m=16, k=0)):
+        assert matmul_configs.select_config(problem).split_k == 1  # `explain` asks for it
+    for problem in (HALF.replace(m=0), HALF.replace(n=0)):
+        assert matmul_configs.candidates(problem)
+
+
+UNREADABLE = {
+    "an odd address": lambda x: x.flatten()[1 : 1 + 64 * 64].view(64, 64),
+    "no step from row to row": lambda x: x[:1, :64].expand(64, 64),
+    "rows of an odd length": lambda x: x.flatten()[: 64 * 65].view(64, 65)[:, :64],
+    "every second element": lambda x: x[:64, :128:2],
+    "a step of 2^40 bytes": lambda x: x.as_strided((1, 64), (2**39, 1)),
+}
+
+
+@pytest.mark.parametrize("view", UNREADABLE)
+def test_views_that_tma_does_not_read_are_refused(simulated: InterpretedKernel, view: str) -> None:
+    """By name they are refused, on either side and as `out`; `auto` takes another kernel."""
+    x, b = UNREADABLE[view](torch.randn(128, 136).half()), torch.randn(64, 64).half()
+    with diyfa.use_backend("cuda"):
+        for operands in ((x, b), (b, x.t())):
+            with pytest.raises(ValueError, match="multiples of 16 bytes"):
+                diyfa.triton_matmul(*operands, variant="sm90")
+        if view != "no step from row to row":  # its elements overlap
+            with pytest.raises(ValueError, match="multiples of 16 bytes"), torch.no_grad():
+                diyfa.triton_matmul(torch.randn(x.shape[0], 64).half(), b, out=x, variant="sm90")
+        c = diyfa.triton_matmul(x, b)
+    torch.testing.assert_close(c.float(), x.float() @ b.float(), rtol=2**-10, atol=2**-6)
+    assert not simulated.launches
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"stages": 1}, {"stages": 0}, {"split_k": 0}, {"group_m": 0}, {"consumers": 3}, {"block_m": 64}],
+    ids=str,
+)
+def test_configs_that_no_problem_can_run(changes: dict[str, int]) -> None:
+    """With one stage a consumer would wait for a step whose stage it releases only after that step has begun."""
+    with pytest.raises(ValueError, match=next(iter(changes))):
+        Sm90MatmulConfig(**{**vars(Sm90MatmulConfig(128, 128, 64, 3)), **changes})
 
 
 def test_pingpong_divides_no_k() -> None:
@@ -277,6 +423,7 @@ def run_both(kernels: ModuleType) -> None:
     """Several tiles in both schedules, of 5 steps in 3 stages, with copies and products that run late and early."""
     for tile, seed in product(("two consumers", "pingpong"), (3, 1, 2)):
         multiply(TILES[tile], (300, 264, 264), seed, kernels)
+    float8(TILES["two consumers"], (300, 264, 528), "float16", kernels=kernels)
 
 
 def test_the_unparsed_source_is_the_kernel(tmp_path: Path) -> None:
@@ -311,7 +458,21 @@ MUTANTS = {
         "    acc = warpgroup_mma_wait(1, deps=[acc])\n    channel.release(end - 1)\n",
         Race,
     ),
-    "a consumer waits for the phase before": ("        channel.wait(i)\n", "        channel.wait(i - 1)\n", KernelBug),
+    "a stage of float8 is released before its product is done": (
+        "            product = warpgroup_mma_wait(0, deps=[product])\n            channel.release(i)\n",
+        "            channel.release(i)\n            product = warpgroup_mma_wait(0, deps=[product])\n",
+        KernelBug,
+    ),
+    "a product of float8 is added to the one before": (
+        "operands.start_product(i, BOX, product, False)",
+        "operands.start_product(i, BOX, product, True)",
+        AssertionError,
+    ),
+    "a consumer waits for the phase before": (
+        "        channel.wait(i)\n        acc = ",
+        "        channel.wait(i - 1)\n        acc = ",
+        KernelBug,
+    ),
     "a store's buffer is written one store too early": (
         "tma.store_wait(BUFFERS - 1)",
         "tma.store_wait(BUFFERS)",

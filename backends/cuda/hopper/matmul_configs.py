@@ -4,25 +4,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from diyfa.arch import ELEMENT_BYTES, gpu_spec
+from diyfa.arch import gpu_spec
 from diyfa.backends.cuda.attention.tile_io import cdiv
 from diyfa.backends.cuda.gluon.compat import ptxas_options
 from diyfa.backends.cuda.hopper.configs import environment_refusal
-from diyfa.problem import MatmulProblem, cached_per_problem
+from diyfa.backends.cuda.matmul.configs import ELEMENT_BYTES, FLOAT8, sizes_refusal
+from diyfa.problem import MAX_STEPS, MatmulProblem, cached_per_problem
 
 SHARED_BYTES = 232448  # for one program on sm_90
 BARRIER_BYTES = 1024
 STORE_BYTES = 128  # of a row of a TMA store: the swizzle
 CONSUMER_ROWS = 64  # the M of a warpgroup's product
+FLOAT8_SUMS = 64 * 128  # of a consumer: each has a register for the sum, and one for the next product
 
 
 @dataclass(frozen=True)
 class Sm90MatmulConfig:
     """Tile [block_m, block_n] of a program, which multiplies `block_k` of K at a time.
 
-    `block_k` counts 16-bit elements; of float32 a step has half as many. `consumers` divide the rows of a tile;
-    with `pingpong` each has a whole one, and they take turns. `group_m`: tile rows that use the same columns of b in
-    the L2 cache. `split_k`: programs that divide K of a tile.
+    `block_k` counts 16-bit elements; of float32 a step has half as many, of float8 twice as many. `consumers` divide
+    the rows of a tile; with `pingpong` each has a whole one, and they take turns. `group_m`: tile rows that use the
+    same columns of b in the L2 cache. `split_k`: programs that divide K of a tile.
     """
 
     block_m: int
@@ -37,6 +39,11 @@ class Sm90MatmulConfig:
     producer_registers: int = 40
 
     def __post_init__(self) -> None:
+        # With one stage, a consumer would wait for a step's copy while it holds the only stage, for the step before.
+        if self.stages < 2 or self.group_m < 1 or self.split_k < 1:
+            raise ValueError(f"stages must be at least 2, group_m and split_k at least 1, got {self}")
+        if self.consumers not in (1, 2) or self.rows not in (CONSUMER_ROWS, 2 * CONSUMER_ROWS):
+            raise ValueError(f"block_m must give each of 1 or 2 consumers 64 or 128 rows, got {self}")
         if self.pingpong and (self.split_k > 1 or self.consumers != 2):
             raise ValueError(f"pingpong needs two consumers and tiles with equally many steps: no split_k, got {self}")
 
@@ -73,37 +80,37 @@ def _config(block_m: int, block_n: int, block_k: int, stages: int, **rest: int |
 AUTOMATIC: frozenset[str] = frozenset()
 
 _WIDE = _config(64, 256, 64, 5, consumers=1, consumer_registers=240, producer_registers=96)  # wgmma needs 154 registers
-_LARGE = (
-    _config(128, 256, 64, 4),
-    _config(128, 256, 64, 4, group_m=16),
-    _config(128, 128, 64, 5, pingpong=True),
-    _config(128, 128, 64, 6),
-    _config(128, 128, 128, 3),
-)
+_SMALL = _config(64, 64, 128, 6, consumers=1)
+_SMALLEST = _config(64, 32, 128, 8, consumers=1)
+_ONE_CONSUMER = _config(64, 128, 128, 4, consumers=1)
+_SQUARE = _config(128, 128, 64, 6)
+_SQUARE_IN_TURNS = _config(128, 128, 64, 5, pingpong=True)
+_LARGE = _config(128, 256, 64, 4)
+_TALL = _config(256, 128, 64, 3)
 TABLE: tuple[ProblemClass, ...] = (
     ProblemClass(
         "skinny, long K",
         (
-            _config(64, 128, 128, 4, consumers=1, split_k=2),
-            _config(64, 128, 128, 4, consumers=1, split_k=4),
-            _config(64, 64, 128, 6, consumers=1),
+            _SMALL,
+            _SMALLEST,
+            replace(_ONE_CONSUMER, split_k=2),
+            replace(_ONE_CONSUMER, split_k=4),
+            _config(64, 128, 64, 8, consumers=1, split_k=2),
             replace(_WIDE, split_k=4),
         ),
         max_m=64,
         min_k=1024,
     ),
-    ProblemClass(
-        "skinny",
-        (_config(64, 128, 128, 4, consumers=1), _config(64, 64, 128, 6, consumers=1), _WIDE),
-        max_m=64,
-    ),
+    ProblemClass("skinny", (_SMALL, _SMALLEST, _ONE_CONSUMER, _WIDE), max_m=64),
     ProblemClass(
         "few tiles, long K",
         (
-            _config(128, 128, 64, 6, split_k=2),
-            _config(128, 128, 64, 6, split_k=4),
-            _config(128, 128, 64, 6, split_k=8),
-            _config(64, 128, 128, 4, consumers=1, split_k=2),
+            replace(_SQUARE, split_k=2),
+            replace(_SQUARE, split_k=4),
+            replace(_SQUARE, split_k=8),
+            replace(_LARGE, split_k=4),
+            _ONE_CONSUMER,
+            _config(128, 64, 128, 4),
         ),
         max_tiles=66,
         min_k=2048,
@@ -111,25 +118,36 @@ TABLE: tuple[ProblemClass, ...] = (
     ProblemClass(
         "few tiles",
         (
-            _config(64, 64, 128, 6, consumers=1),
-            _config(64, 128, 128, 4, consumers=1),
+            _SMALL,
+            _SMALLEST,
+            _ONE_CONSUMER,
             _config(128, 64, 128, 4),
-            _config(128, 128, 64, 6),
-            _config(64, 64, 64, 8, consumers=1, split_k=2),
+            _SQUARE,
+            replace(_SMALL, split_k=2),
+            replace(_SQUARE, split_k=2),
         ),
         max_tiles=132,
     ),
-    ProblemClass(
-        "narrow",
-        (_config(128, 128, 64, 6), _config(128, 128, 64, 5, pingpong=True), _config(128, 64, 128, 4)),
-        max_n=128,
-    ),
+    ProblemClass("narrow", (_SQUARE, _SQUARE_IN_TURNS, _TALL, _config(128, 64, 128, 4)), max_n=128),
     ProblemClass(
         "short K",
-        (_config(128, 128, 64, 5, pingpong=True), _config(128, 256, 64, 4), _config(128, 128, 64, 6)),
+        (_SQUARE_IN_TURNS, _LARGE, _SQUARE, _config(64, 256, 64, 4, pingpong=True)),
         max_k=512,
     ),
-    ProblemClass("large", _LARGE),
+    ProblemClass("one wave", (_LARGE, _TALL, _SQUARE_IN_TURNS, _SQUARE), max_tiles=264),
+    ProblemClass(
+        "large",
+        (
+            _LARGE,
+            replace(_LARGE, group_m=16),
+            replace(_LARGE, group_m=4),
+            _TALL,
+            _SQUARE_IN_TURNS,
+            _config(64, 256, 64, 4, pingpong=True),
+            _SQUARE,
+            _config(128, 128, 128, 3),
+        ),
+    ),
 )
 
 
@@ -144,9 +162,9 @@ def problem_class(m: int, n: int, k: int) -> ProblemClass:
 
 
 def store_columns(problem: MatmulProblem, config: Sm90MatmulConfig) -> int:
-    """Return the columns of a TMA store: 128 bytes of a row, of float32 partial sums if K is split."""
+    """Return the columns of a TMA store: at most 128 bytes of a row, of float32 partial sums if K is split."""
     dtype = problem.out_dtype if config.split_k == 1 else "float32"
-    return STORE_BYTES // ELEMENT_BYTES[dtype]
+    return min(config.block_n, STORE_BYTES // ELEMENT_BYTES[dtype])
 
 
 def shared_bytes(config: Sm90MatmulConfig, problem: MatmulProblem) -> int:
@@ -156,16 +174,36 @@ def shared_bytes(config: Sm90MatmulConfig, problem: MatmulProblem) -> int:
     return config.stages * stage + config.consumers * buffers * config.rows * STORE_BYTES
 
 
+def config_refusal(config: Sm90MatmulConfig, problem: MatmulProblem) -> str | None:
+    """Return why a program cannot run `problem` with `config`, or None."""
+    needed = shared_bytes(config, problem) + BARRIER_BYTES
+    if needed > SHARED_BYTES:
+        return f"{config} needs {needed} bytes of shared memory, of {SHARED_BYTES}"
+    if config.split_k > 1 and problem.n * ELEMENT_BYTES["float32"] % 16:
+        return f"rows of float32 partial sums ({problem.n}) are not a multiple of 16 bytes: K cannot be split"
+    if problem.dtype == FLOAT8 and config.rows * config.block_n > FLOAT8_SUMS:
+        return f"{config} needs two registers for each sum of float8 products, more than a thread has"
+    tiles = cdiv(problem.m, config.block_m) * cdiv(problem.n, config.block_n) * config.split_k
+    if tiles * cdiv(problem.k, config.block_k) > MAX_STEPS:
+        return f"32 bits do not count {tiles} tiles times their steps of BLOCK_K"
+    return None
+
+
 def fits(config: Sm90MatmulConfig, problem: MatmulProblem) -> bool:
-    """Return whether a program has the shared memory that `config` needs."""
-    return shared_bytes(config, problem) + BARRIER_BYTES <= SHARED_BYTES
+    """Return whether a program can run `problem` with `config`."""
+    return config_refusal(config, problem) is None
 
 
-def _for_problem(config: Sm90MatmulConfig, problem: MatmulProblem) -> Sm90MatmulConfig:
-    """Return `config` with steps of the problem's dtype, and no more splits than steps."""
+def for_problem(config: Sm90MatmulConfig, problem: MatmulProblem) -> Sm90MatmulConfig:
+    """Return `config` with steps of the problem's dtype, and no more splits than steps.
+
+    K is not split where TMA cannot write rows of partial sums.
+    """
     block_k = config.block_k * 2 // ELEMENT_BYTES[problem.dtype]
-    steps = cdiv(problem.k, block_k)
+    steps = max(1, cdiv(problem.k, block_k))
     split_k = cdiv(steps, cdiv(steps, config.split_k))  # each split has a step
+    if problem.n * ELEMENT_BYTES["float32"] % 16:
+        split_k = 1
     return replace(config, block_k=block_k, split_k=split_k)
 
 
@@ -173,7 +211,7 @@ def _for_problem(config: Sm90MatmulConfig, problem: MatmulProblem) -> Sm90Matmul
 def candidates(problem: MatmulProblem) -> tuple[Sm90MatmulConfig, ...]:
     """Return the tiles of the problem's class that fit, the default first."""
     row = problem_class(problem.m, problem.n, problem.k)
-    tiles = (_for_problem(config, problem) for config in row.candidates)
+    tiles = (for_problem(config, problem) for config in row.candidates)
     return tuple(dict.fromkeys(config for config in tiles if fits(config, problem)))
 
 
@@ -197,17 +235,23 @@ def _refusal(problem: MatmulProblem) -> str | None:
     if problem.block is not None:
         return "it takes tiles of its own table, not block_m, block_n and block_k"
     if problem.compute_dtype != problem.dtype or (problem.dtype == "float32" and problem.precision != "tf32"):
-        return f"it multiplies float16, bfloat16 and tf32 as they are, not {problem.dtype} in {problem.compute_dtype}"
+        return (
+            "it multiplies float16, bfloat16, float8 and tf32 as they are, "
+            f"not {problem.dtype} in {problem.compute_dtype}"
+        )
     if not problem.aligned:
         return "an input's strides or base address are not multiples of 16 bytes"
-    if problem.dtype == "float32" and problem.k_major != (True, True):
-        return "tf32 products of wgmma need both operands contiguous along K: a row-major, b column-major"
+    if problem.dtype in ("float32", FLOAT8) and problem.k_major != (True, True):
+        return "wgmma of tf32 and float8 needs both operands contiguous along K: a row-major, b column-major"
     if problem.aligned_out is False:
         return "out has columns that are not contiguous, or rows or an address that are no multiples of 16 bytes"
     if problem.aligned_out is None and problem.n * ELEMENT_BYTES[problem.out_dtype] % 16:
         return f"rows of the result ({problem.n} x {problem.out_dtype}) are not a multiple of 16 bytes"
-    if max(problem.m, problem.n, problem.k) >= 2**31:
-        return f"each dimension must be below 2^31, got {(problem.m, problem.n, problem.k)}"
+    if reason := sizes_refusal(problem):
+        return reason
+    if not candidates(problem):  # all of one class have too many steps, none too much shared memory
+        row = problem_class(problem.m, problem.n, problem.k)
+        return config_refusal(for_problem(row.candidates[0], problem), problem)
     return None
 
 
