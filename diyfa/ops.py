@@ -587,11 +587,14 @@ def attend(q: Any, k: Any, v: Any, lengths: Lengths, options: AttentionOptions) 
 
 
 def _is_matrix_aligned(x: torch.Tensor) -> bool:
-    """Return whether one stride is 1, and the other (not 0) and the base address are multiples of 16 bytes."""
+    """Return whether one stride is 1, and the other (not 0) and the base address are multiples of 16 bytes.
+
+    TMA holds strides below 2^40 bytes; a matrix of one row may have a longer one.
+    """
     step = 16 // x.element_size()
     rows, columns = x.stride()
     major = rows if columns == 1 and rows % step == 0 else columns if rows == 1 else 0
-    return major > 0 and major % step == 0 and x.data_ptr() % 16 == 0
+    return 0 < major < 2**36 * step and major % step == 0 and x.data_ptr() % 16 == 0
 
 
 def _is_row_major(x: torch.Tensor) -> bool:

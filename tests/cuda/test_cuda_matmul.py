@@ -123,7 +123,8 @@ def test_bfloat16_is_refused_on_turing(kernel):
         ({"aligned": False}, "not multiples of 16 bytes"),
         ({"n": 100}, "rows of the result"),
         ({"block": (512, 16, 16)}, "at most 256"),
-        ({"k": 2**31}, "below 2\\^31"),
+        ({"k": 2**31 - 1}, "at most 2147418112"),
+        ({"m": 2**20, "n": 2**20}, "tiles of 16 x 16"),
     ],
     ids=str,
 )
@@ -160,6 +161,14 @@ def test_tables_have_a_tile_for_everything(arch, m, aligned, case):
             every = matmul_configs.candidates(described, kernel.name)
             assert default in every
             assert all(matmul_configs.fits(c, described) and c.form == kernel.name for c in every)
+
+
+@pytest.mark.parametrize("dimension", ["m", "n", "k"])
+def test_sizes_are_refused_whose_rounding_to_tiles_overflows(dimension):
+    """Sizes and tiles are counted in 32 bits."""
+    for size in (2**31 - 8, 2**31, 2**32):
+        assert "at most" in matmul_configs.unsupported_pointers(problem("sm_80", **{"m": 8, "n": 8, dimension: size}))
+    assert matmul_configs.unsupported_pointers(problem("sm_80", **{"m": 8, "n": 8, dimension: 2**31 - 2**16})) is None
 
 
 def test_wide_matrices_are_addressed_in_64_bits():

@@ -214,7 +214,9 @@ REFUSALS = {
     "not multiples of 16 bytes": HALF.replace(aligned=False),
     "no multiples of 16 bytes": HALF.replace(aligned_out=False),
     "rows of the result": HALF.replace(n=4100),
-    "below 2\\^31": HALF.replace(k=2**31),
+    "at most 2147418112": HALF.replace(k=2**31 - 1),
+    "tiles of 16 x 16": HALF.replace(m=2**20, n=2**20, k=64),
+    "steps of BLOCK_K": HALF.replace(m=2**18, n=2**18, k=2**18),
 }
 
 
@@ -249,6 +251,106 @@ def test_every_class_has_tiles_that_fit() -> None:
                 assert config.block_m % (64 * config.consumers) == 0 or config.pingpong
     assert names == {row.name for row in matmul_configs.TABLE}
     assert names >= matmul_configs.AUTOMATIC
+
+
+@pytest.mark.parametrize("dimension", ["m", "n", "k"])
+def test_sizes_are_refused_whose_rounding_to_tiles_overflows(dimension: str) -> None:
+    """Sizes, tiles and steps are counted in 32 bits; the largest tile rounds a size up by 255."""
+    problem = HALF.replace(m=8, n=8, k=8)
+    for size in (2**31 - 8, 2**31 - 256, 2**31, 2**32):
+        assert "at most" in str(matmul_configs._refusal(problem.replace(**{dimension: size})))
+    assert matmul_configs._refusal(problem.replace(**{dimension: 2**31 - 2**16})) is None
+
+
+def test_partial_sums_need_rows_that_tma_writes() -> None:
+    """An `out` with padded rows may have any N, but partial sums are contiguous (SPLIT_K, M, N) of float32."""
+    padded = HALF.replace(m=16, n=129, k=8192, aligned_out=True)
+    assert matmul_configs._refusal(padded) is None
+    assert {config.split_k for config in matmul_configs.candidates(padded)} == {1}
+    assert matmul_configs.select_config(padded.replace(n=132)).split_k > 1
+    assert not matmul_configs.fits(TILES["split"], padded) and matmul_configs.fits(TILES["split"], HALF)
+
+
+def test_a_config_that_cannot_run_is_refused(simulated: InterpretedKernel) -> None:
+    """Before anything is launched, if the caller sets it for this thread."""
+    a, b = torch.randn(64, 256).half(), torch.randn(256, 136).half()
+    out = torch.empty(64, 136).half()[:, :129]
+    with diyfa.use_backend("cuda"), use_config("sm90_matmul", TILES["split"]):
+        diyfa.triton_matmul(a, b, variant="sm90")
+        with pytest.raises(ValueError, match="partial sums"):
+            diyfa.triton_matmul(a, b[:, :129], out=out, variant="sm90")
+    with (
+        diyfa.use_backend("cuda"),
+        use_config("sm90_matmul", Sm90MatmulConfig(128, 256, 64, 9)),
+        pytest.raises(ValueError, match="shared memory"),
+    ):
+        diyfa.triton_matmul(a, b, variant="sm90")
+    assert simulated.launches == 1
+
+
+def test_padded_rows_of_any_number_of_columns(simulated: InterpretedKernel) -> None:
+    """Both split and unsplit classes, with NaN beside the result, which stays."""
+    torch.manual_seed(0)
+    for n, k in ((129, 1024), (1, 64), (7, 72)):
+        a, b = torch.randn(16, k).half(), torch.randn(k, 136).half()[:, :n]
+        memory = torch.full((16, 160), float("nan"), dtype=torch.float16)
+        with diyfa.use_backend("cuda"):
+            c = diyfa.triton_matmul(a, b, out=memory[:, :n], variant="sm90")
+        torch.testing.assert_close(c.float(), a.float() @ b.float(), rtol=2**-10, atol=2**-6)
+        assert memory[:, n:].isnan().all()
+    assert simulated.launches == 3
+
+
+def test_an_empty_sum_is_not_launched(simulated: InterpretedKernel) -> None:
+    """K = 0 gives activation(bias), also where the class would split K; an empty result is empty."""
+    bias = torch.randn(8)
+    with diyfa.use_backend("cuda"):
+        c = diyfa.triton_matmul(torch.empty(64, 0).half(), torch.empty(8, 0).half().t(), bias=bias, activation="silu")
+        for m, n in ((0, 8), (8, 0)):
+            a, b = torch.empty(m, 64).half(), torch.empty(64, n).half()
+            assert diyfa.triton_matmul(a, b).shape == (m, n)
+    torch.testing.assert_close(c, torch.nn.functional.silu(bias).half().expand(64, 8), rtol=2**-10, atol=2**-10)
+    assert not simulated.launches
+    for problem in (HALF.replace(k=0), HALF.replace(m=16, k=0)):
+        assert matmul_configs.select_config(problem).split_k == 1  # `explain` asks for it
+    for problem in (HALF.replace(m=0), HALF.replace(n=0)):
+        assert matmul_configs.candidates(problem)
+
+
+UNREADABLE = {
+    "an odd address": lambda x: x.flatten()[1 : 1 + 64 * 64].view(64, 64),
+    "no step from row to row": lambda x: x[:1, :64].expand(64, 64),
+    "rows of an odd length": lambda x: x.flatten()[: 64 * 65].view(64, 65)[:, :64],
+    "every second element": lambda x: x[:64, :128:2],
+    "a step of 2^40 bytes": lambda x: x.as_strided((1, 64), (2**39, 1)),
+}
+
+
+@pytest.mark.parametrize("view", UNREADABLE)
+def test_views_that_tma_does_not_read_are_refused(simulated: InterpretedKernel, view: str) -> None:
+    """By name they are refused, on either side and as `out`; `auto` takes another kernel."""
+    x, b = UNREADABLE[view](torch.randn(128, 136).half()), torch.randn(64, 64).half()
+    with diyfa.use_backend("cuda"):
+        for operands in ((x, b), (b, x.t())):
+            with pytest.raises(ValueError, match="multiples of 16 bytes"):
+                diyfa.triton_matmul(*operands, variant="sm90")
+        if view != "no step from row to row":  # its elements overlap
+            with pytest.raises(ValueError, match="multiples of 16 bytes"), torch.no_grad():
+                diyfa.triton_matmul(torch.randn(x.shape[0], 64).half(), b, out=x, variant="sm90")
+        c = diyfa.triton_matmul(x, b)
+    torch.testing.assert_close(c.float(), x.float() @ b.float(), rtol=2**-10, atol=2**-6)
+    assert not simulated.launches
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"stages": 1}, {"stages": 0}, {"split_k": 0}, {"group_m": 0}, {"consumers": 3}, {"block_m": 64}],
+    ids=str,
+)
+def test_configs_that_no_problem_can_run(changes: dict[str, int]) -> None:
+    """With one stage a consumer would wait for a step whose stage it releases only after that step has begun."""
+    with pytest.raises(ValueError, match=next(iter(changes))):
+        Sm90MatmulConfig(**{**vars(Sm90MatmulConfig(128, 128, 64, 3)), **changes})
 
 
 def test_pingpong_divides_no_k() -> None:

@@ -40,6 +40,7 @@ from diyfa.backends.cuda.gluon.tma import smem_box
 from diyfa.backends.cuda.hopper.matmul_configs import (
     Sm90MatmulConfig,
     compile_options,
+    config_refusal,
     select_config,
     store_columns,
 )
@@ -403,7 +404,11 @@ def matmul_pass(
     problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, c: torch.Tensor
 ) -> Pass:
     """Return the pass that writes activation(a @ b + bias) to c."""
-    config = forced_config("sm90_matmul", problem) or select_config(problem)
+    config = forced_config("sm90_matmul", problem)
+    if config is None:
+        config = select_config(problem)
+    elif reason := config_refusal(config, problem):
+        raise ValueError(reason)
     launches = make_launches(problem, a, b, bias, c, config)
     return Pass(launches, partials_of(launches))
 

@@ -8,7 +8,8 @@ from diyfa.arch import ELEMENT_BYTES, gpu_spec
 from diyfa.backends.cuda.attention.tile_io import cdiv
 from diyfa.backends.cuda.gluon.compat import ptxas_options
 from diyfa.backends.cuda.hopper.configs import environment_refusal
-from diyfa.problem import MatmulProblem, cached_per_problem
+from diyfa.backends.cuda.matmul.configs import sizes_refusal
+from diyfa.problem import MAX_STEPS, MatmulProblem, cached_per_problem
 
 SHARED_BYTES = 232448  # for one program on sm_90
 BARRIER_BYTES = 1024
@@ -37,6 +38,11 @@ class Sm90MatmulConfig:
     producer_registers: int = 40
 
     def __post_init__(self) -> None:
+        # With one stage, a consumer would wait for a step's copy while it holds the only stage, for the step before.
+        if self.stages < 2 or self.group_m < 1 or self.split_k < 1:
+            raise ValueError(f"stages must be at least 2, group_m and split_k at least 1, got {self}")
+        if self.consumers not in (1, 2) or self.rows not in (CONSUMER_ROWS, 2 * CONSUMER_ROWS):
+            raise ValueError(f"block_m must give each of 1 or 2 consumers 64 or 128 rows, got {self}")
         if self.pingpong and (self.split_k > 1 or self.consumers != 2):
             raise ValueError(f"pingpong needs two consumers and tiles with equally many steps: no split_k, got {self}")
 
@@ -156,16 +162,34 @@ def shared_bytes(config: Sm90MatmulConfig, problem: MatmulProblem) -> int:
     return config.stages * stage + config.consumers * buffers * config.rows * STORE_BYTES
 
 
+def config_refusal(config: Sm90MatmulConfig, problem: MatmulProblem) -> str | None:
+    """Return why a program cannot run `problem` with `config`, or None."""
+    needed = shared_bytes(config, problem) + BARRIER_BYTES
+    if needed > SHARED_BYTES:
+        return f"{config} needs {needed} bytes of shared memory, of {SHARED_BYTES}"
+    if config.split_k > 1 and problem.n * ELEMENT_BYTES["float32"] % 16:
+        return f"rows of float32 partial sums ({problem.n}) are not a multiple of 16 bytes: K cannot be split"
+    tiles = cdiv(problem.m, config.block_m) * cdiv(problem.n, config.block_n) * config.split_k
+    if tiles * cdiv(problem.k, config.block_k) > MAX_STEPS:
+        return f"32 bits do not count {tiles} tiles times their steps of BLOCK_K"
+    return None
+
+
 def fits(config: Sm90MatmulConfig, problem: MatmulProblem) -> bool:
-    """Return whether a program has the shared memory that `config` needs."""
-    return shared_bytes(config, problem) + BARRIER_BYTES <= SHARED_BYTES
+    """Return whether a program can run `problem` with `config`."""
+    return config_refusal(config, problem) is None
 
 
 def _for_problem(config: Sm90MatmulConfig, problem: MatmulProblem) -> Sm90MatmulConfig:
-    """Return `config` with steps of the problem's dtype, and no more splits than steps."""
+    """Return `config` with steps of the problem's dtype, and no more splits than steps.
+
+    K is not split where TMA cannot write rows of partial sums.
+    """
     block_k = config.block_k * 2 // ELEMENT_BYTES[problem.dtype]
-    steps = cdiv(problem.k, block_k)
+    steps = max(1, cdiv(problem.k, block_k))
     split_k = cdiv(steps, cdiv(steps, config.split_k))  # each split has a step
+    if problem.n * ELEMENT_BYTES["float32"] % 16:
+        split_k = 1
     return replace(config, block_k=block_k, split_k=split_k)
 
 
@@ -206,8 +230,11 @@ def _refusal(problem: MatmulProblem) -> str | None:
         return "out has columns that are not contiguous, or rows or an address that are no multiples of 16 bytes"
     if problem.aligned_out is None and problem.n * ELEMENT_BYTES[problem.out_dtype] % 16:
         return f"rows of the result ({problem.n} x {problem.out_dtype}) are not a multiple of 16 bytes"
-    if max(problem.m, problem.n, problem.k) >= 2**31:
-        return f"each dimension must be below 2^31, got {(problem.m, problem.n, problem.k)}"
+    if reason := sizes_refusal(problem):
+        return reason
+    if not candidates(problem):  # all of one class have too many steps, none too much shared memory
+        row = problem_class(problem.m, problem.n, problem.k)
+        return config_refusal(_for_problem(row.candidates[0], problem), problem)
     return None
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from itertools import product
 
 from diyfa.arch import ELEMENT_BYTES, GPUArch, GPUSpec, gpu_spec
-from diyfa.problem import MatmulProblem, cached_per_problem
+from diyfa.backends.cuda.attention.tile_io import cdiv
+from diyfa.problem import MAX_STEPS, MatmulProblem, cached_per_problem
 
 
 @dataclass(frozen=True)
@@ -210,13 +211,23 @@ def candidates(problem: MatmulProblem, form: str) -> Sequence[MatmulConfig]:
     )
 
 
+def sizes_refusal(problem: MatmulProblem) -> str | None:
+    """Return why 32 bits cannot count the problem's elements, rounded up to whole tiles, or its tiles, or None."""
+    m, n, k = problem.m, problem.n, problem.k
+    if max(m, n, k) > MAX_STEPS:
+        return f"each dimension may have at most {MAX_STEPS} elements, got {(m, n, k)}"
+    if cdiv(m, 16) * cdiv(n, 16) > MAX_STEPS:
+        return f"the result may have at most {MAX_STEPS} tiles of 16 x 16, got {m} x {n} elements"
+    return None
+
+
 def _unsupported(problem: MatmulProblem, form: str) -> str | None:
     """Return why either form cannot run `problem`, or None."""
     spec = gpu_spec(problem.arch)
     if spec is not None and not spec.has_bf16 and "bfloat16" in (problem.dtype, problem.compute_dtype):
         return f"bfloat16 needs compute capability 8.0 or later, this is {problem.arch}"
-    if max(problem.m, problem.n, problem.k) >= 2**31:
-        return f"each dimension must be below 2^31, got {(problem.m, problem.n, problem.k)}"
+    if reason := sizes_refusal(problem):
+        return reason
     if problem.block is not None and default_config(problem, form) is None:
         one_stage = MatmulConfig(form, *problem.block, num_warps=8, num_stages=1)
         return f"tile {problem.block} needs {shared_bytes(one_stage, problem)} bytes of shared memory, too many here"
