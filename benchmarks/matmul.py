@@ -1,19 +1,21 @@
 """Benchmark of the matrix product: every candidate of Hopper's table, diyfa's portable kernels, and cuBLAS.
 
-    python benchmarks/matmul.py [--points 4096x4096x4096 …] [--dtypes float16] [--modes graph eager] [--budget 1500]
+    python benchmarks/matmul.py [--points 4096x4096x4096 …] [--only pingpong …] [--budget 240]
     python benchmarks/matmul.py --dry
 
-Each implementation runs in its own process; one that hangs or fails costs only its time-out. At each point they are
-measured in turns for several rounds, because the first on a cool GPU looks faster. Each result is compared with float64
-first, and a wrong one is not timed. Modes:
+Each implementation runs in its own process; one that hangs or fails costs only its time-out. All compile at the same
+time and compare their results with float64, at the measured points and at ragged sizes; a wrong one is not timed. Then
+they are measured in turns for several rounds, because the first on a cool GPU looks faster:
 
-* graph: a CUDA graph of one call, with a cold L2 cache (`triton.testing.do_bench` of its replay).
-* eager: calls as a user makes them, one after another, by the host's clock.
+* First every candidate, float16, b row-major, as a CUDA graph of one call with a cold L2 cache
+  (`triton.testing.do_bench` of its replay).
+* Then the fastest two at each point: bfloat16; b column-major, as the weight of a linear layer is; and eager, calls as
+  a user makes them, one after another, by the host's clock.
 
 "cublas" is torch.mm, "portable" is `triton_matmul` as `auto` chooses it without the Hopper kernel, tiles measured.
-Prints a row for each measurement; then for each class of `hopper/matmul_configs.py` the candidates by their speed
-relative to cuBLAS, and at the end the two things to enter in that file: the order of each class's candidates, and
-AUTOMATIC. Writes one JSON file with device, date and versions to benchmarks/results/.
+Prints a row for each measurement; then the best candidate at each point with its speed relative to cuBLAS; for each
+class of `hopper/matmul_configs.py` the candidates by their relative speed; and what to enter in that file. Writes one
+JSON file with device, date and versions to benchmarks/results/. Takes less than four minutes on a GPU with 16 cores.
 
 --dry runs on this machine's CPU, the Hopper kernel in the simulator of tests/simulators/gluon and Triton's kernels in
 its interpreter, at small points, each call once. It needs a checkout. It compares results, and shows that the benchmark
@@ -27,17 +29,20 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import MISSING, fields
+from datetime import date
 from math import prod
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from served import Served, watchdog
 
 from diyfa.backends.cuda.hopper import matmul_configs
-from diyfa.backends.cuda.hopper.matmul_configs import TABLE, Sm90MatmulConfig, candidates, problem_class
+from diyfa.backends.cuda.hopper.matmul_configs import TABLE, Sm90MatmulConfig, problem_class
 from diyfa.lab.bench.record import default_path, write_json
 from diyfa.problem import MatmulProblem
 
@@ -55,12 +60,33 @@ POINTS: tuple[Point, ...] = (
     (64, 8192, 512),
     (65536, 128, 4096),
 )
+RAGGED: tuple[Point, ...] = ((1, 8, 8), (129, 136, 72), (300, 264, 1032), (5, 2056, 328))
 DRY_POINTS: tuple[Point, ...] = ((16, 128, 1024), (192, 136, 72))
-MODES = ("graph", "eager")
 OTHERS = ("cublas", "portable")
-COMPILE_LIMIT = 180  # seconds for the first answer at a point
+COMPILE_LIMIT = 180  # seconds for compilation and comparison
 UNITS = 2.0  # of the dtype's rounding, relative to the largest element: a result off by more is wrong
 ROUNDING = {"float16": 2**-11, "bfloat16": 2**-8}
+
+
+class Case(NamedTuple):
+    """One way to measure a point."""
+
+    dtype: str
+    layout: str  # "nn": both matrices are row-major; "nt": b is column-major
+    mode: str  # "graph" or "eager"
+
+    def __str__(self) -> str:
+        return f"{self.mode} {self.dtype} {self.layout}"
+
+
+FIRST = Case("float16", "nn", "graph")
+CASES = (
+    FIRST,
+    Case("bfloat16", "nn", "graph"),
+    Case("float16", "nt", "graph"),
+    Case("float16", "nn", "eager"),
+    Case("bfloat16", "nn", "eager"),
+)
 
 
 def config_name(config: Sm90MatmulConfig) -> str:
@@ -69,13 +95,30 @@ def config_name(config: Sm90MatmulConfig) -> str:
     return f"{name}{' pingpong' * config.pingpong} group{config.group_m} split{config.split_k}"
 
 
-def problem_of(point: Point, dtype: str) -> MatmulProblem:
-    return MatmulProblem("cuda", "sm_90", dtype, dtype, dtype, *point, aligned=True)
+def config_code(config: Sm90MatmulConfig) -> str:
+    """Return a candidate as `hopper/matmul_configs.py` writes it."""
+    values = [(each, getattr(config, each.name)) for each in fields(config)]
+    sizes = [str(value) for each, value in values if each.default is MISSING]
+    rest = [f"{each.name}={value}" for each, value in values if each.default not in (MISSING, value)]
+    return f"_config({', '.join(sizes + rest)})"
 
 
-def configs_of(point: Point, dtype: str) -> dict[str, Sm90MatmulConfig]:
-    """Return the candidates of a point's class by name."""
-    return {config_name(config): config for config in candidates(problem_of(point, dtype))}
+def problem_of(point: Point, dtype: str = "float16", layout: str = "nn") -> MatmulProblem:
+    k_major = (True, layout == "nt")
+    return MatmulProblem("cuda", "sm_90", dtype, dtype, dtype, *point, aligned=True, k_major=k_major)
+
+
+ALL_CONFIGS = {config_name(config): config for row in TABLE for config in row.candidates}
+
+
+def configs_of(point: Point) -> list[str]:
+    """Return the names of the candidates of a point's class that run it, the default first."""
+    problem = problem_of(point)
+    return [
+        config_name(config)
+        for config in problem_class(*point).candidates
+        if matmul_configs.fits(matmul_configs.for_problem(config, problem), problem)
+    ]
 
 
 # ---- in the implementation's own process
@@ -91,7 +134,7 @@ def _simulate() -> None:
     matmul_configs.environment_refusal = lambda: None
 
 
-def make_call(name: str, point: Point, dtype: str, a: torch.Tensor, b: torch.Tensor) -> Callable[[], torch.Tensor]:
+def make_call(name: str, a: torch.Tensor, b: torch.Tensor) -> Callable[[], torch.Tensor]:
     """Return a call of an implementation."""
     import diyfa
     from diyfa.backends.cuda.hopper import matmul
@@ -100,9 +143,19 @@ def make_call(name: str, point: Point, dtype: str, a: torch.Tensor, b: torch.Ten
         return lambda: torch.mm(a, b)
     if name == "portable":
         return lambda: diyfa.triton_matmul(a, b, backend="cuda")
-    config = configs_of(point, dtype)[name]
-    matmul.select_config = lambda problem: config  # not by `use_config`, in which equal calls are not repeated quickly
+    config = ALL_CONFIGS[name]
+    # Not by `use_config`, in which equal calls are not repeated quickly.
+    matmul.select_config = lambda problem: matmul_configs.for_problem(config, problem)
     return lambda: diyfa.triton_matmul(a, b, variant="sm90", backend="cuda")
+
+
+def make_inputs(point: Point, case: Case, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    m, n, k = point
+    torch.manual_seed(0)
+    dtype = getattr(torch, case.dtype)
+    a = torch.randn((m, k), device=device, dtype=dtype)
+    b = torch.randn((n, k) if case.layout == "nt" else (k, n), device=device, dtype=dtype)
+    return a, b.t() if case.layout == "nt" else b
 
 
 def error_of(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> float:
@@ -134,34 +187,55 @@ def _milliseconds(call: Callable[[], torch.Tensor], mode: str, rep: int) -> floa
     return (time.perf_counter() - begin) * 1000 / calls
 
 
+class Server:
+    """Answers requests about one implementation."""
+
+    def __init__(self, name: str, options: argparse.Namespace) -> None:
+        self.name, self.options = name, options
+        self.device = torch.device("cpu" if options.dry else "cuda")
+        self.current: tuple[Any, ...] = ()
+        self.call: Callable[[], torch.Tensor] = lambda: torch.empty(0)
+
+    def prepare(self, point: Point, case: Case) -> float:
+        """Make the call of a point ready to be measured, compiled and with measured tiles. Return its error."""
+        a, b = make_inputs(point, case, self.device)
+        self.call = make_call(self.name, a, b)
+        for _ in range(1 if self.options.dry else 4):
+            c = self.call()
+        self.current = point, case.dtype, case.layout
+        return error_of(c, a, b)
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Return {"errors": [of each point and case]} or, of a request with a mode to measure, {"ms": …}."""
+        if "prepare" in request:
+            jobs = [(tuple(point), Case(*case)) for point, case in request["prepare"]]
+            errors = [self.prepare(point, case) / ROUNDING[case.dtype] for point, case in jobs]
+            self.current, self.call = (), lambda: torch.empty(0)
+            if not self.options.dry:
+                torch.cuda.empty_cache()
+            return {"errors": errors}
+        point, case = tuple(request["point"]), Case(*request["case"])
+        if self.current != (point, case.dtype, case.layout):
+            self.prepare(point, case)
+        return {"ms": _milliseconds(self.call, case.mode, self.options.rep)}
+
+
 def serve(name: str, options: argparse.Namespace) -> None:
-    """Answer each line of stdin, (point, dtype, mode) as JSON, with milliseconds and the error, as a line of JSON."""
-    device = torch.device("cpu" if options.dry else "cuda")
+    """Answer each line of stdin, a request as JSON, with a line of JSON."""
     matmul_configs.AUTOMATIC = frozenset()  # so that "portable" is that
     if options.dry:
         _simulate()
-    checked: dict[tuple[Any, ...], tuple[Callable[[], torch.Tensor], float]] = {}
+    server = Server(name, options)
     for line in sys.stdin:
         request = json.loads(line)
-        point, dtype = tuple(request["point"]), request["dtype"]
-        with watchdog(options.limit if (point, dtype) in checked else COMPILE_LIMIT):
-            if (point, dtype) not in checked:
-                m, n, k = point
-                torch.manual_seed(0)
-                a, b = (torch.randn(shape, device=device).to(getattr(torch, dtype)) for shape in ((m, k), (k, n)))
-                call = make_call(name, point, dtype, a, b)
-                checked.clear()  # one point's matrices at a time
-                for _ in range(1 if options.dry else 4):  # compile, measure tiles, make the replay
-                    c = call()
-                checked[point, dtype] = call, error_of(c, a, b)
-            call, error = checked[point, dtype]
-            answer = {"error": error}
-            if error <= UNITS * ROUNDING[dtype]:
-                answer["ms"] = _milliseconds(call, request["mode"], options.rep)
+        with watchdog(COMPILE_LIMIT if "prepare" in request else options.limit):
+            answer = server.answer(request)
         print(json.dumps(answer), flush=True)
 
 
 # ---- the benchmark
+
+Jobs = dict[str, list[tuple[Point, Case]]]  # of each implementation
 
 
 def _command(name: str, options: argparse.Namespace) -> list[str]:
@@ -169,56 +243,87 @@ def _command(name: str, options: argparse.Namespace) -> list[str]:
     return [*command, "--dry"] if options.dry else command
 
 
-def measure_point(
-    names: list[str], point: Point, dtype: str, options: argparse.Namespace, deadline: float
-) -> Iterator[dict[str, Any]]:
-    """Yield a row for each implementation and mode of a point. The implementations alternate."""
-    m, n, k = point
-    head = {"kind": "matmul", "dtype": dtype, "M": m, "N": n, "K": k, "table": problem_class(m, n, k).name}
-    served = [Served(name, _command(name, options)) for name in names]
-    times: dict[tuple[str, str], list[float]] = {}
-    wrong: dict[str, float] = {}
-    try:
-        for turn in range(options.rounds):
-            for mode in options.modes:
-                for each in served if turn % 2 == 0 else served[::-1]:
-                    if each.reason or each.name in wrong:
-                        continue
-                    if time.monotonic() > deadline:
-                        each.reason = "no time left"
-                        continue
-                    answer = each.ask(json.dumps({"point": point, "dtype": dtype, "mode": mode}))
-                    if answer is not None and "ms" in answer:
-                        times.setdefault((each.name, mode), []).append(answer["ms"])
-                    elif answer is not None:
-                        wrong[each.name] = answer["error"]
-    finally:
-        for each in served:
+class Benchmark:
+    """The processes of all implementations, and what they have answered."""
+
+    def __init__(self, names: Iterable[str], options: argparse.Namespace) -> None:
+        self.options = options
+        self.deadline = time.monotonic() + options.budget
+        self.served = {name: Served(name, _command(name, options)) for name in names}
+        self.wrong: dict[tuple[str, Point], str] = {}
+        self.rows: list[dict[str, Any]] = []
+
+    def close(self) -> None:
+        for each in self.served.values():
             each.close()
-    for (name, mode), found in times.items():
-        ms = median(found)
-        row = {"implementation": name, "case": mode, "ms": ms, "tflops": 2 * m * n * k / ms / 1e9}
-        yield {**head, **row, "spread": (max(found) - min(found)) / ms}
-    for each in served:
-        if each.name in wrong:
-            each.reason = f"wrong: off by {wrong[each.name]:.2e} of the largest element"
-        if each.reason:
-            yield {**head, "implementation": each.name, "unavailable": each.reason}
+
+    def prepare(self, jobs: Jobs) -> None:
+        """Compile and check at the same time, each implementation in its process; and the portable kernels, which
+        measure their tiles, when all others are done. A wrong result at a ragged size counts at every point."""
+
+        if time.monotonic() > self.deadline:
+            return
+
+        def prepare_one(name: str) -> None:
+            answer = self.served[name].ask(json.dumps({"prepare": jobs[name]})) if jobs[name] else None
+            for (point, _), error in zip(jobs[name], answer["errors"] if answer else (), strict=False):
+                if not error <= UNITS:
+                    reason = f"wrong at {point}: off by {error:.1f} units"
+                    points = [each for each, _ in jobs[name]] if point in RAGGED else [point]
+                    self.wrong.update({(name, each): reason for each in points})
+
+        first = [name for name in jobs if name != "portable"]
+        with ThreadPoolExecutor(len(jobs) or 1) as pool:
+            list(pool.map(prepare_one, first))
+        if "portable" in jobs:
+            prepare_one("portable")
+
+    def measure(self, names: list[str], point: Point, cases: Iterable[Case]) -> None:
+        """Add a row for each implementation and case of a point. The implementations alternate."""
+        m, n, k = point
+        head = {"kind": "matmul", "M": m, "N": n, "K": k, "table": problem_class(m, n, k).name}
+        times: dict[tuple[str, Case], list[float]] = {}
+        for case in cases:
+            for turn in range(self.options.rounds):
+                for name in names if turn % 2 == 0 else names[::-1]:
+                    each = self.served[name]
+                    if each.reason or (name, point) in self.wrong:
+                        continue
+                    if time.monotonic() > self.deadline:
+                        self.wrong[name, point] = "no time left"
+                        continue
+                    answer = each.ask(json.dumps({"point": point, "case": case}))
+                    if answer is not None:
+                        times.setdefault((name, case), []).append(answer["ms"])
+        rows = []
+        for (name, case), found in times.items():
+            ms = median(found)
+            row = {**head, "dtype": case.dtype, "layout": case.layout, "implementation": name, "case": case.mode}
+            rows.append({**row, "ms": ms, "tflops": 2 * m * n * k / ms / 1e9, "spread": (max(found) - min(found)) / ms})
+        for name in names:
+            if reason := self.served[name].reason or self.wrong.get((name, point), ""):
+                rows.append({**head, "implementation": name, "unavailable": reason})
+        for row in rows:
+            print(json.dumps(row), flush=True)
+        self.rows += rows
+
+    def fastest(self, point: Point) -> list[str]:
+        """Return the fastest two candidates in the first case, the faster one first."""
+        found = [row for row in self.rows if (row["M"], row["N"], row["K"]) == point and "ms" in row]
+        found = [row for row in found if row["implementation"] not in OTHERS]
+        return [row["implementation"] for row in sorted(found, key=lambda row: row["ms"])[:2]]
 
 
 def relative_speeds(rows: list[dict[str, Any]], table: str) -> dict[str, float]:
-    """Return each implementation's speed relative to cuBLAS, the geometric mean over a class's points and modes.
-
-    An implementation that has not run at all of them counts with 0 where it has not.
-    """
+    """Return each implementation's speed relative to cuBLAS in the first case, the geometric mean over a class's
+    points. An implementation that has not run at all of them counts with 0 where it has not."""
     times: dict[tuple[Any, ...], dict[str, float]] = {}
     names: set[str] = set()
     for row in rows:
         if row["table"] == table:
             names.add(row["implementation"])
-            if "ms" in row:
-                key = row["dtype"], row["M"], row["N"], row["K"], row["case"]
-                times.setdefault(key, {})[row["implementation"]] = row["ms"]
+            if "ms" in row and Case(row["dtype"], row["layout"], row["case"]) == FIRST:
+                times.setdefault((row["M"], row["N"], row["K"]), {})[row["implementation"]] = row["ms"]
     points = [found for found in times.values() if "cublas" in found]
     if not points:
         return {}
@@ -243,17 +348,53 @@ def conclusions(rows: list[dict[str, Any]]) -> tuple[dict[str, list[str]], list[
     return orders, automatic
 
 
-def print_summary(rows: list[dict[str, Any]]) -> None:
-    """Print the speeds of each class, and what to enter in the table."""
+def print_points(rows: list[dict[str, Any]]) -> None:
+    """Print the best candidate of each point and the speeds relative to cuBLAS: its own, and the portable kernel's."""
+    points: dict[Point, dict[tuple[str, Case], dict[str, Any]]] = {}
+    for row in rows:
+        if "ms" in row:
+            case = Case(row["dtype"], row["layout"], row["case"])
+            points.setdefault((row["M"], row["N"], row["K"]), {})[row["implementation"], case] = row
+    titles = "".join(f"{x:>9}" for x in ("fp16", "bf16", "fp16 nt", "eager", "eager bf", "portable", "TFLOP/s"))
+    print(f"\nspeed relative to cuBLAS\n{'M x N x K':18} {'best candidate':44}{titles}")
+    for point, found in points.items():
+        best = min(
+            (row for (name, case), row in found.items() if case == FIRST and name not in OTHERS),
+            key=lambda row: row["ms"],
+            default=None,
+        )
+        if best is None:
+            continue
+
+        def ratio(name: str, case: Case) -> str:
+            ours, cublas = found.get((name, case)), found.get(("cublas", case))  # noqa: B023
+            return f"{cublas['ms'] / ours['ms']:9.3f}" if ours and cublas else f"{'-':>9}"
+
+        name = best["implementation"]
+        numbers = "".join(ratio(name, case) for case in CASES) + ratio("portable", FIRST)
+        print(f"{'x'.join(map(str, point)):18} {name:44}{numbers}{best['tflops']:9.1f}")
+
+
+def print_summary(rows: list[dict[str, Any]], device: str) -> None:
+    """Print the speeds of each point and class, and what to enter in the table."""
     for row in TABLE:
         if speeds := relative_speeds(rows, row.name):
             print(f"\n{row.name}: speed relative to cuBLAS")
             for name, speed in speeds.items():
                 print(f"  {name:48} {speed:.3f}")
+    print_points(rows)
     orders, automatic = conclusions(rows)
-    print("\nfor backends/cuda/hopper/matmul_configs.py: candidates of each class, the fastest first, and its choice")
+    print("\nfor backends/cuda/hopper/matmul_configs.py: candidates of each class, the fastest first, and the choice")
     for table, order in orders.items():
-        print(f"  {table}: {'; '.join(order)}")
+        figures = {
+            (row["M"], row["N"], row["K"]): row["tflops"]
+            for row in rows
+            if row["table"] == table and row["implementation"] == order[0] and "ms" in row and row["case"] == "graph"
+            if (row["dtype"], row["layout"]) == FIRST[:2]
+        }
+        text = ", ".join(f"{'x'.join(map(str, point))} {tflops:.0f}" for point, tflops in figures.items())
+        print(f"  {table}: {', '.join(config_code(ALL_CONFIGS[name]) for name in order if name in ALL_CONFIGS)}")
+        print(f'    measured="{device}, {date.today()}, float16, TFLOP/s: {text}"')
     print(f"AUTOMATIC: frozenset[str] = frozenset({set(automatic) or ''})")
 
 
@@ -262,15 +403,44 @@ def _point(text: str) -> Point:
     return m, n, k
 
 
+def run(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure everything and return the rows."""
+    points = options.points or (DRY_POINTS if options.dry else POINTS)
+    names = {
+        point: [x for x in configs_of(point) if not options.only or any(part in x for part in options.only)]
+        for point in points
+    }
+    jobs: Jobs = {name: [(point, FIRST) for point in points] for name in OTHERS}
+    for name in dict.fromkeys(name for some in names.values() for name in some):
+        ragged = () if options.dry else RAGGED
+        jobs[name] = [(point, FIRST) for point in (*ragged, *[point for point in points if name in names[point]])]
+    benchmark = Benchmark(jobs, options)
+    try:
+        benchmark.prepare(jobs)
+        for point in points:
+            benchmark.measure([*OTHERS, *names[point]], point, (FIRST,))
+        rest = [case for case in CASES if case != FIRST]
+        best = {point: [*OTHERS[: 1 + options.dry], *benchmark.fastest(point)] for point in points}
+        kinds = {case[:2]: case for case in rest if case[:2] != FIRST[:2]}.values()
+        later: Jobs = {}
+        for point, case in ((point, case) for point in points for case in kinds):
+            for name in best[point]:
+                later.setdefault(name, []).append((point, case))
+        benchmark.prepare(later)
+        for point in points:
+            benchmark.measure(best[point], point, rest)
+    finally:
+        benchmark.close()
+    return benchmark.rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--points", nargs="+", type=_point, help="MxNxK")
-    parser.add_argument("--dtypes", nargs="+", choices=ROUNDING, default=["float16", "bfloat16"])
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--only", nargs="*", default=[], help="candidates whose name contains one of these")
-    parser.add_argument("--budget", type=float, default=1500, help="seconds for everything")
+    parser.add_argument("--budget", type=float, default=240, help="seconds for everything")
     parser.add_argument("--limit", type=float, default=10, help="seconds for one measurement, which hangs beyond them")
-    parser.add_argument("--rep", type=int, default=40, help="milliseconds of each measurement")
+    parser.add_argument("--rep", type=int, default=30, help="milliseconds of each measurement")
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each point, whose median counts")
     parser.add_argument("--dry", action="store_true", help="everything but the timing, on the CPU")
     parser.add_argument("--output", type=Path, default=None)
@@ -282,20 +452,13 @@ def main() -> None:
     if options.serve is not None:
         serve(options.serve, options)
         return
-    deadline = time.monotonic() + options.budget
-    rows: list[dict[str, Any]] = []
-    for dtype in options.dtypes:
-        for point in options.points or (DRY_POINTS if options.dry else POINTS):
-            names = [x for x in configs_of(point, dtype) if not options.only or any(part in x for part in options.only)]
-            for row in measure_point([*OTHERS, *names], point, dtype, options, deadline):
-                rows.append(row)
-                print(json.dumps(row), flush=True)
+    rows = run(options)
     if options.dry:
         print("dry: the times are those of a simulator, so nothing follows from them")
         return
-    print_summary(rows)
     device = torch.device("cuda")
     write_json(options.output or default_path("matmul", device, RESULTS), "matmul", device, rows)
+    print_summary(rows, torch.cuda.get_device_name().removeprefix("NVIDIA "))
 
 
 if __name__ == "__main__":

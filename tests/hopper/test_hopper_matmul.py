@@ -32,6 +32,7 @@ TILES = {
     "pingpong": Sm90MatmulConfig(128, 128, 64, 3, pingpong=True, group_m=1),
     "one consumer": Sm90MatmulConfig(64, 128, 128, 2, consumers=1),
     "one store": Sm90MatmulConfig(64, 64, 64, 3, consumers=1),
+    "narrow store": Sm90MatmulConfig(64, 32, 64, 3, consumers=1),
     "split": Sm90MatmulConfig(128, 128, 64, 3, split_k=2),
 }
 UNIT = {torch.float16: 2**-10, torch.bfloat16: 2**-7, torch.float32: 2**-22}

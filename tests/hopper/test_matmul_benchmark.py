@@ -6,9 +6,10 @@ import argparse
 import json
 import subprocess
 import sys
-import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import hopper_gluon  # noqa: F401
 import pytest
@@ -26,14 +27,16 @@ def benchmark() -> ModuleType:
 
 def test_a_dry_run_measures_every_implementation() -> None:
     """In processes of their own, through the public function, with the Hopper kernel in the simulator."""
-    arguments = ("--dry", "--points", "16x128x1024", "--dtypes", "bfloat16", "--rounds", "1", "--only", "split2")
+    arguments = ("--dry", "--points", "16x128x1024", "--rounds", "1", "--only", "64x128x128 s4 c1 group8 split2")
     found = subprocess.run(
         [sys.executable, SCRIPT, *arguments], capture_output=True, text=True, timeout=280, check=True
     ).stdout.splitlines()
     rows = [json.loads(line) for line in found if line.startswith("{")]
     names = {"cublas", "portable", "sm90 64x128x128 s4 c1 group8 split2"}
-    assert {(row["implementation"], row["case"]) for row in rows} == {
-        (x, mode) for x in names for mode in ("graph", "eager")
+    cases = {("float16", "nn"), ("bfloat16", "nn"), ("float16", "nt")}
+    assert {(row["implementation"], row["dtype"], row["layout"], row["case"]) for row in rows} == {
+        *((x, *kind, "graph") for x in names for kind in cases),
+        *((x, dtype, "nn", "eager") for x in names for dtype in ("float16", "bfloat16")),
     }
     assert all(row["table"] == "skinny, long K" and row["ms"] > 0 for row in rows)
     assert found[-1].startswith("dry: ") and not any("AUTOMATIC" in line for line in found)
@@ -45,65 +48,105 @@ name = sys.argv[1]
 if name == "broken":
     sys.exit("no such kernel")
 print("a library's greeting")
-for count, line in enumerate(sys.stdin):
+count = 0
+for line in sys.stdin:
     request = json.loads(line)
-    if name == "hangs" and count == 1:
+    if "prepare" in request:
+        errors = [5.0 if name == "wrong" and point[0] == 1000 else 0.5 for point, case in request["prepare"]]
+        if name == "wrong at ragged sizes":
+            errors[0] = float("nan")
+        print(json.dumps({"errors": errors}), flush=True)
+        continue
+    count += 1
+    if name == "hangs" and count == 2:
         sys.exit(124)
-    answer = {"error": 0.5 if name == "wrong" else 0.0}
-    if name != "wrong":
-        answer["ms"] = (count + 1) * (2.0 if request["mode"] == "eager" else 1.0)
-    print(json.dumps(answer), flush=True)
+    print(json.dumps({"ms": count * (2.0 if request["case"][2] == "eager" else 1.0)}), flush=True)
 """
+POINT = (1000, 1000, 500)
 
 
-def test_implementations_are_measured_in_turns(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def started(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., object]]:
+    """Return a function that starts a benchmark of these implementations."""
     monkeypatch.setattr(benchmark, "_command", lambda name, options: [sys.executable, "-c", CHILD, name])
-    options = argparse.Namespace(rounds=3, modes=["graph", "eager"])
-    names = ["good", "wrong", "hangs", "broken"]
-    rows = list(benchmark.measure_point(names, (1000, 1000, 500), "float16", options, time.monotonic() + 60))
-    by_name = {(row["implementation"], row.get("case", row.get("unavailable"))): row for row in rows}
+    every = []
+
+    def start(*names: str, budget: float = 60) -> object:
+        every.append(benchmark.Benchmark(names, argparse.Namespace(rounds=3, budget=budget)))
+        return every[-1]
+
+    yield start
+    for each in every:
+        each.close()
+
+
+def test_implementations_are_measured_in_turns(benchmark: ModuleType, started: Callable[..., Any]) -> None:
+    names = ["good", "wrong", "hangs", "broken", "wrong at ragged sizes"]
+    bench = started(*names)
+    jobs = [(benchmark.RAGGED[1], benchmark.FIRST), (POINT, benchmark.FIRST), ((8, 8, 8), benchmark.FIRST)]
+    bench.prepare(dict.fromkeys(names, jobs))
+    bench.measure(names, POINT, (benchmark.FIRST, benchmark.CASES[3]))
+    by_name = {(row["implementation"], row.get("case", row.get("unavailable"))): row for row in bench.rows}
     assert set(by_name) == {
         ("good", "graph"), ("good", "eager"), ("hangs", "graph"), ("hangs", "hung"), ("broken", "no such kernel"),
-        ("wrong", "wrong: off by 5.00e-01 of the largest element"),
+        ("wrong", "wrong at (1000, 1000, 500): off by 5.0 units"),
+        ("wrong at ragged sizes", "wrong at (129, 136, 72): off by nan units"),
     }  # fmt: skip
-    # Rounds count 1, 2; 3, 4; 5, 6: graphs take 1, 3, 5 and eager calls twice 2, 4, 6.
-    assert by_name["good", "graph"]["ms"] == 3.0 and by_name["good", "eager"]["ms"] == 8.0
-    assert by_name["good", "graph"]["tflops"] == pytest.approx(2 * 1000 * 1000 * 500 / 3.0 / 1e9)
+    # The counts are 1, 2, 3 of the graph and 4, 5, 6 of eager calls, which take twice as long.
+    assert by_name["good", "graph"]["ms"] == 2.0 and by_name["good", "eager"]["ms"] == 10.0
+    assert by_name["good", "graph"]["tflops"] == pytest.approx(2 * 1000 * 1000 * 500 / 2.0 / 1e9)
+    assert bench.fastest(POINT) == ["hangs", "good"]
+    bench.measure(["wrong"], (8, 8, 8), (benchmark.FIRST,))
+    assert bench.rows[-1]["case"] == "graph"  # it is wrong at the other point only
 
 
-def test_no_time_is_left(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(benchmark, "_command", lambda name, options: [sys.executable, "-c", CHILD, name])
-    options = argparse.Namespace(rounds=1, modes=["graph"])
-    rows = list(benchmark.measure_point(["good"], (8, 8, 8), "float16", options, time.monotonic() - 1))
-    assert [row["unavailable"] for row in rows] == ["no time left"]
+def test_no_time_is_left(benchmark: ModuleType, started: Callable[..., Any]) -> None:
+    bench = started("good", budget=-1)
+    bench.measure(["good"], (8, 8, 8), (benchmark.FIRST,))
+    assert [row["unavailable"] for row in bench.rows] == ["no time left"]
 
 
-def row(table: str, name: str, ms: float | None, m: int = 8) -> dict:
-    head = {"table": table, "implementation": name, "dtype": "float16", "M": m, "N": 8, "K": 8}
-    return {**head, "unavailable": "hung"} if ms is None else {**head, "case": "graph", "ms": ms}
+def row(table: str, name: str, ms: float | None, m: int = 8, mode: str = "graph", layout: str = "nn") -> dict:
+    head = {"table": table, "implementation": name, "dtype": "float16", "layout": layout, "M": m, "N": 8, "K": 8}
+    return {**head, "unavailable": "hung"} if ms is None else {**head, "case": mode, "ms": ms, "tflops": 1 / ms}
 
 
 def test_conclusions(benchmark: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     """A candidate counts at all points of its class; one that hung at one of them is out."""
+    names = list(benchmark.ALL_CONFIGS)[:4]
     rows = [
-        row("large", name, ms) for name, ms in (("cublas", 2.0), ("portable", 2.5), ("sm90 a", 1.0), ("sm90 b", 2.0))
+        row("large", name, ms) for name, ms in (("cublas", 2.0), ("portable", 2.5), (names[0], 1.0), (names[1], 2.0))
     ]
-    rows += [row("large", name, ms, 16) for name, ms in (("cublas", 4.0), ("portable", 4.0), ("sm90 b", 4.0))]
-    rows += [row("large", "sm90 a", None, 16)]
+    rows += [row("large", name, ms, 16) for name, ms in (("cublas", 4.0), ("portable", 4.0), (names[1], 4.0))]
+    rows += [row("large", names[0], None, 16)]
+    rows += [row("large", "cublas", 9.0, 16, "eager"), row("large", names[1], 6.0, 16, "eager")]
     rows += [
-        row("narrow", name, ms) for name, ms in (("cublas", 1.0), ("portable", 1.0), ("sm90 c", 1.5), ("sm90 d", 1.25))
+        row("narrow", name, ms, 24)
+        for name, ms in (("cublas", 1.0), ("portable", 1.0), (names[2], 1.5), (names[3], 1.25))
     ]
     speeds = benchmark.relative_speeds(rows, "large")
-    assert speeds == {"cublas": 1.0, "sm90 b": 1.0, "portable": pytest.approx(0.8**0.5), "sm90 a": 0.0}
-    assert benchmark.conclusions(rows) == ({"narrow": ["sm90 d", "sm90 c"], "large": ["sm90 b"]}, ["large"])
-    benchmark.print_summary(rows)
+    assert speeds == {"cublas": 1.0, names[1]: 1.0, "portable": pytest.approx(0.8**0.5), names[0]: 0.0}
+    assert benchmark.conclusions(rows) == ({"narrow": [names[3], names[2]], "large": [names[1]]}, ["large"])
+    benchmark.print_summary(rows, "H100")
     text = capsys.readouterr().out
-    assert "AUTOMATIC: frozenset[str] = frozenset({'large'})" in text and "narrow: sm90 d; sm90 c" in text
+    assert "AUTOMATIC: frozenset[str] = frozenset({'large'})" in text
+    codes = [benchmark.config_code(benchmark.ALL_CONFIGS[name]) for name in names]
+    assert f"narrow: {codes[3]}, {codes[2]}" in text and "8x8x8 0, 16x8x8 0" in text
+    line = next(line for line in text.splitlines() if line.startswith("16x8x8"))
+    assert names[1] in line and line.split()[-7:] == ["1.000", "-", "-", "1.500", "-", "1.000", "0.2"]
 
 
 def test_every_class_has_a_point(benchmark: ModuleType) -> None:
     measured = {matmul_configs.problem_class(*point).name for point in benchmark.POINTS}
     assert measured == {row.name for row in matmul_configs.TABLE}
+
+
+def test_every_point_has_candidates(benchmark: ModuleType) -> None:
+    """By the code that the summary prints, too."""
+    for point in benchmark.POINTS:
+        assert benchmark.configs_of(point)
+    for config in benchmark.ALL_CONFIGS.values():
+        assert eval(benchmark.config_code(config), {"_config": matmul_configs._config}) == config
 
 
 def test_names_are_of_one_candidate_each(benchmark: ModuleType) -> None:

@@ -79,37 +79,37 @@ def _config(block_m: int, block_n: int, block_k: int, stages: int, **rest: int |
 AUTOMATIC: frozenset[str] = frozenset()
 
 _WIDE = _config(64, 256, 64, 5, consumers=1, consumer_registers=240, producer_registers=96)  # wgmma needs 154 registers
-_LARGE = (
-    _config(128, 256, 64, 4),
-    _config(128, 256, 64, 4, group_m=16),
-    _config(128, 128, 64, 5, pingpong=True),
-    _config(128, 128, 64, 6),
-    _config(128, 128, 128, 3),
-)
+_SMALL = _config(64, 64, 128, 6, consumers=1)
+_SMALLEST = _config(64, 32, 128, 8, consumers=1)
+_ONE_CONSUMER = _config(64, 128, 128, 4, consumers=1)
+_SQUARE = _config(128, 128, 64, 6)
+_SQUARE_IN_TURNS = _config(128, 128, 64, 5, pingpong=True)
+_LARGE = _config(128, 256, 64, 4)
+_TALL = _config(256, 128, 64, 3)
 TABLE: tuple[ProblemClass, ...] = (
     ProblemClass(
         "skinny, long K",
         (
-            _config(64, 128, 128, 4, consumers=1, split_k=2),
-            _config(64, 128, 128, 4, consumers=1, split_k=4),
-            _config(64, 64, 128, 6, consumers=1),
+            _SMALL,
+            _SMALLEST,
+            replace(_ONE_CONSUMER, split_k=2),
+            replace(_ONE_CONSUMER, split_k=4),
+            _config(64, 128, 64, 8, consumers=1, split_k=2),
             replace(_WIDE, split_k=4),
         ),
         max_m=64,
         min_k=1024,
     ),
-    ProblemClass(
-        "skinny",
-        (_config(64, 128, 128, 4, consumers=1), _config(64, 64, 128, 6, consumers=1), _WIDE),
-        max_m=64,
-    ),
+    ProblemClass("skinny", (_SMALL, _SMALLEST, _ONE_CONSUMER, _WIDE), max_m=64),
     ProblemClass(
         "few tiles, long K",
         (
-            _config(128, 128, 64, 6, split_k=2),
-            _config(128, 128, 64, 6, split_k=4),
-            _config(128, 128, 64, 6, split_k=8),
-            _config(64, 128, 128, 4, consumers=1, split_k=2),
+            replace(_SQUARE, split_k=2),
+            replace(_SQUARE, split_k=4),
+            replace(_SQUARE, split_k=8),
+            replace(_LARGE, split_k=4),
+            _ONE_CONSUMER,
+            _config(128, 64, 128, 4),
         ),
         max_tiles=66,
         min_k=2048,
@@ -117,25 +117,36 @@ TABLE: tuple[ProblemClass, ...] = (
     ProblemClass(
         "few tiles",
         (
-            _config(64, 64, 128, 6, consumers=1),
-            _config(64, 128, 128, 4, consumers=1),
+            _SMALL,
+            _SMALLEST,
+            _ONE_CONSUMER,
             _config(128, 64, 128, 4),
-            _config(128, 128, 64, 6),
-            _config(64, 64, 64, 8, consumers=1, split_k=2),
+            _SQUARE,
+            replace(_SMALL, split_k=2),
+            replace(_SQUARE, split_k=2),
         ),
         max_tiles=132,
     ),
-    ProblemClass(
-        "narrow",
-        (_config(128, 128, 64, 6), _config(128, 128, 64, 5, pingpong=True), _config(128, 64, 128, 4)),
-        max_n=128,
-    ),
+    ProblemClass("narrow", (_SQUARE, _SQUARE_IN_TURNS, _TALL, _config(128, 64, 128, 4)), max_n=128),
     ProblemClass(
         "short K",
-        (_config(128, 128, 64, 5, pingpong=True), _config(128, 256, 64, 4), _config(128, 128, 64, 6)),
+        (_SQUARE_IN_TURNS, _LARGE, _SQUARE, _config(64, 256, 64, 4, pingpong=True)),
         max_k=512,
     ),
-    ProblemClass("large", _LARGE),
+    ProblemClass("one wave", (_LARGE, _TALL, _SQUARE_IN_TURNS, _SQUARE), max_tiles=264),
+    ProblemClass(
+        "large",
+        (
+            _LARGE,
+            replace(_LARGE, group_m=16),
+            replace(_LARGE, group_m=4),
+            _TALL,
+            _SQUARE_IN_TURNS,
+            _config(64, 256, 64, 4, pingpong=True),
+            _SQUARE,
+            _config(128, 128, 128, 3),
+        ),
+    ),
 )
 
 
@@ -150,9 +161,9 @@ def problem_class(m: int, n: int, k: int) -> ProblemClass:
 
 
 def store_columns(problem: MatmulProblem, config: Sm90MatmulConfig) -> int:
-    """Return the columns of a TMA store: 128 bytes of a row, of float32 partial sums if K is split."""
+    """Return the columns of a TMA store: at most 128 bytes of a row, of float32 partial sums if K is split."""
     dtype = problem.out_dtype if config.split_k == 1 else "float32"
-    return STORE_BYTES // ELEMENT_BYTES[dtype]
+    return min(config.block_n, STORE_BYTES // ELEMENT_BYTES[dtype])
 
 
 def shared_bytes(config: Sm90MatmulConfig, problem: MatmulProblem) -> int:
@@ -180,7 +191,7 @@ def fits(config: Sm90MatmulConfig, problem: MatmulProblem) -> bool:
     return config_refusal(config, problem) is None
 
 
-def _for_problem(config: Sm90MatmulConfig, problem: MatmulProblem) -> Sm90MatmulConfig:
+def for_problem(config: Sm90MatmulConfig, problem: MatmulProblem) -> Sm90MatmulConfig:
     """Return `config` with steps of the problem's dtype, and no more splits than steps.
 
     K is not split where TMA cannot write rows of partial sums.
@@ -197,7 +208,7 @@ def _for_problem(config: Sm90MatmulConfig, problem: MatmulProblem) -> Sm90Matmul
 def candidates(problem: MatmulProblem) -> tuple[Sm90MatmulConfig, ...]:
     """Return the tiles of the problem's class that fit, the default first."""
     row = problem_class(problem.m, problem.n, problem.k)
-    tiles = (_for_problem(config, problem) for config in row.candidates)
+    tiles = (for_problem(config, problem) for config in row.candidates)
     return tuple(dict.fromkeys(config for config in tiles if fits(config, problem)))
 
 
@@ -234,7 +245,7 @@ def _refusal(problem: MatmulProblem) -> str | None:
         return reason
     if not candidates(problem):  # all of one class have too many steps, none too much shared memory
         row = problem_class(problem.m, problem.n, problem.k)
-        return config_refusal(_for_problem(row.candidates[0], problem), problem)
+        return config_refusal(for_problem(row.candidates[0], problem), problem)
     return None
 
 
