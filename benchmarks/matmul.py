@@ -11,8 +11,10 @@ they are measured in turns for several rounds, because the first on a cool GPU l
   (`triton.testing.do_bench` of its replay).
 * Then the fastest two at each point: bfloat16; b column-major, as the weight of a linear layer is; and eager, calls as
   a user makes them, one after another, by the host's clock.
+* With --float8 instead float8_e4m3fn with descales of rows and columns and a bfloat16 result, b column-major.
 
-"cublas" is torch.mm, "portable" is `triton_matmul` as `auto` chooses it without the Hopper kernel, tiles measured.
+"cublas" is torch.mm, of float8 torch._scaled_mm as it is by default (use_fast_accum=False). "portable" is
+`triton_matmul` as `auto` chooses it without the Hopper kernel, tiles measured.
 Prints a row for each measurement; then the best candidate at each point with its speed relative to cuBLAS; for each
 class of `hopper/matmul_configs.py` the candidates by their relative speed; and what to enter in that file. Writes one
 JSON file with device, date and versions to benchmarks/results/. Takes less than four minutes on a GPU with 16 cores.
@@ -29,7 +31,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import MISSING, fields
 from datetime import date
@@ -60,12 +62,12 @@ POINTS: tuple[Point, ...] = (
     (64, 8192, 512),
     (65536, 128, 4096),
 )
-RAGGED: tuple[Point, ...] = ((1, 8, 8), (129, 136, 72), (300, 264, 1032), (5, 2056, 328))
+RAGGED: tuple[Point, ...] = ((1, 8, 16), (129, 136, 80), (300, 264, 1040), (5, 2056, 336))
 DRY_POINTS: tuple[Point, ...] = ((16, 128, 1024), (192, 136, 72))
 OTHERS = ("cublas", "portable")
 COMPILE_LIMIT = 180  # seconds for compilation and comparison
 UNITS = 2.0  # of the dtype's rounding, relative to the largest element: a result off by more is wrong
-ROUNDING = {"float16": 2**-11, "bfloat16": 2**-8}
+ROUNDING = {"float16": 2**-11, "bfloat16": 2**-8, "float8_e4m3fn": 2**-8}  # of results; of float8 they are bfloat16
 
 
 class Case(NamedTuple):
@@ -79,14 +81,15 @@ class Case(NamedTuple):
         return f"{self.mode} {self.dtype} {self.layout}"
 
 
-FIRST = Case("float16", "nn", "graph")
-CASES = (
-    FIRST,
+CASES = (  # the first one is that of all candidates
+    Case("float16", "nn", "graph"),
     Case("bfloat16", "nn", "graph"),
     Case("float16", "nt", "graph"),
     Case("float16", "nn", "eager"),
     Case("bfloat16", "nn", "eager"),
 )
+FLOAT8_CASES = (Case("float8_e4m3fn", "nt", "graph"), Case("float8_e4m3fn", "nt", "eager"))
+OUT = {"float8_e4m3fn": "bfloat16"}
 
 
 def config_name(config: Sm90MatmulConfig) -> str:
@@ -103,17 +106,17 @@ def config_code(config: Sm90MatmulConfig) -> str:
     return f"_config({', '.join(sizes + rest)})"
 
 
-def problem_of(point: Point, dtype: str = "float16", layout: str = "nn") -> MatmulProblem:
-    k_major = (True, layout == "nt")
-    return MatmulProblem("cuda", "sm_90", dtype, dtype, dtype, *point, aligned=True, k_major=k_major)
+def problem_of(point: Point, case: Case) -> MatmulProblem:
+    out, k_major = OUT.get(case.dtype, case.dtype), (True, case.layout == "nt")
+    return MatmulProblem("cuda", "sm_90", case.dtype, case.dtype, out, *point, aligned=True, k_major=k_major)
 
 
 ALL_CONFIGS = {config_name(config): config for row in TABLE for config in row.candidates}
 
 
-def configs_of(point: Point) -> list[str]:
+def configs_of(point: Point, case: Case) -> list[str]:
     """Return the names of the candidates of a point's class that run it, the default first."""
-    problem = problem_of(point)
+    problem = problem_of(point, case)
     return [
         config_name(config)
         for config in problem_class(*point).candidates
@@ -134,34 +137,50 @@ def _simulate() -> None:
     matmul_configs.environment_refusal = lambda: None
 
 
-def make_call(name: str, a: torch.Tensor, b: torch.Tensor) -> Callable[[], torch.Tensor]:
+def make_call(
+    name: str, a: torch.Tensor, b: torch.Tensor, descales: dict[str, torch.Tensor]
+) -> Callable[[], torch.Tensor]:
     """Return a call of an implementation."""
     import diyfa
     from diyfa.backends.cuda.hopper import matmul
 
+    if name == "cublas" and descales:
+        scales = descales["a_descale"], descales["b_descale"]
+        return lambda: torch._scaled_mm(a, b, *scales, out_dtype=torch.bfloat16)
     if name == "cublas":
         return lambda: torch.mm(a, b)
     if name == "portable":
-        return lambda: diyfa.triton_matmul(a, b, backend="cuda")
+        return lambda: diyfa.triton_matmul(a, b, **descales, backend="cuda")
     config = ALL_CONFIGS[name]
     # Not by `use_config`, in which equal calls are not repeated quickly.
     matmul.select_config = lambda problem: matmul_configs.for_problem(config, problem)
-    return lambda: diyfa.triton_matmul(a, b, variant="sm90", backend="cuda")
+    return lambda: diyfa.triton_matmul(a, b, **descales, variant="sm90", backend="cuda")
 
 
 def make_inputs(point: Point, case: Case, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     m, n, k = point
     torch.manual_seed(0)
     dtype = getattr(torch, case.dtype)
-    a = torch.randn((m, k), device=device, dtype=dtype)
-    b = torch.randn((n, k) if case.layout == "nt" else (k, n), device=device, dtype=dtype)
+    wide = torch.float16 if case.dtype in OUT else dtype
+    a = torch.randn((m, k), device=device, dtype=wide).to(dtype)
+    b = torch.randn((n, k) if case.layout == "nt" else (k, n), device=device, dtype=wide).to(dtype)
     return a, b.t() if case.layout == "nt" else b
 
 
-def error_of(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> float:
+def make_descales(point: Point, case: Case, device: torch.device) -> dict[str, torch.Tensor]:
+    """Return the descales of float8, one for each row and column."""
+    if case.dtype not in OUT:
+        return {}
+    m, n, _ = point
+    return {"a_descale": torch.rand((m, 1), device=device) + 0.5, "b_descale": torch.rand((1, n), device=device) + 0.5}
+
+
+def error_of(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, descales: dict[str, torch.Tensor]) -> float:
     """Return the largest error of 512 rows against float64, over their largest element."""
     rows = torch.arange(0, a.shape[0], max(1, a.shape[0] // 512), device=a.device)
     exact = a[rows].double() @ b.double()
+    if descales:
+        exact *= descales["a_descale"][rows] * descales["b_descale"]
     return ((c[rows].double() - exact).abs().max() / exact.abs().max()).item()
 
 
@@ -199,11 +218,12 @@ class Server:
     def prepare(self, point: Point, case: Case) -> float:
         """Make the call of a point ready to be measured, compiled and with measured tiles. Return its error."""
         a, b = make_inputs(point, case, self.device)
-        self.call = make_call(self.name, a, b)
+        descales = make_descales(point, case, self.device)
+        self.call = make_call(self.name, a, b, descales)
         for _ in range(1 if self.options.dry else 4):
             c = self.call()
         self.current = point, case.dtype, case.layout
-        return error_of(c, a, b)
+        return error_of(c, a, b, descales)
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Return {"errors": [of each point and case]} or, of a request with a mode to measure, {"ms": …}."""
@@ -308,13 +328,17 @@ class Benchmark:
         self.rows += rows
 
     def fastest(self, point: Point) -> list[str]:
-        """Return the fastest two candidates in the first case, the faster one first."""
+        """Return the fastest two candidates, as far as they are measured, the faster one first."""
         found = [row for row in self.rows if (row["M"], row["N"], row["K"]) == point and "ms" in row]
         found = [row for row in found if row["implementation"] not in OTHERS]
         return [row["implementation"] for row in sorted(found, key=lambda row: row["ms"])[:2]]
 
 
-def relative_speeds(rows: list[dict[str, Any]], table: str) -> dict[str, float]:
+def case_of(row: dict[str, Any]) -> Case:
+    return Case(row["dtype"], row["layout"], row["case"])
+
+
+def relative_speeds(rows: list[dict[str, Any]], table: str, first: Case) -> dict[str, float]:
     """Return each implementation's speed relative to cuBLAS in the first case, the geometric mean over a class's
     points. An implementation that has not run at all of them counts with 0 where it has not."""
     times: dict[tuple[Any, ...], dict[str, float]] = {}
@@ -322,7 +346,7 @@ def relative_speeds(rows: list[dict[str, Any]], table: str) -> dict[str, float]:
     for row in rows:
         if row["table"] == table:
             names.add(row["implementation"])
-            if "ms" in row and Case(row["dtype"], row["layout"], row["case"]) == FIRST:
+            if "ms" in row and case_of(row) == first:
                 times.setdefault((row["M"], row["N"], row["K"]), {})[row["implementation"]] = row["ms"]
     points = [found for found in times.values() if "cublas" in found]
     if not points:
@@ -332,14 +356,14 @@ def relative_speeds(rows: list[dict[str, Any]], table: str) -> dict[str, float]:
     return dict(sorted(means.items(), key=lambda item: -item[1]))
 
 
-def conclusions(rows: list[dict[str, Any]]) -> tuple[dict[str, list[str]], list[str]]:
+def conclusions(rows: list[dict[str, Any]], first: Case) -> tuple[dict[str, list[str]], list[str]]:
     """Return ({class: its candidates, the fastest first}, the classes that belong in AUTOMATIC).
 
     A class belongs there if its fastest candidate is right and at least as fast as "portable" on the whole.
     """
     orders, automatic = {}, []
     for row in TABLE:
-        speeds = relative_speeds(rows, row.name)
+        speeds = relative_speeds(rows, row.name, first)
         order = [name for name, speed in speeds.items() if name not in OTHERS and speed > 0]
         if order:
             orders[row.name] = order
@@ -348,18 +372,19 @@ def conclusions(rows: list[dict[str, Any]]) -> tuple[dict[str, list[str]], list[
     return orders, automatic
 
 
-def print_points(rows: list[dict[str, Any]]) -> None:
+def print_points(rows: list[dict[str, Any]], cases: Sequence[Case]) -> None:
     """Print the best candidate of each point and the speeds relative to cuBLAS: its own, and the portable kernel's."""
     points: dict[Point, dict[tuple[str, Case], dict[str, Any]]] = {}
     for row in rows:
         if "ms" in row:
-            case = Case(row["dtype"], row["layout"], row["case"])
-            points.setdefault((row["M"], row["N"], row["K"]), {})[row["implementation"], case] = row
-    titles = "".join(f"{x:>9}" for x in ("fp16", "bf16", "fp16 nt", "eager", "eager bf", "portable", "TFLOP/s"))
+            points.setdefault((row["M"], row["N"], row["K"]), {})[row["implementation"], case_of(row)] = row
+    short = {"float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "fp8"}
+    columns = [f"{short[case.dtype]} {case.layout}{' eager' * (case.mode == 'eager')}" for case in cases]
+    titles = "".join(f"{x:>13}" for x in (*columns, "portable", "TFLOP/s"))
     print(f"\nspeed relative to cuBLAS\n{'M x N x K':18} {'best candidate':44}{titles}")
     for point, found in points.items():
         best = min(
-            (row for (name, case), row in found.items() if case == FIRST and name not in OTHERS),
+            (row for (name, case), row in found.items() if case == cases[0] and name not in OTHERS),
             key=lambda row: row["ms"],
             default=None,
         )
@@ -368,33 +393,32 @@ def print_points(rows: list[dict[str, Any]]) -> None:
 
         def ratio(name: str, case: Case) -> str:
             ours, cublas = found.get((name, case)), found.get(("cublas", case))  # noqa: B023
-            return f"{cublas['ms'] / ours['ms']:9.3f}" if ours and cublas else f"{'-':>9}"
+            return f"{cublas['ms'] / ours['ms']:13.3f}" if ours and cublas else f"{'-':>13}"
 
         name = best["implementation"]
-        numbers = "".join(ratio(name, case) for case in CASES) + ratio("portable", FIRST)
-        print(f"{'x'.join(map(str, point)):18} {name:44}{numbers}{best['tflops']:9.1f}")
+        numbers = "".join(ratio(name, case) for case in cases) + ratio("portable", cases[0])
+        print(f"{'x'.join(map(str, point)):18} {name:44}{numbers}{best['tflops']:13.1f}")
 
 
-def print_summary(rows: list[dict[str, Any]], device: str) -> None:
+def print_summary(rows: list[dict[str, Any]], cases: Sequence[Case], device: str) -> None:
     """Print the speeds of each point and class, and what to enter in the table."""
     for row in TABLE:
-        if speeds := relative_speeds(rows, row.name):
+        if speeds := relative_speeds(rows, row.name, cases[0]):
             print(f"\n{row.name}: speed relative to cuBLAS")
             for name, speed in speeds.items():
                 print(f"  {name:48} {speed:.3f}")
-    print_points(rows)
-    orders, automatic = conclusions(rows)
+    print_points(rows, cases)
+    orders, automatic = conclusions(rows, cases[0])
     print("\nfor backends/cuda/hopper/matmul_configs.py: candidates of each class, the fastest first, and the choice")
     for table, order in orders.items():
         figures = {
             (row["M"], row["N"], row["K"]): row["tflops"]
             for row in rows
-            if row["table"] == table and row["implementation"] == order[0] and "ms" in row and row["case"] == "graph"
-            if (row["dtype"], row["layout"]) == FIRST[:2]
+            if row["table"] == table and row["implementation"] == order[0] and "ms" in row and case_of(row) == cases[0]
         }
         text = ", ".join(f"{'x'.join(map(str, point))} {tflops:.0f}" for point, tflops in figures.items())
         print(f"  {table}: {', '.join(config_code(ALL_CONFIGS[name]) for name in order if name in ALL_CONFIGS)}")
-        print(f'    measured="{device}, {date.today()}, float16, TFLOP/s: {text}"')
+        print(f'    measured="{device}, {date.today()}, {cases[0].dtype}, TFLOP/s: {text}"')
     print(f"AUTOMATIC: frozenset[str] = frozenset({set(automatic) or ''})")
 
 
@@ -405,23 +429,22 @@ def _point(text: str) -> Point:
 
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure everything and return the rows."""
-    points = options.points or (DRY_POINTS if options.dry else POINTS)
+    points, (first, *rest) = options.points or (DRY_POINTS if options.dry else POINTS), options.cases
     names = {
-        point: [x for x in configs_of(point) if not options.only or any(part in x for part in options.only)]
+        point: [x for x in configs_of(point, first) if not options.only or any(part in x for part in options.only)]
         for point in points
     }
-    jobs: Jobs = {name: [(point, FIRST) for point in points] for name in OTHERS}
+    jobs: Jobs = {name: [(point, first) for point in points] for name in OTHERS}
     for name in dict.fromkeys(name for some in names.values() for name in some):
         ragged = () if options.dry else RAGGED
-        jobs[name] = [(point, FIRST) for point in (*ragged, *[point for point in points if name in names[point]])]
+        jobs[name] = [(point, first) for point in (*ragged, *[point for point in points if name in names[point]])]
     benchmark = Benchmark(jobs, options)
     try:
         benchmark.prepare(jobs)
         for point in points:
-            benchmark.measure([*OTHERS, *names[point]], point, (FIRST,))
-        rest = [case for case in CASES if case != FIRST]
+            benchmark.measure([*OTHERS, *names[point]], point, (first,))
         best = {point: [*OTHERS[: 1 + options.dry], *benchmark.fastest(point)] for point in points}
-        kinds = {case[:2]: case for case in rest if case[:2] != FIRST[:2]}.values()
+        kinds = {case[:2]: case for case in rest if case[:2] != first[:2]}.values()
         later: Jobs = {}
         for point, case in ((point, case) for point in points for case in kinds):
             for name in best[point]:
@@ -442,6 +465,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=10, help="seconds for one measurement, which hangs beyond them")
     parser.add_argument("--rep", type=int, default=30, help="milliseconds of each measurement")
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each point, whose median counts")
+    parser.add_argument("--float8", dest="cases", action="store_const", const=FLOAT8_CASES, default=CASES)
     parser.add_argument("--dry", action="store_true", help="everything but the timing, on the CPU")
     parser.add_argument("--output", type=Path, default=None)
     parser.add_argument("--serve", default=None, help=argparse.SUPPRESS)
@@ -458,7 +482,7 @@ def main() -> None:
         return
     device = torch.device("cuda")
     write_json(options.output or default_path("matmul", device, RESULTS), "matmul", device, rows)
-    print_summary(rows, torch.cuda.get_device_name().removeprefix("NVIDIA "))
+    print_summary(rows, options.cases, torch.cuda.get_device_name().removeprefix("NVIDIA "))
 
 
 if __name__ == "__main__":

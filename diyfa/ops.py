@@ -44,6 +44,7 @@ from diyfa.problem import (
     AttentionTensors,
     Backend,
     MatmulProblem,
+    MatmulTensors,
     as_bhsd,
     dtype_name,
     empty_output,
@@ -51,7 +52,7 @@ from diyfa.problem import (
     is_aligned,
 )
 from diyfa.torch_private import below_autograd, differentiates_forward, is_transformed, is_unseen
-from diyfa.validation import check_no_overlap
+from diyfa.validation import FLOAT8_MATMUL, check_no_overlap
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 _INF = float("inf")
@@ -72,8 +73,9 @@ _lib.define(
     f"attention_bwd_out(Tensor dout, Tensor? dlse, {_SAVED}, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, "
     f"Tensor(d!) delta, {SCHEMA}) -> ()"
 )
-_lib.define(f"matmul(Tensor a, Tensor b, Tensor? bias, {MATMUL_SCHEMA}) -> Tensor")
-_lib.define(f"matmul_out(Tensor a, Tensor b, Tensor? bias, Tensor(a!) out, {MATMUL_SCHEMA}) -> ()")
+_FACTORS = "Tensor a, Tensor b, Tensor? bias, Tensor? a_descale, Tensor? b_descale"  # `MatmulTensors`
+_lib.define(f"matmul({_FACTORS}, {MATMUL_SCHEMA}) -> Tensor")
+_lib.define(f"matmul_out({_FACTORS}, Tensor(a!) out, {MATMUL_SCHEMA}) -> ()")
 
 
 def normalised_window(left: int, right: int, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
@@ -603,15 +605,17 @@ def _is_row_major(x: torch.Tensor) -> bool:
     return columns == 1 and rows * x.element_size() % 16 == 0
 
 
-def _matmul(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, *arguments: Any) -> torch.Tensor:
-    return _product(a, b, bias, None, _matmul_options(arguments))
+FACTORS = len(MatmulTensors._fields)
 
 
-def _matmul_out(
-    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, *arguments: Any
-) -> None:
-    check_no_overlap(out, a=a, b=b, bias=bias)
-    _product(a, b, bias, out, _matmul_options(arguments))
+def _matmul(*arguments: Any) -> torch.Tensor:
+    return _product(MatmulTensors(*arguments[:FACTORS]), None, _matmul_options(arguments[FACTORS:]))
+
+
+def _matmul_out(*arguments: Any) -> None:
+    tensors, out = MatmulTensors(*arguments[:FACTORS]), arguments[FACTORS]
+    check_no_overlap(out, **tensors._asdict())
+    _product(tensors, out, _matmul_options(arguments[FACTORS + 1 :]))
 
 
 def _matmul_options(arguments: Sequence[Any]) -> MatmulOptions:
@@ -622,33 +626,26 @@ def _matmul_options(arguments: Sequence[Any]) -> MatmulOptions:
     return options._replace(block=(block_m, block_n, block_k))
 
 
-def _product(
-    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None, options: MatmulOptions
-) -> torch.Tensor:
-    key = product_key(a, b, bias, out, ("product", *options, registry.forced_backend()))
+def _product(tensors: MatmulTensors, out: torch.Tensor | None, options: MatmulOptions) -> torch.Tensor:
+    key = product_key(tensors, out, ("product", *options, registry.forced_backend()))
     plan = find(key)
     if plan is None:
-        plan = product_plan(a, b, bias, out, key, options)
-    return plan.run(a, b, bias, out)
+        plan = product_plan(tensors, out, key, options)
+    return plan.run(tensors, out)
 
 
-def product_key(
-    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None, scalars: tuple[Any, ...]
-) -> Hashable | None:
+def product_key(tensors: MatmulTensors, out: torch.Tensor | None, scalars: tuple[Any, ...]) -> Hashable | None:
     """Return the `call_key` of a matrix product."""
-    optional = () if bias is None and out is None else (bias, out)
-    return call_key(a, b, b, NO_LENGTHS, scalars, optional)
+    a, b, *optional = tensors
+    is_plain = out is None and all(x is None for x in optional)
+    return call_key(a, b, b, NO_LENGTHS, scalars, () if is_plain else (*optional, out))
 
 
 def product_plan(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor | None,
-    key: Hashable | None,
-    options: MatmulOptions,
+    tensors: MatmulTensors, out: torch.Tensor | None, key: Hashable | None, options: MatmulOptions
 ) -> ProductPlan:
     """Make the plan of a product of checked matrices and store it under `key`."""
+    a, b = tensors.a, tensors.b
     chosen = registry.resolve_backend(a.device, options.backend)
     problem = MatmulProblem(
         chosen.device_type,
@@ -665,7 +662,7 @@ def product_plan(
         _is_matrix_aligned(a) and _is_matrix_aligned(b),
         (_is_row_major(a), not _is_row_major(b)),
         None if out is None else _is_matrix_aligned(out) and _is_row_major(out),
-        bias is not None,
+        tensors.bias is not None,
         options.activation,
     )
     variant = options.variant
@@ -676,15 +673,16 @@ def product_plan(
     return plan
 
 
-def _matmul_fake(a: Any, b: Any, bias: Any, *arguments: Any) -> Any:
-    return a.new_empty((a.shape[0], b.shape[1]), dtype=MatmulOptions(*arguments).out_dtype)
+def _matmul_fake(a: Any, b: Any, *arguments: Any) -> Any:
+    options = MatmulOptions(*arguments[FACTORS - 2 :])
+    return a.new_empty((a.shape[0], b.shape[1]), dtype=options.out_dtype)
 
 
-def _matmul_autograd(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, *arguments: Any) -> torch.Tensor:
-    if differentiates_forward() or wants_grad(a, b, bias):
-        return _Matmul.apply(a, b, bias, *arguments)
+def _matmul_autograd(*arguments: Any) -> torch.Tensor:
+    if differentiates_forward() or wants_grad(*arguments[:3]):
+        return _Matmul.apply(*arguments)
     with below_autograd():
-        return _mm(a, b, bias, *arguments)
+        return _mm(*arguments)
 
 
 _lib.impl("matmul", _matmul, "CompositeExplicitAutograd")
@@ -696,10 +694,9 @@ _mm = torch.ops.diyfa.matmul.default
 _mm_out = torch.ops.diyfa.matmul_out.default
 
 
-def _multiply(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, *arguments: Any) -> torch.Tensor:
+def _multiply(tensors: MatmulTensors, options: MatmulOptions) -> torch.Tensor:
     """Call the operator, or directly the function that it would call."""
-    given = (a, b) if bias is None else (a, b, bias)
-    return (_matmul if runs_eagerly(*given) else _mm)(a, b, bias, *arguments)
+    return (_matmul if runs_eagerly(*tensors.present()) else _mm)(*tensors, *options)
 
 
 def _gradient_before_activation(ctx: Any, dc: torch.Tensor) -> torch.Tensor:
@@ -711,7 +708,7 @@ def _gradient_before_activation(ctx: Any, dc: torch.Tensor) -> torch.Tensor:
     if options.activation == "relu":
         return torch.ops.aten.threshold_backward(dc, c, 0.0)
     options = options._replace(block=None, out_dtype=torch.float32, activation=None, is_backward=True)
-    z = matmul(a, b, bias, *options)
+    z = matmul(MatmulTensors(a, b, bias), options)
     backward = torch.ops.aten.gelu_backward if ctx.options.activation == "gelu" else torch.ops.aten.silu_backward
     return backward(dc.float(), z)
 
@@ -721,9 +718,12 @@ class _Matmul(torch.autograd.Function):
     operator, in the inputs' dtype; dbias adds up the rows of dz in float32."""
 
     @staticmethod
-    def forward(ctx: Any, a: Any, b: Any, bias: Any, *arguments: Any) -> torch.Tensor:
-        c = _multiply(a, b, bias, *arguments)
-        ctx.options = options = MatmulOptions(*arguments)
+    def forward(ctx: Any, *arguments: Any) -> torch.Tensor:
+        tensors, options = MatmulTensors(*arguments[:FACTORS]), MatmulOptions(*arguments[FACTORS:])
+        if tensors.a.dtype == FLOAT8_MATMUL and any(ctx.needs_input_grad):
+            raise ValueError("a product of float8 has no gradient")
+        c, ctx.options = _multiply(tensors, options), options
+        a, b, bias, *_ = tensors
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.save_for_backward(a, b, bias, c if options.activation == "relu" else None)
         return c
@@ -736,27 +736,24 @@ class _Matmul(torch.autograd.Function):
         needs_a, needs_b, needs_bias, *_ = ctx.needs_input_grad
         dbias = dz.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs_bias else None
         dz = dz.to(a.dtype)
-        da = matmul(dz, b.t(), None, *options) if needs_a else None
-        db = matmul(a.t(), dz, None, *options) if needs_b else None
-        return (da, db, dbias, *(None,) * len(options))
+        da = matmul(MatmulTensors(dz, b.t()), options) if needs_a else None
+        db = matmul(MatmulTensors(a.t(), dz), options) if needs_b else None
+        return (da, db, dbias, None, None, *(None,) * len(options))
 
 
-def matmul(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, *arguments: Any) -> torch.Tensor:
-    """Return the product of checked matrices. `arguments` are `MatmulOptions`."""
+def matmul(tensors: MatmulTensors, options: MatmulOptions) -> torch.Tensor:
+    """Return the product of checked matrices."""
     if _sees_operators_only():
-        return _mm(a, b, bias, *arguments)
-    if differentiates_forward() or wants_grad(a, b, bias):
-        return _Matmul.apply(a, b, bias, *arguments)
-    return _multiply(a, b, bias, *arguments)
+        return _mm(*tensors, *options)
+    if differentiates_forward() or wants_grad(*tensors[:3]):
+        return _Matmul.apply(*tensors, *options)
+    return _multiply(tensors, options)
 
 
-def matmul_out(
-    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, *arguments: Any
-) -> torch.Tensor:
+def matmul_out(tensors: MatmulTensors, out: torch.Tensor, options: MatmulOptions) -> torch.Tensor:
     """Write the product of checked matrices to `out` and return it."""
-    given = (a, b, out) if bias is None else (a, b, bias, out)
-    if not _sees_operators_only() and runs_eagerly(*given):
-        _matmul_out(a, b, bias, out, *arguments)
+    if not _sees_operators_only() and runs_eagerly(out, *tensors.present()):
+        _matmul_out(*tensors, out, *options)
     else:
-        _mm_out(a, b, bias, out, *arguments)
+        _mm_out(*tensors, out, *options)
     return out

@@ -18,7 +18,7 @@ import torch
 
 from diyfa import registry
 from diyfa.options import AttentionOptions, Lengths, without_tensors
-from diyfa.problem import AttentionProblem, Backend, Kernel, MatmulProblem
+from diyfa.problem import AttentionProblem, Backend, Kernel, MatmulProblem, MatmulTensors
 from diyfa.torch_private import is_unseen
 
 # Runs a call again with other tensors: it replaces addresses in launches that are prepared. Returns None if it cannot.
@@ -89,13 +89,11 @@ class ProductPlan:
         self.has_run = False
         self.repeat: Repeat | None = None  # by `Kernel.repeat`, from the second call on
 
-    def run(
-        self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def run(self, tensors: MatmulTensors, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the product of matrices like those that the plan was made for, in `out` if it is given."""
         repeat = self.repeat
         if repeat is not None:
-            present = (a, b) if bias is None else (a, b, bias)
+            present = tensors.present()
             repeated = repeat([x.data_ptr() for x in present], present, out)
             if repeated is not None:
                 return repeated[0]
@@ -103,16 +101,17 @@ class ProductPlan:
         problem, kernel = self.problem, self.kernel
         c = out
         if c is None:
-            c = a.new_empty((problem.m, problem.n), dtype=getattr(torch, problem.out_dtype))
+            c = tensors.a.new_empty((problem.m, problem.n), dtype=getattr(torch, problem.out_dtype))
         if problem.k == 0:  # no kernel reads an empty matrix
             from diyfa.reference import reference_matmul
 
-            return c.copy_(reference_matmul(a, b, bias=bias, activation=problem.activation))
+            a, b, bias, a_descale, b_descale = tensors
+            return c.copy_(reference_matmul(a, b, a_descale, b_descale, bias=bias, activation=problem.activation))
         if problem.m == 0 or problem.n == 0:
             return c
-        kernel.launch(problem, a, b, bias, c)
+        kernel.launch(problem, tensors, c)
         if self.has_run and kernel.repeat is not None:
-            self.repeat = kernel.repeat(problem, a, b, bias, c)
+            self.repeat = kernel.repeat(problem, tensors, c)
         self.has_run = True
         return c
 

@@ -5,7 +5,8 @@ diyfa. It contains
 
 * `AttentionProblem`, `KVCacheProblem` and `MatmulProblem`: descriptions without tensors, so a decision is a pure
   function and can be remembered, explained and tested without a device;
-* `AttentionTensors` and `KVCacheTensors`: the tensors of one call, in the layout that the problem names;
+* `AttentionTensors`, `KVCacheTensors` and `MatmulTensors`: the tensors of one call, in the layout that the problem
+  names;
 * `Launch`: one kernel with its grid, arguments, constants and options;
 * `Kernel` and `Backend`: the protocol between the front end and an accelerator.
 """
@@ -293,7 +294,7 @@ class MatmulProblem(_Problem):
 
     SIZES = ("m", "n", "k")
 
-    compute_dtype: str  # of the operands of each product: "float16", "bfloat16", "float32"
+    compute_dtype: str  # of the operands of each product: "float16", "bfloat16", "float32", "float8_e4m3fn"
     out_dtype: str
     m: int
     n: int
@@ -348,6 +349,21 @@ class AttentionTensors(NamedTuple):
     def present(self) -> list[torch.Tensor]:
         """Return q, k, v and the optional tensors that are given, in the order of the fields."""
         return [x for x in self if isinstance(x, torch.Tensor)]
+
+
+class MatmulTensors(NamedTuple):
+    """The tensors of one matrix product, activation((a @ b) * a_descale * b_descale + bias)."""
+
+    a: torch.Tensor  # (M, K)
+    b: torch.Tensor  # (K, N)
+    bias: torch.Tensor | None = None  # (N,)
+    # Of float8, fp32: one number, or one for each row of a, (M, 1) or (M,), and for each column of b, (1, N) or (N,)
+    a_descale: torch.Tensor | None = None
+    b_descale: torch.Tensor | None = None
+
+    def present(self) -> list[torch.Tensor]:
+        """Return a, b and the optional tensors that are given, in the order of the fields."""
+        return [x for x in self if x is not None]
 
 
 class KVCacheTensors(NamedTuple):
@@ -607,7 +623,8 @@ class Kernel:
     * attention_bwd: `(problem, tensors, out, lse, dout, dlse | None, gradients) -> None`, filling `AttentionGradients`
     * kvcache_fwd: `(problem, tensors, out, lse) -> None`, with `KVCacheProblem` and `KVCacheTensors`
     * kvcache_append: `(problem, tensors, new) -> None`, writing `NewKeys` to the caches, and the rotated q
-    * matmul: `(problem, a, b, bias | None, c) -> None`, filling c (M, N) of `problem.out_dtype`, of any strides
+    * matmul: `(problem, tensors, c) -> None`, with `MatmulTensors`, filling c (M, N) of `problem.out_dtype`, of any
+      strides
 
     A kernel may offer a cheaper way to run a call that differs from an earlier one only in its tensors' addresses.
     `repeat`, called when such a call has run, takes tensors and results of it or of an equal call. It returns a
@@ -623,9 +640,8 @@ class Kernel:
     * kvcache_fwd: `repeat(problem, tensors, out, lse)` returns `(numbers, present, out | None, returns_lse) -> (out,
       lse, …)`. `numbers` are the addresses, then `tensors.length` of the new call. `out` is the tensor to fill; without
       one the function allocates it. lse may be anything if it is not returned
-    * matmul: `repeat(problem, a, b, bias | None, c)` returns `(addresses, present, out | None) -> [c, …]`, where
-      `present` are a, b and the bias if there is one. `out` is the tensor to fill; without one the function allocates
-      it
+    * matmul: `repeat(problem, tensors, c)` returns `(addresses, present, out | None) -> [c, …]`. `out` is the tensor to
+      fill; without one the function allocates it
     * kvcache_append: `repeat(problem, tensors, new)` returns `(numbers, present) -> not None`; the tensors of `new`
       come behind the others
     """

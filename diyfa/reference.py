@@ -508,16 +508,22 @@ _ACTIVATIONS: dict[str | None, Callable[[torch.Tensor], torch.Tensor]] = {
 def reference_matmul(
     a: torch.Tensor,
     b: torch.Tensor,
+    a_descale: torch.Tensor | None = None,
+    b_descale: torch.Tensor | None = None,
     *,
     bias: torch.Tensor | None = None,
     activation: str | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Return activation(a @ b + bias), computed in float32, or in float64 if a is: the oracle of `triton_matmul`.
+    """Return activation((a @ b) * a_descale * b_descale + bias): the oracle of `triton_matmul`.
+
+    It is computed in float32, or in float64 if a is.
 
     Args:
         a: (M, K) of any dtype.
         b: (K, N) of a's dtype.
+        a_descale: one number, or one for each row of a; default: 1.
+        b_descale: one number, or one for each column of b; default: 1.
         bias: (N,) of any dtype.
         activation: None, "relu", "gelu" (by the error function) or "silu".
         out_dtype: dtype of the result; default: that of the computation.
@@ -527,6 +533,10 @@ def reference_matmul(
     """
     dtype = torch.float64 if a.dtype == torch.float64 else torch.float32
     product = a.to(dtype) @ b.to(dtype)
+    if a_descale is not None:
+        product = product * a_descale.to(dtype).reshape(-1, 1)
+    if b_descale is not None:
+        product = product * b_descale.to(dtype).reshape(1, -1)
     if bias is not None:
         product = product + bias.to(dtype)
     return _ACTIVATIONS[activation](product).to(out_dtype or dtype)

@@ -27,6 +27,7 @@ from diyfa.problem import dtype_name as dtype_name
 from diyfa.torch_private import unbatched
 
 MATMUL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+FLOAT8_MATMUL = torch.float8_e4m3fn
 MAX_HEAD_DIM = 576  # of q and k: multi-head latent attention joins 512 latent and 64 rotary features
 MAX_HEAD_DIM_V = 512
 # int and float come first, so that nearly every check is short. Real covers NumPy's scalars, the last two tracing.
@@ -381,8 +382,8 @@ def check_matmul(a: torch.Tensor, b: torch.Tensor) -> None:
     check_tensors(a=a, b=b)
     if a.dim() != 2 or b.dim() != 2:
         raise ValueError(f"Expected 2D tensors, got a {_shape(a)} and b {_shape(b)}")
-    if a.dtype not in MATMUL_DTYPES:
-        raise TypeError(f"Unsupported dtype {a.dtype}: expected float16, bfloat16 or float32")
+    if a.dtype not in MATMUL_DTYPES and a.dtype != FLOAT8_MATMUL:
+        raise TypeError(f"Unsupported dtype {a.dtype}: expected float16, bfloat16, float32 or float8_e4m3fn")
     if b.dtype != a.dtype:
         raise TypeError(f"dtypes must match: a is {a.dtype}, b is {b.dtype}")
     if a.device != b.device:
@@ -427,6 +428,24 @@ def check_epilogue(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, 
     if bias.dtype not in MATMUL_DTYPES:
         raise TypeError(f"Unsupported dtype {bias.dtype} of bias: expected float16, bfloat16 or float32")
     _check_device_of_a(a, bias=bias)
+
+
+def check_descales(
+    a: torch.Tensor, b: torch.Tensor, a_descale: torch.Tensor | None, b_descale: torch.Tensor | None
+) -> None:
+    """Check that descales belong to float8, and are float32: one number, or one for each row of a or column of b."""
+    m, n = a.shape[0], b.shape[1]
+    for name, x, shapes in (("a_descale", a_descale, ((m,), (m, 1))), ("b_descale", b_descale, ((n,), (1, n)))):
+        if x is None:
+            continue
+        if a.dtype != FLOAT8_MATMUL:
+            raise ValueError(f"{name} belongs to float8_e4m3fn, a is {a.dtype}")
+        check_tensors(**{name: x})
+        if x.dtype != torch.float32:
+            raise TypeError(f"{name} must be float32, got {x.dtype}")
+        if x.shape not in {(), (1,), (1, 1), *shapes}:
+            raise ValueError(f"{name} must have one number or shape {shapes[0]} or {shapes[1]}, got {_shape(x)}")
+        _check_device_of_a(a, **{name: x})
 
 
 def check_product_out(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> None:

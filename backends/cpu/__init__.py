@@ -120,6 +120,8 @@ class CpuBackend:
     def unsupported(self, problem: Any) -> str | None:
         if isinstance(problem, AttentionProblem) and problem.dtype in EIGHT_BITS:
             return None
+        if isinstance(problem, MatmulProblem) and problem.dtype == "float8_e4m3fn":
+            return None
         if problem.dtype not in DTYPES:
             return f"the cpu backend computes {', '.join(DTYPES)}, not {problem.dtype}"
         return None

@@ -285,7 +285,7 @@ def _unsupported(problem: AttentionProblem | KVCacheProblem | MatmulProblem) -> 
         if not (spec.has_fp8 if has_float8 else spec.has_bf16):
             kind, oldest = ("float8", "sm_89") if has_float8 else ("int8", "sm_80")
             return f"{kind} needs {oldest} or later, this is {problem.arch}"
-    elif problem.dtype not in DTYPES:
+    elif problem.dtype not in DTYPES and not (isinstance(problem, MatmulProblem) and problem.dtype == FLOAT8):
         return f"dtype {problem.dtype} is not supported: float16, bfloat16 or float32"
     if problem.dtype == "bfloat16" and not spec.has_bf16:
         return f"bfloat16 needs sm_80 or later, this is {problem.arch}"

@@ -20,7 +20,7 @@ from diyfa.backends.npu.runtime.compat import INTERPRETED, Constants, kernel
 from diyfa.backends.npu.runtime.launch import cube_programs, device_guard, run
 from diyfa.backends.npu.runtime.multibuffer import options_in_use
 from diyfa.backends.npu.tables.configs import MatmulTile, matmul_tile
-from diyfa.problem import Launch, MatmulProblem
+from diyfa.problem import Launch, MatmulProblem, MatmulTensors
 
 
 @triton.jit
@@ -137,12 +137,10 @@ def make_launch(
     return Launch(_matmul_kernel, grid, arguments, {"c": constants}, options_in_use(tile.compile_options(problem.arch)))
 
 
-def matmul(
-    problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, c: torch.Tensor
-) -> None:
+def matmul(problem: MatmulProblem, tensors: MatmulTensors, c: torch.Tensor) -> None:
     """Fill c (M, N) with activation(a @ b + bias). Block pointers write contiguous columns; others are copied."""
     result = c if c.stride(1) == 1 else c.new_empty(c.shape)
-    with device_guard(a):
-        run(make_launch(problem, a, b, bias, result))
+    with device_guard(c):
+        run(make_launch(problem, tensors.a, tensors.b, tensors.bias, result))
         if result is not c:
             c.copy_(result)

@@ -17,12 +17,14 @@ from diyfa.backends.cuda.matmul import kernel as matmul
 from diyfa.backends.cuda.matmul.configs import MatmulConfig
 from diyfa.backends.cuda.runtime.launch import is_interpreting
 from diyfa.lab.cuda.matmul_specs import CASES
-from diyfa.problem import MatmulProblem
+from diyfa.problem import MatmulProblem, MatmulTensors
+from diyfa.reference import reference_matmul
 
 KERNELS = [kernel for kernel in backend.kernels if kernel.op == "matmul"]
 
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120")
-TORCH_DTYPE = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+FLOAT8 = "float8_e4m3fn"
+TORCH_DTYPE = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", FLOAT8)}
 runs = pytest.mark.skipif(
     not is_interpreting() and not torch.cuda.is_available(), reason="needs a GPU or TRITON_INTERPRET=1"
 )
@@ -58,7 +60,7 @@ def check(tile, dtype, sizes, transposed=(False, False), out_dtype=None):
 
     a, b = matrix(m, k, transposed[0]), matrix(k, n, transposed[1])
     c = torch.full((m, n), float("nan"), dtype=TORCH_DTYPE[problem.out_dtype], device=device)
-    matmul.run(problem, a, b, None, c, tile)
+    matmul.run(problem, MatmulTensors(a, b), c, tile)
     exact = a.double() @ b.double()
     own_error = ((a @ b).to(c.dtype).double() - exact).abs().max()
     assert (c.double() - exact).abs().max() <= 2 * own_error
@@ -99,12 +101,40 @@ def test_a_bias_of_any_stride(tile):
     described = problem(arch, m=37, n=53, k=71, bias=True, activation="relu")
     for bias in (many[::3], many[:1].expand(53)):
         c = torch.full((37, 53), float("nan"), dtype=torch.float16, device=device)
-        matmul.run(described, a, b, bias, c, tile)
+        matmul.run(described, MatmulTensors(a, b, bias), c, tile)
         torch.testing.assert_close(c, (a.double() @ b.double() + bias.double()).relu().half(), rtol=2e-3, atol=2e-3)
 
 
 def problem(arch, dtype="float16", m=512, n=512, k=512, **changes):
     return MatmulProblem("cuda", arch, dtype, dtype, dtype, m, n, k, **changes)
+
+
+@runs
+@pytest.mark.parametrize("tile", [x for x in (*TMA_TILES, *POINTER_TILES) if x.block_k >= 32], ids=str)
+def test_float8(tile):
+    """With descales of rows and columns, numbers, and none, and a bias and an activation behind them."""
+    device, arch = device_and_arch()
+    generator = torch.Generator().manual_seed(0)
+    m, n, k = 80, 112, 400
+    a, b = (torch.randn(shape, generator=generator).to(TORCH_DTYPE[FLOAT8]).to(device) for shape in ((m, k), (n, k)))
+    rows, columns = (torch.rand(shape, generator=generator).to(device) + 0.5 for shape in ((2 * m, 1), (1, n)))
+    bias = torch.randn(n, generator=generator).to(device)
+    number = torch.tensor(0.125, device=device)
+    described = problem(arch, FLOAT8, m, n, k, aligned=True, k_major=(True, True)).replace(out_dtype="float16")
+    for descales in ((None, None), (number, number), (rows[::2], columns), (number, columns[0])):
+        c = torch.full((m, n), float("nan"), dtype=torch.float16, device=device)
+        epilogue = described.replace(bias=True, activation="relu")
+        matmul.run(epilogue, MatmulTensors(a, b.t(), bias, *descales), c, tile)
+        exact = reference_matmul(a.double(), b.t().double(), *descales, bias=bias, activation="relu")
+        torch.testing.assert_close(c.double(), exact, rtol=2**-10, atol=2**-10)
+
+
+def test_float8_is_refused_before_ada_and_in_short_steps():
+    described = problem("sm_86", FLOAT8)
+    assert "8.9" in matmul_configs.unsupported_pointers(described)
+    short = matmul_configs.unsupported_pointers(described.replace(arch="sm_89", block=(64, 64, 16)))
+    assert "at least 32" in short
+    assert matmul_configs.unsupported_pointers(described.replace(arch="sm_89", block=(64, 64, 32))) is None
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
@@ -180,5 +210,5 @@ def test_wide_matrices_are_addressed_in_64_bits():
     b = torch.randn(64, 32, device="cuda").half()
     described = problem(gpu_arch_name(*torch.cuda.get_device_capability()), m=a.shape[0], n=32, k=64)
     c = torch.empty(a.shape[0], 32, dtype=torch.float16, device="cuda")
-    matmul.matmul_pointers(described, a, b, None, c)
+    matmul.matmul_pointers(described, MatmulTensors(a, b), c)
     torch.testing.assert_close(c, a @ b)

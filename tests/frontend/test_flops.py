@@ -14,7 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 import diyfa
 from diyfa import ops
-from diyfa.options import AttentionOptions, Lengths, pack
+from diyfa.options import AttentionOptions, Lengths, MatmulOptions, pack
+from diyfa.problem import MatmulTensors
 
 CPU: dict[str, Any] = {"backend": "cpu"}
 
@@ -141,13 +142,8 @@ def test_cache(way: str) -> None:
 
 def test_matmul() -> None:
     a, b = leaves((5, 7), (7, 3))
-    found = counted(
-        lambda: (
-            ops.matmul(a, b, None, None, False, "ieee", torch.float32, torch.float32, None, "auto", False, "cpu")
-            .sum()
-            .backward()
-        )
-    )
+    options = MatmulOptions(None, False, "ieee", torch.float32, torch.float32, backend="cpu")
+    found = counted(lambda: ops.matmul(MatmulTensors(a, b), options).sum().backward())
     assert found == {"diyfa.matmul": 3 * 2 * 5 * 7 * 3}
     with torch.no_grad():
         found = counted(lambda: diyfa.triton_matmul(a, b, precision="ieee", out=torch.empty(5, 3), backend="cpu"))

@@ -89,7 +89,7 @@ def test_an_operator_is_looked_up_in_a_compiled_graph() -> None:
     code = """
 import torch, diyfa
 graph = torch.compile(lambda a: torch.ops.diyfa.matmul(
-    a, a, None, None, False, "ieee", torch.float32, torch.float32, None, "auto", False, "cpu"),
+    a, a, None, None, None, None, False, "ieee", torch.float32, torch.float32, None, "auto", False, "cpu"),
     backend="eager", fullgraph=True)
 a = torch.randn(4, 4)
 torch.testing.assert_close(graph(a), a @ a)

@@ -74,13 +74,21 @@ def test_opcheck_matmul() -> None:
     a, b, bias = tensors((20, 30), (30, 40), (20,), grad=False)
     for compute, out in ((torch.float16, torch.float16), (torch.float32, torch.float32)):
         torch.library.opcheck(
-            torch.ops.diyfa.matmul.default, (a, b, None, None, True, "ieee", compute, out, None, "auto", False, "cpu")
+            torch.ops.diyfa.matmul.default,
+            (a, b, None, None, None, None, True, "ieee", compute, out, None, "auto", False, "cpu"),
         )
     options = ([16, 16, 16], True, "ieee", torch.float16, torch.bfloat16, "gelu", "tiled", False, "cpu")
-    torch.library.opcheck(torch.ops.diyfa.matmul.default, (b.t(), a.t(), bias, *options))
+    torch.library.opcheck(torch.ops.diyfa.matmul.default, (b.t(), a.t(), bias, None, None, *options))
     out = torch.empty(20, 40)
     options = (None, True, "ieee", torch.float32, torch.float32, "relu", "auto", False, "cpu")
-    torch.library.opcheck(torch.ops.diyfa.matmul_out.default, (a, b, None, out, *options))
+    torch.library.opcheck(torch.ops.diyfa.matmul_out.default, (a, b, None, None, None, out, *options))
+    a8, b8 = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
+    options = (None, True, "ieee", a8.dtype, torch.bfloat16, None, "auto", False, "cpu")
+    torch.library.opcheck(
+        torch.ops.diyfa.matmul.default,
+        (a8, b8, None, torch.ones(20, 1), torch.ones(()), *options),
+        test_utils="test_faketensor",  # the others multiply or differentiate the inputs
+    )
 
 
 def step(q, k, v, bias, sinks, causal):

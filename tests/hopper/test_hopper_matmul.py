@@ -20,7 +20,7 @@ from diyfa.backends.cuda.attention.launch import use_config
 from diyfa.backends.cuda.hopper import matmul, matmul_configs
 from diyfa.backends.cuda.hopper.matmul_configs import Sm90MatmulConfig
 from diyfa.backends.cuda.runtime.passes import launch_each
-from diyfa.problem import MatmulProblem
+from diyfa.problem import MatmulProblem, MatmulTensors
 from diyfa.reference import reference_matmul
 
 pytestmark = interpreted_only
@@ -58,21 +58,23 @@ def multiply(
     name = str(dtype).removeprefix("torch.")
     out = str(problem.pop("out_dtype", name))
     precision = "tf32" if dtype == torch.float32 else "ieee"
+    descales = problem.pop("descales", (None, None))
     described = MatmulProblem("cuda", "sm_90", name, name, out, m, n, k, precision, aligned=True).replace(**problem)
     assert matmul_configs.fits(config, described) and matmul_configs._refusal(described) is None
+    c_dtype = getattr(torch, out)
     torch.manual_seed(0)
     a = random_matrix(m, k, described.k_major[0], dtype)
     b = random_matrix(k, n, not described.k_major[1], dtype)
-    bias = torch.randn(n).to(dtype) if described.bias else None
+    bias = torch.randn(n).to(c_dtype if dtype == torch.float8_e4m3fn else dtype) if described.bias else None
     kernel = InterpretedKernel(kernels._matmul_sm90_kernel, seed, interleave)
-    c = torch.full((m, n), float("nan"), dtype=getattr(torch, out))
+    c = torch.full((m, n), float("nan"), dtype=c_dtype)
     with pytest.MonkeyPatch.context() as patch, poisoned_allocations():
         patch.setattr(matmul, "_matmul_sm90_kernel", kernel)
         patch.setattr(matmul, "multiprocessors", lambda device: multiprocessors)
-        launch_each(matmul.make_launches(described, a, b, bias, c, config))
+        launch_each(matmul.make_launches(described, MatmulTensors(a, b, bias, *descales), c, config))
     assert kernel.launches == 1
-    exact = reference_matmul(a.double(), b.double(), bias=bias, activation=described.activation)
-    sums = reference_matmul(a.double().abs(), b.double().abs(), bias=None if bias is None else bias.abs())
+    exact = reference_matmul(a.double(), b.double(), *descales, bias=bias, activation=described.activation)
+    sums = reference_matmul(a.double().abs(), b.double().abs(), *descales, bias=None if bias is None else bias.abs())
     rounding = 2**-9 if dtype == torch.float32 else k * 2**-23  # of factors to tf32, or of sums
     assert ((c.double() - exact).abs() <= exact.abs() * UNIT[c.dtype] + sums * rounding + 2**-24).all()
 
@@ -99,6 +101,40 @@ def test_tf32(tile: str) -> None:
     config = TILES[tile]
     halved = Sm90MatmulConfig(**{**vars(config), "block_k": config.block_k // 2})
     multiply(halved, (130, 132, 200), dtype=torch.float32, k_major=(True, True))
+
+
+FLOAT8_TILES = [x for x in TILES if x not in ("wide", "pingpong")]
+
+
+def float8(config: Sm90MatmulConfig, sizes: tuple[int, int, int], out_dtype: str, **problem: object) -> None:
+    doubled = Sm90MatmulConfig(**{**vars(config), "block_k": config.block_k * 2})
+    multiply(doubled, sizes, dtype=torch.float8_e4m3fn, k_major=(True, True), out_dtype=out_dtype, **problem)
+
+
+@pytest.mark.parametrize("tile", FLOAT8_TILES)
+@pytest.mark.parametrize("kind", ["none", "numbers", "vectors", "number and vector"])
+def test_float8(tile: str, kind: str) -> None:
+    rows, columns = torch.rand(130, 1) + 0.5, torch.rand(1, 136) + 0.5
+    descales = {
+        "none": (None, None),
+        "numbers": (torch.tensor(0.25), torch.tensor([[3.0]])),
+        "vectors": (rows, columns),
+        "number and vector": (torch.tensor([2.0]), columns[0]),
+    }[kind]
+    float8(TILES[tile], (130, 136, 400), "bfloat16", descales=descales, bias=kind == "vectors", activation="silu")
+
+
+@pytest.mark.parametrize("tile", FLOAT8_TILES)
+def test_float8_sizes(tile: str) -> None:
+    for sizes in ((1, 8, 16), (129, 136, 144), (64, 8, 1040)) if tile != "split" else ((129, 136, 1040),):
+        float8(TILES[tile], sizes, "float32", multiprocessors=3)
+    float8(TILES[tile], (300, 264, 528), "float16", seed=5, interleave=True)
+
+
+def test_float8_sums_have_two_registers() -> None:
+    problem = HALF.replace(dtype="float8_e4m3fn", compute_dtype="float8_e4m3fn", k_major=(True, True))
+    assert all(config.rows * config.block_n <= 64 * 128 for config in matmul_configs.candidates(problem))
+    assert "two registers" in str(matmul_configs.config_refusal(TILES["wide"], problem))
 
 
 # (M, N, K): one tile and many; one step and many; whole tiles and ragged ones; more programs than tiles
@@ -212,6 +248,7 @@ REFUSALS = {
     "not float32 in float32": FULL,
     "not float32 in float16": FULL.replace(compute_dtype="float16"),
     "contiguous along K": FULL.replace(precision="tf32", k_major=(True, False)),
+    "tf32 and float8 needs": HALF.replace(dtype="float8_e4m3fn", compute_dtype="float8_e4m3fn"),
     "not multiples of 16 bytes": HALF.replace(aligned=False),
     "no multiples of 16 bytes": HALF.replace(aligned_out=False),
     "rows of the result": HALF.replace(n=4100),
@@ -242,9 +279,15 @@ def test_the_choice_is_one_line_of_the_table(monkeypatch: pytest.MonkeyPatch) ->
 def test_every_class_has_tiles_that_fit() -> None:
     """For each dtype and result, and a split never has an empty share of K."""
     names = set()
+    others = (
+        HALF.replace(out_dtype="float32"),
+        FULL.replace(precision="tf32", k_major=(True, True)),
+        HALF.replace(dtype="float8_e4m3fn", compute_dtype="float8_e4m3fn", k_major=(True, True)),
+    )
     for m, n, k in product((1, 16, 64, 65, 512, 8192, 32768), (8, 128, 1024, 8192), (1, 8, 256, 1024, 4096, 65536)):
         names.add(matmul_configs.problem_class(m, n, k).name)
-        for problem in (HALF, HALF.replace(out_dtype="float32"), FULL.replace(precision="tf32", k_major=(True, True))):
+        for problem in (HALF, *others):
+            assert matmul_configs.candidates(problem.replace(m=m, n=n, k=k))
             for config in matmul_configs.candidates(problem.replace(m=m, n=n, k=k)):
                 steps = -(-k // config.block_k)
                 share = -(-steps // config.split_k)
@@ -380,6 +423,7 @@ def run_both(kernels: ModuleType) -> None:
     """Several tiles in both schedules, of 5 steps in 3 stages, with copies and products that run late and early."""
     for tile, seed in product(("two consumers", "pingpong"), (3, 1, 2)):
         multiply(TILES[tile], (300, 264, 264), seed, kernels)
+    float8(TILES["two consumers"], (300, 264, 528), "float16", kernels=kernels)
 
 
 def test_the_unparsed_source_is_the_kernel(tmp_path: Path) -> None:
@@ -413,6 +457,16 @@ MUTANTS = {
         "    acc = warpgroup_mma_wait(0, deps=[acc])\n    channel.release(end - 1)\n",
         "    acc = warpgroup_mma_wait(1, deps=[acc])\n    channel.release(end - 1)\n",
         Race,
+    ),
+    "a stage of float8 is released before its product is done": (
+        "            product = warpgroup_mma_wait(0, deps=[product])\n            channel.release(i)\n",
+        "            channel.release(i)\n            product = warpgroup_mma_wait(0, deps=[product])\n",
+        KernelBug,
+    ),
+    "a product of float8 is added to the one before": (
+        "operands.start_product(i, BOX, product, False)",
+        "operands.start_product(i, BOX, product, True)",
+        AssertionError,
     ),
     "a consumer waits for the phase before": ("        channel.wait(i)\n", "        channel.wait(i - 1)\n", KernelBug),
     "a store's buffer is written one store too early": (

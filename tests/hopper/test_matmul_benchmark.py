@@ -13,8 +13,10 @@ from typing import Any
 
 import hopper_gluon  # noqa: F401
 import pytest
+import torch
 from scripts import load_script
 
+import diyfa
 from diyfa.backends.cuda.hopper import matmul_configs
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "matmul.py"
@@ -40,6 +42,17 @@ def test_a_dry_run_measures_every_implementation() -> None:
     }
     assert all(row["table"] == "skinny, long K" and row["ms"] > 0 for row in rows)
     assert found[-1].startswith("dry: ") and not any("AUTOMATIC" in line for line in found)
+
+
+def test_float8_is_compared_with_float64(benchmark: ModuleType) -> None:
+    """By the benchmark's own inputs and descales, beside PyTorch's product."""
+    case, point, device = benchmark.FLOAT8_CASES[0], (48, 64, 80), torch.device("cpu")
+    a, b = benchmark.make_inputs(point, case, device)
+    descales = benchmark.make_descales(point, case, device)
+    c = diyfa.triton_matmul(a, b, **descales, backend="cpu")
+    assert b.stride(0) == 1
+    assert benchmark.error_of(c, a, b, descales) <= benchmark.UNITS * benchmark.ROUNDING[case.dtype]
+    assert benchmark.error_of(c, a, b, descales | {"a_descale": torch.ones(48, 1)}) > 0.1
 
 
 CHILD = """
@@ -83,26 +96,26 @@ def started(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 def test_implementations_are_measured_in_turns(benchmark: ModuleType, started: Callable[..., Any]) -> None:
     names = ["good", "wrong", "hangs", "broken", "wrong at ragged sizes"]
     bench = started(*names)
-    jobs = [(benchmark.RAGGED[1], benchmark.FIRST), (POINT, benchmark.FIRST), ((8, 8, 8), benchmark.FIRST)]
+    jobs = [(benchmark.RAGGED[1], benchmark.CASES[0]), (POINT, benchmark.CASES[0]), ((8, 8, 8), benchmark.CASES[0])]
     bench.prepare(dict.fromkeys(names, jobs))
-    bench.measure(names, POINT, (benchmark.FIRST, benchmark.CASES[3]))
+    bench.measure(names, POINT, (benchmark.CASES[0], benchmark.CASES[3]))
     by_name = {(row["implementation"], row.get("case", row.get("unavailable"))): row for row in bench.rows}
     assert set(by_name) == {
         ("good", "graph"), ("good", "eager"), ("hangs", "graph"), ("hangs", "hung"), ("broken", "no such kernel"),
         ("wrong", "wrong at (1000, 1000, 500): off by 5.0 units"),
-        ("wrong at ragged sizes", "wrong at (129, 136, 72): off by nan units"),
+        ("wrong at ragged sizes", "wrong at (129, 136, 80): off by nan units"),
     }  # fmt: skip
     # The counts are 1, 2, 3 of the graph and 4, 5, 6 of eager calls, which take twice as long.
     assert by_name["good", "graph"]["ms"] == 2.0 and by_name["good", "eager"]["ms"] == 10.0
     assert by_name["good", "graph"]["tflops"] == pytest.approx(2 * 1000 * 1000 * 500 / 2.0 / 1e9)
     assert bench.fastest(POINT) == ["hangs", "good"]
-    bench.measure(["wrong"], (8, 8, 8), (benchmark.FIRST,))
+    bench.measure(["wrong"], (8, 8, 8), (benchmark.CASES[0],))
     assert bench.rows[-1]["case"] == "graph"  # it is wrong at the other point only
 
 
 def test_no_time_is_left(benchmark: ModuleType, started: Callable[..., Any]) -> None:
     bench = started("good", budget=-1)
-    bench.measure(["good"], (8, 8, 8), (benchmark.FIRST,))
+    bench.measure(["good"], (8, 8, 8), (benchmark.CASES[0],))
     assert [row["unavailable"] for row in bench.rows] == ["no time left"]
 
 
@@ -124,10 +137,13 @@ def test_conclusions(benchmark: ModuleType, capsys: pytest.CaptureFixture[str]) 
         row("narrow", name, ms, 24)
         for name, ms in (("cublas", 1.0), ("portable", 1.0), (names[2], 1.5), (names[3], 1.25))
     ]
-    speeds = benchmark.relative_speeds(rows, "large")
+    speeds = benchmark.relative_speeds(rows, "large", benchmark.CASES[0])
     assert speeds == {"cublas": 1.0, names[1]: 1.0, "portable": pytest.approx(0.8**0.5), names[0]: 0.0}
-    assert benchmark.conclusions(rows) == ({"narrow": [names[3], names[2]], "large": [names[1]]}, ["large"])
-    benchmark.print_summary(rows, "H100")
+    assert benchmark.conclusions(rows, benchmark.CASES[0]) == (
+        {"narrow": [names[3], names[2]], "large": [names[1]]},
+        ["large"],
+    )
+    benchmark.print_summary(rows, benchmark.CASES, "H100")
     text = capsys.readouterr().out
     assert "AUTOMATIC: frozenset[str] = frozenset({'large'})" in text
     codes = [benchmark.config_code(benchmark.ALL_CONFIGS[name]) for name in names]
@@ -144,7 +160,8 @@ def test_every_class_has_a_point(benchmark: ModuleType) -> None:
 def test_every_point_has_candidates(benchmark: ModuleType) -> None:
     """By the code that the summary prints, too."""
     for point in benchmark.POINTS:
-        assert benchmark.configs_of(point)
+        assert benchmark.configs_of(point, benchmark.CASES[0])
+        assert benchmark.configs_of(point, benchmark.FLOAT8_CASES[0])
     for config in benchmark.ALL_CONFIGS.values():
         assert eval(benchmark.config_code(config), {"_config": matmul_configs._config}) == config
 

@@ -345,3 +345,111 @@ def test_autocast() -> None:
     assert (c.dtype, mixed.dtype) == (torch.bfloat16, torch.bfloat16) and torch.equal(c, mixed)
     c.float().sum().backward()
     assert a.grad is not None and a.grad.dtype == torch.float32
+
+
+# ---- float8
+
+FLOAT8 = torch.float8_e4m3fn
+
+
+@pytest.fixture
+def float8_backend(backend: str, device: torch.device) -> str:
+    """A backend that multiplies float8 on this machine."""
+    a = torch.zeros(16, 16, dtype=FLOAT8, device=device)
+    if backend == "npu":
+        with pytest.raises(ValueError, match="float8_e4m3fn"):
+            diyfa.triton_matmul(a, a, backend=backend)
+        pytest.skip("Ascend NPUs have no product of float8: refused")
+    return backend
+
+
+def float8_inputs(shape, device, b_by_k=True):
+    m, n, k = shape
+    generator = torch.Generator().manual_seed(m + n + k)
+    a, b = torch.randn((m, k), generator=generator), torch.randn((n, k) if b_by_k else (k, n), generator=generator)
+    rows, columns = torch.rand((m, 1), generator=generator) + 0.5, torch.rand((1, n), generator=generator) + 0.5
+    a, b = a.to(FLOAT8).to(device), b.to(FLOAT8).to(device)
+    return a, b.t() if b_by_k else b, rows.to(device), columns.to(device)
+
+
+@pytest.mark.parametrize("shape", [(64, 64, 64), (37, 53, 71), (1, 1, 1), (17, 200, 16), (2, 24, 1000)], ids=str)
+@pytest.mark.parametrize("b_by_k", [True, False])
+def test_float8(float8_backend, device, shape, b_by_k):
+    """Products of float8 are exact in float32; bfloat16 is the default of the result."""
+    a, b, rows, columns = float8_inputs(shape, device, b_by_k)
+    for descales in ((None, None), (rows, columns), (rows[:, 0], None), (torch.tensor(2.0, device=device), columns[0])):
+        c = diyfa.triton_matmul(a, b, a_descale=descales[0], b_descale=descales[1], backend=float8_backend)
+        exact = reference_matmul(a.double(), b.double(), *descales)
+        sums = reference_matmul(a.double().abs(), b.double().abs(), *descales)
+        assert c.dtype == torch.bfloat16
+        assert ((c.double() - exact).abs() <= exact.abs() * 2**-8 + sums * shape[2] * 2**-23).all()
+
+
+@pytest.mark.parametrize("out_dtype", DTYPES)
+@pytest.mark.parametrize("activation", [None, "gelu"])
+def test_float8_epilogue(float8_backend, device, out_dtype, activation):
+    """Descales come before the bias; `out` is overwritten, whatever it held."""
+    a, b, rows, columns = float8_inputs((37, 48, 96), device)
+    bias, out = torch.randn(48, device=device), torch.full((37, 48), float("nan"), dtype=out_dtype, device=device)
+    options = {"bias": bias, "activation": activation, "backend": float8_backend}
+    for _ in range(3):  # the first calls, and a repeated one
+        c = diyfa.triton_matmul(a, b, a_descale=rows, b_descale=columns, out=out, **options)
+    assert c is out
+    exact = reference_matmul(a.double(), b.double(), rows, columns, bias=bias, activation=activation)
+    torch.testing.assert_close(c.double(), exact, rtol=torch.finfo(out_dtype).eps, atol=2e-5)
+    other = diyfa.triton_matmul(a, b, a_descale=3 * rows, b_descale=columns, out_dtype=out_dtype, **options)
+    exact = reference_matmul(a.double(), b.double(), 3 * rows, columns, bias=bias, activation=activation)
+    torch.testing.assert_close(other.double(), exact, rtol=torch.finfo(out_dtype).eps, atol=2e-5)
+
+
+def test_float8_nan_and_largest_values(float8_backend, device):
+    """NaN reaches exactly its row and column; 448 * 448 * K is no overflow in float32, and inf in float16."""
+    a, b = (torch.full(shape, 448.0).to(FLOAT8).to(device) for shape in ((20, 64), (64, 40)))
+    a[3, 5] = float("nan")
+    c = diyfa.triton_matmul(a, b, out_dtype=torch.float32, backend=float8_backend)
+    assert c[3].isnan().all() and (c[[*range(3), *range(4, 20)]] == 448.0 * 448 * 64).all()
+    assert diyfa.triton_matmul(a, b, out_dtype=torch.float16, backend=float8_backend)[0].isinf().all()
+    one = torch.tensor(2.0**-20, device=device)
+    c = diyfa.triton_matmul(a, b, a_descale=one, out_dtype=torch.float16, backend=float8_backend)
+    assert (c[0] == 448.0 * 448 * 64 * 2**-20).all()
+
+
+@pytest.mark.parametrize("shape", [(0, 16, 16), (16, 0, 16), (16, 16, 0)], ids=str)
+def test_float8_empty(float8_backend, device, shape):
+    a, b, rows, columns = float8_inputs(shape, device)
+    bias = torch.randn(shape[1], device=device)
+    c = diyfa.triton_matmul(a, b, a_descale=rows, b_descale=columns, bias=bias, backend=float8_backend)
+    torch.testing.assert_close(c, bias.bfloat16().expand(shape[:2]))
+
+
+def test_float8_under_compile_and_as_an_operator(float8_backend, device):
+    a, b, rows, columns = float8_inputs((32, 48, 64), device)
+
+    def call(a, b, rows):
+        return diyfa.triton_matmul(a, b, a_descale=rows, b_descale=columns, backend=float8_backend)
+
+    expected = call(a, b, rows)
+    assert torch.equal(torch.compile(call, backend="aot_eager", fullgraph=True)(a, b, rows), expected)
+    described = call(*(x.to("meta") for x in (a, b, rows))) if device.type == "meta" else expected
+    assert described.shape == (32, 48)
+
+
+def test_float8_refusals(float8_backend, device):
+    a, b, rows, columns = float8_inputs((32, 48, 64), device)
+    half = torch.randn(32, 64).half().to(device)
+
+    def refused(error, match, a=a, b=b, **options):
+        with pytest.raises(error, match=match):
+            diyfa.triton_matmul(a, b, backend=float8_backend, **options)
+
+    refused(ValueError, "a_descale must have one number or shape", a_descale=columns)
+    refused(ValueError, "b_descale must have one number or shape", b_descale=rows)
+    refused(ValueError, "b_descale must have one number or shape", b_descale=columns.expand(32, 48))
+    refused(TypeError, "a_descale must be float32", a_descale=rows.half())
+    refused(ValueError, "belongs to float8", a=half, b=half.t(), a_descale=rows)
+    refused(TypeError, "dtypes must match", a=half)
+    refused(TypeError, "Unsupported dtype torch.float8_e5m2", a=a.to(torch.float8_e5m2))
+    refused(TypeError, "Unsupported dtype torch.float8_e4m3fn for the result", out_dtype=FLOAT8)
+    refused(ValueError, "precision", precision="ieee")
+    refused(ValueError, "no gradient", bias=torch.zeros(48, device=device, requires_grad=True))
+    refused(ValueError, "no gradient", a_descale=rows.clone().requires_grad_())

@@ -14,10 +14,14 @@ _INTERPRETING = tl.constexpr(is_interpreting())
 def dot_operand(x):
     """Return `x` as an operand of `tl.dot`.
 
-    The interpreter stores bfloat16 as uint16 and multiplies the bit patterns. There, and only there, x becomes float32.
+    The interpreter stores bfloat16 as uint16 and multiplies the bit patterns, and takes NaN of e4m3 for 480. There, and
+    only there, x becomes float32.
     """
     if _INTERPRETING and x.dtype == tl.bfloat16:
         x = x.to(tl.float32)
+    if _INTERPRETING and x.dtype == tl.float8e4nv:
+        is_nan = (x.to(tl.int8, bitcast=True) & 0x7F) == 0x7F
+        x = tl.where(is_nan, float("nan"), x.to(tl.float32))
     return x
 
 

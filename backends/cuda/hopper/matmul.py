@@ -1,4 +1,4 @@
-"""Matrix product for Hopper (sm_90): c = activation(a @ b + bias), in Gluon.
+"""Matrix product for Hopper (sm_90): c = activation((a @ b) * a_descale * b_descale + bias), in Gluon.
 
 A persistent program computes tiles [BLOCK_M, BLOCK_N] of c one after another. Its warps are specialised:
 
@@ -44,13 +44,13 @@ from diyfa.backends.cuda.hopper.matmul_configs import (
     select_config,
     store_columns,
 )
-from diyfa.backends.cuda.matmul.epilogue import activate, add_bias
-from diyfa.backends.cuda.matmul.kernel import launching, make_sum, partials_of, repeating
+from diyfa.backends.cuda.matmul.epilogue import activate, add_bias, descale_columns, descale_rows
+from diyfa.backends.cuda.matmul.kernel import epilogue_arguments, launching, make_sum, partials_of, repeating
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launch import multiprocessors
 from diyfa.backends.cuda.runtime.launcher import Tiles
 from diyfa.backends.cuda.runtime.passes import Pass
-from diyfa.problem import Launch, MatmulProblem
+from diyfa.problem import Launch, MatmulProblem, MatmulTensors
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,9 +191,27 @@ class Output:
 
     c_tensor: tma.tensor_descriptor  # (splits, M, N)
     bias_ptr: gl.tensor | gl.constexpr
+    a_descale_ptr: gl.tensor | gl.constexpr
+    b_descale_ptr: gl.tensor | gl.constexpr
     stride_bias: gl.tensor | gl.constexpr
+    stride_a_descale: gl.tensor | gl.constexpr
+    stride_b_descale: gl.tensor | gl.constexpr
     buffers: gl.shared_memory_descriptor
     config: gl.constexpr
+
+    @gluon.jit
+    def finish(self, x, row0, column0):
+        """Return a tile of sums, whose first element is [row0, column0], with the epilogue."""
+        M, N = self.c_tensor.shape[1], self.c_tensor.shape[2]
+        offs_m = row0 + gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, x.type.layout))
+        offs_n = column0 + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, x.type.layout))
+        if self.a_descale_ptr is not None:
+            x = descale_rows(x, self.a_descale_ptr, self.stride_a_descale, offs_m, M)
+        if self.b_descale_ptr is not None:
+            x = descale_columns(x, self.b_descale_ptr, self.stride_b_descale, offs_n, N)
+        if self.bias_ptr is not None:
+            x = add_bias(x, self.bias_ptr, self.stride_bias, offs_n, N)
+        return activate(x, self.config.ACTIVATION)
 
 
 @gluon.jit
@@ -218,6 +236,17 @@ def _accumulate(operands, BOX: gl.constexpr, item, end):
     LAYOUT: gl.constexpr = _accumulator_layout(config, operands.a_buffers.dtype.primitive_bitwidth)
     channel = operands.channel
     acc = gl.zeros([config.ROWS, config.BLOCK_N], gl.float32, LAYOUT)
+    if operands.a_buffers.dtype.primitive_bitwidth == 8:
+        # Tensor cores add products of float8 with about 14 bits, so a long sum is made of short ones. The other
+        # consumer multiplies meanwhile.
+        product = acc
+        for i in range(item, end):
+            channel.wait(i)
+            product = operands.start_product(i, BOX, product, False)
+            product = warpgroup_mma_wait(0, deps=[product])
+            channel.release(i)
+            acc += product
+        return acc
     channel.wait(item)
     acc = operands.start_product(item, BOX, acc, False)
     acc = warpgroup_mma_wait(1, deps=[acc])  # waits for nothing: the loop carries a tensor
@@ -258,12 +287,8 @@ def _store_tile(output, CONSUMER: gl.constexpr, BOX: gl.constexpr, tile, acc):
     row = tile.row0 + BOX * config.ROWS
     chunks = _column_chunks(acc, COLUMNS)
     for i in gl.static_range(len(chunks)):
-        x = chunks[i]
         column = tile.column0 + i * COLUMNS
-        if output.bias_ptr is not None:
-            offs_n = column + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, x.type.layout))
-            x = add_bias(x, output.bias_ptr, output.stride_bias, offs_n, output.c_tensor.shape[2])
-        x = activate(x, config.ACTIVATION)
+        x = output.finish(chunks[i], row, column)
         buffer = output.buffers.index(CONSUMER * BUFFERS + i % BUFFERS)
         tma.store_wait(BUFFERS - 1)
         buffer.reshape([config.ROWS, COLUMNS]).store(x.to(DTYPE))
@@ -309,8 +334,10 @@ def _matmul_sm90_kernel(
     a_tensor,  # (M, K), boxes of [ROWS, BLOCK_K]; A_TRANSPOSED: (K, M), [BLOCK_K, ROWS]
     b_tensor,  # (K, N), boxes of [BLOCK_K, BLOCK_N]; B_TRANSPOSED: (N, K), [BLOCK_N, BLOCK_K]
     bias_ptr,  # (N,)
+    a_descale_ptr,  # one number or (M,)
+    b_descale_ptr,  # one number or (N,)
     c_tensor,  # (SPLIT_K, M, N), boxes of [1, ROWS, STORE_COLUMNS]
-    stride_bias,
+    stride_bias, stride_a_descale, stride_b_descale,
     config: gl.constexpr,  # `MatmulSm90Constants`
 ):  # fmt: skip
     """Make buffers and barriers, then run the producer and the consumers until all tiles are done."""
@@ -334,7 +361,10 @@ def _matmul_sm90_kernel(
         config,
     )
     operands = Operands(a_tensor, b_tensor, a_buffers, b_buffers, channel, config)
-    output = Output(c_tensor, bias_ptr, stride_bias, c_buffers, config)
+    output = Output(
+        c_tensor, bias_ptr, a_descale_ptr, b_descale_ptr, stride_bias, stride_a_descale, stride_b_descale, c_buffers,
+        config,
+    )  # fmt: skip
     # The first consumer runs on the warps of the launch. Idle warps fill up the producer's warpgroup, unless there is
     # one consumer, which has no registers to give away.
     OTHERS: gl.constexpr = CONSUMERS - 1
@@ -367,49 +397,41 @@ def _matrix(x: torch.Tensor, is_row_major: bool, box: tuple[int, int]) -> Tiles:
 
 
 def make_launches(
-    problem: MatmulProblem,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None,
-    c: torch.Tensor,
-    config: Sm90MatmulConfig,
+    problem: MatmulProblem, tensors: MatmulTensors, c: torch.Tensor, config: Sm90MatmulConfig
 ) -> list[Launch]:
-    """Return the launches that write activation(a @ b + bias) to c."""
+    """Return the launches that write the product with its epilogue to c."""
     values, (a_by_k, b_by_k) = constants(problem, config), problem.k_major
-    tensors = {
-        "a_tensor": _matrix(a, a_by_k, (config.rows, config.block_k)),
-        "b_tensor": _matrix(b, not b_by_k, (config.block_k, config.block_n)),
+    operands = {
+        "a_tensor": _matrix(tensors.a, a_by_k, (config.rows, config.block_k)),
+        "b_tensor": _matrix(tensors.b, not b_by_k, (config.block_k, config.block_n)),
     }
     count = triton.cdiv(problem.m, config.block_m) * triton.cdiv(problem.n, config.block_n) * config.split_k
-    grid = min(count, multiprocessors(a.device) or 132)
+    grid = min(count, multiprocessors(c.device) or 132)
 
-    def launch(x: torch.Tensor, x_bias: torch.Tensor | None) -> Launch:
+    def launch(x: torch.Tensor, epilogue: MatmulTensors | None) -> Launch:
         splits, rows, columns = x.shape
         shape, strides = (splits, rows, columns), (x.stride(0), x.stride(1), 1)
         arguments: dict[str, Any] = {
-            **tensors,
-            "bias_ptr": x_bias,
+            **operands,
+            **epilogue_arguments(epilogue),
             "c_tensor": Tiles(x, shape, strides, smem_box(config.rows, values.store_columns, 3, x.dtype)),
-            "stride_bias": 1 if x_bias is None else x_bias.stride(0),
         }
         return Launch(_matmul_sm90_kernel, grid, arguments, {"config": values}, compile_options(config))
 
     if config.split_k == 1:
-        return [launch(c.unsqueeze(0), bias)]
-    partials = a.new_empty((config.split_k, problem.m, problem.n), dtype=torch.float32)
-    return [launch(partials, None), make_sum(problem, partials, bias, c)]
+        return [launch(c.unsqueeze(0), tensors)]
+    partials = c.new_empty((config.split_k, problem.m, problem.n), dtype=torch.float32)
+    return [launch(partials, None), make_sum(problem, partials, tensors, c)]
 
 
-def matmul_pass(
-    problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, c: torch.Tensor
-) -> Pass:
-    """Return the pass that writes activation(a @ b + bias) to c."""
+def matmul_pass(problem: MatmulProblem, tensors: MatmulTensors, c: torch.Tensor) -> Pass:
+    """Return the pass that writes the product with its epilogue to c."""
     config = forced_config("sm90_matmul", problem)
     if config is None:
         config = select_config(problem)
     elif reason := config_refusal(config, problem):
         raise ValueError(reason)
-    launches = make_launches(problem, a, b, bias, c, config)
+    launches = make_launches(problem, tensors, c, config)
     return Pass(launches, partials_of(launches))
 
 

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from diyfa.arch import ELEMENT_BYTES, gpu_spec
+from diyfa.arch import gpu_spec
 from diyfa.backends.cuda.attention.tile_io import cdiv
 from diyfa.backends.cuda.gluon.compat import ptxas_options
 from diyfa.backends.cuda.hopper.configs import environment_refusal
-from diyfa.backends.cuda.matmul.configs import sizes_refusal
+from diyfa.backends.cuda.matmul.configs import ELEMENT_BYTES, FLOAT8, sizes_refusal
 from diyfa.problem import MAX_STEPS, MatmulProblem, cached_per_problem
 
 SHARED_BYTES = 232448  # for one program on sm_90
 BARRIER_BYTES = 1024
 STORE_BYTES = 128  # of a row of a TMA store: the swizzle
 CONSUMER_ROWS = 64  # the M of a warpgroup's product
+FLOAT8_SUMS = 64 * 128  # of a consumer: each has a register for the sum, and one for the next product
 
 
 @dataclass(frozen=True)
 class Sm90MatmulConfig:
     """Tile [block_m, block_n] of a program, which multiplies `block_k` of K at a time.
 
-    `block_k` counts 16-bit elements; of float32 a step has half as many. `consumers` divide the rows of a tile;
-    with `pingpong` each has a whole one, and they take turns. `group_m`: tile rows that use the same columns of b in
-    the L2 cache. `split_k`: programs that divide K of a tile.
+    `block_k` counts 16-bit elements; of float32 a step has half as many, of float8 twice as many. `consumers` divide
+    the rows of a tile; with `pingpong` each has a whole one, and they take turns. `group_m`: tile rows that use the
+    same columns of b in the L2 cache. `split_k`: programs that divide K of a tile.
     """
 
     block_m: int
@@ -180,6 +181,8 @@ def config_refusal(config: Sm90MatmulConfig, problem: MatmulProblem) -> str | No
         return f"{config} needs {needed} bytes of shared memory, of {SHARED_BYTES}"
     if config.split_k > 1 and problem.n * ELEMENT_BYTES["float32"] % 16:
         return f"rows of float32 partial sums ({problem.n}) are not a multiple of 16 bytes: K cannot be split"
+    if problem.dtype == FLOAT8 and config.rows * config.block_n > FLOAT8_SUMS:
+        return f"{config} needs two registers for each sum of float8 products, more than a thread has"
     tiles = cdiv(problem.m, config.block_m) * cdiv(problem.n, config.block_n) * config.split_k
     if tiles * cdiv(problem.k, config.block_k) > MAX_STEPS:
         return f"32 bits do not count {tiles} tiles times their steps of BLOCK_K"
@@ -232,11 +235,14 @@ def _refusal(problem: MatmulProblem) -> str | None:
     if problem.block is not None:
         return "it takes tiles of its own table, not block_m, block_n and block_k"
     if problem.compute_dtype != problem.dtype or (problem.dtype == "float32" and problem.precision != "tf32"):
-        return f"it multiplies float16, bfloat16 and tf32 as they are, not {problem.dtype} in {problem.compute_dtype}"
+        return (
+            "it multiplies float16, bfloat16, float8 and tf32 as they are, "
+            f"not {problem.dtype} in {problem.compute_dtype}"
+        )
     if not problem.aligned:
         return "an input's strides or base address are not multiples of 16 bytes"
-    if problem.dtype == "float32" and problem.k_major != (True, True):
-        return "tf32 products of wgmma need both operands contiguous along K: a row-major, b column-major"
+    if problem.dtype in ("float32", FLOAT8) and problem.k_major != (True, True):
+        return "wgmma of tf32 and float8 needs both operands contiguous along K: a row-major, b column-major"
     if problem.aligned_out is False:
         return "out has columns that are not contiguous, or rows or an address that are no multiples of 16 bytes"
     if problem.aligned_out is None and problem.n * ELEMENT_BYTES[problem.out_dtype] % 16:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from diyfa.arch import ELEMENT_BYTES, GPUArch, GPUSpec, gpu_spec
+from diyfa.arch import ELEMENT_BYTES as ATTENTION_BYTES
+from diyfa.arch import GPUArch, GPUSpec, gpu_spec
 from diyfa.backends.cuda.attention.tile_io import cdiv
 from diyfa.problem import MAX_STEPS, MatmulProblem, cached_per_problem
 
@@ -43,6 +44,8 @@ class Row:
     measured: str = "not measured yet"  # device, date, problem: TFLOP/s
 
 
+FLOAT8 = "float8_e4m3fn"
+ELEMENT_BYTES = {**ATTENTION_BYTES, FLOAT8: 1}
 ANY = 1 << 62
 KIB = 1024
 # In each class the first row whose max_m suffices is the default, and all rows are candidates.
@@ -106,21 +109,35 @@ TABLE: tuple[Row, ...] = (
     Row("wide", 0, 512, MatmulConfig("pointers", 64, 64, 32, 8, 3)),
     Row("wide", 0, ANY, MatmulConfig("pointers", 128, 64, 32, 8, 4)),
     Row("wide", 0, ANY, MatmulConfig("pointers", 128, 64, 32, 8, 3)),
+    # Sums of float8 take a second register for the next product
+    Row("float8", 200 * KIB, 64, MatmulConfig("tma", 64, 64, 256, 4, 4)),
+    Row("float8", 200 * KIB, ANY, MatmulConfig("tma", 128, 128, 128, 8, 4)),
+    Row("float8", 200 * KIB, ANY, MatmulConfig("tma", 128, 128, 128, 8, 4, persistent=True)),
+    Row("float8", 200 * KIB, ANY, MatmulConfig("tma", 64, 128, 128, 4, 5)),
+    Row("float8", 0, ANY, MatmulConfig("tma", 128, 128, 64, 8, 3)),
+    Row("float8", 0, 16, MatmulConfig("pointers", 16, 64, 256, 4, 4, group_m=1, split_k=4)),
+    Row("float8", 0, 512, MatmulConfig("pointers", 64, 64, 128, 4, 3)),
+    Row("float8", 0, ANY, MatmulConfig("pointers", 128, 128, 64, 8, 3)),
+    Row("float8", 0, ANY, MatmulConfig("pointers", 64, 128, 128, 4, 3)),
+    Row("narrow float8", 0, 16, MatmulConfig("pointers", 16, 64, 64, 4, 3, group_m=1, split_k=4)),
+    Row("narrow float8", 0, ANY, MatmulConfig("pointers", 64, 64, 64, 4, 3)),
     # Without tensor cores: the operands of a whole block_k step are in registers, so tiles are small
     Row("fma", 0, 64, MatmulConfig("pointers", 32, 32, 32, 4, 2)),
     Row("fma", 0, ANY, MatmulConfig("pointers", 64, 64, 16, 8, 2)),
 )
 # fmt: on
+FLOAT8_MIN_K = 32  # of a product
 # Candidates with split_k are measured only for problems with at most this many rows.
 SPLIT_MAX_M = 64
 
 
 def problem_kind(problem: MatmulProblem) -> str:
-    """Return what limits the tile: "fma", "wide", "narrow" or "mma".
+    """Return what limits the tile: "fma", "wide", "narrow", "float8", "narrow float8" or "mma".
 
     * fma: Triton (3.2 to 3.9) multiplies without tensor cores, before Ampere and for float32 in full precision. The
       operands of a whole step are in registers.
     * wide: float32 inputs on tensor cores, as tf32 or cast to 2 bytes.
+    * float8: products are added to the sums one by one, so that each sum has two registers.
     * narrow: without 16-byte alignment elements are copied one by one, 2-byte ones through registers.
     * mma: all other problems.
     """
@@ -130,7 +147,8 @@ def problem_kind(problem: MatmulProblem) -> str:
         return "fma"
     if problem.dtype == "float32":
         return "wide"
-    return "mma" if problem.aligned else "narrow"
+    kinds = ("float8", "narrow float8") if problem.dtype == FLOAT8 else ("mma", "narrow")
+    return kinds[0 if problem.aligned else 1]
 
 
 def shared_bytes(config: MatmulConfig, problem: MatmulProblem) -> int:
@@ -226,6 +244,10 @@ def _unsupported(problem: MatmulProblem, form: str) -> str | None:
     spec = gpu_spec(problem.arch)
     if spec is not None and not spec.has_bf16 and "bfloat16" in (problem.dtype, problem.compute_dtype):
         return f"bfloat16 needs compute capability 8.0 or later, this is {problem.arch}"
+    if problem.dtype == FLOAT8 and not (spec is None or spec.has_fp8):
+        return f"float8 needs compute capability 8.9 or later, this is {problem.arch}"
+    if problem.dtype == FLOAT8 and problem.block is not None and problem.block[2] < FLOAT8_MIN_K:
+        return f"products of float8 have a block_k of at least {FLOAT8_MIN_K}, got {problem.block[2]}"
     if reason := sizes_refusal(problem):
         return reason
     if problem.block is not None and default_config(problem, form) is None:
@@ -244,7 +266,7 @@ def unsupported_tma(problem: MatmulProblem) -> str | None:
     if spec is None or not spec.has_tma:
         return f"TMA needs Hopper or later, this is {problem.arch}"
     if problem.dtype == "float32" or problem.compute_dtype != problem.dtype:
-        return f"reads float16 and bfloat16 as they are, not {problem.dtype} computed in {problem.compute_dtype}"
+        return f"reads float16, bfloat16 and float8 as is, not {problem.dtype} computed in {problem.compute_dtype}"
     if not problem.aligned:
         return "an input's strides or base address are not multiples of 16 bytes"
     if problem.aligned_out is False:

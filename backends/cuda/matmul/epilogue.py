@@ -1,4 +1,4 @@
-"""The epilogue of a product: bias and activation of a tile of float32 sums, before it is rounded.
+"""The epilogue of a product: descales, bias and activation of a tile of float32 sums, before it is rounded.
 
 The portable kernels and the Hopper kernel call it, so it has no layouts.
 """
@@ -40,7 +40,23 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def _load_vector(ptr, stride, offs, size):
+    return tl.load(ptr + offs.to(tl.int64) * stride, mask=offs < size, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def add_bias(x, bias_ptr, stride_bias, offs_n, N):
     """Return x [.., columns] plus the biases of the columns `offs_n`, of which those below N exist."""
-    bias = tl.load(bias_ptr + offs_n.to(tl.int64) * stride_bias, mask=offs_n < N, other=0.0).to(tl.float32)
-    return x + bias[None, :]
+    return x + _load_vector(bias_ptr, stride_bias, offs_n, N)[None, :]
+
+
+@triton.jit
+def descale_rows(x, descale_ptr, stride, offs_m, M):
+    """Return x [rows, ..] times the descales of the rows `offs_m`, of which those below M exist."""
+    return x * _load_vector(descale_ptr, stride, offs_m, M)[:, None]
+
+
+@triton.jit
+def descale_columns(x, descale_ptr, stride, offs_n, N):
+    """Return x [.., columns] times the descales of the columns `offs_n`, of which those below N exist."""
+    return x * _load_vector(descale_ptr, stride, offs_n, N)[None, :]

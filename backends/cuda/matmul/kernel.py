@@ -5,8 +5,8 @@
 * `pointers`: plain masked pointers, for any strides, dtypes and architecture. K may be split among programs. A second
   kernel adds their partial sums in a fixed order, so results do not vary from run to run.
 
-Bias and activation are applied to the float32 sums before they are rounded (`epilogue.py`), with a split K by the
-second kernel.
+Descales, bias and activation are applied to the float32 sums before they are rounded (`epilogue.py`), with a split K by
+the second kernel. Products of float8 are added to the sums step by step (`dot_float8`).
 
 Programs are ordered in groups of row tiles, so that programs that run at the same time use the same operand tiles in
 the L2 cache (Triton's matrix-multiplication tutorial). All addresses are 64-bit.
@@ -23,23 +23,25 @@ import torch
 import triton
 import triton.language as tl
 
-from diyfa.backends.cuda.attention.dots import dot_operand, round_to
+from diyfa.backends.cuda.attention.dots import dot_float8, dot_operand, round_to
 from diyfa.backends.cuda.matmul.configs import (
     MatmulConfig,
     candidates,
     default_config,
 )
-from diyfa.backends.cuda.matmul.epilogue import activate, add_bias
+from diyfa.backends.cuda.matmul.epilogue import activate, add_bias, descale_columns, descale_rows
 from diyfa.backends.cuda.runtime import tune
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launch import multiprocessors, on_device
 from diyfa.backends.cuda.runtime.launcher import Tiles, shared_box
 from diyfa.backends.cuda.runtime.passes import Pass, Replay, launch_each, make_replay
-from diyfa.problem import Launch, MatmulProblem, cached_per_problem
+from diyfa.problem import Launch, MatmulProblem, MatmulTensors, cached_per_problem
 from diyfa.tuning import bucket_size
 
-TL_DTYPE = {"float16": tl.float16, "bfloat16": tl.bfloat16, "float32": tl.float32}
-TORCH_DTYPE = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+TL_DTYPE = {
+    "float16": tl.float16, "bfloat16": tl.bfloat16, "float32": tl.float32, "float8_e4m3fn": tl.float8e4nv
+}  # fmt: skip
+TORCH_DTYPE = {name: getattr(torch, name) for name in TL_DTYPE}
 SUM_BLOCK = 1024
 
 
@@ -94,7 +96,8 @@ def grouped_tile(tile, num_tiles_m, num_tiles_n, GROUP_M: tl.constexpr):
 
 @triton.jit
 def _matmul_kernel(
-    a_ptr, b_ptr, bias_ptr, c_ptr, stride_am, stride_ak, stride_bk, stride_bn, stride_bias, stride_cm, stride_cn,
+    a_ptr, b_ptr, bias_ptr, a_descale_ptr, b_descale_ptr, c_ptr,
+    stride_am, stride_ak, stride_bk, stride_bn, stride_bias, stride_a_descale, stride_b_descale, stride_cm, stride_cn,
     M, N, K, c: tl.constexpr
 ):  # fmt: skip
     """Compute a tile of the result (M, N), or of contiguous partial sums (SPLIT_K, M, N)."""
@@ -118,12 +121,19 @@ def _matmul_kernel(
             n_left = K - k
             a = tl.load(a_ptrs, mask=mask_m & (tl.arange(0, c.BLOCK_K)[None, :] < n_left), other=0.0)
             b = tl.load(b_ptrs, mask=mask_n & (tl.arange(0, c.BLOCK_K)[:, None] < n_left), other=0.0)
-        a = dot_operand(a.to(c.COMPUTE_DTYPE))
-        b = dot_operand(b.to(c.COMPUTE_DTYPE))
-        acc = tl.dot(a, b, acc, input_precision=c.PRECISION)
+        if a.dtype == tl.float8e4nv:
+            acc += dot_float8(a, b)
+        else:
+            a = dot_operand(a.to(c.COMPUTE_DTYPE))
+            b = dot_operand(b.to(c.COMPUTE_DTYPE))
+            acc = tl.dot(a, b, acc, input_precision=c.PRECISION)
         a_ptrs += step * stride_ak
         b_ptrs += step * stride_bk
     if c.SPLIT_K == 1:
+        if a_descale_ptr is not None:
+            acc = descale_rows(acc, a_descale_ptr, stride_a_descale, offs_m, M)
+        if b_descale_ptr is not None:
+            acc = descale_columns(acc, b_descale_ptr, stride_b_descale, offs_n, N)
         if bias_ptr is not None:
             acc = add_bias(acc, bias_ptr, stride_bias, offs_n, N)
         acc = activate(acc, c.ACTIVATION)
@@ -132,7 +142,11 @@ def _matmul_kernel(
 
 
 @triton.jit
-def _sum_splits_kernel(partial_ptr, bias_ptr, c_ptr, stride_bias, stride_cm, stride_cn, size, N, c: tl.constexpr):
+def _sum_splits_kernel(
+    partial_ptr, bias_ptr, a_descale_ptr, b_descale_ptr, c_ptr,
+    stride_bias, stride_a_descale, stride_b_descale, stride_cm, stride_cn,
+    size, N, c: tl.constexpr
+):  # fmt: skip
     """Write the sums of partial[s, i] over s, in the order of s, with the epilogue, to element i of the result."""
     offs = tl.program_id(0).to(tl.int64) * c.BLOCK + tl.arange(0, c.BLOCK)
     mask = offs < size
@@ -140,6 +154,10 @@ def _sum_splits_kernel(partial_ptr, bias_ptr, c_ptr, stride_bias, stride_cm, str
     for s in range(c.SPLIT_K):
         acc += tl.load(partial_ptr + tl.full((), s, tl.int64) * size + offs, mask=mask, other=0.0)
     row, column = offs // N, offs % N
+    if a_descale_ptr is not None:
+        acc *= tl.load(a_descale_ptr + row * stride_a_descale, mask=mask, other=0.0)
+    if b_descale_ptr is not None:
+        acc *= tl.load(b_descale_ptr + column * stride_b_descale, mask=mask, other=0.0)
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + column * stride_bias, mask=mask, other=0.0).to(tl.float32)
     acc = activate(acc, c.ACTIVATION)
@@ -151,7 +169,7 @@ def _matmul_tma_kernel(
     a_desc,  # blocks of [BLOCK_M, BLOCK_K], or [BLOCK_K, BLOCK_M] if A_TRANSPOSED
     b_desc,  # blocks of [BLOCK_K, BLOCK_N], or [BLOCK_N, BLOCK_K] if B_TRANSPOSED
     c_desc,  # blocks of [BLOCK_M, BLOCK_N], half as wide if STORE_HALVES
-    bias_ptr, stride_bias,
+    bias_ptr, a_descale_ptr, b_descale_ptr, stride_bias, stride_a_descale, stride_b_descale,
     M, N, K, c: tl.constexpr,
 ):  # fmt: skip
     """Compute tiles of c. Descriptors clip: elements beyond a or b read as 0, elements beyond c are not written."""
@@ -171,7 +189,14 @@ def _matmul_tma_kernel(
                 b = b_desc.load([start_n, k]).T
             else:
                 b = b_desc.load([k, start_n])
-            acc = tl.dot(dot_operand(a), dot_operand(b), acc)
+            if a.dtype == tl.float8e4nv:
+                acc += dot_float8(a, b)
+            else:
+                acc = tl.dot(dot_operand(a), dot_operand(b), acc)
+        if a_descale_ptr is not None:
+            acc = descale_rows(acc, a_descale_ptr, stride_a_descale, start_m + tl.arange(0, c.BLOCK_M), M)
+        if b_descale_ptr is not None:
+            acc = descale_columns(acc, b_descale_ptr, stride_b_descale, start_n + tl.arange(0, c.BLOCK_N), N)
         if bias_ptr is not None:
             acc = add_bias(acc, bias_ptr, stride_bias, start_n + tl.arange(0, c.BLOCK_N), N)
         acc = activate(acc, c.ACTIVATION)
@@ -195,26 +220,36 @@ def _descriptor(x: torch.Tensor, transposed: bool, block: tuple[int, int]) -> Ti
     return Tiles(x, x.shape[::step], x.stride()[::step], shared_box(x.dtype, block[::step]))
 
 
-def _epilogue(problem: MatmulProblem, bias: torch.Tensor | None) -> dict[str, Any]:
-    return {"bias_ptr": bias, "stride_bias": 1 if bias is None else bias.stride(0)}
+def _vector_stride(x: torch.Tensor | None) -> int:
+    """Return the stride of a vector (N,), (N, 1) or (1, N); 0 if it is one number for all."""
+    if x is None:
+        return 1
+    return 0 if x.numel() == 1 else max(zip(x.shape, x.stride(), strict=True))[1]
 
 
-def _launch_tma(
-    problem: MatmulProblem,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None,
-    c: torch.Tensor,
-    config: MatmulConfig,
-) -> Launch:
+def epilogue_arguments(tensors: MatmulTensors | None) -> dict[str, Any]:
+    """Return a kernel's arguments of the epilogue; without tensors they are None."""
+    _, _, bias, a_descale, b_descale = tensors or (None,) * 5
+    return {
+        "bias_ptr": bias,
+        "a_descale_ptr": a_descale,
+        "b_descale_ptr": b_descale,
+        "stride_bias": 1 if bias is None else bias.stride(0),
+        "stride_a_descale": _vector_stride(a_descale),
+        "stride_b_descale": _vector_stride(b_descale),
+    }
+
+
+def _launch_tma(problem: MatmulProblem, tensors: MatmulTensors, c: torch.Tensor, config: MatmulConfig) -> Launch:
     m, n, k = problem.m, problem.n, problem.k
+    a, b = tensors.a, tensors.b
     a_transposed, b_transposed = _is_transposed(a), _is_transposed(b)
     tiles = triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
     arguments = {
         "a_desc": _descriptor(a, a_transposed, (config.block_m, config.block_k)),
         "b_desc": _descriptor(b, b_transposed, (config.block_k, config.block_n)),
         "c_desc": _descriptor(c, False, (config.block_m, config.block_n >> config.store_halves)),
-        **_epilogue(problem, bias),
+        **epilogue_arguments(tensors),
         "M": m,
         "N": n,
         "K": k,
@@ -231,19 +266,14 @@ def _launch_tma(
     return Launch(_matmul_tma_kernel, programs, arguments, {"c": constants}, _options(config))
 
 
-def _launch_pointers(
-    problem: MatmulProblem,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None,
-    c: torch.Tensor,
-    config: MatmulConfig,
-) -> Launch:
+def _launch_pointers(problem: MatmulProblem, tensors: MatmulTensors, c: torch.Tensor, config: MatmulConfig) -> Launch:
+    """Return the launch that writes the result to c, or partial sums if K is split."""
     m, n, k = problem.m, problem.n, problem.k
+    a, b = tensors.a, tensors.b
     arguments = {
         "a_ptr": a,
         "b_ptr": b,
-        **_epilogue(problem, bias),
+        **epilogue_arguments(tensors if config.split_k == 1 else None),
         "c_ptr": c,
         "stride_am": a.stride(0),
         "stride_ak": a.stride(1),
@@ -271,12 +301,12 @@ def _options(config: MatmulConfig) -> dict[str, int]:
     return {"num_warps": config.num_warps, "num_stages": config.num_stages}
 
 
-def make_sum(problem: MatmulProblem, partials: torch.Tensor, bias: torch.Tensor | None, c: torch.Tensor) -> Launch:
+def make_sum(problem: MatmulProblem, partials: torch.Tensor, tensors: MatmulTensors, c: torch.Tensor) -> Launch:
     """Return the launch that adds up partial sums (splits, M, N) and writes them with their epilogue to c."""
     size = problem.m * problem.n
     arguments = {
         "partial_ptr": partials,
-        **_epilogue(problem, bias),
+        **epilogue_arguments(tensors),
         "c_ptr": c,
         "stride_cm": c.stride(0),
         "stride_cn": c.stride(1),
@@ -288,32 +318,20 @@ def make_sum(problem: MatmulProblem, partials: torch.Tensor, bias: torch.Tensor 
 
 
 def make_launches(
-    problem: MatmulProblem,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None,
-    c: torch.Tensor,
-    config: MatmulConfig,
+    problem: MatmulProblem, tensors: MatmulTensors, c: torch.Tensor, config: MatmulConfig
 ) -> list[Launch]:
-    """Return the launches that write activation(a @ b + bias) to c."""
+    """Return the launches that write the product with its epilogue to c."""
     if config.form == "tma":
-        return [_launch_tma(problem, a, b, bias, c, config)]
+        return [_launch_tma(problem, tensors, c, config)]
     if config.split_k == 1:
-        return [_launch_pointers(problem, a, b, bias, c, config)]
-    partials = a.new_empty((config.split_k, problem.m, problem.n), dtype=torch.float32)
-    return [_launch_pointers(problem, a, b, None, partials, config), make_sum(problem, partials, bias, c)]
+        return [_launch_pointers(problem, tensors, c, config)]
+    partials = c.new_empty((config.split_k, problem.m, problem.n), dtype=torch.float32)
+    return [_launch_pointers(problem, tensors, partials, config), make_sum(problem, partials, tensors, c)]
 
 
-def run(
-    problem: MatmulProblem,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None,
-    c: torch.Tensor,
-    config: MatmulConfig,
-) -> None:
-    """Write activation(a @ b + bias) to c with the given tile, on the current device."""
-    launch_each(make_launches(problem, a, b, bias, c, config))
+def run(problem: MatmulProblem, tensors: MatmulTensors, c: torch.Tensor, config: MatmulConfig) -> None:
+    """Write the product with its epilogue to c with the given tile, on the current device."""
+    launch_each(make_launches(problem, tensors, c, config))
 
 
 @cached_per_problem
@@ -323,23 +341,16 @@ def _bucket(problem: MatmulProblem) -> tuple[Any, ...]:
     return (*kinds, *sizes, *problem.k_major)
 
 
-def _pass(
-    problem: MatmulProblem,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None,
-    c: torch.Tensor,
-    form: str,
-) -> Pass:
-    """Return the pass that writes activation(a @ b + bias) to c."""
+def _pass(problem: MatmulProblem, tensors: MatmulTensors, c: torch.Tensor, form: str) -> Pass:
+    """Return the pass that writes the product with its epilogue to c."""
     config, is_settled = default_config(problem, form), None
     assert config is not None, "`unsupported` has asked"
     if problem.autotune and problem.block is None:
         name, bucket = f"matmul/{form}", _bucket(problem)
         tiles = candidates(problem, form)
-        config = tune.best(name, bucket, tiles, lambda candidate: run(problem, a, b, bias, c, candidate), config)
+        config = tune.best(name, bucket, tiles, lambda candidate: run(problem, tensors, c, candidate), config)
         is_settled = partial(tune.is_settled, name, bucket)
-    launches = make_launches(problem, a, b, bias, c, config)
+    launches = make_launches(problem, tensors, c, config)
     return Pass(launches, partials_of(launches), is_settled=is_settled)
 
 
@@ -349,31 +360,27 @@ def partials_of(launches: list[Launch]) -> list[torch.Tensor]:
 
 
 def launching(describe: Callable[..., Pass]) -> Callable[..., None]:
-    """Return `Kernel.launch` of a kernel whose pass `describe(problem, a, b, bias, c)` returns."""
+    """Return `Kernel.launch` of a kernel whose pass `describe(problem, tensors, c)` returns."""
 
-    def launch(
-        problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, c: torch.Tensor
-    ) -> None:
-        with on_device(a):
-            launch_each(describe(problem, a, b, bias, c).launches)
+    def launch(problem: MatmulProblem, tensors: MatmulTensors, c: torch.Tensor) -> None:
+        with on_device(c):
+            launch_each(describe(problem, tensors, c).launches)
 
     return launch
 
 
 def repeating(describe: Callable[..., Pass], choice: Callable[[], object] = tune.state) -> Callable[..., Replay | None]:
-    """Return `Kernel.repeat` of a kernel whose pass `describe(problem, a, b, bias, c)` returns.
+    """Return `Kernel.repeat` of a kernel whose pass `describe(problem, tensors, c)` returns.
 
     `choice` returns what decides on its tile besides the problem.
     """
 
-    def repeat(
-        problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, c: torch.Tensor
-    ) -> Replay | None:
+    def repeat(problem: MatmulProblem, tensors: MatmulTensors, c: torch.Tensor) -> Replay | None:
         # Detached, they are different objects, even if two of them are one tensor.
-        a, b, c, bias = a.detach(), b.detach(), c.detach(), None if bias is None else bias.detach()
-        inputs = [a, b] if bias is None else [a, b, bias]
-        with on_device(a):
-            return make_replay(describe(problem, a, b, bias, c), inputs, [c], choice)
+        tensors = MatmulTensors(*[None if x is None else x.detach() for x in tensors])
+        c = c.detach()
+        with on_device(c):
+            return make_replay(describe(problem, tensors, c), tensors.present(), [c], choice)
 
     return repeat
 

@@ -18,7 +18,7 @@ from diyfa.backends.cuda.matmul.configs import (
 from diyfa.backends.cuda.matmul.kernel import TORCH_DTYPE, make_launches
 from diyfa.lab.cuda.aot import CompileSpec, launch_spec
 from diyfa.options import ACTIVATIONS
-from diyfa.problem import MatmulProblem
+from diyfa.problem import MatmulProblem, MatmulTensors
 
 # (dtype of inputs, of the product, of the result, precision)
 CASES = (
@@ -27,6 +27,7 @@ CASES = (
     ("float32", "float16", "float16", "ieee"),
     ("float32", "float32", "float32", "tf32"),
     ("float32", "float32", "float32", "ieee"),
+    ("float8_e4m3fn", "float8_e4m3fn", "bfloat16", "ieee"),
 )
 
 
@@ -67,8 +68,9 @@ def _epilogue_specs(arch: str, refusals: Mapping[str, Callable[[MatmulProblem], 
             continue
         bias = torch.empty(problem.n, dtype=torch.float16, device="meta")
         a, b, c = _example_tensors(problem, b_transposed=True)
+        tensors = MatmulTensors(a, b, bias)
         tile = f"{config.block_m}x{config.block_n}x{config.block_k} split{config.split_k}"
-        launch = make_launches(problem, a, b, bias, c, config)[-1]  # of two, the one with the epilogue
+        launch = make_launches(problem, tensors, c, config)[-1]  # of two, the one with the epilogue
         name = "sum" if config.split_k > 1 else form
         case = f"float16 bT {tile} bias {activation or ''}".rstrip()
         yield launch_spec(launch, f"matmul/{name}", case, GELU_SPILLS if activation == "gelu" else 0)
@@ -100,6 +102,15 @@ def _hopper_specs(arch: str) -> Iterator[CompileSpec]:
     for m in (16, 4096):
         problem = tf32.replace(m=m, k_major=(True, True))
         yield _hopper_spec(problem, matmul_configs.select_config(problem))
+    float8 = half.replace(
+        dtype="float8_e4m3fn", compute_dtype="float8_e4m3fn", out_dtype="bfloat16", k_major=(True, True)
+    )
+    tiles.clear()
+    for size in (16, 512, 4096):
+        problem = float8.replace(m=size, n=max(size, 512))
+        tiles.update(dict.fromkeys(matmul_configs.candidates(problem)))
+    for config in tiles:
+        yield _hopper_spec(float8.replace(bias=config.split_k == 1), config)
 
 
 def _hopper_spec(problem: MatmulProblem, config: Sm90MatmulConfig) -> CompileSpec:
@@ -114,7 +125,7 @@ def _hopper_spec(problem: MatmulProblem, config: Sm90MatmulConfig) -> CompileSpe
     a, b = matrix(problem.m, problem.k, a_by_k, problem.dtype), matrix(problem.k, problem.n, not b_by_k, problem.dtype)
     c = matrix(problem.m, problem.n, True, problem.out_dtype)
     bias = torch.empty(problem.n, dtype=TORCH_DTYPE[problem.dtype], device="meta") if problem.bias else None
-    launch, *_ = matmul.make_launches(problem, a, b, bias, c, config)
+    launch, *_ = matmul.make_launches(problem, _with_descales(a, b)._replace(bias=bias), c, config)
     case = f"{problem.dtype}->{problem.out_dtype} {'nt'[not a_by_k]}{'nt'[b_by_k]} "
     case += f"{config.block_m}x{config.block_n}x{config.block_k} s{config.stages} c{config.consumers}"
     case += f"{' pingpong' * config.pingpong} group{config.group_m} split{config.split_k}{' bias' * problem.bias}"
@@ -130,7 +141,7 @@ def _config_specs(problem: MatmulProblem, config: MatmulConfig) -> Iterator[Comp
     if config.form == "tma":
         for b_transposed in (False, True):
             a, b, c = _example_tensors(problem, b_transposed)
-            launch, *_ = make_launches(problem, a, b, None, c, config)
+            launch, *_ = make_launches(problem, _with_descales(a, b), c, config)
             suffix = " persistent" * config.persistent + " halves" * config.store_halves + " bT" * b_transposed
             yield launch_spec(launch, "matmul/tma", case + suffix)
         return
@@ -140,11 +151,19 @@ def _config_specs(problem: MatmulProblem, config: MatmulConfig) -> Iterator[Comp
         if not problem.aligned:
             some = problem.replace(m=problem.m + 1, n=problem.n + 1, k=problem.k + 1)
         a, b, c = _example_tensors(some)
-        launch, *_ = make_launches(some, a, b, None, c, config)
+        launch, *_ = make_launches(some, _with_descales(a, b), c, config)
         if launch.constants["c"].even_k != even:  # blocks of 16 divide every aligned K
             continue
         suffix = f" split{config.split_k}{' masked' * (not even)}{' odd' * (not problem.aligned)}"
         yield launch_spec(launch, "matmul/pointers", case + suffix, POINTER_SPILLS)
+
+
+def _with_descales(a: torch.Tensor, b: torch.Tensor) -> MatmulTensors:
+    """Return a and b, of float8 with descales of rows and columns."""
+    if a.dtype != torch.float8_e4m3fn:
+        return MatmulTensors(a, b)
+    descales = (torch.empty(size, dtype=torch.float32, device="meta") for size in (a.shape[0], b.shape[1]))
+    return MatmulTensors(a, b, None, *descales)
 
 
 def _example_tensors(
