@@ -468,7 +468,11 @@ MUTANTS = {
         "operands.start_product(i, BOX, product, True)",
         AssertionError,
     ),
-    "a consumer waits for the phase before": ("        channel.wait(i)\n", "        channel.wait(i - 1)\n", KernelBug),
+    "a consumer waits for the phase before": (
+        "        channel.wait(i)\n        acc = ",
+        "        channel.wait(i - 1)\n        acc = ",
+        KernelBug,
+    ),
     "a store's buffer is written one store too early": (
         "tma.store_wait(BUFFERS - 1)",
         "tma.store_wait(BUFFERS)",

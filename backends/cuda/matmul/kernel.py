@@ -377,7 +377,8 @@ def repeating(describe: Callable[..., Pass], choice: Callable[[], object] = tune
 
     def repeat(problem: MatmulProblem, tensors: MatmulTensors, c: torch.Tensor) -> Replay | None:
         # Detached, they are different objects, even if two of them are one tensor.
-        tensors = MatmulTensors(*[None if x is None else x.detach() for x in tensors])
+        a, b, *optional = tensors
+        tensors = MatmulTensors(a.detach(), b.detach(), *[None if x is None else x.detach() for x in optional])
         c = c.detach()
         with on_device(c):
             return make_replay(describe(problem, tensors, c), tensors.present(), [c], choice)
