@@ -265,15 +265,17 @@ def test_refusals(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
         registry.choose("matmul", REFUSALS[reason], registry.load_backend("cuda"), "sm90")
 
 
-def test_the_choice_is_one_line_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`auto` takes the kernel for exactly the classes of AUTOMATIC, which is empty until they are measured."""
+def test_the_choice_is_that_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`auto` takes the kernel for exactly the classes of AUTOMATIC, in the dtypes that were measured."""
     backend = registry.load_backend("cuda")
     monkeypatch.setattr(matmul_configs, "environment_refusal", lambda: None)
-    assert registry.choose("matmul", HALF, backend).name == "tma"
-    assert registry.choose("matmul", HALF, backend, "sm90").name == "sm90"
+    tf32 = FULL.replace(precision="tf32", k_major=(True, True))
+    assert registry.choose("matmul", HALF, backend).name == "sm90"
+    assert registry.choose("matmul", tf32, backend).name != "sm90"
+    assert registry.choose("matmul", tf32, backend, "sm90").name == "sm90"
     monkeypatch.setattr(matmul_configs, "AUTOMATIC", frozenset({"large"}))
     assert registry.choose("matmul", HALF, backend).name == "sm90"
-    assert registry.choose("matmul", HALF.replace(m=16), backend).name != "sm90"
+    assert registry.choose("matmul", HALF.replace(m=16), backend).name == "tma"
 
 
 def test_every_class_has_tiles_that_fit() -> None:

@@ -75,9 +75,13 @@ def _config(block_m: int, block_n: int, block_k: int, stages: int, **rest: int |
     return Sm90MatmulConfig(block_m, block_n, block_k, stages, **rest)  # type: ignore[arg-type]
 
 
-# `auto` takes this kernel for the classes named here, and the portable kernels for all others. A class is named once
-# benchmarks/matmul.py has shown on a GPU that the kernel is the fastest for it.
-AUTOMATIC: frozenset[str] = frozenset()
+# `auto` takes this kernel for the classes and dtypes named here, and the portable kernels for all others. A class is
+# named once benchmarks/matmul.py has shown on a GPU that the kernel is the fastest for it.
+AUTOMATIC: frozenset[str] = frozenset(
+    {"few rows, long K", "skinny, long K", "skinny", "few tiles, long K", "fewest tiles", "few tiles", "narrow",
+     "short K", "one wave", "large"}
+)  # fmt: skip
+AUTOMATIC_DTYPES = frozenset({"float16", "bfloat16"})  # tf32 and float8 are not measured yet
 
 _WIDE = _config(64, 256, 64, 5, consumers=1, consumer_registers=240, producer_registers=96)  # wgmma needs 154 registers
 _SMALL = _config(64, 64, 128, 6, consumers=1)
@@ -87,68 +91,67 @@ _SQUARE = _config(128, 128, 64, 6)
 _SQUARE_IN_TURNS = _config(128, 128, 64, 5, pingpong=True)
 _LARGE = _config(128, 256, 64, 4)
 _TALL = _config(256, 128, 64, 3)
-TABLE: tuple[ProblemClass, ...] = (
+_H200 = "H200, 2026-11-29, float16, TFLOP/s, "
+TABLE: tuple[ProblemClass, ...] = (  # the default first
+    ProblemClass(
+        "few rows, long K",
+        (replace(_ONE_CONSUMER, split_k=2), replace(_WIDE, split_k=4), replace(_ONE_CONSUMER, split_k=4), _SMALL),
+        max_m=16,
+        min_k=1024,
+        measured=_H200 + "16x8192x8192: 44",
+    ),
     ProblemClass(
         "skinny, long K",
-        (
-            _SMALL,
-            _SMALLEST,
-            replace(_ONE_CONSUMER, split_k=2),
-            replace(_ONE_CONSUMER, split_k=4),
-            _config(64, 128, 64, 8, consumers=1, split_k=2),
-            replace(_WIDE, split_k=4),
-        ),
+        (_SMALL, _config(64, 128, 64, 8, consumers=1, split_k=2), replace(_ONE_CONSUMER, split_k=2), _SMALLEST),
         max_m=64,
         min_k=1024,
+        measured=_H200 + "64x8192x8192: 194",
     ),
-    ProblemClass("skinny", (_SMALL, _SMALLEST, _ONE_CONSUMER, _WIDE), max_m=64),
+    ProblemClass("skinny", (_SMALL, _ONE_CONSUMER, _SMALLEST, _WIDE), max_m=64, measured=_H200 + "64x8192x512: 56"),
     ProblemClass(
         "few tiles, long K",
-        (
-            replace(_SQUARE, split_k=2),
-            replace(_SQUARE, split_k=4),
-            replace(_SQUARE, split_k=8),
-            replace(_LARGE, split_k=4),
-            _ONE_CONSUMER,
-            _config(128, 64, 128, 4),
-        ),
+        (_ONE_CONSUMER, _config(128, 64, 128, 4), replace(_SQUARE, split_k=2), replace(_SQUARE, split_k=4),
+         replace(_LARGE, split_k=4)),
         max_tiles=66,
         min_k=2048,
+        measured=_H200 + "8192x128x8192 and its transpose: 364, 372",
+    ),
+    ProblemClass(
+        "fewest tiles",
+        (_SMALL, _SMALLEST, _ONE_CONSUMER, _config(128, 64, 128, 4)),
+        max_tiles=32,
+        measured=_H200 + "512x512x512: 33",
     ),
     ProblemClass(
         "few tiles",
-        (
-            _SMALL,
-            _SMALLEST,
-            _ONE_CONSUMER,
-            _config(128, 64, 128, 4),
-            _SQUARE,
-            replace(_SMALL, split_k=2),
-            replace(_SQUARE, split_k=2),
-        ),
+        (_ONE_CONSUMER, _config(128, 64, 128, 4), _SMALL, _SQUARE, replace(_SMALL, split_k=2)),
         max_tiles=132,
+        measured=_H200 + "1024x1024x1024: 206",
     ),
-    ProblemClass("narrow", (_SQUARE, _SQUARE_IN_TURNS, _TALL, _config(128, 64, 128, 4)), max_n=128),
+    ProblemClass(
+        "narrow",
+        (_SQUARE_IN_TURNS, _SQUARE, _TALL),
+        max_n=128,
+        measured=_H200 + "65536x128x4096: 466",
+    ),
     ProblemClass(
         "short K",
-        (_SQUARE_IN_TURNS, _LARGE, _SQUARE, _config(64, 256, 64, 4, pingpong=True)),
+        (_config(64, 256, 64, 4, pingpong=True), _SQUARE_IN_TURNS, _LARGE, _SQUARE),
         max_k=512,
+        measured=_H200 + "8192x8192x128: 373",
     ),
-    ProblemClass("one wave", (_LARGE, _TALL, _SQUARE_IN_TURNS, _SQUARE), max_tiles=264),
+    ProblemClass(
+        "one wave",
+        (_LARGE, _SQUARE_IN_TURNS, _SQUARE, _TALL),
+        max_tiles=264,
+        measured=_H200 + "2048x2048x2048: 590",
+    ),
     ProblemClass(
         "large",
-        (
-            _LARGE,
-            replace(_LARGE, group_m=16),
-            replace(_LARGE, group_m=4),
-            _TALL,
-            _SQUARE_IN_TURNS,
-            _config(64, 256, 64, 4, pingpong=True),
-            _SQUARE,
-            _config(128, 128, 128, 3),
-        ),
+        (_LARGE, replace(_LARGE, group_m=16), replace(_LARGE, group_m=4), _SQUARE_IN_TURNS, _SQUARE, _TALL),
+        measured=_H200 + "4096x4096x4096, 8192x8192x8192: 711, 683",
     ),
-)
+)  # fmt: skip
 
 
 def problem_class(m: int, n: int, k: int) -> ProblemClass:
@@ -263,6 +266,6 @@ def unsupported(problem: MatmulProblem) -> str | None:
 def by_name_only(problem: MatmulProblem) -> str | None:
     """Return why `auto` does not take the kernel for `problem`, or None."""
     name = problem_class(problem.m, problem.n, problem.k).name
-    if name in AUTOMATIC:
+    if name in AUTOMATIC and problem.dtype in AUTOMATIC_DTYPES:
         return None
-    return f'not measured against the portable kernels for the class "{name}": variant="sm90" runs it'
+    return f'not measured against the portable kernels for {problem.dtype} of class "{name}": variant="sm90" runs it'
