@@ -356,7 +356,8 @@ def _consumer(INDEX: gl.constexpr, sizes, shared, gradients, outputs, rolling_dq
         rolling_dq.wait_until_added(iteration)
         key_blocks.channel.release(iteration)
         x = rolling_dq.load_first(chunk, INDEX, sizes, config)
-        _store(consumer, gradients, dk, dv)
+        _store_rows(dv, 1.0, outputs.dv_ptr, outputs.dv_tensor, gradients.out_buffers, consumer)
+        _store_rows(dk, outputs.sm_scale, outputs.dk_ptr, outputs.dk_tensor, gradients.out_buffers, consumer)
         rolling_dq.convert(chunk, x, iteration, INDEX, item, gradients, outputs.sm_scale, sizes, config)
         iteration += 1
         kind, chunk, keys = key_blocks.read(iteration, sizes, config.LENGTHS)
@@ -367,66 +368,24 @@ def _consumer(INDEX: gl.constexpr, sizes, shared, gradients, outputs, rolling_dq
 
 
 @gluon.jit
-def _store(consumer, gradients, dk, dv):
-    """Write a consumer's rows of dV and dK."""
-    outputs = consumer.outputs
-    dv = _finished(dv, 1.0, consumer)
-    dk = _finished(dk, outputs.sm_scale, consumer)
-    if consumer.shared.config.STORE_FROM_REGISTERS:
-        for j in gl.static_range(len(dk)):
-            store_from_registers(dk[j], outputs.dk_ptr, outputs.dk_tensor, consumer, j * BOX)
-        for j in gl.static_range(len(dv)):
-            store_from_registers(dv[j], outputs.dv_ptr, outputs.dv_tensor, consumer, j * BOX)
-    else:
-        _store_rows(dv, outputs.dv_tensor, gradients.out_buffers, consumer)
-        _store_rows(dk, outputs.dk_tensor, gradients.out_buffers, consumer)
-
-
-@gluon.jit
-def _finished(x, factor, consumer):
-    result = ()
-    for j in gl.static_range(len(x)):
-        result += (finished_rows(x[j], factor, consumer),)
-    return result
-
-
-@gluon.jit
-def _store_rows(x, tensor, buffers, consumer):
-    """Wait until a consumer's buffer is free, and start writing x [64, D], accumulators, through it."""
+def _store_rows(x, factor, pointer, tensor, buffers, consumer):
+    """Write x [64, D], accumulators of dV or dK, times a factor: from registers, or through a consumer's buffer."""
     config: gl.constexpr = consumer.shared.config
     B: gl.constexpr = config.BOXES
     c: gl.constexpr = consumer.INDEX
-    tma.store_wait(0)
-    if len(x) == 1:
-        run_matrix(buffers, c, B, 0, B).store(x[0].to(buffers.dtype))
-    else:
-        for j in gl.static_range(B):
-            used_columns(buffers, c, j, B, B, config.LAST_COLUMNS).store(x[j].to(buffers.dtype))
-    fence_async_shared()
-    store_boxes(tensor, buffers, c, consumer, 0, B, B, B)
-
-
-@gluon.jit
-def _specialise(
-    sizes, shared, gradients, inputs, outputs, rolling_dq, dq_tensor, semaphores_ptr, key_blocks, scheduler
-):
-    """Run both consumers, the producer and the adders. The first consumer runs on the warps that the kernel is launched
-    with, and gets the registers that the others leave."""
-    config: gl.constexpr = shared.config
-    R: gl.constexpr = config.CONSUMER_REGISTERS
-    P: gl.constexpr = config.PRODUCER_REGISTERS
-    gl.warp_specialize(
-        [
-            (_consumer, (0, sizes, shared, gradients, outputs, rolling_dq, key_blocks)),
-            (_consumer, (1, sizes, shared, gradients, outputs, rolling_dq, key_blocks)),
-            (_persistent_producer, (sizes, shared, inputs, rolling_dq, key_blocks, scheduler)),
-            (_adder, (0, sizes, shared, gradients, rolling_dq, dq_tensor, semaphores_ptr, key_blocks)),
-            (_adder, (1, sizes, shared, gradients, rolling_dq, dq_tensor, semaphores_ptr, key_blocks)),
-            (idle_warps, ()),
-        ],
-        [4, 1, 1, 1, 1],
-        [R, P, P, P, P],
-    )  # fmt: skip
+    if not config.STORE_FROM_REGISTERS:
+        tma.store_wait(0)  # the buffer is free
+    for j in gl.static_range(len(x)):
+        rows = finished_rows(x[j], factor, consumer)
+        if config.STORE_FROM_REGISTERS:
+            store_from_registers(rows, pointer, tensor, consumer, j * BOX)
+        elif len(x) == 1:
+            run_matrix(buffers, c, B, 0, B).store(rows.to(buffers.dtype))
+        else:
+            used_columns(buffers, c, j, B, B, config.LAST_COLUMNS).store(rows.to(buffers.dtype))
+    if not config.STORE_FROM_REGISTERS:
+        fence_async_shared()
+        store_boxes(tensor, buffers, c, consumer, 0, B, B, B)
 
 
 @gluon.jit(do_not_specialize=(*SIZES, "dq_slots", "dq_delay"), do_not_specialize_on_alignment=LENGTH_POINTERS)
@@ -465,4 +424,18 @@ def _bwd_sm90_kernel(
     )  # fmt: skip
     outputs = Outputs(dk_tensor, dv_tensor, dk_ptr, dv_ptr, sm_scale, scale, softcap)
     scheduler = TileScheduler(counter_ptr, "dynamic")
-    _specialise(sizes, shared, gradients, inputs, outputs, rolling_dq, dq_tensor, semaphores_ptr, key_blocks, scheduler)
+    R: gl.constexpr = config.CONSUMER_REGISTERS
+    P: gl.constexpr = config.PRODUCER_REGISTERS
+    # The first consumer runs on the warps that the kernel is launched with, and gets the registers that others leave.
+    gl.warp_specialize(
+        [
+            (_consumer, (0, sizes, shared, gradients, outputs, rolling_dq, key_blocks)),
+            (_consumer, (1, sizes, shared, gradients, outputs, rolling_dq, key_blocks)),
+            (_persistent_producer, (sizes, shared, inputs, rolling_dq, key_blocks, scheduler)),
+            (_adder, (0, sizes, shared, gradients, rolling_dq, dq_tensor, semaphores_ptr, key_blocks)),
+            (_adder, (1, sizes, shared, gradients, rolling_dq, dq_tensor, semaphores_ptr, key_blocks)),
+            (idle_warps, ()),
+        ],
+        [4, 1, 1, 1, 1],
+        [R, P, P, P, P],
+    )  # fmt: skip

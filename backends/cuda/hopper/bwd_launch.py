@@ -31,6 +31,7 @@ from diyfa.backends.cuda.hopper.bwd_dq import (
     _prepare_kernel,
 )
 from diyfa.backends.cuda.hopper.bwd_mla import BOXES, BOXES_V, _bwd_mla_kernel
+from diyfa.backends.cuda.hopper.bwd_tiles import LENGTH_POINTERS
 from diyfa.backends.cuda.hopper.bwd_wide import _bwd_wide_dkdv_kernel
 from diyfa.backends.cuda.hopper.bwd_wide_dq import BLOCK_M, Sm90BwdDqConstants, _bwd_wide_dq_kernel
 from diyfa.backends.cuda.hopper.configs import FULL_GPU, heads_in_parallel
@@ -142,7 +143,9 @@ class Sm90Backward:
         if config.form == "columns":  # adds dQ up in registers
             self.dq_blocks = 0
         self.form = _Form(config, self.boxes, self.boxes_v, self.in_order, self.rolling)
-        self.sizes = {name: getattr(problem, name) for name in _SIZES}
+        lengths = (tensors.cu_seqlens_q, tensors.cu_seqlens_k) if problem.varlen else (tensors.seq_lens,) * 2
+        self.sizes: dict[str, Any] = {name: getattr(problem, name) for name in _SIZES}
+        self.sizes |= dict(zip(LENGTH_POINTERS, lengths, strict=True))
         self.interleaved_heads, self.delay, self.slots = self._window()
         if self.rolling:
             self.dq_blocks = self.slots * (problem.heads_q // self.heads_kv) * cdiv(problem.seqlen_q, config.block_m)
@@ -163,9 +166,6 @@ class Sm90Backward:
         self.counts = words.as_strided((counts,), (1,), counter_at + 4) if self.rolling else None
         self.semaphores = words.as_strided((semaphores,), (1,), semaphores_at) if self.in_order else None
         self.dk_dv_partials = memory[parts_at:].split(sizes) if self.subgroups > 1 else ()
-        self.lengths = (
-            (tensors.cu_seqlens_q, tensors.cu_seqlens_k) if problem.varlen else (tensors.seq_lens, tensors.seq_lens)
-        )
 
     def _window(self) -> tuple[int, int, int]:
         """Return how many heads of K are interleaved (`locate_key_block`), and the `delay` and `slots` of `RollingDq`.
@@ -204,8 +204,6 @@ class Sm90Backward:
             "do_ptr": dout,
             "lse_ptr": self.lse,
             "dlse_ptr": dlse,
-            "lengths_q_ptr": self.lengths[0],
-            "lengths_k_ptr": self.lengths[1],
             "statistics_ptr": self.statistics,
             "dq_ptr": self.dq,
             "semaphores_ptr": self.semaphores,
@@ -239,8 +237,6 @@ class Sm90Backward:
         ragged = problem.seq_lens or problem.varlen
         make_descriptor = ragged_descriptor if ragged else dense_descriptor
         arguments = {
-            "lengths_q_ptr": self.lengths[0],
-            "lengths_k_ptr": self.lengths[1],
             **self.sizes,
             "group_size": problem.heads_q // problem.heads_kv,
             "window_left": problem.window_left,
@@ -319,8 +315,6 @@ class Sm90Backward:
             return ()
         arguments = {
             "dq_ptr": self.dq,
-            "lengths_q_ptr": self.lengths[0],
-            "lengths_k_ptr": self.lengths[1],
             "out_ptr": self.out,
             **strides(problem.layout, dq=self.out),
             **self.sizes,

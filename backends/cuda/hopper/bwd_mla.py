@@ -91,23 +91,14 @@ def _allocate_exchange(dq_ptr, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def _start_dq(consumer, exchange, item, zero):
-    """Start this consumer's box of dS K, [64, 64], from the dS of all keys."""
+def _start_dq(consumer, exchange, item, zero, j: gl.constexpr, FIRST: gl.constexpr, END: gl.constexpr):
+    """Start box j of dS K, [64, 64], from the dS of the keys of consumers [FIRST, END)."""
     dq = gl.zeros([ROWS, BOX], gl.float32, accumulator_layout(BOX))
-    for half in gl.static_range(CONSUMER_COUNT):
+    for half in gl.static_range(FIRST, END):
         ds = exchange.box(item, half).permute((1, 0))
-        k = box_matrix(consumer.shared.k_buffers, half + zero, consumer.INDEX, BOXES)
-        dq = warpgroup_mma(ds, k, dq, use_acc=half > 0, is_async=True)
+        k = box_matrix(consumer.shared.k_buffers, half + zero, j, BOXES)
+        dq = warpgroup_mma(ds, k, dq, use_acc=half > FIRST, is_async=True)
     return dq
-
-
-@gluon.jit
-def _start_last_dq(consumer, exchange, item, zero):
-    """Start the last box of dS K, [64, 64], from the dS of this consumer's keys."""
-    dq = gl.zeros([ROWS, BOX], gl.float32, accumulator_layout(BOX))
-    ds = exchange.box(item, consumer.INDEX).permute((1, 0))
-    k = box_matrix(consumer.shared.k_buffers, consumer.INDEX + zero, BOXES - 1, BOXES)
-    return warpgroup_mma(ds, k, dq, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -188,12 +179,12 @@ def _add_query_blocks(
         dk_last = warpgroup_mma(ds, box_matrix(shared.q_buffers, stage, BOXES - 1, BOXES), dk_last, is_async=True)
         dv, dk, dk_last = warpgroup_mma_wait(0, deps=[dv, dk, dk_last])
         shared.queries.release(item)
-        dq = _start_last_dq(consumer, exchange, item, zero)
+        dq = _start_dq(consumer, exchange, item, zero, BOXES - 1, c, c + 1)
         dq = warpgroup_mma_wait(0, deps=[dq])
         _add_dq(exchange, dq, first + block, BOXES - 1)
         # The additions read their registers for a while. Without a wait in between the next product would need others.
         exchange.ds.pick(1 - c).wait(item)
-        dq = _start_dq(consumer, exchange, item, zero)
+        dq = _start_dq(consumer, exchange, item, zero, c, 0, CONSUMER_COUNT)
         dq = warpgroup_mma_wait(0, deps=[dq])
         _add_dq(exchange, dq, first + block, c)
         item += 1

@@ -104,18 +104,11 @@ class Exchange:
         return gl.convert_layout(from_register_order(x), accumulator.type.layout)
 
     @gluon.jit
-    def store_p(self, p, item):
-        """Consumer 0 leaves Pᵀ."""
-        box_matrix(self.p_buffer, 0, 0, 1).store(p)
+    def store(self, x, buffer, channel, item):
+        """Consumer 0 leaves Pᵀ or dSᵀ."""
+        box_matrix(buffer, 0, 0, 1).store(x)
         fence_async_shared()
-        self.p.commit(item)
-
-    @gluon.jit
-    def store_ds(self, ds, item):
-        """Consumer 0 leaves dSᵀ."""
-        box_matrix(self.ds_buffer, 0, 0, 1).store(ds)
-        fence_async_shared()
-        self.ds.commit(item)
+        channel.commit(item)
 
 
 @gluon.jit
@@ -176,9 +169,9 @@ def _consumer0_blocks(
         exchange.dp.signal(item)
         p, derivative = softmax_weights(s, shared.lse(stage), block * M, consumer, MASKED)
         exchange.dp.wait(item)
-        exchange.store_p(p.to(DTYPE), item)
+        exchange.store(p.to(DTYPE), exchange.p_buffer, exchange.p, item)
         dv = _start_dv(consumer, exchange, dv, item, zero)
-        exchange.store_ds((derivative * exchange.load_dp(s)).to(DTYPE), item)
+        exchange.store((derivative * exchange.load_dp(s)).to(DTYPE), exchange.ds_buffer, exchange.ds, item)
         dk, dv = _finish(consumer, exchange, dk, dv, item, zero)
         item += 1
     return dk, dv, item
