@@ -21,7 +21,7 @@ _WRAP = 1 << 34  # elements: ROW_BOUND times this is 2^64
 def smem_box(rows: int, columns: int, rank: int, dtype: torch.dtype) -> Box:
     """Return the box of a tile in the swizzled layout that TMA writes and wgmma reads."""
     shape = (1,) * (rank - 2) + (rows, columns)
-    words = gl.float32 if dtype == torch.float32 else gl.float16  # bfloat16 has the layout of float16
+    words = {1: gl.int8, 2: gl.float16, 4: gl.float32}[dtype.itemsize]  # the layout depends on the size alone
     return shared_box(dtype, shape, gl.NVMMASharedLayout.get_default_for(list(shape), words))
 
 

@@ -8,6 +8,7 @@ from diyfa.backends.cuda.gluon.compat import aggregate
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
+SMALLEST_SCALE = gl.constexpr(1e-30)
 LARGEST_PRODUCT = gl.constexpr(2.358e38)  # about the largest number whose product with LOG2E float32 holds
 
 
@@ -29,6 +30,14 @@ class Score:
         if not self.SOFTCAP:
             scale = scale * LOG2E
         return Score(scale, cap, self.SOFTCAP, self.ALIBI, self.NEGATE)
+
+    @gluon.jit
+    def scaled(self, factor):
+        """Return these constants for products that still lack a factor, which is positive or NaN."""
+        scale = self.scale * factor
+        if not (self.SOFTCAP or self.ALIBI):  # keep it large enough that -inf remains a mask. A NaN stays.
+            scale = gl.where(scale < SMALLEST_SCALE, SMALLEST_SCALE, scale)
+        return Score(scale, self.cap, self.SOFTCAP, self.ALIBI, self.NEGATE)
 
 
 @aggregate
@@ -110,10 +119,11 @@ def mask_scores(s, start_n, rows, problem):
 
 
 @gluon.jit
-def softmax_step(s, m_i, start_n, rows, score, problem, MASKED: gl.constexpr):
+def softmax_step(s, m_i, start_n, rows, score, problem, MASKED: gl.constexpr, SHIFT: gl.constexpr = 0):
     """Return (weights p, running maximum, factor alpha of earlier sums) of products s [64, BLOCK_N].
 
     The maximum is in units of log2. MASKED: a mask or the end of the keys may cut the block. A row may see none of it.
+    SHIFT: keep the maximum that much lower, so that weights are up to 2**SHIFT.
     """
     s, scale = _scores(s, score)
     if score.ALIBI:
@@ -121,7 +131,10 @@ def softmax_step(s, m_i, start_n, rows, score, problem, MASKED: gl.constexpr):
         scale = 1.0
     if MASKED:
         s = mask_scores(s, start_n, rows, problem)
-    m_new = gl.maximum(m_i, gl.max(s, 1) * scale)
+    if SHIFT:
+        m_new = gl.maximum(m_i, gl.max(s, 1) * scale - SHIFT)
+    else:
+        m_new = gl.maximum(m_i, gl.max(s, 1) * scale)
     m_ref = gl.where(m_new == float("-inf"), 0.0, m_new)  # all scores so far are -inf: avoid inf - inf
     p = gl.exp2(s * scale - m_ref[:, None])
     return p, m_new, gl.exp2(m_i - m_ref)

@@ -34,7 +34,7 @@ def spills_in_loops(sass: str) -> list[int]:
         if branch is None or int(branch[1], 16) >= address:
             continue
         body = [text for _, text in code[number[int(branch[1], 16)] : i + 1]]
-        if any("HGMMA" in text for text in body) and not any(
+        if any("GMMA." in text for text in body) and not any(
             re.search(r"\b(UTMASTG|STG\.E\.128)\b", text) for text in body
         ):
             spills.append(sum(re.search(r"\b(LDL|STL)\b", text) is not None for text in body))
