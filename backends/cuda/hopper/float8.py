@@ -84,16 +84,6 @@ class Factors:
         return factor
 
     @gluon.jit
-    def value_factor(self, tile, problem, config):
-        """Return the factor of a head's values."""
-        factor = 1.0
-        if config.V_DESCALE == PER_TENSOR:
-            factor = gl.load(self.v_descale_ptr)
-        elif config.V_DESCALE:
-            factor = gl.load(self.v_descale_ptr + self.kv_head(tile, problem))
-        return factor
-
-    @gluon.jit
     def key_blocks(self, tile, problem, config):
         """Return the address of the factors of a head's key blocks, or None."""
         pointer = self.k_descale_ptr
@@ -116,11 +106,18 @@ class Factors:
         return total
 
     @gluon.jit
-    def value_mean(self, tile, problem, WIDTH: gl.constexpr, LAYOUT: gl.constexpr, config):
-        """Return the mean of a head's values [WIDTH], with zeros beyond the head dim."""
-        offs_d = gl.arange(0, WIDTH, layout=LAYOUT)
-        mean_ptr = self.v_mean_ptr + self.kv_head(tile, problem).to(gl.int64) * config.HEAD_DIM_V
-        return gl.load(mean_ptr + offs_d, mask=offs_d < config.HEAD_DIM_V, other=0.0)
+    def dequantised(self, out, tile, problem, config):
+        """Return means of a head's values, out [64, columns], with their factor and the mean that was taken off."""
+        head = self.kv_head(tile, problem)
+        if config.V_DESCALE == PER_TENSOR:
+            out *= gl.load(self.v_descale_ptr)
+        elif config.V_DESCALE:
+            out *= gl.load(self.v_descale_ptr + head)
+        if config.V_MEAN:
+            offs_d = gl.arange(0, out.shape[1], layout=gl.SliceLayout(0, out.type.layout))
+            mean_ptr = self.v_mean_ptr + head.to(gl.int64) * config.HEAD_DIM_V
+            out += gl.load(mean_ptr + offs_d, mask=offs_d < config.HEAD_DIM_V, other=0.0)[None, :]
+        return out
 
 
 @gluon.jit

@@ -673,16 +673,11 @@ def _store_output(consumer, tile, row0, o, factor, keys_weight):
         end = tile.n_queries if problem.LENGTHS == PACKED else problem.seqlen_q
     else:
         tma.store_wait(0)
-    if config.BITS == 8:
-        value_factor = outputs.factors.value_factor(tile, problem, config)
     for run in gl.static_range(run_count(config.BOXES_V)):
         by_row = gl.convert_layout(factor, gl.SliceLayout(1, o[run].type.layout))[:, None]
         # Rows without keys become 0 even if o is NaN. A row with a NaN score has a factor of NaN and remains NaN.
         if config.BITS == 8:
-            values = o[run] * by_row * value_factor
-            if config.V_MEAN:
-                COLUMNS: gl.constexpr = gl.SliceLayout(0, o[run].type.layout)
-                values += outputs.factors.value_mean(tile, problem, WIDTH, COLUMNS, config)[None, :]
+            values = outputs.factors.dequantised(o[run] * by_row, tile, problem, config)
             out = gl.where(by_row == 0.0, 0.0, values)
         else:
             out = gl.where(by_row == 0.0, 0.0, o[run] * by_row)

@@ -1,4 +1,4 @@
-"""The inline assembly of diyfa's kernels: named barriers, markers, tile counter, pairs of 16 bits, float functions."""
+"""The inline assembly of diyfa's kernels: named barriers, markers, tile counter, packed numbers, float functions."""
 
 from __future__ import annotations
 
@@ -123,6 +123,19 @@ def _halves(pairs: np.ndarray) -> list[TensorHandle]:
     return [TensorHandle(x.astype(np.uint16).view(np.int16), tl.int16) for x in (bits & 0xFFFF, bits >> 16)]
 
 
+# Four weights of 8 bits in a register.
+_FOUR = re.compile(
+    r"\{ \.reg \.b16 low, high; cvt\.rn\.satfinite\.(e4m3|e5m2)x2\.f32 low, \$2, \$1; "
+    r"cvt\.rn\.satfinite\.\1x2\.f32 high, \$4, \$3; mov\.b32 \$0, \{low, high\}; \}"
+)
+
+
+def _four(dtype: tl.dtype, values: list[np.ndarray]) -> TensorHandle:
+    return TensorHandle(
+        np.ascontiguousarray(np.stack([narrow(x, dtype) for x in values], -1)).view(np.int32)[..., 0], tl.int32
+    )
+
+
 # 1 if any row of the warp has a factor other than 1. Of 64 rows a warp has 16.
 _ANY_IN_WARP = re.compile(
     r"\{ \.reg \.pred p, q; setp\.neu\.f32 p, \$2, 0f3F800000; setp\.neu\.f32 q, \$3, 0f3F800000; or\.pred p, p, q; "
@@ -185,6 +198,8 @@ def run(asm: str, values: list[Any], dtype: tl.dtype) -> TensorHandle | list[Ten
         return _itself(values[0], int(found[1]))
     if found := _PAIR.fullmatch(asm):
         return _pair(tl.bfloat16 if found[1] == "bf16" else tl.float16, values[0].data, values[1].data)
+    if found := _FOUR.fullmatch(asm):
+        return _four(tl.float8e4nv if found[1] == "e4m3" else tl.float8e5, [x.data for x in values])
     if _ADD_FOUR.fullmatch(asm):
         return _add_four(values[0].data, [x.data for x in values[1:]])
     if _HALVES.fullmatch(asm):

@@ -27,6 +27,8 @@ DTYPES = {
     torch.bfloat16: tl.bfloat16,
     torch.float32: tl.float32,
     torch.float64: tl.float64,
+    torch.float8_e4m3fn: tl.float8e4nv,
+    torch.float8_e5m2: tl.float8e5,
     torch.int8: tl.int8,
     torch.uint8: tl.uint8,
     torch.int32: tl.int32,

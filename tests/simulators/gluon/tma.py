@@ -109,7 +109,8 @@ class Landing:
         addresses, inside = descriptor.places(coordinates)
         dtype = stored(descriptor.dtype)
         fill = NAN_BITS[descriptor.dtype] if descriptor.padding == "nan" else 0
-        fill = np.array(fill, np.uint16).view(dtype) if descriptor.padding == "nan" else dtype.type(0)
+        bits = np.uint8 if dtype.itemsize == 1 else np.uint16
+        fill = np.array(fill, bits).view(dtype) if descriptor.padding == "nan" else dtype.type(0)
         self._from = (addresses.reshape(-1), inside.reshape(-1), fill, dtype)
         self._to = view.array.reshape(-1)
         half = self._to.size // 2

@@ -18,7 +18,7 @@ from .shared_memory import SharedView
 WARPS = 4  # of a warpgroup
 ROWS = 64  # of one instruction
 MAX_COLUMNS = 256
-DTYPES = (tl.float16, tl.bfloat16, tl.float32)  # float32 is multiplied as tf32
+DTYPES = (tl.float16, tl.bfloat16, tl.float32, tl.float8e4nv, tl.float8e5)  # float32 is multiplied as tf32
 
 
 def _multiplied(data: np.ndarray, dtype: tl.dtype) -> np.ndarray:
