@@ -144,6 +144,10 @@ FLOAT8_CONFIGS: dict[tuple[int, bool], Sm90Config] = {
 # fmt: on
 # For calls with too few tiles of CONFIGS: 64 queries of one consumer. Two such programs fit a multiprocessor and
 # overlap as two consumers do. Not at 256 columns, where the accumulators alone fill half of the registers.
+FLOAT8_SMALL: dict[int, Sm90Config] = {
+    128: C(1, 128, 4, False, 232, 24, store_from_registers=True),
+    256: C(1, 64, 4, False, 232, 24, store_from_registers=True),
+}
 SMALL: dict[int, Sm90Config] = {
     64: C(1, 128, 4, True, 232, 24, fixed_max=True),
     128: C(1, 64, 4, False, 232, 24, store_from_registers=True),
@@ -156,7 +160,7 @@ SMALL: dict[int, Sm90Config] = {
 def select_config(problem: AttentionProblem) -> Sm90Config:
     """Return the config of a problem that `refuses` accepts."""
     if problem.dtype in FLOAT8:
-        return fitted_float8(problem, FLOAT8_CONFIGS[tile_class(problem)])
+        return float8_config(problem)
     rows = config_rows(problem)
     config = next(c for max_keys, c in rows if keys_seen(problem) <= max_keys)
     if count_tiles(problem, config) < FULL_GPU or problem.seqlen_q < config.consumers * CONSUMER_ROWS:
@@ -164,8 +168,11 @@ def select_config(problem: AttentionProblem) -> Sm90Config:
     return fitted(problem, config)
 
 
-def fitted_float8(problem: AttentionProblem, config: Sm90Config) -> Sm90Config:
-    """Return `config` adapted to a problem of float8."""
+def float8_config(problem: AttentionProblem) -> Sm90Config:
+    """Return the config of a problem of float8."""
+    config = FLOAT8_CONFIGS[tile_class(problem)]
+    if count_tiles(problem, config) < FULL_GPU or problem.seqlen_q < config.consumers * CONSUMER_ROWS:
+        config = FLOAT8_SMALL[min(columns for columns in FLOAT8_SMALL if widest(problem) <= columns)]
     if problem.out_dtype == "float32":
         config = replace(config, separate_o_buffer=False, store_from_registers=True)
     if config.persistent and config.scheduler == "static" and problem.features & {"seq_lens", "varlen"}:

@@ -23,6 +23,7 @@ import triton.language as tl
 from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from diyfa import eight_bits as definition
 from diyfa.backends.cuda.attention.seq_info import load_clamped, packed_info
@@ -103,6 +104,7 @@ class Factors:
             mean = gl.load(mean_ptr + offs_d, mask=offs_d < config.HEAD_DIM, other=0.0)
             q = queries.box(CONSUMER, j).load(Q_LAYOUT).to(gl.float32)
             total += gl.convert_layout(gl.sum(q * mean[None, :], 1), LAYOUT)
+        fence_async_shared()  # TMA may overwrite the queries after their release
         return total
 
     @gluon.jit
