@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-import torch
 from hopper_gluon import need_hopper_gluon
 
 need_hopper_gluon()
 
-from eight_bit_cases import E4M3, F16, F32, Case, check, make_call  # noqa: E402
+from eight_bit_cases import F16, F32, Case, check  # noqa: E402
 from hopper_interpreted import interpret  # noqa: E402
 from poison import poisoned_allocations  # noqa: E402
 from targets import TARGETS  # noqa: E402
 
-import diyfa  # noqa: E402
-from diyfa import registry  # noqa: E402
-from diyfa.backends.cuda.hopper import configs as hopper_configs  # noqa: E402
-from diyfa.backends.cuda.hopper import float8  # noqa: E402
-from diyfa.backends.cuda.hopper.configs import FLOAT8_CONFIGS, Sm90Config  # noqa: E402
+from diyfa.backends.cuda.hopper.configs import Sm90Config  # noqa: E402
 from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
-from diyfa.eight_bits import Quantized  # noqa: E402
-from diyfa.problem import AttentionProblem  # noqa: E402
 
 interpreted = pytest.mark.skipif(not is_interpreting(), reason="CPU tensors are refused: here the kernel itself is run")
 

@@ -4,10 +4,10 @@ wgmma takes operands of 8 bits only if both are contiguous along the dimension t
 features) is not, so a kernel before the attention writes it transposed to a workspace (B, Hk, Dv, keys), at the speed
 of memory: `transpose_launch`.
 
-Weights are computed in the register layout of an accumulator. There a thread has keys 8 * j + 2 * lane and the next one,
-for each j. As the left operand of a product of 8 bits, a thread has 4 consecutive ones. The sum over keys has no order,
-so no data has to move: the transposed V has its keys, in each group of 16, in the order in which threads have the
-weights (`key_in_group`).
+Weights are computed in the register layout of an accumulator. There a thread has keys 8 * j + 2 * lane and the next
+one, for each j. As the left operand of a product of 8 bits, a thread has 4 consecutive ones. The sum over keys has no
+order, so no data has to move: the transposed V has its keys, in each group of 16, in the order in which threads have
+the weights (`key_in_group`).
 
 `attention/eight_bits.py` defines the same factors for the portable kernel: one factor multiplies all scores of a tile,
 that of blocks of keys multiplies their columns, and the mean of k adds a number to each row's log-sum-exp.
@@ -251,7 +251,9 @@ def _transpose_kernel(
         keys = key_in_group(position)
         inside = (keys < n_keys)[:, None] & (offs_d < c.HEAD_DIM)[None, :]
         v = tl.load(base + keys.to(tl.int64)[:, None] * stride_vn + offs_d[None, :], mask=inside, other=0.0)
-        tl.store(target + position[None, :], tl.trans(v), mask=(offs_d < c.HEAD_DIM)[:, None] & (position < end)[None, :])
+        tl.store(
+            target + position[None, :], tl.trans(v), mask=(offs_d < c.HEAD_DIM)[:, None] & (position < end)[None, :]
+        )
 
 
 def transposed_keys(problem: AttentionProblem) -> int:

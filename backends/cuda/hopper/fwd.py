@@ -952,14 +952,18 @@ def key_arguments(
     }
 
 
-def float8_key_arguments(
-    problem: AttentionProblem, tensors: AttentionTensors, values: torch.Tensor, config: Sm90Config
-) -> dict[str, Any]:
-    """Return the kernel arguments of keys and of `values`, the transposed V (`float8.py`)."""
-    layout, width_v = problem.layout, value_boxes(problem, config)[0]
-    keys = key_arguments(tensors, config, layout, problem.seq_lens or problem.varlen)
-    v_tensor = Tiles(values, values.shape, values.stride(), smem_box(width_v, config.block_n, 4, values.dtype))
-    return keys | {"v_tensor": v_tensor, "steps_vb": 0, "steps_vn": 0}
+def float8_pass(
+    problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor, config: Sm90Config
+) -> Pass:
+    """Return the pass of float8: it transposes V before the attention (`float8.py`)."""
+    values = transposed_values(problem, tensors.v)
+    box = smem_box(value_boxes(problem, config)[0], config.block_n, 4, values.dtype)
+    keys = key_arguments(tensors, config, problem.layout, problem.seq_lens or problem.varlen)
+    keys |= {"v_tensor": Tiles(values, values.shape, values.stride(), box), "steps_vb": 0, "steps_vn": 0}
+    launches = [
+        transpose_launch(problem, tensors, values), make_launch(problem, tensors, out, lse, config, keys)
+    ]  # fmt: skip
+    return Pass(launches, [values], derived_arguments(config))
 
 
 def make_launch(
@@ -1028,11 +1032,7 @@ def forward_pass(problem: AttentionProblem, tensors: AttentionTensors, out: torc
     """Return the pass that fills out and lse."""
     config = _config(problem)
     if problem.dtype in FLOAT8:
-        values = transposed_values(problem, tensors.v)
-        transposed = transpose_launch(problem, tensors, values)
-        keys = float8_key_arguments(problem, tensors, values, config)
-        attention = make_launch(problem, tensors, out, lse, config, keys)
-        return Pass([transposed, attention], [values], derived_arguments(config))
+        return float8_pass(problem, tensors, out, lse, config)
     return Pass([make_launch(problem, tensors, out, lse, config)], derived=derived_arguments(config))
 
 

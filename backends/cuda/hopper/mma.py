@@ -53,7 +53,7 @@ def run_length(run, boxes):
 
 @constexpr_function
 def accumulator_layout(columns, bits=16):
-    """Return the register layout of an accumulator [64, columns] of one warpgroup. `bits`: of the operands' elements."""
+    """Return the register layout of an accumulator [64, columns] of one warpgroup. `bits`: of an operand's element."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 256 // bits])
 
 
