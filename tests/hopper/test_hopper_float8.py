@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
+import torch
 from hopper_gluon import need_hopper_gluon
 
 need_hopper_gluon()
 
-from eight_bit_cases import F16, F32, Case, check  # noqa: E402
+from eight_bit_cases import E4M3, F16, F32, Case, check, make_call  # noqa: E402
 from hopper_interpreted import interpret  # noqa: E402
 from poison import poisoned_allocations  # noqa: E402
 from targets import TARGETS  # noqa: E402
 
+import diyfa  # noqa: E402
+from diyfa import registry  # noqa: E402
+from diyfa.backends.cuda.hopper import configs as hopper_configs  # noqa: E402
+from diyfa.backends.cuda.hopper import float8  # noqa: E402
 from diyfa.backends.cuda.hopper.configs import Sm90Config  # noqa: E402
 from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
+from diyfa.backends.cuda.runtime.passes import launch_each  # noqa: E402
+from diyfa.eight_bits import Quantized  # noqa: E402
+from diyfa.problem import VARLEN, AttentionProblem, AttentionTensors  # noqa: E402
 
 interpreted = pytest.mark.skipif(not is_interpreting(), reason="CPU tensors are refused: here the kernel itself is run")
 
@@ -80,3 +89,180 @@ def test_results(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with poisoned_allocations():
         check(CASES[name], TARGETS["cuda"], "sm90")
     assert kernel.launches == 1
+
+
+@pytest.mark.parametrize(
+    ("layout", "lengths", "head_dim_v"), [("bhsd", None, 80), ("bshd", (300, 0), 64), ("thd", (90, 1, 0, 270), 128)]
+)
+def test_the_transposed_v(layout: str, lengths: tuple[int, ...] | None, head_dim_v: int) -> None:
+    """Each byte of it: keys of a group of 16 in the order of the weights, zeros behind each sequence."""
+    batch, heads, longest = len(lengths) if lengths else 2, 2, 300
+    size = {"layout": VARLEN if layout == "thd" else layout, "seq_lens": layout == "bshd"}
+    if layout == "thd":
+        size |= {"total_q": sum(lengths), "total_k": sum(lengths)}
+    problem = AttentionProblem(
+        "cuda",
+        "sm_90",
+        "float8_e4m3fn",
+        **size,
+        batch=batch,
+        heads_q=heads,
+        heads_kv=heads,
+        seqlen_q=longest,
+        seqlen_k=longest,
+        head_dim=64,
+        head_dim_v=head_dim_v,
+    )
+    generator = torch.Generator().manual_seed(5)
+    bits = torch.randint(0, 255, (batch, heads, longest, head_dim_v), generator=generator, dtype=torch.uint8)
+    ends = lengths or (longest,) * batch
+    tensors = AttentionTensors(bits, bits, bits, 1.0)
+    counts = torch.tensor(ends, dtype=torch.int32)
+    if layout == "thd":
+        v = torch.cat([x[:, :n].transpose(0, 1) for x, n in zip(bits, ends, strict=True)])
+        offsets = torch.tensor([0, *counts.cumsum(0).tolist()], dtype=torch.int32)
+        tensors = tensors._replace(cu_seqlens_k=offsets)
+    else:
+        v = bits.transpose(1, 2).contiguous() if layout == "bshd" else bits
+        tensors = tensors._replace(seq_lens=counts if lengths else None)
+    tensors = tensors._replace(v=v.view(torch.float8_e4m3fn))
+    with poisoned_allocations():
+        out = float8.transposed_values(problem, tensors.v)
+    launch_each([float8.transpose_launch(problem, tensors, out)])
+    found, key = out.view(torch.uint8), torch.arange(-(-longest // 256) * 256)
+    key = key // 16 * 16 + key % 4 // 2 * 8 + key % 16 // 4 * 2 + key % 2
+    for b, n in enumerate(ends):
+        first = 0
+        if layout == "thd":
+            first = (sum(ends[:b]) // 256 + b) * 256
+        end = min(-(-n // 256) * 256 if layout == "thd" else len(key), found.shape[3] - first)
+        padded = torch.cat([bits[b, :, :n], torch.zeros(heads, len(key) - n, head_dim_v, dtype=torch.uint8)], 1)
+        rows = found[0 if layout == "thd" else b, :, :, first : first + end]
+        assert torch.equal(rows, padded[:, key[:end]].transpose(1, 2)), b
+
+
+@interpreted
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_a_nan_descale_shows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its head, and in no other."""
+    chosen = case(kind="head", heads=2, heads_kv=2, seqlen_k=130)
+    interpret(monkeypatch, config(chosen), seed=3)
+    given = dict(zip("qkv", make_call(chosen)[0], strict=True))
+    descale = given[name].descale
+    assert descale is not None
+    descale[1, 0] = float("nan")
+    out = diyfa.flash_attention(*given.values(), backend="cuda", variant="sm90")
+    assert out[1, 0].isnan().all() and out[0].isfinite().all() and out[1, 1].isfinite().all()
+
+
+@interpreted
+@pytest.mark.parametrize("factor", [0.0, 1e-30, 1e30], ids=["zero", "tiny", "huge"])
+def test_extreme_descales(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a scale that makes up for them, results are those of ordinary ones; a factor of 0 makes all scores 0."""
+    chosen = case(kind="head", seqlen_k=130)
+    interpret(monkeypatch, config(chosen), seed=3)
+    (q, k, v), _ = make_call(chosen)
+    assert k.descale is not None
+    changed, attend = (
+        k._replace(descale=k.descale * factor),
+        partial(diyfa.flash_attention, return_lse=True, backend="cuda", variant="sm90", causal=True),
+    )
+    out, lse = attend(q, changed, v, sm_scale=0.3 / factor if factor else 0.3)
+    want, want_lse = attend(q, k, v, sm_scale=0.3 if factor else 0.0)
+    torch.testing.assert_close(out.float(), want.float(), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(lse, want_lse, rtol=1e-5, atol=1e-5)
+
+
+@interpreted
+def test_a_mean_that_is_not_finite_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every row of its head that sees a key, although a softmax does not see the mean of k."""
+    chosen = case(kind="head", means=True, heads=2, heads_kv=2, seqlen_q=150, seqlen_k=100)
+    interpret(monkeypatch, config(chosen), seed=3)
+    (q, k, v), _ = make_call(chosen)
+    assert k.mean is not None
+    k.mean[1, 0] = float("nan")
+    out = diyfa.flash_attention(q, k, v, causal=True, backend="cuda", variant="sm90")
+    assert out[1, 0, 50:].isnan().all() and (out[1, 0, :50] == 0).all()
+    assert out[0].isfinite().all() and out[1, 1].isfinite().all()
+
+
+@interpreted
+def test_small_weights_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One key has most of the weight, 400 others 2**-10 each: unscaled, float8 would make all of them 0."""
+    interpret(monkeypatch, config(case()), seed=3)
+    q, k = torch.zeros(1, 1, 128, 64), torch.zeros(1, 1, 401, 64)
+    q[..., 0], k[:, :, 0, 0] = 1.0, 7.0
+    v = torch.ones(1, 1, 401, 64)
+    v[:, :, 0] = 0.0
+    parts = [Quantized(x.to(E4M3), torch.ones(1)) for x in (q, k, v)]
+    out = diyfa.flash_attention(*parts, sm_scale=1.0, backend="cuda", variant="sm90")
+    want = 400 / (400 + torch.e**7)
+    torch.testing.assert_close(out.float(), torch.full_like(out, want, dtype=F32), rtol=0.07, atol=0)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "changes", [{"promote": True}, {"block_n": 64, "pingpong": True}, {"consumers": 3, "stages": 2},
+                {"q_in_registers": 1, "stages": 6}, {"block_n": 256}, {"scheduler": "dynamic"}], ids=str,
+)  # fmt: skip
+def test_schedules(changes: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = case(kind="block", means=True, heads=2, seqlen_q=260, seqlen_k=330, options={"causal": True})
+    kernel = interpret(monkeypatch, config(chosen, **changes), seed=5)
+    with poisoned_allocations():
+        check(chosen, TARGETS["cuda"], "sm90")
+    assert kernel.launches == 1
+
+
+# ---- which calls it takes
+
+
+def described(**changes) -> AttentionProblem:
+    size = (4, 16, 4, 4096, 4096, 128, 128)
+    plain = AttentionProblem("cuda", "sm_90", "float8_e4m3fn", "bhsd", *size, out_dtype="bfloat16", q_descale=1)
+    return plain.replace(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"dtype": "float8_e5m2"}, "float16, bfloat16 and float8_e4m3fn, not float8_e5m2"),
+        ({"dtype": "int8", "value_dtype": "bfloat16"}, "not int8"),
+        ({"arch": "sm_100"}, "only sm_90 has"),
+        ({"dropout": True}, "does not implement dropout"),
+        ({"bias": "bfloat16"}, "does not implement attn_bias"),
+        ({"mask": (128, 128)}, "does not implement mask"),
+        ({"k_mean": True, "softcap": 30.0}, "no softcap of scores whose keys have a mean"),
+        ({"head_dim": 288, "head_dim_v": 288}, "head_dim 33 to 256"),
+        ({"aligned": False}, "multiples of 16 bytes"),
+        ({"seq_lens": True, "few_steps": False}, "counts the steps"),
+    ],
+    ids=str,
+)
+def test_refuses_with_a_reason(changes: dict, reason: str) -> None:
+    assert reason in hopper_configs.refuses(described(**changes))
+
+
+def test_runs_by_name_until_one_line_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper_configs, "environment_refusal", lambda: None)
+    cuda = registry.load_backend("cuda")
+    assert registry.choose("attention_fwd", described(), cuda).name == "v2"
+    assert registry.choose("attention_fwd", described(), cuda, "sm90").name == "sm90"
+    assert registry.choose("attention_fwd", described(dtype="bfloat16", out_dtype="", q_descale=0), cuda).name == "sm90"
+    monkeypatch.setattr(hopper_configs, "FLOAT8_RUNS", True)
+    assert registry.choose("attention_fwd", described(), cuda).name == "sm90"
+
+
+@pytest.mark.parametrize("head_dim", [40, 64, 80, 128, 192, 256])
+@pytest.mark.parametrize("head_dim_v", [64, 128, 256])
+@pytest.mark.parametrize("changes", [{}, {"window_right": 0}, {"out_dtype": "float32"}, {"seqlen_q": 128, "batch": 1}])
+def test_buffers_fit_shared_memory(head_dim: int, head_dim_v: int, changes: dict) -> None:
+    problem = described(head_dim=head_dim, head_dim_v=head_dim_v, **changes)
+    chosen = hopper_configs.select_config(problem)
+    width, boxes = hopper_configs.box_layout(head_dim, head_dim_v)
+    width_v, _ = hopper_configs.value_boxes(problem, chosen)
+    assert width * boxes >= head_dim and width_v >= head_dim_v
+    rows = chosen.consumers * hopper_configs.CONSUMER_ROWS
+    size = rows * width * boxes + chosen.stages // 2 * chosen.block_n * (width * boxes + width_v)
+    assert chosen.separate_o_buffer or chosen.store_from_registers  # out is larger than the queries
+    size += rows * width_v * 2 if chosen.separate_o_buffer else 0
+    assert chosen.stages % 2 == 0 and size + 16384 <= 227 * 1024

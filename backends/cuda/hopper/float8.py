@@ -218,6 +218,29 @@ def key_in_group(position):
     return (position & -16) | ((position & 2) << 2) | ((position & 12) >> 1) | (position & 1)
 
 
+@triton.jit
+def _words(stride):
+    """Return a stride in words of 4 bytes. TMA needs multiples of 16 bytes, so that all strides are."""
+    return tl.multiple_of(stride // 4, 4)
+
+
+@triton.jit
+def _load_words(words, keys, stride, n_keys, in_row):
+    """Return the words [keys, columns / 4] of keys, zeros beyond the end."""
+    at = words + keys.to(tl.int64)[:, None] * _words(stride)
+    return tl.load(at, mask=(keys < n_keys)[:, None] & in_row, other=0)
+
+
+@triton.jit
+def _even_bytes(a, b):
+    return (a & 0x00FF00FF) | ((b & 0x00FF00FF) << 8)
+
+
+@triton.jit
+def _odd_bytes(a, b):
+    return ((a >> 8) & 0x00FF00FF) | (b & -0x00FF0100)
+
+
 @triton.jit(do_not_specialize=("heads", "seqlen", "total", "blocks", "columns"))
 def _transpose_kernel(
     v_ptr, lengths_ptr, out_ptr, stride_vb, stride_vh, stride_vn,
@@ -228,32 +251,44 @@ def _transpose_kernel(
 ):  # fmt: skip
     """Write V's block of BLOCK_N keys of a head to out (B, Hk, Dv, columns), packed (Hk, Dv, columns).
 
-    Keys beyond a sequence's end are zeros, up to the end of its key blocks.
+    Blocks of 4 keys and 4 features are transposed in registers, then words of 4 bytes between threads. Keys beyond a
+    sequence's end are zeros, up to the end of its key blocks.
     """
     pid = tl.program_id(0)
     head, block = pid // blocks, pid % blocks
     b, h = head // heads, head % heads
     row, column, n_keys, end = head, 0, seqlen, columns
-    base = v_ptr + h.to(tl.int64) * stride_vh
+    base = h.to(tl.int64) * _words(stride_vh)
     if c.LENGTHS == PACKED:
         first, n_keys = packed_info(lengths_ptr, b, total)
-        base += first.to(tl.int64) * stride_vn
+        base += first.to(tl.int64) * _words(stride_vn)
         row, column = h, first_transposed(first, b)
         end = tl.cdiv(n_keys, PADDED) * PADDED
     else:
-        base += b.to(tl.int64) * stride_vb
+        base += b.to(tl.int64) * _words(stride_vb)
         if c.LENGTHS != EQUAL:
             n_keys = load_clamped(lengths_ptr + b, seqlen)
-    offs_d = tl.arange(0, c.BLOCK_D)
-    target = out_ptr + (row.to(tl.int64) * c.HEAD_DIM + offs_d[:, None]) * columns + column
+    WORD: tl.constexpr = tl.pointer_type(tl.int32)
+    offs_d = tl.arange(0, c.BLOCK_D // 4)  # words of 4 features
+    in_row = (offs_d < c.HEAD_DIM // 4)[None, :]
+    words = v_ptr.to(WORD) + base + offs_d[None, :]
+    target = out_ptr.to(WORD) + (row.to(tl.int64) * c.HEAD_DIM + 4 * offs_d[:, None]) * _words(columns)
     for start in range(block * c.BLOCK_N, end, blocks * c.BLOCK_N):  # longer than once if the call said too little
-        position = start + tl.arange(0, c.BLOCK_N)
-        keys = key_in_group(position)
-        inside = (keys < n_keys)[:, None] & (offs_d < c.HEAD_DIM)[None, :]
-        v = tl.load(base + keys.to(tl.int64)[:, None] * stride_vn + offs_d[None, :], mask=inside, other=0.0)
-        tl.store(
-            target + position[None, :], tl.trans(v), mask=(offs_d < c.HEAD_DIM)[:, None] & (position < end)[None, :]
-        )
+        position = start + 4 * tl.arange(0, c.BLOCK_N // 4)  # the first of 4
+        keys = key_in_group(position)  # and the next one, and those two 8 later
+        w0 = _load_words(words, keys, stride_vn, n_keys, in_row)
+        w1 = _load_words(words, keys + 1, stride_vn, n_keys, in_row)
+        w2 = _load_words(words, keys + 8, stride_vn, n_keys, in_row)
+        w3 = _load_words(words, keys + 9, stride_vn, n_keys, in_row)
+        # Bytes 0 and 2, and 1 and 3, of two keys alternate.
+        even01, odd01 = _even_bytes(w0, w1), _odd_bytes(w0, w1)
+        even23, odd23 = _even_bytes(w2, w3), _odd_bytes(w2, w3)
+        at = target + ((column + position) // 4)[None, :]
+        inside = tl.trans(in_row) & (position < end)[None, :]
+        tl.store(at, tl.trans((even01 & 0xFFFF) | (even23 << 16)), mask=inside)
+        tl.store(at + _words(columns), tl.trans((odd01 & 0xFFFF) | (odd23 << 16)), mask=inside)
+        tl.store(at + 2 * _words(columns), tl.trans(((even01 >> 16) & 0xFFFF) | (even23 & -0x10000)), mask=inside)
+        tl.store(at + 3 * _words(columns), tl.trans(((odd01 >> 16) & 0xFFFF) | (odd23 & -0x10000)), mask=inside)
 
 
 def transposed_keys(problem: AttentionProblem) -> int:

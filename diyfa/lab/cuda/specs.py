@@ -339,12 +339,16 @@ def _hopper_specs(arch: str) -> Iterator[CompileSpec]:
         if not hopper_configs.refuses(problem):
             config = hopper_configs.select_config(problem)
             yield _hopper_spec(problem, config, hopper_fwd.make_launch(problem, *call_tensors(problem), config))
+    transpositions = set()
     for problem in _hopper_float8_problems(arch):
         config = hopper_configs.select_config(problem)
         transposition, attention = hopper_fwd.float8_pass(problem, *call_tensors(problem), config).launches
-        case = f"{problem.dtype} D={problem.head_dim_v} {'packed' if problem.varlen else problem.seq_lens}"
-        yield launch_spec(transposition, "attention_fwd/sm90_transpose", case)
         yield _hopper_spec(problem, config, attention)
+        lengths = "packed" if problem.varlen else "seq_lens" if problem.seq_lens else "equal"
+        case = f"{problem.dtype} D={problem.head_dim_v} {lengths}"
+        if case not in transpositions:
+            transpositions.add(case)
+            yield launch_spec(transposition, "attention_fwd/sm90_transpose", case)
 
 
 def _hopper_float8_problems(arch: str) -> Iterator[AttentionProblem]:
