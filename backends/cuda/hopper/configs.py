@@ -54,6 +54,7 @@ class Sm90Config:
     store_from_registers: bool = False  # out leaves from registers, through no buffer (`epilogue.py`)
     fixed_max: bool = False  # bfloat16: no new maximum after the edge blocks (`fixed_max_step` in `softmax.py`)
     scheduler: str = "static"  # or "dynamic" (`gluon/scheduler.py`)
+    polynomials: int = 0  # float8: of 8 exponentials, those by multiply-adds (`exp2_mixed` in `softmax.py`)
     promote: bool = False  # float8: each block's values are added to out in fp32, not by the tensor cores
     measured: str = ""  # device, date, TFLOP/s
 

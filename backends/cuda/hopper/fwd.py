@@ -160,6 +160,7 @@ class Sm90Constants(Constants):
     v_mean: bool = False
     weight_shift: int = 0
     promote: bool = False
+    polynomials: int = 0
 
 
 @constexpr_function
@@ -475,7 +476,8 @@ def _attend_blocks(
             weights = fixed_max_step(s, m_i, start_n, rows, consumer.score)
         else:
             weights, m_i, alpha = softmax_step(
-                s, m_i, start_n, rows, consumer.score, consumer.problem, MASKED, config.WEIGHT_SHIFT
+                s, m_i, start_n, rows, consumer.score, consumer.problem, MASKED, config.WEIGHT_SHIFT,
+                config.POLYNOMIALS,
             )  # fmt: skip
             l_i *= gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout))[:, None]
         l_i += sums_by_thread(weights)
