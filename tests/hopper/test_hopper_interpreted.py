@@ -140,7 +140,7 @@ MUTANTS = {
         {},
     ),
     "V is released before its product is done": (
-        r"( +o = consumer\.finish_block_values\(started, o\)\n)( +ring\.release\(item - 1\)\n)",
+        r"( +o = finish_values\(o\)\n)( +ring\.release\(item - 1\)\n)",
         r"\2\1",
         Race,
         {},

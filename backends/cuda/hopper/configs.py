@@ -55,7 +55,6 @@ class Sm90Config:
     fixed_max: bool = False  # bfloat16: no new maximum after the edge blocks (`fixed_max_step` in `softmax.py`)
     scheduler: str = "static"  # or "dynamic" (`gluon/scheduler.py`)
     polynomials: int = 0  # float8: of 8 exponentials, those by multiply-adds (`exp2_mixed` in `softmax.py`)
-    promote: bool = False  # float8: each block's values are added to out in fp32, not by the tensor cores
     measured: str = ""  # device, date, TFLOP/s
 
     def __post_init__(self) -> None:
@@ -128,7 +127,7 @@ NARROW_V: dict[tuple[int, bool], tuple[tuple[int, Sm90Config], ...]] = {
                  store_from_registers=True, measured=_H200 + "481/682/729")),
     ),
 }
-# float8_e4m3fn: columns of a tile, a power of two, and mask. No row was timed yet.
+# float8_e4m3fn: columns of a tile, a power of two, and mask. Figures: docs/log/eight-bits.md.
 FLOAT8_CONFIGS: dict[tuple[int, bool], Sm90Config] = {
     (64, False): C(3, 128, 8, True, 160, 32, persistent=True, pingpong=True),
     (64, True): C(3, 128, 8, True, 160, 32, persistent=True, scheduler="dynamic", pingpong=True),

@@ -159,7 +159,6 @@ class Sm90Constants(Constants):
     k_mean: bool = False
     v_mean: bool = False
     weight_shift: int = 0
-    promote: bool = False
     polynomials: int = 0
 
 
@@ -409,25 +408,17 @@ class Consumer:
 
     @gluon.jit
     def start_block_values(self, p, o, item):
-        """Start the product of weights and values, which is added to o: by it, or by `finish_block_values`."""
+        """Start adding the product of weights and values to each accumulator of out."""
         config: gl.constexpr = self.shared.config
         ring = self.shared.ring
         if config.BITS == 8:
             V_TYPE: gl.constexpr = ring.v_buffers.dtype
             weights = unpacked_weights(p, V_TYPE, operand_layout(o[0].type.layout, 8))
             v = box_matrix(ring.v_buffers, ring.buffer_index(item), 0, 1).permute((1, 0))
-            started = (warpgroup_mma(weights, v, o[0], use_acc=not config.PROMOTE, is_async=True),)
+            started = (warpgroup_mma(weights, v, o[0], is_async=True),)
         else:
             started = start_values(p, o, ring, self.shared.ones, item, config)
         return started
-
-    @gluon.jit
-    def finish_block_values(self, started, o):
-        """Wait for `start_block_values`, and return the accumulators of out."""
-        done = finish_values(started)
-        if self.shared.config.PROMOTE:
-            done = (o[0] + done[0],)
-        return done
 
     @gluon.jit
     def wait_turn(self):
@@ -465,7 +456,7 @@ def _attend_blocks(
         consumer.wait_turn()
         s = start_scores(q, consumer.shared.queries, ring, item, consumer.INDEX, config)
         ring.wait_full(item - 1)
-        started = consumer.start_block_values(p, o, item - 1)
+        o = consumer.start_block_values(p, o, item - 1)
         consumer.hand_over()
         start_n = order.block(i) * config.BLOCK_N
         factors = block_factors(consumer.key_blocks, start_n, consumer.problem.seqlen_k, config)
@@ -481,7 +472,7 @@ def _attend_blocks(
             )  # fmt: skip
             l_i *= gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout))[:, None]
         l_i += sums_by_thread(weights)
-        o = consumer.finish_block_values(started, o)
+        o = finish_values(o)
         ring.release(item - 1)
         p = consumer.weights_operand(weights, o)
         if not FIXED_MAX:
@@ -616,7 +607,7 @@ def _attend_tile(consumer, tile, item, q_loads):
     if (config.SEPARATE_O_BUFFER or config.STORE_FROM_REGISTERS) and config.Q_IN_REGISTERS < config.BOXES:
         queries.release(CONSUMER)
     ring.wait_full(item + 1)
-    o = consumer.finish_block_values(consumer.start_block_values(p, o, item + 1), o)
+    o = finish_values(consumer.start_block_values(p, o, item + 1))
     ring.release(item + 1)
     l_i = gl.convert_layout(gl.sum(l_i, 1), S_ROWS)
     l_rounded = l_i

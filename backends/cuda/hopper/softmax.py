@@ -1,8 +1,6 @@
 """Softmax of a key block, with a running maximum (online softmax) or a fixed one."""
 
 # Aggregates are checked against their annotations, so these must not be postponed.
-import struct
-
 from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -121,14 +119,6 @@ def mask_scores(s, start_n, rows, problem):
     return gl.where(is_visible, s, float("-inf"))
 
 
-# Of 2^f for f in [-1/2, 1/2], from the highest power: the relative error is at most 3e-6.
-_POLYNOMIAL = (9.58285e-3, 5.590643e-2, 2.4024099e-1, 6.9312419e-1)
-
-
-def _hex(x):
-    return f"0f{struct.unpack('<I', struct.pack('<f', x))[0]:08X}"
-
-
 @constexpr_function
 def _exponentials(polynomials):
     """Return PTX of 2^x for 8 numbers of at most 127: the first `polynomials` by multiply-adds, the others by MUFU.
@@ -136,14 +126,16 @@ def _exponentials(polynomials):
     x = n + f with an integer n. Adding 1.5 * 2^23 rounds x to n, which is then in the low bits. The limit keeps 2^n a
     normal number. NaN remains NaN.
     """
-    magic, c4, c3, c2, c1 = map(_hex, (12582912.0, *_POLYNOMIAL))
+    magic, least = "0f4B400000", "0fC2F00000"
+    # 9.58285e-3, 5.590643e-2, 2.4024099e-1 and 6.9312419e-1: 1 + c1 f + … + c4 f^4 is 2^f within 3e-6.
+    c4, c3, c2, c1 = "0f3C1D0163", "0f3D64FE24", "0f3E7601BC", "0f3F317096"
     text = "{ .reg .b32 x, t, n, f, p; "
     for i in range(8):
         if i >= polynomials:
             text += f"ex2.approx.ftz.f32 ${i}, ${8 + i}; "
             continue
         text += (
-            f"max.NaN.f32 x, ${8 + i}, {_hex(-120.0)}; add.rn.f32 t, x, {magic}; sub.rn.f32 n, t, {magic}; "
+            f"max.NaN.f32 x, ${8 + i}, {least}; add.rn.f32 t, x, {magic}; sub.rn.f32 n, t, {magic}; "
             f"sub.rn.f32 f, x, n; shl.b32 t, t, 23; add.s32 t, t, 0x3F800000; "
             f"fma.rn.f32 p, f, {c4}, {c3}; fma.rn.f32 p, p, f, {c2}; fma.rn.f32 p, p, f, {c1}; "
             f"mul.rn.f32 f, f, t; fma.rn.f32 ${i}, p, f, t; "
@@ -168,7 +160,9 @@ def exp2_mixed(x, POLYNOMIALS: gl.constexpr):
 
 
 @gluon.jit
-def softmax_step(s, m_i, start_n, rows, score, problem, MASKED: gl.constexpr, SHIFT: gl.constexpr = 0, POLYNOMIALS: gl.constexpr = 0):
+def softmax_step(
+    s, m_i, start_n, rows, score, problem, MASKED: gl.constexpr, SHIFT: gl.constexpr = 0, POLYNOMIALS: gl.constexpr = 0
+):
     """Return (weights p, running maximum, factor alpha of earlier sums) of products s [64, BLOCK_N].
 
     The maximum is in units of log2. MASKED: a mask or the end of the keys may cut the block. A row may see none of it.
