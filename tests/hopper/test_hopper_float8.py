@@ -9,27 +9,20 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from hopper_gluon import need_hopper_gluon
+from eight_bit_cases import E4M3, F16, F32, Case, check, make_call
+from hopper_interpreted import interpret, interpreted_only
+from poison import poisoned_allocations
+from simulators.gluon import inline_asm
+from targets import TARGETS
 
-need_hopper_gluon()
-
-from eight_bit_cases import E4M3, F16, F32, Case, check, make_call  # noqa: E402
-from hopper_interpreted import interpret  # noqa: E402
-from poison import poisoned_allocations  # noqa: E402
-from simulators.gluon import inline_asm  # noqa: E402
-from targets import TARGETS  # noqa: E402
-
-import diyfa  # noqa: E402
-from diyfa import registry  # noqa: E402
-from diyfa.backends.cuda.hopper import configs as hopper_configs  # noqa: E402
-from diyfa.backends.cuda.hopper import float8, softmax  # noqa: E402
-from diyfa.backends.cuda.hopper.configs import Sm90Config  # noqa: E402
-from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
-from diyfa.backends.cuda.runtime.passes import launch_each  # noqa: E402
-from diyfa.eight_bits import Quantized  # noqa: E402
-from diyfa.problem import VARLEN, AttentionProblem, AttentionTensors  # noqa: E402
-
-interpreted = pytest.mark.skipif(not is_interpreting(), reason="CPU tensors are refused: here the kernel itself is run")
+import diyfa
+from diyfa import registry
+from diyfa.backends.cuda.hopper import configs as hopper_configs
+from diyfa.backends.cuda.hopper import float8, softmax
+from diyfa.backends.cuda.hopper.configs import Sm90Config
+from diyfa.backends.cuda.runtime.passes import launch_each
+from diyfa.eight_bits import Quantized
+from diyfa.problem import VARLEN, AttentionProblem, AttentionTensors
 
 
 def case(**changes) -> Case:
@@ -85,7 +78,7 @@ def config(case: Case, **changes) -> Sm90Config:
     return replace(chosen, **changes)
 
 
-@interpreted
+@interpreted_only
 @pytest.mark.parametrize("name", CASES)
 def test_results(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = interpret(monkeypatch, config(CASES[name]), seed=3)
@@ -144,7 +137,7 @@ def test_the_transposed_v(layout: str, lengths: tuple[int, ...] | None, head_dim
         assert torch.equal(rows, padded[:, key[:end]].transpose(1, 2)), b
 
 
-@interpreted
+@interpreted_only
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_a_nan_descale_shows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In its head, and in no other."""
@@ -158,7 +151,7 @@ def test_a_nan_descale_shows(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert out[1, 0].isnan().all() and out[0].isfinite().all() and out[1, 1].isfinite().all()
 
 
-@interpreted
+@interpreted_only
 @pytest.mark.parametrize("factor", [0.0, 1e-30, 1e30], ids=["zero", "tiny", "huge"])
 def test_extreme_descales(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside a scale that makes up for them, results are those of ordinary ones; a factor of 0 makes all scores 0."""
@@ -176,7 +169,7 @@ def test_extreme_descales(factor: float, monkeypatch: pytest.MonkeyPatch) -> Non
     torch.testing.assert_close(lse, want_lse, rtol=1e-5, atol=1e-5)
 
 
-@interpreted
+@interpreted_only
 def test_a_mean_that_is_not_finite_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     """In every row of its head that sees a key, although a softmax does not see the mean of k."""
     chosen = case(kind="head", means=True, heads=2, heads_kv=2, seqlen_q=150, seqlen_k=100)
@@ -189,7 +182,7 @@ def test_a_mean_that_is_not_finite_shows(monkeypatch: pytest.MonkeyPatch) -> Non
     assert out[0].isfinite().all() and out[1, 1].isfinite().all()
 
 
-@interpreted
+@interpreted_only
 def test_small_weights_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """One key has most of the weight, 400 others 2**-10 each: unscaled, float8 would make all of them 0."""
     interpret(monkeypatch, config(case()), seed=3)
@@ -203,7 +196,7 @@ def test_small_weights_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(out.float(), torch.full_like(out, want, dtype=F32), rtol=0.07, atol=0)
 
 
-@interpreted
+@interpreted_only
 @pytest.mark.parametrize(
     "changes", [{"polynomials": 3}, {"block_n": 64, "pingpong": True}, {"consumers": 3, "stages": 2},
                 {"q_in_registers": 1, "stages": 6}, {"block_n": 256}, {"scheduler": "dynamic"}], ids=str,
