@@ -53,6 +53,7 @@ KERNEL_MODULES = (
     "hopper.mma",
     "hopper.overflow",
     "hopper.tiles",
+    "hopper.float8",
     "hopper.fwd",
 )
 BACKWARD_MODULES = (

@@ -56,6 +56,7 @@ SAMPLE_INTERVALS = {
     "hopper/test_hopper_decode_mla.py::test_tiles_that_share_keys_are_walked_at_the_same_time": 3,
     "hopper/test_hopper_features.py::test_results": 4,
     "hopper/test_hopper_fixed_max.py::test_within_budget": 3,
+    "hopper/test_hopper_float8.py::test_results": 4,
     "hopper/test_hopper_hostile.py::test_as_exact_as_a_running_maximum": 5,
     "hopper/test_hopper_hostile.py::test_only_what_overflows_is_loaded_twice": 5,
     "hopper/test_hopper_hostile.py::test_what_is_not_finite_shows_where_it_is_seen": 5,

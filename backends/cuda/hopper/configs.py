@@ -11,11 +11,14 @@ from diyfa.backends.cuda.attention.configs import TMA_MIN_WORK, has_tma
 from diyfa.backends.cuda.attention.tile_io import cdiv, padded_head_dim
 from diyfa.backends.cuda.gluon.compat import NEWEST, OLDEST, has_gluon, ptxas_options
 from diyfa.backends.cuda.runtime.launch import is_interpreting, multiprocessors
+from diyfa.eight_bits import FLOAT8
 from diyfa.problem import AttentionProblem, cached_per_kind, cached_per_problem, refuse_features
 
 FEATURES = frozenset({"causal", "gqa", "head_dim_v", "seq_lens", "varlen", "window", "softcap", "alibi", "sinks"})
 ARCH = "sm_90"
 DTYPES = ("float16", "bfloat16")
+E4M3 = "float8_e4m3fn"
+FLOAT8_RUNS = False  # calls without `variant` take the kernel for float8, too: once it is measured
 MIN_HEAD_DIM, MAX_HEAD_DIM = 33, 256  # with fewer columns, half a tile would be zeros
 CONSUMER_ROWS = 64  # queries of one consumer warpgroup
 # With these features the producer needs more than 24 registers; ptxas would spill.
@@ -51,6 +54,7 @@ class Sm90Config:
     store_from_registers: bool = False  # out leaves from registers, through no buffer (`epilogue.py`)
     fixed_max: bool = False  # bfloat16: no new maximum after the edge blocks (`fixed_max_step` in `softmax.py`)
     scheduler: str = "static"  # or "dynamic" (`gluon/scheduler.py`)
+    polynomials: int = 0  # float8: of 8 exponentials, those by multiply-adds (`exp2_mixed` in `softmax.py`)
     measured: str = ""  # device, date, TFLOP/s
 
     def __post_init__(self) -> None:
@@ -123,9 +127,24 @@ NARROW_V: dict[tuple[int, bool], tuple[tuple[int, Sm90Config], ...]] = {
                  store_from_registers=True, measured=_H200 + "481/682/729")),
     ),
 }
+# float8_e4m3fn: columns of a tile, a power of two, and mask. Figures: docs/log/eight-bits.md.
+FLOAT8_CONFIGS: dict[tuple[int, bool], Sm90Config] = {
+    (64, False): C(3, 128, 8, True, 160, 32, persistent=True, pingpong=True),
+    (64, True): C(3, 128, 8, True, 160, 32, persistent=True, scheduler="dynamic", pingpong=True),
+    (128, False): C(2, 128, 8, True, 240, 24, persistent=True, pingpong=True),
+    (128, True): C(2, 128, 8, True, 240, 24, persistent=True, scheduler="dynamic", pingpong=True),
+    (256, False): C(2, 128, 4, False, 240, 24, persistent=True, pingpong=True, store_from_registers=True),
+    (256, True): C(2, 128, 4, False, 240, 24, persistent=True, scheduler="dynamic", pingpong=True,
+                   store_from_registers=True),
+}
 # fmt: on
 # For calls with too few tiles of CONFIGS: 64 queries of one consumer. Two such programs fit a multiprocessor and
 # overlap as two consumers do. Not at 256 columns, where the accumulators alone fill half of the registers.
+FLOAT8_SMALL: dict[int, Sm90Config] = {
+    64: C(1, 128, 4, False, 232, 24, store_from_registers=True),
+    128: C(1, 128, 4, False, 232, 24, store_from_registers=True),
+    256: C(1, 64, 4, False, 232, 24, store_from_registers=True),
+}
 SMALL: dict[int, Sm90Config] = {
     64: C(1, 128, 4, True, 232, 24, fixed_max=True),
     128: C(1, 64, 4, False, 232, 24, store_from_registers=True),
@@ -137,11 +156,26 @@ SMALL: dict[int, Sm90Config] = {
 @cached_per_problem
 def select_config(problem: AttentionProblem) -> Sm90Config:
     """Return the config of a problem that `refuses` accepts."""
+    if problem.dtype in FLOAT8:
+        return float8_config(problem)
     rows = config_rows(problem)
     config = next(c for max_keys, c in rows if keys_seen(problem) <= max_keys)
     if count_tiles(problem, config) < FULL_GPU or problem.seqlen_q < config.consumers * CONSUMER_ROWS:
         config = SMALL[min(columns for columns in SMALL if widest(problem) <= columns)]
     return fitted(problem, config)
+
+
+def float8_config(problem: AttentionProblem) -> Sm90Config:
+    """Return the config of a problem of float8."""
+    columns = max(64, padded_head_dim(widest(problem)))
+    config = FLOAT8_CONFIGS[columns, problem.window_right >= 0]
+    if count_tiles(problem, config) < FULL_GPU or problem.seqlen_q < config.consumers * CONSUMER_ROWS:
+        config = FLOAT8_SMALL[columns]
+    if problem.out_dtype == "float32":
+        config = replace(config, separate_o_buffer=False, store_from_registers=True)
+    if config.persistent and config.scheduler == "static" and problem.features & {"seq_lens", "varlen"}:
+        config = replace(config, scheduler="dynamic")
+    return config
 
 
 @cached_per_kind
@@ -202,6 +236,13 @@ def box_layout(head_dim: int, other: int, box_columns: int = 0) -> tuple[int, in
     if 128 < max(head_dim, other) <= 192:  # a power of two would waste a quarter
         return 64, cdiv(head_dim, 64)
     return max(64, padded_head_dim(head_dim)), 1
+
+
+def value_boxes(problem: AttentionProblem, config: Sm90Config) -> tuple[int, int]:
+    """Return `box_layout` of V and out. V of float8 is read transposed, in one box."""
+    if problem.dtype in FLOAT8:
+        return max(64, padded_head_dim(problem.head_dim_v)), 1
+    return box_layout(problem.head_dim_v, problem.head_dim, config.box_columns)
 
 
 @cached_per_kind
@@ -285,10 +326,12 @@ def _refuses_kind(problem: AttentionProblem) -> str | None:
     """Return why the kernel takes no problem of this kind, or None."""
     if problem.arch != ARCH:
         return f"sm90 is made of instructions that only {ARCH} has, this is {problem.arch}"
-    if problem.dtype not in DTYPES:
-        return f"sm90 takes {' and '.join(DTYPES)}, not {problem.dtype}"
-    if reason := refuse_features(problem, FEATURES, "sm90"):
+    if problem.dtype not in (*DTYPES, E4M3):
+        return f"sm90 takes {', '.join(DTYPES)} and {E4M3}, not {problem.dtype}"
+    if reason := refuse_features(problem, FEATURES | ({"eight_bits"} if problem.dtype == E4M3 else set()), "sm90"):
         return reason
+    if problem.k_mean and problem.softcap:  # it would have to join each score
+        return "sm90 has no softcap of scores whose keys have a mean of their own"
     if not MIN_HEAD_DIM <= widest(problem) <= MAX_HEAD_DIM:
         return f"sm90 takes head_dim {MIN_HEAD_DIM} to {MAX_HEAD_DIM}, got {problem.head_dim} and {problem.head_dim_v}"
     if problem.head_dim_v % 8:  # padding would have to be removed from out
@@ -318,6 +361,12 @@ def refuses(problem: AttentionProblem) -> str | None:
             f" pays from {FEW_QUERIES_KV_LOOP} elements of K for a query on, without seq_lens and not packed"
         )
     return None
+
+
+def by_name_only(problem: AttentionProblem) -> str | None:
+    """Return why only `variant="sm90"` chooses the kernel for `problem`, or None."""
+    is_shy = problem.dtype == E4M3 and not FLOAT8_RUNS
+    return "sm90 was not measured on float8 yet, and runs there by name only" if is_shy else None
 
 
 def environment_refusal() -> str | None:

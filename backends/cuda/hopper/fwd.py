@@ -23,18 +23,24 @@ import torch
 from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from diyfa.backends.cuda.attention.block_info import last_block
 from diyfa.backends.cuda.attention.launch import forced_config, softmax_scale
 from diyfa.backends.cuda.attention.tile_io import EQUAL, PACKED, SEQ_LENS, lengths_constant
 from diyfa.backends.cuda.gluon.barriers import idle_warps, wait_for_previous_kernels, wait_for_stores
-from diyfa.backends.cuda.gluon.compat import aggregate
+from diyfa.backends.cuda.gluon.compat import aggregate, async_load
 from diyfa.backends.cuda.gluon.ring import KVRing
 from diyfa.backends.cuda.gluon.scheduler import TileScheduler
 from diyfa.backends.cuda.gluon.tile_counter import launch_counter
 from diyfa.backends.cuda.gluon.tile_info import TileInfos, allocate_tile_infos
-from diyfa.backends.cuda.gluon.tma import dense_descriptor, descriptor_steps, ragged_descriptor
+from diyfa.backends.cuda.gluon.tma import dense_descriptor, descriptor_steps, ragged_descriptor, smem_box
 from diyfa.backends.cuda.hopper.configs import (
     CONSUMER_ROWS,
     Sm90Config,
@@ -47,17 +53,30 @@ from diyfa.backends.cuda.hopper.configs import (
     heads_in_parallel,
     select_config,
     tile_info_count,
+    value_boxes,
 )
 from diyfa.backends.cuda.hopper.epilogue import clear_others, head_offset, matrix, store_rows
+from diyfa.backends.cuda.hopper.float8 import (
+    Factors,
+    block_factors,
+    first_transposed,
+    packed_weights,
+    scaled_by_block,
+    transpose_launch,
+    transposed_values,
+    unpacked_weights,
+)
 from diyfa.backends.cuda.hopper.mma import (
     ROWS,
     Queries,
     accumulator_layout,
     allocate_ones,
     box_buffer,
+    box_matrix,
     buffer_count,
     finish_values,
     mma_operand,
+    operand_layout,
     queries_in_registers,
     rescaled,
     run_count,
@@ -90,7 +109,9 @@ from diyfa.backends.cuda.hopper.tiles import (
     start_store,
 )
 from diyfa.backends.cuda.runtime.constants import Constants
+from diyfa.backends.cuda.runtime.launcher import Tiles
 from diyfa.backends.cuda.runtime.passes import Pass
+from diyfa.eight_bits import FLOAT8, WEIGHT_SHIFT
 from diyfa.problem import AttentionProblem, AttentionTensors, KVCacheTensors, Launch, cached_per_kind, per_head_stride
 
 
@@ -128,6 +149,17 @@ class Sm90Constants(Constants):
     consumer_registers: int
     producer_registers: int
     fallback: bool = False  # compute only the flagged tiles (`overflow.py`)
+    # Of float8 (`float8.py`): the kinds of descales, means, the exponent that weights are scaled by.
+    bits: int = 16  # of an element of q, k, v and of the weights
+    head_dim: int = 0
+    head_dim_v: int = 0
+    q_descale: int = 0
+    k_descale: int = 0
+    v_descale: int = 0
+    k_mean: bool = False
+    v_mean: bool = False
+    weight_shift: int = 0
+    polynomials: int = 0
 
 
 @constexpr_function
@@ -175,6 +207,7 @@ class Outputs:
     slopes_ptr: gl.tensor | gl.constexpr
     stride_slopeb: gl.tensor
     sinks_ptr: gl.tensor | gl.constexpr
+    factors: Factors
     o_buffers: gl.shared_memory_descriptor
     score: Score
     SINKS: gl.constexpr
@@ -200,6 +233,25 @@ def _find_tile(index, slot, problem, shared, scheduler):
         else:
             shared.tile_infos.write(slot, tile.if_any(has_more))
     return index
+
+
+@gluon.jit
+def _load_values(v_tensor, tile, hk, row, end, ring, item, problem, config):
+    """Start copying a block of V. One of 8 bits is a box of the transposed V, in which no sequence needs an end."""
+    if config.BITS == 8:
+        b = tile.b
+        if problem.LENGTHS_K == PACKED:
+            b = 0
+            row += first_transposed(tile.first_k, tile.b)
+        full = ring.full_barrier(item)
+        mbarrier.expect(full, v_tensor.block_type.nbytes)
+        async_load(v_tensor, [b, hk, 0, row], full, ring.v_buffers.index(ring.buffer_index(item)))
+    else:
+        start_load(
+            v_tensor, tile.b, hk, row, end, tile.n_keys,
+            ring.v_buffers, ring.buffer_index(item), ring.full_barrier(item), config.BOXES_V,
+            problem.LENGTHS_K != EQUAL,
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -283,10 +335,7 @@ def _producer(problem, shared, inputs):
                 row = order.block(gl.minimum(i + 1, n_blocks - 1)) * config.BLOCK_N
                 pages = problem.pages(tile, table, row, config.BLOCK_N)
             else:
-                start_load(
-                    inputs.v_tensor, b, hk, row, end_v, n_keys,
-                    ring.v_buffers, ring.buffer_index(item + 1), ring.full_barrier(item + 1), config.BOXES_V, RAGGED_K,
-                )  # fmt: skip
+                _load_values(inputs.v_tensor, tile, hk, row, end_v, ring, item + 1, problem, config)
             item += 2
         if config.FALLBACK:
             q_loads += 1
@@ -340,6 +389,36 @@ class Consumer:
     shared: Shared
     outputs: Outputs
     score: Score
+    key_blocks: gl.tensor | gl.constexpr  # of a tile: `Factors.key_blocks`
+
+    @gluon.jit
+    def of_tile(self, score, key_blocks):
+        """Return the state with what float8 has for each tile."""
+        return Consumer(self.INDEX, self.problem, self.shared, self.outputs, score, key_blocks)
+
+    @gluon.jit
+    def weights_operand(self, weights, o):
+        """Return weights [64, BLOCK_N] as the operand that `start_block_values` takes in the next iteration."""
+        config: gl.constexpr = self.shared.config
+        if config.BITS == 8:
+            p = packed_weights(weights, self.shared.ring.v_buffers.dtype)
+        else:
+            p = mma_operand(weights, o, self.shared.ring.v_buffers.dtype, config.PAIRS)
+        return p
+
+    @gluon.jit
+    def start_block_values(self, p, o, item):
+        """Start adding the product of weights and values to each accumulator of out."""
+        config: gl.constexpr = self.shared.config
+        ring = self.shared.ring
+        if config.BITS == 8:
+            V_TYPE: gl.constexpr = ring.v_buffers.dtype
+            weights = unpacked_weights(p, V_TYPE, operand_layout(o[0].type.layout, 8))
+            v = box_matrix(ring.v_buffers, ring.buffer_index(item), 0, 1).permute((1, 0))
+            started = (warpgroup_mma(weights, v, o[0], is_async=True),)
+        else:
+            started = start_values(p, o, ring, self.shared.ones, item, config)
+        return started
 
     @gluon.jit
     def wait_turn(self):
@@ -377,20 +456,25 @@ def _attend_blocks(
         consumer.wait_turn()
         s = start_scores(q, consumer.shared.queries, ring, item, consumer.INDEX, config)
         ring.wait_full(item - 1)
-        o = start_values(p, o, ring, consumer.shared.ones, item - 1, config)
+        o = consumer.start_block_values(p, o, item - 1)
         consumer.hand_over()
+        start_n = order.block(i) * config.BLOCK_N
+        factors = block_factors(consumer.key_blocks, start_n, consumer.problem.seqlen_k, config)
         s = warpgroup_mma_wait(len(o), deps=[s])  # the values may still run
         ring.release(item)
-        start_n = order.block(i) * config.BLOCK_N
+        s = scaled_by_block(s, factors)
         if FIXED_MAX:
             weights = fixed_max_step(s, m_i, start_n, rows, consumer.score)
         else:
-            weights, m_i, alpha = softmax_step(s, m_i, start_n, rows, consumer.score, consumer.problem, MASKED)
+            weights, m_i, alpha = softmax_step(
+                s, m_i, start_n, rows, consumer.score, consumer.problem, MASKED, config.WEIGHT_SHIFT,
+                config.POLYNOMIALS,
+            )  # fmt: skip
             l_i *= gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout))[:, None]
         l_i += sums_by_thread(weights)
         o = finish_values(o)
         ring.release(item - 1)
-        p = mma_operand(weights, o, ring.v_buffers.dtype, config.PAIRS)
+        p = consumer.weights_operand(weights, o)
         if not FIXED_MAX:
             o = rescaled(o, alpha)
     return o, p, m_i, l_i, item
@@ -440,9 +524,8 @@ def _attend_tile(consumer, tile, item, q_loads):
     ring = consumer.shared.ring
     queries = consumer.shared.queries
     CONSUMER: gl.constexpr = consumer.INDEX
-    DTYPE: gl.constexpr = queries.buffers.dtype
     WIDTH: gl.constexpr = outputs.o_tensor.block_shape[-1]
-    S_ROWS: gl.constexpr = gl.SliceLayout(1, accumulator_layout(config.BLOCK_N))
+    S_ROWS: gl.constexpr = gl.SliceLayout(1, accumulator_layout(config.BLOCK_N, config.BITS))
     # HAS_LEFT need not be asked: it implies HAS_RIGHT or CHECK_KEYS.
     MASKED: gl.constexpr = problem.HAS_RIGHT or problem.CHECK_KEYS
 
@@ -471,7 +554,14 @@ def _attend_tile(consumer, tile, item, q_loads):
     rows = Rows(offs_m + (tile.n_keys - tile.n_queries), tile.n_keys, slope)
 
     # Prologue: no block comes before the first one, so there are no values to add.
+    scale = consumer.score.scale
+    if config.BITS == 8:
+        factor = outputs.factors.query_factor(tile, row0, problem, config)
+        score = consumer.score.scaled(factor * outputs.factors.key_factor(tile, problem, config))
+        consumer = consumer.of_tile(score, outputs.factors.key_blocks(tile, problem, config))
     queries.wait_full(CONSUMER, q_loads)
+    if config.K_MEAN:
+        offset = factor * outputs.factors.key_mean_products(tile, problem, queries, CONSUMER, S_ROWS, config)
     q = queries_in_registers(queries, CONSUMER, config)
     # Out goes elsewhere and the queries are in registers, so nobody reads their buffers any more.
     if (config.SEPARATE_O_BUFFER or config.STORE_FROM_REGISTERS) and config.Q_IN_REGISTERS == config.BOXES:
@@ -481,14 +571,14 @@ def _attend_tile(consumer, tile, item, q_loads):
     s = warpgroup_mma_wait(0, deps=[s])
     ring.release(item)
     m_i = gl.full([ROWS], float("-inf"), gl.float32, S_ROWS)
-    weights, m_i, _ = softmax_step(
-        s, m_i, (order.end_block - 1) * config.BLOCK_N, rows, consumer.score, problem, MASKED
-    )  # fmt: skip
+    start_n = (order.end_block - 1) * config.BLOCK_N
+    s = scaled_by_block(s, block_factors(consumer.key_blocks, start_n, problem.seqlen_k, config))
+    weights, m_i, _ = softmax_step(s, m_i, start_n, rows, consumer.score, problem, MASKED, config.WEIGHT_SHIFT)
     l_i = sums_by_thread(weights)
-    o = zero_output(WIDTH, config.BOXES_V)
+    o = zero_output(WIDTH, config.BOXES_V, config.BITS)
     if config.FIXED_MAX:
         o += (zero_sums(),)
-    p = mma_operand(weights, o, DTYPE, config.PAIRS)
+    p = consumer.weights_operand(weights, o)
 
     # KV loop.
     if problem.HAS_LEFT or problem.HAS_RIGHT:
@@ -517,8 +607,7 @@ def _attend_tile(consumer, tile, item, q_loads):
     if (config.SEPARATE_O_BUFFER or config.STORE_FROM_REGISTERS) and config.Q_IN_REGISTERS < config.BOXES:
         queries.release(CONSUMER)
     ring.wait_full(item + 1)
-    o = start_values(p, o, ring, consumer.shared.ones, item + 1, config)
-    o = finish_values(o)
+    o = finish_values(consumer.start_block_values(p, o, item + 1))
     ring.release(item + 1)
     l_i = gl.convert_layout(gl.sum(l_i, 1), S_ROWS)
     l_rounded = l_i
@@ -528,6 +617,9 @@ def _attend_tile(consumer, tile, item, q_loads):
         l_rounded = gl.convert_layout(gl.max(o[run_count(config.BOXES_V)], 1), S_ROWS)
     # A row that saw no key or is beyond its sample's end has out 0 and lse +inf.
     has_keys = l_i != 0.0
+    if config.K_MEAN:  # the softmax does not see what all keys of a row have in common
+        m_i += (-offset if consumer.score.NEGATE else offset) * scale
+        l_rounded = gl.where(offset - offset == 0.0, l_rounded, float("nan"))
     total = gl.where(has_keys, l_i, 1.0)
     factor = gl.where(has_keys, 1.0 / gl.where(has_keys, l_rounded, 1.0), 0.0)
     lse_log2 = gl.where(has_keys, m_i + gl.log2(total), float("-inf"))
@@ -577,7 +669,11 @@ def _store_output(consumer, tile, row0, o, factor, keys_weight):
     for run in gl.static_range(run_count(config.BOXES_V)):
         by_row = gl.convert_layout(factor, gl.SliceLayout(1, o[run].type.layout))[:, None]
         # Rows without keys become 0 even if o is NaN. A row with a NaN score has a factor of NaN and remains NaN.
-        out = gl.where(by_row == 0.0, 0.0, o[run] * by_row)
+        if config.BITS == 8:
+            values = outputs.factors.dequantised(o[run] * by_row, tile, problem, config)
+            out = gl.where(by_row == 0.0, 0.0, values)
+        else:
+            out = gl.where(by_row == 0.0, 0.0, o[run] * by_row)
         if outputs.SINKS:  # a second product: float32 may hold both factors and not their product
             out *= gl.convert_layout(keys_weight, gl.SliceLayout(1, o[run].type.layout))[:, None]
         out = out.to(DTYPE)
@@ -604,7 +700,7 @@ def _consumer(INDEX: gl.constexpr, problem, shared, outputs):
     """Run a consumer warpgroup: its 64 queries of each tile."""
     config: gl.constexpr = shared.config
     score = outputs.score.in_log2()
-    consumer = Consumer(INDEX, problem, shared, outputs, score)
+    consumer = Consumer(INDEX, problem, shared, outputs, score, None)
     item = 0
     q_loads = 0  # tiles of queries loaded so far
     slot = 0  # slot of the tile's info
@@ -670,7 +766,9 @@ CACHE_ARGUMENTS = (
     "seqused_ptr", "block_table_ptr", "cache_batch_idx_ptr", "length", "added", "entries", "stride_table",
 )  # fmt: skip
 LENGTH_POINTERS = ("lengths_q_ptr", "lengths_k_ptr")
+FACTORS = ("q_descale_ptr", "k_descale_ptr", "v_descale_ptr", "k_mean_ptr", "v_mean_ptr")
 UNALIGNED_POINTERS = (
+    *FACTORS,
     *LENGTH_POINTERS, "slopes_ptr", "sinks_ptr", "seqused_ptr", "block_table_ptr", "cache_batch_idx_ptr",
 )  # fmt: skip
 
@@ -696,6 +794,7 @@ def _fwd_sm90_kernel(
     o_ptr,  # for STORE_FROM_REGISTERS and packed sequences
     slopes_ptr,  # (H,) or (B, H) fp32, for ALIBI
     sinks_ptr,  # (H,) fp32, for SINKS
+    q_descale_ptr, k_descale_ptr, v_descale_ptr, k_mean_ptr, v_mean_ptr,  # `Factors`
     counter_ptr,  # int32, [next tile, programs that left]: for a dynamic schedule
     seqused_ptr, block_table_ptr, cache_batch_idx_ptr, length, added, entries, stride_table,  # `KeyCache`
     heads,  # batch * heads_q
@@ -728,10 +827,11 @@ def _fwd_sm90_kernel(
         v_buffers = k_buffers
     else:
         V_BUFFERS: gl.constexpr = buffer_count(K_STAGES, config.BOXES_V, True)
-        v_buffers = _key_buffers(v_tensor, V_BUFFERS, config.BLOCK_N)
+        V_ROWS: gl.constexpr = config.BLOCK_N if config.BITS == 16 else v_tensor.block_shape[2]
+        v_buffers = _key_buffers(v_tensor, V_BUFFERS, V_ROWS)
     if config.SEPARATE_O_BUFFER:
         O_BUFFERS: gl.constexpr = buffer_count(config.CONSUMERS, config.BOXES_V, True)
-        o_buffers = gl.allocate_shared_memory(DTYPE, [O_BUFFERS] + o_tensor.block_shape, o_tensor.layout)
+        o_buffers = gl.allocate_shared_memory(o_tensor.dtype, [O_BUFFERS] + o_tensor.block_shape, o_tensor.layout)
     else:
         o_buffers = q_buffers
     q_full = gl.allocate_shared_memory(gl.int64, [config.CONSUMERS, 1], BARRIER)
@@ -767,7 +867,10 @@ def _fwd_sm90_kernel(
         TileScheduler(counter_ptr, config.SCHEDULE),
     )  # fmt: skip
     score = Score(scale, softcap, config.SOFTCAP, config.ALIBI, config.NEGATE)
-    outputs = Outputs(o_tensor, lse_ptr, o_ptr, slopes_ptr, stride_slopeb, sinks_ptr, o_buffers, score, config.SINKS)
+    factors = Factors(q_descale_ptr, k_descale_ptr, v_descale_ptr, k_mean_ptr, v_mean_ptr, group_size)
+    outputs = Outputs(
+        o_tensor, lse_ptr, o_ptr, slopes_ptr, stride_slopeb, sinks_ptr, factors, o_buffers, score, config.SINKS
+    )  # fmt: skip
     _attend(problem, shared, inputs, outputs)
     if config.FIXED_MAX:  # noqa: SIM102 (decided when it is compiled)
         if flags.any_flagged() != 0:
@@ -792,14 +895,15 @@ def constants(problem: AttentionProblem, config: Sm90Config, negate: bool) -> Sm
 def _constants(problem: AttentionProblem, config: Sm90Config, negate: bool, has_partial_block: bool) -> Sm90Constants:
     ragged = lengths_constant(problem) != EQUAL.value
     boxes = box_layout(problem.head_dim, problem.head_dim_v, config.box_columns)[1]
+    is_float8 = problem.dtype in FLOAT8
     return Sm90Constants.read_from(
         problem,
         config,
         block_m=CONSUMER_ROWS * config.consumers,
         q_in_registers=min(config.q_in_registers, boxes),
         boxes=boxes,
-        boxes_v=box_layout(problem.head_dim_v, problem.head_dim, config.box_columns)[1],
-        one_ring=has_one_ring(problem, config.box_columns),
+        boxes_v=value_boxes(problem, config)[1],
+        one_ring=has_one_ring(problem, config.box_columns) and not is_float8,
         causal=problem.causal,
         has_left=problem.window_left >= 0,
         has_right=problem.window_right >= 0,
@@ -812,6 +916,10 @@ def _constants(problem: AttentionProblem, config: Sm90Config, negate: bool, has_
         tile_infos=tile_info_count(config),
         schedule=config.scheduler,
         find_ahead=finds_ahead(problem, config),
+        bits=8 if is_float8 else 16,
+        head_dim=problem.head_dim if is_float8 else 0,
+        head_dim_v=problem.head_dim_v if is_float8 else 0,
+        weight_shift=WEIGHT_SHIFT[problem.dtype] if is_float8 else 0,
     )
 
 
@@ -837,6 +945,20 @@ def key_arguments(
     }
 
 
+def float8_pass(
+    problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor, config: Sm90Config
+) -> Pass:
+    """Return the pass of float8: it transposes V before the attention (`float8.py`)."""
+    values = transposed_values(problem, tensors.v)
+    box = smem_box(value_boxes(problem, config)[0], config.block_n, 4, values.dtype)
+    keys = key_arguments(tensors, config, problem.layout, problem.seq_lens or problem.varlen)
+    keys |= {"v_tensor": Tiles(values, values.shape, values.stride(), box), "steps_vb": 0, "steps_vn": 0}
+    launches = [
+        transpose_launch(problem, tensors, values), make_launch(problem, tensors, out, lse, config, keys)
+    ]  # fmt: skip
+    return Pass(launches, [values], derived_arguments(config))
+
+
 def make_launch(
     problem: AttentionProblem,
     tensors: AttentionTensors,
@@ -849,7 +971,7 @@ def make_launch(
     q = tensors.q
     layout, d, dv = problem.layout, problem.head_dim, problem.head_dim_v
     scale, negate = softmax_scale(problem, tensors.sm_scale)
-    width, width_v = box_layout(d, dv, config.box_columns)[0], box_layout(dv, d, config.box_columns)[0]
+    width, width_v = box_layout(d, dv, config.box_columns)[0], value_boxes(problem, config)[0]
     has_lengths = problem.seq_lens or problem.varlen
     lengths_q, lengths_k = (
         (tensors.cu_seqlens_q, tensors.cu_seqlens_k) if problem.varlen else (tensors.seq_lens, tensors.seq_lens)
@@ -865,6 +987,11 @@ def make_launch(
         "o_ptr": out if config.store_from_registers or problem.varlen else None,
         "slopes_ptr": tensors.alibi_slopes,
         "sinks_ptr": tensors.sinks,
+        "q_descale_ptr": tensors.q_descale,
+        "k_descale_ptr": tensors.k_descale,
+        "v_descale_ptr": tensors.v_descale,
+        "k_mean_ptr": tensors.k_mean,
+        "v_mean_ptr": tensors.v_mean,
         "counter_ptr": launch_counter(q) if config.scheduler == "dynamic" else None,
         **dict.fromkeys(CACHE_ARGUMENTS),
         "heads": problem.batch * problem.heads_q,
@@ -897,6 +1024,8 @@ def _config(problem: AttentionProblem) -> Sm90Config:
 def forward_pass(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor) -> Pass:
     """Return the pass that fills out and lse."""
     config = _config(problem)
+    if problem.dtype in FLOAT8:
+        return float8_pass(problem, tensors, out, lse, config)
     return Pass([make_launch(problem, tensors, out, lse, config)], derived=derived_arguments(config))
 
 

@@ -52,9 +52,15 @@ def run_length(run, boxes):
 
 
 @constexpr_function
-def accumulator_layout(columns):
-    """Return the register layout of an accumulator [64, columns] of one warpgroup."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+def accumulator_layout(columns, bits=16):
+    """Return the register layout of an accumulator [64, columns] of one warpgroup. `bits`: of an operand's element."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 256 // bits])
+
+
+@constexpr_function
+def operand_layout(accumulator, bits=16):
+    """Return the register layout of the left operand of a product whose accumulator has the layout `accumulator`."""
+    return gl.DotOperandLayout(0, accumulator, 32 // bits)
 
 
 @constexpr_function
@@ -145,6 +151,11 @@ class Queries:
             mbarrier.invalidate(self.empty.index(c))
 
     @gluon.jit
+    def box(self, CONSUMER: gl.constexpr, BOX: gl.constexpr):
+        """Return a box of a consumer's queries as a matrix [64, columns of a box]."""
+        return box_matrix(self.buffers, CONSUMER, BOX, self.BOXES)
+
+    @gluon.jit
     def wait_empty(self, CONSUMER: gl.constexpr, q_loads):
         """In the producer, wait until the consumer's buffers are free. `q_loads`: tiles of queries loaded before."""
         # A fresh barrier counts as one phase done: the first wait, for parity 1, passes.
@@ -170,7 +181,7 @@ def queries_in_registers(queries, CONSUMER: gl.constexpr, config):
     After the return TMA may overwrite these buffers. The fence orders it behind the reads; neither a barrier of threads
     nor an arrival does.
     """
-    LAYOUT: gl.constexpr = gl.DotOperandLayout(0, accumulator_layout(config.BLOCK_N), 2)
+    LAYOUT: gl.constexpr = operand_layout(accumulator_layout(config.BLOCK_N, config.BITS), config.BITS)
     q = ()
     for j in gl.static_range(config.Q_IN_REGISTERS):
         q += (box_matrix(queries.buffers, CONSUMER, j, queries.BOXES).load(LAYOUT),)
@@ -185,7 +196,7 @@ def start_scores(
     queries, ring, item, CONSUMER: gl.constexpr, config,
 ):  # fmt: skip
     """Start q kᵀ, [64, BLOCK_N], summed over the boxes of the head dim."""
-    s = gl.zeros([ROWS, config.BLOCK_N], gl.float32, accumulator_layout(config.BLOCK_N))
+    s = gl.zeros([ROWS, config.BLOCK_N], gl.float32, accumulator_layout(config.BLOCK_N, config.BITS))
     for j in gl.static_range(config.BOXES):
         k = box_matrix(ring.k_buffers, ring.buffer_index(item), j, config.BOXES).permute((1, 0))
         if j < config.Q_IN_REGISTERS:
@@ -203,13 +214,13 @@ def zero_sums():
 
 
 @gluon.jit
-def zero_output(WIDTH: gl.constexpr, BOXES_V: gl.constexpr):
-    """Return the accumulators of out, filled with zeros."""
+def zero_output(WIDTH: gl.constexpr, BOXES_V: gl.constexpr, BITS: gl.constexpr = 16):
+    """Return the accumulators of out, filled with zeros. BITS: of the elements of P and V."""
     o = ()
     for run in gl.static_range(run_count(BOXES_V)):
         o += (gl.zeros(
             [ROWS, WIDTH * run_length(run, BOXES_V)], gl.float32,
-            accumulator_layout(WIDTH * run_length(run, BOXES_V)),
+            accumulator_layout(WIDTH * run_length(run, BOXES_V), BITS),
         ),)  # fmt: skip
     return o
 

@@ -332,16 +332,49 @@ def _hopper_specs(arch: str) -> Iterator[CompileSpec]:
         ((128, True), "bfloat16", {"alibi": True, "softcap": 30.0, "window_left": 1000}),
         *((case, "bfloat16", {"out_dtype": "float32"}) for case in ((64, False), (128, True))),
     ]
+    from diyfa.backends.cuda.hopper import fwd as hopper_fwd  # needs the Gluon that was asked for above
+
     for (d, causal), dtype, changes in cases:
         problem = _problem(arch, dtype, d, causal).replace(**{"seqlen_q": 4096, "seqlen_k": 4096, **changes})
         if not hopper_configs.refuses(problem):
-            yield _hopper_spec(problem, hopper_configs.select_config(problem))
+            config = hopper_configs.select_config(problem)
+            yield _hopper_spec(problem, config, hopper_fwd.make_launch(problem, *call_tensors(problem), config))
+    transpositions = set()
+    for problem in _hopper_float8_problems(arch):
+        config = hopper_configs.select_config(problem)
+        transposition, attention = hopper_fwd.float8_pass(problem, *call_tensors(problem), config).launches
+        yield _hopper_spec(problem, config, attention)
+        lengths = "packed" if problem.varlen else "seq_lens" if problem.seq_lens else "equal"
+        case = f"{problem.dtype} D={problem.head_dim_v} {lengths}"
+        if case not in transpositions:
+            transpositions.add(case)
+            yield launch_spec(transposition, "attention_fwd/sm90_transpose", case)
 
 
-def _hopper_spec(problem: AttentionProblem, config: hopper_configs.Sm90Config) -> CompileSpec:
-    from diyfa.backends.cuda.hopper import fwd as hopper_fwd  # needs the Gluon that `_hopper_specs` asked for
+def _hopper_float8_problems(arch: str) -> Iterator[AttentionProblem]:
+    """Yield problems of float8: each config of the table, and each kind of descale with features and other lengths."""
+    tensor = {"q_descale": PER_TENSOR, "k_descale": PER_TENSOR, "v_descale": PER_TENSOR}
+    head = {"q_descale": PER_HEAD, "k_descale": PER_HEAD, "v_descale": PER_HEAD}
+    block = {"q_descale": PER_BLOCK, "k_descale": PER_BLOCK, "v_descale": PER_HEAD}
+    means = {"k_mean": True, "v_mean": True}
+    packed = {"layout": VARLEN, "total_q": 8192, "total_k": 8192}
+    cases: list[tuple[int, bool, dict[str, Any]]] = [
+        *((*case, tensor) for case in hopper_configs.FLOAT8_CONFIGS),
+        (128, True, block | means),
+        (128, False, {"seqlen_k": 4095, "out_dtype": "float32", "sinks": True, "alibi": True, **head}),
+        (64, True, {"softcap": 30.0, "window_left": 1000, **packed, **block}),
+        (256, True, {"seq_lens": True, **head, **means}),
+        (192, True, {"head_dim_v": 128, "out_dtype": "float16", **head}),
+        (128, True, {"seqlen_q": 512, "seqlen_k": 512, **tensor}),
+    ]
+    for d, causal, changes in cases:
+        sizes = {"seqlen_q": 4096, "seqlen_k": 4096, "out_dtype": "bfloat16"}
+        problem = _problem(arch, hopper_configs.E4M3, d, causal).replace(**{**sizes, **changes})
+        assert not hopper_configs.refuses(problem), problem
+        yield problem
 
-    launch = hopper_fwd.make_launch(problem, *call_tensors(problem), config)
+
+def _hopper_spec(problem: AttentionProblem, config: hopper_configs.Sm90Config, launch: Launch) -> CompileSpec:
     d, dv = problem.head_dim, problem.head_dim_v
     widths = f"{d}" if d == dv else f"{d}/{dv}"
     mask = "causal" if problem.causal else "full" if problem.seqlen_k % config.block_n == 0 else "ragged"
@@ -350,6 +383,8 @@ def _hopper_spec(problem: AttentionProblem, config: hopper_configs.Sm90Config) -
         f"{problem.dtype} D={widths} {features}{mask} "
         f"{config.consumers}x{hopper_configs.CONSUMER_ROWS}x{config.block_n}"
         f"{f' to {problem.out_dtype}' if problem.out_dtype else ''}"
+        f"{f' descales {problem.q_descale}{problem.k_descale}{problem.v_descale}' if problem.q_descale else ''}"
+        f"{' means' if problem.k_mean else ''}"
         f"{f' boxes of {config.box_columns}' if config.box_columns else ''}"
         f"{' direct' if config.store_from_registers else ''}"
         f"{' pairs' if config.pairs else ''}"

@@ -22,7 +22,7 @@ from .errors import InvalidOperand, Overflow, assigned_name, location
 from .layouts import inference, num_warps_of
 from .markers import ARRIVE_MARKER, RELEASE_MARKER, WAIT_MARKER, take_marker
 from .mma import product
-from .numerics import flush, narrow, poison, stored, widen
+from .numerics import FLOAT8, flush, narrow, poison, stored, widen
 from .program import Program
 from .scheduler import current
 from .shared_memory import Allocation, SharedView
@@ -143,6 +143,8 @@ class Builder(InterpreterBuilder):
             return TensorHandle(data.astype(stored(target)), target)
 
     def create_fp_to_fp(self, src: TensorHandle, dst_type: Any, rounding_mode: Any) -> TensorHandle:
+        if src.dtype.scalar in FLOAT8 and dst_type.scalar == tl.float32:  # exact
+            return self.cast_impl(src, dst_type)
         raise NotImplementedError(f"conversion of {src.dtype} to {dst_type} at {location()}")
 
     def create_splat(self, ret_ty: Any, arg: TensorHandle) -> TensorHandle:

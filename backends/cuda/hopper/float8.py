@@ -1,0 +1,334 @@
+"""Attention of float8 in the Hopper kernel: factors, means, packed weights, and V's transposition.
+
+wgmma takes operands of 8 bits only if both are contiguous along the dimension that it sums over. K and Q are. V (keys,
+features) is not, so a kernel before the attention writes it transposed to a workspace (B, Hk, Dv, keys), at the speed
+of memory: `transpose_launch`.
+
+Weights are computed in the register layout of an accumulator. There a thread has keys 8 * j + 2 * lane and the next
+one, for each j. As the left operand of a product of 8 bits, a thread has 4 consecutive ones. The sum over keys has no
+order, so no data has to move: the transposed V has its keys, in each group of 16, in the order in which threads have
+the weights (`key_in_group`).
+
+`attention/eight_bits.py` defines the same factors for the portable kernel: one factor multiplies all scores of a tile,
+that of blocks of keys multiplies their columns, and the mean of k adds a number to each row's log-sum-exp.
+"""
+
+# Aggregates are checked against their annotations, so these must not be postponed.
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton import constexpr_function
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from diyfa import eight_bits as definition
+from diyfa.backends.cuda.attention.seq_info import load_clamped, packed_info
+from diyfa.backends.cuda.attention.tile_io import EQUAL, PACKED, cdiv, lengths_constant, padded_head_dim
+from diyfa.backends.cuda.gluon.compat import aggregate
+from diyfa.backends.cuda.hopper.mma import ROWS, accumulator_layout
+from diyfa.backends.cuda.runtime.constants import Constants
+from diyfa.problem import AttentionProblem, AttentionTensors, Launch, bhsd_strides, cached_per_kind
+
+BLOCK_Q, BLOCK_K = gl.constexpr(definition.BLOCK_Q), gl.constexpr(definition.BLOCK_K)
+PER_TENSOR, PER_BLOCK = gl.constexpr(definition.PER_TENSOR), gl.constexpr(definition.PER_BLOCK)
+PADDED_KEYS = 256  # packed sequences begin at multiples of this in the transposed V; the largest key block
+PADDED = gl.constexpr(PADDED_KEYS)
+GROUP = 16  # keys whose order differs from V's
+TRANSPOSED_BLOCK = 128  # keys of a program
+
+
+# ---- Factors and means ---------------------------------------------------------------------------------------------
+
+
+@aggregate
+class Factors:
+    """Descales and means of a call, float32. An unused pointer is None."""
+
+    q_descale_ptr: gl.tensor | gl.constexpr
+    k_descale_ptr: gl.tensor | gl.constexpr
+    v_descale_ptr: gl.tensor | gl.constexpr
+    k_mean_ptr: gl.tensor | gl.constexpr
+    v_mean_ptr: gl.tensor | gl.constexpr
+    group_size: gl.tensor  # query heads per KV head
+
+    @gluon.jit
+    def kv_head(self, tile, problem):
+        """Return the number of a tile's KV head among those of all samples."""
+        return tile.b * (problem.heads_q // self.group_size) + tile.h // self.group_size
+
+    @gluon.jit
+    def query_factor(self, tile, row0, problem, config):
+        """Return the factor of the products of a consumer's rows, without that of blocks of keys."""
+        factor = 1.0
+        if config.Q_DESCALE == PER_TENSOR:
+            factor = gl.load(self.q_descale_ptr)
+        elif config.Q_DESCALE == PER_BLOCK:
+            head = (tile.b * problem.heads_q + tile.h).to(gl.int64)
+            blocks = gl.cdiv(problem.seqlen_q, BLOCK_Q)
+            factor = gl.load(self.q_descale_ptr + head * blocks + gl.minimum(row0 // BLOCK_Q, blocks - 1))
+        elif config.Q_DESCALE:
+            factor = gl.load(self.q_descale_ptr + self.kv_head(tile, problem))
+        return factor
+
+    @gluon.jit
+    def key_factor(self, tile, problem, config):
+        """Return the factor of all keys of a head, 1 if it differs between blocks."""
+        factor = 1.0
+        if config.K_DESCALE == PER_TENSOR:
+            factor = gl.load(self.k_descale_ptr)
+        elif config.K_DESCALE and config.K_DESCALE != PER_BLOCK:
+            factor = gl.load(self.k_descale_ptr + self.kv_head(tile, problem))
+        return factor
+
+    @gluon.jit
+    def key_blocks(self, tile, problem, config):
+        """Return the address of the factors of a head's key blocks, or None."""
+        pointer = self.k_descale_ptr
+        if config.K_DESCALE == PER_BLOCK:
+            pointer += self.kv_head(tile, problem).to(gl.int64) * gl.cdiv(problem.seqlen_k, BLOCK_K)
+        return pointer
+
+    @gluon.jit
+    def key_mean_products(self, tile, problem, queries, CONSUMER: gl.constexpr, LAYOUT: gl.constexpr, config):
+        """Return the products [64] of a consumer's queries, in shared memory, with the mean of their keys."""
+        WIDTH: gl.constexpr = queries.buffers.shape[len(queries.buffers.shape) - 1]
+        Q_LAYOUT: gl.constexpr = accumulator_layout(WIDTH, 8)
+        mean_ptr = self.k_mean_ptr + self.kv_head(tile, problem).to(gl.int64) * config.HEAD_DIM
+        total = gl.zeros([ROWS], gl.float32, LAYOUT)
+        for j in gl.static_range(config.BOXES):
+            offs_d = j * WIDTH + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, Q_LAYOUT))
+            mean = gl.load(mean_ptr + offs_d, mask=offs_d < config.HEAD_DIM, other=0.0)
+            q = queries.box(CONSUMER, j).load(Q_LAYOUT).to(gl.float32)
+            total += gl.convert_layout(gl.sum(q * mean[None, :], 1), LAYOUT)
+        fence_async_shared()  # TMA may overwrite the queries after their release
+        return total
+
+    @gluon.jit
+    def dequantised(self, out, tile, problem, config):
+        """Return means of a head's values, out [64, columns], with their factor and the mean that was taken off."""
+        head = self.kv_head(tile, problem)
+        if config.V_DESCALE == PER_TENSOR:
+            out *= gl.load(self.v_descale_ptr)
+        elif config.V_DESCALE:
+            out *= gl.load(self.v_descale_ptr + head)
+        if config.V_MEAN:
+            offs_d = gl.arange(0, out.shape[1], layout=gl.SliceLayout(0, out.type.layout))
+            mean_ptr = self.v_mean_ptr + head.to(gl.int64) * config.HEAD_DIM_V
+            out += gl.load(mean_ptr + offs_d, mask=offs_d < config.HEAD_DIM_V, other=0.0)[None, :]
+        return out
+
+
+@gluon.jit
+def block_factors(key_blocks, start_n, seqlen_k, config):
+    """Return the factors of a key block's parts of 64 keys, a tuple. It is () unless parts differ.
+
+    `key_blocks`: `Factors.key_blocks`. A part beyond the last key has any of them.
+    """
+    factors = ()
+    if config.K_DESCALE == PER_BLOCK:
+        last = gl.cdiv(seqlen_k, BLOCK_K) - 1
+        for i in gl.static_range(config.BLOCK_N // BLOCK_K):
+            factors += (gl.load(key_blocks + gl.minimum(start_n // BLOCK_K + i, last)),)
+    return factors
+
+
+@gluon.jit
+def scaled_by_block(s, factors):
+    """Return products s [64, BLOCK_N] times the factors of their keys."""
+    if len(factors) == 1:
+        s = s * factors[0]
+    elif len(factors) > 1:
+        column = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))[None, :]
+        # Bits 1 and 2 of a column depend on the lane. Without them the comparison is decided when it is compiled.
+        part = (column & ~6) // BLOCK_K
+        factor = gl.where(part == 0, factors[0], factors[1])
+        for i in gl.static_range(2, len(factors)):
+            factor = gl.where(part == i, factors[i], factor)
+        s = s * factor
+    return s
+
+
+# ---- Weights as operands of 8 bits ---------------------------------------------------------------------------------
+
+
+@constexpr_function
+def _packing(dtype):
+    name = {"fp8e4nv": "e4m3", "fp8e5": "e5m2"}[str(dtype)]
+    return (
+        "{ .reg .b16 low, high; "
+        f"cvt.rn.satfinite.{name}x2.f32 low, $2, $1; cvt.rn.satfinite.{name}x2.f32 high, $4, $3; "
+        "mov.b32 $0, {low, high}; }"
+    )
+
+
+@gluon.jit
+def packed_weights(weights, DTYPE: gl.constexpr):
+    """Return weights [64, BLOCK_N] fp32 in 8 bits, four in an int32: [64, BLOCK_N / 4]. No data moves between threads.
+
+    Column 8 * half + 2 * lane + bit of 16 becomes byte 2 * half + bit of element `lane`.
+    """
+    N: gl.constexpr = weights.shape[1]
+    by_lane = weights.reshape([ROWS, N // 16, 2, 4, 2]).permute(0, 1, 3, 2, 4)  # [64, groups, lane, half, bit]
+    even, odd = gl.split(by_lane)
+    w0, w2 = gl.split(even)
+    w1, w3 = gl.split(odd)
+    packed = gl.inline_asm_elementwise(
+        _packing(DTYPE), "=r,f,f,f,f", [w0, w1, w2, w3], dtype=gl.int32, is_pure=True, pack=1
+    )
+    return packed.reshape([ROWS, N // 4])
+
+
+@gluon.jit
+def unpacked_weights(p, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return `packed_weights` [64, BLOCK_N / 4] as [64, BLOCK_N]. Products take them packed, which undoes it."""
+    w0, w1, w2, w3 = p.to(gl.int8), (p >> 8).to(gl.int8), (p >> 16).to(gl.int8), (p >> 24).to(gl.int8)
+    p = gl.join(gl.join(w0, w2), gl.join(w1, w3)).reshape([ROWS, p.shape[1] * 4])
+    return gl.convert_layout(p, LAYOUT, assert_trivial=True).to(DTYPE, bitcast=True)
+
+
+# ---- V, transposed -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class TransposeConstants(Constants):
+    """Constants of `_transpose_kernel`."""
+
+    head_dim: int
+    block_n: int
+    block_d: int
+    lengths: int
+
+
+@triton.jit
+def first_transposed(first, b):
+    """Return the first key of a packed sequence in the transposed V: a multiple of PADDED_KEYS.
+
+    floor(x + n) - floor(x) + 1 >= ceil(n), so sequences do not overlap.
+    """
+    return (first // PADDED + b) * PADDED
+
+
+@triton.jit
+def key_in_group(position):
+    """Return the key that is at a position of the transposed V. Both count from the sequence's beginning."""
+    return (position & -16) | ((position & 2) << 2) | ((position & 12) >> 1) | (position & 1)
+
+
+@triton.jit
+def _words(stride):
+    """Return a stride in words of 4 bytes. TMA needs multiples of 16 bytes, so that all strides are."""
+    return tl.multiple_of(stride // 4, 4)
+
+
+@triton.jit
+def _load_words(words, keys, stride, n_keys, in_row):
+    """Return the words [keys, columns / 4] of keys, zeros beyond the end."""
+    at = words + keys.to(tl.int64)[:, None] * _words(stride)
+    return tl.load(at, mask=(keys < n_keys)[:, None] & in_row, other=0)
+
+
+@triton.jit
+def _even_bytes(a, b):
+    return (a & 0x00FF00FF) | ((b & 0x00FF00FF) << 8)
+
+
+@triton.jit
+def _odd_bytes(a, b):
+    return ((a >> 8) & 0x00FF00FF) | (b & -0x00FF0100)
+
+
+@triton.jit(do_not_specialize=("heads", "seqlen", "total", "blocks", "columns"))
+def _transpose_kernel(
+    v_ptr, lengths_ptr, out_ptr, stride_vb, stride_vh, stride_vn,
+    heads, seqlen, total,  # KV heads; keys of the longest sequence, and of all if they are packed
+    blocks,  # of each head
+    columns,  # keys of a row of out
+    c: tl.constexpr,
+):  # fmt: skip
+    """Write V's block of BLOCK_N keys of a head to out (B, Hk, Dv, columns), packed (Hk, Dv, columns).
+
+    Blocks of 4 keys and 4 features are transposed in registers, then words of 4 bytes between threads. Keys beyond a
+    sequence's end are zeros, up to the end of its key blocks.
+    """
+    pid = tl.program_id(0)
+    head, block = pid // blocks, pid % blocks
+    b, h = head // heads, head % heads
+    row, column, n_keys, end = head, 0, seqlen, columns
+    base = h.to(tl.int64) * _words(stride_vh)
+    if c.LENGTHS == PACKED:
+        first, n_keys = packed_info(lengths_ptr, b, total)
+        base += first.to(tl.int64) * _words(stride_vn)
+        row, column = h, first_transposed(first, b)
+        end = tl.cdiv(n_keys, PADDED) * PADDED
+    else:
+        base += b.to(tl.int64) * _words(stride_vb)
+        if c.LENGTHS != EQUAL:
+            n_keys = load_clamped(lengths_ptr + b, seqlen)
+    WORD: tl.constexpr = tl.pointer_type(tl.int32)
+    offs_d = tl.arange(0, c.BLOCK_D // 4)  # words of 4 features
+    in_row = (offs_d < c.HEAD_DIM // 4)[None, :]
+    words = v_ptr.to(WORD) + base + offs_d[None, :]
+    target = out_ptr.to(WORD) + (row.to(tl.int64) * c.HEAD_DIM + 4 * offs_d[:, None]) * _words(columns)
+    for start in range(block * c.BLOCK_N, end, blocks * c.BLOCK_N):  # longer than once if the call said too little
+        position = start + 4 * tl.arange(0, c.BLOCK_N // 4)  # the first of 4
+        keys = key_in_group(position)  # and the next one, and those two 8 later
+        w0 = _load_words(words, keys, stride_vn, n_keys, in_row)
+        w1 = _load_words(words, keys + 1, stride_vn, n_keys, in_row)
+        w2 = _load_words(words, keys + 8, stride_vn, n_keys, in_row)
+        w3 = _load_words(words, keys + 9, stride_vn, n_keys, in_row)
+        # Bytes 0 and 2, and 1 and 3, of two keys alternate.
+        even01, odd01 = _even_bytes(w0, w1), _odd_bytes(w0, w1)
+        even23, odd23 = _even_bytes(w2, w3), _odd_bytes(w2, w3)
+        at = target + ((column + position) // 4)[None, :]
+        inside = tl.trans(in_row) & (position < end)[None, :]
+        tl.store(at, tl.trans((even01 & 0xFFFF) | (even23 << 16)), mask=inside)
+        tl.store(at + _words(columns), tl.trans((odd01 & 0xFFFF) | (odd23 << 16)), mask=inside)
+        tl.store(at + 2 * _words(columns), tl.trans(((even01 >> 16) & 0xFFFF) | (even23 & -0x10000)), mask=inside)
+        tl.store(at + 3 * _words(columns), tl.trans(((odd01 >> 16) & 0xFFFF) | (odd23 & -0x10000)), mask=inside)
+
+
+def transposed_keys(problem: AttentionProblem) -> int:
+    """Return the number of keys in a row of the transposed V."""
+    if problem.varlen:
+        return (problem.total_k // PADDED_KEYS + problem.batch) * PADDED_KEYS
+    return cdiv(problem.seqlen_k, GROUP) * GROUP
+
+
+def transposed_values(problem: AttentionProblem, v: torch.Tensor) -> torch.Tensor:
+    """Return memory for V transposed: (B, Hk, Dv, keys); packed sequences are one sample."""
+    batch = 1 if problem.varlen else problem.batch
+    return v.new_empty((batch, problem.heads_kv, problem.head_dim_v, transposed_keys(problem)))
+
+
+@cached_per_kind
+def _transpose_constants(problem: AttentionProblem) -> TransposeConstants:
+    return TransposeConstants(
+        head_dim=problem.head_dim_v, block_n=TRANSPOSED_BLOCK, block_d=padded_head_dim(problem.head_dim_v),
+        lengths=lengths_constant(problem),
+    )  # fmt: skip
+
+
+def transpose_launch(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor) -> Launch:
+    """Return the launch that fills out, `transposed_values`."""
+    constants = _transpose_constants(problem)
+    b, h, n, _ = bhsd_strides(tensors.v, problem.layout)
+    blocks = cdiv(problem.seqlen_k, TRANSPOSED_BLOCK)
+    arguments: dict[str, Any] = {
+        "v_ptr": tensors.v,
+        "lengths_ptr": tensors.cu_seqlens_k if problem.varlen else tensors.seq_lens,
+        "out_ptr": out,
+        "stride_vb": b,
+        "stride_vh": h,
+        "stride_vn": n,
+        "heads": problem.heads_kv,
+        "seqlen": problem.seqlen_k,
+        "total": problem.total_k,
+        "blocks": blocks,
+        "columns": out.shape[-1],
+    }
+    grid = blocks * problem.batch * problem.heads_kv
+    return Launch(_transpose_kernel, grid, arguments, {"c": constants}, {"num_warps": 4, "num_stages": 1})

@@ -1,0 +1,273 @@
+"""The Hopper kernel on float8: right results without a GPU, the order of its operands, and what it refuses."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from eight_bit_cases import E4M3, F16, F32, Case, check, make_call
+from hopper_interpreted import interpret, interpreted_only
+from poison import poisoned_allocations
+from simulators.gluon import inline_asm
+from targets import TARGETS
+
+import diyfa
+from diyfa import registry
+from diyfa.backends.cuda.hopper import configs as hopper_configs
+from diyfa.backends.cuda.hopper import float8, softmax
+from diyfa.backends.cuda.hopper.configs import Sm90Config
+from diyfa.backends.cuda.runtime.passes import launch_each
+from diyfa.eight_bits import Quantized
+from diyfa.problem import VARLEN, AttentionProblem, AttentionTensors
+
+
+def case(**changes) -> Case:
+    sizes = {"heads": 1, "heads_kv": 1, "seqlen_q": 130, "seqlen_k": 300, "head_dim": 64}
+    return Case(**{**sizes, **changes})
+
+
+CASES = {
+    "64": case(),
+    "128": case(head_dim=128, kind="head"),
+    "256": case(head_dim=256, seqlen_k=140),
+    "192_128": case(head_dim=192, head_dim_v=128, seqlen_k=140, options={"causal": True}),
+    "odd_head_dim": case(head_dim=80, head_dim_v=48, means=True, kind="head"),
+    "causal": case(head_dim=128, seqlen_q=260, options={"causal": True}),
+    "block": case(head_dim=128, kind="block", seqlen_q=200, options={"causal": True}),
+    "means": case(kind="block", means=True, heads=4, heads_kv=2),
+    "means_below_0": case(means=True, kind="block", options={"sm_scale": -0.3, "causal": True}),
+    "scale_0": case(means=True, options={"sm_scale": 0.0}),
+    "window": case(kind="head", means=True, options={"window": (100, 3)}),
+    "window_left": case(kind="block", options={"window": (90, -1)}),
+    "softcap": case(kind="block", options={"softcap": 8.0, "causal": True}),
+    "sinks": case(means=True, sinks=True, heads=2, options={"causal": True}),
+    "alibi": case(kind="head", means=True, alibi=True, heads=2, options={"causal": True}),
+    "seq_lens": case(lengths=(90, 7, 300), kind="block", means=True, seqlen_q=300, options={"causal": True}),
+    "packed": case(layout="thd", lengths=(90, 1, 0, 270), kind="head", means=True, seqlen_q=300, heads=2),
+    "packed_blocks": case(layout="thd", lengths=(150, 20), seqlen_q=150, seqlen_k=150, kind="block", means=True,
+                          options={"window": (60, 0)}),
+    "bshd": case(layout="bshd", kind="block", heads=2),
+    "float32_out": case(out_dtype=F32, head_dim=128, kind="head"),
+    "float16_out": case(out_dtype=F16),
+    "cross": case(seqlen_q=66, seqlen_k=131, kind="block", options={"causal": True}),
+    "more_queries": case(seqlen_q=230, seqlen_k=60, means=True, options={"causal": True}),
+    "one_key": case(seqlen_k=1),
+    "one_visible_key": case(means=True, options={"window": (0, 0)}),
+    "outliers": case(data="outliers", kind="head"),
+    "peaks": case(data="peaks", head_dim=128),
+    "sink": case(data="sink", kind="block", options={"causal": True}),
+    "equal_rows": case(data="equal", kind="block"),
+    "zeros": case(data="zeros", kind="head", means=True),
+    "large_scores": case(data="large", kind="head", seqlen_k=120),
+}  # fmt: skip
+
+
+def config(case: Case, **changes) -> Sm90Config:
+    """As in the table, with as few buffers as the schedule can do with: nothing waits in vain with many."""
+    wide, to_float32 = max(case.head_dim, case.head_dim_v), case.out_dtype == F32
+    consumers = 1 if case.seqlen_q < 128 else 2
+    direct = wide > 128 or to_float32
+    chosen = Sm90Config(
+        consumers, 64 if wide > 128 else 128, 4, not direct, 240, 24, persistent=True, store_from_registers=direct,
+        scheduler="dynamic" if case.lengths else "static",
+    )  # fmt: skip
+    return replace(chosen, **changes)
+
+
+@interpreted_only
+@pytest.mark.parametrize("name", CASES)
+def test_results(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = interpret(monkeypatch, config(CASES[name]), seed=3)
+    with poisoned_allocations():
+        check(CASES[name], TARGETS["cuda"], "sm90")
+    assert kernel.launches == 1
+
+
+@pytest.mark.parametrize(
+    ("layout", "lengths", "head_dim_v"), [("bhsd", None, 80), ("bshd", (300, 0), 64), ("thd", (90, 1, 0, 270), 128)]
+)
+def test_the_transposed_v(layout: str, lengths: tuple[int, ...] | None, head_dim_v: int) -> None:
+    """Each byte of it: keys of a group of 16 in the order of the weights, zeros behind each sequence."""
+    batch, heads, longest = len(lengths) if lengths else 2, 2, 300
+    size = {"layout": VARLEN if layout == "thd" else layout, "seq_lens": layout == "bshd"}
+    if layout == "thd":
+        size |= {"total_q": sum(lengths), "total_k": sum(lengths)}
+    problem = AttentionProblem(
+        "cuda",
+        "sm_90",
+        "float8_e4m3fn",
+        **size,
+        batch=batch,
+        heads_q=heads,
+        heads_kv=heads,
+        seqlen_q=longest,
+        seqlen_k=longest,
+        head_dim=64,
+        head_dim_v=head_dim_v,
+    )
+    generator = torch.Generator().manual_seed(5)
+    bits = torch.randint(0, 255, (batch, heads, longest, head_dim_v), generator=generator, dtype=torch.uint8)
+    ends = lengths or (longest,) * batch
+    tensors = AttentionTensors(bits, bits, bits, 1.0)
+    counts = torch.tensor(ends, dtype=torch.int32)
+    if layout == "thd":
+        v = torch.cat([x[:, :n].transpose(0, 1) for x, n in zip(bits, ends, strict=True)])
+        offsets = torch.tensor([0, *counts.cumsum(0).tolist()], dtype=torch.int32)
+        tensors = tensors._replace(cu_seqlens_k=offsets)
+    else:
+        v = bits.transpose(1, 2).contiguous() if layout == "bshd" else bits
+        tensors = tensors._replace(seq_lens=counts if lengths else None)
+    tensors = tensors._replace(v=v.view(torch.float8_e4m3fn))
+    with poisoned_allocations():
+        out = float8.transposed_values(problem, tensors.v)
+    launch_each([float8.transpose_launch(problem, tensors, out)])
+    found, key = out.view(torch.uint8), torch.arange(-(-longest // 256) * 256)
+    key = key // 16 * 16 + key % 4 // 2 * 8 + key % 16 // 4 * 2 + key % 2
+    for b, n in enumerate(ends):
+        first = 0
+        if layout == "thd":
+            first = (sum(ends[:b]) // 256 + b) * 256
+        end = min(-(-n // 256) * 256 if layout == "thd" else len(key), found.shape[3] - first)
+        padded = torch.cat([bits[b, :, :n], torch.zeros(heads, len(key) - n, head_dim_v, dtype=torch.uint8)], 1)
+        rows = found[0 if layout == "thd" else b, :, :, first : first + end]
+        assert torch.equal(rows, padded[:, key[:end]].transpose(1, 2)), b
+
+
+@interpreted_only
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_a_nan_descale_shows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its head, and in no other."""
+    chosen = case(kind="head", heads=2, heads_kv=2, seqlen_k=130)
+    interpret(monkeypatch, config(chosen), seed=3)
+    given = dict(zip("qkv", make_call(chosen)[0], strict=True))
+    descale = given[name].descale
+    assert descale is not None
+    descale[1, 0] = float("nan")
+    out = diyfa.flash_attention(*given.values(), backend="cuda", variant="sm90")
+    assert out[1, 0].isnan().all() and out[0].isfinite().all() and out[1, 1].isfinite().all()
+
+
+@interpreted_only
+@pytest.mark.parametrize("factor", [0.0, 1e-30, 1e30], ids=["zero", "tiny", "huge"])
+def test_extreme_descales(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a scale that makes up for them, results are those of ordinary ones; a factor of 0 makes all scores 0."""
+    chosen = case(kind="head", seqlen_k=130)
+    interpret(monkeypatch, config(chosen), seed=3)
+    (q, k, v), _ = make_call(chosen)
+    assert k.descale is not None
+    changed, attend = (
+        k._replace(descale=k.descale * factor),
+        partial(diyfa.flash_attention, return_lse=True, backend="cuda", variant="sm90", causal=True),
+    )
+    out, lse = attend(q, changed, v, sm_scale=0.3 / factor if factor else 0.3)
+    want, want_lse = attend(q, k, v, sm_scale=0.3 if factor else 0.0)
+    torch.testing.assert_close(out.float(), want.float(), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(lse, want_lse, rtol=1e-5, atol=1e-5)
+
+
+@interpreted_only
+def test_a_mean_that_is_not_finite_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every row of its head that sees a key, although a softmax does not see the mean of k."""
+    chosen = case(kind="head", means=True, heads=2, heads_kv=2, seqlen_q=150, seqlen_k=100)
+    interpret(monkeypatch, config(chosen), seed=3)
+    (q, k, v), _ = make_call(chosen)
+    assert k.mean is not None
+    k.mean[1, 0] = float("nan")
+    out = diyfa.flash_attention(q, k, v, causal=True, backend="cuda", variant="sm90")
+    assert out[1, 0, 50:].isnan().all() and (out[1, 0, :50] == 0).all()
+    assert out[0].isfinite().all() and out[1, 1].isfinite().all()
+
+
+@interpreted_only
+def test_small_weights_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One key has most of the weight, 400 others 2**-10 each: unscaled, float8 would make all of them 0."""
+    interpret(monkeypatch, config(case()), seed=3)
+    q, k = torch.zeros(1, 1, 128, 64), torch.zeros(1, 1, 401, 64)
+    q[..., 0], k[:, :, 0, 0] = 1.0, 7.0
+    v = torch.ones(1, 1, 401, 64)
+    v[:, :, 0] = 0.0
+    parts = [Quantized(x.to(E4M3), torch.ones(1)) for x in (q, k, v)]
+    out = diyfa.flash_attention(*parts, sm_scale=1.0, backend="cuda", variant="sm90")
+    want = 400 / (400 + torch.e**7)
+    torch.testing.assert_close(out.float(), torch.full_like(out, want, dtype=F32), rtol=0.07, atol=0)
+
+
+@interpreted_only
+@pytest.mark.parametrize(
+    "changes", [{"polynomials": 3}, {"block_n": 64, "pingpong": True}, {"consumers": 3, "stages": 2},
+                {"q_in_registers": 1, "stages": 6}, {"block_n": 256}, {"scheduler": "dynamic"}], ids=str,
+)  # fmt: skip
+def test_schedules(changes: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = case(kind="block", means=True, heads=2, seqlen_q=260, seqlen_k=330, options={"causal": True})
+    kernel = interpret(monkeypatch, config(chosen, **changes), seed=5)
+    with poisoned_allocations():
+        check(chosen, TARGETS["cuda"], "sm90")
+    assert kernel.launches == 1
+
+
+def test_exponentials_by_multiply_adds() -> None:
+    """Within 3e-6 of 2^x, and a little for the rounding; NaN remains, and what is too small for float32 is nearly 0."""
+    code = re.fullmatch(r"\{ \.reg \.b32 [\w, ]+; (.*) \}", softmax._exponentials(8))
+    assert code is not None
+    x = np.concatenate([np.linspace(-119.9, 8, 100001), [-1e30, -np.inf, np.nan]]).astype(np.float32)
+    found, exact = inline_asm._straight_line(code[1], x).data, np.exp2(np.maximum(x, -120).astype(np.float64))
+    assert (np.abs(found[:-1] / exact[:-1] - 1) < 3.3e-6).all() and np.isnan(found[-1])
+
+
+# ---- which calls it takes
+
+
+def described(**changes) -> AttentionProblem:
+    size = (4, 16, 4, 4096, 4096, 128, 128)
+    plain = AttentionProblem("cuda", "sm_90", "float8_e4m3fn", "bhsd", *size, out_dtype="bfloat16", q_descale=1)
+    return plain.replace(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"dtype": "float8_e5m2"}, "float16, bfloat16 and float8_e4m3fn, not float8_e5m2"),
+        ({"dtype": "int8", "value_dtype": "bfloat16"}, "not int8"),
+        ({"arch": "sm_100"}, "only sm_90 has"),
+        ({"dropout": True}, "does not implement dropout"),
+        ({"bias": "bfloat16"}, "does not implement attn_bias"),
+        ({"mask": (128, 128)}, "does not implement mask"),
+        ({"k_mean": True, "softcap": 30.0}, "no softcap of scores whose keys have a mean"),
+        ({"head_dim": 288, "head_dim_v": 288}, "head_dim 33 to 256"),
+        ({"aligned": False}, "multiples of 16 bytes"),
+        ({"seq_lens": True, "few_steps": False}, "counts the steps"),
+    ],
+    ids=str,
+)
+def test_refuses_with_a_reason(changes: dict, reason: str) -> None:
+    assert reason in hopper_configs.refuses(described(**changes))
+
+
+def test_runs_by_name_until_one_line_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper_configs, "environment_refusal", lambda: None)
+    cuda = registry.load_backend("cuda")
+    assert registry.choose("attention_fwd", described(), cuda).name == "v2"
+    assert registry.choose("attention_fwd", described(), cuda, "sm90").name == "sm90"
+    assert registry.choose("attention_fwd", described(dtype="bfloat16", out_dtype="", q_descale=0), cuda).name == "sm90"
+    monkeypatch.setattr(hopper_configs, "FLOAT8_RUNS", True)
+    assert registry.choose("attention_fwd", described(), cuda).name == "sm90"
+
+
+@pytest.mark.parametrize("head_dim", [40, 64, 80, 128, 192, 256])
+@pytest.mark.parametrize("head_dim_v", [64, 128, 256])
+@pytest.mark.parametrize("changes", [{}, {"window_right": 0}, {"out_dtype": "float32"}, {"seqlen_q": 128, "batch": 1}])
+def test_buffers_fit_shared_memory(head_dim: int, head_dim_v: int, changes: dict) -> None:
+    problem = described(head_dim=head_dim, head_dim_v=head_dim_v, **changes)
+    chosen = hopper_configs.select_config(problem)
+    width, boxes = hopper_configs.box_layout(head_dim, head_dim_v)
+    width_v, _ = hopper_configs.value_boxes(problem, chosen)
+    assert width * boxes >= head_dim and width_v >= head_dim_v
+    rows = chosen.consumers * hopper_configs.CONSUMER_ROWS
+    size = rows * width * boxes + chosen.stages // 2 * chosen.block_n * (width * boxes + width_v)
+    assert chosen.separate_o_buffer or chosen.store_from_registers  # out is larger than the queries
+    size += rows * width_v * 2 if chosen.separate_o_buffer else 0
+    assert chosen.stages % 2 == 0 and size + 16384 <= 227 * 1024
