@@ -8,7 +8,7 @@ head dim compile first. Then they are measured alternately: `triton.testing.do_b
 descale for each tensor. Every implementation is checked first: `error` is the norm of out's error against float64
 attention of the tensors that it gets, float8 or bfloat16, over the norm of out. Implementations:
 
-    a tile           the Hopper kernel with this config; V is transposed inside the call. n/8: `polynomials`
+    a tile           the Hopper kernel with this config; V is transposed inside the call.
     auto             the config of the table
     auto, no V       the same without the transposition of V: what a V that was stored transposed would save
     transpose        the transposition of V alone; its TFLOP/s have no meaning
@@ -54,27 +54,16 @@ C = Sm90Config
 TILES: dict[int, dict[str, Sm90Config]] = {
     64: {
         "3x128": C(3, 128, 8, True, 160, 32, persistent=True, pingpong=True),
-        "3x128 2/8": C(3, 128, 8, True, 160, 32, persistent=True, pingpong=True, polynomials=2),
-        "3x128 3/8": C(3, 128, 8, True, 160, 32, persistent=True, pingpong=True, polynomials=3),
-        "3x128 4/8": C(3, 128, 8, True, 160, 32, persistent=True, pingpong=True, polynomials=4),
-        "3x128 3/8 free": C(3, 128, 8, True, 160, 32, persistent=True, polynomials=3),
-        "2x128 3/8": C(2, 128, 12, True, 240, 24, persistent=True, pingpong=True, polynomials=3),
         "2x256": C(2, 256, 8, True, 240, 24, persistent=True, pingpong=True),
     },
     128: {
         "2x128": C(2, 128, 8, True, 240, 24, persistent=True, pingpong=True),
-        "2x128 1/8": C(2, 128, 8, True, 240, 24, persistent=True, pingpong=True, polynomials=1),
-        "2x128 2/8": C(2, 128, 8, True, 240, 24, persistent=True, pingpong=True, polynomials=2),
-        "2x128 3/8": C(2, 128, 8, True, 240, 24, persistent=True, pingpong=True, polynomials=3),
-        "2x128 2/8 free": C(2, 128, 8, True, 240, 24, persistent=True, polynomials=2),
         "2x128 Q": C(2, 128, 8, True, 240, 24, persistent=True, pingpong=True, q_in_registers=1),
         "3x64": C(3, 64, 12, True, 160, 32, persistent=True, pingpong=True),
     },
     256: {
         "2x128": C(2, 128, 4, False, 240, 24, persistent=True, pingpong=True, store_from_registers=True),
         "2x128 free": C(2, 128, 4, False, 240, 24, persistent=True, store_from_registers=True),
-        "2x128 1/8": C(2, 128, 4, False, 240, 24, persistent=True, pingpong=True, store_from_registers=True,
-                       polynomials=1),
     },
 }  # fmt: skip
 Call = Callable[[], torch.Tensor]

@@ -54,7 +54,6 @@ class Sm90Config:
     store_from_registers: bool = False  # out leaves from registers, through no buffer (`epilogue.py`)
     fixed_max: bool = False  # bfloat16: no new maximum after the edge blocks (`fixed_max_step` in `softmax.py`)
     scheduler: str = "static"  # or "dynamic" (`gluon/scheduler.py`)
-    polynomials: int = 0  # float8: of 8 exponentials, those by multiply-adds (`exp2_mixed` in `softmax.py`)
     measured: str = ""  # device, date, TFLOP/s
 
     def __post_init__(self) -> None:

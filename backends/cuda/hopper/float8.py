@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from diyfa import eight_bits as definition
 from diyfa.backends.cuda.attention.seq_info import load_clamped, packed_info
-from diyfa.backends.cuda.attention.tile_io import EQUAL, PACKED, cdiv, lengths_constant, padded_head_dim
+from diyfa.backends.cuda.attention.tile_io import EQUAL, PACKED, cdiv, lengths_constant
 from diyfa.backends.cuda.gluon.compat import aggregate
 from diyfa.backends.cuda.hopper.mma import ROWS, accumulator_layout
 from diyfa.backends.cuda.runtime.constants import Constants
@@ -38,7 +38,7 @@ PER_TENSOR, PER_BLOCK = gl.constexpr(definition.PER_TENSOR), gl.constexpr(defini
 PADDED_KEYS = 256  # packed sequences begin at multiples of this in the transposed V; the largest key block
 PADDED = gl.constexpr(PADDED_KEYS)
 GROUP = 16  # keys whose order differs from V's
-TRANSPOSED_BLOCK = 128  # keys of a program
+TRANSPOSED_KEYS, TRANSPOSED_FEATURES = 128, 64  # of a program; with 128 features it spills
 
 
 # ---- Factors and means ---------------------------------------------------------------------------------------------
@@ -218,29 +218,6 @@ def key_in_group(position):
     return (position & -16) | ((position & 2) << 2) | ((position & 12) >> 1) | (position & 1)
 
 
-@triton.jit
-def _words(stride):
-    """Return a stride in words of 4 bytes. TMA needs multiples of 16 bytes, so that all strides are."""
-    return tl.multiple_of(stride // 4, 4)
-
-
-@triton.jit
-def _load_words(words, keys, stride, n_keys, in_row):
-    """Return the words [keys, columns / 4] of keys, zeros beyond the end."""
-    at = words + keys.to(tl.int64)[:, None] * _words(stride)
-    return tl.load(at, mask=(keys < n_keys)[:, None] & in_row, other=0)
-
-
-@triton.jit
-def _even_bytes(a, b):
-    return (a & 0x00FF00FF) | ((b & 0x00FF00FF) << 8)
-
-
-@triton.jit
-def _odd_bytes(a, b):
-    return ((a >> 8) & 0x00FF00FF) | (b & -0x00FF0100)
-
-
 @triton.jit(do_not_specialize=("heads", "seqlen", "total", "blocks", "columns"))
 def _transpose_kernel(
     v_ptr, lengths_ptr, out_ptr, stride_vb, stride_vh, stride_vn,
@@ -249,46 +226,33 @@ def _transpose_kernel(
     columns,  # keys of a row of out
     c: tl.constexpr,
 ):  # fmt: skip
-    """Write V's block of BLOCK_N keys of a head to out (B, Hk, Dv, columns), packed (Hk, Dv, columns).
+    """Write BLOCK_N keys of BLOCK_D features of V to out (B, Hk, Dv, columns), packed (Hk, Dv, columns).
 
-    Blocks of 4 keys and 4 features are transposed in registers, then words of 4 bytes between threads. Keys beyond a
-    sequence's end are zeros, up to the end of its key blocks.
+    Keys beyond a sequence's end are zeros, up to the end of its key blocks.
     """
     pid = tl.program_id(0)
     head, block = pid // blocks, pid % blocks
     b, h = head // heads, head % heads
     row, column, n_keys, end = head, 0, seqlen, columns
-    base = h.to(tl.int64) * _words(stride_vh)
+    base = v_ptr + h.to(tl.int64) * stride_vh
     if c.LENGTHS == PACKED:
         first, n_keys = packed_info(lengths_ptr, b, total)
-        base += first.to(tl.int64) * _words(stride_vn)
+        base += first.to(tl.int64) * stride_vn
         row, column = h, first_transposed(first, b)
         end = tl.cdiv(n_keys, PADDED) * PADDED
     else:
-        base += b.to(tl.int64) * _words(stride_vb)
+        base += b.to(tl.int64) * stride_vb
         if c.LENGTHS != EQUAL:
             n_keys = load_clamped(lengths_ptr + b, seqlen)
-    WORD: tl.constexpr = tl.pointer_type(tl.int32)
-    offs_d = tl.arange(0, c.BLOCK_D // 4)  # words of 4 features
-    in_row = (offs_d < c.HEAD_DIM // 4)[None, :]
-    words = v_ptr.to(WORD) + base + offs_d[None, :]
-    target = out_ptr.to(WORD) + (row.to(tl.int64) * c.HEAD_DIM + 4 * offs_d[:, None]) * _words(columns)
+    offs_d = tl.program_id(1) * c.BLOCK_D + tl.arange(0, c.BLOCK_D)
+    in_row = offs_d < c.HEAD_DIM
+    target = out_ptr + (row.to(tl.int64) * c.HEAD_DIM + offs_d[:, None]) * columns + column
     for start in range(block * c.BLOCK_N, end, blocks * c.BLOCK_N):  # longer than once if the call said too little
-        position = start + 4 * tl.arange(0, c.BLOCK_N // 4)  # the first of 4
-        keys = key_in_group(position)  # and the next one, and those two 8 later
-        w0 = _load_words(words, keys, stride_vn, n_keys, in_row)
-        w1 = _load_words(words, keys + 1, stride_vn, n_keys, in_row)
-        w2 = _load_words(words, keys + 8, stride_vn, n_keys, in_row)
-        w3 = _load_words(words, keys + 9, stride_vn, n_keys, in_row)
-        # Bytes 0 and 2, and 1 and 3, of two keys alternate.
-        even01, odd01 = _even_bytes(w0, w1), _odd_bytes(w0, w1)
-        even23, odd23 = _even_bytes(w2, w3), _odd_bytes(w2, w3)
-        at = target + ((column + position) // 4)[None, :]
-        inside = tl.trans(in_row) & (position < end)[None, :]
-        tl.store(at, tl.trans((even01 & 0xFFFF) | (even23 << 16)), mask=inside)
-        tl.store(at + _words(columns), tl.trans((odd01 & 0xFFFF) | (odd23 << 16)), mask=inside)
-        tl.store(at + 2 * _words(columns), tl.trans(((even01 >> 16) & 0xFFFF) | (even23 & -0x10000)), mask=inside)
-        tl.store(at + 3 * _words(columns), tl.trans(((odd01 >> 16) & 0xFFFF) | (odd23 & -0x10000)), mask=inside)
+        position = start + tl.arange(0, c.BLOCK_N)
+        keys = key_in_group(position)
+        inside = (keys < n_keys)[:, None] & in_row[None, :]
+        v = tl.load(base + keys.to(tl.int64)[:, None] * stride_vn + offs_d[None, :], mask=inside, other=0.0)
+        tl.store(target + position[None, :], tl.trans(v), mask=in_row[:, None] & (position < end)[None, :])
 
 
 def transposed_keys(problem: AttentionProblem) -> int:
@@ -307,7 +271,7 @@ def transposed_values(problem: AttentionProblem, v: torch.Tensor) -> torch.Tenso
 @cached_per_kind
 def _transpose_constants(problem: AttentionProblem) -> TransposeConstants:
     return TransposeConstants(
-        head_dim=problem.head_dim_v, block_n=TRANSPOSED_BLOCK, block_d=padded_head_dim(problem.head_dim_v),
+        head_dim=problem.head_dim_v, block_n=TRANSPOSED_KEYS, block_d=TRANSPOSED_FEATURES,
         lengths=lengths_constant(problem),
     )  # fmt: skip
 
@@ -316,7 +280,7 @@ def transpose_launch(problem: AttentionProblem, tensors: AttentionTensors, out: 
     """Return the launch that fills out, `transposed_values`."""
     constants = _transpose_constants(problem)
     b, h, n, _ = bhsd_strides(tensors.v, problem.layout)
-    blocks = cdiv(problem.seqlen_k, TRANSPOSED_BLOCK)
+    blocks = cdiv(problem.seqlen_k, TRANSPOSED_KEYS)
     arguments: dict[str, Any] = {
         "v_ptr": tensors.v,
         "lengths_ptr": tensors.cu_seqlens_k if problem.varlen else tensors.seq_lens,
@@ -330,5 +294,5 @@ def transpose_launch(problem: AttentionProblem, tensors: AttentionTensors, out: 
         "blocks": blocks,
         "columns": out.shape[-1],
     }
-    grid = blocks * problem.batch * problem.heads_kv
+    grid = blocks * problem.batch * problem.heads_kv, cdiv(problem.head_dim_v, TRANSPOSED_FEATURES)
     return Launch(_transpose_kernel, grid, arguments, {"c": constants}, {"num_warps": 4, "num_stages": 1})

@@ -159,7 +159,6 @@ class Sm90Constants(Constants):
     k_mean: bool = False
     v_mean: bool = False
     weight_shift: int = 0
-    polynomials: int = 0
 
 
 @constexpr_function
@@ -467,9 +466,8 @@ def _attend_blocks(
             weights = fixed_max_step(s, m_i, start_n, rows, consumer.score)
         else:
             weights, m_i, alpha = softmax_step(
-                s, m_i, start_n, rows, consumer.score, consumer.problem, MASKED, config.WEIGHT_SHIFT,
-                config.POLYNOMIALS,
-            )  # fmt: skip
+                s, m_i, start_n, rows, consumer.score, consumer.problem, MASKED, config.WEIGHT_SHIFT
+            )
             l_i *= gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout))[:, None]
         l_i += sums_by_thread(weights)
         o = finish_values(o)

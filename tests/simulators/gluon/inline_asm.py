@@ -136,42 +136,6 @@ def _four(dtype: tl.dtype, values: list[np.ndarray]) -> TensorHandle:
     )
 
 
-# Straight-line arithmetic in registers: results $0 to $n-1, operands from $n on.
-_STRAIGHT = re.compile(r"\{ \.reg \.b32 [\w, ]+; (.*) \}")
-_OPERATIONS: dict[str, Callable[..., Any]] = {
-    "max.NaN.f32": np.maximum,
-    "add.rn.f32": np.add,
-    "sub.rn.f32": np.subtract,
-    "mul.rn.f32": np.multiply,
-    "fma.rn.f32": lambda a, b, c: (
-        np.float64(a) * np.float64(b) + np.float64(c)
-    ),  # rounded once, and once more to float32
-    "ex2.approx.ftz.f32": lambda x: flush(np.exp2(flush(x))),
-    "shl.b32": lambda x, n: x << n,
-    "add.s32": np.add,
-}
-
-
-def _straight_line(instructions: str, data: np.ndarray) -> TensorHandle:
-    """Return the result $0 if all operands are `data`: which element of a block an operand is, the layout decides."""
-    numbers = {int(n) for n in re.findall(r"\$(\d+)", instructions)}
-    count = (max(numbers) + 1) // 2
-    registers: dict[str, np.ndarray] = {f"${count + i}": data for i in range(count)}
-
-    def operand(text: str, dtype: Any) -> Any:
-        if text in registers:
-            return registers[text].view(dtype)
-        return np.uint32(int(text[2:], 16) if text.startswith("0f") else int(text, 0)).view(dtype)
-
-    for instruction in filter(None, map(str.strip, instructions.split(";"))):
-        name, operands = instruction.split(maxsplit=1)
-        dtype = np.float32 if name.endswith("f32") else np.uint32
-        target, *inputs = [x.strip() for x in operands.split(",")]
-        with np.errstate(all="ignore"):
-            registers[target] = np.asarray(_OPERATIONS[name](*(operand(x, dtype) for x in inputs))).astype(dtype)
-    return TensorHandle(registers["$0"].view(np.float32), tl.float32)
-
-
 # 1 if any row of the warp has a factor other than 1. Of 64 rows a warp has 16.
 _ANY_IN_WARP = re.compile(
     r"\{ \.reg \.pred p, q; setp\.neu\.f32 p, \$2, 0f3F800000; setp\.neu\.f32 q, \$3, 0f3F800000; or\.pred p, p, q; "
@@ -244,8 +208,6 @@ def run(asm: str, values: list[Any], dtype: tl.dtype) -> TensorHandle | list[Ten
         return _any_in_warp(values[0].data)
     if _UNLESS_ZERO.fullmatch(asm):
         return _unless_zero(*(value.data for value in values))
-    if found := _STRAIGHT.fullmatch(asm):
-        return _straight_line(found[1], np.ascontiguousarray(values[0].data))
     found = _FUNCTION.match(asm)
     if found and found[1] in FUNCTIONS and dtype == tl.float32:
         change = flush if ".ftz" in found[1] else np.asarray
