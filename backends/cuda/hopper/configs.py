@@ -8,6 +8,7 @@ import torch
 import triton
 
 from diyfa.backends.cuda.attention.configs import TMA_MIN_WORK, has_tma
+from diyfa.backends.cuda.attention.decode_configs import EQUAL_PRODUCTS, decodes_by_wgmma
 from diyfa.backends.cuda.attention.tile_io import cdiv, padded_head_dim
 from diyfa.backends.cuda.gluon.compat import NEWEST, OLDEST, has_gluon, ptxas_options
 from diyfa.backends.cuda.runtime.launch import is_interpreting, multiprocessors
@@ -51,6 +52,7 @@ class Sm90Config:
     store_from_registers: bool = False  # out leaves from registers, through no buffer (`epilogue.py`)
     fixed_max: bool = False  # bfloat16: no new maximum after the edge blocks (`fixed_max_step` in `softmax.py`)
     scheduler: str = "static"  # or "dynamic" (`gluon/scheduler.py`)
+    shared_totals: bool = False  # batch-invariant mode: totals of chunks lie in shared memory (`chunks.py`)
     measured: str = ""  # device, date, TFLOP/s
 
     def __post_init__(self) -> None:
@@ -132,11 +134,25 @@ SMALL: dict[int, Sm90Config] = {
     192: C(1, 64, 3, False, 232, 24, store_from_registers=True),
     256: C(1, 64, 4, False, 248, 88),
 }
+# Batch-invariant mode: one tile for all calls with the same columns and dtype. Its block_n is `fixed_block_n`'s.
+INVARIANT: dict[int, Sm90Config] = {
+    64: C(2, 128, 6, True, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, pairs=True, q_in_registers=1,
+          shared_totals=True),
+    96: C(2, 128, 4, True, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, pairs=True, box_columns=32),
+    128: C(2, 128, 4, True, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, pairs=True, box_columns=64,
+           q_in_registers=2),
+    192: C(2, 64, 6, False, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, pairs=True,
+           store_from_registers=True),
+    256: C(2, 64, 4, False, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, store_from_registers=True),
+}  # fmt: skip
+INVARIANT_FEATURES = (FEATURES - {"softcap", "alibi"}) | {"batch_invariant"}
 
 
 @cached_per_problem
 def select_config(problem: AttentionProblem) -> Sm90Config:
     """Return the config of a problem that `refuses` accepts."""
+    if problem.batch_invariant:
+        return fitted(problem, INVARIANT[tile_class(problem)[0]])
     rows = config_rows(problem)
     config = next(c for max_keys, c in rows if keys_seen(problem) <= max_keys)
     if count_tiles(problem, config) < FULL_GPU or problem.seqlen_q < config.consumers * CONSUMER_ROWS:
@@ -287,8 +303,11 @@ def _refuses_kind(problem: AttentionProblem) -> str | None:
         return f"sm90 is made of instructions that only {ARCH} has, this is {problem.arch}"
     if problem.dtype not in DTYPES:
         return f"sm90 takes {' and '.join(DTYPES)}, not {problem.dtype}"
-    if reason := refuse_features(problem, FEATURES, "sm90"):
+    features = INVARIANT_FEATURES if problem.batch_invariant else FEATURES
+    if reason := refuse_features(problem, features, "sm90"):
         return reason
+    if problem.batch_invariant and not (EQUAL_PRODUCTS or decodes_by_wgmma(problem)):
+        return "sm90 takes K and V of one width in diyfa.batch_invariant(): else decoding has no wgmma, as it has"
     if not MIN_HEAD_DIM <= widest(problem) <= MAX_HEAD_DIM:
         return f"sm90 takes head_dim {MIN_HEAD_DIM} to {MAX_HEAD_DIM}, got {problem.head_dim} and {problem.head_dim_v}"
     if problem.head_dim_v % 8:  # padding would have to be removed from out

@@ -341,7 +341,9 @@ def _hopper_specs(arch: str) -> Iterator[CompileSpec]:
 def _hopper_spec(problem: AttentionProblem, config: hopper_configs.Sm90Config) -> CompileSpec:
     from diyfa.backends.cuda.hopper import fwd as hopper_fwd  # needs the Gluon that `_hopper_specs` asked for
 
-    launch = hopper_fwd.make_launch(problem, *call_tensors(problem), config)
+    tensors, out, lse = call_tensors(problem)
+    totals = hopper_fwd.totals_memory(problem, config, out.device)
+    launch = hopper_fwd.make_launch(problem, tensors, out, lse, config, totals)
     d, dv = problem.head_dim, problem.head_dim_v
     widths = f"{d}" if d == dv else f"{d}/{dv}"
     mask = "causal" if problem.causal else "full" if problem.seqlen_k % config.block_n == 0 else "ragged"
@@ -537,6 +539,7 @@ def _hopper_prefill_specs(arch: str) -> Iterator[CompileSpec]:
     queries, and head dims that have other boxes."""
     if arch != hopper_configs.ARCH or hopper_configs.environment_refusal():
         return
+    from diyfa.backends.cuda.hopper import fwd as hopper_fwd
     from diyfa.backends.cuda.hopper import prefill, prefill_configs
 
     call = KVCacheProblem("cuda", arch, "bfloat16", "bfloat16", "bshd", 4, 32, 8, 2048, 8192, 128, 128, window_right=0)
@@ -564,7 +567,8 @@ def _hopper_prefill_specs(arch: str) -> Iterator[CompileSpec]:
         tensors, out, lse = example_kvcache(problem)
         if problem.packed_keys:  # with seqlens, so that a sequence may use fewer keys than it has
             tensors = tensors._replace(seqlens=out.new_empty(problem.batch, dtype=torch.int32))
-        launch = prefill.make_launch(problem, tensors, out, lse, config)
+        totals = hopper_fwd.totals_memory(prefill_configs.as_forward(problem), config, out.device)
+        launch = prefill.make_launch(problem, tensors, out, lse, config, totals)
         tile = f"{config.consumers}x{hopper_configs.CONSUMER_ROWS}x{config.block_n}"
         case = f"{_kvcache_case(problem)} {'packed' if problem.varlen else 'even'} {tile}"
         yield launch_spec(launch, "kvcache_fwd/sm90_prefill", case, HOPPER_SPILLS, clean_loops=True)
