@@ -69,35 +69,45 @@ def _from_thread(x, LAYOUT: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def _store_totals(totals, o, CONSUMER: gl.constexpr, BOXES_V: gl.constexpr):
-    """Write the totals of out."""
-    for run in gl.static_range(run_count(BOXES_V)):
-        x = _by_thread(o[run])
-        FLAT: gl.constexpr = x.type.layout
-        START: gl.constexpr = totals.SIZE // BOXES_V * run_start(run, BOXES_V)
-        if totals.pointer is None:
-            totals.buffers.index(CONSUMER).slice(START, x.shape[0]).store(x)
-        else:
-            gl.store(totals.address(CONSUMER, START, FLAT, x.shape[0]), x)
+def _store_total(totals, x, CONSUMER: gl.constexpr, FIRST_COLUMN: gl.constexpr):
+    """Write the totals x of one accumulator of out."""
+    x = _by_thread(x)
+    FLAT: gl.constexpr = x.type.layout
+    if totals.pointer is None:
+        totals.buffers.index(CONSUMER).slice(ROWS * FIRST_COLUMN, x.shape[0]).store(x)
+    else:
+        gl.store(totals.address(CONSUMER, ROWS * FIRST_COLUMN, FLAT, x.shape[0]), x)
 
 
 @gluon.jit
-def _fold_totals(totals, o, alpha, beta, CONSUMER: gl.constexpr, BOXES_V: gl.constexpr):
+def _fold_total(totals, x, alpha, beta, CONSUMER: gl.constexpr, FIRST_COLUMN: gl.constexpr):
+    """Return the totals of one accumulator times alpha plus its sums x of a chunk times beta."""
+    LAYOUT: gl.constexpr = x.type.layout
+    FLAT: gl.constexpr = _by_thread(x).type.layout
+    SIZE: gl.constexpr = ROWS * x.shape[1]
+    if totals.pointer is None:
+        total = totals.buffers.index(CONSUMER).slice(ROWS * FIRST_COLUMN, SIZE).load(FLAT)
+    else:
+        total = gl.load(totals.address(CONSUMER, ROWS * FIRST_COLUMN, FLAT, SIZE))
+    total = _from_thread(total, LAYOUT, x.shape[1])
+    factor = gl.convert_layout(alpha, gl.SliceLayout(1, LAYOUT))[:, None]
+    factor_of_chunk = gl.convert_layout(beta, gl.SliceLayout(1, LAYOUT))[:, None]
+    return fold(total, factor, x, factor_of_chunk)
+
+
+@gluon.jit
+def _store_totals(totals, o, CONSUMER: gl.constexpr, WIDTH: gl.constexpr, BOXES_V: gl.constexpr):
+    """Write the totals of out."""
+    for run in gl.static_range(run_count(BOXES_V)):
+        _store_total(totals, o[run], CONSUMER, run_start(run, BOXES_V) * WIDTH)
+
+
+@gluon.jit
+def _fold_totals(totals, o, alpha, beta, CONSUMER: gl.constexpr, WIDTH: gl.constexpr, BOXES_V: gl.constexpr):
     """Return the totals in memory times alpha plus the sums o of a chunk times beta."""
     folded = ()
     for run in gl.static_range(run_count(BOXES_V)):
-        x = o[run]
-        LAYOUT: gl.constexpr = x.type.layout
-        FLAT: gl.constexpr = _by_thread(x).type.layout
-        START: gl.constexpr = totals.SIZE // BOXES_V * run_start(run, BOXES_V)
-        if totals.pointer is None:
-            total = totals.buffers.index(CONSUMER).slice(START, ROWS * x.shape[1]).load(FLAT)
-        else:
-            total = gl.load(totals.address(CONSUMER, START, FLAT, ROWS * x.shape[1]))
-        total = _from_thread(total, LAYOUT, x.shape[1])
-        factor = gl.convert_layout(alpha, gl.SliceLayout(1, LAYOUT))[:, None]
-        factor_of_chunk = gl.convert_layout(beta, gl.SliceLayout(1, LAYOUT))[:, None]
-        folded += (fold(total, factor, x, factor_of_chunk),)
+        folded += (_fold_total(totals, o[run], alpha, beta, CONSUMER, run_start(run, BOXES_V) * WIDTH),)
     return folded
 
 
@@ -193,6 +203,7 @@ def attend_chunks(consumer, q, rows, key0, tile, end_block, item):
     problem = consumer.problem
     totals = consumer.shared.totals
     S_ROWS: gl.constexpr = gl.SliceLayout(1, accumulator_layout(config.BLOCK_N))
+    WIDTH: gl.constexpr = consumer.outputs.o_tensor.block_shape[-1]
     _, full_begin, full_end, _ = problem.keys_of_rows(key0, ROWS, tile.n_keys)
     full_first = gl.cdiv(full_begin, config.BLOCK_N)
     full_last = full_end // config.BLOCK_N
@@ -200,7 +211,7 @@ def attend_chunks(consumer, q, rows, key0, tile, end_block, item):
     n_chunks = last_chunk - tile.first_block // config.CHUNK + 1
     m_i = gl.full([ROWS], LOWEST, gl.float32, S_ROWS)
     l_i = gl.zeros([ROWS], gl.float32, S_ROWS)
-    o = zero_output(consumer.outputs.o_tensor.block_shape[-1], config.BOXES_V)
+    o = zero_output(WIDTH, config.BOXES_V)
     for i in range(n_chunks):
         start = (last_chunk - i) * config.CHUNK
         first = gl.maximum(start, tile.first_block)
@@ -209,7 +220,7 @@ def attend_chunks(consumer, q, rows, key0, tile, end_block, item):
         m_i, alpha, beta = chunk_factors(m_i, m_chunk)
         l_i = fold(l_i, alpha, l_chunk, beta)
         if i > 0:
-            o = _fold_totals(totals, o, alpha, beta, consumer.INDEX, config.BOXES_V)
+            o = _fold_totals(totals, o, alpha, beta, consumer.INDEX, WIDTH, config.BOXES_V)
         if i < n_chunks - 1:
-            _store_totals(totals, o, consumer.INDEX, config.BOXES_V)
+            _store_totals(totals, o, consumer.INDEX, WIDTH, config.BOXES_V)
     return o, l_i, m_i, item
