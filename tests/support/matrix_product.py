@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-
 # Number of products that tensor cores add to an accumulator at once. 0: all of a call, and the accumulator at the end.
 STEP = 0
 

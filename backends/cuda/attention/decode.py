@@ -7,9 +7,9 @@ A tile is BLOCK_M rows. The query heads that share a KV head (the group), and th
 the same tile: row = token * group + head in the group, so that a tile is a range of tokens. A program gathers the keys
 of a tile row by row, block after block. So a page may have any size.
 
-In batch-invariant mode only a row's own query and keys decide on its result, bit for bit: `fixed_order.py` has the order
-of operations. Keys are divided into chunks, counted from the first key that is not padding. Each chunk is summed by
-itself. It makes no difference whether one program has all chunks of a tile or each chunk has a program of its own.
+In batch-invariant mode only a row's own query and keys decide on its result, bit for bit: `fixed_order.py` has the
+order of operations. Keys are divided into chunks, counted from the first key that is not padding. Each chunk is summed
+by itself. It makes no difference whether one program has all chunks of a tile or each chunk has a program of its own.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -37,6 +38,7 @@ from diyfa.backends.cuda.attention.decode_configs import (
     reads_values_once,
 )
 from diyfa.backends.cuda.attention.dots import dot, dot_add, round_to
+from diyfa.backends.cuda.attention.fixed_order import COMPILE_OPTIONS as FIXED_ORDER_OPTIONS
 from diyfa.backends.cuda.attention.fixed_order import next_sum, sum_of_lanes, sums_by_lane, weights
 from diyfa.backends.cuda.attention.fwd import LOWEST, online_softmax_update
 from diyfa.backends.cuda.attention.launch import (
@@ -197,8 +199,12 @@ def _load_pairs(base, rows, exists, c: tl.constexpr):
 
 
 @triton.jit
-def _weights_in_order(s, m_i, visible, rows, cols, mask, score, PRECISE: tl.constexpr, c: tl.constexpr):
-    """Return (weights p, running maximum, factor of earlier sums) of products s in the order of `fixed_order.py`."""
+def _weights_in_order(s, m_i, visible, at, mask, score, PRECISE: tl.constexpr, c: tl.constexpr):
+    """Return (weights p, running maximum, factor of earlier sums) of products s in the order of `fixed_order.py`.
+
+    `at`: (tokens [BLOCK_M, 1], keys [1, BLOCK_N]).
+    """
+    rows, cols = at
     scale_log2 = 1.0
     if c.SOFTCAP or c.ALIBI:
         s, _tanh = scores_log2(s, rows, cols, (0, 0, 0), mask, score, True, PRECISE, c)
@@ -264,7 +270,8 @@ def _attend_keys(
             s = dot_add(q_tail, tl.trans(k_tail), s, c.PRECISION)
         visible = exists[None, :] & visible_pairs(tokens[:, None], offs_n[None, :], mask, False, c)
         if c.CHUNK > 0:
-            p, m_i, alpha = _weights_in_order(s, m_i, visible, tokens[:, None], offs_n[None, :], mask, score, PRECISE, c)
+            at = (tokens[:, None], offs_n[None, :])
+            p, m_i, alpha = _weights_in_order(s, m_i, visible, at, mask, score, PRECISE, c)
             l_i = next_sum(l_i, tl.broadcast_to(alpha[:, None], l_i.shape), sums_by_lane(p))
             acc = acc * alpha[:, None]
         else:
@@ -608,7 +615,9 @@ def make_launches(
         "scale": _scale(problem, tensors.sm_scale),
         "softcap": problem.softcap,
     }
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    options: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    if problem.batch_invariant:
+        options |= FIXED_ORDER_OPTIONS
     grid = (n_heads, count // n_heads) if c.split else count
     main = Launch(_decode_kernel, grid, arguments, {"c": c}, options)
     if memory is None:

@@ -12,6 +12,7 @@ from triton.language.extra.cuda import gdc_wait
 from diyfa.backends.cuda.attention.block_info import cached_blocks
 from diyfa.backends.cuda.attention.decode_configs import DecodeConfig
 from diyfa.backends.cuda.attention.dots import round_to
+from diyfa.backends.cuda.attention.fixed_order import COMPILE_OPTIONS as FIXED_ORDER_OPTIONS
 from diyfa.backends.cuda.attention.fixed_order import chunk_factors, fold, with_sink, without_sign_of_zero
 from diyfa.backends.cuda.attention.fwd import LOWEST, add_sink, row_lse
 from diyfa.backends.cuda.attention.seq_info import cache_seq_info
@@ -257,6 +258,8 @@ def combine_launch(
         constants = _combine_constants(problem, c, by_tile, columns, max(8, COMBINED_ELEMENTS // columns))
     kernel_arguments = arguments | {"n_shares": n_shares, "rows_per_program": rows_per_program}
     kernel_arguments = {name: kernel_arguments[name] for name in kernel.arg_names if name in kernel_arguments}
-    overlap_options = {"launch_pdl": True} if c.overlap else {}
+    more_options = {"launch_pdl": True} if c.overlap else {}
+    if problem.batch_invariant:
+        more_options |= FIXED_ORDER_OPTIONS
     # Programs of one warp all fit beside `_decode_kernel`, and wait there with everything known but the sums.
-    return Launch(kernel, grid, kernel_arguments, {"c": constants}, {"num_warps": 1, **overlap_options})
+    return Launch(kernel, grid, kernel_arguments, {"c": constants}, {"num_warps": 1, **more_options})

@@ -76,16 +76,16 @@ RESERVED = 1024  # bytes of shared memory that CUDA reserves for each program
 # is a multiple of every block. `fixed_order.py` says what else decides on a row's bits: not the rows of a tile.
 INVARIANT_BLOCK_M = 32
 CHUNK_KEYS = 1024
-# The mode on Hopper, where `hopper/fwd.py` runs training and prompts by wgmma: (largest width of a tile, keys of a chunk,
-# tile of the decoding kernels). Blocks are as long as the Hopper forward's. 64 rows, so that decoding takes wgmma, too.
-# None was timed yet.
+# The mode on Hopper, where `hopper/fwd.py` runs training and prompts by wgmma: (largest width of a tile, keys of a
+# chunk, tile of the decoding kernels). Blocks are as long as the Hopper forward's. 64 rows, so that decoding takes
+# wgmma, too. None was timed yet.
 HOPPER_INVARIANT: tuple[tuple[int, int, DecodeConfig], ...] = (
     (64, 1024, DecodeConfig(64, 128, 4, 3, 2)),
     (128, 1024, DecodeConfig(64, 128, 4, 2, 2)),
     (256, 1024, DecodeConfig(64, 64, 4, 2, 1)),
 )
-# Whether mma.sync and wgmma round equally on Hopper (`tests/manual/tensor_core_bits.py`). If so, tiles of HOPPER_INVARIANT
-# may have 16 or 32 rows, and the Hopper forward may run in the mode where decoding has no wgmma: see `decodes_by_wgmma`.
+# Whether mma.sync and wgmma round equally on Hopper (`tests/manual/tensor_core_bits.py`). If so, decoding has as few
+# rows in a tile as it needs, and the Hopper forward may run where decoding has no wgmma: see `decodes_by_wgmma`.
 EQUAL_PRODUCTS = False
 # With more rows Triton multiplies by wgmma on GPUs that have it. That is right for tiles that are copied to shared
 # memory as they are. It is not for tiles that pass through registers, nor for values narrower than keys, unless the
@@ -142,8 +142,9 @@ def choose_block_m(problem: KVCacheProblem) -> int:
     if is_widened(problem):
         return 16
     if problem.batch_invariant and has_hopper_order(problem):
-        row = _hopper_row(problem)
-        return row.block_m if decodes_by_wgmma(problem) else min(row.block_m, MMA_BLOCK_M)
+        if EQUAL_PRODUCTS:
+            return 16 if rows <= 16 else MMA_BLOCK_M
+        return _hopper_row(problem).block_m if decodes_by_wgmma(problem) else MMA_BLOCK_M
     if problem.batch_invariant:
         return INVARIANT_BLOCK_M
     if rows <= 16:

@@ -4,8 +4,8 @@ A row has the same bits in both kernels because each number that decides on them
 operations, whatever the tile, the warps and the layout:
 
 1. A score is the sum of 16 products at a time, the features in ascending order, in the accumulator of tensor cores.
-2. Keys form blocks of BLOCK_N and chunks of whole blocks, both counted from the sequence's first key that is no padding.
-   A chunk starts with no maximum and no sums. Its blocks are visited from the last to the first.
+2. Keys form blocks of BLOCK_N and chunks of whole blocks, both counted from the sequence's first key that is no
+   padding. A chunk starts with no maximum and no sums. Its blocks are visited from the last to the first.
 3. The maximum is that of a block's products times the scale, rounded. A weight is exp2(fma(product, scale, -maximum)).
 4. Weights of a block are added by `sums_by_lane`, whose tree of additions is written out. These sums and those of the
    blocks before, rescaled by a multiply-add, are kept by lane; `sum_of_lanes` adds the lanes at the end of the chunk.
@@ -14,9 +14,9 @@ operations, whatever the tile, the warps and the layout:
 6. Chunks are folded from the last to the first by `fold`. Out is the total times the reciprocal of the sum of weights.
 
 A block or a chunk that a row does not see changes no bit of it: the maximum stays, factors are 1, weights are 0. So it
-makes no difference which blocks the other rows of its tile see. Multiply-adds are written out; nothing is left that a
-compiler could fuse in one kernel and not in the other. Step 1 and 5 need one more fact, that both kernels' instructions
-round equally: `tests/manual/tensor_core_bits.py` asks the GPU.
+makes no difference which blocks the other rows of its tile see. Multiply-adds are written out, and with COMPILE_OPTIONS
+the compiler fuses no others. Step 1 and 5 need one more fact, that both kernels' instructions round equally:
+`tests/manual/tensor_core_bits.py` asks the GPU.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ import triton
 import triton.language as tl
 
 from diyfa.backends.cuda.attention.tile_io import LARGEST_PRODUCT, LOG2E
+
+# A compiler that fuses products and sums would decide that for each kernel anew.
+COMPILE_OPTIONS = {"enable_fp_fusion": False}
 
 
 @triton.jit
@@ -95,7 +98,8 @@ def fold(total, alpha, of_chunk, beta):
 @triton.jit
 def with_sink(sink, m_i, l_i):
     """Return (maximum, sum of weights, factor of the sums of values) with a sink. `add_sink` in fwd.py explains it."""
-    product = tl.where(sink < float("inf"), tl.minimum(sink, LARGEST_PRODUCT), sink) * LOG2E
+    limited = tl.where(sink < float("inf"), tl.minimum(sink, LARGEST_PRODUCT), sink)
+    product = limited * LOG2E
     m_new = tl.maximum(m_i, product)
     weight = tl.math.exp2(tl.where(product == m_new, sink - sink, product - m_new))
     alpha = tl.math.exp2(m_i - m_new)

@@ -1,9 +1,9 @@
 """The KV loop of the Hopper forward in batch-invariant mode: chunks of fixed keys, each summed by itself.
 
 `attention/fixed_order.py` has the order of operations, which the decoding kernels share. A chunk is like a tile of its
-own: a first block, a loop that adds the values of each block one iteration later, the values of the last block. Then its
-sums are folded into the totals of the chunks to its right. Registers hold the sums of one chunk only, so the totals of
-out lie in shared or in global memory meanwhile, where each thread reads what it wrote itself.
+own: a first block, a loop that adds the values of each block one iteration later, the values of the last block. Then
+its sums are folded into the totals of the chunks to its right. Registers hold the sums of one chunk only, so the totals
+of out lie in shared or in global memory meanwhile, where each thread reads what it wrote itself.
 """
 
 # Aggregates are checked against their annotations, so these must not be postponed.

@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from diyfa.backends.cuda.attention.block_info import last_block
 from diyfa.backends.cuda.attention.decode_configs import chunk_keys
+from diyfa.backends.cuda.attention.fixed_order import COMPILE_OPTIONS as FIXED_ORDER_OPTIONS
 from diyfa.backends.cuda.attention.fixed_order import with_sink, without_sign_of_zero
 from diyfa.backends.cuda.attention.fwd import row_lse
 from diyfa.backends.cuda.attention.launch import forced_config, softmax_scale
@@ -974,7 +975,8 @@ def make_launch(
     }
     grid = grid_size(problem, config, q.device)
     values = {"config": constants(problem, config, negate)}
-    return Launch(_fwd_sm90_kernel, grid, arguments, values, compile_options(config))
+    options = compile_options(config) | (FIXED_ORDER_OPTIONS if problem.batch_invariant else {})
+    return Launch(_fwd_sm90_kernel, grid, arguments, values, options)
 
 
 def _config(problem: AttentionProblem) -> Sm90Config:
