@@ -66,7 +66,7 @@ def _short_refuses(problem: AttentionProblem) -> str | None:
     from diyfa.backends.cuda.attention.configs import default_config
 
     if reason := refuse_features(problem, FEATURES - {"gqa", "mask"}, "short"):
-        return reason
+        return reason  # batch_invariant among them: the longest sequence decides whether this kernel runs
     if default_config("short", problem) is None:
         return (
             f"no tile of {problem.dtype} and head_dim {problem.head_dim} on {problem.arch} holds {problem.seqlen_q} "
@@ -77,7 +77,7 @@ def _short_refuses(problem: AttentionProblem) -> str | None:
 
 def _split_refuses(problem: AttentionProblem) -> str | None:
     kinds = ("dkdv", "dq", *(("dbias",) if problem.bias_grad else ()))
-    return refuse_features(problem, FEATURES, "split") or _needs_tile(problem, *kinds)
+    return refuse_features(problem, FEATURES | {"batch_invariant"}, "split") or _needs_tile(problem, *kinds)
 
 
 def _later(file: str, function: str, **bound: Any) -> Callable[..., Any]:
