@@ -25,6 +25,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -93,10 +94,12 @@ def training_calls(d: int, n: int) -> dict[str, Callable[..., torch.Tensor]]:
 
     def dense(**options: Any) -> torch.Tensor:
         rows = [x.unflatten(0, (-1, n)) for x in (q, k, v)]
-        return diyfa.flash_attn_func(*rows, causal=True, **options).flatten(0, 1)
+        out: torch.Tensor = diyfa.flash_attn_func(rows[0], rows[1], rows[2], causal=True, **options)
+        return out.flatten(0, 1)
 
     def packed(**options: Any) -> torch.Tensor:
-        return diyfa.flash_attn_varlen_func(q, k, v, offsets, offsets, n, n, causal=True, **options)
+        out: torch.Tensor = diyfa.flash_attn_varlen_func(q, k, v, offsets, offsets, n, n, causal=True, **options)
+        return out
 
     return {"dense": dense, "packed": packed}
 
@@ -130,16 +133,15 @@ def prompts(once: bool) -> Iterator[Row]:
                 cache[order] = x[0].unflatten(0, (pages, page))
             table, lens = order.int()[None], torch.tensor([n], dtype=torch.int32, device="cuda")
 
-            def prompt(first: int, q=q, caches=caches, lens=lens, table=table) -> torch.Tensor:
-                return diyfa.flash_attn_with_kvcache(
-                    q[:, first:], *caches, cache_seqlens=lens, block_table=table, causal=True
+            def prompt(first: int, q: Any = q, kv: Any = caches, lens: Any = lens, table: Any = table) -> torch.Tensor:
+                out: torch.Tensor = diyfa.flash_attn_with_kvcache(
+                    q[:, first:], kv[0], kv[1], cache_seqlens=lens, block_table=table, causal=True
                 )
+                return out
 
-            def call(prompt=prompt, before=before) -> torch.Tensor:
-                return prompt(before)
-
+            call = partial(prompt, before)
             with diyfa.batch_invariant():
-                trained = diyfa.flash_attn_func(q, k, v, causal=True)
+                trained: torch.Tensor = diyfa.flash_attn_func(q, k, v, causal=True)
                 bits = differing(trained[:, before:], prompt(before)) + differing(trained[:, -1:], prompt(n - 1))
             times = in_turns({"outside": call, "inside": inside(call)}, device, once)
             pairs = new * before + new * new / 2
@@ -169,15 +171,14 @@ def backward(once: bool) -> Iterator[Row]:
             q, k, v = (x.requires_grad_() for x in drawn(d, heads, heads, heads))
             dout = torch.randn_like(q)
             for causal in (True, False):
-                calls, results = {}, []
+                calls: dict[str, Call] = {}
                 for name, deterministic in (("outside", False), ("inside", True)):
                     rows = [x.unflatten(0, (-1, n)) for x in (q, k, v)]
-                    out = diyfa.flash_attn_func(*rows, causal=causal, deterministic=deterministic).flatten(0, 1)
-
-                    def gradients(out=out, q=q, k=k, v=v, dout=dout) -> tuple[torch.Tensor, ...]:
-                        return torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
-
-                    calls[name] = gradients
+                    out: torch.Tensor = diyfa.flash_attn_func(
+                        rows[0], rows[1], rows[2], causal=causal, deterministic=deterministic
+                    )
+                    out = out.flatten(0, 1)
+                    calls[name] = partial(torch.autograd.grad, out, (q, k, v), dout, retain_graph=True)
                 results = [calls["inside"]() for _ in range(2)]
                 bits = sum(differing(x, y) for x, y in zip(*results, strict=True))
                 times = in_turns(calls, device, once, graphs=False)
@@ -186,7 +187,7 @@ def backward(once: bool) -> Iterator[Row]:
 
 
 JOBS: dict[str, Callable[[bool], Iterator[Row]]] = {
-    **{f"training-{d}": lambda once, d=d: training(d, once) for d in (64, 128, 256)},
+    **{f"training-{d}": partial(training, d) for d in (64, 128, 256)},
     "prompts": prompts,
     "decode": decode,
     "backward": backward,
@@ -232,8 +233,8 @@ def main() -> int:
     for job in options.jobs:
         if job in failed:
             continue
-        found, wrong = finish(start(job, once=False), JOB_LIMIT)
-        rows += found
+        timed, wrong = finish(start(job, once=False), JOB_LIMIT)
+        rows += timed
         if wrong:
             failed[job] = wrong
     device = torch.device("cuda")
