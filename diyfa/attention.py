@@ -25,7 +25,7 @@ from diyfa.options import (
     optional_tensors,
 )
 from diyfa.plan import autocast_dtype, call_key, find, is_described_only
-from diyfa.problem import LAYOUTS, VARLEN
+from diyfa.problem import LAYOUTS, VARLEN, as_backward
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Input = torch.Tensor | Quantized
@@ -577,6 +577,6 @@ def _explain_checked(
     forward = registry.explain_choice("attention_fwd", problem, q.device, name, options.variant)
     if not options.needs_grad:
         return forward
-    problem = problem.replace(batch_invariant=False)  # as `Plan.backward` does
+    problem = as_backward(problem)
     variant = registry.op_variant("attention_bwd", backend, options.variant, problem)
     return replace(forward, backward=registry.explain_choice("attention_bwd", problem, q.device, name, variant))

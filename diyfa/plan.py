@@ -18,7 +18,7 @@ import torch
 
 from diyfa import registry
 from diyfa.options import AttentionOptions, Lengths, without_tensors
-from diyfa.problem import AttentionProblem, Backend, Kernel, MatmulProblem, MatmulTensors
+from diyfa.problem import AttentionProblem, Backend, Kernel, MatmulProblem, MatmulTensors, as_backward
 from diyfa.torch_private import is_unseen
 
 # Runs a call again with other tensors: it replaces addresses in launches that are prepared. Returns None if it cannot.
@@ -68,8 +68,7 @@ class Plan:
         if aligned and self._backward is not None:
             return self._backward
         problem = self.problem
-        if problem.batch_invariant:  # the mode concerns the forward pass only
-            problem = problem.replace(batch_invariant=False)
+        problem = as_backward(problem)
         if not aligned:  # rare: gradients in a caller's buffers
             problem = problem.replace(aligned_gradients=False)
         variant = registry.op_variant("attention_bwd", self.backend, self.options.variant, problem)

@@ -424,6 +424,14 @@ class NewKeys(NamedTuple):
 
 
 @cached_per_problem
+def as_backward(problem: AttentionProblem) -> AttentionProblem:
+    """Return the problem of a call's backward pass: batch-invariant if gradients are to be deterministic, else not.
+
+    Gradients of sequences whose sums have no fixed order anyway are computed as fast as outside of the mode.
+    """
+    return problem if problem.deterministic else problem.replace(batch_invariant=False)
+
+
 def as_kvcache_problem(problem: AttentionProblem) -> KVCacheProblem:
     """Return a forward pass as a call with a cache of all its keys. Only features of both problems carry over."""
     return problem.described_as(

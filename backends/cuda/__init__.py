@@ -36,7 +36,7 @@ from diyfa.problem import (
     refuse_features,
 )
 
-# split_kv is the only forward kernel whose result does not depend on the batch.
+# split_kv and sm90 are the forward kernels whose results need not depend on the batch.
 ALL_FEATURES = FEATURES | {"batch_invariant", "eight_bits"}
 V2_FEATURES = FEATURES | {"eight_bits"}
 V1_FEATURES = frozenset({"causal", "window", "gqa", "seq_lens", "head_dim_v"})
@@ -66,7 +66,7 @@ def _short_refuses(problem: AttentionProblem) -> str | None:
     from diyfa.backends.cuda.attention.configs import default_config
 
     if reason := refuse_features(problem, FEATURES - {"gqa", "mask"}, "short"):
-        return reason
+        return reason  # batch_invariant among them: the longest sequence decides whether this kernel runs
     if default_config("short", problem) is None:
         return (
             f"no tile of {problem.dtype} and head_dim {problem.head_dim} on {problem.arch} holds {problem.seqlen_q} "
@@ -77,7 +77,7 @@ def _short_refuses(problem: AttentionProblem) -> str | None:
 
 def _split_refuses(problem: AttentionProblem) -> str | None:
     kinds = ("dkdv", "dq", *(("dbias",) if problem.bias_grad else ()))
-    return refuse_features(problem, FEATURES, "split") or _needs_tile(problem, *kinds)
+    return refuse_features(problem, FEATURES | {"batch_invariant"}, "split") or _needs_tile(problem, *kinds)
 
 
 def _later(file: str, function: str, **bound: Any) -> Callable[..., Any]:
@@ -107,6 +107,15 @@ def _backward(describe: Callable[..., Pass]) -> dict[str, Any]:
     return {"launch": launching_backward(describe), "repeat": repeating_backward(describe)}
 
 
+def _hopper_runs_the_mode(problem: AttentionProblem) -> str | None:
+    """Return why split_kv is not chosen in batch-invariant mode, or None."""
+    from diyfa.backends.cuda.hopper import configs
+
+    if problem.batch_invariant and configs.unsupported(problem) is None:
+        return "sm90 computes the same bits, faster"
+    return None
+
+
 def _forward_kernels() -> tuple[Kernel, ...]:
     """Return the kernels of the forward pass, the preferred one first."""
     from diyfa.backends.cuda.attention import configs, decode_configs
@@ -121,6 +130,7 @@ def _forward_kernels() -> tuple[Kernel, ...]:
             **_forward(_later("attention.decode", "forward_pass")),
             unsupported=decode_configs.attention_unsupported,
             config=lambda problem: decode_configs.decode_config(as_kvcache_problem(problem)),
+            by_name_only=_hopper_runs_the_mode,
         ),
         Kernel(
             name="sm90",

@@ -112,8 +112,8 @@ def validate(
     ] = False,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the model of --invariant.")] = 3,
     tokens: Annotated[
-        int, typer.Option(min=2, help="Tokens of its longest sequence; over 1024 for several chunks on a GPU.")
-    ] = 96,
+        int | None, typer.Option(min=2, help="Tokens of its longest sequence; default: 1100 on a GPU, else 96.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Compare every kernel of this device with the reference under the error budget; exit status 1 when one fails."""

@@ -28,6 +28,8 @@ from diyfa.layers.rotary import apply_rotary_emb
 
 HEADS, HEADS_KV, HEAD_DIM, VOCABULARY = 4, 2, 64, 256
 HIDDEN = HEADS * HEAD_DIM
+# Tokens of the longest sequence. On a GPU its keys fill one chunk of 1024, and a part of the next.
+DEFAULT_TOKENS, DEFAULT_GPU_TOKENS = 96, 1100
 # attend(layer, q, k, v): q (T, HEADS, HEAD_DIM), k and v (T, HEADS_KV, HEAD_DIM), not rotated -> (T, HEADS, HEAD_DIM)
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
@@ -251,9 +253,10 @@ def compare(
             yield Comparison(way.name, inside.numel(), differing, differing_outside, largest)
 
 
-def run(backend: str | None, layers: int, tokens: int, json: bool) -> int:
+def run(backend: str | None, layers: int, tokens: int | None, json: bool) -> int:
     """Print how generation differs from training. Return 0 if inside the mode no log-probability does, else 1."""
     device, name = device_for(backend)
+    tokens = tokens or (DEFAULT_GPU_TOKENS if device.type == "cuda" else DEFAULT_TOKENS)
     comparisons = []
     with progress_bar(not json) as progress:
         task = progress.add_task(f"{layers} layers, {tokens} tokens on {name}", total=len(GENERATIONS), note="")
@@ -271,7 +274,7 @@ def run(backend: str | None, layers: int, tokens: int, json: bool) -> int:
         for x in comparisons
     ]  # fmt: skip
     headings = ["generation", "compared", "differ inside", "outside", "by at most"]
-    out.print(f"backend {name} on {environment(device)['device']}, {layers} layers", highlight=False)
+    out.print(f"backend {name} on {environment(device)['device']}, {layers} layers, {tokens} tokens", highlight=False)
     out.print(table("log-probabilities of generation and of the training forward pass", headings, rows))
     out.print(f"{differing} log-probabilities differ inside diyfa.batch_invariant()", highlight=False)
     return int(differing > 0)

@@ -22,8 +22,8 @@ from guarded_memory import guard
 from iteration_space_kernel import iteration_space
 
 from diyfa.backends.cuda import backend as cuda
-from diyfa.backends.cuda.attention import decode, decode_combine, stream_k
-from diyfa.backends.cuda.attention.decode_configs import DecodeConfig, decode_config
+from diyfa.backends.cuda.attention import decode, decode_combine, decode_configs, stream_k
+from diyfa.backends.cuda.attention.decode_configs import DecodeConfig, chunk_keys, decode_config
 from diyfa.backends.cuda.attention.launch import use_config
 from diyfa.backends.cuda.runtime import passes
 from diyfa.backends.cuda.runtime.launch import is_interpreting
@@ -392,12 +392,11 @@ def use_chunks_of(monkeypatch: pytest.MonkeyPatch, chunk_keys: int, multiprocess
     """From now on fixed chunks have so many keys, and as many programs run at once as on a GPU of that size."""
     monkeypatch.setattr(planning, "plans", {})  # an earlier test's answers are kept by its plans, and by kinds
     monkeypatch.setattr("diyfa.problem._kinds", {})
-    for module in (decode, stream_k):
-        monkeypatch.setattr(module, "CHUNK_KEYS", chunk_keys)
+    monkeypatch.setattr(decode_configs, "CHUNK_KEYS", chunk_keys)
     monkeypatch.setattr(stream_k, "multiprocessors", lambda device: multiprocessors)
 
 
-@pytest.mark.parametrize("chunk_keys", [128, stream_k.CHUNK_KEYS])
+@pytest.mark.parametrize("chunk_keys", [128, decode_configs.CHUNK_KEYS])
 @pytest.mark.parametrize("draw", range(4))
 def test_a_row_is_bitwise_the_same_in_any_call(draw, chunk_keys, monkeypatch):
     """The sequence's training forward decides; then its last tokens come from caches, in drawn company.
@@ -487,10 +486,12 @@ def test_tiles_in_the_mode_depend_on_widths_and_dtypes_alone(head_dim, cache_dty
     ]  # fmt: skip
     for arch in ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"):
         tiles = {
-            (config.block_m, config.block_n, config.num_warps)
-            for config in (decode_config(each.replace(arch=arch)) for each in [mode, *same])
+            (config.block_n, config.num_warps, chunk_keys(call))
+            for call, config in ((each, decode_config(each)) for each in [x.replace(arch=arch) for x in [mode, *same]])
         }
         assert len(tiles) == 1
+        rows = {decode_config(each.replace(arch=arch)).block_m for each in [mode, *same] if each.aligned}
+        assert len(rows) == 1
     latent = problem(batch_invariant=True, head_dim=576, head_dim_v=512)
     assert decode_config(latent.replace(latent=True)) == decode_config(latent)
 
@@ -520,8 +521,10 @@ def test_refusals():
     mode = training.replace(batch_invariant=True)
     assert refused("attention_fwd", mode) is None
     assert refused("attention_fwd", mode.replace(bias="float16")) == "split_kv does not implement attn_bias"
-    for name in ("sm90", "v2", "v1"):
+    for name in ("v2", "v1"):
         assert "batch_invariant" in refused("attention_fwd", mode, name)
+    assert "softcap" in refused("attention_fwd", mode.replace(softcap=3.0), "sm90")
+    assert "one width" in refused("attention_fwd", mode.replace(head_dim_v=64), "sm90")
 
 
 def test_small_queries_beside_large_ones_count_over_float8_keys():

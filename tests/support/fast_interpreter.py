@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
-from matrix_product import matrix_product
+from matrix_product import accumulated_product
 from triton.runtime import interpreter
 
 
@@ -67,8 +67,7 @@ def _dot_operand(x: Any) -> np.ndarray:
 
 
 def _create_dot(self: Any, a: Any, b: Any, d: Any, *precision: Any) -> Any:
-    product = matrix_product(_dot_operand(a), _dot_operand(b), d.data.dtype)
-    return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+    return interpreter.TensorHandle(accumulated_product(_dot_operand(a), _dot_operand(b), d.data), d.dtype.scalar)
 
 
 def _patch_lang_tensor(patch: Any, tensor: Any, *scope: Any) -> None:

@@ -10,6 +10,21 @@ from typing import Any
 
 import numpy as np
 
+# Number of products that tensor cores add to an accumulator at once. 0: all of a call, and the accumulator at the end.
+STEP = 0
+
+
+def accumulated_product(a: np.ndarray, b: np.ndarray, acc: np.ndarray) -> np.ndarray:
+    """Return acc + a @ b in acc's dtype. With STEP, as a chain of STEP products at a time, like tensor cores.
+
+    Then it makes no difference how many calls a kernel divides the inner dimension into.
+    """
+    if not STEP:
+        return acc + matrix_product(a, b, acc.dtype)
+    for start in range(0, a.shape[-1], STEP):
+        acc = acc + matrix_product(a[..., start : start + STEP], b[..., start : start + STEP, :], acc.dtype)
+    return acc
+
 
 def matrix_product(a: np.ndarray, b: np.ndarray, dtype: Any = np.float32) -> np.ndarray:
     """a [..., M, K] @ b [..., K, N], computed in `dtype`: the products of each element are added up one by one.

@@ -45,7 +45,7 @@ def count_subgroups(problem: AttentionProblem, block_n: int, programs_at_once: i
     blocks = rows * problem.heads_kv // block_n
     max_by_memory = MAX_PARTIAL_ELEMENTS // max(rows * problem.heads_kv * (problem.head_dim + problem.head_dim_v), 1)
     max_subgroups = min(problem.seqlen_q * group // MIN_QUERIES, max_by_memory)
-    if group == 1:
+    if group == 1 or problem.batch_invariant:  # in the mode, sums may not depend on the number of sequences
         return 1
     divisors = [n for n in range(1, group + 1) if group % n == 0 and (n == 1 or n <= max_subgroups)]
     blocks_per_program = (

@@ -368,7 +368,8 @@ def has_tma(problem: AttentionProblem) -> bool:
     """Return whether TMA can read the tensors of this call, and the call is large enough for descriptors to pay."""
     spec = gpu_spec(problem.arch)
     work = problem.batch * problem.heads_q * problem.seqlen_q * problem.seqlen_k * problem.head_dim
-    return bool(spec and spec.has_tma and problem.aligned and work >= TMA_MIN_WORK)
+    is_large = work >= TMA_MIN_WORK or problem.batch_invariant  # in the mode, tiles may not depend on the batch
+    return bool(spec and spec.has_tma and problem.aligned and is_large)
 
 
 # Addresses that are not aligned take registers, and tiles of 64 rows then spill 16 to 264 bytes on sm_80, 86 and 120.
@@ -480,6 +481,8 @@ def candidates(kind: str, problem: AttentionProblem) -> tuple[AttentionConfig, .
     longest = max(problem.seqlen_q, problem.seqlen_k)
     if kind == "short":
         return _candidates(problem, kind, padded_head_dim(longest)) if longest <= MAX_SHORT_LENGTH else ()
+    if problem.batch_invariant:
+        return _candidates(problem, kind, 0, has_tma(problem))
     blocks = problem.batch * problem.heads_q * (-(-problem.seqlen_q // 128))
     few_blocks = blocks <= FULL_GPU and not _is_ragged(problem)
     return _candidates(problem, kind, 0, has_tma(problem), problem.seqlen_k <= 1024, few_blocks)

@@ -7,16 +7,17 @@ A tile is BLOCK_M rows. The query heads that share a KV head (the group), and th
 the same tile: row = token * group + head in the group, so that a tile is a range of tokens. A program gathers the keys
 of a tile row by row, block after block. So a page may have any size.
 
-In batch-invariant mode only a row's own query and keys decide on its result, bit for bit. Keys are divided into chunks
-of CHUNK_KEYS, counted from the first key that is not padding. Each chunk is summed by itself, and chunks are added up
-from the first to the last. A block or a chunk that a row does not see leaves the row's sums as they are. It makes no
-difference whether one program has all chunks of a tile or each chunk has a program of its own.
+In batch-invariant mode only a row's own query and keys decide on its result, bit for bit: `fixed_order.py` has the
+order of operations. Keys are divided into chunks, counted from the first key that is not padding. Each chunk is summed
+by itself. It makes no difference whether one program has all chunks of a tile or each chunk has a program of its own.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -27,7 +28,9 @@ from diyfa.backends.cuda.attention.block_info import cached_blocks, first_cached
 from diyfa.backends.cuda.attention.clear import forward_launches
 from diyfa.backends.cuda.attention.decode_combine import add_chunk, combine_launch, store_rows
 from diyfa.backends.cuda.attention.decode_configs import (
+    MMA_BLOCK_M,
     DecodeConfig,
+    chunk_keys,
     decode_config,
     feature_blocks,
     is_widened,
@@ -35,16 +38,18 @@ from diyfa.backends.cuda.attention.decode_configs import (
     reads_values_once,
 )
 from diyfa.backends.cuda.attention.dots import dot, dot_add, round_to
+from diyfa.backends.cuda.attention.fixed_order import COMPILE_OPTIONS as FIXED_ORDER_OPTIONS
+from diyfa.backends.cuda.attention.fixed_order import next_sum, sum_of_lanes, sums_by_lane, weights
 from diyfa.backends.cuda.attention.fwd import LOWEST, online_softmax_update
 from diyfa.backends.cuda.attention.launch import (
     cache_arguments,
     forced_config,
+    positive_scale,
     strides,
 )
 from diyfa.backends.cuda.attention.scores import score_without_bias, scores_log2, visible_pairs
 from diyfa.backends.cuda.attention.seq_info import cache_entry, cache_seq_info
 from diyfa.backends.cuda.attention.stream_k import (
-    CHUNK_KEYS,
     begin_share,
     chunks_per_tile,
     fixed_chunk,
@@ -63,7 +68,7 @@ from diyfa.backends.cuda.attention.stream_k import (
     workspace,
     workspace_rows,
 )
-from diyfa.backends.cuda.attention.tile_io import padded_head_dim
+from diyfa.backends.cuda.attention.tile_io import LOG2E, padded_head_dim
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launch import can_overlap, is_interpreting
 from diyfa.backends.cuda.runtime.passes import Pass
@@ -194,6 +199,26 @@ def _load_pairs(base, rows, exists, c: tl.constexpr):
 
 
 @triton.jit
+def _weights_in_order(s, m_i, visible, at, mask, score, PRECISE: tl.constexpr, c: tl.constexpr):
+    """Return (weights p, running maximum, factor of earlier sums) of products s in the order of `fixed_order.py`.
+
+    `at`: (tokens [BLOCK_M, 1], keys [1, BLOCK_N]).
+    """
+    rows, cols = at
+    scale_log2 = 1.0
+    if c.SOFTCAP or c.ALIBI:
+        s, _tanh = scores_log2(s, rows, cols, (0, 0, 0), mask, score, True, PRECISE, c)
+        scaled = s
+    else:
+        scale, _, _ = score
+        scale_log2 = scale * LOG2E
+        scaled = s * scale_log2
+    m_new = tl.maximum(m_i, tl.max(tl.where(visible, scaled, float("-inf")), 1))
+    p = tl.where(visible, weights(s, scale_log2, m_new), 0.0)
+    return p, m_new, tl.math.exp2(m_i - m_new)
+
+
+@triton.jit
 def _attend_keys(
     q,  # [BLOCK_M, BLOCK_D]
     q_tail,  # [BLOCK_M, BLOCK_D_TAIL]
@@ -210,12 +235,15 @@ def _attend_keys(
     _, n_keys, _, _, _ = mask
     PRECISE: tl.constexpr = q.dtype == tl.float32
     m_i = tl.full([c.BLOCK_M], LOWEST, tl.float32)
-    l_i = tl.zeros([c.BLOCK_M], tl.float32)
+    if c.CHUNK > 0:
+        l_i = tl.zeros([c.BLOCK_M, 4], tl.float32)  # `sums_by_lane`
+    else:
+        l_i = tl.zeros([c.BLOCK_M], tl.float32)
     acc = tl.zeros([c.BLOCK_M, c.BLOCK_DV // (2 if c.VALUE_PAIRS else 1)], tl.float32)
     acc_odd = acc
     page = 0
     if c.PAGE_SIZE > 0:
-        keys = pad + begin * c.BLOCK_N
+        keys = pad + (end - 1 if c.CHUNK > 0 else begin) * c.BLOCK_N
         if not c.ONE_PAGE:
             keys += tl.arange(0, c.BLOCK_N)
         is_key = keys < n_keys
@@ -223,31 +251,48 @@ def _attend_keys(
             is_key = is_key & (keys >= first_key)
         page = _load_pages(table, keys, is_key, c)
     for block in tl.range(begin, end):
+        if c.CHUNK > 0:  # from the last block to the first
+            block = begin + end - 1 - block
         offs_n = pad + block * c.BLOCK_N + tl.arange(0, c.BLOCK_N)
         exists, k_rows, v_rows = _key_rows(page, offs_n, n_keys, pages, strides, c)
         if c.PAGE_SIZE > 0:  # load the pages of the next block now, so that its keys need not wait for this load
-            next_keys = (pad + block * c.BLOCK_N if c.ONE_PAGE else offs_n) + c.BLOCK_N
-            page = _load_pages(table, next_keys, next_keys < n_keys, c)
+            keys = pad + block * c.BLOCK_N if c.ONE_PAGE else offs_n
+            if c.CHUNK > 0:
+                next_keys = keys - c.BLOCK_N
+                page = _load_pages(table, next_keys, next_keys >= (pad if c.ONE_PAGE else first_key), c)
+            else:
+                next_keys = keys + c.BLOCK_N
+                page = _load_pages(table, next_keys, next_keys < n_keys, c)
         k = _load_rows(k_base, k_rows, exists, 0, c.BLOCK_D, c.HEAD_DIM).to(q.dtype)
         s = dot(q, tl.trans(k), c.PRECISION)  # [BLOCK_M, BLOCK_N]
         if c.BLOCK_D_TAIL > 0:
             k_tail = _load_rows(k_base, k_rows, exists, c.BLOCK_D, c.BLOCK_D_TAIL, c.HEAD_DIM).to(q.dtype)
             s = dot_add(q_tail, tl.trans(k_tail), s, c.PRECISION)
-        s, _tanh = scores_log2(s, tokens[:, None], offs_n[None, :], (0, 0, 0), mask, score, True, PRECISE, c)
         visible = exists[None, :] & visible_pairs(tokens[:, None], offs_n[None, :], mask, False, c)
-        s = tl.where(visible, s, float("-inf"))
-        m_before = m_i
-        p, m_i, l_i, acc = online_softmax_update(s, m_i, l_i, acc, 1.0, False)
+        if c.CHUNK > 0:
+            at = (tokens[:, None], offs_n[None, :])
+            p, m_i, alpha = _weights_in_order(s, m_i, visible, at, mask, score, PRECISE, c)
+            l_i = next_sum(l_i, tl.broadcast_to(alpha[:, None], l_i.shape), sums_by_lane(p))
+            acc = acc * alpha[:, None]
+        else:
+            s, _tanh = scores_log2(s, tokens[:, None], offs_n[None, :], (0, 0, 0), mask, score, True, PRECISE, c)
+            s = tl.where(visible, s, float("-inf"))
+            m_before = m_i
+            p, m_i, l_i, acc = online_softmax_update(s, m_i, l_i, acc, 1.0, False)
         p = round_to(p, q.dtype)
         if c.VALUE_PAIRS:
             even, odd = _load_pairs(v_base, v_rows, exists, c)
             acc = dot_add(p, even, acc, c.PRECISION)
-            acc_odd = dot_add(p, odd, acc_odd * tl.math.exp2(m_before - m_i)[:, None], c.PRECISION)
+            if c.CHUNK == 0:
+                alpha = tl.math.exp2(m_before - m_i)
+            acc_odd = dot_add(p, odd, acc_odd * alpha[:, None], c.PRECISION)
         else:
             v = k
             if not c.VALUES_IN_KEYS:
                 v = _load_rows(v_base, v_rows, exists, 0, c.BLOCK_DV, c.HEAD_DIM_V).to(q.dtype)
             acc = dot_add(p, v, acc, c.PRECISION)
+    if c.CHUNK > 0:
+        l_i = sum_of_lanes(l_i)
     if c.VALUE_PAIRS:
         acc = tl.reshape(tl.join(acc, acc_odd), (c.BLOCK_M, c.BLOCK_DV))
     return acc, l_i, m_i
@@ -330,7 +375,7 @@ def _attend_rows(b, hk, block_m, begin, end, sequence, inputs, tile_mask, c: tl.
 
 @triton.jit
 def _attend_chunks(b, hk, block_m, begin, end, sequence, inputs, tile_mask, c: tl.constexpr):
-    """`_attend_rows` for all fixed chunks that blocks [begin, end) lie in, added up in order."""
+    """`_attend_rows` for all fixed chunks that blocks [begin, end) lie in, folded from the last to the first."""
     if c.CHUNK == 0 or c.CHUNKS_APART:  # the blocks are one chunk
         acc, l_i, m_i, rows = _attend_rows(b, hk, block_m, begin, end, sequence, inputs, tile_mask, c)
     else:
@@ -338,7 +383,9 @@ def _attend_chunks(b, hk, block_m, begin, end, sequence, inputs, tile_mask, c: t
         l_i = tl.zeros([c.BLOCK_M], tl.float32)
         acc = tl.zeros([c.BLOCK_M, c.BLOCK_DV], tl.float32)
         rows = block_m * c.BLOCK_M + tl.arange(0, c.BLOCK_M)
-        for n in range(begin // c.CHUNK, tl.cdiv(end, c.CHUNK)):
+        first_chunk, end_chunk = begin // c.CHUNK, tl.cdiv(end, c.CHUNK)
+        for i in range(first_chunk, end_chunk):
+            n = first_chunk + end_chunk - 1 - i
             first, last = tl.maximum(begin, n * c.CHUNK), tl.minimum(end, (n + 1) * c.CHUNK)
             acc_chunk, l_chunk, m_chunk, _ = _attend_rows(b, hk, block_m, first, last, sequence, inputs, tile_mask, c)
             m_i, l_i, acc = add_chunk(m_i, l_i, acc, m_chunk, l_chunk, acc_chunk)
@@ -472,6 +519,8 @@ def _constants_for_kind(
     one_round: bool, chunks_apart: bool, has_right: bool,
 ) -> DecodeConstants:  # fmt: skip
     block_d, block_d_tail = feature_blocks(problem.head_dim)
+    if config.block_m > MMA_BLOCK_M and not problem.latent:  # keys as wide as values, which wgmma needs
+        block_d, block_d_tail = padded_head_dim(problem.head_dim), 0
     return DecodeConstants.read_from(
         problem,
         config,
@@ -494,7 +543,7 @@ def _constants_for_kind(
         overlap=split and can_overlap(problem.arch),
         partials=PARTIALS_AT_ONCE,
         columns=padded_head_dim(problem.head_dim_v),
-        chunk=CHUNK_KEYS // config.block_n if problem.batch_invariant else 0,
+        chunk=chunk_keys(problem) // config.block_n if problem.batch_invariant else 0,
         chunks_apart=chunks_apart,
         precision="ieee",
     )
@@ -505,6 +554,13 @@ def select_config(problem: KVCacheProblem) -> DecodeConfig:
     config = forced_config("decode", problem) or decode_config(problem)
     assert config is not None, "unsupported() accepted a problem that no tile fits"
     return config
+
+
+def _scale(problem: KVCacheProblem, sm_scale: float) -> float:
+    """Return the kernel's scale. In batch-invariant mode it is +-`positive_scale`, which the Hopper forward takes."""
+    if problem.batch_invariant and not (problem.softcap or problem.alibi):
+        return math.copysign(positive_scale(sm_scale), sm_scale)
+    return sm_scale / (problem.softcap or 1.0)
 
 
 def make_launches(
@@ -556,10 +612,12 @@ def make_launches(
         "window_right": problem.window_right,
         "rows_per_tile": rows_per_tile(problem, config),
         "chunks_per_tile": chunks,
-        "scale": tensors.sm_scale / (problem.softcap or 1.0),
+        "scale": _scale(problem, tensors.sm_scale),
         "softcap": problem.softcap,
     }
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    options: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    if problem.batch_invariant:
+        options |= FIXED_ORDER_OPTIONS
     grid = (n_heads, count // n_heads) if c.split else count
     main = Launch(_decode_kernel, grid, arguments, {"c": c}, options)
     if memory is None:

@@ -12,6 +12,8 @@ from triton.language.extra.cuda import gdc_wait
 from diyfa.backends.cuda.attention.block_info import cached_blocks
 from diyfa.backends.cuda.attention.decode_configs import DecodeConfig
 from diyfa.backends.cuda.attention.dots import round_to
+from diyfa.backends.cuda.attention.fixed_order import COMPILE_OPTIONS as FIXED_ORDER_OPTIONS
+from diyfa.backends.cuda.attention.fixed_order import chunk_factors, fold, with_sink, without_sign_of_zero
 from diyfa.backends.cuda.attention.fwd import LOWEST, add_sink, row_lse
 from diyfa.backends.cuda.attention.seq_info import cache_seq_info
 from diyfa.backends.cuda.attention.stream_k import (
@@ -46,10 +48,18 @@ def store_rows(
     sink = tl.zeros_like(m_i)
     if sinks_ptr is not None:
         sink += tl.load(sinks_ptr + heads, mask=exists, other=0.0)
-        m_i, l_i, acc = add_sink(sink, m_i, l_i, acc)
+        if c.CHUNK > 0:
+            m_i, l_i, alpha = with_sink(sink, m_i, l_i)
+            acc = acc * alpha[:, None]
+        else:
+            m_i, l_i, acc = add_sink(sink, m_i, l_i, acc)
     # A row that saw no key has out = 0, lse = +inf.
     has_keys = l_i != 0.0
-    out = tl.where(has_keys[:, None], acc / tl.where(has_keys, l_i, 1.0)[:, None], 0.0)
+    if c.CHUNK > 0:
+        factor = tl.where(has_keys, 1.0 / tl.where(has_keys, l_i, 1.0), 0.0)
+        out = tl.where(factor[:, None] == 0.0, 0.0, acc * factor[:, None])
+    else:
+        out = tl.where(has_keys[:, None], acc / tl.where(has_keys, l_i, 1.0)[:, None], 0.0)
     if v_descale_ptr is not None:
         out *= tl.load(v_descale_ptr + b.to(tl.int64) * stride_vdb + hk.to(tl.int64) * stride_vdh)
     lse = tl.where(has_keys, row_lse(sink, m_i, tl.where(has_keys, l_i, 1.0)), float("inf"))
@@ -61,22 +71,20 @@ def store_rows(
     cols = first_column + tl.arange(0, acc.shape[1])
     base = o_ptr + b.to(tl.int64) * stride_ob
     addresses = base + ((first_q + tokens).to(tl.int64) * stride_om + heads.to(tl.int64) * stride_oh)[:, None]
-    # Adding 0 makes -0 a 0: the sign of a sum that cancelled would depend on how its blocks were grouped.
-    out = round_to(out + 0.0, o_ptr.dtype.element_ty)
+    if c.CHUNK > 0:
+        out = without_sign_of_zero(out)
+    else:  # adding 0 makes -0 a 0: the sign of a sum that cancelled would depend on how its blocks were grouped
+        out = out + 0.0
+    out = round_to(out, o_ptr.dtype.element_ty)
     tl.store(addresses + cols[None, :], out, mask=exists[:, None] & (cols[None, :] < c.HEAD_DIM_V))
 
 
 @triton.jit
 def add_chunk(m_i, l_i, acc, m_chunk, l_chunk, acc_chunk):
-    """Add the sums of a chunk to the sums of the chunks before -> (m_i, l_i, acc).
-
-    The multiply-adds are written out, so that every kernel rounds alike, whichever products a compiler would fuse.
-    """
-    m_new = tl.maximum(m_i, m_chunk)
-    alpha = tl.math.exp2(m_i - m_new)
-    beta = tl.math.exp2(m_chunk - m_new)
-    l_new = tl.fma(l_i, alpha, l_chunk * beta)
-    acc = tl.fma(acc, tl.broadcast_to(alpha[:, None], acc.shape), acc_chunk * beta[:, None])
+    """Add the sums of a chunk to the sums of the chunks before -> (m_i, l_i, acc)."""
+    m_new, alpha, beta = chunk_factors(m_i, m_chunk)
+    l_new = fold(l_i, alpha, l_chunk, beta)
+    acc = fold(acc, tl.broadcast_to(alpha[:, None], acc.shape), acc_chunk, tl.broadcast_to(beta[:, None], acc.shape))
     return m_new, l_new, acc
 
 
@@ -163,7 +171,7 @@ def _combine_in_order_kernel(
     stride_ob, stride_oh, stride_om, stride_vdb, stride_vdh, heads_kv, group, blocks_m, seqlen_q, total_q, total_k,
     added, window_left, window_right, rows_per_tile, chunks_per_tile, c: tl.constexpr,
 ):  # fmt: skip
-    """Add up the fixed chunks of one row of a tile from the first to the last, and write out and lse.
+    """Fold the fixed chunks of one row of a tile from the last to the first, and write out and lse.
 
     The grid has a program for each tile, KV head and row.
     """
@@ -190,11 +198,11 @@ def _combine_in_order_kernel(
         m_i = tl.full([1], LOWEST, tl.float32)
         l_i = tl.zeros([1], tl.float32)
         acc = tl.zeros([1, c.BLOCK_DV], tl.float32)
-        end = tl.cdiv(first + n_blocks, c.CHUNK)
-        for start in range(first // c.CHUNK, end, c.PARTIALS):
+        begin = first // c.CHUNK
+        for end in range(tl.cdiv(first + n_blocks, c.CHUNK), begin, -c.PARTIALS):
             chunk = tl.arange(0, c.PARTIALS)
-            exists = start + chunk < end
-            slots = tile_and_head.to(tl.int64) * chunks_per_tile + start + chunk
+            exists = end - 1 - chunk >= begin
+            slots = tile_and_head.to(tl.int64) * chunks_per_tile + end - 1 - chunk
             statistics = statistics_ptr + slots * (2 * rows_per_tile) + row
             m_chunks = tl.load(statistics, mask=exists, other=LOWEST)
             l_chunks = tl.load(statistics + rows_per_tile, mask=exists, other=0.0)
@@ -250,6 +258,8 @@ def combine_launch(
         constants = _combine_constants(problem, c, by_tile, columns, max(8, COMBINED_ELEMENTS // columns))
     kernel_arguments = arguments | {"n_shares": n_shares, "rows_per_program": rows_per_program}
     kernel_arguments = {name: kernel_arguments[name] for name in kernel.arg_names if name in kernel_arguments}
-    overlap_options = {"launch_pdl": True} if c.overlap else {}
+    more_options = {"launch_pdl": True} if c.overlap else {}
+    if problem.batch_invariant:
+        more_options |= FIXED_ORDER_OPTIONS
     # Programs of one warp all fit beside `_decode_kernel`, and wait there with everything known but the sums.
-    return Launch(kernel, grid, kernel_arguments, {"c": constants}, {"num_warps": 1, **overlap_options})
+    return Launch(kernel, grid, kernel_arguments, {"c": constants}, {"num_warps": 1, **more_options})

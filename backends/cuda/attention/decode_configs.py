@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from diyfa.arch import ELEMENT_BYTES, gpu_spec
 from diyfa.backends.cuda.attention.tile_io import padded_head_dim
@@ -72,13 +72,49 @@ _ROWS: tuple[tuple[int, int, int, int, int], ...] = (
 _FLOAT8_ROWS: tuple[tuple[int, int, int, int, int], ...] = ((128, 128, 4, 3, 2),)
 TURING_BLOCK_N = 16  # with more keys, products in registers spill
 RESERVED = 1024  # bytes of shared memory that CUDA reserves for each program
-# Rows of a tile in batch-invariant mode, from one new token to a training sequence. The layout of a tile decides in
-# which order a row is summed, so all calls need the same.
+# Batch-invariant mode: all calls with the same head dims and dtypes have the same keys in a block and in a chunk, which
+# is a multiple of every block. `fixed_order.py` says what else decides on a row's bits: not the rows of a tile.
 INVARIANT_BLOCK_M = 32
+CHUNK_KEYS = 1024
+# The mode on Hopper, where `hopper/fwd.py` runs training and prompts by wgmma: (largest width of a tile, keys of a
+# chunk, tile of the decoding kernels). Blocks are as long as the Hopper forward's. The rows of a tile do not matter,
+# because mma.sync and wgmma round equally there (`tests/manual/tensor_core_bits.py`): `choose_block_m` has them.
+HOPPER_INVARIANT: tuple[tuple[int, int, DecodeConfig], ...] = (
+    (64, 1024, DecodeConfig(16, 128, 4, 3, 2)),
+    (128, 1024, DecodeConfig(16, 128, 4, 2, 2)),
+    (256, 1024, DecodeConfig(16, 64, 4, 2, 1)),
+)
 # With more rows Triton multiplies by wgmma on GPUs that have it. That is right for tiles that are copied to shared
 # memory as they are. It is not for tiles that pass through registers, nor for values narrower than keys, unless the
 # values are the keys' first tile.
 MMA_BLOCK_M = 32
+
+
+def has_hopper_order(problem: KVCacheProblem | AttentionProblem) -> bool:
+    """Return whether HOPPER_INVARIANT has the blocks and the chunks of a call in batch-invariant mode."""
+    cache_dtype, latent = getattr(problem, "cache_dtype", problem.dtype), getattr(problem, "latent", False)
+    widest = max(padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v))
+    is_half = problem.dtype in ("float16", "bfloat16") and cache_dtype == problem.dtype
+    return problem.arch == "sm_90" and is_half and not latent and 64 <= widest <= HOPPER_INVARIANT[-1][0]
+
+
+def _hopper_row(problem: KVCacheProblem | AttentionProblem) -> DecodeConfig:
+    return _hopper_invariant(problem)[2]
+
+
+def _hopper_invariant(problem: KVCacheProblem | AttentionProblem) -> tuple[int, int, DecodeConfig]:
+    widest = max(padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v))
+    return next(row for row in HOPPER_INVARIANT if widest <= row[0])
+
+
+def fixed_block_n(problem: KVCacheProblem | AttentionProblem) -> int:
+    """Return the keys of a block in batch-invariant mode where `has_hopper_order`."""
+    return _hopper_row(problem).block_n
+
+
+def chunk_keys(problem: KVCacheProblem | AttentionProblem) -> int:
+    """Return the keys of a chunk in batch-invariant mode."""
+    return _hopper_invariant(problem)[1] if has_hopper_order(problem) else CHUNK_KEYS
 
 
 def _is_turing(problem: KVCacheProblem) -> bool:
@@ -97,6 +133,8 @@ def choose_block_m(problem: KVCacheProblem) -> int:
     rows = problem.seqlen_q * (problem.heads_q // problem.heads_kv)
     if is_widened(problem):
         return 16
+    if problem.batch_invariant and has_hopper_order(problem):
+        return 16 if rows <= 16 else MMA_BLOCK_M
     if problem.batch_invariant:
         return INVARIANT_BLOCK_M
     if rows <= 16:
@@ -152,6 +190,8 @@ def _config_for_kind(problem: KVCacheProblem, block_m: int) -> DecodeConfig | No
     spec = gpu_spec(problem.arch)
     if spec is None:
         return None
+    if problem.batch_invariant and has_hopper_order(problem):
+        return replace(_hopper_row(problem), block_m=block_m)
     width = max(padded_head_dim(problem.head_dim_v), feature_blocks(problem.head_dim)[0])
     rows = _FLOAT8_ROWS + _ROWS if problem.cache_dtype == FLOAT8 else _ROWS
     for widest, block_n, warps, stages, programs_per_sm in rows:

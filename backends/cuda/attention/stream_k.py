@@ -19,9 +19,9 @@ so under programmatic dependent launch it overlaps with it. A share leaves at mo
 earlier share began, and one of a tile that it begins and does not finish. So there are two slots for each program.
 
 **Fixed chunks**, for `num_splits=1` and in batch-invariant mode. Each tile and head has a program of its own. In
-batch-invariant mode its keys form chunks of CHUNK_KEYS, counted from the first key that is not padding, whose sums are
-added up from the first to the last. If `chunks_per_tile` > 1, each chunk has a program and a slot of its own,
-and `_combine_in_order_kernel` adds up.
+batch-invariant mode its keys form chunks of `chunk_keys`, counted from the first key that is not padding, whose sums
+are folded from the last to the first (`fixed_order.py`). If `chunks_per_tile` > 1, each chunk has a program and a slot
+of its own, and `_combine_in_order_kernel` folds.
 
 Gluon kernels call the functions of scalars, too (`hopper/decode_mla.py`).
 """
@@ -35,7 +35,7 @@ import triton
 import triton.language as tl
 
 from diyfa.backends.cuda.attention.block_info import cached_blocks
-from diyfa.backends.cuda.attention.decode_configs import FULL_GPU, DecodeConfig
+from diyfa.backends.cuda.attention.decode_configs import FULL_GPU, MMA_BLOCK_M, DecodeConfig, chunk_keys
 from diyfa.backends.cuda.attention.seq_info import cache_seq_info
 from diyfa.backends.cuda.attention.tile_io import cdiv, padded_head_dim
 from diyfa.backends.cuda.runtime.launch import multiprocessors
@@ -47,7 +47,6 @@ TILE_COST = tl.constexpr(2)
 LONG_SHARE = tl.constexpr(8)
 SCANS = (1, 32, 128)  # numbers of tiles whose work a program can add up at once
 INTERPRETED = 2  # multiprocessors that are assumed in the interpreter, which runs programs one after another
-CHUNK_KEYS = 1024  # keys of a fixed chunk in batch-invariant mode; a multiple of every BLOCK_N
 MAX_CHUNK_SUMS = 1 << 25  # float32 numbers: the most that fixed chunks may leave in the workspace
 MAX_WAVES = 16  # `num_splits` may ask for so many times the programs that run at once; this bounds the workspace
 COMBINED_ELEMENTS = 4096  # sums that a program of `_combine_kernel` reads at once
@@ -361,12 +360,15 @@ def _programs_at_once(config: DecodeConfig, device: torch.device) -> int:
 
 def chunks_per_tile(problem: KVCacheProblem, config: DecodeConfig, device: torch.device) -> int:
     """Fixed chunks of a tile that have programs of their own. 1: one program has all chunks of a tile."""
-    if not problem.batch_invariant or problem.num_splits == 1:
+    if not problem.batch_invariant:
         return 1
     tiles = _count_tiles(problem, config) * problem.heads_kv
-    chunks = max(1, cdiv(problem.capacity, CHUNK_KEYS))
+    chunks = max(1, cdiv(problem.capacity, chunk_keys(problem)))
     sums = tiles * chunks * rows_per_tile(problem, config) * padded_head_dim(problem.head_dim_v)
-    return chunks if tiles < _programs_at_once(config, device) and sums <= MAX_CHUNK_SUMS else 1
+    is_apart = problem.num_splits != 1 and tiles < _programs_at_once(config, device)
+    # Registers do not hold the sums of so many rows twice, of a chunk and of those before it.
+    is_apart |= config.block_m > MMA_BLOCK_M
+    return chunks if is_apart and sums <= MAX_CHUNK_SUMS else 1
 
 
 def programs(problem: KVCacheProblem, config: DecodeConfig, device: torch.device) -> int:

@@ -16,7 +16,9 @@ from diyfa.backends.cuda.hopper.configs import (
 )
 from diyfa.problem import AttentionProblem, cached_per_kind, refuse_features
 
-FEATURES = frozenset({"causal", "gqa", "seq_lens", "varlen", "window", "softcap", "sinks", "head_dim_v"})
+FEATURES = frozenset(
+    {"causal", "gqa", "seq_lens", "varlen", "window", "softcap", "sinks", "head_dim_v", "batch_invariant"}
+)
 MAX_HEAD_DIM = 256
 WIDE = 128  # most columns with which dK and dV of 64 keys fit the registers of a warpgroup
 CONSUMERS = 2  # warpgroups
@@ -104,6 +106,8 @@ def refuses(problem: AttentionProblem) -> str | None:
 
 def by_name_only(problem: AttentionProblem) -> str | None:
     """Return why the kernel is not chosen unless it is named, or None if it is faster than the portable ones."""
+    if problem.batch_invariant:  # a choice by size would depend on the rest of the batch
+        return None
     rows = problem.total_q if problem.varlen else problem.batch * problem.seqlen_q
     keys = keys_seen(problem)
     elements = MIN_KV_LOOP << problem.deterministic  # deterministic: programs wait for each other

@@ -54,6 +54,7 @@ class Sm90Config:
     store_from_registers: bool = False  # out leaves from registers, through no buffer (`epilogue.py`)
     fixed_max: bool = False  # bfloat16: no new maximum after the edge blocks (`fixed_max_step` in `softmax.py`)
     scheduler: str = "static"  # or "dynamic" (`gluon/scheduler.py`)
+    shared_totals: bool = False  # batch-invariant mode: totals of chunks lie in shared memory (`chunks.py`)
     measured: str = ""  # device, date, TFLOP/s
 
     def __post_init__(self) -> None:
@@ -150,6 +151,18 @@ SMALL: dict[int, Sm90Config] = {
     192: C(1, 64, 3, False, 232, 24, store_from_registers=True),
     256: C(1, 64, 4, False, 248, 88),
 }
+# Batch-invariant mode: one tile for all calls with the same columns and dtype. Its block_n is `fixed_block_n`'s.
+INVARIANT: dict[int, Sm90Config] = {
+    64: C(2, 128, 6, True, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, pairs=True, q_in_registers=1,
+          shared_totals=True),
+    96: C(2, 128, 4, True, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, pairs=True, box_columns=32),
+    128: C(2, 128, 4, True, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, pairs=True, box_columns=64,
+           q_in_registers=2),
+    192: C(2, 64, 6, False, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, pairs=True,
+           store_from_registers=True),
+    256: C(2, 64, 4, False, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, store_from_registers=True),
+}  # fmt: skip
+INVARIANT_FEATURES = (FEATURES - {"softcap", "alibi"}) | {"batch_invariant"}
 
 
 @cached_per_problem
@@ -157,6 +170,8 @@ def select_config(problem: AttentionProblem) -> Sm90Config:
     """Return the config of a problem that `refuses` accepts."""
     if problem.dtype in FLOAT8:
         return float8_config(problem)
+    if problem.batch_invariant:
+        return fitted(problem, INVARIANT[tile_class(problem)[0]])
     rows = config_rows(problem)
     config = next(c for max_keys, c in rows if keys_seen(problem) <= max_keys)
     if count_tiles(problem, config) < FULL_GPU or problem.seqlen_q < config.consumers * CONSUMER_ROWS:
@@ -327,7 +342,10 @@ def _refuses_kind(problem: AttentionProblem) -> str | None:
         return f"sm90 is made of instructions that only {ARCH} has, this is {problem.arch}"
     if problem.dtype not in (*DTYPES, E4M3):
         return f"sm90 takes {', '.join(DTYPES)} and {E4M3}, not {problem.dtype}"
-    if reason := refuse_features(problem, FEATURES | ({"eight_bits"} if problem.dtype == E4M3 else set()), "sm90"):
+    features = INVARIANT_FEATURES if problem.batch_invariant else FEATURES
+    if problem.dtype == E4M3 and not problem.batch_invariant:
+        features = features | {"eight_bits"}
+    if reason := refuse_features(problem, features, "sm90"):
         return reason
     if problem.k_mean and problem.softcap:  # it would have to join each score
         return "sm90 has no softcap of scores whose keys have a mean of their own"

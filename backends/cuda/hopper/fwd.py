@@ -32,6 +32,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from diyfa.backends.cuda.attention.block_info import last_block
+from diyfa.backends.cuda.attention.decode_configs import chunk_keys
+from diyfa.backends.cuda.attention.fixed_order import COMPILE_OPTIONS as FIXED_ORDER_OPTIONS
+from diyfa.backends.cuda.attention.fixed_order import with_sink, without_sign_of_zero
+from diyfa.backends.cuda.attention.fwd import row_lse
 from diyfa.backends.cuda.attention.launch import forced_config, softmax_scale
 from diyfa.backends.cuda.attention.tile_io import EQUAL, PACKED, SEQ_LENS, lengths_constant
 from diyfa.backends.cuda.gluon.barriers import idle_warps, wait_for_previous_kernels, wait_for_stores
@@ -41,6 +45,7 @@ from diyfa.backends.cuda.gluon.scheduler import TileScheduler
 from diyfa.backends.cuda.gluon.tile_counter import launch_counter
 from diyfa.backends.cuda.gluon.tile_info import TileInfos, allocate_tile_infos
 from diyfa.backends.cuda.gluon.tma import dense_descriptor, descriptor_steps, ragged_descriptor, smem_box
+from diyfa.backends.cuda.hopper.chunks import Totals, attend_chunks
 from diyfa.backends.cuda.hopper.configs import (
     CONSUMER_ROWS,
     Sm90Config,
@@ -103,6 +108,7 @@ from diyfa.backends.cuda.hopper.tiles import (
     Problem,
     block_order,
     locate_tile,
+    right_to_left,
     sequence_end,
     start_load,
     start_load_pages,
@@ -148,6 +154,8 @@ class Sm90Constants(Constants):
     find_ahead: bool
     consumer_registers: int
     producer_registers: int
+    chunk: int = 0  # key blocks of a chunk in batch-invariant mode (`chunks.py`); else 0
+    shared_totals: bool = False  # the totals of chunks lie in shared memory; else in global memory
     fallback: bool = False  # compute only the flagged tiles (`overflow.py`)
     # Of float8 (`float8.py`): the kinds of descales, means, the exponent that weights are scaled by.
     bits: int = 16  # of an element of q, k, v and of the weights
@@ -177,6 +185,7 @@ class Shared:
     tile_infos: TileInfos
     flags: OverflowFlags
     ones: gl.shared_memory_descriptor  # see `start_values`
+    totals: Totals
 
 
 @aggregate
@@ -289,7 +298,10 @@ def _producer(problem, shared, inputs):
                 inputs.q_tensor, b, h, tile.row0 + c * ROWS, end_q, tile.n_queries,
                 shared.queries.buffers, c, shared.queries.full.index(c), config.BOXES, RAGGED,
             )  # fmt: skip
-        order = block_order(tile, problem, config.BLOCK_M, config.BLOCK_N)
+        if config.CHUNK > 0:
+            order = right_to_left(tile)
+        else:
+            order = block_order(tile, problem, config.BLOCK_M, config.BLOCK_N)
         n_blocks = tile.end_block - tile.first_block
         # Block at which to draw the next tile's number. The answer arrives while that block waits for its buffers.
         # If programs drew at the first block, each would own one tile beyond its current one: with 8 tiles per program
@@ -644,6 +656,53 @@ def _attend_tile(consumer, tile, item, q_loads):
 
 
 @gluon.jit
+def _attend_tile_in_chunks(consumer, tile, item, q_loads):
+    """Compute and write the rows of this consumer as `_attend_tile`, in the order of `attention/fixed_order.py`."""
+    config: gl.constexpr = consumer.shared.config
+    problem = consumer.problem
+    outputs = consumer.outputs
+    queries = consumer.shared.queries
+    CONSUMER: gl.constexpr = consumer.INDEX
+    S_ROWS: gl.constexpr = gl.SliceLayout(1, accumulator_layout(config.BLOCK_N))
+    row0 = tile.row0 + CONSUMER * ROWS
+    key0 = row0 + (tile.n_keys - tile.n_queries)
+    end_block = tile.end_block
+    if problem.HAS_RIGHT and config.CONSUMERS > 1:
+        first_item = item
+        item = _skip_masked(consumer, tile, key0, item)
+        end_block -= (item - first_item) // 2
+    offs_m = row0 + gl.arange(0, ROWS, layout=S_ROWS)
+    rows = Rows(offs_m + (tile.n_keys - tile.n_queries), tile.n_keys, 0.0)
+    queries.wait_full(CONSUMER, q_loads)
+    q = queries_in_registers(queries, CONSUMER, config)
+    if (config.SEPARATE_O_BUFFER or config.STORE_FROM_REGISTERS) and config.Q_IN_REGISTERS == config.BOXES:
+        queries.release(CONSUMER)
+    o, l_i, m_i, item = attend_chunks(consumer, q, rows, key0, tile, end_block, item)
+    if (config.SEPARATE_O_BUFFER or config.STORE_FROM_REGISTERS) and config.Q_IN_REGISTERS < config.BOXES:
+        queries.release(CONSUMER)
+    sink = gl.zeros([ROWS], gl.float32, S_ROWS)
+    alpha = 1.0
+    if outputs.SINKS:
+        sink += gl.load(outputs.sinks_ptr + tile.h)
+        m_i, l_i, alpha = with_sink(sink, m_i, l_i)
+    # A row that saw no key has out 0 and lse +inf.
+    has_keys = l_i != 0.0
+    factor = gl.where(has_keys, 1.0 / gl.where(has_keys, l_i, 1.0), 0.0)
+    lse = gl.where(has_keys, row_lse(sink, m_i, gl.where(has_keys, l_i, 1.0)), float("inf"))
+    if problem.LENGTHS == PACKED:
+        lse_ptr = outputs.lse_ptr + tile.h.to(gl.int64) * problem.total_q + tile.first_q
+        gl.store(lse_ptr + offs_m, lse, mask=offs_m < tile.n_queries)
+    else:
+        lse_ptr = outputs.lse_ptr + (tile.b * problem.heads_q + tile.h).to(gl.int64) * problem.seqlen_q
+        gl.store(lse_ptr + offs_m, lse, mask=offs_m < problem.seqlen_q)
+    if outputs.SINKS:  # the sink's factor first, as in `store_rows` of `attention/decode_combine.py`
+        _store_output(consumer, tile, row0, o, alpha, factor)
+    else:
+        _store_output(consumer, tile, row0, o, factor, factor)
+    return item
+
+
+@gluon.jit
 def _store_output(consumer, tile, row0, o, factor, keys_weight):
     """Write rows of out: the accumulators o times `factor`, and with sinks times `keys_weight`.
 
@@ -674,6 +733,8 @@ def _store_output(consumer, tile, row0, o, factor, keys_weight):
             out = gl.where(by_row == 0.0, 0.0, o[run] * by_row)
         if outputs.SINKS:  # a second product: float32 may hold both factors and not their product
             out *= gl.convert_layout(keys_weight, gl.SliceLayout(1, o[run].type.layout))[:, None]
+        if config.CHUNK > 0:
+            out = without_sign_of_zero(out)
         out = out.to(DTYPE)
         if config.STORE_FROM_REGISTERS:
             store_rows(out, o_matrix, offset, row0, end, run_start(run, config.BOXES_V) * WIDTH)
@@ -714,7 +775,10 @@ def _consumer(INDEX: gl.constexpr, problem, shared, outputs):
     if config.FIXED_MAX:
         all_overflown = gl.zeros([ROWS], gl.int32, gl.SliceLayout(1, accumulator_layout(config.BLOCK_N)))
     while tile.end_block > 0:
-        item, overflown = _attend_tile(consumer, tile, item, q_loads)
+        if config.CHUNK > 0:
+            item = _attend_tile_in_chunks(consumer, tile, item, q_loads)
+        else:
+            item, overflown = _attend_tile(consumer, tile, item, q_loads)
         if config.FALLBACK:
             q_loads += 1
             slot = shared.flags.next_flagged(slot + 1, 4)
@@ -794,6 +858,7 @@ def _fwd_sm90_kernel(
     sinks_ptr,  # (H,) fp32, for SINKS
     q_descale_ptr, k_descale_ptr, v_descale_ptr, k_mean_ptr, v_mean_ptr,  # `Factors`
     counter_ptr,  # int32, [next tile, programs that left]: for a dynamic schedule
+    totals_ptr,  # [programs, consumers, 64 * columns] fp32, for CHUNK without SHARED_TOTALS
     seqused_ptr, block_table_ptr, cache_batch_idx_ptr, length, added, entries, stride_table,  # `KeyCache`
     heads,  # batch * heads_q
     heads_q, heads_in_parallel, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
@@ -848,6 +913,13 @@ def _fwd_sm90_kernel(
     ones = q_buffers
     if config.FIXED_MAX:
         ones = allocate_ones(DTYPE, config.BLOCK_N)
+    TOTAL: gl.constexpr = ROWS * o_tensor.block_shape[-1] * config.BOXES_V
+    if config.SHARED_TOTALS:
+        TOTALS_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        totals_buffers = gl.allocate_shared_memory(gl.float32, [config.CONSUMERS, TOTAL], TOTALS_LAYOUT)
+        totals = Totals(totals_buffers, None, config.CONSUMERS, TOTAL)
+    else:
+        totals = Totals(None, totals_ptr, config.CONSUMERS, TOTAL)
     fence_async_shared()
     wait_for_previous_kernels()
 
@@ -859,7 +931,7 @@ def _fwd_sm90_kernel(
         ),
         config.LENGTHS, config.LENGTHS_K, config.CAUSAL, config.HAS_LEFT, config.HAS_RIGHT, config.CHECK_KEYS,
     )  # fmt: skip
-    shared = Shared(config, queries, ring, tile_infos, flags, ones)
+    shared = Shared(config, queries, ring, tile_infos, flags, ones, totals)
     inputs = Inputs(
         q_tensor, k_tensor, v_tensor, group_size, steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn,
         TileScheduler(counter_ptr, config.SCHEDULE),
@@ -877,7 +949,7 @@ def _fwd_sm90_kernel(
             queries.init()
             ring.init()
             fence_async_shared()
-            fallback_shared = Shared(for_fallback(config), queries, ring, tile_infos, flags, ones)
+            fallback_shared = Shared(for_fallback(config), queries, ring, tile_infos, flags, ones, totals)
             _attend(problem, fallback_shared, inputs, outputs)
     if config.LENGTHS == PACKED:
         clear_others(lengths_q_ptr, batch, total_q, heads_q, matrix(o_ptr, o_tensor, 0), lse_ptr)
@@ -918,7 +990,18 @@ def _constants(problem: AttentionProblem, config: Sm90Config, negate: bool, has_
         head_dim=problem.head_dim if is_float8 else 0,
         head_dim_v=problem.head_dim_v if is_float8 else 0,
         weight_shift=WEIGHT_SHIFT[problem.dtype] if is_float8 else 0,
+        chunk=chunk_keys(problem) // config.block_n if problem.batch_invariant else 0,
+        shared_totals=problem.batch_invariant and config.shared_totals,
     )
+
+
+def totals_memory(problem: AttentionProblem, config: Sm90Config, device: torch.device) -> torch.Tensor | None:
+    """Return memory for the totals of chunks (`chunks.py`), or None if they need none."""
+    if not problem.batch_invariant or config.shared_totals:
+        return None
+    width, boxes = box_layout(problem.head_dim_v, problem.head_dim, config.box_columns)
+    rows = grid_size(problem, config, device) * config.consumers * CONSUMER_ROWS
+    return torch.empty(rows * width * boxes, dtype=torch.float32, device=device)
 
 
 def key_arguments(
@@ -952,7 +1035,7 @@ def float8_pass(
     keys = key_arguments(tensors, config, problem.layout, problem.seq_lens or problem.varlen)
     keys |= {"v_tensor": Tiles(values, values.shape, values.stride(), box), "steps_vb": 0, "steps_vn": 0}
     launches = [
-        transpose_launch(problem, tensors, values), make_launch(problem, tensors, out, lse, config, keys)
+        transpose_launch(problem, tensors, values), make_launch(problem, tensors, out, lse, config, keys=keys)
     ]  # fmt: skip
     return Pass(launches, [values], derived_arguments(config))
 
@@ -963,9 +1046,13 @@ def make_launch(
     out: torch.Tensor,
     lse: torch.Tensor,
     config: Sm90Config,
+    totals: torch.Tensor | None = None,
     keys: dict[str, Any] | None = None,
 ) -> Launch:
-    """Return the launch that fills out and lse. `keys`: arguments of keys in a cache; None: they are in `tensors`."""
+    """Return the launch that fills out and lse.
+
+    `totals`: `totals_memory`. `keys`: arguments of keys in a cache; None: they are in `tensors`.
+    """
     q = tensors.q
     layout, d, dv = problem.layout, problem.head_dim, problem.head_dim_v
     scale, negate = softmax_scale(problem, tensors.sm_scale)
@@ -991,6 +1078,7 @@ def make_launch(
         "k_mean_ptr": tensors.k_mean,
         "v_mean_ptr": tensors.v_mean,
         "counter_ptr": launch_counter(q) if config.scheduler == "dynamic" else None,
+        "totals_ptr": totals,
         **dict.fromkeys(CACHE_ARGUMENTS),
         "heads": problem.batch * problem.heads_q,
         "heads_q": problem.heads_q,
@@ -1012,7 +1100,8 @@ def make_launch(
     }
     grid = grid_size(problem, config, q.device)
     values = {"config": constants(problem, config, negate)}
-    return Launch(_fwd_sm90_kernel, grid, arguments, values, compile_options(config))
+    options = compile_options(config) | (FIXED_ORDER_OPTIONS if problem.batch_invariant else {})
+    return Launch(_fwd_sm90_kernel, grid, arguments, values, options)
 
 
 def _config(problem: AttentionProblem) -> Sm90Config:
@@ -1024,7 +1113,9 @@ def forward_pass(problem: AttentionProblem, tensors: AttentionTensors, out: torc
     config = _config(problem)
     if problem.dtype in FLOAT8:
         return float8_pass(problem, tensors, out, lse, config)
-    return Pass([make_launch(problem, tensors, out, lse, config)], derived=derived_arguments(config))
+    totals = totals_memory(problem, config, tensors.q.device)
+    launch = make_launch(problem, tensors, out, lse, config, totals)
+    return Pass([launch], [] if totals is None else [totals], derived_arguments(config))
 
 
 def derived_arguments(config: Sm90Config) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:

@@ -20,9 +20,14 @@ def _keys_layout(problem: KVCacheProblem) -> str:
 
 
 def make_launch(
-    problem: KVCacheProblem, tensors: KVCacheTensors, out: torch.Tensor, lse: torch.Tensor, config: Sm90Config
+    problem: KVCacheProblem,
+    tensors: KVCacheTensors,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    config: Sm90Config,
+    totals: torch.Tensor | None = None,
 ) -> Launch:
-    """Return the launch that fills out and lse."""
+    """Return the launch that fills out and lse. `totals`: `fwd.totals_memory`."""
     table, page = tensors.block_table, problem.page_size
     keys = {
         **fwd.key_arguments(tensors, config, _keys_layout(problem), True, min(page, config.block_n)),
@@ -41,7 +46,7 @@ def make_launch(
         sinks=tensors.sinks,
     )  # fmt: skip
     # Only keys end early, not queries.
-    launch = fwd.make_launch(as_forward(problem).replace(seq_lens=False), queries, out, lse, config, keys)
+    launch = fwd.make_launch(as_forward(problem).replace(seq_lens=False), queries, out, lse, config, totals, keys)
     constants = replace(
         launch.constants["config"],
         lengths_k=(PACKED if problem.packed_keys else CACHED).value,
@@ -60,4 +65,6 @@ def cache_pass(problem: KVCacheProblem, tensors: KVCacheTensors, out: torch.Tens
     config = _config(problem)
     if problem.in_place:  # out replaces the queries, which the overflow fallback would read a second time
         config = replace(config, fixed_max=False)
-    return Pass([make_launch(problem, tensors, out, lse, config)], derived=fwd.derived_arguments(config))
+    totals = fwd.totals_memory(as_forward(problem), config, tensors.q.device)
+    launch = make_launch(problem, tensors, out, lse, config, totals)
+    return Pass([launch], [] if totals is None else [totals], fwd.derived_arguments(config))

@@ -20,9 +20,7 @@ MIN_QUERIES_BY_GROUP: tuple[tuple[int, int], ...] = ((1 << 30, 64),)
 @cached_per_problem
 def as_forward(problem: KVCacheProblem) -> AttentionProblem:
     """Return the call as a problem of the forward pass, whose sequence lengths only the device knows."""
-    return problem.described_as(
-        AttentionProblem, seqlen_k=problem.capacity, seq_lens=not problem.varlen, batch_invariant=False
-    )
+    return problem.described_as(AttentionProblem, seqlen_k=problem.capacity, seq_lens=not problem.varlen)
 
 
 @cached_per_problem
@@ -66,8 +64,7 @@ def refuses(problem: KVCacheProblem) -> str | None:
         return f"sm90_prefill takes keys in the dtype of the queries, not {problem.cache_dtype} for {problem.dtype}"
     options = {
         "cache_leftpad": problem.leftpad,
-        "batch_invariant": problem.batch_invariant,
-        "num_splits": problem.num_splits > 1,
+        "num_splits": problem.num_splits > 1 and not problem.batch_invariant,
     }
     if refused := [name for name, is_used in options.items() if is_used]:
         return f"sm90_prefill does not take {', '.join(refused)}"

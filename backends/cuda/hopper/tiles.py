@@ -244,6 +244,13 @@ def block_order(tile, problem, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
+def right_to_left(tile):
+    """Return the order of batch-invariant mode: a tile's key blocks from the last to the first."""
+    n_blocks = tile.end_block - tile.first_block
+    return BlockOrder(tile.first_block, tile.end_block, n_blocks, gl.to_tensor(0))
+
+
+@gluon.jit
 def start_load(
     tensor, b, h, row, end, length, buffers, tile, full,
     BOXES: gl.constexpr, RAGGED: gl.constexpr,

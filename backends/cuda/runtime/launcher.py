@@ -634,4 +634,4 @@ def launch_by_triton(launch: Launch) -> None:
     grid = launch.grid if isinstance(launch.grid, tuple) else (launch.grid,)
     arguments = {name: x.for_triton() if type(x) is Tiles else x for name, x in launch.arguments.items()}
     with post_processing():
-        launch.kernel[grid](**arguments, **launch.constants, **COMPILE_OPTIONS, **launch.options)
+        launch.kernel[grid](**arguments, **launch.constants, **{**COMPILE_OPTIONS, **launch.options})

@@ -155,6 +155,7 @@ FEATURE_SPILLS: dict[str, dict[str, int]] = {
 # Bytes of spills allowed to the Hopper forward: values that are stored once for each tile, at its ends or by the
 # producer. Loops over keys may not spill (`clean_loops`).
 HOPPER_SPILLS = 96
+HOPPER_INVARIANT_SPILLS = 192
 
 
 def _with_feature_budget(kind: str, problem: AttentionProblem, config: AttentionConfig) -> AttentionConfig:
@@ -331,6 +332,8 @@ def _hopper_specs(arch: str) -> Iterator[CompileSpec]:
         ((128, True), "float16", {"alibi": True} | packed),
         ((128, True), "bfloat16", {"alibi": True, "softcap": 30.0, "window_left": 1000}),
         *((case, "bfloat16", {"out_dtype": "float32"}) for case in ((64, False), (128, True))),
+        *((case, "bfloat16", {"batch_invariant": True}) for case in ((64, True), (128, False), (256, True))),
+        ((128, True), "bfloat16", {"batch_invariant": True, "window_left": 1000, "sinks": True} | packed),
     ]
     from diyfa.backends.cuda.hopper import fwd as hopper_fwd  # needs the Gluon that was asked for above
 
@@ -338,7 +341,10 @@ def _hopper_specs(arch: str) -> Iterator[CompileSpec]:
         problem = _problem(arch, dtype, d, causal).replace(**{"seqlen_q": 4096, "seqlen_k": 4096, **changes})
         if not hopper_configs.refuses(problem):
             config = hopper_configs.select_config(problem)
-            yield _hopper_spec(problem, config, hopper_fwd.make_launch(problem, *call_tensors(problem), config))
+            tensors, out, lse = call_tensors(problem)
+            totals = hopper_fwd.totals_memory(problem, config, out.device)
+            launch = hopper_fwd.make_launch(problem, tensors, out, lse, config, totals)
+            yield _hopper_spec(problem, config, launch)
     transpositions = set()
     for problem in _hopper_float8_problems(arch):
         config = hopper_configs.select_config(problem)
@@ -392,7 +398,9 @@ def _hopper_spec(problem: AttentionProblem, config: hopper_configs.Sm90Config, l
         f"{' fixed max' if launch.constants['config'].fixed_max else ''}"
         f"{' pingpong' if config.pingpong else ''}{'' if config.scheduler == 'static' else ' ' + config.scheduler}"
     )
-    return launch_spec(launch, "attention_fwd/sm90", case, HOPPER_SPILLS, clean_loops=True)
+    # The fold of a chunk's sums holds the totals beside them. Loops over keys are clean nonetheless.
+    budget = HOPPER_INVARIANT_SPILLS if problem.batch_invariant else HOPPER_SPILLS
+    return launch_spec(launch, "attention_fwd/sm90", case, budget, clean_loops=True)
 
 
 def _hopper_tutorial_specs(arch: str) -> Iterator[CompileSpec]:
@@ -498,8 +506,9 @@ def kvcache_problems(arch: str) -> Iterator[KVCacheProblem]:
         yield problem(576, half, 128, 1, head_dim_v=512, page_size=64, latent=True)
     if has_fp8:
         yield problem(128, half, cache_dtype="float8_e4m3fn", page_size=16, descales=True)
-    for splits in (0, 1):  # a program for each chunk, and one for all chunks of a tile
+    for splits in (0, 1):  # a program for each chunk, and one for all chunks of a tile where rows are few
         yield problem(128, half, page_size=16, batch_invariant=True, num_splits=splits)
+    yield problem(64, "float16", batch_invariant=True, sinks=True)
 
 
 def _kvcache_case(problem: KVCacheProblem) -> str:
@@ -527,7 +536,7 @@ def _kvcache_specs(arch: str) -> Iterator[CompileSpec]:
         # batch-invariant mode, where the tile is fixed, the sums of a chunk and of all earlier ones are alive together.
         if arch == "sm_75" and problem.alibi:
             budget = 32
-        if problem.batch_invariant and problem.num_splits == 1:
+        if problem.batch_invariant:
             budget = 128
         if arch == "sm_100" and problem.descales:
             budget = 16
@@ -572,6 +581,7 @@ def _hopper_prefill_specs(arch: str) -> Iterator[CompileSpec]:
     queries, and head dims that have other boxes."""
     if arch != hopper_configs.ARCH or hopper_configs.environment_refusal():
         return
+    from diyfa.backends.cuda.hopper import fwd as hopper_fwd
     from diyfa.backends.cuda.hopper import prefill, prefill_configs
 
     call = KVCacheProblem("cuda", arch, "bfloat16", "bfloat16", "bshd", 4, 32, 8, 2048, 8192, 128, 128, window_right=0)
@@ -591,6 +601,7 @@ def _hopper_prefill_specs(arch: str) -> Iterator[CompileSpec]:
         {"page_size": 64, "head_dim": 256, "head_dim_v": 256, **packed},
         {"page_size": 16, "window_left": 1000, "softcap": 30.0, "alibi": True, "sinks": True, **packed},
         {"packed_keys": True, **packed},
+        {"page_size": 64, "batch_invariant": True},
     ):
         problem = call.replace(**changes)
         reason = prefill_configs.refuses(problem)
@@ -599,10 +610,12 @@ def _hopper_prefill_specs(arch: str) -> Iterator[CompileSpec]:
         tensors, out, lse = example_kvcache(problem)
         if problem.packed_keys:  # with seqlens, so that a sequence may use fewer keys than it has
             tensors = tensors._replace(seqlens=out.new_empty(problem.batch, dtype=torch.int32))
-        launch = prefill.make_launch(problem, tensors, out, lse, config)
+        totals = hopper_fwd.totals_memory(prefill_configs.as_forward(problem), config, out.device)
+        launch = prefill.make_launch(problem, tensors, out, lse, config, totals)
         tile = f"{config.consumers}x{hopper_configs.CONSUMER_ROWS}x{config.block_n}"
         case = f"{_kvcache_case(problem)} {'packed' if problem.varlen else 'even'} {tile}"
-        yield launch_spec(launch, "kvcache_fwd/sm90_prefill", case, HOPPER_SPILLS, clean_loops=True)
+        budget = HOPPER_INVARIANT_SPILLS if problem.batch_invariant else HOPPER_SPILLS
+        yield launch_spec(launch, "kvcache_fwd/sm90_prefill", case, budget, clean_loops=True)
 
 
 def _quantizing(arch: str) -> Iterator[CompileSpec]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
-from matrix_product import matrix_product
+from matrix_product import accumulated_product
 from triton.experimental.gluon import language as gl
 from triton.runtime.interpreter import TensorHandle
 
@@ -53,4 +53,4 @@ def check_operands(a: Any, b: Any, acc: Any, num_warps: int) -> None:
 def product(a: TensorHandle, b: TensorHandle, acc: TensorHandle) -> TensorHandle:
     """Return acc + a b, [m, n] fp32."""
     with np.errstate(all="ignore"):
-        return TensorHandle(acc.data + matrix_product(widen(a.data, a.dtype), widen(b.data, b.dtype)), acc.dtype)
+        return TensorHandle(accumulated_product(widen(a.data, a.dtype), widen(b.data, b.dtype), acc.data), acc.dtype)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
-from matrix_product import matrix_product
+from matrix_product import accumulated_product
 from triton.experimental.gluon import language as gl
 from triton.runtime.interpreter import TensorHandle
 
@@ -55,12 +55,12 @@ class Product:
     def execute(self) -> None:
         a = _multiplied(self.a.values(), self.a.dtype) if isinstance(self.a, SharedView) else self.a
         with np.errstate(all="ignore"):
-            product = matrix_product(a, _multiplied(self.b.values(), self.b.dtype))
+            b = _multiplied(self.b.values(), self.b.dtype)
+            acc = np.zeros((a.shape[0], b.shape[1]), np.float32)
             if self.use_acc:
                 # A product may continue the accumulator of an unfinished one, because they execute in order.
                 acc = self.acc.registers if isinstance(self.acc, Accumulator) else self.acc.data
-                product = acc + product
-        self.result.registers = product
+            self.result.registers = accumulated_product(a, b, acc)
         self.executed = True
 
 

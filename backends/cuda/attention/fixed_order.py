@@ -1,0 +1,112 @@
+"""The order of operations of a row in batch-invariant mode, for `decode.py` in Triton and `hopper/chunks.py` in Gluon.
+
+A row has the same bits in both kernels because each number that decides on them comes from the same sequence of float32
+operations, whatever the tile, the warps and the layout:
+
+1. A score is the sum of 16 products at a time, the features in ascending order, in the accumulator of tensor cores.
+2. Keys form blocks of BLOCK_N and chunks of whole blocks, both counted from the sequence's first key that is no
+   padding. A chunk starts with no maximum and no sums. Its blocks are visited from the last to the first.
+3. The maximum is that of a block's products times the scale, rounded. A weight is exp2(fma(product, scale, -maximum)).
+4. Weights of a block are added by `sums_by_lane`, whose tree of additions is written out. These sums and those of the
+   blocks before, rescaled by a multiply-add, are kept by lane; `sum_of_lanes` adds the lanes at the end of the chunk.
+5. Sums of values times rounded weights take 16 keys at a time in ascending order inside of a block. Before a block they
+   are multiplied by exp2(old maximum - new maximum).
+6. Chunks are folded from the last to the first by `fold`. Out is the total times the reciprocal of the sum of weights.
+
+A block or a chunk that a row does not see changes no bit of it: the maximum stays, factors are 1, weights are 0. So it
+makes no difference which blocks the other rows of its tile see. Multiply-adds are written out, and with COMPILE_OPTIONS
+the compiler fuses no others. Step 1 and 5 need one more fact, that both kernels' instructions round equally:
+`tests/manual/tensor_core_bits.py` asks the GPU.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from diyfa.backends.cuda.attention.tile_io import LARGEST_PRODUCT, LOG2E
+
+# A compiler that fuses products and sums would decide that for each kernel anew.
+COMPILE_OPTIONS = {"enable_fp_fusion": False}
+
+
+@triton.jit
+def _first_plus_second_half(x):
+    """Return elements i + elements i + n / 2 of the last of three dimensions [rows, lanes, n]."""
+    halves = tl.reshape(x, (x.shape[0], x.shape[1], 2, x.shape[2] // 2))
+    first, second = tl.split(tl.permute(halves, (0, 1, 3, 2)))
+    return first + second
+
+
+@triton.jit
+def sums_by_lane(p):
+    """Return sums [rows, 4] of weights [rows, 8 to 256] over the columns that a lane of an accumulator has.
+
+    Column 8 * n + 2 * lane + bit. The bits are added first, then by n, which lies in the registers of a thread if warps
+    have whole rows.
+    """
+    N_ROWS: tl.constexpr = p.shape[0]
+    N: tl.constexpr = p.shape[1]
+    even, odd = tl.split(tl.reshape(p, (N_ROWS, N // 2, 2)))
+    x = tl.permute(tl.reshape(even + odd, (N_ROWS, N // 8, 4)), (0, 2, 1))
+    if N >= 256:
+        x = _first_plus_second_half(x)
+    if N >= 128:
+        x = _first_plus_second_half(x)
+    if N >= 64:
+        x = _first_plus_second_half(x)
+    if N >= 32:
+        x = _first_plus_second_half(x)
+    if N >= 16:
+        x = _first_plus_second_half(x)
+    return tl.reshape(x, (N_ROWS, 4))
+
+
+@triton.jit
+def sum_of_lanes(x):
+    """Return the sums [rows] of [rows, 4]: (0 + 2) + (1 + 3)."""
+    first, second = tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, 2)), (0, 2, 1)))
+    even, odd = tl.split(first + second)
+    return even + odd
+
+
+@triton.jit
+def weights(s, scale, m_i):
+    """Return exp2 of products s [rows, columns] in the unit `scale` minus the maximum m_i [rows]."""
+    return tl.math.exp2(tl.fma(s, scale, -m_i[:, None]))
+
+
+@triton.jit
+def next_sum(l_i, alpha, added):
+    """Return l_i * alpha + added, rounded once."""
+    return tl.fma(l_i, alpha, added)
+
+
+@triton.jit
+def chunk_factors(m_i, m_chunk):
+    """Return (maximum of both, factor of the sums so far, factor of the chunk's sums)."""
+    m_new = tl.maximum(m_i, m_chunk)
+    return m_new, tl.math.exp2(m_i - m_new), tl.math.exp2(m_chunk - m_new)
+
+
+@triton.jit
+def fold(total, alpha, of_chunk, beta):
+    """Return total * alpha + of_chunk * beta, all of one shape."""
+    return tl.fma(total, alpha, of_chunk * beta)
+
+
+@triton.jit
+def with_sink(sink, m_i, l_i):
+    """Return (maximum, sum of weights, factor of the sums of values) with a sink. `add_sink` in fwd.py explains it."""
+    limited = tl.where(sink < float("inf"), tl.minimum(sink, LARGEST_PRODUCT), sink)
+    product = limited * LOG2E
+    m_new = tl.maximum(m_i, product)
+    weight = tl.math.exp2(tl.where(product == m_new, sink - sink, product - m_new))
+    alpha = tl.math.exp2(m_i - m_new)
+    return m_new, tl.fma(l_i, alpha, weight), alpha
+
+
+@triton.jit
+def without_sign_of_zero(x):
+    """Return x with +0 for -0: the sign of a sum that cancels, or of one that underflows, is not kept."""
+    return tl.where(x == 0.0, 0.0, x)
