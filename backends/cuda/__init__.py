@@ -130,6 +130,7 @@ def _forward_kernels() -> tuple[Kernel, ...]:
             **_forward(_later("hopper.fwd", "forward_pass")),
             unsupported=hopper_configs.unsupported,
             config=hopper_configs.select_config,
+            by_name_only=hopper_configs.by_name_only,
         ),
         Kernel(
             name="v2",

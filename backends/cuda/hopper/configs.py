@@ -13,13 +13,15 @@ from diyfa.backends.cuda.gluon.compat import NEWEST, OLDEST, has_gluon, ptxas_op
 from diyfa.backends.cuda.runtime.launch import is_interpreting, multiprocessors
 from diyfa.problem import AttentionProblem, cached_per_kind, cached_per_problem, refuse_features
 
-FEATURES = frozenset({"causal", "gqa", "head_dim_v", "seq_lens", "varlen", "window", "softcap", "alibi", "sinks"})
+FEATURES = frozenset(
+    {"causal", "gqa", "head_dim_v", "seq_lens", "varlen", "window", "softcap", "alibi", "sinks", "mask"}
+)
 ARCH = "sm_90"
 DTYPES = ("float16", "bfloat16")
 MIN_HEAD_DIM, MAX_HEAD_DIM = 33, 256  # with fewer columns, half a tile would be zeros
 CONSUMER_ROWS = 64  # queries of one consumer warpgroup
 # With these features the producer needs more than 24 registers; ptxas would spill.
-BUSY_PRODUCER = frozenset({"window", "softcap", "seq_lens", "varlen"})
+BUSY_PRODUCER = frozenset({"window", "softcap", "seq_lens", "varlen", "mask"})
 ROW_BOUND = 1 << 30  # row at which all sequences end in a ragged descriptor
 # Keys times head_dim from which on the kernel pays in dense calls of any size: it costs the host 2 us more than the
 # portable one. Packed calls need new descriptors for each number of tokens. Calls with lengths were not measured.
@@ -29,6 +31,7 @@ FEW_QUERIES_KV_LOOP = 1 << 17
 SHORT_KV_LOOP = 128  # keys per query; with heads of 64 columns, the portable kernel takes 0.7 of the time
 # A program fills a multiprocessor, and an H200 has 132 of them. With fewer tiles, smaller tiles use the GPU better.
 FULL_GPU = 132
+STACKED_COLUMNS = 64  # columns of the widest box whose rows follow each other in memory, so that boxes can be stacked
 MAX_TILE_INFOS = 128  # per program; their 8 KB fit beside the buffers of every config
 L2_BYTES = 32 << 20  # bytes of L2, of 50 MB, that keys and values of neighbouring heads may fill
 
@@ -134,12 +137,36 @@ SMALL: dict[int, Sm90Config] = {
 }
 
 
+# With a block mask: two consumers, so that a tile's 128 queries lie in one block of the mask, and a dynamic schedule,
+# since rows of blocks differ in length. By columns; none was measured.
+# fmt: off
+MASK_CONFIGS: dict[int, Sm90Config] = {
+    64: C(2, 128, 8, True, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, pairs=True, fixed_max=True,
+          q_in_registers=1),
+    96: C(2, 128, 4, True, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, pairs=True, box_columns=64,
+          q_in_registers=2),
+    128: C(2, 128, 4, True, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, pairs=True, box_columns=64,
+           q_in_registers=2),
+    192: C(2, 64, 6, False, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, pairs=True,
+           store_from_registers=True, fixed_max=True),
+    256: C(2, 64, 4, False, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, store_from_registers=True),
+}
+# fmt: on
+MASKS_ARE_MEASURED = False  # True: `auto` chooses the kernel for calls with a block mask
+
+
 @cached_per_problem
 def select_config(problem: AttentionProblem) -> Sm90Config:
     """Return the config of a problem that `refuses` accepts."""
     rows = config_rows(problem)
     config = next(c for max_keys, c in rows if keys_seen(problem) <= max_keys)
-    if count_tiles(problem, config) < FULL_GPU or problem.seqlen_q < config.consumers * CONSUMER_ROWS:
+    if problem.mask:
+        config = MASK_CONFIGS[tile_class(problem)[0]]
+    if (
+        has_small_blocks(problem, config)
+        or count_tiles(problem, config) < FULL_GPU
+        or problem.seqlen_q < config.consumers * CONSUMER_ROWS
+    ):
         config = SMALL[min(columns for columns in SMALL if widest(problem) <= columns)]
     return fitted(problem, config)
 
@@ -163,6 +190,11 @@ def fitted(problem: AttentionProblem, config: Sm90Config) -> Sm90Config:
     if is_busy and tile_class(problem)[0] < 256:  # at 256, the consumers would spill more than the producer does
         config = replace(config, consumer_registers=232, producer_registers=40)
     return config
+
+
+def has_small_blocks(problem: AttentionProblem, config: Sm90Config) -> bool:
+    """Return whether a block of the block mask has fewer queries than a tile of `config`."""
+    return bool(problem.mask) and problem.mask[0] < config.consumers * CONSUMER_ROWS
 
 
 def finds_ahead(problem: AttentionProblem, config: Sm90Config) -> bool:
@@ -241,7 +273,7 @@ def count_tiles(problem: AttentionProblem, config: Sm90Config) -> int:
 
 def heads_in_parallel(problem: AttentionProblem) -> int:
     """Return the number of query heads whose tiles alternate: if tiles differ in length, those whose K and V fit L2."""
-    if problem.window_right < 0 or problem.window_left >= 0 or problem.varlen:
+    if (problem.window_right < 0 and not problem.mask) or problem.window_left >= 0 or problem.varlen:
         return 1
     pair_bytes = 2 * 2 * problem.seqlen_k * problem.head_dim
     n_heads = max(1, L2_BYTES // pair_bytes) * (problem.heads_q // problem.heads_kv)
@@ -297,6 +329,8 @@ def _refuses_kind(problem: AttentionProblem) -> str | None:
         return "sm90 reads through TMA, which needs addresses and strides that are multiples of 16 bytes"
     if problem.seq_lens and not problem.few_steps:
         return TOO_MANY_STEPS
+    if problem.mask and (beside := sorted(problem.features & {"alibi", "seq_lens"})):
+        return f"sm90 takes no {' and no '.join(beside)} beside a block mask"
     return None
 
 
@@ -312,11 +346,34 @@ def refuses(problem: AttentionProblem) -> str | None:
     if widest(problem) <= 64 and keys_seen(problem) <= SHORT_KV_LOOP:
         return f"sm90 pays from {SHORT_KV_LOOP + 1} keys for a query on where heads have 64 columns"
     config = select_config(problem)
+    if reason := _refuses_blocks(problem, config):
+        return reason
     if problem.seqlen_q < config.consumers * CONSUMER_ROWS and not has_long_kv_loop(problem, FEW_QUERIES_KV_LOOP):
         return (
             f"sm90 has tiles of {config.consumers * CONSUMER_ROWS} queries, which {problem.seqlen_q} would not fill; it"
             f" pays from {FEW_QUERIES_KV_LOOP} elements of K for a query on, without seq_lens and not packed"
         )
+    return None
+
+
+def _refuses_blocks(problem: AttentionProblem, config: Sm90Config) -> str | None:
+    """Return why `config` does not take the blocks of a block mask, or None."""
+    if has_small_blocks(problem, config):
+        return (
+            f"sm90 has tiles of {config.consumers * CONSUMER_ROWS} queries for head_dim {problem.head_dim}, which are "
+            f"more than the {problem.mask[0]} of a block of the mask"
+        )
+    columns = box_layout(problem.head_dim, problem.head_dim_v, config.box_columns)[0]
+    columns_v = box_layout(problem.head_dim_v, problem.head_dim, config.box_columns)[0]
+    if problem.mask and problem.mask[1] < config.block_n and max(columns, columns_v) > STACKED_COLUMNS:
+        return f"sm90 has key blocks of {config.block_n} for these head dims, which do not consist of {problem.mask[1]}"
+    return None
+
+
+def by_name_only(problem: AttentionProblem) -> str | None:
+    """Return why the kernel is not chosen unless it is named, or None."""
+    if problem.mask and not MASKS_ARE_MEASURED:
+        return "sm90 was not measured with a block mask: the portable kernel is chosen until it is"
     return None
 
 

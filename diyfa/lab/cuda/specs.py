@@ -331,6 +331,11 @@ def _hopper_specs(arch: str) -> Iterator[CompileSpec]:
         ((128, True), "float16", {"alibi": True} | packed),
         ((128, True), "bfloat16", {"alibi": True, "softcap": 30.0, "window_left": 1000}),
         *((case, "bfloat16", {"out_dtype": "float32"}) for case in ((64, False), (128, True))),
+        *(((d, False), "bfloat16", {"mask": (128, 128)}) for d in hopper_configs.MASK_CONFIGS),
+        ((64, False), "float16", {"mask": (128, 64)}),
+        ((128, False), "bfloat16", {"mask": (128, 64), "sinks": True, "softcap": 30.0}),
+        *(((d, False), "bfloat16", {"mask": (64, 64)}) for d in (64, 128)),
+        ((128, False), "bfloat16", {"mask": (64, 128)}),
     ]
     for (d, causal), dtype, changes in cases:
         problem = _problem(arch, dtype, d, causal).replace(**{"seqlen_q": 4096, "seqlen_k": 4096, **changes})
@@ -346,8 +351,9 @@ def _hopper_spec(problem: AttentionProblem, config: hopper_configs.Sm90Config) -
     widths = f"{d}" if d == dv else f"{d}/{dv}"
     mask = "causal" if problem.causal else "full" if problem.seqlen_k % config.block_n == 0 else "ragged"
     features = "".join(f"{name} " for name in sorted(problem.features - {"causal", "gqa", "head_dim_v"}))
+    blocks = f" of {problem.mask[0]}x{problem.mask[1]}" if problem.mask else ""
     case = (
-        f"{problem.dtype} D={widths} {features}{mask} "
+        f"{problem.dtype} D={widths} {features}{mask}{blocks} "
         f"{config.consumers}x{hopper_configs.CONSUMER_ROWS}x{config.block_n}"
         f"{f' to {problem.out_dtype}' if problem.out_dtype else ''}"
         f"{f' boxes of {config.box_columns}' if config.box_columns else ''}"

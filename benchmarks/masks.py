@@ -1,0 +1,445 @@
+"""Check and benchmark of block masks on a GPU: portable and Hopper kernels, dense calls, and torch's FlexAttention.
+
+    python benchmarks/masks.py [--sections check blocks …] [--output FILE]
+
+Each section runs in a process of its own with a time limit, and its rows survive if it hangs or fails:
+
+    check       results with a mask against float64 attention
+    blocks      TFLOP/s of visible blocks, random full blocks, beside a dense call; backward too
+    positions   causal as a mask beside causal=True; documents in 32k tokens beside a packed call
+    sparse      90 % of 40k tokens empty, forward and backward, beside a dense call
+    flex        FlexAttention's examples, compiled, with the time of the first call
+    builder     time in which masks are made, and blocks selected
+    candidates  tiles of the Hopper kernel (only if named: each is compiled)
+
+bf16; medians of medians, calls alternate. `sm90` is the Hopper kernel chosen by name. TFLOP/s count the pairs in blocks
+that are not empty. Writes one JSON file with device, date and versions to benchmarks/results/. Prints the table last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+import diyfa
+from diyfa import BlockMask, block_mask, flash_attention, masks
+from diyfa.lab.bench.record import default_path, device_name, write_json
+from diyfa.lab.bench.timing import compute_quantiles, time_calls
+from diyfa.lab.bench.work import BACKWARD_FACTOR, attention_flops, tflops
+
+RESULTS = Path(__file__).parent / "results"
+DEVICE = torch.device("cuda")
+WIDTH = 2048  # heads * head_dim
+PORTABLE, HOPPER = "v2", "sm90"
+Row = dict[str, Any]
+Calls = dict[str, Callable[[], Any]]
+
+
+def tensors(batch: int, heads: int, length: int, head_dim: int, grad: bool = False) -> list[torch.Tensor]:
+    shape = batch, heads, length, head_dim
+    return [torch.randn(shape, device=DEVICE, dtype=torch.bfloat16, requires_grad=grad) for _ in range(3)]
+
+
+def random_blocks(length: int, block: int, share: float, heads: int = 1) -> BlockMask:
+    """Return a mask whose blocks are full with probability `share`, and on the diagonal, and empty otherwise."""
+    count = -(-length // block)
+    full = torch.rand(heads, count, count, device=DEVICE) < share
+    full |= torch.eye(count, device=DEVICE, dtype=torch.bool)
+    return block_mask(
+        lambda b, h, i, j: full[h, i // block, j // block], 1, heads, length, length, block_size=block, device=DEVICE
+    ).compact()
+
+
+def ragged_ids(length: int, documents: int) -> torch.Tensor:
+    """Return the document of each of `length` tokens: lengths from a quarter to seven quarters of the mean."""
+    order = torch.randperm(documents, generator=torch.Generator().manual_seed(0))
+    weights = (0.25 + 1.5 * order / max(documents - 1, 1)).cumsum(0)
+    ends = (weights / weights[-1] * length).round().long()
+    return torch.searchsorted(ends, torch.arange(length), right=True).to(DEVICE)
+
+
+def medians_in_turns(calls: Calls, rounds: int = 3, rep: int = 8) -> dict[str, float]:
+    """Return {name: median milliseconds}. Calls alternate, to run at the same clocks."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(rounds):
+        for name in list(calls) if number % 2 else reversed(calls):
+            times[name] += compute_quantiles(time_calls(calls[name], DEVICE, 2, rep), [0.5])
+    return {name: median(found) for name, found in times.items()}
+
+
+def backward_call(attend: Callable[[], torch.Tensor], leaves: list[torch.Tensor]) -> Callable[[], Any]:
+    """Return the backward pass of a call that has been made once."""
+    with torch.enable_grad():
+        out = attend()
+    return partial(torch.autograd.grad, out, leaves, torch.randn_like(out), retain_graph=True)
+
+
+def speed_rows(table: str, case: str, calls: Calls, flops: dict[str, float], **facts: Any) -> Iterator[Row]:
+    """Time calls named "implementation forward" or "implementation backward"."""
+    for name, ms in medians_in_turns(calls).items():
+        implementation, direction = name.rsplit(" ", 1)
+        work = flops[implementation] * (BACKWARD_FACTOR if direction == "backward" else 1)
+        yield {
+            "kind": "packed", "table": table, "case": case, "implementation": implementation, "pass": direction,
+            "ms": ms, "tflops": tflops(work, ms), "dtype": "bfloat16", **facts,
+        }  # fmt: skip
+
+
+# ---- Sections --------------------------------------------------------------------------------------------------------
+
+
+def _error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    found, exact = found.double(), exact.double()
+    if not torch.equal(found.isinf(), exact.isinf()):
+        return float("inf")
+    finite = exact.isfinite()
+    return float((found - exact)[finite].norm() / exact[finite].norm().clamp(min=1e-30))
+
+
+def check_rows() -> Iterator[Row]:
+    """Compare out and lse of both kernels, and gradients, with float64 attention."""
+    shapes = [(d, block) for d in (64, 128) for block in (128, (128, 64), 64, (64, 128))] + [(96, 128), (192, 128)]
+    for head_dim, block in shapes:
+        torch.manual_seed(0)
+        q, k, v = tensors(2, 4, 1500, head_dim, grad=True)
+        k, v = (x[:, :2, :1300].detach().requires_grad_() for x in (k, v))
+        sinks = torch.randn(4, device=DEVICE)
+        kinds = torch.rand(2, 4, 24, 24, device=DEVICE).repeat_interleave(64, 2).repeat_interleave(64, 3)
+        keep = torch.rand(2, 4, 1500, 1300, device=DEVICE) < 0.5
+        kinds = kinds[:, :, :1500, :1300]
+        dense = (kinds < 0.5) & ((kinds < 0.3) | keep)
+        dense[:, :, 256:512, :] = True
+        dense[:, 1, 512:768, :] = False
+        mask = BlockMask.from_dense(dense, block)
+        for options in ({}, {"softcap": 5.0}, {"sinks": sinks, "sm_scale": -0.1}):
+            exact = diyfa.reference_attention(
+                q.detach(), k.detach(), v.detach(), mask=mask, return_lse=True, dtype=torch.float64, **options
+            )
+            for variant in (PORTABLE, HOPPER):
+                case = f"D={head_dim} blocks {block} {' '.join(options)} {variant}"
+                try:
+                    with torch.no_grad():
+                        found = flash_attention(q, k, v, mask=mask, return_lse=True, variant=variant, **options)
+                    errors = [_error(x, y) for x, y in zip(found, exact, strict=True)]
+                    fine = errors[0] <= 6e-3 and errors[1] <= 1e-4
+                    note = f"out {errors[0]:.1e}, lse {errors[1]:.1e}"
+                except (RuntimeError, ValueError) as error:
+                    fine, note = False, str(error)[:300]
+                yield {"kind": "numerics", "table": "check", "case": case, "status": "ok" if fine else "WRONG",
+                       "note": note}  # fmt: skip
+        dout = torch.randn_like(q)
+        gradients = [
+            torch.autograd.grad(flash_attention(q, k, v, mask=mask, variant=variant), (q, k, v), dout)
+            for variant in (PORTABLE, HOPPER)
+        ]
+        worst = max(_error(x, y) for x, y in zip(*gradients, strict=True))
+        yield {"kind": "numerics", "table": "check", "case": f"D={head_dim} blocks {block} gradients",
+               "status": "ok" if worst <= 1e-2 else "WRONG", "note": f"{worst:.1e} apart"}  # fmt: skip
+
+
+def blocks_rows() -> Iterator[Row]:
+    """Time random full blocks beside a dense call."""
+    length = 16384
+    for head_dim in (64, 128):
+        heads = WIDTH // head_dim
+        q, k, v = tensors(1, heads, length, head_dim, grad=True)
+        dense_flops = attention_flops(1, heads, length, length, head_dim, False)
+        for block in (128, 64):
+            mask = random_blocks(length, block, 0.25)
+            attend = partial(flash_attention, q, k, v)
+            forms = {
+                "dense": attend,
+                PORTABLE: partial(attend, mask=mask, variant=PORTABLE),
+                HOPPER: partial(attend, mask=mask, variant=HOPPER),
+            }
+            calls: Calls = {f"{name} forward": torch.no_grad()(call) for name, call in forms.items()}
+            for name in ("dense", PORTABLE):
+                calls[f"{name} backward"] = backward_call(forms[name], [q, k, v])
+            flops = dict.fromkeys((PORTABLE, HOPPER), dense_flops * mask.density()) | {"dense": dense_flops}
+            yield from speed_rows("blocks", f"full blocks of {block}", calls, flops, D=head_dim, S=length, H=heads)
+
+
+def positions_rows() -> Iterator[Row]:
+    """Time masks that other arguments can say, too."""
+    for head_dim in (64, 128):
+        heads, length = WIDTH // head_dim, 16384
+        q, k, v = tensors(1, heads, length, head_dim, grad=True)
+        mask = block_mask(masks.causal, 1, 1, length, length, device=DEVICE).compact()
+        forms = {
+            "causal=True": partial(flash_attention, q, k, v, causal=True),
+            PORTABLE: partial(flash_attention, q, k, v, mask=mask, variant=PORTABLE),
+            HOPPER: partial(flash_attention, q, k, v, mask=mask, variant=HOPPER),
+        }
+        calls: Calls = {f"{name} forward": torch.no_grad()(call) for name, call in forms.items()}
+        calls |= {f"{x} backward": backward_call(forms[x], [q, k, v]) for x in ("causal=True", PORTABLE)}
+        flops = dict.fromkeys(forms, attention_flops(1, heads, length, length, head_dim, True))
+        yield from speed_rows("positions", "causal", calls, flops, D=head_dim, S=length, H=heads)
+
+        length = 32768
+        ids = ragged_ids(length, 16)
+        q, k, v = tensors(1, heads, length, head_dim, grad=True)
+        packed = [x.detach()[0].transpose(0, 1).contiguous().requires_grad_() for x in (q, k, v)]
+        counts = ids.bincount()
+        offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()
+        longest = int(counts.max())
+        mask = block_mask(masks.document(ids), 1, 1, length, length, device=DEVICE).compact()
+        forms = {
+            "packed": partial(
+                diyfa.flash_attention_varlen, *packed, offsets, offsets, longest, longest, causal=True
+            ),
+            PORTABLE: partial(flash_attention, q, k, v, mask=mask, variant=PORTABLE),
+            HOPPER: partial(flash_attention, q, k, v, mask=mask, variant=HOPPER),
+        }  # fmt: skip
+        calls = {f"{name} forward": torch.no_grad()(call) for name, call in forms.items()}
+        calls["packed backward"] = backward_call(forms["packed"], packed)
+        calls[f"{PORTABLE} backward"] = backward_call(forms[PORTABLE], [q, k, v])
+        work = sum(attention_flops(1, heads, n, n, head_dim, True) for n in counts.tolist())
+        yield from speed_rows(
+            "positions", "16 documents, causal", calls, dict.fromkeys(forms, work), D=head_dim, S=length, H=heads
+        )
+
+
+def sparse_rows() -> Iterator[Row]:
+    """Time forward and backward of 40k tokens of which 90 % of the blocks are empty, and of a dense call."""
+    length, heads, head_dim = 40960, 8, 128
+    q, k, v = tensors(1, heads, length, head_dim, grad=True)
+    dout = torch.randn_like(q)
+    flops = attention_flops(1, heads, length, length, head_dim, False)
+    for block in (128, 64):
+        mask = random_blocks(length, block, 0.1)
+
+        def both(**options: Any) -> None:
+            torch.autograd.grad(flash_attention(q, k, v, **options), (q, k, v), dout)
+
+        calls: Calls = {
+            "dense both": both,
+            f"{PORTABLE} both": partial(both, mask=mask, variant=PORTABLE),
+            f"{HOPPER} both": partial(both, mask=mask, variant=HOPPER),
+        }
+        work = dict.fromkeys((PORTABLE, HOPPER), flops * mask.density() * (1 + BACKWARD_FACTOR))
+        work["dense"] = flops * (1 + BACKWARD_FACTOR)
+        yield from speed_rows("sparse", f"90 % empty, blocks of {block}", calls, work, D=head_dim, S=length, H=heads)
+
+
+def flex_examples(length: int, heads: int) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """Yield (name, arguments of FlexAttention, arguments of `flash_attention`); masks are mask functions."""
+    ids = ragged_ids(length, 8)
+    slopes = torch.rand(heads, device=DEVICE)
+    window, prefix = 1024, 1024
+
+    def causal(b: Any, h: Any, i: Any, j: Any) -> Any:
+        return i >= j
+
+    yield "causal", {"mask": causal}, {"mask": masks.causal}
+    yield (
+        "document", {"mask": lambda b, h, i, j: (i >= j) & (ids[i] == ids[j])}, {"mask": masks.document(ids)}
+    )  # fmt: skip
+    yield (
+        "sliding window 1024", {"mask": lambda b, h, i, j: (i >= j) & (i - j <= window)},
+        {"mask": masks.sliding_window(window)},
+    )  # fmt: skip
+    yield (
+        "prefix LM 1024", {"mask": lambda b, h, i, j: (i >= j) | (j < prefix)}, {"mask": masks.prefix_lm(prefix)}
+    )  # fmt: skip
+    yield (
+        "softcap 30, causal",
+        {"mask": causal, "score_mod": lambda s, b, h, i, j: 30.0 * torch.tanh(s / 30.0)},
+        {"causal": True, "softcap": 30.0},
+    )
+    yield (
+        "ALiBi, causal",
+        {"mask": causal, "score_mod": lambda s, b, h, i, j: s - slopes[h] * (i - j)},
+        {"causal": True, "alibi_slopes": slopes},
+    )
+
+
+def flex_rows() -> Iterator[Row]:
+    """Time FlexAttention's examples, first call and later ones."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    length, heads, head_dim, batch = 8192, 16, 128, 2
+    for case, theirs, ours in flex_examples(length, heads):
+        torch._dynamo.reset()
+        q, k, v = tensors(batch, heads, length, head_dim, grad=True)
+        dout = torch.randn_like(q)
+        flops = attention_flops(batch, heads, length, length, head_dim, False)
+        their_mask = create_block_mask(theirs.pop("mask"), None, None, length, length, device="cuda")
+        flops *= 1 - their_mask.sparsity() / 100
+        forms: dict[str, Callable[[], torch.Tensor]] = {}
+        if "mask" in ours:
+            mask = block_mask(ours["mask"], 1, 1, length, length, device=DEVICE).compact()
+            for variant in (PORTABLE, HOPPER):
+                forms[variant] = partial(flash_attention, q, k, v, mask=mask, variant=variant)
+        else:
+            forms["diyfa"] = partial(flash_attention, q, k, v, **ours)
+        forms["flex"] = partial(torch.compile(flex_attention, dynamic=False), q, k, v, block_mask=their_mask, **theirs)
+        for name, attend in forms.items():
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            torch.autograd.grad(attend(), (q, k, v), dout)
+            torch.cuda.synchronize()
+            yield {"kind": "host", "table": "flex", "case": case, "implementation": name, "pass": "first both",
+                   "host_us": (time.perf_counter() - start) * 1e6}  # fmt: skip
+        calls: Calls = {f"{name} forward": torch.no_grad()(call) for name, call in forms.items() if name != "flex"}
+        # FlexAttention compiles another kernel for calls without gradients, so its forward is timed with them.
+        calls["flex forward"] = forms["flex"]
+        for name in forms:
+            if name != HOPPER:  # the backward kernels are those of the portable one
+                calls[f"{name} backward"] = backward_call(forms[name], [q, k, v])
+        yield from speed_rows("flex", case, calls, dict.fromkeys(forms, flops), D=head_dim, S=length, H=heads)
+
+
+def builder_rows() -> Iterator[Row]:
+    """Time making masks of 40k tokens and selecting blocks."""
+    length = 40960
+    ids = ragged_ids(length, 16)
+    named = {"causal": masks.causal, "document": masks.document(ids), "window 1024": masks.sliding_window(1024, 1024)}
+    for case, function in named.items():
+        calls: Calls = {}
+        for block in (128, 64):
+            calls[f"block {block}"] = partial(
+                block_mask, function, 1, 1, length, length, block_size=block, device=DEVICE
+            )
+        for name, ms in medians_in_turns(calls, rounds=2, rep=3).items():
+            yield {"kind": "feature", "table": "builder", "case": f"{case} 40k, {name}", "pass": "make", "ms": ms,
+                   "ratio": ms / 0.02, "implementation": "block_mask"}  # fmt: skip
+
+
+def candidates_rows() -> Iterator[Row]:
+    """Time tiles and schedules of the Hopper kernel with a mask."""
+    from diyfa.backends.cuda.attention.launch import use_config
+    from diyfa.backends.cuda.hopper.configs import MASK_CONFIGS, SMALL
+
+    length = 16384
+    two = MASK_CONFIGS
+    rows: list[tuple[int, int | tuple[int, int], dict[str, Any]]] = [
+        (64, 128, {
+            "table": two[64], "running max": replace(two[64], fixed_max=False),
+            "240/24": replace(two[64], consumer_registers=240, producer_registers=24),
+            "static": replace(two[64], scheduler="static"),
+            "no ping-pong": replace(two[64], pingpong=False),
+        }),
+        (128, 128, {
+            "table": two[128], "static": replace(two[128], scheduler="static"),
+            "no ping-pong": replace(two[128], pingpong=False),
+            "1 of Q in registers": replace(two[128], q_in_registers=1),
+        }),
+        (128, (128, 64), {"table": two[128], "blocks of 64 keys": replace(two[128], block_n=64, stages=8)}),
+        (128, 64, {
+            "table": SMALL[128], "128 keys": replace(SMALL[128], block_n=128, stages=3, box_columns=64),
+            "64 keys, running max": replace(SMALL[128], box_columns=64),
+        }),
+        (64, 64, {"table": SMALL[64], "64 keys": replace(SMALL[64], block_n=64, stages=8)}),
+    ]  # fmt: skip
+    for head_dim, block, configs in rows:
+        heads = WIDTH // head_dim
+        q, k, v = tensors(1, heads, length, head_dim)
+        size = block if isinstance(block, int) else block[0]
+        full = random_blocks(length, size, 0.25)
+        mask = full if isinstance(block, int) else BlockMask.from_dense(full.to_dense(), block)
+        flops = attention_flops(1, heads, length, length, head_dim, False) * mask.density()
+        for name, config in configs.items():
+            with use_config("sm90", config), torch.no_grad():
+                call = partial(flash_attention, q, k, v, mask=mask, variant=HOPPER)
+                facts = {"D": head_dim, "S": length, "H": heads, "note": str(config)}
+                case = f"blocks of {block}: {name}"
+                try:
+                    yield from speed_rows("candidates", case, {f"{HOPPER} forward": call}, {HOPPER: flops}, **facts)
+                except (RuntimeError, ValueError) as error:
+                    yield {"kind": "done", "table": "candidates", "case": case, "unavailable": str(error)[:300]}
+
+
+# Section -> (rows, seconds).
+SECTIONS: dict[str, tuple[Callable[[], Iterator[Row]], int]] = {
+    "check": (check_rows, 100),
+    "blocks": (blocks_rows, 70),
+    "positions": (positions_rows, 60),
+    "sparse": (sparse_rows, 40),
+    "builder": (builder_rows, 20),
+    "flex": (flex_rows, 100),
+    "candidates": (candidates_rows, 200),
+}
+DEFAULT = [name for name in SECTIONS if name != "candidates"]
+
+
+def run_section(name: str, seconds: int) -> list[Row]:
+    """Run a section in a process and return its rows, and one more if it did not end well."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "rows.jsonl"
+        # The first calls of "flex" must compile.
+        caches = {x: f"{folder}/{x}" for x in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "DIYFA_CACHE_DIR")}
+        environment = {**os.environ, **(caches if name == "flex" else {})}
+        command = [sys.executable, __file__, "--child", name, str(path)]
+        start = time.perf_counter()
+        problem = ""
+        try:
+            done = subprocess.run(
+                command, env=environment, timeout=seconds, stderr=subprocess.PIPE, text=True, check=False
+            )
+            if done.returncode:
+                problem = f"exit status {done.returncode}: {done.stderr[-1500:]}"
+        except subprocess.TimeoutExpired:
+            problem = f"not done after {seconds} s"
+        print(f"# {name}: {time.perf_counter() - start:.0f} s {problem}", flush=True)
+        rows: list[Row] = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    if problem:
+        rows.append({"kind": "done", "table": name, "case": "the section", "unavailable": problem})
+    return rows
+
+
+def print_table(rows: list[Row]) -> None:
+    """Print one line for each row; of correct results only their number."""
+    correct = [row for row in rows if row["kind"] == "numerics" and row["status"] == "ok"]
+    print(f"{len(correct)} results correct")
+    for row in rows:
+        where = f"{row['table']:10}{row.get('case', ''):30}{row.get('D', ''):>4} "
+        if "unavailable" in row:
+            print(f"{where}{row['unavailable'][-300:]}")
+        elif row["kind"] == "numerics":
+            if row["status"] != "ok":
+                print(f"{where}{row['status']}: {row['note']}")
+        else:
+            figure = f"{row['ms']:9.3f} ms" if "ms" in row else f"{row['host_us'] / 1e6:9.2f} s"
+            speed = f"{row['tflops']:7.0f} TFLOP/s" if "tflops" in row else ""
+            print(f"{where}{row['implementation']:12}{row['pass']:11}{figure} {speed}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=DEFAULT)
+    parser.add_argument("--output", type=Path, default=None)
+    parser.add_argument("--child", nargs=2, default=None, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        name, path = options.child
+        torch.manual_seed(0)
+        with Path(path).open("a") as file:
+            for row in SECTIONS[name][0]():
+                file.write(json.dumps(row) + "\n")
+                file.flush()
+        return
+    rows: list[Row] = []
+    for name in options.sections:
+        rows += run_section(name, SECTIONS[name][1])
+    print(device_name(DEVICE))
+    print_table(rows)
+    path = options.output or default_path("masks", DEVICE, RESULTS)
+    write_json(path, "Block masks beside dense calls and FlexAttention, in turns", DEVICE, rows)
+    print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()
