@@ -25,6 +25,7 @@ from diyfa.backends.cuda.runtime.passes import Pass
 from diyfa.eight_bits import EIGHT_BITS, Scheme
 from diyfa.eight_bits import FLOAT8 as FLOAT8_NAMES
 from diyfa.imports import import_quickly
+from diyfa.mask_terms import Terms
 from diyfa.problem import (
     AttentionProblem,
     Kernel,
@@ -366,6 +367,13 @@ class CudaBackend:
         from diyfa.backends.cuda.attention import merge
 
         merge.merge(out, lse, partial_out, partial_lse)
+
+    def build_mask(
+        self, terms: Terms, shape: tuple[int, int, int, int], block: tuple[int, int], device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        from diyfa.backends.cuda.attention import build_mask
+
+        return build_mask.build_mask(terms, shape, block, device)
 
     def quantize(
         self, x: torch.Tensor, values: torch.Tensor, scheme: Scheme

@@ -17,6 +17,7 @@ from diyfa.backends.cuda.gluon.compat import aggregate
 
 WORD = gl.constexpr(32)  # bits of a word
 EMPTY, FULL = gl.constexpr(-2), gl.constexpr(-1)  # codes of blocks, as in `diyfa.block_lists`
+ABSENT = gl.constexpr(1 << 22)  # column of an absent unit: no tensor has keys there, and 32 bits hold their number
 
 
 @aggregate
@@ -49,7 +50,8 @@ class TileList:
     list_ptr: gl.tensor  # key blocks: full ones, then partial ones
     n_full: gl.tensor
     n_partial: gl.tensor
-    n_key_blocks: gl.tensor  # blocks of keys of the mask
+    bits_ptr: gl.tensor  # bits of the tile's first row in block 0 of `mask_bits`
+    MASK_Q: gl.constexpr
     MASK_K: gl.constexpr
     UNIT: gl.constexpr  # keys of a unit
     UNITS: gl.constexpr  # units of a key block of the kernel
@@ -72,12 +74,12 @@ class TileList:
 
     @gluon.jit
     def column(self, i, UNIT_INDEX: gl.constexpr):
-        """Return the block of the mask with unit UNIT_INDEX of key block i; beyond all blocks if it is absent."""
+        """Return the block of the mask with unit UNIT_INDEX of key block i, or ABSENT."""
         unit = i * self.UNITS + UNIT_INDEX - self.absent()
         position = gl.maximum(unit, 0) // self.SPLIT
         exists = (unit >= 0) & (position < self.n_full + self.n_partial)
         entry = gl.where(position < self.n_partial, self.n_full + position, position - self.n_partial)
-        return gl.load(self.list_ptr + entry, mask=exists, other=self.n_key_blocks)
+        return gl.load(self.list_ptr + entry, mask=exists, other=ABSENT)
 
     @gluon.jit
     def columns(self, i):
@@ -88,12 +90,25 @@ class TileList:
         return found
 
     @gluon.jit
+    def masked_columns(self, i):
+        """Return the `columns` of key block i if it is among the masked ones; else any blocks, or ABSENT.
+
+        With one unit these are partial blocks, which takes fewer registers to say.
+        """
+        if self.UNITS == 1:
+            position = i // self.SPLIT
+            partial = self.list_ptr + self.n_full
+            found = (gl.load(partial + position, mask=position < self.n_partial, other=ABSENT),)
+        else:
+            found = self.columns(i)
+        return found
+
+    @gluon.jit
     def codes(self, columns):
         """Return the codes of blocks of the mask: EMPTY for an absent unit."""
         found = ()
         for j in gl.static_range(self.UNITS):
-            exists = columns[j] < self.n_key_blocks
-            found += (gl.load(self.codes_ptr + columns[j], mask=exists, other=EMPTY),)
+            found += (gl.load(self.codes_ptr + columns[j], mask=columns[j] < ABSENT, other=EMPTY),)
         return found
 
     @gluon.jit
@@ -102,15 +117,15 @@ class TileList:
         return columns[UNIT_INDEX] * self.MASK_K + i % self.SPLIT * self.UNIT
 
     @gluon.jit
-    def keep_words(self, i, codes, bits_ptr, rows, MASK_Q: gl.constexpr):
+    def keep_words(self, i, codes, rows):
         """Return words [rows] of key block i, 32 keys each: a bit is 1 if the row sees the key.
 
-        `codes`: those of the block's units. `rows`: rows within their block of the mask.
+        `codes`: those of the block's units. `rows`: counted from the row that the list was made for.
         """
         WORDS: gl.constexpr = self.MASK_K // WORD  # words of a row of a block
         found = ()
         for j in gl.static_range(self.UNITS):
-            block = bits_ptr + gl.maximum(codes[j], 0).to(gl.int64) * (MASK_Q * WORDS)
+            block = self.bits_ptr + gl.maximum(codes[j], 0).to(gl.int64) * (self.MASK_Q * WORDS)
             block += i % self.SPLIT * (self.UNIT // WORD)
             all_or_none = gl.where(codes[j] == FULL, -1, 0)
             for word in gl.static_range(self.UNIT // WORD):
@@ -120,7 +135,7 @@ class TileList:
 
 @gluon.jit
 def tile_list(mask, b, h, row0, sizes, n_full, n_partial, BLOCK_N: gl.constexpr):
-    """Return the list of the tile at row0 of head h of sample b. `sizes`: (queries, keys) of the tensors."""
+    """Return the list of rows from row0 on, in head h of sample b. `sizes`: (queries, keys) of the tensors."""
     seqlen_q, seqlen_k = sizes
     MASK_K: gl.constexpr = mask.MASK_K
     UNIT: gl.constexpr = min(MASK_K, BLOCK_N)
@@ -132,7 +147,8 @@ def tile_list(mask, b, h, row0, sizes, n_full, n_partial, BLOCK_N: gl.constexpr)
     block_q = row0 // mask.MASK_Q
     codes_ptr = head + block_q * nk
     list_ptr = head + (nq * nk + block_q * (2 + nk) + 2)
-    return TileList(codes_ptr, list_ptr, n_full, n_partial, nk, MASK_K, UNIT, UNITS, SPLIT)
+    bits_ptr = mask.bits_ptr + row0 % mask.MASK_Q * (MASK_K // WORD)
+    return TileList(codes_ptr, list_ptr, n_full, n_partial, bits_ptr, mask.MASK_Q, MASK_K, UNIT, UNITS, SPLIT)
 
 
 @gluon.jit

@@ -21,7 +21,7 @@ DTYPES = ("float16", "bfloat16")
 MIN_HEAD_DIM, MAX_HEAD_DIM = 33, 256  # with fewer columns, half a tile would be zeros
 CONSUMER_ROWS = 64  # queries of one consumer warpgroup
 # With these features the producer needs more than 24 registers; ptxas would spill.
-BUSY_PRODUCER = frozenset({"window", "softcap", "seq_lens", "varlen", "mask"})
+BUSY_PRODUCER = frozenset({"window", "softcap", "seq_lens", "varlen"})
 ROW_BOUND = 1 << 30  # row at which all sequences end in a ragged descriptor
 # Keys times head_dim from which on the kernel pays in dense calls of any size: it costs the host 2 us more than the
 # portable one. Packed calls need new descriptors for each number of tokens. Calls with lengths were not measured.
@@ -162,6 +162,8 @@ def select_config(problem: AttentionProblem) -> Sm90Config:
     config = next(c for max_keys, c in rows if keys_seen(problem) <= max_keys)
     if problem.mask:
         config = MASK_CONFIGS[tile_class(problem)[0]]
+        if problem.softcap or problem.mask[1] < config.block_n:  # registers for a second unit, or for tanh
+            config = replace(config, q_in_registers=min(config.q_in_registers, 1))
     if (
         has_small_blocks(problem, config)
         or count_tiles(problem, config) < FULL_GPU

@@ -259,7 +259,7 @@ def _producer(problem, shared, inputs):
             table = problem.cache.table_row(b)
             pages = problem.pages(tile, table, order.block(0) * config.BLOCK_N, config.BLOCK_N)
         if config.MASK_K > 0:
-            keys = problem.tile_list(tile, config.BLOCK_N)
+            keys = problem.tile_list(tile, tile.row0, config.BLOCK_N)
             columns = keys.columns(0)
         for i in range(n_blocks):
             if not config.FALLBACK:
@@ -405,9 +405,9 @@ def _attend_blocks(
         consumer.hand_over()
         words = ()
         if LISTED:  # while the products run
-            words = _keep_words(consumer, keys, i, codes, rows)
+            words = keys.keep_words(i, codes, gl.arange(0, ROWS, layout=m_i.type.layout))
             codes = keys.codes(columns)
-            columns = keys.columns(i + 2)
+            columns = keys.masked_columns(i + 2)
         s = warpgroup_mma_wait(len(o), deps=[s])  # the values may still run
         ring.release(item)
         start_n = order.block(i) * config.BLOCK_N
@@ -423,14 +423,6 @@ def _attend_blocks(
         if not FIXED_MAX:
             o = rescaled(o, alpha)
     return o, p, m_i, l_i, item
-
-
-@gluon.jit
-def _keep_words(consumer, keys, i, codes, rows):
-    """Return the words of key block i for this consumer's rows. `codes`: those of its units."""
-    mask = consumer.problem.mask
-    first_key = consumer.problem.seqlen_k - consumer.problem.seqlen_q  # that row 0 is aligned with
-    return keys.keep_words(i, codes, mask.bits_ptr, (rows.position - first_key) % mask.MASK_Q, mask.MASK_Q)
 
 
 @gluon.jit
@@ -505,7 +497,7 @@ def _attend_tile(consumer, tile, item, q_loads):
         n_masked = gl.maximum(gl.minimum(n_masked, order.n_right), 1)
     keys = None
     if LISTED:
-        keys = problem.tile_list(tile, config.BLOCK_N)
+        keys = problem.tile_list(tile, row0, config.BLOCK_N)
         n_masked = keys.masked_count()
         n_edge_blocks = gl.minimum(n_masked + 1, n_blocks)  # all rows see all keys of the next one
     slope = 0.0
@@ -514,7 +506,7 @@ def _attend_tile(consumer, tile, item, q_loads):
     rows = Rows(offs_m + (tile.n_keys - tile.n_queries), tile.n_keys, slope)
     words = ()
     if LISTED:
-        words = _keep_words(consumer, keys, 0, (tile.listed.code, tile.listed.next_code), rows)
+        words = keys.keep_words(0, (tile.listed.code, tile.listed.next_code), gl.arange(0, ROWS, layout=S_ROWS))
 
     # Prologue: no block comes before the first one, so there are no values to add.
     queries.wait_full(CONSUMER, q_loads)
@@ -526,8 +518,8 @@ def _attend_tile(consumer, tile, item, q_loads):
     s = start_scores(q, queries, ring, item, CONSUMER, config)
     upcoming = ()
     if LISTED:
-        columns = keys.columns(1)
-        next_columns = keys.columns(2)
+        columns = keys.masked_columns(1)
+        next_columns = keys.masked_columns(2)
     s = warpgroup_mma_wait(0, deps=[s])
     ring.release(item)
     if LISTED:

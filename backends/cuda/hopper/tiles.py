@@ -106,11 +106,11 @@ class Problem:
         return visible_range(key0, key0 + (ROWS - 1), self.window_left, right, n_keys, self.HAS_LEFT, self.HAS_RIGHT)
 
     @gluon.jit
-    def tile_list(self, tile, BLOCK_N: gl.constexpr):
-        """Return a tile's list of key blocks, for a block mask."""
+    def tile_list(self, tile, row0, BLOCK_N: gl.constexpr):
+        """Return the list of key blocks of a tile, for its rows from row0 on. For a block mask."""
         sizes = self.seqlen_q, self.seqlen_k
         listed = tile.listed
-        return tile_list(self.mask, tile.b, tile.h, tile.row0, sizes, listed.n_full, listed.n_partial, BLOCK_N)
+        return tile_list(self.mask, tile.b, tile.h, row0, sizes, listed.n_full, listed.n_partial, BLOCK_N)
 
     @gluon.jit
     def pages(self, tile, table, row, BLOCK_N: gl.constexpr):

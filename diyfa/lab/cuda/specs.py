@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 
+from diyfa import masks
 from diyfa.arch import gpu_spec
 from diyfa.backends.cuda.attention import (
     append,
+    build_mask,
     bwd,
     bwd_dbias,
     bwd_partials,
@@ -41,6 +43,7 @@ from diyfa.backends.cuda.hopper import configs as hopper_configs
 from diyfa.eight_bits import EIGHT_BITS, PER_BLOCK, PER_HEAD, PER_TENSOR, Scheme
 from diyfa.features import EVERYTHING, dtype_name
 from diyfa.lab.cuda.aot import CompileSpec, launch_spec
+from diyfa.mask_terms import Comparison, terms_of
 from diyfa.problem import (
     VARLEN,
     AttentionGradients,
@@ -609,6 +612,34 @@ def _quantizing(arch: str) -> Iterator[CompileSpec]:
             yield launch_spec(quantize.sum_launch(x, sums, scheme), "quantize/sum", name)
 
 
+BUILDER_SPILLS = 64  # bytes: values that are stored once for a row of blocks
+
+
+def _building_masks() -> Iterator[CompileSpec]:
+    """Yield the kernels that make block masks: every comparison, and a boolean tensor."""
+    size, meta = 40960, {"device": "meta"}
+    ids = torch.empty(2, size, dtype=torch.int64, **meta)
+    lengths = torch.empty(2, dtype=torch.int32, **meta)
+    functions = {
+        "sinks, window, documents": masks.all_of(
+            masks.any_of(masks.first_keys(4), masks.sliding_window(1024)), masks.document(ids)
+        ),
+        "prefix or tile": masks.any_of(
+            masks.prefix_lm(lengths), masks.sliding_tile((40, 32, 32), (4, 4, 8), (3, 3, 3))
+        ),
+    }
+    terms = {name: terms_of(function) or () for name, function in functions.items()}
+    keep = torch.empty(2, 1, 2048, 2048, dtype=torch.bool, **meta)
+    terms["booleans"] = ((Comparison("dense", keep.stride(), (keep,)),),)
+    for name, each in terms.items():
+        for block in ((128, 128), (64, 64)):
+            length = 2048 if name == "booleans" else size
+            blocks, bits = torch.empty(8, dtype=torch.int32, **meta), torch.empty(8, dtype=torch.int32, **meta)
+            for launch in build_mask.make_launches(each, (2, 1, length, length), block, blocks, bits):
+                kernel = launch.kernel.__name__.strip("_")
+                yield launch_spec(launch, f"masks/{kernel}", f"{name} {block[0]}", BUILDER_SPILLS)
+
+
 def compile_specs(arch: str) -> Iterator[CompileSpec]:
     """Yield every attention case for `arch`."""
     yield from _hopper_specs(arch)
@@ -622,6 +653,7 @@ def compile_specs(arch: str) -> Iterator[CompileSpec]:
     yield from _short(arch)
     yield from _clearing()
     yield from _quantizing(arch)
+    yield from _building_masks()
     for problem in problems(arch):
         for config in candidates("fwd", problem):
             yield _forward(problem, config)
