@@ -10,11 +10,11 @@ import torch
 
 pytest.importorskip("triton")
 
-import diyfa  # noqa: E402
-from diyfa import BlockMask, block_mask, masks, registry  # noqa: E402
-from diyfa.backends.cuda.attention import build_mask  # noqa: E402
-from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
-from diyfa.mask_terms import terms_of  # noqa: E402
+import diyfa
+from diyfa import BlockMask, block_mask, masks, registry
+from diyfa.backends.cuda.attention import build_mask
+from diyfa.backends.cuda.runtime.launch import is_interpreting
+from diyfa.mask_terms import terms_of
 
 DEVICE = "cpu" if is_interpreting() else "cuda"
 if not is_interpreting() and not torch.cuda.is_available():

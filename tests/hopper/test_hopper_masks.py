@@ -5,16 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 from hopper_gluon import need_hopper_gluon
 
 need_hopper_gluon()
 
 from hopper_interpreted import interpret, run  # noqa: E402
 
-import diyfa  # noqa: E402
-from diyfa import BlockMask  # noqa: E402
-from diyfa.backends.cuda.hopper import configs as hopper_configs  # noqa: E402
 from diyfa.backends.cuda.hopper.configs import Sm90Config  # noqa: E402
 from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
 from diyfa.testing import AttentionCase  # noqa: E402

@@ -11,9 +11,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from diyfa.backends.cuda.attention.tile_io import EQUAL
+from diyfa.backends.cuda.gluon.block_mask import BlockMask
 from diyfa.backends.cuda.hopper.bwd_common import Sm90BwdConstants
 from diyfa.backends.cuda.hopper.bwd_tiles import Sizes, locate_key_block
-from diyfa.backends.cuda.gluon.block_mask import BlockMask
 from diyfa.backends.cuda.hopper.tiles import KeyCache, Problem, block_order, locate_tile
 
 MANY = 8192
