@@ -1,15 +1,16 @@
 """Check and benchmark of block masks on a GPU: portable and Hopper kernels, dense calls, and torch's FlexAttention.
 
-    python benchmarks/masks.py [--sections check blocks …] [--output FILE]
+    python benchmarks/masks.py [--sections check blocks …] [--limit 230] [--output FILE]
 
-Each section runs in a process of its own with a time limit, and its rows survive if it hangs or fails:
+Each section runs in a process of its own with a time limit, and its rows survive if it hangs or fails. All end within
+four minutes:
 
     check       results with a mask against float64 attention
     blocks      TFLOP/s of visible blocks, random full blocks, beside a dense call; backward too
     positions   causal as a mask beside causal=True; documents in 32k tokens beside a packed call
     sparse      90 % of 40k tokens empty, forward and backward, beside a dense call
     flex        FlexAttention's examples, compiled, with the time of the first call
-    builder     time in which masks are made, and blocks selected
+    builder     device time in which masks are made, and blocks selected
     candidates  tiles of the Hopper kernel (only if named: each is compiled)
 
 bf16; medians of medians, calls alternate. `sm90` is the Hopper kernel chosen by name. TFLOP/s count the pairs in blocks
@@ -36,12 +37,15 @@ import torch
 
 import diyfa
 from diyfa import BlockMask, block_mask, flash_attention, masks
+from diyfa.block_lists import Selection
 from diyfa.lab.bench.record import default_path, device_name, write_json
 from diyfa.lab.bench.timing import compute_quantiles, time_calls
 from diyfa.lab.bench.work import BACKWARD_FACTOR, attention_flops, tflops
+from diyfa.selection import select_by_operators
 
 RESULTS = Path(__file__).parent / "results"
 DEVICE = torch.device("cuda")
+LIMIT = 230  # seconds in which all sections are to end
 WIDTH = 2048  # heads * head_dim
 PORTABLE, HOPPER = "v2", "sm90"
 Row = dict[str, Any]
@@ -302,24 +306,48 @@ def flex_rows() -> Iterator[Row]:
         yield from speed_rows("flex", case, calls, dict.fromkeys(forms, flops), D=head_dim, S=length, H=heads)
 
 
+def graphed(call: Callable[[], Any]) -> Callable[[], Any]:
+    """Return the replay of a call that was captured as a graph: its time is the device's, not the host's."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = call()
+
+    def replay(kept: Any = kept) -> None:
+        graph.replay()
+
+    return replay
+
+
 def builder_rows() -> Iterator[Row]:
-    """Time making masks of 40k tokens and selecting blocks."""
+    """Time making masks of 40k tokens, and selecting blocks, by kernels and by PyTorch's operators."""
     length = 40960
     ids = ragged_ids(length, 16)
-    named = {"causal": masks.causal, "document": masks.document(ids), "window 1024": masks.sliding_window(1024, 1024)}
-    for case, function in named.items():
-        calls: Calls = {}
-        for block in (128, 64):
-            sizes = {"B": 1, "H": 1, "Sq": length, "Sk": length}
-            make = partial(block_mask, **sizes, block_size=block, device=DEVICE)
-            calls[f"kernels, blocks of {block}"] = partial(make, function)
+    named: dict[str, Any] = {
+        "causal": masks.causal,
+        "document": masks.document(ids),
+        "window 1024": masks.sliding_window(1024, 1024),
+        "tiles of video": masks.sliding_tile((40, 32, 32), (4, 4, 8), (5, 3, 3)),
+    }
+    q, k, _ = tensors(1, 16, length, 128)
+    for block in (128, 64):
+        rows: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {}
+        for case, function in named.items():
+            make = partial(block_mask, B=1, H=1, Sq=length, Sk=length, block_size=block, device=DEVICE)
             # A function without terms: PyTorch's operators evaluate it.
-            calls[f"operators, blocks of {block}"] = partial(make, lambda *at: function(*at))  # noqa: B023
-        times = medians_in_turns(calls, rounds=2, rep=3)
-        for name, ms in times.items():
-            ratio = ms / times[name.replace("kernels", "operators")]
-            yield {"kind": "feature", "table": "builder", "case": f"{case} 40k, {name}", "pass": "make", "ms": ms,
-                   "ratio": ratio, "implementation": "block_mask"}  # fmt: skip
+            rows[case] = partial(make, function), partial(make, lambda *at, of=function: of(*at))
+        how = Selection(16, True, 1, 1, False, (block, block))
+        rows["select 16 blocks, 16 heads"] = (
+            partial(diyfa.select_blocks, q, k, topk=16, causal=True, sinks=1, block_size=block),
+            partial(select_by_operators, q, k, how),
+        )
+        for case, (kernels, operators) in rows.items():
+            calls = {"kernels": graphed(kernels), "operators": operators}
+            times = medians_in_turns(calls, rounds=2, rep=3)
+            for name, ms in times.items():
+                yield {"kind": "feature", "table": "builder", "case": f"{case}, {block}", "pass": "make", "ms": ms,
+                       "ratio": ms / times["operators"], "implementation": name}  # fmt: skip
 
 
 def candidates_rows() -> Iterator[Row]:
@@ -424,6 +452,7 @@ def print_table(rows: list[Row]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=DEFAULT)
+    parser.add_argument("--limit", type=int, default=LIMIT, help="seconds in which all sections are to end")
     parser.add_argument("--output", type=Path, default=None)
     parser.add_argument("--child", nargs=2, default=None, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -436,8 +465,9 @@ def main() -> None:
                 file.flush()
         return
     rows: list[Row] = []
+    end = time.perf_counter() + options.limit
     for name in options.sections:
-        rows += run_section(name, SECTIONS[name][1])
+        rows += run_section(name, min(SECTIONS[name][1], max(10, round(end - time.perf_counter()))))
     print(device_name(DEVICE))
     print_table(rows)
     path = options.output or default_path("masks", DEVICE, RESULTS)

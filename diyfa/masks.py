@@ -102,8 +102,8 @@ class BlockMask:
         keep = keep.reshape((1,) * (4 - keep.dim()) + tuple(keep.shape))
         batch, heads, seqlen_q, seqlen_k = shape = keep.shape
         is_dense = Comparison("dense", tuple(keep.stride()), (keep,))
-        return _made(((is_dense,),), shape, _block_size(block_size), keep.device) or _build(
-            lambda rows: keep[:, :, rows], (batch, heads, seqlen_q, seqlen_k), _block_size(block_size), keep.device
+        return _made(((is_dense,),), shape, check_block_size(block_size), keep.device) or _build(
+            lambda rows: keep[:, :, rows], (batch, heads, seqlen_q, seqlen_k), check_block_size(block_size), keep.device
         )
 
     @staticmethod
@@ -192,7 +192,8 @@ def _listed_blocks(counts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     return blocks.scatter_(-1, torch.where(is_listed, indices, columns).long(), True)[..., :columns]
 
 
-def _block_size(block_size: Any) -> tuple[int, int]:
+def check_block_size(block_size: Any) -> tuple[int, int]:
+    """Return (queries, keys) of a block as the argument `block_size` says them."""
     sizes = (block_size, block_size) if isinstance(block_size, int) else block_size
     expected = f"block_size must be 64, 128 or a pair (queries, keys) of these, got {block_size!r}"
     if not isinstance(sizes, (tuple, list)) or not all(isinstance(size, int) for size in sizes):
@@ -206,11 +207,10 @@ def _made(
     terms: Terms | None, shape: tuple[int, int, int, int], block: tuple[int, int], device: torch.device
 ) -> BlockMask | None:
     """Return the mask of `terms` as kernels of the device's backend make it, or None if they do not."""
-    is_elsewhere = device.type in ("cpu", "meta") and not registry.forced_backend()
-    if terms is None or is_elsewhere or torch.compiler.is_compiling() or device.type == "meta" or 0 in shape:
+    if terms is None or 0 in shape or not fits(terms, shape[0], shape[2], shape[3], device):
         return None
-    build = getattr(registry.resolve_backend(device), "build_mask", None)
-    if build is None or not fits(terms, shape[0], shape[2], shape[3], device):
+    build = registry.optional_member(device, "build_mask")
+    if build is None:
         return None
     return BlockMask(shape, *build(terms, shape, block, device))
 
@@ -300,7 +300,7 @@ def block_mask(
                 f"mask_fn must return a tensor that broadcasts to {full} for these rows, got shape {tuple(keep.shape)}"
             ) from None
 
-    shape, block = (batch, heads, seqlen_q, seqlen_k), _block_size(block_size)
+    shape, block = (batch, heads, seqlen_q, seqlen_k), check_block_size(block_size)
     return _made(terms_of(mask_fn), shape, block, place) or _build(evaluate, shape, block, place)
 
 

@@ -22,6 +22,7 @@ from diyfa.backends.cuda.attention.launch import (
 )
 from diyfa.backends.cuda.runtime import launch as runtime_launch
 from diyfa.backends.cuda.runtime.passes import Pass
+from diyfa.block_lists import Selection
 from diyfa.eight_bits import EIGHT_BITS, Scheme
 from diyfa.eight_bits import FLOAT8 as FLOAT8_NAMES
 from diyfa.imports import import_quickly
@@ -374,6 +375,13 @@ class CudaBackend:
         from diyfa.backends.cuda.attention import build_mask
 
         return build_mask.build_mask(terms, shape, block, device)
+
+    def select_blocks(
+        self, q: torch.Tensor, k: torch.Tensor, how: Selection
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        from diyfa.backends.cuda.attention import select_blocks
+
+        return select_blocks.select_blocks(q, k, how)
 
     def quantize(
         self, x: torch.Tensor, values: torch.Tensor, scheme: Scheme

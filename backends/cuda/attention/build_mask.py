@@ -1,10 +1,10 @@
-"""Block masks from terms (`diyfa.mask_terms`): the lists and bits of `diyfa.block_lists`, without waiting for the device.
+"""Block masks from terms (`diyfa.mask_terms`): lists and bits (`diyfa.block_lists`), without waiting for the device.
 
 1. `_ranges_kernel` finds the smallest and largest number of each block of ids, where a comparison needs them.
 2. `_rows_kernel`: a program has one block of queries. It decides each key block by the positions of its corners: no
-   query can see a key of it, or each sees each, or neither is certain. It evaluates the pairs of the uncertain blocks,
-   writes their bits, and sorts the row's list.
-3. `_columns_kernel` sorts the list of a block of keys.
+   query can see a key of it, or each sees each, or neither is certain. It evaluates the pairs of the uncertain blocks
+   and writes their bits.
+3. `_lists_kernel` sorts the lists.
 
 A mask that hides most blocks by position has few uncertain blocks in a row, and that is where the time goes.
 """
@@ -43,7 +43,7 @@ class MaskConstants(Constants):
     code: str  # of the terms: "band,same|before"
     block_q: int
     block_k: int
-    columns: int  # a power of two: key blocks, or for lists of a key block query blocks
+    columns: int  # a power of two: blocks of a row, or of the longest list
 
 
 @constexpr_function
@@ -175,22 +175,6 @@ def _bounds(TERM: tl.constexpr, PART: tl.constexpr, b, rows, keys, block_j, inpu
 
 
 @triton.jit
-def _write_order(codes, offs, exists, list_ptr):
-    """Write a list: the numbers of full blocks and of visible ones, then all blocks, full, partial, and empty ones."""
-    is_full = ((codes == FULL) & exists).to(tl.int32)
-    is_partial = ((codes >= 0) & exists).to(tl.int32)
-    is_empty = ((codes == EMPTY) & exists).to(tl.int32)
-    n_full = tl.sum(is_full, 0)
-    n_visible = n_full + tl.sum(is_partial, 0)
-    place = tl.where(is_full != 0, tl.cumsum(is_full, 0), 0)
-    place = tl.where(is_partial != 0, n_full + tl.cumsum(is_partial, 0), place)
-    place = tl.where(is_empty != 0, n_visible + tl.cumsum(is_empty, 0), place)
-    tl.store(list_ptr, n_full)
-    tl.store(list_ptr + 1, n_visible)
-    tl.store(list_ptr + 1 + place, offs, mask=exists)
-
-
-@triton.jit
 def _ranges_kernel(t_ptr, stride_t, r_ptr, seqlen_k, c: tl.constexpr):
     """Write the smallest and largest number of each block of keys."""
     nk = tl.cdiv(seqlen_k, c.BLOCK_K)
@@ -246,7 +230,7 @@ def _rows_kernel(
     is_uncertain = ((codes == UNCERTAIN) & exists).to(tl.int32)
     tl.store(codes_ptr + offs, codes, mask=exists)
     tl.store(list_ptr + tl.cumsum(is_uncertain, 0) - 1, offs, mask=is_uncertain != 0)
-    tl.debug_barrier()  # all threads see the uncertain blocks, whose list stands where the row's will be
+    tl.debug_barrier()  # all threads see the uncertain blocks; their list stands where that of the row will be
     words = tl.arange(0, c.BLOCK_K // WORD)
     bits = tl.arange(0, WORD)[None, None, :]
     for k in range(tl.sum(is_uncertain, 0)):
@@ -271,21 +255,36 @@ def _rows_kernel(
             at = bits_ptr + slot.to(tl.int64) * (c.BLOCK_Q * c.BLOCK_K // WORD)
             tl.store(at + rows[:, None] * (c.BLOCK_K // WORD) + words[None, :], word)
         tl.store(codes_ptr + block_j, tl.where(total == 0, EMPTY, tl.where(total == n_rows * c.BLOCK_K, FULL, slot)))
-    tl.debug_barrier()
-    codes = tl.load(codes_ptr + offs, mask=exists, other=EMPTY)
-    _write_order(codes, offs, exists, list_ptr)
 
 
 @triton.jit(do_not_specialize=("seqlen_q", "seqlen_k", "length"))
-def _columns_kernel(blocks_ptr, seqlen_q, seqlen_k, length, c: tl.constexpr):
-    """Write the list of a block of keys."""
+def _lists_kernel(blocks_ptr, seqlen_q, seqlen_k, length, c: tl.constexpr):
+    """Write the list of a block of queries or of a block of keys, from codes.
+
+    A list has the numbers of full blocks and of visible ones, then all blocks: full, partial, and empty ones.
+    """
     nq, nk = tl.cdiv(seqlen_q, c.BLOCK_Q), tl.cdiv(seqlen_k, c.BLOCK_K)
-    block_j = tl.program_id(0) % nk
-    lists = blocks_ptr + (tl.program_id(0) // nk).to(tl.int64) * length
+    line = tl.program_id(0) % (nq + nk)  # queries first
+    lists = blocks_ptr + (tl.program_id(0) // (nq + nk)).to(tl.int64) * length
+    of_queries = line < nq
+    column = line - nq
+    count = tl.where(of_queries, nk, nq)
+    first, stride = tl.where(of_queries, line * nk, column), tl.where(of_queries, 1, nk)
+    start = nq * nk + tl.where(of_queries, line * (2 + nk), nq * (2 + nk) + column * (2 + nq))
     offs = tl.arange(0, c.COLUMNS)
-    exists = offs < nq
-    codes = tl.load(lists + offs * nk + block_j, mask=exists, other=EMPTY)
-    _write_order(codes, offs, exists, lists + nq * nk + nq * (2 + nk) + block_j * (2 + nq))
+    exists = offs < count
+    codes = tl.load(lists + first + offs * stride, mask=exists, other=EMPTY)
+    is_full = ((codes == FULL) & exists).to(tl.int32)
+    is_partial = ((codes >= 0) & exists).to(tl.int32)
+    is_empty = ((codes == EMPTY) & exists).to(tl.int32)
+    n_full = tl.sum(is_full, 0)
+    n_visible = n_full + tl.sum(is_partial, 0)
+    place = tl.where(is_full != 0, tl.cumsum(is_full, 0), 0)
+    place = tl.where(is_partial != 0, n_full + tl.cumsum(is_partial, 0), place)
+    place = tl.where(is_empty != 0, n_visible + tl.cumsum(is_empty, 0), place)
+    tl.store(lists + start, n_full)
+    tl.store(lists + start + 1, n_visible)
+    tl.store(lists + start + 1 + place, offs, mask=exists)
 
 
 def _as_integers(x: torch.Tensor) -> torch.Tensor:
@@ -293,16 +292,17 @@ def _as_integers(x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype in (torch.int32, torch.int64) else x.to(torch.int32)
 
 
-def _power_of_two(n: int) -> int:
+def columns_of(n: int) -> int:
+    """Return the width of a tile that holds n blocks."""
     return max(16, 1 << (n - 1).bit_length())
 
 
-def column_launch(blocks: torch.Tensor, heads: int, sizes: tuple[int, int], block: tuple[int, int]) -> Launch:
-    """Return the launch that writes the lists of key blocks of all `heads`, from codes."""
-    (seqlen_q, seqlen_k), (nq, nk) = sizes, n_blocks(*sizes, block)
-    arguments = {"blocks_ptr": blocks, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "length": list_length(nq, nk)}
-    c = MaskConstants("", *block, _power_of_two(nq))
-    return Launch(_columns_kernel, heads * nk, arguments, {"c": c}, {"num_warps": 4})
+def lists_launch(blocks: torch.Tensor, heads: int, sizes: tuple[int, int], block: tuple[int, int]) -> Launch:
+    """Return the launch that writes all lists of all `heads`, from codes."""
+    nq, nk = n_blocks(*sizes, block)
+    arguments = {"blocks_ptr": blocks, "seqlen_q": sizes[0], "seqlen_k": sizes[1], "length": list_length(nq, nk)}
+    c = MaskConstants("", *block, columns_of(max(nq, nk)))
+    return Launch(_lists_kernel, heads * (nq + nk), arguments, {"c": c}, {"num_warps": 4})
 
 
 def make_launches(
@@ -315,7 +315,7 @@ def make_launches(
     code = "|".join(",".join(part.name for part in term) for term in terms)
     numbers = [number for part in parts for number in part.numbers]
     tensors = [(part.name, x) for part in parts for x in part.tensors]
-    c = MaskConstants(code, *block, _power_of_two(nk))
+    c = MaskConstants(code, *block, columns_of(nk))
     arguments: dict[str, Any] = {
         **dict.fromkeys((*TENSORS, *RANGES)), **dict.fromkeys((*STRIDES, *NUMBERS), 0), "blocks_ptr": blocks,
         "bits_ptr": bits, **dict(zip(NUMBERS, numbers, strict=False)), "heads": heads, "seqlen_q": seqlen_q,
@@ -332,7 +332,7 @@ def make_launches(
             find = {"t_ptr": ids, "stride_t": stride, "r_ptr": ranges, "seqlen_k": seqlen_k}
             launches.append(Launch(_ranges_kernel, samples * nk, find, {"c": c}, {"num_warps": 1}))
     launches.append(Launch(_rows_kernel, batch * heads * nq, arguments, {"c": c}, {"num_warps": 8}))
-    return [*launches, column_launch(blocks, batch * heads, (seqlen_q, seqlen_k), block)]
+    return [*launches, lists_launch(blocks, batch * heads, (seqlen_q, seqlen_k), block)]
 
 
 def build_mask(

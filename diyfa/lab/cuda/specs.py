@@ -27,6 +27,7 @@ from diyfa.backends.cuda.attention import (
     fwd_v1,
     merge,
     quantize,
+    select_blocks,
     stream_k,
 )
 from diyfa.backends.cuda.attention.configs import (
@@ -40,6 +41,7 @@ from diyfa.backends.cuda.attention.decode_configs import MMA_BLOCK_M
 from diyfa.backends.cuda.attention.tile_io import padded_head_dim
 from diyfa.backends.cuda.hopper import bwd_configs as hopper_bwd_configs
 from diyfa.backends.cuda.hopper import configs as hopper_configs
+from diyfa.block_lists import Selection
 from diyfa.eight_bits import EIGHT_BITS, PER_BLOCK, PER_HEAD, PER_TENSOR, Scheme
 from diyfa.features import EVERYTHING, dtype_name
 from diyfa.lab.cuda.aot import CompileSpec, launch_spec
@@ -638,6 +640,12 @@ def _building_masks() -> Iterator[CompileSpec]:
             for launch in build_mask.make_launches(each, (2, 1, length, length), block, blocks, bits):
                 kernel = launch.kernel.__name__.strip("_")
                 yield launch_spec(launch, f"masks/{kernel}", f"{name} {block[0]}", BUILDER_SPILLS)
+    for how in (Selection(16, True, 1, 2, False, (128, 64)), Selection(8, False, 0, 1, True, (64, 128))):
+        q = torch.empty(1, 8, size, 128, dtype=torch.bfloat16, **meta)
+        blocks, bits = torch.empty(8, dtype=torch.int32, **meta), torch.empty(8, dtype=torch.int32, **meta)
+        for launch in select_blocks.make_launches(q, q[:, :2], how, blocks, bits):
+            kernel = launch.kernel.__name__.strip("_")
+            yield launch_spec(launch, f"masks/{kernel}", f"selection in blocks of {how.block}", BUILDER_SPILLS)
 
 
 def compile_specs(arch: str) -> Iterator[CompileSpec]:
