@@ -39,12 +39,14 @@ import diyfa
 from diyfa import BlockMask, block_mask, flash_attention, masks
 from diyfa.block_lists import Selection
 from diyfa.lab.bench.record import default_path, device_name, write_json
-from diyfa.lab.bench.timing import compute_quantiles, time_calls
+from diyfa.lab.bench.timing import compute_quantiles, synchronize, time_calls
 from diyfa.lab.bench.work import BACKWARD_FACTOR, attention_flops, tflops
 from diyfa.selection import select_by_operators
 
 RESULTS = Path(__file__).parent / "results"
 DEVICE = torch.device("cuda")
+LENGTHS = {"check": 1500, "blocks": 16384, "causal": 16384, "documents": 32768, "sparse": 40960, "flex": 8192,
+           "builder": 40960, "candidates": 16384}  # fmt: skip
 LIMIT = 230  # seconds in which all sections are to end
 WIDTH = 2048  # heads * head_dim
 PORTABLE, HOPPER = "v2", "sm90"
@@ -118,12 +120,15 @@ def check_rows() -> Iterator[Row]:
     shapes = [(d, block) for d in (64, 128) for block in (128, (128, 64), 64, (64, 128))] + [(96, 128), (192, 128)]
     for head_dim, block in shapes:
         torch.manual_seed(0)
-        q, k, v = tensors(2, 4, 1500, head_dim, grad=True)
-        k, v = (x[:, :2, :1300].detach().requires_grad_() for x in (k, v))
+        length = LENGTHS["check"]
+        n_keys = length - 200
+        q, k, v = tensors(2, 4, length, head_dim, grad=True)
+        k, v = (x[:, :2, :n_keys].detach().requires_grad_() for x in (k, v))
         sinks = torch.randn(4, device=DEVICE)
-        kinds = torch.rand(2, 4, 24, 24, device=DEVICE).repeat_interleave(64, 2).repeat_interleave(64, 3)
-        keep = torch.rand(2, 4, 1500, 1300, device=DEVICE) < 0.5
-        kinds = kinds[:, :, :1500, :1300]
+        count = -(-length // 64)
+        kinds = torch.rand(2, 4, count, count, device=DEVICE).repeat_interleave(64, 2).repeat_interleave(64, 3)
+        keep = torch.rand(2, 4, length, n_keys, device=DEVICE) < 0.5
+        kinds = kinds[:, :, :length, :n_keys]
         dense = (kinds < 0.5) & ((kinds < 0.3) | keep)
         dense[:, :, 256:512, :] = True
         dense[:, 1, 512:768, :] = False
@@ -156,7 +161,7 @@ def check_rows() -> Iterator[Row]:
 
 def blocks_rows() -> Iterator[Row]:
     """Time random full blocks beside a dense call."""
-    length = 16384
+    length = LENGTHS["blocks"]
     for head_dim in (64, 128):
         heads = WIDTH // head_dim
         q, k, v = tensors(1, heads, length, head_dim, grad=True)
@@ -179,7 +184,7 @@ def blocks_rows() -> Iterator[Row]:
 def positions_rows() -> Iterator[Row]:
     """Time masks that other arguments can say, too."""
     for head_dim in (64, 128):
-        heads, length = WIDTH // head_dim, 16384
+        heads, length = WIDTH // head_dim, LENGTHS["causal"]
         q, k, v = tensors(1, heads, length, head_dim, grad=True)
         mask = block_mask(masks.causal, 1, 1, length, length, device=DEVICE).compact()
         forms = {
@@ -192,7 +197,7 @@ def positions_rows() -> Iterator[Row]:
         flops = dict.fromkeys(forms, attention_flops(1, heads, length, length, head_dim, True))
         yield from speed_rows("positions", "causal", calls, flops, D=head_dim, S=length, H=heads)
 
-        length = 32768
+        length = LENGTHS["documents"]
         ids = ragged_ids(length, 16)
         q, k, v = tensors(1, heads, length, head_dim, grad=True)
         packed = [x.detach()[0].transpose(0, 1).contiguous().requires_grad_() for x in (q, k, v)]
@@ -218,7 +223,7 @@ def positions_rows() -> Iterator[Row]:
 
 def sparse_rows() -> Iterator[Row]:
     """Time forward and backward of 40k tokens of which 90 % of the blocks are empty, and of a dense call."""
-    length, heads, head_dim = 40960, 8, 128
+    length, heads, head_dim = LENGTHS["sparse"], 8, 128
     q, k, v = tensors(1, heads, length, head_dim, grad=True)
     dout = torch.randn_like(q)
     flops = attention_flops(1, heads, length, length, head_dim, False)
@@ -274,13 +279,13 @@ def flex_rows() -> Iterator[Row]:
     """Time FlexAttention's examples, first call and later ones."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    length, heads, head_dim, batch = 8192, 16, 128, 2
+    length, heads, head_dim, batch = LENGTHS["flex"], 16, 128, 2
     for case, theirs, ours in flex_examples(length, heads):
         torch._dynamo.reset()
         q, k, v = tensors(batch, heads, length, head_dim, grad=True)
         dout = torch.randn_like(q)
         flops = attention_flops(batch, heads, length, length, head_dim, False)
-        their_mask = create_block_mask(theirs.pop("mask"), None, None, length, length, device="cuda")
+        their_mask = create_block_mask(theirs.pop("mask"), None, None, length, length, device=DEVICE.type)
         flops *= 1 - their_mask.sparsity() / 100
         forms: dict[str, Callable[[], torch.Tensor]] = {}
         if "mask" in ours:
@@ -290,13 +295,18 @@ def flex_rows() -> Iterator[Row]:
         else:
             forms["diyfa"] = partial(flash_attention, q, k, v, **ours)
         forms["flex"] = partial(torch.compile(flex_attention, dynamic=False), q, k, v, block_mask=their_mask, **theirs)
+        results = {}
         for name, attend in forms.items():
-            torch.cuda.synchronize()
+            synchronize(DEVICE)
             start = time.perf_counter()
-            torch.autograd.grad(attend(), (q, k, v), dout)
-            torch.cuda.synchronize()
+            results[name] = attend()
+            torch.autograd.grad(results[name], (q, k, v), dout, retain_graph=True)
+            synchronize(DEVICE)
             yield {"kind": "host", "table": "flex", "case": case, "implementation": name, "pass": "first both",
                    "host_us": (time.perf_counter() - start) * 1e6}  # fmt: skip
+        worst = max(_error(x, results["flex"]) for x in results.values())
+        yield {"kind": "numerics", "table": "flex", "case": case, "status": "ok" if worst <= 1e-2 else "WRONG",
+               "note": f"{worst:.1e} apart"}  # fmt: skip
         calls: Calls = {f"{name} forward": torch.no_grad()(call) for name, call in forms.items() if name != "flex"}
         # FlexAttention compiles another kernel for calls without gradients, so its forward is timed with them.
         calls["flex forward"] = forms["flex"]
@@ -322,13 +332,13 @@ def graphed(call: Callable[[], Any]) -> Callable[[], Any]:
 
 def builder_rows() -> Iterator[Row]:
     """Time making masks of 40k tokens, and selecting blocks, by kernels and by PyTorch's operators."""
-    length = 40960
+    length = LENGTHS["builder"]
     ids = ragged_ids(length, 16)
     named: dict[str, Any] = {
         "causal": masks.causal,
         "document": masks.document(ids),
         "window 1024": masks.sliding_window(1024, 1024),
-        "tiles of video": masks.sliding_tile((40, 32, 32), (4, 4, 8), (5, 3, 3)),
+        "tiles of video": masks.sliding_tile((length // 1024, 32, 32), (4, 4, 8), (5, 3, 3)),
     }
     q, k, _ = tensors(1, 16, length, 128)
     for block in (128, 64):
@@ -355,7 +365,7 @@ def candidates_rows() -> Iterator[Row]:
     from diyfa.backends.cuda.attention.launch import use_config
     from diyfa.backends.cuda.hopper.configs import MASK_CONFIGS, SMALL
 
-    length = 16384
+    length = LENGTHS["candidates"]
     two = MASK_CONFIGS
     rows: list[tuple[int, int | tuple[int, int], dict[str, Any]]] = [
         (64, 128, {

@@ -403,7 +403,7 @@ def _attend_blocks(
         ring.wait_full(item - 1)
         o = start_values(p, o, ring, consumer.shared.ones, item - 1, config)
         consumer.hand_over()
-        words = ()
+        words = None
         if LISTED:  # while the products run
             words = keys.keep_words(i, codes, gl.arange(0, ROWS, layout=m_i.type.layout))
             codes = keys.codes(columns)
@@ -504,7 +504,7 @@ def _attend_tile(consumer, tile, item, q_loads):
     if consumer.score.ALIBI:
         slope = gl.load(outputs.slopes_ptr + tile.b * outputs.stride_slopeb + tile.h) * LOG2E
     rows = Rows(offs_m + (tile.n_keys - tile.n_queries), tile.n_keys, slope)
-    words = ()
+    words = None
     if LISTED:
         words = keys.keep_words(0, (tile.listed.code, tile.listed.next_code), gl.arange(0, ROWS, layout=S_ROWS))
 

@@ -120,7 +120,7 @@ def keep_scores(s, words):
 
 
 @gluon.jit
-def softmax_step(s, m_i, start_n, rows, score, problem, MASKED: gl.constexpr, words=()):
+def softmax_step(s, m_i, start_n, rows, score, problem, MASKED: gl.constexpr, words=None):
     """Return (weights p, running maximum, factor alpha of earlier sums) of products s [64, BLOCK_N].
 
     The maximum is in units of log2. MASKED: a mask or the end of the keys may cut the block. A row may see none of it.
@@ -130,7 +130,7 @@ def softmax_step(s, m_i, start_n, rows, score, problem, MASKED: gl.constexpr, wo
     if score.ALIBI:
         s = s * scale - _alibi(s, start_n, rows)
         scale = 1.0
-    if len(words) > 0:
+    if words is not None:
         s = keep_scores(s, words)
     elif MASKED:
         s = mask_scores(s, start_n, rows, problem)

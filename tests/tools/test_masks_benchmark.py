@@ -1,0 +1,57 @@
+"""The benchmark of masks on small CPU tensors: its sections run, and their rows are rows of a result file."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import diyfa
+from diyfa.lab.results import check_row
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "masks.py"
+
+
+def without_gradients(flex: Callable[..., torch.Tensor], *tensors: torch.Tensor, **options: Any) -> torch.Tensor:
+    """FlexAttention, which has no backward pass on the CPU: its gradients are zeros here."""
+    out = flex(*(x.detach() for x in tensors), **options)
+    return out + 0 * sum(x.sum() for x in tensors)
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("masks_benchmark", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "DEVICE", torch.device("cpu"))
+    monkeypatch.setattr(module, "WIDTH", 128)
+    lengths = dict.fromkeys(module.LENGTHS, 512) | {"check": 300, "builder": 4096}
+    monkeypatch.setattr(module, "LENGTHS", lengths)
+    monkeypatch.setattr(module, "graphed", lambda call: call)
+    monkeypatch.setattr(
+        module, "medians_in_turns", lambda calls, **how: {x: 1.0 + (f() is None) for x, f in calls.items()}
+    )
+    return module
+
+
+@pytest.mark.parametrize("section", ["check", "blocks", "positions", "sparse", "builder", "flex"])
+def test_rows(section: str, benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda flex, **how: partial(without_gradients, flex))
+    monkeypatch.setattr(
+        benchmark, "flash_attention", lambda *args, variant="auto", **options: diyfa.flash_attention(*args, **options)
+    )
+    with diyfa.use_backend("cpu"):
+        rows = list(benchmark.SECTIONS[section][0]())
+    assert rows and not [fault for row in rows for fault in check_row(row)]
+    assert {row["table"] for row in rows} == {section}
+    assert all(row["status"] == "ok" for row in rows if row["kind"] == "numerics")
+    benchmark.print_table(rows)
