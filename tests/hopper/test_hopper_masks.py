@@ -5,14 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from hopper_gluon import need_hopper_gluon
 
 need_hopper_gluon()
 
 from hopper_interpreted import interpret, run  # noqa: E402
 
+import diyfa  # noqa: E402
+from diyfa import BlockMask, block_mask, masks  # noqa: E402
+from diyfa.backends.cuda.hopper import configs as hopper_configs  # noqa: E402
+from diyfa.backends.cuda.hopper import prefill_configs  # noqa: E402
 from diyfa.backends.cuda.hopper.configs import Sm90Config  # noqa: E402
 from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
+from diyfa.problem import AttentionProblem  # noqa: E402
+from diyfa.reference import reference_attention  # noqa: E402
 from diyfa.testing import AttentionCase  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not is_interpreting(), reason="CPU tensors are refused: here the kernel itself is run")
@@ -59,3 +66,93 @@ def test_results(case: AttentionCase, config: Sm90Config, monkeypatch: pytest.Mo
     kernel = interpret(monkeypatch, config, seed=sum(case.name.encode()) % 7)
     assert not run(case)
     assert kernel.launches == 1
+
+
+@pytest.mark.parametrize("seed", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 2, 3, 4, 5))])
+def test_every_interleaving(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = replace(FIXED, block_n=64)
+    interpret(monkeypatch, config, seed, interleave=True)
+    assert not run(case("small", "bh:128x64:0.6", seqlen_q=260, seqlen_k=330))
+
+
+def dense_inputs(seqlen_q: int, seqlen_k: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(1, 2, n, 64, generator=generator).bfloat16() for n in (seqlen_q, seqlen_k, seqlen_k)]
+
+
+@pytest.mark.parametrize(("block", "config"), [((128, 64), FIXED), (64, ONE), (128, NARROW)], ids=str)
+def test_keys_in_empty_blocks_are_not_read(block: object, config: Sm90Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever they are. Of the rows, some see one key only, some none, and lists have odd lengths."""
+    interpret(monkeypatch, config, seed=2)
+    q, k, v = dense_inputs(200, 450)
+    keep = torch.zeros(200, 450, dtype=torch.bool)
+    keep[:130, 128:384] = True
+    keep[:64, 0] = keep[60:120, 449] = True
+    k[:, :, 130:250] *= 8
+    mask = BlockMask.from_dense(keep, block)
+    expected, expected_lse = reference_attention(q, k, v, mask=mask, return_lse=True, dtype=torch.float64)
+    width = mask.block_size[1]
+    seen = mask.kinds()[0, 0].any(0).repeat_interleave(width)[:450]
+    k[:, :, ~seen], v[:, :, ~seen] = float("nan"), float("nan")
+    out, lse = diyfa.flash_attention(q, k, v, mask=mask, return_lse=True, backend="cuda", variant="sm90")
+    assert not seen.all() or width == 128
+    torch.testing.assert_close(out.double(), expected, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-4, atol=1e-4)
+    assert (out[:, :, 130:] == 0).all() and (lse[:, :, 130:] == float("inf")).all()
+
+
+def test_rising_scores_are_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums that overflow with the maximum of the first blocks: the second pass reads the same lists."""
+    interpret(monkeypatch, replace(FIXED, block_n=64), seed=1)
+    q, k, v = dense_inputs(256, 640)
+    k[:, :, 400:] = q[:, :, :1] * 60
+    keep = torch.ones(256, 640, dtype=torch.bool)
+    keep[:, 70:100] = False
+    keep[:128, 200:] = False
+    mask = BlockMask.from_dense(keep, (128, 64))
+    out = diyfa.flash_attention(q, k, v, mask=mask, backend="cuda", variant="sm90")
+    expected = reference_attention(q, k, v, mask=mask, dtype=torch.float64)
+    torch.testing.assert_close(out.double(), expected, rtol=2e-2, atol=2e-2)
+
+
+PROBLEM = AttentionProblem(
+    "cuda", "sm_90", "bfloat16", "bhsd", 2, 16, 16, 4096, 4096, 128, 128, needs_grad=True, mask=(128, 128)
+)
+REFUSED = {
+    "no alibi beside a block mask": {"alibi": True},
+    "no seq_lens beside a block mask": {"seq_lens": True},
+    "does not implement dropout": {"dropout": True},
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_it_refuses(words: str) -> None:
+    assert hopper_configs.refuses(PROBLEM) is None
+    assert words in (hopper_configs.refuses(PROBLEM.replace(**REFUSED[words])) or "")
+
+
+@pytest.mark.parametrize(
+    "dims", [(40, 40), (64, 64), (64, 128), (96, 64), (128, 128), (192, 128), (192, 192), (256, 256)]
+)
+@pytest.mark.parametrize("block", [(64, 64), (64, 128), (128, 64), (128, 128)])
+def test_configs_fit_blocks(block: tuple[int, int], dims: tuple[int, int]) -> None:
+    """A tile's queries lie in one block. Boxes that are stacked have rows that follow each other."""
+    problem = PROBLEM.replace(mask=block, head_dim=dims[0], head_dim_v=dims[1])
+    config = hopper_configs.select_config(problem)
+    assert hopper_configs.refuses(problem) is None
+    assert config.consumers * 64 == block[0]
+    if block[1] < config.block_n:
+        for d, other in (dims, dims[::-1]):
+            assert hopper_configs.box_layout(d, other, config.box_columns)[0] <= prefill_configs.SWIZZLE_COLUMNS
+
+
+def test_the_kernel_is_chosen_by_name_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = interpret(monkeypatch, DYNAMIC)
+    q, k, v = dense_inputs(200, 300)
+    mask = block_mask(masks.causal, 1, 1, 200, 300)
+    with diyfa.use_backend("cuda"):
+        explained = diyfa.explain(q, k, v, mask=mask)
+        diyfa.flash_attention(q, k, v, mask=mask, variant="sm90")
+    assert explained.kernel == "v2" and kernel.launches == 1
+    assert any("not measured with a block mask" in x.reason for x in explained.alternatives if x.kernel == "sm90")
+    assert hopper_configs.by_name_only(PROBLEM) and not hopper_configs.by_name_only(PROBLEM.replace(mask=()))

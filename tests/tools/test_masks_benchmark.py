@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import flex_attention
 
 import diyfa
 from diyfa.lab.results import check_row
@@ -34,7 +35,7 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     spec.loader.exec_module(module)
     monkeypatch.setattr(module, "DEVICE", torch.device("cpu"))
     monkeypatch.setattr(module, "WIDTH", 128)
-    lengths = dict.fromkeys(module.LENGTHS, 512) | {"check": 300, "builder": 4096}
+    lengths = dict.fromkeys(module.LENGTHS, 512) | {"check": 300, "builder": 4096, "flex": 130}
     monkeypatch.setattr(module, "LENGTHS", lengths)
     monkeypatch.setattr(module, "graphed", lambda call: call)
     monkeypatch.setattr(
@@ -45,7 +46,13 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.mark.parametrize("section", ["check", "blocks", "positions", "sparse", "builder", "flex"])
 def test_rows(section: str, benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", lambda flex, **how: partial(without_gradients, flex))
+    compiled = torch.compile
+
+    def eager(function: Any, **options: Any) -> Any:
+        is_flex = function is flex_attention
+        return partial(without_gradients, function) if is_flex else compiled(function, **options)
+
+    monkeypatch.setattr(torch, "compile", eager)
     monkeypatch.setattr(
         benchmark, "flash_attention", lambda *args, variant="auto", **options: diyfa.flash_attention(*args, **options)
     )

@@ -31,7 +31,6 @@ FEW_QUERIES_KV_LOOP = 1 << 17
 SHORT_KV_LOOP = 128  # keys per query; with heads of 64 columns, the portable kernel takes 0.7 of the time
 # A program fills a multiprocessor, and an H200 has 132 of them. With fewer tiles, smaller tiles use the GPU better.
 FULL_GPU = 132
-STACKED_COLUMNS = 64  # columns of the widest box whose rows follow each other in memory, so that boxes can be stacked
 MAX_TILE_INFOS = 128  # per program; their 8 KB fit beside the buffers of every config
 L2_BYTES = 32 << 20  # bytes of L2, of 50 MB, that keys and values of neighbouring heads may fill
 
@@ -348,27 +347,11 @@ def refuses(problem: AttentionProblem) -> str | None:
     if widest(problem) <= 64 and keys_seen(problem) <= SHORT_KV_LOOP:
         return f"sm90 pays from {SHORT_KV_LOOP + 1} keys for a query on where heads have 64 columns"
     config = select_config(problem)
-    if reason := _refuses_blocks(problem, config):
-        return reason
     if problem.seqlen_q < config.consumers * CONSUMER_ROWS and not has_long_kv_loop(problem, FEW_QUERIES_KV_LOOP):
         return (
             f"sm90 has tiles of {config.consumers * CONSUMER_ROWS} queries, which {problem.seqlen_q} would not fill; it"
             f" pays from {FEW_QUERIES_KV_LOOP} elements of K for a query on, without seq_lens and not packed"
         )
-    return None
-
-
-def _refuses_blocks(problem: AttentionProblem, config: Sm90Config) -> str | None:
-    """Return why `config` does not take the blocks of a block mask, or None."""
-    if has_small_blocks(problem, config):
-        return (
-            f"sm90 has tiles of {config.consumers * CONSUMER_ROWS} queries for head_dim {problem.head_dim}, which are "
-            f"more than the {problem.mask[0]} of a block of the mask"
-        )
-    columns = box_layout(problem.head_dim, problem.head_dim_v, config.box_columns)[0]
-    columns_v = box_layout(problem.head_dim_v, problem.head_dim, config.box_columns)[0]
-    if problem.mask and problem.mask[1] < config.block_n and max(columns, columns_v) > STACKED_COLUMNS:
-        return f"sm90 has key blocks of {config.block_n} for these head dims, which do not consist of {problem.mask[1]}"
     return None
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from diyfa.backends.cuda.hopper import configs
-from diyfa.backends.cuda.hopper.configs import STACKED_COLUMNS, Sm90Config
+from diyfa.backends.cuda.hopper.configs import Sm90Config
 from diyfa.problem import AttentionProblem, KVCacheProblem, cached_per_problem
 
 MIN_PAGE_SIZE = 16  # keys; with smaller pages, a key block would take too many copies
+SWIZZLE_COLUMNS = 64  # columns of the widest box whose rows follow each other in memory, so that boxes can be stacked
 # For two consumers and a producer, if a key block has several pages. Three consumers have no registers to give away.
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
 # (most query heads per KV head) -> fewest queries of a sequence, on average, from which on a tile of one head's queries
@@ -34,8 +35,8 @@ def select_config(problem: KVCacheProblem) -> Sm90Config:
     config = configs.select_config(forward)
     if not 0 < problem.page_size < config.block_n:
         return config
-    if configs.box_layout(problem.head_dim, problem.head_dim_v, config.box_columns)[0] > STACKED_COLUMNS:
-        config = configs.fitted(forward, replace(config, box_columns=STACKED_COLUMNS))
+    if configs.box_layout(problem.head_dim, problem.head_dim_v, config.box_columns)[0] > SWIZZLE_COLUMNS:
+        config = configs.fitted(forward, replace(config, box_columns=SWIZZLE_COLUMNS))
     if config.consumers == 2:
         config = replace(
             config, consumer_registers=CONSUMER_REGISTERS, producer_registers=PRODUCER_REGISTERS,
