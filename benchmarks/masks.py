@@ -2,8 +2,9 @@
 
     python benchmarks/masks.py [--sections check blocks …] [--limit 230] [--output FILE]
 
-Each section runs in a process of its own with a time limit, and its rows survive if it hangs or fails. All end within
-four minutes:
+First processes side by side make each call once, so that all kernels are compiled. Then each section runs in a process
+of its own with a time limit; its rows are printed and written when it ends, also if it hangs or fails, with the step at
+which it hung. All end within four minutes:
 
     check       results with a mask against float64 attention
     blocks      TFLOP/s of visible blocks, random full blocks, beside a dense call; backward too
@@ -25,6 +26,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -47,11 +49,20 @@ RESULTS = Path(__file__).parent / "results"
 DEVICE = torch.device("cuda")
 LENGTHS = {"check": 1500, "blocks": 16384, "causal": 16384, "documents": 32768, "sparse": 40960, "flex": 8192,
            "builder": 40960, "candidates": 16384}  # fmt: skip
+CASE_SECONDS = 20  # of one case once its kernels are compiled; a kernel that hangs ends its process
 LIMIT = 230  # seconds in which all sections are to end
 WIDTH = 2048  # heads * head_dim
 PORTABLE, HOPPER = "v2", "sm90"
+COMPILE_ONLY = False  # in a process that makes each call once, so that its kernels are compiled
+STEP_FILE: Path | None = None
 Row = dict[str, Any]
 Calls = dict[str, Callable[[], Any]]
+
+
+def note_step(name: str) -> None:
+    """Write what this process does now, which its parent prints after a time-out."""
+    if STEP_FILE is not None:
+        STEP_FILE.write_text(name)
 
 
 def tensors(batch: int, heads: int, length: int, head_dim: int, grad: bool = False) -> list[torch.Tensor]:
@@ -79,9 +90,16 @@ def ragged_ids(length: int, documents: int) -> torch.Tensor:
 
 def medians_in_turns(calls: Calls, rounds: int = 3, rep: int = 8) -> dict[str, float]:
     """Return {name: median milliseconds}. Calls alternate, to run at the same clocks."""
+    if COMPILE_ONLY:
+        for name, call in calls.items():
+            note_step(name)
+            call()
+        synchronize(DEVICE)
+        return dict.fromkeys(calls, 1.0)
     times: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds):
         for name in list(calls) if number % 2 else reversed(calls):
+            note_step(name)
             times[name] += compute_quantiles(time_calls(calls[name], DEVICE, 2, rep), [0.5])
     return {name: median(found) for name, found in times.items()}
 
@@ -115,132 +133,127 @@ def _error(found: torch.Tensor, exact: torch.Tensor) -> float:
     return float((found - exact)[finite].norm() / exact[finite].norm().clamp(min=1e-30))
 
 
-def check_rows() -> Iterator[Row]:
-    """Compare out and lse of both kernels, and gradients, with float64 attention."""
-    shapes = [(d, block) for d in (64, 128) for block in (128, (128, 64), 64, (64, 128))] + [(96, 128), (192, 128)]
-    for head_dim, block in shapes:
-        torch.manual_seed(0)
-        length = LENGTHS["check"]
-        n_keys = length - 200
-        q, k, v = tensors(2, 4, length, head_dim, grad=True)
-        k, v = (x[:, :2, :n_keys].detach().requires_grad_() for x in (k, v))
-        sinks = torch.randn(4, device=DEVICE)
-        count = -(-length // 64)
-        kinds = torch.rand(2, 4, count, count, device=DEVICE).repeat_interleave(64, 2).repeat_interleave(64, 3)
-        keep = torch.rand(2, 4, length, n_keys, device=DEVICE) < 0.5
-        kinds = kinds[:, :, :length, :n_keys]
-        dense = (kinds < 0.5) & ((kinds < 0.3) | keep)
-        dense[:, :, 256:512, :] = True
-        dense[:, 1, 512:768, :] = False
-        mask = BlockMask.from_dense(dense, block)
-        for options in ({}, {"softcap": 5.0}, {"sinks": sinks, "sm_scale": -0.1}):
-            exact = diyfa.reference_attention(
-                q.detach(), k.detach(), v.detach(), mask=mask, return_lse=True, dtype=torch.float64, **options
-            )
-            for variant in (PORTABLE, HOPPER):
-                case = f"D={head_dim} blocks {block} {' '.join(options)} {variant}"
-                try:
-                    with torch.no_grad():
-                        found = flash_attention(q, k, v, mask=mask, return_lse=True, variant=variant, **options)
-                    errors = [_error(x, y) for x, y in zip(found, exact, strict=True)]
-                    fine = errors[0] <= 6e-3 and errors[1] <= 1e-4
-                    note = f"out {errors[0]:.1e}, lse {errors[1]:.1e}"
-                except (RuntimeError, ValueError) as error:
-                    fine, note = False, str(error)[:300]
-                yield {"kind": "numerics", "table": "check", "case": case, "status": "ok" if fine else "WRONG",
-                       "note": note}  # fmt: skip
+# (head_dim, block, whether with features, kernel)
+CHECKS: tuple[Any, ...] = (
+    (128, 128, "", HOPPER),
+    (128, 128, "", PORTABLE),
+    (64, 128, "", HOPPER),
+    (128, (128, 64), "", HOPPER),
+    (64, 64, "", HOPPER),
+    (128, 128, "features", HOPPER),
+    (64, (64, 128), "", PORTABLE),
+)
+GRADIENT_CHECKS = ((128, 128), (64, 64))
+
+
+def check_rows(case: Any) -> Iterator[Row]:
+    """Compare out and lse with float64 attention, and once gradients of the forward by name with those without."""
+    head_dim, block, features, variant = case
+    torch.manual_seed(0)
+    length = LENGTHS["check"]
+    n_keys = length - 200
+    q, k, v = tensors(4, 8, length, head_dim, grad=True)
+    k, v = (x[:, :4, :n_keys].detach().requires_grad_() for x in (k, v))
+    count = -(-length // 64)
+    kinds = torch.rand(4, 8, count, count, device=DEVICE).repeat_interleave(64, 2).repeat_interleave(64, 3)
+    kinds = kinds[:, :, :length, :n_keys]
+    dense = (kinds < 0.5) & ((kinds < 0.3) | (torch.rand(4, 8, length, n_keys, device=DEVICE) < 0.5))
+    dense[:, :, 256:512, :] = True  # a row of full blocks, and one of empty ones
+    dense[:, 1, 512:768, :] = False
+    mask = BlockMask.from_dense(dense, block)
+    options: dict[str, Any] = {"mask": mask}
+    if features:
+        options |= {"sinks": torch.randn(8, device=DEVICE), "sm_scale": -0.1, "softcap": 5.0}
+    name = f"D={head_dim} blocks {block} {features} {variant}"
+    inputs = [x.detach() for x in (q, k, v)]
+    exact = diyfa.reference_attention(*inputs, return_lse=True, dtype=torch.float64, **options)
+    try:
+        found = flash_attention(*inputs, return_lse=True, variant=variant, **options)
+        errors = [_error(x, y) for x, y in zip(found, exact, strict=True)]
+        fine, note = errors[0] <= 6e-3 and errors[1] <= 1e-4, f"out {errors[0]:.1e}, lse {errors[1]:.1e}"
+    except (RuntimeError, ValueError) as error:
+        fine, note = False, str(error)[:300]
+    yield {"kind": "numerics", "table": "check", "case": name, "status": "ok" if fine else "WRONG", "note": note}
+    if variant == HOPPER and not features and (head_dim, block) in GRADIENT_CHECKS:
         dout = torch.randn_like(q)
         gradients = [
-            torch.autograd.grad(flash_attention(q, k, v, mask=mask, variant=variant), (q, k, v), dout)
-            for variant in (PORTABLE, HOPPER)
+            torch.autograd.grad(flash_attention(q, k, v, mask=mask, variant=name), (q, k, v), dout)
+            for name in (PORTABLE, HOPPER)
         ]
         worst = max(_error(x, y) for x, y in zip(*gradients, strict=True))
         yield {"kind": "numerics", "table": "check", "case": f"D={head_dim} blocks {block} gradients",
                "status": "ok" if worst <= 1e-2 else "WRONG", "note": f"{worst:.1e} apart"}  # fmt: skip
 
 
-def blocks_rows() -> Iterator[Row]:
+def blocks_rows(case: tuple[int, int]) -> Iterator[Row]:
     """Time random full blocks beside a dense call."""
-    length = LENGTHS["blocks"]
-    for head_dim in (64, 128):
-        heads = WIDTH // head_dim
-        q, k, v = tensors(1, heads, length, head_dim, grad=True)
-        dense_flops = attention_flops(1, heads, length, length, head_dim, False)
-        for block in (128, 64):
-            mask = random_blocks(length, block, 0.25)
-            attend = partial(flash_attention, q, k, v)
-            forms = {
-                "dense": attend,
-                PORTABLE: partial(attend, mask=mask, variant=PORTABLE),
-                HOPPER: partial(attend, mask=mask, variant=HOPPER),
-            }
-            calls: Calls = {f"{name} forward": torch.no_grad()(call) for name, call in forms.items()}
-            for name in ("dense", PORTABLE):
-                calls[f"{name} backward"] = backward_call(forms[name], [q, k, v])
-            flops = dict.fromkeys((PORTABLE, HOPPER), dense_flops * mask.density()) | {"dense": dense_flops}
-            yield from speed_rows("blocks", f"full blocks of {block}", calls, flops, D=head_dim, S=length, H=heads)
+    head_dim, block = case
+    length, heads = LENGTHS["blocks"], WIDTH // head_dim
+    q, k, v = tensors(1, heads, length, head_dim, grad=True)
+    dense_flops = attention_flops(1, heads, length, length, head_dim, False)
+    mask = random_blocks(length, block, 0.25)
+    attend = partial(flash_attention, q, k, v)
+    forms = {
+        "dense": attend,
+        PORTABLE: partial(attend, mask=mask, variant=PORTABLE),
+        HOPPER: partial(attend, mask=mask, variant=HOPPER),
+    }
+    calls: Calls = {f"{name} forward": torch.no_grad()(call) for name, call in forms.items()}
+    for name in ("dense", PORTABLE):
+        calls[f"{name} backward"] = backward_call(forms[name], [q, k, v])
+    flops = dict.fromkeys((PORTABLE, HOPPER), dense_flops * mask.density()) | {"dense": dense_flops}
+    yield from speed_rows("blocks", f"full blocks of {block}", calls, flops, D=head_dim, S=length, H=heads)
 
 
-def positions_rows() -> Iterator[Row]:
+def positions_rows(case: tuple[int, str]) -> Iterator[Row]:
     """Time masks that other arguments can say, too."""
-    for head_dim in (64, 128):
-        heads, length = WIDTH // head_dim, LENGTHS["causal"]
-        q, k, v = tensors(1, heads, length, head_dim, grad=True)
-        mask = block_mask(masks.causal, 1, 1, length, length, device=DEVICE).compact()
-        forms = {
-            "causal=True": partial(flash_attention, q, k, v, causal=True),
-            PORTABLE: partial(flash_attention, q, k, v, mask=mask, variant=PORTABLE),
-            HOPPER: partial(flash_attention, q, k, v, mask=mask, variant=HOPPER),
-        }
-        calls: Calls = {f"{name} forward": torch.no_grad()(call) for name, call in forms.items()}
-        calls |= {f"{x} backward": backward_call(forms[x], [q, k, v]) for x in ("causal=True", PORTABLE)}
-        flops = dict.fromkeys(forms, attention_flops(1, heads, length, length, head_dim, True))
-        yield from speed_rows("positions", "causal", calls, flops, D=head_dim, S=length, H=heads)
-
-        length = LENGTHS["documents"]
+    head_dim, kind = case
+    heads, length = WIDTH // head_dim, LENGTHS[kind]
+    q, k, v = tensors(1, heads, length, head_dim, grad=True)
+    if kind == "causal":
+        other, leaves = "causal=True", [q, k, v]
+        attend = partial(flash_attention, q, k, v, causal=True)
+        function, lengths = masks.causal, [length]
+    else:
         ids = ragged_ids(length, 16)
-        q, k, v = tensors(1, heads, length, head_dim, grad=True)
-        packed = [x.detach()[0].transpose(0, 1).contiguous().requires_grad_() for x in (q, k, v)]
+        leaves = [x.detach()[0].transpose(0, 1).contiguous().requires_grad_() for x in (q, k, v)]
         counts = ids.bincount()
         offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()
         longest = int(counts.max())
-        mask = block_mask(masks.document(ids), 1, 1, length, length, device=DEVICE).compact()
-        forms = {
-            "packed": partial(
-                diyfa.flash_attention_varlen, *packed, offsets, offsets, longest, longest, causal=True
-            ),
-            PORTABLE: partial(flash_attention, q, k, v, mask=mask, variant=PORTABLE),
-            HOPPER: partial(flash_attention, q, k, v, mask=mask, variant=HOPPER),
-        }  # fmt: skip
-        calls = {f"{name} forward": torch.no_grad()(call) for name, call in forms.items()}
-        calls["packed backward"] = backward_call(forms["packed"], packed)
-        calls[f"{PORTABLE} backward"] = backward_call(forms[PORTABLE], [q, k, v])
-        work = sum(attention_flops(1, heads, n, n, head_dim, True) for n in counts.tolist())
-        yield from speed_rows(
-            "positions", "16 documents, causal", calls, dict.fromkeys(forms, work), D=head_dim, S=length, H=heads
-        )
+        attend = partial(diyfa.flash_attention_varlen, *leaves, offsets, offsets, longest, longest, causal=True)
+        other, function, lengths = "packed", masks.document(ids), counts.tolist()
+    mask = block_mask(function, 1, 1, length, length, device=DEVICE).compact()
+    forms = {
+        other: attend,
+        PORTABLE: partial(flash_attention, q, k, v, mask=mask, variant=PORTABLE),
+        HOPPER: partial(flash_attention, q, k, v, mask=mask, variant=HOPPER),
+    }
+    calls: Calls = {f"{name} forward": torch.no_grad()(call) for name, call in forms.items()}
+    calls[f"{other} backward"] = backward_call(attend, leaves)
+    calls[f"{PORTABLE} backward"] = backward_call(forms[PORTABLE], [q, k, v])
+    work = sum(attention_flops(1, heads, n, n, head_dim, True) for n in lengths)
+    yield from speed_rows("positions", kind, calls, dict.fromkeys(forms, work), D=head_dim, S=length, H=heads)
 
 
-def sparse_rows() -> Iterator[Row]:
+def sparse_rows(block: int) -> Iterator[Row]:
     """Time forward and backward of 40k tokens of which 90 % of the blocks are empty, and of a dense call."""
     length, heads, head_dim = LENGTHS["sparse"], 8, 128
     q, k, v = tensors(1, heads, length, head_dim, grad=True)
     dout = torch.randn_like(q)
     flops = attention_flops(1, heads, length, length, head_dim, False)
-    for block in (128, 64):
-        mask = random_blocks(length, block, 0.1)
+    mask = random_blocks(length, block, 0.1)
 
-        def both(**options: Any) -> None:
-            torch.autograd.grad(flash_attention(q, k, v, **options), (q, k, v), dout)
+    def both(**options: Any) -> None:
+        torch.autograd.grad(flash_attention(q, k, v, **options), (q, k, v), dout)
 
-        calls: Calls = {
-            "dense both": both,
-            f"{PORTABLE} both": partial(both, mask=mask, variant=PORTABLE),
-            f"{HOPPER} both": partial(both, mask=mask, variant=HOPPER),
-        }
-        work = dict.fromkeys((PORTABLE, HOPPER), flops * mask.density() * (1 + BACKWARD_FACTOR))
-        work["dense"] = flops * (1 + BACKWARD_FACTOR)
-        yield from speed_rows("sparse", f"90 % empty, blocks of {block}", calls, work, D=head_dim, S=length, H=heads)
+    calls: Calls = {
+        "dense both": both,
+        f"{PORTABLE} both": partial(both, mask=mask, variant=PORTABLE),
+        f"{HOPPER} both": partial(both, mask=mask, variant=HOPPER),
+    }
+    work = dict.fromkeys((PORTABLE, HOPPER), flops * mask.density() * (1 + BACKWARD_FACTOR))
+    work["dense"] = flops * (1 + BACKWARD_FACTOR)
+    yield from speed_rows("sparse", f"90 % empty, blocks of {block}", calls, work, D=head_dim, S=length, H=heads)
 
 
 def flex_examples(length: int, heads: int) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
@@ -275,12 +288,12 @@ def flex_examples(length: int, heads: int) -> Iterator[tuple[str, dict[str, Any]
     )
 
 
-def flex_rows() -> Iterator[Row]:
-    """Time FlexAttention's examples, first call and later ones."""
+def flex_rows(number: int) -> Iterator[Row]:
+    """Time one of FlexAttention's examples, first call and later ones."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     length, heads, head_dim, batch = LENGTHS["flex"], 16, 128, 2
-    for case, theirs, ours in flex_examples(length, heads):
+    for case, theirs, ours in list(flex_examples(length, heads))[number : number + 1]:
         torch._dynamo.reset()
         q, k, v = tensors(batch, heads, length, head_dim, grad=True)
         dout = torch.randn_like(q)
@@ -319,6 +332,8 @@ def flex_rows() -> Iterator[Row]:
 def graphed(call: Callable[[], Any]) -> Callable[[], Any]:
     """Return the replay of a call that was captured as a graph: its time is the device's, not the host's."""
     call()
+    if COMPILE_ONLY:
+        return call
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -330,7 +345,7 @@ def graphed(call: Callable[[], Any]) -> Callable[[], Any]:
     return replay
 
 
-def builder_rows() -> Iterator[Row]:
+def builder_rows(block: int) -> Iterator[Row]:
     """Time making masks of 40k tokens, and selecting blocks, by kernels and by PyTorch's operators."""
     length = LENGTHS["builder"]
     ids = ragged_ids(length, 16)
@@ -341,26 +356,25 @@ def builder_rows() -> Iterator[Row]:
         "tiles of video": masks.sliding_tile((length // 1024, 32, 32), (4, 4, 8), (5, 3, 3)),
     }
     q, k, _ = tensors(1, 16, length, 128)
-    for block in (128, 64):
-        rows: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {}
-        for case, function in named.items():
-            make = partial(block_mask, B=1, H=1, Sq=length, Sk=length, block_size=block, device=DEVICE)
-            # A function without terms: PyTorch's operators evaluate it.
-            rows[case] = partial(make, function), partial(make, lambda *at, of=function: of(*at))
-        how = Selection(16, True, 1, 1, False, (block, block))
-        rows["select 16 blocks, 16 heads"] = (
-            partial(diyfa.select_blocks, q, k, topk=16, causal=True, sinks=1, block_size=block),
-            partial(select_by_operators, q, k, how),
-        )
-        for case, (kernels, operators) in rows.items():
-            calls = {"kernels": graphed(kernels), "operators": operators}
-            times = medians_in_turns(calls, rounds=2, rep=3)
-            for name, ms in times.items():
-                yield {"kind": "feature", "table": "builder", "case": f"{case}, {block}", "pass": "make", "ms": ms,
-                       "ratio": ms / times["operators"], "implementation": name}  # fmt: skip
+    rows: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {}
+    for case, function in named.items():
+        make = partial(block_mask, B=1, H=1, Sq=length, Sk=length, block_size=block, device=DEVICE)
+        # A function without terms: PyTorch's operators evaluate it.
+        rows[case] = partial(make, function), partial(make, lambda *at, of=function: of(*at))
+    how = Selection(16, True, 1, 1, False, (block, block))
+    rows["select 16 blocks, 16 heads"] = (
+        partial(diyfa.select_blocks, q, k, topk=16, causal=True, sinks=1, block_size=block),
+        partial(select_by_operators, q, k, how),
+    )
+    for case, (kernels, operators) in rows.items():
+        calls = {"kernels": graphed(kernels), "operators": operators}
+        times = medians_in_turns(calls, rounds=2, rep=3)
+        for name, ms in times.items():
+            yield {"kind": "feature", "table": "builder", "case": f"{case}, {block}", "pass": "make", "ms": ms,
+                   "ratio": ms / times["operators"], "implementation": name}  # fmt: skip
 
 
-def candidates_rows() -> Iterator[Row]:
+def candidates_rows(number: int) -> Iterator[Row]:
     """Time tiles and schedules of the Hopper kernel with a mask."""
     from diyfa.backends.cuda.attention.launch import use_config
     from diyfa.backends.cuda.hopper.configs import MASK_CONFIGS, SMALL
@@ -386,7 +400,7 @@ def candidates_rows() -> Iterator[Row]:
         }),
         (64, 64, {"table": SMALL[64], "64 keys": replace(SMALL[64], block_n=64, stages=8)}),
     ]  # fmt: skip
-    for head_dim, block, configs in rows:
+    for head_dim, block, configs in rows[number : number + 1]:
         heads = WIDTH // head_dim
         q, k, v = tensors(1, heads, length, head_dim)
         size = block if isinstance(block, int) else block[0]
@@ -404,52 +418,131 @@ def candidates_rows() -> Iterator[Row]:
                     yield {"kind": "done", "table": "candidates", "case": case, "unavailable": str(error)[:300]}
 
 
-# Section -> (rows, seconds).
-SECTIONS: dict[str, tuple[Callable[[], Iterator[Row]], int]] = {
-    "check": (check_rows, 100),
-    "blocks": (blocks_rows, 70),
-    "positions": (positions_rows, 60),
-    "sparse": (sparse_rows, 40),
-    "builder": (builder_rows, 20),
-    "flex": (flex_rows, 100),
-    "candidates": (candidates_rows, 200),
+# Section -> (rows of a case, cases, seconds). A case takes no longer than CASE_SECONDS.
+SECTIONS: dict[str, tuple[Callable[[Any], Iterator[Row]], list[Any], int]] = {
+    "check": (check_rows, list(CHECKS), 45),
+    "blocks": (blocks_rows, [(128, 128), (64, 128), (128, 64), (64, 64)], 45),
+    "positions": (positions_rows, [(d, kind) for kind in ("documents", "causal") for d in (128, 64)], 45),
+    "sparse": (sparse_rows, [128, 64], 30),
+    "builder": (builder_rows, [128, 64], 30),
+    "flex": (flex_rows, list(range(6)), 100),
+    "candidates": (candidates_rows, list(range(5)), 150),
 }
 DEFAULT = [name for name in SECTIONS if name != "candidates"]
+COMPILE_SECONDS = 90  # for all kernels of all sections, side by side
+NOT_COMPILED = ("flex",)  # their first calls are timed
 
 
-def run_section(name: str, seconds: int) -> list[Row]:
-    """Run a section in a process and return its rows, and one more if it did not end well."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "rows.jsonl"
-        # The first calls of "flex" must compile.
-        caches = {x: f"{folder}/{x}" for x in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "DIYFA_CACHE_DIR")}
-        environment = {**os.environ, **(caches if name == "flex" else {})}
-        command = [sys.executable, __file__, "--child", name, str(path)]
-        start = time.perf_counter()
-        problem = ""
-        try:
-            done = subprocess.run(
-                command, env=environment, timeout=seconds, stderr=subprocess.PIPE, text=True, check=False
-            )
-            if done.returncode:
-                problem = f"exit status {done.returncode}: {done.stderr[-1500:]}"
-        except subprocess.TimeoutExpired:
-            problem = f"not done after {seconds} s"
-        print(f"# {name}: {time.perf_counter() - start:.0f} s {problem}", flush=True)
-        rows: list[Row] = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    if problem:
-        rows.append({"kind": "done", "table": name, "case": "the section", "unavailable": problem})
+def start(name: str, numbers: list[int], folder: Path, compile_only: bool) -> subprocess.Popen[str]:
+    """Start a process that runs cases of a section and writes their rows to `folder`."""
+    environment = dict(os.environ)
+    if name in NOT_COMPILED:
+        caches = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "DIYFA_CACHE_DIR")
+        environment |= {x: str(folder / x) for x in caches}
+    command = [sys.executable, __file__, "--child", name, ",".join(map(str, numbers)), str(folder), str(compile_only)]
+    return subprocess.Popen(command, env=environment, stderr=(folder / "errors").open("w"), text=True)
+
+
+def wait(process: subprocess.Popen[str], folder: Path, seconds: float) -> str:
+    """Wait for a process and return what went wrong, or nothing. One that takes too long is ended."""
+    try:
+        if process.wait(timeout=max(seconds, 0.1)) == 0:
+            return ""
+        return f"exit status {process.returncode}: {(folder / 'errors').read_text()[-1500:]}"
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        step = folder / "step"
+        return f"not done in time; it was at: {step.read_text() if step.exists() else 'its start'}"
+
+
+def compile_all(names: list[str], end: float) -> list[Row]:
+    """Make each call of all cases once, in processes side by side. Return a row for each that did not end well."""
+    rows: list[Row] = []
+    waiting = [(name, i) for name in names if name not in NOT_COMPILED for i in range(len(SECTIONS[name][1]))]
+    running: list[tuple[str, int, subprocess.Popen[str], Path]] = []
+    with tempfile.TemporaryDirectory() as root:
+        while waiting or running:
+            while waiting and len(running) < max(2, (os.cpu_count() or 4) - 2):
+                name, i = waiting.pop(0)
+                folder = Path(root) / f"{name}{i}"
+                folder.mkdir()
+                running.append((name, i, start(name, [i], folder, True), folder))
+            time.sleep(0.2)
+            for job in list(running):
+                name, i, process, folder = job
+                if process.poll() is None and time.perf_counter() < end:
+                    continue
+                running.remove(job)
+                if problem := wait(process, folder, 0.1):
+                    rows.append({"kind": "done", "table": name, "case": f"compilation of {SECTIONS[name][1][i]}",
+                                 "unavailable": problem})  # fmt: skip
+            if time.perf_counter() >= end:
+                waiting.clear()
     return rows
+
+
+def run_section(name: str, end: float) -> list[Row]:
+    """Run a section's cases and return their rows, and one more for each process that did not end well.
+
+    If a case takes too long, a new process goes on with the next one.
+    """
+    _, cases, limit = SECTIONS[name]
+    end = min(end, time.perf_counter() + limit)
+    rows: list[Row] = []
+    first = 0
+    while first < len(cases) and (first == 0 or time.perf_counter() < end - 5):
+        with tempfile.TemporaryDirectory() as root:
+            folder = Path(root)
+            process = start(name, list(range(first, len(cases))), folder, False)
+            problem = wait(process, folder, end - time.perf_counter())
+            path = folder / "rows.jsonl"
+            lines = path.read_text().splitlines() if path.exists() else []
+            marks = [json.loads(line) for line in lines]
+            rows += [row for row in marks if "case_done" not in row]
+            done = sum("case_done" in row for row in marks)
+        if problem:
+            rows.append({"kind": "done", "table": name, "case": f"case {cases[min(first + done, len(cases) - 1)]}",
+                         "unavailable": problem})  # fmt: skip
+        first += done + bool(problem)
+    return rows
+
+
+def run_child(name: str, numbers: str, folder: Path, compile_only: bool) -> None:
+    """Run cases of a section, and write each row as it comes."""
+    global COMPILE_ONLY, STEP_FILE
+    COMPILE_ONLY, STEP_FILE = compile_only, folder / "step"
+    torch.manual_seed(0)
+    function, cases, _ = SECTIONS[name]
+    with (folder / "rows.jsonl").open("a") as file:
+        for i in map(int, numbers.split(",")):
+            note_step(f"{cases[i]}")
+            timer = threading.Timer(CASE_SECONDS * (3 if compile_only or name in NOT_COMPILED else 1), _give_up)
+            timer.daemon = True
+            timer.start()
+            for row in function(cases[i]):
+                file.write(json.dumps(row) + "\n")
+                file.flush()
+            timer.cancel()
+            file.write(json.dumps({"case_done": i}) + "\n")
+            file.flush()
+
+
+def _give_up() -> None:
+    step = "" if STEP_FILE is None or not STEP_FILE.exists() else STEP_FILE.read_text()
+    print(f"the case took too long; it was at: {step}", file=sys.stderr, flush=True)
+    os._exit(124)
 
 
 def print_table(rows: list[Row]) -> None:
     """Print one line for each row; of correct results only their number."""
     correct = [row for row in rows if row["kind"] == "numerics" and row["status"] == "ok"]
-    print(f"{len(correct)} results correct")
+    if correct:
+        print(f"{len(correct)} results correct")
     for row in rows:
         where = f"{row['table']:10}{row.get('case', ''):30}{row.get('D', ''):>4} "
         if "unavailable" in row:
-            print(f"{where}{row['unavailable'][-300:]}")
+            print(f"{where}{row['unavailable'][-400:]}", flush=True)
         elif row["kind"] == "numerics":
             if row["status"] != "ok":
                 print(f"{where}{row['status']}: {row['note']}")
@@ -464,24 +557,25 @@ def main() -> None:
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=DEFAULT)
     parser.add_argument("--limit", type=int, default=LIMIT, help="seconds in which all sections are to end")
     parser.add_argument("--output", type=Path, default=None)
-    parser.add_argument("--child", nargs=2, default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--child", nargs=4, default=None, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        name, path = options.child
-        torch.manual_seed(0)
-        with Path(path).open("a") as file:
-            for row in SECTIONS[name][0]():
-                file.write(json.dumps(row) + "\n")
-                file.flush()
+        name, numbers, folder, compile_only = options.child
+        run_child(name, numbers, Path(folder), compile_only == "True")
         return
-    rows: list[Row] = []
-    end = time.perf_counter() + options.limit
-    for name in options.sections:
-        rows += run_section(name, min(SECTIONS[name][1], max(10, round(end - time.perf_counter()))))
-    print(device_name(DEVICE))
+    begin = time.perf_counter()
+    rows = compile_all(options.sections, begin + min(COMPILE_SECONDS, options.limit / 2))
+    print(f"compiled in {time.perf_counter() - begin:.0f} s", flush=True)
     print_table(rows)
     path = options.output or default_path("masks", DEVICE, RESULTS)
-    write_json(path, "Block masks beside dense calls and FlexAttention, in turns", DEVICE, rows)
+    for name in options.sections:
+        found = run_section(name, begin + options.limit)
+        print(f"# {name}, until {time.perf_counter() - begin:.0f} s", flush=True)
+        print_table(found)
+        rows += found
+        write_json(path, "Block masks beside dense calls and FlexAttention, in turns", DEVICE, rows)
+    print(f"\n{device_name(DEVICE)}")
+    print_table(rows)
     print(f"wrote {path}")
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from scripts import load_script
 from torch.nn.attention.flex_attention import flex_attention
 
 import diyfa
@@ -28,11 +27,7 @@ def without_gradients(flex: Callable[..., torch.Tensor], *tensors: torch.Tensor,
 
 @pytest.fixture
 def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("masks_benchmark", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
+    module = load_script(SCRIPT)
     monkeypatch.setattr(module, "DEVICE", torch.device("cpu"))
     monkeypatch.setattr(module, "WIDTH", 128)
     lengths = dict.fromkeys(module.LENGTHS, 512) | {"check": 300, "builder": 4096, "flex": 130}
@@ -57,7 +52,8 @@ def test_rows(section: str, benchmark: ModuleType, monkeypatch: pytest.MonkeyPat
         benchmark, "flash_attention", lambda *args, variant="auto", **options: diyfa.flash_attention(*args, **options)
     )
     with diyfa.use_backend("cpu"):
-        rows = list(benchmark.SECTIONS[section][0]())
+        function, cases, _ = benchmark.SECTIONS[section]
+        rows = [row for case in cases for row in function(case)]
     assert rows and not [fault for row in rows for fault in check_row(row)]
     assert {row["table"] for row in rows} == {section}
     assert all(row["status"] == "ok" for row in rows if row["kind"] == "numerics")
