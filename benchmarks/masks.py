@@ -165,10 +165,10 @@ def check_rows(case: Any) -> Iterator[Row]:
     if features:
         options |= {"sinks": torch.randn(8, device=DEVICE), "sm_scale": -0.1, "softcap": 5.0}
     name = f"D={head_dim} blocks {block} {features} {variant}"
-    inputs = [x.detach() for x in (q, k, v)]
-    exact = diyfa.reference_attention(*inputs, return_lse=True, dtype=torch.float64, **options)
+    inputs: dict[str, Any] = {x: y.detach() for x, y in zip("qkv", (q, k, v), strict=True)}
+    exact = diyfa.reference_attention(**inputs, return_lse=True, dtype=torch.float64, **options)
     try:
-        found = flash_attention(*inputs, return_lse=True, variant=variant, **options)
+        found = flash_attention(**inputs, return_lse=True, variant=variant, **options)
         errors = [_error(x, y) for x, y in zip(found, exact, strict=True)]
         fine, note = errors[0] <= 6e-3 and errors[1] <= 1e-4, f"out {errors[0]:.1e}, lse {errors[1]:.1e}"
     except (RuntimeError, ValueError) as error:
@@ -210,6 +210,7 @@ def positions_rows(case: tuple[int, str]) -> Iterator[Row]:
     head_dim, kind = case
     heads, length = WIDTH // head_dim, LENGTHS[kind]
     q, k, v = tensors(1, heads, length, head_dim, grad=True)
+    function: masks.MaskFunction
     if kind == "causal":
         other, leaves = "causal=True", [q, k, v]
         attend = partial(flash_attention, q, k, v, causal=True)

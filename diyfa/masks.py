@@ -100,10 +100,11 @@ class BlockMask:
         if not 2 <= keep.dim() <= 4:
             raise ValueError(f"keep must be (Sq, Sk), (H, Sq, Sk) or (B, H, Sq, Sk), got shape {tuple(keep.shape)}")
         keep = keep.reshape((1,) * (4 - keep.dim()) + tuple(keep.shape))
-        batch, heads, seqlen_q, seqlen_k = shape = keep.shape
+        batch, heads, seqlen_q, seqlen_k = keep.shape
+        shape = batch, heads, seqlen_q, seqlen_k
         is_dense = Comparison("dense", tuple(keep.stride()), (keep,))
         return _made(((is_dense,),), shape, check_block_size(block_size), keep.device) or _build(
-            lambda rows: keep[:, :, rows], (batch, heads, seqlen_q, seqlen_k), check_block_size(block_size), keep.device
+            lambda rows: keep[:, :, rows], shape, check_block_size(block_size), keep.device
         )
 
     @staticmethod
