@@ -58,6 +58,7 @@ _PUBLIC: dict[str, str] = {
     "BenchmarkRunner": "diyfa.lab.bench",
     "benchmark_fn": "diyfa.lab.bench",
     "quantize": "diyfa.quantization",
+    "select_blocks": "diyfa.selection",
     "Quantized": "diyfa.eight_bits",
     "warmup": "diyfa.ready.warming",
     "validate_attention": "diyfa.testing",
@@ -102,6 +103,7 @@ if TYPE_CHECKING:  # for editors, which look up docstrings here; types are those
     from diyfa.registry import batch_invariant as batch_invariant
     from diyfa.registry import kernels_for as kernels_for
     from diyfa.registry import use_backend as use_backend
+    from diyfa.selection import select_blocks as select_blocks
     from diyfa.selector import AdaptiveKernelSelector as AdaptiveKernelSelector
     from diyfa.selector import BackendSelector as BackendSelector
     from diyfa.selector import get_attention_config as get_attention_config

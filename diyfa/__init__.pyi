@@ -29,6 +29,7 @@ from diyfa.reference import reference_kvcache as reference_kvcache
 from diyfa.registry import batch_invariant as batch_invariant
 from diyfa.registry import kernels_for as kernels_for
 from diyfa.registry import use_backend as use_backend
+from diyfa.selection import select_blocks as select_blocks
 from diyfa.selector import AdaptiveKernelSelector as AdaptiveKernelSelector
 from diyfa.selector import BackendSelector as BackendSelector
 from diyfa.selector import get_attention_config as get_attention_config

@@ -15,11 +15,33 @@ the keys is never full, so kernels need no other check for the end of the keys. 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 EMPTY, FULL = -2, -1
 WORD = 32  # bits of a word
 BLOCK_SIZES = (64, 128)
+
+
+class Selection(NamedTuple):
+    """How `diyfa.select_blocks` selects key blocks; its arguments of the same names."""
+
+    topk: int
+    causal: bool
+    sinks: int
+    local: int
+    by_group: bool
+    block: tuple[int, int]
+
+
+def edge_blocks(how: Selection, sizes: tuple[int, int]) -> int:
+    """Return the most key blocks that the diagonal or the end of the keys cuts for a block of queries.
+
+    They follow each other, from the block of the first position on; without `causal` there is the last block at most.
+    """
+    block_q, block_k = how.block
+    return (block_q - 1) // block_k + 2 if how.causal else int(sizes[1] % block_k > 0)
 
 
 def n_blocks(seqlen_q: int, seqlen_k: int, block: tuple[int, ...]) -> tuple[int, int]:

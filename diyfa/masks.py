@@ -15,13 +15,15 @@ layers and steps that have this mask.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from diyfa import block_lists
+from diyfa import block_lists, registry
 from diyfa.block_lists import BLOCK_SIZES, EMPTY, FULL, block_of, codes_of, n_blocks
+from diyfa.mask_terms import UNBOUNDED, Comparison, Terms, combined, fits, terms_of, with_terms
 
 MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 CHUNK = 1 << 24  # scores that are held at once while a mask is built
@@ -99,8 +101,10 @@ class BlockMask:
             raise ValueError(f"keep must be (Sq, Sk), (H, Sq, Sk) or (B, H, Sq, Sk), got shape {tuple(keep.shape)}")
         keep = keep.reshape((1,) * (4 - keep.dim()) + tuple(keep.shape))
         batch, heads, seqlen_q, seqlen_k = keep.shape
-        return _build(
-            lambda rows: keep[:, :, rows], (batch, heads, seqlen_q, seqlen_k), _block_size(block_size), keep.device
+        shape = batch, heads, seqlen_q, seqlen_k
+        is_dense = Comparison("dense", tuple(keep.stride()), (keep,))
+        return _made(((is_dense,),), shape, check_block_size(block_size), keep.device) or _build(
+            lambda rows: keep[:, :, rows], shape, check_block_size(block_size), keep.device
         )
 
     @staticmethod
@@ -189,7 +193,8 @@ def _listed_blocks(counts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     return blocks.scatter_(-1, torch.where(is_listed, indices, columns).long(), True)[..., :columns]
 
 
-def _block_size(block_size: Any) -> tuple[int, int]:
+def check_block_size(block_size: Any) -> tuple[int, int]:
+    """Return (queries, keys) of a block as the argument `block_size` says them."""
     sizes = (block_size, block_size) if isinstance(block_size, int) else block_size
     expected = f"block_size must be 64, 128 or a pair (queries, keys) of these, got {block_size!r}"
     if not isinstance(sizes, (tuple, list)) or not all(isinstance(size, int) for size in sizes):
@@ -197,6 +202,18 @@ def _block_size(block_size: Any) -> tuple[int, int]:
     if len(sizes) != 2 or any(size not in BLOCK_SIZES for size in sizes):
         raise ValueError(expected)
     return sizes[0], sizes[1]
+
+
+def _made(
+    terms: Terms | None, shape: tuple[int, int, int, int], block: tuple[int, int], device: torch.device
+) -> BlockMask | None:
+    """Return the mask of `terms` as kernels of the device's backend make it, or None if they do not."""
+    if terms is None or 0 in shape or not fits(terms, shape[0], shape[2], shape[3], device):
+        return None
+    build = registry.optional_member(device, "build_mask")
+    if build is None:
+        return None
+    return BlockMask(shape, *build(terms, shape, block, device))
 
 
 def _build(
@@ -284,7 +301,8 @@ def block_mask(
                 f"mask_fn must return a tensor that broadcasts to {full} for these rows, got shape {tuple(keep.shape)}"
             ) from None
 
-    return _build(evaluate, (batch, heads, seqlen_q, seqlen_k), _block_size(block_size), place)
+    shape, block = (batch, heads, seqlen_q, seqlen_k), check_block_size(block_size)
+    return _made(terms_of(mask_fn), shape, block, place) or _build(evaluate, shape, block, place)
 
 
 # ---- Masks by name ---------------------------------------------------------------------------------------------------
@@ -299,7 +317,7 @@ def all_of(*functions: MaskFunction) -> MaskFunction:
             keep = keep & function(b, h, i, j)
         return keep
 
-    return _checked("all_of", functions, mask)
+    return combined(_checked("all_of", functions, mask), functions, is_all=True)
 
 
 def any_of(*functions: MaskFunction) -> MaskFunction:
@@ -311,7 +329,7 @@ def any_of(*functions: MaskFunction) -> MaskFunction:
             keep = keep | function(b, h, i, j)
         return keep
 
-    return _checked("any_of", functions, mask)
+    return combined(_checked("any_of", functions, mask), functions, is_all=False)
 
 
 def _checked(name: str, functions: Sequence[Any], mask: MaskFunction) -> MaskFunction:
@@ -344,11 +362,15 @@ def causal(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -
     return j <= i
 
 
+with_terms(causal, "band", UNBOUNDED, 0)
+_causal = causal  # where an argument has that name
+
+
 def sliding_window(left: int, right: int = 0) -> MaskFunction:
     """Return the mask in which a query sees `left` keys before its position, its own, and `right` keys after it."""
     if not all(isinstance(x, int) and not isinstance(x, bool) and x >= 0 for x in (left, right)):
         raise ValueError(f"left and right must be integers of at least 0, got {left!r} and {right!r}")
-    return lambda b, h, i, j: (j >= i - left) & (j <= i + right)
+    return with_terms(lambda b, h, i, j: (j >= i - left) & (j <= i + right), "band", left, right)
 
 
 def document(ids: torch.Tensor, causal: bool = True) -> MaskFunction:
@@ -364,7 +386,8 @@ def document(ids: torch.Tensor, causal: bool = True) -> MaskFunction:
         same = ids[i] == ids[j] if ids.dim() == 1 else ids[b, i] == ids[b, j]
         return same & (j <= i) if causal else same
 
-    return mask
+    with_terms(mask, "same", tensors=(ids,))
+    return combined(mask, (mask, _causal), is_all=True) if causal else mask
 
 
 def prefix_lm(lengths: int | torch.Tensor) -> MaskFunction:
@@ -374,16 +397,17 @@ def prefix_lm(lengths: int | torch.Tensor) -> MaskFunction:
     """
     if isinstance(lengths, torch.Tensor):
         _integers("lengths", lengths, 1)
-        return lambda b, h, i, j: (j < lengths[b]) | (j <= i)
+        by_sample = with_terms(lambda b, h, i, j: j < lengths[b], "prefix", tensors=(lengths,))
+        return any_of(by_sample, _causal)
     if isinstance(lengths, bool) or not isinstance(lengths, int):
         raise TypeError(f"lengths must be an integer or a tensor of integers, got {type(lengths).__name__}")
-    return lambda b, h, i, j: (j < lengths) | (j <= i)
+    return any_of(with_terms(lambda b, h, i, j: j < lengths, "before", lengths), _causal)
 
 
 def first_keys(count: int) -> MaskFunction:
     """Return the mask in which all queries see the first `count` keys, as in `any_of(first_keys(4), causal)`."""
     _positive(count=count)
-    return lambda b, h, i, j: j < count
+    return with_terms(lambda b, h, i, j: j < count, "before", count)
 
 
 def global_tokens(is_global: torch.Tensor) -> MaskFunction:
@@ -490,7 +514,11 @@ def sliding_tile(shape: Sequence[int], tile: Sequence[int], window: Sequence[int
             keep = keep & _near(tile_i, tile_j, size // part, width)
         return keep | (i >= tokens) | (j >= tokens) if text else keep
 
-    return mask
+    if len(shape) > 3:
+        return mask
+    counts = [1] * (3 - len(shape)) + [size // part for size, part in zip(shape, tile, strict=True)]
+    volume = math.prod(tile)
+    return with_terms(mask, "tiles", volume, tokens, int(text > 0), *counts, *[1] * (3 - len(shape)), *window)
 
 
 def neighborhood(shape: Sequence[int], window: Sequence[int], tile: Sequence[int] | None = None) -> MaskFunction:

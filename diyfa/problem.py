@@ -723,7 +723,9 @@ class Backend(Protocol):
 
     Optional members: `tuning`, a `Tuning`, if the backend measures its tiles; `merge(out, lse, partial_out,
     partial_lse)`, if it has a kernel for that (else `diyfa.distributed.merge` uses PyTorch's operators); `quantize(x,
-    values, scheme) -> (descale, mean)`, likewise (`diyfa.quantize`);
+    values, scheme) -> (descale, mean)`, likewise (`diyfa.quantize`); `build_mask(terms, shape, block, device) ->
+    (mask_blocks, mask_bits)`, likewise (`diyfa.block_mask`); `select_blocks(q, k, how) -> (mask_blocks, mask_bits)`
+    or None, likewise (`diyfa.select_blocks`);
     `binaries(arch) -> str`, which says where compiled kernels are stored; `recording(arch)`, if its kernels can be
     compiled before they are called (`diyfa.ready.recording`).
     """

@@ -165,6 +165,16 @@ def resolve_backend(device: torch.device, name: str = "") -> Backend:
     )
 
 
+def optional_member(device: torch.device, name: str) -> Any:
+    """Return a function that backends may have, of the backend for tensors on `device`, or None.
+
+    CPU tensors have none unless a backend is forced, and neither has a traced program.
+    """
+    if torch.compiler.is_compiling() or device.type == "meta" or (device.type == "cpu" and not forced_backend()):
+        return None
+    return getattr(resolve_backend(device), name, None)
+
+
 def refusal(backend: Backend, kernel: Kernel, problem: Any) -> str | None:
     """Return why `kernel` of `backend` does not run `problem`, or None."""
     return backend.unsupported(problem) or kernel.unsupported(problem)

@@ -22,9 +22,11 @@ from diyfa.backends.cuda.attention.launch import (
 )
 from diyfa.backends.cuda.runtime import launch as runtime_launch
 from diyfa.backends.cuda.runtime.passes import Pass
+from diyfa.block_lists import Selection
 from diyfa.eight_bits import EIGHT_BITS, Scheme
 from diyfa.eight_bits import FLOAT8 as FLOAT8_NAMES
 from diyfa.imports import import_quickly
+from diyfa.mask_terms import Terms
 from diyfa.problem import (
     AttentionProblem,
     Kernel,
@@ -140,7 +142,6 @@ def _forward_kernels() -> tuple[Kernel, ...]:
             **_forward(_later("hopper.fwd", "forward_pass")),
             unsupported=hopper_configs.unsupported,
             config=hopper_configs.select_config,
-            by_name_only=hopper_configs.by_name_only,
         ),
         Kernel(
             name="v2",
@@ -376,6 +377,20 @@ class CudaBackend:
         from diyfa.backends.cuda.attention import merge
 
         merge.merge(out, lse, partial_out, partial_lse)
+
+    def build_mask(
+        self, terms: Terms, shape: tuple[int, int, int, int], block: tuple[int, int], device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        from diyfa.backends.cuda.attention import build_mask
+
+        return build_mask.build_mask(terms, shape, block, device)
+
+    def select_blocks(
+        self, q: torch.Tensor, k: torch.Tensor, how: Selection
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        from diyfa.backends.cuda.attention import select_blocks
+
+        return select_blocks.select_blocks(q, k, how)
 
     def quantize(
         self, x: torch.Tensor, values: torch.Tensor, scheme: Scheme

@@ -235,14 +235,11 @@ def test_refuses_with_a_reason(changes: dict, reason: str) -> None:
     assert reason in hopper_configs.refuses(described(**changes))
 
 
-def test_runs_by_name_until_one_line_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper_configs, "environment_refusal", lambda: None)
     cuda = registry.load_backend("cuda")
-    assert registry.choose("attention_fwd", described(), cuda).name == "v2"
-    assert registry.choose("attention_fwd", described(), cuda, "sm90").name == "sm90"
-    assert registry.choose("attention_fwd", described(dtype="bfloat16", out_dtype="", q_descale=0), cuda).name == "sm90"
-    monkeypatch.setattr(hopper_configs, "FLOAT8_RUNS", True)
     assert registry.choose("attention_fwd", described(), cuda).name == "sm90"
+    assert registry.choose("attention_fwd", described(dtype="float8_e5m2"), cuda).name == "v2"
 
 
 @pytest.mark.parametrize("head_dim", [40, 64, 80, 128, 192, 256])

@@ -11,6 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from diyfa.backends.cuda.attention.tile_io import EQUAL
+from diyfa.backends.cuda.gluon.block_mask import BlockMask
 from diyfa.backends.cuda.hopper.bwd_common import Sm90BwdConstants
 from diyfa.backends.cuda.hopper.bwd_tiles import Sizes, locate_key_block
 from diyfa.backends.cuda.hopper.tiles import KeyCache, Problem, block_order, locate_tile
@@ -54,6 +55,7 @@ def _tiles_kernel(cases_ptr, out_ptr, count, MANY: gl.constexpr, config: gl.cons
     problem = Problem(
         left, right, 1, seqlen_q, seqlen_k, 0, 0, 1, 1, 1, None, None,
         KeyCache(None, None, None, None, None, None, None, 0),
+        BlockMask(None, None, None, None, 0, 0),
         config.LENGTHS, config.LENGTHS, False, config.HAS_LEFT, config.HAS_RIGHT, not config.HAS_RIGHT,
     )  # fmt: skip
     index = first // config.BLOCK_M

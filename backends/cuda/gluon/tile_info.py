@@ -18,10 +18,12 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from diyfa.backends.cuda.attention.tile_io import CACHED, EQUAL, PACKED
 from diyfa.backends.cuda.gluon.barriers import LANES, arrive_per_lane, wait_full
+from diyfa.backends.cuda.gluon.block_mask import Listed
 from diyfa.backends.cuda.gluon.compat import aggregate
 
 BARRIERS = gl.constexpr(2)
 FIELDS = gl.constexpr(9)
+LISTED_FIELDS = gl.constexpr(4)  # more, with a block mask
 WORDS = gl.constexpr(16)  # a power of two
 
 
@@ -38,6 +40,7 @@ class Tile:
     first_k: gl.tensor  # first row of the sequence in packed keys, or its entry in a contiguous cache
     n_queries: gl.tensor  # queries of the sequence
     n_keys: gl.tensor  # keys of the sequence
+    listed: Listed | gl.constexpr  # None without a block mask
 
     @gluon.jit
     def if_any(self, exists):
@@ -45,7 +48,7 @@ class Tile:
         end_block = gl.where(exists, self.end_block, 0)
         return Tile(
             self.b, self.h, self.row0, self.first_block, end_block,
-            self.first_q, self.first_k, self.n_queries, self.n_keys,
+            self.first_q, self.first_k, self.n_queries, self.n_keys, self.listed,
         )  # fmt: skip
 
 
@@ -56,6 +59,12 @@ def _from_words(words, problem, LAYOUT: gl.constexpr):
     values = ()
     for i in gl.static_range(FIELDS):
         values += (gl.sum(gl.where(field == i, words, 0), 0),)
+    listed = None
+    if problem.mask.MASK_K > 0:
+        counts = ()
+        for i in gl.static_range(FIELDS, FIELDS + LISTED_FIELDS):
+            counts += (gl.sum(gl.where(field == i, words, 0), 0),)
+        listed = Listed(counts[0], counts[1], counts[2], counts[3])
     b, h, row0, first_block, end_block, first_q, first_k, n_queries, n_keys = values
     if not problem.HAS_LEFT:
         first_block = 0
@@ -67,7 +76,7 @@ def _from_words(words, problem, LAYOUT: gl.constexpr):
         n_queries = problem.seqlen_q
     if problem.LENGTHS_K == EQUAL:
         n_keys = problem.seqlen_k
-    return Tile(b, h, row0, first_block, end_block, first_q, first_k, n_queries, n_keys)
+    return Tile(b, h, row0, first_block, end_block, first_q, first_k, n_queries, n_keys, listed)
 
 
 @aggregate
@@ -103,6 +112,11 @@ class TileInfos:
         words = gl.where(field == 6, tile.first_k, words)
         words = gl.where(field == 7, tile.n_queries, words)
         words = gl.where(field == 8, tile.n_keys, words)
+        if tile.listed is not None:
+            words = gl.where(field == FIELDS, tile.listed.n_full, words)
+            words = gl.where(field == FIELDS + 1, tile.listed.n_partial, words)
+            words = gl.where(field == FIELDS + 2, tile.listed.code, words)
+            words = gl.where(field == FIELDS + 3, tile.listed.next_code, words)
         self.words.index(slot % self.COUNT).store(words)
         arrive_per_lane(self.written.index(slot % BARRIERS))
 

@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from diyfa.backends.cuda.attention.tile_io import EQUAL, PACKED, SEQ_LENS
 from diyfa.backends.cuda.gluon.barriers import WARPS, idle_warps, wait_for_previous_kernels
+from diyfa.backends.cuda.gluon.block_mask import BlockMask
 from diyfa.backends.cuda.gluon.channel import Channel, allocate_channel
 from diyfa.backends.cuda.gluon.compat import aggregate, optimisation_barrier
 from diyfa.backends.cuda.gluon.ring import KVRing
@@ -268,6 +269,7 @@ def _bwd_wide_dq_kernel(
     problem = Problem(
         window_left, window_right, heads_q, seqlen_q, seqlen_k, total_q, total_k, heads, heads_in_parallel, batch,
         lengths_q_ptr, lengths_k_ptr, KeyCache(None, None, None, None, None, None, None, 0),
+        BlockMask(None, None, None, None, 0, 0),
         config.LENGTHS, config.LENGTHS, config.CAUSAL, config.HAS_LEFT, config.HAS_RIGHT, False,
     )  # fmt: skip
     shared = DqShared(config, q_buffers, do_buffers, queries, ring, tile_infos)

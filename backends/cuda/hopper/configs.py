@@ -14,11 +14,12 @@ from diyfa.backends.cuda.runtime.launch import is_interpreting, multiprocessors
 from diyfa.eight_bits import FLOAT8
 from diyfa.problem import AttentionProblem, cached_per_kind, cached_per_problem, refuse_features
 
-FEATURES = frozenset({"causal", "gqa", "head_dim_v", "seq_lens", "varlen", "window", "softcap", "alibi", "sinks"})
+FEATURES = frozenset(
+    {"causal", "gqa", "head_dim_v", "seq_lens", "varlen", "window", "softcap", "alibi", "sinks", "mask"}
+)
 ARCH = "sm_90"
 DTYPES = ("float16", "bfloat16")
 E4M3 = "float8_e4m3fn"
-FLOAT8_RUNS = False  # calls without `variant` take the kernel for float8, too: once it is measured
 MIN_HEAD_DIM, MAX_HEAD_DIM = 33, 256  # with fewer columns, half a tile would be zeros
 CONSUMER_ROWS = 64  # queries of one consumer warpgroup
 # With these features the producer needs more than 24 registers; ptxas would spill.
@@ -162,7 +163,24 @@ INVARIANT: dict[int, Sm90Config] = {
            store_from_registers=True),
     256: C(2, 64, 4, False, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, store_from_registers=True),
 }  # fmt: skip
-INVARIANT_FEATURES = (FEATURES - {"softcap", "alibi"}) | {"batch_invariant"}
+INVARIANT_FEATURES = (FEATURES - {"softcap", "alibi", "mask"}) | {"batch_invariant"}
+
+
+# With a block mask: two consumers, so that a tile's 128 queries lie in one block of the mask, and a dynamic schedule,
+# since rows of blocks differ in length. By columns.
+# fmt: off
+MASK_CONFIGS: dict[int, Sm90Config] = {
+    64: C(2, 128, 8, True, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, pairs=True, fixed_max=True,
+          q_in_registers=1),
+    96: C(2, 128, 4, True, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, pairs=True, box_columns=64,
+          q_in_registers=2),
+    128: C(2, 128, 4, True, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, pairs=True, box_columns=64,
+           q_in_registers=2),
+    192: C(2, 64, 6, False, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, pairs=True,
+           store_from_registers=True, fixed_max=True),
+    256: C(2, 64, 4, False, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, store_from_registers=True),
+}
+# fmt: on
 
 
 @cached_per_problem
@@ -174,7 +192,15 @@ def select_config(problem: AttentionProblem) -> Sm90Config:
         return fitted(problem, INVARIANT[tile_class(problem)[0]])
     rows = config_rows(problem)
     config = next(c for max_keys, c in rows if keys_seen(problem) <= max_keys)
-    if count_tiles(problem, config) < FULL_GPU or problem.seqlen_q < config.consumers * CONSUMER_ROWS:
+    if problem.mask:
+        config = MASK_CONFIGS[tile_class(problem)[0]]
+        if problem.softcap or problem.mask[1] < config.block_n:  # registers for a second unit, or for tanh
+            config = replace(config, q_in_registers=min(config.q_in_registers, 1))
+    if (
+        has_small_blocks(problem, config)
+        or count_tiles(problem, config) < FULL_GPU
+        or problem.seqlen_q < config.consumers * CONSUMER_ROWS
+    ):
         config = SMALL[min(columns for columns in SMALL if widest(problem) <= columns)]
     return fitted(problem, config)
 
@@ -211,6 +237,11 @@ def fitted(problem: AttentionProblem, config: Sm90Config) -> Sm90Config:
     if is_busy and tile_class(problem)[0] < 256:  # at 256, the consumers would spill more than the producer does
         config = replace(config, consumer_registers=232, producer_registers=40)
     return config
+
+
+def has_small_blocks(problem: AttentionProblem, config: Sm90Config) -> bool:
+    """Return whether a block of the block mask has fewer queries than a tile of `config`."""
+    return bool(problem.mask) and problem.mask[0] < config.consumers * CONSUMER_ROWS
 
 
 def finds_ahead(problem: AttentionProblem, config: Sm90Config) -> bool:
@@ -296,7 +327,7 @@ def count_tiles(problem: AttentionProblem, config: Sm90Config) -> int:
 
 def heads_in_parallel(problem: AttentionProblem) -> int:
     """Return the number of query heads whose tiles alternate: if tiles differ in length, those whose K and V fit L2."""
-    if problem.window_right < 0 or problem.window_left >= 0 or problem.varlen:
+    if (problem.window_right < 0 and not problem.mask) or problem.window_left >= 0 or problem.varlen:
         return 1
     pair_bytes = 2 * 2 * problem.seqlen_k * problem.head_dim
     n_heads = max(1, L2_BYTES // pair_bytes) * (problem.heads_q // problem.heads_kv)
@@ -344,7 +375,7 @@ def _refuses_kind(problem: AttentionProblem) -> str | None:
         return f"sm90 takes {', '.join(DTYPES)} and {E4M3}, not {problem.dtype}"
     features = INVARIANT_FEATURES if problem.batch_invariant else FEATURES
     if problem.dtype == E4M3 and not problem.batch_invariant:
-        features = features | {"eight_bits"}
+        features = (features - {"mask"}) | {"eight_bits"}
     if reason := refuse_features(problem, features, "sm90"):
         return reason
     if problem.k_mean and problem.softcap:  # it would have to join each score
@@ -357,6 +388,8 @@ def _refuses_kind(problem: AttentionProblem) -> str | None:
         return "sm90 reads through TMA, which needs addresses and strides that are multiples of 16 bytes"
     if problem.seq_lens and not problem.few_steps:
         return TOO_MANY_STEPS
+    if problem.mask and (beside := sorted(problem.features & {"alibi", "seq_lens"})):
+        return f"sm90 takes no {' and no '.join(beside)} beside a block mask"
     return None
 
 
@@ -378,12 +411,6 @@ def refuses(problem: AttentionProblem) -> str | None:
             f" pays from {FEW_QUERIES_KV_LOOP} elements of K for a query on, without seq_lens and not packed"
         )
     return None
-
-
-def by_name_only(problem: AttentionProblem) -> str | None:
-    """Return why only `variant="sm90"` chooses the kernel for `problem`, or None."""
-    is_shy = problem.dtype == E4M3 and not FLOAT8_RUNS
-    return "sm90 was not measured on float8 yet, and runs there by name only" if is_shy else None
 
 
 def environment_refusal() -> str | None:

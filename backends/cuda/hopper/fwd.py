@@ -11,7 +11,8 @@ that a mask cuts come first. K and V share one ring of STAGES buffers (`gluon/ri
 even stages have buffers for K and odd ones for V. Tiles are powers of two wide, with zeros beyond the head dim. A tile
 of 129 to 192 columns consists of three TMA boxes of 64.
 
-Keys may be in a cache, contiguous or in pages (`hopper/prefill.py`).
+Keys may be in a cache, contiguous or in pages (`hopper/prefill.py`). With a block mask a tile visits the listed blocks
+only, partial ones first (`gluon/block_mask.py`).
 """
 
 # Aggregates are checked against their annotations, so these must not be postponed.
@@ -32,6 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from diyfa.backends.cuda.attention.block_info import last_block
+from diyfa.backends.cuda.attention.block_mask import mask_strides
 from diyfa.backends.cuda.attention.decode_configs import chunk_keys
 from diyfa.backends.cuda.attention.fixed_order import COMPILE_OPTIONS as FIXED_ORDER_OPTIONS
 from diyfa.backends.cuda.attention.fixed_order import with_sink, without_sign_of_zero
@@ -39,6 +41,7 @@ from diyfa.backends.cuda.attention.fwd import row_lse
 from diyfa.backends.cuda.attention.launch import forced_config, softmax_scale
 from diyfa.backends.cuda.attention.tile_io import EQUAL, PACKED, SEQ_LENS, lengths_constant
 from diyfa.backends.cuda.gluon.barriers import idle_warps, wait_for_previous_kernels, wait_for_stores
+from diyfa.backends.cuda.gluon.block_mask import BlockMask
 from diyfa.backends.cuda.gluon.compat import aggregate, async_load
 from diyfa.backends.cuda.gluon.ring import KVRing
 from diyfa.backends.cuda.gluon.scheduler import TileScheduler
@@ -111,6 +114,7 @@ from diyfa.backends.cuda.hopper.tiles import (
     right_to_left,
     sequence_end,
     start_load,
+    start_load_listed,
     start_load_pages,
     start_store,
 )
@@ -144,6 +148,8 @@ class Sm90Constants(Constants):
     lengths: int
     lengths_k: int
     page_size: int  # 0: no pages
+    mask_q: int  # queries of a block of the block mask; 0: none
+    mask_k: int  # keys of one
     softcap: bool
     alibi: bool
     sinks: bool
@@ -315,6 +321,9 @@ def _producer(problem, shared, inputs):
         if config.PAGE_SIZE > 0:
             table = problem.cache.table_row(b)
             pages = problem.pages(tile, table, order.block(0) * config.BLOCK_N, config.BLOCK_N)
+        if config.MASK_K > 0:
+            keys = problem.tile_list(tile, tile.row0, config.BLOCK_N)
+            columns = keys.columns(0)
         for i in range(n_blocks):
             if not config.FALLBACK:
                 if i == draw_at_block:
@@ -329,6 +338,11 @@ def _producer(problem, shared, inputs):
                 start_load_pages(
                     inputs.k_tensor, problem.cache, pages, hk, row, n_keys, inputs.steps_kb, inputs.steps_kn,
                     ring.k_buffers, ring.buffer_index(item), ring.full_barrier(item), config.BOXES, config.BLOCK_N,
+                )  # fmt: skip
+            elif config.MASK_K > 0:
+                start_load_listed(
+                    inputs.k_tensor, b, hk, keys, i, columns,
+                    ring.k_buffers, ring.buffer_index(item), ring.full_barrier(item), config.BOXES,
                 )  # fmt: skip
             else:
                 start_load(
@@ -345,6 +359,12 @@ def _producer(problem, shared, inputs):
                 # Load the next block's page numbers now: they arrive while this warp waits for buffers.
                 row = order.block(gl.minimum(i + 1, n_blocks - 1)) * config.BLOCK_N
                 pages = problem.pages(tile, table, row, config.BLOCK_N)
+            elif config.MASK_K > 0:
+                start_load_listed(
+                    inputs.v_tensor, b, hk, keys, i, columns,
+                    ring.v_buffers, ring.buffer_index(item + 1), ring.full_barrier(item + 1), config.BOXES_V,
+                )  # fmt: skip
+                columns = keys.columns(gl.minimum(i + 1, n_blocks - 1))  # early, as page numbers
             else:
                 _load_values(inputs.v_tensor, tile, hk, row, end_v, ring, item + 1, problem, config)
             item += 2
@@ -450,6 +470,7 @@ def _attend_blocks(
     m_i,  # [64] fp32, in units of log2
     l_i,  # [64, 4] fp32, `sums_by_thread`
     item,  # ring item of the previous block's K
+    keys, upcoming,  # for a block mask: `TileList`, and its codes at `start` and columns at start + 1
     MASKED: gl.constexpr, FIXED_MAX: gl.constexpr,
 ):  # fmt: skip
     """Run the KV loop over positions [start, end) of the order.
@@ -461,6 +482,9 @@ def _attend_blocks(
     """
     config: gl.constexpr = consumer.shared.config
     ring = consumer.shared.ring
+    LISTED: gl.constexpr = MASKED and config.MASK_K > 0
+    if LISTED:  # numbers that lead to words are read one or two blocks early, so that nobody waits for them
+        codes, columns = upcoming
     for i in range(start, end):
         item += 2  # this block's K; item - 1 is the previous block's V
         ring.wait_full(item)
@@ -471,6 +495,11 @@ def _attend_blocks(
         consumer.hand_over()
         start_n = order.block(i) * config.BLOCK_N
         factors = block_factors(consumer.key_blocks, start_n, consumer.problem.seqlen_k, config)
+        words = None
+        if LISTED:  # while the products run
+            words = keys.keep_words(i, codes, gl.arange(0, ROWS, layout=m_i.type.layout))
+            codes = keys.codes(columns)
+            columns = keys.masked_columns(i + 2)
         s = warpgroup_mma_wait(len(o), deps=[s])  # the values may still run
         ring.release(item)
         s = scaled_by_block(s, factors)
@@ -478,7 +507,7 @@ def _attend_blocks(
             weights = fixed_max_step(s, m_i, start_n, rows, consumer.score)
         else:
             weights, m_i, alpha = softmax_step(
-                s, m_i, start_n, rows, consumer.score, consumer.problem, MASKED, config.WEIGHT_SHIFT
+                s, m_i, start_n, rows, consumer.score, consumer.problem, MASKED, words, config.WEIGHT_SHIFT
             )
             l_i *= gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout))[:, None]
         l_i += sums_by_thread(weights)
@@ -522,7 +551,7 @@ def _attend_tile(consumer, tile, item, q_loads):
     2. Prologue: scores and softmax of the first block of the order (`block_order`).
     3. KV loop (`_attend_blocks`), which adds the values of each block one iteration later. Positions [1, n_masked) of
        the order are masked, later ones are not. FIXED_MAX: positions [1, n_edge_blocks) update the maximum, and
-       [n_edge_blocks, n_blocks) use it unchanged.
+       [n_edge_blocks, n_blocks) use it unchanged. With a block mask, the order is that of the tile's list.
     4. Epilogue: values of the last block, division by the sum of weights, lse, stores.
 
     `item`: ring item of the first block's K; its V is item + 1. `q_loads`: tiles of queries that were loaded before.
@@ -538,6 +567,7 @@ def _attend_tile(consumer, tile, item, q_loads):
     S_ROWS: gl.constexpr = gl.SliceLayout(1, accumulator_layout(config.BLOCK_N, config.BITS))
     # HAS_LEFT need not be asked: it implies HAS_RIGHT or CHECK_KEYS.
     MASKED: gl.constexpr = problem.HAS_RIGHT or problem.CHECK_KEYS
+    LISTED: gl.constexpr = config.MASK_K > 0
 
     row0 = tile.row0 + CONSUMER * ROWS
     order = block_order(tile, problem, config.BLOCK_M, config.BLOCK_N)
@@ -558,10 +588,18 @@ def _attend_tile(consumer, tile, item, q_loads):
         _, _, full_end, _ = problem.keys_of_rows(key0, ROWS, tile.n_keys)
         n_masked = order.end_block - last_block(full_end, config.BLOCK_N)
         n_masked = gl.maximum(gl.minimum(n_masked, order.n_right), 1)
+    keys = None
+    if LISTED:
+        keys = problem.tile_list(tile, row0, config.BLOCK_N)
+        n_masked = keys.masked_count()
+        n_edge_blocks = gl.minimum(n_masked + 1, n_blocks)  # all rows see all keys of the next one
     slope = 0.0
     if consumer.score.ALIBI:
         slope = gl.load(outputs.slopes_ptr + tile.b * outputs.stride_slopeb + tile.h) * LOG2E
     rows = Rows(offs_m + (tile.n_keys - tile.n_queries), tile.n_keys, slope)
+    words = None
+    if LISTED:
+        words = keys.keep_words(0, (tile.listed.code, tile.listed.next_code), gl.arange(0, ROWS, layout=S_ROWS))
 
     # Prologue: no block comes before the first one, so there are no values to add.
     scale = consumer.score.scale
@@ -578,12 +616,18 @@ def _attend_tile(consumer, tile, item, q_loads):
         queries.release(CONSUMER)
     ring.wait_full(item)
     s = start_scores(q, queries, ring, item, CONSUMER, config)
+    upcoming = ()
+    if LISTED:
+        columns = keys.masked_columns(1)
+        next_columns = keys.masked_columns(2)
     s = warpgroup_mma_wait(0, deps=[s])
     ring.release(item)
+    if LISTED:
+        upcoming = (keys.codes(columns), next_columns)
     m_i = gl.full([ROWS], float("-inf"), gl.float32, S_ROWS)
     start_n = (order.end_block - 1) * config.BLOCK_N
     s = scaled_by_block(s, block_factors(consumer.key_blocks, start_n, problem.seqlen_k, config))
-    weights, m_i, _ = softmax_step(s, m_i, start_n, rows, consumer.score, problem, MASKED, config.WEIGHT_SHIFT)
+    weights, m_i, _ = softmax_step(s, m_i, start_n, rows, consumer.score, problem, MASKED, words, config.WEIGHT_SHIFT)
     l_i = sums_by_thread(weights)
     o = zero_output(WIDTH, config.BOXES_V, config.BITS)
     if config.FIXED_MAX:
@@ -591,25 +635,25 @@ def _attend_tile(consumer, tile, item, q_loads):
     p = consumer.weights_operand(weights, o)
 
     # KV loop.
-    if problem.HAS_LEFT or problem.HAS_RIGHT:
+    if problem.HAS_LEFT or problem.HAS_RIGHT or LISTED:
         o, p, m_i, l_i, item = _attend_blocks(
-            consumer, q, rows, order, 1, n_masked, o, p, m_i, l_i, item, True, False
+            consumer, q, rows, order, 1, n_masked, o, p, m_i, l_i, item, keys, upcoming, True, False
         )  # fmt: skip
     if config.FIXED_MAX:
         if not problem.HAS_LEFT:
             o, p, m_i, l_i, item = _attend_blocks(
-                consumer, q, rows, order, n_masked, n_edge_blocks, o, p, m_i, l_i, item, False, False
+                consumer, q, rows, order, n_masked, n_edge_blocks, o, p, m_i, l_i, item, keys, upcoming, False, False
             )  # fmt: skip
         # The maximum is still -inf although the row sees the next blocks: its scores overflowed or its inputs are
         # infinite. Flag it for the fallback.
         is_lost = (m_i == float("-inf")) & (n_edge_blocks < n_blocks)
         m_i = gl.where(m_i == float("-inf"), 0.0, m_i)
         o, p, m_i, l_i, item = _attend_blocks(
-            consumer, q, rows, order, n_edge_blocks, n_blocks, o, p, m_i, l_i, item, False, True
+            consumer, q, rows, order, n_edge_blocks, n_blocks, o, p, m_i, l_i, item, keys, upcoming, False, True
         )  # fmt: skip
     else:
         o, p, m_i, l_i, item = _attend_blocks(
-            consumer, q, rows, order, n_masked, n_blocks, o, p, m_i, l_i, item, False, False
+            consumer, q, rows, order, n_masked, n_blocks, o, p, m_i, l_i, item, keys, upcoming, False, False
         )  # fmt: skip
 
     # Epilogue.
@@ -819,11 +863,12 @@ def _attend(problem, shared, inputs, outputs):
 
 
 SIZES = (
-    "length", "added", "entries", "stride_table",
+    "length", "added", "entries", "stride_table", "stride_maskb", "stride_maskh",
     "heads", "heads_q", "heads_in_parallel", "batch", "seqlen_q", "seqlen_k", "total_q", "total_k",
     "window_left", "window_right", "group_size", "stride_slopeb",
     "steps_qb", "steps_qm", "steps_kb", "steps_kn", "steps_vb", "steps_vn",
 )  # fmt: skip
+MASK_ARGUMENTS = ("mask_blocks_ptr", "mask_bits_ptr", "stride_maskb", "stride_maskh")
 CACHE_ARGUMENTS = (
     "seqused_ptr", "block_table_ptr", "cache_batch_idx_ptr", "length", "added", "entries", "stride_table",
 )  # fmt: skip
@@ -832,6 +877,7 @@ FACTORS = ("q_descale_ptr", "k_descale_ptr", "v_descale_ptr", "k_mean_ptr", "v_m
 UNALIGNED_POINTERS = (
     *FACTORS,
     *LENGTH_POINTERS, "slopes_ptr", "sinks_ptr", "seqused_ptr", "block_table_ptr", "cache_batch_idx_ptr",
+    "mask_blocks_ptr", "mask_bits_ptr",
 )  # fmt: skip
 
 
@@ -860,6 +906,7 @@ def _fwd_sm90_kernel(
     counter_ptr,  # int32, [next tile, programs that left]: for a dynamic schedule
     totals_ptr,  # [programs, consumers, 64 * columns] fp32, for CHUNK without SHARED_TOTALS
     seqused_ptr, block_table_ptr, cache_batch_idx_ptr, length, added, entries, stride_table,  # `KeyCache`
+    mask_blocks_ptr, mask_bits_ptr, stride_maskb, stride_maskh,  # `BlockMask`
     heads,  # batch * heads_q
     heads_q, heads_in_parallel, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
     group_size,  # query heads per KV head
@@ -929,6 +976,7 @@ def _fwd_sm90_kernel(
         KeyCache(
             seqused_ptr, block_table_ptr, cache_batch_idx_ptr, length, added, entries, stride_table, config.PAGE_SIZE
         ),
+        BlockMask(mask_blocks_ptr, mask_bits_ptr, stride_maskb, stride_maskh, config.MASK_Q, config.MASK_K),
         config.LENGTHS, config.LENGTHS_K, config.CAUSAL, config.HAS_LEFT, config.HAS_RIGHT, config.CHECK_KEYS,
     )  # fmt: skip
     shared = Shared(config, queries, ring, tile_infos, flags, ones, totals)
@@ -977,10 +1025,15 @@ def _constants(problem: AttentionProblem, config: Sm90Config, negate: bool, has_
         causal=problem.causal,
         has_left=problem.window_left >= 0,
         has_right=problem.window_right >= 0,
-        check_keys=problem.window_right < 0 and (ragged or problem.window_left >= 0 or has_partial_block),
+        # With a block mask, bits hide what is beyond the keys.
+        check_keys=not problem.mask
+        and problem.window_right < 0
+        and (ragged or problem.window_left >= 0 or has_partial_block),
         lengths=lengths_constant(problem),
         lengths_k=lengths_constant(problem),
         page_size=0,
+        mask_q=problem.mask[0] if problem.mask else 0,
+        mask_k=problem.mask[1] if problem.mask else 0,
         negate=negate,
         fixed_max=has_fixed_max(problem, config),
         tile_infos=tile_info_count(config),
@@ -1040,6 +1093,13 @@ def float8_pass(
     return Pass(launches, [values], derived_arguments(config))
 
 
+def mask_arguments(tensors: AttentionTensors) -> dict[str, Any]:
+    """Return the kernel arguments of a block mask. Without one all are None, and the kernel has none of them."""
+    if tensors.mask_blocks is None:
+        return dict.fromkeys(MASK_ARGUMENTS)
+    return {"mask_blocks_ptr": tensors.mask_blocks, "mask_bits_ptr": tensors.mask_bits, **mask_strides(tensors)}
+
+
 def make_launch(
     problem: AttentionProblem,
     tensors: AttentionTensors,
@@ -1062,6 +1122,7 @@ def make_launch(
         (tensors.cu_seqlens_q, tensors.cu_seqlens_k) if problem.varlen else (tensors.seq_lens, tensors.seq_lens)
     )
     qb, qm = descriptor_steps(q, layout) if has_lengths else (0, 0)
+    unit = min(config.block_n, problem.mask[1]) if problem.mask else 0
     arguments = {
         "q_tensor": (ragged_descriptor if has_lengths else dense_descriptor)(q, layout, CONSUMER_ROWS, width),
         # Rows beyond a sample's end are written as zeros. Rows beyond a packed sequence belong to the next one.
@@ -1080,6 +1141,7 @@ def make_launch(
         "counter_ptr": launch_counter(q) if config.scheduler == "dynamic" else None,
         "totals_ptr": totals,
         **dict.fromkeys(CACHE_ARGUMENTS),
+        **mask_arguments(tensors),
         "heads": problem.batch * problem.heads_q,
         "heads_q": problem.heads_q,
         "heads_in_parallel": heads_in_parallel(problem),
@@ -1096,7 +1158,7 @@ def make_launch(
         "steps_qm": qm,
         "scale": scale,
         "softcap": problem.softcap,
-        **(key_arguments(tensors, config, layout, has_lengths) if keys is None else keys),
+        **(key_arguments(tensors, config, layout, has_lengths, unit) if keys is None else keys),
     }
     grid = grid_size(problem, config, q.device)
     values = {"config": constants(problem, config, negate)}

@@ -119,17 +119,30 @@ def mask_scores(s, start_n, rows, problem):
 
 
 @gluon.jit
-def softmax_step(s, m_i, start_n, rows, score, problem, MASKED: gl.constexpr, SHIFT: gl.constexpr = 0):
+def keep_scores(s, words):
+    """Return scores [64, BLOCK_N] with -inf where the bit in `words` is 0: [64] int32 for each 32 columns."""
+    lane, constant = _columns(s)
+    bits = words[0][:, None] >> lane
+    for i in gl.static_range(1, len(words)):
+        bits = gl.where(constant < i * 32, bits, words[i][:, None] >> lane)
+    return gl.where((bits >> (constant & 31)) & 1 != 0, s, float("-inf"))
+
+
+@gluon.jit
+def softmax_step(s, m_i, start_n, rows, score, problem, MASKED: gl.constexpr, words=None, SHIFT: gl.constexpr = 0):
     """Return (weights p, running maximum, factor alpha of earlier sums) of products s [64, BLOCK_N].
 
     The maximum is in units of log2. MASKED: a mask or the end of the keys may cut the block. A row may see none of it.
-    SHIFT: keep the maximum that much lower, so that weights are up to 2**SHIFT.
+    `words`: the bits of a block mask (`keep_scores`), which then is the mask. SHIFT: keep the maximum that much lower,
+    so that weights are up to 2**SHIFT.
     """
     s, scale = _scores(s, score)
     if score.ALIBI:
         s = s * scale - _alibi(s, start_n, rows)
         scale = 1.0
-    if MASKED:
+    if words is not None:
+        s = keep_scores(s, words)
+    elif MASKED:
         s = mask_scores(s, start_n, rows, problem)
     if SHIFT:
         m_new = gl.maximum(m_i, gl.max(s, 1) * scale - SHIFT)

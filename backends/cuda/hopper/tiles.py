@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from diyfa.backends.cuda.attention.block_info import first_visible, last_block, visible_range
 from diyfa.backends.cuda.attention.seq_info import cache_entry, cached_keys, load_clamped, packed_info, packed_keys
 from diyfa.backends.cuda.attention.tile_io import CACHED, PACKED, SEQ_LENS
+from diyfa.backends.cuda.gluon.block_mask import BlockMask, listed_blocks, tile_list
 from diyfa.backends.cuda.gluon.compat import aggregate, async_load, async_store, optimisation_barrier, reinterpret
 from diyfa.backends.cuda.gluon.tile_info import Tile
 from diyfa.backends.cuda.hopper.configs import ROW_BOUND
@@ -77,6 +78,7 @@ class Problem:
     lengths_q_ptr: gl.tensor | gl.constexpr  # None if all sequences are EQUAL
     lengths_k_ptr: gl.tensor | gl.constexpr
     cache: KeyCache
+    mask: BlockMask
     LENGTHS: gl.constexpr  # of queries: EQUAL, SEQ_LENS or PACKED
     LENGTHS_K: gl.constexpr  # of keys: equal to LENGTHS, or CACHED, or PACKED
     CAUSAL: gl.constexpr  # implies HAS_RIGHT
@@ -93,6 +95,7 @@ class Problem:
         return Problem(
             self.window_left, self.window_right, heads_q, seqlen_q, self.seqlen_k, self.total_q, self.total_k,
             self.heads, heads_in_parallel, self.batch, self.lengths_q_ptr, self.lengths_k_ptr, self.cache,
+            self.mask,
             self.LENGTHS, self.LENGTHS_K, self.CAUSAL, self.HAS_LEFT, self.HAS_RIGHT, self.CHECK_KEYS,
         )  # fmt: skip
 
@@ -101,6 +104,13 @@ class Problem:
         """Return the `visible_range` of ROWS queries, of which the first is aligned with key0."""
         right = 0 if self.CAUSAL else self.window_right
         return visible_range(key0, key0 + (ROWS - 1), self.window_left, right, n_keys, self.HAS_LEFT, self.HAS_RIGHT)
+
+    @gluon.jit
+    def tile_list(self, tile, row0, BLOCK_N: gl.constexpr):
+        """Return the list of key blocks of a tile, for its rows from row0 on. For a block mask."""
+        sizes = self.seqlen_q, self.seqlen_k
+        listed = tile.listed
+        return tile_list(self.mask, tile.b, tile.h, row0, sizes, listed.n_full, listed.n_partial, BLOCK_N)
 
     @gluon.jit
     def pages(self, tile, table, row, BLOCK_N: gl.constexpr):
@@ -191,7 +201,7 @@ def locate_tile(index, problem, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
     if problem.LENGTHS_K == CACHED:
         n_keys = cached_keys(problem.lengths_k_ptr, cache.seqused_ptr, b, cache.length, cache.added, problem.seqlen_k)
         first_k, n_keys = cache_entry(cache.cache_batch_idx_ptr, b, cache.entries, n_keys)
-    if problem.HAS_RIGHT:
+    if problem.HAS_RIGHT or problem.mask.MASK_K > 0:  # of most masks, too, the last rows see the most keys
         tile_m = tiles_m - 1 - tile_m
     row0 = tile_m * BLOCK_M
     if problem.LENGTHS == SEQ_LENS:  # a tile beyond the sample's end sees no key, but its rows are filled with zeros
@@ -199,7 +209,11 @@ def locate_tile(index, problem, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
     begin, _, _, end = problem.keys_of_rows(row0 + n_keys - n_queries, BLOCK_M, n_keys)
     end_block = gl.maximum(gl.cdiv(end, BLOCK_N), 1)
     first_block = gl.minimum(begin // BLOCK_N, end_block - 1)
-    return exists, Tile(b, h, row0, first_block, end_block, first_q, first_k, n_queries, n_keys)
+    listed = None
+    if problem.mask.MASK_K > 0:
+        sizes = problem.seqlen_q, problem.seqlen_k
+        listed, end_block = listed_blocks(problem.mask, b, h, row0, sizes, BLOCK_N)
+    return exists, Tile(b, h, row0, first_block, end_block, first_q, first_k, n_queries, n_keys, listed)
 
 
 @aggregate
@@ -308,6 +322,29 @@ def start_load_pages(
         for j in gl.static_range(BOXES):
             buffer = page_buffers.index(buffer_index(buffers, tile, j, BOXES) * COUNT + i)
             async_load(tensor, [BOUND, page_end, h, first_row, j * WIDTH], full, buffer)
+
+
+@gluon.jit
+def start_load_listed(
+    tensor, b, h, keys,
+    i, columns,  # key block of the tile, and its `TileList.columns`
+    buffers, tile, full,
+    BOXES: gl.constexpr,
+):  # fmt: skip
+    """Start copying a key block whose units a list names. `full` completes when all bytes have arrived."""
+    UNITS: gl.constexpr = keys.UNITS
+    WIDTH: gl.constexpr = tensor.block_shape[-1]
+    SIZE: gl.constexpr = tensor.block_type.nbytes * BOXES * UNITS
+    mbarrier.expect(full, SIZE)
+    unit_buffers = buffers
+    if UNITS > 1:
+        UNIT_BUFFERS: gl.constexpr = buffers.shape[0] * UNITS
+        unit_buffers = reinterpret(buffers, buffers.dtype, [UNIT_BUFFERS] + tensor.block_shape, tensor.layout)
+    for unit in gl.static_range(UNITS):
+        row = keys.first_key(i, columns, unit)
+        for j in gl.static_range(BOXES):
+            buffer = unit_buffers.index(buffer_index(buffers, tile, j, BOXES) * UNITS + unit)
+            async_load(tensor, [b, h, row, j * WIDTH], full, buffer)
 
 
 @gluon.jit

@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 
+from diyfa import masks
 from diyfa.arch import gpu_spec
 from diyfa.backends.cuda.attention import (
     append,
+    build_mask,
     bwd,
     bwd_dbias,
     bwd_partials,
@@ -25,6 +27,7 @@ from diyfa.backends.cuda.attention import (
     fwd_v1,
     merge,
     quantize,
+    select_blocks,
     stream_k,
 )
 from diyfa.backends.cuda.attention.configs import (
@@ -38,9 +41,11 @@ from diyfa.backends.cuda.attention.decode_configs import MMA_BLOCK_M
 from diyfa.backends.cuda.attention.tile_io import padded_head_dim
 from diyfa.backends.cuda.hopper import bwd_configs as hopper_bwd_configs
 from diyfa.backends.cuda.hopper import configs as hopper_configs
+from diyfa.block_lists import Selection
 from diyfa.eight_bits import EIGHT_BITS, PER_BLOCK, PER_HEAD, PER_TENSOR, Scheme
 from diyfa.features import EVERYTHING, dtype_name
 from diyfa.lab.cuda.aot import CompileSpec, launch_spec
+from diyfa.mask_terms import Comparison, terms_of
 from diyfa.problem import (
     VARLEN,
     AttentionGradients,
@@ -334,6 +339,11 @@ def _hopper_specs(arch: str) -> Iterator[CompileSpec]:
         *((case, "bfloat16", {"out_dtype": "float32"}) for case in ((64, False), (128, True))),
         *((case, "bfloat16", {"batch_invariant": True}) for case in ((64, True), (128, False), (256, True))),
         ((128, True), "bfloat16", {"batch_invariant": True, "window_left": 1000, "sinks": True} | packed),
+        *(((d, False), "bfloat16", {"mask": (128, 128)}) for d in hopper_configs.MASK_CONFIGS),
+        ((64, False), "float16", {"mask": (128, 64)}),
+        ((128, False), "bfloat16", {"mask": (128, 64), "sinks": True, "softcap": 30.0}),
+        *(((d, False), "bfloat16", {"mask": (64, 64)}) for d in (64, 128)),
+        ((128, False), "bfloat16", {"mask": (64, 128)}),
     ]
     from diyfa.backends.cuda.hopper import fwd as hopper_fwd  # needs the Gluon that was asked for above
 
@@ -385,8 +395,9 @@ def _hopper_spec(problem: AttentionProblem, config: hopper_configs.Sm90Config, l
     widths = f"{d}" if d == dv else f"{d}/{dv}"
     mask = "causal" if problem.causal else "full" if problem.seqlen_k % config.block_n == 0 else "ragged"
     features = "".join(f"{name} " for name in sorted(problem.features - {"causal", "gqa", "head_dim_v"}))
+    blocks = f" of {problem.mask[0]}x{problem.mask[1]}" if problem.mask else ""
     case = (
-        f"{problem.dtype} D={widths} {features}{mask} "
+        f"{problem.dtype} D={widths} {features}{mask}{blocks} "
         f"{config.consumers}x{hopper_configs.CONSUMER_ROWS}x{config.block_n}"
         f"{f' to {problem.out_dtype}' if problem.out_dtype else ''}"
         f"{f' descales {problem.q_descale}{problem.k_descale}{problem.v_descale}' if problem.q_descale else ''}"
@@ -651,6 +662,40 @@ def _quantizing(arch: str) -> Iterator[CompileSpec]:
             yield launch_spec(quantize.sum_launch(x, sums, scheme), "quantize/sum", name)
 
 
+BUILDER_SPILLS = 64  # bytes: values that are stored once for a row of blocks
+
+
+def _building_masks() -> Iterator[CompileSpec]:
+    """Yield the kernels that make block masks: every comparison, and a boolean tensor."""
+    size, meta = 40960, {"device": "meta"}
+    ids = torch.empty(2, size, dtype=torch.int64, **meta)
+    lengths = torch.empty(2, dtype=torch.int32, **meta)
+    functions = {
+        "sinks, window, documents": masks.all_of(
+            masks.any_of(masks.first_keys(4), masks.sliding_window(1024)), masks.document(ids)
+        ),
+        "prefix or tile": masks.any_of(
+            masks.prefix_lm(lengths), masks.sliding_tile((40, 32, 32), (4, 4, 8), (3, 3, 3))
+        ),
+    }
+    terms = {name: terms_of(function) or () for name, function in functions.items()}
+    keep = torch.empty(2, 1, 2048, 2048, dtype=torch.bool, **meta)
+    terms["booleans"] = ((Comparison("dense", keep.stride(), (keep,)),),)
+    for name, each in terms.items():
+        for block in ((128, 128), (64, 64)):
+            length = 2048 if name == "booleans" else size
+            blocks, bits = torch.empty(8, dtype=torch.int32, **meta), torch.empty(8, dtype=torch.int32, **meta)
+            for launch in build_mask.make_launches(each, (2, 1, length, length), block, blocks, bits):
+                kernel = launch.kernel.__name__.strip("_")
+                yield launch_spec(launch, f"masks/{kernel}", f"{name} {block[0]}", BUILDER_SPILLS)
+    for how in (Selection(16, True, 1, 2, False, (128, 64)), Selection(8, False, 0, 1, True, (64, 128))):
+        q = torch.empty(1, 8, size, 128, dtype=torch.bfloat16, **meta)
+        blocks, bits = torch.empty(8, dtype=torch.int32, **meta), torch.empty(8, dtype=torch.int32, **meta)
+        for launch in select_blocks.make_launches(q, q[:, :2], how, blocks, bits):
+            kernel = launch.kernel.__name__.strip("_")
+            yield launch_spec(launch, f"masks/{kernel}", f"selection in blocks of {how.block}", BUILDER_SPILLS)
+
+
 def compile_specs(arch: str) -> Iterator[CompileSpec]:
     """Yield every attention case for `arch`."""
     yield from _hopper_specs(arch)
@@ -664,6 +709,7 @@ def compile_specs(arch: str) -> Iterator[CompileSpec]:
     yield from _short(arch)
     yield from _clearing()
     yield from _quantizing(arch)
+    yield from _building_masks()
     for problem in problems(arch):
         for config in candidates("fwd", problem):
             yield _forward(problem, config)

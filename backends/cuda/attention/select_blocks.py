@@ -1,0 +1,195 @@
+"""Selection of key blocks by the products of block means (`diyfa.select_blocks`), without waiting for the device.
+
+1. `_means_kernel` averages each block of queries, and each block of keys.
+2. `_select_kernel`: a program has BLOCK_M blocks of queries of a head. It multiplies their means by those of all key
+   blocks, takes the largest scores one after another, and writes codes.
+3. `_edge_bits_kernel` writes the bits of blocks that the diagonal or the end of the keys cuts. All heads share them.
+4. `build_mask._lists_kernel` writes the lists.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from diyfa.backends.cuda.attention.build_mask import EMPTY, FULL, WORD, columns_of, lists_launch
+from diyfa.backends.cuda.attention.tile_io import cdiv, padded_head_dim
+from diyfa.backends.cuda.runtime.constants import Constants
+from diyfa.backends.cuda.runtime.launch import on_device
+from diyfa.backends.cuda.runtime.passes import launch_each
+from diyfa.block_lists import Selection, edge_blocks, list_length, n_blocks
+from diyfa.problem import Launch
+
+BLOCK_M = 16  # blocks of queries of a program, which use a load of the keys' means
+LARGEST = tl.constexpr(3e38)  # scores that are not finite rank as if they were within these bounds; NaN the lowest
+MAX_COLUMNS = 1024  # key blocks whose scores fit the registers of a program
+MEAN_ROWS = tl.constexpr(32)  # rows of a block that are added at once
+
+
+@dataclass(frozen=True, eq=False)
+class SelectConstants(Constants):
+    """Constants of the kernels."""
+
+    block_q: int
+    block_k: int
+    head_dim: int
+    block_d: int
+    block_m: int
+    columns: int  # a power of two: key blocks
+    causal: bool
+    by_group: bool
+    edges: int  # `edge_blocks`
+
+
+@triton.jit(do_not_specialize=("rows", "heads"))
+def _means_kernel(x_ptr, means_ptr, stride_xb, stride_xh, stride_xm, heads, rows, BLOCK: tl.constexpr, c: tl.constexpr):
+    """Write the mean of each block of BLOCK rows, (heads of all samples, HEAD_DIM, blocks) float32."""
+    blocks = tl.cdiv(rows, BLOCK)
+    block, head = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    x = x_ptr + (head // heads).to(tl.int64) * stride_xb + (head % heads).to(tl.int64) * stride_xh
+    offs_d = tl.arange(0, c.BLOCK_D)
+    total = tl.zeros([c.BLOCK_D], tl.float32)
+    for row0 in range(0, BLOCK, MEAN_ROWS):
+        row = block * BLOCK + row0 + tl.arange(0, MEAN_ROWS)
+        at = x + row.to(tl.int64)[:, None] * stride_xm + offs_d[None, :]
+        inside = (row < rows)[:, None] & (offs_d < c.HEAD_DIM)[None, :]
+        total += tl.sum(tl.load(at, mask=inside, other=0.0).to(tl.float32), 0)
+    count = tl.minimum(rows - block * BLOCK, BLOCK)
+    means = means_ptr + head.to(tl.int64) * c.HEAD_DIM * blocks + block
+    tl.store(means + offs_d * blocks, total / count, mask=offs_d < c.HEAD_DIM)
+
+
+@triton.jit
+def _scores(means_q_ptr, means_k_ptr, head_q, head_k, block_i, nq, nk, c: tl.constexpr):
+    """Return the products [BLOCK_M, COLUMNS] of block means of a query head and a KV head."""
+    offs_n = tl.arange(0, c.COLUMNS)
+    q_at = means_q_ptr + head_q.to(tl.int64) * c.HEAD_DIM * nq + block_i
+    k_at = means_k_ptr + head_k.to(tl.int64) * c.HEAD_DIM * nk + offs_n
+    scores = tl.zeros([c.BLOCK_M, c.COLUMNS], tl.float32)
+    for d in range(c.HEAD_DIM):
+        q = tl.load(q_at + d * nq, mask=block_i < nq, other=0.0)
+        k = tl.load(k_at + d * nk, mask=offs_n < nk, other=0.0)
+        scores += q[:, None] * k[None, :]
+    return scores
+
+
+@triton.jit(do_not_specialize=("heads", "group", "seqlen_q", "seqlen_k", "topk", "sinks", "local", "length"))
+def _select_kernel(
+    means_q_ptr, means_k_ptr, blocks_ptr, heads, group, seqlen_q, seqlen_k, topk, sinks, local,
+    length,  # numbers of the lists of one head
+    c: tl.constexpr,
+):  # fmt: skip
+    """Write the codes of BLOCK_M blocks of queries."""
+    nq, nk = tl.cdiv(seqlen_q, c.BLOCK_Q), tl.cdiv(seqlen_k, c.BLOCK_K)
+    tiles = tl.cdiv(nq, c.BLOCK_M)
+    head = tl.program_id(0) // tiles  # of all samples
+    block_i = tl.program_id(0) % tiles * c.BLOCK_M + tl.arange(0, c.BLOCK_M)
+    head_k = head // heads * (heads // group) + head % heads // group
+    if c.BY_GROUP:
+        scores = tl.zeros([c.BLOCK_M, c.COLUMNS], tl.float32)
+        for i in range(group):
+            scores += _scores(means_q_ptr, means_k_ptr, head // group * group + i, head_k, block_i, nq, nk, c)
+    else:
+        scores = _scores(means_q_ptr, means_k_ptr, head, head_k, block_i, nq, nk, c)
+    scores = tl.where(scores == scores, tl.minimum(tl.maximum(scores, -LARGEST), LARGEST), -LARGEST)
+
+    offs = tl.arange(0, c.COLUMNS)
+    shift = seqlen_k - seqlen_q
+    first = (block_i * c.BLOCK_Q + shift)[:, None]
+    last = (tl.minimum((block_i + 1) * c.BLOCK_Q, seqlen_q) - 1 + shift)[:, None]
+    key = (offs * c.BLOCK_K)[None, :]
+    exists = (block_i < nq)[:, None] & (offs < nk)[None, :]
+    eligible = exists & (key <= last) if c.CAUSAL else exists
+    margin = (local - 1) * c.BLOCK_K
+    is_near = (local > 0) & (key + c.BLOCK_K + margin > first) & (key - margin <= last)
+    chosen = eligible & ((offs < sinks)[None, :] | is_near)  # always on
+    scores = tl.where(eligible & (chosen == 0), scores, float("-inf"))
+    for _ in range(topk):
+        largest = tl.max(scores, 1)[:, None]
+        column = tl.min(tl.where((scores == largest) & (scores > float("-inf")), offs[None, :], c.COLUMNS), 1)[:, None]
+        is_next = offs[None, :] == column
+        chosen = chosen | is_next
+        scores = tl.where(is_next, float("-inf"), scores)
+
+    is_full = key + c.BLOCK_K <= seqlen_k
+    begin = (nk - 1) + first * 0
+    if c.CAUSAL:
+        is_full = is_full & (key + (c.BLOCK_K - 1) <= first)
+        begin = tl.maximum(first, 0) // c.BLOCK_K
+    edge = block_i[:, None] * c.EDGES + offs[None, :] - begin
+    codes = tl.where(chosen, tl.where(is_full, FULL, edge), EMPTY)
+    lists = blocks_ptr + head.to(tl.int64) * length
+    tl.store(lists + block_i[:, None] * nk + offs[None, :], codes, mask=exists)
+
+
+@triton.jit(do_not_specialize=("seqlen_q", "seqlen_k"))
+def _edge_bits_kernel(bits_ptr, seqlen_q, seqlen_k, c: tl.constexpr):
+    """Write the bits of one block: of `edge_blocks` for each block of queries."""
+    slot = tl.program_id(0)
+    first = slot // c.EDGES * c.BLOCK_Q + seqlen_k - seqlen_q
+    begin = tl.cdiv(seqlen_k, c.BLOCK_K) - 1
+    if c.CAUSAL:
+        begin = tl.maximum(first, 0) // c.BLOCK_K
+    word = tl.arange(0, c.BLOCK_K // WORD)
+    bit = tl.arange(0, WORD)[None, None, :]
+    j = (begin + slot % c.EDGES) * c.BLOCK_K + word[None, :, None] * WORD + bit
+    for row0 in range(0, c.BLOCK_Q, 32):
+        row = row0 + tl.arange(0, 32)
+        i = (first + row)[:, None, None]
+        seen = (i < seqlen_k) & (j < seqlen_k)
+        if c.CAUSAL:
+            seen = seen & (j <= i)
+        at = bits_ptr + slot.to(tl.int64) * (c.BLOCK_Q * c.BLOCK_K // WORD) + row[:, None] * (c.BLOCK_K // WORD)
+        tl.store(at + word[None, :], tl.sum(seen.to(tl.int32) << bit, 2))
+
+
+def make_launches(
+    q: torch.Tensor, k: torch.Tensor, how: Selection, blocks: torch.Tensor, bits: torch.Tensor
+) -> list[Launch]:
+    """Return the launches that fill `blocks` and `bits` of the mask of q (B, H, Sq, D) and k (B, Hk, Sk, D)."""
+    batch, heads, seqlen_q, head_dim = q.shape
+    sizes = seqlen_q, k.shape[2]
+    nq, nk = n_blocks(*sizes, how.block)
+    c = SelectConstants(
+        *how.block, head_dim, padded_head_dim(head_dim), BLOCK_M, columns_of(nk), how.causal, how.by_group,
+        edge_blocks(how, sizes),
+    )  # fmt: skip
+    means_q = q.new_empty((batch * heads, head_dim, nq), dtype=torch.float32)
+    means_k = q.new_empty((batch * k.shape[1], head_dim, nk), dtype=torch.float32)
+    launches = []
+    for x, means, block in ((q, means_q, how.block[0]), (k, means_k, how.block[1])):
+        stride_b, stride_h, stride_m, _ = x.stride()
+        arguments = {
+            "x_ptr": x, "means_ptr": means, "stride_xb": stride_b, "stride_xh": stride_h, "stride_xm": stride_m,
+            "heads": x.shape[1], "rows": x.shape[2],
+        }  # fmt: skip
+        constants = {"BLOCK": block, "c": c}
+        launches.append(Launch(_means_kernel, means.shape[0] * means.shape[2], arguments, constants, {"num_warps": 4}))
+    arguments = {
+        "means_q_ptr": means_q, "means_k_ptr": means_k, "blocks_ptr": blocks, "heads": heads,
+        "group": heads // k.shape[1], "seqlen_q": sizes[0], "seqlen_k": sizes[1], "topk": min(how.topk, nk),
+        "sinks": how.sinks, "local": min(how.local, nk), "length": list_length(nq, nk),
+    }  # fmt: skip
+    grid = batch * heads * cdiv(nq, BLOCK_M)
+    launches.append(Launch(_select_kernel, grid, arguments, {"c": c}, {"num_warps": 8}))
+    if c.edges:
+        at = {"bits_ptr": bits, "seqlen_q": sizes[0], "seqlen_k": sizes[1]}
+        launches.append(Launch(_edge_bits_kernel, nq * c.edges, at, {"c": c}, {"num_warps": 4}))
+    return [*launches, lists_launch(blocks, batch * heads, sizes, how.block)]
+
+
+def select_blocks(q: torch.Tensor, k: torch.Tensor, how: Selection) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return `mask_blocks` and `mask_bits` for q (B, H, Sq, D) and k (B, Hk, Sk, D), or None for too many keys."""
+    if n_blocks(q.shape[2], k.shape[2], how.block)[1] > MAX_COLUMNS:
+        return None
+    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
+    nq, nk = n_blocks(q.shape[2], k.shape[2], how.block)
+    blocks = torch.empty(*q.shape[:2], list_length(nq, nk), dtype=torch.int32, device=q.device)
+    edges = nq * edge_blocks(how, (q.shape[2], k.shape[2]))
+    bits = torch.empty(edges, how.block[0], how.block[1] // 32, dtype=torch.int32, device=q.device)
+    with on_device(q):
+        launch_each(make_launches(q, k, how, blocks, bits))
+    return blocks, bits
