@@ -16,6 +16,7 @@ import torch
 
 from diyfa.arch import ELEMENT_BYTES, npu_spec
 from diyfa.backends.npu.tables import configs, configs_v1
+from diyfa.eight_bits import FLOAT8
 from diyfa.npu_stacks import GET_TRITON_ASCEND, installed_version, launcher_problem, triton_problem
 from diyfa.problem import (
     KVCACHE_FEATURES,
@@ -31,7 +32,7 @@ from diyfa.problem import (
 FEATURES = frozenset(
     {
         "causal", "window", "softcap", "seq_lens", "varlen", "alibi", "attn_bias", "sinks", "dropout",
-        "dropout_origins", "gqa", "head_dim_v", "batch_invariant",
+        "dropout_origins", "gqa", "head_dim_v", "batch_invariant", "mask",
     }
 )  # fmt: skip
 INTERPRETER_ARCH = "Ascend910B3"  # chip of the interpreter, unless DIYFA_ARCH names another
@@ -67,9 +68,17 @@ def _launcher(module: str, function: str) -> Callable[..., Any]:
     return lambda *args: getattr(_kernel_module(module), function)(*args)
 
 
+def _dtype_unsupported(dtype: str) -> str | None:
+    """Return why there is no kernel for operands of `dtype`, or None. docs/log/eight-bits.md has what was tried."""
+    if dtype in ELEMENT_BYTES:
+        return None
+    who = "triton-ascend has" if dtype in FLOAT8 else "diyfa has" if dtype == "int8" else "Ascend NPUs have"
+    return f"{who} no {dtype} matrix product on NPUs: use one of {', '.join(ELEMENT_BYTES)}"
+
+
 def _shape_unsupported(problem: AttentionProblem | KVCacheProblem) -> str | None:
-    if problem.dtype not in ELEMENT_BYTES:
-        return f"Ascend NPUs have no {problem.dtype} matrix product: use one of {', '.join(ELEMENT_BYTES)}"
+    if reason := _dtype_unsupported(problem.dtype):
+        return reason
     widest, max_head_dim = max(problem.head_dim, problem.head_dim_v), configs.HEAD_DIM_CLASSES[-1]
     if widest > max_head_dim:
         return f"head_dim {widest} is beyond {max_head_dim}, the most that the tile table covers"
@@ -103,8 +112,8 @@ def _append_unsupported(problem: KVCacheProblem) -> str | None:
 
 
 def _matmul_unsupported(problem: MatmulProblem) -> str | None:
-    if problem.compute_dtype not in ELEMENT_BYTES or problem.dtype not in ELEMENT_BYTES:
-        return f"Ascend NPUs have no {problem.dtype} matrix product: use one of {', '.join(ELEMENT_BYTES)}"
+    if reason := _dtype_unsupported(problem.dtype) or _dtype_unsupported(problem.compute_dtype):
+        return reason
     if problem.compute_dtype == "float32" and problem.precision == "tf32":
         return 'Ascend NPUs have no tf32; use precision="ieee", or None to compute in float16'
     if problem.block is not None and not configs.matmul_fits(configs.matmul_tile(problem), problem):

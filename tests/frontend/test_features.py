@@ -55,7 +55,6 @@ WITHOUT_EFFECT = {
 }  # fmt: skip
 NOT_PACKED = {"seq_lens", "attn_bias", *INSIDE_MASK}  # what packed sequences do not take
 PACKED = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"}
-NOT_ON_NPU = {"mask"}
 MODES = {"batch_invariant", "dropout_origins"}  # of a block of code, of a tensor's length: in no table
 # A dtype of q: it has no gradient, so that no case of the matrix has it. tests/numerics/test_eight_bits.py has its own.
 BY_DTYPE = {"eight_bits"}
@@ -406,7 +405,6 @@ def test_random_cases_have_each_feature_unless_excluded() -> None:
 @by_name(REFUSABLE)
 def test_validate_and_the_first_run_on_ascend_try_it(feature: Feature) -> None:
     pytest.importorskip("rich")
-    from diyfa.backends import npu
     from diyfa.lab.first_run.cases import SMOKE, features_in
     from diyfa.lab.validate import CASES as VALIDATED
 
@@ -418,9 +416,6 @@ def test_validate_and_the_first_run_on_ascend_try_it(feature: Feature) -> None:
         for case in VALIDATED
     ]  # fmt: skip
     assert any(feature.refusal_name in case_problem(case).features for case in small), "diyfa validate"
-    if feature.refusal_name in NOT_ON_NPU:
-        assert feature.refusal_name not in npu.FEATURES
-        return
     assert any(feature.refusal_name in case_problem(case).features for case in features_in("float16", SMOKE)), (
         "first run"
     )

@@ -64,6 +64,9 @@ CHOSEN = [
     Case("bias_rows_sinks", heads=2, seqlen_q=70, seqlen_k=60, head_dim=16, bias="11q1", sinks=True, causal=True),
     # Gradients of more columns than one product has.
     Case("fp32_d576", heads=1, seqlen_q=24, seqlen_k=40, head_dim=576, head_dim_v=32, dtype="float32", causal=True),
+    # Block masks: full and partial blocks; a mask for each head, the first of which sees no key of some blocks.
+    CASES["mask_gqa_sinks"],
+    Case("mask_heads", heads=4, heads_kv=1, seqlen_q=200, seqlen_k=150, head_dim=64, mask="1h:64:0.3"),
     Case("crowded_d128", heads=1, seqlen_q=200, seqlen_k=300, head_dim=128, window=(150, 0), alibi="h", dropout_p=0.2),
 ]
 SMALL = [case for case in CASES.values() if not case.large]
@@ -218,6 +221,20 @@ def test_products_leave_columns_beyond_the_keys_as_they_were() -> None:
     assert (s[:, :20] == 32).all()
     assert (s[:, 20:32] == 0).all(), "the last fractal"
     assert (s[:, 32:] == 7).all(), "zeros, as the load asked for, would be right"
+
+
+def test_int8_products_are_exact() -> None:
+    """The compiler takes int8 operands, and their sums are int32 (docs/log/eight-bits.md)."""
+    from simulators.hivm.launch import compiled_on_cpu
+    from simulators.hivm.padded_product import padded_product
+
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randint(-127, 128, (n, 64), dtype=torch.int8, generator=generator) for n in (64, 128))
+    s = torch.empty(64, 128, dtype=torch.int32)
+    with compiled_on_cpu() as log:
+        padded_product[(1,)](q, k, s, 128, BLOCK_M=64, BLOCK_N=128, HEAD_DIM=64)
+    assert torch.equal(s, q.int() @ k.int().mT)
+    assert not log.races, "\n".join(log.races)
 
 
 # ---- The executor can fail ------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Callable, Iterator
+from itertools import product
 
 import pytest
 import torch
@@ -38,6 +39,27 @@ def tile_shape(launch: Launch) -> tuple[int, int]:
     if hasattr(constants, "queries"):  # of a kernel of caches; those for vector cores have no keys
         return constants.heads * constants.queries, getattr(constants, "block_n", 0)
     return constants.block_m, constants.block_n
+
+
+@pytest.mark.parametrize("kernel", ["fwd", "dkdv", "dq", "dbias"])
+@pytest.mark.parametrize("arch", [A2, "Ascend950PR_9589"])
+def test_every_tile_divides_the_blocks_of_a_mask(arch: str, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table's tile, those to tune and the conservative one. One that is asked for and does not is an error."""
+    monkeypatch.delenv(requested.VARIABLE, raising=False)
+    features = [{}, {"softcap": 30.0, "alibi": True}, {"dropout": True}, {"bias": "qk", "softcap": 30.0}]
+    for dtype, head_dim in product(("float16", "float32"), configs.HEAD_DIM_CLASSES):
+        for mask, more in product(product((64, 128), repeat=2), features):
+            problem, _ = specs.example_case(arch, {"dtype": dtype, "head_dim": head_dim, "mask": mask, **more})
+            for tile in (configs.table_tile(problem, kernel), *configs.candidates(problem, kernel)):
+                assert mask[0] % tile.block_m == 0 and mask[1] % tile.block_n == 0, (mask, tile)
+    problem = specs.example(arch, mask=(64, 128))
+    monkeypatch.setenv(requested.VARIABLE, "64x128")
+    asked = configs.requested_tile(problem, kernel)
+    assert asked is not None and (asked.block_m, asked.block_n) == (64, 128)
+    for wrong in ("128x64", "48x64", "64x256"):
+        monkeypatch.setenv(requested.VARIABLE, wrong)
+        with pytest.raises(ValueError, match="does not divide the blocks of the mask, 64 queries and 128 keys"):
+            configs.requested_tile(problem, kernel)
 
 
 class Compiler:

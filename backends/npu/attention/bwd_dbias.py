@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import triton.language as tl
 
+from diyfa.backends.npu.attention.block_mask import EMPTY, block_code, head_lists, keep_visible
 from diyfa.backends.npu.attention.dropout import head_keys, keep_tile, position_words
 from diyfa.backends.npu.attention.primitives import (
     block_at,
@@ -34,10 +35,11 @@ from diyfa.backends.npu.runtime.compat import kernel
 def _bwd_dbias_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr,
     seq_lens_ptr, per_head_ptr, bias_ptr, rng_state_ptr,
-    dbias_ptr,
+    mask_blocks_ptr, mask_bits_ptr, dbias_ptr,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_dob, stride_doh, stride_dom, stride_dbias_b, stride_dbias_h, stride_dbias_m,
     stride_per_head_b, stride_bias_b, stride_bias_h, stride_bias_m,
+    stride_mask_b, stride_mask_h,
     sm_scale, softcap, softcap_minus, softcap_inverse, softcap_rate, keep_threshold, keep_prob, keep_scale, grad_scale,
     batch, heads_q, heads_kv, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
     bias_batch, bias_heads,
@@ -109,6 +111,12 @@ def _bwd_dbias_kernel(
                 c0, c1 = position_words(column_key0, column_key1, tl.arange(0, c.BLOCK_N) + n0)
                 dp = tl.where(keep_tile(r0, r1, c0, c1, keep_threshold), dp, 0.0)
             ds = p * (dp - delta[:, None])
+            if c.MASK_K:
+                lists = head_lists(mask_blocks_ptr, b, h, stride_mask_b, stride_mask_h)
+                code = block_code(lists, row0, n0, seqlen_k, c)
+                if code == EMPTY:
+                    ds = tl.zeros([c.BLOCK_M, c.BLOCK_N], tl.float32)
+                ds = keep_visible(ds, 0.0, code >= 0, lists, mask_bits_ptr, row0, n0, seqlen_k, False, c)
             ds = masked(ds, 0.0, row0, n0, sq, sk, window_left, window_right, False, c)
             # Masks do not hide everything beyond the sequence: neither what no product wrote, nor 0 times a NaN. This
             # select is unconditional, and in this form: else AscendNPU IR 1.1.0 does not pipeline the loop.

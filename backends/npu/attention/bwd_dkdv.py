@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 import triton.language as tl
 
+from diyfa.backends.npu.attention.block_mask import head_lists, keep_visible, listed, listed_queries
 from diyfa.backends.npu.attention.dropout import head_keys, keep_tile, position_words
 from diyfa.backends.npu.attention.launch import AttentionConstants
 from diyfa.backends.npu.attention.primitives import (
@@ -63,10 +64,11 @@ class KeyGradientConstants(AttentionConstants):
 def _bwd_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr,
     seq_lens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, per_head_ptr, bias_ptr, rng_state_ptr,
-    dk_ptr, dv_ptr,
+    mask_blocks_ptr, mask_bits_ptr, dk_ptr, dv_ptr,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_dob, stride_doh, stride_dom, stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn,
     stride_per_head_b, stride_bias_b, stride_bias_h, stride_bias_m,
+    stride_mask_b, stride_mask_h,
     sm_scale, softcap, softcap_minus, softcap_inverse, softcap_rate, keep_threshold, keep_prob, keep_scale, grad_scale,
     batch, heads_q, heads_kv, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right, heads_in_parallel,
     c: tl.constexpr,
@@ -93,8 +95,18 @@ def _bwd_dkdv_kernel(
             # Rows after a packed sequence belong to the next one.
             rows = sq if c.VARLEN else seqlen_q
             keys = sk if c.VARLEN else seqlen_k
-            lo, hi = row_range(n0, sq, sk, window_left, window_right, c)
-            row_blocks = tl.cdiv(tl.maximum(hi - lo, 0), c.BLOCK_M)
+            first_head = 0
+            if c.MASK_K:
+                # The compiler clears an accumulator in the first iteration of the inner loop below, in the first one of
+                # the outer loop. So that must not be a head of which no query sees a key here.
+                first_head = group
+                for i in range(group):
+                    lists = head_lists(mask_blocks_ptr, b, hk * group + group - 1 - i, stride_mask_b, stride_mask_h)
+                    _, _, end = listed_queries(lists, n0, seqlen_q, seqlen_k, c)
+                    first_head = tl.where(end > 0, group - 1 - i, first_head)
+            else:
+                lo, hi = row_range(n0, sq, sk, window_left, window_right, c)
+                row_blocks = tl.cdiv(tl.maximum(hi - lo, 0), c.BLOCK_M)
             k_base = head_base(k_ptr, b, hk, start_k, stride_kb, stride_kh, stride_kn, c.VARLEN)
             v_base = head_base(v_ptr, b, hk, start_k, stride_vb, stride_vh, stride_vn, c.VARLEN)
             dk_base = head_base(dk_ptr, b, hk, start_k, stride_dkb, stride_dkh, stride_dkn, c.VARLEN)
@@ -109,59 +121,72 @@ def _bwd_dkdv_kernel(
                 dk_tail = tl.zeros([c.BLOCK_N, c.BLOCK_D_TAIL], tl.float32)
             dk = tl.zeros([c.BLOCK_N, c.BLOCK_D], tl.float32)
             dv = tl.zeros([c.BLOCK_N, c.BLOCK_DV], tl.float32)
-            for step in range(row_blocks * group):  # query tiles of each head of the group
-                h = hk * group + step // row_blocks
-                row0 = lo + (step % row_blocks) * c.BLOCK_M
-                q_base = head_base(q_ptr, b, h, start_q, stride_qb, stride_qh, stride_qm, c.VARLEN)
-                dout_base = head_base(dout_ptr, b, h, start_q, stride_dob, stride_doh, stride_dom, c.VARLEN)
-                lse_base = dense_head_base(lse_ptr, b, h, start_q, heads_q, seqlen_q, total_q, c.VARLEN)
-                delta_base = dense_head_base(delta_ptr, b, h, start_q, heads_q, seqlen_q, total_q, c.VARLEN)
-                q_block = block_at(q_base, sq, stride_qm, row0, 0, c.HEAD_DIM, c.BLOCK_M, c.BLOCK_D)
-                dout_block = block_at(dout_base, sq, stride_dom, row0, 0, c.HEAD_DIM_V, c.BLOCK_M, c.BLOCK_DV)
-                q = load_tile(q_block, PAD_D)  # [BLOCK_M, BLOCK_D]
-                dout = load_tile(dout_block, PAD_DV)  # [BLOCK_M, BLOCK_DV]
-                lse = load_lse(lse_base, row0, sq, c.BLOCK_M)
-                if ROW_BIAS:  # a weight is exp(s + bias - lse)
-                    lse = lse - row_bias(bias_ptr, b, h, stride_bias_b, stride_bias_h, row0, sq, c)
-                delta = load_row(delta_base, row0, rows, c.BLOCK_M)
-                s = dot(k, tl.trans(q), c.INTERPRET)  # [BLOCK_N, BLOCK_M]
-                if c.BLOCK_D_TAIL:
-                    q_tail_block = block_at(
-                        q_base, sq, stride_qm, row0, c.BLOCK_D, c.HEAD_DIM, c.BLOCK_M, c.BLOCK_D_TAIL
-                    )
-                    q_tail = load_tile(q_tail_block, PAD_D_TAIL)  # [BLOCK_M, BLOCK_D_TAIL]
-                    s = dot_add(k_tail, tl.trans(q_tail), s, c.INTERPRET)
-                s, capped = score_tile(
-                    s, b, h, row0, n0, sq, sk, sm_scale, softcap, softcap_minus, softcap_rate,
-                    per_head_ptr, stride_per_head_b, bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, True, c,
-                )  # fmt: skip
-                p = tl.exp(s - lse[None, :])  # [BLOCK_N, BLOCK_M]
-                # Compiled in even if no tile needs it (padded keys only reach their own rows of dk and dv): without it
-                # AscendNPU IR 1.1.0 leaves square tiles to one vector core, or overflows the unified buffer.
-                p = masked(p, 0.0, row0, n0, sq, sk, window_left, window_right, True, c)
-                p = drop_columns(p, row0, sq, c.BLOCK_M)
-                # The cube unit may overwrite a left operand. In fp32 p itself is that of the dv product, so every
-                # other use of p comes before that product.
-                dp = dot(v, tl.trans(dout), c.INTERPRET)  # [BLOCK_N, BLOCK_M]
-                p_dropped = p
-                if c.DROPOUT:
-                    delta = delta * keep_prob  # 1 / keep_prob follows after the loop
-                    row_key0, row_key1, column_key0, column_key1 = head_keys(rng_state_ptr, b, h, c.DROPOUT_ORIGINS)
-                    r0, r1 = position_words(row_key0, row_key1, tl.arange(0, c.BLOCK_M) + row0)
-                    c0, c1 = position_words(column_key0, column_key1, tl.arange(0, c.BLOCK_N) + n0)
-                    keep = keep_tile(c0, c1, r0, r1, keep_threshold)
-                    p_dropped = tl.where(keep, p, 0.0)
-                    dp = tl.where(keep, dp, 0.0)
-                ds = p * (dp - delta[None, :])
-                ds = product_gradient(ds, b, h, capped, softcap_inverse, per_head_ptr, stride_per_head_b, c)
-                ds = drop_columns(ds, row0, sq, c.BLOCK_M)
-                dv = dot_add(narrow(p_dropped, dout.dtype, c.INTERPRET), dout, dv, c.INTERPRET)
-                ds = narrow(ds, q.dtype, c.INTERPRET)
-                dk = dot_add(ds, q, dk, c.INTERPRET)
-                if c.BLOCK_D_TAIL:
-                    dk_tail = dot_add(ds, q_tail, dk_tail, c.INTERPRET)
+            # With a block mask each head of the group has a list of query blocks; else one loop has the tiles of all.
+            for head in range(first_head, group if c.MASK_K else 1):
+                if c.MASK_K:
+                    h = hk * group + head
+                    lists = head_lists(mask_blocks_ptr, b, h, stride_mask_b, stride_mask_h)
+                    queries, full, end = listed_queries(lists, n0, seqlen_q, seqlen_k, c)
+                for step in range(0, end if c.MASK_K else row_blocks * group, c.BLOCK_M if c.MASK_K else 1):
+                    if c.MASK_K:  # `step` is a position in the list
+                        row0 = listed(step, queries, c.MASK_Q)
+                    else:
+                        h = hk * group + step // row_blocks
+                        row0 = lo + (step % row_blocks) * c.BLOCK_M
+                    q_base = head_base(q_ptr, b, h, start_q, stride_qb, stride_qh, stride_qm, c.VARLEN)
+                    dout_base = head_base(dout_ptr, b, h, start_q, stride_dob, stride_doh, stride_dom, c.VARLEN)
+                    lse_base = dense_head_base(lse_ptr, b, h, start_q, heads_q, seqlen_q, total_q, c.VARLEN)
+                    delta_base = dense_head_base(delta_ptr, b, h, start_q, heads_q, seqlen_q, total_q, c.VARLEN)
+                    q_block = block_at(q_base, sq, stride_qm, row0, 0, c.HEAD_DIM, c.BLOCK_M, c.BLOCK_D)
+                    dout_block = block_at(dout_base, sq, stride_dom, row0, 0, c.HEAD_DIM_V, c.BLOCK_M, c.BLOCK_DV)
+                    q = load_tile(q_block, PAD_D)  # [BLOCK_M, BLOCK_D]
+                    dout = load_tile(dout_block, PAD_DV)  # [BLOCK_M, BLOCK_DV]
+                    lse = load_lse(lse_base, row0, sq, c.BLOCK_M)
+                    if ROW_BIAS:  # a weight is exp(s + bias - lse)
+                        lse = lse - row_bias(bias_ptr, b, h, stride_bias_b, stride_bias_h, row0, sq, c)
+                    delta = load_row(delta_base, row0, rows, c.BLOCK_M)
+                    s = dot(k, tl.trans(q), c.INTERPRET)  # [BLOCK_N, BLOCK_M]
+                    if c.BLOCK_D_TAIL:
+                        q_tail_block = block_at(
+                            q_base, sq, stride_qm, row0, c.BLOCK_D, c.HEAD_DIM, c.BLOCK_M, c.BLOCK_D_TAIL
+                        )
+                        q_tail = load_tile(q_tail_block, PAD_D_TAIL)  # [BLOCK_M, BLOCK_D_TAIL]
+                        s = dot_add(k_tail, tl.trans(q_tail), s, c.INTERPRET)
+                    s, capped = score_tile(
+                        s, b, h, row0, n0, sq, sk, sm_scale, softcap, softcap_minus, softcap_rate,
+                        per_head_ptr, stride_per_head_b, bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, True, c,
+                    )  # fmt: skip
+                    p = tl.exp(s - lse[None, :])  # [BLOCK_N, BLOCK_M]
+                    # Compiled in even if no tile needs it (padded keys only reach their own rows of dk and dv): without
+                    # it AscendNPU IR 1.1.0 leaves square tiles to one vector core, or overflows the unified buffer.
+                    if c.MASK_K:
+                        p = keep_visible(p, 0.0, step >= full, lists, mask_bits_ptr, row0, n0, seqlen_k, True, c)
+                    if c.MASK_K == 0 or c.SEQ_LENS:
+                        p = masked(p, 0.0, row0, n0, sq, sk, window_left, window_right, True, c)
+                    p = drop_columns(p, row0, sq, c.BLOCK_M)
+                    # The cube unit may overwrite a left operand. In fp32 p itself is that of the dv product, so every
+                    # other use of p comes before that product.
+                    dp = dot(v, tl.trans(dout), c.INTERPRET)  # [BLOCK_N, BLOCK_M]
+                    p_dropped = p
+                    if c.DROPOUT:
+                        delta = delta * keep_prob  # 1 / keep_prob follows after the loop
+                        row_key0, row_key1, column_key0, column_key1 = head_keys(rng_state_ptr, b, h, c.DROPOUT_ORIGINS)
+                        r0, r1 = position_words(row_key0, row_key1, tl.arange(0, c.BLOCK_M) + row0)
+                        c0, c1 = position_words(column_key0, column_key1, tl.arange(0, c.BLOCK_N) + n0)
+                        keep = keep_tile(c0, c1, r0, r1, keep_threshold)
+                        p_dropped = tl.where(keep, p, 0.0)
+                        dp = tl.where(keep, dp, 0.0)
+                    ds = p * (dp - delta[None, :])
+                    ds = product_gradient(ds, b, h, capped, softcap_inverse, per_head_ptr, stride_per_head_b, c)
+                    ds = drop_columns(ds, row0, sq, c.BLOCK_M)
+                    dv = dot_add(narrow(p_dropped, dout.dtype, c.INTERPRET), dout, dv, c.INTERPRET)
+                    ds = narrow(ds, q.dtype, c.INTERPRET)
+                    dk = dot_add(ds, q, dk, c.INTERPRET)
+                    if c.BLOCK_D_TAIL:
+                        dk_tail = dot_add(ds, q_tail, dk_tail, c.INTERPRET)
             # Keys that no row sees and keys beyond the sequence get gradient 0.
-            n_seen_keys = tl.where(row_blocks > 0, (sk - n0) if c.SEQ_LENS else c.BLOCK_N, 0)
+            seen_blocks = (group - first_head) if c.MASK_K else row_blocks
+            n_seen_keys = tl.where(seen_blocks > 0, (sk - n0) if c.SEQ_LENS else c.BLOCK_N, 0)
             dk = keep_first_rows(dk, n_seen_keys, c.BLOCK_N) * grad_scale
             if c.BLOCK_D_TAIL:
                 dk_tail = keep_first_rows(dk_tail, n_seen_keys, c.BLOCK_N) * grad_scale

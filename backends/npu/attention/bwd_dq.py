@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import triton.language as tl
 
+from diyfa.backends.npu.attention.block_mask import head_lists, keep_visible, listed, listed_keys
 from diyfa.backends.npu.attention.dropout import head_keys, keep_tile, position_words
 from diyfa.backends.npu.attention.launch import AttentionConstants
 from diyfa.backends.npu.attention.primitives import (
@@ -57,10 +58,11 @@ class QueryGradientConstants(AttentionConstants):
 def _bwd_dq_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr,
     seq_lens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, per_head_ptr, bias_ptr, rng_state_ptr,
-    dq_ptr,
+    mask_blocks_ptr, mask_bits_ptr, dq_ptr,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_dob, stride_doh, stride_dom, stride_dqb, stride_dqh, stride_dqm,
     stride_per_head_b, stride_bias_b, stride_bias_h, stride_bias_m,
+    stride_mask_b, stride_mask_h,
     sm_scale, softcap, softcap_minus, softcap_inverse, softcap_rate, keep_threshold, keep_prob, keep_scale, grad_scale,
     batch, heads_q, heads_kv, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right, heads_in_parallel,
     c: tl.constexpr,
@@ -85,7 +87,12 @@ def _bwd_dq_kernel(
                 seq_lens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, b, seqlen_q, seqlen_k, total_q, total_k, c
             )
             rows = sq if c.VARLEN else seqlen_q  # rows after a packed sequence belong to the next one
-            lo, hi = key_range(row0, sq, sk, window_left, window_right, c)
+            if c.MASK_K:  # positions in the list of the block's keys
+                lists = head_lists(mask_blocks_ptr, b, h, stride_mask_b, stride_mask_h)
+                keys, full, hi = listed_keys(lists, row0, seqlen_q, seqlen_k, c)
+                lo = 0
+            else:
+                lo, hi = key_range(row0, sq, sk, window_left, window_right, c)
             q_base = head_base(q_ptr, b, h, start_q, stride_qb, stride_qh, stride_qm, c.VARLEN)
             k_base = head_base(k_ptr, b, hk, start_k, stride_kb, stride_kh, stride_kn, c.VARLEN)
             v_base = head_base(v_ptr, b, hk, start_k, stride_vb, stride_vh, stride_vn, c.VARLEN)
@@ -116,9 +123,17 @@ def _bwd_dq_kernel(
             # Counted from 0: a loop that begins at a window's edge crashes AscendNPU IR 1.0.0.
             for step in range(0, hi - lo, c.BLOCK_N):
                 n0 = lo + step
-                k = load_tile(k_block, PAD_D)  # [BLOCK_N, BLOCK_D]
+                if c.MASK_K:
+                    n0 = listed(step, keys, c.MASK_K)
+                    k = load_tile(block_at(k_base, sk, stride_kn, n0, 0, c.HEAD_DIM, c.BLOCK_N, c.BLOCK_D), PAD_D)
+                else:
+                    k = load_tile(k_block, PAD_D)  # [BLOCK_N, BLOCK_D]
                 s = dot(q, tl.trans(k), c.INTERPRET)  # [BLOCK_M, BLOCK_N]
                 if c.BLOCK_D_TAIL:
+                    if c.MASK_K:
+                        k_tail_block = block_at(
+                            k_base, sk, stride_kn, n0, c.BLOCK_D, c.HEAD_DIM, c.BLOCK_N, c.BLOCK_D_TAIL
+                        )
                     k_tail = load_tile(k_tail_block, PAD_D_TAIL)  # [BLOCK_N, BLOCK_D_TAIL]
                     s = dot_add(q_tail, tl.trans(k_tail), s, c.INTERPRET)
                 s, capped = score_tile(
@@ -126,7 +141,10 @@ def _bwd_dq_kernel(
                     per_head_ptr, stride_per_head_b, bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, False, c,
                 )  # fmt: skip
                 p = tl.exp(s - lse[:, None])  # [BLOCK_M, BLOCK_N]
-                v = load_tile(v_block, PAD_DV)  # [BLOCK_N, BLOCK_DV]
+                if c.MASK_K:
+                    v = load_tile(block_at(v_base, sk, stride_vn, n0, 0, c.HEAD_DIM_V, c.BLOCK_N, c.BLOCK_DV), PAD_DV)
+                else:
+                    v = load_tile(v_block, PAD_DV)  # [BLOCK_N, BLOCK_DV]
                 dp = dot(dout, tl.trans(v), c.INTERPRET)  # [BLOCK_M, BLOCK_N]
                 if c.DROPOUT:
                     c0, c1 = position_words(column_key0, column_key1, tl.arange(0, c.BLOCK_N) + n0)
@@ -135,15 +153,19 @@ def _bwd_dq_kernel(
                 ds = product_gradient(ds, b, h, capped, softcap_inverse, per_head_ptr, stride_per_head_b, c)
                 # Mask ds, not p: a product with fewer keys than the tile does not write the other columns of its
                 # accumulator, so s and dp may hold anything there, NaN included.
+                if c.MASK_K:
+                    ds = keep_visible(ds, 0.0, step >= full, lists, mask_bits_ptr, row0, n0, seqlen_k, False, c)
                 if c.MASKED:
                     ds = masked(ds, 0.0, row0, n0, sq, sk, window_left, window_right, False, c)
                 ds = narrow(ds, k.dtype, c.INTERPRET)
                 dq = dot_add(ds, k, dq, c.INTERPRET)
                 if c.BLOCK_D_TAIL:
                     dq_tail = dot_add(ds, k_tail, dq_tail, c.INTERPRET)
-                    k_tail_block = tl.advance(k_tail_block, (c.BLOCK_N, 0))
-                k_block = tl.advance(k_block, (c.BLOCK_N, 0))
-                v_block = tl.advance(v_block, (c.BLOCK_N, 0))
+                    if not c.MASK_K:
+                        k_tail_block = tl.advance(k_tail_block, (c.BLOCK_N, 0))
+                if not c.MASK_K:
+                    k_block = tl.advance(k_block, (c.BLOCK_N, 0))
+                    v_block = tl.advance(v_block, (c.BLOCK_N, 0))
             # Rows that see no key, and with SEQ_LENS rows beyond the sequence, get gradient 0. The causal mask does not
             # hide rows beyond the sequence, where tiles hold what no product wrote.
             n_seen_rows = tl.where(hi > lo, (sq - row0) if c.SEQ_LENS else c.BLOCK_M, 0)

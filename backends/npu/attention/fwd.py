@@ -20,6 +20,8 @@ Differences from a GPU kernel:
 * Exponentials have base e: Ascend's exp2 is a multiplication and an exp.
 * Every dimension that can overrun is loaded with zero padding, so rows of V beyond the keys bring no NaN.
 
+With a block mask (MASK_K) the loop counts positions in a list of key blocks: see block_mask.py.
+
 `per_head_ptr` holds ALiBi slopes. `configs.attention_scalars` defines the scalar arguments from sm_scale to grad_scale,
 and `primitives.locate_task` explains `heads_in_parallel`.
 """
@@ -32,6 +34,7 @@ import torch
 import triton
 import triton.language as tl
 
+from diyfa.backends.npu.attention.block_mask import head_lists, keep_visible, listed, listed_keys
 from diyfa.backends.npu.attention.dropout import head_keys, keep_tile, position_words
 from diyfa.backends.npu.attention.launch import AttentionConstants, attention_launch, call_values
 from diyfa.backends.npu.attention.primitives import (
@@ -89,9 +92,10 @@ class ForwardConstants(AttentionConstants):
 def _fwd_kernel(
     q_ptr, k_ptr, v_ptr,
     seq_lens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, per_head_ptr, bias_ptr, rng_state_ptr, sinks_ptr,
-    out_ptr, lse_ptr,
+    mask_blocks_ptr, mask_bits_ptr, out_ptr, lse_ptr,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_ob, stride_oh, stride_om, stride_per_head_b, stride_bias_b, stride_bias_h, stride_bias_m,
+    stride_mask_b, stride_mask_h,
     sm_scale, softcap, softcap_minus, softcap_inverse, softcap_rate, keep_threshold, keep_prob, keep_scale, grad_scale,
     batch, heads_q, heads_kv, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right, heads_in_parallel,
     c: tl.constexpr,
@@ -116,7 +120,12 @@ def _fwd_kernel(
                 seq_lens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, b, seqlen_q, seqlen_k, total_q, total_k, c
             )
             rows = sq if c.VARLEN else seqlen_q  # rows after a packed sequence belong to the next one
-            lo, hi = key_range(row0, sq, sk, window_left, window_right, c)
+            if c.MASK_K:  # positions in the list of the block's keys
+                lists = head_lists(mask_blocks_ptr, b, h, stride_mask_b, stride_mask_h)
+                keys, full, hi = listed_keys(lists, row0, seqlen_q, seqlen_k, c)
+                lo = 0
+            else:
+                lo, hi = key_range(row0, sq, sk, window_left, window_right, c)
             q_base = head_base(q_ptr, b, h, start_q, stride_qb, stride_qh, stride_qm, c.VARLEN)
             k_base = head_base(k_ptr, b, hk, start_k, stride_kb, stride_kh, stride_kn, c.VARLEN)
             v_base = head_base(v_ptr, b, hk, start_k, stride_vb, stride_vh, stride_vn, c.VARLEN)
@@ -134,8 +143,13 @@ def _fwd_kernel(
             if c.DROPOUT:
                 row_key0, row_key1, column_key0, column_key1 = head_keys(rng_state_ptr, b, h, c.DROPOUT_ORIGINS)
                 r0, r1 = position_words(row_key0, row_key1, tl.arange(0, c.BLOCK_M) + row0)
-            for n0 in range(lo, hi, c.BLOCK_N):
-                k = load_tile(k_block, PAD_D)  # [BLOCK_N, BLOCK_D]
+            for position in range(lo, hi, c.BLOCK_N):
+                n0 = position
+                if c.MASK_K:
+                    n0 = listed(position, keys, c.MASK_K)
+                    k = load_tile(block_at(k_base, sk, stride_kn, n0, 0, c.HEAD_DIM, c.BLOCK_N, c.BLOCK_D), PAD_D)
+                else:
+                    k = load_tile(k_block, PAD_D)  # [BLOCK_N, BLOCK_D]
                 s = dot(q, tl.trans(k), c.INTERPRET)  # [BLOCK_M, BLOCK_N]
                 s, _capped = score_tile(
                     s, b, h, row0, n0, sq, sk, sm_scale, softcap, softcap_minus, softcap_rate,
@@ -143,17 +157,24 @@ def _fwd_kernel(
                 )  # fmt: skip
                 if ROW_BIAS:
                     s = s + bias[:, None]
+                if c.MASK_K:
+                    is_partial = position >= full
+                    s = keep_visible(s, float("-inf"), is_partial, lists, mask_bits_ptr, row0, n0, seqlen_k, False, c)
                 if c.MASKED:
                     s = masked(s, float("-inf"), row0, n0, sq, sk, window_left, window_right, False, c)
                 p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, c.INTERPRET)
                 if c.DROPOUT:  # drops weights only; l_i and lse stay without dropout
                     c0, c1 = position_words(column_key0, column_key1, tl.arange(0, c.BLOCK_N) + n0)
                     p = tl.where(keep_tile(r0, r1, c0, c1, keep_threshold), p, 0.0)
-                v = load_tile(v_block, PAD_DV)  # [BLOCK_N, BLOCK_DV]
+                if c.MASK_K:
+                    v = load_tile(block_at(v_base, sk, stride_vn, n0, 0, c.HEAD_DIM_V, c.BLOCK_N, c.BLOCK_DV), PAD_DV)
+                else:
+                    v = load_tile(v_block, PAD_DV)  # [BLOCK_N, BLOCK_DV]
                 acc = acc * alpha[:, None]
                 acc = dot_add(narrow(p, v.dtype, c.INTERPRET), v, acc, c.INTERPRET)
-                k_block = tl.advance(k_block, (c.BLOCK_N, 0))
-                v_block = tl.advance(v_block, (c.BLOCK_N, 0))
+                if not c.MASK_K:
+                    k_block = tl.advance(k_block, (c.BLOCK_N, 0))
+                    v_block = tl.advance(v_block, (c.BLOCK_N, 0))
             if c.SINKS:  # A key without a value. It comes last: the weight of a row's only key stays exp(0), exact.
                 # Computed on vectors: the compiler passes an fp32 scalar to the cube core, which then waits for it.
                 sink = tl.zeros([c.BLOCK_M], tl.float32) + load_row(sinks_ptr + h, 0, 1, 1)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from diyfa.backends.npu.attention.bias import as_read
+from diyfa.backends.npu.attention.block_mask import mask_strides
 from diyfa.backends.npu.runtime.compat import INTERPRETED, Constants, padded_head_dim, split_columns
 from diyfa.backends.npu.runtime.launch import bind_launch, cube_programs, heads_per_group, tensor_arguments
 from diyfa.backends.npu.tables import configs
@@ -44,6 +45,8 @@ class AttentionConstants(Constants):
     varlen: bool
     alibi: str
     bias: str  # dimensions of attn_bias (see bias.py)
+    mask_q: int  # queries and keys of a block of the block mask, 0 without one
+    mask_k: int
     dropout: bool
     dropout_origins: bool
     interpret: bool
@@ -55,12 +58,14 @@ def call_values(problem: AttentionProblem, tensors: AttentionTensors, step: str)
     Tensors that kernels cannot read are copied. `step`: the kernel, "fwd" or "dq" in the tile table, for which MASKED
     says whether a tile needs a mask."""
     bias = as_read(tensors.attn_bias)
+    mask_q, mask_k = problem.mask or (0, 0)
     return {
         **tensor_arguments(problem.layout, q=tensors.q, k=tensors.k, v=tensors.v),
         **{f"{x.name}_ptr": getattr(tensors, x.name) for x in TENSORS},
         "per_head_ptr": tensors.alibi_slopes,
         "stride_per_head_b": per_head_stride(tensors.alibi_slopes),
         **bias.values("bias"),
+        **mask_strides(tensors),
         **attention_scalars(problem, tensors.sm_scale, tensors.dropout_p),
         **attention_sizes(problem),
         **{name.upper(): value for name, value in vars(problem).items()},
@@ -75,6 +80,8 @@ def call_values(problem: AttentionProblem, tensors: AttentionTensors, step: str)
         "SOFTCAP": softcap_form(problem),
         "ALIBI": alibi_form(problem),
         "BIAS": bias.dims,
+        "MASK_Q": mask_q,
+        "MASK_K": mask_k,
         "INTERPRET": INTERPRETED,
     }
 
@@ -96,6 +103,8 @@ def attention_launch(
     }
     if problem.seqlen_k % tile.block_n:  # MASKED is False for the table's "even" tile; this tile may need a mask
         values["MASKED"] = True
+    if problem.mask:  # its bits also hide what is beyond the keys of the tensors
+        values["MASKED"] = problem.seq_lens
     if step in ("dq", "dkdv"):  # their results have as many columns as q
         values |= split_columns(problem.head_dim, widest_product(problem.dtype))
     grid = cube_programs(problem.arch, values["q_ptr"].device, tasks)

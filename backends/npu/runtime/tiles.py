@@ -196,4 +196,5 @@ def _bucket(problem: Problem, kernel: str) -> tuple[Any, ...]:
         tuple(sorted(problem.features)),
         bucket_size(problem.window_left + 1),
         problem.bias,
+        problem.mask,
     )

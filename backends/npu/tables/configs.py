@@ -105,12 +105,13 @@ FIRST_CHIPS = ("Ascend910B/20", "Ascend950/32")  # by family and cube cores, as 
 #   tail      the last tile of keys may be partial (also seq_lens, varlen)
 #   causal    causal
 #   biased    attn_bias, causal or not
-#   featured  a window, softcap or ALiBi; or dropout, with or without a bias
-#   crowded   a window, softcap or ALiBi together with a bias or dropout
+#   featured  a window, a block mask, softcap or ALiBi; or dropout, with or without a bias
+#   crowded   a window, a block mask, softcap or ALiBi together with a bias or dropout
+# The tile of a call with a block mask is the row's, cut to a block of the mask (`within_mask`).
 MODES = ("even", "tail", "causal", "biased", "featured", "crowded")
 DBIAS_MODES = MODES[3:]  # modes of calls with a bias, which alone have a gradient of one
 _CROWDING = frozenset({"attn_bias", "dropout"})
-_FEATURED = ADJUSTING - _CROWDING | {"window"}
+_FEATURED = ADJUSTING - _CROWDING | {"window", "mask"}
 
 
 def modes(kernel: str) -> tuple[str, ...]:
@@ -175,8 +176,9 @@ _ALWAYS_MASKED = {
 }
 
 
-# (rows, keys) without multibuffering, if the usual tile then overflows the unified buffer with ascendnpu-ir 1.1.0.
-_WITHOUT_MULTIBUFFER = {TileKey(NPUArch.A2, "fwd", 2, 256, "crowded"): (32, 128)}
+# (rows, keys) without multibuffering, if the usual tile then overflows the unified buffer with ascendnpu-ir 1.1.0; and
+# with a block mask, which otherwise takes both compilers more than five minutes.
+_SMALLER = {TileKey(NPUArch.A2, "fwd", 2, 256, "crowded"): (32, 128)}
 
 
 def attention_tile(problem: AttentionProblem, kernel: str, always_mask: bool | None = None) -> AttentionTile:
@@ -192,9 +194,22 @@ def attention_tile(problem: AttentionProblem, kernel: str, always_mask: bool | N
     family_key, shape = key._replace(family=chip, cores=0), (tile.block_m, tile.block_n)
     if ALWAYS_MASK if always_mask is None else always_mask:
         shape = _ALWAYS_MASKED.get(family_key, shape)
-    if family_key in _WITHOUT_MULTIBUFFER and not multibuffer.is_on():
-        shape = _WITHOUT_MULTIBUFFER[family_key]
-    return replace(tile, block_m=shape[0], block_n=shape[1])
+    if family_key in _SMALLER and (problem.mask or not multibuffer.is_on()):
+        shape = _SMALLER[family_key]
+    return within_mask(replace(tile, block_m=shape[0], block_n=shape[1]), problem)
+
+
+def within_mask(tile: AttentionTile, problem: AttentionProblem) -> AttentionTile:
+    """Return the tile cut to a block of the problem's block mask, which a tile must divide.
+
+    With blocks of 64 keys it is square, because ascendnpu-ir 1.1.0 leaves others to one vector core: the front half
+    loads every second word of the mask as two rows of words."""
+    if not problem.mask:
+        return tile
+    rows, keys = min(tile.block_m, problem.mask[0]), min(tile.block_n, problem.mask[1])
+    if problem.mask[1] == 64:
+        rows = keys = min(rows, keys)
+    return replace(tile, block_m=rows, block_n=keys)
 
 
 def attention_key(problem: AttentionProblem, kernel: str) -> TileKey:
@@ -249,6 +264,11 @@ def requested_tile(problem: AttentionProblem | KVCacheProblem, kernel: str) -> A
     row, rows, keys = table_tile(problem, kernel), shape.block_m, shape.block_n
     if isinstance(problem, KVCacheProblem):
         rows, keys = _rows_and_keys(problem, rows, keys)
+    elif problem.mask and (problem.mask[0] % rows or problem.mask[1] % keys):
+        raise ValueError(
+            f"{requested.VARIABLE} asks for the tile {rows}x{keys} of {kernel}, which does not divide the blocks of "
+            f"the mask, {problem.mask[0]} queries and {problem.mask[1]} keys"
+        )
     buffers = shape.workspace_buffers or row.workspace_buffers
     changes: dict[str, Any] = {"block_m": rows, "block_n": keys, "workspace_buffers": buffers}
     return replace(row, **changes, bound=False, pipelined=0, measured=f"asked for by {requested.VARIABLE}")

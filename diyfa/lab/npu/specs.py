@@ -33,6 +33,7 @@ from diyfa.problem import (
 
 _POINTERS = {
     torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64",
+    torch.int8: "*i8",
 }  # fmt: skip
 
 
@@ -329,7 +330,17 @@ FEATURE_CASES: tuple[dict[str, Any], ...] = (
     {"bias": "qk", "dropout": True},
     {"bias": "k", "dropout": True, "seq_lens": True},
     {"bias": "q", "dropout": True},
+    {"mask": (128, 128), "seq_lens": True, "sinks": True},
+    {"mask": (64, 128), "softcap": 30.0, "alibi": True},
+    {"mask": (128, 64), "dropout": True},
 )  # fmt: skip
+# Calls with a block mask, whose tiles are those of the table cut to the mask's blocks. Every chip and compiler compiles
+# MASK_CASES; _WITH_MASK has all features that a mask goes with.
+MASK_CASES: tuple[dict[str, Any], ...] = (
+    {"mask": (128, 128)},
+    {"mask": (64, 64), "head_dim": 64},
+)
+_WITH_MASK = {"mask": (128, 128), "softcap": 30.0, "alibi": True, "dropout": True, "bias": "qk", **_EXTRAS}
 HEAD_DIM_CASES: tuple[dict[str, Any], ...] = (
     {"head_dim": 1},
     {"head_dim": 16},
@@ -367,6 +378,7 @@ def shipped_jobs(target: str, full: bool = False) -> Iterator[Job]:
     """
     jobs: Iterator[Job] = itertools.chain(
         tile_jobs(target), narrower_jobs(target), always_masked_jobs(target), v1_jobs(target, ("float16", "float32")),
+        itertools.chain.from_iterable(attention_jobs(target, case) for case in MASK_CASES),
         [tutorial_job(target)], kvcache_jobs(target, lean=True), helper_jobs(target), matmul_jobs(target),
     )  # fmt: skip
     if full or configs.family(target) is NPUArch.A2:
@@ -427,6 +439,11 @@ def conservative_jobs(target: str) -> Iterator[Job]:
             problem, dims = example_case(target, {**mode_case(kernel, mode), "dtype": dtype, "head_dim": head_dim})
             job = attention_job(problem, kernel, configs.conservative_tile(problem, kernel), bias=dims)
             yield replace(job, gated=False)
+    for changes, kernel in itertools.product((*MASK_CASES, _WITH_MASK), ("fwd", "dkdv", "dq", "dbias")):
+        problem, dims = example_case(target, changes)
+        if kernel != "dbias" or dims:
+            job = attention_job(problem, kernel, configs.conservative_tile(problem, kernel), bias=dims)
+            yield replace(job, gated=False)
     for dtype, head_dim in itertools.product(("float16", "float32"), configs.HEAD_DIM_CLASSES):
         row = {"dtype": dtype, "head_dim": head_dim, "head_dim_v": min(head_dim, 512), **KVCACHE_EXTRAS}
         for case in ({"page_size": 128}, {"page_size": 1, "batch_invariant": True}):
@@ -462,6 +479,9 @@ def all_jobs(target: str, full: bool) -> Iterator[Job]:
         changes += [{"dtype": dtype, **case} for case in HEAD_DIM_CASES]
         widths = head_dims if full else (128,)
         changes += [{"dtype": dtype, "head_dim": d, **case} for d in widths for case in FEATURE_CASES]
+    for dtype in ("float16", "float32"):
+        changes += [{"dtype": dtype, "head_dim": d, **_WITH_MASK} for d in head_dims]
+        changes += [{"dtype": dtype, "head_dim": d, "mask": (64, 64)} for d in head_dims]
     changes.append({"layout": VARLEN, "window_right": 0, "out_dtype": "float32"})  # a partial output, to be merged
     for change in changes:
         yield from attention_jobs(target, change)

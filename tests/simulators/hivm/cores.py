@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Generator
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from simulators.hivm.order import Blocks, Order
 
 MEMORIES = {"ub": 192 << 10, "cbuf": 512 << 10, "cc": 128 << 10}  # bytes of a 910B's on-chip memories
 MOST_SET = 15  # a flag between cores has a counter of four bits
-_PRODUCT = re.compile(r"^mma_tile_(?:half|bfloat16_t|float)_to_float(_ta)?(_tb)?$")
+_PRODUCT = re.compile(r"^mma_tile_(?:(?:half|bfloat16_t|float)_to_float|int8_t_to_int32_t)(_ta)?(_tb)?$")
 
 _INTEGER = {"i1": 1, "i8": 8, "i16": 16, "i32": 32, "i64": 64, "index": 64}
 
@@ -294,14 +294,15 @@ class Core:
         strides = [a * b for a, b in zip(strides, source.strides, strict=True)]
         kept = memref(operation.result_types[0])[0]
         if len(kept) < len(sizes):  # dimensions of size 1 are dropped
-            keep, position = [], 0
-            for i, size in enumerate(sizes):
-                left = len(kept) - position
-                if left and (kept[position] in (size, DYNAMIC)) and (size != 1 or len(sizes) - i == left):
-                    keep.append(i)
-                    position += 1
-            if position != len(kept):
+            choices = [
+                each
+                for each in combinations(range(len(sizes)), len(kept))
+                if all(size == 1 or i in each for i, size in enumerate(sizes))
+                and all(wanted in (sizes[i], DYNAMIC) for i, wanted in zip(each, kept, strict=True))
+            ]
+            if not choices:
                 raise NotImplementedError(f"dimensions {sizes} to {kept}")
+            keep = choices[-1]
             sizes, strides = [sizes[i] for i in keep], [strides[i] for i in keep]
         return source.with_layout(offset=offset, sizes=tuple(sizes), strides=tuple(strides))
 

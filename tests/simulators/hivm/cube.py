@@ -64,7 +64,8 @@ def multiply(a: Ref, b: Ref, transposed_a: bool, transposed_b: bool, init: bool,
     rows = c.sizes[1] * c.sizes[2]
     columns = -(-n // FRACTAL) * FRACTAL
     with np.errstate(all="ignore"):
-        product = matrix_product(left[:rows, :k], right[:k, :columns])
+        kind = np.int32 if c.dtype == "i32" else np.float32
+        product = matrix_product(left[:rows, :k], right[:k, :columns], kind)
         accumulator = c.view()  # [n1, m1, 16, 16]
         blocks = product.reshape(rows // FRACTAL, FRACTAL, columns // FRACTAL, FRACTAL).transpose(2, 0, 1, 3)
         if init:

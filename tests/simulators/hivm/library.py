@@ -182,6 +182,7 @@ TABLE: dict[str, Function] = {
         for axes in ("ar", "ra", "r")
     },
     **{f"deinterleave_channel_{i}_from_2_channels_1d": Function(_V, "rw", lambda x, i=i: x[i::2]) for i in (0, 1)},
+    "deinterleave_channel_0_from_n_channels_1d": Function(_V, "rw", _same),  # the stride of what it reads says n
     "interleave_1d": Function(_V, "rrwt", lambda x, y: np.stack((x, y), -1).ravel()),
     "transpose_2d_with_last_axis": Function(_V, "rw", np.transpose),
     "broadcast_scalar": Function(_V, "sw", _fill, whole=True),
