@@ -1,6 +1,7 @@
 """Written by `make stubs` from the signatures of the functions."""
 
-from typing import Literal, overload
+from collections.abc import Sequence
+from typing import Any, Literal, overload
 
 import torch
 
@@ -29,6 +30,7 @@ from diyfa.reference import reference_kvcache as reference_kvcache
 from diyfa.registry import batch_invariant as batch_invariant
 from diyfa.registry import kernels_for as kernels_for
 from diyfa.registry import use_backend as use_backend
+from diyfa.score_functions import score_function as score_function
 from diyfa.selector import AdaptiveKernelSelector as AdaptiveKernelSelector
 from diyfa.selector import BackendSelector as BackendSelector
 from diyfa.selector import get_attention_config as get_attention_config
@@ -56,6 +58,9 @@ def flash_attention(
     alibi_slopes: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
     mask: BlockMask | None = None,
+    score_fn: Any = None,
+    score_tensors: Sequence[torch.Tensor] = (),
+    score_grad_fn: Any = None,
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: torch.Tensor | None = None,
@@ -84,6 +89,9 @@ def flash_attention(
     alibi_slopes: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
     mask: BlockMask | None = None,
+    score_fn: Any = None,
+    score_tensors: Sequence[torch.Tensor] = (),
+    score_grad_fn: Any = None,
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: torch.Tensor | None = None,
@@ -112,6 +120,9 @@ def flash_attention(
     alibi_slopes: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
     mask: BlockMask | None = None,
+    score_fn: Any = None,
+    score_tensors: Sequence[torch.Tensor] = (),
+    score_grad_fn: Any = None,
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: torch.Tensor | None = None,
@@ -140,6 +151,9 @@ def flash_attention_v2(
     alibi_slopes: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
     mask: BlockMask | None = None,
+    score_fn: Any = None,
+    score_tensors: Sequence[torch.Tensor] = (),
+    score_grad_fn: Any = None,
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: torch.Tensor | None = None,
@@ -168,6 +182,9 @@ def flash_attention_v2(
     alibi_slopes: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
     mask: BlockMask | None = None,
+    score_fn: Any = None,
+    score_tensors: Sequence[torch.Tensor] = (),
+    score_grad_fn: Any = None,
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: torch.Tensor | None = None,
@@ -196,6 +213,9 @@ def flash_attention_v2(
     alibi_slopes: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
     mask: BlockMask | None = None,
+    score_fn: Any = None,
+    score_tensors: Sequence[torch.Tensor] = (),
+    score_grad_fn: Any = None,
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: torch.Tensor | None = None,
@@ -225,6 +245,9 @@ def flash_attention_varlen(
     window: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
+    score_fn: Any = None,
+    score_tensors: Sequence[torch.Tensor] = (),
+    score_grad_fn: Any = None,
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: torch.Tensor | None = None,
@@ -257,6 +280,9 @@ def flash_attention_varlen(
     window: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
+    score_fn: Any = None,
+    score_tensors: Sequence[torch.Tensor] = (),
+    score_grad_fn: Any = None,
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: torch.Tensor | None = None,
@@ -289,6 +315,9 @@ def flash_attention_varlen(
     window: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
+    score_fn: Any = None,
+    score_tensors: Sequence[torch.Tensor] = (),
+    score_grad_fn: Any = None,
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: torch.Tensor | None = None,
@@ -673,6 +702,9 @@ def reference_attention(
     alibi_slopes: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
     mask: BlockMask | None = None,
+    score_fn: Any = None,
+    score_tensors: Sequence[torch.Tensor] = (),
+    score_grad_fn: Any = None,
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: torch.Tensor | None = None,
@@ -702,6 +734,9 @@ def reference_attention(
     alibi_slopes: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
     mask: BlockMask | None = None,
+    score_fn: Any = None,
+    score_tensors: Sequence[torch.Tensor] = (),
+    score_grad_fn: Any = None,
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: torch.Tensor | None = None,
@@ -731,6 +766,9 @@ def reference_attention(
     alibi_slopes: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
     mask: BlockMask | None = None,
+    score_fn: Any = None,
+    score_tensors: Sequence[torch.Tensor] = (),
+    score_grad_fn: Any = None,
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: torch.Tensor | None = None,

@@ -25,7 +25,7 @@ FRONT_END_FILES = [f for f in DIYFA_FILES if "lab" not in f.relative_to(ROOT).pa
 # first. `tuning` is the bookkeeping of tuned tiles, which knows neither PyTorch nor Triton.
 ALLOWED_IN_BACKENDS = {
     "diyfa.problem", "diyfa.features", "diyfa.arch", "diyfa.dropout", "diyfa.npu_stacks", "diyfa.tuning",
-    "diyfa.imports", "diyfa.block_lists", "diyfa.eight_bits",
+    "diyfa.imports", "diyfa.block_lists", "diyfa.eight_bits", "diyfa.score_functions",
 }  # fmt: skip
 KERNEL_LANGUAGES = {"triton", "torch_npu"}
 

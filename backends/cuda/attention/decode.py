@@ -102,6 +102,7 @@ class DecodeConstants(Constants):
     softcap: bool
     alibi: bool
     bias: bool  # always False; scores.py asks for it
+    score_fn: None  # likewise
     head_dim: int
     head_dim_v: int
     block_m: int
@@ -233,7 +234,7 @@ def _attend_keys(
         if c.BLOCK_D_TAIL > 0:
             k_tail = _load_rows(k_base, k_rows, exists, c.BLOCK_D, c.BLOCK_D_TAIL, c.HEAD_DIM).to(q.dtype)
             s = dot_add(q_tail, tl.trans(k_tail), s, c.PRECISION)
-        s, _tanh = scores_log2(s, tokens[:, None], offs_n[None, :], (0, 0, 0), mask, score, True, PRECISE, c)
+        s, _saved = scores_log2(s, tokens[:, None], offs_n[None, :], (0, 0, 0), mask, True, score, True, PRECISE, c)
         visible = exists[None, :] & visible_pairs(tokens[:, None], offs_n[None, :], mask, False, c)
         s = tl.where(visible, s, float("-inf"))
         m_before = m_i
@@ -484,6 +485,7 @@ def _constants_for_kind(
         has_left=problem.window_left >= 0,
         has_right=has_right,
         bias=False,
+        score_fn=None,
         block_d=block_d,
         block_d_tail=block_d_tail,
         block_dv=padded_head_dim(problem.head_dim_v),
