@@ -353,8 +353,9 @@ def for_sample(values: Values, b: int) -> Values:
     """Return `values` for a call of sample b alone: the b-th row of each optional tensor with one for each sample, and
     the score function of that sample."""
     rows: dict[str, Any] = {}
-    if b and getattr(values, "score_fn", ""):
-        rows["score_fn"] = of_sample(values.score_fn, b)  # type: ignore[attr-defined]
+    source: Any = getattr(values, "score_fn", None)
+    if source:
+        rows["score_fn"] = of_sample(source, b)
     for feature in TENSORS:
         x = getattr(values, feature.name, None)
         if x is None or feature.shape is None or isinstance(feature.shape, Broadcast) or x.numel() == 1:

@@ -144,7 +144,7 @@ _FROM_SYNTAX: dict[type, str] = {
     ast.USub: "neg", ast.Invert: "invert",
 }  # fmt: skip
 _LIBDEVICE = {"fabs": "abs", "fmin": "minimum", "fmax": "maximum"}
-_BUILTINS = {abs: "abs", min: "minimum", max: "maximum"}  # Python's, which Triton compiles
+_BUILTINS: dict[Any, str] = {abs: "abs", min: "minimum", max: "maximum"}  # Python's, which Triton compiles
 _CALLABLE = frozenset(
     {"where", "minimum", "maximum", "abs", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "tanh",
      "sigmoid", "floor", "ceil"}
@@ -246,18 +246,16 @@ def of_sample(source: str, b: int) -> str:
 
 
 class _Pointer(NamedTuple):
-    """A pointer into captured tensor `index`."""
+    """A pointer into captured tensor `tensor`."""
 
-    index: int
+    tensor: int
     offset: Operand
 
 
 class _Compiler:
     """Makes the program of one Python function. Its methods return operands, or pointers into captured tensors."""
 
-    def __init__(
-        self, function: Callable[..., Any], text: str | None, parameters: tuple[str, ...], what: str
-    ) -> None:
+    def __init__(self, function: Callable[..., Any], text: str | None, parameters: tuple[str, ...], what: str) -> None:
         self.what = f"{what} {function.__name__}"
         scope = inspect.getclosurevars(function)
         self.scope: dict[str, Any] = {**scope.builtins, **scope.globals, **scope.nonlocals}
@@ -388,7 +386,7 @@ class _Compiler:
         if isinstance(right, _Pointer) and name == "add" and not isinstance(left, _Pointer):
             left, right = right, left
         if isinstance(left, _Pointer) and name in ("add", "sub") and not isinstance(right, _Pointer):
-            return _Pointer(left.index, self.emit(name, left.offset, right))
+            return _Pointer(left.tensor, self.emit(name, left.offset, right))
         if isinstance(left, _Pointer) or isinstance(right, _Pointer):
             raise self.refuse(node, "a captured tensor is a pointer: add an offset and read it by tl.load")
         return self.emit(name, left, right)
@@ -450,10 +448,10 @@ class _Compiler:
         if not isinstance(pointer, _Pointer):
             raise self.refuse(node, f"tl.load reads a captured tensor, {ast.unparse(node.args[0])} is no pointer")
         if "mask" not in keywords:
-            return self.emit(LOAD, f"t{pointer.index}", pointer.offset)
+            return self.emit(LOAD, f"t{pointer.tensor}", pointer.offset)
         mask = self.operand(keywords["mask"])
         other = self.operand(keywords["other"]) if "other" in keywords else 0
-        value = self.emit(LOAD, f"t{pointer.index}", self.emit("where", mask, pointer.offset, 0))
+        value = self.emit(LOAD, f"t{pointer.tensor}", self.emit("where", mask, pointer.offset, 0))
         return self.emit("where", mask, value, other)
 
     def emit(self, name: str, *operands: Operand) -> Operand:
@@ -594,11 +592,11 @@ def slope_program(source: str) -> Program:
 
 
 class LoadGradient(NamedTuple):
-    """The derivative of a function by one of the values that it loads, from captured tensor `index` at `offset`.
+    """The derivative of a function by one of the values that it loads, from captured tensor `tensor` at `offset`.
 
     `lines` are to be run behind those of the program. `result` is 0.0 if the value does not matter."""
 
-    index: int
+    tensor: int
     offset: Operand
     lines: tuple[Line, ...]
     result: Operand

@@ -94,8 +94,9 @@ def _backward(
                     call.per_head(x).masked_fill_(~seen, 0.0)
             if before is not None:
                 ds, d_captured = call.function_gradients(before, ds, m0, n0, learned)
-                for n, total in captured.items():
-                    total += d_captured[n]
+                for n, x in enumerate(d_captured):
+                    if x is not None:
+                        captured[n] += x
             if dbias is not None:
                 _add_to_bias_gradient(call, dbias, ds, m0, m1, n0, n1)
             ds = call.product_gradient(ds, tanh)
