@@ -316,7 +316,9 @@ def _captured_gradient(problem: AttentionProblem) -> Iterator[CompileSpec]:
     assert tile is not None, "head_dims up to 128 have a tile everywhere"
     tile = _with_feature_budget("captured", problem, tile)
     backward, dout = _backward(problem, False)
-    captured = {0: backward.tensors.score_tensor0}
+    table = backward.tensors.score_tensor0
+    assert table is not None, "its gradient is asked for"
+    captured = {0: table}
     arguments = (dout, backward.lse, backward.delta, backward.scale, captured)
     launch, _ = bwd_captured.make_launch(problem, backward.tensors, *arguments)
     yield _spec("attention_bwd/captured", problem, tile, launch)
