@@ -268,7 +268,7 @@ class _Compiler:
         assert isinstance(definition, ast.FunctionDef), "a jit function is a function"
         self.definition, self.name = definition, function.__name__
         self.lines: list[Line] = []
-        self.variables: dict[str, Operand | _Pointer] = {}
+        self.variables = dict[str, Operand | _Pointer]()
         self._bind_parameters(parameters)
 
     def refuse(self, node: ast.AST, text: str) -> ValueError:
@@ -614,7 +614,6 @@ def load_gradients(source: str, learned: tuple[bool, ...]) -> tuple[LoadGradient
     return tuple(gradients)
 
 
-@lru_cache(maxsize=256)
 def why_not_differentiable(source: str, learned: tuple[bool, ...]) -> str | None:
     """Return why no derivative by the score, unless the user gave it, and by the `learned` tensors exists, or None."""
     try:
