@@ -24,6 +24,7 @@ _PUBLIC: dict[str, str] = {
     "explain": "diyfa.attention",
     "BlockMask": "diyfa.masks",
     "block_mask": "diyfa.masks",
+    "score_function": "diyfa.score_functions",
     "dropout_mask": "diyfa.dropout",
     "flash_attn_func": "diyfa.flash_attn_interface",
     "flash_attn_kvpacked_func": "diyfa.flash_attn_interface",
@@ -103,6 +104,7 @@ if TYPE_CHECKING:  # for editors, which look up docstrings here; types are those
     from diyfa.registry import batch_invariant as batch_invariant
     from diyfa.registry import kernels_for as kernels_for
     from diyfa.registry import use_backend as use_backend
+    from diyfa.score_functions import score_function as score_function
     from diyfa.selection import select_blocks as select_blocks
     from diyfa.selector import AdaptiveKernelSelector as AdaptiveKernelSelector
     from diyfa.selector import BackendSelector as BackendSelector

@@ -1,6 +1,7 @@
 """Written by `make stubs` from the signatures of the functions."""
 
-from typing import Literal, overload
+from collections.abc import Sequence
+from typing import Any, Literal, overload
 
 import torch
 
@@ -29,6 +30,7 @@ from diyfa.reference import reference_kvcache as reference_kvcache
 from diyfa.registry import batch_invariant as batch_invariant
 from diyfa.registry import kernels_for as kernels_for
 from diyfa.registry import use_backend as use_backend
+from diyfa.score_functions import score_function as score_function
 from diyfa.selection import select_blocks as select_blocks
 from diyfa.selector import AdaptiveKernelSelector as AdaptiveKernelSelector
 from diyfa.selector import BackendSelector as BackendSelector
@@ -57,6 +59,9 @@ def flash_attention(
     alibi_slopes: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
     mask: BlockMask | None = None,
+    score_fn: Any = None,
+    score_tensors: Sequence[torch.Tensor] = (),
+    score_grad_fn: Any = None,
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: torch.Tensor | None = None,
@@ -85,6 +90,9 @@ def flash_attention(
     alibi_slopes: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
     mask: BlockMask | None = None,
+    score_fn: Any = None,
+    score_tensors: Sequence[torch.Tensor] = (),
+    score_grad_fn: Any = None,
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: torch.Tensor | None = None,
@@ -113,6 +121,9 @@ def flash_attention(
     alibi_slopes: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
     mask: BlockMask | None = None,
+    score_fn: Any = None,
+    score_tensors: Sequence[torch.Tensor] = (),
+    score_grad_fn: Any = None,
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: torch.Tensor | None = None,
@@ -141,6 +152,9 @@ def flash_attention_v2(
     alibi_slopes: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
     mask: BlockMask | None = None,
+    score_fn: Any = None,
+    score_tensors: Sequence[torch.Tensor] = (),
+    score_grad_fn: Any = None,
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: torch.Tensor | None = None,
@@ -169,6 +183,9 @@ def flash_attention_v2(
     alibi_slopes: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
     mask: BlockMask | None = None,
+    score_fn: Any = None,
+    score_tensors: Sequence[torch.Tensor] = (),
+    score_grad_fn: Any = None,
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: torch.Tensor | None = None,
@@ -197,6 +214,9 @@ def flash_attention_v2(
     alibi_slopes: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
     mask: BlockMask | None = None,
+    score_fn: Any = None,
+    score_tensors: Sequence[torch.Tensor] = (),
+    score_grad_fn: Any = None,
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: torch.Tensor | None = None,
@@ -226,6 +246,9 @@ def flash_attention_varlen(
     window: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
+    score_fn: Any = None,
+    score_tensors: Sequence[torch.Tensor] = (),
+    score_grad_fn: Any = None,
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: torch.Tensor | None = None,
@@ -258,6 +281,9 @@ def flash_attention_varlen(
     window: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
+    score_fn: Any = None,
+    score_tensors: Sequence[torch.Tensor] = (),
+    score_grad_fn: Any = None,
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: torch.Tensor | None = None,
@@ -290,6 +316,9 @@ def flash_attention_varlen(
     window: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
+    score_fn: Any = None,
+    score_tensors: Sequence[torch.Tensor] = (),
+    score_grad_fn: Any = None,
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: torch.Tensor | None = None,
@@ -674,6 +703,9 @@ def reference_attention(
     alibi_slopes: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
     mask: BlockMask | None = None,
+    score_fn: Any = None,
+    score_tensors: Sequence[torch.Tensor] = (),
+    score_grad_fn: Any = None,
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: torch.Tensor | None = None,
@@ -703,6 +735,9 @@ def reference_attention(
     alibi_slopes: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
     mask: BlockMask | None = None,
+    score_fn: Any = None,
+    score_tensors: Sequence[torch.Tensor] = (),
+    score_grad_fn: Any = None,
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: torch.Tensor | None = None,
@@ -732,6 +767,9 @@ def reference_attention(
     alibi_slopes: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
     mask: BlockMask | None = None,
+    score_fn: Any = None,
+    score_tensors: Sequence[torch.Tensor] = (),
+    score_grad_fn: Any = None,
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: torch.Tensor | None = None,

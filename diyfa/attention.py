@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn
 
@@ -154,6 +154,10 @@ def attend(
     arguments["backend"] = arguments.get("backend") or registry.forced_backend()
     arguments["batch_invariant"] = registry.is_batch_invariant()
     arguments["packing"] = packing
+    score_fn, captured = arguments.pop("score_fn", None), arguments.pop("score_tensors", ())
+    score_grad_fn = arguments.pop("score_grad_fn", None)
+    if score_fn is not None or score_grad_fn is not None or captured != ():
+        arguments |= validation.checked_score_function(score_fn, captured, score_grad_fn)
     mask = arguments.pop("mask", None)
     if mask is not None:
         q, k, _ = tensors  # no function with packed tensors takes a mask
@@ -170,6 +174,10 @@ def attend(
             if any(validation.is_dtensor(x) for x in tensors):
                 if mask is not None:
                     raise ValueError("DTensors take no mask: give each rank's part, .to_local(), with its own mask")
+                if score_fn is not None:
+                    raise ValueError(
+                        "DTensors take no score_fn, whose positions are those of the whole: use .to_local()"
+                    )
                 from diyfa.distributed.dtensor import attend_with_shards
 
                 def attend_shards(shards: tuple[Any, ...], lengths: Lengths, arguments: dict[str, Any]) -> Any:
@@ -179,7 +187,8 @@ def attend(
 
                 return attend_with_shards(attend_shards, owners, lengths, arguments)
             if any(isinstance(x, Quantized) for x in tensors):
-                arguments |= unwrapped(owners, arguments) | {"mask": mask}
+                arguments |= unwrapped(owners, arguments) | {"mask": mask, "score_fn": score_fn}
+                arguments |= {"score_tensors": captured, "score_grad_fn": score_grad_fn}
                 return attend(owners, lengths, returns_lse, arguments, words, weights)
             validation.check_tensors(**owners)
         cast: Any = autocast(*tensors)
@@ -253,6 +262,9 @@ def flash_attention(
     alibi_slopes: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
     mask: BlockMask | None = None,
+    score_fn: Any = None,
+    score_tensors: Sequence[torch.Tensor] = (),
+    score_grad_fn: Any = None,
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: torch.Tensor | None = None,
@@ -287,6 +299,13 @@ def flash_attention(
         attn_bias: broadcastable to (B, H, Sq, Sk), in q's dtype or another; added to the scores.
         mask: which keys each query sees, a `diyfa.BlockMask`. Its empty blocks are skipped in both passes. It counts
             rows and columns of the tensors, also with seq_lens. It stands in place of causal and window.
+        score_fn: a `@triton.jit` function of (score, b, h, i, j, captured tensors) that returns the new score. It gets
+            what the other arguments make of a score, float32 in natural units, the sample, the query head, and the
+            positions of the query (as for causal: the last is at the last key) and of the key. -inf hides the key.
+        score_tensors: the captured tensors, contiguous, four at most. The function gets their pointers and reads them
+            by tl.load, only for pairs that no other argument hides. Those of floating-point numbers have gradients.
+        score_grad_fn: a jit function of the same parameters that returns the derivative of score_fn by the score;
+            default: derived.
         sinks: (H,) float32 logits, one for each head, that join the softmax denominator; -inf is none.
         dropout_p: probability of dropping a softmax weight; other weights are scaled by 1/(1 - p).
         rng_state: (2,) int64 on q's device, seed and offset of the dropout mask (`diyfa.dropout_mask` shows it);
@@ -321,6 +340,8 @@ def flash_attention(
             "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale, "k_mean": k_mean, "v_mean": v_mean,
             "out_dtype": out_dtype, "mask": mask,
         }  # fmt: skip
+    if not (score_fn is score_grad_fn is None) or score_tensors != ():
+        arguments |= {"score_fn": score_fn, "score_tensors": score_tensors, "score_grad_fn": score_grad_fn}
     return attend({"q": q, "k": k, "v": v}, lengths, return_lse, arguments)
 
 
@@ -339,6 +360,9 @@ def flash_attention_v2(
     alibi_slopes: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
     mask: BlockMask | None = None,
+    score_fn: Any = None,
+    score_tensors: Sequence[torch.Tensor] = (),
+    score_grad_fn: Any = None,
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: torch.Tensor | None = None,
@@ -371,6 +395,8 @@ def flash_attention_v2(
             "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale, "k_mean": k_mean, "v_mean": v_mean,
             "out_dtype": out_dtype, "mask": mask,
         }  # fmt: skip
+    if not (score_fn is score_grad_fn is None) or score_tensors != ():
+        arguments |= {"score_fn": score_fn, "score_tensors": score_tensors, "score_grad_fn": score_grad_fn}
     return attend({"q": q, "k": k, "v": v}, lengths, return_lse, arguments)
 
 
@@ -390,6 +416,9 @@ def flash_attention_varlen(
     window: tuple[int, int] = UNBOUNDED,
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
+    score_fn: Any = None,
+    score_tensors: Sequence[torch.Tensor] = (),
+    score_grad_fn: Any = None,
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: torch.Tensor | None = None,
@@ -442,6 +471,7 @@ def flash_attention_varlen(
             "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale, "k_mean": k_mean, "v_mean": v_mean,
         }  # fmt: skip
         _refuse_over_cache(**eight_bits | unwrapped(owners, eight_bits), out_dtype=out_dtype)
+        validation.check_no_score_function(score_fn, score_tensors, score_grad_fn)
         validation.check_booleans(causal=causal, deterministic=deterministic, return_lse=return_lse)
         q_given, k_given, v_given = owners.values()
         pair = attend_packed(q_given, k_given, v_given, {
@@ -460,7 +490,7 @@ def flash_attention_varlen(
         "softcap": softcap, "alibi_slopes": alibi_slopes, "sinks": sinks,
         "dropout_p": dropout_p, "rng_state": rng_state, "deterministic": deterministic, "backend": backend,
         "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale, "k_mean": k_mean, "v_mean": v_mean,
-        "out_dtype": out_dtype,
+        "out_dtype": out_dtype, "score_fn": score_fn, "score_tensors": score_tensors, "score_grad_fn": score_grad_fn,
     })  # fmt: skip
 
 
@@ -480,6 +510,9 @@ def explain(
     alibi_slopes: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
     mask: BlockMask | None = None,
+    score_fn: Any = None,
+    score_tensors: Sequence[torch.Tensor] = (),
+    score_grad_fn: Any = None,
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: torch.Tensor | None = None,
@@ -524,6 +557,7 @@ def explain(
         if seq_lens is not None or attn_bias is not None or mask is not None:
             raise ValueError("layout 'thd' takes no seq_lens, no attn_bias and no mask")
         _refuse_over_cache(**eight_bits, out_dtype=out_dtype)
+        validation.check_no_score_function(score_fn, score_tensors, score_grad_fn)
         return explain_packed(x, y, z, {
             "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k,
             "max_seqlen_q": validation.check_length("max_seqlen_q", max_seqlen_q),
@@ -551,11 +585,13 @@ def explain(
         lengths = Lengths(seq_lens=seq_lens)
     if rng_state is None:  # no call is run, so no random numbers are drawn
         rng_state = torch.empty(2, dtype=torch.int64, device=x.device)
-    blocks: dict[str, torch.Tensor] = {}
+    blocks: dict[str, Any] = {}
+    if score_fn is not None or score_grad_fn is not None or score_tensors != ():
+        blocks = validation.checked_score_function(score_fn, score_tensors, score_grad_fn)
     if mask is not None:
         others = {"layout": layout, "causal": causal, "window": validation.check_window(window)}
         validation.check_mask(mask, x, y, others, "window")
-        blocks = {"mask_blocks": mask.blocks, "mask_bits": mask.bits}
+        blocks |= {"mask_blocks": mask.blocks, "mask_bits": mask.bits}
     options = checked_options(x, y, z, lengths, {
         **blocks, "layout": layout, "causal": causal, "sm_scale": sm_scale, "variant": variant, "window": window,
         "softcap": softcap, "alibi_slopes": alibi_slopes, "attn_bias": attn_bias, "sinks": sinks,
@@ -572,6 +608,7 @@ def _explain_checked(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, options: AttentionOptions, name: str
 ) -> registry.Explanation:
     """Explain a checked call. `name`: the backend that the caller asked for, or ""."""
+    validation.check_derivatives(options)
     backend = registry.resolve_backend(q.device, name)
     problem = ops.describe_attention(backend, q, k, v, lengths, options)
     forward = registry.explain_choice("attention_fwd", problem, q.device, name, options.variant)

@@ -16,7 +16,11 @@ import torch
 
 from diyfa.block_lists import BLOCK_SIZES, WORD, block_of, list_length, n_blocks
 from diyfa.eight_bits import BLOCK_K, BLOCK_Q, EIGHT_BITS, PER_BLOCK, PER_HEAD, PER_TENSOR
+from diyfa.score_functions import MAX_TENSORS, captured_tensors, of_sample
 
+CAPTURED_DTYPES = (
+    torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int32, torch.int64, torch.int8, torch.bool,
+)  # fmt: skip
 ATTENTION_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _DTYPE_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in ATTENTION_DTYPES}
 # Letter -> size of a call: "b" samples, "h" query heads, "g" KV heads, "q" queries, "k" keys, "d" and "e" features of k
@@ -149,6 +153,16 @@ class BlockBits(Shape):
         return f"have shape (partial blocks, 64 or 128, 2 or 4), got {tuple(x.shape)}"
 
 
+class Captured(Shape):
+    """A captured tensor of a score function: any shape, in memory without gaps, for the function adds offsets."""
+
+    def allowed_shapes(self, sizes: Sizes) -> list[tuple[int, ...]]:
+        return [(sizes["h"], sizes["q"] + sizes["k"])]
+
+    def refuses(self, x: torch.Tensor, sizes: Sizes) -> str:
+        return "" if x.is_contiguous() else f"be contiguous, got strides {x.stride()}"
+
+
 @dataclass(frozen=True)
 class Feature:
     """One field of `Lengths` or `AttentionOptions`, or a feature that shapes decide.
@@ -182,6 +196,35 @@ class Feature:
         return bool(getattr(problem, self.problem_field)) if self.is_present is None else self.is_present(problem)
 
 
+def _captured_tensor(n: int) -> Feature:
+    """Return the row of the n-th captured tensor of a score function."""
+    captured = ", ".join(f"t{i}" for i in range(n + 1))
+    return Feature(
+        f"score_tensor{n}", "Tensor?", "", None, CAPTURED_DTYPES,
+        "a tensor of floating-point numbers, of int8, int32 or int64, or of booleans", Captured(()),
+        gradient=f"dscore{n}", gradient_if="score_grad",
+        is_present=lambda problem: n < captured_tensors(problem.score_fn),
+        example={"score_fn": f"def same(score, b, h, i, j, {captured}):\n    return score"},
+    )  # fmt: skip
+
+
+# score · 0.9 + tanh of a bias (H, 32) by head and distance, -inf for some pairs.
+SCORE_EXAMPLE_WIDTH = 32
+SCORE_EXAMPLE = """def relative(score, b, h, i, j, t0):
+    v0 = mul(h, 32)
+    v1 = sub(i, j)
+    v2 = bit_and(v1, 31)
+    v3 = add(v0, v2)
+    v4 = load(t0, v3)
+    v5 = mul(score, 0.9)
+    v6 = tanh(v4)
+    v7 = add(v5, v6)
+    v8 = mul(i, 3)
+    v9 = add(v8, j)
+    v10 = remainder(v9, 7)
+    v11 = eq(v10, 2)
+    v12 = where(v11, -inf, v7)
+    return v12"""
 _FLOAT32, _INT32, _INT64 = (torch.float32,), (torch.int32,), (torch.int64,)
 # The order is that of the schema, tensors first.
 FEATURES = (
@@ -237,6 +280,7 @@ FEATURES = (
         "mask_bits", "Tensor?", "mask", block_of, _INT32, "int32", BlockBits(()), prepared=_contiguous,
         refusal_name="mask", label="block mask", example={"mask": (128, 128)},
     ),
+    *map(_captured_tensor, range(MAX_TENSORS)),
     Feature("max_seqlen_q", "SymInt", "seqlen_q"),
     Feature("max_seqlen_k", "SymInt", "seqlen_k"),
     Feature("sm_scale", "float"),
@@ -257,10 +301,15 @@ FEATURES = (
         "dropout_p", "float", "dropout", _is_positive, refusal_name="dropout", label="dropout",
         example={"dropout": True}, case={"dropout_p": 0.2},
     ),
+    Feature(
+        "score_fn", "str", "score_fn", refusal_name="score_fn", adjusts=True, label="score function",
+        example={"score_fn": SCORE_EXAMPLE},
+    ),
     Feature("layout", "str", "layout"),
     Feature("deterministic", "bool", "deterministic", label="deterministic", example={"deterministic": True}),
     Feature("needs_grad", "bool", "needs_grad"),
     Feature("bias_grad", "bool", "bias_grad"),
+    Feature("score_grad", "bool", "score_grad"),
     Feature("backend", "str"),
     Feature("variant", "str"),
     Feature("batch_invariant", "bool", "batch_invariant", refusal_name="batch_invariant"),
@@ -301,8 +350,12 @@ Values = TypeVar("Values", bound=NamedTuple)  # options or tensors of a call, wh
 
 
 def for_sample(values: Values, b: int) -> Values:
-    """Return `values` for a call of sample b alone: the b-th row of each optional tensor with one for each sample."""
-    rows = {}
+    """Return `values` for a call of sample b alone: the b-th row of each optional tensor with one for each sample, and
+    the score function of that sample."""
+    rows: dict[str, Any] = {}
+    source: Any = getattr(values, "score_fn", None)
+    if source:
+        rows["score_fn"] = of_sample(source, b)
     for feature in TENSORS:
         x = getattr(values, feature.name, None)
         if x is None or feature.shape is None or isinstance(feature.shape, Broadcast) or x.numel() == 1:

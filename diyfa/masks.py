@@ -24,6 +24,7 @@ import torch
 from diyfa import block_lists, registry
 from diyfa.block_lists import BLOCK_SIZES, EMPTY, FULL, block_of, codes_of, n_blocks
 from diyfa.mask_terms import UNBOUNDED, Comparison, Terms, combined, fits, terms_of, with_terms
+from diyfa.score_functions import captured_tensors, function_name, is_jit_function, mask_program, run_mask
 
 MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 CHUNK = 1 << 24  # scores that are held at once while a mask is built
@@ -242,6 +243,21 @@ def _build(
     return BlockMask(shape, block_lists.make_lists(codes.to(torch.int32)), bits.flatten(0, 3))
 
 
+def _from_jit_function(function: Any, tensors: Sequence[torch.Tensor]) -> MaskFunction:
+    """Return the mask function of PyTorch tensors that a jit function stands for."""
+    source, tensors = mask_program(function), tuple(tensors)
+    if len(tensors) != captured_tensors(source):
+        raise ValueError(
+            f"{function_name(source)} takes {captured_tensors(source)} captured tensors, got {len(tensors)} in "
+            "mask_tensors"
+        )
+
+    def mask(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        return run_mask(source, (b, h, i, j), tensors)
+
+    return mask
+
+
 def block_mask(
     mask_fn: MaskFunction,
     B: int | None,
@@ -251,6 +267,7 @@ def block_mask(
     *,
     block_size: int | tuple[int, int] = 128,
     device: torch.device | str | None = None,
+    mask_tensors: Sequence[torch.Tensor] = (),
 ) -> BlockMask:
     """Return the `BlockMask` of a mask function, for scores (B, H, Sq, Sk).
 
@@ -258,20 +275,24 @@ def block_mask(
         mask_fn: takes int64 tensors b (B, 1, 1, 1), h (1, H, 1, 1), i (1, 1, rows, 1) and j (1, 1, 1, Sk), and returns
             booleans that broadcast to (B, H, rows, Sk), True where the query sees the key. `i` counts positions among
             the keys, from Sk - Sq to Sk - 1: the last query is at the last key. It is called for some rows at a time.
+            Or a `@triton.jit` function of (b, h, i, j, captured tensors) with the operations of a score function.
         B, H: samples and query heads of the mask; 1 or None if all have one mask.
         Sq, Sk: lengths of queries and keys.
         block_size: 64, 128 or a pair (queries, keys) of these.
         device: of the mask, which must be that of q; default: PyTorch's default device.
+        mask_tensors: captured tensors of a jit function, which reads them by tl.load.
 
     Raises:
         TypeError, ValueError: an argument does not fit, or the function returns no such booleans.
     """
-    if not callable(mask_fn) or hasattr(mask_fn, "arg_names"):
+    if is_jit_function(mask_fn):
+        mask_fn = _from_jit_function(mask_fn, mask_tensors)
+    elif tuple(mask_tensors):
+        raise ValueError("mask_tensors belong to a jit function; a Python function of PyTorch tensors uses its own")
+    if not callable(mask_fn):
         hint = ""
         if isinstance(mask_fn, torch.Tensor):
             hint = "; a boolean tensor becomes a mask by BlockMask.from_dense"
-        elif callable(mask_fn):
-            hint = ", a jit function of Triton; PyTorch's operators evaluate the mask, so give a Python function"
         raise TypeError(f"mask_fn must be a function of b, h, i, j, got {type(mask_fn).__name__}{hint}")
     sizes = {"B": 1 if B is None else B, "H": 1 if H is None else H, "Sq": Sq, "Sk": Sk}
     for name, size in sizes.items():

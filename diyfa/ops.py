@@ -52,7 +52,7 @@ from diyfa.problem import (
     is_aligned,
 )
 from diyfa.torch_private import below_autograd, differentiates_forward, is_transformed, is_unseen
-from diyfa.validation import FLOAT8_MATMUL, check_no_overlap
+from diyfa.validation import FLOAT8_MATMUL, check_derivatives, check_no_overlap
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 _INF = float("inf")
@@ -138,6 +138,7 @@ def plan_of(
     key: Hashable | None = None,
 ) -> Plan:
     """Make the plan of a checked call and store it under `key`. Raises ValueError if no kernel runs the call."""
+    check_derivatives(options)
     backend = registry.resolve_backend(q.device, options.backend)
     problem = describe_attention(backend, q, k, v, lengths, options)
     plan = Plan(backend, problem, _sees_no_key(q, k, lengths, options), lengths, options)
@@ -349,7 +350,8 @@ def _empty_feature_gradients(options: AttentionOptions) -> dict[str, torch.Tenso
     buffers = {}
     for feature in GRADIENTS:
         x = getattr(options, feature.name)
-        needs_buffer = x is not None and (not feature.gradient_if or getattr(options, feature.gradient_if))
+        asked = not feature.gradient_if or getattr(options, feature.gradient_if)
+        needs_buffer = x is not None and x.is_floating_point() and asked
         buffers[feature.gradient] = torch.empty_like(x) if needs_buffer else None
     return buffers
 
@@ -523,9 +525,8 @@ def _attention_fwd_autograd(q: Any, k: Any, v: Any, packing: str, *features: Any
     or the other way round."""
     if differentiates_forward() or wants_grad(q, k, v, *tensors_among(features)):
         lengths, options = unpack(features, packing)
-        learned: dict[str, Any] = {
-            gate: wants_grad(getattr(options, name)) for name, gate in DIFFERENTIABLE.items() if gate
-        }
+        wanted = [gate for name, gate in DIFFERENTIABLE.items() if gate and wants_grad(getattr(options, name))]
+        learned: dict[str, Any] = {gate: gate in wanted for gate in DIFFERENTIABLE.values() if gate}
         options = options._replace(needs_grad=True, **learned)
         return _apply(q, k, v, lengths, options)
     if runs_eagerly(*_not_none(q, k, v, *tensors_among(features))):  # in a compiled program

@@ -45,6 +45,7 @@ class AttentionOptions(NamedTuple):
     window_right: int = -1  # 0: causal
     softcap: float = 0.0
     dropout_p: float = 0.0
+    score_fn: str = ""  # program of the score function (`diyfa.score_functions`)
     alibi_slopes: torch.Tensor | None = None
     attn_bias: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
@@ -56,9 +57,14 @@ class AttentionOptions(NamedTuple):
     v_mean: torch.Tensor | None = None
     mask_blocks: torch.Tensor | None = None  # both tensors of a block mask (`diyfa.block_lists`), or none
     mask_bits: torch.Tensor | None = None
+    score_tensor0: torch.Tensor | None = None  # captured tensors of the score function
+    score_tensor1: torch.Tensor | None = None
+    score_tensor2: torch.Tensor | None = None
+    score_tensor3: torch.Tensor | None = None
     deterministic: bool = False
     needs_grad: bool = False
     bias_grad: bool = False  # attn_bias itself wants a gradient
+    score_grad: bool = False  # a captured tensor wants a gradient
     backend: str = ""  # "": the one made for the device
     variant: str = "auto"
     batch_invariant: bool = False
@@ -120,7 +126,8 @@ def optional_tensors(lengths: Lengths, options: AttentionOptions) -> tuple[torch
     return (
         lengths.cu_seqlens_q, lengths.cu_seqlens_k, lengths.seq_lens, options.alibi_slopes, options.attn_bias,
         options.sinks, options.rng_state, options.q_descale, options.k_descale, options.v_descale, options.k_mean,
-        options.v_mean, options.mask_blocks, options.mask_bits,
+        options.v_mean, options.mask_blocks, options.mask_bits, options.score_tensor0, options.score_tensor1,
+        options.score_tensor2, options.score_tensor3,
     )  # fmt: skip
 
 
@@ -133,11 +140,12 @@ def optional_from_arguments(lengths: Lengths, arguments: dict[str, Any]) -> tupl
     q_descale, k_descale, v_descale = arguments.get("q_descale"), arguments.get("k_descale"), arguments.get("v_descale")
     k_mean, v_mean = arguments.get("k_mean"), arguments.get("v_mean")
     nothing = slopes is bias is sinks is state is q_descale is k_descale is v_descale is k_mean is v_mean is None
-    if lengths is NO_LENGTHS and nothing and blocks is None:
+    if lengths is NO_LENGTHS and nothing and blocks is None and not arguments.get("score_fn"):
         return ()
     return (
         lengths.cu_seqlens_q, lengths.cu_seqlens_k, lengths.seq_lens, slopes, bias, sinks, state, q_descale, k_descale,
-        v_descale, k_mean, v_mean, blocks, arguments.get("mask_bits"),
+        v_descale, k_mean, v_mean, blocks, arguments.get("mask_bits"), arguments.get("score_tensor0"),
+        arguments.get("score_tensor1"), arguments.get("score_tensor2"), arguments.get("score_tensor3"),
     )  # fmt: skip
 
 
@@ -146,8 +154,8 @@ def pack(lengths: Lengths, options: AttentionOptions) -> tuple[Any, ...]:
     o = options
     return (
         *optional_tensors(lengths, options), lengths.max_seqlen_q, lengths.max_seqlen_k, o.sm_scale, o.window_left,
-        o.window_right, o.softcap, o.dropout_p, o.layout, o.deterministic, o.needs_grad, o.bias_grad, o.backend,
-        o.variant, o.batch_invariant, o.out_dtype,
+        o.window_right, o.softcap, o.dropout_p, o.score_fn, o.layout, o.deterministic, o.needs_grad, o.bias_grad,
+        o.score_grad, o.backend, o.variant, o.batch_invariant, o.out_dtype,
     )  # fmt: skip
 
 
@@ -155,14 +163,15 @@ def unpack(arguments: Sequence[Any], packing: str = "") -> tuple[Lengths, Attent
     """Return the lengths and options of the flat arguments of `SCHEMA`, which has no `packing`."""
     (
         cu_seqlens_q, cu_seqlens_k, seq_lens, alibi_slopes, attn_bias, sinks, rng_state, q_descale, k_descale,
-        v_descale, k_mean, v_mean, mask_blocks, mask_bits, max_seqlen_q, max_seqlen_k, sm_scale, window_left,
-        window_right, softcap, dropout_p, layout, deterministic, needs_grad, bias_grad, backend, variant,
-        batch_invariant, out_dtype,
+        v_descale, k_mean, v_mean, mask_blocks, mask_bits, score_tensor0, score_tensor1, score_tensor2, score_tensor3,
+        max_seqlen_q, max_seqlen_k, sm_scale, window_left, window_right, softcap, dropout_p, score_fn, layout,
+        deterministic, needs_grad, bias_grad, score_grad, backend, variant, batch_invariant, out_dtype,
     ) = arguments  # fmt: skip
     return Lengths(cu_seqlens_q, cu_seqlens_k, seq_lens, max_seqlen_q, max_seqlen_k), AttentionOptions(
-        layout, sm_scale, window_left, window_right, softcap, dropout_p, alibi_slopes, attn_bias, sinks, rng_state,
-        q_descale, k_descale, v_descale, k_mean, v_mean, mask_blocks, mask_bits, deterministic, needs_grad, bias_grad,
-        backend, variant, batch_invariant, out_dtype, packing,
+        layout, sm_scale, window_left, window_right, softcap, dropout_p, score_fn, alibi_slopes, attn_bias, sinks,
+        rng_state, q_descale, k_descale, v_descale, k_mean, v_mean, mask_blocks, mask_bits, score_tensor0,
+        score_tensor1, score_tensor2, score_tensor3, deterministic, needs_grad, bias_grad, score_grad, backend, variant,
+        batch_invariant, out_dtype, packing,
     )  # fmt: skip
 
 

@@ -214,6 +214,8 @@ class AttentionProblem(_AttentionShape, _Problem):
     v_mean: bool = False
     value_dtype: str = ""  # v's, if it differs from `dtype`
     mask: tuple[int, ...] = ()  # (queries, keys) of a block of the block mask, () without one
+    score_fn: str = ""  # program of the score function (`diyfa.score_functions`)
+    score_grad: bool = False  # a captured tensor of it wants a gradient
 
     @property
     def masked(self) -> bool:
@@ -344,6 +346,10 @@ class AttentionTensors(NamedTuple):
     v_mean: torch.Tensor | None = None  # (B, Hk, Dv) fp32
     mask_blocks: torch.Tensor | None = None  # (B or 1, H or 1, L) int32, lists of blocks (`diyfa.block_lists`)
     mask_bits: torch.Tensor | None = None  # (P, BLOCK_Q, BLOCK_K / 32) int32: partial blocks; both or none
+    score_tensor0: torch.Tensor | None = None  # captured tensors of the score function, contiguous
+    score_tensor1: torch.Tensor | None = None
+    score_tensor2: torch.Tensor | None = None
+    score_tensor3: torch.Tensor | None = None
     dropout_p: float = 0.0
 
     def present(self) -> list[torch.Tensor]:
@@ -515,6 +521,10 @@ class AttentionGradients(NamedTuple):
     dv: torch.Tensor
     dbias: torch.Tensor | None = None
     dsinks: torch.Tensor | None = None
+    dscore0: torch.Tensor | None = None  # of the captured tensors of a score function
+    dscore1: torch.Tensor | None = None
+    dscore2: torch.Tensor | None = None
+    dscore3: torch.Tensor | None = None
     delta: torch.Tensor | None = None
 
 

@@ -7,7 +7,7 @@ NaN, and 0 · NaN is NaN, so those rows are replaced by 0 before they are used.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NoReturn
 
@@ -21,6 +21,7 @@ from diyfa.keywords import refuse_unknown, without_unknown
 from diyfa.masks import BlockMask
 from diyfa.options import LENGTHS, NO_LENGTHS, UNBOUNDED, AttentionOptions, Lengths
 from diyfa.problem import LAYOUTS, VARLEN, KVCacheTensors, NewKeys, as_bhsd
+from diyfa.score_functions import apply_score_function, captured_tensors, score_function
 
 _INF = float("inf")
 Input = torch.Tensor | Quantized
@@ -94,7 +95,25 @@ def masked_scores(
         scores = (scores - slopes * distance.abs()).to(dtype)
     if options.attn_bias is not None:
         scores = scores + options.attn_bias.to(dtype)
-    return scores.to(stat_dtype).masked_fill(~visible, -_INF)
+    scores = scores.to(stat_dtype)
+    if options.score_fn:
+        positions = score_positions(distance, heads)
+        return apply_score_function(options.score_fn, scores, positions, visible, captured_among(options))
+    return scores.masked_fill(~visible, -_INF)
+
+
+def captured_among(options: Any) -> list[torch.Tensor]:
+    """Return the captured tensors of a score function among options or tensors of a call."""
+    return [getattr(options, f"score_tensor{n}") for n in range(captured_tensors(options.score_fn))]
+
+
+def score_positions(distance: torch.Tensor, heads: int) -> tuple[torch.Tensor, ...]:
+    """Return the index tensors b, h, i and j of scores (B, H, Sq, Sk). `distance`: that of `visible_keys`."""
+    batch, _, _, seqlen_k = distance.shape
+    device = distance.device
+    b = torch.arange(batch, device=device)[:, None, None, None]
+    h, j = torch.arange(heads, device=device)[:, None, None], torch.arange(seqlen_k, device=device)
+    return b, h, j - distance, j
 
 
 def _attend(
@@ -197,6 +216,9 @@ def reference_attention(
     alibi_slopes: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
     mask: BlockMask | None = None,
+    score_fn: Any = None,
+    score_tensors: Sequence[torch.Tensor] = (),
+    score_grad_fn: Any = None,
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: torch.Tensor | None = None,
@@ -220,6 +242,7 @@ def reference_attention(
             `diyfa.flash_attention_v2` ("bshd") or `diyfa.flash_attention_varlen` ("thd").
         causal, sm_scale, seq_lens, window, softcap, alibi_slopes, attn_bias, mask, sinks, dropout_p: as for these
             functions; here a mask may come with causal and window.
+        score_fn, score_tensors, score_grad_fn: likewise. PyTorch's operators run the function, and autograd derives it.
         rng_state: int64, the seed and offset of the dropout mask, with or without origins; required when dropout_p > 0.
         cu_seqlens_q, cu_seqlens_k: (B + 1,) int32, for the layout "thd" only: the offsets of its sequences.
         layout: "bhsd", "bshd" or "thd".
@@ -244,6 +267,7 @@ def reference_attention(
         alibi_slopes=alibi_slopes, attn_bias=attn_bias, sinks=sinks, dropout_p=dropout_p, rng_state=rng_state,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, layout=layout, dtype=dtype, q_descale=q_descale,
         k_descale=k_descale, v_descale=v_descale, k_mean=k_mean, v_mean=v_mean, out_dtype=out_dtype, mask=mask,
+        score_fn=score_fn, score_tensors=score_tensors, score_grad_fn=score_grad_fn,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -285,6 +309,11 @@ def attention_by(
     mask: BlockMask | None = fields.pop("mask", None)
     if mask is not None:
         fields["mask_blocks"], fields["mask_bits"] = mask.blocks, mask.bits
+    score_fn, tensors = fields.pop("score_fn", None), fields.pop("score_tensors", ())
+    score_grad_fn = fields.pop("score_grad_fn", None)
+    if score_fn is not None:
+        fields["score_fn"] = score_function(score_fn, score_grad_fn).source
+        fields |= {f"score_tensor{n}": x for n, x in enumerate(tensors)}
     options = AttentionOptions(layout, scale, left, 0 if causal else right, **fields)
     dtype, seq_lens = dtype or q.dtype, lengths.seq_lens
     if options.dropout_p and options.rng_state is None:

@@ -17,12 +17,13 @@ import torch
 
 from diyfa.attention import checked_options, flash_attention, flash_attention_v2, flash_attention_varlen
 from diyfa.device import present_device
-from diyfa.features import GRADIENTS
+from diyfa.features import GRADIENTS, SCORE_EXAMPLE, SCORE_EXAMPLE_WIDTH
 from diyfa.masks import BlockMask
 from diyfa.ops import attend
 from diyfa.options import LENGTHS, Lengths
 from diyfa.problem import VARLEN
 from diyfa.reference import reference_attention
+from diyfa.score_functions import ScoreFunction
 from diyfa.yardstick import largest_scores, plain_flash_attention
 
 BUDGET_FACTOR = 2.0
@@ -52,6 +53,7 @@ class AttentionCase:
     `bias_scale` multiplies it, `bias_grad` asks for its gradient. `alibi` is "h" or "bh". `sink_offset` is added to the
     sinks. `mask` is a block mask of random bits: "shape:block size:density", the shape of its samples and heads in
     letters as for `bias`, the block "64", "128" or "64x128", the density of blocks and, in partial blocks, of bits.
+    `score_fn` is the score function `diyfa.features.SCORE_EXAMPLE`, with a captured tensor that has a gradient.
     `dropout_p` comes with an rng_state drawn from `seed`; `dropout_origins` adds origins in a larger problem.
 
     Without packing, `rise` (nats) is added to the scores: nothing at the first key, all of it at the last. Each of
@@ -90,6 +92,7 @@ class AttentionCase:
     bias_grad: bool = True
     bias_scale: float = 1.0
     mask: str = ""
+    score_fn: bool = False
     sinks: bool = False
     sink_offset: float = 0.0
     rise: float = 0.0
@@ -176,6 +179,10 @@ class Results(NamedTuple):
     dv: torch.Tensor
     dbias: torch.Tensor | None = None
     dsinks: torch.Tensor | None = None
+    dscore0: torch.Tensor | None = None
+    dscore1: torch.Tensor | None = None
+    dscore2: torch.Tensor | None = None
+    dscore3: torch.Tensor | None = None
 
 
 def _unpacked(packed: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -319,6 +326,9 @@ def make_inputs(case: AttentionCase, device: torch.device | str = "cpu") -> Inpu
         options["attn_bias"] = to_device(bias * case.bias_scale, case.bias_grad)
     if case.mask:
         options["mask"] = _random_mask(case).to(device)
+    if case.score_fn:
+        options["score_fn"] = ScoreFunction("relative", 1, SCORE_EXAMPLE)
+        options["score_tensors"] = (to_device(random(heads, SCORE_EXAMPLE_WIDTH), True),)
     if case.sinks:
         options["sinks"] = to_device(random(heads, dtype=torch.float32) + case.sink_offset, True)
     if case.dropout_p:
@@ -353,10 +363,12 @@ def attention_function(case: AttentionCase, **fixed: Any) -> Callable[..., Any]:
 def run_case(attend: Callable[..., Any], inputs: Inputs) -> Results:
     """Run `attend(*leaves, return_lse=True, **options)` and its backward pass. Return the results on the CPU."""
     out, lse = attend(*inputs.leaves, return_lse=True, **inputs.options)
-    learned = [x for x in GRADIENTS if x.name in inputs.options and inputs.options[x.name].requires_grad]
+    captured = {f"score_tensor{n}": x for n, x in enumerate(inputs.options.get("score_tensors", ()))}
+    tensors = {**inputs.options, **captured}
+    learned = [x for x in GRADIENTS if x.name in tensors and tensors[x.name].requires_grad]
     gradients = torch.autograd.grad(
         (out, lse),
-        (*inputs.leaves, *(inputs.options[feature.name] for feature in learned)),
+        (*inputs.leaves, *(tensors[feature.name] for feature in learned)),
         (inputs.dout.to(out.dtype), inputs.dlse.to(lse.dtype)),
     )
     gradients = tuple(x.cpu() for x in gradients)
@@ -367,10 +379,10 @@ def run_case(attend: Callable[..., Any], inputs: Inputs) -> Results:
 
 
 def _upcast(x: Any, dtype: torch.dtype = torch.float64) -> Any:
-    """Return a floating-point tensor as a leaf of another dtype, anything else unchanged."""
+    """Return floating-point tensors, also those in a tuple, as leaves of another dtype, anything else unchanged."""
     if isinstance(x, torch.Tensor) and x.is_floating_point():
         return x.detach().to(dtype).requires_grad_(x.requires_grad)
-    return x
+    return tuple(_upcast(y, dtype) for y in x) if type(x) is tuple else x
 
 
 def _run_plain(compute: Callable[..., Any], case: AttentionCase, dtype: torch.dtype | None, device: str) -> Results:

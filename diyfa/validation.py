@@ -21,9 +21,10 @@ from diyfa.features import ATTENTION_DTYPES as ATTENTION_DTYPES
 from diyfa.features import Sizes
 from diyfa.keywords import BOOLEAN_MASK
 from diyfa.masks import BlockMask
-from diyfa.options import ACTIVATIONS, CHECKED_TENSORS, Lengths
+from diyfa.options import ACTIVATIONS, CHECKED_TENSORS, AttentionOptions, Lengths
 from diyfa.problem import LAYOUTS, VARLEN
 from diyfa.problem import dtype_name as dtype_name
+from diyfa.score_functions import MAX_TENSORS, score_function, why_not_differentiable
 from diyfa.torch_private import unbatched
 
 MATMUL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -335,6 +336,8 @@ def check_optional_tensors(q: torch.Tensor, sizes: Sizes, arguments: dict[str, A
             continue
         if name in MASK_TENSORS:
             name = "mask"  # the argument that they are parts of
+        elif name.startswith("score_tensor"):
+            name = f"score_tensors[{name[-1]}]"
         check_tensors(**{name: x})
         if x.dtype not in feature.dtypes:
             hint = f"; {BOOLEAN_MASK}" if x.dtype == torch.bool and name == "attn_bias" else ""
@@ -368,11 +371,42 @@ def check_mask(mask: Any, q: Any, k: Any, arguments: dict[str, Any], window_name
             raise ValueError(f"mask is for {expected}, got {sizes[0]} and {sizes[1]}")
 
 
+def checked_score_function(score_fn: Any, tensors: Any, score_grad_fn: Any) -> dict[str, Any]:
+    """Return the program of a score function and its captured tensors, as fields of `AttentionOptions`."""
+    if score_fn is None:
+        given = "score_tensors" if score_grad_fn is None else "score_grad_fn"
+        raise ValueError(f"{given} belongs to score_fn, which is not given")
+    function = score_function(score_fn, score_grad_fn)
+    if isinstance(tensors, torch.Tensor) or not isinstance(tensors, (tuple, list)):
+        raise TypeError(f"score_tensors must be a tuple of tensors, got {type(tensors).__name__}")
+    if len(tensors) != function.tensors:
+        raise ValueError(
+            f"{function.name} takes {function.tensors} captured tensors, got {len(tensors)} in score_tensors"
+        )
+    return {"score_fn": function.source, **{f"score_tensor{n}": x for n, x in enumerate(tensors)}}
+
+
+def check_no_score_function(score_fn: Any, tensors: Any, score_grad_fn: Any) -> None:
+    """Refuse a score function where there is none, in calls over a cache."""
+    if score_fn is not None or score_grad_fn is not None or tensors != ():
+        raise ValueError("a call over a cache (block_table, seqused_k, out) takes no score_fn")
+
+
+def check_derivatives(options: AttentionOptions) -> None:
+    """Check that the score function of a call, if it has one, has the derivatives that a backward pass needs."""
+    if options.score_fn and options.needs_grad:
+        tensors = [getattr(options, f"score_tensor{n}") for n in range(MAX_TENSORS)]
+        learned = tuple([options.score_grad and x is not None and x.is_floating_point() for x in tensors])
+        if reason := why_not_differentiable(options.score_fn, learned):
+            raise ValueError(reason)
+
+
 def check_batch_invariant(lengths: Lengths, options: dict[str, Any]) -> None:
     """Check that a call has nothing that the mode `diyfa.batch_invariant` does not compute."""
     used_options = {"attn_bias": options.get("attn_bias") is not None, "dropout_p": bool(options.get("dropout_p"))}
     used_options["seq_lens"] = lengths.seq_lens is not None
     used_options["mask"] = options.get("mask_blocks") is not None
+    used_options["score_fn"] = bool(options.get("score_fn"))
     if refused := [name for name, is_used in used_options.items() if is_used]:
         raise ValueError(f"diyfa.batch_invariant() takes no {', '.join(refused)}: a cache has nothing like it to equal")
 

@@ -11,6 +11,7 @@ for tests.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from math import e, log, log2
 from typing import Any, NamedTuple
@@ -21,7 +22,8 @@ from diyfa.block_lists import visible_pairs
 from diyfa.eight_bits import EIGHT_BIT_DTYPES, WEIGHT_SHIFT, Quantized
 from diyfa.features import dtype_name
 from diyfa.options import AttentionOptions, Lengths
-from diyfa.reference import attention_by, visible_keys
+from diyfa.reference import attention_by, captured_among, score_positions, visible_keys
+from diyfa.score_functions import apply_score_function
 
 _INF = float("inf")
 LOG2E, LN2 = log2(e), log(2)
@@ -38,12 +40,19 @@ class _Call(NamedTuple):
     keep: torch.Tensor | None
     keep_scale: float
     weight_dtype: torch.dtype | None = None  # of the weights beside v; None: q's
+    score_fn: str = ""  # program of the score function
+    positions: tuple[torch.Tensor, ...] = ()  # b, h, i and j of the scores
 
 
 def _scores_log2(
-    q: torch.Tensor, k: torch.Tensor, bias: torch.Tensor | None, call: _Call
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the scores in units of log2, -inf where unseen, and the tanh of the softcap for its gradient, or None."""
+    q: torch.Tensor,
+    k: torch.Tensor,
+    bias: torch.Tensor | None,
+    captured: Sequence[torch.Tensor],
+    call: _Call,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Return (the scores in units of log2, -inf where unseen; the tanh of the softcap for its gradient, or None; the
+    scores that the score function got, or None)."""
     s, tanh = q @ k.mT, None
     if call.softcap:
         tanh = torch.tanh(s * (call.scale / call.softcap))
@@ -54,7 +63,28 @@ def _scores_log2(
         s = s + call.alibi * LOG2E
     if bias is not None:
         s = s + bias.to(s.dtype) * LOG2E
-    return s.masked_fill(~call.visible, -_INF), tanh
+    if call.score_fn:
+        s = s * LN2
+        new = apply_score_function(call.score_fn, s, call.positions, call.visible, captured)
+        return new * LOG2E, tanh, s
+    return s.masked_fill(~call.visible, -_INF), tanh, None
+
+
+def _function_gradients(
+    before: torch.Tensor, ds: torch.Tensor, captured: Sequence[torch.Tensor], call: _Call
+) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+    """Return the gradients of the scores before the score function, and of the captured tensors."""
+    with torch.enable_grad():
+        scores = before.detach().requires_grad_()
+        tensors = [x.detach().requires_grad_(x.is_floating_point()) for x in captured]
+        learned = [x for x in tensors if x.requires_grad]
+        visible = call.visible & (ds != 0)
+        new = apply_score_function(call.score_fn, scores, call.positions, visible, tensors)
+        d_scores, *rest = torch.autograd.grad(
+            new, [scores, *learned], ds, allow_unused=True, materialize_grads=True
+        )  # fmt: skip
+    remaining = iter(rest)
+    return d_scores, [next(remaining) if x.requires_grad else None for x in tensors]
 
 
 def _update(
@@ -81,11 +111,11 @@ def _rounded_weights(p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 class _FlashAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q, k, v, bias, sinks, call: _Call):
+    def forward(ctx: Any, q, k, v, bias, sinks, call: _Call, *captured):
         dtype, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
         group = q.shape[1] // max(1, k.shape[1])
         q_w, k_w, v_w = (x.to(wide) for x in (q, *(y.repeat_interleave(group, dim=1) for y in (k, v))))
-        scores, _ = _scores_log2(q_w, k_w, bias, call)
+        scores, _, _ = _scores_log2(q_w, k_w, bias, captured, call)
         m = scores.new_full((*scores.shape[:-1], 1), -_INF)
         l, acc = torch.zeros_like(m), scores.new_zeros(*scores.shape[:-1], v.shape[-1])  # noqa: E741
         for n in range(0, k.shape[2], BLOCK_N):
@@ -99,13 +129,13 @@ class _FlashAttention(torch.autograd.Function):
         empty = l == 0
         out = (acc / l.masked_fill(empty, 1.0) * call.keep_scale).to(dtype)
         lse = ((m + l.log2()) * LN2).masked_fill(empty, _INF).squeeze(-1)
-        ctx.save_for_backward(q, k, v, bias, sinks, out, lse)
+        ctx.save_for_backward(q, k, v, bias, sinks, out, lse, *captured)
         ctx.call = call
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout, dlse):
-        q, k, v, bias, sinks, out, lse = ctx.saved_tensors
+        q, k, v, bias, sinks, out, lse, *captured = ctx.saved_tensors
         call, dtype, wide = ctx.call, q.dtype, lse.dtype
         heads_kv = k.shape[1]
         group = q.shape[1] // max(1, heads_kv)
@@ -118,7 +148,7 @@ class _FlashAttention(torch.autograd.Function):
         def sum_over_group(x: torch.Tensor) -> torch.Tensor:
             return x.unflatten(1, (heads_kv, group)).sum(2).to(dtype)
 
-        scores, tanh = _scores_log2(q_w.flip(-1), k_w.flip(-1), bias, call)
+        scores, tanh, before = _scores_log2(q_w.flip(-1), k_w.flip(-1), bias, captured, call)
         p = torch.exp2(scores - (lse * LOG2E)[..., None])
         # FlashAttention computes delta in its own pass, where sums have another order than those of dp.
         delta = torch.einsum("bhsd,bhsd->bhs", out.to(wide).flip(-1), dout.flip(-1)) - dlse
@@ -127,6 +157,9 @@ class _FlashAttention(torch.autograd.Function):
             dropped_p, dp = p * call.keep, dp * call.keep * call.keep_scale
         dv = sum_over_group(rounded(dropped_p).mT @ dout * call.keep_scale)
         ds = p * (dp - delta[..., None])
+        d_captured: list[torch.Tensor | None] = []
+        if before is not None:
+            ds, d_captured = _function_gradients(before, ds, captured, call)
         dbias = None if bias is None else ds.sum_to_size((1,) * (4 - bias.dim()) + bias.shape).to(bias.dtype)
         dsinks = None
         if sinks is not None:
@@ -136,7 +169,7 @@ class _FlashAttention(torch.autograd.Function):
             ds = ds * (1 - tanh * tanh)
         ds = rounded(ds)
         dq, dk = (ds @ k_w * call.scale).to(dtype), sum_over_group(ds.mT @ q_w * call.scale)
-        return dq, dk, dv, None if dbias is None else dbias.reshape(bias.shape), dsinks, None
+        return dq, dk, dv, None if dbias is None else dbias.reshape(bias.shape), dsinks, None, *d_captured
 
 
 def _prepared(
@@ -156,7 +189,11 @@ def _prepared(
     alibi = None
     if alibi_slopes is not None:
         alibi = -alibi_slopes.to(wide).expand(batch, heads)[:, :, None, None] * distance.abs()
-    return q, k, v, valid_q, _Call(options.sm_scale, options.softcap, visible, alibi, keep, 1 / (1 - options.dropout_p))
+    positions = score_positions(distance, heads) if options.score_fn else ()
+    return q, k, v, valid_q, _Call(
+        options.sm_scale, options.softcap, visible, alibi, keep, 1 / (1 - options.dropout_p),
+        score_fn=options.score_fn, positions=positions,
+    )  # fmt: skip
 
 
 def _attend(
@@ -165,7 +202,7 @@ def _attend(
 ):  # fmt: skip
     q, k, v, valid_q, call = _prepared(q, k, v, lengths, options, keep)
     out, lse = _FlashAttention.apply(
-        q, k, v, options.attn_bias, options.sinks, call._replace(weight_dtype=weight_dtype)
+        q, k, v, options.attn_bias, options.sinks, call._replace(weight_dtype=weight_dtype), *captured_among(options)
     )
     if options.v_mean is not None:  # weights sum to 1, with a sink to less
         total = (lse != _INF).to(out.dtype)
@@ -178,9 +215,8 @@ def _attend(
 
 def _row_maxima(q, k, v, lengths: Lengths, options: AttentionOptions, keep: torch.Tensor | None):
     q, k, v, _, call = _prepared(q, k, v, lengths, options, keep)
-    scores = (
-        _scores_log2(q, k.repeat_interleave(q.shape[1] // max(1, k.shape[1]), dim=1), options.attn_bias, call)[0] * LN2
-    )
+    keys = k.repeat_interleave(q.shape[1] // max(1, k.shape[1]), dim=1)
+    scores = _scores_log2(q, keys, options.attn_bias, captured_among(options), call)[0] * LN2
     candidates = [scores, scores.new_full((*scores.shape[:-1], 1), -_INF)]
     if options.sinks is not None:
         candidates.append(options.sinks.to(scores.dtype)[:, None, None].expand_as(candidates[-1]))

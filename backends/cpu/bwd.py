@@ -17,6 +17,7 @@ from diyfa.backends.cpu.tiles import INF, Call, row_products, without_autocast
 from diyfa.backends.cpu.varlen import sequences
 from diyfa.features import GRADIENTS
 from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors, as_bhsd
+from diyfa.score_functions import MAX_TENSORS
 
 
 def _delta(call: Call, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None):
@@ -28,8 +29,8 @@ def _delta(call: Call, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor,
     return delta.masked_fill(lse == INF, 0.0)
 
 
-# Names of gradients with one entry for each head: packed sequences add them up.
-PER_HEAD = tuple(x.gradient for x in GRADIENTS if x.shape is not None and x.shape.letters == ("h",))
+# Names of gradients of tensors that all packed sequences share: they are added up.
+ADDED = tuple(x.gradient for x in GRADIENTS if x.gradient != "dbias")
 
 
 def _add_to_bias_gradient(call: Call, dbias: torch.Tensor, ds: torch.Tensor, m0: int, m1: int, n0: int, n1: int):
@@ -48,7 +49,7 @@ def _backward(
     dlse: torch.Tensor | None,
     gradients: AttentionGradients,
 ) -> dict[str, torch.Tensor]:
-    """Fill the gradients of one call, except those in `PER_HEAD`. Return these unrounded."""
+    """Fill the gradients of one call, except those in `ADDED`. Return these unrounded."""
     problem, tensors, config = call.problem, call.tensors, attention_config(call.problem)
     dq_rows, dk_rows, dv_rows = (as_bhsd(x, problem.layout) for x in gradients[:3])
     dq_acc = torch.zeros(call.q.shape, dtype=call.dtype, device="cpu")  # [B, Hk, G, Sq, D]
@@ -56,6 +57,11 @@ def _backward(
     if gradients.dbias is not None:
         assert call.bias is not None
         dbias = torch.zeros(call.bias.shape, dtype=call.dtype, device="cpu")
+    captured = {  # gradients of captured tensors by their number
+        n: torch.zeros_like(x, dtype=call.dtype)
+        for n in range(MAX_TENSORS) if (x := getattr(gradients, f"dscore{n}")) is not None
+    }  # fmt: skip
+    learned = tuple([n in captured for n in range(MAX_TENSORS)])
     delta = _delta(call, out, lse, dout, dlse)
     if gradients.delta is not None:
         gradients.delta.copy_(delta)
@@ -77,7 +83,7 @@ def _backward(
             keep_mask = call.keep_mask(m0, m1, n0, n1)
             q_tile = call.scaled_queries(m0, m1)  # [B, Hk, G * BLOCK_M, D]
             dout_tile = call.query_rows(dout_rows, m0, m1)  # [B, Hk, G * BLOCK_M, Dv]
-            s, tanh = call.scores(q_tile, k_tile, m0, m1, n0, n1, seen)  # [B, Hk, G * BLOCK_M, BLOCK_N]
+            s, tanh, before = call.scores(q_tile, k_tile, m0, m1, n0, n1, seen)  # [B, Hk, G * BLOCK_M, BLOCK_N]
             p = torch.exp_(s.sub_(lse_rows[:, :, :, m0:m1].flatten(2, 3).unsqueeze(-1)))
             dp = row_products(dout_tile, v_tile)
             if keep_mask is not None:
@@ -86,6 +92,11 @@ def _backward(
             if seen is not None:  # p of hidden keys is 0, but NaN in a row whose lse is NaN
                 for x in (p, ds):
                     call.per_head(x).masked_fill_(~seen, 0.0)
+            if before is not None:
+                ds, d_captured = call.function_gradients(before, ds, m0, n0, learned)
+                for n, x in enumerate(d_captured):
+                    if x is not None:
+                        captured[n] += x
             if dbias is not None:
                 _add_to_bias_gradient(call, dbias, ds, m0, m1, n0, n1)
             ds = call.product_gradient(ds, tanh)
@@ -100,13 +111,13 @@ def _backward(
     call.grouped(dq_rows).copy_(dq_acc.mul_(tensors.sm_scale))
     if dbias is not None and gradients.dbias is not None:
         gradients.dbias.copy_(dbias.reshape(gradients.dbias.shape))
-    per_head = {}
+    added = {f"dscore{n}": x for n, x in captured.items()}
     if gradients.dsinks is not None:
         assert tensors.sinks is not None
         sink_weight = torch.exp(tensors.sinks.to(call.dtype)[None, :, None] - lse)
         sink_weight.masked_fill_(lse == INF, 0.0)  # rows without a key: an infinite sink gives inf - inf
-        per_head["dsinks"] = -(sink_weight * delta).sum((0, 2))
-    return per_head
+        added["dsinks"] = -(sink_weight * delta).sum((0, 2))
+    return added
 
 
 @without_autocast
@@ -120,9 +131,9 @@ def backward(
     gradients: AttentionGradients,
 ) -> None:
     """Fill the gradients of q, k and v, and the requested ones of optional tensors."""
-    per_head: dict[str, torch.Tensor] = {}
+    totals: dict[str, torch.Tensor] = {}
     if not problem.varlen:
-        per_head = _backward(Call(problem, tensors), out, lse, dout, dlse, gradients)
+        totals = _backward(Call(problem, tensors), out, lse, dout, dlse, gradients)
     else:
         for sequence in sequences(problem, tensors):
             sequence_gradients = gradients._replace(
@@ -136,8 +147,8 @@ def backward(
                 sequence.call, sequence.queries(out), sequence.statistics(lse), sequence.queries(dout),
                 sequence_dlse, sequence_gradients,
             )  # fmt: skip
-            per_head = {name: per_head.get(name, 0) + x for name, x in added.items()}
-    for name in PER_HEAD:
+            totals = {name: totals.get(name, 0) + x for name, x in added.items()}
+    for name in ADDED:
         buffer = getattr(gradients, name)
         if buffer is not None:  # 0 if no sequence has queries
-            buffer.copy_(per_head[name] if name in per_head else torch.zeros_like(buffer))
+            buffer.copy_(totals[name] if name in totals else torch.zeros_like(buffer))

@@ -94,7 +94,7 @@ def _forward_v2(call: Call, out: torch.Tensor, lse: torch.Tensor) -> None:
             seen = call.visibility.mask(m0, m1, n0, n1)
             if seen is not None and not seen.any():
                 continue
-            s, _ = call.scores(q_tile, call.key_rows(call.k, n0, n1), m0, m1, n0, n1, seen)
+            s, _, _ = call.scores(q_tile, call.key_rows(call.k, n0, n1), m0, m1, n0, n1, seen)
             p, m, alpha = _online_softmax_update(s, m)
             l = l * alpha + p.sum(-1, keepdim=True)  # noqa: E741
             acc = acc * alpha + _weighted_values(call, p, m0, m1, n0, n1)
@@ -126,7 +126,7 @@ def _forward_v1(call: Call, out: torch.Tensor, lse: torch.Tensor) -> None:
             seen = call.visibility.mask(m0, m1, n0, n1)
             if seen is not None and not seen.any():
                 continue
-            s, _ = call.scores(q_tile, k_tile, m0, m1, n0, n1, seen)
+            s, _, _ = call.scores(q_tile, k_tile, m0, m1, n0, n1, seen)
             p, m, alpha = _online_softmax_update(s, m)
             l_old = l * alpha
             l = l_old + p.sum(-1, keepdim=True)  # noqa: E741

@@ -17,6 +17,7 @@ from diyfa.block_lists import visible_pairs
 from diyfa.dropout import Words, drop_threshold, element_levels, keys_from_state, position_words
 from diyfa.eight_bits import BLOCK_K, BLOCK_Q, EIGHT_BITS, dequantised
 from diyfa.problem import AttentionProblem, AttentionTensors, as_bhsd
+from diyfa.score_functions import apply_score_function, captured_tensors, score_function_gradients
 
 INF = float("inf")
 
@@ -138,6 +139,7 @@ class Call:
             self.bias = bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape))
         if tensors.sinks is not None:  # [1, Hk, G, 1]
             self.sink_rows = tensors.sinks.to(self.dtype).reshape(1, problem.heads_kv, self.group, 1)
+        self.captured = [getattr(tensors, f"score_tensor{n}") for n in range(captured_tensors(problem.score_fn))]
         self.keep_scale = 1.0 / (1.0 - tensors.dropout_p)  # factor of the weights that dropout keeps
         self.words: Words | None = None  # for each query and key position, [B, H, S]
         keys = keys or dropout_keys(problem, tensors)
@@ -194,8 +196,9 @@ class Call:
 
     def scores(
         self, q_tile: torch.Tensor, k_tile: torch.Tensor, m0: int, m1: int, n0: int, n1: int, seen: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return scores [B, Hk, G * BLOCK_M, BLOCK_N] of scaled queries, -inf if unseen; tanh(s / softcap) or None."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Return (scores [B, Hk, G * BLOCK_M, BLOCK_N] of scaled queries, -inf if unseen; tanh(s / softcap) or None;
+        scores before the score function or None)."""
         s = row_products(q_tile, k_tile)
         tanh = None
         if self.problem.softcap:
@@ -209,9 +212,40 @@ class Call:
             heads -= self.slopes * distance.abs()
         if self.bias is not None:
             heads += self.bias_tile(self.bias, m0, m1, n0, n1)
-        if seen is not None:
+        before = None
+        if self.problem.score_fn:
+            before = s
+            s = self.grouped(self.apply_function(heads, m0, n0, seen)).flatten(2, 3)
+        elif seen is not None:
             heads.masked_fill_(~seen, -INF)
-        return s, tanh
+        return s, tanh, before
+
+    def apply_function(self, scores: torch.Tensor, m0: int, n0: int, seen: torch.Tensor | None) -> torch.Tensor:
+        """Return what the score function makes of a tile [B, H, BLOCK_M, BLOCK_N] at (m0, n0), -inf if unseen."""
+        visible = torch.ones((), dtype=torch.bool) if seen is None else seen
+        positions = self.positions(scores, m0, n0)
+        return apply_score_function(self.problem.score_fn, scores, positions, visible, self.captured)
+
+    def positions(self, scores: torch.Tensor, m0: int, n0: int) -> tuple[torch.Tensor, ...]:
+        """Return the index tensors b, h, i and j of a tile [B, H, BLOCK_M, BLOCK_N] at (m0, n0)."""
+        batch, n_heads, rows, columns = scores.shape
+        b, h = (
+            torch.arange(batch, device="cpu")[:, None, None, None],
+            torch.arange(n_heads, device="cpu")[:, None, None],
+        )
+        i = torch.arange(m0, m0 + rows, device="cpu")[:, None] + self.visibility.shift
+        return b, h, i, torch.arange(n0, n0 + columns, device="cpu")
+
+    def function_gradients(
+        self, before: torch.Tensor, ds: torch.Tensor, m0: int, n0: int, learned: tuple[bool, ...]
+    ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+        """Return the gradients of the scores before the score function and of the `learned` captured tensors, from that
+        of the scores behind it."""
+        scores = self.per_head(before)
+        d_scores, d_captured = score_function_gradients(
+            self.problem.score_fn, scores, self.per_head(ds), self.positions(scores, m0, n0), self.captured, learned
+        )
+        return self.grouped(d_scores).flatten(2, 3), d_captured
 
     def product_gradient(self, ds: torch.Tensor, tanh: torch.Tensor | None) -> torch.Tensor:
         """Turn the gradient of scores into that of scaled products, in place; `tanh`: the second result of `scores`."""

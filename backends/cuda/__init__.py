@@ -58,8 +58,8 @@ def _needs_tile(problem: AttentionProblem, *kinds: str) -> str | None:
 
 def _v2_refuses(problem: AttentionProblem) -> str | None:
     """Return why the portable forward kernel does not take `problem`, or None."""
-    if problem.mask and problem.dtype in EIGHT_BITS:
-        return f"v2 does not implement mask for {problem.dtype}"
+    if (problem.mask or problem.score_fn) and problem.dtype in EIGHT_BITS:
+        return f"v2 does not implement {'mask' if problem.mask else 'score_fn'} for {problem.dtype}"
     return refuse_features(problem, V2_FEATURES, "v2") or _needs_tile(problem, "fwd")
 
 
@@ -67,7 +67,7 @@ def _short_refuses(problem: AttentionProblem) -> str | None:
     """Return why the backward kernel for short sequences does not take `problem`, or None."""
     from diyfa.backends.cuda.attention.configs import default_config
 
-    if reason := refuse_features(problem, FEATURES - {"gqa", "mask"}, "short"):
+    if reason := refuse_features(problem, FEATURES - {"gqa", "mask", "score_fn"}, "short"):
         return reason  # batch_invariant among them: the longest sequence decides whether this kernel runs
     if default_config("short", problem) is None:
         return (
@@ -78,7 +78,12 @@ def _short_refuses(problem: AttentionProblem) -> str | None:
 
 
 def _split_refuses(problem: AttentionProblem) -> str | None:
-    kinds = ("dkdv", "dq", *(("dbias",) if problem.bias_grad else ()))
+    if problem.score_grad and problem.deterministic:
+        return (
+            "split adds the gradients of score_tensors by atomics, in no fixed order, and the call is deterministic: "
+            "detach them, or give a bias of each pair as attn_bias"
+        )
+    kinds = ("dkdv", "dq", *(("dbias",) if problem.bias_grad or problem.score_grad else ()))
     return refuse_features(problem, FEATURES | {"batch_invariant"}, "split") or _needs_tile(problem, *kinds)
 
 

@@ -49,6 +49,7 @@ CASES = (
     AttentionCase("grouped-query, 6 heads on 2", heads=6, heads_kv=2, seqlen_q=128, head_dim=64, causal=True),
     AttentionCase("seq_lens", batch=3, heads=2, seqlen_q=128, head_dim=64, seq_lens=(128, 65, 1), causal=True),
     *(AttentionCase(x.label, heads=4, seqlen_q=128, head_dim=64, causal=True, **x.case) for x in COMPOSABLE),
+    AttentionCase("score function", heads=2, seqlen_q=256, head_dim=64, causal=True, score_fn=True),
     AttentionCase("block mask", heads=2, seqlen_q=256, head_dim=64, mask="1h:64:0.5"),
     AttentionCase("packed sequences", layout="thd", heads=2, lens_q=(128, 0, 65, 1), head_dim=64, causal=True),
     AttentionCase("V of another D (192/128)", heads=2, seqlen_q=128, head_dim=192, head_dim_v=128, causal=True),

@@ -44,17 +44,22 @@ ROOT = Path(__file__).parents[2]
 # Optional tensors that come with another row's argument.
 EIGHT_BITS = ("q_descale", "k_descale", "v_descale", "k_mean", "v_mean")
 COMPANIONS = {"cu_seqlens_k": "cu_seqlens_q", "rng_state": "dropout_p", **dict.fromkeys(EIGHT_BITS, "eight_bits")}
-# Optional tensors of an object that is the argument (`tests/frontend/test_masks.py`).
+# Optional tensors of an object that is the argument (`tests/frontend/test_masks.py`), or of a tuple
+# (`tests/frontend/test_score_functions.py`).
 INSIDE_MASK = {"mask_blocks", "mask_bits"}
+CAPTURED = {f"score_tensor{n}" for n in range(4)}
+WITHIN = {*INSIDE_MASK, *CAPTURED}
+BESIDE = {"score_fn": ("score_tensors", "score_grad_fn")}  # arguments that come with another
 # What the public functions call it, where that is another name.
 ARGUMENTS = {"window_left": "window", "window_right": "causal", "mask_bits": "mask"}
 # Options that are no features: they change no result.
 WITHOUT_EFFECT = {
-    "max_seqlen_q", "max_seqlen_k", "sm_scale", "layout", "deterministic", "needs_grad", "bias_grad", "backend",
-    "variant", "out_dtype",
+    "max_seqlen_q", "max_seqlen_k", "sm_scale", "layout", "deterministic", "needs_grad", "bias_grad", "score_grad",
+    "backend", "variant", "out_dtype",
 }  # fmt: skip
 NOT_PACKED = {"seq_lens", "attn_bias", *INSIDE_MASK}  # what packed sequences do not take
 PACKED = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"}
+NOT_ON_NPU = {"score_fn"}
 MODES = {"batch_invariant", "dropout_origins"}  # of a block of code, of a tensor's length: in no table
 # A dtype of q: it has no gradient, so that no case of the matrix has it. tests/numerics/test_eight_bits.py has its own.
 BY_DTYPE = {"eight_bits"}
@@ -98,7 +103,7 @@ def example_case(feature: Feature) -> AttentionCase:
 
 def test_every_row_is_complete() -> None:
     for feature in FEATURES:
-        known = bool(feature.refusal_name) or feature.name in {*WITHOUT_EFFECT, *COMPANIONS, *INSIDE_MASK}
+        known = bool(feature.refusal_name) or feature.name in {*WITHOUT_EFFECT, *COMPANIONS, *WITHIN}
         assert known, (
             f"{feature.name} changes the result: a backend that does not implement it must refuse it (refusal_name)"
         )
@@ -116,7 +121,7 @@ def test_its_example_has_it(feature: Feature) -> None:
     assert feature.refusal_name not in plain().features
     assert feature.refusal_name in plain(**feature.example).features
     # By shapes, lengths or layout, or in place of other masks.
-    alone = {"gqa", "head_dim_v", "varlen", "causal", "seq_lens", "mask"}
+    alone = {"gqa", "head_dim_v", "varlen", "causal", "seq_lens", "mask", "score_fn"}
     assert feature.case or feature.refusal_name in alone
     assert feature.problem_field in ("", "batch") or feature.problem_field in {
         field.name for field in fields(AttentionProblem)
@@ -155,6 +160,7 @@ def test_the_feature_is_in_the_tables_of_info_and_both_readmes(feature: Feature)
 def test_the_feature_is_an_argument_of_every_function(feature: Feature) -> None:
     name = argument_of(feature)
     owns = [x.name for x in TENSORS if COMPANIONS.get(x.name) == feature.name]
+    owns += BESIDE.get(feature.name, ())
     dense, packed = [], [diyfa.flash_attention_varlen]
     if feature.name not in PACKED:
         dense = [diyfa.flash_attention, diyfa.flash_attention_v2]
@@ -202,6 +208,7 @@ def switched_off(feature: Feature, case: AttentionCase) -> dict[str, Any]:
     """The arguments of the case without the feature."""
     off: dict[str, Any] = dict(make_inputs(case).options)
     names = [argument_of(feature), *(name for name, owner in COMPANIONS.items() if owner == feature.name)]
+    names += BESIDE.get(feature.name, ())
     return {name: value for name, value in off.items() if name not in names}
 
 
@@ -230,9 +237,11 @@ def test_it_changes_the_result(feature: Feature, function: str) -> None:
 @by_name([feature for feature in OPTION_FEATURES if feature.name not in PACKED | NOT_PACKED])
 def test_over_pages_it_changes_the_result_or_is_refused(feature: Feature) -> None:
     """Of packed queries over pages, where other functions take the arguments: none is left out in silence."""
-    case = AttentionCase("pages", layout="thd", lens_q=(2, 3), lens_k=(14, 12), **(feature.case or {"causal": True}))
+    changes = {"score_fn": True} if feature.name == "score_fn" else feature.case or {"causal": True}
+    case = AttentionCase("pages", layout="thd", lens_q=(2, 3), lens_k=(14, 12), **changes)
     inputs = make_inputs(case)
     names = {argument_of(feature), *(name for name, owner in COMPANIONS.items() if owner == feature.name)}
+    names |= set(BESIDE.get(feature.name, ()))
     given = {name: x.detach() if isinstance(x, torch.Tensor) else x for name, x in inputs.options.items()}
     given = {name: x for name, x in given.items() if name in names}
     pages = torch.randn(8, 4, case.heads, case.head_dim, dtype=torch.float16)
@@ -310,7 +319,7 @@ def test_kernels_name_existing_features() -> None:
 def another_of(x: Any) -> Any:
     """Another value of the same kind: a tensor of other values."""
     if not isinstance(x, torch.Tensor):
-        return x
+        return tuple(map(another_of, x)) if type(x) is tuple and x and isinstance(x[0], torch.Tensor) else x
     if x.is_floating_point():
         return (x.detach() * -0.5 - 0.25).requires_grad_(x.requires_grad)
     return torch.flip(x, (0,)) if x.dtype == torch.int64 else torch.clamp(x - 1, min=1)
@@ -339,7 +348,7 @@ def test_calls_that_differ_in_the_feature_share_no_plan(feature: Feature, monkey
         assert (a is None) == (b is None) and (a is None or torch.equal(a, b)), name
 
 
-@by_name([x for x in TENSORS if x.name in AttentionOptions._fields and x.name not in {*EIGHT_BITS, *INSIDE_MASK}])
+@by_name([x for x in TENSORS if x.name in AttentionOptions._fields and x.name not in {*EIGHT_BITS, *WITHIN}])
 def test_a_wrong_tensor_is_refused(feature: Feature) -> None:
     q = torch.zeros(2, 4, 8, 16)
     owner = next(x for x in FEATURES if x.name == COMPANIONS.get(feature.name, feature.name))
@@ -370,7 +379,7 @@ def test_the_matrix_has_cases_of_the_feature(feature: Feature) -> None:
     others = {"seq_lens", *(x.refusal_name for x in COMPOSABLE)}
     if feature.refusal_name in others:
         assert any(problem.features >= others for _, problem in found), "with everything"
-    if feature in TENSORS and feature.name not in INSIDE_MASK:
+    if feature in TENSORS and feature.name not in WITHIN:
         some = [make_inputs(case).options for case, _ in found]
         assert any(given[feature.name].requires_grad for given in some) == bool(feature.gradient)
 

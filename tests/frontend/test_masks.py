@@ -376,11 +376,11 @@ def test_wrong_arguments_are_refused(call: Any, error: type, words: str) -> None
         call()
 
 
-def test_a_triton_function_is_refused() -> None:
+def test_a_jit_function_of_triton_is_a_mask_function() -> None:
     triton = pytest.importorskip("triton")
 
-    with pytest.raises(TypeError, match="jit function of Triton"):
-        block_mask(triton.jit(flex_causal), 1, 1, 3, 3)
+    found = block_mask(triton.jit(flex_causal), 1, 1, 100, 200, block_size=64)
+    assert torch.equal(found.to_dense(), block_mask(flex_causal, 1, 1, 100, 200, block_size=64).to_dense())
 
 
 def attend(mask: Any, batch: int = 2, heads: int = 4, seqlen: int = 100, **options: Any) -> Any:

@@ -7,7 +7,7 @@ from dataclasses import fields
 import torch
 
 from diyfa import options
-from diyfa.features import FEATURES
+from diyfa.features import FEATURES, SCORE_EXAMPLE
 from diyfa.options import AttentionOptions, Lengths
 from diyfa.problem import AttentionProblem, AttentionTensors
 
@@ -29,8 +29,8 @@ def a_call() -> tuple[Lengths, AttentionOptions]:
     strided["mask_bits"] = torch.rand(1, 2, 8)[..., ::2]
     checked = AttentionOptions(
         layout="bshd", sm_scale=0.25, window_left=3, window_right=1, softcap=2.0, dropout_p=0.5, **strided,
-        deterministic=True, needs_grad=True, bias_grad=True, backend="cpu", variant="v1", packing="kv",
-        batch_invariant=True, out_dtype="float32",
+        deterministic=True, needs_grad=True, bias_grad=True, score_grad=True, backend="cpu", variant="v1",
+        packing="kv", batch_invariant=True, out_dtype="float32", score_fn=SCORE_EXAMPLE,
     )  # fmt: skip
     defaults = AttentionOptions._field_defaults.items()
     for name, default in defaults:

@@ -143,7 +143,7 @@ def test_yardstick_is_the_worst_of_its_draws() -> None:
     errors = yardsticks(CASE)
     own = measure_error(yardstick_results(CASE).out, expected_results(CASE).out)
     assert errors["out"].max_abs >= own.max_abs > 0
-    assert set(errors) == set(expected_results(CASE)._fields)
+    assert set(errors) == {name for name, x in expected_results(CASE)._asdict().items() if x is not None}
     overflowing = AttentionCase("overflow", sm_scale=1e6, seqlen_q=8)
     with pytest.raises(ValueError, match=r"a plain FlashAttention's .* in float16 is not finite"):
         yardsticks(overflowing)
@@ -152,8 +152,9 @@ def test_yardstick_is_the_worst_of_its_draws() -> None:
 def test_budget_refuses_wrong_results() -> None:
     good = yardstick_results(CASE)
     assert_within_budget(good, CASE)
-    for name in good._fields:
-        value = getattr(good, name)
+    for name, value in good._asdict().items():
+        if value is None:  # no such input
+            continue
         finite = value.isfinite()
         scale = value[finite].double().square().mean().sqrt()
         shifted = (value.double() + 0.05 * scale).to(value.dtype)
@@ -166,7 +167,9 @@ def test_budget_refuses_wrong_results() -> None:
 
 def test_expected_results_are_finite_and_double() -> None:
     expected = expected_results(CASE)
-    for name, x in zip(expected._fields, expected, strict=True):
+    given = {name: x for name, x in expected._asdict().items() if x is not None}
+    assert given.keys() >= {"out", "lse", "dq", "dk", "dv", "dbias", "dsinks"}
+    for name, x in given.items():
         assert x.dtype == torch.float64
         assert bool(x.isfinite().all()) or name == "lse"
 

@@ -237,6 +237,24 @@ COMBINED = [
     ),
 ]  # fmt: skip
 
+# Score functions, with a relative bias and its gradient; they hide some pairs.
+SCORE_FUNCTIONS = [
+    Case("score_fn", seqlen_q=70, score_fn=True, all_variants=True),
+    Case("score_fn_causal_gqa", batch=2, heads=4, heads_kv=2, seqlen_q=50, seqlen_k=90, causal=True, score_fn=True),
+    Case("score_fn_more_queries", seqlen_q=60, seqlen_k=20, causal=True, score_fn=True, dtype="float32"),
+    Case("score_fn_packed", layout="thd", lens_q=(30, 0, 41), lens_k=(35, 9, 41), causal=True, score_fn=True, slack=2),
+    Case("score_fn_one_key", seqlen_q=40, seqlen_k=1, score_fn=True, sinks=True),
+    Case("score_fn_mask", seqlen_q=70, seqlen_k=140, mask="1h:64:0.6", score_fn=True, dtype="bfloat16"),
+    Case(
+        "score_fn_everything", batch=2, heads=4, heads_kv=2, seqlen_q=50, seqlen_k=70, head_dim=32, head_dim_v=16,
+        seq_lens=(70, 44), layout="bshd", score_fn=True, **{**EVERYTHING_CASE, "window": (30, 4), "bias": "b1qk"},
+    ),
+    Case(
+        "score_fn_large", batch=2, heads=4, heads_kv=2, seqlen_q=700, seqlen_k=900, head_dim=128, causal=True,
+        score_fn=True, large=True,
+    ),
+]  # fmt: skip
+
 # Block masks: samples and heads of the mask, its block, and the density of blocks and bits.
 MASKS = [
     Case("mask", seqlen_q=150, mask="11:64:0.5", all_variants=True),
@@ -373,7 +391,7 @@ EACH_FEATURE = [
 CASES: dict[str, Case] = {}
 for _case in [
     *BASIC, *DTYPES, *HEAD_DIMS, *LENGTHS, *HEADS, *SEQ_LENS, *LAYOUTS, *FEATURES, *VARLEN, *PACKING, *DROPOUT,
-    *COMBINED, *MASKS, *PEAKED, *DOMINATED, *EACH_FEATURE,
+    *COMBINED, *SCORE_FUNCTIONS, *MASKS, *PEAKED, *DOMINATED, *EACH_FEATURE,
 ]:  # fmt: skip
     if _case.name in CASES:
         raise ValueError(f"two cases are called {_case.name}")

@@ -69,6 +69,7 @@ def cases(draw: st.DrawFn, largest: int, without: set[str]) -> AttentionCase:
         slack=draw(st.integers(0, 5)) if varlen else 0,
         causal=not has_mask and draw(st.booleans()),
         mask=mask,
+        score_fn=not packing and feature("score_fn", False, st.booleans()),
         sm_scale=draw(st.sampled_from([None, None, 0.0]) | st.floats(1e-3, 1.0) | st.floats(-1.0, -1e-3)),
         seq_lens=seq_lens,
         window=feature(

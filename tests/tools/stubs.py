@@ -30,7 +30,8 @@ ALIASES = {
 }
 HEAD = '''"""Written by `make stubs` from the signatures of the functions."""
 
-from typing import Literal, overload
+from collections.abc import Sequence
+from typing import Any, Literal, overload
 
 import torch
 

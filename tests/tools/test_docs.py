@@ -232,5 +232,15 @@ def test_the_inference_guide_runs():
             exec(block.replace('device = "cuda"', 'device = "cpu"'), namespace)
 
 
+def test_the_page_of_score_functions_runs(tmp_path):
+    """From a file: Triton reads the source of jit functions."""
+    pytest.importorskip("triton")
+    blocks = python_blocks("docs/scores.md")
+    assert len(blocks) == 4
+    script = tmp_path / "scores.py"
+    script.write_text("\n\n".join(blocks), encoding="utf-8")
+    assert run_python(f"import runpy; runpy.run_path({str(script)!r})", ROOT).strip() == "torch.Size([4, 255])"
+
+
 def test_the_fused_attention_example_runs():
     exec(python_blocks("docs/npu-fusion-attention.md")[0], {})

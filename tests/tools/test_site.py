@@ -32,6 +32,7 @@ BLOCKS = {
     "index.md": [HERE],
     "guide.md": [GUIDE] * 5 + [MODEL] + [GUIDE] * 3 + [GPU + " and an NPU"] + [GUIDE],
     "masks.md": [HERE] * 3,
+    "scores.md": [APART + "tools/test_docs.py::test_the_page_of_score_functions_runs"] * 4,
     "precision.md": [HERE] * 2,
     "ready.md": [GPU],
     "inference.md": [APART + "tools/test_docs.py::test_the_inference_guide_runs"] * 9,

@@ -1,13 +1,14 @@
 """FlashAttention-2 backward (Dao 2023, arXiv:2307.08691, algorithm 2) without atomics.
 
-Sequences that one tile holds have a kernel of their own (`bwd_short.py`). All others take up to four kernels:
+Sequences that one tile holds have a kernel of their own (`bwd_short.py`). All others take up to five kernels:
 
 1. `_bwd_preprocess_kernel` computes delta = rowsum(dO * O) - dLSE, the term of dS that is equal for a whole row. The
    gradient of the log-sum-exp enters here, so it costs nothing later.
 2. `_bwd_dkdv_kernel` gives each program a block of keys and loops over the queries of every head in the group. Groups
    are divided if key blocks are few (`bwd_partials.py`).
 3. `_bwd_dq_kernel` gives each program a block of queries and loops over the keys.
-4. `_bwd_dbias_kernel` runs if the bias needs a gradient.
+4. `_bwd_dbias_kernel` runs if the bias needs a gradient, `_bwd_captured_kernel` if captured tensors of a score function
+   do.
 
 The paper computes dQ, dK and dV in one loop and adds dQ atomically. Two loops cost two more products, of seven, and are
 bitwise reproducible.
@@ -20,7 +21,7 @@ dP is 0, so its gradient is the sum of -exp(sink - LSE) * delta over all rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -29,7 +30,7 @@ import torch
 import triton
 import triton.language as tl
 
-from diyfa.backends.cuda.attention import bwd_dbias, bwd_partials
+from diyfa.backends.cuda.attention import bwd_captured, bwd_dbias, bwd_partials
 from diyfa.backends.cuda.attention.bwd_dkdv import _bwd_dkdv_kernel
 from diyfa.backends.cuda.attention.bwd_dq import _bwd_dq_kernel
 from diyfa.backends.cuda.attention.bwd_short import _bwd_short_kernel
@@ -49,6 +50,7 @@ from diyfa.backends.cuda.attention.launch import (
     tile_constants,
     tuned_launches,
 )
+from diyfa.backends.cuda.attention.score_functions import slope_source
 from diyfa.backends.cuda.attention.scores import first_row, row_delta
 from diyfa.backends.cuda.attention.seq_info import seq_info
 from diyfa.backends.cuda.attention.tile_io import (
@@ -126,7 +128,8 @@ def _preprocess_constants(problem: AttentionProblem) -> PreprocessConstants:
 
 @cached_per_kind
 def _constants(problem: AttentionProblem, config: AttentionConfig) -> TileConstants:
-    return TileConstants.read_from(problem, config, **tile_constants(problem, config))
+    slope = {"score_slope": slope_source(problem.score_fn)}
+    return TileConstants.read_from(problem, config, **{**tile_constants(problem, config), **slope})
 
 
 class Backward:
@@ -236,6 +239,11 @@ class Backward:
         return [self.gradient(kind, config, results)], []
 
 
+def _call_each(functions: Sequence[Callable[[], None]]) -> None:
+    for function in functions:
+        function()
+
+
 def backward_pass(
     problem: AttentionProblem,
     tensors: AttentionTensors,
@@ -262,9 +270,15 @@ def backward_pass(
 
         launches += tuned_launches(kind, problem, make_launches, launches)
         memory += workspace
-    finish = None
+    finish: list[Callable[[], None]] = []
     if gradients.dbias is not None:
         launch, sums = bwd_dbias.make_launch(problem, tensors, dout, lse, delta, backward.scale, gradients.dbias)
         launches.append(launch)
-        finish = partial(bwd_dbias.add_up, sums, gradients.dbias)
-    return Pass(launches, memory, finish=finish, is_settled=partial(is_settled, problem, *kinds))
+        finish.append(partial(bwd_dbias.add_up, sums, gradients.dbias))
+    captured = bwd_captured.learned(gradients)
+    if captured:
+        launch, totals = bwd_captured.make_launch(problem, tensors, dout, lse, delta, backward.scale, captured)
+        launches.append(launch)
+        finish.append(partial(bwd_captured.round_totals, totals, captured))
+    finish_all = partial(_call_each, finish) if finish else None
+    return Pass(launches, memory, finish=finish_all, is_settled=partial(is_settled, problem, *kinds))

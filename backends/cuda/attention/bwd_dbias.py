@@ -34,7 +34,16 @@ from diyfa.backends.cuda.attention.launch import (
     mask_constants,
     strides,
 )
-from diyfa.backends.cuda.attention.scores import first_row, head_features, load_statistics, tile_corner, visible_pairs
+from diyfa.backends.cuda.attention.score_functions import slope_source
+from diyfa.backends.cuda.attention.scores import (
+    captured_pointers,
+    first_row,
+    function_gradient,
+    head_features,
+    load_statistics,
+    tile_corner,
+    visible_pairs,
+)
 from diyfa.backends.cuda.attention.seq_info import seq_info
 from diyfa.backends.cuda.attention.tile_io import EQUAL, POINTER, cdiv, head_view, load_tile
 from diyfa.problem import AttentionProblem, AttentionTensors, Launch
@@ -49,6 +58,7 @@ def _bwd_dbias_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr,
     lse_ptr, delta_ptr,
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, per_head_ptr, attn_bias_ptr, rng_state_ptr,
+    score_tensor0_ptr, score_tensor1_ptr, score_tensor2_ptr, score_tensor3_ptr,
     mask_blocks_ptr, mask_bits_ptr, dbias_ptr,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_dob, stride_doh, stride_dom,
@@ -101,7 +111,8 @@ def _bwd_dbias_kernel(
             last_step = tl.cdiv(end, c.BLOCK_N)
     per_head = (per_head_ptr, stride_per_headb)
     bias = (attn_bias_ptr, stride_biasb, stride_biash, stride_biasm, stride_biasn)
-    features = (scale, softcap, per_head, bias, rng_state_ptr)
+    captured = captured_pointers(score_tensor0_ptr, score_tensor1_ptr, score_tensor2_ptr, score_tensor3_ptr)
+    features = (scale, softcap, per_head, bias, rng_state_ptr, captured)
     total = tl.zeros([c.BLOCK_M, c.BLOCK_N], tl.float32)
     for step in tl.range(first_step, last_step, disable_licm=True):
         b = b_out
@@ -146,10 +157,10 @@ def _bwd_dbias_kernel(
         if c.DROPOUT:
             row_words, column_words = position_words(*row_keys, offs_m), position_words(*column_keys, offs_n)
             keep = keep_tile(*row_words, *column_words, threshold)
-        ds, _tanh = score_gradient(
+        ds, saved = score_gradient(
             q, k, v, do, lse_log2, delta, rows, cols, begins, visible, keep, keep_scale, tile_mask, score, True, c
         )
-        total += ds
+        total += function_gradient(ds, cols, saved, score, c)
 
     out_m = block_m * c.BLOCK_M + tl.arange(0, c.BLOCK_M)
     out_n = block_n * c.BLOCK_N + tl.arange(0, c.BLOCK_N)
@@ -217,8 +228,8 @@ def make_launch(
         "heads_out": heads_out,
         "steps": steps,
     }
-    own = {**mask_constants(problem), "reduce": reduce.value}
-    constants = BiasGradientConstants.read_from(problem, tile, **attention_constants(problem), **own)
+    own = {**mask_constants(problem), "reduce": reduce.value, "score_slope": slope_source(problem.score_fn)}
+    constants = BiasGradientConstants.read_from(problem, tile, **{**attention_constants(problem), **own})
     return bind_launch(_bwd_dbias_kernel, grid, values, constants, schedule(tile)), out
 
 

@@ -15,7 +15,9 @@ from diyfa.backends.cuda.attention.dots import dot, dot_add, round_to
 from diyfa.backends.cuda.attention.dropout import keep_tile, position_words
 from diyfa.backends.cuda.attention.launch import RUNTIME_SIZES, UNALIGNED_POINTERS
 from diyfa.backends.cuda.attention.scores import (
+    captured_pointers,
     first_row,
+    function_gradient,
     head_and_block,
     head_features,
     product_gradient,
@@ -106,12 +108,15 @@ def _dkdv_blocks(
         do = load_tile(gradients, start_m, c.BLOCK_M, c.HEAD_DIM_V, c.BLOCK_DV, CHECK_ROWS, FORM, c)
         s_t = dot(k, tl.trans(q), c.PRECISION)  # [BLOCK_N, BLOCK_M]
         begins = (start_m, col0, tile_corner(start_m, col0, score, c))
-        s_t, tanh_t = scores_log2(s_t, offs_m[None, :], offs_n[:, None], begins, mask, score, True, PRECISE, c)
+        rows, cols = offs_m[None, :], offs_n[:, None]
+        visible = True
+        if MASKED:
+            visible = visible_pairs(rows, cols, mask, False, c)
+            if c.MASK_Q:
+                visible = visible & kept_pairs(view, start_m, col0, rows, cols, c)
+        s_t, saved_t = scores_log2(s_t, rows, cols, begins, mask, visible, score, True, PRECISE, c)
         p_t = tl.math.exp2(s_t - (lse * LOG2E)[None, :])
         if MASKED:
-            visible = visible_pairs(offs_m[None, :], offs_n[:, None], mask, False, c)
-            if c.MASK_Q:
-                visible = visible & kept_pairs(view, start_m, col0, offs_m[None, :], offs_n[:, None], c)
             p_t = tl.where(visible, p_t, 0.0)
         p_dropped_t = p_t
         if c.DROPOUT:
@@ -122,7 +127,7 @@ def _dkdv_blocks(
         if c.DROPOUT:
             dp_t = tl.where(keep_t, dp_t * keep_scale, 0.0)
         ds_t = p_t * (dp_t - delta[None, :])
-        ds_t = product_gradient(ds_t, tanh_t, score, c)
+        ds_t = product_gradient(function_gradient(ds_t, cols, saved_t, score, c), saved_t, score, c)
         dk = dot_add(round_to(ds_t, q.dtype), q, dk, c.PRECISION)
     return dk, dv
 
@@ -133,6 +138,7 @@ def _bwd_dkdv_kernel(
     q_rows_ptr, do_rows_ptr,  # for EDGE_FORM: addresses of the tensors that FORM reads through descriptors
     lse_ptr, delta_ptr,
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, per_head_ptr, attn_bias_ptr, rng_state_ptr,
+    score_tensor0_ptr, score_tensor1_ptr, score_tensor2_ptr, score_tensor3_ptr,
     mask_blocks_ptr, mask_bits_ptr, dk_ptr, dv_ptr,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_dob, stride_doh, stride_dom, stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn,
@@ -184,7 +190,8 @@ def _bwd_dkdv_kernel(
     strides_do = (stride_dob, stride_doh, stride_dom)
     per_head = (per_head_ptr, stride_per_headb)
     bias = (attn_bias_ptr, stride_biasb, stride_biash, stride_biasm, stride_biasn)
-    features = (scale, softcap, per_head, bias, rng_state_ptr)
+    captured = captured_pointers(score_tensor0_ptr, score_tensor1_ptr, score_tensor2_ptr, score_tensor3_ptr)
+    features = (scale, softcap, per_head, bias, rng_state_ptr, captured)
     full = (full_begin, full_end, 0, 0)
     masked = (begin, masked_end, full_begin, gap)
 

@@ -12,7 +12,9 @@ from diyfa.backends.cuda.attention.dropout import keep_tile, position_words
 from diyfa.backends.cuda.attention.launch import RUNTIME_SIZES, UNALIGNED_POINTERS
 from diyfa.backends.cuda.attention.scores import (
     bias_corner,
+    captured_pointers,
     first_row,
+    function_gradient,
     head_and_block,
     head_features,
     load_statistics,
@@ -31,10 +33,10 @@ def score_gradient(
     q, k, v, do, lse_log2, delta, rows, cols, begins, visible, keep, keep_scale, mask, score,
     MASKED: tl.constexpr, c: tl.constexpr,
 ):  # fmt: skip
-    """Return a tile [BLOCK_M, BLOCK_N] of (dS, the gradient of the scores behind the softcap; tanh of the softcap)."""
+    """Return a tile [BLOCK_M, BLOCK_N] of dS, the gradient of the final scores, and what `scores_log2` saves for it."""
     PRECISE: tl.constexpr = q.dtype == tl.float32
     s = dot(q, tl.trans(k), c.PRECISION)
-    s, t = scores_log2(s, rows, cols, begins, mask, score, MASKED, PRECISE, c)
+    s, saved = scores_log2(s, rows, cols, begins, mask, visible, score, MASKED, PRECISE, c)
     p = tl.math.exp2(s - lse_log2[:, None])
     dp = dot(do, tl.trans(v), c.PRECISION)
     if c.DROPOUT:
@@ -42,7 +44,7 @@ def score_gradient(
     ds = p * (dp - delta[:, None])
     if MASKED:
         ds = tl.where(visible, ds, 0.0)
-    return ds, t
+    return ds, saved
 
 
 @triton.jit
@@ -85,10 +87,10 @@ def _dq_blocks(
         if c.DROPOUT:
             keep = keep_tile(*row_words, *position_words(*column_keys, offs_n), threshold)
         begins = (row0, start_n, block_corner)
-        ds, t = score_gradient(
+        ds, saved = score_gradient(
             q, k, v, do, lse_log2, delta, rows, cols, begins, visible, keep, keep_scale, mask, score, CHECK_END, c
         )
-        ds = product_gradient(ds, t, score, c)
+        ds = product_gradient(function_gradient(ds, cols, saved, score, c), saved, score, c)
         dq = dot_add(round_to(ds, k.dtype), k, dq, c.PRECISION)
         if c.BIAS:
             corner = bias_corner(corner, 0, c.BLOCK_N, score)
@@ -101,6 +103,7 @@ def _bwd_dq_kernel(
     k_rows_ptr, v_rows_ptr,  # for EDGE_FORM: addresses of the tensors that FORM reads through descriptors
     lse_ptr, delta_ptr,
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, per_head_ptr, attn_bias_ptr, rng_state_ptr,
+    score_tensor0_ptr, score_tensor1_ptr, score_tensor2_ptr, score_tensor3_ptr,
     mask_blocks_ptr, mask_bits_ptr, dq_ptr,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_dob, stride_doh, stride_dom, stride_dqb, stride_dqh, stride_dqm,
@@ -153,7 +156,9 @@ def _bwd_dq_kernel(
         block_mask = (list_ptr, view)
     per_head = (per_head_ptr, stride_per_headb)
     bias = (attn_bias_ptr, stride_biasb, stride_biash, stride_biasm, stride_biasn)
-    score, row_keys, column_keys = head_features(b, h, (scale, softcap, per_head, bias, rng_state_ptr), c)
+    captured = captured_pointers(score_tensor0_ptr, score_tensor1_ptr, score_tensor2_ptr, score_tensor3_ptr)
+    features = (scale, softcap, per_head, bias, rng_state_ptr, captured)
+    score, row_keys, column_keys = head_features(b, h, features, c)
     row_words = position_words(*row_keys, offs_m) if c.DROPOUT else row_keys
     dropout = (row_words, column_keys, threshold, keep_scale)
     dq = tl.zeros([c.BLOCK_M, c.BLOCK_D], tl.float32)

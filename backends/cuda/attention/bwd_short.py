@@ -63,7 +63,7 @@ def _bwd_short_kernel(
     v = load_tile(values, 0, c.BLOCK_N, c.HEAD_DIM_V, c.BLOCK_DV, True, c.FORM, c)
     per_head = (per_head_ptr, stride_per_headb)
     bias = (attn_bias_ptr, stride_biasb, stride_biash, stride_biasm, stride_biasn)
-    features = (scale, softcap, per_head, bias, rng_state_ptr)
+    features = (scale, softcap, per_head, bias, rng_state_ptr, 0)
     q_position = (b, h, first_q, n_queries)
     queries = head_view(q_ptr, (stride_qb, stride_qh, stride_qm), q_position, c.FORM, c)
     outputs = head_view(o_ptr, (stride_ob, stride_oh, stride_om), q_position, c.FORM, c)
@@ -81,7 +81,8 @@ def _bwd_short_kernel(
 
     score, row_keys, column_keys = head_features(b, h, features, c)
     s_t = dot(k, tl.trans(q), c.PRECISION)  # [BLOCK_N, BLOCK_M]
-    s_t, tanh_t = scores_log2(s_t, rows, cols, (0, 0, tile_corner(0, 0, score, c)), mask, score, True, PRECISE, c)
+    begins = (0, 0, tile_corner(0, 0, score, c))
+    s_t, saved_t = scores_log2(s_t, rows, cols, begins, mask, True, score, True, PRECISE, c)
     visible = visible_pairs(rows, cols, mask, True, c) & (rows < n_queries)
     p_t = tl.where(visible, tl.math.exp2(s_t - (lse * LOG2E)[None, :]), 0.0)
     dp_t = dot(v, tl.trans(do), c.PRECISION)  # [BLOCK_N, BLOCK_M]
@@ -92,7 +93,7 @@ def _bwd_short_kernel(
         p_dropped_t = tl.where(keep_t, p_t, 0.0)
         dp_t = tl.where(keep_t, dp_t * keep_scale, 0.0)
     dv = dot(round_to(p_dropped_t, do.dtype), do, c.PRECISION)
-    ds_t = product_gradient(p_t * (dp_t - delta[None, :]), tanh_t, score, c)
+    ds_t = product_gradient(p_t * (dp_t - delta[None, :]), saved_t, score, c)
     ds_t = round_to(tl.where(visible, ds_t, 0.0), q.dtype)
     dk = dot(ds_t, q, c.PRECISION)
     dq = dot(tl.trans(ds_t), k, c.PRECISION)

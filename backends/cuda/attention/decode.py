@@ -107,6 +107,7 @@ class DecodeConstants(Constants):
     softcap: bool
     alibi: bool
     bias: bool  # always False; scores.py asks for it
+    score_fn: None  # likewise
     head_dim: int
     head_dim_v: int
     block_m: int
@@ -533,6 +534,7 @@ def _constants_for_kind(
         has_left=problem.window_left >= 0,
         has_right=has_right,
         bias=False,
+        score_fn=None,
         block_d=block_d,
         block_d_tail=block_d_tail,
         block_dv=padded_head_dim(problem.head_dim_v),

@@ -40,6 +40,7 @@ from diyfa.backends.cuda.attention.launch import (
 )
 from diyfa.backends.cuda.attention.scores import (
     bias_corner,
+    captured_pointers,
     first_row,
     head_and_block,
     head_features,
@@ -129,7 +130,7 @@ def _attend_blocks(
     acc, l_i, m_i = sums
     start, end, gap_at, gap = blocks
     list_ptr, view = block_mask
-    scale, _, _ = score
+    scale, _, _, _ = score
     row_words, column_keys, threshold = dropout
     offs_m = row0 + tl.arange(0, c.BLOCK_M)
     PRECISE: tl.constexpr = q.dtype == tl.float32
@@ -137,6 +138,7 @@ def _attend_blocks(
     NO_LICM: tl.constexpr = c.FORM == DESCRIPTOR or c.MASK_K != 0
     # Full blocks of a block mask may extend beyond a shorter sequence.
     CHECK_END: tl.constexpr = MASKED or (c.MASK_K != 0 and c.LENGTHS != EQUAL)
+    GUARD: tl.constexpr = CHECK_END or c.BIAS or c.SCORE_FN is not None
     corner = tile_corner(row0, start, score, c)
     for start_n in tl.range(start, end, c.BLOCK_N, disable_licm=NO_LICM):
         block_corner = corner
@@ -155,15 +157,19 @@ def _attend_blocks(
             s, scale_log2 = tile_scores(s, scale_log2, factors, start_n, c)
         if c.NEGATE:
             s = -s
-        if c.ADJUSTED:
-            begins = (row0, start_n, block_corner)
-            s, _tanh = scores_log2(s, offs_m[:, None], offs_n[None, :], begins, mask, score, CHECK_END, PRECISE, c)
+        visible = True
         if CHECK_END:
             visible = visible_pairs(offs_m[:, None], offs_n[None, :], mask, True, c)
             if c.MASK_K and MASKED:
                 visible = visible & kept_pairs(view, row0, start_n, offs_m[:, None], offs_n[None, :], c)
+        if c.ADJUSTED:
+            begins = (row0, start_n, block_corner)
+            s, _saved = scores_log2(
+                s, offs_m[:, None], offs_n[None, :], begins, mask, visible, score, CHECK_END, PRECISE, c
+            )
+        if CHECK_END:
             s = tl.where(visible, s, float("-inf"))
-        p, m_i, l_i, acc = online_softmax_update(s, m_i, l_i, acc, scale_log2, CHECK_END or c.BIAS, c.WEIGHT_SHIFT)
+        p, m_i, l_i, acc = online_softmax_update(s, m_i, l_i, acc, scale_log2, GUARD, c.WEIGHT_SHIFT)
         if c.DROPOUT:  # after the sum: weights are normalised by the sum without dropout
             keep = keep_tile(*row_words, *position_words(*column_keys, offs_n), threshold)
             p = tl.where(keep, p, 0.0)
@@ -183,6 +189,7 @@ def _fwd_kernel(
     k_rows_ptr, v_rows_ptr,  # for EDGE_FORM: addresses of the tensors that FORM reads through descriptors
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, per_head_ptr, attn_bias_ptr, rng_state_ptr, sinks_ptr,
     q_descale_ptr, k_descale_ptr, v_descale_ptr, k_mean_ptr, v_mean_ptr,
+    score_tensor0_ptr, score_tensor1_ptr, score_tensor2_ptr, score_tensor3_ptr,
     mask_blocks_ptr, mask_bits_ptr, o_ptr, lse_ptr,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_ob, stride_oh, stride_om,
@@ -242,7 +249,9 @@ def _fwd_kernel(
 
     per_head = (per_head_ptr, stride_per_headb)
     bias = (attn_bias_ptr, stride_biasb, stride_biash, stride_biasm, stride_biasn)
-    score, row_keys, column_keys = head_features(b, h, (scale, softcap, per_head, bias, rng_state_ptr), c)
+    captured = captured_pointers(score_tensor0_ptr, score_tensor1_ptr, score_tensor2_ptr, score_tensor3_ptr)
+    features = (scale, softcap, per_head, bias, rng_state_ptr, captured)
+    score, row_keys, column_keys = head_features(b, h, features, c)
     heads_kv = heads_q // group
     factors = (1.0, 0, 0)
     if c.EIGHT_BITS:

@@ -21,9 +21,11 @@ from diyfa.backends.cuda.attention.configs import (
     tile_form,
 )
 from diyfa.backends.cuda.attention.dropout import keep_threshold
+from diyfa.backends.cuda.attention.score_functions import value_source
 from diyfa.backends.cuda.attention.tile_io import cdiv, lengths_constant, padded_head_dim
 from diyfa.backends.cuda.runtime import tune
 from diyfa.backends.cuda.runtime.constants import Constants
+from diyfa.backends.cuda.runtime.jit_source import JitSource
 from diyfa.backends.cuda.runtime.launch import multiprocessors, on_device
 from diyfa.backends.cuda.runtime.launcher import Tiles, arguments_among, shared_box
 from diyfa.backends.cuda.runtime.passes import Pass, Replay, launch_each, make_replay
@@ -233,7 +235,7 @@ def bind_launch(kernel: Any, grid: int, values: dict[str, Any], constants: Const
 FEATURES = frozenset(
     {
         "causal", "window", "softcap", "seq_lens", "varlen", "alibi", "attn_bias", "sinks", "dropout",
-        "dropout_origins", "gqa", "head_dim_v", "mask",
+        "dropout_origins", "gqa", "head_dim_v", "mask", "score_fn",
     }
 )  # fmt: skip
 
@@ -251,6 +253,8 @@ class AttentionConstants(Constants):
     bias: bool
     dropout: bool
     dropout_origins: bool
+    score_fn: JitSource | None
+    score_slope: JitSource | None  # derivative of score_fn by the score; None in the forward pass
     head_dim: int
     head_dim_v: int
     block_m: int
@@ -277,6 +281,8 @@ def attention_constants(problem: AttentionProblem) -> dict[str, Any]:
         "has_right": problem.window_right >= 0,
         "lengths": lengths_constant(problem),
         "adjusted": has_adjusted_scores(problem),
+        "score_fn": value_source(problem.score_fn),
+        "score_slope": None,
         "block_d": key_columns(problem),
         "block_dv": padded_head_dim(problem.head_dim_v),
         "precision": "ieee",
@@ -465,7 +471,8 @@ def repeating_backward(describe: Callable[..., Pass]) -> Callable[..., BackwardR
         gradients: AttentionGradients,
         owners: Sequence[torch.Tensor],
     ) -> BackwardReplay | None:
-        if gradients.dbias is not None:  # `Pass.finish` is not repeated, and the partial sums are large
+        # `Pass.finish` is not repeated, and the partial sums are large.
+        if any(getattr(gradients, x.gradient) is not None for x in GRADIENTS if x.gradient != "dsinks"):
             return None
         tensors = _distinct_objects(tensors)
         gradients, delta = _with_delta(gradients, lse)

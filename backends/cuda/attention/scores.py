@@ -6,7 +6,8 @@ transposed. Positions come as `rows` and `cols` that broadcast to it ([BLOCK_M, 
 `window_right` after it (causal: 0 after). Helpers take these tuples:
 
     mask = (queries, keys, offset, window_left, window_right)           of one sequence
-    score = (scale, (softcap, slope), (bias pointer, stride_biasm, stride_biasn))    of one head
+    score = (scale, (softcap, slope), (bias pointer, stride_biasm, stride_biasn), function)    of one head
+    function = (sample, head, captured tensors)                         of the user's score function
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def head_features(b, h, features, c: tl.constexpr):
 
     It loads the head's numbers, through one pointer, so that kernels need not name them.
     """
-    scale, softcap, per_head, bias, rng_state_ptr = features
+    scale, softcap, per_head, bias, rng_state_ptr, captured = features
     per_head_ptr, stride_per_headb = per_head
     attn_bias_ptr, stride_biasb, stride_biash, stride_biasm, stride_biasn = bias
     slope = 0.0
@@ -64,14 +65,28 @@ def head_features(b, h, features, c: tl.constexpr):
     row_key0, row_key1, column_key0, column_key1 = 0, 0, 0, 0
     if c.DROPOUT:
         row_key0, row_key1, column_key0, column_key1 = head_keys(rng_state_ptr, b, h, c.DROPOUT_ORIGINS)
-    score = (scale, (softcap, slope), (bias_base, stride_biasm, stride_biasn))
+    score = (scale, (softcap, slope), (bias_base, stride_biasm, stride_biasn), (b, h, captured))
     return score, (row_key0, row_key1), (column_key0, column_key1)
 
 
 @triton.jit
+def captured_pointers(pointer0, pointer1, pointer2, pointer3):
+    """Return the pointers of captured tensors, 0 for None: a jit function cannot return that."""
+    if pointer0 is None:
+        pointer0 = 0
+    if pointer1 is None:
+        pointer1 = 0
+    if pointer2 is None:
+        pointer2 = 0
+    if pointer3 is None:
+        pointer3 = 0
+    return pointer0, pointer1, pointer2, pointer3
+
+
+@triton.jit
 def score_without_bias(scale, softcap, slope):
-    """Return the `score` of a kernel without a bias."""
-    return scale, (softcap, slope), (0, 0, 0)
+    """Return the `score` of a kernel without a bias and without a score function."""
+    return scale, (softcap, slope), (0, 0, 0), (0, 0, 0)
 
 
 @triton.jit
@@ -153,7 +168,7 @@ def bias_corner(corner, row, col, score):
     counter to 64 bits, and then set the accumulators to 0 a second time on the way past the loop. For that, ptxas
     serialises the loop's wgmma (C7515).
     """
-    _, _, bias = score
+    _, _, bias, _ = score
     _, stride_biasm, stride_biasn = bias
     return corner + tl.cast(row, tl.int64) * stride_biasm + tl.cast(col, tl.int64) * stride_biasn
 
@@ -161,7 +176,7 @@ def bias_corner(corner, row, col, score):
 @triton.jit
 def tile_corner(row, col, score, c: tl.constexpr):
     """Return the pointer to attn_bias of the tile at (row, col) of a head, or an unused 0 without a bias."""
-    _, _, bias = score
+    _, _, bias, _ = score
     corner, _, _ = bias
     if c.BIAS:
         corner = bias_corner(corner, row, col, score)
@@ -169,26 +184,46 @@ def tile_corner(row, col, score, c: tl.constexpr):
 
 
 @triton.jit
-def scores_log2(s, rows, cols, begins, mask, score, MASKED: tl.constexpr, PRECISE: tl.constexpr, c: tl.constexpr):
-    """Return (scores in units of log2, tanh of the softcap for its gradient) of products s.
+def function_pairs(rows, cols, mask, visible, CHECK_END: tl.constexpr, c: tl.constexpr):
+    """Return `seen` of a tile for the score function: (visible pairs, rows that exist, columns that exist).
 
-    softcap · tanh(s · scale / softcap) - slope · |distance| + bias; `scale` is already divided by the softcap.
-    `begins`: (row, column, bias corner) of the tile. Without MASKED all keys of the tile exist.
+    `visible`: those that a mask leaves, or True. Rows beyond the end are in every last tile, columns with CHECK_END.
+    """
+    n_queries, n_keys, _, _, _ = mask
+    exist_m = rows < n_queries
+    exist_n = cols >= 0
+    if CHECK_END:
+        exist_n = cols < n_keys
+    return exist_m & exist_n & visible, exist_m, exist_n
+
+
+@triton.jit
+def scores_log2(
+    s, rows, cols, begins, mask, visible, score, MASKED: tl.constexpr, PRECISE: tl.constexpr, c: tl.constexpr
+):
+    """Return (scores in units of log2, what their gradient needs) of products s.
+
+    softcap · tanh(s · scale / softcap) - slope · |distance| + bias; `scale` is already divided by the softcap. The
+    score function comes last; it gets the pairs that are `visible`, and scores of others are -inf. `begins`: (row,
+    column, bias corner) of the tile. Without MASKED all keys of the tile exist.
+
+    What the gradient needs: (tanh of the softcap, (scores that the function got, positions, `seen`)).
     """
     row0, col0, corner = begins
     n_queries, n_keys, offset, _, _ = mask
-    scale, factors, bias = score
+    scale, factors, bias, function = score
     softcap, slope = factors
     _, stride_biasm, stride_biasn = bias
+    UNIT: tl.constexpr = LOG2E if c.SCORE_FN is None else 1.0  # a score function gets natural units
     t = s
     if c.SOFTCAP:
         t = tanh(s * scale, PRECISE)
-        s = t * (softcap * LOG2E)
+        s = t * (softcap * UNIT)
     else:
-        s = s * (scale * LOG2E)
+        s = s * (scale * UNIT)
     if c.ALIBI:
         distance = (rows + offset).to(tl.float32) - cols.to(tl.float32)
-        s = s - (slope * LOG2E) * tl.abs(distance)
+        s = s - (slope * UNIT) * tl.abs(distance)
     if c.BIAS:
         # 32 bits suffice inside of a tile. Columns are checked only if they may be beyond the end, so that rows of
         # other tiles are read in wide pieces.
@@ -197,13 +232,36 @@ def scores_log2(s, rows, cols, begins, mask, score, MASKED: tl.constexpr, PRECIS
             bias = tl.load(addresses, mask=(rows < n_queries) & (cols < n_keys), other=0.0)
         else:
             bias = tl.load(addresses, mask=(rows < n_queries) & (cols >= 0), other=0.0)
-        s = s + bias.to(tl.float32) * LOG2E
-    return s, t
+        s = s + bias.to(tl.float32) * UNIT
+    argument = (0, 0, 0)
+    if c.SCORE_FN is not None:
+        b, h, captured = function
+        seen = function_pairs(rows, cols, mask, visible, MASKED, c)
+        positions = rows + offset
+        argument = (s, positions, seen)
+        s = c.SCORE_FN(s, b, h, positions, cols, seen, captured)
+        pairs, _, _ = seen
+        s = tl.where(pairs, s * LOG2E, float("-inf"))
+    return s, (t, argument)
 
 
 @triton.jit
-def product_gradient(ds, t, score, c: tl.constexpr):
-    """Return the gradient of the products, without the scale, from that of the scores and tanh of `scores_log2`."""
+def function_gradient(ds, cols, saved, score, c: tl.constexpr):
+    """Return the gradient of the scores before the score function from that behind it."""
+    if c.SCORE_FN is not None:
+        _, argument = saved
+        s, positions, seen = argument
+        _, _, _, function = score
+        b, h, captured = function
+        slope = c.SCORE_SLOPE(s, b, h, positions, cols, seen, captured)
+        ds = tl.where(ds != 0.0, ds * slope, 0.0)  # hidden pairs may have any slope
+    return ds
+
+
+@triton.jit
+def product_gradient(ds, saved, score, c: tl.constexpr):
+    """Return the gradient of the products, without the scale, from that of the scores before the score function."""
     if c.SOFTCAP:
+        t, _ = saved
         ds = ds * (1.0 - t * t)
     return ds

@@ -7,6 +7,7 @@ from typing import Any
 
 import triton.language as tl
 
+from diyfa.backends.cuda.runtime.jit_source import JitSource
 from diyfa.backends.cuda.runtime.launch import is_interpreting
 
 _KINDS: dict[Any, type] = {name: kind for kind in (bool, int, str) for name in (kind, kind.__name__)}
@@ -52,4 +53,6 @@ class Constants:
         if not name.isupper():
             raise AttributeError(f"{type(self).__name__} has no field {name}")
         value = getattr(self, name.lower())
+        if isinstance(value, JitSource):
+            value = value.function()
         return value if is_interpreting() else tl.constexpr(value)

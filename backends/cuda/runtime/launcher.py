@@ -37,6 +37,7 @@ Kinds = tuple[Any, ...]
 _TYPES = {
     torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64",
     torch.float64: "fp64", torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5", torch.int8: "i8",
+    torch.bool: "i1",
 }  # fmt: skip
 _TMA_TYPES = {  # CUtensorMapDataType
     torch.float8_e4m3fn: 0, torch.float8_e5m2: 0, torch.int8: 0, torch.int32: 3, torch.int64: 5,

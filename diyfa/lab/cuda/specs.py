@@ -19,6 +19,7 @@ from diyfa.backends.cuda.attention import (
     append,
     build_mask,
     bwd,
+    bwd_captured,
     bwd_dbias,
     bwd_partials,
     clear,
@@ -43,7 +44,7 @@ from diyfa.backends.cuda.hopper import bwd_configs as hopper_bwd_configs
 from diyfa.backends.cuda.hopper import configs as hopper_configs
 from diyfa.block_lists import Selection
 from diyfa.eight_bits import EIGHT_BITS, PER_BLOCK, PER_HEAD, PER_TENSOR, Scheme
-from diyfa.features import EVERYTHING, dtype_name
+from diyfa.features import EVERYTHING, SCORE_EXAMPLE, dtype_name
 from diyfa.lab.cuda.aot import CompileSpec, launch_spec
 from diyfa.mask_terms import Comparison, terms_of
 from diyfa.problem import (
@@ -77,6 +78,13 @@ def problems(arch: str) -> Iterator[AttentionProblem]:
         yield _problem(arch, "float32", d)
 
 
+CAPPED = """def capped(score, b, h, i, j):
+    v0 = div(score, 30.0)
+    v1 = tanh(v0)
+    v2 = mul(v1, 30.0)
+    return v2"""
+
+
 def feature_problems(arch: str) -> Iterator[AttentionProblem]:
     """Yield problems with features: all that compose on dense tensors, packed sequences, wide heads, MLA's 576 and 512.
 
@@ -105,6 +113,11 @@ def feature_problems(arch: str) -> Iterator[AttentionProblem]:
     yield _problem(arch, half, 128, causal=False, seq_lens=True).replace(mask=(128, 128))
     with_mask = {**everything, "bias": half, "window_left": -1, "window_right": -1, "mask": (64, 128)}
     yield _problem(arch, half, 64).replace(**with_mask)
+    # Score functions: a relative bias with its gradient, a softcap with a block mask, and with a bias.
+    for d in (64, 128):
+        yield _problem(arch, half, d).replace(score_fn=SCORE_EXAMPLE, score_grad=True)
+    yield _problem(arch, half, 128, causal=False).replace(score_fn=CAPPED, mask=(128, 128))
+    yield _problem(arch, half, 64).replace(score_fn=CAPPED, bias=half, bias_grad=True)
 
 
 def eight_bit_problems(arch: str) -> Iterator[AttentionProblem]:
@@ -154,6 +167,7 @@ FEATURE_SPILLS: dict[str, dict[str, int]] = {
     "dq": {"wgmma": 112, "large": 384, "small": 48, "turing": 32},
     "short": {"wgmma": 32, "wgmma ragged": 32, "large": 352, "small": 352},
     "dbias": {"turing": 1280, "large": 352},
+    "captured": {},
 }  # fmt: skip
 
 
@@ -172,6 +186,8 @@ def _with_feature_budget(kind: str, problem: AttentionProblem, config: Attention
         allowed += 32
     if problem.mask:  # the addresses of its words
         allowed += 224 if problem.bias else 64
+    if problem.score_fn:  # positions, offsets and slopes, which are alive with the accumulators
+        allowed += 352
     if not problem.features & (PER_SCORE_FEATURES | {"varlen", "window"}):
         return config
     return replace(config, spill_budget=max(allowed, config.spill_budget))
@@ -200,7 +216,7 @@ def call_tensors(problem: AttentionProblem) -> tuple[AttentionTensors, torch.Ten
 
 def _spec(kernel: str, problem: AttentionProblem, config: AttentionConfig, launch: Launch) -> CompileSpec:
     features = "+".join(sorted(problem.features - {"gqa"})) or "full"
-    if problem.bias_grad:
+    if problem.bias_grad and not problem.score_fn:
         features = "every feature"
     ragged = "" if problem.aligned else " unaligned"
     ragged += f" to {problem.out_dtype}" if problem.out_dtype else ""
@@ -299,6 +315,19 @@ def _bias_gradient(problem: AttentionProblem) -> Iterator[CompileSpec]:
             problem, tensors, dout, backward.lse, backward.delta, backward.scale, view.new_empty(view.shape)
         )
         yield _spec(f"attention_bwd/dbias_{name}", problem, tile, launch)
+
+
+def _captured_gradient(problem: AttentionProblem) -> Iterator[CompileSpec]:
+    tile = bwd_dbias.config(problem)
+    assert tile is not None, "head_dims up to 128 have a tile everywhere"
+    tile = _with_feature_budget("captured", problem, tile)
+    backward, dout = _backward(problem, False)
+    table = backward.tensors.score_tensor0
+    assert table is not None, "its gradient is asked for"
+    captured = {0: table}
+    arguments = (dout, backward.lse, backward.delta, backward.scale, captured)
+    launch, _ = bwd_captured.make_launch(problem, backward.tensors, *arguments)
+    yield _spec("attention_bwd/captured", problem, tile, launch)
 
 
 def _hopper_specs(arch: str) -> Iterator[CompileSpec]:
@@ -731,3 +760,5 @@ def compile_specs(arch: str) -> Iterator[CompileSpec]:
         yield _preprocess(problem, True)
         if problem.bias_grad:
             yield from _bias_gradient(problem)
+        if problem.score_grad:
+            yield from _captured_gradient(problem)

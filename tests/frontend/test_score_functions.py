@@ -1,0 +1,339 @@
+"""Score functions before a launch: what a function may do, what is refused with its name, and how calls take them."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
+from score_functions import FUNCTIONS, MIDDLE, relative
+from subprocesses import ROOT, run_python
+
+import diyfa
+from diyfa import score_functions
+from diyfa.features import SCORE_EXAMPLE
+from diyfa.score_functions import Program, mask_program, programs, score_function, why_not_differentiable
+
+q = torch.randn(1, 2, 20, 16)
+bias = torch.randn(2, 128)
+outside = torch.randn(3)
+
+
+def attend(*captured: Any, **options: Any) -> torch.Tensor:
+    return diyfa.flash_attention(q, q, q, backend="cpu", score_tensors=captured, **options)
+
+
+# ---- Programs --------------------------------------------------------------------------------------------------------
+
+
+def test_a_program_is_one_operation_a_line() -> None:
+    assert score_function(relative).source == (
+        "def relative(score, b, h, i, j, t0):\n    v0 = mul(h, 128)\n    v1 = sub(i, j)\n    v2 = add(v0, v1)\n"
+        "    v3 = add(v2, 64)\n    v4 = load(t0, v3)\n    v5 = add(score, v4)\n    return v5"
+    )
+    assert score_function(relative).source is score_function(relative).source or MIDDLE.value == 64
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_text_is_the_program(name: str) -> None:
+    source = score_function(FUNCTIONS[name].jit).source
+    (program,) = programs(source)
+    assert isinstance(program, Program) and program.text() == source and program.name == name
+    assert score_functions.captured_tensors(source) == len(FUNCTIONS[name].tensors(2, 2, 30))
+    assert pickle.loads(pickle.dumps(source)) == source
+
+
+def test_of_sample_shifts_the_sample() -> None:
+    shifted = score_functions.of_sample(SCORE_EXAMPLE, 3)
+    assert shifted.splitlines()[1] == "    b = add(b, 3)"
+    assert score_functions.of_sample(SCORE_EXAMPLE, 0) == SCORE_EXAMPLE
+
+
+# ---- What is refused -------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def calls_another(score, b, h, i, j):
+    return tl.erf(score)
+
+
+@triton.jit
+def calls_python(score, b, h, i, j):
+    return print(score)
+
+
+@triton.jit
+def reduces(score, b, h, i, j):
+    return score - tl.max(score, 1)
+
+
+@triton.jit
+def branches(score, b, h, i, j):
+    if i > j:
+        score = score * 2
+    return score
+
+
+@triton.jit
+def chooses(score, b, h, i, j):
+    return score if i > j else 0.0
+
+
+@triton.jit
+def loops(score, b, h, i, j):
+    for _ in range(3):
+        score = score * 2
+    return score
+
+
+@triton.jit
+def joins(score, b, h, i, j):
+    return tl.where(i > j and j > 3, score, 0.0)
+
+
+@triton.jit
+def powers(score, b, h, i, j):
+    return score**2
+
+
+@triton.jit
+def captures(score, b, h, i, j):
+    return score + outside
+
+
+@triton.jit
+def adds_a_pointer(score, b, h, i, j, table):
+    return score + table
+
+
+@triton.jit
+def loads_no_pointer(score, b, h, i, j):
+    return tl.load(score)
+
+
+@triton.jit
+def casts_to_half(score, b, h, i, j):
+    return score.to(tl.float16)
+
+
+@triton.jit
+def chains(score, b, h, i, j):
+    return tl.where(1 < i < j, score, 0.0)
+
+
+@triton.jit
+def has_no_result(score, b, h, i, j):
+    score += 1
+
+
+@triton.jit
+def lacks_parameters(score, b):
+    return score
+
+
+@triton.jit
+def captures_many(score, b, h, i, j, one, two, three, four, five):
+    return score + tl.load(five)
+
+
+REFUSED = {
+    calls_another: r"calls_another, line \d+: the call of tl.erf is not supported. A function may use \+ -",
+    calls_python: "the call of print is not supported",
+    reduces: "the call of tl.max is not supported",
+    branches: "an if statement: use tl.where is not supported",
+    chooses: "an if expression: use tl.where",
+    loops: "a loop is not supported",
+    joins: "and, or: use & and |",
+    powers: r"\*\*: multiply",
+    captures: "outside is a tensor: give it as a parameter and in the call's tensors",
+    adds_a_pointer: r"score \+ table is the pointer of a captured tensor: read it by tl.load",
+    loads_no_pointer: "tl.load reads a captured tensor, score is no pointer",
+    casts_to_half: r"the cast 'score.to\(tl.float16\)' is not supported",
+    chains: "the comparison '1 < i < j' is not supported",
+    has_no_result: "it returns nothing",
+    lacks_parameters: "it must take score, b, h, i, j, then captured tensors, got score, b",
+    captures_many: "it captures 5 tensors, at most 4 are supported",
+}
+
+
+@pytest.mark.parametrize("function", REFUSED, ids=lambda function: function.fn.__name__)
+def test_other_operations_are_refused_by_name(function: Any) -> None:
+    with pytest.raises(ValueError, match=REFUSED[function]):
+        attend(score_fn=function)
+    line = function.fn.__code__.co_firstlineno
+    with pytest.raises(
+        ValueError, match=rf"score function {function.fn.__name__}, line ({line}|{line + 1}|{line + 2}|{line + 3}):"
+    ):
+        score_function(function)
+
+
+@triton.jit
+def floors(score, b, h, i, j, table):
+    return score // 2 + tl.load(table) % 3
+
+
+def test_an_operation_without_a_derivative_is_refused_where_one_is_needed() -> None:
+    table = torch.ones(1)
+    attend(table, score_fn=floors)  # without gradients it runs
+    trained = q.clone().requires_grad_()
+    with pytest.raises(ValueError, match=r"score function floors: x // y has no derivative; score_grad_fn may give"):
+        diyfa.flash_attention(trained, q, q, score_fn=floors, score_tensors=(table,), backend="cpu")
+    learned = table.clone().requires_grad_()
+    with pytest.raises(ValueError, match=r"floors: x // y has no derivative"):
+        attend(learned, score_fn=floors)
+    source = score_function(floors, floors).source
+    assert why_not_differentiable(source, (False,) * 4) is None
+    assert why_not_differentiable(source, (True,) * 4) == "score function floors: x % y has no derivative"
+
+
+def test_wrong_arguments_are_refused() -> None:
+    wrong: tuple[tuple[Any, type[Exception], str], ...] = (
+        (
+            {"score_fn": lambda s, b, h, i, j: s}, TypeError,
+            r"score_fn must be a @triton.jit function, got function; decor",
+        ),
+        ({"score_fn": bias}, TypeError, "score_fn must be a @triton.jit function, got Tensor"),
+        ({"score_fn": relative}, ValueError, "relative takes 1 captured tensors, got 0 in score_tensors"),
+        ({"score_fn": relative, "score_tensors": bias}, TypeError, "must be a tuple of tensors, got Tensor"),
+        ({"score_fn": relative, "score_tensors": (1.5,)}, TypeError, r"score_tensors\[0\] must be a torch.Tensor"),
+        ({"score_fn": relative, "score_tensors": (bias.t(),)}, ValueError, r"score_tensors\[0\] must be contiguous"),
+        ({"score_fn": relative, "score_tensors": (bias.to("meta"),)}, ValueError, "same device"),
+        ({"score_fn": relative, "score_tensors": (bias.cfloat(),)}, TypeError, r"score_tensors\[0\] must be a"),
+        ({"score_tensors": (bias,)}, ValueError, "score_tensors belongs to score_fn, which is not given"),
+        ({"score_grad_fn": relative}, ValueError, "score_grad_fn belongs to score_fn, which is not given"),
+        (
+            {"score_fn": relative, "score_tensors": (bias,), "score_grad_fn": chooses}, ValueError, "an if expression",
+        ),
+    )  # fmt: skip
+    for options, error, text in wrong:
+        for function in (diyfa.flash_attention, diyfa.explain):
+            with pytest.raises(error, match=text):
+                function(q, q, q, backend="cpu", **options)
+    for function in (diyfa.flash_attention_varlen, diyfa.explain):
+        layout = {} if function is diyfa.flash_attention_varlen else {"layout": "thd"}
+        with pytest.raises(ValueError, match=r"a call over a cache .* takes no score_fn"):
+            function(
+                q[0], q[0], q[0], cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=1, max_seqlen_k=1,
+                seqused_k=bias, score_fn=relative, score_tensors=(bias,), **layout,
+            )  # fmt: skip
+    with diyfa.batch_invariant(), pytest.raises(ValueError, match="takes no score_fn"):
+        attend(bias, score_fn=relative)
+
+
+def test_kernels_refuse_it_by_name() -> None:
+    problem = diyfa.explain(q, q, q, backend="cpu", score_fn=relative, score_tensors=(bias,)).problem
+    assert "score_fn" in problem.features and problem.score_fn == score_function(relative).source
+    from diyfa.backends import npu
+    from diyfa.registry import load_backend
+
+    assert "score_fn" not in npu.FEATURES
+    reasons = {
+        (kernel.op, kernel.name): kernel.unsupported(problem.replace(dtype="float16", arch="sm_90", needs_grad=True))
+        for kernel in load_backend("cuda").kernels
+        if kernel.op.startswith("attention") and kernel.name != "split_kv"
+    }  # fmt: skip
+    runs = {name for name, reason in reasons.items() if reason is None}
+    assert runs == {("attention_fwd", "v2"), ("attention_bwd", "split")}
+    for name, reason in reasons.items():
+        assert name in runs or "score_fn" in str(reason), (name, reason)
+    eight = problem.replace(dtype="float8_e4m3fn", arch="sm_90")
+    (v2,) = [x for x in load_backend("cuda").kernels if (x.op, x.name) == ("attention_fwd", "v2")]
+    assert v2.unsupported(eight) == "v2 does not implement score_fn for float8_e4m3fn"
+
+
+# ---- Calls -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_function_with_another_source_is_another_call() -> None:
+    @triton.jit
+    def doubled(score, b, h, i, j):
+        return score * 2
+
+    first = attend(score_fn=doubled)
+
+    @triton.jit
+    def doubled(score, b, h, i, j):
+        return score * 3
+
+    second = attend(score_fn=doubled)
+    assert not torch.equal(first, second)
+    assert torch.equal(first, diyfa.flash_attention(q, q, q, sm_scale=0.5, backend="cpu"))
+
+
+def test_a_constant_of_a_closure_is_part_of_the_function() -> None:
+    def scaled(factor: float) -> Any:
+        FACTOR = tl.constexpr(factor)
+
+        @triton.jit
+        def times(score, b, h, i, j):
+            return score * FACTOR
+
+        return times
+
+    one, two = (attend(score_fn=scaled(factor)) for factor in (2.0, 4.0))
+    assert torch.equal(one, diyfa.flash_attention(q, q, q, sm_scale=0.5, backend="cpu"))
+    assert torch.equal(two, diyfa.flash_attention(q, q, q, sm_scale=1.0, backend="cpu"))
+
+
+def test_a_compiled_program_takes_a_score_function() -> None:
+    function = score_function(relative)
+
+    def loss(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        out = diyfa.flash_attention(x, x, x, score_fn=function, score_tensors=(table,), backend="cpu")
+        return out.square().sum()
+
+    x, table = q.clone().requires_grad_(), bias.clone().requires_grad_()
+    want = torch.autograd.grad(loss(x, table), (x, table))
+    found = torch.autograd.grad(torch.compile(loss, fullgraph=True, backend="aot_eager")(x, table), (x, table))
+    for a, b in zip(want, found, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_the_operator_is_a_good_one() -> None:
+    from diyfa.options import AttentionOptions, Lengths, pack
+
+    options = AttentionOptions(
+        "bhsd", 0.25, backend="cpu", score_fn=score_function(relative).source, score_tensor0=bias.requires_grad_(),
+        needs_grad=True, score_grad=True,
+    )  # fmt: skip
+    x = q.clone().requires_grad_()
+    torch.library.opcheck(torch.ops.diyfa.attention_fwd.default, (x, x, x, "", *pack(Lengths(), options)))
+
+
+def test_a_mask_program_reads_tensors() -> None:
+    @triton.jit
+    def document(b, h, i, j, ids):
+        return tl.load(ids + i) == tl.load(ids + j)
+
+    assert mask_program(document).splitlines()[0] == "def document(b, h, i, j, t0):"
+
+
+# ---- Kernels ---------------------------------------------------------------------------------------------------------
+
+
+def test_kernels_of_two_functions_have_two_keys(tmp_path: Any) -> None:
+    """The key of a stored binary contains the source of the function, in every process."""
+    code = """
+import torch
+from diyfa.backends.cuda.attention import fwd
+from diyfa.backends.cuda.attention.configs import default_config
+from diyfa.backends.cuda.runtime.binaries import binary_key
+from diyfa.backends.cuda.runtime.launcher import launch_signature
+from diyfa.features import SCORE_EXAMPLE
+from diyfa.lab.cuda import specs
+
+def key(source):
+    problem = specs._problem("sm_90", "float16", 64).replace(score_fn=source)
+    launch = fwd.make_launch(problem, *specs.call_tensors(problem), default_config("fwd", problem))
+    return binary_key("sm_90", launch, launch_signature(launch))
+
+print(key(SCORE_EXAMPLE), key(SCORE_EXAMPLE.replace("0.9", "0.8")), key(""))
+"""
+    printed = [run_python(code, ROOT, TRITON_INTERPRET="0").split() for _ in range(2)]
+    assert printed[0] == printed[1] and len(set(printed[0])) == 3
