@@ -156,7 +156,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type, str]] = {
     "rotate": ({"q": Q[..., :12], "k": K[..., :12], "rotate": True}, ValueError, r"power of two, got 12"),
     "float8": ({"q": F8, "k": F8, "v": F8}, TypeError, r"Unsupported dtype torch\.float8_e4m3fn"),
     "float32 v": ({"q": Q.float(), "k": K.float(), "v": V.float(), "dtype": "int8"}, TypeError, r"beside int8 v stays"),
-    "gradient": ({"v": V.clone().requires_grad_()}, ValueError, r"quantize has no gradient"),
+    "gradient": ({"v": V.clone().requires_grad_()}, ValueError, r"rounding has no gradient: to train .* straight_through=True"),
     "number": ({"k": 1.0}, TypeError, r"k must be a torch\.Tensor"),
 }  # fmt: skip
 
