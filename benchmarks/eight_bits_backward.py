@@ -4,7 +4,7 @@
 
 It needs no accelerator. Each backward pass is emulated: its operands are rounded as a kernel would round them, and
 sums are exact. So the errors of float8 are those of an ideal kernel. Inputs are those of `eight_bits.py`, quantised for
-each block, and `peaked`: each query has one key with nearly all of its weight. dO is N(0, 1), and each row has a
+each block, and `peaked`: each query has one key with most of its weight. dO is N(0, 1), and each row has a
 factor of its own, from exp(N(0, 1)). An error is the root-mean-square of the difference from the float64 gradient,
 divided by that of the gradient, in percent.
 
@@ -14,11 +14,13 @@ divided by that of the gradient, in percent.
         recomputed      with out and the log-sum-exp of a forward in bfloat16 of the quantised numbers
     e4m3, e5m2          forward in float8; q, k, v, P, dO and dS of the backward in float8. P has a fixed scale, dO one
                         for 128 rows, dS one for 128 x 64. The dtype named is that of dO and dS; the others are e4m3.
+                        out and the log-sum-exp of the forward are in float32
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +28,7 @@ import torch
 from eight_bits import DATA, Tensors
 
 import diyfa
-from diyfa.eight_bits import BLOCK_K, BLOCK_Q, FLOAT8_DTYPES, WEIGHT_SHIFT, dequantised
+from diyfa.eight_bits import BLOCK_K, BLOCK_Q, FLOAT8_DTYPES, WEIGHT_SHIFT, dequantised, hadamard
 from diyfa.yardstick import plain_flash_attention
 
 Rounding = Callable[[torch.Tensor], torch.Tensor]
@@ -35,9 +37,9 @@ BF16 = torch.bfloat16
 
 
 def peaked(shape: tuple[int, ...], generator: torch.Generator) -> Tensors:
-    """Query i equals key i with random signs of the others: a score of about 2.5 sqrt(D) above them."""
+    """Query i is nearly key i, so that this key has most of its weight."""
     k, v, noise = (torch.randn(shape, generator=generator) for _ in range(3))
-    return 2.5 * k + 0.25 * noise, k, v
+    return k + 0.25 * noise, k, v
 
 
 ALL_DATA = {**DATA, "peaked": peaked}
@@ -85,32 +87,51 @@ def exact_gradients(qkv: Tensors, dout: torch.Tensor) -> tuple[torch.Tensor, ...
 IN_BF16 = (to_bfloat16, lambda x: x, to_bfloat16)
 
 
+def in_float8(
+    qkv: tuple[torch.Tensor, ...], means: tuple[torch.Tensor, ...], dout: torch.Tensor, results: Any, dtype: torch.dtype
+) -> tuple[torch.Tensor, ...]:
+    """Return the gradients with all operands in float8, dO and dS in `dtype`.
+
+    Means stay off k and v: rows of dS sum to 0, and the mean of v cancels between dP and delta. So out and the
+    log-sum-exp are those without means.
+    """
+    (q, k, v), (k_mean, v_mean), (out, lse) = qkv, means, results
+    lse = lse.double() - (q.double() @ k_mean.double()[..., None])[..., 0] * q.shape[-1] ** -0.5
+    roundings = (
+        weights_in_e4m3,
+        lambda x: rounded(x, dtype, BLOCK_Q, x.shape[-1]),
+        lambda x: rounded(x, dtype, BLOCK_Q, BLOCK_K),
+    )
+    return gradients((q, k, v), dout, (out.double() - v_mean.double()[:, :, None], lse), roundings)
+
+
+RECIPES: dict[str, dict[str, bool]] = {"": {}, ", smoothed and rotated": {"smooth": True, "rotate": True}}
+
+
 def measure(qkv: Tensors, dout: torch.Tensor) -> dict[str, tuple[torch.Tensor, ...]]:
     """Return {name of a backward pass: dq, dk, dv}."""
     found = {"bfloat16": gradients(qkv, dout, plain_flash_attention(*qkv, return_lse=True), IN_BF16)}
-    for dtype in ("int8", "float8"):
-        for smooth in (False, True):
-            parts = diyfa.quantize(*qkv, "block", dtype, smooth)
-            numbers: Any = [
-                dequantised(x.values, x.descale, torch.float32, block, x.mean)
-                for x, block in zip(parts, (BLOCK_Q, BLOCK_K, 1), strict=True)
-            ]
-            in_bf16 = [x.to(BF16) for x in numbers]
-            saved = plain_flash_attention(*parts, return_lse=True)
-            name = f"{dtype}{', smoothed' if smooth else ''}: "
-            found[name + "straight through, saved"] = gradients(in_bf16, dout, saved, IN_BF16)
-            again = plain_flash_attention(*in_bf16, return_lse=True)
-            found[name + "straight through, recomputed"] = gradients(in_bf16, dout, again, IN_BF16)
-            if dtype == "int8":
-                continue
-            for dtype_ds in FLOAT8_DTYPES:
-                roundings = (
-                    weights_in_e4m3,
-                    lambda x, dtype=dtype_ds: rounded(x, dtype, BLOCK_Q, x.shape[-1]),
-                    lambda x, dtype=dtype_ds: rounded(x, dtype, BLOCK_Q, BLOCK_K),
-                )
-                row = name + ("e4m3" if dtype_ds == E4M3 else "e5m2")
-                found[row] = gradients(numbers, dout, saved, roundings)
+    for dtype, (words, recipe) in itertools.product(("int8", "float8"), RECIPES.items()):
+        parts = diyfa.quantize(*qkv, "block", dtype, **recipe)
+        blocks = BLOCK_Q, BLOCK_K, 1
+        numbers = [dequantised(x.values, x.descale, torch.float32, n) for x, n in zip(parts, blocks, strict=True)]
+        none = torch.zeros_like(numbers[0][:, :, 0])
+        means = tuple(none if x.mean is None else x.mean for x in parts[1:])
+        whole = numbers[0], numbers[1] + means[0][:, :, None], numbers[2] + means[1][:, :, None]
+        bf16 = tuple(x.to(BF16) for x in whole)
+        saved = plain_flash_attention(*parts, return_lse=True, out_dtype=torch.float32)
+        again = plain_flash_attention(*bf16, return_lse=True)
+        rows = {
+            "straight through, saved": gradients(bf16, dout, (saved[0].to(BF16), saved[1]), IN_BF16),
+            "straight through, recomputed": gradients(bf16, dout, again, IN_BF16),
+        }
+        if dtype == "float8":
+            for name, dtype_ds in (("e4m3", E4M3), ("e5m2", E5M2)):
+                rows[name] = in_float8(tuple(numbers), means, dout, saved, dtype_ds)
+        for name, (dq, dk, dv) in rows.items():
+            if recipe.get("rotate"):
+                dq, dk = hadamard(dq), hadamard(dk)
+            found[f"{dtype}{words}: {name}"] = dq, dk, dv
     return found
 
 
