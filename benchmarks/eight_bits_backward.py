@@ -74,7 +74,8 @@ def gradients(
     round_p, round_dout, round_ds = roundings
     scale, dout = q.shape[-1] ** -0.5, dout.double()
     p = torch.exp(q @ k.mT * scale - lse[..., None])
-    delta, dout = (out * dout).sum(-1, keepdim=True), round_dout(dout)
+    dout = round_dout(dout)
+    delta = (out * dout).sum(-1, keepdim=True)  # of the same dO as dP: where one key has most of the weight both cancel
     ds = round_ds(p * (dout @ v.mT - delta))
     return ds @ k * scale, ds.mT @ q * scale, round_p(p).mT @ dout
 

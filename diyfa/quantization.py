@@ -125,7 +125,8 @@ def quantize(
         backend: name of a backend whose kernel does it; default: that of the tensors' device. CPU tensors need none.
 
     Returns:
-        Three `Quantized` (values, descale, mean, and with straight_through the source). A NaN or infinity makes all numbers that share its descale NaN.
+        Three `Quantized` (values, descale, mean, and with straight_through the source). A NaN or infinity makes all
+        numbers that share its descale NaN.
 
     Raises:
         ValueError, TypeError: an argument does not fit, or an input requires a gradient without straight_through.

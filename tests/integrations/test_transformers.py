@@ -687,7 +687,7 @@ def test_attention_in_eight_bits_is_asked_for(quantizing: Any) -> None:
         assert 1e-3 < relative_error(got, exact_gradient) < limit
     assert quantizing.calls == {f"attention: diyfa in {quantizing.detail}": 1}
     assert use_in_transformers(quantizing.detail) is quantizing
-    with pytest.raises(ValueError, match="diyfa is in Transformers with quantize='.*': remove that handle first"):
+    with pytest.raises(ValueError, match=r"diyfa is in Transformers with quantize='.*': remove that handle first"):
         use_in_transformers()
     with pytest.raises(ValueError, match="quantize must be None or one of float8, int8"):
         use_in_transformers("int4")
@@ -714,7 +714,7 @@ def test_generation_reads_its_cache_in_16_bits(quantizing: Any) -> None:
         model.generate(tokens(2, 7), max_new_tokens=4, do_sample=False)
     assert quantizing.calls == {f"attention: diyfa in {quantizing.detail}": 2, "attention of one token: diyfa": 6}
     x = torch.zeros(1, 2, 3, 16)
-    with pytest.raises(ValueError, match="continuous batching .* does not go with quantize"):
+    with pytest.raises(ValueError, match=r"continuous batching .* does not go with quantize"):
         paged_attention(SimpleNamespace(layer_idx=0), x, x, x, None, Pages(None))
 
 

@@ -1,4 +1,4 @@
-"""Gradients that go straight through the rounding to float8 or int8: those of 16-bit attention at the rounded numbers."""
+"""Gradients straight through the rounding to float8 or int8 are those of 16-bit attention at the rounded numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from targets import TARGETS, Target
 
 import diyfa
-from diyfa import registry
+from diyfa import BlockMask, block_mask, masks, registry
 from diyfa.eight_bits import BLOCK_K, BLOCK_Q, EIGHT_BIT_DTYPES, Quantized, dequantised, hadamard
 from diyfa.problem import as_bhsd
 from diyfa.testing import error_budget, measure_error, rounding_unit
@@ -97,7 +97,7 @@ def run(case: Case, target: Target, leaves: list[torch.Tensor]) -> Any:
     parts, options = quantised(case, leaves)
 
     def move(x: Any) -> Any:
-        return x.to(target.device) if isinstance(x, torch.Tensor) else x
+        return x.to(target.device) if isinstance(x, (torch.Tensor, BlockMask)) else x
 
     function = diyfa.flash_attention_v2 if case.layout == "bshd" else diyfa.flash_attention
     return function(
@@ -165,6 +165,7 @@ CASES = {
     "no_visible_key": Case(seqlen_q=90, seqlen_k=30, how={"smooth": True}, learned=True, options=CAUSAL),
     "one_query": Case(seqlen_q=1, seqlen_k=33),
     "seq_lens": Case(options={"seq_lens": torch.tensor([50, 7], dtype=torch.int32), **CAUSAL}),
+    "mask": Case(seqlen_q=130, how={"smooth": True}, options={"mask": block_mask(masks.causal, 1, 1, 130, 70)}),
     "bshd": Case(layout="bshd", how={"per": "block", "smooth": True, "rotate": True}, heads=4),
     "3d": Case(layout="3d", how={"per": "block", "smooth": True}),
     "odd_head_dim": Case(head_dim=40, head_dim_v=24, how={"per": "block", "smooth": True}),
