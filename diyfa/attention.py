@@ -251,14 +251,14 @@ def _attend_straight_through(
 
     `owners` are the values, and `dtype` that of the backward pass.
     """
-    values = tuple(owners.values())
+    q, k, v = owners.values()
     if arguments["layout"] == "bhsd":
-        values = _as_4d(*values, lengths.seq_lens)
+        q, k, v = _as_4d(q, k, v, lengths.seq_lens)
     with torch.no_grad():
-        options = checked_options(*values, lengths, arguments, words)
+        options = checked_options(q, k, v, lengths, arguments, words)
     given = [None if x is None else x.source for x in quantized]
-    sources = [None if x is None else x.view(y.shape) for x, y in zip(given, values, strict=True)]
-    out, lse = ops.attend_straight_through(sources, values, lengths, options, dtype)
+    sources = [None if x is None else x.view(y.shape) for x, y in zip(given, (q, k, v), strict=True)]
+    out, lse = ops.attend_straight_through(sources, (q, k, v), lengths, options, dtype)
     if owners["q"].dim() == 3:
         return out.flatten(0, 1), lse.flatten(0, 1)
     return out, lse

@@ -549,19 +549,22 @@ class _StraightThrough(torch.autograd.Function):
         ctx.source_dtypes = [None if x is None else x.dtype for x in (q, k, v)]
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
-        return forward(*tensors[:3], *with_tensors(*call, tensors[3:]))
+        q8, k8, v8, *optional = tensors
+        return forward(q8, k8, v8, *with_tensors(call.lengths, call.options, call.names, optional))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Any, dlse: Any) -> tuple[torch.Tensor | None, ...]:
-        saved = ctx.saved_tensors
-        lengths, options = with_tensors(*ctx.call, saved[3:])
-        qkv, options = _in_16_bits(saved[:3], options, ctx.dtype), options_in_16_bits(options)
+        call, saved = ctx.call, ctx.saved_tensors
+        lengths, options = with_tensors(call.lengths, call.options, call.names, saved[3:])
+        q, k, v = _in_16_bits(saved[:3], options, ctx.dtype)
+        options = options_in_16_bits(options)
+        out, lse = forward(q, k, v, lengths, options)
         grads = None if dout is None else dout.to(ctx.dtype), dlse
-        results = differentiate(grads, qkv, forward(*qkv, lengths, options), lengths, options)
+        results = differentiate(grads, (q, k, v), (out, lse), lengths, options)
         gradients = [x.to(dtype) if dtype else None for x, dtype in zip(results[:3], ctx.source_dtypes, strict=True)]
         learned = dict(zip(DIFFERENTIABLE, results[3:], strict=True))
-        gradients = [None, None, *gradients, None, None, None, *[learned.get(name) for name in ctx.call.names]]
+        gradients = [None, None, *gradients, None, None, None, *[learned.get(name) for name in call.names]]
         return tuple([x if need else None for x, need in zip(gradients, ctx.needs_input_grad, strict=True)])
 
 

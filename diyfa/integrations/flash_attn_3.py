@@ -68,8 +68,8 @@ def flash_attn_func(
 ) -> Any:
     """`diyfa.flash_attn_func` of (B, S, H, D) tensors: return out, or (out, softmax_lse (B, H, S)).
 
-    Inputs may be float8, without a gradient: q stands for q · q_descale, k and v likewise. A descale is float32, (B, Hk)
-    or one number, and 1 by default. The output is bfloat16.
+    Inputs may be float8, without a gradient: q stands for q · q_descale, k and v likewise. A descale is float32,
+    (B, Hk) or one number, and 1 by default. The output is bfloat16.
 
     Raises:
         ValueError: qv or attention_chunk is given, or what `diyfa.flash_attention_v2` raises.

@@ -222,7 +222,7 @@ def _packed_lengths(
     return () if packed is None else (packed[0], packed[0], packed[1], packed[1])
 
 
-def _quantised_packed(rows: tuple[torch.Tensor, ...], sequences: int, dtype: str) -> tuple[Quantized, ...]:
+def _quantised_packed(rows: list[torch.Tensor], sequences: int, dtype: str) -> tuple[Quantized, ...]:
     """Return packed q, k and v (T, H, D) quantised, with one descale and mean for each head of all sequences."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in rows):
         raise ValueError(
@@ -247,10 +247,11 @@ def _attend_packed(
     """Return the attention of (B, S, H, D) tensors as one packed batch of B · S rows, with `_packed_lengths`."""
     cu_q, cu_k, max_q, max_k = lengths
     batch = q.shape[:2]
-    rows: tuple[Any, ...] = tuple(x.flatten(0, 1) for x in (q, k, v))
+    rows: Any = [x.flatten(0, 1) for x in (q, k, v)]
     if eight_bits:
         rows, options = _quantised_packed(rows, cu_q.shape[0] - 1, eight_bits), {**options, "out_dtype": q.dtype}
-    out = flash_attention_varlen(*rows, cu_q.to(torch.int32), cu_k.to(torch.int32), int(max_q), int(max_k), **options)
+    x, y, z = rows
+    out = flash_attention_varlen(x, y, z, cu_q.to(torch.int32), cu_k.to(torch.int32), int(max_q), int(max_k), **options)
     assert isinstance(out, torch.Tensor), "nobody asks for the log-sum-exp"
     return out.unflatten(0, batch)
 
