@@ -185,6 +185,8 @@ def attend(
                 dtype = _gradient_dtype(quantized, owners, arguments)
                 if dtype is not None:
                     pair = _attend_straight_through(quantized, owners, lengths, arguments, words, dtype)
+                    if weights is not None and returns_lse:  # there is no dropout
+                        return *pair, pair[0].new_empty(0)
                     return pair if returns_lse else pair[0]
                 arguments["mask"] = mask
                 return attend(owners, lengths, returns_lse, arguments, words, weights)
@@ -319,7 +321,8 @@ def flash_attention(
 
     Args:
         q: (B, H, Sq, D), or (B·H, Sq, D); float16, bfloat16 or float32. D is 1 to 576, v's 1 to 512. Last stride 1,
-            others free. Without a gradient also float8_e4m3fn, float8_e5m2 or int8, as `diyfa.quantize` makes them.
+            others free. Also float8_e4m3fn, float8_e5m2 or int8, as `diyfa.quantize` makes them, which see for
+            gradients.
         k, v: (B, Hk, Sk, D) and (B, Hk, Sk, Dv), or 3-D like q. H must be a multiple of Hk (grouped-query attention).
             They have q's dtype; beside int8 v has float8, float16 or bfloat16.
         causal: query i sees keys j <= i + Sk - Sq (aligned to the bottom right).
