@@ -321,8 +321,8 @@ def flash_attention(
 
     Args:
         q: (B, H, Sq, D), or (B·H, Sq, D); float16, bfloat16 or float32. D is 1 to 576, v's 1 to 512. Last stride 1,
-            others free. Also float8_e4m3fn, float8_e5m2 or int8, as `diyfa.quantize` makes them, which see for
-            gradients.
+            others free. `diyfa.quantize` makes float8_e4m3fn and int8, and says how these get gradients; float8_e5m2
+            is taken, too.
         k, v: (B, Hk, Sk, D) and (B, Hk, Sk, Dv), or 3-D like q. H must be a multiple of Hk (grouped-query attention).
             They have q's dtype; beside int8 v has float8, float16 or bfloat16.
         causal: query i sees keys j <= i + Sk - Sq (aligned to the bottom right).
