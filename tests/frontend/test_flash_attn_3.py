@@ -180,9 +180,7 @@ def test_a_float8_cache_with_float8_queries() -> None:
     q, k, v, given = float8(2, 1, 4, 32), float8(2, 13, 2, 32, seed=1), float8(2, 13, 2, 32, seed=2), descales(2, 2)
     exact = [numbers(x, y) for x, y in zip((q, k, v), given.values(), strict=True)]
     lengths = whole_numbers(13, 7)
-    want = [
-        diyfa.reference_attention(*(x[b : b + 1, :n] for x in exact), layout="bshd") for b, n in enumerate((13, 7))
-    ]
+    want = [diyfa.reference_attention(*(x[b : b + 1, :n] for x in exact), layout="bshd") for b, n in enumerate((13, 7))]
     out = flash_attn_3.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, **given)
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out.cpu().double(), torch.cat(want), rtol=0.02, atol=0.02)
