@@ -104,8 +104,8 @@ def checked_options(
             or any(x is not None and x.requires_grad for x in map(options.get, EIGHT_BIT_ARGUMENTS))
         ):
             raise ValueError(
-                f"attention of {q.dtype} has no backward pass: call it inside torch.no_grad(), or without inputs that "
-                "require a gradient"
+                f"attention of {q.dtype} has no backward pass: quantise with straight_through=True, call it inside "
+                "torch.no_grad(), or without inputs that require a gradient"
             )
     options["backend"] = options.get("backend") or registry.forced_backend()
     options["batch_invariant"] = registry.is_batch_invariant()
@@ -187,7 +187,18 @@ def attend(
 
                 return attend_with_shards(attend_shards, owners, lengths, arguments)
             if any(isinstance(x, Quantized) for x in tensors):
-                arguments |= unwrapped(owners, arguments) | {"mask": mask, "score_fn": score_fn}
+                quantized = [x if isinstance(x, Quantized) else None for x in tensors]
+                arguments |= unwrapped(owners, arguments)
+                validation.check_tensors(**owners)
+                dtype = _gradient_dtype(quantized, owners, arguments)
+                if dtype is not None:
+                    if score_fn is not None:
+                        raise ValueError("a call with gradients of straight_through=True takes no score_fn")
+                    pair = _attend_straight_through(quantized, owners, lengths, arguments, words, dtype)
+                    if weights is not None and returns_lse:  # there is no dropout
+                        return *pair, pair[0].new_empty(0)
+                    return pair if returns_lse else pair[0]
+                arguments |= {"mask": mask, "score_fn": score_fn}
                 arguments |= {"score_tensors": captured, "score_grad_fn": score_grad_fn}
                 return attend(owners, lengths, returns_lse, arguments, words, weights)
             validation.check_tensors(**owners)
@@ -223,6 +234,47 @@ def attend(
     if layout == "bhsd" and first.dim() == 3:
         return tuple(x.flatten(0, 1) for x in result) if returns_lse else result.flatten(0, 1)
     return result
+
+
+def _gradient_dtype(
+    quantized: list[Quantized | None], owners: dict[str, Any], arguments: dict[str, Any]
+) -> torch.dtype | None:
+    """Return the dtype of the backward pass of a call of quantised tensors, or None if no gradient goes straight
+    through. `owners` are the values, and all else that is no `Quantized`."""
+    sources = [x.source for x in quantized if x is not None and x.source is not None]
+    if not sources or not ops.wants_grad(*sources, *map(arguments.get, DIFFERENTIABLE)):
+        return None
+    if arguments["layout"] not in LAYOUTS:
+        raise ValueError("packed sequences of quantised tensors have no backward pass: quantize knows no sequences")
+    for (name, values), x in zip(owners.items(), quantized, strict=True):
+        if (x is None or x.source is None) and values.requires_grad:
+            raise ValueError(f"{name} requires a gradient, so it must come from quantize(…, straight_through=True)")
+    return torch.float16 if torch.float16 in [x.dtype for x in sources] else torch.bfloat16
+
+
+def _attend_straight_through(
+    quantized: list[Quantized | None],
+    owners: dict[str, Any],
+    lengths: Lengths,
+    arguments: dict[str, Any],
+    words: Words,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run a call of quantised tensors with gradients of the inputs that they were made from -> (out, lse).
+
+    `owners` are the values, and `dtype` that of the backward pass.
+    """
+    q, k, v = owners.values()
+    if arguments["layout"] == "bhsd":
+        q, k, v = _as_4d(q, k, v, lengths.seq_lens)
+    with torch.no_grad():
+        options = checked_options(q, k, v, lengths, arguments, words)
+    given = [None if x is None else x.source for x in quantized]
+    sources = [None if x is None else x.view(y.shape) for x, y in zip(given, (q, k, v), strict=True)]
+    out, lse = ops.attend_straight_through(sources, (q, k, v), lengths, options, dtype)
+    if owners["q"].dim() == 3:
+        return out.flatten(0, 1), lse.flatten(0, 1)
+    return out, lse
 
 
 def _views(packing: str, tensors: tuple[torch.Tensor, ...], names: list[str], layout: str) -> tuple[torch.Tensor, ...]:
@@ -283,7 +335,8 @@ def flash_attention(
 
     Args:
         q: (B, H, Sq, D), or (B·H, Sq, D); float16, bfloat16 or float32. D is 1 to 576, v's 1 to 512. Last stride 1,
-            others free. Without a gradient also float8_e4m3fn, float8_e5m2 or int8, as `diyfa.quantize` makes them.
+            others free. `diyfa.quantize` makes float8_e4m3fn and int8, and says how these get gradients; float8_e5m2
+            is taken, too.
         k, v: (B, Hk, Sk, D) and (B, Hk, Sk, Dv), or 3-D like q. H must be a multiple of Hk (grouped-query attention).
             They have q's dtype; beside int8 v has float8, float16 or bfloat16.
         causal: query i sees keys j <= i + Sk - Sq (aligned to the bottom right).
@@ -549,7 +602,11 @@ def explain(
     eight_bits: dict[str, Any] = {
         "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale, "k_mean": k_mean, "v_mean": v_mean,
     }  # fmt: skip
+    quantized = [x if isinstance(x, Quantized) else None for x in owners.values()]
     eight_bits |= unwrapped(owners, eight_bits)
+    validation.check_tensors(**owners)
+    learned = {"layout": layout, "attn_bias": attn_bias, "sinks": sinks}
+    gradient_dtype = _gradient_dtype(quantized, owners, learned)
     x, y, z = owners.values()
     if block_table is not None or seqused_k is not None or out is not None:
         if layout != VARLEN:
@@ -572,13 +629,11 @@ def explain(
             raise ValueError("layout 'thd' needs cu_seqlens_q and cu_seqlens_k")
         if seq_lens is not None or attn_bias is not None or mask is not None:
             raise ValueError("layout 'thd' takes no seq_lens, no attn_bias and no mask")
-        validation.check_tensors(**owners)
         x, y, z = autocast(x, y, z)
         lengths = packed_lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     else:
         if cu_seqlens_q is not None or cu_seqlens_k is not None:
             raise ValueError(f"cu_seqlens_q and cu_seqlens_k belong to the layout 'thd', got {layout!r}")
-        validation.check_tensors(**owners)
         x, y, z = autocast(x, y, z)
         if layout == "bhsd":
             x, y, z = _as_4d(x, y, z, seq_lens)
@@ -592,13 +647,18 @@ def explain(
         others = {"layout": layout, "causal": causal, "window": validation.check_window(window)}
         validation.check_mask(mask, x, y, others, "window")
         blocks |= {"mask_blocks": mask.blocks, "mask_bits": mask.bits}
-    options = checked_options(x, y, z, lengths, {
-        **blocks, "layout": layout, "causal": causal, "sm_scale": sm_scale, "variant": variant, "window": window,
-        "softcap": softcap, "alibi_slopes": alibi_slopes, "attn_bias": attn_bias, "sinks": sinks,
-        "dropout_p": dropout_p, "rng_state": rng_state, "deterministic": deterministic, "backend": backend,
-        "out_dtype": out_dtype, **eight_bits,
-    })  # fmt: skip
+    with torch.set_grad_enabled(torch.is_grad_enabled() and gradient_dtype is None):
+        options = checked_options(x, y, z, lengths, {
+            **blocks, "layout": layout, "causal": causal, "sm_scale": sm_scale, "variant": variant, "window": window,
+            "softcap": softcap, "alibi_slopes": alibi_slopes, "attn_bias": attn_bias, "sinks": sinks,
+            "dropout_p": dropout_p, "rng_state": rng_state, "deterministic": deterministic, "backend": backend,
+            "out_dtype": out_dtype, **eight_bits,
+        })  # fmt: skip
     explained = _explain_checked(x, y, z, lengths, options, backend or "")
+    if gradient_dtype is not None:
+        x, y, z = (torch.empty_like(tensor, dtype=gradient_dtype) for tensor in (x, y, z))
+        trained = _explain_checked(x, y, z, lengths, ops.options_in_16_bits(options), backend or "")
+        explained = replace(explained, backward=trained.backward)
     if mask is None or mask.blocks.is_meta:
         return explained
     return replace(explained, mask=mask.summary())

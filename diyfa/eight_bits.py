@@ -96,6 +96,7 @@ class Quantized(NamedTuple):
     values: torch.Tensor  # float8 or int8, with the shape of the input
     descale: torch.Tensor | None  # float32: `values * descale + mean` are the numbers
     mean: torch.Tensor | None = None  # (B, Hk, D) float32, taken off before
+    source: torch.Tensor | None = None  # the input, or the rotated input, if its gradient skips the rounding
 
 
 def unwrapped(owners: dict[str, Any], arguments: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -17,6 +17,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from diyfa import registry
+from diyfa.eight_bits import BLOCK_K, BLOCK_Q, dequantised
 from diyfa.features import GRADIENTS
 from diyfa.options import (
     DIFFERENTIABLE,
@@ -514,6 +515,81 @@ def _apply(q: Any, k: Any, v: Any, lengths: Lengths, options: AttentionOptions) 
     """Apply the autograd function without a plan."""
     optional = _not_none(*optional_tensors(lengths, options))
     return _Attention.apply(q, k, v, _Unplanned(*without_tensors(lengths, options)), True, *optional)
+
+
+def options_in_16_bits(options: AttentionOptions) -> AttentionOptions:
+    """Return the options of the backward pass of a call of float8 or int8: they say nothing of the quantisation, and
+    let any kernel run."""
+    bias = options.attn_bias
+    return options._replace(
+        q_descale=None, k_descale=None, v_descale=None, k_mean=None, v_mean=None, out_dtype="", needs_grad=True,
+        bias_grad=bias is not None and bias.requires_grad, variant="auto", batch_invariant=False,
+    )  # fmt: skip
+
+
+def _in_16_bits(
+    values: Sequence[torch.Tensor], options: AttentionOptions, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the numbers that quantised q, k and v stand for, in `dtype`."""
+    q, k, v = (as_bhsd(x, options.layout) for x in values)
+    q = dequantised(q, options.q_descale, torch.float32, BLOCK_Q)
+    k = dequantised(k, options.k_descale, torch.float32, BLOCK_K, options.k_mean)
+    v = dequantised(v, options.v_descale, torch.float32, mean=options.v_mean)
+    q, k, v = (as_bhsd(x.to(dtype), options.layout) for x in (q, k, v))
+    return q, k, v
+
+
+class _StraightThrough(torch.autograd.Function):
+    """Attention of quantised values, with gradients of the inputs that they were made from.
+
+    The backward pass is that of attention in 16 bits at the numbers that the values stand for. It computes out and lse
+    anew: those of the forward pass belong to rounded weights and unrounded products, and where one key has nearly all
+    the weight the difference is larger than the gradient. So the values are all that is saved.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, call: _Unplanned, dtype: torch.dtype, q: Any, k: Any, v: Any, *tensors: Any) -> Pair:
+        ctx.call, ctx.dtype = call, dtype
+        ctx.source_dtypes = [None if x is None else x.dtype for x in (q, k, v)]
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+        q8, k8, v8, *optional = tensors
+        return forward(q8, k8, v8, *with_tensors(call.lengths, call.options, call.names, optional))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Any, dlse: Any) -> tuple[torch.Tensor | None, ...]:
+        call, saved = ctx.call, ctx.saved_tensors
+        lengths, options = with_tensors(call.lengths, call.options, call.names, saved[3:])
+        q, k, v = _in_16_bits(saved[:3], options, ctx.dtype)
+        options = options_in_16_bits(options)
+        out, lse = forward(q, k, v, lengths, options)
+        grads = None if dout is None else dout.to(ctx.dtype), dlse
+        results = differentiate(grads, (q, k, v), (out, lse), lengths, options)
+        gradients = [x.to(dtype) if dtype else None for x, dtype in zip(results[:3], ctx.source_dtypes, strict=True)]
+        learned = dict(zip(DIFFERENTIABLE, results[3:], strict=True))
+        gradients = [None, None, *gradients, None, None, None, *[learned.get(name) for name in call.names]]
+        return tuple([x if need else None for x, need in zip(gradients, ctx.needs_input_grad, strict=True)])
+
+
+def attend_straight_through(
+    sources: Sequence[torch.Tensor | None],
+    values: Sequence[torch.Tensor],
+    lengths: Lengths,
+    options: AttentionOptions,
+    dtype: torch.dtype,
+) -> Pair:
+    """Compute attention of checked quantised values, differentiable with respect to `sources` and optional tensors.
+
+    `dtype`: of the backward pass. Raises ValueError if the backend has no kernel for one of the passes.
+    """
+    optional = _not_none(*optional_tensors(lengths, options))
+    with torch.no_grad():
+        if runs_eagerly(*values, *optional):  # refuse now rather than in the backward pass
+            q, k, v = (torch.empty_like(x, dtype=dtype) for x in values)
+            _operator_plan(q, k, v, lengths, options_in_16_bits(options))
+    call = _Unplanned(*without_tensors(lengths, options))
+    return _StraightThrough.apply(call, dtype, *sources, *values, *optional)
 
 
 def wants_grad(*tensors: torch.Tensor | None) -> bool:

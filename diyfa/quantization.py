@@ -8,6 +8,8 @@ three passes; PyTorch's operators are the definition, and run where there is no 
   differs between them. It is taken off first. A softmax does not see the mean of k. That of v is added to the output.
 * rotate: q and k are multiplied by one orthogonal matrix (a Hadamard matrix divided by the root of its size). Products
   of rows stay, but large features are spread over all.
+* straight_through: the gradient takes rounding for the identity (Bengio et al. 2013, arXiv:1308.3432). Then
+  round((x - mean) / descale) * descale + mean is x itself: mean and descale, although computed from x, cancel.
 """
 
 from __future__ import annotations
@@ -73,7 +75,7 @@ def _kernel(x: torch.Tensor, name: str) -> Any:
     return getattr(registry.resolve_backend(x.device, name), "quantize", None)
 
 
-def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str, int8: bool) -> None:
+def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str, int8: bool, straight_through: bool) -> None:
     validation.check_tensors(q=q, k=k, v=v)
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}: blocks and means need samples")
@@ -85,8 +87,11 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str, int8:
         validation.check_qkv(q, k, v, LAYOUTS[layout])
     if int8 and v.dtype not in (torch.float16, torch.bfloat16):
         raise TypeError(f"beside int8 v stays as it is, in float16 or bfloat16, got {v.dtype}")
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        raise ValueError("quantize has no gradient: call it inside torch.no_grad(), or with detached tensors")
+    if not straight_through and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        raise ValueError(
+            "rounding has no gradient: to train with quantised attention ask for straight_through=True, else call "
+            "quantize inside torch.no_grad(), or with detached tensors"
+        )
 
 
 def quantize(
@@ -98,6 +103,7 @@ def quantize(
     smooth: bool = False,
     rotate: bool = False,
     *,
+    straight_through: bool = False,
     layout: str = "bhsd",
     backend: str | None = None,
 ) -> tuple[Quantized, Quantized, Quantized]:
@@ -112,21 +118,25 @@ def quantize(
         smooth: take the mean over the sequence off k, and off v in float8. Results stay those of the original numbers,
             log-sum-exp included.
         rotate: multiply q and k by a Hadamard matrix, which spreads outlier features. D must be a power of two.
+        straight_through: attention of the results gives gradients to q, k and v, for quantisation-aware training.
+            Rounding counts as the identity: the gradients are those of attention in 16 bits (float16 if the inputs have
+            it, else bfloat16) at the numbers that the results stand for. Descales and means get none of their own.
         layout: "bhsd" or "bshd".
         backend: name of a backend whose kernel does it; default: that of the tensors' device. CPU tensors need none.
 
     Returns:
-        Three `Quantized` (values, descale, mean). A NaN or infinity makes all numbers that share its descale NaN.
+        Three `Quantized` (values, descale, mean, and with straight_through the source). A NaN or infinity makes all
+        numbers that share its descale NaN.
 
     Raises:
-        ValueError, TypeError: an argument does not fit, or an input requires a gradient.
+        ValueError, TypeError: an argument does not fit, or an input requires a gradient without straight_through.
     """
-    validation.check_booleans(smooth=smooth, rotate=rotate)
+    validation.check_booleans(smooth=smooth, rotate=rotate, straight_through=straight_through)
     for name, value, known in (("per", per, KINDS), ("dtype", dtype, DTYPES)):
         if value not in known:
             raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
     is_int8 = dtype == "int8"
-    _check(q, k, v, layout, is_int8)
+    _check(q, k, v, layout, is_int8, straight_through)
     head_dim = q.shape[-1]
     if rotate and head_dim & (head_dim - 1):
         raise ValueError(
@@ -137,10 +147,13 @@ def quantize(
     group = q.shape[heads] // k.shape[heads] if kind == PER_HEAD else 1
     kernel = _kernel(q, backend or registry.forced_backend())
     with torch.no_grad():
-        return (
-            _quantized(q, layout, Scheme(chosen, kind, BLOCK_Q, group, rotate=rotate), kernel),
-            _quantized(k, layout, Scheme(chosen, kind, BLOCK_K, 1, smooth=smooth, rotate=rotate), kernel),
-            Quantized(v, None)
-            if is_int8
-            else _quantized(v, layout, Scheme(chosen, min(kind, PER_HEAD), BLOCK_K, 1, smooth=smooth), kernel),
-        )
+        q8 = _quantized(q, layout, Scheme(chosen, kind, BLOCK_Q, group, rotate=rotate), kernel)
+        k8 = _quantized(k, layout, Scheme(chosen, kind, BLOCK_K, 1, smooth=smooth, rotate=rotate), kernel)
+        v8 = Quantized(v, None)
+        if not is_int8:
+            v8 = _quantized(v, layout, Scheme(chosen, min(kind, PER_HEAD), BLOCK_K, 1, smooth=smooth), kernel)
+    if straight_through and torch.is_grad_enabled():
+        if rotate:  # gradients of the rotated numbers are rotated back
+            q, k = (hadamard(x.float()).to(x.dtype) for x in (q, k))
+        q8, k8, v8 = q8._replace(source=q), k8._replace(source=k), Quantized(v8.values.detach(), *v8[1:3], v)
+    return q8, k8, v8

@@ -176,6 +176,15 @@ def _dequantised(
     return q, k, v, o._replace(q_descale=None, k_descale=None, v_descale=None, k_mean=None)
 
 
+def _with_gradient(x: torch.Tensor, given: torch.Tensor | Quantized, layout: str) -> torch.Tensor:
+    """Return x (B, H, S, D), the numbers of q, k or v. If `given` has a source, it gets their gradient."""
+    if not isinstance(given, Quantized) or given.source is None:
+        return x
+    source = given.source.to(x.dtype)
+    source = source.view(x.shape) if layout == "bhsd" else as_bhsd(source, layout)
+    return x.detach() + (source - source.detach())
+
+
 def _attend_sequences(
     attend: Attend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, options: AttentionOptions
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -293,14 +302,15 @@ def attention_by(
     if layout not in (*LAYOUTS, VARLEN):
         raise ValueError(f"layout must be one of {', '.join((*LAYOUTS, VARLEN))}, got {layout!r}")
     owners = {"q": q, "k": k, "v": v}
+    given, named = owners.copy(), fields.copy()
     fields |= unwrapped(owners, fields)
     q, k, v = owners.values()
     if q.dtype in EIGHT_BIT_DTYPES and dtype is None:
         if out_dtype is None:
             out_dtype = v.dtype if v.dtype in (torch.float16, torch.bfloat16) else torch.bfloat16
         out, lse = attention_by(
-            attend, q, k, v, layout=layout, causal=causal, window=window, sm_scale=sm_scale, dtype=torch.float32,
-            **fields,
+            attend, **given, layout=layout, causal=causal, window=window, sm_scale=sm_scale, dtype=torch.float32,
+            **named,
         )  # fmt: skip
         return out.to(out_dtype), lse
     lengths = Lengths(**{name: fields.pop(name) for name in LENGTHS if name in fields})
@@ -347,6 +357,7 @@ def attention_by(
         keys = keys_from_state(options.rng_state.to(q.device), q.shape[0], q.shape[1])
         keep = mask_from_keys(keys, q.shape[2], k.shape[2], options.dropout_p)
     q, k, v, options = _dequantised(q, k, v, options)
+    q, k, v = (_with_gradient(x, y, layout) for x, y in zip((q, k, v), given.values(), strict=True))
     out, lse = attend(q, k, v, lengths, options, keep)
     out = as_bhsd(out, layout)  # the exchange of heads and sequence is its own inverse
     if len(leading) != 2:

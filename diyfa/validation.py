@@ -149,7 +149,7 @@ def check_eight_bit_options(q: torch.Tensor, options: dict[str, Any]) -> None:
             raise ValueError(f"{', '.join(given)} belong to q and k of float8 or int8, q is {q.dtype}")
         return
     if options.get("dropout_p"):
-        raise ValueError(f"q of {q.dtype} takes no dropout_p: it has no backward pass")
+        raise ValueError(f"q of {q.dtype} takes no dropout_p: no kernel of float8 or int8 drops weights")
 
 
 def output_dtype(q: torch.Tensor, v: torch.Tensor, out_dtype: object) -> str:

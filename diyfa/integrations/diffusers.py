@@ -11,12 +11,9 @@ from contextlib import ExitStack
 
 import torch
 
-from diyfa.attention import flash_attention_v2
-from diyfa.integrations.eager_attention import attend, mask_as_bias, top_left_causal
+from diyfa.integrations.eager_attention import attend, attend_in_eight_bits, checked_quantize, top_left_causal
 from diyfa.integrations.seams import Handle, active_handle, record, switch_on
 from diyfa.options import UNBOUNDED
-from diyfa.quantization import DTYPES
-from diyfa.quantization import quantize as quantized
 
 NAME = "diyfa"
 SEAM = "diffusers"
@@ -67,13 +64,9 @@ def attention(
     record(SEAM, f"{route} in {eight_bits}" if eight_bits else route)
     if not eight_bits:
         return attend(query, key, value, attn_mask, "bshd", window=window, dropout_p=dropout_p, sm_scale=scale)
-    bias, out_dtype = mask_as_bias(attn_mask, query.dtype), query.dtype
-    parts = quantized(query, key, value, "block", eight_bits, smooth=True, layout="bshd")
-    out = flash_attention_v2(
-        *parts, attn_bias=bias, window=window, dropout_p=dropout_p, sm_scale=scale, out_dtype=out_dtype
+    return attend_in_eight_bits(
+        query, key, value, attn_mask, eight_bits, window=window, dropout_p=dropout_p, sm_scale=scale
     )
-    assert isinstance(out, torch.Tensor), "nobody asks for the log-sum-exp"
-    return out
 
 
 def use_in_diffusers(quantize: str | None = None) -> Handle:
@@ -96,15 +89,9 @@ def use_in_diffusers(quantize: str | None = None) -> Handle:
         ModuleNotFoundError: diffusers is missing, or has no such registry.
         ValueError: `quantize` is unknown, or the backend is switched on with another.
     """
-    if quantize not in (None, *DTYPES):
-        raise ValueError(f"quantize must be None or one of {', '.join(DTYPES)}, got {quantize!r}")
     handle = active_handle(SEAM)
+    detail = checked_quantize(quantize, handle, SEAM)
     if handle is not None:
-        if handle.detail != (quantize or ""):
-            raise ValueError(
-                f"diyfa is in diffusers with quantize={handle.detail or None!r}: remove that handle first, then ask "
-                f"for {quantize!r}"
-            )
         return handle
     from diffusers.models import attention_dispatch
 
@@ -125,4 +112,4 @@ def use_in_diffusers(quantize: str | None = None) -> Handle:
             undo.callback(members.pop, key)
         undo.callback(forget)
         registry.register(member)(attention)
-        return switch_on(SEAM, undo.pop_all(), quantize or "")
+        return switch_on(SEAM, undo.pop_all(), detail)

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 
 from diyfa.attention import flash_attention, flash_attention_v2
+from diyfa.integrations.seams import Handle
 from diyfa.options import UNBOUNDED
+from diyfa.quantization import DTYPES, quantize
 
 
 def mask_as_bias(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
@@ -25,6 +27,38 @@ def attend(
     out = call(q, k, v, attn_bias=mask_as_bias(mask, q.dtype), **options)
     assert isinstance(out, torch.Tensor), "nobody asks for the log-sum-exp"
     return out
+
+
+def attend_in_eight_bits(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    dtype: str,
+    *,
+    straight_through: bool = False,
+    **options: Any,
+) -> torch.Tensor:
+    """`attend` of (B, S, H, D) tensors that are quantised to `dtype` first. The output has q's dtype."""
+    parts = quantize(q, k, v, "block", dtype, smooth=True, layout="bshd", straight_through=straight_through)
+    out = flash_attention_v2(*parts, attn_bias=mask_as_bias(mask, q.dtype), out_dtype=q.dtype, **options)
+    assert isinstance(out, torch.Tensor), "nobody asks for the log-sum-exp"
+    return out
+
+
+def checked_quantize(dtype: str | None, handle: Handle | None, library: str) -> str:
+    """Check the argument `quantize` of a seam, also against the handle if the seam is on. Return the handle's detail.
+
+    Raises ValueError if it is unknown, or another than that of the handle.
+    """
+    if dtype not in (None, *DTYPES):
+        raise ValueError(f"quantize must be None or one of {', '.join(DTYPES)}, got {dtype!r}")
+    if handle is not None and handle.detail != (dtype or ""):
+        raise ValueError(
+            f"diyfa is in {library} with quantize={handle.detail or None!r}: remove that handle first, then ask for "
+            f"{dtype!r}"
+        )
+    return dtype or ""
 
 
 def top_left_causal(

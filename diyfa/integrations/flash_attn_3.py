@@ -8,28 +8,24 @@ one split to get that.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 
-from diyfa import flash_attn_interface as flash_attn_2
 from diyfa import kvcache, registry, validation
-from diyfa.attention import flash_attention_varlen
+from diyfa.attention import attend, flash_attention_varlen
+from diyfa.eight_bits import FLOAT8_DTYPES, dequantised
+from diyfa.flash_attn_interface import WORDS
 from diyfa.integrations.flash_attn_npu.metadata import check_metadata
-from diyfa.options import UNBOUNDED
+from diyfa.options import NO_LENGTHS, UNBOUNDED
 
 __all__ = ["flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
 
 Window = tuple[int, int]
 Tensor = torch.Tensor
-_DEQUANTISED = "inputs in float8 are not supported: dequantise them first"
 _ABSENT = {
     "qv": "a second part of the queries that meets the values: concatenate it to q, and the latent cache to k",
-    "q_descale": _DEQUANTISED,
-    "k_descale": _DEQUANTISED,
-    "v_descale": _DEQUANTISED,
     "seqused_q": "cut the queries with cu_seqlens_q",
     "cu_seqlens_k_new": "pad what is appended, or append it before the call",
     "rotary_seqlens": "positions begin at cache_seqlens",
@@ -45,10 +41,10 @@ def _refuse(attention_chunk: int = 0, **arguments: Any) -> None:
         raise ValueError(f"attention_chunk must be 0, got {attention_chunk}: diyfa has windows, but no chunks")
 
 
-def _result(call: Callable[..., Any], return_attn_probs: bool, *arguments: Any, **options: Any) -> Any:
-    """Return out, or (out, softmax_lse), from a function of flash_attn 2 that can return three results."""
-    results = call(*arguments, return_attn_probs=return_attn_probs, **options)
-    return results[:2] if return_attn_probs else results
+def _attend(owners: dict[str, Tensor], return_attn_probs: bool, **arguments: Any) -> Any:
+    """Return out, or (out, softmax_lse), of q, k and v (B, S, H, D), or of the tensor that packs them."""
+    given = {name: value for name, value in arguments.items() if value is not None}
+    return attend(owners, NO_LENGTHS, return_attn_probs, {"layout": "bshd", "dropout_p": 0.0, **given}, WORDS)
 
 
 def flash_attn_func(
@@ -72,13 +68,16 @@ def flash_attn_func(
 ) -> Any:
     """`diyfa.flash_attn_func` of (B, S, H, D) tensors: return out, or (out, softmax_lse (B, H, S)).
 
+    Inputs may be float8, without a gradient: q stands for q · q_descale, k and v likewise. A descale is float32,
+    (B, Hk) or one number, and 1 by default. The output is bfloat16.
+
     Raises:
-        ValueError: qv, a descale or attention_chunk is given, or what `diyfa.flash_attn_func` raises.
+        ValueError: qv or attention_chunk is given, or what `diyfa.flash_attention_v2` raises.
     """
-    _refuse(attention_chunk, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-    return _result(
-        flash_attn_2.flash_attn_func, return_attn_probs, q, k, v, softmax_scale=softmax_scale, causal=causal,
-        window_size=window_size, softcap=softcap, deterministic=deterministic,
+    _refuse(attention_chunk, qv=qv)
+    return _attend(
+        {"q": q, "k": k, "v": v}, return_attn_probs, sm_scale=softmax_scale, causal=causal, window=window_size,
+        softcap=softcap, deterministic=deterministic, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
     )  # fmt: skip
 
 
@@ -98,11 +97,13 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """`flash_attn_func` of qkv (B, S, 3, H, D), or, with num_heads_q, (B, S, num_heads_q + 2 · Hk, D)."""
-    _refuse(attention_chunk, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-    options = {"softmax_scale": softmax_scale, "causal": causal, "window_size": window_size, "softcap": softcap}
-    options["deterministic"] = deterministic
+    _refuse(attention_chunk)
+    options: dict[str, Any] = {
+        "sm_scale": softmax_scale, "causal": causal, "window": window_size, "softcap": softcap,
+        "deterministic": deterministic, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale,
+    }  # fmt: skip
     if qkv.dim() == 5:
-        return _result(flash_attn_2.flash_attn_qkvpacked_func, return_attn_probs, qkv, **options)
+        return _attend({"qkv": qkv}, return_attn_probs, **options)
     heads_kv, rest = divmod(qkv.shape[2] - (num_heads_q or 0), 2) if qkv.dim() == 4 else (0, 0)
     if not num_heads_q or heads_kv < 1 or rest:
         raise ValueError(
@@ -110,7 +111,7 @@ def flash_attn_qkvpacked_func(
             f"with num_heads_q, got {tuple(qkv.shape)} and num_heads_q={num_heads_q}"
         )
     q, k, v = qkv.split([num_heads_q, heads_kv, heads_kv], dim=2)
-    return _result(flash_attn_2.flash_attn_func, return_attn_probs, q, k, v, **options)
+    return _attend({"q": q, "k": k, "v": v}, return_attn_probs, **options)
 
 
 def flash_attn_varlen_func(
@@ -140,13 +141,16 @@ def flash_attn_varlen_func(
 ) -> Any:
     """`diyfa.flash_attention_varlen` of packed (T, H, D) tensors: return out, or (out, softmax_lse (H, T)).
 
+    float8 and descales are as for `flash_attn_func`.
+
     Raises:
-        ValueError: as `flash_attn_func`; seqused_q is given; seqused_k is given and a gradient is wanted.
+        ValueError: as `flash_attn_func`; seqused_q is given; seqused_k is given with float8 or if a gradient is wanted.
     """
-    _refuse(attention_chunk, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, seqused_q=seqused_q)
+    _refuse(attention_chunk, qv=qv, seqused_q=seqused_q)
     return flash_attention_varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, softmax_scale, window=window_size,
         softcap=softcap, deterministic=deterministic, seqused_k=seqused_k, return_lse=return_attn_probs,
+        q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
     )  # fmt: skip
 
 
@@ -170,6 +174,19 @@ def _attend_packed(q: Tensor, k_cache: Tensor, v_cache: Tensor, arguments: dict[
     )  # fmt: skip
     assert isinstance(results, tuple), "the log-sum-exp was asked for"
     return results
+
+
+def _dequantised_queries(q: Tensor, q_descale: Tensor | None, heads_kv: int) -> Tensor:
+    """Return float8 queries (B, S, H, D) times their descale, in bfloat16."""
+    if q.dtype not in FLOAT8_DTYPES:
+        raise ValueError(f"q_descale belongs to q of float8, q is {q.dtype}")
+    if q_descale is not None:
+        validation.check_tensors(q_descale=q_descale)
+        if q_descale.numel() != 1 and tuple(q_descale.shape) != (q.shape[0], heads_kv):
+            raise ValueError(
+                f"q_descale must have one element or shape ({q.shape[0]}, {heads_kv}), got {tuple(q_descale.shape)}"
+            )
+    return dequantised(q.transpose(1, 2), q_descale, torch.float32).transpose(1, 2).to(torch.bfloat16)
 
 
 def flash_attn_with_kvcache(
@@ -206,28 +223,32 @@ def flash_attn_with_kvcache(
 ) -> Any:
     """`diyfa.flash_attn_with_kvcache`. With cu_seqlens_q the queries are packed (T, H, D), over pages or whole rows.
 
+    Queries of float8, times q_descale, are computed in bfloat16. k_descale and v_descale belong to a float8 cache.
+
     Returns:
         out, or with return_softmax_lse (out, lse, out_accum, lse_accum), the last two without elements.
 
     Raises:
-        ValueError: qv, q_descale, attention_chunk, cu_seqlens_k_new or rotary_seqlens is given; scheduler_metadata has
-            elements; packed queries come with new keys, cache_leftpad or descales; else as
-            `diyfa.flash_attn_with_kvcache`.
+        ValueError: qv, attention_chunk, cu_seqlens_k_new or rotary_seqlens is given; scheduler_metadata has elements;
+            packed queries come with new keys, cache_leftpad or descales; else as `diyfa.flash_attn_with_kvcache`.
     """
-    _refuse(
-        attention_chunk, qv=qv, q_descale=q_descale, cu_seqlens_k_new=cu_seqlens_k_new, rotary_seqlens=rotary_seqlens,
-    )  # fmt: skip
+    _refuse(attention_chunk, qv=qv, cu_seqlens_k_new=cu_seqlens_k_new, rotary_seqlens=rotary_seqlens)
     check_metadata(scheduler_metadata)
     validation.check_booleans(causal=causal, return_softmax_lse=return_softmax_lse)
     with registry.batch_invariant() if num_splits == 1 else nullcontext():
         if cu_seqlens_q is None:
+            if q_descale is not None or q.dtype in FLOAT8_DTYPES:
+                q = _dequantised_queries(q, q_descale, k_cache.shape[2])
             results = kvcache.flash_attn_with_kvcache(
                 q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
                 page_table, softmax_scale, causal, window_size, softcap, rotary_interleaved, None, num_splits, True,
                 k_descale=k_descale, v_descale=v_descale,
             )  # fmt: skip
         else:
-            refused = {"k": k, "cache_leftpad": cache_leftpad, "k_descale": k_descale, "v_descale": v_descale}
+            refused = {
+                "k": k, "cache_leftpad": cache_leftpad, "q_descale": q_descale, "k_descale": k_descale,
+                "v_descale": v_descale,
+            }  # fmt: skip
             for name, value in refused.items():
                 if value is not None:
                     raise ValueError(f"{name} cannot go with packed queries (cu_seqlens_q)")

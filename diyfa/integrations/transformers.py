@@ -14,13 +14,14 @@ function gets that tensor in every layer. Masks that diyfa's options express nee
 With a sliding window bool becomes uint8, int8 becomes int16, and int32 becomes int64. A layer must have the Sk keys
 that its mask was made for.
 
-Results are always those of the model's eager attention.
+Results are those of the model's eager attention. With `quantize=` they have the errors of int8 or float8.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -28,9 +29,11 @@ from typing import Any
 import torch
 
 from diyfa.attention import flash_attention_varlen
-from diyfa.integrations.eager_attention import attend, mask_as_bias
+from diyfa.eight_bits import Quantized
+from diyfa.integrations.eager_attention import attend, attend_in_eight_bits, checked_quantize, mask_as_bias
 from diyfa.integrations.seams import Handle, active_handle, record, switch_on
 from diyfa.kvcache import flash_attn_with_kvcache
+from diyfa.quantization import quantize
 
 NAME = "diyfa"
 SEAM = "transformers"
@@ -219,14 +222,36 @@ def _packed_lengths(
     return () if packed is None else (packed[0], packed[0], packed[1], packed[1])
 
 
+def _quantised_packed(rows: list[torch.Tensor], sequences: int, dtype: str) -> tuple[Quantized, ...]:
+    """Return packed q, k and v (T, H, D) quantised, with one descale and mean for each head of all sequences."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in rows):
+        raise ValueError(
+            f"quantize={dtype!r} does not train packed sequences, nor padded batches, which become packed: train with "
+            "samples of one length, or without quantize"
+        )
+    q, k, v = (x[None] for x in rows)
+    return tuple(
+        Quantized(x.values[0], *(None if y is None else y.expand(sequences, *y.shape[1:]) for y in (x.descale, x.mean)))
+        for x in quantize(q, k, v, "head", dtype, smooth=True, layout="bshd")
+    )
+
+
 def _attend_packed(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[Any, ...], options: dict[str, Any]
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: tuple[Any, ...],
+    options: dict[str, Any],
+    eight_bits: str = "",
 ) -> torch.Tensor:
     """Return the attention of (B, S, H, D) tensors as one packed batch of B · S rows, with `_packed_lengths`."""
     cu_q, cu_k, max_q, max_k = lengths
     batch = q.shape[:2]
-    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-    out = flash_attention_varlen(q, k, v, cu_q.to(torch.int32), cu_k.to(torch.int32), int(max_q), int(max_k), **options)
+    rows: Any = [x.flatten(0, 1) for x in (q, k, v)]
+    if eight_bits:
+        rows, options = _quantised_packed(rows, cu_q.shape[0] - 1, eight_bits), {**options, "out_dtype": q.dtype}
+    x, y, z = rows
+    out = flash_attention_varlen(x, y, z, cu_q.to(torch.int32), cu_k.to(torch.int32), int(max_q), int(max_k), **options)
     assert isinstance(out, torch.Tensor), "nobody asks for the log-sum-exp"
     return out.unflatten(0, batch)
 
@@ -276,6 +301,22 @@ def _check(module: Any, mask: torch.Tensor | None, window: int | None, extras: d
         raise ValueError(f"a mask must be (batch, keys) or (batch, heads, queries, keys), got {tuple(mask.shape)}")
 
 
+def _eight_bits(query: torch.Tensor, key: torch.Tensor) -> str:
+    """Return the dtype to which a call of (B, H, S, D) tensors quantises, or ""."""
+    handle = active_handle(SEAM)
+    eight_bits = handle.detail if handle is not None else ""
+    if not eight_bits or query.shape[2] > 1 or key.shape[2] == 1:
+        return eight_bits
+    if not torch.compiler.is_compiling():  # a compiled graph cannot warn
+        # Python's default filter shows a line's warning once.
+        warnings.warn(
+            f"quantize={eight_bits!r} of diyfa's use_in_transformers: new tokens over a cache run in the cache's dtype",
+            UserWarning,
+            stacklevel=1,
+        )
+    return ""
+
+
 def attention(
     module: Any,
     query: torch.Tensor,
@@ -293,6 +334,8 @@ def attention(
     """
     mask, window, bias = attention_mask, extras.get("sliding_window"), extras.get("position_bias")
     _check(module, mask, window, extras)
+    eight_bits = _eight_bits(query, key)
+    route = f"diyfa in {eight_bits}" if eight_bits else "diyfa"
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     sinks, softcap = extras.get("s_aux"), extras.get("softcap")
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
@@ -323,8 +366,8 @@ def attention(
             raise ValueError(
                 "position_bias cannot go with packed sequences: pad them, or use attn_implementation='eager'"
             )
-        record(SEAM, "attention of packed sequences: diyfa")
-        return _attend_packed(q, k, v, lengths, options), None
+        record(SEAM, f"attention of packed sequences: {route}")
+        return _attend_packed(q, k, v, lengths, options, eight_bits), None
     if mask is not None and mask.dim() == 4:  # complete: it contains causality and window
         options.update(causal=False, window=(-1, -1))
     out = _attend_one_token(q, k, v, mask, options) if bias is None else None
@@ -335,7 +378,9 @@ def attention(
         mask = mask.bool()[:, None, None, :]
     if bias is not None:
         mask = bias if mask is None else bias + mask_as_bias(mask, bias.dtype)
-    record(SEAM, f"attention{'' if mask is None else ' with a mask'}: diyfa")
+    record(SEAM, f"attention{'' if mask is None else ' with a mask'}: {route}")
+    if eight_bits:
+        return attend_in_eight_bits(q, k, v, mask, eight_bits, straight_through=True, **options), None
     return attend(q, k, v, mask, "bshd", **options), None
 
 
@@ -350,6 +395,9 @@ def paged_attention(
 ) -> tuple[torch.Tensor, None]:
     """Return the attention (T, H, D) of all requests' tokens (1, H, T, D) over a paged cache: continuous batching."""
     _check(module, None, None, arguments)
+    handle = active_handle(SEAM)
+    if handle is not None and handle.detail:
+        raise ValueError(f"continuous batching ('paged|{NAME}') does not go with quantize={handle.detail!r}")
     window = arguments.get("sliding_window") or getattr(module, "sliding_window", None)
     group, layer = cache.layer_index_to_group_indices[module.layer_idx]
     if getattr(cache.group_cache_managers[group], "sliding_window", None) and not window:
@@ -385,7 +433,7 @@ def paged_attention(
     return out.squeeze(1), None  # type: ignore[union-attr]
 
 
-def use_in_transformers() -> Handle:
+def use_in_transformers(quantize: str | None = None) -> Handle:
     """Give Transformers the attention implementations "diyfa" and "paged|diyfa".
 
         handle = use_in_transformers()
@@ -393,14 +441,22 @@ def use_in_transformers() -> Handle:
 
     Tensors on the CPU need `diyfa.use_backend("cpu")` around the model's calls.
 
+    Args:
+        quantize: "int8" or "float8": attention quantises its inputs (`diyfa.quantize`, smoothed, one descale for each
+            block, or for each head of packed sequences and padded batches). Gradients go straight through, but for
+            packed sequences and padded batches, which are refused. A single new token over a cache is computed in the
+            cache's dtype, and one warning says so. Continuous batching is refused. Default: nothing is quantised.
+
     Returns:
         A handle whose `remove()` removes the names. Models that use them then fail with Transformers' own error. A
         second call returns the same handle.
 
     Raises:
         ModuleNotFoundError: Transformers is missing.
+        ValueError: `quantize` is unknown, or the names are given with another.
     """
     handle = active_handle(SEAM)
+    detail = checked_quantize(quantize, handle, "Transformers")
     if handle is not None:
         return handle
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -413,4 +469,4 @@ def use_in_transformers() -> Handle:
         ):
             interface.register(name, function)
             undo.callback(interface._global_mapping.pop, name, None)
-        return switch_on(SEAM, undo.pop_all())
+        return switch_on(SEAM, undo.pop_all(), detail)

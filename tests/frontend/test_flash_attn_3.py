@@ -140,10 +140,67 @@ def test_packed_queries_as_ascends_training_consistency_calls(paged: bool) -> No
     assert torch.equal(found, trained)
 
 
+def float8(*shape: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(torch.float8_e4m3fn).to(DEVICE)
+
+
+def descales(batch: int, heads_kv: int) -> dict[str, torch.Tensor]:
+    """Descales as engines pass them: (B, Hk), q's expanded from one number."""
+    one = torch.full((1,), 0.5, device=DEVICE).expand(batch, heads_kv)
+    k = torch.arange(1.0, 1 + batch * heads_kv, device=DEVICE).view(batch, heads_kv) / 4
+    return {"q_descale": one, "k_descale": k, "v_descale": k.mT.contiguous().mT.flip(0)}
+
+
+def numbers(x: torch.Tensor, descale: torch.Tensor) -> torch.Tensor:
+    """The float64 numbers of x (B, S, H, D)."""
+    return (x.double() * descale.double().repeat_interleave(x.shape[2] // descale.shape[1], 1)[:, None, :, None]).cpu()
+
+
+def test_float8_with_descales() -> None:
+    q, k, v, given = float8(2, 9, 4, 32), float8(2, 13, 2, 32, seed=1), float8(2, 13, 2, 32, seed=2), descales(2, 2)
+    exact = [numbers(x, y) for x, y in zip((q, k, v), given.values(), strict=True)]
+    want, want_lse = diyfa.reference_attention(*exact, causal=True, layout="bshd", return_lse=True)
+    out, lse = flash_attn_3.flash_attn_func(q, k, v, causal=True, return_attn_probs=True, **given)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.cpu().double(), want, rtol=0.1, atol=0.1)
+    torch.testing.assert_close(lse.cpu().double(), want_lse, rtol=1e-5, atol=1e-5)
+    packed = flash_attn_3.flash_attn_qkvpacked_func(
+        torch.cat((q, k[:, :9], v[:, :9]), 2), causal=True, num_heads_q=4, **given
+    )
+    assert torch.equal(packed, flash_attn_3.flash_attn_func(q, k[:, :9], v[:, :9], causal=True, **given))
+    stacked = flash_attn_3.flash_attn_qkvpacked_func(torch.stack((k, k, v), 2), causal=True, **given)
+    assert torch.equal(stacked, flash_attn_3.flash_attn_func(k, k, v, causal=True, **given))
+    flat = [x.flatten(0, 1) for x in (q, k, v)]
+    varlen = flash_attn_3.flash_attn_varlen_func(*flat, offsets(9, 9), offsets(13, 13), 9, 13, causal=True, **given)
+    torch.testing.assert_close(varlen.unflatten(0, (2, 9)), out)
+
+
+def test_a_float8_cache_with_float8_queries() -> None:
+    q, k, v, given = float8(2, 1, 4, 32), float8(2, 13, 2, 32, seed=1), float8(2, 13, 2, 32, seed=2), descales(2, 2)
+    exact = [numbers(x, y) for x, y in zip((q, k, v), given.values(), strict=True)]
+    lengths = whole_numbers(13, 7)
+    want = [diyfa.reference_attention(*(x[b : b + 1, :n] for x in exact), layout="bshd") for b, n in enumerate((13, 7))]
+    out = flash_attn_3.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, **given)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.cpu().double(), torch.cat(want), rtol=0.02, atol=0.02)
+
+
 X, CU = torch.zeros(1, 4, 2, 16), offsets(4, device="cpu")
 ABSENT: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = {
     "qv": (flash_attn_3.flash_attn_func, (X, X, X), {"qv": X}, "qv is not supported by diyfa"),
-    "descale": (flash_attn_3.flash_attn_func, (X, X, X), {"k_descale": X}, "k_descale is not supported by diyfa"),
+    "descale": (flash_attn_3.flash_attn_func, (X, X, X), {"k_descale": X}, "k_descale belong to q and k of float8"),
+    "descale of queries": (
+        flash_attn_3.flash_attn_with_kvcache, (X, X, X), {"q_descale": X}, "q_descale belongs to q of float8",
+    ),
+    "descale of packed queries": (
+        flash_attn_3.flash_attn_with_kvcache, (X[0], X, X), {"cu_seqlens_q": CU, "q_descale": X},
+        "q_descale cannot go with packed queries",
+    ),
+    "shape of a descale": (
+        flash_attn_3.flash_attn_with_kvcache, (X.to(torch.float8_e4m3fn), X, X), {"q_descale": torch.ones(1, 3)},
+        r"q_descale must have one element or shape \(1, 2\), got \(1, 3\)",
+    ),
     "chunks": (flash_attn_3.flash_attn_func, (X, X, X), {"attention_chunk": 4}, "attention_chunk must be 0, got 4"),
     "packing": (flash_attn_3.flash_attn_qkvpacked_func, (X,), {}, "with num_heads_q, got"),
     "seqused_q": (

@@ -146,6 +146,29 @@ def test_compiled_programs_quantise_too() -> None:
     assert torch.equal(compiled(q, k, v), attend(q, k, v))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("per", ["tensor", "head"])
+def test_a_float8_cache_takes_values_and_descales(per: str, backend: str | None) -> None:
+    """A prompt fills the cache at once. An empty one that is filled by appending takes descales with a margin."""
+    q, k, v = (x.transpose(1, 2) for x in draw())
+    _, k8, v8 = diyfa.quantize(q, k, v, per, layout="bshd")
+    step, lengths = q[:, :1].contiguous(), torch.full((B,), SK, dtype=torch.int32)
+    found: dict[str, torch.Tensor] = {}
+    with diyfa.use_backend(backend or "cpu"):
+        descales = {"k_descale": k8.descale, "v_descale": v8.descale}
+        found["at once"] = diyfa.flash_attn_with_kvcache(step, k8.values, v8.values, cache_seqlens=lengths, **descales)
+        descales = {name: 2 * x for name, x in descales.items()}
+        caches = [torch.zeros_like(x.values) for x in (k8, v8)]
+        found["appended"] = diyfa.flash_attn_with_kvcache(
+            step, *caches, k, v, cache_seqlens=torch.zeros_like(lengths), **descales
+        )
+    assert torch.equal(caches[0].float(), k8.values.float() / 2)  # a margin of 2 costs no digit
+    keys, values = (dequantised(x.values.transpose(1, 2), x.descale, torch.float64).transpose(1, 2) for x in (k8, v8))
+    want = diyfa.reference_attention(step.double(), keys, values, layout="bshd")
+    for out in found.values():
+        torch.testing.assert_close(out.double(), want, rtol=0.01, atol=0.01)
+
+
 Q, K, V = (torch.zeros(2, h, 8, 16, dtype=torch.bfloat16) for h in (4, 2, 2))
 F8 = torch.zeros(2, 2, 8, 16).to(E4M3)
 REFUSED: dict[str, tuple[dict[str, Any], type, str]] = {
@@ -156,7 +179,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type, str]] = {
     "rotate": ({"q": Q[..., :12], "k": K[..., :12], "rotate": True}, ValueError, r"power of two, got 12"),
     "float8": ({"q": F8, "k": F8, "v": F8}, TypeError, r"Unsupported dtype torch\.float8_e4m3fn"),
     "float32 v": ({"q": Q.float(), "k": K.float(), "v": V.float(), "dtype": "int8"}, TypeError, r"beside int8 v stays"),
-    "gradient": ({"v": V.clone().requires_grad_()}, ValueError, r"quantize has no gradient"),
+    "gradient": ({"v": V.clone().requires_grad_()}, ValueError, r"rounding has no gradient: .* straight_through"),
     "number": ({"k": 1.0}, TypeError, r"k must be a torch\.Tensor"),
 }  # fmt: skip
 

@@ -45,6 +45,8 @@ ON_ANY_DEVICE = "wtd3"
 CPU_ALONE = {
     "t:test_continuous_batching", "w:test_gradient_checkpointing", "d:test_half_precision",
     "d:test_autocast_and_gradient_checkpointing", "d:test_export", "3:test_autocast", "3:test_compiled_and_exported",
+    "t:test_attention_in_eight_bits_is_asked_for", "d:test_attention_in_eight_bits_is_asked_for",
+    "3:test_float8_with_descales",
 }  # fmt: skip
 G_DENSE, G_VARLEN = "g=p:test_scaled_dot_product", "g=p:test_varlen_attn"
 F_BOTH, N_VARLEN, N_LAYER = "c=f:test_dense", "n=n:test_varlen_attn", "n=n:test_a_layer_of_transformers"
@@ -114,7 +116,10 @@ EVIDENCE = {
         "c=f:test_export", "c=w:test_export", "c=t:test_export", "c=d:test_export", "c=3:test_compiled_and_exported",
     ),
     "the weights": ("refused=f:test_refused", "", T_REFUSED, "", ""),
-    "float8": ("", "", "", "", f"refused={THREE_ABSENT}"),
+    "float8": (
+        "", "", "c=t:test_attention_in_eight_bits_is_asked_for", "c=d:test_attention_in_eight_bits_is_asked_for",
+        "c=3:test_float8_with_descales",
+    ),
     "qv, chunks, scheduler metadata": ("", "", "", "", f"refused={THREE_ABSENT}"),
 }  # fmt: skip
 

@@ -658,6 +658,66 @@ def test_refusals() -> None:
         model(tokens(), output_attentions=True)
 
 
+@pytest.fixture(params=["int8", "float8"])
+def quantizing(handle: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
+    handle.remove()
+    handle = use_in_transformers(quantize=request.param)
+    yield handle
+    handle.remove()
+
+
+def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    found, exact = found.detach().float(), exact.detach()
+    return float((found - exact).square().mean().sqrt() / exact.square().mean().sqrt())
+
+
+def test_attention_in_eight_bits_is_asked_for(quantizing: Any) -> None:
+    """And trained: gradients go straight through. The handle and its counts say so."""
+    q, k, v = (torch.randn(2, heads, 40, 16, generator=seeded(heads), device=DEVICE) for heads in (4, 2, 2))
+    leaves = [x.bfloat16().requires_grad_() for x in (q, k, v)]
+    exact = [x.detach().float().requires_grad_() for x in leaves]
+    module = torch.nn.Linear(1, 1)
+    found, _ = attention(module, *leaves, None)
+    want = diyfa.flash_attention(*exact, causal=True).transpose(1, 2)
+    limit = 0.03 if quantizing.detail == "int8" else 0.1
+    assert found.dtype == torch.bfloat16 and 1e-3 < relative_error(found, want) < limit
+    dout = torch.randn(found.shape, generator=seeded(5), device=DEVICE)
+    gradients = torch.autograd.grad(found, leaves, dout.bfloat16())
+    for got, exact_gradient in zip(gradients, torch.autograd.grad(want, exact, dout), strict=True):
+        assert 1e-3 < relative_error(got, exact_gradient) < limit
+    assert quantizing.calls == {f"attention: diyfa in {quantizing.detail}": 1}
+    assert use_in_transformers(quantizing.detail) is quantizing
+    with pytest.raises(ValueError, match=r"diyfa is in Transformers with quantize='.*': remove that handle first"):
+        use_in_transformers()
+    with pytest.raises(ValueError, match="quantize must be None or one of float8, int8"):
+        use_in_transformers("int4")
+
+
+def test_padded_batches_in_eight_bits(quantizing: Any) -> None:
+    q, k, v = (torch.randn(2, heads, 40, 16, generator=seeded(heads), device=DEVICE) for heads in (4, 2, 2))
+    padding = torch.arange(40, device=DEVICE) >= torch.tensor([[0], [13]], device=DEVICE)
+    module = torch.nn.Linear(1, 1)
+    with torch.no_grad():
+        found, _ = attention(module, *(x.bfloat16() for x in (q, k, v)), padding)
+    limit = 0.03 if quantizing.detail == "int8" else 0.1
+    for b, start in enumerate((0, 13)):
+        want = diyfa.flash_attention(*(x[b : b + 1, :, start:].bfloat16().float() for x in (q, k, v)), causal=True)
+        assert 1e-3 < relative_error(found[b : b + 1, start:], want.transpose(1, 2)) < limit
+    assert quantizing.calls == {f"attention of packed sequences: diyfa in {quantizing.detail}": 1}
+    with pytest.raises(ValueError, match="does not train packed sequences, nor padded batches"):
+        attention(module, q.bfloat16().requires_grad_(), k.bfloat16(), v.bfloat16(), padding)
+
+
+def test_generation_reads_its_cache_in_16_bits(quantizing: Any) -> None:
+    model = decoder("Llama", "diyfa").bfloat16()
+    with pytest.warns(UserWarning, match="new tokens over a cache run in the cache's dtype"):
+        model.generate(tokens(2, 7), max_new_tokens=4, do_sample=False)
+    assert quantizing.calls == {f"attention: diyfa in {quantizing.detail}": 2, "attention of one token: diyfa": 6}
+    x = torch.zeros(1, 2, 3, 16)
+    with pytest.raises(ValueError, match=r"continuous batching .* does not go with quantize"):
+        paged_attention(SimpleNamespace(layer_idx=0), x, x, x, None, Pages(None))
+
+
 def test_models_that_attend_by_themselves() -> None:
     """Their causality is in the mask, and they never come to diyfa."""
     config = hf.BloomConfig(vocab_size=96, hidden_size=64, n_layer=1, n_head=4)

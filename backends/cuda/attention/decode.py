@@ -208,7 +208,7 @@ def _weights_in_order(s, m_i, visible, at, mask, score, PRECISE: tl.constexpr, c
     rows, cols = at
     scale_log2 = 1.0
     if c.SOFTCAP or c.ALIBI:
-        s, _tanh = scores_log2(s, rows, cols, (0, 0, 0), mask, score, True, PRECISE, c)
+        s, _tanh = scores_log2(s, rows, cols, (0, 0, 0), mask, True, score, True, PRECISE, c)
         scaled = s
     else:
         scale, _, _ = score
@@ -276,7 +276,7 @@ def _attend_keys(
             l_i = next_sum(l_i, tl.broadcast_to(alpha[:, None], l_i.shape), sums_by_lane(p))
             acc = acc * alpha[:, None]
         else:
-            s, _tanh = scores_log2(s, tokens[:, None], offs_n[None, :], (0, 0, 0), mask, score, True, PRECISE, c)
+            s, _tanh = scores_log2(s, tokens[:, None], offs_n[None, :], (0, 0, 0), mask, True, score, True, PRECISE, c)
             s = tl.where(visible, s, float("-inf"))
             m_before = m_i
             p, m_i, l_i, acc = online_softmax_update(s, m_i, l_i, acc, 1.0, False)
