@@ -222,7 +222,7 @@ class Call:
 
     def apply_function(self, scores: torch.Tensor, m0: int, n0: int, seen: torch.Tensor | None) -> torch.Tensor:
         """Return what the score function makes of a tile [B, H, BLOCK_M, BLOCK_N] at (m0, n0), -inf if unseen."""
-        visible = torch.ones((), dtype=torch.bool) if seen is None else seen
+        visible = torch.ones((), dtype=torch.bool, device=scores.device) if seen is None else seen
         positions = self.positions(scores, m0, n0)
         return apply_score_function(self.problem.score_fn, scores, positions, visible, self.captured)
 

@@ -31,9 +31,9 @@ MODEL, GPU = "compiled: needs the weights of a model", "compiled: needs a GPU"
 BLOCKS = {
     "index.md": [HERE],
     "guide.md": [GUIDE] * 5 + [MODEL] + [GUIDE] * 3 + [GPU + " and an NPU"] + [GUIDE],
-    "masks.md": [HERE] * 3,
+    "masks.md": [HERE] * 4,
     "scores.md": [APART + "tools/test_docs.py::test_the_page_of_score_functions_runs"] * 4,
-    "precision.md": [HERE] * 2,
+    "precision.md": [HERE] * 4,
     "ready.md": [GPU],
     "inference.md": [APART + "tools/test_docs.py::test_the_inference_guide_runs"] * 9,
     "distributed.md": [APART + "support/context_parallel_cases.py::run_guide"],
@@ -52,7 +52,9 @@ GIVEN = {
     2: "q, k, v = (torch.randn(2, 4, 32, 16) for _ in range(3))\n"
     "seed, offset, batch, heads, seqlen_q, seqlen_k = 3, 5, 2, 4, 32, 32",
     8: "a, b, out = torch.randn(128, 64), torch.randn(64, 128), torch.empty(128, 128)\n"
-    "x, weight, bias = torch.randn(20, 64), torch.randn(32, 64), torch.randn(32)",
+    "x, weight, bias = torch.randn(20, 64), torch.randn(32, 64), torch.randn(32)\n"
+    "a8, b8 = torch.randn(32, 64).to(torch.float8_e4m3fn), torch.randn(64, 32).to(torch.float8_e4m3fn)\n"
+    "sa, sb = torch.ones(32, 1), torch.ones(1, 32)",
 }
 SMALL = {
     'device="cuda"': 'device="cpu"',

@@ -211,7 +211,7 @@ def _weights_in_order(s, m_i, visible, at, mask, score, PRECISE: tl.constexpr, c
         s, _tanh = scores_log2(s, rows, cols, (0, 0, 0), mask, True, score, True, PRECISE, c)
         scaled = s
     else:
-        scale, _, _ = score
+        scale, _, _, _ = score
         scale_log2 = scale * LOG2E
         scaled = s * scale_log2
     m_new = tl.maximum(m_i, tl.max(tl.where(visible, scaled, float("-inf")), 1))
