@@ -275,7 +275,7 @@ def test_the_choice_is_that_of_the_table(monkeypatch: pytest.MonkeyPatch) -> Non
     assert registry.choose("matmul", tf32, backend, "sm90").name == "sm90"
     monkeypatch.setattr(matmul_configs, "AUTOMATIC", frozenset({"large"}))
     assert registry.choose("matmul", HALF, backend).name == "sm90"
-    assert registry.choose("matmul", HALF.replace(m=16), backend).name == "tma"
+    assert registry.choose("matmul", HALF.replace(m=16), backend).name == "pointers"
 
 
 def test_every_class_has_tiles_that_fit() -> None:
