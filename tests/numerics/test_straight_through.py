@@ -185,6 +185,10 @@ CASES = {
 @targets
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_gradients(backend: str, case: Case) -> None:
+    if backend == "cuda" and "mask" in case.options:  # of 8 bits with a block mask only the CPU has kernels
+        with pytest.raises(ValueError, match="does not implement mask for float8"):
+            check(case, TARGETS[backend])
+        return
     check(case, TARGETS[backend])
 
 
