@@ -696,7 +696,8 @@ BUILDER_SPILLS = 64  # bytes: values that are stored once for a row of blocks
 
 def _building_masks() -> Iterator[CompileSpec]:
     """Yield the kernels that make block masks: every comparison, and a boolean tensor."""
-    size, meta = 40960, {"device": "meta"}
+    size = 40960
+    meta: dict[str, Any] = {"device": "meta"}
     ids = torch.empty(2, size, dtype=torch.int64, **meta)
     lengths = torch.empty(2, dtype=torch.int32, **meta)
     functions = {
