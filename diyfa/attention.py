@@ -28,6 +28,12 @@ from diyfa.plan import autocast_dtype, call_key, find, is_described_only
 from diyfa.problem import LAYOUTS, VARLEN, as_backward
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+# Arguments that few calls have. The key of a call holds all of them, so they are left out unless one is given: that
+# takes a microsecond less.
+RARE = (
+    "q_descale", "k_descale", "v_descale", "k_mean", "v_mean", "out_dtype", "mask", "score_fn", "score_tensors",
+    "score_grad_fn",
+)  # fmt: skip
 Input = torch.Tensor | Quantized
 
 
@@ -387,14 +393,10 @@ def flash_attention(
         "softcap": softcap, "alibi_slopes": alibi_slopes, "attn_bias": attn_bias, "sinks": sinks,
         "dropout_p": dropout_p, "rng_state": rng_state, "deterministic": deterministic, "backend": backend,
     }  # fmt: skip
-    # The key of a call holds all arguments, so those that few calls have are left out: a microsecond of each call.
-    if not (q_descale is k_descale is v_descale is k_mean is v_mean is out_dtype is mask is None):
-        arguments |= {
-            "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale, "k_mean": k_mean, "v_mean": v_mean,
-            "out_dtype": out_dtype, "mask": mask,
-        }  # fmt: skip
-    if not (score_fn is score_grad_fn is None) or score_tensors != ():
-        arguments |= {"score_fn": score_fn, "score_tensors": score_tensors, "score_grad_fn": score_grad_fn}
+    if not (q_descale is k_descale is v_descale is k_mean is v_mean is out_dtype is mask is score_fn is score_grad_fn
+            is None) or score_tensors != ():  # fmt: skip
+        arguments |= zip(RARE, (q_descale, k_descale, v_descale, k_mean, v_mean, out_dtype, mask, score_fn,
+                                score_tensors, score_grad_fn), strict=True)  # fmt: skip
     return attend({"q": q, "k": k, "v": v}, lengths, return_lse, arguments)
 
 
@@ -442,14 +444,10 @@ def flash_attention_v2(
         "softcap": softcap, "alibi_slopes": alibi_slopes, "attn_bias": attn_bias, "sinks": sinks,
         "dropout_p": dropout_p, "rng_state": rng_state, "deterministic": deterministic, "backend": backend,
     }  # fmt: skip
-    # The key of a call holds all arguments, so those that few calls have are left out: a microsecond of each call.
-    if not (q_descale is k_descale is v_descale is k_mean is v_mean is out_dtype is mask is None):
-        arguments |= {
-            "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale, "k_mean": k_mean, "v_mean": v_mean,
-            "out_dtype": out_dtype, "mask": mask,
-        }  # fmt: skip
-    if not (score_fn is score_grad_fn is None) or score_tensors != ():
-        arguments |= {"score_fn": score_fn, "score_tensors": score_tensors, "score_grad_fn": score_grad_fn}
+    if not (q_descale is k_descale is v_descale is k_mean is v_mean is out_dtype is mask is score_fn is score_grad_fn
+            is None) or score_tensors != ():  # fmt: skip
+        arguments |= zip(RARE, (q_descale, k_descale, v_descale, k_mean, v_mean, out_dtype, mask, score_fn,
+                                score_tensors, score_grad_fn), strict=True)  # fmt: skip
     return attend({"q": q, "k": k, "v": v}, lengths, return_lse, arguments)
 
 
