@@ -206,7 +206,7 @@ class AttentionProblem(_AttentionShape, _Problem):
     out_dtype: str = ""
     few_steps: bool = True
     aligned_gradients: bool = True
-    # Of float8 and int8 (`diyfa.eight_bits`): the kind of each descale, 0 without one; whether means were taken off.
+    # For float8 and int8 (`diyfa.eight_bits`): the kind of each descale, 0 without one; whether means were taken off.
     q_descale: int = 0
     k_descale: int = 0
     v_descale: int = 0
@@ -363,7 +363,7 @@ class MatmulTensors(NamedTuple):
     a: torch.Tensor  # (M, K)
     b: torch.Tensor  # (K, N)
     bias: torch.Tensor | None = None  # (N,)
-    # Of float8, fp32: one number, or one for each row of a, (M, 1) or (M,), and for each column of b, (1, N) or (N,)
+    # For float8, in fp32: one number, or one for each row of a, (M, 1) or (M,), and each column of b, (1, N) or (N,)
     a_descale: torch.Tensor | None = None
     b_descale: torch.Tensor | None = None
 

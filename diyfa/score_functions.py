@@ -237,7 +237,7 @@ def function_name(source: str) -> str:
     return programs(source)[0].name
 
 
-def of_sample(source: str, b: int) -> str:
+def single_sample(source: str, b: int) -> str:
     """Return the function for a call of sample b alone, in which sample 0 is that sample."""
     return re.sub(r"^(def .*)$", rf"\1\n    b = add(b, {b})", source, flags=re.M) if source and b else source
 

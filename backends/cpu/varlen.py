@@ -11,7 +11,7 @@ import torch
 from diyfa.backends.cpu.tiles import Call, dropout_keys
 from diyfa.features import for_sample
 from diyfa.problem import AttentionProblem, AttentionTensors
-from diyfa.score_functions import of_sample
+from diyfa.score_functions import single_sample
 
 
 class Sequence(NamedTuple):
@@ -56,7 +56,7 @@ def sequences(problem: AttentionProblem, tensors: AttentionTensors) -> Iterator[
         )
         sequence_problem = problem.replace(
             layout="bshd", batch=1, seqlen_q=q1 - q0, seqlen_k=k1 - k0, total_q=0, total_k=0,
-            score_fn=of_sample(problem.score_fn, b),
+            score_fn=single_sample(problem.score_fn, b),
         )  # fmt: skip
         sequence_keys: Any = None if keys is None else tuple(key[b : b + 1] for key in keys)
         yield Sequence(Call(sequence_problem, sequence_tensors, sequence_keys), slice(q0, q1), slice(k0, k1))

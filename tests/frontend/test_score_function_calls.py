@@ -50,9 +50,9 @@ def test_the_text_is_the_program(name: str) -> None:
 
 
 def test_of_sample_shifts_the_sample() -> None:
-    shifted = score_functions.of_sample(SCORE_EXAMPLE, 3)
+    shifted = score_functions.single_sample(SCORE_EXAMPLE, 3)
     assert shifted.splitlines()[1] == "    b = add(b, 3)"
-    assert score_functions.of_sample(SCORE_EXAMPLE, 0) == SCORE_EXAMPLE
+    assert score_functions.single_sample(SCORE_EXAMPLE, 0) == SCORE_EXAMPLE
 
 
 # ---- What is refused -------------------------------------------------------------------------------------------------

@@ -152,7 +152,7 @@ def test_with_other_features(here: Target, name: str, composed: str) -> None:
     assert_close(found, want)
 
 
-@pytest.mark.parametrize("name", ["of_keys", "relative", "documents"])
+@pytest.mark.parametrize("name", ["scaled_by_key", "relative", "documents"])
 def test_packed_sequences(here: Target, name: str) -> None:
     """b is the number of the sequence, i and j count in it."""
     case, generator = FUNCTIONS[name], torch.Generator().manual_seed(4)

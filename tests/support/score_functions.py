@@ -46,7 +46,7 @@ def relative(score, b, h, i, j, bias):
 
 
 @triton.jit
-def of_keys(score, b, h, i, j, keys, queries):
+def scaled_by_key(score, b, h, i, j, keys, queries):
     """One number for each key, which multiplies, and one for each query."""
     key = tl.load(keys + b * WIDTH + j)
     return score * key + tl.load(queries + i) * key
@@ -98,8 +98,8 @@ FUNCTIONS = {
     "relative": ScoreCase(
         relative, lambda s, b, h, i, j, bias: s + bias[h, i - j + 64], lambda batch, heads, size: (table(heads, 128),)
     ),
-    "of_keys": ScoreCase(
-        of_keys, lambda s, b, h, i, j, keys, queries: s * keys[b, j] + queries[i] * keys[b, j],
+    "scaled_by_key": ScoreCase(
+        scaled_by_key, lambda s, b, h, i, j, keys, queries: s * keys[b, j] + queries[i] * keys[b, j],
         lambda batch, heads, size: (table(batch, 128), table(size).flip(0)),
     ),
     "capped": ScoreCase(

@@ -266,11 +266,11 @@ def _lists_kernel(blocks_ptr, seqlen_q, seqlen_k, length, c: tl.constexpr):
     nq, nk = tl.cdiv(seqlen_q, c.BLOCK_Q), tl.cdiv(seqlen_k, c.BLOCK_K)
     line = tl.program_id(0) % (nq + nk)  # queries first
     lists = blocks_ptr + (tl.program_id(0) // (nq + nk)).to(tl.int64) * length
-    of_queries = line < nq
+    is_query_line = line < nq
     column = line - nq
-    count = tl.where(of_queries, nk, nq)
-    first, stride = tl.where(of_queries, line * nk, column), tl.where(of_queries, 1, nk)
-    start = nq * nk + tl.where(of_queries, line * (2 + nk), nq * (2 + nk) + column * (2 + nq))
+    count = tl.where(is_query_line, nk, nq)
+    first, stride = tl.where(is_query_line, line * nk, column), tl.where(is_query_line, 1, nk)
+    start = nq * nk + tl.where(is_query_line, line * (2 + nk), nq * (2 + nk) + column * (2 + nq))
     offs = tl.arange(0, c.COLUMNS)
     exists = offs < count
     codes = tl.load(lists + first + offs * stride, mask=exists, other=EMPTY)

@@ -28,7 +28,6 @@ from diyfa.backends.cuda.attention.block_info import cached_blocks, first_cached
 from diyfa.backends.cuda.attention.clear import forward_launches
 from diyfa.backends.cuda.attention.decode_combine import add_chunk, combine_launch, store_rows
 from diyfa.backends.cuda.attention.decode_configs import (
-    MMA_BLOCK_M,
     DecodeConfig,
     chunk_keys,
     decode_config,
@@ -520,8 +519,6 @@ def _constants_for_kind(
     one_round: bool, chunks_apart: bool, has_right: bool,
 ) -> DecodeConstants:  # fmt: skip
     block_d, block_d_tail = feature_blocks(problem.head_dim)
-    if config.block_m > MMA_BLOCK_M and not problem.latent:  # keys as wide as values, which wgmma needs
-        block_d, block_d_tail = padded_head_dim(problem.head_dim), 0
     return DecodeConstants.read_from(
         problem,
         config,

@@ -90,9 +90,9 @@ def chunk_factors(m_i, m_chunk):
 
 
 @triton.jit
-def fold(total, alpha, of_chunk, beta):
-    """Return total * alpha + of_chunk * beta, all of one shape."""
-    return tl.fma(total, alpha, of_chunk * beta)
+def fold(total, alpha, chunk_sum, beta):
+    """Return total * alpha + chunk_sum * beta, all of one shape."""
+    return tl.fma(total, alpha, chunk_sum * beta)
 
 
 @triton.jit

@@ -35,7 +35,7 @@ import triton
 import triton.language as tl
 
 from diyfa.backends.cuda.attention.block_info import cached_blocks
-from diyfa.backends.cuda.attention.decode_configs import FULL_GPU, MMA_BLOCK_M, DecodeConfig, chunk_keys
+from diyfa.backends.cuda.attention.decode_configs import FULL_GPU, DecodeConfig, chunk_keys
 from diyfa.backends.cuda.attention.seq_info import cache_seq_info
 from diyfa.backends.cuda.attention.tile_io import cdiv, padded_head_dim
 from diyfa.backends.cuda.runtime.launch import multiprocessors
@@ -360,15 +360,12 @@ def _programs_at_once(config: DecodeConfig, device: torch.device) -> int:
 
 def chunks_per_tile(problem: KVCacheProblem, config: DecodeConfig, device: torch.device) -> int:
     """Fixed chunks of a tile that have programs of their own. 1: one program has all chunks of a tile."""
-    if not problem.batch_invariant:
+    if not problem.batch_invariant or problem.num_splits == 1:
         return 1
     tiles = _count_tiles(problem, config) * problem.heads_kv
     chunks = max(1, cdiv(problem.capacity, chunk_keys(problem)))
     sums = tiles * chunks * rows_per_tile(problem, config) * padded_head_dim(problem.head_dim_v)
-    is_apart = problem.num_splits != 1 and tiles < _programs_at_once(config, device)
-    # Registers do not hold the sums of so many rows twice, of a chunk and of those before it.
-    is_apart |= config.block_m > MMA_BLOCK_M
-    return chunks if is_apart and sums <= MAX_CHUNK_SUMS else 1
+    return chunks if tiles < _programs_at_once(config, device) and sums <= MAX_CHUNK_SUMS else 1
 
 
 def programs(problem: KVCacheProblem, config: DecodeConfig, device: torch.device) -> int:

@@ -163,7 +163,7 @@ class Sm90Constants(Constants):
     chunk: int = 0  # key blocks of a chunk in batch-invariant mode (`chunks.py`); else 0
     shared_totals: bool = False  # the totals of chunks lie in shared memory; else in global memory
     fallback: bool = False  # compute only the flagged tiles (`overflow.py`)
-    # Of float8 (`float8.py`): the kinds of descales, means, the exponent that weights are scaled by.
+    # For float8 (`float8.py`): kinds of descales, whether there are means, the exponent that weights are scaled by.
     bits: int = 16  # of an element of q, k, v and of the weights
     head_dim: int = 0
     head_dim_v: int = 0
@@ -423,7 +423,7 @@ class Consumer:
     key_blocks: gl.tensor | gl.constexpr  # of a tile: `Factors.key_blocks`
 
     @gluon.jit
-    def of_tile(self, score, key_blocks):
+    def with_factors(self, score, key_blocks):
         """Return the state with what float8 has for each tile."""
         return Consumer(self.INDEX, self.problem, self.shared, self.outputs, score, key_blocks)
 
@@ -606,7 +606,7 @@ def _attend_tile(consumer, tile, item, q_loads):
     if config.BITS == 8:
         factor = outputs.factors.query_factor(tile, row0, problem, config)
         score = consumer.score.scaled(factor * outputs.factors.key_factor(tile, problem, config))
-        consumer = consumer.of_tile(score, outputs.factors.key_blocks(tile, problem, config))
+        consumer = consumer.with_factors(score, outputs.factors.key_blocks(tile, problem, config))
     queries.wait_full(CONSUMER, q_loads)
     if config.K_MEAN:
         offset = factor * outputs.factors.key_mean_products(tile, problem, queries, CONSUMER, S_ROWS, config)
