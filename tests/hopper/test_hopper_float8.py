@@ -64,7 +64,7 @@ CASES = {
 
 
 def config(case: Case, **changes) -> Sm90Config:
-    """Return the tile of the table with the fewest buffers that the schedule can use: with many, nothing waits in vain."""
+    """Return the table's tile with the fewest buffers that the schedule can use: with many, nothing waits in vain."""
     wide, to_float32 = max(case.head_dim, case.head_dim_v), case.out_dtype == F32
     consumers = 1 if case.seqlen_q < 128 else 2
     direct = wide > 128 or to_float32

@@ -24,7 +24,7 @@ pytestmark = interpreted_only
 
 
 def config(head_dim: int, consumers: int = 2, **changes) -> Sm90Config:
-    """Return the tile of the table with the fewest buffers that the schedule can use: with many, nothing waits in vain."""
+    """Return the table's tile with the fewest buffers that the schedule can use: with many, nothing waits in vain."""
     block_n, stages, separate_o_buffer = {64: (128, 4, True), 128: (128, 4, True), 256: (64, 4, False)}[head_dim]
     registers = (240, 24) if consumers == 2 else (160, 32)
     return replace(Sm90Config(consumers, block_n, stages, separate_o_buffer, *registers, fixed_max=True), **changes)
