@@ -78,6 +78,11 @@ def problems(arch: str) -> Iterator[AttentionProblem]:
         yield _problem(arch, "float32", d)
 
 
+SAME_DOCUMENT = """def same_document(b, h, i, j, t0):
+    v0 = load(t0, i)
+    v1 = load(t0, j)
+    v2 = eq(v0, v1)
+    return v2"""
 CAPPED = """def capped(score, b, h, i, j):
     v0 = div(score, 30.0)
     v1 = tanh(v0)
@@ -695,7 +700,7 @@ BUILDER_SPILLS = 64  # bytes: values that are stored once for a row of blocks
 
 
 def _building_masks() -> Iterator[CompileSpec]:
-    """Yield the kernels that make block masks: every comparison, and a boolean tensor."""
+    """Yield the kernels that make block masks: every comparison, a boolean tensor and a jit function."""
     size = 40960
     meta: dict[str, Any] = {"device": "meta"}
     ids = torch.empty(2, size, dtype=torch.int64, **meta)
@@ -711,6 +716,7 @@ def _building_masks() -> Iterator[CompileSpec]:
     terms = {name: terms_of(function) or () for name, function in functions.items()}
     keep = torch.empty(2, 1, 2048, 2048, dtype=torch.bool, **meta)
     terms["booleans"] = ((Comparison("dense", keep.stride(), (keep,)),),)
+    terms["jit function"] = ((Comparison("function", (), (ids,), SAME_DOCUMENT),),)
     for name, each in terms.items():
         for block in ((128, 128), (64, 64)):
             length = 2048 if name == "booleans" else size
