@@ -10,6 +10,7 @@ Comparisons of query position i and key j:
     same            ids[i] == ids[j], or ids[b, i] == ids[b, j] tensor ids (S,) or (B, S)
     tiles           `masks.sliding_tile`                        numbers (volume, tokens, text, 3 counts, 3 windows)
     dense           keep[b, h, row, j]                          tensor (B, H, Sq, Sk) bool, numbers: its strides
+    function        a jit function's program, of all pairs      source, captured tensors
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class Comparison(NamedTuple):
     name: str
     numbers: tuple[int, ...] = ()
     tensors: tuple[torch.Tensor, ...] = ()
+    source: str = ""  # see `diyfa.score_functions`
 
 
 Terms = tuple[tuple[Comparison, ...], ...]  # True where all comparisons of one of the terms are
@@ -74,6 +76,6 @@ def fits(terms: Terms, batch: int, seqlen_q: int, seqlen_k: int, device: torch.d
     for name, x in tensors:
         sizes = (batch,) if name == "prefix" else (seqlen_k,) if x.dim() == 1 else (batch, seqlen_k)
         wide_enough = all(size >= wanted for size, wanted in zip(x.shape, sizes, strict=False))
-        if x.device != device or not (name == "dense" or wide_enough):
+        if x.device != device or not (name in ("dense", "function") or wide_enough):
             return False
     return True

@@ -24,7 +24,7 @@ import torch
 from diyfa import block_lists, registry
 from diyfa.block_lists import BLOCK_SIZES, EMPTY, FULL, block_of, codes_of, n_blocks
 from diyfa.mask_terms import UNBOUNDED, Comparison, Terms, combined, fits, terms_of, with_terms
-from diyfa.score_functions import captured_tensors, function_name, is_jit_function, mask_program, run_mask
+from diyfa.score_functions import captured_tensors, function_name, is_jit_function, mask_dtype, mask_program, run_mask
 
 MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 CHUNK = 1 << 24  # scores that are held at once while a mask is built
@@ -255,6 +255,8 @@ def _from_jit_function(function: Any, tensors: Sequence[torch.Tensor]) -> MaskFu
     def mask(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
         return run_mask(source, (b, h, i, j), tensors)
 
+    if mask_dtype(source, tuple(x.dtype for x in tensors)) == torch.bool:  # else `block_mask` refuses what it returns
+        mask.terms = ((Comparison("function", (), tensors, source),),)  # type: ignore[attr-defined]
     return mask
 
 

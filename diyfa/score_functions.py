@@ -734,6 +734,13 @@ def score_function_gradients(
     return d_scores, totals
 
 
+@lru_cache(maxsize=256)
+def mask_dtype(source: str, dtypes: tuple[torch.dtype, ...]) -> torch.dtype:
+    """Return the dtype of `run_mask` with captured tensors of `dtypes`."""
+    position = torch.empty(1, dtype=torch.int64, device="meta")
+    return run_mask(source, (position,) * 4, [torch.empty(1, dtype=x, device="meta") for x in dtypes]).dtype
+
+
 def run_mask(source: str, positions: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return what the program of a mask function says of index tensors b, h, i and j that broadcast to each other."""
     (program,) = programs(source)

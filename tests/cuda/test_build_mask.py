@@ -10,6 +10,9 @@ import torch
 
 pytest.importorskip("triton")
 
+import triton
+import triton.language as tl
+
 import diyfa
 from diyfa import BlockMask, block_mask, masks, registry
 from diyfa.backends.cuda.attention import build_mask
@@ -91,6 +94,42 @@ def test_booleans(block: int, sizes: Any, density: float, counted: list[Any], mo
             same(made, BlockMask.from_dense(keep, block))
         assert torch.equal(made.to_dense(), dense)
     assert len(counted) == 2
+
+
+@triton.jit
+def by_table(b, h, i, j, table, weights, flags):
+    near = tl.load(table + b * 400 + j) + h >= i // 3
+    return (near & tl.load(flags + j)) | (tl.load(weights + h) * (i - j) > 100.5)
+
+
+@triton.jit
+def by_position(b, h, i, j):
+    return (i - j) % 3 == 0
+
+
+@pytest.mark.parametrize("sizes", [(300, 400), (130, 100)], ids=str)  # positions of more queries than keys are negative
+def test_jit_functions(sizes: Any, counted: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(2)
+    table = torch.randint(0, 200, (400, 2), generator=generator).to(DEVICE).mT
+    flags, weights = torch.rand(400, generator=generator) < 0.5, torch.randn(2, generator=generator)
+    captured = (table, weights.bfloat16().to(DEVICE), flags.to(DEVICE))
+    for function, tensors, heads in ((by_table, captured, 2), (by_position, (), 1)):
+        arguments: Any = {"device": DEVICE, "mask_tensors": tensors, "block_size": (64, 128)}
+        with diyfa.use_backend("cuda"), monkeypatch.context() as patches:
+            made = block_mask(function, heads, heads, *sizes, **arguments)
+            patches.setattr(masks, "_made", lambda *arguments: None)
+            same(made, block_mask(function, heads, heads, *sizes, **arguments))
+    assert len(counted) == 2
+
+
+@triton.jit
+def distance(b, h, i, j):
+    return i - j
+
+
+def test_a_jit_function_of_no_booleans_is_refused() -> None:
+    with diyfa.use_backend("cuda"), pytest.raises(TypeError, match="must return a boolean tensor"):
+        block_mask(distance, 1, 1, 100, 100, device=DEVICE)
 
 
 def test_what_kernels_do_not_make(counted: list[Any]) -> None:

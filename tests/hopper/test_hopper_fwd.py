@@ -284,12 +284,12 @@ def test_what_is_not_finite_reaches_what_sees_it(head_dim: int, mask: str, monke
 def test_programs_draw_tiles_in_graphs_and_on_streams_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches that run at the same time have counters of their own; each leaves its own as the next one needs it."""
     from diyfa.backends.cuda.gluon import tile_counter
-    from diyfa.backends.cuda.hopper import fwd as hopper_fwd
+    from diyfa.backends.cuda.hopper import fwd_launch as hopper_fwd_launch
 
     def dynamic(problem: AttentionProblem) -> hopper_configs.Sm90Config:
         return replace(hopper_configs.select_config(problem), persistent=True, scheduler="dynamic")
 
-    monkeypatch.setattr(hopper_fwd, "select_config", dynamic)
+    monkeypatch.setattr(hopper_fwd_launch, "select_config", dynamic)
     q, k, v = (torch.randn(4, 16, 2048, 128, device="cuda").bfloat16() for _ in range(3))
 
     def call() -> torch.Tensor:

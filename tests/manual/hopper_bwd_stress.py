@@ -239,7 +239,7 @@ class Backward:
         from diyfa.backends.cuda.attention import configs
         from diyfa.backends.cuda.hopper import bwd_launch
         from diyfa.backends.cuda.hopper import configs as hopper_configs
-        from diyfa.backends.cuda.hopper import fwd as hopper_fwd
+        from diyfa.backends.cuda.hopper import fwd_launch as hopper_fwd_launch
 
         self.device = "cpu" if options.cpu else "cuda"
         self.given: dict[str, torch.Tensor] = {}
@@ -254,7 +254,7 @@ class Backward:
             hopper_configs.FULL_GPU = hopper_configs.SHORT_KV_LOOP = 0
         if not options.forward:
             hopper_configs.refuses = lambda problem: None
-            hopper_fwd.forward_pass = self._forward
+            hopper_fwd_launch.forward_pass = self._forward
         describe = bwd_launch.backward_pass
 
         def counted(*arguments: Any) -> Any:

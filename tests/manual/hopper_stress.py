@@ -30,7 +30,7 @@ import torch
 from diyfa.backends.cuda.attention import configs, fwd
 from diyfa.backends.cuda.attention.launch import use_config
 from diyfa.backends.cuda.hopper import configs as hopper_configs
-from diyfa.backends.cuda.hopper import fwd as hopper_fwd
+from diyfa.backends.cuda.hopper import fwd_launch as hopper_fwd_launch
 from diyfa.backends.cuda.runtime import tune
 from diyfa.backends.cuda.runtime.passes import launch_each
 from diyfa.problem import LAYOUTS, VARLEN, AttentionProblem, AttentionTensors
@@ -176,7 +176,7 @@ def check(seed: int, variant: int, kind: str, head_dim: int) -> str | None:
 
     def attend(*arguments: Any) -> None:
         with use_config("sm90", config):
-            launch_each(hopper_fwd.forward_pass(*arguments).launches)
+            launch_each(hopper_fwd_launch.forward_pass(*arguments).launches)
 
     def portable(*arguments: Any) -> None:
         launch_each(fwd.forward_pass(*arguments).launches)

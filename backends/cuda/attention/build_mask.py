@@ -19,7 +19,9 @@ import triton
 import triton.language as tl
 from triton import constexpr_function
 
+from diyfa.backends.cuda.attention.score_functions import value_source
 from diyfa.backends.cuda.runtime.constants import Constants
+from diyfa.backends.cuda.runtime.jit_source import JitSource
 from diyfa.backends.cuda.runtime.launch import on_device
 from diyfa.backends.cuda.runtime.passes import launch_each
 from diyfa.block_lists import list_length, n_blocks
@@ -44,12 +46,13 @@ class MaskConstants(Constants):
     block_q: int
     block_k: int
     columns: int  # a power of two: blocks of a row, or of the longest list
+    function: JitSource | None = None  # of the comparison "function"
 
 
 @constexpr_function
 def _parts(code):
     """Return for each term (name, index of its first number, of its first tensor) of each comparison."""
-    numbers = {"band": 2, "before": 1, "prefix": 0, "same": 0, "tiles": 9, "dense": 4}
+    numbers = {"band": 2, "before": 1, "prefix": 0, "same": 0, "tiles": 9, "dense": 4, "function": 0}
     n, t = 0, 0
     terms = []
     for term in code.split("|"):
@@ -123,6 +126,8 @@ def _sees(TERM: tl.constexpr, PART: tl.constexpr, b, h, i, j, shift, exists_i, e
         volume, tokens = numbers[n], numbers[n + 1]
         is_text = (i >= tokens) | (j >= tokens)
         seen = (is_text & (numbers[n + 2] != 0)) | ((is_text == 0) & _sees_tile(i // volume, j // volume, n, numbers))
+    elif NAME == "function":
+        seen = c.FUNCTION(0, b, h, i, j, (exists_i & exists_j, exists_i, exists_j), tensors)
     else:
         start = tensors[t] + b.to(tl.int64) * numbers[n] + h.to(tl.int64) * numbers[n + 1]
         at = start + (i - shift).to(tl.int64) * numbers[n + 2] + j.to(tl.int64) * numbers[n + 3]
@@ -287,9 +292,12 @@ def _lists_kernel(blocks_ptr, seqlen_q, seqlen_k, length, c: tl.constexpr):
     tl.store(lists + start + 1 + place, offs, mask=exists)
 
 
-def _as_integers(x: torch.Tensor) -> torch.Tensor:
-    """Return integers in a type that kernels take."""
-    return x if x.dtype in (torch.int32, torch.int64) else x.to(torch.int32)
+def _readable(name: str, x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of comparison `name` in a type and with strides that the kernel reads."""
+    if name == "dense":
+        return x.view(torch.int8)
+    is_integer = x.dtype in (torch.int32, torch.int64)
+    return (x if is_integer or name == "function" else x.to(torch.int32)).contiguous()
 
 
 def columns_of(n: int) -> int:
@@ -312,10 +320,11 @@ def make_launches(
     batch, heads, seqlen_q, seqlen_k = shape
     nq, nk = n_blocks(seqlen_q, seqlen_k, block)
     parts = [part for term in terms for part in term]
+    sources = [value_source(part.source) for part in parts if part.source]
     code = "|".join(",".join(part.name for part in term) for term in terms)
     numbers = [number for part in parts for number in part.numbers]
     tensors = [(part.name, x) for part in parts for x in part.tensors]
-    c = MaskConstants(code, *block, columns_of(nk))
+    c = MaskConstants(code, *block, columns_of(nk), *sources)
     arguments: dict[str, Any] = {
         **dict.fromkeys((*TENSORS, *RANGES)), **dict.fromkeys((*STRIDES, *NUMBERS), 0), "blocks_ptr": blocks,
         "bits_ptr": bits, **dict(zip(NUMBERS, numbers, strict=False)), "heads": heads, "seqlen_q": seqlen_q,
@@ -323,7 +332,7 @@ def make_launches(
     }  # fmt: skip
     launches = []
     for i, (name, x) in enumerate(tensors):
-        ids = x.view(torch.int8) if name == "dense" else _as_integers(x).contiguous()
+        ids = _readable(name, x)
         stride = ids.stride(0) if name == "same" and ids.dim() == 2 else 0
         arguments |= {TENSORS[i]: ids, STRIDES[i]: stride}
         if name == "same":

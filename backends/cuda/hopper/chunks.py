@@ -124,7 +124,7 @@ def _softmax_in_order(s, m_i, start_n, rows, score, problem, MASKED: gl.constexp
 
 @gluon.jit
 def _attend_blocks(consumer, q, rows, first, end, o, p, m_i, l_i, item, MASKED: gl.constexpr):
-    """Run the KV loop over blocks [first, end) from right to left. As `_attend_blocks` in `fwd.py`."""
+    """Run the KV loop over blocks [first, end) from right to left. As `_attend_blocks` in `fwd_consumer.py`."""
     config: gl.constexpr = consumer.shared.config
     ring = consumer.shared.ring
     for i in range(end - first):
