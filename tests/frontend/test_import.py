@@ -70,7 +70,6 @@ ORDERS = {
 }
 
 
-
 def process_for(order: str) -> Callable[..., str]:
     """What runs code that imports PyTorch first or later."""
     return run_after_torch if ORDERS[order].startswith("import torch") else run_python
