@@ -228,8 +228,7 @@ def test_new_version_starts_afresh(own_cache, monkeypatch, changed):
 
 
 @pytest.mark.parametrize(
-    "error",
-    [OutOfResources(300, 200, "shared memory"), PTXASError("no"), RuntimeError("PassManager::run failed")],
+    "error", [OutOfResources(300, 200, "shared memory"), PTXASError("no"), RuntimeError("PassManager::run failed")]
 )
 def test_candidate_that_cannot_run_is_skipped(error):
     for broken, fastest in ((64, 128), (32, 64)):  # the fastest, and the default
