@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 from score_functions import FUNCTIONS, MIDDLE, relative
-from subprocesses import ROOT, run_python
+from subprocesses import ROOT, run_after_torch, run_python
 
 import diyfa
 from diyfa import score_functions
@@ -335,5 +335,5 @@ def key(source):
 
 print(key(SCORE_EXAMPLE), key(SCORE_EXAMPLE.replace("0.9", "0.8")), key(""))
 """
-    printed = [run_python(code, ROOT, TRITON_INTERPRET="0").split() for _ in range(2)]
+    printed = [run(code, ROOT, TRITON_INTERPRET="0").split() for run in (run_after_torch, run_python)]
     assert printed[0] == printed[1] and len(set(printed[0])) == 3

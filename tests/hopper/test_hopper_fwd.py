@@ -17,14 +17,7 @@ from diyfa.backends.cuda.attention import configs
 from diyfa.backends.cuda.gluon import compat
 from diyfa.backends.cuda.hopper import configs as hopper_configs
 from diyfa.problem import VARLEN, AttentionProblem, has_few_steps, row_steps
-from diyfa.testing import (
-    AttentionCase,
-    Inputs,
-    Results,
-    attention_function,
-    check_budget,
-    make_inputs,
-)
+from diyfa.testing import AttentionCase, Inputs, Results, attention_function, check_budget, make_inputs
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 needs_kernel = pytest.mark.skipif(

@@ -46,12 +46,7 @@ LIMIT = 90  # seconds for one call, compiling included; what takes longer hangs
 
 def changes_of(head_dim: int, consumers: int) -> list[dict[str, Any]]:
     """Changes to the table's row that other rows and the sweep use."""
-    changes: list[dict[str, Any]] = [
-        {},
-        {"persistent": True},
-        {"pairs": True},
-        {"fixed_max": True},
-    ]
+    changes: list[dict[str, Any]] = [{}, {"persistent": True}, {"pairs": True}, {"fixed_max": True}]
     changes += [{"persistent": True, "scheduler": "dynamic"}] * 2
     if consumers > 1:
         changes += [{"pingpong": True}, {"persistent": True, "pingpong": True}]

@@ -23,7 +23,7 @@ pytest.importorskip("rich")
 
 import typer
 from rich.console import Console
-from subprocesses import run_python
+from subprocesses import run_after_torch, run_python
 from typer.testing import CliRunner
 
 import diyfa
@@ -939,7 +939,7 @@ def test_compile_lists_kernels_and_cases_of_a_target():
                 assert not status.code, status
             print("---")
     """
-    printed, document, few = run_python(code, TRITON_INTERPRET="0").split("---\n")[:3]
+    printed, document, few = run_after_torch(code, TRITON_INTERPRET="0").split("---\n")[:3]
     cases = json.loads(document)["cases"]
     assert cases and all("attention_fwd/v1" in each["kernel"] for each in cases)
     assert printed.splitlines() == [f"{each['kernel']} {each['case']}" for each in cases]

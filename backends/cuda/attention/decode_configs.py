@@ -78,7 +78,7 @@ INVARIANT_BLOCK_M = 32
 CHUNK_KEYS = 1024
 # The mode on Hopper, where `hopper/fwd.py` runs training and prompts by wgmma: (largest width of a tile, keys of a
 # chunk, tile of the decoding kernels). Blocks are as long as the Hopper forward's. The rows of a tile do not matter,
-# because mma.sync and wgmma round equally there (`tests/manual/tensor_core_bits.py`): `choose_block_m` has them.
+# because mma.sync and wgmma round equally there (`docs/log/decode.md`): `choose_block_m` has them.
 HOPPER_INVARIANT: tuple[tuple[int, int, DecodeConfig], ...] = (
     (64, 1024, DecodeConfig(16, 128, 4, 3, 2)),
     (128, 1024, DecodeConfig(16, 128, 4, 2, 2)),

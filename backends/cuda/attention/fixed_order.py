@@ -16,7 +16,7 @@ operations, whatever the tile, the warps and the layout:
 A block or a chunk that a row does not see changes no bit of it: the maximum stays, factors are 1, weights are 0. So it
 makes no difference which blocks the other rows of its tile see. Multiply-adds are written out, and with COMPILE_OPTIONS
 the compiler fuses no others. Step 1 and 5 need one more fact, that both kernels' instructions round equally:
-`tests/manual/tensor_core_bits.py` asks the GPU.
+`docs/log/decode.md` has what a GPU says.
 """
 
 from __future__ import annotations
