@@ -12,7 +12,10 @@ even stages have buffers for K and odd ones for V. Tiles are powers of two wide,
 of 129 to 192 columns consists of three TMA boxes of 64.
 
 Keys may be in a cache, contiguous or in pages (`hopper/prefill.py`). With a block mask a tile visits the listed blocks
-only, partial ones first (`gluon/block_mask.py`).
+only, partial ones first (`gluon/block_mask.py`). In batch-invariant mode it visits chunks of blocks from right to left,
+and each chunk has sums of its own (`chunks.py`). `float8.py` has what differs for float8.
+
+Read `_fwd_sm90_kernel` first, then `run_producer` and `run_consumer`.
 """
 
 from triton import constexpr_function
@@ -42,9 +45,9 @@ from diyfa.backends.cuda.hopper.tiles import KeyCache, Problem
 def _attend(problem, shared, inputs, outputs):
     """Run the consumers and the producer until all tiles are done.
 
-    The first consumer runs on the warps that the kernel is launched with and takes the remaining registers. Idle warps
-    fill up the producer's warpgroup, which has registers for four warps anyway. With one consumer there are no idle
-    warps: it has no registers to give away.
+    The first consumer runs on the warps that the kernel is launched with. Its threads have the registers that the other
+    partitions leave. Registers are allocated by warpgroups of four warps, so idle warps fill up the producer's. A
+    single consumer gives no registers away, so there are no idle warps beside it.
     """
     config: gl.constexpr = shared.config
     OTHERS: gl.constexpr = config.CONSUMERS - 1
@@ -59,6 +62,7 @@ def _attend(problem, shared, inputs, outputs):
     )  # fmt: skip
 
 
+# Arguments for whose values Triton must not compile another kernel.
 SIZES = (
     "length", "added", "entries", "stride_table", "stride_maskb", "stride_maskh",
     "heads", "heads_q", "heads_in_parallel", "batch", "seqlen_q", "seqlen_k", "total_q", "total_k",
@@ -80,13 +84,17 @@ UNALIGNED_POINTERS = (
 
 @constexpr_function
 def _with_rows(block, rows):
-    """Return the shape of a box, with this number of rows."""
+    """Return the shape of a box [..., its rows, columns] with another number of rows."""
     return [*block[:-2], rows, block[-1]]
 
 
 @gluon.jit
 def _key_buffers(tensor, COUNT: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Allocate buffers for tiles of keys or values. BLOCK_N rows are one TMA box, or several that are stacked."""
+    """Allocate COUNT buffers of BLOCK_N rows for keys or values.
+
+    One TMA box fills a buffer, or several boxes with fewer rows fill it from top to bottom: small pages, or blocks of a
+    block mask.
+    """
     SHAPE: gl.constexpr = _with_rows(tensor.block_shape, BLOCK_N)
     return gl.allocate_shared_memory(tensor.dtype, [COUNT] + SHAPE, tensor.layout)
 
@@ -108,7 +116,7 @@ def _fwd_sm90_kernel(
     heads_q, heads_in_parallel, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
     group_size,  # query heads per KV head
     stride_slopeb,
-    steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn,  # of `descriptor_steps`
+    steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn,  # `descriptor_steps` of samples and rows
     scale, softcap,
     config: gl.constexpr,  # `Sm90Constants`
 ):  # fmt: skip
@@ -121,8 +129,8 @@ def _fwd_sm90_kernel(
     """
     DTYPE: gl.constexpr = q_tensor.dtype
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    # Products read Q and K box by box, and V in several adjacent boxes (`run_matrix`). Out is stored like V, and may
-    # leave through Q's buffers.
+    # Products read Q and K one box at a time, but several adjacent boxes of V as one matrix (`run_matrix`). Out has the
+    # boxes of V. If it leaves through Q's buffers, these lie as V's do.
     Q_BUFFERS: gl.constexpr = buffer_count(
         config.CONSUMERS, config.BOXES, not config.SEPARATE_O_BUFFER and not config.STORE_FROM_REGISTERS
     )
@@ -134,6 +142,7 @@ def _fwd_sm90_kernel(
         v_buffers = k_buffers
     else:
         V_BUFFERS: gl.constexpr = buffer_count(K_STAGES, config.BOXES_V, True)
+        # In float8 V is transposed: a buffer has a row for each column of V.
         V_ROWS: gl.constexpr = config.BLOCK_N if config.BITS == 16 else v_tensor.block_shape[2]
         v_buffers = _key_buffers(v_tensor, V_BUFFERS, V_ROWS)
     if config.SEPARATE_O_BUFFER:

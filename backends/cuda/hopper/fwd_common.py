@@ -31,42 +31,42 @@ class Sm90Constants(Constants):
     store_from_registers: bool
     pingpong: bool
     q_in_registers: int
-    boxes: int
-    boxes_v: int
+    boxes: int  # TMA boxes side by side in a tile of Q or K
+    boxes_v: int  # those of V and out
     pairs: bool
-    one_ring: bool
+    one_ring: bool  # K and V have equal tiles, so any stage of the ring may hold either
     causal: bool
     has_left: bool
     has_right: bool
     check_keys: bool  # see `Problem`
-    lengths: int
-    lengths_k: int
+    lengths: int  # of queries: EQUAL, SEQ_LENS or PACKED (`tile_io.py`)
+    lengths_k: int  # of keys: the same, or CACHED
     page_size: int  # 0: no pages
-    mask_q: int  # queries of a block of the block mask; 0: none
-    mask_k: int  # keys of one
+    mask_q: int  # queries in a block of the block mask; 0: no block mask
+    mask_k: int  # keys in a block of it
     softcap: bool
     alibi: bool
     sinks: bool
     negate: bool
     fixed_max: bool  # the maximum of the edge blocks is used for all others (`fixed_max_step`, `overflow.py`)
-    tile_infos: int
-    schedule: str
-    find_ahead: bool
+    tile_infos: int  # slots for tile infos
+    schedule: str  # "static" or "dynamic"
+    find_ahead: bool  # the producer finds the next tile before it copies a tile's last block
     consumer_registers: int
     producer_registers: int
-    chunk: int = 0  # key blocks of a chunk in batch-invariant mode (`chunks.py`); else 0
+    chunk: int = 0  # key blocks in a chunk in batch-invariant mode (`chunks.py`); 0: outside of that mode
     shared_totals: bool = False  # the totals of chunks lie in shared memory; else in global memory
     fallback: bool = False  # compute only the flagged tiles (`overflow.py`)
-    # For float8 (`float8.py`): kinds of descales, whether there are means, the exponent that weights are scaled by.
+    # For float8 (`float8.py`). Kinds of descales are those of `diyfa.eight_bits`: PER_TENSOR, PER_HEAD, PER_BLOCK.
     bits: int = 16  # of an element of q, k, v and of the weights
     head_dim: int = 0
     head_dim_v: int = 0
-    q_descale: int = 0
+    q_descale: int = 0  # kind of descale; 0: none
     k_descale: int = 0
     v_descale: int = 0
     k_mean: bool = False
     v_mean: bool = False
-    weight_shift: int = 0
+    weight_shift: int = 0  # the largest weight is 2**weight_shift
 
 
 @constexpr_function
@@ -90,12 +90,12 @@ class Shared:
 
 @aggregate
 class Inputs:
-    """Tensors that the producer reads, with their strides, and the scheduler that it asks for tiles."""
+    """Tensors that the producer reads, and the scheduler that it asks for tiles. `steps_*`: `descriptor_steps`."""
 
     q_tensor: tma.tensor_descriptor
     k_tensor: tma.tensor_descriptor
     v_tensor: tma.tensor_descriptor
-    group_size: gl.tensor
+    group_size: gl.tensor  # query heads per KV head
     steps_qb: gl.tensor
     steps_qm: gl.tensor
     steps_kb: gl.tensor

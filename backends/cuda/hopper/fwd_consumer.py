@@ -1,7 +1,8 @@
 """The consumer warpgroups of the Hopper forward (`fwd.py`): 64 queries each.
 
-`_attend_blocks` is the KV loop, `_attend_tile` what comes before and after it. `chunks.py` has the loop of
-batch-invariant mode.
+Read `run_consumer` first, which goes from tile to tile, then `_attend_tile`, which computes a tile, and
+`_attend_blocks`, its KV loop. In batch-invariant mode `_attend_tile_in_chunks` takes their place, with the loop of
+`chunks.py`.
 """
 
 # Aggregates are checked against their annotations, so these must not be postponed.
@@ -90,12 +91,12 @@ class Consumer:
     shared: Shared
     outputs: Outputs
     score: Score
-    key_blocks: gl.tensor | gl.constexpr  # of a tile: `Factors.key_blocks`
+    block_factors_ptr: gl.tensor | gl.constexpr  # float8, of a tile's KV head: `Factors.block_factors_ptr`
 
     @gluon.jit
-    def with_factors(self, score, key_blocks):
-        """Return the state with what float8 has for each tile."""
-        return Consumer(self.INDEX, self.problem, self.shared, self.outputs, score, key_blocks)
+    def with_factors(self, score, block_factors_ptr):
+        """Return the state for a tile of float8, whose factors are in `score` and at `block_factors_ptr`."""
+        return Consumer(self.INDEX, self.problem, self.shared, self.outputs, score, block_factors_ptr)
 
     @gluon.jit
     def weights_operand(self, weights, o):
@@ -109,7 +110,7 @@ class Consumer:
 
     @gluon.jit
     def start_block_values(self, p, o, item):
-        """Start adding the product of weights and values to each accumulator of out."""
+        """Start adding weights times V of ring item `item` to each accumulator of out. p: `weights_operand`."""
         config: gl.constexpr = self.shared.config
         ring = self.shared.ring
         if config.BITS == 8:
@@ -123,11 +124,13 @@ class Consumer:
 
     @gluon.jit
     def wait_turn(self):
+        """With ping-pong, wait until this consumer may issue its products."""
         if self.shared.config.PINGPONG:
             _wait_turn(self.INDEX)
 
     @gluon.jit
     def hand_over(self):
+        """With ping-pong, let the next consumer issue its products."""
         if self.shared.config.PINGPONG:
             _hand_over(self.INDEX, self.shared.config.CONSUMERS)
 
@@ -136,11 +139,12 @@ class Consumer:
 def _attend_blocks(
     consumer, q, rows, order, start, end,
     o,  # accumulators [64, Dv] fp32; in a kernel with a fixed maximum, also the rounded weights' sums [64, 8]
-    p,  # weights of the previous block, a `mma_operand`
+    p,  # weights of the previous block, a `weights_operand`
     m_i,  # [64] fp32, in units of log2
     l_i,  # [64, 4] fp32, `sums_by_thread`
     item,  # ring item of the previous block's K
-    keys, upcoming,  # for a block mask: `TileList`, and its codes at `start` and columns at start + 1
+    keys,  # with a block mask, the tile's `TileList`
+    upcoming,  # with a block mask, (codes of position `start`, columns of position start + 1)
     MASKED: gl.constexpr, FIXED_MAX: gl.constexpr,
 ):  # fmt: skip
     """Run the KV loop over positions [start, end) of the order.
@@ -153,7 +157,9 @@ def _attend_blocks(
     config: gl.constexpr = consumer.shared.config
     ring = consumer.shared.ring
     LISTED: gl.constexpr = MASKED and config.MASK_K > 0
-    if LISTED:  # numbers that lead to words are read one or two blocks early, so that nobody waits for them
+    # The bits of a block are found by its columns, which lead to codes, which lead to words. Columns are read two
+    # blocks early and codes one block early, so that no load waits for another.
+    if LISTED:
         codes, columns = upcoming
     for i in range(start, end):
         item += 2  # this block's K; item - 1 is the previous block's V
@@ -164,7 +170,7 @@ def _attend_blocks(
         o = consumer.start_block_values(p, o, item - 1)
         consumer.hand_over()
         start_n = order.block(i) * config.BLOCK_N
-        factors = block_factors(consumer.key_blocks, start_n, consumer.problem.seqlen_k, config)
+        factors = block_factors(consumer.block_factors_ptr, start_n, consumer.problem.seqlen_k, config)
         words = None
         if LISTED:  # while the products run
             words = keys.keep_words(i, codes, gl.arange(0, ROWS, layout=m_i.type.layout))
@@ -221,8 +227,12 @@ def _attend_tile(consumer, tile, item, q_loads):
     2. Prologue: scores and softmax of the first block of the order (`block_order`).
     3. KV loop (`_attend_blocks`), which adds the values of each block one iteration later. Positions [1, n_masked) of
        the order are masked, later ones are not. FIXED_MAX: positions [1, n_edge_blocks) update the maximum, and
-       [n_edge_blocks, n_blocks) use it unchanged. With a block mask, the order is that of the tile's list.
+       [n_edge_blocks, n_blocks) use it unchanged. With a block mask, the order is that of the tile's list, in which
+       masked blocks are those with a partial or absent unit.
     4. Epilogue: values of the last block, division by the sum of weights, lse, stores.
+
+    float8: factors of q and k join the scale of the scores, those of key blocks multiply columns of products, that of v
+    multiplies finished rows. The mean of k adds the same number to all scores of a row, so it joins the lse only.
 
     `item`: ring item of the first block's K; its V is item + 1. `q_loads`: tiles of queries that were loaded before.
     Returns (item of the next tile, overflown rows [64] int32, or 0 without FIXED_MAX).
@@ -262,7 +272,8 @@ def _attend_tile(consumer, tile, item, q_loads):
     if LISTED:
         keys = problem.tile_list(tile, row0, config.BLOCK_N)
         n_masked = keys.masked_count()
-        n_edge_blocks = gl.minimum(n_masked + 1, n_blocks)  # all rows see all keys of the next one
+        # Block n_masked is full, so every row has seen a key after it.
+        n_edge_blocks = gl.minimum(n_masked + 1, n_blocks)
     slope = 0.0
     if consumer.score.ALIBI:
         slope = gl.load(outputs.slopes_ptr + tile.b * outputs.stride_slopeb + tile.h) * LOG2E
@@ -276,12 +287,12 @@ def _attend_tile(consumer, tile, item, q_loads):
     if config.BITS == 8:
         factor = outputs.factors.query_factor(tile, row0, problem, config)
         score = consumer.score.scaled(factor * outputs.factors.key_factor(tile, problem, config))
-        consumer = consumer.with_factors(score, outputs.factors.key_blocks(tile, problem, config))
+        consumer = consumer.with_factors(score, outputs.factors.block_factors_ptr(tile, problem, config))
     queries.wait_full(CONSUMER, q_loads)
     if config.K_MEAN:
         offset = factor * outputs.factors.key_mean_products(tile, problem, queries, CONSUMER, S_ROWS, config)
     q = queries_in_registers(queries, CONSUMER, config)
-    # Out goes elsewhere and the queries are in registers, so nobody reads their buffers any more.
+    # All queries are in registers and out does not leave through their buffers: nobody reads these any more.
     if (config.SEPARATE_O_BUFFER or config.STORE_FROM_REGISTERS) and config.Q_IN_REGISTERS == config.BOXES:
         queries.release(CONSUMER)
     ring.wait_full(item)
@@ -296,7 +307,7 @@ def _attend_tile(consumer, tile, item, q_loads):
         upcoming = (keys.codes(columns), next_columns)
     m_i = gl.full([ROWS], float("-inf"), gl.float32, S_ROWS)
     start_n = (order.end_block - 1) * config.BLOCK_N
-    s = scaled_by_block(s, block_factors(consumer.key_blocks, start_n, problem.seqlen_k, config))
+    s = scaled_by_block(s, block_factors(consumer.block_factors_ptr, start_n, problem.seqlen_k, config))
     weights, m_i, _ = softmax_step(s, m_i, start_n, rows, consumer.score, problem, MASKED, words, config.WEIGHT_SHIFT)
     l_i = sums_by_thread(weights)
     o = zero_output(WIDTH, config.BOXES_V, config.BITS)
@@ -341,9 +352,9 @@ def _attend_tile(consumer, tile, item, q_loads):
         l_rounded = gl.convert_layout(gl.max(o[run_count(config.BOXES_V)], 1), S_ROWS)
     # A row that saw no key or is beyond its sample's end has out 0 and lse +inf.
     has_keys = l_i != 0.0
-    if config.K_MEAN:  # the softmax does not see what all keys of a row have in common
+    if config.K_MEAN:  # q times the mean of k is part of each score of a row: it moves the lse, not the weights
         m_i += (-offset if consumer.score.NEGATE else offset) * scale
-        l_rounded = gl.where(offset - offset == 0.0, l_rounded, float("nan"))
+        l_rounded = gl.where(offset - offset == 0.0, l_rounded, float("nan"))  # NaN if the offset is not finite
     total = gl.where(has_keys, l_i, 1.0)
     factor = gl.where(has_keys, 1.0 / gl.where(has_keys, l_rounded, 1.0), 0.0)
     lse_log2 = gl.where(has_keys, m_i + gl.log2(total), float("-inf"))
@@ -366,7 +377,11 @@ def _attend_tile(consumer, tile, item, q_loads):
 
 @gluon.jit
 def _attend_tile_in_chunks(consumer, tile, item, q_loads):
-    """Compute and write the rows of this consumer as `_attend_tile`, in the order of `attention/fixed_order.py`."""
+    """Compute and write the rows of this consumer as `_attend_tile`, in the order of `attention/fixed_order.py`.
+
+    The order is that of batch-invariant mode, which has no softcap, ALiBi, block mask, float8 or fixed maximum. Returns
+    the item of the next tile.
+    """
     config: gl.constexpr = consumer.shared.config
     problem = consumer.problem
     outputs = consumer.outputs
@@ -408,7 +423,7 @@ def _attend_tile_in_chunks(consumer, tile, item, q_loads):
 
 @gluon.jit
 def _store_lse(consumer, tile, offs_m, lse):
-    """Write rows of lse. `offs_m` [64]: their numbers in the sequence."""
+    """Write lse [64] of the rows at positions `offs_m` [64] of the sequence."""
     problem = consumer.problem
     if problem.LENGTHS == PACKED:
         lse_ptr = consumer.outputs.lse_ptr + tile.h.to(gl.int64) * problem.total_q + tile.first_q
@@ -420,10 +435,10 @@ def _store_lse(consumer, tile, offs_m, lse):
 
 @gluon.jit
 def _store_output(consumer, tile, row0, o, factor, keys_weight):
-    """Write rows of out: the accumulators o times `factor`, and with sinks times `keys_weight`.
+    """Write rows of out: the accumulators o times `factor` [64], and with sinks then times `keys_weight` [64].
 
     Out leaves through shared memory and TMA, which drops rows beyond the end. With SEPARATE_O_BUFFER that copy may go
-    on during the next tile. STORE_FROM_REGISTERS: out leaves from registers.
+    on during the next tile. STORE_FROM_REGISTERS: out leaves from registers, without TMA.
     """
     config: gl.constexpr = consumer.shared.config
     problem = consumer.problem
@@ -447,7 +462,7 @@ def _store_output(consumer, tile, row0, o, factor, keys_weight):
             out = gl.where(by_row == 0.0, 0.0, values)
         else:
             out = gl.where(by_row == 0.0, 0.0, o[run] * by_row)
-        if outputs.SINKS:  # a second product: float32 may hold both factors and not their product
+        if outputs.SINKS:  # a second product: float32 holds both factors, but perhaps not their product
             out *= gl.convert_layout(keys_weight, gl.SliceLayout(1, o[run].type.layout))[:, None]
         if config.CHUNK > 0:
             out = without_sign_of_zero(out)
@@ -472,11 +487,11 @@ def _store_output(consumer, tile, row0, o, factor, keys_weight):
 
 @gluon.jit
 def run_consumer(INDEX: gl.constexpr, problem, shared, outputs):
-    """Run a consumer warpgroup: its 64 queries of each tile."""
+    """Run consumer warpgroup INDEX: compute its 64 queries of each tile of the program."""
     config: gl.constexpr = shared.config
     score = outputs.score.in_log2()
     consumer = Consumer(INDEX, problem, shared, outputs, score, None)
-    item = 0
+    item = 0  # ring item of the tile's first K
     q_loads = 0  # tiles of queries loaded so far
     slot = 0  # slot of the tile's info
     if config.FALLBACK:

@@ -1,4 +1,4 @@
-"""The launch of the Hopper forward (`fwd.py`): its constants, arguments and memory."""
+"""The launch of the Hopper forward (`fwd.py`): its constants, arguments and memory. Read `forward_pass` first."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ from diyfa.problem import AttentionProblem, AttentionTensors, KVCacheTensors, La
 
 def constants(problem: AttentionProblem, config: Sm90Config, negate: bool) -> Sm90Constants:
     """Return the constants that the kernel is compiled with."""
+    # The only fact that depends on a length. The rest depends on the kind of problem, and is cached by that.
     has_partial_block = problem.window_right < 0 and problem.seqlen_k % config.block_n != 0
     return _constants(problem, config, negate, has_partial_block)
 
@@ -59,7 +60,7 @@ def _constants(problem: AttentionProblem, config: Sm90Config, negate: bool, has_
         causal=problem.causal,
         has_left=problem.window_left >= 0,
         has_right=problem.window_right >= 0,
-        # With a block mask, bits hide what is beyond the keys.
+        # With a block mask, a block that extends beyond the keys is partial, and its bits hide what is beyond.
         check_keys=not problem.mask
         and problem.window_right < 0
         and (ragged or problem.window_left >= 0 or has_partial_block),
@@ -94,7 +95,7 @@ def totals_memory(problem: AttentionProblem, config: Sm90Config, device: torch.d
 def key_arguments(
     tensors: AttentionTensors | KVCacheTensors, config: Sm90Config, layout: str, ragged: bool, rows: int = 0
 ) -> dict[str, Any]:
-    """Return the kernel arguments of keys and values, two tensors of this layout.
+    """Return the kernel arguments of keys and values, the second and third of `tensors`, in this layout.
 
     `ragged`: sequences have lengths of their own. `rows`: rows of a TMA box; 0: block_n.
     """
@@ -116,7 +117,7 @@ def key_arguments(
 def float8_pass(
     problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor, config: Sm90Config
 ) -> Pass:
-    """Return the pass of float8: it transposes V before the attention (`float8.py`)."""
+    """Return the pass of float8: one launch transposes V (`float8.py`), the next one computes attention."""
     values = transposed_values(problem, tensors.v)
     box = smem_box(value_boxes(problem, config)[0], config.block_n, 4, values.dtype)
     keys = key_arguments(tensors, config, problem.layout, problem.seq_lens or problem.varlen)
@@ -145,7 +146,8 @@ def make_launch(
 ) -> Launch:
     """Return the launch that fills out and lse.
 
-    `totals`: `totals_memory`. `keys`: arguments of keys in a cache; None: they are in `tensors`.
+    `totals`: `totals_memory`. `keys`: arguments that replace `key_arguments` of `tensors`: those of a cache, or of a
+    transposed V.
     """
     q = tensors.q
     layout, d, dv = problem.layout, problem.head_dim, problem.head_dim_v
@@ -156,7 +158,7 @@ def make_launch(
         (tensors.cu_seqlens_q, tensors.cu_seqlens_k) if problem.varlen else (tensors.seq_lens, tensors.seq_lens)
     )
     qb, qm = descriptor_steps(q, layout) if has_lengths else (0, 0)
-    unit = min(config.block_n, problem.mask[1]) if problem.mask else 0
+    unit = min(config.block_n, problem.mask[1]) if problem.mask else 0  # keys of one copy, `UNIT` in `block_mask.py`
     arguments = {
         "q_tensor": (ragged_descriptor if has_lengths else dense_descriptor)(q, layout, CONSUMER_ROWS, width),
         # Rows beyond a sample's end are written as zeros. Rows beyond a packed sequence belong to the next one.

@@ -1,4 +1,7 @@
-"""The producer warp of the Hopper forward: it finds tiles and copies their queries, keys and values (`fwd.py`)."""
+"""The producer warp of the Hopper forward (`fwd.py`). It finds tiles and copies their queries, keys and values by TMA.
+
+Read `run_producer` first.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -26,7 +29,9 @@ def _find_tile(index, slot, problem, shared, scheduler):
     If no tile is left, the tile info says so.
     """
     config: gl.constexpr = shared.config
-    if config.FIND_AHEAD:  # this call is inside the loop over blocks, where registers are short
+    # This call is inside the loop over blocks. Without the barrier the compiler would compute numbers of `problem`
+    # before the loop and hold them in registers, which the producer does not have.
+    if config.FIND_AHEAD:
         problem = problem.behind_barrier()
     tiles = problem.tile_count(config.BLOCK_M)
     searching = True
@@ -43,7 +48,11 @@ def _find_tile(index, slot, problem, shared, scheduler):
 
 @gluon.jit
 def _load_values(v_tensor, tile, hk, row, end, ring, item, problem, config):
-    """Start copying a block of V. One of 8 bits is a box of the transposed V, in which no sequence needs an end."""
+    """Start copying key rows [row, row + BLOCK_N) of V. `row` counts from the sequence's first key.
+
+    In float8 they are columns of the transposed V (`float8.py`). There zeros follow each sequence, so its end does not
+    matter.
+    """
     if config.BITS == 8:
         b = tile.b
         if problem.LENGTHS_K == PACKED:
@@ -62,19 +71,25 @@ def _load_values(v_tensor, tile, hk, row, end, ring, item, problem, config):
 
 @gluon.jit
 def run_producer(problem, shared, inputs):
-    """Run the producer warp. For each tile: write its tile info, copy its Q, then K and V of its blocks.
+    """Run the producer warp.
 
-    Each copy waits until its buffer is free.
+    1. Find the program's first tile and write its tile info.
+    2. Copy the tile's queries, 64 for each consumer.
+    3. Copy K and V of each key block, in the order that consumers visit them. Each copy waits until its buffer is free.
+    4. Find the next tile, write its tile info, and go on with 2. The end marker ends the loop.
 
     FIND_AHEAD: find the next tile before the last key block is copied, not after it. With a slow search and few stages,
     consumers then do not idle during the search. But the last block comes later, so other configs leave it off.
+
+    FALLBACK: the tiles are those that consumers flagged in the first pass, whose tile infos are still there. CHUNK,
+    PAGE_SIZE and MASK_K: blocks come in the order of batch-invariant mode, from pages, or from a block mask's list.
     """
     config: gl.constexpr = shared.config
     RAGGED: gl.constexpr = problem.LENGTHS != EQUAL
     RAGGED_K: gl.constexpr = problem.LENGTHS_K != EQUAL
     ring = shared.ring
     scheduler = inputs.scheduler
-    item = 0
+    item = 0  # ring item of the next block's K; its V is item + 1
     q_loads = 0  # tiles of queries loaded so far
     slot = 0  # slot of the tile's info: its number among the program's tiles
     if config.FALLBACK:
@@ -101,9 +116,9 @@ def run_producer(problem, shared, inputs):
         else:
             order = block_order(tile, problem, config.BLOCK_M, config.BLOCK_N)
         n_blocks = tile.end_block - tile.first_block
-        # Block at which to draw the next tile's number. The answer arrives while that block waits for its buffers.
-        # If programs drew at the first block, each would own one tile beyond its current one: with 8 tiles per program
-        # they would not end at the same time.
+        # Block at which to draw the next tile's number from the scheduler's counter. The answer arrives while that
+        # block waits for its buffers. If programs drew at the first block, each would own one tile beyond its current
+        # one: with 8 tiles per program they would not end at the same time.
         draw_at_block = n_blocks - 1
         if config.FIND_AHEAD:
             draw_at_block = gl.maximum(n_blocks - 2, 0)
@@ -156,7 +171,8 @@ def run_producer(problem, shared, inputs):
                     inputs.v_tensor, b, hk, keys, i, columns,
                     ring.v_buffers, ring.buffer_index(item + 1), ring.full_barrier(item + 1), config.BOXES_V,
                 )  # fmt: skip
-                columns = keys.columns(gl.minimum(i + 1, n_blocks - 1))  # early, as page numbers
+                # Load the next block's list entries now, as page numbers above.
+                columns = keys.columns(gl.minimum(i + 1, n_blocks - 1))
             else:
                 _load_values(inputs.v_tensor, tile, hk, row, end_v, ring, item + 1, problem, config)
             item += 2
