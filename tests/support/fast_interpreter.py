@@ -5,7 +5,7 @@ Faster: for each call of a kernel and of each of its helpers it looks for the bu
 names there are, to replace them, which takes a third of the time. Their names are fixed.
 
 Right: Triton cuts float32 off where it becomes bfloat16, so that some NaN become infinite, and subnormal numbers of
-either type become others.
+either type become others. And it leaves a float argument a float64 of Python, where a kernel gets a float32.
 
 The same: `tl.dot` does not use BLAS, see `matrix_product.py`.
 
@@ -59,6 +59,15 @@ def _convert_float(input: Any, input_dtype: Any, output_dtype: Any, rounding_mod
     return _convert_other(input, input_dtype, output_dtype, rounding_mode)
 
 
+_convert_argument = interpreter._implicit_cvt
+
+
+def _implicit_cvt(arg: Any) -> Any:
+    if isinstance(arg, float):
+        return tl.tensor(interpreter.TensorHandle(np.array([arg], np.float32), tl.float32), tl.float32)
+    return _convert_argument(arg)
+
+
 def _dot_operand(x: Any) -> np.ndarray:
     """Its numbers. float8 is widened; bfloat16 must have been (`dot_operand` of the kernels), its data are bits."""
     if x.dtype.is_floating() and x.dtype.primitive_bitwidth == 8:
@@ -80,6 +89,7 @@ def install() -> None:
     """The faster search is for Triton since 3.6; that of triton-ascend never takes its replacements back, see
     `npu_interpreter.py`."""
     interpreter._convert_float = _convert_float
+    interpreter._implicit_cvt = _implicit_cvt
     interpreter.InterpreterBuilder.create_dot = _create_dot
     interpreter._patch_lang_tensor = partial(_patch_lang_tensor, interpreter._patch_lang_tensor)
     if hasattr(interpreter, "_LangPatchScope"):
