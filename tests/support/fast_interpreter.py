@@ -5,7 +5,8 @@ Faster: for each call of a kernel and of each of its helpers it looks for the bu
 names there are, to replace them, which takes a third of the time. Their names are fixed.
 
 Right: Triton cuts float32 off where it becomes bfloat16, so that some NaN become infinite, and subnormal numbers of
-either type become others, and a NaN of e4m3 a number. And it leaves a float argument a float64 of Python, where a kernel gets a float32.
+either type become others, and a NaN of e4m3 a number. And it leaves a float argument a float64 of Python, where a
+kernel gets a float32.
 
 The same: `tl.dot` does not use BLAS, see `matrix_product.py`.
 
