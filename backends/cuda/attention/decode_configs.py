@@ -98,18 +98,9 @@ def has_hopper_order(problem: KVCacheProblem | AttentionProblem) -> bool:
     return problem.arch == "sm_90" and is_half and not latent and 64 <= widest <= HOPPER_INVARIANT[-1][0]
 
 
-def _hopper_row(problem: KVCacheProblem | AttentionProblem) -> DecodeConfig:
-    return _hopper_invariant(problem)[2]
-
-
 def _hopper_invariant(problem: KVCacheProblem | AttentionProblem) -> tuple[int, int, DecodeConfig]:
     widest = max(padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v))
     return next(row for row in HOPPER_INVARIANT if widest <= row[0])
-
-
-def fixed_block_n(problem: KVCacheProblem | AttentionProblem) -> int:
-    """Return the keys of a block in batch-invariant mode where `has_hopper_order`."""
-    return _hopper_row(problem).block_n
 
 
 def chunk_keys(problem: KVCacheProblem | AttentionProblem) -> int:
@@ -191,7 +182,7 @@ def _config_for_kind(problem: KVCacheProblem, block_m: int) -> DecodeConfig | No
     if spec is None:
         return None
     if problem.batch_invariant and has_hopper_order(problem):
-        return replace(_hopper_row(problem), block_m=block_m)
+        return replace(_hopper_invariant(problem)[2], block_m=block_m)
     width = max(padded_head_dim(problem.head_dim_v), feature_blocks(problem.head_dim)[0])
     rows = _FLOAT8_ROWS + _ROWS if problem.cache_dtype == FLOAT8 else _ROWS
     for widest, block_n, warps, stages, programs_per_sm in rows:

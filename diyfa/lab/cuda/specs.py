@@ -372,6 +372,7 @@ def _hopper_specs(arch: str) -> Iterator[CompileSpec]:
         ((128, True), "bfloat16", {"alibi": True, "softcap": 30.0, "window_left": 1000}),
         *((case, "bfloat16", {"out_dtype": "float32"}) for case in ((64, False), (128, True))),
         *((case, "bfloat16", {"batch_invariant": True}) for case in ((64, True), (128, False), (256, True))),
+        ((64, True), "bfloat16", {"batch_invariant": True, "head_dim_v": 128}),
         ((128, True), "bfloat16", {"batch_invariant": True, "window_left": 1000, "sinks": True} | packed),
         *(((d, False), "bfloat16", {"mask": (128, 128)}) for d in hopper_configs.MASK_CONFIGS),
         ((64, False), "float16", {"mask": (128, 64)}),
