@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from diyfa.backends.cuda.attention import bwd_partials
+from diyfa.backends.cuda.attention.block_mask import mask_arguments
 from diyfa.backends.cuda.attention.clear import backward_launches
 from diyfa.backends.cuda.attention.launch import forced_config, strides
 from diyfa.backends.cuda.attention.tile_io import cdiv, lengths_constant
@@ -105,7 +106,7 @@ def _constants(problem: AttentionProblem, form: _Form, store_from_registers: boo
     columns = last_columns(problem) if form.config.form == "keys" else BOX_COLUMNS
     return Sm90BwdConstants.read_from(
         problem, form.config, **_box_constants(problem, form, store_from_registers), deterministic=form.in_order,
-        rolling=form.rolling, last_columns=columns,
+        rolling=form.rolling, last_columns=columns, mask_q=problem.mask[0] if problem.mask else 0,
     )  # fmt: skip
 
 
@@ -278,6 +279,7 @@ class Sm90Backward:
             dq_arguments = {
                 "dq_tensor": _rows_descriptor(self.dq, DQ_ROWS.value * last_columns(problem) // BOX_COLUMNS),
                 **self._rolling(),
+                **mask_arguments(self.tensors),
                 "semaphores_ptr": self.semaphores,
                 "counter_ptr": self.counter,
             }
