@@ -341,10 +341,7 @@ def softmax_weights(s, lse, start_m, consumer, MASKED: gl.constexpr, number=0):
     config: gl.constexpr = consumer.shared.config
     keys = consumer.keys
     x, t = exponents(s, lse, consumer.scale, consumer.cap, config.SOFTCAP)
-    if MASKED and config.MASK_Q > 0:
-        is_visible = consumer.shared.mask_words.visible_pairs(number, s, consumer.INDEX)
-        x = gl.where(is_visible, x, float("-inf"))
-    elif MASKED:
+    if MASKED and config.MASK_Q == 0:
         # A thread's columns are 2 * (lane % 4) plus constants (`softmax.py`).
         columns = gl.arange(0, config.BLOCK_M, layout=gl.SliceLayout(0, s.type.layout))[None, :]
         lane = columns & 6
@@ -358,6 +355,8 @@ def softmax_weights(s, lse, start_m, consumer, MASKED: gl.constexpr, number=0):
             is_visible = is_visible & (constant <= diagonal + consumer.sizes.window_left)
         x = gl.where(is_visible, x, float("-inf"))
     p = gl.exp2(x)
+    if MASKED and config.MASK_Q > 0:
+        p = gl.where(consumer.shared.mask_words.visible_pairs(number, s, consumer.INDEX), p, 0.0)
     return p, with_derivative(p, t, config.SOFTCAP)
 
 

@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from diyfa.backends.cuda.gluon.barriers import LANES, WARPS
 from diyfa.backends.cuda.gluon.block_mask import EMPTY, WORD
 from diyfa.backends.cuda.gluon.channel import Channel, allocate_channel
-from diyfa.backends.cuda.gluon.compat import aggregate
+from diyfa.backends.cuda.gluon.compat import aggregate, optimisation_barrier
 from diyfa.backends.cuda.hopper.mma import ROWS
 
 
@@ -51,8 +51,10 @@ def query_list(b, h, col0, sizes, config: gl.constexpr):
     """Return the list of head h of sample b for the block of keys at col0."""
     mask = sizes.mask
     SPLIT: gl.constexpr = mask.MASK_Q // config.BLOCK_M
-    nq = gl.cdiv(sizes.seqlen_q, mask.MASK_Q)
-    nk = gl.cdiv(sizes.seqlen_k, mask.MASK_K)
+    # Without barriers the compiler would compute what follows once, and keep it in registers, which are short.
+    seqlen_q = optimisation_barrier(sizes.seqlen_q)
+    nq = gl.cdiv(seqlen_q, mask.MASK_Q)
+    nk = gl.cdiv(optimisation_barrier(sizes.seqlen_k), mask.MASK_K)
     block_k = col0 // mask.MASK_K
     codes_ptr = mask.blocks_ptr + b.to(gl.int64) * mask.stride_b + h.to(gl.int64) * mask.stride_h
     list_ptr = codes_ptr + (nq * nk + nq * (2 + nk) + block_k * (2 + nq) + 2)
@@ -63,7 +65,7 @@ def query_list(b, h, col0, sizes, config: gl.constexpr):
     n_blocks = n_listed * SPLIT
     if SPLIT > 1:  # of the last block of the mask, only the first half may have queries
         code = gl.load(codes_ptr + (nq - 1) * nk)
-        missing = nq * SPLIT - gl.cdiv(sizes.seqlen_q, config.BLOCK_M)
+        missing = nq * SPLIT - gl.cdiv(seqlen_q, config.BLOCK_M)
         n_masked -= gl.where(code >= 0, missing, 0)
         n_blocks -= gl.where(code != EMPTY, missing, 0)
     return QueryList(
