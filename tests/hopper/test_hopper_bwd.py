@@ -145,6 +145,7 @@ SUMMED = [
     case("samples", batch=2, seq_lens=(130, 65), seqlen_k=150),
     case("sequences", layout="thd", lens_q=(70, 0, 9), lens_k=(65, 3, 130), slack=5),
     case("columns_80", head_dim=80, seqlen_q=70, seqlen_k=150),
+    case("block_mask", mask="1h:128:0.6", head_dim=128),
 ]
 SUMMED_BY = {
     "_bwd_sm90_kernel": SUMMED,
