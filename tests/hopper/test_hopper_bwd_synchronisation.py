@@ -69,7 +69,13 @@ ROLLING = dict.fromkeys(
 )
 MASKED = "hopper.bwd_mask"
 # D and Dv
-MODULES = {**ROLLING, MASKED: (128, 128), "hopper.bwd_wide": (200, 136), "hopper.bwd_wide_dq": (200, 200), "hopper.bwd_mla": (136, 72)}
+MODULES = {
+    **ROLLING,
+    MASKED: (128, 128),
+    "hopper.bwd_wide": (200, 136),
+    "hopper.bwd_wide_dq": (200, 200),
+    "hopper.bwd_mla": (136, 72),
+}
 SOURCES = {name: Synchronising(kernel_source(name), SYNCHRONISING, METHODS) for name in MODULES}
 LINES = [(name, f"{i}: {line}") for name, source in SOURCES.items() for i, line in enumerate(source.lines)]
 

@@ -135,13 +135,16 @@ def _allocate_gradients(k_tensor, dq_tensor, config: gl.constexpr):
 
 
 @gluon.jit
-def _load_block(keys, h, i, item, n_masked, sizes, shared, inputs):
-    """Start copying the i-th block of queries of head h, and copy its words if the block mask has some."""
+def _load_block(keys, h, i, item, words, sizes, shared, inputs):
+    """Start copying the i-th block of queries of head h, and copy its words of a block mask, if it has some.
+
+    `words`: blocks with words of the heads and keys before.
+    """
     config: gl.constexpr = shared.config
     load_queries(keys, h, i, item, sizes, shared, inputs)
     if config.MASK_Q > 0:  # noqa: SIM102 (decided when it is compiled)
         if i < keys.masked_count():
-            shared.mask_words.copy(n_masked + i, keys.listed.words(keys.block(i), config.BLOCK_M))
+            shared.mask_words.copy(words + i, keys.listed.words(keys.block(i), config.BLOCK_M))
 
 
 @gluon.jit
@@ -159,7 +162,7 @@ def _persistent_producer(sizes, shared, inputs, rolling_dq, key_blocks, schedule
         index = gl.program_id(0)
     item = 0
     iteration = 0
-    n_masked = 0  # blocks of queries in partial blocks of the block mask so far
+    words = 0
     while index < count:
         keys = locate_key_block(index, sizes, config)
         exists = True
@@ -170,7 +173,7 @@ def _persistent_producer(sizes, shared, inputs, rolling_dq, key_blocks, schedule
             seen = keys.seen_by(h, sizes, config)
             n = seen.end - seen.begin
             if n > 0:
-                _load_block(seen, h, 0, item, n_masked, sizes, shared, inputs)
+                _load_block(seen, h, 0, item, words, sizes, shared, inputs)
             chunk = rolling_dq.chunk_with(index, sizes, config)
             key_blocks.write(iteration, keys, chunk, KEYS)
             load_keys(keys, sizes, shared, inputs)
@@ -179,10 +182,10 @@ def _persistent_producer(sizes, shared, inputs, rolling_dq, key_blocks, schedule
                 n = seen.end - seen.begin
                 first_item = item if config.MASK_Q > 0 else item + g * n
                 for i in range(gl.where(g == 0, 1, 0), n):
-                    _load_block(seen, h + g, i, first_item + i, n_masked, sizes, shared, inputs)
-                if config.MASK_Q > 0:
+                    _load_block(seen, h + g, i, first_item + i, words, sizes, shared, inputs)
+                if config.MASK_Q > 0:  # otherwise all heads have equally many blocks
                     item += n
-                    n_masked += seen.masked_count()
+                    words += seen.masked_count()
             rolling_dq.announce(chunk, iteration, sizes, config)
             if config.MASK_Q == 0:
                 item += sizes.group_size * n
@@ -295,7 +298,7 @@ def _add_query_blocks(
     consumer, gradients, start, end,
     dk, dv,  # [64, D] fp32, `_zero_gradient`
     item,  # number of the block among those of all heads
-    words,  # number of blocks whose words of a block mask came before
+    words,  # as in `_load_block`
     MASKED: gl.constexpr,
 ):  # fmt: skip
     """Add to dk and dv, and hand to the adder as dQ, what blocks [start, end) of queries of one head contribute.

@@ -336,7 +336,7 @@ def with_derivative(p, t, SOFTCAP: gl.constexpr):
 def softmax_weights(s, lse, start_m, consumer, MASKED: gl.constexpr, number=0):
     """Products s [64, BLOCK_M] and lse [1, BLOCK_M] -> (weights Pᵀ, Pᵀ times the softcap's derivative).
 
-    start_m: the first query. `number`: with a block mask, that of the block's words (`MaskWords`).
+    start_m: the first query. `number`: with a block mask, the number of the block in `MaskWords`.
     """
     config: gl.constexpr = consumer.shared.config
     keys = consumer.keys
@@ -355,7 +355,7 @@ def softmax_weights(s, lse, start_m, consumer, MASKED: gl.constexpr, number=0):
             is_visible = is_visible & (constant <= diagonal + consumer.sizes.window_left)
         x = gl.where(is_visible, x, float("-inf"))
     p = gl.exp2(x)
-    if MASKED and config.MASK_Q > 0:
+    if MASKED and config.MASK_Q > 0:  # here, not before the exponential: words would be alive beside x
         p = gl.where(consumer.shared.mask_words.visible_pairs(number, s, consumer.INDEX), p, 0.0)
     return p, with_derivative(p, t, config.SOFTCAP)
 

@@ -185,7 +185,7 @@ class Sm90Backward:
         if self.in_order and problem.window_left < 0 and problem.window_right < 0:
             delay = min(n_active + cdiv(half, 2), heads)  # interleaved heads finish later
             return half, delay, min(2 * delay, heads)
-        blocks_differ = bool(problem.mask) or problem.causal and problem.window_left < 0 and not self.in_order
+        blocks_differ = bool(problem.mask) or (problem.causal and problem.window_left < 0 and not self.in_order)
         return half if blocks_differ else 1, n_active, min(2 * n_active, heads)
 
     def _boxes(self, head_dim: int) -> int:

@@ -95,11 +95,14 @@ class KeyBlock:
     full_begin: gl.tensor  # blocks [full_begin, full_end) need no mask
     full_end: gl.tensor
     end: gl.tensor
-    listed: QueryList | gl.constexpr  # with a block mask, see `seen_by`
+    listed: QueryList | gl.constexpr  # of one head, see `seen_by`; None without a block mask
 
     @gluon.jit
     def seen_by(self, h, sizes, config):
-        """Return the block of keys for query head h. With a block mask, blocks [begin, end) are positions in a list."""
+        """Return the block of keys with the blocks of queries of head h. Only with a block mask do heads differ.
+
+        Then [begin, end) and the other bounds are positions in the head's list.
+        """
         keys = self
         if config.MASK_Q > 0:
             listed = query_list(self.b, h, self.col0, sizes, config)
