@@ -170,6 +170,8 @@ def test_gradients_that_are_to_be_added_up(main: str, case: AttentionCase, monke
     kernel = interpret_backward(monkeypatch, seed=3, main=main)
     q, k, v, dout, dlse, given, *_ = make_inputs(case)
     lengths = Lengths(**{name: given.pop(name) for name in LENGTHS if name in given})
+    if (mask := given.pop("mask", None)) is not None:
+        given |= {"mask_blocks": mask.blocks, "mask_bits": mask.bits}
     options = checked_options(q, k, v, lengths, {**given, "layout": case.layout, "backend": "cuda", "variant": "sm90"})
     q, k, v = (x.detach() for x in (q, k, v))
     with poisoned_allocations(), torch.no_grad():
