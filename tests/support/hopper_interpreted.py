@@ -66,6 +66,7 @@ BACKWARD_MODULES = (
     "gluon.channel",
     "hopper.mma",
     "hopper.tiles",
+    "hopper.bwd_mask",
     "hopper.bwd_tiles",
     "hopper.bwd_common",
     "hopper.bwd_dq",

@@ -11,6 +11,8 @@ blocks of queries, number of blocks of keys).
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -61,6 +63,16 @@ def kept_pairs(view, row0, col0, rows, cols, c: tl.constexpr):
     codes = tl.broadcast_to(code, words.shape)  # Triton 3.9's interpreter takes no scalar in a mask
     word = tl.load(words, mask=codes >= 0, other=0)
     return ((word >> (cols % WORD)) & 1 != 0) | (codes == FULL)
+
+
+MASK_ARGUMENTS = ("mask_blocks_ptr", "mask_bits_ptr", "stride_maskb", "stride_maskh")
+
+
+def mask_arguments(tensors: AttentionTensors) -> dict[str, Any]:
+    """Return the arguments of a Gluon kernel. Without a mask all are None, and the kernel has none of them."""
+    if tensors.mask_blocks is None:
+        return dict.fromkeys(MASK_ARGUMENTS)
+    return {"mask_blocks_ptr": tensors.mask_blocks, "mask_bits_ptr": tensors.mask_bits, **mask_strides(tensors)}
 
 
 def mask_strides(tensors: AttentionTensors) -> dict[str, int]:

@@ -69,7 +69,6 @@ SIZES = (
     "window_left", "window_right", "group_size", "stride_slopeb",
     "steps_qb", "steps_qm", "steps_kb", "steps_kn", "steps_vb", "steps_vn",
 )  # fmt: skip
-MASK_ARGUMENTS = ("mask_blocks_ptr", "mask_bits_ptr", "stride_maskb", "stride_maskh")
 CACHE_ARGUMENTS = (
     "seqused_ptr", "block_table_ptr", "cache_batch_idx_ptr", "length", "added", "entries", "stride_table",
 )  # fmt: skip

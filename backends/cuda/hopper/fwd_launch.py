@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from diyfa.backends.cuda.attention.block_mask import mask_strides
+from diyfa.backends.cuda.attention.block_mask import mask_arguments
 from diyfa.backends.cuda.attention.decode_configs import chunk_keys
 from diyfa.backends.cuda.attention.fixed_order import COMPILE_OPTIONS as FIXED_ORDER_OPTIONS
 from diyfa.backends.cuda.attention.launch import forced_config, softmax_scale
@@ -29,7 +29,7 @@ from diyfa.backends.cuda.hopper.configs import (
     value_boxes,
 )
 from diyfa.backends.cuda.hopper.float8 import transpose_launch, transposed_values
-from diyfa.backends.cuda.hopper.fwd import CACHE_ARGUMENTS, MASK_ARGUMENTS, _fwd_sm90_kernel
+from diyfa.backends.cuda.hopper.fwd import CACHE_ARGUMENTS, _fwd_sm90_kernel
 from diyfa.backends.cuda.hopper.fwd_common import Sm90Constants
 from diyfa.backends.cuda.runtime.launcher import Tiles
 from diyfa.backends.cuda.runtime.passes import Pass
@@ -126,13 +126,6 @@ def float8_pass(
         transpose_launch(problem, tensors, values), make_launch(problem, tensors, out, lse, config, keys=keys)
     ]  # fmt: skip
     return Pass(launches, [values], derived_arguments(config))
-
-
-def mask_arguments(tensors: AttentionTensors) -> dict[str, Any]:
-    """Return the kernel arguments of a block mask. Without one all are None, and the kernel has none of them."""
-    if tensors.mask_blocks is None:
-        return dict.fromkeys(MASK_ARGUMENTS)
-    return {"mask_blocks_ptr": tensors.mask_blocks, "mask_bits_ptr": tensors.mask_bits, **mask_strides(tensors)}
 
 
 def make_launch(

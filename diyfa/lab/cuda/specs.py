@@ -501,6 +501,10 @@ def _hopper_backward_specs(arch: str) -> Iterator[CompileSpec]:
         (128, "bfloat16", False, {**divided, "deterministic": True}),
         (128, "bfloat16", True, {**packed, **divided}),
         (192, "float16", True, {**divided, "heads_kv": 1, "head_dim_v": 128, "sinks": True}),
+        (64, "float16", False, {"mask": (128, 128)}),
+        (128, "bfloat16", False, {"mask": (128, 128)}),
+        (128, "bfloat16", False, {"mask": (64, 128), "softcap": 30.0, "sinks": True}),
+        (96, "bfloat16", False, {"mask": (128, 128), "out_dtype": "float32"}),
     ):
         problem = _problem(arch, dtype, d, causal).replace(**{"batch": 16, **changes})
         tensors, out, lse = call_tensors(problem)
