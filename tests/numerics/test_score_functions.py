@@ -17,6 +17,7 @@ pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
+from guarded_memory import guard
 from score_functions import FUNCTIONS
 
 import diyfa
@@ -250,6 +251,27 @@ def test_only_what_visible_pairs_need_is_read(here: Target) -> None:
     found = results(diyfa.flash_attention, inputs, captured, score_fn=FUNCTIONS["relative"].jit, causal=True, here=here)
     want = oracle(inputs, (bias.nan_to_num(),), score_fn=FUNCTIONS["relative"].jit, causal=True)
     assert_close(found, want)
+
+
+@triton.jit
+def by_query(score, b, h, i, j, queries):
+    return score + tl.load(queries + i)
+
+
+@pytest.mark.parametrize("mask", ["causal", "window", "blocks"])
+def test_nothing_is_read_for_queries_without_keys(monkeypatch: pytest.MonkeyPatch, mask: str) -> None:
+    """The first of more queries than keys have positions below 0, which are in front of a captured tensor."""
+    here = TARGETS.get("cuda")
+    if here is None or not here.interpreted:
+        pytest.skip("only the interpreter shows each address")
+    inputs, captured = leaves((1, 1, 1, 70, 40, 16)), (torch.randn(40),)
+    blocks = diyfa.block_mask(masks.causal, 1, 1, 70, 40)
+    kinds: dict[str, Any] = {"causal": {"causal": True}, "window": {"window": (5, 0)}, "blocks": {"mask": blocks}}
+    options = kinds[mask]
+    want = oracle(inputs, captured, score_fn=by_query, **options)
+    accesses = guard(monkeypatch)
+    assert_close(results(diyfa.flash_attention, inputs, captured, score_fn=by_query, here=here, **options), want)
+    assert accesses()
 
 
 # ---- Derivatives that users give -------------------------------------------------------------------------------------
