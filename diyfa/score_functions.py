@@ -281,7 +281,7 @@ class _Compiler:
         self.lines: list[Line] = []
         self.constants: set[str] = set()  # names outside of the function, of numbers
         self.variables = dict[str, Operand | _Pointer]()
-        # What names are known to be: bool, int or float; of loaded elements nothing is known.
+        # int or float of names that are known to be no booleans, which comparisons are and loaded elements may be.
         self.kinds: dict[str, type] = {name: float if name == "score" else int for name in parameters}
         self._bind_parameters(parameters)
 
@@ -485,7 +485,7 @@ class _Compiler:
         kinds = [self.kind(x) for x in operands]
         if name in _ARITHMETIC and not {int, float} & {*kinds}:
             operands = tuple([self.emit("to_number", x) if isinstance(x, str) else int(x) for x in operands])
-            kinds = [int if kind is bool else kind for kind in kinds]
+            kinds = [int] * len(operands)
         if not any(isinstance(x, str) for x in operands):
             return _run(name, operands, torch.float64).item()
         line = Line(f"v{len(self.lines)}", name, operands)
@@ -499,22 +499,15 @@ class _Compiler:
 
 
 def _result_kind(name: str, kinds: Sequence[type | None]) -> type | None:
-    """Return what an operation of such operands gives: bool, int or float, or None if that is not known."""
-    operation = OPERATIONS.get(name)
-    if operation is None:  # a load
+    """Return int or float if an operation of such operands surely gives no booleans."""
+    if name == LOAD or name in ("lt", "le", "gt", "ge", "eq", "ne"):
         return None
-    if name in ("lt", "le", "gt", "ge", "eq", "ne"):
-        return bool
-    if operation.is_float or name == "to_float32":
+    if OPERATIONS[name].is_float or name == "to_float32":
         return float
-    if name.startswith("to_int"):
+    if name in ("to_number", "to_int32", "to_int64"):
         return int
     ranked = kinds[1:] if name == "where" else kinds
-    if float in ranked:
-        return float
-    if None in ranked:
-        return None
-    return int if int in ranked or name == "to_number" else bool
+    return float if float in ranked else int if int in ranked else None
 
 
 def _look_up(function: Callable[..., Any], name: str) -> Any:
