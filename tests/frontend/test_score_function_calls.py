@@ -208,7 +208,7 @@ def test_wrong_arguments_are_refused() -> None:
         ({"score_fn": relative}, ValueError, "relative takes 1 captured tensors, got 0 in score_tensors"),
         ({"score_fn": relative, "score_tensors": bias}, TypeError, "must be a tuple of tensors, got Tensor"),
         ({"score_fn": relative, "score_tensors": (1.5,)}, TypeError, r"score_tensors\[0\] must be a torch.Tensor"),
-        ({"score_fn": relative, "score_tensors": [None]}, TypeError, r"score_tensors\[0\] must be a torch.Tensor, got None"),
+        ({"score_fn": relative, "score_tensors": [None]}, TypeError, r"score_tensors\[0\] must be a torch"),
         ({"score_fn": relative, "score_tensors": (bias.t(),)}, ValueError, r"score_tensors\[0\] must be contiguous"),
         ({"score_fn": relative, "score_tensors": (bias.to("meta"),)}, ValueError, "same device"),
         ({"score_fn": relative, "score_tensors": (bias.cfloat(),)}, TypeError, r"score_tensors\[0\] must be a"),

@@ -196,8 +196,8 @@ def huge(score, b, h, i, j, factor):
 
 @triton.jit
 def logarithm(score, b, h, i, j, weights):
-    """-inf with an infinite slope for keys of weight 0."""
-    return score + tl.log(tl.load(weights + j))
+    """-inf for keys of weight 0, with an infinite derivative by the weight, and 0 / 0 by the score."""
+    return tl.log(tl.exp(score) * tl.load(weights + j))
 
 
 @triton.jit
@@ -254,23 +254,23 @@ def test_only_what_visible_pairs_need_is_read(here: Target) -> None:
 
 
 @triton.jit
-def by_query(score, b, h, i, j, queries):
-    return score + tl.load(queries + i)
+def by_position(score, b, h, i, j, queries, keys):
+    return score + tl.load(queries + i) * tl.load(keys + j)
 
 
 @pytest.mark.parametrize("mask", ["causal", "window", "blocks"])
-def test_nothing_is_read_for_queries_without_keys(monkeypatch: pytest.MonkeyPatch, mask: str) -> None:
-    """The first of more queries than keys have positions below 0, which are in front of a captured tensor."""
+def test_nothing_is_read_outside_of_captured_tensors(monkeypatch: pytest.MonkeyPatch, mask: str) -> None:
+    """The first of more queries than keys have positions below 0. They see no key."""
     here = TARGETS.get("cuda")
     if here is None or not here.interpreted:
         pytest.skip("only the interpreter shows each address")
-    inputs, captured = leaves((1, 1, 1, 70, 40, 16)), (torch.randn(40),)
+    inputs, captured = leaves((1, 1, 1, 70, 40, 16)), (torch.randn(40), torch.randn(40))
     blocks = diyfa.block_mask(masks.causal, 1, 1, 70, 40)
     kinds: dict[str, Any] = {"causal": {"causal": True}, "window": {"window": (5, 0)}, "blocks": {"mask": blocks}}
     options = kinds[mask]
-    want = oracle(inputs, captured, score_fn=by_query, **options)
+    want = oracle(inputs, captured, score_fn=by_position, **options)
     accesses = guard(monkeypatch)
-    assert_close(results(diyfa.flash_attention, inputs, captured, score_fn=by_query, here=here, **options), want)
+    assert_close(results(diyfa.flash_attention, inputs, captured, score_fn=by_position, here=here, **options), want)
     assert accesses()
 
 
