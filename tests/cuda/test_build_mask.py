@@ -119,3 +119,4 @@ def test_terms_of_combinations() -> None:
     function = masks.all_of(masks.causal, masks.any_of(masks.first_keys(4), masks.sliding_window(100)))
     names = [[part.name for part in term] for term in terms_of(function) or ()]
     assert names == [["band", "before"], ["band", "band"]]
+    assert terms_of(masks.all_of(*[masks.prefix_lm(3)] * 99)) is None  # and not 2 ** 99 of them
