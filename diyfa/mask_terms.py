@@ -61,6 +61,8 @@ def combined(function: Function, parts: Sequence[Any], is_all: bool) -> Function
     total: Terms = ((),) if is_all else ()
     for terms in terms_of_parts:
         assert terms is not None
+        if is_all and len(total) * len(terms) > MAX_NUMBERS + MAX_TENSORS:  # more than `fits`; they would multiply
+            return function
         total = tuple((*a, *b) for a in total for b in terms) if is_all else (*total, *terms)
     function.terms = total  # type: ignore[attr-defined]
     return function

@@ -30,6 +30,8 @@ def ids(*shape: int, ordered: bool = True) -> torch.Tensor:
 
 
 LENGTHS = torch.tensor([70, 0], device=DEVICE, dtype=torch.int32)
+# Blocks of queries inside of one document, which ends in a block of keys.
+LONG = torch.stack([torch.arange(400) // 250, torch.arange(400) // 90]).to(DEVICE, torch.int32)
 FUNCTIONS: dict[str, Callable[[], masks.MaskFunction]] = {
     "causal": lambda: masks.causal,
     "window": lambda: masks.sliding_window(70, 130),
@@ -38,7 +40,7 @@ FUNCTIONS: dict[str, Callable[[], masks.MaskFunction]] = {
     "prefix": lambda: masks.prefix_lm(150),
     "prefix_by_sample": lambda: masks.prefix_lm(LENGTHS),
     "document": lambda: masks.document(ids(400)),
-    "document_by_sample": lambda: masks.document(ids(2, 400).int(), causal=False),
+    "document_by_sample": lambda: masks.document(LONG, causal=False),
     "document_out_of_order": lambda: masks.document(ids(400, ordered=False), causal=False),
     "document_strided": lambda: masks.document(ids(400, 2)[:, 0]),
     "sinks_and_window": lambda: masks.all_of(
@@ -156,3 +158,4 @@ def test_terms_of_combinations() -> None:
     function = masks.all_of(masks.causal, masks.any_of(masks.first_keys(4), masks.sliding_window(100)))
     names = [[part.name for part in term] for term in terms_of(function) or ()]
     assert names == [["band", "before"], ["band", "band"]]
+    assert terms_of(masks.all_of(*[masks.prefix_lm(3)] * 99)) is None  # and not 2 ** 99 of them

@@ -17,6 +17,7 @@ pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
+from guarded_memory import guard
 from score_functions import FUNCTIONS
 
 import diyfa
@@ -195,8 +196,8 @@ def huge(score, b, h, i, j, factor):
 
 @triton.jit
 def logarithm(score, b, h, i, j, weights):
-    """-inf with an infinite slope for keys of weight 0."""
-    return score + tl.log(tl.load(weights + j))
+    """-inf for keys of weight 0, with an infinite derivative by the weight, and 0 / 0 by the score."""
+    return tl.log(tl.exp(score) * tl.load(weights + j))
 
 
 @triton.jit
@@ -250,6 +251,27 @@ def test_only_what_visible_pairs_need_is_read(here: Target) -> None:
     found = results(diyfa.flash_attention, inputs, captured, score_fn=FUNCTIONS["relative"].jit, causal=True, here=here)
     want = oracle(inputs, (bias.nan_to_num(),), score_fn=FUNCTIONS["relative"].jit, causal=True)
     assert_close(found, want)
+
+
+@triton.jit
+def by_position(score, b, h, i, j, queries, keys):
+    return score + tl.load(queries + i) * tl.load(keys + j)
+
+
+@pytest.mark.parametrize("mask", ["causal", "window", "blocks"])
+def test_nothing_is_read_outside_of_captured_tensors(monkeypatch: pytest.MonkeyPatch, mask: str) -> None:
+    """The first of more queries than keys have positions below 0. They see no key."""
+    here = TARGETS.get("cuda")
+    if here is None or not here.interpreted:
+        pytest.skip("only the interpreter shows each address")
+    inputs, captured = leaves((1, 1, 1, 70, 40, 16)), (torch.randn(40), torch.randn(40))
+    blocks = diyfa.block_mask(masks.causal, 1, 1, 70, 40)
+    kinds: dict[str, Any] = {"causal": {"causal": True}, "window": {"window": (5, 0)}, "blocks": {"mask": blocks}}
+    options = kinds[mask]
+    want = oracle(inputs, captured, score_fn=by_position, **options)
+    accesses = guard(monkeypatch)
+    assert_close(results(diyfa.flash_attention, inputs, captured, score_fn=by_position, here=here, **options), want)
+    assert accesses()
 
 
 # ---- Derivatives that users give -------------------------------------------------------------------------------------

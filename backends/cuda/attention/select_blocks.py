@@ -175,8 +175,8 @@ def make_launches(
         launches.append(Launch(_means_kernel, means.shape[0] * means.shape[2], arguments, constants, {"num_warps": 4}))
     arguments = {
         "means_q_ptr": means_q, "means_k_ptr": means_k, "blocks_ptr": blocks, "heads": heads,
-        "group": heads // k.shape[1], "seqlen_q": sizes[0], "seqlen_k": sizes[1], "topk": min(how.topk, nk),
-        "sinks": how.sinks, "local": min(how.local, nk), "length": list_length(nq, nk),
+        "group": heads // k.shape[1], "seqlen_q": sizes[0], "seqlen_k": sizes[1], "topk": how.topk,
+        "sinks": how.sinks, "local": how.local, "length": list_length(nq, nk),
     }  # fmt: skip
     grid = batch * heads * cdiv(nq, BLOCK_M)
     launches.append(Launch(_select_kernel, grid, arguments, {"c": c}, {"num_warps": 8}))
