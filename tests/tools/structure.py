@@ -55,6 +55,7 @@ PROCESS_CACHES = {
     "backends/npu/runtime/launch.py:_core_counts": "of a device, from the driver; asked in each launch",
     "diyfa/integrations/transformers.py:_attends_by_itself": "of a model's file, which is read for it",
     "diyfa/score_functions.py:_compiled": "of a user's score function, the last 256: the program that is read from it",
+    "diyfa/score_functions.py:mask_dtype": "of a jit mask function, the last 256: the dtype of what it returns",
     "diyfa/score_functions.py:programs": "of such a program, also the next six: its lines",
     "diyfa/score_functions.py:slope_program": "its derivative",
     "diyfa/score_functions.py:load_gradients": "its derivatives by the values that it loads",
