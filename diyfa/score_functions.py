@@ -279,7 +279,7 @@ class _Compiler:
         assert isinstance(definition, ast.FunctionDef), "a jit function is a function"
         self.definition, self.name = definition, function.__name__
         self.lines: list[Line] = []
-        self.constants: set[str] = set()  # names outside of the function, of numbers
+        self.constants = set[str]()  # names outside of the function, of numbers
         self.variables = dict[str, Operand | _Pointer]()
         # int or float of names that are known to be no booleans, which comparisons are and loaded elements may be.
         self.kinds: dict[str, type] = {name: float if name == "score" else int for name in parameters}
