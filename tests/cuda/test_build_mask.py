@@ -34,14 +34,14 @@ LENGTHS = torch.tensor([70, 0], device=DEVICE, dtype=torch.int32)
 LONG = torch.stack([torch.arange(400) // 250, torch.arange(400) // 90]).to(DEVICE, torch.int32)
 FUNCTIONS: dict[str, Callable[[], masks.MaskFunction]] = {
     "causal": lambda: masks.causal,
-    "window": lambda: masks.sliding_window(70, 130),
+    "window": lambda: masks.sliding_window(150, 130),
     "unbounded_window": lambda: masks.sliding_window(10**12, 3),
     "first_keys": lambda: masks.first_keys(65),
     "prefix": lambda: masks.prefix_lm(150),
     "prefix_by_sample": lambda: masks.prefix_lm(LENGTHS),
     "document": lambda: masks.document(ids(400)),
     "document_by_sample": lambda: masks.document(LONG, causal=False),
-    "document_out_of_order": lambda: masks.document(ids(400, ordered=False), causal=False),
+    "document_out_of_order": lambda: masks.document(ids(400, ordered=False) << 33, causal=False),
     "document_strided": lambda: masks.document(ids(400, 2)[:, 0]),
     "sinks_and_window": lambda: masks.all_of(
         masks.causal, masks.any_of(masks.first_keys(4), masks.sliding_window(100)), masks.document(ids(400))

@@ -139,12 +139,15 @@ COMPOSED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("composed", COMPOSED)
 def test_with_other_features(here: Target, name: str, composed: str) -> None:
     """The function comes last: it gets what softcap, ALiBi and a bias made of the score."""
-    case, inputs, options = FUNCTIONS[name], leaves(RAGGED), dict(COMPOSED[composed])
-    if options.get("mask") == "random":
-        keep = torch.rand(45, 61, generator=torch.Generator().manual_seed(3)) < 0.4
+    case, options = FUNCTIONS[name], dict(COMPOSED[composed])
+    seqlen_k = 140 if "mask" in options and name == "documents" else 61
+    inputs = leaves((2, 2, 1, 45, seqlen_k, 16))
+    if "mask" in options:
+        keep = torch.rand(45, seqlen_k, generator=torch.Generator().manual_seed(3)) < 0.4
         keep[7] = False
+        keep[:, 64:128] = True  # a full block, if there are as many keys
         options["mask"] = BlockMask.from_dense(keep, 64)
-    captured = case.tensors(2, 2, 61)
+    captured = case.tensors(2, 2, seqlen_k)
     if composed == "seq_lens":  # rows beyond the end are read by nobody
         for x in inputs:
             x[1, :, 23:] = torch.nan
