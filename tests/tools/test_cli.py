@@ -198,7 +198,8 @@ from diyfa.cli import main
 from diyfa.lab import validate
 from diyfa.lab.demo import train as demo_train
 validate.CASES = validate.CASES[:1]
-demo_train.PRESETS["cpu"] = demo_train.Preset(demo_train.GPTConfig(1, 2, 16, 32), 4, 20, 1e-2, 1e-4, 1e-3)
+gpt = demo_train.GPTConfig(1, 2, 16, 32)
+demo_train.PRESETS["cpu"] = demo_train.Preset(gpt, 4, 20, 1e-2, 1e-4, 1e-3, long_context=256)
 for line in {lines!r}:
     sys.argv = ["diyfa", *line.split(" ")]
     try:
@@ -210,10 +211,11 @@ assert sys.stdout.errors == "strict"
 """
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONIOENCODING": encoding, "COLUMNS": "80", "PYTHONPATH": os.pathsep.join(sys.path)},
+        env={**os.environ, "PYTHONIOENCODING": encoding, "COLUMNS": "80", "PYTHONPATH": os.pathsep.join(sys.path),
+             "OMP_NUM_THREADS": "1"},
         capture_output=True,
         timeout=240,
-    )
+    )  # fmt: skip
     printed = done.stdout.decode(encoding)  # nothing that the encoding lacks
     assert done.returncode == 0, printed[-4000:] + done.stderr.decode(encoding)
     assert printed.count("done:") == len(lines)
