@@ -32,7 +32,7 @@ from diyfa.problem import (
 FEATURES = frozenset(
     {
         "causal", "window", "softcap", "seq_lens", "varlen", "alibi", "attn_bias", "sinks", "dropout",
-        "dropout_origins", "gqa", "head_dim_v", "batch_invariant", "mask",
+        "dropout_origins", "gqa", "head_dim_v", "batch_invariant", "mask", "score_fn",
     }
 )  # fmt: skip
 INTERPRETER_ARCH = "Ascend910B3"  # chip of the interpreter, unless DIYFA_ARCH names another

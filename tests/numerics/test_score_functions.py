@@ -34,7 +34,7 @@ def leaves(sizes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[t
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
-@pytest.fixture(params=[name for name in TARGETS if name != "npu"])
+@pytest.fixture(params=TARGETS)
 def here(request: pytest.FixtureRequest) -> Target:
     """Each backend that has score functions."""
     return TARGETS[request.param]
