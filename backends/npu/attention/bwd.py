@@ -21,7 +21,7 @@ import torch
 import triton
 
 from diyfa.backends.npu.attention.bias import as_read, as_written
-from diyfa.backends.npu.attention.bwd_captured import captured_launch, learned
+from diyfa.backends.npu.attention.bwd_captured import captured_launches, learned
 from diyfa.backends.npu.attention.bwd_dbias import _bwd_dbias_kernel
 from diyfa.backends.npu.attention.bwd_dbias_rows import BiasRowsConstants, _bwd_dbias_rows_kernel
 from diyfa.backends.npu.attention.bwd_delta import PreprocessConstants, _bwd_preprocess_kernel
@@ -83,7 +83,7 @@ def make_launches(
     tiles: Mapping[str, AttentionTile] | None = None,
 ) -> dict[str, Launch]:
     """Return the launches that fill the gradients, by name, in order. `tiles` replaces tiles of the table, by kernel
-    name."""
+    name. Gradients of captured tensors are zeros in float32, to which the launches add."""
     tiles = tiles or {}
     layout, arch, device, heads_q = problem.layout, problem.arch, lse.device, problem.heads_q
     values = {
@@ -118,9 +118,9 @@ def make_launches(
     if gradients.dbias is not None:
         name, launch = _dbias_launch(problem, tensors, gradients.dbias, values, tiles.get("dbias"))
         launches[name] = launch
-    if captured := learned(gradients):
-        tile = tiles.get("captured") or conservative_tile(problem, "dbias")
-        launches["captured"] = captured_launch(problem, values, captured, tile)
+    if totals := learned(gradients):
+        captured = captured_launches(problem, values, totals, conservative_tile(problem, "dbias"))
+        launches |= {f"captured{n}": launch for n, launch in enumerate(captured)}
     if gradients.dsinks is not None:
         row_values = {"batch": batch, "seqlen_q": rows, "BLOCK_M": PREPROCESS_ROWS}
         launches["dsinks"] = bind_launch(
@@ -146,7 +146,9 @@ def attention_bwd(
 
     `dout` has the shape of `out`, `dlse` that of `lse`. Strides are free, except the last one of `dout`.
     """
-    dbias = gradients.dbias
+    dbias, captured = gradients.dbias, learned(gradients)
+    totals = {f"dscore{n}": torch.zeros_like(x, dtype=torch.float32) for n, x in captured.items()}
+    gradients = gradients._replace(**totals)
     if gradients.delta is None:  # one delta for all kernels, whatever their tiles
         gradients = gradients._replace(delta=torch.empty_like(lse))
 
@@ -166,10 +168,9 @@ def attention_bwd(
                 (launch,) = run_tiled(problem, kernel, tiles[kernel], partial(launch_with, kernel))
             else:
                 run(launch)
-            if kernel == "captured":
-                for n, x in learned(gradients).items():
-                    x.copy_(launch.arguments[f"total{n}_ptr"])
             dbias_buffer = launch.arguments.get("dbias_ptr")
             if dbias is not None and dbias_buffer is not None and dbias_buffer is not dbias:
                 summed = dbias.shape[-1] != dbias_buffer.shape[-1]
                 dbias.copy_(dbias_buffer.sum(-1, keepdim=True) if summed else dbias_buffer)
+        for n, x in captured.items():
+            x.copy_(totals[f"dscore{n}"])

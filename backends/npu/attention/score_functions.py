@@ -114,9 +114,7 @@ def add_gradient(pointer, offset, ds, partial, pairs, rows, cols):
 
     An offset that is equal for all rows or columns of the tile is added to once."""
     gradient = tl.where(ds != 0.0, ds * partial, 0.0)  # hidden pairs may have any derivative
-    if not offset.type.is_block():
-        tl.atomic_add(pointer + offset, tl.sum(tl.sum(gradient, 1), 0))
-    else:
+    if offset.type.is_block():
         mask = mask_of_offset(offset, pairs, rows, cols)
         if offset.shape[0] == pairs.shape[0] and offset.shape[1] == pairs.shape[1]:
             total = gradient
@@ -125,16 +123,17 @@ def add_gradient(pointer, offset, ds, partial, pairs, rows, cols):
         else:
             total = tl.sum(gradient, 1)[:, None]
         tl.atomic_add(pointer + tl.where(mask, offset, 0), total)  # 0 of hidden pairs is added at offset 0
+    else:
+        tl.atomic_add(pointer + offset, tl.sum(tl.sum(gradient, 1), 0))
 
 
 @triton.jit
 def add_captured_gradients(
-    ds, s, seen, b, h, row0, n0, sq, sk, t0, t1, t2, t3, g0, g1, g2, g3, c: tl.constexpr
+    ds, s, b, h, row0, n0, sq, sk, t0, t1, t2, t3, g0, g1, g2, g3, c: tl.constexpr
 ):  # fmt: skip
-    """Add the gradients of captured tensors, from `ds`, that of the user's function of scores s."""
+    """Add the gradients of captured tensors, from `ds`, that of the user's function of scores s, 0 for hidden pairs."""
     rows, keys, rows_exist, keys_exist = rows_and_keys(row0, n0, sq, sk, False, c)
-    pairs = seen > 0.0
-    ds = tl.where(pairs, ds, 0.0)
+    pairs = ds != 0.0
     c.SCORE_GRADIENTS(
         ds, s, b, h, rows + (sk - sq), keys, pairs, rows_exist, keys_exist, t0, t1, t2, t3, g0, g1, g2, g3
     )
