@@ -69,8 +69,50 @@ class Spelling:
     arguments: str  # of the function and of its derivative
     gradient_arguments: str  # of the gradients, behind these
     seen: str  # which pairs are visible, which rows exist, which columns exist
+    load_line: str = "load_captured"  # reads consecutive elements, one for each row or for each column
     captured: str = ""  # expression of a captured tensor's pointer, unless t{n} is an argument
     gradient: str = "g{n}"  # expression of the pointer to its gradient
+
+
+@lru_cache(maxsize=256)
+def steps(program: Program) -> dict[str, tuple[int, int] | None]:
+    """Return by how much each integer of a program grows with i and with j, by name; None if it is not linear."""
+    known: dict[str, tuple[int, int] | None] = {"b": (0, 0), "h": (0, 0), "i": (1, 0), "j": (0, 1), "score": None}
+    for target, name, operands in program.lines:
+        forms = [known[x] if isinstance(x, str) else (0, 0) for x in operands if not _is_tensor(x)]
+        form: tuple[int, int] | None = None
+        if all(x == (0, 0) for x in forms):
+            form = (0, 0)
+        elif None not in forms:
+            first, *rest = (x for x in forms if x)
+            if name in ("add", "sub"):
+                sign = 1 if name == "add" else -1
+                form = (first[0] + sign * rest[0][0], first[1] + sign * rest[0][1])
+            elif name in ("to_int32", "to_int64"):
+                form = first
+        known[target] = form
+    return known
+
+
+def _is_tensor(operand: Operand) -> bool:
+    return isinstance(operand, str) and operand[0] == "t" and operand[1:].isdigit()
+
+
+def _step(program: Program, offset: Operand) -> tuple[int, int] | None:
+    return steps(program).get(offset) if isinstance(offset, str) else (0, 0)
+
+
+@lru_cache(maxsize=256)
+def gathers(source: str) -> bool:
+    """Return whether the function or its derivative loads elements that are not consecutive, one by one."""
+    return any(
+        line.operation == LOAD and _step(program, line.operands[1]) not in ((0, 0), *_LINES)
+        for program in programs(source)
+        for line in program.lines
+    )
+
+
+_LINES = ((1, 0), (0, 1))
 
 
 @lru_cache(maxsize=256)
@@ -89,17 +131,17 @@ def slope_source(source: str, spelling: Spelling) -> JitSource | None:
 def gradients_source(source: str, learned: tuple[bool, ...], spelling: Spelling) -> JitSource:
     """Return the function that adds the gradients of the `learned` captured tensors."""
     program = programs(source)[0]
-    body = [_code(line, spelling) for line in program.lines]
+    body = [_code(line, program, spelling) for line in program.lines]
     for index, offset, lines, result in load_gradients(source, learned):
         if result != 0.0:
-            body += [_code(line, spelling) for line in lines]
+            body += [_code(line, program, spelling) for line in lines]
             target = spelling.gradient.format(n=index)
             body.append(f"add_gradient({target}, {_offset(offset)}, ds, {_spelled(result)}, {spelling.seen})")
     return _named(program, "gradients", f"ds, {spelling.arguments}, {spelling.gradient_arguments}", body, spelling)
 
 
 def _function(program: Program, spelling: Spelling) -> JitSource:
-    body = [*[_code(line, spelling) for line in program.lines], f"return {_spelled(program.result)}"]
+    body = [*[_code(line, program, spelling) for line in program.lines], f"return {_spelled(program.result)}"]
     return _named(program, "value", spelling.arguments, body, spelling)
 
 
@@ -110,10 +152,12 @@ def _named(program: Program, kind: str, arguments: str, body: list[str], spellin
     return JitSource(name, f"def {name}({arguments}):\n{text}\n", spelling.module)
 
 
-def _code(line: Line, spelling: Spelling) -> str:
+def _code(line: Line, program: Program, spelling: Spelling) -> str:
     """Return the code of a line."""
     if line.operation == LOAD:
-        return f"{line.target} = load_captured({line.operands[0]}, {_offset(line.operands[1])}, {spelling.seen})"
+        tensor, offset = line.operands
+        load = spelling.load_line if _step(program, offset) in _LINES else "load_captured"
+        return f"{line.target} = {load}({tensor}, {_offset(offset)}, {spelling.seen})"
     operation = OPERATIONS[line.operation]
     texts = [x if isinstance(x, str) else f"({_spelled(x)})" for x in line.operands]
     if operation.is_float:

@@ -55,12 +55,23 @@ def load_captured(pointer, offset, pairs, rows, cols):
 
 
 @triton.jit
+def load_line(pointer, offset, pairs, rows, cols):
+    """Return consecutive elements of a captured tensor, one for each row or for each column of a tile."""
+    value = tl.load(pointer + offset, mask=mask_of_offset(offset, pairs, rows, cols), other=0)
+    if value.dtype.is_floating():
+        value = value.to(tl.float32)
+    return value
+
+
+@triton.jit
 def rows_and_keys(row0, n0, sq, sk, TRANSPOSED: tl.constexpr, c: tl.constexpr):
-    """Return (rows, keys, which rows exist, which keys exist) of a tile, that broadcast to it."""
+    """Return (rows, keys, which rows exist, which keys exist) of a tile, that broadcast to it.
+
+    These are masks of loads: the compiler reads the number of rows off an integer compare."""
     rows = tl.arange(0, c.BLOCK_M) + row0
     keys = tl.arange(0, c.BLOCK_N) + n0
-    rows_exist = rows.to(tl.float32) < sq.to(tl.float32)
-    keys_exist = keys.to(tl.float32) < sk.to(tl.float32)
+    rows_exist = rows < sq
+    keys_exist = keys < sk
     if TRANSPOSED:
         rows, keys, rows_exist, keys_exist = rows[None, :], keys[:, None], rows_exist[None, :], keys_exist[:, None]
     else:
@@ -76,8 +87,14 @@ def visible_pairs(
     """Return `seen` of a tile: 1.0 for each pair of a query and a key that sees it, else 0.0, [BLOCK_M, BLOCK_N].
 
     `is_partial`, `lists`, `bits_ptr`: as in `block_mask.keep_visible`. MASKED: positions may hide pairs."""
-    _, _, rows_exist, keys_exist = rows_and_keys(row0, n0, sq, sk, TRANSPOSED, c)
-    seen = tl.where(rows_exist & keys_exist, 1.0, 0.0)
+    rows = tl.arange(0, c.BLOCK_M).to(tl.float32)
+    keys = tl.arange(0, c.BLOCK_N).to(tl.float32)
+    rows_exist = rows < (sq - row0).to(tl.float32)
+    keys_exist = keys < (sk - n0).to(tl.float32)
+    if TRANSPOSED:
+        seen = tl.where(rows_exist[None, :] & keys_exist[:, None], 1.0, 0.0)
+    else:
+        seen = tl.where(rows_exist[:, None] & keys_exist[None, :], 1.0, 0.0)
     if c.MASK_K:
         seen = keep_visible(seen, 0.0, is_partial, lists, bits_ptr, row0, n0, seqlen_k, TRANSPOSED, c)
     if MASKED:
@@ -140,5 +157,6 @@ def add_captured_gradients(
 
 
 SPELLING = Spelling(
-    __name__, "score, b, h, i, j, pairs, rows, cols, t0, t1, t2, t3", "g0, g1, g2, g3", "pairs, rows, cols"
-)
+    __name__, "score, b, h, i, j, pairs, rows, cols, t0, t1, t2, t3", "g0, g1, g2, g3", "pairs, rows, cols",
+    load_line="load_line",
+)  # fmt: skip

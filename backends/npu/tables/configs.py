@@ -20,6 +20,7 @@ from diyfa.backends.npu.tables import l0, requested, tiles
 from diyfa.dropout import drop_threshold
 from diyfa.features import ADJUSTING
 from diyfa.problem import AttentionProblem, KVCacheProblem, MatmulProblem
+from diyfa.score_code import gathers
 
 MEASURED = "compiled 2026-11-21, triton-ascend 3.2.0 + ascendnpu-ir 1.2.0; not timed on a device"
 PREPROCESS_ROWS = 64  # rows of out and dout that a vector program holds at once, for Dv up to 256
@@ -105,8 +106,8 @@ FIRST_CHIPS = ("Ascend910B/20", "Ascend950/32")  # by family and cube cores, as 
 #   tail      the last tile of keys may be partial (also seq_lens, varlen)
 #   causal    causal
 #   biased    attn_bias, causal or not
-#   featured  a window, a block mask, softcap or ALiBi; or dropout, with or without a bias
-#   crowded   a window, a block mask, softcap or ALiBi together with a bias or dropout
+#   featured  a window, a block mask, softcap, ALiBi or a score function; or dropout, with or without a bias
+#   crowded   one of the first five together with a bias or dropout
 # The tile of a call with a block mask is the row's, cut to a block of the mask (`within_mask`).
 MODES = ("even", "tail", "causal", "biased", "featured", "crowded")
 DBIAS_MODES = MODES[3:]  # modes of calls with a bias, which alone have a gradient of one
@@ -184,8 +185,12 @@ _SMALLER = {TileKey(NPUArch.A2, "fwd", 2, 256, "crowded"): (32, 128)}
 def attention_tile(problem: AttentionProblem, kernel: str, always_mask: bool | None = None) -> AttentionTile:
     """Return the table's tile of `kernel` ("fwd", "dq", "dkdv" or "dbias") for `problem`.
 
+    A score function that gathers gets the conservative one: the compiler leaves a gather to one vector core, element by
+    element, and its values and addresses take most of the unified buffer.
     `always_mask`: whether every tile is masked, by default ALWAYS_MASK.
     """
+    if problem.score_fn and gathers(problem.score_fn):
+        return conservative_tile(problem, kernel)
     key = attention_key(problem, kernel)
     tile = ATTENTION_TILES[key]
     if problem.head_dim > widest_head_dim(key):
