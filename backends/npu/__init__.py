@@ -89,6 +89,15 @@ def _attention_unsupported(problem: AttentionProblem) -> str | None:
     return _shape_unsupported(problem) or refuse_features(problem, FEATURES, "the npu backend")
 
 
+def _bwd_unsupported(problem: AttentionProblem) -> str | None:
+    if problem.score_grad and problem.deterministic:
+        return (
+            "v2 adds the gradients of score_tensors by atomics, in no fixed order, and the call is deterministic: "
+            "detach them, or give a bias of each pair as attn_bias"
+        )
+    return _attention_unsupported(problem)
+
+
 def _fwd_unsupported(problem: AttentionProblem) -> str | None:
     if problem.batch_invariant:
         return "its tiles follow the shape of the call, so it is not batch invariant: split_kv is"
@@ -162,7 +171,7 @@ class NPUBackend:
             "attention_bwd",
             "separate dk/dv and dq kernels without atomics, deterministic",
             _launcher("attention.bwd", "attention_bwd"),
-            _attention_unsupported,
+            _bwd_unsupported,
             configs.bwd_tiles,
         ),
         Kernel(

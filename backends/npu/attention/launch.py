@@ -7,7 +7,7 @@ from typing import Any
 
 from diyfa.backends.npu.attention.bias import as_read
 from diyfa.backends.npu.attention.block_mask import mask_strides
-from diyfa.backends.npu.attention.score_functions import SPELLING
+from diyfa.backends.npu.attention.score_functions import SPELLING, captured_values
 from diyfa.backends.npu.runtime.compat import INTERPRETED, Constants, padded_head_dim, split_columns
 from diyfa.backends.npu.runtime.launch import bind_launch, cube_programs, heads_per_group, tensor_arguments
 from diyfa.backends.npu.tables import configs
@@ -71,6 +71,7 @@ def call_values(problem: AttentionProblem, tensors: AttentionTensors, step: str)
     return {
         **tensor_arguments(problem.layout, q=tensors.q, k=tensors.k, v=tensors.v),
         **{f"{x.name}_ptr": getattr(tensors, x.name) for x in TENSORS},
+        **captured_values(tensors),
         "per_head_ptr": tensors.alibi_slopes,
         "stride_per_head_b": per_head_stride(tensors.alibi_slopes),
         **bias.values("bias"),

@@ -10,12 +10,15 @@ time. The compiler does not honour the mask of a gather, so elements of hidden p
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
 from diyfa.backends.npu.attention.block_mask import keep_visible
 from diyfa.backends.npu.attention.primitives import masked
+from diyfa.problem import AttentionTensors
 from diyfa.score_code import Spelling
+from diyfa.score_functions import MAX_TENSORS
 
 
 @triton.jit
@@ -43,24 +46,29 @@ def mask_of_offset(offset, pairs, rows, cols):
 
 
 @triton.jit
+def as_number(value):
+    """Return loaded values as the function gets them: fp32, integers, or booleans, which are stored as uint8."""
+    if value.dtype.is_floating():
+        value = value.to(tl.float32)
+    if value.dtype == tl.uint8:
+        value = value.to(tl.float32) > 0.0
+    return value
+
+
+@triton.jit
 def load_captured(pointer, offset, pairs, rows, cols):
     """Return an element of a captured tensor for each visible pair, as fp32 if it is a floating-point number."""
     if offset.type.is_block():
         value = tl.load(pointer + tl.where(mask_of_offset(offset, pairs, rows, cols), offset, 0))
     else:
         value = tl.load(pointer + offset)
-    if value.dtype.is_floating():
-        value = value.to(tl.float32)
-    return value
+    return as_number(value)
 
 
 @triton.jit
 def load_line(pointer, offset, pairs, rows, cols):
     """Return consecutive elements of a captured tensor, one for each row or for each column of a tile."""
-    value = tl.load(pointer + offset, mask=mask_of_offset(offset, pairs, rows, cols), other=0)
-    if value.dtype.is_floating():
-        value = value.to(tl.float32)
-    return value
+    return as_number(tl.load(pointer + offset, mask=mask_of_offset(offset, pairs, rows, cols), other=0))
 
 
 @triton.jit
@@ -160,3 +168,14 @@ SPELLING = Spelling(
     __name__, "score, b, h, i, j, pairs, rows, cols, t0, t1, t2, t3", "g0, g1, g2, g3", "pairs, rows, cols",
     load_line="load_line",
 )  # fmt: skip
+
+
+def captured_values(tensors: AttentionTensors) -> dict[str, torch.Tensor | None]:
+    """Return the captured tensors by kernel argument, in types that the chip has: float64 is rounded to float32."""
+    values = {}
+    for n in range(MAX_TENSORS):
+        x = getattr(tensors, f"score_tensor{n}")
+        if x is not None and x.dtype == torch.float64:
+            x = x.to(torch.float32)
+        values[f"score_tensor{n}_ptr"] = x.view(torch.uint8) if x is not None and x.dtype == torch.bool else x
+    return values
