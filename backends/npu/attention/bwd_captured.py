@@ -218,7 +218,8 @@ def captured_launches(
     """Yield the launches, two for each part of the tasks. They add to `totals`, which are float32.
 
     `values`: arguments and constants of all kernels of the backward pass."""
-    rows, keys = tile.block_m, triton.cdiv(problem.seqlen_k, tile.block_n) * tile.block_n
+    rows, block = tile.block_m, problem.mask[1] if problem.mask else tile.block_n  # a list has whole blocks of a mask
+    keys = triton.cdiv(problem.seqlen_k, block) * block
     tasks = triton.cdiv(problem.seqlen_q, rows) * problem.batch * problem.heads_q
     most = max(1, min(tasks, WORKSPACE_BYTES // (8 * rows * max(keys, 1))))
     device = values["lse_ptr"].device

@@ -317,6 +317,16 @@ def mode_case(kernel: str, mode: str) -> dict[str, Any]:
     return MODE_CASES[mode]
 
 
+# Score functions: one that loads a number for each key, and has the table's tile, and one that gathers.
+_KEY_FACTOR = """def scaled(score, b, h, i, j, t0):
+    v0 = load(t0, j)
+    v1 = mul(score, v0)
+    v2 = tanh(v1)
+    v3 = mul(v2, 30.0)
+    return v3"""
+_WITH_FUNCTION: dict[str, Any] = {"score_fn": _KEY_FACTOR, "window_right": 0}
+_WITH_GATHER: dict[str, Any] = {"score_fn": SCORE_EXAMPLE, "dtype": "float32", "score_grad": True}
+
 # Each feature by itself or in its common use, and head dims that do not fill a tile. "bias" names the dimensions of
 # attn_bias.
 FEATURE_CASES: tuple[dict[str, Any], ...] = (
@@ -347,6 +357,8 @@ FEATURE_CASES: tuple[dict[str, Any], ...] = (
     {"mask": (128, 128), "seq_lens": True, "sinks": True},
     {"mask": (64, 128), "softcap": 30.0, "alibi": True},
     {"mask": (128, 64), "dropout": True},
+    _WITH_FUNCTION,
+    {"score_fn": _KEY_FACTOR, "mask": (128, 128), "bias": "qk"},
 )  # fmt: skip
 # Calls with a block mask, whose tiles are those of the table cut to the mask's blocks. Every chip and compiler compiles
 # MASK_CASES; _WITH_MASK has all features that a mask goes with.
@@ -355,15 +367,6 @@ MASK_CASES: tuple[dict[str, Any], ...] = (
     {"mask": (64, 64), "head_dim": 64},
 )
 _WITH_MASK = {"mask": (128, 128), "softcap": 30.0, "alibi": True, "dropout": True, "bias": "qk", **_EXTRAS}
-# Score functions: one that loads a number for each key, and has the table's tile, and one that gathers.
-_KEY_FACTOR = """def scaled(score, b, h, i, j, t0):
-    v0 = load(t0, j)
-    v1 = mul(score, v0)
-    v2 = tanh(v1)
-    v3 = mul(v2, 30.0)
-    return v3"""
-_WITH_FUNCTION: dict[str, Any] = {"score_fn": _KEY_FACTOR, "window_right": 0}
-_WITH_GATHER: dict[str, Any] = {"score_fn": SCORE_EXAMPLE, "dtype": "float32", "score_grad": True}
 HEAD_DIM_CASES: tuple[dict[str, Any], ...] = (
     {"head_dim": 1},
     {"head_dim": 16},

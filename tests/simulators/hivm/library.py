@@ -175,6 +175,7 @@ TABLE: dict[str, Function] = {
     "vcast_bfloat16_t_to_float": Function(_V, "rws", _same),
     "vcast_int32_t_to_float": Function(_V, "rws", _same),
     "vcast_int8_t_to_half": Function(_V, "rws", _same),
+    "vcast_uint8_t_to_half": Function(_V, "rws", _same),  # of booleans: 0 and 1
     "vcast_float_to_float": Function(_V, "rws", lambda x, mode: _ROUND[int(mode)](x)),
     "vcast_float_to_half": Function(_V, "rws", _to_narrower),
     "vcast_float_to_bfloat16_t": Function(_V, "rws", _to_narrower),
