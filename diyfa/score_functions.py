@@ -94,7 +94,7 @@ OPERATIONS = {
     "sub": _binary(operator.sub, "-", lambda e, out, x, y: 1.0, lambda e, out, x, y: -1.0),
     "mul": _binary(operator.mul, "*", lambda e, out, x, y: y, lambda e, out, x, y: x),
     "div": _binary(
-        torch.true_divide, "/", lambda e, out, x, y: e("div", 1.0, y), lambda e, out, x, y: e("neg", e("div", out, y)),
+        torch.div, "/", lambda e, out, x, y: e("div", 1.0, y), lambda e, out, x, y: e("neg", e("div", out, y)),
         is_float=True,
     ),
     "floordiv": _binary(_divide_integers, "//"),

@@ -7,6 +7,7 @@ and the backends with the reference: the Triton kernels derive the function them
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -35,9 +36,16 @@ def leaves(sizes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[t
 
 
 @pytest.fixture(params=TARGETS)
-def here(request: pytest.FixtureRequest) -> Target:
-    """Each backend that has score functions."""
-    return TARGETS[request.param]
+def here(request: pytest.FixtureRequest) -> Iterator[Target]:
+    """Each backend. Where an NPU is host memory, PyTorch's operators compute there."""
+    target = TARGETS[request.param]
+    if target.computes:
+        yield target
+        return
+    from npu_interpreter import HostArithmetic
+
+    with HostArithmetic():
+        yield target
 
 
 def results(
@@ -150,6 +158,24 @@ def test_with_other_features(here: Target, name: str, composed: str) -> None:
     want = oracle([x.nan_to_num() for x in inputs], captured, score_fn=case.jit, **options)
     found = results(diyfa.flash_attention, inputs, captured, score_fn=case.jit, here=here, **options)
     assert_close(found, want)
+
+
+@pytest.mark.parametrize(("sizes", "shape"), [("ragged", (45, 61)), ("ragged", (2, 1, 45, 1)), ("ragged", (1, 1)),
+                                              ("one", (1, 1))])  # fmt: skip
+def test_gradients_of_a_bias(here: Target, sizes: str, shape: tuple[int, ...]) -> None:
+    """Behind a function a bias that is equal for all keys does not cancel in the softmax."""
+    case, inputs = FUNCTIONS["scaled_by_key"], leaves(SIZES[sizes])
+    bias = torch.randn(shape, generator=torch.Generator().manual_seed(8))
+    captured = case.tensors(2, 2, 61)
+
+    def attend(*qkv: torch.Tensor, **options: Any) -> Any:
+        *qkv, b = qkv
+        function = diyfa.flash_attention if "backend" in options else diyfa.reference_attention
+        return function(*qkv, attn_bias=b, score_fn=case.jit, **options)
+
+    want = results(attend, [x.double() for x in (*inputs, bias)], [x.double() for x in captured], dtype=torch.float64)
+    assert want[5].any()
+    assert_close(results(attend, [*inputs, bias], captured, here=here), want)
 
 
 @pytest.mark.parametrize("name", ["scaled_by_key", "relative", "documents"])

@@ -41,7 +41,7 @@ class Blocks:
     def __init__(self) -> None:
         self.uses: dict[int, tuple[Memory, np.ndarray, np.ndarray]] = {}
 
-    def conflict(self, block: int, ref: Ref, write: bool, atomic: bool) -> str:
+    def conflict(self, block: int, ref: Ref, write: bool, atomic: bool = False) -> str:
         """Record an access; return a description of the access that conflicts with it, or ""."""
         memory = ref.memory
         if id(memory) not in self.uses:
