@@ -74,32 +74,35 @@ class Spelling:
     gradient: str = "g{n}"  # expression of the pointer to its gradient
 
 
-@lru_cache(maxsize=256)
-def steps(program: Program) -> dict[str, tuple[int, int] | None]:
-    """Return by how much each integer of a program grows with i and with j, by name; None if it is not linear."""
+_LINES = ((1, 0), (0, 1))  # steps of consecutive elements, one for each row or for each column
+
+
+def _steps(program: Program) -> dict[str, tuple[int, int] | None]:
+    """Return by how much each number of a program grows with i or with j, by name.
+
+    None if it is not linear, depends on both, or is equal for all pairs but has the shape of rows or columns."""
     known: dict[str, tuple[int, int] | None] = {"b": (0, 0), "h": (0, 0), "i": (1, 0), "j": (0, 1), "score": None}
     for target, name, operands in program.lines:
-        forms = [known[x] if isinstance(x, str) else (0, 0) for x in operands if not _is_tensor(x)]
+        forms = [known[x] if isinstance(x, str) else (0, 0) for x in (operands[1:] if name == LOAD else operands)]
+        linear = [x for x in forms if x is not None]
         form: tuple[int, int] | None = None
         if all(x == (0, 0) for x in forms):
             form = (0, 0)
-        elif None not in forms:
-            first, *rest = (x for x in forms if x)
+        elif len(linear) == len(forms):
             if name in ("add", "sub"):
+                (i, j), (other_i, other_j) = linear
                 sign = 1 if name == "add" else -1
-                form = (first[0] + sign * rest[0][0], first[1] + sign * rest[0][1])
+                mixed = (i or other_i) and (j or other_j)
+                total = (i + sign * other_i, j + sign * other_j)
+                form = None if mixed or total == (0, 0) else total
             elif name in ("to_int32", "to_int64"):
-                form = first
+                (form,) = linear
         known[target] = form
     return known
 
 
-def _is_tensor(operand: Operand) -> bool:
-    return isinstance(operand, str) and operand[0] == "t" and operand[1:].isdigit()
-
-
 def _step(program: Program, offset: Operand) -> tuple[int, int] | None:
-    return steps(program).get(offset) if isinstance(offset, str) else (0, 0)
+    return _steps(program)[offset] if isinstance(offset, str) else (0, 0)
 
 
 @lru_cache(maxsize=256)
@@ -110,9 +113,6 @@ def gathers(source: str) -> bool:
         for program in programs(source)
         for line in program.lines
     )
-
-
-_LINES = ((1, 0), (0, 1))
 
 
 @lru_cache(maxsize=256)

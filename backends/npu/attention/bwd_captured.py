@@ -87,6 +87,7 @@ def task_keys(
         lo = 0
     else:
         lo, hi = key_range(row0, sq, sk, window_left, window_right, c)
+        hi = tl.minimum(hi, seqlen_k)  # a packed sequence may be longer than the host knows
         lists, keys, full = 0, 0, 0
     hi = tl.where(row0 < sq, hi, lo)
     return b, h, row0, start_q, start_k, sq, sk, lists, keys, full, lo, hi
