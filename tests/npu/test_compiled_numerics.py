@@ -126,6 +126,21 @@ def test_a_score_function_that_reads_consecutive_elements() -> None:
     assert "_bwd_captured_kernel" in log.launches and not log.races, "\n".join(log.races)
 
 
+def test_a_small_tile_reads_no_bits_behind_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of 64 keys have two words of bits, and a tile of 32 keys needs one. The last word ends the tensor."""
+    from simulators.hivm.launch import compiled_on_cpu
+
+    from diyfa import BlockMask, flash_attention
+
+    generator = torch.Generator().manual_seed(7)
+    q, k = torch.randn(1, 1, 45, 16, generator=generator), torch.randn(1, 1, 61, 16, generator=generator)
+    mask = BlockMask.from_dense(torch.rand(45, 61, generator=generator) < 0.4, 64)
+    monkeypatch.setenv("DIYFA_NPU_TILE", "fwd=32x32")
+    with compiled_on_cpu():
+        out = flash_attention(q, k, k, mask=mask, backend="npu")
+    torch.testing.assert_close(out, flash_attention(q, k, k, mask=mask, backend="cpu"))
+
+
 def test_a_grid_larger_than_the_chip() -> None:
     """With TRITON_ALL_BLOCKS_PARALLEL=1 48 blocks run on 20 cube and 40 vector cores of a 910B3."""
     case = Case("many_heads", heads=48, heads_kv=24, seqlen_q=40, seqlen_k=70, head_dim=16, causal=True, sinks=True)
