@@ -98,7 +98,7 @@ OPERATIONS = {
         operator.mul, "*", lambda e, out, x, y: e("to_float32", y), lambda e, out, x, y: e("to_float32", x)
     ),
     "div": _binary(
-        torch.true_divide, "/", lambda e, out, x, y: e("div", 1.0, y), lambda e, out, x, y: e("neg", e("div", out, y)),
+        torch.div, "/", lambda e, out, x, y: e("div", 1.0, y), lambda e, out, x, y: e("neg", e("div", out, y)),
         is_float=True,
     ),
     "floordiv": _binary(_divide_integers, "//"),

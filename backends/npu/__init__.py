@@ -32,7 +32,7 @@ from diyfa.problem import (
 FEATURES = frozenset(
     {
         "causal", "window", "softcap", "seq_lens", "varlen", "alibi", "attn_bias", "sinks", "dropout",
-        "dropout_origins", "gqa", "head_dim_v", "batch_invariant", "mask",
+        "dropout_origins", "gqa", "head_dim_v", "batch_invariant", "mask", "score_fn",
     }
 )  # fmt: skip
 INTERPRETER_ARCH = "Ascend910B3"  # chip of the interpreter, unless DIYFA_ARCH names another
@@ -87,6 +87,15 @@ def _shape_unsupported(problem: AttentionProblem | KVCacheProblem) -> str | None
 
 def _attention_unsupported(problem: AttentionProblem) -> str | None:
     return _shape_unsupported(problem) or refuse_features(problem, FEATURES, "the npu backend")
+
+
+def _bwd_unsupported(problem: AttentionProblem) -> str | None:
+    if problem.score_grad and problem.deterministic:
+        return (
+            "v2 adds the gradients of score_tensors by atomics, in no fixed order, and the call is deterministic: "
+            "detach them, or give a bias of each pair as attn_bias"
+        )
+    return _attention_unsupported(problem)
 
 
 def _fwd_unsupported(problem: AttentionProblem) -> str | None:
@@ -162,7 +171,7 @@ class NPUBackend:
             "attention_bwd",
             "separate dk/dv and dq kernels without atomics, deterministic",
             _launcher("attention.bwd", "attention_bwd"),
-            _attention_unsupported,
+            _bwd_unsupported,
             configs.bwd_tiles,
         ),
         Kernel(

@@ -18,6 +18,7 @@ from subprocesses import ROOT, run_after_torch, run_python
 import diyfa
 from diyfa import score_functions
 from diyfa.features import SCORE_EXAMPLE
+from diyfa.score_code import gathers
 from diyfa.score_functions import Program, mask_program, programs, score_function, why_not_differentiable
 
 q = torch.randn(1, 2, 20, 16)
@@ -236,10 +237,8 @@ def test_wrong_arguments_are_refused() -> None:
 def test_kernels_refuse_it_by_name() -> None:
     problem = diyfa.explain(q, q, q, backend="cpu", score_fn=relative, score_tensors=(bias,)).problem
     assert "score_fn" in problem.features and problem.score_fn == score_function(relative).source
-    from diyfa.backends import npu
     from diyfa.registry import load_backend
 
-    assert "score_fn" not in npu.FEATURES
     reasons = {
         (kernel.op, kernel.name): kernel.unsupported(problem.replace(dtype="float16", arch="sm_90", needs_grad=True))
         for kernel in load_backend("cuda").kernels
@@ -361,6 +360,37 @@ def test_a_mask_program_reads_tensors() -> None:
 
 
 # ---- Kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def reads_lines(score, b, h, i, j, keys, queries, heads):
+    return score * tl.load(keys + b * 7 + j + tl.load(heads + h)) + tl.load(queries + (i - 2))
+
+
+@triton.jit
+def reads_every_second(score, b, h, i, j, keys):
+    return score + tl.load(keys + 2 * j)
+
+
+@triton.jit
+def reads_pairs(score, b, h, i, j, table):
+    return score + tl.load(table + i + j - j)
+
+
+@triton.jit
+def reads_by_what_it_read(score, b, h, i, j, table, ids):
+    return score + tl.load(table + tl.load(ids + j))
+
+
+def test_functions_that_gather_are_known() -> None:
+    for function, expected in (
+        (relative, True), (reads_lines, False), (reads_every_second, True), (reads_pairs, True),
+        (reads_by_what_it_read, True),
+    ):  # fmt: skip
+        assert gathers(score_function(function).source) == expected, function
+    assert gathers(score_function(reads_lines, reads_lines).source) is False
+    derivative = "\n\n".join(score_function(x).source for x in (floors, relative))
+    assert gathers(derivative), "of the user's derivative"
 
 
 def test_kernels_of_two_functions_have_two_keys(tmp_path: Any) -> None:

@@ -67,6 +67,8 @@ CHOSEN = [
     # Block masks: full and partial blocks; a mask for each head, the first of which sees no key of some blocks.
     CASES["mask_gqa_sinks"],
     Case("mask_heads", heads=4, heads_kv=1, seqlen_q=200, seqlen_k=150, head_dim=64, mask="1h:64:0.3"),
+    # A score function that gathers, with the gradient of what it gathers.
+    Case("score_fn_causal", heads=2, heads_kv=1, seqlen_q=20, seqlen_k=40, head_dim=16, causal=True, score_fn=True),
     Case("crowded_d128", heads=1, seqlen_q=200, seqlen_k=300, head_dim=128, window=(150, 0), alibi="h", dropout_p=0.2),
 ]
 SMALL = [case for case in CASES.values() if not case.large]
@@ -91,6 +93,52 @@ def test_attention(case: Case) -> None:
     if 0 not in case.sizes:
         assert "_fwd_kernel" in log.launches
         assert log.instructions > 100
+
+
+def test_a_score_function_that_reads_consecutive_elements() -> None:
+    """Tensors of each kind, a multiple of no tile, and the gradients of those of floating-point numbers."""
+    import triton
+    import triton.language as tl
+    from simulators.hivm.launch import compiled_on_cpu
+
+    from diyfa.score_functions import score_function
+
+    @triton.jit
+    def kinds(score, b, h, i, j, keep, factor, shift, small):
+        scaled = score * tl.load(factor + i) + tl.load(shift + b) * tl.load(small + j)
+        return tl.where(tl.load(keep + j), scaled, float("-inf"))
+
+    case = Case("kinds", heads=1, seqlen_q=37, seqlen_k=83, head_dim=16, dtype="float32", score_fn=True)
+    inputs, generator = make_inputs(case), torch.Generator().manual_seed(6)
+    inputs.options["score_fn"] = score_function(kinds)
+    inputs.options["score_tensors"] = (
+        torch.rand(83, generator=generator) < 0.7,
+        torch.randn(83, generator=generator).half().requires_grad_(),
+        torch.randn(1, generator=generator, dtype=torch.float64).requires_grad_(),
+        torch.randint(-3, 3, (83,), generator=generator, dtype=torch.int8),
+    )
+    with compiled_on_cpu() as log, poisoned_allocations():
+        got = run_case(attention_function(case, backend="npu"), inputs)
+    want = run_case(attention_function(case, backend="cpu"), inputs)
+    assert got.dscore1 is not None and got.dscore2 is not None and got.dscore2.dtype == torch.float64
+    for field, x, y in zip(Results._fields, got, want, strict=True):
+        torch.testing.assert_close(x, y, rtol=2e-3, atol=2e-5, msg=field)
+    assert "_bwd_captured_kernel" in log.launches and not log.races, "\n".join(log.races)
+
+
+def test_a_small_tile_reads_no_bits_behind_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of 64 keys have two words of bits, and a tile of 32 keys needs one. The last word ends the tensor."""
+    from simulators.hivm.launch import compiled_on_cpu
+
+    from diyfa import BlockMask, flash_attention
+
+    generator = torch.Generator().manual_seed(7)
+    q, k = torch.randn(1, 1, 45, 16, generator=generator), torch.randn(1, 1, 61, 16, generator=generator)
+    mask = BlockMask.from_dense(torch.rand(45, 61, generator=generator) < 0.4, 64)
+    monkeypatch.setenv("DIYFA_NPU_TILE", "fwd=32x32")
+    with compiled_on_cpu():
+        out = flash_attention(q, k, k, mask=mask, backend="npu")
+    torch.testing.assert_close(out, flash_attention(q, k, k, mask=mask, backend="cpu"))
 
 
 def test_a_grid_larger_than_the_chip() -> None:

@@ -112,3 +112,11 @@ def test_blocks_must_not_touch_what_others_write() -> None:
     assert not blocks.conflict(0, first, False)
     assert blocks.conflict(1, first, False) == "written by another block"
     assert blocks.conflict(0, second, True) == "written by another block"
+
+
+def test_atomic_additions_of_two_blocks_do_not_conflict() -> None:
+    blocks, memory = Blocks(), Memory("gm", 64, GLOBAL_GRANULE)
+    where = ref(memory, "f32", 0, 4)
+    assert not blocks.conflict(0, where, True, atomic=True)
+    assert not blocks.conflict(1, where, True, atomic=True)
+    assert blocks.conflict(1, where, False) == blocks.conflict(1, where, True) == "written by another block"

@@ -67,6 +67,26 @@ def test_rows_of_no_sequence_are_not_written(npu: torch.device) -> None:
     torch.testing.assert_close(delta.cpu(), expected)
 
 
+def test_gradients_of_captured_tensors_in_several_launches(npu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workspace of the second call holds two of its six tasks."""
+    from score_functions import FUNCTIONS
+
+    from diyfa.backends.npu.attention import bwd_captured
+
+    torch.manual_seed(0)
+    case, found = FUNCTIONS["relative"], []
+    x, dout = torch.randn(80, 1, 16), torch.randn(80, 1, 16)
+    cu = torch.tensor([0, 10, 50, 80], dtype=torch.int32).to(npu)
+    for most in (bwd_captured.WORKSPACE_BYTES, 2 * 32 * 64 * 8):
+        monkeypatch.setattr(bwd_captured, "WORKSPACE_BYTES", most)
+        (table,) = (t.to(npu).requires_grad_() for t in case.tensors(3, 1, 40))
+        options = {"score_fn": case.jit, "score_tensors": (table,), "causal": True}
+        out = diyfa.flash_attention_varlen(*[x.to(npu)] * 3, cu, cu, 40, 40, **options)
+        found.append(torch.autograd.grad(out, table, dout.to(npu))[0].cpu())
+    assert found[0].any()
+    torch.testing.assert_close(found[0], found[1])
+
+
 View = Callable[[torch.Tensor], torch.Tensor]
 BIAS_VIEWS: dict[str, tuple[tuple[int, ...], View]] = {  # the shape in memory, and the bias as it is given
     "expanded": ((1, 2, 40, 1), lambda x: x.expand(2, 2, 40, 70)),

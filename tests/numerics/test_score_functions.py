@@ -7,6 +7,7 @@ and the backends with the reference: the Triton kernels derive the function them
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -35,10 +36,17 @@ def leaves(sizes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[t
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
-@pytest.fixture(params=[name for name in TARGETS if name != "npu"])
-def here(request: pytest.FixtureRequest) -> Target:
-    """Each backend that has score functions."""
-    return TARGETS[request.param]
+@pytest.fixture(params=TARGETS)
+def here(request: pytest.FixtureRequest) -> Iterator[Target]:
+    """Each backend. Where an NPU is host memory, PyTorch's operators compute there; diyfa sums gradients of a bias."""
+    target = TARGETS[request.param]
+    if target.computes:
+        yield target
+        return
+    from npu_interpreter import HostArithmetic, on_the_host
+
+    with HostArithmetic(), on_the_host("sum.dim_IntList"):
+        yield target
 
 
 def results(
@@ -154,6 +162,24 @@ def test_with_other_features(here: Target, name: str, composed: str) -> None:
     want = oracle([x.nan_to_num() for x in inputs], captured, score_fn=case.jit, **options)
     found = results(diyfa.flash_attention, inputs, captured, score_fn=case.jit, here=here, **options)
     assert_close(found, want)
+
+
+@pytest.mark.parametrize(("sizes", "shape"), [("ragged", (45, 61)), ("ragged", (2, 1, 45, 1)), ("ragged", (1, 1)),
+                                              ("one", (1, 1))])  # fmt: skip
+def test_gradients_of_a_bias(here: Target, sizes: str, shape: tuple[int, ...]) -> None:
+    """Behind a function a bias that is equal for all keys does not cancel in the softmax."""
+    case, inputs = FUNCTIONS["scaled_by_key"], leaves(SIZES[sizes])
+    bias = torch.randn(shape, generator=torch.Generator().manual_seed(8))
+    captured = case.tensors(2, 2, 61)
+
+    def attend(*qkv: torch.Tensor, **options: Any) -> Any:
+        *qkv, b = qkv
+        function = diyfa.flash_attention if "backend" in options else diyfa.reference_attention
+        return function(*qkv, attn_bias=b, score_fn=case.jit, **options)
+
+    want = results(attend, [x.double() for x in (*inputs, bias)], [x.double() for x in captured], dtype=torch.float64)
+    assert want[5].any()
+    assert_close(results(attend, [*inputs, bias], captured, here=here), want)
 
 
 @pytest.mark.parametrize("name", ["scaled_by_key", "relative", "documents"])
@@ -312,7 +338,7 @@ def test_a_second_call_with_other_tensors_repeats_nothing_old(here: Target) -> N
 def test_deterministic_gradients(here: Target) -> None:
     inputs, case = leaves(RAGGED), FUNCTIONS["relative"]
     options: dict[str, Any] = {"score_fn": case.jit, "deterministic": True, "here": here}
-    if here.backend == "cuda":
+    if here.backend != "cpu":
         with pytest.raises(ValueError, match=r"gradients of score_tensors by atomics"):
             results(diyfa.flash_attention, inputs, case.tensors(2, 2, 61), **options)
         q, k, v = (x.to(here.device).requires_grad_() for x in inputs)

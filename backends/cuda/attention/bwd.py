@@ -50,7 +50,7 @@ from diyfa.backends.cuda.attention.launch import (
     tile_constants,
     tuned_launches,
 )
-from diyfa.backends.cuda.attention.score_functions import slope_source
+from diyfa.backends.cuda.attention.score_functions import SPELLING
 from diyfa.backends.cuda.attention.scores import first_row, row_delta
 from diyfa.backends.cuda.attention.seq_info import seq_info
 from diyfa.backends.cuda.attention.tile_io import (
@@ -65,6 +65,7 @@ from diyfa.backends.cuda.attention.tile_io import (
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.passes import Pass
 from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors, Launch, cached_per_kind, is_aligned
+from diyfa.score_code import slope_source
 
 PREPROCESS_BLOCK_M = 32
 PREPROCESS_WARPS = 4
@@ -128,7 +129,7 @@ def _preprocess_constants(problem: AttentionProblem) -> PreprocessConstants:
 
 @cached_per_kind
 def _constants(problem: AttentionProblem, config: AttentionConfig) -> TileConstants:
-    slope = {"score_slope": slope_source(problem.score_fn)}
+    slope = {"score_slope": slope_source(problem.score_fn, SPELLING)}
     return TileConstants.read_from(problem, config, **{**tile_constants(problem, config), **slope})
 
 

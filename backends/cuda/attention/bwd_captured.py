@@ -29,7 +29,7 @@ from diyfa.backends.cuda.attention.launch import (
     mask_constants,
     strides,
 )
-from diyfa.backends.cuda.attention.score_functions import gradients_source
+from diyfa.backends.cuda.attention.score_functions import SPELLING
 from diyfa.backends.cuda.attention.scores import (
     captured_pointers,
     first_row,
@@ -40,8 +40,8 @@ from diyfa.backends.cuda.attention.scores import (
 )
 from diyfa.backends.cuda.attention.seq_info import seq_info
 from diyfa.backends.cuda.attention.tile_io import POINTER, cdiv, head_view, load_tile
-from diyfa.backends.cuda.runtime.jit_source import JitSource
 from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors, Launch
+from diyfa.score_code import JitSource, gradients_source
 from diyfa.score_functions import MAX_TENSORS
 
 # Index of a captured tensor -> its gradient.
@@ -166,7 +166,7 @@ def make_launch(
         **feature_arguments(problem, tensors, scale),
     }
     learned_tensors = tuple([n in captured for n in range(MAX_TENSORS)])
-    own = {**mask_constants(problem), "score_gradients": gradients_source(problem.score_fn, learned_tensors)}
+    own = {**mask_constants(problem), "score_gradients": gradients_source(problem.score_fn, learned_tensors, SPELLING)}
     constants = CapturedConstants.read_from(problem, tile, **attention_constants(problem), **own)
     grid = cdiv(problem.seqlen_q, tile.block_m) * problem.heads_q * problem.batch
     return bind_launch(_bwd_captured_kernel, grid, values, constants, schedule(tile)), totals

@@ -34,7 +34,7 @@ from diyfa.backends.cuda.attention.launch import (
     mask_constants,
     strides,
 )
-from diyfa.backends.cuda.attention.score_functions import slope_source
+from diyfa.backends.cuda.attention.score_functions import SPELLING
 from diyfa.backends.cuda.attention.scores import (
     captured_pointers,
     first_row,
@@ -47,6 +47,7 @@ from diyfa.backends.cuda.attention.scores import (
 from diyfa.backends.cuda.attention.seq_info import seq_info
 from diyfa.backends.cuda.attention.tile_io import EQUAL, POINTER, cdiv, head_view, load_tile
 from diyfa.problem import AttentionProblem, AttentionTensors, Launch
+from diyfa.score_code import slope_source
 
 NOTHING = tl.constexpr(0)
 QUERIES = tl.constexpr(1)
@@ -228,7 +229,7 @@ def make_launch(
         "heads_out": heads_out,
         "steps": steps,
     }
-    own = {**mask_constants(problem), "reduce": reduce.value, "score_slope": slope_source(problem.score_fn)}
+    own = {**mask_constants(problem), "reduce": reduce.value, "score_slope": slope_source(problem.score_fn, SPELLING)}
     constants = BiasGradientConstants.read_from(problem, tile, **{**attention_constants(problem), **own})
     return bind_launch(_bwd_dbias_kernel, grid, values, constants, schedule(tile)), out
 

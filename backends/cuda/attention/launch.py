@@ -21,11 +21,10 @@ from diyfa.backends.cuda.attention.configs import (
     tile_form,
 )
 from diyfa.backends.cuda.attention.dropout import keep_threshold
-from diyfa.backends.cuda.attention.score_functions import value_source
+from diyfa.backends.cuda.attention.score_functions import SPELLING
 from diyfa.backends.cuda.attention.tile_io import cdiv, lengths_constant, padded_head_dim
 from diyfa.backends.cuda.runtime import tune
 from diyfa.backends.cuda.runtime.constants import Constants
-from diyfa.backends.cuda.runtime.jit_source import JitSource
 from diyfa.backends.cuda.runtime.launch import multiprocessors, on_device
 from diyfa.backends.cuda.runtime.launcher import Tiles, arguments_among, shared_box
 from diyfa.backends.cuda.runtime.passes import Pass, Replay, launch_each, make_replay
@@ -44,6 +43,7 @@ from diyfa.problem import (
     cached_per_problem,
     per_head_stride,
 )
+from diyfa.score_code import JitSource, value_source
 from diyfa.tuning import bucket_size
 
 _forced: dict[str, Any] = {}
@@ -281,7 +281,7 @@ def attention_constants(problem: AttentionProblem) -> dict[str, Any]:
         "has_right": problem.window_right >= 0,
         "lengths": lengths_constant(problem),
         "adjusted": has_adjusted_scores(problem),
-        "score_fn": value_source(problem.score_fn),
+        "score_fn": value_source(problem.score_fn, SPELLING),
         "score_slope": None,
         "block_d": key_columns(problem),
         "block_dv": padded_head_dim(problem.head_dim_v),

@@ -1,35 +1,15 @@
-"""Score functions in the portable kernels: Triton code of the user's function and of its derivatives.
+"""Score functions in the portable kernels: what the code of `diyfa.score_code` calls.
 
-`diyfa.score_functions` defines programs. Three jit functions are made of one:
-
-* the function itself, which reads captured tensors only where a query sees a key;
-* its derivative by the score;
-* the gradients of captured tensors: the derivative by each value that the function loads, times the gradient of the
-  score, is added at the offset of the load, by atomics.
-
-Kernels find the functions in their constants, as `JitSource`: text, which is in the key of the binary.
+The function reads captured tensors only where a query sees a key. Gradients of captured tensors are added by atomics.
 """
 
 from __future__ import annotations
-
-from functools import lru_cache
-from hashlib import blake2b
 
 import triton
 import triton.language as tl
 
 from diyfa.backends.cuda.attention.scores import tanh
-from diyfa.backends.cuda.runtime.jit_source import JitSource
-from diyfa.score_functions import (
-    LOAD,
-    OPERATIONS,
-    Line,
-    Operand,
-    Program,
-    load_gradients,
-    programs,
-    slope_program,
-)
+from diyfa.score_code import Spelling
 
 
 @triton.jit
@@ -94,64 +74,7 @@ def add_gradient(pointer, offset, ds, partial, seen):
         tl.atomic_add(pointer + offset, total, mask=mask_of_offset(offset, seen), sem="relaxed")
 
 
-def _spelled(operand: Operand) -> str:
-    if isinstance(operand, str):
-        return operand
-    text = repr(operand)
-    return text if isinstance(operand, bool) or text.lstrip("-")[0].isdigit() else f'float("{text}")'
-
-
-def _code(line: Line) -> str:
-    """Return the code of a line."""
-    if line.operation == LOAD:
-        return f"{line.target} = load_captured({line.operands[0]}, {_offset(line.operands[1])}, seen)"
-    operation = OPERATIONS[line.operation]
-    texts = [x if isinstance(x, str) else f"({_spelled(x)})" for x in line.operands]
-    if operation.is_float:
-        texts = [
-            f"tl.cast({x}, tl.float32)" if isinstance(y, str) else x for x, y in zip(texts, line.operands, strict=True)
-        ]
-    return f"{line.target} = {operation.triton.format(*texts)}"
-
-
-def _offset(operand: Operand) -> str:
-    """Return the code of a load's offset, which is never a Python number."""
-    return operand if isinstance(operand, str) else f"h * 0 + {operand}"
-
-
-def _named(program: Program, kind: str, arguments: str, body: list[str]) -> JitSource:
-    code = [*[f"t{n} = captured[{n}]" for n in range(program.tensors)], *body]
-    text = "\n".join(f"    {line}" for line in code)
-    name = f"{program.name}_{kind}_{blake2b(text.encode(), digest_size=16).hexdigest()}"
-    return JitSource(name, f"def {name}({arguments}):\n{text}\n", __name__)
-
-
-_ARGUMENTS = "score, b, h, i, j, seen, captured"
-
-
-def _function(program: Program) -> JitSource:
-    return _named(program, "value", _ARGUMENTS, [*map(_code, program.lines), f"return {_spelled(program.result)}"])
-
-
-@lru_cache(maxsize=256)
-def value_source(source: str) -> JitSource | None:
-    """Return the function, or None if a call has none."""
-    return _function(programs(source)[0]) if source else None
-
-
-@lru_cache(maxsize=256)
-def slope_source(source: str) -> JitSource | None:
-    """Return the derivative by the score, or None if a call has no function."""
-    return _function(slope_program(source)) if source else None
-
-
-@lru_cache(maxsize=256)
-def gradients_source(source: str, learned: tuple[bool, ...]) -> JitSource:
-    """Return the function that adds the gradients of the `learned` captured tensors to `gradients`."""
-    program = programs(source)[0]
-    body = [*map(_code, program.lines)]
-    for index, offset, lines, result in load_gradients(source, learned):
-        if result != 0.0:
-            body += map(_code, lines)
-            body.append(f"add_gradient(gradients[{index}], {_offset(offset)}, ds, {_spelled(result)}, seen)")
-    return _named(program, "gradients", f"ds, {_ARGUMENTS}, gradients", body)
+SPELLING = Spelling(
+    __name__, "score, b, h, i, j, seen, captured", "gradients", "seen", captured="captured[{n}]",
+    gradient="gradients[{n}]",
+)  # fmt: skip

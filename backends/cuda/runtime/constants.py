@@ -7,8 +7,8 @@ from typing import Any
 
 import triton.language as tl
 
-from diyfa.backends.cuda.runtime.jit_source import JitSource
 from diyfa.backends.cuda.runtime.launch import is_interpreting
+from diyfa.score_code import JitSource
 
 _KINDS: dict[Any, type] = {name: kind for kind in (bool, int, str) for name in (kind, kind.__name__)}
 

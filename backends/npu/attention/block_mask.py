@@ -83,12 +83,18 @@ def apply_bits(x, fill, lists, bits_ptr, row0, n0, seqlen_k, TRANSPOSED: tl.cons
     """Return x where the bits of the tile's block are 1, else `fill`. The block must be partial."""
     code = block_code(lists, row0, n0, seqlen_k, c)
     WORDS: tl.constexpr = c.MASK_K // WORD  # of a row of the block
-    base = bits_ptr + code.to(tl.int64) * (c.MASK_Q * WORDS) + (row0 % c.MASK_Q) * WORDS + (n0 % c.MASK_K) // WORD
+    line = bits_ptr + code.to(tl.int64) * (c.MASK_Q * WORDS) + (row0 % c.MASK_Q) * WORDS
+    base = line + (n0 % c.MASK_K) // WORD
     offs_m = tl.arange(0, c.BLOCK_M)
     rows = offs_m.to(tl.float32)
     keys = tl.arange(0, c.BLOCK_N).to(tl.float32)
     bits = key_bits(c.BLOCK_N)
-    words = tl.load(base + offs_m * WORDS)
+    if WORDS == 2 and c.BLOCK_N <= WORD:
+        # A load of every second word reads the words between, too; from the second one on, also that behind the block.
+        second = rows * 0.0 + ((n0 % c.MASK_K) // WORD).to(tl.float32) > 0.0
+        words = tl.where(second, tl.load(line + offs_m * WORDS + 1), tl.load(line + offs_m * WORDS))
+    else:
+        words = tl.load(base + offs_m * WORDS)
     if c.BLOCK_N < WORD:
         words = words >> (n0 % WORD)
     if TRANSPOSED:

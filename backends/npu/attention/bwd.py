@@ -4,7 +4,8 @@
 2. bwd_dkdv.py: dk and dv;
 3. bwd_dq.py: dq;
 4. bwd_dbias.py: the gradient of attn_bias, if required; bwd_dbias_rows.py if the bias is the same for all keys;
-5. bwd_dsinks.py: the gradient of the sinks, if there are any.
+5. bwd_dsinks.py: the gradient of the sinks, if there are any;
+6. bwd_captured.py: the gradients of a score function's captured tensors, by atomics, if required.
 
 This module builds their launches. fwd.py explains what all kernels with matrix products share: the persistent grid, the
 single loop, the padding.
@@ -20,19 +21,21 @@ import torch
 import triton
 
 from diyfa.backends.npu.attention.bias import as_read, as_written
+from diyfa.backends.npu.attention.bwd_captured import captured_launches, learned
 from diyfa.backends.npu.attention.bwd_dbias import _bwd_dbias_kernel
 from diyfa.backends.npu.attention.bwd_dbias_rows import DQ_WIDTH, BiasRowsConstants, _bwd_dbias_rows_kernel
 from diyfa.backends.npu.attention.bwd_delta import PreprocessConstants, _bwd_preprocess_kernel
 from diyfa.backends.npu.attention.bwd_dkdv import KeyGradientConstants, _bwd_dkdv_kernel
 from diyfa.backends.npu.attention.bwd_dq import QueryGradientConstants, _bwd_dq_kernel
 from diyfa.backends.npu.attention.bwd_dsinks import SinkGradientConstants, _bwd_dsinks_kernel
-from diyfa.backends.npu.attention.launch import AttentionConstants, attention_launch, call_values
+from diyfa.backends.npu.attention.launch import AttentionConstants, attention_launch, bias_keys, call_values
 from diyfa.backends.npu.runtime.launch import bind_launch, device_guard, run, tensor_arguments, vector_programs
 from diyfa.backends.npu.runtime.tiles import chosen_tile, run_tiled
 from diyfa.backends.npu.tables.configs import (
     PREPROCESS_ROWS,
     AttentionTile,
     attention_tile,
+    conservative_tile,
     family_options,
     preprocess_rows,
 )
@@ -47,7 +50,8 @@ def _dbias_launch(
     tile: AttentionTile | None,
 ) -> tuple[str, Launch]:
     """Return (name, launch) for the gradient of the bias. It writes `dbias`, or the buffer of `as_written`."""
-    buffer = as_written(dbias)
+    keys = bias_keys(problem)
+    buffer = as_written(dbias, keys)
     bias_batch, bias_heads = ((1,) * (4 - dbias.dim()) + tuple(dbias.shape))[:2]
     values = {**values, **buffer.values("dbias"), "bias_batch": bias_batch, "bias_heads": bias_heads}
     tasks = bias_batch * bias_heads
@@ -61,7 +65,7 @@ def _dbias_launch(
         )  # fmt: skip
     if values["BIAS"] != buffer.dims:  # an expanded bias has a gradient for each repeated value
         assert tensors.attn_bias is not None
-        bias = as_read(tensors.attn_bias.contiguous())
+        bias = as_read(tensors.attn_bias.contiguous(), keys)
         values |= {**bias.values("bias"), "BIAS": bias.dims}
     tile = tile or attention_tile(problem, "dbias")
     tasks *= triton.cdiv(problem.seqlen_q, tile.block_m) if "q" in buffer.dims else 1
@@ -80,7 +84,7 @@ def make_launches(
     tiles: Mapping[str, AttentionTile] | None = None,
 ) -> dict[str, Launch]:
     """Return the launches that fill the gradients, by name, in order. `tiles` replaces tiles of the table, by kernel
-    name."""
+    name. Gradients of captured tensors are zeros in float32, to which the launches add."""
     tiles = tiles or {}
     layout, arch, device, heads_q = problem.layout, problem.arch, lse.device, problem.heads_q
     values = {
@@ -115,6 +119,9 @@ def make_launches(
     if gradients.dbias is not None:
         name, launch = _dbias_launch(problem, tensors, gradients.dbias, values, tiles.get("dbias"))
         launches[name] = launch
+    if totals := learned(gradients):
+        captured = captured_launches(problem, values, totals, conservative_tile(problem, "dbias"))
+        launches |= {f"captured{n}": launch for n, launch in enumerate(captured)}
     if gradients.dsinks is not None:
         row_values = {"batch": batch, "seqlen_q": rows, "BLOCK_M": PREPROCESS_ROWS}
         launches["dsinks"] = bind_launch(
@@ -140,7 +147,9 @@ def attention_bwd(
 
     `dout` has the shape of `out`, `dlse` that of `lse`. Strides are free, except the last one of `dout`.
     """
-    dbias = gradients.dbias
+    dbias, captured = gradients.dbias, learned(gradients)
+    totals = {f"dscore{n}": torch.zeros_like(x, dtype=torch.float32) for n, x in captured.items()}
+    gradients = gradients._replace(**totals)
     if gradients.delta is None:  # one delta for all kernels, whatever their tiles
         gradients = gradients._replace(delta=torch.empty_like(lse))
 
@@ -151,7 +160,8 @@ def attention_bwd(
 
     tiles: dict[str, AttentionTile] = {}
     with device_guard(tensors.q):
-        tiled = ("dkdv", "dq", "dbias") if dbias is not None and "k" in as_written(dbias).dims else ("dkdv", "dq")
+        has_tiles = dbias is not None and "k" in as_written(dbias, bias_keys(problem)).dims
+        tiled = ("dkdv", "dq", "dbias") if has_tiles else ("dkdv", "dq")
         tiles |= {kernel: chosen_tile(problem, kernel, partial(launch_with, kernel)) for kernel in tiled}
         launches = make_launches(problem, tensors, out, lse, dout, dlse, gradients, tiles)
         for kernel, launch in launches.items():
@@ -161,4 +171,7 @@ def attention_bwd(
                 run(launch)
             dbias_buffer = launch.arguments.get("dbias_ptr")
             if dbias is not None and dbias_buffer is not None and dbias_buffer is not dbias:
-                dbias.copy_(dbias_buffer)
+                summed = dbias.shape[-1] != dbias_buffer.shape[-1]
+                dbias.copy_(dbias_buffer.sum(-1, keepdim=True) if summed else dbias_buffer)
+        for n, x in captured.items():
+            x.copy_(totals[f"dscore{n}"])

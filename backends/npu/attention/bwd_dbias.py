@@ -28,6 +28,7 @@ from diyfa.backends.npu.attention.primitives import (
     store_tile,
     task_in_round,
 )
+from diyfa.backends.npu.attention.score_functions import function_gradient, function_scores, visible_pairs
 from diyfa.backends.npu.runtime.compat import kernel
 
 
@@ -35,7 +36,8 @@ from diyfa.backends.npu.runtime.compat import kernel
 def _bwd_dbias_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr,
     seq_lens_ptr, per_head_ptr, bias_ptr, rng_state_ptr,
-    mask_blocks_ptr, mask_bits_ptr, dbias_ptr,
+    mask_blocks_ptr, mask_bits_ptr, score_tensor0_ptr, score_tensor1_ptr, score_tensor2_ptr, score_tensor3_ptr,
+    dbias_ptr,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_dob, stride_doh, stride_dom, stride_dbias_b, stride_dbias_h, stride_dbias_m,
     stride_per_head_b, stride_bias_b, stride_bias_h, stride_bias_m,
@@ -100,6 +102,20 @@ def _bwd_dbias_kernel(
                 sm_scale, softcap, softcap_minus, softcap_rate,
                 per_head_ptr, stride_per_head_b, bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, False, c,
             )  # fmt: skip
+            lists, code = 0, 0
+            if c.MASK_K:
+                lists = head_lists(mask_blocks_ptr, b, h, stride_mask_b, stride_mask_h)
+                code = block_code(lists, row0, n0, seqlen_k, c)
+            if c.SCORE_FN is not None:
+                score = s
+                seen = visible_pairs(
+                    code >= 0, lists, mask_bits_ptr, row0, n0, sq, sk, seqlen_k, window_left, window_right,
+                    True, False, c,
+                )  # fmt: skip
+                s = function_scores(
+                    s, seen, b, h, row0, n0, sq, sk,
+                    score_tensor0_ptr, score_tensor1_ptr, score_tensor2_ptr, score_tensor3_ptr, False, c,
+                )  # fmt: skip
             p = tl.exp(s - lse[:, None])  # [BLOCK_M, BLOCK_N]
             dout = load_tile(dout_block, PAD_DV)  # [BLOCK_M, BLOCK_DV]
             v = load_tile(v_block, PAD_DV)  # [BLOCK_N, BLOCK_DV]
@@ -111,13 +127,18 @@ def _bwd_dbias_kernel(
                 c0, c1 = position_words(column_key0, column_key1, tl.arange(0, c.BLOCK_N) + n0)
                 dp = tl.where(keep_tile(r0, r1, c0, c1, keep_threshold), dp, 0.0)
             ds = p * (dp - delta[:, None])
-            if c.MASK_K:
-                lists = head_lists(mask_blocks_ptr, b, h, stride_mask_b, stride_mask_h)
-                code = block_code(lists, row0, n0, seqlen_k, c)
+            if c.MASK_K:  # noqa: SIM102
                 if code == EMPTY:
                     ds = tl.zeros([c.BLOCK_M, c.BLOCK_N], tl.float32)
-                ds = keep_visible(ds, 0.0, code >= 0, lists, mask_bits_ptr, row0, n0, seqlen_k, False, c)
-            ds = masked(ds, 0.0, row0, n0, sq, sk, window_left, window_right, False, c)
+            if c.SCORE_FN is not None:
+                ds = function_gradient(
+                    ds, score, seen, b, h, row0, n0, sq, sk,
+                    score_tensor0_ptr, score_tensor1_ptr, score_tensor2_ptr, score_tensor3_ptr, False, c,
+                )  # fmt: skip
+            else:
+                if c.MASK_K:
+                    ds = keep_visible(ds, 0.0, code >= 0, lists, mask_bits_ptr, row0, n0, seqlen_k, False, c)
+                ds = masked(ds, 0.0, row0, n0, sq, sk, window_left, window_right, False, c)
             # Masks do not hide everything beyond the sequence: neither what no product wrote, nor 0 times a NaN. This
             # select is unconditional, and in this form: else AscendNPU IR 1.1.0 does not pipeline the loop.
             is_row = (tl.arange(0, c.BLOCK_M) + row0).to(tl.float32) < sq.to(tl.float32)

@@ -50,6 +50,7 @@ from diyfa.backends.npu.attention.primitives import (
     store_tile,
     task_in_round,
 )
+from diyfa.backends.npu.attention.score_functions import function_gradient, function_scores, visible_pairs
 from diyfa.backends.npu.runtime.compat import kernel
 
 
@@ -64,7 +65,8 @@ class KeyGradientConstants(AttentionConstants):
 def _bwd_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr,
     seq_lens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, per_head_ptr, bias_ptr, rng_state_ptr,
-    mask_blocks_ptr, mask_bits_ptr, dk_ptr, dv_ptr,
+    mask_blocks_ptr, mask_bits_ptr, score_tensor0_ptr, score_tensor1_ptr, score_tensor2_ptr, score_tensor3_ptr,
+    dk_ptr, dv_ptr,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_dob, stride_doh, stride_dom, stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn,
     stride_per_head_b, stride_bias_b, stride_bias_h, stride_bias_m,
@@ -106,6 +108,7 @@ def _bwd_dkdv_kernel(
                     first_head = tl.where(end > 0, group - 1 - i, first_head)
             else:
                 lo, hi = row_range(n0, sq, sk, window_left, window_right, c)
+                lists, full = 0, 0
                 row_blocks = tl.cdiv(tl.maximum(hi - lo, 0), c.BLOCK_M)
             k_base = head_base(k_ptr, b, hk, start_k, stride_kb, stride_kh, stride_kn, c.VARLEN)
             v_base = head_base(v_ptr, b, hk, start_k, stride_vb, stride_vh, stride_vn, c.VARLEN)
@@ -156,14 +159,25 @@ def _bwd_dkdv_kernel(
                         s, b, h, row0, n0, sq, sk, sm_scale, softcap, softcap_minus, softcap_rate,
                         per_head_ptr, stride_per_head_b, bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, True, c,
                     )  # fmt: skip
+                    if c.SCORE_FN is not None:
+                        score = s
+                        seen = visible_pairs(
+                            step >= full, lists, mask_bits_ptr, row0, n0, sq, sk, seqlen_k, window_left, window_right,
+                            c.MASK_K == 0 or c.SEQ_LENS, True, c,
+                        )  # fmt: skip
+                        s = function_scores(
+                            s, seen, b, h, row0, n0, sq, sk,
+                            score_tensor0_ptr, score_tensor1_ptr, score_tensor2_ptr, score_tensor3_ptr, True, c,
+                        )  # fmt: skip
                     p = tl.exp(s - lse[None, :])  # [BLOCK_N, BLOCK_M]
                     # Compiled in even if no tile needs it (padded keys only reach their own rows of dk and dv): without
                     # it AscendNPU IR 1.1.0 leaves square tiles to one vector core, or overflows the unified buffer.
-                    if c.MASK_K:
-                        p = keep_visible(p, 0.0, step >= full, lists, mask_bits_ptr, row0, n0, seqlen_k, True, c)
-                    if c.MASK_K == 0 or c.SEQ_LENS:
-                        p = masked(p, 0.0, row0, n0, sq, sk, window_left, window_right, True, c)
-                    p = drop_columns(p, row0, sq, c.BLOCK_M)
+                    if c.SCORE_FN is None:
+                        if c.MASK_K:
+                            p = keep_visible(p, 0.0, step >= full, lists, mask_bits_ptr, row0, n0, seqlen_k, True, c)
+                        if c.MASK_K == 0 or c.SEQ_LENS:
+                            p = masked(p, 0.0, row0, n0, sq, sk, window_left, window_right, True, c)
+                        p = drop_columns(p, row0, sq, c.BLOCK_M)
                     # The cube unit may overwrite a left operand. In fp32 p itself is that of the dv product, so every
                     # other use of p comes before that product.
                     dp = dot(v, tl.trans(dout), c.INTERPRET)  # [BLOCK_N, BLOCK_M]
@@ -178,7 +192,13 @@ def _bwd_dkdv_kernel(
                         dp = tl.where(keep, dp, 0.0)
                     ds = p * (dp - delta[None, :])
                     ds = product_gradient(ds, b, h, capped, softcap_inverse, per_head_ptr, stride_per_head_b, c)
-                    ds = drop_columns(ds, row0, sq, c.BLOCK_M)
+                    if c.SCORE_FN is not None:
+                        ds = function_gradient(
+                            ds, score, seen, b, h, row0, n0, sq, sk,
+                            score_tensor0_ptr, score_tensor1_ptr, score_tensor2_ptr, score_tensor3_ptr, True, c,
+                        )  # fmt: skip
+                    else:
+                        ds = drop_columns(ds, row0, sq, c.BLOCK_M)
                     dv = dot_add(narrow(p_dropped, dout.dtype, c.INTERPRET), dout, dv, c.INTERPRET)
                     ds = narrow(ds, q.dtype, c.INTERPRET)
                     dk = dot_add(ds, q, dk, c.INTERPRET)

@@ -43,6 +43,7 @@ from diyfa.backends.npu.attention.primitives import (
     store_tile,
     task_in_round,
 )
+from diyfa.backends.npu.attention.score_functions import function_gradient, function_scores, visible_pairs
 from diyfa.backends.npu.runtime.compat import kernel
 
 
@@ -58,7 +59,8 @@ class QueryGradientConstants(AttentionConstants):
 def _bwd_dq_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr,
     seq_lens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, per_head_ptr, bias_ptr, rng_state_ptr,
-    mask_blocks_ptr, mask_bits_ptr, dq_ptr,
+    mask_blocks_ptr, mask_bits_ptr, score_tensor0_ptr, score_tensor1_ptr, score_tensor2_ptr, score_tensor3_ptr,
+    dq_ptr,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_dob, stride_doh, stride_dom, stride_dqb, stride_dqh, stride_dqm,
     stride_per_head_b, stride_bias_b, stride_bias_h, stride_bias_m,
@@ -93,6 +95,7 @@ def _bwd_dq_kernel(
                 lo = 0
             else:
                 lo, hi = key_range(row0, sq, sk, window_left, window_right, c)
+                lists, full = 0, 0
             q_base = head_base(q_ptr, b, h, start_q, stride_qb, stride_qh, stride_qm, c.VARLEN)
             k_base = head_base(k_ptr, b, hk, start_k, stride_kb, stride_kh, stride_kn, c.VARLEN)
             v_base = head_base(v_ptr, b, hk, start_k, stride_vb, stride_vh, stride_vn, c.VARLEN)
@@ -140,6 +143,16 @@ def _bwd_dq_kernel(
                     s, b, h, row0, n0, sq, sk, sm_scale, softcap, softcap_minus, softcap_rate,
                     per_head_ptr, stride_per_head_b, bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, False, c,
                 )  # fmt: skip
+                if c.SCORE_FN is not None:
+                    score = s
+                    seen = visible_pairs(
+                        step >= full, lists, mask_bits_ptr, row0, n0, sq, sk, seqlen_k, window_left, window_right,
+                        c.MASKED, False, c,
+                    )  # fmt: skip
+                    s = function_scores(
+                        s, seen, b, h, row0, n0, sq, sk,
+                        score_tensor0_ptr, score_tensor1_ptr, score_tensor2_ptr, score_tensor3_ptr, False, c,
+                    )  # fmt: skip
                 p = tl.exp(s - lse[:, None])  # [BLOCK_M, BLOCK_N]
                 if c.MASK_K:
                     v = load_tile(block_at(v_base, sk, stride_vn, n0, 0, c.HEAD_DIM_V, c.BLOCK_N, c.BLOCK_DV), PAD_DV)
@@ -153,10 +166,16 @@ def _bwd_dq_kernel(
                 ds = product_gradient(ds, b, h, capped, softcap_inverse, per_head_ptr, stride_per_head_b, c)
                 # Mask ds, not p: a product with fewer keys than the tile does not write the other columns of its
                 # accumulator, so s and dp may hold anything there, NaN included.
-                if c.MASK_K:
-                    ds = keep_visible(ds, 0.0, step >= full, lists, mask_bits_ptr, row0, n0, seqlen_k, False, c)
-                if c.MASKED:
-                    ds = masked(ds, 0.0, row0, n0, sq, sk, window_left, window_right, False, c)
+                if c.SCORE_FN is not None:
+                    ds = function_gradient(
+                        ds, score, seen, b, h, row0, n0, sq, sk,
+                        score_tensor0_ptr, score_tensor1_ptr, score_tensor2_ptr, score_tensor3_ptr, False, c,
+                    )  # fmt: skip
+                else:
+                    if c.MASK_K:
+                        ds = keep_visible(ds, 0.0, step >= full, lists, mask_bits_ptr, row0, n0, seqlen_k, False, c)
+                    if c.MASKED:
+                        ds = masked(ds, 0.0, row0, n0, sq, sk, window_left, window_right, False, c)
                 ds = narrow(ds, k.dtype, c.INTERPRET)
                 dq = dot_add(ds, k, dq, c.INTERPRET)
                 if c.BLOCK_D_TAIL:

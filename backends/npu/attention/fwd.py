@@ -60,6 +60,7 @@ from diyfa.backends.npu.attention.primitives import (
     store_tile,
     task_in_round,
 )
+from diyfa.backends.npu.attention.score_functions import function_scores, visible_pairs
 from diyfa.backends.npu.runtime.compat import kernel
 from diyfa.backends.npu.runtime.launch import device_guard, tensor_arguments
 from diyfa.backends.npu.runtime.tiles import chosen_tile, run_tiled
@@ -92,7 +93,8 @@ class ForwardConstants(AttentionConstants):
 def _fwd_kernel(
     q_ptr, k_ptr, v_ptr,
     seq_lens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, per_head_ptr, bias_ptr, rng_state_ptr, sinks_ptr,
-    mask_blocks_ptr, mask_bits_ptr, out_ptr, lse_ptr,
+    mask_blocks_ptr, mask_bits_ptr, score_tensor0_ptr, score_tensor1_ptr, score_tensor2_ptr, score_tensor3_ptr,
+    out_ptr, lse_ptr,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_ob, stride_oh, stride_om, stride_per_head_b, stride_bias_b, stride_bias_h, stride_bias_m,
     stride_mask_b, stride_mask_h,
@@ -126,6 +128,7 @@ def _fwd_kernel(
                 lo = 0
             else:
                 lo, hi = key_range(row0, sq, sk, window_left, window_right, c)
+                lists, full = 0, 0
             q_base = head_base(q_ptr, b, h, start_q, stride_qb, stride_qh, stride_qm, c.VARLEN)
             k_base = head_base(k_ptr, b, hk, start_k, stride_kb, stride_kh, stride_kn, c.VARLEN)
             v_base = head_base(v_ptr, b, hk, start_k, stride_vb, stride_vh, stride_vn, c.VARLEN)
@@ -157,11 +160,23 @@ def _fwd_kernel(
                 )  # fmt: skip
                 if ROW_BIAS:
                     s = s + bias[:, None]
-                if c.MASK_K:
-                    is_partial = position >= full
-                    s = keep_visible(s, float("-inf"), is_partial, lists, mask_bits_ptr, row0, n0, seqlen_k, False, c)
-                if c.MASKED:
-                    s = masked(s, float("-inf"), row0, n0, sq, sk, window_left, window_right, False, c)
+                if c.SCORE_FN is not None:
+                    seen = visible_pairs(
+                        position >= full, lists, mask_bits_ptr, row0, n0, sq, sk, seqlen_k, window_left, window_right,
+                        c.MASKED, False, c,
+                    )  # fmt: skip
+                    s = function_scores(
+                        s, seen, b, h, row0, n0, sq, sk,
+                        score_tensor0_ptr, score_tensor1_ptr, score_tensor2_ptr, score_tensor3_ptr, False, c,
+                    )  # fmt: skip
+                else:
+                    if c.MASK_K:
+                        is_partial = position >= full
+                        s = keep_visible(
+                            s, float("-inf"), is_partial, lists, mask_bits_ptr, row0, n0, seqlen_k, False, c
+                        )
+                    if c.MASKED:
+                        s = masked(s, float("-inf"), row0, n0, sq, sk, window_left, window_right, False, c)
                 p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, c.INTERPRET)
                 if c.DROPOUT:  # drops weights only; l_i and lse stay without dropout
                     c0, c1 = position_words(column_key0, column_key1, tl.arange(0, c.BLOCK_N) + n0)

@@ -7,6 +7,7 @@ from typing import Any
 
 from diyfa.backends.npu.attention.bias import as_read
 from diyfa.backends.npu.attention.block_mask import mask_strides
+from diyfa.backends.npu.attention.score_functions import SPELLING, captured_values
 from diyfa.backends.npu.runtime.compat import INTERPRETED, Constants, padded_head_dim, split_columns
 from diyfa.backends.npu.runtime.launch import bind_launch, cube_programs, heads_per_group, tensor_arguments
 from diyfa.backends.npu.tables import configs
@@ -21,6 +22,7 @@ from diyfa.backends.npu.tables.configs import (
 )
 from diyfa.features import TENSORS
 from diyfa.problem import AttentionProblem, AttentionTensors, Launch, per_head_stride
+from diyfa.score_code import JitSource, slope_source, value_source
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,14 @@ class AttentionConstants(Constants):
     mask_k: int
     dropout: bool
     dropout_origins: bool
+    score_fn: JitSource | None
+    score_slope: JitSource | None  # derivative of score_fn by the score; None in the forward pass
     interpret: bool
+
+
+def bias_keys(problem: AttentionProblem) -> int:
+    """Return the number of keys that a bias must have in kernels (`bias.as_read`), 0 for any."""
+    return problem.seqlen_k if problem.score_fn else 0
 
 
 def call_values(problem: AttentionProblem, tensors: AttentionTensors, step: str) -> dict[str, Any]:
@@ -57,11 +66,12 @@ def call_values(problem: AttentionProblem, tensors: AttentionTensors, step: str)
 
     Tensors that kernels cannot read are copied. `step`: the kernel, "fwd" or "dq" in the tile table, for which MASKED
     says whether a tile needs a mask."""
-    bias = as_read(tensors.attn_bias)
+    bias = as_read(tensors.attn_bias, bias_keys(problem))
     mask_q, mask_k = problem.mask or (0, 0)
     return {
         **tensor_arguments(problem.layout, q=tensors.q, k=tensors.k, v=tensors.v),
         **{f"{x.name}_ptr": getattr(tensors, x.name) for x in TENSORS},
+        **captured_values(tensors),
         "per_head_ptr": tensors.alibi_slopes,
         "stride_per_head_b": per_head_stride(tensors.alibi_slopes),
         **bias.values("bias"),
@@ -82,6 +92,8 @@ def call_values(problem: AttentionProblem, tensors: AttentionTensors, step: str)
         "BIAS": bias.dims,
         "MASK_Q": mask_q,
         "MASK_K": mask_k,
+        "SCORE_FN": value_source(problem.score_fn, SPELLING),
+        "SCORE_SLOPE": None if step == "fwd" else slope_source(problem.score_fn, SPELLING),
         "INTERPRET": INTERPRETED,
     }
 

@@ -25,6 +25,7 @@ from functools import lru_cache
 from typing import Any
 
 from diyfa.npu_stacks import installed_version, release
+from diyfa.score_code import JitSource
 
 # In the interpreter the kernels run on CPU memory. Its `tl.dot` of bfloat16 multiplies bit patterns, so the kernels
 # widen bfloat16 operands there (the INTERPRET flag). The cube unit forms float32 products of bfloat16 values, too.
@@ -99,6 +100,8 @@ class Constants:
         if not name.isupper():
             raise AttributeError(f"{type(self).__name__} has no field {name}")
         value = getattr(self, name.lower())
+        if isinstance(value, JitSource):
+            value = value.function()
         return value if INTERPRETED else constexpr(value)
 
 

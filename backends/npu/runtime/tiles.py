@@ -197,4 +197,5 @@ def _bucket(problem: Problem, kernel: str) -> tuple[Any, ...]:
         bucket_size(problem.window_left + 1),
         problem.bias,
         problem.mask,
+        problem.score_fn,
     )

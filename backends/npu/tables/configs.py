@@ -20,6 +20,7 @@ from diyfa.backends.npu.tables import l0, requested, tiles
 from diyfa.dropout import drop_threshold
 from diyfa.features import ADJUSTING
 from diyfa.problem import AttentionProblem, KVCacheProblem, MatmulProblem
+from diyfa.score_code import gathers
 
 MEASURED = "compiled 2026-11-21, triton-ascend 3.2.0 + ascendnpu-ir 1.2.0; not timed on a device"
 PREPROCESS_ROWS = 64  # rows of out and dout that a vector program holds at once, for Dv up to 256
@@ -106,12 +107,12 @@ FIRST_CHIPS = ("Ascend910B/20", "Ascend950/32")  # by family and cube cores, as 
 #   causal    causal
 #   biased    attn_bias, causal or not
 #   featured  a window, a block mask, softcap or ALiBi; or dropout, with or without a bias
-#   crowded   a window, a block mask, softcap or ALiBi together with a bias or dropout
+#   crowded   a window, a block mask, softcap or ALiBi together with a bias or dropout; a score function
 # The tile of a call with a block mask is the row's, cut to a block of the mask (`within_mask`).
 MODES = ("even", "tail", "causal", "biased", "featured", "crowded")
 DBIAS_MODES = MODES[3:]  # modes of calls with a bias, which alone have a gradient of one
 _CROWDING = frozenset({"attn_bias", "dropout"})
-_FEATURED = ADJUSTING - _CROWDING | {"window", "mask"}
+_FEATURED = ADJUSTING - _CROWDING - {"score_fn"} | {"window", "mask"}
 
 
 def modes(kernel: str) -> tuple[str, ...]:
@@ -148,6 +149,8 @@ ATTENTION_TILES: dict[TileKey, AttentionTile] = dict(searched_rows(tiles.load())
 def attention_mode(problem: AttentionProblem, block_n: int) -> str:
     """Return the mode of the table for a call. `block_n`: keys in the tile of the "even" row."""
     features = problem.features
+    if problem.score_fn:
+        return "crowded"
     if features & _FEATURED:
         return "crowded" if features & _CROWDING else "featured"
     if problem.dropout:
@@ -176,16 +179,20 @@ _ALWAYS_MASKED = {
 }
 
 
-# (rows, keys) without multibuffering, if the usual tile then overflows the unified buffer with ascendnpu-ir 1.1.0; and
-# with a block mask, which otherwise takes both compilers more than five minutes.
+# (rows, keys) without multibuffering, if the usual tile then overflows the unified buffer with ascendnpu-ir 1.1.0; with
+# a block mask, which otherwise takes both compilers more than five minutes; and with a score function, which overflows.
 _SMALLER = {TileKey(NPUArch.A2, "fwd", 2, 256, "crowded"): (32, 128)}
 
 
 def attention_tile(problem: AttentionProblem, kernel: str, always_mask: bool | None = None) -> AttentionTile:
     """Return the table's tile of `kernel` ("fwd", "dq", "dkdv" or "dbias") for `problem`.
 
+    A score function that gathers gets the conservative one: the compiler leaves a gather to one vector core, element by
+    element, and its values and addresses take most of the unified buffer.
     `always_mask`: whether every tile is masked, by default ALWAYS_MASK.
     """
+    if problem.score_fn and gathers(problem.score_fn):
+        return conservative_tile(problem, kernel)
     key = attention_key(problem, kernel)
     tile = ATTENTION_TILES[key]
     if problem.head_dim > widest_head_dim(key):
@@ -194,7 +201,7 @@ def attention_tile(problem: AttentionProblem, kernel: str, always_mask: bool | N
     family_key, shape = key._replace(family=chip, cores=0), (tile.block_m, tile.block_n)
     if ALWAYS_MASK if always_mask is None else always_mask:
         shape = _ALWAYS_MASKED.get(family_key, shape)
-    if family_key in _SMALLER and (problem.mask or not multibuffer.is_on()):
+    if family_key in _SMALLER and (problem.mask or problem.score_fn or not multibuffer.is_on()):
         shape = _SMALLER[family_key]
     return within_mask(replace(tile, block_m=shape[0], block_n=shape[1]), problem)
 

@@ -41,6 +41,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "bias of each key": {"bias": "b11k", "bias_grad": False, "causal": True},
     "sinks on rows without keys": {"sinks": True, "causal": True, "seqlen_k": 5},
     "block mask": {"heads_kv": 1, "mask": "1h:64:0.5"},
+    "score function": {"heads_kv": 1, "causal": True, "score_fn": True},
     "packed sequences": {"layout": "thd", "causal": True},
     "packed sequences, dropout, window, sinks": {
         "layout": "thd", "dropout_p": 0.1, "window": (7, 0), "sinks": True

@@ -16,7 +16,7 @@ import torch
 
 from diyfa.arch import ELEMENT_BYTES, NPUArch
 from diyfa.backends.npu.tables import configs, configs_v1
-from diyfa.features import COMPOSABLE, EVERYTHING
+from diyfa.features import COMPOSABLE, EVERYTHING, SCORE_EXAMPLE
 from diyfa.problem import (
     VARLEN,
     AttentionProblem,
@@ -30,10 +30,12 @@ from diyfa.problem import (
     example_kvcache,
     example_tensors,
 )
+from diyfa.score_code import gathers
+from diyfa.score_functions import function_name
 
 _POINTERS = {
     torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64",
-    torch.int8: "*i8",
+    torch.int8: "*i8", torch.uint8: "*u8",
 }  # fmt: skip
 
 
@@ -91,6 +93,8 @@ def example_case(target: str, changes: dict[str, Any]) -> tuple[AttentionProblem
 def _case(problem: AttentionProblem, tile: configs.AttentionTile, bias: str = "", always_mask: bool = False) -> str:
     features = " ".join(sorted(problem.features - {"gqa"})) or "full"
     features = features.replace("attn_bias", f"attn_bias[{bias}]") + " always_mask" * always_mask
+    if problem.score_fn:
+        features = features.replace("score_fn", f"score_fn[{function_name(problem.score_fn)}]")
     features += f" to {problem.out_dtype}" if problem.out_dtype else ""
     return f"{problem.dtype} D={problem.head_dim} {features} {tile.block_m}x{tile.block_n}"
 
@@ -155,7 +159,17 @@ def attention_job(
         launch = backward_launches(problem, bias, tiles={kernel: tile})[kernel]
     launch = launch._replace(constants={"c": replace(launch.constants["c"], always_mask=always_mask)})
     name = "attention_fwd/v2" if kernel == "fwd" else f"attention_bwd/v2/{kernel}"
-    return kernel_job(name, _case(problem, tile, bias, always_mask), launch, problem=problem, step=kernel, tile=tile)
+    gated = not (problem.score_fn and gathers(problem.score_fn))  # gathers are left to one vector core
+    case = _case(problem, tile, bias, always_mask)
+    return kernel_job(name, case, launch, problem=problem, step=kernel, tile=tile, gated=gated)
+
+
+def captured_jobs(problem: AttentionProblem) -> Iterator[Job]:
+    """Yield the jobs of the gradients of captured tensors: scores and their gradients, and what adds them up."""
+    tile = configs.conservative_tile(problem, "dbias")
+    launches, case = backward_launches(problem), _case(problem, tile)
+    yield kernel_job("attention_bwd/v2/score_gradient", case, launches["captured0"], gated=False)
+    yield kernel_job("attention_bwd/v2/captured", case, launches["captured1"])
 
 
 def kvcache_example(target: str, **changes: Any) -> KVCacheProblem:
@@ -301,6 +315,16 @@ def mode_case(kernel: str, mode: str) -> dict[str, Any]:
     return MODE_CASES[mode]
 
 
+# Score functions: one that loads a number for each key, and has the table's tile, and one that gathers.
+_KEY_FACTOR = """def scaled(score, b, h, i, j, t0):
+    v0 = load(t0, j)
+    v1 = mul(score, v0)
+    v2 = tanh(v1)
+    v3 = mul(v2, 30.0)
+    return v3"""
+_WITH_FUNCTION: dict[str, Any] = {"score_fn": _KEY_FACTOR, "window_right": 0}
+_WITH_GATHER: dict[str, Any] = {"score_fn": SCORE_EXAMPLE, "dtype": "float32", "score_grad": True}
+
 # Each feature by itself or in its common use, and head dims that do not fill a tile. "bias" names the dimensions of
 # attn_bias.
 FEATURE_CASES: tuple[dict[str, Any], ...] = (
@@ -331,6 +355,8 @@ FEATURE_CASES: tuple[dict[str, Any], ...] = (
     {"mask": (128, 128), "seq_lens": True, "sinks": True},
     {"mask": (64, 128), "softcap": 30.0, "alibi": True},
     {"mask": (128, 64), "dropout": True},
+    _WITH_FUNCTION,
+    {"score_fn": _KEY_FACTOR, "mask": (128, 128), "bias": "qk"},
 )  # fmt: skip
 # Calls with a block mask, whose tiles are those of the table cut to the mask's blocks. Every chip and compiler compiles
 # MASK_CASES; _WITH_MASK has all features that a mask goes with.
@@ -376,7 +402,7 @@ def shipped_jobs(target: str, full: bool = False) -> Iterator[Job]:
     """
     jobs: Iterator[Job] = itertools.chain(
         tile_jobs(target), narrower_jobs(target), always_masked_jobs(target), v1_jobs(target, ("float16", "float32")),
-        itertools.chain.from_iterable(attention_jobs(target, case) for case in MASK_CASES),
+        itertools.chain.from_iterable(attention_jobs(target, case) for case in MASK_CASES), score_jobs(target),
         [tutorial_job(target)], kvcache_jobs(target, lean=True), helper_jobs(target), matmul_jobs(target),
     )  # fmt: skip
     if full or configs.family(target) is NPUArch.A2:
@@ -389,6 +415,13 @@ def shipped_jobs(target: str, full: bool = False) -> Iterator[Job]:
         if compiled not in seen:
             seen.add(compiled)
             yield job
+
+
+def score_jobs(target: str) -> Iterator[Job]:
+    """Yield a few kernels with a score function, and those of the gradients of its captured tensors."""
+    yield from attention_jobs(target, _WITH_FUNCTION)
+    yield from attention_jobs(target, _WITH_GATHER, ("fwd",))
+    yield from captured_jobs(example_case(target, _WITH_GATHER)[0])
 
 
 def tile_jobs(target: str) -> Iterator[Job]:
@@ -437,11 +470,13 @@ def conservative_jobs(target: str) -> Iterator[Job]:
             problem, dims = example_case(target, {**mode_case(kernel, mode), "dtype": dtype, "head_dim": head_dim})
             job = attention_job(problem, kernel, configs.conservative_tile(problem, kernel), bias=dims)
             yield replace(job, gated=False)
-    for changes, kernel in itertools.product((*MASK_CASES, _WITH_MASK), ("fwd", "dkdv", "dq", "dbias")):
+    changed = (*MASK_CASES, _WITH_MASK, _WITH_FUNCTION, _WITH_GATHER)
+    for changes, kernel in itertools.product(changed, ("fwd", "dkdv", "dq", "dbias")):
         problem, dims = example_case(target, changes)
         if kernel != "dbias" or dims:
             job = attention_job(problem, kernel, configs.conservative_tile(problem, kernel), bias=dims)
             yield replace(job, gated=False)
+    yield from captured_jobs(example_case(target, _WITH_GATHER)[0])
     for dtype, head_dim in itertools.product(("float16", "float32"), configs.HEAD_DIM_CLASSES):
         row = {"dtype": dtype, "head_dim": head_dim, "head_dim_v": min(head_dim, 512), **KVCACHE_EXTRAS}
         for case in ({"page_size": 128}, {"page_size": 1, "batch_invariant": True}):

@@ -414,7 +414,8 @@ class Core:
             operation.cache = cube.FUNCTIONS[prefix] if prefix else library.lookup(name)
         function, arguments = operation.cache, list(operands)
         reads, writes = function.accesses(arguments)
-        self.order.instruction(self.index, function.pipe, reads, writes, operation.line, name)
+        atomic = function.compute is library.store and int(arguments[2]) == library.ATOMIC_ADD
+        self.order.instruction(self.index, function.pipe, reads, writes, operation.line, name, atomic)
         function.run(arguments)
         self.order.done()
 

@@ -27,7 +27,7 @@ from diyfa.lab.npu import aot, specs
 
 _DTYPES = {
     torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32", torch.int32: "i32", torch.int64: "i64",
-    torch.int8: "i8",
+    torch.int8: "i8", torch.uint8: "i8",
 }  # fmt: skip
 
 

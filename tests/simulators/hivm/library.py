@@ -110,11 +110,14 @@ def _copy(source: Ref, target: Ref, pad_mode: Any, pad: Any) -> None:
     target.write(values)
 
 
-def _store(source: Ref, target: Ref, atomic: Any) -> None:
+ATOMIC_ADD = 1
+
+
+def store(source: Ref, target: Ref, atomic: Any) -> None:
     """Copy UB to global memory, exactly the elements."""
     if source.count <= 0:
         return
-    if int(atomic) == 1:
+    if int(atomic) == ATOMIC_ADD:
         target.write(target.read() + source.read())
     elif int(atomic) == 0:
         target.write(source.read())
@@ -171,6 +174,9 @@ TABLE: dict[str, Function] = {
     "vcast_half_to_float": Function(_V, "rws", _same),
     "vcast_bfloat16_t_to_float": Function(_V, "rws", _same),
     "vcast_int32_t_to_float": Function(_V, "rws", _same),
+    "vcast_int8_t_to_half": Function(_V, "rws", _same),
+    "vcast_uint8_t_to_half": Function(_V, "rws", _same),  # of booleans: 0 and 1
+    "vcast_float_to_float": Function(_V, "rws", lambda x, mode: _ROUND[int(mode)](x)),
     "vcast_float_to_half": Function(_V, "rws", _to_narrower),
     "vcast_float_to_bfloat16_t": Function(_V, "rws", _to_narrower),
     "vcast_float_to_int32_t": Function(_V, "rws", _to_integer),
@@ -193,7 +199,7 @@ TABLE: dict[str, Function] = {
     "arange_2d": Function(_V, "wsss", _arange, whole=True),
     "copy_ubuf_to_ubuf": Function(_V, "rwss", _copy, whole=True),
     "load_gm_to_ubuf": Function("PIPE_MTE2", "rwsss", _load, whole=True),
-    "store_ubuf_to_gm": Function("PIPE_MTE3", "rws", _store, whole=True),
+    "store_ubuf_to_gm": Function("PIPE_MTE3", "rws", store, whole=True),
 }
 
 

@@ -32,14 +32,16 @@ class _Shadow:
 
 
 class Blocks:
-    """The blocks that read and wrote each granule of global memory. Nothing orders the blocks of a launch."""
+    """The blocks that read and wrote each granule of global memory. Nothing orders the blocks of a launch.
 
-    NONE, SEVERAL = -1, -2
+    Atomic additions of several blocks do not conflict with each other."""
+
+    NONE, SEVERAL, ATOMIC = -1, -2, -3
 
     def __init__(self) -> None:
         self.uses: dict[int, tuple[Memory, np.ndarray, np.ndarray]] = {}
 
-    def conflict(self, block: int, ref: Ref, write: bool) -> str:
+    def conflict(self, block: int, ref: Ref, write: bool, atomic: bool = False) -> str:
         """Record an access; return a description of the access that conflicts with it, or ""."""
         memory = ref.memory
         if id(memory) not in self.uses:
@@ -48,9 +50,10 @@ class Blocks:
         _, writer, reader = self.uses[id(memory)]
         where = ref.granules()
         others = [(name, of[where]) for name, of in (("written", writer), ("read", reader)) if write or of is writer]
-        found = [name for name, of in others if ((of != self.NONE) & (of != block)).any()]
+        known = (self.NONE, block, self.ATOMIC) if atomic else (self.NONE, block)
+        found = [name for name, of in others if not np.isin(of, known).all()]
         if write:
-            writer[where] = block
+            writer[where] = self.ATOMIC if atomic else block
         else:
             before = reader[where]
             reader[where] = np.where((before == self.NONE) | (before == block), block, self.SEVERAL)
@@ -111,13 +114,15 @@ class Order:
 
     # ---- accesses ----------------------------------------------------------------------------------------------
 
-    def instruction(self, core: int, pipe: str, reads: list[Ref], writes: list[Ref], line: int, what: str) -> None:
-        """Record the reads and writes of one instruction of `pipe`."""
+    def instruction(
+        self, core: int, pipe: str, reads: list[Ref], writes: list[Ref], line: int, what: str, atomic: bool = False
+    ) -> None:
+        """Record the reads and writes of one instruction of `pipe`. `atomic`: it adds to global memory."""
         thread = self.issue(core, pipe)
         for ref in reads:
-            self._access(thread, ref, False, line, what)
+            self._access(thread, ref, False, line, what, False)
         for ref in writes:
-            self._access(thread, ref, True, line, what)
+            self._access(thread, ref, True, line, what, atomic)
         self.issued[thread] += 1
         now = self.issued[thread]
         for ref in reads:
@@ -139,8 +144,8 @@ class Order:
             found = self.shadows[id(memory)] = (memory, _Shadow(memory, self.count))
         return found[1]
 
-    def _access(self, thread: int, ref: Ref, write: bool, line: int, what: str) -> None:
-        if ref.memory.shared and (conflict := self.blocks.conflict(self.block, ref, write)):
+    def _access(self, thread: int, ref: Ref, write: bool, line: int, what: str, atomic: bool) -> None:
+        if ref.memory.shared and (conflict := self.blocks.conflict(self.block, ref, write, atomic)):
             self.races.setdefault((line, conflict), f"line {line}: {self._name(thread)} {what}: {ref} is {conflict}")
         shadow, where, known = self._shadow(ref.memory), ref.granules(), self.clock[thread]
         writer = shadow.writer[where]

@@ -1,0 +1,181 @@
+"""Score functions in the Ascend kernels: from scores and positions of a tile to new scores, and the way back.
+
+`diyfa.score_code` makes jit functions of the user's function and of its derivatives; they are among a kernel's
+constants, and call the helpers of this file. The function runs on the vector cores, on the tile of scores. It comes
+last, so a kernel masks its result and not its argument: `seen` is 1.0 where a query sees a key, else 0.0.
+
+Triton 3.2 has no tuples, so the parameters of these functions are many. Captured tensors are gathered one element at a
+time. The compiler does not honour the mask of a gather, so elements of hidden pairs have the offset 0 instead.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from diyfa.backends.npu.attention.block_mask import keep_visible
+from diyfa.backends.npu.attention.primitives import masked
+from diyfa.problem import AttentionTensors
+from diyfa.score_code import Spelling
+from diyfa.score_functions import MAX_TENSORS
+
+
+@triton.jit
+def precise_tanh(x):
+    """Return the hyperbolic tangent of fp32, with a small relative error near 0: there the polynomial of Cephes."""
+    z = x * x
+    poly = z * -5.70498872745e-3 + 2.06390887954e-2
+    poly = poly * z - 5.37397155531e-2
+    poly = poly * z + 1.33314422036e-1
+    poly = poly * z - 3.33332819422e-1
+    t = 1.0 - 2.0 / (tl.exp(x * 2.0) + 1.0)
+    return tl.where(tl.abs(x) < 0.625, poly * z * x + x, t)
+
+
+@triton.jit
+def mask_of_offset(offset, pairs, rows, cols):
+    """Return the mask of a load at `offset`, which has the shape of the tile, of its rows or of its columns."""
+    if offset.shape[0] == pairs.shape[0] and offset.shape[1] == pairs.shape[1]:
+        mask = pairs
+    elif offset.shape[0] == rows.shape[0] and offset.shape[1] == rows.shape[1]:
+        mask = rows
+    else:
+        mask = cols
+    return mask
+
+
+@triton.jit
+def as_number(value):
+    """Return loaded values as the function gets them: fp32, integers, or booleans, which are stored as uint8."""
+    if value.dtype.is_floating():
+        value = value.to(tl.float32)
+    if value.dtype == tl.uint8:
+        value = value.to(tl.float32) > 0.0
+    return value
+
+
+@triton.jit
+def load_captured(pointer, offset, pairs, rows, cols):
+    """Return an element of a captured tensor for each visible pair, as fp32 if it is a floating-point number."""
+    if offset.type.is_block():
+        value = tl.load(pointer + tl.where(mask_of_offset(offset, pairs, rows, cols), offset, 0))
+    else:
+        value = tl.load(pointer + offset)
+    return as_number(value)
+
+
+@triton.jit
+def load_line(pointer, offset, pairs, rows, cols):
+    """Return consecutive elements of a captured tensor, one for each row or for each column of a tile."""
+    return as_number(tl.load(pointer + offset, mask=mask_of_offset(offset, pairs, rows, cols), other=0))
+
+
+@triton.jit
+def rows_and_keys(row0, n0, sq, sk, TRANSPOSED: tl.constexpr, c: tl.constexpr):
+    """Return (rows, keys, which rows exist, which keys exist) of a tile, that broadcast to it.
+
+    These are masks of loads: the compiler reads the number of rows off an integer compare."""
+    rows = tl.arange(0, c.BLOCK_M) + row0
+    keys = tl.arange(0, c.BLOCK_N) + n0
+    rows_exist = rows < sq
+    keys_exist = keys < sk
+    if TRANSPOSED:
+        rows, keys, rows_exist, keys_exist = rows[None, :], keys[:, None], rows_exist[None, :], keys_exist[:, None]
+    else:
+        rows, keys, rows_exist, keys_exist = rows[:, None], keys[None, :], rows_exist[:, None], keys_exist[None, :]
+    return rows, keys, rows_exist, keys_exist
+
+
+@triton.jit
+def visible_pairs(
+    is_partial, lists, bits_ptr, row0, n0, sq, sk, seqlen_k, window_left, window_right,
+    MASKED: tl.constexpr, TRANSPOSED: tl.constexpr, c: tl.constexpr,
+):  # fmt: skip
+    """Return `seen` of a tile: 1.0 for each pair of a query and a key that sees it, else 0.0, [BLOCK_M, BLOCK_N].
+
+    `is_partial`, `lists`, `bits_ptr`: as in `block_mask.keep_visible`. MASKED: positions may hide pairs."""
+    rows = tl.arange(0, c.BLOCK_M).to(tl.float32)
+    keys = tl.arange(0, c.BLOCK_N).to(tl.float32)
+    rows_exist = rows < (sq - row0).to(tl.float32)
+    keys_exist = keys < (sk - n0).to(tl.float32)
+    if TRANSPOSED:
+        seen = tl.where(rows_exist[None, :] & keys_exist[:, None], 1.0, 0.0)
+    else:
+        seen = tl.where(rows_exist[:, None] & keys_exist[None, :], 1.0, 0.0)
+    if c.MASK_K:
+        seen = keep_visible(seen, 0.0, is_partial, lists, bits_ptr, row0, n0, seqlen_k, TRANSPOSED, c)
+    if MASKED:
+        seen = masked(seen, 0.0, row0, n0, sq, sk, window_left, window_right, TRANSPOSED, c)
+    return seen
+
+
+@triton.jit
+def function_scores(
+    s, seen, b, h, row0, n0, sq, sk, t0, t1, t2, t3, TRANSPOSED: tl.constexpr, c: tl.constexpr
+):  # fmt: skip
+    """Return the user's function of scores s, -inf where `seen` is 0."""
+    rows, keys, rows_exist, keys_exist = rows_and_keys(row0, n0, sq, sk, TRANSPOSED, c)
+    pairs = seen > 0.0
+    new = c.SCORE_FN(s, b, h, rows + (sk - sq), keys, pairs, rows_exist, keys_exist, t0, t1, t2, t3)
+    return tl.where(pairs, new, float("-inf"))
+
+
+@triton.jit
+def function_gradient(
+    ds, s, seen, b, h, row0, n0, sq, sk, t0, t1, t2, t3, TRANSPOSED: tl.constexpr, c: tl.constexpr
+):  # fmt: skip
+    """Return the gradient of scores s from `ds`, that of the user's function of them."""
+    rows, keys, rows_exist, keys_exist = rows_and_keys(row0, n0, sq, sk, TRANSPOSED, c)
+    pairs = seen > 0.0
+    slope = c.SCORE_SLOPE(s, b, h, rows + (sk - sq), keys, pairs, rows_exist, keys_exist, t0, t1, t2, t3)
+    ds = tl.where(pairs, ds, 0.0)  # products leave anything in hidden pairs
+    return tl.where(ds != 0.0, ds * slope, 0.0)  # whose slope may be anything, too
+
+
+@triton.jit
+def add_gradient(pointer, offset, ds, partial, pairs, rows, cols):
+    """Add ds times a partial derivative, the gradient of a loaded value, to that of its tensor at `offset`, fp32.
+
+    An offset that is equal for all rows or columns of the tile is added to once."""
+    gradient = tl.where(ds != 0.0, ds * partial, 0.0)  # hidden pairs may have any derivative
+    if offset.type.is_block():
+        mask = mask_of_offset(offset, pairs, rows, cols)
+        if offset.shape[0] == pairs.shape[0] and offset.shape[1] == pairs.shape[1]:
+            total = gradient
+        elif offset.shape[0] == 1:
+            total = tl.sum(gradient, 0)[None, :]
+        else:
+            total = tl.sum(gradient, 1)[:, None]
+        tl.atomic_add(pointer + tl.where(mask, offset, 0), total)  # 0 of hidden pairs is added at offset 0
+    else:
+        tl.atomic_add(pointer + offset, tl.sum(tl.sum(gradient, 1), 0))
+
+
+@triton.jit
+def add_captured_gradients(
+    ds, s, b, h, row0, n0, sq, sk, t0, t1, t2, t3, g0, g1, g2, g3, c: tl.constexpr
+):  # fmt: skip
+    """Add the gradients of captured tensors, from `ds`, that of the user's function of scores s, 0 for hidden pairs."""
+    rows, keys, rows_exist, keys_exist = rows_and_keys(row0, n0, sq, sk, False, c)
+    pairs = ds != 0.0
+    c.SCORE_GRADIENTS(
+        ds, s, b, h, rows + (sk - sq), keys, pairs, rows_exist, keys_exist, t0, t1, t2, t3, g0, g1, g2, g3
+    )
+
+
+SPELLING = Spelling(
+    __name__, "score, b, h, i, j, pairs, rows, cols, t0, t1, t2, t3", "g0, g1, g2, g3", "pairs, rows, cols",
+    load_line="load_line",
+)  # fmt: skip
+
+
+def captured_values(tensors: AttentionTensors) -> dict[str, torch.Tensor | None]:
+    """Return the captured tensors by kernel argument, in types that the chip has: float64 is rounded to float32."""
+    values = {}
+    for n in range(MAX_TENSORS):
+        x = getattr(tensors, f"score_tensor{n}")
+        if x is not None and x.dtype == torch.float64:
+            x = x.to(torch.float32)
+        values[f"score_tensor{n}_ptr"] = x.view(torch.uint8) if x is not None and x.dtype == torch.bool else x
+    return values

@@ -1,0 +1,179 @@
+"""Triton code of score functions, for backends whose kernels contain them.
+
+`diyfa.score_functions` defines programs. Three jit functions are made of one:
+
+* the function itself;
+* its derivative by the score;
+* the gradients of captured tensors: the derivative by each value that the function loads, times the gradient of the
+  score, is added at the offset of the load.
+
+The text is made here. A backend's `Spelling` says how its kernels pass arguments, and its module has the functions that
+the text calls: `load_captured`, `add_gradient`, `precise_tanh`. Kernels find the functions in their constants, as
+`JitSource`: text, which is in the key of the binary.
+"""
+
+from __future__ import annotations
+
+import linecache
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import blake2b
+from importlib import import_module
+from typing import Any
+
+from diyfa.score_functions import (
+    LOAD,
+    OPERATIONS,
+    Line,
+    Operand,
+    Program,
+    load_gradients,
+    programs,
+    slope_program,
+)
+
+
+@dataclass(frozen=True)
+class JitSource:
+    """The source of a jit function. `name` contains a hash of the text; `module` has the names that the text uses."""
+
+    name: str
+    text: str
+    module: str
+
+    def __repr__(self) -> str:
+        return self.name  # in Triton's names of specialised functions, and in the key of its cache
+
+    def function(self) -> Any:
+        """Return the jit function."""
+        return _jit_function(self)
+
+
+@lru_cache(maxsize=256)
+def _jit_function(source: JitSource) -> Any:
+    import triton
+
+    # Triton reads the source of a function from its file, and Python looks for that in linecache.
+    file = f"<diyfa {source.name}>"
+    linecache.cache[file] = (len(source.text), None, source.text.splitlines(keepends=True), file)
+    names = dict(vars(import_module(source.module)))
+    exec(compile(source.text, file, "exec"), names)
+    return triton.jit(names[source.name])
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """How the kernels of a backend pass arguments to the functions, as text. {n}: the number of a captured tensor."""
+
+    module: str
+    arguments: str  # of the function and of its derivative
+    gradient_arguments: str  # of the gradients, behind these
+    seen: str  # which pairs are visible, which rows exist, which columns exist
+    load_line: str = "load_captured"  # reads consecutive elements, one for each row or for each column
+    captured: str = ""  # expression of a captured tensor's pointer, unless t{n} is an argument
+    gradient: str = "g{n}"  # expression of the pointer to its gradient
+
+
+_LINES = ((1, 0), (0, 1))  # steps of consecutive elements, one for each row or for each column
+
+
+def _steps(program: Program) -> dict[str, tuple[int, int] | None]:
+    """Return by how much each number of a program grows with i or with j, by name.
+
+    None if it is not linear, depends on both, or is equal for all pairs but has the shape of rows or columns."""
+    known: dict[str, tuple[int, int] | None] = {"b": (0, 0), "h": (0, 0), "i": (1, 0), "j": (0, 1), "score": None}
+    for target, name, operands in program.lines:
+        forms = [known[x] if isinstance(x, str) else (0, 0) for x in (operands[1:] if name == LOAD else operands)]
+        linear = [x for x in forms if x is not None]
+        form: tuple[int, int] | None = None
+        if all(x == (0, 0) for x in forms):
+            form = (0, 0)
+        elif len(linear) == len(forms):
+            if name in ("add", "sub"):
+                (i, j), (other_i, other_j) = linear
+                sign = 1 if name == "add" else -1
+                mixed = (i or other_i) and (j or other_j)
+                total = (i + sign * other_i, j + sign * other_j)
+                form = None if mixed or total == (0, 0) else total
+            elif name in ("to_int32", "to_int64"):
+                (form,) = linear
+        known[target] = form
+    return known
+
+
+def _step(program: Program, offset: Operand) -> tuple[int, int] | None:
+    return _steps(program)[offset] if isinstance(offset, str) else (0, 0)
+
+
+@lru_cache(maxsize=256)
+def gathers(source: str) -> bool:
+    """Return whether the function or its derivative loads elements that are not consecutive, one by one."""
+    return any(
+        line.operation == LOAD and _step(program, line.operands[1]) not in ((0, 0), *_LINES)
+        for program in programs(source)
+        for line in program.lines
+    )
+
+
+@lru_cache(maxsize=256)
+def value_source(source: str, spelling: Spelling) -> JitSource | None:
+    """Return the function, or None if a call has none."""
+    return _function(programs(source)[0], spelling) if source else None
+
+
+@lru_cache(maxsize=256)
+def slope_source(source: str, spelling: Spelling) -> JitSource | None:
+    """Return the derivative by the score, or None if a call has no function."""
+    return _function(slope_program(source), spelling) if source else None
+
+
+@lru_cache(maxsize=256)
+def gradients_source(source: str, learned: tuple[bool, ...], spelling: Spelling) -> JitSource:
+    """Return the function that adds the gradients of the `learned` captured tensors."""
+    program = programs(source)[0]
+    body = [_code(line, program, spelling) for line in program.lines]
+    for index, offset, lines, result in load_gradients(source, learned):
+        if result != 0.0:
+            body += [_code(line, program, spelling) for line in lines]
+            target = spelling.gradient.format(n=index)
+            body.append(f"add_gradient({target}, {_offset(offset)}, ds, {_spelled(result)}, {spelling.seen})")
+    return _named(program, "gradients", f"ds, {spelling.arguments}, {spelling.gradient_arguments}", body, spelling)
+
+
+def _function(program: Program, spelling: Spelling) -> JitSource:
+    body = [*[_code(line, program, spelling) for line in program.lines], f"return {_spelled(program.result)}"]
+    return _named(program, "value", spelling.arguments, body, spelling)
+
+
+def _named(program: Program, kind: str, arguments: str, body: list[str], spelling: Spelling) -> JitSource:
+    given = [f"t{n} = {spelling.captured.format(n=n)}" for n in range(program.tensors)] if spelling.captured else []
+    text = "\n".join(f"    {line}" for line in (*given, *body))
+    name = f"{program.name}_{kind}_{blake2b(text.encode(), digest_size=16).hexdigest()}"
+    return JitSource(name, f"def {name}({arguments}):\n{text}\n", spelling.module)
+
+
+def _code(line: Line, program: Program, spelling: Spelling) -> str:
+    """Return the code of a line."""
+    if line.operation == LOAD:
+        tensor, offset = line.operands
+        load = spelling.load_line if _step(program, offset) in _LINES else "load_captured"
+        return f"{line.target} = {load}({tensor}, {_offset(offset)}, {spelling.seen})"
+    operation = OPERATIONS[line.operation]
+    texts = [x if isinstance(x, str) else f"({_spelled(x)})" for x in line.operands]
+    if operation.is_float:
+        texts = [
+            f"tl.cast({x}, tl.float32)" if isinstance(y, str) else x for x, y in zip(texts, line.operands, strict=True)
+        ]
+    return f"{line.target} = {operation.triton.format(*texts)}"
+
+
+def _spelled(operand: Operand) -> str:
+    if isinstance(operand, str):
+        return operand
+    text = repr(operand)
+    return text if isinstance(operand, bool) or text.lstrip("-")[0].isdigit() else f'float("{text}")'
+
+
+def _offset(operand: Operand) -> str:
+    """Return the code of a load's offset, which is never a Python number."""
+    return operand if isinstance(operand, str) else f"h * 0 + {operand}"
