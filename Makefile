@@ -67,6 +67,8 @@ export OMP_WAIT_POLICY ?= PASSIVE
 JOBS ?= 2
 # Of each kernel the gate of NVIDIA's architectures compiles one in so many cases: `make compile-gate-cuda CUDA_EVERY=3`.
 CUDA_EVERY ?= 1
+# The same for the Ascend gate; with each tile in any case, and of older compilers too: tests/npu/test_ascend_compile.py.
+NPU_EVERY ?= 1
 # Of tests of many cases alike some run (tests/support/sampled.py), and one in so many cases of all others.
 TEST_EVERY ?= 1
 export DIYFA_TEST_EVERY := $(TEST_EVERY)
@@ -213,6 +215,7 @@ compile-gate-cuda: $(VENV)/.ready
 # `diyfa compile CHIP` prints the same for one chip; the tests also check that the gate catches what it must. Then what the
 # compiler made of the kernels runs on this CPU.
 compile-gate-npu: export DIYFA_ASCENDNPU_IR := $(CURDIR)/$(CACHE)/ascendnpu-ir-1.1.0:$(CURDIR)/$(CACHE)/ascendnpu-ir-1.0.0
+compile-gate-npu: export DIYFA_GATE_EVERY := $(NPU_EVERY)
 compile-gate-npu: $(VENV_NPU)/.ready $(CACHE)/ascendnpu-ir-1.1.0/.ready $(CACHE)/ascendnpu-ir-1.0.0/.ready
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(VENV_NPU)/bin/python -m pytest tests/npu/test_ascend_compile.py \
 	  --numprocesses $(JOBS) $(PYTEST_ARGS)

@@ -85,7 +85,7 @@ def _hopper(name: str, config: Sm90Config | None, given: tuple[Any, ...], causal
     """Return a call of the Hopper kernel on float8, by its launches. `config`: None for the table's."""
     from diyfa.backends.cuda.attention.launch import use_config
     from diyfa.backends.cuda.hopper import configs as hopper_configs
-    from diyfa.backends.cuda.hopper import fwd as hopper_fwd
+    from diyfa.backends.cuda.hopper import fwd_launch as hopper_fwd_launch
     from diyfa.backends.cuda.runtime.passes import launch_each
     from diyfa.eight_bits import PER_BLOCK, PER_HEAD, PER_TENSOR
     from diyfa.problem import AttentionProblem, AttentionTensors
@@ -106,7 +106,7 @@ def _hopper(name: str, config: Sm90Config | None, given: tuple[Any, ...], causal
         k_mean=k.mean, v_mean=v.mean,
     )  # fmt: skip
     with use_config("sm90", config or hopper_configs.select_config):
-        described = hopper_fwd.forward_pass(problem, tensors, out, lse)
+        described = hopper_fwd_launch.forward_pass(problem, tensors, out, lse)
     launch_each(described.launches)
     parts = {"auto, no V": slice(1, None), "transpose": slice(0, 1)}
     launches = described.launches[parts.get(name, slice(None))]

@@ -169,7 +169,7 @@ def _ours(
     from diyfa.backends.cuda.attention.launch import use_config
     from diyfa.backends.cuda.gluon.inline_ptx import post_processing
     from diyfa.backends.cuda.hopper import configs as hopper_configs
-    from diyfa.backends.cuda.hopper import fwd as hopper_fwd
+    from diyfa.backends.cuda.hopper import fwd_launch as hopper_fwd_launch
     from diyfa.backends.cuda.runtime.passes import launch_each
     from diyfa.problem import AttentionProblem, AttentionTensors
 
@@ -178,13 +178,13 @@ def _ours(
     problem = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", b, h, h, s, s, d, dv, -1, 0 if causal else -1)
     out, lse = torch.empty_like(v), q.new_empty((b, h, s), dtype=torch.float32)
     tensors = AttentionTensors(q, k, v, d**-0.5)
-    launch = hopper_fwd.make_launch(problem, tensors, out, lse, hopper_configs.fitted(problem, config))
+    launch = hopper_fwd_launch.make_launch(problem, tensors, out, lse, hopper_configs.fitted(problem, config))
     with post_processing():
         launch.kernel.warmup(**launch.arguments, **launch.constants, **launch.options, grid=(launch.grid,))
 
     def call() -> torch.Tensor:
         with use_config("sm90", lambda problem: hopper_configs.fitted(problem, config)):
-            launch_each(hopper_fwd.forward_pass(problem, tensors, out, lse).launches)
+            launch_each(hopper_fwd_launch.forward_pass(problem, tensors, out, lse).launches)
         return out
 
     return call

@@ -15,7 +15,8 @@ which it hung. All end within four minutes:
     candidates  tiles of the Hopper kernel (only if named: each is compiled)
 
 bf16; medians of medians, calls alternate. `sm90` is the Hopper kernel chosen by name. TFLOP/s count the pairs in blocks
-that are not empty. Writes one JSON file with device, date and versions to benchmarks/results/. Prints the table last.
+that are not empty. "sm90 backward" is the Hopper backward, which runs with a block mask only by name; "auto" is what
+runs without a name. Writes one JSON file with device, date and versions to benchmarks/results/. Prints the table last.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ CASE_SECONDS = 20  # of one case once its kernels are compiled; a kernel that ha
 LIMIT = 230  # seconds in which all sections are to end
 WIDTH = 2048  # heads * head_dim
 PORTABLE, HOPPER = "v2", "sm90"
+HOPPER_BACKWARD: dict[int, tuple[str, ...]] = {128: (HOPPER,), 64: ()}  # block size -> kernels beside the portable one
 COMPILE_ONLY = False  # in a process that makes each call once, so that its kernels are compiled
 STEP_FILE: Path | None = None
 Row = dict[str, Any]
@@ -143,7 +145,7 @@ CHECKS: tuple[Any, ...] = (
     (128, 128, "features", HOPPER),
     (64, (64, 128), "", PORTABLE),
 )
-GRADIENT_CHECKS = ((128, 128), (64, 64))
+GRADIENT_CHECKS = ((128, 128), (64, 128), (64, 64))
 
 
 def check_rows(case: Any) -> Iterator[Row]:
@@ -174,14 +176,14 @@ def check_rows(case: Any) -> Iterator[Row]:
     except (RuntimeError, ValueError) as error:
         fine, note = False, str(error)[:300]
     yield {"kind": "numerics", "table": "check", "case": name, "status": "ok" if fine else "WRONG", "note": note}
-    if variant == HOPPER and not features and (head_dim, block) in GRADIENT_CHECKS:
+    if variant == HOPPER and (head_dim, block) in GRADIENT_CHECKS:
         dout = torch.randn_like(q)
         gradients = [
-            torch.autograd.grad(flash_attention(q, k, v, mask=mask, variant=name), (q, k, v), dout)
+            torch.autograd.grad(flash_attention(q, k, v, variant=name, **options), (q, k, v), dout)
             for name in (PORTABLE, HOPPER)
         ]
         worst = max(_error(x, y) for x, y in zip(*gradients, strict=True))
-        yield {"kind": "numerics", "table": "check", "case": f"D={head_dim} blocks {block} gradients",
+        yield {"kind": "numerics", "table": "check", "case": f"D={head_dim} blocks {block} {features} gradients",
                "status": "ok" if worst <= 1e-2 else "WRONG", "note": f"{worst:.1e} apart"}  # fmt: skip
 
 
@@ -199,7 +201,7 @@ def blocks_rows(case: tuple[int, int]) -> Iterator[Row]:
         HOPPER: partial(attend, mask=mask, variant=HOPPER),
     }
     calls: Calls = {f"{name} forward": torch.no_grad()(call) for name, call in forms.items()}
-    for name in ("dense", PORTABLE):
+    for name in ("dense", PORTABLE, *HOPPER_BACKWARD[block]):
         calls[f"{name} backward"] = backward_call(forms[name], [q, k, v])
     flops = dict.fromkeys((PORTABLE, HOPPER), dense_flops * mask.density()) | {"dense": dense_flops}
     yield from speed_rows("blocks", f"full blocks of {block}", calls, flops, D=head_dim, S=length, H=heads)
@@ -231,7 +233,8 @@ def positions_rows(case: tuple[int, str]) -> Iterator[Row]:
     }
     calls: Calls = {f"{name} forward": torch.no_grad()(call) for name, call in forms.items()}
     calls[f"{other} backward"] = backward_call(attend, leaves)
-    calls[f"{PORTABLE} backward"] = backward_call(forms[PORTABLE], [q, k, v])
+    for name in (PORTABLE, HOPPER):
+        calls[f"{name} backward"] = backward_call(forms[name], [q, k, v])
     work = sum(attention_flops(1, heads, n, n, head_dim, True) for n in lengths)
     yield from speed_rows("positions", kind, calls, dict.fromkeys(forms, work), D=head_dim, S=length, H=heads)
 
@@ -250,9 +253,10 @@ def sparse_rows(block: int) -> Iterator[Row]:
     calls: Calls = {
         "dense both": both,
         f"{PORTABLE} both": partial(both, mask=mask, variant=PORTABLE),
-        f"{HOPPER} both": partial(both, mask=mask, variant=HOPPER),
+        "auto both": partial(both, mask=mask),
+        **{f"{name} both": partial(both, mask=mask, variant=name) for name in HOPPER_BACKWARD[block]},
     }
-    work = dict.fromkeys((PORTABLE, HOPPER), flops * mask.density() * (1 + BACKWARD_FACTOR))
+    work = dict.fromkeys((PORTABLE, "auto", HOPPER), flops * mask.density() * (1 + BACKWARD_FACTOR))
     work["dense"] = flops * (1 + BACKWARD_FACTOR)
     yield from speed_rows("sparse", f"90 % empty, blocks of {block}", calls, work, D=head_dim, S=length, H=heads)
 
@@ -325,8 +329,7 @@ def flex_rows(number: int) -> Iterator[Row]:
         # FlexAttention compiles another kernel for calls without gradients, so its forward is timed with them.
         calls["flex forward"] = forms["flex"]
         for name in forms:
-            if name != HOPPER:  # the backward kernels are those of the portable one
-                calls[f"{name} backward"] = backward_call(forms[name], [q, k, v])
+            calls[f"{name} backward"] = backward_call(forms[name], [q, k, v])
         yield from speed_rows("flex", case, calls, dict.fromkeys(forms, flops), D=head_dim, S=length, H=heads)
 
 

@@ -4,10 +4,10 @@ The scores (Sq, Sk) of a head are divided into blocks of BLOCK_Q queries and BLO
 block is empty (no query sees a key of it), full (every query sees every key) or partial. A block that extends beyond
 the keys is never full, so kernels need no other check for the end of the keys. Queries beyond the end do not count.
 
-* `mask_blocks` (B or 1, H or 1, L) int32. A head's numbers are three tables, one after another:
+* `mask_blocks` (B or 1, H or 1, L) int32. The L entries of a head are three tables, one after another:
   - codes (nq, nk): EMPTY, FULL, or the index in `mask_bits` of a partial block;
   - for each block of queries (nq, 2 + nk): the number of full blocks, the number of full and partial blocks, and the
-    key blocks, full ones first, then partial ones, each ascending; the rest has no meaning;
+    key blocks, full ones first, then partial ones, each in ascending order; kernels do not read the rest;
   - the same for each block of keys (nk, 2 + nq), with query blocks.
 * `mask_bits` (P, BLOCK_Q, BLOCK_K / 32) int32. Bit j % 32 of word [i, j // 32] of a block is 1 if its query i sees its
   key j. Bits of rows and columns beyond the end are 0.
@@ -36,21 +36,22 @@ class Selection(NamedTuple):
 
 
 def edge_blocks(how: Selection, sizes: tuple[int, int]) -> int:
-    """Return the most key blocks that the diagonal or the end of the keys cuts for a block of queries.
+    """Return the largest number of key blocks that the diagonal or the end of the keys cuts, for one block of queries.
 
-    They follow each other, from the block of the first position on; without `causal` there is the last block at most.
+    These edge blocks are consecutive. With `causal` the first one contains the first query's own position. Without,
+    only the last key block may be cut.
     """
     block_q, block_k = how.block
     return (block_q - 1) // block_k + 2 if how.causal else int(sizes[1] % block_k > 0)
 
 
 def n_blocks(seqlen_q: int, seqlen_k: int, block: tuple[int, ...]) -> tuple[int, int]:
-    """Return (nq, nk)."""
+    """Return (nq, nk), the numbers of blocks of queries and of keys. `block`: (BLOCK_Q, BLOCK_K)."""
     return -(-seqlen_q // block[0]), -(-seqlen_k // block[1])
 
 
 def list_length(nq: int, nk: int) -> int:
-    """Return L, the numbers of `mask_blocks` for one head."""
+    """Return L, the number of entries of `mask_blocks` for one head."""
     return nq * nk + nq * (2 + nk) + nk * (2 + nq)
 
 
@@ -60,7 +61,7 @@ def block_of(mask_bits: torch.Tensor | None) -> tuple[int, ...]:
 
 
 def _ordered(codes: torch.Tensor) -> torch.Tensor:
-    """Return (..., rows, 2 + columns): for each row of `codes` both counts, and its columns in the order of a list."""
+    """Return the lists (..., rows, 2 + columns) of codes (..., rows, columns): both counts, then the columns."""
     rank = torch.where(codes == FULL, 0, torch.where(codes >= 0, 1, 2))
     order = rank.argsort(dim=-1, stable=True)
     counts = torch.stack([(rank == 0).sum(-1), (rank < 2).sum(-1)], -1)
@@ -93,9 +94,9 @@ def unpack_bits(words: torch.Tensor) -> torch.Tensor:
 def visible_pairs(
     mask_blocks: torch.Tensor, mask_bits: torch.Tensor, sizes: tuple[int, int], rows: slice, columns: slice
 ) -> torch.Tensor:
-    """Return which query of `rows` sees which key of `columns`, (B or 1, H or 1, rows, columns) bool.
+    """Return the mask (B or 1, H or 1, rows, columns) of some rows and columns: True where the query sees the key.
 
-    `sizes` are (Sq, Sk). The slices have a start and a stop within them.
+    `sizes`: (Sq, Sk). Each slice has a start and a stop, which lie within Sq or Sk.
     """
     block_q, block_k = block_of(mask_bits)
     codes = codes_of(mask_blocks, *n_blocks(*sizes, (block_q, block_k)))

@@ -1,7 +1,8 @@
-"""Plain data of float8 and int8 inputs, and the one definition of the numbers that they stand for.
+"""float8 and int8 inputs: their dtypes, the kinds of descales, and the numbers that a quantised tensor stands for.
 
-Element i of a tensor x stands for x[i] * descale + mean. The descale is one number, one for each sample and KV head, or
-one for each block of rows. The mean, if there is one, is a vector for each sample and KV head.
+Element i of a tensor x stands for x[i] * descale + mean. There is one descale for the tensor, one for each sample and
+KV head, or one for each block of rows of a head. The mean, if there is one, is a vector (D,) for each sample and KV
+head.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 EIGHT_BITS = (*FLOAT8, "int8")  # dtypes of q and k
 FLOAT8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 EIGHT_BIT_DTYPES = (*FLOAT8_DTYPES, torch.int8)
-VALUE_DTYPES = (*FLOAT8_DTYPES, torch.float16, torch.bfloat16)  # of v beside int8
+VALUE_DTYPES = (*FLOAT8_DTYPES, torch.float16, torch.bfloat16)  # dtypes of v if q and k are int8
 
 BLOCK_Q, BLOCK_K = 128, 64  # rows of q and of k that share a descale
 PER_TENSOR, PER_HEAD, PER_BLOCK = 1, 2, 3  # kinds of descales; 0: none
@@ -29,7 +30,7 @@ WEIGHT_SHIFT = {"float8_e4m3fn": 8, "float8_e5m2": 15}
 
 
 def per_row(descale: torch.Tensor, heads: int, rows: int, block: int) -> torch.Tensor:
-    """Return the factor of each row, broadcastable to (B, heads, rows, 1)."""
+    """Return the descale of each row, broadcastable to (B, heads, rows, 1). `block`: rows that share one, per block."""
     if descale.numel() == 1:
         return descale.reshape(1, 1, 1, 1)
     descale = descale.repeat_interleave(heads // descale.shape[1], dim=1)
@@ -45,24 +46,24 @@ def dequantised(
     block: int = 1,
     mean: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the numbers that x (B, H, S, D) stands for, in `dtype`. `mean`: (B, H, D)."""
+    """Return x * descale + mean in `dtype`, for x (B, H, S, D) and mean (B, H, D): the numbers that x stands for."""
     x = x.to(dtype)
     if descale is not None:
         x = x * per_row(descale.to(dtype), x.shape[1], x.shape[2], block)
     return x if mean is None else x + mean.to(dtype)[:, :, None]
 
 
-SMALLEST_DESCALE = 2.0**-120  # so that a quotient of zeros is 0, and its reciprocal finite
+SMALLEST_DESCALE = 2.0**-120  # a descale of 0 would make 0 / 0 a NaN; the reciprocal of this one is finite
 
 
 class Scheme(NamedTuple):
     """How one of q, k and v is quantised."""
 
     dtype: torch.dtype
-    kind: int  # of the descale
-    block: int  # rows that share it, per block
-    group: int  # heads that share it, per head
-    smooth: bool = False  # take off the mean over the sequence
+    kind: int  # kind of descale: PER_TENSOR, PER_HEAD or PER_BLOCK
+    block: int  # with PER_BLOCK, rows that share a descale
+    group: int  # with PER_HEAD, heads that share a descale
+    smooth: bool = False  # subtract the mean over the sequence
     rotate: bool = False  # multiply by the normalised Hadamard matrix
 
     @property
@@ -87,24 +88,25 @@ def hadamard(x: torch.Tensor) -> torch.Tensor:
 
 
 class Quantized(NamedTuple):
-    """One of q, k and v as `diyfa.quantize` returns it: numbers of few bits, and what they stand for.
+    """One of q, k and v as `diyfa.quantize` returns it: 8-bit values, with their descale and mean.
 
-    `diyfa.flash_attention`, `flash_attention_v2`, `flash_attention_varlen` and `explain` take it in the place of the
-    tensor. It is no tensor itself, so that no other function can read its values without their factor.
+    `diyfa.flash_attention`, `flash_attention_v2`, `flash_attention_varlen` and `explain` take it in place of the
+    tensor. It is not a tensor, so that no other function can read its values without their descale.
     """
 
     values: torch.Tensor  # float8 or int8, with the shape of the input
-    descale: torch.Tensor | None  # float32: `values * descale + mean` are the numbers
-    mean: torch.Tensor | None = None  # (B, Hk, D) float32, taken off before
-    source: torch.Tensor | None = None  # the input, or the rotated input, if its gradient skips the rounding
+    descale: torch.Tensor | None  # float32; values * descale + mean is the input, up to rounding
+    mean: torch.Tensor | None = None  # (B, Hk, D) float32, which was subtracted before rounding
+    source: torch.Tensor | None = None  # with straight_through: the tensor, rotated if asked, that gets the gradient
 
 
 def unwrapped(owners: dict[str, Any], arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Replace each `Quantized` among `owners` by its values. Return its descale and mean as arguments.
+    """Replace each `Quantized` among `owners`, {"q": q, …}, by its values. Return {name: tensor} of descales and means.
 
-    Raises ValueError if such an argument is given as well, or if q has a mean.
+    Names are those of ARGUMENTS. `arguments` are the ones that the caller gave. Raises ValueError if one of them is
+    given twice, or if q has a mean.
     """
-    found = {}
+    unwrapped_arguments = {}
     for name, x in owners.items():
         if not isinstance(x, Quantized):
             continue
@@ -117,5 +119,5 @@ def unwrapped(owners: dict[str, Any], arguments: dict[str, Any]) -> dict[str, to
                 raise ValueError(f"{name} may be no Quantized with a {part}")
             if arguments.get(argument) is not None:
                 raise ValueError(f"{name} is Quantized and brings its {part}: {argument} must not be given")
-            found[argument] = value
-    return found
+            unwrapped_arguments[argument] = value
+    return unwrapped_arguments

@@ -1,15 +1,17 @@
-"""Masks by name in a form that kernels evaluate: an any of terms, each an all of comparisons.
+"""Masks in a form that kernels evaluate: a query sees a key if all comparisons of at least one term are true.
 
-A function of `diyfa.masks` that has this form carries it as its attribute `terms`. `diyfa.block_mask` hands it to a
-backend that has `build_mask`, which finds most blocks full or empty from their corners, and evaluates the others only.
-Comparisons of query position i and key j:
+A mask function that has this form carries it as its attribute `terms`. `diyfa.block_mask` passes the terms to the
+backend's `build_mask`, if the backend has one. That decides most blocks by the positions of their corners, and
+evaluates the pairs of the others only. Comparisons of query position i and key j:
 
     band            -left <= j - i <= right                     numbers (left, right)
     before          j < count                                   number (count)
     prefix          j < lengths[b]                              tensor lengths (B,)
     same            ids[i] == ids[j], or ids[b, i] == ids[b, j] tensor ids (S,) or (B, S)
-    tiles           `masks.sliding_tile`                        numbers (volume, tokens, text, 3 counts, 3 windows)
-    dense           keep[b, h, row, j]                          tensor (B, H, Sq, Sk) bool, numbers: its strides
+    tiles           `masks.sliding_tile`                        numbers (tokens of a tile, tokens of the grid, 1 with
+                                                                text, 3 numbers of tiles, 3 windows in tiles)
+    dense           keep[b, h, i + Sq - Sk, j]                  tensor keep (B, H, Sq, Sk) bool, numbers: its strides
+    function        the program of a jit function               source, captured tensors
 """
 
 from __future__ import annotations
@@ -30,13 +32,14 @@ class Comparison(NamedTuple):
     name: str
     numbers: tuple[int, ...] = ()
     tensors: tuple[torch.Tensor, ...] = ()
+    source: str = ""  # program of a jit function (`diyfa.score_functions`)
 
 
-Terms = tuple[tuple[Comparison, ...], ...]  # True where all comparisons of one of the terms are
+Terms = tuple[tuple[Comparison, ...], ...]  # visible if all comparisons of at least one term are true
 
 
 def with_terms(function: Function, name: str, *numbers: int, tensors: tuple[torch.Tensor, ...] = ()) -> Function:
-    """Return a mask function that carries one comparison as its terms."""
+    """Set the terms of a mask function to one term with one comparison, and return the function."""
     bounded = tuple(min(number, UNBOUNDED) for number in numbers)
     function.terms = ((Comparison(name, bounded, tensors),),)  # type: ignore[attr-defined]
     return function
@@ -48,32 +51,38 @@ def terms_of(function: Any) -> Terms | None:
 
 
 def combined(function: Function, parts: Sequence[Any], is_all: bool) -> Function:
-    """Return a mask function that carries the terms of all, or any, of its `parts`, if these have terms."""
-    known = [terms_of(part) for part in parts]
-    if any(terms is None for terms in known):
+    """Set the terms of a mask function that is all, or any, of the masks `parts`, if all of these have terms.
+
+    For "all", each combination of one term of each mask is a term. Returns the function.
+    """
+    terms_of_parts = [terms_of(part) for part in parts]
+    if any(terms is None for terms in terms_of_parts):
         return function
     total: Terms = ((),) if is_all else ()
-    for terms in known:
+    for terms in terms_of_parts:
         assert terms is not None
+        if is_all and len(total) * len(terms) > MAX_NUMBERS + MAX_TENSORS:  # more than `fits`; they would multiply
+            return function
         total = tuple((*a, *b) for a in total for b in terms) if is_all else (*total, *terms)
     function.terms = total  # type: ignore[attr-defined]
     return function
 
 
 def fits(terms: Terms, batch: int, seqlen_q: int, seqlen_k: int, device: torch.device) -> bool:
-    """Return whether a kernel evaluates `terms` for a mask of these sizes as PyTorch's operators would.
+    """Return whether kernels evaluate `terms` for a mask of these sizes, with the result of PyTorch's operators.
 
-    These take a negative position as one from the end, and refuse one that a tensor does not have.
+    PyTorch's operators take a negative index as one from the end, and refuse an index beyond the end. The kernels do
+    neither, so they do not make masks with such indices.
     """
-    parts = [part for term in terms for part in term]
-    tensors = [(part.name, x) for part in parts for x in part.tensors]
-    if len(tensors) > MAX_TENSORS or sum(len(part.numbers) for part in parts) > MAX_NUMBERS:
+    comparisons = [comparison for term in terms for comparison in term]
+    tensors = [(comparison.name, x) for comparison in comparisons for x in comparison.tensors]
+    if len(tensors) > MAX_TENSORS or sum(len(comparison.numbers) for comparison in comparisons) > MAX_NUMBERS:
         return False
-    if seqlen_q > seqlen_k and any(part.name in ("same", "tiles") for part in parts):
-        return False
+    if seqlen_q > seqlen_k and any(comparison.name in ("same", "tiles") for comparison in comparisons):
+        return False  # the first queries have negative positions
     for name, x in tensors:
         sizes = (batch,) if name == "prefix" else (seqlen_k,) if x.dim() == 1 else (batch, seqlen_k)
         wide_enough = all(size >= wanted for size, wanted in zip(x.shape, sizes, strict=False))
-        if x.device != device or not (name == "dense" or wide_enough):
+        if x.device != device or not (name in ("dense", "function") or wide_enough):
             return False
     return True

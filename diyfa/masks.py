@@ -7,10 +7,11 @@
 A mask function takes integer tensors b, h, i, j that broadcast to (B, H, Sq, Sk), and returns a boolean tensor, True
 where the query sees the key. `i` is the query's position among the keys: the last query is at the last key, as with
 `causal=True`, so query row r is at position r + Sk - Sq. The functions of this file return mask functions, and
-`all_of` and `any_of` combine them. Blocks without a visible key are skipped in every pass, and cost nothing.
+`all_of` and `any_of` combine them. Both passes skip blocks in which no query sees a key.
 
-A mask is built by PyTorch's operators on the tensors' device, without waiting for it. Make it once and use it in all
-layers and steps that have this mask.
+A mask is made on its device, without waiting for it: by kernels of the device's backend, if it has them and the
+function carries terms (`diyfa.mask_terms`), else by PyTorch's operators. Make a mask once and use it in all layers and
+steps.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ import torch
 from diyfa import block_lists, registry
 from diyfa.block_lists import BLOCK_SIZES, EMPTY, FULL, block_of, codes_of, n_blocks
 from diyfa.mask_terms import UNBOUNDED, Comparison, Terms, combined, fits, terms_of, with_terms
-from diyfa.score_functions import captured_tensors, function_name, is_jit_function, mask_program, run_mask
+from diyfa.score_functions import captured_tensors, function_name, is_jit_function, mask_dtype, mask_program, run_mask
 
 MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-CHUNK = 1 << 24  # scores that are held at once while a mask is built
+CHUNK = 1 << 24  # pairs of query and key that PyTorch's operators compute at a time
 
 
 class BlockMask:
@@ -124,7 +125,7 @@ class BlockMask:
                 )
         seqlen_q, seqlen_k = mask.seq_lengths
         batch, heads = mask.kv_num_blocks.shape[:2]
-        theirs_q, theirs_k = mask.BLOCK_SIZE
+        flex_q, flex_k = mask.BLOCK_SIZE
         block_q, block_k = (size if size in BLOCK_SIZES else 128 for size in mask.BLOCK_SIZE)
         shift = seqlen_k - seqlen_q
         partial = _listed_blocks(mask.kv_num_blocks, mask.kv_indices)
@@ -133,7 +134,7 @@ class BlockMask:
             full = _listed_blocks(mask.full_kv_num_blocks, mask.full_kv_indices)
 
         def from_first_query(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
-            block = b, h, (i - shift) // theirs_q, j // theirs_k
+            block = b, h, (i - shift) // flex_q, j // flex_k
             return full[block] | (partial[block] & mask.mask_mod(b, h, i - shift, j))
 
         return block_mask(
@@ -160,10 +161,10 @@ class BlockMask:
 
         rows = blocks[..., nq * nk : nq * nk + nq * (2 + nk)].unflatten(-1, (nq, 2 + nk))
         n_full, n_visible, order = rows[..., 0], rows[..., 1], rows[..., 2:]
-        # Partial blocks stand behind the full ones: turn each list so that they come first.
-        turned = (torch.arange(nk, device=blocks.device, dtype=torch.int64) + n_full[..., None]) % max(nk, 1)
+        # FlexAttention's list of partial blocks: this list, rotated so that partial blocks come before full ones.
+        rotated = (torch.arange(nk, device=blocks.device, dtype=torch.int64) + n_full[..., None]) % max(nk, 1)
         return FlexMask.from_kv_blocks(
-            (n_visible - n_full).contiguous(), order.gather(-1, turned).contiguous(), n_full.contiguous(),
+            (n_visible - n_full).contiguous(), order.gather(-1, rotated).contiguous(), n_full.contiguous(),
             order.contiguous(), BLOCK_SIZE=(block_q, block_k), mask_mod=mask_mod, seq_lengths=(seqlen_q, seqlen_k),
         )  # fmt: skip
 
@@ -195,7 +196,7 @@ def _listed_blocks(counts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
 
 
 def check_block_size(block_size: Any) -> tuple[int, int]:
-    """Return (queries, keys) of a block as the argument `block_size` says them."""
+    """Return (queries, keys) of a block from the argument `block_size`: one number or a pair."""
     sizes = (block_size, block_size) if isinstance(block_size, int) else block_size
     expected = f"block_size must be 64, 128 or a pair (queries, keys) of these, got {block_size!r}"
     if not isinstance(sizes, (tuple, list)) or not all(isinstance(size, int) for size in sizes):
@@ -208,7 +209,7 @@ def check_block_size(block_size: Any) -> tuple[int, int]:
 def _made(
     terms: Terms | None, shape: tuple[int, int, int, int], block: tuple[int, int], device: torch.device
 ) -> BlockMask | None:
-    """Return the mask of `terms` as kernels of the device's backend make it, or None if they do not."""
+    """Return the mask of `terms`, made by kernels of the device's backend, or None if these do not take it."""
     if terms is None or 0 in shape or not fits(terms, shape[0], shape[2], shape[3], device):
         return None
     build = registry.optional_member(device, "build_mask")
@@ -223,7 +224,7 @@ def _build(
     block: tuple[int, int],
     device: torch.device,
 ) -> BlockMask:
-    """Return the mask of `shape` whose rows `evaluate(rows)` returns as booleans (B, H, rows, Sk)."""
+    """Return the mask of `shape`, made by PyTorch's operators. `evaluate` returns booleans (B, H, rows, Sk)."""
     batch, heads, seqlen_q, seqlen_k = shape
     (block_q, block_k), (nq, nk) = block, n_blocks(seqlen_q, seqlen_k, block)
     bits = torch.empty(batch, heads, nq, nk, block_q, block_k // block_lists.WORD, dtype=torch.int32, device=device)
@@ -244,7 +245,7 @@ def _build(
 
 
 def _from_jit_function(function: Any, tensors: Sequence[torch.Tensor]) -> MaskFunction:
-    """Return the mask function of PyTorch tensors that a jit function stands for."""
+    """Return a mask function that runs a jit function's program on PyTorch tensors, with that program as its terms."""
     source, tensors = mask_program(function), tuple(tensors)
     if len(tensors) != captured_tensors(source):
         raise ValueError(
@@ -255,6 +256,8 @@ def _from_jit_function(function: Any, tensors: Sequence[torch.Tensor]) -> MaskFu
     def mask(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
         return run_mask(source, (b, h, i, j), tensors)
 
+    if mask_dtype(source, tuple(x.dtype for x in tensors)) == torch.bool:  # else `block_mask` refuses what it returns
+        mask.terms = ((Comparison("function", (), tensors, source),),)  # type: ignore[attr-defined]
     return mask
 
 
@@ -301,20 +304,22 @@ def block_mask(
         if size < (1 if name in "BH" else 0):
             raise ValueError(f"{name} must be {'positive' if name in 'BH' else 'at least 0'}, got {size}")
     batch, heads, seqlen_q, seqlen_k = sizes.values()
-    place = torch.empty(0, device=device).device
-    b = torch.arange(batch, device=place)[:, None, None, None]
-    h = torch.arange(heads, device=place)[:, None, None]
-    j = torch.arange(seqlen_k, device=place)
+    mask_device = torch.empty(0, device=device).device
+    b = torch.arange(batch, device=mask_device)[:, None, None, None]
+    h = torch.arange(heads, device=mask_device)[:, None, None]
+    j = torch.arange(seqlen_k, device=mask_device)
 
     def evaluate(rows: slice) -> torch.Tensor:
-        i = torch.arange(rows.start, rows.stop, device=place)[:, None] + (seqlen_k - seqlen_q)
+        i = torch.arange(rows.start, rows.stop, device=mask_device)[:, None] + (seqlen_k - seqlen_q)
         keep = mask_fn(b, h, i[None, None], j[None, None, None])
         full = batch, heads, rows.stop - rows.start, seqlen_k
         if not isinstance(keep, torch.Tensor) or keep.dtype != torch.bool:
             got = f"a tensor of {keep.dtype}" if isinstance(keep, torch.Tensor) else type(keep).__name__
             raise TypeError(f"mask_fn must return a boolean tensor, True where the query sees the key, got {got}")
-        if keep.device != place:
-            raise ValueError(f"mask_fn must return a tensor on {place}, as block_mask(device=) says, got {keep.device}")
+        if keep.device != mask_device:
+            raise ValueError(
+                f"mask_fn must return a tensor on {mask_device}, as block_mask(device=) says, got {keep.device}"
+            )
         try:
             return keep.expand(full)
         except RuntimeError:
@@ -323,14 +328,14 @@ def block_mask(
             ) from None
 
     shape, block = (batch, heads, seqlen_q, seqlen_k), check_block_size(block_size)
-    return _made(terms_of(mask_fn), shape, block, place) or _build(evaluate, shape, block, place)
+    return _made(terms_of(mask_fn), shape, block, mask_device) or _build(evaluate, shape, block, mask_device)
 
 
 # ---- Masks by name ---------------------------------------------------------------------------------------------------
 
 
 def all_of(*functions: MaskFunction) -> MaskFunction:
-    """Return the mask in which a query sees a key if it does in all of these masks."""
+    """Return the mask in which a query sees the keys that it sees in all of these masks."""
 
     def mask(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
         keep = functions[0](b, h, i, j)
@@ -342,7 +347,7 @@ def all_of(*functions: MaskFunction) -> MaskFunction:
 
 
 def any_of(*functions: MaskFunction) -> MaskFunction:
-    """Return the mask in which a query sees a key if it does in one of these masks."""
+    """Return the mask in which a query sees the keys that it sees in at least one of these masks."""
 
     def mask(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
         keep = functions[0](b, h, i, j)
@@ -384,7 +389,7 @@ def causal(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -
 
 
 with_terms(causal, "band", UNBOUNDED, 0)
-_causal = causal  # where an argument has that name
+_causal = causal  # for functions that have an argument called `causal`
 
 
 def sliding_window(left: int, right: int = 0) -> MaskFunction:
@@ -399,7 +404,7 @@ def document(ids: torch.Tensor, causal: bool = True) -> MaskFunction:
 
     Args:
         ids: (S,) or (B, S) integers, the document of each position. S is Sk of the mask.
-        causal: and no keys after its position.
+        causal: a query sees no keys after its position.
     """
     _integers("ids", ids, 1, 2)
 
@@ -432,7 +437,7 @@ def first_keys(count: int) -> MaskFunction:
 
 
 def global_tokens(is_global: torch.Tensor) -> MaskFunction:
-    """Return the mask in which some tokens see all keys and all queries see them.
+    """Return the mask in which global tokens see all keys, and all queries see the global tokens.
 
     `is_global`: (S,) booleans. S is Sk of the mask.
     """
@@ -481,24 +486,22 @@ def _grid(name: str, shape: Sequence[int], tile: Sequence[int], window: Sequence
     shape, tile, window = tuple(shape), tuple(tile), tuple(window)
     if not len(shape) == len(tile) == len(window) > 0:
         raise ValueError(f"{name} takes one number for each axis, got shape {shape}, tile {tile}, window {window}")
-    for axis, (size, part, width) in enumerate(zip(shape, tile, window, strict=True)):
-        _positive(shape=size, tile=part, window=width)
-        if size % part:
-            raise ValueError(f"tile must divide shape, got {part} and {size} along axis {axis}")
+    for axis, (size, tile_size, width) in enumerate(zip(shape, tile, window, strict=True)):
+        _positive(shape=size, tile=tile_size, window=width)
+        if size % tile_size:
+            raise ValueError(f"tile must divide shape, got {tile_size} and {size} along axis {axis}")
     return shape, tile, window
 
 
 def _coordinates(
     index: torch.Tensor, shape: tuple[int, ...], tile: tuple[int, ...]
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return for each axis (number of the tile, place in the tile) of tokens that are stored tile after tile."""
-    volume = 1
-    for part in tile:
-        volume *= part
-    number, place, result = index // volume, index % volume, []
-    for size, part in zip(reversed(shape), reversed(tile), strict=True):
-        result.append((number % (size // part), place % part))
-        number, place = number // (size // part), place // part
+    """Return for each axis (index of the tile, index in the tile) of tokens that are stored tile after tile."""
+    volume = math.prod(tile)
+    tile_index, inner_index, result = index // volume, index % volume, []
+    for size, tile_size in zip(reversed(shape), reversed(tile), strict=True):
+        result.append((tile_index % (size // tile_size), inner_index % tile_size))
+        tile_index, inner_index = tile_index // (size // tile_size), inner_index // tile_size
     return result[::-1]
 
 
@@ -524,20 +527,18 @@ def sliding_tile(shape: Sequence[int], tile: Sequence[int], window: Sequence[int
         text: tokens behind those of the grid, which see all keys and which all queries see.
     """
     shape, tile, window = _grid("sliding_tile", shape, tile, window)
-    tokens = 1
-    for size in shape:
-        tokens *= size
+    tokens = math.prod(shape)
 
     def mask(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
         keep = (i < tokens) & (j < tokens)
         axes = zip(shape, tile, window, _coordinates(i, shape, tile), _coordinates(j, shape, tile), strict=True)
-        for size, part, width, (tile_i, _), (tile_j, _) in axes:
-            keep = keep & _near(tile_i, tile_j, size // part, width)
+        for size, tile_size, width, (tile_i, _), (tile_j, _) in axes:
+            keep = keep & _near(tile_i, tile_j, size // tile_size, width)
         return keep | (i >= tokens) | (j >= tokens) if text else keep
 
     if len(shape) > 3:
         return mask
-    counts = [1] * (3 - len(shape)) + [size // part for size, part in zip(shape, tile, strict=True)]
+    counts = [1] * (3 - len(shape)) + [size // tile_size for size, tile_size in zip(shape, tile, strict=True)]
     volume = math.prod(tile)
     return with_terms(mask, "tiles", volume, tokens, int(text > 0), *counts, *[1] * (3 - len(shape)), *window)
 
@@ -557,8 +558,8 @@ def neighborhood(shape: Sequence[int], window: Sequence[int], tile: Sequence[int
     def mask(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
         keep = (i >= 0) & (j >= 0)
         axes = zip(shape, tile, window, _coordinates(i, shape, tile), _coordinates(j, shape, tile), strict=True)
-        for size, part, width, (tile_i, place_i), (tile_j, place_j) in axes:
-            keep = keep & _near(tile_i * part + place_i, tile_j * part + place_j, size, width)
+        for size, tile_size, width, (tile_i, inner_i), (tile_j, inner_j) in axes:
+            keep = keep & _near(tile_i * tile_size + inner_i, tile_j * tile_size + inner_j, size, width)
         return keep
 
     return mask

@@ -1,13 +1,15 @@
 """`quantize`: q, k and v in float8 or int8, as `flash_attention` takes them.
 
-A number x becomes round((x - mean) / descale). The descale is the largest magnitude of those that share it divided by
-the largest number of the dtype, so that nothing saturates. Backends with a kernel for it (`quantize`) do this in one to
-three passes; PyTorch's operators are the definition, and run where there is no kernel and in compiled programs.
+A number x becomes round((x - mean) / descale). The descale is the largest magnitude of the numbers that share it,
+divided by the largest number of the dtype, so that nothing saturates. `quantize_by_operators` defines this. Backends
+may have a kernel for it (`quantize`), which takes one to three passes. PyTorch's operators run where there is no
+kernel, and in compiled programs.
 
-* smooth: keys, and values of float8, often have a large mean over the sequence, which would take the digits of what
-  differs between them. It is taken off first. A softmax does not see the mean of k. That of v is added to the output.
-* rotate: q and k are multiplied by one orthogonal matrix (a Hadamard matrix divided by the root of its size). Products
-  of rows stay, but large features are spread over all.
+* smooth: keys and values often have a large mean over the sequence, which would use up the digits that tell rows apart.
+  So the mean of k, and of v in float8, is subtracted first. The mean of k does not change the softmax's weights. The
+  mean of v is added to the output.
+* rotate: q and k are multiplied by one orthogonal matrix, a Hadamard matrix divided by the root of its size. Products
+  of queries and keys stay the same, and a feature with large numbers is spread over all features.
 * straight_through: the gradient takes rounding for the identity (Bengio et al. 2013, arXiv:1308.3432). Then
   round((x - mean) / descale) * descale + mean is x itself: mean and descale, although computed from x, cancel.
 """
@@ -28,7 +30,7 @@ DTYPES = {"float8": torch.float8_e4m3fn, "int8": torch.int8}
 
 
 def quantize_by_operators(x: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return the values of x (B, H, S, D), their descale and, if the scheme takes it off, the mean (B, H, D)."""
+    """Return (values, descale, mean or None) of x (B, H, S, D). The mean is (B, H, D)."""
     y, mean = x.float(), None
     if scheme.smooth:
         mean = y.sum(2) / y.shape[2]
@@ -47,12 +49,12 @@ def quantize_by_operators(x: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor
     descale = scheme.descale(magnitude)
     y = y / per_row(descale, y.shape[1], y.shape[2], scheme.block)
     if scheme.dtype == torch.int8:
-        y = y.round().nan_to_num(0.0)  # the descale is NaN
+        y = y.round().nan_to_num(0.0)  # integers have no NaN; the descale keeps it
     return y.clamp(-scheme.largest, scheme.largest).to(scheme.dtype), descale, mean
 
 
 def _quantized(x: torch.Tensor, layout: str, scheme: Scheme, kernel: Any) -> Quantized:
-    """Quantise q, k or v in a 4-D layout, or in 3-D."""
+    """Return q, k or v as `Quantized`. x is 4-D in `layout`, or 3-D. `kernel`: of `_kernel`; None: operators."""
     rows = as_bhsd(x if x.dim() == 4 else x[None], layout)
     if rows.numel() == 0:
         shape = {PER_TENSOR: (), PER_HEAD: (rows.shape[0], rows.shape[1] // scheme.group)}.get(scheme.kind)

@@ -29,7 +29,7 @@ BUILTIN_BACKENDS: dict[str, str] = {
     "cpu": "diyfa.backends.cpu",
 }
 OPS = ("attention_fwd", "attention_bwd", "kvcache_fwd", "kvcache_append", "matmul")
-IN_THE_MODE = "split_kv"  # the forward kernel of every backend that runs inside `batch_invariant` only
+IN_THE_MODE = "split_kv"  # the forward kernel that every backend has for `batch_invariant`
 # Backends that run only if the caller names them: correct everywhere, fast nowhere.
 EXPLICIT_ONLY = frozenset({"cpu"})
 
@@ -123,8 +123,8 @@ def batch_invariant() -> Iterator[None]:
     The result does not depend on the batch, on the number of queries of its sequence in the same call, on the pages of
     the cache, nor on `num_splits`. It is the same from a cache as from a training forward in the same mode. Gradients
     with `deterministic=True` do not depend on the batch either; others are computed as outside. The kernels called
-    "split_kv" and on Hopper "sm90" compute all results; they take no attn_bias, dropout_p or seq_lens (ValueError).
-    Each thread has its own setting.
+    "split_kv" and on Hopper "sm90" compute all results. They take no attn_bias, dropout_p, seq_lens, mask, score_fn or
+    8-bit inputs (ValueError); a float8 cache works. Each thread has its own setting.
     """
     _forced.invariant += 1
     try:

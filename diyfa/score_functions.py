@@ -21,6 +21,7 @@ derivatives, which are operations again. This module runs programs with PyTorch;
 from __future__ import annotations
 
 import ast
+import builtins
 import inspect
 import math
 import operator
@@ -92,7 +93,10 @@ def _divide_integers(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 OPERATIONS = {
     "add": _binary(operator.add, "+", lambda e, out, x, y: 1.0, lambda e, out, x, y: 1.0),
     "sub": _binary(operator.sub, "-", lambda e, out, x, y: 1.0, lambda e, out, x, y: -1.0),
-    "mul": _binary(operator.mul, "*", lambda e, out, x, y: y, lambda e, out, x, y: x),
+    # Comparisons and integers are factors, too, but sums of tangents are of numbers.
+    "mul": _binary(
+        operator.mul, "*", lambda e, out, x, y: e("to_float32", y), lambda e, out, x, y: e("to_float32", x)
+    ),
     "div": _binary(
         torch.div, "/", lambda e, out, x, y: e("div", 1.0, y), lambda e, out, x, y: e("neg", e("div", out, y)),
         is_float=True,
@@ -112,7 +116,8 @@ OPERATIONS = {
     "ne": _comparison(operator.ne, "!="),
     "neg": Operation(operator.neg, "-{0}", (lambda e, out, x: -1.0,)),
     "invert": Operation(operator.invert, "~{0}"),
-    "where": Operation(torch.where, "tl.where({0}, {1}, {2})"),  # its tangent is a choice: see `_Derivation`
+    # The tangent of a choice is a choice: see `_Derivation`.
+    "where": Operation(lambda c, x, y: torch.where(c.bool(), x, y), "tl.where(tl.cast({0}, tl.int1), {1}, {2})"),
     "minimum": Operation(torch.minimum, "tl.minimum({0}, {1})", _chosen("lt")),
     "maximum": Operation(torch.maximum, "tl.maximum({0}, {1})", _chosen("gt")),
     "abs": Operation(
@@ -131,11 +136,19 @@ OPERATIONS = {
     "sigmoid": _function(torch.sigmoid, "tl.sigmoid", lambda e, out, x: e("mul", out, e("sub", 1.0, out))),
     "floor": Operation(torch.floor, "tl.floor({0})", (), is_float=True),
     "ceil": Operation(torch.ceil, "tl.ceil({0})", (), is_float=True),
+    "to_number": Operation(
+        lambda x: x.to(torch.int64) if x.dtype == torch.bool else x, "number({0})", (lambda e, out, x: 1.0,)
+    ),
     "to_float32": Operation(_to_float32, "tl.cast({0}, tl.float32)", (lambda e, out, x: 1.0,)),
     "to_int32": Operation(lambda x: x.to(torch.int64), "tl.cast({0}, tl.int32)", ()),
     "to_int64": Operation(lambda x: x.to(torch.int64), "tl.cast({0}, tl.int64)", ()),
 }  # fmt: skip
 LOAD = "load"  # load(t0, offset): an element of a captured tensor
+# Operations that count with booleans. Triton's would wrap: True + True is False.
+_ARITHMETIC = frozenset(
+    {"add", "sub", "mul", "floordiv", "remainder", "shift_left", "shift_right", "neg", "minimum", "maximum", "abs"}
+)
+_OF_INTEGERS = frozenset({"floordiv", "bit_and", "bit_or", "bit_xor", "shift_left", "shift_right", "invert"})
 
 _FROM_SYNTAX: dict[type, str] = {
     ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div", ast.FloorDiv: "floordiv", ast.Mod: "remainder",
@@ -256,9 +269,7 @@ class _Compiler:
     """Makes the program of one Python function. Its methods return operands, or pointers into captured tensors."""
 
     def __init__(self, function: Callable[..., Any], text: str | None, parameters: tuple[str, ...], what: str) -> None:
-        self.what = f"{what} {function.__name__}"
-        scope = inspect.getclosurevars(function)
-        self.scope: dict[str, Any] = {**scope.builtins, **scope.globals, **scope.nonlocals}
+        self.what, self.function = f"{what} {function.__name__}", function
         try:
             text = text or textwrap.dedent(inspect.getsource(function))
         except OSError:
@@ -268,7 +279,10 @@ class _Compiler:
         assert isinstance(definition, ast.FunctionDef), "a jit function is a function"
         self.definition, self.name = definition, function.__name__
         self.lines: list[Line] = []
+        self.constants = set[str]()  # names outside of the function, of numbers
         self.variables = dict[str, Operand | _Pointer]()
+        # int or float of names that are known to be no booleans, which comparisons are and loaded elements may be.
+        self.kinds: dict[str, type] = {name: float if name == "score" else int for name in parameters}
         self._bind_parameters(parameters)
 
     def refuse(self, node: ast.AST, text: str) -> ValueError:
@@ -348,7 +362,7 @@ class _Compiler:
             name = _FROM_SYNTAX.get(type(node.op))
             if name is None:
                 raise self.unknown(node, _HINTS[type(node.op)])
-            return self.emit(name, self.operand(node.operand))
+            return self.operation(node, name, self.operand(node.operand))
         if isinstance(node, ast.Compare):
             name = _FROM_SYNTAX.get(type(node.ops[0]))
             if len(node.ops) > 1 or name is None:
@@ -362,8 +376,9 @@ class _Compiler:
         if isinstance(node, ast.Name) and node.id in self.variables:
             return self.variables[node.id]
         value = self.static(node)
-        constant = getattr(value, "value", None) if type(value).__name__ == "constexpr" else None
-        if isinstance(constant, (bool, int, float)):
+        constant = _number(value)
+        if constant is not None:
+            self.constants.add(ast.unparse(node))
             return constant
         if isinstance(value, torch.Tensor):
             raise self.refuse(
@@ -375,9 +390,10 @@ class _Compiler:
 
     def static(self, node: ast.expr) -> Any:
         """Return the Python object that a name outside of the function stands for, None if there is none."""
-        if isinstance(node, ast.Name):
-            return self.scope.get(node.id)
-        return getattr(self.static(node.value), node.attr, None) if isinstance(node, ast.Attribute) else None
+        root = node
+        while isinstance(root, ast.Attribute):
+            root = root.value
+        return _look_up(self.function, ast.unparse(node)) if isinstance(root, ast.Name) else None
 
     def binary(self, node: ast.AST, sign: ast.operator, left: Operand | _Pointer, right: Operand | _Pointer) -> Any:
         name = _FROM_SYNTAX.get(type(sign))
@@ -389,7 +405,13 @@ class _Compiler:
             return _Pointer(left.tensor, self.emit(name, left.offset, right))
         if isinstance(left, _Pointer) or isinstance(right, _Pointer):
             raise self.refuse(node, "a captured tensor is a pointer: add an offset and read it by tl.load")
-        return self.emit(name, left, right)
+        return self.operation(node, name, left, right)
+
+    def operation(self, node: ast.AST, name: str, *operands: Operand) -> Operand:
+        """Emit an operator's operation."""
+        if name in _OF_INTEGERS and float in map(self.kind, operands):
+            raise self.refuse(node, f"{ast.unparse(node)}: the operator takes integers or booleans, as in Triton")
+        return self.emit(name, *operands)
 
     def call(self, node: ast.Call) -> Operand:
         function = node.func
@@ -460,11 +482,51 @@ class _Compiler:
             return operands[0]
         if name == "add" and operands[0] == 0 and isinstance(operands[0], int):
             return operands[1]
+        kinds = [self.kind(x) for x in operands]
+        if name in _ARITHMETIC and not {int, float} & {*kinds}:
+            operands = tuple([self.emit("to_number", x) if isinstance(x, str) else int(x) for x in operands])
+            kinds = [int] * len(operands)
         if not any(isinstance(x, str) for x in operands):
             return _run(name, operands, torch.float64).item()
         line = Line(f"v{len(self.lines)}", name, operands)
         self.lines.append(line)
+        if (kind := _result_kind(name, kinds)) is not None:
+            self.kinds[line.target] = kind
         return line.target
+
+    def kind(self, operand: Operand) -> type | None:
+        return self.kinds.get(operand) if isinstance(operand, str) else type(operand)
+
+
+def _result_kind(name: str, kinds: Sequence[type | None]) -> type | None:
+    """Return int or float if an operation of such operands surely gives no booleans."""
+    if name == LOAD or name in ("lt", "le", "gt", "ge", "eq", "ne"):
+        return None
+    if OPERATIONS[name].is_float or name == "to_float32":
+        return float
+    if name in ("to_number", "to_int32", "to_int64"):
+        return int
+    ranked = kinds[1:] if name == "where" else kinds
+    return float if float in ranked else int if int in ranked else None
+
+
+def _look_up(function: Callable[..., Any], name: str) -> Any:
+    """Return the object that a name outside of a function, with attributes, stands for now. None: there is none."""
+    first, *attributes = name.split(".")
+    code = function.__code__
+    if first in code.co_freevars:
+        value = (function.__closure__ or ())[code.co_freevars.index(first)].cell_contents
+    else:
+        value = function.__globals__.get(first, getattr(builtins, first, None))
+    for attribute in attributes:
+        value = getattr(value, attribute, None)
+    return value
+
+
+def _number(value: Any) -> bool | int | float | None:
+    """Return the number of a tl.constexpr, or None for other objects."""
+    number = getattr(value, "value", None) if type(value).__name__ == "constexpr" else None
+    return number if isinstance(number, (bool, int, float)) else None
 
 
 def is_jit_function(function: Any) -> bool:
@@ -473,13 +535,22 @@ def is_jit_function(function: Any) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _compiled(function: Callable[..., Any], text: str | None, parameters: tuple[str, ...], what: str) -> Program:
-    return _Compiler(function, text, parameters, what).program()
+def _compiled(
+    function: Callable[..., Any], text: str | None, parameters: tuple[str, ...], what: str, numbers: tuple[Any, ...]
+) -> tuple[Program, tuple[str, ...]]:
+    """Return the program of a function, and the names outside of it whose numbers it has. `numbers` are what these
+    names stand for, or () if they are not known yet."""
+    compiler = _Compiler(function, text, parameters, what)
+    return compiler.program(), tuple(sorted(compiler.constants))
 
 
 def _program(function: Any, parameters: tuple[str, ...], what: str) -> Program:
     """Return the program of a jit function. Triton has read its source when it was defined, its interpreter has not."""
-    return _compiled(function.fn, getattr(function, "src", None), parameters, what)
+    given = function.fn, getattr(function, "src", None), parameters, what
+    program, names = _compiled(*given, ())
+    if names:  # a constant may be another number than in the call before
+        program, _ = _compiled(*given, tuple([repr(_number(_look_up(function.fn, name))) for name in names]))
+    return program
 
 
 def mask_program(function: Any) -> str:
@@ -732,6 +803,13 @@ def score_function_gradients(
         assert total is not None, "of a learned tensor"
         total.view(-1).index_add_(0, _value(offset, values, dtype).expand(given.shape), gradient)
     return d_scores, totals
+
+
+@lru_cache(maxsize=256)
+def mask_dtype(source: str, dtypes: tuple[torch.dtype, ...]) -> torch.dtype:
+    """Return the dtype of `run_mask` with captured tensors of `dtypes`."""
+    position = torch.empty(1, dtype=torch.int64, device="meta")
+    return run_mask(source, (position,) * 4, [torch.empty(1, dtype=x, device="meta") for x in dtypes]).dtype
 
 
 def run_mask(source: str, positions: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -121,6 +121,9 @@ def select_blocks(
     with torch.no_grad():
         q, k = as_bhsd(q.detach(), layout), as_bhsd(k.detach(), layout)
         shape = q.shape[0], q.shape[1], q.shape[2], k.shape[2]
+        _, keys = n_blocks(*shape[2:], how.block)
+        reach = -(-max(shape[2:]) // how.block[1]) + 1  # from any query to any key
+        how = how._replace(topk=min(topk, keys), sinks=min(sinks, keys), local=min(local, reach))
         kernel = None if 0 in (*q.shape, *k.shape) else registry.optional_member(q.device, "select_blocks")
         made = None if kernel is None else kernel(q, k, how)
         return BlockMask(shape, *(made or select_by_operators(q, k, how)))

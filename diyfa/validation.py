@@ -383,6 +383,9 @@ def checked_score_function(score_fn: Any, tensors: Any, score_grad_fn: Any) -> d
         raise ValueError(
             f"{function.name} takes {function.tensors} captured tensors, got {len(tensors)} in score_tensors"
         )
+    for n, x in enumerate(tensors):
+        if x is None:  # an option that is not given, and so not checked later
+            check_tensors(**{f"score_tensors[{n}]": x})
     return {"score_fn": function.source, **{f"score_tensor{n}": x for n, x in enumerate(tensors)}}
 
 

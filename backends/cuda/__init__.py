@@ -144,7 +144,7 @@ def _forward_kernels() -> tuple[Kernel, ...]:
             op="attention_fwd",
             clears=True,
             summary="Hopper: a producer warp with TMA, consumer warpgroups that overlap softmax and products",
-            **_forward(_later("hopper.fwd", "forward_pass")),
+            **_forward(_later("hopper.fwd_launch", "forward_pass")),
             unsupported=hopper_configs.unsupported,
             config=hopper_configs.select_config,
         ),

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from diyfa.attention import flash_attention, flash_attention_v2
+from diyfa.attention import autocast, flash_attention, flash_attention_v2
 from diyfa.integrations.seams import Handle
 from diyfa.options import UNBOUNDED
 from diyfa.quantization import DTYPES, quantize
@@ -39,7 +39,8 @@ def attend_in_eight_bits(
     straight_through: bool = False,
     **options: Any,
 ) -> torch.Tensor:
-    """`attend` of (B, S, H, D) tensors that are quantised to `dtype` first. The output has q's dtype."""
+    """`attend` of (B, S, H, D) tensors that are quantised to `dtype` first. The output has q's dtype, or autocast's."""
+    q, k, v = autocast(q, k, v)
     parts = quantize(q, k, v, "block", dtype, smooth=True, layout="bshd", straight_through=straight_through)
     out = flash_attention_v2(*parts, attn_bias=mask_as_bias(mask, q.dtype), out_dtype=q.dtype, **options)
     assert isinstance(out, torch.Tensor), "nobody asks for the log-sum-exp"

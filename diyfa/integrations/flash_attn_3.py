@@ -182,6 +182,9 @@ def _dequantised_queries(q: Tensor, q_descale: Tensor | None, heads_kv: int) -> 
         raise ValueError(f"q_descale belongs to q of float8, q is {q.dtype}")
     if q_descale is not None:
         validation.check_tensors(q_descale=q_descale)
+        if q_descale.dtype != torch.float32:
+            raise TypeError(f"q_descale must be float32, got {q_descale.dtype}")
+        validation.check_same_device(q, q_descale=q_descale)
         if q_descale.numel() != 1 and tuple(q_descale.shape) != (q.shape[0], heads_kv):
             raise ValueError(
                 f"q_descale must have one element or shape ({q.shape[0]}, {heads_kv}), got {tuple(q_descale.shape)}"

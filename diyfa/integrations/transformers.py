@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from diyfa.attention import flash_attention_varlen
+from diyfa.attention import autocast, flash_attention_varlen
 from diyfa.eight_bits import Quantized
 from diyfa.integrations.eager_attention import attend, attend_in_eight_bits, checked_quantize, mask_as_bias
 from diyfa.integrations.seams import Handle, active_handle, record, switch_on
@@ -222,7 +222,7 @@ def _packed_lengths(
     return () if packed is None else (packed[0], packed[0], packed[1], packed[1])
 
 
-def _quantised_packed(rows: list[torch.Tensor], sequences: int, dtype: str) -> tuple[Quantized, ...]:
+def _quantised_packed(rows: tuple[torch.Tensor, ...], sequences: int, dtype: str) -> tuple[Quantized, ...]:
     """Return packed q, k and v (T, H, D) quantised, with one descale and mean for each head of all sequences."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in rows):
         raise ValueError(
@@ -247,9 +247,10 @@ def _attend_packed(
     """Return the attention of (B, S, H, D) tensors as one packed batch of B · S rows, with `_packed_lengths`."""
     cu_q, cu_k, max_q, max_k = lengths
     batch = q.shape[:2]
-    rows: Any = [x.flatten(0, 1) for x in (q, k, v)]
+    rows: Any = autocast(*(x.flatten(0, 1) for x in (q, k, v)))
     if eight_bits:
-        rows, options = _quantised_packed(rows, cu_q.shape[0] - 1, eight_bits), {**options, "out_dtype": q.dtype}
+        options = {**options, "out_dtype": rows[0].dtype}
+        rows = _quantised_packed(rows, cu_q.shape[0] - 1, eight_bits)
     x, y, z = rows
     out = flash_attention_varlen(x, y, z, cu_q.to(torch.int32), cu_k.to(torch.int32), int(max_q), int(max_k), **options)
     assert isinstance(out, torch.Tensor), "nobody asks for the log-sum-exp"

@@ -10,6 +10,9 @@ import torch
 
 pytest.importorskip("triton")
 
+import triton
+import triton.language as tl
+
 import diyfa
 from diyfa import BlockMask, block_mask, masks, registry
 from diyfa.backends.cuda.attention import build_mask
@@ -27,16 +30,18 @@ def ids(*shape: int, ordered: bool = True) -> torch.Tensor:
 
 
 LENGTHS = torch.tensor([70, 0], device=DEVICE, dtype=torch.int32)
+# Blocks of queries inside of one document, which ends in a block of keys.
+LONG = torch.stack([torch.arange(400) // 250, torch.arange(400) // 90]).to(DEVICE, torch.int32)
 FUNCTIONS: dict[str, Callable[[], masks.MaskFunction]] = {
     "causal": lambda: masks.causal,
-    "window": lambda: masks.sliding_window(70, 130),
+    "window": lambda: masks.sliding_window(150, 130),
     "unbounded_window": lambda: masks.sliding_window(10**12, 3),
     "first_keys": lambda: masks.first_keys(65),
     "prefix": lambda: masks.prefix_lm(150),
     "prefix_by_sample": lambda: masks.prefix_lm(LENGTHS),
     "document": lambda: masks.document(ids(400)),
-    "document_by_sample": lambda: masks.document(ids(2, 400).int(), causal=False),
-    "document_out_of_order": lambda: masks.document(ids(400, ordered=False), causal=False),
+    "document_by_sample": lambda: masks.document(LONG, causal=False),
+    "document_out_of_order": lambda: masks.document(ids(400, ordered=False) << 33, causal=False),
     "document_strided": lambda: masks.document(ids(400, 2)[:, 0]),
     "sinks_and_window": lambda: masks.all_of(
         masks.causal, masks.any_of(masks.first_keys(4), masks.sliding_window(100)), masks.document(ids(400))
@@ -93,6 +98,42 @@ def test_booleans(block: int, sizes: Any, density: float, counted: list[Any], mo
     assert len(counted) == 2
 
 
+@triton.jit
+def by_table(b, h, i, j, table, weights, flags):
+    near = tl.load(table + b * 400 + j) + h >= i // 3
+    return (near & tl.load(flags + j)) | (tl.load(weights + h) * (i - j) > 100.5)
+
+
+@triton.jit
+def by_position(b, h, i, j):
+    return (i - j) % 3 == 0
+
+
+@pytest.mark.parametrize("sizes", [(300, 400), (130, 100)], ids=str)  # positions of more queries than keys are negative
+def test_jit_functions(sizes: Any, counted: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(2)
+    table = torch.randint(0, 200, (400, 2), generator=generator).to(DEVICE).mT
+    flags, weights = torch.rand(400, generator=generator) < 0.5, torch.randn(2, generator=generator)
+    captured = (table, weights.bfloat16().to(DEVICE), flags.to(DEVICE))
+    for function, tensors, heads in ((by_table, captured, 2), (by_position, (), 1)):
+        arguments: Any = {"device": DEVICE, "mask_tensors": tensors, "block_size": (64, 128)}
+        with diyfa.use_backend("cuda"), monkeypatch.context() as patches:
+            made = block_mask(function, heads, heads, *sizes, **arguments)
+            patches.setattr(masks, "_made", lambda *arguments: None)
+            same(made, block_mask(function, heads, heads, *sizes, **arguments))
+    assert len(counted) == 2
+
+
+@triton.jit
+def distance(b, h, i, j):
+    return i - j
+
+
+def test_a_jit_function_of_no_booleans_is_refused() -> None:
+    with diyfa.use_backend("cuda"), pytest.raises(TypeError, match="must return a boolean tensor"):
+        block_mask(distance, 1, 1, 100, 100, device=DEVICE)
+
+
 def test_what_kernels_do_not_make(counted: list[Any]) -> None:
     """Other functions, more queries than keys, tensors on other devices or too short ones go to PyTorch's operators."""
     with diyfa.use_backend("cuda"):
@@ -117,3 +158,4 @@ def test_terms_of_combinations() -> None:
     function = masks.all_of(masks.causal, masks.any_of(masks.first_keys(4), masks.sliding_window(100)))
     names = [[part.name for part in term] for term in terms_of(function) or ()]
     assert names == [["band", "before"], ["band", "band"]]
+    assert terms_of(masks.all_of(*[masks.prefix_lm(3)] * 99)) is None  # and not 2 ** 99 of them

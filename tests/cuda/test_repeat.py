@@ -27,7 +27,7 @@ from diyfa.backends.cuda.hopper import bwd_configs as hopper_bwd_configs
 from diyfa.backends.cuda.hopper import bwd_launch as hopper_bwd  # noqa: F401
 from diyfa.backends.cuda.hopper import configs as hopper_configs
 from diyfa.backends.cuda.hopper import decode_mla, decode_mla_configs, prefill  # noqa: F401
-from diyfa.backends.cuda.hopper import fwd as hopper_fwd
+from diyfa.backends.cuda.hopper import fwd_launch as hopper_fwd_launch
 from diyfa.backends.cuda.hopper import matmul as hopper_matmul  # noqa: F401
 from diyfa.backends.cuda.hopper import matmul_configs as hopper_matmul_configs
 from diyfa.backends.cuda.runtime import binaries, launcher, tune
@@ -264,7 +264,7 @@ def test_a_repeated_call_has_the_launches_of_the_first(recorder, described, case
 def test_each_dynamic_schedule_has_its_counter(recorder, described, monkeypatch):
     table = hopper_configs.select_config
     monkeypatch.setattr(
-        hopper_fwd, "select_config", lambda problem: dataclasses.replace(table(problem), scheduler="dynamic")
+        hopper_fwd_launch, "select_config", lambda problem: dataclasses.replace(table(problem), scheduler="dynamic")
     )
     q, k, v = qkv(**LARGE)
     passes, kept = [], []

@@ -84,8 +84,7 @@ def test_meshes_with_one_rank_in_a_dimension(workers):
 
 
 @pytest.mark.parametrize(
-    "backend",
-    [pytest.param("cuda", id="cuda_kernels"), pytest.param("npu", id="npu_kernels", marks=pytest.mark.slow)],
+    "backend", [pytest.param("cuda", id="cuda_kernels"), pytest.param("npu", id="npu_kernels", marks=pytest.mark.slow)]
 )
 def test_triton_kernels_in_a_ring(workers, backend):
     """Their views, strides and packed rows, on CPU tensors in Triton's interpreter."""

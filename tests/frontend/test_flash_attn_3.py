@@ -201,6 +201,10 @@ ABSENT: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str
         flash_attn_3.flash_attn_with_kvcache, (X.to(torch.float8_e4m3fn), X, X), {"q_descale": torch.ones(1, 3)},
         r"q_descale must have one element or shape \(1, 2\), got \(1, 3\)",
     ),
+    "device of a descale": (
+        flash_attn_3.flash_attn_with_kvcache, (X.to(torch.float8_e4m3fn), X, X),
+        {"q_descale": torch.ones(1, 2, device="meta")}, "on the same device: q is on cpu, q_descale on meta",
+    ),
     "chunks": (flash_attn_3.flash_attn_func, (X, X, X), {"attention_chunk": 4}, "attention_chunk must be 0, got 4"),
     "packing": (flash_attn_3.flash_attn_qkvpacked_func, (X,), {}, "with num_heads_q, got"),
     "seqused_q": (
@@ -223,6 +227,11 @@ def test_absent_functions(name: str) -> None:
     call, arguments, options, reason = ABSENT[name]
     with pytest.raises(ValueError, match=reason):
         call(*arguments, **options)
+
+
+def test_descale_of_another_dtype() -> None:
+    with pytest.raises(TypeError, match="q_descale must be float32"):
+        flash_attn_3.flash_attn_with_kvcache(X.to(torch.float8_e4m3fn), X, X, q_descale=torch.ones(1, 2).half())
 
 
 IMPORTS = """

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from subprocesses import run_python
+from subprocesses import run_after_torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
@@ -171,7 +171,7 @@ with FlopCounterMode(display=False) as counter:
     diyfa.flash_attention(q, q, q, backend="cpu")
 print(counter.get_total_flops())
 """
-    assert run_python(code).split() == [str(2 * 4 * 4 * (8 + 8))]
+    assert run_after_torch(code).split() == [str(2 * 4 * 4 * (8 + 8))]
 
 
 def test_selective_checkpointing_by_name() -> None:

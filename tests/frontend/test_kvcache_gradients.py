@@ -13,7 +13,7 @@ import diyfa
 from diyfa import kvcache_ops, registry
 
 BACKENDS = [name for name in TARGETS if diyfa.kernels_for(name, "kvcache_fwd")]
-B, SQ, H, HK, D = 2, 3, 4, 2, 16
+B, SQ, H, HK, D = 2, 3, 2, 1, 16
 Call = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import runpy
 import sys
 from pathlib import Path
@@ -31,9 +32,15 @@ ALLOWED_IN_BACKENDS = {
 KERNEL_LANGUAGES = {"triton", "torch_npu"}
 
 
+@functools.cache
+def syntax_tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+@functools.cache
 def imports(path: Path, top_level_only: bool = False) -> set[str]:
     """Dotted names of the modules that a file imports."""
-    tree = ast.parse(path.read_text(), str(path))
+    tree = syntax_tree(path)
     nodes = tree.body if top_level_only else ast.walk(tree)
     found: set[str] = set()
     for node in nodes:
@@ -109,7 +116,7 @@ def is_command(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 @pytest.mark.parametrize("path", [*DIYFA_FILES, *BACKEND_FILES], ids=lambda p: str(p.relative_to(ROOT)))
 def test_only_public_functions_take_many_parameters(path: Path) -> None:
     """What a call has besides tensors travels in `Lengths` and `AttentionOptions`."""
-    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+    for node in ast.walk(syntax_tree(path)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             arguments = node.args
             count = len(arguments.posonlyargs) + len(arguments.args) + len(arguments.kwonlyargs)

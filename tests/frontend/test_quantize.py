@@ -132,6 +132,7 @@ def test_what_is_not_finite_shows(value: float, dtype: str, backend: str | None)
     q, k, v = draw()
     k[1, 0, 70, 3] = value
     parts = diyfa.quantize(q, k, v, "head", dtype, backend=backend)
+    assert dequantised(parts[1].values, parts[1].descale, torch.float32)[1, 0].isnan().all()
     out = diyfa.flash_attention(*parts, backend="cpu")
     assert out[1, :2].isnan().all() and out[0].isfinite().all() and out[1, 2:].isfinite().all()
 

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 from score_functions import FUNCTIONS, MIDDLE, relative
-from subprocesses import ROOT, run_python
+from subprocesses import ROOT, run_after_torch, run_python
 
 import diyfa
 from diyfa import score_functions
@@ -139,6 +139,11 @@ def lacks_parameters(score, b):
 
 
 @triton.jit
+def divides_a_float(score, b, h, i, j):
+    return score // 2
+
+
+@triton.jit
 def captures_many(score, b, h, i, j, one, two, three, four, five):
     return score + tl.load(five)
 
@@ -159,6 +164,7 @@ REFUSED = {
     chains: "the comparison '1 < i < j' is not supported",
     has_no_result: "it returns nothing",
     lacks_parameters: "it must take score, b, h, i, j, then captured tensors, got score, b",
+    divides_a_float: r"score // 2: the operator takes integers or booleans",
     captures_many: "it captures 5 tensors, at most 4 are supported",
 }
 
@@ -176,21 +182,21 @@ def test_other_operations_are_refused_by_name(function: Any) -> None:
 
 @triton.jit
 def floors(score, b, h, i, j, table):
-    return score // 2 + tl.load(table) % 3
+    return score % 2 + tl.load(table) // 3
 
 
 def test_an_operation_without_a_derivative_is_refused_where_one_is_needed() -> None:
     table = torch.ones(1)
     attend(table, score_fn=floors)  # without gradients it runs
     trained = q.clone().requires_grad_()
-    with pytest.raises(ValueError, match=r"score function floors: x // y has no derivative; score_grad_fn may give"):
+    with pytest.raises(ValueError, match=r"score function floors: x % y has no derivative; score_grad_fn may give"):
         diyfa.flash_attention(trained, q, q, score_fn=floors, score_tensors=(table,), backend="cpu")
     learned = table.clone().requires_grad_()
-    with pytest.raises(ValueError, match=r"floors: x // y has no derivative"):
+    with pytest.raises(ValueError, match=r"floors: x % y has no derivative"):
         attend(learned, score_fn=floors)
     source = score_function(floors, floors).source
     assert why_not_differentiable(source, (False,) * 4) is None
-    assert why_not_differentiable(source, (True,) * 4) == "score function floors: x % y has no derivative"
+    assert why_not_differentiable(source, (True,) * 4) == "score function floors: x // y has no derivative"
 
 
 def test_wrong_arguments_are_refused() -> None:
@@ -203,6 +209,7 @@ def test_wrong_arguments_are_refused() -> None:
         ({"score_fn": relative}, ValueError, "relative takes 1 captured tensors, got 0 in score_tensors"),
         ({"score_fn": relative, "score_tensors": bias}, TypeError, "must be a tuple of tensors, got Tensor"),
         ({"score_fn": relative, "score_tensors": (1.5,)}, TypeError, r"score_tensors\[0\] must be a torch.Tensor"),
+        ({"score_fn": relative, "score_tensors": [None]}, TypeError, r"score_tensors\[0\] must be a torch"),
         ({"score_fn": relative, "score_tensors": (bias.t(),)}, ValueError, r"score_tensors\[0\] must be contiguous"),
         ({"score_fn": relative, "score_tensors": (bias.to("meta"),)}, ValueError, "same device"),
         ({"score_fn": relative, "score_tensors": (bias.cfloat(),)}, TypeError, r"score_tensors\[0\] must be a"),
@@ -278,6 +285,45 @@ def test_a_constant_of_a_closure_is_part_of_the_function() -> None:
     one, two = (attend(score_fn=scaled(factor)) for factor in (2.0, 4.0))
     assert torch.equal(one, diyfa.flash_attention(q, q, q, sm_scale=0.5, backend="cpu"))
     assert torch.equal(two, diyfa.flash_attention(q, q, q, sm_scale=1.0, backend="cpu"))
+
+
+class Settings:
+    factor = tl.constexpr(2.0)
+
+
+def test_a_constant_that_changes_between_calls_is_read_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    factor = tl.constexpr(2.0)
+
+    @triton.jit
+    def times(score, b, h, i, j):
+        return score * factor * Settings.factor * (MIDDLE / 64)
+
+    for expected in (1.0, 2.0, 4.0, 8.0, 1.0):
+        want = diyfa.flash_attention(q, q, q, sm_scale=expected, backend="cpu")
+        assert torch.equal(attend(score_fn=times), want)
+        if expected == 1.0:
+            factor = tl.constexpr(4.0)
+        elif expected == 2.0:
+            monkeypatch.setattr(Settings, "factor", tl.constexpr(4.0))
+        elif expected == 4.0:
+            monkeypatch.setitem(globals(), "MIDDLE", tl.constexpr(128))
+        else:
+            monkeypatch.undo()
+            factor = tl.constexpr(2.0)
+
+
+def test_comparisons_are_added_as_integers() -> None:
+    """The sum of two booleans is one for Triton's compiler, though not for its interpreter."""
+
+    @triton.jit
+    def counts(score, b, h, i, j, flags):
+        flag = tl.load(flags + j)
+        return score * ((i > j) + (j > 3)) - -(i > j) + flag * flag + (1 + (i > j))
+
+    lines = score_function(counts).source.splitlines()
+    assert [line.split(" = ")[1] for line in lines if "to_number" in line] == [
+        "to_number(v1)", "to_number(v2)", "to_number(v7)", "to_number(v0)", "to_number(v0)",
+    ]  # fmt: skip
 
 
 def test_a_compiled_program_takes_a_score_function() -> None:
@@ -365,5 +411,5 @@ def key(source):
 
 print(key(SCORE_EXAMPLE), key(SCORE_EXAMPLE.replace("0.9", "0.8")), key(""))
 """
-    printed = [run_python(code, ROOT, TRITON_INTERPRET="0").split() for _ in range(2)]
+    printed = [run(code, ROOT, TRITON_INTERPRET="0").split() for run in (run_after_torch, run_python)]
     assert printed[0] == printed[1] and len(set(printed[0])) == 3

@@ -48,8 +48,10 @@ CASES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "by_group": ((1, 4, 2, 200, 500, 64), {"topk": 2, "block_size": (128, 64), "by_group": True, "local": 2}),
     "no_local": ((1, 2, 1, 70, 512, 16), {"topk": 3, "block_size": (64, 128), "local": 0}),
     "causal_no_local": ((1, 1, 1, 400, 400, 16), {"topk": 1, "block_size": 64, "local": 0, "causal": True}),
-    "more_queries": ((1, 2, 2, 300, 130, 16), {"topk": 1, "block_size": 64, "causal": True}),
-    "all": ((1, 1, 1, 200, 300, 16), {"topk": 99, "block_size": 64, "local": 9}),
+    "more_queries": ((1, 2, 2, 300, 100, 16), {"topk": 1, "block_size": (128, 64), "causal": True}),
+    "more_queries_all_near": ((1, 1, 1, 400, 130, 16), {"topk": 0, "block_size": 64, "local": 2**70, "sinks": 2**70}),
+    "more_queries_some_near": ((1, 1, 1, 400, 130, 16), {"topk": 0, "block_size": 64, "local": 4}),
+    "all": ((1, 1, 1, 200, 300, 16), {"topk": 2**70, "block_size": 64, "local": 9}),
     "none": ((1, 1, 1, 100, 300, 16), {"topk": 0, "local": 0, "block_size": 64}),
     "one_row": ((1, 2, 1, 1, 300, 16), {"topk": 2, "block_size": 64, "causal": True}),
 }

@@ -222,8 +222,7 @@ def test_what_a_partition_has_written_can_be_read_behind_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bug", "message"),
-    [("read_only", "somebody else writes x_tensor"), ("early", "before griddepcontrol.wait")],
+    ("bug", "message"), [("read_only", "somebody else writes x_tensor"), ("early", "before griddepcontrol.wait")]
 )
 def test_a_planted_bug_of_order_in_global_memory_is_reported(bug: str, message: str) -> None:
     with pytest.raises(Race, match=message):

@@ -145,6 +145,7 @@ SUMMED = [
     case("samples", batch=2, seq_lens=(130, 65), seqlen_k=150),
     case("sequences", layout="thd", lens_q=(70, 0, 9), lens_k=(65, 3, 130), slack=5),
     case("columns_80", head_dim=80, seqlen_q=70, seqlen_k=150),
+    case("block_mask", mask="1h:128:0.6", head_dim=128),
 ]
 SUMMED_BY = {
     "_bwd_sm90_kernel": SUMMED,
@@ -169,6 +170,8 @@ def test_gradients_that_are_to_be_added_up(main: str, case: AttentionCase, monke
     kernel = interpret_backward(monkeypatch, seed=3, main=main)
     q, k, v, dout, dlse, given, *_ = make_inputs(case)
     lengths = Lengths(**{name: given.pop(name) for name in LENGTHS if name in given})
+    if (mask := given.pop("mask", None)) is not None:
+        given |= {"mask_blocks": mask.blocks, "mask_bits": mask.bits}
     options = checked_options(q, k, v, lengths, {**given, "layout": case.layout, "backend": "cuda", "variant": "sm90"})
     q, k, v = (x.detach() for x in (q, k, v))
     with poisoned_allocations(), torch.no_grad():

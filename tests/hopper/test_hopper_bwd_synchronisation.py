@@ -10,6 +10,7 @@ from hopper_interpreted import WIDE_BACKWARD_MODULES, interpret_backward, interp
 from simulators.gluon import KernelBug
 from synchronising import Synchronising
 
+from diyfa import BlockMask
 from diyfa.backends.cuda.hopper import bwd_launch as hopper_bwd
 from diyfa.backends.cuda.runtime.passes import launch_each
 from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors
@@ -52,6 +53,7 @@ PROBLEM = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", 1, 2, 1, 260, 20
 # More heads than the fp32 dQ has room for, and one where another kernel converts it.
 HEADS = PROBLEM.replace(heads_q=6, heads_kv=6, seqlen_q=70, seqlen_k=130)
 SAMPLES = PROBLEM.replace(seq_lens=True)
+LISTED = PROBLEM.replace(window_right=-1, mask=(128, 128))
 
 
 ROLLING = dict.fromkeys(
@@ -65,15 +67,22 @@ ROLLING = dict.fromkeys(
     ),
     (64, 64),
 )
+MASKED = "hopper.bwd_mask"
 # D and Dv
-MODULES = {**ROLLING, "hopper.bwd_wide": (200, 136), "hopper.bwd_wide_dq": (200, 200), "hopper.bwd_mla": (136, 72)}
+MODULES = {
+    **ROLLING,
+    MASKED: (128, 128),
+    "hopper.bwd_wide": (200, 136),
+    "hopper.bwd_wide_dq": (200, 200),
+    "hopper.bwd_mla": (136, 72),
+}
 SOURCES = {name: Synchronising(kernel_source(name), SYNCHRONISING, METHODS) for name in MODULES}
 LINES = [(name, f"{i}: {line}") for name, source in SOURCES.items() for i, line in enumerate(source.lines)]
 
 
 def run(name: str) -> None:
     """The backward of random tensors, by the kernel of a module."""
-    for problem in (PROBLEM, HEADS, SAMPLES) if name in ROLLING else (PROBLEM,):
+    for problem in (PROBLEM, HEADS, SAMPLES) if name in ROLLING else (LISTED,) if name == MASKED else (PROBLEM,):
         torch.manual_seed(0)
         d, dv = MODULES[name]
         queries, keys = (problem.heads_q, problem.seqlen_q), (problem.heads_kv, problem.seqlen_k)
@@ -83,7 +92,9 @@ def run(name: str) -> None:
             )
         )  # fmt: skip
         lengths = torch.tensor([problem.seqlen_k], dtype=torch.int32) if problem.seq_lens else None
-        tensors = AttentionTensors(q, k, v, 0.125, seq_lens=lengths)
+        mask = BlockMask.from_dense(torch.rand(2, 260, 200) < 0.5) if problem.mask else None
+        lists = {} if mask is None else {"mask_blocks": mask.blocks, "mask_bits": mask.bits}
+        tensors = AttentionTensors(q, k, v, 0.125, seq_lens=lengths, **lists)
         gradients = AttentionGradients(*(torch.empty_like(x) for x in (q, k, v)))
         of_widths = problem.replace(head_dim=d, head_dim_v=dv)
         found = hopper_bwd.backward_pass(of_widths, tensors, out, torch.zeros(1, *queries), dout, None, gradients)

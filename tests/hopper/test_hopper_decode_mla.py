@@ -245,14 +245,7 @@ def test_what_it_refuses(words: str) -> None:
     assert words in (decode_mla_configs.refuses(problem.replace(**REFUSED[words])) or "")
 
 
-SYNCHRONISING = (
-    "mbarrier.wait",
-    "mbarrier.expect",
-    "mbarrier.init",
-    "fence_async_shared",
-    "release",
-    "wait_full",
-)
+SYNCHRONISING = ("mbarrier.wait", "mbarrier.expect", "mbarrier.init", "fence_async_shared", "release", "wait_full")
 METHODS = ("init", "wait_full", "release")
 
 

@@ -52,13 +52,7 @@ CASES = [
             causal=True,
             head_dim=128,
         ),
-        replace(
-            DYNAMIC,
-            box_columns=64,
-            q_in_registers=2,
-            pairs=True,
-            pingpong=True,
-        ),
+        replace(DYNAMIC, box_columns=64, q_in_registers=2, pairs=True, pingpong=True),
     ),
     (packed("packed", (150, 0, 3), (70, 20, 200), slack=9), TWO),
     (packed("packed_causal", (60, 200), (200, 60), causal=True), replace(TWO, persistent=True)),
@@ -113,10 +107,7 @@ CASES = [
         packed("lazy_boxes", (150, 40), (70, 20), head_dim=96, causal=True),
         replace(TWO, box_columns=32, fixed_max=False),
     ),
-    (
-        case("q_in_registers", heads=3, seqlen_q=300, causal=True),
-        replace(DYNAMIC, q_in_registers=1),
-    ),
+    (case("q_in_registers", heads=3, seqlen_q=300, causal=True), replace(DYNAMIC, q_in_registers=1)),
     (
         case("q_in_registers_128", seqlen_k=500, head_dim=128),
         replace(TWO, box_columns=64, q_in_registers=2, pairs=True),
@@ -136,10 +127,7 @@ CASES = [
         packed("q_in_registers_192_packed", (150, 0, 70), (90, 30, 64), head_dim=192, causal=True),
         replace(DYNAMIC, **Q_192),
     ),
-    (
-        case("q_in_registers_whole_192", seqlen_k=300, head_dim=192),
-        replace(DYNAMIC, **{**Q_192, "q_in_registers": 3}),
-    ),
+    (case("q_in_registers_whole_192", seqlen_k=300, head_dim=192), replace(DYNAMIC, **{**Q_192, "q_in_registers": 3})),
     (case("q_in_registers_64_192", head_dim=64, head_dim_v=192, causal=True), replace(TWO, stages=6, **Q_192)),
     (case("wide_128", heads=3, seqlen_q=300, head_dim=192, head_dim_v=128, causal=True), replace(DYNAMIC, **WIDE)),
     (packed("wide_packed", (150, 0, 70), (90, 30, 64), head_dim=192, head_dim_v=128), replace(DYNAMIC, **WIDE)),
@@ -152,20 +140,11 @@ CASES = [
         replace(DYNAMIC, box_columns=64, q_in_registers=2, separate_o_buffer=False),
     ),
     (case("skip_masked", heads=3, seqlen_q=400, seqlen_k=450, causal=True), THREE),
-    (
-        case("skip_masked_more_queries", seqlen_q=300, seqlen_k=130, causal=True),
-        replace(TWO, persistent=True),
-    ),
+    (case("skip_masked_more_queries", seqlen_q=300, seqlen_k=130, causal=True), replace(TWO, persistent=True)),
     (case("skip_masked_turns", seqlen_q=500, seqlen_k=400, causal=True), replace(THREE, **TURNS)),
     (case("skip_masked_window", seqlen_q=400, seqlen_k=400, window=(90, 20)), THREE),
-    (
-        packed("skip_masked_packed", (150, 0, 300, 3), (150, 9, 200, 64), causal=True),
-        DYNAMIC,
-    ),
-    (
-        case("skip_masked_seq_lens", batch=3, seqlen_q=300, seqlen_k=300, seq_lens=(1, 300, 70), causal=True),
-        THREE,
-    ),
+    (packed("skip_masked_packed", (150, 0, 300, 3), (150, 9, 200, 64), causal=True), DYNAMIC),
+    (case("skip_masked_seq_lens", batch=3, seqlen_q=300, seqlen_k=300, seq_lens=(1, 300, 70), causal=True), THREE),
     (packed("dynamic_packed", (150, 0, 300, 3), (150, 9, 300, 64), causal=True), DYNAMIC),
     # The last sample has four blocks of keys, and a tile beyond its end.
     (case("dynamic_seq_lens", batch=3, seqlen_q=300, seqlen_k=300, seq_lens=(1, 300, 200), causal=True), DYNAMIC),

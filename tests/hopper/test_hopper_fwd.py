@@ -17,14 +17,7 @@ from diyfa.backends.cuda.attention import configs
 from diyfa.backends.cuda.gluon import compat
 from diyfa.backends.cuda.hopper import configs as hopper_configs
 from diyfa.problem import VARLEN, AttentionProblem, has_few_steps, row_steps
-from diyfa.testing import (
-    AttentionCase,
-    Inputs,
-    Results,
-    attention_function,
-    check_budget,
-    make_inputs,
-)
+from diyfa.testing import AttentionCase, Inputs, Results, attention_function, check_budget, make_inputs
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 needs_kernel = pytest.mark.skipif(
@@ -284,12 +277,12 @@ def test_what_is_not_finite_reaches_what_sees_it(head_dim: int, mask: str, monke
 def test_programs_draw_tiles_in_graphs_and_on_streams_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches that run at the same time have counters of their own; each leaves its own as the next one needs it."""
     from diyfa.backends.cuda.gluon import tile_counter
-    from diyfa.backends.cuda.hopper import fwd as hopper_fwd
+    from diyfa.backends.cuda.hopper import fwd_launch as hopper_fwd_launch
 
     def dynamic(problem: AttentionProblem) -> hopper_configs.Sm90Config:
         return replace(hopper_configs.select_config(problem), persistent=True, scheduler="dynamic")
 
-    monkeypatch.setattr(hopper_fwd, "select_config", dynamic)
+    monkeypatch.setattr(hopper_fwd_launch, "select_config", dynamic)
     q, k, v = (torch.randn(4, 16, 2048, 128, device="cuda").bfloat16() for _ in range(3))
 
     def call() -> torch.Tensor:

@@ -182,12 +182,7 @@ MUTANTS = {
         KernelBug,
         {"fixed_max": False},
     ),
-    "nobody has the first turn": (
-        r"if INDEX == config\.CONSUMERS - 1:",
-        "if False:",
-        Deadlock,
-        {"pingpong": True},
-    ),
+    "nobody has the first turn": (r"if INDEX == config\.CONSUMERS - 1:", "if False:", Deadlock, {"pingpong": True}),
     "V is waited for in another round's parity": (
         r"ring\.wait_full\(item - 1\)",
         "ring.wait_full(item - 1 + ring.STAGES)",

@@ -6,6 +6,7 @@ compared is the order of all operations. That instructions round equally only a 
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 from itertools import accumulate
@@ -25,7 +26,9 @@ import diyfa  # noqa: E402
 from diyfa import plan as planning  # noqa: E402
 from diyfa.backends.cuda.attention import decode, decode_configs  # noqa: E402
 from diyfa.backends.cuda.hopper import configs, prefill_configs  # noqa: E402
+from diyfa.backends.cuda.hopper import fwd as hopper_fwd  # noqa: E402
 from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
+from diyfa.problem import AttentionProblem, as_kvcache_problem  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not is_interpreting(), reason="CPU tensors are refused: here the kernel itself is run")
 
@@ -39,8 +42,10 @@ CASES: dict[str, dict[str, Any]] = {
     "96": {"causal": True, "head_dim": 96, "heads": 1},
     "128": {"causal": True, "head_dim": 128, "heads": 1},
     "256": {"causal": True, "head_dim": 256, "heads": 1},
+    "wide_values": {"causal": True, "head_dim": 48, "head_dim_v": 72, "heads": 1},
+    "narrow_values": {"causal": True, "head_dim": 136, "head_dim_v": 64, "heads": 1},
 }
-SLOW = ("96", "128", "256", "one_consumer", "narrow_window", "shared_totals")
+SLOW = ("96", "128", "256", "one_consumer", "narrow_window", "shared_totals", "wide_values", "narrow_values")
 # Rows of a tile of decoding -> (sequence, first query, queries, page size). The last key is that of the last query.
 DECODED = {16: ((0, 199, 1, 16), (0, 193, 7, 0)), 64: ((0, 191, 9, 64), (1, 0, 1, 1))}
 
@@ -52,10 +57,11 @@ class Calls:
         generator = torch.Generator().manual_seed(4)
         self.lens = case.get("lens", (200, 1, 66))
         self.d = case.get("head_dim", 64)
+        self.dv = case.get("head_dim_v", self.d)
         self.h = case.get("heads", 2)
         self.hk = max(self.h // 2, 1)
-        shapes = [(n, heads) for n in self.lens for heads in (self.h, self.hk, self.hk)]
-        drawn = [torch.randn((*shape, self.d), generator=generator).bfloat16() for shape in shapes]
+        tensors = ((self.h, self.d), (self.hk, self.d), (self.hk, self.dv))
+        drawn = [torch.randn((n, *x), generator=generator).bfloat16() for n in self.lens for x in tensors]
         self.sequences = [tuple(drawn[i : i + 3]) for i in range(0, len(drawn), 3)]
         self.causal = case.get("causal", False)
         self.window = case.get("window", (-1, -1))
@@ -86,7 +92,7 @@ class Calls:
         q, k, v = self.sequences[s]
         n = first + new
         shape = (-(-n // page_size) + 2, page_size) if page_size else (1, n + 5)
-        caches = [torch.full((*shape, self.hk, self.d), float("nan"), dtype=torch.bfloat16) for _ in "kv"]
+        caches = [torch.full((*shape, *x.shape[1:]), float("nan"), dtype=torch.bfloat16) for x in (k, v)]
         pages = random.Random(first).sample(range(shape[0]), shape[0])
         for cache, x in zip(caches, (k, v), strict=True):
             for j in range(n):
@@ -141,3 +147,21 @@ def test_rows_have_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> 
             for s, first, new, page in DECODED[rows]:
                 assert_rows(calls.cached(s, first, new, page), trained[s], slice(first, first + new))
         assert kernel.launches == before, "decoding runs by the portable kernel"
+
+
+def test_the_forward_has_the_blocks_and_chunks_of_decoding() -> None:
+    """Interpreted, the tests above take blocks of their own. Here are the blocks of a GPU."""
+    problem = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", 1, 64, 8, 4096, 4096, 64, 64, batch_invariant=True)
+    widths = range(8, configs.MAX_HEAD_DIM + 1, 8)
+    for d, dv, page_size in itertools.product(widths, widths, (0, 16, 256)):
+        forward = problem.replace(head_dim=d, head_dim_v=dv)
+        if max(d, dv) < configs.MIN_HEAD_DIM:
+            continue
+        assert configs.refuses(forward) is None
+        cache = as_kvcache_problem(forward).replace(page_size=page_size)
+        decoding = decode_configs.decode_config(cache)
+        assert decoding is not None
+        chunk = decode_configs.chunk_keys(cache)
+        for config in (configs.select_config(forward), prefill_configs.select_config(cache)):
+            blocks = config.block_n, hopper_fwd.constants(forward, config, False).chunk
+            assert blocks == (decoding.block_n, chunk // decoding.block_n), (d, dv, page_size)

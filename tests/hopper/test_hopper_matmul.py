@@ -475,16 +475,8 @@ MUTANTS = {
         "        channel.wait(i - 1)\n        acc = ",
         KernelBug,
     ),
-    "a store's buffer is written one store too early": (
-        "tma.store_wait(BUFFERS - 1)",
-        "tma.store_wait(BUFFERS)",
-        Race,
-    ),
-    "both consumers read the first one's rows": (
-        "0 if config.PINGPONG else INDEX",
-        "0",
-        (KernelBug, AssertionError),
-    ),
+    "a store's buffer is written one store too early": ("tma.store_wait(BUFFERS - 1)", "tma.store_wait(BUFFERS)", Race),
+    "both consumers read the first one's rows": ("0 if config.PINGPONG else INDEX", "0", (KernelBug, AssertionError)),
     "the producer expects the bytes of one box": (
         "BOXES * self.a_tensor.block_type.nbytes + self",
         "self.a_tensor.block_type.nbytes + self",

@@ -161,7 +161,7 @@ COMPILE = """
 import json, re
 import aot_kernels, triton
 from diyfa.lab.cuda import aot, specs as attention_specs
-from diyfa.backends.cuda.hopper import fwd as hopper_fwd
+from diyfa.backends.cuda.hopper import fwd_launch as hopper_fwd_launch
 from diyfa.backends.cuda.hopper.configs import Sm90Config
 from diyfa.backends.cuda.gluon import inline_ptx
 from diyfa.backends.cuda.gluon.inline_ptx import post_processing
@@ -182,7 +182,7 @@ PATTERNS = {
 }
 problem = attention_specs._problem("sm_90", "bfloat16", 128, False).replace(seqlen_q=16384, seqlen_k=16384)
 config = Sm90Config(2, 64, 2, True, 240, 24)
-launch = hopper_fwd.make_launch(problem, *attention_specs.call_tensors(problem), config)
+launch = hopper_fwd_launch.make_launch(problem, *attention_specs.call_tensors(problem), config)
 spec = attention_specs._hopper_spec(problem, config, launch)
 report = {}
 try:

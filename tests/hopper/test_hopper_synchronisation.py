@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from eight_bit_cases import Case
@@ -16,6 +17,7 @@ from synchronising import Synchronising
 from targets import TARGETS
 
 import diyfa
+from diyfa.backends.cuda.attention import decode_configs
 from diyfa.backends.cuda.hopper.configs import Sm90Config
 from diyfa.testing import AttentionCase
 
@@ -56,6 +58,7 @@ PLAIN = Sm90Config(
 )
 DYNAMIC = replace(PLAIN, scheduler="dynamic", stages=8)
 OVERFLOWN = replace(SMALL, sm_scale=30.0)  # tiles that the fallback computes again
+IN_CHUNKS = replace(SMALL, name="in_chunks", causal=True)  # in batch-invariant mode
 # With shorter blocks than tiles, the first consumer has some to pass over.
 SKIPPING = replace(PLAIN, pingpong=True, block_n=64)
 CONFIGS = (
@@ -69,12 +72,18 @@ CONFIGS = (
     (PLAIN, CacheCase("pages", (300,), 128, head_dim=64, heads=1, dtype="bfloat16", page_size=64, causal=False)),
     (PLAIN, OVERFLOWN),
     (replace(PLAIN, pingpong=True, separate_o_buffer=False), OVERFLOWN),
+    (replace(PLAIN, fixed_max=False, pingpong=True, block_n=64), IN_CHUNKS),
+    (replace(PLAIN, fixed_max=False, q_in_registers=1), IN_CHUNKS),
     (PLAIN, Case(heads=1, heads_kv=1, seqlen_q=128, seqlen_k=384, head_dim=64, means=True)),
 )
 
 
 def attend(case: AttentionCase | CacheCase | Case) -> dict[str, str]:
     """What misses its error budget, in words."""
+    if case is IN_CHUNKS:
+        chunks = ((256, 128, decode_configs.DecodeConfig(16, 64, 4, 2, 2)),)
+        with diyfa.batch_invariant(), mock.patch.object(decode_configs, "HOPPER_INVARIANT", chunks):
+            return run(IN_CHUNKS)
     if isinstance(case, AttentionCase):
         return run(case)
     if isinstance(case, Case):  # tests/hopper/test_hopper_float8.py has its errors

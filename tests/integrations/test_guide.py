@@ -51,10 +51,7 @@ CPU_ALONE = {
 G_DENSE, G_VARLEN = "g=p:test_scaled_dot_product", "g=p:test_varlen_attn"
 F_BOTH, N_VARLEN, N_LAYER = "c=f:test_dense", "n=n:test_varlen_attn", "n=n:test_a_layer_of_transformers"
 F_SDPA = f"c=f:test_scaled_dot_product {G_DENSE} {N_VARLEN}"
-W_MASKS, W_CAUSAL = (
-    "c=w:test_masks n=n:test_masks",
-    "c=w:test_top_left_causal n=n:test_top_left_causal",
-)
+W_MASKS, W_CAUSAL = ("c=w:test_masks n=n:test_masks", "c=w:test_top_left_causal n=n:test_top_left_causal")
 T_BOTH, T_PACKED = f"c=t:test_decoders {N_LAYER}", "c=t:test_decoders n=n:test_packed_sequences_of_transformers"
 T_MASKS, T_HALF = (
     "c=t:test_decoders n=n:test_a_mask_of_transformers_that_says_everything",

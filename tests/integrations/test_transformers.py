@@ -708,6 +708,19 @@ def test_padded_batches_in_eight_bits(quantizing: Any) -> None:
         attention(module, q.bfloat16().requires_grad_(), k.bfloat16(), v.bfloat16(), padding)
 
 
+@pytest.mark.parametrize("padded", [False, True])
+def test_eight_bits_under_autocast(quantizing: Any, padded: bool) -> None:
+    """Rotary embeddings leave q and k in float32, beside v in autocast's dtype."""
+    q, k, v = (torch.randn(2, heads, 40, 16, generator=seeded(heads), device=DEVICE) for heads in (4, 2, 2))
+    padding = torch.arange(40, device=DEVICE) >= torch.tensor([[0], [13]], device=DEVICE) if padded else None
+    module = torch.nn.Linear(1, 1)
+    with torch.no_grad():
+        want, _ = attention(module, *(x.bfloat16() for x in (q, k, v)), padding)
+        with torch.autocast(DEVICE, torch.bfloat16):
+            found, _ = attention(module, q, k, v.bfloat16(), padding)
+    assert found.dtype == torch.bfloat16 and torch.equal(found, want)
+
+
 def test_generation_reads_its_cache_in_16_bits(quantizing: Any) -> None:
     model = decoder("Llama", "diyfa").bfloat16()
     with pytest.warns(UserWarning, match="new tokens over a cache run in the cache's dtype"):

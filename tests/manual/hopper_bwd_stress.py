@@ -50,8 +50,9 @@ from diyfa.testing import (
 
 FEATURES = (
     "causal", "window", "softcap", "gqa", "seq_lens", "packed", "sinks", "dlse", "deterministic", "wide", "widths",
-    "hostile",
+    "hostile", "mask",
 )  # fmt: skip
+NO_MASK = {"causal", "window", "seq_lens", "packed", "deterministic", "wide", "widths"}  # features without block masks
 GRADIENTS = ("dq", "dk", "dv", "dsinks")
 REPEATS = 3  # of each call
 MORE_DRAWS = 4 * YARDSTICK_DRAWS  # of the yardstick, before a case counts as a failure
@@ -88,6 +89,8 @@ def features_of(compiled: random.Random, only: str | None) -> set[str]:
         chosen.discard("deterministic")
     if "deterministic" in chosen:  # refused for these
         chosen -= {"wide", "widths"}
+    if only == "mask":
+        chosen -= NO_MASK
     return chosen - {""}
 
 
@@ -136,6 +139,10 @@ def draw(options: argparse.Namespace, number: int) -> tuple[AttentionCase, set[s
         edge = choose.choice((0, 1, 63, 64, 65, 128, choose.randint(0, most)))
         other = choose.choice((0, edge, choose.randint(0, most)))
         sizes["window"] = (edge if left else -1, other if right else -1)
+    if "mask" in chosen:
+        blocks = ("128",) if d <= 64 else ("128", "64x128")
+        shape, density = compiled.choice(("11", "1h", "bh")), choose.choice((0.0, 0.1, 0.5, 0.5, 0.8, 1.0))
+        sizes["mask"] = f"{shape}:{compiled.choice(blocks)}:{density}"
     scales: tuple[float | None, ...] = (None, None, None, 0.3)
     if "hostile" in chosen:
         sizes["sink_offset"] = choose.choice((0.0, 12.0, -12.0))
@@ -239,7 +246,7 @@ class Backward:
         from diyfa.backends.cuda.attention import configs
         from diyfa.backends.cuda.hopper import bwd_launch
         from diyfa.backends.cuda.hopper import configs as hopper_configs
-        from diyfa.backends.cuda.hopper import fwd as hopper_fwd
+        from diyfa.backends.cuda.hopper import fwd_launch as hopper_fwd_launch
 
         self.device = "cpu" if options.cpu else "cuda"
         self.given: dict[str, torch.Tensor] = {}
@@ -254,7 +261,7 @@ class Backward:
             hopper_configs.FULL_GPU = hopper_configs.SHORT_KV_LOOP = 0
         if not options.forward:
             hopper_configs.refuses = lambda problem: None
-            hopper_fwd.forward_pass = self._forward
+            hopper_fwd_launch.forward_pass = self._forward
         describe = bwd_launch.backward_pass
 
         def counted(*arguments: Any) -> Any:

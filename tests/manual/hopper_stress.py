@@ -30,7 +30,7 @@ import torch
 from diyfa.backends.cuda.attention import configs, fwd
 from diyfa.backends.cuda.attention.launch import use_config
 from diyfa.backends.cuda.hopper import configs as hopper_configs
-from diyfa.backends.cuda.hopper import fwd as hopper_fwd
+from diyfa.backends.cuda.hopper import fwd_launch as hopper_fwd_launch
 from diyfa.backends.cuda.runtime import tune
 from diyfa.backends.cuda.runtime.passes import launch_each
 from diyfa.problem import LAYOUTS, VARLEN, AttentionProblem, AttentionTensors
@@ -46,12 +46,7 @@ LIMIT = 90  # seconds for one call, compiling included; what takes longer hangs
 
 def changes_of(head_dim: int, consumers: int) -> list[dict[str, Any]]:
     """Changes to the table's row that other rows and the sweep use."""
-    changes: list[dict[str, Any]] = [
-        {},
-        {"persistent": True},
-        {"pairs": True},
-        {"fixed_max": True},
-    ]
+    changes: list[dict[str, Any]] = [{}, {"persistent": True}, {"pairs": True}, {"fixed_max": True}]
     changes += [{"persistent": True, "scheduler": "dynamic"}] * 2
     if consumers > 1:
         changes += [{"pingpong": True}, {"persistent": True, "pingpong": True}]
@@ -176,7 +171,7 @@ def check(seed: int, variant: int, kind: str, head_dim: int) -> str | None:
 
     def attend(*arguments: Any) -> None:
         with use_config("sm90", config):
-            launch_each(hopper_fwd.forward_pass(*arguments).launches)
+            launch_each(hopper_fwd_launch.forward_pass(*arguments).launches)
 
     def portable(*arguments: Any) -> None:
         launch_each(fwd.forward_pass(*arguments).launches)

@@ -232,6 +232,9 @@ def test_infinite_sinks() -> None:
     want = run_case(attention_function(case, backend="cpu"), infinite)
     assert bool(want.lse[0, 0, :10].isposinf().all()) and bool(want.lse[0, 1].isnan().all())
     for field, x, y in zip(Results._fields, got, want, strict=True):
+        if x is None:  # no score function
+            assert y is None
+            continue
         assert same_nonfinite(x, y), field
         torch.testing.assert_close(x, y, rtol=4e-3, atol=4e-3, equal_nan=True)
     assert "_bwd_dbias_rows_kernel" in log.launches

@@ -208,8 +208,7 @@ def kept(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(
-    ("fault", "with_it"),
-    [("hang with it", "no answer within 3 s"), ("wrong with it", "7.5 times the allowed error")],
+    ("fault", "with_it"), [("hang with it", "no answer within 3 s"), ("wrong with it", "7.5 times the allowed error")]
 )
 def test_what_is_right_only_without_multibuffering(fake, kept, fault: str, with_it: str) -> None:
     """It is kept for later calls, the page says so, and later steps are not tried twice."""

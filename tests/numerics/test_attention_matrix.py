@@ -12,12 +12,7 @@ from targets import SPECIALISED, TARGETS, by_the_host_without_keys
 
 import diyfa
 from diyfa import registry
-from diyfa.testing import (
-    assert_within_budget,
-    attention_function,
-    make_inputs,
-    run_case,
-)
+from diyfa.testing import assert_within_budget, attention_function, make_inputs, run_case
 
 
 def _combinations() -> list[tuple[str, str, str]]:

@@ -33,7 +33,7 @@ def test_random_cases(backend: str) -> None:
     target = TARGETS[backend]
 
     @settings(
-        max_examples=EXAMPLES or (8 if target.interpreted else 40),
+        max_examples=EXAMPLES or (5 if target.interpreted else 40),
         derandomize=not EXAMPLES,
         deadline=None,
         phases=[Phase.generate, *([Phase.shrink] if EXAMPLES else [])],

@@ -25,6 +25,7 @@ CASES: dict[str, dict[str, Any]] = {
     "window_softcap": {"window": (5, 2), "softcap": 10.0},
     "lengths": {"causal": True, "seq_lens": (28,)},
     "row_bias": {"causal": True, "bias": True},
+    "row_bias_mask": {"bias": True, "mask": True},  # the bottom-right triangle, as a block mask
     "packed": {"causal": True, "layout": "thd"},  # the last sequence has no keys
     "no_keys": {"keys": 0},
 }
@@ -39,6 +40,9 @@ def call(target: Target, variant: str, sinks: torch.Tensor | None, **options: An
     *inputs, dout = (torch.randn(shape, generator=generator) for shape in shapes)
     dlse = torch.randn(1, 4, ROWS, generator=generator)
     bias = torch.randn(1, 4, ROWS, 1, generator=generator) if options.pop("bias", False) else None
+    if options.pop("mask", False):
+        keep = torch.ones(ROWS, keys, dtype=torch.bool).tril(keys - ROWS)
+        options["mask"] = diyfa.BlockMask.from_dense(keep).to(target.device)
     if "seq_lens" in options:
         options["seq_lens"] = torch.tensor(options["seq_lens"], dtype=torch.int32).to(target.device)
     if packed:  # the rows before and after the sequences belong to none

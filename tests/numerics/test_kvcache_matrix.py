@@ -248,24 +248,26 @@ def test_values_beyond_float8_become_its_largest(backend: str) -> None:
 
 # ---- The mode diyfa.batch_invariant -----------------------------------------------------------------------------
 
-H, HK, D = 4, 2, 32
+H, HK = 4, 2
 OPTIONS: dict[str, dict[str, Any]] = {
     "causal": {"causal": True},
     "features": {"window": (40, 0), "softcap": 3.0, "sinks": torch.tensor([0.3, -1.0, 2.0, 0.0])},
 }
+WIDTHS = {"causal": (32, 48), "features": (40, 24)}  # of keys and of values
+Sequences = list[tuple[torch.Tensor, ...]]
 
 
-def _sequences() -> list[tuple[torch.Tensor, ...]]:
+def _sequences(name: str) -> Sequences:
     generator = torch.Generator().manual_seed(1)
+    d, dv = WIDTHS[name]
     return [
-        tuple(torch.randn((n, heads, D), generator=generator).to(torch.bfloat16) for heads in (H, HK, HK))
+        tuple(torch.randn((n, *x), generator=generator).to(torch.bfloat16) for x in ((H, d), (HK, d), (HK, dv)))
         for n in (70, 1, 130, 65, 64)
     ]
 
 
-def _as_trained(options: dict[str, Any], device: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """out (n, H, D) and lse (H, n) of every sequence, from one training forward."""
-    sequences = _sequences()
+def _as_trained(sequences: Sequences, options: dict[str, Any], device: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """out (n, H, DV) and lse (H, n) of every sequence, from one training forward."""
     q, k, v = (torch.cat(x).to(device).requires_grad_() for x in zip(*sequences, strict=True))
     lens = [len(x) for x, *_ in sequences]
     offsets = torch.tensor([0, *accumulate(lens)], dtype=torch.int32).to(device)
@@ -278,16 +280,17 @@ def _as_trained(options: dict[str, Any], device: str) -> list[tuple[torch.Tensor
     return list(zip(out.split(lens), lse.split(lens, 1), strict=True))
 
 
-def _drawn_batch(rng: random.Random, options: dict[str, Any], device: str) -> Iterator[tuple[int, int, Any, Any]]:
+def _drawn_batch(
+    rng: random.Random, sequences: Sequences, options: dict[str, Any], device: str
+) -> Iterator[tuple[int, int, Any, Any]]:
     """For each row of a batch of some sequences: which sequence, how many last queries, and their out and lse."""
-    sequences = _sequences()
     chosen = [rng.randrange(len(sequences)) for _ in range(rng.randint(1, 3))]
     lens = [len(sequences[s][0]) for s in chosen]
     new = rng.randint(1, min(*lens, 5))
     page_size = rng.choice((0, 1, 16, 64))
     columns = max(-(-n // page_size) for n in lens) if page_size else 0
     shape = (columns * len(chosen) + 1, page_size) if page_size else (len(chosen), max(lens))
-    caches = [torch.full((*shape, HK, D), float("nan"), dtype=torch.bfloat16) for _ in range(2)]
+    caches = [torch.full((*shape, *x.shape[1:]), float("nan"), dtype=torch.bfloat16) for x in sequences[0][1:]]
     pages = rng.sample(range(shape[0]), columns * len(chosen)) if page_size else []
     table = torch.tensor(pages, dtype=torch.int32).reshape(len(chosen), columns)
     for b, s in enumerate(chosen):
@@ -313,9 +316,10 @@ def test_rows_do_not_depend_on_their_batch(backend: str, name: str) -> None:
     target, rng = TARGETS[backend], random.Random(0)
     options = {key: x.to(target.device) if isinstance(x, torch.Tensor) else x for key, x in OPTIONS[name].items()}
     with registry.use_backend(target.backend), diyfa.batch_invariant():
-        trained = _as_trained(options, target.device)
+        sequences = _sequences(name)
+        trained = _as_trained(sequences, options, target.device)
         for _ in range(2 if target.interpreted else 50):
-            for s, new, out, lse in _drawn_batch(rng, options, target.device):
+            for s, new, out, lse in _drawn_batch(rng, sequences, options, target.device):
                 want, want_lse = trained[s]
                 assert torch.equal(out, want[len(want) - new :])
                 assert torch.equal(lse, want_lse[:, len(want) - new :])

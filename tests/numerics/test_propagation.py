@@ -73,13 +73,7 @@ def test_all_that_depends(backend: str, variant: str, case: AttentionCase, name:
 
 
 # Kernels of one architecture have their own tiles and forms; the interpreter takes another's where it is told to.
-TURING = {
-    "causal": "v dout",
-    "lengths": "v",
-    "packed_groups": "dout",
-    "dropout": "dout",
-    "wide": "v",
-}
+TURING = {"causal": "v dout", "lengths": "v", "packed_groups": "dout", "dropout": "dout", "wide": "v"}
 
 
 @pytest.mark.skipif(not TARGETS["cuda"].interpreted if "cuda" in TARGETS else True, reason="needs the interpreter")

@@ -18,6 +18,7 @@ pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
+from guarded_memory import guard
 from score_functions import FUNCTIONS
 
 import diyfa
@@ -146,12 +147,15 @@ COMPOSED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("composed", COMPOSED)
 def test_with_other_features(here: Target, name: str, composed: str) -> None:
     """The function comes last: it gets what softcap, ALiBi and a bias made of the score."""
-    case, inputs, options = FUNCTIONS[name], leaves(RAGGED), dict(COMPOSED[composed])
-    if options.get("mask") == "random":
-        keep = torch.rand(45, 61, generator=torch.Generator().manual_seed(3)) < 0.4
+    case, options = FUNCTIONS[name], dict(COMPOSED[composed])
+    seqlen_k = 140 if "mask" in options and name == "documents" else 61
+    inputs = leaves((2, 2, 1, 45, seqlen_k, 16))
+    if "mask" in options:
+        keep = torch.rand(45, seqlen_k, generator=torch.Generator().manual_seed(3)) < 0.4
         keep[7] = False
+        keep[:, 64:128] = True  # a full block, if there are as many keys
         options["mask"] = BlockMask.from_dense(keep, 64)
-    captured = case.tensors(2, 2, 61)
+    captured = case.tensors(2, 2, seqlen_k)
     if composed == "seq_lens":  # rows beyond the end are read by nobody
         for x in inputs:
             x[1, :, 23:] = torch.nan
@@ -221,8 +225,8 @@ def huge(score, b, h, i, j, factor):
 
 @triton.jit
 def logarithm(score, b, h, i, j, weights):
-    """-inf with an infinite slope for keys of weight 0."""
-    return score + tl.log(tl.load(weights + j))
+    """-inf for keys of weight 0, with an infinite derivative by the weight, and 0 / 0 by the score."""
+    return tl.log(tl.exp(score) * tl.load(weights + j))
 
 
 @triton.jit
@@ -276,6 +280,27 @@ def test_only_what_visible_pairs_need_is_read(here: Target) -> None:
     found = results(diyfa.flash_attention, inputs, captured, score_fn=FUNCTIONS["relative"].jit, causal=True, here=here)
     want = oracle(inputs, (bias.nan_to_num(),), score_fn=FUNCTIONS["relative"].jit, causal=True)
     assert_close(found, want)
+
+
+@triton.jit
+def by_position(score, b, h, i, j, queries, keys):
+    return score + tl.load(queries + i) * tl.load(keys + j)
+
+
+@pytest.mark.parametrize("mask", ["causal", "window", "blocks"])
+def test_nothing_is_read_outside_of_captured_tensors(monkeypatch: pytest.MonkeyPatch, mask: str) -> None:
+    """The first of more queries than keys have positions below 0. They see no key."""
+    here = TARGETS.get("cuda")
+    if here is None or not here.interpreted:
+        pytest.skip("only the interpreter shows each address")
+    inputs, captured = leaves((1, 1, 1, 70, 40, 16)), (torch.randn(40), torch.randn(40))
+    blocks = diyfa.block_mask(masks.causal, 1, 1, 70, 40)
+    kinds: dict[str, Any] = {"causal": {"causal": True}, "window": {"window": (5, 0)}, "blocks": {"mask": blocks}}
+    options = kinds[mask]
+    want = oracle(inputs, captured, score_fn=by_position, **options)
+    accesses = guard(monkeypatch)
+    assert_close(results(diyfa.flash_attention, inputs, captured, score_fn=by_position, here=here, **options), want)
+    assert accesses()
 
 
 # ---- Derivatives that users give -------------------------------------------------------------------------------------

@@ -206,7 +206,7 @@ DROPOUT = [
          seq_lens=(40, 9, 1), dtype="float32"),
     Case("dropout_origins_packed", layout="thd", heads=4, heads_kv=2, lens_q=(33, 0, 40), lens_k=(50, 9, 17),
          dropout_p=0.3, dropout_origins=True, window=(20, 4), slack=2),
-    Case("dropout_large", batch=2, heads=4, seqlen_q=700, seqlen_k=500, head_dim=64, dropout_p=0.2, causal=True,
+    Case("dropout_large", batch=2, heads=2, seqlen_q=700, seqlen_k=500, head_dim=64, dropout_p=0.2, causal=True,
          large=True, all_variants=True),
 ]  # fmt: skip
 COMBINED = [
@@ -250,7 +250,7 @@ SCORE_FUNCTIONS = [
         seq_lens=(70, 44), layout="bshd", score_fn=True, **{**EVERYTHING_CASE, "window": (30, 4), "bias": "b1qk"},
     ),
     Case(
-        "score_fn_large", batch=2, heads=4, heads_kv=2, seqlen_q=700, seqlen_k=900, head_dim=128, causal=True,
+        "score_fn_large", heads=2, heads_kv=1, seqlen_q=400, seqlen_k=600, head_dim=128, causal=True,
         score_fn=True, large=True,
     ),
 ]  # fmt: skip
@@ -282,10 +282,10 @@ MASKS = [
          bias="bhqk", sinks=True),
     Case("mask_3d", batch=1, heads=3, seqlen_q=100, mask="1h:64:0.5", layout="3d"),
     Case("mask_sliced", seqlen_q=100, mask="11:64:0.5", view="sliced"),
-    Case("mask_large", batch=2, heads=4, heads_kv=2, seqlen_q=1000, seqlen_k=1300, head_dim=128, mask="bh:128:0.3",
+    Case("mask_large", batch=2, heads=2, heads_kv=1, seqlen_q=1000, seqlen_k=1300, head_dim=128, mask="bh:128:0.3",
          dtype="bfloat16", large=True),
-    Case("mask_large_64", batch=1, heads=2, seqlen_q=2000, head_dim=64, mask="11:64:0.2", large=True),
-    Case("mask_large_lens", batch=2, heads=4, seqlen_q=900, head_dim=128, mask="11:128:0.5", seq_lens=(900, 513),
+    Case("mask_large_64", batch=1, heads=2, seqlen_q=1200, head_dim=64, mask="11:64:0.2", large=True),
+    Case("mask_large_lens", batch=2, heads=2, seqlen_q=900, head_dim=128, mask="11:128:0.5", seq_lens=(900, 513),
          softcap=20.0, large=True),
 ]  # fmt: skip
 
@@ -325,7 +325,7 @@ PEAKED = [
     Case("dropout_peaked", seqlen_q=90, head_dim=64, dropout_p=0.2, sm_scale=1.5, dtype="bfloat16"),
     Case("varlen_peaked", layout="thd", lens_q=(70, 9, 40), head_dim=64, sm_scale=1.5, causal=True, dtype="bfloat16",
          slack=3),
-    Case("peaked_large", batch=2, heads=4, seqlen_q=1000, head_dim=128, sm_scale=1.0, causal=True, dtype="bfloat16",
+    Case("peaked_large", heads=2, seqlen_q=1000, head_dim=128, sm_scale=1.0, causal=True, dtype="bfloat16",
          large=True, all_variants=True),
 ]  # fmt: skip
 

@@ -120,7 +120,7 @@ def short(rng: random.Random, wants_dlse: bool, packs: bool) -> None:
 def hopper(rng: random.Random) -> None:
     """The Hopper kernel's forward pass, of lengths that it takes."""
     from diyfa.backends.cuda.hopper import configs as hopper_configs
-    from diyfa.backends.cuda.hopper import fwd as hopper_fwd
+    from diyfa.backends.cuda.hopper import fwd_launch as hopper_fwd_launch
 
     hopper_configs.multiprocessors = lambda device: 132
     shape = (8, 2 * HEADS, rng.randint(1024, 4000), 128)
@@ -129,7 +129,7 @@ def hopper(rng: random.Random) -> None:
     problem = describe_attention(cuda, q, k, v, NO_LENGTHS, options)
     assert hopper_configs.refuses(problem) is None
     tensors = bind(q, k, v, NO_LENGTHS, options)
-    forward = hopper_fwd.forward_pass(problem, tensors, torch.empty_like(q), torch.empty(problem.lse_shape))
+    forward = hopper_fwd_launch.forward_pass(problem, tensors, torch.empty_like(q), torch.empty(problem.lse_shape))
     passes.launch_each(forward.launches)
 
 

@@ -5,7 +5,8 @@ Faster: for each call of a kernel and of each of its helpers it looks for the bu
 names there are, to replace them, which takes a third of the time. Their names are fixed.
 
 Right: Triton cuts float32 off where it becomes bfloat16, so that some NaN become infinite, and subnormal numbers of
-either type become others.
+either type become others, and a NaN of e4m3 a number. And it leaves a float argument a float64 of Python, where a
+kernel gets a float32.
 
 The same: `tl.dot` does not use BLAS, see `matrix_product.py`.
 
@@ -56,7 +57,19 @@ def _convert_float(input: Any, input_dtype: Any, output_dtype: Any, rounding_mod
         return input.view(np.uint16).astype(np.uint32) << 16
     if (input_dtype, output_dtype) == (tl.float32, tl.bfloat16):
         return round_to_bfloat16(input)
-    return _convert_other(input, input_dtype, output_dtype, rounding_mode)
+    output = _convert_other(input, input_dtype, output_dtype, rounding_mode)
+    if output_dtype == tl.float8e4nv and input_dtype in (tl.float16, tl.float32):
+        output = np.where(np.isnan(input), np.uint8(0x7F), output)
+    return output
+
+
+_convert_argument = interpreter._implicit_cvt
+
+
+def _implicit_cvt(arg: Any) -> Any:
+    if isinstance(arg, float):
+        return tl.tensor(interpreter.TensorHandle(np.array([arg], np.float32), tl.float32), tl.float32)
+    return _convert_argument(arg)
 
 
 def _dot_operand(x: Any) -> np.ndarray:
@@ -80,6 +93,7 @@ def install() -> None:
     """The faster search is for Triton since 3.6; that of triton-ascend never takes its replacements back, see
     `npu_interpreter.py`."""
     interpreter._convert_float = _convert_float
+    interpreter._implicit_cvt = _implicit_cvt
     interpreter.InterpreterBuilder.create_dot = _create_dot
     interpreter._patch_lang_tensor = partial(_patch_lang_tensor, interpreter._patch_lang_tensor)
     if hasattr(interpreter, "_LangPatchScope"):

@@ -34,16 +34,16 @@ def guard(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
             raise AssertionError(f"{pointers.dtype} of no tensor of the launch")
         accesses += 1
 
-    def guarded(access: Callable[..., Any], mask_index: int) -> Callable[..., Any]:
-        def guarded_access(builder: Any, pointers: Any, *rest: Any) -> Any:
-            check(pointers, rest[mask_index])
-            return access(builder, pointers, *rest)
+    def guarded(access: Callable[..., Any], pointer_index: int, mask_index: int) -> Callable[..., Any]:
+        def guarded_access(builder: Any, *arguments: Any) -> Any:
+            check(arguments[pointer_index], arguments[mask_index])
+            return access(builder, *arguments)
 
         return guarded_access
 
-    for name, mask_index in (("create_masked_load", 0), ("create_masked_store", 1)):
+    for name, *indices in (("create_masked_load", 0, 1), ("create_masked_store", 0, 2), ("create_atomic_rmw", 1, 3)):
         access = getattr(interpreter.InterpreterBuilder, name)
-        monkeypatch.setattr(interpreter.InterpreterBuilder, name, guarded(access, mask_index))
+        monkeypatch.setattr(interpreter.InterpreterBuilder, name, guarded(access, *indices))
 
     def guarded_launch(launch_kernel: Callable[[Launch], None]) -> Callable[[Launch], None]:
         def launch(one: Launch) -> None:

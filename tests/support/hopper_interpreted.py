@@ -28,6 +28,7 @@ from diyfa.backends.cuda.hopper import bwd_wide as hopper_bwd_wide
 from diyfa.backends.cuda.hopper import bwd_wide_dq as hopper_bwd_wide_dq
 from diyfa.backends.cuda.hopper import configs as hopper_configs
 from diyfa.backends.cuda.hopper import fwd as hopper_fwd
+from diyfa.backends.cuda.hopper import fwd_launch as hopper_fwd_launch
 from diyfa.backends.cuda.hopper import prefill as hopper_prefill
 from diyfa.backends.cuda.hopper import prefill_configs
 from diyfa.backends.cuda.runtime.launch import is_interpreting
@@ -54,6 +55,10 @@ KERNEL_MODULES = (
     "hopper.overflow",
     "hopper.tiles",
     "hopper.float8",
+    "hopper.chunks",
+    "hopper.fwd_common",
+    "hopper.fwd_producer",
+    "hopper.fwd_consumer",
     "hopper.fwd",
 )
 BACKWARD_MODULES = (
@@ -61,6 +66,7 @@ BACKWARD_MODULES = (
     "gluon.channel",
     "hopper.mma",
     "hopper.tiles",
+    "hopper.bwd_mask",
     "hopper.bwd_tiles",
     "hopper.bwd_common",
     "hopper.bwd_dq",
@@ -92,7 +98,7 @@ def interpret(
     """From now on `variant="sm90"` runs here, and takes what `take_all` says. `kernels`: where the kernel is taken
     from. `multiprocessors`: that persistent grids see."""
     kernel = InterpretedKernel(kernels._fwd_sm90_kernel, seed, interleave)
-    monkeypatch.setattr(hopper_fwd, "_fwd_sm90_kernel", kernel)
+    monkeypatch.setattr(hopper_fwd_launch, "_fwd_sm90_kernel", kernel)
     monkeypatch.setattr(tile_counter, "_counters", {})  # a run that a bug ended leaves its counter as it was
     monkeypatch.setattr(hopper_configs, "environment_refusal", lambda: None)
     monkeypatch.setattr(hopper_configs, "multiprocessors", lambda device: multiprocessors)
@@ -125,7 +131,7 @@ def take_all(monkeypatch: pytest.MonkeyPatch, config: hopper_configs.Sm90Config 
     monkeypatch.setattr(configs, "TMA_MIN_WORK", 0)
     monkeypatch.setattr(hopper_configs, "TMA_MIN_WORK", 0)
     choice = FROM_THE_TABLE if config is None else lambda problem: config
-    for module in (hopper_configs, hopper_fwd):
+    for module in (hopper_configs, hopper_fwd_launch):
         monkeypatch.setattr(module, "select_config", choice)
     if config is not None:
         every_config = {

@@ -41,7 +41,7 @@ def _store(out_ptr, at, exists, begin, full_begin, full_end, end):
 @gluon.jit
 def _key_blocks_kernel(cases_ptr, out_ptr, count, MANY: gl.constexpr, config: gl.constexpr):
     at, exists, first, seqlen_q, seqlen_k, left, right = _case(cases_ptr, count, MANY)
-    sizes = Sizes(1, 1, 1, seqlen_q, seqlen_k, 0, 0, left, right, None, None, 1)
+    sizes = Sizes(1, 1, 1, seqlen_q, seqlen_k, 0, 0, left, right, None, None, 1, None)
     block_n = first // config.BLOCK_N
     if config.DETERMINISTIC:
         block_n = gl.cdiv(seqlen_k, config.BLOCK_N) - 1 - block_n
@@ -72,7 +72,7 @@ def _order_kernel(
     out_ptr, heads_q, group_size, batch, seqlen_k, interleaved_heads, count, MANY: gl.constexpr, config: gl.constexpr
 ):
     at = gl.program_id(0) * MANY + gl.arange(0, MANY, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    sizes = Sizes(heads_q, group_size, batch, 1, seqlen_k, 0, 0, -1, -1, None, None, interleaved_heads)
+    sizes = Sizes(heads_q, group_size, batch, 1, seqlen_k, 0, 0, -1, -1, None, None, interleaved_heads, None)
     keys = locate_key_block(gl.minimum(at, count - 1), sizes, config)
     exists = at < count
     gl.store(out_ptr + at * 3, keys.b, mask=exists)

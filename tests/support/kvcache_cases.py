@@ -271,7 +271,7 @@ LENGTHS = [
     Case("whole_cache", (70, 70), by="none", causal=False),
     Case("no_keys", (0, 0), spare=5, seqlen_q=3),
     Case("more_queries_than_keys", (3, 40, 0), seqlen_q=9, spare=3),
-    Case("long_queries", (90, 131), seqlen_q=70, heads=2, heads_kv=2),
+    Case("long_queries", (90, 71), seqlen_q=70, heads=1),
     Case("long", (700, 33), heads=4, heads_kv=2, num_splits=3),
 ]
 PAGES = [

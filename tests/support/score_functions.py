@@ -74,7 +74,10 @@ def every_operation(score, b, h, i, j, numbers):
     y += tl.sin(x) * tl.cos(score) - tl.sigmoid(-score) * tl.exp(x * 0.25)
     y = tl.maximum(y, -4.0) + tl.sqrt(1.0 + x * x) - tl.log(2.0 + x * x) * tl.rsqrt(3.0 + score * score)
     z = tl.log2(1.0 + tl.exp2(tl.minimum(y, 3.0))) + tl.floor(x)
-    return tl.where((i // 3 + (j >> 1)) % 5 != 4, z, y)
+    z += (i >= j) * score + (i <= j) * score - score * (i == j)  # comparisons are numbers
+    z -= score * (i == j) * ((j >= 3) + (j >= 9))
+    z += tl.maximum(x, x) - tl.minimum(score, score)
+    return tl.where((i // 3 + (j >> 1)) % 5 - 4, z, y)  # any number but 0 is true
 
 
 def _plain_every_operation(score: Any, b: Any, h: Any, i: Any, j: Any, numbers: Any) -> Any:
@@ -84,6 +87,7 @@ def _plain_every_operation(score: Any, b: Any, h: Any, i: Any, j: Any, numbers: 
     y = y + x.sin() * score.cos() - (-score).sigmoid() * (x * 0.25).exp()
     y = y.clamp(min=-4.0) + (1 + x * x).sqrt() - (2 + x * x).log() / (3 + score * score).sqrt()
     z = (1 + torch.exp2(y.clamp(max=3.0))).log2() + x.detach().floor()
+    z = z + torch.where(i == j, score * (1 - (j >= 3).int() - (j >= 9).int()), score) + x - score
     return torch.where((i.div(3, rounding_mode="trunc") + j.div(2, rounding_mode="floor")) % 5 != 4, z, y)
 
 

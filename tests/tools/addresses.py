@@ -10,11 +10,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FILES = (
-    "pyproject.toml",
-    "CITATION.cff",
-    ".github/ISSUE_TEMPLATE/config.yml",
-)
+FILES = ("pyproject.toml", "CITATION.cff", ".github/ISSUE_TEMPLATE/config.yml")
 
 
 def addresses() -> dict[str, str]:

@@ -31,11 +31,7 @@ CARDS: dict[str, dict[str, tuple[Source, ...]]] = {
     },
     "H100": {
         "forward": (
-            Source(
-                "h100-2026-11-28-forward-mixture.json",
-                (64, 128, 256),
-                ("cuDNN", "FlashAttention-3", "", "diyfa"),
-            ),
+            Source("h100-2026-11-28-forward-mixture.json", (64, 128, 256), ("cuDNN", "FlashAttention-3", "", "diyfa")),
         ),
         "backward": (
             Source("h100-2026-11-26-hopper-bwd-order.json", (64, 128), ("cuDNN", "", "FlashAttention-4", "diyfa")),

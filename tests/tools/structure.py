@@ -1,7 +1,6 @@
-"""How large the rooms of the code are, and what in them is hard to carry: `python tests/tools/structure.py [FOLDER]`.
+"""How large the rooms of the code are, and what in them remembers: `python tests/tools/structure.py [FOLDER]`.
 
-Of a checkout, by default this one: lines and modules of each folder of non-test code, functions with many parameters,
-the longest functions, caches, and files that reach into private parts of PyTorch or Triton.
+Of a checkout, by default this one: lines and modules of each folder of non-test code, and caches.
 """
 
 from __future__ import annotations
@@ -9,19 +8,9 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-MAX_HOST_PARAMETERS = 10
-MAX_GLUON_PARAMETERS = 15
-# What users call, where each argument has a name of its own.
-PUBLIC = {
-    "diyfa/attention.py", "diyfa/flash_attn_interface.py", "diyfa/kvcache.py", "diyfa/selector.py",
-    "diyfa/reference.py", "diyfa/testing.py", "diyfa/attn_probs.py", "diyfa/layers/rotary.py",
-    "diyfa/integrations/npu_fusion_attention.py", "diyfa/distributed/attention.py",
-}  # fmt: skip
 # Everything that remembers, by what it is. Of calls, in the order in which they ask: plans, which are bounded, loaded
 # binaries, of which there are as many as kinds of kernels, and tuned tiles.
 CACHES = {
@@ -66,6 +55,7 @@ PROCESS_CACHES = {
     "backends/npu/runtime/launch.py:_core_counts": "of a device, from the driver; asked in each launch",
     "diyfa/integrations/transformers.py:_attends_by_itself": "of a model's file, which is read for it",
     "diyfa/score_functions.py:_compiled": "of a user's score function, the last 256: the program that is read from it",
+    "diyfa/score_functions.py:mask_dtype": "of a jit mask function, the last 256: the dtype of what it returns",
     "diyfa/score_functions.py:programs": "of such a program, also the next six: its lines",
     "diyfa/score_functions.py:slope_program": "its derivative",
     "diyfa/score_functions.py:load_gradients": "its derivatives by the values that it loads",
@@ -88,16 +78,6 @@ OTHER_CACHES = {
     "diyfa/testing.py:yardstick_results": "the same",
     "diyfa/testing.py:_lse_unit": "the same",
 }
-LIBRARIES = {"torch", "triton", "gl", "tl", "gluon"}
-
-
-@dataclass(frozen=True)
-class Function:
-    file: str
-    name: str
-    parameters: int
-    lines: int
-    language: str  # "gluon", "triton" or "host"
 
 
 def sources(root: Path) -> dict[str, ast.Module]:
@@ -106,34 +86,6 @@ def sources(root: Path) -> dict[str, ast.Module]:
     named = {f.relative_to(root).as_posix(): f for f in sorted(files)}
     link = "diyfa/backends/"  # to backends/
     return {name: ast.parse(f.read_text(), str(f)) for name, f in named.items() if not name.startswith(link)}
-
-
-def _language(node: ast.FunctionDef) -> str:
-    words = " ".join(ast.unparse(each) for each in node.decorator_list)
-    if "gluon.jit" in words:
-        return "gluon"
-    return "triton" if re.search(r"triton\.jit|\bkernel\b", words) else "host"
-
-
-def functions(trees: dict[str, ast.Module]) -> Iterator[Function]:
-    """Every function and method; `self` and `cls` do not count as parameters."""
-    for file, tree in trees.items():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef):
-                names = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
-                count = len([name for name in names if name not in ("self", "cls", "ctx")])
-                yield Function(file, node.name, count, (node.end_lineno or 0) - node.lineno + 1, _language(node))
-
-
-def is_public(function: Function) -> bool:
-    """Whether users or PyTorch call it by these parameters."""
-    foreign = function.name.startswith("_flash_attn_") or function.name == "fusion_attention_arguments"
-    return foreign or (function.file in PUBLIC and not function.name.startswith("_")) or "/cli/" in function.file
-
-
-def too_many_parameters(found: list[Function]) -> list[Function]:
-    host = [f for f in found if f.language == "host" and f.parameters > MAX_HOST_PARAMETERS and not is_public(f)]
-    return host + [f for f in found if f.language == "gluon" and f.parameters > MAX_GLUON_PARAMETERS]
 
 
 def caches(trees: dict[str, ast.Module]) -> list[str]:
@@ -157,32 +109,8 @@ def caches(trees: dict[str, ast.Module]) -> list[str]:
     return found
 
 
-def private_parts(trees: dict[str, ast.Module]) -> list[str]:
-    """Files that name a part of PyTorch or Triton that begins with an underscore."""
-    found = []
-    for file, tree in trees.items():
-        names = set()
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Attribute):
-                dotted = ast.unparse(node)
-                chain = dotted.split(".") if re.fullmatch(r"[\w.]+", dotted) else [""]
-                if (
-                    chain[0] in LIBRARIES
-                    and any(re.match(r"_[a-zA-Z]", part) for part in chain[1:])
-                    and dotted != "torch._check"
-                ):
-                    names.add(".".join(chain))
-            elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("torch", "triton"):
-                parts = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
-                names |= {part for part in parts if re.match(r"_[a-zA-Z]", part)}
-        if names:
-            found.append(f"{file}: {', '.join(sorted(names))}")
-    return found
-
-
 def main(root: Path) -> None:
     trees = sources(root)
-    found = list(functions(trees))
     lines: dict[str, list[int]] = {}
     for file in trees:
         lines.setdefault(str(Path(file).parent), []).append((root / file).read_text().count("\n"))
@@ -194,14 +122,6 @@ def main(root: Path) -> None:
         print(f"{title:32} {len(counts):8} {sum(counts):8}")
     remembered = caches(trees)
     for title, names in {
-        f"host functions over {MAX_HOST_PARAMETERS} parameters, Gluon functions over {MAX_GLUON_PARAMETERS}": [
-            f"{f.file}:{f.name} {f.parameters}" for f in too_many_parameters(found)
-        ],
-        "kernels and their helpers with the most parameters": [
-            f"{f.file}:{f.name} {f.parameters}"
-            for f in sorted((f for f in found if f.language != "host"), key=lambda f: -f.parameters)[:10]
-        ],
-        "longest functions": [f"{f.file}:{f.name} {f.lines}" for f in sorted(found, key=lambda f: -f.lines)[:10]],
         "caches of calls: plans, loaded binaries, tuned tiles": [
             f"{name}: {CACHES[name]}"
             for name in sorted(remembered, key=lambda name: CACHES.get(name, ""))
@@ -214,7 +134,6 @@ def main(root: Path) -> None:
             f"{name}: {OTHER_CACHES[name]}" for name in remembered if name in OTHER_CACHES
         ],
         "caches that no table of this file names": sorted({*remembered} - {*CACHES, *PROCESS_CACHES, *OTHER_CACHES}),
-        "private parts of PyTorch and Triton": private_parts(trees),
     }.items():
         print(f"\n{title}: {len(names)}")
         for name in names:

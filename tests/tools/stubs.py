@@ -23,11 +23,7 @@ FLAGS = {
     "reference_attention": ("return_lse", 2),
 }
 # Names in the functions' annotations that are not builtins.
-ALIASES = {
-    "Window": "tuple[int, int]",
-    "Descale": "float | torch.Tensor | None",
-    "Input": "torch.Tensor | Quantized",
-}
+ALIASES = {"Window": "tuple[int, int]", "Descale": "float | torch.Tensor | None", "Input": "torch.Tensor | Quantized"}
 HEAD = '''"""Written by `make stubs` from the signatures of the functions."""
 
 from collections.abc import Sequence

@@ -23,7 +23,7 @@ pytest.importorskip("rich")
 
 import typer
 from rich.console import Console
-from subprocesses import run_python
+from subprocesses import run_after_torch, run_python
 from typer.testing import CliRunner
 
 import diyfa
@@ -198,7 +198,8 @@ from diyfa.cli import main
 from diyfa.lab import validate
 from diyfa.lab.demo import train as demo_train
 validate.CASES = validate.CASES[:1]
-demo_train.PRESETS["cpu"] = demo_train.Preset(demo_train.GPTConfig(1, 2, 16, 32), 4, 20, 1e-2, 1e-4, 1e-3)
+gpt = demo_train.GPTConfig(1, 2, 16, 32)
+demo_train.PRESETS["cpu"] = demo_train.Preset(gpt, 4, 20, 1e-2, 1e-4, 1e-3, long_context=256)
 for line in {lines!r}:
     sys.argv = ["diyfa", *line.split(" ")]
     try:
@@ -210,10 +211,11 @@ assert sys.stdout.errors == "strict"
 """
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONIOENCODING": encoding, "COLUMNS": "80", "PYTHONPATH": os.pathsep.join(sys.path)},
+        env={**os.environ, "PYTHONIOENCODING": encoding, "COLUMNS": "80", "PYTHONPATH": os.pathsep.join(sys.path),
+             "OMP_NUM_THREADS": "1"},
         capture_output=True,
         timeout=240,
-    )
+    )  # fmt: skip
     printed = done.stdout.decode(encoding)  # nothing that the encoding lacks
     assert done.returncode == 0, printed[-4000:] + done.stderr.decode(encoding)
     assert printed.count("done:") == len(lines)
@@ -939,7 +941,7 @@ def test_compile_lists_kernels_and_cases_of_a_target():
                 assert not status.code, status
             print("---")
     """
-    printed, document, few = run_python(code, TRITON_INTERPRET="0").split("---\n")[:3]
+    printed, document, few = run_after_torch(code, TRITON_INTERPRET="0").split("---\n")[:3]
     cases = json.loads(document)["cases"]
     assert cases and all("attention_fwd/v1" in each["kernel"] for each in cases)
     assert printed.splitlines() == [f"{each['kernel']} {each['case']}" for each in cases]

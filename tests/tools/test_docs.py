@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from subprocesses import run_python
+from subprocesses import run_after_torch
 
 import diyfa
 from diyfa import plan as planning
@@ -115,7 +115,7 @@ def test_the_guides_plug_in_builds_and_runs_as_printed(tmp_path):
     install = ["-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-build-isolation", "--target", str(target)]
     subprocess.run([sys.executable, *install, str(source)], check=True, timeout=240)
 
-    info, validated = map(json.loads, run_python(CALL_TOY, target).split("=====\n")[:2])
+    info, validated = map(json.loads, run_after_torch(CALL_TOY, target).split("=====\n")[:2])
     (toy,) = (b for b in info["backends"] if b["name"] == "toy")
     assert toy["loads"] and toy["usable_here"] and [k["name"] for k in toy["kernels"]] == ["plain"]
     cases = validated["cases"]
@@ -239,7 +239,7 @@ def test_the_page_of_score_functions_runs(tmp_path):
     assert len(blocks) == 4
     script = tmp_path / "scores.py"
     script.write_text("\n\n".join(blocks), encoding="utf-8")
-    assert run_python(f"import runpy; runpy.run_path({str(script)!r})", ROOT).strip() == "torch.Size([4, 255])"
+    assert run_after_torch(f"import runpy; runpy.run_path({str(script)!r})", ROOT).strip() == "torch.Size([4, 255])"
 
 
 def test_the_fused_attention_example_runs():

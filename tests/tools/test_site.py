@@ -13,7 +13,7 @@ import pytest
 import site_pages
 from addresses import FILES, addresses
 from site_pages import DOCS, ROOT
-from subprocesses import run_python
+from subprocesses import run_after_torch
 
 import diyfa
 
@@ -104,7 +104,7 @@ def test_the_guide_runs() -> None:
     text = "\n".join(code)
     for printed, small in SMALL.items():
         text = text.replace(printed, small)
-    assert "TFLOP/s" in run_python(text, DIYFA_BACKEND="cpu")
+    assert "TFLOP/s" in run_after_torch(text, DIYFA_BACKEND="cpu")
 
 
 COMMAND = re.compile(r"^(?:[A-Z_]+=\S+ )*(diyfa|python|torchrun|make) (.*)$")

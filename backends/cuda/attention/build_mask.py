@@ -1,12 +1,12 @@
 """Block masks from terms (`diyfa.mask_terms`): lists and bits (`diyfa.block_lists`), without waiting for the device.
 
-1. `_ranges_kernel` finds the smallest and largest number of each block of ids, where a comparison needs them.
-2. `_rows_kernel`: a program has one block of queries. It decides each key block by the positions of its corners: no
-   query can see a key of it, or each sees each, or neither is certain. It evaluates the pairs of the uncertain blocks
+1. `_ranges_kernel` finds the smallest and largest id of each block of keys, for each comparison "same".
+2. `_rows_kernel`: a program has one block of queries. It decides each key block by the positions of its corners: empty
+   (no query can see a key), full (every query sees every key), or uncertain. It evaluates the pairs of uncertain blocks
    and writes their bits.
-3. `_lists_kernel` sorts the lists.
+3. `_lists_kernel` writes the lists of blocks, in their order, from the codes.
 
-A mask that hides most blocks by position has few uncertain blocks in a row, and that is where the time goes.
+Most time goes to the pairs of uncertain blocks. A mask that hides most blocks by position has few of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ import triton
 import triton.language as tl
 from triton import constexpr_function
 
+from diyfa.backends.cuda.attention.score_functions import value_source
 from diyfa.backends.cuda.runtime.constants import Constants
+from diyfa.backends.cuda.runtime.jit_source import JitSource
 from diyfa.backends.cuda.runtime.launch import on_device
 from diyfa.backends.cuda.runtime.passes import launch_each
 from diyfa.block_lists import list_length, n_blocks
@@ -27,7 +29,7 @@ from diyfa.mask_terms import MAX_NUMBERS, MAX_TENSORS, Terms
 from diyfa.problem import Launch
 
 EMPTY, FULL = tl.constexpr(-2), tl.constexpr(-1)  # codes, as in `diyfa.block_lists`
-UNCERTAIN = tl.constexpr(0)
+UNCERTAIN = tl.constexpr(0)  # code of a block until its pairs are evaluated
 WORD = tl.constexpr(32)
 ROWS = tl.constexpr(32)  # queries whose pairs are evaluated at once
 NUMBERS = tuple(f"n{i}" for i in range(MAX_NUMBERS))
@@ -40,59 +42,66 @@ STRIDES = tuple(f"stride_t{i}" for i in range(MAX_TENSORS))
 class MaskConstants(Constants):
     """Constants of the kernels."""
 
-    code: str  # of the terms: "band,same|before"
-    block_q: int
-    block_k: int
-    columns: int  # a power of two: blocks of a row, or of the longest list
+    code: str  # names of the comparisons: "," between those of a term, "|" between terms, as in "band,same|before"
+    block_q: int  # queries of a block
+    block_k: int  # keys of a block
+    columns: int  # a power of two: at least as many as a row has blocks, or the longest list
+    function: JitSource | None = None  # the program of the comparison "function"
 
 
 @constexpr_function
-def _parts(code):
-    """Return for each term (name, index of its first number, of its first tensor) of each comparison."""
-    numbers = {"band": 2, "before": 1, "prefix": 0, "same": 0, "tiles": 9, "dense": 4}
+def _comparisons(code):
+    """Return, for each term and each of its comparisons, (name, index of its first number, of its first tensor)."""
+    numbers = {"band": 2, "before": 1, "prefix": 0, "same": 0, "tiles": 9, "dense": 4, "function": 0}
     n, t = 0, 0
     terms = []
     for term in code.split("|"):
-        found = []
+        comparisons = []
         for name in term.split(","):
-            found.append((name, n, t))
+            comparisons.append((name, n, t))
             n += numbers[name]
             t += name in ("prefix", "same", "dense")
-        terms.append(tuple(found))
+        terms.append(tuple(comparisons))
     return tuple(terms)
 
 
 @constexpr_function
 def _count(code, term):
-    """Return the number of terms, or of comparisons of a term."""
-    return len(_parts(code)) if term < 0 else len(_parts(code)[term])
+    """Return the number of comparisons of a term, or of terms if `term` is -1."""
+    return len(_comparisons(code)) if term < 0 else len(_comparisons(code)[term])
 
 
 @constexpr_function
 def _name(code, term, index):
-    return _parts(code)[term][index][0]
+    return _comparisons(code)[term][index][0]
 
 
 @constexpr_function
 def _first_number(code, term, index):
-    return _parts(code)[term][index][1]
+    return _comparisons(code)[term][index][1]
 
 
 @constexpr_function
 def _first_tensor(code, term, index):
-    return _parts(code)[term][index][2]
+    return _comparisons(code)[term][index][2]
 
 
 @triton.jit
 def _in_window(centre, other, count, width):
-    """Return whether tile `other` is in the window of `width` around tile `centre`, of `count` tiles along an axis."""
+    """Return whether tile `other` is in the window around tile `centre`, on an axis of `count` tiles.
+
+    The window has `width` tiles and is moved to stay on the axis.
+    """
     first = tl.minimum(tl.maximum(centre, width // 2), count - 1 - (width - 1) // 2) - width // 2
     return (width >= count) | ((other >= first) & (other < first + width))
 
 
 @triton.jit
 def _sees_tile(tile_i, tile_j, n: tl.constexpr, numbers):
-    """Return whether queries of one tile see keys of another, by their numbers."""
+    """Return whether queries of tile number tile_i see keys of tile number tile_j.
+
+    `numbers` from n + 3 on: tiles along three axes, then the window along them. The last axis varies fastest.
+    """
     seen = _in_window(tile_i % numbers[n + 5], tile_j % numbers[n + 5], numbers[n + 5], numbers[n + 8])
     tile_i, tile_j = tile_i // numbers[n + 5], tile_j // numbers[n + 5]
     seen &= _in_window(tile_i % numbers[n + 4], tile_j % numbers[n + 4], numbers[n + 4], numbers[n + 7])
@@ -101,15 +110,16 @@ def _sees_tile(tile_i, tile_j, n: tl.constexpr, numbers):
 
 
 @triton.jit
-def _sees(TERM: tl.constexpr, PART: tl.constexpr, b, h, i, j, shift, exists_i, exists_j, inputs, c: tl.constexpr):
-    """Return whether queries at positions i [ROWS, 1, 1] see keys j [1, words, 32] by one comparison.
+def _sees(TERM: tl.constexpr, INDEX: tl.constexpr, b, h, i, j, shift, exists_i, exists_j, inputs, c: tl.constexpr):
+    """Return whether queries at positions i [ROWS, 1, 1] see keys j [1, words, 32] by comparison INDEX of a term.
 
-    The result broadcasts to [ROWS, words, 32]. `exists_i`, `exists_j`: queries and keys that there are.
+    The result broadcasts to [ROWS, words, 32]. `exists_i`, `exists_j`: whether a query or key lies inside its sequence.
+    `inputs`: as `_rows_kernel` forms it. `shift`: Sk - Sq.
     """
     numbers, tensors, strides, _ = inputs
-    NAME: tl.constexpr = _name(c.CODE, TERM, PART)
-    n: tl.constexpr = _first_number(c.CODE, TERM, PART)
-    t: tl.constexpr = _first_tensor(c.CODE, TERM, PART)
+    NAME: tl.constexpr = _name(c.CODE, TERM, INDEX)
+    n: tl.constexpr = _first_number(c.CODE, TERM, INDEX)
+    t: tl.constexpr = _first_tensor(c.CODE, TERM, INDEX)
     if NAME == "band":
         seen = (j >= i - numbers[n]) & (j <= i + numbers[n + 1])
     elif NAME == "before":
@@ -123,23 +133,26 @@ def _sees(TERM: tl.constexpr, PART: tl.constexpr, b, h, i, j, shift, exists_i, e
         volume, tokens = numbers[n], numbers[n + 1]
         is_text = (i >= tokens) | (j >= tokens)
         seen = (is_text & (numbers[n + 2] != 0)) | ((is_text == 0) & _sees_tile(i // volume, j // volume, n, numbers))
+    elif NAME == "function":
+        seen = c.FUNCTION(0, b, h, i, j, (exists_i & exists_j, exists_i, exists_j), tensors)
     else:
-        start = tensors[t] + b.to(tl.int64) * numbers[n] + h.to(tl.int64) * numbers[n + 1]
-        at = start + (i - shift).to(tl.int64) * numbers[n + 2] + j.to(tl.int64) * numbers[n + 3]
-        seen = tl.load(at, mask=exists_i & exists_j, other=0) != 0
+        head = tensors[t] + b.to(tl.int64) * numbers[n] + h.to(tl.int64) * numbers[n + 1]
+        pairs = head + (i - shift).to(tl.int64) * numbers[n + 2] + j.to(tl.int64) * numbers[n + 3]
+        seen = tl.load(pairs, mask=exists_i & exists_j, other=0) != 0
     return seen
 
 
 @triton.jit
-def _bounds(TERM: tl.constexpr, PART: tl.constexpr, b, rows, keys, block_j, inputs, c: tl.constexpr):
-    """Return (whether some query may see some key, whether each surely sees each) of key blocks, by one comparison.
+def _bounds(TERM: tl.constexpr, INDEX: tl.constexpr, b, rows, keys, block_j, inputs, c: tl.constexpr):
+    """Return (some, every) of key blocks `block_j` by comparison INDEX of a term, each [COLUMNS].
 
-    `rows`: (first, last) position of the queries. `keys`: (first, last) of each key block.
+    `some` is false only if no query sees a key of the block. `every` is true only if every query sees every key.
+    `rows`: (first, last) position of the queries. `keys`: (first, last key of each block, number of key blocks).
     """
     numbers, tensors, strides, ranges = inputs
-    NAME: tl.constexpr = _name(c.CODE, TERM, PART)
-    n: tl.constexpr = _first_number(c.CODE, TERM, PART)
-    t: tl.constexpr = _first_tensor(c.CODE, TERM, PART)
+    NAME: tl.constexpr = _name(c.CODE, TERM, INDEX)
+    n: tl.constexpr = _first_number(c.CODE, TERM, INDEX)
+    t: tl.constexpr = _first_tensor(c.CODE, TERM, INDEX)
     i0, i1 = rows
     j0, j1, nk = keys
     if NAME == "band":
@@ -154,13 +167,13 @@ def _bounds(TERM: tl.constexpr, PART: tl.constexpr, b, rows, keys, block_j, inpu
         offs = i0 + tl.arange(0, c.BLOCK_Q)
         ids = tensors[t] + b * strides[t]
         first = tl.load(ids + i0)
-        own = tl.load(ids + offs, mask=offs <= i1, other=first)
-        least, most = tl.min(own, 0), tl.max(own, 0)
-        at = ranges[t] + (tl.where(strides[t] == 0, 0, b) * nk + block_j) * 2
-        key_least = tl.load(at, mask=block_j < nk, other=0)
-        key_most = tl.load(at + 1, mask=block_j < nk, other=0)
-        some = (most >= key_least) & (least <= key_most)
-        every = (least == most) & (key_least == key_most) & (least == key_least)
+        query_ids = tl.load(ids + offs, mask=offs <= i1, other=first)
+        query_min, query_max = tl.min(query_ids, 0), tl.max(query_ids, 0)
+        range_ptr = ranges[t] + (tl.where(strides[t] == 0, 0, b) * nk + block_j) * 2
+        key_min = tl.load(range_ptr, mask=block_j < nk, other=0)
+        key_max = tl.load(range_ptr + 1, mask=block_j < nk, other=0)
+        some = (query_max >= key_min) & (query_min <= key_max)
+        every = (query_min == query_max) & (key_min == key_max) & (query_min == key_min)
     elif NAME == "tiles":
         volume, tokens = numbers[n], numbers[n + 1]
         text = numbers[n + 2] != 0
@@ -169,35 +182,43 @@ def _bounds(TERM: tl.constexpr, PART: tl.constexpr, b, rows, keys, block_j, inpu
         seen = _sees_tile(i0 // volume, j0 // volume, n, numbers)
         some = tl.where(all_text, text, (one_tile == 0) | seen)
         every = tl.where(all_text, text, one_tile & seen)
-    else:
+    else:  # "dense" and "function": positions say nothing, so each block is uncertain
         some, every = j0 >= 0, j0 < 0
     return some, every
 
 
 @triton.jit
 def _ranges_kernel(t_ptr, stride_t, r_ptr, seqlen_k, c: tl.constexpr):
-    """Write the smallest and largest number of each block of keys."""
+    """Write the smallest and largest id of each block of keys to r (B or 1, nk, 2). `t`: ids (B or 1, Sk)."""
     nk = tl.cdiv(seqlen_k, c.BLOCK_K)
     block, b = tl.program_id(0) % nk, tl.program_id(0) // nk
     offs = block * c.BLOCK_K + tl.arange(0, c.BLOCK_K)
     ids = t_ptr + b * stride_t
     first = tl.load(ids + block * c.BLOCK_K)
-    numbers = tl.load(ids + offs, mask=offs < seqlen_k, other=first)
-    at = r_ptr + (b * nk + block) * 2
-    tl.store(at, tl.min(numbers, 0))
-    tl.store(at + 1, tl.max(numbers, 0))
+    block_ids = tl.load(ids + offs, mask=offs < seqlen_k, other=first)
+    range_ptr = r_ptr + (b * nk + block) * 2
+    tl.store(range_ptr, tl.min(block_ids, 0))
+    tl.store(range_ptr + 1, tl.max(block_ids, 0))
 
 
 @triton.jit(do_not_specialize=("heads", "seqlen_q", "seqlen_k", "length", *NUMBERS, *STRIDES))
 def _rows_kernel(
-    t0_ptr, t1_ptr, t2_ptr, t3_ptr, r0_ptr, r1_ptr, r2_ptr, r3_ptr,
-    blocks_ptr, bits_ptr,
-    stride_t0, stride_t1, stride_t2, stride_t3,
-    n0, n1, n2, n3, n4, n5, n6, n7, n8, n9, n10, n11,
+    t0_ptr, t1_ptr, t2_ptr, t3_ptr,  # tensors of the comparisons
+    r0_ptr, r1_ptr, r2_ptr, r3_ptr,  # for each of them, what `_ranges_kernel` wrote
+    blocks_ptr, bits_ptr,  # `mask_blocks` and `mask_bits` of `diyfa.block_lists`
+    stride_t0, stride_t1, stride_t2, stride_t3,  # from one sample's ids to the next; 0: all samples have the same
+    n0, n1, n2, n3, n4, n5, n6, n7, n8, n9, n10, n11,  # numbers of the comparisons
     heads, seqlen_q, seqlen_k,
-    length,  # numbers of the lists of one head
+    length,  # `list_length`: entries of `mask_blocks` for one head
     c: tl.constexpr,
 ):  # fmt: skip
+    """Write codes and bits of one block of queries of a head.
+
+    1. Decide each key block by its corners: EMPTY, FULL or UNCERTAIN (`_bounds`).
+    2. Write these codes, and the numbers of uncertain blocks to where the list of the row will be.
+    3. Evaluate all pairs of each uncertain block (`_sees`), write its bits, and replace its code: EMPTY, FULL, or the
+       index of its bits, `program_id * nk + block`.
+    """
     inputs = (
         (n0, n1, n2, n3, n4, n5, n6, n7, n8, n9, n10, n11),
         (t0_ptr, t1_ptr, t2_ptr, t3_ptr),
@@ -218,9 +239,9 @@ def _rows_kernel(
     some, every = offs < 0, offs < 0
     for term in tl.static_range(_count(c.CODE, -1)):
         term_some, term_every = offs >= 0, offs >= 0
-        for part in tl.static_range(_count(c.CODE, term)):
-            may, must = _bounds(term, part, b, (i0, i0 + n_rows - 1), (j0, j1, nk), offs, inputs, c)
-            term_some, term_every = term_some & may, term_every & must
+        for index in tl.static_range(_count(c.CODE, term)):
+            may_see, must_see = _bounds(term, index, b, (i0, i0 + n_rows - 1), (j0, j1, nk), offs, inputs, c)
+            term_some, term_every = term_some & may_see, term_every & must_see
         some, every = some | term_some, every | term_every
     codes = tl.where(every & (j0 + c.BLOCK_K <= seqlen_k), FULL, tl.where(some, UNCERTAIN, EMPTY))
 
@@ -230,7 +251,7 @@ def _rows_kernel(
     is_uncertain = ((codes == UNCERTAIN) & exists).to(tl.int32)
     tl.store(codes_ptr + offs, codes, mask=exists)
     tl.store(list_ptr + tl.cumsum(is_uncertain, 0) - 1, offs, mask=is_uncertain != 0)
-    tl.debug_barrier()  # all threads see the uncertain blocks; their list stands where that of the row will be
+    tl.debug_barrier()  # the loop reads numbers of uncertain blocks that other threads have written
     words = tl.arange(0, c.BLOCK_K // WORD)
     bits = tl.arange(0, WORD)[None, None, :]
     for k in range(tl.sum(is_uncertain, 0)):
@@ -239,7 +260,7 @@ def _rows_kernel(
         j = block_j * c.BLOCK_K + words[None, :, None] * WORD + bits
         exists_j = j < seqlen_k
         total = 0
-        for row0 in range(0, c.BLOCK_Q, ROWS):  # some rows at a time: pairs take registers
+        for row0 in range(0, c.BLOCK_Q, ROWS):  # ROWS at a time: all pairs of a block do not fit the registers
             rows = row0 + tl.arange(0, ROWS)
             exists_i = (rows < n_rows)[:, None, None]
             i = i0 + rows[:, None, None]
@@ -247,30 +268,31 @@ def _rows_kernel(
             seen = inside & (i < i0)
             for term in tl.static_range(_count(c.CODE, -1)):
                 term_seen = inside
-                for part in tl.static_range(_count(c.CODE, term)):
-                    term_seen &= _sees(term, part, b, h, i, j, shift, exists_i, exists_j, inputs, c)
+                for index in tl.static_range(_count(c.CODE, term)):
+                    term_seen &= _sees(term, index, b, h, i, j, shift, exists_i, exists_j, inputs, c)
                 seen |= term_seen
             word = tl.sum(seen.to(tl.int32) << bits, 2)  # [ROWS, BLOCK_K / 32]
             total += tl.sum(tl.sum(tl.sum(seen.to(tl.int32), 2), 1), 0)
-            at = bits_ptr + slot.to(tl.int64) * (c.BLOCK_Q * c.BLOCK_K // WORD)
-            tl.store(at + rows[:, None] * (c.BLOCK_K // WORD) + words[None, :], word)
+            block_bits = bits_ptr + slot.to(tl.int64) * (c.BLOCK_Q * c.BLOCK_K // WORD)
+            tl.store(block_bits + rows[:, None] * (c.BLOCK_K // WORD) + words[None, :], word)
         tl.store(codes_ptr + block_j, tl.where(total == 0, EMPTY, tl.where(total == n_rows * c.BLOCK_K, FULL, slot)))
 
 
 @triton.jit(do_not_specialize=("seqlen_q", "seqlen_k", "length"))
 def _lists_kernel(blocks_ptr, seqlen_q, seqlen_k, length, c: tl.constexpr):
-    """Write the list of a block of queries or of a block of keys, from codes.
+    """Write the list of one block of queries, or of one block of keys, from codes.
 
-    A list has the numbers of full blocks and of visible ones, then all blocks: full, partial, and empty ones.
+    A list has the number of full blocks, the number of full and partial blocks, then all blocks in this order: full,
+    partial, empty.
     """
     nq, nk = tl.cdiv(seqlen_q, c.BLOCK_Q), tl.cdiv(seqlen_k, c.BLOCK_K)
-    line = tl.program_id(0) % (nq + nk)  # queries first
+    index = tl.program_id(0) % (nq + nk)  # of the list: those of blocks of queries come first
     lists = blocks_ptr + (tl.program_id(0) // (nq + nk)).to(tl.int64) * length
-    is_query_line = line < nq
-    column = line - nq
-    count = tl.where(is_query_line, nk, nq)
-    first, stride = tl.where(is_query_line, line * nk, column), tl.where(is_query_line, 1, nk)
-    start = nq * nk + tl.where(is_query_line, line * (2 + nk), nq * (2 + nk) + column * (2 + nq))
+    is_of_queries = index < nq
+    column = index - nq
+    count = tl.where(is_of_queries, nk, nq)
+    first, stride = tl.where(is_of_queries, index * nk, column), tl.where(is_of_queries, 1, nk)
+    start = nq * nk + tl.where(is_of_queries, index * (2 + nk), nq * (2 + nk) + column * (2 + nq))
     offs = tl.arange(0, c.COLUMNS)
     exists = offs < count
     codes = tl.load(lists + first + offs * stride, mask=exists, other=EMPTY)
@@ -279,21 +301,25 @@ def _lists_kernel(blocks_ptr, seqlen_q, seqlen_k, length, c: tl.constexpr):
     is_empty = ((codes == EMPTY) & exists).to(tl.int32)
     n_full = tl.sum(is_full, 0)
     n_visible = n_full + tl.sum(is_partial, 0)
-    place = tl.where(is_full != 0, tl.cumsum(is_full, 0), 0)
-    place = tl.where(is_partial != 0, n_full + tl.cumsum(is_partial, 0), place)
-    place = tl.where(is_empty != 0, n_visible + tl.cumsum(is_empty, 0), place)
+    # Position of each block in the list, from 1 on: the second count is in front of it.
+    position = tl.where(is_full != 0, tl.cumsum(is_full, 0), 0)
+    position = tl.where(is_partial != 0, n_full + tl.cumsum(is_partial, 0), position)
+    position = tl.where(is_empty != 0, n_visible + tl.cumsum(is_empty, 0), position)
     tl.store(lists + start, n_full)
     tl.store(lists + start + 1, n_visible)
-    tl.store(lists + start + 1 + place, offs, mask=exists)
+    tl.store(lists + start + 1 + position, offs, mask=exists)
 
 
-def _as_integers(x: torch.Tensor) -> torch.Tensor:
-    """Return integers in a type that kernels take."""
-    return x if x.dtype in (torch.int32, torch.int64) else x.to(torch.int32)
+def _readable(name: str, x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of comparison `name` with a dtype and strides that the kernel reads: itself, a view or a copy."""
+    if name == "dense":
+        return x.view(torch.int8)
+    is_integer = x.dtype in (torch.int32, torch.int64)
+    return (x if is_integer or name == "function" else x.to(torch.int32)).contiguous()
 
 
 def columns_of(n: int) -> int:
-    """Return the width of a tile that holds n blocks."""
+    """Return the COLUMNS of a program that holds n blocks."""
     return max(16, 1 << (n - 1).bit_length())
 
 
@@ -311,11 +337,12 @@ def make_launches(
     """Return the launches that fill `blocks` and `bits` of a mask of `shape`."""
     batch, heads, seqlen_q, seqlen_k = shape
     nq, nk = n_blocks(seqlen_q, seqlen_k, block)
-    parts = [part for term in terms for part in term]
-    code = "|".join(",".join(part.name for part in term) for term in terms)
-    numbers = [number for part in parts for number in part.numbers]
-    tensors = [(part.name, x) for part in parts for x in part.tensors]
-    c = MaskConstants(code, *block, columns_of(nk))
+    comparisons = [comparison for term in terms for comparison in term]
+    sources = [value_source(comparison.source) for comparison in comparisons if comparison.source]
+    code = "|".join(",".join(comparison.name for comparison in term) for term in terms)
+    numbers = [number for comparison in comparisons for number in comparison.numbers]
+    tensors = [(comparison.name, x) for comparison in comparisons for x in comparison.tensors]
+    c = MaskConstants(code, *block, columns_of(nk), *sources)
     arguments: dict[str, Any] = {
         **dict.fromkeys((*TENSORS, *RANGES)), **dict.fromkeys((*STRIDES, *NUMBERS), 0), "blocks_ptr": blocks,
         "bits_ptr": bits, **dict(zip(NUMBERS, numbers, strict=False)), "heads": heads, "seqlen_q": seqlen_q,
@@ -323,7 +350,7 @@ def make_launches(
     }  # fmt: skip
     launches = []
     for i, (name, x) in enumerate(tensors):
-        ids = x.view(torch.int8) if name == "dense" else _as_integers(x).contiguous()
+        ids = _readable(name, x)
         stride = ids.stride(0) if name == "same" and ids.dim() == 2 else 0
         arguments |= {TENSORS[i]: ids, STRIDES[i]: stride}
         if name == "same":

@@ -78,7 +78,7 @@ INVARIANT_BLOCK_M = 32
 CHUNK_KEYS = 1024
 # The mode on Hopper, where `hopper/fwd.py` runs training and prompts by wgmma: (largest width of a tile, keys of a
 # chunk, tile of the decoding kernels). Blocks are as long as the Hopper forward's. The rows of a tile do not matter,
-# because mma.sync and wgmma round equally there (`tests/manual/tensor_core_bits.py`): `choose_block_m` has them.
+# because mma.sync and wgmma round equally there (`docs/log/decode.md`): `choose_block_m` has them.
 HOPPER_INVARIANT: tuple[tuple[int, int, DecodeConfig], ...] = (
     (64, 1024, DecodeConfig(16, 128, 4, 3, 2)),
     (128, 1024, DecodeConfig(16, 128, 4, 2, 2)),
@@ -98,18 +98,9 @@ def has_hopper_order(problem: KVCacheProblem | AttentionProblem) -> bool:
     return problem.arch == "sm_90" and is_half and not latent and 64 <= widest <= HOPPER_INVARIANT[-1][0]
 
 
-def _hopper_row(problem: KVCacheProblem | AttentionProblem) -> DecodeConfig:
-    return _hopper_invariant(problem)[2]
-
-
 def _hopper_invariant(problem: KVCacheProblem | AttentionProblem) -> tuple[int, int, DecodeConfig]:
     widest = max(padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v))
     return next(row for row in HOPPER_INVARIANT if widest <= row[0])
-
-
-def fixed_block_n(problem: KVCacheProblem | AttentionProblem) -> int:
-    """Return the keys of a block in batch-invariant mode where `has_hopper_order`."""
-    return _hopper_row(problem).block_n
 
 
 def chunk_keys(problem: KVCacheProblem | AttentionProblem) -> int:
@@ -191,7 +182,7 @@ def _config_for_kind(problem: KVCacheProblem, block_m: int) -> DecodeConfig | No
     if spec is None:
         return None
     if problem.batch_invariant and has_hopper_order(problem):
-        return replace(_hopper_row(problem), block_m=block_m)
+        return replace(_hopper_invariant(problem)[2], block_m=block_m)
     width = max(padded_head_dim(problem.head_dim_v), feature_blocks(problem.head_dim)[0])
     rows = _FLOAT8_ROWS + _ROWS if problem.cache_dtype == FLOAT8 else _ROWS
     for widest, block_n, warps, stages, programs_per_sm in rows:

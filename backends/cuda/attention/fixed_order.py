@@ -3,20 +3,22 @@
 A row has the same bits in both kernels because each number that decides on them comes from the same sequence of float32
 operations, whatever the tile, the warps and the layout:
 
-1. A score is the sum of 16 products at a time, the features in ascending order, in the accumulator of tensor cores.
+1. Tensor cores add up the products of query and key in their accumulator, 16 features at a time in ascending order.
 2. Keys form blocks of BLOCK_N and chunks of whole blocks, both counted from the sequence's first key that is no
    padding. A chunk starts with no maximum and no sums. Its blocks are visited from the last to the first.
-3. The maximum is that of a block's products times the scale, rounded. A weight is exp2(fma(product, scale, -maximum)).
-4. Weights of a block are added by `sums_by_lane`, whose tree of additions is written out. These sums and those of the
-   blocks before, rescaled by a multiply-add, are kept by lane; `sum_of_lanes` adds the lanes at the end of the chunk.
-5. Sums of values times rounded weights take 16 keys at a time in ascending order inside of a block. Before a block they
-   are multiplied by exp2(old maximum - new maximum).
-6. Chunks are folded from the last to the first by `fold`. Out is the total times the reciprocal of the sum of weights.
+3. A block's maximum is its largest product times the scale, rounded. The running maximum is the larger of it and the
+   maximum so far. A weight is exp2(fma(product, scale, -running maximum)).
+4. `sums_by_lane` adds the weights of a block to four sums for each row, by a tree of additions that is written out.
+   `next_sum` adds them to the four sums of the blocks before. `sum_of_lanes` adds the four at the end of the chunk.
+5. Tensor cores add values times rounded weights, 16 keys at a time in ascending order inside of a block. Before a block
+   the sums so far are multiplied by exp2(old maximum - new maximum).
+6. `fold` adds the sums of chunks, from the last to the first. Out is the total times the reciprocal of the sum of
+   weights.
 
 A block or a chunk that a row does not see changes no bit of it: the maximum stays, factors are 1, weights are 0. So it
 makes no difference which blocks the other rows of its tile see. Multiply-adds are written out, and with COMPILE_OPTIONS
-the compiler fuses no others. Step 1 and 5 need one more fact, that both kernels' instructions round equally:
-`tests/manual/tensor_core_bits.py` asks the GPU.
+the compiler fuses no others. Steps 1 and 5 also need that the two kernels' instructions, mma.sync and wgmma, round
+equally: `docs/log/decode.md` has what a GPU says.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import triton.language as tl
 
 from diyfa.backends.cuda.attention.tile_io import LARGEST_PRODUCT, LOG2E
 
-# A compiler that fuses products and sums would decide that for each kernel anew.
+# A compiler that fuses products and sums would decide for each kernel which ones.
 COMPILE_OPTIONS = {"enable_fp_fusion": False}
 
 
@@ -40,10 +42,10 @@ def _first_plus_second_half(x):
 
 @triton.jit
 def sums_by_lane(p):
-    """Return sums [rows, 4] of weights [rows, 8 to 256] over the columns that a lane of an accumulator has.
+    """Return four sums for each row, [rows, 4], of weights [rows, 8 to 256]: one for each lane of an accumulator.
 
-    Column 8 * n + 2 * lane + bit. The bits are added first, then by n, which lies in the registers of a thread if warps
-    have whole rows.
+    A lane, 0 to 3, has the columns 8 * n + 2 * lane + bit. First the two bits are added. Then the first half of all n
+    is added to the second, until one sum is left. Where warps have whole rows, a thread has all of a lane's columns.
     """
     N_ROWS: tl.constexpr = p.shape[0]
     N: tl.constexpr = p.shape[1]
@@ -72,13 +74,13 @@ def sum_of_lanes(x):
 
 @triton.jit
 def weights(s, scale, m_i):
-    """Return exp2 of products s [rows, columns] in the unit `scale` minus the maximum m_i [rows]."""
+    """Return exp2(s * scale - m_i) for products s [rows, columns] and the maximum m_i [rows], in units of log2."""
     return tl.math.exp2(tl.fma(s, scale, -m_i[:, None]))
 
 
 @triton.jit
 def next_sum(l_i, alpha, added):
-    """Return l_i * alpha + added, rounded once."""
+    """Return the sums l_i * alpha + added, rounded once. `alpha`: factor of earlier sums; `added`: a block's sums."""
     return tl.fma(l_i, alpha, added)
 
 

@@ -1,12 +1,15 @@
-"""Quantises q, k or v to float8 or int8 in one to three passes over its rows.
+"""Quantise q, k or v to float8 or int8 in one to three passes over its rows (`diyfa.quantization`).
 
-One program has a block of rows of a head. It rotates them by a product with a Hadamard matrix that it makes itself,
-takes the mean off, and either measures the largest magnitude of its block or divides by the descale and rounds. With
-one descale for each block, one pass does both. Otherwise all blocks are measured before any is divided. A mean takes a
-pass before that, of sums over chunks of rows.
+1. With `smooth`, `_sum_kernel` sums chunks of rows for the mean.
+2. `_quantize_kernel` with MEASURE writes the largest magnitude of each block of rows.
+3. `_quantize_kernel` with GIVEN divides by the descale, which all blocks have decided, and rounds.
 
-The matrix is orthogonal and linear: the mean of rotated rows is the rotated mean. So the products are of the inputs
-themselves, with 1 and -1, and are exact.
+With one descale for each block, one launch with ALONE takes the place of 2 and 3: each program divides by the descale
+of its own block.
+
+In each pass a program rotates its rows, if asked, then subtracts the mean. It rotates by a product of the input with a
+Hadamard matrix of 1 and -1 that it forms itself, so products of elements are exact. The mean is not subtracted before:
+rotation is linear, so the mean of rotated rows is the rotated mean.
 """
 
 from __future__ import annotations
@@ -26,9 +29,9 @@ from diyfa.backends.cuda.runtime.launcher import launch_kernel
 from diyfa.eight_bits import PER_BLOCK, PER_HEAD, PER_TENSOR, SMALLEST_DESCALE, Scheme, hadamard
 from diyfa.problem import Launch
 
-SUMMED_ROWS = 512  # of one program that sums rows
+SUMMED_ROWS = 512  # rows of a chunk, which one program of `_sum_kernel` adds up
 ROWS_PER_CHUNK = tl.constexpr(SUMMED_ROWS)
-ROTATED_COLUMNS = 64  # columns of the rows that one product takes, rows of the matrix
+ROTATED_COLUMNS = 64  # columns of x, and rows of the Hadamard matrix, that one product of the rotation sums over
 MEASURE, ALONE, GIVEN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 TENSOR = tl.constexpr(PER_TENSOR)
 SMALLEST = tl.constexpr(SMALLEST_DESCALE)
@@ -43,8 +46,8 @@ class QuantizeConstants(Constants):
     block_m: int  # rows of a program
     block_d: int
     block_k: int  # columns of one product of the rotation
-    mode: int  # MEASURE the magnitude, divide by that of the block ALONE, or by a GIVEN descale
-    kind: int
+    mode: int  # MEASURE, ALONE or GIVEN (see above)
+    kind: int  # kind of descale: PER_TENSOR, PER_HEAD or PER_BLOCK
     rotate: bool
     smooth: bool
     integers: bool
@@ -93,9 +96,10 @@ def _quantize_kernel(
     scale,  # of the matrix: 1 / sqrt(D)
     c: tl.constexpr,
 ):  # fmt: skip
-    """Quantise BLOCK_M rows of a head, or measure them. `mean` (B, H, D) is that of rotated rows.
+    """Quantise BLOCK_M rows of a head of x (B, H, S, D) to `values`, or measure them. `mean`: (B, H, D), rotated.
 
-    `descale` is (B, H, blocks): written, the magnitude with MEASURE; or with GIVEN read, one number or (B, H // group).
+    MEASURE: write the largest magnitude to `descale` (B, H, blocks). ALONE: write the block's descale there. GIVEN:
+    read the descale, one number or (B, H // group).
     """
     blocks = tl.cdiv(n_rows, c.BLOCK_M)
     pid = tl.program_id(0)
@@ -116,9 +120,9 @@ def _quantize_kernel(
         mean = tl.load(mean_ptr + head * c.HEAD_DIM + offs_d, mask=offs_d < c.HEAD_DIM, other=0.0)
         y = tl.where((rows < n_rows)[:, None], y - mean[None, :], 0.0)
     if c.MODE != GIVEN:
-        # Over both axes at once: Triton 3.6 compiles no two reductions of a product one after another for sm_100.
+        # Over both axes at once: for sm_100 Triton 3.6 compiles no two reductions of a product one after another.
         magnitude = tl.max(tl.abs(y))
-        not_a_number = tl.max(tl.where(y == y, 0, 1))  # which a maximum leaves out
+        not_a_number = tl.max(tl.where(y == y, 0, 1))  # `tl.max` ignores NaN
         magnitude = tl.where(not_a_number > 0, float("nan"), magnitude)
         if c.MODE == ALONE:
             magnitude = magnitude / c.LARGEST
@@ -141,7 +145,7 @@ def _quantize_kernel(
 
 
 def constants(x: torch.Tensor, scheme: Scheme, mode: int) -> QuantizeConstants:
-    """Return the constants of a pass over x."""
+    """Return the constants of a pass over x (B, H, S, D)."""
     block_d = padded_head_dim(x.shape[3])
     block_m = scheme.block if scheme.kind == PER_BLOCK else 64 if block_d <= 256 else 32
     return QuantizeConstants(
@@ -188,7 +192,7 @@ def make_launch(
     scheme: Scheme,
     mode: int,
 ) -> Launch:
-    """Return the launch of one pass over x (B, H, S, D)."""
+    """Return the launch of `_quantize_kernel` over x (B, H, S, D). `mode`: MEASURE, ALONE or GIVEN."""
     batch, heads, rows, head_dim = x.shape
     c = constants(x, scheme, mode)
     arguments: dict[str, Any] = {"x_ptr": x, "mean_ptr": mean, "values_ptr": values, "descale_ptr": descale}

@@ -185,16 +185,22 @@ def tile_corner(row, col, score, c: tl.constexpr):
 
 @triton.jit
 def function_pairs(rows, cols, mask, visible, CHECK_END: tl.constexpr, c: tl.constexpr):
-    """Return `seen` of a tile for the score function: (visible pairs, rows that exist, columns that exist).
+    """Return `seen` of a tile for the score function: (visible pairs, rows to read for, columns to read for).
 
     `visible`: those that a mask leaves, or True. Rows beyond the end are in every last tile, columns with CHECK_END.
+    Of more queries than keys, some have positions below 0. Nothing is read for those from which a mask hides all keys.
     """
-    n_queries, n_keys, _, _, _ = mask
+    n_queries, n_keys, offset, _, window_right = mask
     exist_m = rows < n_queries
     exist_n = cols >= 0
     if CHECK_END:
         exist_n = cols < n_keys
-    return exist_m & exist_n & visible, exist_m, exist_n
+    pairs = exist_m & exist_n & visible
+    if c.HAS_RIGHT:
+        exist_m = exist_m & (rows + (offset + window_right) >= 0)
+    if c.MASK_K and CHECK_END:
+        exist_m = tl.max(pairs.to(tl.int32), 0 if rows.shape[0] == 1 else 1, keep_dims=True) != 0
+    return pairs, exist_m, exist_n
 
 
 @triton.jit

@@ -2,8 +2,9 @@
 
 1. `_means_kernel` averages each block of queries, and each block of keys.
 2. `_select_kernel`: a program has BLOCK_M blocks of queries of a head. It multiplies their means by those of all key
-   blocks, takes the largest scores one after another, and writes codes.
-3. `_edge_bits_kernel` writes the bits of blocks that the diagonal or the end of the keys cuts. All heads share them.
+   blocks, selects the largest scores one after another, and writes codes (`diyfa.block_lists`).
+3. `_edge_bits_kernel` writes the bits of *edge blocks*: key blocks that the diagonal or the end of the keys cuts. Each
+   block of queries has EDGES consecutive ones. All heads share their bits.
 4. `build_mask._lists_kernel` writes the lists.
 """
 
@@ -23,9 +24,9 @@ from diyfa.backends.cuda.runtime.passes import launch_each
 from diyfa.block_lists import Selection, edge_blocks, list_length, n_blocks
 from diyfa.problem import Launch
 
-BLOCK_M = 16  # blocks of queries of a program, which use a load of the keys' means
-LARGEST = tl.constexpr(3e38)  # scores that are not finite rank as if they were within these bounds; NaN the lowest
-MAX_COLUMNS = 1024  # key blocks whose scores fit the registers of a program
+BLOCK_M = 16  # blocks of queries of a program: each load of the keys' means serves all of them
+LARGEST = tl.constexpr(3e38)  # infinite scores rank as -LARGEST or LARGEST, and NaN as -LARGEST
+MAX_COLUMNS = 1024  # most key blocks, whose scores must fit the registers of a program
 MEAN_ROWS = tl.constexpr(32)  # rows of a block that are added at once
 
 
@@ -38,15 +39,15 @@ class SelectConstants(Constants):
     head_dim: int
     block_d: int
     block_m: int
-    columns: int  # a power of two: key blocks
+    columns: int  # a power of two: at least as many as there are key blocks
     causal: bool
     by_group: bool
-    edges: int  # `edge_blocks`
+    edges: int  # edge blocks of a block of queries (`edge_blocks`)
 
 
 @triton.jit(do_not_specialize=("rows", "heads"))
 def _means_kernel(x_ptr, means_ptr, stride_xb, stride_xh, stride_xm, heads, rows, BLOCK: tl.constexpr, c: tl.constexpr):
-    """Write the mean of each block of BLOCK rows, (heads of all samples, HEAD_DIM, blocks) float32."""
+    """Write the mean of one block of BLOCK rows of x (B, H, rows, HEAD_DIM) to means (B * H, HEAD_DIM, blocks) fp32."""
     blocks = tl.cdiv(rows, BLOCK)
     block, head = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     x = x_ptr + (head // heads).to(tl.int64) * stride_xb + (head % heads).to(tl.int64) * stride_xh
@@ -64,7 +65,7 @@ def _means_kernel(x_ptr, means_ptr, stride_xb, stride_xh, stride_xm, heads, rows
 
 @triton.jit
 def _scores(means_q_ptr, means_k_ptr, head_q, head_k, block_i, nq, nk, c: tl.constexpr):
-    """Return the products [BLOCK_M, COLUMNS] of block means of a query head and a KV head."""
+    """Return the scores [BLOCK_M, COLUMNS]: products of the block means of a query head and of a KV head."""
     offs_n = tl.arange(0, c.COLUMNS)
     q_at = means_q_ptr + head_q.to(tl.int64) * c.HEAD_DIM * nq + block_i
     k_at = means_k_ptr + head_k.to(tl.int64) * c.HEAD_DIM * nk + offs_n
@@ -79,10 +80,14 @@ def _scores(means_q_ptr, means_k_ptr, head_q, head_k, block_i, nq, nk, c: tl.con
 @triton.jit(do_not_specialize=("heads", "group", "seqlen_q", "seqlen_k", "topk", "sinks", "local", "length"))
 def _select_kernel(
     means_q_ptr, means_k_ptr, blocks_ptr, heads, group, seqlen_q, seqlen_k, topk, sinks, local,
-    length,  # numbers of the lists of one head
+    length,  # `list_length`: entries of `mask_blocks` for one head
     c: tl.constexpr,
 ):  # fmt: skip
-    """Write the codes of BLOCK_M blocks of queries."""
+    """Write the codes of BLOCK_M blocks of queries of a head: of all their key blocks.
+
+    `topk`, `sinks` and `local` are those of `diyfa.select_blocks`. BY_GROUP: scores are summed over the `group` query
+    heads of a KV head. The bits of an edge block have the index block_i * EDGES + its number among the edge blocks.
+    """
     nq, nk = tl.cdiv(seqlen_q, c.BLOCK_Q), tl.cdiv(seqlen_k, c.BLOCK_K)
     tiles = tl.cdiv(nq, c.BLOCK_M)
     head = tl.program_id(0) // tiles  # of all samples
@@ -105,7 +110,7 @@ def _select_kernel(
     eligible = exists & (key <= last) if c.CAUSAL else exists
     margin = (local - 1) * c.BLOCK_K
     is_near = (local > 0) & (key + c.BLOCK_K + margin > first) & (key - margin <= last)
-    chosen = eligible & ((offs < sinks)[None, :] | is_near)  # always on
+    chosen = eligible & ((offs < sinks)[None, :] | is_near)  # blocks that are always on do not count towards topk
     scores = tl.where(eligible & (chosen == 0), scores, float("-inf"))
     for _ in range(topk):
         largest = tl.max(scores, 1)[:, None]
@@ -115,11 +120,11 @@ def _select_kernel(
         scores = tl.where(is_next, float("-inf"), scores)
 
     is_full = key + c.BLOCK_K <= seqlen_k
-    begin = (nk - 1) + first * 0
+    first_edge = (nk - 1) + first * 0
     if c.CAUSAL:
         is_full = is_full & (key + (c.BLOCK_K - 1) <= first)
-        begin = tl.maximum(first, 0) // c.BLOCK_K
-    edge = block_i[:, None] * c.EDGES + offs[None, :] - begin
+        first_edge = tl.maximum(first, 0) // c.BLOCK_K
+    edge = block_i[:, None] * c.EDGES + offs[None, :] - first_edge
     codes = tl.where(chosen, tl.where(is_full, FULL, edge), EMPTY)
     lists = blocks_ptr + head.to(tl.int64) * length
     tl.store(lists + block_i[:, None] * nk + offs[None, :], codes, mask=exists)
@@ -127,15 +132,15 @@ def _select_kernel(
 
 @triton.jit(do_not_specialize=("seqlen_q", "seqlen_k"))
 def _edge_bits_kernel(bits_ptr, seqlen_q, seqlen_k, c: tl.constexpr):
-    """Write the bits of one block: of `edge_blocks` for each block of queries."""
+    """Write the bits of one edge block: number program_id % EDGES of block program_id // EDGES of queries."""
     slot = tl.program_id(0)
     first = slot // c.EDGES * c.BLOCK_Q + seqlen_k - seqlen_q
-    begin = tl.cdiv(seqlen_k, c.BLOCK_K) - 1
+    first_edge = tl.cdiv(seqlen_k, c.BLOCK_K) - 1
     if c.CAUSAL:
-        begin = tl.maximum(first, 0) // c.BLOCK_K
+        first_edge = tl.maximum(first, 0) // c.BLOCK_K
     word = tl.arange(0, c.BLOCK_K // WORD)
     bit = tl.arange(0, WORD)[None, None, :]
-    j = (begin + slot % c.EDGES) * c.BLOCK_K + word[None, :, None] * WORD + bit
+    j = (first_edge + slot % c.EDGES) * c.BLOCK_K + word[None, :, None] * WORD + bit
     for row0 in range(0, c.BLOCK_Q, 32):
         row = row0 + tl.arange(0, 32)
         i = (first + row)[:, None, None]
@@ -170,8 +175,8 @@ def make_launches(
         launches.append(Launch(_means_kernel, means.shape[0] * means.shape[2], arguments, constants, {"num_warps": 4}))
     arguments = {
         "means_q_ptr": means_q, "means_k_ptr": means_k, "blocks_ptr": blocks, "heads": heads,
-        "group": heads // k.shape[1], "seqlen_q": sizes[0], "seqlen_k": sizes[1], "topk": min(how.topk, nk),
-        "sinks": how.sinks, "local": min(how.local, nk), "length": list_length(nq, nk),
+        "group": heads // k.shape[1], "seqlen_q": sizes[0], "seqlen_k": sizes[1], "topk": how.topk,
+        "sinks": how.sinks, "local": how.local, "length": list_length(nq, nk),
     }  # fmt: skip
     grid = batch * heads * cdiv(nq, BLOCK_M)
     launches.append(Launch(_select_kernel, grid, arguments, {"c": c}, {"num_warps": 8}))

@@ -7,6 +7,10 @@ The mask and the kernel divide the keys differently. A unit is the smaller of MA
 twice MASK_K, a key block of the kernel has UNITS = 2 units: two listed blocks, wherever they are, one above the other
 in shared memory. If their number is odd, the tile's first unit is absent: its keys are zeros, and nobody sees them. If
 MASK_K is twice BLOCK_N, a listed block has SPLIT = 2 units, which the tile visits one after the other.
+
+The bits of a key block are found in three steps. The list gives the *column* of each unit: the number of its block of
+the mask along the keys. The code at that column says EMPTY, FULL, or which block of bits is the unit's. The *words* of
+that block have one bit for each key, 32 to a word.
 """
 
 # Aggregates are checked against their annotations, so these must not be postponed.
@@ -34,20 +38,20 @@ class BlockMask:
 
 @aggregate
 class Listed:
-    """The listed blocks of a tile: how many there are, and the codes of the units of its first key block."""
+    """The numbers of a tile's listed blocks, and the codes of the units of the tile's first key block."""
 
-    n_full: gl.tensor
-    n_partial: gl.tensor
-    code: gl.tensor
+    n_full: gl.tensor  # full blocks of the mask
+    n_partial: gl.tensor  # partial blocks of the mask
+    code: gl.tensor  # of the first unit
     next_code: gl.tensor  # of the second unit; equal to `code` if there is only one
 
 
 @aggregate
 class TileList:
-    """The list of a tile's key blocks."""
+    """The list of a tile's key blocks. `i` in its methods is the position of a key block among those of the tile."""
 
-    codes_ptr: gl.tensor  # codes of the blocks of the tile's row of blocks
-    list_ptr: gl.tensor  # key blocks: full ones, then partial ones
+    codes_ptr: gl.tensor  # codes of the mask's blocks that the tile's queries lie in, by column
+    list_ptr: gl.tensor  # columns: of full blocks, then of partial ones
     n_full: gl.tensor
     n_partial: gl.tensor
     bits_ptr: gl.tensor  # bits of the tile's first row in block 0 of `mask_bits`
@@ -69,12 +73,12 @@ class TileList:
 
     @gluon.jit
     def masked_count(self):
-        """Return the number of key blocks, the first ones, that have a partial or absent unit; at least 1."""
+        """Return how many key blocks have a partial or absent unit, at least 1. They come first."""
         return gl.maximum(gl.cdiv(self.absent() + self.n_partial * self.SPLIT, self.UNITS), 1)
 
     @gluon.jit
     def column(self, i, UNIT_INDEX: gl.constexpr):
-        """Return the block of the mask with unit UNIT_INDEX of key block i, or ABSENT."""
+        """Return the column of unit UNIT_INDEX of key block i, or ABSENT."""
         unit = i * self.UNITS + UNIT_INDEX - self.absent()
         position = gl.maximum(unit, 0) // self.SPLIT
         exists = (unit >= 0) & (position < self.n_full + self.n_partial)
@@ -84,58 +88,58 @@ class TileList:
     @gluon.jit
     def columns(self, i):
         """Return the `column` of each unit of key block i."""
-        found = (self.column(i, 0),)
+        columns = (self.column(i, 0),)
         if self.UNITS == 2:
-            found += (self.column(i, 1),)
-        return found
+            columns += (self.column(i, 1),)
+        return columns
 
     @gluon.jit
     def masked_columns(self, i):
-        """Return the `columns` of key block i if it is among the masked ones; else any blocks, or ABSENT.
+        """Return the `columns` of key block i if it is one of `masked_count`; of others the result is not used.
 
-        With one unit these are partial blocks, which takes fewer registers to say.
+        With one unit, masked blocks are partial blocks of the mask. Their columns take fewer registers to compute.
         """
         if self.UNITS == 1:
             position = i // self.SPLIT
             partial = self.list_ptr + self.n_full
-            found = (gl.load(partial + position, mask=position < self.n_partial, other=ABSENT),)
+            columns = (gl.load(partial + position, mask=position < self.n_partial, other=ABSENT),)
         else:
-            found = self.columns(i)
-        return found
+            columns = self.columns(i)
+        return columns
 
     @gluon.jit
     def codes(self, columns):
-        """Return the codes of blocks of the mask: EMPTY for an absent unit."""
-        found = ()
+        """Return the codes of units at these columns: EMPTY for an absent unit."""
+        codes = ()
         for j in gl.static_range(self.UNITS):
-            found += (gl.load(self.codes_ptr + columns[j], mask=columns[j] < ABSENT, other=EMPTY),)
-        return found
+            codes += (gl.load(self.codes_ptr + columns[j], mask=columns[j] < ABSENT, other=EMPTY),)
+        return codes
 
     @gluon.jit
     def first_key(self, i, columns, UNIT_INDEX: gl.constexpr):
-        """Return the first key of a unit of key block i. That of an absent unit lies beyond the keys."""
+        """Return the first key of a unit of key block i. An absent unit has one that lies beyond all keys."""
         return columns[UNIT_INDEX] * self.MASK_K + i % self.SPLIT * self.UNIT
 
     @gluon.jit
     def keep_words(self, i, codes, rows):
-        """Return words [rows] of key block i, 32 keys each: a bit is 1 if the row sees the key.
+        """Return BLOCK_N / 32 words [rows] of key block i: a bit is 1 if the row sees the key.
 
-        `codes`: those of the block's units. `rows`: counted from the row that the list was made for.
+        `codes`: those of the block's units. `rows`: counted from the row0 of `tile_list`.
         """
         WORDS: gl.constexpr = self.MASK_K // WORD  # words of a row of a block
-        found = ()
+        words = ()
         for j in gl.static_range(self.UNITS):
             block = self.bits_ptr + gl.maximum(codes[j], 0).to(gl.int64) * (self.MASK_Q * WORDS)
             block += i % self.SPLIT * (self.UNIT // WORD)
             all_or_none = gl.where(codes[j] == FULL, -1, 0)
             for word in gl.static_range(self.UNIT // WORD):
-                found += (gl.load(block + rows * WORDS + word, mask=codes[j] >= 0, other=all_or_none),)
-        return found
+                words += (gl.load(block + rows * WORDS + word, mask=codes[j] >= 0, other=all_or_none),)
+        return words
 
 
 @gluon.jit
 def tile_list(mask, b, h, row0, sizes, n_full, n_partial, BLOCK_N: gl.constexpr):
-    """Return the list of rows from row0 on, in head h of sample b. `sizes`: (queries, keys) of the tensors."""
+    """Return the `TileList` of a tile in head h of sample b, for its rows from row0 on. `sizes`: (Sq, Sk)."""
     seqlen_q, seqlen_k = sizes
     MASK_K: gl.constexpr = mask.MASK_K
     UNIT: gl.constexpr = min(MASK_K, BLOCK_N)
@@ -154,9 +158,10 @@ def tile_list(mask, b, h, row0, sizes, n_full, n_partial, BLOCK_N: gl.constexpr)
 @gluon.jit
 def listed_blocks(mask, b, h, row0, sizes, BLOCK_N: gl.constexpr):
     """Return (`Listed` of a tile, number of its key blocks)."""
-    empty = tile_list(mask, b, h, row0, sizes, row0, row0, BLOCK_N)
-    n_full = gl.load(empty.list_ptr - 2)
-    n_partial = gl.load(empty.list_ptr - 1) - n_full
+    # The counts stand in front of the list, whose address does not depend on them: any numbers serve until then.
+    uncounted = tile_list(mask, b, h, row0, sizes, row0, row0, BLOCK_N)
+    n_full = gl.load(uncounted.list_ptr - 2)
+    n_partial = gl.load(uncounted.list_ptr - 1) - n_full
     tile = tile_list(mask, b, h, row0, sizes, n_full, n_partial, BLOCK_N)
     codes = tile.codes(tile.columns(0))
     return Listed(n_full, n_partial, codes[0], codes[-1]), tile.block_count()

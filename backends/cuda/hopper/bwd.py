@@ -38,6 +38,7 @@ from diyfa.backends.cuda.gluon.barriers import (
     wait_for_previous_kernels,
     wait_for_stores,
 )
+from diyfa.backends.cuda.gluon.block_mask import BlockMask
 from diyfa.backends.cuda.gluon.channel import Channel, allocate_channel
 from diyfa.backends.cuda.gluon.compat import aggregate, async_reduce_add, optimisation_barrier, reinterpret
 from diyfa.backends.cuda.gluon.scheduler import TileScheduler
@@ -134,6 +135,19 @@ def _allocate_gradients(k_tensor, dq_tensor, config: gl.constexpr):
 
 
 @gluon.jit
+def _load_block(keys, h, i, item, words, sizes, shared, inputs):
+    """Start copying the i-th block of queries of head h, and copy its words of a block mask, if it has some.
+
+    `words`: blocks with words of the heads and keys before.
+    """
+    config: gl.constexpr = shared.config
+    load_queries(keys, h, i, item, sizes, shared, inputs)
+    if config.MASK_Q > 0:  # noqa: SIM102 (decided when it is compiled)
+        if i < keys.masked_count():
+            shared.mask_words.copy(words + i, keys.listed.words(keys.block(i), config.BLOCK_M))
+
+
+@gluon.jit
 def _persistent_producer(sizes, shared, inputs, rolling_dq, key_blocks, scheduler):
     """One warp: draw block after block of keys, tell the other roles, and copy what they read.
 
@@ -148,24 +162,33 @@ def _persistent_producer(sizes, shared, inputs, rolling_dq, key_blocks, schedule
         index = gl.program_id(0)
     item = 0
     iteration = 0
+    words = 0
     while index < count:
         keys = locate_key_block(index, sizes, config)
         exists = True
         if config.LENGTHS == PACKED:
             exists = keys.col0 < keys.n_keys
         if exists:
-            n = keys.end - keys.begin
             h = keys.hk * sizes.group_size
+            seen = keys.seen_by(h, sizes, config)
+            n = seen.end - seen.begin
             if n > 0:
-                load_queries(keys, h, 0, item, sizes, shared, inputs)
+                _load_block(seen, h, 0, item, words, sizes, shared, inputs)
             chunk = rolling_dq.chunk_with(index, sizes, config)
             key_blocks.write(iteration, keys, chunk, KEYS)
             load_keys(keys, sizes, shared, inputs)
             for g in range(sizes.group_size):
+                seen = keys.seen_by(h + g, sizes, config)
+                n = seen.end - seen.begin
+                first_item = item if config.MASK_Q > 0 else item + g * n
                 for i in range(gl.where(g == 0, 1, 0), n):
-                    load_queries(keys, h + g, i, item + g * n + i, sizes, shared, inputs)
+                    _load_block(seen, h + g, i, first_item + i, words, sizes, shared, inputs)
+                if config.MASK_Q > 0:  # otherwise all heads have equally many blocks
+                    item += n
+                    words += seen.masked_count()
             rolling_dq.announce(chunk, iteration, sizes, config)
-            item += sizes.group_size * n
+            if config.MASK_Q == 0:
+                item += sizes.group_size * n
             iteration += 1
         index = draw_key_block(scheduler, WAITS)
     no_keys = locate_key_block(0, sizes, config)
@@ -192,12 +215,13 @@ def _adder(CONSUMER: gl.constexpr, sizes, shared, gradients, rolling_dq, dq_tens
         rolling_dq.wait_until_free(head, sizes, config)
         for g in range(sizes.group_size):
             h = keys.hk * sizes.group_size + g
+            seen = keys.seen_by(h, sizes, config)
             first = first_query_block(keys.b, h, keys.first_q, sizes, config.BLOCK_M, config.LENGTHS)
             first_dq_block = first
             if config.ROLLING:
                 first_dq_block = rolling_dq.first_block(head, g, sizes, config.BLOCK_M)
-            for i in range(keys.end - keys.begin):
-                block = keys.block(i)
+            for i in range(seen.end - seen.begin):
+                block = seen.block(i)
                 half = (first + block) * CONSUMER_COUNT + CONSUMER
                 gradients.dq.pick(CONSUMER).wait(item)
                 if config.DETERMINISTIC:
@@ -274,6 +298,7 @@ def _add_query_blocks(
     consumer, gradients, start, end,
     dk, dv,  # [64, D] fp32, `_zero_gradient`
     item,  # number of the block among those of all heads
+    words,  # as in `_load_block`
     MASKED: gl.constexpr,
 ):  # fmt: skip
     """Add to dk and dv, and hand to the adder as dQ, what blocks [start, end) of queries of one head contribute.
@@ -303,7 +328,7 @@ def _add_query_blocks(
         shared.douts.wait(item)
         dp = start_product(shared.v_buffers, c + zero, shared.do_buffers, stage, B, B, M, config.LAST_COLUMNS)
         s = warpgroup_mma_wait(B, deps=[s])  # dP, a product for each box, runs on
-        p, derivative = softmax_weights(s, shared.lse(stage), block * M, consumer, MASKED)
+        p, derivative = softmax_weights(s, shared.lse(stage), block * M, consumer, MASKED, words + i)
         p = gl.convert_layout(p.to(DTYPE), OPERAND)
         dp = warpgroup_mma_wait(0, deps=[dp])
         delta = shared.delta(stage)  # before dV starts: after that no registers are left
@@ -340,6 +365,7 @@ def _consumer(INDEX: gl.constexpr, sizes, shared, gradients, outputs, rolling_dq
     config: gl.constexpr = shared.config
     scale = scale_in_log2(outputs.scale, config.SOFTCAP)
     item = 0
+    words = 0
     iteration = 0
     kind, chunk, keys = key_blocks.read(iteration, sizes, config.LENGTHS)
     while kind == KEYS:
@@ -349,10 +375,15 @@ def _consumer(INDEX: gl.constexpr, sizes, shared, gradients, outputs, rolling_dq
         for j in gl.static_range(CONSUMER_COUNT):
             shared.keys.pick(j).wait(iteration)
         shared.values.pick(INDEX).wait(iteration)
-        n_masked = keys.masked_count()
-        for _ in range(sizes.group_size):
-            dk, dv, item = _add_query_blocks(consumer, gradients, 0, n_masked, dk, dv, item, True)
-            dk, dv, item = _add_query_blocks(consumer, gradients, keys.full_begin, keys.full_end, dk, dv, item, False)
+        for g in range(sizes.group_size):
+            seen = keys.seen_by(keys.hk * sizes.group_size + g, sizes, config)
+            n_masked = seen.masked_count()
+            dk, dv, item = _add_query_blocks(consumer, gradients, 0, n_masked, dk, dv, item, words, True)
+            dk, dv, item = _add_query_blocks(
+                consumer, gradients, seen.full_begin, seen.full_end, dk, dv, item, words, False
+            )
+            if config.MASK_Q > 0:
+                words += n_masked
         rolling_dq.wait_until_added(iteration)
         key_blocks.channel.release(iteration)
         x = rolling_dq.load_first(chunk, INDEX, sizes, config)
@@ -388,7 +419,10 @@ def _store_rows(x, factor, pointer, tensor, buffers, consumer):
         store_boxes(tensor, buffers, c, consumer, 0, B, B, B)
 
 
-@gluon.jit(do_not_specialize=(*SIZES, "dq_slots", "dq_delay"), do_not_specialize_on_alignment=LENGTH_POINTERS)
+@gluon.jit(
+    do_not_specialize=(*SIZES, "dq_slots", "dq_delay", "stride_maskb", "stride_maskh"),
+    do_not_specialize_on_alignment=(*LENGTH_POINTERS, "mask_blocks_ptr"),
+)
 def _bwd_sm90_kernel(
     q_tensor, k_tensor, v_tensor, do_tensor,  # (B, H, S, D) whatever the strides, or ragged (`gluon/tma.py`)
     dk_tensor, dv_tensor,
@@ -399,6 +433,7 @@ def _bwd_sm90_kernel(
     semaphores_ptr,  # [2 * blocks of queries] int32, zeros; None unless DETERMINISTIC
     counter_ptr,  # int32, zero: blocks of keys that programs have drawn
     lengths_q_ptr, lengths_k_ptr,  # int32: cu_seqlens of packed sequences, or twice seq_lens
+    mask_blocks_ptr, mask_bits_ptr, stride_maskb, stride_maskh,  # `BlockMask`
     heads_q, group_size, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
     steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn, steps_dob, steps_dom,  # of `descriptor_steps`
     interleaved_heads,  # see `locate_key_block`
@@ -417,6 +452,7 @@ def _bwd_sm90_kernel(
     sizes = Sizes(
         heads_q, group_size, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
         lengths_q_ptr, lengths_k_ptr, interleaved_heads,
+        BlockMask(mask_blocks_ptr, mask_bits_ptr, stride_maskb, stride_maskh, config.MASK_Q, config.BLOCK_N),
     )  # fmt: skip
     inputs = Inputs(
         q_tensor, k_tensor, v_tensor, do_tensor, statistics_tensor,

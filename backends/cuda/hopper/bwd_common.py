@@ -17,6 +17,7 @@ from diyfa.backends.cuda.attention.tile_io import EQUAL, PACKED
 from diyfa.backends.cuda.gluon.barriers import WARPS, idle_warps
 from diyfa.backends.cuda.gluon.channel import Channel, allocate_channel
 from diyfa.backends.cuda.gluon.compat import aggregate, async_load
+from diyfa.backends.cuda.hopper.bwd_mask import MaskWords, allocate_mask_words
 from diyfa.backends.cuda.hopper.bwd_tiles import (
     BOX,
     CONSUMER_COUNT,
@@ -57,6 +58,7 @@ class Sm90BwdConstants(BoxConstants):
     block_m: int
     block_n: int
     deterministic: bool
+    mask_q: int = 0  # queries of a block of the block mask; 0: none
     rolling: bool = False  # the kernel also converts dQ (`RollingDq`)
     last_columns: int = 64  # columns of a tile's last box that products use: 16, 32 or 64
 
@@ -75,6 +77,7 @@ class Shared:
     values: Channel  # V, of each 64 keys
     queries: Channel  # Q and the statistics. A stage that is released is free for dO as well.
     douts: Channel  # dO, which is needed later than Q
+    mask_words: MaskWords | gl.constexpr  # None without a block mask
 
     @gluon.jit
     def lse(self, stage):
@@ -158,7 +161,13 @@ def allocate_shared(q_tensor, k_tensor, v_tensor, do_tensor, statistics_tensor, 
     values = allocate_channel(1, 1, 0, KEY_TILES)
     queries = allocate_channel(config.STAGES, 2, CONSUMER_COUNT * WARPS)
     douts = allocate_channel(config.STAGES, 1, 0)
-    return Shared(config, k_buffers, v_buffers, q_buffers, do_buffers, statistics, keys, values, queries, douts)
+    if config.MASK_Q > 0:
+        mask_words = allocate_mask_words(config)
+    else:
+        mask_words = None
+    return Shared(
+        config, k_buffers, v_buffers, q_buffers, do_buffers, statistics, keys, values, queries, douts, mask_words
+    )
 
 
 # ---- the producer, and the roles of a program with one block of keys
@@ -324,12 +333,15 @@ def with_derivative(p, t, SOFTCAP: gl.constexpr):
 
 
 @gluon.jit
-def softmax_weights(s, lse, start_m, consumer, MASKED: gl.constexpr):
-    """Products s [64, BLOCK_M] and lse [1, BLOCK_M] -> (weights Pᵀ, Pᵀ times the softcap's derivative)."""
+def softmax_weights(s, lse, start_m, consumer, MASKED: gl.constexpr, number=0):
+    """Products s [64, BLOCK_M] and lse [1, BLOCK_M] -> (weights Pᵀ, Pᵀ times the softcap's derivative).
+
+    start_m: the first query. `number`: with a block mask, the number of the block in `MaskWords`.
+    """
     config: gl.constexpr = consumer.shared.config
     keys = consumer.keys
     x, t = exponents(s, lse, consumer.scale, consumer.cap, config.SOFTCAP)
-    if MASKED:
+    if MASKED and config.MASK_Q == 0:
         # A thread's columns are 2 * (lane % 4) plus constants (`softmax.py`).
         columns = gl.arange(0, config.BLOCK_M, layout=gl.SliceLayout(0, s.type.layout))[None, :]
         lane = columns & 6
@@ -343,6 +355,8 @@ def softmax_weights(s, lse, start_m, consumer, MASKED: gl.constexpr):
             is_visible = is_visible & (constant <= diagonal + consumer.sizes.window_left)
         x = gl.where(is_visible, x, float("-inf"))
     p = gl.exp2(x)
+    if MASKED and config.MASK_Q > 0:  # here, not before the exponential: words would be alive beside x
+        p = gl.where(consumer.shared.mask_words.visible_pairs(number, s, consumer.INDEX), p, 0.0)
     return p, with_derivative(p, t, config.SOFTCAP)
 
 

@@ -17,7 +17,7 @@ from diyfa.backends.cuda.hopper.configs import (
 from diyfa.problem import AttentionProblem, cached_per_kind, refuse_features
 
 FEATURES = frozenset(
-    {"causal", "gqa", "seq_lens", "varlen", "window", "softcap", "sinks", "head_dim_v", "batch_invariant"}
+    {"causal", "gqa", "seq_lens", "varlen", "window", "softcap", "sinks", "head_dim_v", "batch_invariant", "mask"}
 )
 MAX_HEAD_DIM = 256
 WIDE = 128  # most columns with which dK and dV of 64 keys fit the registers of a warpgroup
@@ -27,6 +27,7 @@ CONSUMERS = 2  # warpgroups
 MIN_KV_LOOP, MIN_SCORES = 1 << 16, 1 << 24
 BOX_COLUMNS = 64  # columns of the TMA boxes that make up a tile
 SHARED_MEMORY = 226 * 1024  # bytes for tiles; the rest is for barriers
+CHOSEN_WITH_MASK = False  # with a block mask the kernel runs only if it is named: nobody has timed it
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,24 @@ def dq_stages(boxes: int, boxes_v: int) -> int:
     return min(available // (boxes * box) if boxes == boxes_v else available // ((boxes + boxes_v) * box) * 2, 4)
 
 
+def _refuses_mask(problem: AttentionProblem) -> str | None:
+    """Return why the kernel does not take the block mask of `problem`, or None."""
+    if beside := sorted(problem.features & {"seq_lens", "varlen"}):
+        return f"sm90 computes no gradients of {beside[0]} beside a block mask"
+    if problem.deterministic:  # an adder would have to count the programs before its own in a list
+        return "sm90 adds dQ up in no fixed order beside a block mask"
+    config = select_config(problem)
+    if config.form != "keys":
+        return f"sm90 computes gradients of equal head dims up to {WIDE} beside a block mask"
+    block_q, block_k = problem.mask
+    if block_q % config.block_m or block_k != config.block_n:
+        return (
+            f"sm90 has tiles of {config.block_m} queries and {config.block_n} keys for gradients, the block mask has "
+            f"blocks of {block_q}x{block_k}"
+        )
+    return None
+
+
 @cached_per_kind
 def refuses(problem: AttentionProblem) -> str | None:
     """Return why the kernel does not take `problem`, or None."""
@@ -101,11 +120,13 @@ def refuses(problem: AttentionProblem) -> str | None:
         return "sm90 writes dq, dk and dv through TMA: their addresses and strides must be multiples of 16 bytes"
     if problem.seq_lens and not problem.few_steps:
         return TOO_MANY_STEPS
-    return None
+    return _refuses_mask(problem) if problem.mask else None
 
 
 def by_name_only(problem: AttentionProblem) -> str | None:
     """Return why the kernel is not chosen unless it is named, or None if it is faster than the portable ones."""
+    if problem.mask and not CHOSEN_WITH_MASK:
+        return "sm90 with a block mask has not been timed: it runs only if it is named"
     if problem.batch_invariant:  # a choice by size would depend on the rest of the batch
         return None
     rows = problem.total_q if problem.varlen else problem.batch * problem.seqlen_q

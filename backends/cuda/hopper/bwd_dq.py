@@ -85,7 +85,8 @@ def _prepare_kernel(
     M: gl.constexpr = config.BLOCK_M
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DV, DV // 8], [4, 1], [1, 0])
     wait_for_previous_kernels()
-    sizes = Sizes(heads_q, 1, batch, seqlen_q, seqlen_k, total_q, total_k, -1, -1, lengths_q_ptr, lengths_k_ptr, 1)
+    lengths = lengths_q_ptr, lengths_k_ptr
+    sizes = Sizes(heads_q, 1, batch, seqlen_q, seqlen_k, total_q, total_k, -1, -1, *lengths, 1, None)
     blocks_m = gl.cdiv(seqlen_q, M)
     pid = gl.program_id(0)
     block = pid % blocks_m
@@ -156,7 +157,8 @@ def _convert_kernel(
     D: gl.constexpr = config.BLOCK_D
     LAYOUT: gl.constexpr = chunked_layout(BOX)
     wait_for_previous_kernels()
-    sizes = Sizes(heads_q, 1, batch, seqlen_q, seqlen_k, total_q, total_k, -1, -1, lengths_q_ptr, lengths_k_ptr, 1)
+    lengths = lengths_q_ptr, lengths_k_ptr
+    sizes = Sizes(heads_q, 1, batch, seqlen_q, seqlen_k, total_q, total_k, -1, -1, *lengths, 1, None)
     HALVES: gl.constexpr = M * D // HALF_DQ
     blocks_m = gl.cdiv(seqlen_q, M)
     pid = gl.program_id(0)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from diyfa.backends.cuda.attention import bwd_partials
+from diyfa.backends.cuda.attention.block_mask import mask_arguments
 from diyfa.backends.cuda.attention.clear import backward_launches
 from diyfa.backends.cuda.attention.launch import forced_config, strides
 from diyfa.backends.cuda.attention.tile_io import cdiv, lengths_constant
@@ -105,7 +106,7 @@ def _constants(problem: AttentionProblem, form: _Form, store_from_registers: boo
     columns = last_columns(problem) if form.config.form == "keys" else BOX_COLUMNS
     return Sm90BwdConstants.read_from(
         problem, form.config, **_box_constants(problem, form, store_from_registers), deterministic=form.in_order,
-        rolling=form.rolling, last_columns=columns,
+        rolling=form.rolling, last_columns=columns, mask_q=problem.mask[0] if problem.mask else 0,
     )  # fmt: skip
 
 
@@ -178,12 +179,13 @@ class Sm90Backward:
         problem = self.problem
         heads, blocks = problem.batch * self.heads_kv, cdiv(problem.seqlen_k, self.config.block_n)
         programs = min(self.programs, self.multiprocessors)
-        n_active = min(1 + cdiv(programs * (2 if problem.window_right >= 0 else 1), blocks), heads)
+        is_uneven = problem.window_right >= 0 or bool(problem.mask)
+        n_active = min(1 + cdiv(programs * (2 if is_uneven else 1), blocks), heads)
         half = cdiv(n_active, 2)
         if self.in_order and problem.window_left < 0 and problem.window_right < 0:
             delay = min(n_active + cdiv(half, 2), heads)  # interleaved heads finish later
             return half, delay, min(2 * delay, heads)
-        blocks_differ = problem.causal and problem.window_left < 0 and not self.in_order
+        blocks_differ = bool(problem.mask) or (problem.causal and problem.window_left < 0 and not self.in_order)
         return half if blocks_differ else 1, n_active, min(2 * n_active, heads)
 
     def _boxes(self, head_dim: int) -> int:
@@ -278,6 +280,7 @@ class Sm90Backward:
             dq_arguments = {
                 "dq_tensor": _rows_descriptor(self.dq, DQ_ROWS.value * last_columns(problem) // BOX_COLUMNS),
                 **self._rolling(),
+                **mask_arguments(self.tensors),
                 "semaphores_ptr": self.semaphores,
                 "counter_ptr": self.counter,
             }
@@ -349,8 +352,9 @@ def _rows_descriptor(x: torch.Tensor, rows: int) -> Tiles:
 
 def _can_roll(problem: AttentionProblem, config: Sm90BwdConfig, dq: torch.Tensor) -> bool:
     """Return whether the main kernel converts dQ (`RollingDq`)."""
-    # With a softcap no registers are left for it: it would spill 600 bytes.
-    if problem.seq_lens or problem.varlen or problem.softcap:
+    # With a softcap no registers are left for it: it would spill 600 bytes. With a block mask, a key block that most
+    # queries see would make all programs wait for its head.
+    if problem.seq_lens or problem.varlen or problem.softcap or problem.mask:
         return False
     return config.form == "keys" and dq.dtype != torch.float32
 

@@ -12,9 +12,11 @@ from diyfa.backends.cuda.attention.block_info import end_visible, last_block, qu
 from diyfa.backends.cuda.attention.seq_info import seq_info
 from diyfa.backends.cuda.attention.tile_io import EQUAL, PACKED
 from diyfa.backends.cuda.gluon.barriers import LANES, WARPS
+from diyfa.backends.cuda.gluon.block_mask import BlockMask
 from diyfa.backends.cuda.gluon.channel import Channel, allocate_channel
 from diyfa.backends.cuda.gluon.compat import aggregate
 from diyfa.backends.cuda.hopper.bwd_configs import BOX_COLUMNS, CONSUMERS
+from diyfa.backends.cuda.hopper.bwd_mask import QueryList, query_list
 
 CONSUMER_COUNT = gl.constexpr(CONSUMERS)
 BOX = gl.constexpr(BOX_COLUMNS)
@@ -43,6 +45,7 @@ class Sizes:
     lengths_q_ptr: gl.tensor | gl.constexpr  # None where all are EQUAL
     lengths_k_ptr: gl.tensor | gl.constexpr
     interleaved_heads: gl.tensor | gl.constexpr  # heads of K, see `locate_key_block`
+    mask: BlockMask | gl.constexpr  # None in kernels that take no block mask
 
 
 @gluon.jit
@@ -92,6 +95,23 @@ class KeyBlock:
     full_begin: gl.tensor  # blocks [full_begin, full_end) need no mask
     full_end: gl.tensor
     end: gl.tensor
+    listed: QueryList | gl.constexpr  # of one head, see `seen_by`; None without a block mask
+
+    @gluon.jit
+    def seen_by(self, h, sizes, config):
+        """Return the block of keys with the blocks of queries of head h. Only with a block mask do heads differ.
+
+        Then [begin, end) and the other bounds are positions in the head's list.
+        """
+        keys = self
+        if config.MASK_Q > 0:
+            listed = query_list(self.b, h, self.col0, sizes, config)
+            begin = 0
+            keys = KeyBlock(
+                self.b, self.hk, self.col0, self.first_q, self.first_k, self.n_queries, self.n_keys,
+                begin, listed.n_masked, listed.n_blocks, listed.n_blocks, listed,
+            )  # fmt: skip
+        return keys
 
     @gluon.jit
     def masked_count(self):
@@ -107,8 +127,12 @@ class KeyBlock:
     @gluon.jit
     def block(self, i):
         """The i-th of all blocks. Those that need a mask come first."""
-        n_masked = self.masked_count()
-        return gl.where(i < n_masked, self.masked_block(i), self.full_begin + i - n_masked)
+        if self.listed is not None:
+            block = self.listed.block(i)
+        else:
+            n_masked = self.masked_count()
+            block = gl.where(i < n_masked, self.masked_block(i), self.full_begin + i - n_masked)
+        return block
 
     @gluon.jit
     def adders_before(self, block, sizes, config):
@@ -164,7 +188,7 @@ def locate_key_block(pid, sizes, config):
         # of the one before.
         full_begin = end
         full_end = end
-    return KeyBlock(b, hk, col0, first_q, first_k, n_queries, n_keys, begin, full_begin, full_end, end)
+    return KeyBlock(b, hk, col0, first_q, first_k, n_queries, n_keys, begin, full_begin, full_end, end, None)
 
 
 FIELDS = gl.constexpr(13)
@@ -215,7 +239,7 @@ class KeyBlocks:
             first_k = 0
             n_queries = sizes.seqlen_q
             n_keys = sizes.seqlen_k
-        keys = KeyBlock(b, hk, col0, first_q, first_k, n_queries, n_keys, begin, full_begin, full_end, end)
+        keys = KeyBlock(b, hk, col0, first_q, first_k, n_queries, n_keys, begin, full_begin, full_end, end, None)
         return kind, chunk, keys
 
 

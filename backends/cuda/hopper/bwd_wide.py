@@ -259,7 +259,7 @@ def _bwd_wide_dkdv_kernel(
 
     sizes = Sizes(
         heads_q, group_size, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
-        lengths_q_ptr, lengths_k_ptr, interleaved_heads,
+        lengths_q_ptr, lengths_k_ptr, interleaved_heads, None,
     )  # fmt: skip
     inputs = Inputs(
         q_tensor, k_tensor, v_tensor, do_tensor, statistics_tensor,

@@ -1,7 +1,7 @@
 """dQ for Hopper where heads have up to 256 columns, or V has others than Q; `bwd_wide.py` forms dK and dV.
 
 A program owns 128 queries of a head, 64 of each of two consumer warpgroups, and goes through the keys that they see, as
-the forward does (`fwd.py`). For each block of 64 keys a consumer forms
+the forward does (`fwd_consumer.py`). For each block of 64 keys a consumer forms
 
     dP = dO Vᵀ,  S = Q Kᵀ,  P = exp(S - LSE),  dS = P * (dP - delta),  dQ += dS K
 

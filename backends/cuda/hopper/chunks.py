@@ -1,9 +1,12 @@
-"""The KV loop of the Hopper forward in batch-invariant mode: chunks of fixed keys, each summed by itself.
+"""The KV loop of the Hopper forward in batch-invariant mode: chunks of fixed keys, each with sums of its own.
 
-`attention/fixed_order.py` has the order of operations, which the decoding kernels share. A chunk is like a tile of its
-own: a first block, a loop that adds the values of each block one iteration later, the values of the last block. Then
-its sums are folded into the totals of the chunks to its right. Registers hold the sums of one chunk only, so the totals
-of out lie in shared or in global memory meanwhile, where each thread reads what it wrote itself.
+`attention/fixed_order.py` has the order of operations, which the decoding kernels share. A chunk is computed like a
+tile: a first block, a loop that adds the values of each block one iteration later, the values of the last block. Then
+its sums are folded into the totals of the chunks to its right. Registers hold the sums of one chunk only. Meanwhile the
+totals of out lie in shared or global memory, where each thread reads what it wrote itself.
+
+Read `attend_chunks` first, then `_attend_chunk` and `_attend_blocks_in_order`. `first`, `end`, `unmasked_first` and
+`unmasked_end` are numbers of key blocks, counted from the sequence's first key.
 """
 
 # Aggregates are checked against their annotations, so these must not be postponed.
@@ -35,27 +38,32 @@ from diyfa.backends.cuda.hopper.mma import (
 )
 from diyfa.backends.cuda.hopper.softmax import mask_scores
 
+# Layout of `sums_by_lane` [64, 4] in which a thread has all four sums of a row, so that it adds them alone.
 LANES_IN_THREAD = gl.constexpr(gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0]))
 
 
 @aggregate
 class Totals:
-    """Memory for the totals of out: one row [64 * columns] fp32 for each consumer, in the order of `_by_thread`."""
+    """Memory for the totals of out: [64 * columns] fp32 for each consumer, in the order of `_by_thread`."""
 
     buffers: gl.shared_memory_descriptor | gl.constexpr  # None: in global memory
     pointer: gl.tensor | gl.constexpr  # None: in shared memory
     CONSUMERS: gl.constexpr
-    SIZE: gl.constexpr  # of a consumer's row
+    SIZE: gl.constexpr  # elements of a consumer: 64 * columns
 
     @gluon.jit
     def address(self, CONSUMER: gl.constexpr, START: gl.constexpr, LAYOUT: gl.constexpr, COUNT: gl.constexpr):
+        """Return the addresses of COUNT elements in global memory, from a consumer's element START on."""
         row = gl.program_id(0).to(gl.int64) * self.CONSUMERS + CONSUMER
         return self.pointer + row * self.SIZE + START + gl.arange(0, COUNT, layout=LAYOUT)
 
 
 @gluon.jit
 def _by_thread(x):
-    """Return an accumulator [64, columns] as [64 * columns], in which four elements of a thread follow each other."""
+    """Return an accumulator [64, columns] as [64 * columns], so that a thread stores 16 bytes at once.
+
+    Four elements of a thread follow each other, and the four elements of the next lane follow them.
+    """
     COLUMNS: gl.constexpr = x.shape[1]
     x = x.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute(3, 0, 2, 4, 1, 5)  # column // 8, warp, lane, element
     return x.reshape([ROWS * COLUMNS])
@@ -63,14 +71,14 @@ def _by_thread(x):
 
 @gluon.jit
 def _from_thread(x, LAYOUT: gl.constexpr, COLUMNS: gl.constexpr):
-    """Return the accumulator of `_by_thread`."""
+    """Return the accumulator [64, COLUMNS] that `_by_thread` made x [64 * COLUMNS] of."""
     x = x.reshape([COLUMNS // 8, 4, 8, 4, 2, 2]).permute(1, 4, 2, 0, 3, 5)
     return gl.convert_layout(x.reshape([ROWS, COLUMNS]), LAYOUT)
 
 
 @gluon.jit
 def _store_total(totals, x, CONSUMER: gl.constexpr, FIRST_COLUMN: gl.constexpr):
-    """Write the totals x of one accumulator of out."""
+    """Write the totals x [64, columns] of one accumulator of out, which begins at column FIRST_COLUMN of out."""
     x = _by_thread(x)
     FLAT: gl.constexpr = x.type.layout
     if totals.pointer is None:
@@ -81,7 +89,7 @@ def _store_total(totals, x, CONSUMER: gl.constexpr, FIRST_COLUMN: gl.constexpr):
 
 @gluon.jit
 def _fold_total(totals, x, alpha, beta, CONSUMER: gl.constexpr, FIRST_COLUMN: gl.constexpr):
-    """Return the totals of one accumulator times alpha plus its sums x of a chunk times beta."""
+    """Return the totals of one accumulator times alpha [64] plus a chunk's sums x [64, columns] times beta [64]."""
     LAYOUT: gl.constexpr = x.type.layout
     FLAT: gl.constexpr = _by_thread(x).type.layout
     SIZE: gl.constexpr = ROWS * x.shape[1]
@@ -90,9 +98,9 @@ def _fold_total(totals, x, alpha, beta, CONSUMER: gl.constexpr, FIRST_COLUMN: gl
     else:
         total = gl.load(totals.address(CONSUMER, ROWS * FIRST_COLUMN, FLAT, SIZE))
     total = _from_thread(total, LAYOUT, x.shape[1])
-    factor = gl.convert_layout(alpha, gl.SliceLayout(1, LAYOUT))[:, None]
-    factor_of_chunk = gl.convert_layout(beta, gl.SliceLayout(1, LAYOUT))[:, None]
-    return fold(total, factor, x, factor_of_chunk)
+    total_factor = gl.convert_layout(alpha, gl.SliceLayout(1, LAYOUT))[:, None]
+    chunk_factor = gl.convert_layout(beta, gl.SliceLayout(1, LAYOUT))[:, None]
+    return fold(total, total_factor, x, chunk_factor)
 
 
 @gluon.jit
@@ -113,7 +121,10 @@ def _fold_totals(totals, o, alpha, beta, CONSUMER: gl.constexpr, WIDTH: gl.const
 
 @gluon.jit
 def _softmax_in_order(s, m_i, start_n, rows, score, problem, MASKED: gl.constexpr):
-    """Return (weights, running maximum, factor of earlier sums) of products s [64, BLOCK_N]."""
+    """Return (weights, running maximum, factor of earlier sums) of products s [64, BLOCK_N].
+
+    It is `softmax_step` of `softmax.py` in the operations of `attention/fixed_order.py`.
+    """
     if score.NEGATE:
         s = -s
     if MASKED:
@@ -123,8 +134,11 @@ def _softmax_in_order(s, m_i, start_n, rows, score, problem, MASKED: gl.constexp
 
 
 @gluon.jit
-def _attend_blocks(consumer, q, rows, first, end, o, p, m_i, l_i, item, MASKED: gl.constexpr):
-    """Run the KV loop over blocks [first, end) from right to left. As `_attend_blocks` in `fwd.py`."""
+def _attend_blocks_in_order(consumer, q, rows, first, end, o, p, m_i, l_i, item, MASKED: gl.constexpr):
+    """Run the KV loop over blocks [first, end) from right to left, as `_attend_blocks` of `fwd_consumer.py`.
+
+    `item`: ring item of the previous block's K.
+    """
     config: gl.constexpr = consumer.shared.config
     ring = consumer.shared.ring
     for i in range(end - first):
@@ -150,9 +164,12 @@ def _attend_blocks(consumer, q, rows, first, end, o, p, m_i, l_i, item, MASKED: 
 
 @gluon.jit
 def _attend_chunk(consumer, q, rows, first, end, full_first, full_end, item):
-    """Attend to blocks [first, end) of a chunk, of which [full_first, full_end) need no mask.
+    """Attend to blocks [first, end) of a chunk from right to left, of which [full_first, full_end) need no mask.
 
-    Returns (o, sums of weights, maximum, item of the next block's K).
+    The last block is the prologue. Then follow [unmasked_end, end - 1) with a mask, [unmasked_first, unmasked_end)
+    without one, and [first, unmasked_first) with one. `item`: ring item of the last block's K.
+
+    Returns (accumulators of out, sums of weights [64], maximum [64], item of the next block's K).
     """
     config: gl.constexpr = consumer.shared.config
     problem = consumer.problem
@@ -160,7 +177,8 @@ def _attend_chunk(consumer, q, rows, first, end, full_first, full_end, item):
     queries = consumer.shared.queries
     S_ROWS: gl.constexpr = gl.SliceLayout(1, accumulator_layout(config.BLOCK_N))
     MASKED: gl.constexpr = problem.HAS_RIGHT or problem.CHECK_KEYS
-    # The first block, in a ping-pong turn: consumers that skip blocks may have fewer chunks, but equally many turns.
+    # The prologue takes a ping-pong turn, as each block does. So all consumers of a tile take equally many turns: one
+    # for each block that they compute or skip, into however many chunks these fall.
     ring.wait_full(item)
     consumer.wait_turn()
     s = start_scores(q, queries, ring, item, consumer.INDEX, config)
@@ -174,17 +192,23 @@ def _attend_chunk(consumer, q, rows, first, end, full_first, full_end, item):
     l_i = sums_by_lane(p_block)
     o = zero_output(consumer.outputs.o_tensor.block_shape[-1], config.BOXES_V)
     p = mma_operand(p_block, o, queries.buffers.dtype, config.PAIRS)
-    right = gl.maximum(first, gl.minimum(end - 1, full_end))
+    unmasked_end = gl.maximum(first, gl.minimum(end - 1, full_end))
     if problem.HAS_RIGHT:
-        o, p, m_i, l_i, item = _attend_blocks(consumer, q, rows, right, end - 1, o, p, m_i, l_i, item, True)
+        o, p, m_i, l_i, item = _attend_blocks_in_order(
+            consumer, q, rows, unmasked_end, end - 1, o, p, m_i, l_i, item, True
+        )  # fmt: skip
     else:
-        right = end - 1
-    left = first
+        unmasked_end = end - 1
+    unmasked_first = first
     if problem.HAS_LEFT:
-        left = gl.maximum(first, gl.minimum(right, full_first))
-    o, p, m_i, l_i, item = _attend_blocks(consumer, q, rows, left, right, o, p, m_i, l_i, item, False)
+        unmasked_first = gl.maximum(first, gl.minimum(unmasked_end, full_first))
+    o, p, m_i, l_i, item = _attend_blocks_in_order(
+        consumer, q, rows, unmasked_first, unmasked_end, o, p, m_i, l_i, item, False
+    )  # fmt: skip
     if problem.HAS_LEFT:
-        o, p, m_i, l_i, item = _attend_blocks(consumer, q, rows, first, left, o, p, m_i, l_i, item, True)
+        o, p, m_i, l_i, item = _attend_blocks_in_order(
+            consumer, q, rows, first, unmasked_first, o, p, m_i, l_i, item, True
+        )  # fmt: skip
     ring.wait_full(item + 1)
     o = start_values(p, o, ring, consumer.shared.ones, item + 1, config)
     o = finish_values(o)
@@ -197,7 +221,8 @@ def _attend_chunk(consumer, q, rows, first, end, full_first, full_end, item):
 def attend_chunks(consumer, q, rows, key0, tile, end_block, item):
     """Attend to key blocks [tile.first_block, end_block) of a tile, chunk after chunk from the last to the first.
 
-    `key0`: the key that the consumer's first row is aligned with. Returns (o, sums of weights, maximum, next item).
+    `key0`: the key that the consumer's first row is aligned with. `item`: ring item of K of block end_block - 1.
+    Returns (accumulators of out, sums of weights [64], maximum [64], ring item after the tile's last).
     """
     config: gl.constexpr = consumer.shared.config
     problem = consumer.problem

@@ -152,7 +152,8 @@ SMALL: dict[int, Sm90Config] = {
     192: C(1, 64, 3, False, 232, 24, store_from_registers=True),
     256: C(1, 64, 4, False, 248, 88),
 }
-# Batch-invariant mode: one tile for all calls with the same columns and dtype. Its block_n is `fixed_block_n`'s.
+# Batch-invariant mode: one tile for all calls with the same columns and dtype. Its block_n is that of decoding, in
+# `HOPPER_INVARIANT` of attention/decode_configs.py.
 INVARIANT: dict[int, Sm90Config] = {
     64: C(2, 128, 6, True, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, pairs=True, q_in_registers=1,
           shared_totals=True),
@@ -224,11 +225,9 @@ def fitted(problem: AttentionProblem, config: Sm90Config) -> Sm90Config:
     if not has_one_ring(problem, config.box_columns):
         config = replace(config, stages=cdiv(config.stages, 2) * 2)
         if problem.head_dim_v > problem.head_dim or tile_class(problem)[0] == 256:  # out does not fit Q's buffers
-            config = replace(
-                config,
-                separate_o_buffer=not config.store_from_registers,
-                block_n=min(config.block_n, 64 if config.stages < 6 else 128),
-            )
+            config = replace(config, separate_o_buffer=not config.store_from_registers)
+            if not problem.batch_invariant:  # there, blocks are those of decoding
+                config = replace(config, block_n=min(config.block_n, 64 if config.stages < 6 else 128))
     if problem.out_dtype == "float32":  # out is twice as large as Q's buffers or its own
         config = replace(config, separate_o_buffer=False, store_from_registers=True)
     if config.persistent and config.scheduler == "static" and problem.features & {"seq_lens", "varlen"}:

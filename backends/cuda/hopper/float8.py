@@ -1,16 +1,17 @@
-"""Attention of float8 in the Hopper kernel: factors, means, packed weights, and V's transposition.
+"""float8 in the Hopper forward: factors, means, packed weights, and the kernel that transposes V.
 
 wgmma takes operands of 8 bits only if both are contiguous along the dimension that it sums over. K and Q are. V (keys,
-features) is not, so a kernel before the attention writes it transposed to a workspace (B, Hk, Dv, keys), at the speed
-of memory: `transpose_launch`.
+features) is not, so a kernel before the attention writes it transposed to a workspace (B, Hk, Dv, keys):
+`transpose_launch`.
 
-Weights are computed in the register layout of an accumulator. There a thread has keys 8 * j + 2 * lane and the next
-one, for each j. As the left operand of a product of 8 bits, a thread has 4 consecutive ones. The sum over keys has no
-order, so no data has to move: the transposed V has its keys, in each group of 16, in the order in which threads have
-the weights (`key_in_group`).
+Weights are computed in the register layout of an accumulator: of each 8 keys, a thread has two consecutive ones. The
+left operand of a product of 8 bits has another layout: of each 16 keys, a thread has four consecutive ones. The order
+of keys in a sum does not matter. So weights stay where they are, and the transposed V has its keys, in each group of
+16, in the order in which threads have the weights (`key_in_group`).
 
-`attention/eight_bits.py` defines the same factors for the portable kernel: one factor multiplies all scores of a tile,
-that of blocks of keys multiplies their columns, and the mean of k adds a number to each row's log-sum-exp.
+Factors are applied as in the portable kernel (`attention/eight_bits.py`). One factor multiplies all products of a tile.
+With descales of 64 keys, each block of 64 columns has another factor besides. The factor and the mean of v are applied
+to finished rows. The mean of k adds a number to each row's log-sum-exp.
 """
 
 # Aggregates are checked against their annotations, so these must not be postponed.
@@ -37,8 +38,8 @@ BLOCK_Q, BLOCK_K = gl.constexpr(definition.BLOCK_Q), gl.constexpr(definition.BLO
 PER_TENSOR, PER_BLOCK = gl.constexpr(definition.PER_TENSOR), gl.constexpr(definition.PER_BLOCK)
 PADDED_KEYS = 256  # packed sequences begin at multiples of this in the transposed V; the largest key block
 PADDED = gl.constexpr(PADDED_KEYS)
-GROUP = 16  # keys whose order differs from V's
-TRANSPOSED_KEYS, TRANSPOSED_FEATURES = 128, 64  # of a program; with 128 features it spills
+GROUP = 16  # the transposed V reorders keys inside of groups of this many
+TRANSPOSED_KEYS, TRANSPOSED_FEATURES = 128, 64  # tile of `_transpose_kernel`; with 128 features it spills
 
 
 # ---- Factors and means ---------------------------------------------------------------------------------------------
@@ -57,12 +58,12 @@ class Factors:
 
     @gluon.jit
     def kv_head(self, tile, problem):
-        """Return the number of a tile's KV head among those of all samples."""
+        """Return the number of a tile's KV head, counted through all samples."""
         return tile.b * (problem.heads_q // self.group_size) + tile.h // self.group_size
 
     @gluon.jit
     def query_factor(self, tile, row0, problem, config):
-        """Return the factor of the products of a consumer's rows, without that of blocks of keys."""
+        """Return the descale of q of a consumer's 64 rows, which begin at row0."""
         factor = 1.0
         if config.Q_DESCALE == PER_TENSOR:
             factor = gl.load(self.q_descale_ptr)
@@ -76,7 +77,7 @@ class Factors:
 
     @gluon.jit
     def key_factor(self, tile, problem, config):
-        """Return the factor of all keys of a head, 1 if it differs between blocks."""
+        """Return the descale of k of a tile's KV head, or 1 if blocks of 64 keys have their own."""
         factor = 1.0
         if config.K_DESCALE == PER_TENSOR:
             factor = gl.load(self.k_descale_ptr)
@@ -85,8 +86,8 @@ class Factors:
         return factor
 
     @gluon.jit
-    def key_blocks(self, tile, problem, config):
-        """Return the address of the factors of a head's key blocks, or None."""
+    def block_factors_ptr(self, tile, problem, config):
+        """Return the address of the descales of a KV head's blocks of 64 keys. It is used with PER_BLOCK only."""
         pointer = self.k_descale_ptr
         if config.K_DESCALE == PER_BLOCK:
             pointer += self.kv_head(tile, problem).to(gl.int64) * gl.cdiv(problem.seqlen_k, BLOCK_K)
@@ -94,7 +95,7 @@ class Factors:
 
     @gluon.jit
     def key_mean_products(self, tile, problem, queries, CONSUMER: gl.constexpr, LAYOUT: gl.constexpr, config):
-        """Return the products [64] of a consumer's queries, in shared memory, with the mean of their keys."""
+        """Return the products [64] of a consumer's queries with the mean of k. The queries are in shared memory."""
         WIDTH: gl.constexpr = queries.buffers.shape[len(queries.buffers.shape) - 1]
         Q_LAYOUT: gl.constexpr = accumulator_layout(WIDTH, 8)
         mean_ptr = self.k_mean_ptr + self.kv_head(tile, problem).to(gl.int64) * config.HEAD_DIM
@@ -109,7 +110,7 @@ class Factors:
 
     @gluon.jit
     def dequantised(self, out, tile, problem, config):
-        """Return means of a head's values, out [64, columns], with their factor and the mean that was taken off."""
+        """Return rows of out [64, columns], weighted means of quantised values, times v's descale plus v's mean."""
         head = self.kv_head(tile, problem)
         if config.V_DESCALE == PER_TENSOR:
             out *= gl.load(self.v_descale_ptr)
@@ -123,31 +124,31 @@ class Factors:
 
 
 @gluon.jit
-def block_factors(key_blocks, start_n, seqlen_k, config):
-    """Return the factors of a key block's parts of 64 keys, a tuple. It is () unless parts differ.
+def block_factors(block_factors_ptr, start_n, seqlen_k, config):
+    """Return the factors of the key block at key start_n: one for each 64 keys with PER_BLOCK, else ().
 
-    `key_blocks`: `Factors.key_blocks`. A part beyond the last key has any of them.
+    `block_factors_ptr`: `Factors.block_factors_ptr`. Beyond the last key, the last factor is repeated.
     """
     factors = ()
     if config.K_DESCALE == PER_BLOCK:
         last = gl.cdiv(seqlen_k, BLOCK_K) - 1
         for i in gl.static_range(config.BLOCK_N // BLOCK_K):
-            factors += (gl.load(key_blocks + gl.minimum(start_n // BLOCK_K + i, last)),)
+            factors += (gl.load(block_factors_ptr + gl.minimum(start_n // BLOCK_K + i, last)),)
     return factors
 
 
 @gluon.jit
 def scaled_by_block(s, factors):
-    """Return products s [64, BLOCK_N] times the factors of their keys."""
+    """Return products s [64, BLOCK_N] times the `block_factors` of their columns."""
     if len(factors) == 1:
         s = s * factors[0]
     elif len(factors) > 1:
         column = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))[None, :]
         # Bits 1 and 2 of a column depend on the lane. Without them the comparison is decided when it is compiled.
-        part = (column & ~6) // BLOCK_K
-        factor = gl.where(part == 0, factors[0], factors[1])
+        index = (column & ~6) // BLOCK_K
+        factor = gl.where(index == 0, factors[0], factors[1])
         for i in gl.static_range(2, len(factors)):
-            factor = gl.where(part == i, factors[i], factor)
+            factor = gl.where(index == i, factors[i], factor)
         s = s * factor
     return s
 
@@ -157,6 +158,7 @@ def scaled_by_block(s, factors):
 
 @constexpr_function
 def _packing(dtype):
+    """Return PTX that rounds float32 numbers $1 to $4 to 8 bits and packs them into $0, $1 in the lowest byte."""
     name = {"fp8e4nv": "e4m3", "fp8e5": "e5m2"}[str(dtype)]
     return (
         "{ .reg .b16 low, high; "
@@ -169,7 +171,8 @@ def _packing(dtype):
 def packed_weights(weights, DTYPE: gl.constexpr):
     """Return weights [64, BLOCK_N] fp32 in 8 bits, four in an int32: [64, BLOCK_N / 4]. No data moves between threads.
 
-    Column 8 * half + 2 * lane + bit of 16 becomes byte 2 * half + bit of element `lane`.
+    Of each group of 16 columns, column 8 * half + 2 * lane + bit becomes byte 2 * half + bit of the group's element
+    `lane`, 0 to 3.
     """
     N: gl.constexpr = weights.shape[1]
     by_lane = weights.reshape([ROWS, N // 16, 2, 4, 2]).permute(0, 1, 3, 2, 4)  # [64, groups, lane, half, bit]
@@ -184,7 +187,7 @@ def packed_weights(weights, DTYPE: gl.constexpr):
 
 @gluon.jit
 def unpacked_weights(p, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return `packed_weights` [64, BLOCK_N / 4] as [64, BLOCK_N]. Products take them packed, which undoes it."""
+    """Return `packed_weights` [64, BLOCK_N / 4] as an operand [64, BLOCK_N]. The product packs it again: no cost."""
     w0, w1, w2, w3 = p.to(gl.int8), (p >> 8).to(gl.int8), (p >> 16).to(gl.int8), (p >> 24).to(gl.int8)
     p = gl.join(gl.join(w0, w2), gl.join(w1, w3)).reshape([ROWS, p.shape[1] * 4])
     return gl.convert_layout(p, LAYOUT, assert_trivial=True).to(DTYPE, bitcast=True)
@@ -205,30 +208,32 @@ class TransposeConstants(Constants):
 
 @triton.jit
 def first_transposed(first, b):
-    """Return the first key of a packed sequence in the transposed V: a multiple of PADDED_KEYS.
+    """Return the column of the transposed V at which packed sequence b begins: a multiple of PADDED_KEYS.
 
-    floor(x + n) - floor(x) + 1 >= ceil(n), so sequences do not overlap.
+    `first`: the sequence's first row in V. Between the beginnings of two sequences is room for all keys of the first
+    one, because floor(x + n) - floor(x) + 1 >= ceil(n).
     """
     return (first // PADDED + b) * PADDED
 
 
 @triton.jit
 def key_in_group(position):
-    """Return the key that is at a position of the transposed V. Both count from the sequence's beginning."""
+    """Return the key in column `position` of the transposed V. Both count from the beginning of the sequence."""
     return (position & -16) | ((position & 2) << 2) | ((position & 12) >> 1) | (position & 1)
 
 
 @triton.jit(do_not_specialize=("heads", "seqlen", "total", "blocks", "columns"))
 def _transpose_kernel(
     v_ptr, lengths_ptr, out_ptr, stride_vb, stride_vh, stride_vn,
-    heads, seqlen, total,  # KV heads; keys of the longest sequence, and of all if they are packed
-    blocks,  # of each head
-    columns,  # keys of a row of out
+    heads,  # KV heads
+    seqlen, total,  # keys of the longest sequence, and of all packed sequences
+    blocks,  # programs for the keys of a sequence and head
+    columns,  # `transposed_keys`: the length of a row of out
     c: tl.constexpr,
 ):  # fmt: skip
     """Write BLOCK_N keys of BLOCK_D features of V to out (B, Hk, Dv, columns), packed (Hk, Dv, columns).
 
-    Keys beyond a sequence's end are zeros, up to the end of its key blocks.
+    Zeros follow a sequence's last key up to the end of its row; packed, up to the next multiple of PADDED_KEYS.
     """
     pid = tl.program_id(0)
     head, block = pid // blocks, pid % blocks
@@ -247,7 +252,8 @@ def _transpose_kernel(
     offs_d = tl.program_id(1) * c.BLOCK_D + tl.arange(0, c.BLOCK_D)
     in_row = offs_d < c.HEAD_DIM
     target = out_ptr + (row.to(tl.int64) * c.HEAD_DIM + offs_d[:, None]) * columns + column
-    for start in range(block * c.BLOCK_N, end, blocks * c.BLOCK_N):  # longer than once if the call said too little
+    # One iteration, unless a packed sequence is longer than the call's max_seqlen_k.
+    for start in range(block * c.BLOCK_N, end, blocks * c.BLOCK_N):
         position = start + tl.arange(0, c.BLOCK_N)
         keys = key_in_group(position)
         inside = (keys < n_keys)[:, None] & in_row[None, :]
@@ -277,7 +283,7 @@ def _transpose_constants(problem: AttentionProblem) -> TransposeConstants:
 
 
 def transpose_launch(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor) -> Launch:
-    """Return the launch that fills out, `transposed_values`."""
+    """Return the launch that fills `out`, memory of `transposed_values`, with V transposed."""
     constants = _transpose_constants(problem)
     b, h, n, _ = bhsd_strides(tensors.v, problem.layout)
     blocks = cdiv(problem.seqlen_k, TRANSPOSED_KEYS)

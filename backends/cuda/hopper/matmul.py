@@ -2,15 +2,16 @@
 
 A persistent program computes tiles [BLOCK_M, BLOCK_N] of c one after another. Its warps are specialised:
 
-* A producer warp copies operand tiles to shared memory by TMA, STAGES steps of BLOCK_K ahead of the products and beyond
-  the end of a tile.
-* Two consumer warpgroups multiply by wgmma, each half of the tile's rows. The result leaves through shared memory by
-  TMA stores, which run on during the products of the next tile. PINGPONG: each consumer computes every other tile
-  whole, so one multiplies during the other's epilogue. They multiply in turns. A tile of 64 rows has one consumer.
+* A producer warp copies operand tiles to shared memory by TMA. It is up to STAGES steps of BLOCK_K ahead of the
+  products, also across the end of a tile.
+* Two consumer warpgroups multiply by wgmma, each one half of the tile's rows. The result leaves through shared memory
+  by TMA stores, which run on during the products of the next tile. A tile of 64 rows has one consumer.
+* PINGPONG: each consumer computes every second tile alone. They take turns at multiplying, so one multiplies during the
+  other's epilogue.
 
-Tiles are numbered in groups of GROUP_M tile rows, down the rows first, so that programs that run at the same time use
-the same operand tiles in the L2 cache. SPLIT_K: K of a tile is divided among programs, which write float32 sums. A
-second kernel adds these up and applies the epilogue (`matmul/kernel.py`).
+Tiles are numbered in groups of GROUP_M rows of tiles. Inside a group, numbers go down a column of tiles first. So
+programs that run at the same time use the same operand tiles in the L2 cache. SPLIT_K: SPLIT_K programs divide K of a
+tile and write float32 sums. A second kernel adds these up and applies the epilogue (`matmul/kernel.py`).
 
 Read `_matmul_sm90_kernel` first, then `_producer`, `_consumer`, `_accumulate` and `_store_tile`.
 """
@@ -67,21 +68,22 @@ class MatmulSm90Constants(Constants):
     split_k: int
     consumer_registers: int
     producer_registers: int
-    rows: int  # of a consumer's tile
-    a_transposed: bool  # M is the dimension of stride 1
-    b_transposed: bool  # K is
-    store_columns: int  # of a TMA store
+    rows: int  # rows of c that a consumer computes of a tile
+    a_transposed: bool  # a is contiguous along M, not along K
+    b_transposed: bool  # b is contiguous along K, not along N
+    store_columns: int  # columns of a TMA store
     activation: str | None
 
 
 @constexpr_function
 def _store_buffers(config):
-    """Return the buffers that a consumer's tile leaves through: two, or one if its columns are one store."""
+    """Return the number of store buffers of a consumer: two, or one if one store has all columns of its tile."""
     return min(2, config.BLOCK_N // config.STORE_COLUMNS)
 
 
 @constexpr_function
 def _turn_barrier(action, number):
+    """Return PTX of a named barrier of two warpgroups: bar.sync or bar.arrive."""
     return f"bar.{action} {number}, 256; mov.b32 $0, 0;"
 
 
@@ -102,7 +104,7 @@ def _accumulator_layout(config, bits):
 
 @aggregate
 class WorkTile:
-    """A tile of c and its part of K: the steps [first_step, end_step) of BLOCK_K."""
+    """A tile of c, from [row0, column0] on, and its split of K: steps [first_step, end_step) of BLOCK_K."""
 
     row0: gl.tensor
     column0: gl.tensor
@@ -117,16 +119,17 @@ class TileOrder:
 
     tiles_m: gl.tensor
     tiles_n: gl.tensor
-    steps: gl.tensor  # of BLOCK_K in K
+    steps: gl.tensor  # steps of BLOCK_K in K
     config: gl.constexpr
 
     @gluon.jit
     def count(self):
+        """Return the number of work tiles: tiles of c times splits of K."""
         return self.tiles_m * self.tiles_n * self.config.SPLIT_K
 
     @gluon.jit
     def locate(self, index):
-        """Return the tile of a number. Tiles of one split follow each other."""
+        """Return the `WorkTile` of a number. All tiles of c of one split follow each other."""
         config: gl.constexpr = self.config
         tiles = self.tiles_m * self.tiles_n
         split = index // tiles
@@ -147,14 +150,14 @@ class Operands:
 
     a_tensor: tma.tensor_descriptor
     b_tensor: tma.tensor_descriptor
-    a_buffers: gl.shared_memory_descriptor  # a stage has a box for each ROWS of BLOCK_M
-    b_buffers: gl.shared_memory_descriptor
+    a_buffers: gl.shared_memory_descriptor  # BLOCK_M / ROWS boxes for each stage
+    b_buffers: gl.shared_memory_descriptor  # one box for each stage
     channel: Channel
     config: gl.constexpr
 
     @gluon.jit
     def start_load(self, item, tile, step):
-        """Start the TMA copies of a step's operand tiles. Elements beyond a and b become zeros."""
+        """Start the TMA copies of a step's operand tiles to the stage of `item`. Beyond a and b they get zeros."""
         config: gl.constexpr = self.config
         BOXES: gl.constexpr = config.BLOCK_M // config.ROWS
         stage = self.channel.stage(item)
@@ -172,7 +175,7 @@ class Operands:
     def start_product(self, item, BOX: gl.constexpr, acc, USE_ACC: gl.constexpr):
         """Start acc += a @ b of a step, [ROWS, BLOCK_K] @ [BLOCK_K, BLOCK_N]. Without USE_ACC, acc is overwritten.
 
-        Triton multiplies float32 operands as tf32 by default.
+        BOX: the consumer's box of a. Operands of float32 are multiplied as tf32, Triton's default.
         """
         config: gl.constexpr = self.config
         stage = self.channel.stage(item)
@@ -201,7 +204,7 @@ class Output:
 
     @gluon.jit
     def finish(self, x, row0, column0):
-        """Return a tile of sums, whose first element is [row0, column0], with the epilogue."""
+        """Return sums x of c[row0:, column0:] after the epilogue: descales, bias, activation."""
         M, N = self.c_tensor.shape[1], self.c_tensor.shape[2]
         offs_m = row0 + gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, x.type.layout))
         offs_n = column0 + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, x.type.layout))
@@ -249,7 +252,7 @@ def _accumulate(operands, BOX: gl.constexpr, item, end):
         return acc
     channel.wait(item)
     acc = operands.start_product(item, BOX, acc, False)
-    acc = warpgroup_mma_wait(1, deps=[acc])  # waits for nothing: the loop carries a tensor
+    acc = warpgroup_mma_wait(1, deps=[acc])  # waits for nothing, but makes acc a tensor, which the loop can carry
     for i in range(item + 1, end):
         channel.wait(i)
         acc = operands.start_product(i, BOX, acc, True)
@@ -278,7 +281,8 @@ def _column_chunks(acc, COLUMNS: gl.constexpr):
 def _store_tile(output, CONSUMER: gl.constexpr, BOX: gl.constexpr, tile, acc):
     """Apply the epilogue to a consumer's rows of a tile and start their TMA stores, which clip at the edges of c.
 
-    A buffer is written again once the store before the last has read it. Nothing waits for a store of this tile.
+    With BUFFERS = 2, a buffer is written again once the store before the last has read it; with 1, once the last store
+    has. Nothing waits for the stores of this tile, which run on behind its end.
     """
     config: gl.constexpr = output.config
     COLUMNS: gl.constexpr = config.STORE_COLUMNS
@@ -318,7 +322,8 @@ def _consumer(INDEX: gl.constexpr, order, operands, output):
         if config.PINGPONG:
             turn("arrive", 1 - INDEX)
         _store_tile(output, INDEX, BOX, tile, acc)
-        # With PINGPONG skip the other consumer's tile, which has as many steps: K is not split.
+        # With PINGPONG skip the items of the other consumer's tile. It has order.steps of them, because PINGPONG
+        # excludes SPLIT_K > 1.
         item = end + (EVERY - 1) * order.steps
     tma.store_wait(0)
 
@@ -340,10 +345,14 @@ def _matmul_sm90_kernel(
     stride_bias, stride_a_descale, stride_b_descale,
     config: gl.constexpr,  # `MatmulSm90Constants`
 ):  # fmt: skip
-    """Make buffers and barriers, then run the producer and the consumers until all tiles are done."""
+    """Compute all tiles of c.
+
+    1. Allocate operand stages, store buffers and barriers, and wait for previous kernels on the stream.
+    2. Run the producer and the consumers until all tiles of the program are done.
+    """
     CONSUMERS: gl.constexpr = config.CONSUMERS
     BOXES: gl.constexpr = config.BLOCK_M // config.ROWS
-    # A stage is read by the consumer whose tile it is, or by all.
+    # Consumers that read a stage: with PINGPONG the one whose tile it belongs to, else all.
     READERS: gl.constexpr = 1 if config.PINGPONG else CONSUMERS
     STORES: gl.constexpr = CONSUMERS * _store_buffers(config)
     a_buffers = _buffers(a_tensor, config.STAGES * BOXES)
@@ -365,8 +374,8 @@ def _matmul_sm90_kernel(
         c_tensor, bias_ptr, a_descale_ptr, b_descale_ptr, stride_bias, stride_a_descale, stride_b_descale, c_buffers,
         config,
     )  # fmt: skip
-    # The first consumer runs on the warps of the launch. Idle warps fill up the producer's warpgroup, unless there is
-    # one consumer, which has no registers to give away.
+    # The first consumer runs on the warps of the launch. Registers are allocated by warpgroups, so idle warps fill up
+    # the producer's. A single consumer gives no registers away, so there are no idle warps beside it.
     OTHERS: gl.constexpr = CONSUMERS - 1
     PRODUCERS: gl.constexpr = 3 if OTHERS else 1  # partitions of the producer's warpgroup
     P: gl.constexpr = config.PRODUCER_REGISTERS

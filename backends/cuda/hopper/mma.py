@@ -107,7 +107,7 @@ def box_matrix(buffers, tile, BOX: gl.constexpr, BOXES: gl.constexpr):
 
 @gluon.jit
 def run_matrix(buffers, tile, BOXES: gl.constexpr, RUN: gl.constexpr, USED_BOXES: gl.constexpr):
-    """Return the boxes of a run as one matrix. The tile uses the first OF of its BOXES boxes.
+    """Return the boxes of a run as one matrix. The tile uses the first USED_BOXES of its BOXES boxes.
 
     Runs are powers of two, the longest first. So a run of COUNT boxes begins at a multiple of COUNT buffers. Seen as
     tiles COUNT times as wide, the buffers have it as one tile.

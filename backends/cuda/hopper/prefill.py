@@ -8,7 +8,7 @@ import torch
 
 from diyfa.backends.cuda.attention.launch import forced_config
 from diyfa.backends.cuda.attention.tile_io import CACHED, PACKED
-from diyfa.backends.cuda.hopper import fwd
+from diyfa.backends.cuda.hopper import fwd_launch
 from diyfa.backends.cuda.hopper.configs import Sm90Config
 from diyfa.backends.cuda.hopper.prefill_configs import as_forward, select_config
 from diyfa.backends.cuda.runtime.passes import Pass
@@ -27,10 +27,10 @@ def make_launch(
     config: Sm90Config,
     totals: torch.Tensor | None = None,
 ) -> Launch:
-    """Return the launch that fills out and lse. `totals`: `fwd.totals_memory`."""
+    """Return the launch that fills out and lse. `totals`: `fwd_launch.totals_memory`."""
     table, page = tensors.block_table, problem.page_size
     keys = {
-        **fwd.key_arguments(tensors, config, _keys_layout(problem), True, min(page, config.block_n)),
+        **fwd_launch.key_arguments(tensors, config, _keys_layout(problem), True, min(page, config.block_n)),
         "lengths_k_ptr": tensors.cu_seqlens_k,
         "total_k": tensors.k_cache.shape[0],
         "seqused_ptr": tensors.seqlens,
@@ -46,7 +46,9 @@ def make_launch(
         sinks=tensors.sinks,
     )  # fmt: skip
     # Only keys end early, not queries.
-    launch = fwd.make_launch(as_forward(problem).replace(seq_lens=False), queries, out, lse, config, totals, keys)
+    launch = fwd_launch.make_launch(
+        as_forward(problem).replace(seq_lens=False), queries, out, lse, config, totals, keys
+    )
     constants = replace(
         launch.constants["config"],
         lengths_k=(PACKED if problem.packed_keys else CACHED).value,
@@ -65,6 +67,6 @@ def cache_pass(problem: KVCacheProblem, tensors: KVCacheTensors, out: torch.Tens
     config = _config(problem)
     if problem.in_place:  # out replaces the queries, which the overflow fallback would read a second time
         config = replace(config, fixed_max=False)
-    totals = fwd.totals_memory(as_forward(problem), config, tensors.q.device)
+    totals = fwd_launch.totals_memory(as_forward(problem), config, tensors.q.device)
     launch = make_launch(problem, tensors, out, lse, config, totals)
-    return Pass([launch], [] if totals is None else [totals], fwd.derived_arguments(config))
+    return Pass([launch], [] if totals is None else [totals], fwd_launch.derived_arguments(config))

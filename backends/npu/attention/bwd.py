@@ -23,7 +23,7 @@ import triton
 from diyfa.backends.npu.attention.bias import as_read, as_written
 from diyfa.backends.npu.attention.bwd_captured import captured_launches, learned
 from diyfa.backends.npu.attention.bwd_dbias import _bwd_dbias_kernel
-from diyfa.backends.npu.attention.bwd_dbias_rows import BiasRowsConstants, _bwd_dbias_rows_kernel
+from diyfa.backends.npu.attention.bwd_dbias_rows import DQ_WIDTH, BiasRowsConstants, _bwd_dbias_rows_kernel
 from diyfa.backends.npu.attention.bwd_delta import PreprocessConstants, _bwd_preprocess_kernel
 from diyfa.backends.npu.attention.bwd_dkdv import KeyGradientConstants, _bwd_dkdv_kernel
 from diyfa.backends.npu.attention.bwd_dq import QueryGradientConstants, _bwd_dq_kernel
@@ -57,7 +57,8 @@ def _dbias_launch(
     tasks = bias_batch * bias_heads
     if "k" not in buffer.dims:
         tasks *= triton.cdiv(problem.seqlen_q, PREPROCESS_ROWS) if "q" in buffer.dims else 1
-        values |= {"BLOCK_M": PREPROCESS_ROWS, "DBIAS": buffer.dims}
+        dq_columns = min(problem.head_dim, DQ_WIDTH.value)
+        values |= {"BLOCK_M": PREPROCESS_ROWS, "DBIAS": buffer.dims, "DQ_COLUMNS": dq_columns}
         return "dbias_rows", bind_launch(
             _bwd_dbias_rows_kernel, BiasRowsConstants, vector_programs(problem.arch, dbias.device, tasks), values,
             family_options(problem.arch),

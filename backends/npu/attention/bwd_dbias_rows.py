@@ -8,7 +8,8 @@ of p · (dp - delta) over keys is
 
 so no matrix product is needed. A sum over tiles of scores would use only one of the two vector cores: the compiler
 keeps a kernel that reduces a whole tile to one value on one of them. A row that sees only the sink has the sum 0. A
-sink that is not finite would make it NaN, so such rows are left out.
+sink that is not finite would make it NaN, so such rows are left out. Which they are, their dq tells: it is 0, where the
+NaN of the row's log-sum-exp makes that of every other row NaN. That holds for any mask.
 """
 
 from __future__ import annotations
@@ -17,14 +18,11 @@ from dataclasses import dataclass
 
 import triton.language as tl
 
-from diyfa.backends.npu.attention.primitives import (
-    effective_lengths,
-    load_lse,
-    narrow,
-    sees_nothing,
-)
-from diyfa.backends.npu.attention.vector_io import load_values, store_values
+from diyfa.backends.npu.attention.primitives import load_lse, narrow
+from diyfa.backends.npu.attention.vector_io import load_block, load_values, store_values
 from diyfa.backends.npu.runtime.compat import Constants, kernel
+
+DQ_WIDTH = tl.constexpr(16)  # columns of dq that a program reads
 
 
 @dataclass(frozen=True)
@@ -35,18 +33,16 @@ class BiasRowsConstants(Constants):
     dbias: str  # "q": a value for each row; "1": one for all
     sinks: bool
     has_dlse: bool
-    has_left: bool
-    has_right: bool  # also if causal
-    seq_lens: bool
+    dq_columns: int  # read of dq, at most DQ_WIDTH
     interpret: bool
 
 
 @kernel
 def _bwd_dbias_rows_kernel(
-    sinks_ptr, lse_ptr, delta_ptr, dlse_ptr, seq_lens_ptr,
+    sinks_ptr, lse_ptr, delta_ptr, dlse_ptr, dq_ptr,
     dbias_ptr,
-    stride_dbias_b, stride_dbias_h,
-    batch, heads_q, seqlen_q, seqlen_k, window_left, window_right, bias_batch, bias_heads,
+    stride_dqb, stride_dqh, stride_dqm, stride_dbias_b, stride_dbias_h,
+    batch, heads_q, seqlen_q, bias_batch, bias_heads,
     c: tl.constexpr,
 ):  # fmt: skip
     """Write dbias: the sum of exp(sink - lse) · delta + dlse over the broadcast dimensions other than keys.
@@ -77,12 +73,11 @@ def _bwd_dbias_rows_kernel(
             summand = tl.exp(sink - lse) * delta
             if c.HAS_DLSE:
                 summand += load_values(dlse_ptr + base, row0, seqlen_q, c.BLOCK_M)
-            if c.SINKS and (c.HAS_LEFT or c.HAS_RIGHT):
-                sq, sk = effective_lengths(seq_lens_ptr, b, seqlen_q, seqlen_k, c.SEQ_LENS)
-                sees_no_key = sees_nothing(
-                    row0 + sk - sq, sk, window_left, window_right, c.BLOCK_M, c.HAS_LEFT, c.HAS_RIGHT
-                )
-                summand = tl.where(sees_no_key > 0.0, 0.0, summand)
+            if c.SINKS:
+                dq_base = dq_ptr + b.to(tl.int64) * stride_dqb + h.to(tl.int64) * stride_dqh
+                dq = load_block(dq_base, seqlen_q, stride_dqm, row0, c.DQ_COLUMNS, c.BLOCK_M, DQ_WIDTH)
+                sees_no_key = (tl.sum(dq.to(tl.float32), 1) == 0.0) & (lse != lse)
+                summand = tl.where(sees_no_key, 0.0, summand)
             total += tl.where(lse != float("inf"), summand, 0.0)
         out_base = dbias_ptr + bias_b.to(tl.int64) * stride_dbias_b + bias_h.to(tl.int64) * stride_dbias_h
         dtype = dbias_ptr.dtype.element_ty

@@ -265,22 +265,6 @@ def row_range(n0, sq, sk, window_left, window_right, c: tl.constexpr):
 
 
 @triton.jit
-def sees_nothing(first, count, below, above, ROWS: tl.constexpr, HAS_BELOW: tl.constexpr, HAS_ABOVE: tl.constexpr):
-    """Return 1.0 for each row that sees no key, else 0.0, fp32 [ROWS].
-
-    Row r has position p = first + r and sees keys from max(0, p - below) to min(count - 1, p + above). Without
-    HAS_BELOW or HAS_ABOVE that bound is 0 or count - 1."""
-    position = (tl.arange(0, ROWS) + first).to(tl.float32)
-    lo = tl.zeros([ROWS], tl.float32)
-    hi = lo + count.to(tl.float32)
-    if HAS_BELOW:
-        lo = tl.maximum(lo, position - below.to(tl.float32))
-    if HAS_ABOVE:
-        hi = tl.minimum(hi, position + (above + 1).to(tl.float32))
-    return tl.where(lo < hi, 0.0, 1.0)
-
-
-@triton.jit
 def tile_needs_mask(row0, n0, sq, sk, window_left, window_right, c: tl.constexpr):
     """Return whether the tile of scores at (row0, n0) has a query and a key that must not see each other."""
     offset = sk - sq

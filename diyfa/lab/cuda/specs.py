@@ -78,6 +78,11 @@ def problems(arch: str) -> Iterator[AttentionProblem]:
         yield _problem(arch, "float32", d)
 
 
+SAME_DOCUMENT = """def same_document(b, h, i, j, t0):
+    v0 = load(t0, i)
+    v1 = load(t0, j)
+    v2 = eq(v0, v1)
+    return v2"""
 CAPPED = """def capped(score, b, h, i, j):
     v0 = div(score, 30.0)
     v1 = tanh(v0)
@@ -367,6 +372,7 @@ def _hopper_specs(arch: str) -> Iterator[CompileSpec]:
         ((128, True), "bfloat16", {"alibi": True, "softcap": 30.0, "window_left": 1000}),
         *((case, "bfloat16", {"out_dtype": "float32"}) for case in ((64, False), (128, True))),
         *((case, "bfloat16", {"batch_invariant": True}) for case in ((64, True), (128, False), (256, True))),
+        ((64, True), "bfloat16", {"batch_invariant": True, "head_dim_v": 128}),
         ((128, True), "bfloat16", {"batch_invariant": True, "window_left": 1000, "sinks": True} | packed),
         *(((d, False), "bfloat16", {"mask": (128, 128)}) for d in hopper_configs.MASK_CONFIGS),
         ((64, False), "float16", {"mask": (128, 64)}),
@@ -374,20 +380,20 @@ def _hopper_specs(arch: str) -> Iterator[CompileSpec]:
         *(((d, False), "bfloat16", {"mask": (64, 64)}) for d in (64, 128)),
         ((128, False), "bfloat16", {"mask": (64, 128)}),
     ]
-    from diyfa.backends.cuda.hopper import fwd as hopper_fwd  # needs the Gluon that was asked for above
+    from diyfa.backends.cuda.hopper import fwd_launch as hopper_fwd_launch  # needs the Gluon that was asked for above
 
     for (d, causal), dtype, changes in cases:
         problem = _problem(arch, dtype, d, causal).replace(**{"seqlen_q": 4096, "seqlen_k": 4096, **changes})
         if not hopper_configs.refuses(problem):
             config = hopper_configs.select_config(problem)
             tensors, out, lse = call_tensors(problem)
-            totals = hopper_fwd.totals_memory(problem, config, out.device)
-            launch = hopper_fwd.make_launch(problem, tensors, out, lse, config, totals)
+            totals = hopper_fwd_launch.totals_memory(problem, config, out.device)
+            launch = hopper_fwd_launch.make_launch(problem, tensors, out, lse, config, totals)
             yield _hopper_spec(problem, config, launch)
     transpositions = set()
     for problem in _hopper_float8_problems(arch):
         config = hopper_configs.select_config(problem)
-        transposition, attention = hopper_fwd.float8_pass(problem, *call_tensors(problem), config).launches
+        transposition, attention = hopper_fwd_launch.float8_pass(problem, *call_tensors(problem), config).launches
         yield _hopper_spec(problem, config, attention)
         lengths = "packed" if problem.varlen else "seq_lens" if problem.seq_lens else "equal"
         case = f"{problem.dtype} D={problem.head_dim_v} {lengths}"
@@ -495,6 +501,10 @@ def _hopper_backward_specs(arch: str) -> Iterator[CompileSpec]:
         (128, "bfloat16", False, {**divided, "deterministic": True}),
         (128, "bfloat16", True, {**packed, **divided}),
         (192, "float16", True, {**divided, "heads_kv": 1, "head_dim_v": 128, "sinks": True}),
+        (64, "float16", False, {"mask": (128, 128)}),
+        (128, "bfloat16", False, {"mask": (128, 128)}),
+        (128, "bfloat16", False, {"mask": (64, 128), "softcap": 30.0, "sinks": True}),
+        (96, "bfloat16", False, {"mask": (128, 128), "out_dtype": "float32"}),
     ):
         problem = _problem(arch, dtype, d, causal).replace(**{"batch": 16, **changes})
         tensors, out, lse = call_tensors(problem)
@@ -621,7 +631,7 @@ def _hopper_prefill_specs(arch: str) -> Iterator[CompileSpec]:
     queries, and head dims that have other boxes."""
     if arch != hopper_configs.ARCH or hopper_configs.environment_refusal():
         return
-    from diyfa.backends.cuda.hopper import fwd as hopper_fwd
+    from diyfa.backends.cuda.hopper import fwd_launch as hopper_fwd_launch
     from diyfa.backends.cuda.hopper import prefill, prefill_configs
 
     call = KVCacheProblem("cuda", arch, "bfloat16", "bfloat16", "bshd", 4, 32, 8, 2048, 8192, 128, 128, window_right=0)
@@ -650,7 +660,7 @@ def _hopper_prefill_specs(arch: str) -> Iterator[CompileSpec]:
         tensors, out, lse = example_kvcache(problem)
         if problem.packed_keys:  # with seqlens, so that a sequence may use fewer keys than it has
             tensors = tensors._replace(seqlens=out.new_empty(problem.batch, dtype=torch.int32))
-        totals = hopper_fwd.totals_memory(prefill_configs.as_forward(problem), config, out.device)
+        totals = hopper_fwd_launch.totals_memory(prefill_configs.as_forward(problem), config, out.device)
         launch = prefill.make_launch(problem, tensors, out, lse, config, totals)
         tile = f"{config.consumers}x{hopper_configs.CONSUMER_ROWS}x{config.block_n}"
         case = f"{_kvcache_case(problem)} {'packed' if problem.varlen else 'even'} {tile}"
@@ -695,7 +705,7 @@ BUILDER_SPILLS = 64  # bytes: values that are stored once for a row of blocks
 
 
 def _building_masks() -> Iterator[CompileSpec]:
-    """Yield the kernels that make block masks: every comparison, and a boolean tensor."""
+    """Yield the kernels that make block masks: every comparison, a boolean tensor and a jit function."""
     size = 40960
     meta: dict[str, Any] = {"device": "meta"}
     ids = torch.empty(2, size, dtype=torch.int64, **meta)
@@ -711,6 +721,7 @@ def _building_masks() -> Iterator[CompileSpec]:
     terms = {name: terms_of(function) or () for name, function in functions.items()}
     keep = torch.empty(2, 1, 2048, 2048, dtype=torch.bool, **meta)
     terms["booleans"] = ((Comparison("dense", keep.stride(), (keep,)),),)
+    terms["jit function"] = ((Comparison("function", (), (ids,), SAME_DOCUMENT),),)
     for name, each in terms.items():
         for block in ((128, 128), (64, 64)):
             length = 2048 if name == "booleans" else size

@@ -26,7 +26,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -376,6 +376,24 @@ def compile_all(
     yield from compile_jobs(jobs_for(target, only, full, every, select), target)
 
 
+def gate_jobs(target: str, every: int) -> Iterator[Job]:
+    """Yield fewer of the shipped jobs, for changes of neither kernels nor tiles.
+
+    Of the attention jobs for the newest release alone these are each tile once, and one in `every`. Older releases get
+    the first case of each kernel and one in `every`.
+    """
+    jobs = list(jobs_for(target))
+    older = {id(job) for job in sample_jobs(every, (job for job in jobs if not job.newest_only), target)}
+    sample = {id(job) for job in sample_jobs(every, jobs, target)}
+    tiles = set()
+    for job in jobs:
+        words = job.case.split()
+        tile = (job.kernel, *words[:2], words[-1])
+        if not job.newest_only or id(job) in sample or tile not in tiles or job.kernel.startswith("kvcache"):
+            yield replace(job, newest_only=id(job) not in older)
+        tiles.add(tile)
+
+
 def compile_kernels(
     target: str, only: str | None = None, every: int = 1, select: Mapping[str, Any] | None = None
 ) -> Iterator[CompileReport]:
@@ -390,10 +408,10 @@ def cases(
     return [(job.kernel, job.case) for job in jobs_for(target, only, every=every, select=select)]
 
 
-def compile_conservative(target: str, only: str | None = None) -> Iterator[CompileReport]:
-    """Compile every conservative tile for `target` with the oldest release. `only`: as in `compile_all`."""
+def compile_conservative(target: str, only: str | None = None, every: int = 1) -> Iterator[CompileReport]:
+    """Compile conservative tiles for `target` with the oldest release. `only`, `every`: as in `compile_all`."""
     jobs = (job for job in conservative_jobs(target) if only is None or only in f"{job.kernel} {job.case}")
-    yield from compile_jobs(jobs, target, [oldest_back_half(target)])
+    yield from compile_jobs(sample_jobs(every, jobs, target), target, [oldest_back_half(target)])
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -404,10 +422,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--every", type=int, default=1, help="of each kernel one in so many cases")
     parser.add_argument("--full", action="store_true", help="every feature in every dtype and head-dim class")
     parser.add_argument("--conservative", action="store_true", help="the conservative tiles, with the oldest release")
+    parser.add_argument("--every-tile", action="store_true", help="`--every` keeps every tile: see gate_jobs")
     options = parser.parse_args(arguments)
     failed = False
-    reports = compile_all(options.target, options.only, options.full, options.every)
-    for report in compile_conservative(options.target, options.only) if options.conservative else reports:
+    if options.conservative:
+        reports = compile_conservative(options.target, options.only, options.every)
+    elif options.every_tile:
+        reports = compile_jobs(gate_jobs(options.target, options.every), options.target)
+    else:
+        reports = compile_all(options.target, options.only, options.full, options.every)
+    for report in reports:
         failed |= not report.ok
         print(json.dumps(asdict(report)), flush=True)
     return int(failed)

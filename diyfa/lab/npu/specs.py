@@ -267,11 +267,9 @@ def merge_job(target: str, head_dim: int) -> Job:
 def dbias_rows_job(target: str, dims: str, has_dlse: bool, bias: str = "float32", **features: Any) -> Job:
     """Return the job of the gradient of an attn_bias that is the same for all keys. `dims`: "q" or "1"."""
     problem = example(target, bias=bias, **features)
-    masked, sinks = " masked" * problem.masked, " sinks" * problem.sinks
     launch = backward_launches(problem, dims, has_dlse)["dbias_rows"]
-    return kernel_job(
-        "attention_bwd/v2/dbias_rows", f"{bias} attn_bias[{dims}]{masked}{sinks}{' dlse' * has_dlse}", launch
-    )
+    case = f"{problem.dtype} {bias} attn_bias[{dims}]{' sinks' * problem.sinks}{' dlse' * has_dlse}"
+    return kernel_job("attention_bwd/v2/dbias_rows", case, launch)
 
 
 def matmul_job(problem: MatmulProblem, a_transposed: bool = False, b_transposed: bool = False) -> Job:
@@ -584,8 +582,8 @@ def helper_jobs(target: str) -> Iterator[Job]:
         yield dbias_rows_job(target, dims, has_dlse, sinks=sinks)
     for dtype, dims in itertools.product(("float16", "bfloat16"), "q1"):
         yield dbias_rows_job(target, dims, True, dtype, sinks=True)
-    masked: dict[str, Any] = {"window_left": 256, "window_right": 128, "seq_lens": True}
-    yield from (dbias_rows_job(target, dims, True, sinks=True, **masked) for dims in "q1")
+    for dtype, dims in itertools.product(("bfloat16", "float32"), "q1"):  # of dq
+        yield dbias_rows_job(target, dims, True, sinks=True, dtype=dtype)
     yield from (merge_job(target, head_dim) for head_dim in (80, 128, 512))
 
 

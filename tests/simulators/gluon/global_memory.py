@@ -105,12 +105,7 @@ class GlobalMemory:
         return result
 
     def store(
-        self,
-        addresses: np.ndarray,
-        mask: np.ndarray,
-        values: np.ndarray,
-        writer: int,
-        known: Steps | None = None,
+        self, addresses: np.ndarray, mask: np.ndarray, values: np.ndarray, writer: int, known: Steps | None = None
     ) -> None:
         """Write items where the mask is set.
 

@@ -18,11 +18,7 @@ COMPILER_BARRIERS = 2
 
 class Program:
     def __init__(
-        self,
-        scheduler: Scheduler,
-        memory: GlobalMemory,
-        index: tuple[int, int, int],
-        grid: tuple[int, int, int],
+        self, scheduler: Scheduler, memory: GlobalMemory, index: tuple[int, int, int], grid: tuple[int, int, int]
     ) -> None:
         self.scheduler, self.memory, self.index, self.grid = scheduler, memory, index, grid
         self.semantic: Any = None
