@@ -117,9 +117,9 @@ def _bwd_score_gradient_kernel(
     first_task, n_tasks,
     c: tl.constexpr,
 ):  # fmt: skip
+    """Store scores and ds of `n_tasks` tasks to the workspace, from task `first_task` on."""
     PAD_D: tl.constexpr = c.HEAD_DIM != c.BLOCK_D
     PAD_DV: tl.constexpr = c.HEAD_DIM_V != c.BLOCK_DV
-    """Store scores and ds of `n_tasks` tasks to the workspace, from task `first_task` on."""
     group = heads_q // heads_kv
     for index in range(tl.program_id(0), n_tasks, tl.num_programs(0)):
         b, h, row0, start_q, start_k, sq, sk, lists, keys, full, lo, hi = task_keys(
