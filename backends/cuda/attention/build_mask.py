@@ -19,14 +19,14 @@ import triton
 import triton.language as tl
 from triton import constexpr_function
 
-from diyfa.backends.cuda.attention.score_functions import value_source
+from diyfa.backends.cuda.attention.score_functions import SPELLING
 from diyfa.backends.cuda.runtime.constants import Constants
-from diyfa.backends.cuda.runtime.jit_source import JitSource
 from diyfa.backends.cuda.runtime.launch import on_device
 from diyfa.backends.cuda.runtime.passes import launch_each
 from diyfa.block_lists import list_length, n_blocks
 from diyfa.mask_terms import MAX_NUMBERS, MAX_TENSORS, Terms
 from diyfa.problem import Launch
+from diyfa.score_code import JitSource, value_source
 
 EMPTY, FULL = tl.constexpr(-2), tl.constexpr(-1)  # codes, as in `diyfa.block_lists`
 UNCERTAIN = tl.constexpr(0)  # code of a block until its pairs are evaluated
@@ -338,7 +338,7 @@ def make_launches(
     batch, heads, seqlen_q, seqlen_k = shape
     nq, nk = n_blocks(seqlen_q, seqlen_k, block)
     comparisons = [comparison for term in terms for comparison in term]
-    sources = [value_source(comparison.source) for comparison in comparisons if comparison.source]
+    sources = [value_source(comparison.source, SPELLING) for comparison in comparisons if comparison.source]
     code = "|".join(",".join(comparison.name for comparison in term) for term in terms)
     numbers = [number for comparison in comparisons for number in comparison.numbers]
     tensors = [(comparison.name, x) for comparison in comparisons for x in comparison.tensors]

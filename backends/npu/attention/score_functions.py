@@ -35,6 +35,14 @@ def precise_tanh(x):
 
 
 @triton.jit
+def number(x):
+    """Return x, a boolean as an integer."""
+    if x.dtype == tl.int1:
+        x = x.to(tl.int32)
+    return x
+
+
+@triton.jit
 def mask_of_offset(offset, pairs, rows, cols):
     """Return the mask of a load at `offset`, which has the shape of the tile, of its rows or of its columns."""
     if offset.shape[0] == pairs.shape[0] and offset.shape[1] == pairs.shape[1]:
