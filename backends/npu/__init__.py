@@ -169,7 +169,7 @@ class NPUBackend:
         Kernel(
             "v2",
             "attention_bwd",
-            "separate dk/dv and dq kernels without atomics, deterministic",
+            "separate dk/dv and dq kernels, deterministic; atomics for gradients of score_tensors alone",
             _launcher("attention.bwd", "attention_bwd"),
             _bwd_unsupported,
             configs.bwd_tiles,

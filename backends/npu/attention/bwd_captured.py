@@ -117,6 +117,7 @@ def _bwd_score_gradient_kernel(
     first_task, n_tasks,
     c: tl.constexpr,
 ):  # fmt: skip
+    """Store scores and ds of `n_tasks` tasks to the workspace, from task `first_task` on."""
     PAD_D: tl.constexpr = c.HEAD_DIM != c.BLOCK_D
     PAD_DV: tl.constexpr = c.HEAD_DIM_V != c.BLOCK_DV
     group = heads_q // heads_kv
@@ -185,6 +186,7 @@ def _bwd_captured_kernel(
     first_task, n_tasks,
     c: tl.constexpr,
 ):  # fmt: skip
+    """Add the gradients of captured tensors of the tasks in the workspace."""
     for index in range(tl.program_id(0), n_tasks, tl.num_programs(0)):
         b, h, row0, _start_q, _start_k, sq, sk, _lists, keys, _full, lo, hi = task_keys(
             first_task + index, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, mask_blocks_ptr, stride_mask_b,

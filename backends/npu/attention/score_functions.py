@@ -4,8 +4,9 @@
 constants, and call the helpers of this file. The function runs on the vector cores, on the tile of scores. It comes
 last, so a kernel masks its result and not its argument: `seen` is 1.0 where a query sees a key, else 0.0.
 
-Triton 3.2 has no tuples, so the parameters of these functions are many. Captured tensors are gathered one element at a
-time. The compiler does not honour the mask of a gather, so elements of hidden pairs have the offset 0 instead.
+Triton 3.2 has no tuples, so the parameters of these functions are many. Consecutive elements of captured tensors are
+loaded as a vector, others are gathered one by one. The compiler does not honour the mask of a gather, so hidden pairs
+have the offset 0 there.
 """
 
 from __future__ import annotations
