@@ -23,6 +23,7 @@ from targets import TARGETS
 QUICK = {"frontend": 2, "tools": 1, "numerics": 8}
 # The same for single tests of those folders.
 QUICK_TESTS = {
+    "numerics/test_fuzz.py::test_random_cases": 20,
     "tools/test_course.py::test_chapter_runs_as_printed": 20,
     "tools/test_course.py::test_the_check_refuses_a_wrong_answer": 8,
 }
