@@ -18,7 +18,6 @@ pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
-from guarded_memory import guard
 from score_functions import FUNCTIONS
 
 import diyfa
@@ -293,6 +292,8 @@ def test_nothing_is_read_outside_of_captured_tensors(monkeypatch: pytest.MonkeyP
     here = TARGETS.get("cuda")
     if here is None or not here.interpreted:
         pytest.skip("only the interpreter shows each address")
+    from guarded_memory import guard  # needs the CUDA backend
+
     inputs, captured = leaves((1, 1, 1, 70, 40, 16)), (torch.randn(40), torch.randn(40))
     blocks = diyfa.block_mask(masks.causal, 1, 1, 70, 40)
     kinds: dict[str, Any] = {"causal": {"causal": True}, "window": {"window": (5, 0)}, "blocks": {"mask": blocks}}
