@@ -51,8 +51,9 @@ Partial = Callable[..., Operand]
 class Operation(NamedTuple):
     """An operation of programs.
 
-    `triton` is its spelling, with {0}, {1}, … for the operands. `partials` are the partial derivatives, as operations.
-    () says that the derivative is 0, None that there is none. `is_float`: operands that are integers become float32.
+    `triton` is its spelling, with {0}, {1}, … for the operands. `partials`: one partial derivative for each operand, as
+    operations. (): all are 0. None: the operation has no derivative. `is_float`: operands that are integers become
+    float32.
     """
 
     torch: Callable[..., Any]
@@ -251,7 +252,7 @@ def function_name(source: str) -> str:
 
 
 def single_sample(source: str, b: int) -> str:
-    """Return the function for a call of sample b alone, in which sample 0 is that sample."""
+    """Return the program for a call of sample b alone: it adds b to the sample's index, which is 0 there."""
     return re.sub(r"^(def .*)$", rf"\1\n    b = add(b, {b})", source, flags=re.M) if source and b else source
 
 
@@ -545,7 +546,7 @@ def _compiled(
 
 
 def _program(function: Any, parameters: tuple[str, ...], what: str) -> Program:
-    """Return the program of a jit function. Triton has read its source when it was defined, its interpreter has not."""
+    """Return the program of a jit function. Triton keeps its source, Triton's interpreter does not."""
     given = function.fn, getattr(function, "src", None), parameters, what
     program, names = _compiled(*given, ())
     if names:  # a constant may be another number than in the call before
@@ -604,7 +605,9 @@ def score_function(score_fn: Any, score_grad_fn: Any = None) -> ScoreFunction:
 
 
 class _Derivation:
-    """The tangents of a program by one of its names, `seed`: forward-mode differentiation.
+    """Forward-mode differentiation of a program by `seed`, one of its names.
+
+    A name without a tangent does not depend on it.
 
     Attributes:
         lines: the operations that compute tangents, to be run behind those of the program.
@@ -654,7 +657,7 @@ class _Derivation:
 
 @lru_cache(maxsize=256)
 def slope_program(source: str) -> Program:
-    """Return the derivative by the score: the user's, or the derived one."""
+    """Return the program of the derivative by the score: the user's, else the function's with lines of its tangent."""
     program, *given = programs(source)
     if given:
         return given[0]
@@ -665,7 +668,8 @@ def slope_program(source: str) -> Program:
 class LoadGradient(NamedTuple):
     """The derivative of a function by one of the values that it loads, from captured tensor `tensor` at `offset`.
 
-    `lines` are to be run behind those of the program. `result` is 0.0 if the value does not matter."""
+    `lines` are to be run behind those of the program. `result` is the derivative, or 0.0 if the function does not
+    depend on the value."""
 
     tensor: int
     offset: Operand
@@ -757,8 +761,8 @@ def apply_score_function(
 ) -> torch.Tensor:
     """Return new scores (B, H, Sq, Sk), -inf where a query does not see a key. It runs the function for visible pairs.
 
-    `positions`: integer tensors b, h, i and j that broadcast to the scores. The result is differentiable; with the
-    user's derivative of the score, by that.
+    `positions`: integer tensors b, h, i and j that broadcast to the scores. The result is differentiable by autograd,
+    which uses the user's derivative by the score if there is one.
     """
     program, *derivative = programs(source)
     pairs = visible.expand(scores.shape)
@@ -769,7 +773,7 @@ def apply_score_function(
         new = run_program(program, {"score": constant, **values}, tensors, scores.dtype)
         with torch.no_grad():
             slope = run_program(derivative[0], {"score": constant, **values}, tensors, scores.dtype)
-        new = new + (given - constant) * slope.expand(given.shape).to(scores.dtype)  # adds 0
+        new = new + (given - constant) * slope.expand(given.shape).to(scores.dtype)  # adds 0, with a slope
     else:
         new = run_program(program, {"score": given, **values}, tensors, scores.dtype)
     result = torch.full_like(scores, -math.inf)

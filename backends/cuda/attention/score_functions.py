@@ -56,9 +56,9 @@ def load_captured(pointer, offset, seen):
 
 @triton.jit
 def add_gradient(pointer, offset, ds, partial, seen):
-    """Add ds times a partial derivative, the gradient of a loaded value, to that of its tensor at `offset`, fp32.
+    """Add ds * partial, the gradient of a loaded value, to the fp32 gradient of its tensor at `offset`.
 
-    An offset that is equal for all rows or columns of the tile is added to once.
+    If the offset is equal for all rows or columns of the tile, their gradients are summed first and added once.
     """
     pairs, _, _ = seen
     gradient = tl.where(pairs & (ds != 0.0), ds * partial, 0.0)  # hidden pairs may have any derivative

@@ -244,7 +244,7 @@ def has_small_blocks(problem: AttentionProblem, config: Sm90Config) -> bool:
 
 
 def finds_ahead(problem: AttentionProblem, config: Sm90Config) -> bool:
-    """Return whether the producer finds its next tile before it copies a tile's last block (`_producer` says why)."""
+    """Return whether the producer finds its next tile before it copies a tile's last block: see `run_producer`."""
     return "varlen" in problem.features and config.persistent and config.stages <= 4
 
 
