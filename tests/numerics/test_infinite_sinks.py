@@ -25,7 +25,8 @@ CASES: dict[str, dict[str, Any]] = {
     "window_softcap": {"window": (5, 2), "softcap": 10.0},
     "lengths": {"causal": True, "seq_lens": (28,)},
     "row_bias": {"causal": True, "bias": True},
-    "row_bias_mask": {"bias": True, "mask": True},  # the bottom-right triangle, as a block mask
+    # The bottom-right triangle, as a block mask. All gradients of q are 0 or NaN.
+    "row_bias_mask": {"bias": True, "mask": True, "sm_scale": 0.0},
     "packed": {"causal": True, "layout": "thd"},  # the last sequence has no keys
     "no_keys": {"keys": 0},
 }
