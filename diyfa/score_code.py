@@ -106,10 +106,14 @@ def _step(program: Program, offset: Operand) -> tuple[int, int] | None:
 
 
 @lru_cache(maxsize=256)
-def gathers(source: str) -> bool:
-    """Return whether the function or its derivative loads elements that are not consecutive, one by one."""
+def gathers(source: str, has_mask: bool) -> bool:
+    """Return whether the function or its derivative loads elements that are not consecutive, one by one.
+
+    `has_mask`: a block mask may leave any rows of a tile, so elements by row count as such.
+    """
+    lines = _LINES[has_mask:]
     return any(
-        line.operation == LOAD and _step(program, line.operands[1]) not in ((0, 0), *_LINES)
+        line.operation == LOAD and _step(program, line.operands[1]) not in ((0, 0), *lines)
         for program in programs(source)
         for line in program.lines
     )

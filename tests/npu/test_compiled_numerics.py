@@ -95,7 +95,8 @@ def test_attention(case: Case) -> None:
         assert log.instructions > 100
 
 
-def test_a_score_function_that_reads_consecutive_elements() -> None:
+@pytest.mark.parametrize("seqlen_q", [37, 100])  # of 100 queries some have positions below 0, and see no key
+def test_a_score_function_that_reads_consecutive_elements(seqlen_q: int) -> None:
     """Tensors of each kind, a multiple of no tile, and the gradients of those of floating-point numbers."""
     import triton
     import triton.language as tl
@@ -108,7 +109,10 @@ def test_a_score_function_that_reads_consecutive_elements() -> None:
         scaled = score * tl.load(factor + i) + tl.load(shift + b) * tl.load(small + j)
         return tl.where(tl.load(keep + j), scaled, float("-inf"))
 
-    case = Case("kinds", heads=1, seqlen_q=37, seqlen_k=83, head_dim=16, dtype="float32", score_fn=True)
+    case = Case(
+        "kinds", heads=1, seqlen_q=seqlen_q, seqlen_k=83, head_dim=16, dtype="float32", score_fn=True,
+        causal=seqlen_q > 83,
+    )  # fmt: skip
     inputs, generator = make_inputs(case), torch.Generator().manual_seed(6)
     inputs.options["score_fn"] = score_function(kinds)
     inputs.options["score_tensors"] = (

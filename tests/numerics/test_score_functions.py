@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from guarded_memory import guard
 from targets import TARGETS, Target
 
 pytest.importorskip("triton")
@@ -286,20 +287,19 @@ def by_position(score, b, h, i, j, queries, keys):
     return score + tl.load(queries + i) * tl.load(keys + j)
 
 
+@pytest.mark.parametrize("backend", ["cuda", "npu"])
 @pytest.mark.parametrize("mask", ["causal", "window", "blocks"])
-def test_nothing_is_read_outside_of_captured_tensors(monkeypatch: pytest.MonkeyPatch, mask: str) -> None:
+def test_nothing_is_read_outside_of_captured_tensors(monkeypatch: pytest.MonkeyPatch, mask: str, backend: str) -> None:
     """The first of more queries than keys have positions below 0. They see no key."""
-    here = TARGETS.get("cuda")
-    if here is None or not here.interpreted:
+    here = TARGETS.get(backend)
+    if here is None or not here.interpreted or here.device != "cpu":
         pytest.skip("only the interpreter shows each address")
-    from guarded_memory import guard  # needs the CUDA backend
-
     inputs, captured = leaves((1, 1, 1, 70, 40, 16)), (torch.randn(40), torch.randn(40))
     blocks = diyfa.block_mask(masks.causal, 1, 1, 70, 40)
     kinds: dict[str, Any] = {"causal": {"causal": True}, "window": {"window": (5, 0)}, "blocks": {"mask": blocks}}
     options = kinds[mask]
     want = oracle(inputs, captured, score_fn=by_position, **options)
-    accesses = guard(monkeypatch)
+    accesses = guard(monkeypatch, backend)
     assert_close(results(diyfa.flash_attention, inputs, captured, score_fn=by_position, here=here, **options), want)
     assert accesses()
 

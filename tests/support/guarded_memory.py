@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,6 @@ import pytest
 import torch
 from triton.runtime import interpreter
 
-from diyfa.backends.cuda.runtime import passes
 from diyfa.problem import Launch
 
 
@@ -20,8 +20,15 @@ def _byte_range(x: torch.Tensor) -> tuple[int, int]:
     return x.data_ptr(), x.data_ptr() + rows * x.element_size()
 
 
-def guard(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """From now on kernels of passes touch no other memory than a launch's; returns how many accesses were looked at."""
+# Of each backend the functions that launch kernels.
+LAUNCHING = {
+    "cuda": ("diyfa.backends.cuda.runtime.passes.launch_kernel",),
+    "npu": ("diyfa.backends.npu.runtime.tiles.run", "diyfa.backends.npu.attention.bwd.run"),
+}
+
+
+def guard(monkeypatch: pytest.MonkeyPatch, backend: str = "cuda") -> Callable[[], int]:
+    """From now on kernels touch no other memory than a launch's; returns how many accesses were looked at."""
     ranges, accesses = np.zeros((0, 2), dtype=np.uint64), 0
 
     def check(pointers: Any, mask: Any) -> None:
@@ -54,5 +61,7 @@ def guard(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
 
         return launch
 
-    monkeypatch.setattr(passes, "launch_kernel", guarded_launch(passes.launch_kernel))
+    for path in LAUNCHING[backend]:
+        module, name = path.rsplit(".", 1)
+        monkeypatch.setattr(path, guarded_launch(getattr(import_module(module), name)))
     return lambda: accesses

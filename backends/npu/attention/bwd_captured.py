@@ -39,9 +39,9 @@ from diyfa.backends.npu.attention.primitives import (
     sequence_info,
 )
 from diyfa.backends.npu.attention.score_functions import (
-    SPELLING,
     add_captured_gradients,
     function_scores,
+    spelling,
     visible_pairs,
 )
 from diyfa.backends.npu.runtime.compat import kernel
@@ -160,7 +160,7 @@ def _bwd_score_gradient_kernel(
                 c.MASKED, False, c,
             )  # fmt: skip
             s = function_scores(
-                score, seen, b, h, row0, n0, sq, sk,
+                score, seen, b, h, row0, n0, sq, sk, window_right,
                 score_tensor0_ptr, score_tensor1_ptr, score_tensor2_ptr, score_tensor3_ptr, False, c,
             )  # fmt: skip
             p = tl.exp(s - lse[:, None])  # [BLOCK_M, BLOCK_N]
@@ -199,7 +199,7 @@ def _bwd_captured_kernel(
             score = tl.load(workspace_tile(scores_ptr, index, n0, stride_task, stride_row, c))
             ds = tl.load(workspace_tile(ds_ptr, index, n0, stride_task, stride_row, c))
             add_captured_gradients(
-                ds, score, b, h, row0, n0, sq, sk,
+                ds, score, b, h, row0, n0, sq, sk, window_right,
                 score_tensor0_ptr, score_tensor1_ptr, score_tensor2_ptr, score_tensor3_ptr,
                 total0_ptr, total1_ptr, total2_ptr, total3_ptr, c,
             )  # fmt: skip
@@ -232,7 +232,7 @@ def captured_launches(
         **values,
         **{f"total{n}_ptr": totals.get(n) for n in range(MAX_TENSORS)},
         "scores_ptr": scores, "ds_ptr": ds, "stride_task": rows * keys, "stride_row": keys,
-        "SCORE_GRADIENTS": gradients_source(problem.score_fn, wanted, SPELLING),
+        "SCORE_GRADIENTS": gradients_source(problem.score_fn, wanted, spelling(problem)),
         "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
     }  # fmt: skip
     for first in range(0, tasks, most):

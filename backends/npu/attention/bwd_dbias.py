@@ -113,7 +113,7 @@ def _bwd_dbias_kernel(
                     True, False, c,
                 )  # fmt: skip
                 s = function_scores(
-                    s, seen, b, h, row0, n0, sq, sk,
+                    s, seen, b, h, row0, n0, sq, sk, window_right,
                     score_tensor0_ptr, score_tensor1_ptr, score_tensor2_ptr, score_tensor3_ptr, False, c,
                 )  # fmt: skip
             p = tl.exp(s - lse[:, None])  # [BLOCK_M, BLOCK_N]
@@ -132,7 +132,7 @@ def _bwd_dbias_kernel(
                     ds = tl.zeros([c.BLOCK_M, c.BLOCK_N], tl.float32)
             if c.SCORE_FN is not None:
                 ds = function_gradient(
-                    ds, score, seen, b, h, row0, n0, sq, sk,
+                    ds, score, seen, b, h, row0, n0, sq, sk, window_right,
                     score_tensor0_ptr, score_tensor1_ptr, score_tensor2_ptr, score_tensor3_ptr, False, c,
                 )  # fmt: skip
             else:

@@ -166,7 +166,7 @@ def _bwd_dkdv_kernel(
                             c.MASK_K == 0 or c.SEQ_LENS, True, c,
                         )  # fmt: skip
                         s = function_scores(
-                            s, seen, b, h, row0, n0, sq, sk,
+                            s, seen, b, h, row0, n0, sq, sk, window_right,
                             score_tensor0_ptr, score_tensor1_ptr, score_tensor2_ptr, score_tensor3_ptr, True, c,
                         )  # fmt: skip
                     p = tl.exp(s - lse[None, :])  # [BLOCK_N, BLOCK_M]
@@ -194,7 +194,7 @@ def _bwd_dkdv_kernel(
                     ds = product_gradient(ds, b, h, capped, softcap_inverse, per_head_ptr, stride_per_head_b, c)
                     if c.SCORE_FN is not None:
                         ds = function_gradient(
-                            ds, score, seen, b, h, row0, n0, sq, sk,
+                            ds, score, seen, b, h, row0, n0, sq, sk, window_right,
                             score_tensor0_ptr, score_tensor1_ptr, score_tensor2_ptr, score_tensor3_ptr, True, c,
                         )  # fmt: skip
                     else:

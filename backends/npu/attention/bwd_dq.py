@@ -150,7 +150,7 @@ def _bwd_dq_kernel(
                         c.MASKED, False, c,
                     )  # fmt: skip
                     s = function_scores(
-                        s, seen, b, h, row0, n0, sq, sk,
+                        s, seen, b, h, row0, n0, sq, sk, window_right,
                         score_tensor0_ptr, score_tensor1_ptr, score_tensor2_ptr, score_tensor3_ptr, False, c,
                     )  # fmt: skip
                 p = tl.exp(s - lse[:, None])  # [BLOCK_M, BLOCK_N]
@@ -168,7 +168,7 @@ def _bwd_dq_kernel(
                 # accumulator, so s and dp may hold anything there, NaN included.
                 if c.SCORE_FN is not None:
                     ds = function_gradient(
-                        ds, score, seen, b, h, row0, n0, sq, sk,
+                        ds, score, seen, b, h, row0, n0, sq, sk, window_right,
                         score_tensor0_ptr, score_tensor1_ptr, score_tensor2_ptr, score_tensor3_ptr, False, c,
                     )  # fmt: skip
                 else:

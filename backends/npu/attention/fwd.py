@@ -166,7 +166,7 @@ def _fwd_kernel(
                         c.MASKED, False, c,
                     )  # fmt: skip
                     s = function_scores(
-                        s, seen, b, h, row0, n0, sq, sk,
+                        s, seen, b, h, row0, n0, sq, sk, window_right,
                         score_tensor0_ptr, score_tensor1_ptr, score_tensor2_ptr, score_tensor3_ptr, False, c,
                     )  # fmt: skip
                 else:

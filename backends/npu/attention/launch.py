@@ -7,7 +7,7 @@ from typing import Any
 
 from diyfa.backends.npu.attention.bias import as_read
 from diyfa.backends.npu.attention.block_mask import mask_strides
-from diyfa.backends.npu.attention.score_functions import SPELLING, captured_values
+from diyfa.backends.npu.attention.score_functions import captured_values, spelling
 from diyfa.backends.npu.runtime.compat import INTERPRETED, Constants, padded_head_dim, split_columns
 from diyfa.backends.npu.runtime.launch import bind_launch, cube_programs, heads_per_group, tensor_arguments
 from diyfa.backends.npu.tables import configs
@@ -92,8 +92,8 @@ def call_values(problem: AttentionProblem, tensors: AttentionTensors, step: str)
         "BIAS": bias.dims,
         "MASK_Q": mask_q,
         "MASK_K": mask_k,
-        "SCORE_FN": value_source(problem.score_fn, SPELLING),
-        "SCORE_SLOPE": None if step == "fwd" else slope_source(problem.score_fn, SPELLING),
+        "SCORE_FN": value_source(problem.score_fn, spelling(problem)),
+        "SCORE_SLOPE": None if step == "fwd" else slope_source(problem.score_fn, spelling(problem)),
         "INTERPRET": INTERPRETED,
     }
 

@@ -11,13 +11,15 @@ have the offset 0 there.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
 
 from diyfa.backends.npu.attention.block_mask import keep_visible
 from diyfa.backends.npu.attention.primitives import masked
-from diyfa.problem import AttentionTensors
+from diyfa.problem import AttentionProblem, AttentionTensors
 from diyfa.score_code import Spelling
 from diyfa.score_functions import MAX_TENSORS
 
@@ -81,19 +83,38 @@ def load_line(pointer, offset, pairs, rows, cols):
 
 
 @triton.jit
-def rows_and_keys(row0, n0, sq, sk, TRANSPOSED: tl.constexpr, c: tl.constexpr):
-    """Return (rows, keys, which rows exist, which keys exist) of a tile, that broadcast to it.
+def load_key_line(pointer, offset, pairs, rows, cols):
+    """As `load_line` with a block mask, which may hide all keys from rows between others: these load by themselves."""
+    if offset.shape[0] == cols.shape[0] and offset.shape[1] == cols.shape[1]:
+        value = load_line(pointer, offset, pairs, rows, cols)
+    else:
+        value = load_captured(pointer, offset, pairs, rows, cols)
+    return value
 
-    These are masks of loads: the compiler reads the number of rows off an integer compare."""
+
+@triton.jit
+def rows_and_keys(pairs, row0, n0, sq, sk, window_right, TRANSPOSED: tl.constexpr, c: tl.constexpr):
+    """Return (rows, keys, rows to read for, keys to read for) of a tile, that broadcast to it.
+
+    Nothing is read for rows from which a mask hides all keys: of more queries than keys, some have positions below 0.
+    These are masks of loads: the compiler reads the range of rows off integer compares."""
     rows = tl.arange(0, c.BLOCK_M) + row0
     keys = tl.arange(0, c.BLOCK_N) + n0
-    rows_exist = rows < sq
-    keys_exist = keys < sk
+    read_rows = rows < sq
+    read_keys = keys < sk
+    if c.HAS_RIGHT:
+        read_rows = read_rows & (rows >= sq - sk - window_right)
     if TRANSPOSED:
-        rows, keys, rows_exist, keys_exist = rows[None, :], keys[:, None], rows_exist[None, :], keys_exist[:, None]
+        rows, keys, read_rows, read_keys = rows[None, :], keys[:, None], read_rows[None, :], read_keys[:, None]
     else:
-        rows, keys, rows_exist, keys_exist = rows[:, None], keys[None, :], rows_exist[:, None], keys_exist[None, :]
-    return rows, keys, rows_exist, keys_exist
+        rows, keys, read_rows, read_keys = rows[:, None], keys[None, :], read_rows[:, None], read_keys[None, :]
+    if c.MASK_K:
+        seen = tl.where(pairs, 1.0, 0.0)
+        if TRANSPOSED:
+            read_rows = tl.max(seen, 0)[None, :] > 0.0
+        else:
+            read_rows = tl.max(seen, 1)[:, None] > 0.0
+    return rows, keys, read_rows, read_keys
 
 
 @triton.jit
@@ -121,23 +142,23 @@ def visible_pairs(
 
 @triton.jit
 def function_scores(
-    s, seen, b, h, row0, n0, sq, sk, t0, t1, t2, t3, TRANSPOSED: tl.constexpr, c: tl.constexpr
+    s, seen, b, h, row0, n0, sq, sk, window_right, t0, t1, t2, t3, TRANSPOSED: tl.constexpr, c: tl.constexpr
 ):  # fmt: skip
     """Return the user's function of scores s, -inf where `seen` is 0."""
-    rows, keys, rows_exist, keys_exist = rows_and_keys(row0, n0, sq, sk, TRANSPOSED, c)
     pairs = seen > 0.0
-    new = c.SCORE_FN(s, b, h, rows + (sk - sq), keys, pairs, rows_exist, keys_exist, t0, t1, t2, t3)
+    rows, keys, read_rows, read_keys = rows_and_keys(pairs, row0, n0, sq, sk, window_right, TRANSPOSED, c)
+    new = c.SCORE_FN(s, b, h, rows + (sk - sq), keys, pairs, read_rows, read_keys, t0, t1, t2, t3)
     return tl.where(pairs, new, float("-inf"))
 
 
 @triton.jit
 def function_gradient(
-    ds, s, seen, b, h, row0, n0, sq, sk, t0, t1, t2, t3, TRANSPOSED: tl.constexpr, c: tl.constexpr
+    ds, s, seen, b, h, row0, n0, sq, sk, window_right, t0, t1, t2, t3, TRANSPOSED: tl.constexpr, c: tl.constexpr
 ):  # fmt: skip
     """Return the gradient of scores s from `ds`, that of the user's function of them."""
-    rows, keys, rows_exist, keys_exist = rows_and_keys(row0, n0, sq, sk, TRANSPOSED, c)
     pairs = seen > 0.0
-    slope = c.SCORE_SLOPE(s, b, h, rows + (sk - sq), keys, pairs, rows_exist, keys_exist, t0, t1, t2, t3)
+    rows, keys, read_rows, read_keys = rows_and_keys(pairs, row0, n0, sq, sk, window_right, TRANSPOSED, c)
+    slope = c.SCORE_SLOPE(s, b, h, rows + (sk - sq), keys, pairs, read_rows, read_keys, t0, t1, t2, t3)
     ds = tl.where(pairs, ds, 0.0)  # products leave anything in hidden pairs
     return tl.where(ds != 0.0, ds * slope, 0.0)  # whose slope may be anything, too
 
@@ -149,34 +170,37 @@ def add_gradient(pointer, offset, ds, partial, pairs, rows, cols):
     An offset that is equal for all rows or columns of the tile is added to once."""
     gradient = tl.where(ds != 0.0, ds * partial, 0.0)  # hidden pairs may have any derivative
     if offset.type.is_block():
-        mask = mask_of_offset(offset, pairs, rows, cols)
         if offset.shape[0] == pairs.shape[0] and offset.shape[1] == pairs.shape[1]:
             total = gradient
         elif offset.shape[0] == 1:
             total = tl.sum(gradient, 0)[None, :]
         else:
             total = tl.sum(gradient, 1)[:, None]
-        tl.atomic_add(pointer + tl.where(mask, offset, 0), total)  # 0 of hidden pairs is added at offset 0
+        tl.atomic_add(pointer + tl.where(total != 0.0, offset, 0), total)  # 0 of hidden pairs is added at offset 0
     else:
         tl.atomic_add(pointer + offset, tl.sum(tl.sum(gradient, 1), 0))
 
 
 @triton.jit
 def add_captured_gradients(
-    ds, s, b, h, row0, n0, sq, sk, t0, t1, t2, t3, g0, g1, g2, g3, c: tl.constexpr
+    ds, s, b, h, row0, n0, sq, sk, window_right, t0, t1, t2, t3, g0, g1, g2, g3, c: tl.constexpr
 ):  # fmt: skip
     """Add the gradients of captured tensors, from `ds`, that of the user's function of scores s, 0 for hidden pairs."""
-    rows, keys, rows_exist, keys_exist = rows_and_keys(row0, n0, sq, sk, False, c)
     pairs = ds != 0.0
-    c.SCORE_GRADIENTS(
-        ds, s, b, h, rows + (sk - sq), keys, pairs, rows_exist, keys_exist, t0, t1, t2, t3, g0, g1, g2, g3
-    )
+    rows, keys, read_rows, read_keys = rows_and_keys(pairs, row0, n0, sq, sk, window_right, False, c)
+    c.SCORE_GRADIENTS(ds, s, b, h, rows + (sk - sq), keys, pairs, read_rows, read_keys, t0, t1, t2, t3, g0, g1, g2, g3)
 
 
-SPELLING = Spelling(
+_SPELLING = Spelling(
     __name__, "score, b, h, i, j, pairs, rows, cols, t0, t1, t2, t3", "g0, g1, g2, g3", "pairs, rows, cols",
     load_line="load_line",
 )  # fmt: skip
+_SPELLING_WITH_MASK = replace(_SPELLING, load_line="load_key_line")
+
+
+def spelling(problem: AttentionProblem) -> Spelling:
+    """Return how the kernels of a problem pass arguments to its score function."""
+    return _SPELLING_WITH_MASK if problem.mask else _SPELLING
 
 
 def captured_values(tensors: AttentionTensors) -> dict[str, torch.Tensor | None]:

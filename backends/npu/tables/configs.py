@@ -191,7 +191,7 @@ def attention_tile(problem: AttentionProblem, kernel: str, always_mask: bool | N
     element, and its values and addresses take most of the unified buffer.
     `always_mask`: whether every tile is masked, by default ALWAYS_MASK.
     """
-    if problem.score_fn and gathers(problem.score_fn):
+    if problem.score_fn and gathers(problem.score_fn, bool(problem.mask)):
         return conservative_tile(problem, kernel)
     key = attention_key(problem, kernel)
     tile = ATTENTION_TILES[key]

@@ -159,7 +159,8 @@ def attention_job(
         launch = backward_launches(problem, bias, tiles={kernel: tile})[kernel]
     launch = launch._replace(constants={"c": replace(launch.constants["c"], always_mask=always_mask)})
     name = "attention_fwd/v2" if kernel == "fwd" else f"attention_bwd/v2/{kernel}"
-    gated = not (problem.score_fn and gathers(problem.score_fn))  # gathers are left to one vector core
+    # Gathers are left to one vector core.
+    gated = not (problem.score_fn and gathers(problem.score_fn, bool(problem.mask)))
     case = _case(problem, tile, bias, always_mask)
     return kernel_job(name, case, launch, problem=problem, step=kernel, tile=tile, gated=gated)
 

@@ -83,19 +83,22 @@ def _to_narrower(x: np.ndarray, mode: Any) -> Any:
 
 
 def _load(source: Ref, target: Ref, pad_mode: Any, pad: Any, left: Any) -> None:
-    """Copy global memory to UB. The hardware fills the rest of each row's last 32 bytes with the padding."""
-    if left:
-        raise NotImplementedError("padding to the left")
+    """Copy global memory to UB. The hardware fills the rest of each row's first and last 32 bytes with the padding.
+
+    `left`: elements of the first 32 bytes before the target.
+    """
     if int(pad_mode) not in (0, 2):
         raise NotImplementedError(f"padding mode {pad_mode}")
     if source.count <= 0:
         return
     target.write(source.read())
     size, per_block = target.sizes[-1], BLOCK * 8 // BITS[target.dtype]
-    if target.strides[-1] == 1 and size % per_block:
-        rest = per_block - size % per_block
-        beyond = target.with_layout(offset=target.offset + size, sizes=(*target.sizes[:-1], rest))
-        beyond.write(np.asarray(0 if int(pad_mode) == 0 else pad, target.read().dtype))
+    if (target.base * 8 // BITS[target.dtype] + target.offset - int(left)) % per_block and left:
+        raise NotImplementedError(f"a padding of {left} elements that does not begin with 32 bytes")
+    for offset, count in ((-int(left), int(left)), (size, -(int(left) + size) % per_block)):
+        if target.strides[-1] == 1 and count:
+            beyond = target.with_layout(offset=target.offset + offset, sizes=(*target.sizes[:-1], count))
+            beyond.write(np.asarray(0 if int(pad_mode) == 0 else pad, target.read().dtype))
 
 
 def _copy(source: Ref, target: Ref, pad_mode: Any, pad: Any) -> None:
