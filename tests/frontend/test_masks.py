@@ -443,14 +443,12 @@ def test_a_causal_mask_is_the_causal_call() -> None:
         torch.testing.assert_close(ours, theirs)
 
 
-def test_on_hopper_the_portable_kernels_run_it() -> None:
+def test_the_portable_kernels_run_it_where_hopper_s_do_not() -> None:
     pytest.importorskip("triton")
     q, mask = torch.randn(1, 2, 256, 64, requires_grad=True).half(), block_mask(masks.causal, 1, 1, 256, 256)
     if not diyfa.registry.load_backend("cuda").accepts(q.device):
         explained = diyfa.explain(q, q, q, mask=mask, backend="cuda")
         assert explained.kernel == "v2" and explained.backward.kernel == "split"
-        reasons = {x.kernel: x.reason for x in explained.backward.alternatives if x.backend == "cuda"}
-        assert "mask" in reasons["sm90"]
         with pytest.raises(ValueError, match="v1 does not implement mask"):
             diyfa.flash_attention(q, q, q, mask=mask, backend="cuda", variant="v1")
 
