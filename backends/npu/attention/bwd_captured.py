@@ -42,7 +42,6 @@ from diyfa.backends.npu.attention.score_functions import (
     add_captured_gradients,
     function_scores,
     spelling,
-    visible_pairs,
 )
 from diyfa.backends.npu.runtime.compat import kernel
 from diyfa.backends.npu.runtime.launch import bind_launch, vector_programs
@@ -155,13 +154,10 @@ def _bwd_score_gradient_kernel(
                 sm_scale, softcap, softcap_minus, softcap_rate,
                 per_head_ptr, stride_per_head_b, bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, False, c,
             )  # fmt: skip
-            seen = visible_pairs(
-                step >= full, lists, mask_bits_ptr, row0, n0, sq, sk, seqlen_k, window_left, window_right,
-                c.MASKED, False, c,
-            )  # fmt: skip
-            s = function_scores(
-                score, seen, b, h, row0, n0, sq, sk, window_right,
-                score_tensor0_ptr, score_tensor1_ptr, score_tensor2_ptr, score_tensor3_ptr, False, c,
+            s, seen = function_scores(
+                score, b, h, step >= full, lists, mask_bits_ptr, row0, n0, sq, sk, seqlen_k,
+                window_left, window_right, score_tensor0_ptr, score_tensor1_ptr,
+                score_tensor2_ptr, score_tensor3_ptr, c.MASKED, False, c,
             )  # fmt: skip
             p = tl.exp(s - lse[:, None])  # [BLOCK_M, BLOCK_N]
             dp = dot(dout, tl.trans(v), c.INTERPRET)  # [BLOCK_M, BLOCK_N]

@@ -28,7 +28,7 @@ from diyfa.backends.npu.attention.primitives import (
     store_tile,
     task_in_round,
 )
-from diyfa.backends.npu.attention.score_functions import function_gradient, function_scores, visible_pairs
+from diyfa.backends.npu.attention.score_functions import function_gradient, function_scores
 from diyfa.backends.npu.runtime.compat import kernel
 
 
@@ -108,13 +108,10 @@ def _bwd_dbias_kernel(
                 code = block_code(lists, row0, n0, seqlen_k, c)
             if c.SCORE_FN is not None:
                 score = s
-                seen = visible_pairs(
-                    code >= 0, lists, mask_bits_ptr, row0, n0, sq, sk, seqlen_k, window_left, window_right,
-                    True, False, c,
-                )  # fmt: skip
-                s = function_scores(
-                    s, seen, b, h, row0, n0, sq, sk, window_right,
-                    score_tensor0_ptr, score_tensor1_ptr, score_tensor2_ptr, score_tensor3_ptr, False, c,
+                s, seen = function_scores(
+                    s, b, h, code >= 0, lists, mask_bits_ptr, row0, n0, sq, sk, seqlen_k,
+                    window_left, window_right, score_tensor0_ptr, score_tensor1_ptr,
+                    score_tensor2_ptr, score_tensor3_ptr, True, False, c,
                 )  # fmt: skip
             p = tl.exp(s - lse[:, None])  # [BLOCK_M, BLOCK_N]
             dout = load_tile(dout_block, PAD_DV)  # [BLOCK_M, BLOCK_DV]

@@ -43,7 +43,7 @@ from diyfa.backends.npu.attention.primitives import (
     store_tile,
     task_in_round,
 )
-from diyfa.backends.npu.attention.score_functions import function_gradient, function_scores, visible_pairs
+from diyfa.backends.npu.attention.score_functions import function_gradient, function_scores
 from diyfa.backends.npu.runtime.compat import kernel
 
 
@@ -145,13 +145,10 @@ def _bwd_dq_kernel(
                 )  # fmt: skip
                 if c.SCORE_FN is not None:
                     score = s
-                    seen = visible_pairs(
-                        step >= full, lists, mask_bits_ptr, row0, n0, sq, sk, seqlen_k, window_left, window_right,
-                        c.MASKED, False, c,
-                    )  # fmt: skip
-                    s = function_scores(
-                        s, seen, b, h, row0, n0, sq, sk, window_right,
-                        score_tensor0_ptr, score_tensor1_ptr, score_tensor2_ptr, score_tensor3_ptr, False, c,
+                    s, seen = function_scores(
+                        s, b, h, step >= full, lists, mask_bits_ptr, row0, n0, sq, sk, seqlen_k,
+                        window_left, window_right, score_tensor0_ptr, score_tensor1_ptr,
+                        score_tensor2_ptr, score_tensor3_ptr, c.MASKED, False, c,
                     )  # fmt: skip
                 p = tl.exp(s - lse[:, None])  # [BLOCK_M, BLOCK_N]
                 if c.MASK_K:

@@ -60,7 +60,7 @@ from diyfa.backends.npu.attention.primitives import (
     store_tile,
     task_in_round,
 )
-from diyfa.backends.npu.attention.score_functions import function_scores, visible_pairs
+from diyfa.backends.npu.attention.score_functions import function_scores
 from diyfa.backends.npu.runtime.compat import kernel
 from diyfa.backends.npu.runtime.launch import device_guard, tensor_arguments
 from diyfa.backends.npu.runtime.tiles import chosen_tile, run_tiled
@@ -161,13 +161,10 @@ def _fwd_kernel(
                 if ROW_BIAS:
                     s = s + bias[:, None]
                 if c.SCORE_FN is not None:
-                    seen = visible_pairs(
-                        position >= full, lists, mask_bits_ptr, row0, n0, sq, sk, seqlen_k, window_left, window_right,
-                        c.MASKED, False, c,
-                    )  # fmt: skip
-                    s = function_scores(
-                        s, seen, b, h, row0, n0, sq, sk, window_right,
-                        score_tensor0_ptr, score_tensor1_ptr, score_tensor2_ptr, score_tensor3_ptr, False, c,
+                    s, _seen = function_scores(
+                        s, b, h, position >= full, lists, mask_bits_ptr, row0, n0, sq, sk, seqlen_k,
+                        window_left, window_right, score_tensor0_ptr, score_tensor1_ptr,
+                        score_tensor2_ptr, score_tensor3_ptr, c.MASKED, False, c,
                     )  # fmt: skip
                 else:
                     if c.MASK_K:

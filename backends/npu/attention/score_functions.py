@@ -118,7 +118,7 @@ def rows_and_keys(pairs, row0, n0, sq, sk, window_right, TRANSPOSED: tl.constexp
 
 
 @triton.jit
-def visible_pairs(
+def _visible_pairs(
     is_partial, lists, bits_ptr, row0, n0, sq, sk, seqlen_k, window_left, window_right,
     MASKED: tl.constexpr, TRANSPOSED: tl.constexpr, c: tl.constexpr,
 ):  # fmt: skip
@@ -142,13 +142,17 @@ def visible_pairs(
 
 @triton.jit
 def function_scores(
-    s, seen, b, h, row0, n0, sq, sk, window_right, t0, t1, t2, t3, TRANSPOSED: tl.constexpr, c: tl.constexpr
+    s, b, h, is_partial, lists, bits_ptr, row0, n0, sq, sk, seqlen_k, window_left, window_right, t0, t1, t2, t3,
+    MASKED: tl.constexpr, TRANSPOSED: tl.constexpr, c: tl.constexpr,
 ):  # fmt: skip
-    """Return the user's function of scores s, -inf where `seen` is 0."""
+    """Return (the user's function of scores s, -inf for hidden pairs; 1.0 for each visible pair, else 0.0)."""
+    seen = _visible_pairs(
+        is_partial, lists, bits_ptr, row0, n0, sq, sk, seqlen_k, window_left, window_right, MASKED, TRANSPOSED, c
+    )  # fmt: skip
     pairs = seen > 0.0
     rows, keys, read_rows, read_keys = rows_and_keys(pairs, row0, n0, sq, sk, window_right, TRANSPOSED, c)
     new = c.SCORE_FN(s, b, h, rows + (sk - sq), keys, pairs, read_rows, read_keys, t0, t1, t2, t3)
-    return tl.where(pairs, new, float("-inf"))
+    return tl.where(pairs, new, float("-inf")), seen
 
 
 @triton.jit
