@@ -29,7 +29,7 @@ def head_lists(mask_blocks_ptr, b, h, stride_b, stride_h):
 
 @triton.jit
 def listed_keys(lists, row0, seqlen_q, seqlen_k, c: tl.constexpr):
-    """Return (list, end of the full positions, end) of the keys that queries [row0, row0 + BLOCK_M) see."""
+    """Return (address of the list, end of the full positions, end of all) of the keys that BLOCK_M queries see."""
     nq = tl.cdiv(seqlen_q, c.MASK_Q)
     nk = tl.cdiv(seqlen_k, c.MASK_K)
     counts = lists + nq * nk + (row0 // c.MASK_Q) * (2 + nk)
@@ -38,7 +38,7 @@ def listed_keys(lists, row0, seqlen_q, seqlen_k, c: tl.constexpr):
 
 @triton.jit
 def listed_queries(lists, n0, seqlen_q, seqlen_k, c: tl.constexpr):
-    """Return (list, end of the full positions, end) of the queries that see keys [n0, n0 + BLOCK_N)."""
+    """Return (address of the list, end of the full positions, end of all) of the queries that see BLOCK_N keys."""
     nq = tl.cdiv(seqlen_q, c.MASK_Q)
     nk = tl.cdiv(seqlen_k, c.MASK_K)
     counts = lists + nq * nk + nq * (2 + nk) + (n0 // c.MASK_K) * (2 + nq)
