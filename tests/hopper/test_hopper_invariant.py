@@ -26,7 +26,7 @@ import diyfa  # noqa: E402
 from diyfa import plan as planning  # noqa: E402
 from diyfa.backends.cuda.attention import decode, decode_configs  # noqa: E402
 from diyfa.backends.cuda.hopper import configs, prefill_configs  # noqa: E402
-from diyfa.backends.cuda.hopper import fwd as hopper_fwd  # noqa: E402
+from diyfa.backends.cuda.hopper import fwd_launch as hopper_fwd_launch  # noqa: E402
 from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
 from diyfa.problem import AttentionProblem, as_kvcache_problem  # noqa: E402
 
@@ -163,5 +163,5 @@ def test_the_forward_has_the_blocks_and_chunks_of_decoding() -> None:
         assert decoding is not None
         chunk = decode_configs.chunk_keys(cache)
         for config in (configs.select_config(forward), prefill_configs.select_config(cache)):
-            blocks = config.block_n, hopper_fwd.constants(forward, config, False).chunk
+            blocks = config.block_n, hopper_fwd_launch.constants(forward, config, False).chunk
             assert blocks == (decoding.block_n, chunk // decoding.block_n), (d, dv, page_size)

@@ -70,6 +70,7 @@ CONFIGS = (
     (SKIPPING, replace(SMALL, causal=True)),
     (replace(PLAIN, q_in_registers=1), SMALL),
     (PLAIN, CacheCase("pages", (300,), 128, head_dim=64, heads=1, dtype="bfloat16", page_size=64, causal=False)),
+    (PLAIN, replace(SMALL, name="mask", mask="11:128:0.6")),
     (PLAIN, OVERFLOWN),
     (replace(PLAIN, pingpong=True, separate_o_buffer=False), OVERFLOWN),
     (replace(PLAIN, fixed_max=False, pingpong=True, block_n=64), IN_CHUNKS),

@@ -39,7 +39,8 @@ def options(kernel: str = "attention_fwd/v2") -> dict[tuple[str, str], dict]:
 
 def test_every_kernel_is_compiled_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     usual = options("")
-    forward = [each for (kernel, _), each in usual.items() if kernel == "attention_fwd/v2"]
+    gathers = "score_fn[relative]"  # has the conservative tile, which is never buffered so
+    forward = [each for (kernel, case), each in usual.items() if kernel == "attention_fwd/v2" and gathers not in case]
     assert all(each.items() >= ON.items() or each["set_workspace_multibuffer"] == 2 for each in forward)
     monkeypatch.setenv(multibuffer.VARIABLE, "0")
     without = options("")
