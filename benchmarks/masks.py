@@ -110,7 +110,8 @@ def backward_call(attend: Callable[[], torch.Tensor], leaves: list[torch.Tensor]
     """Return the backward pass of a call that has been made once."""
     with torch.enable_grad():
         out = attend()
-    return partial(torch.autograd.grad, out, leaves, torch.randn_like(out), retain_graph=True)
+    options = {"retain_graph": True, "materialize_grads": DEVICE.type == "cpu"}  # FlexAttention has no gradients there
+    return partial(torch.autograd.grad, out, leaves, torch.randn_like(out), **options)
 
 
 def speed_rows(table: str, case: str, calls: Calls, flops: dict[str, float], **facts: Any) -> Iterator[Row]:
@@ -262,7 +263,13 @@ def sparse_rows(block: int) -> Iterator[Row]:
 
 
 def flex_examples(length: int, heads: int) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
-    """Yield (name, arguments of FlexAttention, arguments of `flash_attention`); masks are mask functions."""
+    """Yield (name, arguments of FlexAttention, arguments of `flash_attention`); masks are mask functions.
+
+    Gradients of `score_tensors` are timed, too.
+    """
+    import triton
+    import triton.language as tl
+
     ids = ragged_ids(length, 8)
     slopes = torch.rand(heads, device=DEVICE)
     window, prefix = 1024, 1024
@@ -291,6 +298,18 @@ def flex_examples(length: int, heads: int) -> Iterator[tuple[str, dict[str, Any]
         {"mask": causal, "score_mod": lambda s, b, h, i, j: s - slopes[h] * (i - j)},
         {"causal": True, "alibi_slopes": slopes},
     )
+    table = torch.randn(heads, length, device=DEVICE, requires_grad=True)
+    stride = tl.constexpr(length)
+
+    @triton.jit
+    def relative(score: Any, b: Any, h: Any, i: Any, j: Any, table: Any) -> Any:
+        return score + tl.load(table + h * stride + (i - j))
+
+    yield (
+        "relative bias with gradient, causal",
+        {"mask": causal, "score_mod": lambda s, b, h, i, j: s + table[h, torch.where(i >= j, i - j, 0)]},
+        {"causal": True, "score_fn": relative, "score_tensors": (table,)},
+    )
 
 
 def flex_rows(number: int) -> Iterator[Row]:
@@ -301,7 +320,7 @@ def flex_rows(number: int) -> Iterator[Row]:
     for case, theirs, ours in list(flex_examples(length, heads))[number : number + 1]:
         torch._dynamo.reset()
         q, k, v = tensors(batch, heads, length, head_dim, grad=True)
-        dout = torch.randn_like(q)
+        leaves = [q, k, v, *ours.get("score_tensors", ())]
         flops = attention_flops(batch, heads, length, length, head_dim, False)
         their_mask = create_block_mask(theirs.pop("mask"), None, None, length, length, device=DEVICE.type)
         flops *= 1 - their_mask.sparsity() / 100
@@ -318,7 +337,7 @@ def flex_rows(number: int) -> Iterator[Row]:
             synchronize(DEVICE)
             start = time.perf_counter()
             results[name] = attend()
-            torch.autograd.grad(results[name], (q, k, v), dout, retain_graph=True)
+            backward_call(lambda out=results[name]: out, leaves)()
             synchronize(DEVICE)
             yield {"kind": "host", "table": "flex", "case": case, "implementation": name, "pass": "first both",
                    "host_us": (time.perf_counter() - start) * 1e6}  # fmt: skip
@@ -329,7 +348,7 @@ def flex_rows(number: int) -> Iterator[Row]:
         # FlexAttention compiles another kernel for calls without gradients, so its forward is timed with them.
         calls["flex forward"] = forms["flex"]
         for name in forms:
-            calls[f"{name} backward"] = backward_call(forms[name], [q, k, v])
+            calls[f"{name} backward"] = backward_call(forms[name], leaves)
         yield from speed_rows("flex", case, calls, dict.fromkeys(forms, flops), D=head_dim, S=length, H=heads)
 
 
@@ -429,7 +448,7 @@ SECTIONS: dict[str, tuple[Callable[[Any], Iterator[Row]], list[Any], int]] = {
     "positions": (positions_rows, [(d, kind) for kind in ("documents", "causal") for d in (128, 64)], 45),
     "sparse": (sparse_rows, [128, 64], 30),
     "builder": (builder_rows, [128, 64], 30),
-    "flex": (flex_rows, list(range(6)), 100),
+    "flex": (flex_rows, list(range(7)), 115),
     "candidates": (candidates_rows, list(range(5)), 150),
 }
 DEFAULT = [name for name in SECTIONS if name != "candidates"]
