@@ -45,7 +45,7 @@ CUT = (
     (AttentionCase("mask", heads=1, seqlen_q=90, seqlen_k=70, head_dim=16, mask="11:64:0.6"), "k v dout"),
     (
         AttentionCase(
-            "mask_lengths", batch=2, heads=1, seqlen_q=80, head_dim=16, mask="b1:64:0.6", seq_lens=(75, 29), bias="qk"
+            "mask_lengths", batch=2, heads=1, seqlen_q=80, head_dim=16, mask="b1:64:0.6", seq_lens=(75, 29), bias="bhqk"
         ),
         "q attn_bias",
     ),
