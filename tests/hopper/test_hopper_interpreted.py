@@ -177,7 +177,7 @@ MUTANTS = {
         {"q_in_registers": 1},
     ),
     "the end does not wait for out": (
-        r"    else:\n        tma\.store_wait\(0\)\n(?=\n\n@gluon)",
+        r"    else:\n        tma\.store_wait\(0\)\n\Z",
         "",
         KernelBug,
         {"fixed_max": False},
