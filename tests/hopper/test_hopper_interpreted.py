@@ -227,7 +227,7 @@ DYNAMIC_MUTANTS = {
     "the first to leave clears the counter": (r"== gl\.num_programs\(0\) - 1:", "== 0:", Race),
     "leaving orders nothing": (r'sem="acq_rel"', 'sem="relaxed"', Race),
     "no lane but the first has the number that is drawn": (
-        r"number = gl\.inline_asm[^)]*\)",
+        r"\bnumber = gl\.inline_asm[^)]*\)",
         "number = drawn_number",
         InvalidOperand,
     ),
