@@ -78,7 +78,8 @@ def fits(terms: Terms, batch: int, seqlen_q: int, seqlen_k: int, device: torch.d
     tensors = [(comparison.name, x) for comparison in comparisons for x in comparison.tensors]
     if len(tensors) > MAX_TENSORS or sum(len(comparison.numbers) for comparison in comparisons) > MAX_NUMBERS:
         return False
-    if seqlen_q > seqlen_k and any(comparison.name in ("same", "tiles") for comparison in comparisons):
+    reads_positions = any(x.name in ("same", "tiles") or (x.name == "function" and x.tensors) for x in comparisons)
+    if seqlen_q > seqlen_k and reads_positions:
         return False  # the first queries have negative positions
     for name, x in tensors:
         sizes = (batch,) if name == "prefix" else (seqlen_k,) if x.dim() == 1 else (batch, seqlen_k)

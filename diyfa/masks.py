@@ -283,7 +283,8 @@ def block_mask(
         Sq, Sk: lengths of queries and keys.
         block_size: 64, 128 or a pair (queries, keys) of these.
         device: of the mask, which must be that of q; default: PyTorch's default device.
-        mask_tensors: captured tensors of a jit function, which reads them by tl.load.
+        mask_tensors: captured tensors of a jit function, which reads them by tl.load. GPUs do not check that it reads
+            inside of them.
 
     Raises:
         TypeError, ValueError: an argument does not fit, or the function returns no such booleans.

@@ -109,7 +109,7 @@ def by_position(b, h, i, j):
     return (i - j) % 3 == 0
 
 
-@pytest.mark.parametrize("sizes", [(300, 400), (130, 100)], ids=str)  # positions of more queries than keys are negative
+@pytest.mark.parametrize("sizes", [(300, 400), (130, 100)], ids=str)  # of more queries than keys: no captured tensor
 def test_jit_functions(sizes: Any, counted: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(2)
     table = torch.randint(0, 200, (400, 2), generator=generator).to(DEVICE).mT
@@ -121,7 +121,7 @@ def test_jit_functions(sizes: Any, counted: list[Any], monkeypatch: pytest.Monke
             made = block_mask(function, heads, heads, *sizes, **arguments)
             patches.setattr(masks, "_made", lambda *arguments: None)
             same(made, block_mask(function, heads, heads, *sizes, **arguments))
-    assert len(counted) == 2
+    assert len(counted) == (2 if sizes[0] <= sizes[1] else 1), "an offset by a negative position would leave the tensor"
 
 
 @triton.jit

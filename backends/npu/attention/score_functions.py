@@ -84,7 +84,9 @@ def load_line(pointer, offset, pairs, rows, cols):
 
 @triton.jit
 def load_key_line(pointer, offset, pairs, rows, cols):
-    """As `load_line` with a block mask, which may hide all keys from rows between others: these load by themselves."""
+    """Return elements as `load_line` does, those of rows one by one.
+
+    A block mask may hide all keys from any row, so the rows to read for are no range."""
     if offset.shape[0] == cols.shape[0] and offset.shape[1] == cols.shape[1]:
         value = load_line(pointer, offset, pairs, rows, cols)
     else:
