@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
+from guarded_memory import guard
 
 import diyfa
 from diyfa import BlockMask, block_mask, masks, registry
@@ -122,6 +123,21 @@ def test_jit_functions(sizes: Any, counted: list[Any], monkeypatch: pytest.Monke
             patches.setattr(masks, "_made", lambda *arguments: None)
             same(made, block_mask(function, heads, heads, *sizes, **arguments))
     assert len(counted) == (2 if sizes[0] <= sizes[1] else 1), "an offset by a negative position would leave the tensor"
+
+
+@triton.jit
+def by_row_and_pair(b, h, i, j, rows, pairs):
+    return tl.load(rows + i) & tl.load(pairs + i * 70 + j)
+
+
+def test_jit_functions_read_for_pairs_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not is_interpreting():
+        pytest.skip("only the interpreter shows each address")
+    keep, accesses = torch.rand(70, 70, generator=torch.Generator().manual_seed(5)) < 0.5, guard(monkeypatch)
+    rows = torch.arange(70) % 3 > 0
+    with diyfa.use_backend("cuda"):
+        made = block_mask(by_row_and_pair, 1, 1, 70, 70, mask_tensors=(rows, keep), device=DEVICE)
+    assert accesses() and torch.equal(made.to_dense()[0, 0], keep & rows[:, None])
 
 
 @triton.jit
