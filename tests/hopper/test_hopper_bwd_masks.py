@@ -119,10 +119,8 @@ def test_what_it_refuses(words: str) -> None:
     assert words in (bwd_configs.refuses(PROBLEM.replace(**REFUSED[words])) or "")
 
 
-def test_it_is_chosen_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bwd_configs, "environment_refusal", lambda: None)
     backend = registry.load_backend("cuda")
-    assert registry.choose("attention_bwd", PROBLEM, backend).name == "split"
-    assert registry.choose("attention_bwd", PROBLEM, backend, "sm90").name == "sm90"
-    monkeypatch.setattr(bwd_configs, "CHOSEN_WITH_MASK", True)
     assert registry.choose("attention_bwd", PROBLEM, backend).name == "sm90"
+    assert registry.choose("attention_bwd", PROBLEM.replace(mask=(64, 64)), backend).name == "split"

@@ -27,7 +27,6 @@ CONSUMERS = 2  # warpgroups
 MIN_KV_LOOP, MIN_SCORES = 1 << 16, 1 << 24
 BOX_COLUMNS = 64  # columns of the TMA boxes that make up a tile
 SHARED_MEMORY = 226 * 1024  # bytes for tiles; the rest is for barriers
-CHOSEN_WITH_MASK = False  # with a block mask the kernel runs only if it is named: nobody has timed it
 
 
 @dataclass(frozen=True)
@@ -125,8 +124,6 @@ def refuses(problem: AttentionProblem) -> str | None:
 
 def by_name_only(problem: AttentionProblem) -> str | None:
     """Return why the kernel is not chosen unless it is named, or None if it is faster than the portable ones."""
-    if problem.mask and not CHOSEN_WITH_MASK:
-        return "sm90 with a block mask has not been timed: it runs only if it is named"
     if problem.batch_invariant:  # a choice by size would depend on the rest of the batch
         return None
     rows = problem.total_q if problem.varlen else problem.batch * problem.seqlen_q
