@@ -1,6 +1,6 @@
 """`quantize`: q, k and v in float8 or int8, as `flash_attention` takes them.
 
-A number x becomes round((x - mean) / descale). The descale is the largest magnitude of the numbers that share it,
+A number x becomes round((x - mean) * (1 / descale)). The descale is the largest magnitude of the numbers that share it,
 divided by the largest number of the dtype, so that nothing saturates. `quantize_by_operators` defines this. Backends
 may have a kernel for it (`quantize`), which takes one to three passes. PyTorch's operators run where there is no
 kernel, and in compiled programs.
@@ -47,7 +47,7 @@ def quantize_by_operators(x: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor
     else:
         magnitude = magnitude.amax()
     descale = scheme.descale(magnitude)
-    y = y / per_row(descale, y.shape[1], y.shape[2], scheme.block)
+    y = y * per_row(1 / descale, y.shape[1], y.shape[2], scheme.block)
     if scheme.dtype == torch.int8:
         y = y.round().nan_to_num(0.0)  # integers have no NaN; the descale keeps it
     return y.clamp(-scheme.largest, scheme.largest).to(scheme.dtype), descale, mean

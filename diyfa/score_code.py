@@ -8,7 +8,7 @@
   score, is added at the offset of the load.
 
 The text is made here. A backend's `Spelling` says how its kernels pass arguments, and its module has the functions that
-the text calls: `load_captured`, `add_gradient`, `number`, `precise_tanh`. Kernels find the functions in their
+the text calls: `load_captured`, `add_gradient`, `number`, `precise_tanh`; and `JIT`, unless that is `triton.jit`. Kernels find the functions in their
 constants, as `JitSource`: text, which is in the key of the binary.
 """
 
@@ -58,7 +58,7 @@ def _jit_function(source: JitSource) -> Any:
     linecache.cache[file] = (len(source.text), None, source.text.splitlines(keepends=True), file)
     names = dict(vars(import_module(source.module)))
     exec(compile(source.text, file, "exec"), names)
-    return triton.jit(names[source.name])
+    return names.get("JIT", triton.jit)(names[source.name])
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,10 @@ OPERATIONS = {
     "sin": _function(torch.sin, "tl.sin", lambda e, out, x: e("cos", x)),
     "cos": _function(torch.cos, "tl.cos", lambda e, out, x: e("neg", e("sin", x))),
     "tanh": _function(torch.tanh, "precise_tanh", lambda e, out, x: e("sub", 1.0, e("mul", out, out))),
-    "sigmoid": _function(torch.sigmoid, "tl.sigmoid", lambda e, out, x: e("mul", out, e("sub", 1.0, out))),
+    "sigmoid": Operation(  # Gluon lacks tl.sigmoid
+        torch.sigmoid, "1.0 / (1.0 + tl.exp(-({0})))", (lambda e, out, x: e("mul", out, e("sub", 1.0, out)),),
+        is_float=True,
+    ),
     "floor": Operation(torch.floor, "tl.floor({0})", (), is_float=True),
     "ceil": Operation(torch.ceil, "tl.ceil({0})", (), is_float=True),
     "to_number": Operation(

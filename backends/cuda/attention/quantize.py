@@ -35,6 +35,7 @@ ROTATED_COLUMNS = 64  # columns of x, and rows of the Hadamard matrix, that one 
 MEASURE, ALONE, GIVEN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 TENSOR = tl.constexpr(PER_TENSOR)
 SMALLEST = tl.constexpr(SMALLEST_DESCALE)
+PARITIES = tl.constexpr(0x6996)  # bit i is the parity of i's bits
 ROUNDING = tl.constexpr(12582912.0)  # 1.5 * 2**23: a sum with it has no fraction
 
 
@@ -61,9 +62,8 @@ def _hadamard(first, scale, c: tl.constexpr):
     bits = (first + tl.arange(0, c.BLOCK_K))[:, None] & tl.arange(0, c.BLOCK_D)[None, :]
     bits = bits ^ (bits >> 8)
     bits = bits ^ (bits >> 4)
-    bits = bits ^ (bits >> 2)
-    bits = bits ^ (bits >> 1)
-    return tl.where((bits & 1) == 0, scale, -scale)
+    is_odd = (PARITIES >> (bits & 15)) & 1
+    return tl.where(is_odd == 0, scale, -scale)
 
 
 @triton.jit
@@ -135,7 +135,7 @@ def _quantize_kernel(
             descale = tl.load(descale_ptr)
         else:
             descale = tl.load(descale_ptr + (b * (heads // group) + h // group))
-        y = y / descale
+        y = y * (1.0 / descale)
         y = tl.where(y > c.LARGEST, c.LARGEST, tl.where(y < -c.LARGEST, -c.LARGEST, y))
         if c.INTEGERS:
             y = tl.where(y == y, (y + ROUNDING) - ROUNDING, 0.0)

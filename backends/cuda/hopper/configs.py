@@ -15,7 +15,7 @@ from diyfa.eight_bits import FLOAT8
 from diyfa.problem import AttentionProblem, cached_per_kind, cached_per_problem, refuse_features
 
 FEATURES = frozenset(
-    {"causal", "gqa", "head_dim_v", "seq_lens", "varlen", "window", "softcap", "alibi", "sinks", "mask"}
+    {"causal", "gqa", "head_dim_v", "seq_lens", "varlen", "window", "softcap", "alibi", "sinks", "mask", "score_fn"}
 )
 ARCH = "sm_90"
 DTYPES = ("float16", "bfloat16")
@@ -164,7 +164,7 @@ INVARIANT: dict[int, Sm90Config] = {
            store_from_registers=True),
     256: C(2, 64, 4, False, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, store_from_registers=True),
 }  # fmt: skip
-INVARIANT_FEATURES = (FEATURES - {"softcap", "alibi", "mask"}) | {"batch_invariant"}
+INVARIANT_FEATURES = (FEATURES - {"softcap", "alibi", "mask", "score_fn"}) | {"batch_invariant"}
 
 
 # With a block mask: two consumers, so that a tile's 128 queries lie in one block of the mask, and a dynamic schedule,
@@ -182,6 +182,14 @@ MASK_CONFIGS: dict[int, Sm90Config] = {
     256: C(2, 64, 4, False, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, store_from_registers=True),
 }
 # fmt: on
+# With a score function: registers for what it computes and loads. Tiles of 128 queries, as with a block mask.
+SCORE_CONFIGS: dict[int, Sm90Config] = {
+    64: replace(MASK_CONFIGS[64], fixed_max=False, q_in_registers=0),
+    96: replace(MASK_CONFIGS[96], block_n=64, stages=8, q_in_registers=0),
+    128: replace(MASK_CONFIGS[128], block_n=64, stages=8, q_in_registers=0),
+    192: replace(MASK_CONFIGS[192], fixed_max=False),
+    256: MASK_CONFIGS[256],
+}
 
 
 @cached_per_problem
@@ -193,7 +201,9 @@ def select_config(problem: AttentionProblem) -> Sm90Config:
         return fitted(problem, INVARIANT[tile_class(problem)[0]])
     rows = config_rows(problem)
     config = next(c for max_keys, c in rows if keys_seen(problem) <= max_keys)
-    if problem.mask:
+    if problem.score_fn:
+        config = SCORE_CONFIGS[tile_class(problem)[0]]
+    elif problem.mask:
         config = MASK_CONFIGS[tile_class(problem)[0]]
         if problem.softcap or problem.mask[1] < config.block_n:  # registers for a second unit, or for tanh
             config = replace(config, q_in_registers=min(config.q_in_registers, 1))
@@ -203,6 +213,8 @@ def select_config(problem: AttentionProblem) -> Sm90Config:
         or problem.seqlen_q < config.consumers * CONSUMER_ROWS
     ):
         config = SMALL[min(columns for columns in SMALL if widest(problem) <= columns)]
+    if problem.score_fn and problem.mask:  # the kernel counts keys from the first one of its block
+        config = replace(config, block_n=min(config.block_n, problem.mask[1]))
     return fitted(problem, config)
 
 
@@ -340,7 +352,7 @@ def has_fixed_max(problem: AttentionProblem, config: Sm90Config) -> bool:
     times distance, which no range holds.
     """
     near_first = problem.causal or not problem.alibi
-    return config.fixed_max and problem.dtype == "bfloat16" and near_first
+    return config.fixed_max and problem.dtype == "bfloat16" and near_first and not problem.score_fn
 
 
 def tile_info_count(config: Sm90Config) -> int:
@@ -374,7 +386,7 @@ def _refuses_kind(problem: AttentionProblem) -> str | None:
         return f"sm90 takes {', '.join(DTYPES)} and {E4M3}, not {problem.dtype}"
     features = INVARIANT_FEATURES if problem.batch_invariant else FEATURES
     if problem.dtype == E4M3 and not problem.batch_invariant:
-        features = (features - {"mask"}) | {"eight_bits"}
+        features = (features - {"mask", "score_fn"}) | {"eight_bits"}
     if reason := refuse_features(problem, features, "sm90"):
         return reason
     if problem.k_mean and problem.softcap:  # it would have to join each score
@@ -389,6 +401,8 @@ def _refuses_kind(problem: AttentionProblem) -> str | None:
         return TOO_MANY_STEPS
     if problem.mask and (beside := sorted(problem.features & {"alibi", "seq_lens"})):
         return f"sm90 takes no {' and no '.join(beside)} beside a block mask"
+    if problem.score_fn and problem.alibi:
+        return "sm90 takes no alibi beside a score function"
     return None
 
 

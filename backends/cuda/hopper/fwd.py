@@ -37,8 +37,10 @@ from diyfa.backends.cuda.hopper.fwd_consumer import run_consumer
 from diyfa.backends.cuda.hopper.fwd_producer import run_producer
 from diyfa.backends.cuda.hopper.mma import ROWS, Queries, allocate_ones, buffer_count
 from diyfa.backends.cuda.hopper.overflow import OverflowFlags, allocate_flags
+from diyfa.backends.cuda.hopper.score_functions import ScoreFunction
 from diyfa.backends.cuda.hopper.softmax import Score
 from diyfa.backends.cuda.hopper.tiles import KeyCache, Problem
+from diyfa.score_functions import MAX_TENSORS
 
 
 @gluon.jit
@@ -73,9 +75,11 @@ CACHE_ARGUMENTS = (
     "seqused_ptr", "block_table_ptr", "cache_batch_idx_ptr", "length", "added", "entries", "stride_table",
 )  # fmt: skip
 LENGTH_POINTERS = ("lengths_q_ptr", "lengths_k_ptr")
+SCORE_TENSORS = tuple(f"score_tensor{n}" for n in range(MAX_TENSORS))
 FACTORS = ("q_descale_ptr", "k_descale_ptr", "v_descale_ptr", "k_mean_ptr", "v_mean_ptr")
 UNALIGNED_POINTERS = (
     *FACTORS,
+    *(f"{name}_ptr" for name in SCORE_TENSORS),
     *LENGTH_POINTERS, "slopes_ptr", "sinks_ptr", "seqused_ptr", "block_table_ptr", "cache_batch_idx_ptr",
     "mask_blocks_ptr", "mask_bits_ptr",
 )  # fmt: skip
@@ -106,6 +110,7 @@ def _fwd_sm90_kernel(
     o_ptr,  # for STORE_FROM_REGISTERS and packed sequences
     slopes_ptr,  # (H,) or (B, H) fp32, for ALIBI
     sinks_ptr,  # (H,) fp32, for SINKS
+    score_tensor0_ptr, score_tensor1_ptr, score_tensor2_ptr, score_tensor3_ptr,  # captured by SCORE_FN
     q_descale_ptr, k_descale_ptr, v_descale_ptr, k_mean_ptr, v_mean_ptr,  # `Factors`
     counter_ptr,  # int32, [next tile, programs that left]: for a dynamic schedule
     totals_ptr,  # [programs, consumers, 64 * columns] fp32, for CHUNK without SHARED_TOTALS
@@ -190,9 +195,15 @@ def _fwd_sm90_kernel(
         TileScheduler(counter_ptr, config.SCHEDULE),
     )  # fmt: skip
     score = Score(scale, softcap, config.SOFTCAP, config.ALIBI, config.NEGATE)
+    function = None
+    if config.SCORE_FN is not None:
+        function = ScoreFunction(
+            score_tensor0_ptr, score_tensor1_ptr, score_tensor2_ptr, score_tensor3_ptr, None, None, config
+        )
     factors = Factors(q_descale_ptr, k_descale_ptr, v_descale_ptr, k_mean_ptr, v_mean_ptr, group_size)
     outputs = Outputs(
-        o_tensor, lse_ptr, o_ptr, slopes_ptr, stride_slopeb, sinks_ptr, factors, o_buffers, score, config.SINKS
+        o_tensor, lse_ptr, o_ptr, slopes_ptr, stride_slopeb, sinks_ptr, factors, o_buffers, score, function,
+        config.SINKS,
     )  # fmt: skip
     _attend(problem, shared, inputs, outputs)
     if config.FIXED_MAX:  # noqa: SIM102 (decided when it is compiled)

@@ -15,8 +15,10 @@ from diyfa.backends.cuda.hopper.chunks import Totals
 from diyfa.backends.cuda.hopper.float8 import Factors
 from diyfa.backends.cuda.hopper.mma import Queries
 from diyfa.backends.cuda.hopper.overflow import OverflowFlags
+from diyfa.backends.cuda.hopper.score_functions import ScoreFunction
 from diyfa.backends.cuda.hopper.softmax import Score
 from diyfa.backends.cuda.runtime.constants import Constants
+from diyfa.score_code import JitSource
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +49,7 @@ class Sm90Constants(Constants):
     softcap: bool
     alibi: bool
     sinks: bool
+    score_fn: JitSource | None
     negate: bool
     fixed_max: bool  # the maximum of the edge blocks is used for all others (`fixed_max_step`, `overflow.py`)
     tile_infos: int  # slots for tile infos
@@ -118,4 +121,5 @@ class Outputs:
     factors: Factors
     o_buffers: gl.shared_memory_descriptor
     score: Score
+    function: ScoreFunction | gl.constexpr  # the user's, or None
     SINKS: gl.constexpr

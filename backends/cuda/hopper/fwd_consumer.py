@@ -39,6 +39,7 @@ from diyfa.backends.cuda.hopper.mma import (
     zero_sums,
 )
 from diyfa.backends.cuda.hopper.overflow import overflown_rows
+from diyfa.backends.cuda.hopper.score_functions import ScoreFunction
 from diyfa.backends.cuda.hopper.softmax import (
     LN2,
     LOG2E,
@@ -92,11 +93,18 @@ class Consumer:
     outputs: Outputs
     score: Score
     block_factors_ptr: gl.tensor | gl.constexpr  # float8, of a tile's KV head: `Factors.block_factors_ptr`
+    function: ScoreFunction | gl.constexpr  # the user's, of a tile's query head, or None
 
     @gluon.jit
     def with_factors(self, score, block_factors_ptr):
         """Return the state for a tile of float8, whose factors are in `score` and at `block_factors_ptr`."""
-        return Consumer(self.INDEX, self.problem, self.shared, self.outputs, score, block_factors_ptr)
+        return Consumer(self.INDEX, self.problem, self.shared, self.outputs, score, block_factors_ptr, None)
+
+    @gluon.jit
+    def with_function(self, tile):
+        """Return the state for a tile: the score function gets its sample and head."""
+        function = self.outputs.function.of_head(tile.b, tile.h)
+        return Consumer(self.INDEX, self.problem, self.shared, self.outputs, self.score, None, function)
 
     @gluon.jit
     def weights_operand(self, weights, o):
@@ -170,6 +178,8 @@ def _attend_blocks(
         o = consumer.start_block_values(p, o, item - 1)
         consumer.hand_over()
         start_n = order.block(i) * config.BLOCK_N
+        if config.SCORE_FN is not None and config.MASK_K > 0:
+            start_n = keys.first_key(i, keys.columns(i), 0)
         factors = block_factors(consumer.block_factors_ptr, start_n, consumer.problem.seqlen_k, config)
         words = None
         if LISTED:  # while the products run
@@ -183,8 +193,9 @@ def _attend_blocks(
             weights = fixed_max_step(s, m_i, start_n, rows, consumer.score)
         else:
             weights, m_i, alpha = softmax_step(
-                s, m_i, start_n, rows, consumer.score, consumer.problem, MASKED, words, config.WEIGHT_SHIFT
-            )
+                s, m_i, start_n, rows, consumer.score, consumer.problem, MASKED, words, consumer.function,
+                config.WEIGHT_SHIFT,
+            )  # fmt: skip
             l_i *= gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout))[:, None]
         l_i += sums_by_thread(weights)
         o = finish_values(o)
@@ -288,6 +299,8 @@ def _attend_tile(consumer, tile, item, q_loads):
         factor = outputs.factors.query_factor(tile, row0, problem, config)
         score = consumer.score.scaled(factor * outputs.factors.key_factor(tile, problem, config))
         consumer = consumer.with_factors(score, outputs.factors.block_factors_ptr(tile, problem, config))
+    if config.SCORE_FN is not None:
+        consumer = consumer.with_function(tile)
     queries.wait_full(CONSUMER, q_loads)
     if config.K_MEAN:
         offset = factor * outputs.factors.key_mean_products(tile, problem, queries, CONSUMER, S_ROWS, config)
@@ -307,8 +320,12 @@ def _attend_tile(consumer, tile, item, q_loads):
         upcoming = (keys.codes(columns), next_columns)
     m_i = gl.full([ROWS], float("-inf"), gl.float32, S_ROWS)
     start_n = (order.end_block - 1) * config.BLOCK_N
+    if config.SCORE_FN is not None and LISTED:
+        start_n = keys.first_key(0, keys.columns(0), 0)
     s = scaled_by_block(s, block_factors(consumer.block_factors_ptr, start_n, problem.seqlen_k, config))
-    weights, m_i, _ = softmax_step(s, m_i, start_n, rows, consumer.score, problem, MASKED, words, config.WEIGHT_SHIFT)
+    weights, m_i, _ = softmax_step(
+        s, m_i, start_n, rows, consumer.score, problem, MASKED, words, consumer.function, config.WEIGHT_SHIFT
+    )
     l_i = sums_by_thread(weights)
     o = zero_output(WIDTH, config.BOXES_V, config.BITS)
     if config.FIXED_MAX:
@@ -489,8 +506,10 @@ def _store_output(consumer, tile, row0, o, factor, keys_weight):
 def run_consumer(INDEX: gl.constexpr, problem, shared, outputs):
     """Run consumer warpgroup INDEX: compute its 64 queries of each tile of the program."""
     config: gl.constexpr = shared.config
-    score = outputs.score.in_log2()
-    consumer = Consumer(INDEX, problem, shared, outputs, score, None)
+    score = outputs.score
+    if config.SCORE_FN is None:  # a score function gets natural units
+        score = score.in_log2()
+    consumer = Consumer(INDEX, problem, shared, outputs, score, None, None)
     item = 0  # ring item of the tile's first K
     q_loads = 0  # tiles of queries loaded so far
     slot = 0  # slot of the tile's info

@@ -29,12 +29,14 @@ from diyfa.backends.cuda.hopper.configs import (
     value_boxes,
 )
 from diyfa.backends.cuda.hopper.float8 import transpose_launch, transposed_values
-from diyfa.backends.cuda.hopper.fwd import CACHE_ARGUMENTS, _fwd_sm90_kernel
+from diyfa.backends.cuda.hopper.fwd import CACHE_ARGUMENTS, SCORE_TENSORS, _fwd_sm90_kernel
 from diyfa.backends.cuda.hopper.fwd_common import Sm90Constants
+from diyfa.backends.cuda.hopper.score_functions import SPELLING
 from diyfa.backends.cuda.runtime.launcher import Tiles
 from diyfa.backends.cuda.runtime.passes import Pass
 from diyfa.eight_bits import FLOAT8, WEIGHT_SHIFT
 from diyfa.problem import AttentionProblem, AttentionTensors, KVCacheTensors, Launch, cached_per_kind, per_head_stride
+from diyfa.score_code import value_source
 
 
 def constants(problem: AttentionProblem, config: Sm90Config, negate: bool) -> Sm90Constants:
@@ -69,6 +71,7 @@ def _constants(problem: AttentionProblem, config: Sm90Config, negate: bool, has_
         page_size=0,
         mask_q=problem.mask[0] if problem.mask else 0,
         mask_k=problem.mask[1] if problem.mask else 0,
+        score_fn=value_source(problem.score_fn, SPELLING),
         negate=negate,
         fixed_max=has_fixed_max(problem, config),
         tile_infos=tile_info_count(config),
@@ -162,6 +165,7 @@ def make_launch(
         "o_ptr": out if config.store_from_registers or problem.varlen else None,
         "slopes_ptr": tensors.alibi_slopes,
         "sinks_ptr": tensors.sinks,
+        **{f"{name}_ptr": getattr(tensors, name) for name in SCORE_TENSORS},
         "q_descale_ptr": tensors.q_descale,
         "k_descale_ptr": tensors.k_descale,
         "v_descale_ptr": tensors.v_descale,

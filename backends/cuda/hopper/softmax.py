@@ -103,8 +103,8 @@ def _alibi(s, start_n, rows):
 
 
 @gluon.jit
-def mask_scores(s, start_n, rows, problem):
-    """Return scores [64, BLOCK_N] with -inf at keys that the row does not see."""
+def visible_pairs(s, start_n, rows, problem):
+    """Return which keys of a block of scores [64, BLOCK_N] the row sees."""
     lane, constant = _columns(s)
     diagonal = rows.position[:, None] - lane - start_n
     if problem.CAUSAL:  # the last row is aligned with the last key, so this also excludes keys beyond the end
@@ -115,35 +115,49 @@ def mask_scores(s, start_n, rows, problem):
         is_visible = constant < rows.n_keys - start_n - lane
     if problem.HAS_LEFT:
         is_visible = is_visible & (constant >= diagonal - problem.window_left)
-    return gl.where(is_visible, s, float("-inf"))
+    return is_visible
 
 
 @gluon.jit
-def keep_scores(s, words):
-    """Return scores [64, BLOCK_N] with -inf where the bit in `words` is 0: [64] int32 for each 32 columns."""
+def mask_scores(s, start_n, rows, problem):
+    """Return scores [64, BLOCK_N] with -inf at keys that the row does not see."""
+    return gl.where(visible_pairs(s, start_n, rows, problem), s, float("-inf"))
+
+
+@gluon.jit
+def kept_pairs(s, words):
+    """Return for scores [64, BLOCK_N] which bits of `words` are 1: [64] int32 for each 32 columns."""
     lane, constant = _columns(s)
     bits = words[0][:, None] >> lane
     for i in gl.static_range(1, len(words)):
         bits = gl.where(constant < i * 32, bits, words[i][:, None] >> lane)
-    return gl.where((bits >> (constant & 31)) & 1 != 0, s, float("-inf"))
+    return (bits >> (constant & 31)) & 1 != 0
 
 
 @gluon.jit
-def softmax_step(s, m_i, start_n, rows, score, problem, MASKED: gl.constexpr, words=None, SHIFT: gl.constexpr = 0):
+def softmax_step(
+    s, m_i, start_n, rows, score, problem, MASKED: gl.constexpr, words=None, function=None, SHIFT: gl.constexpr = 0
+):  # fmt: skip
     """Return (weights p, running maximum, factor alpha of earlier sums) of products s [64, BLOCK_N].
 
     The maximum is in units of log2. MASKED: a mask or the end of the keys may cut the block. A row may see none of it.
-    `words`: the bits of a block mask (`keep_scores`), which then is the mask. SHIFT: keep the maximum that much lower,
-    so that weights are up to 2**SHIFT.
+    `words`: the bits of a block mask (`kept_pairs`), which then is the mask. `function`: a `ScoreFunction`. SHIFT: keep
+    the maximum that much lower, so that weights are up to 2**SHIFT.
     """
     s, scale = _scores(s, score)
     if score.ALIBI:
         s = s * scale - _alibi(s, start_n, rows)
         scale = 1.0
+    visible = None
     if words is not None:
-        s = keep_scores(s, words)
+        visible = kept_pairs(s, words)
     elif MASKED:
-        s = mask_scores(s, start_n, rows, problem)
+        visible = visible_pairs(s, start_n, rows, problem)
+    if function is not None:
+        s = function.scores(s * scale, visible, start_n, rows, problem) * LOG2E
+        scale = 1.0
+    if visible is not None:
+        s = gl.where(visible, s, float("-inf"))
     if SHIFT:
         m_new = gl.maximum(m_i, gl.max(s, 1) * scale - SHIFT)
     else:

@@ -379,6 +379,13 @@ def _hopper_specs(arch: str) -> Iterator[CompileSpec]:
         ((128, False), "bfloat16", {"mask": (128, 64), "sinks": True, "softcap": 30.0}),
         *(((d, False), "bfloat16", {"mask": (64, 64)}) for d in (64, 128)),
         ((128, False), "bfloat16", {"mask": (64, 128)}),
+        *(
+            (case, "bfloat16", {"score_fn": SCORE_EXAMPLE})
+            for case in ((64, False), (96, True), (128, True), (256, True))
+        ),
+        ((192, True), "float16", {"score_fn": SCORE_EXAMPLE, "head_dim_v": 128}),
+        ((128, False), "bfloat16", {"score_fn": CAPPED, "mask": (128, 128)}),
+        ((128, False), "bfloat16", {"score_fn": SCORE_EXAMPLE, "mask": (128, 64), "softcap": 30.0}),
     ]
     from diyfa.backends.cuda.hopper import fwd_launch as hopper_fwd_launch  # needs the Gluon that was asked for above
 

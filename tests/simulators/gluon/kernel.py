@@ -14,7 +14,7 @@ from .atomics import Atomics
 from .clock import Clock
 from .errors import KernelBug
 from .global_memory import GlobalMemory
-from .language import Function, Tensor, TensorDescriptor
+from .language import Function, Tensor, TensorDescriptor, jit_functions_as_values
 from .markers import leave_no_marker
 from .pristine import language_as_imported
 from .program import Program
@@ -104,7 +104,7 @@ class InterpretedKernel:
             for index in together:
                 self._spawn(scheduler, memory, index, grid, values, options)
             try:
-                with language_as_imported():
+                with language_as_imported(), jit_functions_as_values():
                     scheduler.run()
             except KernelBug as bug:
                 which = "all programs" if self.interleave else f"program {together[0][0]}"

@@ -6,6 +6,7 @@ import builtins
 import inspect
 import types
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
@@ -270,6 +271,17 @@ class Function:
         if len(args) > len(self.arg_names):
             raise TypeError(f"{self.__name__} takes {len(self.arg_names)} arguments, got {len(args)}")
         return self._rebuilt(**given)
+
+
+@contextmanager
+def jit_functions_as_values() -> Iterator[None]:
+    """Interpret calls of jit functions that a kernel finds in a constant and not by name."""
+    refusal = JITFunction.__call__
+    JITFunction.__call__ = lambda self, *args, **kwargs: translate(self)(*args, **kwargs)
+    try:
+        yield
+    finally:
+        JITFunction.__call__ = refusal
 
 
 def _names(code: types.CodeType) -> set[str]:

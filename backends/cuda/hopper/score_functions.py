@@ -1,0 +1,68 @@
+"""Score functions in the Hopper forward: what the code of `diyfa.score_code` calls, in Gluon.
+
+The functions are those of the portable kernels (`attention/score_functions.py`), compiled as Gluon.
+"""
+
+# Aggregates are checked against their annotations, so these must not be postponed.
+import triton.language as tl  # noqa: F401 (the code of score functions names it)
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from diyfa.backends.cuda.attention import score_functions as portable
+from diyfa.backends.cuda.attention.scores import tanh
+from diyfa.backends.cuda.gluon.compat import aggregate
+from diyfa.score_code import Spelling
+
+JIT = gluon.jit
+load_captured = gluon.jit(portable.load_captured.fn)
+number = gluon.jit(portable.number.fn)
+_tanh = gluon.jit(tanh.fn)
+
+
+@gluon.jit
+def precise_tanh(x):
+    """Return the hyperbolic tangent of fp32, with a small relative error near 0."""
+    return _tanh(x, True)
+
+
+SPELLING = Spelling(__name__, "score, b, h, i, j, seen, captured", "", "seen", captured="captured.pointer{n}")
+
+
+@aggregate
+class ScoreFunction:
+    """A user's score function with its captured tensors, for query head h of sample b."""
+
+    pointer0: gl.tensor | gl.constexpr  # None: no such tensor
+    pointer1: gl.tensor | gl.constexpr
+    pointer2: gl.tensor | gl.constexpr
+    pointer3: gl.tensor | gl.constexpr
+    b: gl.tensor | gl.constexpr
+    h: gl.tensor | gl.constexpr
+    config: gl.constexpr  # `Sm90Constants`, whose SCORE_FN is the function
+
+    @gluon.jit
+    def of_head(self, b, h):
+        """Return the function for another head."""
+        return ScoreFunction(self.pointer0, self.pointer1, self.pointer2, self.pointer3, b, h, self.config)
+
+    @gluon.jit
+    def scores(self, s, visible, start_n, rows, problem):
+        """Return the function of scores s [64, BLOCK_N] in natural units.
+
+        `visible`: the pairs that a mask leaves, or None for all. Of rows beyond the end, and of those from which a mask
+        hides all keys, nothing is read.
+        """
+        positions = rows.position[:, None]
+        columns = start_n + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))[None, :]
+        exist_m = positions < rows.n_keys
+        if problem.HAS_RIGHT:
+            exist_m = exist_m & (positions + problem.window_right >= 0)
+        if visible is None:
+            exist_n = gl.full([1, s.shape[1]], True, gl.int1, s.type.layout)
+            pairs = exist_m & exist_n
+        else:
+            exist_n = columns < rows.n_keys
+            pairs = exist_m & visible
+            if self.config.MASK_K > 0:
+                exist_m = (gl.max(pairs.to(gl.int32), 1) != 0)[:, None]
+        return self.config.SCORE_FN(s, self.b, self.h, positions, columns, (pairs, exist_m, exist_n), self)

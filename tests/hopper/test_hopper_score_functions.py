@@ -1,0 +1,90 @@
+"""The Hopper forward with a score function, without a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hopper_gluon import need_hopper_gluon
+
+need_hopper_gluon()
+
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
+from hopper_interpreted import interpret, run  # noqa: E402
+from score_functions import FUNCTIONS  # noqa: E402
+
+import diyfa  # noqa: E402
+from diyfa.backends.cuda.hopper import configs as hopper_configs  # noqa: E402
+from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
+from diyfa.problem import AttentionProblem  # noqa: E402
+from diyfa.testing import AttentionCase  # noqa: E402
+
+pytestmark = pytest.mark.skipif(not is_interpreting(), reason="CPU tensors are refused: here the kernel itself is run")
+
+
+def case(name: str, **changes: Any) -> AttentionCase:
+    sizes = {"batch": 1, "heads": 2, "heads_kv": 1, "seqlen_q": 200, "seqlen_k": 300, "head_dim": 64}
+    return AttentionCase(name, score_fn=True, **{**sizes, "dtype": "bfloat16", **changes})
+
+
+CASES = [
+    case("plain"),
+    case("causal_negative_scale", causal=True, sm_scale=-0.5),
+    case("window_softcap_sinks", window=(70, 20), softcap=4.0, sinks=True),
+    case("more_queries", causal=True, seqlen_q=300, seqlen_k=100),
+    case("one_key", seqlen_k=1),
+    case("packed", layout="thd", lens_q=(130, 0, 41), lens_k=(135, 9, 41), causal=True),
+    case("seq_lens", batch=2, seq_lens=(300, 17), seqlen_q=300, dtype="float16"),
+    case("mask", mask="11:128:0.6"),
+    case("mask_64_keys", mask="1h:128x64:0.6", seqlen_k=500, head_dim=128),
+    case("mask_64", mask="11:64:0.6"),
+    case("mask_64_queries", mask="bh:64x128:0.5", batch=2, seqlen_q=150, sinks=True, softcap=3.0),
+    case("d128_causal", head_dim=128, causal=True, layout="bshd"),
+    case("d192_128", head_dim=192, head_dim_v=128, heads=1),
+    case("d256", head_dim=256, causal=True, heads=1),
+]
+
+
+@pytest.mark.parametrize("each", CASES, ids=lambda each: each.name)
+def test_results_are_within_the_error_budget(each: AttentionCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = interpret(monkeypatch)
+    assert not run(each)
+    assert kernel.launches
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_each_operation(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function of `score_functions.py` has the result that the reference has."""
+    kernel = interpret(monkeypatch)
+    q, k, v = (torch.randn(1, 2, n, 64, generator=torch.Generator().manual_seed(n)).bfloat16() for n in (64, 60, 60))
+    each = FUNCTIONS[name]
+    options: dict[str, Any] = {"score_fn": each.jit, "score_tensors": each.tensors(1, 2, 128), "return_lse": True}
+    found = diyfa.flash_attention(q, k, v, backend="cuda", variant="sm90", **options)
+    want = diyfa.reference_attention(q, k, v, dtype=torch.float64, **options)
+    torch.testing.assert_close(found[0].double(), want[0], rtol=0.02, atol=0.02)
+    torch.testing.assert_close(found[1].double(), want[1], rtol=1e-4, atol=1e-4)
+    assert kernel.launches
+
+
+@triton.jit
+def beyond(score: Any, b: Any, h: Any, i: Any, j: Any, rows: Any, pairs: Any) -> Any:
+    return score + tl.load(rows + i) + tl.load(pairs + i * 90 + j)
+
+
+def test_reads_stay_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The simulator reports a read outside of a captured tensor: of rows or keys beyond the end."""
+    interpret(monkeypatch)
+    q, k, v = (torch.randn(1, 1, 90, 64).bfloat16() for _ in range(3))
+    captured = torch.randn(90), torch.randn(90, 90)
+    out = diyfa.flash_attention(q, k, v, backend="cuda", variant="sm90", score_fn=beyond, score_tensors=captured)
+    want = diyfa.reference_attention(q, k, v, score_fn=beyond, score_tensors=captured)
+    torch.testing.assert_close(out.float(), want.float(), rtol=0.02, atol=0.02)
+
+
+def test_what_it_refuses() -> None:
+    problem = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", 1, 4, 4, 4096, 4096, 128, 128, score_fn="f")
+    assert hopper_configs.refuses(problem) is None
+    assert "no alibi beside a score function" in (hopper_configs.refuses(problem.replace(alibi=True)) or "")
+    assert "score_fn" in (hopper_configs.refuses(problem.replace(batch_invariant=True)) or "")
