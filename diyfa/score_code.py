@@ -8,8 +8,9 @@
   score, is added at the offset of the load.
 
 The text is made here. A backend's `Spelling` says how its kernels pass arguments, and its module has the functions that
-the text calls: `load_captured`, `add_gradient`, `number`, `precise_tanh`; and `JIT`, unless that is `triton.jit`. Kernels find the functions in their
-constants, as `JitSource`: text, which is in the key of the binary.
+the text calls: `load_captured`, `add_gradient`, `number`, `precise_tanh`. Its `JIT` makes a jit function of the text,
+unless `triton.jit` does. Kernels find the functions in their constants, as `JitSource`: text, which is in the key of the
+binary.
 """
 
 from __future__ import annotations
