@@ -461,13 +461,13 @@ MUTANTS = {
         Race,
     ),
     "a stage of float8 is released before its product is done": (
-        "            product = warpgroup_mma_wait(0, deps=[product])\n            channel.release(i)\n",
-        "            channel.release(i)\n            product = warpgroup_mma_wait(0, deps=[product])\n",
+        "            product = warpgroup_mma_wait(0, deps=[product])\n            channel.release(item)\n",
+        "            channel.release(item)\n            product = warpgroup_mma_wait(0, deps=[product])\n",
         KernelBug,
     ),
     "a product of float8 is added to the one before": (
-        "operands.start_product(i, BOX, product, False)",
-        "operands.start_product(i, BOX, product, True)",
+        "operands.start_product(item, BOX, product, False)",
+        "operands.start_product(item, BOX, product, True)",
         AssertionError,
     ),
     "a consumer waits for the phase before": (

@@ -160,7 +160,7 @@ def test_nothing_is_hooked_in_another_triton(monkeypatch: pytest.MonkeyPatch) ->
 COMPILE = """
 import json, re
 import aot_kernels, triton
-from diyfa.lab.cuda import aot, specs as attention_specs
+from diyfa.lab.cuda import aot, matmul_specs, specs as attention_specs
 from diyfa.backends.cuda.hopper import fwd_launch as hopper_fwd_launch
 from diyfa.backends.cuda.hopper.configs import Sm90Config
 from diyfa.backends.cuda.gluon import inline_ptx
@@ -200,6 +200,9 @@ with post_processing():
     report["ptxas 13"] = [b"compilation tools, release 13" in x.asm["cubin"] for x in (kernel, before)]
     report["made"] = counts(made[0])
     inside = compiled(plain)
+    product = next(x for x in matmul_specs.compile_specs("sm_90") if "float8" in x.case and " c2 " in x.case)
+    lines = compiled(product).asm["ttgir"].splitlines()
+    report["loops over tiles"] = [line for line in lines if "scf.for" in line and "step %programs" in line]
 after = compiled(plain)
 report["same"] = before.asm["ptx"] == inside.asm["ptx"] == after.asm["ptx"]
 print(json.dumps(report))
@@ -228,6 +231,12 @@ def test_warps_and_lanes_arrive_for_themselves(report: dict) -> None:
 
 
 @needs_triton
+def test_consumers_of_a_float8_product_count_items_on(report: dict) -> None:
+    """Triton 3.6 has made 0 of the first item of each tile, and a program of two tiles hung (docs/log/eight-bits.md)."""
+    assert len(report["loops over tiles"]) == 2
+    assert all("iter_args" in line for line in report["loops over tiles"])
+
+
 def test_the_older_ptxas_compiles_the_kernel_and_no_other(report: dict) -> None:
     """`compat.ptxas_options`. What ptxas 13 has made says so."""
     assert report["ptxas 13"] == [False, TRITON >= (3, 9)]
