@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,8 +15,16 @@ from diyfa import registry
 from diyfa.eight_bits import WEIGHT_SHIFT, Quantized
 from diyfa.features import dtype_name
 
-# No int8 or float8 on Ascend: its refusal has a test below.
-targets = pytest.mark.parametrize("backend", [name for name in TARGETS if name != "npu"])
+targets = pytest.mark.parametrize("backend", TARGETS)
+
+
+def on(backend: str, case: Case) -> Case:
+    """The case in types that the backend has: of Ascend's kernels int8 q and k beside a v of 16 bits."""
+    value_dtype = case.value_dtype or case.dtype
+    if backend != "npu" or (case.dtype == INT8 and value_dtype in (BF16, F16)):
+        return case
+    return replace(case, dtype=INT8, value_dtype=F16 if E5M2 in (case.dtype, value_dtype) else BF16)
+
 
 CASES = {
     "e4m3": Case(),
@@ -56,13 +65,17 @@ CASES = {
     "equal_rows": Case(data="equal", seqlen_k=300, kind="block"),
     "zeros": Case(data="zeros", kind="head", means=True),
     "large_scores": Case(data="large", kind="head"),
+    "saturated_int8": Case(
+        data="saturated", dtype=INT8, value_dtype=BF16, kind="block", head_dim=128, seqlen_k=200,
+        options={"causal": True},
+    ),
 }  # fmt: skip
 
 
 @targets
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_matrix(backend: str, case: Case) -> None:
-    check(case, TARGETS[backend])
+    check(on(backend, case), TARGETS[backend])
 
 
 @pytest.mark.parametrize(
@@ -92,7 +105,7 @@ def test_random_calls(backend: str) -> None:
             seqlen_k=pick(3, 64, 129), head_dim=pick(16, 32, 40), sinks=pick(True, False),
             data=pick("normal", "outliers", "peaks", "sink"), options=options,
         )  # fmt: skip
-        check(case, TARGETS[backend])
+        check(on(backend, case), TARGETS[backend])
 
 
 @targets
@@ -100,7 +113,7 @@ def test_random_calls(backend: str) -> None:
 def test_extreme_descales(backend: str, factor: float) -> None:
     """Beside a scale that makes up for them, results are those of ordinary ones; a factor of 0 makes all scores 0."""
     target = TARGETS[backend]
-    (q, k, v), _ = make_call(Case(kind="head"))
+    (q, k, v), _ = make_call(on(backend, Case(kind="head")))
     q, k, v = (Quantized(*(None if y is None else y.to(target.device) for y in x)) for x in (q, k, v))
     assert k.descale is not None
     scale = 0.3 / factor if factor else 0.3
@@ -115,14 +128,28 @@ def test_extreme_descales(backend: str, factor: float) -> None:
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_a_nan_descale_shows(backend: str, name: str) -> None:
     target = TARGETS[backend]
-    parts, _ = make_call(Case(kind="head"))
+    parts, _ = make_call(on(backend, Case(kind="head")))
     given = dict(zip("qkv", parts, strict=True))
-    descale = given[name].descale
+    descale = torch.ones(2, 2) if given[name].descale is None else given[name].descale
     assert descale is not None
     descale[1, 0] = float("nan")
+    given[name] = given[name]._replace(descale=descale)
     moved = [Quantized(*(None if y is None else y.to(target.device) for y in x)) for x in given.values()]
     out = diyfa.flash_attention(*moved, backend=backend).cpu()
     assert out[1, 0].isnan().all() and out[0].isfinite().all() and out[1, 1].isfinite().all()
+
+
+@targets
+def test_a_v_of_16_bits_may_have_a_descale(backend: str) -> None:
+    target = TARGETS[backend]
+    (q, k, v), _ = make_call(Case(dtype=INT8, value_dtype=F16, kind="head"))
+    q, k, v = (Quantized(*(None if y is None else y.to(target.device) for y in x)) for x in (q, k, v))
+    factors = torch.tensor([[2.0, 0.5], [-4.0, 1.0]])
+    for descale in (factors, torch.tensor(8.0)):
+        scaled = v._replace(descale=descale.to(target.device))
+        out = diyfa.flash_attention(q, k, scaled, out_dtype=F32, backend=backend).cpu()
+        want = diyfa.flash_attention(q, k, v, out_dtype=F32, backend=backend).cpu()
+        torch.testing.assert_close(out, want * (descale[..., None, None] if descale.dim() else descale))
 
 
 def test_scaled_weights_do_not_saturate() -> None:
@@ -137,7 +164,7 @@ def test_scaled_weights_do_not_saturate() -> None:
 def test_a_mean_that_is_not_finite_shows(backend: str, value: float) -> None:
     """In every row of its head that sees a key, although a softmax does not see the mean of k."""
     target = TARGETS[backend]
-    (q, k, v), _ = make_call(Case(kind="head", means=True, seqlen_q=70, seqlen_k=40))
+    (q, k, v), _ = make_call(on(backend, Case(kind="head", means=True, seqlen_q=70, seqlen_k=40)))
     assert k.mean is not None
     k.mean[1, 0] = value
     q8, k8, v8 = (Quantized(*(None if y is None else y.to(target.device) for y in x)) for x in (q, k, v))
@@ -164,7 +191,7 @@ def test_small_weights_are_not_lost(backend: str) -> None:
 @targets
 def test_a_quantised_call_and_its_tensors_are_one_call(backend: str) -> None:
     target = TARGETS[backend]
-    (q, k, v), _ = make_call(Case(kind="block", means=True, seqlen_k=130))
+    (q, k, v), _ = make_call(on(backend, Case(kind="block", means=True, seqlen_k=130)))
     q, k, v = (Quantized(*(None if y is None else y.to(target.device) for y in x)) for x in (q, k, v))
     wrapped = diyfa.flash_attention(q, k, v, causal=True, backend=backend)
     named = {"q_descale": q.descale, "k_descale": k.descale, "v_descale": v.descale, "k_mean": k.mean, "v_mean": v.mean}
@@ -190,10 +217,20 @@ def test_kernels_without_these_types_say_so() -> None:
         cuda.unsupported(problem.replace(arch="sm_75", dtype="int8", value_dtype="float16"))
         == "int8 needs sm_80 or later, this is sm_75"
     )
-    for dtype in ("float8_e4m3fn", "int8"):
-        described = problem.replace(device_type="npu", arch="Ascend910B3", dtype=dtype)
-        with pytest.raises(ValueError, match=f"no {dtype} matrix product"):
-            registry.choose("attention_fwd", described, npu)
+    ascend = problem.replace(device_type="npu", arch="Ascend910B3")
+    int8 = ascend.replace(dtype="int8", value_dtype="bfloat16")
+    for arch in ("Ascend910B3", "Ascend950PR_9589"):
+        assert registry.choose("attention_fwd", int8.replace(arch=arch), npu).name == "v2"
+        with pytest.raises(ValueError, match="triton-ascend has no float8_e4m3fn matrix product"):
+            registry.choose("attention_fwd", ascend.replace(arch=arch), npu)
+    with pytest.raises(ValueError, match="int8 q and k need a v of float16 or bfloat16 on NPUs, got float8_e4m3fn"):
+        registry.choose("attention_fwd", int8.replace(value_dtype="float8_e4m3fn"), npu)
+    with pytest.raises(ValueError, match="v1 does not implement eight_bits"):
+        registry.choose("attention_fwd", int8, npu, "v1")
+    with pytest.raises(ValueError, match="split_kv does not implement eight_bits"):
+        registry.choose("attention_fwd", int8.replace(batch_invariant=True), npu)
+    with pytest.raises(ValueError, match="v2 does not implement eight_bits"):
+        registry.choose("attention_bwd", int8, npu)
     hopper = problem.replace(arch="sm_90")
     assert registry.choose("attention_fwd", hopper, cuda).name == "v2"
     for variant, changes in (

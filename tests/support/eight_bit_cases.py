@@ -87,6 +87,8 @@ def draw(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     elif case.data == "zeros":
         q.zero_()
         v.zero_()
+    elif case.data == "saturated":  # int8 has nothing but 127 and -127
+        q, k = q.sign(), k.sign()
     elif case.data == "large":
         q, k = q * 30, k * 30
     return q, k, v
