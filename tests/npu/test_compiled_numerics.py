@@ -18,6 +18,7 @@ import torch
 from cases import CASES
 from eight_bit_cases import Case as EightBitCase
 from eight_bit_cases import check as check_eight_bits
+from eight_bit_cases import with_mask, with_score_function
 from kvcache_cases import CacheCase, assert_appended, assert_in_budget
 from kvcache_cases import run_case as run_cache_case
 from merge_cases import MERGE_CASES, joined
@@ -25,7 +26,7 @@ from nonfinite import same_nonfinite
 from poison import poisoned_allocations
 from targets import Target
 
-from diyfa import BlockMask, triton_matmul, use_backend
+from diyfa import triton_matmul, use_backend
 from diyfa.testing import AttentionCase as Case
 from diyfa.testing import (
     Results,
@@ -313,8 +314,9 @@ INT8_CASES = {
         options={"sm_scale": -0.4},
     ),
     "wide": EightBitCase(heads=1, heads_kv=1, head_dim=576, head_dim_v=64, seqlen_q=40, kind="block", means=True),
-    "mask": EightBitCase(
-        seqlen_q=200, seqlen_k=150, head_dim=64, kind="block", means=True, options={"mask": "64"},
+    "mask": with_mask(EightBitCase(seqlen_q=200, seqlen_k=150, head_dim=64, kind="block", means=True)),
+    "score_fn": with_score_function(
+        EightBitCase(seqlen_q=70, seqlen_k=200, head_dim=64, kind="block", means=True, options={"causal": True})
     ),
 }  # fmt: skip
 
@@ -325,11 +327,7 @@ def test_int8(name: str) -> None:
     from simulators.hivm.launch import compiled_on_cpu
 
     case = INT8_CASES[name]
-    case = replace(case, dtype=torch.int8, value_dtype=case.value_dtype or torch.bfloat16, options=dict(case.options))
-    if "mask" in case.options:
-        seen = torch.rand(case.seqlen_q, case.seqlen_k, generator=torch.Generator().manual_seed(9)) < 0.3
-        seen[:, 64:128] = True
-        case.options["mask"] = BlockMask.from_dense(seen, int(case.options["mask"]))
+    case = replace(case, dtype=torch.int8, value_dtype=case.value_dtype or torch.bfloat16)
     with compiled_on_cpu() as log, poisoned_allocations():
         check_eight_bits(case, Target("npu", "cpu", True))
     assert set(log.launches) == {"_fwd_kernel"} and not log.races, "\n".join(log.races)

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from eight_bit_cases import BF16, E4M3, E5M2, F16, F32, INT8, LARGEST, Case, check, make_call
+from eight_bit_cases import (
+    BF16,
+    E4M3,
+    E5M2,
+    F16,
+    F32,
+    INT8,
+    LARGEST,
+    Case,
+    check,
+    make_call,
+    with_mask,
+    with_score_function,
+)
 from targets import TARGETS, Target
 
 import diyfa
@@ -150,6 +164,14 @@ def test_a_v_of_16_bits_may_have_a_descale(backend: str) -> None:
         out = diyfa.flash_attention(q, k, scaled, out_dtype=F32, backend=backend).cpu()
         want = diyfa.flash_attention(q, k, v, out_dtype=F32, backend=backend).cpu()
         torch.testing.assert_close(out, want * (descale[..., None, None] if descale.dim() else descale))
+
+
+@pytest.mark.parametrize("backend", [name for name in TARGETS if name != "cuda"])
+@pytest.mark.parametrize("change", [with_mask, with_score_function])
+def test_int8_with_a_mask_or_a_score_function(backend: str, change: Callable[[Case], Case]) -> None:
+    for kind in ("head", "block"):
+        case = Case(dtype=INT8, value_dtype=BF16, kind=kind, means=True, sinks=True, seqlen_q=150, seqlen_k=130)
+        check(change(case), TARGETS[backend])
 
 
 def test_scaled_weights_do_not_saturate() -> None:
