@@ -10,6 +10,9 @@ from itertools import product
 
 import pytest
 import torch
+from eight_bit_cases import Case as EightBitCase
+from eight_bit_cases import check as check_eight_bits
+from targets import Target
 
 import diyfa
 from diyfa.backends.npu.tables import configs, requested
@@ -223,6 +226,19 @@ def test_the_conservative_tile_takes_the_place_of_one_that_does_not_compile(npu:
         warnings.simplefilter("error", RuntimeWarning)
         run(CASE, npu)
     assert [tile for kernel, tile in planted.tried if kernel != "dkdv"] == ["64x64"] * 2 and len(planted.tried) == 3
+
+
+def test_the_conservative_tile_of_int8(npu: torch.device, compiler) -> None:
+    """`diyfa tune` makes no int8 calls, so the warning does not name it."""
+    case = EightBitCase(
+        dtype=torch.int8, value_dtype=torch.bfloat16, kind="block", means=True, seqlen_k=150, head_dim=16,
+        options={"softcap": 8.0, "causal": True},
+    )  # fmt: skip
+    planted = compiler(lambda kernel, tile: tile == "32x32")
+    with pytest.warns(RuntimeWarning, match="conservative tile 32x32") as told:
+        check_eight_bits(case, Target("npu", npu.type, True))
+    assert [tile for _, tile in planted.tried] == ["64x128", "32x32"]
+    assert not any("diyfa tune" in str(each.message) for each in told)
 
 
 def test_another_variant_of_the_kernel_keeps_its_tile(npu: torch.device, compiler) -> None:
