@@ -80,7 +80,7 @@ CUDA_TARGETS ?= sm_90 sm_120 sm_100 sm_80 sm_89 sm_75
 NPU_TESTS ?= tests/npu tests/numerics/test_attention_matrix.py tests/numerics/test_propagation.py \
   tests/numerics/test_empty_blocks.py tests/numerics/test_score_functions.py \
   tests/numerics/test_kvcache_matrix.py tests/numerics/test_hidden_pages.py tests/numerics/test_infinite_sinks.py \
-  tests/numerics/test_infinite_scores.py tests/frontend/test_device.py \
+  tests/numerics/test_infinite_scores.py tests/numerics/test_eight_bits.py tests/frontend/test_device.py \
   tests/numerics/test_merge.py tests/tools/test_cli.py
 
 # What depends on the release of torch_npu.

@@ -330,7 +330,7 @@ SHAPE_FEATURES = (
     # With it come the descales and means. They are refused with other dtypes, so that no kernel leaves them out.
     Feature(
         "eight_bits", refusal_name="eight_bits", is_present=lambda problem: problem.dtype in EIGHT_BITS,
-        label="float8 and int8", example={"dtype": "float8_e4m3fn", "out_dtype": "bfloat16"},
+        label="float8", example={"dtype": "float8_e4m3fn", "out_dtype": "bfloat16"},
     ),
 )  # fmt: skip
 

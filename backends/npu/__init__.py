@@ -77,7 +77,10 @@ def _dtype_unsupported(dtype: str) -> str | None:
 
 
 def _shape_unsupported(problem: AttentionProblem | KVCacheProblem) -> str | None:
-    if reason := _dtype_unsupported(problem.dtype):
+    if isinstance(problem, AttentionProblem) and problem.dtype == "int8":
+        if problem.value_dtype not in ("float16", "bfloat16"):
+            return f"int8 q and k need a v of float16 or bfloat16 on NPUs, got {problem.value_dtype or problem.dtype}"
+    elif reason := _dtype_unsupported(problem.dtype):
         return reason
     widest, max_head_dim = max(problem.head_dim, problem.head_dim_v), configs.HEAD_DIM_CLASSES[-1]
     if widest > max_head_dim:
@@ -85,8 +88,8 @@ def _shape_unsupported(problem: AttentionProblem | KVCacheProblem) -> str | None
     return configs.always_mask_refusal(problem)
 
 
-def _attention_unsupported(problem: AttentionProblem) -> str | None:
-    return _shape_unsupported(problem) or refuse_features(problem, FEATURES, "the npu backend")
+def _attention_unsupported(problem: AttentionProblem, features: frozenset[str] = FEATURES) -> str | None:
+    return _shape_unsupported(problem) or refuse_features(problem, features, "v2")
 
 
 def _bwd_unsupported(problem: AttentionProblem) -> str | None:
@@ -101,7 +104,7 @@ def _bwd_unsupported(problem: AttentionProblem) -> str | None:
 def _fwd_unsupported(problem: AttentionProblem) -> str | None:
     if problem.batch_invariant:
         return "its tiles follow the shape of the call, so it is not batch invariant: split_kv is"
-    return _attention_unsupported(problem)
+    return _attention_unsupported(problem, FEATURES | {"eight_bits"})
 
 
 def _split_kv_unsupported(problem: AttentionProblem) -> str | None:

@@ -44,6 +44,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "D = 256": {"head_dim": 256, "head_dim_v": 256},
     "D = 512": {"head_dim": 512, "head_dim_v": 512},
+    "int8, v in 16 bits": {"dtype": "int8", "value_dtype": "bfloat16", "out_dtype": "bfloat16"},
     **{feature.label: feature.example for feature in (*SHAPE_FEATURES, *OPTION_FEATURES) if feature.label},
 }
 

@@ -63,6 +63,8 @@ def test_cube_work_of_a_tile(fwd: hivm.Module) -> None:
         (16, 16, 576, 16, l0.Slices(16, 1, 16 * 16 * 2, 16 * 576 * 2)),
         (16, 20, 512, 32, l0.Slices(16, 2, 16 * 16 * 4, 16 * 512 * 4)),  # exactly half of L0B
         (130, 128, 40, 32, l0.Slices(48, 3, 130 * 48 * 4, 48 * 40 * 4)),  # 130 rows count as 144
+        (64, 80, 256, 8, l0.Slices(96, 1, 64 * 96, 96 * 256)),  # of int8 a fractal has 32 columns
+        (64, 576, 256, 8, l0.Slices(128, 5, 64 * 128, 128 * 256)),
     ],
 )
 def test_slices_of_a_product(m: int, k: int, n: int, bits: int, expected: l0.Slices) -> None:
@@ -164,6 +166,7 @@ def test_cube_cycles_of_full_blocks() -> None:
     speed = cost.rates(A2)
     assert cost.cube_cycles(hivm.Product(128, 128, 128, 16), speed) == 512
     assert cost.cube_cycles(hivm.Product(128, 128, 128, 32), speed) == 4 * 512
+    assert cost.cube_cycles(hivm.Product(128, 128, 128, 8), speed) == 512 // 2
     assert cost.cube_cycles(hivm.Product(1, 128, 128, 16), speed) == 128  # one row costs what 16 do; operand b decides
 
 

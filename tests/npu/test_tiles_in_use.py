@@ -10,9 +10,13 @@ from itertools import product
 
 import pytest
 import torch
+from eight_bit_cases import Case as EightBitCase
+from eight_bit_cases import check as check_eight_bits
+from targets import Target
 
 import diyfa
 from diyfa.backends.npu.tables import configs, requested
+from diyfa.eight_bits import BLOCK_K, BLOCK_Q
 from diyfa.lab.npu import specs
 from diyfa.problem import KVCacheProblem, Launch
 from diyfa.reference import reference_kvcache
@@ -60,6 +64,25 @@ def test_every_tile_divides_the_blocks_of_a_mask(arch: str, kernel: str, monkeyp
         monkeypatch.setenv(requested.VARIABLE, wrong)
         with pytest.raises(ValueError, match="does not divide the blocks of the mask, 64 queries and 128 keys"):
             configs.requested_tile(problem, kernel)
+
+
+@pytest.mark.parametrize("arch", [A2, "Ascend950PR_9589"])
+def test_every_tile_of_int8_has_whole_blocks(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows and keys that share a descale. One that is asked for and has them not is an error."""
+    monkeypatch.delenv(requested.VARIABLE, raising=False)
+    int8 = {"dtype": "int8", "value_dtype": "bfloat16", "out_dtype": "bfloat16"}
+    for head_dim, case in product(configs.HEAD_DIM_CLASSES, specs.MODE_CASES.values()):
+        problem, _ = specs.example_case(arch, {**case, **int8, "head_dim": head_dim})
+        for tile in (configs.table_tile(problem, "fwd"), *configs.candidates(problem)):
+            assert BLOCK_Q % tile.block_m == 0, tile
+            assert tile.block_n == 32 or tile.block_n % BLOCK_K == 0, tile
+    for shape in ("16x32", "128x192"):
+        monkeypatch.setenv(requested.VARIABLE, shape)
+        assert configs.requested_tile(problem, "fwd") is not None
+    for wrong in ("64x16", "48x64", "64x96"):
+        monkeypatch.setenv(requested.VARIABLE, wrong)
+        with pytest.raises(ValueError, match="its rows must divide 128, and its keys must be 32 or a multiple of 64"):
+            configs.requested_tile(problem, "fwd")
 
 
 class Compiler:
@@ -203,6 +226,19 @@ def test_the_conservative_tile_takes_the_place_of_one_that_does_not_compile(npu:
         warnings.simplefilter("error", RuntimeWarning)
         run(CASE, npu)
     assert [tile for kernel, tile in planted.tried if kernel != "dkdv"] == ["64x64"] * 2 and len(planted.tried) == 3
+
+
+def test_the_conservative_tile_of_int8(npu: torch.device, compiler) -> None:
+    """`diyfa tune` makes no int8 calls, so the warning does not name it."""
+    case = EightBitCase(
+        dtype=torch.int8, value_dtype=torch.bfloat16, kind="block", means=True, seqlen_k=150, head_dim=16,
+        options={"softcap": 8.0, "causal": True},
+    )  # fmt: skip
+    planted = compiler(lambda kernel, tile: tile == "32x32")
+    with pytest.warns(RuntimeWarning, match="conservative tile 32x32") as told:
+        check_eight_bits(case, Target("npu", npu.type, True))
+    assert [tile for _, tile in planted.tried] == ["64x128", "32x32"]
+    assert not any("diyfa tune" in str(each.message) for each in told)
 
 
 def test_another_variant_of_the_kernel_keeps_its_tile(npu: torch.device, compiler) -> None:

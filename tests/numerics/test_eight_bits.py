@@ -2,20 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from eight_bit_cases import BF16, E4M3, E5M2, F16, F32, INT8, LARGEST, Case, check, make_call
-from targets import TARGETS
+from eight_bit_cases import (
+    BF16,
+    E4M3,
+    E5M2,
+    F16,
+    F32,
+    INT8,
+    LARGEST,
+    Case,
+    check,
+    make_call,
+    with_mask,
+    with_score_function,
+)
+from targets import TARGETS, Target
 
 import diyfa
 from diyfa import registry
 from diyfa.eight_bits import WEIGHT_SHIFT, Quantized
 from diyfa.features import dtype_name
 
-# No int8 or float8 on Ascend: its refusal has a test below.
-targets = pytest.mark.parametrize("backend", [name for name in TARGETS if name != "npu"])
+targets = pytest.mark.parametrize("backend", TARGETS)
+
+
+def on(backend: str, case: Case) -> Case:
+    """The case in types that the backend has: of Ascend's kernels int8 q and k beside a v of 16 bits."""
+    value_dtype = case.value_dtype or case.dtype
+    if backend != "npu" or (case.dtype == INT8 and value_dtype in (BF16, F16)):
+        return case
+    return replace(case, dtype=INT8, value_dtype=F16 if E5M2 in (case.dtype, value_dtype) else BF16)
+
 
 CASES = {
     "e4m3": Case(),
@@ -56,20 +79,24 @@ CASES = {
     "equal_rows": Case(data="equal", seqlen_k=300, kind="block"),
     "zeros": Case(data="zeros", kind="head", means=True),
     "large_scores": Case(data="large", kind="head"),
+    "saturated_int8": Case(
+        data="saturated", dtype=INT8, value_dtype=BF16, kind="block", head_dim=128, seqlen_k=200,
+        options={"causal": True},
+    ),
 }  # fmt: skip
 
 
 @targets
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_matrix(backend: str, case: Case) -> None:
-    check(case, TARGETS[backend])
+    check(on(backend, case), TARGETS[backend])
 
 
 @pytest.mark.parametrize(
     "case", [CASES["e4m3_block"], CASES["sinks"], CASES["int8_bf16"]], ids=["e4m3", "sinks", "int8"]
 )
 def test_v1_of_the_cpu(case: Case) -> None:
-    check(case, TARGETS["cpu"], "v1")
+    check(case, Target("cpu", "cpu", False), "v1")
 
 
 @targets
@@ -92,7 +119,7 @@ def test_random_calls(backend: str) -> None:
             seqlen_k=pick(3, 64, 129), head_dim=pick(16, 32, 40), sinks=pick(True, False),
             data=pick("normal", "outliers", "peaks", "sink"), options=options,
         )  # fmt: skip
-        check(case, TARGETS[backend])
+        check(on(backend, case), TARGETS[backend])
 
 
 @targets
@@ -100,29 +127,51 @@ def test_random_calls(backend: str) -> None:
 def test_extreme_descales(backend: str, factor: float) -> None:
     """Beside a scale that makes up for them, results are those of ordinary ones; a factor of 0 makes all scores 0."""
     target = TARGETS[backend]
-    (q, k, v), _ = make_call(Case(kind="head"))
-    q, k, v = (Quantized(*(None if y is None else y.to(target.device) for y in x)) for x in (q, k, v))
+    (q, k, v), _ = make_call(on(backend, Case(kind="head")))
     assert k.descale is not None
     scale = 0.3 / factor if factor else 0.3
     changed = k._replace(descale=k.descale * factor)
-    out, lse = diyfa.flash_attention(q, changed, v, sm_scale=scale, return_lse=True, backend=backend)
-    want, want_lse = diyfa.flash_attention(q, k, v, sm_scale=0.3 if factor else 0.0, return_lse=True, backend=backend)
-    torch.testing.assert_close(out.float(), want.float(), rtol=2e-2, atol=2e-2)
-    torch.testing.assert_close(lse, want_lse, rtol=1e-5, atol=1e-5)
+    q, k, v, changed = (Quantized(*(None if y is None else y.to(target.device) for y in x)) for x in (q, k, v, changed))
+    found = diyfa.flash_attention(q, changed, v, sm_scale=scale, return_lse=True, backend=backend)
+    want = diyfa.flash_attention(q, k, v, sm_scale=0.3 if factor else 0.0, return_lse=True, backend=backend)
+    torch.testing.assert_close(found[0].cpu().float(), want[0].cpu().float(), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(found[1].cpu(), want[1].cpu(), rtol=1e-5, atol=1e-5)
 
 
 @targets
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_a_nan_descale_shows(backend: str, name: str) -> None:
     target = TARGETS[backend]
-    parts, _ = make_call(Case(kind="head"))
+    parts, _ = make_call(on(backend, Case(kind="head")))
     given = dict(zip("qkv", parts, strict=True))
-    descale = given[name].descale
+    descale = torch.ones(2, 2) if given[name].descale is None else given[name].descale
     assert descale is not None
     descale[1, 0] = float("nan")
+    given[name] = given[name]._replace(descale=descale)
     moved = [Quantized(*(None if y is None else y.to(target.device) for y in x)) for x in given.values()]
     out = diyfa.flash_attention(*moved, backend=backend).cpu()
     assert out[1, 0].isnan().all() and out[0].isfinite().all() and out[1, 1].isfinite().all()
+
+
+@targets
+def test_a_v_of_16_bits_may_have_a_descale(backend: str) -> None:
+    target = TARGETS[backend]
+    (q, k, v), _ = make_call(Case(dtype=INT8, value_dtype=F16, kind="head"))
+    q, k, v = (Quantized(*(None if y is None else y.to(target.device) for y in x)) for x in (q, k, v))
+    factors = torch.tensor([[2.0, 0.5], [-4.0, 1.0]])
+    for descale in (factors, torch.tensor(8.0)):
+        scaled = v._replace(descale=descale.to(target.device))
+        out = diyfa.flash_attention(q, k, scaled, out_dtype=F32, backend=backend).cpu()
+        want = diyfa.flash_attention(q, k, v, out_dtype=F32, backend=backend).cpu()
+        torch.testing.assert_close(out, want * (descale[..., None, None] if descale.dim() else descale))
+
+
+@pytest.mark.parametrize("backend", [name for name in TARGETS if name != "cuda"])
+@pytest.mark.parametrize("change", [with_mask, with_score_function])
+def test_int8_with_a_mask_or_a_score_function(backend: str, change: Callable[[Case], Case]) -> None:
+    for kind in ("head", "block"):
+        case = Case(dtype=INT8, value_dtype=BF16, kind=kind, means=True, sinks=True, seqlen_q=150, seqlen_k=130)
+        check(change(case), TARGETS[backend])
 
 
 def test_scaled_weights_do_not_saturate() -> None:
@@ -137,7 +186,7 @@ def test_scaled_weights_do_not_saturate() -> None:
 def test_a_mean_that_is_not_finite_shows(backend: str, value: float) -> None:
     """In every row of its head that sees a key, although a softmax does not see the mean of k."""
     target = TARGETS[backend]
-    (q, k, v), _ = make_call(Case(kind="head", means=True, seqlen_q=70, seqlen_k=40))
+    (q, k, v), _ = make_call(on(backend, Case(kind="head", means=True, seqlen_q=70, seqlen_k=40)))
     assert k.mean is not None
     k.mean[1, 0] = value
     q8, k8, v8 = (Quantized(*(None if y is None else y.to(target.device) for y in x)) for x in (q, k, v))
@@ -154,8 +203,9 @@ def test_small_weights_are_not_lost(backend: str) -> None:
     q[..., 0], k[:, :, 0, 0] = 1.0, 7.0
     v = torch.ones(1, 1, 401, 32)
     v[:, :, 0] = 0.0
-    one = torch.ones(1, device=target.device)
-    parts = [Quantized(x.to(E4M3).to(target.device), one) for x in (q, k, v)]
+    one = torch.ones(1).to(target.device)
+    dtypes = (INT8, INT8, F16) if backend == "npu" else (E4M3, E4M3, E4M3)
+    parts = [Quantized(x.to(dtype).to(target.device), one) for x, dtype in zip((q, k, v), dtypes, strict=True)]
     out = diyfa.flash_attention(*parts, sm_scale=1.0, backend=backend).cpu()
     want = 400 / (400 + torch.e**7)
     torch.testing.assert_close(out.float(), torch.full_like(out, want, dtype=F32), rtol=0.07, atol=0)
@@ -164,7 +214,7 @@ def test_small_weights_are_not_lost(backend: str) -> None:
 @targets
 def test_a_quantised_call_and_its_tensors_are_one_call(backend: str) -> None:
     target = TARGETS[backend]
-    (q, k, v), _ = make_call(Case(kind="block", means=True, seqlen_k=130))
+    (q, k, v), _ = make_call(on(backend, Case(kind="block", means=True, seqlen_k=130)))
     q, k, v = (Quantized(*(None if y is None else y.to(target.device) for y in x)) for x in (q, k, v))
     wrapped = diyfa.flash_attention(q, k, v, causal=True, backend=backend)
     named = {"q_descale": q.descale, "k_descale": k.descale, "v_descale": v.descale, "k_mean": k.mean, "v_mean": v.mean}
@@ -177,12 +227,12 @@ def test_a_quantised_call_and_its_tensors_are_one_call(backend: str) -> None:
     assert not torch.equal(wrapped.cpu(), changed.cpu())
 
 
-def test_kernels_without_these_types_say_so() -> None:
+def test_gpus_without_these_types_say_so() -> None:
     from diyfa.problem import AttentionProblem
 
-    pytest.importorskip("triton")
+    pytest.importorskip("triton.knobs")  # mainline Triton
     problem = AttentionProblem("cuda", "sm_80", "float8_e4m3fn", "bhsd", 2, 4, 4, 64, 64, 64, 64)
-    cuda, npu = registry.load_backend("cuda"), registry.load_backend("npu")
+    cuda = registry.load_backend("cuda")
     assert cuda.unsupported(problem) == "float8 needs sm_89 or later, this is sm_80"
     assert cuda.unsupported(problem.replace(dtype="int8", value_dtype="bfloat16")) is None
     assert cuda.unsupported(problem.replace(dtype="int8", value_dtype="float8_e4m3fn")) is not None
@@ -190,10 +240,6 @@ def test_kernels_without_these_types_say_so() -> None:
         cuda.unsupported(problem.replace(arch="sm_75", dtype="int8", value_dtype="float16"))
         == "int8 needs sm_80 or later, this is sm_75"
     )
-    for dtype in ("float8_e4m3fn", "int8"):
-        described = problem.replace(device_type="npu", arch="Ascend910B3", dtype=dtype)
-        with pytest.raises(ValueError, match=f"no {dtype} matrix product"):
-            registry.choose("attention_fwd", described, npu)
     hopper = problem.replace(arch="sm_90")
     assert registry.choose("attention_fwd", hopper, cuda).name == "v2"
     for variant, changes in (
@@ -204,3 +250,23 @@ def test_kernels_without_these_types_say_so() -> None:
     for kernel in [kernel for name in ("cuda", "cpu") for kernel in registry.load_backend(name).kernels]:
         if kernel.op == "attention_bwd":
             assert kernel.unsupported(hopper) is not None, kernel.name
+
+
+def test_ascend_kernels_say_what_they_take() -> None:
+    from diyfa.problem import AttentionProblem
+
+    npu = registry.load_backend("npu")
+    ascend = AttentionProblem("npu", "Ascend910B3", "float8_e4m3fn", "bhsd", 2, 4, 4, 64, 64, 64, 64)
+    int8 = ascend.replace(dtype="int8", value_dtype="bfloat16")
+    for arch in ("Ascend910B3", "Ascend950PR_9589"):
+        assert registry.choose("attention_fwd", int8.replace(arch=arch), npu).name == "v2"
+        with pytest.raises(ValueError, match="triton-ascend has no float8_e4m3fn matrix product"):
+            registry.choose("attention_fwd", ascend.replace(arch=arch), npu)
+    with pytest.raises(ValueError, match="int8 q and k need a v of float16 or bfloat16 on NPUs, got float8_e4m3fn"):
+        registry.choose("attention_fwd", int8.replace(value_dtype="float8_e4m3fn"), npu)
+    with pytest.raises(ValueError, match="v1 does not implement eight_bits"):
+        registry.choose("attention_fwd", int8, npu, "v1")
+    with pytest.raises(ValueError, match="split_kv does not implement eight_bits"):
+        registry.choose("attention_fwd", int8.replace(batch_invariant=True), npu)
+    with pytest.raises(ValueError, match="v2 does not implement eight_bits"):
+        registry.choose("attention_bwd", int8, npu)

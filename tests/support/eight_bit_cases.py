@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from targets import Target
 
 import diyfa
+from diyfa import BlockMask
 from diyfa.eight_bits import BLOCK_K, BLOCK_Q, Quantized
+from diyfa.score_functions import ScoreFunction
 from diyfa.testing import LSE_UNIT, Error, error_budget, measure_error, rounding_unit
 from diyfa.yardstick import largest_scores, plain_flash_attention
 
@@ -17,6 +19,31 @@ E4M3, E5M2, INT8, BF16, F16, F32 = (
     torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.bfloat16, torch.float16, torch.float32,
 )  # fmt: skip
 LARGEST = {E4M3: 448.0, E5M2: 57344.0, INT8: 127.0}
+
+
+# A score function: 30 tanh(score · a factor of each key).
+KEY_FACTOR = ScoreFunction(
+    "scaled", 1,
+    """def scaled(score, b, h, i, j, t0):
+    v0 = load(t0, j)
+    v1 = mul(score, v0)
+    v2 = tanh(v1)
+    v3 = mul(v2, 30.0)
+    return v3""",
+)  # fmt: skip
+
+
+def with_mask(case: Case) -> Case:
+    """The case with a block mask of blocks of 64, of which some are full and some empty."""
+    seen = torch.rand(case.seqlen_q, case.seqlen_k, generator=torch.Generator().manual_seed(9)) < 0.3
+    seen[:, 64:128] = True
+    seen[64:128, :64] = False
+    return replace(case, options={**case.options, "mask": BlockMask.from_dense(seen, 64)})
+
+
+def with_score_function(case: Case) -> Case:
+    factors = torch.rand(case.seqlen_k, generator=torch.Generator().manual_seed(9)) / 4
+    return replace(case, options={**case.options, "score_fn": KEY_FACTOR, "score_tensors": (factors,)})
 
 
 @dataclass(frozen=True)
@@ -87,6 +114,8 @@ def draw(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     elif case.data == "zeros":
         q.zero_()
         v.zero_()
+    elif case.data == "saturated":  # int8 has nothing but 127 and -127
+        q, k = q.sign(), k.sign()
     elif case.data == "large":
         q, k = q * 30, k * 30
     return q, k, v
@@ -143,7 +172,9 @@ def run(case: Case, target: Target, variant: str = "auto") -> tuple[torch.Tensor
     parts, options = make_call(case)
 
     def move(x: Any) -> Any:
-        return x.to(target.device) if isinstance(x, torch.Tensor) else x
+        if type(x) is tuple:  # captured tensors
+            return tuple(map(move, x))
+        return x.to(target.device) if isinstance(x, (torch.Tensor, BlockMask)) else x
 
     parts = tuple(Quantized(*map(move, x)) for x in parts)
     options = {name: move(x) for name, x in options.items()}

@@ -20,7 +20,8 @@ Differences from a GPU kernel:
 * Exponentials have base e: Ascend's exp2 is a multiplication and an exp.
 * Every dimension that can overrun is loaded with zero padding, so rows of V beyond the keys bring no NaN.
 
-With a block mask (MASK_K) the loop counts positions in a list of key blocks: see block_mask.py.
+With a block mask (MASK_K) the loop counts positions in a list of key blocks: see block_mask.py. With q and k of int8
+(INT8) step 2 multiplies integers, and their factors and means come in as eight_bits.py says.
 
 `per_head_ptr` holds ALiBi slopes. `configs.attention_scalars` defines the scalar arguments from sm_scale to grad_scale,
 and `primitives.locate_task` explains `heads_in_parallel`.
@@ -36,6 +37,7 @@ import triton.language as tl
 
 from diyfa.backends.npu.attention.block_mask import head_lists, keep_visible, listed, listed_keys
 from diyfa.backends.npu.attention.dropout import head_keys, keep_tile, position_words
+from diyfa.backends.npu.attention.eight_bits import query_factors, scaled_products, with_means
 from diyfa.backends.npu.attention.launch import AttentionConstants, attention_launch, call_values
 from diyfa.backends.npu.attention.primitives import (
     block_at,
@@ -87,12 +89,19 @@ class ForwardConstants(AttentionConstants):
 
     masked: bool  # some tile of scores may need a mask
     sinks: bool
+    int8: bool  # q and k are int8; the fields below are those of the problem
+    q_descale: int
+    k_descale: int
+    v_descale: int
+    k_mean: bool
+    v_mean: bool
 
 
 @kernel
 def _fwd_kernel(
     q_ptr, k_ptr, v_ptr,
     seq_lens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, per_head_ptr, bias_ptr, rng_state_ptr, sinks_ptr,
+    q_descale_ptr, k_descale_ptr, v_descale_ptr, k_mean_ptr, v_mean_ptr,
     mask_blocks_ptr, mask_bits_ptr, score_tensor0_ptr, score_tensor1_ptr, score_tensor2_ptr, score_tensor3_ptr,
     out_ptr, lse_ptr,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
@@ -141,6 +150,13 @@ def _fwd_kernel(
             m_i = tl.full([c.BLOCK_M], LOWEST, tl.float32)
             l_i = tl.zeros([c.BLOCK_M], tl.float32)
             acc = tl.zeros([c.BLOCK_M, c.BLOCK_DV], tl.float32)
+            score_scale, score_rate = sm_scale, softcap_rate
+            if c.INT8:
+                scale = sm_scale if c.SOFTCAP == "" else softcap_rate
+                factor, offset = query_factors(
+                    q, scale, q_descale_ptr, k_descale_ptr, k_mean_ptr, b, h, hk, row0, heads_q, heads_kv, seqlen_q, c
+                )
+                score_scale, score_rate = 1.0, 1.0  # `factor` has the scale
             if ROW_BIAS:
                 bias = row_bias(bias_ptr, b, h, stride_bias_b, stride_bias_h, row0, sq, c)
             if c.DROPOUT:
@@ -154,8 +170,10 @@ def _fwd_kernel(
                 else:
                     k = load_tile(k_block, PAD_D)  # [BLOCK_N, BLOCK_D]
                 s = dot(q, tl.trans(k), c.INTERPRET)  # [BLOCK_M, BLOCK_N]
+                if c.INT8:
+                    s = scaled_products(s, factor, offset, k_descale_ptr, b, hk, n0, heads_kv, seqlen_k, c)
                 s, _capped = score_tile(
-                    s, b, h, row0, n0, sq, sk, sm_scale, softcap, softcap_minus, softcap_rate,
+                    s, b, h, row0, n0, sq, sk, score_scale, softcap, softcap_minus, score_rate,
                     per_head_ptr, stride_per_head_b, bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, False, c,
                 )  # fmt: skip
                 if ROW_BIAS:
@@ -187,6 +205,8 @@ def _fwd_kernel(
                 if not c.MASK_K:
                     k_block = tl.advance(k_block, (c.BLOCK_N, 0))
                     v_block = tl.advance(v_block, (c.BLOCK_N, 0))
+            if c.INT8:
+                acc, m_i, l_i = with_means(acc, m_i, l_i, offset, v_descale_ptr, v_mean_ptr, b, hk, heads_kv, c)
             if c.SINKS:  # A key without a value. It comes last: the weight of a row's only key stays exp(0), exact.
                 # Computed on vectors: the compiler passes an fp32 scalar to the cube core, which then waits for it.
                 sink = tl.zeros([c.BLOCK_M], tl.float32) + load_row(sinks_ptr + h, 0, 1, 1)

@@ -24,6 +24,9 @@ from diyfa.features import TENSORS
 from diyfa.problem import AttentionProblem, AttentionTensors, Launch, per_head_stride
 from diyfa.score_code import JitSource, slope_source, value_source
 
+# A fractal of the cube unit has 32 bytes in each row. Columns of int8 that fill half of one would leave it undefined.
+INT8_COLUMNS = 32
+
 
 @dataclass(frozen=True)
 class AttentionConstants(Constants):
@@ -68,6 +71,7 @@ def call_values(problem: AttentionProblem, tensors: AttentionTensors, step: str)
     says whether a tile needs a mask."""
     bias = as_read(tensors.attn_bias, bias_keys(problem))
     mask_q, mask_k = problem.mask or (0, 0)
+    is_int8 = problem.dtype == "int8"
     return {
         **tensor_arguments(problem.layout, q=tensors.q, k=tensors.k, v=tensors.v),
         **{f"{x.name}_ptr": getattr(tensors, x.name) for x in TENSORS},
@@ -79,7 +83,7 @@ def call_values(problem: AttentionProblem, tensors: AttentionTensors, step: str)
         **attention_scalars(problem, tensors.sm_scale, tensors.dropout_p),
         **attention_sizes(problem),
         **{name.upper(): value for name, value in vars(problem).items()},
-        "BLOCK_D": padded_head_dim(problem.head_dim),
+        "BLOCK_D": padded_head_dim(problem.head_dim, INT8_COLUMNS if is_int8 else 16),
         "BLOCK_DV": padded_head_dim(problem.head_dim_v),
         "MASKED": attention_key(problem, step).mode != "even",
         "ALWAYS_MASK": configs.ALWAYS_MASK,
@@ -90,6 +94,7 @@ def call_values(problem: AttentionProblem, tensors: AttentionTensors, step: str)
         "SOFTCAP": softcap_form(problem),
         "ALIBI": alibi_form(problem),
         "BIAS": bias.dims,
+        "INT8": is_int8,
         "MASK_Q": mask_q,
         "MASK_K": mask_k,
         "SCORE_FN": value_source(problem.score_fn, spelling(problem)),

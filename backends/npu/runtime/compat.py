@@ -53,13 +53,13 @@ def interpreter_problem() -> str | None:
     )
 
 
-def padded_head_dim(head_dim: int) -> int:
-    """Return the feature columns of a tile: the next multiple of 16, the cube unit's fractal.
+def padded_head_dim(head_dim: int, columns: int = 16) -> int:
+    """Return the feature columns of a tile: the next multiple of `columns`, those of the cube unit's fractal.
 
     In mainline Triton it is a power of two, because block shapes must be."""
     if has_ascend_compiler():
-        return -(-head_dim // 16) * 16
-    return max(16, 1 << (head_dim - 1).bit_length())
+        return -(-head_dim // columns) * columns
+    return max(columns, 1 << (head_dim - 1).bit_length())
 
 
 def split_columns(head_dim: int, max_columns: int) -> dict[str, int]:

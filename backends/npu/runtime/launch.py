@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
-from diyfa.arch import ELEMENT_BYTES, npu_spec
+from diyfa.arch import npu_spec
 from diyfa.backends.npu.runtime.compat import INTERPRETED, INTERPRETER_PROGRAMS, Constants
 from diyfa.backends.npu.runtime.compiler import compiling_if_allowed
 from diyfa.backends.npu.runtime.multibuffer import options_in_use
+from diyfa.backends.npu.tables.configs import operand_bytes
 from diyfa.problem import AttentionProblem, Launch, bhsd_strides
 
 # Bytes of the cache that all cores share which the operands of one group of heads may take. It is an assumption, far
@@ -65,7 +66,7 @@ def heads_per_group(problem: AttentionProblem, kernel: str) -> int:
     """
     group = problem.heads_q // problem.heads_kv
     rows = problem.seqlen_q * group if kernel == "dkdv" else problem.seqlen_k
-    row_bytes = (problem.head_dim + problem.head_dim_v) * ELEMENT_BYTES[problem.dtype]
+    row_bytes = (problem.head_dim + problem.head_dim_v) * operand_bytes(problem)
     by_sample = problem.varlen or problem.seq_lens
     heads = problem.heads_kv * (1 if by_sample else problem.batch)
     n_groups = -(-heads * rows * row_bytes // CACHE_BYTES)

@@ -114,10 +114,12 @@ def _run_conservative(
     command = f"diyfa tune --head-dim {problem.head_dim} --dtype {problem.dtype}"
     if isinstance(problem, KVCacheProblem):
         command += f" --page-size {problem.page_size}"
+    advice = f"`{command}` measures what compiles here and keeps the fastest; "
+    if problem.dtype == "int8":  # which that command does not make
+        advice = ""
     warnings.warn(
         f"{first}. This process runs it with the conservative tile {_shape(conservative)} instead, which may be slow. "
-        f"`{command}` measures what compiles here and keeps the fastest; "
-        f"{VARIABLE}={kernel}={_shape(conservative)} asks for this tile and ends the warning",
+        f"{advice}{VARIABLE}={kernel}={_shape(conservative)} asks for this tile and ends the warning",
         RuntimeWarning,
         stacklevel=3,
     )

@@ -18,6 +18,7 @@ from diyfa.arch import ELEMENT_BYTES, NPUArch, NPUSpec, npu_spec
 from diyfa.backends.npu.runtime import multibuffer
 from diyfa.backends.npu.tables import l0, requested, tiles
 from diyfa.dropout import drop_threshold
+from diyfa.eight_bits import BLOCK_K, BLOCK_Q
 from diyfa.features import ADJUSTING
 from diyfa.problem import AttentionProblem, KVCacheProblem, MatmulProblem
 from diyfa.score_code import gathers
@@ -219,13 +220,26 @@ def within_mask(tile: AttentionTile, problem: AttentionProblem) -> AttentionTile
     return replace(tile, block_m=rows, block_n=keys)
 
 
+def operand_bytes(problem: AttentionProblem | KVCacheProblem) -> int:
+    """Return the bytes of an element of v, and of q and k unless they are int8, which take less memory."""
+    value_dtype = problem.value_dtype if isinstance(problem, AttentionProblem) else ""
+    return ELEMENT_BYTES[value_dtype or problem.dtype]
+
+
+def has_whole_blocks(rows: int, keys: int) -> bool:
+    """Return whether a tile of int8 q and k has one descale of q, and at most one for each block of keys.
+
+    Its keys are also a multiple of 32, of which the cube unit's library takes no fewer."""
+    return BLOCK_Q % rows == 0 and (keys == 32 or keys % BLOCK_K == 0)
+
+
 def attention_key(problem: AttentionProblem, kernel: str) -> TileKey:
     """Return the key of the table's row of `kernel` for `problem`."""
     spec = npu_spec(problem.arch)
     chip = NPUArch.A5 if spec is not None and spec.arch is NPUArch.A5 else NPUArch.A2
     widest = max(problem.head_dim, problem.head_dim_v)
     head_dim = next(d for d in HEAD_DIM_CLASSES if widest <= d)
-    row = TileKey(chip, kernel, ELEMENT_BYTES[problem.dtype], head_dim, modes(kernel)[0])
+    row = TileKey(chip, kernel, operand_bytes(problem), head_dim, modes(kernel)[0])
     mode = attention_mode(problem, ATTENTION_TILES[_chip_key(row, spec)].block_n)
     if kernel == "dkdv" and mode == "tail":  # each key has its own row of dk and dv; rows beyond are not stored
         mode = "even"
@@ -276,6 +290,11 @@ def requested_tile(problem: AttentionProblem | KVCacheProblem, kernel: str) -> A
             f"{requested.VARIABLE} asks for the tile {rows}x{keys} of {kernel}, which does not divide the blocks of "
             f"the mask, {problem.mask[0]} queries and {problem.mask[1]} keys"
         )
+    elif problem.dtype == "int8" and not has_whole_blocks(rows, keys):
+        raise ValueError(
+            f"{requested.VARIABLE} asks for the tile {rows}x{keys} of {kernel}: beside int8 its rows must divide "
+            f"{BLOCK_Q}, and its keys must be 32 or a multiple of {BLOCK_K}, for these share a descale"
+        )
     buffers = shape.workspace_buffers or row.workspace_buffers
     changes: dict[str, Any] = {"block_m": rows, "block_n": keys, "workspace_buffers": buffers}
     return replace(row, **changes, bound=False, pipelined=0, measured=f"asked for by {requested.VARIABLE}")
@@ -301,6 +320,8 @@ def conservative_tile(problem: AttentionProblem | KVCacheProblem, kernel: str) -
         if family(problem.arch) is NPUArch.A5 and key.width == 2:  # the 950's compiler crashes on 16x16
             rows = max(rows, 32)
             keys = keys if kernel == "dkdv" else rows  # the accumulators of 32 keys do not fit
+        if problem.dtype == "int8":
+            keys = max(keys, 32)
     return AttentionTile(
         rows, keys, bound=False, pipelined=0, workspace_buffers=2, multibuffer=False,
         measured="conservative, by rule: compiles with every known compiler; not timed on a device",
@@ -395,9 +416,9 @@ def fits(tile: AttentionTile, problem: AttentionProblem | KVCacheProblem, kernel
     This is necessary, not sufficient: the compiler needs memory for more, and the compile gate tries every row.
     """
     spec = npu_spec(problem.arch)
-    if spec is None:
+    if spec is None or (problem.dtype == "int8" and not has_whole_blocks(tile.block_m, tile.block_n)):
         return False
-    width, d, dv = ELEMENT_BYTES[problem.dtype], problem.head_dim, problem.head_dim_v
+    width, d, dv = operand_bytes(problem), problem.head_dim, problem.head_dim_v
     rows, keys = tile.block_m, tile.block_n
     kernel = "fwd" if kernel == "decode" else kernel
     operands = {

@@ -22,7 +22,7 @@ from diyfa.lab.npu.hivm import Module, Product, VectorCall, Work
 from diyfa.problem import AttentionProblem
 
 KIB = 1024
-CUBE_SIDE = 16  # a cube core multiplies [16, 16] by [16, 16] 16-bit floats in a cycle
+CUBE_SIDE = 16  # a cube core multiplies [16, 16] by [16, 16] 16-bit floats in a cycle, int8 [16, 32] by [32, 16]
 FP32_PRODUCT_CYCLES = 4  # float32 takes four times as long
 VECTOR_BYTES = 256  # bytes a cycle of a vector core: 128 16-bit or 64 32-bit elements
 SLOW_OPERATIONS = ("vexp", "vln", "vdiv", "vrec", "vsqrt", "vrsqrt")
@@ -85,8 +85,8 @@ def _spec(chip: str) -> NPUSpec:
 
 
 def peak_flops(chip: str, bits: int = 16) -> float:
-    """Return the peak floating-point operations a second of all cube cores."""
-    per_cycle = 2 * CUBE_SIDE**3 / (1 if bits == 16 else FP32_PRODUCT_CYCLES)
+    """Return the peak floating-point operations a second of all cube cores, on operands of 32 or 16 bits."""
+    per_cycle = 2 * CUBE_SIDE**3 / (FP32_PRODUCT_CYCLES if bits == 32 else 1)
     return _spec(chip).cube_cores * per_cycle * rates(chip).hertz
 
 
@@ -121,8 +121,9 @@ class Stages:
 
 def cube_cycles(product: Product, speed: Rates) -> float:
     """Return the cycles of one matrix product: of multiplying, or of moving its operands from L1 if longer."""
-    blocks = [-(-size // CUBE_SIDE) for size in (product.m, product.n, product.k)]
-    cycles = blocks[0] * blocks[1] * blocks[2] * (1 if product.bits <= 16 else FP32_PRODUCT_CYCLES)
+    depth = CUBE_SIDE * 2 if product.bits == 8 else CUBE_SIDE
+    blocks = -(-product.m // CUBE_SIDE) * -(-product.n // CUBE_SIDE) * -(-product.k // depth)
+    cycles = blocks * (1 if product.bits <= 16 else FP32_PRODUCT_CYCLES)
     width = product.bits / 8
     moved = max(product.m * product.k * width / speed.l0a, product.k * product.n * width / speed.l0b)
     return max(cycles, moved) * product.times
@@ -291,7 +292,7 @@ def predict(
     programs = min(programs, len(order))
     load = scheduled(order, programs, zigzag)
     seconds = (max(load) + LAUNCH_CYCLES) / speed.hertz
-    bits = next((product.bits for product in full.tile.products), 16)
+    bits = max((product.bits for product in full.tile.products), default=16)  # v's, if q and k are int8
     compulsory = _tensor_bytes(problem, kernel, bits // 8)
     if programs * module.workspace > speed.l2_bytes:  # data between the cores then goes through device memory
         tiles = sum(task.tiles for task in attention_tasks(problem, kernel, block_m, block_n)) * heads

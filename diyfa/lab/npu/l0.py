@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from diyfa.arch import NPUArch, npu_spec
-from diyfa.backends.npu.tables.l0 import ALIGNMENT, HALF, longest_slice
+from diyfa.backends.npu.tables.l0 import HALF, alignment, longest_slice
 from diyfa.lab.npu.hivm import Module, Product
 
 
@@ -25,7 +25,8 @@ def slices(product: Product) -> Slices:
     longest = longest_slice(product.m, product.n, width)
     if not longest:
         raise ValueError(f"[{product.m}, {product.k}] @ [{product.k}, {product.n}] does not fit L0A and L0B in slices")
-    k = min(longest, -(-product.k // ALIGNMENT) * ALIGNMENT)
+    multiple = alignment(width)
+    k = min(longest, -(-product.k // multiple) * multiple)
     return Slices(k, -(-product.k // longest), product.m * k * width, k * product.n * width)
 
 

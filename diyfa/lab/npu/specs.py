@@ -16,6 +16,7 @@ import torch
 
 from diyfa.arch import ELEMENT_BYTES, NPUArch
 from diyfa.backends.npu.tables import configs, configs_v1
+from diyfa.eight_bits import PER_BLOCK, PER_HEAD, PER_TENSOR
 from diyfa.features import COMPOSABLE, EVERYTHING, SCORE_EXAMPLE
 from diyfa.problem import (
     VARLEN,
@@ -96,6 +97,9 @@ def _case(problem: AttentionProblem, tile: configs.AttentionTile, bias: str = ""
     if problem.score_fn:
         features = features.replace("score_fn", f"score_fn[{function_name(problem.score_fn)}]")
     features += f" to {problem.out_dtype}" if problem.out_dtype else ""
+    if problem.dtype == "int8":
+        features = features.replace("eight_bits", f"v {problem.value_dtype}")
+        features += f" descales {problem.q_descale}{problem.k_descale}{problem.v_descale}" + " means" * problem.k_mean
     return f"{problem.dtype} D={problem.head_dim} {features} {tile.block_m}x{tile.block_n}"
 
 
@@ -104,9 +108,9 @@ def example_call(problem: AttentionProblem, bias: str = "") -> tuple[AttentionTe
     empty = partial(torch.empty, device="meta")
     batch, heads_q, seqlen_q, seqlen_k = problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k
 
-    def tensor(heads: int, seqlen: int, head_dim: int) -> torch.Tensor:
+    def tensor(heads: int, seqlen: int, head_dim: int, dtype: str = problem.dtype) -> torch.Tensor:
         shape = (batch * seqlen, heads, head_dim) if problem.varlen else (batch, heads, seqlen, head_dim)
-        return empty(shape, dtype=getattr(torch, problem.dtype))
+        return empty(shape, dtype=getattr(torch, dtype))
 
     optional = example_tensors(problem)
     if problem.bias:
@@ -115,7 +119,7 @@ def example_call(problem: AttentionProblem, bias: str = "") -> tuple[AttentionTe
     tensors = AttentionTensors(
         tensor(heads_q, seqlen_q, problem.head_dim),
         tensor(problem.heads_kv, seqlen_k, problem.head_dim),
-        tensor(problem.heads_kv, seqlen_k, problem.head_dim_v),
+        tensor(problem.heads_kv, seqlen_k, problem.head_dim_v, problem.value_dtype or problem.dtype),
         problem.head_dim**-0.5,
         dropout_p=0.1 if problem.dropout else 0.0,
         **optional,
@@ -382,6 +386,43 @@ HEAD_DIM_CASES: tuple[dict[str, Any], ...] = (
 )
 
 
+# int8 q and k beside a v of 16 bits, in the forward pass alone. Means, and descales of blocks, need the most memory.
+_INT8: dict[str, Any] = {
+    "dtype": "int8", "value_dtype": "float16", "out_dtype": "float16", "needs_grad": False, "dropout": False,
+}  # fmt: skip
+_MEANS = {"k_mean": True, "v_mean": True}
+_DESCALES: dict[str, dict[str, int]] = {
+    "tensor": {"q_descale": PER_TENSOR, "k_descale": PER_TENSOR},
+    "head": {"q_descale": PER_HEAD, "k_descale": PER_HEAD, "v_descale": PER_HEAD},
+    "block": {"q_descale": PER_BLOCK, "k_descale": PER_BLOCK, "v_descale": PER_HEAD},
+}
+
+
+def int8_jobs(target: str) -> Iterator[Job]:
+    """Yield the forward kernel of int8 with each of its tiles, head dim that needs padding, and kind of descale."""
+    block = _INT8 | _MEANS | _DESCALES["block"]
+    for head_dim in configs.HEAD_DIM_CLASSES:
+        cases = [{**case, **block, "head_dim": head_dim} for case in reversed(MODE_CASES.values())]
+        yield from without_repeated_tiles(job for case in cases for job in attention_jobs(target, case, ("fwd",)))
+    for case in (
+        *({**_INT8, **_MEANS, **descales, "window_right": 0} for descales in _DESCALES.values()),
+        {**_INT8, **_DESCALES["tensor"], "value_dtype": "bfloat16", "out_dtype": "bfloat16"},
+        {**block, "head_dim": 40, "window_right": 0},
+        {**block, "head_dim": 192, "head_dim_v": 128, "layout": VARLEN},
+        {**block, "mask": (128, 128), "softcap": 30.0, **_EXTRAS},
+        {**block, "mask": (64, 64), "head_dim": 64},
+        {**block, **_WITH_FUNCTION},
+    ):
+        yield from attention_jobs(target, case, ("fwd",))
+
+
+def int8_row_jobs(target: str) -> Iterator[Job]:
+    """Yield the forward kernel of int8 in each row of the tile table, with and without all means and descales."""
+    for head_dim, case in itertools.product(configs.HEAD_DIM_CLASSES, MODE_CASES.values()):
+        for int8 in (_DESCALES["block"] | _MEANS, _DESCALES["head"]):
+            yield from attention_jobs(target, {**case, **_INT8, **int8, "head_dim": head_dim}, ("fwd",))
+
+
 def attention_jobs(target: str, changes: dict[str, Any], kernels: tuple[str, ...] = ()) -> Iterator[Job]:
     """Yield the jobs of one call, by default of every kernel. `changes`: as for `example_case`."""
     problem, dims = example_case(target, changes)
@@ -405,9 +446,15 @@ def shipped_jobs(target: str, full: bool = False) -> Iterator[Job]:
         tile_jobs(target), narrower_jobs(target), always_masked_jobs(target), v1_jobs(target, ("float16", "float32")),
         itertools.chain.from_iterable(attention_jobs(target, case) for case in MASK_CASES), score_jobs(target),
         [tutorial_job(target)], kvcache_jobs(target, lean=True), helper_jobs(target), matmul_jobs(target),
+        int8_jobs(target),
     )  # fmt: skip
     if full or configs.family(target) is NPUArch.A2:
-        more = (all_jobs(target, full), v1_jobs(target, ("bfloat16",)), kvcache_jobs(target, lean=False))
+        more = (
+            all_jobs(target, full),
+            int8_row_jobs(target),
+            v1_jobs(target, ("bfloat16",)),
+            kvcache_jobs(target, lean=False),
+        )
         newest_only = (replace(job, newest_only=not full) for job in itertools.chain(*more))
         jobs = itertools.chain(jobs, kvcache_row_jobs(target), newest_only)
     seen: set[str] = set()
@@ -478,6 +525,10 @@ def conservative_jobs(target: str) -> Iterator[Job]:
             job = attention_job(problem, kernel, configs.conservative_tile(problem, kernel), bias=dims)
             yield replace(job, gated=False)
     yield from captured_jobs(example_case(target, _WITH_GATHER)[0])
+    int8 = _INT8 | _MEANS | _DESCALES["block"]
+    for head_dim, case in itertools.product(configs.HEAD_DIM_CLASSES, MODE_CASES.values()):
+        problem, dims = example_case(target, {**case, **int8, "head_dim": head_dim})
+        yield replace(attention_job(problem, "fwd", configs.conservative_tile(problem, "fwd"), bias=dims), gated=False)
     for dtype, head_dim in itertools.product(("float16", "float32"), configs.HEAD_DIM_CLASSES):
         row = {"dtype": dtype, "head_dim": head_dim, "head_dim_v": min(head_dim, 512), **KVCACHE_EXTRAS}
         for case in ({"page_size": 128}, {"page_size": 1, "batch_invariant": True}):

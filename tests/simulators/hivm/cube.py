@@ -13,6 +13,7 @@ from simulators.hivm.library import Function
 from simulators.hivm.memory import Ref, contiguous
 
 FRACTAL = 16
+INT8_FRACTAL = 32  # columns of a fractal of int8, and the fewest columns of a product
 
 
 def _dense(x: Ref) -> Ref:
@@ -56,13 +57,18 @@ FUNCTIONS = {"set_l1_2d": FILL, "nd2nz": ND2NZ, "fixpipe_nz2nd": FIXPIPE}
 
 
 def multiply(a: Ref, b: Ref, transposed_a: bool, transposed_b: bool, init: bool, k: int, n: int, c: Ref) -> None:
-    """Compute c (+)= a @ b for all rows of c, k terms each, and n columns rounded up to whole fractals."""
+    """Compute c (+)= a @ b for all rows of c, k terms each, and n columns rounded up to whole fractals.
+
+    Fractals of int8 have 32 columns. The library loads whole ones, and tells the cube core the k that there are. What
+    the core does with the rest is not known, so here it counts: kernels must have filled it with zeros."""
     for x in (a, b, c):
         _dense(x)
     left = _matrix(a, (0, 3, 1, 2) if transposed_a else (1, 2, 0, 3))  # [m, k]
     right = _matrix(b, (0, 3, 1, 2) if transposed_b else (1, 2, 0, 3))  # [k, n]
     rows = c.sizes[1] * c.sizes[2]
     columns = -(-n // FRACTAL) * FRACTAL
+    if a.dtype == "i8":
+        k, columns = -(-k // INT8_FRACTAL) * INT8_FRACTAL, max(columns, INT8_FRACTAL)
     with np.errstate(all="ignore"):
         kind = np.int32 if c.dtype == "i32" else np.float32
         product = matrix_product(left[:rows, :k], right[:k, :columns], kind)
