@@ -174,7 +174,7 @@ def _persistent_producer(sizes, shared, inputs, rolling_dq, key_blocks, schedule
             n = seen.end - seen.begin
             if n > 0:
                 _load_block(seen, h, 0, item, words, sizes, shared, inputs)
-            chunk = rolling_dq.chunk_with(index, sizes, config)
+            chunk = rolling_dq.chunk_with(index)
             key_blocks.write(iteration, keys, chunk, KEYS)
             load_keys(keys, sizes, shared, inputs)
             for g in range(sizes.group_size):
@@ -186,13 +186,13 @@ def _persistent_producer(sizes, shared, inputs, rolling_dq, key_blocks, schedule
                 if config.MASK_Q > 0:  # otherwise all heads have equally many blocks
                     item += n
                     words += seen.masked_count()
-            rolling_dq.announce(chunk, iteration, sizes, config)
+            rolling_dq.announce(chunk, iteration)
             if config.MASK_Q == 0:
                 item += sizes.group_size * n
             iteration += 1
         index = draw_key_block(scheduler, WAITS)
     no_keys = locate_key_block(0, sizes, config)
-    iteration = rolling_dq.produce_last_chunks(index, count, iteration, no_keys, key_blocks, scheduler, sizes, config)
+    iteration = rolling_dq.produce_last_chunks(index, count, iteration, no_keys, key_blocks, scheduler)
     key_blocks.write(iteration, no_keys, -1, END)
 
 
@@ -212,14 +212,14 @@ def _adder(CONSUMER: gl.constexpr, sizes, shared, gradients, rolling_dq, dq_tens
     while kind == KEYS:
         key_blocks.channel.release(iteration)
         head = keys.b * heads_kv + keys.hk
-        rolling_dq.wait_until_free(head, sizes, config)
+        rolling_dq.wait_until_free(head)
         for g in range(sizes.group_size):
             h = keys.hk * sizes.group_size + g
             seen = keys.seen_by(h, sizes, config)
             first = first_query_block(keys.b, h, keys.first_q, sizes, config.BLOCK_M, config.LENGTHS)
             first_dq_block = first
             if config.ROLLING:
-                first_dq_block = rolling_dq.first_block(head, g, sizes, config.BLOCK_M)
+                first_dq_block = rolling_dq.first_block(head, g)
             for i in range(seen.end - seen.begin):
                 block = seen.block(i)
                 half = (first + block) * CONSUMER_COUNT + CONSUMER
@@ -236,10 +236,10 @@ def _adder(CONSUMER: gl.constexpr, sizes, shared, gradients, rolling_dq, dq_tens
                     wait_for_stores()
                     increment_semaphore(semaphores_ptr + half)
                 item += 1
-        rolling_dq.finish_block(head, chunk, iteration, CONSUMER, sizes, config)
+        rolling_dq.finish_block(head, chunk, iteration, CONSUMER)
         iteration += 1
         kind, chunk, keys = key_blocks.read(iteration, sizes, config.LENGTHS)
-    rolling_dq.skip_last_chunks(kind, iteration, key_blocks, sizes, config)
+    rolling_dq.skip_last_chunks(kind, iteration, key_blocks)
 
 
 # ---- the consumers
@@ -386,15 +386,13 @@ def _consumer(INDEX: gl.constexpr, sizes, shared, gradients, outputs, rolling_dq
                 words += n_masked
         rolling_dq.wait_until_added(iteration)
         key_blocks.channel.release(iteration)
-        x = rolling_dq.load_first(chunk, INDEX, sizes, config)
+        x = rolling_dq.load_first(chunk, INDEX)
         _store_rows(dv, 1.0, outputs.dv_ptr, outputs.dv_tensor, gradients.out_buffers, consumer)
         _store_rows(dk, outputs.sm_scale, outputs.dk_ptr, outputs.dk_tensor, gradients.out_buffers, consumer)
-        rolling_dq.convert(chunk, x, iteration, INDEX, item, gradients, outputs.sm_scale, sizes, config)
+        rolling_dq.convert(chunk, x, iteration, INDEX, item, gradients, outputs.sm_scale)
         iteration += 1
         kind, chunk, keys = key_blocks.read(iteration, sizes, config.LENGTHS)
-    rolling_dq.convert_last_chunks(
-        kind, chunk, iteration, INDEX, key_blocks, gradients, outputs.sm_scale, sizes, config
-    )
+    rolling_dq.convert_last_chunks(kind, chunk, iteration, INDEX, key_blocks, gradients, outputs.sm_scale)
     tma.store_wait(0)
 
 
@@ -445,15 +443,15 @@ def _bwd_sm90_kernel(
     shared = allocate_shared(q_tensor, k_tensor, v_tensor, do_tensor, statistics_tensor, config)
     gradients = _allocate_gradients(k_tensor, dq_tensor, config)
     key_blocks = allocate_key_blocks()
-    rolling_dq = make_rolling_dq(dq_ptr, counts_ptr, dq_slots, dq_delay, dq_out_tensor, config.ROLLING)
-    fence_async_shared()
-    wait_for_previous_kernels()
-
     sizes = Sizes(
         heads_q, group_size, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
         lengths_q_ptr, lengths_k_ptr, interleaved_heads,
         BlockMask(mask_blocks_ptr, mask_bits_ptr, stride_maskb, stride_maskh, config.MASK_Q, config.BLOCK_N),
     )  # fmt: skip
+    rolling_dq = make_rolling_dq(dq_ptr, counts_ptr, dq_slots, dq_delay, dq_out_tensor, sizes, config)
+    fence_async_shared()
+    wait_for_previous_kernels()
+
     inputs = Inputs(
         q_tensor, k_tensor, v_tensor, do_tensor, statistics_tensor,
         steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn, steps_dob, steps_dom,
