@@ -316,10 +316,7 @@ def _add_query_blocks(
     DTYPE: gl.constexpr = shared.k_buffers.dtype
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, accumulator_layout(B * BOX), 2)
     for i in range(start, end):
-        if MASKED:
-            block = consumer.keys.masked_block(i)
-        else:
-            block = i
+        block = consumer.keys.visited_block(i, MASKED)
         stage = shared.queries.stage(item)
         # Without it the compiler would form the descriptors of K and V once, and keep them in 50 registers.
         zero = optimisation_barrier(item * 0)
@@ -339,24 +336,14 @@ def _add_query_blocks(
         sync_consumers()
         dq = _start_dq(shared, gradients, item, zero, c)
         dk = _start_gradient(ds, shared.q_buffers, stage, dk, config)
-        dv, dq = _wait_for(dv, dq, len(dk))  # dK runs on
+        done = warpgroup_mma_wait(len(dk), deps=dv + (dq,))  # dK runs on
+        dv = done[:-1]
+        dq = done[-1]
         gradients.store_dq(dq, item, c)
         dk = finish_values(dk)
         shared.queries.release(item)
         item += 1
     return dk, dv, item
-
-
-@gluon.jit
-def _wait_for(dv, dq, PENDING: gl.constexpr):
-    """Wait for dV and dQ, until PENDING products run -> both."""
-    if len(dv) == 1:
-        first, dq = warpgroup_mma_wait(PENDING, deps=[dv[0], dq])
-        done = (first,)
-    else:
-        first, last, dq = warpgroup_mma_wait(PENDING, deps=[dv[0], dv[1], dq])
-        done = (first, last)
-    return done, dq
 
 
 @gluon.jit

@@ -149,10 +149,7 @@ def _add_query_blocks(
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, accumulator_layout(2 * BOX), 2)
     LAST_OPERAND: gl.constexpr = gl.DotOperandLayout(0, accumulator_layout(BOX), 2)
     for i in range(start, end):
-        if MASKED:
-            block = consumer.keys.masked_block(i)
-        else:
-            block = i
+        block = consumer.keys.visited_block(i, MASKED)
         stage = hidden_index(shared.queries.stage(item))
         zero = optimisation_barrier(item * 0)  # as in `bwd.py`
         shared.queries.wait(item)

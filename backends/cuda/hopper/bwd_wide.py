@@ -157,10 +157,7 @@ def _consumer0_blocks(
     M: gl.constexpr = config.BLOCK_M
     DTYPE: gl.constexpr = shared.k_buffers.dtype
     for i in range(start, end):
-        if MASKED:
-            block = consumer.keys.masked_block(i)
-        else:
-            block = i
+        block = consumer.keys.visited_block(i, MASKED)
         stage = shared.queries.stage(item)
         zero = optimisation_barrier(item * 0)  # as in `bwd.py`
         shared.queries.wait(item)
