@@ -474,7 +474,7 @@ def _heads(problem: AttentionProblem) -> _Heads:
 
 
 def size_facts(problem: AttentionProblem) -> tuple[bool, bool, bool]:
-    """Return the facts about a call's sizes that `candidates` depends on: `has_tma`, few keys, few blocks of queries."""
+    """Return what `candidates` depends on of a call's sizes: `has_tma`, few keys, few blocks of queries."""
     if problem.batch_invariant:
         return has_tma(problem), False, False
     blocks = problem.batch * problem.heads_q * (-(-problem.seqlen_q // 128))

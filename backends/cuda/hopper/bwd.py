@@ -19,6 +19,8 @@ clears it for later heads (`bwd_rolling_dq.py`), or `_convert_kernel` converts i
 In global memory, queries lie in blocks of BLOCK_M of one head. Each sequence begins with a block of its own. The
 statistics of a block are two rows: lse in units of log2, and delta. The fp32 dQ of a block is in the order of the
 consumers' registers.
+
+For wider heads the kernel has other consumers, those of `bwd_wide.py` or `bwd_mla.py`, and no adders.
 """
 
 # Aggregates are checked against their annotations, so these must not be postponed.
@@ -52,6 +54,7 @@ from diyfa.backends.cuda.hopper.bwd_common import (
     finished_rows,
     load_keys,
     load_queries,
+    run_key_block,
     scale_in_log2,
     softmax_weights,
     start_product,
@@ -61,6 +64,7 @@ from diyfa.backends.cuda.hopper.bwd_common import (
     used_columns,
 )
 from diyfa.backends.cuda.hopper.bwd_dq import DQ_COLUMNS, DQ_ROWS, to_register_order
+from diyfa.backends.cuda.hopper.bwd_mla import allocate_mla_exchange
 from diyfa.backends.cuda.hopper.bwd_rolling_dq import make_rolling_dq
 from diyfa.backends.cuda.hopper.bwd_tiles import (
     BOX,
@@ -75,6 +79,7 @@ from diyfa.backends.cuda.hopper.bwd_tiles import (
     first_query_block,
     locate_key_block,
 )
+from diyfa.backends.cuda.hopper.bwd_wide import allocate_half_exchange
 from diyfa.backends.cuda.hopper.mma import ROWS, accumulator_layout, box_matrix, finish_values, run_matrix
 from diyfa.backends.cuda.hopper.softmax import LOG2E
 
@@ -413,8 +418,9 @@ def _bwd_sm90_kernel(
     dk_tensor, dv_tensor,
     dk_ptr, dv_ptr,  # the same tensors, for STORE_FROM_REGISTERS
     statistics_tensor,  # [2 * blocks of queries, BLOCK_M] fp32
-    dq_tensor,  # [2 * DQ_ROWS * blocks of queries, DQ_COLUMNS] fp32
-    dq_ptr, counts_ptr, dq_out_tensor,  # of `RollingDq`; dq_ptr is the memory of dq_tensor; None unless ROLLING
+    dq_tensor,  # [2 * DQ_ROWS * blocks of queries, DQ_COLUMNS] fp32; None unless FORM is "keys"
+    dq_ptr,  # the fp32 dQ of `RollingDq` or `MlaExchange`, or None
+    counts_ptr, dq_out_tensor,  # of `RollingDq`; None unless ROLLING
     semaphores_ptr,  # [2 * blocks of queries] int32, zeros; None unless DETERMINISTIC
     counter_ptr,  # int32, zero: blocks of keys that programs have drawn
     lengths_q_ptr, lengths_k_ptr,  # int32: cu_seqlens of packed sequences, or twice seq_lens
@@ -426,37 +432,46 @@ def _bwd_sm90_kernel(
     sm_scale, scale, softcap,
     config: gl.constexpr,  # `Sm90BwdConstants`
 ):  # fmt: skip
-    """Set up shared memory and barriers, and run the roles."""
+    """Set up shared memory and barriers, and run the roles of this file, or of the FORM "columns" or "mla"."""
     shared = allocate_shared(q_tensor, k_tensor, v_tensor, do_tensor, statistics_tensor, config)
-    gradients = _allocate_gradients(k_tensor, dq_tensor, config)
-    key_blocks = allocate_key_blocks()
     sizes = Sizes(
         heads_q, group_size, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
         lengths_q_ptr, lengths_k_ptr, interleaved_heads,
         BlockMask(mask_blocks_ptr, mask_bits_ptr, stride_maskb, stride_maskh, config.MASK_Q, config.BLOCK_N),
     )  # fmt: skip
-    rolling_dq = make_rolling_dq(dq_ptr, counts_ptr, dq_slots, dq_delay, dq_out_tensor, sizes, config)
-    fence_async_shared()
-    wait_for_previous_kernels()
-
     inputs = Inputs(
         q_tensor, k_tensor, v_tensor, do_tensor, statistics_tensor,
         steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn, steps_dob, steps_dom,
     )  # fmt: skip
     outputs = Outputs(dk_tensor, dv_tensor, dk_ptr, dv_ptr, sm_scale, scale, softcap)
-    scheduler = TileScheduler(counter_ptr, "dynamic")
-    R: gl.constexpr = config.CONSUMER_REGISTERS
-    P: gl.constexpr = config.PRODUCER_REGISTERS
-    # The first consumer runs on the warps that the kernel is launched with, and gets the registers that others leave.
-    gl.warp_specialize(
-        [
-            (_consumer, (0, sizes, shared, gradients, outputs, rolling_dq, key_blocks)),
-            (_consumer, (1, sizes, shared, gradients, outputs, rolling_dq, key_blocks)),
-            (_persistent_producer, (sizes, shared, inputs, rolling_dq, key_blocks, scheduler)),
-            (_adder, (0, sizes, shared, gradients, rolling_dq, dq_tensor, semaphores_ptr, key_blocks)),
-            (_adder, (1, sizes, shared, gradients, rolling_dq, dq_tensor, semaphores_ptr, key_blocks)),
-            (idle_warps, ()),
-        ],
-        [4, 1, 1, 1, 1],
-        [R, P, P, P, P],
-    )  # fmt: skip
+    if config.FORM == "keys":
+        gradients = _allocate_gradients(k_tensor, dq_tensor, config)
+        key_blocks = allocate_key_blocks()
+        rolling_dq = make_rolling_dq(dq_ptr, counts_ptr, dq_slots, dq_delay, dq_out_tensor, sizes, config)
+        fence_async_shared()
+        wait_for_previous_kernels()
+        scheduler = TileScheduler(counter_ptr, "dynamic")
+        R: gl.constexpr = config.CONSUMER_REGISTERS
+        P: gl.constexpr = config.PRODUCER_REGISTERS
+        # The first consumer runs on the warps that the kernel is launched with, and gets the registers that others
+        # leave.
+        gl.warp_specialize(
+            [
+                (_consumer, (0, sizes, shared, gradients, outputs, rolling_dq, key_blocks)),
+                (_consumer, (1, sizes, shared, gradients, outputs, rolling_dq, key_blocks)),
+                (_persistent_producer, (sizes, shared, inputs, rolling_dq, key_blocks, scheduler)),
+                (_adder, (0, sizes, shared, gradients, rolling_dq, dq_tensor, semaphores_ptr, key_blocks)),
+                (_adder, (1, sizes, shared, gradients, rolling_dq, dq_tensor, semaphores_ptr, key_blocks)),
+                (idle_warps, ()),
+            ],
+            [4, 1, 1, 1, 1],
+            [R, P, P, P, P],
+        )  # fmt: skip
+    else:
+        if config.FORM == "columns":
+            exchange = allocate_half_exchange(q_tensor.dtype, config.BLOCK_M)
+        else:
+            exchange = allocate_mla_exchange(dq_ptr, q_tensor.dtype)
+        fence_async_shared()
+        wait_for_previous_kernels()
+        run_key_block(sizes, shared, exchange, inputs, outputs)

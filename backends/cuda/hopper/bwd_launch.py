@@ -31,9 +31,8 @@ from diyfa.backends.cuda.hopper.bwd_dq import (
     _convert_kernel,
     _prepare_kernel,
 )
-from diyfa.backends.cuda.hopper.bwd_mla import BOXES, BOXES_V, _bwd_mla_kernel
+from diyfa.backends.cuda.hopper.bwd_mla import BOXES, BOXES_V
 from diyfa.backends.cuda.hopper.bwd_tiles import LENGTH_POINTERS
-from diyfa.backends.cuda.hopper.bwd_wide import _bwd_wide_dkdv_kernel
 from diyfa.backends.cuda.hopper.bwd_wide_dq import BLOCK_M, Sm90BwdDqConstants, _bwd_wide_dq_kernel
 from diyfa.backends.cuda.hopper.configs import FULL_GPU, heads_in_parallel
 from diyfa.backends.cuda.hopper.mma import ROWS
@@ -272,30 +271,28 @@ class Sm90Backward:
         problem, config = self.problem, self.config
         if self.subgroups > 1:
             dk, dv = bwd_partials.partials_in_layout(problem, self.dk_dv_partials, self.subgroups)
-        dq_arguments: dict[str, Any] = {"dq_ptr": self.dq}
-        if config.form == "columns":
-            dq_arguments = {}
-        elif config.form == "keys":
+        names = _bwd_sm90_kernel.arg_names[:-1]
+        arguments: dict[str, Any] = {**dict.fromkeys(names), **self._rolling()}  # None: of other forms
+        if config.form == "mla":
+            arguments["dq_ptr"] = self.dq
+        if config.form == "keys":
             assert self.dq is not None, "it is added up in memory"
-            dq_arguments = {
+            arguments |= {
                 "dq_tensor": _rows_descriptor(self.dq, DQ_ROWS.value * last_columns(problem) // BOX_COLUMNS),
-                **self._rolling(),
                 **mask_arguments(self.tensors),
                 "semaphores_ptr": self.semaphores,
                 "counter_ptr": self.counter,
             }
-        arguments = {
+        arguments |= {
             **self._inputs(dout, config.block_m),
             **self._output("dk", dk),
             **self._output("dv", dv),
             "statistics_tensor": _rows_descriptor(self.statistics, 1),
-            **dq_arguments,
             "interleaved_heads": self.interleaved_heads,
             "group_size": problem.heads_q // self.heads_kv,
         }
         values = _constants(problem, self.form, dk.dtype == torch.float32)
-        kernel = {"keys": _bwd_sm90_kernel, "columns": _bwd_wide_dkdv_kernel, "mla": _bwd_mla_kernel}[config.form]
-        return Launch(kernel, self.programs, arguments, {"config": values}, OPTIONS)
+        return Launch(_bwd_sm90_kernel, self.programs, arguments, {"config": values}, OPTIONS)
 
     def query_gradient(self, dout: torch.Tensor, dq: torch.Tensor) -> Launch:
         """Launch that writes dq, for "columns"."""
