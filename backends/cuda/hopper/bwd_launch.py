@@ -73,16 +73,12 @@ class _Form(NamedTuple):
 
 
 @cached_per_kind
-def _query_constants(problem: AttentionProblem, form: _Form, has_dlse: bool, keep_delta: bool) -> QueryConstants:
+def _query_constants(problem: AttentionProblem, form: _Form) -> QueryConstants:
     return QueryConstants(
         block_m=form.config.block_m,
         block_d=form.boxes * BOX_COLUMNS,
         block_dv=BOX_COLUMNS << (form.boxes_v - 1).bit_length(),
         lengths=lengths_constant(problem),
-        has_dlse=has_dlse,
-        keep_delta=keep_delta,
-        deterministic=form.in_order,
-        rolling=form.rolling,
     )
 
 
@@ -191,9 +187,6 @@ class Sm90Backward:
         """Number of TMA boxes of a tile: at least one for each consumer that has columns of its own."""
         return max(cdiv(head_dim, BOX_COLUMNS), 1 if self.config.form == "keys" else CONSUMERS)
 
-    def _query_constants(self, has_dlse: bool = False, keep_delta: bool = False) -> dict[str, QueryConstants]:
-        return {"config": _query_constants(self.problem, self.form, has_dlse, keep_delta)}
-
     def prepare(
         self, out: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None, delta: torch.Tensor | None
     ) -> Launch:
@@ -218,9 +211,7 @@ class Sm90Backward:
             "dq_blocks": self.dq_blocks,
         }
         grid = cdiv(problem.seqlen_q, self.config.block_m) * problem.batch * problem.heads_q
-        return Launch(
-            _prepare_kernel, grid, arguments, self._query_constants(dlse is not None, delta is not None), OPTIONS
-        )
+        return Launch(_prepare_kernel, grid, arguments, {"config": _query_constants(problem, self.form)}, OPTIONS)
 
     def _rolling(self) -> dict[str, Any]:
         """Arguments of `RollingDq`."""
@@ -323,7 +314,7 @@ class Sm90Backward:
         }
         halves = self.config.block_m * self.boxes * BOX_COLUMNS // HALF_DQ.value
         grid = halves * cdiv(problem.seqlen_q, self.config.block_m) * problem.batch * problem.heads_q
-        return (Launch(_convert_kernel, grid, arguments, self._query_constants(), OPTIONS),)
+        return (Launch(_convert_kernel, grid, arguments, {"config": _query_constants(problem, self.form)}, OPTIONS),)
 
     def launches(
         self,
