@@ -47,6 +47,7 @@ interpreted_only = pytest.mark.skipif(
 )
 KERNEL_MODULES = (
     "gluon.barriers",
+    "gluon.channel",
     "gluon.ring",
     "gluon.scheduler",
     "gluon.tile_info",
@@ -63,6 +64,7 @@ KERNEL_MODULES = (
 BACKWARD_MODULES = (
     "gluon.barriers",
     "gluon.channel",
+    "gluon.ring",
     "hopper.mma",
     "hopper.tiles",
     "hopper.bwd_mask",

@@ -448,8 +448,14 @@ def _bwd_sm90_kernel(
         gradients = _allocate_gradients(k_tensor, dq_tensor, config)
         key_blocks = allocate_key_blocks()
         rolling_dq = make_rolling_dq(dq_ptr, counts_ptr, dq_slots, dq_delay, dq_out_tensor, sizes, config)
-        fence_async_shared()
-        wait_for_previous_kernels()
+    elif config.FORM == "columns":
+        exchange = allocate_half_exchange(q_tensor.dtype, config.BLOCK_M)
+    else:
+        exchange = allocate_mla_exchange(dq_ptr, q_tensor.dtype)
+    fence_async_shared()
+    wait_for_previous_kernels()
+
+    if config.FORM == "keys":
         scheduler = TileScheduler(counter_ptr, "dynamic")
         R: gl.constexpr = config.CONSUMER_REGISTERS
         P: gl.constexpr = config.PRODUCER_REGISTERS
@@ -468,10 +474,4 @@ def _bwd_sm90_kernel(
             [R, P, P, P, P],
         )  # fmt: skip
     else:
-        if config.FORM == "columns":
-            exchange = allocate_half_exchange(q_tensor.dtype, config.BLOCK_M)
-        else:
-            exchange = allocate_mla_exchange(dq_ptr, q_tensor.dtype)
-        fence_async_shared()
-        wait_for_previous_kernels()
         run_key_block(sizes, shared, exchange, inputs, outputs)
