@@ -49,8 +49,6 @@ METHODS = (
     "announce",
     "wait_until_added",
     "wait_until_free",
-    "wait_empty",
-    "wait_full",
 )
 # Two query heads share the keys: long enough for every stage to be used again.
 PROBLEM = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", 1, 2, 1, 260, 200, 64, 64, -1, 0)

@@ -82,9 +82,9 @@ def test_refusals() -> None:
 # ---- the same kernel with one thing wrong
 
 NAME = "hopper.tutorial"
-# The ring's own are taken away in test_hopper_synchronisation.py.
+# The channel's own are taken away in test_hopper_bwd_synchronisation.py.
 FUNCTIONS = ("mbarrier.wait", "mbarrier.expect", "mbarrier.init", "fence_async_shared", "tma.store_wait", "_turn")
-METHODS = ("init", "wait_empty", "wait_full", "release")
+METHODS = ("acquire", "wait", "release")
 
 
 SOURCE = Synchronising(kernel_source(NAME), FUNCTIONS, METHODS)
