@@ -282,7 +282,7 @@ def backward_pass(
         launch, sums = bwd_dbias.make_launch(problem, backward.pointer_arguments(), gradients.dbias)
         launches.append(launch)
         finish.append(partial(bwd_dbias.add_up, sums, gradients.dbias))
-    captured = bwd_captured.learned(gradients)
+    captured = gradients.captured()
     if captured:
         launch, totals = bwd_captured.make_launch(problem, backward.pointer_arguments(), captured)
         launches.append(launch)

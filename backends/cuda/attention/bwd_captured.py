@@ -39,12 +39,10 @@ from diyfa.backends.cuda.attention.scores import (
 )
 from diyfa.backends.cuda.attention.seq_info import seq_info
 from diyfa.backends.cuda.attention.tile_io import POINTER, cdiv, head_view, load_tile
-from diyfa.problem import AttentionGradients, AttentionProblem, Launch
+from diyfa.problem import AttentionProblem, Captured, Launch
 from diyfa.score_code import JitSource, gradients_source
 from diyfa.score_functions import MAX_TENSORS
 
-# Index of a captured tensor -> its gradient.
-Captured = dict[int, torch.Tensor]
 _TOTALS = tuple(f"total{n}_ptr" for n in range(MAX_TENSORS))
 
 
@@ -131,12 +129,6 @@ class CapturedConstants(AttentionConstants):
     mask_q: int
     mask_k: int
     score_gradients: JitSource
-
-
-def learned(gradients: AttentionGradients) -> Captured:
-    """Return the gradients of captured tensors that are wanted, by the index of the tensor."""
-    buffers = {n: getattr(gradients, f"dscore{n}") for n in range(MAX_TENSORS)}
-    return {n: x for n, x in buffers.items() if x is not None}
 
 
 def make_launch(problem: AttentionProblem, values: dict[str, Any], captured: Captured) -> tuple[Launch, Captured]:
