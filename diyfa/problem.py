@@ -508,6 +508,10 @@ def example_kvcache(problem: KVCacheProblem) -> tuple[KVCacheTensors, torch.Tens
     return tensors, empty_output(q, problem.head_dim_v), empty(*problem.lse_shape, dtype="float32")
 
 
+# Index of a score function's captured tensor -> its gradient.
+Captured = dict[int, torch.Tensor]
+
+
 class AttentionGradients(NamedTuple):
     """Buffers that a backward kernel fills; last stride 1, any other strides (packed gradients are slices).
 
@@ -526,6 +530,11 @@ class AttentionGradients(NamedTuple):
     dscore2: torch.Tensor | None = None
     dscore3: torch.Tensor | None = None
     delta: torch.Tensor | None = None
+
+    def captured(self) -> Captured:
+        """Return the gradients of captured tensors that are wanted."""
+        buffers = (self.dscore0, self.dscore1, self.dscore2, self.dscore3)
+        return {n: x for n, x in enumerate(buffers) if x is not None}
 
 
 def example_gradients(tensors: AttentionTensors, out_dtype: str = "") -> AttentionGradients:

@@ -57,10 +57,7 @@ def _backward(
     if gradients.dbias is not None:
         assert call.bias is not None
         dbias = torch.zeros(call.bias.shape, dtype=call.dtype, device="cpu")
-    captured = {  # gradients of captured tensors by their number
-        n: torch.zeros_like(x, dtype=call.dtype)
-        for n in range(MAX_TENSORS) if (x := getattr(gradients, f"dscore{n}")) is not None
-    }  # fmt: skip
+    captured = {n: torch.zeros_like(x, dtype=call.dtype) for n, x in gradients.captured().items()}
     learned = tuple([n in captured for n in range(MAX_TENSORS)])
     delta = _delta(call, out, lse, dout, dlse)
     if gradients.delta is not None:
@@ -94,9 +91,9 @@ def _backward(
                     call.per_head(x).masked_fill_(~seen, 0.0)
             if before is not None:
                 ds, d_captured = call.function_gradients(before, ds, m0, n0, learned)
-                for n, x in enumerate(d_captured):
-                    if x is not None:
-                        captured[n] += x
+                for n, term in enumerate(d_captured):
+                    if term is not None:
+                        captured[n] += term
             if dbias is not None:
                 _add_to_bias_gradient(call, dbias, ds, m0, m1, n0, n1)
             ds = call.product_gradient(ds, tanh)

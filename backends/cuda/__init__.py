@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,11 +21,9 @@ from diyfa.backends.cuda.attention.launch import (
 )
 from diyfa.backends.cuda.runtime import launch as runtime_launch
 from diyfa.backends.cuda.runtime.passes import Pass
-from diyfa.block_lists import Selection
-from diyfa.eight_bits import EIGHT_BITS, Scheme
+from diyfa.eight_bits import EIGHT_BITS
 from diyfa.eight_bits import FLOAT8 as FLOAT8_NAMES
 from diyfa.imports import import_quickly
-from diyfa.mask_terms import Terms
 from diyfa.problem import (
     AttentionProblem,
     Kernel,
@@ -103,15 +100,15 @@ def _later(file: str, function: str, **bound: Any) -> Callable[..., Any]:
 
 
 def _forward(describe: Callable[..., Pass]) -> dict[str, Any]:
-    return {"launch": launching(describe), "repeat": repeating(describe)}
+    return {"op": "attention_fwd", "launch": launching(describe), "repeat": repeating(describe)}
 
 
 def _over_cache(describe: Callable[..., Pass]) -> dict[str, Any]:
-    return {"launch": launching(describe), "repeat": repeating(describe, over_cache=True)}
+    return {"op": "kvcache_fwd", "launch": launching(describe), "repeat": repeating(describe, over_cache=True)}
 
 
 def _backward(describe: Callable[..., Pass]) -> dict[str, Any]:
-    return {"launch": launching_backward(describe), "repeat": repeating_backward(describe)}
+    return {"op": "attention_bwd", "launch": launching_backward(describe), "repeat": repeating_backward(describe)}
 
 
 def _hopper_runs_the_mode(problem: AttentionProblem) -> str | None:
@@ -131,7 +128,6 @@ def _forward_kernels() -> tuple[Kernel, ...]:
     return (
         Kernel(
             name="split_kv",
-            op="attention_fwd",
             clears=True,
             summary="few queries of many keys; in batch_invariant() all calls, bitwise as from a cache",
             **_forward(_later("attention.decode", "forward_pass")),
@@ -141,7 +137,6 @@ def _forward_kernels() -> tuple[Kernel, ...]:
         ),
         Kernel(
             name="sm90",
-            op="attention_fwd",
             clears=True,
             summary="Hopper: a producer warp with TMA, consumer warpgroups that overlap softmax and products",
             **_forward(_later("hopper.fwd_launch", "forward_pass")),
@@ -150,7 +145,6 @@ def _forward_kernels() -> tuple[Kernel, ...]:
         ),
         Kernel(
             name="v2",
-            op="attention_fwd",
             clears=True,
             summary="FlashAttention-2: query blocks outermost, block pointers or TMA",
             **_forward(_later("attention.fwd", "forward_pass")),
@@ -159,7 +153,6 @@ def _forward_kernels() -> tuple[Kernel, ...]:
         ),
         Kernel(
             name="v1",
-            op="attention_fwd",
             summary="FlashAttention: key/value blocks outermost, one program for each head",
             **_forward(_later("attention.fwd_v1", "forward_pass")),
             unsupported=lambda problem: refuse_features(problem, V1_FEATURES, "v1") or _needs_tile(problem, "fwd"),
@@ -176,7 +169,6 @@ def _backward_kernels() -> tuple[Kernel, ...]:
     return (
         Kernel(
             name="sm90",
-            op="attention_bwd",
             clears=True,
             summary="Hopper: dQ, dK and dV in one loop; a producer warp with TMA, dQ added up in fp32; a dout that TMA "
             "cannot read is copied first",
@@ -187,7 +179,6 @@ def _backward_kernels() -> tuple[Kernel, ...]:
         ),
         Kernel(
             name="short",
-            op="attention_bwd",
             clears=True,
             summary="sequences that one tile holds: delta, dQ, dK and dV in one launch; no atomics",
             **_backward(_later("attention.bwd", "backward_pass", kinds=configs.SHORT)),
@@ -196,7 +187,6 @@ def _backward_kernels() -> tuple[Kernel, ...]:
         ),
         Kernel(
             name="split",
-            op="attention_bwd",
             clears=True,
             summary="preprocess, dK/dV by key blocks, dQ by query blocks; no atomics",
             **_backward(_later("attention.bwd", "backward_pass")),
@@ -214,7 +204,6 @@ def _cache_kernels() -> tuple[Kernel, ...]:
     return (
         Kernel(
             name="sm90",
-            op="kvcache_fwd",
             clears=True,
             summary="Hopper, a latent cache: its keys in shared memory once, both products by wgmma in two warpgroups",
             **_over_cache(_later("hopper.decode_mla", "cache_pass")),
@@ -223,7 +212,6 @@ def _cache_kernels() -> tuple[Kernel, ...]:
         ),
         Kernel(
             name="sm90_prefill",
-            op="kvcache_fwd",
             clears=True,
             summary="Hopper, many queries: the forward pass, with keys that lie in pages or rows of a cache",
             **_over_cache(_later("hopper.prefill", "cache_pass")),
@@ -232,7 +220,6 @@ def _cache_kernels() -> tuple[Kernel, ...]:
         ),
         Kernel(
             name="split_kv",
-            op="kvcache_fwd",
             clears=True,
             summary="flash-decoding: programs take equal parts of all keys of all sequences; a second launch combines",
             **_over_cache(_later("attention.decode", "cache_pass")),
@@ -360,12 +347,6 @@ class CudaBackend:
         pack_text = pack.reason if pack.pack is None else f"{len(pack.pack)} kernels in {pack.pack.path}"
         return f"{pack_text}; " + ("no cache folder" if folder is None else f"cache folder {folder.path}")
 
-    def recording(self, arch: str | None) -> AbstractContextManager[dict[str, Any]]:
-        """Record the kernels of launches (`diyfa.backends.cuda.runtime.recording`)."""
-        from diyfa.backends.cuda.runtime.recording import recording
-
-        return recording(arch)
-
     def write_pack(self, arch: str, kernels: Iterable[Any], folder: Path) -> Path:
         """Write the pack of `arch` as a module, with those of `kernels` that are compiled. Return its folder."""
         from diyfa.backends.cuda.runtime import pack
@@ -378,31 +359,11 @@ class CudaBackend:
         pack.write_pack(module / pack.FILE_NAME, arch, {key: x for key, x in stored.items() if x is not None})
         return module
 
-    def merge(self, out: torch.Tensor, lse: torch.Tensor, partial_out: torch.Tensor, partial_lse: torch.Tensor) -> None:
-        from diyfa.backends.cuda.attention import merge
-
-        merge.merge(out, lse, partial_out, partial_lse)
-
-    def build_mask(
-        self, terms: Terms, shape: tuple[int, int, int, int], block: tuple[int, int], device: torch.device
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        from diyfa.backends.cuda.attention import build_mask
-
-        return build_mask.build_mask(terms, shape, block, device)
-
-    def select_blocks(
-        self, q: torch.Tensor, k: torch.Tensor, how: Selection
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        from diyfa.backends.cuda.attention import select_blocks
-
-        return select_blocks.select_blocks(q, k, how)
-
-    def quantize(
-        self, x: torch.Tensor, values: torch.Tensor, scheme: Scheme
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        from diyfa.backends.cuda.attention import quantize
-
-        return quantize.quantize(x, values, scheme)
+    merge = staticmethod(_later("attention.merge", "merge"))
+    build_mask = staticmethod(_later("attention.build_mask", "build_mask"))
+    select_blocks = staticmethod(_later("attention.select_blocks", "select_blocks"))
+    quantize = staticmethod(_later("attention.quantize", "quantize"))
+    recording = staticmethod(_later("runtime.recording", "recording"))
 
 
 backend = CudaBackend()

@@ -16,6 +16,7 @@ from guarded_memory import guard
 
 import diyfa
 from diyfa import BlockMask, block_mask, masks, registry
+from diyfa.backends.cuda import backend
 from diyfa.backends.cuda.attention import build_mask
 from diyfa.backends.cuda.runtime.launch import is_interpreting
 from diyfa.mask_terms import terms_of
@@ -65,7 +66,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The masks that kernels have made."""
     made: list[Any] = []
     build = build_mask.build_mask
-    monkeypatch.setattr(build_mask, "build_mask", lambda *arguments: made.append(arguments) or build(*arguments))
+    monkeypatch.setattr(backend, "build_mask", lambda *arguments: made.append(arguments) or build(*arguments))
     return made
 
 

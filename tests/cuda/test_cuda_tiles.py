@@ -22,7 +22,7 @@ if "cuda" not in TARGETS:
 
 from diyfa.backends.cuda import backend as cuda
 from diyfa.backends.cuda.attention.configs import AttentionConfig, candidates
-from diyfa.backends.cuda.attention.launch import use_config
+from diyfa.backends.cuda.attention.launch import _bucket, use_config
 from diyfa.problem import AttentionProblem
 
 TARGET = TARGETS["cuda"]
@@ -80,3 +80,11 @@ def test_tile(kind: str, head_dim: int, dtype: str, bias: str, tile: AttentionCo
                 make_inputs(case, TARGET.device),
             )
     assert_within_budget(results, case, TARGET.oracle_device)
+
+
+# Both have one size class: what `diyfa.tuning.bucket_size` makes of heads and tokens.
+@pytest.mark.parametrize("sizes", [((5, 2050), (8, 4096)), ((5, 520), (8, 1024))], ids=["few blocks", "little for TMA"])
+def test_problems_that_share_a_measured_tile_have_the_same_candidates(sizes: tuple[tuple[int, int], ...]) -> None:
+    problems = [AttentionProblem("cuda", "sm_90", "float16", "bhsd", 1, h, h, n, n, 128, 128) for h, n in sizes]
+    few, many = ([candidates(kind, problem) for kind in KINDS] for problem in problems)
+    assert few != many and _bucket(problems[0]) != _bucket(problems[1])

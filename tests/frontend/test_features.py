@@ -456,12 +456,12 @@ def test_kernels_of_cuda_are_compiled_for_the_feature_and_get_its_tensors(featur
         assert tile is not None
         if kernel == "fwd":
             return fwd.make_launch(problem, tensors, out, lse, tile), tensors
-        backward = specs._backward(problem, False)[0]
+        backward = specs._backward(problem, False)
         if kernel == "dbias":
             bias = backward.tensors.attn_bias
             assert bias is not None
-            arguments = (backward.dout, backward.lse, backward.delta, backward.scale, torch.empty_like(bias))
-            return bwd_dbias.make_launch(problem, backward.tensors, *arguments)[0], backward.tensors
+            values = backward.pointer_arguments()
+            return bwd_dbias.make_launch(problem, values, torch.empty_like(bias))[0], backward.tensors
         q, k, v = backward.tensors[:3]
         like = {"dq": q} if kernel == "dq" else {"dk": k, "dv": v}
         return backward.gradient(kernel, tile, {n: torch.empty_like(x) for n, x in like.items()}), backward.tensors

@@ -128,14 +128,14 @@ MORE_MLA = [
 ]
 
 
-@pytest.mark.parametrize(("kernel", "case"), [
-    *(pytest.param("_bwd_wide_dkdv_kernel", c, id=f"wide-{c.name}") for c in WIDE),
-    *(pytest.param("_bwd_wide_dkdv_kernel", c, id=f"wide-{c.name}", marks=pytest.mark.slow) for c in MORE_WIDE),
-    *(pytest.param("_bwd_mla_kernel", c, id=f"latent-{c.name}") for c in MLA),
-    *(pytest.param("_bwd_mla_kernel", c, id=f"latent-{c.name}", marks=pytest.mark.slow) for c in MORE_MLA),
+@pytest.mark.parametrize(("form", "case"), [
+    *(pytest.param("columns", c, id=f"wide-{c.name}") for c in WIDE),
+    *(pytest.param("columns", c, id=f"wide-{c.name}", marks=pytest.mark.slow) for c in MORE_WIDE),
+    *(pytest.param("mla", c, id=f"latent-{c.name}") for c in MLA),
+    *(pytest.param("mla", c, id=f"latent-{c.name}", marks=pytest.mark.slow) for c in MORE_MLA),
 ])  # fmt: skip
-def test_gradients_of_wide_heads(kernel: str, case: AttentionCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    interpreted = interpret_backward(monkeypatch, seed=3, interleave=True, main=kernel)
+def test_gradients_of_wide_heads(form: str, case: AttentionCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    interpreted = interpret_backward(monkeypatch, seed=3, interleave=True, form=form)
     assert not run_backward(case)
     assert interpreted.launches == 1
 
@@ -148,26 +148,26 @@ SUMMED = [
     case("block_mask", mask="1h:128:0.6", head_dim=128),
 ]
 SUMMED_BY = {
-    "_bwd_sm90_kernel": SUMMED,
-    "_bwd_wide_dkdv_kernel": [
+    "keys": SUMMED,
+    "columns": [
         case("wide", head_dim=200, head_dim_v=72, seqlen_q=70, seqlen_k=100),
         case("wide_192", head_dim=192, head_dim_v=192, seqlen_q=70, seqlen_k=100),
         case(
             "wide_packed", heads=1, head_dim=200, head_dim_v=72, layout="thd", lens_q=(70, 9), lens_k=(65, 7), slack=5
         ),
     ],
-    "_bwd_mla_kernel": [
+    "mla": [
         case("latent_sequences", head_dim=192, head_dim_v=128, layout="thd", lens_q=(70, 1), lens_k=(65, 3), slack=5)
     ],
 }
 
 
 @pytest.mark.parametrize(
-    ("main", "case"), [pytest.param(main, case, id=case.name) for main, cases in SUMMED_BY.items() for case in cases]
+    ("form", "case"), [pytest.param(form, case, id=case.name) for form, cases in SUMMED_BY.items() for case in cases]
 )
-def test_gradients_that_are_to_be_added_up(main: str, case: AttentionCase, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_that_are_to_be_added_up(form: str, case: AttentionCase, monkeypatch: pytest.MonkeyPatch) -> None:
     """They come in float32, are the others before those are rounded, and nothing else is written."""
-    kernel = interpret_backward(monkeypatch, seed=3, main=main)
+    kernel = interpret_backward(monkeypatch, seed=3, form=form)
     q, k, v, dout, dlse, given, *_ = make_inputs(case)
     lengths = Lengths(**{name: given.pop(name) for name in LENGTHS if name in given})
     if (mask := given.pop("mask", None)) is not None:
@@ -187,7 +187,7 @@ def test_gradients_that_are_to_be_added_up(main: str, case: AttentionCase, monke
 
 
 PARTS = {
-    "_bwd_sm90_kernel": [
+    "keys": [
         case("heads_bshd", heads=8, heads_kv=2, layout="bshd", batch=2, seqlen_q=70, seqlen_k=140, causal=True),
         case("all_of_a_head", heads=3, head_dim=128, seqlen_q=70, causal=True),
         case("samples", heads=4, batch=2, seq_lens=(130, 65), seqlen_k=150, sinks=True, dtype="float16"),
@@ -195,20 +195,20 @@ PARTS = {
         case("columns_72", heads=4, seqlen_q=70, head_dim=72),
         case("transposed", heads=4, heads_kv=2, view="transposed", seqlen_q=70, window=(60, 10)),
     ],
-    "_bwd_wide_dkdv_kernel": [
+    "columns": [
         case("wide", head_dim=200, head_dim_v=72, seqlen_q=70, seqlen_k=100),
         case("five_parts_wider_v", batch=2, heads=5, head_dim_v=136, seqlen_q=64, seqlen_k=40),
     ],
-    "_bwd_mla_kernel": [
+    "mla": [
         case("latent", heads=4, head_dim=192, head_dim_v=128, layout="thd", lens_q=(70, 1), lens_k=(65, 3), slack=5)
     ],
 }
 
 
 @pytest.mark.parametrize(
-    ("main", "case"), [pytest.param(main, case, id=case.name) for main, cases in PARTS.items() for case in cases]
+    ("form", "case"), [pytest.param(form, case, id=case.name) for form, cases in PARTS.items() for case in cases]
 )
-def test_groups_divided_among_programs(main: str, case: AttentionCase, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_divided_among_programs(form: str, case: AttentionCase, monkeypatch: pytest.MonkeyPatch) -> None:
     """Into parts of two query heads or, where a group is small or odd, of one: more programs, the same gradients."""
     group = case.heads // case.heads_kv
     monkeypatch.setattr(
@@ -223,7 +223,7 @@ def test_groups_divided_among_programs(main: str, case: AttentionCase, monkeypat
         return found
 
     monkeypatch.setattr(bwd_partials, "make_launches", counted)
-    kernel = interpret_backward(monkeypatch, seed=5, main=main, interleave=True, multiprocessors=3)
+    kernel = interpret_backward(monkeypatch, seed=5, form=form, interleave=True, multiprocessors=3)
     assert not run_backward(case)
     assert (kernel.launches, sums) == (1, [1])
 

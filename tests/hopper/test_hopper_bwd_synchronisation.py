@@ -31,6 +31,13 @@ SYNCHRONISING = (
     "_wait",
     "sync_consumers",
     "wait_for_previous_kernels",
+    "wait_until_equal",
+    "increment_semaphore",
+)
+# Of deterministic calls, which `run` has none of.
+ORDERED = (
+    "wait_until_equal(semaphores_ptr + half, keys.adders_before(block, sizes, config))",
+    "increment_semaphore(semaphores_ptr + half)",
 )
 METHODS = (
     "acquire",
@@ -40,13 +47,8 @@ METHODS = (
     "release",
     "init",
     "announce",
-    "end_adding",
-    "end_clearing",
     "wait_until_added",
-    "wait_until_complete",
     "wait_until_free",
-    "wait_empty",
-    "wait_full",
 )
 # Two query heads share the keys: long enough for every stage to be used again.
 PROBLEM = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", 1, 2, 1, 260, 200, 64, 64, -1, 0)
@@ -76,7 +78,7 @@ MODULES = {
     "hopper.bwd_wide_dq": (200, 200),
     "hopper.bwd_mla": (136, 72),
 }
-SOURCES = {name: Synchronising(kernel_source(name), SYNCHRONISING, METHODS) for name in MODULES}
+SOURCES = {name: Synchronising(kernel_source(name), SYNCHRONISING, METHODS, ORDERED) for name in MODULES}
 LINES = [(name, f"{i}: {line}") for name, source in SOURCES.items() for i, line in enumerate(source.lines)]
 
 

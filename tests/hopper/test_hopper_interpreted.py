@@ -134,13 +134,13 @@ def mutant(tmp_path: Path, pattern: str, replacement: str | Callable[[re.Match[s
 
 MUTANTS = {
     "K is released before its product is done": (
-        r"( +s = warpgroup_mma_wait\(0, deps=\[s\]\)\n)( +ring\.release\(item\)\n)",
+        r"( +s = warpgroup_mma_wait\(0, deps=\[s\]\)\n)( +ring\.channel\.release\(item\)\n)",
         r"\2\1",
         Race,
         {},
     ),
     "V is released before its product is done": (
-        r"( +o = finish_values\(o\)\n)( +ring\.release\(item - 1\)\n)",
+        r"( +o = finish_values\(o\)\n)( +ring\.channel\.release\(item - 1\)\n)",
         r"\2\1",
         Race,
         {},
@@ -184,12 +184,12 @@ MUTANTS = {
     ),
     "nobody has the first turn": (r"if INDEX == config\.CONSUMERS - 1:", "if False:", Deadlock, {"pingpong": True}),
     "V is waited for in another round's parity": (
-        r"ring\.wait_full\(item - 1\)",
-        "ring.wait_full(item - 1 + ring.STAGES)",
+        r"ring\.channel\.wait\(item - 1\)",
+        "ring.channel.wait(item - 1 + ring.channel.STAGES)",
         KernelBug,
         {},
     ),
-    "a stage is released by one consumer for all": (r"count=WARPS \* self\.CONSUMERS\)", "count=WARPS)", KernelBug, {}),
+    "a stage is released by one consumer for all": (r"= WARPS \* config\.CONSUMERS\n", "= WARPS\n", KernelBug, {}),
     "barriers are not visible to TMA": (
         r"    fence_async_shared\(\)\n    wait_for_previous_kernels",
         "    wait_for_previous_kernels",

@@ -82,9 +82,9 @@ def test_refusals() -> None:
 # ---- the same kernel with one thing wrong
 
 NAME = "hopper.tutorial"
-# The ring's own are taken away in test_hopper_synchronisation.py.
+# The channel's own are taken away in test_hopper_bwd_synchronisation.py.
 FUNCTIONS = ("mbarrier.wait", "mbarrier.expect", "mbarrier.init", "fence_async_shared", "tma.store_wait", "_turn")
-METHODS = ("init", "wait_empty", "wait_full", "release")
+METHODS = ("acquire", "wait", "release")
 
 
 SOURCE = Synchronising(kernel_source(NAME), FUNCTIONS, METHODS)
@@ -109,13 +109,13 @@ def test_no_wait_arrival_or_fence_is_superfluous(line: str, tmp_path: Path) -> N
 
 MUTANTS = {
     "K is released before its product is done": (
-        "    s = warpgroup_mma_wait(0, deps=[s])\n    ring.release(0)\n",
-        "    ring.release(0)\n    s = warpgroup_mma_wait(0, deps=[s])\n",
+        "    s = warpgroup_mma_wait(0, deps=[s])\n    ring.channel.release(0)\n",
+        "    ring.channel.release(0)\n    s = warpgroup_mma_wait(0, deps=[s])\n",
         Race,
     ),
     "V is released before its product is done": (
-        "            o = warpgroup_mma_wait(0, deps=[o])\n            ring.release(2 * i - 1)\n",
-        "            ring.release(2 * i - 1)\n            o = warpgroup_mma_wait(0, deps=[o])\n",
+        "            o = warpgroup_mma_wait(0, deps=[o])\n            ring.channel.release(2 * i - 1)\n",
+        "            ring.channel.release(2 * i - 1)\n            o = warpgroup_mma_wait(0, deps=[o])\n",
         Race,
     ),
     "scores are read while their product runs": ("warpgroup_mma_wait(1, ", "warpgroup_mma_wait(2, ", Race),

@@ -23,8 +23,6 @@ from diyfa.backends.cuda.hopper import bwd as hopper_bwd
 from diyfa.backends.cuda.hopper import bwd_configs as hopper_bwd_configs
 from diyfa.backends.cuda.hopper import bwd_dq as hopper_bwd_dq
 from diyfa.backends.cuda.hopper import bwd_launch as hopper_bwd_launch
-from diyfa.backends.cuda.hopper import bwd_mla as hopper_bwd_mla
-from diyfa.backends.cuda.hopper import bwd_wide as hopper_bwd_wide
 from diyfa.backends.cuda.hopper import bwd_wide_dq as hopper_bwd_wide_dq
 from diyfa.backends.cuda.hopper import configs as hopper_configs
 from diyfa.backends.cuda.hopper import fwd as hopper_fwd
@@ -32,6 +30,7 @@ from diyfa.backends.cuda.hopper import fwd_launch as hopper_fwd_launch
 from diyfa.backends.cuda.hopper import prefill as hopper_prefill
 from diyfa.backends.cuda.hopper import prefill_configs
 from diyfa.backends.cuda.runtime.launch import is_interpreting
+from diyfa.problem import AttentionProblem
 from diyfa.testing import (
     YARDSTICK_DRAWS,
     AttentionCase,
@@ -48,6 +47,7 @@ interpreted_only = pytest.mark.skipif(
 )
 KERNEL_MODULES = (
     "gluon.barriers",
+    "gluon.channel",
     "gluon.ring",
     "gluon.scheduler",
     "gluon.tile_info",
@@ -64,6 +64,7 @@ KERNEL_MODULES = (
 BACKWARD_MODULES = (
     "gluon.barriers",
     "gluon.channel",
+    "gluon.ring",
     "hopper.mma",
     "hopper.tiles",
     "hopper.bwd_mask",
@@ -71,15 +72,15 @@ BACKWARD_MODULES = (
     "hopper.bwd_common",
     "hopper.bwd_dq",
     "hopper.bwd_rolling_dq",
+    "hopper.bwd_wide",
+    "hopper.bwd_mla",
     "hopper.bwd",
 )
-WIDE_BACKWARD_MODULES = (*BACKWARD_MODULES, "hopper.bwd_wide", "hopper.bwd_wide_dq", "hopper.bwd_mla")
+WIDE_BACKWARD_MODULES = (*BACKWARD_MODULES, "hopper.bwd_wide_dq")
 BACKWARD_KERNELS = {
     "_prepare_kernel": hopper_bwd_dq,
     "_bwd_sm90_kernel": hopper_bwd,
-    "_bwd_wide_dkdv_kernel": hopper_bwd_wide,
     "_bwd_wide_dq_kernel": hopper_bwd_wide_dq,
-    "_bwd_mla_kernel": hopper_bwd_mla,
     "_convert_kernel": hopper_bwd_dq,
 }
 FORWARD = hopper_configs.Sm90Config(1, 64, 4, True, 232, 24)  # one that takes all that the backward takes
@@ -148,12 +149,13 @@ def interpret_backward(
     seed: int = 0,
     interleave: bool = False,
     kernels: ModuleType = hopper_bwd,
-    main: str = "_bwd_sm90_kernel",
+    form: str = "",
     fixed_order: bool = False,
     multiprocessors: int = MULTIPROCESSORS,
 ) -> InterpretedKernel:
-    """From now on the backward of `variant="sm90"` runs here, its forward too; the result is the kernel
-    named `main`. `fixed_order`: dQ must be added up in one."""
+    """From now on the backward of `variant="sm90"` runs here, its forward too; the result is its main kernel.
+
+    `form`: which one must be chosen. `fixed_order`: dQ must be added up in one."""
     interpret(monkeypatch, FORWARD)
     found = {}
     for name, module in BACKWARD_KERNELS.items():
@@ -165,7 +167,15 @@ def interpret_backward(
     monkeypatch.setattr(hopper_bwd_launch, "multiprocessors", lambda device: multiprocessors)
     if config is not None:
         monkeypatch.setattr(hopper_bwd_launch, "select_config", lambda problem: config)
-    return found[main]
+    choose = hopper_bwd_launch._config
+
+    def checked(problem: AttentionProblem) -> hopper_bwd_configs.Sm90BwdConfig:
+        chosen = choose(problem)
+        assert form in ("", chosen.form)
+        return chosen
+
+    monkeypatch.setattr(hopper_bwd_launch, "_config", checked)
+    return found["_bwd_sm90_kernel"]
 
 
 def run_backward(case: AttentionCase, draws: int = YARDSTICK_DRAWS, device: str = "cpu") -> dict[str, str]:

@@ -177,6 +177,12 @@ class Backward:
         q, k, v = self.tensors[:3]
         return strides(self.problem.layout, q=q, k=k, v=v)
 
+    def pointer_arguments(self) -> dict[str, Any]:
+        """Return the arguments of kernels that read all inputs through pointers, as those behind the gradients do."""
+        q, k, v = self.tensors[:3]
+        pointers = {"q_ptr": q, "k_ptr": k, "v_ptr": v, "do_ptr": self.dout}
+        return {**pointers, **self.shared_arguments, **self.shared_strides}
+
     def preprocess(self) -> Launch:
         """Return the launch that fills delta."""
         problem = self.problem
@@ -257,7 +263,7 @@ def backward_pass(
 ) -> Pass:
     """Return the pass that fills all gradients but that of sinks, by kernels of these kinds and their auxiliaries."""
     backward = Backward(problem, tensors, out, lse, dout, dlse, gradients.delta)
-    problem, lse, delta = backward.problem, backward.lse, backward.delta
+    problem, delta = backward.problem, backward.delta
     launches = backward_launches(problem, tensors, gradients, delta)
     memory = [] if gradients.delta is delta else [delta]
     if kinds == SPLIT:
@@ -273,12 +279,12 @@ def backward_pass(
         memory += workspace
     finish: list[Callable[[], None]] = []
     if gradients.dbias is not None:
-        launch, sums = bwd_dbias.make_launch(problem, tensors, dout, lse, delta, backward.scale, gradients.dbias)
+        launch, sums = bwd_dbias.make_launch(problem, backward.pointer_arguments(), gradients.dbias)
         launches.append(launch)
         finish.append(partial(bwd_dbias.add_up, sums, gradients.dbias))
-    captured = bwd_captured.learned(gradients)
+    captured = gradients.captured()
     if captured:
-        launch, totals = bwd_captured.make_launch(problem, tensors, dout, lse, delta, backward.scale, captured)
+        launch, totals = bwd_captured.make_launch(problem, backward.pointer_arguments(), captured)
         launches.append(launch)
         finish.append(partial(bwd_captured.round_totals, totals, captured))
     finish_all = partial(_call_each, finish) if finish else None

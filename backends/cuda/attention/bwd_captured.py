@@ -8,6 +8,7 @@ deterministic calls are refused. The kernel has a tile of its own, which is not 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -25,9 +26,7 @@ from diyfa.backends.cuda.attention.launch import (
     AttentionConstants,
     attention_constants,
     bind_launch,
-    feature_arguments,
     mask_constants,
-    strides,
 )
 from diyfa.backends.cuda.attention.score_functions import SPELLING
 from diyfa.backends.cuda.attention.scores import (
@@ -40,12 +39,10 @@ from diyfa.backends.cuda.attention.scores import (
 )
 from diyfa.backends.cuda.attention.seq_info import seq_info
 from diyfa.backends.cuda.attention.tile_io import POINTER, cdiv, head_view, load_tile
-from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors, Launch
+from diyfa.problem import AttentionProblem, Captured, Launch
 from diyfa.score_code import JitSource, gradients_source
 from diyfa.score_functions import MAX_TENSORS
 
-# Index of a captured tensor -> its gradient.
-Captured = dict[int, torch.Tensor]
 _TOTALS = tuple(f"total{n}_ptr" for n in range(MAX_TENSORS))
 
 
@@ -134,37 +131,12 @@ class CapturedConstants(AttentionConstants):
     score_gradients: JitSource
 
 
-def learned(gradients: AttentionGradients) -> Captured:
-    """Return the gradients of captured tensors that are wanted, by the index of the tensor."""
-    buffers = {n: getattr(gradients, f"dscore{n}") for n in range(MAX_TENSORS)}
-    return {n: x for n, x in buffers.items() if x is not None}
-
-
-def make_launch(
-    problem: AttentionProblem,
-    tensors: AttentionTensors,
-    dout: torch.Tensor,
-    lse: torch.Tensor,
-    delta: torch.Tensor,
-    scale: float,
-    captured: Captured,
-) -> tuple[Launch, Captured]:
-    """Return (launch, the totals in float32 that it adds to)."""
-    q, k, v = tensors.q, tensors.k, tensors.v
+def make_launch(problem: AttentionProblem, values: dict[str, Any], captured: Captured) -> tuple[Launch, Captured]:
+    """Return (launch, the totals in float32 that it adds to). `values`: `Backward.pointer_arguments`."""
     tile = config(problem)
     assert tile is not None, "unsupported() accepted a problem that no tile fits"
     totals = {n: torch.zeros_like(x, dtype=torch.float32) for n, x in captured.items()}
-    values = {
-        "q_ptr": q,
-        "k_ptr": k,
-        "v_ptr": v,
-        "do_ptr": dout,
-        "lse_ptr": lse,
-        "delta_ptr": delta,
-        **{name: totals.get(n) for n, name in enumerate(_TOTALS)},
-        **strides(problem.layout, q=q, k=k, v=v, do=dout),
-        **feature_arguments(problem, tensors, scale),
-    }
+    values = {**values, **{name: totals.get(n) for n, name in enumerate(_TOTALS)}}
     learned_tensors = tuple([n in captured for n in range(MAX_TENSORS)])
     own = {**mask_constants(problem), "score_gradients": gradients_source(problem.score_fn, learned_tensors, SPELLING)}
     constants = CapturedConstants.read_from(problem, tile, **attention_constants(problem), **own)

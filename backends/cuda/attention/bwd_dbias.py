@@ -14,6 +14,7 @@ another time, but only for calls whose bias needs a gradient.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -30,9 +31,7 @@ from diyfa.backends.cuda.attention.launch import (
     AttentionConstants,
     attention_constants,
     bind_launch,
-    feature_arguments,
     mask_constants,
-    strides,
 )
 from diyfa.backends.cuda.attention.score_functions import SPELLING
 from diyfa.backends.cuda.attention.scores import (
@@ -46,7 +45,7 @@ from diyfa.backends.cuda.attention.scores import (
 )
 from diyfa.backends.cuda.attention.seq_info import seq_info
 from diyfa.backends.cuda.attention.tile_io import EQUAL, POINTER, cdiv, head_view, load_tile
-from diyfa.problem import AttentionProblem, AttentionTensors, Launch
+from diyfa.problem import AttentionProblem, Launch
 from diyfa.score_code import slope_source
 
 NOTHING = tl.constexpr(0)
@@ -189,20 +188,14 @@ class BiasGradientConstants(AttentionConstants):
     mask_k: int
 
 
-def make_launch(
-    problem: AttentionProblem,
-    tensors: AttentionTensors,
-    dout: torch.Tensor,
-    lse: torch.Tensor,
-    delta: torch.Tensor,
-    scale: float,
-    dbias: torch.Tensor,
-) -> tuple[Launch, torch.Tensor]:
-    """Return (launch, tensor that it fills): `dbias` itself or partial sums. `dbias` has the shape of attn_bias."""
-    q, k, v, bias = tensors.q, tensors.k, tensors.v, tensors.attn_bias
+def make_launch(problem: AttentionProblem, values: dict[str, Any], dbias: torch.Tensor) -> tuple[Launch, torch.Tensor]:
+    """Return (launch, tensor that it fills): `dbias` itself or partial sums. `dbias` has the shape of attn_bias.
+
+    `values`: `Backward.pointer_arguments`.
+    """
     tile = config(problem)
-    assert tile is not None and bias is not None, "unsupported() accepted a problem that no tile fits"
-    shape = (1,) * (4 - bias.dim()) + tuple(bias.shape)
+    assert tile is not None, "unsupported() accepted a problem that no tile fits"
+    shape = (1,) * (4 - dbias.dim()) + tuple(dbias.shape)
     batch, heads, seqlen_q, seqlen_k = problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k
     blocks_m, blocks_n = cdiv(seqlen_q, tile.block_m), cdiv(seqlen_k, tile.block_n)
     if shape[2] == seqlen_q and shape[3] == seqlen_k:
@@ -210,21 +203,14 @@ def make_launch(
         grid, steps = blocks_m * blocks_n * shape[0] * shape[1], batch * heads // (shape[0] * shape[1])
         heads_out = shape[1]
     elif shape[3] == seqlen_k:
-        reduce, out = QUERIES, q.new_empty((batch, heads, 1, seqlen_k), dtype=torch.float32)
+        reduce, out = QUERIES, dbias.new_empty((batch, heads, 1, seqlen_k), dtype=torch.float32)
         grid, steps, heads_out = blocks_n * batch * heads, blocks_m, heads
     else:
-        reduce, out = KEYS, q.new_empty((batch, heads, seqlen_q, 1), dtype=torch.float32)
+        reduce, out = KEYS, dbias.new_empty((batch, heads, seqlen_q, 1), dtype=torch.float32)
         grid, steps, heads_out = blocks_m * batch * heads, blocks_n, heads
     values = {
-        "q_ptr": q,
-        "k_ptr": k,
-        "v_ptr": v,
-        "do_ptr": dout,
-        "lse_ptr": lse,
-        "delta_ptr": delta,
+        **values,
         "dbias_ptr": out,
-        **strides(problem.layout, q=q, k=k, v=v, do=dout),
-        **feature_arguments(problem, tensors, scale),
         **dict(zip(("stride_outb", "stride_outh", "stride_outm", "stride_outn"), out.stride(), strict=True)),
         "heads_out": heads_out,
         "steps": steps,

@@ -473,6 +473,14 @@ def _heads(problem: AttentionProblem) -> _Heads:
     return _Heads(problem.arch, problem.dtype, problem.value_dtype, problem.bias, problem.head_dim, problem.head_dim_v)
 
 
+def size_facts(problem: AttentionProblem) -> tuple[bool, bool, bool]:
+    """Return what `candidates` depends on of a call's sizes: `has_tma`, few keys, few blocks of queries."""
+    if problem.batch_invariant:
+        return has_tma(problem), False, False
+    blocks = problem.batch * problem.heads_q * (-(-problem.seqlen_q // 128))
+    return has_tma(problem), problem.seqlen_k <= 1024, blocks <= FULL_GPU and not _is_ragged(problem)
+
+
 def candidates(kind: str, problem: AttentionProblem) -> tuple[AttentionConfig, ...]:
     """Return the tiles of the table for `kind` ("fwd", "dkdv", "dq", "short", "dbias") that fit, the default first.
 
@@ -481,11 +489,7 @@ def candidates(kind: str, problem: AttentionProblem) -> tuple[AttentionConfig, .
     longest = max(problem.seqlen_q, problem.seqlen_k)
     if kind == "short":
         return _candidates(problem, kind, padded_head_dim(longest)) if longest <= MAX_SHORT_LENGTH else ()
-    if problem.batch_invariant:
-        return _candidates(problem, kind, 0, has_tma(problem))
-    blocks = problem.batch * problem.heads_q * (-(-problem.seqlen_q // 128))
-    few_blocks = blocks <= FULL_GPU and not _is_ragged(problem)
-    return _candidates(problem, kind, 0, has_tma(problem), problem.seqlen_k <= 1024, few_blocks)
+    return _candidates(problem, kind, 0, *size_facts(problem))
 
 
 @cached_per_kind

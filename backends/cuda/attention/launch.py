@@ -18,6 +18,7 @@ from diyfa.backends.cuda.attention.configs import (
     edge_tile_form,
     key_columns,
     reads_rows,
+    size_facts,
     tile_form,
 )
 from diyfa.backends.cuda.attention.dropout import keep_threshold
@@ -347,6 +348,7 @@ def _bucket(problem: AttentionProblem) -> tuple[object, ...]:
         problem.bias,
         problem.value_dtype,
         problem.mask,
+        size_facts(problem),
     )
 
 

@@ -29,6 +29,21 @@ class Channel:
     INDEX: gl.constexpr  # which of them this is
 
     @gluon.jit
+    def init(self, FILLS: gl.constexpr, RELEASES: gl.constexpr):
+        """Initialise the barriers, as `allocate_channel` does."""
+        for i in gl.static_range(self.CHANNELS * self.STAGES):
+            mbarrier.init(self.full.index(i), count=FILLS)
+            if RELEASES > 0:
+                mbarrier.init(self.empty.index(i), count=RELEASES)
+
+    @gluon.jit
+    def invalidate(self):
+        """Make the memory of all barriers free for `init`. The channel must have `empty` barriers."""
+        for i in gl.static_range(self.CHANNELS * self.STAGES):
+            mbarrier.invalidate(self.full.index(i))
+            mbarrier.invalidate(self.empty.index(i))
+
+    @gluon.jit
     def pick(self, i: gl.constexpr):
         """The i-th of several channels that were allocated together."""
         return Channel(self.full, self.empty, self.STAGES, self.CHANNELS, i)
@@ -110,8 +125,6 @@ def allocate_channel(
         empty = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     else:
         empty = None
-    for i in gl.static_range(COUNT):
-        mbarrier.init(full.index(i), count=FILLS)
-        if RELEASES > 0:
-            mbarrier.init(empty.index(i), count=RELEASES)
-    return Channel(full, empty, STAGES, CHANNELS, 0)
+    channel = Channel(full, empty, STAGES, CHANNELS, 0)
+    channel.init(FILLS, RELEASES)
+    return channel

@@ -19,6 +19,8 @@ clears it for later heads (`bwd_rolling_dq.py`), or `_convert_kernel` converts i
 In global memory, queries lie in blocks of BLOCK_M of one head. Each sequence begins with a block of its own. The
 statistics of a block are two rows: lse in units of log2, and delta. The fp32 dQ of a block is in the order of the
 consumers' registers.
+
+For wider heads the kernel has other consumers, those of `bwd_wide.py` or `bwd_mla.py`, and no adders.
 """
 
 # Aggregates are checked against their annotations, so these must not be postponed.
@@ -52,6 +54,7 @@ from diyfa.backends.cuda.hopper.bwd_common import (
     finished_rows,
     load_keys,
     load_queries,
+    run_key_block,
     scale_in_log2,
     softmax_weights,
     start_product,
@@ -61,6 +64,7 @@ from diyfa.backends.cuda.hopper.bwd_common import (
     used_columns,
 )
 from diyfa.backends.cuda.hopper.bwd_dq import DQ_COLUMNS, DQ_ROWS, to_register_order
+from diyfa.backends.cuda.hopper.bwd_mla import allocate_mla_exchange
 from diyfa.backends.cuda.hopper.bwd_rolling_dq import make_rolling_dq
 from diyfa.backends.cuda.hopper.bwd_tiles import (
     BOX,
@@ -75,6 +79,7 @@ from diyfa.backends.cuda.hopper.bwd_tiles import (
     first_query_block,
     locate_key_block,
 )
+from diyfa.backends.cuda.hopper.bwd_wide import allocate_half_exchange
 from diyfa.backends.cuda.hopper.mma import ROWS, accumulator_layout, box_matrix, finish_values, run_matrix
 from diyfa.backends.cuda.hopper.softmax import LOG2E
 
@@ -174,7 +179,7 @@ def _persistent_producer(sizes, shared, inputs, rolling_dq, key_blocks, schedule
             n = seen.end - seen.begin
             if n > 0:
                 _load_block(seen, h, 0, item, words, sizes, shared, inputs)
-            chunk = rolling_dq.chunk_with(index, sizes, config)
+            chunk = rolling_dq.chunk_with(index)
             key_blocks.write(iteration, keys, chunk, KEYS)
             load_keys(keys, sizes, shared, inputs)
             for g in range(sizes.group_size):
@@ -186,13 +191,13 @@ def _persistent_producer(sizes, shared, inputs, rolling_dq, key_blocks, schedule
                 if config.MASK_Q > 0:  # otherwise all heads have equally many blocks
                     item += n
                     words += seen.masked_count()
-            rolling_dq.announce(chunk, iteration, sizes, config)
+            rolling_dq.announce(chunk, iteration)
             if config.MASK_Q == 0:
                 item += sizes.group_size * n
             iteration += 1
         index = draw_key_block(scheduler, WAITS)
     no_keys = locate_key_block(0, sizes, config)
-    iteration = rolling_dq.produce_last_chunks(index, count, iteration, no_keys, key_blocks, scheduler, sizes, config)
+    iteration = rolling_dq.produce_last_chunks(index, count, iteration, no_keys, key_blocks, scheduler)
     key_blocks.write(iteration, no_keys, -1, END)
 
 
@@ -212,14 +217,14 @@ def _adder(CONSUMER: gl.constexpr, sizes, shared, gradients, rolling_dq, dq_tens
     while kind == KEYS:
         key_blocks.channel.release(iteration)
         head = keys.b * heads_kv + keys.hk
-        rolling_dq.wait_until_free(head, sizes, config)
+        rolling_dq.wait_until_free(head)
         for g in range(sizes.group_size):
             h = keys.hk * sizes.group_size + g
             seen = keys.seen_by(h, sizes, config)
             first = first_query_block(keys.b, h, keys.first_q, sizes, config.BLOCK_M, config.LENGTHS)
             first_dq_block = first
             if config.ROLLING:
-                first_dq_block = rolling_dq.first_block(head, g, sizes, config.BLOCK_M)
+                first_dq_block = rolling_dq.first_block(head, g)
             for i in range(seen.end - seen.begin):
                 block = seen.block(i)
                 half = (first + block) * CONSUMER_COUNT + CONSUMER
@@ -236,10 +241,10 @@ def _adder(CONSUMER: gl.constexpr, sizes, shared, gradients, rolling_dq, dq_tens
                     wait_for_stores()
                     increment_semaphore(semaphores_ptr + half)
                 item += 1
-        rolling_dq.finish_block(head, chunk, iteration, CONSUMER, sizes, config)
+        rolling_dq.finish_block(head, chunk, iteration, CONSUMER)
         iteration += 1
         kind, chunk, keys = key_blocks.read(iteration, sizes, config.LENGTHS)
-    rolling_dq.skip_last_chunks(kind, iteration, key_blocks, sizes, config)
+    rolling_dq.skip_last_chunks(kind, iteration, key_blocks)
 
 
 # ---- the consumers
@@ -316,10 +321,7 @@ def _add_query_blocks(
     DTYPE: gl.constexpr = shared.k_buffers.dtype
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, accumulator_layout(B * BOX), 2)
     for i in range(start, end):
-        if MASKED:
-            block = consumer.keys.masked_block(i)
-        else:
-            block = i
+        block = consumer.keys.visited_block(i, MASKED)
         stage = shared.queries.stage(item)
         # Without it the compiler would form the descriptors of K and V once, and keep them in 50 registers.
         zero = optimisation_barrier(item * 0)
@@ -339,24 +341,14 @@ def _add_query_blocks(
         sync_consumers()
         dq = _start_dq(shared, gradients, item, zero, c)
         dk = _start_gradient(ds, shared.q_buffers, stage, dk, config)
-        dv, dq = _wait_for(dv, dq, len(dk))  # dK runs on
+        done = warpgroup_mma_wait(len(dk), deps=dv + (dq,))  # dK runs on
+        dv = done[:-1]
+        dq = done[-1]
         gradients.store_dq(dq, item, c)
         dk = finish_values(dk)
         shared.queries.release(item)
         item += 1
     return dk, dv, item
-
-
-@gluon.jit
-def _wait_for(dv, dq, PENDING: gl.constexpr):
-    """Wait for dV and dQ, until PENDING products run -> both."""
-    if len(dv) == 1:
-        first, dq = warpgroup_mma_wait(PENDING, deps=[dv[0], dq])
-        done = (first,)
-    else:
-        first, last, dq = warpgroup_mma_wait(PENDING, deps=[dv[0], dv[1], dq])
-        done = (first, last)
-    return done, dq
 
 
 @gluon.jit
@@ -386,15 +378,13 @@ def _consumer(INDEX: gl.constexpr, sizes, shared, gradients, outputs, rolling_dq
                 words += n_masked
         rolling_dq.wait_until_added(iteration)
         key_blocks.channel.release(iteration)
-        x = rolling_dq.load_first(chunk, INDEX, sizes, config)
+        x = rolling_dq.load_first(chunk, INDEX)
         _store_rows(dv, 1.0, outputs.dv_ptr, outputs.dv_tensor, gradients.out_buffers, consumer)
         _store_rows(dk, outputs.sm_scale, outputs.dk_ptr, outputs.dk_tensor, gradients.out_buffers, consumer)
-        rolling_dq.convert(chunk, x, iteration, INDEX, item, gradients, outputs.sm_scale, sizes, config)
+        rolling_dq.convert(chunk, x, iteration, INDEX, item, gradients, outputs.sm_scale)
         iteration += 1
         kind, chunk, keys = key_blocks.read(iteration, sizes, config.LENGTHS)
-    rolling_dq.convert_last_chunks(
-        kind, chunk, iteration, INDEX, key_blocks, gradients, outputs.sm_scale, sizes, config
-    )
+    rolling_dq.convert_last_chunks(kind, chunk, iteration, INDEX, key_blocks, gradients, outputs.sm_scale)
     tma.store_wait(0)
 
 
@@ -428,8 +418,9 @@ def _bwd_sm90_kernel(
     dk_tensor, dv_tensor,
     dk_ptr, dv_ptr,  # the same tensors, for STORE_FROM_REGISTERS
     statistics_tensor,  # [2 * blocks of queries, BLOCK_M] fp32
-    dq_tensor,  # [2 * DQ_ROWS * blocks of queries, DQ_COLUMNS] fp32
-    dq_ptr, counts_ptr, dq_out_tensor,  # of `RollingDq`; dq_ptr is the memory of dq_tensor; None unless ROLLING
+    dq_tensor,  # [2 * DQ_ROWS * blocks of queries, DQ_COLUMNS] fp32; None unless FORM is "keys"
+    dq_ptr,  # the fp32 dQ of `RollingDq` or `MlaExchange`, or None
+    counts_ptr, dq_out_tensor,  # of `RollingDq`; None unless ROLLING
     semaphores_ptr,  # [2 * blocks of queries] int32, zeros; None unless DETERMINISTIC
     counter_ptr,  # int32, zero: blocks of keys that programs have drawn
     lengths_q_ptr, lengths_k_ptr,  # int32: cu_seqlens of packed sequences, or twice seq_lens
@@ -441,14 +432,8 @@ def _bwd_sm90_kernel(
     sm_scale, scale, softcap,
     config: gl.constexpr,  # `Sm90BwdConstants`
 ):  # fmt: skip
-    """Set up shared memory and barriers, and run the roles."""
+    """Set up shared memory and barriers, and run the roles of this file, or of the FORM "columns" or "mla"."""
     shared = allocate_shared(q_tensor, k_tensor, v_tensor, do_tensor, statistics_tensor, config)
-    gradients = _allocate_gradients(k_tensor, dq_tensor, config)
-    key_blocks = allocate_key_blocks()
-    rolling_dq = make_rolling_dq(dq_ptr, counts_ptr, dq_slots, dq_delay, dq_out_tensor, config.ROLLING)
-    fence_async_shared()
-    wait_for_previous_kernels()
-
     sizes = Sizes(
         heads_q, group_size, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
         lengths_q_ptr, lengths_k_ptr, interleaved_heads,
@@ -459,19 +444,34 @@ def _bwd_sm90_kernel(
         steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn, steps_dob, steps_dom,
     )  # fmt: skip
     outputs = Outputs(dk_tensor, dv_tensor, dk_ptr, dv_ptr, sm_scale, scale, softcap)
-    scheduler = TileScheduler(counter_ptr, "dynamic")
-    R: gl.constexpr = config.CONSUMER_REGISTERS
-    P: gl.constexpr = config.PRODUCER_REGISTERS
-    # The first consumer runs on the warps that the kernel is launched with, and gets the registers that others leave.
-    gl.warp_specialize(
-        [
-            (_consumer, (0, sizes, shared, gradients, outputs, rolling_dq, key_blocks)),
-            (_consumer, (1, sizes, shared, gradients, outputs, rolling_dq, key_blocks)),
-            (_persistent_producer, (sizes, shared, inputs, rolling_dq, key_blocks, scheduler)),
-            (_adder, (0, sizes, shared, gradients, rolling_dq, dq_tensor, semaphores_ptr, key_blocks)),
-            (_adder, (1, sizes, shared, gradients, rolling_dq, dq_tensor, semaphores_ptr, key_blocks)),
-            (idle_warps, ()),
-        ],
-        [4, 1, 1, 1, 1],
-        [R, P, P, P, P],
-    )  # fmt: skip
+    if config.FORM == "keys":
+        gradients = _allocate_gradients(k_tensor, dq_tensor, config)
+        key_blocks = allocate_key_blocks()
+        rolling_dq = make_rolling_dq(dq_ptr, counts_ptr, dq_slots, dq_delay, dq_out_tensor, sizes, config)
+    elif config.FORM == "columns":
+        exchange = allocate_half_exchange(q_tensor.dtype, config.BLOCK_M)
+    else:
+        exchange = allocate_mla_exchange(dq_ptr, q_tensor.dtype)
+    fence_async_shared()
+    wait_for_previous_kernels()
+
+    if config.FORM == "keys":
+        scheduler = TileScheduler(counter_ptr, "dynamic")
+        R: gl.constexpr = config.CONSUMER_REGISTERS
+        P: gl.constexpr = config.PRODUCER_REGISTERS
+        # The first consumer runs on the warps that the kernel is launched with, and gets the registers that others
+        # leave.
+        gl.warp_specialize(
+            [
+                (_consumer, (0, sizes, shared, gradients, outputs, rolling_dq, key_blocks)),
+                (_consumer, (1, sizes, shared, gradients, outputs, rolling_dq, key_blocks)),
+                (_persistent_producer, (sizes, shared, inputs, rolling_dq, key_blocks, scheduler)),
+                (_adder, (0, sizes, shared, gradients, rolling_dq, dq_tensor, semaphores_ptr, key_blocks)),
+                (_adder, (1, sizes, shared, gradients, rolling_dq, dq_tensor, semaphores_ptr, key_blocks)),
+                (idle_warps, ()),
+            ],
+            [4, 1, 1, 1, 1],
+            [R, P, P, P, P],
+        )  # fmt: skip
+    else:
+        run_key_block(sizes, shared, exchange, inputs, outputs)

@@ -1,8 +1,8 @@
 """Code that the Hopper backward kernels share: `bwd.py`, `bwd_wide.py`, `bwd_mla.py`, and in part `bwd_wide_dq.py`.
 
 In the first three a program owns a block of keys. Its producer warp copies K and V, and then block after block of
-queries, statistics and dO. Two consumer warpgroups form P and dS from them. Each kernel's own file says how its
-consumers divide the work.
+queries, statistics and dO. Two consumer warpgroups form P and dS from them. Each file says how its consumers
+divide the work.
 """
 
 # Aggregates are checked against their annotations, so these must not be postponed.
@@ -60,6 +60,7 @@ class Sm90BwdConstants(BoxConstants):
     deterministic: bool
     mask_q: int = 0  # queries of a block of the block mask; 0: none
     rolling: bool = False  # the kernel also converts dQ (`RollingDq`)
+    form: str = "keys"  # `Sm90BwdConfig.form`
     last_columns: int = 64  # columns of a tile's last box that products use: 16, 32 or 64
 
 

@@ -42,10 +42,6 @@ class QueryConstants(Constants):
     block_d: int
     block_dv: int
     lengths: int
-    has_dlse: bool
-    keep_delta: bool
-    deterministic: bool
-    rolling: bool
 
 
 @gluon.jit
@@ -67,13 +63,15 @@ def from_register_order(x):
 
 @gluon.jit(do_not_specialize=(*SIZES, "dq_blocks"), do_not_specialize_on_alignment=LENGTH_POINTERS)
 def _prepare_kernel(
-    o_ptr, do_ptr, lse_ptr, dlse_ptr, lengths_q_ptr, lengths_k_ptr,
+    o_ptr, do_ptr, lse_ptr,
+    dlse_ptr,  # or None
+    lengths_q_ptr, lengths_k_ptr,
     statistics_ptr,
     dq_ptr,  # None where dQ is not added up in memory
-    semaphores_ptr,
+    semaphores_ptr,  # None unless it is added up in order
     counter_ptr,
     counts_ptr,  # of `RollingDq`, or None
-    delta_ptr,  # (B, H, Sq) or (H, Tq) fp32, for KEEP_DELTA
+    delta_ptr,  # (B, H, Sq) or (H, Tq) fp32, or None
     stride_ob, stride_oh, stride_om, stride_dob, stride_doh, stride_dom, stride_dlb, stride_dlh, stride_dlm,
     heads_q, batch, seqlen_q, seqlen_k, total_q, total_k, head_dim_v,
     dq_blocks,  # blocks of queries that the fp32 dQ has room for
@@ -117,10 +115,10 @@ def _prepare_kernel(
             do = gl.load(do_at + at * stride_dom + columns[None, :], mask=inside, other=0.0)
             delta = gl.sum(o.to(gl.float32) * do.to(gl.float32), 1)
             lse = gl.load(lse_ptr + first_row + rows, mask=exists, other=float("inf"))
-            if config.HAS_DLSE:
+            if dlse_ptr is not None:
                 dlse_at = dlse_ptr + b.to(gl.int64) * stride_dlb + h.to(gl.int64) * stride_dlh
                 delta -= gl.load(dlse_at + (first_q + rows).to(gl.int64) * stride_dlm, mask=exists, other=0.0)
-            if config.KEEP_DELTA:
+            if delta_ptr is not None:
                 end = n_queries if config.LENGTHS == PACKED else seqlen_q
                 gl.store(delta_ptr + first_row + rows, delta, mask=rows < end)
             gl.store(statistics + in_block, lse * LOG2E)
@@ -131,13 +129,13 @@ def _prepare_kernel(
                 half_addresses = dq_ptr + number.to(gl.int64) * (M * D) + gl.arange(0, HALF_DQ, layout=IN_ORDER)
                 for i_half in gl.static_range(M * D // HALF_DQ):
                     gl.store(half_addresses + i_half * HALF_DQ, zeros)
-        if config.ROLLING:
+        if counts_ptr is not None:
             for i in gl.static_range(2):  # there are at least as many query heads as heads of K
                 gl.store(counts_ptr + (b * heads_q + h) * 2 + i, 0, mask=block == 0)
-        if config.DETERMINISTIC:
+        if semaphores_ptr is not None:
             for half in gl.static_range(CONSUMER_COUNT):
                 gl.store(semaphores_ptr + number * CONSUMER_COUNT + half, 0)
-    elif config.KEEP_DELTA and config.LENGTHS == SEQ_LENS:
+    elif delta_ptr is not None and config.LENGTHS == SEQ_LENS:
         first_row = (b * heads_q + h).to(gl.int64) * seqlen_q
         rows = row0 + gl.arange(0, M, layout=gl.SliceLayout(1, LAYOUT))
         gl.store(delta_ptr + first_row + rows, gl.zeros_like(rows).to(gl.float32), mask=rows < seqlen_q)

@@ -31,9 +31,8 @@ from diyfa.backends.cuda.hopper.bwd_dq import (
     _convert_kernel,
     _prepare_kernel,
 )
-from diyfa.backends.cuda.hopper.bwd_mla import BOXES, BOXES_V, _bwd_mla_kernel
+from diyfa.backends.cuda.hopper.bwd_mla import BOXES, BOXES_V
 from diyfa.backends.cuda.hopper.bwd_tiles import LENGTH_POINTERS
-from diyfa.backends.cuda.hopper.bwd_wide import _bwd_wide_dkdv_kernel
 from diyfa.backends.cuda.hopper.bwd_wide_dq import BLOCK_M, Sm90BwdDqConstants, _bwd_wide_dq_kernel
 from diyfa.backends.cuda.hopper.configs import FULL_GPU, heads_in_parallel
 from diyfa.backends.cuda.hopper.mma import ROWS
@@ -74,16 +73,12 @@ class _Form(NamedTuple):
 
 
 @cached_per_kind
-def _query_constants(problem: AttentionProblem, form: _Form, has_dlse: bool, keep_delta: bool) -> QueryConstants:
+def _query_constants(problem: AttentionProblem, form: _Form) -> QueryConstants:
     return QueryConstants(
         block_m=form.config.block_m,
         block_d=form.boxes * BOX_COLUMNS,
         block_dv=BOX_COLUMNS << (form.boxes_v - 1).bit_length(),
         lengths=lengths_constant(problem),
-        has_dlse=has_dlse,
-        keep_delta=keep_delta,
-        deterministic=form.in_order,
-        rolling=form.rolling,
     )
 
 
@@ -192,9 +187,6 @@ class Sm90Backward:
         """Number of TMA boxes of a tile: at least one for each consumer that has columns of its own."""
         return max(cdiv(head_dim, BOX_COLUMNS), 1 if self.config.form == "keys" else CONSUMERS)
 
-    def _query_constants(self, has_dlse: bool = False, keep_delta: bool = False) -> dict[str, QueryConstants]:
-        return {"config": _query_constants(self.problem, self.form, has_dlse, keep_delta)}
-
     def prepare(
         self, out: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None, delta: torch.Tensor | None
     ) -> Launch:
@@ -219,9 +211,7 @@ class Sm90Backward:
             "dq_blocks": self.dq_blocks,
         }
         grid = cdiv(problem.seqlen_q, self.config.block_m) * problem.batch * problem.heads_q
-        return Launch(
-            _prepare_kernel, grid, arguments, self._query_constants(dlse is not None, delta is not None), OPTIONS
-        )
+        return Launch(_prepare_kernel, grid, arguments, {"config": _query_constants(problem, self.form)}, OPTIONS)
 
     def _rolling(self) -> dict[str, Any]:
         """Arguments of `RollingDq`."""
@@ -272,30 +262,28 @@ class Sm90Backward:
         problem, config = self.problem, self.config
         if self.subgroups > 1:
             dk, dv = bwd_partials.partials_in_layout(problem, self.dk_dv_partials, self.subgroups)
-        dq_arguments: dict[str, Any] = {"dq_ptr": self.dq}
-        if config.form == "columns":
-            dq_arguments = {}
-        elif config.form == "keys":
+        names = _bwd_sm90_kernel.arg_names[:-1]
+        arguments: dict[str, Any] = {**dict.fromkeys(names), **self._rolling()}  # None: of other forms
+        if config.form == "mla":
+            arguments["dq_ptr"] = self.dq
+        if config.form == "keys":
             assert self.dq is not None, "it is added up in memory"
-            dq_arguments = {
+            arguments |= {
                 "dq_tensor": _rows_descriptor(self.dq, DQ_ROWS.value * last_columns(problem) // BOX_COLUMNS),
-                **self._rolling(),
                 **mask_arguments(self.tensors),
                 "semaphores_ptr": self.semaphores,
                 "counter_ptr": self.counter,
             }
-        arguments = {
+        arguments |= {
             **self._inputs(dout, config.block_m),
             **self._output("dk", dk),
             **self._output("dv", dv),
             "statistics_tensor": _rows_descriptor(self.statistics, 1),
-            **dq_arguments,
             "interleaved_heads": self.interleaved_heads,
             "group_size": problem.heads_q // self.heads_kv,
         }
         values = _constants(problem, self.form, dk.dtype == torch.float32)
-        kernel = {"keys": _bwd_sm90_kernel, "columns": _bwd_wide_dkdv_kernel, "mla": _bwd_mla_kernel}[config.form]
-        return Launch(kernel, self.programs, arguments, {"config": values}, OPTIONS)
+        return Launch(_bwd_sm90_kernel, self.programs, arguments, {"config": values}, OPTIONS)
 
     def query_gradient(self, dout: torch.Tensor, dq: torch.Tensor) -> Launch:
         """Launch that writes dq, for "columns"."""
@@ -326,7 +314,7 @@ class Sm90Backward:
         }
         halves = self.config.block_m * self.boxes * BOX_COLUMNS // HALF_DQ.value
         grid = halves * cdiv(problem.seqlen_q, self.config.block_m) * problem.batch * problem.heads_q
-        return (Launch(_convert_kernel, grid, arguments, self._query_constants(), OPTIONS),)
+        return (Launch(_convert_kernel, grid, arguments, {"config": _query_constants(problem, self.form)}, OPTIONS),)
 
     def launches(
         self,

@@ -17,16 +17,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from diyfa.backends.cuda.gluon.barriers import WARPS, wait_for_previous_kernels
+from diyfa.backends.cuda.gluon.barriers import WARPS
 from diyfa.backends.cuda.gluon.channel import Channel, allocate_channel
 from diyfa.backends.cuda.gluon.compat import aggregate, hidden_index, index_behind, optimisation_barrier
 from diyfa.backends.cuda.hopper.bwd_common import (
     Consumer,
-    Inputs,
-    Outputs,
-    allocate_shared,
     finished_rows,
-    run_key_block,
     scale_in_log2,
     softmax_weights,
     start_product,
@@ -35,14 +31,7 @@ from diyfa.backends.cuda.hopper.bwd_common import (
     sync_consumers,
 )
 from diyfa.backends.cuda.hopper.bwd_dq import DQ_COLUMNS, DQ_ROWS, HALF_DQ, to_register_order
-from diyfa.backends.cuda.hopper.bwd_tiles import (
-    BOX,
-    CONSUMER_COUNT,
-    LENGTH_POINTERS,
-    SIZES,
-    Sizes,
-    first_query_block,
-)
+from diyfa.backends.cuda.hopper.bwd_tiles import BOX, CONSUMER_COUNT, first_query_block
 from diyfa.backends.cuda.hopper.mma import ROWS, accumulator_layout, box_matrix, paired, run_matrix, unpaired
 from diyfa.backends.cuda.hopper.softmax import LOG2E
 
@@ -52,7 +41,7 @@ DS_STAGES = gl.constexpr(2)
 
 
 @aggregate
-class Exchange:
+class MlaExchange:
     """The dS that the consumers leave for each other.
 
     `ds` needs no `empty` barriers: before a consumer writes item n + 2 it has waited for the other one's item n + 1,
@@ -81,10 +70,11 @@ class Exchange:
 
 
 @gluon.jit
-def _allocate_exchange(dq_ptr, DTYPE: gl.constexpr):
+def allocate_mla_exchange(dq_ptr, DTYPE: gl.constexpr):
+    """`MlaExchange`, with its barriers initialised."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     buffers = gl.allocate_shared_memory(DTYPE, [DS_STAGES * CONSUMER_COUNT, ROWS, ROWS], LAYOUT)
-    return Exchange(buffers, allocate_channel(DS_STAGES, WARPS, 0, CONSUMER_COUNT), dq_ptr)
+    return MlaExchange(buffers, allocate_channel(DS_STAGES, WARPS, 0, CONSUMER_COUNT), dq_ptr)
 
 
 # ---- dQ
@@ -149,10 +139,7 @@ def _add_query_blocks(
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, accumulator_layout(2 * BOX), 2)
     LAST_OPERAND: gl.constexpr = gl.DotOperandLayout(0, accumulator_layout(BOX), 2)
     for i in range(start, end):
-        if MASKED:
-            block = consumer.keys.masked_block(i)
-        else:
-            block = i
+        block = consumer.keys.visited_block(i, MASKED)
         stage = hidden_index(shared.queries.stage(item))
         zero = optimisation_barrier(item * 0)  # as in `bwd.py`
         shared.queries.wait(item)
@@ -233,35 +220,3 @@ def _consumer(INDEX: gl.constexpr, keys, sizes, shared, exchange, outputs):
         store_boxes(outputs.dk_tensor, shared.k_buffers, INDEX, consumer, 0, BOXES, BOXES, config.USED_BOXES)
         store_boxes(outputs.dv_tensor, shared.v_buffers, INDEX, consumer, 0, BOXES_V, BOXES_V, config.USED_BOXES_V)
         tma.store_wait(0)
-
-
-@gluon.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=LENGTH_POINTERS)
-def _bwd_mla_kernel(
-    q_tensor, k_tensor, v_tensor, do_tensor,  # as in `bwd.py`
-    dk_tensor, dv_tensor,
-    dk_ptr, dv_ptr,
-    statistics_tensor,
-    dq_ptr,  # fp32: 64 x 64 numbers for each box of each block of queries
-    lengths_q_ptr, lengths_k_ptr,
-    heads_q, group_size, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
-    steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn, steps_dob, steps_dom,
-    interleaved_heads,  # see `locate_key_block`
-    sm_scale, scale, softcap,
-    config: gl.constexpr,  # `Sm90BwdConstants`
-):  # fmt: skip
-    """Set up shared memory and barriers, and run the roles."""
-    shared = allocate_shared(q_tensor, k_tensor, v_tensor, do_tensor, statistics_tensor, config)
-    exchange = _allocate_exchange(dq_ptr, q_tensor.dtype)
-    fence_async_shared()
-    wait_for_previous_kernels()
-
-    sizes = Sizes(
-        heads_q, group_size, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
-        lengths_q_ptr, lengths_k_ptr, interleaved_heads, None,
-    )  # fmt: skip
-    inputs = Inputs(
-        q_tensor, k_tensor, v_tensor, do_tensor, statistics_tensor,
-        steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn, steps_dob, steps_dom,
-    )  # fmt: skip
-    outputs = Outputs(dk_tensor, dv_tensor, dk_ptr, dv_ptr, sm_scale, scale, softcap)
-    run_key_block(sizes, shared, exchange, inputs, outputs)

@@ -2,8 +2,8 @@
 
 Without it the fp32 dQ of all queries is cleared, added up, and read again by `_convert_kernel`. That takes 75 us for
 16384 tokens of 2048 columns. Rolling dQ needs memory for `slots` heads only, which stays in the L2 cache, and no other
-kernel. `bwd.py` calls one method of `RollingDq` wherever a role has to do something for it. Unless ENABLED, the methods
-do nothing. ENABLED excludes seq_lens, packed sequences and softcap (`_can_roll`).
+kernel. `bwd.py` calls one method of `RollingDq` wherever a role has to do something for it. Unless ROLLING, the methods
+do nothing. ROLLING excludes seq_lens, packed sequences and softcap (`_can_roll`).
 
 * "Head" is a head of K here. It stands for all query heads of its group, or of a chunk of the group
 (`bwd_partials.py`).
@@ -29,7 +29,7 @@ from diyfa.backends.cuda.gluon.channel import Channel, allocate_channel
 from diyfa.backends.cuda.gluon.compat import aggregate, async_store
 from diyfa.backends.cuda.gluon.semaphore import increment_semaphore, wait_until_equal
 from diyfa.backends.cuda.hopper.bwd_dq import HALF_DQ, from_register_order
-from diyfa.backends.cuda.hopper.bwd_tiles import BOX, CHUNK_ONLY, CONSUMER_COUNT, draw_key_block
+from diyfa.backends.cuda.hopper.bwd_tiles import BOX, CHUNK_ONLY, CONSUMER_COUNT, Sizes, draw_key_block
 from diyfa.backends.cuda.hopper.mma import ROWS, accumulator_layout, box_buffer, box_matrix
 
 
@@ -44,40 +44,46 @@ class RollingDq:
     out_tensor: tma.tensor_descriptor | gl.constexpr  # dQ in 16 bits, (B, H, S, D) whatever the strides
     added: Channel  # from the producer to the consumers: the chunk of an iteration is added up
     converted: Channel  # from each consumer to its adder: the chunk of an iteration is converted
-    ENABLED: gl.constexpr
+    sizes: Sizes
+    config: gl.constexpr  # `Sm90BwdConstants`
+
+    @gluon.jit
+    def locate_chunk(self, number, CONSUMER: gl.constexpr):
+        """The consumer's halves of chunk `number`; no blocks if it is -1."""
+        chunks = gl.cdiv(self.sizes.seqlen_k, self.config.BLOCK_N)
+        count = self.sizes.group_size * gl.cdiv(self.sizes.seqlen_q, self.config.BLOCK_M)
+        blocks_per_chunk = gl.cdiv(count, chunks)
+        start = number % chunks * blocks_per_chunk
+        end = gl.where(number >= 0, gl.minimum(start + blocks_per_chunk, count), start)
+        return DqChunk(number // chunks, start, end, CONSUMER)
 
     # ---- the producer
 
     @gluon.jit
-    def chunk_with(self, index, sizes, config):
+    def chunk_with(self, index):
         """The number of the chunk to convert after block `index` of keys; -1: none."""
         chunk = -1
-        if self.ENABLED:
-            chunk = gl.maximum(index - self.delay * gl.cdiv(sizes.seqlen_k, config.BLOCK_N), -1)
+        if self.config.ROLLING:
+            chunk = gl.maximum(index - self.delay * gl.cdiv(self.sizes.seqlen_k, self.config.BLOCK_N), -1)
         return chunk
 
     @gluon.jit
-    def wait_until_complete(self, chunk, sizes, config):
-        """Wait until adders have added all blocks of keys of the chunk's head."""
-        if chunk >= 0:
-            chunks = gl.cdiv(sizes.seqlen_k, config.BLOCK_N)
-            wait_until_equal(self.counts_ptr + (chunk // chunks).to(gl.int64) * 2, chunks * CONSUMER_COUNT)
-
-    @gluon.jit
-    def announce(self, chunk, iteration, sizes, config):
-        """Tell the consumers when they may read the chunk."""
-        if self.ENABLED:
-            self.wait_until_complete(chunk, sizes, config)
+    def announce(self, chunk, iteration):
+        """Wait until adders have added all blocks of keys of the chunk's head. Tell the consumers."""
+        if self.config.ROLLING:
+            if chunk >= 0:
+                chunks = gl.cdiv(self.sizes.seqlen_k, self.config.BLOCK_N)
+                wait_until_equal(self.counts_ptr + (chunk // chunks).to(gl.int64) * 2, chunks * CONSUMER_COUNT)
             self.added.signal(iteration)
 
     @gluon.jit
-    def produce_last_chunks(self, index, count, iteration, no_keys, key_blocks, scheduler, sizes, config):
+    def produce_last_chunks(self, index, count, iteration, no_keys, key_blocks, scheduler):
         """Draw and announce the chunks of the last `delay` heads, which come without keys -> the next iteration."""
-        if self.ENABLED:
-            ahead = self.delay * gl.cdiv(sizes.seqlen_k, config.BLOCK_N)
+        if self.config.ROLLING:
+            ahead = self.delay * gl.cdiv(self.sizes.seqlen_k, self.config.BLOCK_N)
             while index < count + ahead:
                 key_blocks.write(iteration, no_keys, index - ahead, CHUNK_ONLY)
-                self.announce(index - ahead, iteration, sizes, config)
+                self.announce(index - ahead, iteration)
                 iteration += 1
                 index = draw_key_block(scheduler, True)
         return iteration
@@ -85,88 +91,76 @@ class RollingDq:
     # ---- the adders
 
     @gluon.jit
-    def first_block(self, head, g, sizes, BLOCK_M: gl.constexpr):
+    def first_block(self, head, g):
         """The number of the first block of queries of the g-th query head of a head."""
-        blocks_m = gl.cdiv(sizes.seqlen_q, BLOCK_M)
-        return head % self.slots * (sizes.group_size * blocks_m) + g * blocks_m
+        blocks_m = gl.cdiv(self.sizes.seqlen_q, self.config.BLOCK_M)
+        return head % self.slots * (self.sizes.group_size * blocks_m) + g * blocks_m
 
     @gluon.jit
-    def wait_until_free(self, head, sizes, config):
+    def wait_until_free(self, head):
         """Wait until all chunks of the head that had the same memory are cleared."""
-        if self.ENABLED:
+        if self.config.ROLLING:
             if head >= self.slots:
                 cleared = self.counts_ptr + (head - self.slots).to(gl.int64) * 2 + 1
-                wait_until_equal(cleared, gl.cdiv(sizes.seqlen_k, config.BLOCK_N) * CONSUMER_COUNT)
+                wait_until_equal(cleared, gl.cdiv(self.sizes.seqlen_k, self.config.BLOCK_N) * CONSUMER_COUNT)
 
     @gluon.jit
-    def end_adding(self, head):
-        """Count a block of keys of the head as added."""
-        wait_for_stores()
-        increment_semaphore(self.counts_ptr + head.to(gl.int64) * 2)
-
-    @gluon.jit
-    def end_clearing(self, chunk, sizes, config):
-        """Count the chunk as cleared, if there is one."""
-        if chunk >= 0:
-            head = chunk // gl.cdiv(sizes.seqlen_k, config.BLOCK_N)
-            increment_semaphore(self.counts_ptr + head.to(gl.int64) * 2 + 1)
-
-    @gluon.jit
-    def finish_block(self, head, chunk, iteration, CONSUMER: gl.constexpr, sizes, config):
+    def finish_block(self, head, chunk, iteration, CONSUMER: gl.constexpr):
         """Count a block of keys as added. Clear the consumer's halves of the chunk that came with it, and count it."""
-        if self.ENABLED:
-            self.end_adding(head)
+        if self.config.ROLLING:
+            wait_for_stores()
+            increment_semaphore(self.counts_ptr + head.to(gl.int64) * 2)
             self.converted.pick(CONSUMER).wait(iteration)
-            locate_chunk(chunk, CONSUMER, sizes, config).clear(self, sizes, config)
-            self.end_clearing(chunk, sizes, config)
+            self.locate_chunk(chunk, CONSUMER).clear(self)
+            if chunk >= 0:
+                head = chunk // gl.cdiv(self.sizes.seqlen_k, self.config.BLOCK_N)
+                increment_semaphore(self.counts_ptr + head.to(gl.int64) * 2 + 1)
 
     @gluon.jit
-    def skip_last_chunks(self, kind, iteration, key_blocks, sizes, config):
+    def skip_last_chunks(self, kind, iteration, key_blocks):
         """Read past the last chunks. Nobody needs their memory, so nothing is cleared."""
-        if self.ENABLED:
+        if self.config.ROLLING:
             while kind == CHUNK_ONLY:
                 key_blocks.channel.release(iteration)
                 iteration += 1
-                kind, _, _ = key_blocks.read(iteration, sizes, config.LENGTHS)
+                kind, _, _ = key_blocks.read(iteration, self.sizes, self.config.LENGTHS)
 
     # ---- the consumers
 
     @gluon.jit
     def wait_until_added(self, iteration):
         """Wait until the iteration's chunk may be read."""
-        if self.ENABLED:
+        if self.config.ROLLING:
             self.added.wait(iteration)
 
     @gluon.jit
-    def load_first(self, chunk, CONSUMER: gl.constexpr, sizes, config):
+    def load_first(self, chunk, CONSUMER: gl.constexpr):
         """Start loading the first blocks of a chunk, which arrive while dV and dK are stored."""
         x = ()
-        if self.ENABLED:
-            blocks = locate_chunk(chunk, CONSUMER, sizes, config)
-            x = blocks.load(blocks.start, self, sizes, config)
+        if self.config.ROLLING:
+            blocks = self.locate_chunk(chunk, CONSUMER)
+            x = blocks.load(blocks.start, self)
         return x
 
     @gluon.jit
-    def convert(self, chunk, x, iteration, CONSUMER: gl.constexpr, item, gradients, sm_scale, sizes, config):
+    def convert(self, chunk, x, iteration, CONSUMER: gl.constexpr, item, gradients, sm_scale):
         """Convert a chunk through the memory in which `item` of dQ would wait; x: the result of `load_first`."""
-        if self.ENABLED:
+        if self.config.ROLLING:
             gradients.dq.pick(CONSUMER).acquire(item)
-            locate_chunk(chunk, CONSUMER, sizes, config).store(x, self, gradients.dq_boxes, sm_scale, sizes, config)
+            self.locate_chunk(chunk, CONSUMER).store(x, self, gradients.dq_boxes, sm_scale)
             self.converted.pick(CONSUMER).commit(iteration)
 
     @gluon.jit
-    def convert_last_chunks(
-        self, kind, chunk, iteration, CONSUMER: gl.constexpr, key_blocks, gradients, sm_scale, sizes, config
-    ):
+    def convert_last_chunks(self, kind, chunk, iteration, CONSUMER: gl.constexpr, key_blocks, gradients, sm_scale):
         """Convert the chunks that no block of keys comes with."""
-        if self.ENABLED:
+        if self.config.ROLLING:
             while kind == CHUNK_ONLY:
                 self.added.wait(iteration)
                 key_blocks.channel.release(iteration)
-                x = self.load_first(chunk, CONSUMER, sizes, config)
-                locate_chunk(chunk, CONSUMER, sizes, config).store(x, self, gradients.dq_boxes, sm_scale, sizes, config)
+                x = self.load_first(chunk, CONSUMER)
+                self.locate_chunk(chunk, CONSUMER).store(x, self, gradients.dq_boxes, sm_scale)
                 iteration += 1
-                kind, chunk, _ = key_blocks.read(iteration, sizes, config.LENGTHS)
+                kind, chunk, _ = key_blocks.read(iteration, self.sizes, self.config.LENGTHS)
 
 
 @aggregate
@@ -179,24 +173,26 @@ class DqChunk:
     CONSUMER: gl.constexpr
 
     @gluon.jit
-    def pointers(self, i, rolling_dq, sizes, BLOCK_M: gl.constexpr):
+    def pointers(self, i, rolling_dq):
         LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
-        half = (rolling_dq.first_block(self.head, 0, sizes, BLOCK_M) + i).to(gl.int64) * CONSUMER_COUNT + self.CONSUMER
+        half = (rolling_dq.first_block(self.head, 0) + i).to(gl.int64) * CONSUMER_COUNT + self.CONSUMER
         return rolling_dq.pointer + half * HALF_DQ + gl.arange(0, HALF_DQ, layout=LAYOUT)
 
     @gluon.jit
-    def load(self, i, rolling_dq, sizes, config: gl.constexpr):
+    def load(self, i, rolling_dq):
         """The fp32 dQ of the next BLOCK_N queries, from block i on."""
         x = ()
-        for j in gl.static_range(config.BLOCK_N // config.BLOCK_M):
-            at = self.pointers(i + j, rolling_dq, sizes, config.BLOCK_M)
+        for j in gl.static_range(rolling_dq.config.BLOCK_N // rolling_dq.config.BLOCK_M):
+            at = self.pointers(i + j, rolling_dq)
             x += (gl.load(at, mask=i + j < self.end, cache_modifier=".cg"),)  # added up in the L2 cache
         return x
 
     @gluon.jit
-    def store(self, x, rolling_dq, buffers, sm_scale, sizes, config: gl.constexpr):
+    def store(self, x, rolling_dq, buffers, sm_scale):
         """Scale the chunk and write it in 16 bits through the consumer's two `buffers`, which are free before and
         after; x: its first blocks."""
+        config: gl.constexpr = rolling_dq.config
+        sizes = rolling_dq.sizes
         M: gl.constexpr = config.BLOCK_M
         COUNT: gl.constexpr = config.BLOCK_N // M
         COLUMN: gl.constexpr = self.CONSUMER * BOX if config.BOXES > 1 else 0
@@ -216,33 +212,23 @@ class DqChunk:
                         rolling_dq.out_tensor, [self.head // heads_kv, h, (i + j) % blocks_m * M + ROW, COLUMN],
                         box_buffer(buffers, self.CONSUMER, j, 2).reshape(rolling_dq.out_tensor.block_shape),
                     )  # fmt: skip
-            x = self.load(i + COUNT, rolling_dq, sizes, config)
+            x = self.load(i + COUNT, rolling_dq)
             tma.store_wait(0)
 
     @gluon.jit
-    def clear(self, rolling_dq, sizes, config: gl.constexpr):
+    def clear(self, rolling_dq):
         """Write zeros where the consumer has read, if a later head uses the memory."""
+        sizes = rolling_dq.sizes
         heads = sizes.batch * (sizes.heads_q // sizes.group_size)
         for i in range(self.start, gl.where(self.head + rolling_dq.slots < heads, self.end, self.start)):
             zeros = gl.zeros([HALF_DQ], gl.float32, gl.BlockedLayout([4], [32], [gl.num_warps()], [0]))
-            gl.store(self.pointers(i, rolling_dq, sizes, config.BLOCK_M), zeros)
+            gl.store(self.pointers(i, rolling_dq), zeros)
 
 
 @gluon.jit
-def locate_chunk(number, CONSUMER: gl.constexpr, sizes, config: gl.constexpr):
-    """The consumer's halves of chunk `number`; no blocks if it is -1."""
-    chunks = gl.cdiv(sizes.seqlen_k, config.BLOCK_N)
-    count = sizes.group_size * gl.cdiv(sizes.seqlen_q, config.BLOCK_M)
-    blocks_per_chunk = gl.cdiv(count, chunks)
-    start = number % chunks * blocks_per_chunk
-    end = gl.where(number >= 0, gl.minimum(start + blocks_per_chunk, count), start)
-    return DqChunk(number // chunks, start, end, CONSUMER)
-
-
-@gluon.jit
-def make_rolling_dq(pointer, counts_ptr, slots, delay, out_tensor, ENABLED: gl.constexpr):
+def make_rolling_dq(pointer, counts_ptr, slots, delay, out_tensor, sizes, config: gl.constexpr):
     """`RollingDq`, with its barriers initialised."""
     added = allocate_channel(1, 1, 0)
     # Two stages: a consumer may convert the next chunk before its adder has waited for this one.
     converted = allocate_channel(2, WARPS, 0, CONSUMER_COUNT)
-    return RollingDq(pointer, counts_ptr, slots, delay, out_tensor, added, converted, ENABLED)
+    return RollingDq(pointer, counts_ptr, slots, delay, out_tensor, added, converted, sizes, config)

@@ -125,6 +125,11 @@ class KeyBlock:
         return gl.where(block < self.full_begin, block, block + (self.full_end - self.full_begin))
 
     @gluon.jit
+    def visited_block(self, i, MASKED: gl.constexpr):
+        """Block i itself, or if MASKED the i-th block that needs a mask."""
+        return self.masked_block(i) if MASKED else i
+
+    @gluon.jit
     def block(self, i):
         """The i-th of all blocks. Those that need a mask come first."""
         if self.listed is not None:

@@ -24,16 +24,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from diyfa.backends.cuda.gluon.barriers import WARPS, wait_for_previous_kernels
+from diyfa.backends.cuda.gluon.barriers import WARPS
 from diyfa.backends.cuda.gluon.channel import Channel, allocate_channel
 from diyfa.backends.cuda.gluon.compat import aggregate, optimisation_barrier
 from diyfa.backends.cuda.hopper.bwd_common import (
     Consumer,
-    Inputs,
-    Outputs,
-    allocate_shared,
     finished_rows,
-    run_key_block,
     scale_in_log2,
     softmax_weights,
     start_product,
@@ -41,7 +37,7 @@ from diyfa.backends.cuda.hopper.bwd_common import (
     store_from_registers,
 )
 from diyfa.backends.cuda.hopper.bwd_dq import DQ_COLUMNS, DQ_ROWS, from_register_order, to_register_order
-from diyfa.backends.cuda.hopper.bwd_tiles import BOX, CONSUMER_COUNT, LENGTH_POINTERS, SIZES, Sizes
+from diyfa.backends.cuda.hopper.bwd_tiles import BOX, CONSUMER_COUNT
 from diyfa.backends.cuda.hopper.mma import ROWS, accumulator_layout, box_matrix, run_matrix
 from diyfa.backends.cuda.hopper.softmax import LOG2E
 
@@ -73,7 +69,7 @@ def _half(buffers, tile, half: gl.constexpr, BOXES: gl.constexpr):
 
 
 @aggregate
-class Exchange:
+class HalfExchange:
     """Blocks that the consumers pass to each other: dPᵀ - delta, then Pᵀ, then dSᵀ.
 
     A phase of `dp` also says that both consumers have read Pᵀ and dSᵀ of the block before, one of `ds` that dPᵀ has
@@ -112,7 +108,8 @@ class Exchange:
 
 
 @gluon.jit
-def _allocate_exchange(DTYPE: gl.constexpr, BLOCK_M: gl.constexpr):
+def allocate_half_exchange(DTYPE: gl.constexpr, BLOCK_M: gl.constexpr):
+    """`HalfExchange`, with its barriers initialised."""
     WEIGHTS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     p_buffer = gl.allocate_shared_memory(DTYPE, [1, ROWS, BLOCK_M], WEIGHTS)
     ds_buffer = gl.allocate_shared_memory(DTYPE, [1, ROWS, BLOCK_M], WEIGHTS)
@@ -120,7 +117,7 @@ def _allocate_exchange(DTYPE: gl.constexpr, BLOCK_M: gl.constexpr):
     dp = allocate_channel(1, CONSUMER_COUNT * WARPS, 0)
     p = allocate_channel(1, WARPS, 0)
     ds = allocate_channel(1, WARPS, 0)
-    return Exchange(dp_buffer, p_buffer, ds_buffer, dp, p, ds)
+    return HalfExchange(dp_buffer, p_buffer, ds_buffer, dp, p, ds)
 
 
 @gluon.jit
@@ -157,10 +154,7 @@ def _consumer0_blocks(
     M: gl.constexpr = config.BLOCK_M
     DTYPE: gl.constexpr = shared.k_buffers.dtype
     for i in range(start, end):
-        if MASKED:
-            block = consumer.keys.masked_block(i)
-        else:
-            block = i
+        block = consumer.keys.visited_block(i, MASKED)
         stage = shared.queries.stage(item)
         zero = optimisation_barrier(item * 0)  # as in `bwd.py`
         shared.queries.wait(item)
@@ -236,34 +230,3 @@ def _consumer(INDEX: gl.constexpr, keys, sizes, shared, exchange, outputs):
             outputs.dv_tensor, shared.v_buffers, 0, consumer, FIRST_V, DV // BOX, config.BOXES_V, config.USED_BOXES_V
         )  # fmt: skip
         tma.store_wait(0)
-
-
-@gluon.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=LENGTH_POINTERS)
-def _bwd_wide_dkdv_kernel(
-    q_tensor, k_tensor, v_tensor, do_tensor,  # as in `bwd.py`
-    dk_tensor, dv_tensor,
-    dk_ptr, dv_ptr,
-    statistics_tensor,
-    lengths_q_ptr, lengths_k_ptr,
-    heads_q, group_size, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
-    steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn, steps_dob, steps_dom,
-    interleaved_heads,  # see `locate_key_block`
-    sm_scale, scale, softcap,
-    config: gl.constexpr,  # `Sm90BwdConstants`
-):  # fmt: skip
-    """Set up shared memory and barriers, and run the roles."""
-    shared = allocate_shared(q_tensor, k_tensor, v_tensor, do_tensor, statistics_tensor, config)
-    exchange = _allocate_exchange(q_tensor.dtype, config.BLOCK_M)
-    fence_async_shared()
-    wait_for_previous_kernels()
-
-    sizes = Sizes(
-        heads_q, group_size, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
-        lengths_q_ptr, lengths_k_ptr, interleaved_heads, None,
-    )  # fmt: skip
-    inputs = Inputs(
-        q_tensor, k_tensor, v_tensor, do_tensor, statistics_tensor,
-        steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn, steps_dob, steps_dom,
-    )  # fmt: skip
-    outputs = Outputs(dk_tensor, dv_tensor, dk_ptr, dv_ptr, sm_scale, scale, softcap)
-    run_key_block(sizes, shared, exchange, inputs, outputs)

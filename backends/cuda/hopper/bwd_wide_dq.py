@@ -128,15 +128,15 @@ def _producer(problem, shared, inputs, group_size):
         for i in range(n_blocks):
             row = order.block(i) * BLOCK_N
             item = 2 * i
-            ring.wait_empty(item)
+            ring.channel.acquire(item)
             start_load(
                 inputs.v_tensor, b, hk, row, end_v, n_keys,
-                ring.v_buffers, ring.buffer_index(item), ring.full_barrier(item), config.BOXES_V, RAGGED,
+                ring.v_buffers, ring.buffer_index(item), ring.channel.full_barrier(item), config.BOXES_V, RAGGED,
             )  # fmt: skip
-            ring.wait_empty(item + 1)
+            ring.channel.acquire(item + 1)
             start_load(
                 inputs.k_tensor, b, hk, row, end_k, n_keys,
-                ring.k_buffers, ring.buffer_index(item + 1), ring.full_barrier(item + 1), config.BOXES, RAGGED,
+                ring.k_buffers, ring.buffer_index(item + 1), ring.channel.full_barrier(item + 1), config.BOXES, RAGGED,
             )  # fmt: skip
 
 
@@ -155,12 +155,12 @@ def _add_key_blocks(
         q_tile = INDEX + optimisation_barrier(i * 0)  # as in `bwd.py`
         v = ring.buffer_index(item)
         k = ring.buffer_index(item + 1)
-        ring.wait_full(item)
+        ring.channel.wait(item)
         dp = start_product(shared.do_buffers, q_tile, ring.v_buffers, v, config.USED_BOXES_V, config.BOXES_V, BLOCK_N)
-        ring.wait_full(item + 1)
+        ring.channel.wait(item + 1)
         s = start_product(shared.q_buffers, q_tile, ring.k_buffers, k, config.USED_BOXES, config.BOXES, BLOCK_N)
         dp = warpgroup_mma_wait(config.USED_BOXES, deps=[dp])  # S, a product for each box, runs on
-        ring.release(item)
+        ring.channel.release(item)
         s = warpgroup_mma_wait(0, deps=[s])
         x, t = exponents(s, lse[:, None], scale, outputs.softcap * LOG2E, config.SOFTCAP)
         if MASKED:
@@ -173,7 +173,7 @@ def _add_key_blocks(
             k_run = run_matrix(ring.k_buffers, k, config.BOXES, run, config.BOXES)
             started += (warpgroup_mma(operand, k_run, dq[run], is_async=True),)
         dq = finish_values(started)
-        ring.release(item + 1)
+        ring.channel.release(item + 1)
     return dq
 
 
@@ -260,8 +260,7 @@ def _bwd_wide_dq_kernel(
     else:
         v_buffers = allocate_tiles(v_tensor, STAGES_PER_RING, config.BOXES_V, False)
     queries = allocate_channel(1, 2, 0, CONSUMER_COUNT)
-    kv = allocate_channel(config.STAGES, 1, CONSUMER_COUNT * WARPS)
-    ring = KVRing(k_buffers, v_buffers, kv.full, kv.empty, config.STAGES, ONE_RING, CONSUMER_COUNT)
+    ring = KVRing(k_buffers, v_buffers, allocate_channel(config.STAGES, 1, CONSUMER_COUNT * WARPS), ONE_RING)
     tile_infos = allocate_tile_infos(1)
     fence_async_shared()
     wait_for_previous_kernels()

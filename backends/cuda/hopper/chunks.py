@@ -143,20 +143,20 @@ def _attend_blocks_in_order(consumer, q, rows, first, end, o, p, m_i, l_i, item,
     ring = consumer.shared.ring
     for i in range(end - first):
         item += 2  # this block's K; item - 1 is the previous block's V
-        ring.wait_full(item)
+        ring.channel.wait(item)
         consumer.wait_turn()
         s = start_scores(q, consumer.shared.queries, ring, item, consumer.INDEX, config)
-        ring.wait_full(item - 1)
+        ring.channel.wait(item - 1)
         o = start_values(p, o, ring, consumer.shared.ones, item - 1, config)
         consumer.hand_over()
         s = warpgroup_mma_wait(len(o), deps=[s])  # the values may still run
-        ring.release(item)
+        ring.channel.release(item)
         start_n = (end - 1 - i) * config.BLOCK_N
         p_block, m_i, alpha = _softmax_in_order(s, m_i, start_n, rows, consumer.score, consumer.problem, MASKED)
         factor = gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout))[:, None]
         l_i = next_sum(l_i, factor, sums_by_lane(p_block))
         o = finish_values(o)
-        ring.release(item - 1)
+        ring.channel.release(item - 1)
         p = mma_operand(p_block, o, ring.v_buffers.dtype, config.PAIRS)
         o = rescaled(o, alpha)
     return o, p, m_i, l_i, item
@@ -179,12 +179,12 @@ def _attend_chunk(consumer, q, rows, first, end, full_first, full_end, item):
     MASKED: gl.constexpr = problem.HAS_RIGHT or problem.CHECK_KEYS
     # The prologue takes a ping-pong turn, as each block does. So all consumers of a tile take equally many turns: one
     # for each block that they compute or skip, into however many chunks these fall.
-    ring.wait_full(item)
+    ring.channel.wait(item)
     consumer.wait_turn()
     s = start_scores(q, queries, ring, item, consumer.INDEX, config)
     consumer.hand_over()
     s = warpgroup_mma_wait(0, deps=[s])
-    ring.release(item)
+    ring.channel.release(item)
     m_i = gl.full([ROWS], LOWEST, gl.float32, S_ROWS)
     p_block, m_i, _ = _softmax_in_order(
         s, m_i, (end - 1) * config.BLOCK_N, rows, consumer.score, problem, MASKED
@@ -209,10 +209,10 @@ def _attend_chunk(consumer, q, rows, first, end, full_first, full_end, item):
         o, p, m_i, l_i, item = _attend_blocks_in_order(
             consumer, q, rows, first, unmasked_first, o, p, m_i, l_i, item, True
         )  # fmt: skip
-    ring.wait_full(item + 1)
+    ring.channel.wait(item + 1)
     o = start_values(p, o, ring, consumer.shared.ones, item + 1, config)
     o = finish_values(o)
-    ring.release(item + 1)
+    ring.channel.release(item + 1)
     l_i = gl.convert_layout(sum_of_lanes(gl.convert_layout(l_i, LANES_IN_THREAD)), S_ROWS)
     return o, l_i, m_i, item + 2
 

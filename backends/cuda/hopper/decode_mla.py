@@ -248,7 +248,7 @@ def _find_share(sizes):
 class Shared:
     """The queries, the ring of blocks of keys, and the weights that the first consumer leaves for the second one.
 
-    Barriers count phases (`gluon/ring.py`). Item n is the n-th block that the program reads.
+    Barriers count phases (`gluon/channel.py`). Item n is the n-th block that the program reads.
     """
 
     q_halves: gl.shared_memory_descriptor  # [2, 1, tokens, heads, HALF]

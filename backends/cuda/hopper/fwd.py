@@ -24,8 +24,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from diyfa.backends.cuda.attention.tile_io import PACKED
-from diyfa.backends.cuda.gluon.barriers import idle_warps, wait_for_previous_kernels
+from diyfa.backends.cuda.gluon.barriers import WARPS, idle_warps, wait_for_previous_kernels
 from diyfa.backends.cuda.gluon.block_mask import BlockMask
+from diyfa.backends.cuda.gluon.channel import allocate_channel
 from diyfa.backends.cuda.gluon.ring import KVRing
 from diyfa.backends.cuda.gluon.scheduler import TileScheduler
 from diyfa.backends.cuda.gluon.tile_info import allocate_tile_infos
@@ -156,12 +157,10 @@ def _fwd_sm90_kernel(
         o_buffers = q_buffers
     q_full = gl.allocate_shared_memory(gl.int64, [config.CONSUMERS, 1], BARRIER)
     q_empty = gl.allocate_shared_memory(gl.int64, [config.CONSUMERS, 1], BARRIER)
-    kv_full = gl.allocate_shared_memory(gl.int64, [config.STAGES, 1], BARRIER)
-    kv_empty = gl.allocate_shared_memory(gl.int64, [config.STAGES, 1], BARRIER)
     queries = Queries(q_buffers, q_full, q_empty, config.CONSUMERS, config.BOXES)
-    ring = KVRing(k_buffers, v_buffers, kv_full, kv_empty, config.STAGES, config.ONE_RING, config.CONSUMERS)
     queries.init()
-    ring.init()
+    READERS: gl.constexpr = WARPS * config.CONSUMERS
+    ring = KVRing(k_buffers, v_buffers, allocate_channel(config.STAGES, 1, READERS), config.ONE_RING)
     tile_infos = allocate_tile_infos(config.TILE_INFOS)
     if config.FIXED_MAX:
         flags = allocate_flags(config.CONSUMERS, config.TILE_INFOS)
@@ -209,9 +208,9 @@ def _fwd_sm90_kernel(
     if config.FIXED_MAX:  # noqa: SIM102 (decided when it is compiled)
         if flags.any_flagged() != 0:
             queries.invalidate()
-            ring.invalidate()
+            ring.channel.invalidate()
             queries.init()
-            ring.init()
+            ring.channel.init(1, READERS)
             fence_async_shared()
             fallback_shared = Shared(for_fallback(config), queries, ring, tile_infos, flags, ones, totals)
             _attend(problem, fallback_shared, inputs, outputs)

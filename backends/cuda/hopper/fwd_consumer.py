@@ -171,10 +171,10 @@ def _attend_blocks(
         codes, columns = upcoming
     for i in range(start, end):
         item += 2  # this block's K; item - 1 is the previous block's V
-        ring.wait_full(item)
+        ring.channel.wait(item)
         consumer.wait_turn()
         s = start_scores(q, consumer.shared.queries, ring, item, consumer.INDEX, config)
-        ring.wait_full(item - 1)
+        ring.channel.wait(item - 1)
         o = consumer.start_block_values(p, o, item - 1)
         consumer.hand_over()
         start_n = order.block(i) * config.BLOCK_N
@@ -187,7 +187,7 @@ def _attend_blocks(
             codes = keys.codes(columns)
             columns = keys.masked_columns(i + 2)
         s = warpgroup_mma_wait(len(o), deps=[s])  # the values may still run
-        ring.release(item)
+        ring.channel.release(item)
         s = scaled_by_block(s, factors)
         if FIXED_MAX:
             weights = fixed_max_step(s, m_i, start_n, rows, consumer.score)
@@ -199,7 +199,7 @@ def _attend_blocks(
             l_i *= gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout))[:, None]
         l_i += sums_by_thread(weights)
         o = finish_values(o)
-        ring.release(item - 1)
+        ring.channel.release(item - 1)
         p = consumer.weights_operand(weights, o)
         if not FIXED_MAX:
             o = rescaled(o, alpha)
@@ -224,8 +224,8 @@ def _skip_masked(consumer, tile, key0, item):
         consumer.wait_turn()
         consumer.hand_over()
         for j in gl.static_range(2):
-            ring.wait_full(item + j)
-            ring.release(item + j)
+            ring.channel.wait(item + j)
+            ring.channel.release(item + j)
         item += 2
     return item
 
@@ -308,14 +308,14 @@ def _attend_tile(consumer, tile, item, q_loads):
     # All queries are in registers and out does not leave through their buffers: nobody reads these any more.
     if (config.SEPARATE_O_BUFFER or config.STORE_FROM_REGISTERS) and config.Q_IN_REGISTERS == config.BOXES:
         queries.release(CONSUMER)
-    ring.wait_full(item)
+    ring.channel.wait(item)
     s = start_scores(q, queries, ring, item, CONSUMER, config)
     upcoming = ()
     if LISTED:
         columns = keys.masked_columns(1)
         next_columns = keys.masked_columns(2)
     s = warpgroup_mma_wait(0, deps=[s])
-    ring.release(item)
+    ring.channel.release(item)
     if LISTED:
         upcoming = (keys.codes(columns), next_columns)
     m_i = gl.full([ROWS], float("-inf"), gl.float32, S_ROWS)
@@ -358,9 +358,9 @@ def _attend_tile(consumer, tile, item, q_loads):
     # The last scores have read the queries.
     if (config.SEPARATE_O_BUFFER or config.STORE_FROM_REGISTERS) and config.Q_IN_REGISTERS < config.BOXES:
         queries.release(CONSUMER)
-    ring.wait_full(item + 1)
+    ring.channel.wait(item + 1)
     o = finish_values(consumer.start_block_values(p, o, item + 1))
-    ring.release(item + 1)
+    ring.channel.release(item + 1)
     l_i = gl.convert_layout(gl.sum(l_i, 1), S_ROWS)
     l_rounded = l_i
     if config.FIXED_MAX:  # a running maximum makes a dominant weight exactly 1, so that l_i serves for out as well

@@ -58,13 +58,13 @@ def _load_values(v_tensor, tile, hk, row, end, ring, item, problem, config):
         if problem.LENGTHS_K == PACKED:
             b = 0
             row += first_transposed(tile.first_k, tile.b)
-        full = ring.full_barrier(item)
+        full = ring.channel.full_barrier(item)
         mbarrier.expect(full, v_tensor.block_type.nbytes)
         async_load(v_tensor, [b, hk, 0, row], full, ring.v_buffers.index(ring.buffer_index(item)))
     else:
         start_load(
             v_tensor, tile.b, hk, row, end, tile.n_keys,
-            ring.v_buffers, ring.buffer_index(item), ring.full_barrier(item), config.BOXES_V,
+            ring.v_buffers, ring.buffer_index(item), ring.channel.full_barrier(item), config.BOXES_V,
             problem.LENGTHS_K != EQUAL,
         )  # fmt: skip
 
@@ -140,27 +140,28 @@ def run_producer(problem, shared, inputs):
                         next_index = scheduler.next_tile(index, drawn_number)
                         index = _find_tile(next_index, slot + 1, problem, shared, scheduler)
             row = order.block(i) * config.BLOCK_N
-            ring.wait_empty(item)
+            ring.channel.acquire(item)
             if config.PAGE_SIZE > 0:
                 start_load_pages(
                     inputs.k_tensor, problem.cache, pages, hk, row, n_keys, inputs.steps_kb, inputs.steps_kn,
-                    ring.k_buffers, ring.buffer_index(item), ring.full_barrier(item), config.BOXES, config.BLOCK_N,
+                    ring.k_buffers, ring.buffer_index(item), ring.channel.full_barrier(item),
+                    config.BOXES, config.BLOCK_N,
                 )  # fmt: skip
             elif config.MASK_K > 0:
                 start_load_listed(
                     inputs.k_tensor, b, hk, keys, i, columns,
-                    ring.k_buffers, ring.buffer_index(item), ring.full_barrier(item), config.BOXES,
+                    ring.k_buffers, ring.buffer_index(item), ring.channel.full_barrier(item), config.BOXES,
                 )  # fmt: skip
             else:
                 start_load(
                     inputs.k_tensor, b, hk, row, end_k, n_keys,
-                    ring.k_buffers, ring.buffer_index(item), ring.full_barrier(item), config.BOXES, RAGGED_K,
+                    ring.k_buffers, ring.buffer_index(item), ring.channel.full_barrier(item), config.BOXES, RAGGED_K,
                 )  # fmt: skip
-            ring.wait_empty(item + 1)
+            ring.channel.acquire(item + 1)
             if config.PAGE_SIZE > 0:
                 start_load_pages(
                     inputs.v_tensor, problem.cache, pages, hk, row, n_keys, inputs.steps_vb, inputs.steps_vn,
-                    ring.v_buffers, ring.buffer_index(item + 1), ring.full_barrier(item + 1), config.BOXES_V,
+                    ring.v_buffers, ring.buffer_index(item + 1), ring.channel.full_barrier(item + 1), config.BOXES_V,
                     config.BLOCK_N,
                 )  # fmt: skip
                 # Load the next block's page numbers now: they arrive while this warp waits for buffers.
@@ -169,7 +170,7 @@ def run_producer(problem, shared, inputs):
             elif config.MASK_K > 0:
                 start_load_listed(
                     inputs.v_tensor, b, hk, keys, i, columns,
-                    ring.v_buffers, ring.buffer_index(item + 1), ring.full_barrier(item + 1), config.BOXES_V,
+                    ring.v_buffers, ring.buffer_index(item + 1), ring.channel.full_barrier(item + 1), config.BOXES_V,
                 )  # fmt: skip
                 # Load the next block's list entries now, as page numbers above.
                 columns = keys.columns(gl.minimum(i + 1, n_blocks - 1))

@@ -28,6 +28,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from diyfa.backends.cuda.gluon.barriers import WARPS
+from diyfa.backends.cuda.gluon.channel import allocate_channel
 from diyfa.backends.cuda.gluon.compat import aggregate, async_load, async_store, ptxas_options
 from diyfa.backends.cuda.gluon.ring import KVRing
 from diyfa.backends.cuda.gluon.tma import dense_descriptor
@@ -87,12 +89,11 @@ def _producer(q_tensor, k_tensor, v_tensor, q_buffers, q_full, ring, tile):
     hk = tile.h // (q_tensor.shape[1] // k_tensor.shape[1])  # GQA: query heads share a KV head
     for i in range(tile.n_blocks):
         row = (tile.n_blocks - 1 - i) * BLOCK_N  # last block first: the masked blocks come before all others
-        ring.wait_empty(2 * i)
-        _load(k_tensor, tile.b, hk, row, ring.full_barrier(2 * i), ring.k_buffers.index(ring.buffer_index(2 * i)))
-        ring.wait_empty(2 * i + 1)
-        _load(
-            v_tensor, tile.b, hk, row, ring.full_barrier(2 * i + 1), ring.v_buffers.index(ring.buffer_index(2 * i + 1))
-        )
+        k, v = 2 * i, 2 * i + 1
+        ring.channel.acquire(k)
+        _load(k_tensor, tile.b, hk, row, ring.channel.full_barrier(k), ring.k_buffers.index(ring.buffer_index(k)))
+        ring.channel.acquire(v)
+        _load(v_tensor, tile.b, hk, row, ring.channel.full_barrier(v), ring.v_buffers.index(ring.buffer_index(v)))
 
 
 @gluon.jit
@@ -130,10 +131,10 @@ def _consumer(INDEX: gl.constexpr, q_buffers, q_full, ring, tile, o_tensor, lse_
     # Prologue: the first block's scores. There is no P yet whose product could overlap with its softmax.
     q = _matrix(q_buffers, INDEX)
     mbarrier.wait(q_full.index(INDEX), 0)
-    ring.wait_full(0)
+    ring.channel.wait(0)
     s = warpgroup_mma(q, _matrix(ring.k_buffers, 0).permute((1, 0)), zeros, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=[s])
-    ring.release(0)
+    ring.channel.release(0)
     p, m_i, l_i, _ = _online_softmax(s, m_i, l_i, (tile.n_blocks - 1) * BLOCK_N, last_key, scale, True)
     if INDEX == 1:
         _turn("arrive", 0)  # consumer 0 has the first turn; otherwise both would wait forever
@@ -144,25 +145,25 @@ def _consumer(INDEX: gl.constexpr, q_buffers, q_full, ring, tile, o_tensor, lse_
         for i in range(n_masked if whole else 1, tile.n_blocks if whole else n_masked):
             # Start S = Q Kᵀ of the i-th block and O += P V of the one before.
             p = gl.convert_layout(p.to(DTYPE), P_LAYOUT)  # free: a thread has the elements that P V reads already
-            ring.wait_full(2 * i)
+            ring.channel.wait(2 * i)
             _turn("sync", INDEX)
             k = _matrix(ring.k_buffers, ring.buffer_index(2 * i))
             s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
-            ring.wait_full(2 * i - 1)
+            ring.channel.wait(2 * i - 1)
             o = warpgroup_mma(p, _matrix(ring.v_buffers, ring.buffer_index(2 * i - 1)), o, is_async=True)
             _turn("arrive", 1 - INDEX)
             # Products finish in order: with one still running S is there, and P V runs on during the softmax.
             s = warpgroup_mma_wait(1, deps=[s])
-            ring.release(2 * i)
+            ring.channel.release(2 * i)
             start_n = (tile.n_blocks - 1 - i) * BLOCK_N
             p, m_i, l_i, alpha = _online_softmax(s, m_i, l_i, start_n, last_key, scale, whole == 0)
             o = warpgroup_mma_wait(0, deps=[o])
-            ring.release(2 * i - 1)
+            ring.channel.release(2 * i - 1)
             o *= gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None]  # from the old maximum to the new one
 
     # Epilogue: P V of the last block visited, then out and LSE. A row without keys has out 0 and LSE +inf.
     item = 2 * tile.n_blocks - 1
-    ring.wait_full(item)
+    ring.channel.wait(item)
     p = gl.convert_layout(p.to(DTYPE), P_LAYOUT)
     o = warpgroup_mma(p, _matrix(ring.v_buffers, ring.buffer_index(item)), o, is_async=True)
     o = warpgroup_mma_wait(0, deps=[o])
@@ -193,10 +194,8 @@ def _fwd_tutorial_kernel(q_tensor, k_tensor, v_tensor, o_tensor, lse_ptr, diagon
     q_buffers = gl.allocate_shared_memory(q_tensor.dtype, [CONSUMERS] + q_tensor.block_shape, q_tensor.layout)
     buffers = gl.allocate_shared_memory(k_tensor.dtype, [STAGES] + k_tensor.block_shape, k_tensor.layout)
     q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)  # completed by TMA
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)  # completed by the consumers
-    ring = KVRing(buffers, buffers, full, empty, STAGES, True, CONSUMERS)
-    ring.init()
+    # A stage is filled by one arrival, which TMA completes, and released by each warp of the consumers.
+    ring = KVRing(buffers, buffers, allocate_channel(STAGES, 1, CONSUMERS * WARPS), True)
     for c in gl.static_range(CONSUMERS):
         mbarrier.init(q_full.index(c), count=1)
     fence_async_shared()  # TMA must see the barriers

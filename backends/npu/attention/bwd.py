@@ -21,7 +21,7 @@ import torch
 import triton
 
 from diyfa.backends.npu.attention.bias import as_read, as_written
-from diyfa.backends.npu.attention.bwd_captured import captured_launches, learned
+from diyfa.backends.npu.attention.bwd_captured import captured_launches
 from diyfa.backends.npu.attention.bwd_dbias import _bwd_dbias_kernel
 from diyfa.backends.npu.attention.bwd_dbias_rows import DQ_WIDTH, BiasRowsConstants, _bwd_dbias_rows_kernel
 from diyfa.backends.npu.attention.bwd_delta import PreprocessConstants, _bwd_preprocess_kernel
@@ -119,7 +119,7 @@ def make_launches(
     if gradients.dbias is not None:
         name, launch = _dbias_launch(problem, tensors, gradients.dbias, values, tiles.get("dbias"))
         launches[name] = launch
-    if totals := learned(gradients):
+    if totals := gradients.captured():
         captured = captured_launches(problem, values, totals, conservative_tile(problem, "dbias"))
         launches |= {f"captured{n}": launch for n, launch in enumerate(captured)}
     if gradients.dsinks is not None:
@@ -147,7 +147,7 @@ def attention_bwd(
 
     `dout` has the shape of `out`, `dlse` that of `lse`. Strides are free, except the last one of `dout`.
     """
-    dbias, captured = gradients.dbias, learned(gradients)
+    dbias, captured = gradients.dbias, gradients.captured()
     totals = {f"dscore{n}": torch.zeros_like(x, dtype=torch.float32) for n, x in captured.items()}
     gradients = gradients._replace(**totals)
     if gradients.delta is None:  # one delta for all kernels, whatever their tiles

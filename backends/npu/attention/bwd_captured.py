@@ -46,7 +46,7 @@ from diyfa.backends.npu.attention.score_functions import (
 from diyfa.backends.npu.runtime.compat import kernel
 from diyfa.backends.npu.runtime.launch import bind_launch, vector_programs
 from diyfa.backends.npu.tables.configs import AttentionTile, family_options
-from diyfa.problem import AttentionGradients, AttentionProblem, Launch
+from diyfa.problem import AttentionProblem, Captured, Launch
 from diyfa.score_code import JitSource, gradients_source
 from diyfa.score_functions import MAX_TENSORS
 
@@ -199,16 +199,6 @@ def _bwd_captured_kernel(
                 score_tensor0_ptr, score_tensor1_ptr, score_tensor2_ptr, score_tensor3_ptr,
                 total0_ptr, total1_ptr, total2_ptr, total3_ptr, c,
             )  # fmt: skip
-
-
-# Index of a captured tensor -> its gradient.
-Captured = dict[int, torch.Tensor]
-
-
-def learned(gradients: AttentionGradients) -> Captured:
-    """Return the gradients of captured tensors that are wanted, by the index of the tensor."""
-    buffers = {n: getattr(gradients, f"dscore{n}") for n in range(MAX_TENSORS)}
-    return {n: x for n, x in buffers.items() if x is not None}
 
 
 def captured_launches(

@@ -236,17 +236,17 @@ def _forward(problem: AttentionProblem, config: AttentionConfig) -> CompileSpec:
     return _spec("attention_fwd/v2", problem, config, fwd.make_launch(problem, *call_tensors(problem), config))
 
 
-def _backward(problem: AttentionProblem, has_dlse: bool) -> tuple[bwd.Backward, torch.Tensor]:
-    """Return a backward pass without memory, and dout."""
+def _backward(problem: AttentionProblem, has_dlse: bool, **other_tensors: Any) -> bwd.Backward:
+    """Return a backward pass without memory."""
     tensors, out, lse = call_tensors(problem)
     out = out.to(tensors.q.dtype)  # the merged output, whatever the dtype of partial ones
     dout = torch.empty_like(out)
     dlse = torch.empty_like(lse) if has_dlse else None
-    return bwd.Backward(problem, tensors, out, lse, dout, dlse), dout
+    return bwd.Backward(problem, tensors._replace(**other_tensors), out, lse, dout, dlse)
 
 
 def _gradient(kind: str, problem: AttentionProblem, config: AttentionConfig, has_dlse: bool = False) -> CompileSpec:
-    backward, _ = _backward(problem, has_dlse)
+    backward = _backward(problem, has_dlse)
     dtype = getattr(torch, problem.out_dtype or problem.dtype)
     gradients = AttentionGradients(*(torch.empty_like(x, dtype=dtype) for x in backward.tensors[:3]))
     (launch, *_), _ = backward.launches(kind, config, gradients)
@@ -274,7 +274,7 @@ def _short(arch: str) -> Iterator[CompileSpec]:
 def _preprocess(problem: AttentionProblem, has_dlse: bool) -> CompileSpec:
     # It spills 4 bytes with heads of 512 columns on sm_80.
     tile = AttentionConfig(bwd.PREPROCESS_BLOCK_M, 1, bwd.PREPROCESS_WARPS, 1, spill_budget=16)
-    return _spec("attention_bwd/preprocess", problem, tile, _backward(problem, has_dlse)[0].preprocess())
+    return _spec("attention_bwd/preprocess", problem, tile, _backward(problem, has_dlse).preprocess())
 
 
 def _merges() -> Iterator[CompileSpec]:
@@ -310,15 +310,12 @@ def _bias_gradient(problem: AttentionProblem) -> Iterator[CompileSpec]:
     tile = bwd_dbias.config(problem)
     assert tile is not None, "head_dims up to 128 have a tile everywhere"
     tile = _with_feature_budget("dbias", problem, tile)
-    backward, dout = _backward(problem, False)
-    bias = backward.tensors.attn_bias
+    bias = call_tensors(problem)[0].attn_bias
     assert bias is not None, "its gradient is asked for"
     # A full bias, one number for each key, one for each query.
     for name, view in (("tiles", bias), ("keys", bias[:, :, :1]), ("queries", bias[..., :1])):
-        tensors = backward.tensors._replace(attn_bias=view)
-        launch, _ = bwd_dbias.make_launch(
-            problem, tensors, dout, backward.lse, backward.delta, backward.scale, view.new_empty(view.shape)
-        )
+        values = _backward(problem, False, attn_bias=view).pointer_arguments()
+        launch, _ = bwd_dbias.make_launch(problem, values, view.new_empty(view.shape))
         yield _spec(f"attention_bwd/dbias_{name}", problem, tile, launch)
 
 
@@ -326,12 +323,10 @@ def _captured_gradient(problem: AttentionProblem) -> Iterator[CompileSpec]:
     tile = bwd_dbias.config(problem)
     assert tile is not None, "head_dims up to 128 have a tile everywhere"
     tile = _with_feature_budget("captured", problem, tile)
-    backward, dout = _backward(problem, False)
+    backward = _backward(problem, False)
     table = backward.tensors.score_tensor0
     assert table is not None, "its gradient is asked for"
-    captured = {0: table}
-    arguments = (dout, backward.lse, backward.delta, backward.scale, captured)
-    launch, _ = bwd_captured.make_launch(problem, backward.tensors, *arguments)
+    launch, _ = bwd_captured.make_launch(problem, backward.pointer_arguments(), {0: table})
     yield _spec("attention_bwd/captured", problem, tile, launch)
 
 
@@ -532,9 +527,7 @@ def _hopper_backward_specs(arch: str) -> Iterator[CompileSpec]:
         dlse = None if delta is None else torch.empty_like(lse)
         names = {
             "_prepare_kernel": ("prepare", 0),
-            "_bwd_sm90_kernel": ("", budget),
-            "_bwd_mla_kernel": ("", budget),
-            "_bwd_wide_dkdv_kernel": ("dkdv", budget),
+            "_bwd_sm90_kernel": ("dkdv" if backward.config.form == "columns" else "", budget),
             "_bwd_wide_dq_kernel": ("dq", budget),
             "_convert_kernel": ("convert", 0),
             "_sum_partials_kernel": ("sum_partials", 0),
