@@ -312,6 +312,23 @@ def test_a_constant_that_changes_between_calls_is_read_each_time(monkeypatch: py
             factor = tl.constexpr(2.0)
 
 
+def test_defaults_are_those_that_the_function_was_defined_with() -> None:
+    """Names in them belong to the scope around the function, where another `MIDDLE` may be."""
+
+    def scaled(MIDDLE: float, half: Any) -> Any:
+        @triton.jit
+        def times(score, b, h, i, j, factor: tl.constexpr = MIDDLE, other=half):
+            return score * factor * other
+
+        return times
+
+    for number in (2.0, 4.0):
+        want = diyfa.flash_attention(q, q, q, sm_scale=number / 8, backend="cpu")
+        assert torch.equal(attend(score_fn=scaled(number, tl.constexpr(0.5))), want)
+    with pytest.raises(ValueError, match="the default of other must be a number, got Tensor"):
+        attend(score_fn=scaled(2.0, bias))
+
+
 def test_comparisons_are_added_as_integers() -> None:
     """The sum of two booleans is one for Triton's compiler, though not for its interpreter."""
 
