@@ -16,7 +16,7 @@ from score_functions import FUNCTIONS, MIDDLE, relative
 from subprocesses import ROOT, run_after_torch, run_python
 
 import diyfa
-from diyfa import score_functions
+from diyfa import masks, score_functions
 from diyfa.features import SCORE_EXAMPLE
 from diyfa.score_code import gathers
 from diyfa.score_functions import Program, mask_program, programs, score_function, why_not_differentiable
@@ -368,12 +368,33 @@ def test_the_operator_is_a_good_one() -> None:
     torch.library.opcheck(torch.ops.diyfa.attention_fwd.default, (x, x, x, "", *pack(Lengths(), options)))
 
 
-def test_a_mask_program_reads_tensors() -> None:
-    @triton.jit
-    def document(b, h, i, j, ids):
-        return tl.load(ids + i) == tl.load(ids + j)
+@triton.jit
+def document(b, h, i, j, ids):
+    return tl.load(ids + i) == tl.load(ids + j)
 
+
+def test_a_mask_program_reads_tensors() -> None:
     assert mask_program(document).splitlines()[0] == "def document(b, h, i, j, t0):"
+
+
+def test_wrong_arguments_of_masks_are_refused() -> None:
+    ids = torch.arange(20)
+    wrong: tuple[tuple[Any, type[Exception], str], ...] = (
+        ((), ValueError, "document takes 1 captured tensors, got 0 in mask_tensors"),
+        (ids, TypeError, "mask_tensors must be a tuple of tensors, got Tensor"),
+        (None, TypeError, "mask_tensors must be a tuple of tensors, got NoneType"),
+        ((3,), TypeError, r"mask_tensors\[0\] must be a dense tensor .*, got int"),
+        ((ids.numpy(),), TypeError, r"mask_tensors\[0\] must be a dense tensor .*, got ndarray"),
+        ((ids.cfloat(),), TypeError, r"mask_tensors\[0\] must be .* of int8, int32 or int64.*, got torch.complex64"),
+        ((ids.float().to_sparse(),), TypeError, r"mask_tensors\[0\] must be a dense tensor"),
+        ((ids.to("meta"),), ValueError, r"mask_tensors\[0\] must be on cpu"),
+    )
+    for tensors, error, text in wrong:
+        with pytest.raises(error, match=text):
+            diyfa.block_mask(document, 1, 1, 20, 20, mask_tensors=tensors)
+    for combine in (masks.all_of, masks.any_of):
+        with pytest.raises(TypeError, match=r"combine .* inside of one jit function"):
+            combine(masks.causal, document)
 
 
 # ---- Kernels ---------------------------------------------------------------------------------------------------------
