@@ -734,7 +734,8 @@ def run_program(
 ) -> torch.Tensor:
     """Run a program on PyTorch tensors: `values` of its parameters by name, and the captured tensors.
 
-    Autograd sees each operation. Elements of captured tensors are read as numbers of `dtype`.
+    Autograd sees each operation. Floating-point elements of captured tensors are read as numbers of `dtype`, int8 as
+    int32.
     """
     values = dict(values)
     _run_lines(program.lines, values, tensors, dtype)
@@ -756,7 +757,8 @@ def _run_lines(
             x, offset = flat[str(operands[0])], operands[1]
             index = values[offset] if isinstance(offset, str) else _tensor(offset, dtype, device)
             element = x.index_select(0, index.reshape(-1)).reshape(index.shape)  # refuses negative indices
-            values[target] = element.to(dtype) if x.is_floating_point() else element
+            read_as = {torch.int8: torch.int32}.get(x.dtype, x.dtype)
+            values[target] = element.to(dtype if x.is_floating_point() else read_as)
         else:
             values[target] = _run(name, [values[x] if isinstance(x, str) else x for x in operands], dtype)
 
