@@ -304,20 +304,6 @@ def test_nothing_is_read_outside_of_captured_tensors(monkeypatch: pytest.MonkeyP
     assert accesses()
 
 
-@triton.jit
-def small_numbers(score, b, h, i, j, kinds):
-    kind = tl.load(kinds + j)
-    return tl.where(kind * 3 > 100, score * 0.5, score) + tl.where(kind < 300, 0, 1) - 1000 * kind * 0.001
-
-
-def test_int8_is_read_as_int32(here: Target) -> None:
-    """Its products would wrap, and Triton has no int8 of 300."""
-    inputs, kinds = leaves(RAGGED), torch.randint(-128, 128, (61,), generator=torch.Generator().manual_seed(6))
-    want = oracle(inputs, (kinds,), score_fn=small_numbers)
-    found = results(diyfa.flash_attention, inputs, (kinds.to(torch.int8),), score_fn=small_numbers, here=here)
-    assert_close(found, want, 1e-4)
-
-
 # ---- Derivatives that users give -------------------------------------------------------------------------------------
 
 
