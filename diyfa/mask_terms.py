@@ -86,4 +86,6 @@ def fits(terms: Terms, batch: int, seqlen_q: int, seqlen_k: int, device: torch.d
         wide_enough = all(size >= wanted for size, wanted in zip(x.shape, sizes, strict=False))
         if x.device != device or not (name in ("dense", "function") or wide_enough):
             return False
+        if not x.numel():  # no index lies inside of it
+            return False
     return True

@@ -24,6 +24,7 @@ import torch
 
 from diyfa import block_lists, registry
 from diyfa.block_lists import BLOCK_SIZES, EMPTY, FULL, block_of, codes_of, n_blocks
+from diyfa.features import CAPTURED_DTYPES
 from diyfa.mask_terms import UNBOUNDED, Comparison, Terms, combined, fits, terms_of, with_terms
 from diyfa.score_functions import captured_tensors, function_name, is_jit_function, mask_dtype, mask_program, run_mask
 
@@ -244,14 +245,32 @@ def _build(
     return BlockMask(shape, block_lists.make_lists(codes.to(torch.int32)), bits.flatten(0, 3))
 
 
-def _from_jit_function(function: Any, tensors: Sequence[torch.Tensor]) -> MaskFunction:
-    """Return a mask function that runs a jit function's program on PyTorch tensors, with that program as its terms."""
-    source, tensors = mask_program(function), tuple(tensors)
+def _check_captured(source: str, tensors: Any, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Check the captured tensors of a jit function's program and return them."""
+    if not isinstance(tensors, (tuple, list)):
+        raise TypeError(f"mask_tensors must be a tuple of tensors, got {type(tensors).__name__}")
     if len(tensors) != captured_tensors(source):
         raise ValueError(
             f"{function_name(source)} takes {captured_tensors(source)} captured tensors, got {len(tensors)} in "
             "mask_tensors"
         )
+    for n, x in enumerate(tensors):
+        is_dense = isinstance(x, torch.Tensor) and x.layout is torch.strided
+        if not is_dense or x.dtype not in CAPTURED_DTYPES:
+            got = (x.dtype if is_dense else x.layout) if isinstance(x, torch.Tensor) else type(x).__name__
+            raise TypeError(
+                f"mask_tensors[{n}] must be a dense tensor of floating-point numbers, of int8, int32 or int64, or of "
+                f"booleans, got {got}"
+            )
+        if x.device != device:
+            raise ValueError(f"mask_tensors[{n}] must be on {device}, as block_mask(device=) says, got {x.device}")
+    return tuple(tensors)
+
+
+def _from_jit_function(function: Any, tensors: Any, device: torch.device) -> MaskFunction:
+    """Return a mask function that runs a jit function's program on PyTorch tensors, with that program as its terms."""
+    source = mask_program(function)
+    tensors = _check_captured(source, tensors, device)
 
     def mask(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
         return run_mask(source, (b, h, i, j), tensors)
@@ -283,14 +302,16 @@ def block_mask(
         Sq, Sk: lengths of queries and keys.
         block_size: 64, 128 or a pair (queries, keys) of these.
         device: of the mask, which must be that of q; default: PyTorch's default device.
-        mask_tensors: captured tensors of a jit function, which reads them by tl.load. GPUs do not check that it reads
-            inside of them.
+        mask_tensors: captured tensors of a jit function, on `device`, which reads them by tl.load: of floating-point
+            numbers, int8, int32, int64 or booleans, with any strides; offsets count elements in the order of the shape.
+            GPUs do not check that it reads inside of them.
 
     Raises:
         TypeError, ValueError: an argument does not fit, or the function returns no such booleans.
     """
+    mask_device = torch.empty(0, device=device).device
     if is_jit_function(mask_fn):
-        mask_fn = _from_jit_function(mask_fn, mask_tensors)
+        mask_fn = _from_jit_function(mask_fn, mask_tensors, mask_device)
     elif tuple(mask_tensors):
         raise ValueError("mask_tensors belong to a jit function; a Python function of PyTorch tensors uses its own")
     if not callable(mask_fn):
@@ -305,7 +326,6 @@ def block_mask(
         if size < (1 if name in "BH" else 0):
             raise ValueError(f"{name} must be {'positive' if name in 'BH' else 'at least 0'}, got {size}")
     batch, heads, seqlen_q, seqlen_k = sizes.values()
-    mask_device = torch.empty(0, device=device).device
     b = torch.arange(batch, device=mask_device)[:, None, None, None]
     h = torch.arange(heads, device=mask_device)[:, None, None]
     j = torch.arange(seqlen_k, device=mask_device)
@@ -362,6 +382,11 @@ def any_of(*functions: MaskFunction) -> MaskFunction:
 def _checked(name: str, functions: Sequence[Any], mask: MaskFunction) -> MaskFunction:
     if not functions or not all(callable(function) for function in functions):
         raise TypeError(f"{name} takes one mask function or more, got {functions!r}")
+    if any(map(is_jit_function, functions)):
+        raise TypeError(
+            f"{name} takes mask functions of PyTorch tensors, got a jit function: combine masks by & and | inside of "
+            "one jit function"
+        )
     return mask
 
 

@@ -306,7 +306,8 @@ class _Compiler:
         if arguments.vararg or arguments.kwarg or arguments.kwonlyargs:
             raise self.refuse(self.definition, f"its parameters are {', '.join(parameters)}, then captured tensors")
         names = [x.arg for x in (*arguments.posonlyargs, *arguments.args)]
-        defaults = dict(zip(names[::-1], arguments.defaults[::-1], strict=False))
+        # Not the expressions in the text: their names belong to the scope around the function, and to that moment.
+        defaults = dict(zip(names[::-1], (self.function.__defaults__ or ())[::-1], strict=False))
         if len(names) < len(parameters) or any(name in defaults for name in names[: len(parameters)]):
             raise self.refuse(
                 self.definition, f"it must take {', '.join(parameters)}, then captured tensors, got {', '.join(names)}"
@@ -320,7 +321,12 @@ class _Compiler:
         self.parameters = (*parameters, *(f"t{n}" for n in range(len(captured))))
         self.variables.update({name: _Pointer(n, 0) for n, name in enumerate(captured)})
         for name, default in defaults.items():  # compile-time constants
-            self.variables[name] = self.expression(default)
+            number = default if isinstance(default, (bool, int, float)) else _number(default)
+            if number is None:
+                raise self.refuse(
+                    self.definition, f"the default of {name} must be a number, got {type(default).__name__}"
+                )
+            self.variables[name] = number
 
     def program(self) -> Program:
         """Return the program of the function."""
@@ -728,7 +734,8 @@ def run_program(
 ) -> torch.Tensor:
     """Run a program on PyTorch tensors: `values` of its parameters by name, and the captured tensors.
 
-    Autograd sees each operation. Elements of captured tensors are read as numbers of `dtype`.
+    Autograd sees each operation. Floating-point elements of captured tensors are read as numbers of `dtype`, int8 as
+    int32.
     """
     values = dict(values)
     _run_lines(program.lines, values, tensors, dtype)
@@ -750,7 +757,8 @@ def _run_lines(
             x, offset = flat[str(operands[0])], operands[1]
             index = values[offset] if isinstance(offset, str) else _tensor(offset, dtype, device)
             element = x.index_select(0, index.reshape(-1)).reshape(index.shape)  # refuses negative indices
-            values[target] = element.to(dtype) if x.is_floating_point() else element
+            read_as = {torch.int8: torch.int32}.get(x.dtype, x.dtype)
+            values[target] = element.to(dtype if x.is_floating_point() else read_as)
         else:
             values[target] = _run(name, [values[x] if isinstance(x, str) else x for x in operands], dtype)
 

@@ -141,6 +141,13 @@ def test_jit_functions_read_for_pairs_that_exist(monkeypatch: pytest.MonkeyPatch
     assert accesses() and torch.equal(made.to_dense()[0, 0], keep & rows[:, None])
 
 
+def test_an_empty_captured_tensor_is_not_read(counted: list[Any]) -> None:
+    """It has no memory, so even a load that a mask leaves out would read somewhere else."""
+    with diyfa.use_backend("cuda"), pytest.raises(IndexError):
+        block_mask(by_row_and_pair, 1, 1, 70, 70, mask_tensors=(ids(0) > 0, ids(4900) > 0), device=DEVICE)
+    assert not counted
+
+
 @triton.jit
 def distance(b, h, i, j):
     return i - j

@@ -16,7 +16,7 @@ from score_functions import FUNCTIONS, MIDDLE, relative
 from subprocesses import ROOT, run_after_torch, run_python
 
 import diyfa
-from diyfa import score_functions
+from diyfa import masks, score_functions
 from diyfa.features import SCORE_EXAMPLE
 from diyfa.score_code import gathers
 from diyfa.score_functions import Program, mask_program, programs, score_function, why_not_differentiable
@@ -312,6 +312,23 @@ def test_a_constant_that_changes_between_calls_is_read_each_time(monkeypatch: py
             factor = tl.constexpr(2.0)
 
 
+def test_defaults_are_those_that_the_function_was_defined_with() -> None:
+    """Names in them belong to the scope around the function, where another `MIDDLE` may be."""
+
+    def scaled(MIDDLE: float, half: Any) -> Any:
+        @triton.jit
+        def times(score, b, h, i, j, factor: tl.constexpr = MIDDLE, other=half):
+            return score * factor * other
+
+        return times
+
+    for number in (2.0, 4.0):
+        want = diyfa.flash_attention(q, q, q, sm_scale=number / 8, backend="cpu")
+        assert torch.equal(attend(score_fn=scaled(number, tl.constexpr(0.5))), want)
+    with pytest.raises(ValueError, match="the default of other must be a number, got Tensor"):
+        attend(score_fn=scaled(2.0, bias))
+
+
 def test_comparisons_are_added_as_integers() -> None:
     """The sum of two booleans is one for Triton's compiler, though not for its interpreter."""
 
@@ -351,12 +368,33 @@ def test_the_operator_is_a_good_one() -> None:
     torch.library.opcheck(torch.ops.diyfa.attention_fwd.default, (x, x, x, "", *pack(Lengths(), options)))
 
 
-def test_a_mask_program_reads_tensors() -> None:
-    @triton.jit
-    def document(b, h, i, j, ids):
-        return tl.load(ids + i) == tl.load(ids + j)
+@triton.jit
+def document(b, h, i, j, ids):
+    return tl.load(ids + i) == tl.load(ids + j)
 
+
+def test_a_mask_program_reads_tensors() -> None:
     assert mask_program(document).splitlines()[0] == "def document(b, h, i, j, t0):"
+
+
+def test_wrong_arguments_of_masks_are_refused() -> None:
+    ids = torch.arange(20)
+    wrong: tuple[tuple[Any, type[Exception], str], ...] = (
+        ((), ValueError, "document takes 1 captured tensors, got 0 in mask_tensors"),
+        (ids, TypeError, "mask_tensors must be a tuple of tensors, got Tensor"),
+        (None, TypeError, "mask_tensors must be a tuple of tensors, got NoneType"),
+        ((3,), TypeError, r"mask_tensors\[0\] must be a dense tensor .*, got int"),
+        ((ids.numpy(),), TypeError, r"mask_tensors\[0\] must be a dense tensor .*, got ndarray"),
+        ((ids.cfloat(),), TypeError, r"mask_tensors\[0\] must be .* of int8, int32 or int64.*, got torch.complex64"),
+        ((ids.float().to_sparse(),), TypeError, r"mask_tensors\[0\] must be a dense tensor"),
+        ((ids.to("meta"),), ValueError, r"mask_tensors\[0\] must be on cpu"),
+    )
+    for tensors, error, text in wrong:
+        with pytest.raises(error, match=text):
+            diyfa.block_mask(document, 1, 1, 20, 20, mask_tensors=tensors)
+    for combine in (masks.all_of, masks.any_of):
+        with pytest.raises(TypeError, match=r"combine .* inside of one jit function"):
+            combine(masks.causal, document)
 
 
 # ---- Kernels ---------------------------------------------------------------------------------------------------------

@@ -38,9 +38,12 @@ CASES = [
     case("half_a_block", "1h:128:0.6", head_dim=128, seqlen_q=310, seqlen_k=256, seed=1),
     case("blocks_of_64_queries", "11:64x128:0.5", head_dim=128, dtype="float16", layout="bshd", seqlen_k=200),
     case("sparse", "11:128:0.02", seqlen_q=256, seqlen_k=600, heads=1),
+    case("samples", "b1:128:0.6", batch=2, seqlen_q=130, seqlen_k=200, heads=1),
     case("empty_sinks", "11:128:0", sinks=True, seqlen_q=70, head_dim=128, seqlen_k=200),
     case("full_ragged", "11:128:1", seqlen_k=333, seqlen_q=190, head_dim=128, heads=1),
-    case("sinks_softcap", "1h:128:0.6", sinks=True, softcap=3.0, sm_scale=-1.0, seqlen_k=300),
+    case(
+        "sinks_softcap", "1h:128:0.6", sinks=True, softcap=3.0, sm_scale=-1.0, head_dim=128, seqlen_q=200, seqlen_k=200
+    ),
     case("one_key", "11:128:0.7", seqlen_k=1),
 ]
 MORE = [  # each takes seconds; the others have what they have, too
@@ -49,7 +52,6 @@ MORE = [  # each takes seconds; the others have what they have, too
     case("empty", "11:128:0", seqlen_q=140, seqlen_k=200),
     case("full", "11:128:1", seqlen_k=384, heads=1),
     case("few_queries", "11:64x128:0.7", seqlen_q=65, seqlen_k=500, head_dim=128),
-    case("softcap_128", "1h:128:0.6", softcap=3.0, head_dim=128, seqlen_q=200, seqlen_k=200),
     case("columns_40", "b1:128:0.4", batch=2, head_dim=40, heads=4, heads_kv=2, seqlen_q=130, view="transposed"),
 ]
 
@@ -109,13 +111,19 @@ REFUSED: dict[str, dict[str, Any]] = {
     "equal head dims up to 128": {"head_dim": 192, "head_dim_v": 128},
     "tiles of 64 queries and 128 keys": {"mask": (128, 64)},
     "tiles of 128 queries and 128 keys": {"mask": (64, 128), "head_dim": 64, "head_dim_v": 64},
+    "no registers for a softcap beside a block mask up to head_dim 64": {
+        "head_dim": 64,
+        "head_dim_v": 64,
+        "softcap": 3.0,
+    },
     "does not implement alibi": {"alibi": True},
 }
 
 
 @pytest.mark.parametrize("words", REFUSED)
 def test_what_it_refuses(words: str) -> None:
-    assert bwd_configs.refuses(PROBLEM) is None and bwd_configs.refuses(PROBLEM.replace(mask=(64, 128))) is None
+    for taken in ({}, {"mask": (64, 128)}, {"softcap": 3.0}, {"head_dim": 64, "head_dim_v": 64}):
+        assert bwd_configs.refuses(PROBLEM.replace(**taken)) is None
     assert words in (bwd_configs.refuses(PROBLEM.replace(**REFUSED[words])) or "")
 
 

@@ -111,7 +111,7 @@ def test_a_score_function_that_reads_consecutive_elements(seqlen_q: int) -> None
 
     @triton.jit
     def kinds(score, b, h, i, j, keep, factor, shift, small):
-        scaled = score * tl.load(factor + i) + tl.load(shift + b) * tl.load(small + j)
+        scaled = score * tl.load(factor + i) + tl.load(shift + b) * (tl.load(small + j) * 100) * 0.01
         return tl.where(tl.load(keep + j), scaled, float("-inf"))
 
     case = Case(

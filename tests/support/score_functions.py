@@ -68,6 +68,13 @@ def documents(score, b, h, i, j, ids, bias, scale):
 
 
 @triton.jit
+def small_numbers(score, b, h, i, j, kinds):
+    """Products of int8 would wrap, and Triton has no int8 of 300."""
+    kind = tl.load(kinds + j)
+    return tl.where(kind * 3 > 100, score * 0.5, score) + tl.where(kind < 300, 0, 9) - (1000 - kind) * 0.0009765625
+
+
+@triton.jit
 def every_operation(score, b, h, i, j, numbers):
     x = tl.load(numbers + (i * 7 + j * 3) % 32, mask=(i ^ j) & 1 == 0, other=0.5)
     y = score.to(tl.float32) / (1.5 + tl.abs(x))
@@ -115,6 +122,11 @@ FUNCTIONS = {
             ids[i] == ids[j], s + bias[(i - j).clamp(-7, 8) + 7] * scale, -torch.inf
         ),
         lambda batch, heads, size: (torch.arange(size) // 11, table(16), table(1)),
+    ),
+    "small_numbers": ScoreCase(
+        small_numbers,
+        lambda s, b, h, i, j, kinds: torch.where(kinds[j] > 33, s / 2, s) - (1000 - kinds[j].long()) / 1024,
+        lambda batch, heads, size: ((torch.arange(size) * 37 % 256 - 128).to(torch.int8),),
     ),
     "every_operation": ScoreCase(every_operation, _plain_every_operation, lambda batch, heads, size: (table(32),)),
 }  # fmt: skip

@@ -44,13 +44,15 @@ def mask_of_offset(offset, seen):
 
 @triton.jit
 def load_captured(pointer, offset, seen):
-    """Return an element of a captured tensor for each visible pair, as fp32 if it is a floating-point number."""
+    """Return an element of a captured tensor for each visible pair: fp32, an integer of 32 or 64 bits, or a boolean."""
     if offset.type.is_block():
         value = tl.load(pointer + offset, mask=mask_of_offset(offset, seen), other=0)
     else:
         value = tl.load(pointer + offset)
     if value.dtype.is_floating():
         value = value.to(tl.float32)
+    if value.dtype == tl.int8:  # products would wrap
+        value = value.to(tl.int32)
     return value
 
 

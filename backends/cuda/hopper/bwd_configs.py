@@ -88,6 +88,8 @@ def _refuses_mask(problem: AttentionProblem) -> str | None:
     config = select_config(problem)
     if config.form != "keys":
         return f"sm90 computes gradients of equal head dims up to {WIDE} beside a block mask"
+    if problem.softcap and config.block_m == 128:  # scores of 128 queries, tanh and words: it would spill 1.1 KB
+        return f"sm90 has no registers for a softcap beside a block mask up to head_dim {BOX_COLUMNS}"
     block_q, block_k = problem.mask
     if block_q % config.block_m or block_k != config.block_n:
         return (

@@ -58,9 +58,11 @@ def mask_of_offset(offset, pairs, rows, cols):
 
 @triton.jit
 def as_number(value):
-    """Return loaded values as the function gets them: fp32, integers, or booleans, which are stored as uint8."""
+    """Return loaded values as the function gets them: fp32, integers of 32 or 64 bits, or booleans, stored as uint8."""
     if value.dtype.is_floating():
         value = value.to(tl.float32)
+    if value.dtype == tl.int8:  # products would wrap
+        value = value.to(tl.int32)
     if value.dtype == tl.uint8:
         value = value.to(tl.float32) > 0.0
     return value
@@ -68,7 +70,7 @@ def as_number(value):
 
 @triton.jit
 def load_captured(pointer, offset, pairs, rows, cols):
-    """Return an element of a captured tensor for each visible pair, as fp32 if it is a floating-point number."""
+    """Return an element of a captured tensor for each visible pair, as `as_number` does."""
     if offset.type.is_block():
         value = tl.load(pointer + tl.where(mask_of_offset(offset, pairs, rows, cols), offset, 0))
     else:

@@ -183,6 +183,7 @@ TABLE: dict[str, Function] = {
     "vcast_float_to_half": Function(_V, "rws", _to_narrower),
     "vcast_float_to_bfloat16_t": Function(_V, "rws", _to_narrower),
     "vcast_float_to_int32_t": Function(_V, "rws", _to_integer),
+    "vcast_half_to_int32_t": Function(_V, "rws", _to_integer),  # from int8: the chip has no such cast
     # ar: along the last axis; ra: along the first; r: of a vector. "enablevc" names the instructions that it may use.
     **{
         f"{prefix}reduce_{name}_{axes}": Function(_V, "rwts", _reduce(combine, -1 if axes == "ar" else 0))
