@@ -7,10 +7,10 @@
 * the gradients of captured tensors: the derivative by each value that the function loads, times the gradient of the
   score, is added at the offset of the load.
 
-The text is made here. A backend's `Spelling` says how its kernels pass arguments, and its module has the functions that
-the text calls: `load_captured`, `add_gradient`, `number`, `precise_tanh`. Its `JIT` makes a jit function of the text,
-unless `triton.jit` does. Kernels find the functions in their constants, as `JitSource`: text, which is in the key of the
-binary.
+The text is made here. A backend's `Spelling` says how its kernels pass arguments, and its module has the functions
+that the text calls: `load_captured`, `add_gradient`, `number`, `precise_tanh`. Its `JIT` makes a jit function of the
+text, unless `triton.jit` does. Kernels find the functions in their constants, as `JitSource`: text, which is in the key
+of the binary.
 """
 
 from __future__ import annotations
@@ -117,6 +117,18 @@ def gathers(source: str, has_mask: bool) -> bool:
         line.operation == LOAD and _step(program, line.operands[1]) not in ((0, 0), *lines)
         for program in programs(source)
         for line in program.lines
+    )
+
+
+@lru_cache(maxsize=256)
+def pair_loads(source: str) -> int:
+    """Return how many elements the function or its derivative loads for each pair of a query and a key."""
+    return max(
+        sum(
+            line.operation == LOAD and _step(program, line.operands[1]) not in ((0, 0), *_LINES)
+            for line in program.lines
+        )
+        for program in programs(source)
     )
 
 

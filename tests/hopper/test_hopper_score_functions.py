@@ -18,6 +18,8 @@ from score_functions import FUNCTIONS  # noqa: E402
 import diyfa  # noqa: E402
 from diyfa.backends.cuda.hopper import configs as hopper_configs  # noqa: E402
 from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
+from diyfa.features import SCORE_EXAMPLE  # noqa: E402
+from diyfa.lab.cuda.specs import CAPPED  # noqa: E402
 from diyfa.problem import AttentionProblem  # noqa: E402
 from diyfa.testing import AttentionCase  # noqa: E402
 
@@ -58,7 +60,7 @@ def test_results_are_within_the_error_budget(each: AttentionCase, monkeypatch: p
 def test_each_operation(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A function of `score_functions.py` has the result that the reference has."""
     kernel = interpret(monkeypatch)
-    q, k, v = (torch.randn(1, 2, n, 64, generator=torch.Generator().manual_seed(n)).bfloat16() for n in (64, 64, 64))
+    q, k, v = (torch.randn(1, 2, n, 128, generator=torch.Generator().manual_seed(n)).bfloat16() for n in (64, 64, 64))
     each = FUNCTIONS[name]
     options: dict[str, Any] = {"score_fn": each.jit, "score_tensors": each.tensors(1, 2, 128), "return_lse": True}
     found = diyfa.flash_attention(q, k, v, backend="cuda", variant="sm90", **options)
@@ -76,7 +78,7 @@ def beyond(score: Any, b: Any, h: Any, i: Any, j: Any, rows: Any, pairs: Any) ->
 def test_reads_stay_inside(monkeypatch: pytest.MonkeyPatch) -> None:
     """The simulator reports a read outside of a captured tensor: of rows or keys beyond the end."""
     interpret(monkeypatch)
-    q, k, v = (torch.randn(1, 1, 90, 64).bfloat16() for _ in range(3))
+    q, k, v = (torch.randn(1, 1, 90, 64, generator=torch.Generator().manual_seed(n)).bfloat16() for n in range(3))
     captured = torch.randn(90), torch.randn(90, 90)
     out = diyfa.flash_attention(q, k, v, backend="cuda", variant="sm90", score_fn=beyond, score_tensors=captured)
     want = diyfa.reference_attention(q, k, v, score_fn=beyond, score_tensors=captured)
@@ -84,7 +86,10 @@ def test_reads_stay_inside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_it_refuses() -> None:
-    problem = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", 1, 4, 4, 4096, 4096, 128, 128, score_fn="f")
+    problem = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", 1, 4, 4, 4096, 4096, 128, 128, score_fn=CAPPED)
     assert hopper_configs.refuses(problem) is None
     assert "no alibi beside a score function" in (hopper_configs.refuses(problem.replace(alibi=True)) or "")
     assert "score_fn" in (hopper_configs.refuses(problem.replace(batch_invariant=True)) or "")
+    narrow = problem.replace(head_dim=64, head_dim_v=64)
+    assert "if the function loads an element for each pair" in (hopper_configs.refuses(narrow) or "")
+    assert hopper_configs.refuses(narrow.replace(score_fn=SCORE_EXAMPLE)) is None

@@ -17,6 +17,7 @@ from diyfa.backends.cuda.attention.tile_io import DESCRIPTOR, PORTABLE, WIDENED,
 from diyfa.eight_bits import EIGHT_BITS
 from diyfa.features import ADJUSTING
 from diyfa.problem import AttentionProblem, cached_per_kind
+from diyfa.score_code import pair_loads
 
 
 @dataclass(frozen=True)
@@ -387,7 +388,10 @@ def shared_bytes(kind: str, config: AttentionConfig, problem: AttentionProblem |
     d, dv = key_columns(problem), padded_head_dim(problem.head_dim_v)
     size = ELEMENT_BYTES.get("float32" if config.form == "widened" else problem.dtype, 1)
     m, n, stages = config.block_m, config.block_n, max(1, config.num_stages)
-    bias = ELEMENT_BYTES.get(problem.bias, 8) * m * n if problem.bias else 0  # of a tile; dtypes have up to 8 bytes
+    # Of a tile: a bias, and what a score function loads for each pair. Dtypes have up to 8 bytes.
+    bias = ELEMENT_BYTES.get(problem.bias, 8) * m * n if problem.bias else 0
+    if problem.score_fn:
+        bias += 8 * pair_loads(problem.score_fn) * m * n
     if kind == "dbias":  # no tile stays: all four and the bias change from step to step
         return stages * (size * (m + n) * (d + dv) + bias)
     descriptors = DESCRIPTOR_SPACE if config.form == "tma" else 0
@@ -421,6 +425,7 @@ class _Heads(NamedTuple):
     dtype: str
     value_dtype: str
     bias: str
+    score_fn: str
     head_dim: int
     head_dim_v: int
 
@@ -470,7 +475,10 @@ _DQ_FEW_BLOCKS = C(64, 64, 4, 2, "tma", measured="H200, 2026-11-28")
 
 
 def _heads(problem: AttentionProblem) -> _Heads:
-    return _Heads(problem.arch, problem.dtype, problem.value_dtype, problem.bias, problem.head_dim, problem.head_dim_v)
+    return _Heads(
+        problem.arch, problem.dtype, problem.value_dtype, problem.bias, problem.score_fn, problem.head_dim,
+        problem.head_dim_v,
+    )  # fmt: skip
 
 
 def size_facts(problem: AttentionProblem) -> tuple[bool, bool, bool]:

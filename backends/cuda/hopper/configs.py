@@ -13,6 +13,7 @@ from diyfa.backends.cuda.gluon.compat import NEWEST, OLDEST, has_gluon, ptxas_op
 from diyfa.backends.cuda.runtime.launch import is_interpreting, multiprocessors
 from diyfa.eight_bits import FLOAT8
 from diyfa.problem import AttentionProblem, cached_per_kind, cached_per_problem, refuse_features
+from diyfa.score_code import pair_loads
 
 FEATURES = frozenset(
     {"causal", "gqa", "head_dim_v", "seq_lens", "varlen", "window", "softcap", "alibi", "sinks", "mask", "score_fn"}
@@ -182,9 +183,10 @@ MASK_CONFIGS: dict[int, Sm90Config] = {
     256: C(2, 64, 4, False, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, store_from_registers=True),
 }
 # fmt: on
-# With a score function: registers for what it computes and loads. Tiles of 128 queries, as with a block mask.
+# With a score function, as with a block mask, but with registers for what the function computes and loads
+# (docs/log/hopper.md, "Score functions").
 SCORE_CONFIGS: dict[int, Sm90Config] = {
-    64: replace(MASK_CONFIGS[64], fixed_max=False, q_in_registers=0),
+    64: replace(MASK_CONFIGS[64], block_n=64, fixed_max=False, q_in_registers=0),
     96: replace(MASK_CONFIGS[96], block_n=64, stages=8, q_in_registers=0),
     128: replace(MASK_CONFIGS[128], block_n=64, stages=8, q_in_registers=0),
     192: replace(MASK_CONFIGS[192], fixed_max=False),
@@ -417,6 +419,8 @@ def refuses(problem: AttentionProblem) -> str | None:
         )
     if widest(problem) <= 64 and keys_seen(problem) <= SHORT_KV_LOOP:
         return f"sm90 pays from {SHORT_KV_LOOP + 1} keys for a query on where heads have 64 columns"
+    if problem.score_fn and widest(problem) <= 64 and not pair_loads(problem.score_fn):
+        return "sm90 pays with a score function and heads of 64 columns if the function loads an element for each pair"
     config = select_config(problem)
     if problem.seqlen_q < config.consumers * CONSUMER_ROWS and not has_long_kv_loop(problem, FEW_QUERIES_KV_LOOP):
         return (

@@ -241,8 +241,8 @@ def _accumulate(operands, BOX: gl.constexpr, item, end):
     acc = gl.zeros([config.ROWS, config.BLOCK_N], gl.float32, LAYOUT)
     if operands.a_buffers.dtype.primitive_bitwidth == 8:
         # Tensor cores add products of float8 with about 14 bits, so a long sum is made of short ones. The other
-        # consumer multiplies meanwhile. The loop carries the item: of `for i in range(item, end)` Triton 3.6 makes a loop
-        # from 0 on, in every tile (docs/log/eight-bits.md).
+        # consumer multiplies meanwhile. The loop carries the item: of `for i in range(item, end)` Triton 3.6 makes a
+        # loop from 0 on, in every tile (docs/log/eight-bits.md).
         product = acc
         for _ in range(item, end):
             channel.wait(item)

@@ -59,6 +59,7 @@ from diyfa.problem import (
     example_kvcache,
     example_tensors,
 )
+from diyfa.score_functions import function_name
 
 
 def _problem(arch: str, dtype: str, d: int, causal: bool = True, seq_lens: bool = False) -> AttentionProblem:
@@ -83,6 +84,13 @@ SAME_DOCUMENT = """def same_document(b, h, i, j, t0):
     v1 = load(t0, j)
     v2 = eq(v0, v1)
     return v2"""
+RELATIVE = """def relative_bias(score, b, h, i, j, t0):
+    v0 = mul(h, 8192)
+    v1 = sub(i, j)
+    v2 = add(v0, v1)
+    v3 = load(t0, v2)
+    v4 = add(score, v3)
+    return v4"""
 CAPPED = """def capped(score, b, h, i, j):
     v0 = div(score, 30.0)
     v1 = tanh(v0)
@@ -119,7 +127,7 @@ def feature_problems(arch: str) -> Iterator[AttentionProblem]:
     with_mask = {**everything, "bias": half, "window_left": -1, "window_right": -1, "mask": (64, 128)}
     yield _problem(arch, half, 64).replace(**with_mask)
     # Score functions: a relative bias with its gradient, a softcap with a block mask, and with a bias.
-    for d in (64, 128):
+    for d in (64, 128, 256):
         yield _problem(arch, half, d).replace(score_fn=SCORE_EXAMPLE, score_grad=True)
     yield _problem(arch, half, 128, causal=False).replace(score_fn=CAPPED, mask=(128, 128))
     yield _problem(arch, half, 64).replace(score_fn=CAPPED, bias=half, bias_grad=True)
@@ -180,6 +188,8 @@ FEATURE_SPILLS: dict[str, dict[str, int]] = {
 # producer. Loops over keys may not spill (`clean_loops`).
 HOPPER_SPILLS = 96
 HOPPER_INVARIANT_SPILLS = 192
+HOPPER_TRANSPOSE_SPILLS = 24  # with two warps, which take three quarters of the time of four
+HOPPER_SCORE_SPILLS = 3000  # the example computes more for a score than functions do; a relative bias spills nothing
 
 
 def _with_feature_budget(kind: str, problem: AttentionProblem, config: AttentionConfig) -> AttentionConfig:
@@ -379,6 +389,8 @@ def _hopper_specs(arch: str) -> Iterator[CompileSpec]:
             for case in ((64, False), (96, True), (128, True), (256, True))
         ),
         ((192, True), "float16", {"score_fn": SCORE_EXAMPLE, "head_dim_v": 128}),
+        *(((128, causal), "bfloat16", {"score_fn": RELATIVE}) for causal in (False, True)),
+        *(((d, True), "bfloat16", {"score_fn": RELATIVE}) for d in (64, 96, 192, 256)),
         ((128, False), "bfloat16", {"score_fn": CAPPED, "mask": (128, 128)}),
         ((128, False), "bfloat16", {"score_fn": SCORE_EXAMPLE, "mask": (128, 64), "softcap": 30.0}),
     ]
@@ -401,7 +413,7 @@ def _hopper_specs(arch: str) -> Iterator[CompileSpec]:
         case = f"{problem.dtype} D={problem.head_dim_v} {lengths}"
         if case not in transpositions:
             transpositions.add(case)
-            yield launch_spec(transposition, "attention_fwd/sm90_transpose", case)
+            yield launch_spec(transposition, "attention_fwd/sm90_transpose", case, HOPPER_TRANSPOSE_SPILLS)
 
 
 def _hopper_float8_problems(arch: str) -> Iterator[AttentionProblem]:
@@ -433,8 +445,9 @@ def _hopper_spec(problem: AttentionProblem, config: hopper_configs.Sm90Config, l
     mask = "causal" if problem.causal else "full" if problem.seqlen_k % config.block_n == 0 else "ragged"
     features = "".join(f"{name} " for name in sorted(problem.features - {"causal", "gqa", "head_dim_v"}))
     blocks = f" of {problem.mask[0]}x{problem.mask[1]}" if problem.mask else ""
+    function = f"{function_name(problem.score_fn)} " if problem.score_fn else ""
     case = (
-        f"{problem.dtype} D={widths} {features}{mask}{blocks} "
+        f"{problem.dtype} D={widths} {features}{function}{mask}{blocks} "
         f"{config.consumers}x{hopper_configs.CONSUMER_ROWS}x{config.block_n}"
         f"{f' to {problem.out_dtype}' if problem.out_dtype else ''}"
         f"{f' descales {problem.q_descale}{problem.k_descale}{problem.v_descale}' if problem.q_descale else ''}"
@@ -448,7 +461,9 @@ def _hopper_spec(problem: AttentionProblem, config: hopper_configs.Sm90Config, l
     )
     # The fold of a chunk's sums holds the totals beside them. Loops over keys are clean nonetheless.
     budget = HOPPER_INVARIANT_SPILLS if problem.batch_invariant else HOPPER_SPILLS
-    return launch_spec(launch, "attention_fwd/sm90", case, budget, clean_loops=True)
+    is_heavy = problem.score_fn == SCORE_EXAMPLE
+    budget = HOPPER_SCORE_SPILLS if is_heavy else budget
+    return launch_spec(launch, "attention_fwd/sm90", case, budget, clean_loops=not is_heavy)
 
 
 def _hopper_tutorial_specs(arch: str) -> Iterator[CompileSpec]:
