@@ -81,7 +81,7 @@ AUTOMATIC: frozenset[str] = frozenset(
     {"few rows, long K", "skinny, long K", "skinny", "few tiles, long K", "fewest tiles", "few tiles", "narrow",
      "short K", "one wave", "large"}
 )  # fmt: skip
-AUTOMATIC_DTYPES = frozenset({"float16", "bfloat16"})  # tf32 and float8 are not measured yet
+AUTOMATIC_DTYPES = frozenset({"float16", "bfloat16", FLOAT8})  # tf32 is not measured yet
 
 _WIDE = _config(64, 256, 64, 5, consumers=1, consumer_registers=240, producer_registers=96)  # wgmma needs 154 registers
 _SMALL = _config(64, 64, 128, 6, consumers=1)
