@@ -50,7 +50,7 @@ RESULTS = Path(__file__).parent / "results"
 DEVICE = torch.device("cuda")
 LENGTHS = {"check": 1500, "blocks": 16384, "causal": 16384, "documents": 32768, "sparse": 40960, "flex": 8192,
            "builder": 40960, "candidates": 16384}  # fmt: skip
-CASE_SECONDS = 20  # of one case once its kernels are compiled; a kernel that hangs ends its process
+CASE_SECONDS = 30  # of one case once its kernels are compiled; a kernel that hangs ends its process
 LIMIT = 230  # seconds in which all sections are to end
 WIDTH = 2048  # heads * head_dim
 PORTABLE, HOPPER = "v2", "sm90"
@@ -129,7 +129,7 @@ def speed_rows(table: str, case: str, calls: Calls, flops: dict[str, float], **f
 
 
 def _error(found: torch.Tensor, exact: torch.Tensor) -> float:
-    found, exact = found.double(), exact.double()
+    found, exact = found.detach().double(), exact.detach().double()
     if not torch.equal(found.isinf(), exact.isinf()):
         return float("inf")
     finite = exact.isfinite()
@@ -307,7 +307,11 @@ def flex_examples(length: int, heads: int) -> Iterator[tuple[str, dict[str, Any]
 
     yield (
         "relative bias with gradient, causal",
-        {"mask": causal, "score_mod": lambda s, b, h, i, j: s + table[h, torch.where(i >= j, i - j, 0)]},
+        {
+            "mask": causal,
+            "score_mod": lambda s, b, h, i, j: s + table[h, torch.where(i >= j, i - j, 0)],
+            "kernel_options": {"bwd_num_stages": 2},  # its default needs more shared memory than there is
+        },
         {"causal": True, "score_fn": relative, "score_tensors": (table,)},
     )
 
