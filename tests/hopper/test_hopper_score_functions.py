@@ -71,6 +71,28 @@ def test_each_operation(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @triton.jit
+def by_row(score: Any, b: Any, h: Any, i: Any, j: Any, rows: Any) -> Any:
+    return tl.load(rows + i)
+
+
+@triton.jit
+def constant(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+    return 0.5
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("function", [by_row, constant], ids=lambda function: function.fn.__name__)
+def test_values_of_rows_and_of_all_pairs(function: Any, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    interpret(monkeypatch)
+    q, k, v = (torch.randn(1, 1, 90, 128, generator=torch.Generator().manual_seed(n)).bfloat16() for n in range(3))
+    options: dict[str, Any] = {"score_fn": function, "causal": causal}
+    options["score_tensors"] = (torch.randn(90),) if function is by_row else ()
+    out = diyfa.flash_attention(q, k, v, backend="cuda", variant="sm90", **options)
+    want = diyfa.reference_attention(q, k, v, dtype=torch.float64, **options)
+    torch.testing.assert_close(out.double(), want, rtol=0.02, atol=0.02)
+
+
+@triton.jit
 def beyond(score: Any, b: Any, h: Any, i: Any, j: Any, rows: Any, pairs: Any) -> Any:
     return score + tl.load(rows + i) + tl.load(pairs + i * 90 + j)
 

@@ -47,7 +47,7 @@ class ScoreFunction:
 
     @gluon.jit
     def scores(self, s, visible, start_n, rows, problem):
-        """Return the function of scores s [64, BLOCK_N] in natural units.
+        """Return the function of scores s [64, BLOCK_N] in natural units. Scores of hidden pairs are -inf.
 
         `visible`: the pairs that a mask leaves, or None for all. Of rows beyond the end, and of those from which a mask
         hides all keys, nothing is read.
@@ -65,4 +65,5 @@ class ScoreFunction:
             pairs = exist_m & visible
             if self.config.MASK_K > 0:
                 exist_m = (gl.max(pairs.to(gl.int32), 1) != 0)[:, None]
-        return self.config.SCORE_FN(s, self.b, self.h, positions, columns, (pairs, exist_m, exist_n), self)
+        value = self.config.SCORE_FN(s, self.b, self.h, positions, columns, (pairs, exist_m, exist_n), self)
+        return gl.where(pairs, value, float("-inf"))  # it may be one number for all pairs, or for those of a row

@@ -156,7 +156,7 @@ def softmax_step(
     if function is not None:
         s = function.scores(s * scale, visible, start_n, rows, problem) * LOG2E
         scale = 1.0
-    if visible is not None:
+    elif visible is not None:
         s = gl.where(visible, s, float("-inf"))
     if SHIFT:
         m_new = gl.maximum(m_i, gl.max(s, 1) * scale - SHIFT)
