@@ -60,6 +60,7 @@ PROCESS_CACHES = {
     "diyfa/score_functions.py:slope_program": "its derivative",
     "diyfa/score_functions.py:load_gradients": "its derivatives by the values that it loads",
     "diyfa/score_code.py:gathers": "whether it gathers; each choice of a tile asks",
+    "diyfa/score_code.py:pair_loads": "how many elements it loads for each pair; each choice of a tile asks",
     "diyfa/score_code.py:value_source": "its source for kernels",
     "diyfa/score_code.py:slope_source": "the source of its derivative",
     "diyfa/score_code.py:gradients_source": "the source of its derivatives",
