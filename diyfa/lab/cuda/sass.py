@@ -23,19 +23,22 @@ def disassembled(cubin: bytes) -> str:
 def spills_in_loops(sass: str) -> list[int]:
     """Return for each loop over keys of a Hopper kernel how many of its instructions read or write spilled registers.
 
-    Such a loop is closed by a backward branch and has wgmma products, but neither copies nor stores rows of out to
-    global memory. A loop that does is the loop over tiles, or a part of it.
+    Such a loop is closed by a conditional backward branch, has wgmma products, and has no other loop with products
+    inside. An unconditional one closes the loop over tiles, or returns from code behind the kernel's end.
     """
     code = [(int(address, 16), text) for address, text in _LINE.findall(sass)]
     number = {address: i for i, (address, _) in enumerate(code)}
-    spills = []
+    loops = []
     for i, (address, text) in enumerate(code):
         branch = _BRANCH.search(text)
-        if branch is None or int(branch[1], 16) >= address:
-            continue
-        body = [text for _, text in code[number[int(branch[1], 16)] : i + 1]]
-        if any("GMMA." in text for text in body) and not any(
-            re.search(r"\b(UTMASTG|STG\.E\.128)\b", text) for text in body
-        ):
+        if branch is not None and int(branch[1], 16) < address:
+            start = number[int(branch[1], 16)]
+            if any("GMMA." in line for _, line in code[start : i + 1]):
+                loops.append((start, i))
+    spills = []
+    for start, end in loops:
+        has_inner = any((start, end) != (i, j) and start <= i and j <= end for i, j in loops)
+        if code[end][1].startswith("@") and not has_inner:
+            body = [text for _, text in code[start : end + 1]]
             spills.append(sum(re.search(r"\b(LDL|STL)\b", text) is not None for text in body))
     return spills
