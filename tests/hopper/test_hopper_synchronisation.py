@@ -74,7 +74,7 @@ CONFIGS = (
     (PLAIN, OVERFLOWN),
     (replace(PLAIN, pingpong=True, separate_o_buffer=False), OVERFLOWN),
     (replace(PLAIN, fixed_max=False, pingpong=True, block_n=64), IN_CHUNKS),
-    (replace(PLAIN, fixed_max=False, q_in_registers=1), IN_CHUNKS),
+    (replace(PLAIN, fixed_max=False, q_in_registers=1, shared_totals=True, out_in_totals=True), IN_CHUNKS),
     (PLAIN, Case(heads=1, heads_kv=1, seqlen_q=128, seqlen_k=384, head_dim=64, means=True)),
 )
 

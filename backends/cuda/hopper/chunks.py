@@ -1,24 +1,23 @@
 """The KV loop of the Hopper forward in batch-invariant mode: chunks of fixed keys, each with sums of its own.
 
-`attention/fixed_order.py` has the order of operations, which the decoding kernels share. A chunk is computed like a
-tile: a first block, a loop that adds the values of each block one iteration later, the values of the last block. Then
-its sums are folded into the totals of the chunks to its right. Registers hold the sums of one chunk only. Meanwhile the
-totals of out lie in shared or global memory, where each thread reads what it wrote itself.
+`attention/fixed_order.py` has the order of operations, which the decoding kernels share. One loop visits the blocks of
+all chunks, so copies and products go on where chunks meet. There the sums of a chunk are folded into the totals of the
+chunks to its right. Registers hold the sums of one chunk only. Meanwhile the totals of out lie in shared or global
+memory, where each thread reads what it wrote itself.
 
-Read `attend_chunks` first, then `_attend_chunk` and `_attend_blocks_in_order`. `first`, `end`, `unmasked_first` and
+Read `attend_chunks` first, then `_attend_blocks_in_order`. `first`, `end`, `end_block`, `unmasked_first` and
 `unmasked_end` are numbers of key blocks, counted from the sequence's first key.
 """
 
 # Aggregates are checked against their annotations, so these must not be postponed.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma_wait
 
 from diyfa.backends.cuda.attention.fixed_order import (
     chunk_factors,
     fold,
     next_sum,
-    sum_of_lanes,
     sums_by_lane,
     weights,
 )
@@ -37,9 +36,6 @@ from diyfa.backends.cuda.hopper.mma import (
     zero_output,
 )
 from diyfa.backends.cuda.hopper.softmax import mask_scores
-
-# Layout of `sums_by_lane` [64, 4] in which a thread has all four sums of a row, so that it adds them alone.
-LANES_IN_THREAD = gl.constexpr(gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0]))
 
 
 @aggregate
@@ -134,118 +130,125 @@ def _softmax_in_order(s, m_i, start_n, rows, score, problem, MASKED: gl.constexp
 
 
 @gluon.jit
-def _attend_blocks_in_order(consumer, q, rows, first, end, o, p, m_i, l_i, item, MASKED: gl.constexpr):
+def _row_sums(l_i, LAYOUT: gl.constexpr):
+    """Return the sums of weights [64] of `sums_by_lane` l_i [64, 4]."""
+    # It is `sum_of_lanes`: lanes (0 + 2) + (1 + 3). Here the lanes exchange their sums.
+    return gl.convert_layout(gl.sum(gl.sum(l_i.reshape([ROWS, 2, 2]), 1), 1), LAYOUT)
+
+
+@gluon.jit
+def _fold_chunk(consumer, o, m_i, l_i, m_total, l_total, has_totals):
+    """Fold the sums o, l_i [64, 4] and the maximum m_i [64] of a chunk into the totals; those of out are in memory.
+
+    `has_totals`: the tile has chunks to the right. Returns (totals of out, their maximum, sums of weights [64]).
+    """
+    config: gl.constexpr = consumer.shared.config
+    WIDTH: gl.constexpr = consumer.outputs.o_tensor.block_shape[-1]
+    S_ROWS: gl.constexpr = m_i.type.layout
+    m_total, alpha, beta = chunk_factors(m_total, m_i)
+    l_total = fold(l_total, alpha, _row_sums(l_i, S_ROWS), beta)
+    if has_totals:
+        o = _fold_totals(consumer.shared.totals, o, alpha, beta, consumer.INDEX, WIDTH, config.BOXES_V)
+    return o, m_total, l_total
+
+
+@gluon.jit
+def _attend_blocks_in_order(
+    consumer, q, rows, first, end, end_block, o, p, m_i, l_i, m_total, l_total, item, MASKED: gl.constexpr
+):  # fmt: skip
     """Run the KV loop over blocks [first, end) from right to left, as `_attend_blocks` of `fwd_consumer.py`.
 
-    `item`: ring item of the previous block's K.
+    An iteration adds the values of the block before. If its own block begins a chunk, counted from the right, these are
+    the last ones of their chunk: the maximum and the sums of weights start anew, and the sums of out are folded instead
+    of rescaled. The next iteration starts sums of out anew. `item`: ring item of the previous block's K.
     """
     config: gl.constexpr = consumer.shared.config
     ring = consumer.shared.ring
+    WIDTH: gl.constexpr = consumer.outputs.o_tensor.block_shape[-1]
     for i in range(end - first):
         item += 2  # this block's K; item - 1 is the previous block's V
         ring.channel.wait(item)
         consumer.wait_turn()
         s = start_scores(q, consumer.shared.queries, ring, item, consumer.INDEX, config)
         ring.channel.wait(item - 1)
-        o = start_values(p, o, ring, consumer.shared.ones, item - 1, config)
+        block = end - 1 - i
+        o = start_values(p, o, ring, consumer.shared.ones, item - 1, config, (block + 2) % config.CHUNK != 0)
         consumer.hand_over()
         s = warpgroup_mma_wait(len(o), deps=[s])  # the values may still run
         ring.channel.release(item)
-        start_n = (end - 1 - i) * config.BLOCK_N
+        begins_chunk = (block + 1) % config.CHUNK == 0
+        m_chunk = m_i
+        l_chunk = l_i
+        m_i = gl.where(begins_chunk, LOWEST, m_i)
+        l_i = gl.where(begins_chunk, 0.0, l_i)
+        start_n = block * config.BLOCK_N
         p_block, m_i, alpha = _softmax_in_order(s, m_i, start_n, rows, consumer.score, consumer.problem, MASKED)
         factor = gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout))[:, None]
         l_i = next_sum(l_i, factor, sums_by_lane(p_block))
         o = finish_values(o)
         ring.channel.release(item - 1)
         p = mma_operand(p_block, o, ring.v_buffers.dtype, config.PAIRS)
-        o = rescaled(o, alpha)
-    return o, p, m_i, l_i, item
-
-
-@gluon.jit
-def _attend_chunk(consumer, q, rows, first, end, full_first, full_end, item):
-    """Attend to blocks [first, end) of a chunk from right to left, of which [full_first, full_end) need no mask.
-
-    The last block is the prologue. Then follow [unmasked_end, end - 1) with a mask, [unmasked_first, unmasked_end)
-    without one, and [first, unmasked_first) with one. `item`: ring item of the last block's K.
-
-    Returns (accumulators of out, sums of weights [64], maximum [64], item of the next block's K).
-    """
-    config: gl.constexpr = consumer.shared.config
-    problem = consumer.problem
-    ring = consumer.shared.ring
-    queries = consumer.shared.queries
-    S_ROWS: gl.constexpr = gl.SliceLayout(1, accumulator_layout(config.BLOCK_N))
-    MASKED: gl.constexpr = problem.HAS_RIGHT or problem.CHECK_KEYS
-    # The prologue takes a ping-pong turn, as each block does. So all consumers of a tile take equally many turns: one
-    # for each block that they compute or skip, into however many chunks these fall.
-    ring.channel.wait(item)
-    consumer.wait_turn()
-    s = start_scores(q, queries, ring, item, consumer.INDEX, config)
-    consumer.hand_over()
-    s = warpgroup_mma_wait(0, deps=[s])
-    ring.channel.release(item)
-    m_i = gl.full([ROWS], LOWEST, gl.float32, S_ROWS)
-    p_block, m_i, _ = _softmax_in_order(
-        s, m_i, (end - 1) * config.BLOCK_N, rows, consumer.score, problem, MASKED
-    )  # fmt: skip
-    l_i = sums_by_lane(p_block)
-    o = zero_output(consumer.outputs.o_tensor.block_shape[-1], config.BOXES_V)
-    p = mma_operand(p_block, o, queries.buffers.dtype, config.PAIRS)
-    unmasked_end = gl.maximum(first, gl.minimum(end - 1, full_end))
-    if problem.HAS_RIGHT:
-        o, p, m_i, l_i, item = _attend_blocks_in_order(
-            consumer, q, rows, unmasked_end, end - 1, o, p, m_i, l_i, item, True
-        )  # fmt: skip
-    else:
-        unmasked_end = end - 1
-    unmasked_first = first
-    if problem.HAS_LEFT:
-        unmasked_first = gl.maximum(first, gl.minimum(unmasked_end, full_first))
-    o, p, m_i, l_i, item = _attend_blocks_in_order(
-        consumer, q, rows, unmasked_first, unmasked_end, o, p, m_i, l_i, item, False
-    )  # fmt: skip
-    if problem.HAS_LEFT:
-        o, p, m_i, l_i, item = _attend_blocks_in_order(
-            consumer, q, rows, first, unmasked_first, o, p, m_i, l_i, item, True
-        )  # fmt: skip
-    ring.channel.wait(item + 1)
-    o = start_values(p, o, ring, consumer.shared.ones, item + 1, config)
-    o = finish_values(o)
-    ring.channel.release(item + 1)
-    l_i = gl.convert_layout(sum_of_lanes(gl.convert_layout(l_i, LANES_IN_THREAD)), S_ROWS)
-    return o, l_i, m_i, item + 2
+        if begins_chunk:
+            has_totals = block + 1 + config.CHUNK < end_block
+            o, m_total, l_total = _fold_chunk(consumer, o, m_chunk, l_chunk, m_total, l_total, has_totals)
+            if config.OUT_IN_TOTALS:
+                tma.store_wait(0)  # out of the tile before may still be on its way
+            _store_totals(consumer.shared.totals, o, consumer.INDEX, WIDTH, config.BOXES_V)
+        else:
+            o = rescaled(o, alpha)
+    return o, p, m_i, l_i, m_total, l_total, item
 
 
 @gluon.jit
 def attend_chunks(consumer, q, rows, key0, tile, end_block, item):
-    """Attend to key blocks [tile.first_block, end_block) of a tile, chunk after chunk from the last to the first.
+    """Attend to key blocks [tile.first_block, end_block) of a tile from right to left.
+
+    The last block is the prologue. Then follow [unmasked_end, end_block - 1) with a mask, [unmasked_first,
+    unmasked_end) without one, and [tile.first_block, unmasked_first) with one. As outside of the mode, consumers take a
+    ping-pong turn for each block that they compute or skip, but for the first.
 
     `key0`: the key that the consumer's first row is aligned with. `item`: ring item of K of block end_block - 1.
     Returns (accumulators of out, sums of weights [64], maximum [64], ring item after the tile's last).
     """
     config: gl.constexpr = consumer.shared.config
     problem = consumer.problem
-    totals = consumer.shared.totals
+    ring = consumer.shared.ring
     S_ROWS: gl.constexpr = gl.SliceLayout(1, accumulator_layout(config.BLOCK_N))
-    WIDTH: gl.constexpr = consumer.outputs.o_tensor.block_shape[-1]
+    MASKED: gl.constexpr = problem.HAS_RIGHT or problem.CHECK_KEYS
     _, full_begin, full_end, _ = problem.keys_of_rows(key0, ROWS, tile.n_keys)
-    full_first = gl.cdiv(full_begin, config.BLOCK_N)
-    full_last = full_end // config.BLOCK_N
-    last_chunk = (end_block - 1) // config.CHUNK
-    n_chunks = last_chunk - tile.first_block // config.CHUNK + 1
-    m_i = gl.full([ROWS], LOWEST, gl.float32, S_ROWS)
-    l_i = gl.zeros([ROWS], gl.float32, S_ROWS)
-    o = zero_output(WIDTH, config.BOXES_V)
-    for i in range(n_chunks):
-        start = (last_chunk - i) * config.CHUNK
-        first = gl.maximum(start, tile.first_block)
-        end = gl.minimum(start + config.CHUNK, end_block)
-        o, l_chunk, m_chunk, item = _attend_chunk(consumer, q, rows, first, end, full_first, full_last, item)
-        m_i, alpha, beta = chunk_factors(m_i, m_chunk)
-        l_i = fold(l_i, alpha, l_chunk, beta)
-        if i > 0:
-            o = _fold_totals(totals, o, alpha, beta, consumer.INDEX, WIDTH, config.BOXES_V)
-        if i < n_chunks - 1:
-            _store_totals(totals, o, consumer.INDEX, WIDTH, config.BOXES_V)
-    return o, l_i, m_i, item
+    first = tile.first_block
+    m_total = gl.full([ROWS], LOWEST, gl.float32, S_ROWS)
+    l_total = gl.zeros([ROWS], gl.float32, S_ROWS)
+    ring.channel.wait(item)
+    s = start_scores(q, consumer.shared.queries, ring, item, consumer.INDEX, config)
+    s = warpgroup_mma_wait(0, deps=[s])
+    ring.channel.release(item)
+    p_block, m_i, _ = _softmax_in_order(
+        s, m_total, (end_block - 1) * config.BLOCK_N, rows, consumer.score, problem, MASKED
+    )  # fmt: skip
+    l_i = sums_by_lane(p_block)
+    o = zero_output(consumer.outputs.o_tensor.block_shape[-1], config.BOXES_V)
+    p = mma_operand(p_block, o, ring.v_buffers.dtype, config.PAIRS)
+    unmasked_end = end_block - 1
+    if problem.HAS_RIGHT:
+        unmasked_end = gl.maximum(first, gl.minimum(unmasked_end, full_end // config.BLOCK_N))
+        o, p, m_i, l_i, m_total, l_total, item = _attend_blocks_in_order(
+            consumer, q, rows, unmasked_end, end_block - 1, end_block, o, p, m_i, l_i, m_total, l_total, item, True
+        )  # fmt: skip
+    unmasked_first = first
+    if problem.HAS_LEFT:
+        unmasked_first = gl.maximum(first, gl.minimum(unmasked_end, gl.cdiv(full_begin, config.BLOCK_N)))
+    o, p, m_i, l_i, m_total, l_total, item = _attend_blocks_in_order(
+        consumer, q, rows, unmasked_first, unmasked_end, end_block, o, p, m_i, l_i, m_total, l_total, item, False
+    )  # fmt: skip
+    if problem.HAS_LEFT:
+        o, p, m_i, l_i, m_total, l_total, item = _attend_blocks_in_order(
+            consumer, q, rows, first, unmasked_first, end_block, o, p, m_i, l_i, m_total, l_total, item, True
+        )  # fmt: skip
+    ring.channel.wait(item + 1)
+    o = start_values(p, o, ring, consumer.shared.ones, item + 1, config, (first + 1) % config.CHUNK != 0)
+    o = finish_values(o)
+    ring.channel.release(item + 1)
+    has_totals = first // config.CHUNK < (end_block - 1) // config.CHUNK
+    o, m_total, l_total = _fold_chunk(consumer, o, m_i, l_i, m_total, l_total, has_totals)
+    return o, l_total, m_total, item + 2

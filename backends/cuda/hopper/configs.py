@@ -57,6 +57,8 @@ class Sm90Config:
     fixed_max: bool = False  # bfloat16: no new maximum after the edge blocks (`fixed_max_step` in `softmax.py`)
     scheduler: str = "static"  # or "dynamic" (`gluon/scheduler.py`)
     shared_totals: bool = False  # batch-invariant mode: totals of chunks lie in shared memory (`chunks.py`)
+    out_in_totals: bool = False  # and out leaves through them, not through buffers of its own
+    tile_infos: int = MAX_TILE_INFOS  # of a persistent program
     measured: str = ""  # device, date, TFLOP/s
 
     def __post_init__(self) -> None:
@@ -156,14 +158,15 @@ SMALL: dict[int, Sm90Config] = {
 # Batch-invariant mode: one tile for all calls with the same columns and dtype. Its block_n is that of decoding, in
 # `HOPPER_INVARIANT` of attention/decode_configs.py.
 INVARIANT: dict[int, Sm90Config] = {
-    64: C(2, 128, 6, True, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, pairs=True, q_in_registers=1,
+    64: C(3, 128, 6, True, 160, 32, persistent=True, scheduler="dynamic", pingpong=True, pairs=True,
           shared_totals=True),
     96: C(2, 128, 4, True, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, pairs=True, box_columns=32),
     128: C(2, 128, 4, True, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, pairs=True, box_columns=64,
-           q_in_registers=2),
+           q_in_registers=2, shared_totals=True, out_in_totals=True, tile_infos=32),
     192: C(2, 64, 6, False, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, pairs=True,
            store_from_registers=True),
-    256: C(2, 64, 4, False, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, store_from_registers=True),
+    256: C(2, 64, 4, False, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, pairs=True,
+           store_from_registers=True),
 }  # fmt: skip
 INVARIANT_FEATURES = (FEATURES - {"softcap", "alibi", "mask", "score_fn"}) | {"batch_invariant"}
 
@@ -244,6 +247,7 @@ def fitted(problem: AttentionProblem, config: Sm90Config) -> Sm90Config:
                 config = replace(config, block_n=min(config.block_n, 64 if config.stages < 6 else 128))
     if problem.out_dtype == "float32":  # out is twice as large as Q's buffers or its own
         config = replace(config, separate_o_buffer=False, store_from_registers=True)
+        config = replace(config, shared_totals=config.shared_totals and not config.out_in_totals, out_in_totals=False)
     if config.persistent and config.scheduler == "static" and problem.features & {"seq_lens", "varlen"}:
         config = replace(config, scheduler="dynamic")  # only the device knows how long tiles take
     is_busy = config.consumers == 2 and problem.features & BUSY_PRODUCER and not finds_ahead(problem, config)
@@ -359,7 +363,7 @@ def has_fixed_max(problem: AttentionProblem, config: Sm90Config) -> bool:
 
 def tile_info_count(config: Sm90Config) -> int:
     """Return the number of a program's tile infos. A program of one tile has two: the tile's and the end marker."""
-    return MAX_TILE_INFOS if config.persistent else 2
+    return config.tile_infos if config.persistent else 2
 
 
 def grid_size(problem: AttentionProblem, config: Sm90Config, device: torch.device) -> int:
@@ -368,7 +372,7 @@ def grid_size(problem: AttentionProblem, config: Sm90Config, device: torch.devic
     if not config.persistent:
         return tiles
     at_once = programs = min(tiles, multiprocessors(device) or FULL_GPU)
-    while cdiv(tiles, programs) >= MAX_TILE_INFOS:  # one tile info is the end marker
+    while cdiv(tiles, programs) >= config.tile_infos:  # one tile info is the end marker
         programs += at_once
     return programs
 

@@ -27,6 +27,7 @@ from diyfa.backends.cuda.attention.tile_io import PACKED
 from diyfa.backends.cuda.gluon.barriers import WARPS, idle_warps, wait_for_previous_kernels
 from diyfa.backends.cuda.gluon.block_mask import BlockMask
 from diyfa.backends.cuda.gluon.channel import allocate_channel
+from diyfa.backends.cuda.gluon.compat import reinterpret
 from diyfa.backends.cuda.gluon.ring import KVRing
 from diyfa.backends.cuda.gluon.scheduler import TileScheduler
 from diyfa.backends.cuda.gluon.tile_info import allocate_tile_infos
@@ -151,7 +152,8 @@ def _fwd_sm90_kernel(
         V_ROWS: gl.constexpr = config.BLOCK_N if config.BITS == 16 else v_tensor.block_shape[2]
         v_buffers = _key_buffers(v_tensor, V_BUFFERS, V_ROWS)
     if config.SEPARATE_O_BUFFER:
-        O_BUFFERS: gl.constexpr = buffer_count(config.CONSUMERS, config.BOXES_V, True)
+        O_TILES: gl.constexpr = config.CONSUMERS * (2 if config.OUT_IN_TOTALS else 1)
+        O_BUFFERS: gl.constexpr = buffer_count(O_TILES, config.BOXES_V, True)
         o_buffers = gl.allocate_shared_memory(o_tensor.dtype, [O_BUFFERS] + o_tensor.block_shape, o_tensor.layout)
     else:
         o_buffers = q_buffers
@@ -172,7 +174,10 @@ def _fwd_sm90_kernel(
     TOTAL: gl.constexpr = ROWS * o_tensor.block_shape[-1] * config.BOXES_V
     if config.SHARED_TOTALS:
         TOTALS_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-        totals_buffers = gl.allocate_shared_memory(gl.float32, [config.CONSUMERS, TOTAL], TOTALS_LAYOUT)
+        if config.OUT_IN_TOTALS:
+            totals_buffers = reinterpret(o_buffers, gl.float32, [config.CONSUMERS, TOTAL], TOTALS_LAYOUT)
+        else:
+            totals_buffers = gl.allocate_shared_memory(gl.float32, [config.CONSUMERS, TOTAL], TOTALS_LAYOUT)
         totals = Totals(totals_buffers, None, config.CONSUMERS, TOTAL)
     else:
         totals = Totals(None, totals_ptr, config.CONSUMERS, TOTAL)

@@ -59,6 +59,7 @@ class Sm90Constants(Constants):
     producer_registers: int
     chunk: int = 0  # key blocks in a chunk in batch-invariant mode (`chunks.py`); 0: outside of that mode
     shared_totals: bool = False  # the totals of chunks lie in shared memory; else in global memory
+    out_in_totals: bool = False  # out leaves through the totals' memory; implies SEPARATE_O_BUFFER and SHARED_TOTALS
     fallback: bool = False  # compute only the flagged tiles (`overflow.py`)
     # For float8 (`float8.py`). Kinds of descales are those of `diyfa.eight_bits`: PER_TENSOR, PER_HEAD, PER_BLOCK.
     bits: int = 16  # of an element of q, k, v and of the weights

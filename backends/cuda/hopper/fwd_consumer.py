@@ -465,6 +465,8 @@ def _store_output(consumer, tile, row0, o, factor, keys_weight):
     WIDTH: gl.constexpr = outputs.o_tensor.block_shape[-1]
     # Boxes per tile of `o_buffers`.
     O_BOXES: gl.constexpr = config.BOXES_V if config.SEPARATE_O_BUFFER else config.BOXES
+    # A consumer's totals are twice as large as its out, which lies in the first half of them.
+    O_TILE: gl.constexpr = 2 * CONSUMER if config.OUT_IN_TOTALS else CONSUMER
     if config.STORE_FROM_REGISTERS:
         o_matrix = matrix(outputs.o_ptr, outputs.o_tensor, 0)
         offset = head_offset(o_matrix, tile.b, tile.h, tile.first_q, PACKED if problem.LENGTHS == PACKED else EQUAL)
@@ -487,11 +489,11 @@ def _store_output(consumer, tile, row0, o, factor, keys_weight):
         if config.STORE_FROM_REGISTERS:
             store_rows(out, o_matrix, offset, row0, end, run_start(run, config.BOXES_V) * WIDTH)
         else:
-            run_matrix(outputs.o_buffers, CONSUMER, O_BOXES, run, config.BOXES_V).store(out)
+            run_matrix(outputs.o_buffers, O_TILE, O_BOXES, run, config.BOXES_V).store(out)
     if not config.STORE_FROM_REGISTERS:
         fence_async_shared()
         for j in gl.static_range(config.BOXES_V):
-            o_buffer = box_buffer(outputs.o_buffers, CONSUMER, j, O_BOXES)
+            o_buffer = box_buffer(outputs.o_buffers, O_TILE, j, O_BOXES)
             o_buffer = o_buffer.reshape(outputs.o_tensor.block_shape)
             start_store(
                 outputs.o_tensor, tile.b, tile.h, row0, j * WIDTH, tile.first_q + tile.n_queries, tile.n_queries,

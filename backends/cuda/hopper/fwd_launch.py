@@ -83,6 +83,7 @@ def _constants(problem: AttentionProblem, config: Sm90Config, negate: bool, has_
         weight_shift=WEIGHT_SHIFT[problem.dtype] if is_float8 else 0,
         chunk=chunk_keys(problem) // config.block_n if problem.batch_invariant else 0,
         shared_totals=problem.batch_invariant and config.shared_totals,
+        out_in_totals=problem.batch_invariant and config.out_in_totals,
     )
 
 

@@ -277,11 +277,11 @@ def allocate_ones(DTYPE: gl.constexpr, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def start_values(p, o, ring, ones, item, config):
+def start_values(p, o, ring, ones, item, config, use_acc=True):
     """Start adding p v to each accumulator of out; p is a `mma_operand`.
 
     FIXED_MAX: also start adding p times `ones` to the last one of o. So the tensor cores sum the weights as they are
-    multiplied by V, rounded to 16 bits.
+    multiplied by V, rounded to 16 bits. `use_acc`: False starts the sums of V anew, whatever o holds.
     """
     started = ()
     if config.PAIRS:
@@ -289,7 +289,7 @@ def start_values(p, o, ring, ones, item, config):
     for run in gl.static_range(run_count(config.BOXES_V)):
         v = run_matrix(ring.v_buffers, ring.buffer_index(item), config.BOXES_V, run, config.BOXES_V)
         weights = gl.convert_layout(p, gl.DotOperandLayout(0, o[run].type.layout, 2))  # costs nothing
-        started += (warpgroup_mma(weights, v, o[run], is_async=True),)
+        started += (warpgroup_mma(weights, v, o[run], use_acc=use_acc, is_async=True),)
     if config.FIXED_MAX:
         sums = o[run_count(config.BOXES_V)]
         weights = gl.convert_layout(p, gl.DotOperandLayout(0, sums.type.layout, 2))

@@ -187,7 +187,7 @@ FEATURE_SPILLS: dict[str, dict[str, int]] = {
 # Bytes of spills allowed to the Hopper forward: values that are stored once for each tile, at its ends or by the
 # producer. Loops over keys may not spill (`clean_loops`).
 HOPPER_SPILLS = 96
-HOPPER_INVARIANT_SPILLS = 192
+HOPPER_INVARIANT_SPILLS = {64: 256, 256: 1024}  # by columns: three consumers; the fold of a tile's last chunk
 HOPPER_TRANSPOSE_SPILLS = 24  # with two warps, which take three quarters of the time of four
 HOPPER_SCORE_SPILLS = 3000  # the example computes more for a score than functions do; a relative bias spills nothing
 
@@ -376,9 +376,14 @@ def _hopper_specs(arch: str) -> Iterator[CompileSpec]:
         ((128, True), "float16", {"alibi": True} | packed),
         ((128, True), "bfloat16", {"alibi": True, "softcap": 30.0, "window_left": 1000}),
         *((case, "bfloat16", {"out_dtype": "float32"}) for case in ((64, False), (128, True))),
-        *((case, "bfloat16", {"batch_invariant": True}) for case in ((64, True), (128, False), (256, True))),
+        *(((d, d != 128), "bfloat16", {"batch_invariant": True}) for d in hopper_configs.INVARIANT),
+        *(((d, True), "bfloat16", {"batch_invariant": True} | packed) for d in hopper_configs.INVARIANT),
         ((64, True), "bfloat16", {"batch_invariant": True, "head_dim_v": 128}),
-        ((128, True), "bfloat16", {"batch_invariant": True, "window_left": 1000, "sinks": True} | packed),
+        ((128, True), "bfloat16", {"batch_invariant": True, "out_dtype": "float32"}),
+        *(
+            ((d, True), "bfloat16", {"batch_invariant": True, "window_left": 1000, "sinks": True} | packed)
+            for d in (64, 128)
+        ),
         *(((d, False), "bfloat16", {"mask": (128, 128)}) for d in hopper_configs.MASK_CONFIGS),
         ((64, False), "float16", {"mask": (128, 64)}),
         ((128, False), "bfloat16", {"mask": (128, 64), "sinks": True, "softcap": 30.0}),
@@ -459,11 +464,16 @@ def _hopper_spec(problem: AttentionProblem, config: hopper_configs.Sm90Config, l
         f"{' fixed max' if launch.constants['config'].fixed_max else ''}"
         f"{' pingpong' if config.pingpong else ''}{'' if config.scheduler == 'static' else ' ' + config.scheduler}"
     )
-    # The fold of a chunk's sums holds the totals beside them. Loops over keys are clean nonetheless.
-    budget = HOPPER_INVARIANT_SPILLS if problem.batch_invariant else HOPPER_SPILLS
     is_heavy = problem.score_fn == SCORE_EXAMPLE
-    budget = HOPPER_SCORE_SPILLS if is_heavy else budget
+    budget = HOPPER_SCORE_SPILLS if is_heavy else _hopper_spills(problem)
     return launch_spec(launch, "attention_fwd/sm90", case, budget, clean_loops=not is_heavy)
+
+
+def _hopper_spills(problem: AttentionProblem | KVCacheProblem) -> int:
+    """Return the bytes of spills allowed to a problem without a score function."""
+    wide = max(problem.head_dim, problem.head_dim_v)
+    columns = min(columns for columns in hopper_configs.INVARIANT if wide <= columns)
+    return HOPPER_INVARIANT_SPILLS.get(columns, HOPPER_SPILLS) if problem.batch_invariant else HOPPER_SPILLS
 
 
 def _hopper_tutorial_specs(arch: str) -> Iterator[CompileSpec]:
@@ -652,7 +662,7 @@ def _hopper_prefill_specs(arch: str) -> Iterator[CompileSpec]:
     call = KVCacheProblem("cuda", arch, "bfloat16", "bfloat16", "bshd", 4, 32, 8, 2048, 8192, 128, 128, window_right=0)
     call = call.replace(lengths=True)
     packed = {"layout": VARLEN, "total_q": 8192}
-    for changes in (
+    cases: list[dict[str, Any]] = [
         {"page_size": 16},
         {"page_size": 16, **packed},
         {"page_size": 256, **packed},
@@ -666,8 +676,9 @@ def _hopper_prefill_specs(arch: str) -> Iterator[CompileSpec]:
         {"page_size": 64, "head_dim": 256, "head_dim_v": 256, **packed},
         {"page_size": 16, "window_left": 1000, "softcap": 30.0, "alibi": True, "sinks": True, **packed},
         {"packed_keys": True, **packed},
-        {"page_size": 64, "batch_invariant": True},
-    ):
+        *({"page_size": 64, "head_dim": d, "head_dim_v": d, "batch_invariant": True} for d in hopper_configs.INVARIANT),
+    ]
+    for changes in cases:
         problem = call.replace(**changes)
         reason = prefill_configs.refuses(problem)
         assert reason is None, reason
@@ -679,8 +690,7 @@ def _hopper_prefill_specs(arch: str) -> Iterator[CompileSpec]:
         launch = prefill.make_launch(problem, tensors, out, lse, config, totals)
         tile = f"{config.consumers}x{hopper_configs.CONSUMER_ROWS}x{config.block_n}"
         case = f"{_kvcache_case(problem)} {'packed' if problem.varlen else 'even'} {tile}"
-        budget = HOPPER_INVARIANT_SPILLS if problem.batch_invariant else HOPPER_SPILLS
-        yield launch_spec(launch, "kvcache_fwd/sm90_prefill", case, budget, clean_loops=True)
+        yield launch_spec(launch, "kvcache_fwd/sm90_prefill", case, _hopper_spills(problem), clean_loops=True)
 
 
 def _quantizing(arch: str) -> Iterator[CompileSpec]:

@@ -240,7 +240,8 @@ class Builder(InterpreterBuilder):
         return view.reshape(shape, layout)
 
     def create_memdesc_reinterpret(self, ty: Any, view: SharedView) -> SharedView:
-        if not isinstance(ty.layout, gl.NVMMASharedLayout):
+        is_plain = isinstance(ty.layout, gl.SwizzledSharedLayout) and ty.layout.max_phase == 1
+        if not isinstance(ty.layout, gl.NVMMASharedLayout) and not (is_plain and ty.element_ty != view.dtype):
             raise NotImplementedError(f"shared memory at {location()} reinterpreted as {ty.element_ty} in {ty.layout}")
         shape = [int(n) for n in ty.shape]
         if ty.element_ty != view.dtype:
