@@ -4,8 +4,9 @@ A small model of Llama's shape computes the log-probability of every next token 
 sequences packed. Then it computes them as a sampler does: from a cache, in prompts and chunks, token by token, from
 pages, behind a shared prefix. Inside `diyfa.batch_invariant()` no bit may differ. Outside, sums in another order do.
 
-Only attention sees more than one token. Everything else is computed for each token alone, because PyTorch's matrix
-products, too, may sum in another order for another number of rows. So a difference is attention's.
+Only attention sees how many tokens there are. PyTorch's matrix products, too, may sum in another order for another
+number of rows, so everything else is computed for groups of equally many tokens, the last one padded (`group_size`). So
+a difference is attention's.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ HEADS, HEADS_KV, HEAD_DIM, VOCABULARY = 4, 2, 64, 256
 HIDDEN = HEADS * HEAD_DIM
 # Tokens of the longest sequence. On a GPU its keys fill one chunk of 1024, and a part of the next.
 DEFAULT_TOKENS, DEFAULT_GPU_TOKENS = 96, 1100
+GROUP = 64  # tokens
 # attend(layer, q, k, v): q (T, HEADS, HEAD_DIM), k and v (T, HEADS_KV, HEAD_DIM), not rotated -> (T, HEADS, HEAD_DIM)
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
@@ -65,9 +67,25 @@ GENERATIONS = (
 )
 
 
-def for_each_token(function: Callable[..., Tensor], *rows: Tensor) -> Tensor:
-    """Return the results of `function` for each row of tensors (T, ...) alone, (T, ...)."""
-    return torch.cat([function(*row) for row in zip(*(x.split(1) for x in rows), strict=True)])
+def in_groups(size: int, function: Callable[..., Tensor], *rows: Tensor) -> Tensor:
+    """Return the results (T, ...) of `function` for rows of tensors (T, ...), of which it gets `size` at a time."""
+    padding = -len(rows[0]) % size
+    padded = [torch.cat([x, x[-1:].expand(padding, *x.shape[1:])]) for x in rows] if padding else rows
+    groups = zip(*(x.split(size) for x in padded), strict=True)
+    return torch.cat([function(*group) for group in groups])[: len(rows[0])]
+
+
+def group_size(weights: Sequence[Tensor]) -> int:
+    """Return how many tokens a group has: GROUP on a GPU, where calls cost most of the time, if a row's product with
+    each of the weights has the same bits wherever it stands in a group. Else 1."""
+    if not weights[0].is_cuda:
+        return 1
+    for weight in weights:
+        x = torch.randn(GROUP, weight.shape[1], device=weight.device, dtype=weight.dtype)
+        product = F.linear(x, weight)
+        if any(not torch.equal(F.linear(x.roll(n, 0), weight), product.roll(n, 0)) for n in range(1, GROUP)):
+            return 1
+    return GROUP
 
 
 class Model:
@@ -90,6 +108,7 @@ class Model:
             for _ in range(layers)
         ]
         self.head = weight(VOCABULARY, HIDDEN)
+        self.group = group_size([*self.layers[0].values(), self.head])
         sinks = torch.randn(HEADS, generator=generator, device="cpu").to(device)
         features: list[dict[str, Any]] = [{}, {"window": (max(1, tokens // 3), 0), "sinks": sinks}, {"softcap": 5.0}]
         self.features = [features[layer % len(features)] for layer in range(layers)]
@@ -100,25 +119,29 @@ class Model:
     def rotated(self, x: Tensor, positions: Tensor) -> Tensor:
         """Return heads (T, heads, HEAD_DIM) rotated to their positions (T,)."""
 
-        def rotate(row: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-            return apply_rotary_emb(row[None], cos, sin)[0]
+        def rotate(rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+            return apply_rotary_emb(rows[None], cos, sin)[0]
 
-        return for_each_token(rotate, x, self.cos[positions], self.sin[positions])
+        return in_groups(self.group, rotate, x, self.cos[positions], self.sin[positions])
 
     def __call__(self, tokens: Tensor, attend: Attend) -> Tensor:
         """Return the log-probabilities (T, VOCABULARY), float32, of what follows each of the tokens (T,)."""
         x = self.embedding[tokens]
         for layer, w in enumerate(self.layers):
-            qkv = for_each_token(lambda row, w=w: F.linear(F.rms_norm(row, (HIDDEN,)), w["qkv"]), x)
+            qkv = in_groups(self.group, lambda rows, w=w: F.linear(F.rms_norm(rows, (HIDDEN,)), w["qkv"]), x)
             q, k, v = qkv.unflatten(-1, (-1, HEAD_DIM)).split((HEADS, HEADS_KV, HEADS_KV), dim=1)
             attended = attend(layer, q, k, v).flatten(1)
 
-            def rest(row: Tensor, heads: Tensor, w: dict[str, Tensor] = w) -> Tensor:
-                row = row + F.linear(heads, w["o"])
-                return row + F.linear(F.silu(F.linear(F.rms_norm(row, (HIDDEN,)), w["up"])), w["down"])
+            def rest(rows: Tensor, heads: Tensor, w: dict[str, Tensor] = w) -> Tensor:
+                rows = rows + F.linear(heads, w["o"])
+                return rows + F.linear(F.silu(F.linear(F.rms_norm(rows, (HIDDEN,)), w["up"])), w["down"])
 
-            x = for_each_token(rest, x, attended)
-        return for_each_token(lambda row: F.linear(F.rms_norm(row, (HIDDEN,)), self.head).float().log_softmax(-1), x)
+            x = in_groups(self.group, rest, x, attended)
+
+        def log_probabilities(rows: Tensor) -> Tensor:
+            return F.linear(F.rms_norm(rows, (HIDDEN,)), self.head).float().log_softmax(-1)
+
+        return in_groups(self.group, log_probabilities, x)
 
 
 def train(model: Model, sequences: list[Tensor]) -> list[Tensor]:

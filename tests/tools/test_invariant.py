@@ -42,6 +42,23 @@ def test_kernels(backend: str) -> None:
     assert (comparison.compared, comparison.differing) == (8 + 7 + 4, 0)
 
 
+def test_tokens_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU a group has many tokens, where products have equal bits wherever a row stands."""
+    x = torch.arange(21.0).reshape(7, 3)
+    seen = []
+
+    def double(rows: torch.Tensor) -> torch.Tensor:
+        seen.append(len(rows))
+        return 2 * rows
+
+    assert torch.equal(invariant.in_groups(4, double, x), 2 * x) and seen == [4, 4]
+    weights = [torch.randn(5, 3)]
+    assert invariant.group_size(weights) == 1
+    monkeypatch.setattr(invariant, "group_size", lambda weights: 4)
+    (found,) = invariant.compare(1, 12, torch.device("cpu"), "cpu", invariant.GENERATIONS[1:2])
+    assert found.compared == 11 + 10 + 6 and found.largest_outside < 0.01
+
+
 def test_differences_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diyfa, "batch_invariant", nullcontext)
     monkeypatch.setattr(invariant, "GENERATIONS", GENERATIONS[1:2])
