@@ -12,7 +12,7 @@ need_hopper_gluon()
 
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
-from hopper_interpreted import interpret, run  # noqa: E402
+from hopper_interpreted import interpret, run, run_backward  # noqa: E402
 from score_functions import FUNCTIONS  # noqa: E402
 
 import diyfa  # noqa: E402
@@ -53,6 +53,14 @@ CASES = [
 def test_results_are_within_the_error_budget(each: AttentionCase, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = interpret(monkeypatch)
     assert not run(each)
+    assert kernel.launches
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradients_behind_it(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The portable backward pass takes out and lse of the Hopper forward."""
+    kernel = interpret(monkeypatch)
+    assert not run_backward(case("gradients", seqlen_q=70, seqlen_k=100, causal=causal))
     assert kernel.launches
 
 
