@@ -107,25 +107,16 @@ def _step(program: Program, offset: Operand) -> tuple[int, int] | None:
 
 
 @lru_cache(maxsize=256)
-def gathers(source: str, has_mask: bool) -> bool:
-    """Return whether the function or its derivative loads elements that are not consecutive, one by one.
+def gathered_loads(source: str, has_mask: bool = False) -> int:
+    """Return how many loads of the function or of its derivative read elements that are not consecutive, one by one.
 
-    `has_mask`: a block mask may leave any rows of a tile, so elements by row count as such.
+    Each reads an element for every pair of a query and a key. `has_mask`: a block mask may leave any rows of a tile, so
+    elements by row count as such, too.
     """
     lines = _LINES[has_mask:]
-    return any(
-        line.operation == LOAD and _step(program, line.operands[1]) not in ((0, 0), *lines)
-        for program in programs(source)
-        for line in program.lines
-    )
-
-
-@lru_cache(maxsize=256)
-def pair_loads(source: str) -> int:
-    """Return how many elements the function or its derivative loads for each pair of a query and a key."""
     return max(
         sum(
-            line.operation == LOAD and _step(program, line.operands[1]) not in ((0, 0), *_LINES)
+            line.operation == LOAD and _step(program, line.operands[1]) not in ((0, 0), *lines)
             for line in program.lines
         )
         for program in programs(source)

@@ -18,7 +18,7 @@ from subprocesses import ROOT, run_after_torch, run_python
 import diyfa
 from diyfa import masks, score_functions
 from diyfa.features import SCORE_EXAMPLE
-from diyfa.score_code import gathers
+from diyfa.score_code import gathered_loads
 from diyfa.score_functions import Program, mask_program, programs, score_function, why_not_differentiable
 
 q = torch.randn(1, 2, 20, 16)
@@ -418,20 +418,25 @@ def reads_pairs(score, b, h, i, j, table):
 
 
 @triton.jit
+def reads_pairs_twice(score, b, h, i, j, table):
+    return score * tl.load(table + i * 64 + j) + tl.load(table + i - j)
+
+
+@triton.jit
 def reads_by_what_it_read(score, b, h, i, j, table, ids):
     return score + tl.load(table + tl.load(ids + j))
 
 
 def test_functions_that_gather_are_known() -> None:
     for function, expected in (
-        (relative, True), (reads_lines, False), (reads_every_second, True), (reads_pairs, True),
-        (reads_by_what_it_read, True),
+        (relative, 1), (reads_lines, 0), (reads_every_second, 1), (reads_pairs, 1), (reads_pairs_twice, 2),
+        (reads_by_what_it_read, 1),
     ):  # fmt: skip
-        assert gathers(score_function(function).source, False) == expected, function
+        assert gathered_loads(score_function(function).source) == expected, function
     lines = score_function(reads_lines, reads_lines).source
-    assert (gathers(lines, False), gathers(lines, True)) == (False, True), "a mask may leave any rows"
+    assert not gathered_loads(lines) and gathered_loads(lines, has_mask=True), "a mask may leave any rows"
     derivative = "\n\n".join(score_function(x).source for x in (floors, relative))
-    assert gathers(derivative, False), "of the user's derivative"
+    assert gathered_loads(derivative), "of the user's derivative"
 
 
 def test_kernels_of_two_functions_have_two_keys(tmp_path: Any) -> None:

@@ -17,7 +17,7 @@ from diyfa.backends.cuda.attention.tile_io import DESCRIPTOR, PORTABLE, WIDENED,
 from diyfa.eight_bits import EIGHT_BITS
 from diyfa.features import ADJUSTING
 from diyfa.problem import AttentionProblem, cached_per_kind
-from diyfa.score_code import pair_loads
+from diyfa.score_code import gathered_loads
 
 
 @dataclass(frozen=True)
@@ -388,10 +388,10 @@ def shared_bytes(kind: str, config: AttentionConfig, problem: AttentionProblem |
     d, dv = key_columns(problem), padded_head_dim(problem.head_dim_v)
     size = ELEMENT_BYTES.get("float32" if config.form == "widened" else problem.dtype, 1)
     m, n, stages = config.block_m, config.block_n, max(1, config.num_stages)
-    # Of a tile: a bias, and what a score function loads for each pair. Dtypes have up to 8 bytes.
+    # The bias of a tile and what a score function loads for each of its pairs wait together. Dtypes have up to 8 bytes.
     bias = ELEMENT_BYTES.get(problem.bias, 8) * m * n if problem.bias else 0
     if problem.score_fn:
-        bias += 8 * pair_loads(problem.score_fn) * m * n
+        bias += 8 * gathered_loads(problem.score_fn) * m * n
     if kind == "dbias":  # no tile stays: all four and the bias change from step to step
         return stages * (size * (m + n) * (d + dv) + bias)
     descriptors = DESCRIPTOR_SPACE if config.form == "tma" else 0

@@ -13,7 +13,7 @@ from diyfa.backends.cuda.gluon.compat import NEWEST, OLDEST, has_gluon, ptxas_op
 from diyfa.backends.cuda.runtime.launch import is_interpreting, multiprocessors
 from diyfa.eight_bits import FLOAT8
 from diyfa.problem import AttentionProblem, cached_per_kind, cached_per_problem, refuse_features
-from diyfa.score_code import pair_loads
+from diyfa.score_code import gathered_loads
 
 FEATURES = frozenset(
     {"causal", "gqa", "head_dim_v", "seq_lens", "varlen", "window", "softcap", "alibi", "sinks", "mask", "score_fn"}
@@ -423,7 +423,7 @@ def refuses(problem: AttentionProblem) -> str | None:
         )
     if widest(problem) <= 64 and keys_seen(problem) <= SHORT_KV_LOOP:
         return f"sm90 pays from {SHORT_KV_LOOP + 1} keys for a query on where heads have 64 columns"
-    if problem.score_fn and widest(problem) <= 64 and not pair_loads(problem.score_fn):
+    if problem.score_fn and widest(problem) <= 64 and not gathered_loads(problem.score_fn):
         return "sm90 pays with a score function and heads of 64 columns if the function loads an element for each pair"
     config = select_config(problem)
     if problem.seqlen_q < config.consumers * CONSUMER_ROWS and not has_long_kv_loop(problem, FEW_QUERIES_KV_LOOP):

@@ -103,7 +103,7 @@ class Consumer:
     @gluon.jit
     def with_function(self, tile):
         """Return the state for a tile: the score function gets its sample and head."""
-        function = self.outputs.function.of_head(tile.b, tile.h)
+        function = self.outputs.function.with_head(tile.b, tile.h)
         return Consumer(self.INDEX, self.problem, self.shared, self.outputs, self.score, None, function)
 
     @gluon.jit

@@ -41,8 +41,8 @@ class ScoreFunction:
     config: gl.constexpr  # `Sm90Constants`, whose SCORE_FN is the function
 
     @gluon.jit
-    def of_head(self, b, h):
-        """Return the function for another head."""
+    def with_head(self, b, h):
+        """Return the function for query head h of sample b."""
         return ScoreFunction(self.pointer0, self.pointer1, self.pointer2, self.pointer3, b, h, self.config)
 
     @gluon.jit

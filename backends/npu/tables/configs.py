@@ -21,7 +21,7 @@ from diyfa.dropout import drop_threshold
 from diyfa.eight_bits import BLOCK_K, BLOCK_Q
 from diyfa.features import ADJUSTING
 from diyfa.problem import AttentionProblem, KVCacheProblem, MatmulProblem
-from diyfa.score_code import gathers
+from diyfa.score_code import gathered_loads
 
 MEASURED = "compiled 2026-11-21, triton-ascend 3.2.0 + ascendnpu-ir 1.2.0; not timed on a device"
 PREPROCESS_ROWS = 64  # rows of out and dout that a vector program holds at once, for Dv up to 256
@@ -192,7 +192,7 @@ def attention_tile(problem: AttentionProblem, kernel: str, always_mask: bool | N
     element, and its values and addresses take most of the unified buffer.
     `always_mask`: whether every tile is masked, by default ALWAYS_MASK.
     """
-    if problem.score_fn and gathers(problem.score_fn, bool(problem.mask)):
+    if problem.score_fn and gathered_loads(problem.score_fn, bool(problem.mask)):
         return conservative_tile(problem, kernel)
     key = attention_key(problem, kernel)
     tile = ATTENTION_TILES[key]

@@ -31,7 +31,7 @@ from diyfa.problem import (
     example_kvcache,
     example_tensors,
 )
-from diyfa.score_code import gathers
+from diyfa.score_code import gathered_loads
 from diyfa.score_functions import function_name
 
 _POINTERS = {
@@ -164,7 +164,7 @@ def attention_job(
     launch = launch._replace(constants={"c": replace(launch.constants["c"], always_mask=always_mask)})
     name = "attention_fwd/v2" if kernel == "fwd" else f"attention_bwd/v2/{kernel}"
     # Gathers are left to one vector core.
-    gated = not (problem.score_fn and gathers(problem.score_fn, bool(problem.mask)))
+    gated = not (problem.score_fn and gathered_loads(problem.score_fn, bool(problem.mask)))
     case = _case(problem, tile, bias, always_mask)
     return kernel_job(name, case, launch, problem=problem, step=kernel, tile=tile, gated=gated)
 
