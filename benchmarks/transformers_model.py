@@ -1,11 +1,12 @@
 """Benchmark of a Llama-shaped model of a billion parameters in Transformers, with each attention implementation.
 
-    python benchmarks/transformers_model.py [--attention sdpa flash_attention_2 diyfa] [--shrink 16] [--output FILE]
+    python benchmarks/transformers_model.py [--attention sdpa flash_attention_2 diyfa batch_invariant] [--shrink 16]
 
 Each attention has three rows: a training step (forward, loss and backward, 2 × 4096 tokens), a prefill of 8192 tokens,
 and a generated token after a prompt of 4096 (dynamic cache, batch of 8). Implementations alternate. Weights are random,
 bfloat16. On CUDA "flash_attention_2" is diyfa, too, through `alias_flash_attn`, as an unchanged program would use it;
---real-flash-attn uses the installed flash_attn instead. `--shrink` divides sizes, to try the benchmark without a GPU.
+--real-flash-attn uses the installed flash_attn instead. "batch_invariant" is diyfa inside `diyfa.batch_invariant()`; it
+runs only if it is named. `--shrink` divides sizes, to try the benchmark without a GPU.
 
 Needs transformers. Writes one JSON file with device, date and versions to benchmarks/results/.
 """
@@ -29,6 +30,7 @@ from diyfa.lab.bench.timing import compute_quantiles, synchronize, time_calls
 
 RESULTS = Path(__file__).parent / "results"
 ATTENTIONS = ("sdpa", "flash_attention_2", "diyfa")
+INVARIANT = "batch_invariant"
 
 
 def parse_model(attention: str, device: torch.device, shrink: int) -> Any:
@@ -99,12 +101,17 @@ def main() -> None:
         alias_flash_attn()  # before transformers is imported
     use_in_transformers()
     attentions = [x for x in arguments.attention if x != "flash_attention_2" or device.type == "cuda"]
-    models = {attention: parse_model(attention, device, arguments.shrink) for attention in attentions}
+    models = {
+        attention: parse_model("diyfa" if attention == INVARIANT else attention, device, arguments.shrink)
+        for attention in attentions
+    }
     times: dict[tuple[str, str], list[float]] = {}
     with diyfa.use_backend("cpu") if device.type == "cpu" else nullcontext():
         for turn in range(1 + arguments.rounds):  # the first round compiles the kernels and does not count
             for attention, model in models.items():
-                for work, ms in measured(model, device, arguments.shrink, arguments.rep).items():
+                with diyfa.batch_invariant() if attention == INVARIANT else nullcontext():
+                    found = measured(model, device, arguments.shrink, arguments.rep)
+                for work, ms in found.items():
                     if turn:
                         times.setdefault((work, attention), []).append(ms)
                 model.zero_grad(set_to_none=True)

@@ -80,6 +80,19 @@ def test_the_kernel_does_what_the_operators_do(dtype: torch.dtype, layout: str, 
             assert differ.float().mean() < 2e-3
 
 
+@pytest.mark.skipif(len(BACKENDS) == 1, reason="needs Triton's interpreter")
+@pytest.mark.parametrize("head_dim", [8, 16, 32, 64, 256, 512])
+def test_the_kernel_rotates_all_head_dims(head_dim: int) -> None:
+    """The kernel multiplies parts of 64 columns by a small Hadamard matrix, and adds up the parts."""
+    x = torch.randn(1, 2, 70, head_dim, generator=torch.Generator().manual_seed(0))
+    for per in ("tensor", "block"):
+        found = diyfa.quantize(x, x, x, per, "float8", rotate=True, backend="cuda")[1]
+        assert found.descale is not None
+        descale = found.descale if per == "tensor" else found.descale.repeat_interleave(64, 2)[:, :, :70, None]
+        error = found.values.float() * descale - hadamard(x)
+        assert error.abs().max() <= hadamard(x).abs().max() / 16 * 1.01  # half of the distance of the largest numbers
+
+
 def test_a_rotation_keeps_products() -> None:
     for size in (1, 2, 64, 256):
         x = torch.randn(5, size, dtype=torch.float64)

@@ -708,6 +708,7 @@ def _quantizing(arch: str) -> Iterator[CompileSpec]:
         ("given", 128, "bfloat16", Scheme(torch.int8, PER_HEAD, 128, 4, False, True)),
         ("given", 80, "float32", Scheme(torch.int8, PER_TENSOR, 64, 1, True)),
         ("alone", 512, "float16", Scheme(torch.int8, PER_BLOCK, 64, 1)),
+        ("alone", 512, "bfloat16", Scheme(torch.int8, PER_BLOCK, 64, 1, False, True)),
     ]
     if spec.has_fp8:
         cases = [(mode, d, dtype, scheme._replace(dtype=torch.float8_e4m3fn)) for mode, d, dtype, scheme in cases]
