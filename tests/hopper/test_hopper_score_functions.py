@@ -115,6 +115,25 @@ def test_reads_stay_inside(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(out.float(), want.float(), rtol=0.02, atol=0.02)
 
 
+@triton.jit
+def by_distance_and_query(score: Any, b: Any, h: Any, i: Any, j: Any, rows: Any, distances: Any) -> Any:
+    return score + tl.load(rows + i) + tl.load(distances + (i - j) + 80)
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 3), (5, -1)])
+def test_queries_without_keys_read_nothing(window: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed, a sequence without keys has a key block, and the positions of its queries are below 0."""
+    interpret(monkeypatch)
+    q, k, v = (torch.randn(n, 1, 64, generator=torch.Generator().manual_seed(n)).bfloat16() for n in (77, 80, 80))
+    lengths = [torch.tensor(x, dtype=torch.int32) for x in ((0, 70, 77), (0, 80, 80))]
+    options: dict[str, Any] = {"score_fn": by_distance_and_query, "window": window}
+    options["score_tensors"] = torch.randn(80), torch.zeros(160)
+    out, lse = diyfa.flash_attention_varlen(
+        q, k, v, *lengths, 70, 80, backend="cuda", variant="sm90", return_lse=True, **options
+    )
+    assert (out[70:] == 0).all() and (lse[:, 70:] == float("inf")).all()
+
+
 def test_what_it_refuses() -> None:
     problem = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", 1, 4, 4, 4096, 4096, 128, 128, score_fn=CAPPED)
     assert hopper_configs.refuses(problem) is None
