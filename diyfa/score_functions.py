@@ -87,13 +87,21 @@ def _to_float32(x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype == torch.float64 else x.to(torch.float32)  # the oracle computes in float64
 
 
+def _as_number(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.int64) if x.dtype == torch.bool else x
+
+
+def _subtract(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return _as_number(x) - _as_number(y)  # PyTorch subtracts no booleans
+
+
 def _divide_integers(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return torch.div(x, y, rounding_mode="trunc")
 
 
 OPERATIONS = {
     "add": _binary(operator.add, "+", lambda e, out, x, y: 1.0, lambda e, out, x, y: 1.0),
-    "sub": _binary(operator.sub, "-", lambda e, out, x, y: 1.0, lambda e, out, x, y: -1.0),
+    "sub": _binary(_subtract, "-", lambda e, out, x, y: 1.0, lambda e, out, x, y: -1.0),
     # Comparisons and integers are factors, too, but sums of tangents are of numbers.
     "mul": _binary(
         operator.mul, "*", lambda e, out, x, y: e("to_float32", y), lambda e, out, x, y: e("to_float32", x)
@@ -140,9 +148,7 @@ OPERATIONS = {
     ),
     "floor": Operation(torch.floor, "tl.floor({0})", (), is_float=True),
     "ceil": Operation(torch.ceil, "tl.ceil({0})", (), is_float=True),
-    "to_number": Operation(
-        lambda x: x.to(torch.int64) if x.dtype == torch.bool else x, "number({0})", (lambda e, out, x: 1.0,)
-    ),
+    "to_number": Operation(_as_number, "number({0})", (lambda e, out, x: 1.0,)),
     "to_float32": Operation(_to_float32, "tl.cast({0}, tl.float32)", (lambda e, out, x: 1.0,)),
     "to_int32": Operation(lambda x: x.to(torch.int64), "tl.cast({0}, tl.int32)", ()),
     "to_int64": Operation(lambda x: x.to(torch.int64), "tl.cast({0}, tl.int64)", ()),
@@ -152,6 +158,7 @@ LOAD = "load"  # load(t0, offset): an element of a captured tensor
 _ARITHMETIC = frozenset(
     {"add", "sub", "mul", "floordiv", "remainder", "shift_left", "shift_right", "neg", "minimum", "maximum", "abs"}
 )
+_DIVISIONS = frozenset({"floordiv", "remainder"})  # Triton's take no boolean beside an integer
 _OF_INTEGERS = frozenset({"floordiv", "bit_and", "bit_or", "bit_xor", "shift_left", "shift_right", "invert"})
 
 _FROM_SYNTAX: dict[type, str] = {
@@ -493,9 +500,9 @@ class _Compiler:
         if name == "add" and operands[0] == 0 and isinstance(operands[0], int):
             return operands[1]
         kinds = [self.kind(x) for x in operands]
-        if name in _ARITHMETIC and not {int, float} & {*kinds}:
-            operands = tuple([self.emit("to_number", x) if isinstance(x, str) else int(x) for x in operands])
-            kinds = [int] * len(operands)
+        if name in _ARITHMETIC and (name in _DIVISIONS or not {int, float} & {*kinds}):
+            operands = tuple([self.number(x) for x in operands])
+            kinds = [kind or int for kind in kinds]
         if not any(isinstance(x, str) for x in operands):
             return _run(name, operands, torch.float64).item()
         line = Line(f"v{len(self.lines)}", name, operands)
@@ -503,6 +510,12 @@ class _Compiler:
         if (kind := _result_kind(name, kinds)) is not None:
             self.kinds[line.target] = kind
         return line.target
+
+    def number(self, operand: Operand) -> Operand:
+        """Return an operand as a number if it may be a boolean."""
+        if isinstance(operand, str):
+            return operand if self.kind(operand) else self.emit("to_number", operand)
+        return int(operand) if isinstance(operand, bool) else operand
 
     def kind(self, operand: Operand) -> type | None:
         return self.kinds.get(operand) if isinstance(operand, str) else type(operand)

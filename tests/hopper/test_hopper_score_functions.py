@@ -16,6 +16,7 @@ from hopper_interpreted import interpret, run, run_backward  # noqa: E402
 from score_functions import FUNCTIONS  # noqa: E402
 
 import diyfa  # noqa: E402
+from diyfa import BlockMask  # noqa: E402
 from diyfa.backends.cuda.hopper import configs as hopper_configs  # noqa: E402
 from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
 from diyfa.features import SCORE_EXAMPLE  # noqa: E402
@@ -101,18 +102,65 @@ def test_values_of_rows_and_of_all_pairs(function: Any, causal: bool, monkeypatc
 
 
 @triton.jit
-def beyond(score: Any, b: Any, h: Any, i: Any, j: Any, rows: Any, pairs: Any) -> Any:
-    return score + tl.load(rows + i) + tl.load(pairs + i * 90 + j)
+def by_query_key_and_pair(
+    score: Any, b: Any, h: Any, i: Any, j: Any, first: Any, rows: Any, keys: Any, pairs: Any
+) -> Any:
+    row = i - tl.load(first)
+    return score + tl.load(rows + row) + tl.load(keys + j) + tl.load(pairs + row * 192 + j)
 
 
-def test_reads_stay_inside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The simulator reports a read outside of a captured tensor: of rows or keys beyond the end."""
+READS: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "partial_block": (90, 150, {}),
+    "full_blocks": (90, 192, {}),
+    "causal": (300, 100, {"causal": True}),
+    "window": (250, 100, {"window": (40, 30)}),
+    "mask": (150, 180, {"mask": 128}),
+    "mask_64": (150, 192, {"mask": 64}),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_reads_stay_inside(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captured tensors end where the visible pairs do. The simulator reports a read outside."""
     interpret(monkeypatch)
-    q, k, v = (torch.randn(1, 1, 90, 64, generator=torch.Generator().manual_seed(n)).bfloat16() for n in range(3))
-    captured = torch.randn(90), torch.randn(90, 90)
-    out = diyfa.flash_attention(q, k, v, backend="cuda", variant="sm90", score_fn=beyond, score_tensors=captured)
-    want = diyfa.reference_attention(q, k, v, score_fn=beyond, score_tensors=captured)
-    torch.testing.assert_close(out.float(), want.float(), rtol=0.02, atol=0.02)
+    seqlen_q, seqlen_k, options = READS[name]
+    q, k, v = (
+        torch.randn(1, 1, n, 64, generator=torch.Generator().manual_seed(n)).bfloat16()
+        for n in (seqlen_q, seqlen_k, seqlen_k)
+    )
+    i, j = torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q, torch.arange(seqlen_k)
+    left, right = options.get("window", (500, 0 if options.get("causal") else 500))
+    keep = (j <= i + right) & (j >= i - left)
+    if "mask" in options:
+        keep[:40] = keep[120:] = False
+        keep[60:70, :130] = False
+        options = {"mask": BlockMask.from_dense(keep, options["mask"])}
+    seen = i[:, 0][keep.any(1)]
+    row, column = (keep[keep.any(1)]).nonzero(as_tuple=True)
+    captured = [torch.randn(n) for n in (len(seen), seqlen_k, int((row * 192 + column).max()) + 1)]
+    options |= {"score_fn": by_query_key_and_pair, "score_tensors": (seen[:1].int(), *captured)}
+    out = diyfa.flash_attention(q, k, v, backend="cuda", variant="sm90", **options)
+    want = diyfa.reference_attention(q, k, v, dtype=torch.float64, **options)
+    torch.testing.assert_close(out.double(), want, rtol=0.02, atol=0.02)
+
+
+@triton.jit
+def by_distance_and_query(score: Any, b: Any, h: Any, i: Any, j: Any, rows: Any, distances: Any) -> Any:
+    return score + tl.load(rows + i) + tl.load(distances + (i - j) + 80)
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 3), (5, -1)])
+def test_queries_without_keys_read_nothing(window: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed, a sequence without keys has a key block, and the positions of its queries are below 0."""
+    interpret(monkeypatch)
+    q, k, v = (torch.randn(n, 1, 64, generator=torch.Generator().manual_seed(n)).bfloat16() for n in (77, 80, 80))
+    lengths = [torch.tensor(x, dtype=torch.int32) for x in ((0, 70, 77), (0, 80, 80))]
+    options: dict[str, Any] = {"score_fn": by_distance_and_query, "window": window}
+    options["score_tensors"] = torch.randn(80), torch.zeros(160)
+    out, lse = diyfa.flash_attention_varlen(
+        q, k, v, *lengths, 70, 80, backend="cuda", variant="sm90", return_lse=True, **options
+    )
+    assert (out[70:] == 0).all() and (lse[:, 70:] == float("inf")).all()
 
 
 def test_what_it_refuses() -> None:

@@ -75,6 +75,13 @@ def small_numbers(score, b, h, i, j, kinds):
 
 
 @triton.jit
+def flagged(score, b, h, i, j, flags):
+    """Booleans in differences and quotients are 0 and 1."""
+    flag = tl.load(flags + j)
+    return score - flag - (i > j) + i // (flag == flag) * 0.0078125
+
+
+@triton.jit
 def every_operation(score, b, h, i, j, numbers):
     x = tl.load(numbers + (i * 7 + j * 3) % 32, mask=(i ^ j) & 1 == 0, other=0.5)
     y = score.to(tl.float32) / (1.5 + tl.abs(x))
@@ -127,6 +134,10 @@ FUNCTIONS = {
         small_numbers,
         lambda s, b, h, i, j, kinds: torch.where(kinds[j] > 33, s / 2, s) - (1000 - kinds[j].long()) / 1024,
         lambda batch, heads, size: ((torch.arange(size) * 37 % 256 - 128).to(torch.int8),),
+    ),
+    "flagged": ScoreCase(
+        flagged, lambda s, b, h, i, j, flags: s - flags[j].int() - (i > j).int() + i / 128,
+        lambda batch, heads, size: (torch.arange(size) % 3 > 0,),
     ),
     "every_operation": ScoreCase(every_operation, _plain_every_operation, lambda batch, heads, size: (table(32),)),
 }  # fmt: skip

@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 
 from diyfa.backends.cuda.attention import score_functions as portable
 from diyfa.backends.cuda.attention.scores import tanh
+from diyfa.backends.cuda.attention.tile_io import PACKED
 from diyfa.backends.cuda.gluon.compat import aggregate
 from diyfa.score_code import Spelling
 
@@ -55,6 +56,8 @@ class ScoreFunction:
         positions = rows.position[:, None]
         columns = start_n + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))[None, :]
         exist_m = positions < rows.n_keys
+        if problem.LENGTHS == PACKED:  # a sequence without keys has a block all the same, and rows at positions below 0
+            exist_m = exist_m & (rows.n_keys > 0)
         if problem.HAS_RIGHT:
             exist_m = exist_m & (positions + problem.window_right >= 0)
         if visible is None:

@@ -31,6 +31,7 @@ DTYPES = {
     torch.float8_e5m2: tl.float8e5,
     torch.int8: tl.int8,
     torch.uint8: tl.uint8,
+    torch.bool: tl.int1,
     torch.int32: tl.int32,
     torch.int64: tl.int64,
 }
