@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from eight_bit_cases import E4M3, F16, F32, Case, check, make_call
+from eight_bit_cases import E4M3, F16, F32, Case, check, check_not_finite, make_call
 from hopper_interpreted import interpret, interpreted_only
 from poison import poisoned_allocations
 from targets import TARGETS
@@ -167,16 +167,17 @@ def test_extreme_descales(factor: float, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @interpreted_only
-def test_a_mean_that_is_not_finite_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In every row of its head that sees a key, although a softmax does not see the mean of k."""
-    chosen = case(kind="head", means=True, heads=2, heads_kv=2, seqlen_q=150, seqlen_k=100)
-    interpret(monkeypatch, config(chosen), seed=3)
-    (q, k, v), _ = make_call(chosen)
-    assert k.mean is not None
-    k.mean[1, 0] = float("nan")
-    out = diyfa.flash_attention(q, k, v, causal=True, backend="cuda", variant="sm90")
-    assert out[1, 0, 50:].isnan().all() and (out[1, 0, :50] == 0).all()
-    assert out[0].isfinite().all() and out[1, 1].isfinite().all()
+@pytest.mark.parametrize("name", ["q_descale", "k_descale", "v_descale", "k_mean", "v_mean"])
+@pytest.mark.parametrize(("kind", "sinks"), [("head", True), ("block", False)])
+def test_what_is_not_finite_shows_where_a_key_is_seen(
+    name: str, kind: str, sinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In every row of its head that sees a key, and in no row that sees none."""
+    size = {"heads": 2, "heads_kv": 2, "seqlen_q": 150, "seqlen_k": 100}
+    for options, first in (({"causal": True}, 50), ({"window": (20, 3)}, 47)):
+        chosen = case(kind=kind, means=True, sinks=sinks, options=options, **size)
+        interpret(monkeypatch, config(chosen), seed=3)
+        check_not_finite(chosen, TARGETS["cuda"], name, float("nan"), first, "sm90")
 
 
 @interpreted_only
