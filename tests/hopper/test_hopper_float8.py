@@ -181,6 +181,21 @@ def test_what_is_not_finite_shows_where_a_key_is_seen(
 
 
 @interpreted_only
+def test_blocks_of_a_longest_sequence_beyond_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`max_seqlen` may be larger than all sequences together. Descales of blocks are laid out by it."""
+    chosen = case(layout="thd", lengths=(90, 70), seqlen_q=90, seqlen_k=90, heads=2, heads_kv=2)
+    interpret(monkeypatch, config(chosen), seed=3)
+    (q, k, v), options = make_call(chosen)
+    descales = {"q_descale": torch.rand(2, 2, 3) / 30, "k_descale": torch.rand(2, 2, 5) / 30}
+    tensors = {"q": q.values, "k": k.values, "v": v.values, **options, **descales}
+    _, lse = diyfa.flash_attention_varlen(
+        **tensors, max_seqlen_q=300, max_seqlen_k=300, return_lse=True, backend="cuda", variant="sm90"
+    )
+    _, want = diyfa.reference_attention(**tensors, layout="thd", return_lse=True, dtype=torch.float64)
+    torch.testing.assert_close(lse, want.float(), rtol=1e-5, atol=1e-5)
+
+
+@interpreted_only
 def test_small_weights_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """One key has most of the weight, 400 others 2**-10 each: unscaled, float8 would make all of them 0."""
     interpret(monkeypatch, config(case()), seed=3)

@@ -207,6 +207,24 @@ def test_what_is_not_finite_shows_in_v1_of_the_cpu(name: str, value: float) -> N
 
 
 @targets
+def test_blocks_of_a_longest_sequence_beyond_all_rows(backend: str) -> None:
+    """`max_seqlen` may be larger than all sequences together. Descales of blocks are laid out by it."""
+    case = on(backend, Case(layout="thd", lengths=(70, 20), heads=2, heads_kv=2, seqlen_q=90, seqlen_k=90))
+    (q, k, v), options = make_call(case)
+    generator, device = torch.Generator().manual_seed(0), TARGETS[backend].device
+    q_descale, k_descale = (torch.rand(2, 2, blocks, generator=generator) / 30 for blocks in (3, 5))
+    descales = {"q_descale": q_descale, "k_descale": k_descale}
+    tensors = {"q": q.values, "k": k.values, "v": v.values, **options, **descales}
+    results = diyfa.flash_attention_varlen(
+        **{name: x.to(device) for name, x in tensors.items()}, max_seqlen_q=300, max_seqlen_k=300, return_lse=True,
+        backend=backend,
+    )  # fmt: skip
+    want = diyfa.reference_attention(**tensors, layout="thd", return_lse=True, dtype=torch.float64)
+    torch.testing.assert_close(results[1].cpu(), want[1].float(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(results[0].cpu().double(), want[0], rtol=0.1, atol=0.1 * float(want[0].abs().max()))
+
+
+@targets
 def test_a_mean_that_is_not_finite_beside_a_sequence_without_keys(backend: str) -> None:
     case = Case(layout="thd", lengths=(50, 20), kind="head", means=True, sinks=True, seqlen_q=50, seqlen_k=50)
     (q, k, v), options = make_call(on(backend, case))
