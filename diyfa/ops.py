@@ -17,7 +17,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from diyfa import registry
-from diyfa.eight_bits import BLOCK_K, BLOCK_Q, dequantised
+from diyfa.eight_bits import BLOCK_K, BLOCK_Q, PER_BLOCK, dequantised
 from diyfa.features import GRADIENTS
 from diyfa.options import (
     DIFFERENTIABLE,
@@ -102,8 +102,13 @@ def describe_attention(
     if layout == VARLEN:
         total_q, heads_q, head_dim = q_shape
         total_k, heads_kv, _ = k_shape
-        # Too large a maximum is correct, but costs programs: no sequence has more than all rows.
-        seqlen_q, seqlen_k = min(lengths.max_seqlen_q, total_q), min(lengths.max_seqlen_k, total_k)
+        # Too large a maximum is correct, but costs programs: no sequence has more than all rows. Descales of blocks are
+        # laid out by the given maximum, so it stays.
+        seqlen_q, seqlen_k = lengths.max_seqlen_q, lengths.max_seqlen_k
+        if fields["q_descale"] != PER_BLOCK:
+            seqlen_q = min(seqlen_q, total_q)
+        if fields["k_descale"] != PER_BLOCK:
+            seqlen_k = min(seqlen_k, total_k)
         fields["total_q"], fields["total_k"] = total_q, total_k
     else:
         b, h, s, d = LAYOUTS[layout]

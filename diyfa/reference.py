@@ -159,8 +159,9 @@ def _attend(
     if keep is not None:
         weights = torch.where(keep, weights / (1 - options.dropout_p), 0)
     out = _product(weights.to(dtype), v)
+    out = torch.where((scores != -_INF).any(-1, keepdim=True), out, 0)  # a row that sees no key: 0, even if v has NaN
     out = torch.where(total.isnan(), float("nan"), out)  # even if dropout drops all keys of the row
-    return torch.where(~empty & valid_q, out, 0), lse
+    return torch.where(valid_q, out, 0), lse
 
 
 def _dequantised(

@@ -98,8 +98,9 @@ def _forward_v2(call: Call, out: torch.Tensor, lse: torch.Tensor) -> None:
             p, m, alpha = _online_softmax_update(s, m)
             l = l * alpha + p.sum(-1, keepdim=True)  # noqa: E741
             acc = acc * alpha + _weighted_values(call, p, m0, m1, n0, n1)
+        acc = acc.masked_fill_(l == 0, 0.0)  # a row without a key: 0, even if a hidden value is NaN
         m, l, at_end = _add_sink(call, m, l)  # noqa: E741
-        o = torch.where(l == 0, 0.0, acc * at_end / l)  # a row without a key: 0, even if a hidden value is NaN
+        o = torch.where(l == 0, 0.0, acc * at_end / l)
         out_rows[:, :, :, m0:m1] = o.unflatten(2, (call.group, -1))
         lse_rows[:, :, :, m0:m1] = _log_sum_exp(m, l).squeeze(-1).unflatten(2, (call.group, -1))
     _end_sequences(call, out, lse)
@@ -133,6 +134,7 @@ def _forward_v1(call: Call, out: torch.Tensor, lse: torch.Tensor) -> None:
             o = (o * l_old + _weighted_values(call, p, m0, m1, n0, n1)) / l.masked_fill(l == 0, 1.0)
             state[index] = (o, m, l)
     for (m0, m1), (o, m, l) in zip(blocks, state, strict=True):  # noqa: E741
+        o = o.masked_fill_(l == 0, 0.0)
         l_old = l
         m, l, at_end = _add_sink(call, m, l)  # noqa: E741
         o = torch.where(l == 0, 0.0, o * (l_old * at_end / l))

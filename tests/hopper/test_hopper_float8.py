@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from eight_bit_cases import E4M3, F16, F32, Case, check, make_call
+from eight_bit_cases import E4M3, F16, F32, Case, check, check_not_finite, make_call
 from hopper_interpreted import interpret, interpreted_only
 from poison import poisoned_allocations
 from targets import TARGETS
@@ -167,16 +167,32 @@ def test_extreme_descales(factor: float, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @interpreted_only
-def test_a_mean_that_is_not_finite_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In every row of its head that sees a key, although a softmax does not see the mean of k."""
-    chosen = case(kind="head", means=True, heads=2, heads_kv=2, seqlen_q=150, seqlen_k=100)
+@pytest.mark.parametrize("name", ["q_descale", "k_descale", "v_descale", "k_mean", "v_mean"])
+@pytest.mark.parametrize(("kind", "sinks"), [("head", True), ("block", False)])
+def test_what_is_not_finite_shows_where_a_key_is_seen(
+    name: str, kind: str, sinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In every row of its head that sees a key, and in no row that sees none."""
+    size = {"heads": 2, "heads_kv": 2, "seqlen_q": 150, "seqlen_k": 100}
+    for options, first in (({"causal": True}, 50), ({"window": (20, 3)}, 47)):
+        chosen = case(kind=kind, means=True, sinks=sinks, options=options, **size)
+        interpret(monkeypatch, config(chosen), seed=3)
+        check_not_finite(chosen, TARGETS["cuda"], name, float("nan"), first, "sm90")
+
+
+@interpreted_only
+def test_blocks_of_a_longest_sequence_beyond_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`max_seqlen` may be larger than all sequences together. Descales of blocks are laid out by it."""
+    chosen = case(layout="thd", lengths=(90, 70), seqlen_q=90, seqlen_k=90, heads=2, heads_kv=2)
     interpret(monkeypatch, config(chosen), seed=3)
-    (q, k, v), _ = make_call(chosen)
-    assert k.mean is not None
-    k.mean[1, 0] = float("nan")
-    out = diyfa.flash_attention(q, k, v, causal=True, backend="cuda", variant="sm90")
-    assert out[1, 0, 50:].isnan().all() and (out[1, 0, :50] == 0).all()
-    assert out[0].isfinite().all() and out[1, 1].isfinite().all()
+    (q, k, v), options = make_call(chosen)
+    descales = {"q_descale": torch.rand(2, 2, 3) / 30, "k_descale": torch.rand(2, 2, 5) / 30}
+    tensors = {"q": q.values, "k": k.values, "v": v.values, **options, **descales}
+    _, lse = diyfa.flash_attention_varlen(
+        **tensors, max_seqlen_q=300, max_seqlen_k=300, return_lse=True, backend="cuda", variant="sm90"
+    )
+    _, want = diyfa.reference_attention(**tensors, layout="thd", return_lse=True, dtype=torch.float64)
+    torch.testing.assert_close(lse, want.float(), rtol=1e-5, atol=1e-5)
 
 
 @interpreted_only

@@ -18,7 +18,7 @@ import torch
 from cases import CASES
 from eight_bit_cases import Case as EightBitCase
 from eight_bit_cases import check as check_eight_bits
-from eight_bit_cases import with_mask, with_score_function
+from eight_bit_cases import check_not_finite, with_mask, with_score_function
 from kvcache_cases import CacheCase, assert_appended, assert_in_budget
 from kvcache_cases import run_case as run_cache_case
 from merge_cases import MERGE_CASES, joined
@@ -331,6 +331,19 @@ def test_int8(name: str) -> None:
     with compiled_on_cpu() as log, poisoned_allocations():
         check_eight_bits(case, Target("npu", "cpu", True))
     assert set(log.launches) == {"_fwd_kernel"} and not log.races, "\n".join(log.races)
+
+
+@pytest.mark.parametrize("name", ["q_descale", "k_mean", "v_mean"])
+def test_int8_factors_that_are_not_finite(name: str) -> None:
+    """They show in rows that see a key only."""
+    from simulators.hivm.launch import compiled_on_cpu
+
+    case = EightBitCase(
+        torch.int8, torch.bfloat16, "head", means=True, sinks=True, seqlen_q=190, seqlen_k=30, options={"causal": True}
+    )
+    with compiled_on_cpu() as log, poisoned_allocations():
+        check_not_finite(case, Target("npu", "cpu", True), name, float("nan"), first=160)
+    assert not log.races, "\n".join(log.races)
 
 
 def test_int8_products_are_exact() -> None:

@@ -18,6 +18,7 @@ from eight_bit_cases import (
     LARGEST,
     Case,
     check,
+    check_not_finite,
     make_call,
     with_mask,
     with_score_function,
@@ -181,18 +182,64 @@ def test_scaled_weights_do_not_saturate() -> None:
         assert factor < LARGEST[dtype] < 2 * factor
 
 
+NOT_FINITE = [
+    ("q_descale", float("nan")), ("k_descale", float("nan")), ("v_descale", float("nan")), ("k_mean", float("nan")),
+    ("k_mean", float("inf")), ("v_mean", float("nan")), ("v_mean", float("-inf")),
+]  # fmt: skip
+
+
 @targets
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_mean_that_is_not_finite_shows(backend: str, value: float) -> None:
-    """In every row of its head that sees a key, although a softmax does not see the mean of k."""
-    target = TARGETS[backend]
-    (q, k, v), _ = make_call(on(backend, Case(kind="head", means=True, seqlen_q=70, seqlen_k=40)))
-    assert k.mean is not None
-    k.mean[1, 0] = value
-    q8, k8, v8 = (Quantized(*(None if y is None else y.to(target.device) for y in x)) for x in (q, k, v))
-    out = diyfa.flash_attention(q8, k8, v8, causal=True, backend=backend).cpu()
-    assert out[1, 0, 30:].isnan().all() and (out[1, 0, :30] == 0).all()
-    assert out[0].isfinite().all() and out[1, 1].isfinite().all()
+@pytest.mark.parametrize(("name", "value"), NOT_FINITE)
+@pytest.mark.parametrize("options", [{"causal": True}, {"window": (20, 3), "softcap": 9.0}], ids=["causal", "softcap"])
+def test_what_is_not_finite_shows_where_a_key_is_seen(
+    backend: str, name: str, value: float, options: dict[str, Any]
+) -> None:
+    """In every row of its head that sees a key, with sinks and without, and in no row that sees none."""
+    for kind, sinks in (("head", True), ("block", True), ("head", False)):
+        case = Case(kind=kind, means=True, sinks=sinks, seqlen_q=70, seqlen_k=40, options=options)
+        check_not_finite(on(backend, case), TARGETS[backend], name, value, first=27 if "window" in options else 30)
+
+
+@pytest.mark.parametrize(("name", "value"), NOT_FINITE)
+def test_what_is_not_finite_shows_in_v1_of_the_cpu(name: str, value: float) -> None:
+    case = Case(kind="head", means=True, sinks=True, seqlen_q=70, seqlen_k=40, options={"causal": True})
+    check_not_finite(case, Target("cpu", "cpu", False), name, value, first=30, variant="v1")
+
+
+@targets
+def test_blocks_of_a_longest_sequence_beyond_all_rows(backend: str) -> None:
+    """`max_seqlen` may be larger than all sequences together. Descales of blocks are laid out by it."""
+    case = on(backend, Case(layout="thd", lengths=(70, 20), heads=2, heads_kv=2, seqlen_q=90, seqlen_k=90))
+    (q, k, v), options = make_call(case)
+    generator, device = torch.Generator().manual_seed(0), TARGETS[backend].device
+    q_descale, k_descale = (torch.rand(2, 2, blocks, generator=generator) / 30 for blocks in (3, 5))
+    descales = {"q_descale": q_descale, "k_descale": k_descale}
+    tensors = {"q": q.values, "k": k.values, "v": v.values, **options, **descales}
+    results = diyfa.flash_attention_varlen(
+        **{name: x.to(device) for name, x in tensors.items()}, max_seqlen_q=300, max_seqlen_k=300, return_lse=True,
+        backend=backend,
+    )  # fmt: skip
+    want = diyfa.reference_attention(**tensors, layout="thd", return_lse=True, dtype=torch.float64)
+    torch.testing.assert_close(results[1].cpu(), want[1].float(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(results[0].cpu().double(), want[0], rtol=0.1, atol=0.1 * float(want[0].abs().max()))
+
+
+@targets
+def test_a_mean_that_is_not_finite_beside_a_sequence_without_keys(backend: str) -> None:
+    case = Case(layout="thd", lengths=(50, 20), kind="head", means=True, sinks=True, seqlen_q=50, seqlen_k=50)
+    (q, k, v), options = make_call(on(backend, case))
+    assert k.mean is not None and v.mean is not None
+    k.mean[0], v.mean[0] = float("nan"), float("inf")
+    options["cu_seqlens_k"] = torch.tensor([0, 0, 70], dtype=torch.int32)
+    device = TARGETS[backend].device
+    parts = [Quantized(*(None if y is None else y.to(device) for y in x)) for x in (q, k, v)]
+    options = {name: x.to(device) for name, x in options.items()}
+    results = diyfa.flash_attention_varlen(
+        *parts, **options, max_seqlen_q=50, max_seqlen_k=70, return_lse=True, backend=backend
+    )
+    out, lse = (x.cpu() for x in results)
+    assert (out[:50] == 0).all() and out[50:].isfinite().all() and lse[:, 50:].isfinite().all()
+    torch.testing.assert_close(lse[:, :50], options["sinks"].cpu()[:, None].expand(-1, 50), rtol=0, atol=1e-6)
 
 
 @targets

@@ -186,6 +186,29 @@ def run(case: Case, target: Target, variant: str = "auto") -> tuple[torch.Tensor
     return out.cpu(), lse.cpu()
 
 
+def check_not_finite(case: Case, target: Target, name: str, value: float, first: int, variant: str = "auto") -> None:
+    """Check that a `value` in the descale or mean `name` of a KV head shows in rows from `first` on, and only there.
+
+    Rows before see no key. `name`: of `diyfa.eight_bits.ARGUMENTS`.
+    """
+    parts, options = make_call(case)
+    given = dict(zip("qkv", parts, strict=True))
+    owner, field_name = name.split("_")
+    part = getattr(given[owner], field_name)
+    part = torch.ones(2, case.heads_kv) if part is None else part
+    part[1, 0] = value
+    given[owner] = given[owner]._replace(**{field_name: part})
+    moved = [Quantized(*(None if y is None else y.to(target.device) for y in x)) for x in given.values()]
+    given_options = {key: x.to(target.device) if isinstance(x, torch.Tensor) else x for key, x in options.items()}
+    results = FUNCTIONS[case.layout](*moved, **given_options, return_lse=True, backend=target.backend, variant=variant)
+    out, lse = (x.cpu() for x in results)
+    expected = options["sinks"] if case.sinks else torch.full((case.heads,), float("inf"))
+    assert (out[:, :, :first] == 0).all()
+    torch.testing.assert_close(lse[:, :, :first], expected[:, None].expand(2, -1, first), rtol=0, atol=1e-6)
+    assert not out[1, 0, first:].isfinite().any() and (owner == "v" or not lse[1, 0, first:].isfinite().any())
+    assert all(x[0, :, first:].isfinite().all() and x[1, 1, first:].isfinite().all() for x in (out, lse))
+
+
 def check(case: Case, target: Target, variant: str = "auto") -> None:
     out, lse = run(case, target, variant)
     parts, options = make_call(case)

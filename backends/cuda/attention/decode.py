@@ -39,7 +39,7 @@ from diyfa.backends.cuda.attention.decode_configs import (
 from diyfa.backends.cuda.attention.dots import dot, dot_add, round_to
 from diyfa.backends.cuda.attention.fixed_order import COMPILE_OPTIONS as FIXED_ORDER_OPTIONS
 from diyfa.backends.cuda.attention.fixed_order import next_sum, sum_of_lanes, sums_by_lane, weights
-from diyfa.backends.cuda.attention.fwd import LOWEST, online_softmax_update
+from diyfa.backends.cuda.attention.fwd import online_softmax_update
 from diyfa.backends.cuda.attention.launch import (
     cache_arguments,
     forced_config,
@@ -67,7 +67,7 @@ from diyfa.backends.cuda.attention.stream_k import (
     workspace,
     workspace_rows,
 )
-from diyfa.backends.cuda.attention.tile_io import LOG2E, padded_head_dim
+from diyfa.backends.cuda.attention.tile_io import LOG2E, LOWEST, padded_head_dim
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launch import can_overlap, is_interpreting
 from diyfa.backends.cuda.runtime.passes import Pass

@@ -14,7 +14,7 @@ from diyfa.backends.cuda.attention.decode_configs import DecodeConfig
 from diyfa.backends.cuda.attention.dots import round_to
 from diyfa.backends.cuda.attention.fixed_order import COMPILE_OPTIONS as FIXED_ORDER_OPTIONS
 from diyfa.backends.cuda.attention.fixed_order import chunk_factors, fold, with_sink, without_sign_of_zero
-from diyfa.backends.cuda.attention.fwd import LOWEST, add_sink, row_lse
+from diyfa.backends.cuda.attention.fwd import add_sink, row_lse
 from diyfa.backends.cuda.attention.seq_info import cache_seq_info
 from diyfa.backends.cuda.attention.stream_k import (
     COMBINED_ELEMENTS,
@@ -25,7 +25,7 @@ from diyfa.backends.cuda.attention.stream_k import (
     rows_per_tile,
     tiles_per_sequence,
 )
-from diyfa.backends.cuda.attention.tile_io import cdiv
+from diyfa.backends.cuda.attention.tile_io import LOWEST, cdiv
 from diyfa.problem import KVCacheProblem, Launch, cached_per_kind
 
 if TYPE_CHECKING:

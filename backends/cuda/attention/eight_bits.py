@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from diyfa import eight_bits as definition
-from diyfa.backends.cuda.attention.tile_io import LOG2E
+from diyfa.backends.cuda.attention.tile_io import LOG2E, LOWEST
 
 BLOCK_Q, BLOCK_K = tl.constexpr(definition.BLOCK_Q), tl.constexpr(definition.BLOCK_K)
 NONE = tl.constexpr(0)
@@ -91,10 +91,10 @@ def tile_scores(s, scale_log2, factors, start_n, c: tl.constexpr):
 
 
 @triton.jit
-def final_sums(sums, scale, offset, pointers, position, c: tl.constexpr):
+def final_sums(sums, scale, offset, pointers, position, rows, mask, c: tl.constexpr):
     """Return (acc, l_i, m_i) with the factor and the mean of v, and the rows' offsets of their scores.
 
-    `position`: (sample, KV head, KV heads).
+    `position`: (sample, KV head, KV heads). `rows` [BLOCK_M]: positions of the queries.
     """
     acc, l_i, m_i = sums
     v_descale_ptr, v_mean_ptr = pointers
@@ -103,10 +103,16 @@ def final_sums(sums, scale, offset, pointers, position, c: tl.constexpr):
     acc *= _load_factor(v_descale_ptr, kv_head, 0, 0, c.V_DESCALE)
     if c.V_MEAN:
         acc += l_i[:, None] * _load_mean(v_mean_ptr, kv_head, c.HEAD_DIM_V, c.BLOCK_DV)[None, :]
+    # A NaN factor makes sums NaN even where all keys are hidden. Sums of a row that sees no key stay empty.
+    has_keys = l_i != 0.0
+    if c.HAS_RIGHT:
+        _, _, shift, _, window_right = mask
+        has_keys = has_keys & (rows + (shift + window_right) >= 0)
+    acc = tl.where(has_keys[:, None], acc, 0.0)
     if c.K_MEAN and not c.ADJUSTED:
         if c.NEGATE:
             offset = -offset
         m_i += offset * (scale * LOG2E)
-        # A row that sees a key shows an offset that is not finite, though the softmax did not see it.
-        l_i = tl.where((l_i != 0.0) & (offset - offset != 0.0), float("nan"), l_i)
-    return acc, l_i, m_i
+        # The softmax did not see the offset. If it is not finite the row shows it.
+        l_i = tl.where(offset - offset == 0.0, l_i, float("nan"))
+    return acc, tl.where(has_keys, l_i, 0.0), tl.where(has_keys, m_i, LOWEST)

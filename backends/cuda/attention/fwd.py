@@ -56,6 +56,7 @@ from diyfa.backends.cuda.attention.tile_io import (
     LARGEST_PRODUCT,
     LN2,
     LOG2E,
+    LOWEST,
     PACKED,
     POINTER,
     cdiv,
@@ -67,10 +68,6 @@ from diyfa.backends.cuda.attention.tile_io import (
 from diyfa.backends.cuda.runtime.passes import Pass
 from diyfa.eight_bits import EIGHT_BITS, WEIGHT_SHIFT
 from diyfa.problem import AttentionProblem, AttentionTensors, Launch, cached_per_kind
-
-# Start of the running maximum. It is finite: exp2(-inf - m) is 0 and not NaN if all scores of a row so far are -inf. No
-# finite score is lower.
-LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit
@@ -281,7 +278,7 @@ def _fwd_kernel(
     )
     if c.EIGHT_BITS:
         _, _, row_offset = factors
-        sums = final_sums(sums, scale, row_offset, (v_descale_ptr, v_mean_ptr), (b, hk, heads_kv), c)
+        sums = final_sums(sums, scale, row_offset, (v_descale_ptr, v_mean_ptr), (b, hk, heads_kv), offs_m, mask, c)
     acc, l_i, m_i = sums
     sink = tl.zeros([c.BLOCK_M], tl.float32)
     if c.SINKS:  # last, so that the weight of a row's only key is exactly exp2(0) in the loops

@@ -37,6 +37,9 @@ CACHED = tl.constexpr(3)
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+# Start of the running maximum. It is finite: exp2(-inf - m) is 0 and not NaN if all scores of a row so far are -inf. No
+# finite score is lower.
+LOWEST = tl.constexpr(-3.4028234663852886e38)
 LARGEST_PRODUCT = tl.constexpr(2.358e38)  # about the largest number whose product with LOG2E float32 holds
 
 

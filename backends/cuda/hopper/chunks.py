@@ -21,7 +21,7 @@ from diyfa.backends.cuda.attention.fixed_order import (
     sums_by_lane,
     weights,
 )
-from diyfa.backends.cuda.attention.fwd import LOWEST
+from diyfa.backends.cuda.attention.tile_io import LOWEST
 from diyfa.backends.cuda.gluon.compat import aggregate
 from diyfa.backends.cuda.hopper.mma import (
     ROWS,

@@ -39,11 +39,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from diyfa.backends.cuda.attention import decode as portable
 from diyfa.backends.cuda.attention.block_info import end_visible
-from diyfa.backends.cuda.attention.fwd import LOWEST
 from diyfa.backends.cuda.attention.launch import positive_scale
 from diyfa.backends.cuda.attention.seq_info import cache_entry, cached_keys, left_padding
 from diyfa.backends.cuda.attention.stream_k import divide_work, next_chunk, partials_slot, tile_work
-from diyfa.backends.cuda.attention.tile_io import SEQ_LENS
+from diyfa.backends.cuda.attention.tile_io import LOWEST, SEQ_LENS
 from diyfa.backends.cuda.gluon.barriers import WARPS, idle_warps, order_lanes, release, wait_full
 from diyfa.backends.cuda.gluon.compat import aggregate, async_load, optimisation_barrier, ptxas_options
 from diyfa.backends.cuda.gluon.tma import descriptor_steps, ragged_descriptor

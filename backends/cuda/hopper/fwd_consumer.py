@@ -369,6 +369,9 @@ def _attend_tile(consumer, tile, item, q_loads):
         l_rounded = gl.convert_layout(gl.max(o[run_count(config.BOXES_V)], 1), S_ROWS)
     # A row that saw no key or is beyond its sample's end has out 0 and lse +inf.
     has_keys = l_i != 0.0
+    if config.BITS == 8 and problem.HAS_RIGHT:  # a NaN factor makes l_i NaN even if all keys are hidden
+        right = 0 if problem.CAUSAL else problem.window_right
+        has_keys = has_keys & (rows.position + right >= 0)
     if config.K_MEAN:  # q times the mean of k is part of each score of a row: it moves the lse, not the weights
         m_i += (-offset if consumer.score.NEGATE else offset) * scale
         l_rounded = gl.where(offset - offset == 0.0, l_rounded, float("nan"))  # NaN if the offset is not finite

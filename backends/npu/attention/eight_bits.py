@@ -108,8 +108,11 @@ def with_means(acc, m_i, l_i, offset, v_descale_ptr, v_mean_ptr, b, hk, heads_kv
         acc = acc * load_factor(v_descale_ptr, kv_head, 0, 0, c.V_DESCALE, c.BLOCK_M)[:, None]
     if c.V_MEAN:
         acc = acc + l_i[:, None] * load_mean(v_mean_ptr, kv_head, c.HEAD_DIM_V, c.BLOCK_DV)[None, :]
+    has_keys = l_i != 0.0  # a factor or mean that is not finite does not reach the other rows
+    if c.V_DESCALE != NONE or c.V_MEAN:
+        acc = tl.where(has_keys[:, None], acc, 0.0)
     if c.K_MEAN and not (c.SOFTCAP != "" or c.SCORE_FN is not None):
-        m_i = m_i + offset
+        m_i = m_i + tl.where(has_keys, offset, 0.0)
         # A row that sees a key shows an offset that is not finite, though the softmax did not see it.
-        l_i = tl.where((l_i != 0.0) & (offset - offset != 0.0), float("nan"), l_i)
+        l_i = tl.where(has_keys & (offset - offset != 0.0), float("nan"), l_i)
     return acc, m_i, l_i
