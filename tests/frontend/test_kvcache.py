@@ -562,23 +562,6 @@ def test_the_private_varlen_forward_takes_a_number_of_splits(monkeypatch: pytest
             _flash_attn_varlen_forward(given["q"], keys, keys, *positional, num_splits=wrong)
 
 
-def test_packed_keys_without_pages() -> None:
-    """seqused_k and out serve packed keys, too: the same as cutting the sequences."""
-    given = packed(block_table=None, k=torch.randn(40, HK, D), v=torch.randn(40, HK, D))
-    given |= {"cu_seqlens_k": torch.tensor([0, 12, 40], dtype=torch.int32), "seqused_k": torch.tensor([9, 28]).int()}
-    got = diyfa.flash_attention_varlen(**given)
-    rows = [slice(0, 9), slice(12, 40)]
-    k, v = (torch.cat([given[name][r] for r in rows]) for name in ("k", "v"))
-    plain = given | {
-        "k": k,
-        "v": v,
-        "cu_seqlens_k": torch.tensor([0, 9, 37]).int(),
-        "seqused_k": None,
-        "block_table": None,
-    }
-    torch.testing.assert_close(got, diyfa.flash_attention_varlen(**plain))
-
-
 def test_packed_keys_of_another_length_get_another_plan() -> None:
     """Packed keys are clamped to max_seqlen_k itself: lengths of one power of two differ."""
     given = packed(block_table=None, seqused_k=None, window=(18, -1), causal=False)

@@ -81,25 +81,26 @@ def test_drawn_page_tables(backend: str) -> None:
     check()
 
 
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
 # The host checks what lies on the CPU.
 @pytest.mark.parametrize(
     ("backend", "used"), [(name, used) for name in BACKENDS for used in ((9, 20), (33, 7))[: 1 + (name != "cpu")]]
 )
 def test_packed_keys_of_which_some_are_used(
-    backend: str, used: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    backend: str, used: tuple[int, int], causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each sequence begins at its own offset, whatever seqused_k says of its length, and ends before the next one's."""
     monkeypatch.setattr(kvcache, "_check_packed_values", lambda *arguments: None)
     target, generator = TARGETS[backend], torch.Generator().manual_seed(0)
-    q, k, v = (
-        torch.randn(n, heads, 16, generator=generator).to(target.device) for n, heads in ((4, 2), (40, 1), (40, 1))
-    )
-    cu_q, cu_k, lengths = (torch.tensor(x, dtype=torch.int32).to(target.device) for x in ([0, 1, 4], [0, 12, 40], used))
+    q, k, v = (torch.randn(n, heads, 16, generator=generator) for n, heads in ((4, 2), (40, 1), (40, 1)))
+    offsets = (torch.tensor(x, dtype=torch.int32).to(target.device) for x in ([0, 1, 4], [0, 12, 40], used))
+    cu_q, cu_k, lengths = offsets
+    on_device = (x.to(target.device) for x in (q, k, v))
     with registry.use_backend(target.backend), poisoned_allocations():
-        got = diyfa.flash_attention_varlen(q, k, v, cu_q, cu_k, 3, 28, seqused_k=lengths).cpu()
+        got = diyfa.flash_attention_varlen(*on_device, cu_q, cu_k, 3, 28, causal, seqused_k=lengths).cpu()
     for queries, keys in ((slice(0, 1), slice(0, min(used[0], 12))), (slice(1, 4), slice(12, 12 + used[1]))):
-        scores = q[queries].cpu().double().transpose(0, 1) @ k[keys, 0].cpu().double().T / 4
-        want = (torch.softmax(scores, -1) @ v[keys, 0].cpu().double()).transpose(0, 1)
+        rows = (x[None].double() for x in (q[queries], k[keys], v[keys]))
+        want = diyfa.reference_attention(*rows, causal=causal, layout="bshd")[0]
         torch.testing.assert_close(got[queries].double(), want, rtol=1e-4, atol=1e-4)
 
 
