@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from eager_budget import assert_within_budget_of
 from poison import poisoned_allocations
 from targets import TARGETS, Target
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,7 +28,6 @@ from diyfa.flash_attn_interface import (
     flash_attn_varlen_qkvpacked_func,
 )
 from diyfa.problem import AttentionProblem
-from diyfa.testing import error_budget, measure_error, rounding_unit
 from diyfa.yardstick import plain_flash_attention
 
 F16 = torch.float16
@@ -232,9 +232,7 @@ def assert_within(actual: list[torch.Tensor], call: Call, rng_state: torch.Tenso
     expected, yardstick = oracle(call, rng_state, torch.float64), oracle(call, rng_state, F16)
     for name, got, want, low in zip(("out", "lse", "dq", "dk", "dv"), actual, expected, yardstick, strict=True):
         assert got.shape == want.shape and got.dtype == low.dtype, name
-        allowed = error_budget(measure_error(low, want), rounding_unit(want, low.dtype))
-        error = measure_error(got.cpu(), want)
-        assert error.max_abs <= allowed.max_abs and error.rms <= allowed.rms, f"{name}: {error}, allowed {allowed}"
+        assert_within_budget_of(low, got, want, name)
 
 
 def run(call: Call, device: str = "cpu") -> tuple[list[torch.Tensor], torch.Tensor]:
