@@ -81,7 +81,7 @@ NPU_TESTS ?= tests/npu tests/numerics/test_attention_matrix.py tests/numerics/te
   tests/numerics/test_empty_blocks.py tests/numerics/test_score_functions.py \
   tests/numerics/test_kvcache_matrix.py tests/numerics/test_hidden_pages.py tests/numerics/test_infinite_sinks.py \
   tests/numerics/test_infinite_scores.py tests/numerics/test_eight_bits.py tests/frontend/test_device.py \
-  tests/numerics/test_merge.py tests/tools/test_cli.py
+  tests/frontend/test_wrong_lengths.py tests/numerics/test_merge.py tests/tools/test_cli.py
 
 # What depends on the release of torch_npu.
 NPU_OLDEST_TESTS ?= tests/npu/test_torch_npu.py tests/npu/test_npu_on_shim.py tests/frontend/test_npu_environment.py \

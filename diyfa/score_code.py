@@ -7,10 +7,10 @@
 * the gradients of captured tensors: the derivative by each value that the function loads, times the gradient of the
   score, is added at the offset of the load.
 
-The text is made here. A backend's `Spelling` says how its kernels pass arguments, and its module has the functions
-that the text calls: `load_captured`, `add_gradient`, `number`, `precise_tanh`. Its `JIT` makes a jit function of the
-text, unless `triton.jit` does. Kernels find the functions in their constants, as `JitSource`: text, which is in the key
-of the binary.
+This module makes their text. A backend's `Spelling` says how its kernels pass arguments. Its module has the functions
+that the text calls: `load_captured`, `add_gradient`, `number`, `precise_tanh`. If the module has a `JIT`, that makes
+the jit function in place of `triton.jit`. Kernels have the functions among their constants, as `JitSource`: text, which
+is in the key of the binary.
 """
 
 from __future__ import annotations
@@ -79,9 +79,10 @@ _LINES = ((1, 0), (0, 1))  # steps of consecutive elements, one for each row or 
 
 
 def _steps(program: Program) -> dict[str, tuple[int, int] | None]:
-    """Return by how much each number of a program grows with i or with j, by name.
+    """Return {name: (growth with i, growth with j)} of the numbers of a program.
 
-    None if it is not linear, depends on both, or is equal for all pairs but has the shape of rows or columns."""
+    None: it depends on both, its growth is not constant, or it is equal for all pairs but has the shape of rows or
+    columns."""
     known: dict[str, tuple[int, int] | None] = {"b": (0, 0), "h": (0, 0), "i": (1, 0), "j": (0, 1), "score": None}
     for target, name, operands in program.lines:
         forms = [known[x] if isinstance(x, str) else (0, 0) for x in (operands[1:] if name == LOAD else operands)]
@@ -108,10 +109,10 @@ def _step(program: Program, offset: Operand) -> tuple[int, int] | None:
 
 @lru_cache(maxsize=256)
 def gathered_loads(source: str, has_mask: bool = False) -> int:
-    """Return how many loads of the function or of its derivative read elements that are not consecutive, one by one.
+    """Return how many loads gather: they read an element for each pair of a query and a key, at any offset.
 
-    Each reads an element for every pair of a query and a key. `has_mask`: a block mask may leave any rows of a tile, so
-    elements by row count as such, too.
+    Of the function or of its derivative, whichever has more. `has_mask`: a block mask may leave any rows of a tile, so
+    an element for each row is gathered, too.
     """
     lines = _LINES[has_mask:]
     return max(
@@ -161,7 +162,7 @@ def _named(program: Program, kind: str, arguments: str, body: list[str], spellin
 
 
 def _code(line: Line, program: Program, spelling: Spelling) -> str:
-    """Return the code of a line."""
+    """Return the Triton code of a program's line."""
     if line.operation == LOAD:
         tensor, offset = line.operands
         load = spelling.load_line if _step(program, offset) in _LINES else "load_captured"
@@ -183,5 +184,5 @@ def _spelled(operand: Operand) -> str:
 
 
 def _offset(operand: Operand) -> str:
-    """Return the code of a load's offset, which is never a Python number."""
+    """Return the code of a load's offset: a number of Python becomes one of the kernel."""
     return operand if isinstance(operand, str) else f"h * 0 + {operand}"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-from contextlib import ExitStack
 from itertools import accumulate
 
 import pytest
 import torch
+from kvcache_cases import use_chunks_of
 from poison import poisoned_allocations
 from targets import TARGETS
 
@@ -22,7 +22,7 @@ from guarded_memory import guard
 from iteration_space_kernel import iteration_space
 
 from diyfa.backends.cuda import backend as cuda
-from diyfa.backends.cuda.attention import decode, decode_combine, decode_configs, stream_k
+from diyfa.backends.cuda.attention import decode, decode_combine, stream_k
 from diyfa.backends.cuda.attention.decode_configs import DecodeConfig, chunk_keys, decode_config, has_hopper_order
 from diyfa.backends.cuda.attention.launch import use_config
 from diyfa.backends.cuda.runtime import passes
@@ -386,93 +386,6 @@ def test_no_other_memory_is_read(packed, page_size, monkeypatch):
                         q.flatten(0, 1), keys, keys, cu_seqlens_q, None, 2, most, seqused_k=lengths, **options
                     )
     assert accesses() > 100
-
-
-def use_chunks_of(monkeypatch: pytest.MonkeyPatch, chunk_keys: int, multiprocessors: int) -> None:
-    """From now on fixed chunks have so many keys, and as many programs run at once as on a GPU of that size."""
-    monkeypatch.setattr(planning, "plans", {})  # an earlier test's answers are kept by its plans, and by kinds
-    monkeypatch.setattr("diyfa.problem._kinds", {})
-    monkeypatch.setattr(decode_configs, "CHUNK_KEYS", chunk_keys)
-    monkeypatch.setattr(stream_k, "multiprocessors", lambda device: multiprocessors)
-
-
-@pytest.mark.parametrize("chunk_keys", [128, decode_configs.CHUNK_KEYS])
-@pytest.mark.parametrize("draw", range(4))
-def test_a_row_is_bitwise_the_same_in_any_call(draw, chunk_keys, monkeypatch):
-    """The sequence's training forward decides; then its last tokens come from caches, in drawn company.
-
-    One program has all chunks of a tile, or each chunk has its own, as the numbers of tiles and of splits say."""
-    use_chunks_of(monkeypatch, chunk_keys, multiprocessors=5)
-    generator = torch.Generator().manual_seed(draw)
-
-    def number(low: int, high: int) -> int:
-        return int(torch.randint(low, high, (), generator=generator))
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).bfloat16()
-
-    n, heads, heads_kv, dim = number(100, 180), 4, 2, 32
-    options = [{}, {"window_size": (number(5, 90), 0)}, {"softcap": 2.0, "alibi_slopes": torch.rand(heads)}][draw % 3]
-    q, k, v = random(1, n, heads, dim), random(1, n, heads_kv, dim), random(1, n, heads_kv, dim)
-    of_device = {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
-    with ExitStack() as stack:
-        for context in (diyfa.use_backend("cuda"), diyfa.batch_invariant(), torch.no_grad()):
-            stack.enter_context(context)
-        whole = diyfa.flash_attn_func(
-            *(x.to(DEVICE) for x in (q, k, v)), causal=True, return_attn_probs=True, **of_device
-        )
-        out, lse = whole[0].cpu()[0], whole[1].cpu()[0]
-        for page_size in (0, (1, 3, 16, 64)[draw % 4]):
-            batch, seqlen_q, pad = number(1, 4), number(1, 7), 0 if page_size else number(0, 20)
-            capacity = 200
-            caches = [random(batch, capacity, heads_kv, dim) for _ in range(2)]
-            queries = random(batch, seqlen_q, heads, dim)
-            mine = number(0, batch)
-            queries[mine] = q[0, n - seqlen_q :]
-            for cache, rows in zip(caches, (k, v), strict=True):
-                cache[mine] = float("nan")
-                cache[mine, pad : pad + n] = rows[0]
-            lengths = torch.randint(1, capacity, (batch,), generator=generator).int()
-            lengths[mine] = n + pad
-            arguments = {"cache_seqlens": lengths, "num_splits": number(0, 5), **options}
-            if page_size:
-                columns = -(-capacity // page_size)
-                table = torch.randperm(batch * columns, generator=generator).reshape(batch, columns).int()
-                caches = [paged(cache, page_size, table) for cache in caches]
-                arguments["block_table"] = table
-            elif pad:
-                arguments["cache_leftpad"] = torch.where(torch.arange(batch) == mine, pad, 0).int()
-            got, got_lse = attend(queries, *caches, causal=True, **arguments)
-            bits = got[mine].view(torch.int16)
-            assert torch.equal(bits, out[n - seqlen_q :].contiguous().view(torch.int16))
-            assert torch.equal(got_lse[mine], lse[:, n - seqlen_q :])
-
-
-@pytest.mark.parametrize("absent", [(-1, 2**30), (5, -(2**31)), (2**31 - 1, -1)])
-@pytest.mark.parametrize("block_n", [16, 64])
-def test_a_page_that_there_is_not_is_absent(absent, block_n):
-    """On a GPU nobody can check the table: entries outside the cache are never followed."""
-    pages, page_size = 5, 16
-    generator = torch.Generator().manual_seed(0)
-    around = torch.full((2, pages + 2, page_size, 1, 32), float("nan")).half()
-    around[:, 1:-1] = torch.randn(2, pages, page_size, 1, 32, generator=generator)
-    k, v = around.to(DEVICE)[:, 1:-1]
-    table = torch.tensor([[0, absent[0], 4, absent[1]]], dtype=torch.int32)
-    tensors = decode.KVCacheTensors(
-        torch.randn(1, 1, 2, 32, generator=generator).half().to(DEVICE), k, v, 0.2, 60, block_table=table.to(DEVICE),
-    )  # fmt: skip
-    call = problem(
-        batch=1, heads_q=2, heads_kv=1, capacity=64, head_dim=32, head_dim_v=32, page_size=page_size,
-        arch=cuda.arch(torch.device(DEVICE)),
-    )  # fmt: skip
-    out, lse = torch.empty_like(tensors.q), torch.empty(call.lse_shape, device=DEVICE)
-    with use_config("decode", DecodeConfig(16, block_n, 4, 1, 1)):  # each in one page, or in several
-        passes.launch_each(decode.cache_pass(call, tensors, out, lse).launches)
-    rows = [torch.cat([x[0], x[4]])[None].cpu() for x in (k, v)]
-    wide = [x.float() for x in (tensors.q.cpu(), *rows)]
-    expected = diyfa.reference_attention(*wide, sm_scale=0.2, layout="bshd", return_lse=True)
-    torch.testing.assert_close(out.cpu().float(), expected[0], rtol=2e-3, atol=2e-3)
-    torch.testing.assert_close(lse.cpu(), expected[1], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("cache_dtype", ["float16", "float8_e4m3fn"])

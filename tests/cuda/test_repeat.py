@@ -518,47 +518,39 @@ def test_on_the_device_a_repeated_call_gives_the_same_bits(shape, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True))
 
 
-@pytest.mark.parametrize("rows", [16, 512])
-@pytest.mark.parametrize("variant", ["auto", "sm90"])
-def test_a_repeated_product_with_an_epilogue_has_the_launches_of_the_first(recorder, launched, rows, variant):
-    """Also into a given tensor, where K is split (16 rows) and where it is not."""
-    passes, kept = [], []
-    for _ in range(4):
-        a, b = torch.zeros(rows, 4096, dtype=torch.bfloat16), torch.zeros(4096, 640, dtype=torch.bfloat16)
-        bias, out = torch.zeros(640), torch.zeros(rows, 1280, dtype=torch.bfloat16)[:, :640]
-        launched.clear()
-        with diyfa.use_backend("cuda"):
-            c = diyfa.triton_matmul(a, b, bias=bias, activation="gelu", out=out, variant=variant)
-        assert c is out
-        passes.append(named_launches(recorder, a=a, b=b, bias=bias, c=c))
-        kept.append((a, b, bias, c))
-    assert read_by(passes[0]) == {"a", "b", "bias", "c"} and not launched
-    assert_same(*passes)
+PRODUCTS: dict[str, dict[str, Any]] = {
+    "": {},
+    "tf32": {"precision": "tf32"},
+    "block": {"block_m": 16, "block_n": 32, "block_k": 32},
+    "epilogue": {"activation": "gelu"},
+    "epilogue of gluon": {"activation": "gelu", "variant": "sm90"},
+}
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"precision": "tf32"}, {"block_m": 16, "block_n": 32, "block_k": 32}], ids=["", "tf32", "block"]
-)
+@pytest.mark.parametrize("name", PRODUCTS)
 @pytest.mark.parametrize("rows", [16, 512])
 @pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
-def test_a_repeated_product_has_the_launches_of_the_first(recorder, launched, rows, options, transposed):
-    dtype = torch.float32 if "precision" in options else torch.bfloat16
+def test_a_repeated_product_has_the_launches_of_the_first(recorder, launched, rows, name, transposed):
+    """Where K is split (16 rows) and where it is not; with an epilogue a bias is added, into a given tensor."""
+    dtype = torch.float32 if name == "tf32" else torch.bfloat16
     passes, kept = [], []
     for _ in range(4):
         a, b = torch.zeros(rows, 4096, dtype=dtype), torch.zeros(4096, 640, dtype=dtype)
-        b = turned(b) if transposed else b
+        b = turned(b) if transposed and "gluon" not in name else b
+        given = {}
+        if "epilogue" in name:
+            given = {"bias": torch.zeros(640), "out": torch.zeros(rows, 1280, dtype=dtype)[:, :640]}
         launched.clear()
         with diyfa.use_backend("cuda"):
-            c = diyfa.triton_matmul(a, b, **options)
-        passes.append(named_launches(recorder, a=a, b=b, c=c))
-        kept.append((a, b, c))
-    assert read_by(passes[0]) == {"a", "b", "c"} and not launched
+            c = diyfa.triton_matmul(a, b, **given, **PRODUCTS[name])
+        assert c is given.get("out", c)
+        passes.append(named_launches(recorder, a=a, b=b, bias=given.get("bias"), c=c))
+        kept.append((a, b, given, c))
+    assert read_by(passes[0]) == {"a", "b", "c"} | ({"bias"} if given else set()) and not launched
     assert_same(*passes)
     with diyfa.use_backend("cuda"):
-        assert (
-            not diyfa.triton_matmul(a[:16, :0], b[:0], precision=options.get("precision")).any()
-            and not recorder.launches
-        )
+        precision = PRODUCTS[name].get("precision")
+        assert not diyfa.triton_matmul(a[:16, :0], b[:0], precision=precision).any() and not recorder.launches
 
 
 # ---- Tiles that are measured ---------------------------------------------------------------------------------------

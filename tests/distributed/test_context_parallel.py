@@ -4,44 +4,9 @@ from __future__ import annotations
 
 import os
 
+import context_parallel_cases as cp
 import pytest
 import torch
-from context_parallel_cases import (
-    MATRIX,
-    METHODS,
-    ON_KERNELS,
-    WITH_ALIBI,
-    Division,
-    call_with,
-    lose_rank,
-    numbers,
-    random_case,
-    refuse_after_agreement,
-    run_after_refusal,
-    run_block,
-    run_cancelling,
-    run_choices,
-    run_compiled,
-    run_dropout,
-    run_dtensors,
-    run_dtensors_with_heads,
-    run_guide,
-    run_helpers,
-    run_in_float64,
-    run_in_modes,
-    run_in_unequally_used_groups,
-    run_misplaced_dtensors,
-    run_repeated_heads,
-    run_sharded,
-    run_twice,
-    run_under_pytorch,
-    run_uneven_dtensors,
-    run_with_common_key,
-    run_with_gaps,
-    run_with_large_keys,
-    run_without_common_key,
-    train_gpt,
-)
 from gloo_workers import Workers
 from targets import TARGETS
 
@@ -59,12 +24,12 @@ def workers(tmp_path_factory):
         yield found
 
 
-def check(workers: Workers, cases: list[tuple[AttentionCase, Division]]) -> None:
+def check(workers: Workers, cases: list[tuple[AttentionCase, cp.Division]]) -> None:
     """Every case within its budget; all failures are told at once."""
     failures = []
     for case, how in cases:
         try:
-            assert_within_budget(workers.run(run_sharded, case, how)[0], case)
+            assert_within_budget(workers.run(cp.run_sharded, case, how)[0], case)
         except AssertionError as error:
             failures.append(f"{how}: {error}")
     assert not failures, "\n".join(failures)
@@ -72,14 +37,14 @@ def check(workers: Workers, cases: list[tuple[AttentionCase, Division]]) -> None
 
 @pytest.mark.parametrize("method", ["ring", "ulysses", "both"])
 def test_matrix(workers, method):
-    check(workers, [(case, Division(method)) for case in MATRIX])
+    check(workers, [(case, cp.Division(method)) for case in cp.MATRIX])
 
 
 def test_meshes_with_one_rank_in_a_dimension(workers):
-    cases = [case for case in MATRIX if case.name in ("causal_gqa", "packed_causal_sinks")]
+    cases = [case for case in cp.MATRIX if case.name in ("causal_gqa", "packed_causal_sinks")]
     check(
         workers,
-        [(case, Division("both", ulysses_ranks=ulysses_ranks)) for case in cases for ulysses_ranks in (1, RANKS)],
+        [(case, cp.Division("both", ulysses_ranks=ulysses_ranks)) for case in cases for ulysses_ranks in (1, RANKS)],
     )
 
 
@@ -90,50 +55,52 @@ def test_triton_kernels_in_a_ring(workers, backend):
     """Their views, strides and packed rows, on CPU tensors in Triton's interpreter."""
     if backend not in TARGETS or not TARGETS[backend].interpreted:
         pytest.skip(f"the {backend} kernels do not run in the interpreter here")
-    check(workers, [(case, Division("ring", backend=backend)) for case in ON_KERNELS])
+    check(workers, [(case, cp.Division("ring", backend=backend)) for case in cp.ON_KERNELS])
 
 
 def test_dropout_is_that_of_one_device(workers):
     """Over one, two and four ranks, with a state that is given or that the first rank draws, and from DTensors."""
     for method in ("ring", "ulysses", "both"):
-        assert workers.run(run_dropout, method) == [[True] * 16] * RANKS, method
+        assert workers.run(cp.run_dropout, method) == [[True] * 16] * RANKS, method
 
 
 def test_alibi(workers):
-    check(workers, [(case, Division("ulysses")) for case in WITH_ALIBI])
+    check(workers, [(case, cp.Division("ulysses")) for case in cp.WITH_ALIBI])
 
 
 @pytest.mark.parametrize("method", ["ring", pytest.param("both", marks=pytest.mark.slow)])
 def test_matrix_without_balance(workers, method):
-    check(workers, [(case, Division(method, "none")) for case in MATRIX if case.causal or case.window != (-1, -1)])
+    check(
+        workers, [(case, cp.Division(method, "none")) for case in cp.MATRIX if case.causal or case.window != (-1, -1)]
+    )
 
 
 def test_random_cases(workers):
-    check(workers, [random_case(seed, RANKS) for seed in range(RANDOM_CASES)])
+    check(workers, [cp.random_case(seed, RANKS) for seed in range(RANDOM_CASES)])
 
 
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
 def test_gradients_are_bitwise_equal_from_run_to_run(workers, method):
-    assert all(workers.run(run_twice, Division(method, deterministic=True)))
+    assert all(workers.run(cp.run_twice, cp.Division(method, deterministic=True)))
 
 
 def test_the_guide(workers):
-    workers.run(run_guide)
+    workers.run(cp.run_guide)
 
 
 def test_helpers(workers):
-    workers.run(run_helpers)
+    workers.run(cp.run_helpers)
 
 
 def test_dtensors(workers):
     for method in ("ring", "ulysses", "both"):
-        assert workers.run(run_dtensors, method) == [[True] * 5] * RANKS, method
+        assert workers.run(cp.run_dtensors, method) == [[True] * 5] * RANKS, method
     for dropout_p in (0.0, 0.3):
-        assert workers.run(run_dtensors_with_heads, dropout_p) == [[True] * 6] * RANKS, dropout_p
+        assert workers.run(cp.run_dtensors_with_heads, dropout_p) == [[]] * RANKS, dropout_p
 
 
 def test_uneven_dtensors(workers):
-    assert workers.run(run_uneven_dtensors) == [[True] * 7] * RANKS
+    assert workers.run(cp.run_uneven_dtensors) == [[]] * RANKS
 
 
 def test_misplaced_dtensors_are_refused(workers):
@@ -144,7 +111,7 @@ def test_misplaced_dtensors_are_refused(workers):
         "ValueError: group must be a DeviceMesh of one or two",
         "ValueError: 8 query and 3 key/value heads must be multiples of 2", "ValueError: 3 query and 3 key/value heads",
     ]  # fmt: skip
-    for messages in workers.run(run_misplaced_dtensors):
+    for messages in workers.run(cp.run_misplaced_dtensors):
         assert [message[: len(start)] for message, start in zip(messages, told, strict=True)] == told
 
 
@@ -152,16 +119,16 @@ def test_misplaced_dtensors_are_refused(workers):
 @pytest.mark.parametrize("how", ["checkpoint", "compile"])
 def test_blocks_of_a_model(workers, how, dropout_p):
     for method in ("ring", "ulysses", "both"):
-        assert all(workers.run(run_block, method, how, dropout_p)), method
+        assert all(workers.run(cp.run_block, method, how, dropout_p)), method
 
 
 def test_compiled_calls(workers):
-    workers.run(run_compiled)
+    workers.run(cp.run_compiled)
 
 
 def test_numbers_of_compiled_calls(workers):
     """Compiled graphs are found on disk by them: the same in every process, and of no other graph."""
-    first, *others = workers.run(numbers)
+    first, *others = workers.run(cp.numbers)
     assert others == [first] * (RANKS - 1) and len(set(first)) == len(first)
 
 
@@ -184,7 +151,7 @@ def test_ranks_that_disagree_are_named(workers):
         ({"k": [1.0]}, "error: rank 2 has TypeError: k must be a torch.Tensor, got list, the others None"),
         ({"refused": True}, "error: rank 2 has RuntimeError: not here, the others None"),
     ):
-        messages = workers.run(call_with, {}, {}, odd, {})
+        messages = workers.run(cp.call_with, {}, {}, odd, {})
         assert len(set(messages)) == 1 and messages[0].startswith("ValueError") and told in messages[0], messages
 
 
@@ -195,7 +162,7 @@ def test_compiled_ranks_that_disagree_are_named(workers):
         ({"softcap": 3.0}, "softcap: rank 2 has 3.0, the others 0.0"),
         ({"rng_state": torch.tensor([1, 2])}, "rng_state: rank 2 has (2,) int64 on cpu, the others None"),
     ):
-        messages = workers.run(call_with, alike, alike, alike | odd, alike)
+        messages = workers.run(cp.call_with, alike, alike, alike | odd, alike)
         assert len(set(messages)) == 1 and messages[0].startswith("ValueError") and told in messages[0], messages
 
 
@@ -226,34 +193,34 @@ def test_compiled_ranks_that_disagree_are_named(workers):
     ],
 )
 def test_refusals(workers, arguments, told):
-    messages = workers.run(call_with, *[arguments] * RANKS)
+    messages = workers.run(cp.call_with, *[arguments] * RANKS)
     assert all(message.startswith(told) for message in messages), messages
 
 
 def test_the_method_is_the_same_on_all_ranks_and_one_that_can_run(workers):
-    assert workers.run(run_choices) == [[True] * 6] * RANKS
+    assert workers.run(cp.run_choices) == [[True] * 6] * RANKS
 
 
 def test_a_refused_call_leaves_nothing_under_way(workers):
-    assert all(workers.run(run_after_refusal))
+    assert all(workers.run(cp.run_after_refusal))
 
 
 def test_a_rank_that_refuses_an_agreed_call_does_not_hang(workers):
-    message, waited = workers.run(refuse_after_agreement)[0]
+    message, waited = workers.run(cp.refuse_after_agreement)[0]
     assert "stride 1" in message and not waited
 
 
 def test_agreed_calls_are_cached_by_group(workers):
-    workers.run(run_in_unequally_used_groups, 4)
+    workers.run(cp.run_in_unequally_used_groups, 4)
 
 
 @pytest.mark.parametrize("method", ["ring", "ulysses", "both"])
 def test_rows_of_no_sequence_and_a_loss_of_lse_alone(workers, method):
-    assert workers.run(run_with_gaps, method) == [[True] * 5] * RANKS
+    assert workers.run(cp.run_with_gaps, method) == [[True] * 5] * RANKS
 
 
 def test_modes(workers):
-    assert workers.run(run_in_modes) == [[True] * 2] * RANKS
+    assert workers.run(cp.run_in_modes) == [[True] * 2] * RANKS
 
 
 def test_gradients_are_summed_in_float32():
@@ -264,31 +231,31 @@ def test_gradients_are_summed_in_float32():
 
 
 def test_float64_stays_float64(workers):
-    assert max(workers.run(run_in_float64)) < 1e-12
+    assert max(workers.run(cp.run_in_float64)) < 1e-12
 
 
 @pytest.mark.parametrize("score", [30.0, 100.0, 1000.0, 10761.0])
 def test_a_common_vector_of_float32_keys_costs_no_accuracy(workers, score):
     for method in ("ring", "both", "compiled"):
-        for error, allowed in workers.run(run_with_common_key, score, method, False)[0]:
+        for error, allowed in workers.run(cp.run_with_common_key, score, method, False)[0]:
             assert error <= allowed, f"{method}: {error:.2g}, allowed {allowed:.2g}"
 
 
 @pytest.mark.parametrize("which", ["last", "half", "packed", "packed negative"])
 def test_keys_that_rows_do_not_see_cost_them_no_digits(workers, which):
-    for error, allowed in workers.run(run_with_large_keys, which)[0]:
+    for error, allowed in workers.run(cp.run_with_large_keys, which)[0]:
         assert error <= allowed, f"{error:.2g}, allowed {allowed:.2g}"
 
 
 @pytest.mark.parametrize("how", ["ulysses", "both", "compiled"])
 def test_gradients_of_repeated_heads_are_rounded_once(workers, how):
-    assert workers.run(run_repeated_heads, how) == [[True] * 3] * RANKS
+    assert workers.run(cp.run_repeated_heads, how) == [[True] * 3] * RANKS
 
 
 @pytest.mark.parametrize("score", [100.0, 10761.0])
 def test_the_cost_of_sinks_is_that_of_the_guide(workers, score):
     """Only dQ and dK are worse than on one device: by L * 2**-24 times what keys, or queries, have in common."""
-    out, lse, dq, dk, dv = workers.run(run_with_common_key, score, "ring", True)[0]
+    out, lse, dq, dk, dv = workers.run(cp.run_with_common_key, score, "ring", True)[0]
     for error, allowed in (out, lse, dv):
         assert error <= allowed, f"{error:.2g}, allowed {allowed:.2g}"
     common, scale, gradients = 2 * score**0.5, 0.25, 40.0  # the last: of |dout| |v| at the most
@@ -300,11 +267,11 @@ def test_the_cost_of_sinks_is_that_of_the_guide(workers, score):
 @pytest.mark.parametrize(("softcap", "infinite"), [(2.0, False), (0.0, True)], ids=["softcap", "infinite"])
 def test_keys_whose_common_vector_is_not_subtracted(workers, softcap, infinite):
     """A softcap is no sum that a part could be taken from, and a key that is infinite is no part of any mean."""
-    assert all(error < 1e-5 for errors in workers.run(run_without_common_key, softcap, infinite) for error in errors)
+    assert all(error < 1e-5 for errors in workers.run(cp.run_without_common_key, softcap, infinite) for error in errors)
 
 
 def test_values_that_cancel_between_ranks(workers):
-    for error, unit in workers.run(run_cancelling)[0]:
+    for error, unit in workers.run(cp.run_cancelling)[0]:
         assert error <= 3 * unit, f"{error:.2g}, half a unit is {unit:.2g}"
 
 
@@ -330,7 +297,7 @@ def test_outputs_are_merged_where_some_saw_no_key():
 
 
 def test_pytorchs_own_context_parallel(workers):
-    for calls, same in workers.run(run_under_pytorch):
+    for calls, same in workers.run(cp.run_under_pytorch):
         assert all(same) and len(same) == 4, same
         assert {name.split(":")[0].removeprefix("_scaled_dot_product_") for name in calls} == {
             "flash_attention", "flash_attention_backward"
@@ -340,20 +307,20 @@ def test_pytorchs_own_context_parallel(workers):
 @pytest.mark.slow
 def test_eight_ranks(tmp_path):
     with Workers(8, tmp_path) as workers:
-        check(workers, [(case, Division(method)) for method in METHODS for case in MATRIX])
-        losses = workers.run(train_gpt, 256, 4)[0]  # a sequence eight times as long as a rank's part
-    assert losses == pytest.approx(train_gpt(256, 4), rel=1e-5) and losses[-1] < losses[0]
+        check(workers, [(case, cp.Division(method)) for method in cp.METHODS for case in cp.MATRIX])
+        losses = workers.run(cp.train_gpt, 256, 4)[0]  # a sequence eight times as long as a rank's part
+    assert losses == pytest.approx(cp.train_gpt(256, 4), rel=1e-5) and losses[-1] < losses[0]
 
 
 def test_a_model_learns_the_same_on_four_ranks(workers):
-    losses = workers.run(train_gpt, 256, 4)
-    assert losses == [losses[0]] * RANKS and losses[0] == pytest.approx(train_gpt(256, 4), rel=1e-5)
+    losses = workers.run(cp.train_gpt, 256, 4)
+    assert losses == [losses[0]] * RANKS and losses[0] == pytest.approx(cp.train_gpt(256, 4), rel=1e-5)
 
 
 @pytest.mark.parametrize("how, told", [("dies", "onnection"), ("lags", "imed out")])
 def test_a_lost_rank_ends_in_an_error(tmp_path, how, told):
     """torch.distributed's own error, within its timeout."""
     with Workers(2, tmp_path, timeout=2) as workers:
-        workers.start(lose_rank, [(how,)] * 2)
+        workers.start(cp.lose_rank, [(how,)] * 2)
         (message,) = workers.finish([0])
     assert told in message, message

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 from eager_budget import DEVICE, assert_matches_reference, leaves, on_device, with_gradients
 from subprocesses import run_after_torch
+from test_flash_attn_interface import signature
 
 import diyfa
 from diyfa.integrations import flash_attn_3
@@ -52,9 +52,7 @@ def inputs_of(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float16) -> l
 
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_signatures(name: str) -> None:
-    parameters = inspect.signature(getattr(flash_attn_3, name)).parameters.values()
-    found = [p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parameters]
-    assert ", ".join(found) == SIGNATURES[name]
+    assert signature(getattr(flash_attn_3, name)) == SIGNATURES[name]
 
 
 def test_dense_and_packed_projections() -> None:

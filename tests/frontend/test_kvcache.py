@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_flash_attn_interface import CACHE, signature
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -66,13 +67,8 @@ def packed(**changes: Any) -> dict[str, Any]:
 def test_the_signature_is_flash_attns() -> None:
     """Names, order and defaults of 2.8; then what diyfa adds, by keyword only."""
     parameters = inspect.signature(diyfa.flash_attn_with_kvcache).parameters.values()
-    ours = ", ".join(p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parameters)
-    assert ours == (
-        "q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, "
-        "cache_batch_idx=None, cache_leftpad=None, block_table=None, softmax_scale=None, causal=False, "
-        "window_size=(-1, -1), softcap=0.0, rotary_interleaved=True, alibi_slopes=None, num_splits=0, "
-        "return_softmax_lse=False, sinks=None, k_descale=None, v_descale=None, out=None"
-    )
+    ours = "return_softmax_lse=False, sinks=None, k_descale=None, v_descale=None, out=None"
+    assert signature(diyfa.flash_attn_with_kvcache) == f"{CACHE}, {ours}"
     assert [p.name for p in parameters if p.kind is p.KEYWORD_ONLY] == ["sinks", "k_descale", "v_descale", "out"]
     assert diyfa.flash_attn_interface.flash_attn_with_kvcache is diyfa.flash_attn_with_kvcache
 
@@ -564,23 +560,6 @@ def test_the_private_varlen_forward_takes_a_number_of_splits(monkeypatch: pytest
     for wrong, error in ((-1, ValueError), (True, TypeError), (1.0, TypeError)):
         with pytest.raises(error, match="num_splits must"):
             _flash_attn_varlen_forward(given["q"], keys, keys, *positional, num_splits=wrong)
-
-
-def test_packed_keys_without_pages() -> None:
-    """seqused_k and out serve packed keys, too: the same as cutting the sequences."""
-    given = packed(block_table=None, k=torch.randn(40, HK, D), v=torch.randn(40, HK, D))
-    given |= {"cu_seqlens_k": torch.tensor([0, 12, 40], dtype=torch.int32), "seqused_k": torch.tensor([9, 28]).int()}
-    got = diyfa.flash_attention_varlen(**given)
-    rows = [slice(0, 9), slice(12, 40)]
-    k, v = (torch.cat([given[name][r] for r in rows]) for name in ("k", "v"))
-    plain = given | {
-        "k": k,
-        "v": v,
-        "cu_seqlens_k": torch.tensor([0, 9, 37]).int(),
-        "seqused_k": None,
-        "block_table": None,
-    }
-    torch.testing.assert_close(got, diyfa.flash_attention_varlen(**plain))
 
 
 def test_packed_keys_of_another_length_get_another_plan() -> None:

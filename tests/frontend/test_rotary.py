@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import pytest
 import torch
+from test_flash_attn_interface import signature
 
 from diyfa.layers import rotary
 from diyfa.layers.rotary import (
@@ -57,8 +57,7 @@ SIGNATURES = {
 
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_signatures(name: str) -> None:
-    parameters = inspect.signature(getattr(rotary, name)).parameters.values()
-    assert str(inspect.Signature([p.replace(annotation=p.empty) for p in parameters])) == f"({SIGNATURES[name]})"
+    assert signature(getattr(rotary, name)) == SIGNATURES[name]
     assert rotary.apply_rotary_emb_func is apply_rotary_emb
 
 

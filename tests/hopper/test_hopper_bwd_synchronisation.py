@@ -18,38 +18,18 @@ from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors
 pytestmark = interpreted_only
 
 SYNCHRONISING = (
-    "mbarrier.wait",
-    "mbarrier.arrive",
-    "mbarrier.expect",
-    "mbarrier.init",
-    "fence_async_shared",
-    "tma.store_wait",
-    "wait_full",
-    "release",
-    "arrive_per_lane",
-    "_arrive",
-    "_wait",
-    "sync_consumers",
-    "wait_for_previous_kernels",
-    "wait_until_equal",
-    "increment_semaphore",
-)
+    "mbarrier.wait", "mbarrier.arrive", "mbarrier.expect", "mbarrier.init", "fence_async_shared", "tma.store_wait",
+    "wait_full", "release", "arrive_per_lane", "_arrive", "_wait", "sync_consumers", "wait_for_previous_kernels",
+    "wait_until_equal", "increment_semaphore",
+)  # fmt: skip
 # Of deterministic calls, which `run` has none of.
 ORDERED = (
     "wait_until_equal(semaphores_ptr + half, keys.adders_before(block, sizes, config))",
     "increment_semaphore(semaphores_ptr + half)",
 )
 METHODS = (
-    "acquire",
-    "commit",
-    "signal",
-    "wait",
-    "release",
-    "init",
-    "announce",
-    "wait_until_added",
-    "wait_until_free",
-)
+    "acquire", "commit", "signal", "wait", "release", "init", "announce", "wait_until_added", "wait_until_free",
+)  # fmt: skip
 # Two query heads share the keys: long enough for every stage to be used again.
 PROBLEM = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", 1, 2, 1, 260, 200, 64, 64, -1, 0)
 # More heads than the fp32 dQ has room for, and one where another kernel converts it.
@@ -58,26 +38,14 @@ SAMPLES = PROBLEM.replace(seq_lens=True)
 LISTED = PROBLEM.replace(window_right=-1, mask=(128, 128))
 
 
-ROLLING = dict.fromkeys(
-    (
-        "gluon.channel",
-        "hopper.bwd_tiles",
-        "hopper.bwd_common",
-        "hopper.bwd_dq",
-        "hopper.bwd_rolling_dq",
-        "hopper.bwd",
-    ),
-    (64, 64),
-)
+ROLLING = (
+    "gluon.channel", "hopper.bwd_tiles", "hopper.bwd_common", "hopper.bwd_dq", "hopper.bwd_rolling_dq", "hopper.bwd",
+)  # fmt: skip
 MASKED = "hopper.bwd_mask"
-# D and Dv
-MODULES = {
-    **ROLLING,
-    MASKED: (128, 128),
-    "hopper.bwd_wide": (200, 136),
-    "hopper.bwd_wide_dq": (200, 200),
-    "hopper.bwd_mla": (136, 72),
-}
+MODULES = {  # D and Dv
+    **dict.fromkeys(ROLLING, (64, 64)), MASKED: (128, 128), "hopper.bwd_wide": (200, 136),
+    "hopper.bwd_wide_dq": (200, 200), "hopper.bwd_mla": (136, 72),
+}  # fmt: skip
 SOURCES = {name: Synchronising(kernel_source(name), SYNCHRONISING, METHODS, ORDERED) for name in MODULES}
 LINES = [(name, f"{i}: {line}") for name, source in SOURCES.items() for i, line in enumerate(source.lines)]
 

@@ -23,24 +23,13 @@ from diyfa.testing import AttentionCase
 
 pytestmark = interpreted_only
 
-# Those that stand behind a helper count where it calls them and where it is called.
+# Those that stand behind a helper count where it calls them and where it is called. _inline_ptx: marks, the waits for
+# kernels before and for stores.
 SYNCHRONISING = (
-    "mbarrier.wait",
-    "mbarrier.arrive",
-    "mbarrier.expect",
-    "mbarrier.init",
-    "mbarrier.invalidate",
-    "fence_async_shared",
-    "tma.store_wait",
-    "_wait_turn",
-    "_hand_over",
-    "wait_full",
-    "release",
-    "arrive_per_lane",
-    "wait_for_previous_kernels",
-    "wait_for_stores",
-    "_inline_ptx",  # marks, the waits for kernels before and for stores
-)
+    "mbarrier.wait", "mbarrier.arrive", "mbarrier.expect", "mbarrier.init", "mbarrier.invalidate",
+    "fence_async_shared", "tma.store_wait", "_wait_turn", "_hand_over", "wait_full", "release", "arrive_per_lane",
+    "wait_for_previous_kernels", "wait_for_stores", "_inline_ptx",
+)  # fmt: skip
 METHODS = ("init", "invalidate", "acquire", "wait", "wait_empty", "wait_full", "release", "wait_turn", "hand_over")
 # These only make the wait or the release behind them cheaper: warps of a consumer need not wait for each other.
 # And: each lane arrives for itself instead of one for all, which is for racecheck. And: lanes of a warp, which run in

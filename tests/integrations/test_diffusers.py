@@ -12,12 +12,19 @@ import diffusers
 import pytest
 import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
-from eager_budget import DEVICE, assert_matches_reference, leaves, on_device, with_gradients
+from eager_budget import (
+    DEVICE,
+    assert_matches_reference,
+    assert_within_budget_of,
+    leaves,
+    on_device,
+    with_gradients,
+)
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import diyfa
 from diyfa.integrations import use_in_diffusers, use_in_pytorch
-from diyfa.testing import error_budget, measure_error, rounding_unit
+from diyfa.testing import rounding_unit
 
 TOLERANCE = {"atol": 2e-5, "rtol": 2e-4}
 
@@ -176,11 +183,7 @@ def test_a_unet_in_half_precision() -> None:
             assert handle.calls["_scaled_dot_product_flash_attention: diyfa"] >= 12
         finally:
             handle.remove()
-    error = measure_error(found.cpu(), expected.cpu().double())
-    allowed = error_budget(
-        measure_error(native.cpu(), expected.cpu().double()), rounding_unit(expected.cpu().double(), torch.float16)
-    )
-    assert error.max_abs <= allowed.max_abs and error.rms <= allowed.rms, f"{error}, budget {allowed}"
+    assert_within_budget_of(native, found, expected.double(), unit=rounding_unit(expected.double(), torch.float16))
 
 
 CALLS: dict[str, dict[str, Any]] = {
@@ -298,10 +301,7 @@ def test_autocast_and_gradient_checkpointing(handle: Any) -> None:
         found[backend, autocast, checkpointed] = torch.cat((out.detach().flatten(), gradients)).cpu()
     expected, native, ours, again = found.values()
     assert torch.equal(ours, again)
-    want = expected.double()
-    measured, allowed = (measure_error(x, want) for x in (ours, native))
-    budget = error_budget(allowed, rounding_unit(want, torch.bfloat16))
-    assert measured.max_abs <= budget.max_abs and measured.rms <= budget.rms, f"{measured}, budget {budget}"
+    assert_within_budget_of(native, ours, expected.double(), unit=rounding_unit(expected.double(), torch.bfloat16))
     assert handle.calls == {"attention: diyfa": 6}  # two layers; the checkpointed forward runs twice
 
 

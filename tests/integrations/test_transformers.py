@@ -12,12 +12,12 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import transformers as hf
+from eager_budget import assert_within_budget_of
 from subprocesses import SUPPORT, run_python
 
 import diyfa
 from diyfa.integrations import use_in_transformers
 from diyfa.integrations.transformers import _by_number, _by_padding, _by_position, attention, paged_attention
-from diyfa.testing import error_budget, measure_error, rounding_unit
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 96}
@@ -227,9 +227,7 @@ def test_half_precision(name: str, autocast: bool, dtype: torch.dtype) -> None:
             return model(tokens(), attention_mask=mask.long(), use_cache=False).logits[mask].detach().to("cpu", dtype)
 
     want = logits("eager", torch.float32).double()
-    eager, ours = (measure_error(logits(how, dtype), want) for how in ("eager", "diyfa"))
-    allowed = error_budget(eager, rounding_unit(want, dtype))
-    assert ours.max_abs <= allowed.max_abs and ours.rms <= allowed.rms, f"{ours}, budget {allowed}"
+    assert_within_budget_of(logits("eager", dtype), logits("diyfa", dtype), want)
 
 
 @pytest.mark.parametrize("name", ["gpt-oss", "Mistral"])

@@ -30,11 +30,20 @@ from diyfa import registry
 from diyfa.eight_bits import WEIGHT_SHIFT, Quantized
 from diyfa.features import dtype_name
 
+try:
+    import hopper_interpreted  # before any kernel runs
+
+    INTERPRETED = ["sm90"] if hopper_interpreted.is_interpreting() else []
+except (ImportError, pytest.skip.Exception):  # another Triton, or none
+    INTERPRETED = []
+
 targets = pytest.mark.parametrize("backend", TARGETS)
 
 
 def on(backend: str, case: Case) -> Case:
     """The case in types that the backend has: of Ascend's kernels int8 q and k beside a v of 16 bits."""
+    if backend == "sm90":  # which has no narrower heads
+        return replace(case, head_dim=64)
     value_dtype = case.value_dtype or case.dtype
     if backend != "npu" or (case.dtype == INT8 and value_dtype in (BF16, F16)):
         return case
@@ -123,47 +132,53 @@ def test_random_calls(backend: str) -> None:
         check(on(backend, case), TARGETS[backend])
 
 
-@targets
+@pytest.fixture(params=[*TARGETS, *INTERPRETED])
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Each backend, and the Hopper kernel in the Gluon interpreter."""
+    if request.param in INTERPRETED:
+        hopper_interpreted.interpret(monkeypatch, seed=3)
+    return request.param
+
+
+def attend(kernel: str, *parts: Quantized, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse on the CPU."""
+    target, variant = (TARGETS["cuda"], "sm90") if kernel == "sm90" else (TARGETS[kernel], "auto")
+    moved = [Quantized(*(y if y is None else y.to(target.device) for y in x)) for x in parts]
+    out, lse = diyfa.flash_attention(*moved, **options, return_lse=True, backend=target.backend, variant=variant)
+    return out.cpu(), lse.cpu()
+
+
 @pytest.mark.parametrize("factor", [0.0, 1e-30, 1e30], ids=["zero", "tiny", "huge"])
-def test_extreme_descales(backend: str, factor: float) -> None:
+def test_extreme_descales(kernel: str, factor: float) -> None:
     """Beside a scale that makes up for them, results are those of ordinary ones; a factor of 0 makes all scores 0."""
-    target = TARGETS[backend]
-    (q, k, v), _ = make_call(on(backend, Case(kind="head")))
+    (q, k, v), _ = make_call(on(kernel, Case(kind="head", seqlen_q=130, seqlen_k=130)))
     assert k.descale is not None
-    scale = 0.3 / factor if factor else 0.3
     changed = k._replace(descale=k.descale * factor)
-    q, k, v, changed = (Quantized(*(None if y is None else y.to(target.device) for y in x)) for x in (q, k, v, changed))
-    found = diyfa.flash_attention(q, changed, v, sm_scale=scale, return_lse=True, backend=backend)
-    want = diyfa.flash_attention(q, k, v, sm_scale=0.3 if factor else 0.0, return_lse=True, backend=backend)
-    torch.testing.assert_close(found[0].cpu().float(), want[0].cpu().float(), rtol=2e-2, atol=2e-2)
-    torch.testing.assert_close(found[1].cpu(), want[1].cpu(), rtol=1e-5, atol=1e-5)
+    found = attend(kernel, q, changed, v, sm_scale=0.3 / factor if factor else 0.3, causal=True)
+    want = attend(kernel, q, k, v, sm_scale=0.3 if factor else 0.0, causal=True)
+    torch.testing.assert_close(found[0].float(), want[0].float(), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(found[1], want[1], rtol=1e-5, atol=1e-5)
 
 
-@targets
 @pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_a_nan_descale_shows(backend: str, name: str) -> None:
-    target = TARGETS[backend]
-    parts, _ = make_call(on(backend, Case(kind="head")))
+def test_a_nan_descale_shows(kernel: str, name: str) -> None:
+    """In its head, and in no other."""
+    parts, _ = make_call(on(kernel, Case(kind="head", seqlen_q=130, seqlen_k=130)))
     given = dict(zip("qkv", parts, strict=True))
     descale = torch.ones(2, 2) if given[name].descale is None else given[name].descale
     assert descale is not None
     descale[1, 0] = float("nan")
     given[name] = given[name]._replace(descale=descale)
-    moved = [Quantized(*(None if y is None else y.to(target.device) for y in x)) for x in given.values()]
-    out = diyfa.flash_attention(*moved, backend=backend).cpu()
+    out, _ = attend(kernel, *given.values())
     assert out[1, 0].isnan().all() and out[0].isfinite().all() and out[1, 1].isfinite().all()
 
 
 @targets
 def test_a_v_of_16_bits_may_have_a_descale(backend: str) -> None:
-    target = TARGETS[backend]
     (q, k, v), _ = make_call(Case(dtype=INT8, value_dtype=F16, kind="head"))
-    q, k, v = (Quantized(*(None if y is None else y.to(target.device) for y in x)) for x in (q, k, v))
-    factors = torch.tensor([[2.0, 0.5], [-4.0, 1.0]])
-    for descale in (factors, torch.tensor(8.0)):
-        scaled = v._replace(descale=descale.to(target.device))
-        out = diyfa.flash_attention(q, k, scaled, out_dtype=F32, backend=backend).cpu()
-        want = diyfa.flash_attention(q, k, v, out_dtype=F32, backend=backend).cpu()
+    for descale in (torch.tensor([[2.0, 0.5], [-4.0, 1.0]]), torch.tensor(8.0)):
+        out, _ = attend(backend, q, k, v._replace(descale=descale), out_dtype=F32)
+        want, _ = attend(backend, q, k, v, out_dtype=F32)
         torch.testing.assert_close(out, want * (descale[..., None, None] if descale.dim() else descale))
 
 
@@ -242,36 +257,34 @@ def test_a_mean_that_is_not_finite_beside_a_sequence_without_keys(backend: str) 
     torch.testing.assert_close(lse[:, :50], options["sinks"].cpu()[:, None].expand(-1, 50), rtol=0, atol=1e-6)
 
 
-@targets
-def test_small_weights_are_not_lost(backend: str) -> None:
+def test_small_weights_are_not_lost(kernel: str) -> None:
     """One key has most of the weight, 400 others 2**-10 each: unscaled, float8 would make all of them 0."""
-    target = TARGETS[backend]
-    q, k = torch.zeros(1, 1, 1, 32), torch.zeros(1, 1, 401, 32)
+    q, k = torch.zeros(1, 1, 128, 64), torch.zeros(1, 1, 401, 64)
     q[..., 0], k[:, :, 0, 0] = 1.0, 7.0
-    v = torch.ones(1, 1, 401, 32)
+    v = torch.ones(1, 1, 401, 64)
     v[:, :, 0] = 0.0
-    one = torch.ones(1).to(target.device)
-    dtypes = (INT8, INT8, F16) if backend == "npu" else (E4M3, E4M3, E4M3)
-    parts = [Quantized(x.to(dtype).to(target.device), one) for x, dtype in zip((q, k, v), dtypes, strict=True)]
-    out = diyfa.flash_attention(*parts, sm_scale=1.0, backend=backend).cpu()
+    dtypes = (INT8, INT8, F16) if kernel == "npu" else (E4M3, E4M3, E4M3)
+    parts = [Quantized(x.to(dtype), torch.ones(1)) for x, dtype in zip((q, k, v), dtypes, strict=True)]
+    out, _ = attend(kernel, *parts, sm_scale=1.0)
     want = 400 / (400 + torch.e**7)
     torch.testing.assert_close(out.float(), torch.full_like(out, want, dtype=F32), rtol=0.07, atol=0)
 
 
 @targets
 def test_a_quantised_call_and_its_tensors_are_one_call(backend: str) -> None:
-    target = TARGETS[backend]
+    device = TARGETS[backend].device
     (q, k, v), _ = make_call(on(backend, Case(kind="block", means=True, seqlen_k=130)))
-    q, k, v = (Quantized(*(None if y is None else y.to(target.device) for y in x)) for x in (q, k, v))
-    wrapped = diyfa.flash_attention(q, k, v, causal=True, backend=backend)
+    wrapped, _ = attend(backend, q, k, v, causal=True)
     named = {"q_descale": q.descale, "k_descale": k.descale, "v_descale": v.descale, "k_mean": k.mean, "v_mean": v.mean}
+
+    def plain(**changes: None) -> torch.Tensor:
+        given = {name: x if x is None else x.to(device) for name, x in {**named, **changes}.items()}
+        values = (x.values.to(device) for x in (q, k, v))
+        return diyfa.flash_attention(*values, causal=True, backend=backend, **given).cpu()
+
     for _ in range(3):  # a repeated call is found by its key
-        plain = diyfa.flash_attention(q.values, k.values, v.values, causal=True, backend=backend, **named)
-        assert torch.equal(wrapped.cpu(), plain.cpu())
-    changed = diyfa.flash_attention(
-        q.values, k.values, v.values, causal=True, backend=backend, **{**named, "v_mean": None}
-    )
-    assert not torch.equal(wrapped.cpu(), changed.cpu())
+        assert torch.equal(wrapped, plain())
+    assert not torch.equal(wrapped, plain(v_mean=None))
 
 
 def test_gpus_without_these_types_say_so() -> None:

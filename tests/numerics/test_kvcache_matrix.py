@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kvcache_cases import KVCACHE_CASES, CacheCase, assert_appended, assert_in_budget, run_case
+from kvcache_cases import KVCACHE_CASES, CacheCase, assert_appended, assert_in_budget, run_case, use_chunks_of
 from poison import poisoned_allocations
 from refusals import refusal
 from targets import TARGETS
@@ -81,20 +81,26 @@ def test_drawn_page_tables(backend: str) -> None:
     check()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_packed_keys_of_which_some_are_used(backend: str) -> None:
-    """Each sequence begins at its own offset, whatever seqused_k says of its length."""
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+# The host checks what lies on the CPU.
+@pytest.mark.parametrize(
+    ("backend", "used"), [(name, used) for name in BACKENDS for used in ((9, 20), (33, 7))[: 1 + (name != "cpu")]]
+)
+def test_packed_keys_of_which_some_are_used(
+    backend: str, used: tuple[int, int], causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each sequence begins at its own offset, whatever seqused_k says of its length, and ends before the next one's."""
+    monkeypatch.setattr(kvcache, "_check_packed_values", lambda *arguments: None)
     target, generator = TARGETS[backend], torch.Generator().manual_seed(0)
-    q, k, v = (
-        torch.randn(n, heads, 16, generator=generator).to(target.device) for n, heads in ((4, 2), (40, 1), (40, 1))
-    )
-    offsets = (torch.tensor(x, dtype=torch.int32, device=target.device) for x in ([0, 1, 4], [0, 12, 40], [9, 20]))
-    cu_q, cu_k, used = offsets
+    q, k, v = (torch.randn(n, heads, 16, generator=generator) for n, heads in ((4, 2), (40, 1), (40, 1)))
+    offsets = (torch.tensor(x, dtype=torch.int32).to(target.device) for x in ([0, 1, 4], [0, 12, 40], used))
+    cu_q, cu_k, lengths = offsets
+    on_device = (x.to(target.device) for x in (q, k, v))
     with registry.use_backend(target.backend), poisoned_allocations():
-        got = diyfa.flash_attention_varlen(q, k, v, cu_q, cu_k, 3, 28, seqused_k=used).cpu()
-    for queries, keys in ((slice(0, 1), slice(0, 9)), (slice(1, 4), slice(12, 32))):
-        scores = q[queries].cpu().double().transpose(0, 1) @ k[keys, 0].cpu().double().T / 4
-        want = (torch.softmax(scores, -1) @ v[keys, 0].cpu().double()).transpose(0, 1)
+        got = diyfa.flash_attention_varlen(*on_device, cu_q, cu_k, 3, 28, causal, seqused_k=lengths).cpu()
+    for queries, keys in ((slice(0, 1), slice(0, min(used[0], 12))), (slice(1, 4), slice(12, 12 + used[1]))):
+        rows = (x[None].double() for x in (q[queries], k[keys], v[keys]))
+        want = diyfa.reference_attention(*rows, causal=causal, layout="bshd")[0]
         torch.testing.assert_close(got[queries].double(), want, rtol=1e-4, atol=1e-4)
 
 
@@ -183,6 +189,60 @@ def test_what_nobody_checked_is_written_nowhere(
     assert torch.equal(on_device[1].cpu(), guarded[1])
 
 
+@pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
+@pytest.mark.parametrize("page_size", [4, 16, 128])
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "cpu"])
+def test_a_page_that_there_is_not_is_absent(
+    backend: str, page_size: int, padded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device nobody can check the table: no key lies behind an entry outside the cache. What belongs to no
+    sequence is NaN: memory around the cache, the nearest pages, and rows beyond the keys and before them."""
+    monkeypatch.setattr(kvcache, "_check_values", lambda *arguments: None)
+    target, generator, pages = TARGETS[backend], torch.Generator().manual_seed(0), 7
+    most, least, capacity = 2**31 - 1, -(2**31), 4 * page_size
+    table = [[2, -1, 4, 2**30], [least, most, 1, 5], [6, pages, 3, most], [-1, pages, -9, 8]]
+    counts = [capacity - 1, capacity - 2, capacity - 1, capacity]
+    pads = [1, 0, 2 * page_size + 1, 0] if padded else [0] * 4
+    seen = [
+        [row[j // page_size] * page_size + j % page_size for j in range(pad, n) if 0 <= row[j // page_size] < pages]
+        for row, pad, n in zip(table, pads, counts, strict=True)
+    ]
+    q, sinks = torch.randn(4, 1, 2, 32, generator=generator).half(), torch.tensor([0.5, -1.0])
+    whole = torch.full((2, pages + 2, page_size, 1, 32), float("nan")).half()
+    rows = [x[1:-1].view(-1, 32) for x in whole]
+    read = [row for own in seen for row in own]
+    for x in rows:
+        x[read] = torch.randn(len(read), 32, generator=generator).half()
+    caches = [x.to(target.device)[1:-1] for x in whole]
+    given = {"block_table": table, "cache_seqlens": counts} | ({"cache_leftpad": pads} if padded else {})
+    options = {name: torch.tensor(x, dtype=torch.int32).to(target.device) for name, x in given.items()}
+    with registry.use_backend(target.backend), poisoned_allocations():
+        out, lse = diyfa.flash_attn_with_kvcache(
+            q.to(target.device), *caches, **options, softmax_scale=0.2, sinks=sinks.to(target.device),
+            return_softmax_lse=True,
+        )  # fmt: skip
+    for b, own in enumerate(seen):
+        keys = [x[own][None, :, None].float() for x in rows]
+        want, want_lse = diyfa.reference_attention(
+            q[b : b + 1].float(), *keys, sm_scale=0.2, layout="bshd", sinks=sinks, return_lse=True
+        )
+        torch.testing.assert_close(out[b : b + 1].cpu().float(), want, rtol=2e-3, atol=2e-3)
+        torch.testing.assert_close(lse[b : b + 1].cpu(), want_lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "cpu"])
+def test_a_batch_entry_that_there_is_not_has_no_keys(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvcache, "_check_values", lambda *arguments: None)
+    target = TARGETS[backend]
+    k, q = torch.ones(2, 16, 1, 32).half().to(target.device), torch.ones(3, 1, 1, 32).half().to(target.device)
+    entries = torch.tensor([1, -1, 2], dtype=torch.int32).to(target.device)
+    with registry.use_backend(target.backend), poisoned_allocations():
+        out, lse = diyfa.flash_attn_with_kvcache(
+            q, k, k, cache_seqlens=9, cache_batch_idx=entries, return_softmax_lse=True
+        )
+    assert out.cpu()[:, 0, 0, 0].tolist() == [1.0, 0.0, 0.0] and lse.cpu().isposinf().flatten().tolist() == [0, 1, 1]
+
+
 OFFSETS: dict[str, tuple[list[int], list[int]]] = {  # of queries, of keys
     "far before": ([0, 3, -(2**31)], [0, 6, -(2**31)]),
     "before": ([-7, 3, -1], [0, 6, -1]),
@@ -252,8 +312,10 @@ H, HK = 4, 2
 OPTIONS: dict[str, dict[str, Any]] = {
     "causal": {"causal": True},
     "features": {"window": (40, 0), "softcap": 3.0, "sinks": torch.tensor([0.3, -1.0, 2.0, 0.0])},
+    "alibi": {"causal": True, "alibi_slopes": torch.tensor([0.3, 0.1, 0.02, 0.5])},
 }
-WIDTHS = {"causal": (32, 48), "features": (40, 24)}  # of keys and of values
+WIDTHS = {"causal": (32, 48), "features": (40, 24), "alibi": (32, 32)}  # of keys and of values
+DTYPES = {"causal": torch.bfloat16, "features": torch.float16, "alibi": torch.float32}
 Sequences = list[tuple[torch.Tensor, ...]]
 
 
@@ -261,7 +323,7 @@ def _sequences(name: str) -> Sequences:
     generator = torch.Generator().manual_seed(1)
     d, dv = WIDTHS[name]
     return [
-        tuple(torch.randn((n, *x), generator=generator).to(torch.bfloat16) for x in ((H, d), (HK, d), (HK, dv)))
+        tuple(torch.randn((n, *x), generator=generator).to(DTYPES[name]) for x in ((H, d), (HK, d), (HK, dv)))
         for n in (70, 1, 130, 65, 64)
     ]
 
@@ -281,45 +343,58 @@ def _as_trained(sequences: Sequences, options: dict[str, Any], device: str) -> l
 
 
 def _drawn_batch(
-    rng: random.Random, sequences: Sequences, options: dict[str, Any], device: str
+    rng: random.Random, sequences: Sequences, options: dict[str, Any], device: str, padding: int
 ) -> Iterator[tuple[int, int, Any, Any]]:
     """For each row of a batch of some sequences: which sequence, how many last queries, and their out and lse."""
     chosen = [rng.randrange(len(sequences)) for _ in range(rng.randint(1, 3))]
     lens = [len(sequences[s][0]) for s in chosen]
-    new = rng.randint(1, min(*lens, 5))
-    page_size = rng.choice((0, 1, 16, 64))
+    new = rng.randint(1, min(*lens, 7))
+    page_size = rng.choice((0, 0, 1, 3, 16, 48, 64, 128))
+    pads = [0 if page_size else rng.randrange(padding + 1) for _ in chosen]
     columns = max(-(-n // page_size) for n in lens) if page_size else 0
-    shape = (columns * len(chosen) + 1, page_size) if page_size else (len(chosen), max(lens))
-    caches = [torch.full((*shape, *x.shape[1:]), float("nan"), dtype=torch.bfloat16) for x in sequences[0][1:]]
+    shape = (columns * len(chosen) + 1, page_size) if page_size else (len(chosen), max(lens) + padding)
+    caches = [torch.full((*shape, *x.shape[1:]), float("nan"), dtype=x.dtype) for x in sequences[0][1:]]
     pages = rng.sample(range(shape[0]), columns * len(chosen)) if page_size else []
     table = torch.tensor(pages, dtype=torch.int32).reshape(len(chosen), columns)
     for b, s in enumerate(chosen):
         for cache, x in zip(caches, sequences[s][1:], strict=True):
             for j in range(lens[b]):
-                cache[(int(table[b, j // page_size]), j % page_size) if page_size else (b, j)] = x[j]
+                cache[(int(table[b, j // page_size]), j % page_size) if page_size else (b, pads[b] + j)] = x[j]
     q = torch.stack([sequences[s][0][len(sequences[s][0]) - new :] for s in chosen])
-    given = {"block_table": table.to(device)} if page_size else {}
+    given = {"block_table": table} if page_size else {"cache_leftpad": torch.tensor(pads, dtype=torch.int32)}
+    given["cache_seqlens"] = torch.tensor(lens, dtype=torch.int32) + torch.tensor(pads, dtype=torch.int32)
     out, lse = diyfa.flash_attn_with_kvcache(
-        *(x.to(device) for x in (q, *caches)), cache_seqlens=torch.tensor(lens, dtype=torch.int32).to(device),
+        *(x.to(device) for x in (q, *caches)),
         num_splits=rng.randint(0, 4), return_softmax_lse=True, causal=options.get("causal", False),
         window_size=options.get("window", (-1, -1)), softcap=options.get("softcap", 0.0), sinks=options.get("sinks"),
-        **given,
+        alibi_slopes=options.get("alibi_slopes"), **{key: x.to(device) for key, x in given.items()},
     )  # fmt: skip
     for b, s in enumerate(chosen):
         yield s, new, out[b].cpu(), lse[b].cpu()
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_rows_do_not_depend_on_their_batch(backend: str, name: str) -> None:
-    """Bitwise: the batch, the number of new tokens, pages, splits; and equal to the training forward."""
+@pytest.mark.parametrize(
+    ("backend", "chunk_keys"), [(name, keys) for name in BACKENDS for keys in (0, 128)[: 1 + (name == "cuda")]]
+)
+def test_rows_do_not_depend_on_their_batch(
+    backend: str, chunk_keys: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bitwise: the batch, the number of new tokens, pages, splits; and equal to the training forward, packed or not.
+
+    On CUDA one program has all chunks of a tile or each chunk its own, as the numbers of tiles and of splits say; and
+    no row depends on left padding, of which other backends promise nothing."""
     target, rng = TARGETS[backend], random.Random(0)
+    if chunk_keys:
+        use_chunks_of(monkeypatch, chunk_keys, multiprocessors=5)
     options = {key: x.to(target.device) if isinstance(x, torch.Tensor) else x for key, x in OPTIONS[name].items()}
     with registry.use_backend(target.backend), diyfa.batch_invariant():
         sequences = _sequences(name)
         trained = _as_trained(sequences, options, target.device)
-        for _ in range(2 if target.interpreted else 50):
-            for s, new, out, lse in _drawn_batch(rng, sequences, options, target.device):
+        alone = diyfa.flash_attention_v2(*(x[None].to(target.device) for x in sequences[2]), return_lse=True, **options)
+        assert all(torch.equal(x[0].cpu(), y) for x, y in zip(alone, trained[2], strict=True))
+        for _ in range(6 if target.interpreted else 50):
+            for s, new, out, lse in _drawn_batch(rng, sequences, options, target.device, 20 * (backend == "cuda")):
                 want, want_lse = trained[s]
                 assert torch.equal(out, want[len(want) - new :])
                 assert torch.equal(lse, want_lse[:, len(want) - new :])

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from eager_budget import assert_within_budget_of
 from targets import TARGETS, Target
 
 import diyfa
 from diyfa import BlockMask, block_mask, masks, registry
 from diyfa.eight_bits import BLOCK_K, BLOCK_Q, EIGHT_BIT_DTYPES, Quantized, dequantised, hadamard
 from diyfa.problem import as_bhsd
-from diyfa.testing import error_budget, measure_error, rounding_unit
 from diyfa.yardstick import plain_flash_attention
 
 BF16 = torch.bfloat16
@@ -139,9 +139,7 @@ def check(case: Case, target: Target) -> None:
     names = ("dq", "dk", "dv", "dsinks", "dbias")
     for name, x, got, rough, truth in zip(names, leaves, found, low, want, strict=False):
         assert got.dtype == x.dtype and got.shape == x.shape
-        error, rounding = measure_error(got, truth), rounding_unit(truth, rough.dtype)
-        budget = error_budget(measure_error(rough, truth), rounding)
-        assert error.max_abs <= budget.max_abs and error.rms <= budget.rms, f"{name}: {error}, allowed {budget}"
+        assert_within_budget_of(rough, got, truth, name)
 
 
 INT8: dict[str, Any] = {"dtype": "int8"}

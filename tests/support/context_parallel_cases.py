@@ -103,32 +103,27 @@ def run_sharded(case: AttentionCase, division: Division) -> Results | None:
 def run_dropout(method: str) -> list[bool]:
     """Out and gradients beside those of one device, over groups of one, two and four ranks."""
     *full, dout = _small(11)
-    full[1:] = [x.detach()[:, :4].clone().requires_grad_() for x in full[1:]]
+    full[1:] = [x[:, :4] for x in full[1:]]
     common: dict[str, Any] = {"causal": True, "dropout_p": 0.4, "backend": "cpu"}
     state = torch.tensor([2**40 + 7, 5])
 
     def one_device(state: torch.Tensor) -> list[torch.Tensor]:
-        out = flash_attention(*full, rng_state=state, **common)
-        return [out, *torch.autograd.grad(out, full, dout.detach())]
+        return differentiated(partial(flash_attention, rng_state=state, **common), full, dout)
+
+    def over(group: Any, **options: Any) -> list[torch.Tensor]:
+        attend = partial(context_parallel_attention, group=group, method=method, **common, **options)
+        return divided(attend, group, full, dout)
 
     def are_close(actual: Sequence[torch.Tensor], expected: list[torch.Tensor]) -> list[bool]:
         return [torch.allclose(a, b, atol=1e-5) for a, b in zip(actual, expected, strict=True)]
-
-    def divided(group: Any, **options: Any) -> list[torch.Tensor]:
-        shards = [shard_sequence(x.detach(), group, 2).requires_grad_() for x in full]
-        out = context_parallel_attention(*shards, group, method=method, **common, **options)
-        outputs = out, *torch.autograd.grad(out, shards, shard_sequence(dout.detach(), group, 2))
-        return [unshard_sequence(x.detach(), group, 2) for x in outputs]
 
     if method == "both":
         groups: list[Any] = [mesh(), mesh(1), mesh(dist.get_world_size())]
     else:
         groups = [dist.new_subgroups(size)[0] for size in (1, 2, dist.get_world_size())]
-    verdicts = [
-        is_close for group in groups for is_close in are_close(divided(group, rng_state=state), one_device(state))
-    ]
+    verdicts = [is_close for group in groups for is_close in are_close(over(group, rng_state=state), one_device(state))]
     torch.manual_seed(dist.get_rank())
-    results = divided(groups[-1])
+    results = over(groups[-1])
     torch.manual_seed(0)
     return verdicts + are_close(results, one_device(new_rng_state(dout.device)))
 
@@ -228,6 +223,26 @@ def _small(seed: int, rows: int = 64, heads: int = 8, grad: bool = True) -> list
     """Whole q, k, v (B, H, S, D) and a gradient of the output, the same on every rank."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(2, heads, rows, 16, generator=generator).requires_grad_(grad) for _ in range(4)]
+
+
+def differentiated(
+    attend: Any, qkv: Sequence[torch.Tensor], *gradients: torch.Tensor, dtype: torch.dtype | None = None
+) -> list[torch.Tensor]:
+    """The outputs of a call, one for each gradient, and its gradients of q, k and v, in `dtype`."""
+    leaves = [x.detach().to(dtype or x.dtype).clone().requires_grad_() for x in qkv]
+    outputs = attend(*leaves)
+    outputs = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+    found = torch.autograd.grad(outputs, leaves, [x.detach().to(dtype or x.dtype) for x in gradients])
+    return [x.detach() for x in (*outputs, *found)]
+
+
+def divided(
+    attend: Any, group: Any, qkv: Sequence[torch.Tensor], *gradients: torch.Tensor, dim: int = 2, **cut: Any
+) -> list[torch.Tensor]:
+    """The same of every rank's shards, whole."""
+    shards = ([shard_sequence(x.detach(), group, dim, **cut) for x in given] for given in (qkv, gradients))
+    shard_qkv, shard_gradients = shards
+    return [unshard_sequence(x, group, dim, **cut) for x in differentiated(attend, shard_qkv, *shard_gradients)]
 
 
 def call_with(*changes: dict[str, Any]) -> str:
@@ -334,45 +349,31 @@ def run_with_common_key(score: float, method: str, sinks: bool) -> list[tuple[fl
     k, v = k[:, :2], v[:, :2]  # grouped queries
     for x in (q, k):
         x[..., 0] += score**0.5 * 2  # the scale is a quarter
-    dlse = dout[..., 0].contiguous()
+    gradients = dout, dout[..., 0].contiguous()
     options: dict[str, Any] = {"causal": True, "return_lse": True}
     if sinks:
         options["sinks"] = torch.full((8,), score)
     group = mesh() if method == "both" else None
-
-    def results(attend: Any, qkv: Sequence[torch.Tensor], *gradients: torch.Tensor) -> list[torch.Tensor]:
-        out, lse = attend(*qkv, **options)
-        return [out, lse, *torch.autograd.grad((out, lse), qkv, gradients)]
-
-    full = [x.clone().requires_grad_() for x in (q, k, v)]
-    exact = results(
-        reference_attention, [x.detach().double().requires_grad_() for x in full], dout.double(), dlse.double()
-    )
-    single_device = results(partial(flash_attention, backend="cpu"), full, dout, dlse)
-    shards = [shard_sequence(x, group, 2).requires_grad_() for x in (q, k, v)]
-    attend: Any = partial(
-        context_parallel_attention, group=group, method="ring" if method == "compiled" else method, backend="cpu"
-    )
+    exact = differentiated(partial(reference_attention, **options), (q, k, v), *gradients, dtype=torch.float64)
+    single_device = differentiated(partial(flash_attention, backend="cpu", **options), (q, k, v), *gradients)
+    how = "ring" if method == "compiled" else method
+    attend: Any = partial(context_parallel_attention, group=group, method=how, backend="cpu", **options)
     if method == "compiled":
         attend = torch.compile(attend, backend="aot_eager", fullgraph=True)
-    shard_results = results(attend, shards, shard_sequence(dout, group, 2), shard_sequence(dlse, group, 2))
-    unsharded = [unshard_sequence(x.detach(), group, 2) for x in shard_results]
+    unsharded = divided(attend, group, (q, k, v), *gradients)
     budgets = []
     for a, b, x, unit in zip(unsharded, single_device, exact, (2.0**-24, LSE_UNIT, *[2.0**-24] * 3), strict=True):
-        error, single_error = (float((y.double() - x).detach().abs().max()) for y in (a, b))
-        budgets.append((error, BUDGET_FACTOR * single_error + unit * float(x.detach().abs().max())))
+        error, single_error = (float((y.double() - x).abs().max()) for y in (a, b))
+        budgets.append((error, BUDGET_FACTOR * single_error + unit * float(x.abs().max())))
     return budgets
 
 
 def run_in_float64() -> float:
     """The largest difference, of out and the gradients, from one device."""
-    *full, dout = (x.detach().double().requires_grad_() for x in _small(10))
-    shards = [shard_sequence(x.detach(), None, 2).requires_grad_() for x in full]
-    expected = flash_attention(*full, causal=True, backend="cpu")
-    out = context_parallel_attention(*shards, method="ring", causal=True, backend="cpu")
-    actual = out, *torch.autograd.grad(out, shards, shard_sequence(dout.detach(), None, 2))
-    pairs = zip(actual, (expected, *torch.autograd.grad(expected, full, dout.detach())), strict=True)
-    return max(float((unshard_sequence(a.detach(), None, 2) - b).abs().max()) for a, b in pairs)
+    *full, dout = (x.double() for x in _small(10))
+    expected = differentiated(partial(flash_attention, causal=True, backend="cpu"), full, dout)
+    attend = partial(context_parallel_attention, method="ring", causal=True, backend="cpu")
+    return max(float((x - y).abs().max()) for x, y in zip(divided(attend, None, full, dout), expected, strict=True))
 
 
 def run_choices() -> list[bool]:
@@ -408,42 +409,31 @@ def run_with_large_keys(kind: str) -> list[tuple[float, float]]:
         k[:, :, 32:] += 1e5
         options, rows = {"window": (0, 0)}, slice(0, 32)
     dout[:, :, rows.stop :] = 0
-    cu_seqlens = None
-    if kind == "packed":
-        k[0, :, 40:] += 1e6
-        options, rows, cu_seqlens = {"causal": True}, slice(0, 40), torch.tensor([0, 40, 64], dtype=torch.int32)
-    elif kind == "packed negative":
-        k[0, :, 40:] -= 1e6
-        options, rows, cu_seqlens = {"causal": True}, slice(0, 40), torch.tensor([0, 40, 64], dtype=torch.int32)
-    if cu_seqlens is not None:
+    cut: dict[str, Any] = {}
+    dim = 2
+    if kind.startswith("packed"):
+        k[0, :, 40:] += -1e6 if "negative" in kind else 1e6
+        rows, cut = slice(0, 40), {"cu_seqlens": torch.tensor([0, 40, 64], dtype=torch.int32)}
         q, k, v, dout = (x[0].transpose(0, 1).contiguous() for x in (q, k, v, dout))
-    dim = 2 if cu_seqlens is None else 0
+        dim = 0
 
-    def results(attend: Any, qkv: Sequence[torch.Tensor], dout: torch.Tensor) -> list[torch.Tensor]:
-        out = attend(*qkv)
-        return [out, *torch.autograd.grad(out, qkv, dout)]
+    def one_device(*qkv: torch.Tensor) -> torch.Tensor:
+        if cut:
+            ends = cut["cu_seqlens"]
+            return flash_attention_varlen(*qkv, ends, ends, 64, 64, backend="cpu", **options)
+        if qkv[0].dtype == torch.float64:
+            return reference_attention(*qkv, **options)
+        return flash_attention(*qkv, backend="cpu", **options)
 
-    def one_device(*qkv: torch.Tensor, **keywords: Any) -> torch.Tensor:
-        if cu_seqlens is None:
-            attend = reference_attention if qkv[0].dtype == torch.float64 else flash_attention
-            return attend(*qkv, **options, **keywords)
-        return flash_attention_varlen(*qkv, cu_seqlens, cu_seqlens, 64, 64, backend="cpu", **options)
-
-    exact = results(one_device, [x.double().requires_grad_() for x in (q, k, v)], dout.double())
-    keywords = {} if cu_seqlens is not None else {"backend": "cpu"}
-    single_device = results(partial(one_device, **keywords), [x.clone().requires_grad_() for x in (q, k, v)], dout)
-    cut: dict[str, Any] = {"cu_seqlens": cu_seqlens}
-    shards = [shard_sequence(x, None, dim, **cut).requires_grad_() for x in (q, k, v)]
+    exact = differentiated(one_device, (q, k, v), dout, dtype=torch.float64)
+    single_device = differentiated(one_device, (q, k, v), dout)
     attend = partial(context_parallel_attention, method="ring", backend="cpu", **options, **cut)
-    shard_results = results(attend, shards, shard_sequence(dout, None, dim, **cut))
+    unsharded = divided(attend, None, (q, k, v), dout, dim=dim, **cut)
     budgets = []
-    for shard_result, single, x in zip(shard_results, single_device, exact, strict=True):
-        unsharded, single, x = (
-            y.detach().double().narrow(dim, 0, rows.stop)
-            for y in (unshard_sequence(shard_result.detach(), None, dim, **cut), single, x)
-        )
+    for results in zip(unsharded, single_device, exact, strict=True):
+        found, single, x = (y.double().narrow(dim, 0, rows.stop) for y in results)
         allowed = BUDGET_FACTOR * float((single - x).abs().max()) + 2.0**-24 * float(x.abs().max())
-        budgets.append((float((unsharded - x).abs().max()), allowed))
+        budgets.append((float((found - x).abs().max()), allowed))
     return budgets
 
 
@@ -454,25 +444,12 @@ def run_repeated_heads(mode: str) -> list[bool]:
     dout = torch.full((1, heads, 64, 16), 10000.0, dtype=torch.float16)
     dout[:, heads // 2 :] = -9000.0
     k += torch.linspace(-1, 1, 64, dtype=torch.float16)[:, None]
-    group = mesh(4) if mode == "both" else None
-
-    def gradients(attend: Any, qkv: list[torch.Tensor], dout: torch.Tensor) -> Sequence[torch.Tensor]:
-        return torch.autograd.grad(attend(*qkv), qkv, dout)
-
-    full = [x.clone().requires_grad_() for x in (q, k, v)]
-    expected = gradients(partial(flash_attention, causal=True, backend="cpu"), full, dout)
-    attend: Any = partial(
-        context_parallel_attention,
-        group=group,
-        causal=True,
-        method="both" if mode == "both" else "ulysses",
-        backend="cpu",
-    )
+    group, method = (mesh(4), "both") if mode == "both" else (None, "ulysses")
+    expected = differentiated(partial(flash_attention, causal=True, backend="cpu"), (q, k, v), dout)[1:]
+    attend: Any = partial(context_parallel_attention, group=group, causal=True, method=method, backend="cpu")
     if mode == "compiled":
         attend = torch.compile(attend, backend="aot_eager", fullgraph=True)
-    shards = [shard_sequence(x, group, 2).requires_grad_() for x in (q, k, v)]
-    actual = gradients(attend, shards, shard_sequence(dout, group, 2))
-    pairs = zip((unshard_sequence(x, group, 2) for x in actual), expected, strict=True)
+    pairs = zip(divided(attend, group, (q, k, v), dout)[1:], expected, strict=True)
     return [torch.allclose(a, b, rtol=2e-3, atol=1e-3) for a, b in pairs]
 
 
@@ -601,46 +578,31 @@ def run_misplaced_dtensors() -> list[str]:
     return refusals
 
 
-def run_uneven_dtensors() -> list[bool]:
+def _beside_one_device(inputs: dict[str, torch.Tensor], placements: dict[str, Any], **options: Any) -> list[str]:
+    """What of out, lse and gradients of DTensors is not as on one device (`dtensor_cases.py`)."""
+    from dtensor_cases import compare_with_full
+
+    options |= {"causal": True, "return_lse": True, "backend": "cpu"}
+    attend = partial(context_parallel_attention, load_balance="none", **options)  # as DTensors are cut
+    return compare_with_full(partial(flash_attention, **options), inputs, placements, 2, attend, ("sinks",))
+
+
+def run_uneven_dtensors() -> list[str]:
     """A batch that the mesh does not divide: results have the whole shape on every rank, and gradients pass through."""
-    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor import Shard
 
-    grid = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("cp", "dp"))
-    qkv, dout = [x.detach()[:1].repeat(3, 1, 1, 1) for x in _small(2)[:3]], _small(2)[3].detach()[:1].repeat(3, 1, 1, 1)
-    qkv = [(x * torch.tensor([1.0, 0.5, -1.0])[:, None, None, None]).requires_grad_() for x in qkv]
-    common: dict[str, Any] = {"causal": True, "return_lse": True, "backend": "cpu"}
-    expected = flash_attention(*qkv, **common)
-    grads = torch.autograd.grad(expected[0], qkv, dout)
-    placements = [Shard(2), Shard(0)]
-    sharded = [distribute_tensor(x.detach(), grid, placements).requires_grad_() for x in qkv]
-    results = context_parallel_attention(*sharded, load_balance="none", **common)
-    shaped = [x.shape == y.shape for x, y in zip(results, expected, strict=True)]
-    actual = torch.autograd.grad(results[0], sharded, distribute_tensor(dout, grid, placements))
-    pairs = zip((*expected, *grads), (*results, *actual), strict=True)
-    return [*shaped, *(torch.allclose(a, b.full_tensor(), atol=1e-5) for a, b in pairs)]
+    scale = torch.tensor([1.0, 0.5, -1.0])[:, None, None, None]
+    inputs = {name: x.detach()[:1] * scale for name, x in zip("qkv", _small(2), strict=False)}
+    return _beside_one_device(inputs, {name: [Shard(2), Shard(0)] for name in inputs})
 
 
-def run_dtensors_with_heads(dropout_p: float = 0.0) -> list[bool]:
+def run_dtensors_with_heads(dropout_p: float = 0.0) -> list[str]:
     """A mesh of (sequence, heads): tensor parallelism beside context parallelism; sinks sharded by heads."""
-    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor import Replicate, Shard
 
-    grid = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("cp", "tp"))
-    qkv, dout = _small(1)[:3], _small(1)[3].detach()
-    sinks = torch.linspace(-1, 1, 8).requires_grad_()
-    common: dict[str, Any] = {"causal": True, "dropout_p": dropout_p, "return_lse": True, "backend": "cpu"}
-    torch.manual_seed(0)
-    expected, lse = flash_attention(*qkv, sinks=sinks, **common)
-    grads = torch.autograd.grad(expected, (*qkv, sinks), dout)
-    cut = {"load_balance": "none"}  # as DTensors are cut
-    placements = [Shard(2), Shard(1)]
-    sharded = [distribute_tensor(x.detach(), grid, placements).requires_grad_() for x in qkv]
-    sharded_sinks = distribute_tensor(sinks.detach(), grid, [Replicate(), Shard(0)]).requires_grad_()
-    torch.manual_seed(dist.get_rank())  # dropout's mask is the first rank's, of all heads and rows
-    out, lse2 = context_parallel_attention(*sharded, sinks=sharded_sinks, **common, **cut)
-    grads2 = torch.autograd.grad(out, (*sharded, sharded_sinks), distribute_tensor(dout, grid, placements))
-    assert isinstance(out, DTensor)
-    pairs = [(expected, out), (lse, lse2), *zip(grads, grads2, strict=True)]
-    return [torch.allclose(a, b.full_tensor(), atol=1e-5) for a, b in pairs]
+    inputs = {name: x.detach() for name, x in zip("qkv", _small(1), strict=False)}
+    placements: dict[str, Any] = {name: [Shard(2), Shard(1)] for name in inputs} | {"sinks": [Replicate(), Shard(0)]}
+    return _beside_one_device(inputs | {"sinks": torch.linspace(-1, 1, 8)}, placements, dropout_p=dropout_p)
 
 
 class _Block(torch.nn.Module):

@@ -31,9 +31,15 @@ def random_tensors(*shapes: tuple[int, ...], seed: int = 0) -> list[torch.Tensor
 
 
 def compare_with_full(
-    call: Callable[..., Any], inputs: dict[str, torch.Tensor], placements: dict[str, Sequence[Any]], results: int
+    call: Callable[..., Any],
+    inputs: dict[str, torch.Tensor],
+    placements: dict[str, Sequence[Any]],
+    results: int,
+    sharded_call: Callable[..., Any] | None = None,
+    partial: Sequence[str] = (),
 ) -> list[str]:
-    """`call` of DTensors and of whole tensors: names of results and gradients that differ, or are placed otherwise."""
+    """`call` of whole tensors, and `sharded_call` or the same of DTensors: names of results and gradients that differ,
+    or are placed otherwise. `partial`: names of replicated inputs whose gradients are partial sums."""
     grid = mesh()
     names = [name for name, x in inputs.items() if x.is_floating_point() and name != "alibi_slopes"]
     runs = []
@@ -47,16 +53,17 @@ def compare_with_full(
         for name in names:
             arguments[name].requires_grad_()
         torch.manual_seed(dist.get_rank() if cut else 0)  # whoever draws dropout's state, it is the first rank's
-        out = call(**arguments)
+        out = (sharded_call or call if cut else call)(**arguments)
         outs = out[:results] if isinstance(out, tuple) else (out,)
         loss = sum((x.full_tensor() if cut else x).sin().sum() for x in outs)
         loss.backward()
         runs.append((outs, [arguments[name].grad for name in names]))
     (full, grads), (sharded, sharded_grads) = runs
     wrong = [f"result {n}" for n, (x, y) in enumerate(zip(full, sharded, strict=True))
-             if not torch.allclose(x, y.full_tensor(), atol=1e-5)]  # fmt: skip
+             if x.shape != y.shape or not torch.allclose(x, y.full_tensor(), atol=1e-5)]  # fmt: skip
     for name, x, y in zip(names, grads, sharded_grads, strict=True):
-        if list(y.placements) != list(placements[name]):
+        replaced = Partial() if name in partial else Replicate()
+        if list(y.placements) != [replaced if place == Replicate() else place for place in placements[name]]:
             wrong.append(f"the gradient of {name} is placed {y.placements}")
         if not torch.allclose(x, y.full_tensor(), atol=1e-5):
             wrong.append(f"the gradient of {name}")

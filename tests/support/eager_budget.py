@@ -1,4 +1,4 @@
-"""Judging a client's attention: its output and gradients under the error budget of diyfa's own tests."""
+"""Judging results by the error budget of diyfa's own tests, and a client's attention with its gradients."""
 
 from __future__ import annotations
 
@@ -8,12 +8,22 @@ from typing import Any
 import torch
 
 from diyfa import reference_attention
-from diyfa.testing import error_budget, measure_error, rounding_unit
+from diyfa.testing import Error, error_budget, measure_error, rounding_unit
 from diyfa.yardstick import plain_flash_attention
 
 NAMES = ("out", "dq", "dk", "dv", "dbias")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 """Where clients are tried; what they are compared with is computed on the CPU."""
+
+
+def assert_within_budget_of(
+    yardstick: torch.Tensor, got: torch.Tensor, exact: torch.Tensor, name: str = "", unit: Error | None = None
+) -> None:
+    """`got` is as exact as the yardstick's error allows. `unit`: of rounding; by default that of its dtype."""
+    got, exact, yardstick = (x.detach().cpu() for x in (got, exact, yardstick))
+    allowed = error_budget(measure_error(yardstick, exact), unit or rounding_unit(exact, yardstick.dtype))
+    error = measure_error(got, exact)
+    assert error.max_abs <= allowed.max_abs and error.rms <= allowed.rms, f"{name}: {error}, budget {allowed}"
 
 
 def on_device(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -64,6 +74,4 @@ def assert_matches_reference(
     yardstick = with_gradients(yardstick_call, plain, layout=layout, **options)
     for name, got, exact, low in zip(NAMES[: len(actual)], actual, expected, yardstick, strict=True):
         assert got.dtype == low.dtype, f"{name} is {got.dtype}, expected {low.dtype}"
-        error = measure_error(got.cpu(), exact)
-        allowed = error_budget(measure_error(low, exact), rounding_unit(exact, low.dtype))
-        assert error.max_abs <= allowed.max_abs and error.rms <= allowed.rms, f"{name}: {error}, budget {allowed}"
+        assert_within_budget_of(low, got, exact, name)

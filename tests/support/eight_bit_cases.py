@@ -6,13 +6,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from eager_budget import assert_within_budget_of
 from targets import Target
 
 import diyfa
 from diyfa import BlockMask
 from diyfa.eight_bits import BLOCK_K, BLOCK_Q, Quantized
 from diyfa.score_functions import ScoreFunction
-from diyfa.testing import LSE_UNIT, Error, error_budget, measure_error, rounding_unit
+from diyfa.testing import LSE_UNIT, Error
 from diyfa.yardstick import largest_scores, plain_flash_attention
 
 E4M3, E5M2, INT8, BF16, F16, F32 = (
@@ -219,8 +220,5 @@ def check(case: Case, target: Target, variant: str = "auto") -> None:
     scores = LSE_UNIT * largest_scores(*parts, **options, dtype=torch.float64).abs()
     scores = scores[scores.isfinite()]
     unit = Error(float(scores.max()), float(scores.square().mean().sqrt()))
-    for name, got, low, truth, rounding in (
-        ("out", out, plain, want, rounding_unit(want, out.dtype)), ("lse", lse, plain_lse, want_lse, unit),
-    ):  # fmt: skip
-        error, budget = measure_error(got, truth), error_budget(measure_error(low, truth), rounding)
-        assert error.max_abs <= budget.max_abs and error.rms <= budget.rms, f"{name}: {error}, allowed {budget}"
+    assert_within_budget_of(plain, out, want, "out")
+    assert_within_budget_of(plain_lse, lse, want_lse, "lse", unit)

@@ -46,36 +46,15 @@ interpreted_only = pytest.mark.skipif(
     not is_interpreting(), reason="CPU tensors are refused: here the kernel itself is run"
 )
 KERNEL_MODULES = (
-    "gluon.barriers",
-    "gluon.channel",
-    "gluon.ring",
-    "gluon.scheduler",
-    "gluon.tile_info",
-    "hopper.mma",
-    "hopper.overflow",
-    "hopper.tiles",
-    "hopper.float8",
-    "hopper.chunks",
-    "hopper.fwd_common",
-    "hopper.fwd_producer",
-    "hopper.fwd_consumer",
-    "hopper.fwd",
-)
+    "gluon.barriers", "gluon.channel", "gluon.ring", "gluon.scheduler", "gluon.tile_info", "hopper.mma",
+    "hopper.overflow", "hopper.tiles", "hopper.float8", "hopper.chunks", "hopper.fwd_common", "hopper.fwd_producer",
+    "hopper.fwd_consumer", "hopper.fwd",
+)  # fmt: skip
 BACKWARD_MODULES = (
-    "gluon.barriers",
-    "gluon.channel",
-    "gluon.ring",
-    "hopper.mma",
-    "hopper.tiles",
-    "hopper.bwd_mask",
-    "hopper.bwd_tiles",
-    "hopper.bwd_common",
-    "hopper.bwd_dq",
-    "hopper.bwd_rolling_dq",
-    "hopper.bwd_wide",
-    "hopper.bwd_mla",
-    "hopper.bwd",
-)
+    "gluon.barriers", "gluon.channel", "gluon.ring", "hopper.mma", "hopper.tiles", "hopper.bwd_mask",
+    "hopper.bwd_tiles", "hopper.bwd_common", "hopper.bwd_dq", "hopper.bwd_rolling_dq", "hopper.bwd_wide",
+    "hopper.bwd_mla", "hopper.bwd",
+)  # fmt: skip
 WIDE_BACKWARD_MODULES = (*BACKWARD_MODULES, "hopper.bwd_wide_dq")
 BACKWARD_KERNELS = {
     "_prepare_kernel": hopper_bwd_dq,

@@ -7,6 +7,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
+import pytest
 import torch
 
 import diyfa
@@ -345,3 +346,11 @@ PACKED = [
          latent=True),
 ]  # fmt: skip
 KVCACHE_CASES = {f"kvcache_{case.name}": case for case in [*LENGTHS, *PAGES, *APPEND, *FEATURES, *PACKED]}
+
+
+def use_chunks_of(monkeypatch: pytest.MonkeyPatch, chunk_keys: int, multiprocessors: int) -> None:
+    """From now on CUDA's fixed chunks have so many keys, and as many programs run at once as on a GPU of that size."""
+    monkeypatch.setattr("diyfa.plan.plans", {})  # an earlier test's answers are kept by its plans, and by kinds
+    monkeypatch.setattr("diyfa.problem._kinds", {})
+    monkeypatch.setattr("diyfa.backends.cuda.attention.decode_configs.CHUNK_KEYS", chunk_keys)
+    monkeypatch.setattr("diyfa.backends.cuda.attention.stream_k.multiprocessors", lambda device: multiprocessors)

@@ -34,7 +34,6 @@ SAMPLE_INTERVALS = {
     "cuda/test_bwd_short.py::test_offsets_that_nobody_could_check": 5,
     "cuda/test_bwd_short.py::test_tile": 3,
     "cuda/test_clear.py::test_a_forward_pass_leaves_no_row_unwritten": 7,
-    "cuda/test_cuda_decode.py::test_a_row_is_bitwise_the_same_in_any_call": 3,
     "cuda/test_cuda_decode.py::test_blocks_of_keys_in_pages_of_any_size": 5,
     "cuda/test_cuda_decode.py::test_chunks_with_programs_of_their_own_add_up_to_the_same_bits": 3,
     "cuda/test_cuda_decode.py::test_each_block_of_keys_is_seen_once": 5,

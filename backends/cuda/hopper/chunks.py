@@ -158,9 +158,10 @@ def _attend_blocks_in_order(
 ):  # fmt: skip
     """Run the KV loop over blocks [first, end) from right to left, as `_attend_blocks` of `fwd_consumer.py`.
 
-    An iteration adds the values of the block before. If its own block begins a chunk, counted from the right, these are
-    the last ones of their chunk: the maximum and the sums of weights start anew, and the sums of out are folded instead
-    of rescaled. The next iteration starts sums of out anew. `item`: ring item of the previous block's K.
+    An iteration issues the scores of its block and adds the values of the previous block, its right neighbour. If its
+    block is the rightmost of a chunk, the previous block was the last one of the previous chunk. Then the maximum and
+    the sums of weights start anew, and the sums of out, which are complete, are folded into the totals instead of
+    rescaled. The next iteration starts new sums of out. `item`: ring item of the previous block's K.
     """
     config: gl.constexpr = consumer.shared.config
     ring = consumer.shared.ring
@@ -192,7 +193,7 @@ def _attend_blocks_in_order(
             has_totals = block + 1 + config.CHUNK < end_block
             o, m_total, l_total = _fold_chunk(consumer, o, m_chunk, l_chunk, m_total, l_total, has_totals)
             if config.OUT_IN_TOTALS:
-                tma.store_wait(0)  # out of the tile before may still be on its way
+                tma.store_wait(0)  # the previous tile's out may still leave from this memory
             _store_totals(consumer.shared.totals, o, consumer.INDEX, WIDTH, config.BOXES_V)
         else:
             o = rescaled(o, alpha)
@@ -204,8 +205,8 @@ def attend_chunks(consumer, q, rows, key0, tile, end_block, item):
     """Attend to key blocks [tile.first_block, end_block) of a tile from right to left.
 
     The last block is the prologue. Then follow [unmasked_end, end_block - 1) with a mask, [unmasked_first,
-    unmasked_end) without one, and [tile.first_block, unmasked_first) with one. As outside of the mode, consumers take a
-    ping-pong turn for each block that they compute or skip, but for the first.
+    unmasked_end) without one, and [tile.first_block, unmasked_first) with one. As outside of the mode, a consumer takes
+    a ping-pong turn for each block that it computes or skips, except for the prologue.
 
     `key0`: the key that the consumer's first row is aligned with. `item`: ring item of K of block end_block - 1.
     Returns (accumulators of out, sums of weights [64], maximum [64], ring item after the tile's last).

@@ -10,8 +10,8 @@ of keys in a sum does not matter. So weights stay where they are, and the transp
 16, in the order in which threads have the weights (`key_in_group`).
 
 Factors are applied as in the portable kernel (`attention/eight_bits.py`). One factor multiplies all products of a tile.
-With descales of 64 keys, each block of 64 columns has another factor besides. The factor and the mean of v are applied
-to finished rows. The mean of k adds a number to each row's log-sum-exp.
+If each block of 64 keys has a descale, each 64 columns of products are multiplied by theirs as well. The factor and the
+mean of v are applied to finished rows. The mean of k adds a number to each row's log-sum-exp.
 """
 
 # Aggregates are checked against their annotations, so these must not be postponed.
@@ -58,7 +58,7 @@ class Factors:
 
     @gluon.jit
     def kv_head(self, tile, problem):
-        """Return the number of a tile's KV head, counted through all samples."""
+        """Return the index of a tile's KV head among those of all samples."""
         return tile.b * (problem.heads_q // self.group_size) + tile.h // self.group_size
 
     @gluon.jit

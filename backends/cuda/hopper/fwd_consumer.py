@@ -165,8 +165,8 @@ def _attend_blocks(
     config: gl.constexpr = consumer.shared.config
     ring = consumer.shared.ring
     LISTED: gl.constexpr = MASKED and config.MASK_K > 0
-    # The bits of a block are found by its columns, which lead to codes, which lead to words. Columns are read two
-    # blocks early and codes one block early, so that no load waits for another.
+    # Three loads find the bits of a block: its columns, then with these its codes, then with those its words. Columns
+    # are read two blocks early and codes one block early, so that no load waits for another.
     if LISTED:
         codes, columns = upcoming
     for i in range(start, end):
@@ -256,7 +256,7 @@ def _attend_tile(consumer, tile, item, q_loads):
     CONSUMER: gl.constexpr = consumer.INDEX
     WIDTH: gl.constexpr = outputs.o_tensor.block_shape[-1]
     S_ROWS: gl.constexpr = gl.SliceLayout(1, accumulator_layout(config.BLOCK_N, config.BITS))
-    # HAS_LEFT need not be asked: it implies HAS_RIGHT or CHECK_KEYS.
+    # HAS_LEFT is not needed here: it implies HAS_RIGHT or CHECK_KEYS.
     MASKED: gl.constexpr = problem.HAS_RIGHT or problem.CHECK_KEYS
     LISTED: gl.constexpr = config.MASK_K > 0
 

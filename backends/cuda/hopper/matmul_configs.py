@@ -8,7 +8,7 @@ from diyfa.arch import gpu_spec
 from diyfa.backends.cuda.attention.tile_io import cdiv
 from diyfa.backends.cuda.gluon.compat import ptxas_options
 from diyfa.backends.cuda.hopper.configs import environment_refusal
-from diyfa.backends.cuda.matmul.configs import ELEMENT_BYTES, FLOAT8, sizes_refusal
+from diyfa.backends.cuda.matmul.configs import ELEMENT_BYTES, FLOAT8, sizes_refusal, tma_refusal
 from diyfa.problem import MAX_STEPS, MatmulProblem, cached_per_problem
 
 SHARED_BYTES = 232448  # for one program on sm_90
@@ -242,15 +242,9 @@ def _refusal(problem: MatmulProblem) -> str | None:
             "it multiplies float16, bfloat16, float8 and tf32 as they are, "
             f"not {problem.dtype} in {problem.compute_dtype}"
         )
-    if not problem.aligned:
-        return "an input's strides or base address are not multiples of 16 bytes"
     if problem.dtype in ("float32", FLOAT8) and problem.k_major != (True, True):
         return "wgmma of tf32 and float8 needs both operands contiguous along K: a row-major, b column-major"
-    if problem.aligned_out is False:
-        return "out has columns that are not contiguous, or rows or an address that are no multiples of 16 bytes"
-    if problem.aligned_out is None and problem.n * ELEMENT_BYTES[problem.out_dtype] % 16:
-        return f"rows of the result ({problem.n} x {problem.out_dtype}) are not a multiple of 16 bytes"
-    if reason := sizes_refusal(problem):
+    if reason := tma_refusal(problem) or sizes_refusal(problem):
         return reason
     if not candidates(problem):  # all of one class have too many steps, none too much shared memory
         row = problem_class(problem.m, problem.n, problem.k)

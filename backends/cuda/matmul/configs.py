@@ -260,6 +260,17 @@ def _unsupported(problem: MatmulProblem, form: str) -> str | None:
 FEW_ROWS = 16
 
 
+def tma_refusal(problem: MatmulProblem) -> str | None:
+    """Return why TMA cannot read the inputs or write the result, or None."""
+    if not problem.aligned:
+        return "an input's strides or base address are not multiples of 16 bytes"
+    if problem.aligned_out is False:
+        return "out has columns that are not contiguous, or rows or an address that are no multiples of 16 bytes"
+    if problem.aligned_out is None and problem.n * ELEMENT_BYTES[problem.out_dtype] % 16:
+        return f"rows of the result ({problem.n} x {problem.out_dtype}) are not a multiple of 16 bytes"
+    return None
+
+
 def unsupported_tma(problem: MatmulProblem) -> str | None:
     """Return why the descriptor form cannot run `problem`, or None."""
     spec = gpu_spec(problem.arch)
@@ -267,12 +278,8 @@ def unsupported_tma(problem: MatmulProblem) -> str | None:
         return f"TMA needs Hopper or later, this is {problem.arch}"
     if problem.dtype == "float32" or problem.compute_dtype != problem.dtype:
         return f"reads float16, bfloat16 and float8 as is, not {problem.dtype} computed in {problem.compute_dtype}"
-    if not problem.aligned:
-        return "an input's strides or base address are not multiples of 16 bytes"
-    if problem.aligned_out is False:
-        return "out has columns that are not contiguous, or rows or an address that are no multiples of 16 bytes"
-    if problem.aligned_out is None and problem.n * ELEMENT_BYTES[problem.out_dtype] % 16:
-        return f"rows of the result ({problem.n} x {problem.out_dtype}) are not a multiple of 16 bytes"
+    if reason := tma_refusal(problem):
+        return reason
     if problem.m <= FEW_ROWS and problem.block is None:
         return f"with {problem.m} rows reading b is all the work, which the pointer form splits along its depth"
     if problem.block is not None and max(problem.block) > 256:

@@ -1,15 +1,16 @@
 """Factors and means of int8 queries and keys, which the forward kernel applies.
 
 With q = q8 · dq, k = k8 · dk + mk and values v · dv + mv (`diyfa.eight_bits`) a score is
-scale · (dq dk q8·k8 + dq q8·mk). The cube core multiplies the integers exactly, in int32. Both terms have the factors:
+scale · (dq dk q8·k8 + dq q8·mk). The cube core multiplies the integers exactly, in int32.
 
-* The first one has one factor for the tile, or with a descale for each block of keys one for each key. Rows and blocks
-  of keys of a tile share their descales: a tile has at most BLOCK_Q queries, and whole blocks of keys or a fraction of
-  one. The scale of scores is part of the factor, so int8 adds a conversion to the loop and no multiplication.
-* The second one is an offset of each row. The softmax does not see it, so it is added to the log-sum-exp at the end;
-  only scores that are more than scaled products (softcap, a score function) have it in the loop.
+* The first term has one factor for the tile, scale · dq · dk. If each block of BLOCK_K keys has a descale of its own,
+  it has one for each key. A tile has one descale of q: its queries lie in one block of BLOCK_Q. Its keys are whole
+  blocks of BLOCK_K, or lie in one. The scale of scores is part of the factor, so int8 adds a conversion to the loop and
+  no multiplication.
+* The second term is the same for all keys, an offset of each row. It changes no weight of the softmax, so it is added
+  to the log-sum-exp at the end. With softcap or a score function it does change weights, and is added in the loop.
 
-Factors are vectors of equal values where one would do: a scalar in fp32 that is loaded or computed in the kernel breaks
+A factor is a vector of equal values where a scalar would do: an fp32 scalar that the kernel loads or computes breaks
 its pipeline.
 """
 
@@ -27,7 +28,7 @@ PER_TENSOR, PER_BLOCK = tl.constexpr(definition.PER_TENSOR), tl.constexpr(defini
 
 @triton.jit
 def load_factor(pointer, head, block, blocks, KIND: tl.constexpr, SIZE: tl.constexpr):
-    """Return a descale as [SIZE] equal values. `head`: the head among those of all samples, `blocks`: of each head."""
+    """Return a descale as [SIZE] equal values. `head` counts through all samples; `blocks`: descales of each head."""
     factor = tl.full([SIZE], 1.0, tl.float32)
     if KIND == PER_TENSOR:
         factor = factor * tl.load(pointer)
@@ -49,10 +50,10 @@ def load_mean(pointer, head, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
 def query_factors(
     q, scale, q_descale_ptr, k_descale_ptr, k_mean_ptr, b, h, hk, row0, heads_q, heads_kv, seqlen_q, c: tl.constexpr
 ):
-    """Return (factor of the products; offset of each row's scores [BLOCK_M]).
+    """Return (factor of the products, offset of each row's scores [BLOCK_M]).
 
-    The factor has [BLOCK_M] equal values, or [BLOCK_N] without the descales of k if blocks of keys have their own.
-    `scale`: of the scores. `seqlen_q`: that of the longest sequence."""
+    The factor has [BLOCK_M] equal values. If blocks of keys have descales of their own, it lacks these (`key_factors`)
+    and has [BLOCK_N]. `scale`: of the scores. `seqlen_q`: that of the longest sequence."""
     SIZE: tl.constexpr = c.BLOCK_N if c.K_DESCALE == PER_BLOCK else c.BLOCK_M
     kv_head = b * heads_kv + hk
     q_head = kv_head
@@ -88,8 +89,8 @@ def key_factors(k_descale_ptr, b, hk, n0, heads_kv, seqlen_k, c: tl.constexpr):
 
 @triton.jit
 def scaled_products(s, factor, offset, k_descale_ptr, b, hk, n0, heads_kv, seqlen_k, c: tl.constexpr):
-    """Return products s [BLOCK_M, BLOCK_N] of integers times the scale of scores, in fp32, with the rows' offset if
-    scores are more than that."""
+    """Return integer products s [BLOCK_M, BLOCK_N] as scores in fp32: times their factors, and with softcap or a score
+    function plus the rows' offset."""
     s = s.to(tl.float32)
     if c.K_DESCALE == PER_BLOCK:
         s = s * (factor * key_factors(k_descale_ptr, b, hk, n0, heads_kv, seqlen_k, c))[None, :]
@@ -102,7 +103,8 @@ def scaled_products(s, factor, offset, k_descale_ptr, b, hk, n0, heads_kv, seqle
 
 @triton.jit
 def with_means(acc, m_i, l_i, offset, v_descale_ptr, v_mean_ptr, b, hk, heads_kv, c: tl.constexpr):
-    """Return (acc, m_i, l_i) with the factor and the mean of v, and with the rows' offset of scores."""
+    """Return (acc, m_i, l_i) after the KV loop, with the factor and the mean of v, and with the rows' offset of scores
+    if the loop left it out."""
     kv_head = b * heads_kv + hk
     if c.V_DESCALE != NONE:
         acc = acc * load_factor(v_descale_ptr, kv_head, 0, 0, c.V_DESCALE, c.BLOCK_M)[:, None]
@@ -113,6 +115,6 @@ def with_means(acc, m_i, l_i, offset, v_descale_ptr, v_mean_ptr, b, hk, heads_kv
         acc = tl.where(has_keys[:, None], acc, 0.0)
     if c.K_MEAN and not (c.SOFTCAP != "" or c.SCORE_FN is not None):
         m_i = m_i + tl.where(has_keys, offset, 0.0)
-        # A row that sees a key shows an offset that is not finite, though the softmax did not see it.
+        # An offset that is not finite must make a row that sees a key NaN, although the softmax ran without it.
         l_i = tl.where(has_keys & (offset - offset != 0.0), float("nan"), l_i)
     return acc, m_i, l_i

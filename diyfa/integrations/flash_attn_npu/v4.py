@@ -1,8 +1,7 @@
 """The functions of the module flash_attn_npu_4: FlashAttention-4's arguments.
 
 `num_splits` and `pack_gqa` are hints for other kernels; they change no result and are not used. Masks and score
-functions are written for another language there. diyfa's masks are `flash_attention(…, mask=)`; it has no score
-functions.
+functions are written in another language there. diyfa's own are `flash_attention(…, mask=, score_fn=)`.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ __all__ = ["flash_attn_func", "flash_attn_varlen_func", "get_scheduler_metadata"
 Tensor = torch.Tensor
 Window = tuple[int, int]
 _MASK = "diyfa's own masks are an argument of diyfa.flash_attention: mask=, a diyfa.BlockMask"
-_SCORE = "diyfa has attn_bias, alibi_slopes and softcap, and no functions of a score"
+_SCORE = "diyfa's own score functions are an argument of diyfa.flash_attention: score_fn=, a Triton jit function"
 _ABSENT = {
     "qv": "concatenate it to q, and the latent cache to k",
     "gather_kv_indices": "give pages of one key with page_table",
