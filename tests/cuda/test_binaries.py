@@ -563,4 +563,4 @@ def test_a_long_compilation_says_so_once(compiler, monkeypatch, capsys):
         stored(make_launch(name, n=3))
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("diyfa is compiling g_kernel for sm_90") and "no pack for sm_90 is installed" in line
-    assert "kept there for later processes" in line
+    assert "Later processes find it there" in line and "`diyfa warmup`" in line

@@ -85,13 +85,13 @@ def _why_it_is_missing(arch: str) -> str:
         return reason
     pack, folder = installed(arch), cache_folder()
     in_pack = pack.reason if pack.pack is None else f"it is not in {pack.pack.path}"
-    return f"{in_pack}, " + ("and there is no cache folder" if folder is None else f"nor is it in {folder.path}")
+    return f"{in_pack}, " + ("and there is no cache folder" if folder is None else f"nor is the kernel in {folder.path}")
 
 
 def _advice() -> str:
     if cache_folder() is None:
         return "DIYFA_CACHE_DIR may name a folder that keeps it for later processes"
-    return "It is kept there for later processes, such as one that runs a model once before others serve it"
+    return "Later processes find it there. `diyfa warmup` compiles kernels before a process needs them"
 
 
 _printed: list[bool] = []
