@@ -200,6 +200,8 @@ def _attend_blocks(
         l_i += sums_by_thread(weights)
         o = finish_values(o)
         ring.channel.release(item - 1)
+        # The branches of `rescaled` keep ptxas from converting a masked block's weights while the products of the
+        # previous ones run. These would lie in other registers, and each full block would move its weights.
         if LISTED:
             o = rescaled(o, alpha)
         p = consumer.weights_operand(weights, o)
@@ -230,20 +232,6 @@ def _skip_masked(consumer, tile, key0, item):
             ring.channel.release(item + j)
         item += 2
     return item
-
-
-@gluon.jit
-def _held_queries(consumer):
-    """Return `queries_in_registers` of a tile, and release their buffers if nobody reads these any more.
-
-    That is so if they are all in registers, and out does not leave through their buffers.
-    """
-    config: gl.constexpr = consumer.shared.config
-    queries = consumer.shared.queries
-    q = queries_in_registers(queries, consumer.INDEX, config)
-    if (config.SEPARATE_O_BUFFER or config.STORE_FROM_REGISTERS) and config.Q_IN_REGISTERS == config.BOXES:
-        queries.release(consumer.INDEX)
-    return q
 
 
 @gluon.jit
@@ -320,11 +308,10 @@ def _attend_tile(consumer, tile, item, q_loads):
     queries.wait_full(CONSUMER, q_loads)
     if config.K_MEAN:
         offset = factor * outputs.factors.key_mean_products(tile, problem, queries, CONSUMER, S_ROWS, config)
-    q = ()
-    # Two boxes of Q leave the masked blocks of a block mask too few registers for their bits.
-    LATE_QUERIES: gl.constexpr = LISTED and config.Q_IN_REGISTERS > 1
-    if not LATE_QUERIES:
-        q = _held_queries(consumer)
+    q = queries_in_registers(queries, CONSUMER, config)
+    # All queries are in registers and out does not leave through their buffers: nobody reads these any more.
+    if (config.SEPARATE_O_BUFFER or config.STORE_FROM_REGISTERS) and config.Q_IN_REGISTERS == config.BOXES:
+        queries.release(CONSUMER)
     ring.channel.wait(item)
     s = start_scores(q, queries, ring, item, CONSUMER, config)
     upcoming = ()
@@ -354,8 +341,6 @@ def _attend_tile(consumer, tile, item, q_loads):
         o, p, m_i, l_i, item = _attend_blocks(
             consumer, q, rows, order, 1, n_masked, o, p, m_i, l_i, item, keys, upcoming, True, False
         )  # fmt: skip
-    if LATE_QUERIES:
-        q = _held_queries(consumer)
     if config.FIXED_MAX:
         if not problem.HAS_LEFT:
             o, p, m_i, l_i, item = _attend_blocks(

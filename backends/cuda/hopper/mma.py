@@ -192,14 +192,14 @@ def queries_in_registers(queries, CONSUMER: gl.constexpr, config):
 
 @gluon.jit
 def start_scores(
-    q,  # `queries_in_registers`, or () while no box is there
+    q,  # `queries_in_registers`
     queries, ring, item, CONSUMER: gl.constexpr, config,
 ):  # fmt: skip
     """Start q kᵀ, [64, BLOCK_N], summed over the boxes of the head dim."""
     s = gl.zeros([ROWS, config.BLOCK_N], gl.float32, accumulator_layout(config.BLOCK_N, config.BITS))
     for j in gl.static_range(config.BOXES):
         k = box_matrix(ring.k_buffers, ring.buffer_index(item), j, config.BOXES).permute((1, 0))
-        if j < len(q):
+        if j < config.Q_IN_REGISTERS:
             s = warpgroup_mma(q[j], k, s, use_acc=j > 0, is_async=True)
         else:
             from_shared = box_matrix(queries.buffers, CONSUMER, j, config.BOXES)

@@ -131,10 +131,10 @@ def _bits(s, words):
     `words`: [64] int32 for each 32 columns.
     """
     lane, constant = _columns(s)
-    word = words[0][:, None]
+    word = words[0][:, None] >> lane
     for i in gl.static_range(1, len(words)):
-        word = gl.where(constant < i * 32, word, words[i][:, None])
-    return word, (1 << (constant & 31)) << lane
+        word = gl.where(constant < i * 32, word, words[i][:, None] >> lane)
+    return word, 1 << (constant & 31)
 
 
 @gluon.jit
