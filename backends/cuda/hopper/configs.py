@@ -291,19 +291,15 @@ def has_long_kv_loop(problem: AttentionProblem, elements: int = LONG_KV_LOOP) ->
 
 
 def programs_at_once(config: Sm90Config) -> int:
-    """Return the number of programs that fill a multiprocessor. All registers of one are 2 to the 16th."""
+    """Return how many programs of a config the registers of a multiprocessor hold, 2 to the 16th."""
     return max(1, (1 << 16) // (128 * (config.consumers * config.consumer_registers + config.producer_registers)))
 
 
 def compile_options(config: Sm90Config) -> dict[str, int]:
-    """Return the compiler options of a config.
-
-    `maxnreg`: the mean over the warpgroups, the consumers' and the producer's, if several programs share the registers.
-    """
+    """Return the compiler options of a config. `maxnreg`: the mean of one consumer's and its producer's registers."""
     options = {"num_warps": 4, "launch_pdl": True, **ptxas_options()}
-    if config.consumers == 1 or programs_at_once(config) > 1:
-        registers = config.consumers * config.consumer_registers + config.producer_registers
-        options["maxnreg"] = cdiv(registers // (config.consumers + 1), 8) * 8
+    if config.consumers == 1:
+        options["maxnreg"] = cdiv((config.consumer_registers + config.producer_registers) // 2, 8) * 8
     return options
 
 
