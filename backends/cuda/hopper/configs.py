@@ -59,6 +59,7 @@ class Sm90Config:
     shared_totals: bool = False  # batch-invariant mode: totals of chunks lie in shared memory (`chunks.py`)
     out_in_totals: bool = False  # and out leaves through them, not through buffers of its own
     tile_infos: int = MAX_TILE_INFOS  # of a persistent program
+    find_ahead: bool = False  # see `finds_ahead`
     measured: str = ""  # device, date, TFLOP/s
 
     def __post_init__(self) -> None:
@@ -197,6 +198,13 @@ SCORE_CONFIGS: dict[int, Sm90Config] = {
 }
 
 
+# With blocks of 64 queries: 64 queries of one consumer, of which two programs share a multiprocessor.
+MASK_SMALL: dict[int, Sm90Config] = {
+    64: replace(SMALL[64], pairs=True, q_in_registers=1),
+    128: replace(SMALL[128], pairs=True, box_columns=64, q_in_registers=2, stages=5),
+}
+
+
 @cached_per_problem
 def select_config(problem: AttentionProblem) -> Sm90Config:
     """Return the config of a problem that `refuses` accepts."""
@@ -218,6 +226,8 @@ def select_config(problem: AttentionProblem) -> Sm90Config:
         or problem.seqlen_q < config.consumers * CONSUMER_ROWS
     ):
         config = SMALL[min(columns for columns in SMALL if widest(problem) <= columns)]
+        if problem.mask and not problem.score_fn:
+            config = MASK_SMALL.get(widest(problem), config)
     if problem.score_fn and problem.mask:  # the kernel counts keys from the first one of its block
         config = replace(config, block_n=min(config.block_n, problem.mask[1]))
     return fitted(problem, config)
@@ -263,7 +273,7 @@ def has_small_blocks(problem: AttentionProblem, config: Sm90Config) -> bool:
 
 def finds_ahead(problem: AttentionProblem, config: Sm90Config) -> bool:
     """Return whether the producer finds its next tile before it copies a tile's last block: see `run_producer`."""
-    return "varlen" in problem.features and config.persistent and config.stages <= 4
+    return config.find_ahead or ("varlen" in problem.features and config.persistent and config.stages <= 4)
 
 
 def keys_seen(problem: AttentionProblem) -> int:
@@ -278,6 +288,11 @@ def has_long_kv_loop(problem: AttentionProblem, elements: int = LONG_KV_LOOP) ->
     """Return whether the KV loop has so many elements of K that the kernel pays with any number of tiles."""
     with_lengths = problem.seq_lens or problem.varlen
     return not with_lengths and keys_seen(problem) * widest(problem) >= elements
+
+
+def programs_at_once(config: Sm90Config) -> int:
+    """Return how many programs of a config the registers of a multiprocessor hold, 2 to the 16th."""
+    return max(1, (1 << 16) // (128 * (config.consumers * config.consumer_registers + config.producer_registers)))
 
 
 def compile_options(config: Sm90Config) -> dict[str, int]:
@@ -371,7 +386,7 @@ def grid_size(problem: AttentionProblem, config: Sm90Config, device: torch.devic
     tiles = count_tiles(problem, config)
     if not config.persistent:
         return tiles
-    at_once = programs = min(tiles, multiprocessors(device) or FULL_GPU)
+    at_once = programs = min(tiles, (multiprocessors(device) or FULL_GPU) * programs_at_once(config))
     while cdiv(tiles, programs) >= config.tile_infos:  # one tile info is the end marker
         programs += at_once
     return programs

@@ -200,8 +200,12 @@ def _attend_blocks(
         l_i += sums_by_thread(weights)
         o = finish_values(o)
         ring.channel.release(item - 1)
+        # The branches of `rescaled` keep ptxas from converting a masked block's weights while the products of the
+        # previous ones run. These would lie in other registers, and each full block would move its weights.
+        if LISTED:
+            o = rescaled(o, alpha)
         p = consumer.weights_operand(weights, o)
-        if not FIXED_MAX:
+        if not FIXED_MAX and not LISTED:
             o = rescaled(o, alpha)
     return o, p, m_i, l_i, item
 

@@ -156,6 +156,17 @@ def _unless_zero(x: np.ndarray, factor: np.ndarray, changed: np.ndarray) -> Tens
         return TensorHandle(np.where(changed == 0, x, x * factor).astype(np.float32), tl.float32)
 
 
+# A score, or -inf if a word lacks its bit.
+_KEPT = re.compile(
+    r"\{ \.reg \.pred p; \.reg \.b32 b; and\.b32 b, \$2, \$3; setp\.ne\.s32 p, b, 0; "
+    r"selp\.f32 \$0, \$1, 0fFF800000, p; \}"
+)
+
+
+def _kept(scores: np.ndarray, words: np.ndarray, bits: np.ndarray) -> TensorHandle:
+    return TensorHandle(np.where(words & bits, scores, -np.inf).astype(np.float32), tl.float32)
+
+
 # Adds four numbers to consecutive addresses of global memory.
 _ADD_FOUR = re.compile(r"mov\.b32 \$0, 0; red\.relaxed\.gpu\.global\.add\.v4\.f32 \[\$1\], \{\$2, \$3, \$4, \$5\};")
 
@@ -206,6 +217,8 @@ def run(asm: str, values: list[Any], dtype: tl.dtype) -> TensorHandle | list[Ten
         return _halves(values[0].data)
     if _ANY_IN_WARP.fullmatch(asm):
         return _any_in_warp(values[0].data)
+    if _KEPT.fullmatch(asm):
+        return _kept(*(value.data for value in values))
     if _UNLESS_ZERO.fullmatch(asm):
         return _unless_zero(*(value.data for value in values))
     found = _FUNCTION.match(asm)
