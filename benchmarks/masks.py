@@ -404,7 +404,7 @@ def builder_rows(block: int) -> Iterator[Row]:
 def candidates_rows(number: int) -> Iterator[Row]:
     """Time tiles and schedules of the Hopper kernel with a mask."""
     from diyfa.backends.cuda.attention.launch import use_config
-    from diyfa.backends.cuda.hopper.configs import MASK_CONFIGS, SMALL
+    from diyfa.backends.cuda.hopper.configs import MASK_CONFIGS, SMALL_MASK_CONFIGS
 
     length = LENGTHS["candidates"]
     two = MASK_CONFIGS
@@ -422,10 +422,10 @@ def candidates_rows(number: int) -> Iterator[Row]:
         }),
         (128, (128, 64), {"table": two[128], "blocks of 64 keys": replace(two[128], block_n=64, stages=8)}),
         (128, 64, {
-            "table": SMALL[128], "128 keys": replace(SMALL[128], block_n=128, stages=3, box_columns=64),
-            "64 keys, running max": replace(SMALL[128], box_columns=64),
+            "table": SMALL_MASK_CONFIGS[128], "128 keys": replace(SMALL_MASK_CONFIGS[128], block_n=128, stages=3),
+            "4 stages": replace(SMALL_MASK_CONFIGS[128], stages=4),
         }),
-        (64, 64, {"table": SMALL[64], "64 keys": replace(SMALL[64], block_n=64, stages=8)}),
+        (64, 64, {"table": SMALL_MASK_CONFIGS[64], "running max": replace(SMALL_MASK_CONFIGS[64], fixed_max=False)}),
     ]  # fmt: skip
     for head_dim, block, configs in rows[number : number + 1]:
         heads = WIDTH // head_dim

@@ -35,7 +35,9 @@ SHORT_KV_LOOP = 128  # keys per query; with heads of 64 columns, the portable ke
 # A program fills a multiprocessor, and an H200 has 132 of them. With fewer tiles, smaller tiles use the GPU better.
 FULL_GPU = 132
 MAX_TILE_INFOS = 128  # per program; their 8 KB fit beside the buffers of every config
-L2_BYTES = 32 << 20  # bytes of L2, of 50 MB, that keys and values of neighbouring heads may fill
+# Bytes of L2, of 50 MB, that keys and values of neighbouring heads may fill. With a block mask half of them: tiles that
+# run at the same time read blocks anywhere, and each half of L2 keeps a copy of its own.
+L2_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,6 @@ class Sm90Config:
     shared_totals: bool = False  # batch-invariant mode: totals of chunks lie in shared memory (`chunks.py`)
     out_in_totals: bool = False  # and out leaves through them, not through buffers of its own
     tile_infos: int = MAX_TILE_INFOS  # of a persistent program
-    find_ahead: bool = False  # see `finds_ahead`
     measured: str = ""  # device, date, TFLOP/s
 
     def __post_init__(self) -> None:
@@ -187,6 +188,34 @@ MASK_CONFIGS: dict[int, Sm90Config] = {
     256: C(2, 64, 4, False, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, store_from_registers=True),
 }
 # fmt: on
+# In place of rows of SMALL, which blocks of 64 queries need. At 64 columns three such programs fit a multiprocessor.
+SMALL_MASK_CONFIGS: dict[int, Sm90Config] = {
+    64: C(
+        1,
+        64,
+        6,
+        True,
+        136,
+        24,
+        pairs=True,
+        fixed_max=True,
+        q_in_registers=1,
+        measured="H200, 2026-11-30: a quarter of the blocks full 503",
+    ),
+    128: C(
+        1,
+        64,
+        5,
+        False,
+        232,
+        24,
+        store_from_registers=True,
+        pairs=True,
+        box_columns=64,
+        q_in_registers=2,
+        measured="H200, 2026-11-30: a quarter of the blocks full 558",
+    ),
+}  # fmt: skip
 # With a score function, as with a block mask, but with registers for what the function computes and loads
 # (docs/log/hopper.md, "Score functions").
 SCORE_CONFIGS: dict[int, Sm90Config] = {
@@ -195,13 +224,6 @@ SCORE_CONFIGS: dict[int, Sm90Config] = {
     128: replace(MASK_CONFIGS[128], block_n=64, stages=8, q_in_registers=0),
     192: replace(MASK_CONFIGS[192], fixed_max=False),
     256: MASK_CONFIGS[256],
-}
-
-
-# With blocks of 64 queries: 64 queries of one consumer, of which two programs share a multiprocessor.
-MASK_SMALL: dict[int, Sm90Config] = {
-    64: replace(SMALL[64], pairs=True, q_in_registers=1),
-    128: replace(SMALL[128], pairs=True, box_columns=64, q_in_registers=2, stages=5),
 }
 
 
@@ -225,9 +247,10 @@ def select_config(problem: AttentionProblem) -> Sm90Config:
         or count_tiles(problem, config) < FULL_GPU
         or problem.seqlen_q < config.consumers * CONSUMER_ROWS
     ):
-        config = SMALL[min(columns for columns in SMALL if widest(problem) <= columns)]
+        columns = min(columns for columns in SMALL if widest(problem) <= columns)
+        config = SMALL[columns]
         if problem.mask and not problem.score_fn:
-            config = MASK_SMALL.get(widest(problem), config)
+            config = SMALL_MASK_CONFIGS.get(columns, config)
     if problem.score_fn and problem.mask:  # the kernel counts keys from the first one of its block
         config = replace(config, block_n=min(config.block_n, problem.mask[1]))
     return fitted(problem, config)
@@ -273,7 +296,7 @@ def has_small_blocks(problem: AttentionProblem, config: Sm90Config) -> bool:
 
 def finds_ahead(problem: AttentionProblem, config: Sm90Config) -> bool:
     """Return whether the producer finds its next tile before it copies a tile's last block: see `run_producer`."""
-    return config.find_ahead or ("varlen" in problem.features and config.persistent and config.stages <= 4)
+    return "varlen" in problem.features and config.persistent and config.stages <= 4
 
 
 def keys_seen(problem: AttentionProblem) -> int:
@@ -288,11 +311,6 @@ def has_long_kv_loop(problem: AttentionProblem, elements: int = LONG_KV_LOOP) ->
     """Return whether the KV loop has so many elements of K that the kernel pays with any number of tiles."""
     with_lengths = problem.seq_lens or problem.varlen
     return not with_lengths and keys_seen(problem) * widest(problem) >= elements
-
-
-def programs_at_once(config: Sm90Config) -> int:
-    """Return how many programs of a config the registers of a multiprocessor hold, 2 to the 16th."""
-    return max(1, (1 << 16) // (128 * (config.consumers * config.consumer_registers + config.producer_registers)))
 
 
 def compile_options(config: Sm90Config) -> dict[str, int]:
@@ -362,7 +380,8 @@ def heads_in_parallel(problem: AttentionProblem) -> int:
     if (problem.window_right < 0 and not problem.mask) or problem.window_left >= 0 or problem.varlen:
         return 1
     pair_bytes = 2 * 2 * problem.seqlen_k * problem.head_dim
-    n_heads = max(1, L2_BYTES // pair_bytes) * (problem.heads_q // problem.heads_kv)
+    l2_bytes = L2_BYTES // 2 if problem.mask else L2_BYTES
+    n_heads = max(1, l2_bytes // pair_bytes) * (problem.heads_q // problem.heads_kv)
     return min(n_heads, problem.batch * problem.heads_q)  # more would overflow the kernel's 32 bits
 
 
@@ -386,7 +405,7 @@ def grid_size(problem: AttentionProblem, config: Sm90Config, device: torch.devic
     tiles = count_tiles(problem, config)
     if not config.persistent:
         return tiles
-    at_once = programs = min(tiles, (multiprocessors(device) or FULL_GPU) * programs_at_once(config))
+    at_once = programs = min(tiles, multiprocessors(device) or FULL_GPU)
     while cdiv(tiles, programs) >= config.tile_infos:  # one tile info is the end marker
         programs += at_once
     return programs

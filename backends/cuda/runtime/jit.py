@@ -85,7 +85,9 @@ def _why_it_is_missing(arch: str) -> str:
         return reason
     pack, folder = installed(arch), cache_folder()
     in_pack = pack.reason if pack.pack is None else f"it is not in {pack.pack.path}"
-    return f"{in_pack}, " + ("and there is no cache folder" if folder is None else f"nor is the kernel in {folder.path}")
+    return f"{in_pack}, " + (
+        "and there is no cache folder" if folder is None else f"nor is the kernel in {folder.path}"
+    )
 
 
 def _advice() -> str:
