@@ -30,7 +30,7 @@ WEIGHT_SHIFT = {"float8_e4m3fn": 8, "float8_e5m2": 15}
 
 
 def per_row(descale: torch.Tensor, heads: int, rows: int, block: int) -> torch.Tensor:
-    """Return the descale of each row, broadcastable to (B, heads, rows, 1). `block`: rows that share one, per block."""
+    """Return the descale of each row, broadcastable to (B, heads, rows, 1). `block`: rows of a block that share one."""
     if descale.numel() == 1:
         return descale.reshape(1, 1, 1, 1)
     descale = descale.repeat_interleave(heads // descale.shape[1], dim=1)

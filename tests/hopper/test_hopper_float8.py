@@ -6,12 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from eight_bit_cases import F16, F32, Case, check, check_not_finite, make_call
+from eight_bit_cases import F16, F32, Case, check
 from hopper_interpreted import interpret, interpreted_only
 from poison import poisoned_allocations
 from targets import TARGETS
 
-import diyfa
 from diyfa import registry
 from diyfa.backends.cuda.hopper import configs as hopper_configs
 from diyfa.backends.cuda.hopper import float8
@@ -130,35 +129,6 @@ def test_the_transposed_v(layout: str, lengths: tuple[int, ...] | None, head_dim
         padded = torch.cat([bits[b, :, :n], torch.zeros(heads, len(key) - n, head_dim_v, dtype=torch.uint8)], 1)
         rows = found[0 if layout == "thd" else b, :, :, first : first + end]
         assert torch.equal(rows, padded[:, key[:end]].transpose(1, 2)), b
-
-
-@interpreted_only
-@pytest.mark.parametrize("name", ["q_descale", "k_descale", "v_descale", "k_mean", "v_mean"])
-@pytest.mark.parametrize(("kind", "sinks"), [("head", True), ("block", False)])
-def test_what_is_not_finite_shows_where_a_key_is_seen(
-    name: str, kind: str, sinks: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In every row of its head that sees a key, and in no row that sees none."""
-    size = {"heads": 2, "heads_kv": 2, "seqlen_q": 150, "seqlen_k": 100}
-    for options, first in (({"causal": True}, 50), ({"window": (20, 3)}, 47)):
-        chosen = case(kind=kind, means=True, sinks=sinks, options=options, **size)
-        interpret(monkeypatch, config(chosen), seed=3)
-        check_not_finite(chosen, TARGETS["cuda"], name, float("nan"), first, "sm90")
-
-
-@interpreted_only
-def test_blocks_of_a_longest_sequence_beyond_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`max_seqlen` may be larger than all sequences together. Descales of blocks are laid out by it."""
-    chosen = case(layout="thd", lengths=(90, 70), seqlen_q=90, seqlen_k=90, heads=2, heads_kv=2)
-    interpret(monkeypatch, config(chosen), seed=3)
-    (q, k, v), options = make_call(chosen)
-    descales = {"q_descale": torch.rand(2, 2, 3) / 30, "k_descale": torch.rand(2, 2, 5) / 30}
-    tensors = {"q": q.values, "k": k.values, "v": v.values, **options, **descales}
-    _, lse = diyfa.flash_attention_varlen(
-        **tensors, max_seqlen_q=300, max_seqlen_k=300, return_lse=True, backend="cuda", variant="sm90"
-    )
-    _, want = diyfa.reference_attention(**tensors, layout="thd", return_lse=True, dtype=torch.float64)
-    torch.testing.assert_close(lse, want.float(), rtol=1e-5, atol=1e-5)
 
 
 @interpreted_only

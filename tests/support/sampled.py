@@ -81,6 +81,7 @@ SAMPLE_INTERVALS = {
     "numerics/test_dropout_kernels.py::test_tiles_hold_the_defined_bits": 5,
     "numerics/test_eight_bits.py::test_extreme_descales": 3,
     "numerics/test_eight_bits.py::test_matrix": 2,
+    "numerics/test_eight_bits.py::test_what_is_not_finite_shows_where_a_key_is_seen": 3,
     "numerics/test_hidden_pages.py::test_hidden_pages_are_not_read": 3,
     "numerics/test_infinite_sinks.py::test_a_sink_of_minus_infinity_is_none": 4,
     "numerics/test_kvcache_matrix.py::test_kvcache": 2,

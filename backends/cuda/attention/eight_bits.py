@@ -1,9 +1,9 @@
 """Factors, means and the scale of weights, which the forward kernel applies to q, k and v of float8 and int8.
 
 With q = q8 · dq, k = k8 · dk + mk and v = v8 · dv + mv (`diyfa.eight_bits`) a score is
-scale · (dq dk q8·k8 + dq q8·mk). The first factor joins the softmax scale. It is one number for each tile, because the
-rows of a tile share their descales. The second term is one number for each query. The softmax does not see it, so it is
-added to the log-sum-exp at the end; only scores that are more than scaled products (softcap) have it in the loop.
+scale · (dq dk q8·k8 + dq q8·mk). The factor dq dk joins the softmax scale. It is one number for each tile, because the
+rows of a tile share their descales. The second term is the same for all keys of a query. It changes no weight of the
+softmax, so it is added to the log-sum-exp at the end. With softcap it does change weights, and is added in the loop.
 Weights sum to l, so the output is (dv · p8 v8 + l · mv) / l.
 
 Weights are rounded to the dtype of v. `WEIGHT_SHIFT` of `diyfa.eight_bits` says by how much they are scaled before. The
@@ -27,7 +27,7 @@ SMALLEST_SCALE = tl.constexpr(1e-30)  # -inf still masks, and every exponential 
 
 @triton.jit
 def _load_factor(pointer, head, block, blocks, KIND: tl.constexpr):
-    """Return a descale. `head`: the head among those of all samples, `blocks`: of each head."""
+    """Return a descale. `head` counts through all samples; `blocks`: descales of each head."""
     factor = 1.0
     if KIND == PER_TENSOR:
         factor = tl.load(pointer)
@@ -47,9 +47,10 @@ def _load_mean(pointer, head, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def query_factors(q, pointers, position, sizes, c: tl.constexpr):
-    """Return (factor of the products without that of blocks of k, pointer to those, offset of each row [BLOCK_M]).
+    """Return (factor of the products, pointer to the descales of the head's blocks of k, offset of each row [BLOCK_M]).
 
-    `position`: (sample, query head, KV head, first row). `sizes`: (query heads, KV heads, queries, keys), the longest.
+    If blocks of k have descales, the factor lacks them (`tile_scores`); else the pointer is 0. `position`: (sample,
+    query head, KV head, first row). `sizes`: (query heads, KV heads, queries, keys); queries and keys of the longest.
     """
     q_descale_ptr, k_descale_ptr, k_mean_ptr = pointers
     b, h, hk, row0 = position
@@ -92,7 +93,8 @@ def tile_scores(s, scale_log2, factors, start_n, c: tl.constexpr):
 
 @triton.jit
 def final_sums(sums, scale, offset, pointers, position, rows, mask, c: tl.constexpr):
-    """Return (acc, l_i, m_i) with the factor and the mean of v, and the rows' offsets of their scores.
+    """Return (acc, l_i, m_i) after the KV loop, with the factor and the mean of v, and with the rows' offsets of scores
+    if the loop left them out.
 
     `position`: (sample, KV head, KV heads). `rows` [BLOCK_M]: positions of the queries.
     """
@@ -113,6 +115,6 @@ def final_sums(sums, scale, offset, pointers, position, rows, mask, c: tl.conste
         if c.NEGATE:
             offset = -offset
         m_i += offset * (scale * LOG2E)
-        # The softmax did not see the offset. If it is not finite the row shows it.
+        # An offset that is not finite must make the row NaN, although the softmax ran without it.
         l_i = tl.where(offset - offset == 0.0, l_i, float("nan"))
     return acc, tl.where(has_keys, l_i, 0.0), tl.where(has_keys, m_i, LOWEST)
