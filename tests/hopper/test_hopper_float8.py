@@ -28,6 +28,8 @@ CASES = {
     "64": case(),
     "128": case(head_dim=128, kind="head"),
     "256": case(head_dim=256, seqlen_k=140),
+    "256_means": case(head_dim=256, seqlen_q=64, seqlen_k=70, means=True, kind="head"),
+    "192_means": case(head_dim=192, head_dim_v=128, seqlen_q=64, seqlen_k=70, means=True),
     "192_128": case(head_dim=192, head_dim_v=128, seqlen_k=140, options={"causal": True}),
     "odd_head_dim": case(head_dim=80, head_dim_v=48, means=True, kind="head"),
     "causal": case(head_dim=128, seqlen_q=260, options={"causal": True}),

@@ -182,6 +182,13 @@ def test_int8_with_a_mask_or_a_score_function(backend: str, change: Callable[[Ca
         check(change(case), TARGETS[backend])
 
 
+@targets
+def test_blocks_that_fill_the_sequences(backend: str) -> None:
+    """Descales of blocks, where no last block is shorter: the next head's follow at once."""
+    case = Case(kind="block", seqlen_q=128, seqlen_k=128, heads=4, heads_kv=2, options={"causal": True})
+    check(on(backend, case), TARGETS[backend])
+
+
 def test_scaled_weights_do_not_saturate() -> None:
     """The factor is the largest power of two that the dtype holds: a weight of 1 becomes that number."""
     for dtype in (E4M3, E5M2):
@@ -204,8 +211,8 @@ def test_what_is_not_finite_shows_where_a_key_is_seen(
     target, variant = run_by(kernel)
     if kernel == "sm90":  # which takes no softcap beside a mean
         options = {key: x for key, x in options.items() if key != "softcap"}
-    for kind, sinks in (("head", True), ("block", True), ("head", False)):
-        case = Case(kind=kind, means=True, sinks=sinks, seqlen_q=70, seqlen_k=40, options=options)
+    for kind, means, sinks in (("head", True, True), ("block", True, False), ("head", "mean" in name, True)):
+        case = Case(kind=kind, means=means, sinks=sinks, seqlen_q=70, seqlen_k=40, options=options)
         check_not_finite(on(kernel, case), target, name, value, 27 if "window" in options else 30, variant)
 
 

@@ -119,11 +119,14 @@ def plain(case: Case, leaves: list[torch.Tensor]) -> Any:
     parts, options = quantised(case, leaves)
     layout, dtype = "bshd" if case.layout == "bshd" else "bhsd", torch.float16 if case.dtype == torch.float16 else BF16
     numbers = []
-    for x, block in zip(parts, (BLOCK_Q, BLOCK_K, 1), strict=True):
+    # The sources are not those of `parts`: if the library's were wrong, the budget would allow for it.
+    sources = laid_out(case, leaves)
+    if case.how.get("rotate"):
+        sources[:2] = (hadamard(x.float()) for x in sources[:2])
+    for x, source, block in zip(parts, sources, (BLOCK_Q, BLOCK_K, 1), strict=True):
         values = as_bhsd(x.values if x.values.dim() == 4 else x.values[None], layout)
         number = as_bhsd(dequantised(values, x.descale, torch.float32, block, x.mean), layout).view(x.values.shape)
-        assert x.source is not None
-        source = x.source.to(dtype)
+        source = source.to(dtype)
         numbers.append(number.to(dtype) + (source - source.detach()))
     return plain_flash_attention(*numbers, **options, layout=layout, return_lse=True)
 
