@@ -17,8 +17,9 @@ from subprocesses import ROOT, run_after_torch, run_python
 
 import diyfa
 from diyfa import masks, score_functions
+from diyfa.backends.cuda.attention import score_functions as portable
 from diyfa.features import SCORE_EXAMPLE
-from diyfa.score_code import gathered_loads
+from diyfa.score_code import gathered_loads, value_source
 from diyfa.score_functions import Program, mask_program, programs, score_function, why_not_differentiable
 
 q = torch.randn(1, 2, 20, 16)
@@ -437,6 +438,19 @@ def test_functions_that_gather_are_known() -> None:
     assert not gathered_loads(lines) and gathered_loads(lines, has_mask=True), "a mask may leave any rows"
     derivative = "\n\n".join(score_function(x).source for x in (floors, relative))
     assert gathered_loads(derivative), "of the user's derivative"
+
+
+def test_integers_become_numbers_before_functions_of_numbers() -> None:
+    """Triton's square root and exponential take no integer, though its interpreter's do."""
+
+    @triton.jit
+    def of_integers(score, b, h, i, j):
+        return score + tl.sqrt(i - j) / j
+
+    source = value_source(score_function(of_integers).source, portable.SPELLING)
+    assert source is not None
+    assert "tl.sqrt(tl.cast(v0, tl.float32))" in source.text
+    assert "tl.cast(v1, tl.float32) / tl.cast(j, tl.float32)" in source.text
 
 
 def test_kernels_of_two_functions_have_two_keys(tmp_path: Any) -> None:
