@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -451,6 +453,20 @@ def test_integers_become_numbers_before_functions_of_numbers() -> None:
     assert source is not None
     assert "tl.sqrt(tl.cast(v0, tl.float32))" in source.text
     assert "tl.cast(v1, tl.float32) / tl.cast(j, tl.float32)" in source.text
+
+
+def test_the_name_in_triton_s_key_depends_on_all_of_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else Triton's cache, which has only this name, would return the kernel of another function or version."""
+
+    def name(number: int, source: str = SCORE_EXAMPLE) -> str:
+        spelling = replace(portable.SPELLING, gradient=f"unused{number}")  # nothing that an earlier call has kept
+        return str(value_source(source, spelling))
+
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    first = name(0)
+    assert name(1) == first != name(2, SCORE_EXAMPLE.replace("0.9", "0.8"))
+    monkeypatch.setattr(portable, "load_captured", SimpleNamespace(cache_key="of another version"))
+    assert name(3) != first
 
 
 def test_kernels_of_two_functions_have_two_keys(tmp_path: Any) -> None:
