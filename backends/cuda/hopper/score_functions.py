@@ -70,6 +70,7 @@ class ScoreFunction:
             exist_n = columns < rows.n_keys
             pairs = exist_m & visible
             if self.config.MASK_K > 0:
+                kept = pairs  # fewer spills than with `visible`; without a block mask it is the other way round
                 exist_m = (gl.max(pairs.to(gl.int32), 1) != 0)[:, None]
         value = self.config.SCORE_FN(s, self.b, self.h, positions, columns, (pairs, exist_m, exist_n), self)
         return gl.where(kept, value, float("-inf"))
