@@ -16,6 +16,7 @@ is in the key of the binary.
 from __future__ import annotations
 
 import linecache
+import os
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
@@ -36,7 +37,9 @@ from diyfa.score_functions import (
 
 @dataclass(frozen=True)
 class JitSource:
-    """The source of a jit function. `name` contains a hash of the text; `module` has the names that the text uses."""
+    """The source of a jit function. `module` has the names that the text uses.
+
+    `name` contains a hash of the text and of the functions that it calls."""
 
     name: str
     text: str
@@ -157,8 +160,23 @@ def _function(program: Program, spelling: Spelling) -> JitSource:
 def _named(program: Program, kind: str, arguments: str, body: list[str], spelling: Spelling) -> JitSource:
     given = [f"t{n} = {spelling.captured.format(n=n)}" for n in range(program.tensors)] if spelling.captured else []
     text = "\n".join(f"    {line}" for line in (*given, *body))
-    name = f"{program.name}_{kind}_{blake2b(text.encode(), digest_size=16).hexdigest()}"
+    digest = blake2b(f"{text}\n{_keys_of_called(spelling)}".encode(), digest_size=16).hexdigest()
+    name = f"{program.name}_{kind}_{digest}"
     return JitSource(name, f"def {name}({arguments}):\n{text}\n", spelling.module)
+
+
+@lru_cache
+def _keys_of_called(spelling: Spelling) -> str:
+    """Return Triton's keys of the functions that texts call, "" where Triton's interpreter runs them.
+
+    Triton's key of a kernel has only the name of a text's function. Without these keys its cache would return a kernel
+    with an older version of what the text calls.
+    """
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return ""
+    names = vars(import_module(spelling.module))
+    called = sorted({"load_captured", spelling.load_line, "add_gradient", "number", "precise_tanh"})
+    return " ".join(getattr(names.get(name), "cache_key", "") for name in called)
 
 
 def _code(line: Line, program: Program, spelling: Spelling) -> str:

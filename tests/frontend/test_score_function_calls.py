@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +19,9 @@ from subprocesses import ROOT, run_after_torch, run_python
 
 import diyfa
 from diyfa import masks, score_functions
+from diyfa.backends.cuda.attention import score_functions as portable
 from diyfa.features import SCORE_EXAMPLE
-from diyfa.score_code import gathered_loads
+from diyfa.score_code import gathered_loads, value_source
 from diyfa.score_functions import Program, mask_program, programs, score_function, why_not_differentiable
 
 q = torch.randn(1, 2, 20, 16)
@@ -437,6 +440,33 @@ def test_functions_that_gather_are_known() -> None:
     assert not gathered_loads(lines) and gathered_loads(lines, has_mask=True), "a mask may leave any rows"
     derivative = "\n\n".join(score_function(x).source for x in (floors, relative))
     assert gathered_loads(derivative), "of the user's derivative"
+
+
+def test_integers_become_numbers_before_functions_of_numbers() -> None:
+    """Triton's square root and exponential take no integer, though its interpreter's do."""
+
+    @triton.jit
+    def of_integers(score, b, h, i, j):
+        return score + tl.sqrt(i - j) / j
+
+    source = value_source(score_function(of_integers).source, portable.SPELLING)
+    assert source is not None
+    assert "tl.sqrt(tl.cast(v0, tl.float32))" in source.text
+    assert "tl.cast(v1, tl.float32) / tl.cast(j, tl.float32)" in source.text
+
+
+def test_the_name_in_triton_s_key_depends_on_all_of_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else Triton's cache, which has only this name, would return the kernel of another function or version."""
+
+    def name(number: int, source: str = SCORE_EXAMPLE) -> str:
+        spelling = replace(portable.SPELLING, gradient=f"unused{number}")  # nothing that an earlier call has kept
+        return str(value_source(source, spelling))
+
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    first = name(0)
+    assert name(1) == first != name(2, SCORE_EXAMPLE.replace("0.9", "0.8"))
+    monkeypatch.setattr(portable, "load_captured", SimpleNamespace(cache_key="of another version"))
+    assert name(3) != first
 
 
 def test_kernels_of_two_functions_have_two_keys(tmp_path: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hopper_gluon import need_hopper_gluon
 
 need_hopper_gluon()
 
-from hopper_interpreted import interpret, run  # noqa: E402
+from hopper_interpreted import interpret, kernel_source, load_kernel, run  # noqa: E402
 
 import diyfa  # noqa: E402
 from diyfa import BlockMask, block_mask, masks  # noqa: E402
@@ -109,6 +110,20 @@ def test_rising_scores_are_computed_again(monkeypatch: pytest.MonkeyPatch) -> No
     keep = torch.ones(256, 640, dtype=torch.bool)
     keep[:, 70:100] = False
     keep[:128, 200:] = False
+    mask = BlockMask.from_dense(keep, (128, 64))
+    out = diyfa.flash_attention(q, k, v, mask=mask, backend="cuda", variant="sm90")
+    expected = reference_attention(q, k, v, mask=mask, dtype=torch.float64)
+    torch.testing.assert_close(out.double(), expected, rtol=2e-2, atol=2e-2)
+
+
+def test_rows_that_see_full_blocks_only_need_no_second_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Partial blocks come first. Where they hide all keys of a row, a full block gives it its fixed maximum."""
+    once = kernel_source("hopper.fwd").replace("if flags.any_flagged() != 0:", "if flags.any_flagged() < 0:")
+    assert "< 0:" in once
+    interpret(monkeypatch, replace(FIXED, block_n=64), kernels=load_kernel({"hopper.fwd": once}, tmp_path))
+    q, k, v = dense_inputs(128, 320)
+    keep = torch.ones(128, 320, dtype=torch.bool)
+    keep[::2, :128] = False
     mask = BlockMask.from_dense(keep, (128, 64))
     out = diyfa.flash_attention(q, k, v, mask=mask, backend="cuda", variant="sm90")
     expected = reference_attention(q, k, v, mask=mask, dtype=torch.float64)

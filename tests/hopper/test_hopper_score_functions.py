@@ -168,6 +168,9 @@ def test_what_it_refuses() -> None:
     assert hopper_configs.refuses(problem) is None
     assert "no alibi beside a score function" in (hopper_configs.refuses(problem.replace(alibi=True)) or "")
     assert "score_fn" in (hopper_configs.refuses(problem.replace(batch_invariant=True)) or "")
+    for option in ({}, {"score_fn": "", "mask": (128, 128)}):
+        eight_bits = problem.replace(dtype="float8_e4m3fn", **option)
+        assert "sm90 does not implement" in (hopper_configs.refuses(eight_bits) or "")
     narrow = problem.replace(head_dim=64, head_dim_v=64)
     assert "if the function loads an element for each pair" in (hopper_configs.refuses(narrow) or "")
     assert hopper_configs.refuses(narrow.replace(score_fn=SCORE_EXAMPLE)) is None

@@ -60,13 +60,17 @@ class ScoreFunction:
             exist_m = exist_m & (rows.n_keys > 0)
         if problem.HAS_RIGHT:
             exist_m = exist_m & (positions + problem.window_right >= 0)
-        if visible is None:
+        # The value may be one number for all pairs, or for those of a row: `kept` has the shape of the scores.
+        if visible is None:  # rows beyond the end may have any scores, and a constant takes no registers
+            kept = gl.full([s.shape[0], s.shape[1]], True, gl.int1, s.type.layout)
             exist_n = gl.full([1, s.shape[1]], True, gl.int1, s.type.layout)
             pairs = exist_m & exist_n
         else:
+            kept = visible
             exist_n = columns < rows.n_keys
             pairs = exist_m & visible
             if self.config.MASK_K > 0:
+                kept = pairs  # fewer spills than with `visible`; without a block mask it is the other way round
                 exist_m = (gl.max(pairs.to(gl.int32), 1) != 0)[:, None]
         value = self.config.SCORE_FN(s, self.b, self.h, positions, columns, (pairs, exist_m, exist_n), self)
-        return gl.where(pairs, value, float("-inf"))  # it may be one number for all pairs, or for those of a row
+        return gl.where(kept, value, float("-inf"))
