@@ -197,3 +197,12 @@ def test_a_hopper_kernel_without_registers_spills_in_its_loops(found):
     fine, tight = found["few registers"]
     assert not fine
     assert any("in each loop with products" in note for note in tight), tight
+
+
+def test_full_blocks_of_a_mask_run_the_loop_of_dense_calls(found):
+    """No moves of weights between registers; and a masked block costs no more than a third of its loop."""
+    import hopper_gluon  # noqa: F401
+
+    dense, mask = found["loops"]["dense"], found["loops"]["mask"]
+    assert min(mask) <= max(dense) + 8
+    assert max(mask) <= max(dense) * 4 / 3 + 8

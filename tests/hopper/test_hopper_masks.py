@@ -31,6 +31,7 @@ FIXED = replace(DYNAMIC, fixed_max=True, q_in_registers=1)
 ONE = Sm90Config(1, 128, 4, True, 232, 24, fixed_max=True)
 NARROW = Sm90Config(1, 64, 4, False, 232, 24, store_from_registers=True)  # two key blocks of a block of 128
 BOXES = replace(DYNAMIC, box_columns=64, q_in_registers=2)
+SMALL = hopper_configs.MASK_SMALL
 
 
 def case(name: str, mask: str, **changes) -> AttentionCase:
@@ -47,6 +48,8 @@ CASES = [
     (case("halves_of_blocks", "11:128:0.6"), NARROW),
     (case("halves_of_blocks_64", "11:64x128:0.6"), NARROW),
     (case("small_queries", "bh:64:0.5", batch=2, seqlen_q=150), ONE),
+    (case("small_64", "1h:64:0.5", seqlen_q=200, seqlen_k=700), SMALL[64]),
+    (case("small_128", "1h:64:0.5", seqlen_q=200, seqlen_k=700, head_dim=128), SMALL[128]),
     (case("empty", "11:128:0"), DYNAMIC),
     (case("empty_sinks", "11:64:0", sinks=True, seqlen_q=70), ONE),
     (case("full", "11:128:1", seqlen_k=512), FIXED),
@@ -159,6 +162,21 @@ def test_configs_fit_blocks(block: tuple[int, int], dims: tuple[int, int]) -> No
     if block[1] < config.block_n:
         for d, other in (dims, dims[::-1]):
             assert hopper_configs.box_layout(d, other, config.box_columns)[0] <= prefill_configs.SWIZZLE_COLUMNS
+
+
+@pytest.mark.parametrize(("columns", "programs"), [(64, 3), (128, 2), (192, 2), (256, 1)])
+def test_blocks_of_64_queries_share_a_multiprocessor(columns: int, programs: int) -> None:
+    """A persistent grid has as many programs as fit, and each program has a tile info for its tiles."""
+    problem = PROBLEM.replace(mask=(64, 64), head_dim=columns, head_dim_v=columns)
+    config = hopper_configs.select_config(problem)
+    assert hopper_configs.programs_at_once(config) == programs
+    grid = hopper_configs.grid_size(problem, config, torch.device("cpu"))
+    tiles = hopper_configs.count_tiles(problem, config)
+    if config.persistent:
+        assert grid % (hopper_configs.FULL_GPU * programs) == 0
+        assert tiles / grid < config.tile_infos
+    else:
+        assert grid == tiles
 
 
 def test_the_kernel_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

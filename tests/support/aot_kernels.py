@@ -19,6 +19,7 @@ from diyfa.backends.cuda.hopper import configs as hopper_configs
 from diyfa.cli.app import app
 from diyfa.lab.cuda import aot, specs
 from diyfa.lab.cuda.aot import CompileSpec
+from diyfa.lab.cuda.sass import disassembled, loops_over_keys
 
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 SHIPPED = {  # a covering few: the whole set is what `diyfa compile` compiles
@@ -124,6 +125,18 @@ def _with_few_registers() -> list[tuple[str, ...]]:
     return [aot.compile_spec("sm_90", each).notes for each in (spec, others)]
 
 
+def _loops_with_a_block_mask() -> dict[str, list[int]]:
+    """The numbers of instructions in the loops over keys of a dense call, and of one with a block mask."""
+    lengths = {}
+    for name, case in {"dense": "D=128 full 2x64x128", "mask": "D=128 mask full of 128x128"}.items():
+        spec = next(s for s in specs._hopper_specs("sm_90") if case in s.case)
+        options = {"num_warps": spec.num_warps, **aot.COMPILE_OPTIONS, **spec.options}
+        with aot.post_processing():
+            compiled = triton.compile(aot._source(spec), target=aot.target("sm_90"), options=options)
+        lengths[name] = [len(body) for body in loops_over_keys(disassembled(compiled.asm["cubin"]))]
+    return lengths
+
+
 def main() -> None:
     try:
         incomplete = str(_compiled("sm_80", incomplete_specs))
@@ -147,4 +160,5 @@ def main() -> None:
         "unspecialised": _unspecialised_groups(),
         "biased": [_shared_with_a_bias(*each) for each in BIASED],
         "few registers": [] if refusal else _with_few_registers(),
+        "loops": {} if refusal else _loops_with_a_block_mask(),
     }))  # fmt: skip

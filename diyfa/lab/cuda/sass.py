@@ -20,8 +20,8 @@ def disassembled(cubin: bytes) -> str:
         return subprocess.check_output([knobs.nvidia.cuobjdump.path, "-sass", file.name], text=True)
 
 
-def spills_in_loops(sass: str) -> list[int]:
-    """Return for each loop over keys of a Hopper kernel how many of its instructions read or write spilled registers.
+def loops_over_keys(sass: str) -> list[list[str]]:
+    """Return the instructions of each loop over keys of a Hopper kernel.
 
     Such a loop is closed by a conditional backward branch, has wgmma products, and has no other loop with products
     inside. An unconditional one closes the loop over tiles, or returns from code behind the kernel's end.
@@ -35,10 +35,16 @@ def spills_in_loops(sass: str) -> list[int]:
             start = number[int(branch[1], 16)]
             if any("GMMA." in line for _, line in code[start : i + 1]):
                 loops.append((start, i))
-    spills = []
+    bodies = []
     for start, end in loops:
         has_inner = any((start, end) != (i, j) and start <= i and j <= end for i, j in loops)
         if code[end][1].startswith("@") and not has_inner:
-            body = [text for _, text in code[start : end + 1]]
-            spills.append(sum(re.search(r"\b(LDL|STL)\b", text) is not None for text in body))
-    return spills
+            bodies.append([text for _, text in code[start : end + 1]])
+    return bodies
+
+
+def spills_in_loops(sass: str) -> list[int]:
+    """Return for each of `loops_over_keys` how many of its instructions read or write spilled registers."""
+    return [
+        sum(re.search(r"\b(LDL|STL)\b", text) is not None for text in body) for body in loops_over_keys(sass)
+    ]
