@@ -75,7 +75,7 @@ def _load(base, rows, columns, stride_m, n_rows, c: tl.constexpr):
 @triton.jit
 def _sums_and_differences(parts, BIT: tl.constexpr):
     """Return the sum and the difference of each two parts whose numbers differ in the bit of value BIT."""
-    found = ()
+    found = ()  # type: tuple[Any, ...]
     for i in tl.static_range(len(parts)):
         if i & BIT:
             found += (parts[i ^ BIT] - parts[i],)
@@ -87,7 +87,7 @@ def _sums_and_differences(parts, BIT: tl.constexpr):
 @triton.jit
 def _load_parts(base, rows, stride_m, n_rows, scale, c: tl.constexpr):
     """Return rows of x, rotated if asked, as a tuple of parts [BLOCK_M, PART] fp32. `scale`: 1 / sqrt(D)."""
-    parts = ()
+    parts = ()  # type: tuple[Any, ...]
     for first in tl.static_range(0, c.BLOCK_D, c.PART):
         columns = first + tl.arange(0, c.PART)
         x = _load(base, rows, columns, stride_m, n_rows, c)
@@ -140,7 +140,7 @@ def _quantize_kernel(
     rows = pid % blocks * c.BLOCK_M + tl.arange(0, c.BLOCK_M)
     parts = _load_parts(x_ptr + b * stride_xb + h * stride_xh, rows, stride_xm, n_rows, scale, c)
     if c.SMOOTH:
-        smoothed = ()
+        smoothed = ()  # type: tuple[Any, ...]
         for i in tl.static_range(len(parts)):
             columns = i * c.PART + tl.arange(0, c.PART)
             mean = tl.load(mean_ptr + head * c.HEAD_DIM + columns, mask=columns < c.HEAD_DIM, other=0.0)

@@ -163,12 +163,5 @@ def listed_blocks(mask, b, h, row0, sizes, BLOCK_N: gl.constexpr):
     n_full = gl.load(uncounted.list_ptr - 2)
     n_partial = gl.load(uncounted.list_ptr - 1) - n_full
     tile = tile_list(mask, b, h, row0, sizes, n_full, n_partial, BLOCK_N)
-    code = gl.where(n_full + n_partial > 0, FULL, EMPTY)
-    next_code = code
-    if tile.UNITS == 2:
-        code = gl.where(tile.absent() > 0, EMPTY, code)
-    if n_partial > 0:
-        codes = tile.codes(tile.columns(0))
-        code = codes[0]
-        next_code = codes[-1]
-    return Listed(n_full, n_partial, code, next_code), tile.block_count()
+    codes = tile.codes(tile.columns(0))
+    return Listed(n_full, n_partial, codes[0], codes[-1]), tile.block_count()

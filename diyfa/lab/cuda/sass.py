@@ -45,6 +45,4 @@ def loops_over_keys(sass: str) -> list[list[str]]:
 
 def spills_in_loops(sass: str) -> list[int]:
     """Return for each of `loops_over_keys` how many of its instructions read or write spilled registers."""
-    return [
-        sum(re.search(r"\b(LDL|STL)\b", text) is not None for text in body) for body in loops_over_keys(sass)
-    ]
+    return [sum(re.search(r"\b(LDL|STL)\b", text) is not None for text in body) for body in loops_over_keys(sass)]
