@@ -56,7 +56,8 @@ class ScoreFunction:
         positions = rows.position[:, None]
         columns = start_n + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))[None, :]
         exist_m = positions < rows.n_keys
-        if problem.LENGTHS == PACKED:  # a sequence without keys has a block all the same, and rows at positions below 0
+        # Packed, a sequence without keys has a block all the same, and its queries are at positions below 0.
+        if problem.LENGTHS == PACKED and not problem.CAUSAL:
             exist_m = exist_m & (rows.n_keys > 0)
         if problem.HAS_RIGHT:
             exist_m = exist_m & (positions + problem.window_right >= 0)
