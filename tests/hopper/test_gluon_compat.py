@@ -66,6 +66,20 @@ def test_other_versions_of_ptxas_are_left_alone(newer: str, older: str, monkeypa
     assert compat.ptxas_options() == {}
 
 
+@pytest.mark.parametrize("error", [RuntimeError("Cannot find ptxas"), PermissionError("ptxas")])
+def test_a_pack_needs_no_ptxas(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules of kernels ask for its version when they are imported."""
+
+    class Tools:
+        @property
+        def ptxas_blackwell(self) -> SimpleNamespace:
+            raise error
+
+    monkeypatch.setattr(compat, "ptxas_options", compat.ptxas_options.__wrapped__)  # asked anew
+    monkeypatch.setattr(compat, "triton", SimpleNamespace(knobs=SimpleNamespace(nvidia=Tools())))
+    assert compat.ptxas_options() == {}
+
+
 class Backend:
     """What Triton's has to do with ptxas."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from copy import copy
 from dataclasses import replace
 from functools import cache
+from subprocess import SubprocessError
 from typing import Any
 
 import triton
@@ -80,12 +81,16 @@ def ptxas_options() -> dict[str, int]:
     """Return compile options that make `compile_with_older_ptxas` choose the older ptxas.
 
     They are computed once per process, and are part of the key under which Triton stores the kernel. They are empty if
-    Triton has other versions, or the user has chosen others by Triton's own variables: those were not compared.
+    Triton has other versions, or the user has chosen others by Triton's own variables: those were not compared. They
+    are empty without a ptxas, too: the kernels of a pack do not need one.
     """
     if not has_gluon():
         return {}
     tools = triton.knobs.nvidia
-    compared = tools.ptxas_blackwell.version == NEWER_PTXAS and tools.ptxas.version == OLDER_PTXAS
+    try:
+        compared = tools.ptxas_blackwell.version == NEWER_PTXAS and tools.ptxas.version == OLDER_PTXAS
+    except (RuntimeError, OSError, SubprocessError):  # not found, not executable, failed
+        return {}
     return {"ptx_version": OLDER_PTX} if compared else {}
 
 
