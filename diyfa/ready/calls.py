@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from diyfa import masks
 from diyfa.attention import checked_options, flash_attention_v2, flash_attention_varlen
+from diyfa.block_lists import WORD, list_length, n_blocks
 from diyfa.features import TENSORS
 from diyfa.kvcache import flash_attn_with_kvcache
 from diyfa.matmul import triton_matmul
@@ -90,9 +92,9 @@ def attention(
 ) -> Call:
     """Return a call of attention, with its backward pass if `backward`.
 
-    `options` are those of `flash_attention`. True stands for a tensor, and a bias is given by the letters of its
-    dimensions, as in "1hqk". With `out_dtype` the output is partial and is merged with others. `packed`: sequences have
-    `rows.queries` rows on average and at most `longest`."""
+    `options` are those of `flash_attention`. True stands for a tensor, a bias is given by the letters of its
+    dimensions, as in "1hqk", and a block mask by the queries and keys of a block. With `out_dtype` the output is
+    partial and is merged with others. `packed`: sequences have `rows.queries` rows on average and at most `longest`."""
 
     def run() -> None:
         (b, m, n), (d, _, h, hk), dv = rows, heads, heads.value_head_dim
@@ -107,6 +109,10 @@ def attention(
                 arguments[name] = empty(h, dtype=FP32, grad=backward and has_gradient)
         if arguments.get("seq_lens"):
             arguments["seq_lens"] = empty(b)
+        if block := arguments.get("mask"):
+            nq, nk = n_blocks(m, n, block)
+            bits = empty(nq * nk, block[0], block[1] // WORD)
+            arguments["mask"] = masks.BlockMask((1, 1, m, n), empty(1, 1, list_length(nq, nk)), bits)
         bias_grad = arguments.pop("bias_grad", False)
         if letters := arguments.get("attn_bias"):
             sizes = {"b": b, "h": h, "q": m, "k": n, "1": 1}
@@ -204,6 +210,24 @@ def merging(head_dim: int, rows: int = 4096) -> Call:
     return Call(f"merge D={head_dim}", run)
 
 
+# Mask functions of `diyfa.masks` by name, for n tokens. A window or a prefix of another length has the same kernels.
+MASKS: dict[str, Callable[[int], masks.MaskFunction]] = {
+    "causal": lambda n: masks.causal,
+    "sliding_window": lambda n: masks.sliding_window(n // 4),
+    "prefix_lm": lambda n: masks.prefix_lm(n // 4),
+    "document": lambda n: masks.document(torch.zeros(n, dtype=torch.int64, device="cpu")),
+}
+
+
+def masking(name: str, length: int) -> Call:
+    """Return a call that makes a block mask of `length` queries and keys, in blocks of 128."""
+
+    def run() -> None:  # on meta tensors PyTorch's operators would make it
+        masks.block_mask(MASKS[name](length), 1, 1, length, length, device="cpu")
+
+    return Call(_name("mask", name, f"S={length}"), run)
+
+
 # ---- The table ----------------------------------------------------------------------------------------------------
 
 D64, D96, D128, MLA, D256 = Heads(64), Heads(96), Heads(128), Heads(192, 128), Heads(256)
@@ -277,7 +301,11 @@ TRAINING = (
     Row(({"deterministic": True}, CAUSAL | {"deterministic": True}), (*USUAL, grouped(D128)), TRAINED, BOTH, (BF16,)),
     Row(({"out_dtype": "float32"}, CAUSAL | {"out_dtype": "float32"}), USUAL, (MEDIUM,), dtypes=(BF16,)),  # rings
     Row((FULL, CAUSAL), USUAL, (SMALL, MEDIUM), dtypes=(FP32,)),
-)
+    Row(
+        ({"mask": (128, 128)}, {"mask": (64, 64)}), (*USUAL, *map(grouped, USUAL)), (FEW_TILES, SINGLE, LARGE),
+        dtypes=(BF16,),
+    ),
+)  # fmt: skip
 
 
 def training() -> Iterator[Call]:
@@ -365,9 +393,11 @@ def serving() -> Iterator[Call]:
 
 
 def others() -> Iterator[Call]:
-    """Yield merges, and products of few and many rows: with b transposed, unaligned, in float32."""
+    """Yield merges; masks; and products of few and many rows: with b transposed, unaligned, in float32."""
     for head_dim in (64, 80, 96, 128, 256):
         yield merging(head_dim)
+    for name, length in product(MASKS, (1024, 4096, 8192, 16384, 32768)):
+        yield masking(name, length)
     for dtype, rows, transposed in product(HALVES, (16, 512, 4096), BOTH):
         yield matrix_product(rows, 4096, 4096, dtype, transposed)
     for rows in (16, 4096):

@@ -3,6 +3,7 @@
     attention bfloat16 D=128 H=32/8 B=4 S=2048 causal packed
     cache bfloat16 D=128 H=32/8 B=16 Sq=1 Sk=8192 page=16 causal
     product float16 512x4096x4096
+    mask document S=8192
 
 D is the head dim (D=192/128: of Q and K, and of V), H the number of heads (H=32/8: of Q, and of K and V). B samples
 have Sq queries and Sk keys each, or S of both.
@@ -13,11 +14,26 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Mapping
+from itertools import product
 from typing import Any
 
 import torch
 
-from diyfa.ready.calls import BF16, PER_HEAD, Call, Heads, Rows, attention, cache, in_the_mode, matrix_product, merging
+from diyfa.block_lists import BLOCK_SIZES
+from diyfa.ready.calls import (
+    BF16,
+    MASKS,
+    PER_HEAD,
+    Call,
+    Heads,
+    Rows,
+    attention,
+    cache,
+    in_the_mode,
+    masking,
+    matrix_product,
+    merging,
+)
 
 _DTYPES = {
     "bfloat16": BF16, "bf16": BF16, "float16": torch.float16, "fp16": torch.float16, "float32": torch.float32,
@@ -29,20 +45,21 @@ _FLAG: Form = "True or False", lambda x: type(x) is bool
 _FACTOR: Form = "a number", lambda x: type(x) in (int, float)
 _COUNT: Form = "a whole number from 0 on", lambda x: type(x) is int and x >= 0
 _PAIR: Form = "two whole numbers, as in 1023,0", lambda x: isinstance(x, tuple) and [*map(type, x)] == [int, int]
+_BLOCK: Form = "the queries and keys of a block, as in 128,64", lambda x: x in {*product(BLOCK_SIZES, repeat=2)}
 _BIAS: Form = "the letters of its dimensions, as in 1hqk", lambda x: bool(re.fullmatch("[b1][h1][q1][k1]", str(x)))
 _DTYPE: Form = f"one of {', '.join(_DTYPES)}", lambda x: str(x) in _DTYPES
 _PRECISION: Form = "tf32 or ieee", lambda x: x in ("tf32", "ieee")
 _COMMON = {"causal": _FLAG, "softcap": _FACTOR, "packed": _FLAG} | dict.fromkeys(PER_HEAD, _FLAG)
 _ATTENTION = _COMMON | {
     "window": _PAIR, "attn_bias": _BIAS, "bias_grad": _FLAG, "dropout_p": _FACTOR, "seq_lens": _FLAG,
-    "deterministic": _FLAG, "out_dtype": _DTYPE, "forward": _FLAG, "longest": _COUNT,
+    "deterministic": _FLAG, "out_dtype": _DTYPE, "forward": _FLAG, "longest": _COUNT, "mask": _BLOCK,
 }  # fmt: skip
 _CACHE = _COMMON | {
     "window_size": _PAIR, "page": _COUNT, "longest": _COUNT, "new": _COUNT, "rotary": _COUNT,
     "rotary_interleaved": _FLAG, "latent": _FLAG, "float8": _FLAG, "num_splits": _COUNT,
 }  # fmt: skip
 _PRODUCT = {"transposed": _FLAG, "precision": _PRECISION, "out_dtype": _DTYPE}
-KINDS = "attention", "cache", "product", "merge"
+KINDS = "attention", "cache", "product", "merge", "mask"
 _IN_THE_MODE = "batch-invariant"
 
 
@@ -67,6 +84,13 @@ def parse(text: str) -> Call:
     elif kind == "merge":
         call = merging(_number(text, entries, "D"))
         _check(text, entries, {})
+    elif kind == "mask":
+        length = _number(text, entries, "S")
+        _check(text, entries, dict.fromkeys(MASKS, _FLAG))
+        names = list(entries)
+        if len(names) != 1:
+            raise ValueError(f"{text!r} needs the name of one mask: {', '.join(MASKS)}")
+        call = masking(names[0], length)
     else:
         heads, rows = _heads(text, entries), _rows(text, entries)
         _check(text, entries, _CACHE if kind == "cache" else _ATTENTION)
