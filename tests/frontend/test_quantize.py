@@ -84,13 +84,32 @@ def test_the_kernel_does_what_the_operators_do(dtype: torch.dtype, layout: str, 
 @pytest.mark.parametrize("head_dim", [8, 16, 32, 64, 256, 512])
 def test_the_kernel_rotates_all_head_dims(head_dim: int) -> None:
     """The kernel multiplies parts of 64 columns by a small Hadamard matrix, and adds up the parts."""
-    x = torch.randn(1, 2, 70, head_dim, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(1, 2, 70, head_dim, generator=torch.Generator().manual_seed(0)) + 4
+    for per, smooth in (("tensor", False), ("block", True)):
+        found = diyfa.quantize(x, x, x, per, "float8", smooth=smooth, rotate=True, backend="cuda")[1]
+        assert found.descale is not None
+        descale = found.descale if per == "tensor" else found.descale.repeat_interleave(64, 2)[:, :, :70, None]
+        expected = hadamard(x)
+        if smooth:
+            expected -= expected.mean(2, keepdim=True)
+        error = found.values.float() * descale - expected
+        assert error.abs().max() <= expected.abs().max() / 16 * 1.01  # half of the distance of the largest numbers
+        assert found.values.float().abs().max() == 448.0
+
+
+@pytest.mark.skipif(len(BACKENDS) == 1, reason="needs Triton's interpreter")
+@pytest.mark.parametrize("second", [1.0, float("inf"), float("nan")])
+def test_the_kernel_rotates_infinities(second: float) -> None:
+    """One makes the whole row infinite. Of two, in the same column of two parts, some sums are infinite, others NaN."""
+    x = torch.randn(1, 1, 70, 256, generator=torch.Generator().manual_seed(0))
+    x[0, 0, 3, 5], x[0, 0, 3, 64 + 5] = float("inf"), second
     for per in ("tensor", "block"):
         found = diyfa.quantize(x, x, x, per, "float8", rotate=True, backend="cuda")[1]
         assert found.descale is not None
-        descale = found.descale if per == "tensor" else found.descale.repeat_interleave(64, 2)[:, :, :70, None]
-        error = found.values.float() * descale - hadamard(x)
-        assert error.abs().max() <= hadamard(x).abs().max() / 16 * 1.01  # half of the distance of the largest numbers
+        expected = hadamard(x).abs().max()
+        assert torch.equal(expected.isnan(), torch.tensor(second != 1.0))
+        first = found.descale.flatten()[0]
+        assert not first.isfinite() and first.isnan() == expected.isnan()
 
 
 def test_a_rotation_keeps_products() -> None:

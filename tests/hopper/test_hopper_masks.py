@@ -19,6 +19,7 @@ from diyfa.backends.cuda.hopper import configs as hopper_configs  # noqa: E402
 from diyfa.backends.cuda.hopper import prefill_configs  # noqa: E402
 from diyfa.backends.cuda.hopper.configs import Sm90Config  # noqa: E402
 from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
+from diyfa.features import SCORE_EXAMPLE  # noqa: E402
 from diyfa.problem import AttentionProblem  # noqa: E402
 from diyfa.reference import reference_attention  # noqa: E402
 from diyfa.testing import AttentionCase  # noqa: E402
@@ -105,6 +106,21 @@ def test_keys_in_empty_blocks_are_not_read(block: object, config: Sm90Config, mo
     assert (out[:, :, 130:] == 0).all() and (lse[:, :, 130:] == float("inf")).all()
 
 
+@pytest.mark.parametrize("block", [64, (128, 64)], ids=str)
+def test_lists_of_full_blocks(block: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No code is loaded for them. If their number is odd, the first key block has an absent unit, which nobody sees."""
+    interpret(monkeypatch, FIXED if block == (128, 64) else ONE, seed=1)
+    q, k, v = dense_inputs(512, 320)
+    keep = torch.zeros(512, 320, dtype=torch.bool)
+    for i, n in enumerate((1, 2, 3, 0)):
+        keep[128 * i : 128 * (i + 1), 64 : 64 * (n + 1)] = True
+    mask = BlockMask.from_dense(keep, block)
+    out, lse = diyfa.flash_attention(q, k, v, mask=mask, return_lse=True, backend="cuda", variant="sm90")
+    expected, expected_lse = reference_attention(q, k, v, mask=mask, return_lse=True, dtype=torch.float64)
+    torch.testing.assert_close(out.double(), expected, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-4, atol=1e-4)
+
+
 def test_rising_scores_are_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums that overflow with the maximum of the first blocks: the second pass reads the same lists."""
     interpret(monkeypatch, replace(FIXED, block_n=64), seed=1)
@@ -174,6 +190,27 @@ def test_programs_of_64_queries_share_a_multiprocessor(columns: int, programs: i
     buffers = config.stages + 1 + config.separate_o_buffer  # of 64 rows
     assert programs * registers <= 1 << 16
     assert programs * (buffers * 64 * width * boxes * 2 + 2048) <= 227 * 1024
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_small_tiles(head_dim: int) -> None:
+    """Few tiles, or blocks of 64 queries, have configs of their own with a mask, unless there is a score function."""
+    few = PROBLEM.replace(batch=1, heads_q=2, heads_kv=2, head_dim=head_dim, head_dim_v=head_dim)
+    of_masks, of_others = hopper_configs.SMALL_MASK_CONFIGS[head_dim], hopper_configs.SMALL[head_dim]
+    blocks_of_64 = PROBLEM.replace(mask=(64, 64), head_dim=head_dim, head_dim_v=head_dim)
+    select_config = hopper_configs.select_config
+    assert select_config(few) == select_config(blocks_of_64) == of_masks
+    assert select_config(few.replace(mask=())) == of_others
+    with_function = select_config(few.replace(score_fn=SCORE_EXAMPLE))
+    assert with_function == replace(of_others, block_n=with_function.block_n)
+
+
+def test_heads_whose_tiles_alternate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their keys and values fill L2_BYTES, with a block mask half of them."""
+    monkeypatch.setattr(hopper_configs, "L2_BYTES", 8 * 2 * 2 * PROBLEM.seqlen_k * PROBLEM.head_dim)
+    assert hopper_configs.heads_in_parallel(PROBLEM) == 4
+    assert hopper_configs.heads_in_parallel(PROBLEM.replace(mask=(), window_right=0)) == 8
+    assert hopper_configs.heads_in_parallel(PROBLEM.replace(mask=())) == 1
 
 
 def test_the_kernel_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
