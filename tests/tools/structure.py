@@ -59,6 +59,7 @@ PROCESS_CACHES = {
     "diyfa/score_functions.py:programs": "of such a program, also the next six: its lines",
     "diyfa/score_functions.py:slope_program": "its derivative",
     "diyfa/score_functions.py:load_gradients": "its derivatives by the values that it loads",
+    "diyfa/score_code.py:_keys_of_called": "hashes the source of the functions that such programs call",
     "diyfa/score_code.py:gathered_loads": "how many loads gather; each choice of a tile asks",
     "diyfa/score_code.py:value_source": "its source for kernels",
     "diyfa/score_code.py:slope_source": "the source of its derivative",
