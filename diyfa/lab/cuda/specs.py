@@ -388,6 +388,7 @@ def _hopper_specs(arch: str) -> Iterator[CompileSpec]:
         ((64, False), "float16", {"mask": (128, 64)}),
         ((128, False), "bfloat16", {"mask": (128, 64), "sinks": True, "softcap": 30.0}),
         *(((d, False), "bfloat16", {"mask": (64, 64)}) for d in (64, 128)),
+        *(((d, False), "bfloat16", {"mask": (64, 64), "sinks": True, "softcap": 30.0}) for d in (64, 128)),
         ((128, False), "bfloat16", {"mask": (64, 128)}),
         *(
             (case, "bfloat16", {"score_fn": SCORE_EXAMPLE})
