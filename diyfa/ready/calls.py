@@ -21,7 +21,7 @@ from diyfa.kvcache import flash_attn_with_kvcache
 from diyfa.matmul import triton_matmul
 from diyfa.ops import differentiate, forward
 from diyfa.options import NO_LENGTHS
-from diyfa.registry import batch_invariant, resolve_backend
+from diyfa.registry import batch_invariant, optional_member, resolve_backend
 
 BF16, FP16, FP32, FLOAT8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 HALVES = (BF16, FP16)
@@ -220,10 +220,15 @@ MASKS: dict[str, Callable[[int], masks.MaskFunction]] = {
 
 
 def masking(name: str, length: int) -> Call:
-    """Return a call that makes a block mask of `length` queries and keys, in blocks of 128."""
+    """Return a call that makes a block mask of `length` queries and keys, in blocks of 128.
 
-    def run() -> None:  # on meta tensors PyTorch's operators would make it
-        masks.block_mask(MASKS[name](length), 1, 1, length, length, device="cpu")
+    It does nothing where PyTorch's operators make masks: there is nothing to compile.
+    """
+
+    def run() -> None:
+        device = torch.device("cpu")  # operators make masks on meta tensors
+        if optional_member(device, "build_mask") is not None:
+            masks.block_mask(MASKS[name](length), 1, 1, length, length, device=device)
 
     return Call(_name("mask", name, f"S={length}"), run)
 

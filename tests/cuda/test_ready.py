@@ -111,6 +111,13 @@ def test_a_tensor_that_is_too_large_is_refused():
         words.parse(f"merge D={10**30}").run()
 
 
+def test_masks_that_operators_make_are_not_made(monkeypatch):
+    """On an NPU a warm-up of everything would otherwise compute billions of pairs."""
+    monkeypatch.setattr(calls.masks, "block_mask", None)
+    with diyfa.use_backend("cpu"):
+        words.parse("mask causal S=32768").run()
+
+
 def test_words_have_defaults():
     assert words.parse("D=128 H=32/8 B=4 S=64 causal").name == "attention bfloat16 D=128 H=32/8 B=4 Sq=64 Sk=64 causal"
 

@@ -187,35 +187,14 @@ MASK_CONFIGS: dict[int, Sm90Config] = {
            store_from_registers=True, fixed_max=True),
     256: C(2, 64, 4, False, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, store_from_registers=True),
 }
-# fmt: on
 # In place of rows of SMALL, which blocks of 64 queries need. At 64 columns three such programs fit a multiprocessor.
 SMALL_MASK_CONFIGS: dict[int, Sm90Config] = {
-    64: C(
-        1,
-        64,
-        6,
-        True,
-        136,
-        24,
-        pairs=True,
-        fixed_max=True,
-        q_in_registers=1,
-        measured="H200, 2026-11-30: a quarter of the blocks full 503",
-    ),
-    128: C(
-        1,
-        64,
-        5,
-        False,
-        232,
-        24,
-        store_from_registers=True,
-        pairs=True,
-        box_columns=64,
-        q_in_registers=2,
-        measured="H200, 2026-11-30: a quarter of the blocks full 558",
-    ),
-}  # fmt: skip
+    64: C(1, 64, 6, True, 136, 24, pairs=True, fixed_max=True, q_in_registers=1,
+          measured="H200, 2026-11-30: a quarter of the blocks full 503"),
+    128: C(1, 64, 5, False, 232, 24, store_from_registers=True, pairs=True, box_columns=64, q_in_registers=2,
+           measured="H200, 2026-11-30: a quarter of the blocks full 558"),
+}
+# fmt: on
 # With a score function, as with a block mask, but with registers for what the function computes and loads
 # (docs/log/hopper.md, "Score functions").
 SCORE_CONFIGS: dict[int, Sm90Config] = {
