@@ -12,6 +12,7 @@ they are measured in turns for several rounds, because the first on a cool GPU l
 * Then the fastest two at each point: bfloat16; b column-major, as the weight of a linear layer is; and eager, calls as
   a user makes them, one after another, by the host's clock.
 * With --float8 instead float8_e4m3fn with descales of rows and columns and a bfloat16 result, b column-major.
+* With --tf32 instead float32 in tf32, b column-major.
 
 "cublas" is torch.mm, of float8 torch._scaled_mm as it is by default (use_fast_accum=False). "portable" is
 `triton_matmul` as `auto` chooses it without the Hopper kernel, tiles measured.
@@ -61,13 +62,18 @@ POINTS: tuple[Point, ...] = (
     (128, 8192, 8192),
     (64, 8192, 512),
     (65536, 128, 4096),
+    (16, 4096, 4096),
+    (16, 1024, 8192),
+    (16, 14336, 4096),
+    (32, 8192, 8192),
 )
 RAGGED: tuple[Point, ...] = ((1, 8, 16), (129, 136, 80), (300, 264, 1040), (5, 2056, 336))
 DRY_POINTS: tuple[Point, ...] = ((16, 128, 1024), (192, 136, 72))
 OTHERS = ("cublas", "portable")
 COMPILE_LIMIT = 180  # seconds for compilation and comparison
 UNITS = 2.0  # of the dtype's rounding, relative to the largest element: a result off by more is wrong
-ROUNDING = {"float16": 2**-11, "bfloat16": 2**-8, "float8_e4m3fn": 2**-8}  # of results; of float8 they are bfloat16
+# Of results, which are bfloat16 of float8; of tf32 that of the factors.
+ROUNDING = {"float16": 2**-11, "bfloat16": 2**-8, "float8_e4m3fn": 2**-8, "float32": 2**-11}
 
 
 class Case(NamedTuple):
@@ -89,6 +95,7 @@ CASES = (  # the first one is that of all candidates
     Case("bfloat16", "nn", "eager"),
 )
 FLOAT8_CASES = (Case("float8_e4m3fn", "nt", "graph"), Case("float8_e4m3fn", "nt", "eager"))
+TF32_CASES = (Case("float32", "nt", "graph"), Case("float32", "nt", "eager"))
 OUT = {"float8_e4m3fn": "bfloat16"}
 
 
@@ -108,7 +115,8 @@ def config_code(config: Sm90MatmulConfig) -> str:
 
 def problem_of(point: Point, case: Case) -> MatmulProblem:
     out, k_major = OUT.get(case.dtype, case.dtype), (True, case.layout == "nt")
-    return MatmulProblem("cuda", "sm_90", case.dtype, case.dtype, out, *point, aligned=True, k_major=k_major)
+    precision = "tf32" if case.dtype == "float32" else "ieee"
+    return MatmulProblem("cuda", "sm_90", case.dtype, case.dtype, out, *point, precision, aligned=True, k_major=k_major)
 
 
 ALL_CONFIGS = {config_name(config): config for row in TABLE for config in row.candidates}
@@ -148,13 +156,15 @@ def make_call(
         scales = descales["a_descale"], descales["b_descale"]
         return lambda: torch._scaled_mm(a, b, *scales, out_dtype=torch.bfloat16)
     if name == "cublas":
+        torch.backends.cuda.matmul.allow_tf32 = True
         return lambda: torch.mm(a, b)
+    precision = "tf32" if a.dtype == torch.float32 else None
     if name == "portable":
-        return lambda: diyfa.triton_matmul(a, b, **descales, backend="cuda")
+        return lambda: diyfa.triton_matmul(a, b, **descales, precision=precision, backend="cuda")
     config = ALL_CONFIGS[name]
     # Not by `use_config`, in which equal calls are not repeated quickly.
     matmul.select_config = lambda problem: matmul_configs.for_problem(config, problem)
-    return lambda: diyfa.triton_matmul(a, b, **descales, variant="sm90", backend="cuda")
+    return lambda: diyfa.triton_matmul(a, b, **descales, precision=precision, variant="sm90", backend="cuda")
 
 
 def make_inputs(point: Point, case: Case, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -378,7 +388,7 @@ def print_points(rows: list[dict[str, Any]], cases: Sequence[Case]) -> None:
     for row in rows:
         if "ms" in row:
             points.setdefault((row["M"], row["N"], row["K"]), {})[row["implementation"], case_of(row)] = row
-    short = {"float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "fp8"}
+    short = {"float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "fp8", "float32": "tf32"}
     columns = [f"{short[case.dtype]} {case.layout}{' eager' * (case.mode == 'eager')}" for case in cases]
     titles = "".join(f"{x:>13}" for x in (*columns, "portable", "TFLOP/s"))
     print(f"\nspeed relative to cuBLAS\n{'M x N x K':18} {'best candidate':44}{titles}")
@@ -466,6 +476,7 @@ def main() -> None:
     parser.add_argument("--rep", type=int, default=30, help="milliseconds of each measurement")
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each point, whose median counts")
     parser.add_argument("--float8", dest="cases", action="store_const", const=FLOAT8_CASES, default=CASES)
+    parser.add_argument("--tf32", dest="cases", action="store_const", const=TF32_CASES)
     parser.add_argument("--dry", action="store_true", help="everything but the timing, on the CPU")
     parser.add_argument("--output", type=Path, default=None)
     parser.add_argument("--serve", default=None, help=argparse.SUPPRESS)

@@ -13,6 +13,7 @@ from diyfa.backends.cuda.gluon import inline_ptx
 from diyfa.backends.cuda.gluon.compat import has_gluon
 from diyfa.backends.cuda.gluon.inline_ptx import (
     ARRIVE_MARKER,
+    PREFETCH_MARKER,
     RELEASE_MARKER,
     WAIT_MARKER,
     post_process,
@@ -37,6 +38,15 @@ POLL = "{\n.reg .pred complete;\nwaitLoop:\nmbarrier.try_wait.parity.shared.b64 
 BARRIER = "bar.sync \t0, 128;\n"
 OF_WARP = "bar.warp.sync \t-1;\n@%p9 mbarrier.arrive.shared::cta.b64 _, [%r10], 32;\n"
 BY_LANE = "bar.warp.sync \t-1;\nmbarrier.arrive.shared::cta.b64 _, [%r10];\n"
+MAPS = ".param .align 64 .b8 kernel_param_0[128],\n.param .u32 kernel_param_1,\n.param .align 64 .b8 kernel_param_2[128]\n"
+PREFETCHES = (
+    "{ .reg .pred first; .reg .b32 thread; mov.u32 thread, %tid.x; setp.eq.u32 first, thread, 0; "
+    "@first prefetch.param.tensormap [kernel_param_0]; @first prefetch.param.tensormap [kernel_param_2]; }"
+)
+INIT = "\t@%p11 mbarrier.init.shared::cta.b64 [%r85], 1;\n"
+ADDRESS = "\t// end inline asm\n\t.loc\t3 35 22  // channel.py:35\n\tadd.s32 \t%r87, %r98, 204920;\n\t// begin inline asm\n"
+NO_PREFETCH = PREFETCHES.split("@first")[0] + "}"
+STORE = "\tst.shared.b32 [%r1], %r2;\n"
 OTHER = "\tadd.s32 %r20, %r21, 1;\n"
 
 PROCESSED = {
@@ -50,6 +60,16 @@ PROCESSED = {
     "a wait without a barrier": (f"{WAIT_MARKER}{OTHER}{POLL}{BARRIER}{POLL}", f"{OTHER}{POLL}{BARRIER}{POLL}"),
     "only the barrier in front of a wait": (f"{WAIT_MARKER}{BARRIER}{BARRIER}{POLL}", f"{BARRIER}\n{POLL}"),
     "an arrival": (f"{ARRIVE_MARKER}{OTHER}{OF_WARP}{OF_WARP}", f"{OTHER}{BY_LANE}{OF_WARP}"),
+    "prefetches": (f"{MAPS}{OTHER}{PREFETCH_MARKER}{OTHER}", f"{MAPS}{OTHER}{PREFETCHES}{OTHER}"),
+    "barriers between initialisations": (
+        f"{PREFETCH_MARKER}{INIT}{ADDRESS}{BARRIER}{ADDRESS}{INIT}{BARRIER}{INIT}{BARRIER}{OTHER}",
+        f"{NO_PREFETCH}{INIT}{ADDRESS}{ADDRESS}{INIT}{INIT}{BARRIER}{OTHER}",
+    ),
+    "no barrier with a store, or between two threads' initialisations": (
+        f"{PREFETCH_MARKER}{INIT}{STORE}{BARRIER}{INIT}{BARRIER}{STORE}{INIT}{BARRIER}{INIT.replace('p11', 'p12')}",
+        f"{NO_PREFETCH}{INIT}{STORE}{BARRIER}{INIT}{BARRIER}{STORE}{INIT}{BARRIER}{INIT.replace('p11', 'p12')}",
+    ),
+    "no initialisations without a marker": (f"{INIT}{BARRIER}{INIT}", f"{INIT}{BARRIER}{INIT}"),
     "all of them": (
         f"{COPY}{WAIT_MARKER}{BARRIER}{POLL}{RELEASE_MARKER}{ARRIVAL}{WAIT_MARKER}{POLL}{ARRIVE_MARKER}{OF_WARP}",
         f"{COPY}\n{POLL}{PER_WARP}{POLL}{BY_LANE}",
@@ -87,7 +107,7 @@ def test_a_marker_without_its_instruction_is_an_error(ptx: str) -> None:
 
 def test_markers_change_with_this_file() -> None:
     """So that Triton does not take a kernel from its cache that was post-processed in another way."""
-    markers = (RELEASE_MARKER, WAIT_MARKER, ARRIVE_MARKER)
+    markers = (RELEASE_MARKER, WAIT_MARKER, ARRIVE_MARKER, PREFETCH_MARKER)
     assert all(marker.endswith(f"_{inline_ptx._EDITION};") for marker in markers)
     assert not any(one in other for one in markers for other in markers if one != other)
 
@@ -178,7 +198,8 @@ PATTERNS = {
     "arrivals of partitions": r"@%p\\d+ mbarrier\\.arrive\\.shared::cta\\.b64 _, \\[%r\\d+\\];",
     "arrivals of lanes": r"\\n\\s*mbarrier\\.arrive\\.shared::cta\\.b64 _, \\[%r\\d+\\];",
     "releases": r"\\.release_per_warp",
-    "markers": r"\\.(release|wait)_per_warp|\\.arrive_per_lane",
+    "markers": r"\\.(release|wait)_per_warp|\\.arrive_per_lane|\\.prefetch_tensor_maps",
+    "prefetches": r"prefetch\\.param\\.tensormap",
 }
 problem = attention_specs._problem("sm_90", "bfloat16", 128, False).replace(seqlen_q=16384, seqlen_k=16384)
 config = Sm90Config(2, 64, 2, True, 240, 24)
@@ -228,6 +249,7 @@ def test_warps_and_lanes_arrive_for_themselves(report: dict) -> None:
     assert not made["arrivals of lanes"] and processed["arrivals of lanes"]  # that the tile info is there
     assert made["arrivals of partitions"] == processed["arrivals of partitions"]  # of the queries
     assert made["markers"] and not processed["markers"]
+    assert not made["prefetches"] and processed["prefetches"] == 4  # q, k, v, out
 
 
 @needs_triton

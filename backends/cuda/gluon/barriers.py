@@ -10,10 +10,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from diyfa.backends.cuda.gluon.inline_ptx import ARRIVE_MARKER, RELEASE_MARKER, WAIT_MARKER
+from diyfa.backends.cuda.gluon.inline_ptx import ARRIVE_MARKER, PREFETCH_MARKER, RELEASE_MARKER, WAIT_MARKER
 
 _RELEASE_PER_WARP = gl.constexpr(f"mov.b32 $0, 0; {RELEASE_MARKER}")
 _WAIT_PER_WARP = gl.constexpr(f"mov.b32 $0, 0; {WAIT_MARKER}")
+_PREFETCH = gl.constexpr(f"mov.b32 $0, 0; {PREFETCH_MARKER}")
 _ORDER_LANES = gl.constexpr("bar.warp.sync 0xffffffff; mov.b32 $0, 0;")
 _ARRIVE_PER_LANE = gl.constexpr(f"mov.b32 $0, 0; {ARRIVE_MARKER}")
 WARPS = gl.constexpr(4)  # warps per consumer
@@ -24,6 +25,12 @@ LANES = gl.constexpr(32)  # lanes per warp
 def _inline_ptx(text: gl.constexpr):
     """Insert PTX at this point of the program, in order with copies, barriers and other inline PTX."""
     gl.inline_asm_elementwise(text, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def prefetch_tensor_maps():
+    """Start reading the kernel's tensor maps from memory, so that its first copies by TMA need not wait for them."""
+    _inline_ptx(_PREFETCH)
 
 
 @gluon.jit

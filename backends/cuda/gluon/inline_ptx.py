@@ -8,6 +8,10 @@ before ptxas reads it:
 * One thread's arrival for four warps, behind a barrier of all of them, becomes an arrival of each warp, without it.
 * A wait loses the barrier among warps that Triton puts in front of it.
 * One thread's arrival for the 32 lanes of a warp becomes an arrival of each lane.
+* A thread prefetches the kernel's tensor maps.
+
+One edit needs no marker of its own: the barriers among four warps that Triton puts between initialisations of mbarriers
+go, because one thread initialises them all.
 
 Plain Python, no Triton types.
 """
@@ -31,6 +35,7 @@ _EDITION = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
 RELEASE_MARKER = f".release_per_warp_{_EDITION};"
 WAIT_MARKER = f".wait_per_warp_{_EDITION};"
 ARRIVE_MARKER = f".arrive_per_lane_{_EDITION};"
+PREFETCH_MARKER = f".prefetch_tensor_maps_{_EDITION};"
 
 _RELEASE = re.compile(
     r"bar\.sync\s+\d+, 128;(?P<between>(?:(?!bar\.sync|mbarrier).)*?)"
@@ -59,12 +64,32 @@ _EDITS: dict[str, tuple[re.Pattern[str], Callable[[re.Match[str]], str]]] = {
 }
 
 
+# Two initialisations by one thread, with nothing but address arithmetic and comments beside the barrier between them.
+_INITIALISATION = r"(?P<guard>@%p\d+) mbarrier\.init\.shared::cta\.b64 \[%r\d+\], \d+;\n"
+_HARMLESS = r"(?:[ \t]*(?://[^\n]*|\.loc[^\n]*|\$L__tmp\d+:|(?:add\.s32|mov\.b32)[^\n]*)?\n)*?"
+_BETWEEN_INITIALISATIONS = re.compile(
+    rf"({_INITIALISATION}{_HARMLESS})[ \t]*bar\.sync\s+\d+, 128;\n(?={_HARMLESS}[ \t]*(?P=guard) mbarrier\.init)"
+)
+_TENSOR_MAP = re.compile(r"\.param \.align \d+ \.b8 (\w+)\[128\]")
+
+
+def _prefetch_tensor_maps(ptx: str) -> str:
+    """Return PTX in which one thread's prefetch of each parameter that is a tensor map replaces the marker."""
+    names = dict.fromkeys(_TENSOR_MAP.findall(ptx))
+    prefetches = "".join(f"@first prefetch.param.tensormap [{name}]; " for name in names)
+    thread = "{ .reg .pred first; .reg .b32 thread; mov.u32 thread, %tid.x; setp.eq.u32 first, thread, 0; "
+    return ptx.replace(PREFETCH_MARKER, f"{thread}{prefetches}}}")
+
+
 def post_process(ptx: str) -> str:
     """Return PTX with the edits that its markers ask for.
 
     Raises:
         RuntimeError: a marker is not followed by the instruction that it is for.
     """
+    if not any(marker in ptx for marker in (PREFETCH_MARKER, *_EDITS)):
+        return ptx
+    ptx = _BETWEEN_INITIALISATIONS.sub(r"\1", _prefetch_tensor_maps(ptx))
     for marker, (pattern, edit) in _EDITS.items():
         first, *marked = ptx.split(marker)
         pieces = [first]

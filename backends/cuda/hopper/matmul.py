@@ -34,7 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from diyfa.backends.cuda.attention.launch import choice, forced_config
-from diyfa.backends.cuda.gluon.barriers import WARPS, idle_warps, wait_for_previous_kernels
+from diyfa.backends.cuda.gluon.barriers import WARPS, idle_warps, prefetch_tensor_maps, wait_for_previous_kernels
 from diyfa.backends.cuda.gluon.channel import Channel, allocate_channel
 from diyfa.backends.cuda.gluon.compat import aggregate, async_load, async_store
 from diyfa.backends.cuda.gluon.tma import smem_box
@@ -42,6 +42,7 @@ from diyfa.backends.cuda.hopper.matmul_configs import (
     Sm90MatmulConfig,
     compile_options,
     config_refusal,
+    copied_rows,
     select_config,
     store_columns,
 )
@@ -69,6 +70,7 @@ class MatmulSm90Constants(Constants):
     consumer_registers: int
     producer_registers: int
     rows: int  # rows of c that a consumer computes of a tile
+    a_rows: int  # rows of a that are copied of these; the others are not initialised, and their products not stored
     a_transposed: bool  # a is contiguous along M, not along K
     b_transposed: bool  # b is contiguous along K, not along N
     store_columns: int  # columns of a TMA store
@@ -167,7 +169,10 @@ class Operands:
         for i in gl.static_range(BOXES):
             row = tile.row0 + i * config.ROWS
             a_at = [k, row] if config.A_TRANSPOSED else [row, k]
-            async_load(self.a_tensor, a_at, full, self.a_buffers.index(stage * BOXES + i))
+            a_buffer = self.a_buffers.index(stage * BOXES + i)
+            if config.A_ROWS < config.ROWS:
+                a_buffer = a_buffer.slice(0, config.A_ROWS, 0)
+            async_load(self.a_tensor, a_at, full, a_buffer)
         b_at = [tile.column0, k] if config.B_TRANSPOSED else [k, tile.column0]
         async_load(self.b_tensor, b_at, full, self.b_buffers.index(stage))
 
@@ -218,14 +223,31 @@ class Output:
 
 
 @gluon.jit
-def _producer(order, operands):
-    """Run the producer warp: copy the operand tiles of all tiles, each as soon as its stage is free."""
+def _start_first_loads(order, operands):
+    """Start the loads of the first tile that all stages have room for, and return their number.
+
+    The warps of the launch do it before they start the others, which takes half a microsecond.
+    """
+    tile = order.locate(gl.program_id(0))
+    count = gl.minimum(tile.end_step - tile.first_step, operands.config.STAGES)
+    for item in range(count):
+        operands.start_load(item, tile, tile.first_step + item)
+    return count
+
+
+@gluon.jit
+def _producer(order, operands, started):
+    """Run the producer warp: load the operand tiles of all tiles, each as soon as its stage is free.
+
+    The first `started` loads are under way already.
+    """
     item = 0
     for index in range(gl.program_id(0), order.count(), gl.num_programs(0)):
         tile = order.locate(index)
         for step in range(tile.first_step, tile.end_step):
-            operands.channel.acquire(item)
-            operands.start_load(item, tile, step)
+            if item >= started:
+                operands.channel.acquire(item)
+                operands.start_load(item, tile, step)
             item += 1
 
 
@@ -338,7 +360,7 @@ def _buffers(tensor, COUNT: gl.constexpr):
 
 @gluon.jit
 def _matmul_sm90_kernel(
-    a_tensor,  # (M, K), boxes of [ROWS, BLOCK_K]; A_TRANSPOSED: (K, M), [BLOCK_K, ROWS]
+    a_tensor,  # (M, K), boxes of [A_ROWS, BLOCK_K]; A_TRANSPOSED: (K, M), [BLOCK_K, ROWS]
     b_tensor,  # (K, N), boxes of [BLOCK_K, BLOCK_N]; B_TRANSPOSED: (N, K), [BLOCK_N, BLOCK_K]
     bias_ptr,  # (N,)
     a_descale_ptr,  # one number or (M,)
@@ -350,14 +372,20 @@ def _matmul_sm90_kernel(
     """Compute all tiles of c.
 
     1. Allocate operand stages, store buffers and barriers, and wait for previous kernels on the stream.
-    2. Run the producer and the consumers until all tiles of the program are done.
+    2. Start the first loads.
+    3. Run the producer and the consumers until all tiles of the program are done.
     """
     CONSUMERS: gl.constexpr = config.CONSUMERS
     BOXES: gl.constexpr = config.BLOCK_M // config.ROWS
+    prefetch_tensor_maps()
     # Consumers that read a stage: with PINGPONG the one whose tile it belongs to, else all.
     READERS: gl.constexpr = 1 if config.PINGPONG else CONSUMERS
     STORES: gl.constexpr = CONSUMERS * _store_buffers(config)
-    a_buffers = _buffers(a_tensor, config.STAGES * BOXES)
+    if config.A_ROWS < config.ROWS:
+        A_SHAPE: gl.constexpr = [config.STAGES * BOXES, config.ROWS, config.BLOCK_K]
+        a_buffers = gl.allocate_shared_memory(a_tensor.dtype, A_SHAPE, a_tensor.layout)
+    else:
+        a_buffers = _buffers(a_tensor, config.STAGES * BOXES)
     b_buffers = _buffers(b_tensor, config.STAGES)
     c_buffers = _buffers(c_tensor, STORES)
     channel = allocate_channel(config.STAGES, 1, WARPS * READERS)
@@ -376,6 +404,7 @@ def _matmul_sm90_kernel(
         c_tensor, bias_ptr, a_descale_ptr, b_descale_ptr, stride_bias, stride_a_descale, stride_b_descale, c_buffers,
         config,
     )  # fmt: skip
+    started = _start_first_loads(order, operands)
     # The first consumer runs on the warps of the launch. Registers are allocated by warpgroups, so idle warps fill up
     # the producer's. A single consumer gives no registers away, so there are no idle warps beside it.
     OTHERS: gl.constexpr = CONSUMERS - 1
@@ -383,7 +412,7 @@ def _matmul_sm90_kernel(
     P: gl.constexpr = config.PRODUCER_REGISTERS
     gl.warp_specialize(
         [(_consumer, (i, order, operands, output)) for i in (0, 1)[: OTHERS + 1]]
-        + [(_producer, (order, operands)), (idle_warps, ()), (idle_warps, ())][:PRODUCERS],
+        + [(_producer, (order, operands, started)), (idle_warps, ()), (idle_warps, ())][:PRODUCERS],
         [4][:OTHERS] + [1, 1, 2][:PRODUCERS],
         [config.CONSUMER_REGISTERS][:OTHERS] + [P, P, P][:PRODUCERS],
     )  # fmt: skip
@@ -394,6 +423,7 @@ def constants(problem: MatmulProblem, config: Sm90MatmulConfig) -> MatmulSm90Con
     return MatmulSm90Constants.read_from(
         config,
         rows=config.rows,
+        a_rows=copied_rows(problem, config),
         a_transposed=not problem.k_major[0],
         b_transposed=problem.k_major[1],
         store_columns=store_columns(problem, config),
@@ -413,7 +443,7 @@ def make_launches(
     """Return the launches that write the product with its epilogue to c."""
     values, (a_by_k, b_by_k) = constants(problem, config), problem.k_major
     operands = {
-        "a_tensor": _matrix(tensors.a, a_by_k, (config.rows, config.block_k)),
+        "a_tensor": _matrix(tensors.a, a_by_k, (values.a_rows, config.block_k)),
         "b_tensor": _matrix(tensors.b, not b_by_k, (config.block_k, config.block_n)),
     }
     count = triton.cdiv(problem.m, config.block_m) * triton.cdiv(problem.n, config.block_n) * config.split_k

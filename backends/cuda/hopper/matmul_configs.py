@@ -78,53 +78,63 @@ def _config(block_m: int, block_n: int, block_k: int, stages: int, **rest: int |
 # `auto` takes this kernel for the classes and dtypes named here, and the portable kernels for all others. A class is
 # named once benchmarks/matmul.py has shown on a GPU that the kernel is the fastest for it.
 AUTOMATIC: frozenset[str] = frozenset(
-    {"few rows, long K", "skinny, long K", "skinny", "few tiles, long K", "fewest tiles", "few tiles", "narrow",
+    {"few rows, long K, few tiles", "few rows, long K", "skinny, long K", "skinny", "few tiles, long K", "fewest tiles", "few tiles", "narrow",
      "short K", "one wave", "large"}
 )  # fmt: skip
 AUTOMATIC_DTYPES = frozenset({"float16", "bfloat16", FLOAT8})  # tf32 is not measured yet
 
 _WIDE = _config(64, 256, 64, 5, consumers=1, consumer_registers=240, producer_registers=96)  # wgmma needs 154 registers
 _SMALL = _config(64, 64, 128, 6, consumers=1)
-_SMALLEST = _config(64, 32, 128, 8, consumers=1)
-_ONE_CONSUMER = _config(64, 128, 128, 4, consumers=1)
+_FEW_ROWS = _config(64, 64, 64, 12, consumers=1)  # one span of swizzled bytes, so that `copied_rows` may be few
+_SMALLEST = _config(64, 32, 64, 16, consumers=1)
+_ONE_CONSUMER = _config(64, 128, 64, 8, consumers=1)
+_LONG_STEPS = _config(64, 128, 128, 4, consumers=1)
 _SQUARE = _config(128, 128, 64, 6)
 _SQUARE_IN_TURNS = _config(128, 128, 64, 5, pingpong=True)
 _LARGE = _config(128, 256, 64, 4)
 _TALL = _config(256, 128, 64, 3)
-_H200 = "H200, 2026-11-29, float16, TFLOP/s, "
+_H200 = "H200, 2026-11-30, float16, TFLOP/s, "
 TABLE: tuple[ProblemClass, ...] = (  # the default first
     ProblemClass(
+        "few rows, long K, few tiles",
+        (replace(_FEW_ROWS, split_k=4), replace(_FEW_ROWS, split_k=8), replace(_FEW_ROWS, split_k=2), _FEW_ROWS,
+         _SMALLEST),
+        max_m=32,
+        max_n=4096,
+        min_k=1024,
+        measured=_H200 + "",
+    ),
+    ProblemClass(
         "few rows, long K",
-        (replace(_ONE_CONSUMER, split_k=2), replace(_WIDE, split_k=4), replace(_ONE_CONSUMER, split_k=4), _SMALL),
-        max_m=16,
+        (_FEW_ROWS, replace(_LONG_STEPS, split_k=2), replace(_FEW_ROWS, split_k=2), _SMALLEST),
+        max_m=32,
         min_k=1024,
         measured=_H200 + "16x8192x8192: 44",
     ),
     ProblemClass(
         "skinny, long K",
-        (_SMALL, _config(64, 128, 64, 8, consumers=1, split_k=2), replace(_ONE_CONSUMER, split_k=2), _SMALLEST),
+        (_SMALL, _FEW_ROWS, replace(_ONE_CONSUMER, split_k=2), _SMALLEST),
         max_m=64,
         min_k=1024,
         measured=_H200 + "64x8192x8192: 194",
     ),
-    ProblemClass("skinny", (_SMALL, _ONE_CONSUMER, _SMALLEST, _WIDE), max_m=64, measured=_H200 + "64x8192x512: 56"),
+    ProblemClass("skinny", (_SMALL, _FEW_ROWS, _SMALLEST), max_m=64, measured=_H200 + "64x8192x512: 56"),
     ProblemClass(
         "few tiles, long K",
-        (_ONE_CONSUMER, _config(128, 64, 128, 4), replace(_SQUARE, split_k=2), replace(_SQUARE, split_k=4),
-         replace(_LARGE, split_k=4)),
+        (_ONE_CONSUMER, _LONG_STEPS, _config(128, 64, 64, 8), replace(_SQUARE, split_k=2)),
         max_tiles=66,
         min_k=2048,
         measured=_H200 + "8192x128x8192 and its transpose: 364, 372",
     ),
     ProblemClass(
         "fewest tiles",
-        (_SMALL, _SMALLEST, _ONE_CONSUMER, _config(128, 64, 128, 4)),
+        (_SMALLEST, _SMALL, _FEW_ROWS, _ONE_CONSUMER),
         max_tiles=32,
         measured=_H200 + "512x512x512: 33",
     ),
     ProblemClass(
         "few tiles",
-        (_ONE_CONSUMER, _config(128, 64, 128, 4), _SMALL, _SQUARE, replace(_SMALL, split_k=2)),
+        (_ONE_CONSUMER, _LONG_STEPS, _config(64, 128, 32, 16, consumers=1), _config(128, 64, 64, 8)),
         max_tiles=132,
         measured=_H200 + "1024x1024x1024: 206",
     ),
@@ -168,6 +178,16 @@ def store_columns(problem: MatmulProblem, config: Sm90MatmulConfig) -> int:
     """Return the columns of a TMA store: at most 128 bytes of a row, of float32 partial sums if K is split."""
     dtype = problem.out_dtype if config.split_k == 1 else "float32"
     return min(config.block_n, STORE_BYTES // ELEMENT_BYTES[dtype])
+
+
+def copied_rows(problem: MatmulProblem, config: Sm90MatmulConfig) -> int:
+    """Return the rows of a that a consumer's box copies: all, or of a lone tile of few rows a power of two.
+
+    These lie side by side in shared memory only if a row of the box has one span of swizzled bytes.
+    """
+    has_one_span = config.block_k * ELEMENT_BYTES[problem.dtype] <= STORE_BYTES
+    few = 1 << max(4, (problem.m - 1).bit_length())
+    return min(few, config.rows) if has_one_span and problem.k_major[0] else config.rows
 
 
 def shared_bytes(config: Sm90MatmulConfig, problem: MatmulProblem) -> int:

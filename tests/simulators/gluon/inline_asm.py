@@ -12,6 +12,8 @@ import triton.language as tl
 from triton._C.libtriton import ir
 from triton.runtime.interpreter import TensorHandle
 
+from diyfa.backends.cuda.gluon.inline_ptx import PREFETCH_MARKER
+
 from .atomics import OfFirstLane, add_scalar, wait_for_value
 from .errors import BarrierMisuse, InvalidOperand, location
 from .markers import MARKERS, leave_marker
@@ -62,6 +64,7 @@ _SAID: dict[str, Callable[[], None]] = {
     "griddepcontrol.wait;": _await_kernels_before,
     "cp.async.bulk.wait_group 0;": _await_stores,
     "bar.warp.sync 0xffffffff;": lambda: None,  # lanes of a warp run in step here
+    PREFETCH_MARKER: lambda: None,
     **{text: partial(leave_marker, text) for text in MARKERS},
 }
 
