@@ -252,7 +252,8 @@ class Server:
 
 def serve(name: str, options: argparse.Namespace) -> None:
     """Answer each line of stdin, a request as JSON, with a line of JSON."""
-    matmul_configs.AUTOMATIC = frozenset()  # so that "portable" is that
+    if name == "portable":
+        matmul_configs.environment_refusal = lambda: "the portable kernels are measured"
     if options.dry:
         _simulate()
     server = Server(name, options)
@@ -367,19 +368,16 @@ def relative_speeds(rows: list[dict[str, Any]], table: str, first: Case) -> dict
 
 
 def conclusions(rows: list[dict[str, Any]], first: Case) -> tuple[dict[str, list[str]], list[str]]:
-    """Return ({class: its candidates, the fastest first}, the classes that belong in AUTOMATIC).
-
-    A class belongs there if its fastest candidate is right and at least as fast as "portable" on the whole.
-    """
-    orders, automatic = {}, []
+    """Return ({class: its candidates, the fastest first}, the classes whose portable kernels are faster than these)."""
+    orders, portable = {}, []
     for row in TABLE:
         speeds = relative_speeds(rows, row.name, first)
         order = [name for name, speed in speeds.items() if name not in OTHERS and speed > 0]
         if order:
             orders[row.name] = order
-            if speeds[order[0]] >= speeds.get("portable", 0.0):
-                automatic.append(row.name)
-    return orders, automatic
+            if speeds[order[0]] < speeds.get("portable", 0.0):
+                portable.append(row.name)
+    return orders, portable
 
 
 def print_points(rows: list[dict[str, Any]], cases: Sequence[Case]) -> None:
@@ -418,8 +416,8 @@ def print_summary(rows: list[dict[str, Any]], cases: Sequence[Case], device: str
             for name, speed in speeds.items():
                 print(f"  {name:48} {speed:.3f}")
     print_points(rows, cases)
-    orders, automatic = conclusions(rows, cases[0])
-    print("\nfor backends/cuda/hopper/matmul_configs.py: candidates of each class, the fastest first, and the choice")
+    orders, portable = conclusions(rows, cases[0])
+    print("\nfor backends/cuda/hopper/matmul_configs.py: candidates of each class, the fastest first")
     for table, order in orders.items():
         figures = {
             (row["M"], row["N"], row["K"]): row["tflops"]
@@ -429,7 +427,7 @@ def print_summary(rows: list[dict[str, Any]], cases: Sequence[Case], device: str
         text = ", ".join(f"{'x'.join(map(str, point))} {tflops:.0f}" for point, tflops in figures.items())
         print(f"  {table}: {', '.join(config_code(ALL_CONFIGS[name]) for name in order if name in ALL_CONFIGS)}")
         print(f'    measured="{device}, {date.today()}, {cases[0].dtype}, TFLOP/s: {text}"')
-    print(f"AUTOMATIC: frozenset[str] = frozenset({set(automatic) or ''})")
+    print(f"the portable kernels are faster for: {', '.join(portable) or 'no class'}")
 
 
 def _point(text: str) -> Point:

@@ -251,7 +251,6 @@ def _matmul_kernels() -> tuple[Kernel, ...]:
             repeat=_later("hopper.matmul", "repeat"),
             unsupported=hopper_matmul_configs.unsupported,
             config=hopper_matmul_configs.select_config,
-            by_name_only=hopper_matmul_configs.by_name_only,
         ),
         Kernel(
             name="tma",

@@ -38,14 +38,20 @@ POLL = "{\n.reg .pred complete;\nwaitLoop:\nmbarrier.try_wait.parity.shared.b64 
 BARRIER = "bar.sync \t0, 128;\n"
 OF_WARP = "bar.warp.sync \t-1;\n@%p9 mbarrier.arrive.shared::cta.b64 _, [%r10], 32;\n"
 BY_LANE = "bar.warp.sync \t-1;\nmbarrier.arrive.shared::cta.b64 _, [%r10];\n"
-MAPS = ".param .align 64 .b8 kernel_param_0[128],\n.param .u32 kernel_param_1,\n.param .align 64 .b8 kernel_param_2[128]\n"
+MAPS = (
+    ".param .align 64 .b8 kernel_param_0[128],\n.param .u32 kernel_param_1,\n.param .align 64 .b8 kernel_param_2[128]\n"
+)
 PREFETCHES = (
     "{ .reg .pred first; .reg .b32 thread; mov.u32 thread, %tid.x; setp.eq.u32 first, thread, 0; "
     "@first prefetch.param.tensormap [kernel_param_0]; @first prefetch.param.tensormap [kernel_param_2]; }"
 )
 INIT = "\t@%p11 mbarrier.init.shared::cta.b64 [%r85], 1;\n"
-ADDRESS = "\t// end inline asm\n\t.loc\t3 35 22  // channel.py:35\n\tadd.s32 \t%r87, %r98, 204920;\n\t// begin inline asm\n"
+ADDRESS = (
+    "\t// end inline asm\n\t.loc\t3 35 22  // channel.py:35\n\tadd.s32 \t%r87, %r98, 204920;\n\t// begin inline asm\n"
+)
 NO_PREFETCH = PREFETCHES.split("@first")[0] + "}"
+FULL = f".reqntid 256\n.maxnreg {inline_ptx.MAX_REGISTERS}\n{{\n"
+TRANSFER = "\tsetmaxnreg.dec.sync.aligned.u32 \t24;\n"
 STORE = "\tst.shared.b32 [%r1], %r2;\n"
 OTHER = "\tadd.s32 %r20, %r21, 1;\n"
 
@@ -68,6 +74,14 @@ PROCESSED = {
     "no barrier with a store, or between two threads' initialisations": (
         f"{PREFETCH_MARKER}{INIT}{STORE}{BARRIER}{INIT}{BARRIER}{STORE}{INIT}{BARRIER}{INIT.replace('p11', 'p12')}",
         f"{NO_PREFETCH}{INIT}{STORE}{BARRIER}{INIT}{BARRIER}{STORE}{INIT}{BARRIER}{INIT.replace('p11', 'p12')}",
+    ),
+    "no transfers where all have the most registers": (
+        f"{FULL}{PREFETCH_MARKER}{TRANSFER}{OTHER}{TRANSFER.replace('dec', 'inc')}",
+        f"{FULL}{NO_PREFETCH}{OTHER}",
+    ),
+    "transfers among more warps": (
+        f"{FULL.replace('256', '384')}{PREFETCH_MARKER}{TRANSFER}",
+        f"{FULL.replace('256', '384')}{NO_PREFETCH}{TRANSFER}",
     ),
     "no initialisations without a marker": (f"{INIT}{BARRIER}{INIT}", f"{INIT}{BARRIER}{INIT}"),
     "all of them": (

@@ -10,8 +10,11 @@ before ptxas reads it:
 * One thread's arrival for the 32 lanes of a warp becomes an arrival of each lane.
 * A thread prefetches the kernel's tensor maps.
 
-One edit needs no marker of its own: the barriers among four warps that Triton puts between initialisations of mbarriers
-go, because one thread initialises them all.
+Two edits need no marker of their own:
+
+* The barriers among four warps that Triton puts between initialisations of mbarriers go, because one thread initialises
+  them all.
+* Warps pass no registers on where all threads have `MAX_REGISTERS`.
 
 Plain Python, no Triton types.
 """
@@ -70,6 +73,9 @@ _HARMLESS = r"(?:[ \t]*(?://[^\n]*|\.loc[^\n]*|\$L__tmp\d+:|(?:add\.s32|mov\.b32
 _BETWEEN_INITIALISATIONS = re.compile(
     rf"({_INITIALISATION}{_HARMLESS})[ \t]*bar\.sync\s+\d+, 128;\n(?={_HARMLESS}[ \t]*(?P=guard) mbarrier\.init)"
 )
+MAX_REGISTERS = 248  # of each of 256 threads: nearly all that a multiprocessor has
+_ALL_REGISTERS = f".reqntid 256\n.maxnreg {MAX_REGISTERS}\n"
+_TRANSFER = re.compile(r"[ \t]*setmaxnreg\.[^\n]*\n")
 _TENSOR_MAP = re.compile(r"\.param \.align \d+ \.b8 (\w+)\[128\]")
 
 
@@ -90,6 +96,8 @@ def post_process(ptx: str) -> str:
     if not any(marker in ptx for marker in (PREFETCH_MARKER, *_EDITS)):
         return ptx
     ptx = _BETWEEN_INITIALISATIONS.sub(r"\1", _prefetch_tensor_maps(ptx))
+    if _ALL_REGISTERS in ptx:
+        ptx = _TRANSFER.sub("", ptx)
     for marker, (pattern, edit) in _EDITS.items():
         first, *marked = ptx.split(marker)
         pieces = [first]

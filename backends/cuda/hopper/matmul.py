@@ -67,14 +67,16 @@ class MatmulSm90Constants(Constants):
     pingpong: bool
     group_m: int
     split_k: int
-    consumer_registers: int
-    producer_registers: int
     rows: int  # rows of c that a consumer computes of a tile
     a_rows: int  # rows of a that are copied of these; the others are not initialised, and their products not stored
     a_transposed: bool  # a is contiguous along M, not along K
     b_transposed: bool  # b is contiguous along K, not along N
     store_columns: int  # columns of a TMA store
     activation: str | None
+
+
+CONSUMER_REGISTERS = gl.constexpr(232)
+PRODUCER_REGISTERS = gl.constexpr(40)
 
 
 @constexpr_function
@@ -406,15 +408,14 @@ def _matmul_sm90_kernel(
     )  # fmt: skip
     started = _start_first_loads(order, operands)
     # The first consumer runs on the warps of the launch. Registers are allocated by warpgroups, so idle warps fill up
-    # the producer's. A single consumer gives no registers away, so there are no idle warps beside it.
+    # the producer's. Beside a single consumer all threads have as many as they can use.
     OTHERS: gl.constexpr = CONSUMERS - 1
     PRODUCERS: gl.constexpr = 3 if OTHERS else 1  # partitions of the producer's warpgroup
-    P: gl.constexpr = config.PRODUCER_REGISTERS
     gl.warp_specialize(
         [(_consumer, (i, order, operands, output)) for i in (0, 1)[: OTHERS + 1]]
         + [(_producer, (order, operands, started)), (idle_warps, ()), (idle_warps, ())][:PRODUCERS],
         [4][:OTHERS] + [1, 1, 2][:PRODUCERS],
-        [config.CONSUMER_REGISTERS][:OTHERS] + [P, P, P][:PRODUCERS],
+        [CONSUMER_REGISTERS][:OTHERS] + [PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS][:PRODUCERS],
     )  # fmt: skip
 
 

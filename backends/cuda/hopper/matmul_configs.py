@@ -1,4 +1,4 @@
-"""Tiles of the matrix product on Hopper: candidates by class of (M, N, K), and which classes `auto` takes."""
+"""Tiles of the matrix product on Hopper: candidates by class of (M, N, K)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from diyfa.arch import gpu_spec
 from diyfa.backends.cuda.attention.tile_io import cdiv
 from diyfa.backends.cuda.gluon.compat import ptxas_options
+from diyfa.backends.cuda.gluon.inline_ptx import MAX_REGISTERS
 from diyfa.backends.cuda.hopper.configs import environment_refusal
 from diyfa.backends.cuda.matmul.configs import ELEMENT_BYTES, FLOAT8, sizes_refusal, tma_refusal
 from diyfa.problem import MAX_STEPS, MatmulProblem, cached_per_problem
@@ -35,8 +36,6 @@ class Sm90MatmulConfig:
     pingpong: bool = False
     group_m: int = 8
     split_k: int = 1
-    consumer_registers: int = 232
-    producer_registers: int = 40
 
     def __post_init__(self) -> None:
         # With one stage, a consumer would wait for a step's copy while it holds the only stage, for the step before.
@@ -55,7 +54,7 @@ class Sm90MatmulConfig:
 
 @dataclass(frozen=True)
 class ProblemClass:
-    """A class of (M, N, K) and its candidates, the default first. No row has been measured yet.
+    """A class of (M, N, K) and its candidates, the default first.
 
     A problem belongs to the first class whose bounds it does not exceed. `max_tiles`: tiles of 128 x 128. `min_k`:
     smallest K.
@@ -63,27 +62,19 @@ class ProblemClass:
 
     name: str
     candidates: tuple[Sm90MatmulConfig, ...]
+    measured: str  # device, date, problem: TFLOP/s
     max_m: int = 1 << 62
     max_n: int = 1 << 62
     max_tiles: int = 1 << 62
     max_k: int = 1 << 62
     min_k: int = 0
-    measured: str = "not measured yet"  # device, date, problem: TFLOP/s
 
 
 def _config(block_m: int, block_n: int, block_k: int, stages: int, **rest: int | bool) -> Sm90MatmulConfig:
     return Sm90MatmulConfig(block_m, block_n, block_k, stages, **rest)  # type: ignore[arg-type]
 
 
-# `auto` takes this kernel for the classes and dtypes named here, and the portable kernels for all others. A class is
-# named once benchmarks/matmul.py has shown on a GPU that the kernel is the fastest for it.
-AUTOMATIC: frozenset[str] = frozenset(
-    {"few rows, long K, few tiles", "few rows, long K", "skinny, long K", "skinny", "few tiles, long K", "fewest tiles", "few tiles", "narrow",
-     "short K", "one wave", "large"}
-)  # fmt: skip
-AUTOMATIC_DTYPES = frozenset({"float16", "bfloat16", FLOAT8})  # tf32 is not measured yet
-
-_WIDE = _config(64, 256, 64, 5, consumers=1, consumer_registers=240, producer_registers=96)  # wgmma needs 154 registers
+_WIDE = _config(64, 256, 64, 5, consumers=1)
 _SMALL = _config(64, 64, 128, 6, consumers=1)
 _FEW_ROWS = _config(64, 64, 64, 12, consumers=1)  # one span of swizzled bytes, so that `copied_rows` may be few
 _SMALLEST = _config(64, 32, 64, 16, consumers=1)
@@ -96,70 +87,77 @@ _TALL = _config(256, 128, 64, 3)
 _H200 = "H200, 2026-11-30, float16, TFLOP/s, "
 TABLE: tuple[ProblemClass, ...] = (  # the default first
     ProblemClass(
-        "few rows, long K, few tiles",
-        (replace(_FEW_ROWS, split_k=4), replace(_FEW_ROWS, split_k=8), replace(_FEW_ROWS, split_k=2), _FEW_ROWS,
-         _SMALLEST),
+        "few rows, fewest tiles, long K",
+        (replace(_FEW_ROWS, split_k=4), replace(_FEW_ROWS, split_k=8), replace(_FEW_ROWS, split_k=2), _SMALLEST),
+        max_m=32,
+        max_n=2048,
+        min_k=1024,
+        measured=_H200 + "16x1024x8192: 19",
+    ),
+    ProblemClass(
+        "few rows, few tiles, long K",
+        (_SMALLEST, replace(_FEW_ROWS, split_k=2), _FEW_ROWS),
         max_m=32,
         max_n=4096,
         min_k=1024,
-        measured=_H200 + "",
+        measured=_H200 + "16x4096x4096: 31",
     ),
     ProblemClass(
         "few rows, long K",
         (_FEW_ROWS, replace(_LONG_STEPS, split_k=2), replace(_FEW_ROWS, split_k=2), _SMALLEST),
         max_m=32,
         min_k=1024,
-        measured=_H200 + "16x8192x8192: 44",
+        measured=_H200 + "16x8192x8192, 32x8192x8192, 16x14336x4096: 49, 98, 46",
     ),
     ProblemClass(
         "skinny, long K",
         (_SMALL, _FEW_ROWS, replace(_ONE_CONSUMER, split_k=2), _SMALLEST),
         max_m=64,
         min_k=1024,
-        measured=_H200 + "64x8192x8192: 194",
+        measured=_H200 + "64x8192x8192: 196",
     ),
-    ProblemClass("skinny", (_SMALL, _FEW_ROWS, _SMALLEST), max_m=64, measured=_H200 + "64x8192x512: 56"),
+    ProblemClass("skinny", (_SMALL, _FEW_ROWS, _SMALLEST), max_m=64, measured=_H200 + "64x8192x512: 59"),
     ProblemClass(
         "few tiles, long K",
         (_ONE_CONSUMER, _LONG_STEPS, _config(128, 64, 64, 8), replace(_SQUARE, split_k=2)),
         max_tiles=66,
         min_k=2048,
-        measured=_H200 + "8192x128x8192 and its transpose: 364, 372",
+        measured=_H200 + "8192x128x8192 and its transpose: 369, 381",
     ),
     ProblemClass(
         "fewest tiles",
-        (_SMALLEST, _SMALL, _FEW_ROWS, _ONE_CONSUMER),
+        (_SMALL, _SMALLEST, _FEW_ROWS, _ONE_CONSUMER),
         max_tiles=32,
-        measured=_H200 + "512x512x512: 33",
+        measured=_H200 + "512x512x512: 36",
     ),
     ProblemClass(
         "few tiles",
-        (_ONE_CONSUMER, _LONG_STEPS, _config(64, 128, 32, 16, consumers=1), _config(128, 64, 64, 8)),
+        (_ONE_CONSUMER, _LONG_STEPS, _config(128, 64, 64, 8)),
         max_tiles=132,
-        measured=_H200 + "1024x1024x1024: 206",
+        measured=_H200 + "1024x1024x1024: 216",
     ),
     ProblemClass(
         "narrow",
         (_SQUARE_IN_TURNS, _SQUARE, _TALL),
         max_n=128,
-        measured=_H200 + "65536x128x4096: 466",
+        measured=_H200 + "65536x128x4096: 460",
     ),
     ProblemClass(
         "short K",
         (_config(64, 256, 64, 4, pingpong=True), _SQUARE_IN_TURNS, _LARGE, _SQUARE),
         max_k=512,
-        measured=_H200 + "8192x8192x128: 373",
+        measured=_H200 + "8192x8192x128: 376",
     ),
     ProblemClass(
         "one wave",
         (_LARGE, _SQUARE_IN_TURNS, _SQUARE, _TALL),
         max_tiles=264,
-        measured=_H200 + "2048x2048x2048: 590",
+        measured=_H200 + "2048x2048x2048: 602",
     ),
     ProblemClass(
         "large",
         (_LARGE, replace(_LARGE, group_m=16), replace(_LARGE, group_m=4), _SQUARE_IN_TURNS, _SQUARE, _TALL),
-        measured=_H200 + "4096x4096x4096, 8192x8192x8192: 711, 683",
+        measured=_H200 + "4096x4096x4096, 8192x8192x8192: 714, 685",
     ),
 )  # fmt: skip
 
@@ -244,10 +242,10 @@ def select_config(problem: MatmulProblem) -> Sm90MatmulConfig:
 
 
 def compile_options(config: Sm90MatmulConfig) -> dict[str, int]:
-    """Return the compiler options of a config. `maxnreg`: the mean of one consumer's and its producer's registers."""
+    """Return the compiler options of a config. With one consumer, its warps and the producer's share all registers."""
     options = {"num_warps": 4, "launch_pdl": True, **ptxas_options()}
     if config.consumers == 1:
-        options["maxnreg"] = cdiv((config.consumer_registers + config.producer_registers) // 2, 8) * 8
+        options["maxnreg"] = MAX_REGISTERS
     return options
 
 
@@ -275,11 +273,3 @@ def _refusal(problem: MatmulProblem) -> str | None:
 def unsupported(problem: MatmulProblem) -> str | None:
     """Return why the kernel cannot run `problem`, or None."""
     return _refusal(problem) or environment_refusal()
-
-
-def by_name_only(problem: MatmulProblem) -> str | None:
-    """Return why `auto` does not take the kernel for `problem`, or None."""
-    name = problem_class(problem.m, problem.n, problem.k).name
-    if name in AUTOMATIC and problem.dtype in AUTOMATIC_DTYPES:
-        return None
-    return f'not measured against the portable kernels for {problem.dtype} of class "{name}": variant="sm90" runs it'
