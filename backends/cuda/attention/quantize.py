@@ -10,7 +10,11 @@ of its own block.
 In each pass a program rotates its rows, if asked, then subtracts the mean. The Hadamard matrix of D columns is the
 Kronecker product of two smaller ones, of D / PART and of PART columns. So parts of PART columns are multiplied by the
 smaller matrix of 1 and -1, in which products of elements are exact, and then added and subtracted as wholes. The mean
-is not subtracted before: rotation is linear, so the mean of rotated rows is the rotated mean.
+is not subtracted before: rotation is linear, so the mean of rotated rows is the rotated mean. To make the matrix takes
+more instructions than to rotate a block of 64 rows, so a program rotates several blocks with it.
+
+Integer and logical instructions, comparisons and conversions, of which an SM starts 64 in a cycle, bind these kernels,
+not memory, if there are more than about five of them for a number.
 """
 
 from __future__ import annotations
@@ -33,6 +37,8 @@ from diyfa.problem import Launch
 SUMMED_ROWS = 512  # rows of a chunk, which one program of `_sum_kernel` adds up
 ROWS_PER_CHUNK = tl.constexpr(SUMMED_ROWS)
 ROTATED_COLUMNS = 64  # columns of a part of rotated rows, or a quarter of D. With 32 a call takes 1.17 times as long.
+ROTATED_BLOCKS = 4  # blocks that share a program's Hadamard matrix
+PREFETCHED_BYTES = 32768  # of a block at most, so that two and the matrix fit the shared memory of every GPU
 MEASURE, ALONE, GIVEN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 TENSOR = tl.constexpr(PER_TENSOR)
 SMALLEST = tl.constexpr(SMALLEST_DESCALE)
@@ -45,8 +51,9 @@ class QuantizeConstants(Constants):
     """Constants of the kernels."""
 
     head_dim: int
-    block_m: int  # rows of a program
+    block_m: int  # rows of a block
     block_d: int
+    blocks: int  # blocks of a program, one after another
     part: int  # columns of a part of the rows: all of them, or with a rotation those of one product
     mode: int  # MEASURE, ALONE or GIVEN (see above)
     kind: int  # kind of descale: PER_TENSOR, PER_HEAD or PER_BLOCK
@@ -68,8 +75,12 @@ def _hadamard(N: tl.constexpr):
 
 @triton.jit
 def _load(base, rows, columns, stride_m, n_rows, c: tl.constexpr):
-    inside = (rows < n_rows)[:, None] & (columns < c.HEAD_DIM)[None, :]
-    return tl.load(base + rows.to(tl.int64)[:, None] * stride_m + columns[None, :], mask=inside, other=0.0)
+    """Return rows of x. Behind the last row it is repeated, which changes no largest magnitude."""
+    rows = tl.minimum(rows, n_rows - 1).to(tl.int64)
+    pointers = base + rows[:, None] * stride_m + columns[None, :]
+    if c.BLOCK_D == c.HEAD_DIM:
+        return tl.load(pointers)
+    return tl.load(pointers, mask=(columns < c.HEAD_DIM)[None, :], other=0.0)
 
 
 @triton.jit
@@ -85,7 +96,7 @@ def _sums_and_differences(parts, BIT: tl.constexpr):
 
 
 @triton.jit
-def _load_parts(base, rows, stride_m, n_rows, scale, c: tl.constexpr):
+def _load_parts(base, rows, stride_m, n_rows, matrix, scale, c: tl.constexpr):
     """Return rows of x, rotated if asked, as a tuple of parts [BLOCK_M, PART] fp32. `scale`: 1 / sqrt(D)."""
     parts = ()  # type: tuple[Any, ...]
     for first in tl.static_range(0, c.BLOCK_D, c.PART):
@@ -93,7 +104,7 @@ def _load_parts(base, rows, stride_m, n_rows, scale, c: tl.constexpr):
         x = _load(base, rows, columns, stride_m, n_rows, c)
         if c.ROTATE:
             zero = tl.zeros([c.BLOCK_M, c.PART], tl.float32)
-            x = dot_add(x, _hadamard(c.PART).to(x.dtype), zero, c.PRECISION)
+            x = dot_add(x, matrix, zero, c.PRECISION)
             x = tl.where((columns < c.HEAD_DIM)[None, :], x * scale, 0.0)
         parts += (x.to(tl.float32),)
     if c.ROTATE:
@@ -116,7 +127,8 @@ def _sum_kernel(
     total = tl.zeros([c.BLOCK_D], tl.float32)
     for start in range(0, ROWS_PER_CHUNK, c.BLOCK_M):
         rows = chunk * ROWS_PER_CHUNK + start + tl.arange(0, c.BLOCK_M)
-        total += tl.sum(_load(base, rows, offs_d, stride_xm, n_rows, c).to(tl.float32), 0)
+        x = _load(base, rows, offs_d, stride_xm, n_rows, c).to(tl.float32)
+        total += tl.sum(tl.where((rows < n_rows)[:, None], x, 0.0), 0)
     tl.store(sums_ptr + (head * chunks + chunk) * c.HEAD_DIM + offs_d, total, mask=offs_d < c.HEAD_DIM)
 
 
@@ -128,54 +140,60 @@ def _quantize_kernel(
     scale,  # of the matrix: 1 / sqrt(D)
     c: tl.constexpr,
 ):  # fmt: skip
-    """Quantise BLOCK_M rows of a head of x (B, H, S, D) to `values`, or measure them. `mean`: (B, H, D), rotated.
+    """Quantise BLOCKS blocks of BLOCK_M rows of a head of x (B, H, S, D) to `values`, or measure them.
 
-    MEASURE: write the largest magnitude to `descale` (B, H, blocks). ALONE: write the block's descale there. GIVEN:
-    read the descale, one number or (B, H // group).
+    MEASURE: write the largest magnitude of each block to `descale` (B, H, blocks). ALONE: write each block's descale
+    there. GIVEN: read the descale, one number or (B, H // group). `mean`: (B, H, D), rotated.
     """
     blocks = tl.cdiv(n_rows, c.BLOCK_M)
+    programs = tl.cdiv(blocks, c.BLOCKS)  # of a head
     pid = tl.program_id(0)
-    head = (pid // blocks).to(tl.int64)
+    head = (pid // programs).to(tl.int64)
     b, h = head // heads, head % heads
-    rows = pid % blocks * c.BLOCK_M + tl.arange(0, c.BLOCK_M)
-    parts = _load_parts(x_ptr + b * stride_xb + h * stride_xh, rows, stride_xm, n_rows, scale, c)
-    if c.SMOOTH:
-        smoothed = ()  # type: tuple[Any, ...]
-        for i in tl.static_range(len(parts)):
-            columns = i * c.PART + tl.arange(0, c.PART)
-            mean = tl.load(mean_ptr + head * c.HEAD_DIM + columns, mask=columns < c.HEAD_DIM, other=0.0)
-            smoothed += (tl.where((rows < n_rows)[:, None], parts[i] - mean[None, :], 0.0),)
-        parts = smoothed
-    if c.MODE != GIVEN:
-        largest = tl.abs(parts[0])
-        is_nan = parts[0] != parts[0]
-        for i in tl.static_range(1, len(parts)):
-            largest = tl.maximum(largest, tl.abs(parts[i]))
-            is_nan = is_nan | (parts[i] != parts[i])
-        # Over both axes at once: for sm_100 Triton 3.6 compiles no two reductions of a product one after another.
-        magnitude = tl.max(largest)
-        has_nan = tl.max(is_nan.to(tl.int32)) != 0  # `tl.max` ignores NaN
-        magnitude = tl.where(has_nan, float("nan"), magnitude)
-        if c.MODE == ALONE:
-            magnitude = magnitude / c.LARGEST
-            magnitude = tl.where(magnitude < SMALLEST, SMALLEST, magnitude)
-        tl.store(descale_ptr + pid, magnitude)
-    if c.MODE != MEASURE:
-        if c.MODE == ALONE:
-            descale = magnitude
-        elif c.KIND == TENSOR:
+    base = x_ptr + b * stride_xb + h * stride_xh
+    if c.ROTATE:
+        matrix = _hadamard(c.PART).to(x_ptr.dtype.element_ty)
+    else:
+        matrix = None
+    descale = 1.0
+    if c.MODE == GIVEN:
+        if c.KIND == TENSOR:
             descale = tl.load(descale_ptr)
         else:
             descale = tl.load(descale_ptr + (b * (heads // group) + h // group))
-        target = values_ptr + b * stride_vb + h * stride_vh + rows.to(tl.int64)[:, None] * stride_vm
-        for i in tl.static_range(len(parts)):
-            y = parts[i] * (1.0 / descale)
-            y = tl.where(y > c.LARGEST, c.LARGEST, tl.where(y < -c.LARGEST, -c.LARGEST, y))
-            if c.INTEGERS:
-                y = tl.where(y == y, (y + ROUNDING) - ROUNDING, 0.0)
-            columns = i * c.PART + tl.arange(0, c.PART)
-            inside = (rows < n_rows)[:, None] & (columns < c.HEAD_DIM)[None, :]
-            tl.store(target + columns[None, :], round_to(y, values_ptr.dtype.element_ty), mask=inside)
+    for i in range(c.BLOCKS):
+        block = tl.minimum(pid % programs * c.BLOCKS + i, blocks - 1)  # The last may be computed several times.
+        rows = block * c.BLOCK_M + tl.arange(0, c.BLOCK_M)
+        parts = _load_parts(base, rows, stride_xm, n_rows, matrix, scale, c)
+        if c.SMOOTH:
+            smoothed = ()  # type: tuple[Any, ...]
+            for n in tl.static_range(len(parts)):
+                columns = n * c.PART + tl.arange(0, c.PART)
+                mean = tl.load(mean_ptr + head * c.HEAD_DIM + columns, mask=columns < c.HEAD_DIM, other=0.0)
+                smoothed += (parts[n] - mean[None, :],)
+            parts = smoothed
+        if c.MODE != GIVEN:
+            # As integers a NaN is larger than infinity, whereas `tl.max` of numbers ignores it.
+            largest = tl.abs(parts[0]).to(tl.int32, bitcast=True)
+            for n in tl.static_range(1, len(parts)):
+                largest = tl.maximum(largest, tl.abs(parts[n]).to(tl.int32, bitcast=True))
+            # Over both axes at once: for sm_100 Triton 3.6 compiles no two reductions of a product one after another.
+            magnitude = tl.max(largest).to(tl.float32, bitcast=True)
+            if c.MODE == ALONE:
+                magnitude = magnitude / c.LARGEST
+                magnitude = tl.where(magnitude < SMALLEST, SMALLEST, magnitude)
+                descale = magnitude
+            tl.store(descale_ptr + head * blocks + block, magnitude)
+        if c.MODE != MEASURE:
+            target = values_ptr + b * stride_vb + h * stride_vh + rows.to(tl.int64)[:, None] * stride_vm
+            for n in tl.static_range(len(parts)):
+                # At most LARGEST after rounding, because no magnitude is larger than descale * LARGEST.
+                y = parts[n] * (1.0 / descale)
+                if c.INTEGERS:
+                    y = tl.where(y == y, (y + ROUNDING) - ROUNDING, 0.0)
+                columns = n * c.PART + tl.arange(0, c.PART)
+                inside = (rows < n_rows)[:, None] & (columns < c.HEAD_DIM)[None, :]
+                tl.store(target + columns[None, :], round_to(y, values_ptr.dtype.element_ty), mask=inside)
 
 
 def constants(x: torch.Tensor, scheme: Scheme, mode: int) -> QuantizeConstants:
@@ -186,6 +204,7 @@ def constants(x: torch.Tensor, scheme: Scheme, mode: int) -> QuantizeConstants:
         head_dim=x.shape[3],
         block_m=block_m,
         block_d=block_d,
+        blocks=ROTATED_BLOCKS if scheme.rotate else 1,
         part=min(block_d, max(ROTATED_COLUMNS, block_d // 4)) if scheme.rotate else block_d,
         mode=mode,
         kind=scheme.kind,
@@ -197,8 +216,13 @@ def constants(x: torch.Tensor, scheme: Scheme, mode: int) -> QuantizeConstants:
     )
 
 
-def _options(c: QuantizeConstants) -> dict[str, int]:
-    return {"num_warps": 4 if c.block_m * c.block_d <= 8192 else 8, "num_stages": 1}
+def _options(c: QuantizeConstants, itemsize: int) -> dict[str, int]:
+    """Return the compiler's options. While a program rotates a block it copies the next one to shared memory."""
+    bytes_per_block = c.block_m * c.block_d * itemsize
+    return {
+        "num_warps": 4 if c.block_m * c.block_d <= 8192 else 8,
+        "num_stages": 2 if c.rotate and bytes_per_block <= PREFETCHED_BYTES else 1,
+    }
 
 
 def sum_launch(x: torch.Tensor, sums: torch.Tensor, scheme: Scheme) -> Launch:
@@ -215,7 +239,7 @@ def sum_launch(x: torch.Tensor, sums: torch.Tensor, scheme: Scheme) -> Launch:
         "heads": heads,
     }
     arguments |= {"n_rows": rows, "chunks": chunks}
-    return Launch(_sum_kernel, batch * heads * chunks, arguments, {"c": c}, _options(c))
+    return Launch(_sum_kernel, batch * heads * chunks, arguments, {"c": c}, _options(c, x.element_size()))
 
 
 def make_launch(
@@ -234,7 +258,13 @@ def make_launch(
         b, h, m, _ = y.stride()
         arguments |= {f"stride_{name}b": b, f"stride_{name}h": h, f"stride_{name}m": m}
     arguments |= {"heads": heads, "n_rows": rows, "group": scheme.group, "scale": head_dim**-0.5}
-    return Launch(_quantize_kernel, batch * heads * cdiv(rows, c.block_m), arguments, {"c": c}, _options(c))
+    return Launch(
+        _quantize_kernel,
+        batch * heads * cdiv(cdiv(rows, c.block_m), c.blocks),
+        arguments,
+        {"c": c},
+        _options(c, x.element_size()),
+    )
 
 
 def quantize(x: torch.Tensor, values: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.Tensor | None]:
