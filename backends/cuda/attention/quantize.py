@@ -119,17 +119,59 @@ def _load_parts(base, rows, stride_m, n_rows, matrix, scale, c: tl.constexpr):
 def _sum_kernel(
     x_ptr, sums_ptr, stride_xb, stride_xh, stride_xm, heads, n_rows, chunks, c: tl.constexpr,
 ):  # fmt: skip
-    """Write the sum of a chunk of rows of a head to sums (B, H, chunks, D)."""
+    """Write sums of the columns of a chunk of rows of a head to sums (B, H, chunks, 3, D); MEASURE: extremes, too."""
     pid = tl.program_id(0)
     head, chunk = (pid // chunks).to(tl.int64), pid % chunks
     base = x_ptr + head // heads * stride_xb + head % heads * stride_xh
     offs_d = tl.arange(0, c.BLOCK_D)
-    total = tl.zeros([c.BLOCK_D], tl.float32)
+    # A thread holds rows of the same number modulo 8, and adds them before it exchanges anything with others.
+    total = tl.zeros([8, c.BLOCK_D], tl.float32)
+    smallest = tl.full([8, c.BLOCK_D], float("inf"), tl.float32)
+    largest = tl.full([8, c.BLOCK_D], float("-inf"), tl.float32)
     for start in range(0, ROWS_PER_CHUNK, c.BLOCK_M):
         rows = chunk * ROWS_PER_CHUNK + start + tl.arange(0, c.BLOCK_M)
         x = _load(base, rows, offs_d, stride_xm, n_rows, c).to(tl.float32)
-        total += tl.sum(tl.where((rows < n_rows)[:, None], x, 0.0), 0)
-    tl.store(sums_ptr + (head * chunks + chunk) * c.HEAD_DIM + offs_d, total, mask=offs_d < c.HEAD_DIM)
+        counted = tl.where((rows < n_rows)[:, None], x, 0.0)
+        total += tl.sum(tl.reshape(counted, [c.BLOCK_M // 8, 8, c.BLOCK_D]), 0)
+        if c.MODE == MEASURE:
+            x = tl.reshape(x, [c.BLOCK_M // 8, 8, c.BLOCK_D])
+            smallest = tl.minimum(smallest, tl.min(x, 0))
+            largest = tl.maximum(largest, tl.max(x, 0))
+    target = sums_ptr + (head * chunks + chunk) * 3 * c.HEAD_DIM + offs_d
+    tl.store(target, tl.sum(total, 0), mask=offs_d < c.HEAD_DIM)
+    if c.MODE == MEASURE:
+        tl.store(target + c.HEAD_DIM, tl.min(smallest, 0), mask=offs_d < c.HEAD_DIM)
+        tl.store(target + 2 * c.HEAD_DIM, tl.max(largest, 0), mask=offs_d < c.HEAD_DIM)
+
+
+@triton.jit(do_not_specialize=("n_rows", "chunks"))
+def _mean_kernel(sums_ptr, mean_ptr, magnitude_ptr, n_rows, chunks, c: tl.constexpr):
+    """Write the mean of a head to `mean` (B, H, D). MEASURE: write the largest magnitude of x - mean (B, H), too.
+
+    Rounding keeps the order of numbers, so x - mean is furthest from 0 at an extreme of a column.
+    """
+    head = tl.program_id(0).to(tl.int64)
+    offs_d = tl.arange(0, c.BLOCK_D)
+    total = tl.zeros([c.BLOCK_D], tl.float32)
+    smallest = tl.full([c.BLOCK_D], float("inf"), tl.float32)
+    largest = tl.full([c.BLOCK_D], float("-inf"), tl.float32)
+    for start in range(0, chunks, 16):
+        offs = start + tl.arange(0, 16)
+        source = sums_ptr + (head * chunks + offs[:, None]) * 3 * c.HEAD_DIM + offs_d[None, :]
+        inside = (offs < chunks)[:, None] & (offs_d < c.HEAD_DIM)[None, :]
+        total += tl.sum(tl.load(source, mask=inside, other=0.0), 0)
+        if c.MODE == MEASURE:
+            smallest = tl.minimum(smallest, tl.min(tl.load(source + c.HEAD_DIM, mask=inside, other=float("inf")), 0))
+            found = tl.load(source + 2 * c.HEAD_DIM, mask=inside, other=float("-inf"))
+            largest = tl.maximum(largest, tl.max(found, 0))
+    mean = tl.div_rn(total, n_rows.to(tl.float32))
+    tl.store(mean_ptr + head * c.HEAD_DIM + offs_d, mean, mask=offs_d < c.HEAD_DIM)
+    if c.MODE == MEASURE:
+        # As integers a NaN is larger than infinity. `tl.min` and `tl.max` ignored it above, but the mean has it.
+        above = tl.abs(largest - mean).to(tl.int32, bitcast=True)
+        below = tl.abs(mean - smallest).to(tl.int32, bitcast=True)
+        magnitude = tl.where(offs_d < c.HEAD_DIM, tl.maximum(above, below), 0)
+        tl.store(magnitude_ptr + head, tl.max(magnitude, 0).to(tl.float32, bitcast=True))
 
 
 @triton.jit(do_not_specialize=("heads", "n_rows", "group"))
@@ -225,21 +267,24 @@ def _options(c: QuantizeConstants, itemsize: int) -> dict[str, int]:
     }
 
 
-def sum_launch(x: torch.Tensor, sums: torch.Tensor, scheme: Scheme) -> Launch:
-    """Return the launch that fills sums (B, H, chunks, D) of x (B, H, S, D)."""
+def mean_launches(
+    x: torch.Tensor, sums: torch.Tensor, mean: torch.Tensor, magnitude: torch.Tensor | None, scheme: Scheme
+) -> tuple[Launch, Launch]:
+    """Return the launches that fill sums (B, H, chunks, 3, D) of x (B, H, S, D), and from them the mean (B, H, D).
+
+    If a magnitude (B, H) is given, they also fill it: the largest of x - mean.
+    """
     batch, heads, rows, _ = x.shape
-    chunks, c = sums.shape[2], constants(x, scheme._replace(kind=PER_TENSOR), MEASURE.value)
+    mode = ALONE if magnitude is None else MEASURE
+    chunks, c = sums.shape[2], constants(x, scheme._replace(kind=PER_TENSOR, rotate=False), mode.value)
     b, h, m, _ = x.stride()
-    arguments: dict[str, Any] = {
-        "x_ptr": x,
-        "sums_ptr": sums,
-        "stride_xb": b,
-        "stride_xh": h,
-        "stride_xm": m,
-        "heads": heads,
-    }
-    arguments |= {"n_rows": rows, "chunks": chunks}
-    return Launch(_sum_kernel, batch * heads * chunks, arguments, {"c": c}, _options(c, x.element_size()))
+    sizes = {"n_rows": rows, "chunks": chunks}
+    arguments = {"x_ptr": x, "sums_ptr": sums, "stride_xb": b, "stride_xh": h, "stride_xm": m, "heads": heads, **sizes}
+    to_mean = {"sums_ptr": sums, "mean_ptr": mean, "magnitude_ptr": magnitude, **sizes}
+    return (
+        Launch(_sum_kernel, batch * heads * chunks, arguments, {"c": c}, _options(c, x.element_size())),
+        Launch(_mean_kernel, batch * heads, to_mean, {"c": c}, {"num_warps": 4, "num_stages": 1}),
+    )
 
 
 def make_launch(
@@ -270,22 +315,28 @@ def make_launch(
 def quantize(x: torch.Tensor, values: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Fill `values`, shaped like x (B, H, S, D). Return the descale and the mean (B, H, D)."""
     batch, heads, rows, head_dim = x.shape
-    mean = None
+    mean, magnitude = None, None
+    mode = ALONE if scheme.kind == PER_BLOCK else MEASURE
     with on_device(x):
         if scheme.smooth:
-            sums = x.new_empty((batch, heads, cdiv(rows, SUMMED_ROWS), head_dim), dtype=torch.float32)
-            launch_kernel(sum_launch(x, sums, scheme))
-            mean = sums.sum(2) / rows
+            sums = x.new_empty((batch, heads, cdiv(rows, SUMMED_ROWS), 3, head_dim), dtype=torch.float32)
+            mean = x.new_empty((batch, heads, head_dim), dtype=torch.float32)
+            if mode is MEASURE and not scheme.rotate:
+                magnitude = x.new_empty((batch, heads), dtype=torch.float32)
+            for launch in mean_launches(x, sums, mean, magnitude, scheme):
+                launch_kernel(launch)
             if scheme.rotate:
                 mean = hadamard(mean)
-        mode = ALONE if scheme.kind == PER_BLOCK else MEASURE
-        blocks = cdiv(rows, constants(x, scheme, mode.value).block_m)
-        descale = x.new_empty((batch, heads, blocks), dtype=torch.float32)
-        launch_kernel(make_launch(x, mean, values if mode is ALONE else None, descale, scheme, mode.value))
-        if mode is not ALONE:
-            magnitude = descale
+        if magnitude is None:
+            blocks = cdiv(rows, constants(x, scheme, mode.value).block_m)
+            magnitude = x.new_empty((batch, heads, blocks), dtype=torch.float32)
+            launch_kernel(make_launch(x, mean, values if mode is ALONE else None, magnitude, scheme, mode.value))
+        descale = magnitude
+        if mode is MEASURE:
             if scheme.kind == PER_HEAD:
-                magnitude = magnitude.unflatten(1, (-1, scheme.group)).flatten(2)
-            descale = scheme.descale(magnitude.amax(-1) if scheme.kind == PER_HEAD else magnitude.amax())
+                magnitude = magnitude.reshape(batch, heads // scheme.group, -1).amax(-1)
+            else:
+                magnitude = magnitude.amax()
+            descale = scheme.descale(magnitude)
             launch_kernel(make_launch(x, mean, values, descale, scheme, GIVEN.value))
     return descale, mean

@@ -727,8 +727,12 @@ def _quantizing(arch: str) -> Iterator[CompileSpec]:
         launch = quantize.make_launch(x, mean, values, descale, scheme, modes[mode])
         yield launch_spec(launch, "quantize/round", name, ROTATION_SPILLS if d == 512 and scheme.rotate else 0)
         if scheme.smooth:
-            sums = x.new_empty((2, 8, 2, d), dtype=torch.float32)
-            yield launch_spec(quantize.sum_launch(x, sums, scheme), "quantize/sum", name)
+            sums = x.new_empty((2, 8, 2, 3, d), dtype=torch.float32)
+            magnitude = None if mode == "alone" else x.new_empty((2, 8), dtype=torch.float32)
+            for kernel, launch in zip(
+                ("sum", "mean"), quantize.mean_launches(x, sums, mean, magnitude, scheme), strict=True
+            ):
+                yield launch_spec(launch, f"quantize/{kernel}", name)
 
 
 BUILDER_SPILLS = 64  # bytes: values that are stored once for a row of blocks
