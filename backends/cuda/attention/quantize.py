@@ -1,11 +1,12 @@
 """Quantise q, k or v to float8 or int8 in one to three passes over its rows (`diyfa.quantization`).
 
-1. With `smooth`, `_sum_kernel` sums chunks of rows for the mean.
-2. `_quantize_kernel` with MEASURE writes the largest magnitude of each block of rows.
-3. `_quantize_kernel` with GIVEN divides by the descale, which all blocks have decided, and rounds.
+1. With `smooth`, `_sum_kernel` sums chunks of rows and `_mean_kernel` makes the mean of them. They take each column's
+   extremes along, which say the largest magnitude, unless the rows are rotated.
+2. Otherwise `_quantize_kernel` with MEASURE takes the largest magnitude of all rows that share a descale.
+3. `_quantize_kernel` with GIVEN multiplies by the descale's reciprocal and rounds.
 
-With one descale for each block, one launch with ALONE takes the place of 2 and 3: each program divides by the descale
-of its own block.
+With one descale for each block, one launch with ALONE takes the place of 2 and 3: each program makes the descale of its
+own block.
 
 In each pass a program rotates its rows, if asked, then subtracts the mean. The Hadamard matrix of D columns is the
 Kronecker product of two smaller ones, of D / PART and of PART columns. So parts of PART columns are multiplied by the
@@ -115,6 +116,20 @@ def _load_parts(base, rows, stride_m, n_rows, matrix, scale, c: tl.constexpr):
     return parts
 
 
+@triton.jit
+def _descale_index(head, heads, group, c: tl.constexpr):
+    """Return which descale of the tensor, or of (B, H // group), belongs to a head of (B, H)."""
+    if c.KIND == TENSOR:
+        return head * 0
+    return head // heads * (heads // group) + head % heads // group
+
+
+@triton.jit
+def _descale(magnitude, c: tl.constexpr):
+    descale = tl.div_rn(magnitude, c.LARGEST)
+    return tl.where(descale < SMALLEST, SMALLEST, descale)  # a NaN stays
+
+
 @triton.jit(do_not_specialize=("heads", "n_rows", "chunks"))
 def _sum_kernel(
     x_ptr, sums_ptr, stride_xb, stride_xh, stride_xm, heads, n_rows, chunks, c: tl.constexpr,
@@ -144,9 +159,9 @@ def _sum_kernel(
         tl.store(target + 2 * c.HEAD_DIM, tl.max(largest, 0), mask=offs_d < c.HEAD_DIM)
 
 
-@triton.jit(do_not_specialize=("n_rows", "chunks"))
-def _mean_kernel(sums_ptr, mean_ptr, magnitude_ptr, n_rows, chunks, c: tl.constexpr):
-    """Write the mean of a head to `mean` (B, H, D). MEASURE: write the largest magnitude of x - mean (B, H), too.
+@triton.jit(do_not_specialize=("heads", "n_rows", "group", "chunks"))
+def _mean_kernel(sums_ptr, mean_ptr, magnitude_ptr, heads, n_rows, group, chunks, c: tl.constexpr):
+    """Write the mean of a head to `mean` (B, H, D). MEASURE: measure x - mean, too, as `_quantize_kernel` does.
 
     Rounding keeps the order of numbers, so x - mean is furthest from 0 at an extreme of a column.
     """
@@ -171,12 +186,12 @@ def _mean_kernel(sums_ptr, mean_ptr, magnitude_ptr, n_rows, chunks, c: tl.conste
         above = tl.abs(largest - mean).to(tl.int32, bitcast=True)
         below = tl.abs(mean - smallest).to(tl.int32, bitcast=True)
         magnitude = tl.where(offs_d < c.HEAD_DIM, tl.maximum(above, below), 0)
-        tl.store(magnitude_ptr + head, tl.max(magnitude, 0).to(tl.float32, bitcast=True))
+        tl.atomic_max(magnitude_ptr + _descale_index(head, heads, group, c), tl.max(magnitude, 0), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=("heads", "n_rows", "group"))
 def _quantize_kernel(
-    x_ptr, mean_ptr, values_ptr, descale_ptr,
+    x_ptr, mean_ptr, values_ptr, magnitude_ptr, descale_ptr,
     stride_xb, stride_xh, stride_xm, stride_vb, stride_vh, stride_vm,
     heads, n_rows, group,
     scale,  # of the matrix: 1 / sqrt(D)
@@ -184,8 +199,9 @@ def _quantize_kernel(
 ):  # fmt: skip
     """Quantise BLOCKS blocks of BLOCK_M rows of a head of x (B, H, S, D) to `values`, or measure them.
 
-    MEASURE: write the largest magnitude of each block to `descale` (B, H, blocks). ALONE: write each block's descale
-    there. GIVEN: read the descale, one number or (B, H // group). `mean`: (B, H, D), rotated.
+    `mean`: (B, H, D), rotated. `magnitude`: the largest one for each descale, as an integer. It is one number or
+    (B, H // group), and starts at 0. MEASURE: fill `magnitude`. GIVEN: read it, and write `descale`. ALONE: write the
+    descales of blocks to `descale` (B, H, blocks).
     """
     blocks = tl.cdiv(n_rows, c.BLOCK_M)
     programs = tl.cdiv(blocks, c.BLOCKS)  # of a head
@@ -199,10 +215,10 @@ def _quantize_kernel(
         matrix = None
     descale = 1.0
     if c.MODE == GIVEN:
-        if c.KIND == TENSOR:
-            descale = tl.load(descale_ptr)
-        else:
-            descale = tl.load(descale_ptr + (b * (heads // group) + h // group))
+        index = _descale_index(head, heads, group, c)
+        descale = _descale(tl.load(magnitude_ptr + index).to(tl.float32, bitcast=True), c)
+        is_first = (pid if c.KIND == TENSOR else pid % (programs * group)) == 0
+        tl.store(descale_ptr + index, descale, mask=is_first)
     for i in range(c.BLOCKS):
         block = tl.minimum(pid % programs * c.BLOCKS + i, blocks - 1)  # The last may be computed several times.
         rows = block * c.BLOCK_M + tl.arange(0, c.BLOCK_M)
@@ -220,12 +236,12 @@ def _quantize_kernel(
             for n in tl.static_range(1, len(parts)):
                 largest = tl.maximum(largest, tl.abs(parts[n]).to(tl.int32, bitcast=True))
             # Over both axes at once: for sm_100 Triton 3.6 compiles no two reductions of a product one after another.
-            magnitude = tl.max(largest).to(tl.float32, bitcast=True)
-            if c.MODE == ALONE:
-                magnitude = magnitude / c.LARGEST
-                magnitude = tl.where(magnitude < SMALLEST, SMALLEST, magnitude)
-                descale = magnitude
-            tl.store(descale_ptr + head * blocks + block, magnitude)
+            magnitude = tl.max(largest)
+            if c.MODE == MEASURE:
+                tl.atomic_max(magnitude_ptr + _descale_index(head, heads, group, c), magnitude, sem="relaxed")
+            else:
+                descale = _descale(magnitude.to(tl.float32, bitcast=True), c)
+                tl.store(descale_ptr + head * blocks + block, descale)
         if c.MODE != MEASURE:
             target = values_ptr + b * stride_vb + h * stride_vh + rows.to(tl.int64)[:, None] * stride_vm
             for n in tl.static_range(len(parts)):
@@ -272,15 +288,16 @@ def mean_launches(
 ) -> tuple[Launch, Launch]:
     """Return the launches that fill sums (B, H, chunks, 3, D) of x (B, H, S, D), and from them the mean (B, H, D).
 
-    If a magnitude (B, H) is given, they also fill it: the largest of x - mean.
+    If a magnitude is given, they also do what MEASURE does with the smoothed rows.
     """
     batch, heads, rows, _ = x.shape
     mode = ALONE if magnitude is None else MEASURE
-    chunks, c = sums.shape[2], constants(x, scheme._replace(kind=PER_TENSOR, rotate=False), mode.value)
+    kind = PER_TENSOR if magnitude is None else scheme.kind  # PER_BLOCK has rows of its own
+    chunks, c = sums.shape[2], constants(x, scheme._replace(kind=kind, rotate=False), mode.value)
     b, h, m, _ = x.stride()
-    sizes = {"n_rows": rows, "chunks": chunks}
-    arguments = {"x_ptr": x, "sums_ptr": sums, "stride_xb": b, "stride_xh": h, "stride_xm": m, "heads": heads, **sizes}
-    to_mean = {"sums_ptr": sums, "mean_ptr": mean, "magnitude_ptr": magnitude, **sizes}
+    sizes = {"heads": heads, "n_rows": rows, "chunks": chunks}
+    arguments = {"x_ptr": x, "sums_ptr": sums, "stride_xb": b, "stride_xh": h, "stride_xm": m, **sizes}
+    to_mean = {"sums_ptr": sums, "mean_ptr": mean, "magnitude_ptr": magnitude, "group": scheme.group, **sizes}
     return (
         Launch(_sum_kernel, batch * heads * chunks, arguments, {"c": c}, _options(c, x.element_size())),
         Launch(_mean_kernel, batch * heads, to_mean, {"c": c}, {"num_warps": 4, "num_stages": 1}),
@@ -291,14 +308,16 @@ def make_launch(
     x: torch.Tensor,
     mean: torch.Tensor | None,
     values: torch.Tensor | None,
-    descale: torch.Tensor,
+    magnitude: torch.Tensor | None,
+    descale: torch.Tensor | None,
     scheme: Scheme,
     mode: int,
 ) -> Launch:
     """Return the launch of `_quantize_kernel` over x (B, H, S, D). `mode`: MEASURE, ALONE or GIVEN."""
     batch, heads, rows, head_dim = x.shape
     c = constants(x, scheme, mode)
-    arguments: dict[str, Any] = {"x_ptr": x, "mean_ptr": mean, "values_ptr": values, "descale_ptr": descale}
+    arguments: dict[str, Any] = {"x_ptr": x, "mean_ptr": mean, "values_ptr": values}
+    arguments |= {"magnitude_ptr": magnitude, "descale_ptr": descale}
     for name, y in (("x", x), ("v", x if values is None else values)):
         b, h, m, _ = y.stride()
         arguments |= {f"stride_{name}b": b, f"stride_{name}h": h, f"stride_{name}m": m}
@@ -315,28 +334,24 @@ def make_launch(
 def quantize(x: torch.Tensor, values: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Fill `values`, shaped like x (B, H, S, D). Return the descale and the mean (B, H, D)."""
     batch, heads, rows, head_dim = x.shape
+    by_block = scheme.kind == PER_BLOCK
     mean, magnitude = None, None
-    mode = ALONE if scheme.kind == PER_BLOCK else MEASURE
     with on_device(x):
+        if by_block:
+            descale = x.new_empty((batch, heads, cdiv(rows, scheme.block)), dtype=torch.float32)
+        else:
+            shape = (batch, heads // scheme.group) if scheme.kind == PER_HEAD else ()
+            descale = x.new_empty(shape, dtype=torch.float32)
+            magnitude = x.new_zeros(shape, dtype=torch.int32)
         if scheme.smooth:
             sums = x.new_empty((batch, heads, cdiv(rows, SUMMED_ROWS), 3, head_dim), dtype=torch.float32)
             mean = x.new_empty((batch, heads, head_dim), dtype=torch.float32)
-            if mode is MEASURE and not scheme.rotate:
-                magnitude = x.new_empty((batch, heads), dtype=torch.float32)
-            for launch in mean_launches(x, sums, mean, magnitude, scheme):
+            for launch in mean_launches(x, sums, mean, None if scheme.rotate else magnitude, scheme):
                 launch_kernel(launch)
             if scheme.rotate:
                 mean = hadamard(mean)
-        if magnitude is None:
-            blocks = cdiv(rows, constants(x, scheme, mode.value).block_m)
-            magnitude = x.new_empty((batch, heads, blocks), dtype=torch.float32)
-            launch_kernel(make_launch(x, mean, values if mode is ALONE else None, magnitude, scheme, mode.value))
-        descale = magnitude
-        if mode is MEASURE:
-            if scheme.kind == PER_HEAD:
-                magnitude = magnitude.reshape(batch, heads // scheme.group, -1).amax(-1)
-            else:
-                magnitude = magnitude.amax()
-            descale = scheme.descale(magnitude)
-            launch_kernel(make_launch(x, mean, values, descale, scheme, GIVEN.value))
+        if not by_block and (scheme.rotate or not scheme.smooth):
+            launch_kernel(make_launch(x, mean, None, magnitude, None, scheme, MEASURE.value))
+        mode = ALONE if by_block else GIVEN
+        launch_kernel(make_launch(x, mean, values, magnitude, descale, scheme, mode.value))
     return descale, mean

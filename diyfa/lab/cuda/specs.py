@@ -719,16 +719,16 @@ def _quantizing(arch: str) -> Iterator[CompileSpec]:
     for mode, d, dtype, scheme in cases:
         x = torch.empty(2, 8, 1024, d, dtype=getattr(torch, dtype), device="meta")
         mean = x.new_empty((2, 8, d), dtype=torch.float32) if scheme.smooth else None
-        descale = x.new_empty((2, 8, 8), dtype=torch.float32)
+        magnitude = None if mode == "alone" else x.new_empty((2, 8), dtype=torch.int32)
+        descale = None if mode == "measure" else x.new_empty((2, 8, 8), dtype=torch.float32)
         values = None if mode == "measure" else torch.empty_like(x, dtype=scheme.dtype)
         name = (
             f"{dtype_name(scheme.dtype)} of {dtype} D={d} {mode}{' smooth' * scheme.smooth}{' rotate' * scheme.rotate}"
         )
-        launch = quantize.make_launch(x, mean, values, descale, scheme, modes[mode])
+        launch = quantize.make_launch(x, mean, values, magnitude, descale, scheme, modes[mode])
         yield launch_spec(launch, "quantize/round", name, ROTATION_SPILLS if d == 512 and scheme.rotate else 0)
         if scheme.smooth:
             sums = x.new_empty((2, 8, 2, 3, d), dtype=torch.float32)
-            magnitude = None if mode == "alone" else x.new_empty((2, 8), dtype=torch.float32)
             for kernel, launch in zip(
                 ("sum", "mean"), quantize.mean_launches(x, sums, mean, magnitude, scheme), strict=True
             ):
