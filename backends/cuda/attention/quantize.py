@@ -206,6 +206,8 @@ def _quantize_kernel(
     blocks = tl.cdiv(n_rows, c.BLOCK_M)
     programs = tl.cdiv(blocks, c.BLOCKS)  # of a head
     pid = tl.program_id(0)
+    if c.MODE != MEASURE:
+        pid = tl.num_programs(0) - 1 - pid  # L2 holds the rows that an earlier pass read last.
     head = (pid // programs).to(tl.int64)
     b, h = head // heads, head % heads
     base = x_ptr + b * stride_xb + h * stride_xh
