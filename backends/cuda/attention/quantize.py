@@ -221,8 +221,8 @@ def _quantize_kernel(
         descale = _descale(tl.load(magnitude_ptr + index).to(tl.float32, bitcast=True), c)
         is_first = (pid if c.KIND == TENSOR else pid % (programs * group)) == 0
         tl.store(descale_ptr + index, descale, mask=is_first)
-    for i in range(c.BLOCKS):
-        block = tl.minimum(pid % programs * c.BLOCKS + i, blocks - 1)  # The last may be computed several times.
+    first_block = pid % programs * c.BLOCKS
+    for block in range(first_block, tl.minimum(first_block + c.BLOCKS, blocks)):
         rows = block * c.BLOCK_M + tl.arange(0, c.BLOCK_M)
         parts = _load_parts(base, rows, stride_xm, n_rows, matrix, scale, c)
         if c.SMOOTH:
