@@ -694,9 +694,6 @@ def _hopper_prefill_specs(arch: str) -> Iterator[CompileSpec]:
         yield launch_spec(launch, "kvcache_fwd/sm90_prefill", case, _hopper_spills(problem), clean_loops=True)
 
 
-ROTATION_SPILLS = 24  # bytes, of 512 columns on sm_100: a program keeps all of them in registers
-
-
 def _quantizing(arch: str) -> Iterator[CompileSpec]:
     """Yield the passes of `quantize`: the sums for a mean, and each mode, dtype and head dim, rotated or not."""
     spec = gpu_spec(arch)
@@ -726,8 +723,8 @@ def _quantizing(arch: str) -> Iterator[CompileSpec]:
             f"{dtype_name(scheme.dtype)} of {dtype} D={d} {mode}{' smooth' * scheme.smooth}{' rotate' * scheme.rotate}"
         )
         launch = quantize.make_launch(x, mean, values, magnitude, descale, scheme, modes[mode])
-        yield launch_spec(launch, "quantize/round", name, ROTATION_SPILLS if d == 512 and scheme.rotate else 0)
-        if scheme.smooth:
+        yield launch_spec(launch, "quantize/round", name)
+        if mean is not None:
             sums = x.new_empty((2, 8, 2, 3, d), dtype=torch.float32)
             for kernel, launch in zip(
                 ("sum", "mean"), quantize.mean_launches(x, sums, mean, magnitude, scheme), strict=True
