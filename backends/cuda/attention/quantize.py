@@ -32,7 +32,7 @@ from diyfa.backends.cuda.attention.tile_io import cdiv, padded_head_dim
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launch import on_device
 from diyfa.backends.cuda.runtime.launcher import launch_kernel
-from diyfa.eight_bits import PER_BLOCK, PER_HEAD, PER_TENSOR, SMALLEST_DESCALE, Scheme, hadamard
+from diyfa.eight_bits import PER_BLOCK, PER_HEAD, PER_TENSOR, SMALLEST_DESCALE, Scheme
 from diyfa.problem import Launch
 
 SUMMED_ROWS = 512  # rows of a chunk, which one program of `_sum_kernel` adds up
@@ -139,7 +139,7 @@ def _sum_kernel(
     head, chunk = (pid // chunks).to(tl.int64), pid % chunks
     base = x_ptr + head // heads * stride_xb + head % heads * stride_xh
     offs_d = tl.arange(0, c.BLOCK_D)
-    # A thread holds rows of the same number modulo 8, and adds them before it exchanges anything with others.
+    # Rows of the same number modulo 8 mostly lie in the same threads, which add them without an exchange.
     total = tl.zeros([8, c.BLOCK_D], tl.float32)
     smallest = tl.full([8, c.BLOCK_D], float("inf"), tl.float32)
     largest = tl.full([8, c.BLOCK_D], float("-inf"), tl.float32)
@@ -159,9 +159,20 @@ def _sum_kernel(
         tl.store(target + 2 * c.HEAD_DIM, tl.max(largest, 0), mask=offs_d < c.HEAD_DIM)
 
 
+@triton.jit
+def _rotated(x, N: tl.constexpr):
+    """Return the product of x [N] with the Hadamard matrix of 1 and -1. N is at most 1024."""
+    for n in tl.static_range(10):
+        if 2**n < N:
+            a, b = tl.split(tl.reshape(x, [N // 2, 2]))
+            # The lowest bit of a number's index becomes the highest: after all steps bits are in order again.
+            x = tl.reshape(tl.permute(tl.join(a + b, a - b), (1, 0)), [N])
+    return x
+
+
 @triton.jit(do_not_specialize=("heads", "n_rows", "group", "chunks"))
-def _mean_kernel(sums_ptr, mean_ptr, magnitude_ptr, heads, n_rows, group, chunks, c: tl.constexpr):
-    """Write the mean of a head to `mean` (B, H, D). MEASURE: measure x - mean, too, as `_quantize_kernel` does.
+def _mean_kernel(sums_ptr, mean_ptr, magnitude_ptr, heads, n_rows, group, chunks, scale, c: tl.constexpr):
+    """Write the mean of a head, rotated if asked, to `mean` (B, H, D). MEASURE: measure x - mean, too.
 
     Rounding keeps the order of numbers, so x - mean is furthest from 0 at an extreme of a column.
     """
@@ -180,6 +191,8 @@ def _mean_kernel(sums_ptr, mean_ptr, magnitude_ptr, heads, n_rows, group, chunks
             found = tl.load(source + 2 * c.HEAD_DIM, mask=inside, other=float("-inf"))
             largest = tl.maximum(largest, tl.max(found, 0))
     mean = tl.div_rn(total, n_rows.to(tl.float32))
+    if c.ROTATE:
+        mean = _rotated(mean, c.BLOCK_D) * scale
     tl.store(mean_ptr + head * c.HEAD_DIM + offs_d, mean, mask=offs_d < c.HEAD_DIM)
     if c.MODE == MEASURE:
         # As integers a NaN is larger than infinity. `tl.min` and `tl.max` ignored it above, but the mean has it.
@@ -288,18 +301,19 @@ def _options(c: QuantizeConstants, itemsize: int) -> dict[str, int]:
 def mean_launches(
     x: torch.Tensor, sums: torch.Tensor, mean: torch.Tensor, magnitude: torch.Tensor | None, scheme: Scheme
 ) -> tuple[Launch, Launch]:
-    """Return the launches that fill sums (B, H, chunks, 3, D) of x (B, H, S, D), and from them the mean (B, H, D).
+    """Return the launches that fill sums (B, H, chunks, 3, D) of x (B, H, S, D), and from them `mean` (B, H, D).
 
     If a magnitude is given, they also do what MEASURE does with the smoothed rows.
     """
-    batch, heads, rows, _ = x.shape
+    batch, heads, rows, head_dim = x.shape
     mode = ALONE if magnitude is None else MEASURE
     kind = PER_TENSOR if magnitude is None else scheme.kind  # PER_BLOCK has rows of its own
-    chunks, c = sums.shape[2], constants(x, scheme._replace(kind=kind, rotate=False), mode.value)
+    chunks, c = sums.shape[2], constants(x, scheme._replace(kind=kind), mode.value)
     b, h, m, _ = x.stride()
     sizes = {"heads": heads, "n_rows": rows, "chunks": chunks}
     arguments = {"x_ptr": x, "sums_ptr": sums, "stride_xb": b, "stride_xh": h, "stride_xm": m, **sizes}
     to_mean = {"sums_ptr": sums, "mean_ptr": mean, "magnitude_ptr": magnitude, "group": scheme.group, **sizes}
+    to_mean["scale"] = head_dim**-0.5
     return (
         Launch(_sum_kernel, batch * heads * chunks, arguments, {"c": c}, _options(c, x.element_size())),
         Launch(_mean_kernel, batch * heads, to_mean, {"c": c}, {"num_warps": 4, "num_stages": 1}),
@@ -350,8 +364,6 @@ def quantize(x: torch.Tensor, values: torch.Tensor, scheme: Scheme) -> tuple[tor
             mean = x.new_empty((batch, heads, head_dim), dtype=torch.float32)
             for launch in mean_launches(x, sums, mean, None if scheme.rotate else magnitude, scheme):
                 launch_kernel(launch)
-            if scheme.rotate:
-                mean = hadamard(mean)
         if not by_block and (scheme.rotate or not scheme.smooth):
             launch_kernel(make_launch(x, mean, None, magnitude, None, scheme, MEASURE.value))
         mode = ALONE if by_block else GIVEN
