@@ -39,7 +39,7 @@ SUMMED_ROWS = 512  # rows of a chunk, which one program of `_sum_kernel` adds up
 ROWS_PER_CHUNK = tl.constexpr(SUMMED_ROWS)
 ROTATED_COLUMNS = 64  # columns of a part of rotated rows, or a quarter of D. With 32 a call takes 1.17 times as long.
 ROTATED_BLOCKS = 4  # blocks that share a program's Hadamard matrix
-PREFETCHED_BYTES = 32768  # of a block at most, so that two and the matrix fit the shared memory of every GPU
+PREFETCHED_BYTES = 65536  # for blocks that are copied ahead; with the matrix they fit the shared memory of every GPU
 MEASURE, ALONE, GIVEN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 TENSOR = tl.constexpr(PER_TENSOR)
 SMALLEST = tl.constexpr(SMALLEST_DESCALE)
@@ -143,7 +143,7 @@ def _sum_kernel(
     total = tl.zeros([8, c.BLOCK_D], tl.float32)
     smallest = tl.full([8, c.BLOCK_D], float("inf"), tl.float32)
     largest = tl.full([8, c.BLOCK_D], float("-inf"), tl.float32)
-    for start in range(0, ROWS_PER_CHUNK, c.BLOCK_M):
+    for start in tl.range(0, ROWS_PER_CHUNK, c.BLOCK_M, num_stages=3):
         rows = chunk * ROWS_PER_CHUNK + start + tl.arange(0, c.BLOCK_M)
         x = _load(base, rows, offs_d, stride_xm, n_rows, c).to(tl.float32)
         counted = tl.where((rows < n_rows)[:, None], x, 0.0)
@@ -290,11 +290,11 @@ def constants(x: torch.Tensor, scheme: Scheme, mode: int) -> QuantizeConstants:
 
 
 def _options(c: QuantizeConstants, itemsize: int) -> dict[str, int]:
-    """Return the compiler's options. While a program rotates a block it copies the next one to shared memory."""
+    """Return the compiler's options. While a program rotates a block it copies the next ones to shared memory."""
     bytes_per_block = c.block_m * c.block_d * itemsize
     return {
         "num_warps": 4 if c.block_m * c.block_d <= 8192 else 8,
-        "num_stages": 2 if c.rotate and bytes_per_block <= PREFETCHED_BYTES else 1,
+        "num_stages": max(1, min(3, PREFETCHED_BYTES // bytes_per_block)) if c.rotate else 1,
     }
 
 
