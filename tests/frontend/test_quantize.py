@@ -112,6 +112,34 @@ def test_the_kernel_rotates_infinities(second: float) -> None:
         assert not first.isfinite() and first.isnan() == expected.isnan()
 
 
+@pytest.mark.skipif(len(BACKENDS) == 1, reason="needs Triton's interpreter")
+@pytest.mark.parametrize("number", [float("inf"), float("-inf"), float("nan")])
+def test_the_kernel_smooths_infinities(number: float) -> None:
+    """The pass for the mean also decides the descale, from each column's smallest and largest number."""
+    x = torch.randn(1, 2, 70, 24, generator=torch.Generator().manual_seed(0))
+    x[0, 0, 3, 5] = number
+    for per in ("tensor", "head"):
+        want, found = (diyfa.quantize(x, x, x, per, smooth=True, backend=backend)[2] for backend in (None, "cuda"))
+        for a, b in zip(want[1:3], found[1:3], strict=True):
+            assert a is not None and b is not None
+            torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-6, equal_nan=True)
+        assert torch.equal(want.values.float().isnan(), found.values.float().isnan())
+
+
+@pytest.mark.skipif(len(BACKENDS) == 1, reason="needs Triton's interpreter")
+@pytest.mark.parametrize("per", ["head", "block"])
+def test_the_kernel_smooths_long_sequences(per: str) -> None:
+    """A mean has more sums than its kernel loads at a time, and the largest number is in the last chunk of rows."""
+    x = torch.randn(1, 1, 17 * 512 + 70, 16, generator=torch.Generator().manual_seed(0)) + 3
+    x[0, 0, -1, 2] = -20.0
+    want, found = (diyfa.quantize(x, x, x, per, smooth=True, backend=backend)[1:] for backend in (None, "cuda"))
+    for y, z in zip(want, found, strict=True):
+        for a, b in zip(y[1:3], z[1:3], strict=True):
+            assert a is not None and b is not None
+            torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-6)
+        assert (y.values.float() != z.values.float()).float().mean() < 2e-3
+
+
 def test_a_rotation_keeps_products() -> None:
     for size in (1, 2, 64, 256):
         x = torch.randn(5, size, dtype=torch.float64)

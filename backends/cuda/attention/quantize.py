@@ -1,16 +1,21 @@
 """Quantise q, k or v to float8 or int8 in one to three passes over its rows (`diyfa.quantization`).
 
-1. With `smooth`, `_sum_kernel` sums chunks of rows for the mean.
-2. `_quantize_kernel` with MEASURE writes the largest magnitude of each block of rows.
-3. `_quantize_kernel` with GIVEN divides by the descale, which all blocks have decided, and rounds.
+1. With `smooth`, `_sum_kernel` sums chunks of rows and `_mean_kernel` makes the mean of them. They take each column's
+   extremes along, which say the largest magnitude, unless the rows are rotated.
+2. Otherwise `_quantize_kernel` with MEASURE takes the largest magnitude of all rows that share a descale.
+3. `_quantize_kernel` with GIVEN multiplies by the descale's reciprocal and rounds.
 
-With one descale for each block, one launch with ALONE takes the place of 2 and 3: each program divides by the descale
-of its own block.
+With one descale for each block, one launch with ALONE takes the place of 2 and 3: each program makes the descale of its
+own block.
 
 In each pass a program rotates its rows, if asked, then subtracts the mean. The Hadamard matrix of D columns is the
 Kronecker product of two smaller ones, of D / PART and of PART columns. So parts of PART columns are multiplied by the
 smaller matrix of 1 and -1, in which products of elements are exact, and then added and subtracted as wholes. The mean
-is not subtracted before: rotation is linear, so the mean of rotated rows is the rotated mean.
+is not subtracted before: rotation is linear, so the mean of rotated rows is the rotated mean. To make the matrix takes
+more instructions than to rotate a block of 64 rows, so a program rotates several blocks with it.
+
+Integer and logical instructions, comparisons and conversions, of which an SM starts 64 in a cycle, bind these kernels,
+not memory, if there are more than about five of them for a number.
 """
 
 from __future__ import annotations
@@ -27,12 +32,14 @@ from diyfa.backends.cuda.attention.tile_io import cdiv, padded_head_dim
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launch import on_device
 from diyfa.backends.cuda.runtime.launcher import launch_kernel
-from diyfa.eight_bits import PER_BLOCK, PER_HEAD, PER_TENSOR, SMALLEST_DESCALE, Scheme, hadamard
+from diyfa.eight_bits import PER_BLOCK, PER_HEAD, PER_TENSOR, SMALLEST_DESCALE, Scheme
 from diyfa.problem import Launch
 
 SUMMED_ROWS = 512  # rows of a chunk, which one program of `_sum_kernel` adds up
 ROWS_PER_CHUNK = tl.constexpr(SUMMED_ROWS)
 ROTATED_COLUMNS = 64  # columns of a part of rotated rows, or a quarter of D. With 32 a call takes 1.17 times as long.
+ROTATED_BLOCKS = 4  # blocks that share a program's Hadamard matrix
+PREFETCHED_BYTES = 65536  # for blocks that are copied ahead; with the matrix they fit the shared memory of every GPU
 MEASURE, ALONE, GIVEN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 TENSOR = tl.constexpr(PER_TENSOR)
 SMALLEST = tl.constexpr(SMALLEST_DESCALE)
@@ -45,8 +52,9 @@ class QuantizeConstants(Constants):
     """Constants of the kernels."""
 
     head_dim: int
-    block_m: int  # rows of a program
+    block_m: int  # rows of a block
     block_d: int
+    blocks: int  # blocks of a program, one after another
     part: int  # columns of a part of the rows: all of them, or with a rotation those of one product
     mode: int  # MEASURE, ALONE or GIVEN (see above)
     kind: int  # kind of descale: PER_TENSOR, PER_HEAD or PER_BLOCK
@@ -68,8 +76,12 @@ def _hadamard(N: tl.constexpr):
 
 @triton.jit
 def _load(base, rows, columns, stride_m, n_rows, c: tl.constexpr):
-    inside = (rows < n_rows)[:, None] & (columns < c.HEAD_DIM)[None, :]
-    return tl.load(base + rows.to(tl.int64)[:, None] * stride_m + columns[None, :], mask=inside, other=0.0)
+    """Return rows of x. Behind the last row it is repeated, which changes no largest magnitude."""
+    rows = tl.minimum(rows, n_rows - 1).to(tl.int64)
+    pointers = base + rows[:, None] * stride_m + columns[None, :]
+    if c.BLOCK_D == c.HEAD_DIM:
+        return tl.load(pointers)
+    return tl.load(pointers, mask=(columns < c.HEAD_DIM)[None, :], other=0.0)
 
 
 @triton.jit
@@ -85,7 +97,7 @@ def _sums_and_differences(parts, BIT: tl.constexpr):
 
 
 @triton.jit
-def _load_parts(base, rows, stride_m, n_rows, scale, c: tl.constexpr):
+def _load_parts(base, rows, stride_m, n_rows, matrix, scale, c: tl.constexpr):
     """Return rows of x, rotated if asked, as a tuple of parts [BLOCK_M, PART] fp32. `scale`: 1 / sqrt(D)."""
     parts = ()  # type: tuple[Any, ...]
     for first in tl.static_range(0, c.BLOCK_D, c.PART):
@@ -93,7 +105,7 @@ def _load_parts(base, rows, stride_m, n_rows, scale, c: tl.constexpr):
         x = _load(base, rows, columns, stride_m, n_rows, c)
         if c.ROTATE:
             zero = tl.zeros([c.BLOCK_M, c.PART], tl.float32)
-            x = dot_add(x, _hadamard(c.PART).to(x.dtype), zero, c.PRECISION)
+            x = dot_add(x, matrix, zero, c.PRECISION)
             x = tl.where((columns < c.HEAD_DIM)[None, :], x * scale, 0.0)
         parts += (x.to(tl.float32),)
     if c.ROTATE:
@@ -104,78 +116,157 @@ def _load_parts(base, rows, stride_m, n_rows, scale, c: tl.constexpr):
     return parts
 
 
+@triton.jit
+def _descale_index(head, heads, group, c: tl.constexpr):
+    """Return which descale of the tensor, or of (B, H // group), belongs to a head of (B, H)."""
+    if c.KIND == TENSOR:
+        return head * 0
+    return head // heads * (heads // group) + head % heads // group
+
+
+@triton.jit
+def _descale(magnitude, c: tl.constexpr):
+    descale = tl.div_rn(magnitude, c.LARGEST)
+    return tl.where(descale < SMALLEST, SMALLEST, descale)  # a NaN stays
+
+
 @triton.jit(do_not_specialize=("heads", "n_rows", "chunks"))
 def _sum_kernel(
     x_ptr, sums_ptr, stride_xb, stride_xh, stride_xm, heads, n_rows, chunks, c: tl.constexpr,
 ):  # fmt: skip
-    """Write the sum of a chunk of rows of a head to sums (B, H, chunks, D)."""
+    """Write sums of the columns of a chunk of rows of a head to sums (B, H, chunks, 3, D); MEASURE: extremes, too."""
     pid = tl.program_id(0)
     head, chunk = (pid // chunks).to(tl.int64), pid % chunks
     base = x_ptr + head // heads * stride_xb + head % heads * stride_xh
     offs_d = tl.arange(0, c.BLOCK_D)
-    total = tl.zeros([c.BLOCK_D], tl.float32)
-    for start in range(0, ROWS_PER_CHUNK, c.BLOCK_M):
+    # Rows of the same number modulo 8 mostly lie in the same threads, which add them without an exchange.
+    total = tl.zeros([8, c.BLOCK_D], tl.float32)
+    smallest = tl.full([8, c.BLOCK_D], float("inf"), tl.float32)
+    largest = tl.full([8, c.BLOCK_D], float("-inf"), tl.float32)
+    for start in tl.range(0, ROWS_PER_CHUNK, c.BLOCK_M, num_stages=3):
         rows = chunk * ROWS_PER_CHUNK + start + tl.arange(0, c.BLOCK_M)
-        total += tl.sum(_load(base, rows, offs_d, stride_xm, n_rows, c).to(tl.float32), 0)
-    tl.store(sums_ptr + (head * chunks + chunk) * c.HEAD_DIM + offs_d, total, mask=offs_d < c.HEAD_DIM)
+        x = _load(base, rows, offs_d, stride_xm, n_rows, c).to(tl.float32)
+        counted = tl.where((rows < n_rows)[:, None], x, 0.0)
+        total += tl.sum(tl.reshape(counted, [c.BLOCK_M // 8, 8, c.BLOCK_D]), 0)
+        if c.MODE == MEASURE:
+            x = tl.reshape(x, [c.BLOCK_M // 8, 8, c.BLOCK_D])
+            smallest = tl.minimum(smallest, tl.min(x, 0))
+            largest = tl.maximum(largest, tl.max(x, 0))
+    target = sums_ptr + (head * chunks + chunk) * 3 * c.HEAD_DIM + offs_d
+    tl.store(target, tl.sum(total, 0), mask=offs_d < c.HEAD_DIM)
+    if c.MODE == MEASURE:
+        tl.store(target + c.HEAD_DIM, tl.min(smallest, 0), mask=offs_d < c.HEAD_DIM)
+        tl.store(target + 2 * c.HEAD_DIM, tl.max(largest, 0), mask=offs_d < c.HEAD_DIM)
+
+
+@triton.jit
+def _rotated(x, N: tl.constexpr):
+    """Return the product of x [N] with the Hadamard matrix of 1 and -1. N is at most 1024."""
+    for n in tl.static_range(10):
+        if 2**n < N:
+            a, b = tl.split(tl.reshape(x, [N // 2, 2]))
+            # The lowest bit of a number's index becomes the highest: after all steps bits are in order again.
+            x = tl.reshape(tl.permute(tl.join(a + b, a - b), (1, 0)), [N])
+    return x
+
+
+@triton.jit(do_not_specialize=("heads", "n_rows", "group", "chunks"))
+def _mean_kernel(sums_ptr, mean_ptr, magnitude_ptr, heads, n_rows, group, chunks, scale, c: tl.constexpr):
+    """Write the mean of a head, rotated if asked, to `mean` (B, H, D). MEASURE: measure x - mean, too.
+
+    Rounding keeps the order of numbers, so x - mean is furthest from 0 at an extreme of a column.
+    """
+    head = tl.program_id(0).to(tl.int64)
+    offs_d = tl.arange(0, c.BLOCK_D)
+    total = tl.zeros([c.BLOCK_D], tl.float32)
+    smallest = tl.full([c.BLOCK_D], float("inf"), tl.float32)
+    largest = tl.full([c.BLOCK_D], float("-inf"), tl.float32)
+    for start in range(0, chunks, 16):
+        offs = start + tl.arange(0, 16)
+        source = sums_ptr + (head * chunks + offs[:, None]) * 3 * c.HEAD_DIM + offs_d[None, :]
+        inside = (offs < chunks)[:, None] & (offs_d < c.HEAD_DIM)[None, :]
+        total += tl.sum(tl.load(source, mask=inside, other=0.0), 0)
+        if c.MODE == MEASURE:
+            smallest = tl.minimum(smallest, tl.min(tl.load(source + c.HEAD_DIM, mask=inside, other=float("inf")), 0))
+            found = tl.load(source + 2 * c.HEAD_DIM, mask=inside, other=float("-inf"))
+            largest = tl.maximum(largest, tl.max(found, 0))
+    mean = tl.div_rn(total, n_rows.to(tl.float32))
+    if c.ROTATE:
+        mean = _rotated(mean, c.BLOCK_D) * scale
+    tl.store(mean_ptr + head * c.HEAD_DIM + offs_d, mean, mask=offs_d < c.HEAD_DIM)
+    if c.MODE == MEASURE:
+        # As integers a NaN is larger than infinity. `tl.min` and `tl.max` ignored it above, but the mean has it.
+        above = tl.abs(largest - mean).to(tl.int32, bitcast=True)
+        below = tl.abs(mean - smallest).to(tl.int32, bitcast=True)
+        magnitude = tl.where(offs_d < c.HEAD_DIM, tl.maximum(above, below), 0)
+        tl.atomic_max(magnitude_ptr + _descale_index(head, heads, group, c), tl.max(magnitude, 0), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=("heads", "n_rows", "group"))
 def _quantize_kernel(
-    x_ptr, mean_ptr, values_ptr, descale_ptr,
+    x_ptr, mean_ptr, values_ptr, magnitude_ptr, descale_ptr,
     stride_xb, stride_xh, stride_xm, stride_vb, stride_vh, stride_vm,
     heads, n_rows, group,
     scale,  # of the matrix: 1 / sqrt(D)
     c: tl.constexpr,
 ):  # fmt: skip
-    """Quantise BLOCK_M rows of a head of x (B, H, S, D) to `values`, or measure them. `mean`: (B, H, D), rotated.
+    """Quantise BLOCKS blocks of BLOCK_M rows of a head of x (B, H, S, D) to `values`, or measure them.
 
-    MEASURE: write the largest magnitude to `descale` (B, H, blocks). ALONE: write the block's descale there. GIVEN:
-    read the descale, one number or (B, H // group).
+    `mean`: (B, H, D), rotated. `magnitude`: the largest one for each descale, as an integer. It is one number or
+    (B, H // group), and starts at 0. MEASURE: fill `magnitude`. GIVEN: read it, and write `descale`. ALONE: write the
+    descales of blocks to `descale` (B, H, blocks).
     """
     blocks = tl.cdiv(n_rows, c.BLOCK_M)
+    programs = tl.cdiv(blocks, c.BLOCKS)  # of a head
     pid = tl.program_id(0)
-    head = (pid // blocks).to(tl.int64)
-    b, h = head // heads, head % heads
-    rows = pid % blocks * c.BLOCK_M + tl.arange(0, c.BLOCK_M)
-    parts = _load_parts(x_ptr + b * stride_xb + h * stride_xh, rows, stride_xm, n_rows, scale, c)
-    if c.SMOOTH:
-        smoothed = ()  # type: tuple[Any, ...]
-        for i in tl.static_range(len(parts)):
-            columns = i * c.PART + tl.arange(0, c.PART)
-            mean = tl.load(mean_ptr + head * c.HEAD_DIM + columns, mask=columns < c.HEAD_DIM, other=0.0)
-            smoothed += (tl.where((rows < n_rows)[:, None], parts[i] - mean[None, :], 0.0),)
-        parts = smoothed
-    if c.MODE != GIVEN:
-        largest = tl.abs(parts[0])
-        is_nan = parts[0] != parts[0]
-        for i in tl.static_range(1, len(parts)):
-            largest = tl.maximum(largest, tl.abs(parts[i]))
-            is_nan = is_nan | (parts[i] != parts[i])
-        # Over both axes at once: for sm_100 Triton 3.6 compiles no two reductions of a product one after another.
-        magnitude = tl.max(largest)
-        has_nan = tl.max(is_nan.to(tl.int32)) != 0  # `tl.max` ignores NaN
-        magnitude = tl.where(has_nan, float("nan"), magnitude)
-        if c.MODE == ALONE:
-            magnitude = magnitude / c.LARGEST
-            magnitude = tl.where(magnitude < SMALLEST, SMALLEST, magnitude)
-        tl.store(descale_ptr + pid, magnitude)
     if c.MODE != MEASURE:
-        if c.MODE == ALONE:
-            descale = magnitude
-        elif c.KIND == TENSOR:
-            descale = tl.load(descale_ptr)
-        else:
-            descale = tl.load(descale_ptr + (b * (heads // group) + h // group))
-        target = values_ptr + b * stride_vb + h * stride_vh + rows.to(tl.int64)[:, None] * stride_vm
-        for i in tl.static_range(len(parts)):
-            y = parts[i] * (1.0 / descale)
-            y = tl.where(y > c.LARGEST, c.LARGEST, tl.where(y < -c.LARGEST, -c.LARGEST, y))
-            if c.INTEGERS:
-                y = tl.where(y == y, (y + ROUNDING) - ROUNDING, 0.0)
-            columns = i * c.PART + tl.arange(0, c.PART)
-            inside = (rows < n_rows)[:, None] & (columns < c.HEAD_DIM)[None, :]
-            tl.store(target + columns[None, :], round_to(y, values_ptr.dtype.element_ty), mask=inside)
+        pid = tl.num_programs(0) - 1 - pid  # L2 holds the rows that an earlier pass read last.
+    head = (pid // programs).to(tl.int64)
+    b, h = head // heads, head % heads
+    base = x_ptr + b * stride_xb + h * stride_xh
+    if c.ROTATE:
+        matrix = _hadamard(c.PART).to(x_ptr.dtype.element_ty)
+    else:
+        matrix = None
+    descale = 1.0
+    if c.MODE == GIVEN:
+        index = _descale_index(head, heads, group, c)
+        descale = _descale(tl.load(magnitude_ptr + index).to(tl.float32, bitcast=True), c)
+        is_first = (pid if c.KIND == TENSOR else pid % (programs * group)) == 0
+        tl.store(descale_ptr + index, descale, mask=is_first)
+    first_block = pid % programs * c.BLOCKS
+    for block in range(first_block, tl.minimum(first_block + c.BLOCKS, blocks)):
+        rows = block * c.BLOCK_M + tl.arange(0, c.BLOCK_M)
+        parts = _load_parts(base, rows, stride_xm, n_rows, matrix, scale, c)
+        if c.SMOOTH:
+            smoothed = ()  # type: tuple[Any, ...]
+            for n in tl.static_range(len(parts)):
+                columns = n * c.PART + tl.arange(0, c.PART)
+                mean = tl.load(mean_ptr + head * c.HEAD_DIM + columns, mask=columns < c.HEAD_DIM, other=0.0)
+                smoothed += (parts[n] - mean[None, :],)
+            parts = smoothed
+        if c.MODE != GIVEN:
+            # As integers a NaN is larger than infinity, whereas `tl.max` of numbers ignores it.
+            largest = tl.abs(parts[0]).to(tl.int32, bitcast=True)
+            for n in tl.static_range(1, len(parts)):
+                largest = tl.maximum(largest, tl.abs(parts[n]).to(tl.int32, bitcast=True))
+            # Over both axes at once: for sm_100 Triton 3.6 compiles no two reductions of a product one after another.
+            magnitude = tl.max(largest)
+            if c.MODE == MEASURE:
+                tl.atomic_max(magnitude_ptr + _descale_index(head, heads, group, c), magnitude, sem="relaxed")
+            else:
+                descale = _descale(magnitude.to(tl.float32, bitcast=True), c)
+                tl.store(descale_ptr + head * blocks + block, descale)
+        if c.MODE != MEASURE:
+            target = values_ptr + b * stride_vb + h * stride_vh + rows.to(tl.int64)[:, None] * stride_vm
+            for n in tl.static_range(len(parts)):
+                # At most LARGEST after rounding, because no magnitude is larger than descale * LARGEST.
+                y = parts[n] * (1.0 / descale)
+                if c.INTEGERS:
+                    y = tl.where(y == y, (y + ROUNDING) - ROUNDING, 0.0)
+                columns = n * c.PART + tl.arange(0, c.PART)
+                inside = (rows < n_rows)[:, None] & (columns < c.HEAD_DIM)[None, :]
+                tl.store(target + columns[None, :], round_to(y, values_ptr.dtype.element_ty), mask=inside)
 
 
 def constants(x: torch.Tensor, scheme: Scheme, mode: int) -> QuantizeConstants:
@@ -186,6 +277,7 @@ def constants(x: torch.Tensor, scheme: Scheme, mode: int) -> QuantizeConstants:
         head_dim=x.shape[3],
         block_m=block_m,
         block_d=block_d,
+        blocks=ROTATED_BLOCKS if scheme.rotate else 1,
         part=min(block_d, max(ROTATED_COLUMNS, block_d // 4)) if scheme.rotate else block_d,
         mode=mode,
         kind=scheme.kind,
@@ -197,65 +289,83 @@ def constants(x: torch.Tensor, scheme: Scheme, mode: int) -> QuantizeConstants:
     )
 
 
-def _options(c: QuantizeConstants) -> dict[str, int]:
-    return {"num_warps": 4 if c.block_m * c.block_d <= 8192 else 8, "num_stages": 1}
-
-
-def sum_launch(x: torch.Tensor, sums: torch.Tensor, scheme: Scheme) -> Launch:
-    """Return the launch that fills sums (B, H, chunks, D) of x (B, H, S, D)."""
-    batch, heads, rows, _ = x.shape
-    chunks, c = sums.shape[2], constants(x, scheme._replace(kind=PER_TENSOR), MEASURE.value)
-    b, h, m, _ = x.stride()
-    arguments: dict[str, Any] = {
-        "x_ptr": x,
-        "sums_ptr": sums,
-        "stride_xb": b,
-        "stride_xh": h,
-        "stride_xm": m,
-        "heads": heads,
+def _options(c: QuantizeConstants, itemsize: int) -> dict[str, int]:
+    """Return the compiler's options. While a program rotates a block it copies the next ones to shared memory."""
+    bytes_per_block = c.block_m * c.block_d * itemsize
+    return {
+        "num_warps": 4 if c.block_m * c.block_d <= 8192 else 8,
+        "num_stages": max(1, min(3, PREFETCHED_BYTES // bytes_per_block)) if c.rotate else 1,
     }
-    arguments |= {"n_rows": rows, "chunks": chunks}
-    return Launch(_sum_kernel, batch * heads * chunks, arguments, {"c": c}, _options(c))
+
+
+def mean_launches(
+    x: torch.Tensor, sums: torch.Tensor, mean: torch.Tensor, magnitude: torch.Tensor | None, scheme: Scheme
+) -> tuple[Launch, Launch]:
+    """Return the launches that fill sums (B, H, chunks, 3, D) of x (B, H, S, D), and from them `mean` (B, H, D).
+
+    If a magnitude is given, they also do what MEASURE does with the smoothed rows.
+    """
+    batch, heads, rows, head_dim = x.shape
+    mode = ALONE if magnitude is None else MEASURE
+    kind = PER_TENSOR if magnitude is None else scheme.kind  # PER_BLOCK has rows of its own
+    chunks, c = sums.shape[2], constants(x, scheme._replace(kind=kind), mode.value)
+    b, h, m, _ = x.stride()
+    sizes = {"heads": heads, "n_rows": rows, "chunks": chunks}
+    arguments = {"x_ptr": x, "sums_ptr": sums, "stride_xb": b, "stride_xh": h, "stride_xm": m, **sizes}
+    to_mean = {"sums_ptr": sums, "mean_ptr": mean, "magnitude_ptr": magnitude, "group": scheme.group, **sizes}
+    to_mean["scale"] = head_dim**-0.5
+    return (
+        Launch(_sum_kernel, batch * heads * chunks, arguments, {"c": c}, _options(c, x.element_size())),
+        Launch(_mean_kernel, batch * heads, to_mean, {"c": c}, {"num_warps": 4, "num_stages": 1}),
+    )
 
 
 def make_launch(
     x: torch.Tensor,
     mean: torch.Tensor | None,
     values: torch.Tensor | None,
-    descale: torch.Tensor,
+    magnitude: torch.Tensor | None,
+    descale: torch.Tensor | None,
     scheme: Scheme,
     mode: int,
 ) -> Launch:
     """Return the launch of `_quantize_kernel` over x (B, H, S, D). `mode`: MEASURE, ALONE or GIVEN."""
     batch, heads, rows, head_dim = x.shape
     c = constants(x, scheme, mode)
-    arguments: dict[str, Any] = {"x_ptr": x, "mean_ptr": mean, "values_ptr": values, "descale_ptr": descale}
+    arguments: dict[str, Any] = {"x_ptr": x, "mean_ptr": mean, "values_ptr": values}
+    arguments |= {"magnitude_ptr": magnitude, "descale_ptr": descale}
     for name, y in (("x", x), ("v", x if values is None else values)):
         b, h, m, _ = y.stride()
         arguments |= {f"stride_{name}b": b, f"stride_{name}h": h, f"stride_{name}m": m}
     arguments |= {"heads": heads, "n_rows": rows, "group": scheme.group, "scale": head_dim**-0.5}
-    return Launch(_quantize_kernel, batch * heads * cdiv(rows, c.block_m), arguments, {"c": c}, _options(c))
+    return Launch(
+        _quantize_kernel,
+        batch * heads * cdiv(cdiv(rows, c.block_m), c.blocks),
+        arguments,
+        {"c": c},
+        _options(c, x.element_size()),
+    )
 
 
 def quantize(x: torch.Tensor, values: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Fill `values`, shaped like x (B, H, S, D). Return the descale and the mean (B, H, D)."""
     batch, heads, rows, head_dim = x.shape
-    mean = None
+    by_block = scheme.kind == PER_BLOCK
+    mean, magnitude = None, None
     with on_device(x):
+        if by_block:
+            descale = x.new_empty((batch, heads, cdiv(rows, scheme.block)), dtype=torch.float32)
+        else:
+            shape = (batch, heads // scheme.group) if scheme.kind == PER_HEAD else ()
+            descale = x.new_empty(shape, dtype=torch.float32)
+            magnitude = x.new_zeros(shape, dtype=torch.int32)
         if scheme.smooth:
-            sums = x.new_empty((batch, heads, cdiv(rows, SUMMED_ROWS), head_dim), dtype=torch.float32)
-            launch_kernel(sum_launch(x, sums, scheme))
-            mean = sums.sum(2) / rows
-            if scheme.rotate:
-                mean = hadamard(mean)
-        mode = ALONE if scheme.kind == PER_BLOCK else MEASURE
-        blocks = cdiv(rows, constants(x, scheme, mode.value).block_m)
-        descale = x.new_empty((batch, heads, blocks), dtype=torch.float32)
-        launch_kernel(make_launch(x, mean, values if mode is ALONE else None, descale, scheme, mode.value))
-        if mode is not ALONE:
-            magnitude = descale
-            if scheme.kind == PER_HEAD:
-                magnitude = magnitude.unflatten(1, (-1, scheme.group)).flatten(2)
-            descale = scheme.descale(magnitude.amax(-1) if scheme.kind == PER_HEAD else magnitude.amax())
-            launch_kernel(make_launch(x, mean, values, descale, scheme, GIVEN.value))
+            sums = x.new_empty((batch, heads, cdiv(rows, SUMMED_ROWS), 3, head_dim), dtype=torch.float32)
+            mean = x.new_empty((batch, heads, head_dim), dtype=torch.float32)
+            for launch in mean_launches(x, sums, mean, None if scheme.rotate else magnitude, scheme):
+                launch_kernel(launch)
+        if not by_block and (scheme.rotate or not scheme.smooth):
+            launch_kernel(make_launch(x, mean, None, magnitude, None, scheme, MEASURE.value))
+        mode = ALONE if by_block else GIVEN
+        launch_kernel(make_launch(x, mean, values, magnitude, descale, scheme, mode.value))
     return descale, mean

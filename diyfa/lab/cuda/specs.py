@@ -694,9 +694,6 @@ def _hopper_prefill_specs(arch: str) -> Iterator[CompileSpec]:
         yield launch_spec(launch, "kvcache_fwd/sm90_prefill", case, _hopper_spills(problem), clean_loops=True)
 
 
-ROTATION_SPILLS = 24  # bytes, of 512 columns on sm_100: a program keeps all of them in registers
-
-
 def _quantizing(arch: str) -> Iterator[CompileSpec]:
     """Yield the passes of `quantize`: the sums for a mean, and each mode, dtype and head dim, rotated or not."""
     spec = gpu_spec(arch)
@@ -719,16 +716,20 @@ def _quantizing(arch: str) -> Iterator[CompileSpec]:
     for mode, d, dtype, scheme in cases:
         x = torch.empty(2, 8, 1024, d, dtype=getattr(torch, dtype), device="meta")
         mean = x.new_empty((2, 8, d), dtype=torch.float32) if scheme.smooth else None
-        descale = x.new_empty((2, 8, 8), dtype=torch.float32)
+        magnitude = None if mode == "alone" else x.new_empty((2, 8), dtype=torch.int32)
+        descale = None if mode == "measure" else x.new_empty((2, 8, 8), dtype=torch.float32)
         values = None if mode == "measure" else torch.empty_like(x, dtype=scheme.dtype)
         name = (
             f"{dtype_name(scheme.dtype)} of {dtype} D={d} {mode}{' smooth' * scheme.smooth}{' rotate' * scheme.rotate}"
         )
-        launch = quantize.make_launch(x, mean, values, descale, scheme, modes[mode])
-        yield launch_spec(launch, "quantize/round", name, ROTATION_SPILLS if d == 512 and scheme.rotate else 0)
-        if scheme.smooth:
-            sums = x.new_empty((2, 8, 2, d), dtype=torch.float32)
-            yield launch_spec(quantize.sum_launch(x, sums, scheme), "quantize/sum", name)
+        launch = quantize.make_launch(x, mean, values, magnitude, descale, scheme, modes[mode])
+        yield launch_spec(launch, "quantize/round", name)
+        if mean is not None:
+            sums = x.new_empty((2, 8, 2, 3, d), dtype=torch.float32)
+            for kernel, launch in zip(
+                ("sum", "mean"), quantize.mean_launches(x, sums, mean, magnitude, scheme), strict=True
+            ):
+                yield launch_spec(launch, f"quantize/{kernel}", name)
 
 
 BUILDER_SPILLS = 64  # bytes: values that are stored once for a row of blocks
