@@ -439,20 +439,23 @@ _UNALIGNED = ("seqlens_ptr", "block_table_ptr", "cache_batch_idx_ptr", "leftpad_
 
 @gluon.jit(do_not_specialize=_RUNTIME, do_not_specialize_on_alignment=_UNALIGNED)
 def _decode_mla_kernel(
-    q_tensor, q_tail_tensor,  # (B, Sq, H, D)
+    q_tensor, q_tail_tensor,  # (B, Sq, H, D): the halves, the tail
     k_tensor, k_tail_tensor,  # ragged (`gluon/tma.py`): entries or pages, each with an end of its own
     seqlens_ptr, block_table_ptr, cache_batch_idx_ptr, leftpad_ptr,
     o_ptr, lse_ptr, sums_ptr, statistics_ptr,
     length,
     stride_ob, stride_oh, stride_om, stride_table,
-    batch, heads_kv, group, groups, blocks_m, entries, seqlen_q, added, capacity,
+    batch,
+    heads_kv, group,  # groups of heads, query heads of a group
+    groups,  # groups that share a KV head of the cache
+    blocks_m, entries, seqlen_q, added, capacity,
     steps_kb, steps_kn,
     scale,
     config: gl.constexpr,  # `Sm90MlaConstants`
 ):  # fmt: skip
-    """Set up shared memory and barriers, find the program's share, and run the partitions.
+    """Attend to the chunks of this program's share: allocate shared memory, find the share, and start the roles.
 
-    Arguments are those of `_decode_kernel`.
+    The grid, and arguments without a comment, are those of `_decode_kernel`.
     """
     inputs = Inputs(q_tensor, q_tail_tensor, k_tensor, k_tail_tensor, steps_kb, steps_kn, groups)
     shared = _allocate_shared(inputs, config)
@@ -519,12 +522,12 @@ def make_launches(
         "steps_kn": steps_kn,
         "scale": positive_scale(tensors.sm_scale),
     }
-    arguments = {
-        x: hopper_arguments[x] if x in hopper_arguments else main.arguments[x]
-        for x in _decode_mla_kernel.arg_names
-        if x != "config"
-    }
-    constants = Sm90MlaConstants.read_from(main.constants["c"], negate=tensors.sm_scale < 0)
+    known = main.arguments | hopper_arguments
+    arguments = {name: known[name] for name in _decode_mla_kernel.arg_names if name != "config"}
+    c = main.constants["c"]
+    constants = Sm90MlaConstants(
+        c.block_m, c.block_n, c.page_size, c.packed_keys, c.has_left, c.has_right, c.split_cost, tensors.sm_scale < 0
+    )
     options = {"num_warps": 4, **ptxas_options()}
     return [Launch(_decode_mla_kernel, main.grid, arguments, {"config": constants}, options), *combine]
 
