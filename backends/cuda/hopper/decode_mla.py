@@ -20,12 +20,14 @@ keys (`split_cost`).
   shared memory.
 * The second consumer forms the right half of the sums, while the first one computes exponentials.
 
-The first consumer waits for the scores of a block and its half of the block before at once. It is up to 5 % slower to
-let that half run on under the exponentials, and not faster to have both consumers form scores (docs/log/decode.md).
+With one wait, the first consumer waits for the scores of a block and for its half of the sums of the block before. It
+is up to 5 % slower if that half runs on under the exponentials, and not faster if both consumers form scores
+(docs/log/decode.md).
 
 **Channels** (`gluon/channel.py`). The queries and two blocks of keys fill the shared memory. So a block is handed over
-in three slices, each with a channel of its own, to be free early. The tail, the features that are not values, is free
-as soon as the scores are formed, the right half once the second consumer has read it, the left half last.
+in three slices, each with a channel of its own, so that each is free early. The tail, which has the features that are
+not values, is free as soon as the scores are formed. The right half is free once the second consumer has multiplied it,
+and the left half last.
 
 Read `_decode_mla_kernel` first, then `_producer`, `_first_consumer`, `_attend_blocks` and `_second_consumer`.
 """

@@ -148,8 +148,8 @@ def find_share(sizes):
         max_blocks = gl.maximum(max_blocks, gl.max(n_blocks, 0))
     length, share, cost = divide_work(total_blocks, n_tiles, max_blocks, head_rounds, gl.num_programs(1), SPLIT_COST)
     position = gl.minimum(gl.program_id(1) * share, length)
-    # The share begins in the tile that follows those that end at or before its position. Gluon has no cumulative sum
-    # in all versions, so ends are sums over pairs of tiles.
+    # The share begins in the tile that follows those that end at or before its position. Ends are sums over pairs of
+    # tiles, because the Gluon of Triton 3.6 has no `cumsum`.
     PAIRS: gl.constexpr = gl.BlockedLayout([SCAN, 1], [1, 32], [1, 4], [1, 0])
     earlier = gl.arange(0, SCAN, layout=gl.SliceLayout(1, PAIRS))[:, None]
     later = gl.arange(0, SCAN, layout=gl.SliceLayout(0, PAIRS))
