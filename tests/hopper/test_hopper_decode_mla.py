@@ -155,14 +155,16 @@ def test_a_cache_that_tma_cannot_reach_is_refused(monkeypatch: pytest.MonkeyPatc
 
 def test_shares_of_a_long_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """More tiles than are added up at once; shares so long that to begin a tile counts as work."""
-    source, name = kernel_source("hopper.decode_mla"), "SCAN = gl.constexpr(128)"
-    assert name in source
-    source = source.replace(name, "SCAN = gl.constexpr(2)")
+    shares, scan = kernel_source("hopper.decode_schedule"), "SCAN = gl.constexpr(128)"
+    assert scan in shares
     monkeypatch.setattr(stream_k, "LONG_SHARE", gl.constexpr(1))  # for the combine kernel
     schedule, long_share = kernel_source("attention.stream_k"), "LONG_SHARE = tl.constexpr(8)"
     assert long_share in schedule
-    sources = {"hopper.decode_mla": source, "attention.stream_k": schedule.replace(long_share, long_share[:-2] + "1)")}
-    kernels = load_kernel(sources, tmp_path, ("attention.stream_k", "hopper.decode_mla"))
+    sources = {
+        "attention.stream_k": schedule.replace(long_share, long_share[:-2] + "1)"),
+        "hopper.decode_schedule": shares.replace(scan, "SCAN = gl.constexpr(2)"),
+    }
+    kernels = load_kernel(sources, tmp_path, ("attention.stream_k", "hopper.decode_schedule", "hopper.decode_mla"))
     long_shares = case("long_shares", 129, 1, 40, heads=8)
     pairs = case("by_pairs", 129, heads=128, spare=64)  # each of which would have a block
     # 5: as many as there are blocks, from which on it counts.
@@ -245,9 +247,8 @@ def test_what_it_refuses(words: str) -> None:
     assert words in (decode_mla_configs.refuses(problem.replace(**REFUSED[words])) or "")
 
 
-SYNCHRONISING = ("mbarrier.wait", "mbarrier.expect", "mbarrier.init", "fence_async_shared", "release", "wait_full")
-METHODS = ("init", "wait_full", "release")
-
+SYNCHRONISING = ("mbarrier.expect", "fence_async_shared")
+METHODS = ("acquire", "commit", "wait", "release")  # of channels
 
 SOURCE = Synchronising(kernel_source("hopper.decode_mla"), SYNCHRONISING, METHODS)
 LINES = [f"{i}: {line}" for i, line in enumerate(SOURCE.lines)]

@@ -131,19 +131,27 @@ def first_cached_key(block_m, n_queries, n_keys, pad, tile_mask, c: tl.constexpr
 
 
 @triton.jit
+def end_of_cached_keys(block_m, n_queries, n_keys, tile_mask, c: tl.constexpr):
+    """Return the end of the keys of a cache that any row of a tile sees. `tile_mask`: as in `cached_blocks`."""
+    group, _, window_right = tile_mask
+    end = n_keys
+    if c.HAS_RIGHT:
+        end_row = tl.minimum(block_m * c.BLOCK_M + c.BLOCK_M, n_queries * group)
+        end = end_visible((end_row - 1) // group + n_keys - n_queries, window_right, n_keys)
+    return end
+
+
+@triton.jit
 def cached_blocks(block_m, n_queries, n_keys, pad, tile_mask, c: tl.constexpr):
     """Return the blocks of keys of a cache that a tile sees: (number of the first, counted from `pad`; how many).
 
     Rows of a tile are token * group + head in the group. A tile that has rows gets at least one block, so that some
     program writes its results. A tile without rows gets none.
     """
-    group, _, window_right = tile_mask
+    group, _, _ = tile_mask
     row0 = block_m * c.BLOCK_M
     rows = n_queries * group
-    end = n_keys
-    if c.HAS_RIGHT:
-        last_token = (tl.minimum(row0 + c.BLOCK_M, rows) - 1) // group
-        end = end_visible(last_token + n_keys - n_queries, window_right, n_keys)
+    end = end_of_cached_keys(block_m, n_queries, n_keys, tile_mask, c)
     first = (first_cached_key(block_m, n_queries, n_keys, pad, tile_mask, c) - pad) // c.BLOCK_N
     n_blocks = tl.cdiv(tl.maximum(end - pad, 0), c.BLOCK_N) - first
     return first, tl.where(row0 < rows, tl.maximum(n_blocks, 1), 0)

@@ -23,7 +23,7 @@ batch-invariant mode its keys form chunks of `chunk_keys`, counted from the firs
 are folded from the last to the first (`fixed_order.py`). If `chunks_per_tile` > 1, each chunk has a program and a slot
 of its own, and `_combine_in_order_kernel` folds.
 
-Gluon kernels call the functions of scalars, too (`hopper/decode_mla.py`).
+Gluon kernels call the functions of scalars, too (`hopper/decode_schedule.py`).
 """
 
 from __future__ import annotations

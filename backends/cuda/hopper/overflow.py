@@ -1,8 +1,15 @@
-"""The overflow fallback: computes tiles with a running maximum if a fixed one was not enough.
+"""The overflow fallback: tiles in which a fixed maximum was too small are computed again, with a running maximum.
 
-With the maximum of its first blocks, a row's sums can exceed what float32 holds. Consumers flag the tiles in which that
-happened. When all tiles of the program are written, the same producer and consumers compute the flagged ones with a
-running maximum. So such a tile takes about twice its time. Other tiles lose nothing.
+With a fixed maximum (`fixed_max_step` in `softmax.py`) a row keeps the maximum of its first blocks. If later scores are
+much larger, its sums exceed what float32 holds.
+
+1. First pass: for each tile, a consumer writes a flag that says whether that happened in one of its rows
+   (`overflown_rows`, `OverflowFlags.flag`). After its last tile it writes one flag for all of them (`finish`).
+2. If a consumer flagged any tile (`any_flagged`), the producer and the consumers run once more, with a running maximum.
+   They compute the flagged tiles only (`next_flagged`) and write their rows again.
+
+So a flagged tile takes about twice its time, and every other tile only the check. All flags are written in the first
+pass and read after it, so they need no barriers.
 """
 
 # Aggregates are checked against their annotations, so these must not be postponed.
@@ -18,9 +25,9 @@ LARGEST_SUM = gl.constexpr(2.0**126)  # the reciprocal of a larger power of two 
 
 @gluon.jit
 def overflown_rows(l_i, o, BOXES_V: gl.constexpr):
-    """Return a mask [64] of rows whose sum l_i is too large for float32, or whose accumulators o are not all finite.
+    """Return which rows [64] have overflown: the sum of weights l_i is too large, or an accumulator of o is not finite.
 
-    Rows with a score of NaN are not in it: a running maximum would not change them.
+    Rows whose l_i is NaN do not count: they have a score of NaN, and a running maximum would not change that.
     """
     lost = l_i > LARGEST_SUM
     for run in gl.static_range(run_count(BOXES_V)):
@@ -31,32 +38,38 @@ def overflown_rows(l_i, o, BOXES_V: gl.constexpr):
 
 @gluon.jit
 def _per_warp(lost):
-    """Return [4] int32 of [64]: whether a warp has a lost row."""
+    """Return the maximum of `lost` [64] over the rows of each warp, [4]. So a warp reduces and writes for itself."""
     return gl.max(lost.reshape([WARPS, ROWS // WARPS]), 1)
 
 
 @aggregate
 class OverflowFlags:
-    """Flags of a program: a word for each consumer, tile slot and warp. Slot TILES is for all tiles of the program."""
+    """Flags of a program: for each consumer, slot and warp an int32 that is not 0 if a row of the warp has overflown.
+
+    Slots 0 to TILES - 1 are those of the tile infos (`gluon/tile_info.py`). Slot TILES is for all tiles of the program.
+    """
 
     words: gl.shared_memory_descriptor | gl.constexpr  # [CONSUMERS * (TILES + 1), WARPS]; None without a fixed maximum
     CONSUMERS: gl.constexpr
-    TILES: gl.constexpr  # slots for tiles
+    TILES: gl.constexpr
 
     @gluon.jit
     def flag(self, slot, lost, CONSUMER: gl.constexpr):
-        """Write to `slot` whether a row of its tile is `lost` [64] int32."""
+        """Write the flag of a slot: whether one of its rows is `lost` [64] int32."""
         self.words.index(CONSUMER * (self.TILES + 1) + slot).store(_per_warp(lost))
 
     @gluon.jit
     def finish(self, slot, lost, CONSUMER: gl.constexpr):
-        """Write whether any row of the program is `lost`. Flag `slot`, behind the last tile, to end searches."""
+        """Write the flag of all tiles, and flag `slot`, which has the end marker, so that `next_flagged` ends there.
+
+        `lost` [64] int32: whether the row has overflown in any tile of the program.
+        """
         self.flag(slot, gl.full([ROWS], 1, gl.int32, lost.type.layout), CONSUMER)
         self.flag(self.TILES, lost, CONSUMER)
 
     @gluon.jit
     def is_flagged(self, slot, NUM_WARPS: gl.constexpr):
-        """Return whether a consumer has flagged `slot`, as int32."""
+        """Return whether a consumer has flagged `slot`, as int32. For partitions of NUM_WARPS warps."""
         LAYOUT: gl.constexpr = gl.BlockedLayout([WARPS], [32], [NUM_WARPS], [0])  # every thread reads all words
         any_flag = 0
         for c in gl.static_range(self.CONSUMERS):
@@ -70,7 +83,7 @@ class OverflowFlags:
 
     @gluon.jit
     def next_flagged(self, slot, NUM_WARPS: gl.constexpr):
-        """Return the first flagged slot at or after `slot`. The slot behind the last tile is always flagged."""
+        """Return the first flagged slot at or after `slot`. The slot of the end marker is always flagged."""
         while self.is_flagged(slot, NUM_WARPS) == 0:
             slot += 1
         return slot
@@ -78,6 +91,7 @@ class OverflowFlags:
 
 @gluon.jit
 def allocate_flags(CONSUMERS: gl.constexpr, TILES: gl.constexpr):
+    """Allocate `OverflowFlags`. They are not initialised: each is written before it is read."""
     LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     words = gl.allocate_shared_memory(gl.int32, [CONSUMERS * (TILES + 1), WARPS], LAYOUT)
     return OverflowFlags(words, CONSUMERS, TILES)

@@ -1,4 +1,8 @@
-"""The Hopper forward (`hopper/fwd.py`) over a KV cache, contiguous or paged: prompts, in chunks or whole."""
+"""The Hopper forward over a KV cache, contiguous or paged: prompts, in chunks or whole.
+
+The kernel is that of calls without a cache (`fwd.py`). This file describes its launch: queries are as in such a call,
+while keys have lengths of their own on the device, and lie in entries or pages (`tiles.py`). Read `cache_pass` first.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,10 @@ def make_launch(
     config: Sm90Config,
     totals: torch.Tensor | None = None,
 ) -> Launch:
-    """Return the launch that fills out and lse. `totals`: `fwd_launch.totals_memory`."""
+    """Return the launch that fills out and lse: that of `fwd_launch.py`, with arguments and constants of a cache.
+
+    `totals`: `fwd_launch.totals_memory`.
+    """
     table, page = tensors.block_table, problem.page_size
     keys = {
         **fwd_launch.key_arguments(tensors, config, _keys_layout(problem), True, min(page, config.block_n)),
@@ -45,7 +52,7 @@ def make_launch(
         *tensors[:3], tensors.sm_scale, cu_seqlens_q=tensors.cu_seqlens_q, alibi_slopes=tensors.alibi_slopes,
         sinks=tensors.sinks,
     )  # fmt: skip
-    # Only keys end early, not queries.
+    # `as_forward` says that sequences end early. That holds for the keys, and their constants are set below.
     launch = fwd_launch.make_launch(
         as_forward(problem).replace(seq_lens=False), queries, out, lse, config, totals, keys
     )
@@ -65,7 +72,7 @@ def _config(problem: KVCacheProblem) -> Sm90Config:
 def cache_pass(problem: KVCacheProblem, tensors: KVCacheTensors, out: torch.Tensor, lse: torch.Tensor) -> Pass:
     """Return the pass that fills out and lse."""
     config = _config(problem)
-    if problem.in_place:  # out replaces the queries, which the overflow fallback would read a second time
+    if problem.in_place:  # out overwrites the queries, and the overflow fallback would read them once more
         config = replace(config, fixed_max=False)
     totals = fwd_launch.totals_memory(as_forward(problem), config, tensors.q.device)
     launch = make_launch(problem, tensors, out, lse, config, totals)

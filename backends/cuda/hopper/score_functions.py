@@ -1,6 +1,8 @@
-"""Score functions in the Hopper forward: what the code of `diyfa.score_code` calls, in Gluon.
+"""Users' score functions in the Hopper forward.
 
-The functions are those of the portable kernels (`attention/score_functions.py`), compiled as Gluon.
+`diyfa.score_code` writes the text of a score function, and calls functions of this module in it: `load_captured`,
+`number`, `precise_tanh`. They are those of the portable kernels (`attention/score_functions.py`), compiled as Gluon.
+`ScoreFunction.scores` calls the function itself for a block of scores.
 """
 
 # Aggregates are checked against their annotations, so these must not be postponed.
@@ -48,20 +50,22 @@ class ScoreFunction:
 
     @gluon.jit
     def scores(self, s, visible, start_n, rows, problem):
-        """Return the function of scores s [64, BLOCK_N] in natural units. Scores of hidden pairs are -inf.
+        """Return the function's value for scores s [64, BLOCK_N], both in natural units: -inf where a pair is hidden.
 
-        `visible`: the pairs that a mask leaves, or None for all. Of rows beyond the end, and of those from which a mask
-        hides all keys, nothing is read.
+        `visible`: which pairs the mask leaves, or None if it leaves all. `start_n`: the first key. The function may
+        load elements of captured tensors for pairs, rows or columns. It gets a mask for each kind of load. So it reads
+        nothing for rows beyond the last query, nor for rows from which a mask hides all keys.
         """
         positions = rows.position[:, None]
         columns = start_n + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))[None, :]
-        exist_m = positions < rows.n_keys
+        exist_m = positions < rows.n_keys  # the last query is aligned with the last key
         # Packed, a sequence without keys has a block all the same, and its queries are at positions below 0.
         if problem.LENGTHS == PACKED and not problem.CAUSAL:
             exist_m = exist_m & (rows.n_keys > 0)
         if problem.HAS_RIGHT:
             exist_m = exist_m & (positions + problem.window_right >= 0)
-        # The value may be one number for all pairs, or for those of a row: `kept` has the shape of the scores.
+        # The value may be one number for all pairs, or one for each row. `kept` has the shape of the scores, and so has
+        # what is returned.
         if visible is None:  # rows beyond the end may have any scores, and a constant takes no registers
             kept = gl.full([s.shape[0], s.shape[1]], True, gl.int1, s.type.layout)
             exist_n = gl.full([1, s.shape[1]], True, gl.int1, s.type.layout)
