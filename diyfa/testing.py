@@ -50,9 +50,10 @@ class AttentionCase:
     `packing` "qkv" or "kv" the call takes the packed tensor and returns one gradient for it (layouts "bshd" and "thd").
 
     `bias` is the shape of attn_bias: "b", "h", "q", "k" for full dimensions, "1" for broadcast ones ("11qk", "qk").
-    `bias_scale` multiplies it, `bias_grad` asks for its gradient. `alibi` is "h" or "bh". `sink_offset` is added to the
-    sinks. `mask` is a block mask of random bits: "shape:block size:density", the shape of its samples and heads in
-    letters as for `bias`, the block "64", "128" or "64x128", the density of blocks and, in partial blocks, of bits.
+    `bias_scale` multiplies it, `bias_grad` asks for its gradient. `alibi` is "h" or "bh"; `slopes`, repeated over its
+    heads, replace random ones. `sink_offset` is added to the sinks. `mask` is a block mask of random bits:
+    "shape:block size:density", the shape of its samples and heads in letters as for `bias`, the block "64", "128" or
+    "64x128", the density of blocks and, in partial blocks, of bits.
     `score_fn` is the score function `diyfa.features.SCORE_EXAMPLE`, with a captured tensor that has a gradient.
     `dropout_p` comes with an rng_state drawn from `seed`; `dropout_origins` adds origins in a larger problem.
 
@@ -87,6 +88,7 @@ class AttentionCase:
     window: tuple[int, int] = (-1, -1)
     softcap: float = 0.0
     alibi: str = ""
+    slopes: tuple[float, ...] = ()
     bias: str = ""
     bias_dtype: str = ""  # "": dtype
     bias_grad: bool = True
@@ -319,7 +321,10 @@ def make_inputs(case: AttentionCase, device: torch.device | str = "cpu") -> Inpu
         options["softcap"] = case.softcap
     if case.alibi:
         shape = (heads,) if case.alibi == "h" else (batch, heads)
-        options["alibi_slopes"] = to_device(random(*shape, dtype=torch.float32).abs() * 0.3)
+        slopes = random(*shape, dtype=torch.float32).abs() * 0.3
+        if case.slopes:
+            slopes.view(-1).copy_(torch.tensor(case.slopes * slopes.numel(), device="cpu")[: slopes.numel()])
+        options["alibi_slopes"] = to_device(slopes)
     if case.bias:
         full = {"b": batch, "h": heads, "q": seqlen_q, "k": seqlen_k, "1": 1}
         bias = random(*(full[letter] for letter in case.bias), dtype=getattr(torch, case.bias_dtype or case.dtype))

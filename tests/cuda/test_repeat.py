@@ -201,6 +201,9 @@ CASES = {  # a call, kernels of the backward pass
     "descriptors": (dense(**LARGE), BOTH),
     "descriptors and rows": (dense(**LARGE, causal=True), BOTH),
     "descriptors of gluon": (dense(**LARGE, variant="sm90"), HOPPER_BACKWARD[:-1]),
+    "alibi and descriptors of gluon": (
+        dense(**LARGE, variant="sm90", alibi_slopes=lambda: torch.rand(4, 8)), HOPPER_BACKWARD[:-1],
+    ),
     "views": (views("bhsd"), BOTH),
     "views of rows": (views("bshd"), BOTH),
     "seq_lens": (dense(**LENGTHS, causal=True), BOTH),

@@ -61,6 +61,12 @@ CASES = [
     # Products stop within the last box of 64 columns.
     case("columns_96_causal", head_dim=96, causal=True),
     case("columns_72_samples", head_dim=72, batch=2, seq_lens=(130, 70), seqlen_k=150, seqlen_q=150),
+    case("alibi_gqa_bshd", alibi="bh", batch=2, heads=4, heads_kv=2, layout="bshd", seqlen_q=70),
+    # Slopes of published models are at most 1. A negative one prefers the farthest keys.
+    case(
+        "alibi_rows_without_keys", alibi="h", slopes=(4.0, -1.0), causal=True, head_dim=128, seqlen_q=200, seqlen_k=130
+    ),
+    case("alibi_packed", layout="thd", lens_q=(70, 130, 1, 0), lens_k=(130, 64, 5, 3), alibi="h", slopes=(64.0, -0.5)),
 ]
 MORE = [  # each takes seconds; the others have what they have, too
     case("128", head_dim=128),
@@ -78,6 +84,12 @@ MORE = [  # each takes seconds; the others have what they have, too
     case("columns_104", head_dim=104),
     case("negative_scale", sm_scale=-0.2),
     case("zero_scale", sm_scale=0.0),
+    case("alibi_more_keys", alibi="h", slopes=(1.0, 0.25), seqlen_q=70, seqlen_k=330, head_dim=128),
+    case("alibi_more_queries", alibi="bh", slopes=(2.0, 0.0, -0.25), batch=2, seqlen_q=300, seqlen_k=130),
+    case("alibi_one_key", alibi="h", slopes=(1000.0, -8.0), seqlen_q=64, seqlen_k=1),
+    case("alibi_window", alibi="h", window=(70, 20), softcap=5.0, seqlen_q=330, seqlen_k=330, head_dim=128, heads=1),
+    case("alibi_samples", alibi="bh", batch=3, seq_lens=(150, 3, 80), seqlen_k=150, head_dim=96, sm_scale=-0.2),
+    case("alibi_large_scores", alibi="h", slopes=(0.5, 2.0), sm_scale=4.0, causal=True, dtype="float16"),
 ]
 
 
@@ -104,6 +116,7 @@ WIDE = [
     case("256", head_dim=256, seqlen_q=70, seqlen_k=100, causal=True),
     # Blocks that need a mask stand behind those that need none.
     case("left", head_dim=128, head_dim_v=64, heads=1, seqlen_q=200, seqlen_k=131, window=(66, -1), softcap=5.0),
+    case("alibi", head_dim=200, alibi="bh", batch=2, slopes=(1.0, -0.5, 0.1), seqlen_q=100, seqlen_k=70, causal=True),
 ]
 MORE_WIDE = [
     case("64_128", head_dim=64, head_dim_v=128, heads=4, heads_kv=2, causal=True, softcap=5.0),
@@ -114,6 +127,8 @@ MORE_WIDE = [
     case("256_192", head_dim=256, head_dim_v=192, seqlen_q=70, seqlen_k=100, sinks=True),
     case("192_128_softcap", head_dim=192, head_dim_v=128, seqlen_q=70, seqlen_k=100, softcap=5.0, causal=True),
     case("72_192", head_dim=72, head_dim_v=192, layout="thd", lens_q=(70, 3), lens_k=(65, 130)),
+    case("192_128_alibi", head_dim=192, head_dim_v=128, seqlen_q=150, seqlen_k=100, alibi="h", slopes=(1.0, -0.2)),
+    case("72_192_alibi", head_dim=72, head_dim_v=192, seqlen_q=70, seqlen_k=100, alibi="h", softcap=5.0),
 ]
 MLA = [
     # The last sequences are shorter than the longest.
@@ -194,6 +209,7 @@ PARTS = {
         case("sequences", heads=4, layout="thd", lens_q=(70, 0, 9), lens_k=(65, 3, 130), slack=5, head_dim=40),
         case("columns_72", heads=4, seqlen_q=70, head_dim=72),
         case("transposed", heads=4, heads_kv=2, view="transposed", seqlen_q=70, window=(60, 10)),
+        case("alibi", heads=8, heads_kv=2, seqlen_q=70, alibi="h", causal=True),
     ],
     "columns": [
         case("wide", head_dim=200, head_dim_v=72, seqlen_q=70, seqlen_k=100),
@@ -509,6 +525,7 @@ def test_parts_of_the_workspace_are_aligned(deterministic: bool, monkeypatch: py
 
 @pytest.mark.parametrize("changes", [
     {}, {"head_dim": 128}, {"head_dim": 192}, {"deterministic": True}, {"seq_lens": True}, {"heads_kv": 1},
+    {"alibi": True}, {"alibi": True, "head_dim": 192},
 ])  # fmt: skip
 def test_calls_can_be_repeated_past_the_launcher(changes: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """What repeats a launch for other addresses (`runtime/passes.py`) takes kernels whose tensors come first only."""
@@ -517,7 +534,8 @@ def test_calls_can_be_repeated_past_the_launcher(changes: dict, monkeypatch: pyt
     problem = problem.replace(head_dim_v=problem.head_dim)
     q, k, v, out, dout, dq, dk, dv = (torch.zeros(1, 2, 64, problem.head_dim).bfloat16() for _ in range(8))
     lengths = torch.tensor([64], dtype=torch.int32) if problem.seq_lens else None
-    tensors, lse = AttentionTensors(q, k, v, 1.0, seq_lens=lengths), torch.zeros(1, 2, 64)
+    slopes = torch.zeros(2) if problem.alibi else None
+    tensors, lse = AttentionTensors(q, k, v, 1.0, seq_lens=lengths, alibi_slopes=slopes), torch.zeros(1, 2, 64)
     backward = bwd_launch.Sm90Backward(problem, tensors, bwd_configs.select_config(problem), lse, dq)
     for launch in backward.launches(out, dout, None, None, AttentionGradients(dq, dk, dv)):
         handed_on = {name for name, x in launch.arguments.items() if type(x) not in (int, float)}
@@ -536,7 +554,7 @@ def test_all_parts_of_a_turn_are_needed(lost: str, tmp_path: Path) -> None:
 
 
 REFUSED = {
-    "alibi": {"alibi": True},
+    "softcap beside ALiBi up to head_dim 64": {"alibi": True, "softcap": 5.0},
     "attn_bias": {"bias": "float16"},
     "dropout": {"dropout": True},
     "33 to 256": {"head_dim_v": 32},
@@ -564,8 +582,9 @@ def test_which_kernel_takes_which_heads(d: int, dv: int, softcap: float, columns
     """Also where another one would be right, but slower."""
     problem = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", 1, 4, 4, 512, 512, d, dv)
     assert bwd_configs.select_config(problem.replace(softcap=softcap)) == bwd_configs.CONFIGS[columns]
-    in_order = problem.replace(softcap=softcap, deterministic=True)
-    assert bwd_configs.select_config(in_order) == bwd_configs.CONFIGS[256 if columns == 192 else columns]
+    for change in ({"deterministic": True}, {"alibi": True}):
+        changed = problem.replace(softcap=softcap, **change)
+        assert bwd_configs.select_config(changed) == bwd_configs.CONFIGS[256 if columns == 192 else columns]
 
 
 @pytest.mark.parametrize("boxes", range(2, 5))
@@ -598,10 +617,10 @@ def test_programs_stay_where_blocks_of_keys_are_many(
 PACKED = {"layout": VARLEN, "total_q": 8192, "total_k": 8192, "batch": 2}
 CHOSEN = {  # name of the kernel for changes of 32 heads, 4096 queries and keys, 128 columns
     "sm90": ({}, {"seqlen_k": 512}, {"deterministic": True}, {"window_left": 1023, "window_right": 0}, PACKED,
-             {"out_dtype": "float32"}),
+             {"out_dtype": "float32"}, {"alibi": True}, {"alibi": True, "softcap": 30.0}),
     "split": (
         {"seqlen_k": 511}, {"seqlen_k": 512, "deterministic": True}, {"window_left": 127, "window_right": 0},
-        {"seqlen_q": 64, "seqlen_k": 1024}, {"alibi": True},
+        {"seqlen_q": 64, "seqlen_k": 1024}, {"alibi": True, "mask": (128, 128)},
     ),
 }  # fmt: skip
 

@@ -116,7 +116,7 @@ REFUSED: dict[str, dict[str, Any]] = {
         "head_dim_v": 64,
         "softcap": 3.0,
     },
-    "does not implement alibi": {"alibi": True},
+    "gradients of alibi beside a block mask": {"alibi": True},
 }
 
 

@@ -131,6 +131,7 @@ def test_every_accumulator_follows_the_maximum(pairs: bool, monkeypatch: pytest.
         case("16", (MIDDLE, 16)),
         pytest.param(case("30_causal", (0.4, 30), causal=True, seqlen_q=300), marks=pytest.mark.slow),
         pytest.param(packed("60_packed", (MIDDLE, 60)), marks=pytest.mark.slow),
+        pytest.param(case("30_alibi", (MIDDLE, 30), alibi="h", slopes=(0.25,)), marks=pytest.mark.slow),
         pytest.param(case("20_d128_gqa", (MIDDLE, 20), heads=2, heads_kv=1, head_dim=128), marks=pytest.mark.slow),
         pytest.param(case("30_float16", (MIDDLE, 30), dtype="float16"), marks=pytest.mark.slow),
     ],

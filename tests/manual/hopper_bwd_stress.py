@@ -49,10 +49,12 @@ from diyfa.testing import (
 )
 
 FEATURES = (
-    "causal", "window", "softcap", "gqa", "seq_lens", "packed", "sinks", "dlse", "deterministic", "wide", "widths",
-    "hostile", "mask",
+    "causal", "window", "softcap", "alibi", "gqa", "seq_lens", "packed", "sinks", "dlse", "deterministic", "wide",
+    "widths", "hostile", "mask",
 )  # fmt: skip
-NO_MASK = {"causal", "window", "seq_lens", "packed", "deterministic", "wide", "widths"}  # features without block masks
+NO_MASK = {  # features without block masks
+    "causal", "window", "alibi", "seq_lens", "packed", "deterministic", "wide", "widths",
+}  # fmt: skip
 GRADIENTS = ("dq", "dk", "dv", "dsinks")
 REPEATS = 3  # of each call
 MORE_DRAWS = 4 * YARDSTICK_DRAWS  # of the yardstick, before a case counts as a failure
@@ -77,6 +79,7 @@ def features_of(compiled: random.Random, only: str | None) -> set[str]:
         name
         for name, share in (
             ("softcap", 0.2), ("gqa", 0.5), ("sinks", 0.3), ("dlse", 0.5), ("deterministic", 0.35), ("hostile", 0.3),
+            ("alibi", 0.25),
         )
         if compiled.random() < share
     }  # fmt: skip
@@ -105,7 +108,13 @@ def draw(options: argparse.Namespace, number: int) -> tuple[AttentionCase, set[s
     dv = d
     if "widths" in chosen:
         d, dv = compiled.choice(((192, 128), (192, 128), (64, 128), (128, 64), (256, 72), (40, 256), (96, 200)))
+    if d == dv <= 64 and chosen & {"alibi", "mask"}:  # refused for these
+        chosen.discard("softcap")
     sizes: dict[str, Any] = {}
+    if "alibi" in chosen:
+        sizes["alibi"] = compiled.choice(("h", "bh"))
+        if "hostile" in chosen:  # published models have slopes from 2^-8 to 1
+            sizes["slopes"] = choose.choice(((1.0, 0.5, 2.0**-8), (0.0, 64.0, -0.1), (-2.0, 1000.0), ()))
     most = 160 if options.cpu else 900
     heads_kv = choose.choice((1, 1, 2, 3))
     group = choose.choice((2, 3, 4, 8)) if "gqa" in chosen else 1

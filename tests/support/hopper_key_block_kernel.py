@@ -83,8 +83,8 @@ def _order_kernel(
 def constants(block_m: int, block_n: int, has_left: bool, has_right: bool, deterministic: bool) -> Sm90BwdConstants:
     return Sm90BwdConstants(
         block_m=block_m, block_n=block_n, boxes=1, boxes_v=1, used_boxes=1, used_boxes_v=1, stages=2,
-        has_left=has_left, has_right=has_right, lengths=EQUAL.value, softcap=False, deterministic=deterministic,
-        store_from_registers=False, consumer_registers=240, producer_registers=24,
+        has_left=has_left, has_right=has_right, lengths=EQUAL.value, softcap=False, alibi=False,
+        deterministic=deterministic, store_from_registers=False, consumer_registers=240, producer_registers=24,
     )  # fmt: skip
 
 

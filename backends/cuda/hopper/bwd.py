@@ -362,7 +362,7 @@ def _consumer(INDEX: gl.constexpr, sizes, shared, gradients, outputs, rolling_dq
     iteration = 0
     kind, chunk, keys = key_blocks.read(iteration, sizes, config.LENGTHS)
     while kind == KEYS:
-        consumer = Consumer(INDEX, INDEX * ROWS, keys, sizes, shared, outputs, scale, outputs.softcap * LOG2E)
+        consumer = Consumer(INDEX, INDEX * ROWS, keys, sizes, shared, outputs, scale, outputs.softcap * LOG2E, 0.0)
         dk = _zero_gradient(config)
         dv = _zero_gradient(config)
         for j in gl.static_range(CONSUMER_COUNT):
@@ -371,9 +371,10 @@ def _consumer(INDEX: gl.constexpr, sizes, shared, gradients, outputs, rolling_dq
         for g in range(sizes.group_size):
             seen = keys.seen_by(keys.hk * sizes.group_size + g, sizes, config)
             n_masked = seen.masked_count()
-            dk, dv, item = _add_query_blocks(consumer, gradients, 0, n_masked, dk, dv, item, words, True)
+            head_consumer = consumer.with_slope(g)
+            dk, dv, item = _add_query_blocks(head_consumer, gradients, 0, n_masked, dk, dv, item, words, True)
             dk, dv, item = _add_query_blocks(
-                consumer, gradients, seen.full_begin, seen.full_end, dk, dv, item, words, False
+                head_consumer, gradients, seen.full_begin, seen.full_end, dk, dv, item, words, False
             )
             if config.MASK_Q > 0:
                 words += n_masked
@@ -412,7 +413,7 @@ def _store_rows(x, factor, pointer, tensor, buffers, consumer):
 
 @gluon.jit(
     do_not_specialize=(*SIZES, "dq_slots", "dq_delay", "stride_maskb", "stride_maskh"),
-    do_not_specialize_on_alignment=(*LENGTH_POINTERS, "mask_blocks_ptr"),
+    do_not_specialize_on_alignment=(*LENGTH_POINTERS, "mask_blocks_ptr", "slopes_ptr"),
 )
 def _bwd_sm90_kernel(
     q_tensor, k_tensor, v_tensor, do_tensor,  # (B, H, S, D) whatever the strides, or ragged (`gluon/tma.py`)
@@ -425,7 +426,9 @@ def _bwd_sm90_kernel(
     semaphores_ptr,  # [2 * blocks of queries] int32, zeros; None unless DETERMINISTIC
     counter_ptr,  # int32, zero: blocks of keys that programs have drawn
     lengths_q_ptr, lengths_k_ptr,  # int32: cu_seqlens of packed sequences, or twice seq_lens
+    slopes_ptr,  # (H,) or (B, H) fp32, for ALIBI, or None
     mask_blocks_ptr, mask_bits_ptr, stride_maskb, stride_maskh,  # `BlockMask`
+    stride_slopeb,
     heads_q, group_size, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
     steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn, steps_dob, steps_dom,  # of `descriptor_steps`
     interleaved_heads,  # see `locate_key_block`
@@ -445,7 +448,7 @@ def _bwd_sm90_kernel(
         q_tensor, k_tensor, v_tensor, do_tensor, statistics_tensor,
         steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn, steps_dob, steps_dom,
     )  # fmt: skip
-    outputs = Outputs(dk_tensor, dv_tensor, dk_ptr, dv_ptr, sm_scale, scale, softcap)
+    outputs = Outputs(dk_tensor, dv_tensor, dk_ptr, dv_ptr, slopes_ptr, stride_slopeb, sm_scale, scale, softcap)
     if config.FORM == "keys":
         gradients = _allocate_gradients(k_tensor, dq_tensor, config)
         key_blocks = allocate_key_blocks()

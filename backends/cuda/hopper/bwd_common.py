@@ -28,7 +28,7 @@ from diyfa.backends.cuda.hopper.bwd_tiles import (
 )
 from diyfa.backends.cuda.hopper.epilogue import head_offset, matrix, store_float32
 from diyfa.backends.cuda.hopper.mma import ROWS, accumulator_layout, box_buffer, box_matrix, buffer_count
-from diyfa.backends.cuda.hopper.softmax import LOG2E, reciprocal_of_exp2
+from diyfa.backends.cuda.hopper.softmax import LOG2E, reciprocal_of_exp2, split_columns
 from diyfa.backends.cuda.hopper.tiles import sequence_end, start_load, start_store
 from diyfa.backends.cuda.runtime.constants import Constants
 
@@ -46,6 +46,7 @@ class BoxConstants(Constants):
     has_right: bool
     lengths: int
     softcap: bool
+    alibi: bool
     consumer_registers: int
     producer_registers: int
     store_from_registers: bool  # gradients are stored in float32, from registers, to be added up later
@@ -112,12 +113,14 @@ class Inputs:
 
 @aggregate
 class Outputs:
-    """Tensors that the consumers write, and scales."""
+    """Tensors that the consumers write, or that only they read, and scales."""
 
     dk_tensor: tma.tensor_descriptor
     dv_tensor: tma.tensor_descriptor
     dk_ptr: gl.tensor | gl.constexpr  # for STORE_FROM_REGISTERS
     dv_ptr: gl.tensor | gl.constexpr
+    slopes_ptr: gl.tensor | gl.constexpr  # for ALIBI
+    stride_slopeb: gl.tensor | gl.constexpr
     sm_scale: gl.tensor
     scale: gl.tensor  # sm_scale, divided by the softcap if there is one
     softcap: gl.tensor
@@ -135,6 +138,19 @@ class Consumer:
     outputs: Outputs
     scale: gl.tensor  # `scale_in_log2`
     cap: gl.tensor  # the softcap in units of log2
+    slope: gl.tensor | gl.constexpr  # ALiBi's of a query head, times LOG2E (`with_slope`)
+
+    @gluon.jit
+    def with_slope(self, g):
+        """Return the consumer with ALiBi's slope of query head g of the group."""
+        consumer = self
+        if self.shared.config.ALIBI:
+            h = self.keys.hk * self.sizes.group_size + g
+            slope = gl.load(self.outputs.slopes_ptr + self.keys.b * self.outputs.stride_slopeb + h) * LOG2E
+            consumer = Consumer(
+                self.INDEX, self.ROW, self.keys, self.sizes, self.shared, self.outputs, self.scale, self.cap, slope
+            )
+        return consumer
 
 
 # ---- set-up
@@ -334,6 +350,25 @@ def with_derivative(p, t, SOFTCAP: gl.constexpr):
 
 
 @gluon.jit
+def _positions(s, start_m, consumer):
+    """Return (keys [64, 1], columns that they are aligned with, columns [1, BLOCK_M]) of a block of scores.
+
+    Columns lack the lane's summand (`split_columns`), so those of the block are constants.
+    """
+    keys = consumer.keys
+    lane, constant = split_columns(s)
+    key = keys.col0 + consumer.ROW + gl.arange(0, ROWS, layout=gl.SliceLayout(1, s.type.layout))[:, None]
+    return key, key - (keys.n_keys - keys.n_queries) - start_m - lane, constant
+
+
+@gluon.jit
+def _distances(s, start_m, consumer):
+    """Return the distances of keys and queries of a block of scores [64, BLOCK_M]."""
+    _, diagonal, constant = _positions(s, start_m, consumer)
+    return gl.abs(diagonal.to(gl.float32) - constant.to(gl.float32))
+
+
+@gluon.jit
 def softmax_weights(s, lse, start_m, consumer, MASKED: gl.constexpr, number=0):
     """Products s [64, BLOCK_M] and lse [1, BLOCK_M] -> (weights Pᵀ, Pᵀ times the softcap's derivative).
 
@@ -342,13 +377,10 @@ def softmax_weights(s, lse, start_m, consumer, MASKED: gl.constexpr, number=0):
     config: gl.constexpr = consumer.shared.config
     keys = consumer.keys
     x, t = exponents(s, lse, consumer.scale, consumer.cap, config.SOFTCAP)
+    if config.ALIBI:
+        x = x - consumer.slope * _distances(s, start_m, consumer)
     if MASKED and config.MASK_Q == 0:
-        # A thread's columns are 2 * (lane % 4) plus constants (`softmax.py`).
-        columns = gl.arange(0, config.BLOCK_M, layout=gl.SliceLayout(0, s.type.layout))[None, :]
-        lane = columns & 6
-        constant = columns & ~6
-        key = keys.col0 + consumer.ROW + gl.arange(0, ROWS, layout=gl.SliceLayout(1, s.type.layout))[:, None]
-        diagonal = key - (keys.n_keys - keys.n_queries) - start_m - lane
+        key, diagonal, constant = _positions(s, start_m, consumer)
         is_visible = (key < keys.n_keys) & (constant >= 0)
         if config.HAS_RIGHT:
             is_visible = is_visible & (constant >= diagonal - consumer.sizes.window_right)

@@ -16,9 +16,10 @@ from diyfa.backends.cuda.hopper.configs import (
 )
 from diyfa.problem import AttentionProblem, cached_per_kind, refuse_features
 
-FEATURES = frozenset(
-    {"causal", "gqa", "seq_lens", "varlen", "window", "softcap", "sinks", "head_dim_v", "batch_invariant", "mask"}
-)
+FEATURES = frozenset({
+    "causal", "gqa", "seq_lens", "varlen", "window", "softcap", "alibi", "sinks", "head_dim_v", "batch_invariant",
+    "mask",
+})  # fmt: skip
 MAX_HEAD_DIM = 256
 WIDE = 128  # most columns with which dK and dV of 64 keys fit the registers of a warpgroup
 CONSUMERS = 2  # warpgroups
@@ -57,8 +58,9 @@ def select_config(problem: AttentionProblem) -> Sm90BwdConfig:
     d, dv = problem.head_dim, problem.head_dim_v
     if d == dv <= WIDE:
         return CONFIGS[64 if d <= 64 else 128]
-    # "mla" adds up dQ in no fixed order. It has no registers for a softcap: it would spill 1.7 KB.
-    is_mla = dv <= WIDE < d <= 192 and not problem.softcap and not problem.deterministic
+    # "mla" adds up dQ in no fixed order. It has no registers for a softcap, with which it would spill 1.7 KB, or for
+    # ALiBi: 1.1 KB by Triton 3.9.
+    is_mla = dv <= WIDE < d <= 192 and not (problem.softcap or problem.alibi or problem.deterministic)
     return CONFIGS[192 if is_mla else 256]
 
 
@@ -81,7 +83,7 @@ def dq_stages(boxes: int, boxes_v: int) -> int:
 
 def _refuses_mask(problem: AttentionProblem) -> str | None:
     """Return why the kernel does not take the block mask of `problem`, or None."""
-    if beside := sorted(problem.features & {"seq_lens", "varlen"}):
+    if beside := sorted(problem.features & {"alibi", "seq_lens", "varlen"}):
         return f"sm90 computes no gradients of {beside[0]} beside a block mask"
     if problem.deterministic:  # an adder would have to count the programs before its own in a list
         return "sm90 adds dQ up in no fixed order beside a block mask"
@@ -121,6 +123,8 @@ def refuses(problem: AttentionProblem) -> str | None:
         return "sm90 writes dq, dk and dv through TMA: their addresses and strides must be multiples of 16 bytes"
     if problem.seq_lens and not problem.few_steps:
         return TOO_MANY_STEPS
+    if problem.alibi and problem.softcap and select_config(problem).block_m == 128:  # it would spill 1.8 KB
+        return f"sm90 has no registers for a softcap beside ALiBi up to head_dim {BOX_COLUMNS}"
     return _refuses_mask(problem) if problem.mask else None
 
 

@@ -47,6 +47,7 @@ from diyfa.problem import (
     cached_per_kind,
     has_few_steps,
     is_aligned,
+    per_head_stride,
 )
 
 
@@ -236,6 +237,9 @@ class Sm90Backward:
             "sm_scale": sm_scale,
             "scale": sm_scale / (problem.softcap or 1.0),
             "softcap": problem.softcap,
+            # Without slopes the kernels have no such arguments.
+            "slopes_ptr": self.tensors.alibi_slopes,
+            "stride_slopeb": per_head_stride(self.tensors.alibi_slopes) if problem.alibi else None,
         }
         for (pointer, sample_steps, row_steps), x in zip(_INPUTS, (*self.tensors[:3], dout), strict=True):
             box_rows = ROWS.value if row_steps[-1] == "n" else rows

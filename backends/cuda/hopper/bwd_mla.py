@@ -183,7 +183,7 @@ def _consumer(INDEX: gl.constexpr, keys, sizes, shared, exchange, outputs):
     """One warpgroup: dK and dV of its 64 keys, and its boxes of dQ."""
     config: gl.constexpr = shared.config
     scale = scale_in_log2(outputs.scale, config.SOFTCAP)
-    consumer = Consumer(INDEX, INDEX * ROWS, keys, sizes, shared, outputs, scale, outputs.softcap * LOG2E)
+    consumer = Consumer(INDEX, INDEX * ROWS, keys, sizes, shared, outputs, scale, outputs.softcap * LOG2E, 0.0)
     PAIR_LAYOUT: gl.constexpr = accumulator_layout(2 * BOX)
     dk = gl.zeros([ROWS, 2 * BOX], gl.float32, PAIR_LAYOUT)
     dk_last = gl.zeros([ROWS, BOX], gl.float32, accumulator_layout(BOX))

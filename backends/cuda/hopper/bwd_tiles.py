@@ -24,7 +24,7 @@ BOX = gl.constexpr(BOX_COLUMNS)
 SIZES = (
     "heads_q", "group_size", "batch", "seqlen_q", "seqlen_k", "total_q", "total_k", "window_left", "window_right",
     "steps_qb", "steps_qm", "steps_kb", "steps_kn", "steps_vb", "steps_vn", "steps_dob", "steps_dom",
-    "interleaved_heads",
+    "interleaved_heads", "stride_slopeb",
 )  # fmt: skip
 LENGTH_POINTERS = ("lengths_q_ptr", "lengths_k_ptr")
 

@@ -199,16 +199,19 @@ def _consumer(INDEX: gl.constexpr, keys, sizes, shared, exchange, outputs):
     DV: gl.constexpr = half_count(1 - INDEX, config.BOXES_V) * BOX
     DTYPE: gl.constexpr = shared.k_buffers.dtype
     scale = scale_in_log2(outputs.scale, config.SOFTCAP)
-    consumer = Consumer(INDEX, 0, keys, sizes, shared, outputs, scale, outputs.softcap * LOG2E)
+    consumer = Consumer(INDEX, 0, keys, sizes, shared, outputs, scale, outputs.softcap * LOG2E, 0.0)
     dk = gl.zeros([ROWS, D], gl.float32, accumulator_layout(D))
     dv = gl.zeros([ROWS, DV], gl.float32, accumulator_layout(DV))
     item = 0
     shared.keys.wait(0)
     shared.values.wait(0)
-    for _ in range(sizes.group_size):
+    for g in range(sizes.group_size):
         if INDEX == 0:
-            dk, dv, item = _consumer0_blocks(consumer, exchange, 0, keys.masked_count(), dk, dv, item, True)
-            dk, dv, item = _consumer0_blocks(consumer, exchange, keys.full_begin, keys.full_end, dk, dv, item, False)
+            head_consumer = consumer.with_slope(g)
+            dk, dv, item = _consumer0_blocks(head_consumer, exchange, 0, keys.masked_count(), dk, dv, item, True)
+            dk, dv, item = _consumer0_blocks(
+                head_consumer, exchange, keys.full_begin, keys.full_end, dk, dv, item, False
+            )
         else:
             dk, dv, item = _consumer1_blocks(consumer, exchange, dk, dv, item)
     dk = finished_rows(dk, outputs.sm_scale, consumer)

@@ -52,7 +52,7 @@ from diyfa.backends.cuda.hopper.mma import (
     run_start,
     zero_output,
 )
-from diyfa.backends.cuda.hopper.softmax import LOG2E, Rows, mask_scores
+from diyfa.backends.cuda.hopper.softmax import LOG2E, Rows, alibi_penalty, mask_scores
 from diyfa.backends.cuda.hopper.tiles import (
     KeyCache,
     Problem,
@@ -93,6 +93,8 @@ class DqOutputs:
     dq_tensor: tma.tensor_descriptor
     dq_ptr: gl.tensor | gl.constexpr  # for STORE_FROM_REGISTERS
     statistics_ptr: gl.tensor
+    slopes_ptr: gl.tensor | gl.constexpr  # for ALIBI
+    stride_slopeb: gl.tensor | gl.constexpr
     sm_scale: gl.tensor
     scale: gl.tensor
     softcap: gl.tensor
@@ -163,6 +165,8 @@ def _add_key_blocks(
         ring.channel.release(item)
         s = warpgroup_mma_wait(0, deps=[s])
         x, t = exponents(s, lse[:, None], scale, outputs.softcap * LOG2E, config.SOFTCAP)
+        if config.ALIBI:
+            x = x - alibi_penalty(x, order.block(i) * BLOCK_N, rows)
         if MASKED:
             x = mask_scores(x, order.block(i) * BLOCK_N, rows, problem)
         p = gl.exp2(x)
@@ -193,7 +197,10 @@ def _consumer(INDEX: gl.constexpr, problem, shared, outputs):
         exists = offs_m < tile.n_queries
         lse = gl.load(statistics + in_block, mask=exists, other=float("inf"))
         delta = gl.load(statistics + ROWS + in_block, mask=exists, other=0.0)
-        rows = Rows(offs_m + (tile.n_keys - tile.n_queries), tile.n_keys, 0.0)
+        slope = 0.0
+        if config.ALIBI:
+            slope = gl.load(outputs.slopes_ptr + tile.b * outputs.stride_slopeb + tile.h) * LOG2E
+        rows = Rows(offs_m + (tile.n_keys - tile.n_queries), tile.n_keys, slope)
         order = block_order(tile, problem, BLOCK_M, BLOCK_N)
         # The first block of the order is the one in which the keys end. It always gets the mask.
         n_masked = order.n_right
@@ -236,12 +243,16 @@ def _store(shared, outputs, problem, tile, row0, dq, INDEX: gl.constexpr):
         tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=(*SIZES, "heads", "heads_in_parallel"), do_not_specialize_on_alignment=LENGTH_POINTERS)
+@gluon.jit(
+    do_not_specialize=(*SIZES, "heads", "heads_in_parallel"),
+    do_not_specialize_on_alignment=(*LENGTH_POINTERS, "slopes_ptr"),
+)
 def _bwd_wide_dq_kernel(
     q_tensor, k_tensor, v_tensor, do_tensor,  # as in `bwd.py`
     dq_tensor, dq_ptr,
     statistics_ptr,  # [blocks of 64 queries, 2, 64] fp32: lse in units of log2, delta
     lengths_q_ptr, lengths_k_ptr,
+    slopes_ptr, stride_slopeb,  # as in `bwd.py`
     heads_q, group_size, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
     heads,  # of all samples
     heads_in_parallel,  # heads whose tiles alternate, see `locate_tile`
@@ -276,7 +287,7 @@ def _bwd_wide_dq_kernel(
         q_tensor, k_tensor, v_tensor, do_tensor, None,
         steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn, steps_dob, steps_dom,
     )  # fmt: skip
-    outputs = DqOutputs(dq_tensor, dq_ptr, statistics_ptr, sm_scale, scale, softcap)
+    outputs = DqOutputs(dq_tensor, dq_ptr, statistics_ptr, slopes_ptr, stride_slopeb, sm_scale, scale, softcap)
     R: gl.constexpr = config.CONSUMER_REGISTERS
     P: gl.constexpr = config.PRODUCER_REGISTERS
     gl.warp_specialize(

@@ -84,7 +84,7 @@ def _scores(s, score):
 
 
 @gluon.jit
-def _columns(s):
+def split_columns(s):
     """Return the columns [1, BLOCK_N] of a block of scores as two summands: (lane's summand, compile-time constant).
 
     A thread's columns are 2 * (lane % 4) plus constants. A comparison or difference takes the lane's summand on the
@@ -95,9 +95,9 @@ def _columns(s):
 
 
 @gluon.jit
-def _alibi(s, start_n, rows):
+def alibi_penalty(s, start_n, rows):
     """Return what ALiBi subtracts from scores [64, BLOCK_N]: slope times the distance of query and key."""
-    lane, constant = _columns(s)
+    lane, constant = split_columns(s)
     distance = (rows.position[:, None] - lane - start_n).to(gl.float32)
     return rows.slope * gl.abs(distance - constant.to(gl.float32))
 
@@ -105,7 +105,7 @@ def _alibi(s, start_n, rows):
 @gluon.jit
 def visible_pairs(s, start_n, rows, problem):
     """Return which keys of a block of scores [64, BLOCK_N] the row sees."""
-    lane, constant = _columns(s)
+    lane, constant = split_columns(s)
     diagonal = rows.position[:, None] - lane - start_n
     if problem.CAUSAL:  # the last row is aligned with the last key, so this also excludes keys beyond the end
         is_visible = constant <= diagonal
@@ -130,7 +130,7 @@ def _bits(s, words):
 
     `words`: [64] int32 for each 32 columns.
     """
-    lane, constant = _columns(s)
+    lane, constant = split_columns(s)
     word = words[0][:, None] >> lane
     for i in gl.static_range(1, len(words)):
         word = gl.where(constant < i * 32, word, words[i][:, None] >> lane)
@@ -169,7 +169,7 @@ def softmax_step(
     """
     s, scale = _scores(s, score)
     if score.ALIBI:
-        s = s * scale - _alibi(s, start_n, rows)
+        s = s * scale - alibi_penalty(s, start_n, rows)
         scale = 1.0
     if function is not None:
         visible = None
@@ -202,7 +202,7 @@ def fixed_max_step(s, m_i, start_n, rows, score):
     s, scale = _scores(s, score)
     x = s * scale - m_i[:, None]
     if score.ALIBI:
-        x = x - _alibi(s, start_n, rows)
+        x = x - alibi_penalty(s, start_n, rows)
     return gl.exp2(x)
 
 

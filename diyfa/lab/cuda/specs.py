@@ -491,9 +491,9 @@ def _hopper_tutorial_specs(arch: str) -> Iterator[CompileSpec]:
         yield launch_spec(launch, "attention_fwd/tutorial", f"{dtype_name(dtype)} D={d}", clean_loops=True)
 
 
-# Bytes of spills allowed to the Hopper backward: values stored at the ends of its loops, with a window and a softcap
-# also inside them.
-HOPPER_BWD_SPILLS, HOPPER_BWD_FEATURE_SPILLS = 192, 352
+# Bytes of spills allowed to the Hopper backward: values stored at the ends of its loops. Loops may spill with a softcap
+# and in form "mla" only.
+HOPPER_BWD_SPILLS, HOPPER_BWD_ALIBI_SPILLS, HOPPER_BWD_SOFTCAP_SPILLS = 192, 224, 352
 HOPPER_BWD_MLA_SPILLS = 720  # form "mla" is nonetheless up to 1.6 times as fast as form "columns"
 
 
@@ -533,6 +533,14 @@ def _hopper_backward_specs(arch: str) -> Iterator[CompileSpec]:
         (128, "bfloat16", False, {"mask": (128, 128)}),
         (128, "bfloat16", False, {"mask": (64, 128), "softcap": 30.0, "sinks": True}),
         (96, "bfloat16", False, {"mask": (128, 128), "out_dtype": "float32"}),
+        (64, "bfloat16", True, {"alibi": True}),
+        (128, "bfloat16", True, {"alibi": True}),
+        (128, "bfloat16", False, {"alibi": True}),
+        (256, "bfloat16", True, {"alibi": True}),
+        (64, "bfloat16", True, {**packed, "softcap": 0.0, "alibi": True}),
+        (128, "bfloat16", True, {**packed, "softcap": 0.0, "alibi": True}),
+        (128, "float16", True, {**packed, "alibi": True}),
+        (128, "bfloat16", True, {"alibi": True, "deterministic": True, "window_left": 1000}),
     ):
         problem = _problem(arch, dtype, d, causal).replace(**{"batch": 16, **changes})
         tensors, out, lse = call_tensors(problem)
@@ -547,8 +555,10 @@ def _hopper_backward_specs(arch: str) -> Iterator[CompileSpec]:
         case = f"{dtype} D={d} {features} {backward.config.block_m}x{backward.config.block_n}"
         case += f" to {problem.out_dtype}" if problem.out_dtype else ""
         case += f" in {backward.subgroups} subgroups" if backward.subgroups > 1 else ""
-        budget = HOPPER_BWD_FEATURE_SPILLS if problem.softcap else HOPPER_BWD_SPILLS
+        budget = HOPPER_BWD_ALIBI_SPILLS if problem.alibi else HOPPER_BWD_SPILLS
+        budget = HOPPER_BWD_SOFTCAP_SPILLS if problem.softcap else budget
         budget = HOPPER_BWD_MLA_SPILLS if backward.config.form == "mla" else budget
+        clean_loops = not problem.softcap and backward.config.form != "mla"
         out, dout = (x.to(tensors.q.dtype) for x in (out, dout))  # merged, whatever the dtype of partial ones
         dlse = None if delta is None else torch.empty_like(lse)
         names = {
@@ -560,7 +570,8 @@ def _hopper_backward_specs(arch: str) -> Iterator[CompileSpec]:
         }
         for launch in backward.launches(out, dout, dlse, delta, gradients):
             name, spill_budget = names[launch.kernel.__name__]
-            yield launch_spec(launch, f"attention_bwd/sm90{name and '_' + name}", case, spill_budget)
+            kernel = f"attention_bwd/sm90{name and '_' + name}"
+            yield launch_spec(launch, kernel, case, spill_budget, clean_loops and name in ("", "dkdv", "dq"))
 
 
 def kvcache_problems(arch: str) -> Iterator[KVCacheProblem]:
