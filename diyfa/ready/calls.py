@@ -211,16 +211,18 @@ def merging(head_dim: int, rows: int = 4096) -> Call:
 
 
 # Mask functions of `diyfa.masks` by name, for n tokens. A window or a prefix of another length has the same kernels.
-MASKS: dict[str, Callable[[int], masks.MaskFunction]] = {
-    "causal": lambda n: masks.causal,
-    "sliding_window": lambda n: masks.sliding_window(n // 4),
-    "prefix_lm": lambda n: masks.prefix_lm(n // 4),
-    "document": lambda n: masks.document(torch.zeros(n, dtype=torch.int64, device="cpu")),
+MASKS: dict[str, Callable[[int], tuple[masks.MaskFunction, ...]]] = {
+    "causal": lambda n: (masks.causal,),
+    "sliding_window": lambda n: (masks.sliding_window(n // 4),),
+    "prefix_lm": lambda n: (masks.prefix_lm(n // 4),),
+    "document": lambda n: tuple(
+        masks.document(torch.zeros(n, dtype=dtype, device="cpu")) for dtype in (torch.int64, torch.int32)
+    ),
 }
 
 
 def masking(name: str, length: int) -> Call:
-    """Return a call that makes a block mask of `length` queries and keys, in blocks of 128.
+    """Return a call that makes block masks of `length` queries and keys, in blocks of 128: of ids in each dtype.
 
     It does nothing where PyTorch's operators make masks: there is nothing to compile.
     """
@@ -228,7 +230,8 @@ def masking(name: str, length: int) -> Call:
     def run() -> None:
         device = torch.device("cpu")  # operators make masks on meta tensors
         if optional_member(device, "build_mask") is not None:
-            masks.block_mask(MASKS[name](length), 1, 1, length, length, device=device)
+            for mask in MASKS[name](length):
+                masks.block_mask(mask, 1, 1, length, length, device=device)
 
     return Call(_name("mask", name, f"S={length}"), run)
 

@@ -119,6 +119,14 @@ def test_masks_that_operators_make_are_not_made(monkeypatch):
         words.parse("mask causal S=32768").run()
 
 
+def test_documents_have_ids_of_either_dtype(monkeypatch):
+    """A process with a pack would otherwise compile for ids of int32."""
+    made = []
+    monkeypatch.setattr(calls.masks, "document", lambda ids: made.append(ids.dtype) or calls.masks.causal)
+    calls.MASKS["document"](64)
+    assert made == [torch.int64, torch.int32]
+
+
 def test_words_have_defaults():
     assert words.parse("D=128 H=32/8 B=4 S=64 causal").name == "attention bfloat16 D=128 H=32/8 B=4 Sq=64 Sk=64 causal"
 
