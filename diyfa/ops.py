@@ -718,9 +718,10 @@ def _product(tensors: MatmulTensors, out: torch.Tensor | None, options: MatmulOp
 
 def product_key(tensors: MatmulTensors, out: torch.Tensor | None, scalars: tuple[Any, ...]) -> Hashable | None:
     """Return the `call_key` of a matrix product."""
-    a, b, *optional = tensors
-    is_plain = out is None and all(x is None for x in optional)
-    return call_key(a, b, b, NO_LENGTHS, scalars, () if is_plain else (*optional, out))
+    a, b, bias, a_descale, b_descale = tensors
+    is_plain = bias is None and a_descale is None and b_descale is None and out is None
+    optional = () if is_plain else (bias, a_descale, b_descale, out)
+    return call_key(a, b, b, NO_LENGTHS, scalars, optional)
 
 
 def product_plan(
